@@ -1,27 +1,26 @@
--- What a job would cost on many ranks: memory of each, and the share of a step that goes into
--- messages, from the time of a message (alpha, seconds), of a byte (beta, seconds) and of one
--- rank's own step. What is sent and kept is counted by the core, which makes the buckets of a
--- reduction over so many ranks (eng_parallel_predict): in each bucket every rank sends every other
--- one a piece, and a sum back (with ZeRO: after the update, weights), while the backward pass goes
--- on with the layers below; with ZeRO-2 so in every micro-batch. Then the record goes round in
--- log2(ranks) messages.
+-- The cost model of a job on many ranks: the memory of each rank, and the share of a step spent on
+-- messages. Its inputs are the seconds of a message (alpha), of a byte (beta) and of one rank's own
+-- step. The core counts messages and bytes, because it knows the buckets (eng_parallel_predict).
+-- For each bucket, every rank sends a piece to every other rank and later sends its sum back (with
+-- ZeRO: the updated weights). ZeRO-2 does this in every micro-batch. The record takes log2(ranks)
+-- messages.
 --
--- Ranks of their own machines copy messages beside their computing: all but the last bucket's hide
--- in the backward pass as far as it lasts. Ranks that share one machine (cost.cores) copy them with
--- the cores they compute with: nothing hides, each step waits for the slowest, and more ranks than
--- cores take turns. Used by `engine plan`; cli/plan_measure.lua measures.
+-- On separate machines, messages overlap the rest of the backward pass, except those of the last
+-- bucket. Ranks that share a machine (cost.cores) copy messages with the cores that compute, so
+-- nothing overlaps; each step waits for the slowest rank, and ranks beyond the number of cores take
+-- turns. Used by `engine plan`; cli/plan_measure.lua measures.
 local M_ffi = require "engine.base.ffi"
 
 local C, check = M_ffi.C, M_ffi.check
 
 local M = {}
 
--- share of a step's computing in which gradients come, so in which messages can hide
+-- share of a step's computing that is the backward pass, which messages can overlap
 local BACKWARD = 2 / 3
 
---- What rank `rank` (-1: the one that sums most) of `ranks` would send and keep, as a table of
---- eng_parallel_sizes's numbers. options: a trainer's { bucket (MiB), comm_dtype (name), zero }.
---- Takes the operations on the tape for the step's (ZeRO-2's rooms).
+--- What rank `rank` (-1: the one with the largest sums) of `ranks` would send and keep: the fields
+--- of eng_parallel_sizes as a table. options: a trainer's { bucket (MiB), comm_dtype (name), zero
+--- }. For ZeRO-2, the operations on the tape must be those of a step.
 function M.sizes(params, options, rank, ranks)
   local out = M_ffi.new("eng_parallel_sizes")
   check(C.eng_parallel_predict(out, params, rank, ranks,
@@ -35,11 +34,11 @@ function M.sizes(params, options, rank, ranks)
 end
 
 --- job: { parameters, tensors, weight_bytes, moment_bytes (of all), step (seconds), handling
---- (seconds a reduction's own work takes; nil: none), zero, accumulate, histogram, sizes =
---- function(ranks) -> M.sizes' }; cost: { alpha, beta }, and for ranks on one machine cores = n,
---- slowed = how much longer a step takes beside one on every core, times = some such steps
---- (seconds). Gives { ranks, memory = { weights, gradients, moments, messages, all } (bytes), sent
---- = { messages, bytes }, compute, messages, exposed, waited, record, weights, step (seconds),
+--- (seconds of packing and adding up, or nil), zero, accumulate, histogram, sizes = function(ranks)
+--- -> the result of M.sizes }. cost: { alpha, beta }; for ranks on one machine also cores = n,
+--- slowed = how much longer a step takes with a process on every core, times = measured seconds of
+--- such steps. Returns { ranks, memory = { weights, gradients, moments, messages, all } (bytes),
+--- sent = { messages, bytes }, compute, messages, exposed, waited, record, weights, step (seconds),
 --- efficiency }.
 function M.predict(job, cost, ranks)
   local sizes, alone = job.sizes(ranks), ranks == 1
@@ -55,11 +54,11 @@ function M.predict(job, cost, ranks)
   local rounds = math.ceil(math.log(ranks) / math.log(2))
   local numbers = job.tensors * 7 + 10 + (job.histogram and C.ENG_HIST_BINS or 0)
   local record = rounds * (cost.alpha + numbers * 8 * cost.beta) * turns
-  -- Weights go round tensor by tensor.
+  -- Weights are sent tensor by tensor.
   local weights = job.zero > 0 and not alone
     and ((sizes.weight_messages + job.tensors) * cost.alpha + sizes.weight_bytes * cost.beta) *
     turns or 0
-  -- The last bucket comes when backward is over; the others hide as far as there is backward left.
+  -- The last bucket is sent after the backward pass; the others overlap what remains of it.
   local last = messages / math.max(1, sizes.buckets * passes)
   local exposed = cost.cores and messages
     or math.max(last, messages - BACKWARD * job.step * (1 - 1 / math.max(1, sizes.buckets)))
@@ -77,8 +76,8 @@ function M.predict(job, cost, ranks)
     record = record, weights = weights, step = step, efficiency = job.step / step }
 end
 
---- How much longer than one's own the longest of n steps is in the mean, from a list of times:
---- ranks wait for each other.
+--- How much longer the slowest of n ranks takes than an average one, from a list of times: the
+--- ranks wait for it in every step.
 function M.skew(times, n)
   local sorted, mean, longest = { unpack(times) }, 0, 0
   table.sort(sorted)

@@ -1,15 +1,15 @@
 -- Ranks: several processes on one job, started by `mpirun -np 4 engine train.lua`, `srun engine
 -- train.lua` or, with a card for each, `torchrun --no-python --nproc-per-node 4 engine train.lua`.
--- The trainer uses them by itself; for scripts:
+-- The trainer uses them by itself. For scripts:
 --   local ranks = require("engine").ranks
 --   ranks.rank(), ranks.size()   this process's number, from 0, and the number of ranks
---   ranks.reduce(x, "sum")       a number over all ranks: "sum", "mean" or "max"; same bits on each
+--   ranks.reduce(x, "sum")       a number over all ranks: "sum", "mean" or "max"; equal bits on all
 --   ranks.from_first(text)       rank 0's text on every rank
---   ranks.say("...")             a line from any rank; print() prints on rank 0 alone
+--   ranks.say("...")             a line from any rank; print() works only on rank 0
 --   ranks.text()                 "Open MPI v4.1.4, 4 ranks, 4 of them here", and the link of cards
 --   ranks.group(4)               this rank's group of four neighbours (for nn.moe's experts)
--- Every rank runs the same script and must make the same calls. A rank that misses one is named,
--- and the job ends (core/dist/comm.c).
+-- Every rank runs the same script and must make the same calls. If a rank misses one, an error
+-- names it and the job ends (core/dist/comm.c).
 local M_ffi = require "engine.base.ffi"
 
 local C, check, ffi, raise = M_ffi.C, M_ffi.check, M_ffi.ffi, M_ffi.raise
@@ -36,9 +36,9 @@ function M.world()
   return world
 end
 
---- This process's number, as the starter says; starts nothing.
+--- This process's number, from the launcher's environment; starts no transport.
 function M.rank() return launched and launched_rank[0] or 0 end
---- The number of ranks, as the starter says; 1 without one.
+--- The number of ranks, from the launcher's environment; 1 without a launcher.
 function M.size() return launched and launched_size[0] or 1 end
 
 --- The transport and the ranks in words: "Open MPI v4.1.4, 4 ranks, 4 of them here".
@@ -80,7 +80,7 @@ function M.from_first(text)
   return ffi.string(bytes, n)
 end
 
---- The first `most` bytes (500) of every rank's text, in order of ranks.
+--- The first `most` bytes (500) of every rank's text, in rank order.
 function M.from_all(text, most)
   most = (most or 500) + 4
   local own, all = ffi.new("char[?]", most), ffi.new("char[?]", most * M.size())

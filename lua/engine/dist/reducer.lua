@@ -1,13 +1,13 @@
--- The reducer: the trainer's part of data parallelism, what a step does differently when several
--- ranks make it together (ranks.lua). Each rank has its share of the step's batches. Gradients are
--- summed over ranks as backward completes them. One message a step makes the record, and so the
--- verdict, the same everywhere; a hash of the verdict travels with the next record, and ranks that
--- decided differently stop. Only rank 0 shows, writes and listens; its requests reach the other
--- ranks between two steps.
+-- The reducer: the trainer's part of data parallelism, that is, what a step does differently on
+-- several ranks (ranks.lua). Each rank computes its share of the step's batches. Gradients are
+-- summed over ranks as backward completes them. One message per step makes the record, and so the
+-- verdict, the same on every rank. A hash of the verdict travels with the next record; if the
+-- hashes differ, the run stops. Only rank 0 prints, writes files and listens to clients; their
+-- requests reach the other ranks between two steps.
 --
--- Batches of a step are numbered over all ranks, from rank * accumulate on each. So jobs with the
--- same product of ranks and accumulate see the same batches and the same random numbers. Owned by
--- the trainer. A single process has a reducer of one rank, which costs nothing.
+-- Batches of a step are numbered over all ranks, from rank * accumulate on each. Jobs with the same
+-- product of ranks and accumulate therefore see the same batches and random numbers. Owned by the
+-- trainer. A single process has a reducer of one rank, which costs nothing.
 local M_ffi = require "engine.base.ffi"
 local exact = require("engine.base.show").exact
 local ranks = require "engine.dist.ranks"
@@ -24,7 +24,7 @@ local COMM_DTYPES = { own = 0, fp32 = 1, bf16 = 2, fp16 = 3, fp8 = 4 }
 local MIB = 2 ^ 20
 M.BUCKET = 2            -- MiB of gradients sent together, by default
 
---- The first of the trainer's options about ranks that cannot be, and what it must be; or nil.
+--- The first invalid option that concerns ranks, and what it must be; or nil.
 function M.wrong(o)
   if o.comm_dtype ~= nil and not COMM_DTYPES[o.comm_dtype] then
     return "comm_dtype", "own, fp32, bf16, fp16 or fp8"
@@ -44,7 +44,7 @@ end
 
 local function crc(text) return ("%08x"):format(C.eng_crc32c(0, text, #text)) end
 
--- A line for each module that the script required, except the engine's.
+-- Adds a line for each module that the script required, except the engine's.
 local function add_modules(lines)
   local names = {}
   for name in pairs(package.loaded) do
@@ -57,7 +57,7 @@ local function add_modules(lines)
   end
 end
 
--- The position in the data; data of which each rank has its own is not compared.
+-- The position in the data; not compared where each rank has data of its own.
 local function data_text(data)
   if data.sharded then return "of each rank's own" end
   local good, state = pcall(function() return require("engine.base.json").encode(data:state()) end)
@@ -119,7 +119,7 @@ function M.options(o, apart, holders)
     apart = apart, holders = holders })
 end
 
--- parameter set -> its reduction, for the next trainer of the same model
+-- parameter set -> its reduction, which the next trainer of the same model uses again
 local of_set = setmetatable({}, { __mode = "k" })
 
 local function reduction(params, options)
@@ -135,7 +135,7 @@ local function reduction(params, options)
   return handle
 end
 
---- Completes the norms of a reference backward with those of parameters that only other ranks hold.
+--- Adds the norms of parameters that only other ranks hold to those of a reference backward.
 function Reducer:share_norms(norm, norms, n)
   if not self.apart then return end
   check(C.eng_comm_all_reduce(ranks.world(), norms, n, M_ffi.dtype.f64, C.ENG_MAX))
@@ -150,9 +150,9 @@ local MAXIMA = { elapsed = 0, hash = 1, minus_hash = 2, interrupted = 3, hangup 
   drawn = 6, unknown = 7 }
 local N_SUMS, N_MAXIMA = 2, 8
 
--- Parameters that only some ranks hold: { [name] = { held =, shape = } }, a mark for each of the
--- optimizer's parameters, and the group of ranks that hold the same ones; or nil. Modules declare
--- them (nn.moe, `_apart`).
+-- Finds the parameters that only some ranks hold, which modules declare (nn.moe, `_apart`). Returns
+-- { [name] = { held =, shape = } }, an array with 1 for each such parameter of the optimizer's
+-- list, and the group of ranks that hold the same ones. Returns nil if all ranks hold everything.
 local function find_apart(model, list)
   local apart, group = {}, nil
   if not model.apply then return nil end
@@ -187,14 +187,14 @@ function M.new(trainer, o)
   self.many = self.size > 1
   self.own_pass = self.many and o.mode ~= "lagged"   -- record() makes the pass over the gradients
   self.comm_dtype = self.many and o.comm_dtype or "own"
-  -- zero: each rank updates its part; divided: and keeps only those gradients
+  -- zero: each rank updates its part of the weights; divided: it also keeps only those gradients
   self.zero, self.divided = (o.zero or 0) > 0 and self.many, o.zero == 2 and self.many
   if not self.many then return self end
   if o.rank_timeout then C.eng_comm_timeout(o.rank_timeout) end
   ranks.world()
   self.signals = {}
   self.apart, self.marks, self.holders = find_apart(trainer.model, trainer.optimizer.list)
-  ranks.compare(identity(self, o))       -- other settings, policies or models
+  ranks.compare(identity(self, o))       -- settings, policies and models must match
   self.reduction = reduction(trainer.optimizer.params,
     M.options(o, self.marks, self.holders and self.holders.comm))
   if self.zero then check(C.eng_optimizer_shard(trainer.optimizer.state)) end
@@ -202,7 +202,7 @@ function M.new(trainer, o)
   return self
 end
 
---- How gradients on cards travel between the ranks, or nil.
+--- The link between ranks that train on cards, as text; nil on the CPU.
 function Reducer:text()
   return self.many and require("engine.base.machine").device() == "cuda" and "ranks: " ..
     ranks.text() or nil
@@ -231,8 +231,8 @@ end
 --- The group of all ranks, or nil for one process.
 function Reducer:comm() return self.many and ranks.world() or nil end
 
---- Gives every rank the weights of rank 0, or calls `spread`, which gives it those of a checkpoint;
---- then compares checksums.
+--- Broadcasts rank 0's weights, or calls `spread`, which loads a checkpoint's on every rank. Then
+--- compares checksums.
 function Reducer:start(spread)
   local trainer = self.trainer
   if spread then spread()
@@ -271,20 +271,20 @@ local function skip(data, n)
   for _ = 1, n do data:next() end
 end
 
---- A step begins: skips the batches of the ranks before this one. Between two steps all ranks are
---- at the same place of the data.
+--- Begins a step: skips the batches of lower ranks. Between two steps all ranks are at the same
+--- position in the data.
 function Reducer:begin() skip(self.trainer.data, self.rank * self.trainer.accumulate) end
 
 local seed, counter = ffi.new("uint64_t[1]"), ffi.new("uint64_t[1]")
 
--- How many random numbers the micro-batches drew at most.
+-- Records the most random numbers that one micro-batch drew.
 local function note_drawn(self, s, first)
   C.eng_rng_get(seed, counter)
   self.drawn = first and 0 or math.max(self.drawn, tonumber(counter[0] - s.place.counter))
 end
 
---- Micro-batch i of this rank: seeds its random numbers by its number in the step, so that they do
---- not depend on the rank it falls to.
+--- Seeds the random numbers of this rank's micro-batch i by its number in the step, so that they do
+--- not depend on which rank runs it.
 function Reducer:draw(s, i)
   local accumulate, place = self.trainer.accumulate, s.place
   if accumulate * self.size == 1 then return end
@@ -293,8 +293,8 @@ function Reducer:draw(s, i)
   C.eng_rng_set(place.seed + number * 0x9E3779B97F4A7C15ULL, place.counter)
 end
 
---- Before micro-batch i's backward pass, during which gradients are reduced: those of the last
---- micro-batch, with ZeRO-2 those of each.
+--- Called before micro-batch i's backward pass. Gradients are reduced during the last micro-batch;
+--- with ZeRO-2, during each.
 function Reducer:backward_begins(i)
   if not self.many then return end
   if self.divided and i > 1 then
@@ -305,7 +305,7 @@ function Reducer:backward_begins(i)
   end
 end
 
---- Runs f, a backward pass of this rank alone whose gradients are dropped.
+--- Runs f, a backward pass on this rank only, whose gradients are discarded.
 function Reducer:alone(f)
   if not self.divided then return f() end
   check(C.eng_parallel_begin(self.reduction, C.ENG_PASS_ALONE))
@@ -318,11 +318,11 @@ function Reducer:alone(f)
   check(C.eng_parallel_finish(self.reduction))
 end
 
--- Random numbers continue where the micro-batch that drew most ended.
+-- Random numbers continue after those of the micro-batch that drew most.
 local function continue_numbers(s, drawn) C.eng_rng_set(s.place.seed, s.place.counter + drawn) end
 
 --- After the last backward pass: waits until all gradients are reduced, and skips the batches of
---- the ranks after this one.
+--- higher ranks.
 function Reducer:finish(s)
   local accumulate = self.trainer.accumulate
   if self.many then check(C.eng_parallel_finish(self.reduction)) end
@@ -334,8 +334,8 @@ function Reducer:finish(s)
   skip(self.trainer.data, (self.size - 1 - self.rank) * accumulate)
 end
 
---- What the record needs and the next step overwrites: signals, and with a delay a copy of them and
---- of the ranks' contributions to the gradients.
+--- Keeps what the record needs and the next step may overwrite: the signals and, with a delay, the
+--- tensors that overflowed on each rank.
 function Reducer:remember(s, delayed)
   s.signals = signals
   if not delayed then return end
@@ -397,9 +397,9 @@ local function agree_on_signals(self, published)
   take_signals(self)
 end
 
---- Makes a step's record the same on every rank. Without a delay this is the pass over the
---- gradients, of which each rank has its own pieces; with one, every rank has the statistics of the
---- whole sums, and only the numbers of the host are reduced.
+--- Makes a step's record the same on every rank. In sync mode this is the pass over the gradients,
+--- of which each rank has its own pieces. In lagged mode every rank already has the statistics of
+--- the sums, and only the host's numbers are reduced.
 function Reducer:record(record, stats, s)
   if not self.many then return end
   local trainer, needs, sums, maxima = self.trainer, self.trainer.needs, self.sums, self.maxima
@@ -429,16 +429,16 @@ function Reducer:record(record, stats, s)
     if self.apart then check(C.eng_parallel_tell_brought(self.reduction)) end
     self.found = s.culprits or self:find_culprits()
   end
-  -- Histograms of single tensors are a big message: only where something reads them, which every
-  -- rank knows by now.
+  -- Histograms of single tensors are a large message. They are reduced only where something reads
+  -- them; at this point all ranks agree on that.
   local wanted = bit.band(needs, C.ENG_NEED_HIST) ~= 0
     and (bit.band(needs, C.ENG_NEED_TENSORS) ~= 0 or record.overflow ~= 0
       or s.step % trainer.run_files.stats_every == 0)
   if wanted and self.own_pass then check(C.eng_parallel_histograms(stats, self.reduction)) end
 end
 
---- Remembers a verdict, to be compared with the other ranks' with the next record, and at once
---- where the update itself takes all ranks.
+--- Remembers a verdict. The next record compares it with the other ranks' verdicts; with ZeRO they
+--- are compared now, because the update needs all ranks.
 function Reducer:decide(record, verdict)
   if not self.many then return end
   local policy, parts = self.trainer.policy, {}
@@ -455,7 +455,7 @@ function Reducer:decide(record, verdict)
   if self.zero then self:agree() end
 end
 
---- Compares decisions now; also called at the end of a run.
+--- Compares the ranks' last verdicts now; also called at the end of a run.
 function Reducer:agree()
   if not self.many then return end
   local hash = C.eng_crc32c(0, self.decided, #self.decided)
@@ -464,7 +464,7 @@ function Reducer:agree()
   if both[0] ~= -both[1] then self:differ() end
 end
 
---- Raises an error that lists each decision with its ranks.
+--- Raises an error that lists each verdict with its ranks.
 function Reducer:differ()
   local of, order = {}, {}
   for i, text in ipairs(ranks.from_all(self.decided)) do
@@ -477,8 +477,8 @@ function Reducer:differ()
   for i, text in ipairs(order) do lines[i] = ("  %s: %s"):format(ranks.names(of[text]), text) end
   error("the ranks decided differently, and their weights would drift apart:\n" ..
     table.concat(lines, "\n")
-    .. "\nhint: a policy must go by its record alone; a class of the script's by nothing else " ..
-      "either", 0)
+    .. "\nhint: policies and scaler classes must decide from the record only, which is the same " ..
+      "on all ranks", 0)
 end
 
 --- After an update: sends every rank's part of the weights to all ranks (ZeRO).
@@ -486,7 +486,7 @@ function Reducer:updated()
   if self.zero then check(C.eng_parallel_gather(self.reduction)) end
 end
 
---- The highest level of Ctrl-C on any rank, as of this step's record.
+--- The highest level of Ctrl-C on any rank, as reduced with this step's record.
 function Reducer:interrupted()
   if not self.many then return C.eng_interrupted() > 0 end
   return self.level > 0
@@ -496,8 +496,8 @@ end
 
 local BITS = { { 2, "inf" }, { 4, "nan" }, { 8, "past fp16, the comm dtype" } }
 
--- { { rank =, tensor =, what = "inf" } ... }: for each rank and kind the first tensor, in the
--- model's order, of which the rank contributed such a gradient to the last reduction.
+-- Returns { { rank =, tensor =, what = "inf" } ... }: for each rank and kind, the first tensor (in
+-- the model's order) for which that rank contributed such a gradient to the last reduction.
 function Reducer:find_culprits()
   local found = {}
   for rank = 0, self.size - 1 do
@@ -513,7 +513,7 @@ function Reducer:find_culprits()
   return found
 end
 
---- The same for the step of the last record; empty without an overflow, and for one process.
+--- The same for the step of the last record; empty without an overflow or other ranks.
 function Reducer:culprits() return self.found or {} end
 
 return M
