@@ -20,9 +20,8 @@ local function escape(text)
 end
 M.escape = escape
 
-local SUPERSCRIPT = { ["-"] = "⁻", ["0"] = "⁰", ["1"] = "¹", ["2"] = "²", ["3"] = "³", ["4"] = "⁴",
-  ["5"] = "⁵", ["6"] = "⁶", ["7"] = "⁷",
-  ["8"] = "⁸", ["9"] = "⁹" }
+local SUPERSCRIPT = { ["-"] = "⁻", ["0"] = "⁰", ["1"] = "¹", ["2"] = "²", ["3"] = "³",
+  ["4"] = "⁴", ["5"] = "⁵", ["6"] = "⁶", ["7"] = "⁷", ["8"] = "⁸", ["9"] = "⁹" }
 local function power(base, exponent)
   return base .. (("%d"):format(exponent):gsub(".", SUPERSCRIPT))
 end

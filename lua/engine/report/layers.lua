@@ -1,6 +1,6 @@
--- What a history knows of each layer, from the rows of statistics per tensor that a run records now
--- and then and at every overflow. A long run has too many rows to read, so each column of a picture
--- reads a few of its own.
+-- The statistics of each layer in a history, from the rows per tensor that a run records at
+-- intervals and at every overflow. A long run has too many rows to read, so each column of a
+-- picture reads a few of its own.
 --   local l = layers.read(history, { points = 120, only = "blocks.3" })
 --   l.names[k], l.x[i]      layers and columns; a column begins at step x[i]
 --   l.cells[k][i]           { amax, inf, nan, count, zeros, underflow, overflows, step } of the
@@ -99,8 +99,8 @@ end
 
 local room = ffi.new("int[1]")
 
--- Returns a function that unpacks a blob into the statistics of its tensors and their number; nil
--- for a damaged blob.
+-- Returns a function that unpacks a blob: it returns the statistics of the tensors and their
+-- number, or nil for a damaged blob.
 local function unpacker()
   local stats, capacity = nil, 0
   return function(blob)

@@ -139,8 +139,8 @@ local function layers_over_time(l, axis)
         local e = cell.amax > 0 and log2(cell.amax) or nil
         list[i] = with_length({ cell.step, e and math.floor(e * 10 + 0.5) / 10,
           cell.inf + cell.nan }, 3)
-        -- An overflow is one step. In a column of one step, a tick marks it and the shade before it
-        -- continues.
+        -- An overflow is one step. A column of one step gets a tick for it and keeps the shade of
+        -- the column before.
         if not (l.single and cell.over and shade) then
           shade = e and 1 + math.floor(math.max(0, math.min(0.9999, (e - low) / (high - low))) *
             #RAMP) or 1
@@ -202,7 +202,8 @@ local function opacity_legend()
   return "<div class=\"legend\"><span>0.00001 %" .. ramp_legend(parts) .. "100 %</span></div>"
 end
 
--- The exponents a picture spans: those seen, and the format's ends where they are near.
+-- The range of exponents of a picture: those seen, extended to the limits of the format if these
+-- are near.
 local function exponent_range(format, least, most)
   if most > format.top - 24 then most = math.max(most, format.top) end
   if least < format.normal + 24 then least = math.min(least, format.normal) end
@@ -658,7 +659,8 @@ local function fp8_table(m)
     local last = r.last
     rows[i] = { "<code>" .. escape(r.site) .. "</code>", escape(r.role),
       r.least and ("%.1f dB"):format(r.least) or "–",
-      r.least_at and grouped(r.least_at) or "–", last.snr and ("%.1f dB"):format(last.snr) or "–",
+      r.least_at and grouped(r.least_at) or "–",
+      last.snr and ("%.1f dB"):format(last.snr) or "–",
       percent(r.underflow or 0, 1), percent(r.overflow or 0, 1),
       number(last.amax), number(r.scale_min), number(r.scale_max) }
   end

@@ -195,7 +195,8 @@ function meter(h,r,c){
   if(!v)return t+"<div>not in FP8 here</div>";
   return t+"<table>"+row("step",num(v[0]))+row("signal to noise",v[1]===null?"–":num(v[1])+" dB")+
   row("became zero",percent(v[2]))+row("clipped",percent(v[3]))+
-    row("largest",num(v[4]))+row("scale",v[5]===v[6]?num(v[5]):num(v[5])+" … "+num(v[6]))+"</table>"
+    row("largest",num(v[4]))+
+    row("scale",v[5]===v[6]?num(v[5]):num(v[5])+" … "+num(v[6]))+"</table>"
 }
 function share(h,r,c){
   var n=h.cells[r][c],e=h.least+c;
