@@ -129,7 +129,7 @@ describe("lagged training", function()
     end
     assert.equal("dynamic", t.policy.name)
     assert.equal(8, n)
-    assert.matches("dynamic stays.*layerwise scales layers apart.*dynamic stays.*norm_ratio " ..
+    assert.matches("dynamic stays.*layerwise sets scales per layer.*dynamic stays.*norm_ratio " ..
       "wants reference backward passes", table.concat(told, " "))
     helper.remove(folder)
   end)

@@ -1,8 +1,7 @@
--- Captured steps, graph = true: the device records the kernels of one forward and backward pass
--- and launches them as one piece from then on. What the model does on the host (branches, signals)
--- happens once, at the capture, so the core refuses operations that draw random numbers or read
--- values back there. A batch of another shape, and a step whose FP8 layers are measured, runs
--- operation by operation as without a graph.
+-- Captured steps, graph = true: the device records the kernels of one forward and backward pass and
+-- from then on launches them as one graph. Host code in the model (branches, signals) runs once, at
+-- the capture, so the core refuses operations that draw random numbers or read values back there. A
+-- batch of another shape, and a step whose FP8 layers are measured, runs operation by operation.
 -- Called by the trainer's forward_backward; owns trainer.captured.
 local M_ffi = require "engine.base.ffi"
 local tensor = require "engine.tensor.tensor"

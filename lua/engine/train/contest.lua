@@ -42,7 +42,7 @@ end
 
 local KNOWN = { policies = true, also = true, seeds = true, run = true }
 
--- The policies, and `also` at the end unless it is listed, with or without options.
+-- The policies, and `also` at the end unless the list has it, with or without options.
 local function with(policies, also)
   local list = { unpack(policies) }
   for _, policy in ipairs(policies) do
@@ -54,9 +54,9 @@ local function with(policies, also)
   return list
 end
 
---- Calls run(policy, seed), which returns a table of numbers, for every policy, for `also` unless
---- it is listed, and for the seeds 1 to `seeds` (5). Returns a list of { policy =, NAME = { mean =,
---- spread = standard deviation, values } ... } which prints as a table.
+--- Calls run(policy, seed), which returns a table of numbers, for the seeds 1 to `seeds` (5) under
+--- every policy, and under `also` unless the list has it. Returns a list of { policy =, NAME = {
+--- mean =, spread = standard deviation, values } ... } which prints as a table.
 function M.new(options)
   options = tensor.read_named(options, "contest", KNOWN)
   if type(options.policies) ~= "table" or #options.policies == 0

@@ -9,10 +9,10 @@
 --
 -- Every layer is a site of the core (core/fp8/fp8_linear.c) with three roles: x, w, dy. FP8
 -- policies are files as in policies/README.md. They see a role as
--- record.tensors["blocks.1.mlp.up:x"] and may answer with scales["blocks.1.mlp.up:x"] = the amax to
--- scale the role by (delayed scaling), and with scales["blocks.1.mlp.up:high"] = any number but the
--- verdict's `scale`, so that the layer computes in high precision in the next step. A name that the
--- answer leaves out gets `scale`, which means nothing here.
+-- record.tensors["blocks.1.mlp.up:x"]. They may return scales["blocks.1.mlp.up:x"] = the amax to
+-- scale the role by (delayed scaling), and scales["blocks.1.mlp.up:high"] = any number but the
+-- verdict's `scale`, so that the layer computes in high precision in the next step. A name without
+-- an entry gets the verdict's `scale`, which FP8 policies do not use.
 local M_ffi = require "engine.base.ffi"
 local machine = require "engine.base.machine"
 local nearest = require "engine.base.nearest"
@@ -258,7 +258,7 @@ local function load_policies(names, where)
 end
 
 -- Refuses a user's pattern that matches no module, because a typo would silently change nothing.
--- Patterns of the shipped recipes (heads, which may be tied) may match none.
+-- Patterns of the shipped recipes (heads, which may be tied) may match nothing.
 local function refuse_unmet(model, full, linears)
   local own, where = full.own_fp8 or {}, ("precision '%s': fp8"):format(full.name)
   local function met(pattern, of)
@@ -397,9 +397,10 @@ local function tell(self, site, gradient, first)
   end
 end
 
---- After a step's backward passes and before the step ends: reads what the layers saw. `gradient`:
---- what gradients carry, the loss scale times the factor that seeds them. `world`: the ranks that
---- decide by the same numbers, or nil. Returns the meters' rows in a step that was looked at.
+--- After a step's backward passes and before the step ends: reads the meters of the layers.
+--- `gradient`: the factor on the gradients, that is, the loss scale times the seed of the backward
+--- pass. `world`: the ranks that decide by the same numbers, or nil. Returns the meters' rows in a
+--- measured step.
 function Sites:measure(step, gradient, world)
   self.step = step
   C.eng_fp8_measure(false)
@@ -417,8 +418,8 @@ function Sites:measure(step, gradient, world)
   return self.looking and self:meters() or nil
 end
 
---- Asks the policies about the measured step and carries out what they decide. `gradient`: what
---- gradients carry in the next step.
+--- Runs the policies on the measured step and applies their decisions. `gradient`: the factor on
+--- the gradients of the next step.
 function Sites:decide(record, gradient)
   if #self.policies == 0 then return end
   ffi.copy(self.record, record, ffi.sizeof("eng_record"))
@@ -427,8 +428,8 @@ function Sites:decide(record, gradient)
   self:apply(gradient)
 end
 
---- Both for a loop of one's own. record: the step's eng_record; gradient: what gradients carry
---- (record.scale by default); next_gradient: the same for the next step.
+--- measure() and decide() for explicit loops. record: the step's eng_record; gradient: the factor
+--- on its gradients (record.scale by default); next_gradient: the same for the next step.
 function Sites:observe(record, gradient, next_gradient)
   gradient = gradient or record.scale
   self:measure(tonumber(record.step), gradient)

@@ -38,7 +38,7 @@ function M.loss_note(self, record)
     record.loss, LOST_STEPS)
 end
 
--- A line when the policy failed, for the first few failures, or stops the run.
+-- A line when the policy failed, for the first few failures, or when it stops the run.
 local function verdict_note(self, record, verdict)
   local reason = M_ffi.string(verdict.reason)
   if verdict.failed ~= 0 then
@@ -114,7 +114,7 @@ local function steps(self, last)
   self.reducer:agree()
 end
 
---- After an error: takes the unfinished step back and writes the steps before it to a checkpoint.
+--- After an error: rolls back the unfinished step and writes a checkpoint of the steps before it.
 local function rescue(self, problem)
   local files, failed = self.run_files, self.current
   C.eng_step_end()
@@ -122,7 +122,7 @@ local function rescue(self, problem)
   if failed and not failed.counted then pcall(self.go_back, self, failed.place) end
   if not self.reducer.many then pcall(self.drain, self) end    -- other ranks may be gone
   files:event(self.steps_done, "error", tostring(problem):match("^[^\n]*"))
-  local alone = not self.reducer.zero and not self.reducer.apart     -- else it takes all ranks
+  local alone = not self.reducer.zero and not self.reducer.apart     -- else all ranks are needed
   local note = self.steps_done > 0 and alone and files:after_step(true, true)
   if note then self.progress:note(note)
   elseif files.saved_at == self.steps_done then

@@ -25,7 +25,7 @@ function M.policy_refusal(trainer, policy)
       .. "hint: mode=sync"):format(policy.name)
   end
   if not policy:scales_groups() then return nil end
-  return ("%s: policy %s scales layers apart, which takes the record of the step itself; hint: %s")
+  return ("%s: policy %s sets scales per layer, which needs the record of the same step; hint: %s")
     :format(option, policy.name, trainer.delay == 1 and "mode=sync" or "graph=false")
 end
 
@@ -35,13 +35,13 @@ function M.refusal(trainer, options)
   if problem then return problem end
   local sites, lagged = trainer.optimizer.fp8, trainer.delay == 1
   if (lagged or trainer.graph) and sites and #sites.policies > 0 then
-    return ("%s: FP8 policies go by each step's amaxes, which waits for the device; hint: %s, "
+    return ("%s: FP8 policies read each step's amaxes, which waits for the device; hint: %s, "
       .. "or precision=fp8_current"):format(lagged and "mode=lagged" or "graph=true",
       lagged and "mode=sync" or "graph=false")
   end
   if lagged and options.trap == "overflow" then
-    return "mode=lagged: trap runs an overflowed step again, which is over by the time it is "
-      .. "known; hint: mode=sync"
+    return "mode=lagged: trap runs an overflowed step again, but the next step has begun by then; "
+      .. "hint: mode=sync"
   end
   if trainer.graph and trainer.accumulate > 1 then
     return "graph=true: a captured step has one batch; hint: accumulate=1, or graph=false"
@@ -57,7 +57,7 @@ function M.refusal(trainer, options)
   if lagged and (trainer.reducer.zero or trainer.reducer.apart) then
     return ("mode=lagged: %s, so no rank's device knows whether a step overflowed; hint: mode=sync")
       :format(trainer.reducer.zero and "with ZeRO each rank holds a part of the gradients"
-        or "experts are held by some ranks alone")
+        or "each rank holds only some of the experts")
   end
 end
 

@@ -133,9 +133,9 @@ local function set_of(p)
   return loose[tonumber(p.tensor.slot)]
 end
 
--- The set that an earlier optimizer of the same parameters made, or a new one. The modules hold it,
--- so that the weights outlive the optimizer and another optimizer can follow; `loose` holds those
--- of tensors without a module.
+-- The parameter set that an earlier optimizer of the same parameters made, or a new one. The
+-- modules hold it, so the weights outlive the optimizer and another one can follow; `loose` holds
+-- the sets of tensors without a module.
 local function parameter_set(list)
   local n, found = #list, set_of(list[1])
   for i = 1, n do
@@ -254,7 +254,7 @@ function Optimizer:set_precision(recipe)
   check(C.eng_params_precision(self.params, shadow, gradient))
 end
 
---- Forgets all gradients.
+--- Clears all gradients.
 function Optimizer:zero_grad()
   self._clip, self._clip_value = nil, nil
   check(C.eng_params_zero_grad(self.params))

@@ -112,15 +112,15 @@ local function advice(self, record, finding)
   return lines
 end
 
---- Looks at a step that overflowed. Runs it again if every overflow is to be trapped, or if the run
---- is stuck: the policy stops it, or keeps the scale at overflow after overflow. A stuck run gets
---- advice. With a delay of 1 the step cannot run again, and the advice goes without a finding.
+--- Handles a step that overflowed. Runs it again if every overflow is to be trapped, or if the run
+--- is stuck: the policy stops it, or keeps the scale through repeated overflows. A stuck run gets
+--- advice. With a delay of 1 the step cannot run again, so the advice comes without a finding.
 function Overflows:look(record, verdict)
   local trainer = self.trainer
   local culprit = trainer.reducer:culprits()[1]
   -- the rank whose batches overflowed looks
   local mine = not culprit or culprit.rank == trainer.reducer.rank
-  if not mine and not trainer.reducer.apart then return end  -- experts take all ranks
+  if not mine and not trainer.reducer.apart then return end  -- experts need all ranks
   local step = tonumber(record.step)
   if self.last ~= step - 1 then self.in_row, self.stuck = 0, 0 end
   self.last, self.in_row = step, self.in_row + 1

@@ -1,8 +1,8 @@
--- Reference backwards: every few steps the step's own batches also go through the model in f32,
--- with the same dropout, so that a policy can compare the norm of its low-precision gradients with
--- the true one (record.norm_ref). The step's gradients, random numbers and position in the data are
--- not affected; it costs time, and memory for f32 gradients beside the others. Called by the
--- trainer for policies that need "norm_ref".
+-- Reference backwards: at intervals the step's own batches also go through the model in f32, with
+-- the same dropout, so that a policy can compare the norm of its low-precision gradients with the
+-- true one (record.norm_ref). This does not change the step's gradients, random numbers or position
+-- in the data. It costs time, and memory for a second set of f32 gradients. Called by the trainer
+-- for policies that need "norm_ref".
 local M_ffi = require "engine.base.ffi"
 local machine = require "engine.base.machine"
 local precision = require "engine.train.precision"

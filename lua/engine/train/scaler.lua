@@ -6,9 +6,10 @@
 --   local result = scaler:step(opt)    -- { skipped = true, reason = ... } on inf or nan
 --   local verdict = scaler:update()    -- the policy decides on the next scale
 --   opt:zero_grad()
--- With model = the trained module, a policy may scale its layers apart (policies/layerwise.lua).
--- Each optimizer decides its own skip; update() reports an overflow to the policy if any had one.
--- The loop needs the verdict's scale; it may honour action, clip and lr_mul (engine.trainer does).
+-- With model = the trained module, a policy may scale its layers separately
+-- (policies/layerwise.lua). Each optimizer decides on its own whether to skip; update() reports an
+-- overflow to the policy if any of them had one. The loop needs the verdict's scale; it may honour
+-- action, clip and lr_mul (engine.trainer does).
 local M_ffi = require "engine.base.ffi"
 local autograd = require "engine.tensor.autograd"
 local groups = require "engine.policy.groups"
@@ -49,7 +50,7 @@ Scaler.__index = Scaler
 
 local READY, UNSCALED, STEPPED = "ready", "unscaled", "stepped"
 
---- options: policy (name, path, Policy; "dynamic"), enabled (true), model (to scale layers apart),
+--- options: policy (name, path, Policy; "dynamic"), enabled (true), model (for scales per layer),
 --- and the policy's own options.
 function M.new(options)
   options = options or {}

@@ -86,11 +86,11 @@ function Trainer:begin()
   s.place = self:remember_place()                          -- for a retry, or when this step fails
   self.current = s
   self.reducer:begin(s)
-  s.batches = self.reference and self.reference:batches(s) -- now and then: the same batches in f32
+  s.batches = self.reference and self.reference:batches(s) -- every ref_every steps, in f32
   return s
 end
 
---- Drops statistics in flight that have no step: a failed step's, or those of a run broken off.
+--- Drops statistics in flight of a step that failed, or of an interrupted run.
 function Trainer:drop_record()
   local params, failed = self.optimizer.params, self.current
   if not self.pending then C.eng_params_stats_forget(params)
@@ -129,15 +129,15 @@ function Trainer:forward(batch)
   return loss
 end
 
--- Whether the losses come with the statistics: from a card that makes one wait a step. Losses of
--- another dtype, and too many of them, are read one by one, which waits for each.
+-- Whether the device reads the losses together with the statistics. Otherwise they are read one by
+-- one, and each read waits for the device; a lagged run never does that.
 local function together(self)
   local fits = self.accumulate <= modes.MOST_LOSSES
   for i = 0, self.accumulate - 1 do fits = fits and self.losses[i].dtype == "f32" end
   return fits or self.delay == 1
 end
 
---- Asks the device for the statistics of the gradients and for the losses, and waits for neither.
+--- Requests the statistics of the gradients and the losses from the device, without waiting.
 function Trainer:ask_statistics(s)
   local opt, own_pass = self.optimizer, self.reducer.own_pass
   s.elapsed = machine.clock() - self.began
@@ -172,8 +172,8 @@ function Trainer:fetch(s)
   return record
 end
 
---- Asks the policy. Swaps of the policy see the record afterwards, and replace the verdict of one
---- that fails on probation. Policies of FP8 layers decide here, too.
+--- Runs the policy, then the probation of a swapped-in policy, which may replace the verdict, and
+--- the policies of FP8 layers.
 function Trainer:decide(s, record)
   local policy, stats, sites = self.policy, self.stats, self.optimizer.fp8
   for name, value in pairs(s.signals) do policy:signal(name, value) end
@@ -195,9 +195,9 @@ function Trainer:refuses(policy)
   return problem or modes.policy_refusal(self, policy)
 end
 
---- Unscales, clips and updates in one pass, where the verdict is to step. With a delay of 1 there
---- is no record: the device looks at its own statistics, and the verdict, of the step before or
---- nil, gives clip and lr_mul alone.
+--- Unscales, clips and updates in one pass if the verdict is to step. With a delay of 1 there is no
+--- record: the device decides by its own statistics, and `verdict` (of the step before, or nil)
+--- gives only clip and lr_mul.
 function Trainer:update(s, verdict, record)
   local opt = self.optimizer
   if not record or verdict.action == C.ENG_ACTION_STEP then
@@ -212,11 +212,11 @@ function Trainer:update(s, verdict, record)
   self.steps_done, s.counted = self.steps_done + 1, true
 end
 
---- What is left of a step that was decided: counters, shadows, overflow, FP8, history.
+--- What remains of a step after its verdict: counters, shadows, overflow, FP8, history.
 function Trainer:finish(s, record, verdict)
   local stats, files = self.stats, self.run_files
   local overflow_skipped = self.delay == 1 and record.overflow ~= 0
-  if overflow_skipped then                                 -- the device left this update out
+  if overflow_skipped then                                 -- the device skipped this update
     self.updates, self.optimizer.updates = self.updates - 1, self.optimizer.updates - 1
   end
   if self.shadows then
@@ -235,8 +235,8 @@ function Trainer:finish(s, record, verdict)
   files:append(record, verdict, stats, s.tokens, s.signals)
 end
 
---- Settles the step in flight: before a checkpoint and at the end of a run. Returns its record and
---- verdict, or nothing where no step is in flight.
+--- Finishes the step in flight, before a checkpoint and at the end of a run. Returns its record and
+--- verdict, or nothing if no step is in flight.
 function Trainer:drain()
   local s = self.pending
   self.pending = nil
@@ -257,7 +257,8 @@ function Trainer:go_back(place)
   C.eng_rng_set(place.seed, place.counter)
 end
 
---- Micro-batch i and the random numbers that come next: to run the pass again (overflow.lua).
+--- Keeps micro-batch i and the position of the random numbers, to run the pass again
+--- (overflow.lua).
 function Trainer:remember_batch(i, batch)
   self.batches[i] = batch
   C.eng_rng_get(self.random + 2 * i - 2, self.random + 2 * i - 1)
@@ -268,12 +269,12 @@ local function room_for_batches(self)
   self.random = M_ffi.new("uint64_t[?]", 2 * self.accumulate)
 end
 
---- A run continues that `ranks` ranks began with `accumulate` micro-batches a step. Keeps the
---- batches of a step the same where that is possible and the script asks for nothing else. Returns
---- a line about it.
+--- Called when a run resumes that had `ranks` ranks with `accumulate` micro-batches per step. Keeps
+--- the number of batches in a step the same if that is possible and the script does not ask for
+--- another. Returns a line about it.
 function Trainer:share_as_before(ranks, accumulate)
   local before, size = ranks * accumulate, self.reducer.size
-  local same = "with the same step but for rounding"       -- sums over other ranks round elsewhere
+  local same = "with the same step but for rounding"       -- another division of the sums
   if before == size * self.accumulate then
     return ranks ~= size and ("%d ranks continue for %d, %s"):format(size, ranks, same) or nil
   end
@@ -301,7 +302,7 @@ function Trainer:use_policy(policy)
   self.policy = policy
   self.needs = bit.bor(policy.needs, self.shadows and self.shadows.needs or 0, C.ENG_NEED_AMAX,
     C.ENG_NEED_NORM, C.ENG_NEED_ZEROS, C.ENG_NEED_UNDERFLOW)
-  -- engine replay asks what another scale would have done: that takes a recorded step's histogram
+  -- engine replay needs the histogram of a recorded step, to compute its record at another scale
   if self.run_files and self.run_files:wants_hist() then
     self.needs = bit.bor(self.needs, C.ENG_NEED_HIST)
   end
@@ -360,7 +361,7 @@ local function new(given)
   room_for_batches(self)
   local opt = self.optimizer
   if not precision.same(opt.precision, full) then opt:set_precision(full) end
-  -- without a scale to keep, the policy is static with a scale of 1, and nothing mentions scaling
+  -- recipes without loss scaling get `static` with a scale of 1, which no output mentions
   self.policy = plainly(policies.load, o.policy or (full.scaled and "dynamic" or "static"),
     o.policy_options)
   self.groups = groups.new(self.model, opt.list, { { params = opt.params, n = #opt.list } })
