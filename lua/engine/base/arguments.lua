@@ -1,5 +1,5 @@
--- Checks of the arguments of tensor functions, with one clear line for each mistake. Called by
--- tensor/ and by every function that takes a table of options.
+-- Checks of the arguments of tensor functions. Each raises an error of one line. Called by tensor/
+-- and by every function that takes a table of options.
 local M_ffi = require "engine.base.ffi"
 local nearest = require "engine.base.nearest"
 
@@ -62,7 +62,7 @@ end
 function M.host_array(ctype, count, name)
   local good, values = pcall(ffi.new, ctype, math.max(count, 1))
   if not good then
-    raise("%s: %.0f elements are more than Lua can hold; hint: a slice of the tensor", name, count)
+    raise("%s: %.0f elements are more than Lua can hold; hint: take a slice", name, count)
   end
   return values
 end

@@ -12,11 +12,11 @@
 --
 -- The type of a field is that of its default: number (an expression like 3e-4 or 2^15), boolean
 -- (true or false), string, or a list (a,b,c). A field without a default: config.optional "number".
--- Fields that hold functions or other values are left alone. A config file is a Lua file that
+-- Fields that hold functions or other values cannot be set. A config file is a Lua file that
 -- returns a table, or a JSON object.
 --
--- The third table names the fields of each range. A value out of range is an error before the
--- script computes anything:
+-- The third table gives fields a range. A value out of range is an error before the script computes
+-- anything:
 --   count       a whole number of 1 or more         natural       a whole number of 0 or more
 --   positive    above 0                             not_negative  0 or more
 --   share       0 to 1                              part          above 0, up to 1
@@ -44,13 +44,13 @@ function config.optional(type_name)
   return setmetatable({ type = type_name }, optional)
 end
 
--- Ends the script with one line about its arguments, without a traceback: a format and its values.
+-- Ends the script with a formatted message about its arguments, without a traceback.
 local function fail(format, ...)
   error(setmetatable({ message = "config: " .. format:format(...) }, usage_error), 0)
 end
 
---- Ends the script with one line about its arguments, without a traceback. For checks of the
---- script's own.
+--- Ends the script with a one-line message about its arguments, without a traceback. For a script's
+--- own checks.
 config.fail = fail
 
 local function is_list(value)
@@ -159,7 +159,7 @@ local function from_text(name, field, text)
   return list
 end
 
--- The value of a field from a config file, where it already has a type.
+-- The value of a field from a config file, which has a type already.
 local function from_file(name, field, value, where)
   local expected = field.kind == "list" and "table" or field.kind
   if type(value) ~= expected then
@@ -184,8 +184,8 @@ end
 local function finite(x) return x > -math.huge and x < math.huge end
 local function whole(x) return x % 1 == 0 and x < 2 ^ 53 end
 
--- kind -> the description and the test of a number; for texts `problem`, a function that returns
--- what is wrong.
+-- kind -> the description and the test of a number. For strings, `problem` is a function that
+-- returns what is wrong.
 local RANGES = {
   count = { "a whole number of 1 or more", function(x) return x >= 1 and whole(x) end },
   natural = { "a whole number of 0 or more", function(x) return x >= 0 and whole(x) end },
@@ -314,8 +314,9 @@ local function apply_file(result, fields, rules, path)
   walk(read_file(path), "", 1)
 end
 
---- The values for `defaults` under the arguments `args` (a list of name=value), of the ranges
---- `kinds`. A bad argument raises an object that tostring() turns into text.
+--- Parses the arguments `args` (a list of name=value) and returns the value of every field of
+--- `defaults`, checked against the ranges `kinds`. A bad argument raises an object that tostring()
+--- turns into the message.
 function config.parse(defaults, args, docs, kinds)
   local fields, result = collect(defaults, "", {}), copy(defaults)
   local rules = { docs = docs or {}, ranges = ranges_of(kinds, fields) }

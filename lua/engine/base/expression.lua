@@ -56,7 +56,7 @@ local OPERATIONS = {
   ["-"] = function(a, b) return a - b end,
 }
 
--- A rule for operands joined from the left by the signs that `pattern` matches.
+-- A rule for left-associative operators; `pattern` matches one operator.
 local function chain(operand, pattern)
   return function(text, position, depth)
     local value, right

@@ -88,7 +88,7 @@ function M.raise(message, ...)
   error(message, 0)
 end
 
---- Raises the core's error text unless status is 0; `bare`: without the line of the script.
+--- Raises the core's error text unless status is 0; `bare` leaves out the script's line.
 function M.check(status, bare)
   if status == 0 then return end
   if bare then error(M.message(), 0) end

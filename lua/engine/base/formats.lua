@@ -26,8 +26,8 @@ function formats.of(name)
   return made[name]
 end
 
---- Adds the bins of a histogram to { [exponent] = count }, where a count is of numbers with
---- floor(log2|g|) = exponent.
+--- Adds a histogram's bins to { [exponent] = count }, the count of numbers with floor(log2|g|)
+--- = exponent.
 function formats.add_histogram(counts, bins)
   for b = 0, BINS - 1 do
     if bins[b] ~= 0 then counts[b + FIRST] = (counts[b + FIRST] or 0) + tonumber(bins[b]) end

@@ -4,14 +4,15 @@ local C = require("engine.base.ffi").C
 
 local machine = {}
 
--- Seconds on a clock that never goes back.
+-- Seconds on a monotonic clock.
 function machine.clock()
   return C.eng_clock()
 end
 
 local columns, rows = ffi.new("int[1]"), ffi.new("int[1]")
 
--- Columns and rows of the terminal behind a file descriptor (1: stdout); nil if it is no terminal.
+-- Columns and rows of the terminal behind a file descriptor (1: stdout); nil if it is not a
+-- terminal.
 function machine.terminal(fd)
   if not C.eng_terminal(columns, rows, fd) then return nil end
   return columns[0], rows[0]
@@ -39,7 +40,7 @@ function machine.try_device(name)
   return false, text(C.eng_error_message())
 end
 
--- The NCCL that ranks with cards would use: its version and file; or nil and the reason.
+-- The version and file of the NCCL that ranks with GPUs would use; or nil and the reason.
 function machine.nccl()
   local found = ffi.new("const char *[1]")
   if C.eng_comm_nccl(found) == 0 then return text(found[0]) end
@@ -49,7 +50,7 @@ end
 -- One line about the current device.
 function machine.device_text() return text(C.eng_device_text()) end
 function machine.isa() return text(C.eng_cpu_isa(nil)) end
---- How bf16 products are made: "AMX", "pairs" or "f32" (core/engine.h).
+--- How bf16 products are computed: "AMX", "pairs" or "f32" (core/engine.h).
 function machine.bf16() return text(C.eng_cpu_bf16()) end
 function machine.threads() return C.eng_threads(0) end
 

@@ -82,7 +82,7 @@ Text.__index = Text
 function Text.__tostring(t) return t.text end
 function Text.__concat(a, b) return tostring(a) .. tostring(b) end
 
---- A text that the REPL prints as it is, with line ends; `fields`: the data it was made from.
+--- A text that the REPL prints unquoted, with its line ends; `fields`: the data it was made from.
 function show.text(text, fields)
   fields = fields or {}
   fields.text = text

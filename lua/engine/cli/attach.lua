@@ -1,6 +1,6 @@
--- engine attach RUN [-e CODE]: a REPL on a run. While the run is alive, `run` and `policy` talk to
--- it over its socket (run/control.lua); `history` reads the file. A finished run has its history
--- alone.
+-- engine attach RUN [-e CODE]: a REPL on a run. While the run is alive, `run` and `policy` send
+-- requests over its socket (run/control.lua), and `history` reads the file. For a finished run only
+-- `history` works.
 local M_ffi = require "engine.base.ffi"
 local json = require "engine.base.json"
 local nearest = require "engine.base.nearest"
@@ -38,7 +38,7 @@ local function absolute(path)
   return (os.getenv("PWD") or ".") .. "/" .. path
 end
 
--- ------------------------------------------------------------------ the line to the run
+-- ------------------------------------------------------------------ the connection to the run
 
 local Link = {}
 Link.__index = Link
@@ -58,8 +58,8 @@ local function waiting_text(path)
   local why = "it answers between two steps"
   if state == "T" then why = ("process %d is stopped; kill -CONT %d wakes it"):format(pid, pid)
   elseif pid then why = ("process %d is in a long step, or hangs"):format(pid) end
-  return ("no answer from the run for %d s: %s. Still waiting; Ctrl-C gives up. The history can " ..
-    "be read meanwhile: " ..
+  return ("no answer from the run for %d s: %s. Still waiting; Ctrl-C gives up. To read the " ..
+    "history meanwhile: " ..
     "engine attach %s -e 'print(history)'\n"):format(PATIENCE, why, path)
 end
 
@@ -88,17 +88,17 @@ function Link:ask(request)
   if #text > C.ENG_ATTACH_LINE then return nil, "this request is too long to send" end
   local status = C.eng_attach_send(self.handle, text, #text)
   while status == 0 do
-    -- a request for many steps takes long
+    -- run:step(n) can take long
     status = receive(self, request["do"] == "step" and 1e9 or PATIENCE)
     local reply = status == 0 and json.decode(ffi.string(line[0], length[0]))
-    -- Replies with an older id belong to requests that Ctrl-C gave up.
+    -- Replies with an older id belong to requests that Ctrl-C cancelled.
     if reply and (reply.id == nil or reply.id == request.id) then
       if reply.ok then return reply end
       return nil, reply.error
     end
   end
   if status == C.ENG_ERR_INTERRUPTED then
-    return nil, "given up: the run has not answered yet; it does so between two steps"
+    return nil, "given up: the run has not answered yet; it answers between two steps"
   end
   self.gone = true
   return nil, ENDED
@@ -113,7 +113,7 @@ local function status_text(s)
   return table.concat(parts, ", ") .. (s.shadows and "\n" .. s.shadows or "")
 end
 
--- ------------------------------------------------------------------ what the REPL has
+-- ------------------------------------------------------------------ the REPL's objects
 
 -- The objects `run` and `policy`, whose methods ask the run. Without a link every method raises
 -- `why`.
@@ -216,7 +216,7 @@ local function main(given)
   if opened.live then
     print(tostring(opened.run))
   elseif opened.history then print(tostring(opened.history)) end
-  -- a Ctrl-C that ended the wait for that line must end nothing else
+  -- a Ctrl-C that ended the wait for this line must not also end the REPL
   require("engine.host").settle()
   require("engine.cli.repl")()
   return 0

@@ -10,8 +10,8 @@ local function output(command)
   return line ~= "" and line or nil
 end
 
--- All of a file of /proc, "" without one. base/file.lua needs the engine's library, which doctor
--- works without.
+-- The contents of a file of /proc, "" without one. base/file.lua needs the engine's library; doctor
+-- must work without it.
 local function contents(path)
   local file = io.open(path)
   local text = file and file:read("*a") or ""
@@ -65,8 +65,8 @@ local function memory()
 end
 
 local BF16 = { AMX = "on AMX, through oneDNN: several times faster than f32; subnormal bf16 " ..
-  "count as zero",
-  pairs = "in pairs, on AVX-512 BF16: twice as fast as f32; subnormal bf16 count as zero",
+  "are flushed to zero",
+  pairs = "in pairs, on AVX-512 BF16: twice as fast as f32; subnormal bf16 are flushed to zero",
   f32 = "in f32: as fast as f32, and subnormals are kept" }
 
 local function library()
@@ -129,7 +129,7 @@ local function programs()
   local good, machine = pcall(require, "engine.base.machine")
   if good then
     local nccl, why = machine.nccl()
-    local use = machine.gpus() > 0 and "gradients of ranks with a card each go from card to card" or
+    local use = machine.gpus() > 0 and "ranks with a card each send gradients from card to card" or
       "used where there are cards"
     line("note", "NCCL", nccl and ("%s; %s"):format(nccl, use) or why ..
       "; between cards, gradients go through the host")

@@ -82,7 +82,7 @@ local function show(name)
     return 1
   end
   if #found > MOST_SHOWN then
-    print(listing(("'%s' is the name of %d things; ask for one of them in full:"):format(name,
+    print(listing(("'%s' is the name of %d things; ask for one by its full name:"):format(name,
       #found), found))
     return 0
   end

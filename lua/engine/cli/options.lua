@@ -54,7 +54,7 @@ local function plain_word(word, given, spec)
   local name, value = word:match("^([%a_][%w_]*)=(.*)$")
   if policies and name then
     if #policies == 0 then
-      fail("'%s' is a policy's option, and no --policy FILE comes before it", word)
+      fail("'%s' is a policy's option, and no --policy FILE precedes it", word)
     end
     policies[#policies].options[name] = value
   elseif policies and #given.words > 0 and (word:find("%.lua$") or word:find("%.json$")) then

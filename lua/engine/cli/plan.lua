@@ -1,6 +1,6 @@
--- engine plan SCRIPT [name=value ...]: what a script's training would cost on many ranks. The model
--- of costs is in dist/plan.lua, the measurements in plan_measure.lua; here are the command line and
--- the tables.
+-- engine plan SCRIPT [name=value ...]: what a script's training would cost on many ranks. This file
+-- has the command line and the tables, dist/plan.lua the cost model, and plan_measure.lua the
+-- measurements.
 local config = require "engine.base.config"
 local nearest = require "engine.base.nearest"
 local reducer = require "engine.dist.reducer"
@@ -20,18 +20,18 @@ trainer, of which a few steps are timed. Other settings go to the script.
 alpha, beta  seconds of a message and of a byte between two ranks; by default measured here between
              two processes, where mpirun is installed
 step         seconds of one rank's own step; measured by default
-comm_dtype zero bucket   as the trainer takes them; by default the script's own values
+comm_dtype zero bucket   as in engine.trainer; by default the script's values
 
-The first columns are memory of a rank: all of it, gradients (zero=2: its own part and what backward
-writes), moments, and messages in flight. Then come times: all gradient messages; the part of a
-step's messages that is not hidden, which is what the backward pass does not overlap and, with
-zero=1 or 2, the updated weights sent after it; the record; and the whole step.
+The first columns are the memory of one rank: the total, gradients (zero=2: its own part and the
+buffers that backward writes), moments, and messages in flight. The other columns are times: all
+gradient messages; the messages that are not hidden behind the backward pass, which with zero=1 or 2
+include the updated weights; the record; and the whole step.
 
 measure      also runs the job with these numbers of ranks on this machine, one thread for each
              rank, and prints the prediction for this machine beside the measurement. Ranks on one
-             machine slow each other down: the prediction starts from steps timed with every core
-             at work and waits for the slowest; messages overlap nothing, because the cores that
-             compute copy them; and ranks beyond the number of cores take turns]==]
+             machine share its cores and caches. The prediction therefore starts from steps timed
+             with every core busy, adds the wait for the slowest rank, overlaps no messages with
+             computing, and lets ranks beyond the number of cores take turns]==]
 
 -- The settings of `engine plan` itself. plan_measure.lua adds role=rank to the command of each rank
 -- it starts.
@@ -54,8 +54,8 @@ local function bytes_text(b)
   return b < 2 ^ 30 and ("%.1f MiB"):format(b / MIB) or ("%.2f GiB"):format(b / 2 ^ 30)
 end
 
--- One line about a smaller bucket that would save a tenth of a rank's memory or more, and at least
--- a MiB, on `ranks` ranks. Halves the bucket as long as that helps. nil if none would.
+-- Advice in one line when a smaller bucket would save at least a MiB and a tenth of the memory of a
+-- rank, on `ranks` ranks; else nil. Halves the bucket while each halving saves 5 %.
 local function smaller_bucket(job, params, options, ranks)
   local plan = require "engine.dist.plan"
   local function with(bucket, zero)
@@ -67,7 +67,7 @@ local function smaller_bucket(job, params, options, ranks)
   if ranks == 1 then return nil end
   local bucket = options.bucket or require("engine.dist.reducer").BUCKET
   local now, best, found = with(bucket), with(bucket), bucket
-  -- larger buckets hold everything, as this one does
+  -- buckets this large all hold every gradient, so they cost the same
   while found / 2 * MIB >= job.gradient_bytes do found = found / 2 end
   while found > 1 / 64 do
     local half = with(found / 2)
@@ -101,7 +101,7 @@ local function job_of(trainer, options, records, wanted, measured, step)
     job.moment_bytes = job.moment_bytes + moments *
       padded(p.tensor.count * (trainer.precision.moments == "bf16" and 2 or 4), 64)
   end
-  -- The operations of a step tell which gradients ZeRO-2 holds at the same time.
+  -- ZeRO-2: the operations of a step determine which gradients exist at the same time.
   if job.zero == 2 then
     M_ffi.check(C.eng_step_begin())
     trainer:forward(trainer.data:next())

@@ -2,10 +2,10 @@
 -- two processes, a step of the script's trainer, and, with measure=, whole jobs of 1, 2, 4 ...
 -- ranks with one thread each, to compare with the predictions.
 --
--- A job is this program again (`engine plan SCRIPT ... role=rank`) under mpirun: it runs the script
--- up to its trainer, makes steps with it and prints a line for each rank. Without mpirun, one
--- process alone and one process on every core at once give the step that predictions start from,
--- and how much processes slow each other down where they share caches and memory.
+-- A job is this program again (`engine plan SCRIPT ... role=rank`) under mpirun. It runs the script
+-- up to its trainer, makes steps with that trainer and prints a line for each rank. Without mpirun,
+-- one process by itself is timed first and then one process on every core at once: the times give
+-- the step that predictions start from, and the slowdown by shared caches and memory.
 local M_ffi = require "engine.base.ffi"
 
 local C, check, ffi = M_ffi.C, M_ffi.check, M_ffi.ffi
@@ -108,7 +108,7 @@ local ARENAS = { "parameters", "gradients", "optimizer", "messages" }
 local FACTS = { "waited", "held", "record", "weights", "messages", "bytes", "weight_messages",
   "weight_bytes" }
 
---- Makes steps as one rank of a job, or alone, and prints the measurements.
+--- Makes steps as one rank of a job, or as a single process, and prints the measurements.
 function M.rank(script, settings, given)
   local trainer, options = M.trainer(script, settings, given)
   local ranks, facts, times, seen = require "engine.dist.ranks", ffi.new("eng_parallel_facts"), {},

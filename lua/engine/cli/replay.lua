@@ -14,10 +14,10 @@ verdicts: . is a good step, x an overflow, and a number repeats what follows it,
 FILE is a policy file, the name of a policy that comes with the engine (engine policies lists them),
 or a DeepSpeed JSON. name=value sets an option of the policy before it.
 
-On a run, each step's largest gradient and exponent histogram tell whether another scale would have
-overflowed or underflowed. A verdict is exact, or bound: the record only bounds what would have
-happened, and the rest is estimated (lua/engine/run/trace.lua explains how). The gradients are those
-of the recorded run, also after steps that the replayed policy would have skipped.
+On a run, each step's largest gradient and exponent histogram show whether another scale would have
+overflowed or underflowed. A verdict is exact where they determine the outcome, and bound where they
+only bound it and the rest is estimated (lua/engine/run/trace.lua explains how). The gradients are
+those of the recorded run, also after steps that the replayed policy would have skipped.
 
   skipped      steps without an update
   underflow    share of the nonzero gradients that lose bits or vanish

@@ -68,7 +68,7 @@ end
 --- Skips n batches.
 function Loader:skip(n) self.at = self.at + n end
 
--- Fields that must be equal for a position to mean the same batches.
+-- Fields that must match: with others, a position would mean other batches.
 local IDENTITY = { "kind", "seed", "batch", "context", "shuffle", "examples" }
 
 --- The loader's position, as plain data.

@@ -6,7 +6,7 @@ local M = {}
 
 local HEADERS = { "core/engine.h", "core/engine_ranks.h", "core/engine_files.h" }
 
--- A comment holds for the declarations below it up to an empty line.
+-- A comment applies to the declarations below it, up to an empty line.
 local function header(path, add)
   local lines = source.lines(path)
   local text, declaration, started, below = "", nil, nil, false

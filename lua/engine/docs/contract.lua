@@ -1,6 +1,5 @@
--- What users write that is no function: policies with their options, the fields of policies,
--- records and verdicts, the trainer's options, environment variables, the guides. Used by
--- index.lua.
+-- What users write besides functions: policies with their options, the fields of policies, records
+-- and verdicts, the trainer's options, environment variables, the guides. Used by index.lua.
 local source = require "engine.docs.source"
 
 local M = {}

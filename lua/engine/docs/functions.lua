@@ -26,10 +26,10 @@ local function comment_above(lines, line, mark)
   return lines[first] and lines[first]:find("^%s*" .. mark) and text or ""
 end
 
--- The doc comment of the function `name`: above the line that makes its class (class("linear")),
--- hands it to a maker (define("cosine", ...)) or exports it (M.backward = backward), above its
--- definition, or above the loop that defines it among others. A comment on several functions that
--- lists them in two columns gives the one line.
+-- The doc comment of the function `name`: above the line that creates its class (class("linear")),
+-- that registers it (define("cosine", ...)) or that exports it (M.backward = backward); else above
+-- its definition, or above the loop that defines several functions. From a comment that lists
+-- functions in two columns, the function's line is taken.
 local function text_of(at, name)
   local lines, line, options = source.lines(at.path), at.line, nil
   for i, candidate in ipairs(lines) do
@@ -74,8 +74,8 @@ local function sorted(t)
   return names
 end
 
--- The classes that the functions of a file make objects of: { name, methods }, by looking through
--- what these functions refer to.
+-- The classes whose objects the functions of a file create: { name, methods }. Found through the
+-- upvalues of these functions.
 local function classes_of(functions)
   local found, seen = {}, {}
   local function look(f, path, depth)

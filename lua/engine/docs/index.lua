@@ -64,8 +64,8 @@ end
 
 local function last_part(name) return name:match("([^.:]+)$") or name end
 
---- The entries called `name`: those of the full name, else those whose last part it is (`gelu` for
---- tensor:gelu). The second result has the others of that last part.
+--- The entries called `name`: those with this full name, else those that end in it (`gelu` for
+--- tensor:gelu). The second result lists the other entries that end in it.
 function Index:find(name)
   local full, parts = {}, {}
   local wanted = name:gsub("%(.*$", "")

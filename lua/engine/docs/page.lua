@@ -52,7 +52,7 @@ function M.frame(title, body)
 ]]):format(M.escape(title), STYLE, M.escape(title), body)
 end
 
--- `name` in code becomes a link where the reference has it; links maps a name to its address.
+-- Turns `name` in code into a link where the reference has it; links maps a name to its address.
 local function linked(html, links)
   return (html:gsub("<code>([%w_.:]+)</code>", function(name)
     local target = links[name]

@@ -1,5 +1,5 @@
--- The texts that the reference is made of: files of the tree by name, the comment above a line,
--- the tables of a Markdown page. Used by the readers in this folder.
+-- The sources of the reference: files of the tree by name, the comment above a line, the tables of
+-- a Markdown page. Used by the readers in this folder.
 local M_ffi = require "engine.base.ffi"
 local file = require "engine.base.file"
 

@@ -12,7 +12,7 @@ local function columns(text)
   return map
 end
 
--- Types that the texts do not say; the rest is `number` for fields of records, `any` for options.
+-- Types that the texts do not give. All other fields are `number` in records and `any` in options.
 local TYPE = columns [[
 policy.name                string
 policy.doc                 string
@@ -77,8 +77,8 @@ for name in ([[zeros ones full rand randn randint arange tensor from_memory conc
   RETURNS["engine." .. name] = "engine.Tensor"
 end
 
--- LuaLS accepts unknown fields in a table constructor, even of an exact class. A field of any other
--- name has a type that no value has, so that it marks these, too.
+-- LuaLS accepts unknown fields in a table constructor, even of an exact class. This entry gives
+-- every other field a type without values, so that LuaLS marks it.
 local NO_OTHER = "---@field [string] engine.NoSuchField"
 
 local PREAMBLE = [[
@@ -150,7 +150,7 @@ function M.write(index, path)
   end
   local function is_shared(entry) return shared[entry.name] ~= nil end
   class("Statistics of gradients.", "(exact) engine.RecordStatistics", "record field", is_shared)
-  class("What a policy is told about a step; read-only.",
+  class("What a policy reads about a step; read-only.",
     "(exact) engine.Record: engine.RecordStatistics", "record field",
     function(entry) return not is_shared(entry) end)
   class("What `decide` returns.", "(exact) engine.Verdict", "verdict field", NO_OTHER)

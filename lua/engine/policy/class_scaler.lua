@@ -19,8 +19,9 @@
 --                                   record.scale); otherwise it is nil
 --   scale_loss(loss)                engine.scaler calls it instead of seeding backward
 --   unscale_gradients(optimizer)    engine.scaler calls it instead of its own unscaling
---   state_dict()                    without them the object's fields are saved; they must be plain
---   load_state_dict(state)          data
+--   state_dict()                    the state for checkpoints, plain data; without these two
+--   methods
+--   load_state_dict(state)          the object's fields are saved
 local M_ffi = require "engine.base.ffi"
 local json = require "engine.base.json"
 local nearest = require "engine.base.nearest"
@@ -96,8 +97,8 @@ end
 
 function ClassPolicy:scale() return self.last end
 
---- As a policy's decide: an error in the class, or an invalid scale, fails the verdict, and the
---- last good scale holds. Changes that the class made before the error stay.
+--- Like a policy's decide. An error in the class, or an invalid scale, fails the verdict, and the
+--- last good scale holds. Changes that the class made before the error remain.
 function ClassPolicy:decide(record, stats)
   local v = self.verdict
   local overflow = record.overflow ~= 0
@@ -186,7 +187,7 @@ function ClassPolicy:by_name(stats)
   return self.table
 end
 
--- A class reads the script's own variables, so signals and groups do not reach it.
+-- A class reads the script's variables directly, so it gets no signals and no groups.
 function ClassPolicy:signal() end
 function ClassPolicy:group_scale() return self.last end
 function ClassPolicy:scales_groups() return false end

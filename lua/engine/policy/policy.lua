@@ -47,7 +47,7 @@ function Policy:scale() return C.eng_policy_scale(self.handle) end
 --- Sets the scale; counters keep their values.
 function Policy:set_scale(scale) check(C.eng_policy_set_scale(self.handle, scale)) end
 
---- Asks the policy about a step: an eng_record and, if the policy needs them, the statistics per
+--- Runs the policy on a step: an eng_record and, if the policy needs them, the statistics per
 --- tensor (eng_tensor_stats[n]). The verdict belongs to the policy and changes with the next call.
 function Policy:decide(record, stats)
   local status = C.eng_policy_decide(self.verdict, self.handle, record, stats)
@@ -75,8 +75,7 @@ end
 --- Returns to the initial state.
 function Policy:reset() check(C.eng_policy_init(self.handle)) end
 
---- Takes over from another policy (a Policy, or a registered class, of which only the scale is
---- taken).
+--- Takes over the state of another policy (a Policy; of a registered class only the scale).
 function Policy:take_over(old)
   if old.handle then
     check(C.eng_policy_migrate(self.handle, old.handle))
@@ -221,9 +220,9 @@ local function compile(source, file, options, path)
   return setmetatable(self, Policy)
 end
 
---- What is wrong with the next scales of a policy or a class, or nil. A scale that float32 cannot
---- carry with all its bits, or whose inverse it cannot, would ruin the weights silently. groups:
---- how many groups may have scales of their own.
+--- What is wrong with the next scales of a policy or a class, or nil. A scale that float32 does not
+--- represent exactly, or whose inverse it does not, would corrupt the weights silently. groups: how
+--- many groups may have scales of their own.
 function M.unusable(policy, groups)
   for group = 0, groups or 0 do
     local scale = group == 0 and policy:scale() or policy:group_scale(group)
@@ -233,7 +232,7 @@ function M.unusable(policy, groups)
     end
   end
 end
---- Whether gradients in f32 can carry a loss scale: M.USABLE says which can.
+--- Whether gradients in f32 can carry a loss scale; M.USABLE gives the range.
 function M.usable(scale) return scale >= 2 ^ -126 and scale <= (2 - 2 ^ -23) * 2 ^ 127 end
 M.USABLE = "scales from 2^-126 to 3.4e38"
 
@@ -274,8 +273,8 @@ local function with_settings(source, options)
   return name, all
 end
 
--- Options of a class. A class has no defaults that tell types, so texts that look like numbers or
--- booleans are converted.
+-- The options of a class. A class declares no types, so texts that look like numbers or booleans
+-- are converted.
 local function values_of(options)
   local all = {}
   for key, value in pairs(options) do

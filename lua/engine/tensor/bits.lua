@@ -1,4 +1,4 @@
--- A number in every format: what it becomes, how far that is from it, its neighbours, and its bits.
+-- A number in every format: its value there, the error, its neighbours, and its bits.
 --   print(engine.bits(15213.0))
 --   engine.bits(0.1).f16.value, .error, .below, .above, .code
 -- In the REPL it is called `bits`. Rounding is that of core/base/numerics.h: once, from the double,

@@ -3,7 +3,7 @@
 --   local weights, metadata = engine.load("model.safetensors")    { name = tensor }, { key = text }
 --   engine.save("model.safetensors", weights, { format = "pt" })
 --
---   local file = safetensors.open("model.safetensors")            reads the header alone
+--   local file = safetensors.open("model.safetensors")            reads only the header
 --   print(file)                                                   names, dtypes, shapes
 --   local w = file:read("wte.weight")
 --   file:close()
@@ -63,7 +63,7 @@ function File:read(name)
   return x
 end
 
---- Closes the file. Tensors that were read stay.
+--- Closes the file. Tensors that were read remain valid.
 function File:close()
   if self.handle then C.eng_safetensors_close(ffi.gc(self.handle, nil)) end
   self.handle = nil
