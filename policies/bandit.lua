@@ -1,7 +1,7 @@
 -- Chooses among four rules by their cost while in charge: the share of gradients that lost bits, or
--- the whole step if it was skipped. All rules see every step. One decides for `period` steps; then
--- the rule with the lowest cost minus an exploration bonus takes over. Costs are discounted,
--- because training changes. Source: discounted UCB1 (Auer et al., 2002).
+-- the whole step if it was skipped. All rules see every step. One rule decides for `period` steps;
+-- then the rule with the lowest cost minus an exploration bonus takes over. Old costs are
+-- discounted, because training changes. Source: discounted UCB1 (Auer et al., 2002).
 local rules = {
   { name = "dynamic", next = function(s, r)
     s.good = r.overflow and 0 or (s.good or 0) + 1
@@ -47,7 +47,7 @@ return {
     arm.cost = arm.cost + (record.overflow and 1 or kept > 0 and record.underflow / kept or 0)
     arm.steps = arm.steps + 1
     for i, a in ipairs(state.arms) do
-      -- At a smaller scale an overflowed step might have been good: such a rule learns nothing.
+      -- A rule with a smaller scale might not have overflowed, so it gets no cost for this step.
       if not record.overflow or i == state.arm or a.scale >= record.scale then
         local wanted = rules[i].next(a, record)
         if i ~= 1 and not record.overflow then

@@ -27,7 +27,7 @@ return {
       "never counts down to 1, so the scale would never back off;"
       .. " use 1 to back off at every overflow")
     check.floor(options, "min_scale", "init_scale")
-    check.count(options, "scale_window", "is no whole number of steps")
+    check.count(options, "scale_window", "is not a whole number of steps")
     return { scale = init, iter = 0, last_overflow_iter = -1, hysteresis = options.hysteresis }
   end,
 
@@ -39,8 +39,8 @@ return {
         if scale == options.min_scale and options.raise_error_at_min_scale then
           return { scale = scale, action = "stop",
             reason = "overflow at the smallest loss scale " .. scale
-            .. ": the gradients are inf or nan for another reason than the scale; look at the first"
-            .. " bad tensor, the learning rate and the data, or set min_scale lower, or"
+            .. ": the scale is not why the gradients are inf or nan; look at the first bad tensor,"
+            .. " the learning rate and the data, or set a lower min_scale or"
             .. " raise_error_at_min_scale=false" }
         end
         verdict = back_off(state, math.max(scale / options.scale_factor, options.min_scale))

@@ -26,9 +26,9 @@ return {
     if options.tolerance ~= options.tolerance then
       error("tolerance must be a share from 0 to 1, got nan", 0)
     end
-    check.count(options, "scale_window", "is no whole number of steps")
+    check.count(options, "scale_window", "is not a whole number of steps")
     check.trap(options, options.tolerance < 0 or options.tolerance > 1,
-      "tolerance = " .. options.tolerance .. " is no share from 0 to 1")
+      "tolerance = " .. options.tolerance .. " is not a share from 0 to 1")
     check.floor(options, "threshold", "init_scale")
     check.trap(options, options.min_loss_scale >= init,
       "min_loss_scale = " .. options.min_loss_scale .. " is not below init_scale = " .. init
@@ -62,9 +62,8 @@ return {
       state.scale = scale
       return { scale = scale, action = "stop",
         reason = "the loss scale, " .. scale .. ", would fall to min_loss_scale = "
-          .. options.min_loss_scale .. ": the gradients are inf or nan for another reason than the"
-          .. " scale; look at the first bad tensor, a smaller learning rate, clipping, or set"
-          .. " threshold" }
+          .. options.min_loss_scale .. ": the scale is not why the gradients are inf or nan; look"
+          .. " at the first bad tensor, try a smaller learning rate or clipping, or set threshold" }
     end
     state.iter = state.iter + 1
     if state.scale < scale then

@@ -17,7 +17,7 @@ return {
     bad_row         = 5,      -- overflows in a row after which growth pauses
     pause           = 2000,   -- steps
     clip            = 1,      -- largest norm of an update's gradient; inf: none
-    -- growth keeps stored gradients below it, twice it backs off; inf: none
+    -- growth keeps stored gradients below this; above twice this it backs off; inf: no limit
     ahead           = 2^14,
     patience        = 50,     -- overflows in a row at the floor that stop the run
   },

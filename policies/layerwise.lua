@@ -1,6 +1,6 @@
--- A scale for each layer, applied to the signal that runs backward between layers, so that every
--- layer's gradients use the whole range of fp16. Layers near the input, where gradients have become
--- small, get larger scales. Scales are powers of two, so passing from layer to layer rounds
+-- A scale for each layer, applied to the gradient as it runs backward from layer to layer, so that
+-- every layer's gradients use the whole range of fp16. Layers near the input, where gradients have
+-- become small, get larger scales. Scales are powers of two, so passing from layer to layer rounds
 -- nothing. Each scale follows the layer's recent peak, which decays slowly, so that rare spikes
 -- keep their headroom.
 --

@@ -1,7 +1,8 @@
 -- Log-max scaling: log2(amax) is modelled as normal, and the scale leaves room for mean + sigmas *
--- deviation. Source: OpenSeq2Seq's LogMax (Kuchaiev et al., 2018), with two corrections: there an
+-- deviation. Source: OpenSeq2Seq's LogMax (Kuchaiev et al., 2018), with two corrections. There an
 -- overflow counted as log2 = 65536 and pinned the scale at its floor for thousands of steps; here
--- it counts as what it proves, an amax above 65504 / scale. And amax = 0 teaches nothing.
+-- it counts as an amax just above 65504 / scale, which is all it proves. A step with amax = 0 is
+-- ignored.
 return {
   name = "log_max",
   doc  = "Models log2(amax) as normal and leaves room for its mean plus some deviations.",
@@ -35,7 +36,7 @@ return {
     state.square, state.weight2 = b2 * state.square + (1 - b2) * x * x,
       b2 * state.weight2 + (1 - b2)
     state.seen = state.seen + 1
-    -- Corrects the bias of the moving means' zero start.
+    -- Corrects the bias from starting the moving means at zero.
     local mean = state.mean / state.weight1
     local sigma = math.sqrt(math.max(0, state.square / state.weight2 - mean * mean))
     local scale = 2^(options.log_max - mean - options.sigmas * sigma)

@@ -1,8 +1,8 @@
 -- Follows the learning rate's schedule. While the rate is high or rising, weights and gradients
--- change fast, and growth waits. As the rate falls, gradients change slowly and become small, and
+-- change fast, so growth waits. As the rate falls, gradients change slowly and become small, so
 -- growth comes sooner, down to every `least` steps. An upward jump of the rate (a restart, a new
--- stage) lowers the scale as a precaution. Source: an outlook in ms-swift's guides; no known system
--- ships it.
+-- stage) lowers the scale as a precaution. Source: a suggestion in ms-swift's guides; no known
+-- system ships it.
 return {
   name = "lr_coupled",
   doc  = "A dynamic scale whose growth interval shrinks with the learning rate.",
@@ -25,7 +25,7 @@ return {
   end,
 
   decide = function(state, record, options)
-    -- A rate of nan is unknown.
+    -- A rate of nan counts as unknown.
     local lr = record.lr > 0 and record.lr < math.huge and record.lr or state.lr
     local before, reason = state.scale, nil
     state.peak = math.max(state.peak, lr)

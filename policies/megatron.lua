@@ -1,7 +1,7 @@
 -- Dynamic loss scaling of Megatron-LM's DynamicGradScaler, number for number: the scale is a
--- float32; hysteresis counts overflows and is refilled by growth alone, never by a good step.
--- Difference: Megatron's scale reaches infinity if it grows for long enough; here it keeps its last
--- finite value, or with strict=false the run stops at that step.
+-- float32; hysteresis counts overflows, and only a growth refills it, not a good step. Difference:
+-- Megatron's scale reaches infinity if it grows for long enough; here it keeps its last finite
+-- value, or with strict=false the run stops at that step.
 return {
   name = "megatron",
   doc  = "Megatron-LM's DynamicGradScaler: hysteresis that growth refills, a smallest scale.",
@@ -22,7 +22,7 @@ return {
     check.share(options, "backoff_factor")
     check.count(options, "growth_interval")
     check.count(options, "hysteresis",
-      "is no count of overflows; use 1 to back off at every overflow")
+      "is not a count of overflows; use 1 to back off at every overflow")
     check.floor(options, "min_scale", "initial_scale")
     return { scale = scale, growth_tracker = 0, hysteresis_tracker = options.hysteresis }
   end,

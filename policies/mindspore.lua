@@ -19,7 +19,7 @@ return {
     check.steps(options, "scale_window")
     check.trap(options, options.scale_factor <= 1,
       "scale_factor = " .. options.scale_factor .. " would lower the scale after good steps")
-    check.count(options, "scale_window", "is no whole number of steps")
+    check.count(options, "scale_window", "is not a whole number of steps")
     check.trap(options, init < 1, "init_loss_scale = " .. init
       .. " is below 1, the smallest scale, so an overflow would raise it")
     return { scale = init, cur_iter = 1, last_overflow_iter = 0, bad_step = 0 }
@@ -35,8 +35,8 @@ return {
       if state.bad_step <= 1000 then return verdict end
       state.cur_iter = iter                    -- as in MindSpore, which raises here
       return { scale = state.scale, action = "stop",
-        reason = "more than 1000 overflows in a row: the gradients are inf or nan for another"
-          .. " reason than the scale (look at the first bad tensor, the learning rate, the data)" }
+        reason = "more than 1000 overflows in a row: the scale is not why the gradients are inf or"
+          .. " nan (look at the first bad tensor, the learning rate, the data)" }
     end
     state.bad_step = 0
     if (iter - state.last_overflow_iter) % options.scale_window ~= 0 then return scale end

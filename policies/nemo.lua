@@ -1,6 +1,6 @@
--- Dynamic loss scaling of NeMo's GradScaler and of the Apex kernel update_scale_hysteresis below
--- it, number for number: PyTorch's GradScaler behind a hysteresis that every good step refills. The
--- scale is a float32. Differences: where NeMo's scale would become 0 for good, the run stops.
+-- Dynamic loss scaling of NeMo's GradScaler and of the Apex kernel update_scale_hysteresis that it
+-- calls, number for number: PyTorch's GradScaler with a hysteresis that every good step refills.
+-- The scale is a float32. Differences: where NeMo's scale would become 0 for good, the run stops.
 -- NeMo's checkpoints lose the hysteresis through a misspelt name; here a resumed run continues as
 -- if it had not been interrupted.
 return {
@@ -22,7 +22,7 @@ return {
     check.share(options, "backoff_factor")
     check.count(options, "growth_interval")
     check.count(options, "hysteresis",
-      "is no count of overflows; use 1 to back off at every overflow")
+      "is not a count of overflows; use 1 to back off at every overflow")
     return { scale = scale, growth_tracker = 0, hysteresis_tracker = options.hysteresis }
   end,
 

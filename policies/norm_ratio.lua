@@ -1,8 +1,8 @@
--- Norm-ratio scaling: now and then the same batch also runs backward in f32. A true norm far above
--- the low-precision one means that gradients were lost to underflow (the scale grows); one far
--- below means that they saturated (it shrinks). Source: a rule of the field without a reference
--- implementation. `ref_every` is the number of steps between reference passes; `ref_layers`, a
--- pattern of parameter names, limits them to some layers.
+-- Norm-ratio scaling: every `ref_every` steps the same batch also runs backward in f32. A true norm
+-- far above the low-precision one means that gradients were lost to underflow, and the scale grows.
+-- A norm far below it means that they saturated, and the scale shrinks. Source: common practice,
+-- without a reference implementation. `ref_layers`, a pattern of parameter names, limits the
+-- reference to some layers.
 return {
   name = "norm_ratio",
   doc  = "Compares the gradient norm of an f32 backward on sampled steps with the stored one.",

@@ -1,8 +1,8 @@
 -- Mixtures of experts: each expert has a scale that follows its recent peak; everything else has
 -- the common scale. A rarely chosen expert has small gradients, a popular one large gradients, and
--- an expert that overflows loses range for itself alone, not for the whole model. Idle experts (no
--- tokens) learn nothing. Source: layer-wise scaling (Zhao et al., 2019; fairscale), applied to the
--- groups that nn.moe declares.
+-- an expert that overflows costs only itself range, not the whole model. An expert without tokens
+-- keeps its scale. Source: layer-wise scaling (Zhao et al., 2019; fairscale), applied to the groups
+-- that nn.moe declares.
 return {
   name = "per_expert",
   doc  = "One scale per expert of a mixture; everything else follows a dynamic scale.",
