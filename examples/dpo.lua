@@ -25,7 +25,7 @@ local cfg = engine.config({ policy = "guarded", seeds = 0, seed = 1, steps = 120
     pairs = "pairs per step", context = "tokens per sequence", width = "features",
     layers = "blocks",
     beta = "weight of the reference", lr = "learning rate",
-    vocab = "tokens there are" },
+    vocab = "number of tokens" },
   { count = "steps pairs context width layers vocab", natural = "seeds seed", positive = "lr",
     not_negative = "beta", policy = "policy" })
 if cfg.width % 4 ~= 0 then

@@ -14,8 +14,8 @@
 --   kept for backward       58.65       37.32   of it FP8: 14.67
 --   all                    148.70      102.49
 -- fp8_block stores each layer's input once, as codes, and quantizes it along the other dimension in
--- the backward pass; gate and up of a SwiGLU share one. The output of attention is stored as e5m6
--- alone, 12 bits per number; the two inputs of SwiGLU are stored as codes, its output not at all.
+-- the backward pass; gate and up of a SwiGLU share one copy. The output of attention is stored only
+-- as e5m6, 12 bits per number. The two inputs of SwiGLU are stored as codes, its output not at all.
 local engine = require "engine"
 local lab = require "engine.report.lab"
 

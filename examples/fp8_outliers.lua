@@ -1,6 +1,6 @@
 -- The effect of outliers on all other elements: one in a thousand activations is 2^s times larger.
 -- One scale for all elements must cover the largest, which pushes the others toward the subnormals;
--- with a scale for each 1 x 128 this happens to the outlier's neighbours alone. The signal-to-noise
+-- with a scale for each 1 x 128 this happens only to the outlier's neighbours. The signal-to-noise
 -- ratio is that of the other elements.
 --
 --   ./engine examples/fp8_outliers.lua
@@ -21,7 +21,7 @@ local lab = require "engine.report.lab"
 local fp8 = engine.fp8
 
 local cfg = engine.config({ rows = 64, seed = 1, share = 0.001, svg = "" },
-  { rows = "of 4096 numbers", seed = "seed of the numbers", share = "of outliers",
+  { rows = "rows, of 4096 numbers each", seed = "seed of the numbers", share = "of outliers",
     svg = "a file for the curves" },
   { count = "rows", natural = "seed", share = "share", output = "svg" })
 local K = 4096

@@ -1,6 +1,6 @@
 -- What Hopper's FP8 accumulator loses in a long sum, and what adding it to f32 at intervals saves.
 -- The tensor cores keep 13 fraction bits and truncate: a sum of K products of one sign loses a
--- share that grows with K. The error here is the accumulator's alone, relative to exact sums of the
+-- share that grows with K. The error here is only the accumulator's, relative to exact sums of the
 -- same codes.
 --
 --   ./engine examples/fp8_promotion.lua

@@ -1,6 +1,6 @@
 -- The same model, data and seeds under fp32, bf16, fp16 and every FP8 recipe: losses on held-out
--- text at the end with their spread, and the distance of each from bf16's. The runs differ in
--- number formats alone.
+-- text at the end with their spread, and the distance of each from bf16's. The runs differ only in
+-- their number formats.
 --
 --   ./engine examples/fp8_train.lua                                  a GPT, a few minutes
 --   ./engine examples/fp8_train.lua recipes=bf16,fp8_block,fp8_delayed seeds=5 steps=1200

@@ -31,7 +31,7 @@ local cfg = engine.config({
     "fp8_rowwise", "fp8_block" } },
   policy = "loss-scaling policy, a name or a file; empty: the precision's default",
   threads = "threads to use; 0: all",
-  mode = { "lagged: the policy decides one step late, and nothing waits for the card",
+  mode = { "lagged: the policy decides one step late, and the host never waits for the card",
     choices = { "sync", "lagged" } },
   graph = "on a card: forward and backward are one launch",
   shadow = "policies that run in shadow: a,b",
@@ -106,7 +106,7 @@ end
 
 local summary = trainer:run()
 
--- ------------------------------------------------------------------ what came of it
+-- ------------------------------------------------------------------ results
 
 if cfg.log == "line" then
   print(("loss on held-out text: %.4f"):format(trainer:evaluate_on(held_out, 8)))

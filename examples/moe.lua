@@ -1,9 +1,9 @@
 -- A mixture of experts in fp16 in which one expert would hold the scale down for all others. Tokens
 -- come from eight domains, each half as frequent as the one before, and the gate sends each domain
--- to its expert. Now and then a token of the most frequent domain is an outlier, `large` times
--- larger than the others: its expert's weight gradients overflow. Under one scale each outlier
--- costs a step and halves the range of all experts; with policy=per_expert that expert alone backs
--- off and remembers the peak, and the others are not affected.
+-- to its expert. Occasionally a token of the most frequent domain is an outlier, `large` times
+-- larger than the others, and its expert's weight gradients overflow. Under one scale each outlier
+-- costs a step and halves the range of all experts. With policy=per_expert only that expert backs
+-- off, and it remembers the peak.
 --
 --   ./engine examples/moe.lua
 --   ./engine examples/moe.lua policy=dynamic
