@@ -207,8 +207,8 @@ describe("nn.gpt2", function()
     end)
 
     it("a config.json that is none", function()
-      refuses(variant(function() return "{ n_embd" end), "config.json is no JSON object: ")
-      refuses(variant(function() return "3" end), "config.json is no JSON object: number")
+      refuses(variant(function() return "{ n_embd" end), "config.json is not a JSON object: ")
+      refuses(variant(function() return "3" end), "config.json is not a JSON object: number")
       refuses(config('"model_type": "gpt2"', '"model_type": "llama"'),
         "expected model_type gpt2, got 'llama'")
       refuses(config('"n_layer": 2', '"n_layer": 2.5'),

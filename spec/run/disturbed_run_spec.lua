@@ -303,7 +303,7 @@ describe("files of a run", function()
         state = state })
       local good, message = pcall(job, { run = run, resume = "auto" })
       assert.is_false(good)
-      assert.matches("is no checkpoint of a trainer: its state has no", message)
+      assert.matches("is not a checkpoint of a trainer: its state has no", message)
     end
     engine.checkpoint.save(run .. "/checkpoints", 500, { state = c.state })
     local good, message = pcall(job, { run = run, resume = "auto" })

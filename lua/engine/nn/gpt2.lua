@@ -187,7 +187,7 @@ local function load(dir, options)
   local text = read_file(path)
   local fields, why = require("cjson.safe").decode(text)
   if type(fields) ~= "table" then
-    fail("%s is no JSON object: %s", path, tostring(why or type(fields)))
+    fail("%s is not a JSON object: %s", path, tostring(why or type(fields)))
   end
   if fields.model_type ~= nil and fields.model_type ~= "gpt2" then
     fail("%s: expected model_type gpt2, got '%s'", path, tostring(fields.model_type))

@@ -96,7 +96,7 @@ local function take_over(trainer, c)
     and (not c.parts.model and "it has no weights" or not c.parts.optimizer
     and "it has no optimizer state")
   if problem then
-    error(("resume: %s is no checkpoint of a trainer: %s"):format(c.path, problem), 0)
+    error(("resume: %s is not a checkpoint of a trainer: %s"):format(c.path, problem), 0)
   end
   if state.optimizer.name ~= trainer.optimizer.name then
     error(("resume: %s was written with the optimizer %s, this run has %s"):format(c.path,
