@@ -1,4 +1,4 @@
-# Every way in. `make help` says what there is.
+# All commands of the project; `make help` lists them.
 
 PREFIX  ?= /usr/local
 BUILD   ?= build
@@ -11,7 +11,7 @@ ifeq ($(origin CC),default)
 CC := gcc
 endif
 
-# ./engine for the ordinary build; other builds keep theirs to themselves.
+# ./engine for the ordinary build; other builds keep their binary in their own folder.
 ENGINE := $(if $(filter build,$(BUILD)),engine,$(BUILD)/engine)
 LIB    := $(BUILD)/libengine.so
 
@@ -24,7 +24,8 @@ COMPILE  := $(CC) $(STRICT) $(CFLAGS) $(WARNINGS) $(CPPFLAGS) -Icore $(LUAJIT_CF
 LINK     := $(CC) $(CFLAGS) -fopenmp -Wl,--as-needed $(LDFLAGS)
 LIBS     := -ldnnl -lsqlite3 $(LUAJIT_LIBS) -lpthread -lm -ldl
 
-# A kernel file that includes simd.h is compiled once per instruction set and chosen from at run time.
+# A kernel file that includes simd.h is compiled once per instruction set. The CPU device chooses at
+# run time.
 ISA_plain  :=
 ISA_avx2   := -mavx2 -mfma -mf16c
 ISA_avx512 := -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c
@@ -39,6 +40,7 @@ CPU_SOURCES    := $(filter-out $(ISA_SOURCES),$(wildcard core/cpu/*.c))
 OBJECTS := $(CORE_SOURCES:%.c=$(BUILD)/%.o) $(CPU_SOURCES:%.c=$(BUILD)/%.o) \
            $(foreach isa,$(ISAS),$(ISA_SOURCES:%.c=$(BUILD)/%.$(isa).o))
 BINARY_OBJECTS := $(BINARY_SOURCES:%.c=$(BUILD)/%.o)
+PUBLIC_HEADERS := $(wildcard core/engine*.h core/*.def)
 
 # The CUDA device is a plug-in, built where there is a CUDA compiler. CUDA_ARCHS: the compute
 # capabilities to compile for; by default this machine's card, or Hopper without a card.
@@ -57,19 +59,21 @@ NVCC_COMPILE := $(NVCC) -std=c++17 -O3 -lineinfo --fmad=false \
                 -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra \
                 $(if $(WERROR),-Werror all-warnings) -Icore -Icuda -MMD -MP -Xptxas -v
 
-# The output of ptxas -v goes into a file beside the object, for `make spills`; nvcc's other messages
-# are shown.
+# The output of ptxas -v goes into a file beside the object, for `make spills`; nvcc's other
+# messages are shown.
 PTXAS_SAYS := '^ptxas info|^ +[0-9]+ bytes stack frame|^$$'
 
 # The MPI transport, a plug-in, where there is an MPI compiler.
 MPICC      ?= $(shell command -v mpicc)
 MPI_PLUGIN := $(if $(MPICC),$(BUILD)/libengine_mpi.so)
 
-.PHONY: all cuda spills help docs deps built demo test test-gpu test-emulated distros check lint sanitize sanitize-emulated fuzz fuzzers bench parity install uninstall deb dist clean FORCE
+.PHONY: all cuda spills help docs deps built demo test test-gpu test-emulated distros check lint \
+        sanitize sanitize-emulated fuzz fuzzers bench parity install uninstall deb dist clean FORCE
 .DELETE_ON_ERROR:
 .SUFFIXES:
 
-# Builds in parallel by itself; -j on the command line wins, and makes below use their parent's.
+# Builds in parallel without -j. A -j on the command line overrides JOBS, and a make started by this
+# one shares its jobs.
 ifeq ($(MAKELEVEL),0)
 MAKEFLAGS += -j$(JOBS)
 endif
@@ -77,11 +81,12 @@ endif
 all: $(ENGINE) $(BUILD)/cdef.h cuda $(MPI_PLUGIN) $(BUILD)/engine.d.lua
 
 # ------------------------------------------------------------------ building
-# One short line a file; `make V=1` shows the commands.
+# Prints one line per file; `make V=1` shows the commands.
 say = $(if $(V),,@echo '  $(1)  $(2)';)
-# Libraries and binaries are renamed into place, so that what runs while they are built keeps its own.
+# Libraries and binaries are renamed into place, so that running processes keep the old files.
 
-# Files of flags and object names, rewritten only when they differ: a change rebuilds what depends on it.
+# Files with flags and object names, rewritten only when they differ. A change rebuilds the targets
+# that depend on them.
 remember = @mkdir -p $(@D); echo '$(1)' | cmp -s - $@ || echo '$(1)' > $@
 $(BUILD)/flags: FORCE
 	$(call remember,$(COMPILE) | $(KERNEL_CFLAGS) | $(LINK) | $(LIBS) | $(ISAS))
@@ -99,50 +104,60 @@ $(BUILD)/core/cpu/%.o: core/cpu/%.c $(BUILD)/flags
 define isa_rule
 $(BUILD)/core/cpu/%.$(1).o: core/cpu/%.c $(BUILD)/flags
 	@mkdir -p $$(@D)
-	$$(call say,CC,$$< ($(1))) $$(COMPILE) $$(KERNEL_CFLAGS) $$(ISA_$(1)) -DENG_ISA_$(1) -c $$< -o $$@
+	$$(call say,CC,$$< ($(1))) $$(COMPILE) $$(KERNEL_CFLAGS) $$(ISA_$(1)) -DENG_ISA_$(1) -c $$< \
+	  -o $$@
 endef
 $(foreach isa,$(ISAS),$(eval $(call isa_rule,$(isa))))
 
 $(LIB): $(OBJECTS) $(BUILD)/objects
-	$(call say,LD,$@) $(LINK) -shared -Wl,-soname,libengine.so '-Wl,-rpath,$$ORIGIN/../lib' -o $@.new $(OBJECTS) $(LIBS)
+	$(call say,LD,$@) $(LINK) -shared -Wl,-soname,libengine.so '-Wl,-rpath,$$ORIGIN/../lib' \
+	  -o $@.new $(OBJECTS) $(LIBS)
 	@mv $@.new $@
 
 $(ENGINE): $(BINARY_OBJECTS) $(LIB)
-	$(call say,LD,$@) $(LINK) -rdynamic -o $@.new $(BINARY_OBJECTS) -L$(BUILD) -lengine $(LUAJIT_LIBS) -ledit -lm -ldl \
-	  -Wl,--disable-new-dtags '-Wl,-rpath,$$ORIGIN:$$ORIGIN/build:$$ORIGIN/../lib/engine:$$ORIGIN/../lib/lua/5.1/engine:$$ORIGIN/../lib:$$ORIGIN/lib'
+	$(call say,LD,$@) $(LINK) -rdynamic -o $@.new $(BINARY_OBJECTS) -L$(BUILD) -lengine \
+	  $(LUAJIT_LIBS) -ledit -lm -ldl -Wl,--disable-new-dtags \
+	  '-Wl,-rpath,$$ORIGIN:$$ORIGIN/build:$$ORIGIN/../lib/engine' \
+	  '-Wl,-rpath,$$ORIGIN/../lib/lua/5.1/engine:$$ORIGIN/../lib:$$ORIGIN/lib'
 	@mv $@.new $@
 
 cuda: $(PLUGIN)
 
-$(BUILD)/libengine_mpi.so: $(MPI_SOURCES) core/dist/comm.h core/engine.h core/engine_ranks.h core/errors.def core/dtypes.def core/ops.def $(BUILD)/flags
-	$(call say,MPICC,$@) OMPI_CC='$(CC)' $(MPICC) $(STRICT) $(CFLAGS) $(WARNINGS) $(CPPFLAGS) -Icore -shared -o $@.new $(MPI_SOURCES)
+$(BUILD)/libengine_mpi.so: $(MPI_SOURCES) core/dist/comm.h $(PUBLIC_HEADERS) $(BUILD)/flags
+	$(call say,MPICC,$@) OMPI_CC='$(CC)' $(MPICC) $(STRICT) $(CFLAGS) $(WARNINGS) $(CPPFLAGS) \
+	  -Icore -shared -o $@.new $(MPI_SOURCES)
 	@mv $@.new $@
 
 # A fake card and a fake NCCL, for spec/device/fake_card_spec.lua and spec/dist/nccl_spec.lua.
 FAKE_CARD := $(BUILD)/fake_card.so
 FAKE_NCCL := $(BUILD)/fake_nccl.so
-$(FAKE_CARD): spec/cuda/fake_card.c spec/cuda/fake.h cuda/runtime/host.c cuda/runtime/host.h core/device/backend.h core/dist/comm.h $(filter $(BUILD)/core/cpu/%,$(OBJECTS)) $(BUILD)/core/base/dtype.o $(BUILD)/core/dist/comm_pack.o
+$(FAKE_CARD): spec/cuda/fake_card.c spec/cuda/fake.h cuda/runtime/host.c cuda/runtime/host.h \
+              core/device/backend.h core/dist/comm.h $(filter $(BUILD)/core/cpu/%,$(OBJECTS)) \
+              $(BUILD)/core/base/dtype.o $(BUILD)/core/dist/comm_pack.o
 	$(call say,LD,$@) $(COMPILE) -MF $@.d -shared -o $@.new $(filter-out %.h,$^) $(LDFLAGS) $(LIBS)
 	@mv $@.new $@
 $(FAKE_NCCL): spec/cuda/fake_nccl.c spec/cuda/fake.h core/dist/comm_nccl.h
 	$(call say,LD,$@) $(COMPILE) -MF $@.d -shared -o $@.new $< $(LDFLAGS)
 	@mv $@.new $@
 
-# The CUDA device on the host: its kernels rewritten for a C++ compiler, with our own run-time library
-# and cuBLASLt. Needs CUDA's headers.
+# The CUDA device on the host: its kernels rewritten for a C++ compiler, with our own run-time
+# library and cuBLASLt. Needs CUDA's headers.
 EMULATOR      := spec/cuda/emulator
 EMULATED_CARD := $(if $(NVCC),$(BUILD)/emulated_card.so)
 EMULATED_TWINS := $(patsubst $(EMULATOR)/%,cuda/%,$(wildcard $(EMULATOR)/kernel/*.h))
-EMULATED      := $(patsubst cuda/%,$(BUILD)/emulated/%,$(filter-out $(EMULATED_TWINS),$(wildcard cuda/*/*.h)))
+EMULATED_HEADERS := $(filter-out $(EMULATED_TWINS),$(wildcard cuda/*/*.h))
+EMULATED      := $(EMULATED_HEADERS:cuda/%=$(BUILD)/emulated/%)
+EMULATED_HOST := $(filter-out %/nccl_check.c,$(CUDA_HOST))
+EMULATOR_CPP  := $(wildcard $(EMULATOR)/*.cpp)
 EMULATED_OBJECTS := $(CUDA_KERNELS:cuda/%.cu=$(BUILD)/emulated/%.o) \
-                 $(patsubst cuda/%.c,$(BUILD)/emulated/%.c.o,$(filter-out %/nccl_check.c,$(CUDA_HOST))) \
-                 $(patsubst $(EMULATOR)/%.cpp,$(BUILD)/emulated/%.emulator.o,$(wildcard $(EMULATOR)/*.cpp)) \
+                 $(EMULATED_HOST:cuda/%.c=$(BUILD)/emulated/%.c.o) \
+                 $(EMULATOR_CPP:$(EMULATOR)/%.cpp=$(BUILD)/emulated/%.emulator.o) \
                  $(BUILD)/emulated/library.c.o $(BUILD)/emulated/cublaslt.c.o
 EMULATED_INCLUDE := -I$(BUILD)/emulated -I$(EMULATOR) -Icore -isystem $(CUDA_HOME)/include
 EMULATED_CXX  := $(or $(CXX),g++) -std=c++17 -g -O1 -march=native \
                  $(filter -fsanitize% -fno-sanitize%,$(CFLAGS)) -ffp-contract=off \
                  -fno-strict-aliasing -fPIC -fvisibility=hidden -MMD -MP
-# Dependency files of an older build may name a header that is gone.
+# Dependency files of an older build may name a header that no longer exists.
 $(BUILD)/emulated/%.h: cuda/%.h $(EMULATOR)/to_host.lua
 	@mkdir -p $(@D)
 	@[ ! -e $< ] || luajit $(EMULATOR)/to_host.lua $< $@
@@ -152,7 +167,7 @@ $(BUILD)/emulated/%.cpp: cuda/%.cu $(EMULATOR)/to_host.lua
 $(BUILD)/emulated.flags: FORCE
 	$(call remember,$(EMULATED_CXX) | $(COMPILE) | $(EMULATED_OBJECTS))
 .SECONDARY: $(EMULATED) $(CUDA_KERNELS:cuda/%.cu=$(BUILD)/emulated/%.cpp)
-# Without warnings: nvcc reports those of kernels.
+# Without warnings: nvcc already reports the warnings of kernels.
 $(BUILD)/emulated/%.o: $(BUILD)/emulated/%.cpp $(EMULATED) $(BUILD)/emulated.flags
 	$(call say,CXX,$@) $(EMULATED_CXX) -w $(EMULATED_INCLUDE) -c $< -o $@
 $(BUILD)/emulated/%.emulator.o: $(EMULATOR)/%.cpp $(EMULATED) $(BUILD)/emulated.flags
@@ -167,7 +182,8 @@ $(BUILD)/emulated/%.c.o: spec/cuda/%.c $(BUILD)/emulated.flags
 	@mkdir -p $(@D)
 	$(call say,CC,$<) $(COMPILE) -Icuda -I$(CUDA_HOME)/include -c $< -o $@
 $(BUILD)/emulated_card.so: $(EMULATED_OBJECTS) $(BUILD)/core/base/dtype.o $(BUILD)/emulated.flags
-	$(call say,LD,$@) $(or $(CXX),g++) $(filter -fsanitize%,$(CFLAGS)) -shared -Wl,--no-undefined -o $@.new $(filter %.o,$^) $(LDFLAGS) -fopenmp -lm
+	$(call say,LD,$@) $(or $(CXX),g++) $(filter -fsanitize%,$(CFLAGS)) -shared -Wl,--no-undefined \
+	  -o $@.new $(filter %.o,$^) $(LDFLAGS) -fopenmp -lm
 	@mv $@.new $@
 
 $(BUILD)/cuda.flags: FORCE
@@ -175,7 +191,8 @@ $(BUILD)/cuda.flags: FORCE
 
 $(BUILD)/cuda/%.cu.o: cuda/%.cu $(BUILD)/cuda.flags
 	@mkdir -p $(@D)
-	$(call say,NVCC,$<) $(NVCC_COMPILE) -c $< -o $@ 2> $@.ptxas; code=$$?; grep -vE $(PTXAS_SAYS) $@.ptxas >&2; exit $$code
+	$(call say,NVCC,$<) $(NVCC_COMPILE) -c $< -o $@ 2> $@.ptxas; code=$$?; \
+	  grep -vE $(PTXAS_SAYS) $@.ptxas >&2; exit $$code
 
 # Lists kernels that spill registers; spec/cuda/spills.sh has the list of those that may.
 spills: $(CUDA_OBJECTS)
@@ -187,12 +204,12 @@ $(BUILD)/cuda/%.c.o: cuda/%.c $(BUILD)/cuda.flags
 
 # The CUDA run-time library is linked statically; cuBLASLt is loaded from the toolkit or the system.
 $(BUILD)/libengine_cuda.so: $(CUDA_OBJECTS) $(BUILD)/core/base/dtype.o
-	$(call say,LD,$@) $(CC) $(CFLAGS) -shared -Wl,-soname,libengine_cuda.so -Wl,--no-undefined -o $@.new $^ \
-	  -L$(CUDA_HOME)/lib64 -lcudart_static -lcublasLt -lstdc++ -lpthread -ldl -lrt -lm
+	$(call say,LD,$@) $(CC) $(CFLAGS) -shared -Wl,-soname,libengine_cuda.so -Wl,--no-undefined \
+	  -o $@.new $^ -L$(CUDA_HOME)/lib64 -lcudart_static -lcublasLt -lstdc++ -lpthread -ldl -lrt -lm
 	@mv $@.new $@
 
 # The FFI declarations: the public header without preprocessor and comments.
-$(BUILD)/cdef.h: core/engine.h core/engine_ranks.h core/engine_files.h core/errors.def core/dtypes.def core/ops.def $(BUILD)/flags
+$(BUILD)/cdef.h: $(PUBLIC_HEADERS) $(BUILD)/flags
 	@mkdir -p $(@D)
 	$(call say,CC,$@) $(CC) -E -P -DENG_CDEF core/engine.h > $@
 
@@ -200,9 +217,9 @@ $(BUILD)/cdef.h: core/engine.h core/engine_ranks.h core/engine_files.h core/erro
 
 # ------------------------------------------------------------------ what must be installed
 
-# Debian's names. gnuplot is wanted by engine plot --png alone and not in the list.
-PACKAGES := gcc libc6-dev make pkg-config libluajit-5.1-dev luajit libdnnl-dev libsqlite3-dev libedit-dev \
-            lua-cjson lua-busted lua-check libopenmpi-dev openmpi-bin cmark-gfm
+# Debian's names. gnuplot is not in the list, because only engine plot --png needs it.
+PACKAGES := gcc libc6-dev make pkg-config libluajit-5.1-dev luajit libdnnl-dev libsqlite3-dev \
+            libedit-dev lua-cjson lua-busted lua-check libopenmpi-dev openmpi-bin cmark-gfm
 TOOLS    := $(CC) luajit busted luacheck
 HEADERS  := luajit.h dnnl.h sqlite3.h histedit.h
 
@@ -211,7 +228,8 @@ deps:
 	@if command -v dpkg-query >/dev/null && command -v apt-get >/dev/null; then \
 	  missing=; \
 	  for p in $(PACKAGES); do \
-	    dpkg-query -W -f '$${db:Status-Status}' $$p 2>/dev/null | grep -q '^installed' || missing="$$missing $$p"; \
+	    dpkg-query -W -f '$${db:Status-Status}' $$p 2>/dev/null | grep -q '^installed' || \
+	      missing="$$missing $$p"; \
 	  done; \
 	  [ -z "$$missing" ] && exit 0; \
 	  sudo=; \
@@ -228,7 +246,8 @@ deps:
 	  missing=; \
 	  for t in $(TOOLS); do command -v $$t >/dev/null || missing="$$missing $$t"; done; \
 	  for h in $(HEADERS); do \
-	    echo "#include <$$h>" | $(CC) $(CPPFLAGS) $(LUAJIT_CFLAGS) -E - >/dev/null 2>&1 || missing="$$missing $$h"; \
+	    echo "#include <$$h>" | $(CC) $(CPPFLAGS) $(LUAJIT_CFLAGS) -E - >/dev/null 2>&1 || \
+	      missing="$$missing $$h"; \
 	  done; \
 	  [ -z "$$missing" ] && exit 0; \
 	  echo "missing:$$missing"; \
@@ -237,13 +256,13 @@ deps:
 	  exit 1; \
 	fi
 
-# A second make, so that pkg-config and the headers are looked up after deps has brought them.
+# A second make, so that pkg-config and the headers are looked up after deps has installed them.
 built: deps
 	@$(MAKE) --no-print-directory all
 
 # ------------------------------------------------------------------ trying, testing, measuring
 
-# About a minute on two cores of a laptop, with a scale that grows often enough to show what it does.
+# About a minute on two cores of a laptop. The growth interval is short, so that the scale moves.
 DEMO ?= examples/gpt.lua
 DEMO_ARGS ?= steps=1000 policy=dynamic:growth_interval=100
 
@@ -257,7 +276,7 @@ demo: built
 	@echo "  ./engine $(DEMO) data=FILE.txt     learn another text"
 	@echo "  ./engine -i $(DEMO)                stay in the REPL with what it made"
 	@echo "  ./engine doctor                             what this machine offers"
-	@echo "  README.md                                   how to go on"
+	@echo "  README.md                                   where to go next"
 
 # `make test SPEC=spec/cli/cli_spec.lua` runs one file.
 SPEC ?= spec
@@ -266,15 +285,16 @@ BUSTED = busted --lua=$(1) --pattern=_spec $(BUSTED_FLAGS) $(SPEC)
 
 test: built
 	@$(MAKE) --no-print-directory $(FAKE_CARD) $(FAKE_NCCL)
-	@# KILL: who gets TERM goes on, and every spec that follows fails
+	@# KILL: after TERM busted continues, and all remaining specs fail
 	@timeout -s KILL $(TEST_SECONDS) $(call BUSTED,./engine) || { code=$$?; case $$code in 124|137) \
-	  echo "make test: out of time after $(TEST_SECONDS) s; hint: make test TEST_SECONDS=1800" >&2;; esac; exit $$code; }
+	  echo "make test: out of time after $(TEST_SECONDS) s; hint: make test TEST_SECONDS=1800" \
+	    >&2;; esac; exit $$code; }
 
 test-gpu:
 	@./engine spec/cuda/run.lua
 
-# The same on the host: kernels compiled for the processor (spec/cuda/emulator/README.md). Needs nvcc
-# and no card.
+# The same on the host: kernels compiled for the processor (spec/cuda/emulator/README.md). Needs
+# nvcc and no card.
 ON_EMULATED = ENGINE_CUDA_PLUGIN=$(EMULATED_CARD) ENGINE_TEST_STEPS=6 ENGINE_EMULATED_CARD=$(1) \
               timeout -k 10 1200 ./$(ENGINE) spec/cuda/run.lua $(2)
 OTHER_CARD  = sm=80,order=backwards,run=early
@@ -284,7 +304,8 @@ ifneq ($(EMULATED_CARD),)
 	@$(call ON_EMULATED,sm=90)
 	@$(call ON_EMULATED,$(OTHER_CARD),spec/cpu/kernels_spec.lua spec/params/gradstats_spec.lua \
 	  spec/cpu/lagged_kernel_spec.lua)
-	@ENGINE_TEST_PLUGIN=$(EMULATED_CARD) timeout -k 10 1200 ./$(ENGINE) spec/run.lua spec/dist/nccl_spec.lua
+	@ENGINE_TEST_PLUGIN=$(EMULATED_CARD) timeout -k 10 1200 ./$(ENGINE) spec/run.lua \
+	  spec/dist/nccl_spec.lua
 else
 	@echo "no nvcc: skipped"
 endif
@@ -299,21 +320,22 @@ check: built
 	@$(MAKE) --no-print-directory sanitize
 	@$(MAKE) --no-print-directory fuzz
 
-COLUMNS_IN := find core cuda spec \( -name '*.[ch]' -o -name '*.cu' -o -name '*.cpp' -o -name '*.def' -o -name '*.sh' \)
+COLUMNS_IN := find Makefile core cuda spec -name Makefile -o -name '*.[ch]' -o -name '*.cu' \
+              -o -name '*.cpp' -o -name '*.def' -o -name '*.sh'
 lint:
 	luacheck --quiet lua spec $(wildcard examples policies)
 	@awk 'length($$0) > 100 {print FILENAME ":" FNR ": longer than 100 columns"; n = 1} END {exit n}' \
 	  $$($(COLUMNS_IN))
 
-# Leaks are not looked for: what LuaJIT holds looks like one.
+# Leak detection is off: it reports memory that LuaJIT holds.
 SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
 sanitize:
 	@$(MAKE) --no-print-directory BUILD=build/asan CFLAGS='-g -O1 $(SANITIZE)' KERNEL_CFLAGS=-O1 all
 	ASAN_OPTIONS=detect_leaks=0:abort_on_error=0 UBSAN_OPTIONS=print_stacktrace=1 ENGINE_SANITIZED=1 \
 	  timeout -k 10 1800 $(call BUSTED,build/asan/engine)
 
-# The same for the CUDA device's kernels: finds accesses outside their memory, uninitialized reads and
-# misaligned loads.
+# The same for the CUDA device's kernels: finds accesses outside their memory, uninitialized reads
+# and misaligned loads.
 UNDER_ASAN = ASAN_OPTIONS=detect_leaks=0:abort_on_error=0 UBSAN_OPTIONS=print_stacktrace=1 \
              ENGINE_SANITIZED=1 ENGINE_CUDA_PLUGIN=build/asan/emulated_card.so \
              ENGINE_TEST_STEPS=4 ENGINE_EMULATED_CARD=$(1) timeout -k 10 3600
@@ -329,9 +351,9 @@ else
 	@echo "no nvcc: skipped"
 endif
 
-# Each fuzzer is a C program with a main of its own, or a Lua script. It is linked with the core as an
-# archive, so that a fuzzer may replace the functions around its subject; -u takes the objects that register
-# themselves (the CPU device, FP8 layers).
+# Each fuzzer is a C program with a main of its own, or a Lua script. C fuzzers link the core as an
+# archive, so that they may replace functions of it; -u adds the objects that register themselves
+# (the CPU device, FP8 layers).
 FUZZ_C   := $(wildcard spec/fuzz/*.c)
 FUZZ_LUA := $(wildcard spec/fuzz/*.lua)
 $(BUILD)/libengine.a: $(OBJECTS) $(BUILD)/objects
@@ -342,17 +364,21 @@ $(BUILD)/fuzz/%: spec/fuzz/%.c $(BUILD)/libengine.a
 	$(COMPILE) -o $@ $< -Wl,-u,eng_cpu_isa,-u,eng_fp8_site_new $(BUILD)/libengine.a $(LDFLAGS) $(LIBS)
 
 fuzzers: $(FUZZ_C:spec/fuzz/%.c=$(BUILD)/fuzz/%) all
-	@for f in $(FUZZ_C:spec/fuzz/%.c=$(BUILD)/fuzz/%); do echo $$f; ASAN_OPTIONS=detect_leaks=0 timeout -k 10 300 $$f || exit 1; done
-	@for f in $(FUZZ_LUA); do echo $$f; ASAN_OPTIONS=detect_leaks=0 timeout -k 10 300 $(ENGINE) $$f || exit 1; done
+	@for f in $(FUZZ_C:spec/fuzz/%.c=$(BUILD)/fuzz/%); do echo $$f; \
+	  ASAN_OPTIONS=detect_leaks=0 timeout -k 10 300 $$f || exit 1; done
+	@for f in $(FUZZ_LUA); do echo $$f; \
+	  ASAN_OPTIONS=detect_leaks=0 timeout -k 10 300 $(ENGINE) $$f || exit 1; done
 
 fuzz:
-	@$(MAKE) --no-print-directory BUILD=build/asan CFLAGS='-g -O1 $(SANITIZE)' KERNEL_CFLAGS=-O1 fuzzers
+	@$(MAKE) --no-print-directory BUILD=build/asan CFLAGS='-g -O1 $(SANITIZE)' KERNEL_CFLAGS=-O1 \
+	  fuzzers
 
-# PyTorch and what goes with it, for comparison, outside the tree.
+# A Python environment with PyTorch, for comparison, outside the tree.
 $(VENV)/ready:
 	python3 -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet --upgrade pip
-	$(VENV)/bin/pip install --quiet --retries 1 --timeout 15 torch --index-url https://download.pytorch.org/whl/cpu || $(VENV)/bin/pip install --quiet torch
+	$(VENV)/bin/pip install --quiet --retries 1 --timeout 15 torch \
+	  --index-url https://download.pytorch.org/whl/cpu || $(VENV)/bin/pip install --quiet torch
 	$(VENV)/bin/pip install --quiet transformers numpy ml_dtypes safetensors tensorboard
 	touch $@
 
@@ -364,18 +390,20 @@ parity: built $(VENV)/ready
 
 # ------------------------------------------------------------------ documentation
 
-# The reference and the guides as pages in build/docs, and the types for editors. Warnings (a link
-# that leads nowhere, an entry without documentation) fail the target.
+# The reference and the guides as pages in build/docs, and the types for editors. Warnings (a broken
+# link, an entry without documentation) fail the target.
 docs: all
 	@./$(ENGINE) help --html $(BUILD)/docs
 	@echo "$(BUILD)/docs/index.html"
 
-$(BUILD)/engine.d.lua: $(ENGINE) $(BUILD)/cdef.h $(shell find lua policies core -name '*.lua' -o -name '*.def' -o -name 'engine*.h')
+$(BUILD)/engine.d.lua: $(ENGINE) $(BUILD)/cdef.h $(PUBLIC_HEADERS) \
+                       $(shell find lua policies -name '*.lua')
 	$(call say,DOC,$@) ASAN_OPTIONS=detect_leaks=0 ./$(ENGINE) help --types $@
 
 # ------------------------------------------------------------------ installing
 
-# Where things are installed. LUADIR is a folder on LuaJIT's path, so that plain luajit finds `require "engine"`.
+# Where things are installed. LUADIR is a folder on LuaJIT's path, so that plain luajit finds
+# `require "engine"`.
 LUADIR ?= $(PREFIX)/share/lua/5.1
 LIBDIR ?= $(PREFIX)/lib
 SHARE  := $(PREFIX)/share
@@ -384,12 +412,15 @@ DOC    := $(SHARE)/doc/engine
 # Every installed file: "mode|source|destination" a line.
 define installed_files
   printf '%s\n' '755|$(ENGINE)|$(PREFIX)/bin/engine' '644|$(BUILD)/cdef.h|$(LIBDIR)/engine/cdef.h' \
-    '644|$(BUILD)/place.lua|$(LUADIR)/engine/base/place.lua' '644|$(BUILD)/engine.pc|$(LIBDIR)/pkgconfig/engine.pc' \
-    '644|docs/engine.1|$(SHARE)/man/man1/engine.1' '644|LICENSE|$(DOC)/LICENSE' '644|README.md|$(DOC)/README.md' \
+    '644|$(BUILD)/place.lua|$(LUADIR)/engine/base/place.lua' \
+    '644|$(BUILD)/engine.pc|$(LIBDIR)/pkgconfig/engine.pc' \
+    '644|docs/engine.1|$(SHARE)/man/man1/engine.1' \
+    '644|LICENSE|$(DOC)/LICENSE' '644|README.md|$(DOC)/README.md' \
     '644|lua/engine/cli/complete.bash|$(SHARE)/bash-completion/completions/engine' \
     '644|lua/engine/cli/complete.zsh|$(SHARE)/zsh/site-functions/_engine'; \
-  for f in $(LIB) $(PLUGIN) $(MPI_PLUGIN); do [ ! -e $$f ] || echo "755|$$f|$(LIBDIR)/engine/$${f##*/}"; done; \
-  for f in core/engine*.h core/*.def; do echo "644|$$f|$(PREFIX)/include/engine/$${f##*/}"; done; \
+  for f in $(LIB) $(PLUGIN) $(MPI_PLUGIN); do \
+    [ ! -e $$f ] || echo "755|$$f|$(LIBDIR)/engine/$${f##*/}"; done; \
+  for f in $(PUBLIC_HEADERS); do echo "644|$$f|$(PREFIX)/include/engine/$${f##*/}"; done; \
   find lua/engine -type f -name '*.lua' | sed 's:^lua/\(.*\):644|&|$(LUADIR)/\1:'; \
   find policies examples core docs -type f | sed 's:.*:644|&|$(SHARE)/engine/&:'; \
   echo '644|$(BUILD)/engine.d.lua|$(SHARE)/engine/types/engine.d.lua'; \
@@ -399,52 +430,70 @@ MANIFEST := $(LIBDIR)/engine/manifest
 
 # The pages are installed when `make docs` has made them.
 install: all
-	@printf 'return { library = "%s", share = "%s" }\n' '$(LIBDIR)/engine' '$(SHARE)/engine' > $(BUILD)/place.lua
-	@printf '%s\n' 'Name: engine' 'Description: Lua-scriptable training engine, the C core' 'Version: $(VERSION)' \
-	  'Cflags: -I$${pcfiledir}/../../include/engine' \
-	  'Libs: -L$${pcfiledir}/../engine -lengine -Wl,-rpath,$${pcfiledir}/../engine' > $(BUILD)/engine.pc
+	@printf 'return { library = "%s", share = "%s" }\n' '$(LIBDIR)/engine' '$(SHARE)/engine' \
+	  > $(BUILD)/place.lua
+	@printf '%s\n' 'Name: engine' 'Description: Lua-scriptable training engine, the C core' \
+	  'Version: $(VERSION)' 'Cflags: -I$${pcfiledir}/../../include/engine' \
+	  'Libs: -L$${pcfiledir}/../engine -lengine -Wl,-rpath,$${pcfiledir}/../engine' \
+	  > $(BUILD)/engine.pc
 	@{ $(installed_files); } > $(BUILD)/files
 	@while IFS='|' read -r mode from to; do \
-	  install -d -m 755 "$(DESTDIR)$${to%/*}" && install -m $$mode "$$from" "$(DESTDIR)$$to" || exit 1; done < $(BUILD)/files
+	  install -d -m 755 "$(DESTDIR)$${to%/*}" && install -m $$mode "$$from" "$(DESTDIR)$$to" || \
+	    exit 1; done < $(BUILD)/files
 	@cut -d '|' -f 3 $(BUILD)/files | sort > $(BUILD)/manifest
 	@install -m 644 $(BUILD)/manifest "$(DESTDIR)$(MANIFEST)"
 	@echo "installed $$(wc -l < $(BUILD)/manifest) files under $(DESTDIR)$(PREFIX)"
 
-# Removes what install wrote, by its manifest, and the folders that are empty then.
+# Removes the files in the manifest that install wrote, and the folders that this leaves empty.
 uninstall:
-	@[ -f "$(DESTDIR)$(MANIFEST)" ] || { echo "make uninstall: nothing is installed in $(DESTDIR)$(PREFIX)" >&2; exit 1; }
+	@[ -f "$(DESTDIR)$(MANIFEST)" ] || \
+	  { echo "make uninstall: nothing is installed in $(DESTDIR)$(PREFIX)" >&2; exit 1; }
 	@{ cat "$(DESTDIR)$(MANIFEST)"; echo "$(MANIFEST)"; } > $(BUILD)/manifest
 	@while read -r f; do rm -f "$(DESTDIR)$$f"; done < $(BUILD)/manifest
 	@sed 's:/[^/]*$$::' $(BUILD)/manifest | sort -ru | while read -r d; do \
 	  (cd "$(DESTDIR)/" && rmdir -p --ignore-fail-on-non-empty ".$$d" 2>/dev/null) || true; done
 
-# A Debian package for this machine's release, in build/. Dependencies are the libraries that the binaries were linked with.
+# A Debian package for this machine's release, in build/. It depends on the libraries that the
+# binaries were linked with.
 DEB := $(BUILD)/deb
 deb: all
-	@command -v dpkg-deb >/dev/null || { echo "make deb: dpkg-deb is missing; this target needs a Debian system" >&2; exit 1; }
+	@command -v dpkg-deb >/dev/null || \
+	  { echo "make deb: dpkg-deb is missing; this target needs a Debian system" >&2; exit 1; }
 	@rm -rf $(DEB) && mkdir -p $(DEB)/DEBIAN
 	@$(MAKE) --no-print-directory install DESTDIR="$(CURDIR)/$(DEB)" PREFIX=/usr
-	@names=$$(readelf -d $(ENGINE) $(LIB) | sed -n 's/.*(NEEDED).*\[\(.*\)\]/\1/p' | grep -v libengine | sort -u); \
+	@names=$$(readelf -d $(ENGINE) $(LIB) | sed -n 's/.*(NEEDED).*\[\(.*\)\]/\1/p' | \
+	  grep -v libengine | sort -u); \
 	needs=$$(ldd $(ENGINE) $(LIB) | grep -wF "$$names" | awk '$$3 ~ /^\// {print $$3}' | sort -u | \
-	  while read -r f; do dpkg -S "$$f" "$$(readlink -f "$$f")" 2>/dev/null || true; done | cut -d: -f1 | sort -u | paste -sd, | sed 's/,/, /g'); \
-	printf '%s\n' 'Package: engine' 'Version: $(VERSION)' "Architecture: $$(dpkg --print-architecture)" "Depends: $$needs, lua-cjson" \
-	  'Recommends: openmpi-bin' 'Suggests: gnuplot' 'Maintainer: The engine authors <engine@localhost>' 'Section: science' 'Priority: optional' \
-	  'Description: Lua-scriptable training engine for low-precision numerics' ' Trains models in fp32, bf16, fp16 and FP8 under loss-scaling policies written in Lua.' > $(DEB)/DEBIAN/control
-	@dpkg-deb --root-owner-group --build $(DEB) $(BUILD)/engine_$(VERSION)_$$(dpkg --print-architecture).deb
+	  while read -r f; do \
+	    dpkg -S "$$f" "$$(readlink -f "$$f")" 2>/dev/null || true; \
+	  done | cut -d: -f1 | sort -u | paste -sd, | sed 's/,/, /g'); \
+	printf '%s\n' 'Package: engine' 'Version: $(VERSION)' \
+	  "Architecture: $$(dpkg --print-architecture)" "Depends: $$needs, lua-cjson" \
+	  'Recommends: openmpi-bin' 'Suggests: gnuplot' \
+	  'Maintainer: The engine authors <engine@localhost>' 'Section: science' 'Priority: optional' \
+	  'Description: Lua-scriptable training engine for low-precision numerics' \
+	  ' Trains models in fp32, bf16, fp16 and FP8 under loss-scaling policies written in Lua.' \
+	  > $(DEB)/DEBIAN/control
+	@dpkg-deb --root-owner-group --build $(DEB) \
+	  $(BUILD)/engine_$(VERSION)_$$(dpkg --print-architecture).deb
 
-# A folder that runs on another Linux machine of this processor family by unpacking: everything but the C library, the C++
-# library, the driver and CUDA, and busted with what it needs, so that the specs run there: ./engine spec/run.lua [FILE...].
+# A packed folder that runs on another Linux machine of this processor family. It lacks only the C
+# and C++ libraries, the driver and CUDA. It contains busted, so that the specs run there:
+# ./engine spec/run.lua [FILE...].
 DIST      := build/engine-$(VERSION)-$(shell uname -sm | tr 'A-Z ' 'a-z-')
 LUA_SHARE := /usr/share/lua/5.1
 LUA_LIB   := $(firstword $(wildcard /usr/lib/*/lua/5.1))
 SYSTEM_LIBRARIES := ld-linux|libc\.so|libm\.so|libdl|libpthread|librt|libstdc|libgcc_s|linux-vdso
 dist: all
 	@rm -rf $(DIST) && mkdir -p $(DIST)/build $(DIST)/lib/lua
-	@git archive HEAD README.md LICENSE Makefile .busted core lua policies examples docs spec | tar -x -C $(DIST)
+	@git archive HEAD README.md LICENSE Makefile .busted core lua policies examples docs spec | \
+	  tar -x -C $(DIST)
 	@cp engine $(DIST)/ && cp $(LIB) $(BUILD)/cdef.h $(PLUGIN) $(DIST)/build/
 	@strip --strip-unneeded $(DIST)/engine $(DIST)/build/*.so
-	@ldd engine $(LIB) | awk '$$2 == "=>" {print $$3}' | sort -u | grep -vE '$(SYSTEM_LIBRARIES)|libengine' | xargs -I{} cp -L {} $(DIST)/lib/
-	@cd $(LUA_SHARE) && cp -rL cjson busted say luassert cliargs cliargs.lua pl mediator.lua term system dkjson.lua $(CURDIR)/$(DIST)/lua/
+	@ldd engine $(LIB) | awk '$$2 == "=>" {print $$3}' | sort -u | \
+	  grep -vE '$(SYSTEM_LIBRARIES)|libengine' | xargs -I{} cp -L {} $(DIST)/lib/
+	@cd $(LUA_SHARE) && cp -rL cjson busted say luassert cliargs cliargs.lua pl mediator.lua term \
+	  system dkjson.lua $(CURDIR)/$(DIST)/lua/
 	@cd $(LUA_LIB) && cp -rL cjson.so lfs.so term system $(CURDIR)/$(DIST)/lib/lua/
 	@tar -czf $(DIST).tar.gz -C build $(notdir $(DIST))
 	@du -h $(DIST).tar.gz
@@ -455,21 +504,22 @@ clean:
 help:
 	@echo "make             build ./engine and build/libengine.so"
 	@echo "make demo        install what is missing, build, train a small GPT for a minute"
-	@echo "make test        install what is missing, build, run every spec, about five minutes on two cores (SPEC=file: one)"
+	@echo "make test        install what is missing, build, run every spec, about five minutes on"
+	@echo "                 two cores; SPEC=file runs one"
 	@echo "make test-gpu    the specs that need an NVIDIA card"
 	@echo "make test-emulated  the same with the kernels on this machine's processor, no card"
 	@echo "make sanitize-emulated  the same under sanitizers"
 	@echo "make spills      list CUDA kernels that spill registers; fail for unexpected ones"
 	@echo "make check       luacheck, warnings as errors, specs under sanitizers, fuzzers"
-	@echo "make distros     demo and test in clean chroots of Debian 12, 13 and sid; as root (spec/distros.sh)"
-	@echo "make bench       speed beside PyTorch, in ratios"
-	@echo "make parity      numbers beside PyTorch (a Python environment in $(VENV))"
+	@echo "make distros     demo and test in clean chroots of Debian 12, 13 and sid, as root"
+	@echo "make bench       speed compared with PyTorch, as ratios"
+	@echo "make parity      numbers compared with PyTorch's (a Python environment in $(VENV))"
 	@echo "make install     into PREFIX=$(PREFIX); DESTDIR is honoured"
 	@echo "make uninstall   remove what install wrote"
 	@echo "make deb         a Debian package in $(BUILD)/"
 	@echo "make dist        a folder that runs on another machine, packed"
 	@echo "make docs        the reference and the guides as pages in build/docs, types for editors"
-	@echo "make deps        install the Debian packages it needs"
+	@echo "make deps        install the Debian packages that the build and the specs need"
 	@echo "make clean       remove what was built"
 	@echo
 	@echo "Variables: BUILD=dir CC=gcc CFLAGS='-g -O2' WERROR=1 JOBS=n PREFIX=dir VENV=dir"
