@@ -1,5 +1,5 @@
 -- Runs every file of examples/ at reduced size through the real binary: it succeeds, the loss
--- falls, and a wrong argument is answered in one line. A new example needs an entry here;
+-- falls, and a wrong argument is refused in one line. A new example needs an entry here;
 -- fp8_lab_spec.lua covers the studies fp8_*.lua.
 local helper = require "spec.helper"
 
@@ -200,14 +200,14 @@ describe("the example", function()
     end)
 
     if entry and entry.words then
-      it(name .. " prints what people want to know", function()
+      it(name .. " prints its results as text", function()
         local result = run(entry.talk())
         assert.equal(0, result.code, result.err)
         for _, words in ipairs(entry.words) do assert.matches(words, result.out .. result.err) end
       end)
     end
 
-    it(name .. " answers a wrong argument in one line, and help with its settings", function()
+    it(name .. " refuses a wrong argument in one line, and lists its settings for help", function()
       local result = run { "stpes=3" }
       assert.not_equal(0, result.code)
       assert.equal("", result.out)

@@ -155,7 +155,7 @@ describe("the folders of the core", function()
     end
   end)
 
-  it("include Lua in main/ and policy/ alone", function()
+  it("include Lua only in main/ and policy/", function()
     for _, path in ipairs(files "core/*/*.[ch]") do
       for _, name in ipairs(includes(path)) do
         if name:match("^<lu?a") then

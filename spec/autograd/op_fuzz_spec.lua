@@ -2,7 +2,7 @@
 local helper = require "spec.helper"
 
 describe("operations", function()
-  it("answer any call with a result or an error message, the same on both devices", function()
+  it("return a result or an error message for any call, the same on both devices", function()
     local result = helper.run { "spec/fuzz/ops.lua", "3", "20" }
     assert.equal("", result.err)
     assert.equal(0, result.code)

@@ -150,7 +150,7 @@ describe("the command line", function()
 end)
 
 describe("subcommands", function()
-  it("help lists options and commands, in the library's own words for each", function()
+  it("help lists options, and each command with the text of its module", function()
     for _, arguments in ipairs { { "--help" }, { "-h" }, { "help" } } do
       local result = run(arguments)
       assert.equal(0, result.code)
@@ -210,7 +210,7 @@ describe("the REPL", function()
     helper.remove(folder)
   end)
 
-  it("answers help, and ends at exit and quit", function()
+  it("prints help, and ends at exit and quit", function()
     assert.matches("Tab completes", run({ "-i" }, "help\n").out, 1, true)
     assert.is_nil(run({ "-i" }, "exit\n1 + 41\n").out:find("42", 1, true))
     assert.is_nil(run({ "-i" }, "quit()\n1 + 41\n").out:find("42", 1, true))

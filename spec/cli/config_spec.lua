@@ -246,7 +246,7 @@ describe("a script with settings", function()
     end
   end)
 
-  it("answers a mistake with one line without traceback, and exit code 1", function()
+  it("reports a mistake in one line without traceback, with exit code 1", function()
     local result = helper.run { script, "lrr=1" }
     assert.equal(1, result.code)
     assert.equal("", result.out)

@@ -8,7 +8,7 @@
 -- every format, sizes that are multiples of nothing, memory layouts where the kernel takes any, and
 -- values that are ordinary, tiny, huge, zero, infinite and NaN.
 --
--- ENGINE_ISA=avx512, avx2 or plain in the environment tests that instruction set alone.
+-- ENGINE_ISA=avx512, avx2 or plain in the environment limits the spec to that instruction set.
 local engine = require "engine.base.ffi"
 local compare = require "spec.cpu.kernels.compare"
 local values = require "spec.cpu.kernels.values"

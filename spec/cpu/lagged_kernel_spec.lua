@@ -182,7 +182,7 @@ describe("lagged updates", function()
     end
   end))
 
-  it("that came to nothing are withdrawn, and statistics left in flight are dropped",
+  it("withdraw statistics of a failed step, and drop those left in flight",
     sets.step(function()
     sets.everywhere(function()
       local set = sets.new({ { 2 } }, {})

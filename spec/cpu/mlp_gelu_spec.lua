@@ -53,7 +53,7 @@ describe("a feed-forward block", function()
   end)
 
   for recipe, unit in pairs { bf16 = 2 ^ -8, fp16 = 2 ^ -11 } do
-    it("in one operation differs from the separate operations in roundings alone in " .. recipe,
+    it("in one operation differs from the separate operations only by rounding in " .. recipe,
       function()
       local one, parts, truth = pass(recipe, function(m) return m end), pass(recipe, apart),
         pass("fp32", apart)

@@ -15,7 +15,7 @@ local FORMS = {
   rms = { joined = function(x, r, w) return x:add_rms_norm(r, w) end,
     norm = function(s, w) return s:rms_norm(w) end, vectors = 1 },
 }
--- which results the loss uses: y and the sum, y alone, the sum alone, the sum twice
+-- which results the loss uses: y and the sum, only y, only the sum, the sum twice
 local ENDS = {
   function(y, s, g, h) return (y * g):sum() + (s * h):sum() end,
   function(y, _, g) return (y * g):sum() end,
@@ -102,7 +102,7 @@ describe("layer norm of rows far from 0", function()
     return wide:min():item(), wide:max():item()
   end
 
-  it("gives the bias alone for a row of one number", function()
+  it("gives only the bias for a row of one number", function()
     everywhere(function(set)
       for _, dtype in ipairs { "f32", "f16", "bf16" } do
         for _, n in ipairs { 3, 7, 48, 333, 768, 1000, 4100, 8192, 9000 } do
@@ -329,7 +329,7 @@ describe("models with residuals and norms in one operation", function()
 
   for kind in pairs(MODELS) do
     for _, recipe in ipairs { "fp32", "bf16", "fp16", "fp8_current" } do
-      it(("train as with the two apart: %s in %s"):format(kind, recipe), function()
+      it(("train as with separate operations: %s in %s"):format(kind, recipe), function()
         if CARD then engine.device(CARD) end
         -- a card without such tensor cores refuses it (cuda/training_spec)
         if recipe == "fp8_current" and C.eng_device_fp8() == 0 then return end
@@ -351,7 +351,7 @@ describe("models with residuals and norms in one operation", function()
     assert.equal(4, calls(ran, "add_layer_norm"))
   end)
 
-  it("train the same with layers scaled apart", function()
+  it("train the same with scales per layer", function()
     for _, carry in ipairs { function(m) return m.blocks[2] end,
       function(m) return m.blocks[2].norm2 end, function(m) return m.norm end,
       function(m) return m.blocks[1].attn end } do

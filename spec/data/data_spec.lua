@@ -315,7 +315,7 @@ describe("data", function()
 
   -- ---------------------------------------------------------------- what is wrong
 
-  it("unknown and unusable options are answered in one line", function()
+  it("unknown and unusable options are refused in one line", function()
     refuses("data.text { text = 'abc', contxt = 2 }",
       "data.text: unknown option 'contxt'; did you mean 'context'?; options: batch context from " ..
       "path seed shuffle text to")

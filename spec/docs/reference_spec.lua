@@ -138,7 +138,7 @@ describe("engine help NAME", function()
     end
   end)
 
-  it("finds a last part, shows several and points at others", function()
+  it("finds the last part of a name, shows several entries and lists others", function()
     local result = help "matmul"
     assert.matches("tensor:matmul", result.out)
     assert.matches("is the name of %d+ things", help("step").out)

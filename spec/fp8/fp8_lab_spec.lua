@@ -1,5 +1,5 @@
 -- The studies examples/fp8_*.lua: their tables match the published ones within sampling error, and
--- a wrong setting is answered in one line.
+-- a wrong setting is refused in one line.
 local helper = require "spec.helper"
 
 local root = helper.shell("pwd").out:match("[^\n]+")
@@ -131,7 +131,7 @@ describe("the FP8 laboratory", function()
     os.remove(path)
   end)
 
-  it("answers wrong settings in one line", function()
+  it("refuses wrong settings in one line", function()
     for name, wrong in pairs { bits = "format=e3m4", promotion = "draw=3", outliers = "rows=many",
       snr = "smaples=2", train = "model=rnn", memory = "model=rnn" } do
       local result = run(name, wrong)

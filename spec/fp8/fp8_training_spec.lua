@@ -213,7 +213,7 @@ describe("an FP8 recipe", function()
       ["expected match as a pattern"] = { base = "fp8_block", fp8 = { layers = { { x = {} } } } },
     } do assert.is_truthy(message(of):find(text, 1, true), message(of)) end
   end)
-  it("with blocks that do not nest, or a promotion that is no multiple of 32, is refused by layer",
+  it("with blocks that do not nest, or a promotion not divisible by 32, is refused by layer",
     function()
     local model = nn.sequential { nn.linear(256, 256) }
     local function refused(fp8_table, text)
@@ -319,7 +319,7 @@ describe("training in FP8", function()
     local t = run { precision = { base = "fp8_block", fp8 = { sample = 3, policy = { seen } } },
       run = dir, steps = 7 }
     assert.are.equal(0, t.optimizer.fp8.policies[1]:failures())
-    -- 8 layers, 3 roles, 3 looks
+    -- 8 layers, 3 roles, 3 measurements
     assert.is_truthy(t.optimizer.fp8.policies[1]:save():find("seen%W+72"))
     local h = engine.history.open(dir)
     local rows = h:fp8("blocks.2")

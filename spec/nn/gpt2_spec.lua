@@ -1,5 +1,5 @@
--- nn.gpt2: Hugging Face's files in and out, held to transformers' own numbers (spec/golden/gpt2,
--- written by spec/parity/golden.py), and every way such a folder can be wrong.
+-- nn.gpt2: Hugging Face's files in and out, compared with transformers' own numbers
+-- (spec/golden/gpt2, written by spec/parity/golden.py), and the errors for invalid files.
 local engine = require "engine"
 local helper = require "spec.helper"
 
@@ -96,7 +96,7 @@ describe("nn.gpt2", function()
     assert.is_true(d > 1e-4 and d < 0.5)
   end)
 
-  it("has a head of its own where the embedding is not tied", function()
+  it("has a head of its own if the embedding is not tied", function()
     local path = variant(function(tensors, text)
       tensors["lm_head.weight"] =
         engine.scope(function() return (weights["transformer.wte.weight"] * 2):keep() end)
@@ -128,7 +128,7 @@ describe("nn.gpt2", function()
     assert.equal(helper.read(GOLDEN .. "/config.json"), helper.read(path .. "/config.json"))
   end)
 
-  it("says f32 in the config.json of what it saves", function()
+  it("writes f32 into the config.json that it saves", function()
     local path = variant(function(_, text) return (text:gsub('"dtype": "float32"',
       '"dtype": "bfloat16",\n  "torch_dtype": "float16"')) end)
     engine.nn.gpt2.load(path):save(path .. "/saved")
@@ -160,7 +160,7 @@ describe("nn.gpt2", function()
     assert.same({ 16, 4 }, engine.nn.gpt2.load(folder .. "/plain").blocks[1].mlp.up.weight.shape)
   end)
 
-  it("drops out in training alone", function()
+  it("applies dropout only in training", function()
     local model = engine.nn.gpt2.load(GOLDEN, { dropout = 0.5 })
     engine.scope(function()
       local ids = expected.ids:slice(2, 1, 10)
@@ -175,7 +175,7 @@ describe("nn.gpt2", function()
       10)), expected.logits) end) < 1e-5)
   end)
 
-  it("has no place for a position past the context", function()
+  it("refuses a position past the context", function()
     local model = engine.nn.gpt2.load(GOLDEN)
     assert.error_matches(function()
       engine.scope(function() return model(engine.zeros(1, 13, "i32")) end)
@@ -206,7 +206,7 @@ describe("nn.gpt2", function()
       refuses(path, "the weights are in shards")
     end)
 
-    it("a config.json that is none", function()
+    it("an invalid config.json", function()
       refuses(variant(function() return "{ n_embd" end), "config.json is not a JSON object: ")
       refuses(variant(function() return "3" end), "config.json is not a JSON object: number")
       refuses(config('"model_type": "gpt2"', '"model_type": "llama"'),
@@ -245,7 +245,7 @@ describe("nn.gpt2", function()
       refuses(path, "model.safetensors")
     end)
 
-    it("fields it does not know", function()
+    it("unknown fields", function()
       assert.error_matches(function() engine.nn.gpt2 { n_layers = 2 } end,
         "unknown field 'n_layers'; did you mean 'n_layer'%?")
       assert.error_matches(function() engine.nn.gpt2.load() end, "expected a folder, got nil")

@@ -13,7 +13,7 @@ describe("nn.moe", function()
     return nn.moe(options), engine.randn(2, 5, 6):keep()
   end
 
-  -- Every expert on every token, those not chosen weighted by zero.
+  -- Runs every expert on every token; experts that were not chosen have weight zero.
   local function dense(moe, x)
     local chance = moe.gate(x):softmax()
     local weight, chosen = chance:topk(moe.k)
@@ -62,7 +62,7 @@ describe("nn.moe", function()
     assert.are.same({ 2, 5, 6 }, y.shape)
   end)
 
-  it("says what it wants", function()
+  it("states what it expected in its errors", function()
     assert.error_matches(function() nn.moe { width = 4, experts = 2, top_k = 3 } end,
       "expected top_k of at most the 2 experts, got 3")
     assert.error_matches(function() nn.moe { width = 4.5 } end,

@@ -67,7 +67,7 @@ describe("a module", function()
     assert.same({ { 1, 2 }, { 3, 4 } }, other[2].weight:totable())
   end))
 
-  it("gives its state and takes another's", step(function()
+  it("returns its state and loads another's", step(function()
     local a, b = nn.sequential { nn.linear(2, 3), nn.layer_norm(3) },
       nn.sequential { nn.linear(2, 3), nn.layer_norm(3) }
     assert.not_same(a[1].weight:totable(), b[1].weight:totable())
@@ -83,7 +83,7 @@ describe("a module", function()
       { b[1].weight.dtype, b[1].weight:totable() })
   end))
 
-  it("refuses a state that does not fit, says all of why, and changes nothing", step(function()
+  it("refuses a state that does not fit, lists all reasons, and changes nothing", step(function()
     local net = nn.sequential { nn.linear(2, 3), nn.layer_norm(3) }
     local before = net[1].weight:totable()
     local state = { ["1.weight"] = engine.ones(3, 2), ["1.bias"] = engine.ones(4),
@@ -120,7 +120,7 @@ describe("a module", function()
     assert.is_not_nil(net[1].weight.grad)
   end))
 
-  it("has a mode that reaches all below it; evaluating() gives each its own back", step(function()
+  it("sets the mode of all modules below it; evaluating() restores each one's", step(function()
     local net = nn.sequential { nn.dropout(0.5), nn.list { nn.dropout(0.5) } }
     assert.is_true(net:is_training())
     net:eval()
@@ -140,7 +140,7 @@ describe("a module", function()
     assert.same({ ":sequential", "1:dropout", "2:list", "2.1:dropout" }, seen)
   end))
 
-  it("prints its tree and how many parameters it has", function()
+  it("prints its tree and its number of parameters", function()
     local net = nn.sequential { nn.linear(10, 200), nn.gelu("tanh"),
       nn.list { nn.layer_norm(200), nn.dropout(0.25), nn.embedding(7, 3) } }
     assert.equal(table.concat({ "sequential", "  1: linear(10 -> 200)", "  2: gelu", "  3: list",
@@ -155,7 +155,7 @@ describe("a module", function()
       tostring(nn.list { twin(2), twin(2), twin(2), twin(3), twin(3), twin(2) }))
   end)
 
-  it("tells the path and the script's line of an error inside", step(function()
+  it("adds the module path and the script's line to an error inside", step(function()
     local Inner = nn.class("Inner")
     function Inner.forward(_, x) return x + engine.zeros(7) end
     local net = nn.sequential { nn.relu(), nn.sequential { Inner() } }
@@ -166,11 +166,11 @@ describe("a module", function()
     function Inner.forward() error(object) end
     local good, err = pcall(net, engine.zeros(2, 3))
     assert.is_false(good)
-    assert.equal(object, err)                        -- errors that are no text pass as they are
+    assert.equal(object, err)                        -- error objects pass unchanged
     assert.same({ 2, 2 }, nn.linear(3, 2)(engine.zeros(2, 3)).shape)
   end))
 
-  it("answers mistakes in one line at the script's position", step(function()
+  it("reports mistakes in one line at the script's position", step(function()
     local cases = {
       { "nn.linera(1, 2)", "engine.nn has no 'linera'; did you mean 'linear'?" },
       { "nn.linear(1)", "nn.linear: expected outputs as a whole number of 1 or more, got nothing" },
@@ -241,7 +241,7 @@ describe("a module", function()
 end)
 
 describe("a layer", function()
-  it("computes what it says", step(function()
+  it("computes its formula", step(function()
     local linear = nn.linear(2, 2)
     linear.weight:copy { { 1, 2 }, { 3, 4 } }
     linear.bias:copy { 10, 20 }
@@ -295,7 +295,7 @@ describe("a layer", function()
     assert.equal(0, nn.dropout(1)(x):max():item())
   end))
 
-  it("attention can tell its entropy", step(function()
+  it("attention returns its entropy on request", step(function()
     local attention = nn.attention(8, 2)
     attention.watch_entropy = true
     assert.same({ 3, 5, 8 }, attention(engine.randn(3, 5, 8)).shape)
@@ -398,15 +398,15 @@ describe("the model", function()
               recipe .. ": token " .. change .. " changed place " .. t)
           end
           assert.not_same(base[1][change], logits[1][change])
-          -- and everything after it can see it
+          -- later tokens depend on it
           assert.not_same(base[1][10], logits[1][10])
-          assert.same(base[2], logits[2])                             -- rows do not see each other
+          assert.same(base[2], logits[2])                             -- the other row does not
         end
       end
     end))
   end
 
-  it("bert sees both sides, and counts only the places to be guessed", step(function()
+  it("bert attends to both sides, and its loss counts only masked tokens", step(function()
     engine.seed(6)
     local model = nn.bert(with())
     local base = model(ids { { 1, 2, 3, 4 } }):totable()[1]
@@ -418,7 +418,7 @@ describe("the model", function()
     assert.near(expected, model:loss(x, ids { { -100, -100, 7, -100 } }):item(), 1e-5)
   end))
 
-  it("blocks carry the residual as their papers say: pre-norm x + f(norm x), post-norm norm(x + "
+  it("blocks add the residual as in their papers: pre-norm x + f(norm x), post-norm norm(x + "
     .. "f x)", step(function()
     local x = engine.randn(2, 5, 16)
     for _, kind in ipairs(KINDS) do
@@ -440,7 +440,7 @@ describe("the model", function()
     end
   end))
 
-  it("leaves nothing behind where no step is open", function()
+  it("frees its tensors even if no step is open", function()
     local models = {}
     for i, kind in ipairs(KINDS) do
       models[i] = nn[kind](with { attention_dropout = kind == "gpt" and 0.1 or nil })
@@ -488,7 +488,7 @@ describe("generate", function()
   it("samples by probability, from the top_k only, and follows the seed", function()
     engine.seed(8)
     local model = nn.gpt(with { vocab = 5, tied = false, layers = 1, context = 4 })
-    -- logits come from the last norm's bias alone
+    -- only the last norm's bias determines the logits
     model.head.weight:fill(0)
     model.norm.weight:fill(0)
     model.norm.bias:fill(0)
@@ -513,7 +513,7 @@ describe("generate", function()
     assert.same(first, model:generate({ 0 }, 30))
   end)
 
-  it("leaves modes, tape and memory as they were", function()
+  it("restores modes, tape and memory", function()
     local model = nn.gpt(with { dropout = 0.5 })
     model.blocks[1]:eval()
     model:generate({ 1 }, 2)
@@ -526,7 +526,7 @@ describe("generate", function()
     assert.error_matches(function() model:generate({ 99 }, 1) end,
       "In wte: embedding: expected indices in 0..39, got 99")
     assert.is_true(model:is_training())
-    -- recording goes on
+    -- recording is still on
     assert.is_false(engine.zeros(1, { requires_grad = true }):add(1).is_leaf)
     engine.end_step()
   end)

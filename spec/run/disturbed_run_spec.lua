@@ -94,7 +94,7 @@ describe("an error in the script", function()
       loss = function(model, batch) return same(model:loss(batch.x, batch.y)) end })
   end)
 
-  it("is reported when the loss is no tensor, has many elements, or the step was ended inside",
+  it("is reported when the loss is not a tensor, has many elements, or the step was ended inside",
     function()
     local function message_of(loss)
       local trainer = job { loss = loss }
@@ -279,7 +279,7 @@ describe("files of a run", function()
     assert.is_truthy(engine.checkpoint.latest(run .. "/checkpoints"))
   end)
 
-  it("that are no history stop a run before it begins", function()
+  it("that are not a history stop a run before it begins", function()
     local run = folder .. "/r"
     os.execute("mkdir -p " .. run)
     helper.write(run .. "/history.db", ("no database "):rep(1000))

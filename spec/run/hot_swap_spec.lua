@@ -166,7 +166,7 @@ describe("a bad policy", function()
       "end end }", "tried on step" },
     ["lying"] = { HEAD .. "decide = function() return { scale = 0 / 0 } end }",
       "scale = nan; expected" },
-    ["raising now and then"] = { HEAD ..
+    ["raising at some steps"] = { HEAD ..
       "decide = function(s, r) if r.step == 3 then error('three') end return 8 end }", "three" },
     ["migrating badly"] = { HEAD ..
       "migrate = function() return { scale = -1 } end, decide = function() return 8 end }",

@@ -69,7 +69,7 @@ describe("a shadow", function()
     assert.same(trainer.shadows.seen, (verdicts(folder .. "/run", "deepspeed", 30)))
   end)
 
-  it("is summed up in the history and at the end", function()
+  it("is summarized in the history and at the end", function()
     local _, trainer = trace { shadow = { "static:loss_scale=65536,skip_on_overflow=false",
       "static:loss_scale=2^40" }, run = folder .. "/run" }
     local history = engine.history.open(folder .. "/run")
@@ -90,7 +90,7 @@ describe("a shadow", function()
       trainer.shadows:text())
   end)
 
-  it("that fails is reported and fails alone", function()
+  it("that fails is reported and affects nothing else", function()
     local bad = { file = "bad.lua",
       source = "return { name = 'bad', options = { init_scale = 4 }, decide = function(s, r) if " ..
       "r.step > 3 then error('no more') end return 4 end }" }
@@ -100,7 +100,7 @@ describe("a shadow", function()
     assert.matches("it failed 26 times: bad.lua:1: no more", trainer.shadows:lines()[1], 1, true)
   end)
 
-  it("that does not exist or is wrong is refused at once, by name", function()
+  it("that does not exist or is invalid is refused at once, by name", function()
     local function refused(shadow, text)
       local good, message = pcall(job, { shadow = shadow })
       assert.is_false(good)

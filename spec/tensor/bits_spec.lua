@@ -1,4 +1,4 @@
--- engine.bits: a number in every format, against what the formats are known to hold.
+-- engine.bits: a number in every format, against known values.
 local engine = require "engine"
 local helper = require "spec.helper"
 
@@ -33,7 +33,7 @@ describe("bits", function()
     assert.same({ 416, nil }, { engine.bits(448).e4m3.below, engine.bits(448).e4m3.above })
   end)
 
-  it("tells subnormal, lost, too large, inf, nan and -0", function()
+  it("distinguishes subnormal, lost, too large, inf, nan and -0", function()
     assert.is_true(engine.bits(2 ^ -24).f16.subnormal)
     assert.is_false(engine.bits(2 ^ -14).f16.subnormal)
     local small = tostring(engine.bits(1e-9))

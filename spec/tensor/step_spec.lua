@@ -1,5 +1,4 @@
--- The life of a step: what is made in it and when that goes, memory that stands still, and
--- gradients as scripts meet them.
+-- The lifetime of a step's tensors, memory that does not grow, and gradients in scripts.
 local engine = require "engine"
 local helper = require "spec.helper"
 
@@ -12,7 +11,7 @@ local function bytes_in_use()
 end
 
 describe("the step", function()
-  it("ends the life of what was made in it, with a message that says so", function()
+  it("ends the lifetime of its tensors; using one afterwards is an error that says so", function()
     engine.begin_step()
     local now = engine.step_count()
     local x, kept = engine.zeros(64, 768), engine.tensor({ 1, 2 }):keep()
@@ -44,9 +43,9 @@ describe("the step", function()
     w:free()
   end)
 
-  it("does not take what is made outside of one", function()
+  it("does not free a tensor made outside of any step", function()
     local x = engine.zeros(3)
-    local y = x + 1                     -- but results of operations belong to the next end
+    local y = x + 1                     -- but results of operations end with the next step
     engine.end_step()
     assert.same({ 0, 0, 0 }, x:totable())
     assert.has_error(function() y:totable() end)
@@ -81,7 +80,7 @@ describe("the step", function()
     kept:free()
   end))
 
-  it("engine.scope drops what it made, but for results that were kept", function()
+  it("engine.scope frees its tensors, except kept results", function()
     for _, inside in ipairs { false, true } do
       if inside then engine.begin_step() end
       local before, leaked, kept = bytes_in_use(), nil, nil
@@ -100,7 +99,7 @@ describe("the step", function()
       assert.equal(before, bytes_in_use())
       if inside then engine.end_step() end
     end
-    local outer = engine.zeros(2)       -- scopes are over: what is made now stays
+    local outer = engine.zeros(2)       -- after the scopes: this one stays
     engine.end_step()
     assert.same({ 0, 0 }, outer:totable())
     outer:free()
@@ -128,7 +127,7 @@ describe("the step", function()
   it("memory does not grow outside of steps either, where only end_step() is called", function()
     local c, x = engine.tensor({ true, false }, "bool"), engine.zeros(2)
     local before
-    -- what other specs left gives its memory back now, not on the way
+    -- frees what other specs left, so that it does not count
     for _ = 1, 2 do collectgarbage() end
     for n = 1, 300 do
       local y = c:where(1, 2) + 3 / x
@@ -145,7 +144,7 @@ describe("the step", function()
 end)
 
 describe("gradients", function()
-  it("arrive at leaves that asked, and add up", step(function()
+  it("reach the leaves that require them, and accumulate", step(function()
     local w = engine.tensor({ 2, 3 }, { requires_grad = true })
     local other = engine.tensor { 1, 1 }
     assert.is_nil(w.grad)

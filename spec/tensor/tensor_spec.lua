@@ -1,5 +1,5 @@
--- Tensors as scripts meet them: making, looking, views, counting from 1, arithmetic and its dtypes,
--- reductions, products, and what every mistake is answered with.
+-- Tensors in scripts: creating them, their properties, views, counting from 1, arithmetic and its
+-- dtypes, reductions, products, and the message for every mistake.
 local engine = require "engine"
 local helper = require "spec.helper"
 local M_ffi = require "engine.base.ffi"
@@ -57,7 +57,7 @@ describe("making tensors", function()
     assert.equal("f16", engine.arange(1, 2, 1, "f16").dtype)
   end))
 
-  it("draws numbers that follow the seed", step(function()
+  it("draws the same numbers from the same seed", step(function()
     engine.seed(3)
     local u, n, k = engine.rand(1000), engine.randn(1000), engine.randint(-2, 3, 1000)
     assert.near(0.5, u:mean():item(), 0.05)
@@ -73,7 +73,7 @@ describe("making tensors", function()
     assert.same(k:totable(), engine.randint(-2, 3, 1000):totable())
   end))
 
-  it("tells what it is", step(function()
+  it("has a shape, a dtype and a device", step(function()
     local x = engine.zeros(2, 3, "f16")
     assert.same({ 2, 3 }, x.shape)
     assert.same({ 2, 6, "f16", "cpu", true }, { x.ndim, x.count, x.dtype, x.device, x.is_leaf })
@@ -107,7 +107,7 @@ describe("making tensors", function()
     assert.equal("loss f32 [] cpu: 1", "loss " .. engine.tensor(1))
   end))
 
-  it("reads elements out", step(function()
+  it("reads elements", step(function()
     local x = engine.tensor({ 1.5, -2 }, "f32")
     local values, n = x:read()
     assert.same({ 2, 1.5, -2 }, { n, values[0], values[1] })
@@ -121,7 +121,7 @@ describe("making tensors", function()
 end)
 
 describe("views of tensors", function()
-  it("share memory with what they look at", step(function()
+  it("share memory with their tensor", step(function()
     local x = counting(3, 4)
     x:select(2, 2):fill(0)
     x:transpose():slice(1, 4, 4):fill(-1)
@@ -170,7 +170,7 @@ describe("views of tensors", function()
     assert.same({ { 3 }, { 6 } }, counting(2, 3):slice(-1, -1):totable())
   end))
 
-  it("select takes one position away", step(function()
+  it("select removes the dimension", step(function()
     local x = counting(2, 3)
     assert.same({ 4, 5, 6 }, x:select(1, 2):totable())
     assert.same({ 3, 6 }, x:select(2, -1):totable())
@@ -345,7 +345,7 @@ describe("arithmetic of tensors", function()
       end
     end
     local x = engine.tensor({ 60000, 1 }, "f16")
-    -- 1e5 is no f16: not inf
+    -- 1e5 exceeds f16, but the result does not
     assert.same({ 0.60009765625, 2 ^ -24 * math.floor(1e-5 * 2 ^ 24 + 0.5) }, (x / 1e5):totable())
     assert.same({ 1, 0 }, x:gt(0.99999 * 60000):totable())
     assert.same({ 1, 1 }, x:lt(70000):totable())
@@ -399,7 +399,7 @@ describe("arithmetic of tensors", function()
     assert.same({ 65504, inf }, engine.tensor({ 65519, 65520 }):to("f16"):totable())
     assert.same({ 2 ^ -24, 0, 0 }, engine.tensor({ 2 ^ -24, 2 ^ -25, 2 ^ -26 }):to("f16"):totable())
     assert.same({ 256, 260 }, engine.tensor({ 257, 259 }):to("bf16"):totable())
-    -- the sign of zero stays
+    -- zero keeps its sign
     assert.equal("-inf", tostring(1 / engine.tensor({ -1e-30 }):to("f16"):item()))
     assert.is_true(x:to("f32") == x)
   end))
@@ -454,7 +454,7 @@ describe("reductions and picking", function()
     assert.equal(2, engine.tensor({ true, true, false }, "bool"):sum():item())
   end))
 
-  it("a NaN wins max and min", step(function()
+  it("max and min of a NaN are NaN", step(function()
     for _, name in ipairs { "max", "min" } do
       local y = engine.tensor({ { 1, nan, 3 },
         { 1, 2, 3 } })[name](engine.tensor({ { 1, nan, 3 }, { 1, 2, 3 } }), 2):totable()
@@ -476,7 +476,7 @@ describe("reductions and picking", function()
     assert.same({ 2, 0 }, x:topk(0).shape)
   end))
 
-  it("embedding, index_select and gather pick by numbers from 0", step(function()
+  it("embedding, index_select and gather take indices from 0", step(function()
     local w = counting(3, 2)
     assert.same({ { { 5, 6 } }, { { 1, 2 } } },
       w:embedding(engine.tensor({ { 2 }, { 0 } }, "i32")):totable())
@@ -722,7 +722,7 @@ describe("a mistake with tensors", function()
   }
 
   for _, case in ipairs(cases) do
-    it(case[1] .. " is answered in one clear line", step(function()
+    it(case[1] .. " raises one clear line", step(function()
       local w = engine.tensor({ 2 }, { requires_grad = true })
       local place = { engine = engine, x = engine.zeros(2, 3), i = engine.zeros(2, 3, "i64"),
         w = w, twice = function()
@@ -739,7 +739,7 @@ describe("a mistake with tensors", function()
     end))
   end
 
-  it("leaves the engine as it was", step(function()
+  it("changes nothing in the engine", step(function()
     pcall(function() return engine.zeros(2, 3):matmul(engine.zeros(2, 3)) end)
     pcall(function() return engine.zeros(2):embedding(engine.zeros(1)) end)
     assert.same({ { 11 } },

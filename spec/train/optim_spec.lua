@@ -1,5 +1,5 @@
 -- Optimizers: the formulas against plain Lua loops; groups and decay, clipping, state, several
--- optimizers of one model, and the answers to misuse.
+-- optimizers of one model, and the errors for misuse.
 local engine = require "engine"
 
 local nn = engine.nn
@@ -93,7 +93,7 @@ describe("the formula of", function()
   }
   for kind, list in pairs(cases) do
     for k, options in ipairs(list) do
-      it(("%s is what its paper says, case %d"):format(kind, k),
+      it(("%s follows its paper, case %d"):format(kind, k),
         function() follow(kind, options) end)
     end
   end

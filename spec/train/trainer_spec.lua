@@ -293,7 +293,7 @@ describe("the trainer", function()
     assert.equal(2, resumed.updates)
   end)
 
-  it("reports once that the loss itself is lost", function()
+  it("reports once that the loss itself is inf or nan", function()
     local trainer, told = job {}, {}
     for i, loss in ipairs { 1, 0 / 0, 2, 1 / 0 } do
       for _ = 1, i == 2 and 9 or 15 do

@@ -1,4 +1,4 @@
--- For specs: a parameter set and an optimizer over it, driven through the public functions alone.
+-- For specs: a parameter set and an optimizer over it, driven only through public functions.
 --   local set = parameter_set.new({ { 3, 5 }, { 7 } }, { gradient = "f16", shadow = "f16" })
 --   set:write_gradients { {..15 numbers..}, {..7 numbers..} }     set:stats(scale, needs)
 -- Use it inside a step only (parameter_set.step), because gradients are tensors of the step.

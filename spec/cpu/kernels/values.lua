@@ -63,7 +63,7 @@ local kinds = {
   end,
   -- subnormals and the smallest normal numbers
   tiny = function(f) return sign() * (1 + uniform()) * 2 ^ integer(f.low - f.digits, f.low + 2) end,
-  -- products of two overflow f16 now and then; in f32 and bf16 they are large
+  -- products of two sometimes overflow f16; in f32 and bf16 they are large
   large = function(f) return sign() * (1 + uniform()) * (f.high == 15 and 128 or 2 ^ 40) end,
   special = function(_, dtype)
     local list = corners(dtype)
