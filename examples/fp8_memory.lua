@@ -23,11 +23,12 @@ local RECIPES = { "fp32", "bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_row
 
 local cfg = engine.config({ model = "llama", recipe = "fp8_block", beside = "bf16", width = 256,
   layers = 6, heads = 4, context = 256, batch = 4, vocab = 256 },
-  { model = { "the model", choices = { "llama", "gpt" } },
-    recipe = { "a precision", choices = RECIPES }, beside = { "another", choices = RECIPES },
+  { model = { "kind of model", choices = { "llama", "gpt" } },
+    recipe = { "precision recipe", choices = RECIPES },
+    beside = { "recipe to compare with", choices = RECIPES },
     width = "features", layers = "blocks",
-    heads = "of attention", context = "tokens per sequence", batch = "sequences per step",
-    vocab = "tokens" },
+    heads = "attention heads", context = "tokens per sequence", batch = "sequences per step",
+    vocab = "tokens in the vocabulary" },
   { count = "width layers heads context batch vocab" })
 if cfg.width % (2 * cfg.heads) ~= 0 then
   engine.config.fail("width: expected a multiple of twice the heads, %d, got %d", 2 * cfg.heads,

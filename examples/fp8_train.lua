@@ -34,11 +34,11 @@ local cfg = engine.config({ model = "gpt", recipes = RECIPES, seeds = 3, steps =
   width = 128, layers = 2, heads = 4, experts = 4, lr = 1e-3, threads = 0, svg = "" },
   { model = { "the model", choices = { "gpt", "moe" } },
     recipes = { "precisions, separated by commas", choices = RECIPES },
-    seeds = "runs of each, with seeds from 1", steps = "of each run",
+    seeds = "runs of each, with seeds from 1", steps = "steps of each run",
     data = "a text file; empty: generated sentences (engine.lab)", batch = "sequences per step",
     context = "bytes per sequence",
     width = "features per byte", layers = "blocks", heads = "attention heads",
-    experts = "of a mixture, two for each byte", lr = "peak learning rate",
+    experts = "experts of a mixture; each byte uses two", lr = "peak learning rate",
     threads = "threads to use; 0: all", svg = "a file for the loss curves" },
   { count = "seeds steps batch context width layers heads experts", natural = "threads",
     positive = "lr", file = "data", output = "svg" })

@@ -42,7 +42,7 @@ local cfg = engine.config({
   checkpoint_every = "steps between checkpoints; 0: at the end", keep = "checkpoints to keep",
   log = { "what to show", choices = { "line", "json", "quiet" } },
   sample = "bytes to write at the end; 0: none", temperature =
-    "of the sample; 0: always the most likely byte",
+    "temperature of the sample; 0: always the most likely byte",
     top_k = "sample from the k most likely; 0: all",
   zero = "several ranks divide 1: the optimizer's state, 2: gradients as well",
   comm_dtype = { "several ranks: the format in which gradients are sent",

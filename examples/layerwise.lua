@@ -23,7 +23,7 @@ local cfg = engine.config({ policy = "layerwise", seeds = 0, seed = 1, steps = 3
     seed = "seed of weights and data", steps = "training steps",
     depth = "layers of the encoder", width = "features", batch = "rows per step",
     units = "size of the estimated quantity",
-    weight = "of the encoder's loss", lr = "learning rate",
+    weight = "weight of the encoder's loss", lr = "learning rate",
     precision = { "recipe", choices = { "fp32", "fp16" } } },
   { count = "steps depth width batch", natural = "seeds seed", positive = "lr units",
     not_negative = "weight", policy = "policy" })

@@ -21,7 +21,7 @@ local cfg = engine.config({ policy = "fast_backoff", seeds = 0, seed = 1, steps 
   { policy = "loss-scaling policy", seeds = "compare policies over this many seeds; 0: train once",
     seed = "seed of weights and data", steps = "fine-tuning steps",
     pretrain = "steps on the first text", base = { "format of the frozen matrices",
-      choices = { "bf16", "f16", "f32", "e4m3" } }, rank = "of the adapters",
+      choices = { "bf16", "f16", "f32", "e4m3" } }, rank = "rank of the adapters",
     alpha = "adapters are scaled by alpha / rank", width = "features per byte", layers = "blocks",
     context = "bytes per row", batch = "rows per step",
     lr = "learning rate of the adapters" },

@@ -93,7 +93,7 @@ describe("an overflow", function()
   it("from the data is reported as such", function()
     between = function(h) return h + engine.full({ 32 }, 1 / 0) end
     job { precision = "fp32", steps = 1 }:run()
-    assert.matches("inf came into cast, in Net, with its input 1, which no operation made " ..
+    assert.matches("inf entered cast, in Net, through its input 1, which no operation made " ..
       "(data, a mask, a constant)", events("trap")[1].text, 1, true)
   end)
 

@@ -1,6 +1,6 @@
 -- Ranks compared with threads: one process with two threads, and two ranks with one thread each,
 -- alternately make the same training steps of the bench GPT (6 layers, width 384, context 256, 8
--- sequences per step); then the comm dtypes, and messages alone.
+-- sequences per step); then the comm dtypes, and messages without training.
 --   ./engine spec/bench/ranks.lua [ROUNDS [STEPS]]
 -- The same file is the job: with the word "job" it trains, or times messages, and rank 0 prints.
 local engine = require "engine"

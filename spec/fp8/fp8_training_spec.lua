@@ -209,7 +209,7 @@ describe("an FP8 recipe", function()
         fp8 = { x = { eps = "a" } } },
       ["x: expected a table, got 'e4m3'"] = { base = "fp8_block", fp8 = { x = "e4m3" } },
       ["there is no block shape '1x0'"] = { base = "fp8_block", fp8 = { x = { block = "1x0" } } },
-      ["w: keep is for x alone"] = { base = "fp8_block", fp8 = { w = { keep = "transposed" } } },
+      ["w: keep is only for x"] = { base = "fp8_block", fp8 = { w = { keep = "transposed" } } },
       ["expected match as a pattern"] = { base = "fp8_block", fp8 = { layers = { { x = {} } } } },
     } do assert.is_truthy(message(of):find(text, 1, true), message(of)) end
   end)

@@ -89,7 +89,7 @@ describe("a sum that is left open", function()
     end
   end))
 
-  it("never leaves a block that is called alone", helper.in_step(function()
+  it("never leaves a block that is called by itself", helper.in_step(function()
     local model = nn.gpt { vocab = 8, context = 4, width = 8, heads = 2, layers = 2 }
     local x = engine.randn(1, 4, 8)
     local y = model.blocks[1](x)

@@ -166,7 +166,7 @@ describe("a parameter set", function()
     assert.equal(before > 0, memory("parameters") > 0)
     check(C.eng_step_end())
     check(C.eng_step_begin())
-    local other = sets.new({ { 1 } })   -- frees the sets that wait
+    local other = sets.new({ { 1 } })   -- frees sets that were still in use before
     assert.error_matches(function() sets.read(set.leaf[1]) end, "freed")
     other:free()
   end))

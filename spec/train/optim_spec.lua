@@ -410,7 +410,7 @@ describe("an optimizer refuses", function()
     { "optim.sgd(net, { groups = { { lr_mul = 2 } } })",
       "optim.sgd: group 1 needs match = a pattern or a function(name, tensor)" },
     { "optim.sgd(net, { groups = { { match = 'x', lr = 2 } } })",
-      "optim.sgd: a group sets lr_mul, a factor on the common rate, not lr" },
+      "optim.sgd: a group has no lr; hint: lr_mul, a factor on the common rate" },
     { "optim.sgd(net, { groups = { { match = 'x', momentun = 2 } } })",
       "optim.sgd: unknown option 'momentun' in a group; did you mean 'momentum'?" },
     { "optim.sgd(net, { groups = { { match = 'x', lr_mul = -1 } } })",

@@ -71,8 +71,8 @@ function repl.show(value)
   return ok and text or tostring(value)
 end
 
---- All results of an entry. nil and a message, which is how functions report failure, show the
---- message alone.
+--- All results of an entry. nil and a message, which is how functions report failure, show only the
+--- message.
 function repl.show_all(...)
   local n, nothing, message = select("#", ...), ...
   if n == 2 and nothing == nil and type(message) == "string" then return message end

@@ -116,8 +116,8 @@ local function changed(block, changes)
   return result
 end
 
---- The policy and the options of a decoded DeepSpeed configuration: all of it, or its fp16 block
---- alone. `changes`: keys that replace the block's own; `where` and `path`: prefixes of messages.
+--- The policy and the options of a decoded DeepSpeed configuration, whole or only its fp16 block.
+--- `changes`: keys that replace the block's own; `where` and `path`: prefixes of messages.
 function M.from_table(config, changes, where, path)
   local lead = path and path .. ": " or ""
   if type(config) ~= "table" then

@@ -530,13 +530,13 @@ end
 
 local function lead(info, l, c)
   local parts = {}
-  local came = info.how == "running" and "The run is in progress: %s in %s so far"
+  local opening = info.how == "running" and "The run is in progress: %s in %s so far"
     or info.how == "finished" and "The run finished after %s in %s" or
     "The run made %s in %s"
-  local missed = info.skipped == 0 and ", each with an update."
+  local updates = info.skipped == 0 and ", each with an update."
     or (", %s of them without an update (%s)."):format(grouped(info.skipped),
     percent(info.skipped, info.rows))
-  parts[1] = came:format(counted(info.rows, "step"), duration(info.seconds)) .. missed
+  parts[1] = opening:format(counted(info.rows, "step"), duration(info.seconds)) .. updates
   local least
   for i = 1, #c.x do
     local m = c.loss.min[i]

@@ -280,7 +280,7 @@ local function together(self)
   for _, item in ipairs(news.heard or {}) do serve(self, item.number, item.line, true) end
   if self.paused and news.left then
     self.paused = nil
-    tell(self, "resumed by attach", "resumed: the client that paused it has left")
+    tell(self, "resumed by attach", "resumed: the client that paused it disconnected")
   end
   return news.interrupted > 0
 end
@@ -300,7 +300,7 @@ local function pause(self)
     self.trainer.swaps:between()
     if self.paused and self.paused.by and not C.eng_attach_here(self.socket, self.paused.by) then
       self.paused = nil
-      tell(self, "resumed by attach", "resumed: the client that paused it has left")
+      tell(self, "resumed by attach", "resumed: the client that paused it disconnected")
     end
   end
 end

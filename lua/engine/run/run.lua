@@ -2,7 +2,7 @@
 --   runs/<name>/history.db       every step (history.lua)
 --   runs/<name>/tensorboard/     event files, if asked for (tensorboard.lua)
 --   runs/<name>/checkpoints/     states to resume from (checkpoint.lua)
--- Called by the trainer alone. Owns the order in which a run's parts are restored.
+-- Called only by the trainer. Owns the order in which a run's parts are restored.
 local M_ffi = require "engine.base.ffi"
 local checkpoint = require "engine.run.checkpoint"
 local shards = require "engine.run.shards"

@@ -203,8 +203,8 @@ Live.__index = Live
 local FLUSH_SECONDS = 2
 
 --- Writes the steps of a run as they are made; called by run.lua. list: the parameters, in order;
---- first: the first step, which makes a reader drop what an earlier file of the directory has from
---- there on.
+--- first: the first step. A reader drops what earlier files of the directory hold from that step
+--- on.
 function M.live(dir, list, first)
   local _, group_of, groups = require("engine.policy.groups").of(list)
   local self = setmetatable({ writer = M.open(dir), n = #list, group_of = group_of, groups = groups,

@@ -1,5 +1,5 @@
--- Memory by role: the prediction of a precision recipe, from shapes and formats alone, beside the
--- measurement.
+-- Memory by role: the prediction of a precision recipe, which needs only shapes and formats, and
+-- the measurement.
 --
 --   print(opt:memory(function() return model:loss(x, y) end))   -- one forward pass, measured
 --

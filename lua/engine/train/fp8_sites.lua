@@ -85,7 +85,7 @@ local ROLE = { format = true, block = true, rule = true, pow2 = true, margin = t
 local function read_role(to, role, where, name)
   known(role, ROLE, where)
   if role.keep ~= nil and name ~= "x" then
-    raise("%s: keep is for x alone (what the tape keeps for dW), got %s", where,
+    raise("%s: keep is only for x (what the tape keeps for dW), got %s", where,
       value_text(role.keep))
   end
   if role.eps ~= nil and type(role.eps) ~= "number" then
@@ -333,7 +333,7 @@ function Sites:prepare(policies)
     end
     policy:tensors(names, group_of, groups, true)
   end
-  -- keeps amaxes from now on
+  -- the core keeps amaxes from now on
   if #policies > 0 then check(C.eng_fp8_amax(self.amax, self.list[1].id)) end
   self.policies, self.names = policies, names
   self.stats, self.record = ffi.new("eng_tensor_stats[?]", #names), ffi.new("eng_record")

@@ -69,7 +69,7 @@ local function make_groups(name, list, options, defaults)
     for key, value in pairs(overrides) do
       if key ~= "match" and key ~= "label" then
         if key == "lr" then
-          raise("optim.%s: a group sets lr_mul, a factor on the common rate, not lr", name)
+          raise("optim.%s: a group has no lr; hint: lr_mul, a factor on the common rate", name)
         end
         if defaults[key] == nil and key ~= "lr_mul" then
           raise("optim.%s: unknown option '%s' in a group%s", name, tostring(key),

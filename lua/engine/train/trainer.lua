@@ -73,7 +73,7 @@ end
 
 -- =================================================================== its parts
 
---- Opens the step. s: what is known of it from the start, and what its parts add to that.
+--- Opens the step and returns it: the table s, to which the step's parts add their results.
 function Trainer:begin()
   local opt, policy = self.optimizer, self.policy
   local s = { step = self.steps_done, updates = self.updates, scale = policy:scale(), tokens = 0,

@@ -107,7 +107,7 @@ function M.site_text(s)
       or "data, a mask, a constant"
     local source = t.name and "parameter " .. t.name
       or ("its input %d, which no operation made (%s)"):format(s.held_by, made_by)
-    return ("%s came into %s, %s, with %s: %s"):format(s.kind, what, where, source, from)
+    return ("%s entered %s, %s, through %s: %s"):format(s.kind, what, where, source, from)
   end
   return ("first %s in %s, %s: %s, from %s"):format(s.kind, what, where,
     table.concat(outputs, "; "), from)

@@ -130,7 +130,7 @@ local function random_gradients(list, format)
   end
 end
 
---- The trainer's statistics passes, read back at once or lagged: the norm alone (at once only), the
+--- The trainer's statistics passes, read back at once or lagged: only the norm (at once), the
 -- default statistics, and the default with histograms.
 local function statistics_lines(name, opt, bytes)
   local raw = require "engine.base.ffi"
