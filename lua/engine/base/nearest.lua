@@ -21,7 +21,7 @@ end
 --- The nearest name, or nil when none is near (see eng_nearest in core/engine.h).
 function nearest.find(name, names)
   local found, M_ffi = pcall(require, "engine.base.ffi")
-  if not found then return nil end  -- no library: `engine doctor` and wrong command names end here
+  if not found then return nil end  -- without the library: `engine doctor`, command names
   local list, texts = list_of(names), {}
   for i, candidate in ipairs(list) do texts[i] = tostring(candidate) end
   local C, array = M_ffi.C, M_ffi.new("const char *[?]", #texts + 1, texts)

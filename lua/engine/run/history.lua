@@ -499,9 +499,10 @@ function History:fp8(site, step)
 end
 
 --- Statistics per tensor of a step: a list of { name, count, inf, nan, zeros, underflow, amax,
---- norm, hist, carry, norm_ref } of the gradients as the backward pass left them, that is times the
---- loss scale, and times `carry` where layers are scaled separately. norm_ref is nil without a
---- reference backward. nil and a message when the step has no statistics.
+--- norm, hist, carry, norm_ref } of the gradients as the backward pass left them, that is, times
+--- the loss scale and times `carry`, the relative scale of the tensor's layer (1 if layers have no
+--- scales of their own). norm_ref is nil without a reference backward. nil and a message when the
+--- step has no statistics.
 function History:tensors(step)
   local row = one(self, "SELECT stats FROM tensor_stats WHERE step = ?", step)
   if not row then
