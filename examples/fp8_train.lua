@@ -114,7 +114,7 @@ for i, r in ipairs(of) do
   for seed, loss in ipairs(r.held) do apart[seed] = 100 * (loss / base.held[seed] - 1) end
   rows[i] = { r.name, lab.mean_text(r.held, "%.4f"), lab.mean_text(apart, "%+.3f") .. " %" }
 end
-lab.table({ cfg.model, "held-out loss", "beside " .. base.name .. ", seed by seed" }, rows)
+lab.table({ cfg.model, "held-out loss", "relative to " .. base.name .. ", by seed" }, rows)
 if cfg.svg ~= "" then
   local places = {}
   for i = 1, 40 do places[i] = tostring(math.ceil(i * cfg.steps / 40)) end

@@ -23,7 +23,7 @@ local cfg = engine.config({
   model = "folder with config.json and model.safetensors; empty: from scratch",
   data = "a .bin file of uint16 tokens", layers = "from scratch: blocks",
   width = "from scratch: features per token",
-  heads = "from scratch: attention heads", vocab = "from scratch: tokens the model knows",
+  heads = "from scratch: attention heads", vocab = "from scratch: tokens in the vocabulary",
   dropout = "dropout in embeddings, attention and residuals",
   steps = "training steps", batch = "rows of a batch", context = "tokens per row",
   accumulate = "micro-batches per step",

@@ -35,7 +35,7 @@ base() {
     >"$cache/$1.base.log" 2>&1 && mv "$cache/$1.new" "$cache/$1.base"
 }
 
-# The way to the network that this machine's apt has: proxies, credentials, keys.
+# Copies this machine's apt settings for the network: proxies, credentials, keys.
 configure() {
   cp -L /etc/resolv.conf "$1/etc/resolv.conf" 2>/dev/null
   printf '127.0.0.1 localhost\n' >"$1/etc/hosts"
@@ -50,7 +50,7 @@ configure() {
 }
 
 # inside ROOT USER COMMAND: runs it in the chroot, in name spaces of its own, so that mounts and
-# processes end with it. The first shell stays: it reaps processes whose parents are gone.
+# processes end with it. The first shell remains and reaps orphaned processes.
 inside() {
   root=$1 user=$2 home=/root options=
   [ "$user" = root ] || { home=/home/$user options="--userspec=$user:$user"; }

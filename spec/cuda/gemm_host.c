@@ -430,7 +430,7 @@ static void fused_refused(void)
   random_fused(500);
 }
 
-/// What takes longer fused than as two kernels runs separately; it is timed once.
+/// An epilogue that is slower fused than as two kernels runs separately; it is timed once.
 static void fused_search(void)
 {
   enum { K = 16384 };

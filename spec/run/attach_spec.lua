@@ -224,7 +224,7 @@ describe("engine attach", function()
     attach(run, 'run:set("lr", 0.125)', 'run:set("clip", 1 / 3)', "run:stop()")
     ended(pid)
     assert.matches("clip 0 -> 0.3333333333 (attached)", events(run, "set")[2].text, 1, true)
-    assert.equal("an attached client asked for it", events(run, "stopped")[1].text)
+    assert.equal("requested by an attached client", events(run, "stopped")[1].text)
     local history = engine.history.open(run)
     local steps = history:last(1)[1].step + 1
     history:close()

@@ -130,7 +130,7 @@ describe("lagged training", function()
     assert.equal("dynamic", t.policy.name)
     assert.equal(8, n)
     assert.matches("dynamic stays.*layerwise sets scales per layer.*dynamic stays.*norm_ratio " ..
-      "wants reference backward passes", table.concat(told, " "))
+      "needs reference backward passes", table.concat(told, " "))
     helper.remove(folder)
   end)
 

@@ -114,7 +114,7 @@ function M.run_command(spec)
   local main = spec.main
   spec.main = function(given)
     if #given.words ~= 1 then
-      fail("expected one run, got %d; engine help %s says more", #given.words, spec.name)
+      fail("expected one run, got %d; see engine help %s", #given.words, spec.name)
     end
     local path = require("engine.run.runs").find(given.words[1])
     local history = require("engine.run.history").open(path)

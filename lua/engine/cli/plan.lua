@@ -168,8 +168,8 @@ local function off(predicted, measured)
   return measured == 0 and "" or ("%+.1f %%"):format(100 * (predicted / measured - 1))
 end
 
--- Runs the job on each of given.measure ranks, and prints the predictions beside what rank 0
--- measured.
+-- Runs the job on each of given.measure ranks, and prints the predictions next to rank 0's
+-- measurements.
 local function compare(job, cost, given, script, settings)
   local plan, measure = require "engine.dist.plan", require "engine.cli.plan_measure"
   local cores = require("engine.base.ffi").C.eng_comm_threads()

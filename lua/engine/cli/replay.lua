@@ -34,7 +34,7 @@ On a run it adds "verdicts" (exact or bound), "underflow", "mass_lost", "mean_lo
 local function main(given)
   local traces = given.words
   if #traces == 0 then
-    options.fail("expected a trace: a run or a string of verdicts; engine help replay says more")
+    options.fail("expected a trace: a run or a string of verdicts; see engine help replay")
   end
   if #traces > 1 then
     options.fail("expected one trace, got '%s' and '%s'", traces[1], traces[2])

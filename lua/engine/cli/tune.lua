@@ -73,7 +73,7 @@ local function print_result(result, source)
 end
 
 local function main(given)
-  if #given.words == 0 then options.fail("expected runs; engine help tune says more") end
+  if #given.words == 0 then options.fail("expected runs; see engine help tune") end
   if #given.policies ~= 1 then
     options.fail("expected one --policy FILE, got %d", #given.policies)
   end

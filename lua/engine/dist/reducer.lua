@@ -73,7 +73,7 @@ local function policy_text(policy)
     table.concat(options, " "))
 end
 
--- What must be the same on every rank beside the code (ranks.lua): a line for each.
+-- What must be the same on every rank besides the code (ranks.lua): a line for each.
 local function identity(self, o)
   local trainer = self.trainer
   local opt, parameters, seed, counter = trainer.optimizer, {}, ffi.new("uint64_t[1]"),

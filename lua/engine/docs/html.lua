@@ -167,7 +167,7 @@ function M.write(index, folder)
 
   for _, link in ipairs(pending) do
     if not anchors[link[3]] then
-      warnings[#warnings + 1] = ("%s: the link to %s leads nowhere"):format(link[1], link[2])
+      warnings[#warnings + 1] = ("%s: the link to %s is broken"):format(link[1], link[2])
     end
   end
   return warnings

@@ -104,7 +104,7 @@ local histogram = {}
 ---@return integer
 function histogram:sum(from, to) end
 
---- What a record says of one tensor or group.
+--- The statistics of one tensor or group in a record.
 ---@class engine.TensorRecord: engine.RecordStatistics
 ---@field name string
 ]]

@@ -79,8 +79,8 @@ local function path_on_stack()
   return outermost and path_to(outermost, innermost) or "", outermost
 end
 
--- "file:line: In blocks.3.mlp: message". A position inside engine/nn is left out: there the path
--- tells the user more.
+-- "file:line: In blocks.3.mlp: message". A position inside engine/nn is left out, because the path
+-- is more useful to the user.
 local function explain(message)
   if type(message) ~= "string" then return message end
   local path, root = path_on_stack()

@@ -13,7 +13,7 @@
 --
 -- get_scale() and update(overflow, record, tensors) are required; record is the step's eng_record.
 -- Optional:
---   needs = { "hist", "tensors" }   statistics beside amax and norm: zeros underflow hist norm_ref
+--   needs = { "hist", "tensors" }   statistics besides amax and norm: zeros underflow hist norm_ref
 --                                   tensors. With tensors, update's third argument is
 --                                   { name = eng_tensor_stats }, magnitudes as stored (times
 --                                   record.scale); otherwise it is nil

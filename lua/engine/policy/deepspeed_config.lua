@@ -23,7 +23,7 @@ local KEYS = {
 }
 local BOOLEAN = { enabled = true, auto_cast = true, fp16_master_weights_and_grads = true,
   consecutive_hysteresis = true, raise_error_at_min_scale = true }
--- Options of the policies without a key in the block; they may appear beside its keys.
+-- Options of the policies without a key in the block; users may give them along with its keys.
 local OWN = { init_scale = true, scale_factor = true, strict = true }
 
 local function is_null(v) return v == nil or v == cjson.null end

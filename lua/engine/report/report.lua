@@ -721,7 +721,7 @@ function M.html(h, path)
     table.insert(o.series, 1, { column = name, colour = 1 })
     return panel(o)
   end
-  local band = c.width > 1 and ("The line is the mean of %s steps, the band goes from their " ..
+  local band = c.width > 1 and ("The line is the mean of %s steps, the band spans from their " ..
     "least to their largest value."):format(grouped(c.width)) or nil
   local legend = {}
   for _, s in ipairs(shadows) do

@@ -208,7 +208,7 @@ end
 
 function commands.stop(self, request)
   self.stopping = type(request.reason) == "string" and request.reason:sub(1, 200)
-    or "an attached client asked for it"
+    or "requested by an attached client"
   return "the run ends after this step"
 end
 

@@ -8,7 +8,7 @@ local checkpoint = require "engine.run.checkpoint"
 local shards = require "engine.run.shards"
 
 local ffi, C = M_ffi.ffi, M_ffi.C
-local DIRECTORY = 2   -- what eng_file_kind says
+local DIRECTORY = 2   -- of eng_file_kind
 
 local M = {}
 

@@ -25,7 +25,7 @@ local function split(text)
   return list
 end
 
--- A shadow's name: the text that asked for it, with a number if it is taken.
+-- A shadow's name: its text in the option `shadow`, with a number if the name is taken.
 local function name_of(source, policy, taken)
   local name = type(source) == "string" and source or policy.name
   local base, n = name, 1

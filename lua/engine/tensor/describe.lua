@@ -27,7 +27,7 @@ return function(x)
   local head = ("%s %s %s%s"):format(dtype, arguments.shape_text(shape), x.device,
     grad and " requires_grad" or "")
   if count == 0 then return head .. " (empty)" end
-  if count > MOST then return head .. " (too many elements to look at)" end
+  if count > MOST then return head .. " (too many elements to summarize)" end
   local values = ffi.new("double[?]", count)
   check(C.eng_read(values, M_ffi.dtype.f64, count, x))
   if count == 1 and #shape == 0 then

@@ -142,7 +142,7 @@ end
 --- A view of the same values without a gradient.
 function methods.detach(x)
   want(x, "detach")
-  local shape = shape_table(info(x))   -- a stale handle raises here, before recording goes off
+  local shape = shape_table(info(x))   -- raises for a stale handle, while recording is on
   local before = C.eng_grad_enabled(false)
   local y = methods.view(x, shape)
   C.eng_grad_enabled(before)
@@ -287,7 +287,7 @@ for _, name in ipairs { "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge"
   methods[name] = function(a, b) return pair(name, a, b, compares) end
 end
 
---- Computed in f32 (f64 for f64) and rounded once into x's dtype, or the dtype that autocast says.
+--- Computed in f32 (f64 for f64) and rounded once into x's dtype, or into that of autocast.
 ---   neg, abs           -x, the magnitude
 ---   exp, log           e^x, the natural logarithm
 ---   sqrt, rsqrt        the square root, 1 / sqrt(x)

@@ -56,7 +56,7 @@ end
 local function end_of(self, verdict)
   local reason = M_ffi.string(verdict.reason)
   if verdict.action == C.ENG_ACTION_STOP then
-    return reason ~= "" and reason or "the policy asked for it"
+    return reason ~= "" and reason or "requested by the policy"
   elseif verdict.failed ~= 0 and self.on_policy_error == "stop" then
     return "the policy failed: " .. reason
   end

@@ -21,7 +21,7 @@ function M.policy_refusal(trainer, policy)
   if trainer.delay == 0 and not trainer.graph then return nil end
   local option = trainer.delay == 1 and "mode=lagged" or "graph=true"
   if trainer.delay == 1 and bit.band(policy.needs, C.ENG_NEED_NORM_REF) ~= 0 then
-    return ("mode=lagged: policy %s wants reference backward passes, which wait for the device; "
+    return ("mode=lagged: policy %s needs reference backward passes, which wait for the device; "
       .. "hint: mode=sync"):format(policy.name)
   end
   if not policy:scales_groups() then return nil end

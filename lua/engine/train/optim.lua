@@ -240,7 +240,7 @@ end
 function Optimizer:set_precision(recipe)
   local full = precision.resolve(recipe)
   if full.moments ~= self.precision.moments then
-    raise("set_precision: the recipe '%s' wants moments in %s, this optimizer was made for %s; " ..
+    raise("set_precision: the recipe '%s' has moments in %s, this optimizer has them in %s; " ..
       "hint: give the recipe to engine.optim.%s",
       full.name, full.moments, self.precision.moments, self.name)
   end

@@ -98,7 +98,7 @@ local function advice(self, record, finding)
     say("the forward pass itself leaves the format's range, and no loss scale repairs that: a " ..
       "smaller learning rate, clip=1, precision=bf16, or this part in f32")
   else
-    say("the backward pass overflows at scale %g: a policy that goes lower (min_scale=), " ..
+    say("the backward pass overflows at scale %g: a policy with a lower floor (min_scale=), " ..
       "clip=1, a smaller learning rate, or precision=bf16", record.scale)
   end
   local path = trainer.run_files.path

@@ -42,7 +42,7 @@ Trainer.run, Trainer.loss_note, Trainer.summary_text = loop.run, loop.loss_note,
 --- One step. Returns a record and the verdict on it, which hold until the next step. With a delay
 --- of 0 (mode = "sync") they are this step's, and the policy decides before the update. With a
 --- delay of 1 ("lagged") the device itself skips an update that overflowed, and they are those of
---- the step before: the host waits for nothing that was asked for in this step.
+--- the step before: the host never waits for work that was queued in this step.
 function Trainer:step()
   local s = self:begin()                                   -- scale, lr, arena, groups, FP8, place
   for i = 1, self.accumulate do
@@ -62,7 +62,7 @@ function Trainer:step()
   return record, verdict
 end
 
---- The rest of a step whose statistics were asked for.
+--- The rest of a step whose statistics were requested.
 function Trainer:settle(s)
   local record = self:fetch(s)                             -- (5) the record, same on all ranks
   local verdict = self:decide(s, record)                   -- (6) the policy
