@@ -105,7 +105,7 @@ describe("the folders of the core", function()
     report(upward)
   end)
 
-  -- A file of these folders never needs, directly or not, a file that needs it.
+  -- No file of these folders depends on itself through other files.
   it("have no cycle between the files of " .. table.concat(ACYCLIC, ", "), function()
     local build, home, needs = require("engine.base.ffi").library_dir, {}, {}
     if helper.shell("ls " .. helper.quote(build .. "/core")).code ~= 0 then return end

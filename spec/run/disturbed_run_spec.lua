@@ -50,8 +50,8 @@ describe("an error in the script", function()
     whole = checksum(trainer)
   end)
 
-  --- The job whose loss (at call `at`) or on_step (at step `at`) raises and which is then resumed
-  --- ends like the undisturbed one.
+  --- Runs the job with an error raised in its loss (at call `at`) or in on_step (at step `at`), and
+  --- resumes it. It must end like the undisturbed job.
   local function disturbed(options)
     local trainer = job(options)
     local good, message = pcall(trainer.run, trainer)

@@ -147,7 +147,7 @@ describe("both modes", function()
     local sync, lagged = both(2, { "accumulate=2", "dropout=0.1", "first=4", "last=4",
       "shadow=dynamic:growth_interval=3" })
     for _, all in ipairs { sync, lagged } do
-      -- the sum of squares is over a rank's pieces, or over the whole gradient
+      -- the order of the sum of squares differs: over a rank's pieces, or over the whole gradient
       all.tensors = nil
       for i, row in ipairs(all.steps) do
         row.rounded = ("%.10e"):format(row.norm)

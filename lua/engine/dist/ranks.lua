@@ -148,8 +148,8 @@ end
 
 local MOST = 20     -- ranks listed in a message
 
---- Raises an error on all ranks when the lines of one differ from rank 0's, with the first
---- difference of each such rank.
+--- Raises an error on all ranks if the lines of any rank differ from rank 0's. The message has the
+--- first difference of each such rank.
 function M.compare(own)
   local first = {}
   for line in (M.from_first(table.concat(own, "\0")) .. "\0"):gmatch("(%Z*)%z") do

@@ -175,7 +175,7 @@ end
 --- The names of the tensors, in the order of decide's statistics.
 function ClassPolicy:tensors(names) self.names, self.array = names, nil end
 
--- Statistics per tensor by name, or nil. Returns the same table as long as the array is the same.
+-- Statistics per tensor by name, or nil. Reuses its table while the array is the same.
 function ClassPolicy:by_name(stats)
   if not stats or not self.names or bit.band(self.needs, C.ENG_NEED_TENSORS) == 0 then
     return nil

@@ -6,8 +6,8 @@ local history = require "engine.run.history"
 
 local M = {}
 
--- In the order of the file. Kinds: r real (NULL was NaN), o optional real, i whole, b boolean, t
--- text.
+-- Columns in the order of the file. Kinds: r real (NULL was NaN), o optional real, i whole, b
+-- boolean, t text.
 local COLUMNS = {
   { "step", "i" }, { "attempt", "i" }, { "updates", "i" }, { "loss", "r" }, { "lr", "r" },
   { "scale", "r" }, { "next_scale", "r" }, { "action", "t" },

@@ -255,8 +255,8 @@ local function reread(self, by)
     of_the_file = true }, policy.given, by)
 end
 
--- Whether the policy's file was saved. A new time stamp counts when it is seen twice, because the
--- writer may not have finished.
+-- Whether the policy's file was saved. A new time stamp must be seen twice, because the writer may
+-- not have finished at the first.
 local function was_saved(self)
   local policy = self.trainer.policy
   if not self.watching or not policy.path then return false end
