@@ -39,8 +39,8 @@ return {
         if scale == options.min_scale and options.raise_error_at_min_scale then
           return { scale = scale, action = "stop",
             reason = "overflow at the smallest loss scale " .. scale
-            .. ": the scale is not why the gradients are inf or nan; look at the first bad tensor,"
-            .. " the learning rate and the data, or set a lower min_scale or"
+            .. ": the gradients are inf or nan for a reason other than the scale; look at the first"
+            .. " bad tensor, the learning rate and the data, or set min_scale lower, or"
             .. " raise_error_at_min_scale=false" }
         end
         verdict = back_off(state, math.max(scale / options.scale_factor, options.min_scale))

@@ -62,8 +62,9 @@ return {
       state.scale = scale
       return { scale = scale, action = "stop",
         reason = "the loss scale, " .. scale .. ", would fall to min_loss_scale = "
-          .. options.min_loss_scale .. ": the scale is not why the gradients are inf or nan; look"
-          .. " at the first bad tensor, try a smaller learning rate or clipping, or set threshold" }
+          .. options.min_loss_scale .. ": the gradients are inf or nan for a reason other than the"
+          .. " scale; look at the first bad tensor, a smaller learning rate, clipping, or set"
+          .. " threshold" }
     end
     state.iter = state.iter + 1
     if state.scale < scale then

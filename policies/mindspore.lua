@@ -35,8 +35,8 @@ return {
       if state.bad_step <= 1000 then return verdict end
       state.cur_iter = iter                    -- as in MindSpore, which raises here
       return { scale = state.scale, action = "stop",
-        reason = "more than 1000 overflows in a row: the scale is not why the gradients are inf or"
-          .. " nan (look at the first bad tensor, the learning rate, the data)" }
+        reason = "more than 1000 overflows in a row: the gradients are inf or nan for a reason"
+          .. " other than the scale (look at the first bad tensor, the learning rate, the data)" }
     end
     state.bad_step = 0
     if (iter - state.last_overflow_iter) % options.scale_window ~= 0 then return scale end

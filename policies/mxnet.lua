@@ -27,7 +27,7 @@ return {
       state.unskipped = 0
       if scale / 2 == 0 then
         return { scale = scale, action = "stop", reason = "the loss scale fell to " .. scale
-          .. " and gradients still overflow: the scale is not why they are inf or nan"
+          .. " and gradients still overflow: they are inf or nan for a reason other than the scale"
           .. " (look at the first bad tensor, the learning rate, the data)" }
       end
       state.next_scale = scale / 2

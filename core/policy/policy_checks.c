@@ -155,8 +155,8 @@ static int back_off(lua_State *L)
   double to = luaL_checknumber(L, 2), scale = scale_of(L);
   if (to == 0) {
     lua_pushfstring(L,
-                    "the loss scale fell to %f and gradients still overflow: the scale is not "
-                    "why they are inf or nan"
+                    "the loss scale fell to %f and gradients still overflow: they are inf or nan "
+                    "for a reason other than the scale"
                     " (look at the first bad tensor, the learning rate, the data)",
                     scale);
     return verdict(L, scale, true);
