@@ -65,8 +65,9 @@ static sizes sizes_of(const op_call *call)
   s.span = whole_vectors(ceiling(s.padded, ceiling(s.padded, GEMM_NR)));
   s.key_row = whole_vectors(s.keys) + VF_LANES;
   s.tiles = ceiling(s.queries, ROWS);
-  s.factor = call->floats[0] == 0 ? (float)(1.0 / sqrt((double)s.width)) : (float)call->floats[0];
-  s.causal = call->ints[0] != 0;
+  double scale = call->attention.scale;
+  s.factor = (float)(scale == 0 ? 1.0 / sqrt((double)s.width) : scale);
+  s.causal = call->attention.causal != 0;
   s.pairs = pairs_of(q->dtype, k->dtype) && pairs_of(q->dtype, call->in[2]->dtype) &&
             (call->n_in < 6 || pairs_of(q->dtype, call->in[5]->dtype));
   s.early = s.pairs ? 1 : s.factor;
@@ -352,7 +353,7 @@ static void forward_tile(const op_call *call, const sizes *s, const forward_room
 {
   const tensor *y = call->out[0];
   float *lse = call->out[1] ? (float *)call->out[1]->data : NULL;
-  float *entropy = call->ints[1] && call->out[2] ? (float *)call->out[2]->data : NULL;
+  float *entropy = call->attention.entropy && call->out[2] ? (float *)call->out[2]->data : NULL;
   pack_rows(r->q, s, slice_of(call->in[0], b, head), t0, rows, s->early);
   scores_of(r->scores, s, r->q, r->turned_k, t0, rows);
   float sums[ROWS];

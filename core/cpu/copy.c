@@ -215,19 +215,19 @@ static bool converts(int dtype) { return dtype_is_fast(dtype) || dtype_is_fp8(dt
 static bool can_copy(int from, int to) { return from == to || (converts(from) && converts(to)); }
 
 // To FP8 by a rounding mode other than the default. Element i takes word i % 4 of Philox block
-// ints[2] + i / 4.
+// counter + i / 4.
 static void mode_task(const void *context, int64_t task)
 {
   const op_call *call = context;
   const tensor *x = call->in[0], *y = call->out[0];
-  int mode = (int)call->ints[1];
+  int mode = (int)call->cast.mode;
   int64_t end = smaller((task + 1) * DENSE, x->count);
   float buffer[TILE];
   uint32_t words[TILE];
   for (int64_t at = task * DENSE; at < end; at += TILE) {
     int n = (int)smaller(TILE, end - at);
     for (int i = 0; mode & FP8_STOCHASTIC && i < n; i += 4 * VF_LANES)
-      philox_vectors(words + i, rng_seed(), (uint64_t)call->ints[2] + (uint64_t)(at + i) / 4);
+      philox_vectors(words + i, rng_seed(), (uint64_t)call->cast.counter + (uint64_t)(at + i) / 4);
     fp8_encode((uint8_t *)y->data + at, y->dtype, tile_load(buffer, x->data, x->dtype, at, n), n,
                mode & FP8_SATURATE, mode & FP8_STOCHASTIC ? words : NULL);
   }
@@ -236,7 +236,7 @@ static void mode_task(const void *context, int64_t task)
 static eng_status copy(const op_call *call)
 {
   const tensor *x = call->in[0], *y = call->out[0];
-  if (call->op == ENG_OP_cast && dtype_is_fp8(y->dtype) && call->ints[1]) {
+  if (call->op == ENG_OP_cast && dtype_is_fp8(y->dtype) && call->cast.mode) {
     if (!dtype_is_fast(x->dtype) || !tensor_contiguous(x) || !tensor_contiguous(y))
       return forward_to_reference(call);
     run_tasks((x->count + DENSE - 1) / DENSE, x->count >= PARALLEL_ELEMENTS, mode_task, call);
@@ -253,7 +253,7 @@ static eng_status concat(const op_call *call)
   const tensor *y = call->out[0];
   for (int k = 0; k < call->n_in; k++)
     if (!can_copy(call->in[k]->dtype, y->dtype)) return forward_to_reference(call);
-  int dimension = (int)call->ints[0];
+  int dimension = (int)call->concat.dim;
   if (dimension < 0) dimension += y->ndim;
   char *target = y->data;
   for (int k = 0; k < call->n_in; k++) {

@@ -133,11 +133,11 @@ static void affine_body(const work *w, int64_t first, int n)
 
 static eng_status affine(const op_call *call)
 {
-  if (!all_fast(call) || beyond_f32(call->floats[0]) || beyond_f32(call->floats[1]))
+  if (!all_fast(call) || beyond_f32(call->affine.factor) || beyond_f32(call->affine.term))
     return forward_to_reference(call);
   work w = work_of(call, call->out[0]);
-  w.a = (float)call->floats[0];
-  w.b = (float)call->floats[1];
+  w.a = (float)call->affine.factor;
+  w.b = (float)call->affine.term;
   for_tiles(&w, call->out[0]->count, affine_body);
   return ENG_OK;
 }
@@ -157,8 +157,8 @@ static eng_status clamp(const op_call *call)
 {
   if (!all_fast(call)) return forward_to_reference(call);
   work w = work_of(call, call->out[0]);
-  w.a = (float)call->floats[0];
-  w.b = (float)call->floats[1];
+  w.a = (float)call->clamp.low;
+  w.b = (float)call->clamp.high;
   for_tiles(&w, call->out[0]->count, clamp_body);
   return ENG_OK;
 }
@@ -195,7 +195,7 @@ static eng_status pow_scalar(const op_call *call)
 {
   if (!all_fast(call)) return forward_to_reference(call);
   work w = work_of(call, call->out[0]);
-  w.exponent = call->floats[0];
+  w.exponent = call->pow_scalar.exponent;
   for_tiles(&w, call->out[0]->count, pow_body);
   return ENG_OK;
 }
@@ -221,10 +221,10 @@ static void dropout_body(const work *w, int64_t first, int n)
 static eng_status dropout(const op_call *call)
 {
   if (!all_fast(call)) return forward_to_reference(call);
-  double p = call->floats[0];
+  double p = call->dropout.p;
   work w = work_of(call, call->out[0]);
   w.seed = rng_seed();
-  w.counter = (uint64_t)call->ints[0];
+  w.counter = (uint64_t)call->dropout.counter;
   w.least = (int32_t)ceil(p * 0x1p24);   // (word >> 8) / 2^24 is at least p, in integers
   w.a = (float)(1.0 / (1.0 - p));
   for_tiles(&w, call->out[0]->count, dropout_body);

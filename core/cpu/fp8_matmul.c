@@ -471,7 +471,7 @@ static void finish(const product *g, int64_t i0, int64_t rows, int64_t j0, int64
     int64_t first = (i0 + i) * y->stride[0] + j0;
     for (int64_t j = 0; j < columns; j++)
       row[j] = bias ? total[i * PANEL + j] + addend[j] : total[i * PANEL + j];
-    if (g->call->ints[9]) {
+    if (g->call->fp8_matmul.add) {
       floats_from(old, y->data, y->dtype, first, columns);
       if (y->dtype != ENG_f32) {   // rounds the product before the addition
         uint16_t half[PANEL];
@@ -627,10 +627,10 @@ static void exact_panel(const product *g, int64_t j0, float *values, float *row)
     }
     for (int64_t j = 0; j < columns; j++) {
       int64_t place = i * y->stride[0] + j0 + j;
-      double before = g->call->ints[9] ? tensor_load(y->data, y->dtype, place) : 0;
+      double before = g->call->fp8_matmul.add ? tensor_load(y->data, y->dtype, place) : 0;
       tensor_store(y->data, y->dtype, place,
                    bias ? total[j] + tensor_load(bias->data, bias->dtype, j0 + j) : total[j]);
-      if (g->call->ints[9])
+      if (g->call->fp8_matmul.add)
         tensor_store(y->data, y->dtype, place, before + tensor_load(y->data, y->dtype, place));
     }
   }
@@ -653,38 +653,42 @@ static eng_status run_exact(const product *g)
 
 // ------------------------------------------------------------------ the operation
 
-static matrix matrix_of(const tensor *q, const tensor *scale, bool k_last, const int64_t *block)
+static matrix matrix_of(const tensor *q, const tensor *scale, bool k_last, int64_t block_rows,
+                        int64_t block_columns)
 {
   matrix x = {.data = q->data, .scale = scale->data, .dtype = q->dtype,
               .fraction = q->dtype == ENG_e4m3 ? 3 : 2, .given_transposed = !k_last};
   x.i_stride = k_last ? q->shape[1] : 1;
   x.k_stride = k_last ? 1 : q->shape[1];
   x.size = q->shape[k_last ? 0 : 1];
-  x.at = fp8_scales_for(block[0], block[1], q->shape[0], q->shape[1], NULL);
+  x.at = fp8_scales_for(block_rows, block_columns, q->shape[0], q->shape[1], NULL);
   return x;
 }
 
 static eng_status fp8_matmul(const op_call *call)
 {
   const tensor *y = call->out[0], *bias = call->in[4];
-  bool ta = call->ints[0] != 0, tb = call->ints[1] != 0;
+  bool ta = call->fp8_matmul.transpose_a != 0, tb = call->fp8_matmul.transpose_b != 0;
   if (y->stride[1] != 1 || !dtype_is_fast(y->dtype) || (bias && !dtype_is_fast(bias->dtype)))
     return forward_to_reference(call);
   product g = {.call = call, .m = y->shape[0], .n = y->shape[1],
-               .k = call->in[0]->shape[ta ? 0 : 1], .model = (int)call->ints[7],
-               .promotion = call->ints[8] ? call->ints[8] : INT64_MAX / 4};
+               .k = call->in[0]->shape[ta ? 0 : 1], .model = (int)call->fp8_matmul.accumulator,
+               .promotion = call->fp8_matmul.promotion};
+  if (!g.promotion) g.promotion = INT64_MAX / 4;
 #if defined(ENG_ISA_avx512)
   g.pairs = g.model == ENG_ACCUMULATE_FP32 && gemm_pairs_here();
 #endif
-  g.a = matrix_of(call->in[0], call->in[1], !ta, &call->ints[2]);
-  g.b = matrix_of(call->in[2], call->in[3], tb, &call->ints[4]);
+  int64_t a_rows = call->fp8_matmul.a_rows, a_columns = call->fp8_matmul.a_columns,
+          b_rows = call->fp8_matmul.b_rows, b_columns = call->fp8_matmul.b_columns;
+  g.a = matrix_of(call->in[0], call->in[1], !ta, a_rows, a_columns);
+  g.b = matrix_of(call->in[2], call->in[3], tb, b_rows, b_columns);
   if (g.k == 0) {
     run_empty(&g);
     return ENG_OK;
   }
   g.stretch = smaller(g.k, smaller(ta ? g.a.at.row_block : g.a.at.inner_block,
                                    tb ? g.b.at.inner_block : g.b.at.row_block));
-  g.b_first = call->ints[tb ? 4 : 5] == 1 && call->ints[ta ? 3 : 2] != 1;
+  g.b_first = (tb ? b_rows : b_columns) == 1 && (ta ? a_columns : a_rows) != 1;
   int64_t stretches = ceiling(g.k, g.stretch);
   g.scale_a_row = g.m;
   g.scale_b_row = ceiling(g.n, PANEL) * PANEL;

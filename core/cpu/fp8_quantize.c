@@ -249,7 +249,7 @@ static float without_nan(const side *s, int64_t r0, int64_t rows, int64_t c0, in
 static fp8_scale scale_of(const side *s, uint32_t most, int64_t r0, int64_t c0)
 {
   const op_call *call = s->call;
-  int rule = (int)call->ints[3];
+  int rule = (int)call->quantize.rule;
   if (call->in[1]) {
     float factor = ((const float *)call->in[1]->data)[0];
     return (fp8_scale){factor, 1.0f / factor};
@@ -258,9 +258,10 @@ static fp8_scale scale_of(const side *s, uint32_t most, int64_t r0, int64_t c0)
   if (most > 0x7F800000u && rule != ENG_SCALE_TORCHAO)
     amax =
       without_nan(s, r0, smaller(s->high, s->rows - r0), c0, smaller(s->wide, s->columns - c0));
-  return fp8_scale_of(amax, fp8_largest(call->ints[0]), rule, (call->ints[4] & 4) != 0,
-                      fp8_eps(rule, call->floats[0]), (int)call->floats[1],
-                      fp8_limit(call->ints[1], call->ints[2], s->dtype));
+  return fp8_scale_of(amax, fp8_largest(call->quantize.format), rule,
+                      (call->quantize.flags & QUANTIZE_POW2) != 0,
+                      fp8_eps(rule, call->quantize.eps), (int)call->quantize.margin,
+                      fp8_limit(call->quantize.block_rows, call->quantize.block_columns, s->dtype));
 }
 
 // Scales of `blocks` blocks of one row of blocks, the first at (r0, c0). Transformer Engine's rule,
@@ -270,12 +271,13 @@ static void scales_of(const side *s, const uint32_t *most, int64_t r0, int64_t c
 {
   const op_call *call = s->call;
   int64_t j = 0;
-  if (call->ints[3] == ENG_SCALE_TRANSFORMER_ENGINE && !call->in[1]) {
-    vf one = vf_set1(1.0f), eps = vf_set1(fp8_eps(ENG_SCALE_TRANSFORMER_ENGINE, call->floats[0])),
-       power = vf_set1(fp8_power(-(int)call->floats[1]));
-    vf largest = vf_set1(fp8_largest(call->ints[0])),
-       limit = vf_set1(fp8_limit(call->ints[1], call->ints[2], s->dtype));
-    vi kept = vi_set1(call->ints[4] & 4 ? (int32_t)0xFF800000 : -1);
+  if (call->quantize.rule == ENG_SCALE_TRANSFORMER_ENGINE && !call->in[1]) {
+    vf one = vf_set1(1.0f), power = vf_set1(fp8_power(-(int)call->quantize.margin)),
+       eps = vf_set1(fp8_eps(ENG_SCALE_TRANSFORMER_ENGINE, call->quantize.eps)),
+       largest = vf_set1(fp8_largest(call->quantize.format)),
+       limit = vf_set1(fp8_limit(call->quantize.block_rows, call->quantize.block_columns,
+                                 s->dtype));
+    vi kept = vi_set1(call->quantize.flags & QUANTIZE_POW2 ? (int32_t)0xFF800000 : -1);
     for (; j + VF_LANES <= blocks; j += VF_LANES) {
       vf amax = (vf)vi_load((const int32_t *)most + j);
       if (vm_any(vf_isnan(amax))) break;
@@ -295,7 +297,9 @@ static void scales_of(const side *s, const uint32_t *most, int64_t r0, int64_t c
   }
 }
 
-static bool divides(const side *s) { return fp8_divides((int)s->call->ints[3]) && !s->call->in[1]; }
+static bool divides(const side *s)
+{ return fp8_divides((int)s->call->quantize.rule) && !s->call->in[1]; }
+static int fraction_of(const side *s) { return s->call->quantize.format == ENG_e4m3 ? 3 : 2; }
 
 // Whether no number of a block with this largest magnitude rounds past the format's largest one,
 // for a factor that is not negative. Most blocks are within and need no bounds.
@@ -315,7 +319,7 @@ static bool lay_factors(const side *s, const uint32_t *most, int64_t r0, int64_t
   float scale[STRIP], factor[STRIP];
   scales_of(s, most, i * s->high, c0, blocks, scale, factor);
   for (int64_t j = 0; j < blocks; j++) {
-    within = within && is_within(most[j], factor[j], s->call->ints[0] == ENG_e4m3 ? 3 : 2, by);
+    within = within && is_within(most[j], factor[j], fraction_of(s), by);
     if (keep) {
       s->scale[i * s->scale_down + (j0 + j) * s->scale_across] = scale[j];
       if (s->turn_scale) s->turn_scale[i * s->turn_down + (j0 + j) * s->turn_across] = scale[j];
@@ -329,7 +333,7 @@ static bool lay_factors(const side *s, const uint32_t *most, int64_t r0, int64_t
 static bool is_common(const side *s)   // 1 x 128
 {
   return !s->turned && s->high == 1 && s->wide == FP8_BLOCK && !s->turn_to &&
-         !(s->call->ints[4] & FP8_STOCHASTIC);
+         !(s->call->quantize.flags & QUANTIZE_STOCHASTIC);
 }
 
 VF_INLINE vf elements(const void *x, const int dtype, int64_t at)
@@ -403,19 +407,19 @@ static void codes(const side *s, uint8_t *to, int64_t r, int64_t c, const float 
                   bool within, int n)
 {
   int64_t element = r * s->columns + c;
-  if (s->call->ints[4] & FP8_STOCHASTIC) {
+  if (s->call->quantize.flags & QUANTIZE_STOCHASTIC) {
     float buffer[TILE], y[TILE];
     const float *x = tile_load(buffer, s->x, s->dtype, element, n);
     uint32_t words[TILE + 4 * VF_LANES + 4];
     int64_t lead = element % 4;
     for (int i = 0; i < n + lead; i += 4 * VF_LANES)
       philox_vectors(words + i, rng_seed(),
-                     (uint64_t)s->call->ints[5] + (uint64_t)((element - lead + i) / 4));
+                     (uint64_t)s->call->quantize.counter + (uint64_t)((element - lead + i) / 4));
     for (int i = 0; i < n; i++) y[i] = divides(s) ? x[i] / factors[i] : x[i] * factors[i];
-    fp8_encode(to, (int)s->call->ints[0], y, n, true, words + lead);
+    fp8_encode(to, (int)s->call->quantize.format, y, n, true, words + lead);
   } else {
-    FOR_ALL(codes_typed, s->dtype, s->call->ints[0] == ENG_e4m3 ? 3 : 2, divides(s), within, to,
-            s->x, element, factors, n);
+    FOR_ALL(codes_typed, s->dtype, fraction_of(s), divides(s), within, to, s->x, element, factors,
+            n);
   }
 }
 
@@ -544,8 +548,7 @@ VF_INLINE uint32_t row_typed(const side *s, int64_t r, int64_t c0, int64_t block
 
 static uint32_t row_of_blocks(const side *s, int64_t r, int64_t c0, int64_t blocks)
 {
-  return FOR_ALL(row_typed, s->dtype, s->call->ints[0] == ENG_e4m3 ? 3 : 2, divides(s), true, s, r,
-                 c0, blocks);
+  return FOR_ALL(row_typed, s->dtype, fraction_of(s), divides(s), true, s, r, c0, blocks);
 }
 
 // ------------------------------------------------------------------ tiles
@@ -664,8 +667,8 @@ static side side_of(const op_call *call, bool turned)
   s.rows = s.columns ? x->count / s.columns : 0;
   s.q = call->out[turned ? 3 : 0]->data;
   s.scale = call->out[turned ? 4 : 1]->data;
-  fp8_scales at = turned ? fp8_scales_for(call->ints[1], call->ints[2], s.columns, s.rows, NULL)
-                         : fp8_scales_for(call->ints[1], call->ints[2], s.rows, s.columns, NULL);
+  fp8_scales at = fp8_scales_for(call->quantize.block_rows, call->quantize.block_columns,
+                                 turned ? s.columns : s.rows, turned ? s.rows : s.columns, NULL);
   s.high = turned ? at.inner_block : at.row_block;
   s.wide = turned ? at.row_block : at.inner_block;
   s.across = turned ? at.row_count : at.inner_count;
@@ -738,11 +741,12 @@ static void packed_task(const void *context, int64_t r)
 static eng_status quantize(const op_call *call)
 {
   const tensor *x = call->in[0];
-  bool turned = call->out[3] != NULL, square = call->ints[1] == call->ints[2],
-       together = x->count >= PARALLEL_ELEMENTS;
-  bool packed = call->ints[0] == ENG_FORMAT_E5M6;
+  bool turned = call->out[3] != NULL, together = x->count >= PARALLEL_ELEMENTS,
+       square = call->quantize.block_rows == call->quantize.block_columns,
+       packed = call->quantize.format == ENG_FORMAT_E5M6;
   if (!dtype_is_fast(x->dtype) || !call->out[0] || !call->out[1] || x->count == 0 ||
-      (turned && !square && call->ints[4] & FP8_STOCHASTIC)) return forward_to_reference(call);
+      (turned && !square && call->quantize.flags & QUANTIZE_STOCHASTIC))
+    return forward_to_reference(call);
   for (int k = 1; k < 5; k += 3)
     // Clears the padding.
     if (call->out[k]) memset(call->out[k]->data, 0, (size_t)call->out[k]->count * sizeof(float));
@@ -830,12 +834,13 @@ static void back_task(const void *context, int64_t row)
 static eng_status dequantize(const op_call *call)
 {
   const tensor *q = call->in[0], *y = call->out[0];
-  bool packed = call->ints[3] == ENG_FORMAT_E5M6;
+  bool packed = call->dequantize.format == ENG_FORMAT_E5M6;
   if (!dtype_is_fast(y->dtype) || (!packed && !dtype_is_fp8(q->dtype)) || y->count == 0)
     return forward_to_reference(call);
   back b = {.call = call, .columns = y->shape[y->ndim - 1], .packed = packed};
   int64_t rows = y->count / b.columns;
-  b.at = fp8_scales_for(call->ints[1], call->ints[2], rows, b.columns, NULL);
+  b.at = fp8_scales_for(call->dequantize.block_rows, call->dequantize.block_columns, rows,
+                        b.columns, NULL);
   run_tasks(rows, y->count >= PARALLEL_ELEMENTS, back_task, &b);
   return ENG_OK;
 }

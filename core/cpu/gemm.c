@@ -127,12 +127,12 @@ static eng_status matmul(const op_call *call)
   bool fast = dtype_is_fast(a->dtype) && dtype_is_fast(b->dtype) && dtype_is_fast(c->dtype) &&
               (c_column == 1 || c->shape[c->ndim - 1] <= 1);
   if (!fast) return backend_reference()->kernel[call->op](call);
-  gemm_call g = {.batch_dims = c->ndim - 2, .alpha = 1, .beta = call->ints[3] ? 1 : 0};
+  gemm_call g = {.batch_dims = c->ndim - 2, .alpha = 1, .beta = call->matmul.add ? 1 : 0};
   g.m = c->shape[c->ndim - 2];
   g.n = c->shape[c->ndim - 1];
-  g.k = a->shape[a->ndim - (call->ints[0] ? 2 : 1)];
-  g.a = operand_of(a, call->ints[0] != 0, g.batch_dims);
-  g.b = operand_of(b, call->ints[1] != 0, g.batch_dims);
+  g.k = a->shape[a->ndim - (call->matmul.transpose_a ? 2 : 1)];
+  g.a = operand_of(a, call->matmul.transpose_a != 0, g.batch_dims);
+  g.b = operand_of(b, call->matmul.transpose_b != 0, g.batch_dims);
   g.c = c->data;
   g.c_dtype = c->dtype;
   g.c_row = c->stride[c->ndim - 2];
@@ -285,7 +285,7 @@ static eng_status bias_grad(const op_call *call)
   }
   sum_rows(total, partial, ENG_f32, 0, blocks, n);
   float old[TILE];
-  for (int64_t j = 0; call->ints[1] && j < n; j += TILE) {
+  for (int64_t j = 0; call->bias_grad.add && j < n; j += TILE) {
     int count = (int)(n - j < TILE ? n - j : TILE);
     const float *before = tile_load(old, db->data, db->dtype, j, count);
     for (int i = 0; i < count; i++) total[j + i] += before[i];
@@ -302,10 +302,11 @@ static eng_status linear_grad(const op_call *call)
   const tensor *dy = call->in[0], *x = call->in[1], *dw = call->out[0];
   gemm_operand a = turned(rows_operand(dy)), b = rows_operand(x);
   gemm_call g = product_of_rows(dw, &a, &b, dw->shape[0], row_count(dy), NULL);
-  g.beta = call->ints[2] ? 1 : 0;
+  g.beta = call->linear_grad.add[0] ? 1 : 0;
   ENG_TRY(run(g));
   op_call bias = {.op = ENG_OP_bias_grad, .n_in = 1, .n_out = 1, .in = {call->in[0]},
-                  .out = {call->out[1]}, .ints = {call->ints[1], call->ints[3]}};
+                  .out = {call->out[1]}, .bias_grad = {.dtype = call->linear_grad.dtype[1],
+                                                       .add = call->linear_grad.add[1]}};
   return bias_grad(&bias);
 }
 

@@ -120,7 +120,7 @@ static eng_status index_select(const op_call *call)
 {
   const tensor *x = call->in[0], *y = call->out[0];
   if (x->dtype != y->dtype) return forward_to_reference(call);
-  around a = around_of(x, dimension_of(call->ints[0], x->ndim));
+  around a = around_of(x, dimension_of(call->index_select.dim, x->ndim));
   indices ids;
   ENG_TRY(indices_open(&ids, call, call->in[1], a.size));
   copy_rows(y->data, x->data, &ids, a, a.inner * eng_dtype_size(x->dtype));
@@ -221,13 +221,14 @@ static eng_status scatter_call(const op_call *call, around a, bool add)
 
 static eng_status embedding_grad(const op_call *call)
 {
-  return scatter_call(call, around_of(call->out[0], 0), call->ints[2] != 0);
+  return scatter_call(call, around_of(call->out[0], 0), call->embedding_grad.add != 0);
 }
 
 static eng_status index_select_grad(const op_call *call)
 {
   const tensor *dx = call->out[0];
-  return scatter_call(call, around_of(dx, dimension_of(call->ints[0], dx->ndim)), false);
+  int dimension = dimension_of(call->index_select_grad.dim, dx->ndim);
+  return scatter_call(call, around_of(dx, dimension), false);
 }
 
 // ------------------------------------------------------------------ elements by index
@@ -288,7 +289,7 @@ static eng_status gather(const op_call *call)
   const tensor *x = call->in[0], *index = call->in[1], *y = call->out[0];
   if (x->dtype != y->dtype) return forward_to_reference(call);
   if (y->count == 0) return ENG_OK;
-  int dimension = dimension_of(call->ints[0], x->ndim);
+  int dimension = dimension_of(call->gather.dim, x->ndim);
   picks p;
   indices ids;
   ENG_TRY(picks_open(&p, index, x, dimension));
@@ -330,7 +331,7 @@ static eng_status gather_grad(const op_call *call)
 {
   const tensor *dy = call->in[0], *index = call->in[1], *dx = call->out[0];
   if (!dtype_is_fast(dy->dtype) || !dtype_is_fast(dx->dtype)) return forward_to_reference(call);
-  int dimension = dimension_of(call->ints[0], dx->ndim);
+  int dimension = dimension_of(call->gather_grad.dim, dx->ndim);
   picks p;
   indices ids;
   ENG_TRY(picks_open(&p, index, dx, dimension));
@@ -428,7 +429,7 @@ static void top_of_row(uint64_t *heap, int64_t k, const void *x, int dtype, int6
 static eng_status topk(const op_call *call)
 {
   const tensor *x = call->in[0], *values = call->out[0], *places = call->out[1];
-  int64_t n = row_length(x), rows = row_count(x), k = call->ints[0];
+  int64_t n = row_length(x), rows = row_count(x), k = call->topk.k;
   if (!dtype_is_fast(x->dtype) || (values && values->dtype != x->dtype) || n > UINT32_MAX)
     return forward_to_reference(call);
   if (k < 0 || k > n)
@@ -512,7 +513,7 @@ static void extreme_of_columns(int32_t *place, const void *x, int dtype, int64_t
 static eng_status find_extreme(const op_call *call, float sign)
 {
   const tensor *x = call->in[0], *y = call->out[0];
-  around a = around_of(x, x->ndim ? dimension_of(call->ints[0], x->ndim) : 0);
+  around a = around_of(x, x->ndim ? dimension_of(call->argmax.dim, x->ndim) : 0);
   if (!dtype_is_fast(x->dtype) || a.size > INT32_MAX) return forward_to_reference(call);
   if (a.size == 0 && y->count > 0)
     return error_set(ENG_ERR_VALUE, "%s: expected at least one element to choose from, got %s",

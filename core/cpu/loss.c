@@ -15,7 +15,7 @@ enum { MSE_BLOCK = 32 * TILE };   // elements a thread sums at a time
 static eng_status check_targets(const op_call *call, const tensor *targets, int64_t rows,
                                 int64_t classes, int64_t *counted)
 {
-  int64_t ignored = call->ints[0], n = 0;
+  int64_t ignored = call->cross_entropy.ignore, n = 0;
   for (int64_t row = 0; row < rows; row++) {
     int64_t t = tensor_load_int(targets->data, targets->dtype, row);
     if (t == ignored) continue;
@@ -56,9 +56,9 @@ static eng_status cross_entropy(const op_call *call)
 {
   if (!logits_fast(call)) return forward_to_reference(call);
   const tensor *x = call->in[0], *targets = call->in[1], *loss = call->out[0], *lse = call->out[1];
-  int64_t classes = row_length(x), rows = row_count(x), ignored = call->ints[0],
-          reduction = call->ints[1], counted = 0;
-  double smoothing = call->floats[0];
+  int64_t classes = row_length(x), rows = row_count(x), ignored = call->cross_entropy.ignore,
+          reduction = call->cross_entropy.reduction, counted = 0;
+  double smoothing = call->cross_entropy.smoothing;
   ENG_TRY(check_targets(call, targets, rows, classes, &counted));
   int64_t bytes = rows * (int64_t)sizeof(double);
   double *losses = arena_alloc(ARENA_SCRATCH, bytes);
@@ -111,9 +111,9 @@ static eng_status cross_entropy_grad(const op_call *call)
   if (!logits_fast(call)) return forward_to_reference(call);
   const tensor *x = call->in[0], *targets = call->in[1], *lse = call->in[2], *dloss = call->in[3],
                *dx = call->out[0];
-  int64_t classes = row_length(x), rows = row_count(x), ignored = call->ints[0],
-          reduction = call->ints[1], counted = 0;
-  double smoothing = call->floats[0], floor = smoothing / (double)classes;
+  int64_t classes = row_length(x), rows = row_count(x), ignored = call->cross_entropy.ignore,
+          reduction = call->cross_entropy.reduction, counted = 0;
+  double smoothing = call->cross_entropy.smoothing, floor = smoothing / (double)classes;
   ENG_TRY(check_targets(call, targets, rows, classes, &counted));
 
 #pragma omp parallel for schedule(static) if (x->count > PARALLEL_ELEMENTS)

@@ -175,7 +175,7 @@ eng_status norm(const op_call *call, bool centred, bool adds)
   // x * 1 + -0 is x in every bit, -0 included.
   const float *weight = vector_f32(scratch, call->in[next], n, 1.0f);
   const float *shift = vector_f32(scratch + room, bias, n, -0.0f);
-  double eps = call->floats[0];
+  double eps = call->layer_norm.eps;
 
 #pragma omp parallel for schedule(static) if (x->count > PARALLEL_ELEMENTS)
   for (int64_t row = 0; row < rows; row++) {
@@ -291,8 +291,8 @@ eng_status norm_grad(const op_call *call, bool centred, bool adds)
   const tensor *x = call->in[0], *means = centred ? call->in[2] : NULL,
                *rstds = call->in[2 + centred], *dy = call->in[3 + centred];
   const tensor *dsum = adds ? call->in[4 + centred] : NULL, *dx = call->out[0];
-  tensor *dweight = call->ints[1] ? call->out[1] : NULL,
-         *dbias = centred && call->ints[1] ? call->out[2] : NULL;
+  tensor *dweight = call->layer_norm_grad.affine ? call->out[1] : NULL,
+         *dbias = centred && call->layer_norm_grad.affine ? call->out[2] : NULL;
   int64_t n = row_length(x), rows = row_count(x), room = padded(n);
 
   // Blocks depend on the shape alone, so column sums are the same for any number of threads.

@@ -52,7 +52,7 @@ static void finish(operand *o)
 static reduction reduction_of(const op_call *call)
 {
   const tensor *x = call->in[0];
-  uint64_t mask = (uint64_t)call->ints[0];
+  uint64_t mask = (uint64_t)call->sum.mask;
   reduction r = {.kept = {.data = x->data, .dtype = x->dtype},
                  .gone = {.data = x->data, .dtype = x->dtype}, .results = 1, .each = 1,
                  .divisor = 1, .y = call->out[0]};
@@ -266,7 +266,7 @@ static void extreme_grad_task(const void *context, int64_t result)
   const extreme_call *e = context;
   const tensor *x = e->call->in[0], *y = e->call->in[1], *dy = e->call->in[2],
                *dx = e->call->out[0];
-  uint64_t mask = (uint64_t)e->call->ints[0];
+  uint64_t mask = (uint64_t)e->call->extreme_grad.mask;
   float extreme = get(y->data, y->dtype, result_offset(y, x, mask, result));
   double slope = get(dy->data, dy->dtype, result_offset(dy, x, mask, result));
   int64_t from = cursor_at(&e->from.kept, result).offset,

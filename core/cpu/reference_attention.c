@@ -19,7 +19,7 @@ static sizes sizes_of(const op_call *call)
 {
   const tensor *q = call->in[0], *k = call->in[1];
   sizes s = {q->shape[0], q->shape[1], k->shape[1],     q->shape[2],
-             k->shape[2], q->shape[3], call->floats[0], call->ints[0] != 0};
+             k->shape[2], q->shape[3], call->attention.scale, call->attention.causal != 0};
   if (s.factor == 0.0) s.factor = 1.0 / sqrt((double)s.width);
   return s;
 }
@@ -81,7 +81,7 @@ eng_status reference_attention(const op_call *call)
       }
   values_store(call->out[0], y, false);
   values_store(call->out[1], lse, false);
-  if (call->ints[1]) values_store(call->out[2], entropy, false);
+  if (call->attention.entropy) values_store(call->out[2], entropy, false);
   return workspace_close(&space);
 }
 
@@ -132,15 +132,15 @@ eng_status reference_rope(const op_call *call)
 {
   const tensor *y = call->out[0];
   int64_t times = y->shape[1], heads = y->shape[2], width = y->shape[3], half = width / 2;
-  bool neighbours = call->ints[1] != 0;   // pairs (2i, 2i + 1) instead of (i, i + D/2)
-  double direction = call->ints[2] ? -1.0 : 1.0;
+  bool neighbours = call->rope.interleaved != 0;   // pairs (2i, 2i + 1) instead of (i, i + D/2)
+  double direction = call->rope.backward ? -1.0 : 1.0;
   workspace space = {0};
   double *x = workspace_load(&space, call->in[0]);
   if (space.failed) return workspace_close(&space);
   for (int64_t row = 0; row < y->shape[0] * times; row++) {
-    double position = (double)(call->ints[0] + row % times);
+    double position = (double)(call->rope.position + row % times);
     for (int64_t i = 0; i < half; i++) {
-      double angle = direction * position * pow(call->floats[0], -2.0 * (double)i / (double)width),
+      double angle = direction * position * pow(call->rope.base, -2.0 * (double)i / (double)width),
              c = cos(angle), s = sin(angle);
       for (int64_t h = 0; h < heads; h++) {
         double *head = x + (row * heads + h) * width;

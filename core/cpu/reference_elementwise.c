@@ -147,7 +147,7 @@ UNARY(hardswish, x * (fmin(fmax(x + 3.0, 0.0), 6.0) / 6.0))
 eng_status reference_affine(const op_call *call)
 {
   const tensor *x = call->in[0], *y = call->out[0];
-  double factor = call->floats[0], shift = call->floats[1];
+  double factor = call->affine.factor, shift = call->affine.term;
   bool whole =
     factor == rint(factor) && fabs(factor) < 0x1p63 && shift == rint(shift) && fabs(shift) < 0x1p63;
   bool integers = dtype_is_integer(x->dtype) && dtype_is_integer(y->dtype) && whole;
@@ -175,14 +175,14 @@ eng_status reference_pow_scalar(const op_call *call)
   walk_add(&w, y);
   for (; !walk_ended(&w); walk_next(&w))
     tensor_store(y->data, y->dtype, w.at[1],
-                 pow(tensor_load(x->data, x->dtype, w.at[0]), call->floats[0]));
+                 pow(tensor_load(x->data, x->dtype, w.at[0]), call->pow_scalar.exponent));
   return ENG_OK;
 }
 
 eng_status reference_clamp(const op_call *call)
 {
   const tensor *x = call->in[0], *y = call->out[0];
-  double low = call->floats[0], high = call->floats[1];
+  double low = call->clamp.low, high = call->clamp.high;
   walk w = walk_over(y->ndim, y->shape);
   walk_add(&w, x);
   walk_add(&w, y);
@@ -217,6 +217,7 @@ static double gelu_tanh_slope(double x)
 eng_status reference_unary_grad(const op_call *call)
 {
   const tensor *x = call->in[0], *dy = call->in[1], *dx = call->out[0];
+  int64_t of = call->unary_grad.of;
   walk w = walk_over(dx->ndim, dx->shape);
   walk_add(&w, x);
   walk_add(&w, dy);
@@ -224,7 +225,7 @@ eng_status reference_unary_grad(const op_call *call)
   for (; !walk_ended(&w); walk_next(&w)) {
     double v = tensor_load(x->data, x->dtype, w.at[0]),
            g = tensor_load(dy->data, dy->dtype, w.at[1]), slope;
-    switch (call->unary_grad.of) {
+    switch (of) {
       case ENG_OP_neg:         slope = -1.0; break;
       case ENG_OP_abs:         slope = f64_is_nan(v) ? v : (v > 0) - (v < 0); break;
       case ENG_OP_exp:         slope = exp(v); break;
@@ -246,10 +247,9 @@ eng_status reference_unary_grad(const op_call *call)
         g = v <= -3 ? 0.0 : g;
         break;
       default:
-        return error_set(ENG_ERR_VALUE,
-                         "unary_grad: expected an elementwise operation of one input, got %s",
-                         eng_op_name((int)call->ints[0]) ? eng_op_name((int)call->ints[0])
-                                                         : "a number that is no operation");
+        return error_set(
+          ENG_ERR_VALUE, "unary_grad: expected an elementwise operation of one input, got %s",
+          eng_op_name((int)of) ? eng_op_name((int)of) : "a number that is no operation");
     }
     tensor_store(dx->data, dx->dtype, w.at[2], slope * g);
   }
@@ -292,18 +292,18 @@ eng_status reference_swiglu_grad(const op_call *call)
 
 // ------------------------------------------------------------------ dropout, copies
 
-// Element i, counted in row-major order, takes word i % 4 of the Philox block ints[0] + i / 4. A
+// Element i, counted in row-major order, takes word i % 4 of the Philox block counter + i / 4. A
 // dropped element is 0, whatever its value was; a kept one is divided by 1 - p.
 eng_status reference_dropout(const op_call *call)
 {
   const tensor *x = call->in[0], *y = call->out[0];
-  double p = call->floats[0];
+  double p = call->dropout.p;
   walk w = walk_over(y->ndim, y->shape);
   walk_add(&w, x);
   walk_add(&w, y);
   for (; !walk_ended(&w); walk_next(&w)) {
     uint32_t words[4];
-    philox_block(words, (uint64_t)call->ints[0] + (uint64_t)(w.position / 4));
+    philox_block(words, (uint64_t)call->dropout.counter + (uint64_t)(w.position / 4));
     bool keep = (words[w.position % 4] >> 8) * 0x1p-24 >= p;
     tensor_store(y->data, y->dtype, w.at[1],
                  keep ? tensor_load(x->data, x->dtype, w.at[0]) / (1.0 - p) : 0.0);
@@ -335,7 +335,7 @@ static eng_status cast_by_mode(const op_call *call, int mode)
                      : tensor_load(x->data, x->dtype, w.at[0]);
     uint32_t words[4] = {0};
     if (mode & FP8_STOCHASTIC)
-      philox_block(words, (uint64_t)call->ints[2] + (uint64_t)(w.position / 4));
+      philox_block(words, (uint64_t)call->cast.counter + (uint64_t)(w.position / 4));
     ((uint8_t *)y->data)[w.at[1]] = fp8_from_f32(
       f32_odd_from_f64(value), y->dtype == ENG_e4m3 ? 3 : 2, mode, words[w.position % 4]);
   }
@@ -344,7 +344,8 @@ static eng_status cast_by_mode(const op_call *call, int mode)
 
 eng_status reference_cast(const op_call *call)
 {
-  return dtype_is_fp8(call->out[0]->dtype) && call->ints[1] ? cast_by_mode(call, (int)call->ints[1])
-                                                            : copy_elements(call);
+  int mode = (int)call->cast.mode;
+  return dtype_is_fp8(call->out[0]->dtype) && mode ? cast_by_mode(call, mode)
+                                                   : copy_elements(call);
 }
 eng_status reference_contiguous(const op_call *call) { return copy_elements(call); }

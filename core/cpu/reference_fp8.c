@@ -44,20 +44,22 @@ static float block_amax(const side *s, int64_t r0, int64_t rows, int64_t c0, int
 
 static fp8_scale scale_of_block(const op_call *call, float amax)
 {
-  int rule = (int)call->ints[3];
+  int rule = (int)call->quantize.rule;
   if (call->in[1]) {
     float factor = ((const float *)call->in[1]->data)[0];
     return (fp8_scale){factor, 1.0f / factor};
   }
-  return fp8_scale_of(amax, fp8_largest(call->ints[0]), rule, (call->ints[4] & 4) != 0,
-                      fp8_eps(rule, call->floats[0]), (int)call->floats[1],
-                      fp8_limit(call->ints[1], call->ints[2], call->in[0]->dtype));
+  return fp8_scale_of(amax, fp8_largest(call->quantize.format), rule,
+                      (call->quantize.flags & QUANTIZE_POW2) != 0,
+                      fp8_eps(rule, call->quantize.eps), (int)call->quantize.margin,
+                      fp8_limit(call->quantize.block_rows, call->quantize.block_columns,
+                                call->in[0]->dtype));
 }
 
 static uint32_t random_of(const side *s, int64_t element)
 {
   uint32_t word[4];
-  if (!(s->call->ints[4] & FP8_STOCHASTIC)) return 0;
+  if (!(s->call->quantize.flags & QUANTIZE_STOCHASTIC)) return 0;
   philox_block(word, s->random + (uint64_t)(element / 4));
   return word[element % 4];
 }
@@ -65,11 +67,12 @@ static uint32_t random_of(const side *s, int64_t element)
 static void quantize_side(const side *s)
 {
   const op_call *call = s->call;
-  fp8_scales at = fp8_scales_for(call->ints[1], call->ints[2], s->rows, s->columns, NULL);
-  bool divides = fp8_divides((int)call->ints[3]) && !call->in[1],
-       packed = call->ints[0] == ENG_FORMAT_E5M6;
-  int mode = FP8_SATURATE | (int)(call->ints[4] & FP8_STOCHASTIC),
-      fraction = call->ints[0] == ENG_e4m3 ? 3 : 2;
+  fp8_scales at = fp8_scales_for(call->quantize.block_rows, call->quantize.block_columns, s->rows,
+                                 s->columns, NULL);
+  bool divides = fp8_divides((int)call->quantize.rule) && !call->in[1],
+       packed = call->quantize.format == ENG_FORMAT_E5M6;
+  int mode = FP8_SATURATE | (call->quantize.flags & QUANTIZE_STOCHASTIC ? FP8_STOCHASTIC : 0),
+      fraction = call->quantize.format == ENG_e4m3 ? 3 : 2;
   memset(s->scale->data, 0, (size_t)s->scale->count * sizeof(float));   // the padding
   for (int64_t i = 0; i < at.row_count; i++)
     for (int64_t j = 0; j < at.inner_count; j++) {
@@ -77,7 +80,7 @@ static void quantize_side(const side *s)
       int64_t rows = s->rows - r0 < at.row_block ? s->rows - r0 : at.row_block;
       int64_t columns = s->columns - c0 < at.inner_block ? s->columns - c0 : at.inner_block;
       fp8_scale scale = scale_of_block(
-        call, block_amax(s, r0, rows, c0, columns, call->ints[3] == ENG_SCALE_TORCHAO));
+        call, block_amax(s, r0, rows, c0, columns, call->quantize.rule == ENG_SCALE_TORCHAO));
       ((float *)s->scale->data)[i * at.row_stride + j * at.inner_stride] = scale.scale;
       for (int64_t r = r0; r < r0 + rows; r++)
         for (int64_t c = c0; c < c0 + columns; c++) {
@@ -105,7 +108,7 @@ eng_status reference_quantize(const op_call *call)
   int64_t columns = columns_of(x), rows = rows_of(x);
   side own = {.call = call, .rows = rows, .columns = columns, .row = columns, .column = 1,
               .q = call->out[0], .scale = call->out[1],
-              .random = (uint64_t)call->ints[5]};
+              .random = (uint64_t)call->quantize.counter};
   if (own.q && own.scale) quantize_side(&own);
   if (call->out[2]) {
     float amax = block_amax(&own, 0, rows, 0, columns, true);
@@ -114,10 +117,10 @@ eng_status reference_quantize(const op_call *call)
   if (!call->out[3] || !call->out[4]) return ENG_OK;
   side turned = {.call = call, .rows = columns, .columns = rows, .row = 1, .column = columns,
                  .q = call->out[3], .scale = call->out[4],
-                 .random = (uint64_t)call->ints[5] + (uint64_t)((x->count + 3) / 4)};
+                 .random = (uint64_t)call->quantize.counter + (uint64_t)((x->count + 3) / 4)};
   quantize_side(&turned);
   // Square blocks give the same bytes, also where rounding was stochastic.
-  if (call->ints[1] == call->ints[2])
+  if (call->quantize.block_rows == call->quantize.block_columns)
     for (int64_t r = 0; r < rows; r++)
       for (int64_t c = 0; c < columns; c++)
         ((uint8_t *)turned.q->data)[c * rows + r] = ((const uint8_t *)own.q->data)[r * columns + c];
@@ -142,10 +145,11 @@ eng_status reference_swiglu_quantize(const op_call *call)
 eng_status reference_dequantize(const op_call *call)
 {
   const tensor *q = call->in[0], *y = call->out[0];
-  bool packed = call->ints[3] == ENG_FORMAT_E5M6;
+  bool packed = call->dequantize.format == ENG_FORMAT_E5M6;
   int64_t rows = rows_of(y), columns = columns_of(y);
   const float *scale = call->in[1]->data;
-  fp8_scales at = fp8_scales_for(call->ints[1], call->ints[2], rows, columns, NULL);
+  fp8_scales at = fp8_scales_for(call->dequantize.block_rows, call->dequantize.block_columns, rows,
+                                 columns, NULL);
   for (int64_t i = 0; i < y->count; i++) {
     float value;
     if (packed) {
@@ -224,16 +228,18 @@ static double accumulate(const matrix *a, const matrix *b, int model, int64_t i,
 eng_status reference_fp8_matmul(const op_call *call)
 {
   const tensor *y = call->out[0], *bias = call->in[4];
-  bool ta = call->ints[0] != 0, tb = call->ints[1] != 0;
-  matrix a = matrix_of(call->in[0], call->in[1], !ta, call->ints[2], call->ints[3]);
-  matrix b = matrix_of(call->in[2], call->in[3], tb, call->ints[4], call->ints[5]);
+  bool ta = call->fp8_matmul.transpose_a != 0, tb = call->fp8_matmul.transpose_b != 0;
+  int64_t a_rows = call->fp8_matmul.a_rows, a_columns = call->fp8_matmul.a_columns,
+          b_rows = call->fp8_matmul.b_rows, b_columns = call->fp8_matmul.b_columns;
+  matrix a = matrix_of(call->in[0], call->in[1], !ta, a_rows, a_columns);
+  matrix b = matrix_of(call->in[2], call->in[3], tb, b_rows, b_columns);
   int64_t m = y->shape[0], n = y->shape[1], k = call->in[0]->shape[ta ? 0 : 1];
   int64_t along_a = ta ? a.at.row_block : a.at.inner_block,
           along_b = tb ? b.at.inner_block : b.at.row_block;
   int64_t stretch = along_a < along_b ? along_a : along_b;
-  bool b_first = call->ints[tb ? 4 : 5] == 1 && call->ints[ta ? 3 : 2] != 1;
-  int model = (int)call->ints[7];
-  int64_t promotion = call->ints[8] ? call->ints[8] : INT64_MAX / 2;
+  bool b_first = (tb ? b_rows : b_columns) == 1 && (ta ? a_columns : a_rows) != 1;
+  int model = (int)call->fp8_matmul.accumulator;
+  int64_t promotion = call->fp8_matmul.promotion ? call->fp8_matmul.promotion : INT64_MAX / 2;
   for (int64_t i = 0; i < m; i++)
     for (int64_t j = 0; j < n; j++) {
       float total = 0;
@@ -255,9 +261,9 @@ eng_status reference_fp8_matmul(const op_call *call)
       double value = model == ENG_ACCUMULATE_EXACT ? exact + addend
                      : bias                        ? (double)(total + (float)addend)
                                                    : (double)total;
-      double before = call->ints[9] ? tensor_load(y->data, y->dtype, place) : 0;
+      double before = call->fp8_matmul.add ? tensor_load(y->data, y->dtype, place) : 0;
       tensor_store(y->data, y->dtype, place, value);
-      if (call->ints[9])
+      if (call->fp8_matmul.add)
         tensor_store(y->data, y->dtype, place, before + tensor_load(y->data, y->dtype, place));
     }
   return ENG_OK;

@@ -11,7 +11,7 @@
 eng_status reference_concat(const op_call *call)
 {
   const tensor *y = call->out[0];
-  int dimension = dimension_of(call->ints[0], y->ndim);
+  int dimension = dimension_of(call->concat.dim, y->ndim);
   int64_t offset = 0;   // of the current part, along `dimension`
   for (int k = 0; k < call->n_in; k++) {
     const tensor *x = call->in[k];
@@ -44,7 +44,7 @@ static eng_status read_index(int64_t *index, const op_call *call, const tensor *
 eng_status reference_gather(const op_call *call)
 {
   const tensor *x = call->in[0], *indices = call->in[1], *y = call->out[0];
-  int dimension = dimension_of(call->ints[0], x->ndim);
+  int dimension = dimension_of(call->gather.dim, x->ndim);
   walk w = walk_over(y->ndim, y->shape);
   walk_add_strides(&w, indices->stride);
   walk_add(&w, y);
@@ -61,7 +61,7 @@ eng_status reference_gather(const op_call *call)
 eng_status reference_gather_grad(const op_call *call)
 {
   const tensor *dy = call->in[0], *indices = call->in[1], *dx = call->out[0];
-  int dimension = dimension_of(call->ints[0], dx->ndim);
+  int dimension = dimension_of(call->gather_grad.dim, dx->ndim);
   workspace space = {0};
   double *sums = workspace_doubles(&space, dx->count);
   if (space.failed) return workspace_close(&space);
@@ -87,7 +87,7 @@ eng_status reference_gather_grad(const op_call *call)
 eng_status reference_index_select(const op_call *call)
 {
   const tensor *x = call->in[0], *indices = call->in[1], *y = call->out[0];
-  int dimension = dimension_of(call->ints[0], x->ndim);
+  int dimension = dimension_of(call->index_select.dim, x->ndim);
   for (int64_t k = 0; k < indices->count; k++) {
     int64_t index;
     ENG_TRY(read_index(&index, call, indices, k * indices->stride[0], k, x->shape[dimension]));
@@ -106,7 +106,7 @@ eng_status reference_index_select(const op_call *call)
 eng_status reference_index_select_grad(const op_call *call)
 {
   const tensor *dy = call->in[0], *indices = call->in[1], *dx = call->out[0];
-  int dimension = dimension_of(call->ints[0], dx->ndim);
+  int dimension = dimension_of(call->index_select_grad.dim, dx->ndim);
   for (int64_t k = 0; k < indices->count; k++) {
     int64_t index;
     ENG_TRY(read_index(&index, call, indices, k * indices->stride[0], k, dx->shape[dimension]));
@@ -163,7 +163,7 @@ eng_status reference_embedding_grad(const op_call *call)
     for (int64_t c = 0; c < columns; c++)
       sums[id * columns + c] += slopes[rows.position * columns + c];
   }
-  values_store(dweight, sums, call->ints[2] != 0);
+  values_store(dweight, sums, call->embedding_grad.add != 0);
   return workspace_close(&space);
 }
 
@@ -173,7 +173,7 @@ eng_status reference_topk(const op_call *call)
 {
   const tensor *x = call->in[0], *values = call->out[0], *places = call->out[1];
   int last = x->ndim - 1;
-  int64_t n = x->shape[last], k = call->ints[0], step = x->stride[last];
+  int64_t n = x->shape[last], k = call->topk.k, step = x->stride[last];
   workspace space = {0};
   int64_t *taken = workspace_ints(&space, n);   // 1 + the last row in which an element was taken
   if (space.failed) return workspace_close(&space);
@@ -205,7 +205,7 @@ eng_status reference_topk(const op_call *call)
 static eng_status find_extreme(const op_call *call, int sign)
 {
   const tensor *x = call->in[0], *y = call->out[0];
-  int dimension = dimension_of(call->ints[0], x->ndim);
+  int dimension = dimension_of(call->argmax.dim, x->ndim);
   int64_t n = x->shape[dimension], step = x->stride[dimension];
   int64_t shape[ENG_MAX_DIMS], stride[ENG_MAX_DIMS];
   // Every dimension except the searched one, which y may keep or drop.

@@ -13,13 +13,13 @@ static eng_status count_targets(int64_t *counted, const op_call *call, const int
 {
   *counted = 0;
   for (int64_t r = 0; r < rows; r++) {
-    if (targets[r] == call->ints[0]) continue;
+    if (targets[r] == call->cross_entropy.ignore) continue;
     if (targets[r] < 0 || targets[r] >= classes)
       return error_set(
         ENG_ERR_VALUE,
         "%s: expected targets in 0..%lld or the ignored value %lld, got %lld at position %lld "
         "of %s",
-        eng_op_name(call->op), (long long)classes - 1, (long long)call->ints[0],
+        eng_op_name(call->op), (long long)classes - 1, (long long)call->cross_entropy.ignore,
         (long long)targets[r], (long long)r, tensor_text(call->in[1]));
     ++*counted;
   }
@@ -30,8 +30,9 @@ static eng_status count_targets(int64_t *counted, const op_call *call, const int
 eng_status reference_cross_entropy(const op_call *call)
 {
   const tensor *logits = call->in[0];
-  int64_t rows = rows_of(logits), classes = columns_of(logits), mode = call->ints[1], counted;
-  double smoothing = call->floats[0], total = 0.0;
+  int64_t rows = rows_of(logits), classes = columns_of(logits), counted,
+          mode = call->cross_entropy.reduction, ignored = call->cross_entropy.ignore;
+  double smoothing = call->cross_entropy.smoothing, total = 0.0;
   workspace space = {0};
   double *x = workspace_load(&space, logits), *losses = workspace_doubles(&space, rows),
          *lses = workspace_doubles(&space, rows);
@@ -41,7 +42,7 @@ eng_status reference_cross_entropy(const op_call *call)
   for (int64_t r = 0; status == ENG_OK && r < rows; r++) {
     const double *row = x + r * classes;
     lses[r] = row_logsumexp(row, classes);
-    if (targets[r] == call->ints[0]) continue;
+    if (targets[r] == ignored) continue;
     losses[r] = (1.0 - smoothing) * (lses[r] - row[targets[r]]);
     for (int64_t v = 0; smoothing > 0 && v < classes; v++)
       losses[r] += smoothing * (lses[r] - row[v]) / (double)classes;
@@ -61,8 +62,9 @@ eng_status reference_cross_entropy(const op_call *call)
 eng_status reference_cross_entropy_grad(const op_call *call)
 {
   const tensor *logits = call->in[0];
-  int64_t rows = rows_of(logits), classes = columns_of(logits), mode = call->ints[1], counted;
-  double smoothing = call->floats[0];
+  int64_t rows = rows_of(logits), classes = columns_of(logits), counted,
+          mode = call->cross_entropy.reduction, ignored = call->cross_entropy.ignore;
+  double smoothing = call->cross_entropy.smoothing;
   workspace space = {0};
   double *x = workspace_load(&space, logits), *dloss = workspace_load(&space, call->in[3]);
   int64_t *targets = workspace_load_ints(&space, call->in[1]);
@@ -73,7 +75,7 @@ eng_status reference_cross_entropy_grad(const op_call *call)
     double slope = mode == 0 ? dloss[r] : mode == 1 ? dloss[0] / (double)counted : dloss[0];
     for (int64_t v = 0; v < classes; v++) {
       double wanted = (v == targets[r] ? 1.0 - smoothing : 0.0) + smoothing / (double)classes;
-      row[v] = targets[r] == call->ints[0] ? 0.0 : (exp(row[v] - lse) - wanted) * slope;
+      row[v] = targets[r] == ignored ? 0.0 : (exp(row[v] - lse) - wanted) * slope;
     }
   }
   if (status == ENG_OK) values_store(call->out[0], x, false);

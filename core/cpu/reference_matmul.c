@@ -32,7 +32,7 @@ static void batch_strides(int64_t *stride, const tensor *x, const tensor *y)
 eng_status reference_matmul(const op_call *call)
 {
   const tensor *ta = call->in[0], *tb = call->in[1], *y = call->out[0];
-  bool a_transposed = call->ints[0] != 0, b_transposed = call->ints[1] != 0;
+  bool a_transposed = call->matmul.transpose_a != 0, b_transposed = call->matmul.transpose_b != 0;
   int64_t rows = y->shape[y->ndim - 2], columns = y->shape[y->ndim - 1];
   int64_t inner = ta->shape[ta->ndim - (a_transposed ? 2 : 1)];
   int64_t a_stride[ENG_MAX_DIMS], b_stride[ENG_MAX_DIMS];
@@ -49,7 +49,7 @@ eng_status reference_matmul(const op_call *call)
     multiply(sums + batch.position * rows * columns, rows, columns, inner,
              a + batch.at[0], a_transposed ? 1 : inner, a_transposed ? rows : 1,
              b + batch.at[1], b_transposed ? 1 : columns, b_transposed ? inner : 1);
-  values_store(y, sums, call->ints[3] != 0);
+  values_store(y, sums, call->matmul.add != 0);
   return workspace_close(&space);
 }
 
@@ -76,7 +76,7 @@ eng_status reference_bias_grad(const op_call *call)
   if (space.failed) return workspace_close(&space);
   for (int64_t r = 0; r < rows; r++)
     for (int64_t c = 0; c < columns; c++) sums[c] += slopes[r * columns + c];
-  values_store(dbias, sums, call->ints[1] != 0);
+  values_store(dbias, sums, call->bias_grad.add != 0);
   return workspace_close(&space);
 }
 
@@ -89,10 +89,11 @@ eng_status reference_linear_grad(const op_call *call)
          *sums = workspace_doubles(&space, dw->count);
   if (space.failed) return workspace_close(&space);
   multiply(sums, columns, inner, rows, slopes, 1, columns, from, inner, 1);
-  values_store(dw, sums, call->ints[2] != 0);
+  values_store(dw, sums, call->linear_grad.add[0] != 0);
   ENG_TRY(workspace_close(&space));
   op_call bias = {.op = ENG_OP_bias_grad, .n_in = 1, .n_out = 1, .in = {call->in[0]},
-                  .out = {call->out[1]}, .ints = {call->ints[1], call->ints[3]}};
+                  .out = {call->out[1]}, .bias_grad = {.dtype = call->linear_grad.dtype[1],
+                                                       .add = call->linear_grad.add[1]}};
   return reference_bias_grad(&bias);
 }
 
@@ -122,7 +123,8 @@ eng_status reference_matmul_gelu_grad(const op_call *call)
   dh.dtype = ENG_f64;
   dh.data = sums;
   op_call slope = {.op = ENG_OP_unary_grad, .n_in = 2, .n_out = 1, .in = {call->in[2], &dh},
-                   .out = {call->out[0]}, .ints = {ENG_OP_gelu_tanh, u->dtype}};
+                   .out = {call->out[0]},
+                   .unary_grad = {.of = ENG_OP_gelu_tanh, .dtype = u->dtype}};
   eng_status status = reference_unary_grad(&slope), closed = workspace_close(&space);
   return status != ENG_OK ? status : closed;
 }

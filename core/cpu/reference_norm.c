@@ -21,7 +21,7 @@ static eng_status normalise(const op_call *call, bool layer)
     for (int64_t i = 0; i < n; i++) sum += row[i];
     means[r] = layer ? sum / (double)n : 0.0;
     for (int64_t i = 0; i < n; i++) squares += (row[i] - means[r]) * (row[i] - means[r]);
-    rstds[r] = 1.0 / sqrt(squares / (double)n + call->floats[0]);
+    rstds[r] = 1.0 / sqrt(squares / (double)n + call->layer_norm.eps);
     for (int64_t i = 0; i < n; i++)
       row[i] = (row[i] - means[r]) * rstds[r] * (weight ? weight[i] : 1.0) + (bias ? bias[i] : 0.0);
   }
@@ -63,7 +63,7 @@ static eng_status normalise_grad(const op_call *call, bool layer)
     for (int64_t i = 0; i < n; i++) row[i] = rstds[r] * (slope[i] - mean_g - row[i] * mean_gh);
   }
   values_store(call->out[0], x, false);
-  if (call->ints[1]) {
+  if (call->layer_norm_grad.affine) {
     values_store(call->out[1], dweight, false);
     if (layer) values_store(call->out[2], dbias, false);
   }
@@ -79,7 +79,8 @@ static eng_status add_normalise(const op_call *call, bool layer)
   op_call add = {.op = ENG_OP_add, .n_in = 2, .n_out = 1, .in = {call->in[0], call->in[1]},
                  .out = {call->out[1]}};
   op_call norm = {.in = {call->out[1], call->in[2], call->in[3]},
-                  .out = {call->out[0], call->out[2], call->out[3]}, .floats = {call->floats[0]}};
+                  .out = {call->out[0], call->out[2], call->out[3]},
+                  .layer_norm = {.eps = call->layer_norm.eps}};
   ENG_TRY(reference_add(&add));
   return normalise(&norm, layer);
 }

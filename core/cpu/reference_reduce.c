@@ -44,7 +44,7 @@ static double *float_sums(workspace *space, const tensor *x, uint64_t mask, int6
 static eng_status integer_sum(const op_call *call)
 {
   const tensor *x = call->in[0], *y = call->out[0];
-  int64_t stride[ENG_MAX_DIMS], n = reduced_strides(stride, x, (uint64_t)call->ints[0]);
+  int64_t stride[ENG_MAX_DIMS], n = reduced_strides(stride, x, (uint64_t)call->sum.mask);
   workspace space = {0};
   int64_t *sums = workspace_ints(&space, n);
   if (space.failed) return workspace_close(&space);
@@ -66,7 +66,7 @@ eng_status reference_sum(const op_call *call)
     return integer_sum(call);
   workspace space = {0};
   int64_t each;
-  double *sums = float_sums(&space, call->in[0], (uint64_t)call->ints[0], &each);
+  double *sums = float_sums(&space, call->in[0], (uint64_t)call->sum.mask, &each);
   if (!space.failed) values_store(call->out[0], sums, false);
   return workspace_close(&space);
 }
@@ -75,7 +75,7 @@ eng_status reference_mean(const op_call *call)
 {
   workspace space = {0};
   int64_t each;
-  double *sums = float_sums(&space, call->in[0], (uint64_t)call->ints[0], &each);
+  double *sums = float_sums(&space, call->in[0], (uint64_t)call->mean.mask, &each);
   if (!space.failed) {
     for (int64_t i = 0; i < call->out[0]->count; i++) sums[i] /= (double)each;
     values_store(call->out[0], sums, false);
@@ -90,7 +90,7 @@ eng_status reference_mean(const op_call *call)
 static eng_status extreme(const op_call *call, int sign)
 {
   const tensor *x = call->in[0], *y = call->out[0];
-  int64_t stride[ENG_MAX_DIMS], n = reduced_strides(stride, x, (uint64_t)call->ints[0]);
+  int64_t stride[ENG_MAX_DIMS], n = reduced_strides(stride, x, (uint64_t)call->sum.mask);
   if (x->count == 0 && n > 0)
     return error_set(ENG_ERR_VALUE, "%s: expected at least one element to reduce, got %s",
                      eng_op_name(call->op), tensor_text(x));
@@ -124,7 +124,7 @@ eng_status reference_min(const op_call *call) { return extreme(call, -1); }
 eng_status reference_extreme_grad(const op_call *call)
 {
   const tensor *x = call->in[0], *dx = call->out[0];
-  int64_t stride[ENG_MAX_DIMS], n = reduced_strides(stride, x, (uint64_t)call->ints[0]);
+  int64_t stride[ENG_MAX_DIMS], n = reduced_strides(stride, x, (uint64_t)call->extreme_grad.mask);
   workspace space = {0};
   double *y = workspace_load(&space, call->in[1]), *dy = workspace_load(&space, call->in[2]);
   double *values = workspace_load(&space, x), *equals = workspace_doubles(&space, n);

@@ -118,13 +118,13 @@ static eng_status rope(const op_call *call)
   int64_t bytes = 3 * half * (int64_t)sizeof(double) + 2 * T * half * (int64_t)sizeof(float);
   double *scratch = arena_alloc(ARENA_SCRATCH, bytes);
   if (!scratch) return ENG_ERR_MEMORY;
-  rotation r = {.x = x, .y = y, .first = call->ints[0], .positions = T, .half = half,
-                .interleaved = call->ints[1] != 0, .direction = call->ints[2] ? -1.0 : 1.0,
-                .frequency = scratch, .step_cosine = scratch + half,
-                .step_sine = scratch + 2 * half};
+  rotation r = {.x = x, .y = y, .first = call->rope.position, .positions = T, .half = half,
+                .interleaved = call->rope.interleaved != 0,
+                .direction = call->rope.backward ? -1.0 : 1.0, .frequency = scratch,
+                .step_cosine = scratch + half, .step_sine = scratch + 2 * half};
   r.cosine = (float *)(scratch + 3 * half);
   r.sine = r.cosine + T * half;
-  fill_frequencies(&r, call->floats[0]);
+  fill_frequencies(&r, call->rope.base);
   run_tasks((T + RESTART - 1) / RESTART, T * half >= PARALLEL_ELEMENTS / 4, angle_task, &r);
   run_tasks(x->shape[0] * T, y->count >= PARALLEL_ELEMENTS, rotate_task, &r);
   arena_free(ARENA_SCRATCH, scratch, bytes);

@@ -115,12 +115,8 @@ static tensor rows_over(const tensor *x, storage *store, void *memory)
 /// Copies between tensors of one shape in one device's memory; any strides.
 static eng_status copy_strided(const tensor *to, const tensor *from)
 {
-  op_call call = {.op = ENG_OP_cast,
-                  .n_in = 1,
-                  .n_out = 1,
-                  .in = {(tensor *)from},
-                  .out = {(tensor *)to},
-                  .ints = {to->dtype}};
+  op_call call = {.op = ENG_OP_cast, .n_in = 1, .n_out = 1, .in = {(tensor *)from},
+                  .out = {(tensor *)to}, .cast = {.dtype = to->dtype}};
   return backend_of_space(from->store->space)->kernel[ENG_OP_cast](&call);
 }
 

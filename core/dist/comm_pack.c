@@ -54,8 +54,8 @@ eng_status comm_cast(void *to, int to_dtype, const void *from, int from_dtype, i
               .store = &b,
               .live = true,
               .node = -1};
-  op_call call = {
-    .op = ENG_OP_cast, .n_in = 1, .n_out = 1, .in = {&x}, .out = {&y}, .ints = {to_dtype}};
+  op_call call = {.op = ENG_OP_cast, .n_in = 1, .n_out = 1, .in = {&x}, .out = {&y},
+                  .cast = {.dtype = to_dtype}};
   return backend_cpu()->kernel[ENG_OP_cast](&call);
 }
 

@@ -420,12 +420,8 @@ static const backend *set_device(const eng_params *set)
 static eng_status refresh(parameter *p)
 {
   const backend *device = set_device(p->set);
-  op_call c = {.op = ENG_OP_cast,
-               .n_in = 1,
-               .n_out = 1,
-               .in = {p->value},
-               .out = {p->shadow},
-               .ints = {p->shadow->dtype}};
+  op_call c = {.op = ENG_OP_cast, .n_in = 1, .n_out = 1, .in = {p->value}, .out = {p->shadow},
+               .cast = {.dtype = p->shadow->dtype}};
   if (p->value->count > 0) ENG_TRY(device->kernel[c.op](&c));
   p->shadow->store->writes++;
   p->seen = p->value->store->writes;

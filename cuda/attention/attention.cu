@@ -142,8 +142,8 @@ static eng_status problem_of(attention_problem *p, int *dtype, int64_t *padded, 
   p->keys = (int32_t)k->shape[1];
   p->groups = (int32_t)k->shape[2];
   p->shared = p->heads / p->groups;
-  p->causal = call->ints[0] != 0;
-  p->factor = call->floats[0] == 0 ? 1.0 / sqrt((double)p->width) : call->floats[0];
+  p->causal = call->attention.causal != 0;
+  p->factor = call->attention.scale == 0 ? 1.0 / sqrt((double)p->width) : call->attention.scale;
   bool alike = dtype_is_low(q->dtype), wide = false;
   for (int i = 0; i < call->n_in; i++) {
     if (i == 4) continue;   // lse
@@ -178,7 +178,7 @@ static eng_status forward(attention_problem *p, pieces *all, const op_call *call
   p->y = output_view(call->out[0]);
   p->y_dtype = call->out[0]->dtype;
   p->lse = call->out[1] ? call->out[1]->data : NULL;
-  p->entropy = call->ints[1] && call->out[2] ? call->out[2]->data : NULL;
+  p->entropy = call->attention.entropy && call->out[2] ? call->out[2]->data : NULL;
   p->lse_dtype = call->in[0]->dtype == ENG_f64 ? ENG_f64 : ENG_f32;
   p->width = (int32_t)padded;
   if (!dtype_is_low(dtype)) return attention_plain_forward(p, dtype);

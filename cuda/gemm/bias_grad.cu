@@ -150,7 +150,7 @@ eng_status run(const op_call *call, int64_t rows, int64_t n)
       partial, static_cast<const T *>(call->in[0]->data), rows, n, chunk_rows, lanes_log2);
   sum_chunks<SUM>
     <<<(unsigned)((n + SUM_COLUMNS - 1) / SUM_COLUMNS), dim3(SUM_COLUMNS, SUM_ROWS), 0,
-       cuda_stream()>>>(out->data, out->dtype, partial, n, (int)chunks, call->ints[1] != 0);
+       cuda_stream()>>>(out->data, out->dtype, partial, n, (int)chunks, call->bias_grad.add != 0);
   scratch_give(partial, bytes);
   CUDA_LAUNCHED("bias_grad");
   return ENG_OK;

@@ -70,11 +70,7 @@ static eng_status copy_operand(gemm_matrix *x, const gemm_product *p, int64_t ro
   to.data = take(s, to.count * eng_dtype_size(dtype));
   if (!to.data) return ENG_ERR_MEMORY;
   op_call copy = {.op = dtype == x->dtype ? ENG_OP_contiguous : ENG_OP_cast,
-                  .n_in = 1,
-                  .n_out = 1,
-                  .in = {&from},
-                  .out = {&to},
-                  .ints = {dtype}};
+                  .n_in = 1, .n_out = 1, .in = {&from}, .out = {&to}, .cast = {.dtype = dtype}};
   ENG_TRY((dtype == x->dtype ? cuda_contiguous : cuda_cast)(&copy));
 
   gemm_matrix dense = {.data = to.data, .dtype = dtype};

@@ -119,12 +119,8 @@ eng_status cuda_matmul_gelu_grad(const op_call *call)
   int64_t bytes = dh.count * eng_dtype_size(dh.dtype);
   dh.data = scratch_take(bytes);
   if (!dh.data) return ENG_ERR_MEMORY;
-  op_call slope = {.op = ENG_OP_unary_grad,
-                   .n_in = 2,
-                   .n_out = 1,
-                   .in = {u, &dh},
-                   .out = {du},
-                   .ints = {ENG_OP_gelu_tanh, du->dtype}};
+  op_call slope = {.op = ENG_OP_unary_grad, .n_in = 2, .n_out = 1, .in = {u, &dh}, .out = {du},
+                   .unary_grad = {.of = ENG_OP_gelu_tanh, .dtype = du->dtype}};
   p.c = matrix_of_rows(&dh);
   p.after = GEMM_AS_IT_IS;
   eng_status status = gemm_run(&p);
@@ -136,12 +132,8 @@ eng_status cuda_matmul_gelu_grad(const op_call *call)
 /// db = or += column sums of x, for any formats.
 static eng_status column_sums(tensor *db, tensor *x, bool add)
 {
-  op_call call = {.op = ENG_OP_bias_grad,
-                  .n_in = 1,
-                  .n_out = 1,
-                  .in = {x},
-                  .out = {db},
-                  .ints = {db->dtype, add}};
+  op_call call = {.op = ENG_OP_bias_grad, .n_in = 1, .n_out = 1, .in = {x}, .out = {db},
+                  .bias_grad = {.dtype = db->dtype, .add = add}};
   return cuda_bias_grad(&call);
 }
 
@@ -149,7 +141,7 @@ static eng_status column_sums(tensor *db, tensor *x, bool add)
 eng_status cuda_linear_grad(const op_call *call)
 {
   tensor *dy = call->in[0], *x = call->in[1], *dw = call->out[0], *db = call->out[1];
-  bool add = call->ints[3] != 0;
+  bool add = call->linear_grad.add[1] != 0;
   gemm_matrix rows = matrix_of_rows(dy);
   gemm_product p = {.m = dw->shape[0],
                     .n = dw->shape[1],
@@ -157,7 +149,7 @@ eng_status cuda_linear_grad(const op_call *call)
                     .a = rows,
                     .b = matrix_of_rows(x),
                     .c = matrix_of_rows(dw),
-                    .accumulate = call->ints[2] != 0,
+                    .accumulate = call->linear_grad.add[0] != 0,
                     .after = GEMM_BIAS_GRAD};
   p.a.row = 1;
   p.a.column = rows.row;

@@ -16,12 +16,12 @@ static gemm_matrix matrix_of(const tensor *x, bool transposed, int batch_dims)
 gemm_product gemm_of_matmul(const op_call *call)
 {
   const tensor *a = call->in[0], *b = call->in[1], *c = call->out[0];
-  gemm_product p = {.batch_dims = c->ndim - 2, .accumulate = call->ints[3] != 0};
+  gemm_product p = {.batch_dims = c->ndim - 2, .accumulate = call->matmul.add != 0};
   p.m = c->shape[c->ndim - 2];
   p.n = c->shape[c->ndim - 1];
-  p.k = a->shape[a->ndim - (call->ints[0] ? 2 : 1)];
-  p.a = matrix_of(a, call->ints[0] != 0, p.batch_dims);
-  p.b = matrix_of(b, call->ints[1] != 0, p.batch_dims);
+  p.k = a->shape[a->ndim - (call->matmul.transpose_a ? 2 : 1)];
+  p.a = matrix_of(a, call->matmul.transpose_a != 0, p.batch_dims);
+  p.b = matrix_of(b, call->matmul.transpose_b != 0, p.batch_dims);
   p.c = matrix_of(c, false, p.batch_dims);
   for (int d = 0; d < p.batch_dims; d++) p.batch[d] = c->shape[d];
   return p;

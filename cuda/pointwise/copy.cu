@@ -308,8 +308,8 @@ struct mode_body {
 extern "C" eng_status cuda_cast(const op_call *call)
 {
   const tensor *y = call->out[0];
-  if (!is_fp8(y->dtype) || !call->ints[1]) return copy(y, call->in[0]);
-  return each<1, 1>(call, mode_body{(int)call->ints[1], rng_seed(), (uint64_t)call->ints[2],
+  if (!is_fp8(y->dtype) || !call->cast.mode) return copy(y, call->in[0]);
+  return each<1, 1>(call, mode_body{(int)call->cast.mode, rng_seed(), (uint64_t)call->cast.counter,
                                     (const uint8_t *)y->data});
 }
 extern "C" eng_status cuda_contiguous(const op_call *call)
@@ -318,7 +318,7 @@ extern "C" eng_status cuda_contiguous(const op_call *call)
 extern "C" eng_status cuda_concat(const op_call *call)
 {
   tensor part = *call->out[0];   // where the next input goes
-  int64_t dimension = call->ints[0] < 0 ? call->ints[0] + part.ndim : call->ints[0];
+  int64_t dimension = call->concat.dim < 0 ? call->concat.dim + part.ndim : call->concat.dim;
   for (int k = 0; k < call->n_in; k++) {
     const tensor *x = call->in[k];
     if (x->count == 0) continue;

@@ -275,7 +275,7 @@ static bool whole_number(double x) { return x > -0x1p63 && x < 0x1p63 && x == (d
 
 extern "C" eng_status cuda_affine(const op_call *call)
 {
-  double factor = call->floats[0], shift = call->floats[1];
+  double factor = call->affine.factor, shift = call->affine.term;
   if (!all_fast(call) || beyond_f32(factor) || beyond_f32(shift))
     return each<1, 1>(call,
                       affine_body{factor, shift, whole_number(factor) && whole_number(shift)});
@@ -296,8 +296,9 @@ struct clamp_body {
 
 extern "C" eng_status cuda_clamp(const op_call *call)
 {
-  if (!all_fast(call)) return each<1, 1>(call, clamp_body{call->floats[0], call->floats[1]});
-  return map<1, 1>(call, number_rule{ENG_OP_clamp, (float)call->floats[0], (float)call->floats[1]});
+  const double low = call->clamp.low, high = call->clamp.high;
+  if (!all_fast(call)) return each<1, 1>(call, clamp_body{low, high});
+  return map<1, 1>(call, number_rule{ENG_OP_clamp, (float)low, (float)high});
 }
 
 // Common exponents need no pow. As with pow, -0 and -inf to the power 1/2 are +0 and +inf.
@@ -331,7 +332,7 @@ struct power_body {
 
 extern "C" eng_status cuda_pow_scalar(const op_call *call)
 {
-  double e = call->floats[0];
+  double e = call->pow_scalar.exponent;
   bool plain = e == 3 || e == 2 || e == 1 || e == 0.5 || e == -0.5 || e == -1;
   if (!all_fast(call) || !plain) return each<1, 1>(call, power_body{e});
   return map<1, 1>(call, power_rule{(int)(2 * e)});

@@ -116,11 +116,11 @@ static bool vectors_fit(const tensor *y, const tensor *x, int V)
 extern "C" eng_status cuda_rope(const op_call *call)
 {
   const tensor *x = call->in[0], *y = call->out[0];
-  bool neighbours = call->ints[1] != 0;
+  bool neighbours = call->rope.interleaved != 0;
   int64_t half = x->shape[3] / 2, pair = neighbours ? 2 : 1, places = x->shape[1] * half;
   int64_t apart = (neighbours ? 1 : half) * y->stride[3],
           x_apart = (neighbours ? 1 : half) * x->stride[3];
-  rope_angle angle = {call->floats[0], call->ints[2] ? -1.0 : 1.0, call->ints[0], half};
+  rope_angle angle = {call->rope.base, call->rope.backward ? -1.0 : 1.0, call->rope.position, half};
   if (!all_fast(call)) {
     rotate(pairs_of(y, x, NULL, pair, 1), rotate_double{angle, apart, x_apart});
   } else {

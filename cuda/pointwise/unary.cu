@@ -347,7 +347,7 @@ static eng_status unary(const op_call *call)
 
 extern "C" eng_status cuda_unary_grad(const op_call *call)
 {
-  int64_t op = call->ints[0];
+  int64_t op = call->unary_grad.of;
   if (!op_is_unary((int)op))
     return error_set(ENG_ERR_VALUE,
                      "unary_grad: expected an elementwise operation of one input, got number %lld",
@@ -489,8 +489,8 @@ static __global__ void dropout_elements(void *y, int y_dtype, const void *x, int
 extern "C" eng_status cuda_dropout(const op_call *call)
 {
   const tensor *x = call->in[0], *y = call->out[0];
-  double p = call->floats[0], least = p * 0x1p24;
-  dropout_mask mask = {rng_seed(), (uint64_t)call->ints[0], (uint32_t)least};
+  double p = call->dropout.p, least = p * 0x1p24;
+  dropout_mask mask = {rng_seed(), (uint64_t)call->dropout.counter, (uint32_t)least};
   // (word >> 8) / 2^24 >= p, in integers
   if ((double)mask.least < least) mask.least++;
   bool aligned = ((uintptr_t)x->data | (uintptr_t)y->data) % 16 == 0;

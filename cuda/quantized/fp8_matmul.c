@@ -126,16 +126,16 @@ int cuda_fp8(void)
 static bool on_tensor_cores(const op_call *call, int scaling_a, int scaling_b, bool *fast)
 {
   const tensor *a = call->in[0], *b = call->in[2], *bias = call->in[4], *y = call->out[0];
-  if (formula_wanted() || cuda_capability() < 89 || call->ints[7] != ENG_ACCUMULATE_HOPPER ||
-      scaling_a < 0 || scaling_b < 0)
+  int64_t promotion = call->fp8_matmul.promotion;
+  if (formula_wanted() || cuda_capability() < 89 || scaling_a < 0 || scaling_b < 0 ||
+      call->fp8_matmul.accumulator != ENG_ACCUMULATE_HOPPER)
     return false;
   bool blocks = scaling_a >= FP8_VEC128 && scaling_b >= FP8_VEC128,
        whole = scaling_a == scaling_b && scaling_a < FP8_VEC128;
   if (!(blocks && !(scaling_a == FP8_BLK128 && scaling_b == FP8_BLK128)) && !whole) return false;
   if (scaling_a != FP8_TENSOR && cuda_capability() != 90) return false;
-  *fast = whole && call->ints[8] == 0;
-  bool promotes =
-    blocks ? call->ints[8] == 0 || call->ints[8] >= EVERY : *fast || call->ints[8] == EVERY;
+  *fast = whole && promotion == 0;
+  bool promotes = blocks ? promotion == 0 || promotion >= EVERY : *fast || promotion == EVERY;
   bool formats = !(a->dtype == ENG_e5m2 && b->dtype == ENG_e5m2) && y->dtype != ENG_f64 &&
                  (!bias || (bias->dtype != ENG_f64 && bias->stride[0] == 1));
   return promotes && formats && a->count > 0 && b->count > 0 &&
@@ -145,9 +145,11 @@ static bool on_tensor_cores(const op_call *call, int scaling_a, int scaling_b, b
 
 eng_status cuda_fp8_matmul(const op_call *call)
 {
-  bool ta = call->ints[0] != 0, tb = call->ints[1] != 0, fast;
-  int scaling_a = scaling_of(call->ints[ta ? 3 : 2], call->ints[ta ? 2 : 3]),
-      scaling_b = scaling_of(call->ints[tb ? 4 : 5], call->ints[tb ? 5 : 4]);
+  bool ta = call->fp8_matmul.transpose_a != 0, tb = call->fp8_matmul.transpose_b != 0, fast;
+  int64_t a_rows = call->fp8_matmul.a_rows, a_columns = call->fp8_matmul.a_columns,
+          b_rows = call->fp8_matmul.b_rows, b_columns = call->fp8_matmul.b_columns;
+  int scaling_a = ta ? scaling_of(a_columns, a_rows) : scaling_of(a_rows, a_columns),
+      scaling_b = tb ? scaling_of(b_rows, b_columns) : scaling_of(b_columns, b_rows);
   if (!on_tensor_cores(call, scaling_a, scaling_b, &fast)) return fp8_plain(call);
   const tensor *y = call->out[0], *bias = call->in[4];
   fp8_result result = {.data = y->data,
@@ -155,15 +157,14 @@ eng_status cuda_fp8_matmul(const op_call *call)
                        .m = y->shape[0],
                        .n = y->shape[1],
                        .stride = y->shape[0] == 1 ? y->shape[1] : y->stride[0],
-                       .accumulate = call->ints[9] != 0,
+                       .accumulate = call->fp8_matmul.add != 0,
                        .bias = bias ? bias->data : NULL,
                        .bias_dtype = bias ? bias->dtype : 0};
   fp8_operand a, b;
   scratch s = {0};
-  eng_status status =
-    prepare(&a, call->in[0], call->in[1], !ta, call->ints[2], call->ints[3], scaling_a, &s);
+  eng_status status = prepare(&a, call->in[0], call->in[1], !ta, a_rows, a_columns, scaling_a, &s);
   if (status == ENG_OK)
-    status = prepare(&b, call->in[2], call->in[3], tb, call->ints[4], call->ints[5], scaling_b, &s);
+    status = prepare(&b, call->in[2], call->in[3], tb, b_rows, b_columns, scaling_b, &s);
   if (status == ENG_OK) status = fp8_product(&result, &a, &b, fast);
   give_all(&s);
   return status;

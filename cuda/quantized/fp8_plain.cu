@@ -143,17 +143,19 @@ operand operand_of(const tensor *q, const tensor *scale, bool along_k, int64_t b
 extern "C" eng_status fp8_plain(const op_call *call)
 {
   const tensor *y = call->out[0], *bias = call->in[4];
-  const bool ta = call->ints[0] != 0, tb = call->ints[1] != 0;
+  const bool ta = call->fp8_matmul.transpose_a != 0, tb = call->fp8_matmul.transpose_b != 0;
   product p = {};
-  p.a = operand_of(call->in[0], call->in[1], !ta, call->ints[2], call->ints[3]);
-  p.b = operand_of(call->in[2], call->in[3], tb, call->ints[4], call->ints[5]);
+  const int64_t a_rows = call->fp8_matmul.a_rows, a_columns = call->fp8_matmul.a_columns,
+                b_rows = call->fp8_matmul.b_rows, b_columns = call->fp8_matmul.b_columns;
+  p.a = operand_of(call->in[0], call->in[1], !ta, a_rows, a_columns);
+  p.b = operand_of(call->in[2], call->in[3], tb, b_rows, b_columns);
   p.m = y->shape[0];
   p.n = y->shape[1];
   p.k = call->in[0]->shape[ta ? 0 : 1];
   p.stretch = p.a.k_block < p.b.k_block ? p.a.k_block : p.b.k_block;
-  p.promotion = call->ints[8] ? call->ints[8] : INT64_MAX / 2;
-  p.b_first = call->ints[tb ? 4 : 5] == 1 && call->ints[ta ? 3 : 2] != 1;
-  p.adds = call->ints[9] != 0;
+  p.promotion = call->fp8_matmul.promotion ? call->fp8_matmul.promotion : INT64_MAX / 2;
+  p.b_first = (tb ? b_rows : b_columns) == 1 && (ta ? a_columns : a_rows) != 1;
+  p.adds = call->fp8_matmul.add != 0;
   p.y = y->data;
   p.y_dtype = y->dtype;
   p.y_row = y->stride[0];
@@ -167,7 +169,7 @@ extern "C" eng_status fp8_plain(const op_call *call)
                 most = 16LL * cuda_multiprocessors();
   const unsigned grid = (unsigned)(tiles < most ? tiles : most);
   const dim3 block(SIDE, SIDE);
-  switch (call->ints[7]) {
+  switch (call->fp8_matmul.accumulator) {
   case ENG_ACCUMULATE_FP32:
     multiply<ENG_ACCUMULATE_FP32><<<grid, block, 0, cuda_stream()>>>(p);
     break;

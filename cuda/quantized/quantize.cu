@@ -200,8 +200,8 @@ static int how_of(const side *s, int64_t rows, int64_t columns)
 /// A side of x [rows x columns]. Block sizes are the call's, for the output as stored.
 static side side_of(const op_call *call, bool turned, int64_t rows, int64_t columns)
 {
-  fp8_scales at = fp8_scales_for(call->ints[1], call->ints[2], turned ? columns : rows,
-                                 turned ? rows : columns, NULL);
+  fp8_scales at = fp8_scales_for(call->quantize.block_rows, call->quantize.block_columns,
+                                 turned ? columns : rows, turned ? rows : columns, NULL);
   tensor *q = call->out[turned ? 3 : 0], *scale = call->out[turned ? 4 : 1];
   side s = {};
   s.q = q && scale ? q->data : NULL;
@@ -212,7 +212,7 @@ static side side_of(const op_call *call, bool turned, int64_t rows, int64_t colu
   s.across = turned ? at.row_count : at.inner_count;
   s.row_stride = turned ? at.inner_stride : at.row_stride;
   s.column_stride = turned ? at.row_stride : at.inner_stride;
-  s.random = call->ints[5] + (turned ? (rows * columns + 3) / 4 : 0);
+  s.random = call->quantize.counter + (turned ? (rows * columns + 3) / 4 : 0);
   s.how = how_of(&s, rows, columns);
   return s;
 }
@@ -286,11 +286,11 @@ template <typename T, int E> static eng_status write_codes(const T *x, const job
 template <typename T> static eng_status quantize(const op_call *call, job *p, uint32_t *maxima)
 {
   const T *x = (const T *)call->in[0]->data;
-  bool random = (call->ints[4] & FP8_STOCHASTIC) != 0;
+  bool random = (call->quantize.flags & QUANTIZE_STOCHASTIC) != 0;
   if (p->own.factor) ENG_TRY(find_scales(x, p, &p->own, &p->turned, p->same, maxima));
   if (p->turned.factor && !p->same) ENG_TRY(find_scales(x, p, &p->turned, &p->own, false, maxima));
-  if (call->ints[0] == ENG_e4m3) return write_codes<T, 3>(x, p, random);
-  if (call->ints[0] == ENG_e5m2) return write_codes<T, 2>(x, p, random);
+  if (call->quantize.format == ENG_e4m3) return write_codes<T, 3>(x, p, random);
+  if (call->quantize.format == ENG_e5m2) return write_codes<T, 2>(x, p, random);
   return write_codes<T, 6>(x, p, false);
 }
 
@@ -298,24 +298,25 @@ template <typename T> static eng_status quantize(const op_call *call, job *p, ui
 static job job_of(const op_call *call)
 {
   const tensor *x = call->in[0];
-  const int format = (int)call->ints[0], dtype = x->dtype;
+  const int format = (int)call->quantize.format, dtype = x->dtype;
   job p = {};
   p.columns = x->shape[x->ndim - 1];
   p.rows = 1;
   for (int d = 0; d < x->ndim - 1; d++) p.rows *= x->shape[d];
   p.own = side_of(call, false, p.rows, p.columns);
   p.turned = side_of(call, true, p.rows, p.columns);
-  p.same = call->ints[1] == call->ints[2];
+  p.same = call->quantize.block_rows == call->quantize.block_columns;
   p.seed = rng_seed();
   p.amax = call->out[2] ? (uint32_t *)call->out[2]->data : NULL;
   p.rule.given = call->in[1] ? (const float *)call->in[1]->data : NULL;
   p.rule.largest = format == ENG_e4m3 ? E4M3_MAX : format == ENG_e5m2 ? E5M2_MAX : E5M6_MAX;
-  p.rule.rule = (int)call->ints[3];
-  p.rule.power_of_two = (call->ints[4] & 4) != 0;
-  p.rule.eps = fp8_eps(p.rule.rule, call->floats[0]);
-  p.rule.margin = (int)call->floats[1];
+  p.rule.rule = (int)call->quantize.rule;
+  p.rule.power_of_two = (call->quantize.flags & QUANTIZE_POW2) != 0;
+  p.rule.eps = fp8_eps(p.rule.rule, call->quantize.eps);
+  p.rule.margin = (int)call->quantize.margin;
   p.rule.divides = fp8_divides(p.rule.rule) && !p.rule.given;
-  bool low = (dtype == ENG_f16 || dtype == ENG_bf16) && (call->ints[1] || call->ints[2]);
+  bool low = (dtype == ENG_f16 || dtype == ENG_bf16) &&
+             (call->quantize.block_rows || call->quantize.block_columns);
   p.rule.limit = !low ? FLT_MAX : dtype == ENG_f16 ? 65504.0f : bf16_to_f32(0x7F7F);
 
   p.wide = (uintptr_t)x->data % 16 == 0 && p.columns % EIGHT == 0;
@@ -324,16 +325,16 @@ static job job_of(const op_call *call)
   p.height = (int)p.rows;
   p.width = (int)p.columns;
   p.tiles = p.wide && p.rows < INT32_MAX - TILE && p.columns < INT32_MAX - TILE &&
-            dtype != ENG_f64 && !(call->ints[4] & FP8_STOCHASTIC) && p.own.how != BY_BLOCK &&
-            p.turned.how != BY_BLOCK;
+            dtype != ENG_f64 && !(call->quantize.flags & QUANTIZE_STOCHASTIC) &&
+            p.own.how != BY_BLOCK && p.turned.how != BY_BLOCK;
   return p;
 }
 
 /// Whether the tiles find all factors.
 static bool finds_factors(const op_call *call, const job *p)
 {
-  return p->tiles && fits_tile(p->own.row_block, p->own.column_block) && call->ints[1] &&
-         call->ints[2];
+  return p->tiles && fits_tile(p->own.row_block, p->own.column_block) &&
+         call->quantize.block_rows && call->quantize.block_columns;
 }
 
 static eng_status run(const op_call *call, job p)
@@ -384,7 +385,7 @@ extern "C" eng_status cuda_swiglu_quantize(const op_call *call)
   codes.n_in = 2;
   codes.in[1] = call->in[2];
   job p = job_of(&codes);
-  if (p.tiles && gate->dtype != ENG_f32 && call->ints[0] != ENG_FORMAT_E5M6 &&
+  if (p.tiles && gate->dtype != ENG_f32 && call->quantize.format != ENG_FORMAT_E5M6 &&
       (uintptr_t)up->data % 16 == 0 && (p.rule.given || finds_factors(&codes, &p))) {
     p.up = up->data;
     return run(&codes, p);
@@ -482,8 +483,9 @@ extern "C" eng_status cuda_dequantize(const op_call *call)
   p.y = y->data;
   p.columns = y->shape[y->ndim - 1];
   p.rows = y->count / p.columns;
-  p.at = fp8_scales_for(call->ints[1], call->ints[2], p.rows, p.columns, NULL);
-  p.format = call->ints[3] == ENG_FORMAT_E5M6 ? (int)ENG_FORMAT_E5M6 : q->dtype;
+  p.at = fp8_scales_for(call->dequantize.block_rows, call->dequantize.block_columns, p.rows,
+                        p.columns, NULL);
+  p.format = call->dequantize.format == ENG_FORMAT_E5M6 ? (int)ENG_FORMAT_E5M6 : q->dtype;
   p.dtype = y->dtype;
   p.wide = p.columns % EIGHT == 0 && (uintptr_t)p.q % 8 == 0 && (uintptr_t)p.y % 16 == 0;
   unsigned blocks = (unsigned)grid(p.rows * grid(p.columns, EIGHT), THREADS);

@@ -145,7 +145,7 @@ extern "C" eng_status cuda_embedding(const op_call *call)
 extern "C" eng_status cuda_index_select(const op_call *call)
 {
   const tensor *x = call->in[0];
-  return copy_rows(call, around_of(x, dimension_of(call->ints[0], x)));
+  return copy_rows(call, around_of(x, dimension_of(call->index_select.dim, x)));
 }
 
 // ------------------------------------------------------------------ elements by index
@@ -169,7 +169,7 @@ struct gather_body {
 extern "C" eng_status cuda_gather(const op_call *call)
 {
   const tensor *x = call->in[0], *index = call->in[1], *y = call->out[0];
-  int64_t dimension = dimension_of(call->ints[0], x), stride[3][ENG_MAX_DIMS] = {};
+  int64_t dimension = dimension_of(call->gather.dim, x), stride[3][ENG_MAX_DIMS] = {};
   for (int d = 0; d < x->ndim; d++) {
     stride[0][d] = y->stride[d];
     stride[1][d] = index->stride[d];
@@ -460,20 +460,20 @@ static eng_status scatter_rows(const op_call *call, around a, bool add)
 
 extern "C" eng_status cuda_embedding_grad(const op_call *call)
 {
-  return scatter_rows(call, around_of(call->out[0], 0), call->ints[2] != 0);
+  return scatter_rows(call, around_of(call->out[0], 0), call->embedding_grad.add != 0);
 }
 
 extern "C" eng_status cuda_index_select_grad(const op_call *call)
 {
   const tensor *dx = call->out[0];
-  return scatter_rows(call, around_of(dx, dimension_of(call->ints[0], dx)), false);
+  return scatter_rows(call, around_of(dx, dimension_of(call->index_select_grad.dim, dx)), false);
 }
 
 // Picks of single elements: every element of dx is a place, every element of dy a pick.
 extern "C" eng_status cuda_gather_grad(const op_call *call)
 {
   const tensor *dx = call->out[0], *dy = call->in[0];
-  int64_t dimension = dimension_of(call->ints[0], dx), stride[3][ENG_MAX_DIMS] = {};
+  int64_t dimension = dimension_of(call->gather_grad.dim, dx), stride[3][ENG_MAX_DIMS] = {};
   scatter s = {};
   s.a = {1, dx->count, 1};
   s.n = dy->count;

@@ -240,8 +240,8 @@ static void launch_losses(const op_call *call, int64_t rows, int classes, double
 {
   const tensor *x = call->in[0], *targets = call->in[1], *loss = call->out[0], *lse = call->out[1];
   const T *logits = (const T *)x->data;
-  const int64_t ignored = call->ints[0];
-  const double smoothing = call->floats[0];
+  const int64_t ignored = call->cross_entropy.ignore;
+  const double smoothing = call->cross_entropy.smoothing;
   void *loss_data = loss ? loss->data : NULL, *lse_data = lse ? lse->data : NULL;
   const int loss_dtype = loss ? loss->dtype : 0, lse_dtype = lse ? lse->dtype : 0;
   cudaStream_t stream = cuda_stream();
@@ -260,7 +260,7 @@ extern "C" eng_status cuda_cross_entropy(const op_call *call)
 {
   const tensor *x = call->in[0], *targets = call->in[1], *loss = call->out[0];
   int64_t rows = 0;
-  int classes = 0, mode = (int)call->ints[1];
+  int classes = 0, mode = (int)call->cross_entropy.reduction;
   ENG_TRY(shape_of(&rows, &classes, call));
   int64_t bytes = rows * (int64_t)sizeof(double);
   double *losses = NULL;
@@ -276,7 +276,8 @@ extern "C" eng_status cuda_cross_entropy(const op_call *call)
   }
   if (mode != 0 && loss) {
     reduce_losses<<<1, SUM_THREADS, 0, cuda_stream()>>>(
-      losses, targets->data, targets->dtype, rows, call->ints[0], mode, loss->data, loss->dtype);
+      losses, targets->data, targets->dtype, rows, call->cross_entropy.ignore, mode, loss->data,
+      loss->dtype);
     CUDA_LAUNCHED("cross_entropy");
   }
   if (losses) scratch_give(losses, bytes);
@@ -403,12 +404,12 @@ static void launch_gradients(const op_call *call, int64_t rows, int classes, con
   cudaStream_t stream = cuda_stream();
   const T *logits = (const T *)x->data;
   T *gradients = (T *)call->out[0]->data;
-  const bool per_row = call->ints[1] == 0;
+  const bool per_row = call->cross_entropy.reduction == 0;
 #define ROW_GRADIENTS(LANES)                                                             \
   row_gradients<LANES, T><<<grid_of(rows, LANES), THREADS, 0, stream>>>(                 \
-    logits, gradients, targets->data, targets->dtype, rows, classes, call->ints[0],      \
-    call->floats[0], lse->data, lse->dtype, dloss->data, dloss->dtype, per_row, counted, \
-    cuda_fault())
+    logits, gradients, targets->data, targets->dtype, rows, classes,                     \
+    call->cross_entropy.ignore, call->cross_entropy.smoothing, lse->data, lse->dtype,    \
+    dloss->data, dloss->dtype, per_row, counted, cuda_fault())
   if (classes <= SHORT_ROW) ROW_GRADIENTS(32);
   else ROW_GRADIENTS(THREADS);
 #undef ROW_GRADIENTS
@@ -421,11 +422,11 @@ extern "C" eng_status cuda_cross_entropy_grad(const op_call *call)
   int classes = 0;
   ENG_TRY(shape_of(&rows, &classes, call));
   double *counted = NULL;
-  if (call->ints[1] == 1) {
+  if (call->cross_entropy.reduction == 1) {
     counted = (double *)scratch_take(sizeof *counted);
     if (!counted) return ENG_ERR_MEMORY;
     count_rows<<<1, SUM_THREADS, 0, cuda_stream()>>>(targets->data, targets->dtype, rows,
-                                                     call->ints[0], counted);
+                                                     call->cross_entropy.ignore, counted);
     CUDA_LAUNCHED("cross_entropy_grad");
   }
   switch (x->dtype) {

@@ -648,7 +648,7 @@ static norm_call call_of(const op_call *call, bool centred)
   for (int d = 0; d + 1 < x->ndim; d++) p.rows *= x->shape[d];
   p.centred = centred;
   p.whole = p.n % 8 == 0;
-  p.eps = call->floats[0];
+  p.eps = call->layer_norm.eps;
   return p;
 }
 
@@ -758,8 +758,8 @@ static eng_status backward(const op_call *call, bool centred, bool adds)
   if (means) { p.means = means->data; p.means_dtype = means->dtype; }
   p.rstds = rstds->data;
   p.rstds_dtype = rstds->dtype;
-  const tensor *dweight = call->ints[1] ? call->out[1] : NULL,
-               *dbias = centred && call->ints[1] ? call->out[2] : NULL;
+  const tensor *dweight = call->layer_norm_grad.affine ? call->out[1] : NULL,
+               *dbias = centred && call->layer_norm_grad.affine ? call->out[2] : NULL;
   if ((dweight && dweight->dtype == ENG_f64) || (dbias && dbias->dtype == ENG_f64)) fast = false;
   if (p.dy_dtype != p.x_dtype || (p.dx && p.dx_dtype != p.x_dtype) || p.rstds_dtype != ENG_f32 ||
       (p.means && p.means_dtype != ENG_f32))

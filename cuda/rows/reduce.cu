@@ -314,7 +314,7 @@ static void cut(reduction &r, int64_t groups, int64_t blocks, int64_t least, int
 template <int RULE> static eng_status reduce(const op_call *call)
 {
   const tensor *x = call->in[0], *y = call->out[0];
-  uint64_t mask = (uint64_t)call->ints[0];
+  uint64_t mask = (uint64_t)call->sum.mask;
   reduction r = {};
   r.kept = part_of(x, mask, false);
   r.gone = part_of(x, mask, true);
@@ -416,7 +416,7 @@ struct share_body {   // dx, x, y, dy, counts
 extern "C" eng_status cuda_extreme_grad(const op_call *call)
 {
   const tensor *x = call->in[0], *y = call->in[1], *dy = call->in[2], *dx = call->out[0];
-  uint64_t mask = (uint64_t)call->ints[0];
+  uint64_t mask = (uint64_t)call->extreme_grad.mask;
   int64_t counts = 1, stride[5][ENG_MAX_DIMS] = {};   // dx, x, y, dy, counts
   // e: the dimension of y that corresponds to d of x
   for (int d = x->ndim - 1, e = y->ndim - 1; d >= 0; d--) {

@@ -121,7 +121,7 @@ static __global__ void __launch_bounds__(BLOCK) block_kernel(const extreme_call 
 static eng_status find_extreme(const op_call *call, bool least)
 {
   const tensor *x = call->in[0], *y = call->out[0];
-  int64_t dimension = call->ints[0] < 0 ? call->ints[0] + x->ndim : call->ints[0];
+  int64_t dimension = call->argmax.dim < 0 ? call->argmax.dim + x->ndim : call->argmax.dim;
   extreme_call c = {x->data, y->data, x->shape[dimension], 1, y->count, x->dtype, y->dtype,
                     1,       least};
   for (int64_t d = dimension + 1; d < x->ndim; d++) c.inner *= x->shape[d];
@@ -247,7 +247,7 @@ extern "C" eng_status cuda_topk(const op_call *call)
                 values ? values->data : NULL,
                 places ? places->data : NULL,
                 x->shape[x->ndim - 1],
-                call->ints[0],
+                call->topk.k,
                 1,
                 x->dtype,
                 values ? values->dtype : 0,

@@ -99,7 +99,7 @@ eng_status cuda_contiguous(const op_call *call)
 
 eng_status cuda_cast(const op_call *call)
 {
-  CHECK(call->ints[0] == call->out[0]->dtype, "cast to another format than its output's");
+  CHECK(call->cast.dtype == call->out[0]->dtype, "cast to another format than its output's");
   return copy(call);
 }
 
@@ -117,8 +117,8 @@ eng_status cuda_gelu_tanh(const op_call *call)
 eng_status cuda_unary_grad(const op_call *call)
 {
   const tensor *x = call->in[0], *dy = call->in[1], *dx = call->out[0];
-  CHECK(call->ints[0] == ENG_OP_gelu_tanh && call->ints[1] == dx->dtype && x->count == dy->count &&
-          dx->count == x->count,
+  CHECK(call->unary_grad.of == ENG_OP_gelu_tanh && call->unary_grad.dtype == dx->dtype &&
+          x->count == dy->count && dx->count == x->count,
         "unary_grad");
   card.passes++;
   for (int64_t i = 0; i < dx->count; i += card.sample)
@@ -132,10 +132,10 @@ eng_status cuda_bias_grad(const op_call *call)
 {
   const tensor *dy = call->in[0], *db = call->out[0];
   int64_t n = db->count, rows = n ? dy->count / n : 0;
-  CHECK(dy->shape[dy->ndim - 1] == n && call->ints[0] == db->dtype, "bias_grad");
+  CHECK(dy->shape[dy->ndim - 1] == n && call->bias_grad.dtype == db->dtype, "bias_grad");
   if (rows > 1) card.passes++;
   for (int64_t j = 0; j < n; j++) {
-    double sum = call->ints[1] ? element_get(db->data, db->dtype, j) : 0;
+    double sum = call->bias_grad.add ? element_get(db->data, db->dtype, j) : 0;
     for (int64_t i = 0; i < rows; i++) sum += element_get(dy->data, dy->dtype, i * n + j);
     element_set(db->data, db->dtype, j, sum);
   }

@@ -192,7 +192,10 @@ static void fp8_matmul_one(int64_t m, int64_t n, int64_t k, const int64_t *block
                   .n_out = 1,
                   .in = {&a, &sa, &b, &sb, !adds && random_below(2) ? &bias : NULL},
                   .out = {&y},
-                  .ints = {ta, tb, ra, ca, rb, cb, 0, ENG_ACCUMULATE_HOPPER, 128, adds}};
+                  .fp8_matmul = {.transpose_a = ta, .transpose_b = tb, .a_rows = ra,
+                                 .a_columns = ca, .b_rows = rb, .b_columns = cb,
+                                 .accumulator = ENG_ACCUMULATE_HOPPER, .promotion = 128,
+                                 .add = adds}};
   double *want = calloc((size_t)(m * n), sizeof *want);
   for (int64_t i = 0; i < m; i++)
     for (int64_t j = 0; j < n; j++) {
@@ -220,8 +223,8 @@ static void fp8_matmul_one(int64_t m, int64_t n, int64_t k, const int64_t *block
            cores = model == ENG_ACCUMULATE_HOPPER &&
                    (promotion == 0 || promotion == 128 || (blocks && promotion > 128));
       if (random_below(24)) continue;
-      call.ints[7] = model;
-      call.ints[8] = promotion;
+      call.fp8_matmul.accumulator = model;
+      call.fp8_matmul.promotion = promotion;
       card.plain = card.last_fast = 0;
       CHECK(cuda_fp8_matmul(&call) == ENG_OK && card.plain == !cores &&
               card.last_fast == (cores && !blocks && promotion == 0),

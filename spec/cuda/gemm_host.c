@@ -77,8 +77,8 @@ int64_t place(const tensor *x, int64_t index)
 static void expect(double *want, const op_call *call)
 {
   const tensor *a = call->in[0], *b = call->in[1], *y = call->out[0], *bias = call->in[2];
-  bool linear = call->op == ENG_OP_linear, ta = !linear && call->ints[0],
-       tb = linear || call->ints[1];
+  bool linear = call->op == ENG_OP_linear, ta = !linear && call->matmul.transpose_a,
+       tb = linear || call->matmul.transpose_b, adds = !linear && call->matmul.add;
   int64_t inner = a->shape[a->ndim - (ta ? 2 : 1)];
   for (int64_t i = 0; i < y->count; i += card.sample) {
     int64_t index[ENG_MAX_DIMS], rest = i;
@@ -101,7 +101,7 @@ static void expect(double *want, const op_call *call)
     for (int64_t k = 0; k < inner; k++)
       sum += element_get(a->data, a->dtype, at[0] + k * step_a) *
              element_get(b->data, b->dtype, at[1] + k * step_b);
-    want[i] = sum + (call->ints[3] ? element_get(y->data, y->dtype, place(y, i)) : 0);
+    want[i] = sum + (adds ? element_get(y->data, y->dtype, place(y, i)) : 0);
   }
 }
 
@@ -160,7 +160,7 @@ static void random_matmul(int number)
                   .n_out = 1,
                   .in = {&a, &b},
                   .out = {&y},
-                  .ints = {ta, tb, 0, accumulate}};
+                  .matmul = {.transpose_a = ta, .transpose_b = tb, .add = accumulate}};
   char what[64];
   snprintf(what, sizeof what, "matmul %d", number);
   try_call(&call, what);
@@ -221,7 +221,7 @@ static void products(void)
                        .n_out = 1,
                        .in = {&a, &b},
                        .out = {&c},
-                       .ints = {0, 0, 0, 1}};
+                       .matmul = {.add = 1}};
     try_call(&refused, "refused by cuBLASLt");
   }
   CHECK(card.heuristics == 1 && card.plain == 2, "%d heuristics, %d plain", card.heuristics,
@@ -372,7 +372,7 @@ static void random_linear_grad(int number)
                   .n_out = 2,
                   .in = {&dy, &x},
                   .out = {&dw, &db},
-                  .ints = {format, format, add_w, add_b}};
+                  .linear_grad = {.dtype = {format, format}, .add = {add_w, add_b}}};
   run_one(cuda_linear_grad, &call, "linear_grad");
   for (int64_t i = 0; i < n * k; i++)
     expect_near(&dw, i, want_w[i], 0, "dW of linear_grad", number);
@@ -405,7 +405,7 @@ static bool sums_come_along(int64_t k)
                   .n_out = 2,
                   .in = {&dy, &x},
                   .out = {&dw, &db},
-                  .ints = {ENG_f32, ENG_f32}};
+                  .linear_grad = {.dtype = {ENG_f32, ENG_f32}}};
   run_one(cuda_linear_grad, &call, "a linear_grad worth a search");
   for (int64_t j = 0; j < 64; j++) {
     double sum = 0;
@@ -465,7 +465,7 @@ static int search_one(int64_t k)
   tensor a = make(ENG_f32, 2, a_shape, 0, false), b = make(ENG_f32, 2, b_shape, 0, false),
          c = make(ENG_f32, 2, c_shape, 0, false);
   op_call call = {
-    .op = ENG_OP_matmul, .n_in = 2, .n_out = 1, .in = {&a, &b}, .out = {&c}, .ints = {0, 0, 0, 1}};
+    .op = ENG_OP_matmul, .n_in = 2, .n_out = 1, .in = {&a, &b}, .out = {&c}, .matmul = {.add = 1}};
   try_call(&call, "a product worth a search");   // added once, however often it was timed
   return card.last_algorithm;
 }
