@@ -155,6 +155,13 @@ describe("the folders of the core", function()
     end
   end)
 
+  it("read attributes of operations by name", function()
+    for _, path in ipairs(files "$(find core cuda -name '*.[ch]' -o -name '*.cu')") do
+      assert.is_true(path == "core/autograd/op.c" or not code_of(path):find("[.>]attributes%."),
+        path .. ": call->NAME.ATTRIBUTE, as ops.def has it")
+    end
+  end)
+
   it("include Lua only in main/ and policy/", function()
     for _, path in ipairs(files "core/*/*.[ch]") do
       for _, name in ipairs(includes(path)) do

@@ -30,7 +30,8 @@ eng_status eng_new(eng_tensor *out, int dtype, int ndim, const int64_t *shape, i
 /// Copies x into y (same number of elements in broadcast) without recording.
 static eng_status copy(tensor *y, tensor *x)
 {
-  op_call c = {.op = ENG_OP_cast, .n_in = 1, .n_out = 1, .in = {x}, .out = {y}, .ints = {y->dtype}};
+  op_call c = {.op = ENG_OP_cast, .n_in = 1, .n_out = 1, .in = {x}, .out = {y},
+               .cast = {.dtype = y->dtype}};
   eng_status status = ENG_OK;
   if (x->store->space != y->store->space)
     return error_set(ENG_ERR_DEVICE,
@@ -220,13 +221,11 @@ eng_status eng_copy(const eng_tensor *target, const eng_tensor *source)
   // Kernels copy in parallel and in blocks: one memory read and written at once needs a copy
   // between.
   if (x != y && x->store == y->store) {
-    status = op_run1(&between, ENG_OP_contiguous, x, NULL, NULL, NULL, 0, 0, 0);
+    status = op_run1(&between, (op_call){.op = ENG_OP_contiguous, .in = {x}});
     x = between;
   }
   if (status == ENG_OK && !tensor_same_shape(x, y)) {
-    int64_t ints[1 + ENG_MAX_DIMS] = {y->ndim};
-    memcpy(ints + 1, y->shape, (size_t)y->ndim * sizeof *ints);
-    status = op_run1(&spread, ENG_OP_expand, x, NULL, NULL, ints, 1 + y->ndim, 0, 0);
+    status = op_expand(&spread, x, y->ndim, y->shape);
     x = spread;
   }
   eng_grad_enabled(recording);

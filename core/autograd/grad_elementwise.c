@@ -7,11 +7,9 @@
 
 // Runs an operation into a new tensor; the rule returns on failure.
 static eng_status unary(tensor **out, int op, tensor *x)
-{ return op_run1(out, op, x, NULL, NULL, NULL, 0, 0, 0); }
+{ return op_run1(out, (op_call){.op = op, .in = {x}}); }
 static eng_status binary(tensor **out, int op, tensor *a, tensor *b)
-{ return op_run1(out, op, a, b, NULL, NULL, 0, 0, 0); }
-static eng_status affine(tensor **out, tensor *x, double factor, double term)
-{ return op_run1(out, ENG_OP_affine, x, NULL, NULL, NULL, 0, factor, term); }
+{ return op_run1(out, (op_call){.op = op, .in = {a, b}}); }
 
 /// x where the condition holds, else 0; drops the condition.
 static eng_status masked(tensor **out, tensor *condition, tensor *x)
@@ -20,7 +18,8 @@ static eng_status masked(tensor **out, tensor *condition, tensor *x)
   eng_status status = tensor_make(&zero, ARENA_STEP, x->dtype, 0, NULL);
   if (status == ENG_OK) {
     status = transfer_clear(zero);
-    if (status == ENG_OK) status = op_run1(out, ENG_OP_where, condition, x, zero, NULL, 0, 0, 0);
+    if (status == ENG_OK)
+      status = op_run1(out, (op_call){.op = ENG_OP_where, .in = {condition, x, zero}});
     tensor_drop(zero);
   }
   tensor_drop(condition);
@@ -46,7 +45,7 @@ eng_status grad_sub(grad_call *g)
   if (grad_wants(g, 0)) ENG_TRY(emit_shared(g, 0, g->dy[0]));
   if (!grad_wants(g, 1)) return ENG_OK;
   tensor *dx;
-  ENG_TRY(affine(&dx, g->dy[0], -1, 0));
+  ENG_TRY(op_affine(&dx, g->dy[0], -1, 0));
   return grad_emit(g, 1, dx);
 }
 
@@ -69,7 +68,7 @@ eng_status grad_div(grad_call *g)
   if (grad_wants(g, 1)) {
     tensor *product, *db;
     ENG_TRY(binary(&product, ENG_OP_mul, da, y));
-    eng_status status = affine(&db, product, -1, 0);
+    eng_status status = op_affine(&db, product, -1, 0);
     tensor_drop(product);
     ENG_TRY(status);
     ENG_TRY(grad_emit(g, 1, db));
@@ -88,7 +87,7 @@ eng_status grad_pow(grad_call *g)
   ENG_TRY(transfer_clear(zero));
   if (grad_wants(g, 0)) {
     tensor *less, *power, *slope, *nonzero, *slope_kept, *da;
-    ENG_TRY(affine(&less, b, 1, -1));
+    ENG_TRY(op_affine(&less, b, 1, -1));
     ENG_TRY(binary(&power, ENG_OP_pow, a, less));
     ENG_TRY(binary(&slope, ENG_OP_mul, power, b));
     ENG_TRY(binary(&nonzero, ENG_OP_ne, b, zero));
@@ -112,7 +111,7 @@ eng_status grad_pow(grad_call *g)
 static eng_status extreme(grad_call *g, int wins)
 {
   tensor *a = g->call->in[0], *b = g->call->in[1], *tie, *half, *shared_half;
-  ENG_TRY(affine(&half, g->dy[0], 0.5, 0));
+  ENG_TRY(op_affine(&half, g->dy[0], 0.5, 0));
   ENG_TRY(binary(&tie, ENG_OP_eq, a, b));
   ENG_TRY(masked(&shared_half, tie, half));
   for (int k = 0; k < 2; k++) {
@@ -137,8 +136,8 @@ eng_status grad_where(grad_call *g)
   ENG_TRY(transfer_clear(zero));
   for (int k = 1; k < 3; k++) {
     if (!grad_wants(g, k)) continue;
-    ENG_TRY(op_run1(&dx, ENG_OP_where, condition, k == 1 ? g->dy[0] : zero,
-                    k == 1 ? zero : g->dy[0], NULL, 0, 0, 0));
+    ENG_TRY(op_run1(&dx, (op_call){.op = ENG_OP_where, .in = {condition, k == 1 ? g->dy[0] : zero,
+                                                              k == 1 ? zero : g->dy[0]}}));
     ENG_TRY(grad_emit(g, k, dx));
   }
   return ENG_OK;
@@ -147,7 +146,7 @@ eng_status grad_where(grad_call *g)
 eng_status grad_affine(grad_call *g)
 {
   tensor *dx;
-  ENG_TRY(affine(&dx, g->dy[0], g->call->affine.factor, 0));
+  ENG_TRY(op_affine(&dx, g->dy[0], g->call->affine.factor, 0));
   return grad_emit(g, 0, dx);
 }
 
@@ -155,9 +154,9 @@ eng_status grad_pow_scalar(grad_call *g)
 {
   double p = g->call->pow_scalar.exponent;
   tensor *power, *slope, *dx;
-  ENG_TRY(
-    op_run1(&power, ENG_OP_pow_scalar, g->call->in[0], NULL, NULL, NULL, 0, p == 0 ? 0 : p - 1, 0));
-  ENG_TRY(affine(&slope, power, p, 0));
+  ENG_TRY(op_run1(&power, (op_call){.op = ENG_OP_pow_scalar, .in = {g->call->in[0]},
+                                    .pow_scalar = {.exponent = p == 0 ? 0 : p - 1}}));
+  ENG_TRY(op_affine(&slope, power, p, 0));
   tensor_drop(power);
   ENG_TRY(binary(&dx, ENG_OP_mul, slope, g->dy[0]));
   tensor_drop(slope);
@@ -176,7 +175,7 @@ eng_status grad_clamp(grad_call *g)
 eng_status grad_neg(grad_call *g)
 {
   tensor *dx;
-  ENG_TRY(affine(&dx, g->dy[0], -1, 0));
+  ENG_TRY(op_affine(&dx, g->dy[0], -1, 0));
   return grad_emit(g, 0, dx);
 }
 
@@ -184,8 +183,8 @@ eng_status grad_neg(grad_call *g)
 eng_status grad_unary(grad_call *g)
 {
   tensor *x = g->call->in[0], *dx;
-  ENG_TRY(op_run1(&dx, ENG_OP_unary_grad, x, g->dy[0], NULL, (int64_t[]){g->call->op, x->dtype}, 2,
-                  0, 0));
+  ENG_TRY(op_run1(&dx, (op_call){.op = ENG_OP_unary_grad, .in = {x, g->dy[0]},
+                                 .unary_grad = {.of = g->call->op, .dtype = x->dtype}}));
   return grad_emit(g, 0, dx);
 }
 
@@ -206,8 +205,8 @@ eng_status grad_swiglu(grad_call *g) { return grad_swiglu_of(g, g->call->in[0], 
 eng_status grad_dropout(grad_call *g)
 {
   tensor *dx;
-  ENG_TRY(
-    op_run1(&dx, ENG_OP_dropout, g->dy[0], NULL, NULL, g->call->ints, 2, g->call->dropout.p, 0));
+  ENG_TRY(op_run1(&dx, (op_call){.op = ENG_OP_dropout, .in = {g->dy[0]},
+                                 .dropout = g->call->dropout}));
   return grad_emit(g, 0, dx);
 }
 

@@ -23,8 +23,7 @@ static eng_status product_to(grad_call *g, int k, tensor *a, tensor *b, bool tra
 {
   tensor *x = g->call->in[k];
   op_call c = {
-    .op = ENG_OP_matmul,
-    .n_in = 2,
+    .op = ENG_OP_matmul, .n_in = 2,
     .in = {a, b},
     .matmul = {.transpose_a = transpose_a, .transpose_b = transpose_b, .yields = x->dtype + 1}};
   bool accumulate = false, batched = a->ndim > 2 || b->ndim > 2;
@@ -123,7 +122,7 @@ eng_status grad_mlp_gelu(grad_call *g)
   if (grad_wants(g, 0) || grad_wants(g, 1) || grad_wants(g, 2)) {
     ENG_TRY(rows_of(&x, y->in[0]));
     ENG_TRY(rows_of(&u, y->out[1]));
-    ENG_TRY(op_run1(&du, ENG_OP_matmul_gelu_grad, dy, y->in[3], u, NULL, 0, 0, 0));
+    ENG_TRY(op_run1(&du, (op_call){.op = ENG_OP_matmul_gelu_grad, .in = {dy, y->in[3], u}}));
     tensor_drop(u);
     ENG_TRY(weight_gradients(g, 1, du, x));
     if (grad_wants(g, 0)) ENG_TRY(input_gradient(g, du, y->in[1]));
@@ -139,8 +138,7 @@ eng_status grad_embedding(grad_call *g)
   if (!grad_wants(g, 0)) return ENG_OK;
   tensor *w = g->call->in[0];
   bool accumulate = false;
-  op_call c = {.op = ENG_OP_embedding_grad,
-               .n_in = 2,
+  op_call c = {.op = ENG_OP_embedding_grad, .n_in = 2,
                .in = {g->dy[0], g->call->in[1]},
                .out = {grad_target(g, 0, &accumulate)},
                .embedding_grad = {.rows = w->shape[0], .dtype = w->dtype}};
@@ -183,8 +181,7 @@ static eng_status norm(grad_call *g, op_call *c)
 eng_status grad_layer_norm(grad_call *g)
 {
   const op_call *y = g->call;
-  op_call c = {.op = ENG_OP_layer_norm_grad,
-               .n_in = 5,
+  op_call c = {.op = ENG_OP_layer_norm_grad, .n_in = 5,
                .in = {y->in[0], y->in[1], y->out[1], y->out[2], g->dy[0]}};
   return norm(g, &c);
 }
@@ -267,8 +264,7 @@ static eng_status joint_gradients(op_call *c)
 eng_status grad_attention_of(grad_call *g, tensor *out)
 {
   const op_call *y = g->call;
-  op_call c = {.op = ENG_OP_attention_grad,
-               .n_in = 6,
+  op_call c = {.op = ENG_OP_attention_grad, .n_in = 6,
                .in = {y->in[0], y->in[1], y->in[2], out, y->out[1], g->dy[0]},
                .attention_grad = {.causal = y->attention.causal, .scale = y->attention.scale}};
   eng_status status = ENG_OK;
@@ -290,9 +286,10 @@ eng_status grad_attention(grad_call *g) { return grad_attention_of(g, g->call->o
 // A rotation's gradient is the rotation back.
 eng_status grad_rope(grad_call *g)
 {
-  int64_t ints[3] = {g->call->rope.position, g->call->rope.interleaved, !g->call->rope.backward};
+  op_call back = {.op = ENG_OP_rope, .in = {g->dy[0]}, .rope = g->call->rope};
+  back.rope.backward = !back.rope.backward;
   tensor *dx;
-  ENG_TRY(op_run1(&dx, ENG_OP_rope, g->dy[0], NULL, NULL, ints, 3, g->call->rope.base, 0));
+  ENG_TRY(op_run1(&dx, back));
   return grad_emit(g, 0, dx);
 }
 
@@ -301,8 +298,8 @@ eng_status grad_rope(grad_call *g)
 static eng_status from_output(grad_call *g, int op)
 {
   tensor *dx;
-  ENG_TRY(
-    op_run1(&dx, op, g->call->out[0], g->dy[0], NULL, (int64_t[]){g->call->in[0]->dtype}, 1, 0, 0));
+  ENG_TRY(op_run1(&dx, (op_call){.op = op, .in = {g->call->out[0], g->dy[0]},
+                                 .softmax_grad = {.dtype = g->call->in[0]->dtype}}));
   return grad_emit(g, 0, dx);
 }
 
@@ -316,9 +313,9 @@ eng_status grad_logsumexp(grad_call *g)
   int64_t shape[ENG_MAX_DIMS];
   memcpy(shape, g->dy[0]->shape, (size_t)g->dy[0]->ndim * sizeof *shape);
   shape[g->dy[0]->ndim] = 1;
-  ENG_TRY(op_run1(&p, ENG_OP_softmax, g->call->in[0], NULL, NULL, NULL, 0, 0, 0));
+  ENG_TRY(op_run1(&p, (op_call){.op = ENG_OP_softmax, .in = {g->call->in[0]}}));
   ENG_TRY(op_reshape(&dy, g->dy[0], g->dy[0]->ndim + 1, shape));
-  ENG_TRY(op_run1(&dx, ENG_OP_mul, p, dy, NULL, NULL, 0, 0, 0));
+  ENG_TRY(op_run1(&dx, (op_call){.op = ENG_OP_mul, .in = {p, dy}}));
   tensor_drop(p);
   tensor_drop(dy);
   return grad_emit(g, 0, dx);
@@ -327,11 +324,11 @@ eng_status grad_logsumexp(grad_call *g)
 eng_status grad_cross_entropy(grad_call *g)
 {
   const op_call *y = g->call;
-  op_call c = {.op = ENG_OP_cross_entropy_grad,
-               .n_in = 4,
+  op_call c = {.op = ENG_OP_cross_entropy_grad, .n_in = 4,
                .in = {y->in[0], y->in[1], y->out[1], g->dy[0]},
-               .ints = {y->cross_entropy.ignore, y->cross_entropy.reduction},
-               .floats = {y->cross_entropy.smoothing}};
+               .cross_entropy_grad = {.ignore = y->cross_entropy.ignore,
+                                      .reduction = y->cross_entropy.reduction,
+                                      .smoothing = y->cross_entropy.smoothing}};
   ENG_TRY(op_run(&c));
   return grad_emit(g, 0, c.out[0]);
 }
@@ -344,13 +341,12 @@ eng_status grad_mse(grad_call *g)
   ENG_TRY(tensor_make(&difference, ARENA_STEP, g->dy[0]->dtype, a->ndim, a->shape));
   op_call minus = {.op = ENG_OP_sub, .n_in = 2, .in = {a, b}, .out = {difference}};
   ENG_TRY(op_run(&minus));
-  ENG_TRY(op_run1(&factor, ENG_OP_affine, g->dy[0], NULL, NULL, NULL, 0,
-                  2.0 / (double)(a->count ? a->count : 1), 0));
-  ENG_TRY(op_run1(&da, ENG_OP_mul, difference, factor, NULL, NULL, 0, 0, 0));
+  ENG_TRY(op_affine(&factor, g->dy[0], 2.0 / (double)(a->count ? a->count : 1), 0));
+  ENG_TRY(op_run1(&da, (op_call){.op = ENG_OP_mul, .in = {difference, factor}}));
   tensor_drop(difference);
   tensor_drop(factor);
   if (grad_wants(g, 1)) {
-    ENG_TRY(op_run1(&db, ENG_OP_affine, da, NULL, NULL, NULL, 0, -1, 0));
+    ENG_TRY(op_affine(&db, da, -1, 0));
     ENG_TRY(grad_emit(g, 1, db));
   }
   if (grad_wants(g, 0)) return grad_emit(g, 0, da);

@@ -16,11 +16,10 @@ eng_status grad_reshape(grad_call *g)
 
 eng_status grad_permute(grad_call *g)
 {
-  int64_t back[ENG_MAX_DIMS] = {0};
-  int n = g->call->in[0]->ndim;
-  for (int d = 0; d < n; d++) back[g->call->permute.order[d]] = d;
+  op_call back = {.op = ENG_OP_permute, .in = {g->dy[0]}};
+  for (int d = 0; d < g->dy[0]->ndim; d++) back.permute.order[g->call->permute.order[d]] = d;
   tensor *dx;
-  ENG_TRY(op_run1(&dx, ENG_OP_permute, g->dy[0], NULL, NULL, back, n, 0, 0));
+  ENG_TRY(op_run1(&dx, back));
   return grad_emit(g, 0, dx);
 }
 
@@ -42,13 +41,9 @@ eng_status grad_slice(grad_call *g)
 {
   tensor *x = g->call->in[0], *dx, *place;
   ENG_TRY(zeros_like(&dx, x, g->dy[0]->dtype));
-  ENG_TRY(op_run1(&place, ENG_OP_slice, dx, NULL, NULL, g->call->ints, 4, 0, 0));
-  op_call copy = {.op = ENG_OP_cast,
-                  .n_in = 1,
-                  .n_out = 1,
-                  .in = {g->dy[0]},
-                  .out = {place},
-                  .ints = {place->dtype}};
+  ENG_TRY(op_run1(&place, (op_call){.op = ENG_OP_slice, .in = {dx}, .slice = g->call->slice}));
+  op_call copy = {.op = ENG_OP_cast, .n_in = 1, .n_out = 1, .in = {g->dy[0]}, .out = {place},
+                  .cast = {.dtype = place->dtype}};
   ENG_TRY(op_run(&copy));
   tensor_drop(place);
   return grad_emit(g, 0, dx);
@@ -81,7 +76,8 @@ eng_status grad_split(grad_call *g)
   tensor *whole;
   ENG_TRY(side_by_side(&whole, g));
   if (whole) return grad_emit(g, 0, whole);
-  op_call c = {.op = ENG_OP_concat, .n_in = g->call->n_out, .ints = {g->call->split.dim}};
+  op_call c = {
+    .op = ENG_OP_concat, .n_in = g->call->n_out, .concat = {.dim = g->call->split.dim}};
   for (int k = 0; k < g->call->n_out; k++) {
     c.in[k] = g->dy[k];
     if (!c.in[k]) ENG_TRY(zeros_like(&c.in[k], g->call->out[k], g->call->out[k]->dtype));
@@ -96,9 +92,10 @@ eng_status grad_concat(grad_call *g)
   for (int k = 0; k < g->call->n_in; k++) {
     int64_t stop = start + g->call->in[k]->shape[dim];
     if (grad_wants(g, k)) {
+      op_call part = {.op = ENG_OP_slice, .in = {g->dy[0]},
+                      .slice = {.dim = dim, .start = start, .stop = stop, .step = 1}};
       tensor *dx;
-      ENG_TRY(op_run1(&dx, ENG_OP_slice, g->dy[0], NULL, NULL, (int64_t[]){dim, start, stop, 1}, 4,
-                      0, 0));
+      ENG_TRY(op_run1(&dx, part));
       ENG_TRY(grad_emit(g, k, dx));
     }
     start = stop;
@@ -110,10 +107,9 @@ eng_status grad_concat(grad_call *g)
 static eng_status scatter(grad_call *g, int op, tensor *dy, tensor *index, int64_t dim)
 {
   tensor *x = g->call->in[0], *dx;
-  int64_t ints[ENG_OP_INTS] = {dim};
-  memcpy(ints + 1, x->shape, (size_t)x->ndim * sizeof *ints);
-  ints[ENG_OP_INTS - 1] = x->ndim;
-  ENG_TRY(op_run1(&dx, op, dy, index, NULL, ints, ENG_OP_INTS, 0, 0));
+  op_call c = {.op = op, .in = {dy, index}, .gather_grad = {.dim = dim, .ndim = x->ndim}};
+  memcpy(c.gather_grad.shape, x->shape, (size_t)x->ndim * sizeof *x->shape);
+  ENG_TRY(op_run1(&dx, c));
   return grad_emit(g, 0, dx);
 }
 
@@ -142,9 +138,7 @@ static eng_status spread(tensor **out, grad_call *g, tensor *dy)
   for (int d = 0; d < x->ndim; d++)
     if (g->call->sum.mask >> d & 1) kept.shape[d] = 1;
   ENG_TRY(op_reshape(&shaped, dy, x->ndim, kept.shape));
-  int64_t ints[1 + ENG_MAX_DIMS] = {x->ndim};
-  memcpy(ints + 1, x->shape, (size_t)x->ndim * sizeof *ints);
-  eng_status status = op_run1(out, ENG_OP_expand, shaped, NULL, NULL, ints, 1 + x->ndim, 0, 0);
+  eng_status status = op_expand(out, shaped, x->ndim, x->shape);
   tensor_drop(shaped);
   return status;
 }
@@ -161,7 +155,7 @@ eng_status grad_mean(grad_call *g)
   double n =
     (double)g->call->in[0]->count / (double)(g->call->out[0]->count ? g->call->out[0]->count : 1);
   tensor *share, *dx;
-  ENG_TRY(op_run1(&share, ENG_OP_affine, g->dy[0], NULL, NULL, NULL, 0, 1 / n, 0));
+  ENG_TRY(op_affine(&share, g->dy[0], 1 / n, 0));
   ENG_TRY(spread(&dx, g, share));
   tensor_drop(share);
   return grad_emit(g, 0, dx);
@@ -170,8 +164,9 @@ eng_status grad_mean(grad_call *g)
 static eng_status extreme(grad_call *g)
 {
   tensor *dx;
-  ENG_TRY(op_run1(&dx, ENG_OP_extreme_grad, g->call->in[0], g->call->out[0], g->dy[0],
-                  g->call->ints, 2, 0, 0));
+  ENG_TRY(op_run1(&dx, (op_call){.op = ENG_OP_extreme_grad,
+                                 .in = {g->call->in[0], g->call->out[0], g->dy[0]},
+                                 .extreme_grad = {.mask = g->call->max.mask}}));
   return grad_emit(g, 0, dx);
 }
 

@@ -88,7 +88,8 @@ static eng_status unbroadcast(tensor **dx, const tensor *x)
   tensor *summed = NULL, *shaped = NULL;
   eng_status status = ENG_OK;
   if (mask) {
-    status = op_run1(&summed, ENG_OP_sum, from, NULL, NULL, (int64_t[]){mask, 1}, 2, 0, 0);
+    status = op_run1(
+      &summed, (op_call){.op = ENG_OP_sum, .in = {from}, .sum = {.mask = mask, .keep = 1}});
     tensor_drop(from);
   } else summed = from;
   if (status == ENG_OK) status = op_reshape(&shaped, summed, x->ndim, x->shape);
@@ -105,12 +106,8 @@ static eng_status add_to_parameter(parameter *p, tensor *dx)
     tensor_drop(dx);
     return status;
   }
-  op_call c = {.op = ENG_OP_cast,
-               .n_in = 1,
-               .n_out = 1,
-               .in = {dx},
-               .out = {p->gradient},
-               .ints = {p->gradient->dtype}};
+  op_call c = {.op = ENG_OP_cast, .n_in = 1, .n_out = 1, .in = {dx}, .out = {p->gradient},
+               .cast = {.dtype = p->gradient->dtype}};
   if (p->has_gradient)
     c = (op_call){
       .op = ENG_OP_add, .n_in = 2, .n_out = 1, .in = {p->gradient, dx}, .out = {p->gradient}};
@@ -138,7 +135,7 @@ static eng_status accumulate(tensor *x, tensor *dx)
     return ENG_OK;
   }
   tensor *sum;
-  eng_status status = op_run1(&sum, ENG_OP_add, x->gradient, dx, NULL, NULL, 0, 0, 0);
+  eng_status status = op_run1(&sum, (op_call){.op = ENG_OP_add, .in = {x->gradient, dx}});
   tensor_drop(dx);
   if (status != ENG_OK) return status;
   tensor_drop(x->gradient);
@@ -153,16 +150,15 @@ eng_status grad_emit(grad_call *g, int k, tensor *dx)
   double carry = gradient_carry(x);
   if (carry != g->carry) {
     tensor *scaled;   // adding -0 keeps the sign of zeros
-    eng_status status =
-      op_run1(&scaled, ENG_OP_affine, dx, NULL, NULL, NULL, 0, carry / g->carry, -0.0);
+    eng_status status = op_affine(&scaled, dx, carry / g->carry, -0.0);
     tensor_drop(dx);
     if (status != ENG_OK) return status;
     dx = scaled;
   }
   if (dx->dtype != x->dtype && !x->parameter) {
     tensor *rounded;
-    eng_status status =
-      op_run1(&rounded, ENG_OP_cast, dx, NULL, NULL, (int64_t[]){x->dtype}, 1, 0, 0);
+    eng_status status = op_run1(
+      &rounded, (op_call){.op = ENG_OP_cast, .in = {dx}, .cast = {.dtype = x->dtype}});
     tensor_drop(dx);
     if (status != ENG_OK) return status;
     dx = rounded;

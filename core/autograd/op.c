@@ -35,7 +35,8 @@ eng_status op_cast_to(tensor **out, bool *made, tensor *x, int dtype)
 {
   *made = x->dtype != dtype;
   *out = x;
-  return *made ? op_run1(out, ENG_OP_cast, x, NULL, NULL, (int64_t[]){dtype}, 1, 0, 0) : ENG_OK;
+  if (!*made) return ENG_OK;
+  return op_run1(out, (op_call){.op = ENG_OP_cast, .in = {x}, .cast = {.dtype = dtype}});
 }
 
 /// x in `dtype`: a parameter's low-precision copy where it has one, else a recorded cast.
@@ -187,7 +188,7 @@ eng_status op_run(op_call *c)
   if (info->layout == LAYOUT_ROWS)
     for (int k = 0; k < c->n_in; k++)
       if (c->in[k] && !tensor_contiguous(c->in[k]))
-        ENG_TRY(op_run1(&c->in[k], ENG_OP_contiguous, c->in[k], NULL, NULL, NULL, 0, 0, 0));
+        ENG_TRY(op_run1(&c->in[k], (op_call){.op = ENG_OP_contiguous, .in = {c->in[k]}}));
   ENG_TRY(take_numbers(c));
 
   op_kernel *kernel = backend_current()->kernel[c->op];
@@ -203,12 +204,9 @@ eng_status op_run(op_call *c)
   return status;
 }
 
-eng_status op_run1(tensor **out, int op, tensor *a, tensor *b, tensor *third, const int64_t *ints,
-                   int n_ints, double f0, double f1)
+eng_status op_run1(tensor **out, op_call c)
 {
-  op_call c = {.op = op, .in = {a, b, third}, .floats = {f0, f1}};
-  c.n_in = op_table[op].about.n_in;
-  if (ints) memcpy(c.ints, ints, (size_t)n_ints * sizeof *ints);
+  c.n_in = op_table[c.op].about.n_in;
   *out = NULL;
   ENG_TRY(op_run(&c));
   *out = c.out[0];
@@ -217,12 +215,16 @@ eng_status op_run1(tensor **out, int op, tensor *a, tensor *b, tensor *third, co
 
 eng_status op_reshape(tensor **out, tensor *x, int ndim, const int64_t *shape)
 {
-  op_call c = {.op = ENG_OP_reshape, .n_in = 1, .in = {x}, .reshape = {.ndim = ndim}};
+  op_call c = {.op = ENG_OP_reshape, .in = {x}, .reshape = {.ndim = ndim}};
   memcpy(c.reshape.shape, shape, (size_t)ndim * sizeof *shape);
-  *out = NULL;
-  ENG_TRY(op_run(&c));
-  *out = c.out[0];
-  return ENG_OK;
+  return op_run1(out, c);
+}
+
+eng_status op_expand(tensor **out, tensor *x, int ndim, const int64_t *shape)
+{
+  op_call c = {.op = ENG_OP_expand, .in = {x}, .expand = {.ndim = ndim}};
+  memcpy(c.expand.shape, shape, (size_t)ndim * sizeof *shape);
+  return op_run1(out, c);
 }
 
 // ---- what Lua calls
@@ -241,8 +243,8 @@ static eng_status run_call(eng_op_call *call, tensor *target)
                ? error_prefix(status, "%s", op_table[call->op].about.name)
                : status;
   }
-  memcpy(c.ints, call->ints, sizeof c.ints);
-  memcpy(c.floats, call->floats, sizeof c.floats);
+  memcpy(c.attributes.ints, call->ints, sizeof call->ints);
+  memcpy(c.attributes.floats, call->floats, sizeof call->floats);
   ENG_TRY(op_run(&c));
   call->n_out = c.n_out;
   for (int k = 0; k < ENG_OP_OUTPUTS; k++) call->out[k] = tensor_handle(c.out[k]);

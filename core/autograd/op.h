@@ -59,12 +59,20 @@ eng_status op_view(op_call *call, const op_shape *shape);
 /// inferred shape and takes its own dtype. Records when the tape wants it.
 eng_status op_run(op_call *call);
 
-/// Shorthands for gradient rules: one output, inputs by position, attributes by compound literal.
-eng_status op_run1(tensor **out, int op, tensor *a, tensor *b, tensor *c, const int64_t *ints,
-                   int n_ints, double f0, double f1);
+/// Runs an operation of a fixed number of inputs (n_in is set here) and one output.
+eng_status op_run1(tensor **out, op_call call);
 
 /// x in another shape, as a view where its strides allow that; one size may be -1.
 eng_status op_reshape(tensor **out, tensor *x, int ndim, const int64_t *shape);
+
+/// x broadcast to a shape, as a view.
+eng_status op_expand(tensor **out, tensor *x, int ndim, const int64_t *shape);
+
+static inline eng_status op_affine(tensor **out, tensor *x, double factor, double term)
+{
+  op_call c = {.op = ENG_OP_affine, .in = {x}, .affine = {.factor = factor, .term = term}};
+  return op_run1(out, c);
+}
 
 /// y in `dtype`; x itself when it already is (then *made is false).
 eng_status op_cast_to(tensor **out, bool *made, tensor *x, int dtype);

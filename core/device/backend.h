@@ -8,14 +8,16 @@
 #include "tensor/tensor.h"
 
 /// An operation ready to compute: inputs are checked, outputs allocated with their final shape and
-/// dtype. ops.def gives the order of tensors and the names of attributes (call->sum.mask). `in[k]`
-/// is NULL for an absent optional input, `out[k]` for an output that is not needed.
+/// dtype. ops.def gives the order of tensors and the names of attributes (call->sum.mask); a kernel
+/// of several operations uses the names of one, which stand in the same order in all. `in[k]` is
+/// NULL for an absent optional input, `out[k]` for an output that is not needed.
 typedef struct op_call {
   int32_t op, n_in, n_out;
   tensor *in[ENG_OP_INPUTS];
   tensor *out[ENG_OP_OUTPUTS];
   union {
-    struct { int64_t ints[ENG_OP_INTS]; double floats[ENG_OP_FLOATS]; };
+    // all of them by position, for op.c alone
+    struct { int64_t ints[ENG_OP_INTS]; double floats[ENG_OP_FLOATS]; } attributes;
 #define ENG_OP(name, inputs, outputs, layout, cast, shape, gradient, reads, saves, ints, floats) \
     ENG_OP_ATTRIBUTES(name, ints, floats)
 #include "ops.def"

@@ -12,9 +12,7 @@ enum { OUT_Y, OUT_LSE, OUT_ENTROPY, OUT_CODES, OUT_SCALE, OUT_COUNT };
 
 eng_status fp8_to_e5m6(tensor **q, tensor **scale, tensor *x)
 {
-  op_call c = {.op = ENG_OP_quantize,
-               .n_in = 2,
-               .n_out = 5,
+  op_call c = {.op = ENG_OP_quantize, .n_in = 2, .n_out = 5,
                .in = {x},
                .quantize = {.format = ENG_FORMAT_E5M6,
                             .block_rows = 1,
@@ -44,8 +42,7 @@ static eng_status run_attention(op_call *c)
 {
   const fp8_site *s = fp8_site_in_force(c->fp8_attention.site);
   const tensor *q = c->in[0];
-  op_call plain = {.op = ENG_OP_attention,
-                   .n_in = 3,
+  op_call plain = {.op = ENG_OP_attention, .n_in = 3,
                    .in = {c->in[0], c->in[1], c->in[2]},
                    .out = {c->out[0]},
                    .attention = {.causal = c->fp8_attention.causal,
@@ -71,8 +68,7 @@ static eng_status attention_grad(grad_call *g)
 {
   const op_call *node = g->call;
   const tensor *like = node->out[OUT_Y];
-  op_call c = {.op = ENG_OP_dequantize,
-               .n_in = 2,
+  op_call c = {.op = ENG_OP_dequantize, .n_in = 2,
                .in = {node->out[OUT_CODES], node->out[OUT_SCALE]},
                .dequantize = {.dtype = like->dtype,
                               .block_rows = 1,

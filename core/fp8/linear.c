@@ -56,9 +56,7 @@ static eng_status quantize(copies *out, int64_t number, fp8_site *s, int role, t
 {
   const eng_fp8_role *r = &s->recipe.role[role];
   tensor *factor = s->factor[role] != 0 ? s->factor_of[role] : NULL;
-  op_call c = {.op = ENG_OP_quantize,
-               .n_in = 2,
-               .n_out = 5,
+  op_call c = {.op = ENG_OP_quantize, .n_in = 2, .n_out = 5,
                .in = {x, factor},
                .out = {out->q, out->scale, NULL, out->q_t, out->scale_t},
                .quantize = {.format = r->format,
@@ -95,9 +93,7 @@ static eng_status multiply(tensor **y, const fp8_site *s, int product, const fac
   eng_status status = flat(&qb, b->q);
   if (status == ENG_OK) {
     const eng_fp8_product *p = &s->recipe.product[product];
-    op_call c = {.op = ENG_OP_fp8_matmul,
-                 .n_in = 5,
-                 .n_out = 1,
+    op_call c = {.op = ENG_OP_fp8_matmul, .n_in = 5, .n_out = 1,
                  .in = {qa, a->scale, qb, b->scale, bias},
                  .out = {*y},
                  .fp8_matmul = {.transpose_a = a->turned,
@@ -411,8 +407,7 @@ static eng_status run_linear(op_call *c)
 {
   fp8_site *s = fp8_site_in_force(c->fp8_linear.site);
   if (s) return fp8_linear_in_force(c, s, NULL);
-  op_call plain = {.op = ENG_OP_linear,
-                   .n_in = 3,
+  op_call plain = {.op = ENG_OP_linear, .n_in = 3,
                    .in = {c->in[IN_X], c->in[IN_W], c->in[IN_BIAS]},
                    .out = {c->out[OUT_Y]}};
   ENG_TRY(op_run(&plain));
@@ -438,15 +433,14 @@ static eng_status kept_x(factor *out, copies *made, int64_t number, fp8_site *s,
   if (again) ENG_TRY(fp8_swiglu_again(&x, tape_call((int)node->fp8_linear.swiglu)));
   else
     ENG_TRY(
-      op_run1(&x, ENG_OP_dequantize, q, scale, NULL,
-              (int64_t[]){ENG_f32, packed ? 1 : r->block_rows,
-                          packed ? FP8_BLOCK : r->block_columns, packed ? ENG_FORMAT_E5M6 : 0},
-              4, 0, 0));
+      op_run1(&x, (op_call){.op = ENG_OP_dequantize, .in = {q, scale},
+                            .dequantize = {.dtype = ENG_f32,
+                                           .block_rows = packed ? 1 : r->block_rows,
+                                           .block_columns = packed ? FP8_BLOCK : r->block_columns,
+                                           .format = packed ? ENG_FORMAT_E5M6 : 0}}));
   // once more, in blocks along the other side; neither an amax nor a measurement of x
   bool turn = !fp8_is_square(r);
-  op_call c = {.op = ENG_OP_quantize,
-               .n_in = 2,
-               .n_out = 5,
+  op_call c = {.op = ENG_OP_quantize, .n_in = 2, .n_out = 5,
                .in = {x, s->factor[ENG_FP8_X] != 0 ? s->factor_of[ENG_FP8_X] : NULL},
                .quantize = {.format = r->format,
                             .block_rows = r->block_rows,
@@ -503,8 +497,7 @@ static eng_status emit_bias(grad_call *g)
   bool accumulate = false;
   tensor *dy, *bias = g->call->in[IN_BIAS];
   ENG_TRY(flat(&dy, g->dy[0]));
-  op_call c = {.op = ENG_OP_bias_grad,
-               .n_in = 1,
+  op_call c = {.op = ENG_OP_bias_grad, .n_in = 1,
                .in = {dy},
                .out = {grad_target(g, IN_BIAS, &accumulate)},
                .bias_grad = {.dtype = bias->dtype}};

@@ -347,8 +347,8 @@ static eng_status read_rows(float *to, tensor *x, int64_t every)
   int64_t columns = x->shape[x->ndim - 1], rows = columns ? x->count / columns : 0;
   tensor *flat, *some;
   ENG_TRY(op_reshape(&flat, x, 2, (int64_t[]){rows, columns}));
-  eng_status status =
-    op_run1(&some, ENG_OP_slice, flat, NULL, NULL, (int64_t[]){0, 0, rows, every}, 4, 0, 0);
+  eng_status status = op_run1(&some, (op_call){.op = ENG_OP_slice, .in = {flat},
+                                               .slice = {.stop = rows, .step = every}});
   if (status == ENG_OK) {
     status = transfer_read(to, ENG_f32, some);
     tensor_drop(some);

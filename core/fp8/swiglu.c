@@ -19,9 +19,7 @@ static eng_status keep_inputs(op_call *c, const fp8_site *s)
 {
   const eng_fp8_role *r = &s->recipe.role[ENG_FP8_X];
   for (int k = 0; k < 2; k++) {
-    op_call q = {.op = ENG_OP_quantize,
-                 .n_in = 2,
-                 .n_out = 5,
+    op_call q = {.op = ENG_OP_quantize, .n_in = 2, .n_out = 5,
                  .in = {c->in[k]},
                  .quantize = {.format = r->format,
                               .block_rows = r->block_rows,
@@ -68,8 +66,7 @@ static eng_status run_swiglu(op_call *c)
 static eng_status inputs_again(tensor *out[2], const op_call *node)
 {
   for (int k = 0; k < 2; k++) {
-    op_call c = {.op = ENG_OP_dequantize,
-                 .n_in = 2,
+    op_call c = {.op = ENG_OP_dequantize, .n_in = 2,
                  .in = {node->out[OUT_GATE_Q + 2 * k], node->out[OUT_GATE_SCALE + 2 * k]},
                  .dequantize = {.dtype = node->in[k]->dtype,
                                 .block_rows = node->fp8_swiglu.block_rows,
@@ -90,7 +87,8 @@ eng_status fp8_swiglu_again(tensor **y, const op_call *node)
 {
   tensor *x[2] = {0};
   eng_status status = inputs_again(x, node);
-  if (status == ENG_OK) status = op_run1(y, ENG_OP_swiglu, x[0], x[1], NULL, NULL, 0, 0, 0);
+  if (status == ENG_OK)
+    status = op_run1(y, (op_call){.op = ENG_OP_swiglu, .in = {x[0], x[1]}});
   drop_inputs(x);
   return status;
 }
@@ -131,12 +129,10 @@ static eng_status run_swiglu_linear(op_call *c)
 {
   int64_t site = c->fp8_swiglu_linear.site;
   fp8_site *s = fp8_site_in_force(site);
-  op_call swiglu = {.op = ENG_OP_fp8_swiglu,
-                    .n_in = 2,
+  op_call swiglu = {.op = ENG_OP_fp8_swiglu, .n_in = 2,
                     .in = {c->in[0], c->in[1]},
                     .fp8_swiglu = {.site = site}},
-          linear = {.op = ENG_OP_fp8_linear,
-                    .n_in = 3,
+          linear = {.op = ENG_OP_fp8_linear, .n_in = 3,
                     .in = {NULL, c->in[2], c->in[3]},
                     .out = {c->out[0]},
                     .fp8_linear = {.site = site}};

@@ -53,4 +53,24 @@ describe("kernels (" .. table.concat(compare.SETS, ", ") .. ")", function()
   it("have no generator for an operation that does not exist", function()
     for name in pairs(generators) do assert(known[name], name) end
   end)
+
+  -- A kernel of several operations uses the attributes' names in the first of them.
+  it("serve operations that list the same attributes in the same order", function()
+    for _, family in ipairs { "sum mean max min extreme_grad", "reshape expand", "argmax argmin",
+      "gather index_select", "gather_grad index_select_grad", "softmax_grad log_softmax_grad",
+      "layer_norm rms_norm add_layer_norm add_rms_norm",
+      "layer_norm_grad rms_norm_grad add_layer_norm_grad add_rms_norm_grad",
+      "attention attention_grad", "cross_entropy cross_entropy_grad",
+      "quantize swiglu_quantize" } do
+      local first
+      for name in family:gmatch("%S+") do
+        local info = C.eng_op_describe(engine.op[name])
+        local ints, floats = engine.string(info.ints), engine.string(info.floats)
+        first = first or { ints = ints, floats = floats }
+        -- gradients may need fewer: "(mask)" of "(mask, keep)"
+        assert.equal(first.ints:sub(1, #ints - 1), ints:sub(1, -2), name)
+        assert.equal(first.floats, floats, name)
+      end
+    end
+  end)
 end)
