@@ -1,5 +1,5 @@
-// CRC-32C (polynomial 0x1EDC6F41, reflected): tells a damaged file from a whole one. x86 computes
-// it in hardware, 8 bytes in 3 cycles; elsewhere eight tables do 8 bytes a round. Owns the tables.
+// CRC-32C (polynomial 0x1EDC6F41, reflected): detects damaged files. x86 computes it in hardware, 8
+// bytes in 3 cycles; other processors look up 8 bytes a round in eight tables. Owns the tables.
 // Called by file.c and, through engine.h, by checkpoints.
 #include "engine.h"
 

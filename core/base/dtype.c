@@ -51,7 +51,7 @@ double tensor_load(const void *data, int dtype, int64_t i)
   }
 }
 
-// From floating point: toward zero, saturating, NaN becomes 0.
+// Truncates toward zero and saturates; NaN becomes 0.
 static int64_t to_int(double value, double low, double high)
 {
   if (value != value) return 0;

@@ -1,5 +1,5 @@
-// Number formats: what kind a dtype is, and single elements of host memory as double or int64.
-// See dtype.c. Called by every folder.
+// Number formats: the kind of a dtype, and access to single elements in host memory as double or
+// int64. See dtype.c. Called by every folder.
 #ifndef ENG_DTYPE_H
 #define ENG_DTYPE_H
 
@@ -9,13 +9,13 @@ static inline bool dtype_is_float(int d)
 { return d == ENG_f32 || d == ENG_f64 || d == ENG_f16 || d == ENG_bf16; }
 static inline bool dtype_is_low(int d)   { return d == ENG_f16 || d == ENG_bf16; }
 static inline bool dtype_is_fp8(int d)   { return d == ENG_e4m3 || d == ENG_e5m2; }
-/// bool, too.
+/// Includes bool.
 static inline bool dtype_is_integer(int d) { return !dtype_is_float(d) && !dtype_is_fp8(d); }
 
-/// Element `index` of host memory as double; a store rounds once, from double.
+/// Element `index` in host memory as double. A store rounds once, from double.
 double tensor_load(const void *data, int dtype, int64_t index);
 void   tensor_store(void *data, int dtype, int64_t index, double value);
-/// The same for integers, exact over 64 bits.
+/// Integer elements, exact over 64 bits.
 int64_t tensor_load_int(const void *data, int dtype, int64_t index);
 void    tensor_store_int(void *data, int dtype, int64_t index, int64_t value);
 

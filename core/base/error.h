@@ -1,7 +1,7 @@
 // Errors: every fallible function of the core returns an eng_status and leaves its text in a
-// thread-local buffer. The text says what was expected, what came, where, and what to do:
+// thread-local buffer. The text says what was expected, what was given, where, and what to do:
 //   "matmul: expected [.. x K] times [K x ..], got [4 x 3] and [5 x 2]; hint: transpose b"
-// Used by everything; uses nothing.
+// Used by every folder; depends on none.
 #ifndef ENG_ERROR_H
 #define ENG_ERROR_H
 
@@ -16,7 +16,7 @@ eng_status error_set(eng_status status, const char *format, ...);
 __attribute__((format(printf, 2, 3)))
 eng_status error_prefix(eng_status status, const char *format, ...);
 
-/// Leave the function with the status of `call` unless it is ENG_OK.
+/// Returns the status of `call` from the function unless it is ENG_OK.
 #define ENG_TRY(call) \
   do { \
     eng_status try_status_ = (call); \

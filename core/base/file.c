@@ -16,20 +16,20 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { BLOCK = 1 << 20 };   // bytes read at once for a checksum
+enum { BLOCK = 1 << 20 };   // bytes read at a time for a checksum
 
 static eng_status io_error(const char *what, const char *path)
 {
   int code = errno;
   const char *hint = code == ENOSPC || code == EDQUOT || code == EFBIG
-                       ? "; hint: free some space, nothing was replaced"
+                       ? "; hint: free some space; the old file is unchanged"
                      : code == EACCES || code == EPERM || code == EROFS
                        ? "; hint: check the permissions"
                        : "";
   return error_set(ENG_ERR_IO, "%s: cannot %s: %s%s", path, what, strerror(code), hint);
 }
 
-// The directory part of a path in new memory, "." when it has none.
+// The directory part of a path, in new memory; "." if the path has none.
 static char *parent_of(const char *path)
 {
   const char *slash = strrchr(path, '/');
@@ -81,7 +81,7 @@ eng_status file_writer_open(file_writer *writer, const char *path)
 {
   static unsigned serial;
   *writer = (file_writer){ .fd = -1 };
-  // A rename would silently replace /dev/null by a file.
+  // A rename would silently replace /dev/null with a file.
   int kind = eng_file_kind(path);
   if (kind == ENG_FILE_FOLDER)
     return error_set(ENG_ERR_IO, "%s: expected a file to write, got a directory", path);
@@ -174,9 +174,9 @@ eng_status file_read_at(int fd, const char *path, void *target, int64_t size, in
     if (got < 0) return io_error("read", path);
     if (got == 0)
       return error_set(ENG_ERR_IO,
-                       "%s: ends at byte %lld, %lld more were expected; hint: it was cut short "
-                       "after it was opened",
-                       path, (long long)offset, (long long)size);
+                       "%s: expected %lld bytes at byte %lld, found the end; hint: it was "
+                       "truncated after it was opened",
+                       path, (long long)size, (long long)offset);
     p += got;
     offset += got;
     size -= got;
@@ -217,11 +217,11 @@ eng_status eng_file_lock(int *lock, const char *path)
     bool taken = errno == EWOULDBLOCK;
     if (taken && pread(fd, holder, sizeof holder - 1, 0) < 0) holder[0] = 0;
     close(fd);
-    if (!taken) return ENG_OK;   // a file system without locks
+    if (!taken) return ENG_OK;   // the file system has no locks
     long process = strtol(holder, NULL, 10);
     if (process == (long)getpid())
-      return error_set(ENG_ERR_STATE, "%s is held by this process already", path);
-    return error_set(ENG_ERR_STATE, "%s is held by process %ld", path, process);
+      return error_set(ENG_ERR_STATE, "%s is already locked by this process", path);
+    return error_set(ENG_ERR_STATE, "%s is locked by process %ld", path, process);
   }
   int length = snprintf(holder, sizeof holder, "%ld\n", (long)getpid());
   if (ftruncate(fd, 0) != 0 ||
@@ -285,7 +285,7 @@ eng_status eng_file_sync(const char *path)
 {
   int fd = open(path, O_RDONLY | O_CLOEXEC);
   if (fd < 0) return io_error("open", path);
-  // Some file systems cannot sync a directory and say EINVAL; there is nothing more to do there.
+  // Some file systems cannot sync a directory and return EINVAL. Nothing else can be done there.
   eng_status status = fsync(fd) != 0 && errno != EINVAL ? io_error("sync", path) : ENG_OK;
   close(fd);
   return status;

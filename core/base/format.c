@@ -1,20 +1,20 @@
-// The floating-point formats by name: what each can represent, and single numbers in the small
-// ones. For messages, tools and specs; kernels use numerics.h and fp8.h directly.
-// Called through the FFI.
+// The floating-point formats by name: the range of each, and conversion of single numbers in the
+// small ones. For messages, tools and specs; kernels use numerics.h and fp8.h directly. Called
+// through the FFI.
 #include "engine.h"
 #include "numerics.h"
 
 #include <math.h>
 #include <string.h>
 
-// 2^(1 - bias) is the smallest normal number and 2^(1 - bias - fraction_bits) the smallest of all.
-// `last` is the fraction of the largest finite number, in units of 2^-fraction_bits.
+// 2^(1 - bias) is the smallest normal number and 2^(1 - bias - fraction_bits) the smallest
+// subnormal. `last` is the fraction of the largest finite number, in units of 2^-fraction_bits.
 static const struct { const char *name; int exponent_bits, fraction_bits, bias; uint64_t last; }
 formats[] = {
   { "f64", 11, 52, 1023, (1ull << 52) - 1 }, { "f32", 8, 23, 127, (1 << 23) - 1 },
   { "bf16", 8, 7, 127, 127 }, { "f16", 5, 10, 15, 1023 }, { "e5m6", 5, 6, 15, 63 },
   { "e5m2", 5, 2, 15, 3 },
-  { "e4m3", 4, 3, 7, 6 },     // its top exponent holds numbers; only the last fraction is nan
+  { "e4m3", 4, 3, 7, 6 },     // the top exponent holds numbers; only its last fraction is NaN
 };
 
 bool eng_format_get(eng_format *out, const char *name)
@@ -28,12 +28,12 @@ bool eng_format_get(eng_format *out, const char *name)
   for (size_t i = 0; i < sizeof formats / sizeof *formats; i++) {
     if (strcmp(formats[i].name, name) != 0) continue;
     int fraction = formats[i].fraction_bits, bias = formats[i].bias;
-    int top = (1 << formats[i].exponent_bits) - 1 - bias;   // of the largest exponent code
+    int top = (1 << formats[i].exponent_bits) - 1 - bias;   // exponent of the largest number
     bool has_inf = formats[i].last == (1ull << fraction) - 1;
     if (has_inf) top--;
     double unit = ldexp(1, top - fraction),
            largest = ldexp(1, top) + (double)formats[i].last * unit;
-    // Half a unit past the largest number: a tie, which goes away from an odd fraction.
+    // Half a unit past the largest number. This tie rounds away from an odd fraction.
     double tie = largest + unit / 2;
     *out = (eng_format){ .exponent_bits = formats[i].exponent_bits, .fraction_bits = fraction,
                          .bias = bias, .max_exponent = top, .min_exponent = 1 - bias,

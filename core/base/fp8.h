@@ -1,5 +1,6 @@
-// FP8 and its relatives, bit-exact: conversions of single numbers, inline and free of libraries as
-// in numerics.h, which includes this. Vector versions are tested against these on every input.
+// Bit-exact conversions of single numbers to and from FP8 and related formats. Inline and without
+// libraries; numerics.h includes this file. The vector versions are tested against these functions
+// on every input.
 //
 //             bits    bias  largest          smallest normal / subnormal   Inf      NaN
 //   e4m3      1-4-3   7     448     0x7E     2^-6   / 2^-9                 none     0x7F, 0xFF
@@ -9,19 +10,20 @@
 //
 // e5m6 is the top 12 bits of f16; ue8m0 holds powers of two, for scales.
 //
-// Rounding is to nearest even, of the real value, once, from any source format: what
-// __nv_cvt_double_to_fp8 of cuda_fp8.hpp and ml_dtypes (float8.h, ConvertImpl) compute. A number
-// past the largest one after rounding (e4m3: |x| > 464, e5m2: |x| >= 61440) and infinity overflow:
-// to Inf, or NaN where there is no Inf, with the number's sign; saturating, to the largest finite
-// number. -0 stays. NaN becomes +0x7F, as the processors' cvt instructions have it (e5m6: +0x7E0).
+// Conversion rounds the exact value once, to nearest even, from any source format. The results
+// equal those of __nv_cvt_double_to_fp8 (cuda_fp8.hpp) and ml_dtypes (float8.h, ConvertImpl).
+// Infinity overflows, and so does a number that rounds past the largest one (e4m3: |x| > 464, e5m2:
+// |x| >= 61440). The result of overflow is Inf, or NaN in formats without Inf, or the largest
+// finite number when saturating; it keeps the sign. -0 stays -0. NaN becomes +0x7F, as in the cvt
+// instructions of the hardware (e5m6: +0x7E0).
 //
-// Stochastic rounding takes the two neighbours of x with probabilities by its distance to them,
-// from the top bits of a random word: 20 of them decide in e4m3, 21 in e5m2, so a probability is
-// exact to 2^-20 or 2^-21. Numbers of the format never move.
+// Stochastic rounding picks one of the two neighbours of x, each with a probability given by its
+// distance. It reads the top bits of a random word: 20 of them for e4m3, 21 for e5m2, so a
+// probability is exact to 2^-20 or 2^-21. Numbers that the format represents never change.
 #ifndef ENG_FP8_H
 #define ENG_FP8_H
 
-/// How to round: bits of a mode.
+/// Rounding modes, as bits.
 enum { FP8_SATURATE = 1, FP8_STOCHASTIC = 2 };
 
 enum { E4M3_MAX_CODE = 0x7E, E5M2_MAX_CODE = 0x7B, E5M6_MAX_CODE = 0x7BF };
@@ -29,21 +31,21 @@ enum { E4M3_MAX_CODE = 0x7E, E5M2_MAX_CODE = 0x7B, E5M6_MAX_CODE = 0x7BF };
 #define E5M2_MAX 57344.0f
 #define E5M6_MAX 65024.0f
 
-/// The double as a float that a rounding to fewer bits cannot tell from it: toward zero, with lost
-/// bits marked in the last one ("round to odd").
+/// Rounds a double to f32 "to odd": toward zero, with the lost bits marked in the last bit. A later
+/// rounding to fewer bits gives the same result as from the double.
 ENG_INLINE float f32_odd_from_f64(double x)
 {
   float nearest = (float)x;
   if (!f64_is_finite(x) || (double)nearest == x) return nearest;
   uint32_t bits = f32_bits(nearest);
-  // it had been rounded away from zero
+  // it was rounded away from zero
   bits -= (nearest < 0 ? -(double)nearest : (double)nearest) > (x < 0 ? -x : x);
   return f32_from(bits | 1u);
 }
 
-/// Code of |x| (given as the bits of a double, finite or infinite) rounded to nearest even on the
-/// grid of a format with `fraction` bits and this bias; past the largest number of the format it
-/// counts on.
+/// Rounds |x|, the bits of a finite or infinite double, to nearest even in a format with `fraction`
+/// bits and this bias. Returns its code; past the format's largest number the codes simply
+/// continue.
 ENG_INLINE uint32_t small_code(uint64_t magnitude, int fraction, int bias)
 {
   int exponent = (int)(magnitude >> 52) - 1023, least = 1 - bias;
@@ -57,15 +59,14 @@ ENG_INLINE uint32_t small_code(uint64_t magnitude, int fraction, int bias)
   return (exponent < least ? 0u : (uint32_t)(exponent - least) << fraction) + (uint32_t)kept;
 }
 
-/// What becomes of a rounded magnitude: past `largest` it is the largest when saturating, else
-/// `over`.
+/// Bounds a rounded magnitude: past `largest` returns `largest` when saturating, else `over`.
 ENG_INLINE uint32_t small_bound(uint32_t code, uint32_t largest, uint32_t over, int mode)
 {
   if (code <= largest) return code;
   return mode & FP8_SATURATE ? largest : over;
 }
 
-// ---- the truth, from double: serves f64, f32, f16 and bf16, which double holds
+// ---- the reference, from double: also serves f32, f16 and bf16, which double represents exactly
 
 ENG_INLINE uint8_t e4m3_from_f64(double x, int mode)
 {
@@ -91,11 +92,11 @@ ENG_INLINE uint16_t e5m6_from_f64(double x, int mode)
                     small_bound(small_code(magnitude, 6, 15), E5M6_MAX_CODE, 0x7C0, mode));
 }
 
-// ---- from float, without doubles: what kernels use
+// ---- from float, without doubles: used by kernels
 
-/// Magnitude of a finite float on the grid of e4m3 (fraction 3) or e5m2 (2), to nearest even. Below
-/// the smallest normal number the sum with 2^(23 + exponent of the smallest subnormal) rounds at
-/// that subnormal.
+/// Magnitude of a finite float rounded to nearest even in e4m3 (fraction 3) or e5m2 (2). Below the
+/// smallest normal number, adding 2^(23 + exponent of the smallest subnormal) rounds to a multiple
+/// of that subnormal.
 ENG_INLINE uint32_t fp8_code_f32(uint32_t magnitude, int fraction)
 {
   int bias = fraction == 3 ? 7 : 15, drop = 23 - fraction;
@@ -107,8 +108,8 @@ ENG_INLINE uint32_t fp8_code_f32(uint32_t magnitude, int fraction)
          ((uint32_t)(127 - bias) << fraction);
 }
 
-/// The same with stochastic rounding; magnitudes below the grid's finest step count as they are cut
-/// to 2^-20 or 2^-21 of it.
+/// The same with stochastic rounding. Magnitudes below the smallest subnormal are first truncated
+/// to a multiple of 2^-20 or 2^-21 of it.
 ENG_INLINE uint32_t fp8_code_stochastic(uint32_t magnitude, int fraction, uint32_t random)
 {
   int bias = fraction == 3 ? 7 : 15, drop = 23 - fraction;
@@ -126,7 +127,7 @@ ENG_INLINE uint8_t fp8_from_f32(float x, int fraction, int mode, uint32_t random
 {
   uint32_t bits = f32_bits(x), magnitude = bits & 0x7FFFFFFFu;
   if (magnitude > 0x7F800000u) return 0x7F;
-  uint32_t code = magnitude >= 0x47800000u ? 0xFFu // 65536 and beyond
+  uint32_t code = magnitude >= 0x47800000u ? 0xFFu // 65536 and above
                   : mode & FP8_STOCHASTIC  ? fp8_code_stochastic(magnitude, fraction, random)
                                            : fp8_code_f32(magnitude, fraction);
   if (fraction == 3) code = small_bound(code, E4M3_MAX_CODE, 0x7F, mode);
@@ -140,14 +141,14 @@ ENG_INLINE uint8_t e5m2_from_f32(float x, int mode)
 { return fp8_from_f32(x, 2, mode & FP8_SATURATE, 0); }
 ENG_INLINE uint16_t e5m6_from_f32(float x, int mode) { return e5m6_from_f64((double)x, mode); }
 
-/// As TileKernels casts to e5m6 (quant/per_token_cast_to_e5m6_kernel.py): toward zero into f16,
-/// then up by a rule that is nearest even for normal results alone. For |x| <= 65024, what its
-/// scales see to; saturates above.
+/// TileKernels' cast to e5m6 (quant/per_token_cast_to_e5m6_kernel.py): truncates to f16, then
+/// rounds up by a rule that equals nearest even only for normal results. Matches it for |x| <=
+/// 65024, a range that its scales guarantee; larger values saturate.
 ENG_INLINE uint16_t e5m6_from_f32_tilekernels(float x)
 {
   uint32_t bits = f32_bits(x), magnitude = bits & 0x7FFFFFFFu, half;
   if (magnitude > 0x7F800000u) return 0x7E0;
-  // 65536 and beyond
+  // 65536 and above
   if (magnitude >= 0x47800000u) half = 0x7BFFu;
   else if (magnitude >= 0x38800000u) half = (magnitude >> 13) - (112u << 10);
   // in units of 2^-24
@@ -157,7 +158,7 @@ ENG_INLINE uint16_t e5m6_from_f32_tilekernels(float x)
   return (uint16_t)((bits >> 20 & 0x800u) | small_bound(code, E5M6_MAX_CODE, 0x7C0, FP8_SATURATE));
 }
 
-// ---- back, exact
+// ---- back to float, exact
 
 ENG_INLINE float e5m2_to_f32(uint8_t code) { return f16_to_f32((uint16_t)(code << 8)); }
 ENG_INLINE float e5m6_to_f32(uint16_t code) { return f16_to_f32((uint16_t)(code << 4)); }
@@ -171,7 +172,7 @@ ENG_INLINE float e4m3_to_f32(uint8_t code)
 
 // ---- scales that are powers of two
 
-/// 2^(code - 127); 0xFF is NaN.
+/// 2^(code - 127); code 0xFF is NaN.
 ENG_INLINE float ue8m0_to_f32(uint8_t code)
 {
   return code == 0xFF ? f32_from(0x7FC00000u)
@@ -179,8 +180,8 @@ ENG_INLINE float ue8m0_to_f32(uint8_t code)
                       : f32_from((uint32_t)code << 23);
 }
 
-/// The power of two next to |x|: the smaller one, or the larger one when `up`. Bounded by 2^-127
-/// and, unless x is infinite (NaN then) 2^127.
+/// The nearest power of two that is not above |x|, or not below it when `up`. Bounded by 2^-127 and
+/// 2^127; infinity becomes NaN.
 ENG_INLINE uint8_t ue8m0_from_f32(float x, int up)
 {
   uint32_t magnitude = f32_bits(x) & 0x7FFFFFFFu;

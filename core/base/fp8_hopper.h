@@ -1,17 +1,17 @@
-// Hopper's FP8 accumulator as a formula: what the tensor core's wgmma instructions do with 32
+// Hopper's FP8 accumulator as a formula: what the tensor core's wgmma instructions compute from 32
 // products at a time. Two independent models agree on it: MMA-Sim (simulator/nv_ptx.py, class
-// wgmma; arXiv 2511.10909) and MATLAB-tensor-core (models/H100TC.m; arXiv 2512.07004). Inline,
-// scalar, for gcc and nvcc: the truth of fp8_matmul's accumulator `hopper`. (mma.sync keeps 25
+// wgmma; arXiv 2511.10909) and MATLAB-tensor-core (models/H100TC.m; arXiv 2512.07004). Inline and
+// scalar, for gcc and nvcc: the reference for fp8_matmul's accumulator `hopper`. (mma.sync keeps 25
 // bits.)
 //
-//   1. every product keeps its significands' product as it is, in [1, 4), with the sum of the
-//      exponents; subnormal inputs count
-//      with the least exponent, zeros do not count; the accumulator c is one more term
-//   2. E is the largest of these exponents; every term is cut toward zero to a multiple of
-//      2^(E - 13)
-//   3. their sum, exact, is cut toward zero to 13 fraction bits
-// A NaN, an infinity times zero or two opposite infinities give NaN 0x7FFFFFFF; an infinity stays
-// one. A sum of zero is +0.
+//   1. each product is exact: the significands are multiplied, to [1, 4) for normal inputs, and the
+//      exponents added; a subnormal input has the smallest normal exponent, a zero product is
+//      ignored; the accumulator c is one more term
+//   2. E is the largest of these exponents; every term is truncated to a multiple of 2^(E - 13)
+//   3. the exact sum of the terms is truncated to 13 fraction bits
+//
+// A NaN, an infinity times zero or two opposite infinities give NaN 0x7FFFFFFF. Otherwise an
+// infinite term gives that infinity. A sum of zero is +0.
 #ifndef ENG_FP8_HOPPER_H
 #define ENG_FP8_HOPPER_H
 
@@ -19,11 +19,10 @@
 
 enum { HOPPER_GROUP = 32, HOPPER_BITS = 13 };
 
-/// A code as sign, significand (an integer) and exponent: value = significand * 2^(exponent -
-/// fraction).
+/// A decoded number: value = significand * 2^(exponent - fraction), with an integer significand.
 typedef struct fp8_parts { int negative, significand, exponent; } fp8_parts;
 
-/// fraction: 3 for e4m3, 2 for e5m2. Not for Inf and NaN.
+/// fraction: 3 for e4m3, 2 for e5m2. The code must be finite.
 ENG_INLINE fp8_parts fp8_parts_of(uint8_t code, int fraction)
 {
   fp8_parts p;
@@ -37,8 +36,8 @@ ENG_INLINE fp8_parts fp8_parts_of(uint8_t code, int fraction)
 ENG_INLINE float fp8_to_f32(uint8_t code, int fraction)
 { return fraction == 3 ? e4m3_to_f32(code) : e5m2_to_f32(code); }
 
-/// The accumulator `fp32` adds n products in pairs, the later one of each first, as instructions
-/// that multiply two at a time do: which step comes step-th.
+/// The index, among n products, that accumulator `fp32` adds at this step. It takes products in
+/// pairs, the second of each pair first, as instructions that multiply two at a time do.
 ENG_INLINE int64_t fp8_fp32_order(int64_t step, int64_t n)
 { return (step ^ 1) < n ? step ^ 1 : step; }
 
@@ -51,7 +50,7 @@ ENG_INLINE float hopper_group(const uint8_t *a, int64_t a_stride, int a_fraction
     uint8_t x = a[i * a_stride], y = b[i * b_stride];
     odd |= !f32_is_finite(fp8_to_f32(x, a_fraction)) || !f32_is_finite(fp8_to_f32(y, b_fraction));
   }
-  if (odd) {   // f32 arithmetic knows what becomes of Inf and NaN
+  if (odd) {   // f32 arithmetic treats Inf and NaN correctly
     float sum = c;
     for (int i = 0; i < n; i++)
       sum += fp8_to_f32(a[i * a_stride], a_fraction) * fp8_to_f32(b[i * b_stride], b_fraction);
@@ -83,7 +82,7 @@ ENG_INLINE float hopper_group(const uint8_t *a, int64_t a_stride, int a_fraction
     sum += c_bits >> 31 ? -term : term;
   }
   if (sum == 0) return 0.0f;
-  // below 2^21: exact as a float; the scaling is by a power of two within range
+  // below 2^21, so exact as a float; the factor is a power of two within range
   float value = (float)sum * f32_from((uint32_t)(127 + largest - HOPPER_BITS) << 23);
   return f32_from(f32_bits(value) & ~((1u << (23 - HOPPER_BITS)) - 1u));
 }

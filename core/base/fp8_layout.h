@@ -1,28 +1,27 @@
-// Where FP8 operands and their scales lie in memory: the one place that computes it, for the CPU's
-// quantizers and products as for the GPU's. Uses nothing; inline, so that gcc and nvcc compile the
-// same truth.
+// The memory layout of FP8 operands and their scales, for quantizers and products on the CPU and
+// the GPU alike. No other file computes it. Inline and without dependencies, so that gcc and nvcc
+// compile the same code.
 //
-// An operand is a matrix [rows x inner] of FP8 bytes, row-major, `inner` being the dimension that
-// the product sums over: y [M x N] = x [M x K] W^T with W [N x K]. So x has M rows, W has N, and
-// both have K inner; a product that sums over another dimension (dgrad over N, wgrad over M) takes
-// the transposed copy as an operand of its own.
+// An operand is a matrix [rows x inner] of FP8 bytes, row-major. `inner` is the dimension that the
+// product sums over: y [M x N] = x [M x K] W^T with W [N x K]. So x has M rows, W has N, and both
+// have K inner. A product that sums over another dimension (dgrad over N, wgrad over M) reads a
+// transposed copy, an operand of its own.
 //
-// A scale is what a quantized value is multiplied by to get the real one (amax / largest, not its
-// inverse): one f32 for
+// A quantized value times its scale is the real value: the scale is amax / largest, not its
+// inverse. Scales are f32, one for
 //   FP8_TENSOR   the whole operand                  scale[0]
 //   FP8_ROW      each row                           scale[r]
 //   FP8_VEC128   each 1 x 128 piece of a row        scale[(k / 128) * round_up(rows, 4) + r]:
-//                                                   rows run fastest
+//                                                   rows are contiguous
 //   FP8_BLK128   each 128 x 128 block               scale[(r / 128) * round_up(L, 4) + k / 128],
 //                                                   L = ceil(inner / 128): blocks along `inner`
-//                                                   run fastest
-// These are the orders that cuBLASLt reads. The padding of BLK128's rows to a multiple of 4 is part
-// of them: left out, its answers are wrong, without an error, whenever L is not a multiple of 4.
-// Scales in the padding are never multiplied with anything but are read: keep them finite (0 will
-// do). Scale arrays begin 16-byte aligned.
+//                                                   are contiguous
+// cuBLASLt reads these orders. The padding of BLK128's rows to a multiple of 4 is required: without
+// it cuBLASLt silently returns wrong results whenever L is not a multiple of 4. Scales in the
+// padding are read but multiply nothing; keep them finite (0 will do). Scale arrays begin 16-byte
+// aligned.
 //
-// The transposed operand of a BLK128 one has the same blocks: its grid of scales is the transposed
-// grid, padded again.
+// Transposing a BLK128 operand keeps its blocks: its grid of scales is transposed, then padded.
 #ifndef ENG_FP8_LAYOUT_H
 #define ENG_FP8_LAYOUT_H
 
@@ -43,8 +42,7 @@ typedef enum fp8_scaling {
 
 enum {
   FP8_BLOCK = 128,       // elements that share a scale, in one direction or in both
-  // operands of a product on the GPU: rows and inner are multiples of it, the rest filled with
-  // zeros
+  // on the GPU, rows and inner of a product's operands are padded with zeros to a multiple of this
   FP8_PAD = 16,
   FP8_SCALE_PAD = 4,     // floats
 };
@@ -54,13 +52,13 @@ FP8_LAYOUT_INLINE int64_t fp8_blocks(int64_t n)
 FP8_LAYOUT_INLINE int64_t fp8_round_up(int64_t n, int64_t multiple)
 { return (n + multiple - 1) / multiple * multiple; }
 
-/// The size an operand's side is padded to for a product on the GPU. 16 serves every rule at once:
-/// 16-byte rows (inner), M and N multiples of 8, and the same for the transposed copy, where rows
-/// become inner. The CPU's products need no padding.
+/// A side of an operand, padded for a product on the GPU. A multiple of 16 satisfies every rule:
+/// 16-byte rows (inner), M and N multiples of 8, and both for the transposed copy, whose inner
+/// dimension is `rows`. The CPU's products need no padding.
 FP8_LAYOUT_INLINE int64_t fp8_padded(int64_t n) { return fp8_round_up(n, FP8_PAD); }
 
-/// Scales of an operand: element (r, k) has scale[(r / row_block) * row_stride + (k / inner_block)
-/// * inner_stride].
+/// The scales of an operand. Element (r, k) has scale[(r / row_block) * row_stride + (k /
+/// inner_block) * inner_stride].
 typedef struct fp8_scales {
   int64_t row_block, inner_block;     // elements that share a scale
   int64_t row_stride, inner_stride;   // floats from block to block
@@ -69,8 +67,8 @@ typedef struct fp8_scales {
 } fp8_scales;
 
 /// Sizes and strides of the scales (an fp8_scaling) of an operand [rows x inner], both at least 1.
-/// For a padded operand give the padded sizes: then every block has its place (a block of padding
-/// alone has scale 0 or 1, as its quantizer likes).
+/// For a padded operand pass the padded sizes, so that every block has a scale; the scale of a
+/// block of padding alone is 0 or 1, as its quantizer chooses.
 FP8_LAYOUT_INLINE fp8_scales fp8_scales_of(int scaling, int64_t rows, int64_t inner)
 {
   fp8_scales s;
@@ -94,10 +92,10 @@ FP8_LAYOUT_INLINE fp8_scales fp8_scales_of(int scaling, int64_t rows, int64_t in
   return s;
 }
 
-/// The same for blocks of any shape, 0 standing for the whole side: the four above are (0, 0), (1,
-/// 0), (1, 128) and (128, 128). Blocks of one row lie as VEC128's do, all others as BLK128's: so
-/// (128, 1) blocks of an operand have their scales where the VEC128 ones of its transpose have
-/// theirs. `shape` [2], unless NULL, is that of a row-major array of the scales.
+/// The same for blocks of any shape; 0 means the whole side. The four above are (0, 0), (1, 0), (1,
+/// 128) and (128, 128). Blocks of one row have VEC128's layout, all others BLK128's. So the scales
+/// of an operand's (128, 1) blocks lie where its transpose has its VEC128 scales. `shape` [2],
+/// unless NULL, receives the shape of a row-major array of the scales.
 FP8_LAYOUT_INLINE fp8_scales fp8_scales_for(int64_t block_rows, int64_t block_inner, int64_t rows,
                                             int64_t inner, int64_t *shape)
 {
@@ -106,7 +104,7 @@ FP8_LAYOUT_INLINE fp8_scales fp8_scales_for(int64_t block_rows, int64_t block_in
   s.inner_block = block_inner ? block_inner : inner ? inner : 1;
   s.row_count = block_rows ? rows / block_rows + (rows % block_rows != 0) : 1;
   s.inner_count = block_inner ? inner / block_inner + (inner % block_inner != 0) : 1;
-  // whole: nothing to pad
+  // whole rows or the whole operand: nothing to pad
   int by_rows = block_rows == 1 && block_inner != 0, whole = !block_inner && block_rows <= 1;
   s.row_stride = by_rows ? 1 : whole ? block_rows : fp8_round_up(s.inner_count, FP8_SCALE_PAD);
   s.inner_stride = by_rows ? fp8_round_up(s.row_count, FP8_SCALE_PAD) : whole ? 0 : 1;
@@ -120,7 +118,7 @@ FP8_LAYOUT_INLINE fp8_scales fp8_scales_for(int64_t block_rows, int64_t block_in
   return s;
 }
 
-/// Place of the scale of element (r, k).
+/// Index of the scale of element (r, k).
 FP8_LAYOUT_INLINE int64_t fp8_scale_at(const fp8_scales *s, int64_t r, int64_t k)
 {
   return r / s->row_block * s->row_stride + k / s->inner_block * s->inner_stride;

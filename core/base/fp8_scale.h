@@ -1,10 +1,10 @@
-// From the largest magnitude of a block to its scale: the rules of other projects, bit for bit.
+// The scale of a block from its largest magnitude: the rules of other projects, bit for bit.
 // Inline, so that gcc and nvcc compile the same code. Uses only f32 and f64 division, rounded to
 // nearest even.
 //
-// A value is quantized as q = x * factor (or x / scale where the rule divides) and is worth q *
-// scale. fp8.h then rounds q to its format, saturating. `largest` is that of the format:
-// 448, 57344, 65024.
+// A value is quantized as q = x * factor (or x / scale in rules that divide); q * scale restores
+// it. fp8.h then rounds q to its format, saturating. `largest` is the largest number of the format:
+// 448, 57344 or 65024.
 //
 //   rule, source and formula
 //   transformer_engine   TransformerEngine common/recipe/recipe_common.cuh
@@ -22,9 +22,8 @@
 //     factor = 2^(floor(log2(largest / amax)) - margin), always a power of two; 1 where amax is 0,
 //     Inf or NaN
 //
-// amax is max |x| with NaN left out, as fmax and Triton's max do, for all rules but torchao's.
-// Where upward and downward rounding to powers of two stand above they agree: the scale rounded up
-// is the factor rounded down.
+// amax is max |x| without NaN, as in fmax and Triton's max, for all rules but torchao's. Rounding
+// the scale up to a power of two is the same as rounding the factor down.
 #ifndef ENG_FP8_SCALE_H
 #define ENG_FP8_SCALE_H
 
@@ -33,18 +32,18 @@
 
 /// What a block is quantized with.
 typedef struct fp8_scale {
-  float factor;   // q = x * factor; the divisor where the rule divides
+  float factor;   // q = x * factor, or x / factor in rules that divide
   float scale;    // x = q * scale
 } fp8_scale;
 
-/// Whether q = x / factor.
+/// Whether the rule divides: q = x / factor.
 ENG_INLINE int fp8_divides(int rule) { return rule == ENG_SCALE_DEEPSEEK; }
 
-/// The largest number of a format, e4m3, e5m2 or ENG_FORMAT_E5M6.
+/// The largest number of e4m3, e5m2 or ENG_FORMAT_E5M6.
 ENG_INLINE float fp8_largest(int64_t format)
 { return format == ENG_e4m3 ? E4M3_MAX : format == ENG_e5m2 ? E5M2_MAX : E5M6_MAX; }
 
-/// What an infinite factor becomes, for scales in these blocks (0: the whole side) of a tensor of
+/// What replaces an infinite factor, for blocks of this shape (0: the whole side) in a tensor of
 /// this dtype.
 ENG_INLINE float fp8_limit(int64_t block_rows, int64_t block_columns, int dtype)
 {
@@ -53,7 +52,7 @@ ENG_INLINE float fp8_limit(int64_t block_rows, int64_t block_columns, int dtype)
   return dtype == ENG_f16 ? 65504.0f : bf16_to_f32(0x7F7F);
 }
 
-/// The least amax a rule works with, unless the caller has another.
+/// The smallest amax that a rule assumes, unless the caller passes another.
 ENG_INLINE float fp8_eps(int rule, double eps)
 {
   if (eps >= 0) return (float)eps;
@@ -62,7 +61,7 @@ ENG_INLINE float fp8_eps(int rule, double eps)
                                                                   : 0.0f;
 }
 
-/// 2^exponent for -149 <= exponent <= 127, clamped to these.
+/// 2^exponent; exponents outside -149..127 are clamped.
 ENG_INLINE float fp8_power(int exponent)
 {
   if (exponent > 127) exponent = 127;
@@ -71,7 +70,7 @@ ENG_INLINE float fp8_power(int exponent)
                          : f32_from((uint32_t)(exponent + 127) << 23);
 }
 
-/// floor(log2 x) of a positive finite x.
+/// floor(log2 x), x positive and finite.
 ENG_INLINE int fp8_exponent(float x)
 {
   uint32_t bits = f32_bits(x);
@@ -81,15 +80,15 @@ ENG_INLINE int fp8_exponent(float x)
   return exponent;
 }
 
-/// The least power of two that is not below a positive finite x.
+/// The smallest power of two that is not below x, x positive and finite.
 ENG_INLINE float fp8_power_above(float x)
 {
   float power = fp8_power(fp8_exponent(x));
   return power < x ? fp8_power(fp8_exponent(x) + 1) : power;
 }
 
-/// amax: largest magnitude, NaN left out (torchao: NaN when there is one). margin: a whole number;
-/// scales become 2^margin times larger.
+/// amax: the largest magnitude without NaN (torchao: NaN if there is one). margin: an integer; the
+/// scale is multiplied by 2^margin.
 ENG_INLINE fp8_scale fp8_scale_of(float amax, float largest, int rule, int power_of_two, float eps,
                                   int margin, float limit)
 {

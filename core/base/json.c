@@ -5,8 +5,8 @@
 
 #include <string.h>
 
-// Length of the UTF-8 sequence at p (at most `left` bytes), 0 when it is malformed: overlong forms,
-// surrogates and what lies past U+10FFFF are.
+// Length of the UTF-8 sequence at p (at most `left` bytes). 0 if it is malformed: an overlong form,
+// a surrogate, or a code above U+10FFFF.
 static int utf8_length(const unsigned char *p, int64_t left)
 {
   unsigned c = p[0];
@@ -27,11 +27,11 @@ static long long position(const json_reader *reader)
   return (long long)(reader->now - reader->start);
 }
 
-// The text at the reading point, for messages.
+// The character at the read position, for messages.
 static const char *found(const json_reader *reader)
 {
   static _Thread_local char text[32];
-  if (reader->now >= reader->end) return "the end";
+  if (reader->now >= reader->end) return "the end of the text";
   unsigned char c = (unsigned char)*reader->now;
   if (c < 0x20 || c >= 0x7F) snprintf(text, sizeof text, "byte 0x%02X", c);
   else snprintf(text, sizeof text, "'%c'", c);
@@ -51,7 +51,7 @@ eng_status json_open(json_reader *reader, const char *name, char *text, int64_t 
   for (int64_t i = 0; i < size;) {
     int n = utf8_length((const unsigned char *)text + i, size - i);
     if (n == 0)
-      return error_set(ENG_ERR_FORMAT, "%s: is not UTF-8 at byte %lld", name, (long long)i);
+      return error_set(ENG_ERR_FORMAT, "%s: invalid UTF-8 at byte %lld", name, (long long)i);
     i += n;
   }
   return ENG_OK;
@@ -76,7 +76,7 @@ bool json_accept(json_reader *reader, char c)
   return true;
 }
 
-// Four hex digits at p; -1 when they are not there.
+// The value of four hex digits at p; -1 if there are fewer.
 static int hex4(const char *p, const char *end)
 {
   int value = 0;
@@ -113,8 +113,8 @@ static char *put_utf8(char *to, unsigned c)
   return to;
 }
 
-// The escape after a backslash at reader->now. An escape is never shorter than what it stands for,
-// so writing in place cannot overtake reading.
+// Decodes the escape after a backslash at reader->now. An escape is never shorter than its decoded
+// text, so writing in place cannot overtake reading.
 static eng_status unescape(json_reader *reader, char **to)
 {
   static const char from[] = "\"\\/bfnrt", into[] = "\"\\/\b\f\n\r\t";
@@ -159,7 +159,7 @@ eng_status json_string(json_reader *reader, char **out)
     unsigned char c = (unsigned char)*reader->now;
     if (c == '"') {
       reader->now++;
-      *to = 0;                    // at the closing quote at the latest
+      *to = 0;                    // at the latest where the closing quote was
       return ENG_OK;
     }
     if (c < 0x20)
@@ -169,7 +169,7 @@ eng_status json_string(json_reader *reader, char **out)
     if (c == '\\') ENG_TRY(unescape(reader, &to));
     else *to++ = (char)c;
   }
-  return error_set(ENG_ERR_FORMAT, "%s: a string does not end", reader->name);
+  return error_set(ENG_ERR_FORMAT, "%s: unterminated string", reader->name);
 }
 
 eng_status json_whole(json_reader *reader, int64_t *out)
@@ -204,8 +204,8 @@ eng_status json_close(json_reader *reader)
 {
   skip_space(reader);
   if (reader->now == reader->end) return ENG_OK;
-  return error_set(ENG_ERR_FORMAT, "%s: %lld bytes too many after the closing brace, at byte %lld",
-                   reader->name, (long long)(reader->end - reader->now), position(reader));
+  return error_set(ENG_ERR_FORMAT, "%s: unexpected data after the closing brace, at byte %lld",
+                   reader->name, position(reader));
 }
 
 bool json_is_text(const char *text)
@@ -242,7 +242,7 @@ const char *json_show(const char *text)
   buffer[used++] = '\'';
   for (; *text && used < 90; text++) {
     unsigned char c = (unsigned char)*text;
-    // U+0080..U+009F (C2 80..9F) are control characters, too.
+    // U+0080..U+009F (C2 80..9F) are control characters as well.
     if (c < 0x20 || c == 0x7F || (c == 0xC2 && (unsigned char)text[1] < 0xA0)) buffer[used++] = '?';
     else buffer[used++] = (char)c;
   }

@@ -1,4 +1,4 @@
-// The name that a misspelt one probably meant. See nearest.h and eng_nearest in engine.h.
+// Finds the known name closest to a misspelt one. See nearest.h and eng_nearest in engine.h.
 #include "nearest.h"
 
 #include <stdio.h>
@@ -17,7 +17,7 @@ static int smaller(int a, int b)
   return a < b ? a : b;
 }
 
-// Edits from a to b. Three rows of the edit-distance table suffice: a swap looks two rows back.
+// Edits from a to b. Three rows of the edit-distance table are enough: a swap reads two rows back.
 static int distance(const char *a, int length_a, const char *b, int length_b)
 {
   int rows[3][LONGEST + 1];

@@ -1,7 +1,7 @@
 // Scalar number-format conversions, bit-exact: round to nearest even, overflow to infinity,
-// subnormals kept, NaN stays NaN (quiet, sign and top payload bits kept), -0 kept.
-// Inline and free of libraries, so that gcc and nvcc compile the same truth. The vector
-// versions in cpu/simd.h and cuda/ are tested against these on every input.
+// subnormals kept, NaN stays NaN (quiet, sign and top payload bits kept), -0 kept. Inline and
+// without libraries, so that gcc and nvcc compile the same code. The vector versions in cpu/simd.h
+// and cuda/ are tested against these on every input.
 #ifndef ENG_NUMERICS_H
 #define ENG_NUMERICS_H
 
@@ -18,7 +18,7 @@ ENG_INLINE float    f32_from(uint32_t u) { union { float f; uint32_t u; } v; v.u
 ENG_INLINE uint64_t f64_bits(double x)   { union { double f; uint64_t u; } v; v.f = x; return v.u; }
 ENG_INLINE double   f64_from(uint64_t u) { union { double f; uint64_t u; } v; v.u = u; return v.f; }
 
-// Non-finite is tested on exponent bits, never by comparison: a compiler cannot fold it away.
+// Tests exponent bits instead of comparing: the compiler cannot optimize the test away.
 ENG_INLINE int f32_is_nan(float x)    { return (f32_bits(x) & 0x7FFFFFFFu) > 0x7F800000u; }
 ENG_INLINE int f32_is_inf(float x)    { return (f32_bits(x) & 0x7FFFFFFFu) == 0x7F800000u; }
 ENG_INLINE int f32_is_finite(float x) { return (f32_bits(x) & 0x7F800000u) != 0x7F800000u; }
@@ -40,8 +40,8 @@ ENG_INLINE float f16_to_f32(uint16_t h)
   return f32_from(sign | f32_bits((float)fraction * 5.9604644775390625e-08f));
 }
 
-// Rounds once from double, so that f64 -> f16 has no double rounding. f32 -> f64 is exact,
-// hence this one function serves both sources.
+// Rounds once from double, so that f64 -> f16 has no double rounding. Serves f32 as well, because
+// f32 -> f64 is exact.
 ENG_INLINE uint16_t f16_from_f64(double x)
 {
   uint64_t bits = f64_bits(x), magnitude = bits & 0x7FFFFFFFFFFFFFFFull;
@@ -81,13 +81,14 @@ ENG_INLINE uint16_t bf16_from_f32(float x)
 
 // ---- clipping ----
 
-/// The factor on gradients that also limits their norm to `limit` (0: no limit), as PyTorch does.
+/// `factor` for gradients, reduced so that their norm is at most `limit` (0: no limit), as in
+/// PyTorch.
 ENG_INLINE double clip_factor(double factor, double norm, double limit)
 {
   return limit > 0 && norm > limit ? factor * limit / (norm + 1e-6) : factor;
 }
 
-// Rounds once from double: to f32 by "round to odd", which a second rounding cannot distort.
+// Rounds once from double: through f32 "to odd", which the second rounding cannot distort.
 ENG_INLINE uint16_t bf16_from_f64(double x) { return bf16_from_f32(f32_odd_from_f64(x)); }
 
 #endif

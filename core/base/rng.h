@@ -1,21 +1,22 @@
 // Random numbers: Philox 4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel Random Numbers: As Easy as
-// 1, 2, 3; SC 2011). A block of four 32-bit words is a pure function of seed and block number, so
-// that every thread and device draws the same numbers in any order, and a resumed run the same as
-// an uninterrupted one. The state is a seed and the number of blocks drawn.
-// Owns that state. Called by op.c (dropout takes blocks), kernels (compute blocks) and Lua.
+// 1, 2, 3; SC 2011). A block of four 32-bit words is a pure function of seed and block number. So
+// every thread and device draws the same numbers in any order, and a resumed run draws those of an
+// uninterrupted one. The state is a seed and the number of blocks drawn. Owns that state. Called by
+// op.c (dropout takes blocks), kernels (compute blocks) and Lua.
 #ifndef ENG_RNG_H
 #define ENG_RNG_H
 
 #include "engine.h"
 #include "numerics.h"
 
-/// Reserves `blocks` blocks and gives the number of the first.
+/// Reserves `blocks` blocks and returns the number of the first.
 uint64_t rng_take(int64_t blocks);
 
-/// The seed in force.
+/// The current seed.
 uint64_t rng_seed(void);
 
-/// Philox 4x32-10 on its full counter and key: `word` is the counter on the way in.
+/// Philox 4x32-10 with its full counter and key. `word` holds the counter on entry and the output
+/// on return.
 ENG_INLINE void philox4x32(uint32_t word[4], uint32_t key0, uint32_t key1)
 {
   for (int round = 0; round < 10; round++) {
@@ -31,7 +32,7 @@ ENG_INLINE void philox4x32(uint32_t word[4], uint32_t key0, uint32_t key1)
   }
 }
 
-/// Block `counter` of the stream of `seed`.
+/// Block `counter` of the stream with this seed.
 ENG_INLINE void philox_of(uint32_t word[4], uint64_t seed, uint64_t counter)
 {
   word[0] = (uint32_t)counter;
@@ -40,13 +41,13 @@ ENG_INLINE void philox_of(uint32_t word[4], uint64_t seed, uint64_t counter)
   philox4x32(word, (uint32_t)seed, (uint32_t)(seed >> 32));
 }
 
-/// Block `counter` of the stream in force.
+/// Block `counter` of the current stream.
 static inline void philox_block(uint32_t word[4], uint64_t counter)
 {
   philox_of(word, rng_seed(), counter);
 }
 
-/// A word as one of the 2^24 floats k / 2^24 in [0, 1).
+/// Maps a word to one of the 2^24 floats k / 2^24 in [0, 1).
 ENG_INLINE float rng_unit(uint32_t word) { return (float)(word >> 8) * 0x1p-24f; }
 
 #endif

@@ -1,5 +1,5 @@
-// The machine underneath: clock, terminal, versions of libraries, and whether there is a GPU
-// driver. Owns nothing. Called from Lua: progress, plot and `engine doctor`.
+// The machine: clock, terminal, versions of libraries, GPU driver. Owns nothing. Called from Lua:
+// progress, plot and `engine doctor`.
 #include "engine.h"
 
 #include <dlfcn.h>      // dlopen
@@ -61,7 +61,7 @@ const char *eng_library_version(const char *name)
   return NULL;
 }
 
-// The CUDA driver API as far as it is asked here; 0 is success.
+// The functions of the CUDA driver API that this file calls; each returns 0 for success.
 typedef struct cuda_driver {
   int (*init)(unsigned), (*version)(int *), (*count)(int *), (*device)(int *, int),
     (*name)(char *, int, int);
@@ -107,5 +107,5 @@ int eng_gpu_probe(char *text, int size)
                "%s%s, %.0f GiB, compute capability %d.%d, driver for CUDA %d.%d", i ? "\n" : "",
                name, (double)bytes / 0x1p30, major, minor, version / 1000, version % 1000 / 10);
   }
-  return count;   // the driver stays loaded: it may not be unloaded after cuInit
+  return count;   // the driver stays loaded: unloading it after cuInit is not allowed
 }
