@@ -1,5 +1,5 @@
-// What Lua asks of single tensors: make, keep, free, read, write, fill. Operations come through
-// op.c, gradients through tape.c. Contracts in engine.h.
+// Single tensors from Lua: create, keep, free, read, write, fill. Operations come through op.c,
+// gradients through tape.c. Contracts in engine.h.
 #include "base/error.h"
 #include "base/numerics.h"
 #include "op.h"
@@ -42,7 +42,7 @@ static eng_status copy(tensor *y, tensor *x)
     status = op_run(&c);
     eng_grad_enabled(recording);
   } else if (y->count > 0) {
-    // of a device that is not in force now
+    // the device that owns the memory need not be the current one
     status = backend_of_space(y->store->space)->kernel[c.op](&c);
   }
   y->store->writes++;
@@ -71,11 +71,11 @@ eng_status eng_free(const eng_tensor *handle)
   if (x->held)
     return error_set(ENG_ERR_STATE, "%s belongs to a parameter set, which frees it",
                      tensor_text(x));
-  if (!tape_empty()) {   // the tape may need it
+  if (!tape_empty()) {   // the tape may need the tensor
     if (x->of_step) return ENG_OK;
     return error_set(
       ENG_ERR_STATE,
-      "%s cannot be freed while operations stand on the tape; hint: engine.end_step() first",
+      "%s cannot be freed while the tape has operations; hint: engine.end_step() first",
       tensor_text(x));
   }
   if (x->node < 0) ENG_TRY(eng_clear_gradient(handle));
@@ -137,9 +137,9 @@ eng_status eng_info(eng_tensor_info *out, const eng_tensor *handle)
 static eng_status check_transfer(const tensor *x, const void *memory, int format, int64_t count)
 {
   if (!memory && count != 0)
-    return error_set(ENG_ERR_VALUE, "expected memory for %s, got nothing", tensor_text(x));
+    return error_set(ENG_ERR_VALUE, "expected memory for %s, got a null pointer", tensor_text(x));
   if (format < 0 || format >= ENG_DTYPE_COUNT)
-    return error_set(ENG_ERR_DTYPE, "there is no dtype number %d", format);
+    return error_set(ENG_ERR_DTYPE, "unknown dtype number %d", format);
   if (count != x->count)
     return error_set(ENG_ERR_SHAPE, "expected %lld values for %s, got %lld", (long long)x->count,
                      tensor_text(x), (long long)count);
@@ -156,8 +156,8 @@ eng_status eng_write(const eng_tensor *handle, const void *source, int from, int
   return ENG_OK;
 }
 
-// LuaJIT keeps its other values in the bits of negative NaNs with a payload: what it reads as a
-// number must not be one of them.
+// LuaJIT encodes its other values as negative NaNs with a payload, so a number it reads must not be
+// one of them.
 static double lua_number(double x)
 { return f64_bits(x) > 0xFFF8000000000000ull ? f64_from(0x7FF8000000000000ull) : x; }
 
@@ -218,8 +218,7 @@ eng_status eng_copy(const eng_tensor *target, const eng_tensor *source)
   tensor *between = NULL, *spread = NULL;
   eng_status status = ENG_OK;
   bool recording = eng_grad_enabled(false);
-  // Kernels copy in parallel and in blocks: one memory read and written at once needs a copy
-  // between.
+  // Kernels copy in parallel and in blocks, so overlapping memory is copied through a temporary.
   if (x != y && x->store == y->store) {
     status = op_run1(&between, (op_call){.op = ENG_OP_contiguous, .in = {x}});
     x = between;

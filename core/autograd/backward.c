@@ -1,6 +1,6 @@
-// The backward pass: walks the nodes of the tape in reverse and runs the gradient rule of each. The
-// walk stops at a node of Lua's and Lua resumes it. Owns the pass and the table of rules. Called by
-// Lua, by dist/ (the watch) and by step.c.
+// The backward pass: walks the nodes of the tape in reverse and runs the gradient rule of each. It
+// stops at a node with a Lua gradient, and Lua resumes it. Owns the pass and the table of rules.
+// Called by Lua, by dist/ (the watch) and by step.c.
 #include "backward.h"
 
 #include "base/error.h"
@@ -12,7 +12,7 @@
 
 #include <string.h>
 
-// Every rule is declared; the names of the two that are absent become null pointers.
+// Declares every rule; the names of the two absent ones become null pointers.
 #define ENG_OP(name, inputs, outputs, layout, cast, shape, gradient, ...) grad_rule grad_##gradient;
 #include "ops.def"
 #define grad_none NULL
@@ -29,13 +29,13 @@ static struct {
   bool running, retain;
   bool was_recording;          // before backward began
   eng_precision precision;     // autocast before backward began
-  int cursor;                  // the next node to treat is cursor - 1
-  grad_call pending;           // of the Lua node that waits
+  int cursor;                  // the next node to process is cursor - 1
+  grad_call pending;           // the Lua node that the pass has stopped at
   int64_t pending_id;          // -1: none
 } pass = {.pending_id = -1};
 
-// Parameters in order of the first operation that reads them: where the walk has passed that, their
-// gradient is complete.
+// Parameters sorted by the first operation that reads them. Once the walk has passed that
+// operation, their gradient is complete.
 typedef struct due { parameter *p; int node; } due;
 static struct { backward_watch on; due *items; int length, capacity; } watch;
 
@@ -48,7 +48,7 @@ void backward_set_watch(const backward_watch *on)
   gradient_set_place(watch.on.place, watch.on.data);
 }
 
-/// Lists the parameters that the nodes below the cursor read.
+/// Lists the parameters that nodes before the cursor read.
 static eng_status expect_gradients(void)
 {
   watch.length = 0;
@@ -67,7 +67,7 @@ static eng_status expect_gradients(void)
   return status;
 }
 
-/// Tells of the gradients that the walk, which has come down to the cursor, has completed.
+/// Reports the gradients that are complete now that the walk has reached the cursor.
 static eng_status tell_complete(void)
 {
   while (watch.length > 0 && watch.items[watch.length - 1].node >= pass.cursor)
@@ -100,7 +100,7 @@ void eng_backward_abort(void)
   tape_clear();
 }
 
-/// The gradients that arrived at a node's outputs; false when none did.
+/// Collects the gradients of a node's outputs; false if there are none.
 static bool collect(grad_call *g, const tape_node *node)
 {
   bool any = false;
@@ -120,7 +120,7 @@ static void drop_collected(const op_call *call)
     if (call->out[k]) gradient_drop(call->out[k]);
 }
 
-/// The rule would see other values than the operation did: an error, not a wrong gradient.
+/// A rule that saw changed inputs would compute a wrong gradient silently, so this is an error.
 static eng_status check_unwritten(const tape_node *node)
 {
   const op_call *call = &node->call;
@@ -135,7 +135,7 @@ static eng_status check_unwritten(const tape_node *node)
   if (!changed) return ENG_OK;
   return error_set(
     ENG_ERR_GRADIENT,
-    "%s was written into after it was computed with; hint: write into a copy, x:keep()",
+    "%s was modified after an operation read it; hint: write into a copy, x:keep()",
     tensor_text(changed));
 }
 
@@ -177,8 +177,8 @@ eng_status eng_backward(const eng_tensor *handle, double seed, bool retain)
   if (!tape_holds(loss))
     return error_set(ENG_ERR_GRADIENT,
                      loss->requires_grad && loss->node >= 0
-                       ? "backward: the tape of this loss was emptied by an earlier backward; "
-                         "hint: backward{retain=true} the first time"
+                       ? "backward: an earlier backward emptied the tape of this loss; "
+                         "hint: backward{retain=true} in the earlier call"
                        : "backward: nothing in this loss requires a gradient; hint: "
                          "x:requires_grad(true), and no engine.no_grad() around it");
   tensor *dy;
@@ -208,7 +208,7 @@ int64_t eng_backward_pending(void)
 static eng_status want_pending(void)
 {
   return pass.pending_id >= 0 ? ENG_OK
-                              : error_set(ENG_ERR_STATE, "no Lua gradient is being computed");
+                              : error_set(ENG_ERR_STATE, "no Lua gradient is running");
 }
 
 eng_status eng_backward_output(eng_tensor *gradient, int output)
@@ -243,7 +243,7 @@ eng_status eng_backward_input(int input, const eng_tensor *gradient)
   ENG_TRY(tensor_get(&dx, gradient));
   tensor *x = call->in[input];
   if (!tensor_same_shape(dx, x))
-    return error_set(ENG_ERR_SHAPE, "a Lua gradient gave %s for input %d, which is %s",
+    return error_set(ENG_ERR_SHAPE, "a Lua gradient returned %s for input %d, which is %s",
                      tensor_text(dx), input + 1, tensor_text(x));
   if (!x->requires_grad) return ENG_OK;
   ENG_TRY(grad_share(&shared, dx));

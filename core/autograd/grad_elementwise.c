@@ -1,4 +1,4 @@
-// Gradient rules of elementwise operations. Each rule is the calculus of its line in ops.def;
+// Gradient rules of elementwise operations. Each rule is the derivative of its line in ops.def;
 // grad_emit sums over broadcast dimensions and rounds to the input's dtype.
 #include "base/error.h"
 #include "op.h"
@@ -107,7 +107,7 @@ eng_status grad_pow(grad_call *g)
   return ENG_OK;
 }
 
-// The gradient goes where the extreme came from; equal values share it in halves.
+// The gradient goes to the input that gave the extreme; equal inputs get half each.
 static eng_status extreme(grad_call *g, int wins)
 {
   tensor *a = g->call->in[0], *b = g->call->in[1], *tie, *half, *shared_half;
@@ -163,7 +163,7 @@ eng_status grad_pow_scalar(grad_call *g)
   return grad_emit(g, 0, dx);
 }
 
-// Inside and at the bounds the gradient passes, beyond them it is 0.
+// The gradient passes within the bounds, inclusive, and is 0 outside.
 eng_status grad_clamp(grad_call *g)
 {
   tensor *same, *dx;
@@ -179,7 +179,7 @@ eng_status grad_neg(grad_call *g)
   return grad_emit(g, 0, dx);
 }
 
-// Functions with a derivative in the kernel unary_grad: one pass over x and dy.
+// Functions whose derivative is in the kernel unary_grad: one pass over x and dy.
 eng_status grad_unary(grad_call *g)
 {
   tensor *x = g->call->in[0], *dx;
@@ -201,7 +201,7 @@ eng_status grad_swiglu_of(grad_call *g, tensor *gate, tensor *up)
 
 eng_status grad_swiglu(grad_call *g) { return grad_swiglu_of(g, g->call->in[0], g->call->in[1]); }
 
-// The same mask again: the recorded call carries its counter.
+// Draws the same mask again: the recorded call holds its counter.
 eng_status grad_dropout(grad_call *g)
 {
   tensor *dx;

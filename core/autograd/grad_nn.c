@@ -1,5 +1,5 @@
-// Gradient rules of products, norms, attention and losses. Gradients of parameters are written
-// straight into their place in the flat buffer where the kernel can add there (grad_target).
+// Gradient rules of products, norms, attention and losses. If a kernel can accumulate, it writes a
+// parameter's gradient directly into the flat buffer (grad_target).
 #include "base/error.h"
 #include "op.h"
 #include "gradient.h"
@@ -8,7 +8,7 @@
 
 // ---- products
 
-/// Runs what may write `direct`ly into the buffer of input k.
+/// Runs a call that may write `direct`ly into the gradient buffer of input k.
 static eng_status run_into(op_call *c, grad_call *g, int k, bool direct, bool accumulate)
 {
   eng_status status = op_run(c);
@@ -16,8 +16,8 @@ static eng_status run_into(op_call *c, grad_call *g, int k, bool direct, bool ac
   return status;
 }
 
-/// Product of a and b (either transposed) as the gradient of input k, into the parameter's buffer
-/// if it has one.
+/// The gradient of input k as the product of a and b (either transposed), directly in the
+/// parameter's buffer if it has one.
 static eng_status product_to(grad_call *g, int k, tensor *a, tensor *b, bool transpose_a,
                              bool transpose_b)
 {
@@ -68,8 +68,8 @@ static eng_status input_gradient(grad_call *g, tensor *dy, tensor *w)
   return grad_emit(g, 0, dx);
 }
 
-/// What a linear layer's weight, input w, and bias, input w + 1, get from dy [rows x N] and its x
-/// [rows x K]: dy^T x and column sums.
+/// Emits the gradients of a linear layer's weight (input w) and bias (input w + 1) from dy [rows x
+/// N] and x [rows x K]: dy^T x and column sums.
 static eng_status weight_gradients(grad_call *g, int w, tensor *dy, tensor *x)
 {
   const int b = w + 1;
@@ -150,8 +150,8 @@ eng_status grad_embedding(grad_call *g)
 
 // ---- norms
 
-/// Runs a norm's backward kernel and hands on what weight and bias get, inputs `weight` and on of
-/// the call; dx is the caller's.
+/// Runs a norm's backward kernel and emits the gradients of weight and bias, which are the inputs
+/// from `weight` on. The caller emits dx.
 static eng_status norm_vectors(tensor **dx, grad_call *g, op_call *c, int weight)
 {
   const op_call *y = g->call;
@@ -194,9 +194,9 @@ eng_status grad_rms_norm(grad_call *g)
   return norm(g, &c);
 }
 
-// sum = x + branch, y its norm: the sum's gradient is what came for it and what comes through the
-// norm, and x and branch both get it. `c` lacks dy and dsum; c->op is the gradient of the norm
-// alone, `added` with dsum.
+// sum = x + branch, y = norm(sum). The gradient of sum is its own gradient plus the one through the
+// norm; x and branch both receive it. `c` lacks dy and dsum. c->op is the gradient of the norm
+// alone, `added` the one with dsum.
 static eng_status add_norm(grad_call *g, op_call *c, int added)
 {
   tensor *dsum = g->dy[1], *dx = NULL;
@@ -236,8 +236,9 @@ eng_status grad_add_rms_norm(grad_call *g)
 
 // ---- attention
 
-/// Where q, k and v are cut from one projection [B x T x (H+2G)D] along its last dimension, their
-/// gradients get memory cut in the same way, so that the gradient of split has nothing to copy.
+/// If q, k and v are parts of one projection [B x T x (H+2G)D] along its last dimension, their
+/// gradients are allocated as parts of one tensor in the same way, so that split's gradient need
+/// not copy.
 static eng_status joint_gradients(op_call *c)
 {
   const tensor *q = c->in[0], *last = NULL;
@@ -283,7 +284,7 @@ eng_status grad_attention_of(grad_call *g, tensor *out)
 
 eng_status grad_attention(grad_call *g) { return grad_attention_of(g, g->call->out[0]); }
 
-// A rotation's gradient is the rotation back.
+// The gradient of a rotation is the inverse rotation.
 eng_status grad_rope(grad_call *g)
 {
   op_call back = {.op = ENG_OP_rope, .in = {g->dy[0]}, .rope = g->call->rope};

@@ -1,4 +1,4 @@
-// Gradient rules of views, joins, picks and reductions: the gradient takes the way back.
+// Gradient rules of views, joins, picks and reductions: each applies the inverse mapping to dy.
 #include "base/error.h"
 #include "op.h"
 #include "gradient.h"
@@ -49,8 +49,8 @@ eng_status grad_slice(grad_call *g)
   return grad_emit(g, 0, dx);
 }
 
-/// The gradients of a split's parts as one tensor without a copy, where they lie side by side in
-/// memory; else NULL.
+/// The gradients of a split's parts as one tensor, without a copy, if they are adjacent in memory;
+/// else NULL.
 static eng_status side_by_side(tensor **out, const grad_call *g)
 {
   const tensor *x = g->call->in[0], *first = g->dy[0];
@@ -65,7 +65,7 @@ static eng_status side_by_side(tensor **out, const grad_call *g)
     if (memcmp(dy->stride, first->stride, (size_t)x->ndim * sizeof *dy->stride) != 0) return ENG_OK;
     next += dy->shape[dim] * dy->stride[dim] * eng_dtype_size(dy->dtype);
   }
-  int64_t stride = 1;   // row-major together: the next operation need not copy either
+  int64_t stride = 1;   // row-major as a whole: the next operation need not copy either
   for (int d = x->ndim - 1; d >= 0; stride *= x->shape[d--])
     if (first->stride[d] != stride) return ENG_OK;
   return tensor_view(out, g->dy[0], 0, x->ndim, x->shape, first->stride);
@@ -103,7 +103,7 @@ eng_status grad_concat(grad_call *g)
   return ENG_OK;
 }
 
-/// dy scattered back to the places `index` picked along `dim` of a tensor like x.
+/// Scatters dy to the positions that `index` picked along `dim` of a tensor like x.
 static eng_status scatter(grad_call *g, int op, tensor *dy, tensor *index, int64_t dim)
 {
   tensor *x = g->call->in[0], *dx;
@@ -130,7 +130,7 @@ eng_status grad_topk(grad_call *g)
 
 // ---- reductions
 
-/// dy of a reduction, with the reduced dimensions back as size 1 and then spread over x (stride 0).
+/// Restores the reduced dimensions of dy with size 1 and broadcasts them over x (stride 0).
 static eng_status spread(tensor **out, grad_call *g, tensor *dy)
 {
   const tensor *x = g->call->in[0];

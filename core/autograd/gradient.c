@@ -1,10 +1,11 @@
-// Gradients on their way during backward, and those of leaves. See gradient.h.
+// Gradients during backward, and gradients of leaves. See gradient.h.
 //
-// A gradient hangs at the tensor it belongs to (tensor.gradient) and never changes there: a second
-// contribution makes a new sum. Gradients of parameters go into their flat buffer.
+// A tensor's gradient (tensor.gradient) is never modified in place: a second contribution makes a
+// new sum. Gradients of parameters go into their flat buffer.
 //
-// A rule computes in the carry of its node; grad_emit multiplies the result by the ratio of the
-// tensor's carry to the node's. So rules and kernels need not know that layers are scaled apart.
+// A node's gradients carry a relative scale, `carry`. A rule computes with its node's carry;
+// grad_emit multiplies the result by the ratio of the tensor's carry to the node's. So rules and
+// kernels ignore per-layer scaling.
 #include "gradient.h"
 
 #include "base/error.h"
@@ -13,7 +14,7 @@
 
 #include <string.h>
 
-// Leaves outside parameter sets that hold a gradient of this step; a scope may have dropped one
+// Leaves outside parameter sets with a gradient of this step. A scope may have dropped some of them
 // since.
 typedef struct leaf { tensor *x; uint32_t generation; } leaf;
 static struct { leaf *items; int length, capacity; } leaves;
@@ -54,7 +55,7 @@ eng_status grad_share(tensor **out, tensor *x)
   return tensor_view(out, x, 0, x->ndim, x->shape, x->stride);
 }
 
-/// Sees to it that p's gradient has memory.
+/// Allocates the memory of p's gradient if it has none.
 static eng_status place(parameter *p)
 {
   if (p->gradient) return ENG_OK;
@@ -65,7 +66,7 @@ static eng_status place(parameter *p)
 tensor *grad_target(grad_call *g, int k, bool *accumulate)
 {
   parameter *p = g->call->in[k]->parameter;
-  // an error comes again when the gradient is emitted
+  // grad_emit reports an error of `place`
   if (!p || p->carry != g->carry || place(p) != ENG_OK) return NULL;
   *accumulate = p->has_gradient;
   p->has_gradient = true;
@@ -77,7 +78,8 @@ void grad_target_failed(grad_call *g, int k, bool accumulate)
   g->call->in[k]->parameter->has_gradient = accumulate;
 }
 
-/// Sums dx over the dimensions in which x was broadcast; takes dx, gives a tensor of x's shape.
+/// Sums dx over the dimensions in which x was broadcast. Consumes dx and returns a tensor of x's
+/// shape.
 static eng_status unbroadcast(tensor **dx, const tensor *x)
 {
   tensor *from = *dx;
@@ -98,7 +100,7 @@ static eng_status unbroadcast(tensor **dx, const tensor *x)
   return status;
 }
 
-/// Adds dx to a parameter's gradient in the flat buffer; takes dx.
+/// Adds dx to a parameter's gradient in the flat buffer. Consumes dx.
 static eng_status add_to_parameter(parameter *p, tensor *dx)
 {
   eng_status status = place(p);
@@ -181,7 +183,7 @@ eng_status eng_requires_grad(const eng_tensor *handle, bool on)
   tensor *x;
   ENG_TRY(tensor_get(&x, handle));
   if (tape_holds(x))
-    return error_set(ENG_ERR_GRADIENT, "requires_grad: %s was computed; only leaves can be marked",
+    return error_set(ENG_ERR_GRADIENT, "requires_grad: expected a leaf, got %s from an operation",
                      tensor_text(x));
   if (on && !dtype_is_float(x->dtype))
     return error_set(ENG_ERR_DTYPE, "requires_grad: expected a floating-point tensor, got %s",
@@ -201,7 +203,7 @@ eng_status eng_gradient(eng_tensor *out, const eng_tensor *handle)
     const parameter *p = x->parameter;
     if (p->has_gradient && p->set->divided && !p->set->kept)
       return error_set(ENG_ERR_STATE,
-                       "the gradient of %s is divided among ranks (zero=2), and no rank has all of "
+                       "the gradient of %s is divided among ranks (zero=2); no rank has all of "
                        "it; hint: zero=0",
                        p->name);
     dx = p->has_gradient ? p->gradient : NULL;

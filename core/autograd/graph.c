@@ -1,9 +1,9 @@
 // A captured step: forward and backward of one batch as one launch of the device, for steps so
-// small that launching their kernels one by one takes longer than running them. A capture holds the
-// device's work only: the memory it reads and writes stays fixed, so a launch needs its batch at
-// the same addresses, which the arena gives to a step that begins the same way. The host counts
-// random numbers, so operations that draw some are refused. Owns the captured graphs. Called by
-// Lua; backward.c takes the seed from here.
+// small that launching their kernels one by one takes longer than running them. A capture holds
+// only the device's work, and the addresses that it reads and writes are fixed. So a launch needs
+// its batch at the same addresses; the arena returns the same ones to a step that begins the same
+// way. The host counts random numbers, so operations that draw them are refused. Owns the captured
+// graphs. Called by Lua; backward.c takes the seed from here.
 #include "graph.h"
 
 #include "base/error.h"
@@ -21,7 +21,7 @@ typedef struct graph_input {
   int64_t shape[ENG_MAX_DIMS];
 } graph_input;
 
-/// Where a parameter's gradient and copies were.
+/// The addresses of a parameter's gradient and copies.
 typedef struct graph_places {
   const void  *gradient, *shadow;
   params_stamp derived;
@@ -30,14 +30,14 @@ typedef struct graph_places {
 struct eng_graph {
   const backend *device;
   void          *captured;      // the device's; NULL until the end of the capture
-  bool           pinned;        // the device's step memory is kept for it
+  bool           pinned;        // the device keeps its step memory for this graph
   eng_params    *set;
   bool          *has_gradient;  // [set->n] after the step
   graph_places  *places;        // [set->n]
   void          *seed;          // the loss's gradient
   int32_t        seed_dtype, n_inputs;
   graph_input    input[MOST_INPUTS];
-  tensor        *loss;          // over the step's memory
+  tensor        *loss;          // a tensor over the step's memory
 };
 
 static eng_graph *capturing;
@@ -50,14 +50,14 @@ bool graph_takes_seed(const tensor *seed)
   return true;
 }
 
-// ---- inputs and places
+// ---- inputs and addresses
 
 static eng_status read_inputs(graph_input *input, const eng_tensor *tensors, int n)
 {
   if (n < 0 || n > MOST_INPUTS)
     return error_set(ENG_ERR_VALUE, "graph: expected 0 to %d tensors in a batch, got %d",
                      MOST_INPUTS, n);
-  memset(input, 0, MOST_INPUTS * sizeof *input);   // they are compared as bytes
+  memset(input, 0, MOST_INPUTS * sizeof *input);   // compared as bytes
   for (int i = 0; i < n; i++) {
     tensor *x;
     ENG_TRY(tensor_get(&x, &tensors[i]));
@@ -95,8 +95,8 @@ static bool same_places(const graph_places *places, const eng_params *set)
   return true;
 }
 
-/// Every launch makes the derived copies of the weights again. A capture must not reuse earlier
-/// copies, and its own hold no numbers, because a capture computes nothing.
+/// Every launch computes the derived copies of the weights. A capture must not reuse earlier
+/// copies, and the copies made during a capture are invalid, because a capture computes nothing.
 static void outdate_copies(eng_params *set)
 {
   for (int i = 0; i < set->n && !set->freed; i++) {
@@ -130,17 +130,17 @@ eng_status eng_graph_begin(eng_graph **out, eng_params *set, const eng_tensor *b
 {
   const backend *device = backend_current();
   *out = NULL;
-  if (!set || set->freed) return error_set(ENG_ERR_STATE, "there is no parameter set");
-  if (capturing) return error_set(ENG_ERR_STATE, "graph: a step is being captured already");
+  if (!set || set->freed) return error_set(ENG_ERR_STATE, "expected a parameter set, got none");
+  if (capturing) return error_set(ENG_ERR_STATE, "graph: a capture is already running");
   ENG_TRY(params_here(set, "a capture"));
   if (!device->capture_begin)
     return error_set(ENG_ERR_DEVICE,
-                     "graph: the device %s captures no steps; hint: device=cuda, or graph=false",
+                     "graph: the device %s cannot capture steps; hint: device=cuda, or graph=false",
                      device->name);
   graph_input input[MOST_INPUTS];
   ENG_TRY(read_inputs(input, batch, n));
   ENG_TRY(params_gradients(set));
-  // masters that a script wrote are rounded now, not in every launch
+  // rounds masters that a script wrote now, instead of in every launch
   for (int i = 0; i < set->n; i++) {
     tensor *shadow;
     if (set->member[i].shadow) ENG_TRY(params_shadow(&shadow, &set->member[i]));
@@ -202,10 +202,10 @@ eng_status eng_graph_launch(eng_graph *graph, double seed, const eng_tensor *bat
   ENG_TRY(read_inputs(input, batch, n));
   if (n != graph->n_inputs || memcmp(input, graph->input, (size_t)n * sizeof *input) != 0)
     return error_set(ENG_ERR_SHAPE,
-                     "graph: the batch has other shapes than the captured one, or lies elsewhere");
+                     "graph: the batch has other shapes or addresses than the captured one");
   if (!same_places(graph->places, graph->set))
     return error_set(ENG_ERR_STATE,
-                     "graph: the formats of the parameters changed since it was captured");
+                     "graph: the parameters' formats changed after the capture");
   for (int i = 0; i < graph->set->n; i++) {
     tensor *shadow;
     if (graph->set->member[i].shadow) ENG_TRY(params_shadow(&shadow, &graph->set->member[i]));

@@ -4,8 +4,8 @@
 
 #include "tensor/tensor.h"
 
-/// While a step is captured: the place of a loss's gradient is noted, its value written before each
-/// launch. False when none is.
+/// During a capture, notes the address of the loss's gradient, whose value is written before each
+/// launch. False if no capture is running.
 bool graph_takes_seed(const tensor *seed);
 
 #endif

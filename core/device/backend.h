@@ -42,14 +42,14 @@ typedef eng_status op_kernel(const op_call *call);
 
 typedef enum copy_direction { COPY_TO_DEVICE, COPY_TO_HOST, COPY_INSIDE } copy_direction;
 
-/// A run of numbers, of a gradient or of rows of tokens, and its place in a message between ranks;
-/// both in the device's memory. comm_pack.c defines the format of messages.
+/// A run of numbers, from a gradient or from rows of tokens, and its position in a message between
+/// ranks. Both are in the device's memory. comm_pack.c defines the format of messages.
 typedef struct wire_run {
   void    *numbers;     // [n] in the tensor's dtype
   void    *packed;      // [n] in the comm dtype: numbers, or e4m3 codes
   float   *scales;      // [ceil(n / 128)] of codes, else NULL
   int64_t  n;
-  int32_t  slot;        // the run's entry in `flags`
+  int32_t  slot;        // the index of the run in `flags`
   int32_t  how;         // WIRE_RUN_*
 } wire_run;
 
@@ -70,10 +70,10 @@ typedef struct param_span {
   void    *moment1, *moment2;   // in moment_dtype; NULL where the optimizer has none
   int32_t  shadow_dtype, gradient_dtype, moment_dtype;
   int32_t  group;       // index of its eng_hyper
-  // the gradient's factor beside the loss scale (per-layer scaling), usually 1; optimize and
+  // the relative scale of the gradient (a factor beside the loss scale), usually 1; optimize and
   // unscale divide by it
   double   scale;
-  // 1: no update has reached moment1; SGD's momentum then starts as the gradient itself
+  // 1: moment1 has never been updated; SGD's momentum then starts as the gradient itself
   int32_t  starts;
 } param_span;
 
@@ -91,82 +91,84 @@ typedef struct backend {
   eng_status (*optimize)(const param_span *spans, int n, const eng_update *update);
 
   /// Writes gradient * factor in f32 to target[i] for each span (target[i] may be the gradient
-  /// itself if that is f32); `found_inf` tells whether any product is inf or nan.
+  /// itself if that is f32). `found_inf` reports whether any product is inf or nan.
   eng_status (*unscale)(const param_span *spans, int n, double factor, float *const *target,
                         int *found_inf);
 
   /// gradstats without waiting. The result stays on the device, where `optimize` with
-  /// update->lagged finds it by *ticket (never 0). gradstats_fetch copies it to the host, once, and
-  /// waits only if it is not ready. At most 64 are in flight. `loss`: the loss tensors of the step
-  /// (f32, one element each); their values come with the statistics. A fetch without `stats` drops
-  /// the result; every fetch uses its ticket up. NULL on host devices.
+  /// update->lagged finds it by *ticket (never 0). gradstats_fetch copies it to the host once and
+  /// waits only if it is not ready. At most 64 tickets are outstanding. `loss`: the loss tensors of
+  /// the step (f32, one element each); their values come with the statistics. Every fetch
+  /// invalidates its ticket; a fetch without `stats` drops the result. NULL on host devices.
   eng_status (*gradstats_start)(int64_t *ticket, const param_span *spans, int n, unsigned needs,
                                 tensor *const *loss, int n_loss);
   eng_status (*gradstats_fetch)(int64_t ticket, eng_tensor_stats *stats, int n, double *loss,
                                 int n_loss);
 
-  // The rest is NULL on devices that compute in host memory.
+  // The remaining functions are NULL on devices that compute in host memory.
 
   /// The memory space of its tensors: SPACE_HOST, or one of its own.
   int32_t space;
-  /// Large pieces of memory, for the arenas. `take` returns NULL when none is left; `capacity`:
+  /// Large chunks of memory, for the arenas. `take` returns NULL when none is left; `capacity`:
   /// total bytes.
   arena_source memory;
   /// Copies in order with the kernels before and after. To the host: complete on return. From the
   /// host: `from` may be reused on return.
   eng_status (*move)(void *to, const void *from, int64_t bytes, copy_direction direction);
   eng_status (*clear)(void *memory, int64_t bytes);
-  /// Waits for all work and reports errors that kernels could not report at once (an index out of
+  /// Waits for all work and reports errors that kernels cannot report at once (an index out of
   /// range, a fault).
   eng_status (*synchronize)(void);
-  /// Captured steps: between begin and end the device records work and computes nothing. NULL: not
+  /// Captured steps: between begin and end the device records work without running it. NULL: not
   /// supported.
   eng_status (*capture_begin)(void);
   eng_status (*capture_end)(void **graph);
   eng_status (*graph_launch)(void *graph);
   void       (*graph_free)(void *graph);
-  /// "NVIDIA H200, sm_90, driver 580.82, ..." for people; also set on the CPU. NULL: the name.
+  /// "NVIDIA H200, sm_90, driver 580.82, ..." for messages; also set on the CPU. NULL: use the
+  /// name.
   const char *(*describe)(void);
-  /// FP8 products on tensor cores: 0 none, 1 factors with one scale each, 2 also scales by row or
-  /// block; 2 also where the user selected the slow formula. NULL: FP8 products have one
+  /// FP8 products on tensor cores: 0 none, 1 operands with one scale each, 2 also scales by row or
+  /// block. 2 as well if the user selected the slow formula. NULL: FP8 products have one
   /// implementation.
   int         (*fp8)(void);
-  /// The card's UUID, unique on all machines.
+  /// The card's UUID, unique across machines.
   const char *(*identity)(void);
 
-  /// A stream: work with an order of its own beside the device's (on a card a CUDA stream, as NCCL
-  /// takes it). Messages between ranks and their packing use streams. NULL in out with the error
-  /// set.
+  /// A stream: ordered work that runs beside the device's (on a card a CUDA stream, which NCCL
+  /// accepts). Messages between ranks and their packing use streams. On error *stream is NULL and
+  /// the error is set.
   eng_status (*stream_new)(void **stream);
-  /// Work issued on the stream from now on waits for work issued to the device before.
+  /// Work issued on the stream from now on waits for work issued to the device before this call.
   eng_status (*stream_follow)(void *stream);
   /// Whether the stream is idle. Never waits.
   eng_status (*stream_done)(bool *done, void *stream);
-  /// Marks the stream's position after the work issued so far (*mark is an earlier mark, or NULL
-  /// for a new one); tells whether the stream has passed it; frees it (NULL is fine).
+  /// Records a mark after the work issued on the stream so far (*mark is an earlier mark to reuse,
+  /// or NULL for a new one); tests whether the stream has passed a mark; frees a mark (NULL is
+  /// allowed).
   eng_status (*stream_mark)(void **mark, void *stream);
   eng_status (*stream_reached)(bool *reached, void *mark);
   void       (*stream_forget)(void *mark);
-  /// Copies on a stream, as `move`; to the host only when the stream is idle.
+  /// Copies on a stream, like `move`; to the host only when the stream is idle.
   eng_status (*stream_move)(void *stream, void *to, const void *from, int64_t bytes,
                             copy_direction direction);
-  /// Packs, unpacks and sums as comm_pack.c does, bit for bit except for which nan; on a stream, or
-  /// in order with all other work (stream NULL). `runs` [n] and `flags` are in the device's memory,
-  /// the longest run has `longest` elements; dtype f32, f16 or bf16; comm_dtype one of these or
-  /// e4m3. The bits of wire.h (WIRE_OVERFLOW: finite numbers that became inf) are added to
-  /// flags[slot].
+  /// Packs, unpacks and sums exactly as comm_pack.c does; only the payload of a nan may differ. On
+  /// a stream, or in order with all other work (stream NULL). `runs` [n] and `flags` are in the
+  /// device's memory, and the longest run has `longest` elements. dtype is f32, f16 or bf16;
+  /// comm_dtype is one of these or e4m3. The bits of wire.h (WIRE_OVERFLOW: finite numbers that
+  /// became inf) are added to flags[slot].
   eng_status (*wire_pack)(void *stream, const wire_run *runs, int n, int64_t longest,
                           int comm_dtype, int dtype, uint32_t *flags);
   eng_status (*wire_unpack)(void *stream, const wire_run *runs, int n, int64_t longest,
                             int comm_dtype, int dtype);
-  /// The piece `out` of `count` elements, a multiple of 128, = the sum over k < n of the pieces
-  /// terms[k] / share, in the order of comm.h.
+  /// out[i], i < count, a multiple of 128, = the sum over k < n of terms[k][i] / share, in the
+  /// order of comm.h.
   eng_status (*wire_sum)(void *stream, void *out, const void *const *terms, int n, int64_t count,
                          int comm_dtype, float share);
 } backend;
 
-/// The functions of the core that a plug-in (libengine_cuda.so) needs: passed at loading, so that
-/// the core exports nothing more.
+/// The functions of the core that a plug-in (libengine_cuda.so) needs. They are passed at loading,
+/// so that the core need not export them.
 typedef struct backend_host {
   int32_t abi;                        // BACKEND_ABI; the plug-in refuses another
   eng_status  (*error)(eng_status status, const char *text);
@@ -180,18 +182,18 @@ typedef struct backend_host {
 
 enum { BACKEND_ABI = 6 };
 
-/// The plug-in's only function: NULL with the error set when there is no usable device.
+/// The plug-in's only function. NULL with the error set if there is no usable device.
 typedef const backend *backend_plugin(const backend_host *host);
 
 /// The current device, the reference, and a device by name (NULL when unknown).
 const backend *backend_current(void);
 const backend *backend_find(const char *name);
-/// The device that owns a memory space, once it has been loaded; the CPU for the host's.
+/// The device that owns a memory space, if loaded; the CPU for the host's.
 const backend *backend_of_space(int space);
-/// Makes a device current that is not in the list (profile.c's, trap.c's).
+/// Makes a device current that is not in the list (by profile.c and trap.c).
 void backend_use(const backend *device);
 
-/// Adds a device of this library to the list. Called by a constructor in the device's folder.
+/// Adds a built-in device to the list. Called by a constructor in the device's folder.
 void backend_register(const char *name, const backend *(*get)(void));
 /// Defined and registered in cpu/: "cpu", with the instruction set selected once, and "reference".
 const backend *backend_cpu(void);
@@ -199,7 +201,7 @@ const backend *backend_reference(void);
 
 /// Set while a step is captured (autograd/graph.c).
 void backend_capturing(bool on);
-/// ENG_OK, or an error that says that `what` cannot be part of a captured step.
+/// ENG_OK, or during a capture an error saying that `what` cannot be part of a captured step.
 eng_status backend_forbids(const char *what);
 
 #endif

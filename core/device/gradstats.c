@@ -1,5 +1,6 @@
 // Sums the per-tensor statistics of a gradient pass into the step's record, and names the actions
-// of a verdict. Called by params.c after a pass, and wherever stored statistics become a record.
+// of a verdict. Called by params.c after a pass, and wherever a record is made from stored
+// statistics.
 #include "gradstats.h"
 
 #include <math.h>

@@ -7,7 +7,7 @@
 
 #include "engine.h"
 
-/// The factor that a tensor's gradient carries beside the loss scale.
+/// The relative scale of a tensor's gradient.
 static inline double gradstats_carry(const eng_tensor_stats *s)
 {
   return s->carry > 0 ? s->carry : 1;
@@ -17,8 +17,8 @@ static inline double gradstats_carry(const eng_tensor_stats *s)
 /// `scale` is the gradients' loss scale: amax and norm in the record are true magnitudes.
 void gradstats_total(eng_record *record, const eng_tensor_stats *stats, int n, double scale);
 
-/// The same for a pass that computed only `needs` (ENG_NEED_*): skips the histogram if it was not
-/// among them.
+/// Sums the statistics of a pass that computed only `needs` (ENG_NEED_*); skips the histogram if it
+/// is not among them.
 void gradstats_sum(eng_record *record, const eng_tensor_stats *stats, int n, double scale,
                    unsigned needs);
 

@@ -1,5 +1,5 @@
-// Loads the CUDA device, libengine_cuda.so beside this library, on first use: a machine without a
-// driver runs everything else, and starting does not load the CUDA libraries. Called by backend.c
+// Loads the CUDA device, libengine_cuda.so beside this library, on first use: everything else runs
+// on machines without a driver, and starting does not load the CUDA libraries. Called by backend.c
 // and, for NVIDIA's libraries, by dist/comm_nccl.c.
 #define _GNU_SOURCE
 #include "plugin.h"
@@ -73,9 +73,8 @@ void *plugin_library(const char *name, int mode)
   return NULL;
 }
 
-/// The reason why a file must not be passed to dlopen: a pipe would block it, and mapping a library
-/// that is cut off before its last segment or section table would end the process. NULL: the file
-/// is fit.
+/// Why a file must not be passed to dlopen, or NULL. Opening a pipe would block, and mapping a
+/// library truncated before its last segment or section table would crash the process.
 static const char *unfit(const char *path)
 {
   struct stat about;
@@ -95,7 +94,7 @@ static const char *unfit(const char *path)
     }
   }
   if (fd >= 0) close(fd);
-  return !is_file ? "is no regular file" : cut ? "is cut off" : NULL;
+  return !is_file ? "is not a regular file" : cut ? "is truncated" : NULL;
 }
 
 const backend *plugin_cuda(void)
@@ -104,17 +103,17 @@ const backend *plugin_cuda(void)
   if (loaded) return loaded;
   char folder[4096], path[4200];
   if (!own_folder(folder, sizeof folder)) {
-    error_set(ENG_ERR_DEVICE, "cuda: cannot tell the folder of libengine.so");
+    error_set(ENG_ERR_DEVICE, "cuda: cannot find the folder of libengine.so");
     return NULL;
   }
-  const char *other = getenv("ENGINE_CUDA_PLUGIN");   // specs name a device that needs no card
+  const char *other = getenv("ENGINE_CUDA_PLUGIN");   // specs select a device that needs no card
   if (other && !*other) other = NULL;
-  // a file, never a name that the loader searches for
+  // a path, never a name for the loader's search path
   if (other) snprintf(path, sizeof path, "%s%s", strchr(other, '/') ? "" : "./", other);
   else snprintf(path, sizeof path, "%s/libengine_cuda.so", folder);
   if (access(path, R_OK) != 0) {
     error_set(ENG_ERR_DEVICE,
-              "cuda: this build has no CUDA device: there is no %s; hint: make, with nvcc on the "
+              "cuda: this build has no CUDA device (%s is missing); hint: make, with nvcc on the "
               "PATH; or device=cpu",
               path);
     return NULL;
@@ -126,7 +125,7 @@ const backend *plugin_cuda(void)
   }
   char cards[512];
   if (!other && eng_gpu_probe(cards, sizeof cards) < 0) {
-    error_set(ENG_ERR_DEVICE, "cuda: there is no NVIDIA driver on this machine; hint: device=cpu");
+    error_set(ENG_ERR_DEVICE, "cuda: this machine has no NVIDIA driver; hint: device=cpu");
     return NULL;
   }
   if (!other) plugin_library("libcublasLt.so.13", RTLD_GLOBAL);
@@ -140,7 +139,7 @@ const backend *plugin_cuda(void)
   }
   union { void *object; backend_plugin *function; } entry = {dlsym(library, "eng_cuda_backend")};
   if (!entry.object)
-    error_set(ENG_ERR_DEVICE, "cuda: %s is no device of this engine; hint: make", path);
+    error_set(ENG_ERR_DEVICE, "cuda: %s is not a device plug-in of this engine; hint: make", path);
   else {
     error_set(ENG_ERR_DEVICE, "cuda: %s belongs to another version of the engine; hint: make",
               path);

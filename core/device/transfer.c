@@ -95,7 +95,7 @@ static void convert(void *buffer, int format, const tensor *x, bool into_tensor)
 
 // ---- elements on a device
 
-/// A row-major tensor of x's shape over other memory.
+/// A row-major tensor of x's shape over the given memory.
 static tensor rows_over(const tensor *x, storage *store, void *memory)
 {
   tensor y = {.data = memory,
@@ -134,7 +134,7 @@ eng_status transfer_rows(void *to, const tensor *x)
   return copy_strided(&y, x);
 }
 
-/// Reads or writes through host memory: rows travel in x's dtype and are converted here.
+/// Reads or writes through host memory: rows are copied in x's dtype and converted here.
 static eng_status through_host(void *buffer, int format, const tensor *x, bool into_tensor)
 {
   int space = x->store->space;
@@ -144,7 +144,7 @@ static eng_status through_host(void *buffer, int format, const tensor *x, bool i
   void *piece = gathers ? arena_alloc_in(space, ARENA_SCRATCH, bytes) : x->data;
   eng_status status = ENG_OK;
   if (!rows)
-    status = error_set(ENG_ERR_MEMORY, "out of memory to bring %s to the host", tensor_text(x));
+    status = error_set(ENG_ERR_MEMORY, "out of memory for a host copy of %s", tensor_text(x));
   else if (!piece) status = ENG_ERR_MEMORY;
   storage nobody = {.references = 1, .arena = -1, .space = SPACE_HOST};
   tensor host = rows_over(x, &nobody, rows);

@@ -6,8 +6,8 @@
 
 #include "tensor/tensor.h"
 
-/// Reads or writes all elements of x, of any strides, from or to row-major host memory in dtype
-/// `format`, converting as eng_read and eng_write do. A read waits for the device.
+/// Reads all elements of x into row-major host memory in dtype `format`, or writes them from it. x
+/// may have any strides. Converts as eng_read and eng_write do. A read waits for the device.
 eng_status transfer_read(void *buffer, int format, const tensor *x);
 eng_status transfer_write(const tensor *x, const void *buffer, int format);
 
@@ -21,7 +21,7 @@ eng_status transfer_inside(int space, void *to, const void *from, int64_t bytes)
 eng_status transfer_to_host(void *to, int space, const void *from, int64_t bytes);
 eng_status transfer_from_host(int space, void *to, const void *from, int64_t bytes);
 
-/// Copies x, of any strides, row-major into memory of its space.
+/// Copies x, which may have any strides, row-major into memory of its space.
 eng_status transfer_rows(void *to, const tensor *x);
 
 #endif

@@ -1,15 +1,14 @@
-// Host kernels for gradients between ranks: a check for inf and nan, sums, and FP8 in blocks.
-// Compiled with the CPU's kernels (cpu/wire.c), because they are bound by memory bandwidth, too.
-// Called by dist/.
+// Host kernels for gradients between ranks: a check for inf and nan, sums, and FP8 in blocks. Bound
+// by memory bandwidth, so compiled with the CPU's vector kernels (cpu/wire.c). Called by dist/.
 #ifndef ENG_WIRE_H
 #define ENG_WIRE_H
 
 #include "engine.h"
 
-enum { WIRE_INF = 2, WIRE_NAN = 4, WIRE_OVERFLOW = 8 };  // bits, as eng_parallel_brought gives them
+enum { WIRE_INF = 2, WIRE_NAN = 4, WIRE_OVERFLOW = 8 };  // as in eng_parallel_brought
 enum { WIRE_BLOCK = 128 };                 // elements of an FP8 block
 
-/// Which of WIRE_INF and WIRE_NAN occur among n numbers in f32, f16 or bf16.
+/// Reports whether n numbers in f32, f16 or bf16 contain inf or nan, as WIRE_INF and WIRE_NAN.
 int wire_flags(const void *x, int dtype, int64_t n);
 
 /// out[i] = the sum over k of in[k][i] / share, in the order of comm.h; each term is divided first.

@@ -1,6 +1,6 @@
 // Arenas: bump allocation in chunks, with free lists by exact size. See arena.h. The host's chunks
-// come from mmap, those of another memory space from its device, which can ask for marks of what is
-// in use. Nothing here reads a piece: the host may be unable to.
+// come from mmap; another memory space gets them from its device, which may ask to be told which
+// pieces are in use. Nothing here reads a piece: the host may have no access to it.
 //
 //   chunk 0 [#### used ####|      free      ]   chunk 1 [...]
 //                          ^ bump
@@ -17,8 +17,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-// Under AddressSanitizer free memory is poisoned and pieces have gaps between them, so that a
-// kernel that leaves its tensors is caught although all memory comes in big chunks.
+// AddressSanitizer: free memory is poisoned and gaps separate the pieces, so that a kernel that
+// writes outside its tensors is caught although all memory comes in large chunks.
 #ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/asan_interface.h>
 #define CLOSE(memory, bytes) __asan_poison_memory_region(memory, (size_t)(bytes))
@@ -35,7 +35,7 @@ enum { ALIGNMENT = 64, CARD_ALIGNMENT = 256, FREE_LISTS = 1024 /* a power of two
 typedef struct chunk {
   struct chunk *next;
   char   *memory;
-  int64_t size, used;      // bytes; used: where the bump stands
+  int64_t size, used;      // bytes; used: the bump position
   bool    dedicated;       // holds exactly one piece
 } chunk;
 
@@ -52,7 +52,7 @@ typedef struct free_list {
 
 typedef struct arena {
   const char *name;
-  int64_t chunk_size;      // bytes taken from the system at least
+  int64_t chunk_size;      // the minimum taken from the system, in bytes
   chunk  *first, *current;
   free_list lists[FREE_LISTS];
   int     lists_used;      // of lists[]
@@ -129,7 +129,7 @@ static int64_t rounded(int space, int64_t bytes)
   return ((bytes <= 0 ? 1 : (bytes + unit - 1) / unit) + APART) * unit;
 }
 
-/// The list for `size`, or the empty entry where it would go; NULL when the table is full.
+/// The list for `size`, or the empty entry for it; NULL when the table is full.
 static free_list *list_for(arena *a, int64_t size)
 {
   uint64_t start = (uint64_t)(size / ALIGNMENT) * 0x9E3779B97F4A7C15ull >> 54;
@@ -140,7 +140,7 @@ static free_list *list_for(arena *a, int64_t size)
   return NULL;
 }
 
-/// A number of bytes in a file of the kernel; `otherwise` when it has no number.
+/// A number of bytes read from a file of the kernel; `otherwise` if it contains no number.
 static int64_t number_in(const char *path, int64_t otherwise)
 {
   FILE *file = fopen(path, "r");
@@ -151,8 +151,8 @@ static int64_t number_in(const char *path, int64_t otherwise)
   return value;
 }
 
-/// Memory of the machine, or the limit of its container. Past it the system does not refuse memory,
-/// it kills the process.
+/// Memory of the machine, or the limit of its container. Beyond it the system kills the process
+/// instead of refusing memory.
 static int64_t machine_memory(void)
 {
   static int64_t known;
@@ -170,7 +170,7 @@ static int64_t memory_of(int space)
   return space == SPACE_HOST ? machine_memory() : sources[space].capacity();
 }
 
-/// Marks a piece as in use or closed to all access. Memory of a captured step stays open as long as
+/// Marks a piece as in use, or closes it to all access. Memory of a captured step stays open while
 /// the step exists.
 static void mark(int space, arena_id id, void *memory, int64_t bytes, bool out)
 {
@@ -215,7 +215,7 @@ static void chunk_return(int space, arena *a, chunk **at)
   free(c);
 }
 
-/// Returns chunks that hold nothing to the system: what an earlier, larger step took.
+/// Returns empty chunks to the system: an earlier, larger step may have left some.
 static void return_empty_chunks(int space)
 {
   for (int i = 0; i < ARENA_COUNT; i++)
@@ -284,7 +284,7 @@ static chunk *chunk_new(int space, arena_id id, int64_t bytes)
 void *arena_alloc_in(int space, arena_id id, int64_t bytes)
 {
   arena *a = &arenas[space][id];
-  if (bytes < 0 || bytes > INT64_MAX / 2) {   // the sizes of an absurd request may have wrapped
+  if (bytes < 0 || bytes > INT64_MAX / 2) {   // the sizes of an absurd request may have overflowed
     complain(space, a, INT64_MAX);
     return NULL;
   }
@@ -302,7 +302,7 @@ void *arena_alloc_in(int space, arena_id id, int64_t bytes)
     if (!c) {
       c = chunk_new(space, id, size);
       if (!c) return NULL;
-      // Appended, so that a reset replays the same order of chunks.
+      // Appended, so that after a reset the chunks are used in the same order.
       chunk **end = &a->first;
       while (*end) end = &(*end)->next;
       *end = c;
@@ -357,7 +357,7 @@ void arena_free_in(int space, arena_id id, void *piece, int64_t bytes)
   mark(space, id, piece, size, false);
   free_list *list = list_for(a, size);
   free_piece *node = list ? node_take() : NULL;
-  if (!node) return;   // more sizes than lists: the piece waits for the reset
+  if (!node) return;   // more sizes than lists: the piece stays unused until the reset
   node->memory = piece;
   node->next = list->first;
   if (list->size == 0) a->lists_used++;

@@ -1,6 +1,5 @@
-// Pools: first fit among gaps that are kept in order of place. See pool.h. There are few blocks and
-// few pieces (buckets of gradients), so that a look through all gaps costs nothing beside what is
-// done with a piece.
+// Pools: first fit among gaps sorted by position. See pool.h. A pool has few blocks and few pieces
+// (buckets of gradients), so a scan of all gaps costs little compared with the use of a piece.
 #include "pool.h"
 
 #include "base/error.h"
@@ -32,7 +31,7 @@ static void erase(pool *p, int at)
   memmove(p->gap + at, p->gap + at + 1, (size_t)(p->n_gaps - at) * sizeof *p->gap);
 }
 
-/// One more block, empty.
+/// Appends an empty block.
 static eng_status add_block(pool *p, int64_t bytes)
 {
   ENG_TRY(grow((void **)&p->block, p->n_blocks + 1, &p->room_blocks, sizeof *p->block));
@@ -48,8 +47,8 @@ eng_status pool_take(void **out, pool *p, int64_t bytes)
 {
   *out = NULL;
   bytes = pool_rounded(bytes);
-  // Every piece and every block may leave a gap behind: there is room for it from now on, so that
-  // giving back cannot fail.
+  // Reserves table entries for the most gaps that are possible, one for each piece and block, so
+  // that pool_give cannot fail.
   ENG_TRY(grow((void **)&p->gap, p->pieces + p->n_blocks + 3, &p->room_gaps, sizeof *p->gap));
   int k = 0;
   while (k < p->n_gaps && p->gap[k].bytes < bytes) k++;
@@ -85,7 +84,7 @@ void pool_give(pool *p, void *piece, int64_t bytes)
     k++;
   insert(p, k, fresh);
   p->pieces--;
-  // One with its neighbours.
+  // Merges it with its neighbours.
   if (k + 1 < p->n_gaps && p->gap[k + 1].block == fresh.block &&
       fresh.at + fresh.bytes == p->gap[k + 1].at) {
     p->gap[k].bytes += p->gap[k + 1].bytes;

@@ -1,7 +1,8 @@
-// The slot table and the life of tensors. See tensor.h.
+// The slot table and the lifetime of tensors. See tensor.h.
 //
-// Tensors of a step are in a list, from which step.c drops them; after the last one the step arena
-// restarts. A slot's generation grows when its tensor is dropped, so an old handle is recognised.
+// The tensors of a step are in a list; step.c drops them from there. After the last one the step
+// arena is reset. Dropping a tensor increments its slot's generation, so that old handles are
+// recognised.
 #include "tensor.h"
 
 #include "base/error.h"
@@ -11,17 +12,17 @@
 #include <string.h>
 
 enum { BLOCK = 256 };   // tensors per block; blocks never move, so pointers stay valid
-// so that kernels may count bytes of work space without fear of overflow
+// keeps byte counts of work space in kernels from overflowing
 static const int64_t MOST_ELEMENTS = 1ll << 48;
 
 static tensor **blocks;
 static int n_blocks;
-// linked through .gradient, first in, first out: a stale handle finds its
+// a queue linked through .gradient; first in, first out keeps the data of a dropped tensor
 static tensor *free_slots;
-static tensor *free_slots_end;    // own remains for as long as possible, for a better message
+static tensor *free_slots_end;    // in its slot for as long as possible, for better messages
 static storage *free_storages;    // linked through .memory
 
-// tensors of the step, in order of making; NULL where dropped early
+// tensors of the step, in order of creation; NULL where dropped early
 static tensor **step_list;
 static int step_length, step_capacity;
 int tensor_tape_length;
@@ -97,7 +98,7 @@ eng_status tensor_get(tensor **out, const eng_tensor *handle)
   tensor *x = &blocks[handle->slot / BLOCK][handle->slot % BLOCK];
   if (x->live && x->generation == handle->generation) {
     if (x->done && !x->store->memory && x->count > 0)
-      return error_set(ENG_ERR_STALE, "tensor %s is used after done() gave its memory back",
+      return error_set(ENG_ERR_STALE, "tensor %s was used after done() freed its memory",
                        tensor_text(x));
     *out = x;
     return ENG_OK;
@@ -105,12 +106,12 @@ eng_status tensor_get(tensor **out, const eng_tensor *handle)
   if (!x->live && x->generation == handle->generation + 1) {
     if (x->of_step)
       return error_set(ENG_ERR_STALE,
-                       "tensor %s belongs to step %lld, now %lld: use :keep() to copy it",
+                       "tensor %s belongs to step %lld, this is step %lld; hint: :keep() copies it",
                        tensor_text(x), (long long)x->step, (long long)step_count);
     return error_set(ENG_ERR_STALE, "tensor %s was freed", tensor_text(x));
   }
   return error_set(ENG_ERR_STALE,
-                   "a tensor of an earlier step is used in step %lld: use :keep() to copy it",
+                   "a tensor of an earlier step was used in step %lld; hint: :keep() copies it",
                    (long long)step_count);
 }
 
@@ -119,7 +120,7 @@ eng_tensor tensor_handle(const tensor *x)
   return x ? (eng_tensor){x->slot, x->generation} : (eng_tensor){0, 0};
 }
 
-// ---- making and dropping
+// ---- creating and dropping
 
 static eng_status enter_step_list(tensor *x)
 {
@@ -141,13 +142,13 @@ static eng_status set_shape(tensor *x, int dtype, int ndim, const int64_t *shape
   if (ndim < 0 || ndim > ENG_MAX_DIMS)
     return error_set(ENG_ERR_VALUE, "expected 0 to %d dimensions, got %d", ENG_MAX_DIMS, ndim);
   if (dtype < 0 || dtype >= ENG_DTYPE_COUNT)
-    return error_set(ENG_ERR_DTYPE, "there is no dtype number %d", dtype);
+    return error_set(ENG_ERR_DTYPE, "unknown dtype number %d", dtype);
   x->dtype = dtype;
   x->ndim = ndim;
   int64_t count = 1, bound = 1;   // bound: the product without empty dimensions
   for (int d = ndim - 1; d >= 0; d--) {
     if (shape[d] < 0)
-      return error_set(ENG_ERR_VALUE, "a dimension cannot be negative: %s",
+      return error_set(ENG_ERR_VALUE, "expected dimensions >= 0, got %s",
                        tensor_shape_text(ndim, shape));
     if (__builtin_mul_overflow(bound, shape[d] > 0 ? shape[d] : 1, &bound) || bound > MOST_ELEMENTS)
       return error_set(ENG_ERR_VALUE, "expected a tensor of up to 2^48 elements, got %s",
@@ -245,7 +246,7 @@ eng_status tensor_view(tensor **out, tensor *x, int64_t offset, int ndim, const 
   tensor *y = slot_take();
   if (!y) return error_set(ENG_ERR_MEMORY, "out of memory for the table of tensors");
   eng_status status = set_shape(y, x->dtype, ndim, shape);
-  // A view of something kept lives as long as the step; its memory as long as any view.
+  // A view of a kept tensor lives until the end of the step; the memory lives as long as any view.
   if (status == ENG_OK) status = enter_step_list(y);
   if (status != ENG_OK) {
     slot_return(y);

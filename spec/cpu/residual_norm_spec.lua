@@ -236,7 +236,7 @@ describe("a residual and its norm in one operation", function()
     y, s = x:add_layer_norm(r)
     s:fill(7)
     assert.error_matches(function() y:sum():backward() end,
-      "was written into after it was computed with", 1, true)
+      "was modified after an operation read it", 1, true)
   end)
 
   it("names the shapes that do not fit", function()

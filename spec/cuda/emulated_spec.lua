@@ -39,7 +39,7 @@ end
 describe("a machine that cannot serve", function()
   it("has no driver, too old a driver, no card, or too old a card: one line each", function()
     refused(engine("sm=90", JOB, "ENGINE_EMULATED_DRIVER=0"),
-      "there is no NVIDIA driver on this machine; hint: device=cpu")
+      "this machine has no NVIDIA driver; hint: device=cpu")
     refused(engine("sm=90", JOB, "ENGINE_EMULATED_DRIVER=12040"),
       "the driver supports CUDA 12.4, this build needs 1", "hint: a newer driver, or device=cpu")
     refused(engine("sm=90", JOB, "ENGINE_EMULATED_DEVICES=0"),

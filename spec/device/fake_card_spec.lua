@@ -108,14 +108,14 @@ if not sanitized and helper.shell("test -f " .. CARD).code == 0
       for _, part in ipairs { 0.02, 0.3, 0.7, 0.999 } do
         helper.write(folder .. "/cut.so", whole:sub(1, math.floor(#whole * part)))
         local ran = with(folder .. "/cut.so")
-        assert(ran.code == 1 and ran.out:find("/cut.so is cut off; hint: make, or copy it again", 1,
+        assert(ran.code == 1 and ran.out:find("/cut.so is truncated; hint: make, or copy it again", 1,
           true), part .. ": " .. ran.out)
       end
       helper.write(folder .. "/text.so", "no library")
       assert.truthy(with(folder .. "/text.so").out:find("cannot load " .. folder .. "/text.so", 1,
         true))
       helper.shell("mkfifo " .. folder .. "/pipe.so")
-      assert.truthy(with(folder .. "/pipe.so").out:find("/pipe.so is no regular file", 1, true))
+      assert.truthy(with(folder .. "/pipe.so").out:find("/pipe.so is not a regular file", 1, true))
       -- a bare name is a path here
       assert.truthy(with("nowhere.so").out:find("there is no ./nowhere.so", 1, true))
       assert.falsy(with("").out:find("there is no ;", 1, true))  -- empty means unset

@@ -583,7 +583,7 @@ describe("a mistake with tensors", function()
     { "engine.no_grad(function() return x + 'a' end)", "add: expected a tensor, got 'a'" },
     { "engine.autocast('fp16', function() return x:matmul(x) end)",
       "matmul: expected [.. x M x K] times [.. x K x N], got f16 [2 x 3] and f16 [2 x 3]" },
-    { "engine.device('gpu')", "there is no device 'gpu'; devices: cpu, reference, cuda, auto" },
+    { "engine.device('gpu')", "unknown device 'gpu'; devices: cpu, reference, cuda, auto" },
 
     { "x + engine.zeros(2, 2)",
       "add: shapes do not broadcast: f32 [2 x 3] and f32 [2 x 2]; sizes must match from the "
@@ -714,9 +714,9 @@ describe("a mistake with tensors", function()
         .. "engine.no_grad() around it" },
     { "(w * w):backward { retian = true }",
       "backward: unknown option 'retian'; did you mean 'retain'?; options: retain scale" },
-    { "(w * w):requires_grad()", "requires_grad: f32 [1] was computed; only leaves can be marked" },
-    { "twice()", "backward: the tape of this loss was emptied by an earlier backward; hint: "
-      .. "backward{retain=true} the first time" },
+    { "(w * w):requires_grad()", "requires_grad: expected a leaf, got f32 [1] from an operation" },
+    { "twice()", "backward: an earlier backward emptied the tape of this loss; hint: "
+      .. "backward{retain=true} in the earlier call" },
     { "engine.custom {}",
       "custom: expected { forward = function(saved, ...), backward = function(saved, ...) }" },
   }
