@@ -137,7 +137,7 @@ eng_status eng_info(eng_tensor_info *out, const eng_tensor *handle)
 static eng_status check_transfer(const tensor *x, const void *memory, int format, int64_t count)
 {
   if (!memory && count != 0)
-    return error_set(ENG_ERR_VALUE, "expected memory for %s, got a null pointer", tensor_text(x));
+    return error_set(ENG_ERR_VALUE, "expected memory for %s, got nothing", tensor_text(x));
   if (format < 0 || format >= ENG_DTYPE_COUNT)
     return error_set(ENG_ERR_DTYPE, "unknown dtype number %d", format);
   if (count != x->count)

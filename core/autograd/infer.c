@@ -1,5 +1,5 @@
-// Shape and dtype rules: what each operation accepts and what comes out. See op.h.
-// Messages count dimensions from 1, as scripts do.
+// Shape and dtype rules: what each operation accepts, and the shapes and dtypes of its outputs. See
+// op.h. Messages count dimensions from 1, as scripts do.
 #include "base/error.h"
 #include "op.h"
 
@@ -53,7 +53,7 @@ static void put_like(op_shape *s, int k, int dtype, const tensor *x)
   put(s, k, dtype, x->ndim, x->shape);
 }
 
-/// Without the last `drop` dimensions.
+/// Sets the shape of output k to x's without the last `drop` dimensions.
 static void put_outer(op_shape *s, int k, int dtype, const tensor *x, int drop)
 {
   put(s, k, dtype, x->ndim - drop, x->shape);
@@ -83,7 +83,7 @@ static eng_status want_same(const op_call *c, int j, int k)
                    name_of(c), tensor_text(c->in[j]), tensor_text(c->in[k]));
 }
 
-/// A dtype given as an attribute: that of a gradient, hence a float.
+/// Checks a dtype in an attribute: that of a gradient, hence a float.
 static eng_status want_float_attribute(const op_call *c, int64_t dtype)
 {
   if (dtype >= 0 && dtype < ENG_DTYPE_COUNT && dtype_is_float((int)dtype)) return ENG_OK;
@@ -93,7 +93,7 @@ static eng_status want_float_attribute(const op_call *c, int64_t dtype)
                    dtype >= 0 && dtype < ENG_DTYPE_COUNT ? eng_dtype_name((int)dtype) : "no dtype");
 }
 
-/// Input k must have this shape, that of `what`.
+/// Checks that input k has this shape, which is that of `what`.
 static eng_status want_shape(const op_call *c, int k, int ndim, const int64_t *shape,
                              const char *what)
 {
@@ -110,7 +110,7 @@ static eng_status want_ndim(const op_call *c, int k, int least)
                    least == 1 ? "" : "s", tensor_text(c->in[k]));
 }
 
-/// A [C] vector that belongs to the last dimension of x.
+/// Checks a [C] vector for the last dimension of x.
 static eng_status want_vector(const op_call *c, int k, const char *what, int64_t n)
 {
   const tensor *v = c->in[k];
@@ -125,7 +125,7 @@ static eng_status fix_dim(const op_call *c, int64_t *dim, const tensor *x)
 {
   int64_t d = *dim < 0 ? *dim + x->ndim : *dim;
   if (d < 0 || d >= x->ndim)
-    return error_set(ENG_ERR_VALUE, "%s: there is no dimension %lld in %s", name_of(c),
+    return error_set(ENG_ERR_VALUE, "%s: dimension %lld does not exist in %s", name_of(c),
                      (long long)(*dim < 0 || *dim == INT64_MAX ? *dim : *dim + 1), tensor_text(x));
   *dim = d;
   return ENG_OK;
@@ -196,13 +196,13 @@ static eng_status infer_reshape(op_call *c, op_shape *s)
     if (shape[d] == -1 && hole < 0) hole = d;
     else if (shape[d] < 0 || __builtin_mul_overflow(bound, shape[d] ? shape[d] : 1, &bound) ||
              __builtin_mul_overflow(known, shape[d], &known))
-      return error_set(ENG_ERR_VALUE, "view: %s is no shape; one dimension may be -1",
+      return error_set(ENG_ERR_VALUE, "view: expected sizes >= 0, one of which may be -1, got %s",
                        tensor_shape_text(ndim, shape));
   }
   int64_t count = c->in[0]->count;
   if (hole >= 0 && known > 0 && count % known == 0) shape[hole] = count / known;
   else if (hole >= 0 || known != count)
-    return error_set(ENG_ERR_SHAPE, "view: %s has %lld elements, which do not make %s",
+    return error_set(ENG_ERR_SHAPE, "view: %s has %lld elements and cannot become %s",
                      tensor_text(c->in[0]), (long long)count, tensor_shape_text(ndim, shape));
   put(s, 0, c->in[0]->dtype, ndim, shape);
   return ENG_OK;
@@ -219,7 +219,8 @@ static eng_status infer_permute(op_call *c, op_shape *s)
     shape[d] = x->shape[c->permute.order[d]];
   }
   if (seen != (1u << x->ndim) - 1)
-    return error_set(ENG_ERR_VALUE, "permute: expected every dimension of %s once", tensor_text(x));
+    return error_set(ENG_ERR_VALUE, "permute: expected each dimension of %s exactly once",
+                     tensor_text(x));
   put(s, 0, x->dtype, x->ndim, shape);
   return ENG_OK;
 }
@@ -252,7 +253,7 @@ static eng_status infer_slice(op_call *c, op_shape *s)
   if (step < 1)
     return error_set(ENG_ERR_VALUE, "slice: expected a step of at least 1, got %lld",
                      (long long)step);
-  if (step > n) c->slice.step = step = n > 0 ? n : 1;   // none is longer than the dimension
+  if (step > n) c->slice.step = step = n > 0 ? n : 1;   // same result as any longer step
   start = start < 0 ? start + n : start;
   stop = stop < 0 ? stop + n : stop;
   start = start < 0 ? 0 : start > n ? n : start;
@@ -283,7 +284,7 @@ static eng_status infer_split(op_call *c, op_shape *s)
     s->out[k].shape[c->split.dim] = c->split.sizes[k];
   }
   if (sum != x->shape[c->split.dim])
-    return error_set(ENG_ERR_SHAPE, "split: the parts make %lld, dimension %lld of %s has %lld",
+    return error_set(ENG_ERR_SHAPE, "split: the parts sum to %lld, dimension %lld of %s has %lld",
                      (long long)sum, (long long)c->split.dim + 1, tensor_text(x),
                      (long long)x->shape[c->split.dim]);
   return ENG_OK;
@@ -343,7 +344,7 @@ static eng_status infer_reduce(op_call *c, op_shape *s)
   const tensor *x = c->in[0];
   uint64_t mask = (uint64_t)c->sum.mask;
   if (mask >> x->ndim)
-    return error_set(ENG_ERR_VALUE, "%s: there is no such dimension in %s", name_of(c),
+    return error_set(ENG_ERR_VALUE, "%s: the mask names a dimension that %s lacks", name_of(c),
                      tensor_text(x));
   int ndim = 0;
   int64_t shape[ENG_MAX_DIMS], n = 1;
@@ -356,7 +357,7 @@ static eng_status infer_reduce(op_call *c, op_shape *s)
   if (c->op == ENG_OP_sum) dtype = dtype_is_float(dtype) ? wide_of(dtype) : ENG_i64;
   if (c->op == ENG_OP_mean) dtype = dtype_is_float(dtype) ? wide_of(dtype) : ENG_f32;
   if ((c->op == ENG_OP_max || c->op == ENG_OP_min) && n == 0)
-    return error_set(ENG_ERR_VALUE, "%s: there is no largest or smallest of nothing: %s",
+    return error_set(ENG_ERR_VALUE, "%s: expected at least one element, got %s",
                      name_of(c), tensor_text(x));
   put(s, 0, dtype, ndim, shape);
   return ENG_OK;
@@ -368,7 +369,8 @@ static eng_status infer_arg(op_call *c, op_shape *s)
   ENG_TRY(want_ndim(c, 0, 1));
   ENG_TRY(fix_dim(c, &c->argmax.dim, x));
   if (x->shape[c->argmax.dim] == 0)
-    return error_set(ENG_ERR_VALUE, "%s: nothing to choose from in %s", name_of(c), tensor_text(x));
+    return error_set(ENG_ERR_VALUE, "%s: expected a dimension with elements, got %s", name_of(c),
+                     tensor_text(x));
   int ndim = 0;
   int64_t shape[ENG_MAX_DIMS];
   for (int d = 0; d < x->ndim; d++)
@@ -489,7 +491,7 @@ static eng_status infer_linear_grad(op_call *c, op_shape *s)
   return ENG_OK;
 }
 
-/// x, branch? and vectors -> y, the sum?, statistics; `adds`: with the branch and the sum.
+/// x, branch? and vectors -> y, the sum?, statistics; `adds`: with branch and sum
 static eng_status norm(op_call *c, op_shape *s, bool layer, bool adds)
 {
   const tensor *x = c->in[0];
@@ -578,7 +580,8 @@ static eng_status infer_attention_grad(op_call *c, op_shape *s)
   ENG_TRY(want_shape(c, 4, 3, rows, "the rows of q"));
   ENG_TRY(want_shape(c, 5, 4, q->shape, "q"));
   if (c->in[4]->dtype != (q->dtype == ENG_f64 ? ENG_f64 : ENG_f32) || !tensor_contiguous(c->in[4]))
-    return error_set(ENG_ERR_DTYPE, "attention_grad: expected lse as attention yields it, got %s",
+    return error_set(ENG_ERR_DTYPE,
+                     "attention_grad: expected the lse that attention returned, got %s",
                      tensor_text(c->in[4]));
   for (int k = 0; k < 3; k++) put_like(s, k, c->in[k]->dtype, c->in[k]);
   return ENG_OK;
@@ -650,9 +653,9 @@ static eng_status infer_cross_entropy_grad(op_call *c, op_shape *s)
   return ENG_OK;
 }
 
-// ---- gradients whose rules are not those of the way forward
+// ---- gradients whose shape rules differ from the forward operation's
 
-/// gather_grad, index_select_grad: dy and index, back to dx of the shape in the attributes.
+/// gather_grad, index_select_grad: dy and index -> dx, of the shape in the attributes
 static eng_status infer_pick_grad(op_call *c, op_shape *s)
 {
   const tensor *dy = c->in[0], *index = c->in[1];
@@ -672,7 +675,7 @@ static eng_status infer_pick_grad(op_call *c, op_shape *s)
   }
   if (!fits)
     return error_set(ENG_ERR_SHAPE,
-                     "%s: %s and the index %s do not belong to %s along dimension %lld", name_of(c),
+                     "%s: %s and the index %s do not fit %s along dimension %lld", name_of(c),
                      tensor_text(dy), tensor_text(index), tensor_shape_text(dx.ndim, dx.shape),
                      (long long)c->gather_grad.dim);
   put_like(s, 0, dy->dtype, &dx);
@@ -710,7 +713,7 @@ static eng_status infer_extreme_grad(op_call *c, op_shape *s)
   return ENG_OK;
 }
 
-/// Two tensors of one shape, into a dtype.
+/// Two tensors of one shape -> an output of this dtype
 static eng_status pair_grad(op_call *c, op_shape *s, int64_t dtype)
 {
   ENG_TRY(want_float(c, 0));
@@ -745,7 +748,7 @@ static eng_status infer_softmax_grad(op_call *c, op_shape *s)
   return pair_grad(c, s, c->softmax_grad.dtype);
 }
 
-// ---- the rest
+// ---- other operations
 
 static eng_status infer_like(op_call *c, op_shape *s)
 {
@@ -803,7 +806,7 @@ static eng_status infer_cast(op_call *c, op_shape *s)
 {
   int64_t dtype = c->cast.dtype, mode = c->cast.mode;
   if (dtype < 0 || dtype >= ENG_DTYPE_COUNT)
-    return error_set(ENG_ERR_DTYPE, "cast: there is no dtype number %lld", (long long)dtype);
+    return error_set(ENG_ERR_DTYPE, "cast: unknown dtype number %lld", (long long)dtype);
   if (dtype_is_fp8((int)dtype) && (mode < 0 || mode > 3))
     return error_set(ENG_ERR_VALUE, "cast: expected a rounding mode of 0 to 3, got %lld",
                      (long long)mode);
@@ -818,7 +821,7 @@ static eng_status infer_embedding(op_call *c, op_shape *s)
   if (w->ndim != 2)
     return error_set(ENG_ERR_SHAPE, "embedding: expected a weight [V x C], got %s", tensor_text(w));
   if (ids->ndim + 1 > ENG_MAX_DIMS)
-    return error_set(ENG_ERR_SHAPE, "embedding: too many dimensions in %s", tensor_text(ids));
+    return error_set(ENG_ERR_SHAPE, "embedding: %s has too many dimensions", tensor_text(ids));
   put_like(s, 0, w->dtype, ids);
   s->out[0].shape[s->out[0].ndim++] = w->shape[1];
   return ENG_OK;
@@ -868,20 +871,20 @@ static op_infer_rule *rules[ENG_OP_COUNT] = {
 
 void op_infer_register(int op, op_infer_rule *rule) { rules[op] = rule; }
 
-/// FP8 tensors go only into operations that move, convert or multiply them.
+/// Accepts FP8 tensors only in operations that move, convert or multiply them.
 static eng_status check_codes(const op_call *c)
 {
   for (int k = 0; k < c->n_in; k++) {
     if (!c->in[k] || !dtype_is_fp8(c->in[k]->dtype)) continue;
     if (!op_table[c->op].takes_codes)
       return error_set(ENG_ERR_DTYPE,
-                       "%s: there is no arithmetic on FP8 tensors, got %s; hint: x:to(\"f32\"), or "
+                       "%s: FP8 tensors have no arithmetic, got %s; hint: x:to(\"f32\"), or "
                        "its quantizer's dequantize",
                        name_of(c), tensor_text(c->in[k]));
     for (int j = 0; c->op == ENG_OP_concat && j < c->n_in; j++)
       if (c->in[j]->dtype != c->in[k]->dtype)
         return error_set(ENG_ERR_DTYPE,
-                         "concat: an FP8 tensor can only be joined with tensors of its dtype, got "
+                         "concat: FP8 tensors join only with tensors of the same dtype, got "
                          "%s and %s; hint: x:to(\"f32\")",
                          tensor_text(c->in[k]), tensor_text(c->in[j]));
   }

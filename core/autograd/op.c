@@ -1,4 +1,4 @@
-// The one door for operations. See op.h; the list is ops.def, the shape rules are infer.c.
+// The single entry for operations. See op.h; ops.def is the list, infer.c has the shape rules.
 #include "op.h"
 
 #include "base/error.h"
@@ -8,7 +8,7 @@
 
 #include <string.h>
 
-// in force: what the innermost autocast asks for
+// the settings of the innermost autocast
 static eng_precision precision = {-1, -1, -1, -1, 0};
 
 void eng_autocast(const eng_precision *now, eng_precision *previous)
@@ -19,7 +19,7 @@ void eng_autocast(const eng_precision *now, eng_precision *previous)
 
 const eng_precision *op_precision(void) { return &precision; }
 
-// ---- rules of higher folders
+// ---- rules registered by higher folders
 
 static op_calls *calls_of[ENG_OP_COUNT];
 
@@ -39,7 +39,7 @@ eng_status op_cast_to(tensor **out, bool *made, tensor *x, int dtype)
   return op_run1(out, (op_call){.op = ENG_OP_cast, .in = {x}, .cast = {.dtype = dtype}});
 }
 
-/// x in `dtype`: a parameter's low-precision copy where it has one, else a recorded cast.
+/// x in `dtype`: a parameter's low-precision copy if it has one, else a recorded cast.
 static eng_status lowered(tensor **x, int dtype)
 {
   if ((*x)->parameter && (*x)->parameter->shadow && (*x)->parameter->shadow->dtype == dtype)
@@ -48,15 +48,15 @@ static eng_status lowered(tensor **x, int dtype)
   return op_cast_to(x, &made, *x, dtype);
 }
 
-/// Brings the inputs of a call to the precision in force; says what dtype autocast wants out[0] in,
-/// or -1.
+/// Converts the inputs of a call to the current precision. *yields: the dtype that autocast wants
+/// for out[0], or -1.
 static eng_status apply_precision(op_call *c, int *yields)
 {
   *yields = -1;
   op_cast cast = op_table[c->op].cast;
   if (cast == CAST_NONE || cast == CAST_ANY) return ENG_OK;
   for (int k = 0; k < c->n_in; k++)
-    // autocast leaves f64 alone: scripts ask for it explicitly
+    // autocast leaves f64 unchanged: scripts ask for f64 explicitly
     if (c->in[k] && c->in[k]->dtype == ENG_f64) return ENG_OK;
   switch (cast) {
     case CAST_LOWER:
@@ -85,7 +85,7 @@ static const char *name_of(const op_call *c) { return op_table[c->op].about.name
 static eng_status check_inputs(op_call *c)
 {
   if (c->op < 0 || c->op >= ENG_OP_COUNT)
-    return error_set(ENG_ERR_VALUE, "there is no operation number %d", c->op);
+    return error_set(ENG_ERR_VALUE, "unknown operation number %d", c->op);
   const eng_op_info *info = &op_table[c->op].about;
   bool fits = info->n_in < 0 ? c->n_in >= 1 && c->n_in <= ENG_OP_INPUTS : c->n_in == info->n_in;
   if (!fits || !c->in[0])
@@ -97,12 +97,12 @@ static eng_status check_inputs(op_call *c)
   if (info->n_out >= 0) c->n_out = info->n_out;
   for (int k = 0; k < 2; k++)
     if (!c->out[k] && op_adds_onto(c, k))
-      return error_set(ENG_ERR_VALUE, "%s: cannot add onto an output that is not given",
+      return error_set(ENG_ERR_VALUE, "%s: cannot add onto a missing output",
                        info->name);
   return ENG_OK;
 }
 
-/// Every input must lie in the memory of the device in force.
+/// Every input must lie in the memory of the current device.
 static eng_status check_space(const op_call *c)
 {
   int space = arena_space();
@@ -112,7 +112,7 @@ static eng_status check_space(const op_call *c)
     const char *here = backend_current()->name;
     return error_set(
       ENG_ERR_DEVICE,
-      "%s: input %d, %s, is not in the memory of the device in force, %s; hint: x:to('%s')",
+      "%s: input %d, %s, is not in the memory of the current device, %s; hint: x:to('%s')",
       name_of(c), k + 1, tensor_text(c->in[k]), here, here);
   }
   return ENG_OK;
@@ -136,7 +136,7 @@ static eng_status make_outputs(op_call *c, const op_shape *s)
   return ENG_OK;
 }
 
-/// Whether there is nothing to compute: kernels need not think of outputs without elements.
+/// Whether all outputs are empty. Kernels are never called for outputs without elements.
 static bool outputs_empty(const op_call *c)
 {
   for (int k = 0; k < c->n_out; k++)
@@ -144,7 +144,7 @@ static bool outputs_empty(const op_call *c)
   return true;
 }
 
-/// Drops the outputs this call made (not those it was given) after a failure.
+/// After a failure, drops the outputs that this call allocated; keeps those the caller passed.
 static void drop_outputs(op_call *c, const bool *given)
 {
   for (int k = 0; k < c->n_out; k++)
@@ -154,7 +154,7 @@ static void drop_outputs(op_call *c, const bool *given)
     }
 }
 
-/// Takes Philox blocks from the generator for a call that draws random numbers and is no replay.
+/// Reserves Philox blocks for a call that draws random numbers, unless it replays recorded ones.
 static eng_status take_numbers(op_call *c)
 {
   int blocks;
@@ -227,9 +227,9 @@ eng_status op_expand(tensor **out, tensor *x, int ndim, const int64_t *shape)
   return op_run1(out, c);
 }
 
-// ---- what Lua calls
+// ---- called from Lua
 
-/// Runs a call of Lua's; a given `target` takes output 0.
+/// Runs a call from Lua. A given `target` becomes output 0.
 static eng_status run_call(eng_op_call *call, tensor *target)
 {
   op_call c = {.op = call->op, .n_in = call->n_in, .n_out = call->n_out, .out = {target}};
@@ -261,7 +261,7 @@ eng_status eng_run_into(eng_op_call *call, const eng_tensor *target)
   tensor *y;
   ENG_TRY(tensor_get(&y, target));
   if (y->store->space != backend_current()->space)
-    return error_set(ENG_ERR_DEVICE, "%s is not in the memory of the device in force",
+    return error_set(ENG_ERR_DEVICE, "%s is not in the memory of the current device",
                      tensor_text(y));
   for (int k = 0; k < call->n_in && k < ENG_OP_INPUTS; k++) {
     tensor *x = NULL;

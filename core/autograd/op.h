@@ -1,5 +1,5 @@
-// The one door for operations: check, apply the precision in force, allocate, compute, record.
-// eng_run (Lua) and the gradient rules both come in here.
+// The single entry for operations: check, apply the current precision, allocate, compute, record.
+// Called by eng_run (Lua) and by gradient rules.
 #ifndef ENG_OP_H
 #define ENG_OP_H
 
@@ -7,7 +7,7 @@
 
 /// What autocast does with an operation; the `cast` column of ops.def.
 typedef enum op_cast { CAST_LOWER, CAST_WIDE, CAST_NORM, CAST_EMBED, CAST_ANY, CAST_NONE } op_cast;
-/// What strides its kernel takes; the `layout` column.
+/// Which strides the kernel accepts; the `layout` column.
 typedef enum op_layout { LAYOUT_ANY, LAYOUT_ROWS, LAYOUT_VIEW, LAYOUT_CALLS } op_layout;
 
 /// A row of ops.def (ops.c). Bit k of a mask is input or output k.
@@ -16,20 +16,21 @@ typedef struct op_info {
   op_layout layout;
   op_cast   cast;
   bool      differentiable;
-  bool      takes_codes;        // FP8 tensors; all other operations refuse them
-  // outputs after the first with a gradient, where one of these inputs requires one
+  bool      takes_codes;        // accepts FP8 tensors; other operations refuse them
+  // outputs after the first that have a gradient if one of these inputs requires one
   int32_t   later, later_from;
   int32_t   codes;              // saved outputs that are FP8 codes and scales
 } op_info;
 
 extern const op_info op_table[ENG_OP_COUNT];
 
-/// Outputs that this call does not make.
+/// Mask of the outputs that this call does not compute.
 int op_absent_outputs(const op_call *call);
-/// The counter of a call that draws random numbers, and the Philox blocks for 4 elements; NULL:
-/// draws none. The attribute after it tells whether the counter is given.
+/// The counter attribute of a call that draws random numbers, and the number of Philox blocks per 4
+/// elements. NULL: draws none. The attribute after the counter is nonzero if the counter is given.
 int64_t *op_random_place(op_call *call, int *blocks);
-/// Whether the call adds onto a given output; whether output 0 of an operation can be the caller's.
+/// Whether the call adds onto a given output; whether output 0 of an operation may be passed by the
+/// caller.
 bool op_adds_onto(const op_call *call, int output);
 bool op_takes_target(int op);
 
@@ -38,31 +39,31 @@ typedef struct op_shape {
   struct { int dtype, ndim; int64_t shape[ENG_MAX_DIMS]; } out[ENG_OP_OUTPUTS];
 } op_shape;
 
-/// Checks inputs and attributes of a call (with a message that names expected and got) and says
-/// what comes out. Normalises negative dimensions in the attributes.
+/// Checks inputs and attributes of a call and infers its outputs. Messages name the expected and
+/// the actual values. Normalises negative dimensions in the attributes.
 eng_status op_infer(op_call *call, op_shape *shape);
 
-/// A shape rule, and how an operation of layout CALLS runs. fp8/ registers those that ops.def calls
-/// `registered`.
+/// A shape rule; below, the function that runs an operation of layout CALLS. fp8/ registers those
+/// that ops.def marks `registered`.
 typedef eng_status op_infer_rule(op_call *call, op_shape *shape);
 typedef eng_status op_calls(op_call *call);
 void op_infer_register(int op, op_infer_rule *rule);
 void op_register(int op, op_infer_rule *infer, op_calls *calls);
 
-/// The precision in force.
+/// The current precision.
 const eng_precision *op_precision(void);
 
-/// Makes the outputs of a VIEW operation (reshape may have to copy).
+/// Creates the outputs of a VIEW operation (reshape may copy).
 eng_status op_view(op_call *call, const op_shape *shape);
 
-/// Runs an operation. An output that is given (non-NULL) is written in place: it must have the
-/// inferred shape and takes its own dtype. Records when the tape wants it.
+/// Runs an operation. A given output (non-NULL) is written in place: it must have the inferred
+/// shape and keeps its own dtype. Records the call if the tape wants it.
 eng_status op_run(op_call *call);
 
 /// Runs an operation of a fixed number of inputs (n_in is set here) and one output.
 eng_status op_run1(tensor **out, op_call call);
 
-/// x in another shape, as a view where its strides allow that; one size may be -1.
+/// x in another shape, as a view if its strides allow it; one size may be -1.
 eng_status op_reshape(tensor **out, tensor *x, int ndim, const int64_t *shape);
 
 /// x broadcast to a shape, as a view.
@@ -77,10 +78,10 @@ static inline eng_status op_affine(tensor **out, tensor *x, double factor, doubl
 /// y in `dtype`; x itself when it already is (then *made is false).
 eng_status op_cast_to(tensor **out, bool *made, tensor *x, int dtype);
 
-/// The widest of two dtypes: floats win over integers, f16 with bf16 gives f32.
+/// The promoted dtype: floats win over integers; f16 with bf16 gives f32.
 int dtype_promote(int a, int b);
 
-/// Broadcast of two shapes; false when they do not fit.
+/// Broadcasts two shapes; false if they do not fit.
 bool shape_broadcast(int *ndim, int64_t *shape, const tensor *a, const tensor *b);
 
 #endif

@@ -1,6 +1,6 @@
-// Times of operations: while profiling is on, the device in force is a copy of itself whose
-// functions also read the clock. Off, it costs nothing, and no other file knows of it. Owns the
-// table of rows. Called from Lua (engine.profile).
+// Times of operations. While profiling is on, the current device is a wrapper that also reads the
+// clock. When off it costs nothing, and no other file depends on it. Owns the table of rows. Called
+// from Lua (engine.profile).
 #include "device/backend.h"
 #include "op.h"
 
@@ -8,14 +8,14 @@
 #include <string.h>
 
 enum { ROWS = 512 };
-// beside the operations
+// rows beside the operations
 enum { PASS_GRADSTATS = ENG_OP_COUNT, PASS_OPTIMIZE, PASS_UNSCALE, REST };
 
 // Calls of the same operation, formats and shapes share a row.
 typedef struct call_kind {
   int32_t op;
-  int32_t dtype[3];        // of two inputs and the first output; -1: absent
-  int32_t transposed;      // of a product
+  int32_t dtype[3];        // of the first two inputs and the first output; -1: absent
+  int32_t transposed;      // transposition flags of a product
   int32_t ndim[2];
   int64_t shape[2][ENG_MAX_DIMS];
 } call_kind;
@@ -26,7 +26,7 @@ typedef struct profile_row {
   double seconds, bytes, flops;
 } profile_row;
 
-static const backend *inner;   // the device being watched
+static const backend *inner;   // the profiled device
 static backend timed;
 static profile_row rows[ROWS];
 static int n_rows;
@@ -35,7 +35,7 @@ static profile_row *row_of(const call_kind *kind)
 {
   for (int i = 0; i < n_rows; i++)
     if (memcmp(&rows[i].kind, kind, sizeof *kind) == 0) return &rows[i];
-  if (n_rows == ROWS) return &rows[ROWS - 1];   // full: the last row takes the rest
+  if (n_rows == ROWS) return &rows[ROWS - 1];   // full: the last row collects all further kinds
   profile_row *row = &rows[n_rows++];
   memset(row, 0, sizeof *row);
   row->kind = *kind;
@@ -57,7 +57,7 @@ static double bytes_of(const tensor *x)
   return x ? (double)x->count * (double)eng_dtype_size(x->dtype) : 0;
 }
 
-/// Multiplications and additions of the products in a call; 0 for everything else.
+/// Multiplications and additions of the products in a call; 0 for other operations.
 static double flops_of(const op_call *c)
 {
   const tensor *a = c->in[0], *out = c->out[0];
@@ -80,7 +80,7 @@ static double flops_of(const op_call *c)
   }
 }
 
-/// The time after the device has finished its work.
+/// The time once the device has finished its work.
 static double clock_now(void)
 {
   if (inner->synchronize) inner->synchronize();
@@ -93,7 +93,7 @@ static eng_status timed_kernel(const op_call *c)
   eng_status status = inner->kernel[c->op](c);
   double seconds = clock_now() - from;
   call_kind kind;
-  memset(&kind, 0, sizeof kind);   // padding too: kinds are compared as bytes
+  memset(&kind, 0, sizeof kind);   // clears padding: kinds are compared as bytes
   kind.op = c->op;
   if (c->op == ENG_OP_matmul)
     kind.transposed = (c->matmul.transpose_a != 0) + 2 * (c->matmul.transpose_b != 0);
@@ -105,7 +105,7 @@ static eng_status timed_kernel(const op_call *c)
     if (x) memcpy(kind.shape[k], x->shape, (size_t)x->ndim * sizeof *x->shape);
   }
   kind.dtype[2] = c->out[0] ? c->out[0]->dtype : -1;
-  // few of its rows are read
+  // such an operation reads few rows of its first input
   bool table = c->op == ENG_OP_embedding || c->op == ENG_OP_gather || c->op == ENG_OP_index_select;
   for (int k = table ? 1 : 0; k < c->n_in; k++) bytes += bytes_of(c->in[k]);
   for (int k = 0; k < c->n_out; k++) bytes += (table ? 2 : 1) * bytes_of(c->out[k]);

@@ -1,5 +1,5 @@
-// Filling tensors with random numbers. Element i of a tensor takes word i % 4 of block i / 4 of
-// those it reserves (rng.h), whatever its strides and wherever it lives. Called by Lua.
+// Filling tensors with random numbers. Element i of a tensor takes word i % 4 of the i / 4-th block
+// reserved for it (rng.h), whatever its strides and device. Called by Lua.
 #include "base/error.h"
 #include "base/numerics.h"
 #include "base/rng.h"
@@ -8,7 +8,7 @@
 
 #include <math.h>
 
-// Elements from data to the i-th in row-major order.
+// Offset, in elements, of element i in row-major order.
 static int64_t offset_of(const tensor *x, int64_t i)
 {
   int64_t offset = 0;
@@ -19,7 +19,8 @@ static int64_t offset_of(const tensor *x, int64_t i)
   return offset;
 }
 
-// The largest number of a float format below `high`: rounding up to an excluded bound takes it.
+// The largest number of a float format below `high`: what rounds up to an excluded bound becomes
+// this.
 static double below(int dtype, double high)
 {
   switch (dtype) {
@@ -44,16 +45,16 @@ static double below(int dtype, double high)
 typedef struct distribution {
   bool   normal;
   double a, b;      // low and high, or mean and standard deviation
-  double last;      // uniform: largest number to give out
+  double last;      // uniform: the largest result
 } distribution;
 
-// Four numbers from one block.
+// Draws four numbers from one block.
 static void draw(double value[4], const distribution *law, uint64_t counter)
 {
   uint32_t word[4];
   philox_block(word, counter);
   if (law->normal) {
-    for (int k = 0; k < 4; k += 2) {   // Box-Muller on 32 bits, the radius' uniform in (0, 1)
+    for (int k = 0; k < 4; k += 2) {   // Box-Muller on 32 bits, radius from (0, 1)
       double radius = sqrt(-2.0 * log((word[k] + 0.5) * 0x1p-32)) * law->b;
       double angle = 2.0 * M_PI * (word[k + 1] * 0x1p-32);
       value[k] = law->a + radius * cos(angle);
@@ -82,14 +83,13 @@ static void fill_host(const tensor *x, const distribution *law, uint64_t first)
   }
 }
 
-/// Numbers are drawn on the host, so that they are the same to the last bit wherever the tensor
-/// lives.
+/// Draws on the host, so that the numbers are bit-identical on every device.
 static eng_status fill(const tensor *x, const distribution *law)
 {
   if (dtype_is_fp8(x->dtype))
     return error_set(
       ENG_ERR_DTYPE,
-      "random numbers: expected another dtype than %s; hint: draw f32, then :to(\"%s\")",
+      "random numbers: cannot draw into %s; hint: draw f32, then :to(\"%s\")",
       tensor_text(x), eng_dtype_name(x->dtype));
   uint64_t first = rng_take((x->count + 3) / 4);
   x->store->writes++;

@@ -1,13 +1,13 @@
-// Steps and scopes: how long tensors live. A step owns what is made in it and the tape; its end
-// drops both. A scope is a mark inside a step (or outside of any) whose end drops what was made
-// since. Called by Lua; uses tensor.c and tape.c.
+// Steps and scopes, which end the lifetime of tensors. A step owns its tape and the tensors created
+// in it; its end drops both. A scope, inside or outside a step, is a mark; its end drops the
+// tensors created since. Called by Lua; uses tensor.c and tape.c.
 #include "step.h"
 
 #include "base/error.h"
 #include "backward.h"
 
 static bool in_step;
-static int n_scopes;   // open scopes: what is made in one goes with it
+static int n_scopes;   // open scopes; tensors created in one are dropped with it
 
 arena_id step_home(bool factory)
 {
@@ -18,7 +18,7 @@ eng_status eng_step_begin(void)
 {
   if (in_step)
     return error_set(ENG_ERR_STATE,
-                     "step %lld is still open: call end_step() first, steps do not nest",
+                     "step %lld is still open, and steps do not nest; hint: call end_step() first",
                      (long long)tensor_step_number());
   in_step = true;
   return ENG_OK;
@@ -38,7 +38,7 @@ int64_t eng_step_count(void)
   return tensor_step_number();
 }
 
-// A mark is the step and the place in its list.
+// A mark is the step number and the length of the step's list.
 eng_status eng_scope_begin(int64_t *mark)
 {
   *mark = tensor_step_number() << 31 | tensor_mark();
@@ -46,7 +46,7 @@ eng_status eng_scope_begin(int64_t *mark)
   return ENG_OK;
 }
 
-// Gradients of tensors from before the scope stay, for backward() may have run inside.
+// Gradients of tensors from before the scope stay, because backward() may have run inside it.
 eng_status eng_scope_end(int64_t mark)
 {
   int place = (int)(mark & INT32_MAX);
@@ -55,8 +55,8 @@ eng_status eng_scope_end(int64_t mark)
     return error_set(ENG_ERR_STATE, "this scope was opened in an earlier step, which has ended");
   if (tape_reaches(place))
     return error_set(ENG_ERR_GRADIENT,
-                     "operations of this scope stand on the tape: wrap them in engine.no_grad() or "
-                     "run backward() before the scope ends");
+                     "the tape has operations of this scope; hint: wrap them in engine.no_grad() "
+                     "or run backward() before the scope ends");
   tensor_drop_since(place, false);
   return ENG_OK;
 }

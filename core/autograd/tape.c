@@ -1,8 +1,8 @@
-// Recording: which operations the step ran, in order. See tape.h.
+// Recording: the operations of a step, in order. See tape.h.
 //
-// Layers may be scaled apart: every node has a carry, a factor that the gradients of its outputs
-// have beside the seed, and every parameter has one of its own (gradient.c). Owns the nodes.
-// Operations are recorded by op.c and fp8/; backward.c walks them.
+// Layers may have relative scales. A node's `carry` is the relative scale of its outputs'
+// gradients; a parameter has its own (gradient.c). Owns the nodes. op.c and fp8/ record operations;
+// backward.c walks them.
 #include "tape.h"
 
 #include "base/error.h"
@@ -16,9 +16,9 @@ static struct {
   tape_node *nodes;
   int capacity;                // tensor_tape_length nodes are in use
   bool off;                    // recording is switched off
-  // backward runs and points into the nodes: nothing is recorded, even when switched on
+  // backward holds pointers to nodes: records nothing, even when switched on
   bool frozen;
-  double carry;                // of the nodes recorded from now on
+  double carry;                // relative scale of the nodes recorded from now on
 } tape = {.carry = 1};
 
 eng_status tape_grow(void **items, int length, int *capacity, size_t size)
@@ -42,7 +42,7 @@ bool tape_wants(const op_call *call)
   return false;
 }
 
-/// Outputs after the first that have a gradient.
+/// Mask of the outputs after the first that have a gradient.
 static int later_outputs(const op_call *call)
 {
   const op_info *info = &op_table[call->op];
@@ -152,7 +152,7 @@ eng_status eng_gradient_carry(double *before, double carry)
   *before = tape.carry;
   if (!f64_is_finite(carry) || !(carry > 0))
     return error_set(ENG_ERR_VALUE,
-                     "gradients cannot carry the factor %g: expected a positive finite number",
+                     "expected a positive finite relative scale of gradients, got %g",
                      carry);
   tape.carry = carry;
   return ENG_OK;

@@ -1,6 +1,6 @@
-// What the tape keeps for the backward pass: the memory of tensors that gradient rules read
-// (columns `reads` and `saves` of ops.def), in bytes. A tensor that no rule reads can be freed once
-// the forward pass has used it. Called by Lua.
+// The memory that the tape keeps for the backward pass: the tensors that gradient rules read
+// (columns `reads` and `saves` of ops.def), in bytes. A tensor that no rule reads can be freed
+// after its last use in the forward pass. Called by Lua.
 #include "base/error.h"
 #include "op.h"
 #include "tape.h"
@@ -15,7 +15,7 @@ static int by_address(const void *a, const void *b)
   return x < y ? -1 : x > y;
 }
 
-/// Adds the tensors of the step among x[count] that are in the mask `read`.
+/// Collects the step's tensors among x[count] that are in the mask `read`.
 static void take(piece *to, int *n, tensor *const *x, int count, int read, int codes)
 {
   for (int k = 0; k < count; k++)
@@ -71,7 +71,7 @@ eng_status eng_done(const eng_tensor *handle)
   int first = computed && s->references == 1 ? x->node : 0;
   for (int i = eng_tape_length() - 1; i >= first; i--) {
     const op_call *call = tape_call(i);
-    if (call->op < 0 || is_read(s, call)) return ENG_OK;   // a gradient in Lua may read anything
+    if (call->op < 0 || is_read(s, call)) return ENG_OK;   // a Lua gradient may read anything
   }
   arena_free_in(s->space, ARENA_STEP, s->memory, s->bytes);
   s->memory = x->data = NULL;   // tensor_get finds stale views by their storage

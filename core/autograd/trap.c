@@ -1,8 +1,8 @@
-// Where inf and nan come from: while the trap is set, the device in force is a copy of itself that
-// looks at what every operation gave. It keeps the first operation that made an inf and the first
-// that made a nan, in the forward and in the backward pass, with its inputs. Off, it costs nothing,
-// and no other file knows of it. Owns the watching device and what it found. Called from Lua
-// (engine.trap), around a step that is run again.
+// Finds the origin of inf and nan. While the trap is set, the current device is a wrapper that
+// checks the results of every operation. It keeps the first operation that produced an inf and the
+// first that produced a nan, in the forward and in the backward pass, with its inputs. When off it
+// costs nothing, and no other file depends on it. Owns the wrapper and its findings. Called from
+// Lua (engine.trap), around a step that is run again.
 #include "device/backend.h"
 
 #include "base/error.h"
@@ -19,10 +19,11 @@
 enum { FORWARD, BACKWARD, PASSES };
 enum { INF, NAN_, KINDS };
 
-/// Where a module's operations begin on the tape: node i belongs to the last entry with node <= i.
+/// Where each module's operations start on the tape: node i belongs to the last entry with node <=
+/// i.
 typedef struct module_start { int node, module; } module_start;
 
-static const backend *inner;               // the device being watched
+static const backend *inner;               // the wrapped device
 static backend watching;
 static bool found_here[KINDS][PASSES], found_before[KINDS][PASSES];
 static eng_trap_site arose[KINDS][PASSES], held[KINDS][PASSES];
@@ -31,7 +32,7 @@ static int n_starts, starts_capacity, module_now;
 static char *buffer;                       // a tensor's values on the host
 static int64_t buffer_bytes;
 
-// ---- which module
+// ---- the module of a node
 
 void eng_trap_module(int module)
 {
@@ -42,7 +43,7 @@ void eng_trap_module(int module)
   if (n_starts == starts_capacity) {
     int more = starts_capacity ? 2 * starts_capacity : 256;
     module_start *grown = realloc(starts, (size_t)more * sizeof *grown);
-    if (!grown) return;                    // the report will name a module too far out
+    if (!grown) return;                    // the report will name an enclosing module
     starts = grown;
     starts_capacity = more;
   }
@@ -60,7 +61,7 @@ static int module_of(int node)
   return low > 0 ? starts[low - 1].module : 0;
 }
 
-// ---- looking at tensors
+// ---- checking tensors
 
 static void look(eng_trap_tensor *out, const tensor *x)
 {
@@ -93,7 +94,7 @@ static int64_t bad(const eng_trap_tensor *t, int kind)
   return kind == INF ? t->inf : t->nan;
 }
 
-/// Whether the call wrote its result over input k, whose values before are gone.
+/// Whether the call overwrote input k.
 static bool overwritten(const op_call *c, int k)
 {
   for (int i = 0; i < c->n_out; i++)
@@ -102,7 +103,7 @@ static bool overwritten(const op_call *c, int k)
   return false;
 }
 
-/// The first input that held inf (nan) before the call, from 1; 0: none did.
+/// The first input, from 1, that held inf (nan) before the call; 0: none.
 static int held_by(const eng_trap_site *site, const op_call *c, int kind)
 {
   for (int k = 0; k < site->n_in; k++)

@@ -4,8 +4,8 @@
 
 #include <string.h>
 
-/// Strides that let x's memory be read as `shape`; false when only a copy can. Both shapes are
-/// walked from the left in groups of equal size; inside a group x must be evenly strided.
+/// Strides that let x's memory be read as `shape`; false if a copy is needed. Walks both shapes
+/// from the left in groups of equal size; within a group x must be evenly strided.
 static bool reshape_strides(const tensor *x, int ndim, const int64_t *shape, int64_t *stride)
 {
   int64_t size[ENG_MAX_DIMS], step[ENG_MAX_DIMS];   // x without its dimensions of 1
@@ -31,7 +31,7 @@ static bool reshape_strides(const tensor *x, int ndim, const int64_t *shape, int
     from = from_end;
     to = to_end;
   }
-  int64_t next = 1;   // row-major, or what remains: dimensions of 1
+  int64_t next = 1;   // row-major; or the rest: dimensions of 1
   for (int d = ndim - 1; d >= to; d--) {
     stride[d] = next;
     next *= shape[d];
@@ -55,7 +55,7 @@ static eng_status view_reshape(op_call *c, const op_shape *s)
     reshape_strides(x, ndim, shape, stride);
   }
   eng_status status = tensor_view(&c->out[0], x, 0, ndim, shape, stride);
-  tensor_drop(copy);   // the view keeps its memory
+  tensor_drop(copy);   // the view keeps the memory alive
   return status;
 }
 
@@ -74,7 +74,7 @@ eng_status op_view(op_call *c, const op_shape *s)
   tensor *x = c->in[0];
   int64_t stride[ENG_MAX_DIMS];
   memcpy(stride, x->stride, sizeof stride);
-  int dim = (int)c->slice.dim;   // split.dim, too
+  int dim = (int)c->slice.dim;   // split.dim is the same attribute
   switch (c->op) {
     case ENG_OP_reshape: return view_reshape(c, s);
     case ENG_OP_expand:  return view_expand(c, s);

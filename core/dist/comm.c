@@ -15,7 +15,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { SMALL = 1 << 15,              // bytes up to which a reduction uses recursive doubling
+enum { SMALL = 1 << 15,              // up to this many bytes, a reduction uses recursive doubling
        PIECE = 1024,                 // elements summed at a time: partial sums stay in the L1 cache
        LEVELS = 24 };                // of a sum: 2^24 ranks
 
@@ -39,7 +39,7 @@ static eng_status split_by_numbers(eng_comm *part, eng_comm *parent, int color, 
   part->size = 0;
   for (int r = 0; status == ENG_OK && r < parent->size; r++) {
     if (all[r].color != color) continue;
-    int place = 0;                                // of rank r among those of its color
+    int place = 0;                                // of rank r among the ranks of its color
     for (int q = 0; q < parent->size; q++)
       if (all[q].color == color && (all[q].key < all[r].key || (all[q].key == all[r].key && q < r)))
         place++;
@@ -128,7 +128,7 @@ static eng_status check_type(int dtype, int op)
                      eng_dtype_name(dtype));
   return op == ENG_SUM || op == ENG_MAX
            ? ENG_OK
-           : error_set(ENG_ERR_VALUE, "reduction over ranks: there is no operation number %d", op);
+           : error_set(ENG_ERR_VALUE, "reduction over ranks: unknown operation number %d", op);
 }
 
 /// out[i] = the reduction of in[k][i] over k, in the order of comm.h. `out` may be one of the
@@ -442,7 +442,8 @@ eng_status eng_comm_broadcast(eng_comm *comm, void *data, int64_t bytes, int roo
   enum { PART = 1 << 24 };
   int n = comm->size, place = (comm->rank - root + n) % n;     // the root has place 0
   if (root < 0 || root >= n)
-    return error_set(ENG_ERR_VALUE, "broadcast: there is no rank %d among %d", root, n);
+    return error_set(ENG_ERR_VALUE, "broadcast: expected a rank of 0 to %d, got %d", n - 1,
+                     root);
   if (n == 1) return ENG_OK;
   int tag = comm_tag(comm);
   for (int64_t at = 0; at < bytes; at += PART) {

@@ -32,18 +32,20 @@ typedef struct comm_transport {
   int32_t abi;                // COMM_ABI
   int32_t rank, size, local_size;   // in the world; ranks on this machine
   void   *world;
-  /// Starts n messages. Messages between two ranks with one tag arrive in the order they started.
+  /// Starts n messages. Messages between two ranks with one tag arrive in the order they were
+  /// started.
   eng_status (*start)(void **exchange, void *group, const comm_message *messages, int n, int tag);
-  /// Whether all messages are done; the exchange then no longer exists. Never waits.
+  /// Whether all messages are done; if so, the exchange has been freed. Never waits.
   eng_status (*test)(bool *done, void *exchange);
-  /// Whether a message with that tag has arrived that no receive has matched. Never waits. NULL:
-  /// the transport cannot receive out of turn.
+  /// Whether a message with that tag has arrived and no receive matches it. Never waits. NULL: the
+  /// transport cannot test for unexpected messages.
   bool (*knocked)(void *group, int tag);
   /// Makes the group of the ranks that give the same color, ordered by key and rank. Every rank of
   /// the parent calls it. NULL: a group is its ranks' world numbers, int32_t (eng_comm.of_world).
   eng_status (*split)(void **group, int32_t *rank, int32_t *size, void *parent, int color, int key);
   void (*free)(void *group);
-  /// It has no tags: all ranks must start the same exchanges in the same order, one at a time.
+  /// The transport has no tags: all ranks must start the same exchanges in the same order, one at a
+  /// time.
   bool ordered;
   /// Ends every process of the job; does not return.
   void (*abort)(int code);
@@ -59,7 +61,7 @@ typedef struct comm_host {
   eng_status (*error)(eng_status status, const char *text);
 } comm_host;
 
-/// The plug-in's only function: NULL with the error set when the transport cannot start.
+/// The plug-in's only function. NULL with the error set if the transport cannot start.
 typedef const comm_transport *comm_plugin(const comm_host *host);
 
 struct eng_comm {
@@ -86,23 +88,24 @@ enum { COMM_TAG_OPERATION = 0, COMM_TAGS = 4096, COMM_TAG_ALARM = 8191, COMM_TAG
 int comm_tag(eng_comm *comm);
 
 /// Waits for an exchange. After the timeout (eng_comm_timeout) it ends the job with a message that
-/// names the ranks that did not come to `what`.
+/// names the ranks that did not reach `what`.
 eng_status comm_wait(eng_comm *comm, void *exchange, const char *what);
 /// Starts an exchange and waits for it.
 eng_status comm_exchange(eng_comm *comm, const comm_message *messages, int n, int tag,
                          const char *what);
-/// `work` runs repeatedly while comm_wait waits: other ranks may need its progress before they come
-/// to what this rank waits for (gradient buckets, while backward exchanges tokens). NULL: nothing.
+/// Sets the work that runs repeatedly while comm_wait waits: other ranks may need its progress
+/// before they reach the exchange that this rank waits for (gradient buckets, while backward
+/// exchanges tokens). NULL: none.
 void comm_meanwhile(eng_status (*work)(void *data), void *data);
-/// One turn of a caller's own wait, which began at `since` (eng_clock): yields the core, and ends
-/// the job as comm_wait does. Errors: INTERRUPTED, on a second Ctrl-C.
+/// One iteration of a caller's own wait loop, which began at `since` (eng_clock): yields the core,
+/// and ends the job as comm_wait does. Errors: INTERRUPTED, on a second Ctrl-C.
 eng_status comm_pause(double since, const char *what);
-/// The same for a loop that tests often; yields in every 2000th call. `spins` and `since` start at
+/// The same for a loop that polls often: yields in every 2000th call. `spins` and `since` start at
 /// 0.
 eng_status comm_idle(int *spins, double *since, const char *what);
-/// Between comm_watch and comm_watched the process may be in a library call that has no timeout. If
-/// that takes longer than the timeout, a thread ends the job and prints that this rank waits at
-/// `what`. Calls nest.
+/// Between comm_watch and comm_watched the process may be in a library call without a timeout. If
+/// the call exceeds the timeout, a thread ends the job and prints that this rank waits at `what`.
+/// Calls nest.
 typedef struct comm_watch_mark { const char *what; double since; } comm_watch_mark;
 comm_watch_mark comm_watch(const char *what);
 void comm_watched(comm_watch_mark before);
@@ -119,7 +122,7 @@ eng_status comm_reduce_both(eng_comm *comm, double *values, int n_sums, int n_ma
 /// The dtype behind an option (ENG_COMM_*) for numbers in dtype `own`. ENG_e4m3 stands for FP8 with
 /// one scale for each block of WIRE_BLOCK elements.
 int comm_dtype_of(int option, int own);
-/// `count` rounded up to whole blocks; and the bytes of so many numbers: codes, then scales.
+/// `count` rounded up to whole blocks; and the bytes of `count` packed numbers: codes, then scales.
 int64_t comm_padded(int64_t count);
 int64_t comm_packed_bytes(int comm_dtype, int64_t count);
 /// Converts n numbers in host memory from one dtype to another with the CPU's kernel.
@@ -137,15 +140,15 @@ eng_status comm_unpack(void *to, int dtype, int64_t n, const char *piece, int co
 /// issue the same work on a stream in the same order.
 typedef enum comm_stream { STREAM_HOST, STREAM_GRADIENTS, STREAM_ROWS, COMM_STREAMS } comm_stream;
 /// Decides whether data goes from card to card; every rank of the world calls it before it sends.
-/// `wanted`: this rank's data is on a card. True where that holds on every rank, each has its own
+/// `wanted`: this rank's data is on a card. True if that holds on every rank, each has its own
 /// card, and NCCL is available (ENGINE_NCCL=off: never; on: an error says why it is not possible).
 eng_status comm_cards_meet(bool *cards, eng_comm *everybody, bool wanted);
 /// The result of the last comm_cards_meet, without asking other ranks.
 bool comm_cards(void);
 /// "from card to card over NCCL 2.28.9", or "through the host: ..." with the reason; NULL before
-/// the first meeting.
+/// comm_cards_meet.
 const char *comm_cards_text(void);
-/// The stream as the device knows it.
+/// The device's stream behind a comm_stream.
 void *comm_stream_of(comm_stream stream);
 /// Enqueues messages between cards' memory on a stream and returns; messages to oneself are not
 /// allowed.
@@ -155,8 +158,8 @@ eng_status comm_stream_exchange(comm_stream stream, const eng_comm *comm,
 eng_status comm_stream_wait(comm_stream stream, const char *what);
 /// At the end of the job: closes the communicators, or aborts them when `well` is false.
 void comm_streams_end(bool well);
-/// The world where there is no MPI: host messages go by way of the cards. `where`: the address for
-/// NCCL's rendezvous, "address:port"; NULL for a world of one.
+/// A world without MPI: host messages go through the cards. `where`: the address for NCCL's
+/// rendezvous, "address:port"; NULL for a world of one.
 eng_status comm_nccl_world(const comm_transport **out, int rank, int size, const char *where);
 
 #endif

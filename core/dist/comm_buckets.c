@@ -1,11 +1,12 @@
 // The layout of gradients in buckets: which gradients travel together, how each bucket is cut into
 // the ranks' pieces, and in which order buckets are sent. engine.h (eng_parallel) has the contract.
 //
-// Members are put into buckets last ones first, as backward completes them. A rank's piece of each
-// bucket is the part it sums, computes statistics of and, with ZeRO, updates.
+// Members go into buckets from the last to the first, as backward completes them. Each rank sums
+// one piece of a bucket, computes its statistics and, with ZeRO, updates it.
 //
-// All ranks send their buckets in one order, so that they do not wait for each other's memory.
-// Owns the buckets' arrays. Called by comm_parallel.c, comm_gradients.c, comm_cards.c and
+// All ranks send their buckets in the same order, so that no rank waits for memory that another one
+// holds. Owns the buckets' arrays. Called by comm_parallel.c, comm_gradients.c, comm_cards.c and
+// comm_predict.c.
 // comm_predict.c.
 #include "comm_gradients.h"
 
@@ -25,8 +26,8 @@ int64_t bucket_overlap(const eng_parallel *p, const bucket *b, int k, int rank, 
   return high > low ? high - low : 0;
 }
 
-/// Puts members into buckets of one dtype each, in the order in which backward completes them.
-/// Members of all ranks and members held apart go into separate buckets, so that the buckets of one
+/// Assigns members to buckets of one dtype each, in the order in which backward completes them.
+/// Members on all ranks and members held apart go into separate buckets, so that the buckets of a
 /// group have the same numbers on all its ranks.
 static eng_status fill_group(eng_parallel *p, int64_t limit, int comm_dtype, bool apart)
 {
@@ -60,9 +61,9 @@ static eng_status fill_group(eng_parallel *p, int64_t limit, int comm_dtype, boo
   return ENG_OK;
 }
 
-/// Cuts a bucket into pieces of nearly equal size. A share that ends between two allowed positions
-/// is moved up or down depending on the bucket's number. Where shares are smaller than that
-/// distance, a different rank then gets the piece in each bucket.
+/// Cuts a bucket into pieces of nearly equal size. A cut that falls between two allowed positions
+/// moves up or down, depending on the bucket's number. So if pieces are smaller than that distance,
+/// the buckets distribute them over different ranks.
 static void cut(bucket *b, int number, int ranks)
 {
   enum { STEP = 4096, PARTS = 1024 };    // STEP: elements that gradstats sums at a time
@@ -98,10 +99,9 @@ eng_status bucket_cut(bucket *b, int number)
     int64_t bytes = message_bytes(b, rank);
     b->begin[rank + 1] = b->begin[rank] + bytes;
     if (bytes > COMM_LARGEST)
-      return error_set(
-        ENG_ERR_VALUE,
-        "a bucket of gradients would send %lld bytes in one message; hint: a smaller bucket",
-        (long long)bytes);
+      return error_set(ENG_ERR_VALUE,
+                       "a bucket of gradients needs one message of %lld bytes, which is too large; "
+                       "hint: a smaller bucket", (long long)bytes);
   }
   b->packed = comm_packed_bytes(b->comm_dtype, bucket_piece(b, b->comm->rank));
   b->bytes = message_bytes(b, b->comm->rank);
@@ -111,7 +111,7 @@ eng_status bucket_cut(bucket *b, int number)
 }
 
 // Bounds the block for messages: the largest bucket plus three ordinary ones or the next largest. A
-// room is as large as any ordinary bucket's.
+// room is as large as any ordinary bucket's gradient.
 void buckets_bounds(int64_t *messages, int64_t *room_block, const eng_parallel *p, int64_t limit)
 {
   int64_t all = 0, largest = 0, second = 0, ordinary = 0, room = 0;
@@ -168,7 +168,7 @@ eng_status buckets_check(const eng_parallel_options *options)
 {
   if (options->comm_dtype < 0 || options->comm_dtype >= ENG_COMM_DTYPES)
     return error_set(ENG_ERR_VALUE,
-                     "there is no comm dtype number %d; expected 0 to 4 (ENG_COMM_*)",
+                     "expected a comm dtype of 0 to 4 (ENG_COMM_*), got %d",
                      options->comm_dtype);
   if (options->zero < 0 || options->zero > 2)
     return error_set(ENG_ERR_VALUE, "zero: expected 0, 1 or 2, got %d", options->zero);

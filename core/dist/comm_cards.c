@@ -4,9 +4,9 @@
 // the device's order. Messages, sums and unpacking are enqueued at once on the gradients' stream,
 // so that the host does not wait until the end of the pass.
 //
-// At the end of a pass a host message exchanges what each rank brought. The tables that the device
-// reads follow a bucket's messages in memory.
-// Owns the flags on the card and the tables' copies on the host.
+// At the end of a pass the ranks exchange their flags in a host message. In memory, the tables that
+// the device reads follow a bucket's messages. Owns the flags on the card and the host's copies of
+// the tables.
 #include "comm_gradients.h"
 
 #include "device/backend.h"
@@ -20,7 +20,8 @@
 /// The table of one bucket, in this order: the pieces to sum, the runs to pack, the runs to unpack.
 typedef struct table_size { int64_t terms, runs, bytes; } table_size;
 
-/// A run begins where member k begins or ends in a piece, or a piece in a member.
+/// Sizes of the table: a run begins at each start or end of a member in a piece, and of a piece in
+/// a member.
 static table_size table_of(const bucket *b)
 {
   table_size t = {.terms = (b->comm->size + 1) / 2 * 2, .runs = b->n + b->comm->size};
@@ -77,7 +78,7 @@ static wire_run run_at(const bucket *b, char *piece, int64_t count, int64_t at)
                                                         : NULL};
 }
 
-/// Lists each member's parts of the pieces for every rank. Returns their number; `longest` becomes
+/// Lists each member's parts of the pieces for every rank. Returns their number; `longest` receives
 /// the element count of the longest.
 static int runs_out(wire_run *runs, int64_t *longest, eng_parallel *p, bucket *b)
 {
@@ -104,7 +105,7 @@ static int runs_out(wire_run *runs, int64_t *longest, eng_parallel *p, bucket *b
   return n_runs;
 }
 
-/// Lists each member's parts of the sums that return to this rank.
+/// Lists each member's parts of the sums that this rank receives.
 static int runs_back(wire_run *runs, int64_t *longest, const eng_parallel *p, const bucket *b)
 {
   int n_runs = 0, own = b->comm->rank;

@@ -1,14 +1,14 @@
 // Reduces gradients over ranks while backward runs: the buckets' part in a training step. engine.h
 // (eng_parallel) has the contract; comm_buckets.c defines the buckets.
 //
-// A bucket whose members are complete is sent in its turn: each rank receives the piece it sums,
-// with one byte for each member that says whether the sender had a gradient and whether it was inf
-// or nan, so that every rank knows which rank brought the inf. Without ZeRO the sums return in the
-// same comm dtype. Both exchanges advance whenever backward has finished an operation, and while it
-// waits for memory.
+// A bucket whose members are complete is sent when its turn comes: each rank receives the piece
+// that it sums. One byte per member says whether the sender had a gradient and whether it was inf
+// or nan, so that every rank knows which rank's gradient overflowed. Without ZeRO the sums return
+// in the same comm dtype. Both exchanges advance after every operation of backward, and while
+// backward waits for memory.
 //
-// With ZeRO-2 backward writes each gradient into a room that is released once the gradient is
-// packed, and the sums are added to the own pieces.
+// With ZeRO-2 backward writes each gradient into a room, which is released once the gradient is
+// packed. The sums are added to this rank's pieces.
 //
 // Gradients on cards that exchange messages directly take comm_cards.c's path; other gradients on a
 // device pass through a host buffer.
@@ -24,7 +24,7 @@
 
 // ------------------------------------------------------------------ sending and summing
 
-/// Gets the member's gradient in host memory.
+/// Copies the member's gradient to host memory if it is elsewhere.
 static eng_status on_host(const void **values, eng_parallel *p, const tensor *gradient)
 {
   *values = gradient->data;
@@ -86,7 +86,7 @@ static int tag_of(const eng_parallel *p, const bucket *b)
 
 static eng_status progress(eng_parallel *p);
 
-/// Takes memory for a bucket to send. While other buckets hold it, backward waits for their
+/// Takes memory for a bucket to send. While other buckets occupy it, backward waits for their
 /// messages.
 static eng_status take_memory(eng_parallel *p, bucket *b)
 {
@@ -163,12 +163,12 @@ static eng_status send_out(eng_parallel *p, bucket *b)
            : ENG_OK;
 }
 
-/// The number among all ranks of a bucket's rank.
+/// The rank, among all ranks, of a rank in the bucket's group.
 static int among_all(const eng_parallel *p, const bucket *b, int rank)
 { return b->comm == p->comm ? rank : p->holder[rank]; }
 
-/// Sums the pieces of all ranks; the sum is rounded to the comm dtype, as the other ranks will see
-/// it.
+/// Sums the pieces of all ranks and rounds the sum to the comm dtype, as the other ranks will
+/// receive it.
 static eng_status sum_piece(eng_parallel *p, bucket *b)
 {
   int ranks = b->comm->size;
@@ -203,8 +203,8 @@ static eng_status write_gradient(eng_parallel *p, const bucket *b, int k, int ra
   return here ? ENG_OK : transfer_from_host(gradient->store->space, to, p->raw, n * size);
 }
 
-/// ZeRO-2: writes this rank's part of member k's sum into its piece or, after earlier passes of the
-/// step, adds it there: in f32, each sum rounded to the gradient's dtype.
+/// ZeRO-2: writes this rank's part of member k's sum into its piece. After earlier passes of the
+/// step it adds instead: in f32, each sum rounded to the gradient's dtype.
 static eng_status write_piece(eng_parallel *p, bucket *b, int k)
 {
   enum { SOME = 1024 };
@@ -230,7 +230,7 @@ static eng_status write_piece(eng_parallel *p, bucket *b, int k)
   return here ? ENG_OK : transfer_from_host(p->set->space, piece->data, to, n * size);
 }
 
-/// Writes the sums, only the own one or all, into the gradients.
+/// Writes the sums into the gradients: only this rank's, or all.
 static eng_status take_sums(eng_parallel *p, bucket *b)
 {
   for (int k = 0; k < b->n; k++) {
@@ -253,7 +253,7 @@ static eng_status take_sums(eng_parallel *p, bucket *b)
   return ENG_OK;
 }
 
-/// Cards: reads what each rank brought in a pass, once all buckets are done.
+/// Cards: reads each rank's flags of a pass, once all buckets are done.
 static eng_status take_told(eng_parallel *p)
 {
   int64_t n = p->set->n;
@@ -270,7 +270,7 @@ static eng_status take_told(eng_parallel *p)
   return ENG_OK;
 }
 
-/// Sends every rank's sums to all ranks; they arrive in the memory of the terms.
+/// Sends every rank's sums to all ranks; they arrive in the memory of the summed messages.
 static eng_status send_back(eng_parallel *p, bucket *b)
 {
   int n = 0;
@@ -336,7 +336,7 @@ static void note_complete(eng_parallel *p, int index)
   if (p->alone && p->zero == 2) leave_room(p, index);
 }
 
-/// Members that this pass does not reach are complete before it begins.
+/// Members that this pass does not reach are complete from the start.
 static eng_status pass_begins(void *data)
 {
   eng_parallel *p = data;
@@ -429,7 +429,7 @@ eng_status eng_parallel_finish(eng_parallel *p)
   }
   for (int k = 0; k < p->n_buckets; k++) p->buckets[k].left = 0;
   ENG_TRY(send_complete(p));
-  // Handles whatever arrives first; waits for the oldest exchange only when nothing arrives.
+  // Handles messages as they arrive; waits for the oldest exchange only if none has arrived.
   while (p->under_way > 0) {
     int before = p->under_way, oldest = -1;
     for (int k = 0; k < p->n_buckets; k++) {
@@ -487,7 +487,7 @@ eng_status eng_parallel_reference(eng_parallel *p)
     ENG_TRY(comm_reduce_both(p->comm, &has, 0, 1, "the reference gradients"));
     if (has == 0 || count == 0) continue;
     const void *values;
-    float *sum = p->values;        // as long as the largest member
+    float *sum = p->values;        // has the length of the largest member
     if (member->has_gradient) {
       ENG_TRY(on_host(&values, p, member->gradient));
       memcpy(sum, values, (size_t)count * sizeof *sum);

@@ -8,16 +8,16 @@
 #include "params/params.h"
 #include "tensor/pool.h"
 
-enum { HAS_GRADIENT = 1 };         // a bit of eng_parallel.brought, beside those of wire.h
+enum { HAS_GRADIENT = 1 };         // a bit of eng_parallel.brought, in addition to those of wire.h
 
 typedef enum bucket_state { BUCKET_FILLS, BUCKET_OUT, BUCKET_BACK, BUCKET_DONE } bucket_state;
 
-/// Gradients of one dtype that travel together. Its elements are those of its members one after the
-/// other, each padded to a multiple of 128; rank r sums the piece [cut[r], cut[r+1]) of them. Cuts
-/// are at members' ends or at multiples of 4096 inside one, so that statistics of the pieces add up
-/// exactly as those of the whole.
+/// Gradients of one dtype that are sent together. Its elements are those of its members,
+/// concatenated and each padded to a multiple of 128; rank r sums the piece [cut[r], cut[r+1]).
+/// Cuts are at members' ends or at multiples of 4096 inside a member, so that statistics of the
+/// pieces add up exactly to those of the whole.
 typedef struct bucket {
-  eng_comm *comm;             // the group the gradients are summed over: all ranks, or the holders
+  eng_comm *comm;             // the group that sums the gradients: all ranks, or the holders
   int32_t  n;                 // members
   int32_t  dtype, comm_dtype; // of the gradients, and of the messages (ENG_e4m3: with scales)
   int32_t *member;            // [n]
@@ -25,7 +25,7 @@ typedef struct bucket {
   int64_t *cut;               // [ranks + 1] elements
   int64_t *begin;             // [ranks + 1] bytes: offset of the message to each rank in `out`, and
                               // of its sum in `in`. A message is a packed piece and n flag bytes
-  int64_t  packed, bytes;     // of this rank's piece in the comm dtype; with flags
+  int64_t  packed, bytes;     // this rank's piece in the comm dtype; with flags
   int64_t  in_bytes, need;    // of `in`; of `out`, `in` and `sum` together
   char    *out, *in;          // while in flight, else NULL: messages to each rank; messages from
                               // each rank, `bytes` apart, and later the sums
@@ -41,24 +41,24 @@ struct eng_parallel {
   eng_params *set;
   eng_comm   *comm, *holders; // all ranks; the ranks that hold the same parameters apart, or NULL
   uint8_t    *apart;          // [set->n] 1: not all ranks hold it
-  int32_t    *holder;         // [holders' size] their ranks among all
-  int32_t     zero;           // 0; 1: updates are divided among ranks; 2: gradients, too
+  int32_t    *holder;         // [size of holders] their ranks among all
+  int32_t     zero;           // 0; 1: updates are divided among ranks; 2: gradients as well
   int32_t     n_buckets, under_way;   // all; in flight
   bucket     *buckets;
-  int32_t    *order;          // [n_buckets] the order in which all ranks send them
+  int32_t    *order;          // [n_buckets] the order in which all ranks send buckets
   int32_t     next;           // index into `order`
-  pool        messages_pool, rooms;   // buckets in flight, bounded; what backward writes (ZeRO-2)
+  pool        messages_pool, rooms;   // buckets in flight, bounded; gradients (ZeRO-2)
   bool        cards;          // gradients go from card to card (comm_cards.c), which uses:
   void       *table;          //   the device's table of a bucket
   uint32_t   *flags, *own_flags;      // [set->n] on the card, and on the host: wire.h's bits
-  uint8_t    *told;           //   [ranks][set->n] what each rank brought in this pass
+  uint8_t    *told;           // [ranks][set->n] flags of each rank in this pass
   int64_t     flags_bytes;
   tensor    **place;  // ZeRO-2: [set->n] each gradient as backward writes it; data NULL: not
                               // begun, or packed already
   bool       *had;  // ZeRO-2: [set->n] earlier passes of this step left a sum in the piece
   int32_t    *bucket_of;      // [set->n]
   bool       *complete;       // [set->n] as reported by the tape
-  uint8_t    *brought;        // [ranks][set->n] in the last reduction
+  uint8_t    *brought;        // [ranks][set->n] flags of each rank in the last reduction
   int64_t     n_values;
   float      *values;         // [n_values] pieces as f32, [ranks][own piece] of the largest bucket;
                               // at least the largest member
@@ -85,8 +85,8 @@ eng_status bucket_cut(bucket *b, int number);
 /// Bytes of the block for messages in flight, and of a block of rooms.
 void buckets_bounds(int64_t *messages, int64_t *room_block, const eng_parallel *p, int64_t limit);
 void buckets_free(eng_parallel *p);
-/// The elements that member k has in piece `rank`: their number, their first one in the member
-/// (`from`), and where they begin in the piece (`at`).
+/// The elements of member k in piece `rank`: their number, the first one's index in the member
+/// (`from`) and in the piece (`at`).
 int64_t bucket_overlap(const eng_parallel *p, const bucket *b, int k, int rank, int64_t *from,
                        int64_t *at);
 /// Elements of piece `rank`.
@@ -113,7 +113,7 @@ eng_status cards_begin(eng_parallel *p);
 eng_status cards_send(eng_parallel *p, bucket *b);
 /// Whether that work is done. Never waits.
 eng_status cards_done(bool *done, eng_parallel *p, bucket *b);
-/// After all buckets are done: exchanges what each rank brought (p->told).
+/// After all buckets are done: exchanges the ranks' flags (p->told).
 eng_status cards_tell(eng_parallel *p);
 
 #endif

@@ -9,8 +9,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-/// Messages in flight. A finished one returns to a list, so that a step allocates nothing after the
-/// first.
+/// Messages in flight. A finished exchange goes to a free list, so that steps after the first
+/// allocate nothing.
 typedef struct exchange {
   struct exchange *next;
   MPI_Comm     comm;
@@ -29,7 +29,7 @@ static eng_status failed(const char *what, int code)
   MPI_Error_string(code, reason, &length);
   MPI_Error_class(code, &class);
   snprintf(text, sizeof text, "ranks: %s: %.*s%s", what, length, reason,
-           class == MPI_ERR_TRUNCATE ? "; hint: the ranks run different calls; is the script, "
+           class == MPI_ERR_TRUNCATE ? "; hint: the ranks make different calls; is the script, "
                                        "model or setting different on one of them?"
                                      : "");
   return core->error(ENG_ERR_LIBRARY, text);
@@ -69,7 +69,7 @@ static eng_status start(void **out, void *group, const comm_message *messages, i
   if (!e) return core->error(ENG_ERR_MEMORY, "ranks: out of memory for messages");
   e->comm = *(MPI_Comm *)group;
   e->n = 0;
-  // Receives first, so that an arriving message has its memory.
+  // Posts receives first, so that arriving messages have memory.
   for (int pass = 0; pass < 2; pass++)
     for (int i = 0; i < n; i++) {
       const comm_message *m = &messages[i];

@@ -1,6 +1,6 @@
-// NCCL: messages from card to card and, where the processes have no MPI, host messages by way of
-// the cards. The library is loaded when it is first needed. Only its messages between two ranks are
-// used: sums are computed in the order of comm.h, as everywhere.
+// NCCL: messages from card to card and, if the processes have no MPI, host messages through the
+// cards. The library is loaded when it is first needed. Only its messages between two ranks are
+// used; sums are computed in the order of comm.h.
 //
 // NCCL's communicators have no tags: both sides must issue the same messages in the same order. So
 // each kind of work with an order of its own (comm_stream) has a communicator over all ranks and a
@@ -31,8 +31,8 @@ static struct {
   int32_t        rank, size, local_size;
   nccl_comm      comm[COMM_STREAMS];
   void          *stream[COMM_STREAMS];
-  bool           talk;              // the last meeting enabled card-to-card messages
-  char           how[640];          // the same as text for people
+  bool           talk;              // comm_cards_meet enabled card-to-card messages
+  char           how[640];          // the same as text for messages
 } nccl;
 
 // ------------------------------------------------------------------ the library
@@ -41,12 +41,12 @@ static eng_status load(void)
 {
   static const char *const names[] = NCCL_NAMES;
   if (nccl.library) return ENG_OK;
-  // specs name a library that needs no card
+  // specs select a library that needs no card
   const char *other = getenv("ENGINE_NCCL_LIBRARY"),
              *name = other && *other ? other : "libnccl.so.2";
   void *library = plugin_library(name, RTLD_LOCAL);
   if (!library)
-    return error_set(ENG_ERR_LIBRARY, "there is no %s (%s)", name,
+    return error_set(ENG_ERR_LIBRARY, "cannot load %s (%s)", name,
                      other ? dlerror() : "it comes with the CUDA toolkit's packages as libnccl2");
   union { void *object; void (*function)(void); } entry;
   void (**slot)(void) = (void (**)(void))&nccl.call;

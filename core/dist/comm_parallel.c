@@ -1,9 +1,9 @@
-// A parameter set whose gradients are reduced over ranks: making it, its memory, freeing it.
-// engine.h (eng_parallel) has the contract; comm_gradients.c takes the buckets through a step.
+// A parameter set whose gradients are reduced over ranks: creating it, its memory, freeing it.
+// engine.h (eng_parallel) has the contract; comm_gradients.c reduces the buckets in a step.
 //
-// Messages and sums of the buckets in flight live in one block with room for a few buckets
-// (`messages_pool`); a bucket without room waits until messages have arrived. With ZeRO-2 backward
-// writes gradients into a second pool (`rooms`), one room for each gradient that has begun.
+// Messages and sums of the buckets in flight live in one block with space for a few buckets
+// (`messages_pool`); further buckets wait until messages have arrived. With ZeRO-2 backward writes
+// gradients into a second pool (`rooms`), one room for each gradient in progress.
 //
 // Owns eng_parallel and the set's `own`. Called by Lua, and by comm_predict.c for a rehearsal.
 #include "comm_gradients.h"
@@ -73,7 +73,7 @@ void eng_parallel_free(eng_parallel *p)
     arena_free_in(SPACE_HOST, ARENA_MESSAGE, p->values, p->n_values * (int64_t)sizeof(float));
   }
   pool_free(&p->rooms);
-  if (!p->zero) {      // with ZeRO the set stays divided, because its moments are
+  if (!p->zero) {      // with ZeRO the set stays divided, because its moments are divided
     free(p->set->own);
     p->set->own = NULL;
   }
@@ -91,7 +91,7 @@ void eng_parallel_free(eng_parallel *p)
   free(p);
 }
 
-/// ZeRO-2: keeps only the own pieces of the gradients.
+/// ZeRO-2: keeps only this rank's pieces of the gradients.
 static eng_status divide(eng_parallel *p)
 {
   eng_params *set = p->set;

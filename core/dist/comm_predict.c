@@ -1,6 +1,6 @@
-// Predicts what a reduction of gradients would send and keep over a given number of ranks, without
-// these ranks: lays the buckets out for an imaginary group and counts. engine.h
-// (eng_parallel_predict) has the contract. Called by Lua (engine plan).
+// Predicts what a reduction of gradients would send and keep for a given number of ranks: lays the
+// buckets out for an imaginary group and counts. engine.h (eng_parallel_predict) has the contract.
+// Called by Lua (engine plan).
 #include "comm_gradients.h"
 
 #include "base/error.h"
@@ -37,8 +37,8 @@ static eng_status count_bucket(eng_parallel_sizes *out, int64_t *longest, eng_pa
   return ENG_OK;
 }
 
-/// The parameter of the set that is input k of an operation, directly or as its low-precision copy;
-/// NULL: none.
+/// The parameter of the set that is input k of an operation, directly or through its low-precision
+/// copy; NULL: none.
 static parameter *read_here(const eng_parallel *p, const op_call *call, int k)
 {
   parameter *member = k < call->n_in && call->in[k] ? call->in[k]->parameter : NULL;
@@ -46,8 +46,8 @@ static parameter *read_here(const eng_parallel *p, const op_call *call, int k)
 }
 
 /// Walks the tape as backward does: a gradient takes its room when it is first written, and
-/// releases it when its bucket is complete and the buckets before it have been sent. Counts the
-/// bytes of the blocks that hold the rooms.
+/// releases it when its bucket is complete and all earlier buckets have been sent. Counts the bytes
+/// of the blocks that hold the rooms.
 static eng_status count_rooms(int64_t *bytes, eng_parallel *p, int64_t block_bytes)
 {
   int length = eng_tape_length();
@@ -94,7 +94,7 @@ static eng_status count_rooms(int64_t *bytes, eng_parallel *p, int64_t block_byt
   return status;
 }
 
-/// Finds the rank that sums most.
+/// Finds the rank that sums the most.
 static eng_status busiest(int *rank, eng_parallel *p)
 {
   int64_t *sums = calloc((size_t)p->comm->size, sizeof *sums);
@@ -120,7 +120,8 @@ eng_status eng_parallel_predict(eng_parallel_sizes *out, eng_params *set, int ra
   *out = (eng_parallel_sizes){0};
   if (!set || set->freed) return error_set(ENG_ERR_STATE, "expected a parameter set, got none");
   if (size < 1 || rank < -1 || rank >= size)
-    return error_set(ENG_ERR_VALUE, "there is no rank %d of %d", rank, size);
+    return error_set(ENG_ERR_VALUE, "expected a rank of the group, got rank %d of %d", rank,
+                     size);
   ENG_TRY(buckets_check(options));
   if (options->apart)
     return error_set(ENG_ERR_VALUE, "expected parameters that all ranks hold, got some held apart");

@@ -95,7 +95,7 @@ eng_status eng_parallel_histograms(eng_tensor_stats *stats, eng_parallel *p)
 
 // ------------------------------------------------------------------ pieces of weights and moments
 
-/// The elements [from, to) of a member that rank `rank` owns: the cut behind `own`, for any rank.
+/// The elements [from, to) of a member that rank `rank` owns: like `own`, for any rank.
 static void owned(int64_t *from, int64_t *to, const eng_parallel *p, int index, int rank)
 {
   const bucket *b = &p->buckets[p->bucket_of[index]];

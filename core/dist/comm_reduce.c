@@ -1,7 +1,6 @@
 // The reduction of gradients within one process: packs, sums and unpacks the numbers of several
 // imaginary ranks with the functions and kernels of a real reduction, in host memory or on a card.
-// Specs compare the card's kernels with the host's through it. See engine.h
-// (eng_comm_dtype_reduce).
+// Specs compare the card's kernels with the host's this way. See engine.h (eng_comm_dtype_reduce).
 #include "comm.h"
 
 #include "device/backend.h"

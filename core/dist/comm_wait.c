@@ -1,5 +1,5 @@
-// Waiting for other ranks: exchanges, the timeout, and what happens when a rank does not come.
-// A wait that exceeds the timeout ends the job with a message, so that a job never hangs silently.
+// Waiting for other ranks: exchanges, the timeout, and the end of a job that lost a rank. A wait
+// that exceeds the timeout ends the job with a message, so that a job never hangs silently.
 //
 // Owns the timeout, the watchdog thread and the world's group, which world.c fills.
 // Called by comm.c, comm_nccl.c, comm_gradients.c and world.c.
@@ -30,8 +30,8 @@ double eng_comm_timeout(double seconds)
 
 // ------------------------------------------------------------------ calls without a timeout
 
-// While a library call that has no timeout waits for other ranks, a thread watches the clock. The
-// first such call starts it; it runs until the process ends.
+// While a library call without a timeout waits for other ranks, a thread watches the clock. The
+// first such call starts the thread, which runs until the process ends.
 static struct {
   pthread_mutex_t lock;
   comm_watch_mark now;               // what == NULL: nothing is watched
@@ -113,7 +113,7 @@ static void exchange_alarms(char *notes, const char *what)
   }
 }
 
-/// Prints which ranks sent no alarm; when all did, where each one waits.
+/// Prints which ranks sent no alarm; if all did, prints where each one waits.
 static void report_missing(const char *notes, const char *what)
 {
   int missing = 0;
@@ -132,7 +132,7 @@ static void report_missing(const char *notes, const char *what)
   fflush(stdout);
   if (missing > 0)
     fprintf(stderr,
-            "engine: rank%s %s did not come to %s within %g s: died or hung. The job ends.\n",
+            "engine: rank%s %s did not reach %s within %g s: died or hung. The job ends.\n",
             missing > 1 ? "s" : "", names, what, patience);
   else
     fprintf(stderr, "engine: the ranks have waited %g s for each other at different places (%s). "
@@ -150,7 +150,7 @@ static void lost(const char *what)
   if (notes) {
     int first = 0;
     exchange_alarms(notes, what);
-    while (!notes[(size_t)first * NOTE]) first++;      // at the latest this rank's own
+    while (!notes[(size_t)first * NOTE]) first++;      // stops at this rank's own at the latest
     if (first == comm_world.rank) report_missing(notes, what);
     else sleep(2);
   } else {

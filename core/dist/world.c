@@ -1,4 +1,4 @@
-// The world: how this process was started, the transport that fits, and the end of the job.
+// The world: how this process was started, its transport, and the end of the job.
 //
 // Two transports exist. MPI is a plug-in, libengine_mpi.so beside this library, loaded only where
 // mpirun or srun started several processes, so that a machine without MPI runs everything else.
@@ -22,9 +22,9 @@
 
 typedef enum start_kind { START_ALONE, START_MPI, START_NCCL, START_WRONG } start_kind;
 
-/// The variables in which each launcher gives a process's number and the number of processes;
-/// `also` must be set, too. SLURM's are those of a job step: a batch script has none. Many programs
-/// set torchrun's variables, so they come last unless TORCHELASTIC_RUN_ID shows that it is
+/// The variables in which each launcher passes a process's number and the number of processes;
+/// `also` must be set as well. SLURM's are those of a job step: a batch script has none. Many
+/// programs set torchrun's variables, so they come last unless TORCHELASTIC_RUN_ID identifies
 /// torchrun, which srun itself may have started.
 #define MEETING_ADDRESS "MASTER_ADDR"
 static const struct { const char *rank, *size, *name, *also; start_kind kind; } launchers[] = {
@@ -46,8 +46,7 @@ typedef struct launch {
 
 static bool is_set(const char *name, bool nccl)
 {
-  // With NCCL_COMM_ID the address is not needed; with ENGINE_RANKS=nccl load_nccl reports it
-  // missing.
+  // NCCL_COMM_ID replaces the address. With ENGINE_RANKS=nccl, load_nccl reports a missing address.
   if (strcmp(name, MEETING_ADDRESS) == 0 && (nccl || getenv("NCCL_COMM_ID"))) return true;
   return getenv(name) != NULL;
 }
@@ -61,8 +60,8 @@ static bool read_number(int *number, const char *text, long least, long most)
   return *text >= '0' && *text <= '9' && !*end && value >= least && value <= most;
 }
 
-/// Finds the first launcher that gives several processes, else one that gives one. A launcher with
-/// invalid numbers is skipped as long as another has valid ones.
+/// Finds the first launcher with several processes, else one with a single process. A launcher with
+/// invalid numbers is skipped if another has valid ones.
 static void find_launcher(launch *found, bool nccl)
 {
   enum { MOST = 1 << 24 };
@@ -122,8 +121,8 @@ bool eng_comm_launched(int *rank, int *size)
 
 // ------------------------------------------------------------------ NCCL alone
 
-/// The address at which rank 0 listens while the ranks meet: MASTER_ADDR with the port after
-/// MASTER_PORT, because torchrun itself may listen on that one. NULL: none is given.
+/// The address at which rank 0 listens for NCCL's rendezvous: MASTER_ADDR with the port after
+/// MASTER_PORT, because torchrun itself may listen on MASTER_PORT. NULL: none is given.
 static eng_status meeting_place(const char **out)
 {
   enum { USUAL_PORT = 29500 };
@@ -147,8 +146,8 @@ static eng_status load_nccl(const comm_transport **out, const launch *l)
   if (l->size > 1) ENG_TRY(meeting_place(&where));
   if (l->size > 1 && !where && !getenv("NCCL_COMM_ID"))
     return error_set(ENG_ERR_LIBRARY,
-                     "%s started %d processes over NCCL without an address to meet "
-                     "at; hint: MASTER_ADDR=the machine of rank 0",
+                     "%s started %d processes over NCCL without a rendezvous "
+                     "address; hint: MASTER_ADDR=the machine of rank 0",
                      l->name, l->size);
   eng_status status = comm_nccl_world(out, l->rank, l->size, where);
   if (status == ENG_OK) return ENG_OK;
@@ -158,7 +157,7 @@ static eng_status load_nccl(const comm_transport **out, const launch *l)
   if (hint) *hint = 0;
   return error_set(
     status,
-    "%s started %d process%s without MPI, which meet over NCCL and need a card "
+    "%s started %d process%s without MPI, which connect over NCCL and need a card "
     "each: %s; hint: mpirun -np %d engine SCRIPT (or srun --mpi=pmix) needs no cards, "
     "ENGINE_RANKS=off needs no other processes, NCCL_DEBUG=WARN says more",
     l->name, l->size, l->size > 1 ? "es" : "", reason, l->size);
@@ -183,8 +182,8 @@ static eng_status load_mpi(const comm_transport **out, const launch *l)
   strcpy(slash ? slash + 1 : path, "libengine_mpi.so");
   if (access(path, R_OK) != 0)
     return error_set(ENG_ERR_LIBRARY,
-                     "%s started %d processes, but this build has no MPI: there is no "
-                     "%s; hint: apt-get install libopenmpi-dev openmpi-bin, then make",
+                     "%s started %d processes, but this build has no MPI (missing: "
+                     "%s); hint: apt-get install libopenmpi-dev openmpi-bin, then make",
                      l->name, l->size, path);
   void *library = dlopen(path, RTLD_NOW | RTLD_GLOBAL);     // Open MPI's plug-ins use its symbols
   if (!library)
@@ -205,7 +204,7 @@ static eng_status load_mpi(const comm_transport **out, const launch *l)
       ENG_ERR_LIBRARY,
       "%s started %d processes, but %s sees %d; hint: srun --mpi=pmix, "
       "or the mpirun of this MPI; with a card for each process, MASTER_ADDR=the machine "
-      "of rank 0 lets them meet over NCCL",
+      "of rank 0 lets them connect over NCCL",
       l->name, l->size, transport->describe(), transport->size);
   *out = transport;
   return ENG_OK;
@@ -213,19 +212,19 @@ static eng_status load_mpi(const comm_transport **out, const launch *l)
 
 // ------------------------------------------------------------------ the world
 
-/// However the process exits, the other ranks are notified.
+/// Notifies the other ranks, however this process exits.
 static void at_exit(int code, void *nothing)
 {
   (void)nothing;
   eng_comm_end(code);
 }
 
-// Libraries below a transport set signal handlers when they start: UCX, which Open MPI 5 uses,
-// takes SIGHUP and SIGBUS. The process keeps the handlers that it had before.
+// Libraries below a transport install signal handlers when they start: UCX, which Open MPI 5 uses,
+// takes SIGHUP and SIGBUS. load() restores the process's own handlers.
 static const int kept_signals[] = {SIGHUP, SIGINT, SIGTERM, SIGALRM, SIGBUS};
 enum { KEPT_SIGNALS = sizeof kept_signals / sizeof *kept_signals };
 
-/// Loads the transport this process was started for; NULL in `out` when it runs alone.
+/// Loads the transport that this process was started for; *out is NULL if it runs alone.
 static eng_status load(const comm_transport **out, const launch *l)
 {
   *out = NULL;

@@ -1,6 +1,6 @@
-// Attention in front of a linear layer that keeps its x in e5m6: the output stays on the tape as
-// those e5m6 codes only. The layer takes them for dW, and attention's own gradient rule reads them
-// (DeepSeek-V3, section 3.3.2 of its report).
+// Attention before a linear layer that keeps its x in e5m6. The tape holds the output only as those
+// e5m6 codes. The layer reads them for dW, and attention's gradient rule reads them as well
+// (DeepSeek-V3 report, section 3.3.2).
 #include "sites.h"
 
 #include "base/error.h"

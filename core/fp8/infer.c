@@ -21,7 +21,7 @@ static eng_status want_blocks(const op_call *c, int64_t rows, int64_t columns)
     op_table[c->op].about.name, (long long)rows, (long long)columns);
 }
 
-/// Input k holds the scales of a matrix rows x columns in these blocks.
+/// Checks that input k holds the scales of a [rows x columns] matrix in these blocks.
 static eng_status want_scales(const op_call *c, int k, int64_t block_rows, int64_t block_columns,
                               int64_t rows, int64_t columns)
 {
@@ -32,13 +32,13 @@ static eng_status want_scales(const op_call *c, int k, int64_t block_rows, int64
     return ENG_OK;
   return error_set(s->dtype == ENG_f32 ? ENG_ERR_SHAPE : ENG_ERR_DTYPE,
                    "%s: expected the scales of %lld x %lld in blocks of %lld x %lld (0: all) as "
-                   "f32 %s, got %s; core/base/fp8_layout.h says how they lie",
+                   "f32 %s, got %s; core/base/fp8_layout.h defines the layout",
                    op_table[c->op].about.name, (long long)rows, (long long)columns,
                    (long long)block_rows, (long long)block_columns, tensor_shape_text(2, shape),
                    tensor_text(s));
 }
 
-/// Codes and scales of x, or of what is made of x and others of its shape.
+/// Infers codes and scales of x, or of a function of x and other tensors of its shape.
 static eng_status infer_codes(const op_call *c, const tensor *x, const tensor *factor, op_shape *s)
 {
   const char *name = op_table[c->op].about.name;
@@ -54,15 +54,15 @@ static eng_status infer_codes(const op_call *c, const tensor *x, const tensor *f
                      name, (long long)format);
   ENG_TRY(want_blocks(c, c->quantize.block_rows, c->quantize.block_columns));
   if (c->quantize.rule < 0 || c->quantize.rule >= ENG_SCALES)
-    return error_set(ENG_ERR_VALUE, "%s: there is no scale rule %lld; rules: 0 to %d", name,
-                     (long long)c->quantize.rule, ENG_SCALES - 1);
+    return error_set(ENG_ERR_VALUE, "%s: expected a scale rule of 0 to %d, got %lld", name,
+                     ENG_SCALES - 1, (long long)c->quantize.rule);
   if (c->quantize.flags < 0 || c->quantize.flags > 15)
     return error_set(ENG_ERR_VALUE, "%s: expected flags of 0 to 15, got %lld", name,
                      (long long)c->quantize.flags);
   if (!(c->quantize.eps <= 1e30))
     return error_set(ENG_ERR_VALUE,
-                     "%s: expected eps up to 1e30, or negative for the rule's, got %g", name,
-                     c->quantize.eps);
+                     "%s: expected eps up to 1e30, or negative for the rule's default, got %g",
+                     name, c->quantize.eps);
   if (!(c->quantize.margin >= -100 && c->quantize.margin <= 100) ||
       c->quantize.margin != (double)(int)c->quantize.margin)
     return error_set(ENG_ERR_VALUE, "%s: expected a whole margin within +-100, got %g", name,
@@ -71,7 +71,8 @@ static eng_status infer_codes(const op_call *c, const tensor *x, const tensor *f
   for (int d = 0; d < x->ndim - 1; d++) rows *= x->shape[d];
   bool packed = format == ENG_FORMAT_E5M6;
   if (packed && columns % 8)
-    return error_set(ENG_ERR_SHAPE, "%s: e5m6 packs 8 numbers of a row, got %s", name,
+    return error_set(ENG_ERR_SHAPE,
+                     "%s: e5m6 packs 8 numbers: expected rows of a multiple of 8, got %s", name,
                      tensor_text(x));
   if (packed && c->quantize.flags & (QUANTIZE_STOCHASTIC | QUANTIZE_TRANSPOSED))
     return error_set(ENG_ERR_VALUE, "%s: e5m6 rounds to nearest even and has no transposed copy",
@@ -79,7 +80,7 @@ static eng_status infer_codes(const op_call *c, const tensor *x, const tensor *f
   if (factor) {
     if (c->quantize.block_rows || c->quantize.block_columns)
       return error_set(
-        ENG_ERR_VALUE, "%s: a given factor belongs to blocks of the whole tensor, got %lld x %lld",
+        ENG_ERR_VALUE, "%s: a given factor needs one block for the whole tensor, got %lld x %lld",
         name, (long long)c->quantize.block_rows, (long long)c->quantize.block_columns);
     if (factor->dtype != ENG_f32 || factor->count != 1)
       return error_set(ENG_ERR_SHAPE, "%s: expected one f32 factor, got %s", name,
@@ -108,7 +109,7 @@ static eng_status infer_swiglu_quantize(op_call *c, op_shape *s)
   if (gate->dtype != up->dtype || !tensor_same_shape(gate, up))
     return error_set(
       gate->dtype != up->dtype ? ENG_ERR_DTYPE : ENG_ERR_SHAPE,
-      "swiglu_quantize: expected a gate and an up of one shape and format, got %s and %s",
+      "swiglu_quantize: expected gate and up of the same shape and dtype, got %s and %s",
       tensor_text(gate), tensor_text(up));
   return infer_codes(c, gate, c->in[2], s);
 }
@@ -132,8 +133,9 @@ static eng_status infer_dequantize(op_call *c, op_shape *s)
   int64_t columns = q->shape[q->ndim - 1], rows = 1;
   for (int d = 0; d < q->ndim - 1; d++) rows *= q->shape[d];
   if (packed && columns % 3)
-    return error_set(ENG_ERR_SHAPE, "dequantize: e5m6 packs 8 numbers in three i32, got %s",
-                     tensor_text(q));
+    return error_set(ENG_ERR_SHAPE,
+                     "dequantize: e5m6 packs 8 numbers in three i32: expected a multiple of 3, got "
+                     "%s", tensor_text(q));
   if (packed) columns = columns / 3 * 8;
   ENG_TRY(want_scales(c, 1, c->dequantize.block_rows, c->dequantize.block_columns, rows, columns));
   put(s, 0, (int)c->dequantize.dtype, q->ndim, q->shape);
@@ -176,19 +178,20 @@ static eng_status infer_fp8_matmul(op_call *c, op_shape *s)
                      (long long)c->fp8_matmul.yields);
   if (c->fp8_matmul.accumulator < 0 || c->fp8_matmul.accumulator >= ENG_ACCUMULATORS)
     return error_set(ENG_ERR_VALUE,
-                     "fp8_matmul: there is no accumulator %lld; accumulators: 0 to %d",
-                     (long long)c->fp8_matmul.accumulator, ENG_ACCUMULATORS - 1);
+                     "fp8_matmul: expected an accumulator of 0 to %d, got %lld",
+                     ENG_ACCUMULATORS - 1, (long long)c->fp8_matmul.accumulator);
   if (c->fp8_matmul.promotion < 0 || c->fp8_matmul.promotion % 32 ||
       c->fp8_matmul.promotion > 1ll << 40)
     return error_set(
       ENG_ERR_VALUE,
-      "fp8_matmul: expected a promotion every multiple of 32 steps, or 0 for none, got %lld",
+      "fp8_matmul: expected a promotion interval that is a multiple of 32, or 0, got %lld",
       (long long)c->fp8_matmul.promotion);
   if (bias && (!dtype_is_float(bias->dtype) || bias->ndim != 1 || bias->shape[0] != n))
     return error_set(ENG_ERR_SHAPE, "fp8_matmul: expected a bias of shape [%lld], got %s",
                      (long long)n, tensor_text(bias));
   if (c->fp8_matmul.add && bias)
-    return error_set(ENG_ERR_VALUE, "fp8_matmul: adding onto an output leaves no place for a bias");
+    return error_set(ENG_ERR_VALUE,
+                     "fp8_matmul: a call that adds onto its output cannot have a bias");
   put(s, 0, c->fp8_matmul.yields ? (int)c->fp8_matmul.yields - 1 : ENG_f32, 2, (int64_t[]){m, n});
   return ENG_OK;
 }

@@ -1,18 +1,18 @@
-// Linear layers in FP8, made of three operations that every device has: quantize, dequantize,
-// fp8_matmul. Bit for bit what a script gets by calling these itself.
+// Linear layers in FP8, composed of three operations that every device has: quantize, dequantize,
+// fp8_matmul. Results are bit-identical to a script that calls these itself.
 //
-//   forward   xq = quantize(x), wq = quantize(W), y = fp8_matmul(xq, wq^T) + bias, in one rounding
-//   backward  dyq = quantize(dy); dx = fp8_matmul(dyq, wq); dW += fp8_matmul(dyq^T, xq), onto the
-//             parameter's own gradient; the bias' gradient is summed from dy itself
+//   forward   xq = quantize(x), wq = quantize(W), y = fp8_matmul(xq, wq^T) + bias, rounded once
+//   backward  dyq = quantize(dy); dx = fp8_matmul(dyq, wq); dW += fp8_matmul(dyq^T, xq), into the
+//             parameter's gradient; the bias gradient is the sum of dy, unquantized
 //
-// A product along the other side of a matrix needs blocks along that side. Where blocks are square,
-// or the whole matrix, the same bytes serve, read transposed. Else the transposed matrix is
-// quantized: dy and W in the pass that makes the other copy, x as the role's `keep` says. So the
-// tape keeps one copy of x, shared by all layers that read it alike, and nothing of x itself.
+// A product along the other side of a matrix needs blocks along that side. If blocks are square, or
+// the whole matrix, the same bytes are read transposed. Otherwise the transposed matrix is
+// quantized: for dy and W in the pass that makes the other copy, for x as the role's `keep` says.
+// So the tape keeps one copy of x, shared by all layers that quantize it alike, and not x itself.
 //
-// Where x is the output of a swiglu and only this layer reads it, its codes are made by the swiglu
-// and x is never written (swiglu.c). W is quantized from what a forward pass reads otherwise (its
-// low-precision copy, or the master), once, until that changes. The operations inside are not
+// If x is the output of a swiglu that only this layer reads, the swiglu computes its codes and x is
+// never written (swiglu.c). W is quantized from the weights of the forward pass (the low-precision
+// copy, or the master), and only when those change. The operations inside are not recorded.
 // recorded.
 #include "sites.h"
 
@@ -25,8 +25,8 @@
 
 // ---- quantizing
 
-/// A matrix in FP8 as a product takes it: codes, scales, the blocks as they are given, and whether
-/// the dimension of the sum is first.
+/// An FP8 operand of a product: codes, scales, the block shape as the caller passed it, and whether
+/// the summed dimension is first.
 typedef struct factor {
   tensor *q, *scale;
   int64_t block_rows, block_columns;
@@ -49,8 +49,9 @@ static int64_t flags_of(const eng_fp8_role *r, bool transposed)
          (transposed ? QUANTIZE_TRANSPOSED : 0);
 }
 
-/// x in a role's format and blocks, into the given copies if any; transposed: also of x transposed.
-/// `swiglu`: x has no memory, and its codes are made from that call's inputs.
+/// Quantizes x in a role's format and blocks, into the copies passed in `out` if any. `transposed`:
+/// also quantizes x transposed. `swiglu`: x has no memory; its codes are computed from that call's
+/// inputs.
 static eng_status quantize(copies *out, int64_t number, fp8_site *s, int role, tensor *x,
                            const op_call *swiglu, bool transposed)
 {
@@ -84,7 +85,8 @@ static eng_status flat(tensor **out, tensor *x)
   return op_reshape(out, x, 2, (int64_t[]){columns ? x->count / columns : 0, columns});
 }
 
-/// a b: a's and b's codes may have any number of dimensions. y: given, or made in dtype.
+/// y = a b. The codes of a and b may have any number of dimensions. *y: passed in, or created in
+/// dtype.
 static eng_status multiply(tensor **y, const fp8_site *s, int product, const factor *a,
                            const factor *b, tensor *bias, int dtype, bool add)
 {
@@ -124,14 +126,14 @@ static eng_status multiply(tensor **y, const fp8_site *s, int product, const fac
 
 // ---- weights
 
-/// A parameter's FP8 copy. Made again when its source, its site, the recipe or the factor changed.
+/// A parameter's FP8 copy. Rebuilt after its source, its site, the recipe or the factor changed.
 typedef struct fp8_weight {
   params_derived derived;
   int64_t  site;
   uint32_t recipe, seen;       // version of the site's recipe; storage.writes of the source
   const tensor *source;        // the master, or its low-precision copy
   double   factor;
-  tensor  *q, *scale, *q_t, *scale_t;   // q_t: where blocks are not square, for the gradient of x
+  tensor  *q, *scale, *q_t, *scale_t;   // q_t: only if blocks are not square, for the gradient of x
 } fp8_weight;
 
 static void weight_free(params_derived *copy)
@@ -166,7 +168,7 @@ static int64_t weight_bytes(const params_derived *copy)
          (weight->q_t ? weight->q_t->count + 4 * weight->scale_t->count : 0);
 }
 
-/// New tensors of the copies' shapes, which outlive the step.
+/// New tensors of the copies' shapes that outlive the step.
 static eng_status make_weight(fp8_weight *to, const eng_fp8_role *r, const tensor *w,
                               bool transposed)
 {
@@ -181,8 +183,8 @@ static eng_status make_weight(fp8_weight *to, const eng_fp8_role *r, const tenso
   return tensor_make(&to->scale_t, ARENA_PARAMETER, ENG_f32, 2, shape);
 }
 
-/// The copies of w: its parameter's where those are still true, else made now. *kept: they belong
-/// to the parameter.
+/// The copies of w: the parameter's if they are current, else new ones. *kept: the parameter owns
+/// them.
 static eng_status weight_copies(copies *out, bool *kept, int64_t number, fp8_site *s, tensor *w)
 {
   const eng_fp8_role *r = &s->recipe.role[ENG_FP8_W];
@@ -211,10 +213,10 @@ static eng_status weight_copies(copies *out, bool *kept, int64_t number, fp8_sit
   if (same && c->seen == source->store->writes && c->factor == s->factor[ENG_FP8_W] &&
       !fp8_measuring())
     return ENG_OK;
-  c->site = 0;   // until it is done
+  c->site = 0;   // valid again once the copy is complete
   ENG_TRY(quantize(out, number, s, ENG_FP8_W, source, NULL, transposed));
   bool stale = same && (c->seen != source->store->writes || c->factor != s->factor[ENG_FP8_W]);
-  if (stale) {   // a tape that read the old numbers is out of date
+  if (stale) {   // a tape that read the old numbers is outdated
     c->q->store->writes++;
     if (c->q_t) c->q_t->store->writes++;
   }
@@ -236,7 +238,7 @@ static eng_status weight_copies(copies *out, bool *kept, int64_t number, fp8_sit
 enum { IN_X, IN_W, IN_BIAS };
 enum { OUT_Y, OUT_XQ, OUT_X_SCALE, OUT_WQ, OUT_W_SCALE, OUT_COUNT };
 
-/// The node of the fp8_swiglu that made x, or -1.
+/// The tape node of the fp8_swiglu whose output is x, or -1.
 static int swiglu_of(const tensor *x)
 {
   return tape_holds(x) && tape_call(x->node)->op == ENG_OP_fp8_swiglu ? x->node : -1;
@@ -256,17 +258,17 @@ static eng_status check_shapes(const fp8_site *s, const op_call *c)
                      (long long)w->shape[0], tensor_text(bias));
   if (w->shape[1] == 0)
     return error_set(ENG_ERR_SHAPE,
-                     "%s: FP8 has no scale for rows of no elements, got x %s and a weight %s",
+                     "%s: FP8 cannot scale empty rows, got x %s and a weight %s",
                      s->name, tensor_text(x), tensor_text(w));
   if (s->recipe.role[ENG_FP8_X].keep == ENG_FP8_KEEP_E5M6 && w->shape[1] % 8)
     return error_set(
       ENG_ERR_SHAPE,
-      "%s: keeping x in e5m6 packs 8 numbers of a row, got x %s; hint: keep = \"codes\"", s->name,
+      "%s: x kept in e5m6 needs rows of a multiple of 8, got x %s; hint: keep = \"codes\"", s->name,
       tensor_text(x));
   return ENG_OK;
 }
 
-/// The fp8_attention whose unchanged output x is, with all heads in a row, or NULL.
+/// The fp8_attention whose unmodified output is x, with all heads in a row, or NULL.
 static const op_call *attention_of(const tensor *x)
 {
   int64_t columns = x->shape[x->ndim - 1];
@@ -278,7 +280,7 @@ static const op_call *attention_of(const tensor *x)
   return same ? tape_call(x->node) : NULL;
 }
 
-/// Puts what is kept of x into the call's outputs; the copies lose what is kept.
+/// Moves the kept form of x into the call's outputs, out of `x`.
 static eng_status keep_x(op_call *c, const eng_fp8_role *r, copies *x)
 {
   c->fp8_linear.keep = r->keep;
@@ -309,8 +311,8 @@ static bool same_role(const eng_fp8_role *a, const eng_fp8_role *b)
          !a->stochastic && !b->stochastic && a->margin == b->margin && a->eps == b->eps;
 }
 
-/// One of the last linear layers that keeps the codes this one needs: of the same x in the same
-/// way, scaled by its own amax (gate and up of a SwiGLU). One copy serves both. NULL: none does.
+/// One of the last linear layers whose kept codes this layer can share: same x, same format, scaled
+/// by its own amax (gate and up of a SwiGLU). NULL: none.
 static const op_call *same_codes(const fp8_site *s, const tensor *x)
 {
   enum { BACK = 8 };
@@ -389,7 +391,8 @@ eng_status fp8_linear_in_force(op_call *c, fp8_site *s, const op_call *swiglu)
 {
   ENG_TRY(check_shapes(s, c));
   if (c->out[OUT_Y])
-    return error_set(ENG_ERR_VALUE, "%s: a linear layer in FP8 makes its own output", s->name);
+    return error_set(ENG_ERR_VALUE, "%s: a linear layer in FP8 cannot write into a given output",
+                     s->name);
   bool record = tape_wants(c), recording = eng_grad_enabled(false);
   c->n_out = 1;
   eng_status status = forward(c, s, op_precision()->compute, record, swiglu);
@@ -402,7 +405,7 @@ eng_status fp8_linear_in_force(op_call *c, fp8_site *s, const op_call *swiglu)
   return status;
 }
 
-/// In high precision where the site is not in force.
+/// Runs in high precision if the site is not active.
 static eng_status run_linear(op_call *c)
 {
   fp8_site *s = fp8_site_in_force(c->fp8_linear.site);
@@ -418,7 +421,7 @@ static eng_status run_linear(op_call *c)
 
 // ---- backward
 
-/// x for dW: the sum goes over its rows.
+/// x as an operand of dW, which sums over its rows.
 static eng_status kept_x(factor *out, copies *made, int64_t number, fp8_site *s,
                          const op_call *node)
 {

@@ -22,10 +22,11 @@ eng_status fp8_site_get(fp8_site **out, int64_t site)
 {
   *out = site >= 1 && site <= sites.length ? sites.item[site - 1] : NULL;
   return *out ? ENG_OK
-              : error_set(ENG_ERR_STATE, "there is no FP8 site %lld (any more)", (long long)site);
+              : error_set(ENG_ERR_STATE, "FP8 site %lld does not exist or was freed",
+                          (long long)site);
 }
 
-// ---- tensors that the tape may still need after their owner dropped them
+// ---- tensors that the tape may still need after their owner drops them
 
 static struct { tensor **item; int length, capacity; } orphans;
 
@@ -45,24 +46,24 @@ void fp8_let_go(tensor *x)
   if (orphans.length == orphans.capacity) {
     int more = orphans.capacity ? 2 * orphans.capacity : 64;
     tensor **grown = realloc(orphans.item, (size_t)more * sizeof *grown);
-    if (!grown) return;   // lost, not dangling
+    if (!grown) return;   // leaks instead of leaving a dangling pointer
     orphans.item = grown;
     orphans.capacity = more;
   }
   orphans.item[orphans.length++] = x;
 }
 
-// ---- amaxes: every quantization writes one into a slot of device memory; slots are read on
-// request
+// ---- amaxes: every quantization writes its amax to a slot of device memory; the host reads slots
+// on request
 
 enum { AMAX_SLOTS = 4096 };
 static struct {
   tensor *slots;                         // f32 [AMAX_SLOTS]
   int     used;
-  // eng_fp8_amax was called since the slots were last full; else they are overwritten unread
+  // eng_fp8_amax was called since the slots last filled up; otherwise they are overwritten unread
   bool    asked;
   struct { int64_t site; int role; } of[AMAX_SLOTS];
-  int64_t round;                         // how often the slots were reused
+  int64_t round;                         // number of times the slots were reused
   struct { int64_t site; int slot; } x_too[AMAX_SLOTS];   // sites that share the x of a slot
   int     too;
 } amaxes;
@@ -182,30 +183,30 @@ static eng_status check_role(const fp8_site *s, const eng_fp8_recipe *recipe, in
       "%s: blocks of %s: expected 1 or more rows and columns, or 0 for all, got %d x %d", s->name,
       fp8_role_name[role], r->block_rows, r->block_columns);
   if (r->rule < 0 || r->rule >= ENG_SCALES)
-    return error_set(ENG_ERR_VALUE, "%s: %s: there is no scale rule %d", s->name,
+    return error_set(ENG_ERR_VALUE, "%s: %s: unknown scale rule %d", s->name,
                      fp8_role_name[role], r->rule);
   if (r->margin < -100 || r->margin > 100)
     return error_set(ENG_ERR_VALUE, "%s: %s: expected a margin within +-100, got %d", s->name,
                      fp8_role_name[role], r->margin);
   if (r->keep < 0 || r->keep > ENG_FP8_KEEP_SWIGLU)
-    return error_set(ENG_ERR_VALUE, "%s: %s: there is no way number %d to keep it", s->name,
+    return error_set(ENG_ERR_VALUE, "%s: %s: unknown `keep` number %d", s->name,
                      fp8_role_name[role], r->keep);
   if (!(r->eps <= 1e30))
     return error_set(ENG_ERR_VALUE,
-                     "%s: %s: expected eps up to 1e30, or negative for the rule's, got %g", s->name,
-                     fp8_role_name[role], r->eps);
+                     "%s: %s: expected eps up to 1e30, or negative for the rule's default, got %g",
+                     s->name, fp8_role_name[role], r->eps);
   return ENG_OK;
 }
 
-/// Blocks of two factors along the side that a product sums over: one must hold a whole number of
-/// the other.
+/// Along the side that a product sums over, the block size of one operand must be a multiple of the
+/// other's.
 static eng_status check_nesting(const fp8_site *s, int product, const char *a_name, int64_t a,
                                 const char *b_name, int64_t b)
 {
   if (a == 0 || b == 0 || a % b == 0 || b % a == 0) return ENG_OK;
   return error_set(ENG_ERR_SHAPE,
-                   "%s: %s: blocks of %s hold %lld, those of %s %lld along the side they are "
-                   "summed over, and one must divide the other",
+                   "%s: %s: along the summed side, blocks of %s have %lld elements and those of %s "
+                   "%lld; one must divide the other",
                    s->name, fp8_product_name[product], a_name, (long long)a, b_name, (long long)b);
 }
 
@@ -216,7 +217,7 @@ eng_status eng_fp8_site_set(int64_t site, const eng_fp8_recipe *recipe)
   fp8_release_orphans();
   if (!tape_empty())
     return error_set(ENG_ERR_STATE,
-                     "%s: its FP8 recipe cannot change while operations stand on the tape; hint: "
+                     "%s: its FP8 recipe cannot change while the tape has operations; hint: "
                      "change it between steps",
                      s->name);
   if (recipe) {
@@ -224,16 +225,16 @@ eng_status eng_fp8_site_set(int64_t site, const eng_fp8_recipe *recipe)
     for (int p = 0; p < ENG_FP8_PRODUCTS; p++) {
       const eng_fp8_product *of = &recipe->product[p];
       if (of->accumulator < 0 || of->accumulator >= ENG_ACCUMULATORS)
-        return error_set(ENG_ERR_VALUE, "%s: %s: there is no accumulator %d", s->name,
+        return error_set(ENG_ERR_VALUE, "%s: %s: unknown accumulator %d", s->name,
                          fp8_product_name[p], of->accumulator);
       if (of->promotion < 0 || of->promotion % 32)
         return error_set(
           ENG_ERR_VALUE,
-          "%s: %s: expected a promotion every multiple of 32 steps, or 0 for none, got %d", s->name,
+          "%s: %s: expected a promotion interval that is a multiple of 32, or 0, got %d", s->name,
           fp8_product_name[p], of->promotion);
     }
-    // a matrix whose blocks are not square enters the other product transposed: the blocks along
-    // its columns lie along the sum in both
+    // a matrix without square blocks is an operand of the other product transposed; so in both
+    // products, blocks along its columns lie along the sum
     const eng_fp8_role *x = &recipe->role[ENG_FP8_X], *w = &recipe->role[ENG_FP8_W],
                        *dy = &recipe->role[ENG_FP8_DY];
     ENG_TRY(check_nesting(s, ENG_FP8_FORWARD, "x", x->block_columns, "w", w->block_columns));
@@ -252,18 +253,18 @@ eng_status eng_fp8_delay(int64_t site, int role, double amax)
   fp8_site *s;
   ENG_TRY(fp8_site_get(&s, site));
   if (role < 0 || role >= ENG_FP8_ROLES)
-    return error_set(ENG_ERR_VALUE, "%s: an FP8 site has no role %d", s->name, role);
+    return error_set(ENG_ERR_VALUE, "%s: unknown FP8 role %d", s->name, role);
   const eng_fp8_role *r = &s->recipe.role[role];
   if (!s->on)
-    return error_set(ENG_ERR_STATE, "%s: there is no FP8 recipe here that could delay its scales",
-                     s->name);
+    return error_set(ENG_ERR_STATE,
+                     "%s: delayed scaling needs an FP8 recipe, and this site has none", s->name);
   if (!(amax >= 0) || !f32_is_finite((float)amax))
     return error_set(ENG_ERR_VALUE,
-                     "%s: the amax of %s: expected a finite f32, or 0 for its own, got %g", s->name,
-                     fp8_role_name[role], amax);
+                     "%s: the amax of %s: expected a finite f32, or 0 to use the measured one, got "
+                     "%g", s->name, fp8_role_name[role], amax);
   if (amax != 0 && (r->block_rows || r->block_columns))
     return error_set(ENG_ERR_VALUE,
-                     "%s: %s has blocks of %d x %d, and delayed scaling is for one block; hint: "
+                     "%s: delayed scaling needs one block, %s has blocks of %d x %d; hint: "
                      "block = \"tensor\"",
                      s->name, fp8_role_name[role], r->block_rows, r->block_columns);
   fp8_scale scale = fp8_scale_of((float)amax, fp8_largest(r->format), r->rule, r->pow2,
@@ -330,7 +331,7 @@ static void meter_element(eng_fp8_meter *m, float x, float code, float scale, fl
   m->count++;
   if (size == 0) m->zeros++;
   else {
-    m->underflow += code == 0;                                    // -0, too
+    m->underflow += code == 0;                                    // -0 included
     m->overflow += fabsf(code) == largest && size > (double)limit * scale;
     if (m->least == 0 || size < m->least) m->least = size;
   }
@@ -341,7 +342,7 @@ static void meter_element(eng_fp8_meter *m, float x, float code, float scale, fl
   if (scale > m->scale_max) m->scale_max = scale;
 }
 
-/// Every `every`-th row of x [.. x K], as f32 in host memory.
+/// Reads every `every`-th row of x [.. x K] as f32 into host memory.
 static eng_status read_rows(float *to, tensor *x, int64_t every)
 {
   int64_t columns = x->shape[x->ndim - 1], rows = columns ? x->count / columns : 0;
@@ -371,7 +372,7 @@ eng_status fp8_measure(fp8_site *s, int role, tensor *x, tensor *q, const tensor
   eng_status status = read_rows(values, x, every);
   if (status == ENG_OK) status = read_rows(codes, q, every);
   if (status == ENG_OK) status = transfer_read(scales, ENG_f32, scale);
-  // what rounds beyond the largest number: half a step above it (fp8.h)
+  // the smallest magnitude that overflows: half a step above the largest number (fp8.h)
   float largest = fp8_largest(r->format), limit = r->format == ENG_e4m3 ? 464.0f : 61440.0f;
   for (int64_t i = 0; i < taken && status == ENG_OK; i++)
     for (int64_t k = 0; k < columns; k++)

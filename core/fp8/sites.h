@@ -1,4 +1,4 @@
-// FP8 layers: their sites, and what the files of this folder share. See sites.c.
+// FP8 layers: sites, and functions shared by the files of this folder. See sites.c.
 #ifndef ENG_FP8_SITES_H
 #define ENG_FP8_SITES_H
 
@@ -8,11 +8,11 @@
 typedef struct fp8_site {
   char    *name;
   bool     on;
-  uint32_t version;                      // of the recipe
+  uint32_t version;                      // version of the recipe
   eng_fp8_recipe recipe;
-  // of delayed scaling; 0: the role is scaled by its own amax
+  // delayed scaling; 0: the role is scaled by its own amax
   double   factor[ENG_FP8_ROLES];
-  tensor  *factor_of[ENG_FP8_ROLES];     // the same in device memory, f32 [1]
+  tensor  *factor_of[ENG_FP8_ROLES];     // factor in device memory, f32 [1]
   double   amax[ENG_FP8_ROLES];
   eng_fp8_meter meter[ENG_FP8_ROLES];
 } fp8_site;
@@ -20,21 +20,21 @@ typedef struct fp8_site {
 extern const char *const fp8_role_name[], *const fp8_product_name[];
 
 eng_status fp8_site_get(fp8_site **out, int64_t site);
-/// Whether there is such a site and it has a recipe; the site when autocast asks for FP8 as well,
-/// else NULL.
+/// Whether the site exists and has a recipe. Below: the site if autocast requests FP8 as well, else
+/// NULL.
 bool fp8_site_on(int64_t site);
 fp8_site *fp8_site_in_force(int64_t site);
 
-/// A place for the next amax of a role, f32 []; the place given out last.
+/// The slot for the next amax of a role, f32 []; and the slot handed out last.
 typedef struct fp8_amax_place { int64_t slot, round; } fp8_amax_place;
 eng_status fp8_amax_slot(tensor **out, int64_t site, int role);
 fp8_amax_place fp8_amax_last(void);
-/// Another site quantizes the same x: its amax is that of the slot, as long as the slots were not
-/// reused.
+/// Records that another site quantizes the same x and shares the amax in a slot; possible until the
+/// slots are reused.
 bool fp8_amax_can_share(int64_t round);
 void fp8_amax_share(int64_t site, int64_t slot);
 
-/// Compares x with its codes for the meters of a role.
+/// Whether meters are on; and comparing x with its codes for the meters of a role.
 bool fp8_measuring(void);
 eng_status fp8_measure(fp8_site *s, int role, tensor *x, tensor *q, const tensor *scale);
 
@@ -45,12 +45,12 @@ void fp8_release_orphans(void);
 static inline bool fp8_is_square(const eng_fp8_role *r)
 { return r->block_rows == r->block_columns; }
 
-/// Runs fp8_linear of a site in force. `swiglu`: the call that makes x, whose x has no memory;
+/// Runs fp8_linear of an active site. `swiglu`: the call that computes x, which has no memory;
 /// NULL: x has values.
 eng_status fp8_linear_in_force(op_call *call, fp8_site *s, const op_call *swiglu);
-/// The output of a recorded fp8_swiglu, computed again from its codes.
+/// Recomputes the output of a recorded fp8_swiglu from its codes.
 eng_status fp8_swiglu_again(tensor **y, const op_call *node);
-/// x in e5m6, blocks of 1 x 128, powers of two.
+/// Converts x to e5m6, blocks of 1 x 128, power-of-two scales.
 eng_status fp8_to_e5m6(tensor **q, tensor **scale, tensor *x);
 
 #endif

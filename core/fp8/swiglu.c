@@ -1,10 +1,10 @@
-// SwiGLU in front of a linear layer in FP8. Its two inputs stay on the tape as FP8 codes only, and
-// its output not at all: the layer computes it again from them for dW (DeepSeek-V3, section 3.3.3
-// of its report). The codes are made like the layer's own x.
+// SwiGLU before a linear layer in FP8. The tape keeps its two inputs only as FP8 codes, and not its
+// output: the layer recomputes the output from them for dW (DeepSeek-V3 report, section 3.3.3). The
+// inputs are quantized like the layer's x.
 //
-// swiglu and linear in one: where only the layer reads the output of the SwiGLU, its codes are made
-// by the pass that computes it, and the output is never written. The tape has the same two
-// operations, with a tensor between them that has no memory: no gradient rule reads it.
+// Fused swiglu and linear: if only the layer reads the output of the SwiGLU, the pass that computes
+// the output writes only its codes. The tape holds the same two operations; the tensor between them
+// has no memory, and no gradient rule reads it.
 #include "sites.h"
 
 #include "base/error.h"
@@ -14,7 +14,7 @@ enum { OUT_Y, OUT_GATE_Q, OUT_GATE_SCALE, OUT_UP_Q, OUT_UP_SCALE, OUT_COUNT };
 static bool recomputes(const fp8_site *s)
 { return s && s->recipe.role[ENG_FP8_X].keep == ENG_FP8_KEEP_SWIGLU; }
 
-/// Puts the codes of gate and up into the outputs after y.
+/// Stores the codes of gate and up in the outputs after y.
 static eng_status keep_inputs(op_call *c, const fp8_site *s)
 {
   const eng_fp8_role *r = &s->recipe.role[ENG_FP8_X];
@@ -62,7 +62,7 @@ static eng_status run_swiglu(op_call *c)
   return status;
 }
 
-/// The inputs behind the codes of a recorded fp8_swiglu, in their own dtypes.
+/// Dequantizes the inputs of a recorded fp8_swiglu, each to its own dtype.
 static eng_status inputs_again(tensor *out[2], const op_call *node)
 {
   for (int k = 0; k < 2; k++) {
@@ -102,9 +102,9 @@ static eng_status swiglu_grad(grad_call *g)
   return status;
 }
 
-// ---- swiglu and linear in one
+// ---- fused swiglu and linear
 
-/// Whether both can run without writing the values between them, which become codes only.
+/// Whether both can run fused: the values between them become codes only.
 static bool fits(const fp8_site *s, const tensor *gate, const tensor *up)
 {
   return s && !fp8_measuring() && s->recipe.role[ENG_FP8_X].keep != ENG_FP8_KEEP_E5M6 &&

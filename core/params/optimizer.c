@@ -1,7 +1,7 @@
 // Optimizer state: the moments of a parameter set in flat buffers, and the call of the device's
 // fused update. engine.h has the contract, cpu/optimizer.c the formulas.
 //
-// Owns the moments. Holds a reference on the set, so that both may be freed in any order.
+// Owns the moments. Holds a reference to the set, so that both may be freed in any order.
 #include "base/error.h"
 #include "base/numerics.h"
 #include "params.h"
@@ -14,13 +14,13 @@ struct eng_optimizer {
   eng_params  *set;
   int32_t      kind, moment_dtype;
   int32_t     *group;        // [set->n]
-  // which of the device's counters of lagged updates is this optimizer's; -1: none yet
+  // the device's counter of lagged updates that belongs to this optimizer; -1: none yet
   int32_t      slot;
-  bool         in_a_row;     // the last update was a lagged one
-  int64_t      lagged_t;     // number of the next lagged update, where the device computes at once
-  // [set->n] storage.writes of moment 1 when it was seen to hold something; -1: it was not
+  bool         in_a_row;     // the previous update was a lagged one
+  int64_t      lagged_t;     // number of the next lagged update, on devices that compute at once
+  // [set->n] storage.writes of moment 1 when it was first seen nonzero; -1: not yet
   int64_t     *begun;
-  // NULL: not made yet (the first update makes them, SGD's only with momentum)
+  // NULL until the first update creates them (SGD's only with momentum)
   flat_buffer *moment[2];
 };
 
@@ -41,8 +41,8 @@ static eng_status check_alive(const eng_optimizer *state)
            : ENG_OK;
 }
 
-static uint64_t slots_taken;   // a bit for each of the device's counters
-_Static_assert(ENG_UPDATE_SLOTS == 64, "a bit for each slot");
+static uint64_t slots_taken;   // one bit for each of the device's counters
+_Static_assert(ENG_UPDATE_SLOTS == 64, "one bit for each slot");
 
 static eng_status take_slot(eng_optimizer *state)
 {
@@ -51,7 +51,7 @@ static eng_status take_slot(eng_optimizer *state)
   if (state->slot < 0)
     return error_set(
       ENG_ERR_STATE,
-      "%s: %d optimizers had lagged updates already; hint: let go of some, and collectgarbage()",
+      "%s: %d other optimizers use lagged updates; hint: drop some, then collectgarbage()",
       kinds[state->kind].name, ENG_UPDATE_SLOTS);
   slots_taken |= 1ull << state->slot;
   return ENG_OK;
@@ -60,7 +60,7 @@ static eng_status take_slot(eng_optimizer *state)
 static eng_status moment_new(eng_optimizer *state, int which)
 {
   if (state->moment[which] || state->set->n == 0) return ENG_OK;
-  int32_t *dtype = state->set->which;   // free between passes
+  int32_t *dtype = state->set->which;   // unused between passes
   for (int i = 0; i < state->set->n; i++) dtype[i] = state->moment_dtype;
   if (state->set->sharded)
     ENG_TRY(flat_new_own(&state->moment[which], ARENA_OPTIMIZER, state->set, dtype));
@@ -74,7 +74,7 @@ eng_status eng_optimizer_new(eng_optimizer **out, eng_params *set, int kind, int
 {
   *out = NULL;
   if (kind < 0 || kind >= KINDS)
-    return error_set(ENG_ERR_VALUE, "there is no optimizer number %d", kind);
+    return error_set(ENG_ERR_VALUE, "unknown optimizer number %d", kind);
   if (moment_dtype != ENG_f32 && moment_dtype != ENG_bf16)
     return error_set(ENG_ERR_DTYPE, "%s: expected moments in f32 or bf16, got %s", kinds[kind].name,
                      eng_dtype_name(moment_dtype));
@@ -82,7 +82,7 @@ eng_status eng_optimizer_new(eng_optimizer **out, eng_params *set, int kind, int
     return error_set(ENG_ERR_STATE, "%s: the parameters were freed", kinds[kind].name);
   for (int i = 0; group_of && i < set->n; i++)
     if (group_of[i] < 0)
-      return error_set(ENG_ERR_VALUE, "%s: parameter %s is in group %d; expected 0 or more",
+      return error_set(ENG_ERR_VALUE, "%s: expected a group >= 0 for parameter %s, got %d",
                        kinds[kind].name, set->member[i].name, group_of[i]);
 
   eng_optimizer *state = calloc(1, sizeof *state);
@@ -126,13 +126,13 @@ eng_status eng_optimizer_shard(eng_optimizer *state)
   ENG_TRY(check_alive(state));
   eng_params *set = state->set;
   if (!set->sharded)
-    return error_set(ENG_ERR_STATE, "%s: its parameters are not shared out among ranks",
+    return error_set(ENG_ERR_STATE, "%s: its parameters are not divided among ranks",
                      kinds[state->kind].name);
   int size = eng_dtype_size(state->moment_dtype);
   for (int which = 0; which < kinds[state->kind].moments; which++) {
     flat_buffer *whole = state->moment[which], *part;
     if (!whole) continue;
-    for (int i = 0; i < set->n; i++) set->which[i] = state->moment_dtype;   // free between passes
+    for (int i = 0; i < set->n; i++) set->which[i] = state->moment_dtype;   // unused between passes
     ENG_TRY(flat_new_own(&part, ARENA_OPTIMIZER, set, set->which));
     for (int i = 0; i < set->n; i++) {
       const char *from = (const char *)whole->part[i]->data + set->own[2 * i] * size;
@@ -148,17 +148,17 @@ static eng_status check_update(const eng_optimizer *state, const eng_update *upd
 {
   const char *name = kinds[state->kind].name;
   if (update->kind != state->kind)
-    return error_set(ENG_ERR_VALUE, "this is the state of %s, the update is of %s", name,
+    return error_set(ENG_ERR_VALUE, "expected an update of %s, got one of %s", name,
                      update->kind >= 0 && update->kind < KINDS ? kinds[update->kind].name
                                                                : "no known optimizer");
   if (update->t < 1)
-    return error_set(ENG_ERR_VALUE, "%s: updates count from 1, got %lld", name,
+    return error_set(ENG_ERR_VALUE, "%s: expected an update number of 1 or more, got %lld", name,
                      (long long)update->t);
   for (int g = 0; state->set->sharded && g < update->n_groups; g++)
     if (update->groups[g].dampening != 0)
       return error_set(ENG_ERR_VALUE,
-                       "%s: dampening treats a tensor's first update apart, which ranks that hold "
-                       "parts of it cannot tell; hint: zero=0",
+                       "%s: dampening makes an exception for a tensor's first update, which ranks "
+                       "that hold parts of it cannot detect; hint: zero=0",
                        name);
   for (int i = 0; i < state->set->n; i++)
     if (state->group[i] >= update->n_groups)
@@ -167,8 +167,8 @@ static eng_status check_update(const eng_optimizer *state, const eng_update *upd
   return ENG_OK;
 }
 
-/// Whether no update has reached this moment yet. Decided by its bits, so that a state loaded from
-/// a checkpoint continues exactly like the saved one.
+/// Whether this moment was never updated. Decided by its bits, so that a state loaded from a
+/// checkpoint continues exactly like the saved one.
 static bool untouched(const tensor *moment)
 {
   const char *at = moment->data;
@@ -185,8 +185,8 @@ static bool untouched(const tensor *moment)
   return true;
 }
 
-/// Whether an update has reached parameter i's moment. Reads the moment only until one has, because
-/// that can mean waiting for a GPU.
+/// Whether parameter i's moment was ever updated. Stops reading the moment once that is known,
+/// because a read can mean waiting for a GPU.
 static bool has_begun(eng_optimizer *state, int i)
 {
   const tensor *moment = state->moment[0]->part[i];
@@ -203,7 +203,7 @@ eng_status eng_optimizer_step(eng_optimizer *state, const eng_update *update)
   ENG_TRY(check_update(state, update));
   ENG_TRY(params_here(state->set, "an optimizer's update"));
   if (!device->optimize)
-    return error_set(ENG_ERR_DEVICE, "the device %s has no optimizers", device->name);
+    return error_set(ENG_ERR_DEVICE, "the device %s cannot run optimizers", device->name);
   bool momentum = false;
   for (int g = 0; g < update->n_groups; g++) momentum = momentum || update->groups[g].momentum != 0;
   for (int which = 0; which < kinds[state->kind].moments; which++)
@@ -212,7 +212,7 @@ eng_status eng_optimizer_step(eng_optimizer *state, const eng_update *update)
   eng_params *set = state->set;
   eng_update here = *update;
   const bool lagged = update->lagged != 0;
-  if (update->lagged && !device->gradstats_start) {   // otherwise the GPU decides
+  if (update->lagged && !device->gradstats_start) {   // on other devices the GPU decides
     here.t = state->in_a_row ? state->lagged_t : update->t;
     here.lagged = 0;
     state->lagged_t = here.t;
@@ -241,13 +241,13 @@ eng_status eng_optimizer_step(eng_optimizer *state, const eng_update *update)
     if (state->moment[0] && !(state->kind == ENG_SGD && h->momentum == 0))
       span->moment1 = state->moment[0]->part[i]->data;
     if (state->moment[1]) span->moment2 = state->moment[1]->part[i]->data;
-    // Without dampening the first update needs no exception: momentum * 0 + gradient is the
+    // Without dampening the first update needs no exception: momentum * 0 + gradient equals the
     // gradient.
     span->starts =
       state->kind == ENG_SGD && span->moment1 && h->dampening != 0 && !has_begun(state, i);
   }
   ENG_TRY(device->optimize(set->span, m, update));
-  if (some) state->in_a_row = lagged;   // else the device counted nothing
+  if (some) state->in_a_row = lagged;   // without spans the device's counter did not advance
   for (int k = 0; k < m; k++) params_written(&set->member[set->which[k]]);
   return ENG_OK;
 }

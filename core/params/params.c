@@ -1,10 +1,10 @@
 // Parameter sets: the weights of a model in one flat buffer, their gradients and low-precision
-// copies in others. See engine.h for what each function promises.
+// copies in others. engine.h has the contracts.
 //
 // A set owns its flat buffers and the tensors over them. The tape writes a parameter's gradient
 // into parameter.gradient and sets has_gradient; a parameter without gradient is absent from
-// statistics and updates. A span has what its gradient carries beside the loss scale (layers scaled
-// apart); passes over spans divide by it. Released buffers that a view or the tape still uses wait
+// statistics and updates. A span holds the gradient's relative scale, and passes over spans divide
+// by it. Released buffers that a view or the tape still uses wait in a list.
 // in a list.
 #include "params.h"
 
@@ -29,7 +29,7 @@ static bool in_use(const flat_buffer *flat)
   return false;
 }
 
-/// Frees the released buffers that nothing uses any more.
+/// Frees the released buffers that are no longer in use.
 static void release_waiting(void)
 {
   if (!waiting || tensor_tape_length > 0) return;
@@ -61,7 +61,7 @@ int64_t params_part_bytes(int64_t count, int dtype)
   return (count * eng_dtype_size(dtype) + PART_ALIGNMENT - 1) / PART_ALIGNMENT * PART_ALIGNMENT;
 }
 
-/// The memory only; the parts are filled in by the caller.
+/// Allocates only the memory; the caller fills in the parts.
 static eng_status flat_memory(flat_buffer **out, int space, arena_id arena, int n, int64_t bytes)
 {
   *out = NULL;
@@ -124,7 +124,7 @@ eng_status flat_new_own(flat_buffer **out, arena_id arena, const eng_params *set
   return ENG_OK;
 }
 
-// ---- making and freeing a set
+// ---- creating and freeing a set
 
 static eng_status check_member(tensor **out, const eng_tensor *handle, const char *name)
 {
@@ -134,8 +134,8 @@ static eng_status check_member(tensor **out, const eng_tensor *handle, const cha
   if (x->parameter)
     return error_set(
       ENG_ERR_VALUE,
-      "parameter %s: this tensor %s is parameter %s of a set already; hint: a second "
-      "optimizer of a model must train the same parameters, all of them",
+      "parameter %s: this tensor %s is already parameter %s of a set; hint: a second "
+      "optimizer of a model must train exactly the same parameters",
       name, tensor_text(x), x->parameter->name);
   if (x->dtype != ENG_f32)
     return error_set(
@@ -147,7 +147,7 @@ static eng_status check_member(tensor **out, const eng_tensor *handle, const cha
     return error_set(
       ENG_ERR_VALUE,
       "parameter %s: expected a leaf, got the result %s of a recorded operation; hint: :keep() "
-      "makes a leaf of it",
+      "makes it a leaf",
       name, tensor_text(x));
   return ENG_OK;
 }
@@ -234,7 +234,7 @@ eng_status eng_params_new(eng_params **out, const eng_tensor *tensors, const cha
 {
   *out = NULL;
   release_waiting();
-  if (n < 0) return error_set(ENG_ERR_VALUE, "a parameter set cannot have %d members", n);
+  if (n < 0) return error_set(ENG_ERR_VALUE, "expected 0 or more parameters, got %d", n);
   if (n > 0 && (!tensors || !names))
     return error_set(ENG_ERR_VALUE, "a parameter set needs a tensor and a name for each member");
   for (int i = 0; i < n; i++)
@@ -261,7 +261,7 @@ eng_status eng_params_new(eng_params **out, const eng_tensor *tensors, const cha
                     "parameters %s and %s are the same tensor %s; hint: list a shared weight once",
                     set->member[k].name, p->name, tensor_text(p->value));
   }
-  // Memory first: after a failure the tensors still belong to their owner.
+  // Allocates first: after a failure the tensors still belong to their owner.
   if (status == ENG_OK) status = flat_memory(&set->masters, set->space, ARENA_PARAMETER, n, bytes);
   if (status == ENG_OK) status = copy_values(set);
   if (status != ENG_OK) {
@@ -314,7 +314,7 @@ void eng_params_free(eng_params *set)
 
 // ---- precision
 
-/// The memory of a member's gradient between passes.
+/// The tensor of a member's gradient between passes.
 static tensor *resting_place(const eng_params *set, int i)
 {
   return set->gradients && !set->divided ? set->gradients->part[i] : NULL;
@@ -355,7 +355,7 @@ static void link_parts(eng_params *set)
   }
 }
 
-/// A buffer of the wanted formats, NULL when there is no part at all.
+/// A buffer in these formats; NULL if it would have no parts.
 static eng_status new_unless_empty(flat_buffer **out, const eng_params *set, const int32_t *dtype)
 {
   *out = NULL;
@@ -364,7 +364,7 @@ static eng_status new_unless_empty(flat_buffer **out, const eng_params *set, con
 
 static eng_status check_alive(const eng_params *set)
 {
-  if (!set) return error_set(ENG_ERR_STATE, "there is no parameter set");
+  if (!set) return error_set(ENG_ERR_STATE, "expected a parameter set, got none");
   return set->freed ? error_set(ENG_ERR_STATE, "these parameters were freed") : ENG_OK;
 }
 
@@ -385,15 +385,15 @@ eng_status eng_params_precision(eng_params *set, const int32_t *shadow, const in
   if (new_gradients && set->divided)
     return error_set(ENG_ERR_STATE, "these gradients are divided among ranks (zero=2) and cannot "
                                     "change their format; hint: a new optimizer");
-  // The new buffer first, so that a failure leaves the set as it was.
+  // Allocates the new buffer first, so that a failure leaves the set unchanged.
   flat_buffer *fresh_shadows = NULL;
-  int32_t *wanted = set->which;   // free between passes
+  int32_t *wanted = set->which;   // unused between passes
   for (int i = 0; i < set->n; i++) wanted[i] = shadow && shadow[i] != ENG_f32 ? shadow[i] : -1;
   bool new_shadows = !same_formats(set->shadows, wanted, set->n);
   if (new_shadows && set->shadows && tensor_tape_length > 0)
     return error_set(
       ENG_ERR_STATE,
-      "low-precision weights cannot change their format while operations stand on the tape; "
+      "low-precision weights cannot change their format while the tape has operations; "
       "hint: change the precision between steps");
   if (new_shadows) ENG_TRY(new_unless_empty(&fresh_shadows, set, wanted));
   if (new_shadows) {
@@ -402,7 +402,7 @@ eng_status eng_params_precision(eng_params *set, const int32_t *shadow, const in
   }
   if (new_gradients) {
     flat_release(set->gradients);
-    set->gradients = NULL;             // made again by the next backward pass
+    set->gradients = NULL;             // the next backward pass creates them
     for (int i = 0; i < set->n; i++) set->gradient_dtype[i] = gradient ? gradient[i] : ENG_f32;
   }
   flat_release(set->unscaled);
@@ -411,7 +411,7 @@ eng_status eng_params_precision(eng_params *set, const int32_t *shadow, const in
   return new_shadows ? eng_params_refresh(set) : ENG_OK;
 }
 
-/// The device that computes with the set's memory: the one in force where it can.
+/// The device that computes with the set's memory: the current one if it can.
 static const backend *set_device(const eng_params *set)
 {
   return set->space == backend_current()->space ? backend_current() : backend_of_space(set->space);
@@ -499,7 +499,7 @@ static int spans(eng_params *set, const int64_t *own)
     const parameter *p = &set->member[i];
     int64_t from = own ? own[2 * i] : 0, to = own ? own[2 * i + 1] : p->value->count;
     if (!p->has_gradient || from == to) continue;
-    // divided: it begins with the own elements
+    // divided: starts with the rank's own elements
     const tensor *gradient = p->gradient ? p->gradient : set->gradients->part[i];
     set->which[m] = i;
     set->span[m++] = (param_span){
@@ -528,15 +528,15 @@ eng_status params_here(const eng_params *set, const char *pass)
   const char *home = backend_of_space(set->space)->name;
   return error_set(
     ENG_ERR_DEVICE,
-    "the parameters are in %s memory, the device in force is %s; hint: engine.device('%s')", home,
+    "the parameters are in %s memory, the current device is %s; hint: engine.device('%s')", home,
     device->name, home);
 }
 
 eng_status params_whole(const eng_params *set)
 {
   return set->divided ? error_set(ENG_ERR_STATE, "the gradients of these parameters are divided "
-                                                 "among ranks (zero=2), and this rank has its own "
-                                                 "elements alone; hint: zero=1")
+                                                 "among ranks (zero=2), and this rank has only its "
+                                                 "own elements; hint: zero=1")
                       : ENG_OK;
 }
 
@@ -547,7 +547,8 @@ eng_status eng_params_stats(eng_record *record, eng_tensor_stats *stats, eng_par
   ENG_TRY(check_alive(set));
   ENG_TRY(params_here(set, "gradient statistics"));
   if (!device->gradstats)
-    return error_set(ENG_ERR_DEVICE, "the device %s has no gradient statistics", device->name);
+    return error_set(ENG_ERR_DEVICE, "the device %s cannot compute gradient statistics",
+                     device->name);
   ENG_TRY(params_whole(set));
   int m = params_spans(set);
   ENG_TRY(device->gradstats(set->span, m, needs, set->stats));
@@ -574,7 +575,8 @@ eng_status params_own_stats(eng_tensor_stats *stats, eng_params *set, unsigned n
   ENG_TRY(check_alive(set));
   ENG_TRY(params_here(set, "gradient statistics"));
   if (!device->gradstats)
-    return error_set(ENG_ERR_DEVICE, "the device %s has no gradient statistics", device->name);
+    return error_set(ENG_ERR_DEVICE, "the device %s cannot compute gradient statistics",
+                     device->name);
   int m = params_own_spans(set);
   ENG_TRY(device->gradstats(set->span, m, needs, set->stats));
   memset(stats, 0, (size_t)set->n * sizeof *stats);
@@ -596,11 +598,11 @@ void params_total(eng_record *record, eng_params *set, const eng_tensor_stats *s
   params_record(record, NULL, set, set->stats, set->which, m, scale, needs);
 }
 
-/// Makes the f32 buffer beside the low-precision gradients, once.
+/// Allocates the f32 buffer for unscaled low-precision gradients, once.
 static eng_status unscaled_buffer(eng_params *set)
 {
   if (set->unscaled) return ENG_OK;
-  int32_t *dtype = set->which;   // free between passes
+  int32_t *dtype = set->which;   // unused between passes
   for (int i = 0; i < set->n; i++) dtype[i] = set->gradient_dtype[i] == ENG_f32 ? -1 : ENG_f32;
   return any_format(dtype, set->n) ? flat_new(&set->unscaled, ARENA_GRADIENT, set, dtype) : ENG_OK;
 }
@@ -637,7 +639,7 @@ eng_status eng_params_carry(eng_params *set, const double *carry)
     if (!carry || (f64_is_finite(carry[i]) && carry[i] > 0)) continue;
     return error_set(
       ENG_ERR_VALUE,
-      "parameter %s: its gradient cannot carry the factor %g: expected a positive finite number",
+      "parameter %s: expected a positive finite relative scale of its gradient, got %g",
       set->member[i].name, carry[i]);
   }
   for (int i = 0; i < set->n; i++) {
@@ -653,11 +655,11 @@ eng_status eng_params_carry(eng_params *set, const double *carry)
 eng_status eng_params_reference_begin(eng_params *set)
 {
   ENG_TRY(check_alive(set));
-  if (set->kept) return error_set(ENG_ERR_STATE, "a reference backward runs already");
+  if (set->kept) return error_set(ENG_ERR_STATE, "a reference backward is already running");
   for (int i = 0; i < set->n; i++)
     if (set->member[i].unscaled)
       return error_set(ENG_ERR_STATE,
-                       "a reference backward comes before the gradients are unscaled");
+                       "a reference backward must run before the gradients are unscaled");
   for (int i = 0; i < set->n; i++) set->which[i] = ENG_f32;
   if (!set->reference && set->n > 0)
     ENG_TRY(flat_new(&set->reference, ARENA_GRADIENT, set, set->which));
@@ -676,7 +678,7 @@ eng_status eng_params_reference_end(double *norm, double *norms, eng_params *set
 {
   *norm = 0;
   ENG_TRY(check_alive(set));
-  if (!set->kept) return error_set(ENG_ERR_STATE, "no reference backward runs");
+  if (!set->kept) return error_set(ENG_ERR_STATE, "no reference backward is running");
   const backend *device = backend_current();
   int m = params_spans(set);
   eng_status status = params_here(set, "the end of a reference backward");
@@ -684,7 +686,8 @@ eng_status eng_params_reference_end(double *norm, double *norms, eng_params *set
     status =
       device->gradstats
         ? device->gradstats(set->span, m, ENG_NEED_NORM, set->stats)
-        : error_set(ENG_ERR_DEVICE, "the device %s has no gradient statistics", device->name);
+        : error_set(ENG_ERR_DEVICE, "the device %s cannot compute gradient statistics",
+                    device->name);
   double sum_squares = 0;
   for (int i = 0; norms && i < set->n; i++) norms[i] = 0;
   for (int k = 0; k < m && status == ENG_OK; k++) {
@@ -703,7 +706,7 @@ eng_status eng_params_reference_end(double *norm, double *norms, eng_params *set
   return status;
 }
 
-// ---- facts
+// ---- queries
 
 void eng_params_bytes(int64_t bytes[4], const eng_params *set)
 {

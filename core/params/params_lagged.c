@@ -1,5 +1,5 @@
 // Gradient statistics of lagged mode: started in one step, read in the next, without waiting. A GPU
-// keeps them until they are fetched; for a device that computes at once they are kept here, so that
+// keeps them until they are fetched. For a device that computes at once they are kept here, so that
 // scripts see the same behaviour on both. Owns eng_params.pending. Called by Lua and, for the
 // update, by optimizer.c.
 #include "params.h"
@@ -36,7 +36,7 @@ eng_status eng_params_stats_withdraw(eng_params *set)
 {
   const backend *device = backend_of_space(set->space);
   if (set->n_pending == 0)
-    return error_set(ENG_ERR_STATE, "lagged statistics: none were asked for");
+    return error_set(ENG_ERR_STATE, "lagged statistics: none are pending; hint: start them first");
   const pending_stats *p =
     &set->pending[(set->first_pending + --set->n_pending) % ENG_STATS_ON_THEIR_WAY];
   if (set->newest == p) set->newest = NULL;
@@ -69,7 +69,7 @@ static eng_status check_losses(tensor **loss, const eng_tensor *losses, int n)
     if (loss[i]->store->space != arena_space())
       return error_set(
         ENG_ERR_DEVICE,
-        "lagged statistics: the loss %s is not in the memory of the device in force, %s",
+        "lagged statistics: the loss %s is not in the memory of the current device, %s",
         tensor_text(loss[i]), backend_current()->name);
   }
   return ENG_OK;
@@ -78,15 +78,16 @@ static eng_status check_losses(tensor **loss, const eng_tensor *losses, int n)
 eng_status eng_params_stats_start(eng_params *set, unsigned needs, const eng_tensor *losses,
                                   int n_losses)
 {
-  if (!set || set->freed) return error_set(ENG_ERR_STATE, "there is no parameter set");
+  if (!set || set->freed) return error_set(ENG_ERR_STATE, "expected a parameter set, got none");
   if (set->n_pending == ENG_STATS_ON_THEIR_WAY)
     return error_set(ENG_ERR_STATE,
-                     "lagged statistics: %d are on their way already; hint: fetch the oldest first",
+                     "lagged statistics: %d are already pending; hint: fetch the oldest first",
                      ENG_STATS_ON_THEIR_WAY);
   ENG_TRY(params_here(set, "gradient statistics"));
   const backend *device = backend_current();
   if (!device->gradstats)
-    return error_set(ENG_ERR_DEVICE, "the device %s has no gradient statistics", device->name);
+    return error_set(ENG_ERR_DEVICE, "the device %s cannot compute gradient statistics",
+                     device->name);
   ENG_TRY(params_whole(set));
   tensor *loss[MOST_LOSSES];
   ENG_TRY(check_losses(loss, losses, n_losses));
@@ -118,15 +119,15 @@ eng_status eng_params_stats_start(eng_params *set, unsigned needs, const eng_ten
 eng_status eng_params_stats_fetch(eng_record *record, eng_tensor_stats *stats, double *loss,
                                   eng_params *set, double scale)
 {
-  if (!set || set->freed) return error_set(ENG_ERR_STATE, "there is no parameter set");
+  if (!set || set->freed) return error_set(ENG_ERR_STATE, "expected a parameter set, got none");
   if (set->n_pending == 0)
-    return error_set(ENG_ERR_STATE, "lagged statistics: none were asked for");
+    return error_set(ENG_ERR_STATE, "lagged statistics: none are pending; hint: start them first");
   ENG_TRY(params_here(set, "gradient statistics"));
   const backend *device = backend_current();
   pending_stats *p = &set->pending[set->first_pending];
   const eng_tensor_stats *found = p->stats;
   set->first_pending = (set->first_pending + 1) % ENG_STATS_ON_THEIR_WAY;
-  set->n_pending--;   // used up, even when the fetch fails
+  set->n_pending--;   // consumed, even if the fetch fails
   if (device->gradstats_fetch) {
     double values[MOST_LOSSES];
     ENG_TRY(device->gradstats_fetch(p->ticket, set->stats, p->m, values, p->n_losses));

@@ -1,9 +1,8 @@
-// The attach socket of a run: a Unix socket in the run's directory through which other processes of
-// the same user send lines and receive lines. The run never waits for a client: unread replies are
-// kept up to a limit, and then the client is disconnected. Lua defines the lines
-// (lua/engine/run/control.lua, lua/engine/cli/attach.lua). Both the server and the client side are
-// here.
-// Called by Lua: the trainer between steps, and `engine attach`.
+// The attach socket of a run: a Unix socket in the run's directory, over which other processes of
+// the same user exchange lines with the run. The run never waits for a client: unread replies are
+// kept up to a limit, and then the client is disconnected. Lua defines the protocol
+// (lua/engine/run/control.lua, lua/engine/cli/attach.lua). This file has both the server and the
+// client side. Called by Lua: the trainer between steps, and `engine attach`.
 #define _GNU_SOURCE   // accept4, struct ucred
 #include "engine.h"
 #include "base/error.h"
@@ -63,7 +62,7 @@ static bool bytes_add(bytes *b, const char *data, size_t size, size_t limit)
   return true;
 }
 
-/// Returns the first complete line as a separate string; NULL when there is none (or no memory).
+/// Returns the first complete line as a separate string; NULL if there is none (or no memory).
 static char *bytes_line(bytes *b, int64_t *length)
 {
   char *start = b->data + b->from,
@@ -98,7 +97,7 @@ static eng_status address_of(struct sockaddr_un *out, const char *path, int fold
   }
   int length = snprintf(out->sun_path, sizeof out->sun_path, "/proc/self/fd/%d/%s", folder, name);
   if (length > 0 && (size_t)length < sizeof out->sun_path) return ENG_OK;
-  return error_set(ENG_ERR_IO, "%s: the name of a socket can have %d bytes", path,
+  return error_set(ENG_ERR_IO, "%s: expected a socket name of at most %d bytes", path,
                    (int)sizeof out->sun_path - 24);
 }
 
@@ -116,15 +115,17 @@ static eng_status open_folder(int *folder, const char **name, const char *path)
   return status;
 }
 
-// ---- the run's side
+// ---- the server side
 
-/// Removes a socket that no longer has a listener.
+/// Removes a socket without a listener.
 static eng_status clear_place(const struct sockaddr_un *address, const char *path, int folder,
                               const char *name)
 {
   struct stat there;
   if (fstatat(folder, name, &there, AT_SYMLINK_NOFOLLOW) != 0) return ENG_OK;
-  if (!S_ISSOCK(there.st_mode)) return error_set(ENG_ERR_IO, "%s: is there and is no socket", path);
+  if (!S_ISSOCK(there.st_mode)) return error_set(ENG_ERR_IO,
+                                                 "%s: expected a socket, found another kind of "
+                                                 "file", path);
   int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
   bool answered = fd >= 0 && (connect(fd, (const struct sockaddr *)address, sizeof *address) == 0 ||
                               errno == EAGAIN);
@@ -141,7 +142,7 @@ static eng_status listen_at(eng_attach *door, const char *path)
   ENG_TRY(address_of(&address, path, door->folder, door->name));
   ENG_TRY(clear_place(&address, path, door->folder, door->name));
   door->fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-  // The mode set on the socket becomes that of the file: other users can connect at no moment.
+  // The mode set on the socket becomes that of the file, so that other users can never connect.
   if (door->fd < 0 || fchmod(door->fd, 0600) != 0 ||
       bind(door->fd, (const struct sockaddr *)&address, sizeof address) != 0)
     return error_set(ENG_ERR_IO, "%s: cannot make a socket: %s", path, strerror(errno));
@@ -244,7 +245,7 @@ static bool pull_in(client *c)
   return bytes_add(&c->out, answer, sizeof answer - 1, ENG_ATTACH_ANSWER) && push_out(c) && false;
 }
 
-/// Whether there is room to read on: stop reading from a client whose replies are backed up.
+/// Whether to read on: stop reading from a client whose replies are backed up.
 static bool has_room(const client *c)
 {
   size_t waiting = c->in.size - c->in.from;
@@ -294,7 +295,7 @@ bool eng_attach_poll(const char **line, int64_t *length, int *number, eng_attach
     if (here) here = push_out(c);
     if (!here) let_go(door, c);
   }
-  if (wanted[0].revents) take_in(door);      // last: a client that just left made room
+  if (wanted[0].revents) take_in(door);      // last: a client that just left made a slot free
   return door->count > 0 && give_line(line, length, number, door);
 }
 
@@ -324,7 +325,7 @@ int eng_attach_count(const eng_attach *door)
   return door->count;
 }
 
-// ---- the other side
+// ---- the client side
 
 struct eng_attach_link { int fd; bytes in; char *line; };
 
@@ -336,15 +337,15 @@ eng_status eng_attach_connect(eng_attach_link **out, const char *path)
   *out = NULL;
   ENG_TRY(open_folder(&folder, &name, path));
   eng_attach_link *link = calloc(1, sizeof *link);
-  // otherwise many pending clients would block this one
+  // non-blocking, because with many pending clients connect() would block
   int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
   eng_status status = link && fd >= 0 ? address_of(&address, path, folder, name)
                                       : error_set(ENG_ERR_MEMORY, "%s: out of memory", path);
   if (status == ENG_OK && connect(fd, (struct sockaddr *)&address, sizeof address) != 0) {
     bool deserted = errno == ENOENT || errno == ECONNREFUSED;
-    const char *why = deserted ? "no run listens there"
+    const char *why = deserted ? "no run is listening there"
                       : errno == EAGAIN
-                        ? "other clients are waiting already, and the run does not answer"
+                        ? "too many clients are waiting, and the run does not answer"
                         : strerror(errno);
     status = error_set(deserted ? ENG_ERR_STATE : ENG_ERR_IO, "%s: %s", path, why);
   } else if (status == ENG_OK && fcntl(fd, F_SETFL, 0) != 0) {
@@ -366,7 +367,7 @@ eng_status eng_attach_send(eng_attach_link *link, const char *text, int64_t size
   while (size > 0) {
     ssize_t sent = send(link->fd, text, (size_t)size, MSG_NOSIGNAL);
     if (sent < 0 && errno == EINTR) continue;
-    if (sent < 0) return error_set(ENG_ERR_IO, "the run is gone");
+    if (sent < 0) return error_set(ENG_ERR_IO, "the run has ended");
     text += sent;
     size -= sent;
   }
@@ -387,12 +388,12 @@ eng_status eng_attach_receive(const char **line, int64_t *length, eng_attach_lin
     }
     double left = until - eng_clock();
     if (eng_interrupted() > 0) return error_set(ENG_ERR_INTERRUPTED, "interrupted");
-    if (left <= 0) return error_set(ENG_ERR_STATE, "no answer yet");
+    if (left <= 0) return error_set(ENG_ERR_STATE, "the run has not answered yet");
     struct pollfd wanted = {.fd = link->fd, .events = POLLIN};
     if (poll(&wanted, 1, left < 0.2 ? (int)(left * 1000) + 1 : 200) <= 0) continue;
     ssize_t got = recv(link->fd, chunk, sizeof chunk, 0);
     if (got < 0 && errno == EINTR) continue;
-    if (got <= 0) return error_set(ENG_ERR_IO, "the run is gone");
+    if (got <= 0) return error_set(ENG_ERR_IO, "the run has ended");
     if (!bytes_add(&link->in, chunk, (size_t)got, ENG_ATTACH_ANSWER + CHUNK))
       return error_set(ENG_ERR_IO, "the answer is too long");
   }

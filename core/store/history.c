@@ -10,7 +10,7 @@
 #include <time.h>
 #include <unistd.h>
 
-// ---- open histories, so that none loses its last rows when the process exits without closing it
+// ---- open histories, flushed at exit so that an unclosed one keeps its last rows
 
 static eng_history *open_histories;
 static pthread_mutex_t open_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -130,12 +130,12 @@ static eng_status trouble_told(eng_history *history)
   history->news = false;
   if (history->moved) return moved_error(history);
   return error_set(ENG_ERR_IO,
-                   "history %s: %s; hint: is the disk full? rows wait in memory, the run can go on",
-                   history->path, history->trouble);
+                   "history %s: %s; hint: is the disk full? rows are kept in memory, and the run "
+                   "continues", history->path, history->trouble);
 }
 
-// Takes the lock and space in the queue for a message whose values take at most `bytes`. With
-// message NULL the row is dropped: the queue is full and cannot be written out.
+// Takes the lock and reserves queue space for a message whose values take at most `bytes`. The
+// message is NULL if the row is dropped because the queue is full and cannot be written out.
 static eng_status begin(draft *out, eng_history *history, history_statement statement, int fields,
                         int64_t bytes)
 {
@@ -148,7 +148,7 @@ static eng_status begin(draft *out, eng_history *history, history_statement stat
     return error_set(ENG_ERR_VALUE, "history %s: a row of %lld bytes is larger than %d",
                      history->path, (long long)need, HISTORY_QUEUE / 2);
   pthread_mutex_lock(&history->lock);
-  if (history->head == history->tail) history->head = history->tail = 0;      // use few pages
+  if (history->head == history->tail) history->head = history->tail = 0;      // touches fewer pages
   for (;;) {
     uint64_t place = history->head % HISTORY_QUEUE,
              skip = HISTORY_QUEUE - place < need ? HISTORY_QUEUE - place : 0;

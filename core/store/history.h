@@ -7,8 +7,8 @@
 //   history_query.c   queries
 // The public functions are in engine_files.h.
 //
-// A message in the queue is one statement with its parameters in order, so the thread does not need
-// to know the meaning of a row, except `attempt` and `resume`.
+// A message in the queue is one statement with its parameters in order, so the thread need not know
+// the meaning of a row, except for `attempt` and `resume`.
 #ifndef ENG_HISTORY_H
 #define ENG_HISTORY_H
 
@@ -78,8 +78,8 @@ struct eng_history {
   uint64_t  rounds;                 // attempted commits
   bool      stop, hurry;
   bool      failing;                // the last round failed
-  bool      news;                   // and the error has not been reported
-  bool      moved;                  // the file is no longer where it was opened
+  bool      news;                   // the error has not been reported yet
+  bool      moved;                  // the file was removed or replaced
   int64_t   dropped;                // rows lost to a full queue, not yet recorded in the file
   char      trouble[400];           // ... to here
 
@@ -103,12 +103,12 @@ void       history_writer_close(eng_history *history);
 /// The thread's function.
 void      *history_writer_run(void *history);
 
-/// Opens a connection that can only read and checks that it is a history this engine knows.
+/// Opens a read-only connection and checks that the file is a history of a known schema.
 eng_status history_reader_open(sqlite3 **out, const char *path);
 /// Checks application and schema version; `fresh` (may be NULL) is set for an empty database.
 eng_status history_check(sqlite3 *db, const char *path, bool *fresh);
 
-/// Most bytes that packing statistics of n tensors can take.
+/// The most bytes that packing statistics of n tensors can take.
 int64_t history_pack_bound(int n);
 /// Packs statistics; returns the bytes used. history_pack_hist: one tensor of zeros with this
 /// histogram and amax.

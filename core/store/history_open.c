@@ -1,5 +1,5 @@
-// Opening a history's file: a connection that can only read, and the check that the file is a
-// history which this engine knows. Called by history.c, history_writer.c and history_query.c.
+// Opening a history's file: a read-only connection, and the check that the file is a history of a
+// known schema. Called by history.c, history_writer.c and history_query.c.
 #include "base/error.h"
 #include "history.h"
 
@@ -37,7 +37,8 @@ eng_status history_check(sqlite3 *db, const char *path, bool *fresh)
   if (fresh != NULL) *fresh = tables == 0 && application == 0;
   if (fresh != NULL && *fresh) return ENG_OK;
   if (application != HISTORY_APPLICATION)
-    return error_set(ENG_ERR_FORMAT, "history %s: is an SQLite file, but no history", path);
+    return error_set(ENG_ERR_FORMAT,
+                     "history %s: expected a history, found another SQLite database", path);
   if (version > HISTORY_SCHEMA)
     return error_set(ENG_ERR_FORMAT,
                      "history %s: was written by a newer engine (schema %lld, this one knows %d); "
@@ -46,8 +47,7 @@ eng_status history_check(sqlite3 *db, const char *path, bool *fresh)
   return ENG_OK;
 }
 
-// A URI for a file that no process writes; characters with a meaning in URIs are escaped. To be
-// freed.
+// A URI for a file that no process writes, with special characters escaped. The caller frees it.
 static char *immutable_uri(const char *path)
 {
   static const char tail[] = "?immutable=1";
@@ -83,11 +83,11 @@ eng_status history_reader_open(sqlite3 **out, const char *path)
 {
   *out = NULL;
   if (eng_file_kind(path) != ENG_FILE_REGULAR)
-    return error_set(ENG_ERR_IO, "history %s: there is no such file", path);
+    return error_set(ENG_ERR_IO, "history %s: no such file", path);
   eng_status status = open_and_check(out, path, 0, path);
   if (status != ENG_ERR_IO) return status;
-  // WAL mode needs a file beside the database. Where it cannot be created (an archive, another
-  // user's directory) and none exists, no process writes, and the database can be read as it is.
+  // WAL mode needs a file next to the database. If it cannot be created (an archive, another user's
+  // directory) and none exists, no process is writing, and the database file alone is complete.
   char *log = malloc(strlen(path) + 5), *uri = immutable_uri(path);
   if (log != NULL && uri != NULL) {
     sprintf(log, "%s-wal", path);

@@ -129,7 +129,8 @@ eng_status eng_history_unpack(int *n, eng_tensor_stats *stats, int capacity, con
   *n = 0;
   int version = size < 2 ? 0 : *from.now++;
   if (version < 1 || version > PACK_VERSION)
-    return error_set(ENG_ERR_FORMAT, "history: these statistics are damaged or of a newer engine");
+    return error_set(ENG_ERR_FORMAT,
+                     "history: these statistics are damaged or were written by a newer engine");
   int64_t count = get_number(&from);
   if (count > size) from.bad = true;           // a tensor takes more than a byte
   for (int64_t i = 0; i < count && !from.bad; i++) {

@@ -12,8 +12,8 @@ struct eng_query {
   char         *path;
 };
 
-// Whether a statement of this connection is unfinished. A connection sees the file as it was when
-// its oldest unfinished statement began: an abandoned iterator must not freeze later queries.
+// Whether a statement of this connection is unfinished. A connection sees the file as of the start
+// of its oldest unfinished statement: an abandoned iterator must not freeze later queries.
 static bool busy(sqlite3 *db)
 {
   sqlite3_stmt *statement = NULL;
@@ -41,7 +41,7 @@ static eng_status prepare(eng_query *query, sqlite3 *db, const char *sql)
 eng_status eng_query_open(eng_query **out, eng_history *history, const char *sql)
 {
   *out = NULL;
-  // A history that cannot be written at the moment can still be read.
+  // A history that cannot be written at the moment is still readable.
   if (history->writing) history_wait(history);
   if (history->reader == NULL) ENG_TRY(history_reader_open(&history->reader, history->path));
   eng_query *query = calloc(1, sizeof *query);

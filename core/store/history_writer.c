@@ -1,7 +1,6 @@
 // The history's thread: takes messages from the queue and commits them in one transaction per
-// round. A failed round is rolled back and tried again later: a message leaves the queue only when
-// it is committed.
-// Owns the writing connection and the schema. Called by history.c.
+// round. A failed round is rolled back and retried later; messages leave the queue only when they
+// are committed. Owns the writing connection and the schema. Called by history.c.
 #include "base/error.h"
 #include "history.h"
 
@@ -12,7 +11,8 @@
 #include <time.h>
 
 // Counts are of the scaled gradients; amax and norm are unscaled. NaN is stored as NULL, infinities
-// as they are. `scale` is the scale of the step's backward pass, next_scale the policy's decision.
+// as themselves. `scale` is the scale of the step's backward pass, next_scale the policy's
+// decision.
 static const char schema[] =
   "CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;"
   "CREATE TABLE config(key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;"
@@ -30,7 +30,7 @@ static const char schema[] =
   " data TEXT);"
   "CREATE INDEX events_step ON events(step);";
 
-// Added later: created whenever missing, so that an older history can continue.
+// Added in later versions: created if missing, so that an older history can continue.
 static const char schema_shadows[] =
   "CREATE TABLE IF NOT EXISTS shadows(name TEXT, step INTEGER, scale REAL, action TEXT,"
   " failed INTEGER, reason TEXT, PRIMARY KEY(name, step)) WITHOUT ROWID;";
@@ -45,8 +45,8 @@ static const char schema_signals[] =
   " PRIMARY KEY(name, step)) WITHOUT ROWID;";
 
 // Since schema 2: summaries for plotting and counting long runs. Block b summarizes steps b * 256
-// to b * 256 + 255, once a later step has come; later steps are in `steps` alone. For each number:
-// the count, minimum, maximum and sum of its finite values.
+// to b * 256 + 255 once a later step exists; newer steps are only in `steps`. For each number: the
+// count, minimum, maximum and sum of its finite values.
 #define EACH_SUMMED(X) X(loss, "loss") X(lr, "lr") X(scale, "scale") X(amax, "amax") \
   X(norm, "norm") X(stored, "amax * scale") X(zeros, "1.0 * zeros / count") \
   X(underflow, "1.0 * underflow / count")
@@ -85,7 +85,7 @@ static const char *const sql[HISTORY_STATEMENTS] = {
   [HISTORY_DELETE_STEPS] = "DELETE FROM steps WHERE step >= ?",
   [HISTORY_DELETE_TENSORS] = "DELETE FROM tensor_stats WHERE step >= ?",
   [HISTORY_DELETE_SHADOWS] = "DELETE FROM shadows WHERE step >= ?",
-  // Earlier resumes stay on record.
+  // Events of earlier resumes are kept.
   [HISTORY_DELETE_EVENTS] = "DELETE FROM events WHERE step >= ? AND kind <> 'resumed'",
   [HISTORY_DELETE_BLOCKS] = "DELETE FROM blocks WHERE block >= ? / 256",
   [HISTORY_SUM_UP] =
@@ -149,7 +149,7 @@ static eng_status make_schema(eng_history *history)
   if (sqlite3_exec(history->db, "BEGIN IMMEDIATE", NULL, NULL, NULL) != SQLITE_OK ||
       sqlite3_exec(history->db, schema, NULL, NULL, NULL) != SQLITE_OK ||
       sqlite3_exec(history->db, text, NULL, NULL, NULL) != SQLITE_OK)
-    return sqlite_error(history->db, history->path, "make the tables");
+    return sqlite_error(history->db, history->path, "create the tables");
   return ENG_OK;
 }
 
@@ -162,8 +162,8 @@ eng_status history_writer_open(eng_history *history)
     return sqlite_error(history->db, history->path, "open");
   sqlite3_busy_timeout(history->db, 2000);
   ENG_TRY(history_check(history->db, history->path, &fresh));
-  // With NORMAL a commit reaches the operating system, not the disk: it survives the process, but
-  // not always a crash of the machine.
+  // With NORMAL a commit reaches the operating system, not the disk: it survives a crash of the
+  // process, but not always one of the machine.
   if (sqlite3_exec(history->db, "PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL", NULL,
                    NULL, NULL) != SQLITE_OK)
     return sqlite_error(history->db, history->path, "write");
@@ -172,7 +172,7 @@ eng_status history_writer_open(eng_history *history)
       sqlite3_exec(history->db, schema_fp8, NULL, NULL, NULL) != SQLITE_OK ||
       sqlite3_exec(history->db, schema_signals, NULL, NULL, NULL) != SQLITE_OK ||
       sqlite3_exec(history->db, schema_blocks, NULL, NULL, NULL) != SQLITE_OK)
-    return sqlite_error(history->db, history->path, "make the tables");
+    return sqlite_error(history->db, history->path, "create the tables");
   // A history of schema 1 is one of schema 2 without blocks; they are created with its next row.
   char version[64];
   snprintf(version, sizeof version, "PRAGMA user_version = %d", HISTORY_SCHEMA);
@@ -263,8 +263,8 @@ static int resume_at(eng_history *history, int64_t step)
   return code;
 }
 
-// Summarizes the blocks before that of `step`. For an earlier step, deletes the blocks that it
-// changes.
+// Summarizes the blocks before the one of `step`. If `step` precedes summarized blocks, deletes
+// those that it changes.
 static int sum_up(eng_history *history, int64_t step)
 {
   const int64_t block = block_of(step);
@@ -320,7 +320,7 @@ static bool commit_round(eng_history *history, uint64_t tail, uint64_t head, int
     if (message->statement == HISTORY_WRAP) continue;
     code = do_message(history, message);
     if (code == SQLITE_CONSTRAINT || code == SQLITE_TOOBIG || code == SQLITE_MISMATCH) {
-      snprintf(trouble, room, "a row was left out: %s", sqlite3_errmsg(history->db));
+      snprintf(trouble, room, "a row was skipped: %s", sqlite3_errmsg(history->db));
       code = SQLITE_OK;
     }
   }

@@ -40,7 +40,7 @@ struct eng_safetensors {
   int64_t                metadata_count, metadata_room;
 };
 
-// Bytes of an element, from the one list of dtypes.
+// Bytes of an element, from the table of dtypes.
 static int64_t bytes_of(int dtype)
 {
   static const int64_t size[] = {
@@ -72,7 +72,7 @@ static eng_status find_format(int32_t *dtype, const char *name)
   }
   return error_set(
     ENG_ERR_DTYPE,
-    "dtype %s is not supported; hint: F32 F64 F16 BF16 F8_E4M3 F8_E5M2 U8 I8 I16 I32 I64 BOOL are",
+    "dtype %s is not supported; supported: F32 F64 F16 BF16 F8_E4M3 F8_E5M2 U8 I8 I16 I32 I64 BOOL",
     json_show(name));
 }
 
@@ -83,7 +83,7 @@ static eng_status read_shape(json_reader *json, eng_safetensors_entry *entry)
   if (json_accept(json, ']')) return ENG_OK;
   do {
     if (entry->ndim == ENG_MAX_DIMS)
-      return error_set(ENG_ERR_FORMAT, "has more than %d dimensions", ENG_MAX_DIMS);
+      return error_set(ENG_ERR_FORMAT, "expected at most %d dimensions", ENG_MAX_DIMS);
     ENG_TRY(json_whole(json, &entry->shape[entry->ndim++]));
   } while (json_accept(json, ','));
   return json_expect(json, ']');
@@ -98,13 +98,13 @@ static eng_status size_of(int64_t *bytes, const eng_safetensors_entry *entry)
   for (int d = 0; d < entry->ndim; d++) {
     if (entry->shape[d] == 0) empty = true;
     else if (__builtin_mul_overflow(product, entry->shape[d], &product))
-      return error_set(ENG_ERR_FORMAT, "its shape asks for more than 2^63-1 bytes");
+      return error_set(ENG_ERR_FORMAT, "its shape needs more than 2^63-1 bytes");
   }
   *bytes = empty ? 0 : product;
   return ENG_OK;
 }
 
-// {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, in any order, nothing else.
+// Reads {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}: keys in any order, no others.
 static eng_status read_entry(json_reader *json, eng_safetensors_entry *entry, int64_t data_size)
 {
   enum { DTYPE = 1, SHAPE = 2, OFFSETS = 4 };
@@ -122,7 +122,7 @@ static eng_status read_entry(json_reader *json, eng_safetensors_entry *entry, in
       if (now == 0)
         return error_set(ENG_ERR_FORMAT, "unknown key %s; expected dtype, shape, data_offsets",
                          json_show(key));
-      if (seen & now) return error_set(ENG_ERR_FORMAT, "%s comes twice", key);
+      if (seen & now) return error_set(ENG_ERR_FORMAT, "duplicate key %s", key);
       seen |= now;
       if (now == DTYPE) {
         ENG_TRY(json_string(json, &dtype));
@@ -140,22 +140,22 @@ static eng_status read_entry(json_reader *json, eng_safetensors_entry *entry, in
     ENG_TRY(json_expect(json, '}'));
   }
   if (seen != (DTYPE | SHAPE | OFFSETS))
-    return error_set(ENG_ERR_FORMAT, "has no %s",
+    return error_set(ENG_ERR_FORMAT, "missing key %s",
                      !(seen & DTYPE)   ? "dtype"
                      : !(seen & SHAPE) ? "shape"
                                        : "data_offsets");
   int64_t bytes = 0;
   ENG_TRY(size_of(&bytes, entry));
   if (entry->begin > entry->end)
-    return error_set(ENG_ERR_FORMAT, "data_offsets [%lld, %lld] run backward",
+    return error_set(ENG_ERR_FORMAT, "data_offsets [%lld, %lld] end before they begin",
                      (long long)entry->begin, (long long)entry->end);
   if (entry->end > data_size)
     return error_set(ENG_ERR_FORMAT,
-                     "data_offsets [%lld, %lld] reach past the end, there are %lld bytes of data; "
+                     "data_offsets [%lld, %lld] exceed the %lld bytes of data; "
                      "hint: is the file complete?",
                      (long long)entry->begin, (long long)entry->end, (long long)data_size);
   if (entry->end - entry->begin != bytes)
-    return error_set(ENG_ERR_FORMAT, "dtype and shape ask for %lld bytes, data_offsets give %lld",
+    return error_set(ENG_ERR_FORMAT, "dtype and shape need %lld bytes, data_offsets span %lld",
                      (long long)bytes, (long long)(entry->end - entry->begin));
   return ENG_OK;
 }
@@ -213,19 +213,19 @@ static eng_status check_together(eng_safetensors *file, int64_t data_size)
   }
   for (int64_t i = 1; i < file->count; i++)
     if (strcmp(file->by_name[i - 1]->name, file->by_name[i]->name) == 0)
-      return error_set(ENG_ERR_FORMAT, "two tensors are called %s",
+      return error_set(ENG_ERR_FORMAT, "two tensors have the name %s",
                        json_show(file->by_name[i]->name));
   for (int64_t i = 0; i < file->count; i++) {
     if (e[i].begin < reached)
       return error_set(ENG_ERR_FORMAT, "tensors %s and %s overlap", json_show(e[i - 1].name),
                        json_show(e[i].name));
     if (e[i].begin > reached)
-      return error_set(ENG_ERR_FORMAT, "%lld bytes before tensor %s belong to no tensor",
+      return error_set(ENG_ERR_FORMAT, "%lld unused bytes before tensor %s",
                        (long long)(e[i].begin - reached), json_show(e[i].name));
     reached = e[i].end;
   }
   if (reached != data_size)
-    return error_set(ENG_ERR_FORMAT, "%lld bytes after the last tensor belong to no tensor",
+    return error_set(ENG_ERR_FORMAT, "%lld unused bytes after the last tensor",
                      (long long)(data_size - reached));
   return ENG_OK;
 }
@@ -241,7 +241,7 @@ static eng_status check_metadata(const eng_safetensors *file)
   for (int64_t i = 1; i < file->metadata_count && status == ENG_OK; i++)
     if (strcmp(sorted[i - 1].key, sorted[i].key) == 0)
       status =
-        error_set(ENG_ERR_FORMAT, "two metadata entries are called %s", json_show(sorted[i].key));
+        error_set(ENG_ERR_FORMAT, "two metadata entries have the key %s", json_show(sorted[i].key));
   free(sorted);
   return status;
 }
@@ -261,7 +261,7 @@ static eng_status read_header(eng_safetensors *file, int64_t size, int64_t data_
       ENG_TRY(json_string(&json, &name));
       ENG_TRY(json_expect(&json, ':'));
       if (strcmp(name, "__metadata__") == 0) {
-        if (metadata) return error_set(ENG_ERR_FORMAT, "the header has __metadata__ twice");
+        if (metadata) return error_set(ENG_ERR_FORMAT, "the header has two __metadata__ entries");
         metadata = true;
         ENG_TRY(read_metadata(&json, file));
         continue;
@@ -325,18 +325,19 @@ static eng_status open_header(eng_safetensors **out, const char *path, int fd)
                      S_ISDIR(stat_now.st_mode) ? "directory" : "device or pipe");
   int64_t total = stat_now.st_size;
   if (total < PREFIX)
-    return error_set(ENG_ERR_FORMAT, "%s: %lld bytes are too few for a safetensors file", path,
-                     (long long)total);
+    return error_set(ENG_ERR_FORMAT,
+                     "%s: expected at least 8 bytes, found %lld; hint: is this a safetensors file?",
+                     path, (long long)total);
   uint64_t length;
   ENG_TRY(file_read_at(fd, path, &length, PREFIX, 0));
   if (length > HEADER_MOST)
     return error_set(ENG_ERR_FORMAT,
-                     "%s: header length %llu is larger than the format's limit of %d; hint: is "
+                     "%s: header length %llu exceeds the format's limit of %d; hint: is "
                      "this a safetensors file?",
                      path, (unsigned long long)length, HEADER_MOST);
   if ((int64_t)length > total - PREFIX)
     return error_set(ENG_ERR_FORMAT,
-                     "%s: header length %llu reaches past the end, the file has %lld bytes; hint: "
+                     "%s: header length %llu exceeds the file's %lld bytes; hint: "
                      "is the file complete?",
                      path, (unsigned long long)length, (long long)total);
   char *header = malloc((size_t)length + 1);
@@ -495,7 +496,8 @@ eng_status eng_safetensors_add(eng_safetensors_writer *writer, const char *name,
     return error_set(ENG_ERR_VALUE, "%s: the tensor name %s is not UTF-8", writer->path,
                      json_show(name));
   if (strcmp(name, "__metadata__") == 0)
-    return error_set(ENG_ERR_VALUE, "%s: no tensor can be called __metadata__", writer->path);
+    return error_set(ENG_ERR_VALUE, "%s: __metadata__ is reserved and cannot name a tensor",
+                     writer->path);
   item *bigger = grown(writer->items, writer->count, &writer->room, sizeof *bigger);
   char *own = strdup(name);
   if (bigger != NULL) writer->items = bigger;
@@ -515,7 +517,7 @@ eng_status eng_safetensors_annotate(eng_safetensors_writer *writer, const char *
                      json_show(key));
   for (int64_t i = 0; i < writer->note_count; i++)
     if (strcmp(writer->notes[i].key, key) == 0)
-      return error_set(ENG_ERR_VALUE, "%s: the metadata %s comes twice", writer->path,
+      return error_set(ENG_ERR_VALUE, "%s: duplicate metadata key %s", writer->path,
                        json_show(key));
   note *bigger = grown(writer->notes, writer->note_count, &writer->note_room, sizeof *bigger);
   note own = { strdup(key), strdup(value) };
@@ -539,7 +541,7 @@ static eng_status check_names(const eng_safetensors_writer *writer)
   eng_status status = ENG_OK;
   for (int64_t i = 1; i < writer->count && status == ENG_OK; i++)
     if (strcmp(names[i - 1], names[i]) == 0)
-      status = error_set(ENG_ERR_VALUE, "%s: two tensors are called %s", writer->path,
+      status = error_set(ENG_ERR_VALUE, "%s: two tensors have the name %s", writer->path,
                          json_show(names[i]));
   free(names);
   return status;
@@ -572,7 +574,8 @@ static eng_status put_header(FILE *to, const eng_safetensors_writer *writer)
     const char *format = status == ENG_OK ? format_name(info.dtype) : NULL;
     if (status == ENG_OK && format == NULL)
       status =
-        error_set(ENG_ERR_DTYPE, "the format has no dtype for %s", eng_dtype_name(info.dtype));
+        error_set(ENG_ERR_DTYPE, "the safetensors format cannot store %s",
+                  eng_dtype_name(info.dtype));
     if (status != ENG_OK)
       return error_prefix(status, "%s: tensor %s", writer->path, json_show(writer->items[i].name));
     if (i > 0 || writer->note_count > 0) fputs(",", to);
@@ -589,7 +592,7 @@ static eng_status put_header(FILE *to, const eng_safetensors_writer *writer)
   return ENG_OK;
 }
 
-// Builds the header in new memory.
+// Builds the header in newly allocated memory.
 static eng_status make_header(char **header, size_t *size, const eng_safetensors_writer *writer)
 {
   *header = NULL;
@@ -614,7 +617,7 @@ static void copy_run(char *to, const char *from, int64_t count, int64_t stride, 
   for (int64_t i = 0; i < count; i++) memcpy(to + i * size, from + i * stride * size, (size_t)size);
 }
 
-// Writes elements in row-major order, a bounded piece at a time.
+// Writes elements in row-major order, a bounded number at a time.
 static eng_status put_tensor(file_writer *out, const eng_tensor_info *info)
 {
   const int64_t size = bytes_of(info->dtype);
@@ -646,7 +649,7 @@ static eng_status put_tensor(file_writer *out, const eng_tensor_info *info)
   return file_writer_put(out, piece, filled);
 }
 
-/// The same for a tensor in a card's memory.
+/// Writes a tensor in a card's memory.
 static eng_status put_from_card(file_writer *out, const eng_tensor *x, const eng_tensor_info *info)
 {
   int64_t bytes = info->count * bytes_of(info->dtype);

@@ -180,7 +180,7 @@ describe("tensors on the card", function()
     local good, message = pcall(function() return engine.ones(3) + x end)
     assert.is_false(good)
     assert.truthy(tostring(message)
-      :find("is not in the memory of the device in force, cuda", 1, true))
+      :find("is not in the memory of the current device, cuda", 1, true))
   end)
 
   it("report an index out of range at the next wait", function()

@@ -57,7 +57,7 @@ if not sanitized and helper.shell("test -f " .. CARD).code == 0
             engine.device(away)
             local done, text = pcall(call)
             engine.device(home)
-            local want = ("the parameters are in %s memory, the device in force is %s; hint: " ..
+            local want = ("the parameters are in %s memory, the current device is %s; hint: " ..
               "engine.device('%s')"):format(home, away, home)
             assert(not done and tostring(text):find(want, 1, true), text)
           end
@@ -82,7 +82,7 @@ if not sanitized and helper.shell("test -f " .. CARD).code == 0
           foreign[0] = there
           engine.device(home)
           local done, text = pcall(start, foreign, 1)
-          assert(not done and tostring(text):find("is not in the memory of the device in force, " ..
+          assert(not done and tostring(text):find("is not in the memory of the current device, " ..
             home, 1, true), text)
           refused(function()
             F.check(C.eng_params_reference_begin(set))
@@ -108,8 +108,9 @@ if not sanitized and helper.shell("test -f " .. CARD).code == 0
       for _, part in ipairs { 0.02, 0.3, 0.7, 0.999 } do
         helper.write(folder .. "/cut.so", whole:sub(1, math.floor(#whole * part)))
         local ran = with(folder .. "/cut.so")
-        assert(ran.code == 1 and ran.out:find("/cut.so is truncated; hint: make, or copy it again", 1,
-          true), part .. ": " .. ran.out)
+        assert(ran.code == 1
+          and ran.out:find("/cut.so is truncated; hint: make, or copy it again", 1, true),
+          part .. ": " .. ran.out)
       end
       helper.write(folder .. "/text.so", "no library")
       assert.truthy(with(folder .. "/text.so").out:find("cannot load " .. folder .. "/text.so", 1,

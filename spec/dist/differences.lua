@@ -158,7 +158,7 @@ end
 -- ------------------------------------------------------------------ no MPI
 
 local without = {
-  { "no MPI in this build", "this build has no MPI: there is no",
+  { "no MPI in this build", "this build has no MPI (missing: ",
     function(here) os.remove(here .. "/build/libengine_mpi.so") end },
   { "an MPI library of garbage", "cannot load",
     function(here) helper.write(here .. "/build/libengine_mpi.so", "nothing") end },

@@ -155,7 +155,7 @@ describe("NCCL", function()
     it("with MPI ends a job that waits for a rank, and names the rank", function()
       local job = over_mpi(3, JOB, { "hang_rank=2", "timeout=3" })
       assert.equal(70, job.code)
-      assert.matches("rank 2 did not come to the sum of gradients within 3 s", job.err, 1, true)
+      assert.matches("rank 2 did not reach the sum of gradients within 3 s", job.err, 1, true)
     end)
   end
 
@@ -198,7 +198,7 @@ describe("NCCL", function()
       "the data of rank 0 is in host memory", result.err, 1, true)
     for environment, expected in pairs {
       ["RANK=0 WORLD_SIZE=2 ENGINE_RANKS=nccl"] =
-        "2 processes over NCCL without an address to meet at; hint: MASTER_ADDR=",
+        "2 processes over NCCL without a rendezvous address; hint: MASTER_ADDR=",
       ["RANK=0 WORLD_SIZE=2"] = "WORLD_SIZE=2 and RANK without MASTER_ADDR",
       ["WORLD_SIZE=2 MASTER_ADDR=x"] = "WORLD_SIZE=2 without RANK",
       ["RANK=2 WORLD_SIZE=2 MASTER_ADDR=x"] =

@@ -287,6 +287,6 @@ describe("ranks", function()
     -- Rank 1 has only just begun to wait and must not be named.
     _, _, result = job(3, { "hang_rank=2", "slow_rank=1", "slow=2.7", "timeout=3" })
     assert.equal(70, result.code)
-    assert.matches("rank 2 did not come to the sum of gradients within 3 s", result.err, 1, true)
+    assert.matches("rank 2 did not reach the sum of gradients within 3 s", result.err, 1, true)
   end)
 end)

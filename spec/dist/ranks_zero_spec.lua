@@ -112,7 +112,7 @@ describe("ranks with ZeRO-2", function()
       assert.matches("the gradient of wpe.weight is divided among ranks (zero=2), and no rank " ..
         "has all of it; hint: zero=0", rank.told.grad, 1, true)
       for _, what in ipairs { "stats", "unscale" } do
-        assert.matches("divided among ranks (zero=2), and this rank has its own elements alone",
+        assert.matches("divided among ranks (zero=2), and this rank has only its own elements",
           rank.told[what], 1, true)
       end
       assert.matches("only a trainer's step can compute them", rank.told.backward, 1, true)

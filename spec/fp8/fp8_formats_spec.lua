@@ -291,13 +291,13 @@ describe("FP8 formats (" .. table.concat(SETS, ", ") .. ")", function()
       local fine, message = pcall(f)
       assert.is_false(fine)
       assert.truthy(tostring(message):find(
-        "there is no arithmetic on FP8 tensors, got e4m3 %[[2 x3]*%]; hint: x:to%(\"f32\"%)"),
+        "FP8 tensors have no arithmetic, got e4m3 %[[2 x3]*%]; hint: x:to%(\"f32\"%)"),
         tostring(message))
     end
     assert.error_matches(function() engine.concat { q, q:to("e5m2") } end,
-      "an FP8 tensor can only be joined with tensors of its dtype")
+      "FP8 tensors join only with tensors of the same dtype")
     assert.error_matches(function() q:uniform() end,
-      "random numbers: expected another dtype than e4m3")
+      "random numbers: cannot draw into e4m3")
     assert.error_matches(function() q:requires_grad() end, "expected a floating%-point tensor")
     assert.error_matches(function() engine.ones(3):to("f16", { saturate = true }) end,
       "options belong to e4m3 and e5m2")

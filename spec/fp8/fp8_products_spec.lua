@@ -287,7 +287,7 @@ describe("FP8 products (" .. table.concat(SETS, ", ") .. ")", function()
       { function() fp8.matmul(a, b, { accumulator = "fp22" }) end,
         "expected accumulator e4m3, exact, fp32, hopper, got 'fp22'" },
       { function() fp8.matmul(a, b, { transpose_b = true, promotion = 100 }) end,
-        "promotion every multiple of 32" },
+        "a multiple of 32" },
       { function() fp8.matmul(a, b, { transpose_b = true, promotion = -1 }) end, "promotion" },
       { function() fp8.matmul(a, engine.ones(3)) end,
         "expected b from fp8.quantize, got a tensor" },

@@ -224,9 +224,9 @@ describe("an FP8 recipe", function()
       assert.is_nil(why:find("\n"))
     end
     refused({ x = { block = "1x96" } },
-      "1: forward: blocks of x hold 96, those of w 128 along the side they are summed over")
+      "1: forward: along the summed side, blocks of x have 96 elements and those of w 128")
     refused({ forward = { promotion = 100 } },
-      "1: forward: expected a promotion every multiple of 32 steps, or 0 for none, got 100")
+      "1: forward: expected a promotion interval that is a multiple of 32, or 0, got 100")
     refused({ x = { block = { -1, 3 } } },
       "1: blocks of x: expected 1 or more rows and columns, or 0 for all, got -1 x 3")
     refused({ high = { "." } }, "no linear layer of this model is in FP8")
@@ -248,7 +248,7 @@ describe("an FP8 recipe", function()
     local good, why = pcall(engine.autocast, "fp8_block",
       function() return layer(engine.randn(4, 12)) end)
     assert.is_false(good)
-    assert.is_truthy(why:find("packs 8 numbers of a row", 1, true), why)
+    assert.is_truthy(why:find("needs rows of a multiple of 8", 1, true), why)
   end))
   it("does not delay the scales of blocks", function()
     local layer = nn.linear(128, 8)

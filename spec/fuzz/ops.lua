@@ -496,7 +496,7 @@ local function attempt(f, ...)
     bug("an error that is not a text:", tostring(message))
   end
   -- a made-up handle that names an existing tensor
-  local elsewhere = message:find("in the memory of the device in force", 1, true)
+  local elsewhere = message:find("in the memory of the current device", 1, true)
   return "error", nil, elsewhere ~= nil or message:find("out of memory", 1, true) ~= nil, message
 end
 

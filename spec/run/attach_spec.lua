@@ -307,7 +307,7 @@ describe("the socket", function()
     local script = helper.write(folder .. "/job.lua", JOB:gsub('log = "quiet"', 'log = "line"'))
     local result = helper.run { script, folder .. "/run", "3" }
     assert.equal(0, result.code)
-    assert.matches("engine attach cannot reach this run: .*attach.sock: is there and is no socket",
+    assert.matches("engine attach cannot reach this run: .*attach.sock: expected a socket, found another kind of file",
       result.out)
   end)
 end)

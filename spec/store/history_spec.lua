@@ -259,7 +259,7 @@ describe("history", function()
         if step == 10 then
           local flushed, why = h:flush()
           assert.is_nil(flushed)
-          assert.truthy(why:find("rows wait in memory", 1, true), why)
+          assert.truthy(why:find("rows are kept in memory", 1, true), why)
         end
       end
       assert.are.equal(1, #h:steps())
@@ -330,13 +330,13 @@ describe("opening a history", function()
   end
 
   it("refuses a file that is not a history", function()
-    refused(dir, nil, "history.db: there is no such file")
+    refused(dir, nil, "history.db: no such file")
     refused(dir .. "/no/h.db", { write = true }, "unable to open database file")
     scratch.write(dir .. "/text", ("not a database "):rep(100))
     refused(dir .. "/text", nil, "is not a history, or is damaged")
     refused(dir .. "/text", { write = true }, "is not a history, or is damaged")
     scratch.write(dir .. "/empty", "")
-    refused(dir .. "/empty", nil, "is an SQLite file, but no history")
+    refused(dir .. "/empty", nil, "found another SQLite database")
   end)
 
   it("refuses a history of a newer engine in one line", function()

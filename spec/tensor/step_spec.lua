@@ -17,7 +17,8 @@ describe("the step", function()
     local x, kept = engine.zeros(64, 768), engine.tensor({ 1, 2 }):keep()
     local first = engine.zeros(2, { keep = true })
     engine.end_step()
-    local text = "tensor f32 [64 x 768] belongs to step %d, this is step %d; hint: :keep() copies it"
+    local text = "tensor f32 [64 x 768] belongs to step %d, this is step %d; "
+      .. "hint: :keep() copies it"
     text = text:format(now, now + 1)
     for _, use in ipairs { function() return x.shape end, function() return x + 1 end,
       function() return x:totable() end, function() return x:keep() end,

@@ -365,7 +365,7 @@ describe("the parameters of a model", function()
     collectgarbage()
     near({ ["1.weight"] = 1 }, values(net))
     assert.error_matches(function() optim.sgd(net[1]) end,
-      "parameter weight: this tensor f32 %[2 x 2%] is parameter 1.weight of a set already; hint")
+      "parameter weight: this tensor f32 %[2 x 2%] is already parameter 1.weight of a set; hint")
     assert.is_table(optim.sgd(net))
   end)
 end)
