@@ -2,24 +2,23 @@
 // f16 or bf16 with any strides. Arithmetic is f32, except where pairs of bf16 are multiplied.
 // Called through the kernel table; owns nothing but scratch during a call.
 //
-// A task is a share of the queries of one (batch, key head). It lays K and V out once as packed f32
-// panels, then takes ROWS queries at a time: scores, softmax and the product with V for whole rows
-// of keys, so nothing is rescaled. Memory is ROWS x S floats per thread, never T x S. Parts hidden
-// by the causal mask are skipped in steps of a micro-kernel tile. The backward pass recomputes the
-// probabilities from the saved lse. It also sums p * dp itself rather than deriving it from y,
-// which may have been rounded to 16 bits.
+// A task is a range of the queries of one (batch, key head). It packs K and V once as f32 panels,
+// then processes ROWS queries at a time: scores, softmax and the product with V over whole rows of
+// keys, so nothing is rescaled. Memory is ROWS x S floats per thread, never T x S. Parts hidden by
+// the causal mask are skipped in steps of a micro-kernel tile. The backward pass recomputes the
+// probabilities from the saved lse. It also computes the sum of p * dp itself instead of deriving
+// it from y, which may have been rounded to 16 bits.
 //
-// Where the processor multiplies pairs of bf16 at full speed (gemm_pairs.h) and all operands are
-// bf16, the operands are multiplied unscaled, and scores, dq and dk are scaled afterwards.
-// Probabilities and gradients of scores are rounded to bf16 for the products they are factors of,
-// as in the CUDA kernels. The sum of the probabilities, lse and entropy use the unrounded ones; all
-// sums are f32.
+// If the processor multiplies pairs of bf16 at full speed (gemm_pairs.h) and all operands are bf16,
+// the operands are multiplied unscaled, and scores, dq and dk are scaled afterwards. Probabilities
+// and gradients of scores are rounded to bf16 before they enter a product, as in the CUDA kernels.
+// The sum of the probabilities, lse and entropy use unrounded ones; all sums are f32.
 //
-// Edge cases: a row that sees no key has y = 0, lse = -inf, entropy 0 and passes no gradient on. An
-// infinite largest score or a NaN makes its row NaN. A key after the query never affects it, not
-// even as 0 * NaN: tiles that hold a non-finite number are processed row by row. Results do not
-// depend on the number of threads: rows are independent, and sums over queries have an order given
-// by the shape alone.
+// Edge cases: a row that sees no key has y = 0, lse = -inf and entropy 0, and gives no gradient to
+// k and v. An infinite largest score or a NaN makes its row NaN. A key after the query never
+// affects it, not even as 0 * NaN: tiles with a non-finite number are processed row by row. Results
+// do not depend on the number of threads: rows are independent, and sums over queries have an order
+// given only by the shape.
 #include <omp.h>
 
 #include "device/backend.h"
@@ -29,8 +28,7 @@
 
 enum {
   ROWS = 8 * GEMM_MR,     // queries at a time
-  // Keys, or pairs of keys, that the product with V (and K) sums in one go: the panel stays in
-  // cache.
+  // Keys, or pairs of keys, that one product with V (or K) sums: the panel stays in cache.
   STEPS = 384,
   FEW_TASKS = 16,         // the backward pass splits the queries until there are this many tasks
 };
@@ -75,7 +73,7 @@ static sizes sizes_of(const op_call *call)
   return s;
 }
 
-// Number of keys that query t sees; they are the first ones.
+// Number of keys that query t sees: a prefix of them.
 static int64_t seen_by(const sizes *s, int64_t t)
 {
   if (!s->causal) return s->keys;
@@ -89,7 +87,7 @@ static int64_t panel_floats(int64_t steps, int64_t columns, int64_t span)
   return ceiling(columns, span) * GEMM_NR * steps;
 }
 
-// ------------------------------------------------------------------ laying out
+// ------------------------------------------------------------------ packing
 
 // One head of a tensor [B x time x heads x D]; element (t, d) is `first` + t*row + d*column.
 typedef struct slice {
@@ -126,7 +124,7 @@ static void pack(float *to, const sizes *s, slice x, int64_t times)
   pack_part(to, s, x, times, 0, times);
 }
 
-// Lays out [rows x width] row by row, `padded` floats apart, multiplied by factor, which is 1 for
+// Copies [rows x width] row by row, `padded` floats apart, multiplied by factor, which is 1 for
 // pairs.
 static void pack_rows(float *to, const sizes *s, slice x, int64_t t0, int64_t rows, float factor)
 {
@@ -137,7 +135,7 @@ static void pack_rows(float *to, const sizes *s, slice x, int64_t t0, int64_t ro
     vf_store(to + i, vf_mul(vf_load(to + i), vf_set1(factor)));
 }
 
-// Packs the rows that pack_rows laid out as panels.
+// Packs the output of pack_rows as panels.
 static void panels_of_rows(float *to, const sizes *s, const float *rows, int64_t n)
 {
   for (int64_t d = 0; d < s->padded; d += s->span, to += n * GEMM_NR)
@@ -168,7 +166,7 @@ static bool all_finite(const float *x, int64_t n, bool pairs)
   return !vm_any(vi_eq(most, infinite));
 }
 
-// Whether panels of width, of this many steps, hold finite numbers only.
+// Whether `steps` steps of panels of width hold only finite numbers.
 static bool panels_finite(const float *panels, const sizes *s, int64_t steps)
 {
   for (int64_t d = 0; d < s->padded; d += s->span, panels += steps * GEMM_NR)
@@ -197,7 +195,7 @@ static void scores_of(float *scores, const sizes *s, const float *a, const float
 }
 
 // to [rows x width] = p [rows x seen keys] times panels [keys x width], which were packed from
-// `from`. A single row may be one that must not touch the next key, not even as 0 * NaN. Where that
+// `from`. A single row may exclude the next key, which must not contribute even 0 * NaN. If that
 // key shares a word with a seen key, it is removed from the panel during the product and restored
 // afterwards.
 static void weighted_sums(float *to, const sizes *s, const float *p, float *panels, slice from,
@@ -224,7 +222,7 @@ static void weighted_sums(float *to, const sizes *s, const float *p, float *pane
 }
 
 // to [keys x width] += p^T times panels [rows x width], for the keys that these queries see. With
-// pairs, the words of two queries are in p's row of the first one.
+// pairs, p's row of the first of two queries holds the words of both.
 static void add_turned(float *to, const sizes *s, const float *p, const float *panels, int64_t t0,
                        int64_t rows)
 {
@@ -243,7 +241,7 @@ static void add_turned(float *to, const sizes *s, const float *p, const float *p
   }
 }
 
-// ------------------------------------------------------------------ factors in bf16
+// ------------------------------------------------------------------ operands in bf16
 
 // Rounds the keys up to `last` in a row of probabilities to words of two bf16.
 static void round_row(float *row, int64_t last)
@@ -277,9 +275,9 @@ static void round_gradients(const sizes *s, float *p, float *ds, float *ds_turne
 
 // ------------------------------------------------------------------ forward
 
-// exp(scale * x - shift) of the first n lanes, 0 in the others. The others do not pass through exp
-// as -inf: a result that underflows costs a hundred cycles, and every row of a causal mask ends in
-// such lanes.
+// exp(scale * x - shift) in the first n lanes, 0 in the others. The other lanes do not go through
+// exp as -inf: a result that underflows costs a hundred cycles, and every row of a causal mask ends
+// in such lanes.
 VF_INLINE vf exp_first(vf *difference, const float *x, float scale, float shift, int n)
 {
   *difference =
@@ -292,8 +290,8 @@ VF_INLINE vf entropy_part(vf e, vf x)
   return vf_select(vf_eq(e, vf_zero()), vf_zero(), vf_mul(e, x));
 }
 
-// Turns n > 0 scores, not yet multiplied by scale, into exp(score - max), with zeros up to a whole
-// vector. Returns their sum; also gives the lse, and the entropy when wanted.
+// Turns n > 0 scores, not yet multiplied by scale, into exp(score - max), padded with zeros to a
+// whole vector. Returns their sum; also computes the lse and, if requested, the entropy.
 VF_INLINE float softmax_row(float *row, int64_t n, float scale, float *lse, float *entropy,
                             const bool with_entropy)
 {
@@ -307,7 +305,7 @@ VF_INLINE float softmax_row(float *row, int64_t n, float scale, float *lse, floa
                            vf_set1(-INFINITY)),
                  top);
   float max = vf_maxall(top);
-  if (max == -INFINITY) max = 0;   // so that the sum becomes 0, not exp(inf - inf)
+  if (max == -INFINITY) max = 0;   // makes the sum 0, not exp(inf - inf)
   vf sum = vf_zero(), weighted = vf_zero();
   for (int64_t j = 0; j < whole; j += VF_LANES) {
     x = vf_fma(vf_load(row + j), vf_set1(scale), vf_set1(-max));
@@ -425,9 +423,9 @@ static eng_status attention(const op_call *call)
 
 typedef struct backward_room {
   float *turned_k, *turned_v, *k;                  // panels of the key head
-  float *q, *dy, *q_panels, *dy_panels;            // the current queries; q is times factor
+  float *q, *dy, *q_panels, *dy_panels;            // the current queries; q is multiplied by factor
   float *p, *ds, *dq;
-  // With pairs: words of two queries, where the words of ds are of two keys.
+  // With pairs: words of two queries; the words of ds are of two keys.
   float *ds_turned;
 } backward_room;
 
@@ -451,13 +449,13 @@ static backward_room backward_room_at(const sizes *s, float *at)
   r.dy_panels = r.q_panels + panel_floats(ROWS, s->width, s->span);
   r.p = r.dy_panels + panel_floats(ROWS, s->width, s->span);
   r.ds = r.p + ROWS * s->key_row;
-  // p's words of two queries are in the row of the first one; the row of the second is free.
+  // p's words of two queries are in the row of the first; the row of the second is free.
   r.ds_turned = r.p + s->key_row;
   return r;
 }
 
 // Given n scores in p, not yet multiplied by scale, and dp in ds: p = exp(score - lse), ds = p *
-// (dp - sum of p * dp), with zeros up to a whole vector.
+// (dp - sum of p * dp), padded with zeros to a whole vector.
 static void gradient_row(float *p, float *ds, int64_t n, float scale, float lse)
 {
   int64_t whole = n / VF_LANES * VF_LANES;
@@ -478,7 +476,7 @@ static void gradient_row(float *p, float *ds, int64_t n, float scale, float lse)
     vf_store(ds + j, vf_mul(vf_load(p + j), vf_sub(vf_load(ds + j), total)));
   if (rest) {
     x = vf_mul(vf_load_n(p + whole, rest), vf_sub(vf_load_n(ds + whole, rest), total));
-    vf_store(ds + whole, vf_select(vm_first(rest), x, vf_zero()));   // the others may be 0 * NaN
+    vf_store(ds + whole, vf_select(vm_first(rest), x, vf_zero()));   // others may be 0 * NaN
   }
 }
 
@@ -528,7 +526,7 @@ static void backward_tile(const op_call *call, const sizes *s, const backward_ro
   }
 }
 
-// Sums the shares of one key head in order, multiplies by factor and rounds the result into d [B x
+// Adds the shares of one key head in order, multiplies by factor and rounds the result into d [B x
 // S x G x D]. `sums` is the first share [S x padded]; the next ones are `step` floats apart.
 static void store_keys(const tensor *d, const sizes *s, float *sums, int64_t shares, int64_t step,
                        float factor, int64_t b, int64_t group)
@@ -552,7 +550,7 @@ static eng_status attention_grad(const op_call *call)
   sizes s = sizes_of(call);
   int64_t pairs = s.batch * s.groups, units = s.shared * s.tiles;
   if (pairs == 0) return ENG_OK;
-  // The number of shares decides the order of the sums, so it depends on the shape, not on the
+  // The number of shares decides the order of the sums, so it must depend on the shape, not on the
   // threads.
   int64_t shares = pairs >= FEW_TASKS ? 1 : ceiling(FEW_TASKS, pairs);
   if (shares > units) shares = units > 0 ? units : 1;

@@ -1,7 +1,7 @@
 // Cuts a pass over all parameters into blocks of at most BLOCK_ELEMENTS, so that threads share long
-// and short tensors alike and no tensor needs a parallel region to itself. The cut depends on the
-// tensors alone, so what is summed per block does not depend on the number of threads. Included by
-// gradstats.c and optimizer.c. Owns nothing but the block list, in scratch memory.
+// and short tensors alike without a parallel region for each tensor. The cut depends only on the
+// tensors, so sums per block do not depend on the number of threads. Included by gradstats.c and
+// optimizer.c. Owns only the block list, in scratch memory.
 #ifndef ENG_CPU_BLOCKS_H
 #define ENG_CPU_BLOCKS_H
 
@@ -51,7 +51,7 @@ static inline void blocks_close(block_list *list)
   arena_free(ARENA_SCRATCH, list->at, list->bytes);
 }
 
-/// The first block of part `part` of `parts`, cut so that each has about as many elements.
+/// The first block of part `part` of `parts`. The parts have nearly equal numbers of elements.
 static inline int64_t blocks_part(const block_list *list, int part, int parts)
 {
   int64_t bound = list->elements / parts * part + list->elements % parts * part / parts;

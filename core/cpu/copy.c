@@ -1,9 +1,9 @@
 // Copies with a change of dtype or layout: cast, contiguous, concat. Any strides on both sides (an
 // output of eng_copy may be a view). Called through backend.kernel[]; owns nothing.
 //
-// Transposed copies go block by block, so that source and target lines are both used whole.
+// Transposed copies go block by block, so that whole cache lines of source and target are used.
 // Elements of one format are moved as bits. Among f32, f16, bf16 and FP8, elements are rounded to
-// nearest even; to FP8 also by the call's rounding mode. Other pairs of formats go to the reference
+// nearest even, or to FP8 by the call's rounding mode. Other pairs of formats go to the reference
 // kernels.
 #include "operand.h"
 #include "philox.h"
@@ -23,7 +23,7 @@ typedef struct relayout {
   int     source_dtype, target_dtype, source_size, target_size;        // sizes in bytes
 } relayout;
 
-// x broadcasts to `shape`; to_stride is the target's stride for each dimension.
+// x broadcasts to `shape`; to_stride holds the target's strides.
 static relayout relayout_of(const tensor *x, int ndim, const int64_t *shape, void *target,
                             int dtype, const int64_t *to_stride)
 {
@@ -99,7 +99,7 @@ static void copy_run(const relayout *r, int64_t to, int64_t from, int n)
   }
 }
 
-// Copies a block of m x n: m steps along dimension k, in which the source is contiguous, and n
+// Copies a block of m x n elements: m along dimension k, in which the source is contiguous, and n
 // along the innermost one.
 static void copy_block(const relayout *r, int k, int64_t to, int64_t from, int m, int n)
 {
@@ -127,7 +127,7 @@ static void copy_block(const relayout *r, int k, int64_t to, int64_t from, int m
     }
     return;
   }
-  float rows[SIDE][SIDE + 1], line[SIDE];   // one more, so that columns do not share a cache set
+  float rows[SIDE][SIDE + 1], line[SIDE];   // SIDE + 1 keeps columns out of the same cache set
   for (int j = 0; j < n; j++)
     floats_from(rows[j], r->source, r->source_dtype, from + j * r->from[0], m);
   for (int i = 0; i < m; i++) {
@@ -183,8 +183,8 @@ static void block_task(const void *context, int64_t task)
              (int)smaller(SIDE, r->shape[0] - j));
 }
 
-// The dimension in which the source is contiguous, if that is not the innermost one of the target
-// and blocks pay; else 0.
+// The dimension in which the source is contiguous, if it is not the target's innermost one and
+// copying in blocks is faster; else 0.
 static int turned_dimension(const relayout *r)
 {
   if (r->from[0] == 1 || r->from[0] == 0 || r->to[0] != 1) return 0;

@@ -1,10 +1,10 @@
 // The CPU device: a table of kernels, filled once for the best instruction set that this processor
 // and its operating system support. Each kernel file is compiled once per set and fills its part of
-// the table; an entry that no file fills is the reference kernel. Owns the table. Called by
+// the table; the reference kernel serves entries that no file fills. Owns the table. Called by
 // backend.c.
 //
-// ENGINE_ISA=plain|avx2|avx512 in the environment forces a set, as eng_cpu_isa() does at run time.
-// A set that is unknown, or not supported here, is ignored.
+// ENGINE_ISA=plain|avx2|avx512 in the environment selects a set, as eng_cpu_isa() does at run time.
+// An unknown or unsupported set is ignored.
 #include "device/backend.h"
 #include "base/error.h"
 #include "gemm.h"
@@ -43,7 +43,7 @@ DEFINE_ISA(avx2)
 DEFINE_ISA(avx512)
 #endif
 
-// gcc's test covers both what the processor supports (cpuid) and what the system saves (xgetbv).
+// gcc's test covers both the processor (cpuid) and the registers that the system saves (xgetbv).
 static bool has_plain(void)  { return true; }
 #if X86
 static bool has_avx2(void)
@@ -116,11 +116,8 @@ const char *eng_cpu_isa(const char *force)
     const struct isa *isa = named(force);
     if (!isa) {
       error_set(ENG_ERR_DEVICE,
-                "cpu: there is no instruction set '%s' on this machine; the best here is '%s'",
-                force,
-                named("avx512") ? "avx512"
-                : named("avx2") ? "avx2"
-                                : "plain");
+                "cpu: this machine does not support the instruction set '%s'; the best one here is "
+                "'%s'", force, named("avx512") ? "avx512" : named("avx2") ? "avx2" : "plain");
       return NULL;
     }
     use(isa);

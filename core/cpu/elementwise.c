@@ -112,7 +112,7 @@ static eng_status where(const op_call *call)
 
 // ------------------------------------------------------------------ one input and numbers
 
-// Whether f32 cannot hold this double, not even roughly; the reference kernels compute those.
+// Whether a double is far outside the range of f32; the reference kernels handle such numbers.
 static inline bool beyond_f32(double x)
 {
   double magnitude = fabs(x);

@@ -3,19 +3,19 @@
 // the number of threads. Called through backend.kernel[]; owns nothing but scratch during a call.
 //
 // K is cut into runs: pieces of at most RUN steps that end where a scale changes or a promotion is
-// due. For every run, b is laid out in panels of columns as f32 (exact), and a block of rows of a
+// due. For every run, b is packed in panels of columns as f32 (exact), and a block of rows of a
 // likewise. For each row and panel the model updates its accumulator, `part`. At the end of a
 // promotion interval `part` is added to `sum`; at the end of a stretch, an interval of K with
 // constant scales, `sum` is scaled and added to `total`. All three are kept in f32 between runs.
 // After the last run, bias is added and the result is rounded to its dtype.
-//   fp32    chains of multiply-adds, several rows at a time. Products of FP8 numbers are exact in
-//           f32, so fusing changes nothing. Of two steps of K, the later one is added first. FP8
-//           numbers are exact in bf16, so the instruction that multiplies pairs of bf16 gives the
-//           same bits; it is used where it is fast (gemm.h).
-//   hopper  core/base/fp8_hopper.h on VF_LANES columns at once: exponents in bytes, terms truncated
-//           by the conversion to integers
-//   e4m3    products and sums rounded by arithmetic on their bits
-//   exact   in f64, one panel and row at a time (the last part of this file)
+// fp32    chains of multiply-adds, several rows at a time. Products of FP8 numbers are exact in
+//         f32, so fusing changes nothing. Of two steps of K, the later one is added first. FP8
+//         numbers are exact in bf16, so the instruction that multiplies pairs of bf16 gives the
+//         same bits; it is used where it is fast (gemm.h).
+// hopper  core/base/fp8_hopper.h on VF_LANES columns at once: exponents in bytes, terms truncated
+//         by the conversion to integers
+// e4m3    products and sums rounded by arithmetic on their bits
+// exact   in f64, one panel and row at a time (the last part of this file)
 #include <omp.h>
 
 #include "base/error.h"
@@ -43,7 +43,7 @@ typedef struct matrix {
   const uint8_t *data;
   const float   *scale;
   int            dtype, fraction;
-  bool           given_transposed;   // the dimension of K comes first
+  bool           given_transposed;   // the dimension of K comes first in memory
   int64_t        i_stride, k_stride, size;
   fp8_scales     at;
 } matrix;
@@ -66,10 +66,10 @@ typedef struct product {
 
 static int64_t ceiling(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// ------------------------------------------------------------------ laying out
+// ------------------------------------------------------------------ packing
 
-// Codes of rows [i0, i0+rows) of a matrix in steps [k0, k0+steps), as [steps][to_row] bytes; to_row
-// is a multiple of 16.
+// Copies codes of rows [i0, i0+rows) of a matrix in steps [k0, k0+steps), as [steps][to_row] bytes;
+// to_row is a multiple of 16.
 static void bytes_by_step(uint8_t *to, int64_t to_row, const matrix *x, int64_t i0, int64_t rows,
                           int64_t k0, int64_t steps)
 {
@@ -91,8 +91,8 @@ static void bytes_by_step(uint8_t *to, int64_t to_row, const matrix *x, int64_t 
     for (int64_t k = 0; k < steps; k++) to[k * to_row + i] = from[i * x->i_stride + k];
 }
 
-// Exponents of n codes as the hopper model counts them; returns whether there is an infinity or a
-// NaN.
+// Exponents of n codes as the hopper model counts them; returns whether any code is an infinity or
+// a NaN.
 static bool exponents_of(int8_t *to, const uint8_t *code, int fraction, int64_t n)
 {
   int bias = fraction == 3 ? 7 : 15, odd = 0, special = fraction == 3 ? 0x7F : 0x7C;
@@ -185,7 +185,7 @@ typedef struct slab {
   float  value[BLOCK * RUN] __attribute__((aligned(64)));
   int8_t exponent[BLOCK * RUN];
   bool   odd[BLOCK];
-  // Of a promotion interval that begins and ends in the run.
+  // of a promotion interval that begins and ends in the run
   float  part[BLOCK * PANEL] __attribute__((aligned(64)));
 } slab;
 
@@ -335,8 +335,7 @@ VF_INLINE vi vi_most_(vi a, vi b)
 #endif
 }
 
-// One row and a panel, both of finite numbers: c becomes the sum of c and up to 32 products per
-// step.
+// One row and a panel, all finite: c becomes the sum of c and up to 32 products per step.
 static void hopper_row(const float *a, const int8_t *ea, const float *b, const int8_t *eb,
                        int64_t steps, float *part)
 {
@@ -379,7 +378,7 @@ static void hopper_row(const float *a, const int8_t *ea, const float *b, const i
   }
 }
 
-// hopper_row by the scalar formula, where there is an infinity or a NaN.
+// hopper_row by the scalar formula, for operands with an infinity or a NaN.
 static void hopper_odd(const product *g, int64_t i, int64_t j0, int64_t columns, const run *r,
                        float *part)
 {
@@ -435,8 +434,8 @@ VF_INLINE vf fused(vf a, vf b, vf c)
 #endif
 }
 
-// After a run that ends a part: adds the part to sum and, at the end of a stretch, the scaled sum
-// to total. Rows are PANEL floats apart.
+// Ends a part after a run: adds the part to sum and, at the end of a stretch, the scaled sum to
+// total. Rows are PANEL floats apart.
 static void promote(const product *g, const run *r, int64_t i0, int64_t rows, int64_t j0,
                     const float *part, float *sum, float *total)
 {
@@ -460,7 +459,7 @@ static void promote(const product *g, const run *r, int64_t i0, int64_t rows, in
     }
 }
 
-// Rounds total + bias into y, or adds it to what y holds if the call asks for that.
+// Rounds total + bias into y, or adds it to y if the call accumulates.
 static void finish(const product *g, int64_t i0, int64_t rows, int64_t j0, int64_t columns,
                    const float *total)
 {
@@ -484,7 +483,7 @@ static void finish(const product *g, int64_t i0, int64_t rows, int64_t j0, int64
   }
 }
 
-// ------------------------------------------------------------------ the whole product
+// ------------------------------------------------------------------ the complete product
 
 // Scales in the order of use: for each stretch, one per row (column); zeros where the last panel is
 // padded.

@@ -1,16 +1,16 @@
 // The operations quantize and dequantize. Called through backend.kernel[]; owns nothing but scratch
 // during a call.
 //
-// Work is cut into tiles that stay in the second cache. A tile's blocks are measured (the largest
-// magnitude, as bits: a NaN is larger than all), get their scales from core/base/fp8_scale.h, and
-// are written as codes. Where a transposed copy is wanted, the same tile produces it too, in blocks
-// that may have another shape. Blocks too tall for a tile take two passes: one measures pieces of
-// them, one writes. Scales per column or per row use the same loops: a row's factors are laid out,
-// one for each element.
+// Work is cut into tiles that stay in the second-level cache. Each block of a tile is measured (its
+// largest magnitude, as bits: a NaN compares larger than any number), gets its scale from
+// core/base/fp8_scale.h, and is written as codes. If a transposed copy is wanted, the same tile
+// produces it too, in blocks that may have another shape. Blocks too tall for a tile take two
+// passes: the first measures pieces of them, the second writes. Scales per column and per row use
+// the same loops, with a row's factors expanded to one per element.
 //
 // f64, e5m6 in blocks of several rows, and a transposed copy rounded stochastically go to the
 // reference kernels. swiglu_quantize is swiglu followed by quantize: silu takes most of the time,
-// and quantizing rows as soon as they are made was no faster.
+// and quantizing each row right after it was computed was no faster.
 #include "base/fp8_layout.h"
 #include "base/fp8_scale.h"
 #include "base/rng.h"
@@ -27,21 +27,21 @@ enum {
   LINE = 64,           // bytes in a cache line
   TURN = LINE,         // rows transposed at a time, and columns:
   TILE_ROW = 256,
-  FAR = 1 << 21,       // bytes of a transposed copy from which on it bypasses the caches
+  FAR = 1 << 21,       // bytes of a transposed copy above which it bypasses the caches
   ROW_BLOCKS = 16,     // blocks of 1 x 128 measured and written at a time
   VERTICAL = 64,       // columns of a block below which rows are compared with rows
 };
 
 /// One of the two results: x in its blocks, written untransposed or transposed. Blocks are counted
-/// in x's rows and columns.
+/// in rows and columns of x.
 typedef struct side {
   const op_call *call;
   const void *x;
   int      dtype;                          // of x
   int64_t  rows, columns;                  // of x
-  int64_t  high, wide;                     // of a block, in x; 0 is resolved
+  int64_t  high, wide;                     // of a block, in x; 0 has been replaced
   int64_t  across;                         // blocks in one row of blocks
-  // Floats between the scales of blocks below each other, and of blocks next to each other.
+  // Floats between the scales of vertically and of horizontally adjacent blocks.
   int64_t  scale_down, scale_across;
   uint8_t *q;
   float   *scale;
@@ -53,8 +53,8 @@ typedef struct side {
   uint32_t *measured;                      // tall blocks: [pieces of all][across] magnitudes
 } side;
 
-// Prefetches bytes that will be needed soon, because the hardware prefetcher stops at pages. Past
-// the end of memory it does nothing.
+// Prefetches bytes that will be needed soon: the hardware prefetcher stops at page boundaries.
+// Harmless past the end of memory.
 VF_INLINE void fetch(const char *x, const int64_t bytes)
 {
 #pragma GCC unroll 8
@@ -245,7 +245,7 @@ static float without_nan(const side *s, int64_t r0, int64_t rows, int64_t c0, in
 
 // ------------------------------------------------------------------ scales and codes
 
-// The scale of the block at (r0, c0), whose largest magnitude is `most`.
+// The scale of the block at (r0, c0) with the largest magnitude `most`.
 static fp8_scale scale_of(const side *s, uint32_t most, int64_t r0, int64_t c0)
 {
   const op_call *call = s->call;
@@ -301,16 +301,17 @@ static bool divides(const side *s)
 { return fp8_divides((int)s->call->quantize.rule) && !s->call->in[1]; }
 static int fraction_of(const side *s) { return s->call->quantize.format == ENG_e4m3 ? 3 : 2; }
 
-// Whether no number of a block with this largest magnitude rounds past the format's largest one,
-// for a factor that is not negative. Most blocks are within and need no bounds.
+// Whether, in a block with this largest magnitude, no number rounds past the format's largest one,
+// for a nonnegative factor. True for most blocks, which need no clamping.
 VF_INLINE bool is_within(uint32_t most, float factor, const int fraction, const bool by)
 {
   float y = by ? f32_from(most) / factor : f32_from(most) * factor;
   return (int32_t)f32_bits(y) >= 0 && fp8_is_within(y, fraction);
 }
 
-// Scales of the blocks of a strip, stored when `keep`, and the factor of each of its columns (of
-// the first TILE when the strip is one wide block). Returns whether all blocks are within.
+// Computes the scales of the blocks of a strip, stores them when `keep`, and lays out the factor of
+// each column (of the first TILE when the strip is one wide block). Returns whether all blocks are
+// within.
 static bool lay_factors(const side *s, const uint32_t *most, int64_t r0, int64_t c0,
                         int64_t columns, bool keep, float *factors)
 {
@@ -352,8 +353,8 @@ VF_INLINE void put_codes(uint8_t *to, vf x, vf factor, const int fraction, const
 }
 
 #if defined(ENG_ISA_avx512)
-// 32 codes of bf16 numbers that are within; even_f and odd_f are the factors of those in even and
-// in odd places.
+// Converts 32 bf16 numbers of blocks that are within to codes; even_f and odd_f are the factors of
+// the even and the odd positions.
 VF_INLINE void pair_of_bf16(uint8_t *to, const uint16_t *x, vf even_f, vf odd_f, const int fraction,
                             const bool by)
 {
@@ -423,8 +424,8 @@ static void codes(const side *s, uint8_t *to, int64_t r, int64_t c, const float 
   }
 }
 
-// Writes a cache line; with `far` it bypasses the caches, which saves reading the line before
-// overwriting it.
+// Writes a cache line; `far` bypasses the caches, which saves reading the line before overwriting
+// it.
 VF_INLINE void put_line(uint8_t *to, const uint8_t *from, bool far)
 {
 #if defined(ENG_ISA_avx512)
@@ -436,7 +437,7 @@ VF_INLINE void put_line(uint8_t *to, const uint8_t *from, bool far)
 #endif
 }
 
-// Fence after far lines, so that other threads see them.
+// A fence after far lines makes them visible to other threads.
 VF_INLINE void put_lines_end(void)
 {
 #if defined(ENG_ISA_avx512)
@@ -512,8 +513,8 @@ VF_INLINE void block_typed(uint8_t *to, const void *x, int64_t at, float factor,
 }
 
 // Quantizes whole blocks of row r, beginning with column c0. Several blocks are measured, then
-// scaled, then written, while they are in the first cache: the latency of one block is hidden
-// behind the others. fraction and by are constants where this is inlined.
+// scaled, then written while they are in the first-level cache, which hides the latency of each.
+// fraction and by are constants where this is inlined.
 VF_INLINE uint32_t row_typed(const side *s, int64_t r, int64_t c0, int64_t blocks, const int dtype,
                              const int fraction, const bool by, const bool within)
 {
@@ -618,7 +619,7 @@ static void write_task(const void *context, int64_t task)
   }
 }
 
-// A side with tall blocks. Gives the largest magnitude in *top.
+// A side with tall blocks. *top receives the largest magnitude.
 static eng_status run_tall(side *s, bool together, uint32_t *top)
 {
   s->pieces = (smaller(s->high, s->rows) + CHUNK - 1) / CHUNK;
@@ -677,8 +678,8 @@ static side side_of(const op_call *call, bool turned)
   return s;
 }
 
-// Finds the rows and columns of a tile that whole blocks of all sides fill; returns false when no
-// such tile exists.
+// Chooses the rows and columns of a tile so that whole blocks of all sides fill it; false if there
+// is no such tile.
 static bool fit(work *w)
 {
   const side *a = &w->sides[0], *b = &w->sides[w->n - 1];
@@ -800,7 +801,7 @@ static eng_status swiglu_quantize(const op_call *call)
 
 typedef struct back { const op_call *call; fp8_scales at; int64_t columns; bool packed; } back;
 
-// Unpacks n numbers, a multiple of 8, of e5m6, which are the top bits of f16.
+// Unpacks n numbers, a multiple of 8, from e5m6, the top bits of f16.
 static void unpack(float *to, const uint32_t *word, int n)
 {
   uint16_t code[TILE];

@@ -1,13 +1,13 @@
-// The operations matmul, linear, mlp_gelu and what their gradients need on the CPU. Turns tensors
-// into a gemm_call (transposes become strides, batch dimensions that only lengthen A become rows);
-// gemm_run then picks the path. gemm.h lists the paths and what each promises. Registered by cpu.c,
+// The operations matmul, linear, mlp_gelu and their gradients' products on the CPU. Turns tensors
+// into a gemm_call (transposes become strides; batch dimensions that only lengthen A become rows);
+// gemm_run then picks the path. gemm.h lists the paths and their guarantees. Registered by cpu.c,
 // called through the backend table; owns nothing.
 //
-// Why oneDNN runs bf16 with AMX only: without AMX it was no faster. On Intel's AVX-512 processors
-// the packed path was within a few percent of oneDNN's sgemm in f32, and 1.8 times as fast as its
-// bf16 matmul, since VDPBF16PS runs there at half the rate of FMA. On AMD's, where it runs at the
-// full rate, our pairs were level with the bf16 matmul of a newer oneDNN. Also, the packed path's
-// results do not depend on the thread count.
+// oneDNN runs bf16 only with AMX, because without AMX it was no faster. On Intel's AVX-512
+// processors the packed path was within a few percent of oneDNN's sgemm in f32, and 1.8 times as
+// fast as its bf16 matmul, since VDPBF16PS runs there at half the rate of FMA. On AMD's, where it
+// runs at the full rate, our pairs were level with the bf16 matmul of a newer oneDNN. Also, the
+// packed path's results do not depend on the thread count.
 #include "gemm.h"
 
 #include "base/error.h"
@@ -103,7 +103,7 @@ static void simplify(gemm_call *g)
     g->m *= g->batch[kept];
   }
   g->batch_dims = kept;
-  // The stride of a dimension of size 1 is never used, so it can be the one that reads fast.
+  // The stride of a dimension of size 1 is never used; this value selects the faster read.
   if (g->k == 1) g->a.column = g->b.row = 1;
   if (g->m == 1 && g->a.column != 1) g->a.row = 1;
   if (g->n == 1 && g->b.row != 1) g->b.column = 1;
@@ -220,7 +220,7 @@ static eng_status matmul_gelu_grad(const op_call *call)
 // ------------------------------------------------------------------ bias_grad
 
 enum {
-  SUM_ROWS = 128,               // rows summed in one go; a fixed number, so that the order is
+  SUM_ROWS = 128,               // rows summed at a time; fixed, so that the order is
   SUM_VECTORS = 4,              // vectors of columns at a time
   SUM_COLUMNS = SUM_VECTORS * VF_LANES,
 };

@@ -55,7 +55,7 @@ typedef struct gemm_call {
   void        *side;
 } gemm_call;
 
-/// Computes a product by the better path. Called from the main thread (it takes scratch memory and
+/// Computes a product by the faster path. Called from the main thread (it takes scratch memory and
 /// starts threads). Errors: MEMORY, LIBRARY.
 eng_status gemm_run_plain(const gemm_call *call);
 eng_status gemm_run_avx2(const gemm_call *call);
@@ -71,7 +71,7 @@ eng_status gemm_packed_avx512(const gemm_call *call);
 /// environment overrides this where the instruction exists.
 bool gemm_pairs_here(void);
 
-/// Whether this processor has AMX; whether oneDNN is the better path for this product on this
+/// Whether this processor has AMX; whether oneDNN is the faster path for this product on this
 /// machine.
 bool gemm_onednn_here(void);
 bool gemm_onednn_prefers(const gemm_call *call);

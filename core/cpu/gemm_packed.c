@@ -5,12 +5,12 @@
 // Sizes for avx512: k is cut into even pieces of at most GEMM_KC, columns into spans. For each
 // piece and span, B is packed into panels of GEMM_NR = 48 columns as f32, so that widening f16 or
 // transposing a matrix costs one pass over B, not one per use. Threads own rectangles of C. A
-// thread lays its rows of A out as f32 where they are not f32 already, then runs the micro-kernel:
-// GEMM_MR x GEMM_NR results in registers. Sums stay in f32 until the next piece of k. After the
-// last piece they are scaled, get bias, GELU or the old C, and are rounded as they are stored.
+// thread copies its rows of A as f32 unless they already are, then runs the micro-kernel: GEMM_MR x
+// GEMM_NR results in registers. Sums stay in f32 until the next piece of k. After the last piece
+// they are scaled, bias, GELU or the old C is applied, and they are rounded as they are stored.
 //
-// Where the processor multiplies pairs of bf16 at full speed and both operands are bf16, panels and
-// A hold such pairs instead (gemm_pairs.h). Every sum stays within one thread, so results do not
+// If the processor multiplies pairs of bf16 at full speed and both operands are bf16, panels and A
+// hold such pairs instead (gemm_pairs.h). Every sum stays within one thread, so results do not
 // depend on the number of threads. avx2 and avx512 agree bit for bit; the plain build rounds
 // products and sums separately.
 #include "gemm.h"
@@ -42,9 +42,9 @@ typedef struct part {
   const gemm_call *call;
   gemm_offset      at;        // of this member of the batch
   int64_t          n0, n, k0, k, panels;
-  bool             last;      // k0 + k is the end
+  bool             last;      // k0 + k is the end of K
   bool             pairs;     // operands are laid out as pairs of bf16
-  int64_t          steps;     // of the micro-kernel: k, or the number of words in k
+  int64_t          steps;     // of the micro-kernel: k, or the number of pairs in k
   const float     *packed;    // [panels][steps][GEMM_NR]
   // [m][panels * GEMM_NR] sums of earlier spans of k; NULL when there is one span.
   float           *carried;
@@ -63,8 +63,8 @@ static void pack_panel(const part *p, int64_t panel, float *packed)
 // Rows of A as the micro-kernel reads them: element (or word) (i, p) is at i*row + p*step.
 typedef struct rows_of_a { const float *at; int64_t row, step; } rows_of_a;
 
-// Rows [i0, i0+rows): in their tensor if they can be read there, else copied to a_copy, which has
-// room for rows x k floats and a little more.
+// Rows [i0, i0+rows): in their tensor if the micro-kernel can read them there, else copied to
+// a_copy, which has room for rows x k floats and padding.
 static rows_of_a read_rows(const part *p, int64_t i0, int64_t rows, float *a_copy)
 {
   const gemm_operand *a = &p->call->a;
@@ -204,8 +204,8 @@ static void finish(const part *p, const float *sums, int64_t ld, int64_t i0, int
   else finish_plain(p, ENG_bf16, sums, ld, i0, rows, j0);
 }
 
-// Prefetches the lines of C that will be written, or the factors of its elements, so that they
-// arrive while the micro-kernel computes.
+// Prefetches the lines of C to be written, or the factors of its elements, while the micro-kernel
+// computes.
 VF_INLINE void announce(const void *c, const int writes, int64_t row_bytes, int rows, int bytes)
 {
   for (int i = 0; i < rows; i++)
@@ -219,8 +219,8 @@ static void multiply(const part *p, int64_t i0, int64_t rows, int64_t first, int
 {
   const gemm_call *g = p->call;
   rows_of_a a = read_rows(p, i0, rows, a_copy);
-  // Whole panels of f32 with nothing to add go straight into C. Others pass through a tile in the
-  // first cache.
+  // Whole panels of f32 with nothing to add go straight into C; others pass through a tile in the
+  // first-level cache.
   bool plain =
     g->c_dtype == ENG_f32 && g->alpha == 1 && g->beta == 0 && !g->bias && g->after == GEMM_AS_IT_IS;
   float tile[GEMM_MR * GEMM_NR] __attribute__((aligned(64)));
@@ -258,7 +258,7 @@ static void multiply(const part *p, int64_t i0, int64_t rows, int64_t first, int
   }
 }
 
-// ------------------------------------------------------------------ the whole product
+// ------------------------------------------------------------------ the complete product
 
 // How a product is cut. Each thread has room for its part of A (a_floats).
 typedef struct layout {
@@ -274,7 +274,7 @@ static bool by_pairs(const gemm_call *g)
   return g->k >= GEMM_PAIRS_K && pairs_of(g->a.dtype, g->b.dtype);
 }
 
-// Bytes of B packed at a time, at most: half of a core's private cache, so that they stay there
+// The most bytes of B to pack at a time: half of a core's private cache, so that they stay there
 // while A streams past.
 static int64_t bytes_of_b(void)
 {

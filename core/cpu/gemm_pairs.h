@@ -64,7 +64,7 @@ static micro_kernel *const micro_pairs[GEMM_MR][GEMM_NV] = {
   PAIRS_NAMES(1), PAIRS_NAMES(2), PAIRS_NAMES(3), PAIRS_NAMES(4),
   PAIRS_NAMES(5), PAIRS_NAMES(6), PAIRS_NAMES(7), PAIRS_NAMES(8)};
 
-// ------------------------------------------------------------------ laying matrices out
+// ------------------------------------------------------------------ packing
 
 enum { PAIRS_AHEAD = 8 };   // rows to prefetch ahead
 
@@ -189,7 +189,7 @@ static inline bool pairs_of(int a, int b)
 #endif
 }
 
-// Steps that a micro-kernel makes over k.
+// Steps of the micro-kernel over k.
 static inline int64_t steps_of(bool pairs, int64_t k) { return pairs ? (k + 1) / 2 : k; }
 
 static inline micro_kernel *kernel_of(bool pairs, int rows, int vectors)

@@ -1,10 +1,10 @@
-// Gradient statistics: one read-only pass over every gradient, as fast as memory can be read. Fills
+// Gradient statistics: one read-only pass over every gradient, at memory bandwidth. Fills
 // backend.gradstats; owns nothing. The slow twin is in reference_optimizer.c.
 //
-// A block (blocks.h) is read in chunks that fit the first cache. The common chunk has no inf or
-// nan, and f32 can hold the squares of its magnitudes; one pass finishes it. The integer maximum of
-// the magnitudes' bits shows whether a chunk was common. If not, the chunk, still in cache, is read
-// again by a slower, careful pass.
+// A block (blocks.h) is read in chunks that fit the first-level cache. A common chunk has no inf or
+// nan, and its squares fit f32; one pass finishes it. The integer maximum of the magnitudes' bits
+// tells whether a chunk was common. If not, the chunk, still in cache, is read again by a slower,
+// careful pass.
 //   squares    32 lanes of f32 (element i goes to lane i mod 32 on every instruction set), summed
 //              over stripes, then over the chunk, so that few roundings add up. The lanes of a
 //              chunk are folded to a double. Chunks with extreme magnitudes are summed in double.
@@ -133,14 +133,14 @@ VF_INLINE double fold(const float *lane)
 }
 
 /// Prefetches the cache line two pages ahead; without it, reading and computing hardly overlap. An
-/// address past the end does no harm; the cast through an integer keeps the arithmetic defined.
+/// address past the end is harmless; the cast through an integer keeps the arithmetic defined.
 VF_INLINE void prefetch(const void *p)
 {
   __builtin_prefetch((const void *)((uintptr_t)p + 8192));
 }
 
-// n is a multiple of LANES, at most CHUNK. With `careful`, inf and nan are counted and left out of
-// the sums; without, only amax shows them.
+// n is a multiple of LANES, at most CHUNK. With `careful`, inf and nan are counted and excluded
+// from the sums; without, they show only in amax.
 VF_INLINE tally chunk_f32(const float *g, int n, bool careful)
 {
   enum { V = LANES / VF_LANES };

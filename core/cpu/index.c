@@ -179,8 +179,7 @@ static eng_status scatter_rows(const tensor *dx, around a, const tensor *dy, con
   // Ends become starts.
   for (int64_t k = ids->n - 1; k >= 0; k--) order[--start[ids->at[k]]] = k;
 
-  // When there are few rows they are cut into narrow columns, so that a common row does not keep a
-  // single thread busy.
+  // Few rows are cut into narrow columns, so that one common row does not occupy a single thread.
   bool few = a.outer * a.size < 1024;
   int64_t step = few ? 1 : 32, width = few ? 64 : a.inner;
   int64_t blocks = (a.size + step - 1) / step, chunks = (a.inner + width - 1) / width;
@@ -248,7 +247,7 @@ static void fill_places(int64_t *places, const tensor *small, const tensor *larg
   }
 }
 
-/// What gather and its gradient walk over: index [outer x size x inner] within x.
+/// The walk of gather and its gradient: index [outer x size x inner] within x.
 typedef struct picks {
   around  index, x;
   const int64_t *outer, *inner;   // offsets in x of the index's outer and inner positions
@@ -406,7 +405,7 @@ static void top_of_row(uint64_t *heap, int64_t k, const void *x, int dtype, int6
     int length = (int)smaller(TILE, n - at);
     const float *tile = tile_load(buffer, x, dtype, first + at, length);
     for (int i = 0; i < length; i += VF_LANES) {
-      // A lane rarely beats the smallest of the k.
+      // Few lanes exceed the smallest of the k.
       int lanes = (int)smaller(VF_LANES, length - i);
       vf v = lanes == VF_LANES ? vf_load(tile + i) : vf_load_n(tile + i, lanes);
       uint32_t better = vm_bits(vm_and(vm_first(lanes), vm_not(vf_le(v, vf_set1(least)))));

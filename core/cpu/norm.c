@@ -2,23 +2,23 @@
 // with a mean of 0, so both share their loops; `centred`, a compile-time constant, tells them
 // apart. Registered by cpu.c, called through the backend table; owns nothing.
 //
-// Rows stay in the first cache: memory is read once forward (x) and once backward (x and dy). With
-// a residual, the row is x + branch, rounded as the stored sum is, and the gradient has dsum added:
-// `adds`, also a compile-time constant. Statistics are in f32, with double between tiles; the
-// variance is taken about the mean just found. Where f32 is not enough, both are computed in double
+// Rows stay in the first-level cache: memory is read once forward (x) and once backward (x and dy).
+// With a residual, the row is x + branch, rounded as the stored sum is, and dsum is added to the
+// gradient: `adds`, also a compile-time constant. Statistics are in f32, with double between tiles;
+// the variance is taken about the computed mean. If f32 is not enough, both are computed in double
 // (wide_moments).
 #include "simd.h"
 #include "rows.h"
 
 enum {
-  BLOCK_ROWS = 32,                   // rows whose column sums one block takes, at least
-  BLOCKS_MOST = 128,                 // blocks of a call, at most
-  BLOCK_FLOATS = 4 << 20,            // floats of partial sums of a call, roughly at most
+  BLOCK_ROWS = 32,                   // the fewest rows whose column sums one block takes
+  BLOCKS_MOST = 128,                 // the most blocks of a call
+  BLOCK_FLOATS = 4 << 20,            // roughly the most floats of partial sums in a call
   COLUMN_CHUNK = 64                  // columns a thread sums over the blocks at a time
 };
 
-/// A vector of the call as f32 [n]: its own memory, a conversion into `buffer`, or `absent` n
-/// times.
+/// A vector of the call as f32 [n]: its own memory, a conversion into `buffer`, or n copies of
+/// `absent`.
 static const float *vector_f32(float *buffer, const tensor *v, int64_t n, float absent)
 {
   if (v) return row_load(buffer, v->data, v->dtype, 0, n);
@@ -28,8 +28,7 @@ static const float *vector_f32(float *buffer, const tensor *v, int64_t n, float 
 
 // ------------------------------------------------------------------ forward
 
-// The ratio of the mean square deviation to the square of the mean below which an error in a tile's
-// sum would show in y.
+// A ratio of variance to squared mean. Below it, an error in a tile's sum would show in y.
 static const double NARROW = 1e-4;
 
 /// Mean and mean square deviation, in double, of a row whose f32 sums overflow, a row with Inf or

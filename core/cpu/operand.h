@@ -129,7 +129,7 @@ static inline __attribute__((unused)) work work_of(const op_call *call, const te
   return w;
 }
 
-/// Runs a body over all tiles of `count` elements, on all threads when that pays.
+/// Runs a body over all tiles of `count` elements, on all threads if there is enough work.
 static inline __attribute__((unused)) void for_tiles(const work *w, int64_t count, tile_body *body)
 {
   if (count < PARALLEL_ELEMENTS) {   // no parallel region at all: see tasks.h

@@ -79,7 +79,7 @@ VF_INLINE void advance(int loop, const rule *r, vf *p, vf g, vf *m, vf *v)
 
   if (loop == LOOP_ADAM) {
     *p = vf_mul(*p, vf_set1(r->keep));
-    // m moves toward g by gain1, measured from the nearer end.
+    // m moves toward g by gain1, computed from the nearer end.
     vf way = vf_sub(g, *m);
     *m = r->gain1 < 0.5f ? vf_add(*m, vf_mul(vf_set1(r->gain1), way))
                          : vf_add(g, vf_mul(vf_set1(r->gain1 - 1.0f), way));
@@ -202,9 +202,9 @@ static eng_status check_span(const param_span *s, const eng_update *update)
   bool adam = update->kind == ENG_ADAM || update->kind == ENG_ADAMW,
        lion = update->kind == ENG_LION;
   if (update->kind < ENG_SGD || update->kind > ENG_LION)
-    return error_set(ENG_ERR_VALUE, "optimize: there is no optimizer of number %d", update->kind);
+    return error_set(ENG_ERR_VALUE, "optimize: unknown optimizer number %d", update->kind);
   if (((adam || lion) && !s->moment1) || (adam && !s->moment2))
-    return error_set(ENG_ERR_VALUE, "optimize: parameter %s has no moments for optimizer number %d",
+    return error_set(ENG_ERR_VALUE, "optimize: parameter %s lacks moments for optimizer number %d",
                      s->name, update->kind);
   return ENG_OK;
 }

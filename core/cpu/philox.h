@@ -45,10 +45,10 @@ VF_INLINE vu low64_(vu a, vu b)  { return (vu){a[0], a[1], b[0], b[1]}; }
 VF_INLINE vu high64_(vu a, vu b) { return (vu){a[2], a[3], b[2], b[3]}; }
 #endif
 
-/// The words of VF_LANES blocks, the first of them `counter`: 4 * VF_LANES words in order.
+/// The words of VF_LANES consecutive blocks from `counter` on: 4 * VF_LANES words in order.
 VF_INLINE void philox_vectors(uint32_t *word, uint64_t seed, uint64_t counter)
 {
-  // Lane l computes the block that the interleaving at the end moves to that lane's words.
+  // Lane l computes the block that the final interleaving moves to that lane's words.
   enum { PARTS = VF_LANES / 4 };
   vu place;
   for (int l = 0; l < VF_LANES; l++) place[l] = (uint32_t)(PARTS * (l % 4) + l / 4);

@@ -2,8 +2,8 @@
 // and integers go to the reference kernels. Called through backend.kernel[]; owns nothing.
 //
 // Order of a sum: lanes within a tile (or FLUSH rows), then double over the tiles of a piece in
-// order, then over the pieces in order. The cut into pieces depends on the shape alone, never on
-// the threads. Max and min: NaN wins; the choice between -0 and +0 is unspecified.
+// order, then over the pieces in order. The cut into pieces depends only on the shape, never on the
+// threads. Max and min: NaN wins; the choice between -0 and +0 is unspecified.
 #include "operand.h"
 #include "simd.h"
 #include "tasks.h"
@@ -197,7 +197,7 @@ static void columns_combine(const void *context, int64_t result)
   combine_pieces(r, result, 1, r->results);
 }
 
-// ------------------------------------------------------------------ both
+// ------------------------------------------------------------------ the operations
 
 static eng_status reduce_by(reduction *r, bool columns)
 {

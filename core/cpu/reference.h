@@ -1,5 +1,5 @@
-// What the reference kernels share: walking over strided tensors, dense copies in double, and the
-// scratch memory for them. Included by reference*.c only.
+// Helpers shared by the reference kernels: walking over strided tensors, dense copies in double,
+// and the scratch memory for them. Included only by reference*.c.
 //
 // The pattern of most kernels: read every input into a dense array of doubles, compute with plain
 // loops, write the result back with one rounding. Integers go through int64 and wrap.

@@ -1,9 +1,9 @@
 // Reference kernels for attention, its gradient, and rotary position embedding. They compute the
-// whole row of probabilities in double and read nothing back that the forward pass saved. See
+// whole row of probabilities in double and do not use results that the forward pass saved. See
 // reference.h.
 //
-// Edge cases: a row that sees no key has y = 0, lse = -inf, entropy 0 and passes no gradient on. An
-// infinite or NaN score makes its row NaN.
+// Edge cases: a row that sees no key has y = 0, lse = -inf and entropy 0, and gives no gradient to
+// k and v. An infinite or NaN score makes its row NaN.
 #include "reference.h"
 
 #include <math.h>

@@ -192,7 +192,7 @@ eng_status reference_clamp(const op_call *call)
     bounded = bounded > high ? high : bounded;
     if (bounded != value && !f64_is_nan(value))
       tensor_store(y->data, y->dtype, w.at[1], bounded);
-    else   // untouched elements keep every bit, also those of wide integers
+    else   // keeps every bit of untouched elements, also of wide integers
       element_copy(y->data, y->dtype, w.at[1], x->data, x->dtype, w.at[0]);
   }
   return ENG_OK;
@@ -209,7 +209,7 @@ static double gelu_slope(double x)
 static double gelu_tanh_slope(double x)
 {
   double t = tanh(GELU_K * (x + GELU_C * x * x * x)), rest = 1.0 - t * t;
-  // Where tanh is flat the second term is 0, though x^2 may overflow.
+  // If tanh is flat the second term is 0, though x^2 may overflow.
   double bend = rest == 0.0 ? 0.0 : 0.5 * x * rest * GELU_K * (1.0 + 3.0 * GELU_C * x * x);
   return 0.5 * (1.0 + t) + bend;
 }
@@ -322,7 +322,7 @@ static eng_status copy_elements(const op_call *call)
   return ENG_OK;
 }
 
-// A rounding mode other than the default: floating point or integers to FP8.
+// Casts floating point or integers to FP8 by a rounding mode other than the default.
 static eng_status cast_by_mode(const op_call *call, int mode)
 {
   const tensor *x = call->in[0], *y = call->out[0];

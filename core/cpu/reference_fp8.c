@@ -166,7 +166,7 @@ eng_status reference_dequantize(const op_call *call)
 
 // ------------------------------------------------------------------ fp8_matmul
 
-// A matrix as the product sees it: element (i, k), whether or not it is given transposed.
+// An operand of the product: element (i, k), whether it is stored transposed or not.
 typedef struct matrix {
   const uint8_t *data;
   const float   *scale;
@@ -176,7 +176,7 @@ typedef struct matrix {
   fp8_scales     at;
 } matrix;
 
-// along_k: the second dimension, as given, is the one summed over.
+// along_k: the product sums over the second stored dimension.
 static matrix matrix_of(const tensor *q, const tensor *scale, bool along_k, int64_t block_rows,
                         int64_t block_columns)
 {

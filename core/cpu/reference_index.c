@@ -167,7 +167,7 @@ eng_status reference_embedding_grad(const op_call *call)
   return workspace_close(&space);
 }
 
-// ------------------------------------------------------------------ the largest ones
+// ------------------------------------------------------------------ the largest elements
 
 eng_status reference_topk(const op_call *call)
 {

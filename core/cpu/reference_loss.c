@@ -7,7 +7,7 @@
 
 #include <math.h>
 
-// Checks every target and counts the rows that take part.
+// Checks every target and counts the rows that are not ignored.
 static eng_status count_targets(int64_t *counted, const op_call *call, const int64_t *targets,
                                 int64_t rows, int64_t classes)
 {

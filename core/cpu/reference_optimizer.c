@@ -137,7 +137,7 @@ eng_status reference_optimize(const param_span *spans, int n, const eng_update *
         case ENG_ADAMW: w = adam(w, g, &m, h, update->t, true); break;
         case ENG_LION:  w = lion(w, g, &m, h); break;
         default:
-          return error_set(ENG_ERR_VALUE, "optimize: there is no optimizer of number %d",
+          return error_set(ENG_ERR_VALUE, "optimize: unknown optimizer number %d",
                            update->kind);
         }
       span->master[i] = w;

@@ -8,8 +8,8 @@
 
 enum { RESTART = 64, PAIRS = TILE / 2 };
 
-/// One call. It holds the cosines and sines of the angles, [T x D/2] each (the sine carries the
-/// direction), and for each pair its angle per position with that angle's cosine and sine.
+/// One call: the cosines and sines of all angles, [T x D/2] each (the sine includes the direction);
+/// and for each pair the angle per position with its cosine and sine.
 typedef struct rotation {
   const tensor *x, *y;
   float   *cosine, *sine;

@@ -1,6 +1,6 @@
-// What the row kernels share: the rows of a tensor, rows of any fast dtype as f32, sums in a fixed
-// order. Included by norm.c, softmax.c, loss.c, index.c and gemm.c, once per instruction set. Owns
-// nothing.
+// Helpers shared by the row kernels: the rows of a tensor, rows of any fast dtype as f32, sums in a
+// fixed order. Included by norm.c, softmax.c, loss.c, index.c and gemm.c, once per instruction set.
+// Owns nothing.
 //
 // Order of a sum: lanes within a tile of TILE elements, a fixed tree over the lanes, then the tiles
 // in order, in double. The order depends on the length of a row and the lanes of the instruction

@@ -62,12 +62,12 @@ VF_INLINE vi vf_to_fp8(vf x, const int fraction, const bool saturate)
   return vi_select(vi_gt(magnitude, vi_set1(0x7F800000)), vi_set1(0x7F), code);
 }
 
-/// vf_to_fp8 for numbers known not to round past the largest one.
+/// vf_to_fp8 for numbers known to round within the format's range.
 VF_INLINE vi vf_to_fp8_within(vf x, const int fraction)
 {
   return vf_fp8_code_((vi)x, vi_and((vi)x, vi_set1(0x7FFFFFFF)), fraction);
 }
-/// Whether a magnitude does not round past the largest number; false for NaN.
+/// Whether a magnitude rounds within the format's range; false for NaN.
 VF_INLINE bool fp8_is_within(float magnitude, const int fraction)
 {
   return fraction == 3 ? magnitude <= 464.0f : magnitude < 61440.0f;

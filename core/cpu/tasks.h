@@ -7,7 +7,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-/// One piece of the work; no two pieces write the same results.
+/// One piece of the work. No two pieces write the same results.
 typedef void task_body(const void *context, int64_t index);
 
 /// Runs body(context, k) for k in 0 .. tasks - 1. With `together`, all threads share the work, each

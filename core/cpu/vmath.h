@@ -15,7 +15,7 @@
 
 #define VF_C(x) vf_set1(x)
 
-/// exp(hi + lo) for |lo| far below 1: for an argument known to more than 24 bits.
+/// exp(hi + lo) for |lo| far below 1, so that the argument has more than 24 bits of precision.
 VF_INLINE vf vf_exp_split(vf hi, vf lo)
 {
   vm gone = vf_lt(hi, VF_C(-104.0f));

@@ -1,5 +1,5 @@
 // The arithmetic of gradient messages between ranks, in host memory: search for inf and nan, sums
-// over ranks, e4m3 encoding. The functions are declared in device/wire.h. Owns nothing.
+// over ranks, e4m3 encoding. device/wire.h declares the functions. Owns nothing.
 #include "device/wire.h"
 
 #include "base/fp8_scale.h"

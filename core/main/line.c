@@ -20,7 +20,7 @@ static line_completer *current_completer;
 static void *completer_data;
 static bool was_interrupted;
 
-static char *plain_line;      // of getline, when there is no terminal
+static char *plain_line;      // from getline, when there is no terminal
 static size_t plain_size;
 
 bool line_is_edited(void)
@@ -35,7 +35,7 @@ static char *prompt_of(EditLine *el)
   return (char *)(uintptr_t)current_prompt;
 }
 
-// libedit retries an interrupted read; a REPL wants Ctrl-C to drop the line instead.
+// libedit retries an interrupted read, but in a REPL Ctrl-C must drop the line.
 static int read_character(EditLine *el, wchar_t *out)
 {
   (void)el;
@@ -122,7 +122,7 @@ line_result line_read(const char **text, const char *prompt, line_completer *com
   struct sigaction before, now;
   sigaction(SIGINT, NULL, &before);
   now = before;
-  now.sa_flags &= ~SA_RESTART;          // so that Ctrl-C interrupts the read
+  now.sa_flags &= ~SA_RESTART;          // Ctrl-C must interrupt the read
   sigaction(SIGINT, &now, NULL);
 
   line_result result;

@@ -1,5 +1,5 @@
 // Line editing for the REPL through libedit: history, completion, and Ctrl-C that drops the line.
-// Owns the terminal while a line is read. Called by main.c alone; knows nothing of Lua.
+// Owns the terminal while a line is read. Called only by main.c; independent of Lua.
 #ifndef ENG_LINE_H
 #define ENG_LINE_H
 

@@ -1,6 +1,5 @@
-// The `engine` binary: LuaJIT with the engine beside it. It takes the command line of the
-// standalone lua interpreter, so that Lua tools run under it, plus subcommands written in Lua
-// (lua/engine/cli).
+// The `engine` binary: LuaJIT with the engine. It accepts the command line of the standalone lua
+// interpreter, so that Lua tools run under it, plus subcommands written in Lua (lua/engine/cli).
 // Owns the Lua state, the signal handlers and the REPL's terminal.
 #define _GNU_SOURCE
 #include "engine.h"     // eng_version, eng_interrupt
@@ -43,8 +42,8 @@ static void say(const char *text)
   if (write(STDERR_FILENO, text, strlen(text)) < 0) return;
 }
 
-// The first signal: the trainer stops at the end of its step, a waiting call gives up, or the
-// script is stopped. The second one exits.
+// The first signal: the trainer stops at the end of its step, a waiting call returns, or the script
+// is stopped. The second signal exits.
 static void on_signal(int signal_number)
 {
   if (!pthread_equal(pthread_self(), main_thread)) {     // an OpenMP thread must not set Lua's hook
@@ -55,7 +54,7 @@ static void on_signal(int signal_number)
   last_signal = signal_number;
   if (eng_interrupt_policy(-1) == 1) {
     eng_interrupt(1);
-    if (rank == 0) say("\nending at this step's end; again to stop at once\n");
+    if (rank == 0) say("\nstopping after this step; interrupt again to stop at once\n");
   } else if (eng_interrupt_policy(-1) == 2) {
     eng_interrupt(2);
   } else {
@@ -66,27 +65,28 @@ static void on_signal(int signal_number)
   }
 }
 
-// One second later: compiled Lua loops and long operations check no hook.
+// Runs one second after a signal: compiled Lua loops and long operations check no hook.
 static void on_alarm(int signal_number)
 {
   (void)signal_number;
-  if (eng_interrupted() && rank == 0) say("\nstill at work in one call; again to stop at once\n");
+  if (eng_interrupted() && rank == 0)
+    say("\nstill in one call; interrupt again to stop at once\n");
 }
 
-// A mapped file was truncated while it was read. The missing data cannot be read: exit with the
+// A mapped file was truncated while in use. The missing data cannot be read, so this exits with the
 // reason.
 static void on_bus(int signal_number)
 {
-  say("\nengine: a data or weight file became shorter while it was in use; hint: resume=auto goes "
-      "on from the last checkpoint\n");
+  say("\nengine: a data or weight file was truncated while in use; hint: resume=auto continues "
+      "from the last checkpoint\n");
   _exit(128 + signal_number);
 }
 
 static bool hangup_ignored;      // by nohup
 
-// kill -HUP: a run reads its policy's file again; without a run the process ends as usual. A
-// terminal that has closed (the signal then comes from the kernel) stops a run as Ctrl-C does,
-// unless it was started with nohup.
+// kill -HUP: a run rereads its policy's file; without a run the process ends as usual. If the
+// terminal closed (the signal then comes from the kernel), the run stops as on Ctrl-C, unless it
+// was started with nohup.
 static void on_hangup(int signal_number, siginfo_t *from, void *context)
 {
   (void)context;
@@ -116,7 +116,7 @@ static void catch_signals(void)
   sigaction(SIGBUS, &action, NULL);
 }
 
-// Clears an interrupt that has been handled. Returns whether there was one.
+// Clears a pending interrupt. Returns whether there was one.
 static bool settle_interrupt(lua_State *L)
 {
   bool was = eng_interrupted() != 0;
@@ -128,14 +128,14 @@ static bool settle_interrupt(lua_State *L)
 
 // ------------------------------------------------------------------ errors
 
-// Ranks usually have the same error: rank 0 prints it and ends the job. Another rank prints its own
-// a little later, unless the job has ended by then.
+// Ranks usually fail with the same error: rank 0 prints it and ends the job. Other ranks print
+// theirs a little later, unless the job has ended by then.
 static void complain(const char *text)
 {
   fflush(stdout);
   if (rank > 0) {
     int before = eng_interrupted();
-    if (before == 2) return;              // the signal asked it to end: print nothing
+    if (before == 2) return;              // the signal ended this rank: print nothing
     for (int i = 0; i < 50; i++) usleep(10000);
     if (eng_interrupted() > before) return;
     fprintf(stderr, "engine: rank %d: %s\n", rank, text);
@@ -143,8 +143,8 @@ static void complain(const char *text)
   fflush(stderr);
 }
 
-// Whether a place, "file:line: ...", is in the engine's own Lua files. Lua cuts long paths at the
-// front.
+// Whether a position, "file:line: ...", is in the engine's own Lua files. Lua truncates long paths
+// at the front.
 static bool is_own_place(const char *place, size_t length)
 {
   size_t n = strlen(root);
@@ -165,7 +165,7 @@ static bool is_plumbing(const char *frame, size_t length)
 }
 
 // Pushes `text`, a message with its traceback, reduced for the script's author: without the
-// engine's own frames, and without a traceback that only repeats the message's place or contains no
+// engine's own frames, and without a traceback that only repeats the message's position or lacks a
 // frame of the file in the message (a policy's). A message about the engine's own files stays
 // complete.
 static void push_trimmed(lua_State *L, const char *text)
@@ -176,7 +176,7 @@ static void push_trimmed(lua_State *L, const char *text)
   luaL_Buffer kept;
   luaL_buffinit(L, &kept);
   luaL_addlstring(&kept, text, (size_t)(trace - text) + strlen(head));
-  // own: length of the message's place, "file.lua:" or with a line
+  // own: length of the message's position, "file.lua:" or with a line
   size_t dropped = 0, others = 0, own = strcspn(text, " \n");
   bool elsewhere = own >= 5 && text[own - 1] == ':' && memmem(text, own, ".lua:", 5);
   for (const char *line = trace + strlen(head); line < end;) {
@@ -199,7 +199,7 @@ static void push_trimmed(lua_State *L, const char *text)
 
 static bool keeps_locals;      // -i: the REPL afterwards sees the locals of the script's main chunk
 
-// Makes the locals of the main chunk global, except names that are taken.
+// Makes the locals of the main chunk global, except for names already in use.
 static void keep_locals(lua_State *L)
 {
   lua_Debug chunk, frame;
@@ -248,7 +248,8 @@ static int on_error(lua_State *L)
   return 1;
 }
 
-// Calls the function below its `n_args` arguments. On an error prints it and returns false.
+// Calls the function below its `n_args` arguments. On an error prints the message and returns
+// false.
 static bool call(lua_State *L, int n_args, int n_results)
 {
   int base = lua_gettop(L) - n_args;
@@ -271,7 +272,7 @@ static bool call_loaded(lua_State *L, int load_status)
   return false;
 }
 
-// ------------------------------------------------------------------ the REPL's hands
+// ------------------------------------------------------------------ functions for Lua's REPL
 
 static lua_State *completing;  // the Lua completer is on top of its stack while a line is read
 
@@ -339,7 +340,7 @@ static int l_trim(lua_State *L)
   return 1;
 }
 
-// keep(): called at the end of a script under -i.
+// keep(): called at the end of a script run with -i.
 static int l_keep(lua_State *L)
 {
   keep_locals(L);
@@ -353,7 +354,7 @@ static int l_settle(lua_State *L)
   return 1;
 }
 
-// require "engine.host": what Lua modules can learn about the binary.
+// require "engine.host": functions of the binary for Lua modules.
 static int open_host(lua_State *L)
 {
   static const luaL_Reg functions[] = {
@@ -371,7 +372,7 @@ static int open_host(lua_State *L)
   return 1;
 }
 
-// ------------------------------------------------------------------ where things are
+// ------------------------------------------------------------------ paths
 
 static bool has_modules(const char *folder)
 {
@@ -439,7 +440,7 @@ static void usage(void)
         "  -i        stay in the REPL    -v        show the version\n"
         "  -j cmd    JIT control (off)   -O level  JIT optimisation\n"
         "  -E        ignore LUA_INIT     -         run stdin, -- ends options\n"
-        "engine --help says more.\n", stderr);
+        "engine --help prints more.\n", stderr);
 }
 
 // Fills `o`; false for an unknown option.
@@ -465,7 +466,7 @@ static bool parse(options *o, int argc, char **argv)
   return true;
 }
 
-// -j cmd[=args]: jit.cmd(args), or the module jit.cmd.
+// -j cmd[=args]: calls jit.cmd(args), or the module jit.cmd.
 static bool jit_command(lua_State *L, const char *text)
 {
   const char *equals = strchr(text, '=');
@@ -606,7 +607,7 @@ static bool run_environment(lua_State *L)
   return call_loaded(L, luaL_loadbuffer(L, init, strlen(init), "=LUA_INIT"));
 }
 
-// Tables and policies hold data as long as a run lasts: a heap limited to 1 GiB is too small.
+// Tables and policies keep data for the whole run: a heap limited to 1 GiB is too small.
 static bool check_gc64(lua_State *L)
 {
   static const char code[] = "return require('ffi').abi('gc64')";
@@ -656,20 +657,20 @@ static int run(lua_State *L, int argc, char **argv)
     else ok = call_loaded(L, luaL_loadfile(L, NULL));
   }
   bool interrupted = settle_interrupt(L);
-  // also after an error: the script's variables are worth inspecting
+  // also after an error: the script's variables help to debug it
   if (o.interactive) ok = run_repl(L);
   else if (!ok && interrupted) return 128 + last_signal;
   return ok ? EXIT_SUCCESS : EXIT_FAILURE;
 }
 
 // OpenMP's threads spin for milliseconds while they wait for each other, which costs a factor of
-// ten on a busy machine. The runtime reads its settings when it is loaded, before main. So the
-// settings are made and the binary starts again (one millisecond). About 50 us of spinning keep the
-// quick hand-over between kernels.
+// ten on a busy machine. The runtime reads its settings when it is loaded, before main. So this
+// sets them and executes the binary again (one millisecond). About 50 us of spinning keep the
+// hand-over between kernels quick.
 static void tame_openmp(char **argv)
 {
   if (getenv("GOMP_SPINCOUNT") || getenv("OMP_WAIT_POLICY")) return;
-  // continue as we are if that fails
+  // continue without the settings if that fails
   if (setenv("GOMP_SPINCOUNT", "1000", 1) == 0) execv("/proc/self/exe", argv);
 }
 

@@ -175,7 +175,7 @@ static ptrdiff_t repeat_least(pattern_state *m, size_t s, size_t p, size_t end)
   }
 }
 
-// ------------------------------------------------------------------ the whole
+// ------------------------------------------------------------------ the whole pattern
 
 static ptrdiff_t match_items(pattern_state *m, size_t s, size_t p)
 {
@@ -196,7 +196,7 @@ static ptrdiff_t match_items(pattern_state *m, size_t s, size_t p)
       p += next == 'b' ? 4 : 2;
       continue;
     }
-    if (c == '%' && next == 'f') {  // %f[set]: the character before is no member, this one is
+    if (c == '%' && next == 'f') {  // %f[set]: the previous character is not a member, this one is
       p += 2;
       if (p >= m->pattern_length || m->pattern[p] != '[')
         return refuse(m, "missing '[' after '%f' in pattern");

@@ -1,6 +1,6 @@
 // Lua patterns (%a, [sets], * + - ?, captures, %b, %f) with bounded work: the matcher for policies,
-// because LuaJIT's may backtrack for hours inside one call. Knows nothing of Lua states.
-// Called by policy_box.c.
+// because LuaJIT's may backtrack for hours inside one call. Independent of Lua states. Called by
+// policy_box.c.
 #ifndef ENG_PATTERN_H
 #define ENG_PATTERN_H
 
@@ -22,13 +22,13 @@ typedef struct pattern_state {
   const char *subject, *pattern;
   size_t subject_length, pattern_length;
   int64_t work;             // single-character tests left; below zero the match ends with an error
-  const char *error;  // NULL, or why the pattern is refused; pattern_exhausted when `work` ran out
+  const char *error;  // NULL, or why the pattern is refused; pattern_exhausted when `work` runs out
   int depth;
   int captures;
   pattern_capture capture[PATTERN_CAPTURES];
 } pattern_state;
 
-/// The value of `error` when `work` ran out.
+/// The value of `error` when `work` runs out.
 extern const char pattern_exhausted[];
 
 /// Matches the pattern from offset `at` in the pattern and `start` in the subject, anchored there.

@@ -1,10 +1,9 @@
-// The library that a policy sees, all of it constant: base, math, table, string and bit, without
-// anything that could leave the sandbox, keep hidden state, run long inside one C call, or differ
-// when the same record is replayed.
-// Our own functions replace LuaJIT's for pairs and next (fixed order), tostring and string.format
-// (no addresses), math.random (seeded by the step), table.sort and the pattern functions (bounded
-// work and C stack).
-// Called by policy_vm.c when a policy is loaded.
+// The library that a policy sees, all of it constant: base, math, table, string and bit. It
+// excludes functions that could leave the sandbox, keep hidden state, run long inside one C call,
+// or differ between replays of the same record. Our own functions replace LuaJIT's for pairs and
+// next (fixed order), tostring and string.format (no addresses), math.random (seeded by the step),
+// table.sort and the pattern functions (bounded work and C stack). Called by policy_vm.c when a
+// policy is loaded.
 #define _GNU_SOURCE
 #include "policy_vm.h"
 
@@ -34,7 +33,7 @@ static int unknown_global(lua_State *L)
   const char *name = lua_type(L, 2) == LUA_TSTRING ? lua_tostring(L, 2) : "?";
   for (size_t i = 0; i < sizeof removed / sizeof *removed; ++i)
     if (strcmp(name, removed[i]) == 0)
-      return luaL_error(L, "'%s' does not exist in a policy (policies/README.md says what does)",
+      return luaL_error(L, "'%s' does not exist in a policy; hint: see policies/README.md",
                         name);
   return luaL_error(L, "'%s' is not defined%s", name,
                     nearest_hint(name, names, (int)(sizeof names / sizeof *names)));
@@ -43,7 +42,7 @@ static int unknown_global(lua_State *L)
 static int global_assigned(lua_State *L)
 {
   return luaL_error(
-    L, "a policy has no global variables ('%s'): write 'local', and keep in 'state' what must last",
+    L, "a policy has no global variables ('%s'): write 'local', and keep lasting values in 'state'",
     lua_type(L, 2) == LUA_TSTRING ? lua_tostring(L, 2) : "?");
 }
 
@@ -84,12 +83,12 @@ static int box_writing(lua_State *L)                       // upvalue: LuaJIT's 
   if (lua_gettop(L) == 3 && lua_istable(L, 1) && lua_isnumber(L, 2)) {
     lua_Number n = (lua_Number)lua_objlen(L, 1), at = lua_tonumber(L, 2);
     if (!(at >= 1 && at <= n + 1))
-      return luaL_error(L, "table.insert: place %f of a list of %f", at, n);
+      return luaL_error(L, "table.insert: expected a position of 1 to %f, got %f", n + 1, at);
     policy_charge(policy_of(L), (int64_t)(n + 1 - at));
   }
   for (int i = 1; i <= 5; i += 4)
     if (lua_istable(L, i) && lua_getmetatable(L, i))
-      return luaL_error(L, "this table is constant; keep in 'state' what changes");
+      return luaL_error(L, "this table is constant; keep changing values in 'state'");
   lua_pushvalue(L, lua_upvalueindex(1));
   lua_insert(L, 1);
   lua_call(L, lua_gettop(L) - 1, LUA_MULTRET);
@@ -237,7 +236,8 @@ static int box_random(lua_State *L)
 
 enum { BYTES_PER_INSTRUCTION = 64 };
 
-// Calls a library function whose work is proportional to its result, which may be shared memory.
+// Calls a library function whose work is proportional to its result; charges for the result even if
+// it is a shared string.
 static int box_charged(lua_State *L)                   // upvalue: LuaJIT's function
 {
   lua_pushvalue(L, lua_upvalueindex(1));
@@ -278,7 +278,7 @@ static int box_format(lua_State *L)                    // upvalue: LuaJIT's form
   for (int i = 2; i <= n; ++i)
     if (lua_type(L, i) != LUA_TNUMBER && lua_type(L, i) != LUA_TSTRING &&
         lua_type(L, i) != LUA_TBOOLEAN && !lua_isnil(L, i))
-      return luaL_error(L, "string.format: argument %d is a %s, which has no text", i,
+      return luaL_error(L, "string.format: argument %d is a %s and cannot be converted to text", i,
                         luaL_typename(L, i));
   lua_pushvalue(L, lua_upvalueindex(1));
   lua_insert(L, 1);
@@ -293,7 +293,7 @@ static void begin_match(lua_State *L, pattern_state *m)
   m->pattern = luaL_checklstring(L, 2, &m->pattern_length);
 }
 
-// Tests of the matcher that cost one instruction of the budget.
+// Character tests of the matcher per instruction of the budget.
 enum { TESTS_PER_INSTRUCTION = 8 };
 
 static bool try_match(lua_State *L, pattern_state *m, size_t start, size_t at, size_t *end)
@@ -440,7 +440,7 @@ static void add_replacement(lua_State *L, luaL_Buffer *b, const pattern_state *m
     lua_pop(L, 1);
     lua_pushlstring(L, m->subject + start, end - start);
   } else if (!lua_isstring(L, -1))
-    luaL_error(L, "string.gsub: a replacement is a %s; expected a text", luaL_typename(L, -1));
+    luaL_error(L, "string.gsub: expected a text as replacement, got a %s", luaL_typename(L, -1));
   luaL_addvalue(b);
 }
 
@@ -476,8 +476,8 @@ static int box_gsub(lua_State *L)
 
 // ------------------------------------------------------------------ the environment
 
-// Copies names (NULL at the end) from the library table on top of the stack into a new table, and
-// pops the former.
+// Copies names (NULL at the end) from the library table on top of the stack into a new table, which
+// replaces it.
 static void take(lua_State *L, const char *const *names)
 {
   lua_newtable(L);

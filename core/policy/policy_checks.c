@@ -1,12 +1,12 @@
 // Functions for what most scalers have in common: checks of options in `init` (check.positive,
-// check.floor ...) and the two ways a scale moves in `decide` (back_off, grow), with their reasons.
-// policies/README.md lists them. They keep no state; a policy could write each in a line of Lua.
+// check.floor ...), and the two changes of a scale in `decide` (back_off, grow) with their reasons.
+// policies/README.md lists them. They keep no state; each could be a line of Lua in a policy.
 // Called by policy_box.c when a policy is loaded.
 #include "policy_vm.h"
 
 #include <math.h>
 
-// Raises the text on top of the stack without a position: it is about an option, not a line.
+// Raises the text on top of the stack without a position: the error is in an option, not in a line.
 static int refuse(lua_State *L) { return lua_error(L); }
 
 // Whether the options at `index` have strict=false.
@@ -36,13 +36,13 @@ static double option(lua_State *L, int name)
   luaL_checktype(L, 1, LUA_TTABLE);
   lua_getfield(L, 1, text);
   if (lua_type(L, -1) != LUA_TNUMBER)
-    return luaL_error(L, "check: there is no option '%s' that is a number", text);
+    return luaL_error(L, "check: expected a numeric option, got '%s'", text);
   double x = lua_tonumber(L, -1);
   lua_pop(L, 1);
   return x;
 }
 
-// ------------------------------------------------------------------ options by themselves
+// ------------------------------------------------------------------ ranges of options
 
 typedef enum range { POSITIVE, FLOAT32, NOT_NEGATIVE, FACTOR, SHARE, STEPS } range;
 
@@ -119,7 +119,7 @@ static int check_floor(lua_State *L)
   return refuse_strictly(L);
 }
 
-// ------------------------------------------------------------------ how a scale moves
+// ------------------------------------------------------------------ changes of the scale
 
 static double scale_of(lua_State *L)                       // of the state, argument 1
 {
@@ -130,8 +130,8 @@ static double scale_of(lua_State *L)                       // of the state, argu
   return scale;
 }
 
-// Sets the scale in the state and in a verdict { scale =, reason = the text on top of the stack,
-// action = "stop" }.
+// Sets the scale in the state and builds the verdict { scale =, reason = the text on top of the
+// stack, action = "stop" }.
 static int verdict(lua_State *L, double scale, bool stop)
 {
   lua_pushnumber(L, scale);
@@ -148,7 +148,7 @@ static int verdict(lua_State *L, double scale, bool stop)
   return 1;
 }
 
-// back_off(state, to): the verdict after an overflow; `to` is the new scale; a scale of 0 stops the
+// back_off(state, to): the verdict after an overflow; `to` is the new scale. A scale of 0 stops the
 // run.
 static int back_off(lua_State *L)
 {
@@ -167,7 +167,8 @@ static int back_off(lua_State *L)
 }
 
 // grow(state, to, why [, options]): the verdict after good steps; `to` is the new scale. A scale
-// that would become infinite stays; with strict=false in the options the run stops.
+// that would become infinite stays unchanged; with strict=false in the options the run stops
+// instead.
 static int grow(lua_State *L)
 {
   double to = luaL_checknumber(L, 2);

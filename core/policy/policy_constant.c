@@ -1,11 +1,11 @@
-// Constant tables for policies: an empty table whose metatable reads the real one and refuses to be
-// written. A policy has no function that makes or reads a metatable, so that every table with a
-// metatable is such a constant. Called by policy_box.c, policy_checks.c and policy_vm.c.
+// Constant tables for policies: an empty table whose metatable reads the real one and refuses
+// writes. No function of a policy makes or reads metatables, so every table with a metatable is
+// such a constant. Called by policy_box.c, policy_checks.c and policy_vm.c.
 #include "policy_vm.h"
 
 static int constant_assigned(lua_State *L)                 // upvalue: what it is
 {
-  return luaL_error(L, "%s are constants ('%s'): keep in 'state' what changes",
+  return luaL_error(L, "%s are constants ('%s'): keep changing values in 'state'",
                     lua_tostring(L, lua_upvalueindex(1)),
                     lua_type(L, 2) == LUA_TSTRING ? lua_tostring(L, 2) : luaL_typename(L, 2));
 }

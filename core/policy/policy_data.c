@@ -231,7 +231,7 @@ static bool parse_string(reader *r)
         for (int i = 0; i < 2 && r->at < r->size && r->text[r->at] >= '0' && r->text[r->at] <= '9';
              ++i)
           code = code * 10 + (r->text[r->at++] - '0');
-        if (code > 255) { free(copy); return refuse(r, "an escape past \\255"); }
+        if (code > 255) { free(copy); return refuse(r, "an escape above \\255"); }
         c = (char)code;
       } else if (c != '"' && c != '\\') {
         free(copy);
@@ -243,7 +243,7 @@ static bool parse_string(reader *r)
   bool closed = r->at < r->size;
   if (closed) data_string(r->out, copy, length);
   free(copy);
-  if (!closed) return refuse(r, "a string does not end");
+  if (!closed) return refuse(r, "an unterminated string");
   ++r->at;
   return true;
 }
@@ -270,15 +270,15 @@ static bool parse_table(reader *r, int depth)
     if (c == '[') {
       ++r->at;
       peek(r);
-      if (peek(r) == '{') return refuse(r, "a table as a key");
+      if (peek(r) == '{') return refuse(r, "a key that is a table");
       size_t key = r->out->size;
       if (!parse_value(r, depth)) return false;
       data_item item = {0};
       if (!r->out->failed) data_read(&item, r->out->bytes + key);
-      if (item.tag == 'n' && f64_is_nan(item.number)) return refuse(r, "nan as a key");
-      if (peek(r) != ']') return refuse(r, "']' is missing after a key");
+      if (item.tag == 'n' && f64_is_nan(item.number)) return refuse(r, "a key that is nan");
+      if (peek(r) != ']') return refuse(r, "expected ']' after a key");
       ++r->at;
-      if (peek(r) != '=') return refuse(r, "'=' is missing after a key");
+      if (peek(r) != '=') return refuse(r, "expected '=' after a key");
       ++r->at;
     } else if (is_identifier(r->text + here, word) && (r->at += word, peek(r) == '=')) {
       data_string(r->out, r->text + here, word);
@@ -289,7 +289,7 @@ static bool parse_table(reader *r, int depth)
     }
     if (!parse_value(r, depth)) return false;
     if (peek(r) == ',') ++r->at;
-    else if (peek(r) != '}') return refuse(r, "',' or '}' is missing");
+    else if (peek(r) != '}') return refuse(r, "expected ',' or '}'");
   }
   ++r->at;
   data_tag(r->out, '}');
@@ -317,7 +317,7 @@ bool data_parse(data_blob *out, const char *text, size_t size, char *error, size
 {
   reader r = { .text = text, .size = size, .out = out };
   bool fine = parse_value(&r, 0) &&
-              (peek(&r) == '\0' && r.at == size ? true : refuse(&r, "something follows the end"));
+              (peek(&r) == '\0' && r.at == size ? true : refuse(&r, "text after the end"));
   if (fine && out->failed) fine = refuse(&r, "out of memory");
   if (!fine) snprintf(error, error_size, "%s (byte %zu of %zu)", r.error, r.at, size);
   return fine;

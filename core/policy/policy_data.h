@@ -71,7 +71,8 @@ const char *data_skip(const char *at);
 const char *data_find(const char *at, const char *key);
 
 /// Appends the canonical text of the value at `at`: 1..n first, then other keys in order (numbers,
-/// strings by bytes, booleans); doubles with the fewest digits that give them back; inf, nan, -0.
+/// strings by bytes, booleans). Doubles have the fewest digits that restore them; inf, nan and -0
+/// are written as such.
 void data_text(data_blob *text, const char *at);
 /// Reads such a text (spaces allowed). False with a message in `error`.
 bool data_parse(data_blob *out, const char *text, size_t size, char *error, size_t error_size);

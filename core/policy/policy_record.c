@@ -1,7 +1,7 @@
 // The record as a policy sees it: userdata that reads the host's structures on access. A decision
-// pays only for the fields it reads; nothing is copied, and nothing can be written.
-// Owns the names of tensors and groups, the groups' sums, and the signals. Called by policy_vm.c
-// when a policy is loaded, and by policy_box.c for pairs() and tostring().
+// pays only for the fields it reads; nothing is copied, and nothing is writable. Owns the names of
+// tensors and groups, the groups' sums, and the signals. Called by policy_vm.c when a policy is
+// loaded, and by policy_box.c for pairs() and tostring().
 #include "policy_vm.h"
 
 #include "base/error.h"
@@ -34,7 +34,7 @@ static const char *const view_names[VIEW_KINDS] = {
 typedef struct view { int32_t kind, index; } view;
 
 
-// Indices in the registry; 1 and 2 are policy_run.c's and policy_vm.c's.
+// Indices in the registry; policy_run.c and policy_vm.c use 1 and 2.
 enum { KEEP_RECORD_FIELDS = 3, KEEP_STATS_FIELDS, KEEP_TENSORS, KEEP_GROUPS };
 
 enum {
@@ -104,14 +104,14 @@ void field_map_add(field_map *map, const char *key, int field)
 
 static const eng_record *record_in_view(eng_policy *p)
 {
-  if (!p->record) luaL_error(p->L, "the record can be read inside decide only");
+  if (!p->record) luaL_error(p->L, "the record is readable only inside decide");
   return p->record;
 }
 
 static int unknown_field(lua_State *L, const char *what, const char *const *fields, int n)
 {
   if (lua_type(L, 2) != LUA_TSTRING)
-    return luaL_error(L, "%s: the field is a %s; expected a name", what, luaL_typename(L, 2));
+    return luaL_error(L, "%s: expected the name of a field, got a %s", what, luaL_typename(L, 2));
   const char *name = lua_tostring(L, 2);
   return luaL_error(L, "%s has no field '%s'%s", what, name, nearest_hint(name, fields, n));
 }
@@ -170,7 +170,7 @@ static int record_index(lua_State *L)  // upvalue: views of hist, tensors, group
 
 // ------------------------------------------------------------------ tensors and groups
 
-// A group takes the carry of its first tensor. amax and norm of tensors with another carry are
+// A group has the relative scale of its first tensor. amax and norm of tensors with another one are
 // converted to it.
 static void sum_groups(eng_policy *p)
 {
@@ -202,7 +202,7 @@ static const eng_tensor_stats *stats_in_view(eng_policy *p, const view *v)
   if (!p->stats) luaL_error(p->L, "this step has no statistics per tensor");
   bool group = v->kind == VIEW_GROUP || v->kind == VIEW_GROUP_HIST;
   if (v->index >= (group ? p->n_groups : p->n_tensors))
-    luaL_error(p->L, "these statistics belong to another model");
+    luaL_error(p->L, "these statistics are of another model");
   if (!group) return &p->stats[v->index];
   if (!p->groups_summed) sum_groups(p);
   return &p->group_stats[v->index];
@@ -224,7 +224,7 @@ static int push_stats_field(lua_State *L, eng_policy *p, const view *v, int fiel
   case S_AMAX: lua_pushnumber(L, s->amax / scale); break;
   case S_NORM: lua_pushnumber(L, sqrt(s->sum_squares) / scale); break;
   case S_NORM_REF:
-    if (s->norm_ref == 0) lua_pushnil(L); // no reference backward reached it
+    if (s->norm_ref == 0) lua_pushnil(L); // the reference backward did not compute it
     else lua_pushnumber(L, s->norm_ref);
     break;
   case S_MEASURED:
@@ -303,7 +303,7 @@ static int hist_index(lua_State *L)                          // upvalue: hist_su
   if (lua_type(L, 2) == LUA_TNUMBER) {
     double e = lua_tonumber(L, 2) - ENG_HIST_FIRST;
     if (e != floor(e))
-      return luaL_error(L, "%s: an exponent must be a whole number", view_names[v->kind]);
+      return luaL_error(L, "%s: expected an exponent that is a whole number", view_names[v->kind]);
     const int64_t *bins = bins_in_view(p, v);
     lua_pushnumber(L, e >= 0 && e < ENG_HIST_BINS ? (double)bins[(int)e] : 0);
     return 1;
@@ -355,7 +355,7 @@ eng_status eng_policy_signal(eng_policy *p, const char *name, double value)
 static int read_only(lua_State *L)
 {
   const view *v = lua_touserdata(L, 1);
-  return luaL_error(L, "%s is read-only; keep what must last in 'state'", view_names[v->kind]);
+  return luaL_error(L, "%s is read-only; keep lasting values in 'state'", view_names[v->kind]);
 }
 
 const char *policy_record_name(lua_State *L, int index)
@@ -568,15 +568,16 @@ eng_status eng_policy_tensors(eng_policy *p, const char *const *names, const int
 {
   for (int i = 0; i < n; ++i)
     if (group_of && (group_of[i] < -1 || group_of[i] >= n_groups))
-      return error_set(ENG_ERR_VALUE, "policy %s: tensor '%s' is in group %d of %d", p->name,
-                       names[i], group_of[i], n_groups);
-  // Views take a few hundred bytes each: made only for a policy that reads them.
+      return error_set(ENG_ERR_VALUE,
+                       "policy %s: expected a group of tensor '%s' below %d, or -1, got %d",
+                       p->name, names[i], n_groups, group_of[i]);
+  // A view takes a few hundred bytes, so views are made only for policies that read them.
   if (p->needs & ENG_NEED_TENSORS) {
     struct naming naming = { names, groups, n, n_groups };
     size_t before = p->used;
     ENG_TRY(policy_protected(p, name_task, &naming));
     lua_settop(p->L, SLOT_COUNT);
-    if (p->used > before) p->limit += p->used - before;      // the host's memory, not the policy's
+    if (p->used > before) p->limit += p->used - before;      // memory of the host, not the policy
   }
   char **tensor_copy = copy_names(names, n), **group_copy = copy_names(groups, n_groups);
   int32_t *group_of_copy = calloc((size_t)n + 1, sizeof *group_of_copy);

@@ -1,7 +1,7 @@
-// Running a policy's code under limits: an allocator with a cap, an instruction budget that a count
-// hook enforces, a time limit, and protected calls. A call that exceeds a limit ends with an error
-// that the policy cannot catch.
-// Owns the limits of policies loaded from now on. Called by the other files of this folder.
+// Running a policy's code under limits: an allocator with a cap, an instruction budget enforced by
+// a count hook, a time limit, and protected calls. A call that exceeds a limit ends with an error
+// that the policy cannot catch. Owns the limits of policies loaded from now on. Called by the other
+// files of this folder.
 #include "policy_vm.h"
 
 #include "base/error.h"
@@ -13,7 +13,7 @@
 
 enum {
   HOOK_INTERVAL = 256,            // Lua instructions between two checks of the budget
-  BYTES_PER_INSTRUCTION = 64,     // allocating so many bytes costs one instruction of the budget
+  BYTES_PER_INSTRUCTION = 64,     // allocating this many bytes costs one instruction of the budget
   STACK_ROOM = 256 << 10,         // bytes of C stack that nested calls may take
 };
 
@@ -45,8 +45,8 @@ static void *allocate(void *owner, void *piece, size_t old, size_t size)
     return NULL;
   }
   if (size > old && p->running) {
-    // The cap on one piece bounds what a single instruction (a concatenation, a comparison) can
-    // cost.
+    // The cap on one allocation bounds the cost of a single instruction (a concatenation, a
+    // comparison).
     if (p->used - old + size > p->limit || size > p->limit / 4) return NULL;
     p->budget -= (int64_t)((size - old) / BYTES_PER_INSTRUCTION);
   }
@@ -74,12 +74,12 @@ void policy_kill(eng_policy *p, const char *why)
   kill_at(p, why, 1);
 }
 
-static const char out_of_budget[] = "the policy ran past its instruction budget; a decision takes "
-                                    "a few hundred instructions as a rule";
+static const char out_of_budget[] = "the policy exceeded its instruction budget; a decision "
+                                    "usually takes a few hundred instructions";
 static const char out_of_time[] =
-  "the policy ran past its time limit; a decision must take microseconds";
+  "the policy exceeded its time limit; a decision must take microseconds";
 
-// The clock is read only after some work, so that a short decision does not pay for it.
+// Reads the clock only after some work, so that short decisions do not pay for it.
 static bool past_deadline(eng_policy *p)
 {
   double now = eng_clock();
@@ -139,7 +139,7 @@ const char *policy_error_text(eng_policy *p)
   if (lua_type(p->L, -1) != LUA_TSTRING) {
     bool nothing = lua_isnoneornil(p->L, -1);
     snprintf(text, sizeof text, "%s: raised an error %s%s", p->file,
-             nothing ? "without a text" : "that is no text but a ",
+             nothing ? "without a text" : "that is not a text but a ",
              nothing ? "" : luaL_typename(p->L, -1));
     return text;
   }
@@ -150,11 +150,11 @@ const char *policy_error_text(eng_policy *p)
   else lua_pop(p->L, 1);
   if (strcmp(raised, "not enough memory") == 0)
     snprintf(text, sizeof text,
-             "%s: out of memory: a policy may use %lld bytes, and a quarter of that in one piece",
+             "%s: out of memory: a policy may use %lld bytes, and a quarter in one allocation",
              p->file, (long long)p->limit);
   else if (strncmp(raised, p->file, strlen(p->file)) == 0 ||
            strncmp(raised, where.short_src, strlen(where.short_src)) == 0)
-    snprintf(text, sizeof text, "%s", raised);             // it carries file and line
+    snprintf(text, sizeof text, "%s", raised);             // the message has file and line
   else snprintf(text, sizeof text, "%s: %s", p->file, raised);
   return text;
 }

@@ -1,7 +1,6 @@
 // A policy's state as plain data. It is copied out after every decision, so that a failed decision
-// can be undone and a state that cannot be saved is noticed at once. It is saved as text, restored,
-// and handed to another policy.
-// Called by policy_vm.c, and by hosts through engine.h.
+// can be undone and a state that cannot be saved is detected at once. It is saved as text,
+// restored, and handed to another policy. Called by policy_vm.c, and by hosts through engine.h.
 #include "policy_vm.h"
 
 #include "base/error.h"
@@ -16,9 +15,8 @@ enum { TEXT_VERSION = 1, STATE_DEPTH = DATA_DEPTH - 2 };   // save wraps the sta
 
 // ------------------------------------------------------------------ Lua tables to blobs
 
-// The tables visited so far: a state must be a tree, because a copy would turn one shared table
-// into two.
-// `few` is not cleared
+// The tables visited so far: a state must be a tree, because a copy would split a shared table.
+// `few` is not cleared.
 typedef struct met { size_t n, capacity; const void **table, *few[16]; } met;
 
 static bool meet(met *m, const void *table)
@@ -68,12 +66,12 @@ static void room_task(eng_policy *p, void *argument)
   luaL_checkstack(p->L, 4 * DATA_DEPTH, "state");
 }
 
-// Writes the table at index `table`; keys and values of all levels are on the stack above w->base.
-// On a refusal they remain, so that the path can be read from them.
+// Writes the table at index `table`. Keys and values of all levels are on the stack above w->base;
+// if the table is refused they remain there, so that the path can be read from them.
 static bool encode(walk *w, int table, int depth)
 {
   lua_State *L = w->policy->L;
-  if (depth == 4) {  // Lua's minimal stack suffices up to here
+  if (depth == 4) {  // Lua's minimal stack suffices up to this depth
     if (policy_protected(w->policy, room_task, NULL) != ENG_OK) {
       w->refusal = "out of memory";
       return false;
@@ -92,7 +90,7 @@ static bool encode(walk *w, int table, int depth)
         break;
       case LUA_TNUMBER:  data_number(w->out, lua_tonumber(L, -2)); break;
       case LUA_TBOOLEAN: data_tag(w->out, lua_toboolean(L, -2) ? 't' : 'f'); break;
-      default: w->refusal = "its key is no number, string or boolean"; return false;
+      default: w->refusal = "its key is not a number, string or boolean"; return false;
     }
     switch (lua_type(L, -1)) {
       case LUA_TNUMBER:  data_number(w->out, lua_tonumber(L, -1)); break;
@@ -105,13 +103,13 @@ static bool encode(walk *w, int table, int depth)
         if (depth == STATE_DEPTH) { w->refusal = "tables nest too deeply"; return false; }
         if (w->met.n == 0) meet(&w->met, lua_topointer(L, w->root));
         if (!meet(&w->met, lua_topointer(L, -1))) {
-          w->refusal = "the same table stands in two places";
+          w->refusal = "the same table is in two places";
           return false;
         }
         if (!encode(w, w->base + 2 * depth, depth + 1)) return false;
         break;
       case LUA_TUSERDATA:
-        w->refusal = "a part of the record cannot be kept; copy the numbers";
+        w->refusal = "parts of the record cannot be stored; copy the numbers";
         return false;
       default:
         w->refusal = lua_typename(L, lua_type(L, -1));
@@ -123,7 +121,7 @@ static bool encode(walk *w, int table, int depth)
   return true;
 }
 
-// Builds "state.groups["a b"][3]" from the keys on the stack from `base` on.
+// Writes "state.groups["a b"][3]" from the keys on the stack above `base`.
 static void tell_path(char *out, size_t size, lua_State *L, int base, const char *root)
 {
   char number[32];
@@ -173,7 +171,7 @@ bool policy_encode(eng_policy *p, int index, const char *root, data_blob *out, c
 
 // ------------------------------------------------------------------ the copy after every decision
 
-// registry index; smaller ones belong to policy_run.c, policy_vm.c and policy_record.c
+// registry index; policy_run.c, policy_vm.c and policy_record.c use smaller ones
 enum { KEEP_FLAT_KEYS = 7 };
 
 static void swap_blobs(eng_policy *p)
@@ -197,8 +195,8 @@ static void keep_keys_task(eng_policy *p, void *argument)
   lua_rawseti(L, LUA_REGISTRYINDEX, KEEP_FLAT_KEYS);
 }
 
-// Learns the layout of `good` when the state is a small flat table. `next` then gets the same
-// bytes, and later snapshots write only the values.
+// Learns the layout of `good` if the state is a small flat table. `next` then gets the same bytes,
+// and later snapshots write only the values.
 static void learn_layout(eng_policy *p)
 {
   lua_State *L = p->L;
@@ -291,7 +289,7 @@ void policy_decode(eng_policy *p, const char *at)
 
 static void state_task(eng_policy *p, void *at)
 {
-  // Collects the garbage of a failed call first: it may be all the memory left.
+  // Collects the garbage of a failed call first: it may occupy all the memory.
   if (p->used > p->limit / 2) lua_gc(p->L, LUA_GCCOLLECT, 0);
   decode(p->L, at);
 }
@@ -358,14 +356,14 @@ static eng_status fresh_state(eng_policy *p)
   lua_pushvalue(L, SLOT_OPTIONS);
   ENG_TRY(policy_call(p, 1));
   if (lua_istable(L, -1)) return ENG_OK;
-  error_set(ENG_ERR_POLICY, "%s: init must return a table, the state; it returned %s", p->file,
+  error_set(ENG_ERR_POLICY, "%s: init must return the state, a table, got %s", p->file,
             luaL_typename(L, -1));
   lua_settop(L, SLOT_COUNT);
   return ENG_ERR_POLICY;
 }
 
-// Makes the state on top of the stack current: copy, scale, verdict. `scale` is used if the state
-// has no scale.
+// Makes the state on top of the stack current: copy, scale, verdict. Uses `scale` if the state has
+// none.
 static eng_status adopt(eng_policy *p, const char *maker, double scale)
 {
   lua_State *L = p->L;
@@ -374,7 +372,7 @@ static eng_status adopt(eng_policy *p, const char *maker, double scale)
   p->n_flat = 0;
   if (!policy_encode(p, top, "state", &p->next, why, sizeof why)) {
     lua_settop(L, SLOT_COUNT);
-    return error_set(ENG_ERR_POLICY, "%s: %s made a state that is no plain data: %s", p->file,
+    return error_set(ENG_ERR_POLICY, "%s: %s made a state that is not plain data: %s", p->file,
                      maker, why);
   }
   find_number(&scale, p->next.bytes, "scale");
@@ -383,7 +381,7 @@ static eng_status adopt(eng_policy *p, const char *maker, double scale)
     eng_number_text(number, scale);
     lua_settop(L, SLOT_COUNT);
     return error_set(ENG_ERR_POLICY,
-                     "%s: %s gives no loss scale to begin with: expected a positive finite number "
+                     "%s: %s sets no initial loss scale: expected a positive finite number "
                      "in state.scale%s, got %s",
                      p->file, maker, p->has_init ? "" : " or the option init_scale", number);
   }
@@ -397,8 +395,8 @@ static eng_status adopt(eng_policy *p, const char *maker, double scale)
   return ENG_OK;
 }
 
-// Between policies of one name the last verdict is handed over, too: clip, factor on the learning
-// rate, scales of groups.
+// Between policies of the same name the last verdict is handed over as well: clip, factor on the
+// learning rate, scales of groups.
 static void keep_verdict(eng_policy *p, const eng_policy *old)
 {
   if (strcmp(p->name, old->name) != 0) return;
@@ -429,7 +427,7 @@ static void scale_task(eng_policy *p, void *scale)
 eng_status eng_policy_set_scale(eng_policy *p, double scale)
 {
   if (!p->ready)
-    return error_set(ENG_ERR_STATE, "policy %s: a scale is set before init or restore", p->name);
+    return error_set(ENG_ERR_STATE, "policy %s: set a scale only after init or restore", p->name);
   if (!policy_is_scale(scale))
     return error_set(ENG_ERR_VALUE,
                      "policy %s: a loss scale must be a positive finite number, got %g", p->name,
@@ -460,7 +458,8 @@ static void put_field(data_blob *b, const char *name)
 
 eng_status eng_policy_save(const char **text, int64_t *bytes, eng_policy *p)
 {
-  if (!p->ready) return error_set(ENG_ERR_STATE, "policy %s: save before init or restore", p->name);
+  if (!p->ready) return error_set(ENG_ERR_STATE, "policy %s: save only after init or restore",
+                                  p->name);
   data_blob *b = &p->envelope;
   b->size = 0;
   b->failed = false;
@@ -506,10 +505,10 @@ static eng_status take_back(eng_policy *p, const char *at)
   const char *policy = data_find(at, "policy"), *state = data_find(at, "state"),
              *scales = data_find(at, "scales");
   if (!find_number(&version, at, "version"))
-    return error_set(ENG_ERR_FORMAT, "a policy's saved state without 'version'");
+    return error_set(ENG_ERR_FORMAT, "a policy's saved state has no 'version'");
   if (version != TEXT_VERSION)
-    return error_set(ENG_ERR_FORMAT, "a policy's saved state of version %g; this engine reads %d",
-                     version, TEXT_VERSION);
+    return error_set(ENG_ERR_FORMAT, "a policy's saved state: expected version %d, got %g",
+                     TEXT_VERSION, version);
   if (!policy || !state || *state != '{' || !scales || *scales != '{' ||
       !find_number(&scale, at, "scale") || !policy_is_scale(scale) ||
       !find_number(&clip, at, "clip") || !(clip >= 0) || !f64_is_finite(clip) ||
@@ -523,7 +522,7 @@ static eng_status take_back(eng_policy *p, const char *at)
       memcmp(item.string, p->name, item.length) != 0)
     return error_set(
       ENG_ERR_POLICY,
-      "policy %s: this state was saved by policy '%.*s'; let the new policy take over by migrating",
+      "policy %s: this state was saved by policy '%.*s'; hint: migrate it to the new policy",
       p->name, item.tag == 's' ? (int)item.length : 0, item.tag == 's' ? item.string : "");
 
   data_blob blob = {0};
@@ -576,8 +575,8 @@ static void arguments_task(eng_policy *p, void *argument)   // returns { old sta
   lua_rawseti(p->L, -2, 2);
 }
 
-// Returns the fresh state (in `next`) overlaid with all fields of the old state, or with its scale
-// alone.
+// Returns the fresh state (in `next`) overlaid with all fields of the old state, or only with its
+// scale.
 static void merge_task(eng_policy *p, void *argument)
 {
   const struct handing *handing = argument;
@@ -607,7 +606,7 @@ eng_status eng_policy_migrate(eng_policy *p, const eng_policy *old)
 {
   lua_State *L = p->L;
   if (!old->ready)
-    return error_set(ENG_ERR_STATE, "policy %s: takes over from %s, which has no state yet",
+    return error_set(ENG_ERR_STATE, "policy %s: cannot take over from %s, which has no state yet",
                      p->name, old->name);
   lua_settop(L, SLOT_COUNT);
   double scale = old->last.scale;
@@ -620,7 +619,7 @@ eng_status eng_policy_migrate(eng_policy *p, const eng_policy *old)
     lua_pushvalue(L, SLOT_OPTIONS);
     ENG_TRY(policy_call(p, 3));
     if (!lua_istable(L, -1)) {
-      error_set(ENG_ERR_POLICY, "%s: migrate must return a table, the state; it returned %s",
+      error_set(ENG_ERR_POLICY, "%s: migrate must return the state, a table, got %s",
                 p->file, luaL_typename(L, -1));
       lua_settop(L, SLOT_COUNT);
       return ENG_ERR_POLICY;
@@ -634,7 +633,7 @@ eng_status eng_policy_migrate(eng_policy *p, const eng_policy *old)
   p->n_flat = 0;
   if (!policy_encode(p, lua_gettop(L), "state", &p->next, why, sizeof why)) {
     lua_settop(L, SLOT_COUNT);
-    return error_set(ENG_ERR_POLICY, "%s: init made a state that is no plain data: %s", p->file,
+    return error_set(ENG_ERR_POLICY, "%s: init made a state that is not plain data: %s", p->file,
                      why);
   }
   lua_settop(L, SLOT_COUNT);

@@ -1,5 +1,5 @@
 // The verdict that a policy returns: checks each field of the table from `decide`, with a message
-// that names the mistake; and makes its texts safe for a terminal. Called by policy_vm.c after a
+// that names the mistake, and makes its texts safe for terminals. Called by policy_vm.c after a
 // decision.
 #include "policy_vm.h"
 
@@ -11,7 +11,7 @@
 const char *const policy_verdict_fields[VERDICT_FIELDS] = {"scale",  "action", "clip",
                                                            "lr_mul", "reason", "scales"};
 
-// Bytes of the UTF-8 character at `at`; 0 for an invalid byte or a control character that a
+// Bytes of the UTF-8 character at `at`; 0 for an invalid byte, or a control character that a
 // terminal would execute.
 static size_t printable(const unsigned char *at, size_t left)
 {
@@ -70,7 +70,7 @@ static bool read_scales(eng_policy *p, char *why, size_t size)
   lua_State *L = p->L;
   if (!lua_istable(L, -1)) return bad_value(L, why, size, "scales", "a table { group = scale }");
   if (!p->scalable) {
-    snprintf(why, size, "'scales', but this run scales all gradients alike");
+    snprintf(why, size, "'scales', but this run has a single scale for all gradients");
     return false;
   }
   for (lua_pushnil(L); lua_next(L, -2); lua_pop(L, 1)) {
@@ -83,7 +83,7 @@ static bool read_scales(eng_policy *p, char *why, size_t size)
     int group = 0;
     while (group < p->n_groups && strcmp(p->groups[group], name) != 0) ++group;
     if (group == p->n_groups) {
-      snprintf(why, size, "a scale for group '%.60s', which this run has not%s", name,
+      snprintf(why, size, "a scale for the unknown group '%.60s'%s", name,
                nearest_hint(name, (const char *const *)p->groups, p->n_groups));
       return false;
     }

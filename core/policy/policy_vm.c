@@ -1,4 +1,4 @@
-// A policy: loading its file, asking it for decisions, freeing it. Each policy runs in a small Lua
+// A policy: loading its file, running its decisions, freeing it. Each policy runs in a small Lua
 // state of its own with limits (policy_run.c) and a reduced library (policy_box.c), so that it
 // cannot harm the run. policies/README.md is the contract enforced here. Owns eng_policy. Called by
 // hosts through engine.h.
@@ -44,8 +44,8 @@ static bool is_word(char c)
   return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_';
 }
 
-// The line of `word =` in the source, without comments; for "return" the last such line. 1 when it
-// does not occur.
+// The line of `word =` in the source, without comments; for "return" the last such line. 1 if there
+// is none.
 static int line_of(const eng_policy *p, const char *word)
 {
   bool is_return = strcmp(word, "return") == 0;
@@ -96,7 +96,7 @@ static void stem(char *out, size_t size, const char *file)
   if (dot && dot != out) *dot = '\0';
 }
 
-// The readers below find the file's table at stack index 1 of the load task.
+// The readers below find the file's table at index 1 of the load task's stack.
 static void read_identity(eng_policy *p)
 {
   lua_State *L = p->L;
@@ -133,8 +133,8 @@ static void read_identity(eng_policy *p)
   p->fp8 = !lua_isnil(L, -1) && strcmp(lua_tostring(L, -1), "fp8") == 0;
   if (!lua_isnil(L, -1) && !p->fp8 && strcmp(lua_tostring(L, -1), "scale") != 0)
     fail(p, "kind",
-         "'kind' must be \"scale\" (a loss scale, as when it is left out) or \"fp8\" (what FP8 "
-         "layers do), got \"%.60s\"",
+         "'kind' must be \"scale\" (a loss scale; the default) or \"fp8\" (scales of FP8 "
+         "layers), got \"%.60s\"",
          lua_tostring(L, -1));
   lua_getfield(L, 1, "name");
   char from_file[128];
@@ -217,7 +217,7 @@ static void read_options(eng_policy *p)
   lua_settop(L, 1);
 }
 
-// "0.5", "1e-4", "inf", and "2^16", as people write scales.
+// Reads "0.5", "1e-4", "inf", and "2^16", as people write scales.
 static bool read_number(double *out, const char *text)
 {
   const char *power = strchr(text, '^');
@@ -271,7 +271,7 @@ static int unknown_option(lua_State *L)
     *name = lua_type(L, 2) == LUA_TSTRING ? lua_tostring(L, 2) : luaL_typename(L, 2);
   int n = p->n_options < COUNT(names) ? p->n_options : COUNT(names);
   for (int i = 0; i < n; ++i) names[i] = p->options[i].name;
-  return luaL_error(L, "there is no option '%s'%s", name, nearest_hint(name, names, n));
+  return luaL_error(L, "unknown option '%s'%s", name, nearest_hint(name, names, n));
 }
 
 static void push_options(eng_policy *p)
@@ -307,7 +307,7 @@ static void load_task(eng_policy *p, void *argument)
   char chunk[512];
   snprintf(chunk, sizeof chunk, "@%s", p->file);
   if (load->bytes > 0 && load->source[0] == LUA_SIGNATURE[0])
-    fail(p, NULL, "compiled code; a policy is Lua text");
+    fail(p, NULL, "expected Lua source, got compiled code");
   policy_enter(p);
   if (luaL_loadbufferx(L, load->source, (size_t)load->bytes, chunk, "t") != 0) lua_error(L);
   lua_pushvalue(L, 1);
@@ -316,7 +316,7 @@ static void load_task(eng_policy *p, void *argument)
   policy_leave(p);
   if (p->killed) luaL_error(L, "%s: %s", p->file, p->killed);
   if (lua_gettop(L) != 2 || !lua_istable(L, 2))
-    fail(p, "return", "the file must return one table with the policy's fields, it returned %s",
+    fail(p, "return", "the file must return one table with the policy's fields, got %s",
          lua_gettop(L) == 1  ? "nothing"
          : lua_gettop(L) > 2 ? "several values"
          : lua_isnil(L, 2)   ? "nil"
@@ -327,7 +327,7 @@ static void load_task(eng_policy *p, void *argument)
   read_options(p);
   for (int i = 0; i < load->n; ++i) set_option(p, load->names[i], load->values[i]);
 
-  lua_createtable(L, VERDICT_FIELDS, 0);  // keep the interned names alive
+  lua_createtable(L, VERDICT_FIELDS, 0);  // keeps the interned names alive
   for (int i = 0; i < VERDICT_FIELDS; ++i) {
     lua_pushstring(L, policy_verdict_fields[i]);
     p->verdict_key[i] = lua_tostring(L, -1);
@@ -351,8 +351,8 @@ eng_status eng_policy_load(eng_policy **out, const char *source, int64_t bytes, 
 {
   *out = NULL;
   if (bytes > LARGEST_SOURCE)
-    return error_set(ENG_ERR_POLICY, "%s: %lld bytes; a policy file has at most %d", file,
-                     (long long)bytes, LARGEST_SOURCE);
+    return error_set(ENG_ERR_POLICY, "%s: expected a policy file of at most %d bytes, got %lld",
+                     file, LARGEST_SOURCE, (long long)bytes);
   eng_policy *p = calloc(1, sizeof *p);
   if (!p) return error_set(ENG_ERR_MEMORY, "%s: out of memory", file);
   p->file = strdup(file);
@@ -415,7 +415,8 @@ void eng_policy_describe(eng_policy_info *out, const eng_policy *p)
 eng_status eng_policy_option_get(eng_policy_option *out, const eng_policy *p, int index)
 {
   if (index < 0 || index >= p->n_options)
-    return error_set(ENG_ERR_VALUE, "policy %s: option %d of %d", p->name, index, p->n_options);
+    return error_set(ENG_ERR_VALUE, "policy %s: expected an option index below %d, got %d", p->name,
+                     p->n_options, index);
   const policy_option *option = &p->options[index];
   *out = (eng_policy_option){ option->name, option->value, option->preset, option->type };
   return ENG_OK;
@@ -441,7 +442,7 @@ bool eng_policy_scales_groups(const eng_policy *p)
 
 // ------------------------------------------------------------------ verdicts
 
-// The verdict after a failed call: the last good one, and the state as it was before.
+// The verdict after a failed call: the last good one, with the state from before the call.
 static void fall_back(eng_verdict *out, eng_policy *p, const eng_record *record, const char *reason,
                       bool with_position)
 {
@@ -451,7 +452,7 @@ static void fall_back(eng_verdict *out, eng_policy *p, const eng_record *record,
     lua_settop(p->L, SLOT_COUNT);
     lua_pushvalue(p->L, SLOT_DECIDE);
     lua_getinfo(p->L, ">S", &where);
-    snprintf(text, sizeof text, "%s:%d: decide gave back %s", p->file, where.linedefined, reason);
+    snprintf(text, sizeof text, "%s:%d: decide returned %s", p->file, where.linedefined, reason);
   } else snprintf(text, sizeof text, "%s", reason);
   lua_settop(p->L, SLOT_COUNT);
   ++p->failures;
@@ -460,7 +461,8 @@ static void fall_back(eng_verdict *out, eng_policy *p, const eng_record *record,
   out->action = record->overflow ? ENG_ACTION_SKIP : ENG_ACTION_STEP;
   policy_copy_reason(out->reason, sizeof out->reason, text, strlen(text));
   if (policy_roll_back(p) != ENG_OK) {
-    // No memory even to rebuild the old state: the policy makes no decisions until it is restored.
+    // There is not enough memory to rebuild the old state: the policy decides nothing until it is
+    // restored.
     p->ready = false;
     snprintf(out->reason, sizeof out->reason, "%.120s: its state was lost: %.100s", p->file,
              eng_error_message());
@@ -471,7 +473,7 @@ eng_status eng_policy_decide(eng_verdict *out, eng_policy *p, const eng_record *
                              const eng_tensor_stats *stats)
 {
   if (!p->ready)
-    return error_set(ENG_ERR_STATE, "policy %s: decide before init or restore", p->name);
+    return error_set(ENG_ERR_STATE, "policy %s: decide only after init or restore", p->name);
   lua_State *L = p->L;
   p->record = record;
   p->stats = stats;
@@ -522,7 +524,7 @@ eng_status eng_policy_decide(eng_verdict *out, eng_policy *p, const eng_record *
   }
   char field[256];
   if (!policy_snapshot(p, field, sizeof field)) {
-    snprintf(why, sizeof why, "a state that is no plain data: %s", field);
+    snprintf(why, sizeof why, "a state that is not plain data: %s", field);
     fall_back(out, p, record, why, true);
     return ENG_OK;
   }

@@ -61,10 +61,10 @@ struct eng_policy {
   size_t   used, limit;
 
   // The budget of the current call.
-  bool     running;              // false: the host works in the policy's state
+  bool     running;              // false: the host is working in the policy's state
   const char *killed;            // why this call is being ended, pcall or not; else NULL
-  int64_t  budget, instructions; // left; at the start of a call
-  int64_t  unclocked;            // work since the last look at the clock
+  int64_t  budget, instructions; // left; at the start of the call
+  int64_t  unclocked;            // work since the clock was last read
   double   seconds, deadline;    // deadline 0: the clock has not been read
   const char *stack;             // the C stack when the call began
   uint64_t random_key, random_count;
@@ -83,13 +83,13 @@ struct eng_policy {
   int      n_signals;
 
   // State and verdict.
-  bool     ready;                // init or restore has made a state
+  bool     ready;                // init or restore has set a state
   data_blob good, next;          // the state after the last good call; buffer for the next
   flat_field flat[FLAT_FIELDS];  // their layout, in the order in which Lua walks the table
   int      n_flat;               // 0: unknown, or not flat
   data_blob text, envelope;      // the result of save, and the blob behind it
   const char *verdict_key[VERDICT_FIELDS];
-  eng_verdict last;              // the last good one
+  eng_verdict last;              // the last good verdict
   double  *group_scale, *group_next;     // [n_groups]; 0: the verdict's scale
   int64_t  failures;
 
@@ -100,36 +100,36 @@ struct eng_policy {
 
 // ---- policy_run.c
 
-/// Makes the Lua state with its limits and its stack slots. False: out of memory.
+/// Creates the Lua state with its limits and its stack slots. False: out of memory.
 bool policy_open(eng_policy *policy);
-/// Runs `task` in protected mode, without limits: it may raise Lua errors and leave one result on
-/// the stack. Errors: POLICY with the Lua message; MEMORY.
+/// Runs `task` in protected mode, without limits. The task may raise Lua errors and leave one
+/// result on the stack. Errors: POLICY with the Lua message; MEMORY.
 eng_status policy_protected(eng_policy *policy, void (*task)(eng_policy *, void *), void *argument);
-/// The same with the state at stack index 1 of the task.
+/// Runs `task` with the state at index 1 of its stack.
 eng_status policy_protected_on_state(eng_policy *policy, void (*task)(eng_policy *, void *),
                                      void *argument);
-/// Before and after the policy's own code runs (init, decide, migrate, the file itself).
+/// Called before and after the policy's own code runs (init, decide, migrate, the file itself).
 void policy_enter(eng_policy *policy);
 void policy_leave(eng_policy *policy);
-/// Subtracts `work` Lua instructions from the budget; raises when it is spent.
+/// Subtracts `work` Lua instructions from the budget; raises an error when it is exhausted.
 void policy_charge(eng_policy *policy, int64_t work);
-/// Raises when C calls and Lua calls nest too deeply.
+/// Raises an error if C calls and Lua calls nest too deeply.
 void policy_check_stack(eng_policy *policy);
 /// Ends the policy's call with an error that it cannot catch. Does not return.
 void policy_kill(eng_policy *policy, const char *why);
 /// The policy that a Lua state belongs to.
 eng_policy *policy_of(lua_State *L);
 /// Calls the policy's function below its `n` arguments on the stack, under its limits, and leaves
-/// one result. Errors: POLICY; the stack is then as it was at rest.
+/// one result. Errors: POLICY; the stack is then back at rest.
 eng_status policy_call(eng_policy *policy, int n);
 /// The text of the error value on top of the stack, without running the policy's code.
 const char *policy_error_text(eng_policy *policy);
 
 // ---- policy_constant.c
-/// Replaces the table on top of the stack by a constant, an empty table through which it can be
-/// read and not written; `what` names it in messages, in the plural.
+/// Replaces the table on top of the stack by a constant: an empty table that reads from it and
+/// refuses writes. `what` names it in messages, in the plural.
 void policy_make_constant(lua_State *L, const char *what);
-/// Replaces a constant at `index` (absolute) by the table behind it; any other value stays.
+/// Replaces a constant at `index` (absolute) by the table behind it; leaves other values.
 void policy_open_constant(lua_State *L, int index);
 
 // ---- policy_box.c
@@ -153,9 +153,9 @@ static inline bool policy_is_scale(double x) { return f64_is_finite(x) && x > 0;
 /// Creates the record's views and pushes `record`.
 void policy_record_open(eng_policy *policy);
 void policy_record_free(eng_policy *policy);
-/// Pushes iterator, view and nil for a view at `index`; false when the value is no view.
+/// Pushes iterator, view and nil for a view at `index`; false if the value is not a view.
 bool policy_record_pairs(lua_State *L, int index);
-/// "record.hist" and the like for a view at `index`; NULL when the value is no view.
+/// "record.hist" and the like for a view at `index`; NULL if the value is not a view.
 const char *policy_record_name(lua_State *L, int index);
 void field_map_add(field_map *map, const char *key, int field);
 static inline int field_map_find(const field_map *map, const char *key)
@@ -171,12 +171,13 @@ static inline int field_map_find(const field_map *map, const char *key)
 /// function, a table in two places, or nesting past DATA_DEPTH.
 bool policy_encode(eng_policy *policy, int index, const char *root, data_blob *out, char *error,
                    size_t error_size);
-/// Copies the state after a good call into `good`. False, with `good` unchanged, when it is not
-/// plain data.
+/// Copies the state after a good call into `good`. False, with `good` unchanged, if the state is
+/// not plain data.
 bool policy_snapshot(eng_policy *policy, char *error, size_t error_size);
-/// Pushes the value in a blob. Raises when memory runs out: call it under policy_protected.
+/// Pushes the value of a blob. Raises an error when memory runs out: call it under
+/// policy_protected.
 void policy_decode(eng_policy *policy, const char *at);
-/// Restores the state to that after the last good call.
+/// Restores the state from after the last good call.
 eng_status policy_roll_back(eng_policy *policy);
 
 #endif

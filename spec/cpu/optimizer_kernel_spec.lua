@@ -283,12 +283,12 @@ describe("optimizer state", function()
     assert.error_matches(function() set:optimizer("adam", "f16") end,
       "moments in f32 or bf16, got f16")
     assert.error_matches(function() set:optimizer("adam", "f32", { 0, -1 }) end,
-      "p2 is in group %-1")
+      "expected a group >= 0 for parameter p2, got %-1")
     set:optimizer("adam", "f32", { 0, 1 })
     assert.error_matches(function() set:update { hyper = { ADAMW } } end,
       "p2 is in group 1, the update has 1")
     assert.error_matches(function() set:update { hyper = { ADAMW, ADAMW }, kind = 2 } end,
-      "state of adam, the update is of adamw")
+      "expected an update of adam, got one of adamw")
     assert.error_matches(function() set:update { hyper = { ADAMW, ADAMW }, t = 0 } end,
       "expected an update number of 1 or more")
     assert.error_matches(function() set:moment(3, 1) end, "moment 1 or 2")

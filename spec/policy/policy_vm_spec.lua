@@ -54,20 +54,19 @@ describe("a policy file", function()
   it("is refused with a message that names file and line", function()
     refused("return {\n decide = functoin() end }",
       "p.lua:2: '}' expected (to close '{' at line 1) near 'end'")
-    refused("", "p.lua:1: the file must return one table with the policy's fields, it returned " ..
-      "nothing")
+    refused("", "p.lua:1: the file must return one table with the policy's fields, got nothing")
     refused("local x = 1\nreturn 5",
-      "p.lua:2: the file must return one table with the policy's fields, it returned a number")
+      "p.lua:2: the file must return one table with the policy's fields, got a number")
     refused("return {}, {}", "p.lua:1: the file must return one table with the policy's fields, " ..
-      "it returned several values")
+      "got several values")
     refused("-- return\nreturn { name = 'x' }",
       "p.lua:2: 'decide' is missing: a policy returns " ..
       "{ decide = function(state, record, options) ... end, ... }")
     refused("return {\n decide = 3 }", "p.lua:2: 'decide' must be a function, got a number")
     refused("return { decide = math.sin }", "p.lua:1: 'decide' must be a function written in Lua")
     refused("return {\n kind = 'fp9', decide = function() end }",
-      "p.lua:2: 'kind' must be \"scale\" (a loss scale, as when it is left out) " ..
-      "or \"fp8\" (what FP8 layers do), got \"fp9\"")
+      "p.lua:2: 'kind' must be \"scale\" (a loss scale; the default) " ..
+      "or \"fp8\" (scales of FP8 layers), got \"fp9\"")
     refused("return {\n\n decode = function() end }",
       "p.lua:3: unknown field 'decode'; did you mean 'decide'?")
     refused("return { decide = function() end,\n needs = { 'amx' } }",
@@ -78,24 +77,24 @@ describe("a policy file", function()
       "p.lua:2: option 'a' is a table; a default must be a number, a boolean or a text")
     refused("return { decide = function() end, name = '' }", "p.lua:1: 'name' is empty")
     refused("return { decide = function() end }",
-      "p.lua: init gives no loss scale to begin with: expected a positive finite " ..
+      "p.lua: init sets no initial loss scale: expected a positive finite " ..
       "number in state.scale or the option init_scale, got 0")
     refused("return { decide = function() end, init = function() return 5 end }",
-      "p.lua: init must return a table, the state; it returned number")
+      "p.lua: init must return the state, a table, got number")
     refused("return { decide = function() end, init = function()\n error('no') end }",
       "p.lua:2: no")
     refused("x = 1", "p.lua:1: a policy has no global variables ('x'): write 'local', and keep " ..
-      "in 'state' what must last")
-    refused("while true do end", "p.lua:1: the policy ran past its instruction budget; a " ..
-      "decision takes a few hundred instructions as a rule")
-    refused(string.dump(function() return {} end), "p.lua: compiled code; a policy is Lua text")
+      "lasting values in 'state'")
+    refused("while true do end", "p.lua:1: the policy exceeded its instruction budget; a " ..
+      "decision usually takes a few hundred instructions")
+    refused(string.dump(function() return {} end), "p.lua: expected Lua source, got compiled code")
     refused("return { decide = function() end, init = function() return { scale = 1, f = " ..
       "function() end } end }",
-      "p.lua: init made a state that is no plain data: state.f is a function; " ..
+      "p.lua: init made a state that is not plain data: state.f is a function; " ..
       "only numbers, strings, booleans and tables can be saved")
     refused("return { options = { a = 1 }, decide = function() end, init = function(o) o.a = 2 " ..
       "return { scale = 1 } end }",
-      "p.lua:1: options are constants ('a'): keep in 'state' what changes")
+      "p.lua:1: options are constants ('a'): keep changing values in 'state'")
   end)
 
   it("exposes its needs and its options", function()
@@ -163,7 +162,7 @@ describe("the sandbox", function()
     fails(with("local x = math.randomseed return x.y"), "attempt to index")
     fails(with("return mth.huge"), "'mth' is not defined; did you mean 'math'?")
     fails(with("scale = 4 return 1"), "a policy has no global variables ('scale')")
-    fails(with("local x = 1LL return x"), "decide gave back a cdata")
+    fails(with("local x = 1LL return x"), "decide returned a cdata")
     fails(with("local x = 1LL return x.new"), "has no member named 'new'")
     fails(with("return ('x'):rep(2):dump()"), "attempt to call method 'dump'")
     fails(with("string.format('%p', 'x') return 1"), "'%p' is not available")
@@ -181,7 +180,7 @@ describe("the sandbox", function()
       "local function f() while true do pcall(f) end end f()",
       "local f f = function() pcall(f) pcall(f) return f() end f()",
     } do
-      fails(with(body), "the policy ran past its instruction budget")
+      fails(with(body), "the policy exceeded its instruction budget")
     end
     -- The whole call ends, not only the loop: nothing after it runs.
     fails(with("state.n = 1; pcall(function() while true do end end); state.n = 2; return 1"),
@@ -306,7 +305,7 @@ describe("the sandbox", function()
       return { scale = 1, reason = table.concat(list, " ") } end }]])
     assert.are.equal("table function record record.hist false 1.5 true", decide(p):why())
     fails(with("return { scale = 1, reason = string.format('%s', {}) }"),
-      "argument 2 is a table, which has no text")
+      "argument 2 is a table and cannot be converted to text")
   end)
 
   it("rounds to float32", function()
@@ -408,9 +407,9 @@ describe("a verdict", function()
       ["return 0 / 0"] = "p.lua:2: decide gave back scale = nan; expected a positive finite number",
       ["return 0"] = "scale = 0;", ["return -0"] = "scale = -0.0;", ["return -1"] = "scale = -1;",
       ["return 1e400"] = "scale = inf;",
-      ["return '16'"] = "decide gave back a string", ["return nil"] = "decide gave back a nil",
-      ["return"] = "decide gave back nothing",
-      ["return true"] = "decide gave back a boolean", ["return 1, 2"] = "several values",
+      ["return '16'"] = "decide returned a string", ["return nil"] = "decide returned a nil",
+      ["return"] = "decide returned nothing",
+      ["return true"] = "decide returned a boolean", ["return 1, 2"] = "several values",
       ["return {}"] = "a table without 'scale'",
       ["return { 4 }"] = "a table with a number as a key",
       ["return { scal = 4 }"] = "an unknown field 'scal'; did you mean 'scale'?",
@@ -424,19 +423,19 @@ describe("a verdict", function()
       ["return { scale = 4, lr_mul = -1 }"] = "lr_mul = -1;",
       ["return { scale = 4, lr_mul = 1/0 }"] = "lr_mul = inf;",
       ["return { scale = 4, reason = {} }"] = "reason = table;",
-      ["return { scale = 4, scales = { a = 1 } }"] = "this run scales all gradients alike",
+      ["return { scale = 4, scales = { a = 1 } }"] = "this run has a single scale",
       ["error('boom')"] = "p.lua:2: boom", ["error('boom', 0)"] = "p.lua: boom",
-      ["error({})"] = "p.lua: raised an error that is no text but a table",
+      ["error({})"] = "p.lua: raised an error that is not a text but a table",
       ["error()"] = "p.lua: raised an error without a text",
       ["local x = nil return x.y"] = "p.lua:2: attempt to index local 'x' (a nil value)",
       ["state.f = function() end return 4"] =
-        "a state that is no plain data: state.f is a function",
+        "a state that is not plain data: state.f is a function",
       ["state.a = { b = {} } state.a.b[3] = { x = math.sin } return 4"] =
         "state.a.b[3].x is a function",
-      ["state.me = state return 4"] = "state.me: the same table stands in two places",
-      ["local t = {} state.a, state.b = t, t return 4"] = "the same table stands in two places",
-      ["state.r = record return 4"] = "state.r: a part of the record cannot be kept",
-      ["state[{}] = 1 return 4"] = "its key is no number, string or boolean",
+      ["state.me = state return 4"] = "state.me: the same table is in two places",
+      ["local t = {} state.a, state.b = t, t return 4"] = "the same table is in two places",
+      ["state.r = record return 4"] = "state.r: parts of the record cannot be stored",
+      ["state[{}] = 1 return 4"] = "its key is not a number, string or boolean",
       ["local t = state for i = 1, 100 do t.x = {} t = t.x end return 4"] =
         "tables nest too deeply",
       ["state.n = 1LL return 4"] = "state.n is a cdata",
@@ -533,9 +532,9 @@ describe("helpers shared by scalers", function()
       "check.float32(o, 'a', 'b') return { scale = a * 2^27 + b } end, "
       .. "decide = function(state) return state.scale end }")
     assert.are.equal(13421773 + 7, p:scale())              -- 0.1 as a float32 is 13421773 / 2^27
-    for line, text in pairs { ["check.positive(options, 'scal')"] = "there is no option 'scal'; " ..
+    for line, text in pairs { ["check.positive(options, 'scal')"] = "unknown option 'scal'; " ..
       "did you mean 'scale'?", ["check.positive(options, nil)"] = "string expected",
-      ["check.positive(options, 'strict')"] = "there is no option 'strict' that is a number",
+      ["check.positive(options, 'strict')"] = "expected a numeric option, got 'strict'",
       ["check.positive(1, 'scale')"] = "table expected" } do
       local good, why = pcall(init, line)
       assert.is_false(good)
@@ -611,7 +610,7 @@ describe("the record", function()
     fails(with("record.signals.x = 5 return 1"), "record.signals is read-only")
     fails(with("return record.amx"), "record has no field 'amx'; did you mean 'amax'?")
     fails(with("return record[1]"), "record has no field '1'")
-    fails(with("return record[record]"), "record: the field is a userdata")
+    fails(with("return record[record]"), "record: expected the name of a field, got a userdata")
     fails(with("return record.amax"),
       "record.amax is not computed for this policy: add \"amax\" to its 'needs'")
     local p = with("state.f = nil keep = keep return 1", "local keep")
@@ -624,7 +623,7 @@ describe("the record", function()
       migrate = function() return { scale = kept.scale } end }]])
     decide(p)
     assert.has_error(function() p:take_over(p) end,
-      "p.lua:3: the record can be read inside decide only")
+      "p.lua:3: the record is readable only inside decide")
   end)
 
   it("has a histogram over exponents", function()
@@ -714,7 +713,7 @@ describe("the record", function()
     assert.are.equal(4, q:group_scale(2))
     local bad = with("return { scale = 4, scales = { c = 2 } }")
     bad:tensors({ "x" }, { 1 }, { "blocks" }, true)
-    fails(bad, "a scale for group 'c', which this run has not")
+    fails(bad, "a scale for the unknown group 'c'")
     bad = with("return { scale = 4, scales = { blocks = 0 } }")
     bad:tensors({ "x" }, { 1 }, { "blocks" }, true)
     fails(bad, "scales.blocks = 0; expected a positive finite number")
@@ -756,16 +755,16 @@ describe("a saved state", function()
       assert.are.equal(1, decide(p).scale)
     end
     for n = 0, #text - 1 do refused(text:sub(1, n), "damaged") end
-    refused(text .. "x", "something follows the end")
-    refused((text:gsub("version=1", "version=2")), "version 2; this engine reads 1")
+    refused(text .. "x", "text after the end")
+    refused((text:gsub("version=1", "version=2")), "expected version 1, got 2")
     refused((text:gsub('policy="p"', 'policy="other"')), "saved by policy 'other'")
     refused((text:gsub("^{clip=0,", "{")), "must have")
     refused((text:gsub("scale=8,scales", "scale=nan,scales")), "must have")
     refused((text:gsub("scale=8", "scale=os.exit()")), "damaged")
     refused("{version=1,state={" .. ("{"):rep(100) .. ("}"):rep(100) .. "}}",
       "tables nest too deeply")
-    refused("{[nan]=1}", "nan as a key")
-    refused('{["\\999"]=1}', "an escape past")
+    refused("{[nan]=1}", "a key that is nan")
+    refused('{["\\999"]=1}', "an escape above")
     assert.has_error(function() p:restore(5) end)
   end)
 
@@ -787,7 +786,7 @@ describe("a saved state", function()
 
   it("is the only place where a policy can keep data", function()
     for line, text in pairs { ["options.a = options.a + 1"] = "p.lua:1: options are constants " ..
-      "('a'): keep in 'state' what changes",
+      "('a'): keep changing values in 'state'",
       ["options.b = 1"] = "options are constants ('b')",
       ["math.n = (math.n or 0) + 1"] = "the fields of 'math' are constants ('n')",
       ["table.foo = 3"] = "the fields of 'table' are constants ('foo')",
@@ -798,7 +797,7 @@ describe("a saved state", function()
       ["table.insert(math, 1, 5)"] = "this table is constant",
       ["table.move({ 7 }, 1, 1, 1, options)"] = "this table is constant",
       ["('x').y = 1"] = "p.lua:1",
-      ["return options.c"] = "there is no option 'c'" } do
+      ["return options.c"] = "unknown option 'c'" } do
       local p = load(("return { options = { a = 1 }, init = function() return { scale = 1 } " ..
         "end, decide = function(s, r, options) %s end }"):format(line))
       for step = 1, 4 do
@@ -838,13 +837,13 @@ describe("migration", function()
     plain:take_over(old)
     assert.are.equal(16, plain:scale())
     assert.are.equal(21, decide(plain).scale)
-    for body, message in pairs { ["return 5"] = "p.lua: migrate must return a table, the state; " ..
-      "it returned number", ["error('no')"] = "p.lua:1: no",
+    for body, message in pairs { ["return 5"] = "p.lua: migrate must return the state, a table, " ..
+      "got number", ["error('no')"] = "p.lua:1: no",
       ["return {}"] = nil, ["return { scale = -1 }"] =
-        "p.lua: migrate gives no loss scale to begin with: expected a positive finite " ..
+        "p.lua: migrate sets no initial loss scale: expected a positive finite " ..
         "number in state.scale, got -1",
-      ["while true do end"] = "p.lua:1: the policy ran past its instruction budget; a decision " ..
-        "takes a few hundred instructions as a rule" } do
+      ["while true do end"] = "p.lua:1: the policy exceeded its instruction budget; a decision " ..
+        "usually takes a few hundred instructions" } do
       local bad = load("return { init = function() return { scale = 1 } end, decide = " ..
         "function(s) return 2 end, migrate = function() " .. body .. " end }")
       assert.has_error(function() bad:take_over(old) end, message)

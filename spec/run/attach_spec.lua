@@ -176,7 +176,7 @@ describe("engine attach", function()
       "return {\n decide = function() return 0 / 0 end, options = { init_scale = 1 } }")
     wait_for_step(run, 1)
     refused(('policy:swap(%q)'):format(folder .. "/bad.lua"),
-      "bad.lua:2: decide gave back scale = nan")
+      "bad.lua:2: decide returned scale = nan")
     assert.equal("dynamic", status(run).policy)
     stop(run)
     ended(pid)
@@ -307,7 +307,8 @@ describe("the socket", function()
     local script = helper.write(folder .. "/job.lua", JOB:gsub('log = "quiet"', 'log = "line"'))
     local result = helper.run { script, folder .. "/run", "3" }
     assert.equal(0, result.code)
-    assert.matches("engine attach cannot reach this run: .*attach.sock: expected a socket, found another kind of file",
+    assert.matches("engine attach cannot reach this run: .*attach.sock: expected a socket, "
+      .. "found another kind of file",
       result.out)
   end)
 end)

@@ -134,7 +134,7 @@ describe("per-layer scales", function()
     record.scale = 1
     local verdict = p:decide(record)
     assert.are.equal(1, verdict.failed)
-    assert.truthy(verdict:why():find("'block.1', which this run has not; did you mean 'blocks.1'",
+    assert.truthy(verdict:why():find("'block.1'; did you mean 'blocks.1'",
       1, true))
   end)
 
