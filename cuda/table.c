@@ -1,6 +1,7 @@
 // The CUDA device's table of functions: a kernel cuda_<name> for every operation of ops.def that
-// computes, and the passes over all parameters. eng_cuda_backend, the plug-in's one exported
-// function, hands the table to the core. This file is above all folders: it calls every one.
+// computes, and the passes over all parameters. eng_cuda_backend, the only function the plug-in
+// exports, passes the table to the core. This file is above all folders and calls into each of
+// them.
 #include "parameters/passes.h"
 #include "quantized/fp8_plain.h"
 #include "runtime/device.h"

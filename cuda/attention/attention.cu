@@ -1,5 +1,5 @@
-// cuda_attention and cuda_attention_grad: brings the operations of ops.def into the form of one of
-// the two ways (attention.h). Inputs with an unsuitable layout are copied to scratch: a strided
+// cuda_attention and cuda_attention_grad: prepare the operations of ops.def for one of the two
+// implementations (attention.h). Inputs with an unsuitable layout are copied to scratch: a strided
 // width, rows that are not 16-byte aligned, widths between 32, 64, 96 and 128, and inputs of
 // different formats.
 #include "attention.h"
@@ -11,7 +11,7 @@
 // of a tensor [B x time x heads x width]
 typedef struct layout4 { int64_t size[4], stride[4]; } layout4;
 
-/// Copies to [B x time x heads x padded], with zeros beyond the width.
+/// Copies to [B x time x heads x padded]; columns beyond the width become zeros.
 template <class BITS>
 __global__ void __launch_bounds__(256)
   lay_bits(BITS *to, const BITS *from, layout4 l, int64_t padded, int64_t count)
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(256)
   }
 }
 
-/// The same, into a wider format.
+/// Copies and converts to a wider format.
 template <class TO, class FROM>
 __global__ void __launch_bounds__(256)
   lay_wider(TO *to, const FROM *from, layout4 l, int64_t padded, int64_t count)
@@ -81,7 +81,7 @@ static eng_status lay(void *to, int dtype, const tensor *x, const layout4 *l, in
   return ENG_OK;
 }
 
-// ---- inputs as the kernels take them
+// ---- inputs as the kernels need them
 
 enum { PIECES = 6 };
 /// Scratch pieces of a call, freed together.
@@ -125,8 +125,8 @@ static attention_view output_view(const tensor *x)
   return x ? (attention_view){x->data, x->stride[0], x->stride[1], x->stride[2]} : none;
 }
 
-/// Chooses what the kernels compute with: a 16-bit format when the tensor cores' way takes the
-/// call, else f32 or f64. `padded`: the width they see.
+/// Chooses the format of the computation: a 16-bit one if the tensor cores support the call, else
+/// f32 or f64. `padded`: the width that the kernels see.
 static eng_status problem_of(attention_problem *p, int *dtype, int64_t *padded, const op_call *call)
 {
   const tensor *q = call->in[0], *k = call->in[1];
@@ -198,7 +198,7 @@ extern "C" eng_status cuda_attention(const op_call *call)
   return status;
 }
 
-/// lse in the kernels' format, where a mixture of formats makes that differ from attention's.
+/// lse in the kernels' format, which differs from attention's if the inputs have several formats.
 static eng_status lse_view(attention_problem *p, pieces *all, const tensor *lse, int dtype)
 {
   int wanted = dtype == ENG_f64 ? ENG_f64 : ENG_f32;

@@ -1,14 +1,14 @@
 // Shared by the attention kernels: a call as they see it, and one row of it computed by one warp in
 // plain arithmetic.
 //
-// There are two ways. The tensor cores' way (attention_forward.cu, attention_backward.cu) takes f16
-// and bf16 up to 128 wide; the plain way (attention_plain.cu) takes everything else. Rules as on
-// the CPU: a row that sees no key has y = 0, lse = -inf and entropy 0, and passes on no gradient;
-// an infinite largest score or a NaN makes its row NaN; a key after the query never touches it, not
-// even as 0 * NaN. A product of tiles cannot keep that last rule, nor form infinities from
-// probabilities that were rounded to 0. So rows that come out of the tensor cores' way as Inf or
-// NaN are recomputed one by one, in f32, by the functions below. Finite inputs never get there
-// unless a sum truly leaves f32.
+// There are two implementations. The tensor-core one (attention_forward.cu, attention_backward.cu)
+// takes f16 and bf16 up to 128 wide; the plain one (attention_plain.cu) takes everything else. Edge
+// cases are as on the CPU. A row that sees no key has y = 0, lse = -inf and entropy 0, and gives no
+// gradient to k and v. An infinite largest score or a NaN makes its row NaN. A key after the query
+// never affects it, not even as 0 * NaN. A product of tiles violates that last rule, and it cannot
+// form infinities from probabilities that were rounded to 0. So rows that the tensor cores return
+// as Inf or NaN are recomputed one by one, in f32, by the functions below. Finite inputs are never
+// recomputed unless a sum leaves the range of f32.
 //
 // The shapes alone determine the order of sums.
 #ifndef ENG_CUDA_ATTENTION_H
@@ -34,7 +34,7 @@ typedef struct attention_problem {
   int32_t y_dtype, lse_dtype;
   void   *lse, *entropy;
   // Backward: lse is f32 (f64 for f64 inputs); dy like q. `delta` [B x H x delta_line], like lse,
-  // is the kernels' own: the sums of p * dp of the T queries. NULL gradients: not wanted.
+  // is scratch of the kernels: the sums of p * dp of the T queries. NULL gradients: not wanted.
   attention_view dy, dq, dk, dv;
   int32_t dq_dtype, dk_dtype, dv_dtype;
   void   *delta;
@@ -45,9 +45,9 @@ typedef struct attention_problem {
 /// 16-byte aligned; factor > 0. `stored`: the true columns of y, dq, dk and dv, which are also of
 /// `dtype`.
 eng_status attention_forward(const attention_problem *p, int dtype, int stored);
-/// The same on Hopper for D 64 and 128.
+/// The same on Hopper, for D 64 and 128.
 eng_status attention_forward_hopper(const attention_problem *p, int dtype, int stored);
-/// The same; y is the forward pass's, and its rows are as wide as q's.
+/// The gradient; y is the forward pass's, and its rows are as wide as q's.
 eng_status attention_backward(const attention_problem *p, int dtype, int stored);
 
 /// f32 or f64 inputs (`dtype`) of any width; outputs in any float dtype. Backward: y, if given,
@@ -145,7 +145,7 @@ template <class T, class A> __device__ static inline A dot_with(const T *a, cons
   return sum;
 }
 
-/// y, lse and entropy of query t, as far as wanted; `columns` of y.
+/// y, lse and entropy of query t, each only if wanted; `columns` of y.
 template <class T, class A>
 __device__ __noinline__ void forward_row(const attention_problem &p, int b, int h, int t,
                                          int columns)
@@ -162,7 +162,7 @@ __device__ __noinline__ void forward_row(const attention_problem &p, int b, int 
         factor * dot_with<T, A>(q, row_of<T>(p.k, b, min(j0 + lane, n - 1), group), p.width);
       A largest = warp_max(seen ? score : -inf), before = top;
       if (largest > top) top = largest;
-      // so that a row of -inf sums to 0: exp(inf - inf) would be NaN
+      // a row of -inf must sum to 0: exp(inf - inf) would be NaN
       A shift = top == -inf ? (A)0 : top;
       A keep = power_of_e(before - shift), x = score - shift, e = seen ? power_of_e(x) : (A)0;
       weighted = keep == 0 ? (A)0 : keep * (weighted + (before - shift) * sum);
@@ -264,7 +264,7 @@ __device__ __noinline__ void dq_row(const attention_problem &p, int b, int h, in
   }
 }
 
-/// dk and dv of key j, as far as wanted, from lse and delta: sums over the heads that share the
+/// dk and dv of key j, each only if wanted, from lse and delta: sums over the heads that share the
 /// key, then over the queries.
 template <class T, class A>
 __device__ __noinline__ void dkdv_row(const attention_problem &p, int b, int group, int j,

@@ -8,18 +8,18 @@
 // Each result has one writer, so the shapes determine the order of sums. Probabilities and dscores
 // stay in registers: the result layout of one product is the operand layout of the next.
 //
-// In f16 a dscore could overflow where dy carries a large loss scale, or vanish where dy is small.
-// So dscores are held times a power of two that brings the largest |dy| of the heads that share a
-// key head to 16..32, and probabilities times 2^15.
+// In f16 a dscore could overflow if dy carries a large loss scale, or vanish if dy is small. So
+// dscores are multiplied by a power of two that brings the largest |dy| of the heads that share a
+// key head to 16..32, and probabilities by 2^15.
 #include "attention_tiles.h"
 
 // 16-row tiles of keys per warp
 template <int D> constexpr int KEY_MT = D <= 64 ? 2 : 1;
 // queries whose scores are in registers at a time
 template <int D> constexpr int KEY_STEP = D <= 64 ? 32 : 64;
-// keys at a time, where blocks of queries walk over them
+// keys at a time, in blocks of queries
 template <int D> constexpr int KEYS_STAGED = D <= 64 ? 64 : 32;
-// the same for blocks of queries, and keys in registers
+// tiles per warp in blocks of queries, and keys in registers
 enum { QUERY_MT = 2, QUERY_STEP = 32 };
 
 // ---- delta
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(THREADS)
     largest = __reduce_max_sync(0xFFFFFFFFu, largest);
     if (lane == 0) atomicMax(&r.largest[b * p.groups + h / p.shared], largest);
   }
-  // y was rounded, and its infinities may come from overflow. The true sum decides.
+  // y was rounded, so its infinities may come from overflow. The exact sum decides.
   for (; bad; bad &= bad - 1) {
     const int block = forget((int)blockIdx.x), pair = block / lines, b = pair / p.heads,
               h = pair % p.heads;
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(THREADS, 2)
   // shift, delta, shift, delta
   float *const lines = (float *)(room + 2 * KEEP + 4 * TILE);
 
-  // of the head with `left` heads up to its group's end, itself included
+  // loads from the head with `left` heads up to its group's end, itself included
   auto load_queries = [&](int stage, int left, int from) {
     const int thread = forget((int)threadIdx.x), b = forget(of.b),
               h = (of.group + 1) * p.shared - left;

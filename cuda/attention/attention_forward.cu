@@ -1,10 +1,10 @@
 // Attention forward with tensor cores: f16 and bf16, at most 128 wide. See attention.h.
 //
-// A block takes 128 queries of one head, 32 a warp, and walks over the keys 64 or 32 at a time
-// while the next ones load. For entropies beside a y of 128 columns registers do not suffice, so it
-// takes half the queries. Softmax is computed along the way: each row keeps its largest score so
-// far, its sum, and y, rescaled when the largest grows. Probabilities are rounded to the inputs'
-// format for the product with v; sums are f32, of the unrounded probabilities.
+// A block processes 128 queries of one head, 32 a warp, and walks over the keys 64 or 32 at a time
+// while the next ones load. With entropies and 128 columns of y, registers suffice for only half
+// the queries. Softmax is computed online: each row keeps its largest score so far, its sum, and y,
+// and rescales them when the largest grows. Probabilities are rounded to the inputs' format for the
+// product with v; sums are f32, of the unrounded probabilities.
 #include "attention_tiles.h"
 
 // 16-row tiles per warp
@@ -14,8 +14,8 @@ template <int D, bool ENTROPY> constexpr int ROWS_OF = 16 * WARPS * TALL<D, ENTR
 // keys at a time, as many as registers can hold
 template <int D> constexpr int KEYS_OF = D <= 64 ? 64 : 32;
 
-/// How blocks share heads and queries. Blocks with the most keys go first, within a set of heads
-/// whose keys and values together fit in half the second-level cache.
+/// The assignment of heads and queries to blocks. Blocks with the most keys go first, within a set
+/// of heads whose keys and values together fit in half the second-level cache.
 typedef struct schedule { int32_t tiles, heads, together; } schedule;
 
 /// Batch, head and first query of a block.
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(THREADS, 2)
 
     const uint32_t stage = tiles + (n & 1) * 2 * TILE;
     copy_wait<0>();
-    __syncthreads();   // this tile is loaded, and all warps are done with the last one
+    __syncthreads();   // this tile is loaded, and all warps have finished the last one
     if ((n + 1) * KEYS < last) {
       uint32_t next = tiles + ((n + 1) & 1) * 2 * TILE;
       load_tile<D, KEYS>(next, k, p.k.time, (n + 1) * KEYS, p.keys);
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(THREADS, 2)
   copy_wait<0>();
   const block_place to = place_of<ROWS>(forget((int)blockIdx.x), plan, p.heads);
   const int own = to.first + warp * OWN;
-  __syncthreads();   // q must be loaded even when no key was seen: its rows now hold y
+  __syncthreads();   // q must be loaded even if no key was seen: its rows now hold y
 
 #pragma unroll
   for (int m = 0; m < MT; m++)

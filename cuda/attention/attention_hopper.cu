@@ -1,10 +1,10 @@
 // Attention forward on Hopper (sm_90a): f16 and bf16, 64 or 128 wide. See attention.h. It computes
-// the numbers of attention_forward.cu in the same order of keys, with the same rules about
+// the same numbers as attention_forward.cu, in the same order of keys, with the same rules for
 // infinities and masks.
 //
-// A block takes 128 queries of one head, 64 for each of its two warpgroups, and walks over the keys
-// while the next ones load. wgmma is asynchronous: while the warps turn the scores of one tile of
-// keys into probabilities, the tensor cores multiply the previous tile's probabilities with its
+// A block processes 128 queries of one head, 64 in each of its two warpgroups, and walks over the
+// keys while the next ones load. wgmma is asynchronous: while the warps turn the scores of one tile
+// of keys into probabilities, the tensor cores multiply the previous tile's probabilities by its
 // values.
 #include "attention_hopper.h"
 
@@ -68,8 +68,8 @@ __global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D, ENTROPY>)
   extern __shared__ __align__(1024) unsigned char room[];
   constexpr int KEYS = KEYS_OF<D>;
   constexpr uint32_t TILE = KEYS * D * 2;
-  // The same for all lanes, which the compiler must know: wgmma is not allowed in branches that may
-  // diverge.
+  // The same for all lanes. The compiler must know this, because wgmma is not allowed in branches
+  // that may diverge.
   const int warp = __shfl_sync(0xFFFFFFFFu, (int)threadIdx.x >> 5, 0), part = warp >> 2;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
 
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D, ENTROPY>)
 
   const T *k = row_of<T>(p.k, b, 0, group), *v = row_of<T>(p.v, b, 0, group);
   const int last = keys_seen(p, min(t0 + ROWS, p.queries) - 1), all_see = keys_seen(p, first);
-  // Tiles of keys, of the block and of the warpgroup: at least one, even if it is hidden entirely.
+  // Tiles of keys, of the block and of the warpgroup: at least one, even if all of it is hidden.
   const int tiles = max(1, (last + KEYS - 1) / KEYS),
             own_last = first < p.queries ? keys_seen(p, min(first + 64, p.queries) - 1) : 0;
   const int own_tiles = max(1, (own_last + KEYS - 1) / KEYS);
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D, ENTROPY>)
   auto next_tiles = [&] {
     copy_wait<0>();
     publish_shared();
-    // keys n + 1 and values n are loaded, and all warps are done with keys n and values n - 1
+    // keys n + 1 and values n are loaded, and all warps have finished with keys n and values n - 1
     __syncthreads();
     if (n + 2 < tiles)
       load_rows<D, KEYS>(k_tiles + (n & 1) * TILE, k, p.k.time, (n + 2) * KEYS, p.keys);
@@ -132,8 +132,8 @@ __global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D, ENTROPY>)
       load_rows<D, KEYS>(v_tiles + ((n + 1) & 1) * TILE, v, p.v.time, (n + 1) * KEYS, p.keys);
     copy_commit();
   };
-  // A round begins with the end of the last round's product: the compiler moves a wait up as far as
-  // the loop allows.
+  // Each round begins by waiting for the last round's product: the compiler moves a wait up as far
+  // as the loop allows.
   auto end_values = [&] {
     group_wait<0>();
     settle(y);

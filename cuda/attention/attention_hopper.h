@@ -16,14 +16,15 @@ enum { GROUPS = 2, BLOCK = 128 * GROUPS, ROWS = 64 * GROUPS };
 #endif
 
 #if HOPPER_BODY && defined(__CUDACC__)
-/// Loads rows first..first+N of a head into tiles of 64 columns; zeros for rows from `limit` on.
+/// Loads rows [first, first + N) of a head into tiles of 64 columns; rows from `limit` on become
+/// zeros.
 template <int D, int N, class T>
 __device__ static inline void load_rows(uint32_t tile, const T *head, int64_t stride, int first,
                                         int limit, int thread = threadIdx.x)
 {
-  // a thread's pieces lie in one column of pieces, all in the order of the first
+  // a thread's pieces are in one column of pieces, all at the swizzled offset of the first
   constexpr int PIECES = D / 8, STEP = BLOCK / PIECES;
-  static_assert(STEP % 8 == 0, "the order of pieces depends on the row's lowest bits");
+  static_assert(STEP % 8 == 0, "the swizzle depends on the row's lowest bits");
   const int row = thread / PIECES, piece = thread % PIECES, there = limit - first - row;
   const T *column = head + piece * 8;
   int64_t at = (first + row) * stride;
@@ -33,7 +34,7 @@ __device__ static inline void load_rows(uint32_t tile, const T *head, int64_t st
     copy16(tile + i * (STEP * 128), column + (i * STEP < there ? at : 0), i * STEP < there);
 }
 
-/// Starts c [64 x N] = a b^T. `a`: 64 rows of tiles of ROWS rows; `b`: tiles of N rows.
+/// Starts c [64 x N] = a b^T. `a`: 64 rows of tiles with ROWS rows each; `b`: tiles of N rows.
 template <class T, int D, int N>
 __device__ static inline void start_rows_times_rows(float (&c)[N / 2], uint32_t a, uint32_t b)
 {
@@ -64,8 +65,8 @@ __device__ static inline void round_weights(uint32_t (&weights)[N / 8][4], const
     for (int c = 0; c < 4; c++) weights[i][c] = pack(s[8 * i + 2 * c], s[8 * i + 2 * c + 1], T());
 }
 
-/// Sets scores of columns that a row does not see to -inf. `seen`: columns that the thread's two
-/// rows see, counted from the tile's first.
+/// Sets the scores of columns that a row does not see to -inf. `seen`: number of columns that each
+/// of the thread's two rows sees, from the start of the tile.
 template <int N> __device__ static inline void hide_after(float (&s)[N], int seen0, int seen1)
 {
   int seen[2] = {seen0 - 2 * ((int)threadIdx.x & 3), seen1 - 2 * ((int)threadIdx.x & 3)};

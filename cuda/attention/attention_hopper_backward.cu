@@ -3,8 +3,8 @@
 // also computes delta; the products use wgmma.
 #include "attention_hopper.h"
 
-enum { KEYS = 64 };   // at a time, where blocks of queries walk over the keys
-/// Shared memory: two sets of rows that stay, two pairs of tiles that alternate, lines of shift and
+enum { KEYS = 64 };   // keys at a time, in blocks of queries
+/// Shared memory: two resident sets of rows, two pairs of tiles that alternate, lines of shift and
 /// delta.
 template <int D>
 constexpr int BACKWARD_BYTES = (2 * ROWS + 4 * 64) * D * 2 + 4 * QUERIES * 4 + 1024;
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
     end_products();
     copy_wait<0>();
     publish_shared();
-    __syncthreads();   // this tile is loaded, and all warps are done with the last one
+    __syncthreads();   // this tile is loaded, and all warps have finished the last one
     if (n + 1 < total) load_queries(n + 1);
     const int stage = n & 1, first = (first_tile + n % tiles) * QUERIES;
     // these queries see none of the warpgroup's keys

@@ -1,9 +1,9 @@
-// Attention in plain arithmetic: f32 and f64 of any width, and everything else that the tensor
-// cores' way does not take. See attention.h. For f32 up to 256 wide, a warp takes a few rows and
+// Attention in plain arithmetic: f32 and f64 of any width, and all other calls that the tensor
+// cores do not support. See attention.h. For f32 up to 256 wide, a warp processes a few rows and
 // walks over the other side 32 rows at a time, which the block loads into shared memory. For scores
-// a lane has a row of that tile, for sums of rows it has columns. Rows that come out as Inf or NaN
-// are recomputed, as with the tensor cores. Everything else goes row by row: a warp takes a query
-// for y and dq, a key for dk and dv.
+// each lane has a row of that tile, for sums of rows it has columns. Rows that come out as Inf or
+// NaN are recomputed, as with the tensor cores. All other formats and widths are computed row by
+// row: a warp takes a query for y and dq, a key for dk and dv.
 #include "attention.h"
 
 enum { ROW_WARPS = 4 };   // of a block
@@ -75,8 +75,8 @@ template <int C>
 constexpr int BACKWARD_FLOATS =
   2 * 32 * (32 * C + 1) + 3 + TILE_WARPS<C> * BACKWARD_ROWS<C> * (2 * 32 * C + 2 * 32);
 
-/// Loads N rows from `first` of a head, `line` floats apart, into `to`; zeros beyond `limit` rows
-/// and `width` columns.
+/// Loads N rows of a head from `first` on, `line` floats apart, into `to`; zeros beyond `limit`
+/// rows and `width` columns.
 template <int C, int N>
 __device__ static inline void load_floats(float *to, int line, const float *head, int64_t stride,
                                           int first, int limit, int width)
@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(32 * TILE_WARPS<C>, 1)
 #pragma unroll
   for (int r = 0; r < R; r++) {
     top[r] = -INFINITY;
-    sum[r] = weighted[r] = 0;   // of the lane's keys
+    sum[r] = weighted[r] = 0;   // sums over the lane's keys
 #pragma unroll
     for (int c = 0; c < C; c++) y[r][c] = 0;
   }
@@ -226,7 +226,7 @@ __global__ void __launch_bounds__(32 * TILE_WARPS<C>, 1)
   }
 }
 
-/// The rows that stay are queries (for dq) or keys (for dk and dv); the other side streams past
+/// The resident rows are queries (for dq) or keys (for dk and dv); the other side streams past
 /// them.
 template <int C, bool KEYS_STAY>
 __global__ void __launch_bounds__(32 * TILE_WARPS<C>, 1)

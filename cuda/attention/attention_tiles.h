@@ -1,17 +1,17 @@
-// Tiles of 16-bit numbers in shared memory for the tensor cores' way of attention: layout, loading
-// and products. A tile has D numbers a row. The order of a row's 16-byte pieces depends on the row,
-// so the eight rows that ldmatrix reads at a time, and the rows that a warp stores, lie in
+// Tiles of 16-bit numbers in shared memory for attention on tensor cores: layout, loading and
+// products. A tile has D numbers a row. The order of a row's 16-byte pieces depends on the row, so
+// that the eight rows that ldmatrix reads at a time, and the rows that a warp stores, are in
 // different banks.
 #ifndef ENG_CUDA_ATTENTION_TILES_H
 #define ENG_CUDA_ATTENTION_TILES_H
 
 #include "attention.h"
 
-enum { QUERIES = 64 };   // at a time, where blocks of keys walk over the queries
+enum { QUERIES = 64 };   // queries at a time, in blocks of keys
 
-/// Shared by the kernels of the backward pass, beside the problem. shift [B x H x line]: -lse in
-/// powers of 2 plus RAISE, so a probability is 2^(scaled score + shift); -inf, which makes it 0,
-/// for rows that see no key or do not exist. largest [B x G]: |dy| as bits.
+/// Shared by the kernels of the backward pass, in addition to the problem. shift [B x H x line]:
+/// -lse in powers of 2 plus RAISE, so that a probability is 2^(scaled score + shift); -inf, which
+/// makes it 0, for rows that see no key or do not exist. largest [B x G]: |dy| as bits.
 typedef struct backward_room {
   float    *shift;
   uint32_t *largest;
@@ -35,12 +35,12 @@ template <int D> constexpr bool NOT_HERE = D % 64 == 0;
 template <int D> constexpr bool NOT_HERE = false;
 #endif
 
-/// Probabilities are held times 2^RAISE: in f16 they would otherwise be subnormal below 2^-14.
+/// Probabilities are multiplied by 2^RAISE: in f16 they would otherwise be subnormal below 2^-14.
 /// (They are at most 1, so 2^15 is in range.)
 template <class T> constexpr int RAISE = 0;
 template <> constexpr int RAISE<f16_t> = 15;
 
-/// In f16, dscores are held times this power of two, from the largest finite |dy|.
+/// In f16, dscores are multiplied by this power of two, computed from the largest finite |dy|.
 template <class T> __device__ static inline float lift_of(const backward_room &r, int64_t pair)
 {
   if (RAISE<T> == 0) return 1.0f;
@@ -49,18 +49,18 @@ template <class T> __device__ static inline float lift_of(const backward_room &r
   return exponent ? __uint_as_float((254 + 4 - exponent) << 23) : 1.0f;
 }
 
-/// Where piece `piece` of row `row` lies among the pieces of that row.
+/// Position of piece `piece` of row `row` among the pieces of that row.
 template <int D>
 __host__ __device__ static inline int piece_place(int row, int piece)
 { return D % 64 == 0 ? piece ^ (row & 7) : piece ^ (row >> 1 & 3); }
 
-/// Loads rows first..first+ROWS of a head into `tile`; zeros for rows from `limit` on.
+/// Loads rows [first, first + ROWS) of a head into `tile`; rows from `limit` on become zeros.
 template <int D, int ROWS, class T>
 __device__ static inline void load_tile(uint32_t tile, const T *head, int64_t stride, int first,
                                         int limit, int thread = threadIdx.x)
 {
   constexpr int PIECES = D / 8, STEP = THREADS / PIECES;
-  // a thread's pieces lie in one column of pieces, all in the order of the first
+  // a thread's pieces are in one column of pieces, all at the swizzled offset of the first
   if constexpr (THREADS % PIECES == 0) {
     const int row = thread / PIECES, piece = thread % PIECES, there = limit - first - row;
     const T *column = head + piece * 8;
@@ -80,10 +80,10 @@ __device__ static inline void load_tile(uint32_t tile, const T *head, int64_t st
   }
 }
 
-/// Where a lane's ldmatrix addresses begin in a tile. `row` and `piece` are the lane's; only their
+/// Start of a lane's ldmatrix addresses in a tile. `row` and `piece` are the lane's; only their
 /// lowest bits affect the order of pieces. So a step of 16 rows is an addition, and a step of two
-/// pieces an exclusive or. Where tiles and rows begin at multiples of a power of two, that xor
-/// applies to the whole address, and one register serves all steps.
+/// pieces an exclusive or. If tiles and rows begin at multiples of a power of two, that xor applies
+/// to the whole address, and one register serves all steps.
 template <int D> struct lane_place {
   static constexpr bool WHOLE = (D & (D - 1)) == 0;
   uint32_t row, turn;
@@ -200,8 +200,8 @@ template <int MT, int N> __device__ static inline void clear(float (&c)[MT][N][4
     for (int n = 0; n < N; n++) c[m][n][0] = c[m][n][1] = c[m][n][2] = c[m][n][3] = 0;
 }
 
-/// Rounds a warp's rows [16 MT x D] to T and stores columns 0..stored of rows first..limit of
-/// `head`, by way of `tile`, shared memory that no other warp uses. Returns a bit for each row (m *
+/// Rounds a warp's rows [16 MT x D] to T and stores columns [0, stored) of rows [first, limit) of
+/// `head`, through `tile`, shared memory that no other warp uses. Returns a bit for each row (m *
 /// 16 + row) that contains Inf or NaN before rounding.
 template <class T, int D, int MT>
 __device__ static inline uint32_t store_rows(const float (&c)[MT][D / 8][4], unsigned char *tile,

@@ -1,10 +1,10 @@
-// The operation bias_grad on the card: column sums of dy [rows x n], in an order that depends on
-// the shape alone.
+// The operation bias_grad on the card: column sums of dy [rows x n], in an order that depends only
+// on the shape.
 //
 // Two passes. The first cuts dy into tiles (up to 32 x 16 bytes of columns by a chunk of rows), as
-// many as an H200 holds blocks at once. A block of 8 warps sums its tile: each thread takes 16
+// many as an H200 holds blocks at once. A block of 8 warps sums its tile: each thread reads 16
 // bytes of columns, with 8 rows in flight; then lanes of a warp that share columns are added, then
-// warps, in fixed order. It leaves one row of partial sums. The second pass adds the chunks, and
+// warps, in fixed order. This gives one row of partial sums. The second pass adds the chunks, and
 // the previous contents if it accumulates. Sums are f32, f64 for f64. Lower bound: one read of dy.
 #include "runtime/device.h"
 #include "gemm_element.h"
@@ -26,7 +26,7 @@ template <> struct sum_type<double> { typedef double type; };
 // V neighbours: loaded, then added to sums.
 template <typename T, int V> struct piece {
   words<T, V> raw;
-  // zeros, which change no sum, when not `there`
+  // unless `there`, zeros, which change no sum
   __device__ void load(const T *from, bool there)
   {
     raw = {};

@@ -1,7 +1,7 @@
 // The operations matmul and linear on the card. A call becomes a product by strides (gemm_layout.h)
 // and goes to cuBLASLt (gemm_lt.c). An operand that cuBLASLt cannot read is copied first; an output
-// it cannot write is made in scratch memory in f32 and rounded from there. gemm_plain.cu does
-// products that cuBLASLt does not know.
+// that it cannot write is computed in scratch memory in f32 and rounded from there. gemm_plain.cu
+// computes products that cuBLASLt does not support.
 #include "runtime/device.h"
 #include "gemm.h"
 #include "gemm_lt.h"
@@ -11,8 +11,8 @@
 
 op_kernel cuda_matmul, cuda_linear, cuda_contiguous, cuda_cast;
 
-// The most launches over a batch that cuBLASLt cannot stride through. Beyond it, copying the
-// operand is cheaper.
+// The most launches for a batch that cuBLASLt cannot stride through; with more, copying the operand
+// is cheaper.
 enum { MOST_LAUNCHES = 32, PIECES = 3 };
 
 typedef struct scratch {
@@ -39,7 +39,7 @@ static void give_all(scratch *s)
 }
 
 /// A copy of x [batch.. x rows x columns] in `dtype` without gaps and without broadcast dimensions.
-/// Rows stay contiguous if they were, or columns.
+/// Rows or columns stay contiguous if they were.
 static eng_status copy_operand(gemm_matrix *x, const gemm_product *p, int64_t rows, int64_t columns,
                                int dtype, scratch *s)
 {
@@ -81,7 +81,7 @@ static eng_status copy_operand(gemm_matrix *x, const gemm_product *p, int64_t ro
   return ENG_OK;
 }
 
-/// The format in which both factors are multiplied: theirs when they agree, else the one that holds
+/// The format in which the operands are multiplied: theirs if they agree, else one that represents
 /// both exactly.
 static int factor_dtype(const gemm_product *p)
 {
@@ -90,7 +90,7 @@ static int factor_dtype(const gemm_product *p)
 }
 
 /// Whether cuBLASLt can write C (and add the bias) itself. On unaligned rows its kernels were seen
-/// to round the sum to f16 or bf16 before adding the bias: one rounding more than we promise.
+/// to round the sum to f16 or bf16 before adding the bias, one rounding too many.
 static bool can_write(const gemm_product *p, int factors)
 {
   gemm_leading leading;
@@ -102,7 +102,7 @@ static bool can_write(const gemm_product *p, int factors)
   return format && bias && gemm_leading_of(&leading, &p->c, p->m, p->n) && !leading.transposed;
 }
 
-/// Where C goes when cuBLASLt cannot write it: dense, in the format of the sums.
+/// The output if cuBLASLt cannot write C: dense, in the format of the sums.
 static eng_status make_sum(gemm_product *q, int factors, scratch *s)
 {
   int dtype = factors == ENG_f64 ? ENG_f64 : ENG_f32;
@@ -126,8 +126,7 @@ static int64_t launches_of(const gemm_product *p, int walked)
   return launches;
 }
 
-/// Computes with gemm_plain the matrices of q at index `at` of all batch dimensions except
-/// `walked`.
+/// Uses gemm_plain for the matrices of q at index `at` of all batch dimensions except `walked`.
 static eng_status one_plainly(const gemm_product *q, int walked, const int64_t *at)
 {
   gemm_product one = *q;
@@ -139,9 +138,9 @@ static eng_status one_plainly(const gemm_product *q, int walked, const int64_t *
   return gemm_plain(&one);
 }
 
-/// Computes every matrix of q with cuBLASLt. *done is false, with nothing written, when it has no
-/// algorithm for such a product. If it refuses only a later matrix, gemm_plain finishes the rest,
-/// because C may already have been added to.
+/// Computes every matrix of q with cuBLASLt. *done is false, with nothing written, if it has no
+/// algorithm for such a product. If it refuses only a later matrix, gemm_plain computes the rest,
+/// because C may already have been accumulated into.
 static eng_status launch_all(bool *done, const gemm_product *q)
 {
   int walked = gemm_walked_dim(q);

@@ -1,4 +1,4 @@
-// A product on the card, by whichever way can do it; see gemm.c. Called by gemm_fused.c.
+// A product on the card, by the fastest path that supports it; see gemm.c. Called by gemm_fused.c.
 #ifndef ENG_CUDA_GEMM_H
 #define ENG_CUDA_GEMM_H
 

@@ -11,11 +11,11 @@
 
 enum {
   PATH = 4096,
-  MOST_BYTES = 8 << 20,   // the most that is read of a file
+  MOST_BYTES = 8 << 20,   // the most bytes read from a file
 };
 
 static struct {
-  // open addressing, a power of two of slots; entries are allocated apart, so they never move
+  // open addressing, a power of two of slots; entries are allocated separately, so they never move
   gemm_entry **slot;
   int64_t size, used;
   char path[PATH];
@@ -28,7 +28,7 @@ static char *put_number(char *at, const char *name, int64_t value)
   return at + sprintf(at, " %s=%lld", name, (long long)value);
 }
 
-/// Parses " name=number" and returns the end; NULL when the text differs.
+/// Parses " name=number" and returns its end; NULL if the text differs.
 static const char *take_number(const char *at, const char *name, int64_t *value)
 {
   size_t length = strlen(name);
@@ -150,7 +150,7 @@ void gemm_cache_clear(void)
 
 // ---- the file
 
-/// Makes the parent folders of `path`. A failure shows when the file is opened.
+/// Creates the parent folders of `path`. A failure is detected when the file is opened.
 static void make_folders(char *path)
 {
   for (char *at = path + 1; *at; at++) {
@@ -205,7 +205,7 @@ static void read_file(void)
   if (text) {
     size_t n = fread(text, 1, MOST_BYTES, file);
     for (size_t i = 0; i < n; i++)
-      if (!text[i]) text[i] = '?';   // damage must not end the text
+      if (!text[i]) text[i] = '?';   // a NUL must not end the text
     text[n] = 0;
     read_lines(text);
     free(text);
@@ -236,7 +236,7 @@ bool gemm_cache_keep(gemm_entry *entry, const gemm_choice *choice)
   entry->chosen = true;
   if (!cache.path[0]) return false;
   make_folders(cache.path);
-  char line[GEMM_LINE + 1] = "\n";   // the first byte ends a truncated line
+  char line[GEMM_LINE + 1] = "\n";   // the newline ends a truncated line
   int n = gemm_line_write(line + 1, &entry->problem, choice) + 1;
   int fd = open(cache.path, O_WRONLY | O_APPEND | O_CREAT | O_NONBLOCK | O_CLOEXEC, 0666);
   if (fd < 0) return false;

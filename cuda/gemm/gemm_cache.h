@@ -1,14 +1,14 @@
-// The algorithm of each matrix product: a table in memory, and a text file that pins the choices
-// from run to run, one line a problem. Host logic without CUDA: spec/cuda/gemm_host.c tests it
-// anywhere. Owns the table. Called by gemm_lt.c.
+// The algorithm of each matrix product: a table in memory, and a text file with one line per
+// problem that keeps the choices between runs. Host logic without CUDA, so spec/cuda/gemm_host.c
+// tests it on any machine. Owns the table. Called by gemm_lt.c.
 //
 // The file is <folder>/cublaslt-<card>-<version>.txt, <folder> being $ENGINE_CACHE or
 // ~/.cache/engine. A line is
 //  choice m=768 n=4096 k=768 .. : rank=1 id=66 tile=20 .. ns=12345
-// The file is read once. Every new choice is appended with a single write, so concurrent processes
-// do not disturb each other; of two lines for one problem the later counts. Damaged, truncated and
-// unknown lines are skipped. Nothing in the file reaches cuBLASLt: a choice only names one of the
-// algorithms that its heuristic offers.
+// The file is read once. Every new choice is appended with a single write, so that concurrent
+// processes do not corrupt it; of two lines for one problem the later one counts. Damaged,
+// truncated and unknown lines are skipped. No text of the file reaches cuBLASLt: a choice only
+// names one of the algorithms that its heuristic offers.
 #ifndef ENG_CUDA_GEMM_CACHE_H
 #define ENG_CUDA_GEMM_CACHE_H
 
@@ -35,13 +35,14 @@ typedef struct gemm_entry {
   void        *plan;       // gemm_lt.c's; NULL until the first call with this problem
 } gemm_entry;
 
-/// The entry of a problem; made empty if it is new. NULL: out of memory. Entries never move.
+/// The entry of a problem; an empty one is created for a new problem. NULL: out of memory. Entries
+/// never move.
 gemm_entry *gemm_cache_entry(const gemm_problem *problem);
 
-/// Sets the file's path from the environment and reads the choices in it. A missing or unreadable
-/// file is fine.
+/// Sets the file's path from the environment and reads its choices. A missing or unreadable file is
+/// not an error.
 void gemm_cache_open(const char *card, int64_t version);
-/// Stores an entry's choice in the table and in the file. False when the file could not be written.
+/// Stores an entry's choice in the table and in the file. False if the file could not be written.
 bool gemm_cache_keep(gemm_entry *entry, const gemm_choice *choice);
 /// The file's path; "" when there is no folder for it.
 const char *gemm_cache_path(void);
@@ -51,7 +52,7 @@ void gemm_cache_clear(void);
 enum { GEMM_LINE = 2048 };   // bytes, enough for any line
 /// Writes "choice m=.. : rank=.. ns=..\n" and returns its length.
 int gemm_line_write(char line[GEMM_LINE], const gemm_problem *problem, const gemm_choice *choice);
-/// Reads a line; false when anything differs from what gemm_line_write writes.
+/// Reads a line; false unless it has exactly the form that gemm_line_write writes.
 bool gemm_line_read(const char *line, gemm_problem *problem, gemm_choice *choice);
 /// "m=768 n=4096 ..", for messages.
 const char *gemm_problem_text(const gemm_problem *problem);

@@ -34,7 +34,7 @@ static int mode_of(int scaling)
   }
 }
 
-/// Describes the whole product for messages.
+/// Describes the product for messages.
 static const char *product_text(const fp8_result *y, const fp8_operand *x, const fp8_operand *w,
                                 bool fast)
 {
@@ -73,18 +73,18 @@ eng_status fp8_product_supported(int scaling_x, int scaling_w)
   int capability = cuda_capability();
   if (capability < 89)
     return error_set(ENG_ERR_DEVICE,
-                     "fp8: this card (sm_%d) has no FP8 units, expected sm_89 or later; hint: "
+                     "fp8: expected a card with FP8 units (sm_89 or later), got sm_%d; hint: "
                      "precision=bf16, or device=cpu, which computes FP8 anywhere",
                      capability);
   if (scaling_x == FP8_TENSOR) return ENG_OK;
   if (capability != 90)
     return error_set(ENG_ERR_DEVICE,
-                     "fp8: cuBLASLt multiplies with scales by %s on sm_90 alone, this card is "
+                     "fp8: cuBLASLt supports scales by %s only on sm_90, this card is "
                      "sm_%d; hint: scales by tensor",
                      scaling_name(scaling_x), capability);
   if (cublasLtGetVersion() < BLOCKS_SINCE)
     return error_set(ENG_ERR_LIBRARY,
-                     "fp8: scales by %s need cuBLAS 12.9 or later, this is version number %zu",
+                     "fp8: scales by %s need cuBLAS 12.9 or later, got version number %zu",
                      scaling_name(scaling_x), cublasLtGetVersion());
   return ENG_OK;
 }
@@ -103,16 +103,16 @@ static eng_status check(const fp8_result *y, const fp8_operand *x, const fp8_ope
   ENG_TRY(fp8_product_supported(x->scaling, w->scaling));
   const char *wrong = NULL;
   if (!operand_fits(x) || !operand_fits(w))
-    wrong = "expected both sides E4M3 or E5M2, rows and inner sizes multiples of 16, everything "
+    wrong = "expected operands in E4M3 or E5M2, with rows and inner multiples of 16 and all data "
             "16-byte aligned";
   else if (x->inner != w->inner) wrong = "expected equal inner sizes";
   else if (x->format == ENG_e5m2 && w->format == ENG_e5m2)
-    wrong = "expected E4M3 on one side at least";
+    wrong = "expected at least one operand in E4M3";
   else if (y->m > x->rows || y->n > w->rows || y->m < 1 || y->n < 1 || y->stride < y->n)
     wrong = "expected y no larger than the operands' rows";
   else if (y->dtype != ENG_f32 && y->dtype != ENG_f16 && y->dtype != ENG_bf16)
     wrong = "expected y in f32, f16 or bf16";
-  else if (fast && by_block(x->scaling)) wrong = "expected no fast sums with scales by block";
+  else if (fast && by_block(x->scaling)) wrong = "expected scales by tensor or row with fast sums";
   return wrong ? error_set(ENG_ERR_VALUE, "%s: %s", product_text(y, x, w, fast), wrong) : ENG_OK;
 }
 
@@ -158,7 +158,7 @@ static eng_status multiply(const fp8_result *y, const fp8_operand *x, const fp8_
   bool done;
   ENG_TRY(gemm_lt_run(&done, &problem, &on));
   return done ? ENG_OK :
-                error_set(ENG_ERR_LIBRARY, "%s: cuBLASLt %zu refuses it on sm_%d",
+                error_set(ENG_ERR_LIBRARY, "%s: not supported by cuBLASLt %zu on sm_%d",
                           product_text(y, x, w, fast), cublasLtGetVersion(), cuda_capability());
 }
 

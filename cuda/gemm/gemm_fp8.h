@@ -23,7 +23,7 @@ typedef struct fp8_operand {
 } fp8_operand;
 
 /// y [m x n] = x W^T + bias, or y += x W^T. x has at least m rows, W at least n; further rows are
-/// padding. Padding costs a detour through scratch memory, because y has no room for it.
+/// padding. With padding the product goes through scratch memory, because y has no room for it.
 typedef struct fp8_result {
   void       *data;         // device memory
   int32_t     dtype;        // f32, bf16 or f16; usually f32 when accumulating
@@ -33,8 +33,8 @@ typedef struct fp8_result {
   int32_t     bias_dtype;   // f32, bf16 or f16
 } fp8_result;
 
-/// ENG_OK when the card and cuBLASLt support these scalings; otherwise an error that lists what
-/// they support.
+/// ENG_OK if the card and cuBLASLt support these scalings; otherwise an error that lists the
+/// supported ones.
 eng_status fp8_product_supported(int scaling_x, int scaling_w);
 
 /// Queues the product. `fast`: sums stay in the tensor cores' 14 bits over all of K (only

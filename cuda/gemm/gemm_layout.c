@@ -53,7 +53,7 @@ static void move_dim(gemm_product *p, int to, int from)
   p->c.batch[to] = p->c.batch[from];
 }
 
-/// Whether x can walk dimensions d and d + 1 as one. A broadcast over both also counts.
+/// Whether x can walk dimensions d and d + 1 as one. A broadcast over both qualifies.
 static bool walks_as_one(const gemm_product *p, const gemm_matrix *x, int d)
 {
   return x->batch[d] == x->batch[d + 1] * p->batch[d + 1];
@@ -74,7 +74,7 @@ void gemm_simplify(gemm_product *p)
   }
   while (p->batch_dims > 0) {
     int d = p->batch_dims - 1;
-    bool one = p->m == 1;   // a single row: its stride may be whatever the batch needs
+    bool one = p->m == 1;   // a single row: its stride is free for the batch
     if (p->b.batch[d] != 0 ||
         (!one && (p->c.batch[d] != p->m * p->c.row || p->a.batch[d] != p->m * p->a.row)))
       break;
@@ -125,7 +125,7 @@ bool gemm_rows_aligned(const gemm_matrix *x, int64_t rows, int64_t columns)
          leading.ld * eng_dtype_size(x->dtype) % 16 == 0;
 }
 
-/// The same for every matrix of a batch.
+/// The alignment of every matrix of a batch.
 static int64_t batch_alignment(const gemm_product *p, const gemm_matrix *x)
 {
   uintptr_t address = (uintptr_t)x->data;

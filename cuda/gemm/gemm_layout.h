@@ -1,6 +1,6 @@
-// Matrix products as the CUDA device describes them: first by strides, as tensors have them, then
-// as cuBLASLt wants them, column-major with leading dimensions. Host logic without CUDA:
-// spec/cuda/gemm_host.c tests it anywhere. Called by gemm.c, gemm_fused.c and gemm_fp8.c.
+// Descriptions of matrix products on the CUDA device: first by strides, like tensors, then in
+// cuBLASLt's form, column-major with leading dimensions. Host logic without CUDA, so
+// spec/cuda/gemm_host.c tests it on any machine. Called by gemm.c, gemm_fused.c and gemm_fp8.c.
 #ifndef ENG_CUDA_GEMM_LAYOUT_H
 #define ENG_CUDA_GEMM_LAYOUT_H
 
@@ -17,8 +17,8 @@ typedef struct gemm_matrix {
   int64_t batch[GEMM_BATCH_DIMS];   // 0 where broadcast
 } gemm_matrix;
 
-/// What a cuBLASLt kernel may compute in addition to a product; `side` is contiguous. Only
-/// gemm_fused.c sets it.
+/// What a cuBLASLt kernel may compute in addition to a product; `side` is contiguous. Set only by
+/// gemm_fused.c.
 typedef enum gemm_after {
   GEMM_AS_IT_IS,
   // side [m x n] = A B + bias in C's dtype, C = gelu_tanh of that (before its rounding)
@@ -43,19 +43,20 @@ typedef struct gemm_product {
 gemm_product gemm_of_matmul(const op_call *call);
 gemm_product gemm_of_linear(const op_call *call);
 
-/// Removes batch dimensions; the product stays the same. Dimensions of size 1 go, neighbours that
-/// every matrix walks as one are merged, and those that only lengthen A become rows of A and C.
+/// Removes batch dimensions without changing the product. Dimensions of size 1 are dropped,
+/// neighbours that every matrix can walk as one are merged, and those that only lengthen A become
+/// rows of A and C.
 void gemm_simplify(gemm_product *p);
 
-/// The matrices (1: A, 2: B) whose strides alone keep two batch dimensions from merging.
+/// The matrices (1: A, 2: B) whose strides alone prevent merging two batch dimensions.
 unsigned gemm_batch_breakers(const gemm_product *p);
 
-/// A matrix [rows x columns] as cuBLASLt sees it: transposed when `column`-major in our sense.
+/// A matrix [rows x columns] as cuBLASLt sees it: transposed if its columns are contiguous.
 typedef struct gemm_leading {
   int64_t ld;           // elements between rows (or columns, when transposed)
   bool    transposed;   // columns are contiguous, not rows
 } gemm_leading;
-/// False when neither rows nor columns are contiguous, or they overlap.
+/// False if neither rows nor columns are contiguous, or they overlap.
 bool gemm_leading_of(gemm_leading *leading, const gemm_matrix *x, int64_t rows, int64_t columns);
 
 /// Whether every row (or column, when transposed) begins on 16 bytes.
@@ -79,13 +80,13 @@ typedef struct gemm_problem {
 /// The largest power of two up to 16 that divides this address.
 int64_t gemm_alignment(const void *data);
 
-/// The product as a cuBLASLt problem over its batch dimension `walked` (-1: one matrix), the same
-/// for every index of the other dimensions. False, with *problem undefined, when A, B or C cannot
-/// be described. C must have contiguous rows.
+/// Describes the product as a cuBLASLt problem over its batch dimension `walked` (-1: one matrix),
+/// the same for every index of the other dimensions. False, with *problem undefined, if A, B or C
+/// cannot be described. C must have contiguous rows.
 bool gemm_describe(gemm_problem *problem, const gemm_product *p, int walked);
 
-/// The batch dimension to hand to cuBLASLt (the longest); callers loop over the others. -1: there
-/// is no batch.
+/// The batch dimension that cuBLASLt strides through (the longest); callers loop over the others.
+/// -1: no batch.
 int gemm_walked_dim(const gemm_product *p);
 
 /// First element of matrix x at index `at` of the batch dimensions.

@@ -1,21 +1,21 @@
 // Products through cuBLASLt. A problem (shape, formats, layout, alignment, epilogue: gemm_problem)
-// is prepared once: its descriptors are made and an algorithm is chosen. Afterwards a call costs a
-// table look-up and the launch.
+// is prepared once: its descriptors are created and an algorithm is chosen. After that a call costs
+// a table look-up and the launch.
 //
-// Choosing an algorithm: when a problem first occurs, those of the heuristic's first CANDIDATES
-// that keep our promises are timed on the current operands. The fastest is kept in memory and in a
-// file (gemm_cache.h), so later runs use the same one. The first candidate is taken untimed with
+// Choosing an algorithm: when a problem first occurs, the heuristic's first CANDIDATES that keep
+// our guarantees are timed on the current operands. The fastest is stored in memory and in a file
+// (gemm_cache.h), so that later runs use the same one. The first candidate is taken untimed with
 // ENGINE_CUBLASLT_SEARCH=0, for products too small to matter, and while the stream is being
 // captured into a graph.
 //
-// Promises: sums in f32 (f64 for f64) to the end; one rounding into C; f32 factors unrounded unless
-// ENGINE_TF32=1; and the same bits whenever the same algorithm runs. Of the ways to split a sum
-// over k, only one is allowed: parts stay in the workspace in the sum's own format, and a separate
-// step adds them. Another algorithm may give other bits, so the file (or ENGINE_CUBLASLT_SEARCH=0)
-// pins them.
+// Guarantees: sums in f32 (f64 for f64) to the end; one rounding into C; f32 operands unrounded
+// unless ENGINE_TF32=1; and the same bits whenever the same algorithm runs. Of the ways to split a
+// sum over k, only one is allowed: partial sums stay in the workspace in the sum's own format, and
+// a separate step adds them. Another algorithm may give other bits, so the file (or
+// ENGINE_CUBLASLT_SEARCH=0) fixes the choice.
 //
-// An algorithm's workspace is scratch memory for the launch. When there is too little, an algorithm
-// that wants less is taken.
+// An algorithm's workspace is scratch memory for the duration of the launch. If memory is short, an
+// algorithm that needs less is taken.
 //
 // Owns the handle and every problem's plan. Called by gemm.c, gemm_fused.c and gemm_fp8.c.
 #include "gemm_lt.h"
@@ -31,7 +31,7 @@
 #include <string.h>
 
 enum { CANDIDATES = 24 };
-// the most workspace bytes of an algorithm; the smaller ones are for when memory is short
+// the most workspace bytes of an algorithm; the smaller limits apply when memory is short
 static const int64_t WORKSPACE[] = {64 << 20, 1 << 20, 0};
 // multiply-adds below which a launch takes longer than the computation
 static const double LEAST_WORK = 67108864;
@@ -132,7 +132,7 @@ static eng_status layout_make(cublasLtMatrixLayout_t *layout, const gemm_problem
   return ENG_OK;
 }
 
-/// The epilogue in cuBLASLt's terms. Its D is our C transposed, so a bias belongs to its rows, and
+/// The epilogue in cuBLASLt's terms. Its D is our C transposed, so a bias applies to its rows, and
 /// sums of our A's rows are sums of its B's columns.
 static uint32_t epilogue_of(const gemm_problem *p)
 {
@@ -196,7 +196,7 @@ static eng_status point(const plan *x, const gemm_problem *p, const gemm_operand
   return ENG_OK;
 }
 
-/// `answer`: cuBLASLt's; `bytes`: of the workspace. Errors: MEMORY.
+/// `answer` receives cuBLASLt's status; `bytes`: size of the workspace. Errors: MEMORY.
 static eng_status launch(cublasStatus_t *answer, const plan *x, const gemm_problem *p,
                          const gemm_operands *on, void *c, const cublasLtMatmulAlgo_t *algorithm,
                          int64_t bytes)
@@ -286,8 +286,8 @@ static eng_status preference_make(cublasLtMatmulPreference_t *preference, const 
   return ENG_OK;
 }
 
-/// The heuristic's algorithms that keep the promises above and need at most `most` bytes, best
-/// guess first. The list is empty when cuBLASLt cannot do the problem.
+/// The heuristic's algorithms that keep the guarantees above and need at most `most` bytes, best
+/// guess first. The list is empty if cuBLASLt does not support the problem.
 static eng_status candidates_of(candidate *list, int *n, const plan *x, const gemm_problem *p,
                                 int64_t most)
 {
@@ -315,7 +315,8 @@ static eng_status candidates_of(candidate *list, int *n, const plan *x, const ge
   return ENG_OK;
 }
 
-/// The candidate that a choice from the file names, or -1: tries its old rank, then all others.
+/// The candidate that a choice from the file names, or -1: checks its old rank first, then all
+/// others.
 static int named_candidate(const candidate *list, int n, const gemm_choice *choice)
 {
   int found = -1;
@@ -326,7 +327,7 @@ static int named_candidate(const candidate *list, int n, const gemm_choice *choi
   return found;
 }
 
-/// Milliseconds of a launch on the device; infinity when the algorithm fails or its workspace does
+/// Milliseconds of a launch on the device; infinity if the algorithm fails or its workspace does
 /// not fit.
 static eng_status time_candidate(float *milliseconds, const plan *x, const gemm_problem *p,
                                  const gemm_operands *on, void *c, const candidate *which,
@@ -368,7 +369,7 @@ static eng_status fastest(int *best, const plan *x, const gemm_problem *p, const
                           candidate *list, int n)
 {
   *best = -1;
-  void *target = on->c;   // the product itself overwrites it anyway, unless it accumulates
+  void *target = on->c;   // the product overwrites it anyway, unless it accumulates
   cudaEvent_t before = NULL, after = NULL;
   if (p->accumulate && cudaMalloc(&target, (size_t)extent(p)) != cudaSuccess) {
     cudaGetLastError();   // out of memory: take the first
@@ -407,8 +408,8 @@ static bool worth_searching(const gemm_problem *p)
          capture == cudaStreamCaptureStatusNone;
 }
 
-/// Prints a line when a product without cuBLASLt would take long. Not for FP8 products, which
-/// become errors, nor for epilogues, which run as separate passes.
+/// Prints a line if a product without cuBLASLt would take long. Not for FP8 products, which fail
+/// with an error, nor for epilogues, which run as separate passes.
 static void tell_of_refusal(const gemm_problem *p)
 {
   if ((double)p->m * (double)p->n * (double)p->k * (double)p->batch < 64 * LEAST_WORK ||
@@ -426,8 +427,8 @@ static bool has_room(const candidate *c)
   return workspace != NULL;
 }
 
-/// The first candidate whose workspace fits into free memory. When none fits, `list` is filled
-/// again with candidates that need less. Errors: MEMORY.
+/// The first candidate whose workspace fits into free memory. If none fits, refills `list` with
+/// candidates that need less. Errors: MEMORY.
 static eng_status first_with_room(int *found, candidate *list, int n, const plan *x,
                                   const gemm_problem *p)
 {
@@ -457,7 +458,7 @@ static eng_status choose(plan *x, gemm_entry *entry, const gemm_operands *on)
     if (best >= 0 && !gemm_cache_keep(entry, &list[best].choice) && !lt.told) {
       lt.told = true;
       fprintf(stderr,
-              "engine: cannot save the algorithms of matrix products to '%s'; another run may "
+              "engine: cannot save the algorithms of matrix products to '%s'; the next run may "
               "choose others and differ in the last bits; hint: ENGINE_CACHE=folder, or "
               "ENGINE_CUBLASLT_SEARCH=0\n",
               gemm_cache_path());
@@ -475,7 +476,7 @@ static eng_status choose(plan *x, gemm_entry *entry, const gemm_operands *on)
 static eng_status prepare(gemm_entry *entry, const gemm_operands *on)
 {
   plan *x = calloc(1, sizeof *x);
-  if (!x) return error_set(ENG_ERR_MEMORY, "cuBLASLt: no memory for the plan of a product");
+  if (!x) return error_set(ENG_ERR_MEMORY, "cuBLASLt: out of memory for the plan of a product");
   eng_status status = describe(x, &entry->problem);
   if (status == ENG_OK) status = point(x, &entry->problem, on);
   if (status == ENG_OK) status = choose(x, entry, on);
@@ -489,7 +490,7 @@ static eng_status prepared(gemm_entry **found, const gemm_problem *problem, cons
 {
   if (!lt.handle) ENG_TRY(open_library());
   *found = gemm_cache_entry(problem);
-  if (!*found) return error_set(ENG_ERR_MEMORY, "cuBLASLt: no memory for the table of products");
+  if (!*found) return error_set(ENG_ERR_MEMORY, "cuBLASLt: out of memory for a product table");
   return (*found)->plan ? ENG_OK : prepare(*found, on);
 }
 

@@ -15,17 +15,17 @@ typedef struct gemm_operands {
   void        *side;
 } gemm_operands;
 
-/// Queues the product. *done is false, with nothing written, when cuBLASLt has no algorithm for it.
+/// Queues the product. *done is false, with nothing written, if cuBLASLt has no algorithm for it.
 eng_status gemm_lt_run(bool *done, const gemm_problem *problem, const gemm_operands *on);
 
-/// Time of a problem's algorithm when it was searched, in ns; 0: not timed, -1: no algorithm. Runs
-/// the search now if needed, which writes into C.
+/// Time of a problem's algorithm in the search, in ns; 0: not timed, -1: no algorithm. Runs the
+/// search now if needed, which writes into C.
 eng_status gemm_lt_time(int64_t *ns, const gemm_problem *problem, const gemm_operands *on);
 
-/// Whether products may be fused with what follows them (ENGINE_CUBLASLT_FUSE=1).
+/// Whether products may be fused with the operation after them (ENGINE_CUBLASLT_FUSE=1).
 bool gemm_fuses(void);
 
-/// Whether f32 products may round their factors to TF32: ENGINE_TF32=1.
+/// Whether f32 products may round their operands to TF32: ENGINE_TF32=1.
 bool gemm_tf32(void);
 
 #endif

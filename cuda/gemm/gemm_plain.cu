@@ -1,5 +1,5 @@
-// Our own product, slow beside cuBLASLt, for what cuBLASLt does not do; and the step that rounds a
-// product into an output that cuBLASLt cannot write. Called by gemm.c and gemm_fp8.c.
+// Our own product, slower than cuBLASLt, for cases that cuBLASLt does not support; and the step
+// that rounds a product into an output that cuBLASLt cannot write. Called by gemm.c and gemm_fp8.c.
 #include "runtime/device.h"
 #include "gemm_element.h"
 #include "gemm_plain.h"

@@ -1,5 +1,5 @@
-// Our own products, for what cuBLASLt does not do, and the last step after a product; see
-// gemm_plain.cu.
+// Our own products, for cases that cuBLASLt does not support, and the last step after a product;
+// see gemm_plain.cu.
 #ifndef ENG_CUDA_GEMM_PLAIN_H
 #define ENG_CUDA_GEMM_PLAIN_H
 
@@ -8,8 +8,8 @@ extern "C" {
 #endif
 #include "gemm_layout.h"
 
-/// The whole product: any strides, sizes (k = 0 too) and float formats. Sums in the order of k in
-/// f32, in f64 when A, B or C is f64. One rounding into C.
+/// The complete product: any strides, sizes (k = 0 included) and float formats. Sums in the order
+/// of k in f32, in f64 if A, B or C is f64. One rounding into C.
 eng_status gemm_plain(const gemm_product *p);
 
 /// C = sum + bias, or C += sum, rounded once. `sum` is the product in f32 (or f64, by sum->dtype),

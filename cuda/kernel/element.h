@@ -1,7 +1,8 @@
 // Single elements of any format, chosen at run time. Kernels use these for f64, integers and
-// unusual mixtures of formats, where a branch per element costs less than a kernel per mixture. The
-// rules are those of core/base/dtype.c and core/cpu/reference.c: floats round once, integers wrap,
-// floats to integers truncate and saturate. Included by kernel files. Owns nothing.
+// unusual combinations of formats, for which a branch per element costs less than a kernel per
+// combination. The rules are those of core/base/dtype.c and core/cpu/reference.c: floats round
+// once, integers wrap, floats to integers truncate and saturate. Included by kernel files. Owns
+// nothing.
 #ifndef ENG_CUDA_ELEMENT_H
 #define ENG_CUDA_ELEMENT_H
 

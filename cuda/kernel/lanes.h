@@ -1,5 +1,5 @@
-// How kernels that sum read and write: V elements of f32, f16 or bf16 at a time with sums in f32,
-// or single elements of any format in f64. Included by kernel files. Owns nothing.
+// Access types for kernels that sum: V elements of f32, f16 or bf16 at a time with sums in f32, or
+// single elements of any format in f64. Included by kernel files. Owns nothing.
 #ifndef ENG_CUDA_LANES_H
 #define ENG_CUDA_LANES_H
 

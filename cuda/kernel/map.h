@@ -1,13 +1,12 @@
 // Elementwise kernels over f32, f16 and bf16: y = rule(x...) in f32, rounded once, for tensors of
-// any strides and broadcasting. A thread takes groups of V neighbours: 16 bytes of each tensor
-// where all have one format and a suitable layout (dense, rows of a view, a bias repeated over
-// rows, a column repeated along its row), else 4 elements, else single ones. A rule is a struct
-// with
-//   template <int V>
-//   __device__ void operator()(float (&y)[M][V], const float (&x)[N][V]) const
+// any strides and broadcasting. A thread processes groups of V neighbours: 16 bytes of each tensor
+// if all have one format and a suitable layout (dense, rows of a view, a bias repeated over rows, a
+// column repeated along its row), else 4 elements, else single ones. A rule is a struct with
+// template <int V>
+// __device__ void operator()(float (&y)[M][V], const float (&x)[N][V]) const
 // and optionally a template `low` with the same parameters, accurate enough for 16-bit results.
-// Other formats and layouts go through each(), in f64 or i64, one element a thread.
-// Included by kernel files. Owns nothing.
+// Other formats and layouts use each(), in f64 or i64, one element a thread. Included by kernel
+// files. Owns nothing.
 #ifndef ENG_CUDA_MAP_H
 #define ENG_CUDA_MAP_H
 
@@ -19,7 +18,7 @@
 template <typename T> struct uniform {
   enum { V = 16 / sizeof(T) };
   typedef words<T, V> raw;
-  // For a repeated element only the first word counts. floats() repeats it, so that no load waits
+  // Of a repeated element only the first word is loaded. floats() repeats it, so that no load waits
   // here.
   __device__ static void fetch(raw &r, const void *data, int, int64_t at, int64_t inner)
   {
@@ -48,7 +47,7 @@ template <typename T> struct uniform {
 /// Groups of V elements whose formats are known at run time. A target may also be bool.
 template <int V_> struct mixed {
   enum { V = V_, HALF = V_ > 1 ? V_ / 2 : 1 };
-  // Words as in memory: 16-bit formats fill one half. Only floats() waits for them.
+  // Words as in memory: 16-bit formats fill one half. Only floats() waits for the loads.
   struct raw { uint32_t word[V_]; };
   __device__ static void fetch(raw &r, const void *data, int dtype, int64_t at, int64_t inner)
   {
@@ -122,8 +121,8 @@ template <int V_> struct mixed {
   }
 };
 
-/// Applies a rule: in its low form where it has one and every tensor of the call is f16 or bf16. So
-/// an element's result does not depend on the layout of the tensors.
+/// Applies a rule: in its low form if it has one and every tensor of the call is f16 or bf16. So an
+/// element's result does not depend on the layout of the tensors.
 template <class Rule, int V, class = void> struct has_low { enum { value = 0 }; };
 template <class Rule, int V>
 struct has_low<Rule, V, decltype((void)&Rule::template low<V>)> {
@@ -257,8 +256,8 @@ static void dense_launch(const walk<M + N> &w, const Rule &rule)
     <<<(unsigned)((d.count + EACH - 1) / EACH), WALK_THREADS, 0, cuda_stream()>>>(d, rule);
 }
 
-/// Runs a rule where every tensor of the call has one format, is dense and 16-byte aligned; returns
-/// false otherwise.
+/// Runs a rule if every tensor of the call has the same format, is dense and 16-byte aligned;
+/// returns false otherwise.
 template <int M, int N, class Rule> static bool map_dense(const walk<M + N> &w, const Rule &rule)
 {
   if (w.ndim != 1 || w.count >= 1ll << 40) return false;
@@ -271,7 +270,7 @@ template <int M, int N, class Rule> static bool map_dense(const walk<M + N> &w, 
   return true;
 }
 
-/// The tensors of a call as a walk. An absent one counts as laid out like the others.
+/// The tensors of a call as a walk. An absent tensor gets the layout of the others.
 template <int M, int N> static walk<M + N> walk_of_call(const op_call *call)
 {
   const tensor *over = call->out[0] ? call->out[0] : call->out[M - 1], *list[M + N];
@@ -318,7 +317,7 @@ static __global__ void __launch_bounds__(WALK_THREADS) each_kernel(const walk<K>
   body(w, at);
 }
 
-/// The slow way for any formats; outputs and inputs as in map.
+/// The slow path for any formats; outputs and inputs as in map.
 template <int M, int N, class Body> static eng_status each(const op_call *call, const Body &body)
 {
   walk_parts<M + N>(walk_of_call<M, N>(call), 1, [&](const walk<M + N> &part, unsigned blocks) {

@@ -1,7 +1,7 @@
-// The tensor-core instructions of a warp that compute capability 8.0 and later have, one function
-// each: asynchronous copies from device to shared memory (cp.async), matrices from shared memory
-// into registers (ldmatrix), and the product m16n8k16 of f16 or bf16 with f32 sums.
-// Included by the attention kernels.
+// The tensor-core instructions of a warp on compute capability 8.0 and later, one function each:
+// asynchronous copies from device to shared memory (cp.async), matrices from shared memory into
+// registers (ldmatrix), and the product m16n8k16 of f16 or bf16 with f32 sums. Included by the
+// attention kernels.
 //
 // How a warp holds matrices; lane = 4 * g + t:
 //   A [16 x 16]  a[0]: row g, columns 2t, 2t+1; a[1]: row g + 8;
@@ -18,8 +18,8 @@
 __device__ static inline uint32_t shared_address(const void *p)
 { return (uint32_t)__cvta_generic_to_shared(p); }
 
-/// Copies 16 bytes to shared memory; both sides are aligned. Without `there` it writes zeros and
-/// reads nothing, but `from` must be a valid address.
+/// Copies 16 bytes to shared memory; both addresses are aligned. Unless `there`, writes zeros and
+/// reads nothing, but `from` must still be a valid address.
 __device__ static inline void copy16(uint32_t to, const void *from, bool there)
 {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from),

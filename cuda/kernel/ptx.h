@@ -40,14 +40,14 @@ __device__ static inline uint32_t pack_e5m2(float low, float high)
 }
 #endif
 
-/// Like fmaxf, but NaN when either argument is.
+/// Like fmaxf, but NaN if either argument is NaN.
 __device__ static inline float max_nan(float a, float b)
 {
   asm("max.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
   return a;
 }
 
-/// Makes the compiler forget what it knows about x: it recomputes values derived from x instead of
+/// Hides the value of x from the optimizer, which then recomputes values derived from x instead of
 /// keeping them in registers.
 template <class T> __device__ static inline T forget(T x)
 {

@@ -1,5 +1,4 @@
-// silu(gate) * up in f32: the one formula for swiglu (unary.cu) and for its FP8 codes
-// (quantize.cu).
+// silu(gate) * up in f32, shared by swiglu (unary.cu) and its FP8 codes (quantize.cu).
 #ifndef ENG_CUDA_SWIGLU_H
 #define ENG_CUDA_SWIGLU_H
 

@@ -1,5 +1,5 @@
 // Neighbouring elements of a float format as words in memory, and their values in f32. Loaded words
-// are not touched until their values are needed, so several loads are in flight at once. (With
+// are not used until their values are needed, so that several loads are in flight at once. (With
 // arrays of 16-bit members the compiler shuffles halves as soon as each load arrives, and the next
 // load waits.) Included by kernel files. Owns nothing.
 #ifndef ENG_CUDA_VECTOR_H

@@ -1,8 +1,8 @@
-// Walks: one shape seen through several strided, broadcast tensors at once, ready for kernels:
-// dimensions that are contiguous in every tensor are merged, and division is by multiplication.
-// Host code makes a walk and bundles its elements into groups of V neighbours where all tensors
-// allow it; device code turns a group's number into offsets. Included by kernel files. Owns
-// nothing.
+// Walks: one shape seen through several strided, broadcast tensors at once, prepared for kernels:
+// dimensions that are contiguous in every tensor are merged, and division is done by
+// multiplication. Host code builds a walk and bundles its elements into groups of V neighbours if
+// all tensors allow it; device code turns a group's number into offsets. Included by kernel files.
+// Owns nothing.
 #ifndef ENG_CUDA_WALK_H
 #define ENG_CUDA_WALK_H
 
@@ -26,7 +26,7 @@ __host__ __device__ static inline uint32_t divide(uint32_t n, divider d)
 }
 
 /// N tensors over one shape, dimensions innermost first. A walk has `groups` groups of V elements;
-/// V is 1 when made.
+/// V is initially 1.
 template <int N> struct walk {
   int32_t ndim;
   int32_t dtype[N], width[N];           // format; bytes of one unit of offset
@@ -113,8 +113,8 @@ template <int N> static walk<N> walk_over(const tensor *over, const tensor *cons
 }
 
 /// Bundles V neighbours along the innermost dimension. Each tensor must hold them contiguous and
-/// aligned, or repeat one element. In a walk of one dimension the last group may be short. Returns
-/// false and changes nothing where this does not hold.
+/// aligned, or repeat one element. In a walk of one dimension the last group may be short. If a
+/// tensor does not qualify, returns false and changes nothing.
 template <int N> static bool walk_bundle(walk<N> &w, int V)
 {
   if (w.ndim > 1 && w.shape[0] % V) return false;
@@ -136,7 +136,7 @@ template <int N> static bool walk_bundle(walk<N> &w, int V)
 enum { WALK_THREADS = 256 };
 
 /// Calls launch(part, blocks) for the whole walk, or for parts small enough for 32-bit counts.
-/// `unroll`: groups a thread takes.
+/// `unroll`: groups per thread.
 template <int N, class Launch> static void walk_parts(walk<N> w, int unroll, const Launch &launch)
 {
   const int64_t most = 1ll << 31;

@@ -23,7 +23,7 @@ __device__ static inline uint64_t tile_descriptor(uint32_t address, uint32_t bes
          (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
 }
 
-/// Makes what this thread wrote to shared memory visible to wgmma, before a barrier.
+/// Makes this thread's writes to shared memory visible to wgmma; call it before a barrier.
 __device__ static inline void publish_shared()
 { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
 
@@ -37,7 +37,7 @@ template <int LEFT>
 __device__ static inline void group_wait()
 { asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(LEFT) : "memory"); }
 
-/// Stops the compiler from reading or reusing these registers before this point.
+/// Keeps the compiler from reading or reusing these registers before this point.
 template <int N> __device__ static inline void settle(float (&d)[N])
 {
 #pragma unroll

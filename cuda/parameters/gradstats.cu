@@ -1,5 +1,5 @@
-// Gradient statistics: one launch reads every gradient of all tensors once; a small second one
-// sums.
+// Gradient statistics: one launch reads every gradient of all tensors once; a small second launch
+// adds up the results.
 //
 //   chunk    SPAN_CHUNK elements (spans.h). As many blocks as fit on the card go through all
 //            chunks, 16 bytes a load, with four loads of a thread in flight, also across chunk ends

@@ -5,9 +5,9 @@
 // with one rounding an operation, nothing fused (see the build flags), IEEE division and square
 // root.
 //
-// What changes between updates (learning rate, factor, t) is a block of device memory, written from
-// a pinned ring before the launch. A lagged update decides on the card: `decide` reads the totals
-// of its statistics, counts t, and sets the block's factor.
+// The values that change between updates (learning rate, factor, t) are a block of device memory,
+// written from a pinned ring before the launch. A lagged update decides on the card: `decide` reads
+// the totals of its statistics, counts t, and sets the block's factor.
 #include "passes.h"
 #include "runtime/runtime.h"
 #include "spans.h"
@@ -51,7 +51,7 @@ __device__ static inline const rule *rules_of(const numbers *u)
 
 // ------------------------------------------------------------------ elements
 
-/// Multiplication by a double factor in f32. A factor that is subnormal in f32 or beyond it is
+/// Multiplication by a double factor in f32. A factor that is subnormal or out of range in f32 is
 /// applied in two steps, the first an exact power of two, because the product may still be in
 /// range.
 struct scaling { float first, second; };
@@ -83,7 +83,7 @@ __device__ static inline void advance(const rule &r, float limit, bool momentum,
   if (LOOP == LOOP_ADAM) {
     w = w * r.keep;
     if (r.coupled_decay != 0) g = g + r.coupled_decay * w;
-    // m moves toward g by gain1, measured from the nearer end.
+    // m moves toward g by gain1, computed from the nearer end.
     m = r.gain1 < 0.5f ? m + r.gain1 * (g - m) : g + (r.gain1 - 1.0f) * (g - m);
     v = v * r.beta2 + r.gain2 * g * g;
     w = w + -r.lr * m / (sqrtf(v) / r.root + r.eps);
@@ -359,13 +359,13 @@ static eng_status check_spans(const param_span *spans, int n, const eng_update *
 {
   int kind = update->kind;
   if (kind < ENG_SGD || kind > ENG_LION)
-    return error_set(ENG_ERR_VALUE, "optimize: there is no optimizer of number %d", kind);
+    return error_set(ENG_ERR_VALUE, "optimize: unknown optimizer number %d", kind);
   for (int k = 0; k < n; k++) {
     const param_span *s = &spans[k];
     if ((kind != ENG_SGD && !s->moment1) ||
         ((kind == ENG_ADAM || kind == ENG_ADAMW) && !s->moment2))
       return error_set(ENG_ERR_VALUE,
-                       "optimize: parameter %s has no moments for optimizer number %d", s->name,
+                       "optimize: parameter %s lacks moments for optimizer number %d", s->name,
                        kind);
     if (!dtype_fits(s->gradient_dtype) || (s->shadow && !dtype_fits(s->shadow_dtype)) ||
         (s->moment1 && !dtype_fits(s->moment_dtype)))
@@ -385,7 +385,7 @@ static eng_status prepare(const param_span *spans, int n, const eng_update *upda
   void *slot;
   ENG_TRY(check_spans(spans, n, update));
   if (update->slot < 0 || update->slot >= ENG_UPDATE_SLOTS)
-    return error_set(ENG_ERR_VALUE, "optimize: there is no slot %d", update->slot);
+    return error_set(ENG_ERR_VALUE, "optimize: unknown update slot %d", update->slot);
   if (n == 0) return ENG_OK;
   ENG_TRY(open_pass());
   ENG_TRY(spans_ready(&pass.table, spans, n, NULL));

@@ -15,13 +15,13 @@ eng_status cuda_gradstats_start(int64_t *ticket, const param_span *spans, int n,
 eng_status cuda_gradstats_fetch(int64_t ticket, eng_tensor_stats *stats, int n, double *loss,
                                 int n_loss);
 
-/// What a gradstats pass found, in device memory. For lagged updates.
+/// Totals of a gradstats pass, in device memory. For lagged updates.
 typedef struct cuda_step_total {
   int64_t bad;            // inf and nan of all spans
   double  sum_squares;    // of the finite gradients, divided by their span's `scale`
 } cuda_step_total;
-/// The totals of the pass with this ticket, fetched or not; NULL once a later pass has reused their
-/// place.
+/// The totals of the pass with this ticket, fetched or not; NULL once a later pass has overwritten
+/// them.
 const cuda_step_total *cuda_total_of(int64_t ticket);
 
 // optimizer.cu

@@ -79,7 +79,7 @@ eng_status spans_ready(span_table *table, const param_span *spans, int n, float 
 {
   ENG_TRY(table_room(table, n));
   int64_t chunks = 0;
-  memset(table->fresh, 0, (size_t)n * sizeof *table->fresh);   // memcmp sees the padding too
+  memset(table->fresh, 0, (size_t)n * sizeof *table->fresh);   // clears padding for memcmp
   for (int k = 0; k < n; k++) {
     const param_span *s = &spans[k];
     device_span *d = &table->fresh[k];

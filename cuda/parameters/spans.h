@@ -1,5 +1,5 @@
 // Shared by the passes over all parameters: a table of the parameters in device memory, cut into
-// chunks, and rings of pinned memory through which numbers reach the card without a wait. Used by
+// chunks, and rings of pinned memory for sending numbers to the card without waiting. Used by
 // gradstats.cu and optimizer.cu.
 #ifndef ENG_CUDA_SPANS_H
 #define ENG_CUDA_SPANS_H
@@ -7,7 +7,7 @@
 #include "runtime/device.h"
 
 enum {
-  // elements that one block works on. Tensors alone determine the cut, so sums have one order on
+  // elements of one block. Only the tensors determine the cut, so that sums have the same order on
   // every card
   SPAN_CHUNK = 16384,
   SPAN_THREADS = 256,
@@ -25,8 +25,8 @@ typedef struct device_span {
   int32_t  first_chunk, chunks;
 } device_span;
 
-/// Pinned memory that the host writes and the card reads a little later. A slot is reused once its
-/// last copy is done.
+/// Pinned memory that the host writes and the card reads later. A slot is reused once its last copy
+/// is done.
 typedef struct pinned_ring {
   void       *slot[RING_SLOTS];
   cudaEvent_t sent[RING_SLOTS];
@@ -34,7 +34,7 @@ typedef struct pinned_ring {
   int         next;
 } pinned_ring;
 
-/// The next slot, with room for `bytes`. Waits only when the card is RING_SLOTS copies behind.
+/// The next slot, with room for `bytes`. Waits only if the card is RING_SLOTS copies behind.
 eng_status ring_take(void **slot, pinned_ring *ring, int64_t bytes);
 /// Copies the last slot taken to `to`, in stream order.
 eng_status ring_send(pinned_ring *ring, void *to, int64_t bytes);
@@ -45,18 +45,18 @@ typedef struct span_table {
   int32_t     *chunk;
   int          n;
   int64_t      chunks;
-  device_span *known, *fresh;    // host memory: what the card has, what it should have
+  device_span *known, *fresh;    // host memory: the card's contents, and the wanted ones
   int          capacity;         // of those two
   int64_t      bytes;            // of the device memory
   pinned_ring  ring;
 } span_table;
 
-/// Brings the table up to date; copies only when something changed. `target`: where unscaled
-/// gradients go, or NULL.
+/// Updates the table; copies it only if something changed. `target`: destinations of unscaled
+/// gradients, or NULL.
 eng_status spans_ready(span_table *table, const param_span *spans, int n, float *const *target);
 
-/// Grows a piece of device memory to `bytes` (and a quarter more); its contents are lost when it
-/// grows.
+/// Grows an allocation of device memory to `bytes` (and a quarter more). Growing it discards its
+/// contents.
 eng_status device_grow(void **memory, int64_t *capacity, int64_t bytes);
 
 #endif

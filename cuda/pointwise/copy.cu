@@ -1,9 +1,9 @@
 // Copies with a change of format or layout: cast, contiguous, concat. Both sides may have any
-// strides (eng_copy may pass a view as output). Elements of one format move as bits, in units of up
-// to 16 bytes where rows allow (heads moved before positions, slices). Sources contiguous along
-// another dimension go through tiles in shared memory, so both sides access whole lines.
-// Conversions among f32, f16 and bf16 round to nearest even; other pairs are converted one by one.
-// Called through the device's table.
+// strides (eng_copy may pass a view as output). Elements of one format are moved as bits, in units
+// of up to 16 bytes if rows allow (swapping heads and positions, slices). Sources that are
+// contiguous along another dimension go through tiles in shared memory, so that both sides access
+// whole lines. Conversions among f32, f16 and bf16 round to nearest even; other pairs are converted
+// one by one. Called through the device's table.
 #include "kernel/map.h"
 
 extern "C" {
@@ -106,7 +106,7 @@ static __global__ void __launch_bounds__(256) turn_kernel(const walk<2> w, const
   constexpr int PAD = sizeof(To) >= 4 ? 1 : 4 / sizeof(To);   // columns lie in different banks
   __shared__ To tile[SIDE][SIDE + PAD];
   const turn_place p = place_of_tile(w, t, SIDE);
-  // what is left from here on
+  // what remains from here on
   int64_t wide = w.shape[0] - p.across, high = w.shape[t.down] - p.down;
   int x = threadIdx.x % 32, y = threadIdx.x / 32;
 #pragma unroll
@@ -212,7 +212,7 @@ static void turn_over(const walk<2> &w, int down)
   }
 }
 
-// The dimension along which the source is contiguous, where tiles pay off; else 0.
+// The dimension along which the source is contiguous, if tiles are faster; else 0.
 static int turned_dimension(const walk<2> &w)
 {
   if (w.stride[0][0] != 1 || w.stride[1][0] == 1 || w.stride[1][0] == 0 || w.shape[0] < 8) return 0;
@@ -231,8 +231,8 @@ struct copy_rule {
   }
 };
 
-// FP8 is only copied and cast, and only here. Overflow becomes Inf, or NaN in formats without Inf
-// (core/base/fp8.h).
+// FP8 is only copied and cast, and only in this file. Overflow becomes Inf, or NaN in formats
+// without Inf (core/base/fp8.h).
 __host__ __device__ static inline bool is_fp8(int d) { return d == ENG_e4m3 || d == ENG_e5m2; }
 
 ELEMENT double load_fp8(const void *data, int dtype, int64_t i)
@@ -241,7 +241,7 @@ ELEMENT double load_fp8(const void *data, int dtype, int64_t i)
   return dtype == ENG_e4m3 ? e4m3_to_f32(code) : e5m2_to_f32(code);
 }
 
-/// A number of any format as a double, to be converted to FP8.
+/// A number of any format as a double, for conversion to FP8.
 ELEMENT double load_for_fp8(const void *data, int dtype, int64_t i)
 {
   if (is_fp8(dtype)) return load_fp8(data, dtype, i);

@@ -31,7 +31,7 @@ struct binary_rule {
   { binary_floats(op, y[0], x[0], x[1]); }
 };
 
-struct quotient_rule {   // separate: a division takes many registers
+struct quotient_rule {   // a separate kernel: a division takes many registers
   template <int V> __device__ void operator()(float (&y)[1][V], const float (&x)[2][V]) const
   {
 #pragma unroll
@@ -96,7 +96,7 @@ extern "C" eng_status cuda_div(const op_call *call)
   return map<1, 2>(call, quotient_rule{});
 }
 
-// A power in f32 alone would be off by several units in the last place.
+// A power computed in f32 alone would be off by several units in the last place.
 extern "C" eng_status cuda_pow(const op_call *call)
 { return each<1, 2>(call, binary_body{ENG_OP_pow}); }
 
@@ -289,7 +289,7 @@ struct clamp_body {
     double value = load_double(w.data[1], w.dtype[1], at[1]), bounded = value < low ? low : value;
     bounded = bounded > high ? high : bounded;
     if (bounded != value && !f64_is_nan(value)) store_double(w.data[0], w.dtype[0], at[0], bounded);
-    // untouched ones keep every bit
+    // elements that are not clamped keep every bit
     else copy_element(w.data[0], w.dtype[0], at[0], w.data[1], w.dtype[1], at[1]);
   }
 };

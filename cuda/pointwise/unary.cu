@@ -101,8 +101,8 @@ struct unary_rule {
   { unary_low(op, y[0], x[0]); }
 };
 
-/// One operation alone, for those that models spend time in. A kernel of many formulas would need
-/// the registers of the longest.
+/// A kernel for one operation, for those that models spend time in. A kernel of many formulas would
+/// need the registers of the longest.
 template <int OP> struct unary_of {
   template <int V>
   __device__ void operator()(float (&y)[1][V], const float (&x)[1][V]) const

@@ -1,14 +1,14 @@
-// The operation fp8_matmul on the card. The accumulator `hopper`, in the arrangements that cuBLASLt
-// knows (gemm_fp8.h), runs on Hopper's tensor cores. Everything else, and every other card, gets
-// the same numbers slowly from the formula (fp8_plain.cu). ENGINE_FP8_FORMULA=1 always takes the
+// The operation fp8_matmul on the card. The accumulator `hopper`, in the combinations that cuBLASLt
+// supports (gemm_fp8.h), runs on Hopper's tensor cores. All other calls, and all other cards, get
+// the same numbers slowly from the formula (fp8_plain.cu). ENGINE_FP8_FORMULA=1 always uses the
 // formula, for comparison.
 //
-// The tensor cores' accumulators: scales by block start a new sum every 128 steps, so no promotion
-// and any promotion of 128 or more are the same. With scales by tensor or by row, promotion every
-// 128 is cuBLASLt's ordinary mode, and no promotion its fast one.
+// Accumulators of the tensor cores: scales by block start a new sum every 128 steps, so no
+// promotion and a promotion of 128 or more give the same result. With scales by tensor or by row,
+// promotion every 128 is cuBLASLt's ordinary mode, and no promotion its fast mode.
 //
-// Tensor cores need both factors with K contiguous, sizes in multiples of 16, and matching scale
-// layouts. Other factors (transposed, ragged edges) are first copied into scratch memory, padded
+// Tensor cores need both operands with K contiguous, sizes in multiples of 16, and matching scale
+// layouts. Other operands (transposed, ragged edges) are first copied into scratch memory, padded
 // with zeros.
 #include "runtime/device.h"
 #include "fp8_plain.h"
@@ -35,7 +35,7 @@ static void give_all(scratch *s)
   }
 }
 
-/// The fp8_scaling for a factor's blocks [outer x K], or -1.
+/// The fp8_scaling for an operand's blocks [outer x K], or -1.
 static int scaling_of(int64_t outer_block, int64_t k_block)
 {
   if (outer_block == 0 && k_block == 0) return FP8_TENSOR;
@@ -74,7 +74,7 @@ static eng_status take_zeros(void **piece, int64_t bytes, scratch *s)
 
 static bool aligned(const void *data) { return (uintptr_t)data % 16 == 0; }
 
-/// Prepares a factor, given as [outer x K] (along_k) or [K x outer], for the tensor cores.
+/// Prepares an operand, stored as [outer x K] (along_k) or [K x outer], for the tensor cores.
 static eng_status prepare(fp8_operand *x, const tensor *q, const tensor *scale, bool along_k,
                           int64_t block_rows, int64_t block_columns, int scaling, scratch *s)
 {
@@ -122,7 +122,7 @@ int cuda_fp8(void)
   return formula_wanted() || cuda_capability() == 90 ? 2 : cuda_capability() >= 89;
 }
 
-/// Whether the tensor cores compute exactly this; `fast`: without promotions.
+/// Whether the tensor cores compute exactly this call; `fast`: without promotions.
 static bool on_tensor_cores(const op_call *call, int scaling_a, int scaling_b, bool *fast)
 {
   const tensor *a = call->in[0], *b = call->in[2], *bias = call->in[4], *y = call->out[0];

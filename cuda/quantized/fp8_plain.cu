@@ -1,6 +1,6 @@
 // fp8_matmul by the scalar formulas of core/base/fp8*.h: any blocks, layouts and accumulators, any
-// card, the same bits as the reference. Slow beside tensor cores; a laboratory, and what they are
-// compared with. Called by fp8_matmul.c.
+// card, the same bits as the reference. Much slower than tensor cores; for experiments and for
+// checking them. Called by fp8_matmul.c.
 #include "runtime/device.h"
 #include "kernel/element.h"
 #include "fp8_plain.h"
@@ -15,7 +15,7 @@ namespace {
 // a block of 16 x 16 threads computes as many elements, STEP of K at a time
 enum { SIDE = 16, STEP = HOPPER_GROUP };
 
-/// A matrix as the product sees it: element (i, k), transposed or not.
+/// An operand of the product: element (i, k), transposed or not.
 struct operand {
   const uint8_t *data;
   const float   *scale;
@@ -40,7 +40,7 @@ __device__ inline float scale_of(const operand &x, int64_t i, int64_t k)
   return x.scale[i / x.i_block * x.i_scale + k / x.k_block * x.k_scale];
 }
 
-/// Codes of 16 rows of an operand from step k on; zeros outside, which no accumulator sees.
+/// Codes of 16 rows of an operand from step k on; zeros outside, which no accumulator reads.
 __device__ inline void fetch(uint8_t (*tile)[STEP + 4], const operand &x, int64_t rows,
                              int64_t first, int64_t k, int steps)
 {
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(SIDE *SIDE) multiply(const __grid_constant__ p
   }
 }
 
-/// along_k: the given second dimension is the one summed over.
+/// along_k: the product sums over the second stored dimension.
 operand operand_of(const tensor *q, const tensor *scale, bool along_k, int64_t block_rows,
                    int64_t block_columns)
 {

@@ -2,17 +2,17 @@
 // bit-equal to core/cpu/reference_fp8.c.
 //
 // A block of threads processes tiles of 128 x 128 numbers, 8 x 8 a thread, and writes codes in both
-// directions, the transposed ones by way of shared memory. Meanwhile the next tile loads (cp.async:
-// 96 KiB a multiprocessor). Two products enclose each quotient; where their codes differ, the
-// thread divides. Where scale blocks fit the tile (1 x 128, 128 x 1, 128 x 128), the tile finds
-// their largest magnitudes itself, so x is read once. For other blocks a first pass finds these by
-// integer maxima, which are independent of order; a given factor (delayed scaling) needs no such
-// pass. Stochastic rounding, rows whose length is no multiple of 8, f64, and blocks that are
-// neither whole sides nor those of a tile go number by number. All coordinates are those of x:
-// blocks of the transposed copy are given with rows and columns exchanged.
+// directions, the transposed ones through shared memory. Meanwhile the next tile loads (cp.async:
+// 96 KiB a multiprocessor). Two products bound each quotient; if their codes differ, the thread
+// divides. If scale blocks fit the tile (1 x 128, 128 x 1, 128 x 128), the tile finds their largest
+// magnitudes itself, so x is read once. For other blocks a first pass finds these by integer
+// maxima, which are independent of order; a given factor (delayed scaling) needs no such pass.
+// Stochastic rounding, rows whose length is not a multiple of 8, f64, and blocks that are neither
+// whole sides nor those of a tile are processed number by number. All coordinates are those of x:
+// blocks of the transposed copy have rows and columns exchanged.
 //
-// swiglu_quantize in bf16 and f16 loads both tiles and computes silu(gate) * up in registers where
-// x is read once. In all other cases silu(gate) * up goes to scratch memory first.
+// swiglu_quantize in bf16 and f16 loads both tiles and computes silu(gate) * up in registers if x
+// is read once. Otherwise silu(gate) * up goes to scratch memory first.
 #include "quantize_tiles.h"
 
 extern "C" op_kernel cuda_swiglu;   // unary.cu
@@ -51,8 +51,8 @@ __device__ static inline void flush_maxima(eight<T> &top, uint32_t *of_row, int6
   for (int i = 0; i < eight<T>::WORDS; i++) top.w[i] = 0;
 }
 
-/// The largest magnitudes of all blocks; their bits begin as 0, and NaN is ignored unless `nans`. A
-/// warp goes down STRIP rows of 256 columns.
+/// The largest magnitudes of all blocks. Their bits start as 0, and NaN is ignored unless `nans`. A
+/// warp walks down STRIP rows of 256 columns.
 template <typename T>
 __global__ static void __launch_bounds__(THREADS, sizeof(T) == 2 ? 3 : 2)
   block_maxima(const T *x, int64_t rows, int64_t columns, int wide, int64_t row_block,
@@ -114,8 +114,8 @@ __global__ static void __launch_bounds__(THREADS, sizeof(T) == 2 ? 3 : 2)
   atomicMax(maxima, all);
 }
 
-/// Factors, and the scales of one side, from maxima; one thread a block. Also the other side's
-/// scales when its blocks are the same.
+/// Computes factors, and the scales of one side, from maxima; one thread per block. Also writes the
+/// other side's scales if its blocks are the same.
 __global__ static void make_scales(const uint32_t *maxima, side s, side other, bool both,
                                    scaling_rule rule)
 {
@@ -130,7 +130,7 @@ __global__ static void make_scales(const uint32_t *maxima, side s, side other, b
 
 // ------------------------------------------------------------------ number by number
 
-/// Four codes (e5m6: eight) of one output in its own order. `turned`: of the transposed copy.
+/// Four codes (e5m6: eight) of one output, in its own order. `turned`: of the transposed copy.
 template <typename T, int E, bool RANDOM> __global__ static void __launch_bounds__(THREADS)
 quantize_numbers(const T *x, const job p, bool turned)
 {
@@ -165,7 +165,7 @@ quantize_numbers(const T *x, const job p, bool turned)
   if (E == 6 && first < count) put_e5m6((uint32_t *)s.q + first / 8 * 3, y);
 }
 
-/// The largest magnitude of all; NaN if x contains one.
+/// The largest magnitude of all numbers; NaN if x contains one.
 template <typename T> __global__ static void __launch_bounds__(THREADS)
 whole_amax(const T *x, int64_t count, uint32_t *amax)
 {
@@ -255,7 +255,7 @@ template <typename T, int E, bool DIVIDES> static eng_status launch_tiles(const 
     if (p->up) return launch<T, E, DIVIDES, true>(x, p);
   return launch<T, E, DIVIDES, false>(x, p);
 }
-// f64 goes number by number
+// f64 is processed number by number
 template <typename T, int E, bool DIVIDES>
 static eng_status launch_tiles(const double *, const job *)
 { return ENG_OK; }
@@ -294,7 +294,7 @@ template <typename T> static eng_status quantize(const op_call *call, job *p, ui
   return write_codes<T, 6>(x, p, false);
 }
 
-/// Describes the whole job before anything is launched.
+/// Describes the whole call before anything is launched.
 static job job_of(const op_call *call)
 {
   const tensor *x = call->in[0];
@@ -420,7 +420,7 @@ struct unscaling {
 template <typename T> __device__ static inline void put(T &y, float x) { narrow(y, x); }
 template <> __device__ inline void put<double>(double &y, float x)     { y = (double)x; }
 
-/// Each thread takes eight neighbours of a row.
+/// Each thread processes eight neighbours of a row.
 template <typename T> __global__ static void __launch_bounds__(THREADS)
 multiply_codes(const unscaling p)
 {

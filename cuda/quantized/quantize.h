@@ -49,7 +49,7 @@ struct scaling_rule {
 
 struct job {
   side    own, turned;
-  // for tiles only: x is a gate; the codes are of silu(x) * up, rounded to x's format
+  // only with tiles: x is a gate; the codes are of silu(x) * up, rounded to x's format
   const void *up;
   scaling_rule rule;
   int64_t rows, columns;
@@ -58,7 +58,7 @@ struct job {
   uint64_t seed;
   int     wide;                        // reads eight numbers of x at a time, 16-byte aligned
   int     turned_wide;                 // rows of the transposed copy are 16-byte aligned
-  int     tiles;                       // goes by tiles
+  int     tiles;                       // processed by tiles
   unsigned across;                     // tiles in a row of tiles
   int     height, width;               // rows and columns again
   int     same;                        // the transposed copy has the same bytes
@@ -73,7 +73,8 @@ __device__ static inline fp8_scale scale_of(const scaling_rule &r, float amax)
   return fp8_scale_of(amax, r.largest, r.rule, r.power_of_two, r.eps, r.margin, r.limit);
 }
 
-/// The bits of |x| for maxima: ignores NaN, except under the rule by which it makes its block NaN.
+/// The bits of |x| for maxima. Ignores NaN, except under the rule for which a NaN makes its block
+/// NaN.
 __device__ static inline uint32_t magnitude_of(float x, uint32_t nan)
 {
   uint32_t a = __float_as_uint(x) & 0x7FFFFFFFu;
@@ -101,13 +102,13 @@ __device__ static inline float scaled(float x, float factor, int divides)
 template <typename T> __device__ static inline float number(T x) { return widen(x); }
 template <> __device__ inline float number<double>(double x)     { return (float)x; }
 
-/// e5m6_from_f32, saturating, without the detour through double: the rule of fp8_code_f32 works for
-/// any fraction.
+/// e5m6_from_f32, saturating, without going through double: the rule of fp8_code_f32 works for any
+/// fraction.
 __device__ static inline uint16_t e5m6_of(float x)
 {
   uint32_t bits = __float_as_uint(x), magnitude = bits & 0x7FFFFFFFu;
   if (magnitude > 0x7F800000u) return 0x7E0;
-  // 65536 and beyond
+  // 65536 and above
   uint32_t code = magnitude >= 0x47800000u ? 0xFFFu : fp8_code_f32(magnitude, 6);
   return (uint16_t)((bits >> 20 & 0x800u) | min(code, (uint32_t)E5M6_MAX_CODE));
 }
@@ -210,7 +211,7 @@ template <typename T> __device__ static inline uint32_t larger(uint32_t a, uint3
 template <typename T>
 __device__ static inline bool some_nan(uint32_t magnitude)
 { return ((magnitude + magnitudes<T>::beyond) & magnitudes<T>::signs) != 0; }
-/// Without NaNs: these become 0.
+/// Replaces NaNs by 0.
 template <typename T> __device__ static inline uint32_t but_nan(uint32_t magnitude)
 {
   const uint32_t found = (magnitude + magnitudes<T>::beyond) & magnitudes<T>::signs;

@@ -1,5 +1,5 @@
-// quantize by tiles of 128 x 128: codes in both directions from one read. Only quantize.cu includes
-// this; see there.
+// quantize by tiles of 128 x 128: codes in both directions from one read. Included only by
+// quantize.cu, which describes the method.
 #ifndef ENG_CUDA_QUANTIZE_TILES_H
 #define ENG_CUDA_QUANTIZE_TILES_H
 
@@ -8,7 +8,7 @@
 
 #include <cuda_pipeline.h>
 
-/// What the threads of a tile share.
+/// Shared memory of a tile.
 struct shared_tile {
   uint32_t row_top[TILE], warp_top[TILE_WARPS];           // bits of f32
   alignas(16) uint32_t column_top[TILE_WARPS][TILE];      // words of magnitudes
@@ -24,10 +24,10 @@ struct shared_tile {
 struct tile_place {
   int down, across;                // which tile it is
   int first_row, first_column;     // the thread's, in the tile
-  // rows from the thread's first to the last; 0 when its columns are outside
+  // rows from the thread's first to the last; 0 if its columns are outside
   int rows_there;
 };
-// Where tiles are used, sides are below 2^31 - TILE.
+// Tiles are used only for sides below 2^31 - TILE.
 __device__ static inline int row_of(const tile_place &at) { return at.down * TILE + at.first_row; }
 __device__ static inline int column_of(const tile_place &at)
 { return at.across * TILE + at.first_column; }
@@ -81,7 +81,7 @@ __device__ static inline void share_factors(shared_tile &t, const side &s, int w
   t.high[which][i] = ordinary ? __uint_as_float(__float_as_uint(inverse) + !exact) : 1.0f;
 }
 
-/// Codes of four numbers, and a mask of those whose quotient is in doubt.
+/// Codes of four numbers, and a mask of those whose quotient is uncertain.
 template <int E, bool DIVIDES>
 __device__ static inline uint32_t four_codes(const float x[4], const float low[4],
                                              const float high[4], uint32_t &doubt)
@@ -102,7 +102,7 @@ template <bool ALL> __device__ static inline void load_factors(float f[4], const
   f[3] = four.w;
 }
 
-/// Writes the codes of the thread's rows to memory. COLUMNS: factors go by columns.
+/// Writes the codes of the thread's rows to memory. COLUMNS: factors are per column.
 template <typename T, int E, bool DIVIDES, bool COLUMNS>
 __device__ static inline uint32_t write_own(const shared_tile &t, const eight<T> (&v)[DOWN],
                                             const job &p, const tile_place &at)
@@ -157,7 +157,7 @@ __device__ static inline uint32_t turn_codes(shared_tile &t, const eight<T> (&v)
   return doubt;
 }
 
-/// Redoes both by true division, number by number: for the few threads with quotients in doubt.
+/// Recomputes both by true division, number by number, in the few threads with uncertain quotients.
 template <typename T, int E>
 __device__ static inline void divide_all(shared_tile &t, const eight<T> (&of)[DOWN], const job &p,
                                          const tile_place &at)
@@ -184,7 +184,7 @@ __device__ static inline void divide_all(shared_tile &t, const eight<T> (&of)[DO
       continue;
     }
 #pragma unroll
-    // shifts, so that registers keep constant indices
+    // shifts, so that register indices stay constant
     for (int i = 0; i < DOWN * WORDS - 1; i++) v[i] = v[i + 1];
   }
 }
@@ -213,9 +213,9 @@ __device__ static inline void write_turned(const shared_tile &t, const job &p, c
   }
 }
 
-/// The largest magnitudes of words so far; NaN counts as largest or, with BUT_NAN, is ignored. For
-/// floats the comparing instruction drops signs; as integers, all magnitudes would occupy registers
-/// beside the numbers.
+/// The largest magnitudes of words so far. NaN counts as largest or, with BUT_NAN, is ignored. For
+/// floats the comparison instruction drops signs; as integers, all magnitudes would need registers
+/// in addition to the numbers.
 template <typename T, bool BUT_NAN> struct largest_of {
   float high = 0;
   __device__ void add(uint32_t word)
@@ -321,7 +321,7 @@ __device__ static inline void share_tops(shared_tile &t, const eight<T> (&v)[DOW
   const bool some = __any_sync(0xFFFFFFFFu, nan);
   if (lane != 0) return;
   if (some) all = 0x7FC00000u;
-  // most warps see at once that theirs is not the largest
+  // most warps see at once that their maximum is smaller
   if (all > *(volatile uint32_t *)p.amax) atomicMax(p.amax, all);
 }
 
@@ -359,7 +359,7 @@ __device__ static inline void receive(eight<T> (&v)[DOWN], const uint4 *stage, c
 {
   enum { QUADS = eight<T>::WORDS / 4 };
   __pipeline_wait_prior(0);
-  asm volatile("" ::: "memory");   // no read moves before the wait
+  asm volatile("" ::: "memory");   // no read may move before the wait
 #pragma unroll
   for (int j = 0; j < DOWN; j++)
 #pragma unroll
@@ -385,8 +385,8 @@ __device__ static inline void send_tile(uint4 *stage, const T *x, const job &p,
   if constexpr (SWIGLU) send_for(stage + stage_of<T>::QUADS, (const T *)p.up, p, at);
 }
 
-/// The numbers to quantize. A thread reads its own slots on the fly, so gate and up are never in
-/// registers as a whole.
+/// The numbers to quantize. A thread reads its own slots as needed, so gate and up are never
+/// completely in registers.
 template <typename T, bool SWIGLU>
 __device__ static inline void receive_tile(eight<T> (&v)[DOWN], const uint4 *stage,
                                            const tile_place &at)
@@ -431,7 +431,7 @@ __global__ static void __launch_bounds__(TILE_THREADS, tiles_resident<T, SWIGLU>
   uint4 *stage = shared + sizeof(shared_tile) / sizeof(uint4);
   // a pass has just read x: its end may still be in the cache
   const bool backwards = p.own.factor != NULL;
-  // below 0 it wraps around and is large
+  // a negative number wraps around to a large one
   unsigned n = backwards ? tiles - 1 - blockIdx.x : blockIdx.x;
   send_tile<T, SWIGLU>(stage, x, p, place_of(n, p));
   while (n < tiles) {

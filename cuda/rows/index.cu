@@ -1,11 +1,12 @@
 // Picking by index: embedding, index_select, gather, and their gradients. Moved elements keep every
 // bit, whatever their format. An index out of range raises the fault and reads as zeros.
 //
-// Gradients add everything picked from one place in a fixed order and without float atomics. The
+// Gradients sum everything picked from one place in a fixed order and without float atomics. The
 // picks are sorted by place (stable; CUB's radix sort over packed words) and cut into chunks of
-// equal length; one thread per column sums a chunk, so a place picked thousands of times costs no
-// more than others. Sums that cross the ends of a chunk are kept apart and combined afterwards,
-// chunk by chunk. Sums are f32 (f64 for f64), rounded once. Called through the device's table.
+// equal length; one thread per column sums a chunk, so that a place picked thousands of times costs
+// no more than others. Sums that cross the ends of a chunk are stored separately and combined
+// afterwards, chunk by chunk. Sums are f32 (f64 for f64), rounded once. Called through the device's
+// table.
 #include "kernel/lanes.h"
 
 #include <cub/device/device_radix_sort.cuh>
@@ -199,7 +200,7 @@ struct scatter {
   int64_t     n, chunks;    // picks, runs of RUN of them
   int64_t     columns;      // a.outer * a.inner
   const uint64_t *word;     // [n], sorted
-  // [2 * chunks x columns]: of each chunk, the sum that began before it and the one that continues
+  // [2 * chunks x columns]: for each chunk, the sum that began before it and the one that continues
   // after it
   void       *part;
 };
@@ -323,7 +324,7 @@ struct pick_source {
   const void *index;
   int32_t     dtype, shift, op;
   int64_t     size;                          // of the dimension
-  int64_t     places;                        // in all; a bad index becomes this number
+  int64_t     places;                        // number of places; a bad index becomes this number
   cuda_fault_record *fault;
   uint8_t    *picked;                        // [places], or NULL
 };
@@ -392,8 +393,8 @@ static eng_status scatter_sums(const op_call *call, scatter s, walk<3> w, int64_
   s.shift = bits_of(s.n - 1);
   if (s.shift + bits_of(s.a.size) > 64)
     return error_set(ENG_ERR_SHAPE,
-                     "%s: %lld indices into %lld places do not fit the words of 64 bits that they "
-                     "are sorted in; hint: fewer indices a call",
+                     "%s: %lld indices into %lld places do not fit the 64-bit words used for "
+                     "sorting; hint: fewer indices per call",
                      eng_op_name(call->op), (long long)s.n, (long long)s.a.size);
   s.chunks = (s.n + RUN - 1) / RUN;
   s.columns = s.a.outer * s.a.inner;

@@ -1,9 +1,9 @@
 // Losses: cross entropy over the last dimension with its gradient, and the mean squared error.
 //
 // Cross entropy reads the logits once: each thread keeps a maximum and the sum of exponentials
-// below it, rescaled when the maximum grows; probabilities are never stored. The gradient reads
-// logits once and writes once. A row belongs to a warp or, when it is long, to a block. The results
-// of rows are summed in double in a fixed order.
+// relative to it, rescaled when the maximum grows; probabilities are never stored. The gradient
+// reads logits once and writes once. A row belongs to a warp or, if it is long, to a block. The
+// results of rows are summed in double in a fixed order.
 //
 // NaN and Inf as in core/cpu/reference_loss.c: an infinite largest logit makes its row NaN. A
 // target out of range raises the fault and counts as ignored.
@@ -25,7 +25,8 @@ enum {
 template <typename T> struct wide_of { typedef float type; };
 template <> struct wide_of<double>   { typedef double type; };
 
-/// exp(d) for d <= 0. In f32 its error grows with |d|, but its share of a sum shrinks accordingly.
+/// exp(d) for d <= 0. In f32 its error grows with |d|, but its contribution to a sum shrinks
+/// accordingly.
 __device__ static inline float  below_one(float d)  { return exp2_fast(d * 1.4426950408889634f); }
 __device__ static inline double below_one(double d) { return exp(d); }
 
@@ -84,8 +85,8 @@ template <int LANES> __device__ static inline double row_sum(double x)
 
 // ------------------------------------------------------------------ cross entropy
 
-/// What a thread has accumulated of a row: sum is that of exp(x - top), or of exp(x) while top is
-/// -inf.
+/// What a thread has accumulated of a row: `sum` is the sum of exp(x - top), or of exp(x) while top
+/// is -inf.
 template <typename A> struct seen {
   A top, sum;
   double plain;   // sum of x, for label smoothing
@@ -225,7 +226,7 @@ static eng_status shape_of(int64_t *rows, int *classes, const op_call *call)
   const tensor *x = call->in[0];
   int64_t n = x->shape[x->ndim - 1];
   if (n > INT32_MAX)
-    return error_set(ENG_ERR_SHAPE, "%s: cuda serves up to 2^31 - 1 classes, got %lld",
+    return error_set(ENG_ERR_SHAPE, "%s: expected at most 2^31 - 1 classes on cuda, got %lld",
                      eng_op_name(call->op), (long long)n);
   *classes = (int)n;
   *rows = x->count / n;
@@ -352,19 +353,19 @@ __global__ static void __launch_bounds__(THREADS, sizeof(T) == 8 ? 2 : 4)
   if (target != ignored && !counts && lane == 0)
     raise_fault(fault, ENG_OP_cross_entropy_grad, target, classes);
 
-  // In double: a loss scale beyond f32 that the mean brings back into range must not overflow.
+  // In double: a loss scale beyond f32 must not overflow if the mean brings it back into range.
   double slope = load_double(dloss, dloss_dtype, per_row ? r : 0);
   if (counted) slope /= *counted;
   const double row_lse = load_double(lse, lse_dtype, r);
   const A log_sum = (A)row_lse, floor = (A)(smoothing / (double)classes), factor = (A)slope;
   cut c = cut_of(out, classes);
-  if (((uintptr_t)row - (uintptr_t)out) % 16 != 0) {   // no accesses aligned in both
+  if (((uintptr_t)row - (uintptr_t)out) % 16 != 0) {   // no aligned accesses in both
     c.head = classes;
     c.whole = 0;
   }
 
-  // The target's own element loses digits in the subtraction, hence double; its thread writes it
-  // again after the others.
+  // The target's own element loses digits in the subtraction, so it is computed in double; its
+  // thread writes it after the others.
   const int tail = c.head + c.whole * V, t = (int)target;
   const bool mine = counts && lane == (t < c.head ? t :
                                        t < tail   ? (t - c.head) / V :

@@ -1,21 +1,20 @@
 // Layer norm and RMS norm, forward and backward, over the last dimension. RMS norm is layer norm
 // with a mean of 0.
 //
-// Up to 8192 columns, a row lives in the registers of its warp or block, so memory is read once: x
-// forward, x and dy backward. Blocks process many rows and load the next row while they work on
-// one. Arithmetic is f32, the variance about the mean just found. Statistics are recomputed in f64
-// where f32 leaves its range, and where the row is so narrow for its distance from 0 that the last
-// bits of its mean would show in y (a constant row has no width at all). Everything else (f64, x
-// and dy of two formats, longer rows) goes through plain loops in f64, in the last part of this
-// file.
+// Up to 8192 columns, a row stays in the registers of its warp or block, so that memory is read
+// once: x forward, x and dy backward. Blocks process many rows and load the next row while they
+// compute one. Arithmetic is f32, with the variance about the computed mean. Statistics are
+// recomputed in f64 if f32 is out of range, or if the row's spread is so small relative to its mean
+// that rounding of the mean would show in y (as in a constant row). All other calls (f64, x and dy
+// of two formats, longer rows) go through plain loops in f64, in the last part of this file.
 //
-// With a residual (ADDS) a row is x + branch, rounded and written as the sum that is kept; its
-// gradient has dsum added, after being rounded by itself. Sums over rows and columns keep the order
-// they have without a residual, so the bits are those of add followed by the norm. Where the fast
-// kernels do not apply, exactly these two operations run.
+// With a residual (ADDS) a row is x + branch, rounded and written as the saved sum; dsum is added
+// to its gradient after the gradient was rounded. Sums over rows and columns have the same order as
+// without a residual, so the bits are those of add followed by the norm. If the fast kernels do not
+// apply, these two operations run.
 //
-// Column sums (dweight, dbias) go in two stages: each group of threads adds its rows, blocks add
-// their groups, and a second kernel adds the blocks. The shape alone assigns rows to groups.
+// Column sums (dweight, dbias) take two stages: each group of threads adds its rows, blocks add
+// their groups, and a second kernel adds the blocks. Only the shape assigns rows to groups.
 #include "runtime/device.h"
 #include "kernel/element.h"
 #include "kernel/vector.h"
@@ -103,13 +102,13 @@ template <typename T> __device__ static inline words<T, 8> rounded(float (&x)[8]
 }
 
 // A block keeps weight and bias in shared memory, in f32: the 8 columns of a piece as two halves,
-// each beside the same half of the next thread. Loads from global memory inside the loop would have
-// to wait together with those of the next row.
+// each adjacent to the same half of the next thread. Loads from global memory inside the loop would
+// wait together with those of the next row.
 
 /// Shared memory of a weight or bias, in float4's.
 template <int V, int ROW> constexpr int KEPT = V * ROW * 2;
 
-/// Loads n columns; `absent` fills them when there is no tensor. A barrier must follow.
+/// Loads n columns; `absent` replaces a missing tensor. A barrier must follow.
 template <int V, int ROW>
 __device__ static inline void keep(float4 *kept, const void *data, int dtype, int n, float absent)
 {
@@ -133,8 +132,8 @@ __device__ static inline void recall(float (&to)[8], const float4 *kept, int pie
 }
 
 /// The sum over the threads of a row; every thread gets it. `room`: shared memory, one number a
-/// warp, for rows that take a block. A sum has only one barrier, so another sum must separate two
-/// that use the same room.
+/// warp, for rows that take a block. A sum has only one barrier, so two sums with the same room
+/// must have another sum between them.
 template <int ROW, class A> __device__ static inline A row_sum(A x, A *room)
 {
 #pragma unroll
@@ -148,7 +147,8 @@ template <int ROW, class A> __device__ static inline A row_sum(A x, A *room)
   return x;
 }
 
-/// Two sums at once, with one barrier; another pair must separate two that use the same room.
+/// Two sums at once, with one barrier; two pairs with the same room must have another pair between
+/// them.
 template <int ROW> __device__ static inline void row_sums(float &a, float &b, float2 *room)
 {
 #pragma unroll
@@ -169,7 +169,7 @@ template <int ROW> __device__ static inline void row_sums(float &a, float &b, fl
 
 // ---- forward
 
-// the row's mean square deviation over its squared mean: below this, f32's mean is too inexact
+// variance / mean^2 of the row: below this, f32's mean is too inexact
 static constexpr float NARROW = 1e-4f;
 
 /// Blocks that fit on a multiprocessor: registers hold a row twice (as words and as numbers) and 8
@@ -266,10 +266,10 @@ __global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (FORWARD_BLOCKS<T, V, ROW,
       }
     float spread = row_sum<ROW>(squares, room[turn][1]) / count, variance = spread + eps,
           rstd = 1.0f / sqrtf(variance);
-    // Too wide or too narrow for f32, or not finite, or the mean's error would show. Same for the
-    // whole row.
+    // The spread is too large or too small for f32, or not finite, or the mean's error would show.
+    // The condition is the same for the whole row.
     if (!(variance > 1e-30f && variance < 1e37f) || spread < NARROW * mean * mean) {
-      double sum = 0, wide = 0;   // read again from memory: too rare to spend registers on
+      double sum = 0, wide = 0;   // reread from memory: too rare to spend registers on
 #pragma unroll 1
       for (int c = threadIdx.x % ROW; c < p.n; c += ROW)
         sum += number_of<T, ADDS>(p, row * p.n + c);
@@ -302,7 +302,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (FORWARD_BLOCKS<T, V, ROW,
 // ---- backward
 
 /// Blocks that fit on a multiprocessor of an H200; the most blocks of a call; the fewest rows of a
-/// group, when there are enough rows.
+/// group, if there are enough rows.
 template <int V, int ROW>
 constexpr int GRAD_BLOCKS = (V == 1 ? 6 :
                              V == 2 ? 4 :
@@ -319,7 +319,7 @@ __device__ static inline void rows_of_group(int64_t *first, int64_t *end, int64_
   *end = rows * (group + 1) / groups;
 }
 
-/// What a thread reads of a row: V pieces of x and dy, and the row's statistics.
+/// A thread's part of a row: V pieces of x and dy, and the row's statistics.
 template <typename T, int V> struct norm_row { words<T, 8> x[V], dy[V]; float mean, rstd; };
 
 template <typename T, int V, int ROW>
@@ -331,8 +331,8 @@ __device__ static inline void load_row(norm_row<T, V> &to, const norm_call &p, i
   to.rstd = ((const float *)p.rstds)[row];
 }
 
-/// Elements read one by one take so many loads that f16 lacks registers for them during the current
-/// row; they are then read after it.
+/// Reading elements one by one takes so many loads that f16 lacks registers for them during the
+/// current row, so they are read after it.
 template <typename T> constexpr bool PARTS_LATE = false;
 template <> constexpr bool PARTS_LATE<f16_t> = true;
 
@@ -628,8 +628,8 @@ template <bool ADDS> static norm_choice backward_kernel(int dtype, int64_t n)
                             backward_kernel_of<bf16_t, ADDS>(n);
 }
 
-/// Checks a tensor, if present: clears `fast` when it is not f32, f16 or bf16, and p->whole when it
-/// is not aligned.
+/// Checks a tensor, if present: clears `fast` unless it is f32, f16 or bf16, and p->whole unless it
+/// is aligned.
 static void look_at(norm_call *p, bool *fast, const tensor *x, const void **data, int32_t *dtype)
 {
   *data = x ? x->data : NULL;

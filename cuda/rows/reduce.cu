@@ -1,10 +1,10 @@
 // Sum, mean, max and min over any dimensions of any strides, and the gradient of max and min.
 // Called through the device's table.
 //
-// Order of a sum of f32, f16 and bf16: a thread adds a few elements in f32 (in double where f32
-// would overflow) and such runs in double; threads are added as a tree, pieces of long sums in
-// order. The order depends on the shape alone. f64 sums in double, integers wrap in i64. Max and
-// min: NaN wins; the choice between -0 and +0 is unspecified.
+// Order of a sum of f32, f16 and bf16: a thread adds a few elements in f32 (in double if f32 would
+// overflow) and such runs in double; threads are added as a tree, pieces of long sums in order. The
+// order depends only on the shape. f64 sums in double, integers wrap in i64. Max and min: NaN wins;
+// the choice between -0 and +0 is unspecified.
 #include "kernel/map.h"
 
 enum { SUM, MAX, MIN };
@@ -24,7 +24,7 @@ struct reduction {
 
 // ------------------------------------------------------------------ combining elements
 
-// b when it is better or NaN, else a
+// b if it is better or NaN, else a
 __device__ static inline double better(double a, double b, int rule)
 {
   return (rule == MAX ? b > a : b < a) || b != b ? b : a;
@@ -270,7 +270,7 @@ static void set_dividers(walk<1> &w)
   for (int d = 0; d < w.ndim && w.ndim > 1; d++) w.size[d] = divider_of(w.shape[d]);
 }
 
-/// Bundles V elements of `inner` where every element of `other` begins at a multiple of V.
+/// Bundles V elements of `inner` if every element of `other` begins at a multiple of V.
 static bool bundle_inside(walk<1> &inner, const walk<1> &other, int V)
 {
   for (int d = 0; d < other.ndim; d++)
@@ -299,7 +299,7 @@ template <class P> static void launch_columns(reduction &r)
 }
 
 /// The number of pieces: at most as many blocks as fit on the card, each with at least `least`
-/// groups or a multiple of it. From the shape alone.
+/// groups or a multiple of it. Depends only on the shape.
 static void cut(reduction &r, int64_t groups, int64_t blocks, int64_t least, int64_t most)
 {
   int64_t wanted = most / blocks, possible = (groups + least - 1) / least;

@@ -67,8 +67,8 @@ struct rows_call {
   int32_t x_dtype, dy_dtype, y_dtype, op;
 };
 
-/// A row's largest element and sum of exp(x - largest), `nan` when it contains one. Every element's
-/// result follows from these.
+/// A row's largest element and sum of exp(x - largest), `nan` if it contains one. The result of
+/// every element follows from these.
 template <typename T> struct row_result {
   T    largest, sum, log_sum;
   bool nan;
@@ -82,7 +82,7 @@ __device__ static inline void finish(const rows_call &c, int64_t at,
 {
   typename L::number y[L::V];
 #pragma unroll
-  for (int v = 0; v < L::V; v++)   // in two steps: largest may be large and log_sum small
+  for (int v = 0; v < L::V; v++)   // two steps: largest may be large and log_sum small
     y[v] = c.op == ENG_OP_softmax ? x[v] * r.sum : x[v] - r.largest - r.log_sum;
   L::store(c.y, c.y_dtype, at, y);
 }
@@ -151,7 +151,7 @@ static __global__ void __launch_bounds__(256) held_kernel(const rows_call c)
   }
 }
 
-/// One block per row of any length: the sum so far is rescaled when a larger element comes.
+/// One block per row of any length: a larger element rescales the sum so far.
 template <class L> static __global__ void __launch_bounds__(256) long_kernel(const rows_call c)
 {
   constexpr int V = L::V, U = 4, STEP = 256 * V;

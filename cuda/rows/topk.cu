@@ -1,10 +1,10 @@
-// The largest elements: topk, argmax, argmin. Decided as on the CPU: NaN is the largest for topk
+// The largest elements: topk, argmax, argmin. The rules are the CPU's: NaN is the largest for topk
 // and argmax and the smallest for argmin; among equals (-0 equals +0) the first wins. Elements are
-// compared as integers in the same order, so every format takes the same path.
+// compared as integers in the same order, so that every format takes the same path.
 //
-// topk: rows of up to 1024 elements lie in the registers of a warp; longer rows belong to a block
-// that finds one element after the other. To find many in a few rows, the rows are sorted. Called
-// through the device's table.
+// topk: rows of up to 1024 elements stay in the registers of a warp; longer rows belong to a block
+// that finds one element after the other. To find many elements in few rows, the rows are sorted.
+// Called through the device's table.
 #include "kernel/element.h"
 
 #include <cub/device/device_radix_sort.cuh>
@@ -169,7 +169,7 @@ template <int HELD> static __global__ void __launch_bounds__(128) warp_row_kerne
     left |= (uint32_t)inside << j;
   }
   found mine = {0, -1};
-  bool look = true;            // this lane's best must be found again
+  bool look = true;            // this lane must search its best element again
   for (int64_t rank = 0; rank < c.k; rank++) {
     if (look) {
       mine = {0, -1};

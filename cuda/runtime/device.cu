@@ -11,7 +11,7 @@
 static struct {
   int ordinal;
   cudaStream_t stream;
-  // end of the compute stream's work when another stream was made to follow it
+  // end of the compute stream's work at the time another stream was made to follow it
   cudaEvent_t reached;
   cudaDeviceProp properties;
   cuda_fault_record *fault;      // device memory
@@ -34,12 +34,12 @@ eng_status cuda_status(cudaError_t result, const char *what)
   return error_set(ENG_ERR_DEVICE, "cuda: %s (%s) in %s%s", cudaGetErrorString(result),
                    cudaGetErrorName(result), what,
                    result == cudaErrorIllegalAddress || result == cudaErrorLaunchFailure ?
-                     "; the card's results from here on are lost: restart the process" :
+                     "; results on the card are lost; hint: restart the process" :
                      "");
 }
 
 /// The card of this process: with several ranks on a machine, each takes its own. Returns -1 with
-/// the error set when a launcher's variable is not a number.
+/// the error set if a launcher's variable is not a number.
 static int wanted_ordinal(int count)
 {
   static const char *const names[] = {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"};
@@ -48,7 +48,7 @@ static int wanted_ordinal(int count)
     if (!text || !*text) continue;
     if (strlen(text) < 10 && strspn(text, "0123456789") == strlen(text)) return atoi(text) % count;
     error_set(ENG_ERR_DEVICE,
-              "cuda: %s: expected the number of this rank on its machine, from 0, got %.40s",
+              "cuda: %s: expected this rank's number on its machine, from 0, got %.40s",
               names[i], text);
     return -1;
   }
@@ -63,7 +63,7 @@ eng_status cuda_open(void)
   cudaRuntimeGetVersion(&runtime);
   if (driver == 0)
     return error_set(ENG_ERR_DEVICE,
-                     "cuda: there is no NVIDIA driver on this machine; hint: device=cpu");
+                     "cuda: this machine has no NVIDIA driver; hint: device=cpu");
   if (driver < runtime / 1000 * 1000)
     return error_set(ENG_ERR_DEVICE,
                      "cuda: the driver supports CUDA %d.%d, this build needs %d.0 or later; "
@@ -154,7 +154,7 @@ eng_status cuda_fault_told(const cuda_fault_record *seen)
     eng_op_name(fault.op), (long long)fault.limit - 1, (long long)fault.value);
 }
 
-/// Waits for the stream and returns the fault that a kernel raised, if any.
+/// Waits for the stream and returns the fault of a kernel, if any.
 static eng_status look_for_faults(void)
 {
   CUDA_TRY(cudaMemcpyAsync(card.fault_seen, card.fault, sizeof *card.fault, cudaMemcpyDeviceToHost,
@@ -208,7 +208,7 @@ eng_status cuda_stream_new(void **out)
   cudaStream_t stream = NULL;
   *out = NULL;
   CUDA_TRY(cudaDeviceGetStreamPriorityRange(&low, &high));
-  // other ranks wait for this stream's work
+  // urgent, because other ranks wait for this stream's work
   CUDA_TRY(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, high));
   *out = stream;
   return ENG_OK;
@@ -218,7 +218,7 @@ eng_status cuda_stream_follow(void *stream)
 {
   if (!card.reached) CUDA_TRY(cudaEventCreateWithFlags(&card.reached, cudaEventDisableTiming));
   CUDA_TRY(cudaEventRecord(card.reached, card.stream));
-  // waits for the event as just recorded; recording it again later changes nothing
+  // waits for the event as recorded now; recording it again later has no effect
   CUDA_TRY(cudaStreamWaitEvent((cudaStream_t)stream, card.reached, 0));
   return ENG_OK;
 }

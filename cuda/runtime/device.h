@@ -1,7 +1,7 @@
-// What every file of the CUDA device includes: the stream, checked calls, scratch memory and number
+// Included by every file of the CUDA device: the stream, checked calls, scratch memory and number
 // formats. The device itself (memory, copies, faults) is device.cu; the table of its functions is
-// table.c. Functions of the core come through host.c, so kernel files use the core's own headers
-// and names (error_set, arena_alloc, tensor_text).
+// table.c. Functions of the core come through host.c, so that kernel files use the core's own
+// headers and names (error_set, arena_alloc, tensor_text).
 #ifndef ENG_CUDA_DEVICE_H
 #define ENG_CUDA_DEVICE_H
 
@@ -30,20 +30,20 @@ int cuda_capability(void);
 /// ENG_OK, or an error with `what` and CUDA's own message.
 eng_status cuda_status(cudaError_t result, const char *what);
 
-/// A kernel's workspace. Give it back before the kernel's function returns: the stream orders later
-/// uses after this one. Pieces are 256-byte aligned on this device.
+/// A kernel's workspace. Free it before the kernel's function returns: the stream orders later uses
+/// after this one. Pieces are 256-byte aligned on this device.
 static inline void *scratch_take(int64_t bytes) { return arena_alloc(ARENA_SCRATCH, bytes); }
 static inline void scratch_give(void *piece, int64_t bytes)
 { arena_free(ARENA_SCRATCH, piece, bytes); }
 
-/// A fault that a kernel reports: the first index out of range since the last check. It lies in
-/// device memory. The host checks it when it waits for the device anyway (to read a value or a
-/// step's statistics); that call then fails with ENG_ERR_VALUE.
+/// A fault reported by a kernel: the first index out of range since the last check. In device
+/// memory. The host checks it when it waits for the device anyway (to read a value or a step's
+/// statistics); that call then fails with ENG_ERR_VALUE.
 typedef struct cuda_fault_record {
-  // 1: the other fields are valid; set by atomicCAS, so the first fault stays
+  // 1: the other fields are valid; set by atomicCAS, so that the first fault is kept
   int32_t raised;
   int32_t op;            // eng_op
-  int64_t value, limit;  // index met, first index too large
+  int64_t value, limit;  // the bad index; the first index that is too large
 } cuda_fault_record;
 cuda_fault_record *cuda_fault(void);
 /// Clears the fault and returns its error. For functions that copy the fault record themselves:
@@ -59,7 +59,8 @@ eng_status cuda_fault_told(const cuda_fault_record *seen);
     cudaError_t cuda_try_ = (call);                                     \
     if (cuda_try_ != cudaSuccess) return cuda_status(cuda_try_, #call); \
   } while (0)
-/// After a launch: catches a wrong launch shape. A fault inside the kernel shows at the next wait.
+/// After a launch: catches a wrong launch shape. A fault inside the kernel appears at the next
+/// wait.
 #define CUDA_LAUNCHED(name)                        \
   do {                                             \
     cudaError_t cuda_try_ = cudaPeekAtLastError(); \
@@ -95,7 +96,7 @@ __device__ static inline double widen(double x) { return x; }
 __device__ static inline float  widen(f16_t x)  { return __half2float(__ushort_as_half(x.bits)); }
 __device__ static inline float  widen(bf16_t x) { return __uint_as_float((uint32_t)x.bits << 16); }
 
-// Rounds once, to nearest even, bit for bit as numerics.h. The hardware's conversions yield one
+// Rounds once, to nearest even, bit-equal to numerics.h. The hardware's conversions return one
 // canonical NaN (0x7FFF); these keep its sign and payload, hence the branch.
 __device__ static inline void narrow(float &y, float x)  { y = x; }
 __device__ static inline void narrow(double &y, double x) { y = x; }

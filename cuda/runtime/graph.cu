@@ -1,7 +1,7 @@
-// Captured steps as CUDA graphs: what enters the stream between begin and end becomes one graph.
-// Owns the host memory that the graph's copies to the card read. Also holds what is freed during a
-// capture (by a script's garbage collection, at any time) until its end, because freeing waits for
-// the stream. Called through the table (core/autograd/graph.c).
+// Captured steps as CUDA graphs: the work issued to the stream between begin and end becomes one
+// graph. Owns the host memory that the graph's copies to the card read. Memory that is freed during
+// a capture (by a script's garbage collection, at any time) is held until the capture ends, because
+// freeing waits for the stream. Called through the table (core/autograd/graph.c).
 #include "device.h"
 #include "runtime.h"
 

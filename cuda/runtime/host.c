@@ -1,5 +1,5 @@
-// Functions of the core that the CUDA device calls, through the table that the core hands over when
-// it loads the plug-in (backend_host). Owns that table.
+// The core's functions that the CUDA device calls, through the table that the core passes when it
+// loads the plug-in (backend_host). Owns that table.
 #include "host.h"
 
 #include "base/error.h"

@@ -1,5 +1,4 @@
-// Checks core/dist/comm_nccl.h against this machine's nccl.h, where there is one. Compiles to
-// nothing.
+// Checks core/dist/comm_nccl.h against this machine's nccl.h, if installed. Generates no code.
 #if __has_include(<nccl.h>)
 #include "dist/comm_nccl.h"
 

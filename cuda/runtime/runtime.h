@@ -45,11 +45,11 @@ eng_status  cuda_graph_launch(void *graph);
 void        cuda_graph_free(void *graph);
 /// Whether a step is being captured.
 bool        cuda_capturing(void);
-/// A copy of `bytes` in host memory that lives as long as the captured graph. The graph copies
-/// from it to the card.
+/// A copy of `bytes` in host memory that lives as long as the captured graph, which copies it to
+/// the card.
 void       *cuda_capture_keep(const void *bytes, int64_t size);
-/// A capture forbids waiting for the stream. During one, this notes device memory to free when the
-/// capture ends and returns true; otherwise it returns false.
+/// A capture forbids waiting for the stream. During one, this queues device memory to be freed when
+/// the capture ends and returns true; otherwise it returns false.
 bool        cuda_give_later(void *memory);
 
 #ifdef __cplusplus

@@ -1,7 +1,7 @@
-// Copies from pageable host memory to the card without waiting for it. Given pageable memory, the
-// driver may wait for all earlier work of the stream. So a step's data (above all its batch) goes
-// through a ring of pinned segments, filled in turn; a segment is reused once the card has read it.
-// Owns that memory. Called by device.cu.
+// Copies from pageable host memory to the card without waiting for the card. Given pageable memory,
+// the driver may wait for all earlier work of the stream. So a step's data (mainly its batch) goes
+// through a ring of pinned segments; a segment is reused once the card has read it. Owns that
+// memory. Called by device.cu.
 #include "device.h"
 #include "runtime.h"
 
@@ -12,13 +12,13 @@ static const int64_t LEAST = 1 << 20;   // bytes of a segment: it grows to the l
 
 static struct {
   char       *memory;            // SEGMENTS pieces of `bytes`
-  int64_t     bytes, used;       // used: of the current segment
-  int64_t     most;              // upper bound of a segment's bytes, once pinned memory ran short
+  int64_t     bytes, used;       // used: bytes of the current segment in use
+  int64_t     most;              // limit on a segment's bytes after pinned memory ran out
   int         filling;
   cudaEvent_t read[SEGMENTS];    // the card has read it
 } ring = {.most = 16 << 20};
 
-/// Makes a ring with segments of `wanted` bytes, or smaller ones where pinned memory is short:
+/// Allocates a ring with segments of `wanted` bytes, or smaller ones if pinned memory is short;
 /// larger copies are then sent in pieces.
 static eng_status ring_make(int64_t wanted)
 {

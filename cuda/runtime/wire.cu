@@ -1,6 +1,6 @@
 // Messages between ranks: conversion of numbers to and from the comm dtype, and the sum over ranks.
-// Bit for bit core/dist/comm_pack.c and core/cpu/wire.c, except for the bits of a NaN. All of it is
-// bound by memory: a warp takes a block of 128 elements, each thread four neighbours.
+// Bit-equal to core/dist/comm_pack.c and core/cpu/wire.c, except for the bits of a NaN. All of it
+// is bound by memory: a warp processes a block of 128 elements, each thread four neighbours.
 #include "device.h"
 #include "runtime.h"
 
@@ -23,7 +23,7 @@ struct e4m3_t { uint8_t bits; };
 
 template <class T> struct alignas(EACH * sizeof(T)) quad { T at[EACH]; };
 
-/// Four neighbours from p on; those at `left` and beyond are zeros.
+/// Four neighbours from p on; those at index `left` and beyond are zeros.
 template <class T> __device__ static inline quad<T> load(const T *p, int64_t left)
 {
   quad<T> q = {};
@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(THREADS) unpack(const wire_run *runs, int n)
   }
 }
 
-/// Equal neighbours merge, as in a binary counter; comm.h defines this order. p: the largest power
+/// Merges equal neighbours, as in a binary counter; comm.h defines this order. p: the largest power
 /// of two not above n.
 template <class W>
 __global__ void __launch_bounds__(THREADS)
@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(THREADS)
   }
 }
 
-// ------------------------------------------------------------------ choosing
+// ------------------------------------------------------------------ the kernel for each dtype
 
 static unsigned across_of(int64_t longest)
 {
@@ -235,7 +235,7 @@ static eng_status by_dtype(bool out, void *stream, const wire_run *runs, int n, 
   if (dtype == ENG_bf16) return by_comm_dtype<bf16_t>(out, on, runs, n, longest, comm_dtype, flags);
   return error_set(
     ENG_ERR_DTYPE,
-    "cuda: messages between ranks are made of f32, f16 or bf16, got dtype number %d", dtype);
+    "cuda: messages between ranks: expected f32, f16 or bf16, got dtype number %d", dtype);
 }
 
 eng_status cuda_wire_pack(void *stream, const wire_run *runs, int n, int64_t longest,
