@@ -3,9 +3,9 @@
 // so a declaration here is a binding there. `///` is the contract: shapes as [rows x columns],
 // dtypes, units, errors.
 //
-// Every function returns ENG_OK or an error whose text eng_error_message() gives, except the
-// few that cannot fail. Results come back through the pointers that stand first.
-// The core is driven from one thread; kernels use OpenMP inside.
+// Every function returns ENG_OK or an error whose text eng_error_message() returns, except the few
+// that cannot fail. Results are stored through the pointers, which are the first parameters. The
+// core is driven from one thread; kernels use OpenMP inside.
 #ifndef ENGINE_H
 #define ENGINE_H
 
@@ -37,7 +37,7 @@ const char *eng_error_message(void);
 const char *eng_error_name(eng_status status);
 
 /// Version of this library as "major.minor.patch", and the size of eng_op_call, by which the Lua
-/// front makes sure that it speaks to the library it was built with.
+/// front checks that this is the library it was built with.
 const char *eng_version(void);
 int eng_abi_size(void);
 
@@ -51,11 +51,11 @@ typedef enum eng_dtype {
   ENG_DTYPE_COUNT
 } eng_dtype;
 
-/// "f16"; "?" for a number that is no dtype.
+/// "f16"; "?" for an unknown number.
 const char *eng_dtype_name(int dtype);
-/// The dtype called `name`, or -1.
+/// The dtype with this name, or -1.
 int eng_dtype_from_name(const char *name);
-/// Bytes an element takes.
+/// Bytes per element.
 int eng_dtype_size(int dtype);
 
 /// What a floating-point format can represent. All values are positive.
@@ -71,19 +71,19 @@ typedef struct eng_format {
   double smallest;            // smallest number above zero
 } eng_format;
 /// Describes a format by name: "f64", "f32", "bf16", "f16", "e5m6", "e5m2", "e4m3" or "ue8m0".
-/// False, with *out untouched: no such format, or one without exponents (integers, bool).
+/// False, with *out unchanged: an unknown format, or one without exponents (integers, bool).
 bool eng_format_get(eng_format *out, const char *name);
 
 // ------------------------------------------------------------------ tensors
 
-/// The most dimensions a tensor has.
+/// The largest number of dimensions.
 enum { ENG_MAX_DIMS = 6 };
 
-/// A tensor as scripts hold it: a slot in the engine's table and the generation it was made in.
-/// A handle that outlived its step is answered with ENG_ERR_STALE, never with a crash.
+/// A tensor as scripts hold it: a slot in the engine's table and the slot's generation. Using a
+/// handle after its step is an ENG_ERR_STALE, never a crash.
 typedef struct eng_tensor { uint32_t slot, generation; } eng_tensor;
 
-/// What a tensor is. Strides are in elements; the last dimension is contiguous when its stride is
+/// Facts about a tensor. Strides are in elements; the last dimension is contiguous if its stride is
 /// 1.
 typedef struct eng_tensor_info {
   int64_t shape[6], stride[6];
@@ -94,12 +94,12 @@ typedef struct eng_tensor_info {
   int32_t owner;              // 0: the current step, 1: kept until freed, 2: a parameter set
   int32_t contiguous;         // 1: row-major without gaps
   int64_t step;               // the step it was made in
-  int32_t space, reserved;    // whose memory: 0 the host's, 1 a CUDA card's
+  int32_t space, reserved;    // memory space: 0 the host's, 1 a CUDA card's
   void   *data;               // first element; NULL when not in host memory
 } eng_tensor_info;
 
-/// Where a new tensor lives: AUTO, inside a step or scope (see eng_step_begin) in the step, outside
-/// until eng_free; KEEP, until eng_free; STEP, in the step, as the results of operations do.
+/// The lifetime of a new tensor. AUTO: of the step inside a step or scope (see eng_step_begin),
+/// outside until eng_free. KEEP: until eng_free. STEP: of the step, like the results of operations.
 enum { ENG_AUTO = 0, ENG_KEEP = 1, ENG_STEP = 2 };
 
 /// A new tensor of `ndim` dimensions (0: a scalar), contents zero.
@@ -109,7 +109,7 @@ eng_status eng_new(eng_tensor *out, int dtype, int ndim, const int64_t *shape, i
 /// A copy that lives until eng_free, whatever step `x` belongs to. Not recorded on the tape.
 eng_status eng_keep(eng_tensor *out, const eng_tensor *x);
 
-/// Frees a kept tensor. A tensor of the step is forgotten early; its memory returns at step end.
+/// Frees a kept tensor. A tensor of the step is dropped early; its memory is reused after the step.
 eng_status eng_free(const eng_tensor *x);
 
 /// Describes a tensor.
@@ -119,8 +119,8 @@ eng_status eng_info(eng_tensor_info *out, const eng_tensor *x);
 /// (round to nearest even; to integers: toward zero, saturating, NaN becomes 0).
 eng_status eng_write(const eng_tensor *x, const void *source, int from, int64_t count);
 
-/// Copies all elements in row-major order into host memory in format `to`, converting likewise; as
-/// f64 a negative NaN has no payload.
+/// Copies all elements in row-major order into host memory in format `to`, with the same
+/// conversions. As f64, a negative NaN has no payload.
 eng_status eng_read(void *target, int to, int64_t count, const eng_tensor *x);
 
 /// The value of a tensor with one element, as double.
@@ -134,8 +134,8 @@ eng_status eng_fill(const eng_tensor *x, double value);
 eng_status eng_uniform(const eng_tensor *x, double low, double high);
 eng_status eng_normal(const eng_tensor *x, double mean, double std);
 
-/// A copy of `x` in the memory of device `name`, of the lifetime ENG_AUTO gives, row-major; not
-/// recorded. Where the memory is the same ("cpu", "reference"), too. Errors: DEVICE.
+/// A row-major copy of `x` in the memory of device `name`, with the lifetime of ENG_AUTO; not
+/// recorded. Copies even if the memory is the same ("cpu", "reference"). Errors: DEVICE.
 eng_status eng_to_device(eng_tensor *out, const eng_tensor *x, const char *name);
 
 /// Copies `source` into `target` elementwise with conversion and broadcasting; not recorded.
@@ -146,29 +146,29 @@ eng_status eng_copy(const eng_tensor *target, const eng_tensor *source);
 /// Opens a step: tensors made from now on live until eng_step_end. Steps do not nest.
 eng_status eng_step_begin(void);
 
-/// Ends the step: every tensor of the step becomes stale, the tape is emptied, the memory is
-/// used again by the next step. Fine without an open step: drops what was computed so far.
+/// Ends the step: every tensor of the step becomes stale, the tape is emptied, and the next step
+/// reuses the memory. Without an open step it drops what was computed so far.
 eng_status eng_step_end(void);
 
 /// The number of the current step, counted from 0.
 int64_t eng_step_count(void);
 
-/// A mark in the step's tensors; eng_scope_end drops what was made since (evaluation, sampling),
-/// but for kept tensors. Nothing on the tape may lie after the mark. Scopes nest; each begin needs
-/// its end, also after an error.
+/// Marks a position in the step's tensors. eng_scope_end drops the tensors created since (in
+/// evaluation, sampling), except kept ones. The tape may not refer to them. Scopes nest; each begin
+/// needs its end, even after an error.
 eng_status eng_scope_begin(int64_t *mark);
 eng_status eng_scope_end(int64_t mark);
 
-/// Bytes by purpose. `reserved` is taken from the system, `used` in use now, `peak` the most so
-/// far.
+/// Bytes by purpose. `reserved` is taken from the system, `used` is in use now, `peak` is the most
+/// used so far.
 typedef struct eng_memory_row {
   const char *name;
   int64_t used, peak, reserved, allocations;
 } eng_memory_row;
-/// Fills up to `capacity` rows and gives their number. `allocations` counts requests to the
-/// system: after the first step it must stand still.
+/// Fills up to `capacity` rows and returns their number. `allocations` counts requests to the
+/// system; after the first step it should not grow.
 int eng_memory(eng_memory_row *rows, int capacity);
-/// An upper limit for all arenas together in bytes; 0: none. Past it: ENG_ERR_MEMORY.
+/// A limit for all arenas together in bytes; 0: none. Beyond it: ENG_ERR_MEMORY.
 void eng_memory_limit(int64_t bytes);
 
 // ------------------------------------------------------------------ operations
@@ -180,7 +180,7 @@ typedef enum eng_op {
   ENG_OP_COUNT
 } eng_op;
 
-/// The most inputs, outputs and attributes an operation has.
+/// The most inputs, outputs and attributes of an operation.
 enum { ENG_OP_INPUTS = 16, ENG_OP_OUTPUTS = 8, ENG_OP_INTS = 14, ENG_OP_FLOATS = 4 };
 
 // The attributes of one operation by name, over `ints` and `floats` of a call: call.sum.mask.
@@ -205,13 +205,13 @@ typedef struct eng_op_call {
   };
 } eng_op_call;
 
-/// Runs an operation: checks shapes and dtypes, applies the precision in force, computes, and
-/// records it on the tape when a gradient can be asked for. Outputs come back in call->out.
+/// Runs an operation: checks shapes and dtypes, applies the current precision, computes, and
+/// records it on the tape if a gradient may be needed. Outputs are returned in call->out.
 eng_status eng_run(eng_op_call *call);
 
 /// The same for matmul and fp8_matmul (ENG_ADDS in ops.def), not recorded, with output 0 written or
-/// added into a tensor of the caller's: of the output's shape, contiguous, of any floating-point
-/// dtype, not in the memory of an input.
+/// added into a tensor of the caller. That tensor has the output's shape, is contiguous, of any
+/// floating-point dtype, and does not share memory with an input.
 eng_status eng_run_into(eng_op_call *call, const eng_tensor *target);
 
 /// A row of ops.def. Bit k of a mask is input or output k.
@@ -232,10 +232,9 @@ bool eng_op_supported(const char *device, int op);
 
 // ------------------------------------------------------------------ FP8
 
-/// What the operations quantize, dequantize and fp8_matmul take (ops.def).
+/// Arguments of the operations quantize, dequantize and fp8_matmul (ops.def).
 enum { ENG_FORMAT_E5M6 = 12 };   // beside the dtypes e4m3 and e5m2
-/// How a block's amax becomes its scale, each as the project of that name does it
-/// (core/base/fp8_scale.h).
+/// How a block's amax becomes its scale: the rules of these projects (core/base/fp8_scale.h).
 enum {
   ENG_SCALE_TRANSFORMER_ENGINE = 0,
   ENG_SCALE_DEEPSEEK = 1,
@@ -244,9 +243,9 @@ enum {
   ENG_SCALE_MSAMP = 4,
   ENG_SCALES = 5
 };
-/// How fp8_matmul adds up along K: f32 in order; f64; Hopper's tensor cores (13 fraction bits, 32
+/// How fp8_matmul sums along K: f32 in order; f64; Hopper's tensor cores (13 fraction bits, 32
 /// products at a time, truncated); products and running sum rounded to e4m3, saturating.
-/// ENG_ACCUMULATE_DEVICE: the device's own way; only a recipe can name it.
+/// ENG_ACCUMULATE_DEVICE: the device's own method; allowed only in a recipe.
 enum { ENG_ACCUMULATE_DEVICE = -1 };
 enum {
   ENG_ACCUMULATE_FP32 = 0,
@@ -258,21 +257,21 @@ enum {
 
 /// The code of x in a small format, by name: "e4m3", "e5m2", "e5m6", "e5m6_tilekernels", "ue8m0"
 /// (toward zero; mode 1: up), "f16", "bf16". mode: 1 saturates, 2 rounds stochastically by `random`
-/// (e4m3 and e5m2). -1: there is no such format.
+/// (e4m3 and e5m2). -1: unknown format.
 int64_t eng_small_encode(const char *format, double x, int mode, uint32_t random);
-/// The number behind a code; NaN for a format that does not exist.
+/// The number of a code; NaN for an unknown format.
 double eng_small_decode(const char *format, uint32_t code);
 
-/// A site is one linear layer under an FP8 recipe: it holds how its tensors become FP8, their
-/// amaxes and their meters. The operation fp8_linear names a site and runs in FP8 while
-/// eng_precision.fp8 is 1. Three tensors are quantized there.
+/// A site is one linear layer under an FP8 recipe: it holds the recipe, and the amaxes and meters
+/// of its tensors. The operation fp8_linear names a site and runs in FP8 while eng_precision.fp8 is
+/// 1. It quantizes three tensors.
 enum { ENG_FP8_X = 0, ENG_FP8_W = 1, ENG_FP8_DY = 2, ENG_FP8_ROLES = 3 };
 /// The products: y = x W^T, dx = dy W, dW = dy^T x.
 enum { ENG_FP8_FORWARD = 0, ENG_FP8_DGRAD = 1, ENG_FP8_WGRAD = 2, ENG_FP8_PRODUCTS = 3 };
-/// What is kept of x for dW: its codes (transposed where dW needs blocks along the other side, by
-/// quantizing their values once more); the transposed codes that the forward pass makes from x; x
-/// in e5m6, blocks of 1 x 128, powers of two; nothing, where x comes from an fp8_swiglu of this
-/// site, which keeps its inputs as codes in x's format, and x is computed again from them.
+/// The form in which x is kept for dW: its codes (transposed if dW needs blocks along the other
+/// side, by quantizing their values again); the transposed codes, which the forward pass makes from
+/// x; x in e5m6, blocks of 1 x 128, powers of two; or nothing, if x comes from an fp8_swiglu of
+/// this site, which keeps its inputs as codes in x's format, and x is recomputed from them.
 enum {
   ENG_FP8_KEEP_CODES = 0,
   ENG_FP8_KEEP_TRANSPOSED = 1,
@@ -284,11 +283,11 @@ enum {
 typedef struct eng_fp8_role {
   int32_t format;                     // ENG_e4m3, ENG_e5m2
   int32_t block_rows, block_columns;  // 0: the whole side
-  int32_t rule, pow2, margin, stochastic;   // as quantize has them
+  int32_t rule, pow2, margin, stochastic;   // as in quantize
   int32_t keep;                       // of x: ENG_FP8_KEEP_*
-  double  eps;                        // negative: the rule's
+  double  eps;                        // negative: the rule's default
 } eng_fp8_role;
-/// How a product of a layer adds up along K: an accumulator, and its promotion in steps of K.
+/// How a product of a layer sums along K: an accumulator, and its promotion in steps of K.
 typedef struct eng_fp8_product { int32_t accumulator, promotion; } eng_fp8_product;
 /// How a layer computes in FP8: a role for each of its tensors, a product for each of its passes.
 typedef struct eng_fp8_recipe {
@@ -296,37 +295,37 @@ typedef struct eng_fp8_recipe {
   eng_fp8_product product[3];         // ENG_FP8_FORWARD, DGRAD, WGRAD
 } eng_fp8_recipe;
 
-/// A new site; numbers are from 1 and never used again. `name` stands in messages.
+/// Creates a site. Numbers start at 1 and are never reused. `name` is used in messages.
 eng_status eng_fp8_site_new(int64_t *site, const char *name);
 void       eng_fp8_site_free(int64_t site);
-/// Its recipe, NULL: high precision. Between steps alone. Errors: VALUE, SHAPE, DTYPE (what no
-/// product can be made of), STATE.
+/// Sets its recipe; NULL: high precision. Only between steps. Errors: VALUE, SHAPE, DTYPE (no
+/// product exists for it), STATE.
 eng_status eng_fp8_site_set(int64_t site, const eng_fp8_recipe *recipe);
-/// Delayed scaling: scales a role in one block as if `amax` were its largest |x|; 0: by its own
-/// amax again. Errors: VALUE.
+/// Delayed scaling: scales a role in one block as if `amax` were its largest |x|; 0: uses the
+/// measured amax again. Errors: VALUE.
 eng_status eng_fp8_delay(int64_t site, int role, double amax);
 /// Largest |x| of each role since the last call, inf and nan included; -1: nothing was quantized.
 /// Waits for the device. Only the last 4,096 unread amaxes are kept, so call it once before the
 /// steps of interest.
 eng_status eng_fp8_amax(double amax[3], int64_t site);
 
-/// What quantizing did to the elements looked at (up to 2^16 of each tensor, whole rows at even
+/// Effects of quantization on the measured elements (up to 2^16 of each tensor, whole rows at even
 /// distances).
 typedef struct eng_fp8_meter {
   int64_t count, zeros;               // finite elements; those that are 0, whatever their sign
-  int64_t underflow;                  // not 0, but of code 0 or -0
-  int64_t overflow;                   // beyond what rounds to the format's largest number
+  int64_t underflow;                  // nonzero, but with code 0 or -0
+  int64_t overflow;                   // beyond the largest magnitude that does not overflow
   int64_t nonfinite;                  // not in count
   double  signal, error;              // sums of x^2 and of (x - real value of its code)^2
   double  amax, least;                // of |x|, least without zeros; 0: none
   double  scale_min, scale_max;
 } eng_fp8_meter;
-/// Meters on or off; gives what was in force. They cost reading back what they look at.
+/// Turns meters on or off; returns the previous setting. Meters copy the measured rows to the host.
 bool       eng_fp8_measure(bool on);
-/// What was measured since this was asked last.
+/// What was measured since the last call.
 eng_status eng_fp8_meters(eng_fp8_meter meter[3], int64_t site);
-/// Bytes that the tape keeps for the backward pass: of memory that rules will read, each piece
-/// once, without parameters. `fp8`: those of them that are codes and scales.
+/// Bytes that the tape keeps for the backward pass: the memory that gradient rules will read,
+/// counted once, without parameters. `fp8`: the part that is codes and scales.
 int64_t    eng_tape_bytes(int64_t *fp8);
 
 // ------------------------------------------------------------------ autograd
@@ -338,55 +337,56 @@ eng_status eng_done(const eng_tensor *x);
 /// Marks a leaf; backward() then accumulates into its gradient.
 eng_status eng_requires_grad(const eng_tensor *x, bool on);
 
-/// Recording on or off; gives back what it was.
+/// Turns recording on or off; returns the previous setting.
 bool eng_grad_enabled(bool on);
 
-/// Runs the tape backward from a loss of one element whose own gradient is `seed` (the loss
-/// scale). Gradients of leaves are added to what they hold. Empties the tape unless `retain`.
-/// With Lua nodes on the tape it stops at each: see eng_backward_resume.
-/// Errors: GRADIENT (nothing requires a gradient, the tape was emptied).
+/// Runs the tape backward from a loss of one element whose own gradient is `seed` (the loss scale).
+/// Adds to the gradients of leaves. Empties the tape unless `retain`. With Lua nodes on the tape it
+/// stops at each: see eng_backward_resume. Errors: GRADIENT (nothing requires a gradient, the tape
+/// was emptied).
 eng_status eng_backward(const eng_tensor *loss, double seed, bool retain);
 
-/// From now on recorded operations have gradients that carry the factor `carry` beside the seed (1
-/// at first): for layers that are scaled apart. What flows from one carry into another is
-/// multiplied by their ratio, once; the gradients of parameters end in the carry that
-/// eng_params_carry gives them, those of other leaves in 1. Errors: VALUE.
+/// Gradients of the operations recorded from now on carry the relative scale `carry` (1 by
+/// default), a factor beside the seed, for layers with a scale of their own. A gradient that passes
+/// from one relative scale to another is multiplied by their ratio once. The gradients of
+/// parameters end with the scale set by eng_params_carry, those of other leaves with 1. Errors:
+/// VALUE.
 eng_status eng_gradient_carry(double *before, double carry);
 
-/// The pull-style protocol for gradients written in Lua. After eng_backward or
-/// eng_backward_resume, eng_backward_pending gives the id of the Lua node that waits (-1: backward
-/// has finished). Lua reads the output gradients with eng_backward_output, computes, hands each
-/// input's gradient to eng_backward_input and resumes.
+/// The pull-style protocol for gradients written in Lua. After eng_backward or eng_backward_resume,
+/// eng_backward_pending returns the id of the pending Lua node (-1: backward has finished). Lua
+/// reads the output gradients with eng_backward_output, computes, passes each input's gradient to
+/// eng_backward_input and resumes.
 int64_t    eng_backward_pending(void);
 eng_status eng_backward_output(eng_tensor *gradient, int output);
 eng_status eng_backward_input(int input, const eng_tensor *gradient);
 eng_status eng_backward_resume(void);
-/// Abandons a backward pass that waits for Lua (an error was raised there) and empties the tape.
+/// Aborts a backward pass that waits for Lua (which raised an error) and empties the tape.
 void       eng_backward_abort(void);
-/// Puts a Lua node on the tape: outputs y depend on inputs x by a rule that Lua knows as `id`.
+/// Records a Lua node on the tape: outputs y depend on inputs x by a rule that Lua knows as `id`.
 eng_status eng_record_lua(int64_t id, const eng_tensor *x, int n_in, const eng_tensor *y,
                           int n_out);
 
-/// The gradient of a leaf after backward(), as a tensor of the step (a view of the parameter
-/// set's buffer for its members). slot 0 when there is none.
+/// The gradient of a leaf after backward(), as a tensor of the step (for members of a parameter
+/// set, a view of the set's buffer). slot 0 if there is none.
 eng_status eng_gradient(eng_tensor *out, const eng_tensor *x);
-/// Forgets the gradient of one leaf.
+/// Drops the gradient of one leaf.
 eng_status eng_clear_gradient(const eng_tensor *x);
 /// Number of operations on the tape.
 int eng_tape_length(void);
 
 // ------------------------------------------------------------------ precision
 
-/// What autocast does to operations, by their class in ops.def. -1 in a field: leave alone.
+/// How autocast changes operations, by their class in ops.def. -1 in a field: unchanged.
 typedef struct eng_precision {
   int32_t compute;      // dtype that class LOWER runs in: matmul, linear, attention
-  int32_t residual;     // dtype an embedding yields, hence of the residual stream
-  int32_t norm;         // dtype that class NORM yields (statistics are always f32)
-  int32_t wide;         // dtype that class WIDE yields: softmax, exp, losses, sums
+  int32_t residual;     // dtype of an embedding's output, hence of the residual stream
+  int32_t norm;         // output dtype of class NORM (statistics are always f32)
+  int32_t wide;         // output dtype of class WIDE: softmax, exp, losses, sums
   int32_t fp8;          // 1: operations of FP8 layers run in FP8 as the recipe of their site says
 } eng_precision;
 
-/// Sets the precision in force; NULL turns autocast off. `previous` may be NULL.
+/// Sets the current precision; NULL turns autocast off. `previous` may be NULL.
 void eng_autocast(const eng_precision *now, eng_precision *previous);
 
 // ------------------------------------------------------------------ statistics, records, verdicts
@@ -406,18 +406,19 @@ enum {
 /// floor(log2|g|) = ENG_HIST_FIRST + b. The first and the last bin also count values beyond them.
 enum { ENG_HIST_BINS = 320, ENG_HIST_FIRST = -160 };
 
-/// Statistics of one tensor's gradient as stored, that is multiplied by the loss scale, over its
+/// Statistics of one tensor's gradient as stored, that is, multiplied by the loss scale, over its
 /// finite elements; inf and nan are counted separately. `underflow` counts nonzero elements below
-/// the smallest normal number of the dtype (subnormal: they have lost bits); `zeros` the exact
+/// the smallest normal number of the dtype (subnormal: they have lost bits); `zeros` counts exact
 /// zeros, -0 included.
 typedef struct eng_tensor_stats {
   int64_t count, inf, nan, zeros, underflow;
   double  amax;               // largest finite |g|
   double  sum_squares;        // over finite elements
   int64_t hist[320];          // filled with ENG_NEED_HIST
-  double  carry;              // relative scale of the gradient beside the loss scale; 0 means 1
+  double  carry;              // relative scale of the gradient; 0 means 1
   double  norm_ref;           // norm of its gradient in a reference backward; 0: none was run
-  // The rest describes what an FP8 layer quantized; `underflow` then counts numbers that became 0.
+  // The remaining fields describe what an FP8 layer quantized; `underflow` then counts numbers that
+  // became 0.
   int64_t measured;           // elements measured; 0: none, or this is a gradient
   int64_t clipped;            // measured elements above the format's largest number
   double  snr;                // signal-to-noise ratio of the quantized numbers, dB
@@ -451,7 +452,7 @@ enum {
 };
 /// "step", "skip", "retry" or "stop"; "?" for any other number.
 const char *eng_action_name(int action);
-/// The action called `name`, or -1.
+/// The action with this name, or -1.
 int eng_action_from_name(const char *name);
 
 /// What a policy decided.
@@ -473,9 +474,9 @@ typedef struct eng_policy eng_policy;
 /// What a policy file says about itself. Strings live as long as the policy.
 typedef struct eng_policy_info {
   const char *name, *doc;     // doc: "" when there is none
-  const char *file;           // the name its messages carry
+  const char *file;           // the name in its messages
   uint32_t needs;             // ENG_NEED_*
-  int32_t  options;           // how many
+  int32_t  options;           // number of options
   int64_t  failures;          // decisions that failed so far
   bool     fp8;               // `kind` is "fp8": for FP8 layers, chooses no loss scale
 } eng_policy_info;
@@ -483,7 +484,7 @@ typedef struct eng_policy_info {
 /// The types of a policy's options.
 enum { ENG_OPTION_NUMBER = 0, ENG_OPTION_BOOLEAN = 1, ENG_OPTION_STRING = 2 };
 
-/// An option with the value in force and the file's default, as text. Options come sorted by name.
+/// An option with its current value and the file's default, as text. Options are sorted by name.
 typedef struct eng_policy_option {
   const char *name, *value, *preset;
   int32_t type;               // ENG_OPTION_*, that of the default
@@ -499,18 +500,18 @@ void eng_policy_limits(int64_t memory, int64_t instructions, double seconds);
 /// "false", or text. Errors: POLICY, with file and line; MEMORY.
 eng_status eng_policy_load(eng_policy **out, const char *source, int64_t bytes, const char *file,
                            const char *const *names, const char *const *values, int n);
-/// NULL is fine.
+/// NULL is allowed.
 void       eng_policy_free(eng_policy *policy);
 void       eng_policy_describe(eng_policy_info *out, const eng_policy *policy);
-/// Errors: VALUE (no such option).
+/// Errors: VALUE (unknown option).
 eng_status eng_policy_option_get(eng_policy_option *out, const eng_policy *policy, int index);
 
-/// Makes a fresh state and forgets earlier verdicts. Errors: POLICY.
+/// Creates a fresh state and drops earlier verdicts. Errors: POLICY.
 eng_status eng_policy_init(eng_policy *policy);
-/// The loss scale in force: of the fresh state, then of the last good verdict.
+/// The current loss scale: of the fresh state, then of the last good verdict.
 double     eng_policy_scale(const eng_policy *policy);
-/// Sets the scale in force, and state.scale if the state has that number. The rest of the state,
-/// its counters in particular, is unchanged. Errors: VALUE (not a positive finite number), STATE.
+/// Sets the current scale, and state.scale if the state has that number. The rest of the state,
+/// including its counters, is unchanged. Errors: VALUE (not a positive finite number), STATE.
 eng_status eng_policy_set_scale(eng_policy *policy, double scale);
 
 /// Names the tensors of eng_policy_decide's `stats` and the group of each (group_of[i] < n_groups,
@@ -546,16 +547,16 @@ eng_status eng_policy_migrate(eng_policy *policy, const eng_policy *old);
 
 // ------------------------------------------------------------------ parameter sets and optimizers
 
-/// The parameters of a model in one flat buffer each for weights (f32 master), gradients and, where
-/// the precision asks for it, low-precision weights; order = checkpoint order. Statistics,
-/// unscaling and updates need a current device with the same memory (else DEVICE).
+/// The parameters of a model: one flat buffer each for weights (f32 master), gradients and, if the
+/// precision requires it, low-precision weights; order = checkpoint order. Statistics, unscaling
+/// and updates need a current device with the same memory (else DEVICE).
 typedef struct eng_params eng_params;
 
 /// Takes over `n` f32 leaves: moves their values into the flat buffer; the handles stay valid.
 /// `names` are used in messages and records. Errors: DTYPE, VALUE (a tensor is listed twice).
 eng_status eng_params_new(eng_params **out, const eng_tensor *tensors, const char *const *names,
                           int n);
-/// Frees buffers and tensors. NULL is fine.
+/// Frees buffers and tensors. NULL is allowed.
 void eng_params_free(eng_params *set);
 
 /// Gives parameter i weights of format shadow[i] for the forward pass (ENG_f32: none, the master is
@@ -565,7 +566,7 @@ eng_status eng_params_precision(eng_params *set, const int32_t *shadow, const in
 /// through eng_tensor_info.data; the next operation notices eng_write, eng_fill, eng_copy and
 /// random numbers.
 eng_status eng_params_refresh(eng_params *set);
-/// Forgets all gradients; costs nothing.
+/// Drops all gradients; costs nothing.
 eng_status eng_params_zero_grad(eng_params *set);
 /// One read-only pass over the gradients. `scale`: the loss scale they carry. `stats` may be NULL
 /// or has n entries. Fills the gradient fields of `record`; the caller fills step, loss and the
@@ -592,7 +593,7 @@ eng_status eng_params_stats_withdraw(eng_params *set);
 /// f16 gradients move to an f32 buffer until cleared, so that unscaling loses nothing). `found_inf`
 /// is 1 if any is inf or nan.
 eng_status eng_params_unscale(int *found_inf, eng_params *set, double factor);
-/// Sets the relative scale carry[i] of parameter i's gradient beside the loss scale (NULL: 1 each).
+/// Sets the relative scale carry[i] of parameter i's gradient (NULL: 1 each).
 /// If the parameter has a gradient, it takes effect once that is cleared. Statistics, updates and
 /// unscaling divide by it. Errors: VALUE (not positive and finite).
 eng_status eng_params_carry(eng_params *set, const double *carry);
@@ -677,7 +678,7 @@ eng_status eng_graph_end(eng_graph *graph, const eng_tensor *loss);
 eng_status eng_graph_launch(eng_graph *graph, double seed, const eng_tensor *batch, int n);
 /// The loss of the last launch: a tensor that is valid until the next launch.
 eng_status eng_graph_loss(eng_tensor *out, const eng_graph *graph);
-/// NULL is fine.
+/// NULL is allowed.
 void       eng_graph_free(eng_graph *graph);
 
 // ------------------------------------------------------------------ ranks
@@ -695,12 +696,12 @@ const char *eng_device_name(void);
 eng_status eng_synchronize(void);
 /// One line about the current device: the GPU, or the CPU's instruction set.
 const char *eng_device_text(void);
-/// The FP8 products that the current device computes fast: 0 none (a GPU without FP8 tensor cores),
-/// 1 factors with one scale each, 2 all. A formula computes the others, with the same bits and many
-/// times slower, if ENGINE_FP8_FORMULA=1 allows it (the value is then 2).
+/// The FP8 products that are fast on the current device: 0 none (a GPU without FP8 tensor cores), 1
+/// operands with one scale each, 2 all. A formula computes the others, bit-equal but many times
+/// slower, if ENGINE_FP8_FORMULA=1 allows it (the value is then 2).
 int eng_device_fp8(void);
 
-/// Sets the number of threads of the kernels; 0 leaves it unchanged. Returns the number in force.
+/// Sets the number of threads of the kernels; 0 leaves it unchanged. Returns the current number.
 int eng_threads(int n);
 
 /// Measures time by operation, dtypes and shapes. `on` clears the rows and begins; off ends the
@@ -790,7 +791,7 @@ void eng_number_text(char out[32], double x);
 /// `name` counts as one edit away ("width" finds "model.width"). The first of equals wins; names
 /// longer than 64 bytes never match.
 int eng_nearest(const char *name, const char *const *names, int n);
-/// Asks the CUDA driver, if there is one, without linking to it: the number of GPUs, or -1 without
+/// Queries the CUDA driver, if installed, without linking to it: the number of GPUs, or -1 without
 /// a driver. Writes a line of text about each into `text`.
 int eng_gpu_probe(char *text, int size);
 

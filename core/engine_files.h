@@ -12,8 +12,8 @@ typedef struct eng_mapping { const void *data; int64_t size; } eng_mapping;
 eng_status eng_file_map(eng_mapping *out, const char *path);
 void       eng_file_unmap(eng_mapping *mapping);
 
-/// Writes a whole file: into a temporary file beside it, synced, then renamed. A reader of `path`
-/// finds the old contents or the new ones, also after a crash. On an error the old file is
+/// Writes a whole file: into a temporary file next to it, synced, then renamed. A reader of `path`
+/// finds the old contents or the new ones, even after a crash. On an error the old file is
 /// unchanged.
 eng_status eng_file_write(const char *path, const void *data, int64_t size);
 /// CRC-32C and size in bytes of a file.
@@ -66,7 +66,7 @@ typedef struct eng_safetensors_entry {
 /// Errors: IO (missing, unreadable), FORMAT (a header that violates the format), DTYPE (a dtype
 /// that this engine lacks; the text names it).
 eng_status  eng_safetensors_open(eng_safetensors **out, const char *path);
-/// NULL is fine.
+/// NULL is allowed.
 void        eng_safetensors_close(eng_safetensors *file);
 int64_t     eng_safetensors_count(const eng_safetensors *file);
 /// Entry `index` in the order of the data. Errors: VALUE (no such entry).
@@ -95,7 +95,7 @@ eng_status eng_safetensors_annotate(eng_safetensors_writer *writer, const char *
 /// Frees the writer whatever the status; on an error the old file is unchanged and no temporary
 /// file remains.
 eng_status eng_safetensors_commit(eng_safetensors_writer *writer, uint32_t *crc);
-/// Frees a writer that was not committed. NULL is fine.
+/// Frees a writer that was not committed. NULL is allowed.
 void       eng_safetensors_abort(eng_safetensors_writer *writer);
 
 // ------------------------------------------------------------------ attach
@@ -109,18 +109,18 @@ enum { ENG_ATTACH_LINE = 65536, ENG_ATTACH_ANSWER = 1 << 20 };
 /// Opens the socket at `path`, of any length. A socket without a listener is replaced. Errors:
 /// STATE (another process listens), IO.
 eng_status eng_attach_open(eng_attach **out, const char *path);
-/// Disconnects all clients and removes the socket. NULL is fine.
-void       eng_attach_close(eng_attach *door);
+/// Disconnects all clients and removes the socket. NULL is allowed.
+void       eng_attach_close(eng_attach *server);
 /// Serves the sockets, waiting up to `milliseconds` for activity (0: takes under a microsecond
 /// without clients). True: a line, without its newline, has come from client number *client; it is
 /// valid until the next call.
-bool eng_attach_poll(const char **line, int64_t *length, int *client, eng_attach *door,
+bool eng_attach_poll(const char **line, int64_t *length, int *client, eng_attach *server,
                      int milliseconds);
 /// Sends a line to a client. A client with too many unread bytes is disconnected; one that has
-/// disconnected is fine.
-void       eng_attach_answer(eng_attach *door, int client, const char *text, int64_t size);
-bool       eng_attach_here(eng_attach *door, int client);
-int        eng_attach_count(const eng_attach *door);
+/// disconnected is ignored.
+void       eng_attach_answer(eng_attach *server, int client, const char *text, int64_t size);
+bool       eng_attach_here(eng_attach *server, int client);
+int        eng_attach_count(const eng_attach *server);
 
 /// The client's side. Errors: STATE (no listener), IO.
 typedef struct eng_attach_link eng_attach_link;
@@ -142,7 +142,7 @@ typedef struct eng_history eng_history;
 /// Opens a history: with `write` for the run itself (made when missing), else read-only for any
 /// process, also while the run writes. Errors: IO; FORMAT (not a history, or of a newer engine).
 eng_status eng_history_open(eng_history **out, const char *path, bool write);
-/// Commits queued rows and closes. Frees the history whatever the status. NULL is fine.
+/// Commits queued rows and closes. Frees the history whatever the status. NULL is allowed.
 eng_status eng_history_close(eng_history *history);
 
 /// Every append reports a failure of the writing thread (disk full) once, as IO. The row is still

@@ -32,16 +32,16 @@ const char *eng_comm_text(void);
 /// "2.28.9, /usr/local/cuda/lib64/libnccl.so.2": the NCCL that would be used. Errors: LIBRARY, with
 /// what is missing.
 eng_status eng_comm_nccl(const char **text);
-/// Splits a group: the ranks that give the same color form a part, ordered by key and rank. Color
+/// Splits a group: the ranks that pass the same color form a part, ordered by key and rank. Color
 /// -1: in no part (NULL in out).
 eng_status eng_comm_split(eng_comm **out, eng_comm *parent, int color, int key);
-/// NULL and the world are fine.
+/// NULL and the world are allowed.
 void eng_comm_free(eng_comm *comm);
-/// How long a rank waits for others (300 s at first) before it ends the job with a message that
-/// names the missing ranks. 0 only asks. Returns the previous value.
+/// How long a rank waits for others (300 s by default) before it ends the job with a message that
+/// names the missing ranks. 0 only queries. Returns the previous value.
 double eng_comm_timeout(double seconds);
 /// The last call of a process; made automatically when it exits. Code 0 waits for the other ranks,
-/// any other code ends them, too. Fine without ranks.
+/// any other code ends them as well. Harmless without ranks.
 void eng_comm_end(int code);
 
 /// Waits until every rank of the group has called it.
@@ -56,33 +56,33 @@ eng_status eng_comm_all_gather(eng_comm *comm, void *all, const void *own, int64
 /// order (core/dist/comm.h): the same numbers give the same sum, bit for bit, on every rank and in
 /// every run. Errors: DTYPE.
 eng_status eng_comm_all_reduce(eng_comm *comm, void *data, int64_t count, int dtype, int op);
-/// Gives rank r elements [r * count, (r+1) * count) of the reduction of `data` [size x count],
+/// Rank r receives elements [r * count, (r+1) * count) of the reduction of `data` [size x count],
 /// bit-equal to the all-reduce.
 eng_status eng_comm_reduce_scatter(eng_comm *comm, void *own, const void *data, int64_t count,
                                    int dtype, int op);
-/// The same without waiting. Every start needs its wait. `test` tells whether waiting would return
-/// at once, and advances the reduction.
+/// The same without waiting. Every start needs its wait. `test` advances the reduction and reports
+/// whether the wait would return at once.
 typedef struct eng_comm_request eng_comm_request;
 eng_status eng_comm_all_reduce_start(eng_comm_request **out, eng_comm *comm, void *data,
                                      int64_t count, int dtype, int op);
 eng_status eng_comm_test(bool *done, eng_comm_request *request);
 eng_status eng_comm_wait(eng_comm_request *request);
 
-/// Sends rows of `from` [n x C] to the ranks of a group and receives theirs into `to` [m x C]; both
+/// Sends rows of `from` [n x C] to the ranks of a group and receives theirs into `to` [m x C], both
 /// of one dtype and memory. The first send[0] rows go to rank 0, the next send[1] to rank 1; rank
 /// 0's rows come first. Messages are in `comm_dtype` (below), FP8 in blocks along a row, where inf
-/// becomes nan; rows to oneself are rounded alike. Adds to `facts` (may be NULL): the bytes sent to
-/// others and, over finite numbers, the sums of squares of what was sent and of the error of its
-/// comm dtype. Errors: SHAPE, VALUE.
+/// becomes nan; rows that stay on this rank are rounded alike. Adds to `facts` (may be NULL): the
+/// bytes sent to other ranks and, over finite numbers, the sums of squares of the sent numbers and
+/// of their rounding errors. Errors: SHAPE, VALUE.
 typedef struct eng_exchange_facts { int64_t bytes; double signal, error; } eng_exchange_facts;
 eng_status eng_comm_exchange_rows(const eng_tensor *to, const eng_tensor *from, eng_comm *comm,
                                   const int64_t *send, const int64_t *receive, int comm_dtype,
                                   eng_exchange_facts *facts);
 
-/// Reduces the gradients of a parameter set over a group. Parameters are put into buckets, and a
-/// bucket is sent as soon as backward has completed its members. Every rank sends each other rank
-/// the piece that this one sums, in the comm dtype; sums are f32, each term divided by the number
-/// of ranks beforehand; the sums return in the same comm dtype. All ranks send their buckets in one
+/// Reduces the gradients of a parameter set over a group. Parameters are assigned to buckets, and a
+/// bucket is sent as soon as backward has completed its members. Every rank sends to each other
+/// rank the piece that rank sums, in the comm dtype; sums are f32, each term divided by the number
+/// of ranks first; the sums return in the same comm dtype. All ranks send their buckets in the same
 /// order, the last members of the set first. Memory holds a few buckets in flight; when it is full,
 /// backward waits for messages.
 typedef struct eng_parallel eng_parallel;
@@ -104,39 +104,40 @@ typedef struct eng_parallel_options {
   const uint8_t *apart;
   eng_comm *holders;
 } eng_parallel_options;
-/// A set has one eng_parallel at most. With `zero` the set's optimizers must be divided, too
+/// A set has at most one eng_parallel. With `zero` the set's optimizers must be divided as well
 /// (eng_optimizer_shard). With zero = 2 gradients can be written only between eng_parallel_begin
-/// and eng_parallel_finish; each takes memory when it is first written and returns it when its
-/// bucket is sent. Of the sums only the own pieces remain, which eng_parallel_stats and updates
-/// read. Other readers of gradients (eng_gradient, eng_params_stats, eng_params_unscale) get STATE.
+/// and eng_parallel_finish; each takes memory when it is first written and releases it when its
+/// bucket is sent. Of the sums only this rank's pieces are kept, which eng_parallel_stats and
+/// updates read. Other readers of gradients (eng_gradient, eng_params_stats, eng_params_unscale)
+/// get STATE.
 eng_status eng_parallel_new(eng_parallel **out, eng_params *set, eng_comm *comm,
                             const eng_parallel_options *options);
 void eng_parallel_free(eng_parallel *parallel);
 /// Arms the reduction: it starts by itself during the backward pass. `pass`: ENG_PASS_FIRST before
 /// the last backward pass of a step. With zero = 2: ENG_PASS_FIRST before the first pass of a step,
-/// ENG_PASS_MORE before the others, whose sums are added to the own pieces in the order of passes,
-/// in f32, each result rounded to the gradient's dtype. ENG_PASS_ALONE: nothing is sent, and with
-/// zero = 2 the gradients are dropped. Errors: STATE.
+/// ENG_PASS_MORE before the others, whose sums are added to this rank's pieces in the order of
+/// passes, in f32, each result rounded to the gradient's dtype. ENG_PASS_ALONE: nothing is sent,
+/// and with zero = 2 the gradients are dropped. Errors: STATE.
 enum { ENG_PASS_FIRST = 0, ENG_PASS_MORE = 1, ENG_PASS_ALONE = 2 };
 eng_status eng_parallel_begin(eng_parallel *parallel, int pass);
 /// Waits until all gradients are reduced. With `zero` the gradients of other ranks' pieces are
 /// unchanged.
 eng_status eng_parallel_finish(eng_parallel *parallel);
-/// Cancels a reduction that began and was not finished because the step failed on this rank.
+/// Cancels a reduction that was not finished because the step failed on this rank.
 void eng_parallel_cancel(eng_parallel *parallel);
 /// eng_params_stats over all ranks: each rank reads its own pieces, and one small message produces
-/// the same record on every rank. It also carries n_sums numbers to sum over the ranks and n_maxima
-/// numbers to take the maximum of. `stats` has n entries, without histograms.
+/// the same record on every rank. The message also carries n_sums numbers to sum over the ranks and
+/// n_maxima numbers to take the maximum of. `stats` has n entries, without histograms.
 eng_status eng_parallel_stats(eng_record *record, eng_tensor_stats *stats, eng_parallel *parallel,
                               double scale, unsigned needs, double *sums, int n_sums,
                               double *maxima, int n_maxima);
-/// With parameters held apart: shares what every rank brought of them with all ranks, for
+/// With parameters held apart: shares every rank's flags of these parameters with all ranks, for
 /// eng_parallel_brought. After eng_parallel_stats.
 eng_status eng_parallel_tell_brought(eng_parallel *parallel);
 /// Also sums the histograms of all ranks' stats.
 eng_status eng_parallel_histograms(eng_tensor_stats *stats, eng_parallel *parallel);
-/// What rank `rank` brought to the last reduction as the gradient of parameter `index`: bits 1 a
-/// gradient, 2 inf, 4 nan, 8 finite numbers that the comm dtype made inf.
+/// What rank `rank` contributed to the last reduction as the gradient of parameter `index`, as
+/// bits: 1 a gradient, 2 inf, 4 nan, 8 finite numbers that became inf in the comm dtype.
 int eng_parallel_brought(const eng_parallel *parallel, int rank, int index);
 /// With `zero`, after an update: distributes every rank's pieces of the weights to all ranks.
 eng_status eng_parallel_gather(eng_parallel *parallel);
@@ -144,8 +145,8 @@ eng_status eng_parallel_gather(eng_parallel *parallel);
 eng_status eng_parallel_reference(eng_parallel *parallel);
 /// The elements [from, to) of parameter `index` that this rank updates.
 void eng_parallel_own(int64_t *from, int64_t *to, const eng_parallel *parallel, int index);
-/// Figures of the last step's reductions: messages and bytes this rank sent; seconds from the start
-/// of the first bucket to the end of the last one; seconds of these spent waiting in
+/// Figures of the last step's reductions: messages and bytes that this rank sent; seconds from the
+/// start of the first bucket to the end of the last one; seconds of these spent waiting in
 /// eng_parallel_finish, and before, during backward, for memory that other buckets used (`held`);
 /// seconds of the record's message and of distributing updated weights, with the messages and bytes
 /// of the latter.
@@ -155,33 +156,34 @@ typedef struct eng_parallel_facts {
   int64_t weight_messages, weight_bytes;
 } eng_parallel_facts;
 void eng_parallel_last(eng_parallel_facts *out, const eng_parallel *parallel);
-/// Predicts, without these ranks, what rank `rank` of `size` (-1: the rank that sums most) would
-/// keep and send: bytes of memory, of messages in a reduction and, with zero, of updated weights.
-/// Exact, except that `rooms` takes the operations on the tape for those of a step. `apart` must be
-/// NULL.
+/// Predicts, without starting ranks, what rank `rank` of `size` (-1: the rank that sums the most)
+/// would keep and send: bytes of memory, of messages in a reduction and, with zero, of updated
+/// weights. Exact, except that `rooms` assumes that the operations on the tape are those of a step.
+/// `apart` must be NULL.
 typedef struct eng_parallel_sizes {
   int64_t buckets, messages, bytes, weight_messages, weight_bytes;
   int64_t own;                  // elements that this rank sums
-  // memory of gradients that remain; zero = 2: of those that backward writes
+  // memory of the gradients that are kept; zero = 2: of those that backward writes
   int64_t gradients, rooms;
   int64_t under_way;            // of messages and sums in flight
 } eng_parallel_sizes;
 eng_status eng_parallel_predict(eng_parallel_sizes *out, eng_params *set, int rank, int size,
                                 const eng_parallel_options *options);
-/// Measures the seconds that this process spends packing and summing in a reduction of the present
-/// gradients over `size` ranks; nothing is sent. Afterwards there are no gradients.
+/// Measures the seconds that this process spends packing and summing in a reduction of the current
+/// gradients over `size` ranks; nothing is sent. Clears the gradients.
 eng_status eng_parallel_rehearse(double *seconds, eng_params *set, int size,
                                  const eng_parallel_options *options);
 /// Rounds n numbers to a comm dtype and back, in place.
 eng_status eng_comm_dtype_round(float *x, int64_t n, int comm_dtype);
-/// Reduces the gradients of several ranks within this process, with the kernels of the memory they
-/// are in: rows of x [ranks x n], in f32, f16 or bf16, are packed, summed, each divided by the
-/// number of ranks, and unpacked into out [n] of the same dtype; with `add` added to it.
-/// brought[ranks]: bits as in eng_parallel_brought, without 1. Errors: SHAPE, DTYPE, VALUE.
+/// Reduces the gradients of several ranks within this process, with the kernels of their memory:
+/// rows of x [ranks x n], in f32, f16 or bf16, are packed, summed, each divided by the number of
+/// ranks, and unpacked into out [n] of the same dtype, or added to it with `add`. brought[ranks]:
+/// bits as in eng_parallel_brought, without 1. Errors: SHAPE, DTYPE, VALUE.
 eng_status eng_comm_dtype_reduce(const eng_tensor *out, int *brought, const eng_tensor *x,
                                  int comm_dtype, bool add);
 
-/// Restricts this optimizer's moments to the own pieces of its set; their values there are kept.
+/// Restricts this optimizer's moments to this rank's pieces of its set and keeps their values
+/// there.
 eng_status eng_optimizer_shard(eng_optimizer *state);
 
 #endif

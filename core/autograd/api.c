@@ -27,7 +27,7 @@ eng_status eng_new(eng_tensor *out, int dtype, int ndim, const int64_t *shape, i
   return ENG_OK;
 }
 
-/// Copies x into y (same number of elements in broadcast) without recording.
+/// Copies x into y, broadcasting, without recording.
 static eng_status copy(tensor *y, tensor *x)
 {
   op_call c = {.op = ENG_OP_cast, .n_in = 1, .n_out = 1, .in = {x}, .out = {y},

@@ -36,7 +36,7 @@ double gradient_carry(const tensor *x)
 void gradient_hang(tensor *x, tensor *dx)
 {
   x->gradient = dx;
-  dx->hung = true;
+  dx->is_gradient = true;
 }
 
 void gradient_drop(tensor *x)
@@ -219,7 +219,7 @@ eng_status eng_clear_gradient(const eng_tensor *handle)
 {
   tensor *x;
   ENG_TRY(tensor_get(&x, handle));
-  if (x->parameter) params_forget(x->parameter);
+  if (x->parameter) params_drop_gradient(x->parameter);
   else if (x->node < 0) {
     gradient_drop(x);
     for (int i = 0; i < leaves.length; i++)

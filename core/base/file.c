@@ -100,7 +100,7 @@ eng_status file_writer_open(file_writer *writer, const char *path)
     if (writer->fd < 0 && errno != EEXIST) break;
   }
   if (writer->fd >= 0) return ENG_OK;
-  eng_status status = io_error("create a file beside it", path);
+  eng_status status = io_error("create a temporary file next to it", path);
   file_writer_abort(writer);
   return status;
 }

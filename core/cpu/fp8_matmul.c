@@ -8,14 +8,14 @@
 // promotion interval `part` is added to `sum`; at the end of a stretch, an interval of K with
 // constant scales, `sum` is scaled and added to `total`. All three are kept in f32 between runs.
 // After the last run, bias is added and the result is rounded to its dtype.
-// fp32    chains of multiply-adds, several rows at a time. Products of FP8 numbers are exact in
-//         f32, so fusing changes nothing. Of two steps of K, the later one is added first. FP8
-//         numbers are exact in bf16, so the instruction that multiplies pairs of bf16 gives the
-//         same bits; it is used where it is fast (gemm.h).
-// hopper  core/base/fp8_hopper.h on VF_LANES columns at once: exponents in bytes, terms truncated
-//         by the conversion to integers
-// e4m3    products and sums rounded by arithmetic on their bits
-// exact   in f64, one panel and row at a time (the last part of this file)
+//   fp32    chains of multiply-adds, several rows at a time. Products of FP8 numbers are exact in
+//           f32, so fusing changes nothing. Of two steps of K, the later one is added first. FP8
+//           numbers are exact in bf16, so the instruction that multiplies pairs of bf16 gives the
+//           same bits; it is used where it is fast (gemm.h).
+//   hopper  core/base/fp8_hopper.h on VF_LANES columns at once: exponents in bytes, terms truncated
+//           by the conversion to integers
+//   e4m3    products and sums rounded by arithmetic on their bits
+//   exact   in f64, one panel and row at a time (the last part of this file)
 #include <omp.h>
 
 #include "base/error.h"

@@ -201,8 +201,8 @@ static eng_status describe_all(dnnl_memory_desc_t *l, const key *k)
   return ENG_OK;
 }
 
-// The product in oneDNN's terms: the caller provides the workspace; c is added to where the key
-// asks.
+// The product in oneDNN's terms: the caller provides the workspace. Accumulates into c if the
+// key says so.
 static dnnl_status_t describe_product(dnnl_primitive_desc_t *out, const dnnl_memory_desc_t *l,
                                       const key *k)
 {

@@ -10,8 +10,8 @@
 //
 // From the bottom up: comm_wait.c (waiting), comm.c (collectives), comm_nccl.c (cards), comm_pack.c
 // (comm dtypes); comm_buckets.c, comm_cards.c, comm_gradients.c, comm_parallel.c (gradients);
-// world.c (start and end). Called by Lua through engine.h. Everything below backend.h knows nothing
-// of ranks.
+// world.c (start and end). Called by Lua through engine.h. Everything below backend.h is
+// independent of ranks.
 #ifndef ENG_COMM_H
 #define ENG_COMM_H
 
@@ -39,7 +39,7 @@ typedef struct comm_transport {
   eng_status (*test)(bool *done, void *exchange);
   /// Whether a message with that tag has arrived and no receive matches it. Never waits. NULL: the
   /// transport cannot test for unexpected messages.
-  bool (*knocked)(void *group, int tag);
+  bool (*probe)(void *group, int tag);
   /// Makes the group of the ranks that give the same color, ordered by key and rank. Every rank of
   /// the parent calls it. NULL: a group is its ranks' world numbers, int32_t (eng_comm.of_world).
   eng_status (*split)(void **group, int32_t *rank, int32_t *size, void *parent, int color, int key);
@@ -142,11 +142,11 @@ typedef enum comm_stream { STREAM_HOST, STREAM_GRADIENTS, STREAM_ROWS, COMM_STRE
 /// Decides whether data goes from card to card; every rank of the world calls it before it sends.
 /// `wanted`: this rank's data is on a card. True if that holds on every rank, each has its own
 /// card, and NCCL is available (ENGINE_NCCL=off: never; on: an error says why it is not possible).
-eng_status comm_cards_meet(bool *cards, eng_comm *everybody, bool wanted);
-/// The result of the last comm_cards_meet, without asking other ranks.
+eng_status comm_cards_decide(bool *cards, eng_comm *everybody, bool wanted);
+/// The result of the last comm_cards_decide, without asking other ranks.
 bool comm_cards(void);
 /// "from card to card over NCCL 2.28.9", or "through the host: ..." with the reason; NULL before
-/// comm_cards_meet.
+/// comm_cards_decide.
 const char *comm_cards_text(void);
 /// The device's stream behind a comm_stream.
 void *comm_stream_of(comm_stream stream);

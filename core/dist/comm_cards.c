@@ -185,7 +185,7 @@ eng_status cards_done(bool *done, eng_parallel *p, bucket *b)
   return backend_of_space(p->set->space)->stream_reached(done, b->mark);
 }
 
-eng_status cards_tell(eng_parallel *p)
+eng_status cards_exchange_flags(eng_parallel *p)
 {
   int64_t n = p->set->n;
   uint8_t *own = p->told + (int64_t)p->comm->rank * n;

@@ -254,11 +254,11 @@ static eng_status take_sums(eng_parallel *p, bucket *b)
 }
 
 /// Cards: reads each rank's flags of a pass, once all buckets are done.
-static eng_status take_told(eng_parallel *p)
+static eng_status read_flags(eng_parallel *p)
 {
   int64_t n = p->set->n;
   ENG_TRY(comm_stream_wait(STREAM_GRADIENTS, "the sum of gradients"));
-  ENG_TRY(cards_tell(p));
+  ENG_TRY(cards_exchange_flags(p));
   for (int64_t k = 0; k < p->comm->size * n; k++) p->brought[k] |= p->told[k];
   for (int i = 0; i < n; i++) {
     const bucket *b = &p->buckets[p->bucket_of[i]];
@@ -452,7 +452,7 @@ eng_status eng_parallel_finish(eng_parallel *p)
     }
     ENG_TRY(comm_pause(began, "the sum of gradients"));
   }
-  if (p->cards) ENG_TRY(take_told(p));
+  if (p->cards) ENG_TRY(read_flags(p));
   double now = eng_clock();
   p->facts.waited += now - began;
   p->facts.seconds += now - (p->first ? p->first : began);

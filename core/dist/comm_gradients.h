@@ -26,7 +26,7 @@ typedef struct bucket {
   int64_t *begin;             // [ranks + 1] bytes: offset of the message to each rank in `out`, and
                               // of its sum in `in`. A message is a packed piece and n flag bytes
   int64_t  packed, bytes;     // this rank's piece in the comm dtype; with flags
-  int64_t  in_bytes, need;    // of `in`; of `out`, `in` and `sum` together
+  int64_t  in_bytes, need;    // size of `in`; total of `out`, `in` and `sum`
   char    *out, *in;          // while in flight, else NULL: messages to each rank; messages from
                               // each rank, `bytes` apart, and later the sums
   char    *sum;               // [packed] of this rank's piece
@@ -114,6 +114,6 @@ eng_status cards_send(eng_parallel *p, bucket *b);
 /// Whether that work is done. Never waits.
 eng_status cards_done(bool *done, eng_parallel *p, bucket *b);
 /// After all buckets are done: exchanges the ranks' flags (p->told).
-eng_status cards_tell(eng_parallel *p);
+eng_status cards_exchange_flags(eng_parallel *p);
 
 #endif

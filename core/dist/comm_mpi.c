@@ -100,7 +100,7 @@ static eng_status test(bool *done, void *under_way)
   return ENG_OK;
 }
 
-static bool knocked(void *group, int tag)
+static bool probe(void *group, int tag)
 {
   int flag = 0;
   return MPI_Iprobe(MPI_ANY_SOURCE, tag, *(MPI_Comm *)group, &flag, MPI_STATUS_IGNORE) ==
@@ -179,7 +179,7 @@ __attribute__((visibility("default"))) const comm_transport *eng_comm_mpi(const 
                                .world = &everybody,
                                .start = start,
                                .test = test,
-                               .knocked = knocked,
+                               .probe = probe,
                                .split = split,
                                .free = release,
                                .abort = end_all,

@@ -31,7 +31,7 @@ static struct {
   int32_t        rank, size, local_size;
   nccl_comm      comm[COMM_STREAMS];
   void          *stream[COMM_STREAMS];
-  bool           talk;              // comm_cards_meet enabled card-to-card messages
+  bool           talk;              // comm_cards_decide enabled card-to-card messages
   char           how[640];          // the same as text for messages
 } nccl;
 
@@ -257,7 +257,7 @@ static eng_status open_streams(eng_comm *everybody)
   return open_another(STREAM_ROWS, STREAM_GRADIENTS);
 }
 
-eng_status comm_cards_meet(bool *cards, eng_comm *everybody, bool wanted)
+eng_status comm_cards_decide(bool *cards, eng_comm *everybody, bool wanted)
 {
   char why[320] = "";
   bool any, must;

@@ -111,7 +111,7 @@ static eng_status divide(eng_parallel *p)
 }
 
 /// Finds which parameters are held apart, and by which ranks.
-static eng_status meet_holders(eng_parallel *p, const eng_parallel_options *options)
+static eng_status find_holders(eng_parallel *p, const eng_parallel_options *options)
 {
   if (!options->apart || !options->holders) return ENG_OK;
   p->holders = options->holders;
@@ -140,9 +140,9 @@ eng_status eng_parallel_new(eng_parallel **out, eng_params *set, eng_comm *comm,
   p->apart = calloc(n, sizeof *p->apart);
   p->complete = calloc(n, sizeof *p->complete);
   eng_status status = set->own && p->apart && p->complete
-                        ? meet_holders(p, options)
+                        ? find_holders(p, options)
                         : error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
-  if (status == ENG_OK) status = comm_cards_meet(&p->cards, comm, set->space == SPACE_CUDA);
+  if (status == ENG_OK) status = comm_cards_decide(&p->cards, comm, set->space == SPACE_CUDA);
   if (status == ENG_OK) status = buckets_fill(p, options);
   if (status == ENG_OK) status = take_memory(p, options->bucket);
   if (status == ENG_OK && p->cards) status = cards_new(p);

@@ -154,7 +154,7 @@ static eng_status start_nothing(void **exchange, void *group, const comm_message
                                 int tag)
 {
   (void)group, (void)messages, (void)n, (void)tag;
-  *exchange = NULL;        // it has already arrived
+  *exchange = NULL;        // already complete
   return ENG_OK;
 }
 

@@ -19,12 +19,12 @@ enum { SPINS = 2000,                 // tests before the core is yielded: ranks 
        LOST_CODE = 70 };             // exit code of a job that lost a rank
 
 eng_comm comm_world = { .size = 1 };
-static double patience = 300;        // seconds
+static double timeout = 300;        // seconds
 
 double eng_comm_timeout(double seconds)
 {
-  double before = patience;
-  if (seconds > 0) patience = seconds;
+  double before = timeout;
+  if (seconds > 0) timeout = seconds;
   return before;
 }
 
@@ -44,9 +44,9 @@ static void *look_at_clock(void *nothing)
   while (true) {
     usleep(TICK_US);
     pthread_mutex_lock(&watch.lock);
-    if (watch.now.what && eng_clock() - watch.now.since > patience) {
+    if (watch.now.what && eng_clock() - watch.now.since > timeout) {
       fprintf(stderr, "engine: rank %d of %d has waited %g s at %s: another rank has died or hung, "
-              "or was never started. The job ends.\n", comm_world.rank, comm_world.size, patience,
+              "or was never started. The job ends.\n", comm_world.rank, comm_world.size, timeout,
               watch.now.what);
       fflush(stderr);
       _exit(LOST_CODE);
@@ -133,10 +133,10 @@ static void report_missing(const char *notes, const char *what)
   if (missing > 0)
     fprintf(stderr,
             "engine: rank%s %s did not reach %s within %g s: died or hung. The job ends.\n",
-            missing > 1 ? "s" : "", names, what, patience);
+            missing > 1 ? "s" : "", names, what, timeout);
   else
     fprintf(stderr, "engine: the ranks have waited %g s for each other at different places (%s). "
-            "The job ends; hint: every rank must make the same calls\n", patience, waits);
+            "The job ends; hint: every rank must make the same calls\n", timeout, waits);
   fflush(stderr);
 }
 
@@ -146,7 +146,7 @@ static void report_missing(const char *notes, const char *what)
 static void lost(const char *what)
 {
   const comm_transport *t = comm_world.transport;
-  char *notes = t->knocked ? calloc((size_t)comm_world.size, NOTE) : NULL;
+  char *notes = t->probe ? calloc((size_t)comm_world.size, NOTE) : NULL;
   if (notes) {
     int first = 0;
     exchange_alarms(notes, what);
@@ -158,7 +158,7 @@ static void lost(const char *what)
     fprintf(stderr,
             "engine: rank %d of %d has waited %g s at %s: another rank has died or hung (the "
             "one that printed no message). The job ends.\n",
-            comm_world.rank, comm_world.size, patience, what);
+            comm_world.rank, comm_world.size, timeout, what);
     fflush(stderr);
   }
   t->abort(LOST_CODE);
@@ -174,7 +174,7 @@ eng_status comm_idle(int *spins, double *since, const char *what)
   const comm_transport *t = comm_world.transport;
   double now = eng_clock();
   if (*since == 0) *since = now;
-  if (now - *since > patience || (t->knocked && t->knocked(comm_world.group, COMM_TAG_ALARM)))
+  if (now - *since > timeout || (t->probe && t->probe(comm_world.group, COMM_TAG_ALARM)))
     lost(what);
   sched_yield();
   return ENG_OK;

@@ -139,10 +139,10 @@ typedef struct fp8_weight {
 static void weight_free(params_derived *copy)
 {
   fp8_weight *weight = (fp8_weight *)copy;
-  fp8_let_go(weight->q);
-  fp8_let_go(weight->scale);
-  fp8_let_go(weight->q_t);
-  fp8_let_go(weight->scale_t);
+  fp8_drop_later(weight->q);
+  fp8_drop_later(weight->scale);
+  fp8_drop_later(weight->q_t);
+  fp8_drop_later(weight->scale_t);
   free(weight);
   fp8_release_orphans();
 }
@@ -433,7 +433,7 @@ static eng_status kept_x(factor *out, copies *made, int64_t number, fp8_site *s,
   if (!packed && !again && fp8_is_square(r)) return ENG_OK;
   out->turned = true;
   if (keep == ENG_FP8_KEEP_TRANSPOSED) return ENG_OK;
-  if (again) ENG_TRY(fp8_swiglu_again(&x, tape_call((int)node->fp8_linear.swiglu)));
+  if (again) ENG_TRY(fp8_swiglu_recompute(&x, tape_call((int)node->fp8_linear.swiglu)));
   else
     ENG_TRY(
       op_run1(&x, (op_call){.op = ENG_OP_dequantize, .in = {q, scale},

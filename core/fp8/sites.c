@@ -36,7 +36,7 @@ void fp8_release_orphans(void)
   while (orphans.length > 0) tensor_drop(orphans.item[--orphans.length]);
 }
 
-void fp8_let_go(tensor *x)
+void fp8_drop_later(tensor *x)
 {
   if (!x) return;
   if (tape_empty()) {
@@ -101,7 +101,7 @@ eng_status fp8_amax_slot(tensor **out, int64_t site, int role)
 {
   if (amaxes.slots && amaxes.slots->store->space != arena_space()) {
     ENG_TRY(collect_amaxes());
-    fp8_let_go(amaxes.slots);
+    fp8_drop_later(amaxes.slots);
     amaxes.slots = NULL;
   }
   if (!amaxes.slots)
@@ -164,7 +164,7 @@ void eng_fp8_site_free(int64_t site)
 {
   fp8_site *s;
   if (fp8_site_get(&s, site) != ENG_OK) return;
-  for (int r = 0; r < ENG_FP8_ROLES; r++) fp8_let_go(s->factor_of[r]);
+  for (int r = 0; r < ENG_FP8_ROLES; r++) fp8_drop_later(s->factor_of[r]);
   sites.item[site - 1] = NULL;
   free(s->name);
   free(s);
@@ -271,7 +271,7 @@ eng_status eng_fp8_delay(int64_t site, int role, double amax)
                                  fp8_eps(r->rule, r->eps), r->margin, fp8_limit(0, 0, ENG_f32));
   float wanted = amax == 0 ? 0.0f : fp8_divides(r->rule) ? 1.0f / scale.scale : scale.factor;
   if (s->factor_of[role] && s->factor_of[role]->store->space != arena_space()) {
-    fp8_let_go(s->factor_of[role]);
+    fp8_drop_later(s->factor_of[role]);
     s->factor_of[role] = NULL;
     s->factor[role] = 0;
   }

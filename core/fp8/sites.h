@@ -39,7 +39,7 @@ bool fp8_measuring(void);
 eng_status fp8_measure(fp8_site *s, int role, tensor *x, tensor *q, const tensor *scale);
 
 /// Drops a tensor as soon as the tape no longer needs it.
-void fp8_let_go(tensor *x);
+void fp8_drop_later(tensor *x);
 void fp8_release_orphans(void);
 
 static inline bool fp8_is_square(const eng_fp8_role *r)
@@ -49,7 +49,7 @@ static inline bool fp8_is_square(const eng_fp8_role *r)
 /// NULL: x has values.
 eng_status fp8_linear_in_force(op_call *call, fp8_site *s, const op_call *swiglu);
 /// Recomputes the output of a recorded fp8_swiglu from its codes.
-eng_status fp8_swiglu_again(tensor **y, const op_call *node);
+eng_status fp8_swiglu_recompute(tensor **y, const op_call *node);
 /// Converts x to e5m6, blocks of 1 x 128, power-of-two scales.
 eng_status fp8_to_e5m6(tensor **q, tensor **scale, tensor *x);
 

@@ -63,7 +63,7 @@ static eng_status run_swiglu(op_call *c)
 }
 
 /// Dequantizes the inputs of a recorded fp8_swiglu, each to its own dtype.
-static eng_status inputs_again(tensor *out[2], const op_call *node)
+static eng_status dequantize_inputs(tensor *out[2], const op_call *node)
 {
   for (int k = 0; k < 2; k++) {
     op_call c = {.op = ENG_OP_dequantize, .n_in = 2,
@@ -83,7 +83,7 @@ static void drop_inputs(tensor *x[2])
     if (x[k]) tensor_drop(x[k]);
 }
 
-eng_status fp8_swiglu_again(tensor **y, const op_call *node)
+eng_status fp8_swiglu_recompute(tensor **y, const op_call *node)
 {
   tensor *x[2] = {0};
   eng_status status = inputs_again(x, node);
@@ -96,7 +96,7 @@ eng_status fp8_swiglu_again(tensor **y, const op_call *node)
 static eng_status swiglu_grad(grad_call *g)
 {
   tensor *x[2] = {0};
-  eng_status status = inputs_again(x, g->call);
+  eng_status status = dequantize_inputs(x, g->call);
   if (status == ENG_OK) status = grad_swiglu_of(g, x[0], x[1]);
   drop_inputs(x);
   return status;

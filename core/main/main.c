@@ -117,7 +117,7 @@ static void catch_signals(void)
 }
 
 // Clears a pending interrupt. Returns whether there was one.
-static bool settle_interrupt(lua_State *L)
+static bool clear_interrupt(lua_State *L)
 {
   bool was = eng_interrupted() != 0;
   alarm(0);
@@ -315,7 +315,7 @@ static int l_read(lua_State *L)
     lua_pushstring(L, text);
     return 1;
   }
-  settle_interrupt(L);
+  clear_interrupt(L);
   lua_pushnil(L);
   lua_pushstring(L, result == LINE_END ? "end" : "interrupted");
   return 2;
@@ -350,7 +350,7 @@ static int l_keep(lua_State *L)
 // settle() -> whether an interrupt was pending; clears it.
 static int l_settle(lua_State *L)
 {
-  lua_pushboolean(L, settle_interrupt(L));
+  lua_pushboolean(L, clear_interrupt(L));
   return 1;
 }
 
@@ -656,7 +656,7 @@ static int run(lua_State *L, int argc, char **argv)
     if (isatty(STDIN_FILENO)) o.interactive = true;
     else ok = call_loaded(L, luaL_loadfile(L, NULL));
   }
-  bool interrupted = settle_interrupt(L);
+  bool interrupted = clear_interrupt(L);
   // also after an error: the script's variables help to debug it
   if (o.interactive) ok = run_repl(L);
   else if (!ok && interrupted) return 128 + last_signal;
@@ -667,7 +667,7 @@ static int run(lua_State *L, int argc, char **argv)
 // ten on a busy machine. The runtime reads its settings when it is loaded, before main. So this
 // sets them and executes the binary again (one millisecond). About 50 us of spinning keep the
 // hand-over between kernels quick.
-static void tame_openmp(char **argv)
+static void configure_openmp(char **argv)
 {
   if (getenv("GOMP_SPINCOUNT") || getenv("OMP_WAIT_POLICY")) return;
   // continue without the settings if that fails
@@ -676,7 +676,7 @@ static void tame_openmp(char **argv)
 
 int main(int argc, char **argv)
 {
-  tame_openmp(argv);
+  configure_openmp(argv);
   prctl(PR_SET_NAME, "engine");         // otherwise ps shows "exe", the name of the second start
   setlocale(LC_CTYPE, "");              // for the line editor; numbers keep the C locale
   bool found = find_places(argv[0]);
@@ -690,7 +690,7 @@ int main(int argc, char **argv)
   set_path(L);
   if (!found)
     fprintf(stderr,
-            "engine: its Lua modules are missing (looked for %s); hint: keep lua/ beside the "
+            "engine: its Lua modules are missing (looked for %s); hint: keep lua/ next to the "
             "binary, or use make install\n",
             root);
   main_state = L;

@@ -265,7 +265,7 @@ eng_status eng_params_new(eng_params **out, const eng_tensor *tensors, const cha
   if (status == ENG_OK) status = flat_memory(&set->masters, set->space, ARENA_PARAMETER, n, bytes);
   if (status == ENG_OK) status = copy_values(set);
   if (status != ENG_OK) {
-    if (set->masters) set->masters->n = 0;   // no part is there yet
+    if (set->masters) set->masters->n = 0;   // its parts do not exist yet
     flat_release(set->masters);
     set_discard(set);
     return status;
@@ -347,7 +347,7 @@ static void link_parts(eng_params *set)
     parameter *p = &set->member[i];
     p->gradient = resting_place(set, i);
     p->shadow = set->shadows ? set->shadows->part[i] : NULL;
-    params_forget(p);
+    params_drop_gradient(p);
     drop_derived(p);
     if (!p->shadow) continue;
     p->shadow->parameter = p;
@@ -470,7 +470,7 @@ void params_divide(eng_params *set, flat_buffer *own)
   set->gradients = own;
   set->divided = true;
   for (int i = 0; i < set->n; i++) {
-    params_forget(&set->member[i]);
+    params_drop_gradient(&set->member[i]);
     set->member[i].gradient = NULL;
   }
 }
@@ -481,8 +481,8 @@ eng_status eng_params_zero_grad(eng_params *set)
   release_waiting();
   for (int i = 0; i < set->n; i++) {
     parameter *p = &set->member[i];
-    params_forget(p);
-    p->gradient = resting_place(set, i);   // no longer the unscaled one
+    params_drop_gradient(p);
+    p->gradient = resting_place(set, i);   // back from the unscaled one
   }
   return ENG_OK;
 }

@@ -120,7 +120,7 @@ eng_status params_gradients(eng_params *set);
 void params_divide(eng_params *set, flat_buffer *own);
 
 /// Marks a member as having no gradient.
-static inline void params_forget(parameter *p)
+static inline void params_drop_gradient(parameter *p)
 {
   p->has_gradient = p->unscaled = false;
   p->carry = p->carry_next;

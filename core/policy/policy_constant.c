@@ -3,7 +3,7 @@
 // such a constant. Called by policy_box.c, policy_checks.c and policy_vm.c.
 #include "policy_vm.h"
 
-static int constant_assigned(lua_State *L)                 // upvalue: what it is
+static int constant_assigned(lua_State *L)                 // upvalue: its name
 {
   return luaL_error(L, "%s are constants ('%s'): keep changing values in 'state'",
                     lua_tostring(L, lua_upvalueindex(1)),

@@ -1,6 +1,6 @@
 // Plain data outside of Lua: numbers, strings, booleans and trees of tables as a sequence of bytes
 // (a blob), and blobs as canonical text. A policy's state is copied into a blob after every
-// decision; checkpoints hold the text. Knows nothing of Lua states.
+// decision; checkpoints hold the text. Independent of Lua states.
 // Called by policy_state.c.
 #ifndef ENG_POLICY_DATA_H
 #define ENG_POLICY_DATA_H

@@ -122,7 +122,7 @@ static bool encode(walk *w, int table, int depth)
 }
 
 // Writes "state.groups["a b"][3]" from the keys on the stack above `base`.
-static void tell_path(char *out, size_t size, lua_State *L, int base, const char *root)
+static void write_path(char *out, size_t size, lua_State *L, int base, const char *root)
 {
   char number[32];
   size_t used = (size_t)snprintf(out, size, "%s", root);
@@ -156,7 +156,7 @@ bool policy_encode(eng_policy *p, int index, const char *root, data_blob *out, c
     snprintf(error, error_size, "out of memory");
   } else if (!fine) {
     char path[160];
-    tell_path(path, sizeof path, L, w.base + 1, root);
+    write_path(path, sizeof path, L, w.base + 1, root);
     bool is_type = w.refusal[0] && strchr(w.refusal, ' ') == NULL;
     if (is_type)
       snprintf(error, error_size,

@@ -1,4 +1,4 @@
-// A policy's internals: its Lua state and what the files of this folder share, from the bottom up:
+// A policy's internals: its Lua state, and declarations shared by the files of this folder:
 //   policy_data.c      plain data as bytes and as text (policy_data.h)
 //   pattern.c          Lua patterns with bounded work (pattern.h)
 //   policy_run.c       running a policy's code: memory, budget, protected calls

@@ -118,14 +118,13 @@ static eng_status open_folder(int *folder, const char **name, const char *path)
 // ---- the server side
 
 /// Removes a socket without a listener.
-static eng_status clear_place(const struct sockaddr_un *address, const char *path, int folder,
-                              const char *name)
+static eng_status remove_stale(const struct sockaddr_un *address, const char *path, int folder,
+                               const char *name)
 {
   struct stat there;
   if (fstatat(folder, name, &there, AT_SYMLINK_NOFOLLOW) != 0) return ENG_OK;
-  if (!S_ISSOCK(there.st_mode)) return error_set(ENG_ERR_IO,
-                                                 "%s: expected a socket, found another kind of "
-                                                 "file", path);
+  if (!S_ISSOCK(there.st_mode))
+    return error_set(ENG_ERR_IO, "%s: expected a socket, found another kind of file", path);
   int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
   bool answered = fd >= 0 && (connect(fd, (const struct sockaddr *)address, sizeof *address) == 0 ||
                               errno == EAGAIN);
@@ -135,22 +134,22 @@ static eng_status clear_place(const struct sockaddr_un *address, const char *pat
   return ENG_OK;
 }
 
-static eng_status listen_at(eng_attach *door, const char *path)
+static eng_status listen_at(eng_attach *server, const char *path)
 {
   struct sockaddr_un address;
   struct stat made;
-  ENG_TRY(address_of(&address, path, door->folder, door->name));
-  ENG_TRY(clear_place(&address, path, door->folder, door->name));
-  door->fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+  ENG_TRY(address_of(&address, path, server->folder, server->name));
+  ENG_TRY(remove_stale(&address, path, server->folder, server->name));
+  server->fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
   // The mode set on the socket becomes that of the file, so that other users can never connect.
-  if (door->fd < 0 || fchmod(door->fd, 0600) != 0 ||
-      bind(door->fd, (const struct sockaddr *)&address, sizeof address) != 0)
+  if (server->fd < 0 || fchmod(server->fd, 0600) != 0 ||
+      bind(server->fd, (const struct sockaddr *)&address, sizeof address) != 0)
     return error_set(ENG_ERR_IO, "%s: cannot make a socket: %s", path, strerror(errno));
-  if (fstatat(door->folder, door->name, &made, AT_SYMLINK_NOFOLLOW) == 0) {
-    door->device = made.st_dev;
-    door->inode = made.st_ino;
+  if (fstatat(server->folder, server->name, &made, AT_SYMLINK_NOFOLLOW) == 0) {
+    server->device = made.st_dev;
+    server->inode = made.st_ino;
   }
-  if (fchmodat(door->folder, door->name, 0600, 0) != 0 || listen(door->fd, CLIENTS) != 0)
+  if (fchmodat(server->folder, server->name, 0600, 0) != 0 || listen(server->fd, CLIENTS) != 0)
     return error_set(ENG_ERR_IO, "%s: cannot listen: %s", path, strerror(errno));
   return ENG_OK;
 }
@@ -159,42 +158,42 @@ eng_status eng_attach_open(eng_attach **out, const char *path)
 {
   const char *name;
   *out = NULL;
-  eng_attach *door = calloc(1, sizeof *door);
-  if (!door) return error_set(ENG_ERR_MEMORY, "%s: out of memory", path);
-  door->fd = door->folder = -1;
-  for (int i = 0; i < CLIENTS; i++) door->clients[i].fd = -1;
-  eng_status status = open_folder(&door->folder, &name, path);
-  if (status == ENG_OK && (door->name = strdup(name)) == NULL)
+  eng_attach *server = calloc(1, sizeof *server);
+  if (!server) return error_set(ENG_ERR_MEMORY, "%s: out of memory", path);
+  server->fd = server->folder = -1;
+  for (int i = 0; i < CLIENTS; i++) server->clients[i].fd = -1;
+  eng_status status = open_folder(&server->folder, &name, path);
+  if (status == ENG_OK && (server->name = strdup(name)) == NULL)
     status = error_set(ENG_ERR_MEMORY, "%s: out of memory", path);
-  if (status == ENG_OK) status = listen_at(door, path);
-  if (status != ENG_OK) eng_attach_close(door);
-  else *out = door;
+  if (status == ENG_OK) status = listen_at(server, path);
+  if (status != ENG_OK) eng_attach_close(server);
+  else *out = server;
   return status;
 }
 
-static void let_go(eng_attach *door, client *c)
+static void disconnect(eng_attach *server, client *c)
 {
   if (c->fd < 0) return;
   close(c->fd);
   c->fd = -1;
   bytes_free(&c->in);
   bytes_free(&c->out);
-  door->count--;
+  server->count--;
 }
 
-void eng_attach_close(eng_attach *door)
+void eng_attach_close(eng_attach *server)
 {
   struct stat there;
-  if (!door) return;
-  for (int i = 0; i < CLIENTS; i++) let_go(door, &door->clients[i]);
-  if (door->inode && fstatat(door->folder, door->name, &there, AT_SYMLINK_NOFOLLOW) == 0 &&
-      there.st_dev == door->device && there.st_ino == door->inode)
-    unlinkat(door->folder, door->name, 0);
-  if (door->fd >= 0) close(door->fd);
-  if (door->folder >= 0) close(door->folder);
-  free(door->name);
-  free(door->line);
-  free(door);
+  if (!server) return;
+  for (int i = 0; i < CLIENTS; i++) disconnect(server, &server->clients[i]);
+  if (server->inode && fstatat(server->folder, server->name, &there, AT_SYMLINK_NOFOLLOW) == 0 &&
+      there.st_dev == server->device && there.st_ino == server->inode)
+    unlinkat(server->folder, server->name, 0);
+  if (server->fd >= 0) close(server->fd);
+  if (server->folder >= 0) close(server->folder);
+  free(server->name);
+  free(server->line);
+  free(server);
 }
 
 static bool is_owner(int fd)
@@ -205,19 +204,19 @@ static bool is_owner(int fd)
          (peer.uid == geteuid() || peer.uid == 0);
 }
 
-static void take_in(eng_attach *door)
+static void accept_clients(eng_attach *server)
 {
   int fd;
-  while ((fd = accept4(door->fd, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK)) >= 0) {
+  while ((fd = accept4(server->fd, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK)) >= 0) {
     client *free_one = NULL;
     for (int i = 0; i < CLIENTS; i++)
-      if (door->clients[i].fd < 0) free_one = &door->clients[i];
+      if (server->clients[i].fd < 0) free_one = &server->clients[i];
     if (!free_one || !is_owner(fd)) {
       close(fd);
       continue;
     }
-    *free_one = (client){.fd = fd, .number = ++door->last_number};
-    door->count++;
+    *free_one = (client){.fd = fd, .number = ++server->last_number};
+    server->count++;
   }
 }
 
@@ -252,32 +251,32 @@ static bool has_room(const client *c)
   return waiting < ENG_ATTACH_LINE / 2 || !memchr(c->in.data + c->in.from, '\n', waiting);
 }
 
-static bool give_line(const char **line, int64_t *length, int *number, eng_attach *door)
+static bool next_line(const char **line, int64_t *length, int *number, eng_attach *server)
 {
   for (int i = 0; i < CLIENTS; i++) {
-    int place = (door->turn + i) % CLIENTS;
-    client *c = &door->clients[place];
+    int place = (server->turn + i) % CLIENTS;
+    client *c = &server->clients[place];
     char *text = c->fd >= 0 ? bytes_line(&c->in, length) : NULL;
     if (!text) continue;
-    door->turn = place + 1;    // so that a client that keeps sending does not block the others
-    free(door->line);
-    *line = door->line = text;
+    server->turn = place + 1;    // so that a client that keeps sending does not block the others
+    free(server->line);
+    *line = server->line = text;
     *number = c->number;
     return true;
   }
   return false;
 }
 
-bool eng_attach_poll(const char **line, int64_t *length, int *number, eng_attach *door,
+bool eng_attach_poll(const char **line, int64_t *length, int *number, eng_attach *server,
                      int milliseconds)
 {
   struct pollfd wanted[1 + CLIENTS];
-  int who[1 + CLIENTS], n = 1;
-  wanted[0] = (struct pollfd){.fd = door->fd, .events = POLLIN};
-  for (int i = 0; i < CLIENTS && door->count > 0; i++) {
-    const client *c = &door->clients[i];
+  int polled[1 + CLIENTS], n = 1;
+  wanted[0] = (struct pollfd){.fd = server->fd, .events = POLLIN};
+  for (int i = 0; i < CLIENTS && server->count > 0; i++) {
+    const client *c = &server->clients[i];
     if (c->fd < 0) continue;
-    who[n] = i;
+    polled[n] = i;
     wanted[n++] = (struct pollfd){
       .fd = c->fd,
       .events = (short)((has_room(c) ? POLLIN : 0) | (c->out.from < c->out.size ? POLLOUT : 0))};
@@ -285,44 +284,45 @@ bool eng_attach_poll(const char **line, int64_t *length, int *number, eng_attach
       milliseconds = 0;
   }
   if (poll(wanted, (nfds_t)n, milliseconds) <= 0)
-    return door->count > 0 && give_line(line, length, number, door);
+    return server->count > 0 && next_line(line, length, number, server);
   for (int k = 1; k < n; k++) {
-    client *c = &door->clients[who[k]];
+    client *c = &server->clients[polled[k]];
     if (wanted[k].revents == 0) continue;
     bool here = !(wanted[k].revents & (POLLERR | POLLNVAL));
     if (here && wanted[k].revents & POLLIN) here = pull_in(c);
     else if (here && wanted[k].revents & POLLHUP) here = false;
     if (here) here = push_out(c);
-    if (!here) let_go(door, c);
+    if (!here) disconnect(server, c);
   }
-  if (wanted[0].revents) take_in(door);      // last: a client that just left made a slot free
-  return door->count > 0 && give_line(line, length, number, door);
+  if (wanted[0].revents) accept_clients(server);   // last: a client that just left freed a slot
+  return server->count > 0 && next_line(line, length, number, server);
 }
 
-static client *find(eng_attach *door, int number)
+static client *find(eng_attach *server, int number)
 {
   for (int i = 0; i < CLIENTS; i++)
-    if (door->clients[i].fd >= 0 && door->clients[i].number == number) return &door->clients[i];
+    if (server->clients[i].fd >= 0 && server->clients[i].number == number)
+      return &server->clients[i];
   return NULL;
 }
 
-void eng_attach_answer(eng_attach *door, int number, const char *text, int64_t size)
+void eng_attach_answer(eng_attach *server, int number, const char *text, int64_t size)
 {
-  client *c = find(door, number);
+  client *c = find(server, number);
   if (!c) return;
   if (!bytes_add(&c->out, text, (size_t)size, ENG_ATTACH_ANSWER) ||
       !bytes_add(&c->out, "\n", 1, ENG_ATTACH_ANSWER) || !push_out(c))
-    let_go(door, c);
+    disconnect(server, c);
 }
 
-bool eng_attach_here(eng_attach *door, int number)
+bool eng_attach_here(eng_attach *server, int number)
 {
-  return find(door, number) != NULL;
+  return find(server, number) != NULL;
 }
 
-int eng_attach_count(const eng_attach *door)
+int eng_attach_count(const eng_attach *server)
 {
-  return door->count;
+  return server->count;
 }
 
 // ---- the client side

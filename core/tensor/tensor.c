@@ -308,10 +308,10 @@ int tensor_mark(void)
   return step_length;
 }
 
-void tensor_drop_since(int mark, bool hung_too)
+void tensor_drop_since(int mark, bool gradients_too)
 {
   for (int i = step_length - 1; i >= mark; i--)
-    if (step_list[i] && (hung_too || !step_list[i]->hung)) tensor_drop(step_list[i]);
+    if (step_list[i] && (gradients_too || !step_list[i]->is_gradient)) tensor_drop(step_list[i]);
   int kept = mark;
   for (int i = mark; i < step_length; i++)
     if (step_list[i]) {

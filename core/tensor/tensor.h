@@ -31,7 +31,7 @@ typedef struct tensor {
   bool      requires_grad;
   bool      of_step;                 // belongs to the current step
   bool      held;                    // a flat buffer's: only its parameter set may drop it
-  bool      hung;                    // is the gradient of another tensor
+  bool      is_gradient;             // of another tensor
   bool      done;                    // eng_done was called: the user needs it no more
   int32_t   node;                    // tape node that made it; -1: none
   int32_t   output;                  // which output of that node
@@ -68,10 +68,10 @@ void tensor_rehome(tensor *x, void *memory);
 void tensor_drop(tensor *x);
 
 /// The list of the step's tensors, in order of creation: its current end; dropping the tensors
-/// created since a mark (`hung_too`: also gradients of earlier tensors); advancing to the next
+/// created since a mark (`gradients_too`: also gradients of earlier tensors); advancing to the next
 /// step. See step.c.
 int tensor_mark(void);
-void tensor_drop_since(int mark, bool hung_too);
+void tensor_drop_since(int mark, bool gradients_too);
 void tensor_next_step(void);
 int64_t tensor_step_number(void);
 

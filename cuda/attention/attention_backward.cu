@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(THREADS)
   }
   // y was rounded, so its infinities may come from overflow. The exact sum decides.
   for (; bad; bad &= bad - 1) {
-    const int block = forget((int)blockIdx.x), pair = block / lines, b = pair / p.heads,
+    const int block = opaque((int)blockIdx.x), pair = block / lines, b = pair / p.heads,
               h = pair % p.heads;
     const int at = __ffs(bad) - 1,
               t = block % lines * QUERIES + (at / AT_ONCE * WARPS + warp) * AT_ONCE + at % AT_ONCE;
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(THREADS, 2)
 
   // loads from the head with `left` heads up to its group's end, itself included
   auto load_queries = [&](int stage, int left, int from) {
-    const int thread = forget((int)threadIdx.x), b = forget(of.b),
+    const int thread = opaque((int)threadIdx.x), b = opaque(of.b),
               h = (of.group + 1) * p.shared - left;
     load_tile<D, QUERIES>(staged + stage * 2 * TILE, row_of<T>(p.q, b, 0, h), p.q.time, from,
                           p.queries, thread);
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(THREADS, 2)
   auto advance = [&](int &left, int &first) {
     first += QUERIES;
     if (first < p.queries) return;
-    first = first_query(p, forget(of.first)) / QUERIES * QUERIES;
+    first = first_query(p, opaque(of.first)) / QUERIES * QUERIES;
     left--;
   };
 
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(THREADS, 2)
 
   for (int stage = 0; left > 0; stage ^= 1) {
     const uint32_t q_tile = staged + stage * 2 * TILE, dy_tile = q_tile + TILE;
-    const int own = forget(of.first) + warp * 16 * MT;
+    const int own = opaque(of.first) + warp * 16 * MT;
     copy_wait<0>();
     __syncthreads();
     int next_left = left, next = first;
@@ -207,13 +207,13 @@ __global__ void __launch_bounds__(THREADS, 2)
       }
       product_with_rows<T, D, MT, STEP / 16>(dk, weights, place_turned<D>(q_tile + at * (D * 2)));
     }
-    first = forget(first);
+    first = opaque(first);
     advance(left, first);
   }
   copy_wait<0>();
   __syncthreads();
 
-  const keys_place to = keys_of<D>(p, forget((int)blockIdx.x));
+  const keys_place to = keys_of<D>(p, opaque((int)blockIdx.x));
   const int own = to.first + warp * 16 * MT;
   const float lift = lift_of<T>(r, (int64_t)to.b * p.groups + to.group);
   const float k_factor = (float)p.factor / lift, v_factor = exp2f((float)-RAISE<T>);
@@ -295,7 +295,7 @@ __global__ void __launch_bounds__(THREADS, 2)
                       dy_place = place_a<D>(shared + KEEP + warp * 16 * MT * (D * 2));
 
   for (int n = 0;; n++) {
-    const int first = D > 96 ? forget(of.first) : of.first, own = first + warp * 16 * MT;
+    const int first = D > 96 ? opaque(of.first) : of.first, own = first + warp * 16 * MT;
     const int last = keys_seen(p, min(first + ROWS, p.queries) - 1);   // of all the block's queries
     if (n * KEYS >= last) break;
     const uint32_t k_tile = staged + (n & 1) * 2 * TILE, v_tile = k_tile + TILE;
@@ -348,7 +348,7 @@ __global__ void __launch_bounds__(THREADS, 2)
   copy_wait<0>();
   __syncthreads();
 
-  const queries_place to = queries_of(p, forget((int)blockIdx.x), gridDim.x);
+  const queries_place to = queries_of(p, opaque((int)blockIdx.x), gridDim.x);
   const int own = to.first + warp * 16 * MT;
   const float factor = (float)p.factor / lift_of<T>(r, (int64_t)to.b * p.groups + to.h / p.shared);
 #pragma unroll

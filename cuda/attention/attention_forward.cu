@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(THREADS, 2)
   const lane_place<D> q_place = place_a<D>(shared + warp * OWN * (D * 2));
 
   for (int n = 0;; n++) {
-    const int first = ENTROPY ? forget(at.first) : at.first, own = first + warp * OWN;
+    const int first = ENTROPY ? opaque(at.first) : at.first, own = first + warp * OWN;
     const int last = keys_seen(p, min(first + ROWS, p.queries) - 1);   // of all the block's queries
     if (n * KEYS >= last) break;
 
@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(THREADS, 2)
     product_with_rows<T, D, MT, KEYS / 16>(y, weights, place_turned<D>(stage + TILE));
   }
   copy_wait<0>();
-  const block_place to = place_of<ROWS>(forget((int)blockIdx.x), plan, p.heads);
+  const block_place to = place_of<ROWS>(opaque((int)blockIdx.x), plan, p.heads);
   const int own = to.first + warp * OWN;
   __syncthreads();   // q must be loaded even if no key was seen: its rows now hold y
 

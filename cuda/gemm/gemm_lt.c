@@ -410,7 +410,7 @@ static bool worth_searching(const gemm_problem *p)
 
 /// Prints a line if a product without cuBLASLt would take long. Not for FP8 products, which fail
 /// with an error, nor for epilogues, which run as separate passes.
-static void tell_of_refusal(const gemm_problem *p)
+static void report_refusal(const gemm_problem *p)
 {
   if ((double)p->m * (double)p->n * (double)p->k * (double)p->batch < 64 * LEAST_WORK ||
       p->scaling_a || p->after)
@@ -449,7 +449,7 @@ static eng_status choose(plan *x, gemm_entry *entry, const gemm_operands *on)
   ENG_TRY(candidates_of(list, &n, x, p, WORKSPACE[0]));
   x->refused = n == 0;
   if (n == 0) {
-    tell_of_refusal(p);
+    report_refusal(p);
     return ENG_OK;
   }
   if (entry->chosen) best = named_candidate(list, n, &entry->choice);

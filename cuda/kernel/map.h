@@ -2,8 +2,8 @@
 // any strides and broadcasting. A thread processes groups of V neighbours: 16 bytes of each tensor
 // if all have one format and a suitable layout (dense, rows of a view, a bias repeated over rows, a
 // column repeated along its row), else 4 elements, else single ones. A rule is a struct with
-// template <int V>
-// __device__ void operator()(float (&y)[M][V], const float (&x)[N][V]) const
+//   template <int V>
+//   __device__ void operator()(float (&y)[M][V], const float (&x)[N][V]) const
 // and optionally a template `low` with the same parameters, accurate enough for 16-bit results.
 // Other formats and layouts use each(), in f64 or i64, one element a thread. Included by kernel
 // files. Owns nothing.

@@ -49,7 +49,7 @@ __device__ static inline float max_nan(float a, float b)
 
 /// Hides the value of x from the optimizer, which then recomputes values derived from x instead of
 /// keeping them in registers.
-template <class T> __device__ static inline T forget(T x)
+template <class T> __device__ static inline T opaque(T x)
 {
   asm volatile("" : "+r"(x));
   return x;

@@ -502,7 +502,7 @@ typedef struct report {
 
 static struct {
   span_table table;
-  void      *tallies, *device;   // device memory: a tally per chunk; the report being made
+  void      *tallies, *device;   // device memory: a tally per chunk; the current report
   int64_t    tallies_bytes, device_bytes;
   cuda_step_total *total;        // device memory [REPORTS], followed by sum_up's counter
   report     reports[REPORTS];

@@ -135,7 +135,7 @@ describe("NCCL", function()
         [""] = "from card to card over NCCL 2.28.9",
         ["ENGINE_NCCL=off"] = "through the host: ENGINE_NCCL=off",
         ["FAKE_CARD=same"] = "through the host: ranks 0 and 1 share one card, which NCCL refuses",
-        ["ENGINE_NCCL_LIBRARY=/none.so"] = "through the host: rank 0: there is no /none.so",
+        ["ENGINE_NCCL_LIBRARY=/none.so"] = "through the host: rank 0: cannot load /none.so",
         ["FAKE_NCCL_VERSION=21703"] = "through the host: rank 0: NCCL 2.17.3, ",
       } do
         local said, code = text(environment)
@@ -180,14 +180,14 @@ describe("NCCL", function()
   it("without MPI reports in one line what is missing", function()
     for environment, expected in pairs {
       ["FAKE_CARD=same"] = "Duplicate GPU detected",
-      ["ENGINE_NCCL_LIBRARY=/none.so"] = "there is no /none.so",
+      ["ENGINE_NCCL_LIBRARY=/none.so"] = "cannot load /none.so",
       ["FAKE_NCCL_VERSION=30001"] = "expected version 2.18 or a later 2",
       ["ENGINE_NCCL=off"] = "these processes have no other connection",
-      ["ENGINE_CUDA_PLUGIN=/none.so"] = "there is no /none.so",
+      ["ENGINE_CUDA_PLUGIN=/none.so"] = "(/none.so is missing)",
     } do
       local result = start.nccl(2, WORLD, {}, { folder = folder, environment = environment,
         limit = 20 })
-      local line = result.err:match("[^\n]*torchrun started 2 processes without MPI, which meet " ..
+      local line = result.err:match("[^\n]*torchrun started 2 processes without MPI, which connect " ..
         "over NCCL and need a card each: [^\n]*")
       assert.are_not.equal(0, result.code)
       assert.matches(expected, line, 1, true)

@@ -66,7 +66,7 @@ local function start(run, steps, resume)
   local pid = pipe:read("*n")
   pipe:close()
   started[#started + 1] = pid
-  wait_for("the door", function()
+  wait_for("the socket", function()
     local open, client = pcall(raw, run)
     if open then client.leave() end
     return open

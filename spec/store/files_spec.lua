@@ -39,7 +39,7 @@ describe("files", function()
     assert.are.equal("newer", scratch.read(dir .. "/a"))
     assert.are.same({ "a" }, scratch.names(dir))
     fails(C.eng_file_write(dir .. "/no/a", "", 0),
-      "no/a: cannot create a file beside it: No such file")
+      "no/a: cannot create a temporary file next to it: No such file")
     local crc, size = ffi.new("uint32_t[1]"), ffi.new("int64_t[1]")
     check(C.eng_file_checksum(crc, size, dir .. "/a"))
     assert.are.same({ C.eng_crc32c(0, "newer", 5), 5 }, { crc[0], tonumber(size[0]) })

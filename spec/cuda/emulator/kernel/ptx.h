@@ -18,6 +18,6 @@ static inline float reciprocal_fast(float x)
 }
 static inline float max_nan(float a, float b)
 { return a != a || b != b ? __int_as_float(0x7FFFFFFF) : fmaxf(a, b); }
-template <class T> static inline T forget(T x) { return x; }
+template <class T> static inline T opaque(T x) { return x; }
 
 #endif
