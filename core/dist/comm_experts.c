@@ -312,7 +312,7 @@ eng_status eng_comm_exchange_rows(const eng_tensor *to, const eng_tensor *from, 
   ENG_TRY(tensor_get(&e.from, from));
   if (comm_dtype < 0 || comm_dtype >= ENG_COMM_DTYPES)
     return error_set(ENG_ERR_VALUE,
-                     "there is no comm dtype number %d; expected 0 to 4 (ENG_COMM_*)", comm_dtype);
+                     "expected a comm dtype of 0 to 4 (ENG_COMM_*), got %d", comm_dtype);
   ENG_TRY(check_rows(&e, e.from, send, "sent"));
   ENG_TRY(check_rows(&e, e.to, receive, "received"));
   if (e.to->dtype != e.from->dtype || e.to->shape[1] != e.from->shape[1] ||

@@ -124,7 +124,7 @@ eng_status eng_comm_dtype_reduce(const eng_tensor *out, int *brought, const eng_
   ENG_TRY(tensor_get(&x, handle));
   if (comm_dtype < 0 || comm_dtype >= ENG_COMM_DTYPES)
     return error_set(ENG_ERR_VALUE,
-                     "there is no comm dtype number %d; expected 0 to 4 (ENG_COMM_*)", comm_dtype);
+                     "expected a comm dtype of 0 to 4 (ENG_COMM_*), got %d", comm_dtype);
   if (x->dtype != ENG_f32 && !dtype_is_low(x->dtype))
     return error_set(ENG_ERR_DTYPE, "numbers between ranks: expected f32, f16 or bf16, got %s",
                      tensor_text(x));

@@ -70,7 +70,7 @@ static void on_alarm(int signal_number)
 {
   (void)signal_number;
   if (eng_interrupted() && rank == 0)
-    say("\nstill in one call; interrupt again to stop at once\n");
+    say("\nstill busy in one call; interrupt again to stop at once\n");
 }
 
 // A mapped file was truncated while in use. The missing data cannot be read, so this exits with the

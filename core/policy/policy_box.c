@@ -42,7 +42,7 @@ static int unknown_global(lua_State *L)
 static int global_assigned(lua_State *L)
 {
   return luaL_error(
-    L, "a policy has no global variables ('%s'): write 'local', and keep lasting values in 'state'",
+    L, "a policy has no global variables ('%s'): write 'local'; values that must last belong in 'state'",
     lua_type(L, 2) == LUA_TSTRING ? lua_tostring(L, 2) : "?");
 }
 
@@ -88,7 +88,7 @@ static int box_writing(lua_State *L)                       // upvalue: LuaJIT's 
   }
   for (int i = 1; i <= 5; i += 4)
     if (lua_istable(L, i) && lua_getmetatable(L, i))
-      return luaL_error(L, "this table is constant; keep changing values in 'state'");
+      return luaL_error(L, "this table is constant; values that change belong in 'state'");
   lua_pushvalue(L, lua_upvalueindex(1));
   lua_insert(L, 1);
   lua_call(L, lua_gettop(L) - 1, LUA_MULTRET);

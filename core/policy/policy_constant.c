@@ -5,7 +5,7 @@
 
 static int constant_assigned(lua_State *L)                 // upvalue: its name
 {
-  return luaL_error(L, "%s are constants ('%s'): keep changing values in 'state'",
+  return luaL_error(L, "%s are constants ('%s'): values that change belong in 'state'",
                     lua_tostring(L, lua_upvalueindex(1)),
                     lua_type(L, 2) == LUA_TSTRING ? lua_tostring(L, 2) : luaL_typename(L, 2));
 }

@@ -83,8 +83,8 @@ describe("a policy file", function()
       "p.lua: init must return the state, a table, got number")
     refused("return { decide = function() end, init = function()\n error('no') end }",
       "p.lua:2: no")
-    refused("x = 1", "p.lua:1: a policy has no global variables ('x'): write 'local', and keep " ..
-      "lasting values in 'state'")
+    refused("x = 1", "p.lua:1: a policy has no global variables ('x'): write 'local'; " ..
+      "values that must last belong in 'state'")
     refused("while true do end", "p.lua:1: the policy exceeded its instruction budget; a " ..
       "decision usually takes a few hundred instructions")
     refused(string.dump(function() return {} end), "p.lua: expected Lua source, got compiled code")
@@ -94,7 +94,7 @@ describe("a policy file", function()
       "only numbers, strings, booleans and tables can be saved")
     refused("return { options = { a = 1 }, decide = function() end, init = function(o) o.a = 2 " ..
       "return { scale = 1 } end }",
-      "p.lua:1: options are constants ('a'): keep changing values in 'state'")
+      "p.lua:1: options are constants ('a'): values that change belong in 'state'")
   end)
 
   it("exposes its needs and its options", function()
@@ -786,7 +786,7 @@ describe("a saved state", function()
 
   it("is the only place where a policy can keep data", function()
     for line, text in pairs { ["options.a = options.a + 1"] = "p.lua:1: options are constants " ..
-      "('a'): keep changing values in 'state'",
+      "('a'): values that change belong in 'state'",
       ["options.b = 1"] = "options are constants ('b')",
       ["math.n = (math.n or 0) + 1"] = "the fields of 'math' are constants ('n')",
       ["table.foo = 3"] = "the fields of 'table' are constants ('foo')",
