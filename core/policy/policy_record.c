@@ -355,7 +355,8 @@ eng_status eng_policy_signal(eng_policy *p, const char *name, double value)
 static int read_only(lua_State *L)
 {
   const view *v = lua_touserdata(L, 1);
-  return luaL_error(L, "%s is read-only; values that must last belong in 'state'", view_names[v->kind]);
+  return luaL_error(L, "%s is read-only; values that must last belong in 'state'",
+                    view_names[v->kind]);
 }
 
 const char *policy_record_name(lua_State *L, int index)
