@@ -43,7 +43,8 @@ static int global_assigned(lua_State *L)
 {
   return luaL_error(
     L,
-    "a policy has no global variables ('%s'): write 'local'; values that must last belong in 'state'",
+    "a policy has no global variables ('%s'): write 'local'; values that must last belong in "
+    "'state'",
     lua_type(L, 2) == LUA_TSTRING ? lua_tostring(L, 2) : "?");
 }
 

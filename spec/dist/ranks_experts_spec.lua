@@ -65,7 +65,9 @@ describe("rows between ranks", function()
       ["expected contiguous rows"] = function()
         return try(x:transpose(), engine.zeros(4, 3), 4, 4)
       end,
-      ["expected a comm dtype of 0 to 4 (ENG_COMM_*), got 9"] = function() return try(engine.zeros(3, 4), x, 3, 3, 9) end,
+      ["expected a comm dtype of 0 to 4 (ENG_COMM_*), got 9"] = function()
+        return try(engine.zeros(3, 4), x, 3, 3, 9)
+      end,
     } do
       assert.are_not.equal(0, status())
       assert.matches(message, M_ffi.message(), 1, true)
