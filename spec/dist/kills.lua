@@ -207,7 +207,7 @@ local function one(number)
   end
   if result.left > 0 then wrong("%d processes still run", result.left) end
   local said = result.err .. result.out
-  local by = said:find(("engine: rank %d did not come"):format(rank), 1, true) and "the others"
+  local by = said:find(("engine: rank %d did not reach"):format(rank), 1, true) and "the others"
     or said:find(("process rank %d with PID"):format(rank), 1, true) and "mpirun"
     or said:find("at the start of the job", 1, true) and "no rank, MPI was starting"
       or said:find("at the end of the job", 1, true) and "no rank, MPI was ending"

@@ -227,7 +227,7 @@ describe("another run in the same directory", function()
     local pid, pipe = start(("%s 100000 auto 0 0.001"):format(run))
     local second = helper.run { folder .. "/job.lua", run, "5", "auto" }
     assert.equal(1, second.code)
-    assert.matches("held by process " .. pid, second.err, 1, true)
+    assert.matches("locked by process " .. pid, second.err, 1, true)
     assert.matches("hint", second.err)
     os.execute("kill -INT " .. pid)
     local rest = pipe:read("*a")
