@@ -198,7 +198,7 @@ describe("the sandbox", function()
     fails(with("local t = {} for i = 1, 1e4 do t[i] = -i end while true do table.sort(t) end"),
       "budget")
     fails(with("table.insert({}, -2^31, 1) return 1"),
-      "table.insert: place -2147483648 of a list of 0")
+      "table.insert: expected a position of 1 to 1, got -2147483648")
     fails(with("local t = {} for i = 1, 1e4 do t[i] = i end while true do table.insert(t, 1, 0) " ..
       "t[#t] = nil end"), "budget")
     assert.are.equal(6, decide(with(
