@@ -77,7 +77,7 @@ describe("a machine that cannot serve", function()
   it("gets an invalid local rank", function()
     for _, rank in ipairs { "-1", "one" } do
       refused(engine("sm=90", JOB, "LOCAL_RANK=" .. rank),
-        "LOCAL_RANK: expected the number of this rank on its machine, from 0, got " .. rank)
+        "LOCAL_RANK: expected this rank's number on its machine, from 0, got " .. rank)
     end
   end)
 

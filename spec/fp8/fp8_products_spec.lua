@@ -301,7 +301,7 @@ describe("FP8 products (" .. table.concat(SETS, ", ") .. ")", function()
       { function() fp8.matmul(a, b, { transpose_b = true, into = engine.zeros(4, 7) }) end,
         "the output is f32 %[4 x 7%], expected %[4 x 6%]" },
       { function() fp8.matmul(a, b, { transpose_b = true, into = y, add = true,
-        bias = engine.ones(6) }) end, "no place for a bias" },
+        bias = engine.ones(6) }) end, "cannot have a bias" },
       { function() fp8.matmul(a, b, { transpose_b = true,
         into = engine.zeros(6, 4):transpose() }) end, "contiguous" },
       { function() fp8.matmul(a, b, { transpose_b = true, into = a.scale }) end,

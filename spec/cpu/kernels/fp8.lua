@@ -182,9 +182,9 @@ generators.swiglu_quantize = function(try)
   try { inputs = { x, x, false }, ints = { 0, 1, 0, 0, 0 }, outputs = 5,
     fails = "swiglu_quantize: expected the format" }
   try { inputs = { x, float("f32", { 8, 4 }, "normal"), false }, ints = { 10, 1, 0, 0, 0 },
-    outputs = 5, fails = "of one shape and format" }
+    outputs = 5, fails = "of the same shape and dtype" }
   try { inputs = { x, float("bf16", { 4, 8 }, "normal"), false }, ints = { 10, 1, 0, 0, 0 },
-    outputs = 5, fails = "of one shape and format" }
+    outputs = 5, fails = "of the same shape and dtype" }
 end
 
 generators.dequantize = function(try)
