@@ -201,7 +201,7 @@ describe("overwritten values", function()
       local loss = net(hidden):sum()
       loss:backward { retain = true }
       opt:step()
-      assert.matches("backward of linear.*written into", message_of(loss.backward, loss))
+      assert.matches("backward of linear.*modified", message_of(loss.backward, loss))
     end)
   end)
 
