@@ -86,7 +86,7 @@ static void drop_inputs(tensor *x[2])
 eng_status fp8_swiglu_recompute(tensor **y, const op_call *node)
 {
   tensor *x[2] = {0};
-  eng_status status = inputs_again(x, node);
+  eng_status status = dequantize_inputs(x, node);
   if (status == ENG_OK)
     status = op_run1(y, (op_call){.op = ENG_OP_swiglu, .in = {x[0], x[1]}});
   drop_inputs(x);

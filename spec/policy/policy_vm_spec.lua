@@ -404,7 +404,7 @@ describe("a verdict", function()
 
   it("that is invalid fails, and the last good one stays in force", function()
     for body, text in pairs {
-      ["return 0 / 0"] = "p.lua:2: decide gave back scale = nan; expected a positive finite number",
+      ["return 0 / 0"] = "p.lua:2: decide returned scale = nan; expected a positive finite number",
       ["return 0"] = "scale = 0;", ["return -0"] = "scale = -0.0;", ["return -1"] = "scale = -1;",
       ["return 1e400"] = "scale = inf;",
       ["return '16'"] = "decide returned a string", ["return nil"] = "decide returned a nil",

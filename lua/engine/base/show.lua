@@ -5,12 +5,12 @@ local C = ffi.C
 
 local show = {}
 
-local digits = ffi.new "char[32]"
+local buffer = ffi.new "char[32]"
 
 --- A number in as many digits as it takes to read the same double back; "inf", "-inf", "nan".
 function show.exact(x)
-  C.eng_number_text(digits, x)
-  return ffi.string(digits)
+  C.eng_number_text(buffer, x)
+  return ffi.string(buffer)
 end
 
 --- The same for JSON that other tools read. JSON has no infinity and no NaN: they are the strings
