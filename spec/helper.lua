@@ -46,7 +46,16 @@ function helper.remove(path)
   os.execute("rm -rf " .. helper.quote(path))
 end
 
--- Runs a shell command. Returns { code, out, err }; signal n becomes code 128 + n.
+-- Runs a shell command and returns its exit status; the shell reports signal n as 128 + n.
+-- os.execute returns the wait status, or true or nil, a word and the exit status if LuaJIT was
+-- built with the 5.2 extensions.
+function helper.execute(command)
+  local status, _, code = os.execute(command)
+  if code then return code end
+  return status >= 256 and math.floor(status / 256) or status
+end
+
+-- Runs a shell command. Returns { code, out, err }.
 function helper.shell(command, input)
   local out, err, feed = os.tmpname(), os.tmpname(), nil
   local source = "</dev/null"
@@ -54,9 +63,8 @@ function helper.shell(command, input)
     feed = helper.write(os.tmpname(), input)
     source = "<" .. feed
   end
-  local status = os.execute(("{ %s\n} %s >%s 2>%s"):format(command, source, out, err))
-  local result = { code = status >= 256 and math.floor(status / 256) or status,
-    out = helper.read(out), err = helper.read(err) }
+  local code = helper.execute(("{ %s\n} %s >%s 2>%s"):format(command, source, out, err))
+  local result = { code = code, out = helper.read(out), err = helper.read(err) }
   os.remove(out)
   os.remove(err)
   if feed then os.remove(feed) end

@@ -92,7 +92,7 @@ local function start(ranks, ...)
   return numbers
 end
 
-if os.execute("command -v mpirun >/dev/null") ~= 0 then
+if helper.execute("command -v mpirun >/dev/null") ~= 0 then
   print("no mpirun: skipped")
   return
 end

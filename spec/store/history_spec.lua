@@ -2,6 +2,7 @@
 -- second, and a full disk loses no row that fits in memory.
 local M_ffi = require "engine.base.ffi"
 local history = require "engine.run.history"
+local helper = require "spec.helper"
 local scratch = require "spec.store.scratch"
 
 local ffi, C = M_ffi.ffi, M_ffi.C
@@ -311,7 +312,7 @@ describe("history", function()
       h:event(1, "left", "open")
       os.exit(0)
     ]]):format(dir .. "/other.db"))
-    assert(os.execute(scratch.command(dir .. "/run.lua")) == 0)
+    assert.are.equal(0, helper.execute(scratch.command(dir .. "/run.lua")))
     local other = history.open(dir .. "/other.db")
     assert.are.equal("open", other:events("left")[1].text)
     other:close()
