@@ -4,8 +4,7 @@
 // A set owns its flat buffers and the tensors over them. The tape writes a parameter's gradient
 // into parameter.gradient and sets has_gradient; a parameter without gradient is absent from
 // statistics and updates. A span holds the gradient's relative scale, and passes over spans divide
-// by it. Released buffers that a view or the tape still uses wait in a list.
-// in a list.
+// by it.
 #include "params.h"
 
 #include "base/error.h"
@@ -15,114 +14,6 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
-
-enum { PART_ALIGNMENT = 64 };   // bytes: a cache line, and the widest vector
-
-// ---- flat buffers
-
-static flat_buffer *waiting;
-
-static bool in_use(const flat_buffer *flat)
-{
-  for (int i = 0; i < flat->n; i++)
-    if (flat->part[i] && flat->part[i]->store->references > 1) return true;
-  return false;
-}
-
-/// Frees the released buffers that are no longer in use.
-static void release_waiting(void)
-{
-  if (!waiting || tensor_tape_length > 0) return;
-  flat_buffer **at = &waiting;
-  while (*at) {
-    flat_buffer *flat = *at;
-    if (in_use(flat)) {
-      at = &flat->next;
-      continue;
-    }
-    *at = flat->next;
-    for (int i = 0; i < flat->n; i++) tensor_drop(flat->part[i]);
-    arena_free_in(flat->space, flat->arena, flat->memory, flat->bytes);
-    free(flat);
-  }
-}
-
-void flat_release(flat_buffer *flat)
-{
-  if (!flat) return;
-  flat->next = waiting;
-  waiting = flat;
-  release_waiting();
-}
-
-int64_t params_part_bytes(int64_t count, int dtype)
-{
-  if (dtype < 0) return 0;
-  return (count * eng_dtype_size(dtype) + PART_ALIGNMENT - 1) / PART_ALIGNMENT * PART_ALIGNMENT;
-}
-
-/// Allocates only the memory; the caller fills in the parts.
-static eng_status flat_memory(flat_buffer **out, int space, arena_id arena, int n, int64_t bytes)
-{
-  *out = NULL;
-  flat_buffer *flat = calloc(1, sizeof *flat + (size_t)n * sizeof flat->part[0]);
-  if (!flat) return error_set(ENG_ERR_MEMORY, "out of memory for a table of %d parameters", n);
-  void *memory = arena_alloc_in(space, arena, bytes);
-  if (!memory) {
-    free(flat);
-    return ENG_ERR_MEMORY;
-  }
-  flat->space = space;
-  flat->arena = arena;
-  flat->memory = memory;
-  flat->bytes = bytes;
-  flat->n = n;
-  *out = flat;
-  return ENG_OK;
-}
-
-eng_status flat_new(flat_buffer **out, arena_id arena, const eng_params *set, const int32_t *dtype)
-{
-  int64_t bytes = 0;
-  for (int i = 0; i < set->n; i++)
-    bytes += params_part_bytes(set->member[i].value->count, dtype[i]);
-  ENG_TRY(flat_memory(out, set->space, arena, set->n, bytes));
-  char *at = (*out)->memory;
-  for (int i = 0; i < set->n; i++) {
-    const tensor *value = set->member[i].value;
-    if (dtype[i] < 0) continue;
-    eng_status status =
-      tensor_wrap(&(*out)->part[i], set->space, at, dtype[i], value->ndim, value->shape);
-    if (status != ENG_OK) {
-      flat_release(*out);
-      *out = NULL;
-      return status;
-    }
-    at += params_part_bytes(value->count, dtype[i]);
-  }
-  return ENG_OK;
-}
-
-eng_status flat_new_own(flat_buffer **out, arena_id arena, const eng_params *set,
-                        const int32_t *dtype)
-{
-  int64_t bytes = 0;
-  for (int i = 0; i < set->n; i++)
-    bytes += params_part_bytes(set->own[2 * i + 1] - set->own[2 * i], dtype[i]);
-  ENG_TRY(flat_memory(out, set->space, arena, set->n, bytes));
-  char *at = (*out)->memory;
-  for (int i = 0; i < set->n; i++) {
-    int64_t count = set->own[2 * i + 1] - set->own[2 * i];
-    eng_status status = tensor_wrap(&(*out)->part[i], set->space, at, dtype[i], 1, &count);
-    if (status != ENG_OK) {
-      flat_release(*out);
-      *out = NULL;
-      return status;
-    }
-    at += params_part_bytes(count, dtype[i]);
-  }
-  return ENG_OK;
-}
 
 // ---- creating and freeing a set
 
@@ -233,7 +124,7 @@ eng_status eng_params_new(eng_params **out, const eng_tensor *tensors, const cha
                           int n)
 {
   *out = NULL;
-  release_waiting();
+  flat_reclaim();
   if (n < 0) return error_set(ENG_ERR_VALUE, "expected 0 or more parameters, got %d", n);
   if (n > 0 && (!tensors || !names))
     return error_set(ENG_ERR_VALUE, "a parameter set needs a tensor and a name for each member");
@@ -372,7 +263,7 @@ static eng_status check_alive(const eng_params *set)
 eng_status eng_params_precision(eng_params *set, const int32_t *shadow, const int32_t *gradient)
 {
   ENG_TRY(check_alive(set));
-  release_waiting();
+  flat_reclaim();
   if (set->kept)
     return error_set(ENG_ERR_STATE, "the precision cannot change while a reference backward runs");
   for (int i = 0; i < set->n; i++) {
@@ -478,7 +369,7 @@ void params_divide(eng_params *set, flat_buffer *own)
 eng_status eng_params_zero_grad(eng_params *set)
 {
   ENG_TRY(check_alive(set));
-  release_waiting();
+  flat_reclaim();
   for (int i = 0; i < set->n; i++) {
     parameter *p = &set->member[i];
     params_drop_gradient(p);

@@ -98,6 +98,8 @@ struct eng_params {
   pending_stats *newest;
 };
 
+/// A buffer of `bytes` for `n` parameters; the caller fills in the parts. Contents undefined.
+eng_status flat_memory(flat_buffer **out, int space, arena_id arena, int n, int64_t bytes);
 /// A buffer with a part of dtype[i] for each parameter i; a negative dtype: no part. Contents
 /// undefined.
 eng_status flat_new(flat_buffer **out, arena_id arena, const eng_params *set, const int32_t *dtype);
@@ -108,6 +110,8 @@ eng_status flat_new_own(flat_buffer **out, arena_id arena, const eng_params *set
 int64_t params_part_bytes(int64_t count, int dtype);
 /// Frees a buffer, or postpones that while the tape or a view still uses it. NULL is allowed.
 void flat_release(flat_buffer *flat);
+/// Frees the released buffers that are no longer in use.
+void flat_reclaim(void);
 
 /// The low-precision weights of a member that has some. Rounds them again if a script wrote into
 /// the master since.

@@ -1,0 +1,106 @@
+// Flat buffers: one allocation divided into a tensor per parameter, for weights, gradients and
+// moments. A released buffer that a view or the tape still uses waits in a list. Called by
+// params.c, optimizer.c and dist/.
+#include "params.h"
+
+#include "base/error.h"
+
+#include <stdlib.h>
+
+enum { PART_ALIGNMENT = 64 };   // bytes: a cache line, and the widest vector
+
+static flat_buffer *waiting;
+
+static bool in_use(const flat_buffer *flat)
+{
+  for (int i = 0; i < flat->n; i++)
+    if (flat->part[i] && flat->part[i]->store->references > 1) return true;
+  return false;
+}
+
+void flat_reclaim(void)
+{
+  if (!waiting || tensor_tape_length > 0) return;
+  flat_buffer **at = &waiting;
+  while (*at) {
+    flat_buffer *flat = *at;
+    if (in_use(flat)) {
+      at = &flat->next;
+      continue;
+    }
+    *at = flat->next;
+    for (int i = 0; i < flat->n; i++) tensor_drop(flat->part[i]);
+    arena_free_in(flat->space, flat->arena, flat->memory, flat->bytes);
+    free(flat);
+  }
+}
+
+void flat_release(flat_buffer *flat)
+{
+  if (!flat) return;
+  flat->next = waiting;
+  waiting = flat;
+  flat_reclaim();
+}
+
+int64_t params_part_bytes(int64_t count, int dtype)
+{
+  if (dtype < 0) return 0;
+  return (count * eng_dtype_size(dtype) + PART_ALIGNMENT - 1) / PART_ALIGNMENT * PART_ALIGNMENT;
+}
+
+eng_status flat_memory(flat_buffer **out, int space, arena_id arena, int n, int64_t bytes)
+{
+  *out = NULL;
+  flat_buffer *flat = calloc(1, sizeof *flat + (size_t)n * sizeof flat->part[0]);
+  if (!flat) return error_set(ENG_ERR_MEMORY, "out of memory for a table of %d parameters", n);
+  void *memory = arena_alloc_in(space, arena, bytes);
+  if (!memory) {
+    free(flat);
+    return ENG_ERR_MEMORY;
+  }
+  flat->space = space;
+  flat->arena = arena;
+  flat->memory = memory;
+  flat->bytes = bytes;
+  flat->n = n;
+  *out = flat;
+  return ENG_OK;
+}
+
+/// Divides a new buffer among the members: whole ones, or the elements that this rank owns.
+static eng_status flat_make(flat_buffer **out, arena_id arena, const eng_params *set,
+                            const int32_t *dtype, bool own)
+{
+  int64_t bytes = 0;
+  for (int i = 0; i < set->n; i++)
+    bytes += params_part_bytes(own ? set->own[2 * i + 1] - set->own[2 * i]
+                                   : set->member[i].value->count, dtype[i]);
+  ENG_TRY(flat_memory(out, set->space, arena, set->n, bytes));
+  char *at = (*out)->memory;
+  for (int i = 0; i < set->n; i++) {
+    const tensor *value = set->member[i].value;
+    int64_t count = own ? set->own[2 * i + 1] - set->own[2 * i] : value->count;
+    if (dtype[i] < 0) continue;
+    eng_status status = tensor_wrap(&(*out)->part[i], set->space, at, dtype[i],
+                                    own ? 1 : value->ndim, own ? &count : value->shape);
+    if (status != ENG_OK) {
+      flat_release(*out);
+      *out = NULL;
+      return status;
+    }
+    at += params_part_bytes(count, dtype[i]);
+  }
+  return ENG_OK;
+}
+
+eng_status flat_new(flat_buffer **out, arena_id arena, const eng_params *set, const int32_t *dtype)
+{
+  return flat_make(out, arena, set, dtype, false);
+}
+
+eng_status flat_new_own(flat_buffer **out, arena_id arena, const eng_params *set,
+                        const int32_t *dtype)
+{
+  return flat_make(out, arena, set, dtype, true);
+}
