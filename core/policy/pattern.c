@@ -1,20 +1,35 @@
-// The bounded pattern matcher. See pattern.h. Character classes are those of ASCII, whatever the
-// locale.
-#include "pattern.h"
+// string.find, match, gmatch and gsub for policies: LuaJIT's semantics (a pattern ends at a zero
+// byte, character classes are those of ASCII) with bounded work, because LuaJIT's functions may
+// backtrack for hours inside one call. Every loop here charges the policy's budget by one per iteration,
+// which also reads the clock, so that a match ends within the policy's limits.
+// Called by policy_box.c. spec/fuzz/pattern.c compares it with LuaJIT and checks the charges.
+#include "policy_vm.h"
 
 #include <string.h>
 
-const char pattern_exhausted[] = "pattern takes too long";
+enum { CAPTURES = 32, DEEPEST = 200 };      // as LuaJIT's; DEEPEST: nested attempts, each a C frame
+enum { OPEN = -1, POSITION = -2 };          // lengths of captures: not yet closed; "()"
 
-enum { DEEPEST = 200 };   // nested attempts, each a C frame
-#define NO_MATCH ((ptrdiff_t)-1)
+typedef struct match {
+  lua_State  *L;
+  eng_policy *policy;
+  const char *subject, *end, *pattern;      // both texts end with a zero byte
+  size_t      pattern_length;
+  int         depth, captures;
+  struct { const char *begin; ptrdiff_t length; } capture[CAPTURES];
+} match;
 
-static ptrdiff_t match_here(pattern_state *m, size_t s, size_t p);
+static const char *match_here(match *m, const char *s, const char *p);
 
-static ptrdiff_t refuse(pattern_state *m, const char *why)
+static void step(const match *m)
 {
-  if (!m->error) m->error = why;
-  return NO_MATCH;
+  policy_charge(m->policy, 1);
+}
+
+static const char *refuse(const match *m, const char *why)
+{
+  luaL_error(m->L, "%s", why);
+  return NULL;
 }
 
 // ------------------------------------------------------------------ single characters
@@ -44,44 +59,38 @@ static bool in_class(int c, int class)
   return is_upper(class) ? !yes : yes;
 }
 
-// The offset after the item (character, %class or [set]) at p; 0 with the error set if it is
-// incomplete.
-static size_t item_end(pattern_state *m, size_t p)
+// The end of the item (character, %class or [set]) at p.
+static const char *item_end(const match *m, const char *p)
 {
-  char c = m->pattern[p++];
-  if (c == '%') {
-    if (p == m->pattern_length) { refuse(m, "malformed pattern (ends with '%')"); return 0; }
-    return p + 1;
-  }
+  char c = *p++;
+  if (c == '%') return *p ? p + 1 : refuse(m, "malformed pattern (ends with '%')");
   if (c != '[') return p;
-  if (p < m->pattern_length && m->pattern[p] == '^') ++p;
+  if (*p == '^') ++p;
   for (bool first = true;; first = false) {        // a ']' at the start is a member
-    if (p >= m->pattern_length) { refuse(m, "malformed pattern (missing ']')"); return 0; }
-    c = m->pattern[p++];
-    if (c == ']' && !first) return p;
-    if (c == '%') {
-      if (p >= m->pattern_length) { refuse(m, "malformed pattern (missing ']')"); return 0; }
-      ++p;
-    }
+    step(m);
+    if (*p == ']' && !first) return p + 1;
+    if (*p == '%' && p[1]) ++p;
+    if (!*p) return refuse(m, "malformed pattern (missing ']')");
+    ++p;
   }
 }
 
-// Whether c is a member of the set between '[' at p and ']' at last.
-static bool in_set(const pattern_state *m, int c, size_t p, size_t last)
+// Whether c is a member of the set between '[' at `first` and ']' at `last`.
+static bool in_set(const match *m, int c, const char *first, const char *last)
 {
-  const unsigned char *pattern = (const unsigned char *)m->pattern;
+  const unsigned char *p = (const unsigned char *)first + 1, *end = (const unsigned char *)last;
   bool member = true;
-  ++p;
-  if (pattern[p] == '^') member = false, ++p;
-  while (p < last) {
-    if (pattern[p] == '%') {
-      if (in_class(c, pattern[p + 1])) return member;
+  if (*p == '^') member = false, ++p;
+  while (p < end) {
+    step(m);
+    if (*p == '%') {
+      if (in_class(c, p[1])) return member;
       p += 2;
-    } else if (p + 2 < last && pattern[p + 1] == '-') {
-      if (pattern[p] <= c && c <= pattern[p + 2]) return member;
+    } else if (p[1] == '-' && p + 2 < end) {
+      if (p[0] <= c && c <= p[2]) return member;
       p += 3;
     } else {
-      if (pattern[p] == c) return member;
+      if (*p == c) return member;
       p += 1;
     }
   }
@@ -89,166 +98,344 @@ static bool in_set(const pattern_state *m, int c, size_t p, size_t last)
 }
 
 // Whether the subject's character at s matches the item [p, end).
-static bool fits(pattern_state *m, size_t s, size_t p, size_t end)
+static bool fits(const match *m, const char *s, const char *p, const char *end)
 {
-  m->work -= m->pattern[p] == '[' ? (int64_t)(end - p) : 1;
-  if (m->work < 0) { refuse(m, pattern_exhausted); return false; }
-  if (s >= m->subject_length) return false;
-  int c = (unsigned char)m->subject[s];
-  switch (m->pattern[p]) {
+  if (s == m->end) return false;
+  int c = (unsigned char)*s;
+  switch (*p) {
     case '.': return true;
-    case '%': return in_class(c, (unsigned char)m->pattern[p + 1]);
+    case '%': return in_class(c, (unsigned char)p[1]);
     case '[': return in_set(m, c, p, end - 1);
-    default:  return (unsigned char)m->pattern[p] == c;
+    default:  return *s == *p;
   }
 }
 
 // ------------------------------------------------------------------ special items
 
-static ptrdiff_t balanced(pattern_state *m, size_t s, size_t p)      // %bxy, p at x
+// %bxy, p at x
+static const char *balanced(const match *m, const char *s, const char *p)
 {
-  if (p + 1 >= m->pattern_length) return refuse(m, "malformed pattern (missing arguments to '%b')");
-  if (s >= m->subject_length || m->subject[s] != m->pattern[p]) return NO_MATCH;
-  char opening = m->pattern[p], closing = m->pattern[p + 1];
-  for (size_t open = 1, i = s + 1; i < m->subject_length; ++i) {
-    if (--m->work < 0) return refuse(m, pattern_exhausted);
-    if (m->subject[i] == closing) {
-      if (--open == 0) return (ptrdiff_t)(i + 1);
-    } else if (m->subject[i] == opening) ++open;
+  if (!p[0] || !p[1]) return refuse(m, "unbalanced pattern");
+  if (s == m->end || *s != p[0]) return NULL;
+  size_t open = 1;
+  while (++s < m->end) {
+    step(m);
+    if (*s == p[1]) {
+      if (--open == 0) return s + 1;
+    } else if (*s == p[0]) ++open;
   }
-  return NO_MATCH;
+  return NULL;
 }
 
-static ptrdiff_t same_again(pattern_state *m, size_t s, int index)   // %1
+// %1
+static const char *same_again(const match *m, const char *s, int index)
 {
-  if (index < 0 || index >= m->captures || m->capture[index].length == PATTERN_OPEN)
+  if (index < 0 || index >= m->captures || m->capture[index].length == OPEN)
     return refuse(m, "invalid capture index");
-  if (m->capture[index].length == PATTERN_POSITION) return NO_MATCH;
-  size_t length = (size_t)m->capture[index].length;
-  m->work -= (int64_t)length;
-  if (m->work < 0) return refuse(m, pattern_exhausted);
-  if (m->subject_length - s < length ||
-      memcmp(m->subject + m->capture[index].begin, m->subject + s, length) != 0)
-    return NO_MATCH;
-  return (ptrdiff_t)(s + length);
+  const char *text = m->capture[index].begin;
+  ptrdiff_t length = m->capture[index].length;
+  if (length == POSITION || m->end - s < length) return NULL;
+  for (; length > 0; --length) {
+    step(m);
+    if (*s++ != *text++) return NULL;
+  }
+  return s;
 }
 
-static ptrdiff_t open_capture(pattern_state *m, size_t s, size_t p, ptrdiff_t length)
+static const char *open_capture(match *m, const char *s, const char *p, ptrdiff_t length)
 {
-  if (m->captures == PATTERN_CAPTURES) return refuse(m, "too many captures");
+  if (m->captures == CAPTURES) return refuse(m, "too many captures");
   m->capture[m->captures].begin = s;
   m->capture[m->captures++].length = length;
-  ptrdiff_t end = match_here(m, s, p);
-  if (end < 0) --m->captures;
+  const char *end = match_here(m, s, p);
+  if (!end) --m->captures;
   return end;
 }
 
-static ptrdiff_t close_capture(pattern_state *m, size_t s, size_t p)
+static const char *close_capture(match *m, const char *s, const char *p)
 {
   int last = m->captures - 1;
-  while (last >= 0 && m->capture[last].length != PATTERN_OPEN) --last;
+  while (last >= 0 && m->capture[last].length != OPEN) --last;
   if (last < 0) return refuse(m, "invalid pattern capture");
-  m->capture[last].length = (ptrdiff_t)(s - m->capture[last].begin);
-  ptrdiff_t end = match_here(m, s, p);
-  if (end < 0) m->capture[last].length = PATTERN_OPEN;
+  m->capture[last].length = s - m->capture[last].begin;
+  const char *end = match_here(m, s, p);
+  if (!end) m->capture[last].length = OPEN;
   return end;
 }
 
-static ptrdiff_t repeat_most(pattern_state *m, size_t s, size_t p, size_t end, size_t least)
+static const char *repeat_most(match *m, const char *s, const char *p, const char *end,
+                               ptrdiff_t least)
 {
-  size_t count = 0;
-  while (fits(m, s + count, p, end)) ++count;
-  for (;; --count) {
-    if (m->error || count < least) return NO_MATCH;
-    ptrdiff_t r = match_here(m, s + count, end + 1);
-    if (r >= 0 || count == 0) return r;
+  ptrdiff_t count = 0;
+  while (fits(m, s + count, p, end)) step(m), ++count;
+  for (; count >= least; --count) {
+    const char *found = match_here(m, s + count, end + 1);
+    if (found) return found;
   }
+  return NULL;
 }
 
-static ptrdiff_t repeat_least(pattern_state *m, size_t s, size_t p, size_t end)
+static const char *repeat_least(match *m, const char *s, const char *p, const char *end)
 {
-  for (;;) {
-    ptrdiff_t r = match_here(m, s, end + 1);
-    if (r >= 0 || m->error) return r;
-    if (!fits(m, s, p, end)) return NO_MATCH;
-    ++s;
+  for (;; ++s) {
+    const char *found = match_here(m, s, end + 1);
+    if (found || !fits(m, s, p, end)) return found;
   }
 }
 
 // ------------------------------------------------------------------ the whole pattern
 
-static ptrdiff_t match_items(pattern_state *m, size_t s, size_t p)
+static const char *match_items(match *m, const char *s, const char *p)
 {
-  while (!m->error) {
-    if (--m->work < 0) return refuse(m, pattern_exhausted);
-    if (p == m->pattern_length) return (ptrdiff_t)s;
-    char c = m->pattern[p], next = p + 1 < m->pattern_length ? m->pattern[p + 1] : '\0';
-    if (c == '(')
-      return next == ')' ? open_capture(m, s, p + 2, PATTERN_POSITION)
-                         : open_capture(m, s, p + 1, PATTERN_OPEN);
-    if (c == ')') return close_capture(m, s, p + 1);
-    if (c == '$' && p + 1 == m->pattern_length)
-      return s == m->subject_length ? (ptrdiff_t)s : NO_MATCH;
-    if (c == '%' && (next == 'b' || is_digit(next))) {
-      ptrdiff_t r = next == 'b' ? balanced(m, s, p + 2) : same_again(m, s, next - '1');
-      if (r < 0) return r;
-      s = (size_t)r;
-      p += next == 'b' ? 4 : 2;
-      continue;
+  for (;;) {
+    step(m);
+    switch (*p) {
+      case '\0': return s;
+      case '(':
+        return p[1] == ')' ? open_capture(m, s, p + 2, POSITION) : open_capture(m, s, p + 1, OPEN);
+      case ')': return close_capture(m, s, p + 1);
+      case '$':
+        if (!p[1]) return s == m->end ? s : NULL;
+        break;
+      case '%':
+        if (p[1] == 'b' || is_digit(p[1])) {
+          s = p[1] == 'b' ? balanced(m, s, p + 2) : same_again(m, s, p[1] - '1');
+          if (!s) return NULL;
+          p += p[1] == 'b' ? 4 : 2;
+          continue;
+        }
+        if (p[1] == 'f') {  // %f[set]: the previous character is not a member, this one is
+          p += 2;
+          if (*p != '[') return refuse(m, "missing '[' after '%f' in pattern");
+          const char *end = item_end(m, p);
+          int before = s == m->subject ? 0 : (unsigned char)s[-1];
+          if (in_set(m, before, p, end - 1) || !in_set(m, (unsigned char)*s, p, end - 1))
+            return NULL;
+          p = end;
+          continue;
+        }
     }
-    if (c == '%' && next == 'f') {  // %f[set]: the previous character is not a member, this one is
-      p += 2;
-      if (p >= m->pattern_length || m->pattern[p] != '[')
-        return refuse(m, "missing '[' after '%f' in pattern");
-      size_t end = item_end(m, p);
-      if (!end) return NO_MATCH;
-      int before = s == 0 ? 0 : (unsigned char)m->subject[s - 1];
-      int here = s < m->subject_length ? (unsigned char)m->subject[s] : 0;
-      if (in_set(m, before, p, end - 1) || !in_set(m, here, p, end - 1)) return NO_MATCH;
-      p = end;
-      continue;
-    }
-    size_t end = item_end(m, p);
-    if (!end) return NO_MATCH;
-    switch (end < m->pattern_length ? m->pattern[end] : '\0') {
+    const char *end = item_end(m, p), *found;
+    switch (*end) {
       case '*': return repeat_most(m, s, p, end, 0);
       case '+': return repeat_most(m, s, p, end, 1);
       case '-': return repeat_least(m, s, p, end);
       case '?':
-        if (fits(m, s, p, end)) {
-          ptrdiff_t r = match_here(m, s + 1, end + 1);
-          if (r >= 0 || m->error) return r;
-        }
+        if (fits(m, s, p, end) && (found = match_here(m, s + 1, end + 1))) return found;
         p = end + 1;
         continue;
-      default:
-        if (!fits(m, s, p, end)) return NO_MATCH;
-        ++s;
-        p = end;
     }
+    if (!fits(m, s, p, end)) return NULL;
+    ++s;
+    p = end;
   }
-  return NO_MATCH;
 }
 
-static ptrdiff_t match_here(pattern_state *m, size_t s, size_t p)
+static const char *match_here(match *m, const char *s, const char *p)
 {
   if (m->depth == DEEPEST) return refuse(m, "pattern too complex");
   ++m->depth;
-  ptrdiff_t end = match_items(m, s, p);
+  const char *end = match_items(m, s, p);
   --m->depth;
   return end;
 }
 
-bool pattern_match(pattern_state *m, size_t start, size_t at, size_t *end)
+// The end of a match that begins at s, or NULL.
+static const char *match_at(match *m, const char *s, const char *p)
 {
-  m->error = NULL;
-  m->depth = 0;
-  m->captures = 0;
-  ptrdiff_t r = match_here(m, start, at);
-  if (r >= 0 && !m->error) {
-    for (int i = 0; i < m->captures; ++i)
-      if (m->capture[i].length == PATTERN_OPEN) { refuse(m, "unfinished capture"); return false; }
-    *end = (size_t)r;
+  m->depth = m->captures = 0;
+  return match_here(m, s, p);
+}
+
+// ------------------------------------------------------------------ the four functions
+
+static void begin_match(match *m, lua_State *L)
+{
+  size_t length;
+  m->L = L;
+  m->policy = policy_of(L);
+  m->subject = luaL_checklstring(L, 1, &length);
+  m->end = m->subject + length;
+  m->pattern = luaL_checklstring(L, 2, &m->pattern_length);
+}
+
+// Pushes capture i of the match [s, end); the whole match if the pattern has no captures.
+static void push_capture(const match *m, int i, const char *s, const char *end)
+{
+  ptrdiff_t length = i < m->captures ? m->capture[i].length : end - s;
+  if (i >= m->captures && i > 0) refuse(m, "invalid capture index");
+  if (length == OPEN) refuse(m, "unfinished capture");
+  if (length == POSITION) lua_pushinteger(m->L, m->capture[i].begin - m->subject + 1);
+  else lua_pushlstring(m->L, i < m->captures ? m->capture[i].begin : s, (size_t)length);
+}
+
+// Pushes all captures, at least `least` (0 or 1).
+static int push_captures(const match *m, int least, const char *s, const char *end)
+{
+  int n = m->captures > least ? m->captures : least;
+  luaL_checkstack(m->L, n, "too many captures");
+  for (int i = 0; i < n; ++i) push_capture(m, i, s, end);
+  return n;
+}
+
+static bool is_plain(const match *m)
+{
+  for (size_t i = 0; i < m->pattern_length; ++i) {
+    step(m);
+    if (memchr("^$*+?.([%-", m->pattern[i], 10)) return false;
   }
-  return r >= 0 && !m->error;
+  return true;
+}
+
+static const char *find_plain(const match *m, const char *s)
+{
+  for (; (size_t)(m->end - s) >= m->pattern_length; ++s) {
+    size_t i = 0;
+    for (step(m); i < m->pattern_length && s[i] == m->pattern[i]; ++i) step(m);
+    if (i == m->pattern_length) return s;
+  }
+  return NULL;
+}
+
+static int find_or_match(lua_State *L, bool find)
+{
+  match m;
+  begin_match(&m, L);
+  lua_Integer first = luaL_optinteger(L, 3, 1), length = m.end - m.subject;
+  first = first < 0 ? first + length : first - 1;
+  const char *s = m.subject + (first < 0 ? 0 : first > length ? length : first), *end;
+  if (find && (lua_toboolean(L, 4) || is_plain(&m))) {
+    s = find_plain(&m, s);
+    if (!s) { lua_pushnil(L); return 1; }
+    lua_pushinteger(L, s - m.subject + 1);
+    lua_pushinteger(L, s - m.subject + (lua_Integer)m.pattern_length);
+    return 2;
+  }
+  bool anchored = *m.pattern == '^';
+  do {
+    end = match_at(&m, s, m.pattern + anchored);
+    if (!end) continue;
+    if (!find) return push_captures(&m, 1, s, end);
+    lua_pushinteger(L, s - m.subject + 1);
+    lua_pushinteger(L, end - m.subject);
+    return 2 + push_captures(&m, 0, s, end);
+  } while (s++ < m.end && !anchored);
+  lua_pushnil(L);
+  return 1;
+}
+
+static int box_find(lua_State *L)
+{
+  return find_or_match(L, true);
+}
+
+static int box_match(lua_State *L)
+{
+  return find_or_match(L, false);
+}
+
+// Upvalues: subject, pattern, offset to continue from.
+static int gmatch_step(lua_State *L)
+{
+  match m;
+  lua_settop(L, 0);
+  lua_pushvalue(L, lua_upvalueindex(1));
+  lua_pushvalue(L, lua_upvalueindex(2));
+  begin_match(&m, L);
+  for (const char *s = m.subject + lua_tointeger(L, lua_upvalueindex(3)); s <= m.end; ++s) {
+    const char *end = match_at(&m, s, m.pattern);
+    if (!end) continue;
+    lua_pushinteger(L, end - m.subject + (end == s));        // an empty match advances by one
+    lua_replace(L, lua_upvalueindex(3));
+    return push_captures(&m, 1, s, end);
+  }
+  return 0;
+}
+
+static int box_gmatch(lua_State *L)
+{
+  luaL_checkstring(L, 1);
+  luaL_checkstring(L, 2);
+  lua_settop(L, 2);
+  lua_pushinteger(L, 0);
+  lua_pushcclosure(L, gmatch_step, 3);
+  return 1;
+}
+
+static void add_text(const match *m, luaL_Buffer *b, const char *s, const char *end)
+{
+  size_t length;
+  const char *text = lua_tolstring(m->L, 3, &length);
+  for (size_t i = 0; i < length; ++i) {
+    step(m);
+    if (text[i] != '%') luaL_addchar(b, text[i]);
+    else if (text[++i] == '0') luaL_addlstring(b, s, (size_t)(end - s));
+    else if (is_digit(text[i])) {
+      push_capture(m, text[i] - '1', s, end);
+      luaL_addvalue(b);
+    } else luaL_addchar(b, text[i]);
+  }
+}
+
+static void add_replacement(const match *m, luaL_Buffer *b, const char *s, const char *end)
+{
+  lua_State *L = m->L;
+  switch (lua_type(L, 3)) {
+    case LUA_TFUNCTION:
+      policy_check_stack(m->policy);
+      lua_pushvalue(L, 3);
+      lua_call(L, push_captures(m, 1, s, end), 1);
+      break;
+    case LUA_TTABLE:
+      push_capture(m, 0, s, end);
+      lua_gettable(L, 3);
+      break;
+    default: add_text(m, b, s, end); return;
+  }
+  if (!lua_toboolean(L, -1)) {                       // nil or false: the match stays
+    lua_pop(L, 1);
+    lua_pushlstring(L, s, (size_t)(end - s));
+  } else if (!lua_isstring(L, -1))
+    luaL_error(L, "invalid replacement value (a %s)", luaL_typename(L, -1));
+  luaL_addvalue(b);
+}
+
+static int box_gsub(lua_State *L)
+{
+  match m;
+  begin_match(&m, L);
+  const char *s = m.subject;
+  int type = lua_type(L, 3);
+  lua_Integer most = luaL_optinteger(L, 4, m.end - s + 1), count = 0;
+  luaL_argcheck(
+    L, type == LUA_TSTRING || type == LUA_TNUMBER || type == LUA_TTABLE || type == LUA_TFUNCTION, 3,
+    "string/function/table expected");
+  bool anchored = *m.pattern == '^';
+  luaL_Buffer b;
+  luaL_buffinit(L, &b);
+  while (count < most) {
+    const char *end = match_at(&m, s, m.pattern + anchored);
+    if (end) {
+      ++count;
+      add_replacement(&m, &b, s, end);
+    }
+    if (end && end > s) s = end;
+    else if (s < m.end) { luaL_addchar(&b, *s); ++s; }
+    else break;
+    if (anchored) break;
+  }
+  luaL_addlstring(&b, s, (size_t)(m.end - s));
+  luaL_pushresult(&b);
+  lua_pushinteger(L, count);
+  return 2;
+}
+
+void policy_patterns_open(lua_State *L)
+{
+  static const luaL_Reg functions[] = {{"find", box_find},
+                                       {"match", box_match},
+                                       {"gmatch", box_gmatch},
+                                       {"gsub", box_gsub},
+                                       {NULL, NULL}};
+  luaL_register(L, NULL, functions);
 }

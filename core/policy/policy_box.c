@@ -8,7 +8,6 @@
 #include "policy_vm.h"
 
 #include "base/nearest.h"
-#include "pattern.h"
 
 #include <lualib.h>
 #include <math.h>
@@ -249,19 +248,27 @@ static int box_charged(lua_State *L)                   // upvalue: LuaJIT's func
   return 1;
 }
 
+static int charged_less(lua_State *L)
+{
+  policy_charge(policy_of(L), 1);
+  lua_pushboolean(L, lua_lessthan(L, 1, 2));
+  return 1;
+}
+
+// LuaJIT's sort is quadratic for some orders, so each comparison is charged. A comparison written
+// in Lua is charged by its instructions.
 static int box_sort(lua_State *L)                      // upvalue: LuaJIT's sort
 {
-  eng_policy *p = policy_of(L);
   luaL_checktype(L, 1, LUA_TTABLE);
   lua_settop(L, 2);
-  policy_check_stack(p);
-  int64_t n = (int64_t)lua_objlen(L, 1), rounds = 1;
-  while ((1ll << rounds) < n) ++rounds;
-  policy_charge(p, n * rounds);
+  policy_check_stack(policy_of(L));
   lua_pushvalue(L, lua_upvalueindex(1));
-  lua_pushvalue(L, 1);
-  if (!lua_isnil(L, 2)) lua_pushvalue(L, 2);
-  lua_call(L, lua_isnil(L, 2) ? 1 : 2, 0);
+  lua_insert(L, 1);
+  if (lua_isnil(L, 3)) {
+    lua_pushcfunction(L, charged_less);
+    lua_replace(L, 3);
+  }
+  lua_call(L, 2, 0);
   return 0;
 }
 
@@ -286,194 +293,6 @@ static int box_format(lua_State *L)                    // upvalue: LuaJIT's form
   lua_insert(L, 1);
   lua_call(L, n, 1);
   return 1;
-}
-
-static void begin_match(lua_State *L, pattern_state *m)
-{
-  memset(m, 0, offsetof(pattern_state, capture));
-  m->subject = luaL_checklstring(L, 1, &m->subject_length);
-  m->pattern = luaL_checklstring(L, 2, &m->pattern_length);
-}
-
-// Character tests of the matcher per instruction of the budget.
-enum { TESTS_PER_INSTRUCTION = 8 };
-
-static bool try_match(lua_State *L, pattern_state *m, size_t start, size_t at, size_t *end)
-{
-  eng_policy *p = policy_of(L);
-  int64_t allowed = p->budget > 0 ? p->budget * TESTS_PER_INSTRUCTION : 0;
-  m->work = allowed;
-  bool found = pattern_match(m, start, at, end);
-  p->budget -= (allowed - (m->work > 0 ? m->work : 0)) / TESTS_PER_INSTRUCTION;
-  if (m->error == pattern_exhausted) policy_kill(p, "a pattern takes too long on this text");
-  if (m->error) luaL_error(L, "%s", m->error);
-  return found;
-}
-
-static void push_capture(lua_State *L, const pattern_state *m, int i, size_t start, size_t end)
-{
-  if (i >= m->captures) {
-    if (i > 0) luaL_error(L, "invalid capture index");
-    lua_pushlstring(L, m->subject + start, end - start);
-  } else if (m->capture[i].length == PATTERN_POSITION)
-    lua_pushinteger(L, (lua_Integer)m->capture[i].begin + 1);
-  else lua_pushlstring(L, m->subject + m->capture[i].begin, (size_t)m->capture[i].length);
-}
-
-// Pushes all captures; the whole match if the pattern has none and `whole` is set.
-static int push_captures(lua_State *L, const pattern_state *m, bool whole, size_t start, size_t end)
-{
-  int n = m->captures == 0 && whole ? 1 : m->captures;
-  luaL_checkstack(L, n, "too many captures");
-  for (int i = 0; i < n; ++i) push_capture(L, m, i, start, end);
-  return n;
-}
-
-static size_t first_index(lua_State *L, int argument, size_t length)
-{
-  lua_Integer init = luaL_optinteger(L, argument, 1);
-  if (init < 0) init += (lua_Integer)length + 1;
-  if (init < 1) init = 1;
-  return init - 1 > (lua_Integer)length ? length : (size_t)(init - 1);
-}
-
-static bool is_plain(const pattern_state *m)
-{
-  for (size_t i = 0; i < m->pattern_length; ++i)
-    if (memchr("^$*+?.([%-", m->pattern[i], 10)) return false;
-  return true;
-}
-
-static int find_or_match(lua_State *L, bool find)
-{
-  pattern_state m;
-  begin_match(L, &m);
-  size_t start = first_index(L, 3, m.subject_length), end;
-  if (find && (lua_toboolean(L, 4) || is_plain(&m))) {
-    policy_charge(policy_of(L), (int64_t)(m.subject_length / TESTS_PER_INSTRUCTION));
-    const char *at =
-      memmem(m.subject + start, m.subject_length - start, m.pattern, m.pattern_length);
-    if (!at) { lua_pushnil(L); return 1; }
-    lua_pushinteger(L, at - m.subject + 1);
-    lua_pushinteger(L, at - m.subject + (lua_Integer)m.pattern_length);
-    return 2;
-  }
-  bool anchored = m.pattern_length > 0 && m.pattern[0] == '^';
-  do {
-    if (!try_match(L, &m, start, anchored, &end)) continue;
-    if (!find) return push_captures(L, &m, true, start, end);
-    lua_pushinteger(L, (lua_Integer)start + 1);
-    lua_pushinteger(L, (lua_Integer)end);
-    return 2 + push_captures(L, &m, false, start, end);
-  } while (++start <= m.subject_length && !anchored);
-  lua_pushnil(L);
-  return 1;
-}
-
-static int box_find(lua_State *L)
-{
-  return find_or_match(L, true);
-}
-
-static int box_match(lua_State *L)
-{
-  return find_or_match(L, false);
-}
-
-// Upvalues: subject, pattern, offset to continue from.
-static int gmatch_step(lua_State *L)
-{
-  pattern_state m;
-  lua_settop(L, 0);
-  lua_pushvalue(L, lua_upvalueindex(1));
-  lua_pushvalue(L, lua_upvalueindex(2));
-  begin_match(L, &m);
-  size_t end;
-  for (size_t start = (size_t)lua_tointeger(L, lua_upvalueindex(3)); start <= m.subject_length;
-       ++start) {
-    if (!try_match(L, &m, start, 0, &end)) continue;
-    // an empty match advances by one
-    lua_pushinteger(L, (lua_Integer)(end == start ? end + 1 : end));
-    lua_replace(L, lua_upvalueindex(3));
-    return push_captures(L, &m, true, start, end);
-  }
-  return 0;
-}
-
-static int box_gmatch(lua_State *L)
-{
-  luaL_checkstring(L, 1);
-  luaL_checkstring(L, 2);
-  lua_settop(L, 2);
-  lua_pushinteger(L, 0);
-  lua_pushcclosure(L, gmatch_step, 3);
-  return 1;
-}
-
-static void add_replacement(lua_State *L, luaL_Buffer *b, const pattern_state *m, size_t start,
-                            size_t end)
-{
-  switch (lua_type(L, 3)) {
-    case LUA_TFUNCTION:
-      policy_check_stack(policy_of(L));
-      lua_pushvalue(L, 3);
-      lua_call(L, push_captures(L, m, true, start, end), 1);
-      break;
-    case LUA_TTABLE:
-      push_capture(L, m, 0, start, end);
-      lua_rawget(L, 3);
-      break;
-    default: {
-      size_t length;
-      const char *text = lua_tolstring(L, 3, &length);
-      for (size_t i = 0; i < length; ++i) {
-        if (text[i] != '%') { luaL_addchar(b, text[i]); continue; }
-        char c = ++i < length ? text[i] : '\0';
-        if (c == '0') luaL_addlstring(b, m->subject + start, end - start);
-        else if (c >= '1' && c <= '9') {
-          push_capture(L, m, c - '1', start, end);
-          luaL_addvalue(b);
-        } else luaL_addchar(b, c);
-      }
-      return;
-    }
-  }
-  if (!lua_toboolean(L, -1)) {                       // nil or false: the match stays
-    lua_pop(L, 1);
-    lua_pushlstring(L, m->subject + start, end - start);
-  } else if (!lua_isstring(L, -1))
-    luaL_error(L, "string.gsub: expected a text as replacement, got a %s", luaL_typename(L, -1));
-  luaL_addvalue(b);
-}
-
-static int box_gsub(lua_State *L)
-{
-  pattern_state m;
-  begin_match(L, &m);
-  int type = lua_type(L, 3);
-  luaL_argcheck(
-    L, type == LUA_TSTRING || type == LUA_TNUMBER || type == LUA_TTABLE || type == LUA_TFUNCTION, 3,
-    "expected a text, a table or a function");
-  lua_Integer most = luaL_optinteger(L, 4, (lua_Integer)m.subject_length + 1), count = 0;
-  bool anchored = m.pattern_length > 0 && m.pattern[0] == '^';
-  size_t at = 0, end;
-  luaL_Buffer b;
-  luaL_buffinit(L, &b);
-  while (count < most) {
-    bool found = try_match(L, &m, at, anchored, &end);
-    if (found) {
-      ++count;
-      add_replacement(L, &b, &m, at, end);
-    }
-    if (found && end > at) at = end;
-    else if (at < m.subject_length) { luaL_addchar(&b, m.subject[at]); ++at; }
-    else break;
-    if (anchored) break;
-  }
-  if (at < m.subject_length) luaL_addlstring(&b, m.subject + at, m.subject_length - at);
-  luaL_pushresult(&b);
-  lua_pushinteger(L, count);
-  return 2;
 }
 
 // ------------------------------------------------------------------ the environment
@@ -574,10 +393,7 @@ void policy_box_open(eng_policy *p)
   wrap(L, "lower", box_charged);
   wrap(L, "upper", box_charged);
   wrap(L, "reverse", box_charged);
-  set_function(L, "find", box_find);
-  set_function(L, "match", box_match);
-  set_function(L, "gmatch", box_gmatch);
-  set_function(L, "gsub", box_gsub);
+  policy_patterns_open(L);
   lua_pushliteral(L, "");                              // ("text"):method() sees the same functions
   lua_getmetatable(L, -1);
   lua_pushvalue(L, -3);

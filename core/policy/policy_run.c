@@ -79,12 +79,15 @@ static const char out_of_budget[] = "the policy exceeded its instruction budget;
 static const char out_of_time[] =
   "the policy exceeded its time limit; a decision must take microseconds";
 
-// Reads the clock only after some work, so that short decisions do not pay for it.
-static bool past_deadline(eng_policy *p)
+// Why the call must end now, or NULL. Called only after some work, so that short decisions do not
+// pay for reading the clock.
+static const char *overrun(eng_policy *p)
 {
+  p->unclocked = 0;
   double now = eng_clock();
   if (p->deadline == 0) p->deadline = now + p->seconds;
-  return now > p->deadline;
+  if (now > p->deadline) return out_of_time;
+  return eng_interrupted() == 2 ? "interrupted" : NULL;
 }
 
 static void budget_hook(lua_State *L, lua_Debug *at)
@@ -95,7 +98,8 @@ static void budget_hook(lua_State *L, lua_Debug *at)
   if (p->killed) kill_at(p, p->killed, 0);
   p->budget -= HOOK_INTERVAL;
   if (p->budget < 0) kill_at(p, out_of_budget, 0);
-  if (past_deadline(p)) kill_at(p, out_of_time, 0);
+  const char *why = overrun(p);
+  if (why) kill_at(p, why, 0);
 }
 
 void policy_charge(eng_policy *p, int64_t work)
@@ -105,9 +109,8 @@ void policy_charge(eng_policy *p, int64_t work)
   p->budget -= work;
   if (p->budget < 0) policy_kill(p, out_of_budget);
   p->unclocked += work;
-  if (p->unclocked < HOOK_INTERVAL) return;
-  p->unclocked = 0;
-  if (past_deadline(p)) policy_kill(p, out_of_time);
+  const char *why = p->unclocked < HOOK_INTERVAL ? NULL : overrun(p);
+  if (why) policy_kill(p, why);
 }
 
 void policy_check_stack(eng_policy *p)

@@ -1,10 +1,10 @@
 // A policy's internals: its Lua state, and declarations shared by the files of this folder:
 //   policy_data.c      plain data as bytes and as text (policy_data.h)
-//   pattern.c          Lua patterns with bounded work (pattern.h)
 //   policy_run.c       running a policy's code: memory, budget, protected calls
 //   policy_constant.c  tables that a policy can read and not write
 //   policy_record.c    the record a policy reads
 //   policy_checks.c    its checks of options, and how a scale moves
+//   pattern.c          string.find, match, gmatch, gsub with bounded work
 //   policy_box.c       the library it sees
 //   policy_verdict.c   the verdict it returns
 //   policy_state.c     its state: roll back, save, restore, hand over
@@ -131,6 +131,10 @@ const char *policy_error_text(eng_policy *policy);
 void policy_make_constant(lua_State *L, const char *what);
 /// Replaces a constant at `index` (absolute) by the table behind it; leaves other values.
 void policy_open_constant(lua_State *L, int index);
+
+// ---- pattern.c
+/// Adds find, match, gmatch and gsub to the library on top of the stack.
+void policy_patterns_open(lua_State *L);
 
 // ---- policy_box.c
 /// Pushes the policy's environment: the table of its globals.

@@ -189,9 +189,9 @@ describe("the sandbox", function()
 
   it("stops expensive single calls", function()
     fails(with("return ('a'):rep(5000):find(('a?'):rep(100) .. ('a'):rep(5000)) and 2 or 1"),
-      "a pattern takes too long on this text")
+      "budget")
     fails(with("return ('a'):rep(5000):match('.-.-.-.-b') and 2 or 1"),
-      "a pattern takes too long on this text")
+      "budget")
     fails(with("while true do local x = ('ab'):rep(4e5) end"), "budget")
     fails(with("local t = {} for i = 1, 1e5 do t[i] = 'abc' end while true do local x = " ..
       "table.concat(t) end"), "budget")
@@ -204,6 +204,54 @@ describe("the sandbox", function()
     assert.are.equal(6, decide(with(
       "local t = { 1, 2 } table.insert(t, 1, 3) table.insert(t, 4, 5) " ..
       "table.insert(t, 3) return t[1] + t[5]")).scale)
+  end)
+
+  it("charges every comparison of a pattern", function()
+    for _, call in ipairs {
+      "('a'):rep(3e4):find('%f[' .. ('b'):rep(3e4) .. ']')",
+      "('a'):rep(3e4):gsub('[' .. ('b'):rep(3e4) .. ']-', '')",
+      "('a'):rep(1e6):find('b.')", "('a'):rep(1e6):find('b', 1, true)",
+      "('a'):rep(1e5):find(('a'):rep(5e4) .. 'b', 1, true)",
+      "('a'):rep(1e5):gsub('()', ('x'):rep(1e5))",
+      "('a'):find(('b'):rep(1e6))", "pcall(string.find, 'a', '[' .. ('b'):rep(1e6))",
+    } do
+      fails(with("for _ = 1, 20 do local _ = " .. call .. " end return 1"), "instruction budget")
+    end
+  end)
+
+  it("stops a sort that takes quadratic time", function()
+    -- McIlroy's adversary: values are decided while a sort compares them, each as late as possible.
+    local n, decided, last = 5000, 0, nil
+    local value, order = {}, {}
+    for i = 1, n do order[i] = i end
+    local function decided_value(i)
+      if not value[i] then decided = decided + 1 value[i] = decided end
+    end
+    table.sort(order, function(a, b)
+      if not value[a] and not value[b] then decided_value(a == last and a or b) end
+      if not value[a] then last = a elseif not value[b] then last = b end
+      return (value[a] or n + 1) < (value[b] or n + 1)
+    end)
+    for i = 1, n do decided_value(i) end
+    fails(with("local t = table.move(list, 1, #list, 1, {}) table.sort(t) return 1",
+      "local list = {" .. table.concat(value, ",") .. "}"), "instruction budget")
+    assert.are.equal(123, decide(with("local t = { 2, 3, 1 } table.sort(t) " ..
+      "return tonumber(table.concat(t))")).scale)
+  end)
+
+  it("reads the clock and the interrupt inside a match", function()
+    local body = "return ('a'):rep(2e4):match('.-.-.-.-b') and 2 or 1"
+    engine.policy.limits { instructions = 1e12, seconds = 0.05 }
+    local p = with(body)
+    engine.policy.limits { instructions = 1e6, seconds = 2 }
+    fails(p, "time limit")
+    engine.policy.limits { instructions = 1e12, seconds = 60 }
+    p = with(body)
+    engine.policy.limits { instructions = 1e6, seconds = 2 }
+    C.eng_interrupt(2)
+    local v = decide(p)
+    C.eng_interrupt(0)
+    assert.truthy(v:why():find("interrupted", 1, true), v:why())
   end)
 
   it("stops recursion before any stack overflows", function()
@@ -338,6 +386,7 @@ describe("patterns in a policy", function()
     { "gsub", "hello", "l", "L", 1 }, { "gsub", "abc", "^a", "x" }, { "gsub", "abc", "b*", "x" },
     { "gsub", "a b c", "%s+", "" },
     { "gsub", "100%", "%%", "%%%%" }, { "gsub", "abc", "", "" },
+    { "gsub", "abc", "(b", "x" }, { "find", "a\0b", "a\0c" }, { "match", "a\0b", "a\0." },
   }
   local function text(...)
     local parts = {}
@@ -369,7 +418,7 @@ describe("patterns in a policy", function()
   it("refuse malformed ones", function()
     for pattern, message in pairs { ["["] = "missing ']'", ["%"] = "ends with '%'",
       ["(a"] = "unfinished capture", ["(a))"] = "invalid pattern capture",
-      ["%1"] = "invalid capture index", ["%f"] = "missing '['", ["%b"] = "missing arguments",
+      ["%1"] = "invalid capture index", ["%f"] = "missing '['", ["%b"] = "unbalanced pattern",
       ["[%"] = "missing ']'" } do
       fails(with(("return ('aaa'):find(%q)"):format(pattern)), message)
     end
