@@ -356,8 +356,8 @@ static eng_status fresh_state(eng_policy *p)
   lua_pushvalue(L, SLOT_OPTIONS);
   ENG_TRY(policy_call(p, 1));
   if (lua_istable(L, -1)) return ENG_OK;
-  error_set(ENG_ERR_POLICY, "%s: init must return the state, a table, got %s", p->file,
-            luaL_typename(L, -1));
+  error_set(ENG_ERR_POLICY, "%s:%d: init must return the state, a table, got %s",
+            p->file, policy_line_of(p, "init"), luaL_typename(L, -1));
   lua_settop(L, SLOT_COUNT);
   return ENG_ERR_POLICY;
 }
@@ -372,8 +372,8 @@ static eng_status adopt(eng_policy *p, const char *maker, double scale)
   p->n_flat = 0;
   if (!policy_encode(p, top, "state", &p->next, why, sizeof why)) {
     lua_settop(L, SLOT_COUNT);
-    return error_set(ENG_ERR_POLICY, "%s: %s made a state that is not plain data: %s", p->file,
-                     maker, why);
+    return error_set(ENG_ERR_POLICY, "%s:%d: %s made a state that is not plain data: %s",
+                     p->file, policy_line_of(p, maker), maker, why);
   }
   find_number(&scale, p->next.bytes, "scale");
   if (!policy_is_scale(scale)) {
@@ -381,9 +381,10 @@ static eng_status adopt(eng_policy *p, const char *maker, double scale)
     eng_number_text(number, scale);
     lua_settop(L, SLOT_COUNT);
     return error_set(ENG_ERR_POLICY,
-                     "%s: %s sets no initial loss scale: expected a positive finite number "
-                     "in state.scale%s, got %s",
-                     p->file, maker, p->has_init ? "" : " or the option init_scale", number);
+                     "%s:%d: %s sets no initial loss scale: expected a positive finite "
+                     "number in state.scale%s, got %s",
+                     p->file, policy_line_of(p, p->has_init ? maker : "options"), maker,
+                     p->has_init ? "" : " or the option init_scale", number);
   }
   swap_blobs(p);
   p->n_flat = 0;
@@ -619,8 +620,8 @@ eng_status eng_policy_migrate(eng_policy *p, const eng_policy *old)
     lua_pushvalue(L, SLOT_OPTIONS);
     ENG_TRY(policy_call(p, 3));
     if (!lua_istable(L, -1)) {
-      error_set(ENG_ERR_POLICY, "%s: migrate must return the state, a table, got %s",
-                p->file, luaL_typename(L, -1));
+      error_set(ENG_ERR_POLICY, "%s:%d: migrate must return the state, a table, got %s",
+                p->file, policy_line_of(p, "migrate"), luaL_typename(L, -1));
       lua_settop(L, SLOT_COUNT);
       return ENG_ERR_POLICY;
     }
@@ -633,8 +634,8 @@ eng_status eng_policy_migrate(eng_policy *p, const eng_policy *old)
   p->n_flat = 0;
   if (!policy_encode(p, lua_gettop(L), "state", &p->next, why, sizeof why)) {
     lua_settop(L, SLOT_COUNT);
-    return error_set(ENG_ERR_POLICY, "%s: init made a state that is not plain data: %s", p->file,
-                     why);
+    return error_set(ENG_ERR_POLICY, "%s:%d: init made a state that is not plain data: %s",
+                     p->file, policy_line_of(p, "init"), why);
   }
   lua_settop(L, SLOT_COUNT);
   if (strcmp(p->name, old->name) != 0) handing.old = NULL;

@@ -44,9 +44,7 @@ static bool is_word(char c)
   return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_';
 }
 
-// The line of `word =` in the source, without comments; for "return" the last such line. 1 if there
-// is none.
-static int line_of(const eng_policy *p, const char *word)
+int policy_line_of(const eng_policy *p, const char *word)
 {
   bool is_return = strcmp(word, "return") == 0;
   size_t length = strlen(word);
@@ -75,7 +73,7 @@ static void fail(eng_policy *p, const char *word, const char *format, ...)
   va_start(arguments, format);
   vsnprintf(text, sizeof text, format, arguments);
   va_end(arguments);
-  if (word) lua_pushfstring(p->L, "%s:%d: %s", p->file, line_of(p, word), text);
+  if (word) lua_pushfstring(p->L, "%s:%d: %s", p->file, policy_line_of(p, word), text);
   else lua_pushfstring(p->L, "%s: %s", p->file, text);
   lua_error(p->L);
   abort();                                             // lua_error does not return

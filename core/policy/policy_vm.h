@@ -125,6 +125,11 @@ eng_status policy_call(eng_policy *policy, int n);
 /// The text of the error value on top of the stack, without running the policy's code.
 const char *policy_error_text(eng_policy *policy);
 
+// ---- policy_vm.c
+/// The line of `word =` in the source, without comments; for "return" the last such line. 1 when it
+/// does not occur.
+int policy_line_of(const eng_policy *policy, const char *word);
+
 // ---- policy_constant.c
 /// Replaces the table on top of the stack by a constant: an empty table that reads from it and
 /// refuses writes. `what` names it in messages, in the plural.

@@ -77,10 +77,10 @@ describe("a policy file", function()
       "p.lua:2: option 'a' is a table; a default must be a number, a boolean or a text")
     refused("return { decide = function() end, name = '' }", "p.lua:1: 'name' is empty")
     refused("return { decide = function() end }",
-      "p.lua: init sets no initial loss scale: expected a positive finite " ..
+      "p.lua:1: init sets no initial loss scale: expected a positive finite " ..
       "number in state.scale or the option init_scale, got 0")
-    refused("return { decide = function() end, init = function() return 5 end }",
-      "p.lua: init must return the state, a table, got number")
+    refused("return { decide = function() end,\n init = function() return 5 end }",
+      "p.lua:2: init must return the state, a table, got number")
     refused("return { decide = function() end, init = function()\n error('no') end }",
       "p.lua:2: no")
     refused("x = 1", "p.lua:1: a policy has no global variables ('x'): write 'local'; " ..
@@ -90,7 +90,7 @@ describe("a policy file", function()
     refused(string.dump(function() return {} end), "p.lua: expected Lua source, got compiled code")
     refused("return { decide = function() end, init = function() return { scale = 1, f = " ..
       "function() end } end }",
-      "p.lua: init made a state that is not plain data: state.f is a function; " ..
+      "p.lua:1: init made a state that is not plain data: state.f is a function; " ..
       "only numbers, strings, booleans and tables can be saved")
     refused("return { options = { a = 1 }, decide = function() end, init = function(o) o.a = 2 " ..
       "return { scale = 1 } end }",
@@ -891,10 +891,10 @@ describe("migration", function()
     plain:take_over(old)
     assert.are.equal(16, plain:scale())
     assert.are.equal(21, decide(plain).scale)
-    for body, message in pairs { ["return 5"] = "p.lua: migrate must return the state, a table, " ..
+    for body, message in pairs { ["return 5"] = "p.lua:1: migrate must return the state, a table, " ..
       "got number", ["error('no')"] = "p.lua:1: no",
       ["return {}"] = nil, ["return { scale = -1 }"] =
-        "p.lua: migrate sets no initial loss scale: expected a positive finite " ..
+        "p.lua:1: migrate sets no initial loss scale: expected a positive finite " ..
         "number in state.scale, got -1",
       ["while true do end"] = "p.lua:1: the policy exceeded its instruction budget; a decision " ..
         "usually takes a few hundred instructions" } do

@@ -130,6 +130,19 @@ describe("a run's commands", function()
     assert.equal("engine runs: there is no folder nowhere\n", inside("runs nowhere").err)
   end)
 
+  it("runs and report show in how many steps the policy failed", function()
+    helper.write(folder .. "/bad.lua", "return { init = function() return { scale = 1 } end,\n" ..
+      "decide = function(_, record) if record.step ~= 3 then error('oops') end return 1 end }")
+    inside "train.lua run=bad steps=30 policy=bad.lua"
+    assert.matches("\nbad +30 [^\n]* finished, the policy failed in 29 of 30 steps\n",
+      inside("runs").out)
+    inside "report bad"
+    local html = helper.read(folder .. "/runs/bad/report.html")
+    assert.matches('<span class="badge bad">finished, the policy failed</span>', html, 1, true)
+    assert.matches("The policy failed in 29 of 30 steps", html, 1, true)
+    shell("rm -r " .. folder .. "/runs/bad")
+  end)
+
   it("runs distinguishes a killed run from a running one", function()
     local result = shell("cd " .. quote(folder) .. "\n" .. engine ..
       " train.lua run=c steps=100000000 & p=$!; for i in 1 2 3 4 5 6 7 8 9 10; do sleep 0.2; " ..

@@ -3,6 +3,7 @@
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local helper = require "spec.helper"
+local loop = require "engine.train.loop"
 
 local C = M_ffi.C
 local TEXT = require("engine.report.lab").text(40000)
@@ -153,6 +154,28 @@ describe("the trainer", function()
     summary = job { policy = { source = source, file = "bad.lua" }, on_policy_error = "stop" }:run()
     assert.equal(3, summary.steps)
     assert.matches("bad.lua:1: oops", summary.stopped, 1, true)
+  end)
+
+  it("a policy that never decides ends the run, and the last line counts its failures", function()
+    local source = 'return { name = "bad", init = function() return { scale = 1 } end, ' ..
+      [[decide = function(_, r) if r.step ~= %d then error("oops") end return 1 end }]]
+    local function ended(spared, steps)
+      local trainer = job { steps = steps,
+        policy = { source = source:format(spared), file = "bad.lua" } }
+      local summary = trainer:run()
+      return summary, loop.summary_text(trainer, summary):match("[^\n]*$")
+    end
+    local summary, line = ended(-1, 30)
+    assert.equal(20, summary.steps)
+    assert.matches("the policy failed in each of its first 20 steps: bad.lua:1: oops",
+      summary.stopped, 1, true)
+    assert.equal("stopped, the policy failed in 20 of 20 steps", line)
+    summary, line = ended(3, 30)
+    assert.is_nil(summary.stopped)
+    assert.equal("finished, the policy failed in 29 of 30 steps", line)
+    summary, line = ended(-1, 10)
+    assert.is_nil(summary.stopped)
+    assert.equal("finished, the policy failed in 10 of 10 steps", line)
   end)
 
   it("clips by norm and by value", function()

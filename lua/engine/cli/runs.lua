@@ -23,11 +23,14 @@ local function loss_text(x)
 end
 
 local function ended_text(run)
+  local text = #run.ended > 60 and run.ended:sub(1, 57) .. "..." or run.ended
   if run.how == "running" then
-    return ("running, %d %% of %s"):format(100 * (run.last + 1) / (run.steps or run.last + 1),
+    text = ("running, %d %% of %s"):format(100 * (run.last + 1) / (run.steps or run.last + 1),
       show.grouped(run.steps or 0))
   end
-  return #run.ended > 60 and run.ended:sub(1, 57) .. "..." or run.ended
+  if run.failed == 0 then return text end
+  return ("%s, the policy failed in %s of %s steps"):format(text, show.grouped(run.failed),
+    show.grouped(run.rows))
 end
 
 local function row_of(run)

@@ -537,6 +537,10 @@ local function lead(info, l, c)
     or (", %s of them without an update (%s)."):format(grouped(info.skipped),
     percent(info.skipped, info.rows))
   parts[1] = opening:format(counted(info.rows, "step"), duration(info.seconds)) .. updates
+  if info.failed > 0 then
+    parts[2] = ("The policy failed in %s of %s; its last good verdict was used."):format(
+      grouped(info.failed), counted(info.rows, "step"))
+  end
   local least
   for i = 1, #c.x do
     local m = c.loss.min[i]
@@ -753,7 +757,7 @@ function M.html(h, path)
   local top = l.format.top < 64 and { { l.format.limit, l.format.name .. " ends" } } or nil
   local any_underflow = false
   for i = 1, #c.x do any_underflow = any_underflow or (c.underflow.max[i] or 0) > 0 end
-  local kind = ({ finished = "good", running = "live" })[info.how] or "bad"
+  local kind = info.failed == 0 and ({ finished = "good", running = "live" })[info.how] or "bad"
   local sub = {}
   local function say(format, value)
     if value and value ~= "" then sub[#sub + 1] = format:format(value) end
@@ -770,7 +774,7 @@ function M.html(h, path)
     ('<header><div><h1>%s<span class="badge %s">%s</span></h1><p ' ..
       'class="sub">%s</p></div><button id="theme" type="button">Dark</button></header>\n'):format(
       escape(info.name), kind, escape(shortened(info.how == "broken" and "broken off" or info.how,
-        60)), table.concat(sub, " · ")),
+        60)) .. (info.failed > 0 and ", the policy failed" or ""), table.concat(sub, " · ")),
     lead(info, l, c), tiles(h, info, c),
     (info.how == "stopped" or info.how == "error")
     and section("How it ended", nil, "<p>" .. escape(info.ended) .. "</p>") or "",

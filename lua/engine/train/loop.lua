@@ -38,9 +38,12 @@ function M.loss_note(self, record)
     record.loss, LOST_STEPS)
 end
 
+local UNDECIDED_STEPS = 20   -- after which a policy that has failed at every step ends the run
+
 -- A line when the policy failed, for the first few failures, or when it stops the run.
 local function verdict_note(self, record, verdict)
   local reason = M_ffi.string(verdict.reason)
+  self.decided = self.decided or verdict.failed == 0
   if verdict.failed ~= 0 then
     self.policy_errors = self.policy_errors + 1
     if self.policy_errors > 5 then return nil end
@@ -59,6 +62,8 @@ local function end_of(self, verdict)
     return reason ~= "" and reason or "requested by the policy"
   elseif verdict.failed ~= 0 and self.on_policy_error == "stop" then
     return "the policy failed: " .. reason
+  elseif not self.decided and self.policy_errors >= UNDECIDED_STEPS then
+    return ("the policy failed in each of its first %d steps: %s"):format(UNDECIDED_STEPS, reason)
   end
 end
 
@@ -148,14 +153,15 @@ function M.summary_text(self, s)
     parts[#parts + 1] = ("%s (%.0f %% of the time)"):format(tostring(self.reference), 100 * share)
   end
   local lines = { table.concat(parts, ", ") }
-  if self.policy_errors > 0 then
-    lines[2] = ("the policy failed in %s of this run"):format(counted(self.policy_errors, "step"))
-  end
   for _, line in ipairs(self.shadows and self.shadows:lines() or {}) do lines[#lines + 1] = line end
   if s.stopped then lines[#lines + 1] = "reason: " .. s.stopped end
   if s.path then
     local resumes = s.stopped == "interrupted" and "   (resume=auto continues from here)" or ""
     lines[#lines + 1] = "run: " .. s.path .. resumes
+  end
+  if self.policy_errors > 0 then
+    lines[#lines + 1] = ("%s, the policy failed in %d of %s"):format(s.stopped and "stopped"
+      or "finished", self.policy_errors, counted(s.made, "step"))
   end
   return table.concat(lines, "\n")
 end

@@ -394,7 +394,8 @@ end
 ---                                keep (3)
 ---   log                          "line", "json" or "quiet"
 ---   on_step                      function(trainer, record, verdict)
----   on_policy_error              "hold": continue with the last good verdict; "stop": end the run
+---   on_policy_error              "hold": continue with the last good verdict, but end the run
+---                                if each of the first 20 steps failed; "stop": end the run
 ---   history                      false: a run with `run` writes no history.db
 ---   stats_every                  steps between rows of per-tensor statistics (100; also at every
 ---                                overflow)
