@@ -140,7 +140,8 @@ void       eng_attach_leave(eng_attach_link *link);
 typedef struct eng_history eng_history;
 
 /// Opens a history: with `write` for the run itself (made when missing), else read-only for any
-/// process, also while the run writes. Errors: IO; FORMAT (not a history, or of a newer engine).
+/// process, also while the run writes. Errors: IO; FORMAT (not a history, of a newer engine, with
+/// views or triggers).
 eng_status eng_history_open(eng_history **out, const char *path, bool write);
 /// Commits queued rows and closes. Frees the history whatever the status. NULL is allowed.
 eng_status eng_history_close(eng_history *history);
@@ -185,15 +186,16 @@ eng_status eng_history_flush(eng_history *history);
 
 /// One read-only SQL statement on a history. Parameters and columns count from 0.
 typedef struct eng_query eng_query;
-/// The query sees all rows appended before. Errors: VALUE (an SQL error, or a statement that
-/// writes).
+/// The query sees all rows appended before. Errors: VALUE (an SQL error, or a statement that does
+/// more than read: BEGIN, ATTACH).
 eng_status  eng_query_open(eng_query **out, eng_history *history, const char *sql);
 void        eng_query_close(eng_query *query);
 int         eng_query_parameters(const eng_query *query);
 eng_status  eng_query_bind_int(eng_query *query, int parameter, int64_t value);
 eng_status  eng_query_bind_double(eng_query *query, int parameter, double value);
 eng_status  eng_query_bind_text(eng_query *query, int parameter, const char *value, int64_t bytes);
-/// Sets `row` if there is another row.
+/// Sets `row` if there is another row. Errors: FORMAT (a value of another type than its column's, a
+/// negative step, more work than the file's size explains), INTERRUPTED, IO.
 eng_status  eng_query_next(bool *row, eng_query *query);
 int         eng_query_columns(const eng_query *query);
 const char *eng_query_name(const eng_query *query, int column);

@@ -8,6 +8,8 @@
 #include <string.h>
 #include <unistd.h>
 
+enum { LARGEST_VALUE = 2 * HISTORY_QUEUE };     // bytes of a text or blob
+
 static int pragma_int(sqlite3 *db, const char *sql, int64_t *value)
 {
   sqlite3_stmt *query = NULL;
@@ -25,8 +27,11 @@ static int pragma_int(sqlite3 *db, const char *sql, int64_t *value)
 
 eng_status history_check(sqlite3 *db, const char *path, bool *fresh)
 {
-  int64_t tables = 0, application = 0, version = 0;
+  int64_t tables = 0, application = 0, version = 0, programs = 0;
   int code = pragma_int(db, "SELECT count(*) FROM sqlite_master", &tables);
+  if (code == SQLITE_OK)
+    code = pragma_int(db, "SELECT count(*) FROM sqlite_master WHERE type IN ('view', 'trigger') OR"
+                          " sql LIKE 'create virtual%' OR sql LIKE '% as (%'", &programs);
   if (code == SQLITE_OK) code = pragma_int(db, "PRAGMA application_id", &application);
   if (code == SQLITE_OK) code = pragma_int(db, "PRAGMA user_version", &version);
   if (code == SQLITE_NOTADB || code == SQLITE_CORRUPT)
@@ -39,6 +44,11 @@ eng_status history_check(sqlite3 *db, const char *path, bool *fresh)
   if (application != HISTORY_APPLICATION)
     return error_set(ENG_ERR_FORMAT,
                      "history %s: expected a history, found another SQLite database", path);
+  if (programs > 0)
+    return error_set(ENG_ERR_FORMAT,
+                     "history %s: has views, triggers or computed columns; a history has plain "
+                     "tables alone",
+                     path);
   if (version > HISTORY_SCHEMA)
     return error_set(ENG_ERR_FORMAT,
                      "history %s: was written by a newer engine (schema %lld, this one knows %d); "
@@ -62,6 +72,19 @@ static char *immutable_uri(const char *path)
   return uri;
 }
 
+// What a query may do: read tables, and ask for the state of the file.
+static int allow(void *unused, int action, const char *name, const char *value,
+                 const char *database, const char *view)
+{
+  (void)unused, (void)name, (void)database, (void)view;
+  switch (action) {
+    case SQLITE_SELECT: case SQLITE_READ: case SQLITE_RECURSIVE: return SQLITE_OK;
+    case SQLITE_FUNCTION: return strcmp(value, "load_extension") == 0 ? SQLITE_DENY : SQLITE_OK;
+    case SQLITE_PRAGMA: return value == NULL ? SQLITE_OK : SQLITE_DENY;
+    default: return SQLITE_DENY;
+  }
+}
+
 static eng_status open_and_check(sqlite3 **out, const char *name, int flags, const char *path)
 {
   eng_status status = ENG_OK;
@@ -70,7 +93,9 @@ static eng_status open_and_check(sqlite3 **out, const char *name, int flags, con
     status = error_set(ENG_ERR_IO, "history %s: cannot open: %s", path, sqlite3_errmsg(*out));
   if (status == ENG_OK) {
     sqlite3_busy_timeout(*out, 2000);
+    sqlite3_limit(*out, SQLITE_LIMIT_LENGTH, LARGEST_VALUE);
     status = history_check(*out, path, NULL);
+    sqlite3_set_authorizer(*out, allow, NULL);
   }
   if (status != ENG_OK) {
     sqlite3_close_v2(*out);

@@ -5,11 +5,19 @@
 
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
+
+enum {
+  OPERATIONS = 10000,            // of SQLite's virtual machine, between two looks at the interrupt
+  LEAST_OPERATIONS = 100000000,  // that a query may take, and so many more per byte of the file:
+  OPERATIONS_PER_BYTE = 1000     // a damaged file can lead in circles
+};
 
 struct eng_query {
   sqlite3_stmt *statement;
   sqlite3      *own;            // its own connection, or NULL
   char         *path;
+  int64_t       left;           // operations
 };
 
 // Whether a statement of this connection is unfinished. A connection sees the file as of the start
@@ -22,19 +30,45 @@ static bool busy(sqlite3 *db)
   return false;
 }
 
+// The length of a statement's first line, for messages of one line.
+static int first_line(const char *sql)
+{
+  return (int)strcspn(sql, "\n");
+}
+
+static int64_t most_operations(const char *path)
+{
+  struct stat file;
+  return LEAST_OPERATIONS + (stat(path, &file) == 0 ? file.st_size : 0) * OPERATIONS_PER_BYTE;
+}
+
+// SQLite's progress handler; nonzero ends the query.
+static int progress(void *argument)
+{
+  eng_query *query = argument;
+  query->left -= OPERATIONS;
+  return query->left < 0 || eng_interrupted() == 2;
+}
+
 static eng_status prepare(eng_query *query, sqlite3 *db, const char *sql)
 {
   const char *rest = "";
-  if (sqlite3_prepare_v2(db, sql, -1, &query->statement, &rest) != SQLITE_OK)
-    return error_set(ENG_ERR_VALUE, "history %s: %s, in: %s", query->path, sqlite3_errmsg(db), sql);
+  int code = sqlite3_prepare_v2(db, sql, -1, &query->statement, &rest);
+  if (code == SQLITE_AUTH)
+    return error_set(ENG_ERR_VALUE, "history %s: a query can only read, got: %.*s", query->path,
+                     first_line(sql), sql);
+  if (code != SQLITE_OK)
+    return error_set(ENG_ERR_VALUE, "history %s: %s, in: %.*s", query->path, sqlite3_errmsg(db),
+                     first_line(sql), sql);
   if (query->statement == NULL)
     return error_set(ENG_ERR_VALUE, "history %s: expected an SQL statement, got nothing",
                      query->path);
   if (rest[strspn(rest, " \t\r\n;")] != 0)
-    return error_set(ENG_ERR_VALUE, "history %s: expected one SQL statement, got more: %s",
-                     query->path, rest);
+    return error_set(ENG_ERR_VALUE, "history %s: expected one SQL statement, got more: %.*s",
+                     query->path, first_line(rest), rest);
   if (!sqlite3_stmt_readonly(query->statement))
-    return error_set(ENG_ERR_VALUE, "history %s: a query can only read, got: %s", query->path, sql);
+    return error_set(ENG_ERR_VALUE, "history %s: a query can only read, got: %.*s", query->path,
+                     first_line(sql), sql);
   return ENG_OK;
 }
 
@@ -49,6 +83,7 @@ eng_status eng_query_open(eng_query **out, eng_history *history, const char *sql
     free(query);
     return error_set(ENG_ERR_MEMORY, "history %s: out of memory", history->path);
   }
+  query->left = most_operations(history->path);
   eng_status status = ENG_OK;
   if (busy(history->reader)) status = history_reader_open(&query->own, history->path);
   if (status == ENG_OK) status = prepare(query, query->own ? query->own : history->reader, sql);
@@ -96,12 +131,50 @@ eng_status eng_query_bind_text(eng_query *query, int parameter, const char *valu
                                    SQLITE_TRANSIENT, SQLITE_UTF8));
 }
 
+// The text of an error if the value has another type than the table declares for its column, NULL
+// if it is fine: SQLite stores any type in any column. Expressions have no declared type.
+static const char *damage(sqlite3_stmt *statement, int column)
+{
+  const char *declared = sqlite3_column_decltype(statement, column);
+  if (declared == NULL) return NULL;
+  const int type = sqlite3_column_type(statement, column);
+  const bool step = strcmp(sqlite3_column_name(statement, column), "step") == 0;
+  if (type == SQLITE_NULL) return step ? "NULL; expected a step" : NULL;
+  if (strcmp(declared, "INTEGER") == 0) {
+    if (type != SQLITE_INTEGER) return "no whole number";
+    const int64_t value = sqlite3_column_int64(statement, column), most = (int64_t)1 << 53;
+    return step && value < 0 ? "negative" : value <= -most || value >= most ? "too large" : NULL;
+  }
+  if (strcmp(declared, "REAL") == 0)
+    return type != SQLITE_FLOAT && type != SQLITE_INTEGER ? "no number" : NULL;
+  if (strcmp(declared, "TEXT") == 0) return type != SQLITE_TEXT ? "no text" : NULL;
+  return strcmp(declared, "BLOB") == 0 && type != SQLITE_BLOB ? "no blob" : NULL;
+}
+
 eng_status eng_query_next(bool *row, eng_query *query)
 {
+  sqlite3 *db = sqlite3_db_handle(query->statement);
+  *row = false;
+  sqlite3_progress_handler(db, OPERATIONS, progress, query);
   int code = sqlite3_step(query->statement);
+  sqlite3_progress_handler(db, 0, NULL, NULL);
+  if (code == SQLITE_INTERRUPT && eng_interrupted() == 2)
+    return error_set(ENG_ERR_INTERRUPTED, "interrupted");
+  if (code == SQLITE_INTERRUPT)
+    return error_set(ENG_ERR_FORMAT,
+                     "history %s: a query ran past %lld operations; hint: is the file damaged? the "
+                     "limit grows with its size; in: %.*s",
+                     query->path, (long long)most_operations(query->path),
+                     first_line(sqlite3_sql(query->statement)), sqlite3_sql(query->statement));
+  for (int i = 0; code == SQLITE_ROW && i < sqlite3_column_count(query->statement); i++) {
+    const char *why = damage(query->statement, i);
+    if (why != NULL)
+      return error_set(ENG_ERR_FORMAT, "history %s: is damaged: a value of the column '%s' is %s",
+                       query->path, sqlite3_column_name(query->statement, i), why);
+  }
   *row = code == SQLITE_ROW;
   if (code == SQLITE_ROW || code == SQLITE_DONE) return ENG_OK;
-  const char *text = sqlite3_errmsg(sqlite3_db_handle(query->statement));
+  const char *text = sqlite3_errmsg(db);
   return error_set(code == SQLITE_CORRUPT || code == SQLITE_NOTADB ? ENG_ERR_FORMAT : ENG_ERR_IO,
                    "history %s: %s", query->path, text);
 }

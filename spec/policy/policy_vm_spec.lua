@@ -891,8 +891,8 @@ describe("migration", function()
     plain:take_over(old)
     assert.are.equal(16, plain:scale())
     assert.are.equal(21, decide(plain).scale)
-    for body, message in pairs { ["return 5"] = "p.lua:1: migrate must return the state, a table, " ..
-      "got number", ["error('no')"] = "p.lua:1: no",
+    for body, message in pairs { ["return 5"] = "p.lua:1: migrate must return the state, a table, "
+      .. "got number", ["error('no')"] = "p.lua:1: no",
       ["return {}"] = nil, ["return { scale = -1 }"] =
         "p.lua:1: migrate sets no initial loss scale: expected a positive finite " ..
         "number in state.scale, got -1",

@@ -185,14 +185,7 @@ describe("views of a history", function()
     for step = 0, 599 do append(old, step) end
     old:close()
     -- as the engine wrote it before blocks existed
-    local sqlite = ffi.load "sqlite3.so.0"
-    pcall(ffi.cdef, "int sqlite3_open(const char *, void **); int sqlite3_exec(void *, const " ..
-      "char *, void *, void *, char **); int sqlite3_close(void *);")
-    local db = ffi.new "void *[1]"
-    assert.equal(0, sqlite.sqlite3_open(old_dir .. "/history.db", db))
-    assert.equal(0, sqlite.sqlite3_exec(db[0], "DROP TABLE blocks; PRAGMA user_version = 1", nil,
-      nil, nil))
-    sqlite.sqlite3_close(db[0])
+    scratch.sqlite(old_dir .. "/history.db", "DROP TABLE blocks; PRAGMA user_version = 1")
     local reader = history.open(old_dir)
     assert.same(sums(reader), reader:totals())
     assert.equal(5000, curves.read(reader, { "loss" }, { points = 2 }).loss.max[1])

@@ -3,6 +3,7 @@
 local M_ffi = require "engine.base.ffi"
 local history = require "engine.run.history"
 local helper = require "spec.helper"
+local curves = require "engine.run.curves"
 local scratch = require "spec.store.scratch"
 
 local ffi, C = M_ffi.ffi, M_ffi.C
@@ -156,6 +157,10 @@ describe("history", function()
     end
     fails("a query can only read", "DELETE FROM steps")
     fails("a query can only read", "UPDATE steps SET loss = 0")
+    for _, sql in ipairs { "BEGIN", "COMMIT", "SAVEPOINT a", "ATTACH '/tmp/a.db' AS a",
+      "DETACH main", "PRAGMA hard_heap_limit = 1000" } do
+      fails("a query can only read, got: " .. sql, sql)
+    end
     fails("syntax error", "SELEC 1")
     fails("no such table: nowhere", "SELECT * FROM nowhere")
     fails("expected one SQL statement", "SELECT 1; SELECT 2")
@@ -316,6 +321,84 @@ describe("history", function()
     local other = history.open(dir .. "/other.db")
     assert.are.equal("open", other:events("left")[1].text)
     other:close()
+  end)
+end)
+
+describe("a damaged history", function()
+  local dir, intact
+  before_each(function()
+    dir = scratch.make()
+    local h = history.open(dir, { write = true })
+    for step = 0, 299 do append(h, step) end
+    h:event(300, "finished")
+    h:close()
+    intact = scratch.read(dir .. "/history.db")
+  end)
+  after_each(function() scratch.remove(dir) end)
+
+  local function after(sql)
+    scratch.write(dir .. "/history.db", intact)
+    scratch.sqlite(dir .. "/history.db", sql)
+  end
+  local function fails(pattern, f, ...)
+    local good, message = pcall(f, ...)
+    assert.is_false(good)
+    assert.truthy(tostring(message):find(pattern, 1, true), message)
+  end
+
+  it("with views or computed columns is refused", function()
+    for _, sql in ipairs {
+      "ALTER TABLE events RENAME TO t; CREATE VIEW events AS SELECT * FROM t",
+      "CREATE TRIGGER a AFTER INSERT ON meta BEGIN SELECT 1; END",
+      "ALTER TABLE events ADD COLUMN more AS (step + 1)" } do
+      after(sql)
+      fails("has views, triggers or computed columns; a history has plain tables alone",
+        history.open, dir)
+    end
+  end)
+
+  it("names the column with a value of another type", function()
+    for sql, text in pairs {
+      ["UPDATE steps SET loss = 'x' WHERE step = 5"] = "'loss' is no number",
+      ["UPDATE steps SET updates = x'00' WHERE step = 5"] = "'updates' is no whole number",
+      ["UPDATE steps SET step = -3 WHERE step = 5"] = "'step' is negative",
+      ["UPDATE steps SET count = 9223372036854775807 WHERE step = 5"] = "'count' is too large",
+      ["UPDATE steps SET action = x'00' WHERE step = 5"] = "'action' is no text",
+    } do
+      after(sql)
+      fails("history.db: is damaged: a value of the column " .. text, function()
+        local h = history.open(dir)
+        local good, message = pcall(h.steps, h, -10)
+        h:close()
+        if not good then error(message, 0) end
+      end)
+    end
+    after("UPDATE blocks SET loss_min = 'x'")
+    local h = history.open(dir)
+    fails("is damaged: expected a number in 'low1', got a string", curves.read, h, { "loss" },
+      { points = 1 })
+    h:close()
+  end)
+
+  local ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) " ..
+    "SELECT count(*) AS n FROM n"
+
+  it("cannot make a query endless", function()
+    local h = history.open(dir)
+    fails("a query ran past ", h.query, h, ENDLESS)
+    fails("string or blob too big", h.query, h, "SELECT length(hex(zeroblob(100000000))) AS n")
+    assert.are.equal(300, h:query("SELECT count(*) AS n FROM steps")[1].n)
+    h:close()
+  end)
+
+  it("lets an interrupt end a query", function()
+    local h = history.open(dir)
+    C.eng_interrupt(2)
+    local good, message = pcall(h.query, h, ENDLESS)
+    C.eng_interrupt(0)
+    assert.is_false(good)
+    assert.truthy(tostring(message):find("interrupted", 1, true), message)
+    h:close()
   end)
 end)
 

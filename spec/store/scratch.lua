@@ -10,6 +10,9 @@ int setrlimit(int resource, const struct spec_rlimit *limit);
 int getrlimit(int resource, struct spec_rlimit *limit);
 void *signal(int number, intptr_t handler);
 int getpid(void);
+int sqlite3_open(const char *path, void **db);
+int sqlite3_exec(void *db, const char *sql, void *callback, void *argument, char **error);
+int sqlite3_close(void *db);
 long readlink(const char *path, char *target, size_t room);
 ]]
 
@@ -29,6 +32,14 @@ end
 function M.remove(path)
   assert(path:find("/engine%-spec%-"))
   os.execute("rm -rf '" .. path .. "'")
+end
+
+--- Runs SQL statements on a database file; errors are ignored.
+function M.sqlite(path, sql)
+  local sqlite, db = ffi.load "sqlite3.so.0", ffi.new "void *[1]"
+  assert(sqlite.sqlite3_open(path, db) == 0)
+  sqlite.sqlite3_exec(db[0], sql, nil, nil, nil)
+  sqlite.sqlite3_close(db[0])
 end
 
 function M.read(path)

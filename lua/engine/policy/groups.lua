@@ -30,7 +30,7 @@ local function group_name(name, declared)
   for _, path in ipairs(declared) do
     if name:sub(1, #path + 1) == path .. "." then return path end
   end
-  return name:match("^(%d+)%.") or name:match("^(.-%.%d+)%.") or name:match("^([^.]+)")
+  return name:match("^(%d+)%.") or name:match("^(.-%.%d+)%.") or name:match("^([^.]+)") or name
 end
 
 --- The parameters' names, the number of each one's group, and the groups' names. `model`: its

@@ -104,7 +104,7 @@ local room = ffi.new("int[1]")
 local function unpacker()
   local stats, capacity = nil, 0
   return function(blob)
-    if C.eng_history_unpack(room, stats, capacity, blob, #blob) ~= 0 then return nil end
+    if not blob or C.eng_history_unpack(room, stats, capacity, blob, #blob) ~= 0 then return nil end
     if room[0] > capacity then
       capacity = room[0]
       stats = ffi.new("eng_tensor_stats[?]", capacity)

@@ -33,9 +33,11 @@ function M.read(h, axis)
   end
   for r in h:each("SELECT * FROM fp8 ORDER BY step") do
     local row, column = row_of[r.site .. " " .. r.role], column_of[r.step]
-    row.last = r
-    if r.snr and r.snr == row.least and not row.least_at then row.least_at = r.step end
-    if column then row.cells[column] = r end
+    if row then                                  -- nil only in a damaged file
+      row.last = r
+      if r.snr and r.snr == row.least and not row.least_at then row.least_at = r.step end
+      if column then row.cells[column] = r end
+    end
     if r.snr and r.snr - r.snr == 0 then
       m.low, m.high = math.min(m.low, r.snr), math.max(m.high, r.snr)
     end
@@ -43,8 +45,11 @@ function M.read(h, axis)
   m.low, m.high = m.low < m.high and math.floor(m.low) or m.low - 1, math.ceil(m.high)
   if m.low == math.huge then m.low, m.high = 0, 1 end
   m.high = math.max(m.high, m.low + 1)
-  m.worst = { unpack(m.rows) }
-  for i, r in ipairs(m.worst) do r.place = i end
+  m.worst = {}
+  for i, r in ipairs(m.rows) do
+    r.place = i
+    if r.last then m.worst[#m.worst + 1] = r end
+  end
   table.sort(m.worst, function(a, b)
     local x, y = a.least or math.huge, b.least or math.huge
     if x ~= y then return x < y end

@@ -91,7 +91,15 @@ end
 -- The first step without a block.
 local function blocks_end(h)
   if not h:has "blocks" then return 0 end
-  return ((h:query("SELECT max(block) AS last FROM blocks")[1].last or -1) + 1) * BLOCK
+  local last = h:query("SELECT block FROM blocks ORDER BY block DESC LIMIT 1")[1]
+  return ((last and last.block or -1) + 1) * BLOCK
+end
+
+-- The row of a query that gives one, read to its end: an unfinished query holds its connection.
+local function only(following)
+  local row = following()
+  following()
+  return row
 end
 
 local TOTALS = [[sum(overflow) AS overflows, sum(action <> 'step') AS skipped,
@@ -102,12 +110,12 @@ local TOTALS = [[sum(overflow) AS overflows, sum(action <> 'step') AS skipped,
 --- without steps.
 function M.totals(h)
   local done = blocks_end(h)
-  local a = done > 0 and h:query([[SELECT sum(rows) AS rows, min(first) AS first, max(last) AS last,
-      sum(overflows) AS overflows,
+  local a = done > 0 and only(h:numbers({}, [[SELECT sum(rows) AS rows, min(first) AS first,
+      max(last) AS last, sum(overflows) AS overflows,
     sum(skipped) AS skipped, sum(failed) AS failed, sum(tokens) AS tokens, max(seconds) AS seconds
-        FROM blocks]])[1] or {}
-  local b = h:query("SELECT count(*) AS rows, min(step) AS first, max(step) AS last, " .. TOTALS ..
-    " WHERE step >= ?", done)[1]
+        FROM blocks]])) or {}
+  local b = only(h:numbers({}, "SELECT count(*) AS rows, min(step) AS first, max(step) AS last, "
+    .. TOTALS .. " WHERE step >= ?", done))
   local sum = { first = a.first or b.first, last = b.last or a.last,
     seconds = math.max(a.seconds or 0, b.seconds or 0) }
   for _, key in ipairs { "rows", "overflows", "skipped", "failed", "tokens" } do
@@ -156,7 +164,7 @@ local function merge(cell, row, wanted)
   end
   cell.seconds = math.max(cell.seconds or 0, row.seconds or 0)
   for i, metric in ipairs(wanted) do
-    if row["n" .. i] > 0 then
+    if (row["n" .. i] or 0) > 0 and row["low" .. i] and row["high" .. i] then
       local v = cell[metric[1]] or { n = 0, sum = 0, min = math.huge, max = -math.huge }
       v.n, v.sum = v.n + row["n" .. i], v.sum + row["sum" .. i]
       v.min, v.max = math.min(v.min, row["low" .. i]), math.max(v.max, row["high" .. i])
@@ -171,7 +179,7 @@ local function fill(h, cells, wanted, start, width, n, last, done, counts)
   local by_blocks = width % BLOCK == 0 and start % BLOCK == 0 and math.min(done, last + 1) or start
   if by_blocks > start then
     local first = start / BLOCK
-    for row in h:each(blocks_sql(wanted), first, width / BLOCK, first,
+    for row in h:numbers({ "at", "rows" }, blocks_sql(wanted), first, width / BLOCK, first,
       math.ceil(by_blocks / BLOCK)) do
       if row.at < n then
         cells[row.at] = cells[row.at] or {}
@@ -182,7 +190,7 @@ local function fill(h, cells, wanted, start, width, n, last, done, counts)
   local sql = direct_sql(wanted, counts)
   for at = math.floor((by_blocks - start) / width), n - 1 do
     local from = math.max(start + at * width, by_blocks)
-    local row = h:query(sql, from, math.min(start + (at + 1) * width, last + 1))[1]
+    local row = only(h:numbers({}, sql, from, math.min(start + (at + 1) * width, last + 1)))
     if row.rows > 0 then
       cells[at] = cells[at] or {}
       merge(cells[at], row, wanted)

@@ -214,6 +214,29 @@ local function one(h, sql, ...)
   return row
 end
 
+-- Raises unless all these fields of a row hold values of `kind`: the file may come from anywhere.
+local function expect(h, row, kind, fields)
+  for _, name in ipairs(fields) do
+    if type(row[name]) ~= kind then
+      error(("history %s: is damaged: expected a %s in '%s', got a %s"):format(h.path, kind, name,
+        type(row[name])), 0)
+    end
+  end
+  return row
+end
+
+--- Rows of numbers, computed by SQL from columns that may hold anything: each value that is not nil
+--- must be a number, and those of `fields` must not be nil.
+function History:numbers(fields, sql, ...)
+  local following = each(self, 2, nil, sql, ...)
+  return function()
+    local row = following()
+    if not row then return nil end
+    for name in pairs(row) do expect(self, row, "number", { name }) end
+    return expect(self, row, "number", fields)
+  end
+end
+
 local function short(value)
   if type(value) == "number" then
     return (value % 1 == 0 and math.abs(value) < 1e15 and "%.0f" or "%.6g"):format(value)
@@ -256,10 +279,10 @@ end
 
 --- The first and the last recorded step, within from..to if given; nil without steps.
 function History:range(from, to)
-  local row = one(self, "SELECT (SELECT min(step) FROM steps) AS first, (SELECT max(step) FROM " ..
-    "steps) AS last")
-  if row.first then
-    return math.max(row.first, from or row.first), math.min(row.last, to or row.last)
+  local first = one(self, "SELECT step FROM steps ORDER BY step LIMIT 1")
+  local last = one(self, "SELECT step FROM steps ORDER BY step DESC LIMIT 1")
+  if first and last then
+    return math.max(first.step, from or first.step), math.min(last.step, to or last.step)
   end
 end
 
@@ -418,7 +441,8 @@ end
 
 --- The parameters in order: { id, name, shape }; id counts from 0, as first_bad does.
 function History:parameters()
-  return collect(each(self, 2, nil, "SELECT id, name, shape FROM parameters ORDER BY id"),
+  local function whole(row) return expect(self, row, "string", { "name", "shape" }) end
+  return collect(each(self, 2, whole, "SELECT id, name, shape FROM parameters ORDER BY id"),
     { "id", "name", "shape" })
 end
 

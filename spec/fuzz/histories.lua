@@ -1,0 +1,233 @@
+-- Damages histories and runs every command that reads them, in this process: values of other types,
+-- negative and huge numbers, missing rows and tables, flipped bytes. Each command must succeed or
+-- end with one line that is no error of Lua's, within five seconds. Deterministic.
+-- Usage: engine spec/fuzz/histories.lua [rounds [seed [first round]]]
+local history = require("engine").history
+local M_ffi = require "engine.base.ffi"
+local scratch = require "spec.store.scratch"
+local ffi, C = M_ffi.ffi, M_ffi.C
+
+local rounds, seed, first = tonumber(arg[1]) or 300, tonumber(arg[2]) or 1, tonumber(arg[3]) or 1
+local LIMIT = 5                                   -- seconds of processor time a command may take
+local state
+
+-- A private generator, so that every machine sees the same files. Returns 0 .. n - 1.
+local function draw(n)
+  state = (state * 1103515245 + 12345) % 2 ^ 31
+  return math.floor(state / 2 ^ 8) % n
+end
+local function one_of(list) return list[draw(#list) + 1] end
+
+-- ------------------------------------------------------------------ the intact history
+
+local base = os.tmpname()
+os.remove(base)
+local root = io.open("/dev/shm") and base:gsub("^.*/", "/dev/shm/") or base
+local dir, file = root .. "/run", root .. "/run/history.db"
+os.execute("mkdir -p " .. dir)
+
+local function write_template()
+  local h = history.open(dir, { write = true })
+  local record, verdict = ffi.new "eng_record", ffi.new "eng_verdict"
+  local stats = ffi.new "eng_tensor_stats[3]"
+  h:set_parameters { { name = "blocks.0.w", shape = { 4, 8 } }, { name = "blocks.1.w",
+    shape = { 8 } }, { name = "head.w", shape = { 8, 2 } } }
+  for key, value in pairs { created = "2026-11-20T19:47:26Z", precision = "fp8_block", steps = 600,
+    device = "cpu", policy = "dynamic", gradients = "f16", parameters = 56, ranks = 2 } do
+    h:set_meta(key, value)
+  end
+  h:set_config("lr", "0.001")
+  h:add_policy("abc", "dynamic", "return {}")
+  h:event(0, "policy", "dynamic", '{"name":"dynamic","options":"init_scale=8"}')
+  for step = 0, 299 do
+    local bad = step % 50 == 7
+    ffi.fill(record, ffi.sizeof(record))
+    ffi.fill(verdict, ffi.sizeof(verdict))
+    record.step, record.updates, record.count, record.first_bad = step, step, 1000, bad and 1 or -1
+    record.scale, record.loss, record.lr, record.amax, record.norm = 1024, 3 - step / 300, 1e-3,
+      0.25, 1.5
+    record.overflow, record.inf, record.elapsed = bad and 1 or 0, bad and 3 or 0, step / 10
+    record.norm_ref = step % 3 == 0 and 1.25 or 0 / 0
+    record.hist[140], record.hist[150] = 400, 500
+    verdict.scale, verdict.lr_mul, verdict.action = bad and 512 or 1024, 1, bad and 1 or 0
+    if bad then verdict.reason = "overflow" end
+    h:append(record, verdict, 512)
+    if step % 25 == 0 or bad then
+      for i = 0, 2 do
+        stats[i].count, stats[i].amax, stats[i].sum_squares = 100, 0.5, 3
+        stats[i].hist[140 + i], stats[i].inf = 90, bad and 1 or 0
+      end
+      h:append_tensors(step, stats, 3)
+      local rows = {}
+      for _, site in ipairs { "blocks.0", "blocks.1" } do
+        for _, role in ipairs { "x", "w", "dy" } do
+          rows[#rows + 1] = { site = site, role = role, snr = 30, underflow = 0.01, overflow = 0,
+            zeros = 0.1, amax = 2, least = 1e-3, scale_min = 0.5, scale_max = 1, count = 64 }
+        end
+      end
+      h:append_fp8(step, rows)
+      h:append_signal(step, "entropy", step / 7)
+      h:append_shadow(step, "static", verdict)
+      h:append_shadow(step, "deepspeed", verdict)
+    end
+    if bad then h:event(step, "overflow", "in blocks.1.w") end
+  end
+  h:event(100, "swap", "dynamic to static", '{"to":{"name":"static"},"by":"file"}')
+  h:event(150, "evaluation", "loss 2.5")
+  h:event(200, "checkpoint", "step-200")
+  h:event(300, "finished")
+  h:close()
+end
+
+write_template()
+local intact = scratch.read(file)
+
+-- ------------------------------------------------------------------ damage
+
+local TABLES = {
+  steps = "step attempt updates loss lr scale next_scale action overflow inf nan count zeros " ..
+    "underflow amax norm norm_ref clip lr_mul policy_failed first_bad reason elapsed tokens hist",
+  tensor_stats = "step stats", events = "id step time kind text data", meta = "key value",
+  config = "key value", policies = "hash name source", parameters = "id name shape",
+  shadows = "name step scale action failed reason", signals = "name step value",
+  fp8 = "step site role snr underflow overflow zeros amax least scale_min scale_max count",
+  blocks = "block rows first last overflows skipped failed tokens seconds loss_n loss_min " ..
+    "loss_max loss_sum scale_n scale_min scale_max scale_sum amax_n stored_max zeros_sum",
+}
+local names = {}
+for name, columns in pairs(TABLES) do
+  names[#names + 1] = name
+  local list = {}
+  for column in columns:gmatch "%S+" do list[#list + 1] = column end
+  TABLES[name] = list
+end
+table.sort(names)
+-- a damaged step is the likeliest to matter
+for _ = 1, 4 do names[#names + 1] = "steps" end
+
+local VALUES = { "NULL", "'text'", "''", "x'00ff'", "zeroblob(300)", "-1", "0", "7", "-9e999",
+  "9e999", "1e300", "0.5", "9223372036854775807", "-9223372036854775808", "4503599627370496",
+  "1000000000000", "'%s%n'", "'nan'", "char(27, 10, 0)", "'{\"to\":5}'", "'[1,[2'",
+  "randomblob(40)", "hex(zeroblob(5000))" }
+
+local function statement()
+  local name = one_of(names)
+  local columns = TABLES[name]
+  local where = one_of { "", " WHERE %s = (SELECT max(%s) FROM %s)", " WHERE random() %% 10 = 0",
+    " WHERE %s = (SELECT min(%s) FROM %s)" }
+  local key = columns[1]
+  where = where:format(key, key, name)
+  local kind = draw(12)
+  if kind == 0 then return ("DELETE FROM %s%s"):format(name, where) end
+  if kind == 1 and draw(3) == 0 then return "DROP TABLE " .. name end
+  if kind == 2 and draw(3) == 0 then
+    return ("ALTER TABLE %s RENAME TO t; CREATE VIEW %s AS SELECT * FROM t"):format(name, name)
+  end
+  return ("UPDATE OR REPLACE %s SET %s = %s%s"):format(name, one_of(columns), one_of(VALUES), where)
+end
+
+-- Writes a damaged history and returns what was done.
+local function damage()
+  collectgarbage()                                   -- closes histories that commands left open
+  collectgarbage()
+  for _, tail in ipairs { "", "-wal", "-shm" } do os.remove(file .. tail) end
+  if draw(5) == 0 then
+    local bytes, done = intact, {}
+    for _ = 0, draw(8) do
+      local at = draw(#bytes - 100) + 101           -- past the header
+      local byte = one_of { 0, 255, draw(256) }
+      bytes = bytes:sub(1, at - 1) .. string.char(byte) .. bytes:sub(at + 1)
+      done[#done + 1] = ("byte %d = %d"):format(at, byte)
+    end
+    scratch.write(file, bytes)
+    return table.concat(done, ", ")
+  end
+  scratch.write(file, intact)
+  local done = {}
+  for i = 1, 1 + draw(3) do
+    done[i] = statement()
+    scratch.sqlite(file, done[i])
+  end
+  return table.concat(done, "; ")
+end
+
+-- ------------------------------------------------------------------ commands
+
+local COMMANDS = {
+  { "runs", root }, { "runs", root, "--json" },
+  { "plot", dir }, { "plot", dir, "--columns", "amax,stored,underflow,norm_ref,signals.entropy" },
+  { "plot", dir, "--from", "100", "--to", "200", "--svg", root .. "/a.svg" },
+  { "plot", dir, "--heatmap", "exponent" }, { "plot", dir, "--heatmap", "time" },
+  { "report", dir, "-o", root .. "/a.html" },
+  { "export", dir, "--csv", root .. "/a.csv", "--jsonl", root .. "/a.jsonl" },
+  { "export", dir, "--tensorboard", root .. "/tb" },
+  { "replay", dir, "--policy", "dynamic", "--policy", "max_value" },
+}
+local METHODS = {
+  "return tostring(h)", "return tostring(h:last())", "return h:why(7)", "return h:why(299)",
+  "return tostring(h:tensors(7))", "return tostring(h:shadows())", "return tostring(h:signals())",
+  "return tostring(h:fp8())", "return tostring(h:events())", "return tostring(h:overflows())",
+  "return h:hist(7)", "return tostring(h:tensor('blocks.1.w'))", "return tostring(h:plot('loss'))",
+  "return tostring(h:shadow('static'))", "return tostring(h:policies())", "return h:totals()",
+  "local at = h:signals_at() for step = 0, 300 do at(step) end",
+}
+
+local said
+local real_print, real_stderr = print, io.stderr
+local listener = { write = function(_, ...)
+  for i = 1, select("#", ...) do said[#said + 1] = tostring((select(i, ...))) end
+end }
+
+local function method(code)
+  local h = history.open(dir)
+  local good, message = pcall(assert(loadstring("local h = ... " .. code)), h)
+  h:close()
+  if not good then error(message, 0) end
+end
+
+local slowest, failures, commands = 0, 0, 0
+
+-- Runs f; returns nil, or what is wrong about it.
+local function problem_of(f)
+  said = {}
+  local began = os.clock()
+  io.stderr, _G.print = listener, function() end      -- luacheck: ignore
+  local good, message = pcall(f)
+  io.stderr, _G.print = real_stderr, real_print       -- luacheck: ignore
+  local took = os.clock() - began
+  slowest, commands = math.max(slowest, took), commands + 1
+  local text = table.concat(said) .. (good and "" or tostring(message))
+  text = text:gsub("spec/fuzz/histories%.lua:%d+: ", "")
+  if text ~= "" then failures = failures + 1 end
+  if took > LIMIT then return ("took %.1f s of processor time"):format(took) end
+  if text:find("%.lua:%d+:") or text:find("attempt to", 1, true)
+    or text:find("stack traceback", 1, true) then
+    return "an error of Lua's: " .. text
+  end
+  if text:gsub("\n$", ""):find("\n", 1, true) then return "several lines: " .. text end
+end
+
+local wrong = 0
+for round = first, first + rounds - 1 do
+  state = (seed * 7919 + round * 104729) % 2 ^ 31
+  local done = damage()
+  local function try(what, f)
+    local problem = problem_of(f)
+    if problem then
+      wrong = wrong + 1
+      real_print(("round %d: %s\n  after: %s\n  %s"):format(round, what, done, problem))
+    end
+  end
+  for _, words in ipairs(COMMANDS) do
+    try("engine " .. table.concat(words, " "), function()
+      require("engine.cli." .. words[1]).main(unpack(words, 2))
+    end)
+  end
+  for _, code in ipairs(METHODS) do try(code, function() method(code) end) end
+  if C.eng_interrupted() ~= 0 or wrong >= 100 then break end
+end
+
+os.execute("rm -r " .. root)
+print(("histories: %d damaged, %d commands, %d with an error in one line; slowest %.2f s; %d wrong")
+  :format(rounds, commands, failures, slowest, wrong))
+os.exit(wrong == 0 and 0 or 1)
