@@ -136,6 +136,32 @@ void policy_leave(eng_policy *p)
 
 // ------------------------------------------------------------------ protected calls
 
+static bool is_word(char c)
+{
+  return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_';
+}
+
+int policy_line_of(const eng_policy *p, const char *word)
+{
+  bool is_return = strcmp(word, "return") == 0;
+  size_t length = strlen(word);
+  int line = 1, found = 1;
+  for (const char *c = p->source; *c; ++c) {
+    if (*c == '\n') { ++line; continue; }
+    if (c[0] == '-' && c[1] == '-') {
+      while (c[1] && c[1] != '\n') ++c;
+      continue;
+    }
+    if ((c > p->source && is_word(c[-1])) || strncmp(c, word, length) != 0 || is_word(c[length]))
+      continue;
+    const char *after = c + length;
+    while (*after == ' ' || *after == '\t') ++after;
+    if (is_return) found = line;
+    else if (*after == '=' && after[1] != '=') return line;
+  }
+  return found;
+}
+
 const char *policy_error_text(eng_policy *p)
 {
   static _Thread_local char text[512];

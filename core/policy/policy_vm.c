@@ -39,32 +39,6 @@ static const unsigned need_bits[] = {ENG_NEED_AMAX,
 
 #define COUNT(list) ((int)(sizeof list / sizeof *list))
 
-static bool is_word(char c)
-{
-  return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_';
-}
-
-int policy_line_of(const eng_policy *p, const char *word)
-{
-  bool is_return = strcmp(word, "return") == 0;
-  size_t length = strlen(word);
-  int line = 1, found = 1;
-  for (const char *c = p->source; *c; ++c) {
-    if (*c == '\n') { ++line; continue; }
-    if (c[0] == '-' && c[1] == '-') {
-      while (c[1] && c[1] != '\n') ++c;
-      continue;
-    }
-    if ((c > p->source && is_word(c[-1])) || strncmp(c, word, length) != 0 || is_word(c[length]))
-      continue;
-    const char *after = c + length;
-    while (*after == ' ' || *after == '\t') ++after;
-    if (is_return) found = line;
-    else if (*after == '=' && after[1] != '=') return line;
-  }
-  return found;
-}
-
 __attribute__((format(printf, 3, 4), noreturn))
 static void fail(eng_policy *p, const char *word, const char *format, ...)
 {

@@ -124,8 +124,6 @@ eng_policy *policy_of(lua_State *L);
 eng_status policy_call(eng_policy *policy, int n);
 /// The text of the error value on top of the stack, without running the policy's code.
 const char *policy_error_text(eng_policy *policy);
-
-// ---- policy_vm.c
 /// The line of `word =` in the source, without comments; for "return" the last such line. 1 when it
 /// does not occur.
 int policy_line_of(const eng_policy *policy, const char *word);

@@ -162,7 +162,7 @@ eng_status eng_query_next(bool *row, eng_query *query)
     return error_set(ENG_ERR_INTERRUPTED, "interrupted");
   if (code == SQLITE_INTERRUPT)
     return error_set(ENG_ERR_FORMAT,
-                     "history %s: a query ran past %lld operations; hint: is the file damaged? the "
+                     "history %s: a query exceeded %lld operations; hint: is the file damaged? the "
                      "limit grows with its size; in: %.*s",
                      query->path, (long long)most_operations(query->path),
                      first_line(sqlite3_sql(query->statement)), sqlite3_sql(query->statement));

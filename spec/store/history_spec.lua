@@ -385,7 +385,7 @@ describe("a damaged history", function()
 
   it("cannot make a query endless", function()
     local h = history.open(dir)
-    fails("a query ran past ", h.query, h, ENDLESS)
+    fails("a query exceeded ", h.query, h, ENDLESS)
     fails("string or blob too big", h.query, h, "SELECT length(hex(zeroblob(100000000))) AS n")
     assert.are.equal(300, h:query("SELECT count(*) AS n FROM steps")[1].n)
     h:close()
