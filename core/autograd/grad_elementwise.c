@@ -1,15 +1,21 @@
 // Gradient rules of elementwise operations. Each rule is the derivative of its line in ops.def;
-// grad_emit sums over broadcast dimensions and rounds to the input's dtype.
+// grad_emit sums over broadcast dimensions and rounds to the input's dtype. Values that a rule
+// computes with further, or that grad_emit sums, are f32 (f64): a gradient is rounded once.
 #include "base/error.h"
 #include "op.h"
 #include "gradient.h"
 #include "device/transfer.h"
 
 // Runs an operation into a new tensor; the rule returns on failure.
-static eng_status unary(tensor **out, int op, tensor *x)
-{ return op_run1(out, (op_call){.op = op, .in = {x}}); }
 static eng_status binary(tensor **out, int op, tensor *a, tensor *b)
 { return op_run1(out, (op_call){.op = op, .in = {a, b}}); }
+static eng_status wide_binary(tensor **out, int op, tensor *a, tensor *b)
+{ return grad_run_wide(out, (op_call){.op = op, .in = {a, b}}); }
+static eng_status wide_affine(tensor **out, tensor *x, double factor, double term)
+{
+  return grad_run_wide(out, (op_call){.op = ENG_OP_affine, .in = {x},
+                                      .affine = {.factor = factor, .term = term}});
+}
 
 /// x where the condition holds, else 0; drops the condition.
 static eng_status masked(tensor **out, tensor *condition, tensor *x)
@@ -53,21 +59,25 @@ eng_status grad_mul(grad_call *g)
 {
   for (int k = 0; k < 2; k++) {
     if (!grad_wants(g, k)) continue;
+    const tensor *x = g->call->in[k];
+    bool more = !tensor_same_shape(x, g->dy[0]) || grad_dtype(g, k) != x->dtype;
     tensor *dx;
-    ENG_TRY(binary(&dx, ENG_OP_mul, g->dy[0], g->call->in[1 - k]));
+    ENG_TRY((more ? wide_binary : binary)(&dx, ENG_OP_mul, g->dy[0], g->call->in[1 - k]));
     ENG_TRY(grad_emit(g, k, dx));
   }
   return ENG_OK;
 }
 
-// y = a / b: da = dy / b, db = -dy y / b
+// y = a / b: da = dy / b, db = -da (a / b). y itself may have been rounded.
 eng_status grad_div(grad_call *g)
 {
-  tensor *b = g->call->in[1], *y = g->call->out[0], *da;
-  ENG_TRY(binary(&da, ENG_OP_div, g->dy[0], b));
+  tensor *a = g->call->in[0], *b = g->call->in[1], *da;
+  ENG_TRY(wide_binary(&da, ENG_OP_div, g->dy[0], b));
   if (grad_wants(g, 1)) {
-    tensor *product, *db;
+    tensor *y, *product, *db;
+    ENG_TRY(wide_binary(&y, ENG_OP_div, a, b));
     ENG_TRY(binary(&product, ENG_OP_mul, da, y));
+    tensor_drop(y);
     eng_status status = op_affine(&db, product, -1, 0);
     tensor_drop(product);
     ENG_TRY(status);
@@ -79,16 +89,16 @@ eng_status grad_div(grad_call *g)
 }
 
 // y = a^b: da = dy b a^(b-1), which is 0 where b is 0; db = dy y log a, which is 0 where a is 0 and
-// b >= 0
+// b >= 0. y itself may have been rounded.
 eng_status grad_pow(grad_call *g)
 {
-  tensor *a = g->call->in[0], *b = g->call->in[1], *y = g->call->out[0], *zero;
+  tensor *a = g->call->in[0], *b = g->call->in[1], *zero;
   ENG_TRY(tensor_make(&zero, ARENA_STEP, b->dtype, 0, NULL));
   ENG_TRY(transfer_clear(zero));
   if (grad_wants(g, 0)) {
     tensor *less, *power, *slope, *nonzero, *slope_kept, *da;
-    ENG_TRY(op_affine(&less, b, 1, -1));
-    ENG_TRY(binary(&power, ENG_OP_pow, a, less));
+    ENG_TRY(wide_affine(&less, b, 1, -1));
+    ENG_TRY(wide_binary(&power, ENG_OP_pow, a, less));
     ENG_TRY(binary(&slope, ENG_OP_mul, power, b));
     ENG_TRY(binary(&nonzero, ENG_OP_ne, b, zero));
     ENG_TRY(masked(&slope_kept, nonzero, slope));
@@ -96,8 +106,9 @@ eng_status grad_pow(grad_call *g)
     ENG_TRY(grad_emit(g, 0, da));
   }
   if (grad_wants(g, 1)) {
-    tensor *logarithm, *slope, *nonzero, *slope_kept, *db;
-    ENG_TRY(unary(&logarithm, ENG_OP_log, a));
+    tensor *y, *logarithm, *slope, *nonzero, *slope_kept, *db;
+    ENG_TRY(wide_binary(&y, ENG_OP_pow, a, b));
+    ENG_TRY(grad_run_wide(&logarithm, (op_call){.op = ENG_OP_log, .in = {a}}));
     ENG_TRY(binary(&slope, ENG_OP_mul, y, logarithm));
     ENG_TRY(binary(&nonzero, ENG_OP_ne, y, zero));
     ENG_TRY(masked(&slope_kept, nonzero, slope));
@@ -111,7 +122,7 @@ eng_status grad_pow(grad_call *g)
 static eng_status extreme(grad_call *g, int wins)
 {
   tensor *a = g->call->in[0], *b = g->call->in[1], *tie, *half, *shared_half;
-  ENG_TRY(op_affine(&half, g->dy[0], 0.5, 0));
+  ENG_TRY(wide_affine(&half, g->dy[0], 0.5, 0));
   ENG_TRY(binary(&tie, ENG_OP_eq, a, b));
   ENG_TRY(masked(&shared_half, tie, half));
   for (int k = 0; k < 2; k++) {
@@ -154,8 +165,8 @@ eng_status grad_pow_scalar(grad_call *g)
 {
   double p = g->call->pow_scalar.exponent;
   tensor *power, *slope, *dx;
-  ENG_TRY(op_run1(&power, (op_call){.op = ENG_OP_pow_scalar, .in = {g->call->in[0]},
-                                    .pow_scalar = {.exponent = p == 0 ? 0 : p - 1}}));
+  ENG_TRY(grad_run_wide(&power, (op_call){.op = ENG_OP_pow_scalar, .in = {g->call->in[0]},
+                                          .pow_scalar = {.exponent = p == 0 ? 0 : p - 1}}));
   ENG_TRY(op_affine(&slope, power, p, 0));
   tensor_drop(power);
   ENG_TRY(binary(&dx, ENG_OP_mul, slope, g->dy[0]));
@@ -184,7 +195,7 @@ eng_status grad_unary(grad_call *g)
 {
   tensor *x = g->call->in[0], *dx;
   ENG_TRY(op_run1(&dx, (op_call){.op = ENG_OP_unary_grad, .in = {x, g->dy[0]},
-                                 .unary_grad = {.of = g->call->op, .dtype = x->dtype}}));
+                                 .unary_grad = {.of = g->call->op, .dtype = grad_dtype(g, 0)}}));
   return grad_emit(g, 0, dx);
 }
 

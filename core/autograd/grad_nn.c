@@ -17,7 +17,7 @@ static eng_status run_into(op_call *c, grad_call *g, int k, bool direct, bool ac
 }
 
 /// The gradient of input k as the product of a and b (either transposed), directly in the
-/// parameter's buffer if it has one.
+/// parameter's buffer if it has one. Batches that grad_emit sums stay in f32.
 static eng_status product_to(grad_call *g, int k, tensor *a, tensor *b, bool transpose_a,
                              bool transpose_b)
 {
@@ -25,8 +25,14 @@ static eng_status product_to(grad_call *g, int k, tensor *a, tensor *b, bool tra
   op_call c = {
     .op = ENG_OP_matmul, .n_in = 2,
     .in = {a, b},
-    .matmul = {.transpose_a = transpose_a, .transpose_b = transpose_b, .yields = x->dtype + 1}};
+    .matmul = {
+      .transpose_a = transpose_a, .transpose_b = transpose_b, .yields = grad_dtype(g, k) + 1}};
   bool accumulate = false, batched = a->ndim > 2 || b->ndim > 2;
+  op_shape s;
+  ENG_TRY(op_infer(&c, &s));
+  bool summed = s.out[0].ndim != x->ndim ||
+                memcmp(s.out[0].shape, x->shape, (size_t)x->ndim * sizeof *x->shape) != 0;
+  if (summed && x->dtype != ENG_f64) c.matmul.yields = ENG_f32 + 1;
   if (!batched) c.out[0] = grad_target(g, k, &accumulate);
   bool direct = c.out[0] != NULL;
   c.matmul.add = accumulate;
@@ -60,7 +66,8 @@ static eng_status rows_of(tensor **out, tensor *x)
 static eng_status input_gradient(grad_call *g, tensor *dy, tensor *w)
 {
   const tensor *x = g->call->in[0];
-  op_call c = {.op = ENG_OP_matmul, .n_in = 2, .in = {dy, w}, .matmul = {.yields = x->dtype + 1}};
+  op_call c = {
+    .op = ENG_OP_matmul, .n_in = 2, .in = {dy, w}, .matmul = {.yields = grad_dtype(g, 0) + 1}};
   ENG_TRY(op_run(&c));
   tensor *dx;
   ENG_TRY(op_reshape(&dx, c.out[0], x->ndim, x->shape));
@@ -78,7 +85,7 @@ static eng_status weight_gradients(grad_call *g, int w, tensor *dy, tensor *x)
   tensor *into = grad_target(g, b, &adds[1]);
   if (!grad_wants(g, w)) {
     op_call c = {.op = ENG_OP_bias_grad, .n_in = 1, .in = {dy}, .out = {into}, 
-                 .bias_grad = {.dtype = g->call->in[b]->dtype, .add = adds[1]}};
+                 .bias_grad = {.dtype = grad_dtype(g, b), .add = adds[1]}};
     ENG_TRY(run_into(&c, g, b, into != NULL, adds[1]));
     return into ? ENG_OK : grad_emit(g, b, c.out[0]);
   }
@@ -86,7 +93,7 @@ static eng_status weight_gradients(grad_call *g, int w, tensor *dy, tensor *x)
     .op = ENG_OP_linear_grad, .n_in = 2, .in = {dy, x}, .out = {grad_target(g, w, &adds[0]), into}};
   bool direct[2] = {c.out[0] != NULL, into != NULL};
   for (int k = 0; k < 2; k++) {
-    c.linear_grad.dtype[k] = g->call->in[w + k]->dtype;
+    c.linear_grad.dtype[k] = grad_dtype(g, w + k);
     c.linear_grad.add[k] = adds[k];
   }
   eng_status status = op_run(&c);
@@ -141,7 +148,7 @@ eng_status grad_embedding(grad_call *g)
   op_call c = {.op = ENG_OP_embedding_grad, .n_in = 2,
                .in = {g->dy[0], g->call->in[1]},
                .out = {grad_target(g, 0, &accumulate)},
-               .embedding_grad = {.rows = w->shape[0], .dtype = w->dtype}};
+               .embedding_grad = {.rows = w->shape[0], .dtype = grad_dtype(g, 0)}};
   bool direct = c.out[0] != NULL;
   c.embedding_grad.add = accumulate;
   ENG_TRY(run_into(&c, g, 0, direct, accumulate));
@@ -300,7 +307,7 @@ static eng_status from_output(grad_call *g, int op)
 {
   tensor *dx;
   ENG_TRY(op_run1(&dx, (op_call){.op = op, .in = {g->call->out[0], g->dy[0]},
-                                 .softmax_grad = {.dtype = g->call->in[0]->dtype}}));
+                                 .softmax_grad = {.dtype = grad_dtype(g, 0)}}));
   return grad_emit(g, 0, dx);
 }
 
@@ -314,7 +321,7 @@ eng_status grad_logsumexp(grad_call *g)
   int64_t shape[ENG_MAX_DIMS];
   memcpy(shape, g->dy[0]->shape, (size_t)g->dy[0]->ndim * sizeof *shape);
   shape[g->dy[0]->ndim] = 1;
-  ENG_TRY(op_run1(&p, (op_call){.op = ENG_OP_softmax, .in = {g->call->in[0]}}));
+  ENG_TRY(grad_run_wide(&p, (op_call){.op = ENG_OP_softmax, .in = {g->call->in[0]}}));
   ENG_TRY(op_reshape(&dy, g->dy[0], g->dy[0]->ndim + 1, shape));
   ENG_TRY(op_run1(&dx, (op_call){.op = ENG_OP_mul, .in = {p, dy}}));
   tensor_drop(p);

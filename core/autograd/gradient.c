@@ -50,6 +50,25 @@ bool grad_wants(const grad_call *g, int k)
   return g->call->in[k] && g->call->in[k]->requires_grad;
 }
 
+int grad_dtype(const grad_call *g, int k)
+{
+  const tensor *x = g->call->in[k];
+  return gradient_carry(x) == g->carry || x->dtype == ENG_f64 ? x->dtype : ENG_f32;
+}
+
+eng_status grad_run_wide(tensor **out, op_call c)
+{
+  op_shape s;
+  c.n_in = op_table[c.op].about.n_in;
+  ENG_TRY(op_infer(&c, &s));
+  int dtype = s.out[0].dtype == ENG_f64 ? ENG_f64 : ENG_f32;
+  ENG_TRY(tensor_make(&c.out[0], ARENA_STEP, dtype, s.out[0].ndim, s.out[0].shape));
+  *out = c.out[0];
+  eng_status status = op_run(&c);
+  if (status != ENG_OK) tensor_drop(*out);
+  return status;
+}
+
 eng_status grad_share(tensor **out, tensor *x)
 {
   return tensor_view(out, x, 0, x->ndim, x->shape, x->stride);

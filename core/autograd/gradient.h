@@ -25,11 +25,19 @@ bool grad_wants(const grad_call *g, int k);
 /// rounds it to the input's dtype.
 eng_status grad_emit(grad_call *g, int k, tensor *dx);
 
+/// The dtype in which a kernel should return the gradient of input k: the input's, but at least f32
+/// where grad_emit still multiplies it, so that it is rounded once.
+int grad_dtype(const grad_call *g, int k);
+
 /// The memory of input k's gradient if that input is a parameter with the node's carry; else NULL.
 /// The rule can write there (adding if *accumulate) instead of emitting.
 tensor *grad_target(grad_call *g, int k, bool *accumulate);
 /// Cancels grad_target after the rule failed to write.
 void grad_target_failed(grad_call *g, int k, bool accumulate);
+
+/// Runs an operation of one output whose result the rule computes with further: the output is f64
+/// if an input is, else f32, so that the intermediate value is neither rounded nor overflows.
+eng_status grad_run_wide(tensor **out, op_call c);
 
 /// A second tensor over the same memory, for a gradient with two destinations.
 eng_status grad_share(tensor **out, tensor *x);

@@ -472,7 +472,7 @@ static eng_status emit_dx(grad_call *g, fp8_site *s, const copies *dy)
   factor a = {dy->q, dy->scale, rd->block_rows, rd->block_columns, false},
          b = {node->out[OUT_WQ], node->out[OUT_W_SCALE], rw->block_rows, rw->block_columns,
               node->fp8_linear.turned};
-  ENG_TRY(multiply(&flat_dx, s, ENG_FP8_DGRAD, &a, &b, NULL, x->dtype, false));
+  ENG_TRY(multiply(&flat_dx, s, ENG_FP8_DGRAD, &a, &b, NULL, grad_dtype(g, IN_X), false));
   eng_status status = op_reshape(&dx, flat_dx, x->ndim, x->shape);
   tensor_drop(flat_dx);
   return status == ENG_OK ? grad_emit(g, IN_X, dx) : status;
@@ -489,7 +489,7 @@ static eng_status emit_dw(grad_call *g, fp8_site *s, const copies *dy)
   tensor *dw = grad_target(g, IN_W, &accumulate);
   bool direct = dw != NULL;
   eng_status status =
-    multiply(&dw, s, ENG_FP8_WGRAD, &a, &b, NULL, g->call->in[IN_W]->dtype, accumulate);
+    multiply(&dw, s, ENG_FP8_WGRAD, &a, &b, NULL, grad_dtype(g, IN_W), accumulate);
   if (status != ENG_OK && direct) grad_target_failed(g, IN_W, accumulate);
   drop_copies(&made);
   return status == ENG_OK && !direct ? grad_emit(g, IN_W, dw) : status;
@@ -498,12 +498,12 @@ static eng_status emit_dw(grad_call *g, fp8_site *s, const copies *dy)
 static eng_status emit_bias(grad_call *g)
 {
   bool accumulate = false;
-  tensor *dy, *bias = g->call->in[IN_BIAS];
+  tensor *dy;
   ENG_TRY(flat(&dy, g->dy[0]));
   op_call c = {.op = ENG_OP_bias_grad, .n_in = 1,
                .in = {dy},
                .out = {grad_target(g, IN_BIAS, &accumulate)},
-               .bias_grad = {.dtype = bias->dtype}};
+               .bias_grad = {.dtype = grad_dtype(g, IN_BIAS)}};
   bool direct = c.out[0] != NULL;
   c.bias_grad.add = accumulate;
   eng_status status = op_run(&c);
