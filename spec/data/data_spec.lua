@@ -3,7 +3,6 @@
 local engine = require "engine"
 local ffi = require("engine.base.ffi").ffi
 local helper = require "spec.helper"
-local order = require "engine.data.order"
 
 local data = engine.data
 local folder
@@ -170,23 +169,6 @@ describe("data", function()
     assert.not_same(with(1), with(2))
   end)
 
-  it("the permutation is valid for every number of items", function()
-    for _, n in ipairs { 1, 2, 3, 4, 5, 16, 17, 63, 64, 65, 1000, 4097 } do
-      for epoch = 0, 2 do
-        local seen, fixed = {}, 0
-        for i = 0, n - 1 do
-          local k = order.permute(i, n, 99, epoch)
-          assert.is_true(k >= 0 and k < n and k % 1 == 0)
-          assert.is_nil(seen[k])
-          seen[k] = true
-          if k == i then fixed = fixed + 1 end
-        end
-        if n >= 1000 then assert.is_true(fixed < 12) end
-      end
-    end
-    assert.is_true(order.permute(2 ^ 33, 2 ^ 34, 1, 0) < 2 ^ 34)
-  end)
-
   -- ---------------------------------------------------------------- places
 
   it("resumes from every place as if it had never stopped", function()
@@ -207,6 +189,25 @@ describe("data", function()
         for k, s in ipairs(rest) do assert.equal(whole[2 * place + k], s) end
       end
     end
+  end)
+
+  it("resumes a place of an earlier engine in the order it had then", function()
+    local path = file("a.bin", u16(numbers(45)))
+    local function loader() return data.tokens { path = path, batch = 2, context = 4, seed = 3 } end
+    local old, new = loader(), loader()
+    local state = old:state()
+    state.order = nil
+    old:restore(state)
+    local whole = starts(old, 25)
+    assert.not_same(starts(new, 25), whole)
+    new:restore(state)
+    new:skip(7)
+    local other = loader()
+    other:restore(new:state())
+    for k, s in ipairs(starts(other, 18)) do assert.equal(whole[2 * 7 + k], s) end
+    state.order = 9
+    assert.error_matches(function() loader():restore(state) end,
+      "this position has version 9 of the shuffled order, this engine knows up to 2")
   end)
 
   it("refuses a place of other data, another batch size or another order", function()

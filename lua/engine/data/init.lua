@@ -71,15 +71,15 @@ function Loader:skip(n) self.at = self.at + n end
 -- Fields that must match: with others, a position would mean other batches.
 local IDENTITY = { "kind", "seed", "batch", "context", "shuffle", "examples" }
 
---- The loader's position, as plain data.
+--- The loader's position, as plain data. `order` is the version of the shuffled order.
 function Loader:state()
-  local state = { at = self.at }
+  local state = { at = self.at, order = self.order }
   for _, key in ipairs(IDENTITY) do state[key] = self[key] end
   return state
 end
 
---- Moves to a saved position. Refuses a position saved with other data, another batch size or
---- another order.
+--- Moves to a saved position and its version of the shuffled order. Refuses a position saved with
+--- other data, another batch size or another order.
 function Loader:restore(state)
   if type(state) ~= "table" or type(state.at) ~= "number" or state.at < 0 or state.at % 1 ~= 0 then
     raise("data: expected a position from state(), got %s", value_text(state))
@@ -90,7 +90,12 @@ function Loader:restore(state)
         key, tostring(state[key]), tostring(self[key]))
     end
   end
-  self.at = state.at
+  local version = state.order or 1     -- none was saved before there was a second
+  if version ~= 1 and version ~= order.newest then
+    raise("data: this position has version %s of the shuffled order, this engine knows up to %d; "
+      .. "hint: resume with the engine that saved it", tostring(version), order.newest)
+  end
+  self.at, self.order = state.at, version
 end
 
 --- Batches until every example has been seen once.
@@ -103,7 +108,7 @@ function Loader:__tostring()
 end
 
 local function loader(fields)
-  fields.at = 0
+  fields.at, fields.order = 0, order.newest
   return setmetatable(fields, Loader)
 end
 
@@ -113,7 +118,7 @@ local function example(self, at, b)
   local epoch = math.floor(at / per_epoch)
   local place = (at - epoch * per_epoch) * self.batch + b
   if not self.shuffle then return place % self.examples, epoch end
-  return order.permute(place % self.examples, self.examples, self.seed, epoch), epoch
+  return order.permute(place % self.examples, self.examples, self.seed, epoch, self.order), epoch
 end
 
 -- ------------------------------------------------------------------ windows of tokens

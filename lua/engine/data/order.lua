@@ -1,16 +1,16 @@
 -- The order in which examples are visited: a permutation of 0..n-1 for each epoch that needs no
--- memory, so that training can resume anywhere in any epoch. A Feistel network over the smallest
--- even number of bits that covers n, applied until the result is below n (Black and Rogaway 2002,
--- "cycle walking").
+-- memory, so that training can resume anywhere in any epoch. Version 2 is a swap-or-not shuffle
+-- (Hoang, Morris and Rogaway 2012): each round pairs x with K - x mod n and a hash of the pair says
+-- whether both change places. It works for any n; two examples are independent of each other once
+-- one of them has moved alone, which a round does with probability 1/2.
 local band, bxor, rshift, lshift, tobit = bit.band, bit.bxor, bit.rshift, bit.lshift, bit.tobit
 
-local M = {}
+local M = { newest = 2 }
 
 -- A 32-bit mixer: the finalizer of MurmurHash3, with multiplications split so that doubles hold
 -- them exactly.
 local function multiply(a, b)
-  local low, high = band(b, 0xFFFF), rshift(b, 16)
-  return tobit(a % 2 ^ 32 * low % 2 ^ 32 + lshift(tobit(a % 2 ^ 32 * high % 2 ^ 32), 16) % 2 ^ 32)
+  return tobit(a * band(b, 0xFFFF) + lshift(tobit(a * rshift(b, 16)), 16))
 end
 
 local function mix(x)
@@ -27,9 +27,53 @@ function M.draw(seed, key, n)
   return math.floor(high % 2 ^ 32 / 2 ^ 32 * n)
 end
 
---- The item at position i (from 0) of epoch `epoch` over n items.
-function M.permute(i, n, seed, epoch)
-  if n <= 1 then return 0 end
+-- ------------------------------------------------------------------ version 2
+
+-- The rounds' numbers for the latest n, seed and epoch: K, and two keys of the hash.
+local latest = { sum = {}, first = {}, second = {} }
+
+-- Both halves of a whole number of up to 53 bits.
+local function absorb(key, x)
+  return mix(tobit(mix(bxor(key, tobit(x % 2 ^ 32))) + tobit(math.floor(x / 2 ^ 32)) + 0x3C6EF372))
+end
+
+local function schedule(n, seed, epoch)
+  local r = latest
+  if r.n == n and r.seed == seed and r.epoch == epoch then return r end
+  local a, b = absorb(absorb(0x243F6A88, seed), epoch), absorb(absorb(0x05A308D3, seed), epoch)
+  -- the start is forgotten after 32 rounds even with n = 2: each is even to within 2^-32
+  local bits = select(2, math.frexp(n))
+  r.n, r.seed, r.epoch, r.rounds = n, seed, epoch, 32 + 2 * bits
+  for round = 1, r.rounds do
+    local at = 4 * round
+    local high, low = mix(tobit(a + mix(bxor(b, at)))), mix(tobit(b + mix(bxor(a, at + 1))))
+    r.sum[round] = math.floor((high % 2 ^ 32 * 2 ^ 21 + rshift(low, 11)) / 2 ^ 53 * n)
+    r.first[round] = mix(tobit(a + mix(bxor(b, at + 2))))
+    r.second[round] = mix(tobit(b + mix(bxor(a, at + 3))))
+  end
+  return r
+end
+
+local function swap_or_not(x, n, seed, epoch)
+  local r = schedule(n, seed, epoch)
+  local sum, first, second = r.sum, r.first, r.second
+  for round = 1, r.rounds do
+    local other = sum[round] - x
+    if other < 0 then other = other + n end
+    local larger = math.max(x, other)
+    local high = math.floor(larger / 2 ^ 32)
+    local hash = mix(bxor(tobit(larger - high * 2 ^ 32), first[round]))
+    if mix(tobit(hash + high + second[round])) < 0 then x = other end
+  end
+  return x
+end
+
+-- ------------------------------------------------------------------ version 1
+
+-- Runs saved before version 2 resume with it. Four rounds of a Feistel network over the smallest
+-- even number of bits that covers n, applied until the result is below n: not quite random, so that
+-- with n = 5 the identity comes three times too often.
+local function feistel(i, n, seed, epoch)
   local half = 1
   while 4 ^ half < n do half = half + 1 end
   local mask = lshift(1, half) - 1
@@ -44,6 +88,13 @@ function M.permute(i, n, seed, epoch)
     x = left * 2 ^ half + right
   until x < n
   return x
+end
+
+--- The item at position i (from 0) of epoch `epoch` over n items, in the order of this version (by
+--- default the newest).
+function M.permute(i, n, seed, epoch, version)
+  if n <= 1 then return 0 end
+  return (version == 1 and feistel or swap_or_not)(i, n, seed, epoch)
 end
 
 return M
