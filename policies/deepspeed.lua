@@ -58,7 +58,7 @@ return {
     if options.consecutive_hysteresis then state.hysteresis = options.hysteresis end
     local stable = state.iter - state.last_overflow_iter - 1
     state.iter = state.iter + 1
-    if stable <= 0 or stable % options.scale_window ~= 0 then return scale end
+    if stable <= 0 or math.fmod(stable, options.scale_window) ~= 0 then return scale end
     state.hysteresis = options.hysteresis
     return grow(state, scale * options.scale_factor,
       "window of " .. options.scale_window .. " good", options)

@@ -32,7 +32,7 @@ return {
     end
     local stable = state.iter - state.last_overflow_iter - 1
     state.iter = state.iter + 1
-    if stable <= 0 or stable % options.scale_window ~= 0 then return scale end
+    if stable <= 0 or math.fmod(stable, options.scale_window) ~= 0 then return scale end
     return grow(state, scale * options.scale_factor,
       "window of " .. options.scale_window .. " good", options)
   end,

@@ -40,7 +40,7 @@ return {
   decide = function(state, record, options)
     local scale = state.scale
     if not record.overflow then
-      local due = (state.iter - state.last_overflow_iter) % options.scale_window == 0
+      local due = math.fmod(state.iter - state.last_overflow_iter, options.scale_window) == 0
       if due then state.last_rescale_iter = state.iter end
       state.iter = state.iter + 1
       if not due then return scale end

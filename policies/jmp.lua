@@ -31,7 +31,7 @@ return {
       return back_off(state, math.max(math.f32(options.min_loss_scale), math.f32(scale / factor)))
     end
     local due = state.counter == options.period - 1
-    state.counter = (state.counter + 1) % options.period
+    state.counter = math.fmod(state.counter + 1, options.period)
     if not due then return scale end
     return grow(state, math.f32(scale * factor), options.period .. " good in a row")
   end,

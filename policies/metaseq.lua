@@ -39,7 +39,7 @@ return {
   decide = function(state, record, options)
     local scale, factor = state.scale, options.scale_factor
     if not record.overflow then
-      local due = (state.iter - state.last_overflow_iter) % state.window == 0
+      local due = math.fmod(state.iter - state.last_overflow_iter, state.window) == 0
       if due then state.last_rescale_iter = state.iter end
       state.iter = state.iter + 1
       if not due then return scale end

@@ -39,7 +39,8 @@ return {
           .. " other than the scale (look at the first bad tensor, the learning rate, the data)" }
     end
     state.bad_step = 0
-    if (iter - state.last_overflow_iter) % options.scale_window ~= 0 then return scale end
+    local since = iter - state.last_overflow_iter
+    if math.fmod(since, options.scale_window) ~= 0 then return scale end
     return grow(state, scale * options.scale_factor,
       "window of " .. options.scale_window .. " good", options)
   end,

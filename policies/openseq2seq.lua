@@ -29,7 +29,8 @@ return {
       state.last_overflow_iteration = iteration
       return back_off(state, math.max(math.f32(scale / factor), math.f32(options.scale_min)))
     end
-    if (iteration - state.last_overflow_iteration) % options.step_window ~= 0 then return scale end
+    local since = iteration - state.last_overflow_iteration
+    if math.fmod(since, options.step_window) ~= 0 then return scale end
     return grow(state, math.min(math.f32(scale * factor), math.f32(options.scale_max)),
       "window of " .. options.step_window .. " good")
   end,
