@@ -362,7 +362,8 @@ $(BUILD)/libengine.a: $(OBJECTS) $(BUILD)/objects
 FUZZ_FLAGS_pattern := -fsanitize-coverage=trace-pc
 $(BUILD)/fuzz/%: spec/fuzz/%.c $(BUILD)/libengine.a
 	@mkdir -p $(@D)
-	$(COMPILE) $(FUZZ_FLAGS_$*) -o $@ $< -Wl,-u,eng_cpu_isa,-u,eng_fp8_site_new $(BUILD)/libengine.a $(LDFLAGS) $(LIBS)
+	$(COMPILE) $(FUZZ_FLAGS_$*) -o $@ $< -Wl,-u,eng_cpu_isa,-u,eng_fp8_site_new \
+	  $(BUILD)/libengine.a $(LDFLAGS) $(LIBS)
 
 fuzzers: $(FUZZ_C:spec/fuzz/%.c=$(BUILD)/fuzz/%) all
 	@for f in $(FUZZ_C:spec/fuzz/%.c=$(BUILD)/fuzz/%); do echo $$f; \
