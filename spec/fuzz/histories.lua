@@ -7,7 +7,7 @@ local M_ffi = require "engine.base.ffi"
 local scratch = require "spec.store.scratch"
 local ffi, C = M_ffi.ffi, M_ffi.C
 
-local rounds, seed, first = tonumber(arg[1]) or 300, tonumber(arg[2]) or 1, tonumber(arg[3]) or 1
+local rounds, seed, first = tonumber(arg[1]) or 100, tonumber(arg[2]) or 1, tonumber(arg[3]) or 1
 local LIMIT = 5                                   -- seconds of processor time a command may take
 local state
 
@@ -108,12 +108,12 @@ for _ = 1, 4 do names[#names + 1] = "steps" end
 local VALUES = { "NULL", "'text'", "''", "x'00ff'", "zeroblob(300)", "-1", "0", "7", "-9e999",
   "9e999", "1e300", "0.5", "9223372036854775807", "-9223372036854775808", "4503599627370496",
   "1000000000000", "'%s%n'", "'nan'", "char(27, 10, 0)", "'{\"to\":5}'", "'[1,[2'",
-  "randomblob(40)", "hex(zeroblob(5000))" }
+  "x'020301fe01017f80'", "hex(zeroblob(5000))" }
 
 local function statement()
   local name = one_of(names)
   local columns = TABLES[name]
-  local where = one_of { "", " WHERE %s = (SELECT max(%s) FROM %s)", " WHERE random() %% 10 = 0",
+  local where = one_of { "", " WHERE %s = (SELECT max(%s) FROM %s)", " WHERE %s || '' LIKE '%%7'",
     " WHERE %s = (SELECT min(%s) FROM %s)" }
   local key = columns[1]
   where = where:format(key, key, name)
@@ -162,6 +162,7 @@ local COMMANDS = {
   { "export", dir, "--csv", root .. "/a.csv", "--jsonl", root .. "/a.jsonl" },
   { "export", dir, "--tensorboard", root .. "/tb" },
   { "replay", dir, "--policy", "dynamic", "--policy", "max_value" },
+  { "attach", dir, "-e", "print(history) print(history:why(57))" },
 }
 local METHODS = {
   "return tostring(h)", "return tostring(h:last())", "return h:why(7)", "return h:why(299)",

@@ -214,12 +214,14 @@ local function one(h, sql, ...)
   return row
 end
 
--- Raises unless all these fields of a row hold values of `kind`: the file may come from anywhere.
-local function expect(h, row, kind, fields)
+-- Raises unless these fields of a row hold values of `kind` (or nil, if `optional`): the file may
+-- come from anywhere.
+local function expect(h, row, kind, fields, optional)
   for _, name in ipairs(fields) do
-    if type(row[name]) ~= kind then
+    local value = row[name]
+    if type(value) ~= kind and not (optional and value == nil) then
       error(("history %s: is damaged: expected a %s in '%s', got a %s"):format(h.path, kind, name,
-        type(row[name])), 0)
+        type(value)), 0)
     end
   end
   return row
@@ -228,12 +230,10 @@ end
 --- Rows of numbers, computed by SQL from columns that may hold anything: each value that is not nil
 --- must be a number, and those of `fields` must not be nil.
 function History:numbers(fields, sql, ...)
-  local following = each(self, 2, nil, sql, ...)
+  local following, names = each(self, 2, nil, sql, ...)
   return function()
     local row = following()
-    if not row then return nil end
-    for name in pairs(row) do expect(self, row, "number", { name }) end
-    return expect(self, row, "number", fields)
+    return row and expect(self, expect(self, row, "number", names, true), "number", fields)
   end
 end
 
