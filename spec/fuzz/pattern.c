@@ -110,6 +110,8 @@ UNCOUNTED static void draw_call(call *c)
   c->fourth = draw(6) == 0;
   c->replacement = (int)draw(5);
   draw_subject(&c->subject, large);
+  // past the end, LuaJIT with its 5.2 extensions answers differently; policies see 5.1's answer
+  if (c->init > (int)c->subject.length + 1) c->init = (int)c->subject.length + 1;
   draw_pattern(&c->pattern, large && draw(2));
   if (draw(30) == 0) c->pattern = c->subject;
   c->with.length = 0;
