@@ -138,8 +138,12 @@ static const char *damage(sqlite3_stmt *statement, int column)
   const char *declared = sqlite3_column_decltype(statement, column);
   if (declared == NULL) return NULL;
   const int type = sqlite3_column_type(statement, column);
-  const bool step = strcmp(sqlite3_column_name(statement, column), "step") == 0;
-  if (type == SQLITE_NULL) return step ? "NULL; expected a step" : NULL;
+  static const char *const required[] = {"step", "site", "role", "kind", "key", "hash", "source"};
+  const char *name = sqlite3_column_name(statement, column);
+  const bool step = strcmp(name, "step") == 0;
+  for (size_t i = 0; type == SQLITE_NULL && i < sizeof required / sizeof *required; i++)
+    if (strcmp(name, required[i]) == 0) return "NULL";
+  if (type == SQLITE_NULL) return NULL;
   if (strcmp(declared, "INTEGER") == 0) {
     if (type != SQLITE_INTEGER) return "no whole number";
     const int64_t value = sqlite3_column_int64(statement, column), most = (int64_t)1 << 53;

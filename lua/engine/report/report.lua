@@ -397,14 +397,16 @@ local function points_of(h, name, axis)
   local n = h:query("SELECT count(*) AS n FROM (SELECT 1 FROM shadows WHERE name = ? LIMIT ?)",
     name, MOST_POINTS + 1)[1].n
   if n <= MOST_POINTS then
-    for i, row in ipairs(h:shadow(name)) do points[i] = { row.step, row.scale, row.action } end
+    for _, row in ipairs(h:shadow(name)) do
+      if row.scale then points[#points + 1] = { row.step, row.scale, row.action } end
+    end
     return points
   end
   for i = 0, MOST_POINTS do
     local step = axis.first + math.floor((axis.last - axis.first) * i / MOST_POINTS)
     local row = h:query("SELECT scale, action FROM shadows WHERE name = ? AND step <= ? ORDER " ..
       "BY step DESC LIMIT 1", name, step)[1]
-    if row then points[#points + 1] = { step, row.scale, row.action } end
+    if row and row.scale then points[#points + 1] = { step, row.scale, row.action } end
   end
   return points
 end

@@ -637,8 +637,9 @@ local function policy_at(h, step)
     "ORDER BY id DESC LIMIT 1", step)
   local good, data = pcall(json.decode, event and event.data or "")
   local policy = good and type(data) == "table" and (data.to or data)
-  return policy and policy.name and policy.name .. (policy.options and " (" .. policy.options ..
-    ")" or "")
+  if type(policy) ~= "table" or not policy.name then return nil end
+  return tostring(policy.name) .. (policy.options and (" (%s)"):format(tostring(policy.options))
+    or "")
 end
 
 local function say_policy(h, row, say)

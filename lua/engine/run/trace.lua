@@ -203,7 +203,7 @@ function M.run(path)
       if i == n then break end                             -- the run is still writing
       local to = self.rows[i]
       for _, name in ipairs(COLUMNS) do to[name] = tonumber(row[name]) or 0 / 0 end
-      to.applied, self.hists[i + 1] = row.applied, row.hist
+      to.applied, self.hists[i + 1] = row.applied or 0, row.hist
       i = i + 1
     end
     self.n, self.first = i, tonumber(self.rows[0].step)
