@@ -619,7 +619,7 @@ local function overflow_sections(h)
     LEFT JOIN parameters p ON p.id = s.first_bad WHERE overflow ORDER BY s.step DESC,
         s.attempt DESC LIMIT 12]])) do
     last[#last + 1] = { grouped(row.step), chart.scale(row.scale), chart.scale(row.next_scale),
-      grouped(row.inf), grouped(row.nan) }
+      grouped(row.inf or 0 / 0), grouped(row.nan or 0 / 0) }
   end
   if #rows == 0 then return "" end
   return '<div class="pair">' .. section("Where overflows begin",
@@ -668,7 +668,7 @@ local function fp8_table(m)
       r.least_at and grouped(r.least_at) or "–",
       last.snr and ("%.1f dB"):format(last.snr) or "–",
       percent(r.underflow or 0, 1), percent(r.overflow or 0, 1),
-      number(last.amax), number(r.scale_min), number(r.scale_max) }
+      number(last.amax or 0 / 0), number(r.scale_min or 0 / 0), number(r.scale_max or 0 / 0) }
   end
   return html_table({ "layer", "role", "lowest SNR", "at step", "last", "underflow up to",
     "overflow up to", "last amax", "least scale", "largest" }, rows,

@@ -518,6 +518,11 @@ function History:fp8(site, step)
     " ORDER BY step, site, role"
   local rows = step and self:query("SELECT *" .. where, #site, site, step)
     or self:query("SELECT *" .. where, #site, site)
+  for _, row in ipairs(rows) do
+    for _, meter in ipairs(M.meters) do
+      if meter ~= "snr" and meter ~= "least" then row[meter] = row[meter] or 0 / 0 end
+    end
+  end
   if #rows == 0 then rows.problem = no_fp8(self, site, step) end
   return setmetatable(rows, fp8_meta)
 end
