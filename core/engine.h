@@ -562,6 +562,10 @@ void eng_params_free(eng_params *set);
 /// Gives parameter i weights of format shadow[i] for the forward pass (ENG_f32: none, the master is
 /// used) and gradients of format gradient[i]. Gradients are cleared.
 eng_status eng_params_precision(eng_params *set, const int32_t *shadow, const int32_t *gradient);
+/// Whether gradients add up over several backward passes, false at first. Then those in f16 and
+/// bf16 are kept in f32: what an operation gives is rounded to its format, where it can overflow,
+/// and summed in f32. Gradients are cleared. Errors: STATE (they are divided among ranks).
+eng_status eng_params_accumulate(eng_params *set, bool on);
 /// Rounds the master weights into the low-precision weights again. Needed only after writing
 /// through eng_tensor_info.data; the next operation notices eng_write, eng_fill, eng_copy and
 /// random numbers.

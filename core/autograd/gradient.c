@@ -86,7 +86,7 @@ tensor *grad_target(grad_call *g, int k, bool *accumulate)
 {
   parameter *p = g->call->in[k]->parameter;
   // grad_emit reports an error of `place`
-  if (!p || p->carry != g->carry || place(p) != ENG_OK) return NULL;
+  if (!p || p->carry != g->carry || params_sums_terms(p) || place(p) != ENG_OK) return NULL;
   *accumulate = p->has_gradient;
   p->has_gradient = true;
   return p->gradient;
@@ -123,6 +123,15 @@ static eng_status unbroadcast(tensor **dx, const tensor *x)
 static eng_status add_to_parameter(parameter *p, tensor *dx)
 {
   eng_status status = place(p);
+  int term = p->set->term_dtype[p->index];
+  if (status == ENG_OK && params_sums_terms(p) && dx->dtype != term) {
+    tensor *rounded;
+    status = op_cast_to(&rounded, &(bool){false}, dx, term);
+    if (status == ENG_OK) {
+      tensor_drop(dx);
+      dx = rounded;
+    }
+  }
   if (status != ENG_OK) {
     tensor_drop(dx);
     return status;

@@ -57,6 +57,7 @@ static void set_discard(eng_params *set)
   free(set->kept);
   free(set->own);
   free(set->gradient_dtype);
+  free(set->term_dtype);
   free(set);
 }
 
@@ -73,12 +74,13 @@ static eng_params *set_allocate(int n, const char *const *names)
   set->stats = calloc(some, sizeof *set->stats);
   set->target = calloc(some, sizeof *set->target);
   set->gradient_dtype = calloc(some, sizeof *set->gradient_dtype);
-  bool complete =
-    set->member && set->span && set->which && set->stats && set->target && set->gradient_dtype;
+  set->term_dtype = calloc(some, sizeof *set->term_dtype);
+  bool complete = set->member && set->span && set->which && set->stats && set->target &&
+                  set->gradient_dtype && set->term_dtype;
   for (int i = 0; complete && i < n; i++) {
     set->member[i].set = set;
     set->member[i].index = i;
-    set->gradient_dtype[i] = ENG_f32;
+    set->gradient_dtype[i] = set->term_dtype[i] = ENG_f32;
     set->member[i].carry = set->member[i].carry_next = 1;
     set->member[i].name = strdup(names[i]);
     complete = set->member[i].name != NULL;
@@ -259,6 +261,33 @@ static eng_status check_alive(const eng_params *set)
   return set->freed ? error_set(ENG_ERR_STATE, "these parameters were freed") : ENG_OK;
 }
 
+/// The format of gradient i in memory, whose terms have the format gradient[i] (NULL: f32).
+static int stored_dtype(const eng_params *set, const int32_t *gradient, int i)
+{ return !gradient || set->accumulates ? ENG_f32 : gradient[i]; }
+
+static bool other_gradients(const eng_params *set, const int32_t *gradient)
+{
+  for (int i = 0; i < set->n; i++)
+    if (set->gradient_dtype[i] != stored_dtype(set, gradient, i)) return true;
+  return false;
+}
+
+/// Drops the gradients' memory; the next backward pass makes it again.
+static void renew_gradients(eng_params *set, const int32_t *gradient)
+{
+  if (other_gradients(set, gradient)) {
+    flat_release(set->gradients);
+    set->gradients = NULL;
+  }
+  for (int i = 0; i < set->n; i++) {
+    set->gradient_dtype[i] = stored_dtype(set, gradient, i);
+    set->term_dtype[i] = gradient ? gradient[i] : ENG_f32;
+  }
+  flat_release(set->unscaled);
+  set->unscaled = NULL;
+  link_parts(set);
+}
+
 // shadow or gradient NULL: f32 throughout.
 eng_status eng_params_precision(eng_params *set, const int32_t *shadow, const int32_t *gradient)
 {
@@ -270,10 +299,7 @@ eng_status eng_params_precision(eng_params *set, const int32_t *shadow, const in
     if (shadow) ENG_TRY(check_format(set, i, "weights for the forward pass", shadow[i]));
     if (gradient) ENG_TRY(check_format(set, i, "gradients", gradient[i]));
   }
-  bool new_gradients = false;
-  for (int i = 0; i < set->n; i++)
-    new_gradients = new_gradients || set->gradient_dtype[i] != (gradient ? gradient[i] : ENG_f32);
-  if (new_gradients && set->divided)
+  if (other_gradients(set, gradient) && set->divided)
     return error_set(ENG_ERR_STATE, "these gradients are divided among ranks (zero=2) and cannot "
                                     "change their format; hint: a new optimizer");
   // Allocates the new buffer first, so that a failure leaves the set unchanged.
@@ -291,15 +317,24 @@ eng_status eng_params_precision(eng_params *set, const int32_t *shadow, const in
     flat_release(set->shadows);
     set->shadows = fresh_shadows;
   }
-  if (new_gradients) {
-    flat_release(set->gradients);
-    set->gradients = NULL;             // the next backward pass creates them
-    for (int i = 0; i < set->n; i++) set->gradient_dtype[i] = gradient ? gradient[i] : ENG_f32;
-  }
-  flat_release(set->unscaled);
-  set->unscaled = NULL;
-  link_parts(set);
+  renew_gradients(set, gradient);
   return new_shadows ? eng_params_refresh(set) : ENG_OK;
+}
+
+eng_status eng_params_accumulate(eng_params *set, bool on)
+{
+  ENG_TRY(check_alive(set));
+  if (set->accumulates == on) return ENG_OK;
+  if (set->kept)
+    return error_set(ENG_ERR_STATE, "the precision cannot change while a reference backward runs");
+  set->accumulates = on;
+  if (other_gradients(set, set->term_dtype) && set->divided) {
+    set->accumulates = !on;
+    return error_set(ENG_ERR_STATE, "these gradients are divided among ranks (zero=2) and cannot "
+                                    "change their format; hint: a new optimizer");
+  }
+  renew_gradients(set, set->term_dtype);
+  return ENG_OK;
 }
 
 /// The device that computes with the set's memory: the current one if it can.

@@ -81,7 +81,9 @@ struct eng_params {
   flat_buffer *gradients;
   // ZeRO-2: backward writes gradients into memory of comm_buckets.c until they are reduced
   bool         divided;
-  int32_t     *gradient_dtype;// [n]
+  int32_t     *gradient_dtype;// [n] in memory
+  int32_t     *term_dtype;    // [n] of what each operation of a backward pass adds: the recipe's
+  bool         accumulates;   // gradients of several passes: low-precision terms are summed in f32
   flat_buffer *unscaled;      // f32 gradients of the members with f16 or bf16 gradients
   flat_buffer *reference;     // f32 gradients of a reference backward
   bool        *kept;          // [n] has_gradient while a reference backward runs, else NULL
@@ -122,6 +124,13 @@ eng_status params_gradients(eng_params *set);
 /// From now on the set keeps only this rank's elements of gradients, in the given buffer
 /// (flat_new_own).
 void params_divide(eng_params *set, flat_buffer *own);
+
+/// Whether what is added to this gradient is rounded to its term dtype first and summed in f32.
+static inline bool params_sums_terms(const parameter *p)
+{
+  const eng_params *set = p->set;
+  return !set->kept && set->term_dtype[p->index] != set->gradient_dtype[p->index];
+}
 
 /// Marks a member as having no gradient.
 static inline void params_drop_gradient(parameter *p)

@@ -122,9 +122,10 @@ end
 -- parameter set -> its reduction, which the next trainer of the same model uses again
 local of_set = setmetatable({}, { __mode = "k" })
 
-local function reduction(params, options)
-  local key = ("%d %d %d %s"):format(tonumber(options.bucket), options.comm_dtype, options.zero,
-    tostring(options.holders))
+local function reduction(optimizer, options)
+  local params = optimizer.params
+  local key = ("%d %d %d %s %s"):format(tonumber(options.bucket), options.comm_dtype, options.zero,
+    tostring(options.holders), tostring(optimizer._accumulates))
   local had = of_set[params]
   if had and had.key == key then return had.handle end
   if had then C.eng_parallel_free(ffi.gc(had.handle, nil)) end
@@ -195,8 +196,8 @@ function M.new(trainer, o)
   self.signals = {}
   self.apart, self.marks, self.holders = find_apart(trainer.model, trainer.optimizer.list)
   ranks.compare(identity(self, o))       -- settings, policies and models must match
-  self.reduction = reduction(trainer.optimizer.params,
-    M.options(o, self.marks, self.holders and self.holders.comm))
+  self.options = M.options(o, self.marks, self.holders and self.holders.comm)
+  self.reduction = reduction(trainer.optimizer, self.options)
   if self.zero then check(C.eng_optimizer_shard(trainer.optimizer.state)) end
   self:make_room()
   return self
@@ -230,6 +231,14 @@ end
 
 --- The group of all ranks, or nil for one process.
 function Reducer:comm() return self.many and ranks.world() or nil end
+
+--- The number of micro-batches has changed since the reducer was made. With ZeRO the gradients keep
+--- their format, because the ranks' parts of them follow from it.
+function Reducer:accumulates(on)
+  if self.zero then return end
+  self.trainer.optimizer:accumulates(on)
+  if self.many then self.reduction = reduction(self.trainer.optimizer, self.options) end
+end
 
 --- Broadcasts rank 0's weights, or calls `spread`, which loads a checkpoint's on every rank. Then
 --- compares checksums.

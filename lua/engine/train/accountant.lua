@@ -35,7 +35,8 @@ local function predicted(opt)
     local n, low = p.tensor.count, M_ffi.dtype_name[shadow[i - 1]]
     sums.masters = sums.masters + padded(4 * n, 64)
     if low ~= "f32" then sums.copies = sums.copies + padded(SIZE[low] * n, 64) end
-    sums.gradients = sums.gradients + padded(SIZE[M_ffi.dtype_name[gradient[i - 1]]] * n, 64)
+    local stored = opt._accumulates and "f32" or M_ffi.dtype_name[gradient[i - 1]]
+    sums.gradients = sums.gradients + padded(SIZE[stored] * n, 64)
     local site = p.tensor.ndim == 2 and site_of[p.owner]
     if site then
       local role, N, K = site.recipe.role[1], p.tensor:size(1), p.tensor:size(2)

@@ -254,6 +254,15 @@ function Optimizer:set_precision(recipe)
   check(C.eng_params_precision(self.params, shadow, gradient))
 end
 
+--- Says whether gradients of several backward passes add up before a step (a trainer with
+--- accumulate > 1 does). Then those in fp16 or bf16 are rounded to their format in every pass, where
+--- they can overflow, and summed in f32, as PyTorch's autocast does: 4 bytes for each, not 2.
+--- Gradients are cleared.
+function Optimizer:accumulates(on)
+  check(C.eng_params_accumulate(self.params, on))
+  self._accumulates = on
+end
+
 --- Clears all gradients.
 function Optimizer:zero_grad()
   self._clip, self._clip_value = nil, nil

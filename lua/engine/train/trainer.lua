@@ -281,6 +281,7 @@ function Trainer:share_as_before(ranks, accumulate)
   if accumulate == self.accumulate and before % size == 0 then
     self.accumulate = before / size
     room_for_batches(self)
+    self.reducer:accumulates(self.accumulate > 1)
     return ("%d rank%s with accumulate=%d %s for %d with accumulate=%d, %s"):format(size,
       size == 1 and "" or "s", self.accumulate, size == 1 and "continues" or "continue", ranks,
       accumulate, same)
@@ -361,6 +362,7 @@ local function new(given)
   room_for_batches(self)
   local opt = self.optimizer
   if not precision.same(opt.precision, full) then opt:set_precision(full) end
+  opt:accumulates(self.accumulate > 1)
   -- recipes without loss scaling get `static` with a scale of 1, which no output mentions
   self.policy = plainly(policies.load, o.policy or (full.scaled and "dynamic" or "static"),
     o.policy_options)
@@ -386,7 +388,8 @@ end
 ---   precision                    recipe name or table; the optimizer's by default
 ---   policy, policy_options       name, file or loaded policy; "dynamic" for fp16, else "static"
 ---   clip, clip_value             limit on the gradients' norm, on each element
----   accumulate                   micro-batches a step
+---   accumulate                   micro-batches a step; from 2 on, gradients in fp16 or bf16 are
+---                                summed in f32
 ---   run                          name or directory of the run; nil: nothing is written
 ---   resume                       "auto": continue from the newest checkpoint, if any; or the path
 ---                                of a run or checkpoint
