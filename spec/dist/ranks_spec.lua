@@ -129,7 +129,7 @@ describe("ranks", function()
 
   it("go through overflows, skips and retries together", function()
     local policy = helper.write(folder .. "/again.lua",
-      [[return { name = "again", init = function() return { scale = 2^30 } end,
+      [[return { name = "again", init = function() return { scale = 2^29 } end,
         decide = function(s, r)
           if r.overflow then
             s.scale = s.scale / 16

@@ -237,7 +237,7 @@ function Reducer:comm() return self.many and ranks.world() or nil end
 function Reducer:accumulates(on)
   if self.zero then return end
   self.trainer.optimizer:accumulates(on)
-  if self.many then self.reduction = reduction(self.trainer.optimizer, self.options) end
+  self.outdated = self.many      -- ranks learn it at different times; the next step begins on all
 end
 
 --- Broadcasts rank 0's weights, or calls `spread`, which loads a checkpoint's on every rank. Then
@@ -282,7 +282,12 @@ end
 
 --- Begins a step: skips the batches of lower ranks. Between two steps all ranks are at the same
 --- position in the data.
-function Reducer:begin() skip(self.trainer.data, self.rank * self.trainer.accumulate) end
+function Reducer:begin()
+  if self.outdated then
+    self.reduction, self.outdated = reduction(self.trainer.optimizer, self.options), nil
+  end
+  skip(self.trainer.data, self.rank * self.trainer.accumulate)
+end
 
 local seed, counter = ffi.new("uint64_t[1]"), ffi.new("uint64_t[1]")
 

@@ -255,9 +255,9 @@ function Optimizer:set_precision(recipe)
 end
 
 --- Says whether gradients of several backward passes add up before a step (a trainer with
---- accumulate > 1 does). Then those in fp16 or bf16 are rounded to their format in every pass, where
---- they can overflow, and summed in f32, as PyTorch's autocast does: 4 bytes for each, not 2.
---- Gradients are cleared.
+--- accumulate > 1 does). Then those in fp16 or bf16 are rounded to their format in every pass, in
+--- which they can overflow, and summed in f32, as PyTorch's autocast does: 4 bytes for each, not
+--- 2. Gradients are cleared.
 function Optimizer:accumulates(on)
   check(C.eng_params_accumulate(self.params, on))
   self._accumulates = on
