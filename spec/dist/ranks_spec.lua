@@ -121,6 +121,17 @@ describe("ranks", function()
     assert.equal(alike(weights, 2), alike(again_weights, 2))
   end)
 
+  it("sum fp16 gradients of micro-batches in f32, with ZeRO, too", function()
+    local settings = { "precision=fp16", "accumulate=3", "policy=static:loss_scale=2^20" }
+    local plain, weights = job(2, settings)
+    local shared, shared_weights = job(2, { "zero=1", unpack(settings) })
+    assert.same(plain, shared)
+    assert.equal(alike(weights, 2), alike(shared_weights, 2))
+    local divided, divided_weights = job(2, { "zero=2", unpack(settings) })
+    near(plain, divided)
+    alike(divided_weights, 2)
+  end)
+
   it("scale FP8 layers by the amaxes of all ranks, also with ZeRO", function()
     for _, precision in ipairs { "fp8_delayed", "fp8_block" } do
       same_with_zero(2, { "precision=" .. precision })

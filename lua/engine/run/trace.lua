@@ -16,6 +16,8 @@
 --                              otherwise the histogram's tail, extrapolated. If the finite
 --                              gradients end six binades or more below the largest fp16 number,
 --                              the scale was not the cause, and there is one.
+-- With accumulate > 1 the record describes the sum of the micro-batches' fp16 gradients. Its
+-- largest element stands for that of a micro-batch.
 -- The gradients are those of the recorded run; how other updates would have changed them is
 -- unknown.
 local M_ffi = require "engine.base.ffi"
