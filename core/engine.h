@@ -767,10 +767,10 @@ void eng_rng_set(uint64_t seed, uint64_t counter);
 /// level 0: clear, 1: the trainer stops at the step's end, 2: the next operation fails.
 void eng_interrupt(int level);
 int  eng_interrupted(void);
-/// What the first Ctrl-C does. 0, the default: level 2, and the script is stopped. 1: level 1 only,
-/// for a training loop that ends at the end of a step and then sets 0 again. 2: level 2 only, for a
-/// caller that waits in a call, which then returns, and prints its own message. -1 only queries.
-/// Returns the previous value.
+/// What Ctrl-C, SIGTERM, SIGUSR1, SIGUSR2 and SIGXCPU do first. 0, the default: level 2, and the
+/// script is stopped. 1: level 1 only, for a training loop that ends at the end of a step and then
+/// sets 0 again. 2: level 2 only, for a caller that waits in a call, which then returns, and prints
+/// its own message. -1 only queries. Returns the previous value.
 int  eng_interrupt_policy(int policy);
 /// SIGHUP asks a run to read its policy's file again. The signal handler calls eng_hangup;
 /// eng_hangups returns the number of signals since its last call.
@@ -789,6 +789,15 @@ const char *eng_library_version(const char *name);
 /// A number in as many digits as it takes to read the same double back, in any locale: "0.1", "3",
 /// "1e-30", "-0.0", "inf", "-inf", "nan". Used for every number in a file.
 void eng_number_text(char out[32], double x);
+/// Text of unknown origin as a terminal can show it: valid UTF-8 without characters that a terminal
+/// executes (C0, C1) or that reorder what follows (bidirectional marks). Their bytes, and bytes
+/// that are not UTF-8, become \xNN. Line ends and tabs stay if `lines`, else they become spaces.
+/// Writes whole characters, up to `room` bytes with the final 0. Returns the whole result's length.
+int64_t eng_text_shown(char *out, int64_t room, const char *text, int64_t size, bool lines);
+/// What is wrong with a name of a policy, an option, a run or a signal: it is empty, longer than
+/// ENG_NAME_BYTES, or eng_text_shown would change it. NULL: nothing.
+const char *eng_name_problem(const char *name, int64_t size);
+enum { ENG_NAME_BYTES = 100 };
 /// The index in `names` [n] of the name that `name` probably misspells, or -1 when none is close:
 /// the fewest edits (insert, delete, replace, swap of neighbours; ASCII case ignored), at most a
 /// third of the longer name's letters and at least 1. A candidate whose last dotted part equals

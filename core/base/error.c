@@ -1,4 +1,4 @@
-// The thread-local last error. See error.h.
+// The thread-local last error, whose parts may come from a policy or a file. See error.h.
 #include "error.h"
 
 #include <stdarg.h>
@@ -11,8 +11,10 @@ eng_status error_set(eng_status status, const char *format, ...)
 {
   va_list args;
   va_start(args, format);
-  vsnprintf(message, sizeof message, format, args);
+  char text[sizeof message];
+  vsnprintf(text, sizeof text, format, args);
   va_end(args);
+  eng_text_shown(message, sizeof message, text, (int64_t)strlen(text), true);
   return status;
 }
 
@@ -25,7 +27,7 @@ eng_status error_prefix(eng_status status, const char *format, ...)
   va_end(args);
   int room = (int)(sizeof text - strlen(front) - 3);
   snprintf(text, sizeof text, "%s: %.*s", front, room, message);
-  memcpy(message, text, sizeof message);
+  eng_text_shown(message, sizeof message, text, (int64_t)strlen(text), true);
   return status;
 }
 

@@ -11,36 +11,9 @@
 const char *const policy_verdict_fields[VERDICT_FIELDS] = {"scale",  "action", "clip",
                                                            "lr_mul", "reason", "scales"};
 
-// Bytes of the UTF-8 character at `at`; 0 for an invalid byte, or a control character that a
-// terminal would execute.
-static size_t printable(const unsigned char *at, size_t left)
-{
-  if (*at < 0x80) return *at >= 0x20 && *at != 0x7F;
-  size_t n = *at >= 0xC2 && *at < 0xE0   ? 2
-             : *at >= 0xE0 && *at < 0xF0 ? 3
-             : *at >= 0xF0 && *at < 0xF5 ? 4
-                                         : 0;
-  if (n == 0 || n > left) return 0;
-  for (size_t i = 1; i < n; ++i)
-    if ((at[i] & 0xC0) != 0x80) return 0;
-  if ((*at == 0xE0 && at[1] < 0xA0) || (*at == 0xED && at[1] > 0x9F) ||
-      (*at == 0xF0 && at[1] < 0x90) || (*at == 0xF4 && at[1] > 0x8F))
-    return 0;
-  return *at == 0xC2 && at[1] < 0xA0 ? 0 : n;
-}
-
 void policy_copy_reason(char *out, size_t size, const char *text, size_t length)
 {
-  size_t to = 0;
-  for (size_t at = 0; at < length;) {
-    size_t n = printable((const unsigned char *)text + at, length - at);
-    if (to + (n ? n : 1) >= size) break;
-    if (n) memcpy(out + to, text + at, n);
-    else out[to] = text[at] == '\n' || text[at] == '\t' ? ' ' : '?';
-    to += n ? n : 1;
-    at += n ? n : 1;
-  }
-  out[to] = '\0';
+  eng_text_shown(out, (int64_t)size, text, (int64_t)length, false);
 }
 
 // Writes to `why` that the value on top of the stack is invalid for `field`: "scale = nan; expected

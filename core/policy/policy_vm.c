@@ -112,9 +112,8 @@ static void read_identity(eng_policy *p)
   char from_file[128];
   stem(from_file, sizeof from_file, p->file);
   p->name = copy_text(p, lua_isnil(L, -1) ? from_file : lua_tostring(L, -1));
-  if (!*p->name) fail(p, "name", "'name' is empty");
-  for (const unsigned char *c = (const unsigned char *)p->name; *c; ++c)
-    if (*c < 0x20 || *c == 0x7F) fail(p, "name", "'name' has a control character");
+  const char *problem = eng_name_problem(p->name, (int64_t)strlen(p->name));
+  if (problem) fail(p, "name", "'name' %s", problem);
   lua_settop(L, 1);
 }
 
@@ -170,7 +169,8 @@ static void read_options(eng_policy *p)
     while (lua_next(L, 2)) {
       if (lua_type(L, -2) != LUA_TSTRING)
         fail(p, "options", "'options' has a %s as a key; expected names", luaL_typename(L, -2));
-      const char *name = lua_tostring(L, -2);
+      const char *name = lua_tostring(L, -2), *problem = eng_name_problem(name, lua_objlen(L, -2));
+      if (problem) fail(p, "options", "the name of an option %s: '%.40s'", problem, name);
       int type = lua_type(L, -1);
       if (type != LUA_TNUMBER && type != LUA_TBOOLEAN && type != LUA_TSTRING)
         fail(p, name, "option '%s' is a %s; a default must be a number, a boolean or a text", name,

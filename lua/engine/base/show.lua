@@ -1,4 +1,7 @@
--- Numbers and tables as text: exact for files and messages that are read back, rounded for people.
+-- Numbers and tables as text: exact for files and messages that are read back, rounded for
+-- people.
+-- Text of unknown origin (policies, scripts, files, other ranks) passes show.shown before it
+-- reaches a terminal or a page.
 local ffi = require "engine.base.ffi"
 
 local C = ffi.C
@@ -60,19 +63,64 @@ function show.duration(seconds)
   return ("%d:%02d"):format(s / 60, s % 60)
 end
 
---- Rows of texts as lines with aligned columns; left[c]: column c is aligned to the left.
-function show.table(rows, left)
-  local lines, width = {}, {}
-  for _, row in ipairs(rows) do
-    for c, text in ipairs(row) do width[c] = math.max(width[c] or 0, #text) end
+--- Text of unknown origin: valid UTF-8 without control and bidirectional characters, whose bytes
+--- become \xNN. Line ends and tabs become spaces unless `lines`. See eng_text_shown.
+function show.shown(text, lines)
+  text = tostring(text)
+  if not text:find("[^\32-\126]") then return text end
+  local size = C.eng_text_shown(nil, 0, text, #text, lines or false)
+  local out = ffi.new("char[?]", size + 1)
+  C.eng_text_shown(out, size + 1, text, #text, lines or false)
+  return ffi.string(out, size)
+end
+
+--- Why `name` cannot name a policy, an option, a run or a signal, or nil. See eng_name_problem.
+function show.name_problem(name)
+  local problem = C.eng_name_problem(name, #name)
+  return problem ~= nil and ffi.string(problem) or nil
+end
+
+--- Prints text of unknown origin.
+function show.print(text) print(show.shown(text, true)) end
+
+--- The first `most` characters of a text; a longer one ends with `mark` ("...").
+function show.cut(text, most, mark)
+  mark = mark or "..."
+  local count, cut = 0, 1
+  for start in text:gmatch("()[^\128-\191]") do
+    count = count + 1
+    if count == most - #mark + 1 then cut = start end
+    if count > most then return text:sub(1, cut - 1) .. mark end
   end
+  return text
+end
+
+--- Characters in a UTF-8 text.
+function show.width(text) return select(2, text:gsub("[^\128-\191]", "")) end
+
+local MOST = 60       -- characters of a cell
+
+--- Rows of texts as lines with aligned columns; left[c]: column c is aligned to the left. Cells are
+--- cut, except in the last column.
+function show.table(rows, left)
+  local lines, cells, width = {}, {}, {}
   for i, row in ipairs(rows) do
-    local cells = {}
+    cells[i] = {}
     for c, text in ipairs(row) do
-      local gap = (" "):rep(width[c] - #text)
-      cells[c] = left[c] and text .. gap or gap .. text
+      text = show.shown(text)
+      text = c < #row and show.cut(text, MOST) or text
+      cells[i][c], width[c] = text, math.max(width[c] or 0, show.width(text))
     end
-    lines[i] = table.concat(cells, "  "):gsub("%s+$", "")
+  end
+  for i, row in ipairs(cells) do
+    for c, text in ipairs(row) do
+      local gap = (" "):rep(width[c] - show.width(text))
+      row[c] = not left[c] and gap .. text or c < #row and text .. gap or text
+    end
+    local line = table.concat(row, "  ")
+    local last = #line
+    while line:byte(last) == 32 do last = last - 1 end
+    lines[i] = line:sub(1, last)
   end
   return table.concat(lines, "\n")
 end

@@ -126,7 +126,7 @@ local function objects(link, why)
   end
   local function say(request)
     local reply = ask(request)
-    print(reply.text ~= "" and reply.text or status_text(reply.status))
+    show.print(reply.text ~= "" and reply.text or status_text(reply.status))
   end
   local function object(name, methods, text)
     local known = nearest.keys(methods)
@@ -136,8 +136,7 @@ local function objects(link, why)
     end })
     return setmetatable({}, { __index = methods, __tostring = function()
       if not link then return why end
-      local good, result = pcall(text)
-      return good and result or tostring(result)
+      return show.shown(select(2, pcall(text)), true)
     end })
   end
   local function stays(given) return type(given) == "table" and given.stay or nil end
@@ -212,7 +211,7 @@ local function main(given)
     if C.eng_interrupted() > 0 then return 1 end  -- print(run) reports the interrupt and returns
   end
   if #given.e > 0 then return 0 end
-  print(text)
+  show.print(text)
   if opened.live then
     print(tostring(opened.run))
   elseif opened.history then print(tostring(opened.history)) end

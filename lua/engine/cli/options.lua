@@ -103,7 +103,9 @@ function M.command(spec)
     local words = { ... }
     local good, result = pcall(function() return spec.main(M.parse(words, spec)) end)
     if good then return result or 0 end
-    io.stderr:write(("engine %s: %s\n"):format(spec.name, (tostring(result):gsub("\n.*", ""))))
+    local line = tostring(result):match("^[^\n]*")
+    local found, show = pcall(require, "engine.base.show")      -- absent without the library
+    io.stderr:write(("engine %s: %s\n"):format(spec.name, found and show.shown(line) or line))
     return 1
   end }
 end

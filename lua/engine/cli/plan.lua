@@ -273,7 +273,8 @@ local function main(script, ...)
   local unknown = tostring(problem):match("config: no field '([^']+)'")
   local own = unknown and "\nas a setting of engine plan" .. nearest.choices(unknown, OWN,
     "its settings") or ""
-  io.stderr:write("engine plan: " .. tostring(problem):gsub("^config: ", "") .. own .. "\n")
+  local line = tostring(problem):gsub("^config: ", "")
+  io.stderr:write("engine plan: ", require("engine.base.show").shown(line, true), own, "\n")
   return 1
 end
 

@@ -64,18 +64,28 @@ local function show(value, indent, depth, seen)
     indent .. "}"
 end
 
+local function shown(text) return require("engine.base.show").shown(text, true) end
+
+-- The same, but the colours of a heat map stay.
+local function coloured(text)
+  return (text:gsub("([^\27]*)(\27?%[?[%d;]*m?)", function(before, colour)
+    local good = colour == "\27[0m" or colour:find("^\27%[48;5;[%d;]+m$")
+    return shown(good and before or before .. colour) .. (good and colour or "")
+  end))
+end
+
 -- A text of several lines, such as h:why() returns, is shown unquoted.
 function repl.show(value)
-  if type(value) == "string" and value:find("\n", 1, true) then return value end
+  if type(value) == "string" and value:find("\n", 1, true) then return coloured(value) end
   local ok, text = pcall(show, value, "", 1, {})
-  return ok and text or tostring(value)
+  return coloured(ok and text or tostring(value))
 end
 
 --- All results of an entry. nil and a message, which is how functions report failure, show only the
 --- message.
 function repl.show_all(...)
   local n, nothing, message = select("#", ...), ...
-  if n == 2 and nothing == nil and type(message) == "string" then return message end
+  if n == 2 and nothing == nil and type(message) == "string" then return shown(message) end
   local texts = {}
   for i = 1, n do texts[i] = repl.show((select(i, ...))) end
   return table.concat(texts, "\t")
@@ -258,7 +268,7 @@ local function finish(ok, ...)
   host.settle()
   if not ok then
     io.stdout:flush()
-    io.stderr:write(tostring((...)), "\n")
+    io.stderr:write(shown(tostring((...))), "\n")
     return
   end
   local n = select("#", ...)
@@ -341,7 +351,7 @@ local function run()
         finish(xpcall(chunk, traceback))
         provide()
       else
-        io.stderr:write(problem, "\n")
+        io.stderr:write(shown(problem), "\n")
       end
     end
   end

@@ -1,5 +1,6 @@
 -- engine replay TRACE --policy FILE [name=value ...] [--policy FILE ...] [--json]
 local options = require "engine.cli.options"
+local show = require "engine.base.show"
 
 local help = [==[
 usage: engine replay TRACE --policy FILE [name=value ...] [--policy FILE ...] [--json]
@@ -51,13 +52,13 @@ local function main(given)
   print(replay.table(results))
   for _, r in ipairs(results) do
     if not r.marks and r.steps <= 500 then
-      print(("%s: %s"):format(r.name, replay.runs_of(r.scales)))
+      show.print(("%s: %s"):format(r.name, replay.runs_of(r.scales)))
     end
     if r.stopped_at then
-      print(("%s stops at step %d: %s"):format(r.name, r.stopped_at, r.reason))
+      show.print(("%s stops at step %d: %s"):format(r.name, r.stopped_at, r.reason))
     end
     if r.failures > 0 then
-      print(("%s failed in %d of %d steps: %s"):format(r.name, r.failures, r.steps, r.failure))
+      show.print(("%s failed in %d of %d steps: %s"):format(r.name, r.failures, r.steps, r.failure))
     end
   end
   return 0

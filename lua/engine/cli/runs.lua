@@ -23,7 +23,7 @@ local function loss_text(x)
 end
 
 local function ended_text(run)
-  local text = #run.ended > 60 and run.ended:sub(1, 57) .. "..." or run.ended
+  local text = show.cut(show.shown(run.ended), 60)
   if run.how == "running" then
     text = ("running, %d %% of %s"):format(100 * (run.last + 1) / (run.steps or run.last + 1),
       show.grouped(run.steps or 0))
@@ -58,7 +58,7 @@ local function main(given)
     return 0
   end
   if #list == 0 then
-    print(("no runs in %s/; a script makes one with run=NAME"):format(dir))
+    show.print(("no runs in %s/; a script makes one with run=NAME"):format(dir))
     return 0
   end
   local rows, several = { { unpack(HEAD) } }, false

@@ -68,7 +68,7 @@ local function print_result(result, source)
       print(("%d of the %d settings tried cost the same; this is the first one tried"):format(ties,
         #result.rows))
     end
-    print(("best: policy=%s:%s"):format(source, best.text))
+    show.print(("best: policy=%s:%s"):format(source, best.text))
   end
 end
 

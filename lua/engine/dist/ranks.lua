@@ -47,7 +47,8 @@ function M.text() return M_ffi.ffi.string(C.eng_comm_text()) end
 --- A line on stderr that names the rank.
 function M.say(format, ...)
   local text = select("#", ...) > 0 and format:format(...) or tostring(format)
-  io.stderr:write((M.size() > 1 and ("rank %d: "):format(M.rank()) or "") .. text .. "\n")
+  io.stderr:write(M.size() > 1 and ("rank %d: "):format(M.rank()) or "",
+    require("engine.base.show").shown(text, true), "\n")
 end
 
 local RULES = { sum = "ENG_SUM", mean = "ENG_SUM", max = "ENG_MAX" }

@@ -25,6 +25,7 @@
 local M_ffi = require "engine.base.ffi"
 local json = require "engine.base.json"
 local nearest = require "engine.base.nearest"
+local show = require "engine.base.show"
 
 local ffi, C = M_ffi.ffi, M_ffi.C
 
@@ -56,6 +57,8 @@ end
 --- Raises unless `class` can serve as a loss scaler.
 function M.check(name, class, level)
   level = (level or 1) + 1
+  local problem = show.name_problem(name)
+  if problem then error(("register_loss_scaler: the name %s"):format(problem), level) end
   if type(class) ~= "table" then
     error(("register_loss_scaler '%s': expected a class (a table), got a %s"):format(name,
       type(class)), level)

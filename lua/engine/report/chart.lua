@@ -14,10 +14,14 @@ local M = {}
 local WIDTH, LEFT, RIGHT, TOP, BOTTOM = 1000, 92, 14, 10, 24
 M.width, M.left, M.right = WIDTH, LEFT, RIGHT
 
-local function escape(text)
-  return (tostring(text):gsub("[&<>\"']", { ["&"] = "&amp;", ["<"] = "&lt;", [">"] = "&gt;",
+-- Marks of HTML as entities.
+function M.entities(text)
+  return (text:gsub("[&<>\"']", { ["&"] = "&amp;", ["<"] = "&lt;", [">"] = "&gt;",
     ['"'] = "&quot;", ["'"] = "&#39;" }))
 end
+
+-- Any text for a page.
+local function escape(text) return M.entities(show.shown(text, true)) end
 M.escape = escape
 
 local SUPERSCRIPT = { ["-"] = "⁻", ["0"] = "⁰", ["1"] = "¹", ["2"] = "²", ["3"] = "³",

@@ -4,6 +4,8 @@
 --     columns = n, wide = 1, axis = { [3] = "2^-14" }, low = "text", high = "text", bad = true })
 -- A cell is 0 to 1, nil (unknown), or "bad" (inf or nan). axis: texts below columns. Used by
 -- views.lua.
+local show = require "engine.base.show"
+
 local M = {}
 
 local SHADES = { " ", "·", "░", "▒", "▓", "█" }
@@ -70,13 +72,18 @@ end
 function M.draw(options)
   local style = options.style or M.style()
   local width = 0
-  for _, row in ipairs(options.rows) do width = math.max(width, #row.label) end
+  local labels = {}
+  for i, row in ipairs(options.rows) do
+    labels[i] = show.shown(row.label)
+    width = math.max(width, #labels[i])
+  end
   width = math.min(width, 40)
   local lines = { options.title }
-  for _, row in ipairs(options.rows) do
+  for k, row in ipairs(options.rows) do
     local parts = {}
     for i = 1, options.columns do parts[i] = cell_text(row.cells[i], style, options.wide) end
-    local label = #row.label > width and "..." .. row.label:sub(-(width - 3)) or row.label
+    local label = labels[k]
+    label = #label > width and "..." .. label:sub(-(width - 3)) or label
     lines[#lines + 1] = (("%" .. width .. "s %s%s%s %s"):format(label, style == "ascii" and "|"
       or "▏", table.concat(parts),
       style == "ascii" and "|" or "▕", row.note or ""):gsub(" +$", ""))

@@ -193,7 +193,7 @@ function plot.draw(options)
   local ascii = options.ascii
   if ascii == nil then ascii = os.getenv("TERM") == "linux" or os.getenv("TERM") == "dumb" end
   local points, left_out = points_of(options)
-  local title = options.title or ""
+  local title = require("engine.base.show").shown(options.title or "")
   if options.log then title = title .. (title == "" and "" or " ") .. "(log)" end
   if left_out > 0 then
     title = ("%s  [%d of %d points not drawn: inf, nan%s]"):format(title, left_out, #options.y,

@@ -465,9 +465,11 @@ end
 
 --- Lua as HTML with comments, strings, keywords and numbers marked.
 local function highlighted(source)
+  source = show.shown(source, true)
   local out, at, n = {}, 1, #source
   local function mark(class, stop)
-    out[#out + 1] = ('<span class="%s">%s</span>'):format(class, escape(source:sub(at, stop)))
+    out[#out + 1] = ('<span class="%s">%s</span>'):format(class,
+      chart.entities(source:sub(at, stop)))
     at = stop + 1
   end
   while at <= n do
@@ -494,7 +496,7 @@ local function highlighted(source)
         end
       elseif number_end then mark("u", number_end)
       else
-        out[#out + 1] = escape(source:sub(at, at))
+        out[#out + 1] = chart.entities(source:sub(at, at))
         at = at + 1
       end
     end

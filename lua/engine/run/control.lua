@@ -12,6 +12,7 @@
 local M_ffi = require "engine.base.ffi"
 local nearest = require "engine.base.nearest"
 local policies = require "engine.policy.policy"
+local show = require "engine.base.show"
 
 local C, ffi = M_ffi.C, M_ffi.ffi
 
@@ -207,7 +208,7 @@ function commands.checkpoint(self)
 end
 
 function commands.stop(self, request)
-  self.stopping = type(request.reason) == "string" and request.reason:sub(1, 200)
+  self.stopping = type(request.reason) == "string" and show.cut(show.shown(request.reason), 200)
     or "requested by an attached client"
   return "the run ends after this step"
 end

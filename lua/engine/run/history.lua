@@ -244,15 +244,14 @@ local function short(value)
   return value == nil and "-" or (tostring(value):gsub("%s+", " "))
 end
 
--- Rows as a table of columns: texts to the left, numbers to the right; texts are cut at 60 except
--- in the last column.
+-- Rows as a table of columns: texts to the left, numbers to the right.
 local function table_text(rows, columns)
   local list, left = { columns }, {}
   for i, row in ipairs(rows) do
     local cells = {}
     for c, name in ipairs(columns) do
       local text = short(row[name])
-      cells[c] = c < #columns and #text > 60 and text:sub(1, 57) .. "..." or text
+      cells[c] = text
       left[c] = left[c] or type(row[name]) == "string"
     end
     list[i + 1] = cells
@@ -301,7 +300,7 @@ function step_meta.__tostring(row)
     parts[#parts + 1] = ("overflow (%d inf, %d nan)"):format(row.inf, row.nan)
   end
   parts[#parts + 1] = row.reason
-  return table.concat(parts, "  ")
+  return show.shown(table.concat(parts, "  "))
 end
 
 -- NaN is stored as NULL. norm_ref stays nil, because most steps have none. The file may come from
@@ -502,7 +501,7 @@ local fp8_meta = { __tostring = function(rows)
     "amax: before scaling; that of dy without the loss scale\n" ..
     "scale: value over code, in the block where it is largest\n" ..
     "binades: powers of two from the smallest nonzero value to amax"
-  return table.concat(lines, "\n")
+  return show.shown(table.concat(lines, "\n"), true)
 end }
 
 --- Meters of the FP8 layers whose path begins with `site` (default: all), of all measured steps or
@@ -718,7 +717,7 @@ function History:why(step)
     step) do
     say("Event %s: %s", event.kind, event.text or "")
   end
-  return table.concat(lines, "\n")
+  return show.shown(table.concat(lines, "\n"), true)
 end
 
 function History:__tostring()
@@ -726,9 +725,9 @@ function History:__tostring()
   local sums = self:totals()
   if sums.rows == 0 then return ("history %s: no steps"):format(self.path) end
   local last = self:last(1)[1]
-  return ("history %s: %d steps (%d to %d), %d overflow%s, %d skipped\nlast: %s"):format(self.path,
-    sums.rows, sums.first, sums.last,
-    sums.overflows, sums.overflows == 1 and "" or "s", sums.skipped, tostring(last))
+  return show.shown(("history %s: %d steps (%d to %d), %d overflow%s, %d skipped\nlast: %s"):format(
+    self.path, sums.rows, sums.first, sums.last,
+    sums.overflows, sums.overflows == 1 and "" or "s", sums.skipped, tostring(last)), true)
 end
 
 return M

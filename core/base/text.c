@@ -1,0 +1,77 @@
+// Text of unknown origin (policies, scripts, files, other ranks) for terminals, logs and pages, and
+// the rule for names. Called by error.c, by core/policy and, through lua/engine/base/show.lua, by
+// everything that prints.
+#include "engine.h"
+
+#include <stdio.h>
+#include <string.h>
+
+// Bytes of the valid UTF-8 character at `at`; 0 if there is none.
+static size_t character(const unsigned char *at, size_t left)
+{
+  if (*at < 0x80) return 1;
+  size_t n = *at >= 0xC2 && *at < 0xE0   ? 2
+             : *at >= 0xE0 && *at < 0xF0 ? 3
+             : *at >= 0xF0 && *at < 0xF5 ? 4
+                                         : 0;
+  if (n == 0 || n > left) return 0;
+  for (size_t i = 1; i < n; i++)
+    if ((at[i] & 0xC0) != 0x80) return 0;
+  if ((*at == 0xE0 && at[1] < 0xA0) || (*at == 0xED && at[1] > 0x9F) ||
+      (*at == 0xF0 && at[1] < 0x90) || (*at == 0xF4 && at[1] > 0x8F))
+    return 0;
+  return n;
+}
+
+// Whether a terminal executes a character, or shows the characters after it in another order or on
+// another line: C0, DEL, C1, U+061C, U+200E, U+200F, U+2028 to U+202E, U+2066 to U+2069.
+static bool acts(const unsigned char *at, size_t n)
+{
+  if (n == 1) return *at < 0x20 || *at == 0x7F;
+  if (n == 2) return (*at == 0xC2 && at[1] < 0xA0) || (*at == 0xD8 && at[1] == 0x9C);
+  return n == 3 && *at == 0xE2 &&
+         ((at[1] == 0x80 && (at[2] == 0x8E || at[2] == 0x8F || (at[2] >= 0xA8 && at[2] <= 0xAE))) ||
+          (at[1] == 0x81 && at[2] >= 0xA6 && at[2] <= 0xA9));
+}
+
+int64_t eng_text_shown(char *out, int64_t room, const char *text, int64_t size, bool lines)
+{
+  const unsigned char *from = (const unsigned char *)text, *end = from + size;
+  int64_t whole = 0, written = 0;
+  bool fits = room > 0;
+  while (from < end) {
+    size_t n = character(from, (size_t)(end - from));
+    char piece[20];
+    size_t length = 0, used = n ? n : 1;
+    if (n == 1 && (*from == '\n' || *from == '\t')) {
+      piece[length++] = lines ? (char)*from : ' ';
+    } else if (n == 0 || acts(from, n)) {
+      for (size_t i = 0; i < used; i++)
+        length += (size_t)snprintf(piece + length, sizeof piece - length, "\\x%02X", from[i]);
+    } else {
+      memcpy(piece, from, n);
+      length = n;
+    }
+    fits = fits && written + (int64_t)length < room;
+    if (fits) {
+      memcpy(out + written, piece, length);
+      written += (int64_t)length;
+    }
+    whole += (int64_t)length;
+    from += used;
+  }
+  if (room > 0) out[written] = 0;
+  return whole;
+}
+
+const char *eng_name_problem(const char *name, int64_t size)
+{
+  static const char *const problems[] = {
+    "is empty", "has more than 100 bytes",
+    "has a control character, or bytes that are not UTF-8"};
+  if (size == 0) return problems[0];
+  if (size > ENG_NAME_BYTES) return problems[1];
+  for (int64_t i = 0; i < size; i++)
+    if ((unsigned char)name[i] < 0x20) return problems[2];
+  return eng_text_shown(NULL, 0, name, size, false) == size ? NULL : problems[2];
+}
