@@ -143,7 +143,8 @@ typedef struct eng_history eng_history;
 /// process, also while the run writes. Errors: IO; FORMAT (not a history, of a newer engine, with
 /// views or triggers).
 eng_status eng_history_open(eng_history **out, const char *path, bool write);
-/// Commits queued rows and closes. Frees the history whatever the status. NULL is allowed.
+/// Commits queued rows and closes. Frees the history whatever the status. NULL is allowed. IO: rows
+/// of this run are lost, now or earlier.
 eng_status eng_history_close(eng_history *history);
 
 /// Every append reports a failure of the writing thread (disk full) once, as IO. The row is still

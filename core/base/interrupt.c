@@ -1,4 +1,4 @@
-// Flags that signal handlers set and the engine reads: Ctrl-C and SIGHUP.
+// Flags that signal handlers set and the engine reads: requests to end, and SIGHUP.
 // Called by the handlers in main.c (so nothing here may lock or allocate), op.c and the trainer.
 #include "engine.h"
 

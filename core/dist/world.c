@@ -221,7 +221,8 @@ static void at_exit(int code, void *nothing)
 
 // Libraries below a transport install signal handlers when they start: UCX, which Open MPI 5 uses,
 // takes SIGHUP and SIGBUS. load() restores the process's own handlers.
-static const int kept_signals[] = {SIGHUP, SIGINT, SIGTERM, SIGALRM, SIGBUS};
+static const int kept_signals[] = {SIGHUP,  SIGINT,  SIGTERM, SIGALRM, SIGBUS,
+                                   SIGPIPE, SIGUSR1, SIGUSR2, SIGXCPU, SIGXFSZ};
 enum { KEPT_SIGNALS = sizeof kept_signals / sizeof *kept_signals };
 
 /// Loads the transport that this process was started for; *out is NULL if it runs alone.

@@ -6,6 +6,7 @@
 #include "line.h"       // line_read
 
 #include <dlfcn.h>      // dladdr
+#include <errno.h>
 #include <limits.h>
 #include <locale.h>
 #include <pthread.h>
@@ -42,15 +43,19 @@ static void say(const char *text)
   if (write(STDERR_FILENO, text, strlen(text)) < 0) return;
 }
 
-// The first signal: the trainer stops at the end of its step, a waiting call returns, or the script
-// is stopped. The second signal exits.
+// SIGINT, SIGTERM, SIGUSR1, SIGUSR2, SIGXCPU. The first signal: the trainer stops at the end of its
+// step, a waiting call returns, or the script is stopped. A second SIGINT or SIGTERM exits; the
+// other signals are warnings, and SIGXCPU comes every second.
 static void on_signal(int signal_number)
 {
   if (!pthread_equal(pthread_self(), main_thread)) {     // an OpenMP thread must not set Lua's hook
     pthread_kill(main_thread, signal_number);
     return;
   }
-  if (eng_interrupted()) _exit(128 + signal_number);
+  if (eng_interrupted()) {
+    if (signal_number == SIGINT || signal_number == SIGTERM) _exit(128 + signal_number);
+    return;
+  }
   last_signal = signal_number;
   if (eng_interrupt_policy(-1) == 1) {
     eng_interrupt(1);
@@ -83,37 +88,54 @@ static void on_bus(int signal_number)
 }
 
 static bool hangup_ignored;      // by nohup
+static bool has_run;             // whether a trainer has begun a run
 
-// kill -HUP: a run rereads its policy's file; without a run the process ends as usual. If the
-// terminal closed (the signal then comes from the kernel), the run stops as on Ctrl-C, unless it
-// was started with nohup.
+// kill -HUP: a run rereads its policy's file; after a run it changes nothing, and in a script
+// without a run the process ends as usual. If the terminal closed (the signal then comes from the
+// kernel), the run stops as on Ctrl-C, unless it was started with nohup.
 static void on_hangup(int signal_number, siginfo_t *from, void *context)
 {
   (void)context;
-  bool terminal_gone = from->si_code > 0;
-  if (!terminal_gone && eng_interrupt_policy(-1) == 1) { eng_hangup(); return; }
-  if (hangup_ignored) return;
-  if (eng_interrupt_policy(-1) == 1) { on_signal(signal_number); return; }
+  bool terminal_gone = from->si_code > 0, running = eng_interrupt_policy(-1) == 1;
+  if (!terminal_gone && running) eng_hangup();
+  if (hangup_ignored || (!terminal_gone && (running || has_run))) return;
+  if (running) { on_signal(signal_number); return; }
   signal(signal_number, SIG_DFL);
   raise(signal_number);
 }
 
+// The reader of the output is gone (`| head`, a dead `tee`). A run, and the script after it, goes
+// on without the output: the write fails, and progress.lua reports it. Anything else ends as usual.
+static void on_pipe(int signal_number)
+{
+  if (has_run) return;
+  signal(signal_number, SIG_DFL);
+  raise(signal_number);
+}
+
+// SIGXFSZ: the write fails with EFBIG, as on a full disk.
+static void on_file_limit(int signal_number)
+{
+  (void)signal_number;
+}
+
 static void catch_signals(void)
 {
-  struct sigaction action = {.sa_handler = on_signal, .sa_flags = SA_RESTART};
+  static const struct { int number; void (*handler)(int); } caught[] = {
+    {SIGINT, on_signal}, {SIGTERM, on_signal}, {SIGUSR1, on_signal}, {SIGUSR2, on_signal},
+    {SIGXCPU, on_signal}, {SIGALRM, on_alarm}, {SIGBUS, on_bus}, {SIGPIPE, on_pipe},
+    {SIGXFSZ, on_file_limit}};
+  struct sigaction before, action = {.sa_flags = SA_RESTART},
+    hangup = {.sa_sigaction = on_hangup, .sa_flags = SA_RESTART | SA_SIGINFO};
   sigemptyset(&action.sa_mask);
   main_thread = pthread_self();
-  sigaction(SIGINT, &action, NULL);
-  sigaction(SIGTERM, &action, NULL);
-  struct sigaction before,
-    hangup = {.sa_sigaction = on_hangup, .sa_flags = SA_RESTART | SA_SIGINFO};
+  for (size_t i = 0; i < sizeof caught / sizeof *caught; i++) {
+    action.sa_handler = caught[i].handler;
+    sigaction(caught[i].number, &action, NULL);
+  }
   sigemptyset(&hangup.sa_mask);
   hangup_ignored = sigaction(SIGHUP, NULL, &before) == 0 && before.sa_handler == SIG_IGN;
   sigaction(SIGHUP, &hangup, NULL);
-  action.sa_handler = on_alarm;
-  sigaction(SIGALRM, &action, NULL);
-  action.sa_handler = on_bus;
-  sigaction(SIGBUS, &action, NULL);
 }
 
 // Clears a pending interrupt. Returns whether there was one.
@@ -130,8 +152,10 @@ static bool clear_interrupt(lua_State *L)
 
 // Ranks usually fail with the same error: rank 0 prints it and ends the job. Other ranks print
 // theirs a little later, unless the job has ended by then.
-static void complain(const char *text)
+static void complain(const char *message)
 {
+  static char text[1 << 16];              // of the main thread
+  eng_text_shown(text, sizeof text, message, (int64_t)strlen(message), true);
   fflush(stdout);
   if (rank > 0) {
     int before = eng_interrupted();
@@ -340,6 +364,21 @@ static int l_trim(lua_State *L)
   return 1;
 }
 
+static int run_status;         // of the runs that have ended: the most serious
+
+static int seriousness(int status) { return status >= 128 ? 1 : status; }
+
+// run_status(status): a run begins (0) or has ended with a status of lua/engine/train/loop.lua. The
+// most serious one becomes the exit status. An interrupted run's is 128 + the signal.
+static int l_run_status(lua_State *L)
+{
+  int status = luaL_checkint(L, 1);
+  has_run = true;
+  if (status >= 128 && last_signal) status = 128 + last_signal;
+  if (seriousness(status) > seriousness(run_status)) run_status = status;
+  return 0;
+}
+
 // keep(): called at the end of a script run with -i.
 static int l_keep(lua_State *L)
 {
@@ -359,7 +398,8 @@ static int open_host(lua_State *L)
 {
   static const luaL_Reg functions[] = {
     {"read", l_read}, {"history_load", l_history_load}, {"history_add", l_history_add},
-    {"settle", l_settle}, {"trim", l_trim}, {"keep", l_keep}, {NULL, NULL},
+    {"settle", l_settle}, {"trim", l_trim}, {"keep", l_keep}, {"run_status", l_run_status},
+    {NULL, NULL},
   };
   lua_createtable(L, 0, 12);
   luaL_register(L, NULL, functions);
@@ -658,9 +698,23 @@ static int run(lua_State *L, int argc, char **argv)
   }
   bool interrupted = clear_interrupt(L);
   // also after an error: the script's variables help to debug it
-  if (o.interactive) ok = run_repl(L);
+  if (o.interactive) ok = run_repl(L), run_status = 0;
   else if (!ok && interrupted) return 128 + last_signal;
-  return ok ? EXIT_SUCCESS : EXIT_FAILURE;
+  if (ok && run_status) eng_comm_end(0);       // all ranks end alike, without an abort
+  return ok ? run_status : EXIT_FAILURE;
+}
+
+// Output that was buffered until now, or lost earlier: reported, and status 0 becomes
+// RESULTS_LOST. Also after os.exit().
+static void check_stdout(int status, void *nothing)
+{
+  enum { RESULTS_LOST = 5 };          // as in lua/engine/train/loop.lua
+  (void)nothing;
+  errno = 0;
+  if (fflush(stdout) == 0 && !ferror(stdout)) return;
+  fprintf(stderr, "engine: stdout: output is lost%s%s\n", errno ? ": " : "",
+          errno ? strerror(errno) : "");
+  if (status == EXIT_SUCCESS) _exit(RESULTS_LOST);
 }
 
 // OpenMP's threads spin for milliseconds while they wait for each other, which costs a factor of
@@ -679,6 +733,7 @@ int main(int argc, char **argv)
   configure_openmp(argv);
   prctl(PR_SET_NAME, "engine");         // otherwise ps shows "exe", the name of the second start
   setlocale(LC_CTYPE, "");              // for the line editor; numbers keep the C locale
+  on_exit(check_stdout, NULL);
   bool found = find_places(argv[0]);
   lua_State *L = luaL_newstate();
   if (!L) {

@@ -106,12 +106,12 @@ eng_status eng_history_close(eng_history *history)
     pthread_cond_signal(&history->wake);
     pthread_mutex_unlock(&history->lock);
     pthread_join(history->thread, NULL);
-    if (history->failing || history->dropped > 0)
-      status =
-        error_set(ENG_ERR_IO, "history %s: its last %lld rows are lost: %s", history->path,
-                  (long long)(history->appended - history->committed) + (long long)history->dropped,
-                  history->trouble);
-    else if (history->moved && history->news) status = moved_error(history);
+    const int64_t lost = (int64_t)(history->appended - history->committed) + history->dropped +
+                         history->lost;
+    if (lost > 0)
+      status = error_set(ENG_ERR_IO, "history %s: %lld rows are lost: %s", history->path,
+                         (long long)lost, history->trouble);
+    else if (history->moved) status = moved_error(history);
     pthread_cond_destroy(&history->wake);
     pthread_cond_destroy(&history->done);
     pthread_mutex_destroy(&history->lock);

@@ -81,6 +81,7 @@ struct eng_history {
   bool      news;                   // the error has not been reported yet
   bool      moved;                  // the file was removed or replaced
   int64_t   dropped;                // rows lost to a full queue, not yet recorded in the file
+  int64_t   lost;                   // rows left out, or dropped and recorded as such
   char      trouble[400];           // ... to here
 
   pthread_t     thread;  // only the thread uses the following, except `reader` and `next`

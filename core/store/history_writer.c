@@ -312,6 +312,7 @@ static bool commit_round(eng_history *history, uint64_t tail, uint64_t head, int
   const int64_t step = history->last_step, attempt = history->last_attempt,
                 block = history->next_block;
   const bool retry = history->last_retry;
+  int64_t left_out = 0;
   int code = sqlite3_exec(history->db, "BEGIN IMMEDIATE", NULL, NULL, NULL);
   while (code == SQLITE_OK && tail != head) {
     const history_message *message =
@@ -322,6 +323,7 @@ static bool commit_round(eng_history *history, uint64_t tail, uint64_t head, int
     if (code == SQLITE_CONSTRAINT || code == SQLITE_TOOBIG || code == SQLITE_MISMATCH) {
       snprintf(trouble, room, "a row was skipped: %s", sqlite3_errmsg(history->db));
       code = SQLITE_OK;
+      left_out++;
     }
   }
   if (code == SQLITE_OK && dropped > 0) {
@@ -331,7 +333,10 @@ static bool commit_round(eng_history *history, uint64_t tail, uint64_t head, int
     code = add_event(history, history->last_step, "history", text);
   }
   if (code == SQLITE_OK) code = sqlite3_exec(history->db, "COMMIT", NULL, NULL, NULL);
-  if (code == SQLITE_OK) return true;
+  if (code == SQLITE_OK) {
+    history->lost += left_out + dropped;
+    return true;
+  }
   snprintf(trouble, room, "%s", sqlite3_errmsg(history->db));
   if (!sqlite3_get_autocommit(history->db)) sqlite3_exec(history->db, "ROLLBACK", NULL, NULL, NULL);
   history->last_step = step;

@@ -41,14 +41,26 @@ end
 progress.count_text, progress.scale_text, progress.duration_text = show.count, show.scale,
   show.duration
 
+-- Writes to stdout. The first failure (a full disk, a pipe without a reader) is reported on stderr;
+-- the run goes on without this output.
+local function put(self, ...)
+  if self.broken then return end
+  local _, why = self.stream:write(...)
+  if not why then _, why = self.stream:flush() end
+  if not why then return end
+  self.broken, self.on_line = why, false
+  self:warn(("stdout cannot be written (%s): the run goes on without it"):format(why))
+end
+
 --- total: steps of the run (0 or nil: unknown); unscaled: no loss scale in the line; json: objects
---- on stdout and nothing else there; quiet: no output. Specs set stream, columns (false: no
---- terminal) and clock.
+--- on stdout and nothing else there; quiet: warnings alone; silent: no output. Specs set stream,
+--- columns (false: no terminal) and clock.
 function progress.new(options)
   local self = setmetatable({}, progress)
   self.total = options.total and options.total > 0 and options.total < math.huge and options.total
     or nil
-  self.json_mode, self.quiet = options.json or false, options.quiet or false
+  self.json_mode, self.silent = options.json or false, options.silent or false
+  self.quiet = options.quiet or self.silent
   self.stream = options.stream or io.stdout
   self.clock = options.clock or require("engine.base.machine").clock
   if options.columns ~= nil then
@@ -84,7 +96,7 @@ function progress:line(row, now)
     local left = (now - self.started) / (row.step - self.first_step) * (self.total - row.step)
     parts[#parts + 1] = "ETA " .. show.duration(math.max(0, left))
   end
-  if row.shadows then parts[#parts + 1] = row.shadows:text() end
+  if row.shadows then parts[#parts + 1] = show.shown(row.shadows:text()) end
   if row.overflow and row.overflow ~= 0 then parts[#parts + 1] = "overflow" end
   return table.concat(parts, "  ")
 end
@@ -93,8 +105,7 @@ end
 function progress:update(row)
   if self.quiet then return end
   if self.json_mode then
-    self.stream:write(progress.json(row), "\n")
-    self.stream:flush()
+    put(self, progress.json(row), "\n")
     return
   end
   local now = self.clock()
@@ -110,32 +121,35 @@ function progress:update(row)
       return
     end
     columns = self:columns() or 80                  -- the window may have been resized
-    self.stream:write("\r", self:line(row, now):sub(1, columns - 1), "\27[K")
+    put(self, "\r", show.cut(self:line(row, now), columns - 1, ""), "\27[K")
     self.on_line = true
   else
     if self.shown_at and now - self.shown_at < PLAIN_SECONDS and not last_step then
       self.pending = true
       return
     end
-    self.stream:write(self:line(row, now), "\n")
+    put(self, self:line(row, now), "\n")
   end
-  self.stream:flush()
   self.shown_at, self.pending = now, false
 end
 
 --- Prints a separate line. In json mode it goes to stderr, so that stdout holds only objects.
 function progress:note(text)
   if self.quiet then return end
+  text = show.shown(text, true)
   if self.json_mode then
     io.stderr:write(text, "\n")
     return
   end
-  if self.on_line then self.stream:write("\r\27[K") end
-  self.stream:write(text, "\n")
-  if self.on_line and self.last then
-    self.stream:write(self:line(self.last, self.clock()):sub(1, (self:columns() or 80) - 1))
-  end
-  self.stream:flush()
+  put(self, self.on_line and "\r\27[K" or "", text, "\n", self.on_line and self.last
+    and show.cut(self:line(self.last, self.clock()), (self:columns() or 80) - 1, "") or "")
+end
+
+--- Prints a line about something lost, on stderr and whatever `log` says.
+function progress:warn(text)
+  if self.silent then return end
+  if self.on_line then put(self, "\r\27[K") end
+  io.stderr:write("engine: ", show.shown(text, true), "\n")
 end
 
 --- Shows the last step and ends the line.
@@ -144,14 +158,11 @@ function progress:finish()
   if self.pending then
     self.shown_at = nil
     local text = self:line(self.last, self.clock())
-    if self.on_line then
-      self.stream:write("\r", text:sub(1, (self:columns() or 80) - 1), "\27[K")
-    else
-      self.stream:write(text, "\n")
-    end
+    if self.on_line then put(self, "\r", show.cut(text, (self:columns() or 80) - 1, ""),
+      "\27[K")
+    else put(self, text, "\n") end
   end
-  if self.on_line then self.stream:write("\n") end
-  self.stream:flush()
+  if self.on_line then put(self, "\n") end
   self.on_line, self.pending, self.last = false, false, nil
 end
 

@@ -6,6 +6,7 @@
 local M_ffi = require "engine.base.ffi"
 local checkpoint = require "engine.run.checkpoint"
 local shards = require "engine.run.shards"
+local show = require "engine.base.show"
 
 local ffi, C = M_ffi.ffi, M_ffi.C
 local DIRECTORY = 2   -- of eng_file_kind
@@ -182,9 +183,16 @@ function Run:give()
   self.lock, self.running = nil, false
 end
 
+-- Raises unless the last part of a path can name a run.
+local function check_name(path)
+  local problem = show.name_problem(path:match("([^/]*)/*$"))
+  if problem then error(("run: the name %s: '%s'"):format(problem, show.cut(path, 200)), 0) end
+end
+
 --- Takes the run's directory. If it holds a run that is not to be resumed, takes the next free
 --- name.
 function Run:find_place(path, resume)
+  check_name(path)
   if resume or not exists(path) then
     local good, message = self:take(path)
     if good then return end
@@ -366,9 +374,7 @@ function Run:complain(good, message)
   local line = tostring(message):gsub("^[^:\n]+:%d+: ", "")   -- without the script's line
   if self.complained == line then return end
   self.complained = line
-  if self.trainer.progress then
-    self.trainer.progress:note(line)
-  else self.notes[#self.notes + 1] = line end
+  self.trainer:warn(line)
 end
 
 -- Records published signals where they changed.
@@ -418,7 +424,8 @@ function Run:fp8(step, rows)
 end
 
 function Run:event(step, kind, text, data)
-  if self.history then self:complain(self.history:event(step, kind, text or "", data)) end
+  text = show.shown(text or "", true)
+  if self.history then self:complain(self.history:event(step, kind, text, data)) end
 end
 
 -- Writes a checkpoint; returns its path, or nil and what went wrong.
@@ -447,6 +454,7 @@ function Run:save(alone)
   -- a run killed after this resumes from here, so no step may be missing
   if self.history then self:complain(self.history:flush()) end
   local path, note = write(self, alone)
+  self.unsaved = not path
   if not path then
     self:event(trainer.steps_done, "error", "checkpoint: " .. note)
     return nil, "no checkpoint was written: " .. note
@@ -468,19 +476,29 @@ function Run:after_step(last, alone)
   if not self.path then return nil end
   if not (last or self:due()) or self.saved_at == self.trainer.steps_done then return nil end
   local path, message = self:save(alone)
-  if not path or message then return message end
+  if not path and message then self.trainer:warn(message) end
+  return path and message
 end
 
+--- Closes the files. Returns what is missing from them, or nil.
 function Run:close()
+  local lost = self.unsaved and "the last checkpoint" or nil
   if self.history then
     M.latest = self.path                               -- what the REPL offers as `history`
     local good, message = pcall(self.history.close, self.history)
     self.history = nil
-    if not good then self:complain(nil, message) end
+    self:complain(good, message)
+    lost = lost or not good and "rows of the history" or nil
   end
-  if self.events then self.events:close() end
+  if self.events then
+    self.events:close()
+    local trouble = self.events:lost()
+    self:complain(not trouble, trouble)
+    lost = lost or trouble and "TensorBoard events"
+  end
   self.events = nil
   self:give()
+  return lost
 end
 
 return M

@@ -127,13 +127,14 @@ function M.open(dir, wall_time)
 end
 
 -- A full disk is reported once, as the history does; the run continues.
-function Writer:put(bytes)
-  local good, why = self.file:write(bytes)
+local function noted(self, good, why)
   if not good and not self.trouble then
     self.trouble = ("tensorboard: cannot write %s: %s"):format(self.path, tostring(why))
   end
   return good
 end
+
+function Writer:put(bytes) return noted(self, self.file:write(bytes)) end
 
 --- Numbers of a step: a list of { tag, number }, or a table by tag. nil is left out; NaN and
 --- infinities are kept.
@@ -169,10 +170,10 @@ function Writer:text(step, tag, text, wall_time)
     bytes_field(1, bytes_field(1, tag) .. bytes_field(8, tensor) .. bytes_field(9, metadata))))
 end
 
-function Writer:flush() self.file:flush() end
+function Writer:flush() return noted(self, self.file:flush()) end
 
 function Writer:close()
-  if self.file then self.file:close() end
+  if self.file then noted(self, self.file:close()) end
   self.file = nil
 end
 
@@ -258,7 +259,8 @@ end
 function Live:text(step, tag, text) self.writer:text(step, tag, text) end
 function Live:close() self.writer:close() end
 
---- A message about the first failed write, once.
+--- A message about the first failed write, once. lost(): that message, or nil.
+function Live:lost() return self.writer.trouble end
 function Live:trouble()
   local trouble = self.writer.trouble
   if trouble and not self.told then

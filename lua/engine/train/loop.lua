@@ -10,6 +10,17 @@ local C, check = M_ffi.C, M_ffi.check
 
 local M = {}
 
+-- How a run ended, as the exit status of a script that goes on to its end (docs/runs.md). main.c
+-- makes 128 + the signal of INTERRUPTED.
+local FINISHED, STOPPED, POLICY_FAILED, DIVERGED, RESULTS_LOST, INTERRUPTED = 0, 2, 3, 4, 5, 143
+
+-- Without the binary (require "engine" in another Lua) there is no exit status to set.
+local hosted, host = pcall(require, "engine.host")
+local function tell(status)
+  if hosted then host.run_status(status) end
+  return status
+end
+
 -- ------------------------------------------------------------------ what a step leaves to show
 
 local MAX_ROWS = 2000   -- kept for the plot at the end; thinned out in longer runs
@@ -55,15 +66,16 @@ local function verdict_note(self, record, verdict)
   end
 end
 
--- Why the verdict ends the run, or nil.
+-- Why the verdict ends the run, and the run's status; or nil.
 local function end_of(self, verdict)
   local reason = M_ffi.string(verdict.reason)
   if verdict.action == C.ENG_ACTION_STOP then
-    return reason ~= "" and reason or "requested by the policy"
+    return reason ~= "" and reason or "requested by the policy", STOPPED
   elseif verdict.failed ~= 0 and self.on_policy_error == "stop" then
-    return "the policy failed: " .. reason
+    return "the policy failed: " .. reason, POLICY_FAILED
   elseif not self.decided and self.policy_errors >= UNDECIDED_STEPS then
-    return ("the policy failed in each of its first %d steps: %s"):format(UNDECIDED_STEPS, reason)
+    return ("the policy failed in each of its first %d steps: %s"):format(UNDECIDED_STEPS, reason),
+      POLICY_FAILED
   end
 end
 
@@ -81,7 +93,7 @@ local function show(self, last, record, verdict, rate)
   if note then bar:note(note) end
   note = M.loss_note(self, record)
   if note then bar:note(note) end
-  last.stopped = last.stopped or end_of(self, verdict)
+  if not last.stopped then last.stopped, last.status = end_of(self, verdict) end
   if self.on_step then self.on_step(self, record, verdict) end
 end
 
@@ -110,8 +122,9 @@ local function steps(self, last)
     local files, done = self.run_files, self.steps_done >= self.steps
     if done or files:due() or last.stopped or self.reducer:interrupted() then drain(self, last) end
     evaluate(self)
-    last.stopped = self.control:between() or last.stopped   -- swaps, and attached clients
-    if self.reducer:interrupted() then last.stopped = "interrupted" end
+    local ended = self.control:between()      -- swaps, and attached clients
+    if ended then last.stopped, last.status = ended, STOPPED end
+    if self.reducer:interrupted() then last.stopped, last.status = "interrupted", INTERRUPTED end
     if last.stopped then drain(self, last) end
     local message = files:after_step(self.steps_done >= self.steps or last.stopped ~= nil)
     if message then self.progress:note(message) end
@@ -137,6 +150,11 @@ local function rescue(self, problem)
   files:close()
 end
 
+-- Whether no loss of the last steps was finite.
+local function diverged(self, made)
+  return made > 0 and (self.lost or 0) >= math.min(LOST_STEPS, made)
+end
+
 local function counted(n, what) return ("%d %s%s"):format(n, what, n == 1 and "" or "s") end
 
 --- The summary of a run in lines.
@@ -155,6 +173,7 @@ function M.summary_text(self, s)
   local lines = { table.concat(parts, ", ") }
   for _, line in ipairs(self.shadows and self.shadows:lines() or {}) do lines[#lines + 1] = line end
   if s.stopped then lines[#lines + 1] = "reason: " .. s.stopped end
+  if s.lost then lines[#lines + 1] = "lost: " .. s.lost end
   if s.path then
     local resumes = s.stopped == "interrupted" and "   (resume=auto continues from here)" or ""
     lines[#lines + 1] = "run: " .. s.path .. resumes
@@ -168,17 +187,19 @@ end
 
 --- Trains until `steps` attempts are made, the policy stops the run, or the user interrupts.
 --- Returns a summary: { steps, made (by this call), updates, skipped, loss, scale, tokens_per_s,
---- stopped = reason or nil, path }.
+--- stopped = reason or nil, lost = results that could not be written or nil, status (docs/runs.md),
+--- path }.
 function M.run(self)
   local files, policy = self.run_files, self.policy
   self.progress = progress.new { total = self.steps, json = self.log == "json",
-    quiet = self.log == "quiet" or self.reducer.rank > 0,
+    quiet = self.log == "quiet", silent = self.reducer.rank > 0,
     unscaled = not self.precision.scaled and policy.name == "static" and policy:scale() == 1 }
   local problem = policies.unusable(policy, #self.groups.groups)   -- its own, or a checkpoint's
   if problem then M_ffi.raise("trainer: %s", problem) end
   files:reopen()
   self.control:open()
   local before = C.eng_interrupt_policy(1)
+  tell(FINISHED)                       -- a run begins
   for _, line in ipairs(files.notes) do self.progress:note(line) end
   files.notes = {}
   if self.reducer:text() then self.progress:note(self.reducer:text()) end
@@ -192,17 +213,21 @@ function M.run(self)
   end)
   self.progress:finish()
   self.control:close()
-  C.eng_interrupt_policy(before)
-  if C.eng_interrupted() == 1 then C.eng_interrupt(0) end
-  if not good then
-    rescue(self, message)
-    error(message, 0)
+  if not good then rescue(self, message) end
+  local lost, made = nil, self.steps_done - first
+  if good then
+    files:event(self.steps_done, last.stopped and "stopped" or "finished", last.stopped)
+    lost = files:close()
   end
-  files:event(self.steps_done, last.stopped and "stopped" or "finished", last.stopped)
-  files:close()
+  C.eng_interrupt_policy(before)       -- until here, a signal must not cut the files short
+  if C.eng_interrupted() == 1 then C.eng_interrupt(0) end
+  if not good then error(message, 0) end
+  local status = tell(lost and RESULTS_LOST or diverged(self, made) and DIVERGED or last.status
+    or FINISHED)
   local summary = { steps = self.steps_done, updates = self.updates, skipped = self.skipped,
     retries = self.retries, loss = last.loss, scale = last.scale, tokens_per_s = last.speed,
-    stopped = last.stopped, path = files.path, rows = self.rows, made = self.steps_done - first,
+    stopped = last.stopped, path = files.path, rows = self.rows, made = made, lost = lost,
+    status = status,
     references = self.reference and self.reference.count,
     reference_s = self.reference and self.reference.seconds }
   self.progress:note(M.summary_text(self, summary))

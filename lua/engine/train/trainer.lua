@@ -24,6 +24,7 @@ local reducer = require "engine.dist.reducer"
 local reference = require "engine.train.reference"
 local run_files = require "engine.run.run"
 local shadow = require "engine.run.shadow"
+local show = require "engine.base.show"
 local signals = require "engine.policy.signals"
 local signal_rules = require "engine.policy.signals_rules"
 local swap = require "engine.run.swap"
@@ -452,6 +453,8 @@ function M.signal(name, value, rule)
     error(("signal: expected a name and a number, got %s and %s"):format(type(name),
       type(value)), 2)
   end
+  local problem = signals[name] == nil and show.name_problem(name)
+  if problem then error(("signal: the name %s: '%s'"):format(problem, show.cut(name, 100)), 2) end
   if rule ~= nil and rule ~= "mean" and rule ~= "max" and rule ~= "sum" then
     error(("signal '%s': expected 'mean', 'max' or 'sum', got %s"):format(name,
       M_ffi.value_text(rule)), 2)
@@ -475,6 +478,11 @@ end
 --- A line for the user.
 function Trainer:note(text)
   if self.progress then self.progress:note(text) else table.insert(self.run_files.notes, text) end
+end
+
+--- A line about something lost.
+function Trainer:warn(text)
+  require("engine.run.progress").warn(self.progress or { silent = self.reducer.rank > 0 }, text)
 end
 
 --- The resources of this run: "2 threads", or "4 ranks, ZeRO-1, 1 thread each".
