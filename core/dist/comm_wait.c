@@ -127,16 +127,20 @@ static void report_missing(const char *notes, const char *what)
         at += (size_t)snprintf(names + at, sizeof names - at, "%s%d", at ? ", " : "", r);
     } else if (to < sizeof waits - NOTE)
       to +=
-        (size_t)snprintf(waits + to, sizeof waits - to, "%srank %d: %s", to ? "; " : "", r, note);
+        (size_t)snprintf(waits + to, sizeof waits - to, "%srank %d: %.*s", to ? "; " : "", r,
+                         NOTE - 1, note);
   }
   fflush(stdout);
   if (missing > 0)
     fprintf(stderr,
             "engine: rank%s %s did not reach %s within %g s: died or hung. The job ends.\n",
             missing > 1 ? "s" : "", names, what, timeout);
-  else
+  else {
+    char shown[4 * sizeof waits];
+    eng_text_shown(shown, sizeof shown, waits, (int64_t)strlen(waits), false);
     fprintf(stderr, "engine: the ranks have waited %g s for each other at different places (%s). "
-            "The job ends; hint: every rank must make the same calls\n", timeout, waits);
+            "The job ends; hint: every rank must make the same calls\n", timeout, shown);
+  }
   fflush(stderr);
 }
 

@@ -9,6 +9,7 @@
 #include <errno.h>
 #include <limits.h>
 #include <locale.h>
+#include <poll.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdio.h>
@@ -104,11 +105,13 @@ static void on_hangup(int signal_number, siginfo_t *from, void *context)
   raise(signal_number);
 }
 
-// The reader of the output is gone (`| head`, a dead `tee`). A run, and the script after it, goes
-// on without the output: the write fails, and progress.lua reports it. Anything else ends as usual.
+// The reader of a pipe is gone. If it was stdout's (`| head`, a dead `tee`), the process ends as
+// usual, but a run, and the script after it, goes on without the output: the write fails, and
+// progress.lua reports it.
 static void on_pipe(int signal_number)
 {
-  if (has_run) return;
+  struct pollfd out = {.fd = STDOUT_FILENO, .events = POLLOUT};
+  if (has_run || poll(&out, 1, 0) != 1 || !(out.revents & (POLLERR | POLLHUP))) return;
   signal(signal_number, SIG_DFL);
   raise(signal_number);
 }

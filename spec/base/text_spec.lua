@@ -70,6 +70,17 @@ describe("text", function()
     assert.equal(("é"):rep(6), show.cut(("é"):rep(6), 6))
   end)
 
+  it("in JSON is escaped and reads back as it was", function()
+    local json = require "engine.base.json"
+    for _, text in ipairs { BAD, "\194\128\194\159\216\156é",
+      "\226\128\142\226\128\168\226\128\174", "\226\129\166\226\129\169漢" } do
+      safe(json.encode(text))
+      assert.equal(text, json.decode(json.encode(text)))
+    end
+    assert.equal([["\u009b\u202e\u2066\u061c"]],
+      json.encode "\194\155\226\128\174\226\129\166\216\156")
+  end)
+
   it("of table cells is cut and aligned by characters", function()
     local lines = show.table({ { "é", "1" }, { "ab", BAD }, { ("x"):rep(1e5), "2" } },
       { true, true })
@@ -135,6 +146,13 @@ describe("hostile", function()
     end
   end)
 
+  it("names of files reach no terminal through Tab completion", function()
+    helper.write(folder .. "/a\27[31m", "")
+    helper.write(folder .. "/b", "")
+    local _, list = require("engine.cli.repl").complete("f('" .. folder .. "/")
+    assert.matches("a\\x1B[31m", list, 1, true)
+  end)
+
   it("errors of scripts reach no terminal", function()
     local code = ("error(%q)"):format(BAD)
     for _, words in ipairs { { "-e", code }, { "-i", "-e", code },
@@ -179,7 +197,8 @@ describe("hostile", function()
       "print(history:events()) print(history:signals()) print(history:shadows())" },
       { "attach", run, "-e", "history:query('SELECT * FROM events')" },
       { "attach", run, "-e", "history:events()[1].text .. '\\n'" },
-      { "replay", run, "--policy", "dynamic" }, { "export", run }, { "plot", run .. "\27" } } do
+      { "replay", run, "--policy", "dynamic" }, { "export", run },
+      { "runs", folder, "--json" }, { "plot", run .. "\27" } } do
       local result = helper.run(words)
       safe(result.out .. result.err)
     end

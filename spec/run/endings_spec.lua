@@ -155,6 +155,18 @@ describe("the output of a run", function()
   end)
 end)
 
+it("a picture that gnuplot does not draw is an error, also with an old one in its place",
+  function()
+  helper.shell(job(folder .. "/r", "300", "0"))
+  helper.write(folder .. "/gnuplot", "#!/bin/sh\necho no fonts >&2; exit 1\n")
+  helper.write(folder .. "/a.png", "old")
+  local result = helper.shell(("chmod +x %s/gnuplot; PATH=%s:$PATH %s plot %s/r --columns %s " ..
+    "--png %s/a.png"):format(folder, folder, quote(helper.engine), folder,
+    ("loss,scale,norm,amax,"):rep(20) .. "lr", folder))
+  assert.equal(1, result.code, result.err)
+  assert.matches("gnuplot did not write .*a.png: no fonts", result.err)
+end)
+
 describe("results that cannot be written", function()
   -- The output and "code N". Through a pipe, because the limit also holds for the file of stderr.
   local function piped(command)

@@ -411,7 +411,7 @@ local function from_command_line(_, defaults, docs, kinds)
   local args = rawget(_G, "arg") or {}
   for _, argument in ipairs(args) do
     if asks_help[argument] then
-      print(config.help(defaults, docs, args[0]))
+      require("engine.base.show").print(config.help(defaults, docs, args[0]))
       os.exit(0)
     end
   end

@@ -17,6 +17,11 @@ end
 local escapes = { ['"'] = '\\"', ["\\"] = "\\\\", ["\b"] = "\\b", ["\f"] = "\\f", ["\n"] = "\\n",
   ["\r"] = "\\r", ["\t"] = "\\t" }
 
+-- Characters that eng_text_shown does not show: patterns that capture the last byte, and what makes
+-- it the code point.
+local unshown = { { "\194([\128-\159])", 0 }, { "\216(\156)", 0x580 },
+  { "\226\128([\142\143\168-\174])", 0x1F80 }, { "\226\129([\166-\169])", 0x1FC0 } }
+
 -- True for UTF-8 without overlong forms and surrogates.
 local function is_utf8(s)
   if not s:find("[\128-\255]") then return true end
@@ -44,8 +49,13 @@ local function string_text(s)
   if not is_utf8(s) then
     return '{"$bytes":"' .. s:gsub(".", function(c) return ("%02x"):format(c:byte()) end) .. '"}'
   end
-  return '"' .. s:gsub('[%z\1-\31"\\\127]',
-    function(c) return escapes[c] or ("\\u%04x"):format(c:byte()) end) .. '"'
+  s = s:gsub('[%z\1-\31"\\\127]', function(c)
+    return escapes[c] or ("\\u%04x"):format(c:byte())
+  end)
+  for _, set in ipairs(s:find("[\194\216\226]") and unshown or {}) do
+    s = s:gsub(set[1], function(c) return ("\\u%04x"):format(c:byte() + set[2]) end)
+  end
+  return '"' .. s .. '"'
 end
 
 local encode_value

@@ -156,8 +156,9 @@ local function common_prefix(names)
   return prefix
 end
 
-local function columns_text(names)
-  local width = 0
+local function columns_text(list)
+  local width, names = 0, {}
+  for i, name in ipairs(list) do names[i] = shown(name) end
   for _, name in ipairs(names) do width = math.max(width, #name + 2) end
   local per_line = math.max(1, math.floor(78 / width))
   local lines = {}

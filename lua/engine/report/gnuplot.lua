@@ -1,4 +1,5 @@
 -- Curves as PNG through gnuplot, a program that may not be installed. Called by cli/plot.lua.
+local files = require "engine.base.file"
 local show = require "engine.base.show"
 local curves = require "engine.run.curves"
 
@@ -8,7 +9,7 @@ local exact = show.exact
 local function quote(text) return "'" .. tostring(text):gsub("'", "'\\''") .. "'" end
 -- A text in gnuplot's own quotes, where '' is a quote.
 local function plain(text)
-  return "'" .. tostring(text):gsub("'", "''"):gsub("[\n\\]", " ") .. "'"
+  return "'" .. show.shown(text):gsub("'", "''"):gsub("[\n\\]", " ") .. "'"
 end
 
 --- True if gnuplot is installed.
@@ -28,6 +29,7 @@ function M.png(path, title, c, names, options)
   end
   local width, height = options.width or 1200, options.height or 120 + 260 * #names
   local log_file = os.tmpname()
+  if files.is_file(path) then os.remove(path) end    -- else an old picture hides a failure
   local pipe = assert(io.popen("gnuplot > " .. quote(log_file) .. " 2>&1", "w"))
   local function say(format, ...) pipe:write(format:format(...), "\n") end
   say("set terminal pngcairo size %d,%d font 'sans,11' background rgb 'white'", width, height)

@@ -343,7 +343,7 @@ function Run:describe()
   for i, p in ipairs(trainer.optimizer.list) do
     list[i] = { name = p.name, shape = trainer.reducer:shape(p) }
   end
-  history:set_parameters(list)
+  self:complain(history:set_parameters(list))
   self.f16, self.signals = trainer:f16_gradients(), {}     -- signals: the values written last
   for key, value in pairs { policy = trainer.policy.name, precision = trainer.precision.name,
     gradients = trainer.precision.weight_gradients,
@@ -353,14 +353,16 @@ function Run:describe()
       device = M_ffi.string(C.eng_device_name()),
     ranks = trainer.reducer.size, zero = trainer.reducer:level_of_zero(),
       comm_dtype = trainer.reducer.comm_dtype } do
-    history:set_meta(key, value)
+    self:complain(history:set_meta(key, value))
   end
   for _, setting in ipairs(self.config and require("engine.base.config").flatten(self.config)
     or {}) do
-    history:set_config(setting[1], setting[2])
+    self:complain(history:set_config(setting[1], setting[2]))
   end
   local source = trainer.policy.source
-  if source then history:add_policy(trainer.policy:hash(), trainer.policy.name, source) end
+  if source then
+    self:complain(history:add_policy(trainer.policy:hash(), trainer.policy.name, source))
+  end
   local swap = require "engine.run.swap"
   self:event(trainer.steps_done, "policy", swap.label(trainer.policy),
     require("engine.base.json").encode(swap.described(trainer.policy)))

@@ -59,7 +59,7 @@ function M.new(trainer, shadow)
 end
 
 --- Gives the shadows a step: record, statistics, the verdict in force, and the step's signals.
-function Shadows:observe(record, stats, verdict, signals, history)
+function Shadows:observe(record, stats, verdict, signals, run)
   self.steps = self.steps + 1
   if verdict.action ~= C.ENG_ACTION_STEP then self.skipped = self.skipped + 1 end
   local limit = self.limit and record.overflow == 0 and self.limit or nil
@@ -73,9 +73,9 @@ function Shadows:observe(record, stats, verdict, signals, history)
     if own.action ~= C.ENG_ACTION_STEP then s.skipped = s.skipped + 1 end
     local apart = math.log(own.scale / verdict.scale) / math.log(2)
     s.apart, s.most = s.apart + math.abs(apart), math.max(s.most, math.abs(apart))
-    if history and (own.scale ~= s.scale or own.action ~= s.action
+    if run.history and (own.scale ~= s.scale or own.action ~= s.action
       or own.failed ~= s.was_failed) then
-      history:append_shadow(record.step, s.name, own)
+      run:complain(run.history:append_shadow(record.step, s.name, own))
     end
     s.scale, s.action, s.was_failed = own.scale, own.action, own.failed
   end

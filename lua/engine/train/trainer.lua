@@ -221,7 +221,7 @@ function Trainer:finish(s, record, verdict)
     self.updates, self.optimizer.updates = self.updates - 1, self.optimizer.updates - 1
   end
   if self.shadows then
-    self.shadows:observe(record, stats, verdict, s.signals, files.history)
+    self.shadows:observe(record, stats, verdict, s.signals, files)
   end
   if s.meters then files:fp8(s.step, s.meters) end
   if overflow_skipped or not s.updated then
@@ -396,7 +396,8 @@ end
 ---                                of a run or checkpoint
 ---   checkpoint_every, keep       steps between checkpoints (0: only at the end), how many to
 ---                                keep (3)
----   log                          "line", "json" or "quiet"
+---   log                          "line", "json" or "quiet"; lost results are reported on stderr
+---                                in any case (docs/runs.md)
 ---   on_step                      function(trainer, record, verdict)
 ---   on_policy_error              "hold": continue with the last good verdict, but end the run
 ---                                if each of the first 20 steps failed; "stop": end the run
