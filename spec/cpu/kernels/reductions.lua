@@ -39,7 +39,8 @@ local function reduction(tolerance, integers, empty)
         call(values({ 3, 0 }, "normal"), 2, 0)
         call(values({ 3, 0 }, "normal"), 1, 0)
       else
-        try { inputs = { values({ 3, 0 }, "normal") }, ints = { 2, 0 }, fails = "expected at least one element" }
+        try { inputs = { values({ 3, 0 }, "normal") }, ints = { 2, 0 },
+          fails = "expected at least one element" }
       end
     end
   end
