@@ -372,14 +372,16 @@ static int run_status;         // of the runs that have ended: the most serious
 static int seriousness(int status) { return status >= 128 ? 1 : status; }
 
 // run_status(status): a run begins (0) or has ended with a status of lua/engine/train/loop.lua. The
-// most serious one becomes the exit status. An interrupted run's is 128 + the signal.
+// most serious one becomes the exit status. Returns the status, for an interrupted run 128 + the
+// signal.
 static int l_run_status(lua_State *L)
 {
   int status = luaL_checkint(L, 1);
   has_run = true;
   if (status >= 128 && last_signal) status = 128 + last_signal;
   if (seriousness(status) > seriousness(run_status)) run_status = status;
-  return 0;
+  lua_pushinteger(L, status);
+  return 1;
 }
 
 // keep(): called at the end of a script run with -i.
@@ -703,7 +705,10 @@ static int run(lua_State *L, int argc, char **argv)
   // also after an error: the script's variables help to debug it
   if (o.interactive) ok = run_repl(L), run_status = 0;
   else if (!ok && interrupted) return 128 + last_signal;
-  if (ok && run_status) eng_comm_end(0);       // all ranks end alike, without an abort
+  if (ok && run_status) {       // every rank gets here, so the job ends without an abort
+    fflush(stdout);             // mpirun ends the other ranks when the first has exited
+    eng_comm_end(0);
+  }
   return ok ? run_status : EXIT_FAILURE;
 }
 

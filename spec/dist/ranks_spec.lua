@@ -288,6 +288,16 @@ describe("ranks", function()
 
   -- ---------------------------------------------------------------- the end of a job
 
+  it("exit with the status of their run when all of them have ended", function()
+    local stops = helper.write(folder .. "/stops.lua",
+      [[return { init = function() return { scale = 1 } end, decide = function(_, record)
+        return { scale = 1, action = record.step == 2 and "stop" or nil } end }]])
+    local lines, weights, result = job(2, { "policy=" .. stops })
+    assert.equal(2, result.code, result.out .. result.err)
+    assert.equal(3, #lines)
+    alike(weights, 2)
+  end)
+
   it("end when one of them raises, dies or hangs, and the message names it", function()
     local _, _, result = job(2, { "raise_rank=1" })
     assert.are_not.equal(0, result.code)

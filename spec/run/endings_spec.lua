@@ -26,8 +26,8 @@ local SCRIPT = [[
   for key, value in pairs(loadstring("return {" .. (arg[4] or "") .. "}")()) do
     options[key] = value
   end
-  engine.trainer(options):run()
-  io.stderr:write("script ends\n")
+  local summary = engine.trainer(options):run()
+  io.stderr:write("script ends\n", tostring(summary.status), "\n")
   if arg[5] then loadstring(arg[5])() end]]
 
 -- A command that runs the job.
@@ -70,7 +70,7 @@ describe("a signal to a run", function()
       local code, err = sent(kill(name), job(run, "1000000000", "0.001"))
       assert.equal(128 + number, code, err)
       assert.matches("stopping after this step", err, 1, true)
-      assert.matches("script ends", err, 1, true)
+      assert.matches("script ends\n" .. code, err, 1, true)
       assert.is_truthy(engine.checkpoint.latest(run .. "/checkpoints"))
       assert.matches("stopped interrupted", events(run), 1, true)
     end)

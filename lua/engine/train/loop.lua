@@ -17,8 +17,7 @@ local FINISHED, STOPPED, POLICY_FAILED, DIVERGED, RESULTS_LOST, INTERRUPTED = 0,
 -- Without the binary (require "engine" in another Lua) there is no exit status to set.
 local hosted, host = pcall(require, "engine.host")
 local function tell(status)
-  if hosted then host.run_status(status) end
-  return status
+  return hosted and host.run_status(status) or status
 end
 
 -- ------------------------------------------------------------------ what a step leaves to show
