@@ -204,6 +204,17 @@ describe("hostile", function()
     end
     assert.equal(0, helper.run({ "report", run, "-o", folder .. "/page.html" }).code)
     safe(helper.read(folder .. "/page.html"))
+    local csv, jsonl, board = folder .. "/a.csv", folder .. "/a.jsonl", folder .. "/board"
+    assert.equal(0, helper.run({ "export", run, "--csv", csv, "--jsonl", jsonl, "--tensorboard",
+      board }).code)
+    safe(helper.read(csv))
+    for line in helper.read(jsonl):gmatch("[^\n]+") do
+      safe(line)
+      assert.matches("owned", require("cjson").decode(line).reason, 1, true)
+    end
+    local events = helper.shell("cat " .. board .. "/*").out
+    assert.matches("\\x1B]0;owned", events, 1, true)
+    assert.is_nil(events:find("\27]0;owned", 1, true))
     assert.equal(0, helper.run({ "plot", run, "--svg", folder .. "/a.svg" }).code)
     safe(helper.read(folder .. "/a.svg"))
   end)

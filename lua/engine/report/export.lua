@@ -74,6 +74,7 @@ local function to_file(path, write)
 end
 
 local function csv_text(text)
+  text = show.shown(text, true)
   return text:find('[,"\r\n]') and '"' .. text:gsub('"', '""') .. '"' or text
 end
 
@@ -116,6 +117,9 @@ function M.csv(h, path)
   end)
 end
 
+-- A text as JSON, also one that is not UTF-8: json.encode would make it an object.
+local function json_text(text) return json.encode(show.shown(text, true)) end
+
 --- JSON Lines: an object for each step. Infinities and NaN are strings, as in log=json; a missing
 --- value is null. "signals" holds the script's current signals, if any; "fp8" the meters of a
 --- measured step, by "layer:role".
@@ -131,11 +135,11 @@ function M.jsonl(h, path)
         elseif kind == "b" then text = value ~= 0 and "true" or "false"
         elseif type(value) == "number" then
           text = show.json_number(value)
-        else text = json.encode(value) end
+        else text = json_text(value) end
         parts[i] = ('"%s":%s'):format(column[1], text)
       end
       for name, value in pairs(held) do
-        signals[#signals + 1] = json.encode(name) .. ":" .. show.json_number(value)
+        signals[#signals + 1] = json_text(name) .. ":" .. show.json_number(value)
       end
       table.sort(signals)
       if #signals > 0 then
@@ -149,7 +153,7 @@ function M.jsonl(h, path)
             or "null")
         end
         if of then
-          list[#list + 1] = json.encode(site) .. ":{" .. table.concat(fields, ",") .. "}"
+          list[#list + 1] = json_text(site) .. ":{" .. table.concat(fields, ",") .. "}"
         end
       end
       if #list > 0 then parts[#parts + 1] = '"fp8":{' .. table.concat(list, ",") .. "}" end

@@ -122,11 +122,13 @@ end
 local function put(self, fresh, by, as_it_is)
   local trainer = self.trainer
   local old = trainer.policy
-  local history = trainer.run_files.history
+  local files = trainer.run_files
   trainer:use_policy(fresh)
   self:hold(fresh, as_it_is)
   self.swaps = self.swaps + 1
-  if history and fresh.source then history:add_policy(fresh:hash(), fresh.name, fresh.source) end
+  if files.history and fresh.source then
+    files:complain(files.history:add_policy(fresh:hash(), fresh.name, fresh.source))
+  end
   tell(self, "swap", ("policy %s -> %s (%s), loss scale %.10g"):format(label(old), label(fresh), by,
     fresh:scale()),
     { by = by, from = described(old), to = described(fresh), scale = fresh:scale() })

@@ -10,6 +10,7 @@
 -- truncated file up to the last whole frame.
 local M_ffi = require "engine.base.ffi"
 local formats = require "engine.base.formats"
+local show = require "engine.base.show"
 
 local C, ffi = M_ffi.C, M_ffi.ffi
 
@@ -74,7 +75,7 @@ local SESSION_START = 1
 
 -- Summary.Value of one number.
 local function scalar_value(tag, x)
-  return bytes_field(1, bytes_field(1, tag) .. float_field(2, x))
+  return bytes_field(1, bytes_field(1, show.shown(tag)) .. float_field(2, x))
 end
 
 --- HistogramProto from exponents: a bucket for each binade, on both sides of zero because the
@@ -158,16 +159,18 @@ end
 --- One histogram from exponent counts; s: { count, zeros, amax, norm }.
 function Writer:histogram(step, tag, hist, s, wall_time)
   return self:put(event(wall_time or os.time(), step, SUMMARY,
-    bytes_field(1, bytes_field(1, tag) .. bytes_field(5, M.histogram_proto(hist, s)))))
+    bytes_field(1, bytes_field(1, show.shown(tag)) .. bytes_field(5, M.histogram_proto(hist, s)))))
 end
 
 --- A text for TensorBoard's text tab (Markdown; four spaces before each line make it code).
 function Writer:text(step, tag, text, wall_time)
   local dim = bytes_field(2, int_field(1, 1))  -- TensorShapeProto.Dim { size = 1 }
+  text = show.shown(text, true)                -- protobuf's strings must be UTF-8
   local tensor = int_field(1, 7) .. bytes_field(2, dim) .. bytes_field(8, text)   -- DT_STRING
   local metadata = bytes_field(1, bytes_field(1, "text"))  -- PluginData.plugin_name
   return self:put(event(wall_time or os.time(), step, SUMMARY,
-    bytes_field(1, bytes_field(1, tag) .. bytes_field(8, tensor) .. bytes_field(9, metadata))))
+    bytes_field(1, bytes_field(1, show.shown(tag)) .. bytes_field(8, tensor) ..
+      bytes_field(9, metadata))))
 end
 
 function Writer:flush() return noted(self, self.file:flush()) end
