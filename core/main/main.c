@@ -45,18 +45,21 @@ static void say(const char *text)
 }
 
 // SIGINT, SIGTERM, SIGUSR1, SIGUSR2, SIGXCPU. The first signal: the trainer stops at the end of its
-// step, a waiting call returns, or the script is stopped. A second SIGINT or SIGTERM exits; the
-// other signals are warnings, and SIGXCPU comes every second.
+// step, a waiting call returns, or the script is stopped. A second SIGINT or SIGTERM exits. The
+// others are warnings: SIGXCPU comes every second, and a batch system sends SIGTERM after SIGUSR1.
 static void on_signal(int signal_number)
 {
+  static volatile sig_atomic_t endings;                  // SIGINT and SIGTERM of this interrupt
   if (!pthread_equal(pthread_self(), main_thread)) {     // an OpenMP thread must not set Lua's hook
     pthread_kill(main_thread, signal_number);
     return;
   }
+  bool ends = signal_number == SIGINT || signal_number == SIGTERM;
   if (eng_interrupted()) {
-    if (signal_number == SIGINT || signal_number == SIGTERM) _exit(128 + signal_number);
+    if (ends && ++endings > 1) _exit(128 + signal_number);
     return;
   }
+  endings = ends;
   last_signal = signal_number;
   if (eng_interrupt_policy(-1) == 1) {
     eng_interrupt(1);
@@ -703,8 +706,12 @@ static int run(lua_State *L, int argc, char **argv)
   }
   bool interrupted = clear_interrupt(L);
   // also after an error: the script's variables help to debug it
-  if (o.interactive) ok = run_repl(L), run_status = 0;
-  else if (!ok && interrupted) return 128 + last_signal;
+  if (o.interactive) {
+    ok = run_repl(L);
+    run_status = 0;
+  } else if (!ok && interrupted) {
+    return 128 + last_signal;
+  }
   if (ok && run_status) {       // every rank gets here, so the job ends without an abort
     fflush(stdout);             // mpirun ends the other ranks when the first has exited
     eng_comm_end(0);

@@ -78,7 +78,7 @@ describe("a signal to a run", function()
 
   it("that warns does not cut the ending short when it is repeated", function()
     local run = folder .. "/r"
-    local code, err = sent(kill("XCPU", "USR1", "XCPU"), job(run, "1000000000", "0.5"))
+    local code, err = sent(kill("XCPU", "USR1", "XCPU", "TERM"), job(run, "1000000000", "0.5"))
     assert.equal(128 + 24, code, err)
     assert.is_truthy(engine.checkpoint.latest(run .. "/checkpoints"))
   end)
@@ -106,7 +106,7 @@ describe("a signal to a run", function()
   it("still ends a script without a run", function()
     local result = helper.shell(quote(helper.engine) ..
       " -e 'while true do end' & sleep 0.5; kill -USR1 $!; sleep 0.1; " ..
-      "kill -INT $!; wait $!; echo code $?")
+      "kill -INT $!; sleep 0.1; kill -INT $!; wait $!; echo code $?")
     assert.matches("code 130", result.out, 1, true)
     result = helper.shell(quote(helper.engine) ..
       " -e 'for i = 1, 1e7 do print(i) end io.stderr:write(\"too far\")' | head -1; " ..
@@ -124,7 +124,7 @@ describe("the output of a run", function()
       assert.matches("code 5", result.err, 1, true)
       assert.matches("stdout cannot be written (Broken pipe): the run goes on without it",
         result.err, 1, true)
-      assert.matches("script ends", result.err, 1, true)
+      assert.matches("script ends\n5", result.err, 1, true)
       assert.matches("finished", events(run), 1, true)
       assert.is_truthy(engine.checkpoint.latest(run .. "/checkpoints"))
     end

@@ -216,7 +216,7 @@ function M.run(self)
   local lost, made = nil, self.steps_done - first
   if good then
     files:event(self.steps_done, last.stopped and "stopped" or "finished", last.stopped)
-    lost = files:close()
+    lost = files:close() or self.progress.broken and "output on stdout"
   end
   C.eng_interrupt_policy(before)       -- until here, a signal must not cut the files short
   if C.eng_interrupted() == 1 then C.eng_interrupt(0) end
