@@ -394,7 +394,7 @@ parity: built $(VENV)/ready
 
 # The reference and the guides as pages in build/docs, and the types for editors. Warnings (a broken
 # link, an entry without documentation) fail the target.
-docs: all
+docs: $(ENGINE) $(BUILD)/cdef.h $(BUILD)/engine.d.lua
 	@./$(ENGINE) help --html $(BUILD)/docs
 	@echo "$(BUILD)/docs/index.html"
 
