@@ -126,7 +126,10 @@ describe("the backward pass reads only what ops.def lists", function()
           count = count + 1
           local want = gradients(name, call, false)
           local got, n = gradients(name, call, true)
-          assert.same(want, got)
+          for k, bits in pairs(want) do
+            assert(got[k] == bits, ("%s: the gradient of float input %d changed; its rule reads " ..
+              "a tensor that ops.def lists neither under reads nor under saves"):format(name, k))
+          end
           filled = filled + n
           if count == MOST_CALLS then error(stop) end
         end)
