@@ -1,7 +1,6 @@
 // The CPU device: a table of kernels, filled once for the best instruction set that this processor
 // and its operating system support. Each kernel file is compiled once per set and fills its part of
-// the table; the reference kernel serves entries that no file fills. Owns the table. Called by
-// backend.c.
+// the table. Owns the table. Called by backend.c.
 //
 // ENGINE_ISA=plain|avx2|avx512 in the environment selects a set, as eng_cpu_isa() does at run time.
 // An unknown or unsupported set is ignored.
@@ -78,15 +77,8 @@ static const struct isa *in_force;
 
 static void use(const struct isa *isa)
 {
-  const backend *reference = backend_reference();
   memset(table.kernel, 0, sizeof table.kernel);
-  table.gradstats = NULL;
-  table.optimize = NULL;
   isa->fill(&table);
-  for (int op = 0; op < ENG_OP_COUNT; op++)
-    if (!table.kernel[op]) table.kernel[op] = reference->kernel[op];
-  if (!table.gradstats) table.gradstats = reference->gradstats;
-  if (!table.optimize) table.optimize = reference->optimize;
   in_force = isa;
 }
 
