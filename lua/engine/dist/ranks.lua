@@ -44,11 +44,11 @@ function M.size() return launched and launched_size[0] or 1 end
 --- The transport and the ranks in words: "Open MPI v4.1.4, 4 ranks, 4 of them here".
 function M.text() return M_ffi.ffi.string(C.eng_comm_text()) end
 
---- A line on stderr that names the rank.
+--- A line on stderr that names the rank. One write, because other ranks write there too.
 function M.say(format, ...)
   local text = select("#", ...) > 0 and format:format(...) or tostring(format)
-  io.stderr:write(M.size() > 1 and ("rank %d: "):format(M.rank()) or "",
-    require("engine.base.show").shown(text, true), "\n")
+  io.stderr:write((M.size() > 1 and ("rank %d: "):format(M.rank()) or "") ..
+    require("engine.base.show").shown(text, true) .. "\n")
 end
 
 local RULES = { sum = "ENG_SUM", mean = "ENG_SUM", max = "ENG_MAX" }

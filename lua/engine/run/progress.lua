@@ -138,7 +138,7 @@ function progress:note(text)
   if self.quiet then return end
   text = show.shown(text, true)
   if self.json_mode then
-    io.stderr:write(text, "\n")
+    io.stderr:write(text .. "\n")
     return
   end
   put(self, self.on_line and "\r\27[K" or "", text, "\n", self.on_line and self.last
@@ -149,7 +149,7 @@ end
 function progress:warn(text)
   if self.silent then return end
   if self.on_line then put(self, "\r\27[K") end
-  io.stderr:write("engine: ", show.shown(text, true), "\n")
+  io.stderr:write("engine: " .. show.shown(text, true) .. "\n")
 end
 
 --- Shows the last step and ends the line.
