@@ -346,12 +346,12 @@ bool eng_grad_enabled(bool on);
 /// was emptied).
 eng_status eng_backward(const eng_tensor *loss, double seed, bool retain);
 
-/// Gradients of the operations recorded from now on carry the relative scale `carry` (1 by
-/// default), a factor beside the seed, for layers with a scale of their own. A gradient that passes
-/// from one relative scale to another is multiplied by their ratio once. The gradients of
-/// parameters end with the scale set by eng_params_carry, those of other leaves with 1. Errors:
-/// VALUE.
-eng_status eng_gradient_carry(double *before, double carry);
+/// Gradients of the operations recorded from now on carry the relative scale `relative` (1
+/// by default) in addition to the seed, for layers with their own scale. `before` returns the
+/// previous one. A gradient that passes from one relative scale to another is multiplied by their
+/// ratio once. The gradients of parameters end with the scale set by eng_params_relative_scale,
+/// those of other leaves with 1. Errors: VALUE.
+eng_status eng_gradient_relative_scale(double *before, double relative);
 
 /// The pull-style protocol for gradients written in Lua. After eng_backward or eng_backward_resume,
 /// eng_backward_pending returns the id of the pending Lua node (-1: backward has finished). Lua
@@ -415,7 +415,7 @@ typedef struct eng_tensor_stats {
   double  amax;               // largest finite |g|
   double  sum_squares;        // over finite elements
   int64_t hist[320];          // filled with ENG_NEED_HIST
-  double  carry;              // relative scale of the gradient; 0 means 1
+  double  relative_scale;     // of the gradient; 0 means 1
   double  norm_ref;           // norm of its gradient in a reference backward; 0: none was run
   // The remaining fields describe what an FP8 layer quantized; `underflow` then counts numbers that
   // became 0.
@@ -597,10 +597,10 @@ eng_status eng_params_stats_withdraw(eng_params *set);
 /// f16 gradients move to an f32 buffer until cleared, so that unscaling loses nothing). `found_inf`
 /// is 1 if any is inf or nan.
 eng_status eng_params_unscale(int *found_inf, eng_params *set, double factor);
-/// Sets the relative scale carry[i] of parameter i's gradient (NULL: 1 each).
-/// If the parameter has a gradient, it takes effect once that is cleared. Statistics, updates and
-/// unscaling divide by it. Errors: VALUE (not positive and finite).
-eng_status eng_params_carry(eng_params *set, const double *carry);
+/// Sets the relative scale of parameter i's gradient to relative[i] (NULL: 1 each). If the
+/// parameter has a gradient, the scale takes effect once that is cleared. Statistics, updates and
+/// unscaling divide by the scale. Errors: VALUE (not positive and finite).
+eng_status eng_params_relative_scale(eng_params *set, const double *relative);
 /// Between these two calls gradients accumulate in a separate f32 buffer; afterwards the set's own
 /// gradients are back. eng_params_reference_end returns the norm of each tensor's gradient (`norms`
 /// [n] or NULL; 0: none arrived) and of all of them, divided by `scale`, the seed of the pass. The

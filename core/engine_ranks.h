@@ -132,13 +132,13 @@ eng_status eng_parallel_stats(eng_record *record, eng_tensor_stats *stats, eng_p
                               double scale, unsigned needs, double *sums, int n_sums,
                               double *maxima, int n_maxima);
 /// With parameters held apart: shares every rank's flags of these parameters with all ranks, for
-/// eng_parallel_brought. After eng_parallel_stats.
-eng_status eng_parallel_tell_brought(eng_parallel *parallel);
+/// eng_parallel_flags. After eng_parallel_stats.
+eng_status eng_parallel_gather_flags(eng_parallel *parallel);
 /// Also sums the histograms of all ranks' stats.
 eng_status eng_parallel_histograms(eng_tensor_stats *stats, eng_parallel *parallel);
 /// What rank `rank` contributed to the last reduction as the gradient of parameter `index`, as
-/// bits: 1 a gradient, 2 inf, 4 nan, 8 finite numbers that became inf in the comm dtype.
-int eng_parallel_brought(const eng_parallel *parallel, int rank, int index);
+/// flags: 1 a gradient, 2 inf, 4 nan, 8 finite numbers that became inf in the comm dtype.
+int eng_parallel_flags(const eng_parallel *parallel, int rank, int index);
 /// With `zero`, after an update: distributes every rank's pieces of the weights to all ranks.
 eng_status eng_parallel_gather(eng_parallel *parallel);
 /// Reduces the f32 gradients of a reference backward (eng_params_reference_begin), at once.
@@ -177,9 +177,9 @@ eng_status eng_parallel_rehearse(double *seconds, eng_params *set, int size,
 eng_status eng_comm_dtype_round(float *x, int64_t n, int comm_dtype);
 /// Reduces the gradients of several ranks within this process, with the kernels of their memory:
 /// rows of x [ranks x n], in f32, f16 or bf16, are packed, summed, each divided by the number of
-/// ranks, and unpacked into out [n] of the same dtype, or added to it with `add`. brought[ranks]:
-/// bits as in eng_parallel_brought, without 1. Errors: SHAPE, DTYPE, VALUE.
-eng_status eng_comm_dtype_reduce(const eng_tensor *out, int *brought, const eng_tensor *x,
+/// ranks, and unpacked into out [n] of the same dtype, or added to it with `add`. flags[ranks]:
+/// bits as in eng_parallel_flags, without 1. Errors: SHAPE, DTYPE, VALUE.
+eng_status eng_comm_dtype_reduce(const eng_tensor *out, int *flags, const eng_tensor *x,
                                  int comm_dtype, bool add);
 
 /// Restricts this optimizer's moments to this rank's pieces of its set and keeps their values

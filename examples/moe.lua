@@ -128,7 +128,7 @@ local function train(policy, precision, seed, tell)
       end
       if tell and (t.steps_done % math.ceil(cfg.steps / 12) == 0 or t.steps_done == cfg.steps) then
         print(("step %d  loss %.4f  scale %g  of the third expert %g"):format(t.steps_done, rare,
-          record.scale, record.scale * t.stats[third].carry))
+          record.scale, record.scale * t.stats[third].relative_scale))
       end
     end,
   }:run()

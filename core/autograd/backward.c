@@ -105,7 +105,7 @@ static bool collect(grad_call *g, const tape_node *node)
 {
   bool any = false;
   const op_call *call = &node->call;
-  *g = (grad_call){.call = call, .carry = node->carry};
+  *g = (grad_call){.call = call, .relative_scale = node->relative_scale};
   for (int k = 0; k < call->n_out; k++)
     if (call->out[k] && call->out[k]->gradient) {
       g->dy[k] = call->out[k]->gradient;
@@ -183,7 +183,7 @@ eng_status eng_backward(const eng_tensor *handle, double seed, bool retain)
                          "x:requires_grad(true), and no engine.no_grad() around it");
   tensor *dy;
   ENG_TRY(tensor_make(&dy, ARENA_STEP, loss->dtype, loss->ndim, loss->shape));
-  if (!graph_takes_seed(dy)) ENG_TRY(transfer_set(dy, seed * gradient_carry(loss)));
+  if (!graph_takes_seed(dy)) ENG_TRY(transfer_set(dy, seed * gradient_relative_scale(loss)));
   gradient_drop(loss);
   gradient_hang(loss, dy);
   pass.running = true;

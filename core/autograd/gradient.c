@@ -3,8 +3,8 @@
 // A tensor's gradient (tensor.gradient) is never modified in place: a second contribution makes a
 // new sum. Gradients of parameters go into their flat buffer.
 //
-// A node's gradients carry a relative scale, `carry`. A rule computes with its node's carry;
-// grad_emit multiplies the result by the ratio of the tensor's carry to the node's. So rules and
+// A node's gradients carry its relative scale, and a rule's results carry that of its node.
+// grad_emit multiplies them by the ratio of the tensor's relative scale to the node's. So rules and
 // kernels ignore per-layer scaling.
 #include "gradient.h"
 
@@ -27,10 +27,10 @@ void gradient_set_place(gradient_place *place, void *data)
   placing.data = data;
 }
 
-double gradient_carry(const tensor *x)
+double gradient_relative_scale(const tensor *x)
 {
-  if (x->parameter) return x->parameter->carry;
-  return tape_holds(x) ? tape_at(x->node)->carry : 1;
+  if (x->parameter) return x->parameter->relative_scale;
+  return tape_holds(x) ? tape_at(x->node)->relative_scale : 1;
 }
 
 void gradient_hang(tensor *x, tensor *dx)
@@ -53,7 +53,8 @@ bool grad_wants(const grad_call *g, int k)
 int grad_dtype(const grad_call *g, int k)
 {
   const tensor *x = g->call->in[k];
-  return gradient_carry(x) == g->carry || x->dtype == ENG_f64 ? x->dtype : ENG_f32;
+  bool final = gradient_relative_scale(x) == g->relative_scale;   // grad_emit will not rescale it
+  return final || x->dtype == ENG_f64 ? x->dtype : ENG_f32;
 }
 
 eng_status grad_run_wide(tensor **out, op_call c)
@@ -86,7 +87,8 @@ tensor *grad_target(grad_call *g, int k, bool *accumulate)
 {
   parameter *p = g->call->in[k]->parameter;
   // grad_emit reports an error of `place`
-  if (!p || p->carry != g->carry || params_sums_terms(p) || place(p) != ENG_OK) return NULL;
+  if (!p || p->relative_scale != g->relative_scale) return NULL;
+  if (params_sums_terms(p) || place(p) != ENG_OK) return NULL;
   *accumulate = p->has_gradient;
   p->has_gradient = true;
   return p->gradient;
@@ -177,10 +179,10 @@ eng_status grad_emit(grad_call *g, int k, tensor *dx)
 {
   tensor *x = g->call->in[k];
   if (!tensor_same_shape(dx, x)) ENG_TRY(unbroadcast(&dx, x));
-  double carry = gradient_carry(x);
-  if (carry != g->carry) {
+  double relative = gradient_relative_scale(x);
+  if (relative != g->relative_scale) {
     tensor *scaled;   // adding -0 keeps the sign of zeros
-    eng_status status = op_affine(&scaled, dx, carry / g->carry, -0.0);
+    eng_status status = op_affine(&scaled, dx, relative / g->relative_scale, -0.0);
     tensor_drop(dx);
     if (status != ENG_OK) return status;
     dx = scaled;

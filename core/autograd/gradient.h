@@ -9,7 +9,7 @@
 typedef struct grad_call {
   const op_call *call;
   tensor *dy[ENG_OP_OUTPUTS];
-  double  carry;        // the node's relative scale: that of dy and of the rule's results
+  double  relative_scale;   // the node's: that of dy and of the rule's results
 } grad_call;
 
 /// A gradient rule: computes the gradients that are wanted and emits them with grad_emit.
@@ -21,16 +21,16 @@ void grad_register(int op, grad_rule *rule);
 bool grad_wants(const grad_call *g, int k);
 
 /// Emits `dx` as the gradient of input k and takes ownership of it. grad_emit sums dx over
-/// broadcast dimensions to the input's shape, rescales it from the node's carry to the input's, and
-/// rounds it to the input's dtype.
+/// broadcast dimensions to the input's shape, rescales it from the node's relative scale to the
+/// input's, and rounds it to the input's dtype.
 eng_status grad_emit(grad_call *g, int k, tensor *dx);
 
 /// The dtype in which a kernel should return the gradient of input k: the input's, but at least f32
 /// where grad_emit still multiplies it, so that it is rounded once.
 int grad_dtype(const grad_call *g, int k);
 
-/// The memory of input k's gradient if that input is a parameter with the node's carry; else NULL.
-/// The rule can write there (adding if *accumulate) instead of emitting.
+/// The memory of input k's gradient if that input is a parameter with the node's relative scale;
+/// else NULL. The rule can write there (adding if *accumulate) instead of emitting.
 tensor *grad_target(grad_call *g, int k, bool *accumulate);
 /// Cancels grad_target after the rule failed to write.
 void grad_target_failed(grad_call *g, int k, bool accumulate);
@@ -50,7 +50,7 @@ eng_status grad_attention_of(grad_call *g, tensor *y);
 
 /// The relative scale of x's gradient: that of the operation that computed x, or of its parameter,
 /// else 1.
-double gradient_carry(const tensor *x);
+double gradient_relative_scale(const tensor *x);
 /// Makes dx the gradient of x and drops the previous one.
 void gradient_hang(tensor *x, tensor *dx);
 void gradient_drop(tensor *x);

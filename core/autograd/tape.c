@@ -1,8 +1,7 @@
 // Recording: the operations of a step, in order. See tape.h.
 //
-// Layers may have relative scales. A node's `carry` is the relative scale of its outputs'
-// gradients; a parameter has its own (gradient.c). Owns the nodes. op.c and fp8/ record operations;
-// backward.c walks them.
+// Layers may have relative scales. A node's is that of its outputs' gradients; a parameter has its
+// own (gradient.c). Owns the nodes. op.c and fp8/ record operations; backward.c walks them.
 #include "tape.h"
 
 #include "base/error.h"
@@ -18,8 +17,8 @@ static struct {
   bool off;                    // recording is switched off
   // backward holds pointers to nodes: records nothing, even when switched on
   bool frozen;
-  double carry;                // relative scale of the nodes recorded from now on
-} tape = {.carry = 1};
+  double relative_scale;       // of the nodes recorded from now on
+} tape = {.relative_scale = 1};
 
 eng_status tape_grow(void **items, int length, int *capacity, size_t size)
 {
@@ -64,7 +63,7 @@ static eng_status record(const op_call *call, int64_t lua_id)
     y->output = k;
   }
   tape_node *node = &tape.nodes[tensor_tape_length++];
-  *node = (tape_node){.call = *call, .lua_id = lua_id, .carry = tape.carry};
+  *node = (tape_node){.call = *call, .lua_id = lua_id, .relative_scale = tape.relative_scale};
   for (int k = 0; k < call->n_in; k++)
     if (call->in[k]) node->in_writes[k] = call->in[k]->store->writes;
   for (int k = 0; k < call->n_out; k++)
@@ -147,14 +146,14 @@ bool eng_grad_enabled(bool on)
   return before;
 }
 
-eng_status eng_gradient_carry(double *before, double carry)
+eng_status eng_gradient_relative_scale(double *before, double relative)
 {
-  *before = tape.carry;
-  if (!f64_is_finite(carry) || !(carry > 0))
+  *before = tape.relative_scale;
+  if (!f64_is_finite(relative) || !(relative > 0))
     return error_set(ENG_ERR_VALUE,
                      "expected a positive finite relative scale of gradients, got %g",
-                     carry);
-  tape.carry = carry;
+                     relative);
+  tape.relative_scale = relative;
   return ENG_OK;
 }
 

@@ -9,8 +9,8 @@
 typedef struct tape_node {
   op_call call;
   int64_t lua_id;       // >= 0: a Lua gradient; call.op is -1
-  // relative scale of the outputs' gradients (eng_gradient_carry)
-  double  carry;
+  // relative scale of the outputs' gradients (eng_gradient_relative_scale)
+  double  relative_scale;
   // storage.writes at recording
   uint32_t in_writes[ENG_OP_INPUTS], out_writes[ENG_OP_OUTPUTS];
 } tape_node;

@@ -285,8 +285,8 @@ static eng_status unscale(const param_span *spans, int n, double factor, float *
     int64_t end = blocks_part(&list, part + 1, parts);
     for (int64_t b = blocks_part(&list, part, parts); b < end; b++) {
       const block *at = &list.at[b];
-      double carry = spans[at->span].scale;
-      const scaling own = carry == 1 ? scale : scaling_of(factor / carry);
+      double relative = spans[at->span].scale;
+      const scaling own = relative == 1 ? scale : scaling_of(factor / relative);
       if (unscale_block(&spans[at->span], &own, target[at->span], at->first, at->count)) found = 1;
     }
   }

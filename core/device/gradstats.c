@@ -21,9 +21,9 @@ void gradstats_sum(eng_record *record, const eng_tensor_stats *stats, int n, dou
     zeros += s->zeros;
     underflow += s->underflow;
     // exact where a layer's scale is a power of two
-    double carry = gradstats_carry(s);
-    if (s->amax / carry > amax) amax = s->amax / carry;
-    sum_squares += s->sum_squares / carry / carry;
+    double relative = gradstats_relative_scale(s);
+    if (s->amax / relative > amax) amax = s->amax / relative;
+    sum_squares += s->sum_squares / relative / relative;
     if (record->first_bad < 0 && s->inf + s->nan > 0) record->first_bad = k;
     if (needs & ENG_NEED_HIST)
       for (int b = 0; b < ENG_HIST_BINS; b++) record->hist[b] += s->hist[b];

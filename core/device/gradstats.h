@@ -7,10 +7,10 @@
 
 #include "engine.h"
 
-/// The relative scale of a tensor's gradient.
-static inline double gradstats_carry(const eng_tensor_stats *s)
+/// The relative scale of a tensor's gradient; 1 where the field is not set.
+static inline double gradstats_relative_scale(const eng_tensor_stats *s)
 {
-  return s->carry > 0 ? s->carry : 1;
+  return s->relative_scale > 0 ? s->relative_scale : 1;
 }
 
 /// Sums the statistics of `n` tensors into one record: counts, sums of squares, maxima, histogram.

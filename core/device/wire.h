@@ -5,7 +5,7 @@
 
 #include "engine.h"
 
-enum { WIRE_INF = 2, WIRE_NAN = 4, WIRE_OVERFLOW = 8 };  // as in eng_parallel_brought
+enum { WIRE_INF = 2, WIRE_NAN = 4, WIRE_OVERFLOW = 8 };  // as in eng_parallel_flags
 enum { WIRE_BLOCK = 128 };                 // elements of an FP8 block
 
 /// Reports whether n numbers in f32, f16 or bf16 contain inf or nan, as WIRE_INF and WIRE_NAN.

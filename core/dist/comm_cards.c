@@ -43,9 +43,9 @@ eng_status cards_new(eng_parallel *p)
   }
   p->table = malloc((size_t)largest + 1);
   p->own_flags = calloc((size_t)n + 1, sizeof *p->own_flags);
-  p->told = calloc((size_t)p->comm->size, (size_t)n + 1);
+  p->pass_flags = calloc((size_t)p->comm->size, (size_t)n + 1);
   p->flags_bytes = (n + 1) * (int64_t)sizeof *p->own_flags;
-  if (!p->table || !p->own_flags || !p->told)
+  if (!p->table || !p->own_flags || !p->pass_flags)
     return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
   p->flags = arena_alloc_in(p->set->space, ARENA_MESSAGE, p->flags_bytes);
   return p->flags ? ENG_OK : ENG_ERR_MEMORY;
@@ -59,12 +59,12 @@ void cards_free(eng_parallel *p)
     backend_of_space(p->set->space)->stream_forget(p->buckets[k].mark);
   free(p->table);
   free(p->own_flags);
-  free(p->told);
+  free(p->pass_flags);
 }
 
 eng_status cards_begin(eng_parallel *p)
 {
-  memset(p->told, 0, (size_t)(p->comm->size * (int64_t)p->set->n));
+  memset(p->pass_flags, 0, (size_t)(p->comm->size * (int64_t)p->set->n));
   return transfer_zero(p->set->space, p->flags, p->flags_bytes);
 }
 
@@ -86,7 +86,7 @@ static int runs_out(wire_run *runs, int64_t *longest, eng_parallel *p, bucket *b
   for (int k = 0; k < b->n; k++) {
     int i = b->member[k];
     const parameter *member = &p->set->member[i];
-    if (member->has_gradient) p->told[(int64_t)p->comm->rank * p->set->n + i] = HAS_GRADIENT;
+    if (member->has_gradient) p->pass_flags[(int64_t)p->comm->rank * p->set->n + i] = HAS_GRADIENT;
     for (int rank = 0; rank < b->comm->size; rank++) {
       int64_t from, at, n = bucket_overlap(p, b, k, rank, &from, &at);
       if (n == 0) continue;
@@ -188,7 +188,7 @@ eng_status cards_done(bool *done, eng_parallel *p, bucket *b)
 eng_status cards_exchange_flags(eng_parallel *p)
 {
   int64_t n = p->set->n;
-  uint8_t *own = p->told + (int64_t)p->comm->rank * n;
+  uint8_t *own = p->pass_flags + (int64_t)p->comm->rank * n;
   void *stream = comm_stream_of(STREAM_GRADIENTS);
   ENG_TRY(backend_of_space(p->set->space)
             ->stream_move(stream, p->own_flags, p->flags, p->flags_bytes, COPY_TO_HOST));
@@ -197,5 +197,5 @@ eng_status cards_exchange_flags(eng_parallel *p)
     // the same rule as in comm_gradients.c
     own[i] |= (uint8_t)(flags & WIRE_INF ? flags & ~(uint32_t)WIRE_OVERFLOW : flags);
   }
-  return eng_comm_all_gather(p->comm, p->told, own, n);
+  return eng_comm_all_gather(p->comm, p->pass_flags, own, n);
 }

@@ -181,7 +181,7 @@ static eng_status sum_piece(eng_parallel *p, bucket *b)
     else ENG_TRY(comm_unpack(values, ENG_f32, own, piece, b->comm_dtype, own, 0, NULL));
     for (int k = 0; k < b->n; k++) {
       uint8_t flags = (uint8_t)piece[b->packed + k];
-      p->brought[(int64_t)among_all(p, b, rank) * p->set->n + b->member[k]] |= flags;
+      p->rank_flags[(int64_t)among_all(p, b, rank) * p->set->n + b->member[k]] |= flags;
       b->anyone[k] = (rank > 0 && b->anyone[k]) || flags & HAS_GRADIENT;
     }
   }
@@ -259,12 +259,12 @@ static eng_status read_flags(eng_parallel *p)
   int64_t n = p->set->n;
   ENG_TRY(comm_stream_wait(STREAM_GRADIENTS, "the sum of gradients"));
   ENG_TRY(cards_exchange_flags(p));
-  for (int64_t k = 0; k < p->comm->size * n; k++) p->brought[k] |= p->told[k];
+  for (int64_t k = 0; k < p->comm->size * n; k++) p->rank_flags[k] |= p->pass_flags[k];
   for (int i = 0; i < n; i++) {
     const bucket *b = &p->buckets[p->bucket_of[i]];
     bool anyone = p->zero == 2 && p->had[i];
     for (int rank = 0; rank < b->comm->size; rank++)
-      anyone = anyone || p->told[among_all(p, b, rank) * n + i] & HAS_GRADIENT;
+      anyone = anyone || p->pass_flags[among_all(p, b, rank) * n + i] & HAS_GRADIENT;
     if (anyone || p->zero == 2) p->set->member[i].has_gradient = anyone;
   }
   return ENG_OK;
@@ -396,7 +396,7 @@ eng_status eng_parallel_begin(eng_parallel *p, int pass)
   p->alone = pass == ENG_PASS_ALONE;
   if (pass == ENG_PASS_FIRST) {
     p->facts = (eng_parallel_facts){.buckets = p->n_buckets};
-    memset(p->brought, 0, (size_t)(p->comm->size * (int64_t)set->n));
+    memset(p->rank_flags, 0, (size_t)(p->comm->size * (int64_t)set->n));
   }
   if (p->cards) ENG_TRY(cards_begin(p));
   p->armed = true;
@@ -470,10 +470,10 @@ void eng_parallel_cancel(eng_parallel *p)
   leave_rooms(p);
 }
 
-int eng_parallel_brought(const eng_parallel *p, int rank, int index)
+int eng_parallel_flags(const eng_parallel *p, int rank, int index)
 {
   if (rank < 0 || rank >= p->comm->size || index < 0 || index >= p->set->n) return 0;
-  return p->brought[(int64_t)rank * p->set->n + index];
+  return p->rank_flags[(int64_t)rank * p->set->n + index];
 }
 
 void eng_parallel_last(eng_parallel_facts *out, const eng_parallel *p) { *out = p->facts; }

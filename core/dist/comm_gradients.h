@@ -8,7 +8,7 @@
 #include "params/params.h"
 #include "tensor/pool.h"
 
-enum { HAS_GRADIENT = 1 };         // a bit of eng_parallel.brought, in addition to those of wire.h
+enum { HAS_GRADIENT = 1 };    // a bit of eng_parallel.rank_flags, in addition to those of wire.h
 
 typedef enum bucket_state { BUCKET_FILLS, BUCKET_OUT, BUCKET_BACK, BUCKET_DONE } bucket_state;
 
@@ -51,14 +51,14 @@ struct eng_parallel {
   bool        cards;          // gradients go from card to card (comm_cards.c), which uses:
   void       *table;          //   the device's table of a bucket
   uint32_t   *flags, *own_flags;      // [set->n] on the card, and on the host: wire.h's bits
-  uint8_t    *told;           // [ranks][set->n] flags of each rank in this pass
+  uint8_t    *pass_flags;     // [ranks][set->n] flags of each rank in this pass
   int64_t     flags_bytes;
   tensor    **place;  // ZeRO-2: [set->n] each gradient as backward writes it; data NULL: not
                               // begun, or packed already
   bool       *had;  // ZeRO-2: [set->n] earlier passes of this step left a sum in the piece
   int32_t    *bucket_of;      // [set->n]
   bool       *complete;       // [set->n] as reported by the tape
-  uint8_t    *brought;        // [ranks][set->n] flags of each rank in the last reduction
+  uint8_t    *rank_flags;     // [ranks][set->n] flags of each rank in the last reduction
   int64_t     n_values;
   float      *values;         // [n_values] pieces as f32, [ranks][own piece] of the largest bucket;
                               // at least the largest member
@@ -113,7 +113,7 @@ eng_status cards_begin(eng_parallel *p);
 eng_status cards_send(eng_parallel *p, bucket *b);
 /// Whether that work is done. Never waits.
 eng_status cards_done(bool *done, eng_parallel *p, bucket *b);
-/// After all buckets are done: exchanges the ranks' flags (p->told).
+/// After all buckets are done: exchanges the ranks' flags (p->pass_flags).
 eng_status cards_exchange_flags(eng_parallel *p);
 
 #endif

@@ -55,8 +55,8 @@ static eng_status take_memory(eng_parallel *p, int64_t limit)
   if (p->set->space != SPACE_HOST) p->raw = malloc((size_t)(largest * (int64_t)sizeof(float)) + 1);
   p->messages = calloc(2 * (size_t)size, sizeof *p->messages);
   p->terms = calloc((size_t)size, sizeof *p->terms);
-  p->brought = calloc((size_t)size, (size_t)p->set->n + 1);
-  if (p->messages && p->terms && p->brought && (p->raw || p->set->space == SPACE_HOST))
+  p->rank_flags = calloc((size_t)size, (size_t)p->set->n + 1);
+  if (p->messages && p->terms && p->rank_flags && (p->raw || p->set->space == SPACE_HOST))
     return ENG_OK;
   return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
 }
@@ -81,7 +81,7 @@ void eng_parallel_free(eng_parallel *p)
   free(p->apart);
   free(p->holder);
   free(p->complete);
-  free(p->brought);
+  free(p->rank_flags);
   free(p->place);
   free(p->had);
   free(p->raw);

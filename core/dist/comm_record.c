@@ -79,11 +79,11 @@ eng_status eng_parallel_stats(eng_record *record, eng_tensor_stats *stats, eng_p
   return ENG_OK;
 }
 
-eng_status eng_parallel_tell_brought(eng_parallel *p)
+eng_status eng_parallel_gather_flags(eng_parallel *p)
 {
   if (!p->holders) return ENG_OK;
-  return eng_comm_all_gather(p->comm, p->brought, p->brought + (int64_t)p->comm->rank * p->set->n,
-                             p->set->n);
+  const uint8_t *own = p->rank_flags + (int64_t)p->comm->rank * p->set->n;
+  return eng_comm_all_gather(p->comm, p->rank_flags, own, p->set->n);
 }
 
 eng_status eng_parallel_histograms(eng_tensor_stats *stats, eng_parallel *p)

@@ -16,7 +16,7 @@ typedef struct reduction {
   int      ranks, comm_dtype;
   int64_t  n, count, bytes;          // numbers; with padding; bytes of a packed piece
   bool     add;
-  int     *brought;
+  int     *flags;
 } reduction;
 
 static eng_status on_host(reduction *r)
@@ -32,11 +32,11 @@ static eng_status on_host(reduction *r)
       : error_set(ENG_ERR_MEMORY, "out of memory for %lld numbers", (long long)r->n);
   for (int k = 0; status == ENG_OK && k < r->ranks; k++) {
     memcpy(padded, (const char *)r->x->data + r->n * size * k, (size_t)(r->n * size));
-    r->brought[k] = wire_flags(padded, dtype, r->n);
+    r->flags[k] = wire_flags(padded, dtype, r->n);
     status = comm_pack(piece, r->comm_dtype, r->count, 0, padded, dtype, r->count, room);
-    if (r->comm_dtype == ENG_f16 && dtype != ENG_f16 && !(r->brought[k] & WIRE_INF) &&
+    if (r->comm_dtype == ENG_f16 && dtype != ENG_f16 && !(r->flags[k] & WIRE_INF) &&
         wire_flags(piece, ENG_f16, r->n) & WIRE_INF)
-      r->brought[k] |= WIRE_OVERFLOW;
+      r->flags[k] |= WIRE_OVERFLOW;
     terms[k] = values + r->count * k;
     if (status == ENG_OK)
       status = comm_unpack(values + r->count * k, ENG_f32, r->count, piece, r->comm_dtype, r->count,
@@ -73,15 +73,15 @@ static eng_status on_card(reduction *r)
     return error_set(ENG_ERR_DEVICE, "%s has no kernels for messages between ranks", card->name);
   char *there = arena_alloc_in(r->x->store->space, ARENA_SCRATCH, bytes),
        *table = there + (ranks + 1) * packed, *sum = there + ranks * packed;
-  char *told = malloc((size_t)(terms_bytes + runs_bytes));
+  char *staged = malloc((size_t)(terms_bytes + runs_bytes));
   uint32_t *flags = calloc((size_t)ranks, sizeof *flags);
   eng_status status = !there ? ENG_ERR_MEMORY
-                      : told && flags
+                      : staged && flags
                         ? ENG_OK
                         : error_set(ENG_ERR_MEMORY, "out of memory for %d ranks", r->ranks);
   if (status == ENG_OK) {
-    const void **terms = (const void **)told;
-    wire_run *runs = (wire_run *)(told + terms_bytes);
+    const void **terms = (const void **)staged;
+    wire_run *runs = (wire_run *)(staged + terms_bytes);
     for (int k = 0; k <= r->ranks; k++) {
       char *piece = there + packed * k;
       if (k < r->ranks) terms[k] = piece;
@@ -95,7 +95,7 @@ static eng_status on_card(reduction *r)
                           : r->add     ? WIRE_RUN_ADD
                                        : 0};
     }
-    status = card->move(table, told, terms_bytes + runs_bytes, COPY_TO_DEVICE);
+    status = card->move(table, staged, terms_bytes + runs_bytes, COPY_TO_DEVICE);
   }
   const wire_run *runs = (const wire_run *)(table + terms_bytes);
   void *flags_there = table + terms_bytes + runs_bytes;
@@ -109,14 +109,14 @@ static eng_status on_card(reduction *r)
     status = card->wire_unpack(NULL, runs + r->ranks, 1, r->n, r->comm_dtype, r->x->dtype);
   if (status == ENG_OK) status = card->move(flags, flags_there, flags_bytes, COPY_TO_HOST);
   for (int k = 0; status == ENG_OK && k < r->ranks; k++)
-    r->brought[k] = (int)(flags[k] & WIRE_INF ? flags[k] & ~(uint32_t)WIRE_OVERFLOW : flags[k]);
+    r->flags[k] = (int)(flags[k] & WIRE_INF ? flags[k] & ~(uint32_t)WIRE_OVERFLOW : flags[k]);
   if (there) arena_free_in(r->x->store->space, ARENA_SCRATCH, there, bytes);
-  free(told);
+  free(staged);
   free(flags);
   return status;
 }
 
-eng_status eng_comm_dtype_reduce(const eng_tensor *out, int *brought, const eng_tensor *handle,
+eng_status eng_comm_dtype_reduce(const eng_tensor *out, int *flags, const eng_tensor *handle,
                                  int comm_dtype, bool add)
 {
   tensor *to, *x;
@@ -141,7 +141,7 @@ eng_status eng_comm_dtype_reduce(const eng_tensor *out, int *brought, const eng_
                  .comm_dtype = comm_dtype_of(comm_dtype, x->dtype),
                  .n = x->shape[1],
                  .add = add,
-                 .brought = brought};
+                 .flags = flags};
   r.count = comm_padded(r.n);
   r.bytes = comm_packed_bytes(r.comm_dtype, r.count);
   to->store->writes++;

@@ -81,7 +81,7 @@ static eng_params *set_allocate(int n, const char *const *names)
     set->member[i].set = set;
     set->member[i].index = i;
     set->gradient_dtype[i] = set->term_dtype[i] = ENG_f32;
-    set->member[i].carry = set->member[i].carry_next = 1;
+    set->member[i].relative_scale = set->member[i].next_relative_scale = 1;
     set->member[i].name = strdup(names[i]);
     complete = set->member[i].name != NULL;
   }
@@ -437,7 +437,7 @@ static int spans(eng_params *set, const int64_t *own)
       .gradient = past(gradient, p->gradient ? from : from - set->own[2 * i]),
       .gradient_dtype = gradient->dtype,
       .moment_dtype = ENG_f32,
-      .scale = p->unscaled ? 1 : p->carry,
+      .scale = p->unscaled ? 1 : p->relative_scale,
     };
   }
   return m;
@@ -478,7 +478,7 @@ eng_status eng_params_stats(eng_record *record, eng_tensor_stats *stats, eng_par
   ENG_TRY(params_whole(set));
   int m = params_spans(set);
   ENG_TRY(device->gradstats(set->span, m, needs, set->stats));
-  for (int k = 0; k < m; k++) set->stats[k].carry = set->span[k].scale;
+  for (int k = 0; k < m; k++) set->stats[k].relative_scale = set->span[k].scale;
   params_record(record, stats, set, set->stats, set->which, m, scale, needs);
   return ENG_OK;
 }
@@ -508,7 +508,7 @@ eng_status params_own_stats(eng_tensor_stats *stats, eng_params *set, unsigned n
   memset(stats, 0, (size_t)set->n * sizeof *stats);
   for (int k = 0; k < m; k++) stats[set->which[k]] = set->stats[k];
   for (int i = 0; i < set->n; i++)
-    stats[i].carry = set->member[i].unscaled ? 1 : set->member[i].carry;
+    stats[i].relative_scale = set->member[i].unscaled ? 1 : set->member[i].relative_scale;
   return ENG_OK;
 }
 
@@ -558,20 +558,20 @@ eng_status eng_params_unscale(int *found_inf, eng_params *set, double factor)
   return ENG_OK;
 }
 
-eng_status eng_params_carry(eng_params *set, const double *carry)
+eng_status eng_params_relative_scale(eng_params *set, const double *relative)
 {
   ENG_TRY(check_alive(set));
   for (int i = 0; i < set->n; i++) {
-    if (!carry || (f64_is_finite(carry[i]) && carry[i] > 0)) continue;
+    if (!relative || (f64_is_finite(relative[i]) && relative[i] > 0)) continue;
     return error_set(
       ENG_ERR_VALUE,
       "parameter %s: expected a positive finite relative scale of its gradient, got %g",
-      set->member[i].name, carry[i]);
+      set->member[i].name, relative[i]);
   }
   for (int i = 0; i < set->n; i++) {
     parameter *p = &set->member[i];
-    p->carry_next = carry ? carry[i] : 1;
-    if (!p->has_gradient) p->carry = p->carry_next;
+    p->next_relative_scale = relative ? relative[i] : 1;
+    if (!p->has_gradient) p->relative_scale = p->next_relative_scale;
   }
   return ENG_OK;
 }

@@ -37,8 +37,8 @@ typedef struct parameter {
   bool        has_gradient;   // a gradient was added since the last zero_grad
   bool        expected;       // a temporary mark of backward.c
   bool        unscaled;       // the gradient is the true one, without any scale
-  double      carry;          // relative scale of the gradient
-  double      carry_next;     // relative scale of the next gradient
+  double      relative_scale; // of the gradient
+  double      next_relative_scale;   // of the next gradient
   params_derived *derived;    // a copy in another format, or NULL
   uint32_t    seen;           // storage.writes of value when the shadow was last rounded from it
 } parameter;
@@ -59,7 +59,7 @@ typedef struct pending_stats {
   unsigned needs;
   int32_t  m, n_losses;
   int32_t *which;             // [n] of the set: entry k is of member which[k]
-  double  *carry;             // [n] relative scale of entry k
+  double  *relative_scale;    // [n] of entry k
   int64_t  ticket;            // the device's, if it computes asynchronously
   eng_tensor_stats *stats;    // [n], if it computes at once; NULL on a card
   // if it computes at once; squares of the stored gradients, each divided by its span's scale
@@ -136,7 +136,7 @@ static inline bool params_sums_terms(const parameter *p)
 static inline void params_drop_gradient(parameter *p)
 {
   p->has_gradient = p->unscaled = false;
-  p->carry = p->carry_next;
+  p->relative_scale = p->next_relative_scale;
 }
 
 /// Records that a member's values changed, and with them its low-precision weights: a tape that

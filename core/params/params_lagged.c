@@ -16,9 +16,9 @@ static eng_status room_for(pending_stats *p, const eng_params *set, bool on_host
 {
   size_t some = (size_t)(set->n > 0 ? set->n : 1);
   if (!p->which) p->which = calloc(some, sizeof *p->which);
-  if (!p->carry) p->carry = calloc(some, sizeof *p->carry);
+  if (!p->relative_scale) p->relative_scale = calloc(some, sizeof *p->relative_scale);
   if (on_host && !p->stats) p->stats = calloc(some, sizeof *p->stats);
-  if (p->which && p->carry && (p->stats || !on_host)) return ENG_OK;
+  if (p->which && p->relative_scale && (p->stats || !on_host)) return ENG_OK;
   return error_set(ENG_ERR_MEMORY, "out of memory for the statistics of %d parameters", set->n);
 }
 
@@ -49,7 +49,7 @@ void params_forget_lagged(eng_params *set)
   eng_params_stats_forget(set);
   for (int i = 0; i < ENG_STATS_ON_THEIR_WAY; i++) {
     free(set->pending[i].which);
-    free(set->pending[i].carry);
+    free(set->pending[i].relative_scale);
     free(set->pending[i].stats);
   }
 }
@@ -97,7 +97,7 @@ eng_status eng_params_stats_start(eng_params *set, unsigned needs, const eng_ten
   p->n_losses = n_losses;
   p->m = params_spans(set);
   memcpy(p->which, set->which, (size_t)p->m * sizeof *p->which);
-  for (int k = 0; k < p->m; k++) p->carry[k] = set->span[k].scale;
+  for (int k = 0; k < p->m; k++) p->relative_scale[k] = set->span[k].scale;
   if (device->gradstats_start) {
     ENG_TRY(device->gradstats_start(&p->ticket, set->span, p->m, needs, loss, n_losses));
   } else {
@@ -106,7 +106,7 @@ eng_status eng_params_stats_start(eng_params *set, unsigned needs, const eng_ten
     p->overflow = false;
     for (int i = 0; i < n_losses; i++) p->loss += tensor_load(loss[i]->data, ENG_f32, 0);
     for (int k = 0; k < p->m; k++) {
-      double scale = p->stats[k].carry = set->span[k].scale;
+      double scale = p->stats[k].relative_scale = set->span[k].scale;
       p->sum_squares += p->stats[k].sum_squares / (scale * scale);
       p->overflow = p->overflow || p->stats[k].inf + p->stats[k].nan > 0;
     }
@@ -134,7 +134,7 @@ eng_status eng_params_stats_fetch(eng_record *record, eng_tensor_stats *stats, d
     p->loss = 0;
     for (int i = 0; i < p->n_losses; i++) p->loss += values[i];
     found = set->stats;
-    for (int k = 0; k < p->m; k++) set->stats[k].carry = p->carry[k];
+    for (int k = 0; k < p->m; k++) set->stats[k].relative_scale = p->relative_scale[k];
   }
   *loss = p->loss;
   params_record(record, stats, set, found, p->which, p->m, scale, p->needs);

@@ -185,8 +185,8 @@ static void sum_groups(eng_policy *p)
     g->nan += t->nan;
     g->zeros += t->zeros;
     g->underflow += t->underflow;
-    if (g->carry == 0) g->carry = gradstats_carry(t);
-    double ratio = g->carry / gradstats_carry(t);
+    if (g->relative_scale == 0) g->relative_scale = gradstats_relative_scale(t);
+    double ratio = g->relative_scale / gradstats_relative_scale(t);
     g->sum_squares += t->sum_squares * ratio * ratio;
     if (t->amax * ratio > g->amax) g->amax = t->amax * ratio;
     g->norm_ref = sqrt(g->norm_ref * g->norm_ref + t->norm_ref * t->norm_ref);
@@ -211,7 +211,7 @@ static const eng_tensor_stats *stats_in_view(eng_policy *p, const view *v)
 static int push_stats_field(lua_State *L, eng_policy *p, const view *v, int field)
 {
   const eng_tensor_stats *s = stats_in_view(p, v);
-  double scale = p->record->scale * gradstats_carry(s);
+  double scale = p->record->scale * gradstats_relative_scale(s);
   switch (field) {
   case S_NAME: lua_pushstring(L, (v->kind == VIEW_GROUP ? p->groups : p->tensors)[v->index]); break;
   case S_SCALE: lua_pushnumber(L, scale); break;

@@ -1,7 +1,7 @@
 // Gradient statistics as compact blobs: a version byte and the number of tensors; for each tensor
 // five counts as variable-length numbers (7 bits per byte, low bits first), amax and sum of squares
 // as doubles, the histogram as first bin, number of bins and their counts, and (since version 2)
-// carry and reference norm as doubles. A tensor takes about 45 bytes without a histogram.
+// relative scale and reference norm as doubles. A tensor takes about 45 bytes without a histogram.
 // Called by history.c, and by Lua to unpack.
 #include "base/error.h"
 #include "history.h"
@@ -58,7 +58,7 @@ int64_t history_pack(uint8_t *blob, const eng_tensor_stats *stats, int n)
     to = put_double(to, s->amax);
     to = put_double(to, s->sum_squares);
     to = put_hist(to, s->hist);
-    to = put_double(to, s->carry);
+    to = put_double(to, s->relative_scale);
     to = put_double(to, s->norm_ref);
   }
   return to - blob;
@@ -118,7 +118,7 @@ static void get_tensor(reader *from, eng_tensor_stats *s, int version)
   if (first > ENG_HIST_BINS || bins > ENG_HIST_BINS - first) from->bad = true;
   for (int64_t b = 0; b < bins && !from->bad; b++) s->hist[first + b] = get_number(from);
   if (version < 2) return;
-  s->carry = get_double(from);
+  s->relative_scale = get_double(from);
   s->norm_ref = get_double(from);
 }
 

@@ -285,7 +285,7 @@ local function train(kind, recipe, change, options)
   engine.seed(5)
   local model = change(MODELS[kind](options.dropout or 0))
   local optimizer = engine.optim.adamw(model, { lr = 1e-2, precision = recipe })
-  if options.carry then rawset(options.carry(model), "_relative_scale", 4) end
+  if options.scaled then rawset(options.scaled(model), "_relative_scale", 4) end
   local ids = engine.randint(0, 40, { 2, 17 }):keep()
   local x, targets = ids:slice(2, 1, 16):contiguous():keep(),
     ids:slice(2, 2, 17):contiguous():keep()
@@ -352,10 +352,10 @@ describe("models with residuals and norms in one operation", function()
   end)
 
   it("train the same with scales per layer", function()
-    for _, carry in ipairs { function(m) return m.blocks[2] end,
+    for _, scaled in ipairs { function(m) return m.blocks[2] end,
       function(m) return m.blocks[2].norm2 end, function(m) return m.norm end,
       function(m) return m.blocks[1].attn end } do
-      same("gpt", "fp16", { carry = carry })
+      same("gpt", "fp16", { scaled = scaled })
     end
   end)
 

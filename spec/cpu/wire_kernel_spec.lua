@@ -35,10 +35,10 @@ local function reduce(rows, dtype, wire, before)
   local ranks, n = #rows, #rows[1]
   local x, out = engine.tensor(rows):to(dtype), before and engine.tensor(before):to(dtype)
     or engine.zeros({ n }, dtype)
-  local brought = ffi.new("int[?]", ranks)
-  check(C.eng_comm_dtype_reduce(out, brought, x, C["ENG_COMM_" .. wire], before ~= nil))
+  local bits = ffi.new("int[?]", ranks)
+  check(C.eng_comm_dtype_reduce(out, bits, x, C["ENG_COMM_" .. wire], before ~= nil))
   local flags = {}
-  for r = 1, ranks do flags[r] = brought[r - 1] end
+  for r = 1, ranks do flags[r] = bits[r - 1] end
   return out:to("f32"):totable(), flags, x:to("f32"):totable()
 end
 

@@ -59,7 +59,7 @@ local function world(name, options, steps, mean, fields)
     for i = 1, layers do
       local own = layers > 1 and p:group_scale(i) or scale
       local s = look(own, mean(step, i), stats[i - 1])
-      stats[i - 1].carry = own / scale
+      stats[i - 1].relative_scale = own / scale
       result.last[i] = s
       for _, field in ipairs { "count", "inf", "zeros", "underflow" } do
         r[field] = r[field] + s[field]

@@ -107,7 +107,7 @@ describe("history", function()
     append(h, 4)
     local tensors = h:tensors(3)
     assert.are.same({ name = "wte.weight", count = 15, inf = 2, nan = 1, zeros = 0, underflow = 0,
-      amax = 65504, norm = 3, carry = 1,
+      amax = 65504, norm = 3, relative_scale = 1, carry = 1,
       hist = { [-160] = 1, [159] = 2 ^ 40 } }, tensors[1])
     assert.are.equal("scale", tensors[2].name)
     assert.is_nil(h:tensors(4))

@@ -93,8 +93,8 @@ describe("per-layer scales", function()
         end,
         on_step = function(t)
           local s = t.stats[0]
-          seen = { lost = tonumber(s.zeros) / tonumber(s.count), carry = s.carry,
-            inf = tonumber(t.record.inf) }
+          seen = { lost = tonumber(s.zeros) / tonumber(s.count), inf = tonumber(t.record.inf),
+            relative_scale = s.relative_scale }
         end }:run()
       return seen
     end
@@ -104,7 +104,7 @@ describe("per-layer scales", function()
       local scales = {}
       for i = 1, 12 do scales[tostring(i)] = 2^10 * 4^(12 - i) end
       return { scale = state.scale, scales = scales } end ]])
-    assert.are.equal(4 ^ 11, apart.carry)
+    assert.are.equal(4 ^ 11, apart.relative_scale)
     assert.is_true(apart.lost < 0.05)
     assert.are.equal(0, apart.inf)
   end)
@@ -163,9 +163,9 @@ describe("per-layer scales", function()
     local h = engine.history.open(folder .. "/run")
     local by_name = {}
     for _, row in ipairs(h:tensors(6)) do by_name[row.name] = row end
-    assert.are.equal(2 ^ 5, by_name["blocks.1.attn.qkv.weight"].carry)
-    assert.are.equal(2 ^ -6, by_name["blocks.2.attn.qkv.weight"].carry)
-    assert.are.equal(1, by_name["blocks.3.attn.qkv.weight"].carry)
+    assert.are.equal(2 ^ 5, by_name["blocks.1.attn.qkv.weight"].relative_scale)
+    assert.are.equal(2 ^ -6, by_name["blocks.2.attn.qkv.weight"].relative_scale)
+    assert.are.equal(1, by_name["blocks.3.attn.qkv.weight"].relative_scale)
     h:close()
     helper.remove(folder)
   end)

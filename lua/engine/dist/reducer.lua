@@ -440,7 +440,7 @@ function Reducer:record(record, stats, s)
   s.signals = self.signals
   if record.overflow == 0 then self.found = nil
   else
-    if self.apart then check(C.eng_parallel_tell_brought(self.reduction)) end
+    if self.apart then check(C.eng_parallel_gather_flags(self.reduction)) end
     self.found = s.culprits or self:find_culprits()
   end
   -- Histograms of single tensors are a large message. They are reduced only where something reads
@@ -517,7 +517,7 @@ function Reducer:find_culprits()
   for rank = 0, self.size - 1 do
     for _, kind in ipairs(BITS) do
       for i, p in ipairs(self.trainer.optimizer.list) do
-        if bit.band(C.eng_parallel_brought(self.reduction, rank, i - 1), kind[1]) ~= 0 then
+        if bit.band(C.eng_parallel_flags(self.reduction, rank, i - 1), kind[1]) ~= 0 then
           found[#found + 1] = { rank = rank, tensor = p.name, what = kind[2] }
           break
         end

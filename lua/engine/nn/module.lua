@@ -23,7 +23,7 @@ local depth = 0   -- 1 while a module runs; the outermost call adds the module p
 local scale_now, scale_before = 1, M_ffi.new("double[1]")
 local function set_relative_scale(scale)
   if scale == scale_now then return end
-  M_ffi.check(C.eng_gradient_carry(scale_before, scale))
+  M_ffi.check(C.eng_gradient_relative_scale(scale_before, scale))
   scale_now = scale
 end
 

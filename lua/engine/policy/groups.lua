@@ -60,7 +60,7 @@ function M.new(model, list, sets)
     self.modules[i] = at[group] or false  -- false: a parameter of the model itself
     if at[group] then rawset(at[group], "_relative_scale", nil) end   -- set by an earlier trainer
   end
-  for _, set in ipairs(sets) do check(C.eng_params_carry(set.params, nil)) end
+  for _, set in ipairs(sets) do check(C.eng_params_relative_scale(set.params, nil)) end
   return self
 end
 
@@ -77,7 +77,7 @@ function Groups:apply(policy)
   for i = 1, #self.names do self.relative[i - 1] = policy:group_scale(self.group_of[i]) / scale end
   local first = 0
   for _, set in ipairs(self.sets) do
-    check(C.eng_params_carry(set.params, self.relative + first))
+    check(C.eng_params_relative_scale(set.params, self.relative + first))
     first = first + set.n
   end
   self.apart = apart

@@ -242,7 +242,8 @@ end
 -- ------------------------------------------------------------------ one tensor
 
 --- The record of a parameter's gradients: { name, shape, steps = { { step, amax, norm, inf, nan,
---- zeros, underflow, hist, scale, carry } ... } }, at most `points` (200) of the recorded steps.
+--- zeros, underflow, hist, scale, relative_scale } ... } }, at most `points` (200) of the recorded
+--- steps.
 --- Prints as a curve of its largest stored value and its last histogram.
 function M.tensor(h, name, options)
   options = read_named(options, "tensor", TENSOR)

@@ -527,8 +527,8 @@ function History:fp8(site, step)
 end
 
 --- Statistics per tensor of a step: a list of { name, count, inf, nan, zeros, underflow, amax,
---- norm, hist, carry, norm_ref } of the gradients as the backward pass left them, that is, times
---- the loss scale and times `carry`, the relative scale of the tensor's layer (1 if layers have no
+--- norm, hist, relative_scale, norm_ref } of the gradients as the backward pass left them, that is,
+--- times the loss scale and times the relative scale of the tensor's layer (1 if layers have no
 --- scales of their own). norm_ref is nil without a reference backward. nil and a message when the
 --- step has no statistics.
 function History:tensors(step)
@@ -547,7 +547,9 @@ function History:tensors(step)
       inf = tonumber(s.inf), nan = tonumber(s.nan),
       zeros = tonumber(s.zeros), underflow = tonumber(s.underflow), amax = s.amax,
       norm = math.sqrt(s.sum_squares), hist = formats.add_histogram({}, s.hist),
-      carry = s.carry > 0 and s.carry or 1, norm_ref = s.norm_ref > 0 and s.norm_ref or nil }
+      relative_scale = s.relative_scale > 0 and s.relative_scale or 1,
+      norm_ref = s.norm_ref > 0 and s.norm_ref or nil }
+    rows[i + 1].carry = rows[i + 1].relative_scale   -- its name in 0.1
   end
   local columns = { "name", "count", "inf", "nan", "zeros", "underflow", "amax", "norm" }
   return setmetatable(rows, { __tostring = function(list) return table_text(list, columns) end })

@@ -380,7 +380,7 @@ local function tell(self, site, gradient, first)
     local sums, maxima = self.sums + SUMS * (first + r), self.maxima + MAXIMA * (first + r)
     ffi.fill(s, ffi.sizeof("eng_tensor_stats"))
     local amax = maxima[0]
-    s.carry, s.amax = 1, amax >= 0 and amax / unit or 0
+    s.relative_scale, s.amax = 1, amax >= 0 and amax / unit or 0
     if amax ~= amax then s.nan = 1 elseif amax == math.huge then s.inf, s.amax = 1, 0 end
     local count = sums[0]
     if self.looking and count > 0 then
