@@ -44,7 +44,7 @@ PUBLIC_HEADERS := $(wildcard core/engine*.h core/*.def)
 
 # The CUDA device is a plug-in, built where there is a CUDA compiler. CUDA_ARCHS: the compute
 # capabilities to compile for; by default this machine's card, or Hopper without a card.
-# CUDA_ARCHS='80 89 90a' builds for all cards that have kernels of their own.
+# CUDA_ARCHS='80 89 90a' builds for all cards that have their own kernels.
 NVCC       ?= $(or $(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc))
 THIS_CARD  := $(firstword $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader \
                 2>/dev/null | tr -d .))
@@ -351,7 +351,7 @@ else
 	@echo "no nvcc: skipped"
 endif
 
-# Each fuzzer is a C program with a main of its own, or a Lua script. C fuzzers link the core as an
+# Each fuzzer is a C program with its own main, or a Lua script. C fuzzers link the core as an
 # archive, so that they may replace functions of it; -u adds the objects that register themselves
 # (the CPU device, FP8 layers).
 FUZZ_C   := $(wildcard spec/fuzz/*.c)

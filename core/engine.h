@@ -153,9 +153,9 @@ eng_status eng_step_end(void);
 /// The number of the current step, counted from 0.
 int64_t eng_step_count(void);
 
-/// Marks a position in the step's tensors. eng_scope_end drops the tensors created since (in
-/// evaluation, sampling), except kept ones. The tape may not refer to them. Scopes nest; each begin
-/// needs its end, even after an error.
+/// Marks a position in the step's tensors, for instance around evaluation or sampling.
+/// eng_scope_end drops the tensors created since then, except kept ones. The tape must not refer to
+/// the dropped ones. Scopes nest; every begin needs an end, even after an error.
 eng_status eng_scope_begin(int64_t *mark);
 eng_status eng_scope_end(int64_t mark);
 
@@ -233,7 +233,7 @@ bool eng_op_supported(const char *device, int op);
 // ------------------------------------------------------------------ FP8
 
 /// Arguments of the operations quantize, dequantize and fp8_matmul (ops.def).
-enum { ENG_FORMAT_E5M6 = 12 };   // beside the dtypes e4m3 and e5m2
+enum { ENG_FORMAT_E5M6 = 12 };   // in addition to the dtypes e4m3 and e5m2
 /// How a block's amax becomes its scale: the rules of these projects (core/base/fp8_scale.h).
 enum {
   ENG_SCALE_TRANSFORMER_ENGINE = 0,
@@ -647,7 +647,9 @@ typedef struct eng_update {
   int32_t lagged;               // 1: the device decides by the newest statistics (see backend.h):
                                 // no update when a gradient is inf or nan
   double  clip_norm;            // limit on `norm` (clip_factor in base/numerics.h); 0: none
-  double  norm;                 // lagged: ignored, the device has the norm times gradient_factor
+  // The gradients' norm after gradient_factor, for clip_norm. Lagged: ignored; the device computes
+  // it from its own statistics.
+  double  norm;
 } eng_update;
 
 /// An optimizer's state for a parameter set: moments in one flat buffer each, zero at first.

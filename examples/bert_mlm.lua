@@ -19,7 +19,7 @@ local cfg = engine.config({
   warmup = "updates until the peak learning rate", weight_decay = "decay of matrices",
   clip = "largest norm of the gradient; 0: none",
   policy = "loss-scaling policy, a name or a file; empty: the precision's default",
-  seed = "seed of weights, dropout, masks and order",
+  seed = "seed for weights, dropout, masks and the order of the data",
   tensorboard = "event files for TensorBoard, in the run's directory",
   run = "name of the run, stored under runs/; empty: not stored",
   resume = "auto, or the path of a run or checkpoint",

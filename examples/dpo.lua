@@ -21,7 +21,7 @@ local cfg = engine.config({ policy = "guarded", seeds = 0, seed = 1, steps = 120
   context = 16, width = 32, layers = 2, beta = 0.5, lr = 1e-3,
   vocab = 32 },
   { policy = "loss-scaling policy", seeds = "compare policies over this many seeds; 0: train once",
-    seed = "seed of weights and pairs", steps = "training steps",
+    seed = "seed for weights and pairs", steps = "training steps",
     pairs = "pairs per step", context = "tokens per sequence", width = "features",
     layers = "blocks",
     beta = "weight of the reference", lr = "learning rate",

@@ -20,7 +20,7 @@ local cfg = engine.config({ policy = "entropy", seeds = 0, seed = 1, steps = 200
   width = 48, heads = 4, context = 32, batch = 8, lr = 3e-3,
   data = "" },
   { policy = "loss-scaling policy", seeds = "compare policies over this many seeds; 0: train once",
-    seed = "seed of weights and data", steps = "training steps",
+    seed = "seed for weights and data", steps = "training steps",
     layers = "blocks", width = "features per byte", heads = "attention heads",
     context = "bytes per row", batch = "rows per step", lr = "peak learning rate",
     data = "a text file; empty: sentences of a small grammar" },

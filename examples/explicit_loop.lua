@@ -10,7 +10,7 @@ local cfg = engine.config({ steps = 100, batch = 8, context = 64, width = 64, la
   precision = "fp16", policy = "dynamic", seed = 1 },
   { steps = "training steps", batch = "rows of a batch", context = "bytes per row",
     width = "features per byte", layers = "blocks", heads = "attention heads",
-    lr = "peak learning rate", seed = "seed of weights and order",
+    lr = "peak learning rate", seed = "seed for weights and the order of the data",
     clip = "largest norm of the gradient", accumulate = "micro-batches per update",
     precision = { "recipe", choices = { "fp32", "bf16", "fp16" } },
     policy = "loss-scaling policy, a name or a file" },

@@ -21,7 +21,7 @@ local lab = require "engine.report.lab"
 local fp8 = engine.fp8
 
 local cfg = engine.config({ rows = 64, seed = 1, share = 0.001, svg = "" },
-  { rows = "rows, of 4096 numbers each", seed = "seed of the numbers", share = "share of outliers",
+  { rows = "rows, of 4096 numbers each", seed = "seed for the numbers", share = "share of outliers",
     svg = "a file for the curves" },
   { count = "rows", natural = "seed", share = "share", output = "svg" })
 local K = 4096

@@ -21,7 +21,7 @@ local M_ffi = require "engine.base.ffi"
 local fp8 = engine.fp8
 
 local cfg = engine.config({ draws = 400, seed = 1, svg = "" },
-  { draws = "dot products of each kind", seed = "seed of the numbers",
+  { draws = "dot products of each kind", seed = "seed for the numbers",
     svg = "a file for the curves" },
     { count = "draws", natural = "seed", output = "svg" })
 

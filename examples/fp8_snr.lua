@@ -31,7 +31,7 @@ local M_ffi = require "engine.base.ffi"
 local ffi, fp8 = M_ffi.ffi, engine.fp8
 
 local cfg = engine.config({ samples = 200, seed = 1, slips = true, svg = "" },
-  { samples = "dot products of each kind", seed = "seed of the numbers",
+  { samples = "dot products of each kind", seed = "seed for the numbers",
     slips = "false: without the study's simfloat bug", svg = "a file for the curves" },
   { count = "samples", natural = "seed", output = "svg" })
 local LENGTHS, RHOS = { 128, 1024, 4096 }, { 0, 0.01, 0.1, 0.2 }

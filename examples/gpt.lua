@@ -1,5 +1,5 @@
 -- A small GPT that learns to write what it reads, byte by byte, in fp16 with dynamic loss scaling.
--- Without a text of yours it reads this project's own source. The live line shows the loss, the
+-- Without text of yours it reads this project's own source. The live line shows the loss, the
 -- loss scale and the skipped steps; at the end it writes a sample and plots the run.
 --
 --   ./engine examples/gpt.lua
@@ -23,7 +23,7 @@ local cfg = engine.config({
   layers = "blocks", width = "features per byte", heads = "attention heads",
   dropout = "dropout in embeddings, attention and residuals",
   lr = "peak learning rate", weight_decay = "decay of matrices",
-  seed = "seed of weights, dropout, order and sample",
+  seed = "seed for weights, dropout, data order and sampling",
   warmup = "updates until the peak learning rate", floor = "last learning rate as a share of lr",
   clip = "largest norm of the gradient; 0: none",
   accumulate = "micro-batches per step",

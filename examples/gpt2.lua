@@ -28,7 +28,7 @@ local cfg = engine.config({
   steps = "training steps", batch = "rows of a batch", context = "tokens per row",
   accumulate = "micro-batches per step",
   shuffle = "false: consecutive windows, row b of step i from token (i*batch + b)*context",
-  seed = "seed of weights, dropout and order",
+  seed = "seed for weights, dropout and the order of the data",
   lr = "peak learning rate", beta1 = "Adam's beta1", beta2 = "Adam's beta2", eps = "Adam's eps",
   schedule = { "after the warm-up", choices = { "constant", "linear", "cosine" } },
   warmup = "updates until the peak learning rate",

@@ -15,7 +15,7 @@ local cfg = engine.config({ steps = 240, batch = 8, context = 32, layers = 2, wi
   heads = 4, lr = 2e-3, seed = 1, run = "", log = "line" }, {
   steps = "training steps", batch = "rows of a batch", context = "bytes per row", layers = "blocks",
   width = "features per byte", heads = "attention heads",
-  lr = "learning rate", seed = "seed of weights and order",
+  lr = "learning rate", seed = "seed for weights and the order of the data",
   run = "name of the run; empty: not stored",
   log = { "what to show", choices = { "line", "json", "quiet" } },
 }, { count = "steps batch context layers width heads", natural = "seed", positive = "lr" })

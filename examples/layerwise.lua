@@ -20,7 +20,7 @@ local cfg = engine.config({ policy = "layerwise", seeds = 0, seed = 1, steps = 3
   width = 48, batch = 64, units = 2000, weight = 1e-4, lr = 2e-3,
   precision = "fp16" },
   { policy = "loss-scaling policy", seeds = "compare policies over this many seeds; 0: train once",
-    seed = "seed of weights and data", steps = "training steps",
+    seed = "seed for weights and data", steps = "training steps",
     depth = "layers of the encoder", width = "features", batch = "rows per step",
     units = "size of the estimated quantity",
     weight = "weight of the encoder's loss", lr = "learning rate",

@@ -21,7 +21,7 @@ local cfg = engine.config({
   warmup = "updates until the peak learning rate", weight_decay = "decay of matrices",
   clip = "largest norm of the gradient; 0: none", sample = "bytes to write at the end; 0: none",
   policy = "loss-scaling policy, a name or a file; empty: the precision's default",
-  seed = "seed of weights, order and sample",
+  seed = "seed for weights, data order and sampling",
   tensorboard = "event files for TensorBoard, in the run's directory",
   run = "name of the run, stored under runs/; empty: not stored",
   resume = "auto, or the path of a run or checkpoint",

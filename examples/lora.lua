@@ -19,7 +19,7 @@ local cfg = engine.config({ policy = "fast_backoff", seeds = 0, seed = 1, steps 
   pretrain = 150, base = "bf16", rank = 4, alpha = 8, width = 48,
   layers = 2, context = 32, batch = 8, lr = 5e-3 },
   { policy = "loss-scaling policy", seeds = "compare policies over this many seeds; 0: train once",
-    seed = "seed of weights and data", steps = "fine-tuning steps",
+    seed = "seed for weights and data", steps = "fine-tuning steps",
     pretrain = "steps on the first text", base = { "format of the frozen matrices",
       choices = { "bf16", "f16", "f32", "e4m3" } }, rank = "rank of the adapters",
     alpha = "adapters are scaled by alpha / rank", width = "features per byte", layers = "blocks",
@@ -49,8 +49,8 @@ function Adapter:extra()
   return ("%s %s, rank %d"):format(self.base.dtype, table.concat(self.base.shape, " x "), cfg.rank)
 end
 
--- Two texts of one grammar: the first for pretraining, the second, with reversed words, for the
--- adapters.
+-- Two pieces of text from one grammar: the first for pretraining, the second, with reversed words,
+-- for the adapters.
 local FIRST = lab.text(40000, 1)
 local SECOND = lab.text(40000, 2):gsub("%a+", string.reverse)
 local function text(which, seed)

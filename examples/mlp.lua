@@ -10,7 +10,7 @@ local cfg = engine.config({ steps = 800, batch = 64, lr = 5e-3, hidden = 128, no
   count = 16000, precision = "fp32", policy = "",
   seed = 1, log = "line" },
   { steps = "training steps", batch = "digits per step", lr = "peak learning rate",
-    seed = "seed of weights, digits and order",
+    seed = "seed for weights, digits and the order of the data",
     hidden = "hidden features", noise = "standard deviation of the noise", count = "digits to draw",
     precision = { "recipe", choices = { "fp32", "bf16", "fp16" } },
     policy = "loss-scaling policy; empty: the precision's default",

@@ -29,7 +29,7 @@ local cfg = engine.config({ policy = "per_expert", seeds = 0, seed = 1, steps = 
   batch = 256, hidden = 48, large = 8000, every = 800,
   lr = 3e-3, precision = "fp16", experts_over = 1, dispatch = "own", combine = "own" },
   { policy = "loss-scaling policy", seeds = "compare policies over this many seeds; 0: train once",
-    seed = "seed of weights and data", steps = "training steps",
+    seed = "seed for weights and data", steps = "training steps",
     experts = "experts, and domains", batch = "tokens per step, of each rank",
     hidden = "hidden features of an expert", large = "size of an outlier",
     every = "tokens of the first domain for one outlier", lr = "learning rate",
@@ -76,7 +76,7 @@ end
 function Net:forward(x, y) return self.classes(x + self.moe(x), y) end
 
 -- Tokens: features and the domain, one-hot times 16. Signs of features determine the class, in a
--- way of its own for each domain.
+-- different way for each domain.
 local function drawn(n)
   local features, uniform, x, y = engine.randn(n, FEATURES):totable(), engine.rand(n):totable(),
     {}, {}
@@ -143,7 +143,8 @@ if cfg.seeds == 0 then
   print("tokens of each expert in the last step: " .. table.concat(net.moe.counts, " "))
   local sent = net.moe:sent()
   for _, way in ipairs(sent and { "out", "back" } or {}) do
-    print(("%s experts: %.1f KB per step from rank 0 to others, rounded with %.1f dB"):format(
+    print(("%s experts: %.1f KB per step from rank 0 to other ranks, signal to noise %.1f dB " ..
+      "after rounding"):format(
       way == "out" and "to" or "from",
       sent[way].bytes / cfg.steps / 1024, sent[way].snr))
   end

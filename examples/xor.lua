@@ -7,7 +7,7 @@ local engine = require "engine"
 
 local cfg = engine.config({ steps = 300, lr = 0.05, hidden = 8, seed = 1 },
   { steps = "updates", lr = "learning rate of Adam", hidden = "hidden features",
-    seed = "seed of the initial weights" },
+    seed = "seed for the initial weights" },
   { count = "steps hidden", natural = "seed", positive = "lr" })
 
 engine.seed(cfg.seed)

@@ -41,7 +41,7 @@ return {
       local interval = math.max(options.least, options.growth_interval * share)
       if state.good >= interval and not rising then
         state.scale, state.good, reason = before * 2, 0,
-          ("%d good at %.2g of the highest rate"):format(interval, share)
+          ("%d good steps in a row, at %.2g of the highest learning rate"):format(interval, share)
       end
     end
     state.lr, state.updates = lr, record.updates

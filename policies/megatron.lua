@@ -12,7 +12,8 @@ return {
     growth_factor   = 2,
     backoff_factor  = 0.5,
     growth_interval = 1000,   -- good steps in a row
-    hysteresis      = 2,      -- overflows after a growth, from which each one backs off
+    -- overflows since the last growth before it backs off; after that, each one does
+    hysteresis      = 2,
     strict          = true,   -- false: accept settings that are probably mistakes
   },
 

@@ -24,7 +24,7 @@ return {
   init = function(options)
     if not (options.high > options.low and options.low > 0 and options.ref_every >= 1
       and options.ref_every % 1 == 0) then
-      error("expected high > low > 0 and ref_every as a whole number of steps", 0)
+      error("expected high > low > 0, and ref_every to be a whole number of steps", 0)
     end
     return { scale = options.init_scale, log_ratio = 0 }
   end,

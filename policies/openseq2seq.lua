@@ -3,7 +3,7 @@
 -- scale_max. The scale is a float32.
 return {
   name = "openseq2seq",
-  doc  = "OpenSeq2Seq's BackoffScaler: starts at the largest scale, limits on both sides.",
+  doc  = "OpenSeq2Seq's BackoffScaler: starts at the largest scale and stays between two limits.",
 
   options = {
     scale_min   = 1,

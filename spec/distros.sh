@@ -23,7 +23,7 @@ unable() { echo "distros: $1"; exit "${UNABLE:-1}"; }
 [ "$(id -u)" = 0 ] || unable "making a chroot needs root; hint: sudo make distros"
 command -v debootstrap >/dev/null ||
   unable "debootstrap is missing; hint: apt-get install debootstrap"
-unshare --mount --uts --pid --fork true 2>/dev/null || unable "unshare cannot make name spaces here"
+unshare --mount --uts --pid --fork true 2>/dev/null || unable "unshare cannot make namespaces here"
 git -C "$tree" rev-parse -q --verify HEAD >/dev/null || unable "$tree is no git clone"
 mkdir -p "$cache" || unable "cannot make the folder $cache"
 
@@ -49,8 +49,8 @@ configure() {
   done
 }
 
-# inside ROOT USER COMMAND: runs it in the chroot, in name spaces of its own, so that mounts and
-# processes end with it. The first shell remains and reaps orphaned processes.
+# inside ROOT USER COMMAND: runs COMMAND in the chroot, in namespaces of its own, so that its mounts
+# and processes end with it. The outer shell stays as PID 1 and reaps orphaned processes.
 inside() {
   root=$1 user=$2 home=/root options=
   [ "$user" = root ] || { home=/home/$user options="--userspec=$user:$user"; }

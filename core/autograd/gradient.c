@@ -14,8 +14,8 @@
 
 #include <string.h>
 
-// Leaves outside parameter sets with a gradient of this step. A scope may have dropped some of them
-// since.
+// Leaves outside parameter sets that got a gradient in this step. A scope may have dropped some of
+// them since then.
 typedef struct leaf { tensor *x; uint32_t generation; } leaf;
 static struct { leaf *items; int length, capacity; } leaves;
 

@@ -202,7 +202,8 @@ eng_status eng_graph_launch(eng_graph *graph, double seed, const eng_tensor *bat
   ENG_TRY(read_inputs(input, batch, n));
   if (n != graph->n_inputs || memcmp(input, graph->input, (size_t)n * sizeof *input) != 0)
     return error_set(ENG_ERR_SHAPE,
-                     "graph: the batch has other shapes or addresses than the captured one");
+                     "graph: the batch's shapes or addresses differ from those of the "
+                     "captured one");
   if (!same_places(graph->places, graph->set))
     return error_set(ENG_ERR_STATE,
                      "graph: the parameters' formats changed after the capture");

@@ -8,7 +8,7 @@
 #include <string.h>
 
 enum { ROWS = 512 };
-// rows beside the operations
+// rows in addition to the operations'
 enum { PASS_GRADSTATS = ENG_OP_COUNT, PASS_OPTIMIZE, PASS_UNSCALE, REST };
 
 // Calls of the same operation, formats and shapes share a row.

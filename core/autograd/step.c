@@ -1,6 +1,6 @@
 // Steps and scopes, which end the lifetime of tensors. A step owns its tape and the tensors created
 // in it; its end drops both. A scope, inside or outside a step, is a mark; its end drops the
-// tensors created since. Called by Lua; uses tensor.c and tape.c.
+// tensors created since then. Called by Lua; uses tensor.c and tape.c.
 #include "step.h"
 
 #include "base/error.h"

@@ -5,7 +5,7 @@
 // An operand is a matrix [rows x inner] of FP8 bytes, row-major. `inner` is the dimension that the
 // product sums over: y [M x N] = x [M x K] W^T with W [N x K]. So x has M rows, W has N, and both
 // have K inner. A product that sums over another dimension (dgrad over N, wgrad over M) reads a
-// transposed copy, an operand of its own.
+// transposed copy, a separate operand.
 //
 // A quantized value times its scale is the real value: the scale is amax / largest, not its
 // inverse. Scales are f32, one for
@@ -53,8 +53,8 @@ FP8_LAYOUT_INLINE int64_t fp8_round_up(int64_t n, int64_t multiple)
 { return (n + multiple - 1) / multiple * multiple; }
 
 /// A side of an operand, padded for a product on the GPU. A multiple of 16 satisfies every rule:
-/// 16-byte rows (inner), M and N multiples of 8, and both for the transposed copy, whose inner
-/// dimension is `rows`. The CPU's products need no padding.
+/// 16-byte rows (inner), M and N multiples of 8, and the same two for the transposed copy, whose
+/// inner dimension is `rows`. The CPU's products need no padding.
 FP8_LAYOUT_INLINE int64_t fp8_padded(int64_t n) { return fp8_round_up(n, FP8_PAD); }
 
 /// The scales of an operand. Element (r, k) has scale[(r / row_block) * row_stride + (k /

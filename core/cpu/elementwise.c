@@ -225,7 +225,8 @@ static eng_status dropout(const op_call *call)
   work w = work_of(call, call->out[0]);
   w.seed = rng_seed();
   w.counter = (uint64_t)call->dropout.counter;
-  w.least = (int32_t)ceil(p * 0x1p24);   // (word >> 8) / 2^24 is at least p, in integers
+  // an element is kept if (word >> 8) / 2^24 >= p; this is that test in integers
+  w.least = (int32_t)ceil(p * 0x1p24);
   w.a = (float)(1.0 / (1.0 - p));
   for_tiles(&w, call->out[0]->count, dropout_body);
   return ENG_OK;

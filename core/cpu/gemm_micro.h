@@ -9,7 +9,8 @@
 
 #include "simd.h"
 
-// The tile of C held in registers: MR rows of NV vectors, beside NV registers for B and one for A.
+// The tile of C held in registers: MR rows of NV vectors, in addition to NV registers for B and one
+// for A.
 #if defined(ENG_ISA_avx512)
 enum { GEMM_MR = 8, GEMM_NV = 3 };
 #elif defined(ENG_ISA_avx2)

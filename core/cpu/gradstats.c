@@ -333,7 +333,7 @@ VF_INLINE uint32_t exponent_f16(uint32_t a)
                        : 0;
 }
 
-/// n as in chunk_tally; t is the chunk's tally. Four tables, because neighbours often share a bin.
+/// n: at most CHUNK. t: the chunk's tally. Four tables, because neighbours often share a bin.
 static void chunk_histogram(const void *g, int dtype, int n, const tally *t, int64_t *hist)
 {
   uint32_t table[4][256] = {0};
@@ -482,7 +482,7 @@ static void count_keys(const uint8_t *key, int n, int high, int left, int64_t *b
   }
 }
 
-/// n as in chunk_tally; t is the chunk's tally.
+/// n: a multiple of LANES, at most CHUNK. t: the chunk's tally.
 VF_INLINE void chunk_histogram(const void *g, int dtype, int n, const tally *t, int64_t *hist)
 {
   uint8_t key[CHUNK + VB_LANES] __attribute__((aligned(64)));

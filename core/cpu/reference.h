@@ -16,7 +16,8 @@ enum { WALK_TENSORS = 5 };
 
 /// Row-major steps through a shape. Keeps the element offset of each tensor of the walk.
 typedef struct walk {
-  int     ndim, n;                                // dimensions; tensors walked
+  int     ndim;
+  int     n;                                      // tensors walked
   int64_t shape[ENG_MAX_DIMS], index[ENG_MAX_DIMS];
   int64_t stride[WALK_TENSORS][ENG_MAX_DIMS];     // elements
   int64_t at[WALK_TENSORS];                       // offset of the current element of each tensor

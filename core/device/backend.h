@@ -70,8 +70,8 @@ typedef struct param_span {
   void    *moment1, *moment2;   // in moment_dtype; NULL where the optimizer has none
   int32_t  shadow_dtype, gradient_dtype, moment_dtype;
   int32_t  group;       // index of its eng_hyper
-  // the relative scale of the gradient (a factor beside the loss scale), usually 1; optimize and
-  // unscale divide by it
+  // the relative scale of the gradient (a factor in addition to the loss scale), usually 1;
+  // optimize and unscale divide by it
   double   scale;
   // 1: moment1 has never been updated; SGD's momentum then starts as the gradient itself
   int32_t  starts;
@@ -107,7 +107,7 @@ typedef struct backend {
 
   // The remaining functions are NULL on devices that compute in host memory.
 
-  /// The memory space of its tensors: SPACE_HOST, or one of its own.
+  /// The memory space of its tensors: SPACE_HOST, or the device's own.
   int32_t space;
   /// Large chunks of memory, for the arenas. `take` returns NULL when none is left; `capacity`:
   /// total bytes.
@@ -135,9 +135,9 @@ typedef struct backend {
   /// The card's UUID, unique across machines.
   const char *(*identity)(void);
 
-  /// A stream: ordered work that runs beside the device's (on a card a CUDA stream, which NCCL
-  /// accepts). Messages between ranks and their packing use streams. On error *stream is NULL and
-  /// the error is set.
+  /// A stream: ordered work that runs concurrently with the device's (on a card a CUDA stream,
+  /// which NCCL accepts). Messages between ranks and their packing use streams. On error *stream is
+  /// NULL and the error is set.
   eng_status (*stream_new)(void **stream);
   /// Work issued on the stream from now on waits for work issued to the device before this call.
   eng_status (*stream_follow)(void *stream);

@@ -24,7 +24,7 @@ enum { SMALL = 1 << 15,              // up to this many bytes, a reduction uses 
 int eng_comm_rank(const eng_comm *comm) { return comm->rank; }
 int eng_comm_size(const eng_comm *comm) { return comm->size; }
 
-/// Makes a group where the transport has no groups of its own: the world numbers of the ranks in
+/// Makes a group where the transport has no groups: the world numbers of the ranks in
 /// `parent` that gave the same color, ordered by key and rank.
 static eng_status split_by_numbers(eng_comm *part, eng_comm *parent, int color, int key)
 {

@@ -30,7 +30,8 @@ enum { COMM_LARGEST = 1 << 30 };
 /// A transport: the functions that move bytes. `group` is the transport's own.
 typedef struct comm_transport {
   int32_t abi;                // COMM_ABI
-  int32_t rank, size, local_size;   // in the world; ranks on this machine
+  int32_t rank, size;         // in the world
+  int32_t local_size;         // ranks on this machine
   void   *world;
   /// Starts n messages. Messages between two ranks with one tag arrive in the order they were
   /// started.
@@ -110,7 +111,7 @@ typedef struct comm_watch_mark { const char *what; double since; } comm_watch_ma
 comm_watch_mark comm_watch(const char *what);
 void comm_watched(comm_watch_mark before);
 
-// ---- comm.c: collectives beside those of engine.h
+// ---- comm.c: collectives in addition to those of engine.h
 
 /// Sums values[0..n_sums) and takes maxima (NaN wins) of the n_maxima after them, in log2(n)
 /// messages over n ranks.

@@ -4,10 +4,9 @@
 // Members go into buckets from the last to the first, as backward completes them. Each rank sums
 // one piece of a bucket, computes its statistics and, with ZeRO, updates it.
 //
-// All ranks send their buckets in the same order, so that no rank waits for memory that another one
-// holds. Owns the buckets' arrays. Called by comm_parallel.c, comm_gradients.c, comm_cards.c and
-// comm_predict.c.
-// comm_predict.c.
+// All ranks send their buckets in the same order, so that no rank waits for memory that a different
+// bucket holds. Owns the buckets' arrays. Called by comm_parallel.c, comm_gradients.c, comm_cards.c
+// and comm_predict.c.
 #include "comm_gradients.h"
 
 #include "base/error.h"

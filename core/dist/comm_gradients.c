@@ -312,7 +312,7 @@ static eng_status move_on(eng_parallel *p, bucket *b)
   return ENG_OK;
 }
 
-// ------------------------------------------------------------------ beside backward
+// ------------------------------------------------------------------ during backward
 
 static eng_status progress(eng_parallel *p)
 {

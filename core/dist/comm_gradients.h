@@ -19,14 +19,17 @@ typedef enum bucket_state { BUCKET_FILLS, BUCKET_OUT, BUCKET_BACK, BUCKET_DONE }
 typedef struct bucket {
   eng_comm *comm;             // the group that sums the gradients: all ranks, or the holders
   int32_t  n;                 // members
-  int32_t  dtype, comm_dtype; // of the gradients, and of the messages (ENG_e4m3: with scales)
+  int32_t  dtype;             // of the gradients
+  int32_t  comm_dtype;        // of the messages (ENG_e4m3: with scales)
   int32_t *member;            // [n]
   int64_t *at;                // [n + 1] first element of each member
   int64_t *cut;               // [ranks + 1] elements
   int64_t *begin;             // [ranks + 1] bytes: offset of the message to each rank in `out`, and
                               // of its sum in `in`. A message is a packed piece and n flag bytes
-  int64_t  packed, bytes;     // this rank's piece in the comm dtype; with flags
-  int64_t  in_bytes, need;    // size of `in`; total of `out`, `in` and `sum`
+  int64_t  packed;            // bytes of this rank's piece in the comm dtype
+  int64_t  bytes;             // the same with flags
+  int64_t  in_bytes;          // size of `in`
+  int64_t  need;              // total size of `out`, `in` and `sum`
   char    *out, *in;          // while in flight, else NULL: messages to each rank; messages from
                               // each rank, `bytes` apart, and later the sums
   char    *sum;               // [packed] of this rank's piece
@@ -43,11 +46,13 @@ struct eng_parallel {
   uint8_t    *apart;          // [set->n] 1: not all ranks hold it
   int32_t    *holder;         // [size of holders] their ranks among all
   int32_t     zero;           // 0; 1: updates are divided among ranks; 2: gradients as well
-  int32_t     n_buckets, under_way;   // all; in flight
+  int32_t     n_buckets;
+  int32_t     under_way;      // buckets in flight
   bucket     *buckets;
   int32_t    *order;          // [n_buckets] the order in which all ranks send buckets
   int32_t     next;           // index into `order`
-  pool        messages_pool, rooms;   // buckets in flight, bounded; gradients (ZeRO-2)
+  pool        messages_pool;  // buckets in flight, bounded
+  pool        rooms;          // gradients (ZeRO-2)
   bool        cards;          // gradients go from card to card (comm_cards.c), which uses:
   void       *table;          //   the device's table of a bucket
   uint32_t   *flags, *own_flags;      // [set->n] on the card, and on the host: wire.h's bits

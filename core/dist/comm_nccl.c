@@ -3,7 +3,7 @@
 // used; sums are computed in the order of comm.h.
 //
 // NCCL's communicators have no tags: both sides must issue the same messages in the same order. So
-// each kind of work with an order of its own (comm_stream) has a communicator over all ranks and a
+// each kind of work with its own order (comm_stream) has a communicator over all ranks and a
 // stream of the device (backend.h); groups are world ranks in it. Two ranks may issue work on two
 // streams in different orders. NCCL allows that as long as the kernels of all streams fit on a card
 // at once: each stream runs one kernel at a time, of at most 32 blocks (NCCL_MAX_CTAS).
@@ -418,7 +418,7 @@ static eng_status count_local(void)
     m[n++] = (comm_message){names + (size_t)peer * NAME, NAME, peer, false};
   }
   if (status == ENG_OK) status = start(&letters, NULL, m, n, 0);
-  // the caller in world.c watches the time
+  // no timeout here: world.c has set the watchdog (comm_watch)
   while (status == ENG_OK && !done) status = test(&done, letters);
   nccl.local_size = 1;
   for (int peer = 0; status == ENG_OK && peer < nccl.size; peer++)

@@ -146,8 +146,8 @@ static eng_status load_nccl(const comm_transport **out, const launch *l)
   if (l->size > 1) ENG_TRY(meeting_place(&where));
   if (l->size > 1 && !where && !getenv("NCCL_COMM_ID"))
     return error_set(ENG_ERR_LIBRARY,
-                     "%s started %d processes over NCCL without a rendezvous "
-                     "address; hint: MASTER_ADDR=the machine of rank 0",
+                     "%s started %d processes, which need a rendezvous address to connect over "
+                     "NCCL; hint: set MASTER_ADDR to the host of rank 0",
                      l->name, l->size);
   eng_status status = comm_nccl_world(out, l->rank, l->size, where);
   if (status == ENG_OK) return ENG_OK;
@@ -203,8 +203,8 @@ static eng_status load_mpi(const comm_transport **out, const launch *l)
     return error_set(
       ENG_ERR_LIBRARY,
       "%s started %d processes, but %s sees %d; hint: srun --mpi=pmix, "
-      "or the mpirun of this MPI; with a card for each process, MASTER_ADDR=the machine "
-      "of rank 0 lets them connect over NCCL",
+      "or the mpirun of this MPI; with a card for each process, set MASTER_ADDR to the host "
+      "of rank 0 to connect them over NCCL",
       l->name, l->size, transport->describe(), transport->size);
   *out = transport;
   return ENG_OK;

@@ -31,7 +31,7 @@ static eng_status want_scales(const op_call *c, int k, int64_t block_rows, int64
   if (s->dtype == ENG_f32 && s->ndim == 2 && memcmp(s->shape, shape, sizeof shape) == 0)
     return ENG_OK;
   return error_set(s->dtype == ENG_f32 ? ENG_ERR_SHAPE : ENG_ERR_DTYPE,
-                   "%s: expected the scales of %lld x %lld in blocks of %lld x %lld (0: all) as "
+                   "%s: expected the scales of %lld x %lld in blocks of %lld x %lld (0: all) to be "
                    "f32 %s, got %s; core/base/fp8_layout.h defines the layout",
                    op_table[c->op].about.name, (long long)rows, (long long)columns,
                    (long long)block_rows, (long long)block_columns, tensor_shape_text(2, shape),

@@ -333,7 +333,7 @@ static void complete(void *data, const char *before, char *insert, size_t insert
 }
 
 // read(prompt, completer) -> line, or nil and "end" or "interrupted". The completer receives the
-// line up to the cursor and returns the text to insert and a text to show, or nil.
+// line up to the cursor and returns the text to insert and the text to show, or nil.
 static int l_read(lua_State *L)
 {
   const char *prompt = luaL_checkstring(L, 1), *text;

@@ -28,12 +28,11 @@ typedef struct parameter {
   int32_t     index;
   char       *name;
   tensor     *value;          // the f32 master, the leaf that scripts hold
-  // low-precision weights, or NULL; a leaf whose gradient goes to this parameter
+  // low-precision weights, a leaf whose gradient goes to this parameter; or NULL
   tensor     *shadow;
-  // the gradient in the flat buffer, in gradient dtype (f32 once unscaled). NULL: no memory yet,
-  // or,
+  // the gradient in the flat buffer, in gradient dtype (f32 once unscaled). NULL: no memory yet, or
+  // (where gradients are divided) not being computed
   tensor     *gradient;
-                              // if gradients are divided, not being computed
   bool        has_gradient;   // a gradient was added since the last zero_grad
   bool        expected;       // a temporary mark of backward.c
   bool        unscaled;       // the gradient is the true one, without any scale
@@ -62,9 +61,10 @@ typedef struct pending_stats {
   double  *relative_scale;    // [n] of entry k
   int64_t  ticket;            // the device's, if it computes asynchronously
   eng_tensor_stats *stats;    // [n], if it computes at once; NULL on a card
-  // if it computes at once; squares of the stored gradients, each divided by its span's scale
-  double   loss, sum_squares;
-  bool     overflow;
+  double   loss;              // sum of the losses, once computed
+  // if it computes at once: over all gradients, each divided by its relative scale
+  double   sum_squares;
+  bool     overflow;          // if it computes at once: a gradient holds inf or nan
 } pending_stats;
 
 enum { MOST_LOSSES = 64 };    // micro-batches that a lagged step may have
@@ -115,8 +115,8 @@ void flat_release(flat_buffer *flat);
 /// Frees the released buffers that are no longer in use.
 void flat_reclaim(void);
 
-/// The low-precision weights of a member that has some. Rounds them again if a script wrote into
-/// the master since.
+/// The low-precision weights of a member that has some. Rounds them again if a script has written
+/// to the master since the last rounding.
 eng_status params_shadow(tensor **out, parameter *p);
 
 /// Allocates the gradients of a set that has none yet. Errors: MEMORY; STATE if they are divided.

@@ -13,7 +13,7 @@ enum { OPEN = -1, POSITION = -2 };          // lengths of captures: not yet clos
 typedef struct match {
   lua_State  *L;
   eng_policy *policy;
-  const char *subject, *end, *pattern;      // both texts end with a zero byte
+  const char *subject, *end, *pattern;      // subject and pattern end with a zero byte
   size_t      pattern_length;
   int         depth, captures;
   struct { const char *begin; ptrdiff_t length; } capture[CAPTURES];

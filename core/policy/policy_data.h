@@ -74,7 +74,7 @@ const char *data_find(const char *at, const char *key);
 /// strings by bytes, booleans). Doubles have the fewest digits that restore them; inf, nan and -0
 /// are written as such.
 void data_text(data_blob *text, const char *at);
-/// Reads such a text (spaces allowed). False with a message in `error`.
+/// Reads such text (spaces allowed). False with a message in `error`.
 bool data_parse(data_blob *out, const char *text, size_t size, char *error, size_t error_size);
 
 #endif

@@ -170,8 +170,8 @@ static int record_index(lua_State *L)  // upvalue: views of hist, tensors, group
 
 // ------------------------------------------------------------------ tensors and groups
 
-// A group has the relative scale of its first tensor. amax and norm of tensors with another one are
-// converted to it.
+// A group takes the relative scale of its first tensor. The amax and norm of tensors with a
+// different scale are converted to that one.
 static void sum_groups(eng_policy *p)
 {
   memset(p->group_stats, 0, (size_t)p->n_groups * sizeof *p->group_stats);

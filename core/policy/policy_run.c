@@ -168,7 +168,7 @@ const char *policy_error_text(eng_policy *p)
   if (lua_type(p->L, -1) != LUA_TSTRING) {
     bool nothing = lua_isnoneornil(p->L, -1);
     snprintf(text, sizeof text, "%s: raised an error %s%s", p->file,
-             nothing ? "without a text" : "that is not a text but a ",
+             nothing ? "without a message" : "that is not a string but a ",
              nothing ? "" : luaL_typename(p->L, -1));
     return text;
   }

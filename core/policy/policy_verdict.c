@@ -1,5 +1,5 @@
 // The verdict that a policy returns: checks each field of the table from `decide`, with a message
-// that names the mistake, and makes its texts safe for terminals. Called by policy_vm.c after a
+// that names the mistake, and makes its text safe for terminals. Called by policy_vm.c after a
 // decision.
 #include "policy_vm.h"
 
@@ -128,7 +128,7 @@ bool policy_read_verdict(eng_policy *p, eng_verdict *out, char *why, size_t size
         out->lr_mul = number;
         break;
       case V_REASON: {
-        if (lua_type(L, -1) != LUA_TSTRING) return bad_value(L, why, size, "reason", "a text");
+        if (lua_type(L, -1) != LUA_TSTRING) return bad_value(L, why, size, "reason", "a string");
         size_t length;
         const char *reason = lua_tolstring(L, -1, &length);
         policy_copy_reason(out->reason, sizeof out->reason, reason, strnlen(reason, length));

@@ -1,5 +1,5 @@
 // A policy: loading its file, running its decisions, freeing it. Each policy runs in a small Lua
-// state of its own with limits (policy_run.c) and a reduced library (policy_box.c), so that it
+// separate state with limits (policy_run.c) and a reduced library (policy_box.c), so that it
 // cannot harm the run. policies/README.md is the contract enforced here. Owns eng_policy. Called by
 // hosts through engine.h.
 #include "policy_vm.h"
@@ -173,8 +173,8 @@ static void read_options(eng_policy *p)
       if (problem) fail(p, "options", "the name of an option %s: '%.40s'", problem, name);
       int type = lua_type(L, -1);
       if (type != LUA_TNUMBER && type != LUA_TBOOLEAN && type != LUA_TSTRING)
-        fail(p, name, "option '%s' is a %s; a default must be a number, a boolean or a text", name,
-             lua_typename(L, type));
+        fail(p, name, "option '%s' is a %s; a default must be a number, a boolean or a string",
+             name, lua_typename(L, type));
       policy_option *option = &p->options[p->n_options++];
       option->type = type == LUA_TNUMBER    ? ENG_OPTION_NUMBER
                      : type == LUA_TBOOLEAN ? ENG_OPTION_BOOLEAN

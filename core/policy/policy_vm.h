@@ -63,7 +63,8 @@ struct eng_policy {
   // The budget of the current call.
   bool     running;              // false: the host is working in the policy's state
   const char *killed;            // why this call is being ended, pcall or not; else NULL
-  int64_t  budget, instructions; // left; at the start of the call
+  int64_t  budget;               // work left
+  int64_t  instructions;         // the budget at the start of the call
   int64_t  unclocked;            // work since the clock was last read
   double   seconds, deadline;    // deadline 0: the clock has not been read
   const char *stack;             // the C stack when the call began
@@ -84,10 +85,12 @@ struct eng_policy {
 
   // State and verdict.
   bool     ready;                // init or restore has set a state
-  data_blob good, next;          // the state after the last good call; buffer for the next
+  data_blob good;                // the state after the last good call
+  data_blob next;                // buffer for the state after the next call
   flat_field flat[FLAT_FIELDS];  // their layout, in the order in which Lua walks the table
   int      n_flat;               // 0: unknown, or not flat
-  data_blob text, envelope;      // the result of save, and the blob behind it
+  data_blob text;                // the result of save
+  data_blob envelope;            // the blob that `text` was written from
   const char *verdict_key[VERDICT_FIELDS];
   eng_verdict last;              // the last good verdict
   double  *group_scale, *group_next;     // [n_groups]; 0: the verdict's scale
@@ -151,7 +154,7 @@ void policy_checks_open(lua_State *L);
 extern const char *const policy_verdict_fields[VERDICT_FIELDS];
 /// Reads the table on top of the stack. False with the reason in `why`.
 bool policy_read_verdict(eng_policy *policy, eng_verdict *out, char *why, size_t size);
-/// Copies a text meant for terminals and web pages: at most size - 1 bytes, never part of a UTF-8
+/// Copies text meant for terminals and web pages: at most size - 1 bytes, never part of a UTF-8
 /// character. Invalid bytes and control characters become question marks, newlines and tabs spaces.
 void policy_copy_reason(char *out, size_t size, const char *text, size_t length);
 static inline bool policy_is_scale(double x) { return f64_is_finite(x) && x > 0; }

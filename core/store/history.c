@@ -141,7 +141,7 @@ static eng_status begin(draft *out, eng_history *history, history_statement stat
 {
   *out = (draft){ NULL, NULL };
   if (!history->writing)
-    return error_set(ENG_ERR_STATE, "history %s: was opened for reading", history->path);
+    return error_set(ENG_ERR_STATE, "history %s is open for reading only", history->path);
   const uint64_t need = sizeof(history_message) + (uint64_t)fields * (sizeof(history_field) + 8) +
                         ((uint64_t)bytes + 7) / 8 * 8;
   if (need > HISTORY_QUEUE / 2)

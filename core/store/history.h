@@ -71,7 +71,8 @@ struct eng_history {
   pid_t process;                    // the process that opened it; a forked child does not touch it
 
   pthread_mutex_t lock;             // guards the fields from here ...
-  pthread_cond_t  wake, done;       // the thread has work; the thread has finished a round
+  pthread_cond_t  wake;             // the thread has work
+  pthread_cond_t  done;             // the thread has finished a round
   uint8_t  *queue;                  // a ring of messages, none of which wraps around
   uint64_t  head, tail;             // bytes ever written and consumed; place = modulo HISTORY_QUEUE
   uint64_t  appended, committed;    // in messages

@@ -292,7 +292,7 @@ static int do_message(eng_history *history, const history_message *message)
     if (code != SQLITE_OK) return code;
   }
   if (message->statement != HISTORY_STEP) return execute(statement);
-  // A retry is a further attempt, whether or not the run counts it as a step of its own.
+  // A retry is a further attempt, whether or not the run counts it as a separate step.
   int64_t step = *(const int64_t *)(field_at(message, STEP_FIELD_STEP) + 1);
   const history_field *action = field_at(message, STEP_FIELD_ACTION);
   history->last_attempt =

@@ -23,7 +23,7 @@
 #include <sanitizer/asan_interface.h>
 #define CLOSE(memory, bytes) __asan_poison_memory_region(memory, (size_t)(bytes))
 #define OPEN(memory, bytes)  __asan_unpoison_memory_region(memory, (size_t)(bytes))
-enum { APART = 1 };      // units between pieces
+enum { APART = 1 };      // gap after each piece, in units of the space's alignment
 #else
 #define CLOSE(memory, bytes) ((void)(memory), (void)(bytes))
 #define OPEN(memory, bytes)  ((void)(memory), (void)(bytes))

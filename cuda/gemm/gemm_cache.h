@@ -25,7 +25,7 @@ typedef struct gemm_choice {
 #undef GEMM_FIELD
 } gemm_choice;
 
-/// Whether both describe the same algorithm, at any rank in the list.
+/// Whether a and b describe the same algorithm, at any rank in the list.
 bool gemm_same_algorithm(const gemm_choice *a, const gemm_choice *b);
 
 typedef struct gemm_entry {

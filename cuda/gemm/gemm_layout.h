@@ -24,7 +24,8 @@ typedef enum gemm_after {
   // side [m x n] = A B + bias in C's dtype, C = gelu_tanh of that (before its rounding)
   GEMM_GELU,
   GEMM_GELU_GRAD,   // C = gelu_tanh'(side [m x n], in C's dtype) * A B
-  GEMM_BIAS_GRAD,   // side [m] in C's dtype = sums of A's rows, beside C = A B or C += A B
+  // in addition to C = A B or C += A B: side [m] = the sum of each row of A, in C's dtype
+  GEMM_BIAS_GRAD,
 } gemm_after;
 
 /// C = A B + bias, or C += A B, for every batch: A [m x k], B [k x n], C [m x n], bias [n] or none.

@@ -33,9 +33,9 @@ template <int LEFT>
 __device__ static inline void copy_wait()
 { asm volatile("cp.async.wait_group %0;\n" ::"n"(LEFT) : "memory"); }
 
-/// Loads four 8 x 8 matrices of 16-bit numbers. Lane l gives the address of row l % 8 of matrix l /
-/// 8 (16 bytes, aligned) and gets row g, columns 2t and 2t+1 of each matrix. `turned`: of its
-/// transpose.
+/// Loads four 8 x 8 matrices of 16-bit numbers. Lane l gives the address of row l % 8 of matrix
+/// l / 8 (16 bytes, aligned) and gets row g, columns 2t and 2t+1 of each matrix; with
+/// load_matrices_turned, of each matrix's transpose.
 __device__ static inline void load_matrices(uint32_t (&r)[4], uint32_t address)
 {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n"

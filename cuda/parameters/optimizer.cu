@@ -370,10 +370,10 @@ static eng_status check_spans(const param_span *spans, int n, const eng_update *
     if (!dtype_fits(s->gradient_dtype) || (s->shadow && !dtype_fits(s->shadow_dtype)) ||
         (s->moment1 && !dtype_fits(s->moment_dtype)))
       return error_set(ENG_ERR_DTYPE,
-                       "optimize: expected f32, f16 or bf16 throughout, got gradients in %s, "
-                       "moments in %s, weights in %s of parameter %s",
-                       eng_dtype_name(s->gradient_dtype), eng_dtype_name(s->moment_dtype),
-                       eng_dtype_name(s->shadow_dtype), s->name);
+                       "optimize: parameter %s: expected f32, f16 or bf16 throughout, got "
+                       "gradients in %s, moments in %s and weights in %s",
+                       s->name, eng_dtype_name(s->gradient_dtype),
+                       eng_dtype_name(s->moment_dtype), eng_dtype_name(s->shadow_dtype));
   }
   return ENG_OK;
 }

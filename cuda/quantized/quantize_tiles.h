@@ -157,7 +157,8 @@ __device__ static inline uint32_t turn_codes(shared_tile &t, const eight<T> (&v)
   return doubt;
 }
 
-/// Recomputes both by true division, number by number, in the few threads with uncertain quotients.
+/// Recomputes the codes of both directions by true division, number by number, in the few threads
+/// with uncertain quotients.
 template <typename T, int E>
 __device__ static inline void divide_all(shared_tile &t, const eight<T> (&of)[DOWN], const job &p,
                                          const tile_place &at)
@@ -429,7 +430,8 @@ __global__ static void __launch_bounds__(TILE_THREADS, tiles_resident<T, SWIGLU>
   extern __shared__ uint4 shared[];
   shared_tile &t = *(shared_tile *)shared;
   uint4 *stage = shared + sizeof(shared_tile) / sizeof(uint4);
-  // a pass has just read x: its end may still be in the cache
+  // with factors in memory, the pass that found them has just read x, whose end may still be in the
+  // cache
   const bool backwards = p.own.factor != NULL;
   // a negative number wraps around to a large one
   unsigned n = backwards ? tiles - 1 - blockIdx.x : blockIdx.x;

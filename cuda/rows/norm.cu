@@ -664,7 +664,7 @@ static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 extern "C" op_kernel cuda_add;
 
-/// x + branch before the norm, in a pass of its own.
+/// x + branch before the norm, in a separate pass.
 static eng_status add_to(const tensor *x, const tensor *branch, const tensor *sum)
 {
   if (sum->count == 0) return ENG_OK;

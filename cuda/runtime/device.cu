@@ -200,7 +200,7 @@ eng_status cuda_clear(void *memory, int64_t bytes)
   return ENG_OK;
 }
 
-// ---- streams for messages between ranks, beside the compute stream
+// ---- streams for messages between ranks, in addition to the compute stream
 
 eng_status cuda_stream_new(void **out)
 {

@@ -92,7 +92,7 @@ end
 --- Sets the number of threads (nil: no change); returns the number in use.
 function engine.threads(n)
   if n ~= nil and (type(n) ~= "number" or n % 1 ~= 0 or n < 0 or n > 4096) then
-    raise("threads: expected a whole number of 0 to 4096 (0: as it is), got %s",
+    raise("threads: expected a whole number of 0 to 4096 (0: no change), got %s",
       M_ffi.value_text(n))
   end
   return C.eng_threads(n or 0)
@@ -129,7 +129,7 @@ function engine.memory(options)
   local limit = tensor.read_named(options, "memory", MEMORY).limit
   if limit ~= nil then
     if type(limit) ~= "number" or not (limit >= 0) then
-      raise("memory: expected limit as a number of bytes (0: none), got %s",
+      raise("memory: expected limit to be a number of bytes (0: none), got %s",
         M_ffi.value_text(limit))
     end
     C.eng_memory_limit(math.min(limit, 2 ^ 62))

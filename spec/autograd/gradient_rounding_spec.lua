@@ -1,7 +1,8 @@
--- Gradients in fp16 and bf16 beside those of f64. The same values, representable in the low format,
--- go through every call of calls.lua in both; a gradient must be the f64 one rounded once, up to
--- the error of sums in f32, and must not overflow where the f64 one fits the format. The operations
--- that round a second time are listed below with the reason and what that may cost.
+-- Gradients in fp16 and bf16 against those of f64. The same values, representable in the low
+-- format, go through every call of calls.lua in the low format and in f64; a gradient must be the
+-- f64 one rounded once, up to the error of sums in f32, and must not overflow where the f64 one fits
+-- the format. The operations that round a second time are listed below with the reason and what that
+-- may cost.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local calls = require "spec.autograd.calls"
@@ -118,7 +119,7 @@ describe("in a low precision the gradient of", function()
     assert.near(-48.6, x.grad:item(), 0.05)
   end)
 
-  it("a layer with a scale of its own overflows in the scale of its input only", function()
+  it("a layer with its own scale overflows in the scale of its input only", function()
     local before = ffi.new("double[1]")
     for _, name in ipairs { "linear", "mul", "matmul" } do
       local x = engine.tensor({ { 1 } }, { dtype = "f16", requires_grad = true })

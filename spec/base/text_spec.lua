@@ -163,7 +163,7 @@ describe("hostile", function()
     end
   end)
 
-  -- A run whose database has hostile texts in every column that can hold one.
+  -- A run whose database has hostile strings in every column that can hold one.
   local function hostile_run(text)
     local net = engine.nn.linear(2, 1)
     engine.trainer { model = net, steps = 4, log = "quiet", run = folder .. "/a",

@@ -248,7 +248,7 @@ describe("a residual and its norm in one operation", function()
       "add_rms_norm: expected a weight of shape [8], got f32 [4]", 1, true)
     assert.error_matches(function() x:add_rms_norm() end, "add_rms_norm", 1, true)
     assert.error_matches(function() x:add_rms_norm(x, nil, "a") end,
-      "add_rms_norm: expected eps as a number, got 'a'", 1, true)
+      "add_rms_norm: expected eps to be a number, got 'a'", 1, true)
   end)
 end)
 

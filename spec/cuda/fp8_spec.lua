@@ -1,4 +1,4 @@
--- FP8 products of the card's tensor cores beside Hopper's accumulator as the CPU computes it, and
+-- FP8 products of the card's tensor cores against Hopper's accumulator as the CPU computes it, and
 -- the error of long sums. Run by spec/cuda/run.lua only. On cards without FP8 tensor cores both
 -- sides are the formula.
 local engine = require "engine"

@@ -325,13 +325,13 @@ describe("data", function()
     refuses("data.text {}", "data.text: expected path = a file or a list of files, or text = a " ..
       "string")
     refuses("data.text { text = 'abc', batch = 0 }",
-      "data.text: expected batch as a whole number of 1 or more, got 0")
+      "data.text: expected batch to be a whole number of 1 or more, got 0")
     refuses("data.text { text = 'abc', context = 1.5 }",
-      "data.text: expected context as a whole number of 1 or more, got 1.5")
+      "data.text: expected context to be a whole number of 1 or more, got 1.5")
     refuses("data.text { text = 'abc', seed = 'x' }",
-      "data.text: expected seed as a whole number of 0 or more, got 'x'")
+      "data.text: expected seed to be a whole number of 0 or more, got 'x'")
     refuses("data.text { text = 'abc', shuffle = 'no' }",
-      "data.text: expected shuffle as true or false, got 'no'")
+      "data.text: expected shuffle to be true or false, got 'no'")
     refuses("data.text { text = 'abc', from = 0.5, to = 0.5 }",
       "data.text: expected 0 <= from < to <= 1, got 0.5 and 0.5")
     refuses("data.text { text = 'abc', from = 'a' }",
@@ -341,7 +341,7 @@ describe("data", function()
       "nothing")
     refuses("data.csv {}", "data.csv: expected the path of a file, got nothing")
     refuses("data.idx { labels = 'x' }", "data.idx: expected the path of a file, got nothing")
-    refuses("data.tensors { x = 1, y = 2 }", "data.tensors: expected x as a tensor, got 1")
+    refuses("data.tensors { x = 1, y = 2 }", "data.tensors: expected x to be a tensor, got 1")
     refuses("data.tensors { x = engine.zeros(2, 1), y = engine.zeros(3) }",
       "data.tensors: x has 2 rows, y has 3")
     refuses("data.tensors { x = engine.zeros(0, 1), y = engine.zeros(0) }",
@@ -415,7 +415,7 @@ describe("data", function()
     refuses("data.csv { path = folder .. '/g.csv', target = 'lable' }",
       "data.csv: FOLDER/g.csv has no column 'lable'; did you mean 'label'?")
     refuses("data.csv { path = folder .. '/g.csv', separator = '' }",
-      "data.csv: expected separator as one character, got ''")
+      "data.csv: expected separator to be one character, got ''")
   end)
 
   it("idx files that are invalid, truncated or mismatched are named", function()

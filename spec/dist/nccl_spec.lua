@@ -198,7 +198,7 @@ describe("NCCL", function()
       "the data of rank 0 is in host memory", result.err, 1, true)
     for environment, expected in pairs {
       ["RANK=0 WORLD_SIZE=2 ENGINE_RANKS=nccl"] =
-        "2 processes over NCCL without a rendezvous address; hint: MASTER_ADDR=",
+        "2 processes, which need a rendezvous address to connect over NCCL; hint: set MASTER_ADDR",
       ["RANK=0 WORLD_SIZE=2"] = "WORLD_SIZE=2 and RANK without MASTER_ADDR",
       ["WORLD_SIZE=2 MASTER_ADDR=x"] = "WORLD_SIZE=2 without RANK",
       ["RANK=2 WORLD_SIZE=2 MASTER_ADDR=x"] =

@@ -136,11 +136,11 @@ describe("a plan", function()
   it("reports invalid arguments", function()
     for _, case in ipairs { { { "nothing.lua" }, "cannot open nothing.lua" },
       { { "examples/gpt.lua", "ranks=0" }, "expected ranks from 1 to 100000" },
-      { { "examples/gpt.lua", "measure=two" }, "expected measure as numbers of ranks" },
+      { { "examples/gpt.lua", "measure=two" }, "expected measure to be numbers of ranks" },
       { { "examples/gpt.lua", "measure=" },
-        "expected measure as numbers of ranks, such as 1,2,4, got none" },
-        { { "examples/gpt.lua", "zero=3" }, "expected zero as 0, 1 or 2" },
-      { { "examples/gpt.lua", "wire=fp4" }, "expected comm_dtype as own, fp32" },
+        "expected measure to be numbers of ranks, such as 1,2,4, got none" },
+        { { "examples/gpt.lua", "zero=3" }, "expected zero to be 0, 1 or 2" },
+      { { "examples/gpt.lua", "wire=fp4" }, "expected comm_dtype to be own, fp32" },
       { { "examples/gpt.lua", "alpha=fast" }, "alpha: expected a number" } } do
       local result = helper.run { "plan", unpack(case[1]) }
       assert.equal(1, result.code)

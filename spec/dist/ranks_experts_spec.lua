@@ -82,11 +82,11 @@ describe("nn.moe over ranks", function()
       return function() return engine.nn.moe(options) end
     end
     assert.error_matches(moe { experts_over = 2 },
-      "expected experts_over as a group of ranks, engine.ranks.group%(%), got 2")
+      "expected experts_over to be a group of ranks, engine.ranks.group%(%), got 2")
     assert.error_matches(moe { dispatch = "f8" },
-      "expected dispatch as own, fp32, bf16 or fp8, got 'f8'")
+      "expected dispatch to be own, fp32, bf16 or fp8, got 'f8'")
     assert.error_matches(moe { combine = "fp8" },
-      "expected combine as own, fp32 or bf16, got 'fp8'")
+      "expected combine to be own, fp32 or bf16, got 'fp8'")
     assert.error_matches(moe { experts = 3, experts_over = { size = 2, rank = 0, across = {} } },
       "3 experts do not divide by 2 ranks")
     assert.error_matches(function() engine.ranks.group(2) end,

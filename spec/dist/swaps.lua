@@ -2,8 +2,8 @@
 --   ./engine spec/dist/swaps.lua [swaps=60] [ranks=4] [seed=1]
 -- One run with a swap every few steps, drawn at random: a valid file; a file that is broken or
 -- fails on the run's records; a file that one random rank finds changed, broken or missing, has no
--- memory for, cannot run on the last records, or cannot run once it is in force; a class that one
--- rank does not know; a file saved, or a SIGHUP to one rank, while its policy is in force; an undo.
+-- memory for, cannot run on the last records, or cannot run once it is current; a class that one
+-- rank does not know; a file saved, or a SIGHUP to one rank, while its policy is current; an undo.
 -- Rank 0's bytes count: the file that other ranks find under that name does not matter. Checks:
 --   - in every step all ranks have the same policy (name, hash, scale) and the same weights
 --   - that is the new policy if every rank accepts it, else the one before
@@ -42,7 +42,7 @@ local function limited(limits, f)
 end
 
 -- Each case is called on every rank at the same step: (trainer, number, victim, step). It returns
--- the name of the policy that must then be in force, or nil if the old one must stay, and the text
+-- the name of the policy that must then be current, or nil if the old one must stay, and the text
 -- that the refusal must contain.
 local cases = {}
 
@@ -211,7 +211,7 @@ local function look(folder)
       local expected = first.expected or first.before
       local what = ("swap at step %d (%s, rank %d)"):format(first.step, first.case, first.victim)
       if last.policy ~= expected then
-        wrong("%s: %s is in force, expected %s", what, tostring(last.policy), expected)
+        wrong("%s: %s is current, expected %s", what, tostring(last.policy), expected)
       end
       local kinds, refusal = {}, ""
       for _, event in ipairs(events) do

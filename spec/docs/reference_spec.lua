@@ -1,5 +1,5 @@
 -- The reference is complete: every exported C function, operation, public Lua function, trainer
--- option, environment variable, policy and policy option has an entry with a text, and no link is
+-- option, environment variable, policy and policy option has an entry with text, and no link is
 -- broken. `engine help NAME` finds entries; the types for editors hold what users can misspell.
 local helper = require "spec.helper"
 local reference = require "engine.docs.index"

@@ -41,7 +41,7 @@ describe("the FP8 laboratory", function()
       return tonumber(none), tonumber(some), tonumber(often)
     end
     local function near(want, got)
-      assert.is_true(math.abs(got / want - 1) < 0.05, ("%g beside %g"):format(got, want))
+      assert.is_true(math.abs(got / want - 1) < 0.05, ("%g, expected %g"):format(got, want))
     end
     for label, want in pairs { ["U%[0,1%) +1024"] = { 1.50, 0.58, 0.055 },
       ["U%[0,1%) +4096"] = { 7.46, 0.58, 0.055 }, ["U%[0,1%) +16384"] = { 25.1, 0.58, 0.055 },

@@ -69,7 +69,7 @@ local function product(a, b, ints)
     { 0, 1, 0, 0, 0, 0, 0, ints[1], ints[2] })
 end
 
---- Mean relative error (or, with `scale`, mean |error| / scale) of `accumulator` beside the exact
+--- Mean relative error (or, with `scale`, mean |error| / scale) of `accumulator` against the exact
 --- sums.
 local function error_of(qx, qw, options, scale)
   options.transpose_b, options.dtype = true, "f32"
@@ -156,7 +156,7 @@ describe("FP8 products (" .. table.concat(SETS, ", ") .. ")", function()
     end
   end)
 
-  it("have the error of the published table, which promotion repairs", function()
+  it("have the error of the published table, which promotion fixes", function()
     engine.seed(5)
     local rows = 24
     for _, case in ipairs {   -- distribution, K, promotion -> mean relative error
@@ -293,7 +293,7 @@ describe("FP8 products (" .. table.concat(SETS, ", ") .. ")", function()
         "expected b from fp8.quantize, got a tensor" },
       { function() fp8.matmul(packed, b) end, "a is e5m6" },
       { function() fp8.matmul(wrong, b, { transpose_b = true }) end,
-        "expected the scales of 4 x 256 in blocks of 1 x 128 .* as f32 %[2 x 4%], " ..
+        "expected the scales of 4 x 256 in blocks of 1 x 128 .* to be f32 %[2 x 4%], " ..
           "got f32 %[2 x 3%]" },
       { function() fp8.matmul(a, b, { transpose_b = true, bias = engine.ones(3) }) end,
         "expected a bias of shape %[6%]" },

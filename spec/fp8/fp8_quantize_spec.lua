@@ -218,7 +218,7 @@ describe("FP8 quantizers", function()
     -- not checked in a tensor, which may be on a card
     for _, bad in ipairs { 0, -1, 1 / 0, 0 / 0 } do
       assert.error_matches(function() fp8.quantize(x, { factor = bad }) end,
-        "expected factor as a positive finite number, got [^\n]+$")
+        "expected factor to be a positive finite number, got [^\n]+$")
       assert.same({ 1, 4 }, fp8.quantize(x, { factor = engine.full({ 1 }, bad, "f32") }).q.shape)
     end
   end)
@@ -256,7 +256,7 @@ describe("FP8 quantizers", function()
       { function() fp8.quantize(x, { block = "128" }) end, "expected block as" },
       { function() fp8.quantize(x, { block = "0x128" }) end, "expected block as" },
       { function() fp8.quantize(x, { factor = "a" }) end,
-        "expected factor as a number or a tensor of one, got 'a'" },
+        "expected factor to be a number or a tensor of one, got 'a'" },
       { function() fp8.quantize(engine.zeros(4, 0)) end,
         "expected rows of 1 or more elements, got f32 %[4 x 0%]" },
       { function() fp8.quantize(x):dequantize("i32") end,
@@ -275,7 +275,7 @@ describe("FP8 quantizers", function()
       { function() fp8.quantize(3) end, "fp8.quantize: expected a tensor" },
       { function() M_ffi.run("dequantize", { fp8.quantize(x).q, engine.ones(2, 2) },
         { 0, 0, 0 }) end,
-        "expected the scales of 4 x 6 in blocks of 0 x 0 %(0: all%) as f32 %[1 x 1%]" },
+        "expected the scales of 4 x 6 in blocks of 0 x 0 %(0: all%) to be f32 %[1 x 1%]" },
     } do
       assert.error_matches(case[1], case[2])
     end

@@ -83,8 +83,8 @@ describe("a linear layer in FP8", function()
       engine.end_step()
       engine.begin_step()
       local full = pass("fp32", 256, 64, 128)
-      -- each factor has an error of at most 2^-4 and on average 2.6 % (e4m3) or 5.1 % (e5m2); a
-      -- product of two adds theirs in the norm
+      -- rounding a factor errs by at most 2^-4, 2.6 % in root mean square (e4m3), or 2^-3 and 5.3 %
+      -- (e5m2); the errors of a product's two factors add in quadrature
       assert.is_true(relative(got.y, full.y) < 0.045, "y")
       assert.is_true(relative(got.dx, full.dx) < 0.07, "dx")
       assert.is_true(relative(got.dw, full.dw) < 0.07, "dw")
@@ -205,12 +205,13 @@ describe("an FP8 recipe", function()
         fp8 = { forward = { accumulator = "fp16" } } },
       ["unknown field 'formt'; did you mean 'format'?"] = { base = "fp8_block",
         fp8 = { dy = { formt = "e5m2" } } },
-      ["x: expected eps as a number, got 'a'"] = { base = "fp8_block",
+      ["x: expected eps to be a number, got 'a'"] = { base = "fp8_block",
         fp8 = { x = { eps = "a" } } },
       ["x: expected a table, got 'e4m3'"] = { base = "fp8_block", fp8 = { x = "e4m3" } },
       ["there is no block shape '1x0'"] = { base = "fp8_block", fp8 = { x = { block = "1x0" } } },
       ["w: keep is only for x"] = { base = "fp8_block", fp8 = { w = { keep = "transposed" } } },
-      ["expected match as a pattern"] = { base = "fp8_block", fp8 = { layers = { { x = {} } } } },
+      ["expected match to be a pattern"] = { base = "fp8_block",
+        fp8 = { layers = { { x = {} } } } },
     } do assert.is_truthy(message(of):find(text, 1, true), message(of)) end
   end)
   it("with blocks that do not nest, or a promotion not divisible by 32, is refused by layer",
@@ -230,7 +231,7 @@ describe("an FP8 recipe", function()
     refused({ x = { block = { -1, 3 } } },
       "1: blocks of x: expected 1 or more rows and columns, or 0 for all, got -1 x 3")
     refused({ high = { "." } }, "no linear layer of this model is in FP8")
-    -- a typing mistake must not pass silently
+    -- a typo must not pass unnoticed
     refused({ high = { "^head", "^blcks%.1" } },
       "fp8: high: the pattern '^blcks%.1' matches no layer of this model; linear layers: 1")
     refused({ layers = { { match = "^1$", high = true }, { match = "blcks" } } },
@@ -277,7 +278,7 @@ describe("training in FP8", function()
     local want = run { precision = "bf16", steps = 30 }.record.loss
     for _, recipe in ipairs { "fp8_block", "fp8_current", "fp8_rowwise", "fp8_delayed" } do
       local got = run { precision = recipe, steps = 30 }.record.loss
-      assert.is_true(math.abs(got - want) < 0.05 * want, ("%s: %g beside %g"):format(recipe, got,
+      assert.is_true(math.abs(got - want) < 0.05 * want, ("%s: %g, expected %g"):format(recipe, got,
         want))
     end
   end)

@@ -80,4 +80,5 @@ end
 
 os.remove(base)
 for _, kind in ipairs { ".json", ".lua" } do os.remove(in_memory .. kind) end
-print(("config: %d inputs, %d accepted, the others refused with a text"):format(rounds, accepted))
+print(("config: %d inputs, %d accepted, the others refused with a message"):format(rounds,
+  accepted))

@@ -2,7 +2,7 @@
 -- transposed and expanded inputs, out-of-range attributes, absent and stale inputs, invalid
 -- operation numbers; through engine.ffi's run, raw calls and tensor methods; with and without
 -- recording and backward; on both devices and every instruction set. Checks: a call succeeds or
--- raises a text; both devices agree on which, and on shapes and dtypes of the outputs; the step's
+-- raises a string; both devices agree on which, and on shapes and dtypes of the outputs; the step's
 -- memory is empty after every step. Writes outside a kernel's memory are found by the sanitizer
 -- build of `make check`. With ENGINE_TEST_DEVICE=cuda the card is compared with the reference
 -- instead, including values: bit for bit for operations that round at most once, within a tolerance
@@ -493,7 +493,7 @@ local function attempt(f, ...)
   end
   local message = results[2]
   if type(message) ~= "string" or #message < 8 then
-    bug("an error that is not a text:", tostring(message))
+    bug("an error that is not a string:", tostring(message))
   end
   -- a made-up handle that names an existing tensor
   local elsewhere = message:find("in the memory of the current device", 1, true)
@@ -719,7 +719,7 @@ local function method()
   shown = arguments[1]
   local good, y = pcall(f, unpack(arguments, 1, 1 + draw(5)))
   if not good and (type(y) ~= "string" or #y < 4) then
-    bug("an error that is not a text:", name, tostring(y))
+    bug("an error that is not a string:", name, tostring(y))
   end
   if good and tensor.is_tensor(y) then
     local alive, count = pcall(function() return y.count end)

@@ -96,7 +96,7 @@ describe("nn.gpt2", function()
     assert.is_true(d > 1e-4 and d < 0.5)
   end)
 
-  it("has a head of its own if the embedding is not tied", function()
+  it("has its own head if the embedding is not tied", function()
     local path = variant(function(tensors, text)
       tensors["lm_head.weight"] =
         engine.scope(function() return (weights["transformer.wte.weight"] * 2):keep() end)
@@ -212,8 +212,9 @@ describe("nn.gpt2", function()
       refuses(config('"model_type": "gpt2"', '"model_type": "llama"'),
         "expected model_type gpt2, got 'llama'")
       refuses(config('"n_layer": 2', '"n_layer": 2.5'),
-        "expected n_layer as a whole number of 1 or more, got 2.5")
-      refuses(config('"n_layer": 2', '"n_layer": "two"'), "expected n_layer as a number, got two")
+        "expected n_layer to be a whole number of 1 or more, got 2.5")
+      refuses(config('"n_layer": 2', '"n_layer": "two"'),
+        "expected n_layer to be a number, got two")
       refuses(config('"n_head": 2', '"n_head": 3'), "width n_embd 8 does not divide by 3 heads")
       refuses(config('"resid_pdrop": 0.0', '"resid_pdrop": 1.5'),
         "expected resid_pdrop in %[0, 1%), got 1.5")
@@ -224,15 +225,16 @@ describe("nn.gpt2", function()
 
     it("weights that do not fit", function()
       refuses(config('"n_embd": 8', '"n_embd": 16'),
-        "expected 'transformer.wte.weight' as %[13 x 16%] by config.json, got %[13 x 8%]")
+        "expected 'transformer.wte.weight' to have shape %[13 x 16%] %(from config.json%), " ..
+          "got %[13 x 8%]")
       refuses(config('"n_layer": 2', '"n_layer": 3'), "has no tensor 'transformer.h.2")
       refuses(config('"n_layer": 2', '"n_layer": 1'),
         "'transformer.h.1.[%w_.]+' does not belong to this GPT%-2")
       refuses(variant(function(
         tensors) tensors["transformer.h.0.attn.c_attn.weight"] = engine.zeros(24, 8,
         { keep = true }) end),
-        "expected 'transformer.h.0.attn.c_attn.weight' as %[8 x 24%] by config.json, got %[24 x "
-          .. "8%]")
+        "expected 'transformer.h.0.attn.c_attn.weight' to have shape %[8 x 24%] " ..
+          "%(from config.json%), got %[24 x 8%]")
       refuses(variant(function(tensors) tensors["transformer.wpe.weight"] = engine.zeros(12, 8,
         { dtype = "i32", keep = true }) end),
         "'transformer.wpe.weight' holds i32, not floats")

@@ -53,7 +53,7 @@ describe("nn.moe", function()
     end
   end)
 
-  it("makes every expert a group of its own, in f16 too", function()
+  it("makes every expert a separate group, in f16 too", function()
     local moe, x = model { experts = 3, top_k = 2 }
     local _, _, groups = require("engine.policy.groups").of(moe:parameters(), moe)
     assert.are.same({ "gate", "experts.1", "experts.2", "experts.3" }, groups)
@@ -66,9 +66,9 @@ describe("nn.moe", function()
     assert.error_matches(function() nn.moe { width = 4, experts = 2, top_k = 3 } end,
       "expected top_k of at most the 2 experts, got 3")
     assert.error_matches(function() nn.moe { width = 4.5 } end,
-      "nn.moe: expected width as a whole number of 1 or more, got 4.5")
+      "nn.moe: expected width to be a whole number of 1 or more, got 4.5")
     assert.error_matches(function() nn.moe { width = 4, expert = 2 } end,
-      "expected expert as a function")
+      "expected expert to be a function")
     assert.error_matches(function() nn.moe { width = 4, topk = 2 } end, "did you mean 'top_k'")
   end)
 end)

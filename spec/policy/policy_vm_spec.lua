@@ -74,7 +74,7 @@ describe("a policy file", function()
     refused("return { decide = function() end,\n needs = { amax = true } }",
       "p.lua:2: 'needs' must be a list of names, as { \"amax\", \"norm\" }")
     refused("return { decide = function() end,\n options = { a = {} } }",
-      "p.lua:2: option 'a' is a table; a default must be a number, a boolean or a text")
+      "p.lua:2: option 'a' is a table; a default must be a number, a boolean or a string")
     refused("return { decide = function() end, name = '' }", "p.lua:1: 'name' is empty")
     refused("return { decide = function() end }",
       "p.lua:1: init sets no initial loss scale: expected a positive finite " ..
@@ -456,7 +456,7 @@ describe("a verdict", function()
     assert.are.equal(0, decide(with("return { scale = 4, lr_mul = 0 }")).lr_mul)
   end)
 
-  it("that is invalid fails, and the last good one stays in force", function()
+  it("that is invalid fails, and the last good one still applies", function()
     for body, text in pairs {
       ["return 0 / 0"] = "p.lua:2: decide returned scale = nan; expected a positive finite number",
       ["return 0"] = "scale = 0;", ["return -0"] = "scale = -0.0;", ["return -1"] = "scale = -1;",
@@ -479,8 +479,8 @@ describe("a verdict", function()
       ["return { scale = 4, reason = {} }"] = "reason = table;",
       ["return { scale = 4, scales = { a = 1 } }"] = "this run has a single scale",
       ["error('boom')"] = "p.lua:2: boom", ["error('boom', 0)"] = "p.lua: boom",
-      ["error({})"] = "p.lua: raised an error that is not a text but a table",
-      ["error()"] = "p.lua: raised an error without a text",
+      ["error({})"] = "p.lua: raised an error that is not a string but a table",
+      ["error()"] = "p.lua: raised an error without a message",
       ["local x = nil return x.y"] = "p.lua:2: attempt to index local 'x' (a nil value)",
       ["state.f = function() end return 4"] =
         "a state that is not plain data: state.f is a function",

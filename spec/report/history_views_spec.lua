@@ -131,7 +131,7 @@ describe("views of a history", function()
     assert.matches("blocks.1.mlp.weight ▏", text, 1, true)
     assert.not_matches("wte", text)
     assert.has_error(function() h:heatmap { by = "steps" } end,
-      "heatmap: expected by as 'exponent' or 'time', got 'steps'")
+      "heatmap: expected by to be 'exponent' or 'time', got 'steps'")
     assert.has_error(function() h:heatmap { only = "nothing" } end)
   end)
 

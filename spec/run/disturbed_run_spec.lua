@@ -101,9 +101,9 @@ describe("an error in the script", function()
       local _, message = pcall(trainer.run, trainer)
       return message
     end
-    assert.matches("expected the loss as a tensor of one element, got nothing",
+    assert.matches("expected the loss to be a tensor of one element, got nothing",
       message_of(function() end))
-    assert.matches("expected the loss as a tensor of one element, got 5",
+    assert.matches("expected the loss to be a tensor of one element, got 5",
       message_of(function() return 5 end))
     assert.matches("expected a loss of one element",
       message_of(function(model, batch) return model(batch.x) end))
@@ -338,7 +338,7 @@ describe("a learning rate", function()
       local before = checksum(trainer)
       local good, message = pcall(trainer.run, trainer)
       assert.is_false(good)
-      assert.matches("expected lr as a finite number", message)
+      assert.matches("expected lr to be a finite number", message)
       assert.equal(before, checksum(trainer))
     end
   end)

@@ -108,7 +108,7 @@ describe("a shadow", function()
     end
     refused({ "dynamc" }, "shadow: there is no policy 'dynamc'; did you mean 'dynamic'?")
     refused("dynamic:growth=2", "has no option 'growth'")
-    refused(5, "expected shadow as a list of policies, got 5")
+    refused(5, "expected shadow to be a list of policies, got 5")
   end)
 
   it("asks for the statistics it needs", function()

@@ -50,10 +50,10 @@ describe("plain data as JSON", function()
     local loop = {}
     loop.again = loop
     local cases = {
-      { { a = { b = print } }, "state.a.b: expected numbers, strings, booleans and tables, got " ..
+      { { a = { b = print } }, "state.a.b: expected a number, string, boolean or table, got " ..
         "a function" },
       { { { 1, coroutine.create(print) } },
-        "state[1][2]: expected numbers, strings, booleans and tables, got a thread" },
+        "state[1][2]: expected a number, string, boolean or table, got a thread" },
       { { [{}] = 1 }, "state: a table cannot be a key" },
       { loop, "state.again: the table contains itself" },
     }

@@ -86,7 +86,7 @@ describe("history", function()
 
   it("counts the attempts at a batch", function()
     append(h, 0, { action = C.ENG_ACTION_RETRY })
-    append(h, 1, { action = C.ENG_ACTION_RETRY })     -- a retry with a step number of its own
+    append(h, 1, { action = C.ENG_ACTION_RETRY })     -- a retry with its own step number
     append(h, 2)
     append(h, 3)
     append(h, 3)                                      -- a retry under the same step number
@@ -190,9 +190,9 @@ describe("history", function()
     assert.are.equal(2, #reader:steps())
     local good, message = append(reader, 2)
     assert.is_nil(good)
-    assert.truthy(message:find("was opened for reading", 1, true))
+    assert.truthy(message:find("is open for reading only", 1, true))
     _G.read_history = reader
-    -- Tab completion offers the methods of a history opened for reading.
+    -- Tab completion offers the methods of a history that is open for reading only.
     local _, offered = require("engine.cli.repl").complete("read_history:")
     _G.read_history = nil
     assert.truthy(offered:find("tensors", 1, true))

@@ -268,7 +268,7 @@ describe("arithmetic of tensors", function()
     assert.same({ 1, 2, 3 }, x:clamp(nil, 3):totable())
   end))
 
-  -- The widest wins; f16 beside bf16 needs f32, u8 beside i8 needs i16; bool counts as u8 in
+  -- The widest wins; f16 with bf16 needs f32, u8 with i8 needs i16; bool counts as u8 in
   -- arithmetic.
   local RANK = { bool = 0, u8 = 1, i8 = 2, i16 = 3, i32 = 4, i64 = 5, f16 = 6, bf16 = 6, f32 = 7,
     f64 = 8 }
@@ -317,7 +317,7 @@ describe("arithmetic of tensors", function()
     assert.same({ 5, -5 }, x:clamp(-5, 5):totable())
   end))
 
-  it("a number beside integers keeps its value", step(function()
+  it("a number with integers keeps its value", step(function()
     local x = engine.tensor({ 1, 200 }, "u8")
     assert.same({ { "u8" }, { 6, 205 } }, { { (x + 5).dtype }, (x + 5):totable() })
     assert.same({ { "i16" }, { 0, 199 } }, { { (x + -1).dtype }, (x + -1):totable() })
@@ -336,7 +336,7 @@ describe("arithmetic of tensors", function()
     assert.same({ 1, 1 }, x:lt(inf):totable())
   end))
 
-  it("a number beside fp16 neither widens it nor is rounded first", step(function()
+  it("a number with fp16 neither widens it nor is rounded first", step(function()
     for _, dtype in ipairs { "f16", "bf16" } do
       local x = engine.tensor({ 1, 3 }, dtype)
       for _, y in ipairs { x + 1.1, 1.1 - x, x * 1.1, x / 1.1, 1.1 / x, x ^ 1.1, 1.1 ^ x,
@@ -543,10 +543,12 @@ describe("a mistake with tensors", function()
     { "x < x", "tensors are compared element by element: a:lt(b), a:le(b), a:gt(b), a:ge(b); got "
       .. "a tensor and a tensor" },
 
-    { "engine.zeros(2, -1)", "zeros: expected a dimension as a whole number of 0 or more, got -1" },
-    { "engine.zeros(1.5)", "zeros: expected a dimension as a whole number of 0 or more, got 1.5" },
+    { "engine.zeros(2, -1)",
+      "zeros: expected a dimension to be a whole number of 0 or more, got -1" },
+    { "engine.zeros(1.5)",
+      "zeros: expected a dimension to be a whole number of 0 or more, got 1.5" },
     { "engine.zeros(2, 'x', 3)",
-      "zeros: expected a dimension as a whole number of 0 or more, got 'x'" },
+      "zeros: expected a dimension to be a whole number of 0 or more, got 'x'" },
     { "engine.ones(1, 1, 1, 1, 1, 1, 1)", "ones: expected up to 6 dimensions, got 7" },
     { "engine.zeros(2, 'f23')",
       "there is no dtype 'f23'; dtypes: f32 f64 f16 bf16 u8 i8 i16 i32 i64 bool e4m3 e5m2" },
@@ -554,10 +556,10 @@ describe("a mistake with tensors", function()
       "rand: unknown option 'dtyp'; did you mean 'dtype'?; options: dtype keep requires_grad" },
     { "engine.zeros { dtype = 'f16' }",
       "zeros: expected a shape first, got a table without numbers" },
-    { "engine.zeros(2, true)", "zeros: expected options as a dtype name or a table, got true" },
+    { "engine.zeros(2, true)", "zeros: expected options to be a dtype name or a table, got true" },
     { "engine.zeros(2^30, 2^30)",
       "expected a tensor of up to 2^48 elements, got [1073741824 x 1073741824]" },
-    { "engine.full({ 2 }, 'a')", "full: expected the value as a number, got 'a'" },
+    { "engine.full({ 2 }, 'a')", "full: expected the value to be a number, got 'a'" },
     { "engine.tensor()", "tensor: expected a number or a table of numbers, got nothing" },
     { "engine.tensor { 1, 'a' }", "tensor: expected a number, got 'a'" },
     { "engine.tensor { { 1, 2 }, { 3 } }",
@@ -565,20 +567,20 @@ describe("a mistake with tensors", function()
     { "engine.tensor { { 1, 2 }, 3 }",
       "tensor: the table is ragged: expected 2 entries at depth 2, got 3" },
     { "engine.tensor { { { { { { { 1 } } } } } } }", "tensor: expected up to 6 dimensions, got 7" },
-    { "engine.arange(1)", "arange: expected the last value as a number, got nothing" },
+    { "engine.arange(1)", "arange: expected the last value to be a number, got nothing" },
     { "engine.arange(1, 5, 0)", "arange: expected a step other than 0, got 0" },
-    { "engine.randint(5)", "randint: expected the upper bound as a whole number, got nothing" },
+    { "engine.randint(5)", "randint: expected the upper bound to be a whole number, got nothing" },
     { "engine.randint(5, 1, 3)", "randint: expected low < high, got 5 and 1" },
     { "engine.zeros(2, { dtype = 'i64', requires_grad = true })",
       "requires_grad: expected a floating-point tensor, got i64 [2]" },
     { "engine.seed(-1)", "seed: expected a whole number of 0 to 2^53, got -1" },
     { "engine.threads('all')",
-      "threads: expected a whole number of 0 to 4096 (0: as it is), got 'all'" },
+      "threads: expected a whole number of 0 to 4096 (0: no change), got 'all'" },
     { "engine.device(0)", "device: expected a name, got 0" },
     { "engine.memory { limits = 5 }",
       "memory: unknown option 'limits'; did you mean 'limit'?; options: limit" },
     { "engine.memory { limit = 'much' }",
-      "memory: expected limit as a number of bytes (0: none), got 'much'" },
+      "memory: expected limit to be a number of bytes (0: none), got 'much'" },
     { "engine.scope(function() return x + 'a' end)", "add: expected a tensor, got 'a'" },
     { "engine.no_grad(function() return x + 'a' end)", "add: expected a tensor, got 'a'" },
     { "engine.autocast('fp16', function() return x:matmul(x) end)",
@@ -592,7 +594,7 @@ describe("a mistake with tensors", function()
     { "x * {}", "mul: expected a tensor, got a table" },
     { "nil - x", "sub: expected a tensor, got nothing" },
     { "x:lt('a')", "lt: expected a tensor, got 'a'" },
-    { "x:clamp('a')", "clamp: expected the lower limit as a number, got 'a'" },
+    { "x:clamp('a')", "clamp: expected the lower limit to be a number, got 'a'" },
     { "x:gelu('fast')", "gelu: expected 'erf' or 'tanh', got 'fast'" },
     { "i:exp()", "exp: expected a floating-point tensor, got i64 [2 x 3]; hint: x:to(\"f32\")" },
     { "-engine.zeros(2, 'bool')", "neg: expected numbers, got bool [2]; hint: x:to(\"f32\")" },
@@ -603,9 +605,9 @@ describe("a mistake with tensors", function()
     { "x:gt(0):where(x, engine.zeros(4))",
       "where: shapes do not broadcast: f32 [2 x 3] and f32 [4]; sizes must match from the right, "
         .. "or be 1" },
-    { "x:dropout()", "dropout: expected the probability as a number, got nothing" },
+    { "x:dropout()", "dropout: expected the probability to be a number, got nothing" },
     { "x:dropout(2)", "dropout: expected a probability in [0, 1], got 2" },
-    { "x:fill('a')", "fill: expected the value as a number, got 'a'" },
+    { "x:fill('a')", "fill: expected the value to be a number, got 'a'" },
     { "x:copy(engine.zeros(4))", "copy: f32 [4] does not broadcast into f32 [2 x 3]" },
     { "x:normal(0, -1)",
       "normal: expected a finite mean and a standard deviation >= 0, got 0 and -1" },
@@ -616,14 +618,14 @@ describe("a mistake with tensors", function()
       .. "backward" },
     { "x:mean { 1, 3 }",
       "mean: there is no dimension 3 in [2 x 3]; dimensions count from 1, or from -1 backward" },
-    { "x:max('a')", "max: expected a dimension as a whole number, got 'a'" },
+    { "x:max('a')", "max: expected a dimension to be a whole number, got 'a'" },
     { "engine.zeros(0):max()", "max: expected at least one element, got f32 [0]" },
     { "x:argmax(3)", "argmax: there is no dimension 3 in [2 x 3]; dimensions count from 1, or "
       .. "from -1 backward" },
     { "x:topk(4)", "topk: expected k in 0..3, got 4" },
-    { "x:topk()", "topk: expected k as a whole number of 0 or more, got nothing" },
+    { "x:topk()", "topk: expected k to be a whole number of 0 or more, got nothing" },
     { "x:view(4, -1)", "view: f32 [2 x 3] has 6 elements and cannot become [4 x -1]" },
-    { "x:view('a')", "view: expected a dimension as a whole number, got 'a'" },
+    { "x:view('a')", "view: expected a dimension to be a whole number, got 'a'" },
     { "x:permute(1, 1)", "permute: expected each dimension of f32 [2 x 3] exactly once" },
     { "x:permute(1)", "permute: expected 2 dimensions, got 1" },
     { "x:permute(0, 1)",
@@ -636,12 +638,12 @@ describe("a mistake with tensors", function()
     { "x:slice(1, 0, 1)", "slice: positions count from 1, or from -1 backward; got 0" },
     { "x:slice(3, 1, 1)",
       "slice: there is no dimension 3 in [2 x 3]; dimensions count from 1, or from -1 backward" },
-    { "x:slice(1, 1, 2, 0)", "slice: expected the step as a whole number of 1 or more, got 0" },
-    { "x:slice()", "slice: expected a dimension as a whole number, got nothing" },
+    { "x:slice(1, 1, 2, 0)", "slice: expected the step to be a whole number of 1 or more, got 0" },
+    { "x:slice()", "slice: expected a dimension to be a whole number, got nothing" },
     { "x:select(1, 3)", "select: no position 3 in dimension 1 of [2 x 3]; positions count from 1" },
     { "x:select(1, 0)", "select: no position 0 in dimension 1 of [2 x 3]; positions count from 1" },
     { "x:split({ 1, 1 }, 2)", "split: the parts add up to 2, dimension 2 of [2 x 3] has 3" },
-    { "x:split(0)", "split: expected the size of a part as a whole number of 1 or more, got 0" },
+    { "x:split(0)", "split: expected the size of a part to be a whole number of 1 or more, got 0" },
     { "x:chunk(2)", "chunk: dimension 2 of [2 x 3] does not divide into 2 equal parts" },
     { "x:squeeze(3)", "squeeze: there is no dimension 3 in [2 x 3]; dimensions count from 1, or "
       .. "from -1 backward" },
@@ -682,7 +684,7 @@ describe("a mistake with tensors", function()
       "linear: expected a bias of shape [4], got f32 [3]" },
     { "x:linear(engine.zeros(4, 3), 5)", "linear: expected a tensor, got 5" },
     { "x:layer_norm(engine.zeros(4))", "layer_norm: expected a weight of shape [3], got f32 [4]" },
-    { "x:rms_norm(nil, 'a')", "rms_norm: expected eps as a number, got 'a'" },
+    { "x:rms_norm(nil, 'a')", "rms_norm: expected eps to be a number, got 'a'" },
     { "engine.mse(x, engine.zeros(3))",
       "mse: expected two tensors of one shape, got f32 [2 x 3] and f32 [3]" },
     { "engine.cross_entropy(x, engine.zeros(2))",

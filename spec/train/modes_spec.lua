@@ -2,7 +2,7 @@
 -- and changes nothing else. These differ by design:
 --   elapsed     a time
 --   updates     of the step after an overflow: the host does not know yet that it was skipped
---   next_scale  in force from the next step, or from the one after (so scales are static here)
+--   next_scale  applies from the next step, or from the one after (so scales are static here)
 -- A stuck lagged run gives its advice without running the step again: no `trap` event.
 local engine = require "engine"
 local helper = require "spec.helper"

@@ -326,11 +326,11 @@ describe("the state of an optimizer", function()
     end
     refuses(with { ["w.moment2"] = false }, 3, "optimizer state: 'w.moment2' is missing")
     refuses(with { ["w.moment2"] = engine.zeros(4) }, 3,
-      "optimizer state: expected 'w.moment2' as [3], got [4]")
+      "optimizer state: expected 'w.moment2' to have shape [3], got [4]")
     refuses(with { ["v.moment1"] = engine.zeros(3) }, 3,
       "optimizer state: 'v.moment1' belongs to no parameter; did you mean 'w.moment1'?")
-    refuses(good, nil, "optimizer state: expected the number of updates as a whole number of 0 " ..
-      "or more, got nothing")
+    refuses(good, nil, "optimizer state: expected the number of updates to be a whole number of " ..
+      "0 or more, got nothing")
     opt:load_state(good, 3)
     assert.equal(7, opt:state_tensors()["w.moment2"]:select(1, 3):item())
   end)
@@ -339,7 +339,7 @@ end)
 describe("the parameters of a model", function()
   after_each(function() engine.end_step() end)
 
-  it("outlive their optimizer, and may get another one", function()
+  it("outlive their optimizer, and may get a second optimizer", function()
     local net = model()
     local first = optim.adamw(net, { precision = "fp16" })
     local second = optim.sgd(net, { lr = 1, precision = "fp32" })
@@ -380,20 +380,21 @@ describe("an optimizer refuses", function()
     { "optim.sgd(net, { beta1 = 0.9 })",
       "optim.sgd: unknown option 'beta1'; options: dampening lr momentum nesterov weight_decay " ..
       "groups decay precision moments" },
-    { "optim.adam(net, { lr = -1 })", "optim.adam: expected lr as a number >= 0, got -1" },
-    { "optim.adam(net, { lr = 'fast' })", "optim.adam: expected lr as a number >= 0, got 'fast'" },
-    { "optim.adam(net, { lr = 0/0 })", "optim.adam: expected lr as a number >= 0, got " ..
+    { "optim.adam(net, { lr = -1 })", "optim.adam: expected lr to be a number >= 0, got -1" },
+    { "optim.adam(net, { lr = 'fast' })",
+      "optim.adam: expected lr to be a number >= 0, got 'fast'" },
+    { "optim.adam(net, { lr = 0/0 })", "optim.adam: expected lr to be a number >= 0, got " ..
       tostring(0 / 0) },
-    { "optim.adam(net, { beta2 = 1 })", "optim.adam: expected beta2 in [0, 1), got 1" },
+    { "optim.adam(net, { beta2 = 1 })", "optim.adam: expected beta2 to be in [0, 1), got 1" },
     { "optim.lion(net, { betas = 0.9 })",
-      "optim.lion: expected betas as a list of two numbers, got 0.9" },
+      "optim.lion: expected betas to be a list of two numbers, got 0.9" },
     { "optim.adam(net, { eps = 0 })",
-      "optim.adam: expected eps as a number no smaller than 2^-126 (the optimizer's f32 state " ..
-      "would round it to 0), got 0" },
+      "optim.adam: expected eps to be a number no smaller than 2^-126 (the optimizer's f32 " ..
+      "state would round it to 0), got 0" },
     { "optim.sgd(net, { nesterov = true })",
       "optim.sgd: nesterov needs a momentum and no dampening" },
     { "optim.sgd(net, { nesterov = 'yes' })",
-      "optim.sgd: expected nesterov as true or false, got 'yes'" },
+      "optim.sgd: expected nesterov to be true or false, got 'yes'" },
     { "optim.sgd(net, { decay = 'some' })", "optim.sgd: decay is 'all' or 'matrices', not 'some'" },
     { "optim.sgd(net, { moments = 'f16' })",
       "optim.sgd: expected moments in f32 or bf16, got 'f16'" },
@@ -414,7 +415,7 @@ describe("an optimizer refuses", function()
     { "optim.sgd(net, { groups = { { match = 'x', momentun = 2 } } })",
       "optim.sgd: unknown option 'momentun' in a group; did you mean 'momentum'?" },
     { "optim.sgd(net, { groups = { { match = 'x', lr_mul = -1 } } })",
-      "optim.sgd: expected lr_mul as a number >= 0, got -1" },
+      "optim.sgd: expected lr_mul to be a number >= 0, got -1" },
     { "optim.adamv(net)", "engine.optim has no 'adamv'; did you mean 'adam'?" },
     { "opt:clip_grad_norm(0)", "clip_grad_norm: expected a limit > 0, got 0" },
     { "opt:clip_grad_value('a')", "clip_grad_value: expected a limit > 0, got 'a'" },
@@ -422,7 +423,7 @@ describe("an optimizer refuses", function()
       "step: unknown option 'gradient_fact'; did you mean 'gradient_factor'?; options: " ..
       "clip_norm clip_value gradient_factor lagged lr_mul norm" },
     { "(function() opt.lr = 0/0 opt:step() end)()",
-      "optim.sgd: expected lr as a finite number >= 0, got " .. tostring(0 / 0) },
+      "optim.sgd: expected lr to be a finite number >= 0, got " .. tostring(0 / 0) },
   }
   for _, case in ipairs(cases) do
     it(case[1], function()

@@ -101,13 +101,13 @@ describe("a schedule", function()
         "schedule.cosine: unknown option 'totl'; did you mean 'total'?; options: floor lr total " ..
         "warmup" },
       { "schedule.cosine { lr = 'a' }",
-        "schedule.cosine: expected lr as a finite number >= 0, got 'a'" },
+        "schedule.cosine: expected lr to be a finite number >= 0, got 'a'" },
       { "schedule.linear { total = -1 }",
-        "schedule.linear: expected total as a finite number >= 0, got -1" },
+        "schedule.linear: expected total to be a finite number >= 0, got -1" },
       { "schedule.linear { warmup = 1/0 }",
-        "schedule.linear: expected warmup as a finite number >= 0, got inf" },
+        "schedule.linear: expected warmup to be a finite number >= 0, got inf" },
       { "schedule.step { every = 0 }",
-        "schedule.step: expected every as a finite number >= 1, got 0" },
+        "schedule.step: expected every to be a finite number >= 1, got 0" },
       { "schedule.constant 'a'", "schedule.constant: expected a table of options or a rate, got " ..
         "'a'" },
       { "schedule.cosin {}", "engine.schedule has no 'cosin'; did you mean 'cosine'?" },

@@ -424,7 +424,7 @@ describe("the trainer", function()
   it("refuses unknown options, with the nearest name", function()
     assert.error_matches(function() job { clipp = 1 } end, "unknown option 'clipp'.*'clip'")
     assert.error_matches(function() job { precision = "fp61" } end, "did you mean 'fp16'")
-    assert.error_matches(function() job { steps = 0 } end, "expected steps as a whole number")
+    assert.error_matches(function() job { steps = 0 } end, "expected steps to be a whole number")
     assert.error_matches(function() job { policy = "dynamik" } end, "dynamic")
     assert.error_matches(function() job { resume = "auto" } end, "run=NAME")
     assert.error_matches(function() job { resume = folder .. "/none" } end,

@@ -42,14 +42,14 @@ end
 
 function M.want_number(v, name, what)
   if type(v) ~= "number" then
-    raise("%s: expected %s as a number, got %s", name, what, value_text(v))
+    raise("%s: expected %s to be a number, got %s", name, what, value_text(v))
   end
   return v
 end
 
 function M.want_whole(v, name, what, least)
   if type(v) ~= "number" or v % 1 ~= 0 or (least and v < least) then
-    raise("%s: expected %s as a whole number%s, got %s", name, what,
+    raise("%s: expected %s to be a whole number%s, got %s", name, what,
       least and (" of %d or more"):format(least) or "", value_text(v))
   end
   if v > 2 ^ 53 or v < -2 ^ 53 then

@@ -127,7 +127,7 @@ function encode_value(value, path, above)
       return '{"$uint64":"' .. tostring(value):gsub("ULL$", "") .. '"}'
     end
   end
-  error(("%s: expected numbers, strings, booleans and tables, got a %s"):format(path, kind), 0)
+  error(("%s: expected a number, string, boolean or table, got a %s"):format(path, kind), 0)
 end
 
 --- Plain data as JSON text. `name` names the value in messages: "state.policy: ... got a function".

@@ -6,7 +6,7 @@
 --                                                -> "; did you mean 'lr'?; options: batch lr"
 local nearest = {}
 
---- The keys of a table as a sorted list of texts.
+--- The keys of a table as a sorted list of strings.
 function nearest.keys(t)
   local keys = {}
   for key in pairs(t) do keys[#keys + 1] = tostring(key) end

@@ -83,7 +83,7 @@ end
 --- Prints text of unknown origin.
 function show.print(text) print(show.shown(text, true)) end
 
---- The first `most` characters of a text; a longer one ends with `mark` ("...").
+--- The first `most` characters of a string; a longer one ends with `mark` ("...").
 function show.cut(text, most, mark)
   mark = mark or "..."
   local count, cut = 0, 1
@@ -100,8 +100,8 @@ function show.width(text) return select(2, text:gsub("[^\128-\191]", "")) end
 
 local MOST = 60       -- characters of a cell
 
---- Rows of texts as lines with aligned columns; left[c]: column c is aligned to the left. Cells are
---- cut, except in the last column.
+--- Rows of strings as lines with aligned columns; left[c]: column c is aligned to the left. Cells
+--- are cut, except in the last column.
 function show.table(rows, left)
   local lines, cells, width = {}, {}, {}
   for i, row in ipairs(rows) do

@@ -59,7 +59,7 @@ end
 
 local MOST_SHOWN, MOST_LISTED = 3, 12   -- entries printed in full, and named
 
--- "See also" and a name a line.
+-- The title, then one line per entry: its name and summary.
 local function listing(title, entries)
   local lines = { title }
   for i = 1, math.min(#entries, MOST_LISTED) do

@@ -28,7 +28,7 @@ gradient messages; the messages that are not hidden behind the backward pass, wh
 include the updated weights; the record; and the whole step.
 
 measure      also runs the job with these numbers of ranks on this machine, one thread for each
-             rank, and prints the prediction for this machine beside the measurement. Ranks on one
+             rank, and prints the prediction for this machine next to the measurement. Ranks on one
              machine share its cores and caches. The prediction therefore starts from steps timed
              with every core busy, adds the wait for the slowest rank, overlaps no messages with
              computing, and lets ranks beyond the number of cores take turns]==]
@@ -124,12 +124,14 @@ local function counts_of(texts)
   for i, text in ipairs(texts) do
     local n = tonumber(text)
     if not n or n < 1 or n > 64 or n % 1 ~= 0 then
-      error(("expected measure as numbers of ranks from 1 to 64, such as 1,2,4, got '%s'"):format(
-        table.concat(texts, ",")), 0)
+      error(("expected measure to be numbers of ranks from 1 to 64, such as 1,2,4, got '%s'")
+        :format(table.concat(texts, ",")), 0)
     end
     counts[i] = n
   end
-  if #counts == 0 then error("expected measure as numbers of ranks, such as 1,2,4, got none", 0) end
+  if #counts == 0 then
+    error("expected measure to be numbers of ranks, such as 1,2,4, got none", 0)
+  end
   return counts
 end
 
@@ -151,7 +153,7 @@ local function read(words)
   local key, expected = reducer.wrong { comm_dtype = given.comm_dtype, zero = given.zero,
     bucket = given.bucket }
   if key then
-    error(("expected %s as %s, got %s"):format(key, expected, tostring(given[key])), 0)
+    error(("expected %s to be %s, got %s"):format(key, expected, tostring(given[key])), 0)
   end
   given.measure = given.measure and counts_of(given.measure)
   given.ranks = given.ranks or given.measure and math.max(1, unpack(given.measure)) or 1024
@@ -183,8 +185,8 @@ local function compare(job, cost, given, script, settings)
     for _, told in ipairs(crowd) do all = all + told.step / cores end
     costs.slowed, costs.times = math.max(1, all / one.step), crowd[1].times
   end
-  print(("\nthis machine: %d cores, one thread for each rank; own step %s, %.2f times that with " ..
-    "a process on every core; packing and adding up %s"):format(cores,
+  print(("\nthis machine: %d cores, one thread per rank; a step takes %s alone and %.2f times " ..
+    "that with a process on every core; packing and summing gradients takes %s"):format(cores,
     time_text(one.step), costs.slowed, time_text(one.handling)))
   for _, n in ipairs(given.measure) do
     local p = plan.predict(here, costs, n)

@@ -32,13 +32,13 @@ local function options_of(name, given, known)
   for _, key in ipairs { "batch", "context", "seed" } do
     local v, least = o[key], key == "seed" and 0 or 1
     if known[key] and (type(v) ~= "number" or v < least or v % 1 ~= 0) then
-      raise("data.%s: expected %s as a whole number of %d or more, got %s", name, key, least,
+      raise("data.%s: expected %s to be a whole number of %d or more, got %s", name, key, least,
         value_text(v))
     end
   end
   for _, key in ipairs { "shuffle", "classes" } do
     if known[key] ~= nil and type(o[key]) ~= "boolean" then
-      raise("data.%s: expected %s as true or false, got %s", name, key, value_text(o[key]))
+      raise("data.%s: expected %s to be true or false, got %s", name, key, value_text(o[key]))
     end
   end
   return o
@@ -195,7 +195,7 @@ function M.tokens(given)
     raise("data.tokens: expected path = a .bin file of uint16 tokens, got %s", value_text(o.path))
   end
   if o.vocab and (type(o.vocab) ~= "number" or o.vocab < 1) then
-    raise("data.tokens: expected vocab as a number of tokens, got %s", value_text(o.vocab))
+    raise("data.tokens: expected vocab to be a number of tokens, got %s", value_text(o.vocab))
   end
   local keep = map(o.path, "tokens")
   local bytes, base = tonumber(keep.size), ffi.cast("const uint8_t *", keep.data)
@@ -267,7 +267,7 @@ function M.tensors(given)
   for _, key in ipairs { "x", "y" } do
     local side = o[key]
     if not tensor.is_tensor(side) then
-      raise("data.tensors: expected %s as a tensor, got %s", key, value_text(side))
+      raise("data.tensors: expected %s to be a tensor, got %s", key, value_text(side))
     end
     if side.ndim < 1 then
       raise("data.tensors: expected %s with rows, got %s", key, tensor.shape_text(side.shape))
@@ -292,7 +292,7 @@ function M.csv(given)
     raise("data.csv: expected the path of a file, got %s", value_text(o.path))
   end
   if type(o.separator) ~= "string" or #o.separator ~= 1 then
-    raise("data.csv: expected separator as one character, got %s", value_text(o.separator))
+    raise("data.csv: expected separator to be one character, got %s", value_text(o.separator))
   end
   local file, message = io.open(o.path, "r")
   if not file then raise("data.csv: %s", message) end

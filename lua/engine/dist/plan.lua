@@ -34,10 +34,11 @@ function M.sizes(params, options, rank, ranks)
 end
 
 --- job: { parameters, tensors, weight_bytes, moment_bytes (of all), step (seconds), handling
---- (seconds of packing and adding up, or nil), zero, accumulate, histogram, sizes = function(ranks)
---- -> the result of M.sizes }. cost: { alpha, beta }; for ranks on one machine also cores = n,
---- slowed = how much longer a step takes with a process on every core, times = measured seconds of
---- such steps. Returns { ranks, memory = { weights, gradients, moments, messages, all } (bytes),
+--- (seconds of packing and summing gradients, or nil), zero, accumulate, histogram,
+--- sizes = function(ranks) -> the result of M.sizes }. cost: { alpha, beta }; for ranks on one
+--- machine also cores = n, slowed = how much longer a step takes with a process on every core,
+--- times = measured seconds of such steps.
+--- Returns { ranks, memory = { weights, gradients, moments, messages, all } (bytes),
 --- sent = { messages, bytes }, compute, messages, exposed, waited, record, weights, step (seconds),
 --- efficiency }.
 function M.predict(job, cost, ranks)

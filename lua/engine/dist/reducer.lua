@@ -57,7 +57,7 @@ local function add_modules(lines)
   end
 end
 
--- The position in the data; not compared where each rank has data of its own.
+-- The position in the data; not compared where each rank has its own data.
 local function data_text(data)
   if data.sharded then return "of each rank's own" end
   local good, state = pcall(function() return require("engine.base.json").encode(data:state()) end)
@@ -291,7 +291,7 @@ end
 
 local seed, counter = ffi.new("uint64_t[1]"), ffi.new("uint64_t[1]")
 
--- Records the most random numbers that one micro-batch drew.
+-- Records the largest count of random numbers drawn by any one micro-batch.
 local function note_drawn(self, s, first)
   C.eng_rng_get(seed, counter)
   self.drawn = first and 0 or math.max(self.drawn, tonumber(counter[0] - s.place.counter))

@@ -83,7 +83,7 @@ function M.table_rows(path, heading)
   return rows
 end
 
---- "`a`, `b`: " before a text that several names share.
+--- "`a`, `b`: " before text that several names share.
 function M.shared(names)
   return #names > 1 and "`" .. table.concat(names, "`, `") .. "`: " or ""
 end
@@ -122,7 +122,7 @@ function M.blocks(text)
   return blocks
 end
 
---- The first sentence of a text, in one line.
+--- The first sentence of `text`, in one line.
 function M.summary(text)
   local first = M.blocks(text)[1]
   local line = first and table.concat(first.lines, " "):gsub("%s+", " ") or ""

@@ -5,14 +5,15 @@ local source = require "engine.docs.source"
 
 local M = {}
 
--- name -> type, from a text with two columns.
+-- name -> type, from text in two columns.
 local function columns(text)
   local map = {}
   for name, value in text:gmatch("(%S+) +([^\n]+)\n") do map[name] = value end
   return map
 end
 
--- Types that the texts do not give. All other fields are `number` in records and `any` in options.
+-- Types that the reference does not give. All other fields are `number` in records and `any` in
+-- options.
 local TYPE = columns [[
 policy.name                string
 policy.doc                 string
@@ -83,7 +84,7 @@ local NO_OTHER = "---@field [string] engine.NoSuchField"
 
 local PREAMBLE = [[
 ---@meta engine
--- Made by `engine help --types`; do not edit. Names and texts are those of the reference.
+-- Made by `engine help --types`; do not edit. Names and text are those of the reference.
 
 ---@alias engine.Statistic
 ---| "amax" | "norm" | "zeros" | "underflow" | "hist" | "tensors" | "groups" | "norm_ref"

@@ -34,14 +34,14 @@ function M.new(count, options)
   local dispatch, combine = options.dispatch or "own", options.combine or "own"
   local value_text = M_ffi.value_text
   if not DISPATCH[dispatch] then
-    raise("nn.moe: expected dispatch as own, fp32, bf16 or fp8, got %s", value_text(dispatch))
+    raise("nn.moe: expected dispatch to be own, fp32, bf16 or fp8, got %s", value_text(dispatch))
   end
   if not COMBINE[combine] then
-    raise("nn.moe: expected combine as own, fp32 or bf16, got %s", value_text(combine))
+    raise("nn.moe: expected combine to be own, fp32 or bf16, got %s", value_text(combine))
   end
   if group == nil then return nil end
   if type(group) ~= "table" or not group.across then
-    raise("nn.moe: expected experts_over as a group of ranks, engine.ranks.group(), got %s",
+    raise("nn.moe: expected experts_over to be a group of ranks, engine.ranks.group(), got %s",
       value_text(group))
   end
   if count % group.size ~= 0 then

@@ -4,7 +4,7 @@
 -- pass rounds once less). Called by layers.lua, transformer.lua and models.lua.
 --
 -- A module takes part in a fusion if it is unchanged: its `forward` is the library's, not an
--- adapter's or an override, and it has no relative scale of its own (`_relative_scale`,
+-- adapter's or an override, and it has no relative scale (`_relative_scale`,
 -- policy/groups.lua), because the fused operation would run partly outside the module that the
 -- scale applies to.
 -- Shapes: B batch, T time, C width.

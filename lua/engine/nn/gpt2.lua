@@ -37,13 +37,14 @@ local function options_of(fields, where)
     local value = fields[key]
     if value == nil or type(value) == "userdata" then value = default end   -- userdata: JSON's null
     if type(value) ~= type(default) and not (key == "n_inner" and type(value) == "number") then
-      fail("%s: expected %s as a %s, got %s", where, key, type(default), tostring(value))
+      fail("%s: expected %s to be a %s, got %s", where, key, type(default), tostring(value))
     end
     f[key] = value
   end
   for _, key in ipairs { "vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner" } do
     if f[key] and not (f[key] >= 1 and f[key] % 1 == 0 and f[key] < 2 ^ 31) then
-      fail("%s: expected %s as a whole number of 1 or more, got %s", where, key, tostring(f[key]))
+      fail("%s: expected %s to be a whole number of 1 or more, got %s", where, key,
+        tostring(f[key]))
     end
   end
   for _, key in ipairs { "resid_pdrop", "embd_pdrop", "attn_pdrop" } do
@@ -157,8 +158,8 @@ local function fill(model, file, prefix)
     if e.transposed then expected = { expected[2], expected[1] } end
     local expected_text, found_text = tensor.shape_text(expected), tensor.shape_text(found.shape)
     if found_text ~= expected_text then
-      fail("%s: expected '%s' as %s by config.json, got %s", file.path, name, expected_text,
-        found_text)
+      fail("%s: expected '%s' to have shape %s (from config.json), got %s", file.path, name,
+        expected_text, found_text)
     end
     if not ("f32 f16 bf16 f64"):find(found.dtype, 1, true) then
       fail("%s: '%s' holds %s, not floats", file.path, name, found.dtype)

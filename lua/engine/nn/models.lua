@@ -63,7 +63,7 @@ local function read_generate(ids, count, options)
   end
   want_whole(count, "generate", "the number of tokens", 0)
   if type(temperature) ~= "number" or not (temperature >= 0 and temperature < math.huge) then
-    raise("generate: expected temperature as a number >= 0, got %s", value_text(temperature))
+    raise("generate: expected temperature to be a number >= 0, got %s", value_text(temperature))
   end
   if k ~= nil then want_whole(k, "generate", "top_k", 1) end
   return temperature, k

@@ -1,6 +1,6 @@
 -- Mixture of experts: a gate sends every token to its k best experts, each a small feed-forward
 -- module, and their outputs are summed with the gate's weights. Only the chosen experts run. Every
--- expert is a group of its own for policies ("blocks.1.mlp.experts.3"). `experts_over` divides the
+-- expert is a separate group for policies ("blocks.1.mlp.experts.3"). `experts_over` divides the
 -- experts over the ranks of a group (experts.lua). Shapes: N tokens, C width, E experts, k of them
 -- for each token.
 local M_ffi = require "engine.base.ffi"
@@ -31,7 +31,8 @@ function MoE:init(options)
   want_whole(count, "nn.moe", "experts", 1)
   want_whole(k, "nn.moe", "top_k", 1)
   if options.expert ~= nil and type(options.expert) ~= "function" then
-    raise("nn.moe: expected expert as a function(index), got %s", M_ffi.value_text(options.expert))
+    raise("nn.moe: expected expert to be a function(index), got %s",
+      M_ffi.value_text(options.expert))
   end
   if k > count then
     raise("nn.moe: expected top_k of at most the %d experts, got %d", count, k)

@@ -104,7 +104,7 @@ end
 --- The scale that the last verdict gives group i (from 1).
 function Policy:group_scale(i) return C.eng_policy_group_scale(self.handle, i - 1) end
 
---- Whether the last verdict gives some group a scale of its own.
+--- Whether the last verdict gives some group a separate scale.
 function Policy:scales_groups() return C.eng_policy_scales_groups(self.handle) end
 
 --- Publishes record.signals[name]; the value holds until it is set again.
@@ -178,7 +178,7 @@ local function option_text(name, value)
   local kind = type(value)
   if kind == "number" then return show.exact(value) end
   if kind == "string" or kind == "boolean" then return tostring(value) end
-  error(("policy option '%s': expected a number, a boolean or a text, got a %s"):format(
+  error(("policy option '%s': expected a number, a boolean or a string, got a %s"):format(
     tostring(name), kind), 0)
 end
 
@@ -222,7 +222,7 @@ end
 
 --- What is wrong with the next scales of a policy or a class, or nil. A scale that float32 does not
 --- represent exactly, or whose inverse it does not, would corrupt the weights silently. groups: how
---- many groups may have scales of their own.
+--- many groups may have separate scales.
 function M.unusable(policy, groups)
   for group = 0, groups or 0 do
     local scale = group == 0 and policy:scale() or policy:group_scale(group)
@@ -273,7 +273,7 @@ local function with_settings(source, options)
   return name, all
 end
 
--- The options of a class. A class declares no types, so texts that look like numbers or booleans
+-- The options of a class. A class declares no types, so strings that look like numbers or booleans
 -- are converted.
 local function values_of(options)
   local all = {}

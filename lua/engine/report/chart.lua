@@ -1,5 +1,5 @@
 -- Curves as SVG: panels below each other on one axis of steps. The same panels are in the report,
--- where a script adds hover values, and in a file of their own (`engine plot --svg`).
+-- where a script adds hover values, and in a separate file (`engine plot --svg`).
 --   chart.body { title =, c = curves.read(...),
 --     series = { { name = "loss", column = "loss", colour = 1 } },
 --     log = 2, height = 180, limits = { { 65504, "f16 ends" } }, events = { { step, kind } } }

@@ -2,7 +2,7 @@
 -- characters.
 --   print(heat.draw { title =, rows = { { label =, cells = { 0.3, nil, "bad", ... }, note = } },
 --     columns = n, wide = 1, axis = { [3] = "2^-14" }, low = "text", high = "text", bad = true })
--- A cell is 0 to 1, nil (unknown), or "bad" (inf or nan). axis: texts below columns. Used by
+-- A cell is 0 to 1, nil (unknown), or "bad" (inf or nan). axis: labels below columns. Used by
 -- views.lua.
 local show = require "engine.base.show"
 
@@ -46,7 +46,7 @@ local function ramp_text(style)
   return table.concat(parts)
 end
 
--- A row of ticks, and below it the texts of the columns, as many as fit without touching.
+-- A row of ticks, and below it the labels of the columns, as many as fit without touching.
 local function axis_lines(options, margin)
   local total = options.columns * options.wide
   local ticks, texts, taken = {}, {}, 0

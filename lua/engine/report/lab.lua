@@ -1,4 +1,4 @@
--- Helpers for studies: a text to train on, tables of results, and the same numbers as curves in an
+-- Helpers for studies: text to train on, tables of results, and the same numbers as curves in an
 -- SVG file. Used by examples.
 --
 --   lab.table({ "K", "none", "128" }, { { 1024, "1.5 %", "0.05 %" }, ... })
@@ -45,7 +45,7 @@ function M.mean_text(list, format)
   return ("%s +- %s"):format(format:format(mean), format:gsub("%+", ""):format(spread))
 end
 
--- ------------------------------------------------------------------ a text
+-- ------------------------------------------------------------------ generated text
 
 local NOUNS = { "engine", "scale", "gradient", "tensor", "layer", "step", "number", "model",
   "weight", "loss", "batch", "policy", "river", "garden", "lamp",

@@ -391,7 +391,7 @@ end
 
 local MOST_POINTS = 600          -- of a shadow's curve
 
--- Verdicts of a shadow: all of them, or the ones in force at MOST_POINTS evenly spaced steps.
+-- Verdicts of a shadow: all of them, or the current ones at MOST_POINTS evenly spaced steps.
 local function points_of(h, name, axis)
   local points = {}
   local n = h:query("SELECT count(*) AS n FROM (SELECT 1 FROM shadows WHERE name = ? LIMIT ?)",

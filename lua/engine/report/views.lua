@@ -1,5 +1,5 @@
 -- Pictures of a history: curves, heat maps, one tensor. init.lua makes them methods of histories
--- (h:plot, h:heatmap, h:tensor); each returns a text that prints as it is.
+-- (h:plot, h:heatmap, h:tensor); each returns text that prints as it is.
 local curves = require "engine.run.curves"
 local layers = require "engine.report.layers"
 local formats = require "engine.base.formats"
@@ -229,7 +229,7 @@ function M.heatmap(h, options)
   options = read_named(options, "heatmap", HEATMAP)
   local by = options.by or "exponent"
   if by ~= "exponent" and by ~= "time" then
-    error(("heatmap: expected by as 'exponent' or 'time', got '%s'"):format(tostring(by)), 0)
+    error(("heatmap: expected by to be 'exponent' or 'time', got '%s'"):format(tostring(by)), 0)
   end
   local width = options.width or math.min(require("engine.base.machine").terminal(1) or 100, 160)
   local l = layers.read(h, { points = by == "time" and math.max(20, width - 60) or 60,

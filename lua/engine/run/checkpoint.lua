@@ -212,8 +212,9 @@ local function files_of(answers)
   return files
 end
 
---- Writes the checkpoint of `step` into dir, a shard a rank; every rank calls it. pieces(): what
---- this rank writes (shards.lua); state(): plain data, called on rank 0. options.keep as in M.save.
+--- Writes the checkpoint of `step` into dir, one shard per rank; every rank calls it. pieces():
+--- what this rank writes (shards.lua); state(): plain data, called on rank 0. options.keep as in
+--- M.save.
 --- Returns the path on every rank, or nil and what went wrong on one of them; then nothing in dir
 --- has changed. The checkpoint gets its final name when every rank is done: if a rank dies before,
 --- the previous checkpoint stays the newest.

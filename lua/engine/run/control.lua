@@ -131,7 +131,7 @@ function commands.swap(self, request)
     self.trainer.policy:scale())
 end
 
--- Describes the policy in force: its options and its state.
+-- Describes the current policy: its options and its state.
 function commands.policy(self)
   local policy, lines = self.trainer.policy, {}
   lines[1] = ("policy %s, loss scale %.10g"):format(require("engine.run.swap").label(policy),

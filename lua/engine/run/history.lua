@@ -33,11 +33,11 @@ local Writing = setmetatable({}, { __index = History })
 Writing.__index = Writing
 function Writing:__tostring() return History.__tostring(self) end
 
--- A history opened for reading hides the methods for writing from Tab completion; calling one
--- returns nil and a message.
+-- A history that is open for reading only hides the methods for writing from Tab completion;
+-- calling one returns nil and a message.
 local function refused(key)
   return rawget(Writing, key) and function(h)
-    return nil, ("history %s: was opened for reading"):format(h.path)
+    return nil, ("history %s is open for reading only"):format(h.path)
   end or nil
 end
 setmetatable(History, { __index = function(_, key) return refused(key) end })
@@ -244,7 +244,7 @@ local function short(value)
   return value == nil and "-" or (tostring(value):gsub("%s+", " "))
 end
 
--- Rows as a table of columns: texts to the left, numbers to the right.
+-- Rows as a table of columns: text to the left, numbers to the right.
 local function table_text(rows, columns)
   local list, left = { columns }, {}
   for i, row in ipairs(rows) do
@@ -362,7 +362,7 @@ local function pairs_of(h, name)
   return t
 end
 
---- Facts of the run, and its settings, as texts by name.
+--- Facts of the run, and its settings, as strings by name.
 function History:meta() return pairs_of(self, "meta") end
 function History:config() return pairs_of(self, "config") end
 
@@ -422,7 +422,7 @@ function History:signals()
     { "name", "changes", "least", "most", "last" })
 end
 
---- Returns a function from a step to { name = value }, the signals in force then. Call it with
+--- Returns a function from a step to { name = value }, the signals current then. Call it with
 --- steps that never decrease.
 function History:signals_at()
   local held = {}
@@ -529,7 +529,7 @@ end
 --- Statistics per tensor of a step: a list of { name, count, inf, nan, zeros, underflow, amax,
 --- norm, hist, relative_scale, norm_ref } of the gradients as the backward pass left them, that is,
 --- times the loss scale and times the relative scale of the tensor's layer (1 if layers have no
---- scales of their own). norm_ref is nil without a reference backward. nil and a message when the
+--- separate scales). norm_ref is nil without a reference backward. nil and a message when the
 --- step has no statistics.
 function History:tensors(step)
   local row = one(self, "SELECT stats FROM tensor_stats WHERE step = ?", step)
@@ -637,7 +637,7 @@ local function say_context(h, row, say)
     last and last.loss and (", %.6g at the step before"):format(last.loss) or "")
 end
 
--- The policy in force at a step, from the events; nil in histories too old to have them.
+-- The policy at a step, from the events; nil in histories too old to have them.
 local function policy_at(h, step)
   local event = one(h, "SELECT data FROM events WHERE kind IN ('policy', 'swap') AND step <= ? " ..
     "ORDER BY id DESC LIMIT 1", step)

@@ -4,8 +4,8 @@ local files = require "engine.base.file"
 
 local M = {}
 
---- The directory (or history file) of a run, from its path or its name under runs/. Raises with the
---- nearest name.
+--- The directory (or history file) of a run, from its path or its name under runs/. If there is no
+--- such run, raises an error that suggests the nearest name.
 function M.find(text)
   if files.is_file(text) or files.exists(text .. "/history.db") then return text end
   if files.exists("runs/" .. text .. "/history.db") then return "runs/" .. text end
@@ -52,7 +52,7 @@ function M.ending(h, path, last)
   return "broken off", "broken"
 end
 
---- The name of the policy in force at the end of a history, or nil.
+--- The name of the policy at the end of a history, or nil.
 function M.policy_of(h)
   local swap = h:query("SELECT data FROM events WHERE kind = 'swap' AND id > coalesce((SELECT " ..
     "max(id) FROM events WHERE kind = 'resumed'), 0) " ..

@@ -1,6 +1,6 @@
 -- Shadows: policies that see every record of a run and decide nothing. The history gets their
 -- verdicts where they change. The summary counts the steps they would have skipped, how far their
--- scale is from the one in force, and the steps at which their scale would have pushed the largest
+-- scale is from the current one, and the steps at which their scale would have pushed the largest
 -- gradient past its format's range. Made by the trainer from its option `shadow`.
 local M_ffi = require "engine.base.ffi"
 
@@ -48,7 +48,7 @@ function M.new(trainer, shadow)
     local loaded, policy = pcall(require("engine.policy.policy").load, source)
     if not loaded then error("shadow: " .. policy, 0) end
     if policy == trainer.policy then
-      error("trainer: a shadow must be a policy of its own, not the one in force", 0)
+      error("trainer: a shadow must be a separate policy, not the current one", 0)
     end
     trainer:prepare(policy)
     self.needs = bit.bor(self.needs, policy.needs)
@@ -58,7 +58,7 @@ function M.new(trainer, shadow)
   return self
 end
 
---- Gives the shadows a step: record, statistics, the verdict in force, and the step's signals.
+--- Gives the shadows a step: record, statistics, the current policy's verdict, the step's signals.
 function Shadows:observe(record, stats, verdict, signals, run)
   self.steps = self.steps + 1
   if verdict.action ~= C.ENG_ACTION_STEP then self.skipped = self.skipped + 1 end
@@ -90,7 +90,8 @@ local function factor_text(x)
   return x == 1 and "equal" or ("x%.4g"):format(x)
 end
 
---- For the progress line: each shadow's scale as a multiple of the one in force, and its skips.
+--- For the progress line: each shadow's scale as a multiple of the current one, and how often it
+--- would have skipped.
 function Shadows:text()
   local parts = {}
   for i = 1, math.min(3, #self.list) do

@@ -118,7 +118,7 @@ end
 
 -- ------------------------------------------------------------------ swapping
 
--- Puts `fresh` in force.
+-- Makes `fresh` the current policy.
 local function put(self, fresh, by, as_it_is)
   local trainer = self.trainer
   local old = trainer.policy
@@ -225,7 +225,7 @@ function Swap:undo(by)
 end
 
 --- After a decision: remembers the record. The first decision after a swap is the new policy's
---- probation: if it fails, the old policy is in force again and decides this step. Returns the
+--- probation: if it fails, the old policy becomes current again and decides this step. Returns the
 --- verdict that counts.
 function Swap:observe(record, stats, verdict)
   self:remember(record)
@@ -246,7 +246,7 @@ end
 
 -- ------------------------------------------------------------------ watching
 
--- Reads the file of the policy in force again and swaps if its text changed.
+-- Reads the current policy's file again and swaps if its text changed.
 local function reread(self, by)
   local policy = self.trainer.policy
   local text, why = read(policy.path)
@@ -310,7 +310,7 @@ end
 
 -- ------------------------------------------------------------------ checkpoints
 
---- For checkpoints: the policy in force, unless it is the one that the script asked for.
+--- For checkpoints: the current policy, unless it is the one that the script asked for.
 function Swap:state()
   local policy = self.trainer.policy
   if self.swaps == 0 or policy.is_class or policy.file == self.asked.file then return nil end
@@ -318,7 +318,7 @@ function Swap:state()
     source = policy.source, options = policy.given }
 end
 
---- Puts the policy of a checkpoint in force again, if the script still asks for the same policy as
+--- Makes a checkpoint's policy current again, if the script still asks for the same policy as
 --- before. Returns a line about it.
 function Swap:resume(saved)
   local asked = type(saved) == "table" and type(saved.asked) == "table" and saved.asked or {}

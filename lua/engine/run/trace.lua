@@ -36,7 +36,7 @@ local MOST_STEPS = 5e6
 local Verdicts = {}
 Verdicts.__index = Verdicts
 
---- True if a text looks like a string of verdicts.
+--- True if `text` looks like a string of verdicts.
 function M.is_verdicts(text) return text:find("[.xX]") ~= nil and not text:find("[^%d%s.xX]") end
 
 --- A trace from "4. x 2. 3x".

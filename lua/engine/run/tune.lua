@@ -39,8 +39,8 @@ local function read_range(text, policy)
     for word in range:gmatch("[^,]+") do
       local value = type(preset) == "number" and expression(word) or word
       if type(preset) == "number" and type(value) ~= "number" then
-        error(("over '%s': expected numbers, as %s=100..5000 or %s=1,2,4, got '%s'"):format(text,
-          name, name, word), 0)
+        error(("over '%s': expected numbers, such as %s=100..5000 or %s=1,2,4, got '%s'"):format(
+          text, name, name, word), 0)
       end
       values[#values + 1] = value
     end
@@ -51,11 +51,12 @@ local function read_range(text, policy)
   end
   local from, to = expression(from_text), expression(to_text)
   if type(preset) ~= "number" then
-    error(("over '%s': %s is a %s; expected values as %s=a,b"):format(text, name, type(preset),
-      name), 0)
+    error(("over '%s': %s is a %s; expected values, such as %s=a,b"):format(text, name,
+      type(preset), name), 0)
   end
   if not from or not to or not (from < to) or to == math.huge or from == -math.huge then
-    error(("over '%s': expected two numbers, the smaller one first, as 100..5000"):format(text), 0)
+    error(("over '%s': expected two numbers, the smaller one first, such as 100..5000"):format(
+      text), 0)
   end
   -- A factor such as 0.5 is not a count, even if its range has whole ends.
   local whole = preset % 1 == 0 and from % 1 == 0 and to % 1 == 0
@@ -101,7 +102,7 @@ local function value_text(value)
 end
 
 --- Searches. Options:
----   runs        traces, or texts for engine.replay.trace
+---   runs        traces, or strings for engine.replay.trace
 ---   policy      name or path; options: fixed settings
 ---   over        list of "name=from..to" and "name=a,b,c"
 ---   objective   "elements" (the default), "mass" or "skipped", as in engine.tune.objectives

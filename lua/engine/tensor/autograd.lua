@@ -31,7 +31,7 @@ local function answer(rule)
   local dx = { rule.backward(rule.saved, unpack(dy, 1, rule.n_out)) }
   for k = 1, rule.n_in do
     if dx[k] and not tensor.is_tensor(dx[k]) then
-      local message = "custom: expected the gradient of input %d as a tensor or nil, got %s"
+      local message = "custom: expected the gradient of input %d to be a tensor or nil, got %s"
       error(message:format(k, M_ffi.value_text(dx[k])), 0)
     end
     if dx[k] then check(C.eng_backward_input(k - 1, dx[k])) end
@@ -50,7 +50,7 @@ local function backward(loss, options)
   options = tensor.read_named(options, "backward", OPTIONS)
   local scale = options.scale or 1
   if type(scale) ~= "number" then
-    raise("backward: expected scale as a number, got %s", M_ffi.value_text(scale))
+    raise("backward: expected scale to be a number, got %s", M_ffi.value_text(scale))
   end
   check(C.eng_backward(loss, scale, options.retain or false))
   while true do

@@ -44,7 +44,7 @@ local function make(name, ndim, options, preset)
   if type(options) == "string" then dtype = options
   elseif options ~= nil then
     if type(options) ~= "table" then
-      raise("%s: expected options as a dtype name or a table, got %s", name, value_text(options))
+      raise("%s: expected options to be a dtype name or a table, got %s", name, value_text(options))
     end
     read_named(options, name, OPTIONS)
     dtype, requires_grad = options.dtype or dtype, options.requires_grad

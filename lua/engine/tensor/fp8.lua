@@ -46,8 +46,8 @@ local function read_block(block, where)
   if rows then return tonumber(rows), tonumber(columns) end
   local named = type(block) == "string" and BLOCKS[block]
   if not named then
-    raise("%s: expected block as 'tensor', 'row', 'column', '1x128' or { rows, columns }, got %s",
-      where, value_text(block))
+    raise("%s: expected block to be 'tensor', 'row', 'column', '1x128' or { rows, columns }, " ..
+      "got %s", where, value_text(block))
   end
   return named[1], named[2]
 end
@@ -117,12 +117,12 @@ function M.quantize(x, options)
   local factor = options.factor
   if type(factor) == "number" then
     if not (factor > 0 and factor < math.huge) then
-      raise("fp8.quantize: expected factor as a positive finite number, got %g", factor)
+      raise("fp8.quantize: expected factor to be a positive finite number, got %g", factor)
     end
     factor = require("engine.tensor.create").full({ 1 }, factor, "f32")
   elseif factor then
     if not require("engine.tensor.tensor").is_tensor(factor) then
-      raise("fp8.quantize: expected factor as a number or a tensor of one, got %s",
+      raise("fp8.quantize: expected factor to be a number or a tensor of one, got %s",
         value_text(factor))
     end
   end

@@ -220,7 +220,7 @@ local function scalar_beside(x, value)
 end
 
 -- Runs an operation on two tensors, or a tensor and a number. A number never widens a float result:
--- if it had to be f32 beside f16 or bf16, the result is rounded back, except for comparisons.
+-- if it had to be f32 with f16 or bf16, the result is rounded back, except for comparisons.
 local function pair(name, a, b, compares)
   local wide, dtype
   if type(b) == "number" and is_tensor(a) then

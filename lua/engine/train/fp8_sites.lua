@@ -60,7 +60,7 @@ end
 
 local function whole(v, where, what)
   if type(v) == "number" and v % 1 == 0 and v >= -2 ^ 31 and v < 2 ^ 31 then return v end
-  raise("%s: expected %s as a whole number, got %s", where, what, value_text(v))
+  raise("%s: expected %s to be a whole number, got %s", where, what, value_text(v))
 end
 
 local function read_block(block, where)
@@ -75,7 +75,7 @@ end
 
 local function boolean(v, where, what)
   if v ~= nil and type(v) ~= "boolean" then
-    raise("%s: expected %s as true or false, got %s", where, what, value_text(v))
+    raise("%s: expected %s to be true or false, got %s", where, what, value_text(v))
   end
   return v and 1 or 0
 end
@@ -89,7 +89,7 @@ local function read_role(to, role, where, name)
       value_text(role.keep))
   end
   if role.eps ~= nil and type(role.eps) ~= "number" then
-    raise("%s: expected eps as a number, got %s", where, value_text(role.eps))
+    raise("%s: expected eps to be a number, got %s", where, value_text(role.eps))
   end
   to.format = choose(FORMATS, role.format or "e4m3", where, "format")
   local block = read_block(role.block or "tensor", where)
@@ -193,7 +193,7 @@ function M.check(fp8, where)
   known(fp8, FP8, where)
   for _, list in ipairs { "high", "layers" } do
     if fp8[list] ~= nil and type(fp8[list]) ~= "table" then
-      raise("%s: expected %s as a list, got %s", where, list, value_text(fp8[list]))
+      raise("%s: expected %s to be a list, got %s", where, list, value_text(fp8[list]))
     end
   end
   for _, pattern in ipairs(fp8.high or {}) do
@@ -215,7 +215,8 @@ function M.check(fp8, where)
     local at = ("%s: layers[%d]"):format(where, i)
     known(over, LAYER, at)
     if type(over.match) ~= "string" or not pcall(string.find, "", over.match) then
-      raise("%s: expected match as a pattern of module paths, got %s", at, value_text(over.match))
+      raise("%s: expected match to be a pattern of module paths, got %s", at,
+        value_text(over.match))
     end
     boolean(over.high, at, "high")
     local own = merged(layer)
@@ -231,11 +232,11 @@ function M.check(fp8, where)
   end
   local policy = fp8.policy
   if policy ~= nil and type(policy) ~= "string" and type(policy) ~= "table" then
-    raise("%s: expected policy as a name or a list of names, got %s", where, value_text(policy))
+    raise("%s: expected policy to be a name or a list of names, got %s", where, value_text(policy))
   end
   if fp8.sample ~= nil and whole(fp8.sample, where, "sample") < 0 then
-    raise("%s: expected sample as steps between two measurements, 0 for none, got %s", where,
-      value_text(fp8.sample))
+    raise("%s: expected sample to be a number of steps between measurements (0: none), got %s",
+      where, value_text(fp8.sample))
   end
 end
 
@@ -317,7 +318,7 @@ function M.attach(model, full)
   return self
 end
 
---- Puts policies in force.
+--- Makes `policies` the current ones.
 function Sites:prepare(policies)
   local names, groups, group_of = {}, {}, {}
   for _, site in ipairs(self.list) do

@@ -39,11 +39,11 @@ end
 
 local LOST_STEPS = 10   -- steps in a row whose loss is inf or nan, before a line mentions it
 
--- A line when the loss itself has been inf or nan for a while: no loss scale repairs that.
+-- A line when the loss itself has been inf or nan for a while, which no loss scale can fix.
 function M.loss_note(self, record)
   self.lost = record.loss - record.loss ~= 0 and (self.lost or 0) + 1 or 0
   if self.lost ~= LOST_STEPS then return nil end
-  return ("step %d: the loss has been %g for %d steps, and no loss scale repairs that: weights or "
+  return ("step %d: the loss has been %g for %d steps, which no loss scale can fix: weights or "
     .. "data hold inf or nan; hint: a smaller learning rate, clip=1"):format(tonumber(record.step),
     record.loss, LOST_STEPS)
 end

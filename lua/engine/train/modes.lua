@@ -1,7 +1,7 @@
 -- What mode = "lagged" and graph = true rule out. In a lagged run the device decides whether an
 -- update is made, and the policy reads the record one step later, so nothing can depend on the
 -- policy's verdict within its own step:
---   - a policy's scale is in force two steps after the backward pass it was decided on, not one;
+--   - a policy's scale applies two steps after the backward pass it was decided on, not one;
 --     overflows are skipped at once all the same;
 --   - a verdict of `skip` without an overflow, or of `retry`, comes too late and changes nothing;
 --   - clip and lr_mul are those of the last verdict, one step old;
@@ -16,7 +16,7 @@ local M = {}
 
 M.MOST_LOSSES = 64   -- micro-batches whose losses the core reads together with the statistics
 
---- Why a policy cannot be in force in this mode, or nil.
+--- Why a policy cannot be used in this mode, or nil.
 function M.policy_refusal(trainer, policy)
   if trainer.delay == 0 and not trainer.graph then return nil end
   local option = trainer.delay == 1 and "mode=lagged" or "graph=true"

@@ -34,19 +34,22 @@ local function check_hyper(name, values)
   for _, key in ipairs { "lr", "lr_mul", "weight_decay", "momentum", "dampening" } do
     local v = values[key]
     if v ~= nil and not (type(v) == "number" and v >= 0 and v < math.huge) then
-      bad(key, "as a number >= 0")
+      bad(key, "to be a number >= 0")
     end
   end
   for _, key in ipairs { "beta1", "beta2" } do
     local v = values[key]
-    if v ~= nil and not (type(v) == "number" and v >= 0 and v < 1) then bad(key, "in [0, 1)") end
+    if v ~= nil and not (type(v) == "number" and v >= 0 and v < 1) then
+      bad(key, "to be in [0, 1)")
+    end
   end
   local eps = values.eps
   if eps ~= nil and not (type(eps) == "number" and eps >= 2 ^ -126 and eps < math.huge) then
-    bad("eps", "as a number no smaller than 2^-126 (the optimizer's f32 state would round it to 0)")
+    bad("eps",
+      "to be a number no smaller than 2^-126 (the optimizer's f32 state would round it to 0)")
   end
   if values.nesterov ~= nil and type(values.nesterov) ~= "boolean" then
-    bad("nesterov", "as true or false")
+    bad("nesterov", "to be true or false")
   end
   if values.nesterov and (values.momentum == 0 or values.dampening ~= 0) then
     raise("optim.%s: nesterov needs a momentum and no dampening", name)
@@ -134,7 +137,7 @@ local function set_of(p)
 end
 
 -- The parameter set that an earlier optimizer of the same parameters made, or a new one. The
--- modules hold it, so the weights outlive the optimizer and another one can follow; `loose` holds
+-- modules hold it, so the weights outlive the optimizer and a later one can use it; `loose` holds
 -- the sets of tensors without a module.
 local function parameter_set(list)
   local n, found = #list, set_of(list[1])
@@ -176,7 +179,7 @@ local function new(name, model, options)
   for key, value in pairs(options) do
     if key == "betas" and defaults.beta1 then
       if type(value) ~= "table" then
-        raise("optim.%s: expected betas as a list of two numbers, got %s", name,
+        raise("optim.%s: expected betas to be a list of two numbers, got %s", name,
           M_ffi.value_text(value))
       end
       defaults.beta1, defaults.beta2 = value[1], value[2]
@@ -307,7 +310,7 @@ local STEP = { gradient_factor = true, clip_value = true, lr_mul = true, lagged 
 function Optimizer:step(options)
   options = tensor.read_named(options, "step", STEP)
   if type(self.lr) ~= "number" or not (self.lr >= 0 and self.lr < math.huge) then
-    raise("optim.%s: expected lr as a finite number >= 0, got %s", self.name,
+    raise("optim.%s: expected lr to be a finite number >= 0, got %s", self.name,
       M_ffi.value_text(self.lr))
   end
   local lr = self.lr * (options.lr_mul or 1)
@@ -351,8 +354,8 @@ end
 --- not fit.
 function Optimizer:load_state(tensors, updates)
   if type(updates) ~= "number" or updates < 0 or updates % 1 ~= 0 then
-    raise("optimizer state: expected the number of updates as a whole number of 0 or more, got %s",
-      M_ffi.value_text(updates))
+    raise("optimizer state: expected the number of updates to be a whole number of 0 or more, " ..
+      "got %s", M_ffi.value_text(updates))
   end
   local own, names = self:state_tensors(), {}
   for name, target in pairs(own) do
@@ -360,8 +363,8 @@ function Optimizer:load_state(tensors, updates)
     local source = tensors[name]
     if not source then raise("optimizer state: '%s' is missing", name) end
     if tensor.shape_text(source.shape) ~= tensor.shape_text(target.shape) then
-      raise("optimizer state: expected '%s' as %s, got %s", name, tensor.shape_text(target.shape),
-        tensor.shape_text(source.shape))
+      raise("optimizer state: expected '%s' to have shape %s, got %s", name,
+        tensor.shape_text(target.shape), tensor.shape_text(source.shape))
     end
   end
   for name in pairs(tensors) do

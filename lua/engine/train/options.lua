@@ -20,7 +20,7 @@ local KNOWN = list_of [[model data loss optimizer schedule precision policy poli
 
 local function want(condition, key, expected, got)
   if condition then return end
-  error(("trainer: expected %s as %s, got %s"):format(key, expected, M_ffi.value_text(got)), 0)
+  error(("trainer: expected %s to be %s, got %s"):format(key, expected, M_ffi.value_text(got)), 0)
 end
 
 local function callable(v)
@@ -106,7 +106,7 @@ function M.check(o)
     want(o[key] == nil or test(o[key]), key, expected, o[key])
   end
   want(o.loss ~= nil or o.model.loss, "loss",
-    "a function(model, batch), for this model has no loss of its own", o.loss)
+    "a function(model, batch), because this model has no loss", o.loss)
   local key, expected = reducer.wrong(o)
   if key then want(false, key, expected, o[key]) end
 end

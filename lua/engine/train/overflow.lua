@@ -92,10 +92,9 @@ local function advice(self, record, finding)
       "with a smaller learning rate or clip=1", weight)
   elseif held and not held.backward then
     say("look at the data of this step, and at masks and constants: the loss scale plays no " ..
-      "part " ..
-      "in it")
+      "part in it")
   elseif record.loss - record.loss ~= 0 or forward then
-    say("the forward pass itself leaves the format's range, and no loss scale repairs that: a " ..
+    say("the forward pass itself leaves the format's range, which no loss scale can fix; try a " ..
       "smaller learning rate, clip=1, precision=bf16, or this part in f32")
   else
     say("the backward pass overflows at scale %g: a policy with a lower floor (min_scale=), " ..

@@ -78,9 +78,9 @@ local ROW = { format = "e4m3", block = "row", rule = "torchao" }
 M.recipes.fp8_rowwise = like_bf16 { x = { format = "e4m3", block = "row", rule = "torchao",
   keep = "transposed" }, w = ROW, dy = ROW, high = HYBRID.high }
 -- DeepSeek-V3: e4m3 throughout, 1x128 for activations and gradients, 128x128 for weights, online
--- amaxes, promotion every 128, bf16 moments; FP8 weights beside the f32 masters. The input of the
--- linear after attention is kept in e5m6 with power-of-two scales, and SwiGLU's inputs in FP8; its
--- output is recomputed.
+-- amaxes, promotion every 128, bf16 moments; FP8 weights in addition to the f32 masters. The input
+-- of the linear after attention is kept in e5m6 with power-of-two scales, and SwiGLU's inputs in
+-- FP8; its output is recomputed.
 local PROMOTED = { promotion = 128 }
 M.recipes.fp8_block = like_bf16({
   x = { format = "e4m3", block = "1x128", rule = "deepgemm" },
@@ -126,7 +126,7 @@ function M.resolve(recipe)
   if recipe.fp8 == false then full.fp8 = nil
   elseif recipe.fp8 ~= nil then
     if type(recipe.fp8) ~= "table" then
-      raise("precision '%s': expected fp8 as a table, or false for none, got %s", full.name,
+      raise("precision '%s': expected fp8 to be a table, or false for none, got %s", full.name,
         value_text(recipe.fp8))
     end
     full.fp8 = {}
@@ -180,7 +180,7 @@ local function restore(previous, good, ...)
   return ...
 end
 
---- Runs f(...) with a recipe in force and returns its results. Scopes nest.
+--- Runs f(...) with a recipe and returns its results. Scopes nest.
 function M.autocast(recipe, f, ...)
   local full = M.resolve(recipe)
   if f == nil then raise("autocast: expected a recipe and a function, got no function") end

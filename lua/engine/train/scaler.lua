@@ -69,7 +69,7 @@ function M.new(options)
     started = C.eng_clock(), total = ffi.new("eng_record") }, Scaler)
 end
 
---- The loss scale in force; 1 when disabled.
+--- The current loss scale; 1 when disabled.
 function Scaler:get_scale() return self.enabled and self.policy:scale() or 1 end
 
 function Scaler:is_enabled() return self.enabled end

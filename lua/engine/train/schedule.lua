@@ -48,7 +48,7 @@ local function define(name, defaults, build)
       end
       local least = key == "every" and 1 or 0
       if type(value) ~= "number" or not (value >= least and value < math.huge) then
-        raise("schedule.%s: expected %s as a finite number >= %d, got %s", name, key, least,
+        raise("schedule.%s: expected %s to be a finite number >= %d, got %s", name, key, least,
           value_text(value))
       end
       o[key] = value

@@ -119,12 +119,12 @@ end
 --- The loss of a batch, in the run's precision.
 function Trainer:forward(batch)
   if type(batch) ~= "table" then
-    M_ffi.raise("trainer: expected a batch as a table { x =, y =, ... }, the data's next() gave %s",
-      M_ffi.value_text(batch))
+    M_ffi.raise("trainer: expected a batch to be a table { x =, y =, ... }, got %s from the " ..
+      "data's next()", M_ffi.value_text(batch))
   end
   local loss = precision.autocast(self.precision, self.loss, self.model, batch)
   if not tensor.is_tensor(loss) then
-    M_ffi.raise("trainer: expected the loss as a tensor of one element, got %s",
+    M_ffi.raise("trainer: expected the loss to be a tensor of one element, got %s",
       M_ffi.value_text(loss))
   end
   return loss
@@ -187,7 +187,7 @@ function Trainer:decide(s, record)
   return verdict
 end
 
---- Why a policy cannot be in force with the scales it asks for, or nil.
+--- Why a policy cannot be used with the scales it asks for, or nil.
 function Trainer:refuses(policy)
   local problem
   if policy:scales_groups() or not policies.usable(policy:scale()) then
@@ -298,7 +298,7 @@ function Trainer:prepare(policy)
   policy:tensors(self.groups.names, self.groups.group_of, self.groups.groups, true)
 end
 
---- Puts a policy in force (swap.lua changes it during the run).
+--- Makes a policy the current one (swap.lua changes it during the run).
 function Trainer:use_policy(policy)
   self:prepare(policy)
   self.policy = policy
@@ -318,7 +318,7 @@ function Trainer:use_policy(policy)
   end
 end
 
---- Why a policy cannot be in force in this mode (modes.lua), or nil.
+--- Why a policy cannot be used in this mode (modes.lua), or nil.
 function Trainer:mode_refuses(policy) return modes.policy_refusal(self, policy) end
 
 --- Indices, from 0, of the parameters whose gradients are f16.

@@ -82,7 +82,7 @@ do
   local x, w = engine.randn(n, n):keep(), engine.randn(n, n):keep()
   for _, case in ipairs {
     { "one scale, fast", "tensor", "tensor", 0 }, { "one scale", "tensor", "tensor", 128 },
-    { "a scale a row", "row", "row", 128 },
+    { "a scale per row", "row", "row", 128 },
     { "1 x 128 with 128 x 128", { 1, 128 }, { 128, 128 }, 128 },
     { "1 x 128 with 1 x 128, f32", { 1, 128 }, { 1, 128 }, 128, "f32" },
   } do
