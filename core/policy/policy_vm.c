@@ -1,5 +1,5 @@
-// A policy: loading its file, running its decisions, freeing it. Each policy runs in a small Lua
-// separate state with limits (policy_run.c) and a reduced library (policy_box.c), so that it
+// A policy: loading its file, running its decisions, freeing it. Each policy runs in a separate,
+// small Lua state with limits (policy_run.c) and a reduced library (policy_box.c), so that it
 // cannot harm the run. policies/README.md is the contract enforced here. Owns eng_policy. Called by
 // hosts through engine.h.
 #include "policy_vm.h"

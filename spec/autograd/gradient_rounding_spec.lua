@@ -1,8 +1,8 @@
 -- Gradients in fp16 and bf16 against those of f64. The same values, representable in the low
--- format, go through every call of calls.lua in the low format and in f64; a gradient must be the
--- f64 one rounded once, up to the error of sums in f32, and must not overflow where the f64 one fits
--- the format. The operations that round a second time are listed below with the reason and what that
--- may cost.
+-- format, go through every call of calls.lua in the low format and in f64. A gradient must be the
+-- f64 one rounded once, up to the error of sums in f32, and must not overflow where the f64 one
+-- fits the format. The operations that round a second time are listed below with the reason and
+-- what that may cost.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local calls = require "spec.autograd.calls"

@@ -1,5 +1,5 @@
 -- Text of unknown origin: show.shown and the rule for names against a table of cases, then hostile
--- texts in every place from which one reaches a terminal or a page.
+-- strings in every place from which one reaches a terminal or a page.
 local ffi = require "ffi"
 local engine = require "engine"
 local show = require "engine.base.show"
@@ -127,7 +127,7 @@ describe("hostile", function()
     end)
   end)
 
-  it("texts of a policy reach no terminal", function()
+  it("control characters from a policy reach no terminal", function()
     for _, fields in ipairs {
       "[bad] = 1, " .. DECIDE, "needs = { bad }, " .. DECIDE, "kind = bad, " .. DECIDE,
       "init = function() error(bad) end, decide = function() return 1 end",

@@ -1,4 +1,4 @@
-// Compares string.find, match, gmatch and gsub of policies with LuaJIT's on random texts and
+// Compares string.find, match, gmatch and gsub of policies with LuaJIT's on random strings and
 // patterns: results, captures and errors must be equal. Compares what a call is charged with the
 // basic blocks it executed, which the compiler counts (-fsanitize-coverage=trace-pc), and its CPU
 // time with the time limit. Run by `make fuzz`. Usage: pattern [rounds [seed]]

@@ -340,7 +340,7 @@ describe("a run's commands", function()
 end)
 
 describe("the REPL after a run", function()
-  it("offers its history, and prints texts of several lines unchanged", function()
+  it("offers its history, and prints text of several lines unchanged", function()
     local folder = helper.folder()
     helper.write(folder .. "/train.lua", script)
     local result = shell(("cd %s && printf 'history:why(1)\\nhistory:plot(\"loss\", { width = " ..
