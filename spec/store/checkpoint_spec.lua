@@ -205,7 +205,7 @@ describe("checkpoint", function()
     bad.state.policy.callback = print
     local good, message = pcall(checkpoint.save, dir, 20, bad)
     assert.is_false(good)
-    assert.truthy(message:find("state.policy.callback: expected numbers", 1, true), message)
+    assert.truthy(message:find("state.policy.callback: expected a number", 1, true), message)
     assert.are.same(before, scratch.names(dir))
     local large = parts(2)
     large.model.large = engine.zeros(100000)
