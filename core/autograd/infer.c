@@ -1,6 +1,7 @@
 // Shape and dtype rules: what each operation accepts, and the shapes and dtypes of its outputs. See
 // op.h. Messages count dimensions from 1, as scripts do.
 #include "base/error.h"
+#include "base/numerics.h"
 #include "op.h"
 
 #include <string.h>
@@ -768,6 +769,15 @@ static eng_status infer_numbers(op_call *c, op_shape *s)
     return error_set(ENG_ERR_DTYPE, "%s: expected numbers, got %s; hint: x:to(\"f32\")", name_of(c),
                      tensor_text(c->in[0]));
   return infer_like(c, s);
+}
+
+static eng_status infer_clamp(op_call *c, op_shape *s)
+{
+  bool no_low = f64_is_nan(c->clamp.low);
+  if (no_low || f64_is_nan(c->clamp.high))
+    return error_set(ENG_ERR_VALUE, "clamp: expected the %s limit as a number, got nan",
+                     no_low ? "lower" : "upper");
+  return infer_numbers(c, s);
 }
 
 static eng_status infer_rows(op_call *c, op_shape *s)

@@ -594,6 +594,8 @@ describe("a mistake with tensors", function()
     { "x * {}", "mul: expected a tensor, got a table" },
     { "nil - x", "sub: expected a tensor, got nothing" },
     { "x:lt('a')", "lt: expected a tensor, got 'a'" },
+    { "x:clamp(0 / 0, 1)", "clamp: expected the lower limit to be a number, got nan" },
+    { "x:clamp(nil, 0 / 0)", "clamp: expected the upper limit to be a number, got nan" },
     { "x:clamp('a')", "clamp: expected the lower limit to be a number, got 'a'" },
     { "x:gelu('fast')", "gelu: expected 'erf' or 'tanh', got 'fast'" },
     { "i:exp()", "exp: expected a floating-point tensor, got i64 [2 x 3]; hint: x:to(\"f32\")" },

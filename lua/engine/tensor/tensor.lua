@@ -331,7 +331,8 @@ function methods.swiglu(gate, up, site)
   return (run2("fp8_swiglu", gate, up))
 end
 
---- Elements below low become low, elements above high become high; nil: no limit.
+--- Elements below low become low, elements above high become high; nil: no limit. If low > high,
+--- all become high.
 function methods.clamp(x, low, high)
   want(x, "clamp")
   floats[0], floats[1] = want_number(low or -huge, "clamp", "the lower limit"),
