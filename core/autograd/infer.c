@@ -775,7 +775,7 @@ static eng_status infer_clamp(op_call *c, op_shape *s)
 {
   bool no_low = f64_is_nan(c->clamp.low);
   if (no_low || f64_is_nan(c->clamp.high))
-    return error_set(ENG_ERR_VALUE, "clamp: expected the %s limit as a number, got nan",
+    return error_set(ENG_ERR_VALUE, "clamp: expected the %s limit to be a number, got nan",
                      no_low ? "lower" : "upper");
   return infer_numbers(c, s);
 }

@@ -30,6 +30,7 @@ eng_status eng_step_end(void)
   tensor_drop_since(0, true);
   tensor_next_step();
   in_step = false;
+  n_scopes = 0;                   // those still open have lost their tensors
   return ENG_OK;
 }
 
@@ -50,8 +51,9 @@ eng_status eng_scope_begin(int64_t *mark)
 eng_status eng_scope_end(int64_t mark)
 {
   int place = (int)(mark & INT32_MAX);
-  if (n_scopes > 0) n_scopes--;
-  if (mark >> 31 != tensor_step_number() || place > tensor_mark())
+  bool same_step = mark >> 31 == tensor_step_number();
+  if (same_step && n_scopes > 0) n_scopes--;
+  if (!same_step || place > tensor_mark())
     return error_set(ENG_ERR_STATE, "this scope was opened in an earlier step, which has ended");
   if (tape_reaches(place))
     return error_set(ENG_ERR_GRADIENT,

@@ -106,6 +106,44 @@ describe("the step", function()
     outer:free()
   end)
 
+  it("no_grad, scope and autocast left by a coroutine's yield change nothing outside", function()
+    local function open(around, ...)
+      local arguments = { ... }
+      arguments[#arguments + 1] = function()
+        return coroutine.yield(engine.ones(2, 2):matmul(engine.ones(2, 2)).dtype)
+      end
+      local routine = coroutine.create(function() return around(unpack(arguments)) end)
+      return routine, select(2, assert(coroutine.resume(routine)))
+    end
+    for _, case in ipairs { { engine.no_grad, "f32" }, { engine.scope, "f32" },
+      { engine.autocast, "bf16", "bf16" } } do
+      engine.begin_step()
+      local around, inside, recipe = unpack(case)
+      local routine, dtype
+      if recipe then routine, dtype = open(around, recipe) else routine, dtype = open(around) end
+      assert.equal(inside, dtype)
+      local x = engine.ones(2, 2, { requires_grad = true, keep = true })
+      local y = x:matmul(x)
+      assert.equal("f32", y.dtype)
+      y:sum():backward()
+      assert.same({ { 4, 4 }, { 4, 4 } }, x.grad:totable())
+      if around == engine.no_grad then    -- resumed, it returns what it is given
+        assert.same({ true, 7 }, { coroutine.resume(routine, 7) })
+        assert.equal("dead", coroutine.status(routine))
+      end
+      engine.end_step()
+      x:free()
+      local outer = engine.zeros(2)       -- outside of steps and scopes: this one stays
+      engine.begin_step()
+      engine.end_step()
+      assert.same({ 0, 0 }, outer:totable())
+      outer:free()
+      if around == engine.scope then
+        assert.matches("opened in an earlier step", select(2, coroutine.resume(routine)))
+      end
+    end
+  end)
+
   it("memory does not grow over 2000 steps", function()
     local w = engine.randn(16, 16, { keep = true, requires_grad = true })
     local after_first

@@ -4,6 +4,7 @@
 -- gradient, and the pass resumes. C never calls into Lua.
 local M_ffi = require "engine.base.ffi"
 local tensor = require "engine.tensor.tensor"
+local within = require "engine.base.within"
 
 local C, check, raise, Tensor = M_ffi.C, M_ffi.check, M_ffi.raise, M_ffi.Tensor
 
@@ -69,16 +70,11 @@ end
 tensor.methods.backward = backward
 M.backward = backward
 
-local function restore(before, good, ...)
-  C.eng_grad_enabled(before)
-  if not good then error((...), 0) end
-  return ...
-end
-
 --- Runs f(...) without recording and returns its results.
 function M.no_grad(f, ...)
-  local before = C.eng_grad_enabled(false)
-  return restore(before, pcall(f, ...))
+  local before
+  return within(function() before = C.eng_grad_enabled(false) end,
+    function() C.eng_grad_enabled(before) end, f, ...)
 end
 
 local mark = M_ffi.new("int64_t[1]")

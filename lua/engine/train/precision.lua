@@ -5,6 +5,7 @@
 local M_ffi = require "engine.base.ffi"
 local fp8_sites = require "engine.train.fp8_sites"
 local nearest = require "engine.base.nearest"
+local within = require "engine.base.within"
 
 local C, dtype, raise, value_text = M_ffi.C, M_ffi.dtype, M_ffi.raise, M_ffi.value_text
 
@@ -174,19 +175,13 @@ local function structure(full)
     dtype[full.norm], dtype[full.wide], full.fp8 and 1 or 0 })
 end
 
-local function restore(previous, good, ...)
-  C.eng_autocast(previous, nil)
-  if not good then error((...), 0) end
-  return ...
-end
-
 --- Runs f(...) with a recipe and returns its results. Scopes nest.
 function M.autocast(recipe, f, ...)
   local full = M.resolve(recipe)
   if f == nil then raise("autocast: expected a recipe and a function, got no function") end
-  local previous = M_ffi.new("eng_precision")
-  C.eng_autocast(structure(full), previous)
-  return restore(previous, pcall(f, ...))
+  local now, previous = structure(full), M_ffi.new("eng_precision")
+  return within(function() C.eng_autocast(now, previous) end,
+    function() C.eng_autocast(previous, nil) end, f, ...)
 end
 
 --- Formats of each parameter in a list of { role = }: two int32_t arrays, shadow and gradient, for

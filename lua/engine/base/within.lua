@@ -1,0 +1,26 @@
+-- within(enter, leave, f, ...): runs f(...) with a global setting in force and returns its results.
+-- enter() puts the setting in force; leave() ends it when f returns, raises an error or yields. A
+-- coroutine that yields out of f has the setting again when it is resumed. Called by no_grad, scope
+-- and autocast.
+local function finish(leave, good, ...)
+  leave()
+  if not good then error((...), 0) end
+  return ...
+end
+
+return function(enter, leave, f, ...)
+  local outer, is_main = coroutine.running()
+  enter()
+  if not outer or is_main then return finish(leave, pcall(f, ...)) end
+  local inner = coroutine.create(function(...) return f(...) end)
+  local resume
+  local function turn(...)
+    if coroutine.status(inner) == "dead" then return ... end
+    return resume(coroutine.yield(...))
+  end
+  function resume(...)
+    enter()
+    return turn(finish(leave, coroutine.resume(inner, ...)))
+  end
+  return turn(finish(leave, coroutine.resume(inner, ...)))
+end
