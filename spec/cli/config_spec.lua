@@ -107,6 +107,7 @@ describe("config", function()
 
   it("checks fields against their named ranges, in a file too", function()
     local folder = helper.folder()
+    local broken = helper.write(folder .. "/broken.lua", "return {\n  decide = if\n}")
     local mine = { n = 1, k = 0, x = 1, y = 0, s = 0, p = 1, data = "", out = "", save = "",
       policy = "my own", several = { "all" } }
     local kinds = { count = "n", natural = "k", positive = "x", not_negative = "y", share = "s",
@@ -134,6 +135,8 @@ describe("config", function()
       ["out=spec"] = "out: expected a file to write, 'spec' is a folder",
       ["save=README.md"] = "save: expected a folder, 'README.md' is a file",
       ["policy=dynamc"] = "policy: there is no policy 'dynamc'; did you mean 'dynamic'?",
+      ["policy=" .. broken] = "policy: " .. broken .. ":2: unexpected symbol near 'if'",
+      ["policy=./none.lua"] = "policy: ./none.lua: No such file or directory",
       ["policy="] = "policy: ", ["several=dynamic,statc"] = "several: there is no policy 'statc'",
       ["several="] = "several: expected at least one" } do
       local good, problem = pcall(parse_mine, word)

@@ -342,8 +342,8 @@ end
 
 -- The range `policy` of engine.config: a policy that can be loaded.
 require("engine.base.config").ranges.policy = { problem = function(name)
-  local good, message = pcall(M.load, name)
-  return not good and (tostring(message):gsub("^[^\n:]+:%d+: ", "")) or nil
+  local good, message = pcall(M.load, name)     -- a place in the message is one in the policy
+  return not good and (tostring(message):gsub("^policy: ", "")) or nil
 end }
 
 --- Limits of policies loaded from now on: memory (bytes), instructions, seconds. An absent field
