@@ -90,8 +90,48 @@ local function take_tensors(c, part, f)
   if not good then error(message, 0) end
 end
 
+-- The first parameter that differs between the trainer's model and a checkpoint, or nil.
+local function difference(trainer, c)
+  local saved, known, own = c.parts.model, {}, trainer.model:parameters()
+  local function text(shape) return "[" .. table.concat(shape, " x ") .. "]" end
+  for _, p in ipairs(own) do
+    local now, entry = text(p.tensor.shape), saved[p.name]
+    known[p.name] = true
+    if not entry then return ("%s, %s here, is not in it"):format(p.name, now) end
+    if text(entry.shape) ~= now then
+      return ("%s is %s in it, and %s here"):format(p.name, text(entry.shape), now)
+    end
+  end
+  for _, name in ipairs(require("engine.base.nearest").keys(saved)) do
+    if not known[name] then
+      return ("%s, %s in it, is not here"):format(name, text(saved[name].shape))
+    end
+  end
+end
+
+-- "; layers was 1, is 2": the settings that differ from those of the checkpoint's run, if its
+-- history has them.
+local NO_PART = { resume = true, run = true, steps = true, log = true }   -- of a model
+local function changed_settings(path, config)
+  local good, before = pcall(function()
+    local h = require("engine.run.history").open(path:match("^(.*)/checkpoints/") .. "/history.db")
+    local settings = h:config()
+    h:close()
+    return settings
+  end)
+  local changes = {}
+  for _, setting in ipairs(good and config and require("engine.base.config").flatten(config)
+    or {}) do
+    local name, was, is = setting[1], before[setting[1]], tostring(setting[2])
+    if was ~= nil and tostring(was) ~= is and not NO_PART[name] then
+      changes[#changes + 1] = ("%s was %s, is %s"):format(name, was, is)
+    end
+  end
+  return #changes > 0 and "; " .. table.concat(changes, "; ", 1, math.min(#changes, 6)) or ""
+end
+
 -- Restores the trainer's parts from an open checkpoint; returns lines about what differs now.
-local function take_over(trainer, c)
+local function take_over(trainer, c, config)
   local notes, state = {}, c.state
   local problem = state_problem(state) or not c.told
     and (not c.parts.model and "it has no weights" or not c.parts.optimizer
@@ -104,6 +144,11 @@ local function take_over(trainer, c)
       state.optimizer.name, trainer.optimizer.name), 0)
   end
   if not trainer.reducer.many then  -- else reducer:start() sends them to all ranks
+    local other = difference(trainer, c)
+    if other then
+      error(("resume: %s was written by another model: %s%s"):format(c.path, other,
+        changed_settings(c.path, config)), 0)
+    end
     take_tensors(c, "optimizer", function(moments) trainer.optimizer:load_state(moments,
       state.optimizer.updates) end)
     take_tensors(c, "model", function(weights) trainer.model:load_state(weights) end)
@@ -271,7 +316,7 @@ local function open(self, resume)
   local trainer = self.trainer
   local c = resume and find_checkpoint(self, resume) or nil
   if c then
-    for _, line in ipairs(take_over(trainer, c)) do self.notes[#self.notes + 1] = line end
+    for _, line in ipairs(take_over(trainer, c, self.config)) do self.notes[#self.notes + 1] = line end
     self.notes[#self.notes + 1] = ("resumed from %s: step %d, %d updates"):format(c.path,
       trainer.steps_done, trainer.updates)
   elseif resume then
