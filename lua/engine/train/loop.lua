@@ -156,6 +156,17 @@ end
 
 local function counted(n, what) return ("%d %s%s"):format(n, what, n == 1 and "" or "s") end
 
+-- Why a run ends as it began, or nil.
+local function no_update(self, s)
+  if s.made == 0 or s.updates > 0 then return nil end
+  local overflows, of = self.rows.overflows or 0, "%d of " .. counted(s.made, "step") .. " %s"
+  local parts = {}
+  if overflows > 0 then parts[1] = of:format(overflows, "overflowed") end
+  if s.retries > 0 then parts[#parts + 1] = of:format(s.retries, "were retried") end
+  return "no update was made: " .. (#parts > 0 and table.concat(parts, ", ")
+    or ("policy %s skipped every step"):format(self.policy.name))
+end
+
 --- The summary of a run in lines.
 function M.summary_text(self, s)
   local parts = { ("%s after %s: %s, %d skipped"):format(s.stopped and "stopped" or "done",
@@ -171,6 +182,7 @@ function M.summary_text(self, s)
   end
   local lines = { table.concat(parts, ", ") }
   for _, line in ipairs(self.shadows and self.shadows:lines() or {}) do lines[#lines + 1] = line end
+  lines[#lines + 1] = no_update(self, s)
   if s.stopped then lines[#lines + 1] = "reason: " .. s.stopped end
   if s.lost then lines[#lines + 1] = "lost: " .. s.lost end
   if s.path then

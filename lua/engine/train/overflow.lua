@@ -69,6 +69,17 @@ local function run_again(trainer, scale)
   return finding, message
 end
 
+-- How to change this policy so that it can go below `scale`: an option that holds the scale
+-- (static's loss_scale), or its floor.
+local function lower_scale(policy, scale)
+  for _, name in ipairs(policy.option_names or {}) do
+    if name:find("scale") and name ~= "min_scale" and policy.options[name] == scale then
+      return ("a smaller %s of policy %s, or policy=dynamic"):format(name, policy.name)
+    end
+  end
+  return "a policy with a lower floor (min_scale=)"
+end
+
 -- Lines of advice.
 local function advice(self, record, finding)
   local trainer, lines = self.trainer, {}
@@ -97,8 +108,8 @@ local function advice(self, record, finding)
     say("the forward pass itself leaves the format's range, which no loss scale can fix; try a " ..
       "smaller learning rate, clip=1, precision=bf16, or this part in f32")
   else
-    say("the backward pass overflows at scale %g: a policy with a lower floor (min_scale=), " ..
-      "clip=1, a smaller learning rate, or precision=bf16", record.scale)
+    say("the backward pass overflows at scale %g: %s, clip=1, a smaller learning rate, or " ..
+      "precision=bf16", record.scale, lower_scale(trainer.policy, record.scale))
   end
   local path = trainer.run_files.path
   if path then
