@@ -119,8 +119,10 @@ function M.dtype_number(name, devices)
   if not number then
     local names = {}
     for i = 0, C.ENG_DTYPE_COUNT - 1 do names[#names + 1] = M.dtype_name[i] end
-    M.raise("there is no dtype%s '%s'; dtypes: %s%s", devices and " or device" or "",
-      tostring(name), table.concat(names, " "),
+    local listed = table.concat(names, " ")
+    for device in (devices or ""):gmatch("%S+") do names[#names + 1] = device end
+    M.raise("there is no dtype%s '%s'%s; dtypes: %s%s", devices and " or device" or "",
+      tostring(name), require("engine.base.nearest").hint(name, names), listed,
       devices and "; devices: " .. devices or "")
   end
   return number

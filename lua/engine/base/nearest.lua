@@ -6,6 +6,21 @@
 --                                                -> "; did you mean 'lr'?; options: batch lr"
 local nearest = {}
 
+-- Names in other frameworks, and in other parts of this one, with the names here that may be meant.
+-- The first of these that can be chosen is suggested.
+local ELSEWHERE = {
+  fp16 = "f16", f16 = "fp16", float16 = "f16 fp16", half = "f16 fp16 to", fp32 = "f32",
+  f32 = "fp32", float32 = "f32 fp32", float = "f32 fp32 to", bfloat16 = "bf16 to", fp64 = "f64",
+  float64 = "f64", double = "f64 to", int8 = "i8", uint8 = "u8", int16 = "i16", int32 = "i32",
+  int = "i32 to", int64 = "i64", long = "i64 to", float8_e4m3fn = "e4m3", float8_e5m2 = "e5m2",
+  gpu = "cuda", cuda = "to device", cpu = "to device",
+  numel = "count", nelement = "count", num_parameters = "count", dim = "ndim", t = "transpose",
+  numpy = "totable", tolist = "totable", clone = "keep", data = "detach", cat = "concat",
+  manual_seed = "seed", state_dict = "state state_tensors", load_state_dict = "load_state",
+  clip_grad_norm_ = "clip_grad_norm", clip_grad_value_ = "clip_grad_value",
+  param_groups = "groups", learning_rate = "lr",
+}
+
 --- The keys of a table as a sorted list of strings.
 function nearest.keys(t)
   local keys = {}
@@ -18,8 +33,19 @@ local function list_of(names)
   return (names[1] ~= nil or next(names) == nil) and names or nearest.keys(names)
 end
 
+--- The one of `names` that other frameworks call `name`, or nil.
+function nearest.elsewhere(name, names)
+  for ours in (ELSEWHERE[tostring(name):lower()] or ""):gmatch("%S+") do
+    for _, candidate in ipairs(list_of(names)) do
+      if candidate == ours then return ours end
+    end
+  end
+end
+
 --- The nearest name, or nil when none is near (see eng_nearest in core/engine.h).
 function nearest.find(name, names)
+  local ours = nearest.elsewhere(name, names)
+  if ours then return ours end
   local found, M_ffi = pcall(require, "engine.base.ffi")
   if not found then return nil end  -- without the library: `engine doctor`, command names
   local list, texts = list_of(names), {}
@@ -38,6 +64,16 @@ function nearest.choices(name, names, what)
   local texts = {}
   for i, choice in ipairs(list_of(names)) do texts[i] = tostring(choice) end
   return ("%s; %s: %s"):format(nearest.hint(name, texts), what, table.concat(texts, " "))
+end
+
+--- Makes a class raise an error with our name where another framework's name is read. A missing
+--- field is nil otherwise.
+function nearest.guard_elsewhere(class, what)
+  return setmetatable(class, { __index = function(t, key)
+    local ours = type(key) == "string" and nearest.elsewhere(key, nearest.keys(t))
+    if not ours then return nil end
+    require("engine.base.ffi").raise("%s has no '%s'; did you mean '%s'?", what, key, ours)
+  end })
 end
 
 --- A module in which a missing name is an error that suggests the nearest one.

@@ -105,7 +105,7 @@ end
 
 -- ------------------------------------------------------------------ the class
 
-local Module = {}
+local Module = nearest.guard_elsewhere({}, "a module")
 M.Module = Module
 
 --- Whether x is a module.

@@ -59,7 +59,7 @@ end
 -- ------------------------------------------------------------------ the object
 
 local Optimizer = {}
-Optimizer.__index = Optimizer
+Optimizer.__index = nearest.guard_elsewhere(Optimizer, "an optimizer")
 
 -- Splits parameters into groups: options.groups is a list of { match = pattern or function(name,
 -- tensor), lr_mul =, overrides ... }, and the first match wins; decay = "matrices" applies no
