@@ -431,6 +431,18 @@ describe("the trainer", function()
       "there is no run or checkpoint")
   end)
 
+  it("an error in the loss names its function, and fields that a batch lacks", function()
+    local function fails(loss)
+      return select(2, pcall(function() job { loss = loss }:run() end)):match("^[^\n]*")
+    end
+    assert.matches("trainer_spec.lua:%d+: the batch has no field 'inputs'; .*fields: tokens x y$",
+      fails(function(model, batch) return model:loss(batch.inputs, batch.y) end))
+    assert.matches("mse: expected a floating.*; in the loss function at .*trainer_spec.lua:%d+$",
+      fails(function(_, batch) return engine.mse(batch.x, batch.y:view(-1)) end))
+    assert.matches("In gpt: expected a tensor as ids, got nothing; the batch has tokens x y$",
+      fails(function(model) local y = model() return y:sum() end))
+  end)
+
   it("an error in the script closes the step and keeps the traceback", function()
     local trainer = job { loss = function() error("my own mistake") end }
     assert.error_matches(function() trainer:run() end, "my own mistake.*stack traceback")

@@ -30,6 +30,20 @@ function M.shape_table(what)
   return shape
 end
 
+--- The number of a dtype by name. Raises with the list of dtypes, and of `devices` where a device
+--- name is also allowed.
+function M.dtype_number(name, devices)
+  local number = M_ffi.dtype[name]
+  if number then return number end
+  local names = {}
+  for i = 0, C.ENG_DTYPE_COUNT - 1 do names[#names + 1] = M_ffi.dtype_name[i] end
+  local listed = table.concat(names, " ")
+  for device in (devices or ""):gmatch("%S+") do names[#names + 1] = device end
+  raise("there is no dtype%s '%s'%s; dtypes: %s%s", devices and " or device" or "",
+    tostring(name), nearest.hint(name, names), listed,
+    devices and "; devices: " .. devices or "")
+end
+
 --- A shape as text: "[64 x 768]".
 function M.shape_text(shape)
   return "[" .. table.concat(shape, " x ") .. "]"

@@ -74,18 +74,23 @@ function M.message()
   return ffi.string(C.eng_error_message())
 end
 
+--- "file:line: " of the script's line that called into the engine, "" if there is none.
+function M.script_line()
+  for level = 2, 200 do
+    local frame = debug.getinfo(level, "Sl")
+    if not frame then break end
+    if frame.what ~= "C" and frame.source:sub(2, #home + 2) ~= home .. "/" then
+      return frame.currentline > 0 and ("%s:%d: "):format(frame.short_src, frame.currentline) or ""
+    end
+  end
+  return ""
+end
+
 --- Raises an error, formatted if there are arguments. The error names the script's line that called
 --- into the engine, however deep in the engine it was found.
 function M.raise(message, ...)
   if select("#", ...) > 0 then message = message:format(...) end
-  for level = 2, 200 do
-    local frame = debug.getinfo(level, "S")
-    if not frame then break end
-    if frame.what ~= "C" and frame.source:sub(2, #home + 2) ~= home .. "/" then
-      error(message, level)
-    end
-  end
-  error(message, 0)
+  error(M.script_line() .. message, 0)
 end
 
 --- Raises the core's error text unless status is 0; `bare` leaves out the script's line.
@@ -110,22 +115,6 @@ M.dtype_name = {}  -- number -> "f16"
 for number = 0, C.ENG_DTYPE_COUNT - 1 do
   local name = ffi.string(C.eng_dtype_name(number))
   M.dtype[name], M.dtype_name[number] = number, name
-end
-
---- The number of a dtype by name. Raises with the list of dtypes, and of `devices` where a device
---- name is also allowed.
-function M.dtype_number(name, devices)
-  local number = M.dtype[name]
-  if not number then
-    local names = {}
-    for i = 0, C.ENG_DTYPE_COUNT - 1 do names[#names + 1] = M.dtype_name[i] end
-    local listed = table.concat(names, " ")
-    for device in (devices or ""):gmatch("%S+") do names[#names + 1] = device end
-    M.raise("there is no dtype%s '%s'%s; dtypes: %s%s", devices and " or device" or "",
-      tostring(name), require("engine.base.nearest").hint(name, names), listed,
-      devices and "; devices: " .. devices or "")
-  end
-  return number
 end
 
 M.op = {}          -- "matmul" -> number

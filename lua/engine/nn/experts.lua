@@ -142,7 +142,7 @@ function Experts:outputs(rows, counts, experts)
     output = (#parts > 1 and tensor.concat(parts, 1) or parts[1]):index_select(1, index(back))
   end
   -- A rank whose experts got no rows learns the dtype of outputs from the others.
-  local format = ffi.new("int64_t[1]", at > 0 and M_ffi.dtype_number(output.dtype) or -1)
+  local format = ffi.new("int64_t[1]", at > 0 and M_ffi.dtype[output.dtype] or -1)
   check(C.eng_comm_all_reduce(self.group.comm, format, 1, M_ffi.dtype.i64, C.ENG_MAX))
   output = output:to(M_ffi.dtype_name[tonumber(format[0])])
   -- Every rank must also take part in the backward exchange. On a rank whose experts got no rows,

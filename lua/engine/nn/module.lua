@@ -79,13 +79,17 @@ local function path_on_stack()
   return outermost and path_to(outermost, innermost) or "", outermost
 end
 
--- "file:line: In blocks.3.mlp: message". A position inside engine/nn is left out, because the path
--- is more useful to the user.
+-- "file:line: In blocks.3.mlp: message". For an error raised by Lua inside engine/nn, the line is
+-- the script's, and a nil or a number in a tensor's place is called that.
 local function explain(message)
   if type(message) ~= "string" then return message end
   local path, root = path_on_stack()
   local position, text = message:match("^([^\n:]+:%d+: )(.*)$")
-  if not position or position:find("engine/nn/%w+%.lua:") then position = "" end
+  if not position or position:find("engine/nn/%w+%.lua:") then
+    position = M_ffi.script_line()
+    text = (text or message):gsub("^attempt to index local '(%w+)' %(a (%w+) value%)$",
+      "expected a tensor as %1, got a %2"):gsub("got a nil$", "got nothing")
+  end
   return ("%sIn %s: %s"):format(position, path ~= "" and path or root and root._class or "?",
     text or message)
 end

@@ -8,6 +8,7 @@
 -- join the pieces of all ranks, so any number of ranks can resume from them.
 -- Called by checkpoint.lua, which writes and reads the files, and run.lua.
 local M_ffi = require "engine.base.ffi"
+local arguments = require "engine.base.arguments"
 local autograd = require "engine.tensor.autograd"
 local ranks = require "engine.dist.ranks"
 local reducers = require "engine.dist.reducer"
@@ -145,12 +146,12 @@ function M.spread(reducer, c)
     for _, part in ipairs { "model", "optimizer" } do want_tensors(c, part, wanted[part]) end
   end
   for _, item in ipairs(list) do
-    item.size = C.eng_dtype_size(M_ffi.dtype_number(item.dtype))
+    item.size = C.eng_dtype_size(arguments.dtype_number(item.dtype))
     largest = math.max(largest, item.count * item.size)
   end
   local memory = ffi.new("char[?]", largest)
   for _, item in ipairs(list) do
-    local number = M_ffi.dtype_number(item.dtype)
+    local number = arguments.dtype_number(item.dtype)
     if c then
       local whole = c:read(item.part, item.name)
       check(C.eng_read(memory, number, item.count, whole))
@@ -217,7 +218,7 @@ end
 function M.read(whole, open)
   local x = M_ffi.Tensor()
   local shape = ffi.new("int64_t[6]", whole.shape)
-  check(C.eng_new(x, M_ffi.dtype_number(whole.dtype), #whole.shape, shape, C.ENG_KEEP))
+  check(C.eng_new(x, arguments.dtype_number(whole.dtype), #whole.shape, shape, C.ENG_KEEP))
   local good, message = pcall(autograd.scope, function()
     local flat = x:view(-1)
     for _, piece in ipairs(whole.pieces) do

@@ -4,7 +4,7 @@ local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 
 local ffi, C, check, raise = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise
-local value_text, dtype_number, Tensor = M_ffi.value_text, M_ffi.dtype_number, M_ffi.Tensor
+local value_text, dtype_number, Tensor = M_ffi.value_text, arguments.dtype_number, M_ffi.Tensor
 local info, read_named = arguments.info, arguments.read_named
 local want_number, want_whole = arguments.want_number, arguments.want_whole
 local AUTO, KEEP, STEP = C.ENG_AUTO, C.ENG_KEEP, C.ENG_STEP

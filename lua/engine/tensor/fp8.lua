@@ -62,7 +62,7 @@ local function want_float(dtype, where)
   if not FLOATS[dtype] then
     raise("%s: expected dtype bf16, f16, f32 or f64, got %s", where, value_text(dtype))
   end
-  return M_ffi.dtype_number(dtype)
+  return arguments.dtype_number(dtype)
 end
 
 local function quantized(fields) return setmetatable(fields, Quantized) end

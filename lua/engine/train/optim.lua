@@ -220,7 +220,7 @@ local function new(name, model, options)
   local shadow, gradient = precision.parameter_formats(full, list)
   check(C.eng_params_precision(self.params, shadow, gradient))
   local state = M_ffi.new("eng_optimizer *[1]")
-  check(C.eng_optimizer_new(state, self.params, kind.kind, M_ffi.dtype_number(moments), group_of))
+  check(C.eng_optimizer_new(state, self.params, kind.kind, M_ffi.dtype[moments], group_of))
   self.state = ffi.gc(state[0], C.eng_optimizer_free)
   return self
 end
