@@ -212,6 +212,7 @@ describe("the REPL", function()
 
   it("prints help, and ends at exit and quit", function()
     assert.matches("Tab completes", run({ "-i" }, "help\n").out, 1, true)
+    assert.matches("tensor:matmul", run({ "-i" }, "help('matmul')\n").out, 1, true)
     assert.is_nil(run({ "-i" }, "exit\n1 + 41\n").out:find("42", 1, true))
     assert.is_nil(run({ "-i" }, "quit()\n1 + 41\n").out:find("42", 1, true))
     assert.matches("> 7\n", run({ "-i" }, "exit = 7\nexit\n").out, 1, true)
@@ -243,6 +244,7 @@ describe("the REPL", function()
     _G.completion_test = { x = front.tensor { 1, 2 }, m = front.nn.linear(2, 3), front = front }
     assert.equal("beddi", repl.complete("completion_test.front.nn.em"):sub(1, 5))
     assert.equal("ape", repl.complete("completion_test.x.sh"))
+    assert.equal("_state", repl.complete("completion_test.m:load"))
     assert.equal("rward", repl.complete("completion_test.m:fo"))
     assert.equal("ght", repl.complete("completion_test.m.wei"))
     _G.completion_test = nil

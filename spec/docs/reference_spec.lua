@@ -144,6 +144,16 @@ describe("engine help NAME", function()
     assert.matches("is the name of %d+ things", help("step").out)
   end)
 
+  it("finds glossary terms, options of policies and precisions, in one word or several", function()
+    for name, expected in pairs { ["loss scale"] = "factor on the loss",
+      growth_interval = "dynamic.growth_interval", fp16 = "weight_gradients  f16",
+      ["getting started"] = "# Getting started" } do
+      assert.matches(expected, help(name).out)
+    end
+    assert.matches("# Getting started", helper.run({ "help", "getting", "started" }).out)
+    assert.matches("`engine help` lists", help("zzzqqq").err)
+  end)
+
   it("prints a command's own help, and all commands without a name", function()
     assert.matches("usage: engine plot", help("plot").out)
     assert.matches("engine replay", helper.run({ "help" }).out)

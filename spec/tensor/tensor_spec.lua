@@ -551,16 +551,17 @@ describe("a mistake with tensors", function()
       "zeros: expected a dimension to be a whole number of 0 or more, got 'x'" },
     { "engine.ones(1, 1, 1, 1, 1, 1, 1)", "ones: expected up to 6 dimensions, got 7" },
     { "engine.zeros(2, 'f23')",
-      "there is no dtype 'f23'; did you mean 'f32'?; dtypes: f32 f64 f16 bf16 u8 i8 i16 i32 i64 bool "
-        .. "e4m3 e5m2" },
-    { "engine.zeros(2, 'fp16')", "there is no dtype 'fp16'; did you mean 'f16'?; dtypes: f32 f64 f16 "
-        .. "bf16 u8 i8 i16 i32 i64 bool e4m3 e5m2" },
-    { "engine.zeros(2, 'bfloat16')", "there is no dtype 'bfloat16'; did you mean 'bf16'?; dtypes: f32 "
-        .. "f64 f16 bf16 u8 i8 i16 i32 i64 bool e4m3 e5m2" },
-    { "engine.autocast('f16', print)", "there is no precision 'f16'; did you mean 'fp16'?; precisions: "
-        .. "bf16 fp16 fp32 fp8_block fp8_current fp8_delayed fp8_rowwise" },
+      "there is no dtype 'f23'; did you mean 'f32'?; dtypes: f32 f64 f16 bf16 u8 i8 i16 "
+        .. "i32 i64 bool e4m3 e5m2" },
+    { "engine.zeros(2, 'fp16')", "there is no dtype 'fp16'; did you mean 'f16'?; dtypes: f32 f64 "
+        .. "f16 bf16 u8 i8 i16 i32 i64 bool e4m3 e5m2" },
+    { "engine.zeros(2, 'bfloat16')", "there is no dtype 'bfloat16'; did you mean 'bf16'?; dtypes: "
+        .. "f32 f64 f16 bf16 u8 i8 i16 i32 i64 bool e4m3 e5m2" },
+    { "engine.autocast('f16', print)", "there is no precision 'f16'; did you mean 'fp16'?; "
+        .. "precisions: bf16 fp16 fp32 fp8_block fp8_current fp8_delayed fp8_rowwise" },
     { "x:numel()", "a tensor has no method 'numel'; did you mean 'count'?" },
-    { "engine.nn.linear(2, 2):state_dict()", "a module has no 'state_dict'; did you mean 'state'?" },
+    { "engine.nn.linear(2, 2):state_dict()",
+      "a module has no 'state_dict'; did you mean 'state'?" },
     { "engine.rand(2, { dtyp = 'f16' })",
       "rand: unknown option 'dtyp'; did you mean 'dtype'?; options: dtype keep requires_grad" },
     { "engine.zeros { dtype = 'f16' }",

@@ -78,7 +78,9 @@ local function show(name)
   local index = docs.new(commands())
   local found, others = index:find(name)
   if #found == 0 then
-    io.stderr:write(("engine help: nothing is called '%s'%s\n"):format(name, index:hint(name)))
+    local hint = index:hint(name)
+    io.stderr:write(("engine help: nothing is called '%s'%s\n"):format(name,
+      hint ~= "" and hint or "; hint: `engine help` lists what there is"))
     return 1
   end
   if #found > MOST_SHOWN then
@@ -110,7 +112,7 @@ local function write(switch, target)
   return #warnings == 0 and 0 or 1
 end
 
-function help.main(name, target)
+function help.main(name, target, ...)
   if name == "--html" or name == "--types" then return write(name, target) end
   if not name then
     print(overview())
@@ -127,7 +129,7 @@ function help.main(name, target)
       return 0
     end
   end
-  return show(name)
+  return show(table.concat({ name, target, ... }, " "))
 end
 
 return help

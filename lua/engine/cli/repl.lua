@@ -123,7 +123,7 @@ local function each_name(value, visit)
         local name, upvalue = debug.getupvalue(value, i)
         if not name then break end
         if type(upvalue) == "table" and debug.getmetatable(upvalue) == nil
-          or name:match("^[Cc]lass$") then
+          or name:match("^[Cc]lass$") or name == "Module" then
           each_key(upvalue, visit)
         end
       end
@@ -296,8 +296,8 @@ local words = {
   help = "Any Lua runs here; an expression prints its value, `_` is the last one. Tab " ..
   "completes: engine. <Tab>, tensor: <Tab>.\n" ..
   "Ctrl-C drops the line or stops the entry, Ctrl-D leaves. lua/README.md lists the parts.\n" ..
-  "bits(0.1) shows a number in every format; h = engine.history.open 'runs/NAME'\n" ..
-  "reads a run: h:plot 'loss', h:why(812), h:heatmap().",
+  "help 'matmul' explains a name; bits(0.1) shows a number in every format;\n" ..
+  "h = engine.history.open 'runs/NAME' reads a run: h:plot 'loss', h:why(812), h:heatmap().",
   exit = false, quit = false,
 }
 
@@ -339,8 +339,11 @@ local function run()
   end
   provide()
   for text in read_entry do
+    local topic = rawget(_G, "help") == nil and text:match("^%s*help[%s%(]*['\"](.-)['\"][%s%)]*$")
     local word = text:match("^%s*(%a+)[%s%(%)]*$")
-    if words[word] ~= nil and rawget(_G, word) == nil then
+    if topic then
+      require("engine.cli.help").main(topic)
+    elseif words[word] ~= nil and rawget(_G, word) == nil then
       if not words[word] then return end
       print(words[word])
     elseif text ~= "" then

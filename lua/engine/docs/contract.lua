@@ -51,7 +51,7 @@ local function options(trainer, add)
   end
 end
 
-local function policies(add)
+local function policies(add, add_word)
   local policy = require "engine.policy.policy"
   for _, path in ipairs(source.list("policies", ".lua")) do
     local name = path:match("([^/]+)%.lua$")
@@ -64,6 +64,9 @@ local function policies(add)
       local remark = text:match("\n%s*" .. key .. "%s*=[^\n]-,?%s*%-%-%s*([^\n]+)")
       lines[i] = ("  %s = %s%s"):format(key, tostring(p.defaults[key]),
         remark and "   -- " .. remark or "")
+      add_word { name = name .. "." .. key, kind = "policy option", where = path .. ":1",
+        signature = ("policy=%s:%s=..."):format(name, key),
+        text = ("%s (default %s)"):format(remark or key, tostring(p.defaults[key])) }
     end
     local doc = p.doc or text:match('doc%s*=%s*"(.-)"') or ""
     local header = source.header(path, "%-%-")
@@ -88,11 +91,29 @@ local function guides(add)
   end
 end
 
---- Adds the entries; `trainer` is the entry of engine.trainer.
-function M.read(trainer, add)
+-- The terms of the glossary, and the precision recipes.
+local function words(add_word)
+  for _, row in ipairs(source.table_rows("docs/glossary.md", "# Glossary")) do
+    for term in row[1]:gmatch("[^,]+") do
+      term = term:match("^%s*(.-)%s*$")
+      add_word { name = term, kind = "term", signature = term, text = row[2],
+        where = "docs/glossary.md:" .. row.line }
+    end
+  end
+  local precision = require "engine.train.precision"
+  for name in pairs(precision.recipes) do
+    add_word { name = name, kind = "precision recipe", signature = "precision=" .. name,
+      text = precision.describe(name), where = "lua/engine/train/precision.lua:1" }
+  end
+end
+
+--- Adds the entries; `trainer` is the entry of engine.trainer. add_word: for entries that only
+--- `engine help` finds, where nothing else has the name, because a page has them already.
+function M.read(trainer, add, add_word)
   tables(add)
   if trainer then options(trainer, add) end
-  policies(add)
+  policies(add, add_word)
+  words(add_word)
   guides(add)
 end
 

@@ -10,7 +10,7 @@ Index.__index = Index
 
 --- Reads everything. `commands`, a list of { name, doc, help, where }, comes from the command line.
 function M.new(commands)
-  local self = setmetatable({ entries = {}, by_name = {} }, Index)
+  local self = setmetatable({ entries = {}, words = {}, by_name = {} }, Index)
   local function add(entry)
     entry.names = entry.names or { entry.name }
     if entry.documented == nil then entry.documented = entry.text:find("%S") ~= nil end
@@ -27,7 +27,10 @@ function M.new(commands)
   for _, entry in ipairs(self.entries) do
     if entry.name == "engine.trainer" then trainer = entry end
   end
-  require("engine.docs.contract").read(trainer, add)
+  require("engine.docs.contract").read(trainer, add, function(entry)
+    entry.names = { entry.name }
+    self.words[#self.words + 1] = entry
+  end)
   for _, entry in ipairs(self.entries) do
     for _, name in ipairs(entry.names) do
       self.by_name[name] = self.by_name[name] or {}
@@ -64,17 +67,18 @@ end
 
 local function last_part(name) return name:match("([^.:]+)$") or name end
 
---- The entries called `name`: those with this full name, else those that end in it (`gelu` for
---- tensor:gelu). The second result lists the other entries that end in it.
-function Index:find(name)
+-- Names that differ in case, spaces, '-' and '_' alone are equal in this form.
+local function plain(name) return (name:lower():gsub("[ _]", "-")) end
+
+local function search(list, name)
   local full, parts = {}, {}
   local wanted = name:gsub("%(.*$", "")
-  for pass = 1, 2 do                                   -- the second one ignores case
-    for _, entry in ipairs(self.entries) do
+  for pass = 1, 2 do                                   -- the second one compares plain names
+    for _, entry in ipairs(list) do
       local is_full, is_part
       for _, own in ipairs(entry.names) do
-        local same = pass == 1 and own or own:lower()
-        local asked = pass == 1 and wanted or wanted:lower()
+        local same = pass == 1 and own or plain(own)
+        local asked = pass == 1 and wanted or plain(wanted)
         is_full = is_full or same == asked or same:gsub(":", ".") == asked
           or same == "engine." .. asked
         is_part = is_part or last_part(same) == asked
@@ -87,16 +91,26 @@ function Index:find(name)
   return parts, {}
 end
 
+--- The entries called `name`: those with this full name, else those that end in it (`gelu` for
+--- tensor:gelu); else the words. The second result lists the other entries that end in it.
+function Index:find(name)
+  local found, others = search(self.entries, name)
+  if #found == 0 then found, others = search(self.words, name) end
+  return found, others
+end
+
 --- "; did you mean 'x'?", or "".
 function Index:hint(name)
   local names, seen = {}, {}
   local function offer(text)
     if not seen[text] then names[#names + 1], seen[text] = text, true end
   end
-  for _, entry in ipairs(self.entries) do
-    for _, own in ipairs(entry.names) do
-      offer(own)
-      offer(last_part(own))
+  for _, list in ipairs { self.entries, self.words } do
+    for _, entry in ipairs(list) do
+      for _, own in ipairs(entry.names) do
+        offer(own)
+        offer(last_part(own))
+      end
     end
   end
   return nearest.hint(name, names)

@@ -316,7 +316,9 @@ local function open(self, resume)
   local trainer = self.trainer
   local c = resume and find_checkpoint(self, resume) or nil
   if c then
-    for _, line in ipairs(take_over(trainer, c, self.config)) do self.notes[#self.notes + 1] = line end
+    for _, line in ipairs(take_over(trainer, c, self.config)) do
+      self.notes[#self.notes + 1] = line
+    end
     self.notes[#self.notes + 1] = ("resumed from %s: step %d, %d updates"):format(c.path,
       trainer.steps_done, trainer.updates)
   elseif resume then

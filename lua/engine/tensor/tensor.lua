@@ -12,7 +12,8 @@ local nearest = require "engine.base.nearest"
 
 local ffi, C, check, raise = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise
 local op, call, run_call, Tensor = M_ffi.op, M_ffi.call, M_ffi.run_call, M_ffi.Tensor
-local dtype_number, dtype_name, value_text = arguments.dtype_number, M_ffi.dtype_name, M_ffi.value_text
+local dtype_number, dtype_name = arguments.dtype_number, M_ffi.dtype_name
+local value_text = M_ffi.value_text
 local inputs, ints, floats = call["in"], call.ints, call.floats
 local NONE = Tensor(0, 0)
 local huge = math.huge
