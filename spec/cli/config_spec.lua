@@ -154,6 +154,8 @@ describe("config", function()
   end)
 
   it("has help with every field, default and text", function()
+    assert.is_nil(config.help({ old = "", new = "" },
+      { old = { "old name", hidden = true } }):find("old"))
     local text = config.help(defaults(),
       { lr = "peak learning rate", precision = { "recipe", choices = { "fp32", "fp16" } } },
       "train.lua")

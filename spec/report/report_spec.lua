@@ -173,7 +173,8 @@ describe("a run's commands", function()
     assert.is_nil(svg:find("nan", 1, true))
     assert.matches("no number of the history is called 'lose'; did you mean 'loss'?",
       inside("plot a --columns lose").err, 1, true)
-    assert.matches("^engine plot: there is no run 'nothing'", inside("plot nothing").err)
+    assert.matches("^engine plot: there is no run 'nothing'.*; hint: `engine runs`",
+      inside("plot nothing").err)
     assert.matches("no option '--colums'; did you mean '--columns'?",
       inside("plot a --colums loss").err, 1, true)
     assert.equal("engine plot: cannot write /nowhere/x.svg: No such file or directory\n",

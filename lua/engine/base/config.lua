@@ -12,6 +12,7 @@
 --
 -- The type of a field is that of its default: number (an expression like 3e-4 or 2^15), boolean
 -- (true or false), string, or a list (a,b,c). A field without a default: config.optional "number".
+-- A field whose text is { "...", hidden = true } is not in the help.
 -- Fields that hold functions or other values cannot be set. A config file is a Lua file that
 -- returns a table, or a JSON object.
 --
@@ -360,7 +361,12 @@ end
 function config.help(defaults, docs, script)
   local fields = collect(defaults, "", {})
   local rows, width, default_width = {}, 6, 4
+  local shown = {}
   for _, name in ipairs(names_of(fields)) do
+    local doc = (docs or {})[name]
+    if type(doc) ~= "table" or not doc.hidden then shown[#shown + 1] = name end
+  end
+  for _, name in ipairs(shown) do
     local field, doc = fields[name], (docs or {})[name]
     local text = type(doc) == "table" and (doc[1] or "") or doc or ""
     if type(doc) == "table" and doc.choices then

@@ -171,7 +171,7 @@ end
 local function open(name)
   local path = require("engine.run.run").directory(name):gsub("/history%.db$", ""):gsub("/+$", "")
   if not require("engine.base.file").is_folder(path) then
-    options.fail("there is no run %s", path)
+    options.fail("there is no run %s%s", path, require("engine.run.runs").hint(path))
   end
   local link, problem, status = connect(path)
   local good, history = pcall(require("engine.run.history").open, path)

@@ -4,14 +4,19 @@ local files = require "engine.base.file"
 
 local M = {}
 
+--- What to try where there is no run of this name: the nearest under runs/.
+function M.hint(text)
+  local known = files.names "runs" or {}
+  return require("engine.base.nearest").hint(text:match("([^/]*)/*$"), known) ..
+    "; hint: `engine runs` lists them"
+end
+
 --- The directory (or history file) of a run, from its path or its name under runs/. If there is no
 --- such run, raises an error that suggests the nearest name.
 function M.find(text)
   if files.is_file(text) or files.exists(text .. "/history.db") then return text end
   if files.exists("runs/" .. text .. "/history.db") then return "runs/" .. text end
-  local known = files.names "runs"
-  error(("there is no run '%s'%s"):format(text, require("engine.base.nearest").hint(text,
-    known or {})), 0)
+  error(("there is no run '%s'%s"):format(text, M.hint(text)), 0)
 end
 
 -- Seconds since 1970 of "2026-11-20T19:47:26Z".

@@ -356,7 +356,7 @@ function M.open(text)
   if files.exists("runs/" .. text .. "/history.db") then return M.run("runs/" .. text) end
   if text:find("^[%d%s.xX]") and not text:find("/", 1, true) then return M.verdicts(text) end
   error(("there is no run '%s'; expected a run's directory or a string of verdicts such as '4. " ..
-    "x 2. 3x'"):format(text), 0)
+    "x 2. 3x'%s"):format(text, require("engine.run.runs").hint(text)), 0)
 end
 
 return M
