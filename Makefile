@@ -281,7 +281,7 @@ demo: built
 # `make test SPEC=spec/cli/cli_spec.lua` runs one file.
 SPEC ?= spec
 TEST_SECONDS ?= 900
-BUSTED = busted --lua=$(1) --pattern=_spec $(BUSTED_FLAGS) $(SPEC)
+BUSTED = $(1) spec/run.lua --pattern=_spec $(BUSTED_FLAGS) $(SPEC)
 
 test: built
 	@$(MAKE) --no-print-directory $(FAKE_CARD) $(FAKE_NCCL)

@@ -255,7 +255,7 @@ describe("gradients in Lua", function()
       message_of(pass, custom(function() return 5 end)))
     assert.matches("forward must return a tensor, got nothing",
       message_of(pass, custom(function() end)))
-    assert.matches("gradient of input 1 as a tensor or nil, got 'five'",
+    assert.matches("gradient of input 1 to be a tensor or nil, got 'five'",
       message_of(pass, custom(nil, function() return "five" end)))
     assert.matches("%[9%] for input 1",
       message_of(pass, custom(nil, function() return engine.zeros(9) end)))
