@@ -248,6 +248,17 @@ describe("another run in the same directory", function()
     pipe:close()
   end)
 
+  it("whose process number is missing is an unknown one", function()
+    local path, taken = folder .. "/lock", M_ffi.new("int[2]")
+    M_ffi.check(C.eng_file_lock(taken, path))
+    for _, text in ipairs { "", "nobody\n", "-3" } do
+      helper.write(path, text)
+      assert.not_equal(0, C.eng_file_lock(taken + 1, path))
+      assert.equal(path .. " is locked by an unknown process", M_ffi.message())
+    end
+    C.eng_file_unlock(taken[0])
+  end)
+
   it("SIGINT ends a run at the end of a step with a checkpoint; the second ends it at once",
     function()
     local run = folder .. "/r"
