@@ -707,7 +707,9 @@ const char *eng_device_text(void);
 /// slower, if ENGINE_FP8_FORMULA=1 allows it (the value is then 2).
 int eng_device_fp8(void);
 
-/// Sets the number of threads of the kernels; 0 leaves it unchanged. Returns the current number.
+enum { ENG_THREADS_MAX = 4096 };
+/// Sets the number of threads of the kernels, at most ENG_THREADS_MAX; 0 leaves it unchanged.
+/// Returns the current number.
 int eng_threads(int n);
 
 /// Measures time by operation, dtypes and shapes. `on` clears the rows and begins; off ends the

@@ -89,9 +89,20 @@ static const struct isa *named(const char *name)
   return NULL;
 }
 
+// OpenMP takes any number from OMP_NUM_THREADS and crashes when it starts millions of threads.
+static void bound_threads(void)
+{
+  int asked = omp_get_max_threads();
+  if (asked <= ENG_THREADS_MAX) return;
+  omp_set_num_threads(omp_get_num_procs());
+  fprintf(stderr, "engine: OMP_NUM_THREADS: expected 1 to %d, got %d; using %d\n", ENG_THREADS_MAX,
+          asked, omp_get_max_threads());
+}
+
 const backend *backend_cpu(void)
 {
   if (!in_force) {
+    bound_threads();
     const char *wish = getenv("ENGINE_ISA");
     const struct isa *chosen = wish ? named(wish) : NULL;
     for (int k = 0; !chosen; k++)
@@ -155,6 +166,7 @@ const char *eng_cpu_bf16(void)
 
 int eng_threads(int n)
 {
-  if (n > 0) omp_set_num_threads(n);
+  backend_cpu();
+  if (n > 0) omp_set_num_threads(n < ENG_THREADS_MAX ? n : ENG_THREADS_MAX);
   return omp_get_max_threads();
 }

@@ -91,8 +91,9 @@ end
 
 --- Sets the number of threads (nil: no change); returns the number in use.
 function engine.threads(n)
-  if n ~= nil and (type(n) ~= "number" or n % 1 ~= 0 or n < 0 or n > 4096) then
-    raise("threads: expected a whole number of 0 to 4096 (0: no change), got %s",
+  local most = tonumber(C.ENG_THREADS_MAX)
+  if n ~= nil and (type(n) ~= "number" or n % 1 ~= 0 or n < 0 or n > most) then
+    raise("threads: expected a whole number of 0 to %d (0: no change), got %s", most,
       M_ffi.value_text(n))
   end
   return C.eng_threads(n or 0)
