@@ -104,7 +104,7 @@ local function job_of(trainer, options, records, wanted, measured, step)
   -- ZeRO-2: the operations of a step determine which gradients exist at the same time.
   if job.zero == 2 then
     M_ffi.check(C.eng_step_begin())
-    trainer:forward(trainer.data:next())
+    trainer:forward(trainer:next_batch())
   end
   local sizes, first = {}, {}
   for _, n in ipairs(wanted) do sizes[n] = plan.sizes(optimizer.params, options, -1, n) end

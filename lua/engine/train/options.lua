@@ -31,6 +31,7 @@ end
 local function whole(v) return type(v) == "number" and v % 1 == 0 and v >= 1 end
 local function not_negative(v) return type(v) == "number" and v >= 0 end
 local function is(kind) return function(v) return type(v) == kind end end
+local function path(v) return type(v) == "string" and not v:find("%z") end
 local function one_of(words)
   local set = list_of(words)
   return function(v) return set[v] == true end
@@ -67,11 +68,11 @@ local OPTIONAL = {
   { "trap", "overflow, or nothing",
     function(v) return v == false or v == "" or v == "overflow" end },
   { "shadow", "a list of policies", any_of(is "string", is "table") },
-  { "tensorboard", "true, false or a directory", any_of(is "boolean", is "string") },
+  { "tensorboard", "true, false or a directory", any_of(is "boolean", path) },
   { "policy_options", "a table", is "table" },
-  { "run", "a name or a path", is "string" },
+  { "run", "a name or a path", path },
   { "loss", "a function(model, batch)", callable },
-  { "resume", "'auto', a path, or false", any_of(is "string", is "boolean") },
+  { "resume", "'auto', a path, or false", any_of(path, is "boolean") },
 }
 
 --- A copy of the options with the names of version 0.1 replaced.

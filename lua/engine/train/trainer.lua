@@ -102,9 +102,17 @@ function Trainer:drop_record()
   self.current = nil
 end
 
+--- The next batch of the trainer's data, or of other data.
+function Trainer:next_batch(data)
+  local batch = (data or self.data):next()
+  if type(batch) == "table" then return batch end
+  M_ffi.raise("trainer: expected a batch to be a table { x =, y =, ... }, got %s from the " ..
+    "data's next()", M_ffi.value_text(batch))
+end
+
 --- Micro-batch i: the loss on the tape, gradients into the flat buffer.
 function Trainer:forward_backward(s, i)
-  local batch = s.batches and s.batches[i] or self.data:next()
+  local batch = s.batches and s.batches[i] or self:next_batch()
   self.reducer:draw(s, i)
   self:remember_batch(i, batch)
   local loss = self.graph and captured.launch(self, batch, s.scale)
@@ -142,10 +150,6 @@ end
 
 --- The loss of a batch, in the run's precision.
 function Trainer:forward(batch)
-  if type(batch) ~= "table" then
-    M_ffi.raise("trainer: expected a batch to be a table { x =, y =, ... }, got %s from the " ..
-      "data's next()", M_ffi.value_text(batch))
-  end
   local good, loss = pcall(precision.autocast, self.precision, self.loss, self.model, batch)
   if not good then error((in_loss(self, loss, batch)), 0) end
   if not tensor.is_tensor(loss) then
@@ -491,7 +495,7 @@ function Trainer:evaluate_on(data, batches)
   local sum = 0
   self.model:evaluating(function()
     for _ = 1, batches do
-      sum = sum + autograd.scope(function() return self:forward(data:next()):item() end)
+      sum = sum + autograd.scope(function() return self:forward(self:next_batch(data)):item() end)
     end
   end)
   return sum / batches
