@@ -284,6 +284,10 @@ describe("the trainer", function()
     local summary = job { run = run, steps = 2 }:run()
     assert.equal(run .. "-2", summary.path)
     assert.equal(2, #engine.history.open(run):steps())
+    local third = helper.run { "examples/gpt.lua", "steps=1", "layers=1", "width=32", "context=16",
+      "sample=0", "log=quiet", "run=" .. run }
+    assert.same({ code = 0, out = "", err = ("%s exists: this run writes %s-3 (resume=auto " ..
+      "continues the old one)\n"):format(run, run) }, third)
   end)
 
   it("stops before a loss scale outside float32's range touches the weights", function()
@@ -366,7 +370,7 @@ describe("the trainer", function()
     helper.write(newest, bytes:sub(1, -2) .. string.char((bytes:byte(-1) + 1) % 256))
     local trainer = job { run = run, steps = 8, resume = "auto" }
     assert.equal(4, trainer.steps_done)
-    assert.matches("step%-00000006", table.concat(trainer.run_files.notes, "\n"))
+    assert.matches("step%-00000006", table.concat(trainer.run_files.warnings, "\n"))
   end)
 
   it("the history holds every step, the overflows with their first tensor, and the policy",
@@ -429,6 +433,23 @@ describe("the trainer", function()
     assert.error_matches(function() job { resume = "auto" } end, "run=NAME")
     assert.error_matches(function() job { resume = folder .. "/none" } end,
       "there is no run or checkpoint")
+    local path = folder .. "/a\0b/c"
+    assert.error_matches(function() job { run = path } end, "expected run as a name or a path")
+    assert.error_matches(function() job { resume = path } end, "expected resume as 'auto', a path")
+    assert.error_matches(function() job { tensorboard = path } end, "expected tensorboard as")
+    assert.error_matches(function() job { run = ".." } end, "is that of another folder: 'runs/..'")
+    assert.same({}, require("engine.base.file").names(folder))
+  end)
+
+  it("refuses a batch that is no table, in every mode", function()
+    local data = { next = function() return "text" end }
+    for _, extra in ipairs { {}, { graph = true, mode = "lagged" }, { accumulate = 2 } } do
+      extra.data = data
+      local trainer = job(extra)
+      assert.error_matches(function() trainer:run() end, "expected a batch as a table .* 'text'")
+    end
+    assert.error_matches(function() job {}:evaluate_on(data, 1) end,
+      "expected a batch as a table .* 'text'")
   end)
 
   it("an error in the loss names its function, and fields that a batch lacks", function()

@@ -133,12 +133,14 @@ function progress:update(row)
   self.shown_at, self.pending = now, false
 end
 
---- Prints a separate line. In json mode it goes to stderr, so that stdout holds only objects.
-function progress:note(text)
-  if self.quiet then return end
+--- Prints a separate line. In json mode it goes to stderr, so that stdout holds only objects; with
+--- matters = true also in quiet mode.
+function progress:note(text, matters)
+  if self.silent or self.quiet and not matters then return end
   text = show.shown(text, true)
-  if self.json_mode then
-    io.stderr:write(text .. "\n")
+  if self.json_mode or self.quiet then
+    io.stderr:write(text .. "
+")
     return
   end
   put(self, self.on_line and "\r\27[K" or "", text, "\n", self.on_line and self.last

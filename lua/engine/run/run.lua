@@ -230,7 +230,9 @@ end
 
 -- Raises unless the last part of a path can name a run.
 local function check_name(path)
-  local problem = show.name_problem(path:match("([^/]*)/*$"))
+  local name = path:match("([^/]*)/*$")
+  local problem = show.name_problem(name)
+    or path:find("^runs/%.%.?$") and "is that of another folder"
   if problem then error(("run: the name %s: '%s'"):format(problem, show.cut(path, 200)), 0) end
 end
 
@@ -248,8 +250,8 @@ function Run:find_place(path, resume)
   end
   local n = 2
   while C.eng_file_kind(path .. "-" .. n) ~= 0 or not self:take(path .. "-" .. n) do n = n + 1 end
-  self.notes[1] = ("%s already exists: this run writes to %s (resume=auto continues the old one)")
-    :format(path, self.path)
+  self.warnings[1] =
+    ("%s already exists: this run writes to %s (resume=auto continues the old one)"):format(path, self.path)
 end
 
 -- The checkpoint to resume from, or nil; raises an error when a named one does not exist.
@@ -272,7 +274,7 @@ local function find_checkpoint(self, resume)
     error("resume: " .. tostring(message), 0)
   end
   if c then
-    for _, line in ipairs(c.skipped or {}) do self.notes[#self.notes + 1] = line end
+    for _, line in ipairs(c.skipped or {}) do self.warnings[#self.warnings + 1] = line end
   elseif damaged then      -- a fresh start would drop the run's records
     error(("resume: no checkpoint can be used: %s; hint: restore what is missing, or " ..
       "start a new run with run=ANOTHER_NAME"):format(message), 0)
@@ -333,7 +335,7 @@ end
 
 --- Opens a trainer's run: nothing without a name, else a new directory or the one to resume.
 function M.open(trainer, options)
-  local self = setmetatable({ trainer = trainer, notes = {},
+  local self = setmetatable({ trainer = trainer, notes = {}, warnings = {},
     checkpoint_every = options.checkpoint_every or 0, keep = options.keep or 3,
     stats_every = options.stats_every or 100, config = options.config,
       wants_history = options.history ~= false,

@@ -211,8 +211,9 @@ function M.run(self)
   self.control:open()
   local before = C.eng_interrupt_policy(1)
   tell(FINISHED)                       -- a run begins
+  for _, line in ipairs(files.warnings) do self.progress:note(line, true) end
   for _, line in ipairs(files.notes) do self.progress:note(line) end
-  files.notes = {}
+  files.warnings, files.notes = {}, {}
   if self.reducer:text() then self.progress:note(self.reducer:text()) end
   self.model:train()
   check(C.eng_step_end())   -- ends what was computed before the run, or in a loop left by break
