@@ -707,6 +707,7 @@ const char *eng_device_text(void);
 /// slower, if ENGINE_FP8_FORMULA=1 allows it (the value is then 2).
 int eng_device_fp8(void);
 
+/// The most threads that kernels use.
 enum { ENG_THREADS_MAX = 4096 };
 /// Sets the number of threads of the kernels, at most ENG_THREADS_MAX; 0 leaves it unchanged.
 /// Returns the current number.

@@ -3,7 +3,7 @@
 // the table. Owns the table. Called by backend.c.
 //
 // ENGINE_ISA=plain|avx2|avx512 in the environment selects a set, as eng_cpu_isa() does at run time.
-// An unknown or unsupported set is ignored.
+// An unknown or unsupported set is reported and ignored.
 #include "device/backend.h"
 #include "base/error.h"
 #include "gemm.h"
@@ -107,6 +107,9 @@ const backend *backend_cpu(void)
     const struct isa *chosen = wish ? named(wish) : NULL;
     for (int k = 0; !chosen; k++)
       if (isas[k].here()) chosen = &isas[k];
+    if (wish && *wish && strcmp(wish, chosen->name) != 0)
+      fprintf(stderr, "engine: ENGINE_ISA: expected plain, or avx2 or avx512 where the machine has "
+                      "it, got '%s'; using %s\n", wish, chosen->name);
     use(chosen);
   }
   return &table;

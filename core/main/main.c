@@ -639,6 +639,25 @@ static int run_command(lua_State *L, const char *name, int argc, char **argv, in
   return (int)lua_tointeger(L, -1);
 }
 
+// Misspelt variables would be ignored silently. Without the Lua modules there is no list of names.
+static void check_variables(lua_State *L)
+{
+  enum { MOST = 100 };
+  int top = lua_gettop(L), n = 0;
+  for (char **v = environ; *v && n < MOST; v++) {
+    if (strncmp(*v, "ENGINE_", 7) != 0) continue;
+    if (n == 0) {
+      lua_getglobal(L, "require");
+      lua_pushliteral(L, "engine.cli.environment");
+      if (!lua_checkstack(L, MOST + 8) || lua_pcall(L, 1, 1, 0) != 0) break;
+    }
+    lua_pushlstring(L, *v, strcspn(*v, "="));
+    n++;
+  }
+  if (n > 0) lua_pcall(L, n, 0, 0);
+  lua_settop(L, top);
+}
+
 static bool run_repl(lua_State *L)
 {
   lua_getglobal(L, "require");
@@ -766,6 +785,7 @@ int main(int argc, char **argv)
   main_state = L;
   eng_comm_launched(&rank, &ranks);
   catch_signals();
+  if (rank == 0) check_variables(L);
 
   int code = run(L, argc, argv);
   line_close();

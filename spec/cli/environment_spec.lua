@@ -13,3 +13,29 @@ describe("OMP_NUM_THREADS", function()
     assert.equal(0, result.code)
   end)
 end)
+
+describe("variables that begin with ENGINE_", function()
+  local function started(settings)
+    return helper.shell(("%s %s -e 'require \"engine\".ones(2):sum():item()'"):format(settings,
+      helper.quote(helper.engine)))
+  end
+
+  it("and are unknown are reported once, with the nearest name", function()
+    local result = started("ENGINE_RANK=off ENGINE_ZZZZZZZZZZ=1")
+    assert.matches("engine: unknown environment variable ENGINE_RANK is ignored; did you mean " ..
+      "'ENGINE_RANKS'?\n", result.err, 1, true)
+    assert.matches("engine: unknown environment variable ENGINE_ZZZZZZZZZZ is ignored\n",
+      result.err, 1, true)
+    assert.equal(2, select(2, result.err:gsub("\n", "\n")))
+    assert.equal(0, result.code)
+  end)
+
+  it("and are known are not", function()
+    assert.equal("", started("ENGINE_RANKS=off ENGINE_ISA=plain ENGINE_TEST_DEVICE=cpu").err)
+  end)
+
+  it("name an instruction set that exists, or one that is reported", function()
+    assert.matches("^engine: ENGINE_ISA: expected plain, or avx2 or avx512 where the machine " ..
+      "has it, got 'avx3'; using %w+\n$", started("ENGINE_ISA=avx3").err)
+  end)
+end)
