@@ -133,6 +133,8 @@ describe("progress", function()
     local written = lines(out.text())
     assert.equal("step 1/100  loss 2.5000  scale 65536  skipped 1  12.3k tokens/s", written[1])
     assert.matches("^step 21/100 .*ETA 0:20$", written[2])
+    assert.matches("  50 examples/s",
+      p:line({ step = 1, tokens_per_s = 50, unit = "examples" }, 0), 1, true)
     assert.matches("^step 100/100 ", written[#written - 1])
     assert.is_true(#written < 10)
     assert.not_matches("[\r\27]", out.text())

@@ -250,6 +250,7 @@ local function rows(o, kind, x, y, n)
   local x_options, y_options = { dtype = x.dtype, keep = false }, { dtype = y.dtype, keep = false }
   return loader {
     kind = kind, batch = B, seed = o.seed, shuffle = o.shuffle, examples = n, width = width,
+    unit = "examples",                                   -- of a batch's `tokens`
     text = ("%s: %d rows of %d"):format(kind, n, width),
     read = function(self, at)
       for b = 0, B - 1 do

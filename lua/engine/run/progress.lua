@@ -91,7 +91,9 @@ function progress:line(row, now)
   if row.loss then parts[#parts + 1] = ("loss %.4f"):format(row.loss) end
   if row.scale and not self.unscaled then parts[#parts + 1] = "scale " .. show.scale(row.scale) end
   parts[#parts + 1] = ("skipped %d"):format(row.skipped or 0)
-  if row.tokens_per_s then parts[#parts + 1] = show.count(row.tokens_per_s) .. " tokens/s" end
+  if row.tokens_per_s and row.tokens_per_s > 0 then
+    parts[#parts + 1] = ("%s %s/s"):format(show.count(row.tokens_per_s), row.unit or "tokens")
+  end
   if self.total and self.started and row.step > self.first_step and row.step < self.total then
     local left = (now - self.started) / (row.step - self.first_step) * (self.total - row.step)
     parts[#parts + 1] = "ETA " .. show.duration(math.max(0, left))

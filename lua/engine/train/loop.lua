@@ -87,7 +87,7 @@ local function show(self, last, record, verdict, rate)
   bar:update { step = self.steps_done, updates = self.updates, loss = record.loss, lr = record.lr,
     scale = record.scale, skipped = self.skipped, overflow = record.overflow ~= 0,
     amax = record.amax, norm = record.norm, shadows = self.shadows,
-    tokens_per_s = self.log == "json" and rate or last.speed }
+    tokens_per_s = self.log == "json" and rate or last.speed, unit = self.unit }
   local note = verdict_note(self, record, verdict)
   if note then bar:note(note) end
   note = M.loss_note(self, record)

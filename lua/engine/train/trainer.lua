@@ -123,6 +123,7 @@ function Trainer:forward_backward(s, i)
   end
   self.losses[i - 1] = loss
   s.tokens = s.tokens + (batch.tokens or batch.y and batch.y.count or 0)
+  self.unit = not batch.tokens and "targets" or self.data.unit or "tokens"
 end
 
 local function default_loss(model, batch)
