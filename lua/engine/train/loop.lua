@@ -50,15 +50,18 @@ end
 
 local UNDECIDED_STEPS = 20   -- after which a policy that has failed at every step ends the run
 
+local SHOWN_FAILURES = 5
+
 -- A line when the policy failed, for the first few failures, or when it stops the run.
 local function verdict_note(self, record, verdict)
   local reason = M_ffi.string(verdict.reason)
   self.decided = self.decided or verdict.failed == 0
   if verdict.failed ~= 0 then
     self.policy_errors = self.policy_errors + 1
-    if self.policy_errors > 5 then return nil end
-    return ("step %d: the policy failed, the last good verdict holds: %s"):format(
-      tonumber(record.step), reason)
+    if self.policy_errors > SHOWN_FAILURES then return nil end
+    return ("step %d: the policy failed, the last good verdict holds: %s%s"):format(
+      tonumber(record.step), reason, self.policy_errors == SHOWN_FAILURES
+      and " (later failures are counted, not shown)" or "")
   elseif verdict.action == C.ENG_ACTION_STOP then
     return ("step %d: policy %s stops the run%s"):format(tonumber(record.step), self.policy.name,
       reason ~= "" and ": " .. reason or ", and gives no reason")
