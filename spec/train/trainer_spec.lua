@@ -178,6 +178,21 @@ describe("the trainer", function()
     assert.equal("finished, the policy failed in 10 of 10 steps", line)
   end)
 
+  it("a run without an update says why", function()
+    local function last_line(options)
+      local trainer = job(options)
+      return loop.summary_text(trainer, trainer:run()):match("[^\n]*$")
+    end
+    assert.equal("no update was made: 4 of 4 steps overflowed",
+      last_line { steps = 4, precision = "fp16", policy = "static:loss_scale=2^60" })
+    local source = 'return { name = "same", init = function() return { scale = 1 } end, ' ..
+      'decide = function() return { scale = 1, action = "%s" } end }'
+    assert.equal("no update was made: 4 of 4 steps were retried",
+      last_line { steps = 4, policy = { source = source:format "retry" } })
+    assert.equal("no update was made: policy same skipped every step",
+      last_line { steps = 4, policy = { source = source:format "skip" } })
+  end)
+
   it("clips by norm and by value", function()
     for _, clip in ipairs { { clip = 1e-6 }, { clip_value = 1e-9 } } do
       local trainer = job { optimizer = "sgd", clip = clip.clip or 0, clip_value = clip.clip_value,
