@@ -166,6 +166,7 @@ local function no_update(self, s)
   local parts = {}
   if overflows > 0 then parts[1] = of:format(overflows, "overflowed") end
   if s.retries > 0 then parts[#parts + 1] = of:format(s.retries, "were retried") end
+  if #parts == 0 and s.stopped then return nil end         -- the reason says more
   return "no update was made: " .. (#parts > 0 and table.concat(parts, ", ")
     or ("policy %s skipped every step"):format(self.policy.name))
 end
