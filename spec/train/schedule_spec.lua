@@ -77,7 +77,7 @@ describe("a schedule", function()
 
   it("stays within the range of the options", function()
     for _, name in ipairs { "linear", "cosine", "wsd" } do
-      for _, total in ipairs { 5, 6, 100 } do
+      for _, total in ipairs { 0, 1, 5, 100 } do
         local s = schedule[name] { lr = 1, warmup = 5, total = total, floor = 0.25 }
         for u = 0, 120 do
           assert.is_true(s(u) <= 1 and s(u) >= 0.2, name .. " of " .. total .. " at " .. u)
@@ -106,8 +106,6 @@ describe("a schedule", function()
         "schedule.linear: expected total to be a finite number >= 0, got -1" },
       { "schedule.linear { warmup = 1/0 }",
         "schedule.linear: expected warmup to be a finite number >= 0, got inf" },
-      { "schedule.cosine { warmup = 200, total = 100 }",
-        "schedule.cosine: expected warmup to be at most total (100), got 200" },
       { "schedule.step { every = 0 }",
         "schedule.step: expected every to be a finite number >= 1, got 0" },
       { "schedule.constant 'a'", "schedule.constant: expected a table of options or a rate, got " ..

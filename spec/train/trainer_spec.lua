@@ -301,8 +301,8 @@ describe("the trainer", function()
     assert.equal(2, #engine.history.open(run):steps())
     local third = helper.run { "examples/gpt.lua", "steps=1", "layers=1", "width=32", "context=16",
       "sample=0", "log=quiet", "run=" .. run }
-    assert.same({ code = 0, out = "", err = ("%s exists: this run writes %s-3 (resume=auto " ..
-      "continues the old one)\n"):format(run, run) }, third)
+    assert.same({ code = 0, out = "", err = ("%s already exists: this run writes to %s-3 " ..
+      "(resume=auto continues the old one)\n"):format(run, run) }, third)
   end)
 
   it("stops before a loss scale outside float32's range touches the weights", function()
@@ -461,17 +461,17 @@ describe("the trainer", function()
     for _, extra in ipairs { {}, { graph = true, mode = "lagged" }, { accumulate = 2 } } do
       extra.data = data
       local trainer = job(extra)
-      assert.error_matches(function() trainer:run() end, "expected a batch as a table .* 'text'")
+      assert.error_matches(function() trainer:run() end, "expected a batch to be a table .* 'text'")
     end
     assert.error_matches(function() job {}:evaluate_on(data, 1) end,
-      "expected a batch as a table .* 'text'")
+      "expected a batch to be a table .* 'text'")
   end)
 
   it("an error in the loss names its function, and fields that a batch lacks", function()
     local function fails(loss)
       return select(2, pcall(function() job { loss = loss }:run() end)):match("^[^\n]*")
     end
-    assert.matches("trainer_spec.lua:%d+: the batch has no field 'inputs'; .*fields: tokens x y$",
+    assert.matches("expected a tensor as .*, got nothing; .*the batch has tokens x y$",
       fails(function(model, batch) return model:loss(batch.inputs, batch.y) end))
     assert.matches("mse: expected a floating.*; in the loss function at .*trainer_spec.lua:%d+$",
       fails(function(_, batch) return engine.mse(batch.x, batch.y:view(-1)) end))

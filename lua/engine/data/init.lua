@@ -58,17 +58,11 @@ end
 local Loader = {}
 Loader.__index = Loader
 
--- A batch: reading a field it lacks is an error.
-local Batch = { __index = function(batch, key)
-  raise("the batch has no field '%s'%s", tostring(key),
-    nearest.choices(tostring(key), nearest.keys(batch), "fields"))
-end }
-
 --- The next batch, as tensors of the current step.
 function Loader:next()
   local batch = self.read(self, self.at)
   self.at = self.at + 1
-  return setmetatable(batch, Batch)
+  return batch
 end
 
 --- Skips n batches.

@@ -141,8 +141,7 @@ function progress:note(text, matters)
   if self.silent or self.quiet and not matters then return end
   text = show.shown(text, true)
   if self.json_mode or self.quiet then
-    io.stderr:write(text .. "
-")
+    io.stderr:write(text .. "\n")
     return
   end
   put(self, self.on_line and "\r\27[K" or "", text, "\n", self.on_line and self.last

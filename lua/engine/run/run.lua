@@ -251,7 +251,8 @@ function Run:find_place(path, resume)
   local n = 2
   while C.eng_file_kind(path .. "-" .. n) ~= 0 or not self:take(path .. "-" .. n) do n = n + 1 end
   self.warnings[1] =
-    ("%s already exists: this run writes to %s (resume=auto continues the old one)"):format(path, self.path)
+    ("%s already exists: this run writes to %s (resume=auto continues the old one)"):format(path,
+      self.path)
 end
 
 -- The checkpoint to resume from, or nil; raises an error when a named one does not exist.

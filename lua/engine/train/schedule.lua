@@ -53,10 +53,6 @@ local function define(name, defaults, build)
       end
       o[key] = value
     end
-    if o.total and o.warmup > o.total then
-      raise("schedule.%s: expected warmup to be at most total (%g), got %g", name, o.total,
-        o.warmup)
-    end
     local parts = {}
     for key, value in pairs(o) do parts[#parts + 1] = ("%s=%g"):format(key, value) end
     table.sort(parts)
