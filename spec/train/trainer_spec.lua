@@ -449,7 +449,7 @@ describe("the trainer", function()
     assert.error_matches(function() job { resume = folder .. "/none" } end,
       "there is no run or checkpoint")
     local path = folder .. "/a\0b/c"
-    assert.error_matches(function() job { run = path } end, "expected run as a name or a path")
+    assert.error_matches(function() job { run = path } end, "expected run to be a name or a path")
     assert.error_matches(function() job { resume = path } end, "expected resume as 'auto', a path")
     assert.error_matches(function() job { tensorboard = path } end, "expected tensorboard as")
     assert.error_matches(function() job { run = ".." } end, "is that of another folder: 'runs/..'")
