@@ -8,9 +8,10 @@
 #include "tensor/tensor.h"
 
 /// An operation ready to compute: inputs are checked, outputs allocated with their final shape and
-/// dtype. ops.def gives the order of tensors and the names of attributes (call->sum.mask); a kernel
-/// of several operations uses the names of one, which stand in the same order in all. `in[k]` is
-/// NULL for an absent optional input, `out[k]` for an output that is not needed.
+/// dtype. ops.def gives the order of tensors and the names of attributes (call->sum.mask). A kernel
+/// that serves several operations uses the attribute names of one of them; kernels_spec.lua checks
+/// that all of them have the same attributes in the same order. `in[k]` is NULL for an absent
+/// optional input, `out[k]` for an output that is not needed.
 typedef struct op_call {
   int32_t op, n_in, n_out;
   tensor *in[ENG_OP_INPUTS];

@@ -1,6 +1,6 @@
--- within(enter, leave, f, ...): runs f(...) with a global setting in force and returns its results.
--- enter() puts the setting in force; leave() ends it when f returns, raises an error or yields. A
--- coroutine that yields out of f has the setting again when it is resumed. Called by no_grad, scope
+-- within(enter, leave, f, ...): runs f(...) under a global setting and returns its results. enter()
+-- applies the setting; leave() ends it when f returns, raises an error or yields. When a coroutine
+-- that yielded inside f is resumed, the setting applies again. Called by no_grad, scope
 -- and autocast.
 local function finish(leave, good, ...)
   leave()
