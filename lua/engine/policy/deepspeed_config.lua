@@ -3,8 +3,8 @@
 --
 -- The policy is static with loss_scale if that is not 0; static with 1 if fp16 is not enabled (or
 -- bf16 is); deepspeed_fused if zero_optimization.stage is 0, because DeepSpeed then ignores
--- hysteresis; otherwise, and for a bare fp16 block, deepspeed. The value "auto", which
--- transformers replaces at run time, counts as absent. A block without `enabled` counts as enabled, since the
+-- hysteresis; otherwise, and for a bare fp16 block, deepspeed. The value "auto", which transformers
+-- replaces at run time, counts as absent. A block without `enabled` counts as enabled, since the
 -- user chose it as the policy.
 local cjson = require "cjson.safe"
 local expression = require "engine.base.expression"
