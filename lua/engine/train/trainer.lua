@@ -14,9 +14,9 @@ local captured = require "engine.train.captured"
 local control = require "engine.run.control"
 local groups = require "engine.policy.groups"
 local loop = require "engine.train.loop"
+local loss_error = require "engine.train.loss_error"
 local machine = require "engine.base.machine"
 local modes = require "engine.train.modes"
-local nearest = require "engine.base.nearest"
 local options = require "engine.train.options"
 local overflow = require "engine.train.overflow"
 local policies = require "engine.policy.policy"
@@ -130,29 +130,10 @@ local function default_loss(model, batch)
   return model:loss(batch.x, batch.y)
 end
 
--- An error of the loss function. If its message has no line of that function (a tail call leaves
--- none), it says where the function is; if something was nil, what the batch has.
-local function in_loss(self, message, batch)
-  local at = type(self.loss) == "function" and self.loss ~= default_loss
-    and debug.getinfo(self.loss, "S")
-  if type(message) ~= "string" or not at or C.eng_interrupted() > 0 then return message end
-  local file, line = message:match("^([^\n]-):(%d+): ")
-  local notes = {}
-  if file ~= at.short_src or tonumber(line) < at.linedefined
-    or tonumber(line) > at.lastlinedefined then
-    notes[1] = ("in the loss function at %s:%d"):format(at.short_src, at.linedefined)
-  end
-  if message:find("got nothing") or message:find("(a nil value)", 1, true) then
-    notes[#notes + 1] = "the batch has " .. table.concat(nearest.keys(batch), " ")
-  end
-  return #notes == 0 and message
-    or message:gsub("^[^\n]*", "%0; " .. table.concat(notes, "; "):gsub("%%", "%%%%"), 1)
-end
-
 --- The loss of a batch, in the run's precision.
 function Trainer:forward(batch)
   local good, loss = pcall(precision.autocast, self.precision, self.loss, self.model, batch)
-  if not good then error((in_loss(self, loss, batch)), 0) end
+  if not good then error(loss_error(loss, self.loss ~= default_loss and self.loss, batch), 0) end
   if not tensor.is_tensor(loss) then
     M_ffi.raise("trainer: expected the loss to be a tensor of one element, got %s",
       M_ffi.value_text(loss))

@@ -1,0 +1,24 @@
+-- The message of an error in a loss function, with what a user needs to find the mistake: the place
+-- of the function if the message has no line of it (a tail call leaves none), and the fields of the
+-- batch if something was nil. Called by trainer.lua.
+local M_ffi = require "engine.base.ffi"
+local nearest = require "engine.base.nearest"
+
+local C = M_ffi.C
+
+return function(message, loss, batch)
+  local at = type(loss) == "function" and debug.getinfo(loss, "S")
+  if type(message) ~= "string" or not at or C.eng_interrupted() > 0 then return message end
+  local file, line = message:match("^([^\n]-):(%d+): ")
+  local notes = {}
+  if file ~= at.short_src or tonumber(line) < at.linedefined
+    or tonumber(line) > at.lastlinedefined then
+    notes[1] = ("in the loss function at %s:%d"):format(at.short_src, at.linedefined)
+  end
+  if message:find("got nothing", 1, true) or message:find("(a nil value)", 1, true) then
+    notes[#notes + 1] = "the batch has " .. table.concat(nearest.keys(batch), " ")
+  end
+  if #notes == 0 then return message end
+  local first, rest = message:match("^([^\n]*)(.*)$")
+  return first .. "; " .. table.concat(notes, "; ") .. rest
+end
