@@ -141,8 +141,9 @@ describe("the command line", function()
     helper.write(folder .. "/a_spec.lua",
       "it('works', function() assert.is_truthy(require 'engine.host') end)\n" ..
       "it('fails', function() error('x') end)")
-    local result = shell(("cd %s && busted --lua=%s -o TAP a_spec.lua"):format(quote(folder),
-      engine))
+    -- a link, because busted cannot run an interpreter whose path has a space
+    local result = shell(("cd %s && ln -s %s engine && busted --lua=./engine -o TAP a_spec.lua")
+      :format(quote(folder), engine))
     assert.equal(1, result.code)
     assert.matches("ok 1 - works", result.out, 1, true)
     assert.matches("not ok 2 - fails", result.out, 1, true)
@@ -257,7 +258,8 @@ describe("the REPL", function()
       { sleep 0.5; printf '20+1\n'; sleep 0.3; printf 'stri\t.upper("up")\n'
         sleep 0.3; printf 'dropped\003'; sleep 0.3; printf 'while true do end\n'
         sleep 0.3; printf '\003'; sleep 0.3; printf '\004'; sleep 0.3; } |
-      HOME=%s TERM=xterm timeout 20 script -qec %s /dev/null]]):format(quote(folder), engine))
+      HOME=%s TERM=xterm timeout 20 script -qec %s /dev/null]]):format(quote(folder),
+      quote(engine)))
     local history = helper.read(folder .. "/.engine_history")
     helper.remove(folder)
     assert.matches("21\r\n", result.out, 1, true)
@@ -304,7 +306,7 @@ describe("signals", function()
 
   it("explains that a compiled loop cannot be interrupted; the second SIGINT ends it", function()
     local pipe = io.popen(("exec 2>&1; %s -e %s & p=$!; sleep 0.4; kill -INT $p; sleep 1.6; " ..
-      "kill -INT $p; wait $p; echo code $?"):format(helper.engine, helper.quote(
+      "kill -INT $p; wait $p; echo code $?"):format(engine, helper.quote(
       "io.write('ready\\n') io.flush() local function spin() while true do end end spin()")))
     local text = pipe:read("*a")
     pipe:close()

@@ -90,8 +90,8 @@ local function output(pairs_, script)
   local file = assert(io.open(folder .. "/pairs.lua", "w"))
   file:write(script)
   file:close()
-  local result = helper.shell(("ENGINE_PAIRS=%s %s %s/pairs.lua 2>&1"):format(pairs_, helper.engine,
-    folder))
+  local result = helper.shell(("ENGINE_PAIRS=%s %s %s/pairs.lua 2>&1"):format(pairs_,
+    helper.quote(helper.engine), folder))
   assert.equal(0, result.code, result.out)
   return result
 end

@@ -13,7 +13,7 @@ local JOB = "examples/gpt.lua device=cuda layers=1 width=32 heads=2 batch=2 cont
 --- Runs the engine with settings of the emulated card and other variables.
 local function engine(settings, arguments, variables)
   return helper.shell(("env -u ENGINE_TEST_DEVICE ENGINE_EMULATED_CARD=%s %s %s %s 2>&1")
-    :format(settings, variables or "", helper.engine, arguments))
+    :format(settings, variables or "", helper.quote(helper.engine), arguments))
 end
 
 --- Losses and norms of a job as text: equal text means equal bits.
@@ -191,7 +191,7 @@ describe("kernels", function()
     end
     for _, how in ipairs { "zero=0", "zero=1", "zero=2" } do
       local command = "env -u ENGINE_TEST_DEVICE FAKE_CARD=one %s -n 2 %s %s %s %s 2>&1"
-      local ran = helper.shell(command:format(MPIRUN, helper.engine, JOB, job, how))
+      local ran = helper.shell(command:format(MPIRUN, helper.quote(helper.engine), JOB, job, how))
       assert(ran.code == 0, ran.out)
       local losses = {}
       for loss in ran.out:gmatch('"loss":([^,]+)') do losses[#losses + 1] = tonumber(loss) end

@@ -7,7 +7,8 @@ local CARD = "build/fake_card.so"
 local sanitized = os.getenv("ENGINE_SANITIZED")
 
 local function on_card(arguments)
-  return helper.shell(("ENGINE_CUDA_PLUGIN=%s %s %s 2>&1"):format(CARD, helper.engine, arguments))
+  return helper.shell(("ENGINE_CUDA_PLUGIN=%s %s %s 2>&1"):format(CARD, helper.quote(helper.engine),
+    arguments))
 end
 
 if not sanitized and helper.shell("test -f " .. CARD).code == 0
@@ -102,7 +103,8 @@ if not sanitized and helper.shell("test -f " .. CARD).code == 0
       local folder = helper.folder()
       local function with(plugin)
         return helper.shell(("ENGINE_CUDA_PLUGIN=%s timeout 20 %s -e " ..
-          "'print(require(\"engine\").device(\"cuda\"))' 2>&1"):format(plugin, helper.engine))
+          "'print(require(\"engine\").device(\"cuda\"))' 2>&1"):format(plugin,
+            helper.quote(helper.engine)))
       end
       local whole = helper.read(CARD)
       for _, part in ipairs { 0.02, 0.3, 0.7, 0.999 } do

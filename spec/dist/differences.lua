@@ -40,7 +40,7 @@ local function wanted(name) return cfg.only == "" or cfg.only == name end
 -- A copy of the engine in its own folder, so that `change` affects no other process.
 local function another_engine(name, change)
   local here = folder .. "/" .. name
-  local library = require("engine.base.ffi").library_dir
+  local library = helper.quote(require("engine.base.ffi").library_dir)
   local copy = helper.shell(("mkdir -p %s/build && cp %s %s/engine && cp %s/libengine.so " ..
     "%s/libengine_mpi.so %s/cdef.h %s/build/ && cp -r lua policies %s/"):format(here,
     helper.quote(helper.engine), here, library, library, library, here, here))

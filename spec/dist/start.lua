@@ -89,8 +89,8 @@ function M.nccl(n, script, settings, options)
 end
 
 --- The variables that make a process use the fakes, and whether the fakes were built.
-M.FAKES = "ENGINE_CUDA_PLUGIN=$PWD/" .. (os.getenv("ENGINE_TEST_PLUGIN") or "build/fake_card.so") ..
-  " ENGINE_NCCL_LIBRARY=$PWD/build/fake_nccl.so"
+M.FAKES = 'ENGINE_CUDA_PLUGIN="$PWD"/' .. (os.getenv("ENGINE_TEST_PLUGIN") or "build/fake_card.so")
+  .. ' ENGINE_NCCL_LIBRARY="$PWD"/build/fake_nccl.so'
 M.fakes_there = helper.shell("test -f build/fake_card.so && test -f build/fake_nccl.so").code == 0
   and not helper.sanitized and not os.getenv("ENGINE_TEST_DEVICE")
 

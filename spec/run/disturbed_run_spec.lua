@@ -215,7 +215,7 @@ describe("another run in the same directory", function()
   local function start(words)
     local path = helper.write(folder .. "/job.lua", script)
     local pipe = io.popen(("exec 2>&1; %s %s %s & echo $!; wait $!; echo code $?"):format(
-      helper.engine, path, words))
+      helper.quote(helper.engine), path, words))
     local pid = pipe:read("*l")
     assert.equal("running", pipe:read("*l"))
     return pid, pipe

@@ -273,7 +273,8 @@ describe("the trainer", function()
     math.randomseed(11)
     for _ = 1, 40 do
       local delay = hurry * seconds * (0.35 + 0.5 * math.random())
-      local result = helper.shell(("timeout -s KILL %.3f %s %s %s %s"):format(delay, helper.engine,
+      local result = helper.shell(("timeout -s KILL %.3f %s %s %s %s"):format(delay,
+        helper.quote(helper.engine),
         script, folder .. "/killed.txt", folder .. "/killed"))
       local _, ended = losses(folder .. "/killed.txt")
       if ended and killed > 0 then break end
