@@ -1,16 +1,9 @@
 // Shape and dtype rules of quantize, dequantize and fp8_matmul (ops.def).
 #include "base/error.h"
 #include "base/fp8_layout.h"
-#include "autograd/op.h"
+#include "autograd/infer.h"
 
 #include <string.h>
-
-static void put(op_shape *s, int k, int dtype, int ndim, const int64_t *shape)
-{
-  s->out[k].dtype = dtype;
-  s->out[k].ndim = ndim;
-  if (ndim > 0) memcpy(s->out[k].shape, shape, (size_t)ndim * sizeof *shape);
-}
 
 static eng_status want_blocks(const op_call *c, int64_t rows, int64_t columns)
 {
@@ -18,7 +11,7 @@ static eng_status want_blocks(const op_call *c, int64_t rows, int64_t columns)
   return error_set(
     ENG_ERR_VALUE,
     "%s: expected blocks of 1 or more rows and columns, or 0 for all, got %lld x %lld",
-    op_table[c->op].about.name, (long long)rows, (long long)columns);
+    op_name(c), (long long)rows, (long long)columns);
 }
 
 /// Checks that input k holds the scales of a [rows x columns] matrix in these blocks.
@@ -33,7 +26,7 @@ static eng_status want_scales(const op_call *c, int k, int64_t block_rows, int64
   return error_set(s->dtype == ENG_f32 ? ENG_ERR_SHAPE : ENG_ERR_DTYPE,
                    "%s: expected the scales of %lld x %lld in blocks of %lld x %lld (0: all) to be "
                    "f32 %s, got %s; core/base/fp8_layout.h defines the layout",
-                   op_table[c->op].about.name, (long long)rows, (long long)columns,
+                   op_name(c), (long long)rows, (long long)columns,
                    (long long)block_rows, (long long)block_columns, tensor_shape_text(2, shape),
                    tensor_text(s));
 }
@@ -41,7 +34,7 @@ static eng_status want_scales(const op_call *c, int k, int64_t block_rows, int64
 /// Infers codes and scales of x, or of a function of x and other tensors of its shape.
 static eng_status infer_codes(const op_call *c, const tensor *x, const tensor *factor, op_shape *s)
 {
-  const char *name = op_table[c->op].about.name;
+  const char *name = op_name(c);
   int64_t format = c->quantize.format;
   if (!dtype_is_float(x->dtype))
     return error_set(ENG_ERR_DTYPE, "%s: expected a floating-point tensor, got %s", name,
@@ -86,15 +79,15 @@ static eng_status infer_codes(const op_call *c, const tensor *x, const tensor *f
       return error_set(ENG_ERR_SHAPE, "%s: expected one f32 factor, got %s", name,
                        tensor_text(factor));
   }
-  put(s, 0, packed ? ENG_i32 : (int)format, x->ndim, x->shape);
+  put_out(s, 0, packed ? ENG_i32 : (int)format, x->ndim, x->shape);
   if (packed) s->out[0].shape[x->ndim - 1] = columns / 8 * 3;
   int64_t shape[2];
   fp8_scales_for(c->quantize.block_rows, c->quantize.block_columns, rows, columns, shape);
-  put(s, 1, ENG_f32, 2, shape);
-  put(s, 2, ENG_f32, 0, NULL);
-  put(s, 3, packed ? ENG_i32 : (int)format, 2, (int64_t[]){columns, rows});
+  put_out(s, 1, ENG_f32, 2, shape);
+  put_out(s, 2, ENG_f32, 0, NULL);
+  put_out(s, 3, packed ? ENG_i32 : (int)format, 2, (int64_t[]){columns, rows});
   fp8_scales_for(c->quantize.block_rows, c->quantize.block_columns, columns, rows, shape);
-  put(s, 4, ENG_f32, 2, shape);
+  put_out(s, 4, ENG_f32, 2, shape);
   return ENG_OK;
 }
 
@@ -138,7 +131,7 @@ static eng_status infer_dequantize(op_call *c, op_shape *s)
                      "%s", tensor_text(q));
   if (packed) columns = columns / 3 * 8;
   ENG_TRY(want_scales(c, 1, c->dequantize.block_rows, c->dequantize.block_columns, rows, columns));
-  put(s, 0, (int)c->dequantize.dtype, q->ndim, q->shape);
+  put_out(s, 0, (int)c->dequantize.dtype, q->ndim, q->shape);
   s->out[0].shape[q->ndim - 1] = columns;
   return ENG_OK;
 }
@@ -192,7 +185,8 @@ static eng_status infer_fp8_matmul(op_call *c, op_shape *s)
   if (c->fp8_matmul.add && bias)
     return error_set(ENG_ERR_VALUE,
                      "fp8_matmul: a call that adds onto its output cannot have a bias");
-  put(s, 0, c->fp8_matmul.yields ? (int)c->fp8_matmul.yields - 1 : ENG_f32, 2, (int64_t[]){m, n});
+  int dtype = c->fp8_matmul.yields ? (int)c->fp8_matmul.yields - 1 : ENG_f32;
+  put_out(s, 0, dtype, 2, (int64_t[]){m, n});
   return ENG_OK;
 }
 

@@ -1,0 +1,38 @@
+// What shape rules share: checks of a call's inputs, and setting its outputs. Messages count
+// dimensions from 1, as scripts do. Used by infer*.c and by the rules of fp8/.
+#ifndef ENG_INFER_H
+#define ENG_INFER_H
+
+#include "op.h"
+
+/// The rules infer_<shape> of ops.def.
+#define ENG_OP(name, inputs, outputs, layout, cast, shape, ...) op_infer_rule infer_##shape;
+#include "ops.def"
+
+const char *op_name(const op_call *c);
+
+/// Sets output k: dtype and shape; put_like takes the shape of x, put_outer that of x without the
+/// last `drop` dimensions.
+void put_out(op_shape *s, int k, int dtype, int ndim, const int64_t *shape);
+void put_like(op_shape *s, int k, int dtype, const tensor *x);
+void put_outer(op_shape *s, int k, int dtype, const tensor *x, int drop);
+
+/// Check input k: of a floating-point dtype; of an integer dtype (`what` names it); of at least
+/// `least` dimensions; of this shape, which is that of `what`; of the shape of input j. Errors:
+/// DTYPE, SHAPE.
+eng_status want_float(const op_call *c, int k);
+eng_status want_index(const op_call *c, int k, const char *what);
+eng_status want_ndim(const op_call *c, int k, int least);
+eng_status want_shape(const op_call *c, int k, int ndim, const int64_t *shape, const char *what);
+eng_status want_same(const op_call *c, int j, int k);
+/// Checks input k, if present: a floating-point vector [n]; `what` names it.
+eng_status want_vector(const op_call *c, int k, const char *what, int64_t n);
+/// Checks an attribute that holds the dtype of a gradient, hence a floating-point dtype.
+eng_status want_float_attribute(const op_call *c, int64_t dtype);
+/// Makes a negative dimension of x count from the front. Errors: VALUE where x lacks it.
+eng_status fix_dim(const op_call *c, int64_t *dim, const tensor *x);
+
+/// f32 for f16 and bf16, else the dtype itself.
+int wide_of(int dtype);
+
+#endif
