@@ -1,7 +1,8 @@
--- Chooses among four rules by their cost while in charge: the share of gradients that lost bits, or
--- the whole step if it was skipped. All rules see every step. One rule decides for `period` steps;
--- then the rule with the lowest cost minus an exploration bonus takes over. Old costs are
--- discounted, because training changes. Source: discounted UCB1 (Auer et al., 2002).
+-- Chooses among four scaling rules. A rule's cost, while it is in charge, is the share of gradients
+-- that lost bits; a skipped step costs as much as losing all of them. All rules see every step. One
+-- rule decides for `period` steps; then the rule with the lowest cost minus an exploration bonus
+-- takes over. Old costs are discounted, because training changes. Source: discounted UCB1 (Auer et
+-- al., 2002).
 local rules = {
   { name = "dynamic", next = function(s, r)
     s.good = r.overflow and 0 or (s.good or 0) + 1
@@ -25,7 +26,7 @@ return {
 
   options = {
     init_scale = 2^14,
-    period     = 25,      -- steps in charge
+    period     = 25,      -- steps that a rule stays in charge
     discount   = 0.95,    -- weight of earlier periods, per period
     curiosity  = 0.02,    -- weight of the exploration bonus
     min_scale  = 2^-10,

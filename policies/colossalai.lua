@@ -1,7 +1,6 @@
 -- Dynamic loss scaling of ColossalAI's DynamicGradScaler, number for number: Megatron's, with an
--- optional largest and an optional smallest scale. The scale is a float32. Difference: ColossalAI
--- loses its counters in a checkpoint; here a resumed run continues as if it had not been
--- interrupted.
+-- optional largest and an optional smallest scale. The scale is a float32. Difference: ColossalAI's
+-- checkpoints lose its counters; here a resumed run continues as if it had not been interrupted.
 return {
   name = "colossalai",
   doc  = "ColossalAI's DynamicGradScaler: hysteresis that growth refills, optional limits.",
@@ -13,7 +12,7 @@ return {
     growth_interval = 1000,   -- good steps in a row
     min_scale       = 0,      -- 0: none. ColossalAI's own fp16 plug-in sets 1
     max_scale       = 0,      -- 0: none. ColossalAI's own fp16 plug-in sets 2^32
-    hysteresis      = 2,      -- overflows after a growth, from which each one backs off
+    hysteresis      = 2,      -- backs off from this overflow on, counted since the last growth
     strict          = true,   -- false: accept settings that are probably mistakes
   },
 

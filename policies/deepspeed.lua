@@ -1,9 +1,9 @@
--- Dynamic loss scaling of DeepSpeed's DynamicLossScaler on the ZeRO path, number for number: the
+-- Dynamic loss scaling of DeepSpeed's DynamicLossScaler on the ZeRO path, number for number. The
 -- first growth comes scale_window + 1 good steps after the start or an overflow, later ones every
 -- scale_window steps. An overflow that hysteresis absorbs also restarts the window. Differences:
 -- where DeepSpeed raises an exception at the smallest scale, the policy asks for a clean stop and
--- says what to do; where its scale would reach infinity, it keeps the last finite one, or with
--- strict=false stops the run at that step.
+-- says what to do. Where DeepSpeed's scale would reach infinity, the policy keeps the last finite
+-- one, or with strict=false stops the run at that step.
 return {
   name = "deepspeed",
   doc  = "DeepSpeed's DynamicLossScaler (ZeRO): hysteresis, a window, a smallest scale.",
@@ -13,7 +13,7 @@ return {
     scale_factor             = 2,
     scale_window             = 1000,    -- good steps
     hysteresis               = 2,       -- overflows until a backoff; also called delayed_shift
-    consecutive_hysteresis   = false,   -- true: every good step refills it; false: only growth
+    consecutive_hysteresis   = false,   -- true: good steps refill hysteresis; false: only growth
     min_scale                = 1,
     raise_error_at_min_scale = true,    -- an overflow at min_scale stops the run; false: continues
     strict                   = true,    -- false: accept settings that are probably mistakes

@@ -1,9 +1,9 @@
 -- Dynamic loss scaling of fairseq's DynamicLossScaler, number for number: an overflow backs off if
 -- the share of overflows since the last change of scale has reached `tolerance`; growth comes at
 -- every scale_window-th step after an overflow. The scale is a double. Differences: where fairseq
--- raises "Minimum loss scale reached", with the scale unchanged, the run stops. Where its scale
--- would reach infinity, it keeps the last finite value, or with strict=false the run stops at that
--- step.
+-- raises "Minimum loss scale reached", with the scale unchanged, the run stops. Where fairseq's
+-- scale would reach infinity, the scale keeps its last finite value, or with strict=false the run
+-- stops at that step.
 return {
   name = "fairseq",
   doc  = "fairseq's DynamicLossScaler: tolerates a share of overflows, stops at a smallest scale.",
@@ -13,8 +13,8 @@ return {
     scale_factor   = 2,
     scale_window   = 2000,    -- good steps; fairseq's optimizer sets 2^14 / ranks / update_freq
     tolerance      = 0,       -- share of overflows since the last change of scale, 0 to 1
-    threshold      = 0,       -- the scale never falls below it; 0: none
-    min_loss_scale = 1e-4,    -- a scale that would fall to it stops the run
+    threshold      = 0,       -- the scale never falls below this; 0: none
+    min_loss_scale = 1e-4,    -- a scale that would fall to this stops the run
     strict         = true,    -- false: accept settings that are probably mistakes
   },
 

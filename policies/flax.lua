@@ -1,13 +1,13 @@
--- Dynamic loss scaling of flax's DynamicScale, number for number: it tests its count of good steps
--- before it counts the step, so growth takes growth_interval + 1 steps. The scale is a float32; it
--- grows up to the largest finite one, which is not a power of two, and never falls below
--- minimum_scale.
+-- Dynamic loss scaling of flax's DynamicScale, number for number. The count of good steps is tested
+-- before the current step is counted, so growth takes growth_interval + 1 steps. The scale is a
+-- float32. It grows up to the largest finite float32, which is not a power of two, and never falls
+-- below minimum_scale.
 return {
   name = "flax",
   doc  = "flax's DynamicScale: grows after growth_interval + 1 good steps in a row.",
 
   options = {
-    scale           = 65536,      -- the first one
+    scale           = 65536,      -- the first scale
     growth_factor   = 2,
     backoff_factor  = 0.5,
     growth_interval = 2000,       -- good steps in a row, minus one

@@ -1,13 +1,13 @@
 -- Delayed scaling for FP8, as in Transformer Engine's DelayedScaling recipe
 -- (common/recipe/delayed_scaling.cu): a tensor is scaled by amaxes of earlier steps, which saves a
--- pass over it. The amax that counts is the largest of the last `history` ones (algorithm=max) or
--- the last one (most_recent). The recipe's margin, format and rule make the scale from it.
+-- pass over the tensor. The scale is computed, by the recipe's margin, format and rule, from the
+-- largest of the last `history` amaxes (algorithm=max) or from the last amax (most_recent).
 --
--- An amax that is 0, inf or nan keeps the scale and, unlike in Transformer Engine, does not enter
--- the history: there, an inf from a skipped step would hold the scale for the length of the
--- history. Amaxes of gradients are without the loss scale, and the next loss scale is applied to
--- them, so a moving loss scale does not look like a moving gradient. Before its first amax is known
--- a tensor is scaled by its own amax; in Transformer Engine, by 1.
+-- An amax that is 0, inf or nan leaves the scale unchanged and does not enter the history. In
+-- Transformer Engine it does, so that an inf from a skipped step holds the scale for the length of
+-- the history. Amaxes of gradients are stored without the loss scale and multiplied by the next
+-- one, so a moving loss scale does not look like a moving gradient. Before its first amax is known,
+-- a tensor is scaled by its own current amax; in Transformer Engine, by 1.
 return {
   name    = "fp8_delayed",
   doc     = "Scales FP8 tensors by the amaxes of the last steps (delayed scaling).",
@@ -52,7 +52,7 @@ return {
         scales[name] = peaks[2]
       end
     end
-    -- 2^-126 marks the roles without a history: no tensor has it as its amax.
+    -- A default of 2^-126 marks roles without a history, because no tensor has this amax.
     return { scale = 2^-126, scales = scales }
   end,
 }

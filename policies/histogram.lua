@@ -1,7 +1,8 @@
--- Two-bin histogram: gradients whose stored magnitude is above an eighth of fp16's range against
--- those below. Every `period` steps the scale halves if more than a share `threshold` is above,
--- else it doubles. Source: Graphcore PopART's automatic loss scaling. Differences: limits and a
--- skip, which PopART does not have, and no doubling for `wait` steps after an overflow.
+-- A histogram with two bins: gradients whose stored magnitude is above an eighth of fp16's range,
+-- and all others. Every `period` steps the scale halves if the share of gradients in the upper bin
+-- is above `threshold`; otherwise it doubles. Source: Graphcore PopART's automatic loss scaling.
+-- Differences: PopART has no limits on the scale and skips no steps, and here the scale does not
+-- double for `wait` steps after an overflow.
 return {
   name = "histogram",
   doc  = "Halves or doubles the scale by the share of gradients in the top eighth of the range.",

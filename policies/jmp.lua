@@ -1,13 +1,13 @@
 -- Dynamic loss scaling of DeepMind's jmp.DynamicLossScale, number for number: the scale is a
 -- float32, and growth that would reach infinity does not happen. Differences: jmp loses
--- min_loss_scale when it passes through a jit; here it holds. With min_loss_scale = 0 jmp's scale
--- finally becomes 0; here the run stops.
+-- min_loss_scale when the scaler passes through a jit; here the limit holds. With min_loss_scale =
+-- 0, jmp's scale can fall to 0; here the run stops first.
 return {
   name = "jmp",
   doc  = "jmp.DynamicLossScale: grows after period good steps in a row, a smallest scale.",
 
   options = {
-    loss_scale     = 2^15,   -- the first one; jmp has no default, its examples take this
+    loss_scale     = 2^15,   -- the first scale; jmp has no default, its examples use this
     period         = 2000,   -- good steps in a row
     factor         = 2,      -- growth multiplies, overflow divides
     min_loss_scale = 1,

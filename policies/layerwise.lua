@@ -4,10 +4,10 @@
 -- nothing. Each scale follows the layer's recent peak, which decays slowly, so that rare spikes
 -- keep their headroom.
 --
--- Groups come in the model's order, and an infinity propagates toward the input: of the groups that
--- show one, only the last (nearest to the loss) backs off. If that does not help, the layer after
--- it backs off too, because it may have passed the infinity on without showing one. Sources: Zhao
--- et al., Adaptive Loss Scaling (2019); fairscale's LayerwiseGradientScaler.
+-- Groups come in the model's order, and an infinity propagates toward the input. So of the groups
+-- with an infinity, only the last (nearest to the loss) backs off. If that does not help, the layer
+-- after it backs off too, because that layer may have passed on an infinity without showing one.
+-- Sources: Zhao et al., Adaptive Loss Scaling (2019); fairscale's LayerwiseGradientScaler.
 return {
   name = "layerwise",
   doc  = "One scale per layer, each from that layer's largest gradient.",
@@ -16,7 +16,7 @@ return {
   options = {
     init_scale = 2^12,
     target     = 2^12,    -- the largest stored gradient of a layer, between target/4 and target
-    forget     = 0.005,   -- per step, the share of the octaves from the peak to amax that decays
+    forget     = 0.005,   -- share of the octaves from peak to amax that the peak decays per step
     up         = 2^4,     -- largest growth factor per step
     min_scale  = 2^-20,
     max_scale  = 2^60,

@@ -1,7 +1,8 @@
--- A learned scale: its logarithm is a parameter that descends, step by step, on the cost  lost
--- share of gradients + price * overflow. Lost bits push it up, an overflow pushes it down by
--- `price`, and momentum smooths both; nothing else is assumed about the gradients. Source: the
--- "learned scale" of the surveys, here as online gradient descent with one parameter.
+-- A learned scale: the logarithm of the scale is a parameter that descends, step by step, on the
+-- cost (lost share of gradients) + price * overflow. Lost bits push the scale up, an overflow
+-- pushes it down by `price`, and momentum smooths both. Nothing else is assumed about the
+-- gradients. Source: the "learned scale" of the surveys, here as online gradient descent with one
+-- parameter.
 return {
   name = "learned",
   doc  = "Moves log2(scale) by a small online rule from underflow and overflow counts.",

@@ -1,8 +1,8 @@
 -- Log-max scaling: log2(amax) is modelled as normal, and the scale leaves room for mean + sigmas *
--- deviation. Source: OpenSeq2Seq's LogMax (Kuchaiev et al., 2018), with two corrections. There an
--- overflow counted as log2 = 65536 and pinned the scale at its floor for thousands of steps; here
--- it counts as an amax just above 65504 / scale, which is all it proves. A step with amax = 0 is
--- ignored.
+-- deviation. Source: OpenSeq2Seq's LogMax (Kuchaiev et al., 2018), with two corrections. In LogMax
+-- an overflow counted as log2 = 65536 and pinned the scale at its floor for thousands of steps.
+-- Here an overflow counts as an amax just above 65504 / scale, which is all that it proves. A step
+-- with amax = 0 is ignored.
 return {
   name = "log_max",
   doc  = "Models log2(amax) as normal and leaves room for its mean plus some deviations.",

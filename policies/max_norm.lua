@@ -12,8 +12,8 @@ return {
     target     = 32768,
     bold       = 49152,   -- the highest target
     ref_every  = 100,     -- steps between two reference passes
-    high       = 1.05,    -- f32 norm / norm above: underflow
-    low        = 0.95,    -- below: saturation
+    high       = 1.05,    -- ratio f32 norm / norm above which gradients underflow
+    low        = 0.95,    -- ratio below which they saturate
     decay      = 0.9,
     min_scale  = 2^-10,
     max_scale  = 2^32,

@@ -1,8 +1,14 @@
 -- Max-value scaling: the scale follows target / amax, so that the largest stored gradient is just
 -- below the format's largest number. Source: Micikevicius et al., Mixed Precision Training (2018),
--- section 3.2, made online by a moving mean. Its known weakness is a single huge or tiny gradient:
--- here one step moves the scale by `growth` or `backoff` at most. An overflow below the target (of
--- activation gradients, which amax does not cover) lowers the target for a while.
+-- section 3.2, made online: a moving mean of target / amax, then limits on the change per step.
+--
+-- The mean looks back over some 1 / (1 - decay) steps and begins at the first target / amax. A step
+-- moves the scale by `growth` or `backoff` at most. A single large gradient hardly moves the mean.
+-- A single tiny gradient raises the mean, and the scale grows until an overflow, which cuts the
+-- mean to the scale. With limit=before, the limits apply to each target / amax, and the mean is the
+-- scale itself. Then no step grows the scale by more than 1 %: a tiny gradient does no harm, but a
+-- scale far from its target takes hundreds of steps. An overflow below the target (of activation
+-- gradients, which amax does not cover) lowers the target for a while.
 return {
   name = "max_value",
   doc  = "Keeps the largest stored gradient near target by a moving mean of target / amax.",
@@ -12,8 +18,9 @@ return {
     init_scale = 2^15,
     target     = 32768,   -- 49152 is bold; fp16 ends at 65504
     decay      = 0.99,    -- of the moving mean
-    growth     = 2,       -- largest growth that one step may ask for
-    backoff    = 0.5,     -- on overflow, and the largest cut that one step may ask for
+    limit      = "after", -- growth and backoff limit the mean; before: each target / amax
+    growth     = 2,       -- largest growth in one step
+    backoff    = 0.5,     -- on overflow, and the largest cut in one step
     forgive    = 500,     -- good steps after which a lowered target rises again
     min_scale  = 2^-10,
     max_scale  = 2^32,
@@ -24,6 +31,9 @@ return {
       and options.backoff > 0 and options.backoff < 1) then
       error("expected target > 0, decay in [0, 1), growth > 1 and backoff in (0, 1)", 0)
     end
+    if options.limit ~= "after" and options.limit ~= "before" then
+      error("limit must be after or before, got " .. options.limit, 0)
+    end
     return { scale = options.init_scale, room = 1, good = 0 }
   end,
 
@@ -32,6 +42,7 @@ return {
     if record.overflow then
       state.room, state.good = math.max(state.room * options.backoff, 2^-10), 0
       scale, reason = scale * options.backoff, "overflow: back off, aim lower"
+      state.mean = state.mean and math.min(state.mean, scale)
     else
       state.good = state.good + 1
       if state.good % options.forgive == 0 then
@@ -39,11 +50,18 @@ return {
       end
       if record.amax > 0 then
         local wanted = options.target * state.room / record.amax
-        wanted = math.max(scale * options.backoff, math.min(scale * options.growth, wanted))
-        scale = options.decay * scale + (1 - options.decay) * wanted
+        local least, most = scale * options.backoff, scale * options.growth
+        if options.limit == "before" then
+          wanted = math.max(least, math.min(most, wanted))
+          scale = options.decay * scale + (1 - options.decay) * wanted
+        else
+          wanted = math.max(options.min_scale, math.min(options.max_scale, wanted))
+          state.mean = options.decay * (state.mean or wanted) + (1 - options.decay) * wanted
+          scale = math.max(least, math.min(most, state.mean))
+        end
       end
     end
     state.scale = math.max(options.min_scale, math.min(options.max_scale, scale))
-    return { scale = state.scale, reason = reason }
+    return { scale = state.scale, reason = reason, log = { mean = state.mean } }
   end,
 }

@@ -33,7 +33,7 @@ return {
       state.bad_step = state.bad_step + 1
       local verdict = back_off(state, math.max(scale * (1 / options.scale_factor), 1))
       if state.bad_step <= 1000 then return verdict end
-      state.cur_iter = iter                    -- as in MindSpore, which raises here
+      state.cur_iter = iter                    -- MindSpore raises its exception here
       return { scale = state.scale, action = "stop",
         reason = "more than 1000 overflows in a row: the gradients are inf or nan for a reason"
           .. " other than the scale (look at the first bad tensor, the learning rate, the data)" }

@@ -1,8 +1,8 @@
--- Norm-ratio scaling: every `ref_every` steps the same batch also runs backward in f32. A true norm
--- far above the low-precision one means that gradients were lost to underflow, and the scale grows.
--- A norm far below it means that they saturated, and the scale shrinks. Source: common practice,
--- without a reference implementation. `ref_layers`, a pattern of parameter names, limits the
--- reference to some layers.
+-- Norm-ratio scaling: every `ref_every` steps the same batch also runs backward in f32. If the f32
+-- norm is far above the low-precision norm, gradients were lost to underflow, and the scale grows.
+-- If it is far below, gradients saturated, and the scale shrinks. Source: common practice, without
+-- a reference implementation. `ref_layers`, a pattern of parameter names, limits the reference to
+-- some layers.
 return {
   name = "norm_ratio",
   doc  = "Compares the gradient norm of an f32 backward on sampled steps with the stored one.",
@@ -12,8 +12,8 @@ return {
     init_scale = 2^12,
     ref_every  = 50,      -- steps between two reference passes
     ref_layers = "",      -- "": all layers
-    high       = 8,       -- above: underflow; 1.05 reacts to the smallest loss
-    low        = 0.125,   -- below: overflow
+    high       = 8,       -- ratio of underflow; 1.05 reacts to the smallest loss of gradients
+    low        = 0.125,   -- ratio of overflow
     decay      = 0.5,     -- of the moving mean of log2(ratio)
     growth     = 2,
     backoff    = 0.5,

@@ -1,8 +1,8 @@
--- Mixtures of experts: each expert has a scale that follows its recent peak; everything else has
--- the common scale. A rarely chosen expert has small gradients, a popular one large gradients, and
--- an expert that overflows costs only itself range, not the whole model. An expert without tokens
--- keeps its scale. Source: layer-wise scaling (Zhao et al., 2019; fairscale), applied to the groups
--- that nn.moe declares.
+-- For mixtures of experts: each expert has a scale that follows its recent peak, and everything
+-- else has the common scale. A rarely chosen expert has small gradients, a popular one large
+-- gradients, and an expert that overflows lowers only its own scale. An expert without tokens keeps
+-- its scale. Source: layer-wise scaling (Zhao et al., 2019; fairscale), applied to the groups that
+-- nn.moe declares.
 return {
   name = "per_expert",
   doc  = "One scale per expert of a mixture; everything else follows a dynamic scale.",
@@ -13,7 +13,7 @@ return {
     experts         = "experts%.%d+$",   -- pattern of the groups that are experts
     -- an expert's largest stored gradient, between target/4 and target
     target          = 2^13,
-    -- per step, the share of the octaves from the peak to amax that decays
+    -- share of the octaves from peak to amax that the peak decays per step
     forget          = 0.005,
     growth_interval = 500,               -- good steps in a row, for the common scale
     min_scale       = 2^-20,

@@ -204,7 +204,7 @@ static const char *match_items(match *m, const char *s, const char *p)
           p += p[1] == 'b' ? 4 : 2;
           continue;
         }
-        if (p[1] == 'f') {  // %f[set]: the previous character is not a member, this one is
+        if (p[1] == 'f') {  // %f[set]: the previous character is not in the set, and this one is
           p += 2;
           if (*p != '[') return refuse(m, "missing '[' after '%f' in pattern");
           const char *end = item_end(m, p);
@@ -392,7 +392,7 @@ static void add_replacement(const match *m, luaL_Buffer *b, const char *s, const
       break;
     default: add_text(m, b, s, end); return;
   }
-  if (!lua_toboolean(L, -1)) {                       // nil or false: the match stays
+  if (!lua_toboolean(L, -1)) {                       // nil or false keeps the matched text
     lua_pop(L, 1);
     lua_pushlstring(L, s, (size_t)(end - s));
   } else if (!lua_isstring(L, -1))

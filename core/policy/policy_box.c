@@ -23,11 +23,13 @@ static int unknown_global(lua_State *L)
 {
   static const char *const names[] = {
     "assert", "error",  "ipairs", "next",  "pairs",  "pcall", "select", "tonumber", "tostring",
-    "type",   "unpack", "math",   "table", "string", "bit",   "check",  "back_off", "grow"};
+    "type",   "unpack", "math",   "table", "string", "bit",   "check",  "back_off", "grow",
+    "rescale",
+    "print"};
   static const char *const removed[] = {
     "load",    "loadstring", "loadfile",  "dofile", "require",  "collectgarbage", "getfenv",
     "setfenv", "newproxy",   "rawset",    "rawget", "rawequal", "setmetatable",   "getmetatable",
-    "xpcall",  "print",      "coroutine", "io",     "os",       "debug",          "package",
+    "xpcall",  "coroutine",  "io",     "os",       "debug",          "package",
     "ffi",     "jit",        "module",    "gcinfo", "_G"};
   const char *name = lua_type(L, 2) == LUA_TSTRING ? lua_tostring(L, 2) : "?";
   for (size_t i = 0; i < sizeof removed / sizeof *removed; ++i)
@@ -77,27 +79,84 @@ static int box_tostring(lua_State *L)
   return 1;
 }
 
-// table.insert and table.move ignore metatables: they write to their first or fifth argument. An
-// insert moves all later elements.
-static int box_writing(lua_State *L)                       // upvalue: LuaJIT's function
+// Adds a line to `printed`: the place of the call and the arguments, separated by spaces.
+static int box_print(lua_State *L)
+{
+  eng_policy *p = policy_of(L);
+  int n = lua_gettop(L);
+  luaL_where(L, 1);
+  luaL_checkstack(L, 2 * n + 2, "too many arguments");
+  for (int i = 1; i <= n; ++i) {
+    lua_pushcfunction(L, box_tostring);
+    lua_pushvalue(L, i);
+    lua_call(L, 1, 1);
+    if (i < n) lua_pushliteral(L, " ");
+  }
+  lua_concat(L, lua_gettop(L) - n);
+  size_t length;
+  const char *text = lua_tolstring(L, -1, &length);
+  policy_charge(p, 16 + (int64_t)length);
+  if (p->printed_read) p->printed_bytes = 0;
+  p->printed_read = false;
+  size_t room = sizeof p->printed - p->printed_bytes;
+  if (room < 8) return 0;
+  char *to = p->printed + p->printed_bytes;
+  eng_text_shown(to, (int64_t)room - 1, text, (int64_t)length, false);
+  p->printed_bytes += strlen(to) + 1;
+  p->printed[p->printed_bytes - 1] = '\n';
+  p->printed[p->printed_bytes] = '\0';
+  return 0;
+}
+
+const char *eng_policy_printed(eng_policy *p)
+{
+  if (p->printed_read || p->printed_bytes == 0) return "";
+  p->printed_read = true;
+  return p->printed;
+}
+
+// Calls the library function that the running function wraps, with the same arguments. LuaJIT's
+// errors in a function called from C have neither a position nor the function's name, so both are
+// added here.
+static int call_wrapped(lua_State *L)                  // upvalues: see wrap
+{
+  lua_pushvalue(L, lua_upvalueindex(1));
+  lua_insert(L, 1);
+  int status = lua_pcall(L, lua_gettop(L) - 1, LUA_MULTRET, 0);
+  if (status == 0) return lua_gettop(L);
+  policy_charge(policy_of(L), 0);                      // raises again if the policy is being ended
+  if (status == LUA_ERRMEM) return lua_error(L);
+  luaL_where(L, 1);
+  luaL_gsub(L, lua_tostring(L, -2), "'?'", lua_tostring(L, lua_upvalueindex(2)));
+  lua_concat(L, 2);
+  return lua_error(L);
+}
+
+// table.insert and table.move ignore metatables, so their targets, argument 1 and argument 5, are
+// checked here. The work of an insert is the number of later elements, which it moves.
+static int box_writing(lua_State *L)                   // upvalues: see wrap
 {
   if (lua_gettop(L) == 3 && lua_istable(L, 1) && lua_isnumber(L, 2)) {
     lua_Number n = (lua_Number)lua_objlen(L, 1), at = lua_tonumber(L, 2);
     if (!(at >= 1 && at <= n + 1))
-      return luaL_error(L, "table.insert: expected a position of 1 to %f, got %f", n + 1, at);
+      return luaL_error(L, "table.insert: expected a position from 1 to %f, got %f", n + 1, at);
     policy_charge(policy_of(L), (int64_t)(n + 1 - at));
   }
   for (int i = 1; i <= 5; i += 4)
     if (lua_istable(L, i) && lua_getmetatable(L, i))
-      return luaL_error(L, "this table is constant; values that change belong in 'state'");
-  lua_pushvalue(L, lua_upvalueindex(1));
-  lua_insert(L, 1);
-  lua_call(L, lua_gettop(L) - 1, LUA_MULTRET);
-  return lua_gettop(L);
+      return luaL_error(L, "this table is constant; keep values that change in 'state'");
+  return call_wrapped(L);
 }
 
 // pairs and next in a fixed order: numbers, then strings by bytes, then booleans. Lua's own order
 // of string keys changes from process to process.
+
+// Charges for a walk over a table with n entries. A walk also visits empty slots. Lua does not tell
+// how many there are, but the policy's largest block bounds their number.
+static void charge_walk(eng_policy *p, int64_t n)
+{
+  policy_charge(p, n + (int64_t)(p->largest / 1024));
+}
 
 typedef struct key { int rank; size_t length; double number; const char *text; } key;
 
@@ -141,12 +200,17 @@ static int pairs_step(lua_State *L)
     if (lua_isnil(L, -1)) return 1;
     lua_pushvalue(L, -1);
     lua_rawget(L, lua_upvalueindex(1));
-    if (!lua_isnil(L, -1)) break;                     // assigned nil during the traversal
+    if (!lua_isnil(L, -1)) break;                     // nil: removed during the traversal
     lua_pop(L, 2);
   }
   lua_pushinteger(L, i);
   lua_replace(L, lua_upvalueindex(3));
   return 2;
+}
+
+static int box_ipairs(lua_State *L)                    // upvalues: see wrap
+{
+  return policy_record_ipairs(L, 1) ? 3 : call_wrapped(L);
 }
 
 static int box_pairs(lua_State *L)
@@ -157,7 +221,7 @@ static int box_pairs(lua_State *L)
   policy_open_constant(L, 1);
   size_t n = 0;
   for (lua_pushnil(L); lua_next(L, 1); lua_pop(L, 1)) ++n;
-  policy_charge(policy_of(L), (int64_t)n * 8);
+  charge_walk(policy_of(L), (int64_t)n * 8);
   lua_pushvalue(L, 1);
   key *keys = lua_newuserdata(L, (n + 1) * sizeof *keys);
   size_t i = 0;
@@ -191,7 +255,7 @@ static int box_next(lua_State *L)
     if ((first || by_key(&k, &after) > 0) && (!found || by_key(&k, &best) < 0))
       best = k, found = true;
   }
-  policy_charge(policy_of(L), n);
+  charge_walk(policy_of(L), n);
   if (!found) { lua_pushnil(L); return 1; }
   push_key(L, &best);
   lua_pushvalue(L, -1);
@@ -237,27 +301,60 @@ static int box_random(lua_State *L)
 
 enum { BYTES_PER_INSTRUCTION = 64 };
 
-// Calls a library function whose work is proportional to its result; charges for the result even if
-// it is a shared string.
-static int box_charged(lua_State *L)                   // upvalue: LuaJIT's function
+// The price of reading or making a value. The bytes of a string cost work even if Lua shares the
+// string.
+static int64_t price(lua_State *L, int index)
 {
-  lua_pushvalue(L, lua_upvalueindex(1));
-  lua_insert(L, 1);
-  lua_call(L, lua_gettop(L) - 1, 1);
-  policy_charge(policy_of(L), (int64_t)lua_objlen(L, -1) / BYTES_PER_INSTRUCTION);
-  return 1;
+  return 1 + (lua_type(L, index) == LUA_TSTRING
+                ? (int64_t)lua_objlen(L, index) / BYTES_PER_INSTRUCTION : 0);
+}
+
+static void charge_values(lua_State *L)                // all on the stack
+{
+  int64_t work = 0;
+  for (int i = lua_gettop(L); i > 0; --i) work += price(L, i);
+  policy_charge(policy_of(L), work);
+}
+
+// Calls a library function whose work is proportional to its results and the number of its
+// arguments.
+static int box_charged(lua_State *L)                   // upvalues: see wrap
+{
+  policy_charge(policy_of(L), lua_gettop(L));
+  int n = call_wrapped(L);
+  charge_values(L);
+  return n;
+}
+
+// Calls a library function that reads its arguments to the end.
+static int box_reading(lua_State *L)                   // upvalues: see wrap
+{
+  charge_values(L);
+  return box_charged(L);
+}
+
+// table.concat: the elements are charged as well. They are charged before the call, because an
+// element that is not a string ends the call with an error. A table has at most one element for
+// each 8 bytes of memory.
+static int box_concat(lua_State *L)                    // upvalues: see wrap
+{
+  eng_policy *p = policy_of(L);
+  luaL_checktype(L, 1, LUA_TTABLE);
+  double n = luaL_optnumber(L, 4, (double)lua_objlen(L, 1)) - luaL_optnumber(L, 3, 1) + 1;
+  policy_charge(p, (int64_t)fmin(fmax(n, 0), (double)p->used / 8));
+  return box_charged(L);
 }
 
 static int charged_less(lua_State *L)
 {
-  policy_charge(policy_of(L), 1);
+  policy_charge(policy_of(L), price(L, 1));
   lua_pushboolean(L, lua_lessthan(L, 1, 2));
   return 1;
 }
 
 // LuaJIT's sort is quadratic for some orders, so each comparison is charged. A comparison written
 // in Lua is charged by its instructions.
-static int box_sort(lua_State *L)                      // upvalue: LuaJIT's sort
+static int box_sort(lua_State *L)                      // upvalues: see wrap
 {
   luaL_checktype(L, 1, LUA_TTABLE);
   lua_settop(L, 2);
@@ -272,7 +369,7 @@ static int box_sort(lua_State *L)                      // upvalue: LuaJIT's sort
   return 0;
 }
 
-static int box_format(lua_State *L)                    // upvalue: LuaJIT's format
+static int box_format(lua_State *L)                    // upvalues: see wrap
 {
   int n = lua_gettop(L);
   size_t length;
@@ -289,16 +386,13 @@ static int box_format(lua_State *L)                    // upvalue: LuaJIT's form
         lua_type(L, i) != LUA_TBOOLEAN && !lua_isnil(L, i))
       return luaL_error(L, "string.format: argument %d is a %s and cannot be converted to text", i,
                         luaL_typename(L, i));
-  lua_pushvalue(L, lua_upvalueindex(1));
-  lua_insert(L, 1);
-  lua_call(L, n, 1);
-  return 1;
+  return box_reading(L);
 }
 
 // ------------------------------------------------------------------ the environment
 
-// Copies names (NULL at the end) from the library table on top of the stack into a new table, which
-// replaces it.
+// Replaces the library table on top of the stack by a new table that has only these names (NULL at
+// the end).
 static void take(lua_State *L, const char *const *names)
 {
   lua_newtable(L);
@@ -331,11 +425,13 @@ static void set_library(lua_State *L, const char *name)
   lua_setfield(L, -2, name);
 }
 
-// Replaces a function of the library by `function`, with the original as its upvalue.
+// Replaces a function of the library by `function`, whose upvalues are the original function and
+// its name in quotes.
 static void wrap(lua_State *L, const char *name, lua_CFunction function)
 {
   lua_getfield(L, -1, name);
-  lua_pushcclosure(L, function, 1);
+  lua_pushfstring(L, "'%s'", name);
+  lua_pushcclosure(L, function, 2);
   lua_setfield(L, -2, name);
 }
 
@@ -347,7 +443,7 @@ void policy_box_open(eng_policy *p)
     "abs",   "acos", "asin",  "atan", "atan2", "ceil", "cos",   "cosh", "deg", "exp",
     "floor", "fmod", "frexp", "huge", "ldexp", "log",  "log10", "max",  "min", "modf",
     "pi",    "pow",  "rad",   "sin",  "sinh",  "sqrt", "tan",   "tanh", NULL};
-  static const char *const table_names[] = {"concat", "insert", "maxn", "move",
+  static const char *const table_names[] = {"concat", "insert", "move",
                                             "remove", "sort",   NULL};
   static const char *const string_names[] = {"byte", "char",    "format", "len",   "lower",
                                              "rep",  "reverse", "sub",    "upper", NULL};
@@ -363,10 +459,15 @@ void policy_box_open(eng_policy *p)
 
   lua_pushvalue(L, LUA_GLOBALSINDEX);
   take(L, base);
+  wrap(L, "ipairs", box_ipairs);
+  wrap(L, "select", box_charged);
+  wrap(L, "unpack", box_charged);
+  wrap(L, "tonumber", box_reading);
   set_function(L, "pairs", box_pairs);
   set_function(L, "next", box_next);
   set_function(L, "tostring", box_tostring);
   set_function(L, "pcall", box_pcall);
+  set_function(L, "print", box_print);
 
   lua_getglobal(L, "math");
   take(L, math_names);
@@ -379,7 +480,7 @@ void policy_box_open(eng_policy *p)
   wrap(L, "sort", box_sort);
   wrap(L, "insert", box_writing);
   wrap(L, "move", box_writing);
-  wrap(L, "concat", box_charged);
+  wrap(L, "concat", box_concat);
   set_library(L, "table");
 
   lua_getglobal(L, "bit");
@@ -389,7 +490,10 @@ void policy_box_open(eng_policy *p)
   lua_getglobal(L, "string");
   take(L, string_names);
   wrap(L, "format", box_format);
+  wrap(L, "byte", box_charged);
+  wrap(L, "char", box_charged);
   wrap(L, "rep", box_charged);
+  wrap(L, "sub", box_charged);
   wrap(L, "lower", box_charged);
   wrap(L, "upper", box_charged);
   wrap(L, "reverse", box_charged);

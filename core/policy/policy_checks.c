@@ -67,8 +67,8 @@ static bool within(range r, double x)
   return false;
 }
 
-// check.RANGE(options, name, ...): returns the options' numbers, as float32 values with
-// check.float32.
+// check.RANGE(options, name, ...): checks these options and returns their numbers; check.float32
+// rounds them to float32.
 static int check_range(lua_State *L)                       // upvalue: the range
 {
   range r = (range)lua_tointeger(L, lua_upvalueindex(1));
@@ -185,8 +185,49 @@ static int grow(lua_State *L)
   return verdict(L, to, false);
 }
 
+static double number_field(lua_State *L, int index, const char *name)
+{
+  lua_getfield(L, index, name);
+  double value = luaL_checknumber(L, -1);
+  lua_pop(L, 1);
+  return value;
+}
+
+// rescale(state, record, options): the verdict on the scale for policies that guard updates. With
+// options.loss_scale above 0 the scale is fixed; otherwise it follows dynamic.lua's rule, with
+// options.growth_interval and the count of good steps in state.good.
+static int rescale(lua_State *L)
+{
+  double scale = scale_of(L), fixed = number_field(L, 3, "loss_scale");
+  double interval = number_field(L, 3, "growth_interval"), good = 0;
+  lua_getfield(L, 2, "overflow");
+  bool overflow = lua_toboolean(L, -1), grows = false;
+  if (fixed > 0) scale = fixed;
+  else {
+    if (!overflow) good = number_field(L, 1, "good") + 1;
+    grows = !overflow && good == interval;
+    lua_pushnumber(L, grows ? 0 : good);
+    lua_setfield(L, 1, "good");
+  }
+  lua_settop(L, 1);
+  if (fixed > 0 || (!overflow && !grows)) {
+    lua_pushnumber(L, scale);
+    lua_setfield(L, 1, "scale");
+    lua_createtable(L, 0, 2);
+    lua_pushnumber(L, scale);
+    lua_setfield(L, -2, "scale");
+    return 1;
+  }
+  lua_pushnumber(L, (float)(overflow ? scale / 2 : scale * 2));
+  if (overflow) return back_off(L);
+  lua_pushfstring(L, "%f good in a row", interval);
+  return grow(L);
+}
+
 void policy_checks_open(lua_State *L)
 {
+  lua_pushcfunction(L, rescale);
+  lua_setfield(L, -2, "rescale");
   lua_pushcfunction(L, back_off);
   lua_setfield(L, -2, "back_off");
   lua_pushcfunction(L, grow);

@@ -1,13 +1,13 @@
 // Constant tables for policies: an empty table whose metatable reads the real one and refuses
-// writes. No function of a policy makes or reads metatables, so every table with a metatable is
+// writes. No function in the sandbox makes or reads metatables, so every table with a metatable is
 // such a constant. Called by policy_box.c, policy_checks.c and policy_vm.c.
 #include "policy_vm.h"
 
 static int constant_assigned(lua_State *L)                 // upvalue: its name
 {
-  return luaL_error(L, "%s are constants ('%s'): values that change belong in 'state'",
-                    lua_tostring(L, lua_upvalueindex(1)),
-                    lua_type(L, 2) == LUA_TSTRING ? lua_tostring(L, 2) : luaL_typename(L, 2));
+  return luaL_error(L, "cannot assign '%s': %s are constant; keep values that change in 'state'",
+                    lua_type(L, 2) == LUA_TSTRING ? lua_tostring(L, 2) : luaL_typename(L, 2),
+                    lua_tostring(L, lua_upvalueindex(1)));
 }
 
 void policy_make_constant(lua_State *L, const char *what)

@@ -171,7 +171,7 @@ static int record_index(lua_State *L)  // upvalue: views of hist, tensors, group
 // ------------------------------------------------------------------ tensors and groups
 
 // A group takes the relative scale of its first tensor. The amax and norm of tensors with a
-// different scale are converted to that one.
+// different scale are converted to the group's scale.
 static void sum_groups(eng_policy *p)
 {
   memset(p->group_stats, 0, (size_t)p->n_groups * sizeof *p->group_stats);
@@ -254,7 +254,7 @@ static int stats_index(lua_State *L)
   return push_stats_field(L, p, v, field);
 }
 
-// Indexes by name or by number from 1; nil for an unknown one.
+// The element of a list by name, or by number from 1; nil if there is none.
 static int list_index(lua_State *L)
 {
   const view *v = lua_touserdata(L, 1);
@@ -387,7 +387,8 @@ static int fields_step(lua_State *L)
   return 0;
 }
 
-// The next name and view of a list, exponent and nonzero count of a histogram, or signal.
+// The next name and view of a list, the next exponent and nonzero count of a histogram, or the next
+// name and value of a signal.
 static int items_step(lua_State *L)
 {
   eng_policy *p = policy_of(L);
@@ -430,8 +431,29 @@ bool policy_record_pairs(lua_State *L, int index)
   return true;
 }
 
-// Pushes a view whose metatable has `index` (its upvalue is popped from the top of the stack) and,
-// unless NULL, `length`.
+static int list_step(lua_State *L)
+{
+  lua_pushinteger(L, lua_tointeger(L, 2) + 1);
+  lua_pushvalue(L, -1);
+  lua_gettable(L, 1);
+  if (lua_isnil(L, -1)) return 1;
+  return 2;
+}
+
+bool policy_record_ipairs(lua_State *L, int index)
+{
+  if (lua_type(L, index) != LUA_TUSERDATA) return false;
+  int kind = ((const view *)lua_touserdata(L, index))->kind;
+  if (kind != VIEW_TENSORS && kind != VIEW_GROUPS)
+    luaL_error(L, "ipairs: expected a list, got %s; hint: pairs", view_names[kind]);
+  lua_pushcfunction(L, list_step);
+  lua_pushvalue(L, index);
+  lua_pushinteger(L, 0);
+  return true;
+}
+
+// Pushes a view whose metatable has `index` and, unless NULL, `length`. Pops the upvalue of `index`
+// from the stack.
 static void push_view(lua_State *L, view_kind kind, int place, lua_CFunction index,
                       lua_CFunction length)
 {

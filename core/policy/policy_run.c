@@ -49,6 +49,7 @@ static void *allocate(void *owner, void *piece, size_t old, size_t size)
     // comparison).
     if (p->used - old + size > p->limit || size > p->limit / 4) return NULL;
     p->budget -= (int64_t)((size - old) / BYTES_PER_INSTRUCTION);
+    if (size > p->largest) p->largest = size;
   }
   void *moved = realloc(piece, size);
   if (!moved) return size <= old ? piece : NULL;      // Lua relies on shrinking to succeed

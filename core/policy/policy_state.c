@@ -15,8 +15,8 @@ enum { TEXT_VERSION = 1, STATE_DEPTH = DATA_DEPTH - 2 };   // save wraps the sta
 
 // ------------------------------------------------------------------ Lua tables to blobs
 
-// The tables visited so far: a state must be a tree, because a copy would split a shared table.
-// `few` is not cleared.
+// The tables visited so far: a state must be a tree, because a copy would duplicate a shared table.
+// Only few[0..n) is initialized.
 typedef struct met { size_t n, capacity; const void **table, *few[16]; } met;
 
 static bool meet(met *m, const void *table)
@@ -55,7 +55,7 @@ static bool meet(met *m, const void *table)
 typedef struct walk {
   eng_policy *policy;
   data_blob  *out;
-  int         root, base;     // stack indices: the outermost table; the level below its keys
+  int         root, base;     // stack indices: of the outermost table; of the level below the keys
   const char *refusal;
   met         met;
 } walk;
@@ -67,7 +67,7 @@ static void room_task(eng_policy *p, void *argument)
 }
 
 // Writes the table at index `table`. Keys and values of all levels are on the stack above w->base;
-// if the table is refused they remain there, so that the path can be read from them.
+// if the table is refused the keys remain there, so that the path can be read from them.
 static bool encode(walk *w, int table, int depth)
 {
   lua_State *L = w->policy->L;
@@ -121,7 +121,7 @@ static bool encode(walk *w, int table, int depth)
   return true;
 }
 
-// Writes "state.groups["a b"][3]" from the keys on the stack above `base`.
+// Writes a path such as "state.groups["a b"][3]" from the keys on the stack above `base`.
 static void write_path(char *out, size_t size, lua_State *L, int base, const char *root)
 {
   char number[32];
@@ -289,7 +289,7 @@ void policy_decode(eng_policy *p, const char *at)
 
 static void state_task(eng_policy *p, void *at)
 {
-  // Collects the garbage of a failed call first: it may occupy all the memory.
+  // Collects the garbage of a failed call first, because it may occupy all the memory.
   if (p->used > p->limit / 2) lua_gc(p->L, LUA_GCCOLLECT, 0);
   decode(p->L, at);
 }
@@ -356,14 +356,14 @@ static eng_status fresh_state(eng_policy *p)
   lua_pushvalue(L, SLOT_OPTIONS);
   ENG_TRY(policy_call(p, 1));
   if (lua_istable(L, -1)) return ENG_OK;
-  error_set(ENG_ERR_POLICY, "%s:%d: init must return the state, a table, got %s",
+  error_set(ENG_ERR_POLICY, "%s:%d: init must return the state as a table, got %s",
             p->file, policy_line_of(p, "init"), luaL_typename(L, -1));
   lua_settop(L, SLOT_COUNT);
   return ENG_ERR_POLICY;
 }
 
 // Makes the state on top of the stack current: copy, scale, verdict. Uses `scale` if the state has
-// none.
+// no scale.
 static eng_status adopt(eng_policy *p, const char *maker, double scale)
 {
   lua_State *L = p->L;
@@ -620,7 +620,7 @@ eng_status eng_policy_migrate(eng_policy *p, const eng_policy *old)
     lua_pushvalue(L, SLOT_OPTIONS);
     ENG_TRY(policy_call(p, 3));
     if (!lua_istable(L, -1)) {
-      error_set(ENG_ERR_POLICY, "%s:%d: migrate must return the state, a table, got %s",
+      error_set(ENG_ERR_POLICY, "%s:%d: migrate must return the state as a table, got %s",
                 p->file, policy_line_of(p, "migrate"), luaL_typename(L, -1));
       lua_settop(L, SLOT_COUNT);
       return ENG_ERR_POLICY;

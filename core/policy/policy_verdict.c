@@ -5,11 +5,13 @@
 
 #include "base/nearest.h"
 
+#include <math.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
-const char *const policy_verdict_fields[VERDICT_FIELDS] = {"scale",  "action", "clip",
-                                                           "lr_mul", "reason", "scales"};
+const char *const policy_verdict_fields[VERDICT_FIELDS] = {
+  "scale", "action", "clip", "lr_mul", "reason", "scales", "log", "back", "skip"};
 
 void policy_copy_reason(char *out, size_t size, const char *text, size_t length)
 {
@@ -70,9 +72,57 @@ static bool read_scales(eng_policy *p, char *why, size_t size)
   return true;
 }
 
+// Checks a name only if it differs from the name at the same place of the last `log`.
+static bool read_log(eng_policy *p, char *why, size_t size)
+{
+  lua_State *L = p->L;
+  if (!lua_istable(L, -1)) return bad_value(L, why, size, "log", "a table { name = number }");
+  if (!p->logs) p->logs = calloc(ENG_POLICY_LOGS, sizeof *p->logs);
+  if (!p->logs) {
+    snprintf(why, size, "'log', but memory is exhausted");
+    return false;
+  }
+  for (lua_pushnil(L); lua_next(L, -2); lua_pop(L, 1)) {
+    if (lua_type(L, -2) != LUA_TSTRING) {
+      snprintf(why, size, "'log' with a %s as a key; expected names", luaL_typename(L, -2));
+      return false;
+    }
+    if (p->n_logs == ENG_POLICY_LOGS) {
+      snprintf(why, size, "a 'log' of more than %d values", ENG_POLICY_LOGS);
+      return false;
+    }
+    size_t length;
+    const char *name = lua_tolstring(L, -2, &length);
+    policy_logged *to = &p->logs[p->n_logs];
+    if (strlen(name) != length || strcmp(name, to->name) != 0) {
+      const char *problem = eng_name_problem(name, (int64_t)length);
+      if (problem) {
+        snprintf(why, size, "'log' with a name that %s", problem);
+        return false;
+      }
+      memcpy(to->name, name, length + 1);
+    }
+    if (lua_type(L, -1) != LUA_TNUMBER) {
+      char field[80];
+      snprintf(field, sizeof field, "log.%.60s", name);
+      return bad_value(L, why, size, field, "a number");
+    }
+    to->value = lua_tonumber(L, -1);
+    p->n_logs++;
+  }
+  return true;
+}
+
+const char *eng_policy_logged(double *value, const eng_policy *p, int index)
+{
+  if (index < 0 || index >= p->n_logs) return NULL;
+  *value = p->logs[index].value;
+  return p->logs[index].name;
+}
+
 static bool read_action(eng_verdict *out, lua_State *L, char *why, size_t size)
 {
-  const char *expected = "'step', 'skip', 'retry' or 'stop'";
+  const char *expected = "'step', 'skip', 'retry', 'stop' or 'rollback'";
   if (lua_type(L, -1) != LUA_TSTRING) return bad_value(L, why, size, "action", expected);
   const char *action = lua_tostring(L, -1);
   int known = eng_action_from_name(action);
@@ -89,7 +139,7 @@ static bool read_action(eng_verdict *out, lua_State *L, char *why, size_t size)
 }
 
 // in the order of policy_verdict_fields
-enum { V_SCALE, V_ACTION, V_CLIP, V_LR_MUL, V_REASON, V_SCALES };
+enum { V_SCALE, V_ACTION, V_CLIP, V_LR_MUL, V_REASON, V_SCALES, V_LOG, V_BACK, V_SKIP };
 
 bool policy_read_verdict(eng_policy *p, eng_verdict *out, char *why, size_t size)
 {
@@ -137,11 +187,24 @@ bool policy_read_verdict(eng_policy *p, eng_verdict *out, char *why, size_t size
       case V_SCALES:
         if (!read_scales(p, why, size)) return false;
         break;
+      case V_BACK:
+      case V_SKIP:
+        if (!(number >= 0 && number <= 1e9 && number == floor(number)))
+          return bad_value(L, why, size, key, "a whole number of steps, 0 or more");
+        *(field == V_BACK ? &out->back : &out->skip) = (int64_t)number;
+        break;
+      case V_LOG:
+        if (!read_log(p, why, size)) return false;
+        break;
       default:
         snprintf(why, size, "an unknown field '%.60s'%s", key,
                  nearest_hint(key, policy_verdict_fields, VERDICT_FIELDS));
         return false;
     }
+  }
+  if (out->back + out->skip > 0 && out->action != ENG_ACTION_ROLLBACK) {
+    snprintf(why, size, "'back' or 'skip' without action = 'rollback'");
+    return false;
   }
   if (!has_scale) snprintf(why, size, "a table without 'scale', the loss scale of the next step");
   return has_scale;

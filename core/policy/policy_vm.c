@@ -125,7 +125,7 @@ static void read_needs(eng_policy *p)
     lua_pushnil(L);
     while (lua_next(L, 2)) {
       if (lua_type(L, -2) != LUA_TNUMBER || lua_type(L, -1) != LUA_TSTRING)
-        fail(p, "needs", "'needs' must be a list of names, as { \"amax\", \"norm\" }");
+        fail(p, "needs", "'needs' must be a list of names, such as { \"amax\", \"norm\" }");
       const char *need = lua_tostring(L, -1);
       int i = 0;
       while (i < COUNT(need_names) && strcmp(need, need_names[i]) != 0) ++i;
@@ -361,6 +361,7 @@ void eng_policy_free(eng_policy *p)
     free(p->options[i].preset);
   }
   free(p->options);
+  free(p->logs);
   policy_record_free(p);
   data_free(&p->good);
   data_free(&p->next);
@@ -414,7 +415,7 @@ bool eng_policy_scales_groups(const eng_policy *p)
 
 // ------------------------------------------------------------------ verdicts
 
-// The verdict after a failed call: the last good one, with the state from before the call.
+// After a failed call: gives the last good verdict and restores the state from before the call.
 static void fall_back(eng_verdict *out, eng_policy *p, const eng_record *record, const char *reason,
                       bool with_position)
 {
@@ -429,6 +430,7 @@ static void fall_back(eng_verdict *out, eng_policy *p, const eng_record *record,
   lua_settop(p->L, SLOT_COUNT);
   ++p->failures;
   *out = p->last;
+  p->n_logs = 0;
   out->failed = 1;
   out->action = record->overflow ? ENG_ACTION_SKIP : ENG_ACTION_STEP;
   policy_copy_reason(out->reason, sizeof out->reason, text, strlen(text));
@@ -450,6 +452,7 @@ eng_status eng_policy_decide(eng_verdict *out, eng_policy *p, const eng_record *
   p->record = record;
   p->stats = stats;
   p->groups_summed = false;
+  p->n_logs = 0;
   p->random_key = (uint64_t)record->step;
   p->random_count = 0;
 
@@ -472,6 +475,7 @@ eng_status eng_policy_decide(eng_verdict *out, eng_policy *p, const eng_record *
   out->failed = 0;
   out->clip = 0;
   out->lr_mul = 1;
+  out->back = out->skip = 0;
   out->reason[0] = '\0';
   if (p->n_groups) memset(p->group_next, 0, (size_t)p->n_groups * sizeof *p->group_next);
   bool good = false;
@@ -505,6 +509,7 @@ eng_status eng_policy_decide(eng_verdict *out, eng_policy *p, const eng_record *
     memcpy(p->group_scale, p->group_next, (size_t)p->n_groups * sizeof *p->group_scale);
   p->last.scale = out->scale;
   p->last.clip = out->clip;
-  p->last.lr_mul = out->lr_mul;
+  // A rollback's lr_mul is not repeated when a later decision fails.
+  p->last.lr_mul = out->action == ENG_ACTION_ROLLBACK ? 1 : out->lr_mul;
   return ENG_OK;
 }

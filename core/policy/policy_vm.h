@@ -3,7 +3,7 @@
 //   policy_run.c       running a policy's code: memory, budget, protected calls
 //   policy_constant.c  tables that a policy can read and not write
 //   policy_record.c    the record a policy reads
-//   policy_checks.c    its checks of options, and how a scale moves
+//   policy_checks.c    checks of a policy's options, changes of the scale
 //   pattern.c          string.find, match, gmatch, gsub with bounded work
 //   policy_box.c       the library it sees
 //   policy_verdict.c   the verdict it returns
@@ -31,7 +31,7 @@ enum {
   SLOT_COUNT = SLOT_TASK
 };
 
-enum { FIELD_BUCKETS = 64, VERDICT_FIELDS = 6, FLAT_FIELDS = 24 };
+enum { FIELD_BUCKETS = 64, VERDICT_FIELDS = 9, FLAT_FIELDS = 24 };
 
 typedef struct policy_option {
   char *name, *value, *preset;
@@ -39,6 +39,7 @@ typedef struct policy_option {
 } policy_option;
 
 typedef struct policy_signal { char *name; double value; } policy_signal;
+typedef struct policy_logged { char name[ENG_NAME_BYTES + 1]; double value; } policy_logged;
 
 /// Interned names by address: Lua keeps one copy of each string, so no text is compared.
 typedef struct field_map { const char *key[FIELD_BUCKETS]; int8_t field[FIELD_BUCKETS]; } field_map;
@@ -59,6 +60,7 @@ struct eng_policy {
 
   // Bytes, as the allocator counts them. The limit applies while the policy's code runs.
   size_t   used, limit;
+  size_t   largest;              // the largest block that the policy's code has allocated
 
   // The budget of the current call.
   bool     running;              // false: the host is working in the policy's state
@@ -87,13 +89,18 @@ struct eng_policy {
   bool     ready;                // init or restore has set a state
   data_blob good;                // the state after the last good call
   data_blob next;                // buffer for the state after the next call
-  flat_field flat[FLAT_FIELDS];  // their layout, in the order in which Lua walks the table
+  flat_field flat[FLAT_FIELDS];  // the layout of a flat state, in the order of Lua's walk
   int      n_flat;               // 0: unknown, or not flat
   data_blob text;                // the result of save
   data_blob envelope;            // the blob that `text` was written from
   const char *verdict_key[VERDICT_FIELDS];
   eng_verdict last;              // the last good verdict
   double  *group_scale, *group_next;     // [n_groups]; 0: the verdict's scale
+  policy_logged *logs;           // [ENG_POLICY_LOGS], made by the first `log`
+  int      n_logs;               // of the last decision
+  char     printed[ENG_POLICY_PRINTS];
+  size_t   printed_bytes;
+  bool     printed_read;         // the text was read, so the next print starts a new one
   int64_t  failures;
 
   // The host's protected task, run by the function in SLOT_TASK.
@@ -127,13 +134,13 @@ eng_policy *policy_of(lua_State *L);
 eng_status policy_call(eng_policy *policy, int n);
 /// The text of the error value on top of the stack, without running the policy's code.
 const char *policy_error_text(eng_policy *policy);
-/// The line of `word =` in the source, without comments; for "return" the last such line. 1 when it
-/// does not occur.
+/// The line of `word =` in the source, outside comments; for "return" the last such line. 1 if
+/// there is no such line.
 int policy_line_of(const eng_policy *policy, const char *word);
 
 // ---- policy_constant.c
-/// Replaces the table on top of the stack by a constant: an empty table that reads from it and
-/// refuses writes. `what` names it in messages, in the plural.
+/// Replaces the table on top of the stack by a constant: an empty table that reads from the
+/// original and refuses writes. `what` names it in messages, in the plural.
 void policy_make_constant(lua_State *L, const char *what);
 /// Replaces a constant at `index` (absolute) by the table behind it; leaves other values.
 void policy_open_constant(lua_State *L, int index);
@@ -143,11 +150,12 @@ void policy_open_constant(lua_State *L, int index);
 void policy_patterns_open(lua_State *L);
 
 // ---- policy_box.c
-/// Pushes the policy's environment: the table of its globals.
+/// Pushes the policy's environment: the table of its globals. Its print() fills `printed`.
 void policy_box_open(eng_policy *policy);
 
 // ---- policy_checks.c
-/// Adds back_off and grow to the environment on top of the stack and pushes the library `check`.
+/// Adds back_off, grow and rescale to the environment on top of the stack and pushes the library
+/// `check`.
 void policy_checks_open(lua_State *L);
 
 // ---- policy_verdict.c
@@ -165,6 +173,8 @@ void policy_record_open(eng_policy *policy);
 void policy_record_free(eng_policy *policy);
 /// Pushes iterator, view and nil for a view at `index`; false if the value is not a view.
 bool policy_record_pairs(lua_State *L, int index);
+/// As policy_record_pairs, for ipairs over record.tensors and record.groups.
+bool policy_record_ipairs(lua_State *L, int index);
 /// "record.hist" and the like for a view at `index`; NULL if the value is not a view.
 const char *policy_record_name(lua_State *L, int index);
 void field_map_add(field_map *map, const char *key, int field);

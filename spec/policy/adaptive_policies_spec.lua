@@ -149,7 +149,7 @@ describe("every adaptive policy", function()
   end)
 
   it("refuses options that must be mistakes", function()
-    for name, options in pairs { max_value = { decay = 1 }, norm_ratio = { ref_every = 0.5 },
+    for name, options in pairs { max_value = { limit = "none" }, norm_ratio = { ref_every = 0.5 },
       max_norm = { bold = 1 }, log_max = { beta1 = 2 },
       histogram = { period = 0 }, underflow = { limit = 0 }, fast_backoff = { backoff_factor = 2 },
       guarded = { clip = 0 }, entropy = { least = 0 },
@@ -183,30 +183,61 @@ end)
 
 describe("policy max_value", function()
   it("holds the largest gradient at the target while gradients shrink", function()
-    local r = world("max_value", { init_scale = 2 ^ 10 }, 3000,
-      function(step) return -16 - 6 * step / 3000 end)
-    assert.are.equal(0, r.skipped)
-    assert.near(log2(32768), log2(largest(r.scales[3000], -22)), 1)
+    for _, limit in ipairs { "after", "before" } do
+      local r = world("max_value", { init_scale = 2 ^ 10, limit = limit }, 3000,
+        function(step) return -16 - 6 * step / 3000 end)
+      assert.are.equal(0, r.skipped)
+      assert.near(log2(32768), log2(largest(r.scales[3000], -22)), 1)
+    end
+  end)
+  it("averages target / amax, then limits the change of the scale", function()
+    -- amax is 2^-8, then 2^-10: target / amax 2^23, then 2^25
+    local r = world("max_value", { init_scale = 2 ^ 20 }, 8,
+      function(step) return step < 5 and -16 or -18 end)
+    local mean = 0.99 * 2 ^ 23 + (1 - 0.99) * 2 ^ 25
+    local second = 0.99 * mean + (1 - 0.99) * 2 ^ 25
+    assert.are.same({ 2 ^ 21, 2 ^ 22, 2 ^ 23, 2 ^ 23, 2 ^ 23, mean, second,
+      0.99 * second + (1 - 0.99) * 2 ^ 25 }, r.scales)
+    r = world("max_value", { init_scale = 2 ^ 22, target = 2 ^ 11 }, 4, still(-16))
+    assert.are.same({ 2 ^ 21, 2 ^ 20, 2 ^ 19, 2 ^ 19 }, r.scales)
+  end)
+  it("with limit=before limits target / amax and averages it into the scale", function()
+    local r = world("max_value", { init_scale = 2 ^ 20, limit = "before" }, 3, still(-16))
+    local scale = 2 ^ 20
+    for step = 1, 3 do
+      scale = 0.99 * scale + (1 - 0.99) * (2 * scale)
+      assert.are.equal(scale, r.scales[step])
+    end
   end)
   it("is more aggressive with target=49152", function()
     local careful, bold = world("max_value", {}, 2000, still(-16)),
       world("max_value", { target = 49152 }, 2000, still(-16))
     assert.near(1.5, bold.scales[2000] / careful.scales[2000], 0.01)
   end)
-  it("barely reacts to one outlier, and lowers its target after an unforeseen overflow", function()
-    local r = world("max_value", { init_scale = 2 ^ 22 }, 1000,
+  it("barely reacts to a large gradient; an overflow ends what a tiny one starts", function()
+    local r = world("max_value", {}, 300, function(step) return step == 200 and -15.2 or -16 end)
+    assert.near(0.99 + 0.01 * 2 ^ -0.8, r.scales[201] / r.scales[200], 1e-9)
+    r = world("max_value", {}, 900, function(step) return step == 200 and -40 or -16 end)
+    assert.is_true(r.skipped >= 1 and r.skipped <= 3, r.skipped .. " skipped")
+    assert.near(log2(32768), log2(largest(r.scales[900], -16)), 1.01)
+    r = world("max_value", { limit = "before", init_scale = 2 ^ 22 }, 1000,
       function(step) return step == 800 and -40 or -16 end)
     assert.is_true(r.scales[801] / r.scales[800] < 1.011)
+  end)
+  it("lowers its target after an overflow below it", function()
     -- Activation gradients overflow at a quarter of the magnitude that weight gradients allow.
     local function hidden(_, record)
       if record.amax * record.scale > 16000 then record.overflow, record.inf = 1, 1 end
     end
-    local blind = world("max_value", { init_scale = 2 ^ 20 }, 3000, still(-16), { at = hidden })
-    local overflows = 0
-    for i = 1001, 3000 do
-      if blind.scales[i] < 0.6 * blind.scales[i - 1] then overflows = overflows + 1 end
+    for _, limit in ipairs { "after", "before" } do
+      local blind = world("max_value", { init_scale = 2 ^ 20, limit = limit }, 3000, still(-16),
+        { at = hidden })
+      local overflows = 0
+      for i = 1001, 3000 do
+        if blind.scales[i] < 0.6 * blind.scales[i - 1] then overflows = overflows + 1 end
+      end
+      assert.is_true(overflows <= 8, overflows .. " overflows")
     end
-    assert.is_true(overflows <= 8, overflows .. " overflows")
   end)
 end)
 

@@ -30,6 +30,25 @@ describe("the record", function()
     assert.are.equal("nil", decide(reads("'norm_ref'", "record.norm_ref")):why())
   end)
 
+  it("walks its lists with ipairs, as with pairs", function()
+    local p = load [[return { needs = { "tensors", "amax" },
+      init = function() return { scale = 8 } end,
+      decide = function(state, record)
+        local seen = {}
+        for i, t in ipairs(record.tensors) do seen[#seen + 1] = i .. " " .. t.name end
+        for i, g in ipairs(record.groups) do seen[#seen + 1] = i .. " " .. g.name end
+        for i, v in ipairs { 5, 6 } do seen[#seen + 1] = i .. " " .. v end
+        return { scale = 1, reason = table.concat(seen, ", ") }
+      end }]]
+    p:tensors({ "a.w", "a.b", "c.w" }, { 1, 1, 2 }, { "a", "c" })
+    local stats = M_ffi.new("eng_tensor_stats[3]")
+    for i = 0, 2 do stats[i].count = 1 end
+    assert.equal("1 a.w, 2 a.b, 3 c.w, 1 a, 2 c, 1 5, 2 6", decide(p, false, stats):why())
+    fails(with "for _ in ipairs(record) do end return 1",
+      "ipairs: expected a list, got record; hint: pairs")
+    fails(with "for _ in ipairs(3) do end return 1", "table expected, got number")
+  end)
+
   it("is read-only and names missing fields", function()
     fails(with("record.scale = 5 return 1"), "record is read-only")
     fails(with("record.signals.x = 5 return 1"), "record.signals is read-only")

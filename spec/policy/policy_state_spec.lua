@@ -72,14 +72,14 @@ describe("a saved state", function()
   end)
 
   it("is the only place where a policy can keep data", function()
-    for line, text in pairs { ["options.a = options.a + 1"] = "p.lua:1: options are constants " ..
-      "('a'): values that change belong in 'state'",
-      ["options.b = 1"] = "options are constants ('b')",
-      ["math.n = (math.n or 0) + 1"] = "the fields of 'math' are constants ('n')",
-      ["table.foo = 3"] = "the fields of 'table' are constants ('foo')",
-      ["math.random = nil"] = "the fields of 'math' are constants ('random')",
-      ["string.x = 1"] = "the fields of 'string' are constants ('x')",
-      ["check.x = 1"] = "the fields of 'check' are constants ('x')",
+    for line, text in pairs { ["options.a = options.a + 1"] = "p.lua:1: cannot assign " ..
+      "'a': options are constant; keep values that change in 'state'",
+      ["options.b = 1"] = "cannot assign 'b': options are constant",
+      ["math.n = (math.n or 0) + 1"] = "cannot assign 'n': the fields of 'math' are constant",
+      ["table.foo = 3"] = "cannot assign 'foo': the fields of 'table' are constant",
+      ["math.random = nil"] = "cannot assign 'random': the fields of 'math' are constant",
+      ["string.x = 1"] = "cannot assign 'x': the fields of 'string' are constant",
+      ["check.x = 1"] = "cannot assign 'x': the fields of 'check' are constant",
       ["table.insert(options, 5)"] = "this table is constant",
       ["table.insert(math, 1, 5)"] = "this table is constant",
       ["table.move({ 7 }, 1, 1, 1, options)"] = "this table is constant",
@@ -124,8 +124,9 @@ describe("migration", function()
     plain:take_over(old)
     assert.are.equal(16, plain:scale())
     assert.are.equal(21, decide(plain).scale)
-    for body, message in pairs { ["return 5"] = "p.lua:1: migrate must return the state, a table, "
-      .. "got number", ["error('no')"] = "p.lua:1: no",
+    for body, message in pairs {
+      ["return 5"] = "p.lua:1: migrate must return the state as a table, got number",
+      ["error('no')"] = "p.lua:1: no",
       ["return {}"] = nil, ["return { scale = -1 }"] =
         "p.lua:1: migrate sets no initial loss scale: expected a positive finite " ..
         "number in state.scale, got -1",

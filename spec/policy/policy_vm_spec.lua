@@ -39,7 +39,7 @@ describe("a policy file", function()
     refused("return { decide = function() end,\n needs = { 'amx' } }",
       "p.lua:2: unknown need 'amx'; did you mean 'amax'?")
     refused("return { decide = function() end,\n needs = { amax = true } }",
-      "p.lua:2: 'needs' must be a list of names, as { \"amax\", \"norm\" }")
+      "p.lua:2: 'needs' must be a list of names, such as { \"amax\", \"norm\" }")
     refused("return { decide = function() end,\n options = { a = {} } }",
       "p.lua:2: option 'a' is a table; a default must be a number, a boolean or a string")
     refused("return { decide = function() end, name = '' }", "p.lua:1: 'name' is empty")
@@ -47,7 +47,7 @@ describe("a policy file", function()
       "p.lua:1: init sets no initial loss scale: expected a positive finite " ..
       "number in state.scale or the option init_scale, got 0")
     refused("return { decide = function() end,\n init = function() return 5 end }",
-      "p.lua:2: init must return the state, a table, got number")
+      "p.lua:2: init must return the state as a table, got number")
     refused("return { decide = function() end, init = function()\n error('no') end }",
       "p.lua:2: no")
     refused("x = 1", "p.lua:1: a policy has no global variables ('x'): write 'local'; " ..
@@ -61,7 +61,7 @@ describe("a policy file", function()
       "only numbers, strings, booleans and tables can be saved")
     refused("return { options = { a = 1 }, decide = function() end, init = function(o) o.a = 2 " ..
       "return { scale = 1 } end }",
-      "p.lua:1: options are constants ('a'): values that change belong in 'state'")
+      "p.lua:1: cannot assign 'a': options are constant; keep values that change in 'state'")
   end)
 
   it("exposes its needs and its options", function()
@@ -120,7 +120,7 @@ describe("the sandbox", function()
   it("cannot be escaped", function()
     for _, name in ipairs { "load", "loadstring", "loadfile", "dofile", "require", "collectgarbage",
       "getfenv", "setfenv", "newproxy",
-      "rawset", "rawget", "setmetatable", "getmetatable", "xpcall", "print", "coroutine", "io",
+      "rawset", "rawget", "setmetatable", "getmetatable", "xpcall", "coroutine", "io",
       "os", "debug", "package", "ffi", "jit", "module", "_G" } do
       fails(with("local x = " .. name .. " return 1"),
         ("p.lua:2: '%s' does not exist in a policy"):format(name))
@@ -165,12 +165,44 @@ describe("the sandbox", function()
     fails(with("local t = {} for i = 1, 1e4 do t[i] = -i end while true do table.sort(t) end"),
       "budget")
     fails(with("table.insert({}, -2^31, 1) return 1"),
-      "table.insert: expected a position of 1 to 1, got -2147483648")
+      "table.insert: expected a position from 1 to 1, got -2147483648")
     fails(with("local t = {} for i = 1, 1e4 do t[i] = i end while true do table.insert(t, 1, 0) " ..
       "t[#t] = nil end"), "budget")
+    local empty = "local t = {} for i = 1, 6e4 do t[i] = '' end "
+    for call, before in pairs {
+      ["table.concat(t)"] = empty,
+      ["pcall(table.concat, t, '', 1, 6e4 + 1)"] = empty,
+      ["next(t)"] = empty .. "for i = 1, 6e4 do t[i] = nil end ",
+      ["pairs(t)"] = empty .. "for i = 1, 6e4 do t[i] = nil end ",
+      ["select('#', unpack({}, 1, 7000))"] = "",
+      ["select('#', s:byte(1, -1))"] = "local s = ('x'):rep(7000) ",
+      ["s:sub(1, -1)"] = "local s = ('x'):rep(1e5) ",
+      ["tonumber(s)"] = "local s = ('1'):rep(1e5) ",
+      ["table.sort { s, s .. 1 }"] = "local s = ('x'):rep(1e5) local k = s .. 1 ",
+      ["s:format()"] = "local s = ('%%'):rep(5e4) ",
+      ["('%d'):format(s)"] = "local s = ('1'):rep(1e5) ",
+    } do
+      fails(with(before .. "for _ = 1, 2e4 do local _ = " .. call .. " end return 1"),
+        "instruction budget")
+    end
+    assert.are.equal(7, decide(with("local s = table.concat({ 1, 2, 3 }, ',', 2) .. " ..
+      "tonumber('11', 2) .. select('#', unpack({ 1, 2 }, 1, 3)) return #s + s:byte(1) - 50 + " ..
+      "#('%5s'):format('x') - 2 + (pcall(table.concat, {}, '', 1, 1e9) and 1 or -1)")).scale)
     assert.are.equal(6, decide(with(
       "local t = { 1, 2 } table.insert(t, 1, 3) table.insert(t, 4, 5) " ..
       "table.insert(t, 3) return t[1] + t[5]")).scale)
+  end)
+
+  it("names the place and the function of a wrong argument", function()
+    for call, text in pairs {
+      ["unpack(nil)"] = "p.lua:2: bad argument #1 to 'unpack' (table expected, got nil)",
+      ["('x'):rep()"] = "p.lua:2: bad argument #2 to 'rep' (number expected, got no value)",
+      ["table.insert(nil, 1)"] = "p.lua:2: bad argument #1 to 'insert' (table expected, got nil)",
+      ["table.concat({ {} })"] = "p.lua:2: invalid value (table) at index 1 in table for 'concat'",
+    } do
+      assert.are.equal(text, decide(with(call .. " return 1")):why())
+    end
+    fails(with("return #('x'):rep(4e6)"), "p.lua: out of memory")
   end)
 
   it("charges every comparison of a pattern", function()
@@ -359,7 +391,13 @@ describe("a verdict", function()
       ["return { scal = 4 }"] = "an unknown field 'scal'; did you mean 'scale'?",
       ["return { scale = '4' }"] = "scale = '4'; expected a positive finite number",
       ["return { scale = 4, action = 'skp' }"] = "action = 'skp'; did you mean 'skip'?",
-      ["return { scale = 4, action = 'x' }"] = "expected 'step', 'skip', 'retry' or 'stop'",
+      ["return { scale = 4, action = 'x' }"] =
+        "expected 'step', 'skip', 'retry', 'stop' or 'rollback'",
+      ["return { scale = 4, action = 'rollback', back = -1 }"] =
+        "back = -1; expected a whole number of steps, 0 or more",
+      ["return { scale = 4, action = 'rollback', skip = 1.5 }"] =
+        "skip = 1.5; expected a whole number of steps, 0 or more",
+      ["return { scale = 4, back = 3 }"] = "'back' or 'skip' without action = 'rollback'",
       ["return { scale = 4, action = 1 }"] = "action = 1;",
       ["return { scale = 4, clip = 0 }"] = "clip = 0;",
       ["return { scale = 4, clip = 0/0 }"] = "clip = nan;",

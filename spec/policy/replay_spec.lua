@@ -198,6 +198,27 @@ describe("a replayed run", function()
     assert.is_number(r.mass_lost)
   end)
 
+  it("of mode=lagged reproduces its own policy's decisions exactly, too", function()
+    local function lagged(options)
+      engine.seed(5)
+      local model = engine.nn.gpt { vocab = 256, context = 8, width = 16, heads = 2, layers = 1 }
+      local o = { model = model, data = engine.data.text { text = text, batch = 2, context = 8,
+        seed = 9 }, mode = "lagged", steps = 40, log = "quiet", run = folder .. "/lagged",
+        optimizer = engine.optim.adamw(model, { lr = 1e-3, precision = "fp16" }),
+        policy = "dynamic:init_scale=2^22,growth_interval=5", checkpoint_every = 7 }
+      for key, value in pairs(options) do o[key] = value end
+      engine.trainer(o):run()
+    end
+    lagged { steps = 25 }
+    lagged { resume = "auto" }
+    local r = replay.run(replay.trace(folder .. "/lagged"),
+      "dynamic:init_scale=2^22,growth_interval=5")
+    assert.are.equal(40, r.certainty.exact)
+    local history = engine.history.open(folder .. "/lagged")
+    for i, row in ipairs(history:steps()) do assert.are.equal(row.next_scale, r.scales[i]) end
+    history:close()
+  end)
+
   it("predicts other scales: exact verdicts are right, estimates mostly", function()
     local wrong, bounds = 0, 0
     for exponent = 12, 20, 2 do
@@ -231,7 +252,7 @@ describe("a replayed run", function()
       local r = replay.run(at_high, "static", { loss_scale = 2 ^ exponent })
       assert.near(1, r.underflow / mean, 0.03)
       assert.are.equal(0, r.skipped)
-      assert.are.equal(40, r.exact)
+      assert.are.equal(40, r.certainty.exact)
     end
     -- Lost mass falls as the scale rises, and is less than the share that underflows.
     local lost = {}
@@ -254,19 +275,23 @@ describe("a replayed run", function()
       end, policy = "dynamic", steps = 20, log = "quiet", run = lost }:run()
     local r = replay.run(replay.trace(lost), "static", { loss_scale = 2 ^ -20 })
     assert.are.equal(4, r.skipped)
-    assert.are.equal(20, r.exact)
+    assert.are.equal(20, r.certainty.exact)
   end)
 
   it("marks verdicts exact or estimated by what the policy reads", function()
     local source =
-      [[return { options = { init_scale = 2^13.5 }, needs = { %s },
+      [[return { options = { init_scale = %s }, needs = { %s },
       decide = function(state, record) return state.scale end }]]
-    local function exact(needs)
-      return replay.run(trace, { source = source:format(needs), file = "p.lua" }, {}).exact
+    record("static", { loss_scale = 2 ^ 14 }, folder .. "/good")      -- without an overflow
+    local good = replay.trace(folder .. "/good")
+    local function exact(needs, scale)
+      return replay.run(good, { source = source:format(scale or "2^13.5", needs),
+        file = "p.lua" }, {}).certainty.exact
     end
-    local plain = exact ""
-    assert.is_true(plain > 40)
-    assert.are.equal(plain, exact '"amax"')
+    assert.are.equal(40, exact "")
+    assert.are.equal(40, exact('"amax"', "2^13"))
+    assert.are.equal(0, exact '"amax"')                    -- rounds differently
+    assert.are.equal(0, exact('"norm"', "2^13"))           -- some gradients are subnormal
     assert.are.equal(0, exact '"hist"')                    -- 2^13.5 splits the recorded binades
     assert.are.equal(0, exact '"tensors"')
   end)
@@ -285,7 +310,7 @@ describe("a replayed run", function()
     assert.is_nil(result.underflow)
     result = replay.run(replay.trace(folder .. "/old.db"), "static", { loss_scale = 2 ^ 12 })
     assert.are.equal(0, result.skipped)
-    assert.are.equal(0, result.exact)
+    assert.are.equal(0, result.certainty.exact)
     engine.history.open(folder .. "/empty.db", { write = true }):close()
     assert.matches("has no steps", fails(replay.trace, folder .. "/empty.db"))
   end)

@@ -58,7 +58,7 @@ local function live(policy, options, trace)
       return steps.overflow[at] and loss * (1 / 0) or loss
     end,
     optimizer = engine.optim.sgd(model, { lr = 0.1 }), policy = policy, policy_options = options,
-    steps = steps.n, log = "quiet",
+    steps = steps.n, log = "quiet", on_lost = "continue",
     on_step = function(_, record, verdict)
       assert.are.equal(steps.overflow[at] and 1 or 0, record.overflow)
       assert.are.equal(0, verdict.failed, verdict:why())
@@ -455,6 +455,27 @@ describe("a DeepSpeed configuration", function()
     assert.are.equal("deepspeed_fused", p.name)
     p = load(block("true", "0", ', "zero_optimization": { "stage": 2 }'))
     assert.are.equal("deepspeed", p.name)
+  end)
+
+  it("reads comments and trailing commas, and names lines with them", function()
+    local text = [[
+# a "comment
+{ // another {
+  "train_batch_size": 8, /* over
+  "two" lines, ] */
+  "name": "a // # \"b, }", "list": [1, 2 , ],
+  "fp16": { "enabled": true, "initial_scale_power": 9, // 512
+    %s
+  },
+}]]
+    local p = load(text:format '"hysteresis": 3,')
+    assert.same({ "deepspeed", 512, 3 }, { p.name, p:scale(), p.options.hysteresis })
+    local _, why = load(text:format '"hysteresi": 3,')
+    assert.matches("ds.json:7: fp16 has no key 'hysteresi'; did you mean", why, 1, true)
+    _, why = load(text:format '"hysteresis": 3 4')
+    assert.matches("ds.json:7: not JSON", why, 1, true)
+    _, why = load '{ "fp16": { "enabled": true, /* }'
+    assert.matches("ds.json:1: not JSON", why, 1, true)
   end)
 
   it("is static where loss_scale is not 0, and where fp16 is off", function()

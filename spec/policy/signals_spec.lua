@@ -99,6 +99,33 @@ describe("signals", function()
     history:close()
   end)
 
+  it("include the last evaluation loss, also after a resume", function()
+    local source = [[return { options = { init_scale = 1 }, decide = function(state, record)
+      return { scale = 1, reason = "seen " .. tostring(record.signals.evaluation_loss ~= nil),
+        log = { seen = record.signals.evaluation_loss or -1 } } end }]]
+    local function logged(name, steps, resume)
+      local batch = { x = engine.ones(2, 8):keep(), y = engine.ones(2, 4):keep() }
+      train(folder .. "/" .. name, { policy = { source = source, file = "e.lua" },
+        policy_options = {}, checkpoint_every = 5, steps = steps, resume = resume,
+        loss = function(m, b) return engine.mse(m(b.x), b.y) end,
+        evaluate = { data = { next = function() return batch end }, every = 3, batches = 1 } })
+      local history = engine.history.open(folder .. "/" .. name)
+      local at, list = history:signals_at(), {}
+      for step = 0, steps - 1 do
+        local now = at(step)
+        list[step + 1] = now["log.seen"]
+        assert.equal(now.evaluation_loss or -1, now["log.seen"])
+      end
+      history:close()
+      return list
+    end
+    local whole = logged("whole", 12)
+    assert.equal(-1, whole[3])
+    assert.is_true(whole[4] > 0 and whole[7] > 0 and whole[7] ~= whole[4])
+    logged("halves", 5)
+    assert.same(whole, logged("halves", 12, "auto"))
+  end)
+
   it("reach the policy of an explicit loop", function()
     local model = engine.nn.linear(4, 2)
     local opt = engine.optim.sgd(model, { lr = 1e-3, precision = "fp16" })

@@ -17,12 +17,15 @@
 --                                   tensors. With tensors, update's third argument is
 --                                   { name = eng_tensor_stats }, magnitudes as stored (times
 --                                   record.scale); otherwise it is nil
---   scale_loss(loss)                engine.scaler calls it instead of seeding backward
+--   scale_loss(loss, ...)           returns the scaled loss, instead of seeding backward with the
+--                                   scale; get_scale() must then return the scale it used. The
+--                                   further arguments are those of scaler:scale(), or what else
+--                                   the trainer's loss function returned, such as attention maps
 --   unscale_gradients(optimizer)    engine.scaler calls it instead of its own unscaling
---   state_dict()                    the state for checkpoints, plain data; without these two
---   methods
---   load_state_dict(state)          the object's fields are saved
+--   state_dict()                    returns the state for checkpoints, plain data
+--   load_state_dict(state)          restores it; without these two the object's fields are saved
 local M_ffi = require "engine.base.ffi"
+local arguments = require "engine.base.arguments"
 local json = require "engine.base.json"
 local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
@@ -38,7 +41,7 @@ local NEEDS = { amax = C.ENG_NEED_AMAX, norm = C.ENG_NEED_NORM, zeros = C.ENG_NE
 local METHODS = { "new", "get_scale", "update", "scale_loss", "unscale_gradients", "state_dict",
   "load_state_dict" }
 
--- The statistics a class asks for, as bits; nil and a message for an unknown one.
+-- The statistics that a class asks for, as bits; or nil and a message about an unknown statistic.
 local function needs_of(class)
   local bits = C.ENG_NEED_AMAX + C.ENG_NEED_NORM
   if class.needs ~= nil and type(class.needs) ~= "table" then
@@ -100,8 +103,22 @@ end
 
 function ClassPolicy:scale() return self.last end
 
---- Like a policy's decide. An error in the class, or an invalid scale, fails the verdict, and the
---- last good scale holds. Changes that the class made before the error remain.
+--- The loss as the class scales it. The call may change the scale. Nil if the class has no
+--- scale_loss.
+function ClassPolicy:scale_loss(loss, ...)
+  if not self.object.scale_loss then return nil end
+  local scaled = self.object:scale_loss(loss, ...)
+  if not arguments.is_tensor(scaled) then
+    error(("loss scaler '%s': expected scale_loss to return a tensor, got %s"):format(self.name,
+      M_ffi.value_text(scaled)), 0)
+  end
+  self.last = scale_of(self)
+  return scaled
+end
+
+--- Like a policy's decide. If the class raises an error or gives an invalid scale, the verdict is
+--- marked as failed and the last good scale holds. Changes that the class made before the error
+--- remain.
 function ClassPolicy:decide(record, stats)
   local v = self.verdict
   local overflow = record.overflow ~= 0
@@ -165,8 +182,8 @@ function ClassPolicy:reset()
   self.last, self.failed = scale_of(self), 0
 end
 
---- Takes over the old policy's scale if the class has a method set_scale; otherwise starts with its
---- own.
+--- Takes over the old policy's scale if the class has a method set_scale. Otherwise the class
+--- starts with its own scale.
 function ClassPolicy:take_over(old)
   self:reset()
   if self.object.set_scale then
@@ -175,10 +192,11 @@ function ClassPolicy:take_over(old)
   end
 end
 
---- The names of the tensors, in the order of decide's statistics.
+--- Names the tensors, in the order of decide's statistics.
 function ClassPolicy:tensors(names) self.names, self.array = names, nil end
 
--- Statistics per tensor by name, or nil. Reuses its table while the array is the same.
+-- Statistics per tensor by name, or nil. The same table is returned as long as the array is the
+-- same.
 function ClassPolicy:by_name(stats)
   if not stats or not self.names or bit.band(self.needs, C.ENG_NEED_TENSORS) == 0 then
     return nil
@@ -192,6 +210,9 @@ end
 
 -- A class reads the script's variables directly, so it gets no signals and no groups.
 function ClassPolicy:signal() end
+-- A class logs with engine.signal, and prints as the script does.
+function ClassPolicy:logs() end
+function ClassPolicy:printed() end
 function ClassPolicy:group_scale() return self.last end
 function ClassPolicy:scales_groups() return false end
 
@@ -199,8 +220,8 @@ function ClassPolicy:__tostring()
   return ("loss scaler %s (a class): scale %.10g"):format(self.name, self.last)
 end
 
---- A policy object around a new instance, made by class.new(options), or with the class as
---- prototype and the options as fields.
+--- A policy object around a new instance of the class. class.new(options) makes the instance;
+--- without `new`, the instance has the options as fields and the class as its prototype.
 function M.new(name, class, options)
   local function make()
     local copy = {}

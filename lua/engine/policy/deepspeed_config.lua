@@ -1,11 +1,11 @@
 -- A DeepSpeed configuration as a policy: `policy=ds_config.json`, or `policy = "deepspeed"` with
 -- the keys of its fp16 block as options. Called by policy.lua.
 --
--- The policy is static with loss_scale if that is not 0; static with 1 if fp16 is not enabled (or
--- bf16 is); deepspeed_fused if zero_optimization.stage is 0, because DeepSpeed then ignores
--- hysteresis; otherwise, and for a bare fp16 block, deepspeed. The value "auto", which transformers
--- replaces at run time, counts as absent. A block without `enabled` counts as enabled, since the
--- user chose it as the policy.
+-- The policy is static with the value of loss_scale if that is not 0; static with scale 1 if fp16
+-- is not enabled (or bf16 is); deepspeed_fused if zero_optimization.stage is 0, because DeepSpeed
+-- then ignores hysteresis; otherwise, and for a bare fp16 block, deepspeed. The value "auto", which
+-- transformers replaces at run time, counts as absent. A block without `enabled` counts as enabled,
+-- since the user chose it as the policy.
 local cjson = require "cjson.safe"
 local expression = require "engine.base.expression"
 local nearest = require "engine.base.nearest"
@@ -23,7 +23,8 @@ local KEYS = {
 }
 local BOOLEAN = { enabled = true, auto_cast = true, fp16_master_weights_and_grads = true,
   consecutive_hysteresis = true, raise_error_at_min_scale = true }
--- Options of the policies without a key in the block; users may give them along with its keys.
+-- Options of the policies that have no key in the block. Users may give these along with the
+-- block's keys.
 local OWN = { init_scale = true, scale_factor = true, strict = true }
 
 local function is_null(v) return v == nil or v == cjson.null end
@@ -95,6 +96,35 @@ function M.translate(block, stage, where)
   return "deepspeed_fused", options
 end
 
+-- Converts JSON as DeepSpeed accepts it, with comments (#, //, /* */) and commas before closing
+-- brackets, to plain JSON with the same lines.
+local function plain_json(text)
+  local out, code, at = {}, {}, 1
+  local function end_code()
+    out[#out + 1] = table.concat(code):gsub(",(%s*[%]}])", " %1")
+    code = {}
+  end
+  while at <= #text do
+    local _, last = text:find('^"[^"\\]*', at)
+    if last then                                       -- a string, with its escapes
+      end_code()
+      while text:find("^\\", last + 1) do _, last = text:find('^\\.?[^"\\]*', last + 1) end
+      out[#out + 1] = text:sub(at, last + 1)
+      last = last + 1
+    else
+      for _, comment in ipairs { "^#[^\n]*", "^//[^\n]*", "^/%*.-%*/" } do
+        if not last then _, last = text:find(comment, at) end
+      end
+      local blank = last and text:sub(at, last):gsub("[^\n]", " ")
+      if not last then _, last = text:find('^.[^"#/]*', at) end
+      code[#code + 1] = blank or text:sub(at, last)
+    end
+    at = last + 1
+  end
+  end_code()
+  return table.concat(out)
+end
+
 -- "file:line: " of the first mention of a key in a JSON text.
 local function place_of(text, path, key)
   local at = text:find('"' .. key:gsub("%p", "%%%0") .. '"%s*:')
@@ -142,11 +172,13 @@ function M.from_table(config, changes, where, path)
   return M.translate(changed(block, changes), stage, where)
 end
 
---- Reads a DeepSpeed JSON; returns the name of the policy and its options.
+--- Reads a DeepSpeed JSON, which may have comments and trailing commas; returns the name of the
+--- policy and its options.
 function M.read(path, changes)
   local text, why = require("engine.base.file").read(path)
   if not text then error("policy: " .. why, 0) end
   text = text:gsub("^\239\187\191", "")                -- a byte order mark
+  text = plain_json(text)
   local config, problem = cjson.decode(text)
   if config == nil then
     local at = tonumber(problem:match("at character (%d+)"))
@@ -156,8 +188,8 @@ function M.read(path, changes)
   return M.from_table(config, changes, function(key) return place_of(text, path, key) end, path)
 end
 
---- True if options for the policy deepspeed use a key of the fp16 block that the policy itself does
---- not have.
+--- True if one of the options for the policy deepspeed is a key of the fp16 block that is not also
+--- an option of the policy.
 function M.is_block(options)
   for key in pairs(options) do
     if KEYS[key] ~= nil and KEYS[key] ~= key then return true end

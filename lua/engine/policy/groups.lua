@@ -1,10 +1,10 @@
 -- Groups of parameters, and their separate loss scales. A group is a layer: "blocks.3" for
--- "blocks.3.attn.qkv.weight"; a module can also declare itself a group (nn.moe does so for each
+-- "blocks.3.attn.qkv.weight". A module can also declare itself a group (nn.moe does so for each
 -- expert). A policy sees the groups as record.groups and may return scales = { ["blocks.3"] = s }.
--- The gradients inside that layer then carry s instead of the global loss scale. Its relative scale
--- is s divided by the global scale; between two layers the backward pass multiplies the gradient of
--- the activations once by the ratio of their scales (core/autograd/tape.c). Used by trainer.lua and
--- scaler.lua.
+-- The gradients inside that layer then carry s instead of the global loss scale. The layer's
+-- relative scale is s divided by the global scale. Between two layers, the backward pass multiplies
+-- the gradient of the activations once by the ratio of their scales (grad_emit in
+-- core/autograd/gradient.c). Used by trainer.lua and scaler.lua.
 local M_ffi = require "engine.base.ffi"
 
 local C, check = M_ffi.C, M_ffi.check
@@ -33,8 +33,8 @@ local function group_name(name, declared)
   return name:match("^(%d+)%.") or name:match("^(.-%.%d+)%.") or name:match("^([^.]+)") or name
 end
 
---- The parameters' names, the number of each one's group, and the groups' names. `model`: its
---- modules may declare themselves.
+--- The names of the parameters, the number of each parameter's group, and the names of the groups.
+--- `model`: its modules may declare themselves groups.
 function M.of(list, model)
   local _, declared = modules_of(model)
   local names, group_of, groups, index = {}, {}, {}, {}
@@ -49,8 +49,8 @@ function M.of(list, model)
   return names, group_of, groups
 end
 
---- The groups of a list of parameters { name = } and their modules in `model` (or nil). `sets`: the
---- parameter sets that make up the list, in order, as { params =, n = }.
+--- The groups of a list of parameters { name = }, and the groups' modules in `model` (or nil).
+--- `sets`: the parameter sets that make up the list, in order, as { params =, n = }.
 function M.new(model, list, sets)
   local at = modules_of(model)
   local self = setmetatable({ modules = {}, sets = sets, apart = false,

@@ -18,7 +18,7 @@ local M = {}
 local ACTIONS, verdict_methods = {}, {}
 for number = 0, C.ENG_ACTIONS - 1 do ACTIONS[number] = ffi.string(C.eng_action_name(number)) end
 
---- "step", "skip", "retry" or "stop".
+--- "step", "skip", "retry", "stop" or "rollback".
 function verdict_methods.what(v) return ACTIONS[v.action] end
 
 --- The reason as text, "" if the policy gave none.
@@ -75,7 +75,7 @@ end
 --- Returns to the initial state.
 function Policy:reset() check(C.eng_policy_init(self.handle)) end
 
---- Takes over the state of another policy (a Policy; of a registered class only the scale).
+--- Takes over the state of another policy. From a registered class, only the scale is taken over.
 function Policy:take_over(old)
   if old.handle then
     check(C.eng_policy_migrate(self.handle, old.handle))
@@ -85,8 +85,9 @@ function Policy:take_over(old)
   end
 end
 
---- Names the tensors of decide's `stats`: their names, the group of each (from 1, or nil), the
---- groups' names. `scalable`: the caller can scale groups separately, so the policy may ask for it.
+--- Names the tensors of decide's `stats`: the tensors' names, the group of each tensor (from 1, or
+--- nil), and the groups' names. `scalable`: the caller can scale groups separately, so the policy
+--- may ask for that.
 function Policy:tensors(names, group_of, groups, scalable)
   groups = groups or {}
   local c_names, c_groups = ffi.new("const char *[?]", #names + 1),
@@ -115,6 +116,25 @@ function Policy:signal(name, value)
   check(C.eng_policy_signal(self.handle, name, value))
 end
 
+local logged = ffi.new("double[1]")
+
+--- What the last verdict logged, { name = number }, or nil.
+function Policy:logs()
+  local name, values, i = C.eng_policy_logged(logged, self.handle, 0), nil, 0
+  while name ~= nil do
+    values = values or {}
+    values[ffi.string(name)], i = logged[0], i + 1
+    name = C.eng_policy_logged(logged, self.handle, i)
+  end
+  return values
+end
+
+--- What the policy has printed since the last call, lines "file:line: text", or nil.
+function Policy:printed()
+  local text = C.eng_policy_printed(self.handle)
+  return text[0] ~= 0 and ffi.string(text) or nil
+end
+
 local info = ffi.new("eng_policy_info")
 
 --- Failed decisions since the start.
@@ -123,7 +143,7 @@ function Policy:failures()
   return tonumber(info.failures)
 end
 
---- A short name of its source, as in histories: 8 hexadecimal digits.
+--- A short name of the policy's source, as in histories: 8 hexadecimal digits.
 function Policy:hash() return ("%08x"):format(C.eng_crc32c(0, self.source, #self.source)) end
 
 function Policy:__tostring()
@@ -132,8 +152,8 @@ function Policy:__tostring()
     local value, preset = self.options[name], self.defaults[name]
     if value ~= preset then options[#options + 1] = ("%s=%s"):format(name, tostring(value)) end
   end
-  return ("policy %s (%s): scale %.10g%s%s"):format(self.name, self.file, self:scale(),
-    #options > 0 and ", " or "", table.concat(options, " "))
+  return show.shown(("policy %s (%s): scale %.10g%s%s"):format(self.name, self.file, self:scale(),
+    #options > 0 and ", " or "", table.concat(options, " ")))
 end
 
 -- ------------------------------------------------------------------ loading
@@ -155,7 +175,7 @@ function M.names(kind)
   return names
 end
 
--- Source, display name and path of a policy given by name or path.
+-- The source, the display name and the path of a policy, which `name` gives by name or by path.
 local function find(name, kind)
   if name:find("[/\\]") or name:find("%.lua$") then
     local text, why = files.read(name)
@@ -169,7 +189,7 @@ local function find(name, kind)
   local names = M.names(kind)
   for class in pairs(kind == "fp8" and {} or M.classes) do names[#names + 1] = class end
   table.sort(names)
-  error(("there is no %spolicy '%s'%s; hint: a file of your own is named with its path, as " ..
+  error(("there is no %spolicy '%s'%s; hint: to use your own file, give its path, such as " ..
     "./mine.lua"):format(
     kind == "fp8" and "FP8 " or "", name, nearest.choices(name, names, "policies")), 0)
 end
@@ -220,9 +240,9 @@ local function compile(source, file, options, path)
   return setmetatable(self, Policy)
 end
 
---- What is wrong with the next scales of a policy or a class, or nil. A scale that float32 does not
---- represent exactly, or whose inverse it does not, would corrupt the weights silently. groups: how
---- many groups may have separate scales.
+--- What is wrong with the next scales of a policy or a class, or nil. If float32 cannot represent a
+--- scale or the inverse of a scale exactly, the scale would corrupt the weights silently. groups:
+--- how many groups may have separate scales.
 function M.unusable(policy, groups)
   for group = 0, groups or 0 do
     local scale = group == 0 and policy:scale() or policy:group_scale(group)
@@ -255,8 +275,8 @@ function M.register(name, class)
   M.classes[name] = class
 end
 
---- "dynamic:growth_interval=500,init_scale=2^10" -> "dynamic" and the options with these added, as
---- text.
+--- "dynamic:growth_interval=500,init_scale=2^10" -> "dynamic", and the options with these settings
+--- added as text.
 local function with_settings(source, options)
   local name, settings = source:match("^(.-):([%a_][%w_]*=.*)$")
   if not name then return source, options end

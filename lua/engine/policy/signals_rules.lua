@@ -1,3 +1,3 @@
--- How the values of a signal on several ranks become one number, by its name: "mean", "max" or
+-- For each signal's name, how its values on several ranks become one number: "mean", "max" or
 -- "sum".
 return {}

@@ -1,0 +1,50 @@
+-- FP8-LM's automatic scaling of gradients: a factor mu, under which a tensor is stored in FP8,
+-- halves as soon as more than `threshold` of its elements are saturated, and else doubles over
+-- growth_interval steps. Source: Peng et al., FP8-LM (2023, arXiv 2310.18313); the authors' code
+-- (MS-AMP) does not contain the rule.
+--
+-- This is an FP8 policy because the rule needs counts of saturated elements, which only an FP8
+-- layer has: a loss scale would act on gradients that FP8 never sees. Differences that follow:
+--   - mu is per layer and acts on the gradient of a layer's output (`:dy`); in the paper there is
+--     one mu, on the weight gradients that ranks reduce in FP8.
+--   - mu starts where the first measured amax just fits.
+--   - Elements are counted at the steps that the recipe samples. There the scale grows for all
+--     steps since the last count. sample=1 is the paper's rule; with sample=0 gradients are scaled
+--     by their own amax, as if there were no policy.
+--  - An element counts as saturated if it is beyond the largest number; in the paper also if it is
+--    equal to it.
+-- A step with inf or nan in a tensor, or with nothing but zeros, changes nothing for that tensor.
+return {
+  name    = "fp8_lm",
+  doc     = "FP8-LM: halves a gradient's FP8 scale when too much saturates, else grows it slowly.",
+  kind    = "fp8",
+  needs   = { "amax", "tensors" },
+  options = {
+    threshold       = 1e-5,   -- share of saturated elements
+    growth_interval = 1000,   -- steps in which mu doubles
+  },
+  init = function(options)
+    check.share(options, "threshold")
+    check.steps(options, "growth_interval")
+    return { scale = 2^-126, step = 0, tops = {}, counted = {} }
+  end,
+  decide = function(state, record, options)
+    local now, scales = state.step + 1, {}
+    state.step = now
+    for name, t in pairs(record.tensors) do
+      if string.match(name, ":dy$") then
+        local top = state.tops[name]           -- the largest magnitude that FP8 can hold: 1 / mu
+        if t.measured and t.amax > 0 and not t.overflow then
+          if not top then top = t.amax
+          elseif t.clipped > options.threshold * t.measured then top = top * 2
+          else top = top / 2^((now - state.counted[name]) / options.growth_interval) end
+          -- 2^-126 marks the roles without a scale of their own.
+          top = math.max(2^-125, math.min(top, 2^127))
+          state.tops[name], state.counted[name] = top, now
+        end
+        scales[name] = top
+      end
+    end
+    return { scale = 2^-126, scales = scales }
+  end,
+}

@@ -1,0 +1,46 @@
+-- Megatron-LM's grad_norm_skip_threshold: skips an update whose gradient norm, before clipping, is
+-- above a fixed threshold. As in Megatron-LM, the default is infinity, which skips nothing. Choose
+-- a threshold well above the norms of a healthy run (`engine plot RUN --columns norm`); a threshold
+-- below them skips every step. Source: megatron/core/optimizer/optimizer.py, ChainedOptimizer.step
+-- (read, not run).
+--
+-- A skipped step counts as a good one for the loss scale, as in Megatron-LM. The scale follows
+-- dynamic.lua's rule (Megatron-LM's own is megatron.lua), or is fixed (bf16:
+-- norm_skip:loss_scale=1). Skipping needs mode=sync.
+
+return {
+  name  = "norm_skip",
+  doc   = "Megatron-LM's grad_norm_skip_threshold: skips updates with too large a gradient norm.",
+  needs = { "norm" },
+
+  options = {
+    grad_norm_skip_threshold = math.huge,
+    loss_scale               = 0,      -- a fixed loss scale; 0: a dynamic one
+    init_scale               = 2^16,
+    growth_interval          = 2000,   -- good steps in a row until the scale doubles
+  },
+
+  init = function(options)
+    check.not_negative(options, "loss_scale")
+    check.count(options, "growth_interval")
+    if not (options.grad_norm_skip_threshold > 0) then
+      error("grad_norm_skip_threshold must be positive, got " .. options.grad_norm_skip_threshold
+        .. ": it would skip every step", 0)
+    end
+    local scale = options.loss_scale > 0 and options.loss_scale
+      or check.float32(options, "init_scale")
+    return { scale = scale, good = 0, skipped = 0 }
+  end,
+
+  decide = function(state, record, options)
+    local verdict, threshold = rescale(state, record, options), options.grad_norm_skip_threshold
+    if not record.overflow and record.norm > threshold then
+      state.skipped = state.skipped + 1
+      verdict.action = "skip"
+      verdict.reason = (verdict.reason and verdict.reason .. "; " or "")
+        .. ("norm %.4g is above %.4g: skipped"):format(record.norm, threshold)
+    end
+    verdict.log = { threshold = threshold, skipped = state.skipped }
+    return verdict
+  end,
+}

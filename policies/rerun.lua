@@ -1,0 +1,80 @@
+-- Megatron-LM's rerun state machine for spiky losses. If a loss is at least `factor` times the
+-- largest of the first `samples` losses, the step is computed again with the same batch, random
+-- numbers and scale. If the two losses differ by a bit, the hardware computed one of them wrongly.
+-- This is a transient fault, and the run stops (on_fault=stop). If the losses are equal, the spike
+-- comes from the data or the model, and the step is accepted. Source:
+-- megatron/core/rerun_state_machine.py and its use in pretrain_gpt.py (read, not run).
+--
+-- As in Megatron-LM, the first step is not a sample, losses that are inf or nan are ignored, and
+-- the limit never changes once it is known. Differences: here a loss is the mean of the step over
+-- all ranks, in Megatron-LM that of one micro-batch on one rank. Here a reproducible loss is
+-- accepted at once; Megatron-LM first repeats it on another GPU, to detect a persistent fault.
+--
+-- The rerun needs mode=sync, data that can go back (every engine.data) and a deterministic forward
+-- pass; FP8 scales that follow the last steps change between the two passes. A replay of a recorded
+-- run cannot compute a step again; it takes the next recorded step for the rerun. The scale follows
+-- dynamic.lua's rule, or is fixed (bf16: rerun:loss_scale=1).
+
+return {
+  name = "rerun",
+  doc  = "Megatron-LM's rerun machine: repeats a step with a huge loss to find transient faults.",
+
+  options = {
+    factor          = 10,
+    samples         = 100,      -- losses that determine the limit
+    -- after a transient fault: stop, or step (takes the second result; skips it if huge or not
+    -- finite)
+    on_fault        = "stop",
+    loss_scale      = 0,        -- a fixed loss scale; 0: a dynamic one
+    init_scale      = 2^16,
+    growth_interval = 2000,     -- good steps in a row until the scale doubles
+  },
+
+  init = function(options)
+    check.factor(options, "factor")
+    check.count(options, "samples", "is no number of steps")
+    check.not_negative(options, "loss_scale")
+    check.count(options, "growth_interval")
+    if options.on_fault ~= "stop" and options.on_fault ~= "step" then
+      error("on_fault must be stop or step, got " .. options.on_fault, 0)
+    end
+    local scale = options.loss_scale > 0 and options.loss_scale
+      or check.float32(options, "init_scale")
+    return { scale = scale, good = 0, seen = 0, largest = 0, faults = 0 }
+  end,
+
+  decide = function(state, record, options)
+    local loss, first = record.loss, state.first
+    local known, limit = state.seen >= options.samples, options.factor * state.largest
+    local finite = loss - loss == 0
+    local huge = known and finite and math.abs(loss) >= limit
+    -- A step that was updated after all (mode=lagged, a shadow) was not run again.
+    local again = first and record.updates == state.updates
+    state.first, state.updates = nil, nil
+
+    if huge and not again then
+      state.first, state.updates = loss, record.updates
+      return { scale = state.scale, action = "retry", log = { limit = limit, loss = loss },
+        reason = ("loss %.6g, %g times the largest of the first %d: run the step again"):format(
+          loss, math.abs(loss) / state.largest, options.samples) }
+    end
+
+    local verdict = rescale(state, record, options)
+    if again then
+      local why
+      if loss == first then
+        why = "the second loss is the same to the bit: it comes from the data or the model"
+      else
+        state.faults = state.faults + 1
+        why = ("transient fault: the same step gave loss %.17g, then %.17g"):format(first, loss)
+        if options.on_fault == "stop" then verdict.action = "stop"
+        elseif huge or not finite then verdict.action = "skip" end
+      end
+      verdict.reason = (verdict.reason and verdict.reason .. "; " or "") .. why
+    elseif not known and finite and record.step > 0 then
+      state.seen, state.largest = state.seen + 1, math.max(state.largest, math.abs(loss))
+    end
+    verdict.log = { limit = known and limit or nil, faults = state.faults }
+    return verdict
+  end,
+}

@@ -1,0 +1,64 @@
+-- For losses that jump. Bad steps in a row are first skipped, then taken with a smaller learning
+-- rate; finally the run returns to a checkpoint and leaves out data. A bad step has a loss that is
+-- inf or nan, or more than `sigmas` standard deviations above its moving mean, which bad steps do
+-- not enter. The loss scale follows dynamic.lua's rule. Sources: the restarts of PaLM (Chowdhery et
+-- al., 2022, section 5.1: back about 100 steps, past 200 to 500 batches); the escalation is common
+-- practice. Needs checkpoints: run=, checkpoint_every= and keep= must reach `back` steps into the
+-- past.
+return {
+  name = "spike",
+  doc  = "Skips steps of a loss spike, lowers the rate, then goes back to a checkpoint.",
+
+  options = {
+    init_scale      = 2^16,
+    growth_interval = 2000,   -- good steps in a row after which the loss scale doubles
+    sigmas          = 6,
+    decay           = 0.98,   -- of the moving mean and variance of the loss
+    warmup          = 50,     -- steps before the first step can be bad
+    skips           = 3,      -- bad steps in a row that are skipped
+    patience        = 10,     -- bad steps in a row before the rollback
+    slow            = 0.5,    -- factor on the learning rate between these two
+    back            = 100,    -- steps that a rollback goes back
+    leave_out       = 200,    -- steps of data that it leaves out
+    lr_mul          = 0.5,    -- factor on the learning rate after a rollback
+    cooldown        = 50,     -- steps after a rollback during which no step is bad
+  },
+
+  init = function(options)
+    return { scale = options.init_scale, good = 0, bad = 0, seen = 0, mean = 0, variance = 0,
+      rest = options.warmup }
+  end,
+
+  decide = function(state, record, options)
+    state.rest = math.max(0, state.rest - 1)
+    if record.overflow and record.loss - record.loss == 0 then
+      state.scale, state.good = state.scale / 2, 0
+      return { scale = state.scale, reason = "overflow" }
+    end
+    state.good = state.good + 1
+    if state.good % options.growth_interval == 0 then state.scale = state.scale * 2 end
+
+    local limit = state.mean + options.sigmas * math.sqrt(state.variance)
+    local bad = not (record.loss <= limit) and state.rest == 0 or record.loss - record.loss ~= 0
+    local log = { loss_limit = limit, bad = bad and state.bad + 1 or 0 }
+    if not bad then
+      state.bad, state.seen = 0, state.seen + 1
+      local decay = math.min(options.decay, 1 - 1 / state.seen)     -- at first the plain mean
+      local distance = record.loss - state.mean
+      state.mean = state.mean + (1 - decay) * distance
+      state.variance = decay * (state.variance + (1 - decay) * distance * distance)
+      return { scale = state.scale, log = log }
+    end
+    state.bad = state.bad + 1
+    if state.bad > options.patience then
+      state.bad, state.rest = 0, options.cooldown
+      return { scale = state.scale, action = "rollback", back = options.back,
+        skip = options.leave_out, lr_mul = options.lr_mul, log = log,
+        reason = ("%d bad steps in a row, loss %.4g"):format(options.patience + 1, record.loss) }
+    elseif state.bad > options.skips and not record.overflow then
+      return { scale = state.scale, lr_mul = options.slow, log = log,
+        reason = "bad step: smaller learning rate" }
+    end
+    return { scale = state.scale, action = "skip", log = log, reason = "bad step: skipped" }
+  end,
+}
