@@ -1,0 +1,50 @@
+-- Adafactor (Shazeer and Stern 2018, arXiv 1804.04235), without first moment. The rules and
+-- defaults are those of torch.optim.Adafactor 2.15: the rate is min(lr, 1/sqrt(t)) times the RMS of
+-- the weights, and the second moment of a tensor of two dimensions or more is kept as the means
+-- over its rows and columns. Called through engine.optim.adafactor.
+local steps = require "engine.optim.steps"
+
+local function with_one(d)
+  return function(shape)
+    if #shape < 2 then return nil end
+    shape[#shape + 1 + d] = 1
+    return shape
+  end
+end
+
+-- The estimate of the second moment, from the means over the last dimension and the one before it.
+local function factored(p, ctx, weight)
+  local squares = p.grad * p.grad
+  p.row = steps.lerp(p.row, squares:mean(-1, true), weight)
+  p.column = steps.lerp(p.column, squares:mean(-2, true), weight)
+  return p.row * p.column / p.row:mean(-2, true):maximum(ctx.eps1)
+end
+
+return {
+  doc = "Adafactor: the second moment of a matrix as one row and one column.",
+  defaults = { lr = 1e-2, beta2_decay = -0.8, eps1 = 2 ^ -23, eps2 = 1e-3, d = 1,
+    weight_decay = 0 },
+  buffers = { row = with_one(-1), column = with_one(-2),
+    moment2 = function(shape) return #shape < 2 and shape or nil end },
+  check = function(o)
+    if o.beta2_decay > 0 then
+      return "expected beta2_decay to be 0 or less, got " .. o.beta2_decay
+    elseif o.eps1 < 2 ^ -63 or o.eps2 < 0 or o.d < 1 then
+      return "expected eps1 of 2^-63 or more, so that its square is an f32, eps2 of 0 or more " ..
+        "and d of 1 or more"
+    end
+  end,
+  update = function(p, ctx)
+    local weight = ctx.t ^ ctx.beta2_decay       -- 1 - beta2
+    local alpha = steps.rms(p.weight):maximum(ctx.eps2) * math.min(ctx.lr, 1 / math.sqrt(ctx.t))
+    local estimate
+    if p.row then estimate = factored(p, ctx, weight)
+    else
+      p.moment2 = steps.lerp(p.moment2, p.grad * p.grad, weight)
+      estimate = p.moment2
+    end
+    local update = estimate:maximum(ctx.eps1 ^ 2):rsqrt() * p.grad
+    local limit = (steps.rms(update) / ctx.d):maximum(1)
+    p.weight = p.weight * (1 - ctx.lr * ctx.weight_decay) - update * (alpha / limit)
+  end,
+}

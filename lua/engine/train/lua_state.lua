@@ -1,0 +1,278 @@
+-- The state of optimizers written in Lua (engine.optim.register): their buffers, and the loop that
+-- calls the specification's update for each parameter. Owns the buffers, f32 or bf16 tensors that
+-- begin as zeros. Called by optim.lua; fused_state.lua has the same methods for the core's
+-- optimizers.
+--
+-- Everything inside update runs in f32, unrecorded, and in a scope of its own, so temporary tensors
+-- are freed after each parameter. With ZeRO a rank updates whole parameters and has the buffers of
+-- these alone.
+local M_ffi = require "engine.base.ffi"
+local arguments = require "engine.base.arguments"
+local autograd = require "engine.tensor.autograd"
+local nearest = require "engine.base.nearest"
+local precision = require "engine.train.precision"
+local tensor = require "engine.tensor.tensor"
+
+local ffi, C, check, raise = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise
+
+local M = {}
+
+local State = {}
+State.__index = State
+
+local function count_of(shape)
+  local n = 1
+  for _, size in ipairs(shape) do n = n * size end
+  return n
+end
+
+-- Buffers to free once the tape is empty; until then the core keeps every tensor.
+local waiting = {}
+
+local function release(x)
+  if C.eng_free(x) ~= 0 then waiting[#waiting + 1] = x end
+end
+
+local function reclaim()
+  if waiting[1] == nil or C.eng_tape_length() > 0 then return end
+  local list = waiting
+  waiting = {}
+  for _, x in ipairs(list) do release(x) end
+end
+
+--- `spec`: a checked specification (optim_register.lua). The optimizer has its parameters, groups
+--- and moments' dtype.
+function M.new(optimizer, spec)
+  local self = setmetatable({ optimizer = optimizer, spec = spec, kept = 0, buffers = {},
+    known = {} }, State)
+  for _, buffer in ipairs(spec.buffers) do self.known[buffer.name] = true end
+  local handles = self.buffers     -- the finalizer must not hold `self`
+  self.guard = ffi.gc(ffi.new "char[1]", function()
+    for _, of in pairs(handles) do
+      for _, x in pairs(of) do release(x) end
+    end
+  end)
+  for i, p in ipairs(optimizer.list) do self:layout(i, p.tensor.shape) end   -- checks the shapes
+  return self
+end
+
+-- The group's values of parameter i.
+local function group_of(self, i)
+  return self.optimizer.groups[self.optimizer._group_of[i - 1] + 1]
+end
+
+-- The buffers of parameter i if it had this shape: a list of { key =, name =, dtype =, size = its
+-- shape, shape = function }, ordered by key. A parameter without elements has none.
+function State:layout(i, shape)
+  local p, list, group = self.optimizer.list[i], {}, group_of(self, i)
+  if count_of(shape) == 0 then return list end
+  for _, buffer in ipairs(self.spec.buffers) do
+    local function size_of(whole)      -- also whether it is the parameter's own shape
+      if not buffer.shape then return whole, true end
+      local given = { unpack(whole) }
+      local size = buffer.shape(given, p, group)
+      if size == nil then return nil end
+      local good = type(size) == "table" and #size <= C.ENG_MAX_DIMS
+      for _, n in ipairs(good and size or {}) do
+        good = good and type(n) == "number" and n % 1 == 0 and n >= 0 and n < 2 ^ 53
+      end
+      if good then
+        return size, size == given and arguments.shape_text(size) == arguments.shape_text(whole)
+      end
+      raise("optim.%s: expected the shape of buffer '%s' of %s to be a list of whole numbers, " ..
+        "or nil, got %s", self.spec.name, buffer.name, p.name, type(size) == "table"
+        and "another table" or M_ffi.value_text(size))
+    end
+    local size, own = size_of(shape)
+    if size then
+      -- bf16 is for buffers as large as the weights
+      list[#list + 1] = { key = buffer.name, name = p.name .. "." .. buffer.name, size = size,
+        shape = function(whole) return (size_of(whole)) end,
+        dtype = own and self.optimizer.moments or "f32" }
+    end
+  end
+  return list
+end
+
+-- A buffer in the memory of the parameter p.
+local function zeros(p, size, dtype)
+  local x = M_ffi.Tensor()
+  check(C.eng_new(x, M_ffi.dtype[dtype], #size, ffi.new("int64_t[?]", #size + 1, size), C.ENG_KEEP))
+  local home, here = p.tensor.device, x.device
+  if home == here then return x:zero() end
+  x:free()
+  raise("parameter %s is in %s memory, but the current device is %s; hint: engine.device('%s')",
+    p.name, home, here, home)
+end
+
+-- The buffers of parameter i by key, made at the first call; {} if another rank has them.
+local function buffers_of(self, i)
+  local own = self.buffers[i]
+  if own then return own end
+  own = {}
+  local p = self.optimizer.list[i]
+  local absent = p.tensor.count == 0 or self.owns and not self.owns[i]
+  for _, b in ipairs(absent and {} or self:layout(i, p.tensor.shape)) do
+    own[b.key] = zeros(p, b.size, b.dtype)
+    self.kept = self.kept + own[b.key].count * C.eng_dtype_size(M_ffi.dtype[b.dtype])
+  end
+  self.buffers[i] = own
+  return own
+end
+
+-- ------------------------------------------------------------------ one update
+
+-- Makes reading a name that does not exist an error; a buffer that this parameter lacks is nil.
+local function guarded(t, what, known)
+  return setmetatable(t, { __index = function(_, key)
+    if known[key] then return nil end
+    local names = nearest.keys(known)
+    for name in pairs(t) do names[#names + 1] = tostring(name) end
+    error(("%s has no '%s'%s"):format(what, tostring(key), nearest.hint(tostring(key), names)), 2)
+  end })
+end
+
+local function same(a, b) return a.slot == b.slot and a.generation == b.generation end
+
+-- What update assigned to `key`, where x was before: a tensor, or nil if x is still there.
+local function assigned(self, fields, key, x)
+  local value, shape = rawget(fields, key), arguments.shape_text(x.shape)
+  local function bad(expected, got)
+    raise("optim.%s: expected %s's %s %s, got %s", self.spec.name, fields.name, key, expected, got)
+  end
+  if not tensor.is_tensor(value) then bad("to be a tensor", M_ffi.value_text(value)) end
+  if same(value, x) then return nil end
+  if value.dtype ~= "f32" then bad("to be f32", value.dtype) end
+  if arguments.shape_text(value.shape) ~= shape then
+    bad("to keep its shape " .. shape, arguments.shape_text(value.shape))
+  end
+  return value
+end
+
+-- Stores what update assigned: into[key] is where fields[key] was, or the bf16 buffer that it was
+-- widened from.
+local function store(self, fields, before, into)
+  local new = {}
+  for key, x in pairs(before) do
+    new[key] = assigned(self, fields, key, x)
+    for _, other in pairs(before) do      -- buffers that change places
+      if new[key] and same(new[key], other) then new[key] = other:contiguous() break end
+    end
+    if not new[key] and not same(x, into[key]) then new[key] = x end
+  end
+  -- the weight last, because a buffer may be a view of it
+  for _, buffer in ipairs(self.spec.buffers) do
+    if new[buffer.name] then into[buffer.name]:copy(new[buffer.name]) end
+  end
+  if new.weight then into.weight:copy(new.weight) end
+end
+
+local has = ffi.new("int[1]")
+
+-- Updates parameter i; returns whether it had a gradient.
+local function update_one(self, i, factor, limit, ctx)
+  local p, grad = self.optimizer.list[i], M_ffi.Tensor()
+  local shape = p.tensor.shape
+  check(C.eng_new(grad, M_ffi.dtype.f32, #shape, ffi.new("int64_t[?]", #shape + 1, shape),
+    C.ENG_AUTO))
+  check(C.eng_params_true_gradient(has, grad, self.optimizer.params, i - 1, factor))
+  if has[0] == 0 then return false end
+  if limit > 0 then grad = grad:clamp(-limit, limit) end
+  local fields = { name = p.name, role = p.role, weight = p.tensor, grad = grad }
+  local before, into = { weight = p.tensor }, { weight = p.tensor }
+  for key, x in pairs(buffers_of(self, i)) do
+    before[key], into[key] = x.dtype == "f32" and x or x:to("f32"), x
+    fields[key] = before[key]
+  end
+  self.torn = true                 -- until all parameters are updated
+  self.spec.update(guarded(fields, "a parameter", self.known), ctx)
+  store(self, fields, before, into)
+  return true
+end
+
+-- Calls update for every parameter that has a gradient and that this rank updates.
+local function update_all(self, factor, limit, contexts)
+  for i, p in ipairs(self.optimizer.list) do
+    if p.tensor.count > 0 and not (self.owns and not self.owns[i]) then
+      autograd.scope(update_one, self, i, factor, limit,
+        contexts[self.optimizer._group_of[i - 1] + 1])
+    end
+  end
+end
+
+--- One update. `lr`: the rate before a group's lr_mul. `options`: those of Optimizer:step, with
+--- clip_norm and norm.
+function State:update(lr, options)
+  local name, factor = self.spec.name, options.gradient_factor
+  self:refuse_torn()
+  if options.lagged then
+    raise("optim.%s: a lagged update is decided by the device, and this optimizer is written in " ..
+      "Lua; hint: mode=sync", name)
+  end
+  if options.clip_norm > 0 and options.norm > options.clip_norm then
+    factor = factor * options.clip_norm / (options.norm + 1e-6)
+  end
+  local contexts = {}
+  for k, group in ipairs(self.optimizer.groups) do
+    local ctx = { t = self.optimizer.updates + 1 }
+    for key in pairs(self.spec.defaults) do ctx[key] = group[key] end
+    ctx.lr = lr * group.lr_mul
+    contexts[k] = guarded(ctx, "the context", {})
+  end
+  reclaim()
+  precision.autocast("fp32", update_all, self, factor, options.clip_value, contexts)
+  self.torn = nil
+  check(C.eng_params_refresh(self.optimizer.params))
+end
+
+--- Raises an error after an update that failed halfway.
+function State:refuse_torn()
+  if self.torn then
+    raise("optim.%s: an update failed halfway, so weights and buffers belong to different " ..
+      "updates; hint: load a checkpoint", self.spec.name)
+  end
+end
+
+-- ------------------------------------------------------------------ as fused_state.lua
+
+--- The buffers of parameter i: a list of { name = "w.momentum", x = tensor or nil where another
+--- rank has it, dtype, shape = function(parameter's shape) -> the buffer's shape, whole = true }.
+--- `shape`: that of the whole parameter, if ranks hold parts of it. `torn`: also after an update
+--- that failed halfway.
+function State:of(i, shape, torn)
+  if not torn then self:refuse_torn() end
+  local own, list = buffers_of(self, i), {}
+  for k, b in ipairs(self:layout(i, shape or self.optimizer.list[i].tensor.shape)) do
+    list[k] = { name = b.name, x = own[b.key], dtype = b.dtype, shape = b.shape, whole = true }
+  end
+  return list
+end
+
+--- The bytes of the buffers of parameter i.
+function State:bytes(i)
+  local sum = 0
+  for _, b in ipairs(self:layout(i, self.optimizer.list[i].tensor.shape)) do
+    sum = sum + count_of(b.size) * C.eng_dtype_size(M_ffi.dtype[b.dtype])
+  end
+  return sum
+end
+
+--- Keeps only the buffers of the parameters that this rank updates (ZeRO).
+function State:shard(reduction)
+  local from, to = ffi.new("int64_t[1]"), ffi.new("int64_t[1]")
+  self.owns = {}
+  for i in ipairs(self.optimizer.list) do
+    C.eng_parallel_own(from, to, reduction, i - 1)
+    self.owns[i] = to[0] > from[0]
+    for key, x in pairs(not self.owns[i] and self.buffers[i] or {}) do
+      self.kept = self.kept - x.count * C.eng_dtype_size(M_ffi.dtype[x.dtype])
+      release(x)
+      self.buffers[i][key] = nil
+    end
+  end
+end
+
+--- Called after a load.
+function State:restart() self.torn = nil end
+
+return M

@@ -1,0 +1,104 @@
+-- What engine.optim.register accepts: checks a specification and returns it in one form. Called by
+-- optim.lua; lua_state.lua runs it.
+local M_ffi = require "engine.base.ffi"
+local nearest = require "engine.base.nearest"
+
+local raise = M_ffi.raise
+
+local M = {}
+
+local FIELDS = { doc = "string", defaults = "table", buffers = "table", update = "function",
+  check = "function" }
+-- Names that every optimizer has as options, or that its context or its parameters have.
+local TAKEN = { betas = true, groups = true, decay = true, precision = true, moments = true,
+  match = true, label = true, lr_mul = true, t = true }
+local OF_PARAMETER = { name = true, role = true, weight = true, grad = true }
+
+local function is_name(x) return type(x) == "string" and x:find("^[%a_][%w_]*$") ~= nil end
+
+local function check_defaults(name, defaults)
+  if type(defaults.lr) ~= "number" then
+    raise("optim.register: expected the defaults of '%s' to have a number lr, got %s", name,
+      M_ffi.value_text(defaults.lr))
+  end
+  for key, value in pairs(defaults) do
+    local kind = type(value)
+    if not is_name(key) or TAKEN[key] then
+      raise("optim.register: '%s' cannot be the name of a hyperparameter of '%s'%s", tostring(key),
+        name, TAKEN[key] and ": it has another meaning" or "")
+    elseif kind ~= "number" and kind ~= "boolean" and kind ~= "string" then
+      raise("optim.register: expected %s of '%s' to be a number, boolean or string, got %s", key,
+        name, M_ffi.value_text(value))
+    end
+  end
+end
+
+-- Buffers as a list of { name =, shape = function or nil }, in the order of their names.
+local function buffers_in_order(name, given)
+  local list, seen = {}, {}
+  for key, value in pairs(given) do
+    local plain = type(key) == "number"
+    local buffer, shape = plain and value or key, not plain and value or nil
+    if not is_name(buffer) or OF_PARAMETER[buffer] or seen[buffer] then
+      raise("optim.register: %s cannot be the name of a buffer of '%s'%s",
+        M_ffi.value_text(buffer), name, seen[buffer] and ": it is listed twice"
+        or OF_PARAMETER[buffer] and ": every parameter has a field of that name" or "")
+    end
+    if not plain and type(shape) ~= "function" then
+      raise("optim.register: expected buffer '%s' of '%s' to be a function(shape) that returns " ..
+        "the buffer's shape, got %s", buffer, name, M_ffi.value_text(shape))
+    end
+    seen[buffer] = true
+    list[#list + 1] = { name = buffer, shape = shape }
+  end
+  table.sort(list, function(a, b) return a.name < b.name end)
+  return list
+end
+
+--- A checked copy of what register(name, given) was given: { name, doc, defaults, buffers = { {
+--- name, shape } ... }, update, check }.
+function M.read(name, given)
+  if not is_name(name) then
+    raise("optim.register: expected a name of letters, digits and _, got %s",
+      M_ffi.value_text(name))
+  end
+  if type(given) ~= "table" then
+    raise("optim.register: expected a table for '%s', got %s", name, M_ffi.value_text(given))
+  end
+  for key in pairs(given) do
+    if not FIELDS[key] then
+      raise("optim.register: unknown field '%s' of '%s'%s", tostring(key), name,
+        nearest.choices(tostring(key), FIELDS, "fields"))
+    end
+  end
+  for field, kind in pairs(FIELDS) do
+    local optional = field == "doc" or field == "buffers" or field == "check"
+    if type(given[field]) ~= kind and not (optional and given[field] == nil) then
+      raise("optim.register: expected %s of '%s' to be a %s, got %s", field, name, kind,
+        M_ffi.value_text(given[field]))
+    end
+  end
+  local defaults = {}
+  check_defaults(name, given.defaults)
+  for key, value in pairs(given.defaults) do defaults[key] = value end
+  return { name = name, doc = given.doc, defaults = defaults, update = given.update,
+    check = given.check, buffers = buffers_in_order(name, given.buffers or {}) }
+end
+
+--- Raises an error unless the values of an optimizer's hyperparameters have their defaults' types
+--- and satisfy the specification's own check.
+function M.check_values(spec, values)
+  for key, default in pairs(spec.defaults) do
+    local value = values[key]
+    local good = type(value) == type(default)
+    if good and type(value) == "number" then good = value - value == 0 end
+    if not good then
+      raise("optim.%s: expected %s to be a %s, got %s", spec.name, key, type(default) == "number"
+        and "finite number" or type(default), M_ffi.value_text(value))
+    end
+  end
+  local problem = spec.check and spec.check(values)
+  if problem then raise("optim.%s: %s", spec.name, tostring(problem)) end
+end
+
+return M

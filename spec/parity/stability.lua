@@ -1,0 +1,46 @@
+-- The engine's side of stability.py: reads a file of cases, one JSON object a line (policy,
+-- options, steps), and prints a line for each step. Steps are [loss, norm, inf, nan], and give the
+-- action, the clip and the logged numbers; for fp8_lm they are [amax, clipped], and give the amax
+-- that scales the tensor.
+local json = require "cjson"
+local engine = require "engine"
+local ffi = require "ffi"
+
+local function hex(x) return x == x and ("%a"):format(x) or "nan" end
+
+-- A record as the trainer makes it. Of an update that is skipped, `updates` does not grow.
+local function guard(case)
+  local policy, record, updates = engine.policy.load(case.policy, case.options),
+    ffi.new("eng_record"), 0
+  for i, s in ipairs(case.steps) do
+    record.step, record.updates, record.scale, record.first_bad = i - 1, updates, policy:scale(), -1
+    record.loss, record.norm = tonumber(s[1]), tonumber(s[2])
+    record.inf, record.nan, record.count = s[3], s[4], 100
+    record.overflow = s[3] + s[4] > 0 and 1 or 0
+    local v = policy:decide(record)
+    assert(v.failed == 0, v:why())
+    if v:what() == "step" then updates = updates + 1 end
+    local words = { v:what(), hex(v.clip > 0 and v.clip or 1 / 0) }
+    for name, x in pairs(policy:logs() or {}) do words[#words + 1] = name .. "=" .. hex(x) end
+    print(table.concat(words, " "))
+  end
+end
+
+local function fp8(case)
+  local policy, record, stats = engine.policy.load(case.policy, case.options, "fp8"),
+    ffi.new("eng_record"), ffi.new("eng_tensor_stats[1]")
+  policy:tensors({ "a:dy" }, { 1 }, { "a:dy" }, true)
+  for i, s in ipairs(case.steps) do
+    record.step, record.scale, record.first_bad = i - 1, 1, -1
+    stats[0].relative_scale, stats[0].amax = 1, tonumber(s[1])
+    stats[0].measured, stats[0].clipped = 1e6, s[2]
+    local v = policy:decide(record, stats)
+    assert(v.failed == 0, v:why())
+    print(hex(policy:group_scale(1)))
+  end
+end
+
+for line in io.lines(arg[1]) do
+  local case = json.decode(line)
+  if case.policy == "fp8_lm" then fp8(case) else guard(case) end
+end
