@@ -17,7 +17,7 @@ typedef struct op_call {
   tensor *in[ENG_OP_INPUTS];
   tensor *out[ENG_OP_OUTPUTS];
   union {
-    // all of them by position, for op.c alone
+    // all attributes by position, for op.c alone
     struct { int64_t ints[ENG_OP_INTS]; double floats[ENG_OP_FLOATS]; } attributes;
 #define ENG_OP(name, inputs, outputs, layout, cast, shape, gradient, reads, saves, ints, floats) \
     ENG_OP_ATTRIBUTES(name, ints, floats)
@@ -57,7 +57,8 @@ typedef struct wire_run {
 enum {
   WIRE_RUN_THERE = 1,   // packing: `numbers` is valid; otherwise zeros are packed
   WIRE_RUN_FILL = 2,    // packing: pads with zeros to the end of the last block of 128
-  // unpacking: the result, rounded to the dtype, is added to `numbers` in f32 and rounded
+  // unpacking: rounds a received number to the dtype, adds it to `numbers` in f32, and rounds the
+  // sum
   WIRE_RUN_ADD = 4,
 };
 
@@ -88,7 +89,8 @@ typedef struct backend {
   /// `needs` (ENG_NEED_*) selects what to compute; the rest stays zero. Sums have a fixed order.
   eng_status (*gradstats)(const param_span *spans, int n, unsigned needs, eng_tensor_stats *stats);
 
-  /// One pass: gradient (times gradient_factor: unscale and clip), update, refresh of the shadow.
+  /// One pass: multiplies gradients by gradient_factor (unscale and clip), updates the weights, and
+  /// rounds them into the shadow.
   eng_status (*optimize)(const param_span *spans, int n, const eng_update *update);
 
   /// Writes gradient * factor in f32 to target[i] for each span (target[i] may be the gradient
@@ -100,7 +102,8 @@ typedef struct backend {
   /// update->lagged finds it by *ticket (never 0). gradstats_fetch copies it to the host once and
   /// waits only if it is not ready. At most 64 tickets are outstanding. `loss`: the loss tensors of
   /// the step (f32, one element each); their values come with the statistics. Every fetch
-  /// invalidates its ticket; a fetch without `stats` drops the result. NULL on host devices.
+  /// invalidates its ticket; a fetch without `stats` drops the result. Both functions are NULL on
+  /// devices that compute in host memory.
   eng_status (*gradstats_start)(int64_t *ticket, const param_span *spans, int n, unsigned needs,
                                 tensor *const *loss, int n_loss);
   eng_status (*gradstats_fetch)(int64_t ticket, eng_tensor_stats *stats, int n, double *loss,
@@ -108,7 +111,7 @@ typedef struct backend {
 
   // The remaining functions are NULL on devices that compute in host memory.
 
-  /// The memory space of its tensors: SPACE_HOST, or the device's own.
+  /// The memory space of the device's tensors: SPACE_HOST, or a space of its own.
   int32_t space;
   /// Large chunks of memory, for the arenas. `take` returns NULL when none is left; `capacity`:
   /// total bytes.
@@ -126,12 +129,12 @@ typedef struct backend {
   eng_status (*capture_end)(void **graph);
   eng_status (*graph_launch)(void *graph);
   void       (*graph_free)(void *graph);
-  /// "NVIDIA H200, sm_90, driver 580.82, ..." for messages; also set on the CPU. NULL: use the
-  /// name.
+  /// Describes the device in messages: "NVIDIA H200, sm_90, driver 580.82, ...". Also set on the
+  /// CPU. NULL: its name is used.
   const char *(*describe)(void);
-  /// FP8 products on tensor cores: 0 none, 1 operands with one scale each, 2 also scales by row or
-  /// block. 2 as well if the user selected the slow formula. NULL: FP8 products have one
-  /// implementation.
+  /// Which FP8 products the tensor cores compute: 0 none, 1 operands with one scale each, 2 also
+  /// scales by row or block. Also 2 if the user selected the slow formula. NULL: the device has one
+  /// implementation of FP8 products.
   int         (*fp8)(void);
   /// The card's UUID, unique across machines.
   const char *(*identity)(void);
@@ -144,34 +147,34 @@ typedef struct backend {
   eng_status (*stream_follow)(void *stream);
   /// Whether the stream is idle. Never waits.
   eng_status (*stream_done)(bool *done, void *stream);
-  /// Records a mark after the work issued on the stream so far (*mark is an earlier mark to reuse,
-  /// or NULL for a new one); tests whether the stream has passed a mark; frees a mark (NULL is
-  /// allowed).
+  /// stream_mark records a mark after the work issued on the stream so far; *mark is an earlier
+  /// mark to reuse, or NULL for a new one. stream_reached tests whether the stream has passed a
+  /// mark. stream_forget frees a mark; NULL is allowed.
   eng_status (*stream_mark)(void **mark, void *stream);
   eng_status (*stream_reached)(bool *reached, void *mark);
   void       (*stream_forget)(void *mark);
   /// Copies on a stream, like `move`; to the host only when the stream is idle.
   eng_status (*stream_move)(void *stream, void *to, const void *from, int64_t bytes,
                             copy_direction direction);
-  /// Packs, unpacks and sums exactly as comm_pack.c does; only the payload of a nan may differ. On
-  /// a stream, or in order with all other work (stream NULL). `runs` [n] and `flags` are in the
-  /// device's memory, and the longest run has `longest` elements. dtype is f32, f16 or bf16;
-  /// comm_dtype is one of these or e4m3. The bits of wire.h (WIRE_OVERFLOW: finite numbers that
-  /// became inf) are added to flags[slot].
+  /// Packs, unpacks and sums exactly as comm_pack.c does; only the payload of a nan may differ. The
+  /// work runs on the stream, or in order with all other work if `stream` is NULL. `runs` [n] and
+  /// `flags` are in the device's memory, and the longest run has `longest` elements. dtype is f32,
+  /// f16 or bf16; comm_dtype is one of these or e4m3. The bits of wire.h (WIRE_OVERFLOW: finite
+  /// numbers that became inf) are added to flags[slot].
   eng_status (*wire_pack)(void *stream, const wire_run *runs, int n, int64_t longest,
                           int comm_dtype, int dtype, uint32_t *flags);
   eng_status (*wire_unpack)(void *stream, const wire_run *runs, int n, int64_t longest,
                             int comm_dtype, int dtype);
-  /// out[i], i < count, a multiple of 128, = the sum over k < n of terms[k][i] / share, in the
-  /// order of comm.h.
+  /// out[i] = the sum over k < n of terms[k][i] / share, for i < count, in the order of comm.h.
+  /// count is a multiple of 128.
   eng_status (*wire_sum)(void *stream, void *out, const void *const *terms, int n, int64_t count,
                          int comm_dtype, float share);
 } backend;
 
-/// The functions of the core that a plug-in (libengine_cuda.so) needs. They are passed at loading,
-/// so that the core need not export them.
+/// The functions of the core that a plug-in (libengine_cuda.so) needs. The loader passes them, so
+/// that the core need not export them.
 typedef struct backend_host {
-  int32_t abi;                        // BACKEND_ABI; the plug-in refuses another
+  int32_t abi;                        // BACKEND_ABI; the plug-in refuses any other
   eng_status  (*error)(eng_status status, const char *text);
   void       *(*alloc)(arena_id id, int64_t bytes);   // in the current memory space
   void        (*free)(arena_id id, void *piece, int64_t bytes);
@@ -186,21 +189,22 @@ enum { BACKEND_ABI = 6 };
 /// The plug-in's only function. NULL with the error set if there is no usable device.
 typedef const backend *backend_plugin(const backend_host *host);
 
-/// The current device, the reference, and a device by name (NULL when unknown).
+/// The current device, and a device by name (NULL with the error set if unknown).
 const backend *backend_current(void);
 const backend *backend_find(const char *name);
 /// The device that owns a memory space, if loaded; the CPU for the host's.
 const backend *backend_of_space(int space);
-/// Makes a device current that is not in the list (by profile.c and trap.c).
+/// Makes a device current. profile.c and trap.c pass wrappers, which are not in the list.
 void backend_use(const backend *device);
 
 /// Adds a built-in device to the list. Called by a constructor in the device's folder.
 void backend_register(const char *name, const backend *(*get)(void));
-/// Defined and registered in cpu/: "cpu", with the instruction set selected once, and "reference".
+/// The devices "cpu", whose instruction set is selected once, and "reference". Defined and
+/// registered in cpu/.
 const backend *backend_cpu(void);
 const backend *backend_reference(void);
 
-/// Set while a step is captured (autograd/graph.c).
+/// Switches capture mode on while a step is captured (autograd/graph.c).
 void backend_capturing(bool on);
 /// ENG_OK, or during a capture an error saying that `what` cannot be part of a captured step.
 eng_status backend_forbids(const char *what);

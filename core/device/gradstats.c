@@ -1,7 +1,10 @@
-// Sums the per-tensor statistics of a gradient pass into the step's record, and names the actions
-// of a verdict. Called by params.c after a pass, and wherever a record is made from stored
-// statistics.
+// Sums the per-tensor statistics of a gradient pass into the step's record, names the actions of a
+// verdict, and computes the same statistics of any tensor. Called by params.c after a pass, and
+// wherever a record is made from stored statistics.
 #include "gradstats.h"
+
+#include "backend.h"
+#include "base/error.h"
 
 #include <math.h>
 #include <string.h>
@@ -43,7 +46,27 @@ void gradstats_total(eng_record *record, const eng_tensor_stats *stats, int n, d
   gradstats_sum(record, stats, n, scale, ENG_NEED_HIST);
 }
 
-static const char *const actions[ENG_ACTIONS] = { "step", "skip", "retry", "stop" };
+eng_status eng_stats(eng_tensor_stats *out, const eng_tensor *handle, unsigned needs)
+{
+  tensor *x;
+  ENG_TRY(tensor_get(&x, handle));
+  if (x->dtype != ENG_f32 && x->dtype != ENG_f16 && x->dtype != ENG_bf16)
+    return error_set(ENG_ERR_DTYPE, "stats: expected f32, f16 or bf16, got %s; hint: x:to('f32')",
+                     eng_dtype_name(x->dtype));
+  if (!tensor_contiguous(x))
+    return error_set(ENG_ERR_VALUE, "stats: expected a contiguous tensor; hint: x:contiguous()");
+  const backend *device = backend_of_space(x->store->space);
+  if (!device->gradstats)
+    return error_set(ENG_ERR_DEVICE, "stats: the device %s cannot compute statistics",
+                     device->name);
+  param_span span = {.name = "x", .count = x->count, .gradient = x->data,
+                     .gradient_dtype = x->dtype, .scale = 1};
+  memset(out, 0, sizeof *out);
+  return device->gradstats(&span, 1, needs, out);
+}
+
+static const char *const actions[ENG_ACTIONS] = { "step", "skip", "retry", "stop",
+                                                   "rollback" };
 
 const char *eng_action_name(int action)
 {

@@ -1,6 +1,6 @@
-// Loads the CUDA device, libengine_cuda.so beside this library, on first use: everything else runs
-// on machines without a driver, and starting does not load the CUDA libraries. Called by backend.c
-// and, for NVIDIA's libraries, by dist/comm_nccl.c.
+// Loads the CUDA device, libengine_cuda.so beside this library, on first use. So everything else
+// runs on machines without a driver, and starting does not load the CUDA libraries. Called by
+// backend.c and, for NVIDIA's libraries, by dist/comm_nccl.c.
 #define _GNU_SOURCE
 #include "plugin.h"
 
@@ -108,7 +108,7 @@ const backend *plugin_cuda(void)
   }
   const char *other = getenv("ENGINE_CUDA_PLUGIN");   // specs select a device that needs no card
   if (other && !*other) other = NULL;
-  // a path, never a name for the loader's search path
+  // must be a path: dlopen searches the loader's path for a bare name
   if (other) snprintf(path, sizeof path, "%s%s", strchr(other, '/') ? "" : "./", other);
   else snprintf(path, sizeof path, "%s/libengine_cuda.so", folder);
   if (access(path, R_OK) != 0) {

@@ -1,5 +1,5 @@
-// Transfers between host memory and tensors in any memory. See transfer.h. Values are converted on
-// the host: transfers carry batches, scalars, files and printed tensors.
+// Transfers between host memory and tensors in any memory. Values are converted on the host. See
+// transfer.h.
 #include "transfer.h"
 
 #include "backend.h"

@@ -11,17 +11,22 @@
 eng_status transfer_read(void *buffer, int format, const tensor *x);
 eng_status transfer_write(const tensor *x, const void *buffer, int format);
 
-/// Fills a contiguous tensor with zeros; sets the value of a tensor of one element. Neither waits.
+/// transfer_clear fills a contiguous tensor with zeros. transfer_set sets the value of a tensor
+/// with one element. Neither waits.
 eng_status transfer_clear(const tensor *x);
 eng_status transfer_set(const tensor *x, double value);
 
-/// Zeroes bytes; copies bytes within a memory space, from it to the host, and from the host to it.
+/// Zeroes bytes in a space. Copies bytes within a space, from a space to the host, and from the
+/// host to a space.
 eng_status transfer_zero(int space, void *memory, int64_t bytes);
 eng_status transfer_inside(int space, void *to, const void *from, int64_t bytes);
 eng_status transfer_to_host(void *to, int space, const void *from, int64_t bytes);
 eng_status transfer_from_host(int space, void *to, const void *from, int64_t bytes);
 
-/// Copies x, which may have any strides, row-major into memory of its space.
+/// A 64-bit checksum of bytes; waits for the device (checksum.c).
+eng_status transfer_checksum(uint64_t *out, int space, const void *data, int64_t bytes);
+
+/// Copies x, which may have any strides, in row-major order into memory of x's space.
 eng_status transfer_rows(void *to, const tensor *x);
 
 #endif

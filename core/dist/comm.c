@@ -2,8 +2,8 @@
 // order of sums.
 //
 // Small reductions use recursive doubling: log2(n) exchanges, after each of which both partners
-// hold the same sum. Large ones take two exchanges: every rank sums one piece of all, then sends
-// that sum to the others. Both add in the same order.
+// hold the same sum. Large ones take two exchanges: every rank receives one piece from all others
+// and sums it, then sends that sum to the others. Both methods add in the same order.
 // Owns groups and requests; calls nothing but a group's transport and comm_wait.c.
 #include "comm.h"
 
@@ -17,14 +17,14 @@
 
 enum { SMALL = 1 << 15,              // up to this many bytes, a reduction uses recursive doubling
        PIECE = 1024,                 // elements summed at a time: partial sums stay in the L1 cache
-       LEVELS = 24 };                // of a sum: 2^24 ranks
+       LEVELS = 24 };                // levels of partial sums: enough for 2^24 ranks
 
 // ------------------------------------------------------------------ groups
 
 int eng_comm_rank(const eng_comm *comm) { return comm->rank; }
 int eng_comm_size(const eng_comm *comm) { return comm->size; }
 
-/// Makes a group where the transport has no groups: the world numbers of the ranks in
+/// Makes a group for a transport without groups: a list of the world numbers of the ranks in
 /// `parent` that gave the same color, ordered by key and rank.
 static eng_status split_by_numbers(eng_comm *part, eng_comm *parent, int color, int key)
 {
@@ -33,7 +33,7 @@ static eng_status split_by_numbers(eng_comm *part, eng_comm *parent, int color, 
   part->of_world = calloc((size_t)parent->size, sizeof *part->of_world);
   if (!all || !part->of_world) {
     free(all);
-    return error_set(ENG_ERR_MEMORY, "out of memory for a group of ranks");
+    return error_set(ENG_ERR_MEMORY, "out of memory while creating a group of ranks");
   }
   eng_status status = eng_comm_all_gather(parent, all, &own, sizeof own);
   part->size = 0;
@@ -54,7 +54,7 @@ static eng_status split_by_numbers(eng_comm *part, eng_comm *parent, int color, 
 
 static eng_status split_by_transport(eng_comm *part, eng_comm *parent, int color, int key)
 {
-  comm_watch_mark before = comm_watch("the making of a group");
+  comm_watch_mark before = comm_watch("the creation of a group");
   eng_status status =
     parent->transport->split(&part->group, &part->rank, &part->size, parent->group, color, key);
   comm_watched(before);
@@ -164,9 +164,9 @@ struct eng_comm_request {
   char     *data, *room;      // room: the incoming data
   int64_t   count;
   int32_t   dtype, op, tag;
-  int32_t   n_sums;  // mixed f64 reductions: the first n_sums are summed, the rest maxima; else -1
+  int32_t   n_sums;           // f64: sums of the first n_sums values, maxima of the rest; -1: `op`
   int32_t   phase, distance;  // of recursive doubling
-  int64_t   piece;            // elements a rank reduces
+  int64_t   piece;            // elements that one rank reduces
   void     *exchange;         // NULL: none in flight
   const char *what;
 };
@@ -191,7 +191,7 @@ static int64_t piece_of(const eng_comm_request *r, int rank)
 
 static eng_status start_messages(eng_comm_request *r, const comm_message *messages, int n)
 {
-  return r->comm->transport->start(&r->exchange, r->comm->group, messages, n, r->tag);
+  return comm_start(&r->exchange, r->comm, messages, n, r->tag);
 }
 
 /// Starts the messages of the current phase; skips phases in which this rank takes no part.
@@ -319,16 +319,17 @@ eng_status eng_comm_test(bool *done, eng_comm_request *r)
   return ENG_OK;
 }
 
-static eng_status run(eng_comm_request *r)
+/// Waits for a request. `status`: the result of begin().
+static eng_status run(eng_comm_request *r, eng_status status)
 {
   bool done = false;
   int spins = 0;
   double since = 0;
-  eng_status status = ENG_OK;
   while (status == ENG_OK && !done) {
     status = eng_comm_test(&done, r);
     if (status == ENG_OK && !done) status = comm_idle(&spins, &since, r->what);
   }
+  if (r->exchange) comm_cancel(r->comm, r->exchange, r->what);
   free(r->room);
   r->room = NULL;
   return status;
@@ -344,8 +345,7 @@ eng_status eng_comm_all_reduce(eng_comm *comm, void *data, int64_t count, int dt
                         .op = op,
                         .n_sums = -1,
                         .what = "a reduction"};
-  ENG_TRY(begin(&r));
-  return run(&r);
+  return run(&r, begin(&r));
 }
 
 eng_status comm_reduce_both(eng_comm *comm, double *values, int n_sums, int n_maxima,
@@ -357,8 +357,7 @@ eng_status comm_reduce_both(eng_comm *comm, double *values, int n_sums, int n_ma
                         .dtype = ENG_f64,
                         .n_sums = n_sums,
                         .what = what};
-  ENG_TRY(begin(&r));
-  return run(&r);
+  return run(&r, begin(&r));
 }
 
 eng_status eng_comm_all_reduce_start(eng_comm_request **out, eng_comm *comm, void *data,
@@ -376,20 +375,16 @@ eng_status eng_comm_all_reduce_start(eng_comm_request **out, eng_comm *comm, voi
                           .n_sums = -1,
                           .what = "a reduction"};
   eng_status status = begin(r);
-  // Without message tags the phases of two requests could meet in different orders.
-  if (status == ENG_OK && comm->transport && comm->transport->ordered) status = run(r);
-  if (status != ENG_OK) {
-    free(r->room);
-    free(r);
-    return status;
-  }
-  *out = r;
-  return ENG_OK;
+  // Without message tags, two ranks could run the phases of two requests in different orders.
+  if (status != ENG_OK || (comm->transport && comm->transport->ordered)) status = run(r, status);
+  if (status == ENG_OK) *out = r;
+  else free(r);
+  return status;
 }
 
 eng_status eng_comm_wait(eng_comm_request *r)
 {
-  eng_status status = run(r);
+  eng_status status = run(r, ENG_OK);
   free(r);
   return status;
 }
@@ -433,8 +428,7 @@ eng_status eng_comm_barrier(eng_comm *comm)
                         .op = ENG_SUM,
                         .n_sums = -1,
                         .what = "a barrier"};
-  ENG_TRY(begin(&r));
-  return run(&r);
+  return run(&r, begin(&r));
 }
 
 eng_status eng_comm_broadcast(eng_comm *comm, void *data, int64_t bytes, int root)
@@ -442,7 +436,7 @@ eng_status eng_comm_broadcast(eng_comm *comm, void *data, int64_t bytes, int roo
   enum { PART = 1 << 24 };
   int n = comm->size, place = (comm->rank - root + n) % n;     // the root has place 0
   if (root < 0 || root >= n)
-    return error_set(ENG_ERR_VALUE, "broadcast: expected a rank of 0 to %d, got %d", n - 1,
+    return error_set(ENG_ERR_VALUE, "broadcast: expected a rank from 0 to %d, got %d", n - 1,
                      root);
   if (n == 1) return ENG_OK;
   int tag = comm_tag(comm);
@@ -450,7 +444,7 @@ eng_status eng_comm_broadcast(eng_comm *comm, void *data, int64_t bytes, int roo
     int64_t part = bytes - at < PART ? bytes - at : PART;
     int reach = 1;
     while (reach < n) reach *= 2;
-    // In round d the places below d, which have the data, send to those d further on.
+    // In round d the places below d have the data, and each sends it to the place d further on.
     for (int d = 1; d < reach; d *= 2) {
       comm_message m = {(char *)data + at, part, 0, place < d};
       if (place < d ? place + d >= n : place >= 2 * d) continue;

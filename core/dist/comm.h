@@ -1,8 +1,9 @@
-// Ranks: groups of processes that work on one job, behind one interface. A transport moves bytes:
-// MPI's is a plug-in library (comm_mpi.c), NCCL's (comm_nccl.c) serves where there is no MPI, and a
-// process that runs alone has none. All collective operations (comm.c) are made of messages between
-// two ranks, so that a sum has one order whatever the transport, message size or algorithm. Data on
-// the ranks' cards goes from card to card over NCCL where possible, else through the host.
+// Ranks: groups of processes that work on one job, behind one interface. A transport moves bytes.
+// The MPI transport is a plug-in library (comm_mpi.c); the NCCL transport (comm_nccl.c) is used
+// where there is no MPI; a process that runs alone has no transport. All collective operations
+// (comm.c) are made of messages between two ranks, so that a sum has one order whatever the
+// transport, message size or algorithm. Data on the ranks' cards goes from card to card over NCCL
+// where possible, else through the host.
 //
 // The order of a sum over ranks 0..n-1: with p the largest power of two <= n, first x[i] + x[i+p]
 // for i < n - p, then pairs of neighbours, pairs of these pairs and so on: ((x0 + x1) + (x2 + x3))
@@ -33,16 +34,20 @@ typedef struct comm_transport {
   int32_t rank, size;         // in the world
   int32_t local_size;         // ranks on this machine
   void   *world;
-  /// Starts n messages. Messages between two ranks with one tag arrive in the order they were
-  /// started.
+  /// Starts n messages. Messages between two ranks with the same tag arrive in the order in which
+  /// they were started.
   eng_status (*start)(void **exchange, void *group, const comm_message *messages, int n, int tag);
   /// Whether all messages are done; if so, the exchange has been freed. Never waits.
   eng_status (*test)(bool *done, void *exchange);
-  /// Whether a message with that tag has arrived and no receive matches it. Never waits. NULL: the
-  /// transport cannot test for unexpected messages.
+  /// Ends an exchange after an error; afterwards nothing can arrive in the memory of that exchange.
+  /// Its sends stay in flight. NULL: messages arrive only during `test`.
+  void (*cancel)(void *exchange);
+  /// Whether a message with this tag has arrived that no started receive matches. Never waits.
+  /// NULL: the transport cannot test for unexpected messages.
   bool (*probe)(void *group, int tag);
   /// Makes the group of the ranks that give the same color, ordered by key and rank. Every rank of
-  /// the parent calls it. NULL: a group is its ranks' world numbers, int32_t (eng_comm.of_world).
+  /// the parent calls it. NULL: the transport has no groups; `group` is then the array
+  /// eng_comm.of_world.
   eng_status (*split)(void **group, int32_t *rank, int32_t *size, void *parent, int color, int key);
   void (*free)(void *group);
   /// The transport has no tags: all ranks must start the same exchanges in the same order, one at a
@@ -55,14 +60,14 @@ typedef struct comm_transport {
   const char *(*describe)(void);
 } comm_transport;
 
-enum { COMM_ABI = 3 };
+enum { COMM_ABI = 4 };
 
 typedef struct comm_host {
   int32_t abi;
   eng_status (*error)(eng_status status, const char *text);
 } comm_host;
 
-/// The plug-in's only function. NULL with the error set if the transport cannot start.
+/// The plug-in's only function. Returns NULL, with the error set, if the transport cannot start.
 typedef const comm_transport *comm_plugin(const comm_host *host);
 
 struct eng_comm {
@@ -84,44 +89,55 @@ static inline int comm_of_world(const eng_comm *comm, int rank)
 /// The world: one rank without a transport until world.c fills it.
 extern eng_comm comm_world;
 
-/// Tags: a group numbers its operations in the order they start; gradient buckets have their own.
+/// Tags: a group numbers its operations in the order in which they start; gradient buckets have
+/// tags of their own.
 enum { COMM_TAG_OPERATION = 0, COMM_TAGS = 4096, COMM_TAG_ALARM = 8191, COMM_TAG_BUCKET = 8192 };
 int comm_tag(eng_comm *comm);
 
-/// Waits for an exchange. After the timeout (eng_comm_timeout) it ends the job with a message that
+/// Starts an exchange. Errors: STATE, after comm_cancel.
+eng_status comm_start(void **exchange, const eng_comm *comm, const comm_message *messages, int n,
+                      int tag);
+/// Abandons an exchange after an error, so that its memory can be freed. Other ranks may then wait
+/// for ever for messages of that exchange. This process starts no further exchange; when it exits,
+/// the whole job ends.
+void comm_cancel(const eng_comm *comm, void *exchange, const char *what);
+extern bool comm_broken;               // comm_cancel was called
+enum { COMM_LOST_CODE = 70 };          // exit code of a job that lost a rank
+/// Waits for an exchange. After the timeout (eng_comm_timeout) ends the job with a message that
 /// names the ranks that did not reach `what`.
 eng_status comm_wait(eng_comm *comm, void *exchange, const char *what);
 /// Starts an exchange and waits for it.
 eng_status comm_exchange(eng_comm *comm, const comm_message *messages, int n, int tag,
                          const char *what);
-/// Sets the work that runs repeatedly while comm_wait waits: other ranks may need its progress
-/// before they reach the exchange that this rank waits for (gradient buckets, while backward
-/// exchanges tokens). NULL: none.
+/// Sets work that comm_wait repeats while it waits. Other ranks may need this work to progress
+/// before they can reach the exchange that this rank waits for: gradient buckets, while backward
+/// exchanges tokens. NULL: no work.
 void comm_meanwhile(eng_status (*work)(void *data), void *data);
 /// One iteration of a caller's own wait loop, which began at `since` (eng_clock): yields the core,
-/// and ends the job as comm_wait does. Errors: INTERRUPTED, on a second Ctrl-C.
-eng_status comm_pause(double since, const char *what);
-/// The same for a loop that polls often: yields in every 2000th call. `spins` and `since` start at
-/// 0.
+/// and ends the job after the timeout, as comm_wait does. If this process was stopped, advances
+/// `since` by the time it was stopped. Errors: INTERRUPTED, on a second Ctrl-C.
+eng_status comm_pause(double *since, const char *what);
+/// comm_pause for a loop that polls often: acts in every 2000th call only. `spins` and `since`
+/// start at 0.
 eng_status comm_idle(int *spins, double *since, const char *what);
-/// Between comm_watch and comm_watched the process may be in a library call without a timeout. If
-/// the call exceeds the timeout, a thread ends the job and prints that this rank waits at `what`.
-/// Calls nest.
+/// Callers put comm_watch and comm_watched around a library call that has no timeout of its own. If
+/// the call exceeds eng_comm_timeout, a thread ends the job and prints that this rank waits at
+/// `what`. Calls nest.
 typedef struct comm_watch_mark { const char *what; double since; } comm_watch_mark;
 comm_watch_mark comm_watch(const char *what);
 void comm_watched(comm_watch_mark before);
 
 // ---- comm.c: collectives in addition to those of engine.h
 
-/// Sums values[0..n_sums) and takes maxima (NaN wins) of the n_maxima after them, in log2(n)
-/// messages over n ranks.
+/// Reduces over the ranks, in place: sums of values[0..n_sums), maxima (NaN wins) of the next
+/// n_maxima values. Takes log2(n) messages over n ranks.
 eng_status comm_reduce_both(eng_comm *comm, double *values, int n_sums, int n_maxima,
                             const char *what);
 
 // ---- comm_pack.c: numbers in a comm dtype
 
-/// The dtype behind an option (ENG_COMM_*) for numbers in dtype `own`. ENG_e4m3 stands for FP8 with
-/// one scale for each block of WIRE_BLOCK elements.
+/// The dtype that `option` (ENG_COMM_*) selects for numbers in dtype `own`. The result ENG_e4m3
+/// stands for FP8 with one scale for each block of WIRE_BLOCK elements.
 int comm_dtype_of(int option, int own);
 /// `count` rounded up to whole blocks; and the bytes of `count` packed numbers: codes, then scales.
 int64_t comm_padded(int64_t count);
@@ -140,19 +156,19 @@ eng_status comm_unpack(void *to, int dtype, int64_t n, const char *piece, int co
 /// The streams (backend.h) that messages between cards use; each keeps its own order. All ranks
 /// issue the same work on a stream in the same order.
 typedef enum comm_stream { STREAM_HOST, STREAM_GRADIENTS, STREAM_ROWS, COMM_STREAMS } comm_stream;
-/// Decides whether data goes from card to card; every rank of the world calls it before it sends.
-/// `wanted`: this rank's data is on a card. True if that holds on every rank, each has its own
-/// card, and NCCL is available (ENGINE_NCCL=off: never; on: an error says why it is not possible).
+/// Decides whether data goes from card to card. Every rank of the world calls this before it sends
+/// data. `wanted`: this rank's data is on a card. Sets `cards` if the data of every rank is on a
+/// card, each rank has its own card, and NCCL is available. With ENGINE_NCCL=off `cards` is always
+/// false; with ENGINE_NCCL=on a false result is an error that gives the reason.
 eng_status comm_cards_decide(bool *cards, eng_comm *everybody, bool wanted);
 /// The result of the last comm_cards_decide, without asking other ranks.
 bool comm_cards(void);
 /// "from card to card over NCCL 2.28.9", or "through the host: ..." with the reason; NULL before
 /// comm_cards_decide.
 const char *comm_cards_text(void);
-/// The device's stream behind a comm_stream.
+/// The device's stream for a comm_stream.
 void *comm_stream_of(comm_stream stream);
-/// Enqueues messages between cards' memory on a stream and returns; messages to oneself are not
-/// allowed.
+/// Enqueues messages between cards' memory on a stream and returns. A rank must not send to itself.
 eng_status comm_stream_exchange(comm_stream stream, const eng_comm *comm,
                                 const comm_message *messages, int n, const char *what);
 /// Waits until a stream is idle, with comm_wait's timeout.

@@ -26,8 +26,8 @@ int64_t bucket_overlap(const eng_parallel *p, const bucket *b, int k, int rank, 
 }
 
 /// Assigns members to buckets of one dtype each, in the order in which backward completes them.
-/// Members on all ranks and members held apart go into separate buckets, so that the buckets of a
-/// group have the same numbers on all its ranks.
+/// Members on all ranks and members held apart go into separate buckets, so that a bucket of a
+/// group has the same number on all ranks of that group.
 static eng_status fill_group(eng_parallel *p, int64_t limit, int comm_dtype, bool apart)
 {
   eng_params *set = p->set;
@@ -48,7 +48,7 @@ static eng_status fill_group(eng_parallel *p, int64_t limit, int comm_dtype, boo
       b->at = calloc((size_t)i + 2, sizeof *b->at);
       b->anyone = calloc((size_t)i + 1, sizeof *b->anyone);
       if (!b->member || !b->at || !b->anyone)
-        return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
+        return error_set(ENG_ERR_MEMORY, "out of memory for gradient buckets");
     }
     bucket *b = &p->buckets[open[dtype]];
     b->member[b->n] = i;
@@ -61,19 +61,22 @@ static eng_status fill_group(eng_parallel *p, int64_t limit, int comm_dtype, boo
 }
 
 /// Cuts a bucket into pieces of nearly equal size. A cut that falls between two allowed positions
-/// moves up or down, depending on the bucket's number. So if pieces are smaller than that distance,
-/// the buckets distribute them over different ranks.
-static void cut(bucket *b, int number, int ranks)
+/// moves up or down, depending on the bucket's number. So if pieces are smaller than the distance
+/// between allowed positions, different buckets give their work to different ranks. `whole`: a cut
+/// falls only between two members.
+static void cut(bucket *b, int number, int ranks, bool whole)
 {
   enum { STEP = 4096, PARTS = 1024 };    // STEP: elements that gradstats sums at a time
-  // fraction of the way between two positions; 633 / 1024: the golden section
+  // a cut moves down up to this part of the way between two positions; the part varies with the
+  // bucket's number (633 / 1024: the golden section)
   int64_t most_down = PARTS - (PARTS / 2 + (int64_t)number * 633) % PARTS;
   int64_t total = b->at[b->n];
   for (int rank = 0, k = 0; rank <= ranks; rank++) {
     int64_t ideal = total / ranks * rank + total % ranks * rank / ranks;
     while (k < b->n - 1 && b->at[k + 1] <= ideal) k++;
     int64_t inside = ideal - b->at[k], length = b->at[k + 1] - b->at[k],
-            down = inside / STEP * STEP, up = down + STEP < length ? down + STEP : length;
+            step = whole && length > 0 ? length : STEP, down = inside / step * step,
+            up = down + step < length ? down + step : length;
     b->cut[rank] = rank == ranks
                      ? total
                      : b->at[k] + ((inside - down) * PARTS <= (up - down) * most_down ? down : up);
@@ -86,20 +89,20 @@ static int64_t message_bytes(const bucket *b, int rank)
          COMM_ALIGN * COMM_ALIGN;
 }
 
-eng_status bucket_cut(bucket *b, int number)
+eng_status bucket_cut(bucket *b, int number, bool whole)
 {
   int ranks = b->comm->size;
   b->cut = calloc((size_t)ranks + 1, sizeof *b->cut);
   b->begin = calloc((size_t)ranks + 1, sizeof *b->begin);
   if (!b->cut || !b->begin)
-    return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
-  cut(b, number, ranks);
+    return error_set(ENG_ERR_MEMORY, "out of memory for gradient buckets");
+  cut(b, number, ranks, whole);
   for (int rank = 0; rank < ranks; rank++) {
     int64_t bytes = message_bytes(b, rank);
     b->begin[rank + 1] = b->begin[rank] + bytes;
     if (bytes > COMM_LARGEST)
       return error_set(ENG_ERR_VALUE,
-                       "a bucket of gradients needs one message of %lld bytes, which is too large; "
+                       "a gradient bucket needs a message of %lld bytes, which is too large; "
                        "hint: a smaller bucket", (long long)bytes);
   }
   b->packed = comm_packed_bytes(b->comm_dtype, bucket_piece(b, b->comm->rank));
@@ -109,8 +112,8 @@ eng_status bucket_cut(bucket *b, int number)
   return ENG_OK;
 }
 
-// Bounds the block for messages: the largest bucket plus three ordinary ones or the next largest. A
-// room is as large as any ordinary bucket's gradient.
+// The block for messages holds the largest bucket and, besides, three ordinary buckets or the
+// second largest one. A block of rooms holds the gradients of any ordinary bucket.
 void buckets_bounds(int64_t *messages, int64_t *room_block, const eng_parallel *p, int64_t limit)
 {
   int64_t all = 0, largest = 0, second = 0, ordinary = 0, room = 0;
@@ -131,13 +134,13 @@ void buckets_bounds(int64_t *messages, int64_t *room_block, const eng_parallel *
   *room_block = room;
 }
 
-/// Sets the order in which buckets are sent: by their lowest member, the last one in the set first,
-/// as backward completes them. Ranks that hold the same parameters have the same members in a
-/// bucket, so any two ranks send the buckets they share in one order.
+/// Sets the order in which buckets are sent: descending by the lowest index of a member, which is
+/// the order in which backward completes them. Ranks that hold the same parameters have the same
+/// members in a bucket, so any two ranks send the buckets they share in the same order.
 static eng_status set_order(eng_parallel *p)
 {
   p->order = calloc((size_t)p->n_buckets + 1, sizeof *p->order);
-  if (!p->order) return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
+  if (!p->order) return error_set(ENG_ERR_MEMORY, "out of memory for gradient buckets");
   for (int k = 0; k < p->n_buckets; k++) {
     const bucket *b = &p->buckets[k];
     int at = k;
@@ -153,11 +156,12 @@ static eng_status set_order(eng_parallel *p)
 
 eng_status buckets_fill(eng_parallel *p, const eng_parallel_options *options)
 {
+  p->whole = options->whole != 0;
   size_t n = (size_t)p->set->n + 1;
   p->buckets = calloc(n, sizeof *p->buckets);
   p->bucket_of = calloc(n, sizeof *p->bucket_of);
   if (!p->buckets || !p->bucket_of)
-    return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
+    return error_set(ENG_ERR_MEMORY, "out of memory for gradient buckets");
   ENG_TRY(fill_group(p, options->bucket, options->comm_dtype, false));
   if (p->holders) ENG_TRY(fill_group(p, options->bucket, options->comm_dtype, true));
   return set_order(p);
@@ -172,7 +176,7 @@ eng_status buckets_check(const eng_parallel_options *options)
   if (options->zero < 0 || options->zero > 2)
     return error_set(ENG_ERR_VALUE, "zero: expected 0, 1 or 2, got %d", options->zero);
   if (options->bucket < 1)
-    return error_set(ENG_ERR_VALUE, "buckets of gradients: expected 1 byte or more, got %lld",
+    return error_set(ENG_ERR_VALUE, "gradient buckets: expected a size of 1 byte or more, got %lld",
                      (long long)options->bucket);
   return ENG_OK;
 }

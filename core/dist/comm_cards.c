@@ -1,12 +1,12 @@
 // Reduces a bucket whose gradients are on cards that exchange messages directly (comm_nccl.c).
 // Pieces, comm dtypes and the order of sums are those of comm_gradients.c, which calls this file;
-// the device computes (backend.h: wire_pack, wire_sum, wire_unpack). Packing follows backward in
-// the device's order. Messages, sums and unpacking are enqueued at once on the gradients' stream,
-// so that the host does not wait until the end of the pass.
+// the device computes (backend.h: wire_pack, wire_sum, wire_unpack). Packing is enqueued behind
+// backward's kernels. Messages, sums and unpacking are enqueued at the same time on the gradients'
+// stream, so that the host waits only at the end of the pass.
 //
-// At the end of a pass the ranks exchange their flags in a host message. In memory, the tables that
-// the device reads follow a bucket's messages. Owns the flags on the card and the host's copies of
-// the tables.
+// At the end of a pass the ranks exchange their flags in a host message. The device reads a table
+// for each bucket; in memory, the table follows the bucket's messages. Owns the flags on the card
+// and the host's copies of the tables.
 #include "comm_gradients.h"
 
 #include "device/backend.h"
@@ -20,8 +20,8 @@
 /// The table of one bucket, in this order: the pieces to sum, the runs to pack, the runs to unpack.
 typedef struct table_size { int64_t terms, runs, bytes; } table_size;
 
-/// Sizes of the table: a run begins at each start or end of a member in a piece, and of a piece in
-/// a member.
+/// Sizes of a bucket's table. A run is the part of one member in one piece, so n members in r
+/// pieces have at most n + r runs.
 static table_size table_of(const bucket *b)
 {
   table_size t = {.terms = (b->comm->size + 1) / 2 * 2, .runs = b->n + b->comm->size};
@@ -46,7 +46,7 @@ eng_status cards_new(eng_parallel *p)
   p->pass_flags = calloc((size_t)p->comm->size, (size_t)n + 1);
   p->flags_bytes = (n + 1) * (int64_t)sizeof *p->own_flags;
   if (!p->table || !p->own_flags || !p->pass_flags)
-    return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
+    return error_set(ENG_ERR_MEMORY, "out of memory for gradient buckets");
   p->flags = arena_alloc_in(p->set->space, ARENA_MESSAGE, p->flags_bytes);
   return p->flags ? ENG_OK : ENG_ERR_MEMORY;
 }
@@ -78,8 +78,8 @@ static wire_run run_at(const bucket *b, char *piece, int64_t count, int64_t at)
                                                         : NULL};
 }
 
-/// Lists each member's parts of the pieces for every rank. Returns their number; `longest` receives
-/// the element count of the longest.
+/// Lists the runs to pack: each member's part of every rank's piece. Returns the number of runs;
+/// `longest` receives the element count of the longest run.
 static int runs_out(wire_run *runs, int64_t *longest, eng_parallel *p, bucket *b)
 {
   int n_runs = 0;
@@ -105,7 +105,7 @@ static int runs_out(wire_run *runs, int64_t *longest, eng_parallel *p, bucket *b
   return n_runs;
 }
 
-/// Lists each member's parts of the sums that this rank receives.
+/// Lists the runs to unpack: each member's parts of the sums that this rank receives.
 static int runs_back(wire_run *runs, int64_t *longest, const eng_parallel *p, const bucket *b)
 {
   int n_runs = 0, own = b->comm->rank;
@@ -194,7 +194,7 @@ eng_status cards_exchange_flags(eng_parallel *p)
             ->stream_move(stream, p->own_flags, p->flags, p->flags_bytes, COPY_TO_HOST));
   for (int i = 0; i < n; i++) {
     uint32_t flags = p->own_flags[i];
-    // the same rule as in comm_gradients.c
+    // as in comm_gradients.c: overflow counts only if the gradient itself has no inf
     own[i] |= (uint8_t)(flags & WIRE_INF ? flags & ~(uint32_t)WIRE_OVERFLOW : flags);
   }
   return eng_comm_all_gather(p->comm, p->pass_flags, own, n);

@@ -1,12 +1,11 @@
 // Exchanges rows of tensors between ranks: a mixture of experts sends each token to the rank that
 // holds its expert (lua/engine/nn/moe.lua). engine.h has the contract.
 //
-// Rows travel in a comm dtype, FP8 in blocks along a row, so that a row's result does not depend on
-// its neighbours. Rows that stay on their own rank are rounded in the same way, so that results do
-// not depend on which rank holds which expert. Where the tensors have the comm dtype and are in
-// host memory, messages use their memory directly; rows on cards that exchange messages are packed
-// on the card.
-// Owns the buffers of the other cases, which only grow.
+// Rows travel in a comm dtype. A block of FP8 lies within one row, so that a row's result does not
+// depend on its neighbours. Rows that stay on their own rank are rounded in the same way, so that
+// results do not depend on which rank holds which expert. If tensors have the comm dtype and are in
+// host memory, messages use the tensors' memory directly. Rows on cards that exchange messages are
+// packed on the card. Owns the buffers for all other cases; these buffers only grow.
 #include "comm.h"
 
 #include "device/backend.h"
@@ -19,7 +18,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { OUT, IN, HOST, ROOM, BUFFERS };  // messages; a tensor copied to the host; some rows as f32
+// Buffers: outgoing and incoming messages, a tensor copied to the host, rows as f32.
+enum { OUT, IN, HOST, ROOM, BUFFERS };
 
 static struct { void *memory; int64_t bytes; } buffer[BUFFERS];
 
@@ -38,7 +38,7 @@ static eng_status reserve(int which, int64_t bytes)
 // ------------------------------------------------------------------ formats
 
 static int64_t blocks_of(int64_t columns) { return (columns + WIRE_BLOCK - 1) / WIRE_BLOCK; }
-// the scales behind them are aligned
+// rounded up, so that the scales behind the codes are aligned
 static int64_t codes_bytes(int64_t rows, int64_t columns) { return (rows * columns + 3) / 4 * 4; }
 
 static int64_t rows_bytes(int comm_dtype, int64_t rows, int64_t columns)
@@ -113,7 +113,7 @@ typedef struct exchange {
   eng_comm *comm;
   tensor   *to, *from;
   const int64_t *send, *receive;
-  int64_t  columns, largest;         // rows of one peer, in either direction
+  int64_t  columns, largest;         // largest: the most rows to or from one rank
   int      comm_dtype;
 } exchange;
 
@@ -195,8 +195,9 @@ static eng_status reserve_there(int which, int64_t bytes)
   return there[which].memory ? ENG_OK : ENG_ERR_MEMORY;
 }
 
-/// Lists the runs of a tensor's rows and their messages; FP8 rows that are not whole blocks are one
-/// run each. Returns their number; with runs == NULL it only counts.
+/// Lists the runs between a tensor's rows and their messages. All rows of a peer form one run, but
+/// FP8 rows that are not whole blocks form one run each. Returns the number of runs; with runs ==
+/// NULL only counts them.
 static int64_t list_runs(wire_run *runs, int64_t *longest, const exchange *e, const tensor *x,
                          const int64_t *rows, char *message)
 {
@@ -237,7 +238,7 @@ static eng_status run_between_cards(exchange *e)
   list_runs(runs, &longest, e, e->from, e->send, there[THERE_OUT].memory);
   list_runs(runs + n_out, &longest_in, e, e->to, e->receive, there[THERE_IN].memory);
   const wire_run *told = (const wire_run *)there[THERE_TABLE].memory;
-  // not read: inf and nan in rows show in the results
+  // the flags are never read: inf and nan in rows show in the results
   uint32_t *unwanted = (uint32_t *)(there[THERE_TABLE].memory + bytes);
   if (bytes > 0) ENG_TRY(card->move(there[THERE_TABLE].memory, runs, bytes, COPY_TO_DEVICE));
   if (n_out > 0)

@@ -1,5 +1,5 @@
-// Reduces gradients over ranks while backward runs: the buckets' part in a training step. engine.h
-// (eng_parallel) has the contract; comm_buckets.c defines the buckets.
+// Reduces gradients over ranks while backward runs: the work on buckets during a training step.
+// engine.h (eng_parallel) has the contract; comm_buckets.c defines the buckets.
 //
 // A bucket whose members are complete is sent when its turn comes: each rank receives the piece
 // that it sums. One byte per member says whether the sender had a gradient and whether it was inf
@@ -86,7 +86,7 @@ static int tag_of(const eng_parallel *p, const bucket *b)
 
 static eng_status progress(eng_parallel *p);
 
-/// Takes memory for a bucket to send. While other buckets occupy it, backward waits for their
+/// Takes memory for a bucket to send. If other buckets occupy all memory, backward waits for their
 /// messages.
 static eng_status take_memory(eng_parallel *p, bucket *b)
 {
@@ -99,7 +99,7 @@ static eng_status take_memory(eng_parallel *p, bucket *b)
     int before = p->under_way;
     ENG_TRY(progress(p));
     if (p->under_way < before) since = eng_clock();
-    else ENG_TRY(comm_pause(since, "the sum of gradients"));
+    else ENG_TRY(comm_pause(&since, "the sum of gradients"));
   }
   if (began > 0) p->facts.held += eng_clock() - began;
   b->in = b->out + b->begin[b->comm->size];
@@ -133,7 +133,7 @@ static eng_status send_out(eng_parallel *p, bucket *b)
     b->state = BUCKET_OUT;
     p->under_way++;
     ENG_TRY(cards_send(p, b));
-    // the device packs before it writes there again
+    // the device packs each gradient before it writes into that room again
     for (int k = 0; p->zero == 2 && k < b->n; k++) leave_room(p, b->member[k]);
     return ENG_OK;
   }
@@ -159,7 +159,7 @@ static eng_status send_out(eng_parallel *p, bucket *b)
   b->state = BUCKET_OUT;
   p->under_way++;
   return b->comm->transport && n > 0
-           ? b->comm->transport->start(&b->exchange, b->comm->group, p->messages, n, tag_of(p, b))
+           ? comm_start(&b->exchange, b->comm, p->messages, n, tag_of(p, b))
            : ENG_OK;
 }
 
@@ -203,8 +203,8 @@ static eng_status write_gradient(eng_parallel *p, const bucket *b, int k, int ra
   return here ? ENG_OK : transfer_from_host(gradient->store->space, to, p->raw, n * size);
 }
 
-/// ZeRO-2: writes this rank's part of member k's sum into its piece. After earlier passes of the
-/// step it adds instead: in f32, each sum rounded to the gradient's dtype.
+/// ZeRO-2: writes this rank's part of member k's sum into its piece. If the piece has a sum of
+/// earlier passes of this step, adds to it in f32 and rounds the result to the gradient's dtype.
 static eng_status write_piece(eng_parallel *p, bucket *b, int k)
 {
   enum { SOME = 1024 };
@@ -215,7 +215,7 @@ static eng_status write_piece(eng_parallel *p, bucket *b, int k)
                     size = eng_dtype_size(b->dtype);
   if (n == 0) return ENG_OK;
   bool here = p->set->space == SPACE_HOST, adds = p->had[i];
-  // `values` has room for all ranks' pieces
+  // p->values has room for all ranks' pieces
   char *to = here ? piece->data : p->raw, *values = adds ? (char *)(p->values + n) : to;
   ENG_TRY(comm_unpack(values, b->dtype, n, b->sum, b->comm_dtype, bucket_piece(b, b->comm->rank),
                       at, p->values));
@@ -230,7 +230,7 @@ static eng_status write_piece(eng_parallel *p, bucket *b, int k)
   return here ? ENG_OK : transfer_from_host(p->set->space, piece->data, to, n * size);
 }
 
-/// Writes the sums into the gradients: only this rank's, or all.
+/// Writes the sums into the gradients: with ZeRO this rank's piece, otherwise all pieces.
 static eng_status take_sums(eng_parallel *p, bucket *b)
 {
   for (int k = 0; k < b->n; k++) {
@@ -270,7 +270,8 @@ static eng_status read_flags(eng_parallel *p)
   return ENG_OK;
 }
 
-/// Sends every rank's sums to all ranks; they arrive in the memory of the summed messages.
+/// Sends this rank's sums to the other ranks and receives theirs, into the memory of messages that
+/// are already summed.
 static eng_status send_back(eng_parallel *p, bucket *b)
 {
   int n = 0;
@@ -284,7 +285,7 @@ static eng_status send_back(eng_parallel *p, bucket *b)
   }
   b->state = BUCKET_BACK;
   return n > 0
-           ? b->comm->transport->start(&b->exchange, b->comm->group, p->messages, n, tag_of(p, b))
+           ? comm_start(&b->exchange, b->comm, p->messages, n, tag_of(p, b))
            : ENG_OK;
 }
 
@@ -381,7 +382,8 @@ eng_status eng_parallel_begin(eng_parallel *p, int pass)
     bucket *b = &p->buckets[k];
     if (set->gradient_dtype[b->member[0]] != b->dtype)
       return error_set(ENG_ERR_STATE,
-                       "the gradients' dtypes changed after they were divided among ranks");
+                       "the dtypes of gradients changed after the gradients were divided among "
+                       "ranks");
     b->state = BUCKET_FILLS;
     b->left = b->n;
   }
@@ -421,7 +423,7 @@ eng_status eng_parallel_finish(eng_parallel *p)
   if (!p->armed) return error_set(ENG_ERR_STATE, "no reduction over ranks has begun");
   backward_set_watch(NULL);
   comm_meanwhile(NULL, NULL);
-  double began = eng_clock();
+  double began = eng_clock(), since = began;
   if (p->alone) {
     eng_parallel_cancel(p);
     for (int i = 0; p->zero == 2 && i < p->set->n; i++) p->set->member[i].has_gradient = p->had[i];
@@ -440,6 +442,7 @@ eng_status eng_parallel_finish(eng_parallel *p)
       ENG_TRY(comm_stream_wait(STREAM_GRADIENTS, "the sum of gradients"));
       continue;
     }
+    if (p->under_way < before) since = eng_clock();
     if (p->under_way < before || oldest < 0) continue;
     bucket *b = &p->buckets[oldest];
     bool done = false;
@@ -448,9 +451,10 @@ eng_status eng_parallel_finish(eng_parallel *p)
     }
     if (done) {
       b->exchange = NULL;
+      since = eng_clock();
       continue;
     }
-    ENG_TRY(comm_pause(began, "the sum of gradients"));
+    ENG_TRY(comm_pause(&since, "the sum of gradients"));
   }
   if (p->cards) ENG_TRY(read_flags(p));
   double now = eng_clock();

@@ -1,6 +1,7 @@
 // A parameter set whose gradients are reduced over ranks, shared by the files that work on it:
 // comm_parallel.c makes and frees it, comm_buckets.c lays the buckets out, comm_gradients.c and
-// comm_cards.c reduce them in a step, comm_record.c reduces the record, comm_predict.c counts.
+// comm_cards.c reduce them in a step, comm_record.c reduces the record, comm_predict.c predicts
+// sizes.
 #ifndef ENG_COMM_GRADIENTS_H
 #define ENG_COMM_GRADIENTS_H
 
@@ -24,15 +25,16 @@ typedef struct bucket {
   int32_t *member;            // [n]
   int64_t *at;                // [n + 1] first element of each member
   int64_t *cut;               // [ranks + 1] elements
-  int64_t *begin;             // [ranks + 1] bytes: offset of the message to each rank in `out`, and
-                              // of its sum in `in`. A message is a packed piece and n flag bytes
+  int64_t *begin;             // [ranks + 1] bytes: offset in `out` of the message to each rank, and
+                              // in `in` of each rank's sum. A message is a packed piece and n flag
+                              // bytes
   int64_t  packed;            // bytes of this rank's piece in the comm dtype
-  int64_t  bytes;             // the same with flags
+  int64_t  bytes;             // the same with the n flag bytes
   int64_t  in_bytes;          // size of `in`
   int64_t  need;              // total size of `out`, `in` and `sum`
-  char    *out, *in;          // while in flight, else NULL: messages to each rank; messages from
-                              // each rank, `bytes` apart, and later the sums
-  char    *sum;               // [packed] of this rank's piece
+  char    *out, *in;          // while in flight, else NULL. out: messages to each rank; in:
+                              // messages from each rank, `bytes` apart, and later the sums
+  char    *sum;               // [packed] sum of this rank's piece
   uint8_t *anyone;            // [n] whether any rank had a gradient for the member
   bucket_state state;
   int32_t  left;              // members that are not complete
@@ -42,10 +44,11 @@ typedef struct bucket {
 
 struct eng_parallel {
   eng_params *set;
-  eng_comm   *comm, *holders; // all ranks; the ranks that hold the same parameters apart, or NULL
-  uint8_t    *apart;          // [set->n] 1: not all ranks hold it
-  int32_t    *holder;         // [size of holders] their ranks among all
+  eng_comm   *comm, *holders; // all ranks; the ranks that hold the same `apart` parameters, or NULL
+  uint8_t    *apart;          // [set->n] 1: not all ranks hold this parameter
+  int32_t    *holder;         // [size of holders] the holders' ranks in `comm`
   int32_t     zero;           // 0; 1: updates are divided among ranks; 2: gradients as well
+  bool        whole;          // pieces are whole parameters
   int32_t     n_buckets;
   int32_t     under_way;      // buckets in flight
   bucket     *buckets;
@@ -67,7 +70,7 @@ struct eng_parallel {
   int64_t     n_values;
   float      *values;         // [n_values] pieces as f32, [ranks][own piece] of the largest bucket;
                               // at least the largest member
-  char       *raw;            // a member's gradient copied to the host, where it is on a device
+  char       *raw;            // host copy of a member's gradient that is on a device
   comm_message *messages;     // [2 * ranks]
   const float **terms;        // [ranks]
   double     *numbers;        // comm_record.c's message
@@ -86,12 +89,12 @@ eng_status buckets_check(const eng_parallel_options *options);
 /// Puts the set's members into buckets and sets the order in which they are sent.
 eng_status buckets_fill(eng_parallel *p, const eng_parallel_options *options);
 /// Cuts bucket `number` into the ranks' pieces and computes the sizes of its messages.
-eng_status bucket_cut(bucket *b, int number);
+eng_status bucket_cut(bucket *b, int number, bool whole);
 /// Bytes of the block for messages in flight, and of a block of rooms.
 void buckets_bounds(int64_t *messages, int64_t *room_block, const eng_parallel *p, int64_t limit);
 void buckets_free(eng_parallel *p);
-/// The elements of member k in piece `rank`: their number, the first one's index in the member
-/// (`from`) and in the piece (`at`).
+/// Returns how many elements of member k are in the piece of `rank`. The first of them has index
+/// `from` in the member and `at` in the piece.
 int64_t bucket_overlap(const eng_parallel *p, const bucket *b, int k, int rank, int64_t *from,
                        int64_t *at);
 /// Elements of piece `rank`.
@@ -116,7 +119,7 @@ void cards_free(eng_parallel *p);
 eng_status cards_begin(eng_parallel *p);
 /// Enqueues all work on a complete bucket whose `out` and `in` are set.
 eng_status cards_send(eng_parallel *p, bucket *b);
-/// Whether that work is done. Never waits.
+/// Whether the work of cards_send is done. Never waits.
 eng_status cards_done(bool *done, eng_parallel *p, bucket *b);
 /// After all buckets are done: exchanges the ranks' flags (p->pass_flags).
 eng_status cards_exchange_flags(eng_parallel *p);

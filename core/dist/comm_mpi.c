@@ -14,7 +14,7 @@
 typedef struct exchange {
   struct exchange *next;
   MPI_Comm     comm;
-  int          n, capacity;
+  int          n, receives, capacity;
   MPI_Request *request;
   MPI_Status  *status;      // of each request, with its error
 } exchange;
@@ -62,13 +62,21 @@ static void give(exchange *e)
   spare = e;
 }
 
+static void cancel(void *under_way)
+{
+  exchange *e = under_way;
+  for (int i = 0; i < e->receives; i++)
+    if (e->request[i] != MPI_REQUEST_NULL) MPI_Cancel(&e->request[i]);
+  MPI_Waitall(e->receives, e->request, MPI_STATUSES_IGNORE);
+}
+
 static eng_status start(void **out, void *group, const comm_message *messages, int n, int tag)
 {
   exchange *e = take(n);
   *out = NULL;
   if (!e) return core->error(ENG_ERR_MEMORY, "ranks: out of memory for messages");
   e->comm = *(MPI_Comm *)group;
-  e->n = 0;
+  e->n = e->receives = 0;
   // Posts receives first, so that arriving messages have memory.
   for (int pass = 0; pass < 2; pass++)
     for (int i = 0; i < n; i++) {
@@ -79,8 +87,12 @@ static eng_status start(void **out, void *group, const comm_message *messages, i
         : m->send
           ? MPI_Isend(m->memory, (int)m->bytes, MPI_BYTE, m->peer, tag, e->comm, &e->request[e->n])
           : MPI_Irecv(m->memory, (int)m->bytes, MPI_BYTE, m->peer, tag, e->comm, &e->request[e->n]);
-      if (code != MPI_SUCCESS) return failed(m->send ? "sending" : "receiving", code);
+      if (code != MPI_SUCCESS) {
+        cancel(e);
+        return failed(m->send ? "sending" : "receiving", code);
+      }
       e->n++;
+      e->receives += !m->send;
     }
   *out = e;
   return ENG_OK;
@@ -179,6 +191,7 @@ __attribute__((visibility("default"))) const comm_transport *eng_comm_mpi(const 
                                .world = &everybody,
                                .start = start,
                                .test = test,
+                               .cancel = cancel,
                                .probe = probe,
                                .split = split,
                                .free = release,

@@ -3,10 +3,11 @@
 // used; sums are computed in the order of comm.h.
 //
 // NCCL's communicators have no tags: both sides must issue the same messages in the same order. So
-// each kind of work with its own order (comm_stream) has a communicator over all ranks and a
-// stream of the device (backend.h); groups are world ranks in it. Two ranks may issue work on two
-// streams in different orders. NCCL allows that as long as the kernels of all streams fit on a card
-// at once: each stream runs one kernel at a time, of at most 32 blocks (NCCL_MAX_CTAS).
+// each kind of work with its own order (comm_stream) has a communicator over all ranks and a stream
+// of the device (backend.h). A group is a list of world ranks in that communicator. Two ranks may
+// issue work on two streams in different orders. NCCL allows that as long as the kernels of all
+// streams fit on a card at once: each stream runs one kernel at a time, of at most 32 blocks
+// (NCCL_MAX_CTAS).
 // Owns the library, the communicators and the staging memory of host messages. Called by world.c
 // and the other files of this folder.
 #define _GNU_SOURCE
@@ -32,7 +33,7 @@ static struct {
   nccl_comm      comm[COMM_STREAMS];
   void          *stream[COMM_STREAMS];
   bool           talk;              // comm_cards_decide enabled card-to-card messages
-  char           how[640];          // the same as text for messages
+  char           how[640];          // whether and why, as text for messages
 } nccl;
 
 // ------------------------------------------------------------------ the library
@@ -91,7 +92,7 @@ static eng_status failed(nccl_result result, const char *what, nccl_comm comm)
     more && more[0] ? ": " : "", more ? more : "",
     result == NCCL_REMOTE_ERROR
       ? "; another rank has died"
-      : "; hint: NCCL_DEBUG=WARN says more, ENGINE_NCCL=off with MPI goes through the host");
+      : "; hint: NCCL_DEBUG=WARN prints more; with MPI, ENGINE_NCCL=off sends through the host");
 }
 
 static eng_status card_of_process(void)
@@ -100,7 +101,8 @@ static eng_status card_of_process(void)
   return nccl.card ? ENG_OK : ENG_ERR_DEVICE;
 }
 
-/// Opens a stream after its communicator has come up; reports the error where it has not.
+/// Opens the stream of a communicator whose start gave `result`; returns the error if the start
+/// failed.
 static eng_status open_stream(comm_stream stream, nccl_result result, const char *what)
 {
   if (result != NCCL_SUCCESS) return failed(result, what, NULL);
@@ -110,7 +112,7 @@ static eng_status open_stream(comm_stream stream, nccl_result result, const char
 static eng_status open_first(comm_stream stream, nccl_id id)
 {
   return open_stream(stream, nccl.call.init_rank(&nccl.comm[stream], nccl.size, id, nccl.rank),
-                     "the cards' meeting");
+                     "connecting the cards");
 }
 
 static eng_status open_another(comm_stream stream, comm_stream first)
@@ -118,7 +120,7 @@ static eng_status open_another(comm_stream stream, comm_stream first)
   if (nccl.comm[stream]) return ENG_OK;
   return open_stream(stream,
                      nccl.call.split(nccl.comm[first], 0, nccl.rank, &nccl.comm[stream], NULL),
-                     "another group of all cards");
+                     "a further communicator of all cards");
 }
 
 void comm_streams_end(bool well)
@@ -139,7 +141,7 @@ void *comm_stream_of(comm_stream stream) { return nccl.stream[stream]; }
 static eng_status exchange(comm_stream stream, const int32_t *of_world,
                            const comm_message *messages, int n, const char *what)
 {
-  comm_watch_mark before = comm_watch(what);  // blocks when two ranks connect for the first time
+  comm_watch_mark before = comm_watch(what);  // the first connection of two ranks blocks
   nccl_result result = nccl.call.group_start();
   for (int i = 0; i < n && result == NCCL_SUCCESS; i++) {
     const comm_message *m = &messages[i];
@@ -171,7 +173,7 @@ static eng_status stream_done(bool *done, comm_stream stream, const char *what)
   nccl_result result = nccl.call.async_error(nccl.comm[stream], &noticed);
   if (result == NCCL_SUCCESS) result = noticed;
   if (result == NCCL_SUCCESS || result == NCCL_IN_PROGRESS) return ENG_OK;
-  // a rank that has sent everything may have ended
+  // no error if the other rank has sent everything and then ended
   ENG_TRY(nccl.card->stream_done(done, nccl.stream[stream]));
   return *done ? ENG_OK : failed(result, what, nccl.comm[stream]);
 }
@@ -183,7 +185,7 @@ eng_status comm_stream_wait(comm_stream stream, const char *what)
     bool done = false;
     ENG_TRY(stream_done(&done, stream, what));
     if (done) return ENG_OK;
-    ENG_TRY(comm_pause(since, what));
+    ENG_TRY(comm_pause(&since, what));
   }
 }
 
@@ -191,11 +193,11 @@ eng_status comm_stream_wait(comm_stream stream, const char *what)
 
 typedef enum nccl_wish { WISH_AUTO, WISH_ON, WISH_OFF, WISH_UNKNOWN } nccl_wish;
 
-/// What each rank reports before they decide.
+/// What each rank reports before the ranks decide.
 typedef struct card_note {
   int32_t wish, wanted, can;
   char    card[96];               // its unique name
-  char    why[156];               // the reason why it cannot
+  char    why[156];               // if it cannot: the reason
 } card_note;
 
 static nccl_wish wish_of_process(void)
@@ -250,7 +252,7 @@ static eng_status open_streams(eng_comm *everybody)
     nccl_result result = everybody->rank == 0 ? nccl.call.get_unique_id(&id) : NCCL_SUCCESS;
     nccl.rank = everybody->rank;
     nccl.size = everybody->size;
-    if (result != NCCL_SUCCESS) return failed(result, "a place for the cards to meet", NULL);
+    if (result != NCCL_SUCCESS) return failed(result, "making a rendezvous address", NULL);
     ENG_TRY(eng_comm_broadcast(everybody, &id, sizeof id, 0));
     ENG_TRY(open_first(STREAM_GRADIENTS, id));
   }
@@ -284,10 +286,10 @@ eng_status comm_cards_decide(bool *cards, eng_comm *everybody, bool wanted)
       "--mpi=pmix",
       why);
   if (!can) {
-    snprintf(nccl.how, sizeof nccl.how, any ? "through the host: %s" : "", why);
+    snprintf(nccl.how, sizeof nccl.how, "%s%s", any ? "through the host: " : "", any ? why : "");
     return ENG_OK;
   }
-  comm_watch_mark before = comm_watch("the meeting of the ranks' cards");
+  comm_watch_mark before = comm_watch("the connection of the ranks' cards");
   status = open_streams(everybody);
   comm_watched(before);
   if (status != ENG_OK) return status;
@@ -302,8 +304,8 @@ const char *comm_cards_text(void) { return nccl.how[0] ? nccl.how : NULL; }
 
 // ------------------------------------------------------------------ host messages over the cards
 
-/// Messages in flight with a staging buffer on the card. A finished one is reused, so that a step
-/// allocates nothing after the first.
+/// Messages in flight with a staging buffer on the card. Finished ones are reused, so that steps
+/// after the first allocate nothing.
 typedef struct staged {
   struct staged *next;
   int           n, capacity;
@@ -444,7 +446,7 @@ eng_status comm_nccl_world(const comm_transport **out, int rank, int size, const
   if (ours) setenv("NCCL_COMM_ID", where, 1);
   nccl_result result = nccl.call.get_unique_id(&id);
   eng_status status = result == NCCL_SUCCESS ? open_first(STREAM_HOST, id)
-                                             : failed(result, "the place to meet", NULL);
+                                             : failed(result, "making a rendezvous address", NULL);
   if (ours) unsetenv("NCCL_COMM_ID");
   ENG_TRY(status);
   ENG_TRY(count_local());

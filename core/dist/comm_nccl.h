@@ -33,7 +33,7 @@ typedef struct nccl_calls {
                          void *stream);
 } nccl_calls;
 
-/// Their names in the library, in the same order.
+/// The names of these functions in the library, in the same order.
 #define NCCL_NAMES                                                                                 \
   {"ncclGetVersion",   "ncclGetUniqueId", "ncclCommInitRank",      "ncclCommSplit",                \
    "ncclCommDestroy",  "ncclCommAbort",   "ncclCommGetAsyncError", "ncclGetErrorString",           \

@@ -86,7 +86,7 @@ eng_status eng_comm_dtype_round(float *x, int64_t n, int comm_dtype)
 {
   if (comm_dtype <= ENG_COMM_OWN || comm_dtype >= ENG_COMM_DTYPES)
     return error_set(ENG_ERR_VALUE,
-                     "expected a comm dtype of 0 to 4 (ENG_COMM_*), got %d", comm_dtype);
+                     "expected a comm dtype of 1 to 4 (ENG_COMM_*), got %d", comm_dtype);
   int dtype = comm_dtype_of(comm_dtype, ENG_f32);
   int64_t count = comm_padded(n);
   char *piece = malloc((size_t)comm_packed_bytes(dtype, count) + 1);

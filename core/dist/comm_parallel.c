@@ -34,7 +34,7 @@ static eng_status take_memory(eng_parallel *p, int64_t limit)
   int64_t size = p->comm->size, longest = 0, largest = 0;
   for (int k = 0; k < p->n_buckets; k++) {
     bucket *b = &p->buckets[k];
-    ENG_TRY(bucket_cut(b, k));
+    ENG_TRY(bucket_cut(b, k, p->whole));
     if (p->cards) b->need = cards_bytes(b);
     if (bucket_piece(b, b->comm->rank) > longest) longest = bucket_piece(b, b->comm->rank);
   }
@@ -58,7 +58,7 @@ static eng_status take_memory(eng_parallel *p, int64_t limit)
   p->rank_flags = calloc((size_t)size, (size_t)p->set->n + 1);
   if (p->messages && p->terms && p->rank_flags && (p->raw || p->set->space == SPACE_HOST))
     return ENG_OK;
-  return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
+  return error_set(ENG_ERR_MEMORY, "out of memory for gradient buckets");
 }
 
 void eng_parallel_free(eng_parallel *p)
@@ -98,7 +98,7 @@ static eng_status divide(eng_parallel *p)
   p->place = calloc((size_t)set->n + 1, sizeof *p->place);
   p->had = calloc((size_t)set->n + 1, sizeof *p->had);
   if (!p->place || !p->had)
-    return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
+    return error_set(ENG_ERR_MEMORY, "out of memory for gradient buckets");
   for (int i = 0; i < set->n; i++) {
     const tensor *value = set->member[i].value;
     ENG_TRY(tensor_wrap(&p->place[i], set->space, NULL, set->gradient_dtype[i], value->ndim,
@@ -131,7 +131,7 @@ eng_status eng_parallel_new(eng_parallel **out, eng_params *set, eng_comm *comm,
   ENG_TRY(buckets_check(options));
   if (set->kept) return error_set(ENG_ERR_STATE, "these parameters are in a reference backward");
   eng_parallel *p = calloc(1, sizeof *p);
-  if (!p) return error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
+  if (!p) return error_set(ENG_ERR_MEMORY, "out of memory for gradient buckets");
   size_t n = (size_t)set->n + 1;
   p->set = set;
   p->comm = comm;
@@ -141,7 +141,7 @@ eng_status eng_parallel_new(eng_parallel **out, eng_params *set, eng_comm *comm,
   p->complete = calloc(n, sizeof *p->complete);
   eng_status status = set->own && p->apart && p->complete
                         ? find_holders(p, options)
-                        : error_set(ENG_ERR_MEMORY, "out of memory for buckets of gradients");
+                        : error_set(ENG_ERR_MEMORY, "out of memory for gradient buckets");
   if (status == ENG_OK) status = comm_cards_decide(&p->cards, comm, set->space == SPACE_CUDA);
   if (status == ENG_OK) status = buckets_fill(p, options);
   if (status == ENG_OK) status = take_memory(p, options->bucket);

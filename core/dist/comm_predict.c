@@ -12,7 +12,7 @@
 static eng_status count_bucket(eng_parallel_sizes *out, int64_t *longest, eng_parallel *p,
                                bucket *b, int zero)
 {
-  ENG_TRY(bucket_cut(b, (int)(b - p->buckets)));
+  ENG_TRY(bucket_cut(b, (int)(b - p->buckets), p->whole));
   int own = b->comm->rank, ranks = b->comm->size;
   int64_t others = ranks - 1;
   out->messages += others;
@@ -102,7 +102,7 @@ static eng_status busiest(int *rank, eng_parallel *p)
   *rank = 0;
   for (int k = 0; k < p->n_buckets && status == ENG_OK; k++) {
     bucket *b = &p->buckets[k];
-    status = bucket_cut(b, k);
+    status = bucket_cut(b, k, p->whole);
     for (int r = 0; r < p->comm->size && status == ENG_OK; r++) sums[r] += bucket_piece(b, r);
     free(b->cut);
     free(b->begin);
@@ -170,7 +170,7 @@ eng_status eng_parallel_rehearse(double *seconds, eng_params *set, int size,
     return error_set(ENG_ERR_VALUE, "expected parameters that all ranks hold, got some held apart");
   eng_comm group = {.transport = &nowhere, .size = size};
   eng_parallel_options simple = *options;
-  simple.zero = options->zero > 0;      // ZeRO-2 does the same work; gradients stay whole here
+  simple.zero = options->zero > 0;      // ZeRO-2 does the same work as ZeRO-1
   eng_parallel *p;
   ENG_TRY(eng_parallel_new(&p, set, &group, &simple));
   eng_status status = ENG_OK;

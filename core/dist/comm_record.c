@@ -2,8 +2,8 @@
 //
 // Each rank has the statistics of its own pieces. One message reduces them to the same record on
 // every rank: sums of each tensor's counts and squares, of the histogram where it is needed, and of
-// the caller's numbers; maxima of amax and of the caller's numbers. It is sent at every step, also
-// after an overflow.
+// the caller's numbers; maxima of amax and of the caller's numbers. The message is sent at every
+// step, also after an overflow.
 // Called by Lua.
 #include "comm_gradients.h"
 
@@ -108,9 +108,9 @@ static void owned(int64_t *from, int64_t *to, const eng_parallel *p, int index, 
   *to = low < high ? high - first : 0;
 }
 
-/// Sends this rank's piece of member `index` to every rank that holds it, and receives theirs.
-/// `host`: all its elements as f32 in host memory. Between cards it is device memory, and the
-/// messages are only enqueued.
+/// Sends this rank's piece of member `index` to every other rank that holds the member, and
+/// receives the pieces of these ranks. `host`: all elements of the member as f32 in host memory.
+/// Between cards, `host` is device memory, and the messages are only enqueued.
 static eng_status round_pieces(eng_parallel *p, int index, float *host, const char *what)
 {
   eng_comm *comm = p->buckets[p->bucket_of[index]].comm;

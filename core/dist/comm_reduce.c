@@ -14,7 +14,7 @@
 typedef struct reduction {
   const tensor *out, *x;
   int      ranks, comm_dtype;
-  int64_t  n, count, bytes;          // numbers; with padding; bytes of a packed piece
+  int64_t  n, count, bytes;          // n: numbers; count: with padding; bytes: of a packed piece
   bool     add;
   int     *flags;
 } reduction;

@@ -15,8 +15,8 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { SPINS = 2000,                 // tests before the core is yielded: ranks can outnumber cores
-       LOST_CODE = 70 };             // exit code of a job that lost a rank
+enum { SPINS = 2000 };               // tests before yielding the core: ranks can outnumber cores
+static const double STOPPED = 1;     // seconds
 
 eng_comm comm_world = { .size = 1 };
 static double timeout = 300;        // seconds
@@ -26,6 +26,17 @@ double eng_comm_timeout(double seconds)
   double before = timeout;
   if (seconds > 0) timeout = seconds;
   return before;
+}
+
+/// Advances `since`, the start of a wait, by the time for which this process was stopped, because a
+/// job that is suspended and continued has lost no rank. A running process looks at the clock far
+/// more often than every STOPPED seconds, so a longer gap means that it was stopped. `looked`: the
+/// time of the last look. Returns the current time.
+static double look_at_clock(double *since, double *looked)
+{
+  double now = eng_clock(), last = *looked > *since ? *looked : *since;
+  if (now - last > STOPPED) *since += now - last;
+  return *looked = now;
 }
 
 // ------------------------------------------------------------------ calls without a timeout
@@ -38,18 +49,20 @@ static struct {
   bool            runs;
 } watch = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
-static void *look_at_clock(void *nothing)
+static void *watch_calls(void *nothing)
 {
   enum { TICK_US = 50000 };
+  double looked = 0;
   while (true) {
     usleep(TICK_US);
     pthread_mutex_lock(&watch.lock);
-    if (watch.now.what && eng_clock() - watch.now.since > timeout) {
+    double now = look_at_clock(&watch.now.since, &looked);
+    if (watch.now.what && now - watch.now.since > timeout) {
       fprintf(stderr, "engine: rank %d of %d has waited %g s at %s: another rank has died or hung, "
               "or was never started. The job ends.\n", comm_world.rank, comm_world.size, timeout,
               watch.now.what);
       fflush(stderr);
-      _exit(LOST_CODE);
+      _exit(COMM_LOST_CODE);
     }
     pthread_mutex_unlock(&watch.lock);
   }
@@ -62,7 +75,7 @@ comm_watch_mark comm_watch(const char *what)
   pthread_mutex_lock(&watch.lock);
   comm_watch_mark before = watch.now;
   watch.now = (comm_watch_mark){what, eng_clock()};
-  if (!watch.runs && pthread_create(&thread, NULL, look_at_clock, NULL) == 0) {
+  if (!watch.runs && pthread_create(&thread, NULL, watch_calls, NULL) == 0) {
     pthread_detach(thread);
     watch.runs = true;
   }
@@ -133,7 +146,7 @@ static void report_missing(const char *notes, const char *what)
   fflush(stdout);
   if (missing > 0)
     fprintf(stderr,
-            "engine: rank%s %s did not reach %s within %g s: died or hung. The job ends.\n",
+            "engine: rank%s %s did not reach %s within %g s: dead or hung. The job ends.\n",
             missing > 1 ? "s" : "", names, what, timeout);
   else {
     char shown[4 * sizeof waits];
@@ -144,7 +157,7 @@ static void report_missing(const char *notes, const char *what)
   fflush(stderr);
 }
 
-/// A rank missed a collective. Waiting ranks exchange alarm messages; the one that sends none is
+/// A rank missed a collective. Waiting ranks exchange alarm messages; a rank that sends none is
 /// missing. A rank that receives an alarm while it waits joins at once, however short its own wait.
 /// The lowest waiting rank prints the message and ends the job. Does not return.
 static void lost(const char *what)
@@ -165,8 +178,8 @@ static void lost(const char *what)
             comm_world.rank, comm_world.size, timeout, what);
     fflush(stderr);
   }
-  t->abort(LOST_CODE);
-  _exit(LOST_CODE);
+  t->abort(COMM_LOST_CODE);
+  _exit(COMM_LOST_CODE);
 }
 
 // ------------------------------------------------------------------ waiting
@@ -176,18 +189,19 @@ eng_status comm_idle(int *spins, double *since, const char *what)
   if (++*spins % SPINS) return ENG_OK;
   if (eng_interrupted() == 2) return error_set(ENG_ERR_INTERRUPTED, "interrupted");
   const comm_transport *t = comm_world.transport;
-  double now = eng_clock();
-  if (*since == 0) *since = now;
+  static double looked;
+  if (*since == 0) *since = eng_clock();
+  double now = look_at_clock(since, &looked);
   if (now - *since > timeout || (t->probe && t->probe(comm_world.group, COMM_TAG_ALARM)))
     lost(what);
   sched_yield();
   return ENG_OK;
 }
 
-eng_status comm_pause(double since, const char *what)
+eng_status comm_pause(double *since, const char *what)
 {
   int spins = SPINS - 1;
-  return comm_idle(&spins, &since, what);
+  return comm_idle(&spins, since, what);
 }
 
 static struct { eng_status (*work)(void *data); void *data; } meanwhile;
@@ -198,16 +212,39 @@ void comm_meanwhile(eng_status (*work)(void *data), void *data)
   meanwhile.data = data;
 }
 
+bool comm_broken;
+
+eng_status comm_start(void **exchange, const eng_comm *comm, const comm_message *messages, int n,
+                      int tag)
+{
+  if (comm_broken)
+    return error_set(ENG_ERR_STATE, "an exchange between ranks was cut short: this process can "
+                                    "no longer reach the others; hint: start the job again");
+  return comm->transport->start(exchange, comm->group, messages, n, tag);
+}
+
+void comm_cancel(const eng_comm *comm, void *exchange, const char *what)
+{
+  comm_broken = true;
+  if (!comm->transport->cancel) return;
+  comm_watch_mark before = comm_watch(what);       // `cancel` waits for messages that have begun
+  comm->transport->cancel(exchange);
+  comm_watched(before);
+}
+
 eng_status comm_wait(eng_comm *comm, void *exchange, const char *what)
 {
   bool done = false;
   int spins = 0;
   double since = 0;
   while (true) {
-    ENG_TRY(comm->transport->test(&done, exchange));
-    if (done) return ENG_OK;
-    if (meanwhile.work) ENG_TRY(meanwhile.work(meanwhile.data));
-    ENG_TRY(comm_idle(&spins, &since, what));
+    eng_status status = comm->transport->test(&done, exchange);
+    if (status == ENG_OK && done) return ENG_OK;
+    if (status == ENG_OK && meanwhile.work) status = meanwhile.work(meanwhile.data);
+    if (status == ENG_OK) status = comm_idle(&spins, &since, what);
+    if (status == ENG_OK) continue;
+    comm_cancel(comm, exchange, what);
+    return status;
   }
 }
 
@@ -216,7 +253,7 @@ eng_status comm_exchange(eng_comm *comm, const comm_message *messages, int n, in
 {
   void *exchange;
   if (n == 0) return ENG_OK;
-  ENG_TRY(comm->transport->start(&exchange, comm->group, messages, n, tag));
+  ENG_TRY(comm_start(&exchange, comm, messages, n, tag));
   return comm_wait(comm, exchange, what);
 }
 

@@ -2,7 +2,8 @@
 //
 // Two transports exist. MPI is a plug-in, libengine_mpi.so beside this library, loaded only where
 // mpirun or srun started several processes, so that a machine without MPI runs everything else.
-// NCCL alone (comm_nccl.c) serves where torchrun started the job, or srun without an MPI plug-in.
+// NCCL alone (comm_nccl.c) is the transport if torchrun started the job, or srun without an MPI
+// plug-in.
 //
 // Fills comm_world (comm_wait.c). Called by Lua through engine.h; no file of this folder calls it.
 #define _GNU_SOURCE
@@ -23,9 +24,9 @@
 typedef enum start_kind { START_ALONE, START_MPI, START_NCCL, START_WRONG } start_kind;
 
 /// The variables in which each launcher passes a process's number and the number of processes;
-/// `also` must be set as well. SLURM's are those of a job step: a batch script has none. Many
-/// programs set torchrun's variables, so they come last unless TORCHELASTIC_RUN_ID identifies
-/// torchrun, which srun itself may have started.
+/// the variable `also` must be set as well. SLURM's variables are those of a job step; a batch
+/// script has none. Many programs set RANK and WORLD_SIZE, so these come last. TORCHELASTIC_RUN_ID
+/// proves that torchrun set them; it comes first, because srun may have started torchrun.
 #define MEETING_ADDRESS "MASTER_ADDR"
 static const struct { const char *rank, *size, *name, *also; start_kind kind; } launchers[] = {
   {"RANK", "WORLD_SIZE", "torchrun", "TORCHELASTIC_RUN_ID", START_NCCL},
@@ -219,8 +220,8 @@ static void at_exit(int code, void *nothing)
   eng_comm_end(code);
 }
 
-// Libraries below a transport install signal handlers when they start: UCX, which Open MPI 5 uses,
-// takes SIGHUP and SIGBUS. load() restores the process's own handlers.
+// Libraries that a transport uses install signal handlers when they start. For example UCX, which
+// Open MPI 5 uses, takes SIGHUP and SIGBUS. load() restores the process's own handlers.
 static const int kept_signals[] = {SIGHUP,  SIGINT,  SIGTERM, SIGALRM, SIGBUS,
                                    SIGPIPE, SIGUSR1, SIGUSR2, SIGXCPU, SIGXFSZ};
 enum { KEPT_SIGNALS = sizeof kept_signals / sizeof *kept_signals };
@@ -249,8 +250,8 @@ static eng_status read_timeout(void)
   char *end;
   double seconds = strtod(text, &end);
   if (!(seconds > 0 && seconds < 1e9) || *end)
-    return error_set(ENG_ERR_VALUE, "ENGINE_RANK_TIMEOUT: expected seconds above 0, got '%s'",
-                     text);
+    return error_set(ENG_ERR_VALUE,
+                     "ENGINE_RANK_TIMEOUT: expected a number of seconds above 0, got '%s'", text);
   eng_comm_timeout(seconds);
   return ENG_OK;
 }
@@ -304,13 +305,14 @@ void eng_comm_end(int code)
   const comm_transport *transport = comm_world.transport;
   if (!transport) return;
   comm_world.transport = NULL;
+  if (code == 0 && comm_broken) code = COMM_LOST_CODE;
   if (code == 0) {
     comm_watch_mark before = comm_watch("the end of the job");
     comm_streams_end(true);
     transport->finish();
     comm_watched(before);
   } else {
-    // Rank 0 usually prints the same error, and has a checkpoint to write: let it go first.
+    // Rank 0 usually prints the same error and has a checkpoint to write, so rank 0 goes first.
     if (comm_world.rank > 0) usleep(500000);
     fflush(NULL);
     comm_streams_end(false);

@@ -45,6 +45,21 @@ if not sanitized and helper.shell("test -f " .. CARD).code == 0
       assert(ran.code == 0 and ran.out:find("^cpu%s+6%s+f32 %[3%] cuda"), ran.out)
     end)
 
+    it("gives the checksums that the host gives, of tensors larger than its staging memory",
+      function()
+      local ran = on_card([[-e 'local e, F = require "engine", require "engine.base.ffi"
+        local function sum(x)
+          local out = F.new("uint64_t[1]")
+          F.check(F.C.eng_checksum(out, x))
+          return out[0]
+        end
+        for _, n in ipairs { 0, 5, 3 * 2^20 + 7 } do
+          local x = e.randn(n)
+          print(sum(x) == sum(x:to("cuda")))
+        end']])
+      assert.equal("true\ntrue\ntrue\n", ran.out)
+    end)
+
     it("has parameters that no other device accepts, and accepts no others", function()
       local file = helper.folder() .. "/away.lua"
       helper.write(file, [[
@@ -58,8 +73,8 @@ if not sanitized and helper.shell("test -f " .. CARD).code == 0
             engine.device(away)
             local done, text = pcall(call)
             engine.device(home)
-            local want = ("the parameters are in %s memory, the current device is %s; hint: " ..
-              "engine.device('%s')"):format(home, away, home)
+            local want = ("the parameters are in %s memory, but the current device is %s; " ..
+              "hint: engine.device('%s')"):format(home, away, home)
             assert(not done and tostring(text):find(want, 1, true), text)
           end
           engine.device(home)

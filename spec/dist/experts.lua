@@ -11,6 +11,7 @@ local cfg = engine.config({
   optimizer = "adam", over = 0, dispatch = "own", combine = "own", experts = 4, top_k = 2,
   bare = false, one = 0, timid = "", trap = "",
   plant = "", plant_rank = 0, plant_expert = 2, plant_step = 2, checkpoint_every = 0, hidden = 24,
+  drift_rank = -1,        -- a rank that zeroes plant_expert's weights after the first step
   device = "cpu",
 })
 engine.device(cfg.device)
@@ -89,9 +90,11 @@ trainer = engine.trainer { model = net, optimizer = optimizer, loss = loss_of,
   data = engine.data.tensors { x = x, y = y, batch = cfg.batch, seed = 9 },
   steps = cfg.steps, accumulate = cfg.accumulate, clip = cfg.clip, comm_dtype = cfg.wire,
   zero = cfg.zero, run = cfg.run, resume = cfg.resume, rank_timeout = cfg.timeout,
+  agree_every = 1,
   checkpoint_every = cfg.checkpoint_every, log = "quiet", trap = cfg.trap ~= "" and cfg.trap or nil,
   policy = cfg.policy ~= "" and cfg.policy or nil, ref_every = 2,
   on_step = function(t, record, verdict)
+    if record.step == 0 and ranks.rank() == cfg.drift_rank then target:zero() end
     local scales = {}
     for i, group in ipairs(t.groups.groups) do
       scales[i] = ("%s=%g"):format(group, t.policy.group_scale and t.policy:group_scale(i) or 0)

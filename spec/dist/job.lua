@@ -15,7 +15,14 @@ local cfg = engine.config({
   odd_rank = -1, odd_policy = "", odd_steps = 0,
   hang_rank = -1, slow_rank = -1, slow = 0.0, die_rank = -1, raise_rank = -1, trouble_step = 3,
   swap_step = -1, swap = "", few_rank = -1, threads_rank = -1, signal = "",
+  agree_every = 1, mode = "sync",
+  noise = false,          -- data that draws random numbers for each batch
+  -- a change on one rank after a step: flip, moment or low (a bit of drift_tensor), lr, scale,
+  -- random, updates
+  drift = "", drift_rank = 1, drift_step = 2, drift_tensor = "blocks.2.mlp.up.weight",
   device = "cpu",
+  -- for spec/chaos.lua: the least seconds of a step, and a file in which rank 0 notes the step
+  pace = 0.0, marks = "",
 })
 local odd = ranks.rank() == cfg.odd_rank
 if odd and cfg.odd_policy ~= "" then cfg.policy = cfg.odd_policy end
@@ -59,15 +66,59 @@ local function loss_of(m, batch)
   return add(loss, target)
 end
 
+local data = engine.data.text { text = table.concat(text), batch = cfg.batch, context = 16,
+  seed = 9 }
+if cfg.noise then
+  local batches = data
+  data = { state = function() return batches:state() end,
+    restore = function(_, state) batches:restore(state) end,
+    next = function()
+      local batch = batches:next()
+      local noise = engine.rand(cfg.batch, 16):lt(0.2)
+      return { x = noise:where(engine.randint(0, 256, cfg.batch, 16, "i32"), batch.x),
+        y = batch.y }
+    end }
+end
+
+-- Flips the lowest bit of the first element.
+local function flip(x)
+  local info = M_ffi.new("eng_tensor_info")
+  M_ffi.check(M_ffi.C.eng_info(info, x))
+  local bytes = M_ffi.ffi.cast("uint8_t *", info.data)
+  bytes[0] = bit.bxor(bytes[0], 1)
+end
+local drift = {
+  flip = function(t, i) flip(t.optimizer.list[i].tensor) end,
+  moment = function(t, i)
+    flip(t.optimizer:state_tensors()[t.optimizer.list[i].name .. ".moment2"])
+  end,
+  low = function(t, i)
+    local low = M_ffi.Tensor()
+    M_ffi.check(M_ffi.C.eng_params_low(low, t.optimizer.params, i - 1))
+    flip(low)
+  end,
+  lr = function(t) t.optimizer.lr = 2e-3 end,
+  scale = function(t) t.policy:set_scale(3) end,
+  random = function() engine.randn(1) end,
+  updates = function(t) t.optimizer.updates = t.optimizer.updates + 1 end,
+}
+local marks = cfg.marks ~= "" and ranks.rank() == 0 and assert(io.open(cfg.marks, "w"))
+if cfg.pace > 0 then M_ffi.ffi.cdef "int usleep(unsigned useconds);" end
+
 local trainer
 trainer = engine.trainer { model = model, optimizer = optimizer, loss = loss_of,
-  data = engine.data.text { text = table.concat(text), batch = cfg.batch, context = 16, seed = 9 },
+  data = data,
   steps = cfg.steps, accumulate = cfg.accumulate, clip = cfg.clip, comm_dtype = cfg.wire,
   zero = cfg.zero, bucket = cfg.bucket, run = cfg.run, resume = cfg.resume,
   checkpoint_every = cfg.checkpoint_every, rank_timeout = cfg.timeout, log = cfg.log,
-  policy = cfg.policy ~= "" and cfg.policy or nil,
+  policy = cfg.policy ~= "" and cfg.policy or nil, agree_every = cfg.agree_every, mode = cfg.mode,
   on_step = function(t, record, verdict)
     local step = tonumber(record.step)
+    if step == cfg.drift_step and ranks.rank() == cfg.drift_rank and drift[cfg.drift] then
+      for i, p in ipairs(t.optimizer.list) do
+        if p.name == cfg.drift_tensor then drift[cfg.drift](t, i) end
+      end
+    end
     if step == cfg.trouble_step then
       if ranks.rank() == cfg.hang_rank then while true do end end
       if ranks.rank() == cfg.slow_rank then os.execute("sleep " .. cfg.slow) end
@@ -86,6 +137,12 @@ trainer = engine.trainer { model = model, optimizer = optimizer, loss = loss_of,
     end
     print(("%d %.17g %.17g %s %s"):format(step, record.loss, record.scale, verdict:what(),
       t.policy.name))
+    if marks then
+      marks:seek("set")
+      marks:write(("%9d\n"):format(step + 1))
+      marks:flush()
+    end
+    if cfg.pace > 0 then M_ffi.ffi.C.usleep(cfg.pace * 1e6) end
   end }
 trainer:run()
 io.stderr:write(("rank %d: weights %s\n"):format(ranks.rank(),

@@ -153,7 +153,7 @@ describe("NCCL", function()
     end)
 
     it("with MPI ends a job that waits for a rank, and names the rank", function()
-      local job = over_mpi(3, JOB, { "hang_rank=2", "timeout=3" })
+      local job = over_mpi(3, JOB, { "hang_rank=2", "timeout=3", "agree_every=0" })
       assert.equal(70, job.code)
       assert.matches("rank 2 did not reach the sum of gradients within 3 s", job.err, 1, true)
     end)
@@ -208,7 +208,7 @@ describe("NCCL", function()
       ["RANK=0 WORLD_SIZE=2 MASTER_ADDR=x MASTER_PORT=65535"] =
         "MASTER_PORT: expected a port from 1 to 65534, got '65535'",
       ["RANK=0 WORLD_SIZE=2 MASTER_ADDR=x ENGINE_RANK_TIMEOUT=-3"] =
-        "ENGINE_RANK_TIMEOUT: expected seconds above 0, got '-3'",
+        "ENGINE_RANK_TIMEOUT: expected a number of seconds above 0, got '-3'",
     } do
       result = start.nccl(1, WORLD, {}, { folder = folder, names = names(environment) })
       assert.are_not.equal(0, result.code)
@@ -224,14 +224,12 @@ describe("NCCL", function()
     assert.matches("rank 0 of 2 has waited 1 s at the start of the job: another rank has died " ..
       "or hung, or was never started", result.err, 1, true)
     local began = os.time()
-    local job = alone(3, JOB, { "hang_rank=1", "timeout=2" })
+    local job = alone(3, JOB, { "hang_rank=1", "timeout=2", "agree_every=0" })
     assert.equal(70, job.code)
-    for _, rank in ipairs { 0, 2 } do
-      assert.matches(("rank %d of 3 has waited 2 s at the sum of gradients"):format(rank), job.err,
-        1, true)
-    end
+    -- The first of ranks 0 and 2 to give up ends; the other may notice its end before its own wait.
+    assert.matches("rank [02] of 3 has waited 2 s at the sum of gradients", job.err)
     assert.not_matches("rank 1 of 3", job.err, 1, true)
-    job = alone(3, JOB, { "die_rank=1", "timeout=40" })
+    job = alone(3, JOB, { "die_rank=1", "timeout=40", "agree_every=0" })
     assert.are_not.equal(0, job.code)
     assert.matches("nccl: the sum of gradients: remote process exited", job.err, 1, true)
     assert.is_true(os.time() - began < 30)

@@ -121,7 +121,7 @@ describe("a plan", function()
       return result.out
     end
     local out = printed "zero=2"
-    assert.matches("\nmessages: those of gradients. not hidden: also counts the updated weights",
+    assert.matches("\nmessages: only those of gradients. not hidden: also the updated weights",
       out, 1, true)
     local bucket, less, now, one = out:match(
       "\nbucket=(%S+) would take (%S+ %S+) of memory a rank instead of " ..
@@ -136,9 +136,9 @@ describe("a plan", function()
   it("reports invalid arguments", function()
     for _, case in ipairs { { { "nothing.lua" }, "cannot open nothing.lua" },
       { { "examples/gpt.lua", "ranks=0" }, "expected ranks from 1 to 100000" },
-      { { "examples/gpt.lua", "measure=two" }, "expected measure to be numbers of ranks" },
+      { { "examples/gpt.lua", "measure=two" }, "measure: expected a list of rank counts" },
       { { "examples/gpt.lua", "measure=" },
-        "expected measure to be numbers of ranks, such as 1,2,4, got none" },
+        "measure: expected a list of rank counts from 1 to 64, such as 1,2,4, got ''" },
         { { "examples/gpt.lua", "zero=3" }, "expected zero to be 0, 1 or 2" },
       { { "examples/gpt.lua", "wire=fp4" }, "expected comm_dtype to be own, fp32" },
       { { "examples/gpt.lua", "alpha=fast" }, "alpha: expected a number" } } do

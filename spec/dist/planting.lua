@@ -104,7 +104,7 @@ local function run(p)
     data = engine.data.text { text = text, batch = 2, context = 8, seed = p.number },
     steps = p.steps, accumulate = accumulate, clip = p.clip,
     comm_dtype = p.wire, zero = p.zero, bucket = p.bucket, run = path, policy = p.given,
-    policy_options = p.options, log = "quiet", rank_timeout = 60,
+    policy_options = p.options, log = "quiet", rank_timeout = 60, agree_every = 1,
     stats_every = p.stats_every, on_policy_error = "stop", attach = false,
     on_step = function(t, record, verdict)
       rows[#rows + 1] = { step = tonumber(record.step), loss = ("%.17g"):format(record.loss),

@@ -165,6 +165,32 @@ describe("checkpoints of several ranks", function()
     end
   end)
 
+  it("are read in pieces, which need not end where tensors or parts of ranks do", function()
+    job(2, { "steps=2", "zero=1", "run=" .. folder .. "/run" })
+    local small = helper.write(folder .. "/small.lua", [[
+      local M_ffi = require "engine.base.ffi"
+      require "engine.tensor.safetensors"
+      require "engine.dist.reducer"
+      local C = M_ffi.C
+      local function broadcast(comm, memory, bytes, root)
+        assert(bytes <= 8000, "a message of more than a piece")
+        return C.eng_comm_broadcast(comm, memory, bytes, root)
+      end
+      M_ffi.C = setmetatable({ eng_comm_broadcast = broadcast }, { __index = C })
+      require("engine.run.shards").PIECE = 1000
+      M_ffi.C = C
+      dofile "spec/dist/job.lua"
+    ]])
+    for zero = 0, 2 do
+      local settings = { "steps=5", "zero=" .. zero, "resume=" .. folder .. "/run" }
+      local whole, weights = job(3, settings)
+      local pieces, same = job(3, settings, small)
+      assert.equal(3, #whole)
+      assert.same(whole, pieces)
+      assert.equal(weights, same)
+    end
+  end)
+
   it("can resume a checkpoint of one rank, and keep the dtype of moments", function()
     job(0, { "steps=2", "accumulate=3", "precision=bf16", "run=" .. folder .. "/run" })
     assert.same({ "model.safetensors", "optimizer.safetensors", "state.json" },

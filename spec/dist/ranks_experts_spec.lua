@@ -84,11 +84,11 @@ describe("nn.moe over ranks", function()
     assert.error_matches(moe { experts_over = 2 },
       "expected experts_over to be a group of ranks, engine.ranks.group%(%), got 2")
     assert.error_matches(moe { dispatch = "f8" },
-      "expected dispatch to be own, fp32, bf16 or fp8, got 'f8'")
+      "expected dispatch to be 'own', 'fp32', 'bf16' or 'fp8', got 'f8'")
     assert.error_matches(moe { combine = "fp8" },
-      "expected combine to be own, fp32 or bf16, got 'fp8'")
+      "expected combine to be 'own', 'fp32' or 'bf16', got 'fp8'")
     assert.error_matches(moe { experts = 3, experts_over = { size = 2, rank = 0, across = {} } },
-      "3 experts do not divide by 2 ranks")
+      "3 experts cannot be divided evenly among 2 ranks")
     assert.error_matches(function() engine.ranks.group(2) end,
       "expected a size that divides the number of ranks, 1, got 2")
     assert.equal(4 * 16 * 2 + 16 + 4,
@@ -161,7 +161,7 @@ describe("experts over ranks", function()
   end)
 
   it("do the same with ZeRO bit for bit, and with every dtype of weights", function()
-    for _, settings in ipairs { { "over=2", "optimizer=lion" },
+    for _, settings in ipairs { { "over=2", "optimizer=lion" }, { "over=2", "optimizer=muon" },
       { "precision=fp16", "policy=dynamic:init_scale=2^18" },
       { "over=2", "wire=bf16", "precision=bf16" },
       { "precision=fp8_block" } } do

@@ -56,6 +56,25 @@ describe("ranks", function()
   before_each(function() folder = helper.folder() end)
   after_each(function() helper.remove(folder) end)
 
+  it("run shadows at their own scales, with ZeRO as well", function()
+    local own = "dynamic:init_scale=2^18,growth_interval=5"
+    for _, zero in ipairs { 0, 2 } do
+      local run = ("%s/run%d"):format(folder, zero)
+      local result = start.run(2, "examples/gpt.lua", { "steps=12", "layers=1", "width=32",
+        "context=32", "sample=0", "log=quiet", "threads=1", "zero=" .. zero, "run=" .. run,
+        "policy=" .. own, "shadow=" .. own .. ",static:loss_scale=2^22" }, { limit = LIMIT })
+      assert.equal(0, result.code, result.err)
+      local h = engine.history.open(run)
+      local same, high = unpack(h:shadows())
+      assert.same({ #h:overflows(), #h:overflows(), 0 },
+        { same.skipped, same.overflows, same.bounds })
+      assert.is_true(same.overflows > 0 and same.overflows < 12)
+      assert.same({ 12, 12 }, { high.skipped, high.overflows })
+      assert.is_true(high.bounds > 0)
+      h:close()
+    end
+  end)
+
   it("are reported in the log, the history, engine runs and the report, also on resume", function()
     local run = folder .. "/run"
     local function gpt(n, ...)
@@ -74,8 +93,8 @@ describe("ranks", function()
       helper.read(run .. "/report.html"), 1, true)
     local second = gpt(0, "steps=3")
     assert.matches("policy dynamic, %d+ threads?\n", second.out)
-    assert.matches("\n1 rank with accumulate=2 continues for 2 with accumulate=1, with the same " ..
-      "step but for rounding\n", second.out .. second.err)
+    assert.matches("\n1 rank with accumulate=2 continues a run of 2 with accumulate=1, " ..
+      "with the same steps except for rounding\n", second.out .. second.err)
     assert.equal("1", engine.history.open(run):meta().ranks)
     assert.not_matches("ranks +ended", helper.run({ "runs", folder }).out)
   end)
@@ -192,10 +211,44 @@ describe("ranks", function()
     end
   end)
 
+  it("report once an overflow that only the sum over ranks has", function()
+    local script = helper.write(folder .. "/sum.lua", [[
+      local engine = require "engine"
+      local net = engine.nn.linear(1, 1)
+      engine.trainer { model = net, optimizer = engine.optim.sgd(net), policy = "static",
+        steps = 12, run = arg[1], trap = arg[2], comm_dtype = "bf16",
+        data = { next = function() return { x = engine.full({ 1, 1 }, 3.4e38), tokens = 1 } end },
+        loss = function(m, b) return m(b.x):sum() end }:run()]])
+    local words = "each rank's own gradients are finite, but their sum in comm dtype bf16 is not"
+    for _, trap in ipairs { "", "overflow" } do
+      local result = start.run(2, script, { folder .. "/run" .. trap, trap ~= "" and trap or nil },
+        { limit = LIMIT })
+      local text = result.out .. result.err
+      assert.equal(0, result.code, text)
+      assert.equal(1, select(2, text:gsub("overflows in a row", "")), text)
+      assert.equal(trap == "" and 1 or 2, select(2, text:gsub(words, "")), text)
+      assert.not_matches("rank 1:", text)
+      local history = engine.history.open(folder .. "/run" .. trap)
+      for _, event in ipairs(history:events "overflow") do
+        assert.matches(words, event.text)
+      end
+      assert.equal(12, #history:events "overflow")
+      assert.matches(words, history:events("stuck")[1].text)
+      history:close()
+    end
+  end)
+
   it("agree in random runs with an inf or nan on one rank", function()
     local result = helper.run { "spec/dist/plantings.lua", "runs=20", "ranks=2,3", "seed=11" }
     assert.equal(0, result.code, result.out .. result.err)
     assert.matches("20 runs, 0 failed", result.out, 1, true)
+  end)
+
+  it("end as their status and history say, whatever signals they get, and resume", function()
+    if helper.sanitized then return pending("its jobs have time limits") end
+    local result = helper.run { "spec/chaos.lua", "first=8", "runs=2" }
+    assert.equal(0, result.code, result.out .. result.err)
+    assert.matches("2 runs, 0 failed", result.out, 1, true)
   end)
 
   it("swap policies together, whatever differs or fails on one rank", function()
@@ -220,6 +273,57 @@ describe("ranks", function()
     end
   end)
 
+  it("let trainers with other options for ranks take turns on one optimizer", function()
+    local script = helper.write(folder .. "/turns.lua", [[
+      local engine = require "engine"
+      local cfg = engine.config { zero_of_first = 0, zero_of_second = 0 }
+      engine.seed(1)
+      local net = engine.nn.linear(64, 64)
+      local optimizer = engine.optim.adamw(net, { lr = 1e-2 })
+      local data = { next = function() return { x = engine.rand(4, 64), tokens = 4 } end }
+      local function trainer(options)
+        options.model, options.optimizer, options.data, options.log = net, optimizer, data, "quiet"
+        options.steps, options.loss = 2, function(m, b) return m(b.x):sum() end
+        return engine.trainer(options)
+      end
+      local function say(...) engine.ranks.say("%s", table.concat({ ... }, " ")) end
+      local function try(f, ...)
+        local good, message = pcall(f, ...)
+        return good and "well" or message:match("^[^\n]*")
+      end
+      local second
+      local function make() second = trainer { bucket = 1, zero = cfg.zero_of_second } end
+      local first = trainer { bucket = 2, zero = cfg.zero_of_first }
+      say("made", try(make))
+      for turn = 1, 2 do
+        say("first", try(first.run, first))
+        if second then second:run() end
+        first.steps = 4
+        if second then second.steps = 4 end
+      end
+      say("done", first.updates, second and second.updates or "no",
+        tostring(require("engine.base.ffi").C.eng_params_checksum(optimizer.params)))]])
+    local function turns(...)
+      local result = start.run(2, script, { ... }, { limit = LIMIT })
+      assert.equal(0, result.code, result.out .. result.err)
+      local first, second = result.err:match("rank 0: (done [^\n]*)"),
+        result.err:match("rank 1: (done [^\n]*)")
+      assert.truthy(first)
+      assert.equal(first, second)
+      return result.err, first
+    end
+    local _, ended = turns()
+    assert.matches("^done 4 4 ", ended)
+    local refusal = "a trainer with ZeRO has divided this optimizer's state among the ranks"
+    local text
+    text, ended = turns "zero_of_first=1"
+    assert.matches("rank 1: made [^\n]*" .. refusal, text)
+    assert.matches("^done 4 no ", ended)
+    text, ended = turns "zero_of_second=1"
+    assert.matches("rank 1: first [^\n]*" .. refusal, text)
+    assert.matches("^done 0 4 ", ended)
+  end)
+
   -- ---------------------------------------------------------------- differences
 
   it("with another policy or other settings are detected at once", function()
@@ -242,11 +346,11 @@ describe("ranks", function()
   end)
 
   it("that decide differently stop and report both decisions", function()
-    local lines, _, result = job(2, { "policy=moody" })
+    local lines, _, result = job(2, { "policy=moody", "agree_every=0" })
     assert.are_not.equal(0, result.code)
     assert.is_true(#lines <= 1)
-    assert.matches("rank 0: step 0: step, scale 1,", result.err, 1, true)
-    assert.matches("rank 1: step 0: step, scale 2,", result.err, 1, true)
+    assert.matches("rank 0: step 0 at scale 1: step, scale 1,", result.err, 1, true)
+    assert.matches("rank 1: step 0 at scale 1: step, scale 2,", result.err, 1, true)
   end)
 
   it("swap policies together, or not at all", function()
@@ -286,6 +390,38 @@ describe("ranks", function()
     end
   end)
 
+  it("reduce any number of signals", function()
+    local script = helper.write(folder .. "/signals.lua", [[
+      local engine = require "engine"
+      local rank, gathered = engine.ranks.rank(), 0
+      local from_all = engine.ranks.from_all
+      function engine.ranks.from_all(...)
+        gathered = gathered + 1
+        return from_all(...)
+      end
+      local net = engine.nn.linear(2, 1)
+      engine.trainer { model = net, optimizer = engine.optim.sgd(net), steps = 4, log = "quiet",
+        data = { next = function() return { x = engine.ones(4, 2), tokens = 4 } end },
+        loss = function(m, b)
+          for i = 1, 400 do engine.signal("entropy.of.layer." .. i, i + rank, "max") end
+          return m(b.x):sum()
+        end,
+        on_step = function(t)
+          local n = 0
+          for i = 1, 400 do
+            if t.reducer.signals["entropy.of.layer." .. i] == i + 1 then n = n + 1 end
+          end
+          print(n .. " of 400 signals, texts gathered " .. gathered)
+          gathered = 0
+        end }:run()]])
+    local result = start.run(2, script, {}, { limit = LIMIT })
+    local lines = {}
+    for line in result.out:gmatch("[^\n]+") do lines[#lines + 1] = line end
+    assert.equal(4, #lines, result.err)
+    assert.matches("^400 of 400 signals", lines[1])
+    for i = 2, 4 do assert.equal("400 of 400 signals, texts gathered 0", lines[i]) end
+  end)
+
   -- ---------------------------------------------------------------- the end of a job
 
   it("exit with the status of their run when all of them have ended", function()
@@ -298,6 +434,58 @@ describe("ranks", function()
     alike(weights, 2)
   end)
 
+  it("receive nothing in memory whose exchange was interrupted, and communicate no more", function()
+    local script = helper.write(folder .. "/interrupted.lua", [[
+      local M_ffi = require "engine.base.ffi"
+      local ranks, file = require("engine").ranks, require "engine.base.file"
+      local C, ffi, f64 = M_ffi.C, M_ffi.ffi, M_ffi.dtype.f64
+      ffi.cdef "void *calloc(size_t n, size_t size);"
+      local N, world, where, what = 4000, ranks.world(), arg[1], arg[2]
+      local function memory(n) return ffi.cast("double *", ffi.C.calloc(n, 8)) end
+      local own, all = memory(N), memory(2 * N)
+      for i = 0, N - 1 do own[i] = 7 end
+      local function exchange()
+        if what == "reduction" then return C.eng_comm_all_reduce(world, own, N, f64, C.ENG_SUM) end
+        return C.eng_comm_all_gather(world, all, own, 8 * N)
+      end
+      local function wait_for(name)
+        while not file.exists(where .. name) do os.execute "sleep 0.01" end
+      end
+      if ranks.rank() == 1 then
+        wait_for "/interrupted"
+        file.write(where .. "/begun", "")
+        exchange()
+        wait_for "/looked"
+        os.exit(0)
+      end
+      C.eng_interrupt(2)
+      assert(exchange() == C.ENG_ERR_INTERRUPTED)
+      local other = memory(N)                 -- has the reduction's memory if that was freed
+      file.write(where .. "/interrupted", "")
+      wait_for "/begun"
+      local status, landed
+      for _ = 1, 20 do                        -- more calls let messages arrive
+        os.execute "sleep 0.02"
+        status = C.eng_comm_barrier(world)
+      end
+      for i = 0, N - 1 do landed = landed or other[i] ~= 0 or all[N + i] ~= 0 end
+      C.eng_interrupt(0)
+      local function pages() return io.open("/proc/self/statm"):read "*n" end
+      local before = pages()
+      for _ = 1, 2000 do C.eng_comm_all_reduce(world, own, N, f64, C.ENG_SUM) end   -- 64 MB
+      assert(pages() - before < 4000, "refused reductions keep memory")
+      print(what, landed and "landed" or "nothing landed", M_ffi.message())
+      io.stdout:flush()
+      file.write(where .. "/looked", "")]])
+    for _, what in ipairs { "gather", "reduction" } do
+      local result = start.run(2, script, { folder, what }, { limit = LIMIT })
+      assert.equal(what .. "\tnothing landed\tan exchange between ranks was cut short: this " ..
+        "process can no longer reach the others; hint: start the job again\n", result.out)
+      assert.equal(70, result.code)
+      helper.shell(("rm %s/[bil]*ed %s/begun"):format(folder, folder))
+    end
+  end)
+
   it("end when one of them raises, dies or hangs, and the message names it", function()
     local _, _, result = job(2, { "raise_rank=1" })
     assert.are_not.equal(0, result.code)
@@ -306,8 +494,37 @@ describe("ranks", function()
     assert.are_not.equal(0, result.code)
     assert.matches("process rank 1", result.err .. result.out, 1, true)
     -- Rank 1 has only just begun to wait and must not be named.
-    _, _, result = job(3, { "hang_rank=2", "slow_rank=1", "slow=2.7", "timeout=3" })
+    _, _, result = job(3, { "hang_rank=2", "slow_rank=1", "slow=2.7", "timeout=3",
+      "agree_every=0" })
     assert.equal(70, result.code)
     assert.matches("rank 2 did not reach the sum of gradients within 3 s", result.err, 1, true)
+  end)
+
+  it("do not count the time during which they were stopped as waiting", function()
+    -- While rank 1 is slow, rank 0 waits for it and is stopped for longer than rank_timeout.
+    local script = helper.write(folder .. "/stops.lua", [[
+      local execute = os.execute
+      local pid = require("engine").ranks.from_all(io.open("/proc/self/stat"):read("*l"))[1]
+        :match "^%d+"
+      os.execute = function()
+        execute(("sleep 0.2; kill -STOP %s; sleep 4; kill -CONT %s"):format(pid, pid))
+      end
+      dofile "spec/dist/job.lua"]])
+    local result = start.run(2, script, { "slow_rank=1", "timeout=3" }, { limit = LIMIT })
+    assert.equal(0, result.code, result.err)
+  end)
+
+  it("end with the number of the signal that only one of them received", function()
+    local script = helper.write(folder .. "/signals.lua", [[
+      os.execute = function()
+        local pid = io.open("/proc/self/stat"):read("*n")
+        io.popen("kill -USR2 " .. pid):close()
+      end
+      dofile "spec/dist/job.lua"]])
+    local command = ("%s %s slow_rank=1 run=%s/run; echo status $? >&2"):format(
+      helper.quote(helper.engine), script, folder)
+    local result = helper.shell(start.mixed { { n = 3, program = "sh -c " ..
+      helper.quote(command) } })
+    assert.equal(3, select(2, result.err:gsub("status 140", "")), result.err)
   end)
 end)

@@ -39,7 +39,8 @@ describe("ranks with ZeRO-2", function()
   it("use the memory and send the messages that are predicted, in every configuration", function()
     for _, case in ipairs { { 2, "zero=2" }, { 4, "zero=2", "precision=fp16" },
       { 3, "zero=2", "wire=fp8", "bucket=0.01" }, { 3, "zero=1", "wire=bf16" },
-      { 2, "zero=0", "wire=fp8", "bucket=0.2" } } do
+      { 2, "zero=0", "wire=fp8", "bucket=0.2" }, { 3, "zero=2", "optimizer=muon" },
+      { 2, "zero=1", "optimizer=muon", "bucket=0.02" } } do
       local n = table.remove(case, 1)
       for _, rank in ipairs(job(n, case)) do
         local p, at = rank.predicted, ("rank %d of %d, %s"):format(rank.rank, n,
@@ -75,7 +76,9 @@ describe("ranks with ZeRO-2", function()
 
   it("train bit for bit as without it when ranks use different layers in any order", function()
     for _, settings in ipairs { { "bucket=0.004" },
-      { "bucket=0.03", "precision=fp16", "policy=dynamic" } } do
+      { "bucket=0.03", "precision=fp16", "policy=dynamic" },
+      { "bucket=0.004", "optimizer=muon" },
+      { "bucket=0.03", "precision=fp16", "policy=dynamic", "optimizer=adafactor" } } do
       local plain = job(3, { "model=forked", unpack(settings) })
       for zero = 1, 2 do
         local shared = job(3, { "model=forked", "zero=" .. zero, unpack(settings) })
@@ -130,6 +133,11 @@ describe("ranks with ZeRO-2", function()
       assert.not_matches("Signal", result.err)
       assert.is_true(result.code > 0 and result.code < 128, tostring(result.code) .. result.err)
     end
+  end)
+
+  it("divide moments once, however many trainers the optimizer has", function()
+    local result = start.run(2, "spec/dist/shard.lua")
+    assert.equal(0, result.code, result.out .. result.err)
   end)
 
   it("work with parameters that have no elements", function()

@@ -158,7 +158,7 @@ local function worker()
   engine.trainer { model = model, optimizer = optimizer,
     data = engine.data.text { text = table.concat(text), batch = 2, context = 8 },
     steps = (cfg.swaps + 1) * EVERY + 1, log = "quiet", run = cfg.folder .. "/run",
-    rank_timeout = 20, attach = false, zero = cfg.seed % 3,
+    rank_timeout = 20, attach = false, zero = cfg.seed % 3, agree_every = 1,
     on_step = function(t, record)
       local step = tonumber(record.step)
       local line = { step = step, policy = t.policy.name, hash = t.policy.hash and t.policy:hash(),

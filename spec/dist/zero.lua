@@ -75,7 +75,7 @@ local options = { model = model, optimizer = optimizer, data = data, steps = cfg
   accumulate = cfg.accumulate, clip = cfg.clip, comm_dtype = cfg.wire,
   zero = cfg.zero, bucket = cfg.bucket, run = cfg.run, resume = cfg.resume,
   trap = cfg.trap ~= "" and cfg.trap or nil, policy = cfg.policy ~= "" and cfg.policy or nil,
-  rank_timeout = cfg.timeout,
+  rank_timeout = cfg.timeout, agree_every = 1,
   log = "quiet", attach = false }
 if cfg.model == "forked" then options.loss = function(m, batch) return m:loss(batch.x) end end
 local trainer
@@ -119,6 +119,7 @@ if trainer.reducer.many then
   end
   check(C.eng_step_begin())
   trainer:forward(data:next())
+  options.whole = optimizer.whole
   result.predicted = require("engine.dist.plan").sizes(optimizer.params, options, ranks.rank(),
     ranks.size())
   check(C.eng_step_end())

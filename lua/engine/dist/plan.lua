@@ -7,20 +7,21 @@
 --
 -- On separate machines, messages overlap the rest of the backward pass, except those of the last
 -- bucket. Ranks that share a machine (cost.cores) copy messages with the cores that compute, so
--- nothing overlaps; each step waits for the slowest rank, and ranks beyond the number of cores take
--- turns. Used by `engine plan`; cli/plan_measure.lua measures.
+-- nothing overlaps. Each step then waits for the slowest rank, and ranks beyond the number of cores
+-- take turns. Used by `engine plan`; cli/plan_measure.lua measures.
 local M_ffi = require "engine.base.ffi"
 
 local C, check = M_ffi.C, M_ffi.check
 
 local M = {}
 
--- share of a step's computing that is the backward pass, which messages can overlap
+-- the backward pass's share of the computing in a step; messages can overlap this share
 local BACKWARD = 2 / 3
 
---- What rank `rank` (-1: the one with the largest sums) of `ranks` would send and keep: the fields
---- of eng_parallel_sizes as a table. options: a trainer's { bucket (MiB), comm_dtype (name), zero
---- }. For ZeRO-2, the operations on the tape must be those of a step.
+--- What one of `ranks` ranks would send and keep: the fields of eng_parallel_sizes as a table.
+--- rank: its number, or -1 for the rank with the largest sums. options: a trainer's { bucket (MiB),
+--- comm_dtype (name), zero, whole }. For ZeRO-2, the operations on the tape must be those of a
+--- step.
 function M.sizes(params, options, rank, ranks)
   local out = M_ffi.new("eng_parallel_sizes")
   check(C.eng_parallel_predict(out, params, rank, ranks,
@@ -77,8 +78,8 @@ function M.predict(job, cost, ranks)
     record = record, weights = weights, step = step, efficiency = job.step / step }
 end
 
---- How much longer the slowest of n ranks takes than an average one, from a list of times: the
---- ranks wait for it in every step.
+--- Expected extra time of the slowest of n ranks over an average one, estimated from a list of
+--- times; every step waits for the slowest.
 function M.skew(times, n)
   local sorted, mean, longest = { unpack(times) }, 0, 0
   table.sort(sorted)

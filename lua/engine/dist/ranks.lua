@@ -19,7 +19,7 @@ local M = {}
 local launched_rank, launched_size = ffi.new("int[1]"), ffi.new("int[1]")
 local launched = C.eng_comm_launched(launched_rank, launched_size)
 local world
-local code          -- returns lines that must be the same on every rank before anything else
+local code          -- returns the lines that all ranks compare before anything else
 
 --- The group of all ranks. The first call starts the transport and stops ranks whose code differs
 --- from rank 0's.
@@ -28,7 +28,7 @@ function M.world()
   local out = ffi.new("eng_comm *[1]")
   check(C.eng_comm_world(out), true)
   world = out[0]
-  -- Each process would take all cores, and they would slow each other down.
+  -- Without this limit each rank would use all cores, and the ranks would slow each other down.
   if not os.getenv("OMP_NUM_THREADS") then
     C.eng_threads(math.min(C.eng_threads(0), C.eng_comm_threads()))
   end
@@ -44,7 +44,7 @@ function M.size() return launched and launched_size[0] or 1 end
 --- The transport and the ranks in words: "Open MPI v4.1.4, 4 ranks, 4 of them here".
 function M.text() return M_ffi.ffi.string(C.eng_comm_text()) end
 
---- A line on stderr that names the rank. One write, because other ranks write there too.
+--- Prints a line on stderr that names the rank, in one write, because other ranks write there too.
 function M.say(format, ...)
   local text = select("#", ...) > 0 and format:format(...) or tostring(format)
   io.stderr:write((M.size() > 1 and ("rank %d: "):format(M.rank()) or "") ..
@@ -81,18 +81,16 @@ function M.from_first(text)
   return ffi.string(bytes, n)
 end
 
---- The first `most` bytes (500) of every rank's text, in rank order.
-function M.from_all(text, most)
-  most = (most or 500) + 4
-  local own, all = ffi.new("char[?]", most), ffi.new("char[?]", most * M.size())
-  local n = math.min(#text, most - 4)
-  ffi.copy(own, ffi.new("int32_t[1]", n), 4)
-  ffi.copy(own + 4, text, n)
-  check(C.eng_comm_all_gather(M.world(), all, own, most))
-  local texts = {}
-  for i = 0, M.size() - 1 do
-    texts[i + 1] = ffi.string(all + i * most + 4, ffi.cast("int32_t *", all + i * most)[0])
-  end
+--- Every rank's text, in rank order.
+function M.from_all(text)
+  local comm, size, most = M.world(), M.size(), 0
+  local lengths, texts = ffi.new("int64_t[?]", size), {}
+  check(C.eng_comm_all_gather(comm, lengths, ffi.new("int64_t[1]", #text), 8))
+  for i = 0, size - 1 do most = math.max(most, tonumber(lengths[i])) end
+  local own, all = ffi.new("char[?]", most), ffi.new("char[?]", most * size)
+  ffi.copy(own, text, #text)
+  check(C.eng_comm_all_gather(comm, all, own, most))
+  for i = 0, size - 1 do texts[i + 1] = ffi.string(all + i * most, lengths[i]) end
   return texts
 end
 

@@ -2,15 +2,17 @@
 -- several ranks (ranks.lua). Each rank computes its share of the step's batches. Gradients are
 -- summed over ranks as backward completes them. One message per step makes the record, and so the
 -- verdict, the same on every rank. A hash of the verdict travels with the next record; if the
--- hashes differ, the run stops. Only rank 0 prints, writes files and listens to clients; their
--- requests reach the other ranks between two steps.
+-- hashes differ, the run stops. Only rank 0 prints, writes files and listens to clients. It passes
+-- the clients' requests to the other ranks between two steps.
 --
--- Batches of a step are numbered over all ranks, from rank * accumulate on each. Jobs with the same
--- product of ranks and accumulate therefore see the same batches and random numbers. Owned by the
--- trainer. A single process has a reducer of one rank, which costs nothing.
+-- The batches of a step are numbered over all ranks; a rank's first batch has the number rank *
+-- accumulate. Jobs with the same product of ranks and accumulate therefore see the same batches and
+-- random numbers. Owned by the trainer. A single process has a reducer of one rank, which costs
+-- nothing.
 local M_ffi = require "engine.base.ffi"
-local exact = require("engine.base.show").exact
+local random = require "engine.base.random"
 local ranks = require "engine.dist.ranks"
+local show = require "engine.base.show"
 local signals = require "engine.policy.signals"
 
 local C, check, ffi = M_ffi.C, M_ffi.check, M_ffi.ffi
@@ -24,19 +26,19 @@ local COMM_DTYPES = { own = 0, fp32 = 1, bf16 = 2, fp16 = 3, fp8 = 4 }
 local MIB = 2 ^ 20
 M.BUCKET = 2            -- MiB of gradients sent together, by default
 
---- The first invalid option that concerns ranks, and what it must be; or nil.
+--- The name of the first invalid option that concerns ranks, and what the option must be; or nil.
 function M.wrong(o)
   if o.comm_dtype ~= nil and not COMM_DTYPES[o.comm_dtype] then
     return "comm_dtype", "own, fp32, bf16, fp16 or fp8"
   end
   if o.bucket ~= nil and not (type(o.bucket) == "number" and o.bucket > 0 and o.bucket < 1024) then
-    return "bucket", "MiB of gradients, between 0 and 1024"
+    return "bucket", "a number of MiB above 0 and below 1024"
   end
   if o.zero ~= nil and o.zero ~= 0 and o.zero ~= 1 and o.zero ~= 2 then
     return "zero", "0, 1 or 2"
   end
   if o.rank_timeout ~= nil and not (type(o.rank_timeout) == "number" and o.rank_timeout > 0) then
-    return "rank_timeout", "seconds"
+    return "rank_timeout", "a positive number of seconds"
   end
 end
 
@@ -57,7 +59,7 @@ local function add_modules(lines)
   end
 end
 
--- The position in the data; not compared where each rank has its own data.
+-- The position in the data, as text. It is not compared where each rank has its own data.
 local function data_text(data)
   if data.sharded then return "of each rank's own" end
   local good, state = pcall(function() return require("engine.base.json").encode(data:state()) end)
@@ -76,12 +78,10 @@ end
 -- What must be the same on every rank besides the code (ranks.lua): a line for each.
 local function identity(self, o)
   local trainer = self.trainer
-  local opt, parameters, seed, counter = trainer.optimizer, {}, ffi.new("uint64_t[1]"),
-    ffi.new("uint64_t[1]")
+  local opt, parameters, place = trainer.optimizer, {}, random.place()
   for i, p in ipairs(opt.list) do
     parameters[i] = p.name .. " " .. table.concat(self:shape(p), "x")
   end
-  C.eng_rng_get(seed, counter)
   local lines = {}
   add_modules(lines)
   for _, setting in ipairs(o.config and require("engine.base.config").flatten(o.config) or {}) do
@@ -101,38 +101,49 @@ local function identity(self, o)
   lines[#lines + 1] = ("steps %d, accumulate %d, clip %s %s"):format(trainer.steps,
     trainer.accumulate, tostring(trainer.clip), tostring(trainer.clip_value))
   lines[#lines + 1] = "data " .. data_text(trainer.data)
-  lines[#lines + 1] = ("random numbers %s %s"):format(tostring(seed[0]), tostring(counter[0]))
+  lines[#lines + 1] = ("random numbers %s %s"):format(tostring(place.seed),
+    tostring(place.counter))
   lines[#lines + 1] = ("comm_dtype %s, zero %s, bucket %s"):format(tostring(o.comm_dtype),
     tostring(o.zero), tostring(o.bucket))
-  lines[#lines + 1] = ("checkpoint_every %s, stats_every %s, evaluate every %s, ref_every %s " ..
-    "%s"):format(tostring(o.checkpoint_every), tostring(o.stats_every),
-    tostring(o.evaluate and o.evaluate.every), tostring(o.ref_every), tostring(o.ref_layers))
+  lines[#lines + 1] = ("checkpoint_every %s, agree_every %s, stats_every %s, evaluate every %s, " ..
+    "ref_every %s %s"):format(tostring(o.checkpoint_every), tostring(o.agree_every),
+    tostring(o.stats_every), tostring(o.evaluate and o.evaluate.every), tostring(o.ref_every),
+    tostring(o.ref_layers))
   return lines
 end
 
 -- ------------------------------------------------------------------ making
 
---- The core's options of a reduction, from a trainer's.
+--- The core's options for a reduction, made from those of a trainer. o.whole: with ZeRO, ranks
+--- update whole parameters (the optimizer's `whole`).
 function M.options(o, apart, holders)
   return ffi.new("eng_parallel_options", { bucket = math.floor((o.bucket or M.BUCKET) * MIB),
     comm_dtype = COMM_DTYPES[o.comm_dtype or "own"], zero = o.zero or 0,
+    whole = (o.zero or 0) > 0 and o.whole and 1 or 0,
     apart = apart, holders = holders })
 end
 
--- parameter set -> its reduction, which the next trainer of the same model uses again
+-- parameter set -> { key =, handle =, zero = }: the reduction, which all trainers of the set share
 local of_set = setmetatable({}, { __mode = "k" })
 
+-- The parameter set's reduction with these options. Frees a reduction with other options. If
+-- another trainer of the set used the freed one, that trainer's next step makes a new one.
 local function reduction(optimizer, options)
   local params = optimizer.params
-  local key = ("%d %d %d %s %s"):format(tonumber(options.bucket), options.comm_dtype, options.zero,
-    tostring(options.holders), tostring(optimizer._accumulates))
+  local key = ("%d %d %d %d %s %s"):format(tonumber(options.bucket), options.comm_dtype,
+    options.zero, options.whole, tostring(options.holders), tostring(optimizer._accumulates))
   local had = of_set[params]
   if had and had.key == key then return had.handle end
+  if had and had.zero then
+    error("a trainer with ZeRO has divided this optimizer's state among the ranks; hint: " ..
+      "give its trainers the same bucket, comm_dtype, zero and accumulate", 0)
+  end
+  of_set[params] = nil
   if had then C.eng_parallel_free(ffi.gc(had.handle, nil)) end
   local out = ffi.new("eng_parallel *[1]")
   check(C.eng_parallel_new(out, params, ranks.world(), options))
   local handle = ffi.gc(out[0], C.eng_parallel_free)
-  of_set[params] = { key = key, handle = handle }
+  of_set[params] = { key = key, handle = handle, zero = options.zero > 0 }
   return handle
 end
 
@@ -151,9 +162,10 @@ local MAXIMA = { elapsed = 0, hash = 1, minus_hash = 2, interrupted = 3, hangup 
   drawn = 6, unknown = 7 }
 local N_SUMS, N_MAXIMA = 2, 8
 
--- Finds the parameters that only some ranks hold, which modules declare (nn.moe, `_apart`). Returns
--- { [name] = { held =, shape = } }, an array with 1 for each such parameter of the optimizer's
--- list, and the group of ranks that hold the same ones. Returns nil if all ranks hold everything.
+-- Finds the parameters that only some ranks hold. Modules such as nn.moe declare them in `_apart`.
+-- Returns { [name] = { held =, shape = } }, an array that marks these parameters in the optimizer's
+-- list with 1 (the others with 0), and the group of ranks that hold the same experts. Returns nil
+-- if all ranks hold everything.
 local function find_apart(model, list)
   local apart, group = {}, nil
   if not model.apply then return nil end
@@ -184,11 +196,12 @@ end
 function M.new(trainer, o)
   local self = setmetatable({ trainer = trainer, rank = ranks.rank(), size = ranks.size(),
     signals = signals,
-    level = 0, decided = "", names = {} }, Reducer)
+    ended_by = 0, decided = "", names = {} }, Reducer)
   self.many = self.size > 1
   self.own_pass = self.many and o.mode ~= "lagged"   -- record() makes the pass over the gradients
   self.comm_dtype = self.many and o.comm_dtype or "own"
-  -- zero: each rank updates its part of the weights; divided: it also keeps only those gradients
+  -- zero: each rank updates its part of the weights; divided: it also keeps only that part's
+  -- gradients
   self.zero, self.divided = (o.zero or 0) > 0 and self.many, o.zero == 2 and self.many
   if not self.many then return self end
   if o.rank_timeout then C.eng_comm_timeout(o.rank_timeout) end
@@ -196,9 +209,10 @@ function M.new(trainer, o)
   self.signals = {}
   self.apart, self.marks, self.holders = find_apart(trainer.model, trainer.optimizer.list)
   ranks.compare(identity(self, o))       -- settings, policies and models must match
-  self.options = M.options(o, self.marks, self.holders and self.holders.comm)
+  self.options = M.options({ bucket = o.bucket, comm_dtype = o.comm_dtype, zero = o.zero,
+    whole = trainer.optimizer.whole }, self.marks, self.holders and self.holders.comm)
   self.reduction = reduction(trainer.optimizer, self.options)
-  if self.zero then check(C.eng_optimizer_shard(trainer.optimizer.state)) end
+  if self.zero then trainer.optimizer.state:shard(self.reduction) end
   self:make_room()
   return self
 end
@@ -232,16 +246,14 @@ end
 --- The group of all ranks, or nil for one process.
 function Reducer:comm() return self.many and ranks.world() or nil end
 
---- The number of micro-batches has changed since the reducer was made. With ZeRO the gradients keep
---- their format, because the ranks' parts of them follow from it.
+--- Called when the number of micro-batches has changed since the reducer was made. With ZeRO the
+--- gradients keep their format, because each rank's part of the gradients depends on it.
 function Reducer:accumulates(on)
-  if self.zero then return end
-  self.trainer.optimizer:accumulates(on)
-  self.outdated = self.many      -- ranks learn it at different times; the next step begins on all
+  if not self.zero then self.trainer.optimizer:accumulates(on) end
 end
 
---- Broadcasts rank 0's weights, or calls `spread`, which loads a checkpoint's on every rank. Then
---- compares checksums.
+--- Broadcasts rank 0's weights, or calls `spread`, which loads a checkpoint's weights on every
+--- rank. Then compares the ranks' checksums.
 function Reducer:start(spread)
   local trainer = self.trainer
   if spread then spread()
@@ -259,15 +271,14 @@ function Reducer:start(spread)
   check(C.eng_params_refresh(params))
   local sum = tostring(C.eng_params_checksum_of(params, self.marks, 0))
   local own = self.apart and tostring(C.eng_params_checksum_of(params, self.marks, 1)) or ""
-  local others = ranks.from_all(sum .. " " .. own, 80)
+  local others = ranks.from_all(sum .. " " .. own)
   for i, text in ipairs(others) do
     local other, other_own = text:match("^(%S+) (%S*)$")
     local alike = self.apart and (i - 1) % (self.size / self.holders.size) == self.rank % (
       self.size / self.holders.size)
     if other ~= sum or alike and other_own ~= own then
-      error(("rank %d holds other weights (checksum %s) than rank %d (%s) though it received " ..
-        "the " ..
-        "same"):format(i - 1, text, self.rank, others[self.rank + 1]), 0)
+      error(("rank %d's weights (checksum %s) differ from rank %d's (%s), although both " ..
+        "received the same"):format(i - 1, text, self.rank, others[self.rank + 1]), 0)
     end
   end
 end
@@ -280,21 +291,24 @@ local function skip(data, n)
   for _ = 1, n do data:next() end
 end
 
+--- Skips the data of `steps` steps. Called between two steps.
+function Reducer:leave_out(steps)
+  local data, n = self.trainer.data, steps * self.trainer.accumulate
+  if data.sharded then for _ = 1, n do data:next() end
+  else skip(data, n * self.size) end
+end
+
 --- Begins a step: skips the batches of lower ranks. Between two steps all ranks are at the same
 --- position in the data.
 function Reducer:begin()
-  if self.outdated then
-    self.reduction, self.outdated = reduction(self.trainer.optimizer, self.options), nil
-  end
+  if self.many then self.reduction = reduction(self.trainer.optimizer, self.options) end
   skip(self.trainer.data, self.rank * self.trainer.accumulate)
 end
 
-local seed, counter = ffi.new("uint64_t[1]"), ffi.new("uint64_t[1]")
-
 -- Records the largest count of random numbers drawn by any one micro-batch.
 local function note_drawn(self, s, first)
-  C.eng_rng_get(seed, counter)
-  self.drawn = first and 0 or math.max(self.drawn, tonumber(counter[0] - s.place.counter))
+  self.drawn = first and 0
+    or math.max(self.drawn, tonumber(random.place().counter - s.place.counter))
 end
 
 --- Seeds the random numbers of this rank's micro-batch i by its number in the step, so that they do
@@ -304,7 +318,7 @@ function Reducer:draw(s, i)
   if accumulate * self.size == 1 then return end
   note_drawn(self, s, i == 1)
   local number = self.rank * accumulate + i - 1
-  C.eng_rng_set(place.seed + number * 0x9E3779B97F4A7C15ULL, place.counter)
+  random.go { seed = place.seed + number * 0x9E3779B97F4A7C15ULL, counter = place.counter }
 end
 
 --- Called before micro-batch i's backward pass. Gradients are reduced during the last micro-batch;
@@ -319,7 +333,7 @@ function Reducer:backward_begins(i)
   end
 end
 
---- Runs f, a backward pass on this rank only, whose gradients are discarded.
+--- Runs f, a backward pass on this rank only, and discards its gradients.
 function Reducer:alone(f)
   if not self.divided then return f() end
   check(C.eng_parallel_begin(self.reduction, C.ENG_PASS_ALONE))
@@ -332,20 +346,21 @@ function Reducer:alone(f)
   check(C.eng_parallel_finish(self.reduction))
 end
 
--- Random numbers continue after those of the micro-batch that drew most.
-local function continue_numbers(s, drawn) C.eng_rng_set(s.place.seed, s.place.counter + drawn) end
+-- Moves the random numbers past those of the micro-batch that drew the most.
+local function continue_numbers(s, drawn)
+  random.go { seed = s.place.seed, counter = s.place.counter + drawn }
+end
 
 --- After the last backward pass: waits until all gradients are reduced, and skips the batches of
---- higher ranks.
+--- higher ranks. Random numbers that the data draws while it skips do not count.
 function Reducer:finish(s)
   local accumulate = self.trainer.accumulate
   if self.many then check(C.eng_parallel_finish(self.reduction)) end
-  if accumulate * self.size > 1 then
-    note_drawn(self, s, false)
-    if self.many and not self.own_pass then self.drawn = ranks.reduce(self.drawn, "max") end
-    continue_numbers(s, self.drawn)
-  end
+  if accumulate * self.size == 1 then return end
+  note_drawn(self, s, false)
+  if self.many and not self.own_pass then self.drawn = ranks.reduce(self.drawn, "max") end
   skip(self.trainer.data, (self.size - 1 - self.rank) * accumulate)
+  continue_numbers(s, self.drawn)
 end
 
 --- Keeps what the record needs and the next step may overwrite: the signals and, with a delay, the
@@ -394,7 +409,7 @@ end
 local function agree_on_signals(self, published)
   local own = {}
   for name in pairs(published) do own[#own + 1] = name .. "\1" .. (RULES[name] or "mean") end
-  for _, text in ipairs(ranks.from_all(table.concat(own, "\0"), 4000)) do
+  for _, text in ipairs(ranks.from_all(table.concat(own, "\0"))) do
     for name, rule in text:gmatch("([^%z\1]+)\1([^%z\1]+)") do
       if RULES[name] and RULES[name] ~= rule then
         error(("signal '%s' is reduced by '%s' on one rank and by '%s' on another"):format(name,
@@ -411,9 +426,18 @@ local function agree_on_signals(self, published)
   take_signals(self)
 end
 
---- Makes a step's record the same on every rank. In sync mode this is the pass over the gradients,
---- of which each rank has its own pieces. In lagged mode every rank already has the statistics of
---- the sums, and only the host's numbers are reduced.
+local SIGTERM = 15
+
+-- The signal that interrupted this process, or nil.
+local function interrupted_here()
+  if C.eng_interrupted() == 0 then return nil end
+  local signal = C.eng_interrupt_signal(0)
+  return signal > 0 and signal or SIGTERM            -- 0: the script called eng_interrupt itself
+end
+
+--- Makes a step's record the same on every rank. In sync mode this function makes the pass over the
+--- gradients, each rank over its own part of them. In lagged mode every rank already has the
+--- statistics of the summed gradients, and only the host's numbers are reduced.
 function Reducer:record(record, stats, s)
   if not self.many then return end
   local trainer, needs, sums, maxima = self.trainer, self.trainer.needs, self.sums, self.maxima
@@ -421,7 +445,7 @@ function Reducer:record(record, stats, s)
   sums[NUMBERS.loss], sums[NUMBERS.tokens] = record.loss, s.tokens
   maxima[MAXIMA.elapsed] = self.rank == 0 and record.elapsed or 0
   maxima[MAXIMA.hash], maxima[MAXIMA.minus_hash] = hash, -hash
-  maxima[MAXIMA.interrupted], maxima[MAXIMA.hangup] = C.eng_interrupted(), C.eng_hangups()
+  maxima[MAXIMA.interrupted], maxima[MAXIMA.hangup] = interrupted_here() or 0, C.eng_hangups()
   maxima[MAXIMA.wish] = self.rank == 0 and trainer.control:wishes() and 1 or 0
   maxima[MAXIMA.drawn] = self.drawn
   put_signals(self, s.signals)
@@ -432,7 +456,7 @@ function Reducer:record(record, stats, s)
   else reduce_numbers(self) end
   record.loss, record.elapsed = sums[NUMBERS.loss] / self.size, maxima[MAXIMA.elapsed]
   s.tokens = sums[NUMBERS.tokens]
-  self.level, self.hangup = maxima[MAXIMA.interrupted], maxima[MAXIMA.hangup] > 0
+  self.ended_by, self.hangup = maxima[MAXIMA.interrupted], maxima[MAXIMA.hangup] > 0
   self.wish = maxima[MAXIMA.wish] > 0
   if maxima[MAXIMA.hash] ~= -maxima[MAXIMA.minus_hash] then self:differ() end
   take_signals(self)
@@ -443,8 +467,8 @@ function Reducer:record(record, stats, s)
     if self.apart then check(C.eng_parallel_gather_flags(self.reduction)) end
     self.found = s.culprits or self:find_culprits()
   end
-  -- Histograms of single tensors are a large message. They are reduced only where something reads
-  -- them; at this point all ranks agree on that.
+  -- Histograms of single tensors make a large message, so they are reduced only if something reads
+  -- them. All ranks make the same choice here.
   local wanted = bit.band(needs, C.ENG_NEED_HIST) ~= 0
     and (bit.band(needs, C.ENG_NEED_TENSORS) ~= 0 or record.overflow ~= 0
       or s.step % trainer.run_files.stats_every == 0)
@@ -456,12 +480,13 @@ end
 function Reducer:decide(record, verdict)
   if not self.many then return end
   local policy, parts = self.trainer.policy, {}
-  parts[1] = ("step %d: %s, scale %s, clip %s, lr x%s"):format(tonumber(record.step),
-    verdict:what(), exact(verdict.scale), exact(verdict.clip), exact(verdict.lr_mul))
+  parts[1] = ("step %d at scale %s: %s, scale %s, clip %s, lr x%s"):format(tonumber(record.step),
+    show.exact(record.scale), verdict:what(), show.exact(verdict.scale), show.exact(verdict.clip),
+    show.exact(verdict.lr_mul))
   for i, group in ipairs(self.trainer.groups.groups) do
     local scale = policy.group_scale and policy:group_scale(i)
     if scale and scale ~= verdict.scale then
-      parts[#parts + 1] = ("%s %s"):format(group, exact(scale))
+      parts[#parts + 1] = ("%s %s"):format(group, show.exact(scale))
     end
   end
   self.decided = ("%s (policy %s%s)"):format(table.concat(parts, ", "), policy.name,
@@ -488,7 +513,9 @@ function Reducer:differ()
     table.insert(of[text], i - 1)
   end
   local lines = {}
-  for i, text in ipairs(order) do lines[i] = ("  %s: %s"):format(ranks.names(of[text]), text) end
+  for i, text in ipairs(order) do
+    lines[i] = ("  %s: %s"):format(ranks.names(of[text]), show.cut(text, 500))
+  end
   error("the ranks decided differently, and their weights would drift apart:\n" ..
     table.concat(lines, "\n")
     .. "\nhint: policies and scaler classes must decide from the record only, which is the same " ..
@@ -500,10 +527,11 @@ function Reducer:updated()
   if self.zero then check(C.eng_parallel_gather(self.reduction)) end
 end
 
---- The highest level of Ctrl-C on any rank, as reduced with this step's record.
+--- The signal that ends the run, or nil. With several ranks, this is the highest signal on any
+--- rank, as reduced with this step's record.
 function Reducer:interrupted()
-  if not self.many then return C.eng_interrupted() > 0 end
-  return self.level > 0
+  if not self.many then return interrupted_here() end
+  return self.ended_by > 0 and self.ended_by or nil
 end
 
 -- ------------------------------------------------------------------ ranks that overflowed
@@ -527,7 +555,8 @@ function Reducer:find_culprits()
   return found
 end
 
---- The same for the step of the last record; empty without an overflow or other ranks.
+--- What find_culprits() found for the step of the last record; empty without an overflow or other
+--- ranks.
 function Reducer:culprits() return self.found or {} end
 
 return M

@@ -1,0 +1,41 @@
+// Checksums of memory in any space: XXH64 of each piece of 64 KiB, computed by several threads,
+// then XXH64 of these hashes. The result does not depend on the number of threads or on the device.
+// Memory of a device is copied to the host 4 MiB at a time. Called by autograd/api.c and params/.
+#include "transfer.h"
+
+#include "backend.h"
+#include "base/error.h"
+
+#include <stdlib.h>
+
+enum { PIECE = 1 << 16, STAGED = 64 * PIECE, PARALLEL_PIECES = 4 };
+
+static void hash_pieces(uint64_t *hash, const char *data, int64_t bytes)
+{
+  int64_t pieces = (bytes + PIECE - 1) / PIECE;
+#pragma omp parallel for schedule(static) if (pieces >= PARALLEL_PIECES)
+  for (int64_t k = 0; k < pieces; k++) {
+    int64_t left = bytes - k * PIECE;
+    hash[k] = eng_hash64(data + k * PIECE, left < PIECE ? left : PIECE);
+  }
+}
+
+eng_status transfer_checksum(uint64_t *out, int space, const void *data, int64_t bytes)
+{
+  int64_t pieces = (bytes + PIECE - 1) / PIECE;
+  bool host = space == SPACE_HOST;
+  uint64_t *hash = malloc((size_t)(pieces + 1) * sizeof *hash);
+  char *staged = host ? NULL : malloc(bytes < STAGED ? (size_t)bytes + 1 : STAGED);
+  eng_status status = hash && (host || staged)
+    ? ENG_OK : error_set(ENG_ERR_MEMORY, "out of memory for a checksum");
+  if (status == ENG_OK && host) hash_pieces(hash, data, bytes);
+  for (int64_t at = 0; status == ENG_OK && !host && at < bytes; at += STAGED) {
+    int64_t part = bytes - at < STAGED ? bytes - at : STAGED;
+    status = transfer_to_host(staged, space, (const char *)data + at, part);
+    if (status == ENG_OK) hash_pieces(hash + at / PIECE, staged, part);
+  }
+  if (status == ENG_OK) *out = eng_hash64(hash, pieces * (int64_t)sizeof *hash);
+  free(staged);
+  free(hash);
+  return status;
+}

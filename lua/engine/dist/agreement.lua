@@ -1,0 +1,245 @@
+-- Agreement: do all ranks still hold the same state? Weights and optimizer scalars are replicated,
+-- and without ZeRO no step makes the ranks equal again once they differ. After a flipped bit, an
+-- edit on one rank, or a script that is not deterministic between ranks, training would go on
+-- silently. So every agree_every steps, before every checkpoint and at the end of a run, the ranks
+-- compare
+--   scalars   steps, updates, the optimizer's updates and lr, the loss scale, the policy's state,
+--             the seed and counter of random numbers
+--   tensors   master weights, low-precision weights, and moments where ZeRO does not divide them;
+--             experts among the ranks that hold the same ones
+-- Each rank sends one message of three numbers. Only if these numbers differ do the ranks exchange
+-- the checksum of each value, to name the first value that differs and the ranks.
+-- checksum of each value, to name the first one that differs and the ranks.
+--
+-- Called by the loop (train/loop.lua) and by Run:save (run/run.lua), on all ranks between two
+-- steps. Owned by the trainer.
+local M_ffi = require "engine.base.ffi"
+local exact = require("engine.base.show").exact
+local ranks = require "engine.dist.ranks"
+
+local C, check, ffi = M_ffi.C, M_ffi.check, M_ffi.ffi
+
+local M = {}
+M.EVERY = 1000          -- steps between comparisons, by default
+
+local Agreement = {}
+Agreement.__index = Agreement
+
+--- Created when the ranks have loaded the same state (Reducer:start). A single process compares
+--- nothing, and neither does a job with agree_every=0.
+function M.new(trainer, o)
+  local every = o.agree_every or M.EVERY
+  return setmetatable({ trainer = trainer, every = every, agreed_at = trainer.steps_done,
+    on = trainer.reducer.many and every > 0 }, Agreement)
+end
+
+-- ------------------------------------------------------------------ what is compared
+
+local seed, counter = ffi.new("uint64_t[1]"), ffi.new("uint64_t[1]")
+
+-- What must be equal on all ranks, in the same order on each rank. A scalar: { name =, value = text
+-- }. A tensor: { name =, x = tensor, apart = whether only some ranks hold it, held = whether this
+-- rank is one of them }.
+local function items(trainer)
+  local optimizer, reducer, list = trainer.optimizer, trainer.reducer, {}
+  local function scalar(name, value) list[#list + 1] = { name = name, value = tostring(value) } end
+  C.eng_rng_get(seed, counter)
+  scalar("steps", trainer.steps_done)
+  scalar("updates", trainer.updates)
+  scalar("the optimizer's updates", optimizer.updates)
+  scalar("lr", exact(optimizer.lr))
+  scalar("the loss scale", exact(trainer.policy:scale()))
+  scalar("the state of policy " .. trainer.policy.name, select(2, pcall(trainer.policy.save,
+    trainer.policy)))
+  scalar("the random numbers", (("seed %s, counter %s"):format(tostring(seed[0]),
+    tostring(counter[0])):gsub("ULL", "")))
+
+  local function add(name, x, of)
+    local apart = reducer.apart and reducer.apart[of]
+    if x and x.slot ~= 0 then
+      list[#list + 1] = { name = name, x = x, apart = apart ~= nil, held = apart and apart.held }
+    end
+  end
+  local trained = {}
+  for i, p in ipairs(optimizer.list) do
+    trained[p.name] = true
+    add(p.name, p.tensor, p.name)
+    local low = M_ffi.Tensor()
+    check(C.eng_params_low(low, optimizer.params, i - 1))
+    add(p.name .. " (low-precision weights)", low, p.name)
+    for _, buffer in ipairs(reducer.zero and {} or optimizer.state:of(i, reducer:shape(p))) do
+      add(buffer.name, buffer.x, p.name)
+    end
+  end
+  for _, p in ipairs(trainer.model:parameters()) do          -- frozen ones
+    if not trained[p.name] then add(p.name, p.tensor, p.name) end
+  end
+  table.insert(list, 1, { name = "the number of compared values", value = tostring(#list) })
+  return list
+end
+
+-- The checksum of each item: an array.
+local function checksums(list)
+  local sums = ffi.new("uint64_t[?]", #list)
+  for i, item in ipairs(list) do
+    if item.x then
+      check(C.eng_checksum(sums + i - 1, item.x))
+      item.value = ("checksum %016x"):format(sums[i - 1])
+    else sums[i - 1] = C.eng_hash64(item.value, #item.value) end
+  end
+  return sums
+end
+
+-- ------------------------------------------------------------------ comparing
+
+-- This rank's checksums in a message: [0] over what all ranks hold, [1] over what only some ranks
+-- hold, this one among them, [2] the number of items.
+local function summary(list, sums)
+  local parts, n = { ffi.new("uint64_t[?]", #list), ffi.new("uint64_t[?]", #list) }, { 0, 0 }
+  for i, item in ipairs(list) do
+    local part = item.apart and 2 or 1
+    if part == 1 or item.held then
+      parts[part][n[part]], n[part] = sums[i - 1], n[part] + 1
+    end
+  end
+  return ffi.new("uint64_t[3]", C.eng_hash64(parts[1], 8 * n[1]),
+    C.eng_hash64(parts[2], 8 * n[2]), #list)
+end
+
+local function gathered(own, n)
+  local size = ranks.size()
+  local all = ffi.new("uint64_t[?]", n * size)
+  check(C.eng_comm_all_gather(ranks.world(), all, own, 8 * n))
+  return all
+end
+
+-- A number that is equal for all ranks that hold the same parameters as rank r.
+local function holder(reducer, r) return r % (reducer.size / reducer.holders.size) end
+
+-- Groups the ranks by their checksum of an item: lists of ranks, the largest first, one list for
+-- each checksum. For an expert, only the ranks that hold it count: those whose holder() is `held`
+-- (nil: all ranks). Returns the lists, and whether the first list is larger than any other.
+local function grouped(reducer, at, held)
+  local of, lists = {}, {}
+  for r = 0, reducer.size - 1 do
+    if not held or holder(reducer, r) == held then
+      local key = tostring(at(r))
+      if not of[key] then
+        of[key] = {}
+        lists[#lists + 1] = of[key]
+      end
+      table.insert(of[key], r)
+    end
+  end
+  table.sort(lists, function(a, b) return #a > #b or #a == #b and a[1] < b[1] end)
+  return lists, #lists > 1 and #lists[1] > #lists[2]
+end
+
+-- Exchanges the checksums of all items; every rank has n items. Returns what differs, the same on
+-- all ranks: { first = the number of the first item that differs, groups = its lists of ranks,
+-- ranks = the ranks outside the majority for any item, majority = whether every such item has a
+-- majority, count = the number of items that differ }.
+local function differences(reducer, list, sums, n)
+  local all, odd = gathered(sums, n), {}
+  local found = { ranks = {}, majority = true, count = 0 }
+  for i = 1, n do
+    local function at(r) return all[r * n + i - 1] end
+    local differs, apart = false, list[i].apart
+    for held = 0, apart and reducer.size / reducer.holders.size - 1 or 0 do
+      local groups, majority = grouped(reducer, at, apart and held or nil)
+      if #groups > 1 then
+        differs, found.majority = true, found.majority and majority
+        if not found.first then found.first, found.groups = i, groups end
+        for k = majority and 2 or 1, #groups do
+          for _, r in ipairs(groups[k]) do odd[r] = true end
+        end
+      end
+    end
+    found.count = found.count + (differs and 1 or 0)
+  end
+  for r = 0, reducer.size - 1 do
+    if odd[r] then table.insert(found.ranks, r) end
+  end
+  return found
+end
+
+-- ------------------------------------------------------------------ what is said
+
+-- The command of this process, changed to resume the run at `path` (nil: no run) from a checkpoint.
+local function command(path, checkpoint)
+  local words = { "engine" }
+  local function add(word)
+    words[#words + 1] = word:find("^[%w_%-%+%./=:,@%%^]+$") and word
+      or "'" .. word:gsub("'", "'\\''") .. "'"
+  end
+  for i = 0, arg and #arg or -1 do
+    if not arg[i]:find("^run=") and not arg[i]:find("^resume=") then add(arg[i]) end
+  end
+  if path then add("run=" .. path) end
+  add("resume=" .. checkpoint)
+  return table.concat(words, " ")
+end
+
+local SHOWN = 300       -- bytes of a value in the message
+
+-- What the error and the history say about ranks that differ; the same on all ranks.
+local function describe(self, list, sums, n)
+  local trainer = self.trainer
+  local found = differences(trainer.reducer, list, sums, n)
+  local first, checkpoint = list[found.first], trainer.run_files.last_checkpoint
+  local values, path = ranks.from_all(first.value, SHOWN), trainer.run_files.path
+  local drift = { step = trainer.steps_done, first = first.name, ranks = found.ranks, values = {},
+    agreed = self.agreed_at, checkpoint = checkpoint,
+    resume = checkpoint and command(path, checkpoint) or nil }
+  drift.summary = ("%s %s, first in %s; %d of %d values"):format(ranks.names(found.ranks),
+    not found.majority and "differ from each other" or #found.ranks == 1
+    and "differs from the others" or "differ from the others", first.name, found.count, n)
+  local lines = { ("step %d: the ranks have drifted apart: %s"):format(drift.step, drift.summary) }
+  for i, group in ipairs(found.groups) do
+    drift.values[i] = { ranks = group, value = values[group[1] + 1] }
+    lines[#lines + 1] = ("  %s: %s"):format(ranks.names(group), drift.values[i].value)
+  end
+  lines[#lines + 1] = ("all ranks agreed at step %d"):format(self.agreed_at)
+  if checkpoint then
+    lines[#lines + 1] = "the last checkpoint at which all agreed: " .. checkpoint
+    lines[#lines + 1] = "hint: resume from it with the same launcher: " .. drift.resume
+  else
+    lines[#lines + 1] = "there is no checkpoint to resume from; hint: run=NAME " ..
+      "checkpoint_every=STEPS"
+  end
+  drift.text = table.concat(lines, "\n")
+  return drift
+end
+
+-- ------------------------------------------------------------------ when
+
+--- Compares the ranks now; every rank calls it. If the ranks differ, raises an error, the same on
+--- all ranks, and stores what differs in `drift`.
+function Agreement:check()
+  if not self.on then return end
+  if not self.drift then
+    local reducer = self.trainer.reducer
+    local list = items(self.trainer)
+    local sums = checksums(list)
+    local all = gathered(summary(list, sums), 3)
+    local same, n = true, #list
+    for r = 0, reducer.size - 1 do
+      local like = reducer.apart and holder(reducer, r) or 0
+      same = same and all[3 * r] == all[0] and all[3 * r + 1] == all[3 * like + 1]
+      n = math.min(n, tonumber(all[3 * r + 2]))
+    end
+    self.drift = not same and describe(self, list, sums, n) or nil
+  end
+  if self.drift then error(self.drift.text, 0) end
+  self.agreed_at = self.trainer.steps_done
+end
+
+--- Called between two steps and, with `ended`, after the last step. Compares the ranks when a
+--- comparison is due. Raises an error if the ranks differ, or differed at a checkpoint in between.
+function Agreement:between(ended)
+  local trainer = self.trainer
+  if not (self.drift or ended or self.on and trainer.steps_done % self.every == 0) then return end
+  if self.drift or trainer.run_files.saved_at ~= trainer.steps_done then self:check() end
+end
+
+return M

@@ -1,0 +1,33 @@
+-- Two ranks divide an optimizer's moments (eng_optimizer_shard) twice, as the second trainer of an
+-- optimizer does. Started by ranks_zero_spec.lua.
+local engine = require "engine"
+local M_ffi = require "engine.base.ffi"
+local C, ffi, check = M_ffi.C, M_ffi.ffi, M_ffi.check
+
+local N, world = 2 ^ 16, engine.ranks.world()
+local first = engine.ranks.rank() * N / 2 + 1
+local x = engine.arange(1, N, 1, { dtype = "f32", keep = true }):requires_grad(true)
+local optimizer = engine.optim.adam({ x }, { lr = 0 })
+;(x * x):sum():backward()
+optimizer:step()
+engine.end_step()
+local function sums()
+  local out = {}
+  for name, moment in pairs(optimizer:state_tensors()) do
+    local own = moment.shape[1] == N and moment:slice(1, first, first + N / 2 - 1) or moment
+    out[name] = { own:slice(1, 1, 1):item(), own:slice(1, -1):item(), own:sum():item() }
+  end
+  return out
+end
+local parallel = ffi.new("eng_parallel *[1]")
+check(C.eng_parallel_new(parallel, optimizer.params, world,
+  ffi.new("eng_parallel_options", { bucket = 2 ^ 20, zero = 1 })))
+local before = sums()
+for _ = 1, 2 do optimizer.state:shard() end
+local after = sums()
+for name, values in pairs(before) do
+  for k, value in ipairs(values) do
+    assert(after[name][k] == value, ("%s: %g, then %g"):format(name, value, after[name][k]))
+  end
+end
+engine.ranks.barrier()
