@@ -117,14 +117,13 @@ describe("views of a history", function()
 
   it("draw layers by exponent and over time", function()
     local text = tostring(h:heatmap { width = 120 })
-    assert.matches("\nstatistics of %d+ steps, %d+ to [%d,]+; on the right, the largest of each " ..
-      "layer", text)
+    assert.matches("statistics of 90 steps, 0 to 2,999; on the right", text, 1, true)
     assert.matches("f16 gradients as stored, by exponent", text, 1, true)
     assert.matches("     wte ▏", text, 1, true)
     assert.matches("blocks.1 ▏[^\n]*2%^8.0, 8.0 bits of room\n", text)
     assert.matches("blocks.2 ▏[^\n]*!▕ 2%^12.0, inf or nan, 4.0 bits of room\n", text)
     text = tostring(h:heatmap { by = "time", width = 120 })
-    assert.matches("largest f16 gradient as stored, by step", text, 1, true)
+    assert.matches("largest gradient as stored, by step, f16;", text, 1, true)
     assert.matches("blocks.2 ▏[^\n]*!", text)
     assert.not_matches("blocks.1 ▏[^\n]*!", text)
     text = tostring(h:heatmap { only = "blocks.1", width = 120 })
@@ -133,6 +132,64 @@ describe("views of a history", function()
     assert.has_error(function() h:heatmap { by = "steps" } end,
       "heatmap: expected by to be 'exponent' or 'time', got 'steps'")
     assert.has_error(function() h:heatmap { only = "nothing" } end)
+  end)
+
+  it("draw a recorded step in its own column and leave the others blank", function()
+    local l = tostring(h:heatmap { by = "time", from = 100, to = 139, width = 100 })
+    assert.matches("statistics of step 100; each column is a step", l, 1, true)
+    assert.matches("blocks.2 ▏▓ +▕ 2^12.0, 4.0 bits of room", l)
+    -- 199 overflows; 150 and 200 are healthy
+    local layers = require("engine.report.layers").read(h, { points = 60, from = 150, to = 209 })
+    local recorded = {}
+    for i = 1, #layers.x do
+      local cell = layers.cells[3][i]
+      if cell then recorded[#recorded + 1] = ("%d:%d"):format(layers.x[i], cell.overflows) end
+    end
+    assert.same({ "150:0", "199:1", "200:0" }, recorded)
+  end)
+
+  it("name the format of each layer's gradients, and measure its room in that format", function()
+    local list = {}
+    for i, name in ipairs(NAMES) do
+      list[i] = { name = name, shape = { 10, 10 }, gradient = i % 2 == 0 and "f32" or "f16" }
+    end
+    h:set_parameters(list)
+    local text = tostring(h:heatmap { width = 120 })
+    assert.matches("^f16 %(f32 in 2 of 4 tensors%) gradients as stored", text)
+    assert.matches("blocks.1 %(f16, f32%) ▏[^\n]* 2%^8.0, 8.0 bits of room\n", text)
+    -- 116 bits from the top of f32
+    assert.matches("blocks.2 %(f32%) ▏[^\n]* 2%^12.0, inf or nan\n", text)
+    text = tostring(h:heatmap { by = "time", width = 120 })
+    assert.matches("by step, f16 (f32 in 2 of 4 tensors);", text, 1, true)
+    assert.matches("(f32 reaches 3.40282e+38)", tostring(h:tensor "blocks.2.mlp.weight"), 1, true)
+    for i = 1, #list do list[i].gradient = "f16" end
+    h:set_parameters(list)
+  end)
+
+  it("fit a terminal of 40 columns", function()
+    for _, by in ipairs { "exponent", "time" } do
+      for line in (tostring(h:heatmap { by = by, width = 40 }) .. "\n"):gmatch "(.-)\n" do
+        assert.is_true(require("engine.base.show").width(line) <= 40, line)
+      end
+    end
+    for line in (tostring(h:plot({ "loss", "underflow" }, { width = 40 })) .. "\n"):gmatch "(.-)\n"
+    do assert.is_true(require("engine.base.show").width(line) <= 40, line) end
+  end)
+
+  it("mark swaps, steps skipped without overflow and settings, each by name", function()
+    local dir2 = scratch.make()
+    local other = history.open(dir2, { write = true })
+    for step = 0, 199 do
+      append(other, step, step == 30 and { action = C.ENG_ACTION_SKIP } or nil)
+    end
+    other:event(50, "swap", "a -> b")
+    other:event(60, "set", "lr = 1")
+    other:event(61, "set", "lr = 2")
+    local text = tostring(other:plot("scale", { width = 100 }))
+    assert.matches("× overflow (2)   o skipped without overflow (1)   s policy swapped (1)   " ..
+      "= setting changed (2)", text, 1, true)
+    other:close()
+    scratch.remove(dir2)
   end)
 
   it("show one tensor, and suggest the nearest name for an unknown one", function()
@@ -205,13 +262,13 @@ describe("shades", function()
       columns = 5, wide = 1, axis = { "0", [5] = "4" }, low = "low",
       high = "high", bad = true, title = "t" }
     options.style = "shades"
-    assert.equal("t\na ▏ ▒█ !▕ x\n   ╵   ╵\n   0   4\n" ..
-      "   low  ·░▒▓█ high    ! inf or nan",
+    assert.equal("t\na ▏·▒█ !▕ x\n   ╵   ╵\n   0   4\n" ..
+      "   low ·░▒▓█ high    ! inf or nan",
       heat.draw(options))
     options.style = "ascii"
     assert.matches("a |", heat.draw(options), 1, true)
     assert.not_matches("[\128-\255]", heat.draw(options))
     options.style = "colour"
-    assert.matches("\27%[48;5;196m", heat.draw(options))
+    assert.matches("\27%[48;5;220m", heat.draw(options))
   end)
 end)

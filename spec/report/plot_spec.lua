@@ -37,10 +37,45 @@ describe("plot", function()
   end)
 
   it("leaves out inf and nan and reports them", function()
-    local text = plot.draw { y = { 1, nan, 2, inf, -inf }, width = 40, title = "loss" }
+    local text = plot.draw { y = { 1, nan, 2, inf, -inf }, width = 60, title = "loss" }
     assert.matches("loss  [3 of 5 points not drawn: inf, nan]", text, 1, true)
     assert.matches("2 of 3 points not drawn: inf, nan or not positive",
-      plot.draw { y = { 1, 0, -1 }, log = 10, width = 40 }, 1, true)
+      plot.draw { y = { 1, 0, -1 }, log = 10, width = 60 }, 1, true)
+  end)
+
+  it("breaks titles and legends at the width of a narrow terminal, and names the axis", function()
+    local text = plot.draw { title = "largest gradient as stored (times the loss scale)", log = 2,
+      y = { 1, 2, 4 }, x = { 10, 20, 30 }, marks = { 10 }, mark_name = "overflow", x_name = "step",
+      marked = { { name = "policy swapped", symbol = "s", at = { 20 }, count = 1 },
+        { name = "setting changed", symbol = "=", at = { 30 }, count = 7 } }, width = 40 }
+    for _, line in ipairs(lines(text)) do assert.is_true(length(line) <= 40, line) end
+    assert.matches("\n +step 10 +20 +30\n +× overflow %(1%)   s policy swapped\n? *%(1%)", text)
+    assert.matches("= setting changed (7)", text, 1, true)
+    assert.matches("\n +× *\n +s *\n +=\n", text)
+  end)
+
+  it("puts a single step in the middle, and no step between two", function()
+    local drawn = lines(plot.draw { y = { 5 }, x = { 7 }, x_name = "step", width = 40, height = 3,
+      ascii = true })
+    assert.matches("^ +step 7$", drawn[#drawn])
+    assert.matches("^ +step 7 +8$", select(2, plot.draw { y = { 5, 6 }, x = { 7, 8 },
+      x_name = "step", width = 40 }:match "(.*)\n(.-)$"))
+  end)
+
+  it("is ASCII where the locale or the terminal has no UTF-8", function()
+    local helper = require "spec.helper"
+    local draw = " -e 'print(require(\"engine.report.plot\").draw { y = { 1, 2 }, width = 30 })'"
+    local function plain(environment)
+      local shown = helper.shell("env -u LANG -u LC_ALL -u LC_CTYPE " .. environment .. " " ..
+        helper.quote(helper.engine) .. draw)
+      assert.equal(0, shown.code)
+      return not shown.out:find("[\128-\255]")
+    end
+    assert.is_true(plain "TERM=xterm")
+    assert.is_true(plain "TERM=xterm LANG=C.UTF-8 LC_ALL=C")
+    assert.is_true(plain "TERM=linux LANG=C.UTF-8")
+    assert.is_false(plain "TERM=xterm LANG=en_US.utf8")
+    assert.is_false(plain "TERM=xterm LANG=C LC_CTYPE=C.UTF-8")
   end)
 
   it("handles empty data, one point, equal points, and huge and tiny values", function()

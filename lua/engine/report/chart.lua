@@ -1,26 +1,35 @@
 -- Curves as SVG: panels below each other on one axis of steps. The same panels are in the report,
--- where a script adds hover values, and in a separate file (`engine plot --svg`).
---   chart.body { title =, c = curves.read(...),
---     series = { { name = "loss", column = "loss", colour = 1 } },
---     log = 2, height = 180, limits = { { 65504, "f16 ends" } }, events = { { step, kind } } }
--- A series is a line of mean values in a band from least to largest. `points` instead of a column:
--- { { step, value } ... }, each holding until the next. Colours are CSS variables --c1 .. --c6.
--- Called by report.lua and cli/plot.lua.
+-- as wide as the page, and in a separate file (`engine plot --svg`) of a fixed width.
+--   chart.body { title =, c = curves.read(...), span = 1000,
+--     series = { { name = "loss", column = "loss" } },
+--     log = 2, height = 180, limits = { { 65504, "f16 ends" } }, marks = marks.read(h, c) }
+-- A series is a line of mean values in a band from least to largest, which is drawn where a column
+-- holds several steps, or with `band`. `points` instead of a column: { { step, value } ... }, each
+-- holding until the next. `join`: the line bridges missing values. Each series has its own colour
+-- and dashes; `style` chooses those of another number.
+-- Shapes have x coordinates from 0 to `span`, which a page stretches to its width. Texts have
+-- percentages instead, so that they keep their size. Called by report.lua, report_heat.lua,
+-- report/contest.lua and cli/plot.lua.
 local show = require "engine.base.show"
 local plot = require "engine.report.plot"
 
 local M = {}
 
-local WIDTH, LEFT, RIGHT, TOP, BOTTOM = 1000, 92, 14, 10, 24
-M.width, M.left, M.right = WIDTH, LEFT, RIGHT
+-- Pixels around a panel. Above it are the name of its y axis and the words of its marks, below it
+-- the steps.
+M.left, M.right, M.bottom = 92, 14, 40
+local TOP, WORDS = 28, 16
+M.span = 1000
+local NARROW = 230              -- pixels across a panel on a telephone
+local GLYPH = 6.6               -- pixels of a character
 
--- Marks of HTML as entities.
+-- Replaces the characters that HTML reserves by entities.
 function M.entities(text)
   return (text:gsub("[&<>\"']", { ["&"] = "&amp;", ["<"] = "&lt;", [">"] = "&gt;",
     ['"'] = "&quot;", ["'"] = "&#39;" }))
 end
 
--- Any text for a page.
+-- Text of unknown origin, made safe for a page.
 local function escape(text) return M.entities(show.shown(text, true)) end
 M.escape = escape
 
@@ -54,7 +63,7 @@ function M.scale(x)
   return M.number(x)
 end
 
--- Ticks { value, text } of an axis from low to high, which are logarithms if `log` is their base.
+-- Ticks { value, text } of an axis from low to high. With `log`, a base, both are logarithms.
 local function ticks(low, high, log, n)
   local list = {}
   if log and high - low < 1.2 then  -- less than one power: ticks at the numbers themselves
@@ -72,7 +81,10 @@ local function ticks(low, high, log, n)
     if log then text = power(tostring(log), v)
     elseif math.max(math.abs(low), math.abs(high)) < 1e-3 or math.abs(v) >= 1e6 then
       text = M.number(tonumber(("%.3g"):format(v)))
-    else text = v % 1 == 0 and M.number(v) or ("%." .. math.min(digits, 6) .. "f"):format(v) end
+    else
+      text = (digits == 0 or v == 0) and M.number(v)
+        or ("%." .. math.min(digits, 6) .. "f"):format(v)
+    end
     list[#list + 1] = { v, text }
     value = value + step
   end
@@ -81,46 +93,79 @@ end
 
 local function f(x) return (("%.1f"):format(x):gsub("%.0$", "")) end
 
---- The axis of steps of a run, as { first, last, place = function(step) -> x }.
-function M.axis(c)
+--- The axis of steps of a run, as { first, last, span, place = function(step) -> 0 to span }. A
+--- single step is in the middle. Positions may have names (c.places) and be other things than steps
+--- (c.unit).
+function M.axis(c, span)
   local first, last = c.first or 0, c.last or 1
-  if last <= first then last = first + 1 end
-  local span = WIDTH - LEFT - RIGHT
-  return { first = first, last = last,
-    place = function(step) return LEFT + math.max(0, math.min(1, (step - first) / (last - first))) *
-    span end }
+  span = span or M.span
+  local axis = { first = first, last = last, span = span, places = c.places, unit = c.unit }
+  if last <= first then axis.first, axis.last = first - 0.5, last + 0.5 end
+  function axis.place(step)
+    return math.max(0, math.min(1, (step - axis.first) / (axis.last - axis.first))) * span
+  end
+  return axis
 end
 
---- Lines and numbers below a panel that ends at y.
-function M.x_axis(axis, top, y)
-  local out = {}
-  for _, t in ipairs(ticks(axis.first, axis.last, nil, 8)) do
-    local x = f(axis.place(t[1]))
-    if t[1] % 1 == 0 then
-      out[#out + 1] = ('<path class="grid" d="M%s %sV%s"/><text class="tick" x="%s" y="%s" ' ..
-        'text-anchor="middle">%s</text>'):format(x, f(top), f(y),
-        x, f(y + 16), t[2])
-    end
+--- A text at `x` of 0 to 1 and `y` pixels of a panel, moved by dx, dy pixels.
+function M.text(class, x, y, dx, dy, anchor, text)
+  return ('<text class="%s" x="%s%%" y="%s" dx="%s" dy="%s" text-anchor="%s">%s</text>'):format(
+    class, f(100 * x), f(y), f(dx), f(dy), anchor, text)
+end
+
+--- Grid lines and texts of the steps, for a panel of `height` pixels.
+function M.x_axis(axis, height)
+  local paths, texts, list = {}, {}, {}
+  local places = axis.places or {}
+  for i = 1, #places, math.max(1, math.ceil(#places / 10)) do
+    list[#list + 1] = { i, escape(places[i]) }
   end
-  return table.concat(out)
+  for _, t in ipairs(#places == 0 and ticks(axis.first, axis.last, nil, 8) or {}) do
+    if t[1] % 1 == 0 then list[#list + 1] = { t[1], M.number(t[1]) } end
+  end
+  -- a narrow page shows every second or third number
+  local widest = #list > 0 and #list[#list][2] * GLYPH + 12 or 0
+  local every = math.ceil(widest * #list / NARROW)
+  for i, t in ipairs(list) do
+    local x = axis.place(t[1])
+    paths[i] = ('<path class="grid" d="M%s 0V%s"/>'):format(f(x), f(height))
+    local anchor = axis.places and x == axis.span and "end" or "middle"    -- a name may be long
+    texts[i] = M.text((i - 1) % every == 0 and "tick" or "tick wide", x / axis.span, height, 0, 16,
+      anchor, t[2])
+  end
+  texts[#texts + 1] = M.text("tick", 1, height, 0, 33, "end", escape(axis.unit or "step"))
+  return table.concat(paths), table.concat(texts)
+end
+
+--- The shapes and texts of a panel as one SVG; `place`: its attributes x, y, width in a file, ""
+--- in a page.
+function M.area(span, height, paths, texts, place, behind)
+  return ('<svg class="area" %s height="%s" overflow="visible">%s<svg class="shapes" ' ..
+    'viewBox="0 0 %s %s" width="100%%" height="%s" preserveAspectRatio="none" ' ..
+    'overflow="visible">%s</svg>%s</svg>'):format(place or "", f(height), behind or "", f(span),
+    f(height), f(height), paths, texts)
+end
+
+-- A value in the units of an axis; nil if it is not on a logarithmic one.
+local function scaled(x, log)
+  if not log or not x then return x end
+  return x > 0 and math.log(x) / math.log(log) or nil
 end
 
 -- Low, mean and high of a series by picture column, in the units of the axis; nil for a column
 -- without values.
 local function values_of(c, series, log)
-  local v = c[series.column]
-  local function put(x)
-    return x and (not log or x > 0) and (log and math.log(x) / math.log(log) or x) or nil
-  end
-  local list = {}
+  local v, list = c[series.column], {}
   for i = 1, #c.x do
-    list[i] = { put(v.min[i]) or put(v.mean[i]), put(v.mean[i]), put(v.max[i]) }
+    local mean = scaled(v.mean[i], log)
+    list[i] = { scaled(v.min[i], log) or mean, mean, scaled(v.max[i], log) }
   end
   return list
 end
 
-local function line_path(c, list, axis, place, hold)
-  local line, started = {}, false
+-- The line through a column's values, and dots at values without a neighbour.
+local function line_path(c, list, axis, place, hold, join)
+  local line, dots, started = {}, {}, false
   local before
   for i, v in ipairs(list) do
     if v[2] then
@@ -130,16 +175,15 @@ local function line_path(c, list, axis, place, hold)
         if y ~= before then line[#line + 1] = "H" .. x .. "V" .. y
         elseif not list[i + 1] or not list[i + 1][2] then line[#line + 1] = "H" .. x end
       else line[#line + 1] = "L" .. x .. " " .. y end
-      -- a single point: draw a dot
       if not (list[i + 1] and list[i + 1][2]) and not (i > 1 and list[i - 1][2]) then
-        line[#line + 1] = "h.01"
+        dots[#dots + 1] = ("M%s %sh.01"):format(x, y)
       end
       started, before = true, y
-    else
+    elseif not join then
       started = false
     end
   end
-  return table.concat(line)
+  return table.concat(line), table.concat(dots), #dots == 1 and #line == 1
 end
 
 local function band_path(c, list, axis, place)
@@ -163,7 +207,7 @@ end
 local function points_path(points, axis, place, log)
   local line, y = {}, nil
   for _, p in ipairs(points) do
-    local value = log and (p[2] > 0 and math.log(p[2]) / math.log(log) or nil) or p[2]
+    local value = scaled(p[2], log)
     if value then
       y = f(place(value))
       line[#line + 1] = (#line == 0 and "M%s %s" or "H%sV%s"):format(f(axis.place(p[1])), y)
@@ -182,16 +226,14 @@ local function range_of(o, lists)
   end
   for _, s in ipairs(o.series) do
     for _, p in ipairs(s.points or {}) do
-      if not o.log or p[2] > 0 then
-        local value = o.log and math.log(p[2]) / math.log(o.log) or p[2]
-        low, high = math.min(low, value), math.max(high, value)
-      end
+      local value = scaled(p[2], o.log)
+      if value then low, high = math.min(low, value), math.max(high, value) end
     end
   end
   if low > high then return nil end
   local had = high
   for _, limit in ipairs(o.limits or {}) do
-    local value = o.log and math.log(limit[1]) / math.log(o.log) or limit[1]
+    local value = scaled(limit[1], o.log)
     if value > low and value < had + (o.log and 6 or (had - low)) then
       high = math.max(high, value)
     end
@@ -202,104 +244,237 @@ local function range_of(o, lists)
   return low - margin, high + margin
 end
 
---- The content of a panel, its height, and the data that the report's script needs: { low, high,
---- top, bottom, log }. nil when there is nothing to draw.
+local TICKS = { overflow = "M%s %sv-8", skip = "M%s %sv-5", checkpoint = "M%s 0v6" }
+
+-- The marks of a panel: ticks at its lower or upper edge, and lines with a word above where there
+-- is room for it, on a narrow page or only on a wide one ("wide"). Returns true with lines.
+local function draw_marks(list, axis, height, paths, texts)
+  local lines = {}
+  for _, m in ipairs(list or {}) do
+    if m.texts then
+      for i, step in ipairs(m.at) do
+        lines[#lines + 1] = { step, (m.kind:gsub("_", " ")), m.texts[i] }
+      end
+    else
+      local d = {}
+      for i, step in ipairs(m.at) do
+        d[i] = TICKS[m.kind]:format(f(axis.place(step)), f(height))
+      end
+      paths[#paths + 1] = ('<path class="mark %s" d="%s"><title>%s</title></path>'):format(m.kind,
+        table.concat(d), escape(m.name))
+    end
+  end
+  table.sort(lines, function(a, b) return a[1] < b[1] end)
+  local ends = { 0, 0 }                      -- pixels taken on a narrow and on a wide page
+  for _, line in ipairs(lines) do
+    local x, size = axis.place(line[1]) / axis.span, #line[2] * GLYPH + 8
+    paths[#paths + 1] = ('<path class="event" d="M%s 0V%s"><title>%s</title></path>'):format(
+      f(x * axis.span), f(height), escape(line[3]))
+    local left = x * NARROW + size > NARROW  -- the word is left of its line
+    local function fits(i, width)
+      local from = x * width - (left and size or 0)
+      if from < ends[i] then return false end
+      ends[i] = from + size
+      return true
+    end
+    local narrow, wide = fits(1, NARROW), fits(2, 3 * NARROW)
+    if narrow or wide then
+      texts[#texts + 1] = M.text(narrow and "event" or "event wide", x, 0, left and 2 or -2, -5,
+        left and "end" or "start", line[2])
+    end
+  end
+  return #lines > 0
+end
+
+--- A panel: { paths, texts, top, height }; nil when there is nothing to draw.
 function M.body(o)
   local c, axis = o.c, o.axis or M.axis(o.c)
   local lists = {}
   for i, s in ipairs(o.series) do lists[i] = s.column and values_of(c, s, o.log) or {} end
   local low, high = range_of(o, lists)
   if not low then return nil end
-  local marked = o.marks and #o.marks > 0
-  local top, bottom = TOP, TOP + (o.height or 150)
-  local function place(v) return bottom - (v - low) / (high - low) * (bottom - top) end
-  local out = { M.x_axis(axis, top, bottom) }
-  for _, t in ipairs(ticks(low, high, o.log, math.max(2, math.floor((bottom - top) / 34)))) do
-    local y = f(place(t[1]))
-    out[#out + 1] = ('<path class="grid" d="M%d %sH%d"/><text class="tick" x="%d" y="%s" ' ..
-      'text-anchor="end">%s</text>'):format(LEFT, y, WIDTH - RIGHT, LEFT - 8,
-      f(place(t[1]) + 4), t[2])
+  local height = o.height or 150
+  local function place(v) return height - (v - low) / (high - low) * height end
+  local grid, steps = M.x_axis(axis, height)
+  local paths, texts = { grid }, { steps }
+  for _, t in ipairs(ticks(low, high, o.log, math.max(2, math.floor(height / 34)))) do
+    local y = place(t[1])
+    paths[#paths + 1] = ('<path class="grid" d="M0 %sH%s"/>'):format(f(y), f(axis.span))
+    texts[#texts + 1] = M.text("tick", 0, y, -8, 4, "end", t[2])
   end
   for _, limit in ipairs(o.limits or {}) do
-    local value = o.log and math.log(limit[1]) / math.log(o.log) or limit[1]
+    local value = scaled(limit[1], o.log)
     if value >= low and value <= high then
       local y = place(value)
-      out[#out + 1] = ('<path class="limit" d="M%d %sH%d"/><text class="limit" x="%d" y="%s" ' ..
-        'text-anchor="end">%s</text>'):format(LEFT, f(y),
-        WIDTH - RIGHT, WIDTH - RIGHT - 4, f(y - 4), escape(limit[2]))
+      paths[#paths + 1] = ('<path class="limit" d="M0 %sH%s"/>'):format(f(y), f(axis.span))
+      texts[#texts + 1] = M.text("limit", 1, y, -4, y < 14 and 13 or -4, "end", escape(limit[2]))
     end
   end
-  for _, e in ipairs(o.events or {}) do
-    out[#out + 1] = ('<path class="event" d="M%s %dV%d"><title>%s</title></path>'):format(
-      f(axis.place(e[1])), top, bottom, escape(e[2]))
-  end
+  -- Later series of points are thinner, so that an earlier one shows where values are equal.
   for i, s in ipairs(o.series) do
-    local style = ('style="--s:var(--c%d)"'):format(s.colour or i)
+    local style = M.style_of(s.style or i)
+    local thin = ('style="stroke-width:%s"'):format(f(#o.series > 2 and i > 1 and s.points
+      and 1.6 + 0.8 * (#o.series - i) or 1.8))
     if s.points then
-      out[#out + 1] = ('<path class="line thin" %s d="%s"/>'):format(style,
+      paths[#paths + 1] = ('<path class="line %s" %s d="%s"/>'):format(style, thin,
         points_path(s.points, axis, place, o.log))
     else
-      if c.width > 1 then
-        out[#out + 1] = ('<path class="band" %s d="%s"/>'):format(style,
+      if c.width > 1 or s.band then
+        paths[#paths + 1] = ('<path class="band %s" d="%s"/>'):format(style,
           band_path(c, lists[i], axis, place))
       end
-      out[#out + 1] = ('<path class="line" %s d="%s"/>'):format(style,
-        line_path(c, lists[i], axis, place, o.hold and c.width == 1))
+      local line, dots, alone = line_path(c, lists[i], axis, place, o.hold and c.width == 1, s.join)
+      paths[#paths + 1] = ('<path class="line %s" %s d="%s"/>'):format(style, thin, line)
+      if dots ~= "" then
+        paths[#paths + 1] = ('<path class="line dot %s" style="stroke-width:%d" d="%s"/>'):format(
+          style, alone and 7 or 3, dots)
+      end
     end
   end
-  if marked then
-    local d = {}
-    for i, x in ipairs(o.marks) do d[i] = ("M%s %dv7"):format(f(axis.place(x)), bottom - 7) end
-    out[#out + 1] = ('<path class="mark" d="%s"/>'):format(table.concat(d))
+  local top = (draw_marks(o.marks, axis, height, paths, texts) and WORDS or 0) + (o.name and TOP
+    or 0)
+  if o.name then
+    texts[#texts + 1] = M.text("tick", 0, 0, 8 - M.left, 14 - top, "start", escape(o.name ..
+      (o.log and ", log axis" or "")))
   end
-  out[#out + 1] = ('<path class="frame" d="M%d %dV%dH%d"/>'):format(LEFT, top, bottom,
-    WIDTH - RIGHT)
-  return table.concat(out), bottom + BOTTOM, { low = low, high = high, top = top, bottom = bottom,
-    log = o.log }
+  paths[#paths + 1] = ('<path class="frame" d="M0 0V%sH%s"/>'):format(f(height), f(axis.span))
+  return { paths = table.concat(paths), texts = table.concat(texts), top = top, height = height }
+end
+
+--- The CSS classes of series i: its colour and dashes.
+function M.style_of(i)
+  local colour, dash = plot.style(i)
+  return "s" .. colour .. (dash ~= colour and " d" .. dash or "")
+end
+
+--- The legend of a panel: { { shape =, text = } ... }, where shape is SVG of 24 x 12 pixels.
+function M.legend(o)
+  local list = {}
+  for i, s in ipairs(#o.series > 1 and o.series or {}) do
+    list[#list + 1] = { text = s.name,
+      shape = ('<path class="line %s" d="M0 6H24"/>'):format(M.style_of(s.style or i)) }
+  end
+  for _, m in ipairs(o.marks or {}) do
+    list[#list + 1] = { text = ("%s (%s)"):format(m.name, show.grouped(m.count)),
+      shape = m.texts and '<path class="event" d="M12 0v12"/>'
+        or ('<path class="mark %s" d="%s"/>'):format(m.kind, TICKS[m.kind]:format(12,
+          m.kind == "checkpoint" and "" or 10)) }
+  end
+  return list
+end
+
+local DASHES = { "none", "9 5", "3 4", "12 4 3 4", "6 6", "2 6" }
+
+M.series = #DASHES              -- line styles
+
+local function lines_style()
+  local lines = {}
+  for i, dash in ipairs(DASHES) do
+    lines[i] = (".line.sN{stroke:var(--cN);stroke-dasharray:%s}.band.sN{fill:var(--cN)}"):format(
+      dash):gsub("N", i)
+    lines[#DASHES + i] = (".line.d%d{stroke-dasharray:%s}"):format(i, dash)
+  end
+  return ".line.s1{stroke-linecap:round}" .. table.concat(lines, "\n")
 end
 
 --- CSS for what body() draws; the page defines the variables.
 M.style = [[
-.grid{stroke:var(--grid);stroke-width:1;fill:none}.frame{stroke:var(--axis);fill:none}
-.tick{fill:var(--muted);font:11.5px var(--sans);font-variant-numeric:tabular-nums}
-.line{fill:none;stroke:var(--s);stroke-width:1.7;stroke-linejoin:round;stroke-linecap:round;
-vector-effect:non-scaling-stroke}
-.line.thin{stroke-width:1.2;opacity:.8}
-.band{fill:var(--s);opacity:.2}
-.mark{stroke:var(--bad);stroke-width:1.6;fill:none}
-.event{stroke:var(--event);stroke-width:1.4;stroke-dasharray:4 3;fill:none}
-path.limit{stroke:var(--bad);stroke-width:1;stroke-dasharray:2 4;fill:none}
-text.limit{fill:var(--bad);font:11px var(--sans);paint-order:stroke;stroke:var(--card,var(--back));
-stroke-width:3px;stroke-linejoin:round}]]
+.grid{stroke:var(--grid);fill:none}.frame{stroke:var(--axis);fill:none}
+svg.shapes path,path.line,path.mark,path.event{vector-effect:non-scaling-stroke}
+.tick,text.limit,text.event,.key{font:12px var(--sans);font-variant-numeric:tabular-nums}
+.tick,.key{fill:var(--muted)}
+.line{fill:none;stroke-width:1.8;stroke-linejoin:round;stroke-linecap:butt}
+.band{opacity:.2}
+]] .. lines_style() .. [[
+.line.dot{stroke-linecap:round;stroke-dasharray:none}
+.mark{stroke-width:2;fill:none}.mark.overflow{stroke:var(--bad)}.mark.skip{stroke:var(--c5)}
+.mark.checkpoint{stroke:var(--muted)}
+.event{stroke:var(--event);stroke-width:1.4;stroke-dasharray:5 3;fill:none}
+path.limit{stroke:var(--bad);stroke-dasharray:2 4;fill:none}
+text.limit{fill:var(--bad)}text.event{fill:var(--event)}
+text.limit,text.event{paint-order:stroke;stroke:var(--card,var(--back));stroke-width:3px;
+stroke-dasharray:none;stroke-linejoin:round}
+@media(max-width:600px){text.wide{display:none}}]]
 
-M.light = [[--back:#fff;--text:#1d2433;--muted:#667085;--grid:#eceff4;--axis:#c3cad6;--bad:#d92d20;
---event:#7a5af8;
---c1:#1f6feb;--c2:#e8590c;--c3:#0f9960;--c4:#a832a4;--c5:#b58900;--c6:#4b5563]]
-M.dark = [[--back:#11151c;--text:#e6e9ef;--muted:#98a2b3;--grid:#232a36;--axis:#475066;
---bad:#ff6b5e;--event:#a594ff;
---c1:#5aa2ff;--c2:#ff9155;--c3:#3ccf91;--c4:#e07be0;--c5:#e5c453;--c6:#a0aabb]]
+-- The colours of Okabe and Ito, which readers who do not see red and green apart can distinguish;
+-- darker on light pages, so that lines have a contrast of 3:1 and texts one of 4.5:1.
+M.light = [[--back:#fff;--text:#1d2433;--muted:#5c6576;--grid:#eceff4;--axis:#8a93a3;--bad:#c4261a;
+--event:#6d4aed;
+--c1:#0072b2;--c2:#d55e00;--c3:#008a64;--c4:#b3578c;--c5:#9a6a00;--c6:#3d4654]]
+M.dark = [[--back:#11151c;--text:#e6e9ef;--muted:#98a2b3;--grid:#232a36;--axis:#667085;
+--bad:#ff7a6e;--event:#b0a1ff;
+--c1:#56b4e9;--c2:#e69f00;--c3:#2bb98d;--c4:#d98fb7;--c5:#f0e442;--c6:#c9ced8]]
 
---- A whole SVG file of several panels, with a title.
-function M.file(title, panels)
-  local out, y = {}, 44
+--- The colour of series i on white as #rrggbb, and its dashes as a list of lengths (none: solid).
+function M.plain_style(i)
+  local colour, dash = plot.style(i)
+  local lengths = {}
+  for length in DASHES[dash]:gmatch("%d+") do lengths[#lengths + 1] = length end
+  return M.light:match("--c" .. colour .. ":(#%x+)"), lengths
+end
+
+-- Panels below each other, `width` pixels wide; returns SVG and its height.
+local function layout(title, panels, width)
+  local span = width - M.left - M.right
+  local out, y = { ('<text class="head" x="12" y="28">%s</text>'):format(escape(show.cut(title,
+    math.floor(width / 11), "…"))) }, 40
   for _, o in ipairs(panels) do
-    local body, height = M.body(o)
+    local axis = M.axis(o.c, span)
+    local body = M.body(setmetatable({ axis = axis }, { __index = o }))
+    out[#out + 1] = ('<text class="title" x="12" y="%d">%s</text>'):format(y + 16,
+      escape(o.title .. (body and o.log and ", log axis" or "")))
+    y = y + 22
     if body then
-      out[#out + 1] = ('<text class="title" x="%d" y="%d">%s</text><g transform="translate(0 ' ..
-        '%d)">%s</g>'):format(LEFT, y + 14, escape(o.title), y + 20, body)
-      y = y + 20 + height + 12
+      local x = 12
+      for _, entry in ipairs(M.legend(o)) do
+        local size = 30 + show.width(entry.text) * GLYPH + 16
+        if x > 12 and x + size > width then x, y = 12, y + 18 end
+        out[#out + 1] = ('<g transform="translate(%s %d)">%s<text class="key" x="30" ' ..
+          'y="10">%s</text></g>'):format(f(x), y + 2, entry.shape, escape(entry.text))
+        x = x + size
+      end
+      y = y + (x > 12 and 18 or 0) + 12 + body.top
+      out[#out + 1] = M.area(span, body.height, body.paths, body.texts,
+        ('x="%d" y="%d" width="%d"'):format(M.left, y, span))
+      y = y + body.height + M.bottom + 8
+    else
+      out[#out + 1] = ('<text class="key" x="12" y="%d">nothing to draw: no value is finite%s' ..
+        '</text>'):format(y + 14, o.log and " and positive" or "")
+      y = y + 34
     end
   end
-  return ([[<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 %d %d" width="%d" height="%d"
+  return table.concat(out), y
+end
+
+local WIDE, SLIM = 1000, 390
+
+--- A whole SVG file of several panels, with a title. Without `width` (pixels) it is 1000 wide, and
+--- has a second layout, which a browser shows when it opens the file in a narrow window.
+function M.file(title, panels, width)
+  local function drawn(class, pixels)
+    local body, height = layout(title, panels, pixels)
+    return ('<svg class="%s" viewBox="0 0 %d %d" width="100%%" height="100%%">%s</svg>'):format(
+      class, pixels, height, body), height
+  end
+  local body, height = drawn("broad", width or WIDE)
+  local slim, style = "", ""
+  if not width then
+    local tall
+    slim, tall = drawn("slim", SLIM)
+    style = (".slim{display:none}@media(max-width:600px) and (max-aspect-ratio:1/1)" ..
+      "{.slim{display:block}.broad{display:none}" ..
+      ":root{width:100%%;height:calc(100vw*%.3f)}}"):format(tall / SLIM)
+  end
+  return ([[<svg xmlns="http://www.w3.org/2000/svg" width="%d" height="%d"
  font-family="system-ui,sans-serif">
 <style>:root{--sans:system-ui,"Segoe UI",Roboto,sans-serif;%s}
 @media(prefers-color-scheme:dark){:root{%s}}
 .back{fill:var(--back)}.title{fill:var(--text);font:600 13px var(--sans)}.head{fill:var(--text);
 font:600 18px var(--sans)}
-%s</style><rect class="back" width="100%%" height="100%%"/>
-<text class="head" x="%d" y="28">%s</text>%s</svg>
-]]):format(WIDTH, y, WIDTH, y, M.light:gsub("\n", ""), M.dark:gsub("\n", ""), M.style, LEFT,
-    escape(title), table.concat(out))
+%s%s</style><rect class="back" width="100%%" height="100%%"/>
+%s%s</svg>
+]]):format(width or WIDE, height, M.light:gsub("\n", ""), M.dark:gsub("\n", ""), M.style, style,
+    body, slim)
 end
 
 return M

@@ -14,12 +14,11 @@ local COLUMNS = {
   { "overflow", "b" }, { "inf", "i" }, { "nan", "i" }, { "count", "i" }, { "zeros", "i" },
   { "underflow", "i" }, { "amax", "r" }, { "norm", "r" },
   { "norm_ref", "o" }, { "clip", "r" }, { "lr_mul", "r" }, { "policy_failed", "b" },
-  { "first_bad", "t" }, { "reason", "t" }, { "elapsed", "r" },
-  { "tokens", "r" },
+  { "first_bad", "t" }, { "reason", "t" }, { "elapsed", "r" }, { "tokens", "r" },
 }
 
 -- Calls visit(row, signals) for each step, oldest first. first_bad is a parameter's name, or nil;
--- signals: current values by name.
+-- signals: current values by name, logs among them as "log.NAME".
 local function each_step(h, visit)
   local parts = {}
   for i, column in ipairs(COLUMNS) do parts[i] = "s." .. column[1] end
@@ -77,16 +76,20 @@ local function csv_text(text)
   text = show.shown(text, true)
   return text:find('[,"\r\n]') and '"' .. text:gsub('"', '""') .. '"' or text
 end
+M.csv_text = csv_text
 
 --- CSV (RFC 4180): a header and a line for each step. nan, inf and -inf as Python and pandas read
---- them; a missing value is empty. A signal is a column signals.NAME; a meter of an FP8 layer is a
---- column fp8.LAYER:ROLE.NAME, filled at the steps that measured it.
+--- them; a missing value is empty. A signal is a column signals.NAME, a log log.NAME; a meter of an
+--- FP8 layer is a column fp8.LAYER:ROLE.NAME, filled at the steps that measured it.
 function M.csv(h, path)
   return to_file(path, function(put)
     local names = {}
     for i, column in ipairs(COLUMNS) do names[i] = column[1] end
     local signals = h:signals()
     for _, signal in ipairs(signals) do names[#names + 1] = csv_text("signals." .. signal.name) end
+    for _, log in ipairs(h:logs()) do
+      signals[#signals + 1], names[#names + 1] = log, csv_text(log.name)
+    end
     local sites, meters_at = fp8_of(h)
     for _, site in ipairs(sites) do
       for _, meter in ipairs(METERS) do
@@ -117,46 +120,35 @@ function M.csv(h, path)
   end)
 end
 
--- A text as JSON, also one that is not UTF-8: json.encode would make it an object.
-local function json_text(text) return json.encode(show.shown(text, true)) end
-
 --- JSON Lines: an object for each step. Infinities and NaN are strings, as in log=json; a missing
---- value is null. "signals" holds the script's current signals, if any; "fp8" the meters of a
---- measured step, by "layer:role".
+--- value is null. "signals" holds the script's current signals, if any; "log" what the policy
+--- logged; "fp8" the meters of a measured step, by "layer:role".
 function M.jsonl(h, path)
-  local sites, meters_at = fp8_of(h)
+  local _, meters_at = fp8_of(h)
   return to_file(path, function(put)
     return each_step(h, function(row, held)
-      local parts, signals = {}, {}
+      local parts, signals, logs, fp8 = {}, {}, {}, {}
       for i, column in ipairs(COLUMNS) do
         local value, kind = row[column[1]], column[2]
         local text
         if value == nil then text = kind == "r" and '"nan"' or "null"
         elseif kind == "b" then text = value ~= 0 and "true" or "false"
-        elseif type(value) == "number" then
-          text = show.json_number(value)
-        else text = json_text(value) end
+        else text = json.plain(value) end
         parts[i] = ('"%s":%s'):format(column[1], text)
       end
       for name, value in pairs(held) do
-        signals[#signals + 1] = json_text(name) .. ":" .. show.json_number(value)
+        local log = name:match("^log%.(.*)")
+        if log then logs[log] = value else signals[name] = value end
       end
-      table.sort(signals)
-      if #signals > 0 then
-        parts[#parts + 1] = '"signals":{' .. table.concat(signals, ",") .. "}"
+      for site, of in pairs(meters_at(row.step) or {}) do
+        fp8[site] = {}
+        for _, meter in ipairs(METERS) do fp8[site][meter] = of[meter] or json.null end
       end
-      local meters, list = meters_at(row.step), {}
-      for _, site in ipairs(meters and sites or {}) do
-        local of, fields = meters[site], {}
-        for _, meter in ipairs(of and METERS or {}) do
-          fields[#fields + 1] = ('"%s":%s'):format(meter, of[meter] and show.json_number(of[meter])
-            or "null")
-        end
-        if of then
-          list[#list + 1] = json_text(site) .. ":{" .. table.concat(fields, ",") .. "}"
+      for _, part in ipairs { { "signals", signals }, { "log", logs }, { "fp8", fp8 } } do
+        if next(part[2]) then
+          parts[#parts + 1] = ('"%s":%s'):format(part[1], json.plain(part[2]))
         end
       end
-      if #list > 0 then parts[#parts + 1] = '"fp8":{' .. table.concat(list, ",") .. "}" end
       put("{" .. table.concat(parts, ",") .. "}\n")
     end)
   end)

@@ -1,7 +1,8 @@
--- Curves as PNG through gnuplot, a program that may not be installed. Called by cli/plot.lua.
+-- Curves as PNG through gnuplot, a program that may not be installed. Called by views.lua and
+-- contest.lua.
+local chart = require "engine.report.chart"
 local files = require "engine.base.file"
 local show = require "engine.base.show"
-local curves = require "engine.run.curves"
 
 local M = {}
 local exact = show.exact
@@ -20,57 +21,104 @@ function M.installed()
   return found ~= nil and found ~= ""
 end
 
---- Writes a PNG of curves.read's result. options: width, height (dots), log (as in history:plot).
---- Raises when gnuplot is missing or fails.
-function M.png(path, title, c, names, options)
+-- Each kind of mark: its style for gnuplot, and its height in the panel, 0 to 1.
+local TICKS = { overflow = { "points pt 2 ps 0.9 lw 1.5 lc rgb '#c4261a'", 0.03 },
+  skip = { "points pt 6 ps 0.9 lw 1.5 lc rgb '#9a6a00'", 0.09 },
+  checkpoint = { "points pt 11 ps 0.9 lc rgb '#5c6576'", 0.97 } }
+local LINES = "lines lw 1.5 dt 2 lc rgb '#6d4aed'"
+
+-- Writes the data of a panel's marks; returns the plot commands that draw and name them.
+local function draw_marks(say, marks)
+  local drawn = {}
+  for i, m in ipairs(marks or {}) do
+    local tick, name = TICKS[m.kind], plain(("%s (%s)"):format(m.name, show.grouped(m.count)))
+    if tick then
+      say("$mark%d << EOD", i)
+      for _, step in ipairs(m.at) do say("%s %s", exact(step), exact(tick[2])) end
+      say("EOD")
+      drawn[i] = ("$mark%d using 1:2 axes x1y2 with %s title %s"):format(i, tick[1], name)
+    else
+      for _, step in ipairs(m.at) do
+        say("set arrow from %s, graph 0 to %s, graph 1 nohead lw 1.5 dt 2 lc rgb '#6d4aed'",
+          exact(step), exact(step))
+      end
+      drawn[i] = ("NaN with %s title %s"):format(LINES, name)
+    end
+  end
+  return drawn
+end
+
+-- Writes the data of a series; returns the plot commands of its band and line (none if empty).
+local function draw_series(say, panel, i)
+  local c, s = panel.c, panel.series[i]
+  local v, any = c[s.column], false
+  say("$data%d << EOD", i)
+  for at = 1, #c.x do
+    if v.mean[at] and (not panel.log or v.min[at] > 0) then
+      any = true
+      say("%s %s %s %s", exact(c.x[at]), exact(v.min[at]), exact(v.mean[at]), exact(v.max[at]))
+    end
+  end
+  say("EOD")
+  if not any then return {} end
+  local colour, dashes = chart.plain_style(s.style or i)
+  local style = #c.x == 1 and "points pt 7" or c.width == 1 and panel.hold and "steps" or "lines"
+  local line = ("$data%d using 1:3 with %s lw 1.5 %slc rgb '%s' %s"):format(i, style, #dashes > 0
+    and style ~= "points pt 7" and "dt (" .. table.concat(dashes, ",") .. ") " or "", colour,
+    #panel.series > 1 and "title " .. plain(s.name) or "notitle")
+  if c.width == 1 and not s.band then return { line } end
+  return { ("$data%d using 1:2:4 with filledcurves lc rgb '%s' notitle"):format(i, colour), line }
+end
+
+local function draw(say, panel)
+  local c, plots = panel.c, {}
+  local marks = draw_marks(say, panel.marks)
+  for i = 1, #panel.series do
+    for _, piece in ipairs(draw_series(say, panel, i)) do plots[#plots + 1] = piece end
+  end
+  say("set title %s noenhanced", plain(panel.title .. (panel.log and ", log axis" or "")))
+  local first, last = c.first, c.last
+  if last <= first then first, last = first - 0.5, last + 0.5 end
+  say("unset logscale y; set xrange [%s:%s]; set autoscale y; set format y %s; set format x " ..
+    "'%%.0f'; set xtics autofreq", exact(first), exact(last), panel.log == 2 and "'2^{%L}'"
+    or "'%g'")
+  if last - first < 10 then say("set xtics 1") end
+  if panel.log then say("set logscale y %d", panel.log) end
+  say("set y2range [0:1]; unset y2tics")
+  if #plots > 0 then
+    for _, mark in ipairs(marks) do plots[#plots + 1] = mark end
+    say("plot %s", table.concat(plots, ", "))
+  else
+    say("set label 1 'nothing to draw: no value is finite' at graph 0.5,0.5 center; " ..
+      "unset ytics; plot [][0:1] -1 notitle; unset label 1; set ytics nomirror")
+  end
+  say("unset arrow")
+end
+
+--- Raises if gnuplot is not installed.
+function M.need()
   if not M.installed() then
     error("--png draws through gnuplot, which is not installed; hint: apt-get install " ..
       "gnuplot-nox, or --svg, which needs nothing", 0)
   end
-  local width, height = options.width or 1200, options.height or 120 + 260 * #names
+end
+
+--- Writes a PNG of the panels that chart.file draws. options: width, height (dots). Raises when
+--- gnuplot is missing or fails.
+function M.png(path, title, panels, options)
+  M.need()
+  local width, height = options.width or 1200, options.height or 120 + 260 * #panels
   local log_file = os.tmpname()
   if files.is_file(path) then os.remove(path) end    -- else an old picture hides a failure
   local pipe = assert(io.popen("gnuplot > " .. quote(log_file) .. " 2>&1", "w"))
   local function say(format, ...) pipe:write(format:format(...), "\n") end
   say("set terminal pngcairo size %d,%d font 'sans,11' background rgb 'white'", width, height)
   say("set output %s", plain(path))
-  say("set multiplot layout %d,1 title %s noenhanced font 'sans,14'", #names, plain(title))
-  say("set grid lc rgb '#e6e9ef'; set border 3 lc rgb '#98a2b3'; set tics nomirror; set key " ..
-    "off; set lmargin 10; " ..
-    "set style fill transparent solid 0.25 noborder")
-  for _, name in ipairs(names) do
-    local metric, v = curves.metric(name), c[name]
-    local log = curves.log_of(metric, options.log)
-    local any = false
-    say("$data << EOD")
-    for i = 1, #c.x do
-      if v.mean[i] and (not log or v.min[i] > 0) then
-        any = true
-        say("%s %s %s %s", exact(c.x[i]), exact(v.min[i]), exact(v.mean[i]), exact(v.max[i]))
-      end
-    end
-    say("EOD")
-    say("$marks << EOD")
-    for i, n in ipairs(c.overflows) do
-      if n > 0 then say("%s 0.02", exact(c.x[i])) end
-    end
-    say("-1 -1\nEOD")
-    say("set title %s noenhanced", plain(metric.title))
-    say("unset logscale y; set xrange [%s:%s]; set autoscale y; set format y %s; set format x " ..
-      "'%%.0f'", exact(c.first),
-      exact(math.max(c.last, c.first + 1)),
-      log == 2 and "'2^{%L}'" or log and "'%g'" or "'%g'")
-    if log then say("set logscale y %d", log) end
-    say("set y2range [0:1]; unset y2tics")
-    if any then
-      say("plot $data using 1:2:4 with filledcurves lc rgb '#1f6feb', $data using 1:3 with %s " ..
-        "lw 1.5 lc rgb '#1f6feb', " ..
-        "$marks using 1:2 axes x1y2 with points pt 2 ps 0.6 lc rgb '#d92d20'", c.width == 1
-        and name == "scale" and "steps" or "lines")
-    else
-      say("set label 1 'nothing to draw' at graph 0.5,0.5 center; plot [][0:1] -1; unset label 1")
-    end
-  end
+  say("set multiplot layout %d,1 title %s noenhanced font 'sans,14'", #panels, plain(title))
+  say("set grid lc rgb '#e6e9ef'; set border 3 lc rgb '#667085'; set tics nomirror; set key " ..
+    "above left Left reverse horizontal samplen 2 noenhanced; set lmargin 10; " ..
+    "set xlabel 'step'; set style fill transparent solid 0.25 noborder")
+  for _, panel in ipairs(panels) do draw(say, panel) end
   say("unset multiplot")
   pipe:close()
   local file = io.open(log_file)

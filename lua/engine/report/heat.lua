@@ -1,28 +1,29 @@
 -- A table of numbers as shades in the terminal, in colour where the terminal has it, otherwise as
 -- characters.
 --   print(heat.draw { title =, rows = { { label =, cells = { 0.3, nil, "bad", ... }, note = } },
---     columns = n, wide = 1, axis = { [3] = "2^-14" }, low = "text", high = "text", bad = true })
--- A cell is 0 to 1, nil (unknown), or "bad" (inf or nan). axis: labels below columns. Used by
--- views.lua.
+--     columns = n, wide = 1, axis = { [3] = "2^-14" }, low = "text", high = "text", bad = true,
+--     none = "nothing recorded", width = 80 })
+-- A cell is 0 to 1, nil (blank: nothing there), or "bad" (inf or nan). axis: labels below columns.
+-- none: what a blank cell means; bad: some cell may be "bad". Used by views.lua.
+local machine = require "engine.base.machine"
 local show = require "engine.base.show"
 
 local M = {}
 
-local SHADES = { " ", "·", "░", "▒", "▓", "█" }
-local ASCII = { " ", ".", ":", "-", "=", "+", "*", "#", "%", "@" }
--- of the 256 colours, cold to hot
-local RAMP = { 17, 18, 19, 25, 31, 37, 36, 35, 34, 70, 106, 142, 178, 214, 208, 202, 196 }
-local BAD = 201
+local SHADES = { "·", "░", "▒", "▓", "█" }
+local ASCII = { ".", ":", "-", "=", "+", "*", "#", "%", "@" }
+-- Colours of the 256-colour palette, cold to hot, near viridis: the brightness rises throughout, so
+-- that the map reads without colour vision. Inf and nan have a mark besides their colour.
+local RAMP = { 53, 54, 60, 24, 30, 36, 72, 71, 77, 113, 149, 148, 184, 220 }
+local BAD = 160
 
 local function clamp(v) return math.max(0, math.min(1, v)) end
 
 --- "colour", "shades" or "ascii": the best this terminal can show.
 function M.style()
-  local term = os.getenv("TERM") or ""
-  if term == "dumb" or term == "linux" then return "ascii" end
-  local good, machine = pcall(require, "engine.base.machine")
-  return good and machine.terminal(1) and not os.getenv("NO_COLOR") and term:find("256")
-    and "colour" or "shades"
+  if machine.ascii() then return "ascii" end
+  return machine.terminal(1) and not os.getenv("NO_COLOR")
+    and (os.getenv("TERM") or ""):find("256") and "colour" or "shades"
 end
 
 local function cell_text(value, style, wide)
@@ -77,24 +78,33 @@ function M.draw(options)
     labels[i] = show.shown(row.label)
     width = math.max(width, #labels[i])
   end
-  width = math.min(width, 40)
-  local lines = { options.title }
+  width = math.min(width, options.label or 40)
+  local lines = { show.wrap(options.title, options.width or math.huge) }
   for k, row in ipairs(options.rows) do
     local parts = {}
     for i = 1, options.columns do parts[i] = cell_text(row.cells[i], style, options.wide) end
     local label = labels[k]
-    label = #label > width and "..." .. label:sub(-(width - 3)) or label
+    label = #label > width and ".." .. label:sub(-(width - 2)) or label
     lines[#lines + 1] = (("%" .. width .. "s %s%s%s %s"):format(label, style == "ascii" and "|"
-      or "▏", table.concat(parts),
-      style == "ascii" and "|" or "▕", row.note or ""):gsub(" +$", ""))
+      or "▏", table.concat(parts), style == "ascii" and "|" or "▕", row.note or ""):gsub(" +$", ""))
   end
   for _, line in ipairs(axis_lines({ columns = options.columns, wide = options.wide,
     axis = options.axis or {}, style = style }, (" "):rep(width + 2))) do
     lines[#lines + 1] = line
   end
-  lines[#lines + 1] = (" "):rep(width + 2) .. options.low .. " " .. ramp_text(style) .. " " ..
-    options.high ..
-    (options.bad and "    " .. cell_text("bad", style, 1) .. " inf or nan" or "")
+  local legend = { options.low .. " " .. ramp_text(style) .. " " .. options.high,
+    options.bad and cell_text("bad", style, 1) .. " inf or nan" or nil }
+  if options.none then legend[#legend + 1] = "blank: " .. options.none end
+  local line, room = (" "):rep(width + 2), 0
+  for i, text in ipairs(legend) do
+    local size = show.width((text:gsub("\27%[[%d;]*m", "")))
+    if i > 1 and width + 2 + room + 4 + size > (options.width or math.huge) then
+      lines[#lines + 1] = line
+      line, room = (" "):rep(width + 2), 0
+    end
+    line, room = line .. (room > 0 and "    " or "") .. text, room + (room > 0 and 4 or 0) + size
+  end
+  lines[#lines + 1] = line
   return table.concat(lines, "\n")
 end
 

@@ -2,16 +2,19 @@
 -- intervals and at every overflow. A long run has too many rows to read, so each column of a
 -- picture reads a few of its own.
 --   local l = layers.read(history, { points = 120, only = "blocks.3" })
---   l.names[k], l.x[i]      layers and columns; a column begins at step x[i]
---   l.cells[k][i]           { amax, inf, nan, count, zeros, underflow, overflows, step } of the
---                           gradients as stored (times the scale), or nil
+--   l.names[k], l.x[i]      layers and columns; column i is the steps x[i] to x[i] + width - 1
+--   l.cells[k][i]           { amax, inf, nan, count, zeros, underflow, overflows, step, room } of
+--                           the gradients as stored (times the scale); nil if the column has no
+--                           recorded step. room: bits from the largest to the top of its format
 --   l.rows, l.steps[n]      the number of rows read, and their steps
---   l.single                true if each column is one recorded step
 --   l.hists[k][exponent]    elements by exponent over all rows
---   l.format                the gradients' format (base/formats.lua)
+--   l.format                the gradients' narrowest format (base/formats.lua)
+--   l.formats[k]            the names of a layer's formats, "f16" or "f16, f32"
+--   l.formats_text          those of all: "f16", or "f16 (f32 in 5 of 16 tensors)"
 -- Used by views.lua and the report.
 local M_ffi = require "engine.base.ffi"
 local formats = require "engine.base.formats"
+local nearest = require "engine.base.nearest"
 
 local C, ffi = M_ffi.C, M_ffi.ffi
 
@@ -48,53 +51,75 @@ function M.rows(h, options)
   return row_of, groups
 end
 
---- The format of the gradients, as base/formats.lua describes it.
-function M.format(h) return formats.of(h:meta().gradients) or formats.of "f16" end
+-- Sets the formats of the layers; returns the limit of each parameter's format by id.
+local function add_formats(h, result, row_of)
+  local limits, known, seen, total, main = {}, {}, {}, 0, nil
+  for k = 1, #result.names do known[k] = {} end
+  for _, p in ipairs(h:parameters()) do
+    local k, format = row_of[p.id], formats.of(p.gradient)
+    if k then
+      limits[p.id], total = format.limit, total + 1
+      seen[p.gradient] = (seen[p.gradient] or 0) + 1
+      if not main or format.limit < main.limit then main = format end
+      known[k][p.gradient] = true
+    end
+  end
+  for k, set in ipairs(known) do result.formats[k] = table.concat(nearest.keys(set), ", ") end
+  result.format = main or formats.of(h:meta().gradients) or formats.of "f16"
+  local others = {}
+  for _, name in ipairs(nearest.keys(seen)) do
+    if name ~= result.format.name then
+      others[#others + 1] = ("%s in %d of %d tensors"):format(name, seen[name], total)
+    end
+  end
+  result.formats_text = result.format.name .. (#others > 0
+    and " (" .. table.concat(others, ", ") .. ")" or "")
+  return limits
+end
 
--- Calls visit(column, step, blob, overflow).
-local function each_row(h, result, first, last, points, visit)
+-- Calls visit(column, step, blob) for the rows of the steps first to last. If there are many, it
+-- visits only a few rows in each column of the chart.
+local function each_row(h, first, last, width, points, visit)
   local most = points * ROWS
   local known = h:query("SELECT count(*) AS n FROM (SELECT 1 FROM tensor_stats WHERE step " ..
     "BETWEEN ? AND ? LIMIT ?)", first, last, most + 1)[1].n
-  if known == 0 then return end
-  if known <= most then              -- a column for each row, or for a few neighbours
-    local column, per, seen = 0, math.ceil(known / points), 0
-    result.single = per == 1
-    for row in h:each([[SELECT t.step AS step, t.stats AS stats, (SELECT max(overflow) FROM steps s
-        WHERE s.step = t.step) AS over
-      FROM tensor_stats t WHERE t.step BETWEEN ? AND ? ORDER BY t.step]], first, last) do
-      if seen % per == 0 then
-        column = column + 1
-        result.x[column] = row.step
-      end
-      seen = seen + 1
-      visit(column, row.step, row.stats, row.over == 1)
+  local function column_of(step) return math.floor((step - first) / width) + 1 end
+  if known <= most then
+    for row in h:each("SELECT step, stats FROM tensor_stats WHERE step BETWEEN ? AND ? ORDER BY " ..
+      "step", first, last) do
+      visit(column_of(row.step), row.step, row.stats)
     end
     return
   end
-  local width = math.ceil((last - first + 1) / points)
-  local column = 0
   for from = first, last, width do
-    local to, any, seen = math.min(from + width - 1, last), false, {}
+    local to, seen = math.min(from + width - 1, last), {}
     local function take(sql)
       for row in h:each(sql, from, to) do
         if not seen[row.step] then
-          if not any then
-            any, column = true, column + 1
-            result.x[column] = from
-          end
           seen[row.step] = true
-          visit(column, row.step, row.stats, row.over == 1)
+          visit(column_of(from), row.step, row.stats)
         end
       end
     end
-    take(([[SELECT t.step AS step, t.stats AS stats, (SELECT max(overflow) FROM steps s
-        WHERE s.step = t.step) AS over
-      FROM tensor_stats t WHERE t.step BETWEEN ? AND ? ORDER BY t.step LIMIT %d]]):format(ROWS))
-    take(([[SELECT t.step AS step, t.stats AS stats, 1 AS over FROM (SELECT DISTINCT step FROM steps
+    take(("SELECT step, stats FROM tensor_stats WHERE step BETWEEN ? AND ? ORDER BY step LIMIT " ..
+      "%d"):format(ROWS))
+    take(([[SELECT t.step AS step, t.stats AS stats FROM (SELECT DISTINCT step FROM steps
         WHERE overflow AND step BETWEEN ? AND ?
       ORDER BY step LIMIT %d) s JOIN tensor_stats t ON t.step = s.step]]):format(ROWS))
   end
+end
+
+--- The first and last exponent of a picture of histograms: those that occur, extended to the ends
+--- of the format if these are near. nil without a nonzero element.
+function M.exponents(hists, format)
+  local least, most = math.huge, -math.huge
+  for _, hist in ipairs(hists) do
+    for e in pairs(hist) do least, most = math.min(least, e), math.max(most, e) end
+  end
+  if least > most then return nil end
+  if most > format.top - 24 then most = math.max(most, format.top) end
+  if least < format.normal + 24 then least = math.min(least, format.normal) end
+  return math.max(least, formats.first), math.min(most, formats.last)
 end
 
 local room = ffi.new("int[1]")
@@ -121,7 +146,8 @@ function M.each(h, options, visit)
   local first, last = h:range()
   if not first then return end
   local unpack_blob = unpacker()
-  each_row(h, { x = {} }, first, last, options.points, function(_, step, blob)
+  local width = math.ceil((last - first + 1) / options.points)
+  each_row(h, first, last, width, options.points, function(_, step, blob)
     local stats, n = unpack_blob(blob)
     local sums = {}
     for id = 0, stats and n - 1 or -1 do
@@ -144,14 +170,18 @@ end
 function M.read(h, options)
   local row_of, names = M.rows(h, options)
   local result = { names = names, x = {}, cells = {}, hists = {}, rows = 0, steps = {},
-    single = false }
-  result.format = M.format(h)
+    formats = {}, width = 1 }
+  local limits = add_formats(h, result, row_of)
   for k = 1, #names do result.cells[k], result.hists[k] = {}, {} end
   local first, last = h:range(options.from, options.to)
   if not first then return result end
   result.first, result.last = first, last
+  local points = options.points or 120
+  local width = math.ceil((last - first + 1) / points)
+  result.width = width
+  for from = first, last, width do result.x[#result.x + 1] = from end
   local unpack_blob = unpacker()
-  each_row(h, result, first, last, options.points or 120, function(column, step, blob, over)
+  each_row(h, first, last, width, points, function(column, step, blob)
     local stats, n = unpack_blob(blob)
     if not stats then return end
     result.rows = result.rows + 1
@@ -168,11 +198,15 @@ function M.read(h, options)
         end
         local inf, nan = tonumber(s.inf), tonumber(s.nan)
         if s.amax > cell.amax then cell.amax, cell.step = s.amax, step end
+        if s.amax > 0 then
+          local bits = math.log(limits[id] / s.amax) / math.log(2)
+          cell.room = math.min(cell.room or bits, bits)
+        end
         if inf + nan > 0 then
           if cell.bad_row ~= result.rows then cell.overflows = cell.overflows + 1 end
           cell.step, cell.bad_row = step, result.rows
         end
-        cell.inf, cell.nan, cell.over = cell.inf + inf, cell.nan + nan, cell.over or over
+        cell.inf, cell.nan = cell.inf + inf, cell.nan + nan
         cell.count, cell.zeros, cell.underflow = cell.count + tonumber(s.count),
           cell.zeros + tonumber(s.zeros), cell.underflow + tonumber(s.underflow)
         if options.hists ~= false then formats.add_histogram(result.hists[k], s.hist) end

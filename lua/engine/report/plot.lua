@@ -7,11 +7,20 @@
 --
 --   x, y     lists of numbers of equal length; x is 1, 2, 3 ... by default
 --   low      a list: each x gets a stroke from low to y, for values that vary within a column
+--   curves   several curves instead of y: { { name =, y =, low =, high =, style = 1 } ... }, each
+--            with the edges of its band. They differ in colour and dashes; where the terminal has
+--            no colour, each is drawn as a letter. Values may be missing. plot.legend names them.
+--   sparse   true: values may be missing, and are not counted
 --   log      10 or 2: a logarithmic y axis; values that are not positive are left out
 --   marks    x values to mark below the curve; mark_count if there were more
+--   marked   further marks, a row for each: { { name =, symbol = "s", at = { x ... }, count = } }
+--   x_name   the name of the x axis: "step"
 --   width, height   in characters; by default the width of the terminal, and 12
---   ascii    true: * instead of braille (default where TERM is linux or dumb)
+--   ascii    true: * instead of braille (by default where the terminal shows ASCII alone)
 -- Inf and NaN do not fit on an axis: they are left out and counted in the title.
+local machine = require "engine.base.machine"
+local show = require "engine.base.show"
+
 local plot = {}
 
 local FIRST_BRAILLE = 0x2800
@@ -55,18 +64,15 @@ function plot.round_step(span, n)
   return 10 * power
 end
 
-local function terminal_width()
-  local ok, machine = pcall(require, "engine.base.machine")
-  return ok and machine.terminal(1) or 80
-end
+local function terminal_width() return machine.terminal(1) or 80 end
 
-local function points_of(options)
+local function points_of(options, y, lows)
   local points, left_out, up = {}, 0, false
   local log = options.log and math.log(options.log)
-  for i, value in ipairs(options.y) do
-    local x = options.x and options.x[i] or i
+  for i = 1, math.max(#y, options.curves and #options.x or 0) do
+    local value, x = y[i], options.x and options.x[i] or i
     if finite(value) and finite(x) and (not log or value > 0) then
-      local low = options.low and options.low[i]
+      local low = lows and lows[i]
       local ends = { value, low and finite(low) and (not log or low > 0) and low ~= value and low
         or nil }
       up = not up
@@ -92,12 +98,18 @@ local function range_of(points, field)
   return low, high
 end
 
+-- The dash styles: how many dots are set, then how many are left out.
+local DASHES = { { 1, 0 }, { 6, 3 }, { 2, 2 }, { 10, 3 }, { 4, 4 }, { 1, 2 } }
+local EDGE = { 1, 4 }                -- the edges of a band
+
 -- Sets the dots of a curve in a grid of `columns` x `rows` characters: grid[row][column] = bits.
-local function rasterise(points, columns, rows, x_low, x_high, y_low, y_high)
-  local grid = {}
+local function rasterise(points, columns, rows, x_low, x_high, y_low, y_high, dash)
+  local grid, count = {}, -1
   for row = 1, rows do grid[row] = {} end
   local wide, high = columns * 2 - 1, rows * 4 - 1
   local function set(px, py)
+    count = count + 1
+    if dash and count % (dash[1] + dash[2]) >= dash[1] then return end
     local row, column = math.floor(py / 4) + 1, math.floor(px / 2) + 1
     local bit_value = dots[px % 2][py % 4]
     local bits = grid[row][column] or 0
@@ -123,13 +135,74 @@ local function rasterise(points, columns, rows, x_low, x_high, y_low, y_high)
   return grid
 end
 
+-- A cell is a bit mask of Braille dots, or a string.
 local function row_text(row, columns, ascii)
   local parts = {}
   for column = 1, columns do
-    local bits = row[column]
-    parts[column] = not bits and " " or ascii and "*" or braille(bits)
+    local cell = row[column]
+    parts[column] = not cell and " " or type(cell) == "string" and cell or ascii and "*"
+      or braille(cell)
   end
   return (table.concat(parts):gsub(" +$", ""))
+end
+
+-- Colours of the 256-colour palette: near those of chart.lua, readable on light and dark terminals.
+local COLOURS = { 32, 172, 36, 169, 136, 245 }
+
+--- The colour and the dashes, 1 to 6 each, of curve i. 36 curves differ.
+function plot.style(i)
+  local turn = math.floor((i - 1) / 6)
+  return (i - 1) % 6 + 1, (i - 1 + turn) % 6 + 1
+end
+
+local function letter(i) return string.char(97 + (i - 1) % 26) end
+local function coloured(i, text)
+  return ("\27[38;5;%dm%s\27[0m"):format(COLOURS[plot.style(i)], text)
+end
+
+-- Several curves as one grid of texts. In colour, a cell of several curves has the dots of all and
+-- the colour of the last; in letters it is a *, and edges of bands are dots.
+local function merged(curves, grids, edges, colour)
+  local grid = {}
+  for row = 1, #grids[1] do
+    local cells, bits = {}, {}
+    for k, curve in ipairs(curves) do
+      for column, b in pairs(edges[k][row]) do
+        bits[column] = bit.bor(bits[column] or 0, b)
+        cells[column] = colour and coloured(curve.style, braille(bits[column])) or "."
+      end
+    end
+    for k, curve in ipairs(curves) do
+      for column, b in pairs(grids[k][row]) do
+        bits[column] = bit.bor(bits[column] or 0, b)
+        local first = not cells[column] or cells[column] == "."
+        cells[column] = colour and coloured(curve.style, braille(bits[column]))
+          or first and letter(curve.style) or cells[column] == letter(curve.style)
+          and cells[column] or "*"
+      end
+    end
+    grid[row] = cells
+  end
+  return grid
+end
+
+-- Whether curves have colours here; letters otherwise.
+local function in_colour() return require("engine.report.heat").style() == "colour" end
+
+--- The legend of `curves`: a line for each, with its sample and its name.
+function plot.legend(curves, width)
+  local lines, colour = {}, in_colour()
+  for i, curve in ipairs(curves) do
+    local sample = letter(curve.style)
+    if colour then
+      local _, dash = plot.style(curve.style)
+      local row = rasterise({ { 0, 0 }, { 1, 0 } }, 5, 1, 0, 1, -0.5, 0.5, DASHES[dash])
+      sample = coloured(curve.style, row_text(row[1], 5))
+    end
+    lines[i] = sample .. " " .. show.cut(show.shown(curve.name), math.max(10, width - 6))
+  end
+  if not colour and #curves > 1 then lines[#lines + 1] = "* several of them" end
+  return table.concat(lines, "\n")
 end
 
 -- Labels of the y axis by row, and their width.
@@ -161,25 +234,34 @@ local function x_text(x, span)
   return number_text(x)
 end
 
-local function x_axis(columns, x_low, x_high)
+-- The first, middle and last x; a middle between two steps is left out. One x: its number, in the
+-- middle.
+local function x_axis(columns, x_low, x_high, one, name)
   local span = x_high - x_low
-  local left, right, middle = x_text(x_low, span), x_text(x_high, span),
-    x_text((x_low + x_high) / 2, span)
+  local prefix = name and name .. " " or ""
+  if one then
+    local text = prefix .. x_text(one, 10)
+    return (" "):rep(math.max(0, math.floor((columns - #text) / 2))) .. text
+  end
+  local left, right = prefix .. x_text(x_low, span), x_text(x_high, span)
+  local center = (x_low + x_high) / 2
+  local middle = (not name or span >= 10 or center % 1 == 0) and x_text(center, span) or ""
   local gap = columns - #left - #right - #middle
-  if gap < 4 then return left .. (" "):rep(math.max(1, columns - #left - #right)) .. right end
-  local before = math.floor(columns / 2 - #middle / 2) - #left
-  return left .. (" "):rep(before) .. middle .. (" "):rep(gap - before) .. right
+  if gap < 4 or middle == "" then
+    return left .. (" "):rep(math.max(1, columns - #left - #right)) .. right
+  end
+  local before = math.max(1, math.floor(columns / 2 - #middle / 2) - #left)
+  return left .. (" "):rep(before) .. middle .. (" "):rep(math.max(1, gap - before)) .. right
 end
 
--- A row with a mark in every column that holds a marked x.
-local function mark_row(marks, columns, x_low, x_high, ascii)
+-- A row with a symbol in every column that holds a marked x, or nil.
+local function mark_row(marks, columns, x_low, x_high, symbol)
   local cells = {}
   for column = 1, columns do cells[column] = " " end
   local any = false
   for _, x in ipairs(marks) do
     if x >= x_low and x <= x_high then
-      cells[math.floor((x - x_low) / (x_high - x_low) * (columns - 1) + 0.5) + 1] = ascii and "x"
-        or "×"
+      cells[math.floor((x - x_low) / (x_high - x_low) * (columns - 1) + 0.5) + 1] = symbol
       any = true
     end
   end
@@ -191,25 +273,39 @@ plot.number_text = number_text
 --- The plot as text, without a final newline.
 function plot.draw(options)
   local ascii = options.ascii
-  if ascii == nil then ascii = os.getenv("TERM") == "linux" or os.getenv("TERM") == "dumb" end
-  local points, left_out = points_of(options)
-  local title = require("engine.base.show").shown(options.title or "")
+  if ascii == nil then ascii = machine.ascii() end
+  local width = options.width or math.min(terminal_width(), 120)
+  local several = options.curves ~= nil
+  local curves = options.curves or { { y = options.y, stroke = options.low } }
+  local points, left_out, strokes, edges = {}, 0, {}, {}
+  for k, curve in ipairs(curves) do
+    strokes[k], left_out = points_of(options, curve.y, curve.stroke)
+    edges[k] = points_of(options, curve.low or {})
+    local upper = points_of(options, curve.high or {})
+    for i = #upper, 1, -1 do edges[k][#edges[k] + 1] = upper[i] end     -- there and back
+    for _, list in ipairs { strokes[k], edges[k] } do
+      for _, point in ipairs(list) do points[#points + 1] = point end
+    end
+  end
+  local title = show.shown(options.title or "")
   if options.log then title = title .. (title == "" and "" or " ") .. "(log)" end
-  if left_out > 0 then
+  if left_out > 0 and not options.sparse and not several then
     title = ("%s  [%d of %d points not drawn: inf, nan%s]"):format(title, left_out, #options.y,
       options.log and " or not positive" or "")
   end
+  title = show.wrap(title, width)
   if #points == 0 then return title .. "\n  (nothing to draw)" end
 
   local x_low, x_high = range_of(points, 1)
   x_low, x_high = math.min(options.x_low or x_low, x_low),
     math.max(options.x_high or x_high, x_high)
   -- the axis also spans the points left out
-  for _, x in ipairs(left_out > 0 and options.x or {}) do
+  for _, x in ipairs(options.x or {}) do
     if x - x == 0 then x_low, x_high = math.min(x_low, x), math.max(x_high, x) end
   end
   local y_low, y_high = range_of(points, 2)
-  if x_low == x_high then x_high = x_low + 1 end
+  local one = x_low == x_high and x_low or nil
+  if one then x_low, x_high = one - 0.5, one + 0.5 end
   if y_low == y_high then
     local margin = options.log and 1 or math.abs(y_low) * 0.1
     if margin < 1e-300 then margin = 1 end
@@ -217,8 +313,16 @@ function plot.draw(options)
   end
   local rows = options.height or 12
   local labels, label_width = y_labels(rows, y_low, y_high, options.log)
-  local columns = math.max(10, (options.width or math.min(terminal_width(), 120)) - label_width - 3)
-  local grid = rasterise(points, columns, rows, x_low, x_high, y_low, y_high)
+  local columns = math.max(10, width - label_width - 3)
+  local function dots_of(list, dash)
+    return rasterise(list, columns, rows, x_low, x_high, y_low, y_high, dash)
+  end
+  local colour, grids, bands = several and in_colour(), {}, {}
+  for k, curve in ipairs(curves) do
+    local _, dash = plot.style(curve.style or 1)
+    grids[k], bands[k] = dots_of(strokes[k], colour and DASHES[dash]), dots_of(edges[k], EDGE)
+  end
+  local grid = several and merged(curves, grids, bands, colour) or grids[1]
 
   local lines = { title }
   local tick, bar = ascii and "+" or "┤", ascii and "|" or "│"
@@ -228,14 +332,22 @@ function plot.draw(options)
   end
   local margin = (" "):rep(label_width + 1)
   lines[#lines + 1] = margin .. (ascii and "+" or "└") .. (ascii and "-" or "─"):rep(columns)
-  local marked = options.marks and mark_row(options.marks, columns, x_low, x_high, ascii)
-  if marked then
-    lines[#lines + 1] = margin .. " " .. marked
-    lines[#lines + 1] = margin .. " " .. x_axis(columns, x_low, x_high)
-    lines[#lines + 1] = margin .. " " .. (ascii and "x " or "× ") ..
-      (options.mark_name or "marked") .. " (" .. (options.mark_count or #options.marks) .. ")"
-  else
-    lines[#lines + 1] = margin .. " " .. x_axis(columns, x_low, x_high)
+  local legend = {}
+  local function mark(at, symbol, name, count)
+    local row = mark_row(at, columns, x_low, x_high, symbol)
+    if not row then return end
+    lines[#lines + 1] = margin .. " " .. row
+    legend[#legend + 1] = ("%s %s (%d)"):format(symbol, name, count)
+  end
+  if options.marks then
+    mark(options.marks, ascii and "x" or "×", options.mark_name or "marked",
+      options.mark_count or #options.marks)
+  end
+  for _, m in ipairs(options.marked or {}) do mark(m.at, m.symbol, m.name, m.count) end
+  lines[#lines + 1] = margin .. " " .. x_axis(columns, x_low, x_high, one, options.x_name)
+  if #legend > 0 then
+    local text = show.wrap(table.concat(legend, "   "), math.max(10, width - label_width - 2))
+    lines[#lines + 1] = margin .. " " .. text:gsub("\n", "\n" .. margin .. " ")
   end
   return table.concat(lines, "\n")
 end
@@ -252,16 +364,16 @@ function plot.run(rows, options)
     x[i], loss[i], scale[i] = row.step, row.loss or 0 / 0, row.scale or 0 / 0
     if row.overflow and row.overflow ~= 0 then marks[#marks + 1] = row.step end
   end
-  -- a resumed run; some runs count from 1
+  -- the title says where a resumed run begins; some scripts count steps from 1
   local since = x[1] and x[1] > 1 and (", since step %d"):format(x[1]) or ""
   local parts = { plot.draw { title = "loss" .. since, x = x, y = loss, width = options.width,
-    height = options.height or 10, ascii = options.ascii } }
+    height = options.height or 10, ascii = options.ascii, x_name = "step" } }
   local low, high = math.huge, -math.huge
   for _, s in ipairs(scale) do low, high = math.min(low, s), math.max(high, s) end
   if high > 1 or high ~= low then
     parts[2] = plot.draw { title = "loss scale" .. since, x = x, y = scale, log = 2, marks = marks,
-      mark_count = rows.overflows, mark_name = "overflow",
-                           width = options.width, height = 8, ascii = options.ascii }
+      mark_count = rows.overflows, mark_name = "overflow", x_name = "step",
+      width = options.width, height = 8, ascii = options.ascii }
   end
   return table.concat(parts, "\n\n")
 end

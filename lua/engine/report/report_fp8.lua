@@ -5,18 +5,23 @@ local M = {}
 local COLUMNS, WORST = 160, 12
 
 --- Meters of a history along an axis of steps { first, last }: { rows = { name =, cells = {
---- [column] = row } }, steps = the step that each column shows, starts = where it starts, worst =
---- rows by their lowest SNR, low, high = dB }. nil without meters.
+--- [column] = row } }, steps = the step that each column shows, starts = where it starts, width =
+--- its steps, at least those from one measurement to the next, worst = rows by their lowest SNR,
+--- low, high = dB }. nil without meters.
 function M.read(h, axis)
   if not h:has "fp8" then return nil end
-  local width = math.max(1, math.ceil((axis.last - axis.first + 1) / COLUMNS))
-  local m = { rows = {}, steps = {}, starts = {}, low = math.huge, high = -math.huge, looks = 0 }
+  local first = math.ceil(axis.first)
+  local apart = h:query("SELECT min(step - before) AS steps FROM (SELECT step, lag(step) OVER " ..
+    "(ORDER BY step) AS before FROM (SELECT DISTINCT step FROM fp8))")[1].steps
+  local width = math.max(tonumber(apart) or 1, math.ceil((axis.last - first + 1) / COLUMNS))
+  local m = { width = width, rows = {}, steps = {}, starts = {}, low = math.huge,
+    high = -math.huge, looks = 0 }
   local column_of, row_of, before = {}, {}, nil
   for s in h:each("SELECT DISTINCT step FROM fp8 ORDER BY step") do
     m.looks = m.looks + 1
-    local at = math.floor((s.step - axis.first) / width)
+    local at = math.floor((s.step - first) / width)
     if at ~= before then
-      m.steps[#m.steps + 1], m.starts[#m.starts + 1] = s.step, axis.first + at * width
+      m.steps[#m.steps + 1], m.starts[#m.starts + 1] = s.step, first + at * width
       column_of[s.step], before = #m.steps, at
     end
   end
@@ -44,7 +49,7 @@ function M.read(h, axis)
   end
   m.low, m.high = m.low < m.high and math.floor(m.low) or m.low - 1, math.ceil(m.high)
   if m.low == math.huge then m.low, m.high = 0, 1 end
-  m.high = math.max(m.high, m.low + 1)
+  m.high = math.max(m.high, m.low + 1, m.low + 1e-12 * math.abs(m.low))   -- above m.low
   m.worst = {}
   for i, r in ipairs(m.rows) do
     r.place = i

@@ -1,5 +1,5 @@
 -- The constant parts of the report: its style sheet, and the script that shows values under the
--- pointer. Used by report.lua.
+-- pointer. Used by report_html.lua.
 local M = {}
 
 M.style = [[
@@ -34,24 +34,21 @@ margin:0 0 20px}
 font-variant-numeric:tabular-nums}
 .tile span{color:var(--muted);font-size:13px}
 .tile b+span{font-size:12.5px;font-variant-numeric:tabular-nums}
-.key{display:inline-block;width:18px;height:3px;border-radius:2px;margin-right:8px;
-vertical-align:middle;background:var(--s)}
-.legend sup{font-size:.75em;line-height:0}
 section{background:var(--card);border:1px solid var(--edge);border-radius:14px;
 padding:18px 20px 12px;margin:0 0 16px}
 section>p{color:var(--muted);margin:0 0 8px;font-size:13.5px;max-width:92ch}
-svg{display:block;width:100%;height:auto;overflow:visible;touch-action:pan-y}
+svg.panel,svg.heat{display:block;box-sizing:border-box;width:100%;overflow:visible;
+touch-action:pan-y}
 svg.heat path{shape-rendering:crispEdges}
+svg.sign{width:24px;height:12px;margin-right:7px;vertical-align:-1px;overflow:visible}
 .label{fill:var(--text);font:12px var(--sans)}
+.none{fill:url(#none)}.blank{fill:var(--card)}
+path.bad{fill:var(--bad);stroke:var(--bad);stroke-width:1;vector-effect:non-scaling-stroke}
+path.bar{stroke:var(--card);stroke-width:3;vector-effect:non-scaling-stroke}
 .cross{stroke:var(--muted);stroke-width:1;pointer-events:none;visibility:hidden}
 .cell{fill:none;stroke:var(--text);stroke-width:1.5;pointer-events:none;visibility:hidden}
 .legend{display:flex;flex-wrap:wrap;gap:6px 18px;font-size:13px;color:var(--muted);margin:2px 0 6px;
 align-items:center}
-.legend i{display:inline-block;width:18px;height:3px;border-radius:2px;margin-right:6px;
-vertical-align:middle;background:var(--s)}
-.legend i.tall{width:3px;height:12px}.legend i.dash{background:none;border-left:2px dashed var(--s);
-height:13px;width:0}
-.legend i.box{width:12px;height:12px;border-radius:3px}
 .ramp{display:inline-flex;height:12px;border-radius:3px;overflow:hidden;vertical-align:middle;
 margin:0 8px}.ramp u{width:7px;height:12px}
 table{border-collapse:collapse;width:100%;font-size:13.5px;font-variant-numeric:tabular-nums}
@@ -59,17 +56,21 @@ th{text-align:left;font-weight:600;color:var(--muted);font-size:12.5px;padding:6
 border-bottom:1px solid var(--edge);white-space:nowrap}
 td{padding:6px 14px 6px 0;border-bottom:1px solid var(--grid);vertical-align:top}
 tr:last-child td{border-bottom:0}
-td.n,th.n{text-align:right}
-.scroll{overflow-x:auto}
+td.n,th.n{text-align:right;white-space:nowrap}
+td:first-child code{white-space:nowrap}
+.scroll{overflow-x:auto}.whole{white-space:nowrap}
 .pair{display:grid;grid-template-columns:1fr 1fr;gap:0 16px;align-items:start}
 .pair section{min-width:0}
-@media(max-width:860px){.pair{grid-template-columns:1fr}}
+@media(max-width:860px){.pair{grid-template-columns:minmax(0,1fr)}}
+@media(max-width:600px){main{padding:20px 10px 40px}section{padding:14px 12px 10px}
+h1{font-size:22px}}
 .bar{height:8px;margin-top:6px;border-radius:4px;background:var(--bad);min-width:2px;opacity:.75}
 code{overflow-wrap:anywhere}
 code,pre{font-family:var(--mono);font-size:12.5px}
 pre{margin:6px 0 10px;padding:14px 16px;background:var(--page);border:1px solid var(--edge);
 border-radius:10px;overflow:auto;line-height:1.5;max-height:560px}
 .k{color:var(--c4)}.s{color:var(--c3)}.c{color:var(--muted);font-style:italic}.u{color:var(--c1)}
+a{color:var(--c1)}
 details summary{cursor:pointer;padding:4px 0;font-weight:600}
 details summary span{color:var(--muted);font-weight:400}
 #tip{position:fixed;z-index:9;pointer-events:none;background:var(--tip);color:var(--tip-text);
@@ -77,8 +78,7 @@ border-radius:10px;padding:9px 12px;font:12.5px/1.5 var(--sans);
 box-shadow:0 6px 24px rgb(0 0 0/.22);max-width:340px;opacity:0;transition:opacity .08s;
 font-variant-numeric:tabular-nums}
 #tip.on{opacity:1}
-#tip b{font-weight:640}#tip table{font-size:12.5px;width:auto}#tip sup{font-size:.72em;
-line-height:0}
+#tip b{font-weight:640}#tip table{font-size:12.5px;width:auto}
 #tip td{border:0;padding:0 0 0 14px;text-align:right}#tip td:first-child{padding:0;text-align:left;
 opacity:.75}
 #tip em{font-style:normal;color:var(--tip-bad);font-weight:600}
@@ -86,12 +86,18 @@ footer{color:var(--muted);font-size:13px;margin-top:28px}
 @media print{button{display:none}body{background:#fff}section,.tile{break-inside:avoid}}
 ]]
 
+-- The pattern behind a heat map, visible where nothing was recorded.
+M.hatch = '<svg width="0" height="0" style="position:absolute" aria-hidden="true"><defs>' ..
+  '<pattern id="none" width="6" height="6" patternUnits="userSpaceOnUse">' ..
+  '<path d="M-1 7L7-1M-1 1L1-1M5 7L7 5"' ..
+  ' stroke="var(--none)" stroke-width="1" fill="none"/></pattern></defs></svg>'
+
 M.light = "--page:#f5f6f8;--card:#fff;--edge:#e3e7ee;--good:#067647;--good-soft:#dcf5e7;" ..
   "--bad-soft:#fde4e1;--live:#175cd3;--live-soft:#deebff;--tip:#1d2433;" ..
-  "--tip-text:#f5f7fa;--tip-bad:#ff9a8f;--none:#eef0f4;"
+  "--tip-text:#f5f7fa;--tip-bad:#ff9a8f;--none:#cdd3dd;"
 M.dark = "--page:#0b0e13;--card:#131820;--edge:#252d3a;--good:#4cd79b;--good-soft:#10301f;" ..
   "--bad-soft:#3b1714;--live:#84b6ff;--live-soft:#14284a;--tip:#e9edf4;" ..
-  "--tip-text:#151a23;--tip-bad:#c3261a;--none:#1b212c;"
+  "--tip-text:#151a23;--tip-bad:#c3261a;--none:#343d4c;"
 
 M.script = [[
 (function(){
@@ -128,14 +134,16 @@ function place(ev){
 }
 function hide(){tip.classList.remove("on");crosses.forEach(function(c){
 c.style.visibility="hidden"})}
-function inside(svg,ev){var m=svg.getScreenCTM().inverse();
-return new DOMPoint(ev.clientX,ev.clientY).matrixTransform(m)}
+// Where the pointer is in a panel: 0 to 1 across, pixels down from the SVG's top.
+function inside(svg,ev){var r=svg.getBoundingClientRect();
+return{x:(ev.clientX-r.left-D.left)/(r.width-D.left-D.right),y:ev.clientY-r.top,
+over:6/(r.width-D.left-D.right)}}
 function near(x){
-  var s=D.first+(x-D.left)/(D.right-D.left)*(D.last-D.first),lo=0,hi=D.x.length-1;
+  var s=D.first+x*(D.last-D.first),lo=0,hi=D.x.length-1;
   while(lo<hi){var m=(lo+hi)>>1;if(D.x[m]<s)lo=m+1;else hi=m}
   return lo>0&&s-D.x[lo-1]<D.x[lo]-s?lo-1:lo
 }
-function px(step){return D.left+(step-D.first)/(D.last-D.first)*(D.right-D.left)}
+function part(step){return(step-D.first)/(D.last-D.first)}
 function holding(list,step){var v=null;for(var i=0;i<list.length&&list[i][0]<=step;i++)v=list[i];
 return v}
 var panels=[].slice.call(document.querySelectorAll("svg.panel")),crosses=panels.map(function(p){
@@ -143,11 +151,11 @@ return p.querySelector(".cross")});
 panels.forEach(function(svg){
   svg.addEventListener("pointermove",function(ev){
     var p=inside(svg,ev);
-    if(p.x<D.left-6||p.x>D.right+6)return hide();
+    if(p.x<-p.over||p.x>1+p.over)return hide();
     var i=near(p.x),own=svg.dataset.column,text="<b>"+steps(D.step[i],Math.min(D.step[i]+D.width-1,
-    D.last))+"</b><table>";
-    D.names.forEach(function(n){
-      var v=range(D.columns[n],i,show[n]||num);
+    D.end_step))+"</b><table>";
+    (D.groups?D.groups[own]:D.names).forEach(function(n){
+      var v=range(D.columns[n],i,show[n]||show[own]||num);
       text+=row(n===own?"<b>"+D.titles[n]+"</b>":D.titles[n],n===own?"<b>"+v+"</b>":v)
     });
     text+="</table>";
@@ -157,9 +165,10 @@ panels.forEach(function(svg){
     });
     if(D.overflows[i])text+="<div><em>"+(D.width>1?D.overflows[i]+" overflow"+
     (D.overflows[i]>1?"s":""):"overflow")+"</em></div>";
-    D.events.forEach(function(e){if(Math.abs(px(e[0])-px(D.x[i]))<4)text+="<div>"+e[1]+"</div>"});
+    D.events.forEach(function(e){if(Math.abs(part(e[0])-part(D.x[i]))<p.over)
+    text+="<div>"+e[1]+"</div>"});
     tip.innerHTML=text;place(ev);
-    var x=px(D.x[i]);
+    var x=part(D.x[i])*100+"%";
     crosses.forEach(function(c){c.setAttribute("x1",x);c.setAttribute("x2",x);
     c.style.visibility="visible"})
   });
@@ -169,13 +178,14 @@ panels.forEach(function(svg){
   var h=D[svg.dataset.heat],cell=svg.querySelector(".cell");
   svg.addEventListener("pointermove",function(ev){
     var p=inside(svg,ev),r=Math.floor((p.y-h.top)/h.row),c=-1,i;
-    for(i=0;i<h.x.length-1;i++)if(p.x>=h.x[i]&&p.x<h.x[i+1]){c=i;break}
+    for(i=0;i<h.x.length;i++)if(p.x*1000>=h.x[i][0]&&p.x*1000<h.x[i][1]){c=i;break}
     if(r<0||r>=h.rows||c<0){tip.classList.remove("on");cell.style.visibility="hidden";return}
     var t=svg.dataset.heat==="layers"?layer(h,r,c):svg.dataset.heat==="time"?exponent(h,r,
     c):svg.dataset.heat==="fp8"?meter(h,r,c):share(h,r,c);
     tip.innerHTML=t;place(ev);
-    cell.setAttribute("x",h.x[c]);cell.setAttribute("width",h.x[c+1]-h.x[c]);
-    cell.setAttribute("y",h.top+r*h.row);cell.setAttribute("height",h.row);
+    cell.setAttribute("x",h.x[c][0]/10+"%");
+    cell.setAttribute("width",(h.x[c][1]-h.x[c][0])/10+"%");
+    cell.setAttribute("y",r*h.row);cell.setAttribute("height",h.row);
     cell.style.visibility="visible"
   });
   svg.addEventListener("pointerleave",function(){tip.classList.remove("on");
@@ -184,9 +194,9 @@ panels.forEach(function(svg){
 function layer(h,r,c){
   var v=h.cells[r][c],t="<b>"+h.names[r]+"</b>";
   if(!v)return t+"<div>nothing recorded</div>";
-  t+="<table>"+row("step",num(v[0]))+row("largest, as stored",v[1]===null?"0":num(+Math.pow(2,
-  v[1]).toPrecision(4))+" = 2<sup>"+v[1].toFixed(1)+"</sup>");
-  if(v[1]!==null)t+=row("below "+D.format+"'s top",(h.limit-v[1]).toFixed(1)+" bits");
+  t+="<table>"+row("step",num(v[0]))+row("largest, as stored",v[1]===0?"0":num(v[1])+
+  " = 2^"+Math.log2(v[1]).toFixed(1))+row("format",h.formats[r]);
+  if(v[3]!==null)t+=row("below its top",v[3].toFixed(1)+" bits");
   t+="</table>";
   return v[2]?t+"<div><em>inf or nan: "+num(v[2])+" elements</em></div>":t
 }
@@ -200,14 +210,14 @@ function meter(h,r,c){
 }
 function share(h,r,c){
   var n=h.cells[r][c],e=h.least+c;
-  return"<b>"+h.names[r]+"</b><div>"+percent(n)+" of its nonzero gradients<br>have magnitudes 2"+
-  "<sup>"+e+"</sup> to 2<sup>"+(e+1)+"</sup></div>"+
+  return"<b>"+h.names[r]+"</b><div>"+percent(n)+" of its nonzero gradients<br>have magnitudes "+
+  power("2",e)+" to "+power("2",e+1)+"</div>"+
     (e<h.normal?"<div>below the smallest normal number</div>":"")
 }
 function exponent(h,r,c){
   var e=h.most-r,n=h.cells[c]?h.cells[c][e-h.least]:null;
   return"<b>step "+num(h.steps[c])+"</b><div>"+percent(n||0)+
-  " of the nonzero gradients<br>have magnitudes 2<sup>"+e+"</sup> to 2<sup>"+(e+1)+"</sup></div>"
+  " of the nonzero gradients<br>have magnitudes "+power("2",e)+" to "+power("2",e+1)+"</div>"
 }
 var root=document.documentElement,button=document.getElementById("theme");
 function dark(){

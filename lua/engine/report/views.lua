@@ -1,7 +1,10 @@
 -- Pictures of a history: curves, heat maps, one tensor. init.lua makes them methods of histories
--- (h:plot, h:heatmap, h:tensor); each returns text that prints as it is.
+-- (h:plot, h:heatmap, h:tensor); each returns text that prints as it is. compare() draws several
+-- histories.
+local compare = require "engine.run.compare"
 local curves = require "engine.run.curves"
 local layers = require "engine.report.layers"
+local marks = require "engine.report.marks"
 local formats = require "engine.base.formats"
 local nearest = require "engine.base.nearest"
 local read_named = require("engine.base.arguments").read_named
@@ -19,12 +22,12 @@ local function set_of(names)
   for name in names:gmatch("%w+") do set[name] = true end
   return set
 end
-local PLOT = set_of "log from to points width height ascii marks"
+local PLOT = set_of "log from to points width height ascii marks svg png"
 local HEATMAP = set_of "by only tensors from to width"
 local TENSOR = set_of "points from to width"
 
 --- One curve of curves.read's result. options: log, width, height, ascii, marks (false: no overflow
---- marks).
+--- marks), marked (of marks.read).
 function M.curve(c, name, options)
   local metric, v = curves.metric(name), c[name]
   local y, low, last = {}, {}, nil
@@ -34,11 +37,8 @@ function M.curve(c, name, options)
   end
   last = v.at_end or last
   local log = curves.log_of(metric, options.log)
-  local least, most = math.huge, -math.huge
-  for i = 1, #c.x do
-    if v.min[i] then least, most = math.min(least, v.min[i]), math.max(most, v.max[i]) end
-  end
-  if log and most <= 0 then log = nil end  -- nothing is positive, as underflow in bf16
+  local least, most = curves.range(c, name)
+  if log and (most or 0) <= 0 then log = nil end  -- nothing is positive, as underflow in bf16
   local title = metric.title
   local function text(x)
     return metric.log == 2 and x >= 1 and show.scale(x) or plot.number_text(x)
@@ -46,51 +46,143 @@ function M.curve(c, name, options)
   if last then
     title = ("%s   %s to %s, at the end %s"):format(title, text(least), text(most), text(last))
   end
-  local marks, count = curves.marks(c)
+  local overflows, count = curves.marks(c)
   return plot.draw { title = title, x = c.x, x_low = c.first, x_high = c.last, y = y,
     low = low, log = log, width = options.width, height = options.height, ascii = options.ascii,
-    marks = options.marks ~= false and #marks > 0 and marks or nil, mark_count = count,
-    mark_name = "overflow" }
+    marks = options.marks ~= false and #overflows > 0 and overflows or nil, mark_count = count,
+    mark_name = "overflow", marked = options.marked, x_name = "step", sparse = metric.sparse }
 end
 
---- history:plot("loss"), history:plot("amax", { log = true }), history:plot { "loss", "scale" }.
---- options: log (true, 2, 10, false), from, to (steps), points, width, height, ascii.
+local FILE_POINTS = 600          -- columns of a picture in a file
+
+--- The curves of curves.read's or compare.read's result as panels: for `write`, and those of
+--- compare.read for `drawn`. options: log, height.
+function M.panels(c, names, options, marked)
+  local panels = {}
+  for i, name in ipairs(names) do
+    local metric, series = curves.metric(name), {}
+    for k, curve in ipairs(c.curves or { { column = { [name] = name } } }) do
+      if curve.column[name] then
+        series[#series + 1] = { column = curve.column[name], name = curve.label, style = k,
+          band = curve.group and #curve.group > 1, join = metric.sparse }
+      end
+    end
+    panels[i] = { title = metric.title, c = c, series = series, marks = marked,
+      log = curves.log_of(metric, options.log), height = options.height or 150,
+      hold = name == "scale" }
+  end
+  return panels
+end
+
+--- Writes the panels to options.svg and options.png; returns the files' names as a text.
+function M.write(title, panels, options)
+  local written = {}
+  if options.svg then
+    require("engine.base.file").write(options.svg, require("engine.report.chart").file(title,
+      panels, options.width and math.max(240, options.width)))
+    if options.svg ~= "-" then written[1] = options.svg end
+  end
+  if options.png then
+    require("engine.report.gnuplot").png(options.png, title, panels, options)
+    written[#written + 1] = options.png
+  end
+  return text_of(table.concat(written, "\n"), { files = written })
+end
+
+--- The panels of several curves in the terminal, with one legend; marks under the last one.
+function M.drawn(panels, width, height)
+  local parts, legend = {}, {}
+  for i, panel in ipairs(panels) do
+    local c, list = panel.c, {}
+    for k, s in ipairs(panel.series) do
+      local v = c[s.column]
+      list[k] = { y = v.mean, low = s.band and v.min, high = s.band and v.max, style = s.style }
+      legend[s.style] = s
+    end
+    parts[i] = plot.draw { title = panel.title, x = c.x, x_low = c.first, x_high = c.last,
+      curves = list, log = panel.log, width = width, x_name = "step",
+      height = height or (#panels > 2 and 9 or 12), marked = i == #panels and panel.marks or nil }
+  end
+  parts[#parts + 1] = plot.legend(legend, width)
+  return table.concat(parts, "\n\n")
+end
+
+local function width_of(options)
+  return options.width or math.min(require("engine.base.machine").terminal(1) or 80, 120)
+end
+
+local function span_note(c, text, width)
+  return c.width > 1 and show.wrap(text:format(grouped(c.width)), width) or nil
+end
+
+--- history:plot("loss"), history:plot("amax", { log = true }), history:plot { "loss", "scale" },
+--- history:plot("loss", { svg = "loss.svg" }). options: log (true, 2, 10, false), from, to (steps),
+--- points, width, height, ascii; svg, png: files to draw into instead (width and height are then
+--- pixels, of an SVG's panel or of the PNG).
 function M.plot(h, names, options)
   options = read_named(options, "plot", PLOT)
   if names == nil then names = { "loss", "scale" } end
   if type(names) ~= "table" then names = { names } end
-  local width = options.width or math.min(require("engine.base.machine").terminal(1) or 80, 120)
+  local width, to_file = width_of(options), options.svg or options.png
   local c = curves.read(h, names, { from = options.from, to = options.to, points = options.points
-    or 2 * width })
+    or to_file and FILE_POINTS or 2 * width })
   if #c.x == 0 then
-    return text_of((options.from or options.to) and "the history has none of these steps"
-      or "the history has no steps")
+    local none = (options.from or options.to) and "the history has none of these steps"
+      or "the history has no steps"
+    return to_file and error(none, 0) or text_of(none)
   end
-  local parts = {}
+  if to_file then
+    local title = h.path:gsub("/history%.db$", ""):match("([^/]+)/*$")
+    return M.write(title, M.panels(c, names, options, marks.read(h, c)), options)
+  end
+  local parts, marked = {}, {}
+  for _, mark in ipairs(marks.read(h, c)) do
+    if mark.kind ~= "overflow" and mark.kind ~= "checkpoint" then marked[#marked + 1] = mark end
+  end
   for i, name in ipairs(names) do
+    local last = options.marks or i == #names
     parts[i] = M.curve(c, name, { log = options.log, width = width, height = options.height
       or (#names > 2 and 7 or 10), ascii = options.ascii,
-      marks = options.marks or i == #names })
+      marks = last, marked = last and marked or nil })
   end
-  if c.width > 1 then
-    parts[#parts + 1] = ("each column of dots spans the values of %s steps"):format(
-      grouped(c.width))
-  end
+  parts[#parts + 1] = span_note(c, "each column of dots spans the values of %s steps", width)
   return text_of(table.concat(parts, "\n\n"), { curves = c })
+end
+
+--- Several runs (compare.open's list) in one picture, a curve for each, or with options.group for
+--- each value of that setting. Other options: as of history:plot. Returns a text, and the notes of
+--- compare.read.
+function M.compare(list, names, options)
+  local width, to_file = width_of(options), options.svg or options.png
+  local c = compare.read(list, names, { from = options.from, to = options.to,
+    group = options.group, log = options.log, points = to_file and FILE_POINTS or 2 * width })
+  if not c.first then error("the runs have none of these steps", 0) end
+  local panels = M.panels(c, names, options, marks.overflows(c, "overflow in any run"))
+  if to_file then
+    local run_names = {}
+    for i, run in ipairs(list) do run_names[i] = run.name end
+    return M.write(table.concat(run_names, ", "), panels, options), c.notes
+  end
+  local parts = { M.drawn(panels, width, options.height) }
+  parts[2] = options.group and show.wrap("a line is the mean of a group's runs where all have a " ..
+    "value, the dots beside it are one standard deviation away", width) or nil
+  parts[#parts + 1] = span_note(c, "each column of dots is the mean of %s steps", width)
+  return text_of(table.concat(parts, "\n\n"), { curves = c }), c.notes
 end
 
 -- ------------------------------------------------------------------ heat maps
 
 local FEWEST_SHARE = 1e-7        -- share of a layer's elements that is still visible
 
--- Over all rows of a layer: largest stored magnitude, columns with inf or nan, numbers of zeros and
--- of subnormals.
+-- A layer over all columns: largest stored magnitude, `room` (bits from there to the top of its
+-- format), columns with inf or nan, numbers of elements, zeros and subnormals.
 local function summary(l, k)
   local s = { amax = 0, bad = 0, count = 0, zeros = 0, underflow = 0 }
   for i = 1, #l.x do
     local cell = l.cells[k][i]
     if cell then
       s.amax = math.max(s.amax, cell.amax)
+      if cell.room then s.room = math.min(s.room or cell.room, cell.room) end
       s.bad = s.bad + cell.overflows
       s.count, s.zeros, s.underflow = s.count + cell.count, s.zeros + cell.zeros,
         s.underflow + cell.underflow
@@ -105,7 +197,7 @@ M.layer_summary = summary
 local function note(l, k)
   local s = summary(l, k)
   local parts = {}
-  local room = s.amax > 0 and log2(l.format.limit / s.amax)
+  local room = s.room
   if room then parts[#parts + 1] = ("2^%.1f"):format(log2(s.amax)) end
   if s.bad > 0 then parts[#parts + 1] = "inf or nan" end
   if room and room < 40 then
@@ -136,19 +228,36 @@ local function steps_text(list)
     (n > 1 and " and " .. texts[n] or "")
 end
 
+local function most_label(width) return math.max(8, math.min(40, math.floor(width / 3))) end
+
+-- A layer's name, and its formats if these are not the caption's and there is room.
+local function labelled(l, k, width)
+  local text = ("%s (%s)"):format(l.names[k], l.formats[k])
+  return (l.formats[k] == l.format.name or #text > most_label(width)) and l.names[k] or text
+end
+
+-- Merges `per` columns of exponents into one, which shows the largest share; the last column (inf
+-- or nan) stays. Returns the axis and the number of columns.
+local function grouped_columns(rows, axis, columns, per)
+  local n, merged = math.ceil((columns - 1) / per) + 1, {}
+  for _, row in ipairs(rows) do
+    local cells = { [n] = row.cells[columns] }
+    for i = 1, columns - 1 do
+      local at = math.ceil(i / per)
+      if row.cells[i] then cells[at] = math.max(cells[at] or 0, row.cells[i]) end
+    end
+    row.cells = cells
+  end
+  for i, text in pairs(axis) do merged[math.ceil(i / per)] = text end
+  return merged, n
+end
+
 local function by_exponent(l, width)
-  local least, most = math.huge, -math.huge
-  for k = 1, #l.names do
-    for e in pairs(l.hists[k]) do least, most = math.min(least, e), math.max(most, e) end
-  end
-  if least > most then return nil end
+  local least, most = layers.exponents(l.hists, l.format)
+  if not least then return nil end
   local top = l.format.top
-  if most > top - 24 then most = math.max(most, top) end
-  if least < l.format.normal + 24 then
-    least = math.max(math.min(least, l.format.normal), formats.first)
-  end
   local rows, label, notes = {}, 0, 0
-  for k, name in ipairs(l.names) do
+  for k = 1, #l.names do
     local total = 0
     for _, n in pairs(l.hists[k]) do total = total + n end
     local cells = {}
@@ -157,9 +266,10 @@ local function by_exponent(l, width)
     end
     local s = summary(l, k)
     if s.bad > 0 then cells[most - least + 2] = "bad" end
-    rows[k] = { label = name, cells = cells, note = note(l, k) }
-    label, notes = math.max(label, math.min(40, #name)), math.max(notes, #rows[k].note)
+    rows[k] = { label = labelled(l, k, width), cells = cells, note = note(l, k) }
+    label, notes = math.max(label, #rows[k].label), math.max(notes, #rows[k].note)
   end
+  label = math.min(label, most_label(width))
   local columns = most - least + 2
   local axis = {}
   for e = least, most do
@@ -168,14 +278,21 @@ local function by_exponent(l, width)
       axis[e - least + 1] = tostring(e)
     end
   end
+  -- a narrow terminal shows several exponents in a column
+  local per = math.ceil((columns - 1) / math.max(8, width - label - 5))
+  if per > 1 then
+    axis, columns = grouped_columns(rows, axis, columns, per)
+  end
   local wide = math.max(1, math.min(2, math.floor((width - label - notes - 4) / columns)))
   for _, row in ipairs(rows) do row.note = fitted(row.note, width - label - columns * wide - 4) end
   return require("engine.report.heat").draw { rows = rows, columns = columns, wide = wide,
-    axis = axis, bad = true, low = "no gradient", high = "all of the layer's",
-    title = ("%s gradients as stored, by exponent: below %d they lose bits, past %d they are " ..
+    axis = axis, bad = true, low = "0.00001 %", high = "100 %", none = "no gradient",
+    label = label, width = width,
+    title = ("%s gradients as stored, by exponent of 2: below %d %s loses bits, past %d it is " ..
       "inf\n" ..
-      "statistics of %s; on the right, the largest of each layer"):format(l.format.name,
-      l.format.normal, top, steps_text(l.steps)) }
+      "share of each layer's nonzero gradients in the statistics of %s; on the right, the " ..
+      "largest of each layer"):format(l.formats_text,
+      l.format.normal, l.format.name, top, steps_text(l.steps)) }
 end
 
 --- The exponents that the shades of a heat map over time span: from the smallest seen up to
@@ -199,7 +316,7 @@ end
 local function by_time(l, width)
   local low, high = M.shade_range(l)
   local rows, label = {}, 0
-  for k, name in ipairs(l.names) do
+  for k = 1, #l.names do
     local cells = {}
     for i = 1, #l.x do
       local cell = l.cells[k][i]
@@ -208,23 +325,27 @@ local function by_time(l, width)
           and (log2(cell.amax) - low) / (high - low) or 0
       end
     end
-    rows[k] = { label = name, cells = cells, note = note(l, k) }
-    label = math.max(label, math.min(40, #name))
+    rows[k] = { label = labelled(l, k, width), cells = cells, note = note(l, k) }
+    label = math.max(label, #rows[k].label)
   end
+  label = math.min(label, most_label(width))
   for _, row in ipairs(rows) do row.note = fitted(row.note, width - label - #l.x - 4) end
   local axis, n = {}, #l.x
   for _, i in ipairs { 1, math.ceil(n / 4), math.ceil(n / 2), math.ceil(3 * n / 4), n } do
     axis[i] = ("%.0f"):format(l.x[i])
   end
   return require("engine.report.heat").draw { rows = rows, columns = n, wide = 1, axis = axis,
-    bad = true, low = "2^" .. low, high = "2^" .. high,
-    title = ("largest %s gradient as stored, by step; on the right, over all steps"):format(
-      l.format.name) }
+    bad = true, low = "2^" .. low, high = "2^" .. high, none = "nothing recorded",
+    label = label, width = width,
+    title = ("largest gradient as stored, by step, %s; on the right, over all steps\n" ..
+      "statistics of %s; each column is %s"):format(l.formats_text, steps_text(l.steps),
+      l.width == 1 and "a step" or grouped(l.width) .. " steps") }
 end
 
---- history:heatmap(): layers by exponent, each layer's gradients in the range of the format.
---- history:heatmap { by = "time" }: the largest gradient of each layer over the steps. only: a
---- layer, or part of a name, tensor by tensor; tensors = true: all tensors; from, to, width.
+--- history:heatmap(): how each layer's gradients are distributed over the exponents of their
+--- format. history:heatmap { by = "time" }: the largest gradient of each layer over the steps.
+--- Options: only (a layer, or part of a name), which shows a row for each tensor that matches;
+--- tensors = true, a row for each tensor; from, to (steps); width (characters).
 function M.heatmap(h, options)
   options = read_named(options, "heatmap", HEATMAP)
   local by = options.by or "exponent"
@@ -232,7 +353,8 @@ function M.heatmap(h, options)
     error(("heatmap: expected by to be 'exponent' or 'time', got '%s'"):format(tostring(by)), 0)
   end
   local width = options.width or math.min(require("engine.base.machine").terminal(1) or 100, 160)
-  local l = layers.read(h, { points = by == "time" and math.max(20, width - 60) or 60,
+  local l = layers.read(h, { points = by == "time" and math.max(width - 60,
+    math.min(40, width - most_label(width) - 4)) or 60,
     only = options.only, tensors = options.tensors, from = options.from,
     to = options.to, hists = by == "exponent" })
   local drawn = l.rows > 0 and (by == "time" and by_time(l, width) or by_exponent(l, width))
@@ -259,20 +381,26 @@ function M.tensor(h, name, options)
       tostring(name), nearest.hint(tostring(name), all), #all), 0)
   end
   local points = options.points or 200
-  local steps = {}
   local l = layers.read(h, { only = found.name, from = options.from, to = options.to,
     points = points, hists = false })
-  for k, row_name in ipairs(l.names) do
-    if row_name == found.name then
-      for i = 1, #l.x do
+  local steps = l.steps
+  if #steps > points then                  -- of each column, the step with the largest value
+    steps = {}
+    for k, row_name in ipairs(l.names) do
+      for i = 1, row_name == found.name and #l.x or 0 do
         local cell = l.cells[k][i]
         if cell then steps[#steps + 1] = cell.step end
       end
     end
   end
+  local format = formats.of(found.gradient)
   local rows = {}
   for i, step in ipairs(steps) do
-    local t = h:tensors(step)[found.id + 1]
+    local t = (h:tensors(step) or {})[found.id + 1]
+    if not t then
+      error(("history %s: is damaged: step %d has no statistics of %s"):format(h.path, step,
+        found.name), 0)
+    end
     t.step, t.name = step, nil
     local at = h:query("SELECT scale FROM steps WHERE step = ? ORDER BY attempt DESC LIMIT 1",
       step)[1]
@@ -284,21 +412,21 @@ function M.tensor(h, name, options)
     return text_of(title .. ": no statistics are recorded",
       { name = found.name, shape = found.shape, steps = rows })
   end
-  local x, y, marks, bad = {}, {}, {}, 0
+  local x, y, bad_steps = {}, {}, {}
   for i, t in ipairs(rows) do
     x[i], y[i] = t.step, t.amax > 0 and t.amax or 0 / 0
-    if t.inf + t.nan > 0 then marks[#marks + 1], bad = t.step, bad + 1 end
+    if t.inf + t.nan > 0 then bad_steps[#bad_steps + 1] = t.step end
   end
   local last = rows[#rows]
   local parts = { title, plot.draw { title = ("largest gradient as stored (%s reaches %g)"):format(
-    l.format.name, l.format.largest), x = x, y = y, log = 2,
-    width = options.width, height = 8, marks = #marks > 0 and marks or nil,
-    mark_name = "inf or nan" } }
+    format.name, format.largest), x = x, y = y, log = 2,
+    width = options.width, height = 8, marks = #bad_steps > 0 and bad_steps or nil,
+    mark_name = "inf or nan", x_name = "step" } }
   parts[#parts + 1] = ("step %s: largest %s, norm %s, %s zero, %s below 2^%d, %d inf, %d nan of " ..
     "%s; %d recorded steps, %d with inf or nan"):format(
     grouped(last.step), plot.number_text(last.amax), plot.number_text(last.norm),
     percent(last.zeros, last.count), percent(last.underflow, last.count),
-    l.format.normal, last.inf, last.nan, grouped(last.count), #rows, bad)
+    format.normal, last.inf, last.nan, grouped(last.count), #rows, #bad_steps)
   local exponents, total = {}, 0
   for e, n in pairs(last.hist) do
     exponents[#exponents + 1] = e
@@ -306,10 +434,11 @@ function M.tensor(h, name, options)
   end
   if total > 0 then
     table.sort(exponents)
-    local lines = {}
+    local lines, bar = {}, require("engine.base.machine").ascii() and "#" or "█"
+    local most = math.min(50, (options.width or 80) - 20)
     for e = exponents[#exponents], math.max(exponents[1], exponents[#exponents] - 39), -1 do
       local share = (last.hist[e] or 0) / total
-      lines[#lines + 1] = ("%6s %s"):format("2^" .. e, ("█"):rep(math.floor(50 * share + 0.5)) ..
+      lines[#lines + 1] = ("%6s %s"):format("2^" .. e, bar:rep(math.floor(most * share + 0.5)) ..
         (share > 0 and " " .. percent(share, 1) or ""))
     end
     parts[#parts + 1] = "its exponents at that step:\n" .. table.concat(lines, "\n")

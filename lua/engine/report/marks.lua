@@ -1,0 +1,73 @@
+-- What happened at single steps of a run, as marks on its curves: overflows, skipped steps,
+-- checkpoints, swaps and so on, each kind with a name for the legend. Used by views.lua, report.lua
+-- and cli/plot.lua.
+--   for _, m in ipairs(marks.read(history, c)) do ... end      c: from curves.read
+--   m.kind, m.name, m.symbol, m.count
+--   m.at[i]      its steps, or the middles of the columns that hold them; an event after the last
+--                step is drawn at the last step
+--   m.texts[i]   what the history says about each, for kinds drawn as a line (nil: ticks)
+local curves = require "engine.run.curves"
+
+local M = {}
+
+-- Events that change how the run goes on: kind, name, symbol of the terminal.
+local LINES = {
+  { "swap", "policy swapped", "s" }, { "undo", "swap undone", "u" },
+  { "swap_refused", "swap refused", "-" }, { "set", "setting changed", "=" },
+  { "rollback", "rolled back", "<" }, { "lost", "lost", "!" },
+  { "pause", "paused", "p" }, { "resumed", "run resumed", "r" }, { "stuck", "stuck", "!" },
+}
+local MOST = 200            -- lines of one kind
+
+local function add(list, mark)
+  if #mark.at > 0 then
+    mark.count = mark.count or #mark.at
+    list[#list + 1] = mark
+  end
+  return list
+end
+
+--- The overflows of curves.read's or compare.read's result as a list of one mark, or of none.
+function M.overflows(c, name)
+  local at, count = curves.marks(c)
+  return add({}, { kind = "overflow", name = name or "overflow", symbol = "x", at = at,
+    count = count })
+end
+
+--- See the top of the file.
+function M.read(h, c)
+  if not c.first then return {} end
+  local list = M.overflows(c)
+  local skipped = { kind = "skip", name = "skipped without overflow", symbol = "o", at = {},
+    count = 0 }
+  for i = 1, #c.x do
+    local n = (c.skipped[i] or 0) - c.overflows[i]
+    if n > 0 then
+      skipped.at[#skipped.at + 1], skipped.count = c.x[i], skipped.count + n
+    end
+  end
+  add(list, skipped)
+  local checkpoints = { kind = "checkpoint", name = "checkpoint", symbol = "c", at = {}, count = 0 }
+  local before
+  for event in h:each("SELECT step FROM events WHERE kind = 'checkpoint' AND step BETWEEN ? AND " ..
+    "? ORDER BY step", c.first, c.last + 1) do
+    local column = math.floor((event.step - c.first) / c.width)
+    checkpoints.count = checkpoints.count + 1
+    if column ~= before then
+      checkpoints.at[#checkpoints.at + 1], before = math.min(event.step, c.last), column
+    end
+  end
+  add(list, checkpoints)
+  for _, kind in ipairs(LINES) do
+    local mark = { kind = kind[1], name = kind[2], symbol = kind[3], at = {}, texts = {} }
+    for event in h:each("SELECT step, text FROM events WHERE kind = ? AND step BETWEEN ? AND ? " ..
+      "ORDER BY id LIMIT " .. MOST, kind[1], c.first, c.last + 1) do
+      mark.at[#mark.at + 1] = math.min(event.step, c.last)
+      mark.texts[#mark.at] = kind[2] .. ": " .. tostring(event.text or "")
+    end
+    add(list, mark)
+  end
+  return list
+end
+
+return M

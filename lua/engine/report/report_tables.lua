@@ -1,0 +1,121 @@
+-- The report's tables: overflows, events, shadows, FP8 layers, settings and policies. Used by
+-- report.lua.
+local nearest = require "engine.base.nearest"
+local show = require "engine.base.show"
+local chart = require "engine.report.chart"
+local html = require "engine.report.report_html"
+
+local M = {}
+
+local escape, number, grouped, percent = chart.escape, chart.number, show.grouped, show.percent
+local section, counted = html.section, show.counted
+
+function M.overflow_sections(h)
+  local rows, most = {}, 0
+  local counts = h:query([[SELECT coalesce(p.name, 'parameter ' || s.first_bad) AS name,
+      count(*) AS n, max(step) AS last, sum(nan > 0) AS nans
+    FROM steps s LEFT JOIN parameters p ON p.id = s.first_bad WHERE overflow GROUP BY s.first_bad
+        ORDER BY n DESC, name]])
+  for _, row in ipairs(counts) do most = math.max(most, row.n) end
+  for i = 1, math.min(12, #counts) do
+    local row = counts[i]
+    rows[i] = { "<code>" .. escape(row.name) .. "</code>", grouped(row.n),
+      ('<div class="bar" style="width:%.0fpx"></div>'):format(90 * row.n / most),
+      grouped(row.last) }
+  end
+  local last = {}
+  for _, row in ipairs(h:query([[SELECT s.step, scale, next_scale, inf, nan, coalesce(p.name,
+      '') AS name FROM steps s
+    LEFT JOIN parameters p ON p.id = s.first_bad WHERE overflow ORDER BY s.step DESC,
+        s.attempt DESC LIMIT 12]])) do
+    last[#last + 1] = { grouped(row.step), chart.scale(row.scale), chart.scale(row.next_scale),
+      grouped(row.inf or 0 / 0), grouped(row.nan or 0 / 0) }
+  end
+  if #rows == 0 then return "" end
+  return '<div class="pair">' .. section("Where overflows begin",
+    #counts > 12 and ("The most frequent of %d parameters."):format(#counts) or nil,
+    html.table({ "first parameter with inf or nan", "steps", "", "last" }, rows,
+        { false, true, false, true })) ..
+    section("The last overflows", nil, html.table({ "step", "scale", "then", "inf", "nan" }, last,
+      { true, true, true, true, true })) .. "</div>"
+end
+
+local MOST_EVENTS = 200
+
+function M.events_section(listed)
+  local rows = {}
+  for i = math.max(1, #listed - MOST_EVENTS + 1), #listed do
+    local e = listed[i]
+    rows[#rows + 1] = { grouped(e.step), escape((e.kind:gsub("_", " "))),
+      (escape(e.text or ""):gsub("\n", "<br>")) }
+  end
+  return section("Events", #listed > MOST_EVENTS and ("The last %d of %s."):format(MOST_EVENTS,
+    grouped(#listed)) or nil, html.table({ "step", "", "" }, rows, { true }))
+end
+
+function M.shadows_section(shadows, info)
+  local rows = {}
+  for _, s in ipairs(shadows) do
+    rows[#rows + 1] = { ('<svg class="sign"><path class="line %s" d="M0 6H24"/></svg>' ..
+      "<code>%s</code>%s"):format(s.style, escape(s.name),
+      s.same and (" (the same scales as <code>%s</code>)"):format(escape(s.same)) or ""),
+      ("%s (%s)"):format(grouped(s.skipped), percent(s.skipped, info.rows)),
+      s.overflows and grouped(s.overflows) or "–", s.bounds and percent(info.rows - s.bounds,
+      info.rows) or "–", chart.scale(s.scale), grouped(s.failed) }
+  end
+  local about = ("Policies that saw every step at their own loss scale and decided nothing. " ..
+    "Where not all verdicts are exact, the numbers are estimates: what the gradients would have " ..
+    "been is then not fully known. The run's own policy left %s without an update; %s overflowed.")
+    :format(counted(info.skipped, "step"), counted(info.overflows, "step"))
+  return section("Shadows", about,
+    html.table({ "policy", "would have skipped", "overflows at its scale", "exact verdicts",
+    "scale at the end", "failed" }, rows, { false, true, true, true, true, true }))
+end
+
+function M.fp8_table(m)
+  local rows = {}
+  for i, r in ipairs(m.worst) do
+    local last = r.last
+    rows[i] = { "<code>" .. escape(r.site) .. "</code>", escape(r.role),
+      r.least and ("%.1f dB"):format(r.least) or "–",
+      r.least_at and grouped(r.least_at) or "–",
+      last.snr and ("%.1f dB"):format(last.snr) or "–",
+      percent(r.underflow or 0, 1), percent(r.overflow or 0, 1),
+      number(last.amax or 0 / 0), number(r.scale_min or 0 / 0), number(r.scale_max or 0 / 0) }
+  end
+  return html.table({ "layer", "role", "lowest SNR", "at step", "last", "underflow up to",
+    "overflow up to", "last amax", "least scale", "largest" }, rows,
+    { false, false, true, true, true, true, true, true, true, true })
+end
+
+function M.settings_sections(h, info)
+  local run, settings = {}, {}
+  local meta = h:meta()
+  for _, key in ipairs(nearest.keys(meta)) do
+    local value = meta[key]
+    local is_default = key == "zero" and value == "0" or (key == "comm_dtype" or key == "wire")
+      and value == "own"
+    if not is_default then
+      run[#run + 1] = { key == "policy" and "policy at the start" or escape(key),
+        escape(tonumber(value) and number(tonumber(value)) or value) }
+    end
+  end
+  for _, row in ipairs(h:query("SELECT key, value FROM config ORDER BY key")) do
+    if row.value ~= "" then
+      settings[#settings + 1] = { escape(row.key), "<code>" .. escape(row.value) .. "</code>" }
+    end
+  end
+  local policies = {}
+  for i, p in ipairs(h:policies()) do
+    local _, lines = p.source:gsub("\n", "\n")
+    policies[i] = ("<details><summary>%s <span>%s · " ..
+      "%s</span></summary><pre>%s</pre></details>"):format(escape(p.name),
+      escape(p.hash), counted(math.max(1, lines), "line"), html.highlighted(p.source))
+  end
+  local two = #settings > 0 and '<div class="pair">%s%s</div>' or "%s%s"
+  return two:format(section("The run", nil, html.table({ "", "" }, run)),
+    section("Settings", nil, html.table({ "", "" }, settings))) ..
+    section(#policies == 1 and "Its policy" or "Its policies", nil, table.concat(policies))
+end
+
+return M
