@@ -153,9 +153,17 @@ describe("config", function()
     helper.remove(folder)
   end)
 
+  it("names no hidden field in its help and in messages", function()
+    local fields, docs = { older = "", new = "" }, { older = { "former name", hidden = true } }
+    assert.is_nil(config.help(fields, docs):find("older"))
+    assert.equal("config: no field 'oldr'; fields: new",
+      tostring(select(2, pcall(config.parse, fields, { "oldr=1" }, docs))))
+    assert.equal("config: expected name=value, got 'x'; fields: new",
+      tostring(select(2, pcall(config.parse, fields, { "x" }, docs))))
+    assert.equal("1", config.parse(fields, { "older=1" }, docs).older)
+  end)
+
   it("has help with every field, default and text", function()
-    assert.is_nil(config.help({ old = "", new = "" },
-      { old = { "old name", hidden = true } }):find("old"))
     local text = config.help(defaults(),
       { lr = "peak learning rate", precision = { "recipe", choices = { "fp32", "fp16" } } },
       "train.lua")

@@ -14,6 +14,22 @@ describe("OMP_NUM_THREADS", function()
   end)
 end)
 
+it("OMP_STACKSIZE too large for threads to start is reported, and the default is used", function()
+  for _, name in ipairs { "OMP_STACKSIZE", "GOMP_STACKSIZE" } do
+    for _, spins in ipairs { "", "GOMP_SPINCOUNT=10" } do
+      local result = helper.shell(("%s=1000000G %s OMP_NUM_THREADS=2 %s -e %s"):format(name, spins,
+        helper.quote(helper.engine), SUM))
+      assert.equal("100000\n", result.out)
+      assert.equal("engine: " .. name .. ": threads cannot start with stacks of 1000000G; using " ..
+        "the default size\n", result.err)
+      assert.equal(0, result.code)
+    end
+  end
+  local result = helper.shell(("OMP_STACKSIZE=4M OMP_NUM_THREADS=2 %s -e %s"):format(
+    helper.quote(helper.engine), SUM))
+  assert.same({ 0, "100000\n", "" }, { result.code, result.out, result.err })
+end)
+
 describe("variables that begin with ENGINE_", function()
   local function started(settings)
     return helper.shell(("%s %s -e 'require \"engine\".ones(2):sum():item()'"):format(settings,
@@ -32,6 +48,16 @@ describe("variables that begin with ENGINE_", function()
 
   it("and are known are not", function()
     assert.equal("", started("ENGINE_RANKS=off ENGINE_ISA=plain ENGINE_TEST_DEVICE=cpu").err)
+  end)
+
+  it("and are switches are reported if they have another value", function()
+    assert.equal("engine: ENGINE_TF32: expected 0 or 1, got 'yes', which is ignored\n",
+      started("ENGINE_TF32=yes ENGINE_CUBLASLT_SEARCH=1 ENGINE_MLP_IN_ONE=").err)
+    assert.equal("", started("ENGINE_RANK_TIMEOUT=5 ENGINE_CACHE=yes ENGINE_FP8_FORMULA=0").err)
+    for _, name in ipairs { "CUBLASLT_SEARCH", "CUBLASLT_FUSE", "MLP_IN_ONE", "FP8_FORMULA" } do
+      assert.matches(name .. ": expected 0 or 1, got '2'", started("ENGINE_" .. name .. "=2").err,
+        1, true)
+    end
   end)
 
   it("name an instruction set that exists, or one that is reported", function()

@@ -2,6 +2,7 @@
 -- requests over its socket (run/control.lua), and `history` reads the file. For a finished run only
 -- `history` works.
 local M_ffi = require "engine.base.ffi"
+local files = require "engine.base.file"
 local json = require "engine.base.json"
 local nearest = require "engine.base.nearest"
 local options = require "engine.cli.options"
@@ -33,11 +34,6 @@ and always:
   history:plot("scale")  history:plot("amax", { log = true })
   history:heatmap()  history:heatmap { by = "time" }  history:tensor("blocks.3.attn.qkv.weight")]==]
 
-local function absolute(path)
-  if path:sub(1, 1) == "/" then return path end
-  return (os.getenv("PWD") or ".") .. "/" .. path
-end
-
 -- ------------------------------------------------------------------ the connection to the run
 
 local Link = {}
@@ -56,37 +52,43 @@ local PATIENCE = 5          -- seconds without an answer before a message says w
 local function waiting_text(path)
   local pid, state = require("engine.run.runs").holder(path)
   local why = "it answers between two steps"
-  if state == "T" then why = ("process %d is stopped; kill -CONT %d wakes it"):format(pid, pid)
+  if state == "T" then why = ("process %d is stopped; kill -CONT %d continues it"):format(pid, pid)
   elseif pid then why = ("process %d is in a long step, or hangs"):format(pid) end
   return ("no answer from the run for %d s: %s. Still waiting; Ctrl-C gives up. To read the " ..
-    "history meanwhile: " ..
-    "engine attach %s -e 'print(history)'\n"):format(PATIENCE, why, path)
+    "history meanwhile: engine attach %s -e 'print(history)'\n"):format(PATIENCE, why, path)
 end
 
--- The status of eng_attach_receive for the next line. Waits without a limit; Ctrl-C ends the wait.
-local function receive(self, patience)
+-- The status of f(...), which waits for the run. Ctrl-C ends the wait.
+local function patiently(f, ...)
   local before = C.eng_interrupt_policy(2)
-  local status = C.eng_attach_receive(line, length, self.handle, patience)
-  if status == C.ENG_ERR_STATE then
-    io.stdout:flush()
-    io.stderr:write(waiting_text(self.path))
-    status = C.eng_attach_receive(line, length, self.handle, 1e9)
-  end
+  local status = f(...)
   C.eng_interrupt_policy(before)
   return status
 end
 
+-- The status of eng_attach_receive for the next line. Waits without a limit.
+local function receive(self, patience)
+  local status = patiently(C.eng_attach_receive, line, length, self.handle, patience)
+  if status ~= C.ENG_ERR_STATE then return status end
+  io.stdout:flush()
+  io.stderr:write(waiting_text(self.path))
+  return patiently(C.eng_attach_receive, line, length, self.handle, 1e9)
+end
+
 local ENDED = "the run has ended; its history can still be read"
 
---- Sends a request and waits for the reply; Ctrl-C ends the wait. nil and a message when there is
---- no good reply.
+--- Sends a request and returns the reply, or nil and a message on an error. Ctrl-C ends the wait.
 function Link:ask(request)
   self.asked = self.asked + 1
   request.id = self.asked
   local text = json.encode(request) .. "\n"
-  if self.gone then return nil, ENDED end
+  if self.gone then return nil, self.gone end
   if #text > C.ENG_ATTACH_LINE then return nil, "this request is too long to send" end
-  local status = C.eng_attach_send(self.handle, text, #text)
+  local status = patiently(C.eng_attach_send, self.handle, text, #text)
+  if status == C.ENG_ERR_INTERRUPTED then
+    self.gone = "given up: the run reads no requests; leave, and attach again"
+    return nil, self.gone
+  end
   while status == 0 do
     -- run:step(n) can take long
     status = receive(self, request["do"] == "step" and 1e9 or PATIENCE)
@@ -100,8 +102,8 @@ function Link:ask(request)
   if status == C.ENG_ERR_INTERRUPTED then
     return nil, "given up: the run has not answered yet; it answers between two steps"
   end
-  self.gone = true
-  return nil, ENDED
+  self.gone = ENDED
+  return nil, self.gone
 end
 
 local function status_text(s)
@@ -158,7 +160,8 @@ local function objects(link, why)
       end
       local is_path = file:find("/", 1, true) or file:find("%.lua$") or file:find("%.lua:")
         or file:find("%.json$")
-      say { ["do"] = "swap", file = is_path and absolute(file) or file, options = policy_options }
+      say { ["do"] = "swap", file = is_path and files.absolute(file) or file,
+        options = policy_options }
     end,
     undo = function() say { ["do"] = "undo" } end,
     show = function() say { ["do"] = "policy" } end,
@@ -170,7 +173,7 @@ end
 -- run.
 local function open(name)
   local path = require("engine.run.run").directory(name):gsub("/history%.db$", ""):gsub("/+$", "")
-  if not require("engine.base.file").is_folder(path) then
+  if not files.is_folder(path) then
     options.fail("there is no run %s%s", path, require("engine.run.runs").hint(path))
   end
   local link, problem, status = connect(path)
@@ -198,10 +201,7 @@ local function execute(code)
 end
 
 local function main(given)
-  if #given.words == 0 then
-    io.stderr:write(help, "\n")
-    return 1
-  end
+  if #given.words == 0 then options.fail("expected a run; hint: engine help attach") end
   if #given.words > 1 then options.fail("expected -e CODE, got %s", given.words[2]) end
   local opened, text = open(given.words[1])
   for _, key in ipairs { "run", "policy", "history" } do rawset(_G, key, opened[key]) end

@@ -78,8 +78,7 @@ local function library()
   line("ok", "engine", ("%s, %s"):format(host.version, host.library))
   local machine = require "engine.base.machine"
   line("ok", "kernels", ("device %s, instruction set %s, %s"):format(machine.device(),
-    machine.isa(),
-    thread_text(machine.threads())))
+    machine.isa(), thread_text(machine.threads())))
   line("note", "bf16", "products run " .. BF16[machine.bf16()])
   line("ok", "oneDNN", machine.library_version("onednn") or "unknown")
   line("ok", "SQLite", machine.library_version("sqlite") or "unknown")

@@ -1,19 +1,39 @@
--- Reports variables of the environment that begin with ENGINE_ and mean nothing, on stderr. The
--- list of variables is docs/environment.md. Called by main.c with the names that are set.
+-- Reports, on stderr, environment variables that begin with ENGINE_ but do not exist, and switches
+-- that are set to a value they do not have. docs/environment.md lists the variables. Called by
+-- main.c with the names that are set.
 local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
 local source = require "engine.docs.source"
 
+-- The values of these variables are checked where they are read, because some depend on the
+-- machine.
+local CHECKED = { ENGINE_ISA = true, ENGINE_NCCL = true, ENGINE_RANKS = true, ENGINE_PAIRS = true }
+
+-- The values in a cell of the table such as "**`0`**, `1`"; nil if others are possible.
+local function choices_of(cell)
+  local values, rest = {}, cell:gsub("%*%*", ""):gsub(";.*$", "")
+  rest = rest:gsub("`([^`]*)`", function(value) values[#values + 1] = value return "" end)
+  return #values > 0 and not rest:find("[^%s,]") and values or nil
+end
+
 return function(...)
-  local known = {}
+  local known, choices = {}, {}
   for _, row in ipairs(source.table_rows("docs/environment.md", "# Environment variables")) do
-    for name in row[1]:gmatch("`(ENGINE_[%w_]+)`") do known[name] = true end
+    for name in row[1]:gmatch("`(ENGINE_[%w_]+)`") do
+      known[name], choices[name] = true, not CHECKED[name] and choices_of(row[2]) or nil
+    end
   end
   if not next(known) then return end       -- installed without its documentation
+  local function report(format, ...) io.stderr:write("engine: ", format:format(...), "\n") end
   for _, name in ipairs { ... } do
+    local value, wanted = os.getenv(name), choices[name]
     if not known[name] then
-      io.stderr:write(("engine: unknown environment variable %s is ignored%s\n"):format(
-        show.shown(name), nearest.hint(name, known)))
+      report("unknown environment variable %s is ignored%s", show.shown(name),
+        nearest.hint(name, known))
+    elseif wanted and value ~= "" and not (" " .. table.concat(wanted, " ") .. " "):find(
+      " " .. value .. " ", 1, true) then
+      report("%s: expected %s, got '%s', which is ignored", name, table.concat(wanted, " or "),
+        show.cut(show.shown(value), 40))
     end
   end
 end

@@ -1,14 +1,15 @@
 -- engine help [NAME], engine --help; engine help --html FOLDER, engine help --types FILE
 
+local texts = require "engine.base.show"
+
 -- The subcommands in the order of this help.
-local names = { "attach", "doctor", "export", "help", "plan", "plot", "policies", "replay",
-  "report",
-  "runs", "tune", "version" }
+local names = { "attach", "contest", "doctor", "export", "help", "plan", "plot", "policies",
+  "replay", "report", "runs", "tune", "version", "watch" }
 
 local text = [==[
 usage: engine [options] [script.lua [name=value ...]]
 
-Without a script it opens a REPL on a terminal; otherwise it runs what it reads from stdin.
+Without a script, engine opens a REPL on a terminal, or runs the program on stdin.
 
   engine train.lua                      run a script
   engine train.lua lr=3e-4 steps=2^12   ... with some of its settings changed
@@ -76,11 +77,12 @@ end
 local function show(name)
   local docs = require "engine.docs.index"
   local index = docs.new(commands())
+  name = texts.cut(texts.shown(name), 100)
   local found, others = index:find(name)
   if #found == 0 then
     local hint = index:hint(name)
     io.stderr:write(("engine help: nothing is called '%s'%s\n"):format(name,
-      hint ~= "" and hint or "; hint: `engine help` lists what there is"))
+      hint ~= "" and hint or "; hint: `engine help` lists the commands"))
     return 1
   end
   if #found > MOST_SHOWN then
@@ -108,7 +110,9 @@ local function write(switch, target)
   local writer = require(switch == "--html" and "engine.docs.html" or "engine.docs.types")
   local good, warnings = pcall(writer.write, require("engine.docs.index").new(commands()), target)
   if not good then warnings = { tostring(warnings) } end
-  for _, warning in ipairs(warnings) do io.stderr:write("engine help: ", warning, "\n") end
+  for _, warning in ipairs(warnings) do
+    io.stderr:write("engine help: ", texts.shown(warning, true), "\n")
+  end
   return #warnings == 0 and 0 or 1
 end
 

@@ -4,6 +4,7 @@
 -- help.lua. Called by main.c.
 local help = require "engine.cli.help"
 local nearest = require "engine.base.nearest"
+local show = require "engine.base.show"
 
 local cli = { commands = help.commands }
 
@@ -15,7 +16,7 @@ function cli.run(name, ...)
     end
   end
   io.stderr:write(("engine: no script and no command '%s'%s\n"):format(
-    name, nearest.choices(name, help.commands, "commands")))
+    show.cut(show.shown(name), 100), nearest.choices(name, help.commands, "commands")))
   return 1
 end
 

@@ -64,9 +64,11 @@ local function plain_word(word, given, spec)
   end
 end
 
---- The values of a command line: { words = { ... }, name = value, policies = { ... } }.
+--- The values of a command line: { words = { ... }, name = value, policies = { ... }, line = all of
+--- it }.
 function M.parse(words, spec)
-  local given, known = { words = {}, policies = spec.policies and {} or nil }, spec.options or {}
+  local given = { words = {}, policies = spec.policies and {} or nil, line = words }
+  local known = spec.options or {}
   for name, kind in pairs(known) do
     if kind == "texts" then given[name] = {} end
   end
@@ -96,7 +98,7 @@ function M.parse(words, spec)
   return given
 end
 
---- A command that cli.run can start: { doc, help, main }. An error becomes one line and the exit
+--- A command that cli.run can start: { doc, help, main }. An error prints one line and exits with
 --- code 1.
 function M.command(spec)
   return { doc = spec.doc, help = spec.help, main = function(...)
@@ -110,17 +112,30 @@ function M.command(spec)
   end }
 end
 
+--- Writes what a command left out, a line each, to stderr.
+function M.note(command, notes)
+  for _, note in ipairs(notes) do
+    io.stderr:write(("engine %s: %s\n"):format(command, require("engine.base.show").shown(note)))
+  end
+end
+
 --- A command on one run: spec.main is called with the given options, the history and the run's
---- path.
+--- path. spec.empty: it also takes runs without steps. spec.several: it also takes several runs,
+--- and is then called with the given options and compare.open's list.
 function M.run_command(spec)
   local main = spec.main
   spec.main = function(given)
-    if #given.words ~= 1 then
-      fail("expected one run, got %d; see engine help %s", #given.words, spec.name)
+    if spec.several and #given.words > 1 then
+      return spec.several(given, require("engine.run.compare").open(given.words))
+    elseif #given.words ~= 1 then
+      fail("expected one run%s, got %d; see engine help %s", spec.several and " or several" or "",
+        #given.words, spec.name)
     end
     local path = require("engine.run.runs").find(given.words[1])
     local history = require("engine.run.history").open(path)
-    if #history:query("SELECT 1 FROM steps LIMIT 1") == 0 then fail("%s has no steps", path) end
+    if not spec.empty and #history:query("SELECT 1 FROM steps LIMIT 1") == 0 then
+      fail("%s has no steps", path)
+    end
     return main(given, history, path)
   end
   return M.command(spec)

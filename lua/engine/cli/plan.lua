@@ -11,8 +11,8 @@ usage: engine plan SCRIPT [ranks=1024] [alpha=S] [beta=S] [step=S] [comm_dtype=F
                    [zero=0|1|2] [bucket=MIB] [measure=N,N,...] [name=value ...]
 
 Predicts what the script's training would cost on 1 to `ranks` ranks: the memory of each rank, the
-share of a step spent on messages, and the time of the overflow record. The script runs up to its
-trainer, of which a few steps are timed. Other settings go to the script.
+share of a step spent on messages, and the time of the overflow record. The script runs until
+its trainer exists, and a few steps of the trainer are timed. Other settings go to the script.
 
   engine plan examples/gpt.lua ranks=1024 alpha=2e-6 beta=1/25e9   # messages of 2 us, 25 GB/s
   engine plan examples/gpt.lua zero=2 measure=1,2,4                # beside jobs measured here
@@ -59,7 +59,8 @@ end
 local function smaller_bucket(job, params, options, ranks)
   local plan = require "engine.dist.plan"
   local function with(bucket, zero)
-    local o = { bucket = bucket, comm_dtype = options.comm_dtype, zero = zero or options.zero }
+    local o = { bucket = bucket, comm_dtype = options.comm_dtype, zero = zero or options.zero,
+      whole = options.whole }
     local other = setmetatable({ zero = o.zero or 0,
       sizes = function(n) return plan.sizes(params, o, -1, n) end }, { __index = job })
     return plan.predict(other, { alpha = 0, beta = 0 }, ranks)
@@ -82,8 +83,6 @@ local function smaller_bucket(job, params, options, ranks)
     best.sent.messages / now.sent.messages)
 end
 
-local function padded(n, to) return math.ceil(n / to) * to end
-
 -- The job for plan.predict, from this process's trainer.
 local function job_of(trainer, options, records, wanted, measured, step)
   local M_ffi, plan = require "engine.base.ffi", require "engine.dist.plan"
@@ -92,14 +91,14 @@ local function job_of(trainer, options, records, wanted, measured, step)
     histogram = records, accumulate = trainer.accumulate,
     comm_dtype = options.comm_dtype or "own", zero = options.zero or 0,
     model = tostring(trainer.model._class), step = step }
-  local bytes, moments = M_ffi.new("int64_t[4]"), ({ sgd = 0, lion = 1 })[optimizer.name] or 2
+  local bytes = M_ffi.new("int64_t[4]")
+  options.whole = optimizer.whole
   C.eng_params_bytes(bytes, optimizer.params)
   job.weight_bytes, job.gradient_bytes = tonumber(bytes[0] + bytes[1] + bytes[3]),
     tonumber(bytes[2])
-  for _, p in ipairs(list) do
+  for i, p in ipairs(list) do
     job.parameters = job.parameters + p.tensor.count
-    job.moment_bytes = job.moment_bytes + moments *
-      padded(p.tensor.count * (trainer.precision.moments == "bf16" and 2 or 4), 64)
+    job.moment_bytes = job.moment_bytes + optimizer.state:bytes(i, p.tensor.count)
   end
   -- ZeRO-2: the operations of a step determine which gradients exist at the same time.
   if job.zero == 2 then
@@ -120,17 +119,14 @@ local function job_of(trainer, options, records, wanted, measured, step)
 end
 
 local function counts_of(texts)
-  local counts = {}
+  local counts, wrong = {}, #texts == 0
   for i, text in ipairs(texts) do
-    local n = tonumber(text)
-    if not n or n < 1 or n > 64 or n % 1 ~= 0 then
-      error(("expected measure to be numbers of ranks from 1 to 64, such as 1,2,4, got '%s'")
-        :format(table.concat(texts, ",")), 0)
-    end
-    counts[i] = n
+    local n = tonumber(text) or 0
+    counts[i], wrong = n, wrong or n < 1 or n > 64 or n % 1 ~= 0
   end
-  if #counts == 0 then
-    error("expected measure to be numbers of ranks, such as 1,2,4, got none", 0)
+  if wrong then
+    error(("measure: expected a list of rank counts from 1 to 64, such as 1,2,4, got '%s'")
+      :format(table.concat(texts, ",")), 0)
   end
   return counts
 end
@@ -237,7 +233,7 @@ local function table_of(job, cost, source, given)
     x[i], y[i] = math.log(ranks) / math.log(2), 100 * p.efficiency
   end
   if job.zero > 0 then
-    print("\nmessages: those of gradients. not hidden: also counts the updated weights, which " ..
+    print("\nmessages: only those of gradients. not hidden: also the updated weights, which " ..
       "are sent after the update")
   end
   if job.advice then print((job.zero > 0 and "" or "\n") .. job.advice) end

@@ -111,6 +111,7 @@ local FACTS = { "waited", "held", "record", "weights", "messages", "bytes", "wei
 --- Makes steps as one rank of a job, or as a single process, and prints the measurements.
 function M.rank(script, settings, given)
   local trainer, options = M.trainer(script, settings, given)
+  options.whole = trainer.optimizer.whole
   local ranks, facts, times, seen = require "engine.dist.ranks", ffi.new("eng_parallel_facts"), {},
     {}
   for step = 1, STEPS do
@@ -131,6 +132,7 @@ function M.rank(script, settings, given)
     parts[#parts + 1] = ("%s=%.9g"):format(name, seen[name] and median(seen[name]) or 0)
   end
   local memory = require("engine").memory()
+  memory.optimizer.peak = memory.optimizer.peak + trainer.optimizer.state.kept
   for _, name in ipairs(ARENAS) do
     parts[#parts + 1] = ("memory_%s=%d"):format(name, memory[name].peak)
   end
@@ -184,7 +186,7 @@ function M.alone(n, script, settings, given)
   return read_ranks(output(table.concat(all, " ") .. " wait"), n, 1)
 end
 
---- The measurements of the ranks of a job of n.
+--- The measurements of each rank in a job of n ranks.
 function M.job(n, script, settings, given)
   return read_ranks(output(("%s %s 2>&1"):format(mpirun(n), rank_command(script, settings, given))),
     n, n)

@@ -1,14 +1,15 @@
--- engine plot RUN [--columns loss,scale] [--svg FILE] [--png FILE] [--heatmap exponent|time]
--- [--from N] [--to N] ...
+-- engine plot RUN... [--columns loss,scale] [--group SETTING] [--svg FILE] [--png FILE]
+-- [--heatmap exponent|time] [--from N] [--to N] ...
 local options = require "engine.cli.options"
 
 local help = [==[
-usage: engine plot RUN [--columns NAME,NAME...] [--from STEP] [--to STEP] [--log | --linear]
-                   [--svg FILE] [--png FILE] [--heatmap exponent|time] [--width N] [--height N]
+usage: engine plot RUN... [--columns NAME,NAME...] [--group SETTING] [--from STEP] [--to STEP]
+                   [--log | --linear] [--svg FILE] [--png FILE] [--heatmap exponent|time]
+                   [--width N] [--height N]
 
-Draws a run in the terminal or into a file; a million steps take no longer than a thousand. RUN is
-a name under runs/ or a directory. Each column of dots spans the values of its steps; x marks
-overflows.
+Draws runs in the terminal or into a file; a million steps take no longer than a thousand. RUN is
+a name under runs/ or a directory. Each column of dots spans the values of its steps; marks below a
+curve are named under it. --width counts characters; of --svg and --png, pixels.
 
   engine plot a                                   loss and loss scale
   engine plot a --columns amax,stored,underflow   other numbers, named below
@@ -16,54 +17,62 @@ overflows.
   engine plot a --svg a.svg                       a picture for pages; --png a.png needs gnuplot
   engine plot a --heatmap exponent                layers by exponent: which are near the ends
   engine plot a --heatmap time                    the largest gradient of each layer over the steps
+  engine plot a b c --columns loss                a curve for each run
+  engine plot runs/*-seed? --group policy         the mean and spread of the runs of each policy
+
+Several runs are labelled with the settings that tell them apart. A run that lacks a number is left
+out of that picture, and a line on stderr names it. --group takes any setting (policy, lr, seed
+...): a line is the mean of the runs with the same value, its band is one standard deviation on
+either side, and both are drawn where all of these runs have a value. On a logarithmic axis, mean
+and deviation are those of the logarithms.
 
 columns: loss scale lr amax stored norm underflow zeros next_scale norm_ref inf nan clip lr_mul
 tokens elapsed. amax is the largest true gradient; stored is amax times the loss scale, as the
 format holds it; underflow and zeros are shares of all gradients. signals.NAME is what the script
-published with engine.signal("NAME", ...).]==]
+published with engine.signal("NAME", ...), log.NAME what the policy logged, scales.LAYER a layer's
+own loss scale (scales.blocks.1) at the steps with statistics per tensor.]==]
 
-local function main(given, history, path)
-  local curves, views = require "engine.run.curves", require "engine.report.views"
-  local sizes = { from = given.from, to = given.to, width = given.width, height = given.height }
+local function sizes_of(given)
+  local sizes = { from = given.from, to = given.to, width = given.width, height = given.height,
+    svg = given.svg, png = given.png, group = given.group }
+  if given.log then sizes.log = true elseif given.linear then sizes.log = false end
+  return sizes, given.columns or { "loss", "scale" }
+end
+
+local function say(text)
+  text = tostring(text)
+  if text ~= "" then print(text) end
+  return 0
+end
+
+local function main(given, history)
+  local views = require "engine.report.views"
+  if given.group then
+    options.fail("--group draws several runs; to draw one, leave it out")
+  end
   if given.heatmap then
     if given.svg or given.png then
       options.fail("--heatmap draws in the terminal; engine report draws heat maps into a page")
     end
-    print(views.heatmap(history, { by = given.heatmap, from = given.from, to = given.to,
+    return say(views.heatmap(history, { by = given.heatmap, from = given.from, to = given.to,
       width = given.width }))
-    return 0
   end
-  local names = given.columns or { "loss", "scale" }
-  for _, name in ipairs(names) do curves.metric(name) end
-  if given.log then sizes.log = true elseif given.linear then sizes.log = false end
-  if not given.svg and not given.png then
-    print(views.plot(history, names, sizes))
-    return 0
-  end
-  local title = path:gsub("/history%.db$", ""):match("([^/]+)/*$")
-  local c = curves.read(history, names, { from = given.from, to = given.to, points = 600 })
-  if #c.x == 0 then options.fail("the run has none of these steps") end
-  if given.svg then
-    local chart, panels = require "engine.report.chart", {}
-    for i, name in ipairs(names) do
-      local metric = curves.metric(name)
-      panels[i] = { title = metric.title, c = c, series = { { column = name, colour = 1 } },
-        log = curves.log_of(metric, sizes.log),
-        marks = curves.marks(c), height = given.height or 150, hold = name == "scale" }
-    end
-    require("engine.base.file").write(given.svg, chart.file(title, panels))
-    print(given.svg)
-  end
-  if given.png then
-    require("engine.report.gnuplot").png(given.png, title, c, names, sizes)
-    print(given.png)
-  end
-  return 0
+  local sizes, names = sizes_of(given)
+  return say(views.plot(history, names, sizes))
+end
+
+local function several(given, list)
+  if given.heatmap then options.fail("--heatmap draws one run, got %d", #list) end
+  local sizes, names = sizes_of(given)
+  local text, notes = require("engine.report.views").compare(list, names, sizes)
+  options.note("plot", notes)
+  return say(text)
 end
 
 return options.run_command {
-  name = "plot", doc = "curves of a run, in the terminal, as SVG or PNG", help = help, main = main,
-  options = { columns = "list", svg = "text", png = "text", heatmap = "text", from = "number",
-    to = "number",
-    width = "number", height = "number", log = "switch", linear = "switch" },
+  name = "plot", doc = "curves of runs, in the terminal, as SVG or PNG", help = help, main = main,
+  several = several,
+  options = { columns = "list", group = "text", svg = "text", png = "text", heatmap = "text",
+    from = "number", to = "number", width = "number", height = "number", log = "switch",
+    linear = "switch" },
 }

@@ -23,7 +23,7 @@ policies/README.md explains how to write one. Name your own file by its path: po
         rows[i] = { "  " .. name, (policy.load(name, nil, kind).doc:gsub("%s+", " ")) }
       end
       print((kind == "fp8" and "\nfor FP8 layers:\n" or "for the loss scale:\n") ..
-        show.table(rows, { true, true }))
+        show.table(rows, true))
     end
     print("\nnext: engine replay RUN --policy NAME shows what one would have done; policy=NAME " ..
       "trains with it")

@@ -2,8 +2,9 @@
 -- is the last result, an unfinished entry continues on the next line, Tab completes globals and
 -- fields, Ctrl-C drops the line or stops the running entry, Ctrl-D leaves. A `local` at the start
 -- of an entry becomes global, so that lines pasted from a script keep working on the next line.
--- `bits` shows a number in every format; after a run `history` is the history of that run. Lines
--- are saved in ~/.engine_history. Called by main.c; reads lines through engine.host.
+-- `bits` shows a number in every format; `runs` lists the runs, and open "NAME" is the history of
+-- one; after a run `history` is the history of that run. Lines are saved in ~/.engine_history.
+-- Called by main.c; reads lines through engine.host.
 local host = require "engine.host"
 
 local repl = {}
@@ -66,10 +67,10 @@ end
 
 local function shown(text) return require("engine.base.show").shown(text, true) end
 
--- The same, but the colours of a heat map stay.
+-- The same, but the colours of heat maps and curves stay.
 local function coloured(text)
   return (text:gsub("([^\27]*)(\27?%[?[%d;]*m?)", function(before, colour)
-    local good = colour == "\27[0m" or colour:find("^\27%[48;5;[%d;]+m$")
+    local good = colour == "\27[0m" or colour:find("^\27%[[34]8;5;[%d;]+m$")
     return shown(good and before or before .. colour) .. (good and colour or "")
   end))
 end
@@ -93,9 +94,8 @@ end
 
 -- ------------------------------------------------------------------ completion
 
-local keywords = { "and", "break", "do", "else", "elseif", "end", "false", "for", "function",
-  "goto", "if", "in", "local",
-                   "nil", "not", "or", "repeat", "return", "then", "true", "until", "while" }
+local keywords = "and break do else elseif end false for function goto if in local nil not or " ..
+  "repeat return then true until while"
 
 local function each_key(t, visit)
   for key, field in next, t do
@@ -156,20 +156,15 @@ local function common_prefix(names)
   return prefix
 end
 
-local function columns_text(list)
-  local width, names = 0, {}
-  for i, name in ipairs(list) do names[i] = shown(name) end
-  for _, name in ipairs(names) do width = math.max(width, #name + 2) end
+local function columns_text(names)
+  local width, rows = 0, {}
+  for _, name in ipairs(names) do width = math.max(width, #shown(name) + 2) end
   local per_line = math.max(1, math.floor(78 / width))
-  local lines = {}
-  for i = 1, #names, per_line do
-    local cells = {}
-    for j = i, math.min(#names, i + per_line - 1) do
-      cells[#cells + 1] = names[j] .. (" "):rep(width - #names[j])
-    end
-    lines[#lines + 1] = (table.concat(cells):gsub("%s+$", ""))
+  for i, name in ipairs(names) do
+    if (i - 1) % per_line == 0 then rows[#rows + 1] = {} end
+    table.insert(rows[#rows], name)
   end
-  return table.concat(lines, "\n")
+  return require("engine.base.show").table(rows, true)
 end
 
 -- The names in a folder that begin with `start`; folders end with a slash.
@@ -193,7 +188,8 @@ local function offered(names, start)
   return nil, columns_text(names)
 end
 
--- The beginning of the string literal that is still open at the end of a line, or nil.
+-- The beginning of the string literal that is still open at the end of a line, and what is before
+-- it; or nil.
 local function open_text(line)
   local quote, from
   local i = 1
@@ -205,14 +201,35 @@ local function open_text(line)
     elseif c == "'" or c == '"' then quote, from = c, i + 1 end
     i = i + 1
   end
-  return quote and line:sub(from) or nil
+  if quote then return line:sub(from), line:sub(1, from - 2) end
 end
 
--- The text that Tab inserts after `before`, and the candidates to list: names, or files inside
--- quotes.
+-- The names that the string literal after `code` may be: columns in h:plot(", runs in open "; or
+-- nil.
+local function names_after(code)
+  if code:find("^%s*open[%s%(]*$") or code:find("[^%w_.:]open[%s%(]*$") then
+    return require("engine.base.file").names "runs" or {}
+  end
+  local h = code:match("([%a_][%w_.]*):plot[^=:]*$")
+  h = h and resolve(h)
+  if type(h) ~= "table" or not pcall(index, h, "handle") or not h.handle then return nil end
+  local good, columns = pcall(require("engine.run.curves").columns, h)
+  return good and columns or nil
+end
+
+-- The text that Tab inserts after `before`, and the candidates to list: names, or inside quotes
+-- columns, runs or files.
 function repl.complete(before)
-  local inside = open_text(before)
+  local inside, code = open_text(before)
   if inside then
+    local names = names_after(code)
+    if names then
+      local list = {}
+      for _, name in ipairs(names) do
+        if name:sub(1, #inside) == inside then list[#list + 1] = name end
+      end
+      return offered(list, inside)
+    end
     local folder, start = inside:match("^(.*/)([^/]*)$")
     if not folder then folder, start = "", inside end
     return offered(paths(folder, start), start)
@@ -232,7 +249,7 @@ function repl.complete(before)
   end
   each_name(holder, visit)
   if separator == "" then
-    for _, word in ipairs(keywords) do visit(word) end
+    for word in keywords:gmatch("%a+") do visit(word) end
   end
   return offered(names, start)
 end
@@ -293,19 +310,32 @@ end
 
 -- Words that people try. A global of the same name hides them.
 local words = {
-  help = "Any Lua runs here; an expression prints its value, `_` is the last one. Tab " ..
-  "completes: engine. <Tab>, tensor: <Tab>.\n" ..
-  "Ctrl-C drops the line or stops the entry, Ctrl-D leaves. lua/README.md lists the parts.\n" ..
+  help = "Any Lua runs here. An expression prints its value; `_` holds the last value printed.\n" ..
+  "Tab completes: engine. <Tab>, tensor: <Tab>.\n" ..
+  "Ctrl-C clears the line or stops what runs, Ctrl-D leaves. lua/README.md lists the parts.\n" ..
   "help 'matmul' explains a name; bits(0.1) shows a number in every format;\n" ..
-  "h = engine.history.open 'runs/NAME' reads a run: h:plot 'loss', h:why(812), h:heatmap().",
+  "`runs` prints the runs; h = open 'NAME' opens one: h:plot 'loss', h:why(812), h:heatmap().",
   exit = false, quit = false,
 }
 
--- Sets the globals `bits` and `history`, unless the script has its own.
+-- Globals of the REPL. runs prints as the table of `engine runs`, runs "FOLDER" as that of a
+-- folder, runs[1].loss is a number of the first run.
+local function listed(dir) return require("engine.cli.runs").list(dir) end
+local provided = {
+  bits = function(x) return package.loaded["engine"].bits(x) end,
+  open = function(name)
+    return require("engine.run.history").open(require("engine.run.runs").find(name))
+  end,
+  runs = setmetatable({}, { __tostring = function() return tostring(listed()) end,
+    __call = function(_, dir) return listed(dir) end,
+    __index = function(_, i) return type(i) == "number" and listed()[i] or nil end }),
+}
+
+-- Sets the globals above and `history`, unless the script has its own.
 local function provide()
   local engine = package.loaded["engine"]
-  if engine and rawget(_G, "bits") == nil then
-    rawset(_G, "bits", function(x) return engine.bits(x) end)
+  for name, value in pairs(engine and provided or {}) do
+    if rawget(_G, name) == nil then rawset(_G, name, value) end
   end
   local files = package.loaded["engine.run.run"]
   local path = files and files.latest

@@ -1,9 +1,12 @@
 -- engine replay TRACE --policy FILE [name=value ...] [--policy FILE ...] [--json]
+local counterfactual = require "engine.run.counterfactual"
 local options = require "engine.cli.options"
 local show = require "engine.base.show"
 
 local help = [==[
 usage: engine replay TRACE --policy FILE [name=value ...] [--policy FILE ...] [--json]
+       engine replay RUN --policy FILE [name=value ...] --verify [--steps N] [--from STEP]
+                     [--tolerance X] [--script FILE] [--keep FOLDER] [--json]
 
 Shows what these policies would have done. TRACE is a run, by its name or directory, or a string of
 verdicts: . is a good step, x an overflow, and a number repeats what follows it, as in "4. x 2. 3x".
@@ -11,16 +14,18 @@ verdicts: . is a good step, x an overflow, and a number repeats what follows it,
   engine replay "4. x 2. 3x" --policy dynamic init_scale=256 growth_interval=2
   engine replay runs/a --policy dynamic --policy deepspeed hysteresis=1 --policy ds_config.json
   engine replay runs/a policies/*.lua
+  engine replay runs/a --policy megatron --verify --steps 200
 
 FILE is a policy file, the name of a policy that comes with the engine (engine policies lists them),
 or a DeepSpeed JSON. name=value sets an option of the policy before it.
 
-On a run, each step's largest gradient and exponent histogram show whether another scale would have
-overflowed or underflowed. A verdict is exact where they determine the outcome, and bound where they
-only bound it and the rest is estimated (lua/engine/run/trace.lua explains how). The gradients are
-those of the recorded run, also after steps that the replayed policy would have skipped.
+On a run, each policy meets the overflows of its own scale, computed from the step's largest fp16
+gradient and its exponent histogram. A verdict is exact as long as these determine all verdicts so
+far, and these made the run's own updates. From then on it is a bound, because the recorded
+gradients may no longer be the policy's: "at least 1, about 3" skipped steps means that 1 is certain
+and 3 is the estimate (lua/engine/run/counterfactual.lua has the rules).
 
-  skipped      steps without an update
+  skipped      steps without an update, and their share
   underflow    share of the nonzero gradients that lose bits or vanish
   mass lost    share of the gradients' sum of magnitudes that underflow takes
   log2 scale   mean over the steps
@@ -29,8 +34,36 @@ those of the recorded run, also after steps that the replayed policy would have 
 
 --json prints {"policies":[{"name","file","options","scales","actions","skipped","stopped_at",
 "reason"}]}: scales and actions after each step; stopped_at counts steps from 1, as log=json does.
-On a run it adds "verdicts" (exact or bound), "underflow", "mass_lost", "mean_log2_scale" and
-"recover".]==]
+On a run it adds "verdicts" (exact or bound), "skipped_at_least", "bound_from" (a step, from 0),
+"bound_why", "underflow", "mass_lost", "mean_log2_scale" and "recover".
+
+--verify runs the script live under the policy, and shows step by step where the replay and the live
+run differ. The live run begins at the newest checkpoint before the first verdict that is a bound or
+differs from the run's, with the policy's state of the replay; without one, it begins at the start.
+It writes to a folder of its own; the recorded run is not touched.
+
+--steps N      steps to make, at most as many as are recorded (100)
+--from STEP    begin at the newest checkpoint up to this step
+--tolerance X  relative difference of loss, amax and norm that counts as none (0.01)
+--script FILE  the script, if it has moved or the history does not name it
+--keep FOLDER  keep the live run, in FOLDER/run
+
+The exit status is 0 if the replay and the live run agree, 2 if they differ, 130 after Ctrl-C (which
+compares the steps made so far), and 1 after an error.]==]
+
+-- Raises unless the options of --verify make sense.
+local function check_verify(given)
+  for _, name in ipairs { "from", "steps", "tolerance", "script", "keep" } do
+    local value = given[name]
+    if value and not given.verify then options.fail("--%s works with --verify only", name) end
+    local least = name == "steps" and 1 or 0
+    if type(value) == "number" and not (value >= least and value < math.huge
+      and (name == "tolerance" or value % 1 == 0)) then
+      options.fail("--%s: expected a %s of %d or more, got %g", name, name == "tolerance"
+        and "number" or "whole number", least, value)
+    end
+  end
+end
 
 local function main(given)
   local traces = given.words
@@ -41,6 +74,8 @@ local function main(given)
     options.fail("expected one trace, got '%s' and '%s'", traces[1], traces[2])
   end
   if #given.policies == 0 then options.fail("expected --policy FILE") end
+  check_verify(given)
+  if given.verify then return require("engine.cli.replay_verify").main(given) end
   local replay = require "engine.run.replay"
   local trace = replay.trace(traces[1])
   local results = {}
@@ -54,6 +89,8 @@ local function main(given)
     if not r.marks and r.steps <= 500 then
       show.print(("%s: %s"):format(r.name, replay.runs_of(r.scales)))
     end
+    local bounds = r.certainty and counterfactual.why_text(r.certainty)
+    if bounds then show.print(("%s: %s"):format(r.name, bounds)) end
     if r.stopped_at then
       show.print(("%s stops at step %d: %s"):format(r.name, r.stopped_at, r.reason))
     end
@@ -67,5 +104,6 @@ end
 return options.command {
   name = "replay", doc = "what policies would have done on a recorded run or a string of verdicts",
   help = help,
-  options = { json = "switch" }, policies = true, main = main,
+  options = { json = "switch", verify = "switch", from = "number", steps = "number",
+    tolerance = "number", script = "text", keep = "text" }, policies = true, main = main,
 }

@@ -1,27 +1,43 @@
--- engine report RUN [-o FILE]
+-- engine report RUN... [-o FILE]
 local options = require "engine.cli.options"
 
 local help = [==[
-usage: engine report RUN [-o FILE.html]
+usage: engine report RUN... [-o FILE.html]
 
 Writes one self-contained HTML page about a run, to open, mail or keep: loss and loss scale with
 every overflow and policy change, the scales of the shadows, heat maps of the layers over steps and
 over the exponents of the format, where overflows begin, events, settings and policy sources.
-Pointing at a curve shows its values; the colours follow the reader's system, light or dark.
-A run in progress is reported up to its last step.
+Pointing at a curve shows its values; the colours follow the reader's system, light or dark, and
+the page fits a telephone. A run in progress is reported up to its last step, and one without steps
+by its ending and settings.
+
+Of several runs it writes a page that compares them: the settings that differ, steps, losses,
+skipped steps, overflows, how each ended, and the curves of loss and loss scale over each other. It
+links to the runs' own pages that exist.
 
   engine report a                 writes runs/a/report.html
   engine report a -o a.html
-  engine report a -o - > a.html]==]
+  engine report a -o - > a.html
+  engine report a b c             writes comparison.html]==]
+
+local function write(target, text)
+  require("engine.base.file").write(target, text)
+  if target ~= "-" then print(target) end
+  return 0
+end
 
 return options.run_command {
-  name = "report", doc = "one HTML page about a run, with hover values", help = help,
-  options = { output = "text" }, short = { o = "output" },
+  name = "report", doc = "one HTML page about a run, or comparing several", help = help,
+  options = { output = "text" }, short = { o = "output" }, empty = true,
   main = function(given, history, path)
     local text = require("engine.report.report").html(history, path)
-    local target = given.output or ((path:match("^(.*)/[^/]*%.db$") or path) .. "/report.html")
-    require("engine.base.file").write(target, text)
-    if target ~= "-" then print(target) end
-    return 0
+    return write(given.output or (path:match("^(.*)/[^/]*%.db$") or path) .. "/report.html", text)
+  end,
+  several = function(given, list)
+    local target = given.output or "comparison.html"
+    local text, notes = require("engine.report.report_compare").html(list,
+      target:match("^(.*/)[^/]*$") or ".")
+    options.note("report", notes)
+    return write(target, text)
   end,
 }

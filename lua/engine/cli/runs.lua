@@ -42,24 +42,13 @@ local function row_of(run)
   end
   return { run.name, show.grouped(run.rows), loss_text(run.loss), show.scale(run.scale),
     ("%s (%s)"):format(show.grouped(run.skipped), show.percent(run.skipped, run.rows)), run.policy
-    or "-", precision, began,
-    show.duration(run.seconds), ended_text(run) }
+    or "-", precision, began, show.duration(run.seconds), ended_text(run) }
 end
 
-local function main(given)
-  if #given.words > 1 then options.fail("expected one folder, got %d", #given.words) end
-  local dir = given.words[1] or "runs"
-  if given.words[1] and not require("engine.base.file").is_folder(dir) then
-    options.fail("there is no folder %s", dir)
-  end
-  local list = require("engine.run.runs").list(dir)
-  if given.json then
-    for _, run in ipairs(list) do print(require("engine.base.json").encode(run)) end
-    return 0
-  end
+-- The runs of a folder (runs.list) as a text.
+local function table_of(list, dir)
   if #list == 0 then
-    show.print(("no runs in %s/; a script makes one with run=NAME"):format(dir))
-    return 0
+    return show.shown(("no runs in %s/; a script makes one with run=NAME"):format(dir))
   end
   local rows, several = { { unpack(HEAD) } }, false
   for i, run in ipairs(list) do
@@ -74,12 +63,34 @@ local function main(given)
       table.insert(rows[i + 1], #HEAD, job or "1 rank")
     end
   end
-  print(show.table(rows, LEFT))
+  return show.table(rows, LEFT)
+end
+
+local function main(given)
+  if #given.words > 1 then options.fail("expected one folder, got %d", #given.words) end
+  local dir = given.words[1] or "runs"
+  if given.words[1] and not require("engine.base.file").is_folder(dir) then
+    options.fail("there is no folder %s", dir)
+  end
+  local list = require("engine.run.runs").list(dir)
+  if given.json then
+    for _, run in ipairs(list) do print(require("engine.base.json").encode(run)) end
+    return 0
+  end
+  print(table_of(list, dir))
   return 0
 end
 
-return options.command {
+local command = options.command {
   name = "runs", doc = "the runs under runs/: steps, loss, scale, skipped, policy, how each ended",
-  help = help,
-  options = { json = "switch" }, main = main,
+  help = help, options = { json = "switch" }, main = main,
 }
+
+--- The runs of a folder (default "runs"), newest last: runs.list, which prints as this table.
+function command.list(dir)
+  dir = dir or "runs"
+  local list = require("engine.run.runs").list(dir)
+  return setmetatable(list, { __tostring = function() return table_of(list, dir) end })
+end
+
+return command

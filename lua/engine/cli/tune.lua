@@ -1,7 +1,6 @@
 -- engine tune RUN... --policy FILE [name=value ...] --over name=from..to [--over ...] [--objective
 -- NAME] [--json]
 local json = require "engine.base.json"
-local nearest = require "engine.base.nearest"
 local options = require "engine.cli.options"
 local show = require "engine.base.show"
 
@@ -11,17 +10,17 @@ usage: engine tune RUN... --policy FILE [name=value ...] --over name=from..to [-
 
 Searches a policy's options on recorded runs: replays the runs with each setting and names the
 setting that loses least. It tries a grid over the ranges, then three finer grids around the best
-point. Positive ranges are spaced logarithmically, and by powers of two if both ends are such. The
-search is deterministic.
+point. Positive ranges are spaced logarithmically, or by powers of two if both ends are powers of
+two. The search is deterministic.
 
   engine tune runs/a runs/b --policy dynamic --over growth_interval=100..5000
   engine tune runs/a --policy deepspeed --over scale_window=50..2000 hysteresis=1,2,4
 
---over      name=from..to, or name=a,b,c for single values; ranges may follow as plain words
+--over      name=from..to, or name=a,b,c for single values; more ranges may follow it
 --objective elements  gradient elements lost: all of a step without an update, otherwise those that
                       lose bits or vanish (the default)
             mass      the same for the gradients' sum of magnitudes
-            skipped   steps without an update; the only one for strings of verdicts
+            skipped   steps without an update; the only objective for strings of verdicts
 
 The gradients are those of the recorded runs. The effect of a setting on the training itself needs a
 new run to measure.]==]
@@ -30,16 +29,10 @@ local function percent(x)
   return x == math.huge and "refused" or x == 0 and "0 %" or ("%.3g %%"):format(100 * x)
 end
 
-local function row_json(row)
-  local parts = {}
-  for i, name in ipairs(nearest.keys(row.options)) do
-    parts[i] = json.encode(name) .. ":" .. json.encode(row.options[name])
-  end
-  local form = '{"options":{%s},"cost":%s,"skipped":%d,"steps":%d,"underflow":%s,"mass_lost":%s}'
-  return form:format(
-    table.concat(parts, ","), row.cost == math.huge and "null" or json.encode(row.cost),
-    row.skipped, row.steps,
-    json.encode(row.underflow), json.encode(row.mass_lost))
+local function row_data(row)
+  return { options = next(row.options) and row.options or json.no_fields,
+    cost = row.cost ~= math.huge and row.cost or json.null, skipped = row.skipped,
+    steps = row.steps, underflow = row.underflow, mass_lost = row.mass_lost }
 end
 
 local SHOWN = 8
@@ -53,11 +46,10 @@ local function print_result(result, source)
   local lines = {}
   for i, row in ipairs(shown) do
     lines[i] = { "", row.text == "" and "the policy's own" or row.text,
-      "lost " .. percent(row.cost),
-      ("skipped %d of %d"):format(row.skipped, row.steps),
+      "lost " .. percent(row.cost), ("skipped %d of %d"):format(row.skipped, row.steps),
       ("underflow %s%s"):format(percent(row.underflow), row.stopped and "  (stops)" or "") }
   end
-  print(show.table(lines, { true, true, true, true, true }))
+  print(show.table(lines, true))
   print(("%d settings tried"):format(result.evaluations))
   for _, row in ipairs(result.rows) do ties = ties + (row.cost == best.cost and 1 or 0) end
   if best == result.default then
@@ -65,8 +57,8 @@ local function print_result(result, source)
       (ties > 1 and ("; %d cost the same"):format(ties - 1) or ""))
   else
     if ties > 1 then
-      print(("%d of the %d settings tried cost the same; this is the first one tried"):format(ties,
-        #result.rows))
+      print(("%d of the %d settings tried cost the same; the best is the first of these"):format(
+        ties, #result.rows))
     end
     show.print(("best: policy=%s:%s"):format(source, best.text))
   end
@@ -80,14 +72,12 @@ local function main(given)
   if #given.over == 0 then options.fail("expected --over name=from..to") end
   local policy = given.policies[1]
   local result = require("engine.run.tune") { runs = given.words, policy = policy.source,
-    options = policy.options,
-    over = given.over, objective = given.objective }
+    options = policy.options, over = given.over, objective = given.objective }
   if given.json then
     local rows = {}
-    for i, row in ipairs(result.rows) do rows[i] = row_json(row) end
-    print(('{"objective":%s,"evaluations":%d,"best":%s,"default":%s,"rows":[%s]}'):format(
-      json.encode(result.objective),
-      result.evaluations, row_json(result.best), row_json(result.default), table.concat(rows, ",")))
+    for i, row in ipairs(result.rows) do rows[i] = row_data(row) end
+    print(json.plain { objective = result.objective, evaluations = result.evaluations,
+      best = row_data(result.best), default = row_data(result.default), rows = rows })
   else
     print_result(result, policy.source)
   end

@@ -1,0 +1,310 @@
+-- engine contest SCRIPT --policy A --policy B ... [seeds=5] [jobs=N] [threads=N] [name=NAME]
+-- [setting=value ...] [--csv FILE] [--latex FILE] [--svg FILE] [--png FILE] [--json]
+local config = require "engine.base.config"
+local files = require "engine.base.file"
+local options = require "engine.cli.options"
+local process = require "engine.base.process"
+local show = require "engine.base.show"
+
+local fail = options.fail
+
+local help = [==[
+usage: engine contest SCRIPT --policy A --policy B ... [seeds=5] [jobs=N] [threads=N]
+                      [name=contest] [setting=value ...]
+                      [--csv FILE] [--latex FILE] [--svg FILE] [--png FILE] [--json]
+
+Trains the script under each policy with the seeds 1 to `seeds`, and compares the policies: mean and
+standard deviation over the seeds, and differences from the first policy with the same seed, with
+95 % confidence intervals.
+
+  engine contest examples/gpt.lua --policy dynamic --policy max_value steps=200
+  engine contest train.lua --policy dynamic:growth_interval=500 --policy ./mine.lua seeds=10
+  engine contest train.lua --policy dynamic --policy pid name=first lr=1e-3 --svg first.svg
+  engine runs runs/contest             # its runs, with `engine plot`, `report` and so on
+
+Each run is a process, in runs/NAME/POLICY-SEED/. Ctrl-C ends them with a checkpoint; the same
+command continues, and repeats no run that has ended. More seeds or policies may be added to a
+contest; other settings need another name. A run that fails does not end the contest. If its error
+may be temporary (exit status 1, or a signal), the next start tries it again.
+
+The script needs the settings policy, seed and run (engine.config); with resume, interrupted runs
+continue instead of beginning again; with log, they print less.
+
+seeds     runs of each policy (5)
+jobs      runs at a time; by default the usable cores / threads, on a GPU 1
+threads   OpenMP threads of a run; by default all cores if there are fewer runs than cores. Part of
+          the contest: the number of threads changes the last digits of a run
+name      the contest's folder under runs/
+
+--csv     every run's numbers            --latex   the table for a paper (booktabs)
+--svg     loss and loss scale: mean over the seeds and a band of one standard deviation
+--png     the same through gnuplot       --json    the results as one JSON object
+FILE may be - for stdout, except with --png.
+
+  finished   runs that finished; the numbers are means over these
+  loss       mean over the last tenth of the steps, without inf and nan
+  held-out   the last evaluation of the script's trainer (`evaluate`), - without one
+  skipped    steps without an update
+  underflow  share of the gradients that are nonzero and below the smallest normal number
+  seconds    of training
+
+The exit status is 0 if every run finished, 1 if one failed.]==]
+
+-- The contest's own settings; the others go to the script.
+local OWN = { seeds = 5, jobs = config.optional "number", threads = config.optional "number",
+  name = "contest" }
+local RANGES = { count = "seeds jobs threads" }
+local NEEDED = { policy = "engine.trainer { policy = cfg.policy }",
+  seed = "engine.seed(cfg.seed)", run = "engine.trainer { run = cfg.run }" }
+
+local function parse(...)
+  local good, result = pcall(config.parse, ...)
+  if not good then fail("%s", (tostring(result):gsub("^config: ", ""))) end
+  return result
+end
+
+-- ------------------------------------------------------------------ the script
+
+-- What the script gives to engine.config: defaults, texts, ranges. Runs it up to there.
+local function settings_of(script, settings)
+  local engine = require "engine"
+  local chunk, problem = loadfile(script)
+  if not chunk then fail("%s", problem) end
+  local reached, found, show_before, arg_before = {}, nil, print, arg
+  local function stop(...)
+    found = { ... }
+    error(reached, 0)
+  end
+  arg = { [0] = script, unpack(settings) }
+  engine.config, engine.trainer = stop, function() error(reached, 0) end
+  _G.print = function() end
+  local good, why = pcall(chunk, unpack(settings))
+  arg, _G.print = arg_before, show_before
+  if not good and why ~= reached then fail("%s: %s", script, tostring(why)) end
+  if not found then
+    fail("%s has no settings; hint: local cfg = engine.config { policy = \"dynamic\", seed = 1, " ..
+      "run = \"\" }", script)
+  end
+  return unpack(found, 1, 3)
+end
+
+-- Raises if the script lacks a needed setting, or refuses one of the runs.
+local function check_script(contest)
+  local defaults, docs, kinds = settings_of(contest.script, contest.settings)
+  for _, name in ipairs { "policy", "seed", "run" } do
+    if type(defaults) ~= "table" or defaults[name] == nil then
+      fail("%s has no setting '%s', which a contest needs; hint: add it to engine.config { ... " ..
+        "} and use it: %s", contest.script, name, NEEDED[name])
+    end
+  end
+  local load = require("engine.policy.policy").load       -- adds the range `policy`
+  contest.resumes, contest.quiet = defaults.resume ~= nil, defaults.log ~= nil
+  local words = { "seed=1" }
+  for _, setting in ipairs(contest.settings) do
+    if defaults.device ~= nil or not setting:find("^device=") then words[#words + 1] = setting end
+  end
+  contest.sources = {}
+  for _, policy in ipairs(contest.policies) do
+    words[#contest.settings + 2] = nil
+    parse(defaults, { "policy=" .. policy, unpack(words) }, docs, kinds)
+    -- a script may have policies of its own names
+    local good, loaded = pcall(load, policy)
+    contest.sources[policy] = good and loaded.source or nil
+  end
+end
+
+-- ------------------------------------------------------------------ the command line
+
+local TAKEN = { policy = "--policy", seed = "seeds=", run = "name=", resume = "the same command",
+  log = "the files output in its folder" }
+
+local OUTPUTS = { "csv", "latex", "svg", "png" }
+
+local function read(given)
+  if #given.words ~= 1 then
+    fail(#given.words == 0 and "expected a script; see engine help contest"
+      or "expected one script, got '%s' and '%s'", unpack(given.words))
+  end
+  local script = given.words[1]
+  if not files.is_file(script) then fail("there is no script %s", script) end
+  if #given.policy == 0 then fail("expected --policy NAME, at least one") end
+  local own, settings, seen = {}, {}, {}
+  for _, word in ipairs(given.settings or {}) do
+    local name = word:match("^[^=]+")
+    if TAKEN[name] then
+      fail("'%s' is set by the contest for each run; use %s", name, TAKEN[name])
+    end
+    table.insert(OWN[name] ~= nil and own or settings, word)
+  end
+  for _, policy in ipairs(given.policy) do
+    if seen[policy] then fail("--policy %s is given twice", policy) end
+    seen[policy] = true
+  end
+  for _, name in ipairs(OUTPUTS) do
+    local problem = given[name] and given[name] ~= "-" and config.ranges.output.problem(given[name])
+    if problem then fail("--%s: %s", name, problem) end
+  end
+  if given.png then require("engine.report.gnuplot").need() end
+  table.sort(settings)
+  own = parse(OWN, own, nil, RANGES)
+  local problem = show.name_problem(own.name)
+  if problem then fail("the name %s: '%s'", problem, own.name) end
+  local text, why = files.read(script)
+  if not text then fail("cannot read %s", why) end
+  local contest = { path = require("engine.run.run").directory(own.name), script = script,
+    source = text, settings = settings, policies = given.policy, seeds = own.seeds,
+    threads = own.threads, jobs = own.jobs }
+  check_script(contest)
+  local cores = require("engine.base.ffi").C.eng_comm_threads()
+  contest.default_threads = math.max(1, math.floor(cores / (#contest.policies * own.seeds)))
+  contest = require("engine.run.contest").open(contest)
+  local card = table.concat(settings, " "):find("device=[ac]u")        -- auto, cuda
+  contest.jobs = contest.jobs or card and 1 or math.max(1, math.floor(cores / contest.threads))
+  return contest
+end
+
+-- ------------------------------------------------------------------ running
+
+local function quoted(word)
+  return word:find("[^%w_./=:,+-]") and "'" .. word:gsub("'", "'\\''") .. "'" or word
+end
+
+-- The command that continues the contest.
+local function again(words)
+  local first = 0
+  while arg and arg[first - 1] do first = first - 1 end
+  local parts = { quoted(arg and arg[first] or "engine"), "contest" }
+  for _, word in ipairs(words) do parts[#parts + 1] = quoted(word) end
+  return table.concat(parts, " ")
+end
+
+-- Lines about the runs on stderr, and a live line on a terminal.
+local function progress_of(contest, waiting)
+  local machine = require "engine.base.machine"
+  local bar = require("engine.run.progress").new { stream = io.stderr,
+    columns = machine.terminal(2) or false }
+  local began, ended, total = machine.clock(), 0, #waiting
+  local before = {}                    -- the share of a resumed run that was made earlier
+  local progress = require("engine.run.contest").progress
+  for _, run in ipairs(waiting) do before[run] = progress(run) end
+  local function left(running)
+    local made, todo = 0, 0
+    for _, run in ipairs(waiting) do
+      local share = run.ended_now and 1 or running[run] and progress(run) or before[run]
+      made, todo = made + math.max(0, share - before[run]), todo + 1 - share
+    end
+    return made > 0 and ", about " .. show.duration((machine.clock() - began) / made * todo) ..
+      " left" or ""
+  end
+  local self = {}
+  function bar.line(_, row) return row.text end
+  function self.note(text) bar:note(text) end
+  function self.live(running)
+    if not bar:columns() then return end
+    local parts = {}
+    for _, run in ipairs(waiting) do
+      if running[run] then
+        parts[#parts + 1] = ("%s seed %d %.0f %%"):format(run.policy, run.seed, 100 * progress(run))
+      end
+    end
+    bar:update { step = 0, text = ("%d of %d runs%s  %s"):format(ended, total, left(running),
+      table.concat(parts, ", ")) }
+  end
+  function self.ended(run, running)
+    ended, run.ended_now = ended + 1, true
+    bar:note(("%d of %d: %s%s"):format(ended, total, run.done
+      and ("%s seed %d: loss %.4f in %s"):format(run.policy, run.seed, run.loss or 0 / 0,
+        show.duration(run.seconds))
+      or ("%s seed %d: %s"):format(run.policy, run.seed, show.cut(run.why, 300)),
+      ended < total and left(running) or ""))
+  end
+  function self.finish()
+    if bar.on_line then io.stderr:write("\r\27[K") end
+  end
+  if total > 0 then
+    self.note(("%s: %s to make, %d at a time with %s each; %d of %d are done"):format(
+      contest.path, show.counted(total, "run"), math.min(contest.jobs, total),
+      show.counted(contest.threads, "thread"), #contest.runs - total, #contest.runs))
+  end
+  return self
+end
+
+local POLL, LIVE = 0.05, 1     -- seconds between looks, and between live lines
+
+-- Makes the runs that are missing; false if a signal ended it.
+local function make_runs(contest)
+  local C = require("engine.base.ffi").C
+  local waiting, running, count, at = {}, {}, 0, 1
+  for _, run in ipairs(contest.runs) do
+    if not run.final then waiting[#waiting + 1] = run end
+  end
+  local bar = progress_of(contest, waiting)
+  local policy_before = C.eng_interrupt_policy(2)
+  local told, shown = false, 0
+  local good, problem = pcall(function()
+    while count > 0 or at <= #waiting and not told do
+      if C.eng_interrupted() > 0 and not told then
+        told = true
+        bar.note(("ending %s with a checkpoint"):format(show.counted(count, "run")))
+        for run in pairs(running) do process.stop(run.process) end
+      end
+      while not told and count < contest.jobs and at <= #waiting and contest:start(waiting[at]) do
+        running[waiting[at]], count, at = true, count + 1, at + 1
+      end
+      for run in pairs(running) do
+        if contest:ended(run) then
+          running[run], count = nil, count - 1
+          if not told then bar.ended(run, running) end
+        end
+      end
+      if C.eng_clock() - shown > LIVE then
+        bar.live(running)
+        shown = C.eng_clock()
+      end
+      C.eng_sleep(POLL)
+    end
+  end)
+  for run in pairs(running) do process.stop(run.process) end
+  bar.finish()
+  C.eng_interrupt_policy(policy_before)
+  if not good then error(problem, 0) end
+  return not told
+end
+
+local function main(given)
+  local contest = read(given)
+  if not make_runs(contest) then
+    local done = 0
+    for _, run in ipairs(contest.runs) do done = done + (run.final and 1 or 0) end
+    io.stderr:write(show.shown(("interrupted, %d of %d runs are done; this continues:\n  %s")
+      :format(done, #contest.runs, again(given.line)), true), "\n")
+    return 1
+  end
+  local report, results, failed = require "engine.report.contest", contest:results(), 0
+  for _, row in ipairs(results) do failed = failed + #row.failed end
+  if given.json then print(report.json(contest, results))
+  else
+    print(report.text(contest, results))
+    local figure = not (given.svg or given.png) and report.figure(contest)
+    if figure then print("\n" .. figure) end
+  end
+  for _, name in ipairs(OUTPUTS) do
+    local path = given[name]
+    if path and report[name] then files.write(path, report[name](contest, results))
+    elseif path then report.draw(contest, { [name] = path }) end
+    if path and path ~= "-" and not given.json then print(path) end
+  end
+  return failed > 0 and 1 or 0
+end
+
+return options.command {
+  name = "contest", doc = "a script under several policies and seeds, compared", help = help,
+  options = { policy = "texts", csv = "text", latex = "text", svg = "text", png = "text",
+    json = "switch" }, main = main,
+  word = function(word, given)
+    if not word:find("^[%w_.-]+=") then return false end
+    given.settings = given.settings or {}
+    table.insert(given.settings, word)
+    return true
+  end,
+}

@@ -1,0 +1,54 @@
+-- The process in which `engine replay --verify` runs a recorded job again under another policy:
+--   engine -e 'require("engine.cli.live")("JOB.json")'
+-- The script runs as it did, but its trainer of the recorded name gets the policy, the checkpoint
+-- and the number of steps of the job (run/verify.lua), and writes to the job's own folder. Other
+-- trainers write no run. The process ends after that trainer's run.
+local engine = require "engine"
+local files = require "engine.base.file"
+local json = require "engine.base.json"
+
+-- What the trainer is given instead of the script's options.
+local function options_of(given, job)
+  local o = {}
+  for key, value in pairs(given) do o[key] = value end
+  o.run, o.resume, o.steps, o.log = job.run, job.resume or false, job.steps, "quiet"
+  o.policy, o.policy_options = job.policy, job.policy_options
+  o.shadow, o.tensorboard, o.attach, o.watch, o.history = nil, nil, false, false, nil
+  o.trap = nil
+  return o
+end
+
+-- The trainer of the job: its run ends this process, and it writes only the checkpoints that are
+-- due, which a policy may return to.
+local function prepare(trainer, job)
+  if job.state then trainer.policy:restore(job.state) end
+  local run_files, run = trainer.run_files, trainer.run
+  local after_step = run_files.after_step
+  function run_files.after_step(self, last, alone)
+    if self:due() then return after_step(self, last, alone) end
+  end
+  function trainer.run(self) os.exit(run(self).status) end
+  return trainer
+end
+
+return function(path)
+  local job = json.decode((files.read(path)))
+  local new, found = engine.trainer, false
+  function engine.trainer(given)
+    if type(given) ~= "table" then return new(given) end
+    local name = given.run
+    if not found and (name == job.run or name == job.name and name ~= nil and name ~= "") then
+      found = true
+      return prepare(new(options_of(given, job)), job)
+    end
+    local o = {}
+    for key, value in pairs(given) do o[key] = value end
+    o.run, o.resume, o.tensorboard = nil, nil, nil
+    return new(o)
+  end
+  arg = { [-1] = arg[0], [0] = job.script, unpack(job.arguments) }
+  local chunk, problem = loadfile(job.script)
+  if not chunk then error(problem, 0) end
+  chunk(unpack(job.arguments))
+  error(("%s ended without a run named '%s'"):format(job.script, tostring(job.name)), 0)
+end

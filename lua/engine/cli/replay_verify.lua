@@ -1,0 +1,229 @@
+-- engine replay RUN --policy P --verify: runs the job live and shows where the replay and the live
+-- run differ. run/verify.lua plans and compares; here are the process, the progress line, the
+-- words.
+local files = require "engine.base.file"
+local history = require "engine.run.history"
+local json = require "engine.base.json"
+local machine = require "engine.base.machine"
+local process = require "engine.base.process"
+local show = require "engine.base.show"
+local verify = require "engine.run.verify"
+
+local C = require("engine.base.ffi").C
+
+local M = {}
+
+-- Exit statuses.
+local AGREE, FAILED, DIFFER, INTERRUPTED = 0, 1, 2, 130
+
+local POLL, LIVE, PATIENCE = 0.05, 1, 10     -- seconds: between looks, live lines, signals
+
+-- ------------------------------------------------------------------ the live run
+
+-- The number of the last step that the live run has recorded, or nil.
+local function last_step(run)
+  local good, last = pcall(function()
+    local h = history.open(run)
+    local _, step = h:range()
+    h:close()
+    return step
+  end)
+  return good and last or nil
+end
+
+local function progress_of(plan)
+  local bar = require("engine.run.progress").new { stream = io.stderr,
+    columns = machine.terminal(2) or false }
+  local began, count = machine.clock(), plan.to - plan.from
+  function bar.line(_, row) return row.text end
+  return {
+    live = function()
+      local made = (last_step(plan.job.run) or plan.from - 1) + 1 - plan.from
+      local left = made > 0 and (machine.clock() - began) / made * (count - made)
+      bar:update { step = 0, text = ("live: %d of %d steps%s"):format(math.max(0, made), count,
+        left and ", about " .. show.duration(left) .. " left" or "") }
+    end,
+    finish = function() bar:finish() end,
+  }
+end
+
+-- Runs plan.job. Returns its exit status, and whether Ctrl-C ended it.
+local function run_live(plan, folder)
+  local job, log = plan.job, folder .. "/output"
+  files.write(folder .. "/job.json", json.encode(job))
+  local code = ("require('engine.cli.live')(%q)"):format(folder .. "/job.json")
+  local words = { "env", "ENGINE_RANKS=off", "sh", "-c", 'cd "$1" && shift && exec "$@"', "sh",
+    job.folder, require("engine.host").executable, "-e", code }
+  if job.threads then table.insert(words, 3, "OMP_NUM_THREADS=" .. job.threads) end
+  local bar, before, shown = progress_of(plan), C.eng_interrupt_policy(2), 0
+  local interrupted, status, stopped = false, nil, nil
+  local good, problem = pcall(function()
+    local started = process.start(words, log)
+    while not status do
+      C.eng_sleep(POLL)
+      status = process.status(started)
+      interrupted = interrupted or C.eng_interrupted() > 0
+      if machine.clock() - shown > LIVE then
+        bar.live()
+        shown = machine.clock()
+        -- a script that calls trainer:step() itself does not know when to end
+        local over = (last_step(job.run) or -1) >= plan.to
+        if not stopped and (over or interrupted) then
+          stopped = shown
+          process.stop(started)
+        elseif stopped and shown - stopped > PATIENCE then process.stop(started) end
+      elseif interrupted and not stopped then
+        stopped = machine.clock()
+        process.stop(started)
+      end
+    end
+  end)
+  bar.finish()
+  C.eng_interrupt_policy(before)
+  C.eng_interrupt(0)
+  if not good then error(problem, 0) end
+  return status, interrupted
+end
+
+-- ------------------------------------------------------------------ words
+
+local function value_text(value)
+  if type(value) == "number" then return ("%.10g"):format(value) end
+  return tostring(value)
+end
+
+local MOST_LINES = 20
+
+-- The report of a comparison, in lines.
+local function lines_of(plan, c, interrupted)
+  local lines = {}
+  local function say(format, ...) lines[#lines + 1] = format:format(...) end
+  for _, note in ipairs(plan.notes) do say("note: %s", note) end
+  for _, note in ipairs(c.notes) do say("note: setting %s", note) end
+  say("%s%d of %d steps compared, from step %d", interrupted and "interrupted: " or "", c.steps,
+    #plan.rows, plan.from)
+  local first = c.list[1]
+  if not first then
+    if c.steps > 0 then say("replay and live run agree in all of them") end
+    return lines
+  end
+  say("they first differ at step %d: %s is %s in the replay and %s live; the replay calls its " ..
+    "verdict %s", first.step, first.column, value_text(first.replay), value_text(first.live),
+    first.mark == "exact" and "exact" or "a bound")
+  local rows = { { "column", "differs in", "first at", "replay", "live", "largest difference" } }
+  for _, column in ipairs(verify.COLUMNS) do
+    local sum, at = c.columns[column[1]], nil
+    for _, d in ipairs(c.list) do at = at or d.column == column[1] and d or nil end
+    rows[#rows + 1] = { column[1], ("%d steps"):format(sum.differ),
+      at and tostring(at.step) or "-", at and value_text(at.replay) or "-",
+      at and value_text(at.live) or "-",
+      sum.largest and ("%.2g %%"):format(100 * sum.largest) or "-" }
+  end
+  lines[#lines + 1] = show.table(rows, { true })
+  say("step by step, replay and live run:")
+  local steps, parts = 0, {}
+  for i, d in ipairs(c.list) do
+    parts[#parts + 1] = ("%s %s and %s"):format(d.column, value_text(d.replay), value_text(d.live))
+    if not c.list[i + 1] or c.list[i + 1].step ~= d.step then
+      steps = steps + 1
+      if steps <= MOST_LINES then
+        say("  step %d (%s): %s", d.step, d.mark, table.concat(parts, ", "))
+      end
+      parts = {}
+    end
+  end
+  if steps > MOST_LINES then say("  and %d more steps; --json has all", steps - MOST_LINES) end
+  return lines
+end
+
+local function json_text(value)
+  return (value == nil or type(value) == "number") and show.json_number(value) or json.encode(value)
+end
+
+-- A comparison as a JSON object.
+local function object_of(plan, c, interrupted, why)
+  local list, notes = {}, {}
+  for i, d in ipairs(c.list) do
+    list[i] = ('{"step":%d,"column":%s,"replay":%s,"live":%s,"verdict":%s}'):format(d.step,
+      json_text(d.column), json_text(d.replay), json_text(d.live), json_text(d.mark))
+  end
+  for _, note in ipairs(plan.notes) do notes[#notes + 1] = json_text(note) end
+  for _, note in ipairs(c.notes) do notes[#notes + 1] = json_text("setting " .. note) end
+  return ('{"policy":%s,"checkpoint":%s,"from":%d,"steps":%d,"wanted":%d,"interrupted":%s,' ..
+    '"error":%s,"notes":[%s],"differences":[%s]}'):format(json_text(plan.result.name),
+    json_text(plan.checkpoint), plan.from, c.steps, #plan.rows, tostring(interrupted),
+    json_text(why), table.concat(notes, ","), table.concat(list, ","))
+end
+
+-- ------------------------------------------------------------------ one policy
+
+-- Verifies a policy in a folder of its own. Returns the exit status, and the object for --json.
+local function verify_one(path, p, given, folder)
+  local wish = { from = given.from, steps = given.steps, script = given.script }
+  local plan = verify.plan(path, p.source, p.options, wish, folder .. "/run")
+  local function say(line) if not given.json then print(show.shown(line, true)) end end
+  local before = given.from or plan.open
+  say(("%s: live from %s, %d steps"):format(plan.result.name, plan.checkpoint or "the start" ..
+    (before and before > 0 and (" (no checkpoint up to step %d)"):format(before) or ""),
+    #plan.rows))
+  io.stdout:flush()
+  local status, interrupted = run_live(plan, folder)
+  local why
+  local made = last_step(plan.job.run)
+  if not made or made < plan.from then
+    why = interrupted and "interrupted before the live run's first step"
+      or ("the live run made no step; exit status %d: %s"):format(status,
+      process.last_words(folder .. "/output") or "no output")
+    if not given.json then error(why, 0) end
+    return interrupted and INTERRUPTED or FAILED, object_of(plan, { steps = 0, list = {},
+      notes = {} }, interrupted, why)
+  end
+  local live = history.open(plan.job.run)
+  local good, c = pcall(verify.compare, plan, live, given.tolerance or 0.01)
+  live:close()
+  if not good then error(c, 0) end
+  for _, line in ipairs(lines_of(plan, c, interrupted)) do say(line) end
+  local short = c.steps < #plan.rows and not interrupted
+  if short then
+    why = ("the live run ended after %d steps with exit status %d: %s"):format(c.steps, status,
+      process.last_words(folder .. "/output") or "no output")
+    say(why)
+  end
+  return interrupted and INTERRUPTED or (#c.list > 0 or short) and DIFFER or AGREE,
+    object_of(plan, c, interrupted, why)
+end
+
+-- An empty folder for a live run: --keep, or a temporary one.
+local function folder_for(keep, i, many)
+  if not keep then
+    local name = os.tmpname()
+    os.remove(name)
+    require("engine.base.ffi").check(C.eng_file_mkdir(name))
+    return name
+  end
+  local path = files.absolute(many and ("%s/%d"):format(keep, i) or keep)
+  local names = files.names(path)
+  if files.exists(path) and (not names or #names > 0) then
+    error(("--keep: %s exists and is not an empty folder"):format(keep), 0)
+  end
+  require("engine.base.ffi").check(C.eng_file_mkdir(path))
+  return path
+end
+
+--- Verifies given.policies on the run given.words[1]; the other fields are the command's options.
+--- Returns the exit status: 0, replay and live runs agree; 2, they differ; 130, interrupted.
+function M.main(given)
+  local worst, objects = AGREE, {}
+  for i, p in ipairs(given.policies) do
+    local folder = folder_for(given.keep, i, #given.policies > 1)
+    local good, status, object = pcall(verify_one, given.words[1], p, given, folder)
+    if not given.keep then files.remove(folder) end
+    if not good then error(status, 0) end
+    worst, objects[i] = math.max(worst, status), object
+    if status == INTERRUPTED then break end
+  end
+  if given.json then print('{"policies":[' .. table.concat(objects, ",") .. "]}") end
+  return worst
+end
+
+return M

@@ -1,0 +1,146 @@
+-- engine watch RUN [--columns loss,scale] [--every SECONDS]
+local options = require "engine.cli.options"
+
+local help = [==[
+usage: engine watch RUN [--columns NAME,NAME...] [--every SECONDS]
+
+Shows a run while it runs: its curves, its last events, its progress and the time left. The view is
+redrawn every 2 seconds, and ends with the run (status 0) or with Ctrl-C (status 130). RUN is a name
+under runs/ or a directory. The command waits for a run that does not exist yet, and for its first
+step; it changes nothing in the run. Into a pipe or a file, each refresh is one line.
+
+  engine watch a
+  engine watch a --every 10 --columns loss,norm
+  engine watch a | tee progress.txt]==]
+
+local EVENTS = 5              -- lines of events
+local WINDOW = 100            -- steps that the speed is measured over
+local PATIENCE = 5            -- seconds until an error of a run in progress ends the view
+
+-- The progress line of a run, as the run itself shows it, and the share of its steps or nil.
+local function progress_of(h, last)
+  local since = h:query("SELECT min(step) AS step, min(elapsed) AS elapsed, sum(tokens) AS " ..
+    "tokens FROM steps WHERE step > ?", last.step - WINDOW)[1]
+  local line = require("engine.run.progress").new { total = tonumber(h:meta().steps),
+    columns = false }
+  line.started, line.first_step = since.elapsed, since.step + 1
+  local seconds = last.elapsed - (since.elapsed or last.elapsed)
+  local text = line:line({ step = last.step + 1, loss = last.loss, scale = last.next_scale,
+    skipped = h:totals().skipped, overflow = last.overflow,
+    tokens_per_s = seconds > 0 and (since.tokens or 0) / seconds or nil }, last.elapsed)
+  return text, line.total and math.floor(100 * (last.step + 1) / line.total)
+end
+
+-- The lines of a terminal of `columns` x `rows` characters.
+local function frame(h, names, first_line, columns, rows)
+  local height = math.floor((rows - EVENTS - 3) / #names) - 5
+  local text = tostring(require("engine.report.views").plot(h, names, { width = columns - 1,
+    height = math.max(3, math.min(14, height)) }))
+  local lines = { first_line, "" }
+  for line in (text .. "\n"):gmatch("(.-)\n") do lines[#lines + 1] = line end
+  lines[#lines + 1] = ""
+  local events = h:query("SELECT * FROM (SELECT id, step, kind, text FROM events ORDER BY id " ..
+    "DESC LIMIT ?) ORDER BY id", EVENTS)
+  for _, event in ipairs(events) do
+    lines[#lines + 1] = ("step %d  %s  %s"):format(event.step, tostring(event.kind):gsub("_", " "),
+      tostring(event.text or ""):match("^[^\n]*"))
+  end
+  return lines
+end
+
+-- Draws the lines over those of the last refresh.
+local function draw(lines, columns, rows, first)
+  local show, out = require "engine.base.show", { first and "\27[2J\27[H" or "\27[H" }
+  for i = 1, math.min(#lines, rows - 1) do
+    out[#out + 1] = show.cut(show.shown(lines[i]), columns - 1, "") .. "\27[K\n"
+  end
+  out[#out + 1] = "\27[J"
+  return io.stdout:write(table.concat(out)) and io.stdout:flush()
+end
+
+-- Shows a run once. Returns nil while it runs, how it ended, or false if stdout is closed.
+local function refresh(path, names, state)
+  local runs, machine = require "engine.run.runs", require "engine.base.machine"
+  local h = require("engine.run.history").open(path)
+  local last = h:last(1)[1]
+  local ended, how = runs.ending(h, path, last and last.step or -1)
+  local columns, rows = machine.terminal(1)
+  local line = state.name .. ": " .. ended .. ", no steps yet"
+  if last then
+    local progress, share = progress_of(h, last)
+    line = ("%s: %s%s  %s"):format(state.name, ended, how == "running" and share
+      and (", %d %%"):format(share) or "", progress)
+  end
+  local good
+  if columns and last then
+    good = draw(frame(h, names, line, columns, rows), columns, rows, not state.drawn)
+    state.drawn = true
+  elseif line ~= state.line or last then
+    good = io.stdout:write(require("engine.base.show").shown(line), "\n") and io.stdout:flush()
+  else
+    good = true
+  end
+  state.line = line
+  h:close()
+  if not good then return false end
+  return how ~= "running" and ended or nil
+end
+
+-- The run's path; nil while it does not exist, which a line says once.
+local function find(word, state)
+  local good, path = pcall(require("engine.run.runs").find, word)
+  if good then return path end
+  if not state.told then
+    io.stderr:write("engine watch: ", require("engine.base.show").shown(path),
+      "; waiting for it, Ctrl-C ends\n")
+    state.told = true
+  end
+end
+
+-- refresh() of a run that may be about to begin: for a moment its history has no tables yet.
+local function try(path, names, state)
+  local good, ended = pcall(refresh, path, names, state)
+  if good then
+    state.failed_at = nil
+    return ended
+  end
+  local now = require("engine.base.machine").clock()
+  state.failed_at = state.failed_at or now
+  if now - state.failed_at > PATIENCE or not require("engine.run.runs").holder(path) then
+    error(ended, 0)
+  end
+end
+
+local function main(given)
+  if #given.words ~= 1 then
+    options.fail("expected one run, got %d; see engine help watch", #given.words)
+  end
+  local every = given.every or 2
+  if not (every >= 0.05 and every <= 86400) then
+    options.fail("--every: expected 0.05 to 86400 seconds, got %g", every)
+  end
+  local M_ffi, curves = require "engine.base.ffi", require "engine.run.curves"
+  local C, names, word = M_ffi.C, given.columns or { "loss", "scale" }, given.words[1]
+  for _, name in ipairs(names) do curves.metric(name) end
+  local state = { name = word:gsub("/history%.db$", ""):match("([^/]+)/*$") or word }
+  local before = C.eng_interrupt_policy(2)         -- Ctrl-C ends the wait or the query
+  local good, ended
+  repeat
+    good, ended = pcall(function()
+      local path = find(word, state)
+      return path and try(path, names, state)
+    end)
+    if good and ended == nil and C.eng_interrupted() == 0 then
+      require("engine.base.machine").sleep(every)
+    end
+  until not good or ended ~= nil or C.eng_interrupted() > 0
+  C.eng_interrupt_policy(before)
+  if C.eng_interrupted() > 0 then return 128 + C.eng_interrupt_signal(0) end
+  if not good then error(ended, 0) end
+  return 0
+end
+
+return options.command {
+  name = "watch", doc = "the curves and the progress of a run, while it runs", help = help,
+  options = { columns = "list", every = "number" }, main = main,
+}
