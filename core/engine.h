@@ -1,10 +1,10 @@
 // engine.h: the public interface of the core, and the only header Lua sees. The build runs it
 // through the preprocessor (with ENG_CDEF defined) and hands the result to LuaJIT's ffi.cdef,
-// so a declaration here is a binding there. `///` is the contract: shapes as [rows x columns],
-// dtypes, units, errors.
+// so every declaration becomes a Lua binding. `///` comments state the contract: shapes as [rows x
+// columns], dtypes, units, errors.
 //
-// Every function returns ENG_OK or an error whose text eng_error_message() returns, except the few
-// that cannot fail. Results are stored through the pointers, which are the first parameters. The
+// A function that can fail returns ENG_OK or an error code, and eng_error_message() returns the
+// error's text. Functions store results through pointers, which are their first parameters. The
 // core is driven from one thread; kernels use OpenMP inside.
 #ifndef ENGINE_H
 #define ENGINE_H
@@ -22,7 +22,7 @@ extern "C" {
 
 // ------------------------------------------------------------------ status
 
-/// What a function returns: ENG_OK, or ENG_ERR_SHAPE and the like, one for each line of errors.def.
+/// The status of a call: ENG_OK, or an error such as ENG_ERR_SHAPE. errors.def lists the errors.
 typedef enum eng_status {
 #define ENG_ERROR(code, number, meaning) ENG_ERR_##code = number,
 #include "errors.def"
@@ -36,14 +36,14 @@ const char *eng_error_message(void);
 /// The short name of a status, "SHAPE" and the like.
 const char *eng_error_name(eng_status status);
 
-/// Version of this library as "major.minor.patch", and the size of eng_op_call, by which the Lua
-/// front checks that this is the library it was built with.
+/// eng_version returns the version of this library as "major.minor.patch"; eng_abi_size returns the
+/// size of eng_op_call. By that size the Lua code checks that the library matches its declarations.
 const char *eng_version(void);
 int eng_abi_size(void);
 
 // ------------------------------------------------------------------ number formats
 
-/// The number formats of tensors, ENG_f32 and the like, one for each line of dtypes.def.
+/// The number formats of tensors: ENG_f32 and the others listed in dtypes.def.
 typedef enum eng_dtype {
 #define ENG_DTYPE(name, number, bytes, kind) ENG_##name = number,
 #include "dtypes.def"
@@ -66,12 +66,13 @@ typedef struct eng_format {
   int32_t is_signed;          // 0: ue8m0, which encodes |x|
   double largest;             // largest finite number: 65504 for f16
   double overflow;            // smallest double that rounds to inf (e4m3: to nan): 65520 for f16;
-                              // inf where only infinity does (f64, ue8m0)
+                              // inf if no finite double does (f64, ue8m0)
   double normal;              // smallest normal number
   double smallest;            // smallest number above zero
 } eng_format;
 /// Describes a format by name: "f64", "f32", "bf16", "f16", "e5m6", "e5m2", "e4m3" or "ue8m0".
-/// False, with *out unchanged: an unknown format, or one without exponents (integers, bool).
+/// Returns false and leaves *out unchanged if the format is unknown or has no exponent (integers,
+/// bool).
 bool eng_format_get(eng_format *out, const char *name);
 
 // ------------------------------------------------------------------ tensors
@@ -93,16 +94,16 @@ typedef struct eng_tensor_info {
   int32_t is_leaf;            // 1: no recorded operation made it
   int32_t owner;              // 0: the current step, 1: kept until freed, 2: a parameter set
   int32_t contiguous;         // 1: row-major without gaps
-  int64_t step;               // the step it was made in
+  int64_t step;               // the step in which the tensor was made
   int32_t space, reserved;    // memory space: 0 the host's, 1 a CUDA card's
   void   *data;               // first element; NULL when not in host memory
 } eng_tensor_info;
 
-/// The lifetime of a new tensor. AUTO: of the step inside a step or scope (see eng_step_begin),
-/// outside until eng_free. KEEP: until eng_free. STEP: of the step, like the results of operations.
+/// The lifetime of a new tensor. KEEP: until eng_free. STEP: until the step ends, like the results
+/// of operations. AUTO: like STEP inside a step or scope (see eng_step_begin), like KEEP outside.
 enum { ENG_AUTO = 0, ENG_KEEP = 1, ENG_STEP = 2 };
 
-/// A new tensor of `ndim` dimensions (0: a scalar), contents zero.
+/// A new tensor of `ndim` dimensions (0: a scalar), filled with zeros. `home`: its lifetime.
 /// Errors: VALUE (dimension negative or too many), MEMORY.
 eng_status eng_new(eng_tensor *out, int dtype, int ndim, const int64_t *shape, int home);
 
@@ -120,8 +121,15 @@ eng_status eng_info(eng_tensor_info *out, const eng_tensor *x);
 eng_status eng_write(const eng_tensor *x, const void *source, int from, int64_t count);
 
 /// Copies all elements in row-major order into host memory in format `to`, with the same
-/// conversions. As f64, a negative NaN has no payload.
+/// conversions. In f64, a negative NaN loses its payload.
 eng_status eng_read(void *target, int to, int64_t count, const eng_tensor *x);
+
+/// A 64-bit checksum of the bits of a contiguous tensor in any memory: the XXH64 hash of the XXH64
+/// hashes of its 64 KiB pieces. It depends neither on the device nor on the number of threads.
+/// Waits for the device. Errors: SHAPE.
+eng_status eng_checksum(uint64_t *out, const eng_tensor *x);
+/// XXH64, seed 0, of host memory.
+uint64_t eng_hash64(const void *data, int64_t size);
 
 /// The value of a tensor with one element, as double.
 eng_status eng_item(double *out, const eng_tensor *x);
@@ -168,12 +176,13 @@ typedef struct eng_memory_row {
 /// Fills up to `capacity` rows and returns their number. `allocations` counts requests to the
 /// system; after the first step it should not grow.
 int eng_memory(eng_memory_row *rows, int capacity);
-/// A limit for all arenas together in bytes; 0: none. Beyond it: ENG_ERR_MEMORY.
+/// Limits all arenas together to `bytes`; 0: no limit. Allocations beyond the limit fail with
+/// MEMORY.
 void eng_memory_limit(int64_t bytes);
 
 // ------------------------------------------------------------------ operations
 
-/// The operations, ENG_OP_matmul and the like, one for each line of ops.def.
+/// The operations: ENG_OP_matmul and the others listed in ops.def.
 typedef enum eng_op {
 #define ENG_OP(name, ...) ENG_OP_##name,
 #include "ops.def"
@@ -183,7 +192,8 @@ typedef enum eng_op {
 /// The most inputs, outputs and attributes of an operation.
 enum { ENG_OP_INPUTS = 16, ENG_OP_OUTPUTS = 8, ENG_OP_INTS = 14, ENG_OP_FLOATS = 4 };
 
-// The attributes of one operation by name, over `ints` and `floats` of a call: call.sum.mask.
+// The attributes of one operation by name, in the same memory as `ints` and `floats` of a call:
+// call.sum.mask.
 #define ENG_LIST(...) __VA_ARGS__
 #define ENG_OP_ATTRIBUTES(name, int_names, float_names) \
   struct { \
@@ -209,9 +219,9 @@ typedef struct eng_op_call {
 /// records it on the tape if a gradient may be needed. Outputs are returned in call->out.
 eng_status eng_run(eng_op_call *call);
 
-/// The same for matmul and fp8_matmul (ENG_ADDS in ops.def), not recorded, with output 0 written or
-/// added into a tensor of the caller. That tensor has the output's shape, is contiguous, of any
-/// floating-point dtype, and does not share memory with an input.
+/// Runs an operation such as matmul (ENG_ADDS of output 0 in ops.def) and writes or adds output 0
+/// into the caller's tensor `target`. The call is not recorded. `target` has the output's shape and
+/// any floating-point dtype, is contiguous, and shares no memory with an input.
 eng_status eng_run_into(eng_op_call *call, const eng_tensor *target);
 
 /// A row of ops.def. Bit k of a mask is input or output k.
@@ -219,7 +229,7 @@ typedef struct eng_op_info {
   const char *name, *layout, *cast, *shape, *gradient;
   const char *ints, *floats;          // "(mask, keep)"; "(no_ints)", "(no_floats)"
   int32_t n_in, n_out;                // -1: any number
-  int32_t optional, reads, saves;     // inputs, inputs, outputs
+  int32_t optional, reads, saves;     // masks of inputs, inputs, outputs
   int32_t unary;                      // 1: one elementwise input, no attributes
 } eng_op_info;
 /// NULL past the end.
@@ -243,9 +253,9 @@ enum {
   ENG_SCALE_MSAMP = 4,
   ENG_SCALES = 5
 };
-/// How fp8_matmul sums along K: f32 in order; f64; Hopper's tensor cores (13 fraction bits, 32
-/// products at a time, truncated); products and running sum rounded to e4m3, saturating.
-/// ENG_ACCUMULATE_DEVICE: the device's own method; allowed only in a recipe.
+/// How fp8_matmul sums along K. FP32: in f32, in order. EXACT: in f64. HOPPER: as Hopper's tensor
+/// cores do (13 fraction bits, 32 products at a time, truncated). E4M3: products and running sum
+/// are rounded to e4m3, saturating. DEVICE: the device's own method; allowed only in a recipe.
 enum { ENG_ACCUMULATE_DEVICE = -1 };
 enum {
   ENG_ACCUMULATE_FP32 = 0,
@@ -264,14 +274,15 @@ double eng_small_decode(const char *format, uint32_t code);
 
 /// A site is one linear layer under an FP8 recipe: it holds the recipe, and the amaxes and meters
 /// of its tensors. The operation fp8_linear names a site and runs in FP8 while eng_precision.fp8 is
-/// 1. It quantizes three tensors.
+/// 1. fp8_linear quantizes three tensors, the roles of the site.
 enum { ENG_FP8_X = 0, ENG_FP8_W = 1, ENG_FP8_DY = 2, ENG_FP8_ROLES = 3 };
 /// The products: y = x W^T, dx = dy W, dW = dy^T x.
 enum { ENG_FP8_FORWARD = 0, ENG_FP8_DGRAD = 1, ENG_FP8_WGRAD = 2, ENG_FP8_PRODUCTS = 3 };
-/// The form in which x is kept for dW: its codes (transposed if dW needs blocks along the other
-/// side, by quantizing their values again); the transposed codes, which the forward pass makes from
-/// x; x in e5m6, blocks of 1 x 128, powers of two; or nothing, if x comes from an fp8_swiglu of
-/// this site, which keeps its inputs as codes in x's format, and x is recomputed from them.
+/// The form in which x is kept for dW. CODES: the codes of the forward product; if dW needs blocks
+/// along the other side, their values are quantized again. TRANSPOSED: the transposed codes, which
+/// the forward pass makes from x. E5M6: x in e5m6, in blocks of 1 x 128 with power-of-two scales.
+/// SWIGLU: nothing, if x is the output of an fp8_swiglu of this site; that operation keeps its
+/// inputs as codes in x's format, and x is recomputed from these codes.
 enum {
   ENG_FP8_KEEP_CODES = 0,
   ENG_FP8_KEEP_TRANSPOSED = 1,
@@ -284,10 +295,10 @@ typedef struct eng_fp8_role {
   int32_t format;                     // ENG_e4m3, ENG_e5m2
   int32_t block_rows, block_columns;  // 0: the whole side
   int32_t rule, pow2, margin, stochastic;   // as in quantize
-  int32_t keep;                       // of x: ENG_FP8_KEEP_*
+  int32_t keep;                       // only for x: ENG_FP8_KEEP_*
   double  eps;                        // negative: the rule's default
 } eng_fp8_role;
-/// How a product of a layer sums along K: an accumulator, and its promotion in steps of K.
+/// How a product of a layer sums along K: `accumulator` and `promotion` as in fp8_matmul.
 typedef struct eng_fp8_product { int32_t accumulator, promotion; } eng_fp8_product;
 /// How a layer computes in FP8: a role for each of its tensors, a product for each of its passes.
 typedef struct eng_fp8_recipe {
@@ -298,31 +309,31 @@ typedef struct eng_fp8_recipe {
 /// Creates a site. Numbers start at 1 and are never reused. `name` is used in messages.
 eng_status eng_fp8_site_new(int64_t *site, const char *name);
 void       eng_fp8_site_free(int64_t site);
-/// Sets its recipe; NULL: high precision. Only between steps. Errors: VALUE, SHAPE, DTYPE (no
-/// product exists for it), STATE.
+/// Sets the recipe of a site; NULL: high precision. Allowed only between steps. Errors: VALUE,
+/// SHAPE, DTYPE (no product has these formats), STATE.
 eng_status eng_fp8_site_set(int64_t site, const eng_fp8_recipe *recipe);
-/// Delayed scaling: scales a role in one block as if `amax` were its largest |x|; 0: uses the
-/// measured amax again. Errors: VALUE.
+/// Delayed scaling of a role that is one block: computes its scale as if `amax` were the largest
+/// |x|; 0: uses the measured amax again. Errors: VALUE.
 eng_status eng_fp8_delay(int64_t site, int role, double amax);
 /// Largest |x| of each role since the last call, inf and nan included; -1: nothing was quantized.
-/// Waits for the device. Only the last 4,096 unread amaxes are kept, so call it once before the
-/// steps of interest.
+/// Waits for the device. Only the last 4,096 unread amaxes are kept, so call this function once
+/// before the steps of interest.
 eng_status eng_fp8_amax(double amax[3], int64_t site);
 
 /// Effects of quantization on the measured elements (up to 2^16 of each tensor, whole rows at even
 /// distances).
 typedef struct eng_fp8_meter {
-  int64_t count, zeros;               // finite elements; those that are 0, whatever their sign
+  int64_t count, zeros;               // finite elements; zeros among them, of either sign
   int64_t underflow;                  // nonzero, but with code 0 or -0
-  int64_t overflow;                   // beyond the largest magnitude that does not overflow
+  int64_t overflow;                   // too large for the format, so saturated
   int64_t nonfinite;                  // not in count
   double  signal, error;              // sums of x^2 and of (x - real value of its code)^2
-  double  amax, least;                // of |x|, least without zeros; 0: none
+  double  amax, least;                // largest |x|; smallest nonzero |x|; 0: none
   double  scale_min, scale_max;
 } eng_fp8_meter;
 /// Turns meters on or off; returns the previous setting. Meters copy the measured rows to the host.
 bool       eng_fp8_measure(bool on);
-/// What was measured since the last call.
+/// Returns the measurements since the last call.
 eng_status eng_fp8_meters(eng_fp8_meter meter[3], int64_t site);
 /// Bytes that the tape keeps for the backward pass: the memory that gradient rules will read,
 /// counted once, without parameters. `fp8`: the part that is codes and scales.
@@ -347,10 +358,10 @@ bool eng_grad_enabled(bool on);
 eng_status eng_backward(const eng_tensor *loss, double seed, bool retain);
 
 /// Gradients of the operations recorded from now on carry the relative scale `relative` (1
-/// by default) in addition to the seed, for layers with their own scale. `before` returns the
-/// previous one. A gradient that passes from one relative scale to another is multiplied by their
-/// ratio once. The gradients of parameters end with the scale set by eng_params_relative_scale,
-/// those of other leaves with 1. Errors: VALUE.
+/// by default) in addition to the seed, for layers with their own scale. `before` receives the
+/// previous relative scale. A gradient that passes from one relative scale to another is multiplied
+/// by their ratio once. In the end the gradients of parameters carry the scale set by
+/// eng_params_relative_scale, and gradients of other leaves carry 1. Errors: VALUE.
 eng_status eng_gradient_relative_scale(double *before, double relative);
 
 /// The pull-style protocol for gradients written in Lua. After eng_backward or eng_backward_resume,
@@ -368,7 +379,7 @@ eng_status eng_record_lua(int64_t id, const eng_tensor *x, int n_in, const eng_t
                           int n_out);
 
 /// The gradient of a leaf after backward(), as a tensor of the step (for members of a parameter
-/// set, a view of the set's buffer). slot 0 if there is none.
+/// set, a view of the set's buffer). Its slot is 0 if the leaf has no gradient.
 eng_status eng_gradient(eng_tensor *out, const eng_tensor *x);
 /// Drops the gradient of one leaf.
 eng_status eng_clear_gradient(const eng_tensor *x);
@@ -377,7 +388,8 @@ int eng_tape_length(void);
 
 // ------------------------------------------------------------------ precision
 
-/// How autocast changes operations, by their class in ops.def. -1 in a field: unchanged.
+/// How autocast changes operations, by their class (column `cast` of ops.def). -1 in a field:
+/// unchanged.
 typedef struct eng_precision {
   int32_t compute;      // dtype that class LOWER runs in: matmul, linear, attention
   int32_t residual;     // dtype of an embedding's output, hence of the residual stream
@@ -398,8 +410,8 @@ enum {
   ENG_NEED_ZEROS = 4,
   ENG_NEED_UNDERFLOW = 8,
   ENG_NEED_HIST = 16,
-  ENG_NEED_TENSORS = 32,  // the record also has them per tensor and per group
-  ENG_NEED_NORM_REF = 64  // the host runs a reference backward now and then; the pass ignores this
+  ENG_NEED_TENSORS = 32,  // the record also has the statistics per tensor and per group
+  ENG_NEED_NORM_REF = 64  // the host runs a reference backward now and then; the pass ignores it
 };
 
 /// Bins of the exponent histogram: bin b counts finite nonzero gradients, as stored (scaled), with
@@ -414,7 +426,7 @@ typedef struct eng_tensor_stats {
   int64_t count, inf, nan, zeros, underflow;
   double  amax;               // largest finite |g|
   double  sum_squares;        // over finite elements
-  int64_t hist[320];          // filled with ENG_NEED_HIST
+  int64_t hist[320];          // filled only with ENG_NEED_HIST
   double  relative_scale;     // of the gradient; 0 means 1
   double  norm_ref;           // norm of its gradient in a reference backward; 0: none was run
   // The remaining fields describe what an FP8 layer quantized; `underflow` then counts numbers that
@@ -423,6 +435,11 @@ typedef struct eng_tensor_stats {
   int64_t clipped;            // measured elements above the format's largest number
   double  snr;                // signal-to-noise ratio of the quantized numbers, dB
 } eng_tensor_stats;
+
+/// Computes statistics of a contiguous f32, f16 or bf16 tensor in one pass, by the same definitions
+/// as for gradients: inf, nan, zeros, underflow, amax, sum_squares and, with ENG_NEED_HIST, the
+/// exponent histogram. `needs`: ENG_NEED_*. Errors: DTYPE, VALUE (not contiguous), DEVICE.
+eng_status eng_stats(eng_tensor_stats *out, const eng_tensor *x, unsigned needs);
 
 /// What a policy reads about a step. amax and norm are true (unscaled) magnitudes of the finite
 /// values; the fields are those of the policy contract (policies/README.md).
@@ -448,9 +465,10 @@ enum {
   ENG_ACTION_SKIP = 1,
   ENG_ACTION_RETRY = 2,
   ENG_ACTION_STOP = 3,
-  ENG_ACTIONS = 4
+  ENG_ACTION_ROLLBACK = 4,    // back to an earlier checkpoint
+  ENG_ACTIONS = 5
 };
-/// "step", "skip", "retry" or "stop"; "?" for any other number.
+/// "step", "skip", "retry", "stop" or "rollback"; "?" for any other number.
 const char *eng_action_name(int action);
 /// The action with this name, or -1.
 int eng_action_from_name(const char *name);
@@ -459,9 +477,13 @@ int eng_action_from_name(const char *name);
 typedef struct eng_verdict {
   double  scale;              // loss scale of the next step
   int32_t action;             // ENG_ACTION_*
-  int32_t failed;             // 1: the policy failed; the fields are the last good verdict's
+  int32_t failed;             // 1: the policy failed; scale, clip and lr_mul are the last good
+                              // verdict's
   double  clip;               // maximal gradient norm; 0: none
-  double  lr_mul;             // factor on the learning rate of this update; 1: none
+  // factor on the learning rate of this update, or of all updates after a rollback; 1: none
+  double  lr_mul;
+  // for a rollback: the least number of steps to go back; steps of data to leave out
+  int64_t back, skip;
   char    reason[256];
 } eng_verdict;
 
@@ -474,11 +496,11 @@ typedef struct eng_policy eng_policy;
 /// What a policy file says about itself. Strings live as long as the policy.
 typedef struct eng_policy_info {
   const char *name, *doc;     // doc: "" when there is none
-  const char *file;           // the name in its messages
+  const char *file;           // the file name shown in the policy's messages
   uint32_t needs;             // ENG_NEED_*
   int32_t  options;           // number of options
   int64_t  failures;          // decisions that failed so far
-  bool     fp8;               // `kind` is "fp8": for FP8 layers, chooses no loss scale
+  bool     fp8;               // its `kind` is "fp8": it controls FP8 layers, not the loss scale
 } eng_policy_info;
 
 /// The types of a policy's options.
@@ -491,13 +513,14 @@ typedef struct eng_policy_option {
 } eng_policy_option;
 
 /// Limits of policies loaded from now on: bytes of Lua memory (default 8 MiB), Lua instructions per
-/// call (1,000,000; a library call is charged by its work) and, as a second limit, seconds (2).
+/// call (1,000,000; a library call is charged by its work) and, as a second limit per call, seconds
+/// (2).
 /// 0 leaves a limit unchanged.
 void eng_policy_limits(int64_t memory, int64_t instructions, double seconds);
 
-/// Compiles and checks a policy. `file` is its name in messages. Options are given as `n` pairs of
-/// text; a value is read by the type of the default: a number ("0.5", "2^16", "inf"), "true" or
-/// "false", or text. Errors: POLICY, with file and line; MEMORY.
+/// Compiles and checks a policy. `file` is the name shown in messages. Options are given as `n`
+/// pairs of text; a value is parsed as the type of the option's default: a number ("0.5", "2^16",
+/// "inf"), "true" or "false", or text. Errors: POLICY, with file and line; MEMORY.
 eng_status eng_policy_load(eng_policy **out, const char *source, int64_t bytes, const char *file,
                            const char *const *names, const char *const *values, int n);
 /// NULL is allowed.
@@ -518,11 +541,12 @@ eng_status eng_policy_set_scale(eng_policy *policy, double scale);
 /// or -1). `scalable`: this run can scale groups separately, so a verdict may contain `scales`.
 eng_status eng_policy_tensors(eng_policy *policy, const char *const *names, const int32_t *group_of,
                               int n, const char *const *groups, int n_groups, bool scalable);
-/// The last good verdict's loss scale for a group; its `scale` unless `scales` names the group.
+/// The loss scale of a group in the last good verdict: its entry in `scales`, else the verdict's
+/// `scale`.
 double     eng_policy_group_scale(const eng_policy *policy, int group);
-/// Whether the last good verdict gives some group another scale than its `scale`.
+/// Whether the last good verdict gives any group a scale that differs from the verdict's `scale`.
 bool       eng_policy_scales_groups(const eng_policy *policy);
-/// Publishes record.signals[name]; holds until set again.
+/// Publishes record.signals[name]. The value holds until it is set again.
 eng_status eng_policy_signal(eng_policy *policy, const char *name, double value);
 
 /// Asks the policy for its verdict. `stats` has an entry per tensor named before, or is NULL.
@@ -533,26 +557,38 @@ eng_status eng_policy_signal(eng_policy *policy, const char *name, double value)
 eng_status eng_policy_decide(eng_verdict *out, eng_policy *policy, const eng_record *record,
                              const eng_tensor_stats *stats);
 
-/// The policy's state and last good verdict as canonical text: exact numbers, sorted keys, the same
-/// state always gives the same bytes. Belongs to the policy, valid until the next save. Signals and
-/// tensor names are not part of it. Errors: STATE, POLICY (the policy changed its options).
+/// Entry `index` of the `log` in the last decision's verdict; the order is arbitrary. Returns the
+/// entry's name, which is valid until the next decision, or NULL past the end.
+const char *eng_policy_logged(double *value, const eng_policy *policy, int index);
+/// What the policy printed since the last call, as lines "file:line: text" without control
+/// characters; "" for nothing. Keeps the first ENG_POLICY_PRINTS bytes. Valid until the next call
+/// into the policy.
+const char *eng_policy_printed(eng_policy *policy);
+enum { ENG_POLICY_LOGS = 64, ENG_POLICY_PRINTS = 2048 };   // values in a `log`; bytes
+
+/// The policy's state and last good verdict as canonical text: numbers are exact and keys are
+/// sorted, so the same state always gives the same bytes. The policy owns the text, which is valid
+/// until the next save. Signals and tensor names are not saved. Errors: STATE, POLICY (the policy
+/// changed its options).
 eng_status eng_policy_save(const char **text, int64_t *bytes, eng_policy *policy);
 /// Restores a saved text. On an error the state is unchanged. Errors: FORMAT, POLICY (saved by
 /// another policy).
 eng_status eng_policy_restore(eng_policy *policy, const char *text, int64_t bytes);
-/// Lets `policy` continue from `old`, which is unchanged: through its `migrate` function. Without
-/// one, a policy of the same name takes over the state (new fields start fresh), and a policy of
-/// another name starts fresh from the old scale. Errors: POLICY, STATE.
+/// Lets `policy` continue from `old`, which is unchanged. If `policy` has a `migrate` function,
+/// that function makes the state. Otherwise a policy with the name of `old` takes over its state
+/// (new fields start fresh), and a policy with another name starts fresh from the old scale.
+/// Errors: POLICY, STATE.
 eng_status eng_policy_migrate(eng_policy *policy, const eng_policy *old);
 
 // ------------------------------------------------------------------ parameter sets and optimizers
 
 /// The parameters of a model: one flat buffer each for weights (f32 master), gradients and, if the
-/// precision requires it, low-precision weights; order = checkpoint order. Statistics, unscaling
-/// and updates need a current device with the same memory (else DEVICE).
+/// precision requires it, low-precision weights. Parameters have the order of checkpoints.
+/// Statistics, unscaling and updates need a current device that uses the set's memory (else
+/// DEVICE).
 typedef struct eng_params eng_params;
 
-/// Takes over `n` f32 leaves: moves their values into the flat buffer; the handles stay valid.
+/// Takes over `n` f32 leaves and moves their values into the flat buffer. Their handles stay valid.
 /// `names` are used in messages and records. Errors: DTYPE, VALUE (a tensor is listed twice).
 eng_status eng_params_new(eng_params **out, const eng_tensor *tensors, const char *const *names,
                           int n);
@@ -562,27 +598,31 @@ void eng_params_free(eng_params *set);
 /// Gives parameter i weights of format shadow[i] for the forward pass (ENG_f32: none, the master is
 /// used) and gradients of format gradient[i]. Gradients are cleared.
 eng_status eng_params_precision(eng_params *set, const int32_t *shadow, const int32_t *gradient);
-/// Whether gradients add up over several backward passes, false at first. Then those in f16 and
-/// bf16 are kept in f32: what an operation gives is rounded to its format, where it can overflow,
-/// and summed in f32. Gradients are cleared. Errors: STATE (they are divided among ranks).
+/// Sets whether gradients add up over several backward passes; off at first. If on, the sums of f16
+/// and bf16 gradients are kept in f32: each term is still rounded to f16 or bf16, where it can
+/// overflow, and then added in f32. Gradients are cleared. Errors: STATE (the gradients are divided
+/// among ranks).
 eng_status eng_params_accumulate(eng_params *set, bool on);
 /// Rounds the master weights into the low-precision weights again. Needed only after writing
-/// through eng_tensor_info.data; the next operation notices eng_write, eng_fill, eng_copy and
-/// random numbers.
+/// through eng_tensor_info.data; the next operation notices writes by eng_write, eng_fill,
+/// eng_copy, eng_uniform and eng_normal.
 eng_status eng_params_refresh(eng_params *set);
+/// The low-precision weights of parameter i, as a tensor over the set's memory, rounded again if a
+/// script has written to the master. Its slot is 0 if the master is used.
+eng_status eng_params_low(eng_tensor *out, eng_params *set, int index);
 /// Drops all gradients; costs nothing.
 eng_status eng_params_zero_grad(eng_params *set);
-/// One read-only pass over the gradients. `scale`: the loss scale they carry. `stats` may be NULL
-/// or has n entries. Fills the gradient fields of `record`; the caller fills step, loss and the
-/// others.
+/// Computes statistics of the gradients in one read-only pass. `scale`: the loss scale they carry.
+/// `stats` may be NULL or has n entries. Fills the gradient fields of `record`; the caller fills
+/// step, loss and the others.
 eng_status eng_params_stats(eng_record *record, eng_tensor_stats *stats, eng_params *set,
                             double scale, unsigned needs);
 /// The same without waiting, for lagged mode. `start` requests the statistics and the values of
-/// `losses` (n_losses tensors of one f32 element). `fetch` returns the oldest request, waiting only
-/// if it is not complete; `loss` is the sum of the losses. Up to ENG_STATS_ON_THEIR_WAY requests
-/// may be pending. An update with eng_update.lagged uses the newest request. Errors: STATE (nothing
-/// to fetch, too many pending), DTYPE.
-enum { ENG_STATS_ON_THEIR_WAY = 4 };
+/// `losses` (n_losses <= ENG_STATS_LOSSES tensors of one f32 element). `fetch` returns the oldest
+/// request, waiting only if it is not complete; `loss` is the sum of the losses. Up to
+/// ENG_STATS_ON_THEIR_WAY requests may be pending. An update with eng_update.lagged uses the newest
+/// request. Errors: STATE (nothing to fetch, too many pending), DTYPE.
+enum { ENG_STATS_ON_THEIR_WAY = 4, ENG_STATS_LOSSES = 64 };
 eng_status eng_params_stats_start(eng_params *set, unsigned needs, const eng_tensor *losses,
                                   int n_losses);
 eng_status eng_params_stats_fetch(eng_record *record, eng_tensor_stats *stats, double *loss,
@@ -593,18 +633,24 @@ int eng_params_stats_pending(const eng_params *set);
 /// Errors: STATE (none is pending).
 void eng_params_stats_forget(eng_params *set);
 eng_status eng_params_stats_withdraw(eng_params *set);
-/// Multiplies every gradient by `factor` into f32 gradients (in place where they are f32 already;
-/// f16 gradients move to an f32 buffer until cleared, so that unscaling loses nothing). `found_inf`
-/// is 1 if any is inf or nan.
+/// Multiplies every gradient by `factor`. The results are f32: f32 gradients are scaled in place;
+/// others move to an f32 buffer until they are cleared, so that unscaling loses nothing.
+/// `found_inf` is 1 if any element is inf or nan.
 eng_status eng_params_unscale(int *found_inf, eng_params *set, double factor);
+/// Writes the true gradient of parameter `index`, times `factor`, to `into`, an f32 tensor of the
+/// parameter's shape; the stored gradient stays as it is. `has` is 0, and nothing is written, if
+/// the parameter has no gradient or, with ZeRO, another rank updates it. For optimizers written in
+/// Lua. Errors: VALUE, DTYPE, SHAPE; STATE (with ZeRO, this rank has only a part of the parameter).
+eng_status eng_params_true_gradient(int *has, const eng_tensor *into, eng_params *set, int index,
+                                    double factor);
 /// Sets the relative scale of parameter i's gradient to relative[i] (NULL: 1 each). If the
-/// parameter has a gradient, the scale takes effect once that is cleared. Statistics, updates and
-/// unscaling divide by the scale. Errors: VALUE (not positive and finite).
+/// parameter has a gradient, the scale takes effect once that gradient is cleared. Statistics,
+/// updates and unscaling divide by the scale. Errors: VALUE (not positive and finite).
 eng_status eng_params_relative_scale(eng_params *set, const double *relative);
-/// Between these two calls gradients accumulate in a separate f32 buffer; afterwards the set's own
-/// gradients are back. eng_params_reference_end returns the norm of each tensor's gradient (`norms`
-/// [n] or NULL; 0: none arrived) and of all of them, divided by `scale`, the seed of the pass. The
-/// calls do not nest. Errors: STATE.
+/// Between these two calls gradients accumulate in a separate f32 buffer; afterwards the set has
+/// its previous gradients again. eng_params_reference_end returns the norm of each tensor's
+/// gradient (`norms` [n] or NULL; 0: no gradient) and the norm of all gradients together, both
+/// divided by `scale`, the seed of the pass. The calls do not nest. Errors: STATE.
 eng_status eng_params_reference_begin(eng_params *set);
 eng_status eng_params_reference_end(double *norm, double *norms, eng_params *set, double scale);
 /// Bytes of memory: master weights, low-precision copies, gradients (allocated by the first
@@ -612,9 +658,10 @@ eng_status eng_params_reference_end(double *norm, double *norms, eng_params *set
 void eng_params_bytes(int64_t bytes[4], const eng_params *set);
 /// Number of elements in all parameters.
 int64_t eng_params_count(const eng_params *set);
-/// FNV-1a checksum over the bytes of the masters.
+/// Checksum of the master weights: the XXH64 hash of every parameter's eng_checksum. 0 if the
+/// device fails.
 uint64_t eng_params_checksum(const eng_params *set);
-/// The same over the parameters i with which[i] == value.
+/// Checksum of only those parameters i for which which[i] equals `value`.
 uint64_t eng_params_checksum_of(const eng_params *set, const uint8_t *which, int value);
 
 /// The kinds of optimizers.
@@ -636,12 +683,14 @@ typedef struct eng_update {
   int32_t n_groups;
   const eng_hyper *groups;
   double  gradient_factor;      // 1 / scale
-  double  clip_value;           // then every element is clamped to +-clip_value; 0: off
-  // Number of this update, from 1 (bias correction). Lagged: the number of the first update of an
-  // unbroken sequence of lagged ones; the device counts those that it applies.
+  double  clip_value;           // afterwards every element is clamped to +-clip_value; 0: off
+  // Number of this update, from 1 (bias correction). For lagged updates: the number of the first
+  // one in an unbroken sequence; from there the device counts, because only it knows which updates
+  // it applied.
   int64_t t;
-  // Set by eng_optimizer_step: which of the device's ENG_UPDATE_SLOTS counters, whether it starts
-  // at t, and the ticket of the statistics that a lagged update uses.
+  // Set by eng_optimizer_step. slot: which of the device's ENG_UPDATE_SLOTS counters numbers these
+  // updates; fresh: 1 if that counter restarts at t; statistics: the ticket of the statistics that
+  // a lagged update uses.
   int32_t slot, fresh;
   int64_t statistics;
   int32_t lagged;               // 1: the device decides by the newest statistics (see backend.h):
@@ -661,7 +710,8 @@ eng_status eng_optimizer_new(eng_optimizer **out, eng_params *set, int kind, int
 void eng_optimizer_free(eng_optimizer *state);
 /// Updates every parameter that has a gradient.
 eng_status eng_optimizer_step(eng_optimizer *state, const eng_update *update);
-/// The next update starts again at the caller's t, also after lagged updates. For restored moments.
+/// Makes the next update use the caller's t, even after lagged updates. Call this after restoring
+/// moments.
 void eng_optimizer_restart(eng_optimizer *state);
 /// Moment `which` (1 or 2) of parameter `index`, as a tensor over the optimizer's memory. For
 /// checkpoints. Its slot is 0 if this optimizer has no such moment.
@@ -669,13 +719,14 @@ eng_status eng_optimizer_moment(eng_tensor *out, eng_optimizer *state, int which
 
 // ------------------------------------------------------------------ captured steps
 
-/// Forward and backward of one batch, captured once and then launched as one unit of work. For
-/// steps whose kernels are shorter than their launches. Gradients accumulate in the set as usual.
+/// Forward and backward of one batch, captured once and then launched as one unit of work. Useful
+/// for steps whose kernels take less time than their launches. Gradients accumulate in the set as
+/// usual.
 typedef struct eng_graph eng_graph;
 /// Between begin and end the script runs one forward and backward pass in an open step; nothing is
-/// computed. `batch`: the tensors it reads that change from step to step. Operations that draw
-/// random numbers, and reading a value back, fail in between. After an error call eng_graph_free.
-/// Errors: DEVICE (it cannot capture), STATE.
+/// computed. `batch`: the tensors that the passes read and whose contents change from step to step.
+/// In between, operations that draw random numbers fail, and so does reading a value back. After an
+/// error call eng_graph_free. Errors: DEVICE (the device cannot capture), STATE.
 eng_status eng_graph_begin(eng_graph **out, eng_params *set, const eng_tensor *batch, int n);
 eng_status eng_graph_end(eng_graph *graph, const eng_tensor *loss);
 /// Computes the step on the batch; `seed` is the gradient of the loss. Errors: SHAPE (the batch has
@@ -703,8 +754,8 @@ eng_status eng_synchronize(void);
 /// One line about the current device: the GPU, or the CPU's instruction set.
 const char *eng_device_text(void);
 /// The FP8 products that are fast on the current device: 0 none (a GPU without FP8 tensor cores), 1
-/// operands with one scale each, 2 all. A formula computes the others, bit-equal but many times
-/// slower, if ENGINE_FP8_FORMULA=1 allows it (the value is then 2).
+/// operands with one scale each, 2 all. With ENGINE_FP8_FORMULA=1 the value is 2: a formula
+/// computes the other products, bit-equal but many times slower.
 int eng_device_fp8(void);
 
 /// The most threads that kernels use.
@@ -734,29 +785,31 @@ void eng_trap(bool on);
 /// backward pass have the label of the operation whose gradient they compute.
 void eng_trap_module(int module);
 enum { ENG_TRAP_INPUTS = 6, ENG_TRAP_OUTPUTS = 3 };
-/// A tensor at the moment of the finding. `text`: dtype and shape; `name`: of a parameter, else "".
-/// count 0: an absent input, or not floating-point.
+/// A tensor at the moment of the finding. `text`: dtype and shape; `name`: the parameter's name, or
+/// "" if the tensor is no parameter. count 0: the input is absent, or is not floating-point.
 typedef struct eng_trap_tensor {
   char    name[96], text[80];
   int64_t count, inf, nan;
   double  amax;               // largest finite magnitude
 } eng_trap_tensor;
-/// An operation that output inf (or nan). `kernel` is what ran. `op`: in the backward pass, the
-/// operation whose gradient it computed.
+/// An operation that output inf (or nan). `kernel`: the operation that ran. `op`: in the backward
+/// pass, the operation whose gradient it computed.
 typedef struct eng_trap_site {
   const char *kernel, *op;
   int32_t nan, backward, module;
-  // The input, from 1, that contained it already (data, a parameter, a constant); 0: it arose here.
+  // Number, from 1, of the input that already contained inf (nan): data, a parameter, a constant.
+  // 0: inf (nan) arose in this operation.
   int32_t held_by;
   int32_t n_in, n_out;
   eng_trap_tensor in[6], out[3];
 } eng_trap_site;
-/// The first operation of a pass that made an inf (`nan`: a nan) from inputs without one, or else
-/// the first that had one as input. False: the pass had none.
+/// Finds the first operation of a pass that output inf although no input contained inf; if there is
+/// none, the first operation with inf in an input. `nan`: looks for nan instead of inf. Returns
+/// false if the pass had no inf (nan).
 bool eng_trap_found(eng_trap_site *out, bool nan, bool backward);
 
-/// Which instruction set the CPU kernels use: "avx512", "avx2" or "plain"; a name forces one
-/// (an error if the machine lacks it), NULL only asks.
+/// Which instruction set the CPU kernels use: "avx512", "avx2" or "plain"; `force`: the set to use
+/// from now on, NULL: only asks. Returns NULL, with an error, if the machine lacks that set.
 const char *eng_cpu_isa(const char *force);
 /// How bf16 products are computed here: "AMX" (oneDNN), "pairs" (AVX-512 BF16, where it is twice as
 /// fast as f32) or "f32". The first two treat subnormal bf16 as zero. With "pairs", attention also
@@ -768,14 +821,17 @@ void eng_seed(uint64_t seed);
 void eng_rng_get(uint64_t *seed, uint64_t *counter);
 void eng_rng_set(uint64_t seed, uint64_t counter);
 
-/// Set by a signal handler: the running operation returns ENG_ERR_INTERRUPTED.
-/// level 0: clear, 1: the trainer stops at the step's end, 2: the next operation fails.
+/// Called by a signal handler to interrupt the work. level 0: clears the interrupt; 1: the trainer
+/// stops at the step's end; 2: the next operation fails with ENG_ERR_INTERRUPTED.
 void eng_interrupt(int level);
 int  eng_interrupted(void);
+/// Records the number of the signal that interrupts, if above 0. Returns the number recorded last;
+/// 0: none yet.
+int  eng_interrupt_signal(int number);
 /// What Ctrl-C, SIGTERM, SIGUSR1, SIGUSR2 and SIGXCPU do first. 0, the default: level 2, and the
 /// script is stopped. 1: level 1 only, for a training loop that ends at the end of a step and then
-/// sets 0 again. 2: level 2 only, for a caller that waits in a call, which then returns, and prints
-/// its own message. -1 only queries. Returns the previous value.
+/// sets 0 again. 2: level 2 only, for a caller that waits inside a call; the call then returns, and
+/// the caller prints its own message. -1 only queries. Returns the previous value.
 int  eng_interrupt_policy(int policy);
 /// SIGHUP asks a run to read its policy's file again. The signal handler calls eng_hangup;
 /// eng_hangups returns the number of signals since its last call.
@@ -788,26 +844,38 @@ int  eng_hangups(void);
 double eng_clock(void);
 /// Columns and rows of the terminal behind a file descriptor. False: not a terminal.
 bool eng_terminal(int *columns, int *rows, int fd);
-/// The version of "onednn" (with the instruction set it uses), "sqlite" or "openmp" as text. NULL:
-/// no such library.
+/// Waits; a signal ends the wait early.
+void eng_sleep(double seconds);
+/// Starts the program words[0], found in PATH. `words` are its arguments, ended by NULL. The
+/// program has an empty standard input, its output is appended to the file `log`, it has a process
+/// group of its own, and it gets SIGTERM when the calling thread ends. Errors: IO.
+eng_status eng_process_start(int *process, const char *const *words, const char *log);
+/// The exit status of a started program, 128 + N if signal N ended it; -1 while it runs. Do not
+/// call this again for a program that has ended.
+int eng_process_status(int process);
+/// Sends a signal to the process group of a started program.
+void eng_process_signal(int process, int number);
+/// The version of "onednn" (with the instruction set it uses), "sqlite" or "openmp" as text.
+/// Returns NULL if there is no such library.
 const char *eng_library_version(const char *name);
 /// A number in as many digits as it takes to read the same double back, in any locale: "0.1", "3",
 /// "1e-30", "-0.0", "inf", "-inf", "nan". Used for every number in a file.
 void eng_number_text(char out[32], double x);
 /// Text of unknown origin as a terminal can show it: valid UTF-8 without characters that a terminal
-/// executes (C0, C1) or that reorder what follows (bidirectional marks). Their bytes, and bytes
-/// that are not UTF-8, become \xNN. Line ends and tabs stay if `lines`, else they become spaces.
-/// Writes whole characters, up to `room` bytes with the final 0. Returns the whole result's length.
+/// executes (C0, C1) or that reorder what follows (bidirectional marks). The bytes of such
+/// characters, and bytes that are not UTF-8, become \xNN. Line ends and tabs stay if `lines`, else
+/// they become spaces. Writes whole characters, at most `room` bytes including the final 0. Returns
+/// the whole result's length.
 int64_t eng_text_shown(char *out, int64_t room, const char *text, int64_t size, bool lines);
 /// What is wrong with a name of a policy, an option, a run or a signal: it is empty, longer than
-/// ENG_NAME_BYTES, or eng_text_shown would change it. NULL: nothing.
+/// ENG_NAME_BYTES, or eng_text_shown would change it. NULL: the name is valid.
 const char *eng_name_problem(const char *name, int64_t size);
 enum { ENG_NAME_BYTES = 100 };
-/// The index in `names` [n] of the name that `name` probably misspells, or -1 when none is close:
-/// the fewest edits (insert, delete, replace, swap of neighbours; ASCII case ignored), at most a
-/// third of the longer name's letters and at least 1. A candidate whose last dotted part equals
-/// `name` counts as one edit away ("width" finds "model.width"). The first of equals wins; names
-/// longer than 64 bytes never match.
+/// The index in `names` [n] of the name that `name` probably misspells: the one that takes the
+/// fewest edits (insert, delete, replace, swap of neighbours; ASCII case ignored). -1 if that one
+/// takes more than one edit, and more than a third of the longer name's letters. A candidate whose
+/// last dotted part equals `name` counts as one edit away ("width" finds "model.width"). The first
+/// of equals wins; names longer than 64 bytes never match.
 int eng_nearest(const char *name, const char *const *names, int n);
 /// Queries the CUDA driver, if installed, without linking to it: the number of GPUs, or -1 without
 /// a driver. Writes a line of text about each into `text`.

@@ -1,5 +1,4 @@
-// Part of engine.h, which includes it; no other file does. Files, the attach socket of a run,
-// histories.
+// Part of engine.h; only engine.h includes this file. Files, the attach socket of a run, histories.
 #ifndef ENGINE_FILES_H
 #define ENGINE_FILES_H
 
@@ -12,13 +11,14 @@ typedef struct eng_mapping { const void *data; int64_t size; } eng_mapping;
 eng_status eng_file_map(eng_mapping *out, const char *path);
 void       eng_file_unmap(eng_mapping *mapping);
 
-/// Writes a whole file: into a temporary file next to it, synced, then renamed. A reader of `path`
-/// finds the old contents or the new ones, even after a crash. On an error the old file is
-/// unchanged.
+/// Replaces a file as a whole: writes a temporary file next to it, syncs that file, then renames
+/// it. A reader of `path` finds the old contents or the new ones, even after a crash. On an error
+/// the old file is unchanged.
 eng_status eng_file_write(const char *path, const void *data, int64_t size);
 /// CRC-32C and size in bytes of a file.
 eng_status eng_file_checksum(uint32_t *crc, int64_t *size, const char *path);
-/// CRC-32C (Castagnoli, as in iSCSI and ext4) of bytes; `crc` continues an earlier one, 0 begins.
+/// CRC-32C (Castagnoli, as in iSCSI and ext4) of bytes; `crc`: the checksum of the bytes before
+/// them, 0 for none.
 uint32_t   eng_crc32c(uint32_t crc, const void *data, int64_t size);
 
 /// What `path` names, links followed: ENG_FILE_*.
@@ -38,9 +38,10 @@ eng_status eng_file_rename(const char *from, const char *to);
 eng_status eng_file_exchange(const char *a, const char *b);
 /// Removes a file or an empty directory; fine when it does not exist.
 eng_status eng_file_remove(const char *path);
-/// Locks the file `path`, made when missing, against other processes until eng_file_unlock or the
-/// end of this process; the file then holds the process's number. `lock` is -1 where the file
-/// system has no locks. Errors: STATE (another process holds it; the text gives its number), IO.
+/// Locks the file `path` against other processes until eng_file_unlock or the end of this process.
+/// Creates the file if it is missing and writes this process's id into it. `lock` is -1 where the
+/// file system has no locks. Errors: STATE (another process holds the lock; the text gives its id),
+/// IO.
 eng_status eng_file_lock(int *lock, const char *path);
 void       eng_file_unlock(int lock);
 /// The names in a directory, sorted by bytes, without "." and "..".
@@ -74,10 +75,11 @@ eng_status eng_safetensors_get(eng_safetensors_entry *out, const eng_safetensors
                                int64_t index);
 /// Index of the entry called `name`, or -1.
 int64_t     eng_safetensors_find(const eng_safetensors *file, const char *name);
-/// Reads an entry into a new tensor, which lives as ENG_KEEP or ENG_AUTO say (eng_new).
+/// Reads an entry into a new tensor, whose lifetime is set by `keep` (ENG_KEEP or ENG_AUTO, see
+/// eng_new).
 eng_status eng_safetensors_read(eng_tensor *out, const eng_safetensors *file, int64_t index,
                                 bool keep);
-/// Key and value of metadata pair `index`, in file order; VALUE past the end.
+/// Key and value of metadata pair `index`, in file order. Errors: VALUE (no such pair).
 int64_t     eng_safetensors_metadata_count(const eng_safetensors *file);
 eng_status eng_safetensors_metadata(const char **key, const char **value,
                                     const eng_safetensors *file, int64_t index);
@@ -85,8 +87,8 @@ eng_status eng_safetensors_metadata(const char **key, const char **value,
 /// A safetensors file being written.
 typedef struct eng_safetensors_writer eng_safetensors_writer;
 eng_status eng_safetensors_begin(eng_safetensors_writer **out, const char *path);
-/// Adds a tensor of any strides, to be written row-major in the order of these calls. It is read at
-/// commit and must live until then.
+/// Adds a tensor of any strides. Tensors are written row-major, in the order of these calls. A
+/// tensor is read at commit and must live until then.
 eng_status eng_safetensors_add(eng_safetensors_writer *writer, const char *name,
                                const eng_tensor *x);
 eng_status eng_safetensors_annotate(eng_safetensors_writer *writer, const char *key,
@@ -104,7 +106,7 @@ void       eng_safetensors_abort(eng_safetensors_writer *writer);
 /// a line-based protocol. Other users are rejected, up to 8 clients are served at once, and no
 /// client can make the run wait.
 typedef struct eng_attach eng_attach;
-// bytes at most: a line from a client; unread replies to it
+// limits in bytes: one line from a client; the unread replies to one client
 enum { ENG_ATTACH_LINE = 65536, ENG_ATTACH_ANSWER = 1 << 20 };
 /// Opens the socket at `path`, of any length. A socket without a listener is replaced. Errors:
 /// STATE (another process listens), IO.
@@ -116,8 +118,8 @@ void       eng_attach_close(eng_attach *server);
 /// valid until the next call.
 bool eng_attach_poll(const char **line, int64_t *length, int *client, eng_attach *server,
                      int milliseconds);
-/// Sends a line to a client. A client with too many unread bytes is disconnected; one that has
-/// disconnected is ignored.
+/// Sends a line to a client. A client with too many unread bytes is disconnected; for a client that
+/// has disconnected the call does nothing.
 void       eng_attach_answer(eng_attach *server, int client, const char *text, int64_t size);
 bool       eng_attach_here(eng_attach *server, int client);
 int        eng_attach_count(const eng_attach *server);
@@ -125,6 +127,8 @@ int        eng_attach_count(const eng_attach *server);
 /// The client's side. Errors: STATE (no listener), IO.
 typedef struct eng_attach_link eng_attach_link;
 eng_status eng_attach_connect(eng_attach_link **out, const char *path);
+/// Sends text; waits while the run does not read. Errors: as above, and INTERRUPTED, after which
+/// part of the text may have been sent.
 eng_status eng_attach_send(eng_attach_link *link, const char *text, int64_t size);
 /// The next line, valid until the next call. Errors: IO (the run has ended), STATE (no line within
 /// `seconds`), INTERRUPTED.
@@ -135,39 +139,43 @@ void       eng_attach_leave(eng_attach_link *link);
 // ------------------------------------------------------------------ history
 
 /// A run's history: an SQLite file in WAL mode. Appending puts rows into a queue in memory; a
-/// thread commits them every quarter of a second, so that a killed run loses at most the last of
-/// them. NaN is stored as NULL.
+/// thread commits them every quarter of a second, so a killed run loses at most the rows that were
+/// still queued. NaN is stored as NULL.
 typedef struct eng_history eng_history;
+/// The number of steps that one row of the table `blocks` summarizes.
+enum { ENG_HISTORY_BLOCK = 256 };
 
-/// Opens a history: with `write` for the run itself (made when missing), else read-only for any
-/// process, also while the run writes. Errors: IO; FORMAT (not a history, of a newer engine, with
-/// views or triggers).
+/// Opens a history. With `write`: for the run itself; creates the file if it is missing. Otherwise:
+/// read-only for any process, also while the run writes. Errors: IO; FORMAT (the file is not a
+/// history, is of a newer engine, or has views or triggers).
 eng_status eng_history_open(eng_history **out, const char *path, bool write);
-/// Commits queued rows and closes. Frees the history whatever the status. NULL is allowed. IO: rows
-/// of this run are lost, now or earlier.
+/// Commits queued rows and closes. Frees the history whatever the status. NULL is allowed. Errors:
+/// IO (rows of this run were lost, now or earlier).
 eng_status eng_history_close(eng_history *history);
 
-/// Every append reports a failure of the writing thread (disk full) once, as IO. The row is still
-/// queued and is written when the disk has room again. When the queue is full, rows are dropped,
-/// and an event 'history' records how many. A run can continue after the error.
+/// If the writing thread fails (disk full), the next append reports this once, as IO. Its row is
+/// still queued and is written when the disk has room again. When the queue is full, rows are
+/// dropped, and an event 'history' records how many. A run can continue after the error.
 /// One row in `steps`. `tokens`: tokens this step trained on.
 eng_status eng_history_step(eng_history *history, const eng_record *record,
                             const eng_verdict *verdict, double tokens);
 /// One row in `tensor_stats`: statistics of tensors 0..n-1 in parameter order.
 eng_status eng_history_tensors(eng_history *history, int64_t step, const eng_tensor_stats *stats,
                                int n);
-/// The decision of a shadow policy, in `shadows`. Written when its scale or action differs from the
-/// row before: a decision holds until the next row of that name.
+/// The decision of a shadow policy, in `shadows`. It holds until the next row of that name.
+/// `overflow`: gradients overflow at the shadow's own scale. `bound`: the decision is a bound, not
+/// exact (lua/engine/run/counterfactual.lua).
 eng_status eng_history_shadow(eng_history *history, int64_t step, const char *name,
-                              const eng_verdict *verdict);
+                              const eng_verdict *verdict, bool overflow, bool bound);
 /// A meter of an FP8 layer's role, in `fp8`: snr (dB), underflow, overflow and zeros (shares),
 /// amax, least, scale_min, scale_max (without the loss scale), count.
 eng_status eng_history_fp8(eng_history *history, int64_t step, const char *site, const char *role,
                            const double value[9]);
-/// A value that the script published as `name` (record.signals), in `signals`. Written when it
-/// differs from the row before of that name.
+/// A value that the script published as `name` (record.signals), in `signals`. Writes a row only if
+/// the value differs from the previous row of that name.
 eng_status eng_history_signal(eng_history *history, int64_t step, const char *name, double value);
-/// `time` is set here; `data` is free text (JSON) for programs and may be NULL.
+/// One row in `events`, with the current time. `data` is free text (JSON) for programs and may be
+/// NULL.
 eng_status eng_history_event(eng_history *history, int64_t step, const char *kind, const char *text,
                              const char *data);
 /// A key and its value in `table`, "meta" or "config"; replaces an earlier value.
@@ -176,9 +184,10 @@ eng_status eng_history_text(eng_history *history, const char *table, const char 
 /// A policy's source under its hash.
 eng_status eng_history_policy(eng_history *history, const char *hash, const char *name,
                               const char *source);
-/// Name and shape of parameter `index`, the index of first_bad and of tensor_stats.
+/// Name and shape of parameter `index`, and the format of its gradient ("f16"; NULL if unknown).
+/// first_bad and tensor_stats use the same index.
 eng_status eng_history_parameter(eng_history *history, int index, const char *name, int ndim,
-                                 const int64_t *shape);
+                                 const int64_t *shape, const char *gradient);
 /// The run continues at `step`: deletes the rows of that and later steps and appends an event
 /// 'resumed', in one transaction. Waits for the commit.
 eng_status eng_history_resume(eng_history *history, int64_t step);
@@ -195,7 +204,7 @@ int         eng_query_parameters(const eng_query *query);
 eng_status  eng_query_bind_int(eng_query *query, int parameter, int64_t value);
 eng_status  eng_query_bind_double(eng_query *query, int parameter, double value);
 eng_status  eng_query_bind_text(eng_query *query, int parameter, const char *value, int64_t bytes);
-/// Sets `row` if there is another row. Errors: FORMAT (a value of another type than its column's, a
+/// Sets `row` if there is another row. Errors: FORMAT (a value whose type is not its column's, a
 /// negative step, more work than the file's size explains), INTERRUPTED, IO.
 eng_status  eng_query_next(bool *row, eng_query *query);
 int         eng_query_columns(const eng_query *query);
@@ -211,8 +220,8 @@ double      eng_query_double(const eng_query *query, int column);
 /// Text or blob and its size in bytes, valid until the next row.
 const void *eng_query_bytes(int64_t *size, const eng_query *query, int column);
 
-/// Unpacks the blob of tensor_stats (or of steps.hist: one tensor, histogram only). `n`: tensors in
-/// the blob; fills at most `capacity`. Errors: FORMAT.
+/// Unpacks the blob of tensor_stats (or of steps.hist: one tensor, histogram only). `n`: the number
+/// of tensors in the blob; fills at most `capacity` entries of `stats`. Errors: FORMAT.
 eng_status eng_history_unpack(int *n, eng_tensor_stats *stats, int capacity, const void *blob,
                               int64_t size);
 

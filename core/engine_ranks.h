@@ -1,5 +1,5 @@
-// Part of engine.h, which includes it; no other file does. Several processes on one job: groups and
-// collective operations, reduction of gradients, rows of experts, predictions of their cost.
+// Part of engine.h; only engine.h includes this file. Several processes on one job: groups and
+// collective operations, reduction of gradients, exchange of experts' rows, prediction of costs.
 #ifndef ENGINE_RANKS_H
 #define ENGINE_RANKS_H
 
@@ -9,25 +9,25 @@
 typedef struct eng_comm eng_comm;
 enum { ENG_SUM = 0, ENG_MAX = 1 };
 
-/// Whether the environment says that this process was started as one of several; its rank, and
-/// their number (1 if not). Starts nothing.
+/// Whether the environment says that this process was started as one of several; also returns its
+/// rank and the number of processes (1 if alone). Starts nothing.
 bool eng_comm_launched(int *rank, int *size);
 /// The world. The first call loads the transport if this process was started as one of several: MPI
 /// if mpirun or srun with an MPI plug-in started it, NCCL alone if torchrun did (RANK, WORLD_SIZE,
 /// MASTER_ADDR, MASTER_PORT) or srun without a plug-in (SLURM_PROCID, MASTER_ADDR).
-/// ENGINE_RANKS=off: none; mpi or nccl: that one, also for one process. A process that runs alone
-/// is a world of one.
-/// Errors: LIBRARY (this build has no MPI, or its MPI does not see the other ranks; no NCCL),
-/// DEVICE (NCCL without a card).
+/// ENGINE_RANKS=off loads no transport; mpi or nccl loads that transport, even for one process. A
+/// process that runs alone is a world of one.
+/// Errors: LIBRARY (this build has no MPI, its MPI does not see the other ranks, or NCCL is
+/// missing), DEVICE (NCCL without a card).
 eng_status eng_comm_world(eng_comm **out);
 int eng_comm_rank(const eng_comm *comm);
 int eng_comm_size(const eng_comm *comm);
-/// Ranks of the world on this machine.
+/// The number of ranks of the world on this machine.
 int eng_comm_local_size(void);
 /// Threads for each rank of this machine: its cores divided by its ranks.
 int eng_comm_threads(void);
-/// "Open MPI v4.1.4, 4 ranks, 4 of them here". Once gradients on cards are to be reduced it also
-/// says whether they go from card to card over NCCL or through the host, and why.
+/// "Open MPI v4.1.4, 4 ranks, 4 of them here". Once gradients on cards are to be reduced, the text
+/// also says whether messages go from card to card over NCCL or through the host, and why.
 const char *eng_comm_text(void);
 /// "2.28.9, /usr/local/cuda/lib64/libnccl.so.2": the NCCL that would be used. Errors: LIBRARY, with
 /// what is missing.
@@ -40,15 +40,15 @@ void eng_comm_free(eng_comm *comm);
 /// How long a rank waits for others (300 s by default) before it ends the job with a message that
 /// names the missing ranks. 0 only queries. Returns the previous value.
 double eng_comm_timeout(double seconds);
-/// The last call of a process; made automatically when it exits. Code 0 waits for the other ranks,
-/// any other code ends them as well. Harmless without ranks.
+/// The last call of a process; made automatically when the process exits. Code 0 waits for the
+/// other ranks; any other code ends them as well. Does nothing without ranks.
 void eng_comm_end(int code);
 
 /// Waits until every rank of the group has called it.
 eng_status eng_comm_barrier(eng_comm *comm);
 /// Copies `bytes` of host memory from rank `root` to all ranks of the group.
 eng_status eng_comm_broadcast(eng_comm *comm, void *data, int64_t bytes, int root);
-/// Copies the values of a contiguous tensor, in any memory, from `root` to all ranks.
+/// Copies the values of a contiguous tensor in any memory from rank `root` to all ranks.
 eng_status eng_comm_broadcast_tensor(eng_comm *comm, const eng_tensor *x, int root);
 /// Gathers `bytes` of every rank, in order of ranks, into `all` [size x bytes].
 eng_status eng_comm_all_gather(eng_comm *comm, void *all, const void *own, int64_t bytes);
@@ -60,8 +60,8 @@ eng_status eng_comm_all_reduce(eng_comm *comm, void *data, int64_t count, int dt
 /// bit-equal to the all-reduce.
 eng_status eng_comm_reduce_scatter(eng_comm *comm, void *own, const void *data, int64_t count,
                                    int dtype, int op);
-/// The same without waiting. Every start needs its wait. `test` advances the reduction and reports
-/// whether the wait would return at once.
+/// An all-reduce without waiting. Every eng_comm_all_reduce_start needs an eng_comm_wait.
+/// eng_comm_test advances the reduction and reports whether eng_comm_wait would return at once.
 typedef struct eng_comm_request eng_comm_request;
 eng_status eng_comm_all_reduce_start(eng_comm_request **out, eng_comm *comm, void *data,
                                      int64_t count, int dtype, int op);
@@ -70,24 +70,24 @@ eng_status eng_comm_wait(eng_comm_request *request);
 
 /// Sends rows of `from` [n x C] to the ranks of a group and receives theirs into `to` [m x C], both
 /// of one dtype and memory. The first send[0] rows go to rank 0, the next send[1] to rank 1; rank
-/// 0's rows come first. Messages are in `comm_dtype` (below), FP8 in blocks along a row, where inf
-/// becomes nan; rows that stay on this rank are rounded alike. Adds to `facts` (may be NULL): the
-/// bytes sent to other ranks and, over finite numbers, the sums of squares of the sent numbers and
-/// of their rounding errors. Errors: SHAPE, VALUE.
+/// 0's rows come first. Messages are in `comm_dtype` (below); FP8 uses blocks along a row and turns
+/// inf into nan. Rows that stay on this rank are rounded in the same way. Adds to `facts` (may be
+/// NULL): the bytes sent to other ranks and, over finite numbers, the sums of squares of the sent
+/// numbers and of their rounding errors. Errors: SHAPE, VALUE.
 typedef struct eng_exchange_facts { int64_t bytes; double signal, error; } eng_exchange_facts;
 eng_status eng_comm_exchange_rows(const eng_tensor *to, const eng_tensor *from, eng_comm *comm,
                                   const int64_t *send, const int64_t *receive, int comm_dtype,
                                   eng_exchange_facts *facts);
 
 /// Reduces the gradients of a parameter set over a group. Parameters are assigned to buckets, and a
-/// bucket is sent as soon as backward has completed its members. Every rank sends to each other
-/// rank the piece that rank sums, in the comm dtype; sums are f32, each term divided by the number
-/// of ranks first; the sums return in the same comm dtype. All ranks send their buckets in the same
-/// order, the last members of the set first. Memory holds a few buckets in flight; when it is full,
-/// backward waits for messages.
+/// bucket is sent as soon as backward has completed its members. Every rank sums one piece of each
+/// bucket: it receives this piece from the other ranks in the comm dtype, divides every term by the
+/// number of ranks, and adds in f32. The sums return in the same comm dtype. All ranks send their
+/// buckets in the same order, the last members of the set first. The memory for messages holds a
+/// few buckets; when it is full, backward waits for messages.
 typedef struct eng_parallel eng_parallel;
 /// The comm dtype: the format of messages. OWN: each gradient's dtype; FP8: e4m3 in blocks of 128
-/// with one power of two each.
+/// with one power-of-two scale each.
 enum {
   ENG_COMM_OWN = 0, ENG_COMM_F32 = 1, ENG_COMM_BF16 = 2, ENG_COMM_F16 = 3, ENG_COMM_FP8 = 4,
   ENG_COMM_DTYPES = 5
@@ -95,29 +95,32 @@ enum {
 typedef struct eng_parallel_options {
   int64_t bucket;             // bytes of gradients in a bucket, approximately
   int32_t comm_dtype;         // ENG_COMM_*
-  int32_t zero;               // 1: this rank updates and keeps moments of only its own pieces
-                              // (ZeRO-1); 2: it also keeps gradients of only these (ZeRO-2)
-  /// Parameters that not all ranks hold (experts): apart[i] is 1 for those; NULL: none. Here they
-  /// have their elements, or none where other ranks hold them. `holders`: this rank and the ranks
-  /// that hold the same ones. Their gradients are summed over the holders alone, each term divided
-  /// by the number of all ranks, because every rank's batch contributes to them.
+  int32_t zero;               // 1: this rank updates only its own pieces and keeps only their
+                              // moments (ZeRO-1); 2: it also keeps only their gradients (ZeRO-2)
+  int32_t whole;              // 1: pieces are whole parameters, for optimizers that need matrices
+  /// Parameters that not all ranks hold (experts): apart[i] is 1 if parameter i is one of them;
+  /// NULL: none. On a rank that does not hold it, such a parameter has no elements. `holders`: this
+  /// rank and the other ranks that hold the same experts. Gradients of experts are summed over the
+  /// holders alone; each term is divided by the number of all ranks, because every rank's batch
+  /// contributes to it.
   const uint8_t *apart;
   eng_comm *holders;
 } eng_parallel_options;
 /// A set has at most one eng_parallel. With `zero` the set's optimizers must be divided as well
 /// (eng_optimizer_shard). With zero = 2 gradients can be written only between eng_parallel_begin
-/// and eng_parallel_finish; each takes memory when it is first written and releases it when its
-/// bucket is sent. Of the sums only this rank's pieces are kept, which eng_parallel_stats and
-/// updates read. Other readers of gradients (eng_gradient, eng_params_stats, eng_params_unscale)
-/// get STATE.
+/// and eng_parallel_finish; a gradient takes memory when it is first written and releases that
+/// memory when its bucket is sent. Only this rank's pieces of the sums are kept; eng_parallel_stats
+/// and updates read them. Other readers of gradients (eng_gradient, eng_params_stats,
+/// eng_params_unscale) get STATE.
 eng_status eng_parallel_new(eng_parallel **out, eng_params *set, eng_comm *comm,
                             const eng_parallel_options *options);
 void eng_parallel_free(eng_parallel *parallel);
-/// Arms the reduction: it starts by itself during the backward pass. `pass`: ENG_PASS_FIRST before
-/// the last backward pass of a step. With zero = 2: ENG_PASS_FIRST before the first pass of a step,
-/// ENG_PASS_MORE before the others, whose sums are added to this rank's pieces in the order of
-/// passes, in f32, each result rounded to the gradient's dtype. ENG_PASS_ALONE: nothing is sent,
-/// and with zero = 2 the gradients are dropped. Errors: STATE.
+/// Arms the reduction, which then starts by itself during the backward pass. With zero < 2, call
+/// this only before the last backward pass of a step, with pass = ENG_PASS_FIRST. With zero = 2,
+/// call this before every pass: ENG_PASS_FIRST for the first pass of a step, ENG_PASS_MORE for the
+/// others, whose sums are added to this rank's pieces in the order of passes, in f32, each result
+/// rounded to the gradient's dtype. ENG_PASS_ALONE: nothing is sent, and with zero = 2 the
+/// gradients of this pass are dropped. Errors: STATE.
 enum { ENG_PASS_FIRST = 0, ENG_PASS_MORE = 1, ENG_PASS_ALONE = 2 };
 eng_status eng_parallel_begin(eng_parallel *parallel, int pass);
 /// Waits until all gradients are reduced. With `zero` the gradients of other ranks' pieces are
@@ -126,18 +129,18 @@ eng_status eng_parallel_finish(eng_parallel *parallel);
 /// Cancels a reduction that was not finished because the step failed on this rank.
 void eng_parallel_cancel(eng_parallel *parallel);
 /// eng_params_stats over all ranks: each rank reads its own pieces, and one small message produces
-/// the same record on every rank. The message also carries n_sums numbers to sum over the ranks and
-/// n_maxima numbers to take the maximum of. `stats` has n entries, without histograms.
+/// the same record on every rank. The message also carries n_sums numbers that are summed over the
+/// ranks and n_maxima numbers whose maxima are taken. `stats` has n entries, without histograms.
 eng_status eng_parallel_stats(eng_record *record, eng_tensor_stats *stats, eng_parallel *parallel,
                               double scale, unsigned needs, double *sums, int n_sums,
                               double *maxima, int n_maxima);
-/// With parameters held apart: shares every rank's flags of these parameters with all ranks, for
-/// eng_parallel_flags. After eng_parallel_stats.
+/// For parameters held apart: shares every rank's flags of these parameters with all ranks, for
+/// eng_parallel_flags. Call this after eng_parallel_stats.
 eng_status eng_parallel_gather_flags(eng_parallel *parallel);
-/// Also sums the histograms of all ranks' stats.
+/// Sums every tensor's histogram over all ranks.
 eng_status eng_parallel_histograms(eng_tensor_stats *stats, eng_parallel *parallel);
-/// What rank `rank` contributed to the last reduction as the gradient of parameter `index`, as
-/// flags: 1 a gradient, 2 inf, 4 nan, 8 finite numbers that became inf in the comm dtype.
+/// Flags of the gradient that rank `rank` contributed to the last reduction for parameter `index`:
+/// 1 there was a gradient, 2 it had inf, 4 nan, 8 finite numbers that became inf in the comm dtype.
 int eng_parallel_flags(const eng_parallel *parallel, int rank, int index);
 /// With `zero`, after an update: distributes every rank's pieces of the weights to all ranks.
 eng_status eng_parallel_gather(eng_parallel *parallel);
@@ -145,11 +148,11 @@ eng_status eng_parallel_gather(eng_parallel *parallel);
 eng_status eng_parallel_reference(eng_parallel *parallel);
 /// The elements [from, to) of parameter `index` that this rank updates.
 void eng_parallel_own(int64_t *from, int64_t *to, const eng_parallel *parallel, int index);
-/// Figures of the last step's reductions: messages and bytes that this rank sent; seconds from the
-/// start of the first bucket to the end of the last one; seconds of these spent waiting in
-/// eng_parallel_finish, and before, during backward, for memory that other buckets used (`held`);
-/// seconds of the record's message and of distributing updated weights, with the messages and bytes
-/// of the latter.
+/// Figures of the last step's reductions. messages, bytes: sent by this rank. seconds: from the
+/// start of the first bucket to the end of the last one. waited: seconds spent waiting in
+/// eng_parallel_finish. held: seconds for which backward waited for memory that other buckets used.
+/// record: seconds of the record's message. weights: seconds of distributing updated weights, with
+/// weight_messages and weight_bytes sent by this rank.
 typedef struct eng_parallel_facts {
   int64_t buckets, messages, bytes;
   double seconds, waited, held, record, weights;
@@ -158,14 +161,15 @@ typedef struct eng_parallel_facts {
 void eng_parallel_last(eng_parallel_facts *out, const eng_parallel *parallel);
 /// Predicts, without starting ranks, what rank `rank` of `size` (-1: the rank that sums the most)
 /// would keep and send: bytes of memory, of messages in a reduction and, with zero, of updated
-/// weights. Exact, except that `rooms` assumes that the operations on the tape are those of a step.
-/// `apart` must be NULL.
+/// weights. All figures are exact, except that `rooms` assumes that the operations on the tape are
+/// those of a step. `apart` must be NULL.
 typedef struct eng_parallel_sizes {
   int64_t buckets, messages, bytes, weight_messages, weight_bytes;
   int64_t own;                  // elements that this rank sums
-  // memory of the gradients that are kept; zero = 2: of those that backward writes
+  // gradients: memory of the gradients that are kept; rooms: with zero = 2, memory of the gradients
+  // that backward writes
   int64_t gradients, rooms;
-  int64_t under_way;            // of messages and sums in flight
+  int64_t under_way;            // memory of messages and sums in flight
 } eng_parallel_sizes;
 eng_status eng_parallel_predict(eng_parallel_sizes *out, eng_params *set, int rank, int size,
                                 const eng_parallel_options *options);
@@ -177,13 +181,13 @@ eng_status eng_parallel_rehearse(double *seconds, eng_params *set, int size,
 eng_status eng_comm_dtype_round(float *x, int64_t n, int comm_dtype);
 /// Reduces the gradients of several ranks within this process, with the kernels of their memory:
 /// rows of x [ranks x n], in f32, f16 or bf16, are packed, summed, each divided by the number of
-/// ranks, and unpacked into out [n] of the same dtype, or added to it with `add`. flags[ranks]:
+/// ranks, and unpacked into out [n] of the same dtype, or added to `out` with `add`. flags[ranks]:
 /// bits as in eng_parallel_flags, without 1. Errors: SHAPE, DTYPE, VALUE.
 eng_status eng_comm_dtype_reduce(const eng_tensor *out, int *flags, const eng_tensor *x,
                                  int comm_dtype, bool add);
 
-/// Restricts this optimizer's moments to this rank's pieces of its set and keeps their values
-/// there.
+/// Restricts this optimizer's moments to this rank's pieces of the parameter set; there the moments
+/// keep their values. A second call changes nothing.
 eng_status eng_optimizer_shard(eng_optimizer *state);
 
 #endif

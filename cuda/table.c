@@ -1,14 +1,14 @@
-// The CUDA device's table of functions: a kernel cuda_<name> for every operation of ops.def that
-// computes, and the passes over all parameters. eng_cuda_backend, the only function the plug-in
-// exports, passes the table to the core. This file is above all folders and calls into each of
-// them.
+// The CUDA device's table of functions: a kernel cuda_<name> for each operation of ops.def whose
+// layout is ANY or ROWS, and the passes over all parameters. eng_cuda_backend, the only function
+// the plug-in exports, passes the table to the core. This file is above all folders and calls into
+// each of them.
 #include "parameters/passes.h"
 #include "quantized/fp8_plain.h"
 #include "runtime/device.h"
 #include "runtime/host.h"
 #include "runtime/runtime.h"
 
-// An operation of ops.def without a kernel fails to link.
+// Linking fails if one of these operations has no kernel.
 #define KERNEL_ANY(name)  op_kernel cuda_##name;
 #define KERNEL_ROWS(name) op_kernel cuda_##name;
 #define KERNEL_VIEW(name)

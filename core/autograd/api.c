@@ -1,5 +1,5 @@
 // Single tensors from Lua: create, keep, free, read, write, fill. Operations come through op.c,
-// gradients through tape.c. Contracts in engine.h.
+// gradients through gradient.c. Contracts in engine.h.
 #include "base/error.h"
 #include "base/numerics.h"
 #include "op.h"
@@ -156,8 +156,8 @@ eng_status eng_write(const eng_tensor *handle, const void *source, int from, int
   return ENG_OK;
 }
 
-// LuaJIT encodes its other values as negative NaNs with a payload, so a number it reads must not be
-// one of them.
+// LuaJIT represents values other than numbers as negative NaNs with a payload. Replaces such a NaN
+// with the default one.
 static double lua_number(double x)
 { return f64_bits(x) > 0xFFF8000000000000ull ? f64_from(0x7FF8000000000000ull) : x; }
 
@@ -170,6 +170,16 @@ eng_status eng_read(void *target, int to, int64_t count, const eng_tensor *handl
   for (int64_t i = 0; to == ENG_f64 && i < count; i++)
     ((double *)target)[i] = lua_number(((double *)target)[i]);
   return ENG_OK;
+}
+
+eng_status eng_checksum(uint64_t *out, const eng_tensor *handle)
+{
+  tensor *x;
+  ENG_TRY(tensor_get(&x, handle));
+  if (!tensor_contiguous(x))
+    return error_set(ENG_ERR_SHAPE, "checksum: expected a contiguous tensor, got %s",
+                     tensor_text(x));
+  return transfer_checksum(out, x->store->space, x->data, x->count * eng_dtype_size(x->dtype));
 }
 
 eng_status eng_item(double *out, const eng_tensor *handle)
@@ -218,7 +228,7 @@ eng_status eng_copy(const eng_tensor *target, const eng_tensor *source)
   tensor *between = NULL, *spread = NULL;
   eng_status status = ENG_OK;
   bool recording = eng_grad_enabled(false);
-  // Kernels copy in parallel and in blocks, so overlapping memory is copied through a temporary.
+  // Kernels copy in parallel and in blocks, so they copy overlapping memory through a temporary.
   if (x != y && x->store == y->store) {
     status = op_run1(&between, (op_call){.op = ENG_OP_contiguous, .in = {x}});
     x = between;

@@ -12,7 +12,7 @@
 
 #include <string.h>
 
-// Declares every rule; the names of the two absent ones become null pointers.
+// Declares every rule. The names `none` and `registered` of ops.def become null pointers.
 #define ENG_OP(name, inputs, outputs, layout, cast, shape, gradient, ...) grad_rule grad_##gradient;
 #include "ops.def"
 #define grad_none NULL
@@ -28,7 +28,7 @@ void grad_register(int op, grad_rule *rule) { rules[op] = rule; }
 static struct {
   bool running, retain;
   bool was_recording;          // before backward began
-  eng_precision precision;     // autocast before backward began
+  eng_precision precision;     // autocast's settings before backward
   int cursor;                  // the next node to process is cursor - 1
   grad_call pending;           // the Lua node that the pass has stopped at
   int64_t pending_id;          // -1: none
@@ -120,7 +120,8 @@ static void drop_collected(const op_call *call)
     if (call->out[k]) gradient_drop(call->out[k]);
 }
 
-/// A rule that saw changed inputs would compute a wrong gradient silently, so this is an error.
+/// Errors: GRADIENT if a tensor that the rule reads was modified after the operation ran. The rule
+/// would silently compute a wrong gradient.
 static eng_status check_unwritten(const tape_node *node)
 {
   const op_call *call = &node->call;
@@ -216,8 +217,9 @@ eng_status eng_backward_output(eng_tensor *gradient, int output)
   ENG_TRY(want_pending());
   const op_call *call = pass.pending.call;
   if (output < 0 || output >= call->n_out)
-    return error_set(ENG_ERR_VALUE, "this Lua gradient has %d outputs, not %d", call->n_out,
-                     output + 1);
+    return error_set(ENG_ERR_VALUE,
+                     "custom gradient: asked for output %d, but the operation has %d outputs",
+                     output + 1, call->n_out);
   tensor *y = call->out[output];
   if (!pass.pending.dy[output]) {
     tensor *zero;
@@ -237,13 +239,16 @@ eng_status eng_backward_input(int input, const eng_tensor *gradient)
   ENG_TRY(want_pending());
   const op_call *call = pass.pending.call;
   if (input < 0 || input >= call->n_in)
-    return error_set(ENG_ERR_VALUE, "this Lua gradient has %d inputs, not %d", call->n_in,
-                     input + 1);
+    return error_set(ENG_ERR_VALUE,
+                     "custom gradient: got a gradient for input %d, but the operation has %d "
+                     "inputs",
+                     input + 1, call->n_in);
   tensor *dx, *shared;
   ENG_TRY(tensor_get(&dx, gradient));
   tensor *x = call->in[input];
   if (!tensor_same_shape(dx, x))
-    return error_set(ENG_ERR_SHAPE, "a Lua gradient returned %s for input %d, which is %s",
+    return error_set(ENG_ERR_SHAPE,
+                     "custom gradient: got %s as the gradient of input %d, which is %s",
                      tensor_text(dx), input + 1, tensor_text(x));
   if (!x->requires_grad) return ENG_OK;
   ENG_TRY(grad_share(&shared, dx));

@@ -4,11 +4,11 @@
 
 #include "tape.h"
 
-/// Reports parameters' gradients during backward as soon as no remaining operation adds to them.
-/// `begins` comes first, while parameter.expected marks the parameters that will be reported;
-/// `ready` is called once for each of these; `between` after every operation. `place` allocates
-/// parameter.gradient if it has no memory when a gradient is written (ZeRO-2). An error ends the
-/// pass. NULL removes the watch, and so does the end of the pass.
+/// Reports the gradients of parameters during backward, each as soon as no remaining operation adds
+/// to it. `begins` is called first, while parameter.expected marks the parameters that will be
+/// reported. `ready` is called once for each of these parameters, and `between` after every
+/// operation. `place` allocates parameter.gradient if it has no memory when a gradient is written
+/// (ZeRO-2). An error ends the pass. NULL removes the watch, and so does the end of the pass.
 typedef struct backward_watch {
   eng_status (*begins)(void *data);
   eng_status (*ready)(void *data, struct parameter *p);
@@ -18,8 +18,8 @@ typedef struct backward_watch {
 } backward_watch;
 void backward_set_watch(const backward_watch *watch);
 
-/// The node whose gradient is being computed, -1 outside of backward. *op (`op` may be NULL)
-/// receives its operation, -1 for a Lua node.
+/// The node whose gradient is being computed, or -1 outside of backward. *op receives the node's
+/// operation, or -1 for a Lua node; `op` may be NULL.
 int backward_node(int *op);
 
 /// Ends a step: aborts a pass, empties the tape and drops the gradients of leaves.

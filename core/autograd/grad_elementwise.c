@@ -1,12 +1,12 @@
 // Gradient rules of elementwise operations. Each rule is the derivative of its line in ops.def;
-// grad_emit sums over broadcast dimensions and rounds to the input's dtype. Values that a rule
-// computes with further, or that grad_emit sums, are f32 (f64): a gradient is rounded once.
+// grad_emit sums over broadcast dimensions and rounds to the input's dtype. Intermediate values,
+// and gradients that grad_emit sums, are f32 (f64), so that a gradient is rounded only once.
 #include "base/error.h"
 #include "op.h"
 #include "gradient.h"
 #include "device/transfer.h"
 
-// Runs an operation into a new tensor; the rule returns on failure.
+// These functions run an operation into a new tensor.
 static eng_status binary(tensor **out, int op, tensor *a, tensor *b)
 { return op_run1(out, (op_call){.op = op, .in = {a, b}}); }
 static eng_status wide_binary(tensor **out, int op, tensor *a, tensor *b)
@@ -68,7 +68,7 @@ eng_status grad_mul(grad_call *g)
   return ENG_OK;
 }
 
-// y = a / b: da = dy / b, db = -da (a / b). y itself may have been rounded.
+// y = a / b: da = dy / b, db = -da (a / b). Computes a / b again, because y may have been rounded.
 eng_status grad_div(grad_call *g)
 {
   tensor *a = g->call->in[0], *b = g->call->in[1], *da;
@@ -89,7 +89,7 @@ eng_status grad_div(grad_call *g)
 }
 
 // y = a^b: da = dy b a^(b-1), which is 0 where b is 0; db = dy y log a, which is 0 where a is 0 and
-// b >= 0. y itself may have been rounded.
+// b >= 0. Computes a^b again, because y may have been rounded.
 eng_status grad_pow(grad_call *g)
 {
   tensor *a = g->call->in[0], *b = g->call->in[1], *zero;
@@ -118,7 +118,7 @@ eng_status grad_pow(grad_call *g)
   return ENG_OK;
 }
 
-// The gradient goes to the input that gave the extreme; equal inputs get half each.
+// The gradient goes to the larger (smaller) input; equal inputs get half each.
 static eng_status extreme(grad_call *g, int wins)
 {
   tensor *a = g->call->in[0], *b = g->call->in[1], *tie, *half, *shared_half;
@@ -174,7 +174,7 @@ eng_status grad_pow_scalar(grad_call *g)
   return grad_emit(g, 0, dx);
 }
 
-// The gradient passes within the bounds, inclusive, and is 0 outside.
+// dx is dy where x lies within the bounds, inclusive, else 0.
 eng_status grad_clamp(grad_call *g)
 {
   tensor *same, *dx;
@@ -190,7 +190,7 @@ eng_status grad_neg(grad_call *g)
   return grad_emit(g, 0, dx);
 }
 
-// Functions whose derivative is in the kernel unary_grad: one pass over x and dy.
+// The rule of functions whose derivative the kernel unary_grad computes, in one pass over x and dy.
 eng_status grad_unary(grad_call *g)
 {
   tensor *x = g->call->in[0], *dx;
@@ -212,7 +212,7 @@ eng_status grad_swiglu_of(grad_call *g, tensor *gate, tensor *up)
 
 eng_status grad_swiglu(grad_call *g) { return grad_swiglu_of(g, g->call->in[0], g->call->in[1]); }
 
-// Draws the same mask again: the recorded call holds its counter.
+// Draws the same mask again, from the counter in the recorded call.
 eng_status grad_dropout(grad_call *g)
 {
   tensor *dx;

@@ -8,7 +8,8 @@
 
 // ---- products
 
-/// Runs a call that may write `direct`ly into the gradient buffer of input k.
+/// Runs a call that writes the gradient of input k. With `direct`, the output is the parameter's
+/// gradient buffer, and a failure cancels grad_target.
 static eng_status run_into(op_call *c, grad_call *g, int k, bool direct, bool accumulate)
 {
   eng_status status = op_run(c);
@@ -16,8 +17,9 @@ static eng_status run_into(op_call *c, grad_call *g, int k, bool direct, bool ac
   return status;
 }
 
-/// The gradient of input k as the product of a and b (either transposed), directly in the
-/// parameter's buffer if it has one. Batches that grad_emit sums stay in f32.
+/// Computes the gradient of input k as the product of a and b, either of which may be transposed.
+/// Writes into the parameter's gradient buffer if grad_target returns it. The dtype is f32 if
+/// grad_emit sums the result over batch dimensions.
 static eng_status product_to(grad_call *g, int k, tensor *a, tensor *b, bool transpose_a,
                              bool transpose_b)
 {
@@ -157,8 +159,8 @@ eng_status grad_embedding(grad_call *g)
 
 // ---- norms
 
-/// Runs a norm's backward kernel and emits the gradients of weight and bias, which are the inputs
-/// from `weight` on. The caller emits dx.
+/// Runs a norm's backward kernel and emits the gradients of weight and bias. `weight` is the index
+/// of the weight among the node's inputs; the bias follows it. The caller emits dx.
 static eng_status norm_vectors(tensor **dx, grad_call *g, op_call *c, int weight)
 {
   const op_call *y = g->call;
@@ -201,9 +203,9 @@ eng_status grad_rms_norm(grad_call *g)
   return norm(g, &c);
 }
 
-// sum = x + branch, y = norm(sum). The gradient of sum is its own gradient plus the one through the
-// norm; x and branch both receive it. `c` lacks dy and dsum. c->op is the gradient of the norm
-// alone, `added` the one with dsum.
+// sum = x + branch, y = norm(sum). Both x and branch receive the gradient of sum, which is dsum
+// plus the gradient through the norm. The caller leaves dy and dsum out of `c` and sets c->op to
+// the gradient of the norm alone; `added` is the operation that also adds dsum.
 static eng_status add_norm(grad_call *g, op_call *c, int added)
 {
   tensor *dsum = g->dy[1], *dx = NULL;
@@ -345,7 +347,7 @@ eng_status grad_cross_entropy(grad_call *g)
 eng_status grad_mse(grad_call *g)
 {
   tensor *a = g->call->in[0], *b = g->call->in[1], *difference, *factor, *da, *db;
-  // f32 also for f16 inputs
+  // The difference is f32 even if the inputs are f16 or bf16.
   ENG_TRY(tensor_make(&difference, ARENA_STEP, g->dy[0]->dtype, a->ndim, a->shape));
   op_call minus = {.op = ENG_OP_sub, .n_in = 2, .in = {a, b}, .out = {difference}};
   ENG_TRY(op_run(&minus));

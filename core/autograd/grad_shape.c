@@ -65,7 +65,7 @@ static eng_status side_by_side(tensor **out, const grad_call *g)
     if (memcmp(dy->stride, first->stride, (size_t)x->ndim * sizeof *dy->stride) != 0) return ENG_OK;
     next += dy->shape[dim] * dy->stride[dim] * eng_dtype_size(dy->dtype);
   }
-  int64_t stride = 1;   // row-major as a whole: the next operation need not copy either
+  int64_t stride = 1;   // must be row-major, so that the next operation need not copy
   for (int d = x->ndim - 1; d >= 0; stride *= x->shape[d--])
     if (first->stride[d] != stride) return ENG_OK;
   return tensor_view(out, g->dy[0], 0, x->ndim, x->shape, first->stride);
@@ -103,7 +103,7 @@ eng_status grad_concat(grad_call *g)
   return ENG_OK;
 }
 
-/// Scatters dy to the positions that `index` picked along `dim` of a tensor like x.
+/// Scatters dy into a tensor of x's shape, at the positions that `index` picked along `dim`.
 static eng_status scatter(grad_call *g, int op, tensor *dy, tensor *index, int64_t dim)
 {
   tensor *x = g->call->in[0], *dx;

@@ -1,11 +1,11 @@
 // Gradients during backward, and gradients of leaves. See gradient.h.
 //
-// A tensor's gradient (tensor.gradient) is never modified in place: a second contribution makes a
-// new sum. Gradients of parameters go into their flat buffer.
+// tensor.gradient is never modified in place: a second contribution creates a new tensor with the
+// sum. Gradients of parameters go into their flat buffer.
 //
-// A node's gradients carry its relative scale, and a rule's results carry that of its node.
-// grad_emit multiplies them by the ratio of the tensor's relative scale to the node's. So rules and
-// kernels ignore per-layer scaling.
+// Each node has a relative scale. The gradients of its outputs are multiplied by it, and so are the
+// results of its rule. grad_emit then rescales each result from the node's relative scale to that
+// of the input. Rules and kernels therefore ignore per-layer scaling.
 #include "gradient.h"
 
 #include "base/error.h"
@@ -86,7 +86,7 @@ static eng_status place(parameter *p)
 tensor *grad_target(grad_call *g, int k, bool *accumulate)
 {
   parameter *p = g->call->in[k]->parameter;
-  // grad_emit reports an error of `place`
+  // if place() fails, the caller uses grad_emit, which calls place() again and reports the error
   if (!p || p->relative_scale != g->relative_scale) return NULL;
   if (params_sums_terms(p) || place(p) != ENG_OK) return NULL;
   *accumulate = p->has_gradient;

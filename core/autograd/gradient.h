@@ -9,12 +9,12 @@
 typedef struct grad_call {
   const op_call *call;
   tensor *dy[ENG_OP_OUTPUTS];
-  double  relative_scale;   // the node's: that of dy and of the rule's results
+  double  relative_scale;   // of the node, and so of dy and of the rule's results
 } grad_call;
 
 /// A gradient rule: computes the gradients that are wanted and emits them with grad_emit.
 typedef eng_status grad_rule(grad_call *g);
-/// Registers the rule of an operation marked `registered` in ops.def. In backward.c.
+/// Registers the rule of an operation marked `registered` in ops.def. Defined in backward.c.
 void grad_register(int op, grad_rule *rule);
 
 /// True when input k exists and requires a gradient.
@@ -25,31 +25,34 @@ bool grad_wants(const grad_call *g, int k);
 /// input's, and rounds it to the input's dtype.
 eng_status grad_emit(grad_call *g, int k, tensor *dx);
 
-/// The dtype in which a kernel should return the gradient of input k: the input's, but at least f32
-/// where grad_emit still multiplies it, so that it is rounded once.
+/// The dtype in which a kernel should return the gradient of input k: the input's dtype, or f32 if
+/// the input is f16 or bf16 and grad_emit will still rescale the gradient. So the gradient is
+/// rounded only once.
 int grad_dtype(const grad_call *g, int k);
 
-/// The memory of input k's gradient if that input is a parameter with the node's relative scale;
-/// else NULL. The rule can write there (adding if *accumulate) instead of emitting.
+/// The gradient buffer of input k if that input is a parameter with the node's relative scale; else
+/// NULL. The rule can write into the buffer instead of emitting, and must add to its contents if
+/// *accumulate.
 tensor *grad_target(grad_call *g, int k, bool *accumulate);
 /// Cancels grad_target after the rule failed to write.
 void grad_target_failed(grad_call *g, int k, bool accumulate);
 
-/// Runs an operation of one output whose result the rule computes with further: the output is f64
-/// if an input is, else f32, so that the intermediate value is neither rounded nor overflows.
+/// Runs an operation that has one output, for a rule that uses the result as an intermediate value.
+/// The output is f64 if an input is, else f32: a narrower format could round the value or overflow.
 eng_status grad_run_wide(tensor **out, op_call c);
 
 /// A second tensor over the same memory, for a gradient with two destinations.
 eng_status grad_share(tensor **out, tensor *x);
 
-/// Rules shared with FP8 layers: swiglu's for given inputs, attention's for a given output y.
+/// Parts of rules that FP8 layers share: the gradients of swiglu for given inputs, and of attention
+/// for a given output y.
 eng_status grad_swiglu_of(grad_call *g, tensor *gate, tensor *up);
 eng_status grad_attention_of(grad_call *g, tensor *y);
 
 // ---- for backward.c
 
-/// The relative scale of x's gradient: that of the operation that computed x, or of its parameter,
-/// else 1.
+/// The relative scale of x's gradient: that of the parameter if x is one, else that of the
+/// operation that computed x, else 1.
 double gradient_relative_scale(const tensor *x);
 /// Makes dx the gradient of x and drops the previous one.
 void gradient_hang(tensor *x, tensor *dx);

@@ -1,9 +1,9 @@
 // A captured step: forward and backward of one batch as one launch of the device, for steps so
 // small that launching their kernels one by one takes longer than running them. A capture holds
-// only the device's work, and the addresses that it reads and writes are fixed. So a launch needs
-// its batch at the same addresses; the arena returns the same ones to a step that begins the same
-// way. The host counts random numbers, so operations that draw them are refused. Owns the captured
-// graphs. Called by Lua; backward.c takes the seed from here.
+// only the device's work, with fixed addresses. So a launch needs its batch at the addresses of the
+// captured batch; the arena returns the same addresses to a step that begins in the same way.
+// Operations that draw random numbers are refused during a capture, because the host counts the
+// numbers. Owns the captured graphs. Called by Lua; backward.c calls graph_takes_seed.
 #include "graph.h"
 
 #include "base/error.h"
@@ -29,12 +29,12 @@ typedef struct graph_places {
 
 struct eng_graph {
   const backend *device;
-  void          *captured;      // the device's; NULL until the end of the capture
+  void          *captured;      // the device's graph; NULL until the end of the capture
   bool           pinned;        // the device keeps its step memory for this graph
   eng_params    *set;
   bool          *has_gradient;  // [set->n] after the step
   graph_places  *places;        // [set->n]
-  void          *seed;          // the loss's gradient
+  void          *seed;          // address of the loss's gradient
   int32_t        seed_dtype, n_inputs;
   graph_input    input[MOST_INPUTS];
   tensor        *loss;          // a tensor over the step's memory
@@ -95,8 +95,9 @@ static bool same_places(const graph_places *places, const eng_params *set)
   return true;
 }
 
-/// Every launch computes the derived copies of the weights. A capture must not reuse earlier
-/// copies, and the copies made during a capture are invalid, because a capture computes nothing.
+/// Marks the derived copies of the weights as out of date. Every launch computes these copies. So a
+/// capture must not reuse earlier ones, and those made during a capture are invalid, because a
+/// capture computes nothing.
 static void outdate_copies(eng_params *set)
 {
   for (int i = 0; i < set->n && !set->freed; i++) {
@@ -140,7 +141,7 @@ eng_status eng_graph_begin(eng_graph **out, eng_params *set, const eng_tensor *b
   graph_input input[MOST_INPUTS];
   ENG_TRY(read_inputs(input, batch, n));
   ENG_TRY(params_gradients(set));
-  // rounds masters that a script wrote now, instead of in every launch
+  // Rounds masters that a script has written. Inside the capture, every launch would do it again.
   for (int i = 0; i < set->n; i++) {
     tensor *shadow;
     if (set->member[i].shadow) ENG_TRY(params_shadow(&shadow, &set->member[i]));
@@ -196,14 +197,16 @@ eng_status eng_graph_end(eng_graph *graph, const eng_tensor *loss)
 
 eng_status eng_graph_launch(eng_graph *graph, double seed, const eng_tensor *batch, int n)
 {
-  if (!graph->captured) return error_set(ENG_ERR_STATE, "graph: its capture was not finished");
-  if (graph->set->freed) return error_set(ENG_ERR_STATE, "graph: its parameters were freed");
+  if (!graph->captured)
+    return error_set(ENG_ERR_STATE, "graph: the capture of this step was not finished");
+  if (graph->set->freed)
+    return error_set(ENG_ERR_STATE, "graph: the parameters of this step were freed");
   graph_input input[MOST_INPUTS];
   ENG_TRY(read_inputs(input, batch, n));
   if (n != graph->n_inputs || memcmp(input, graph->input, (size_t)n * sizeof *input) != 0)
     return error_set(ENG_ERR_SHAPE,
-                     "graph: the batch's shapes or addresses differ from those of the "
-                     "captured one");
+                     "graph: the batch has other shapes or addresses than the captured "
+                     "batch");
   if (!same_places(graph->places, graph->set))
     return error_set(ENG_ERR_STATE,
                      "graph: the parameters' formats changed after the capture");
@@ -224,5 +227,7 @@ eng_status eng_graph_launch(eng_graph *graph, double seed, const eng_tensor *bat
 eng_status eng_graph_loss(eng_tensor *out, const eng_graph *graph)
 {
   *out = tensor_handle(graph->loss);
-  return graph->loss ? ENG_OK : error_set(ENG_ERR_STATE, "graph: its capture was not finished");
+  return graph->loss
+         ? ENG_OK
+         : error_set(ENG_ERR_STATE, "graph: the capture of this step was not finished");
 }

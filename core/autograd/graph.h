@@ -4,8 +4,8 @@
 
 #include "tensor/tensor.h"
 
-/// During a capture, notes the address of the loss's gradient, whose value is written before each
-/// launch. False if no capture is running.
+/// During a capture, stores the address of `seed`, the loss's gradient; each launch first writes
+/// the gradient's value there. False if no capture is running.
 bool graph_takes_seed(const tensor *seed);
 
 #endif

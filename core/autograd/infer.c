@@ -68,7 +68,7 @@ eng_status infer_pick(op_call *c, op_shape *s)
     fits = d == c->gather.dim || index->shape[d] <= x->shape[d];
   if (!fits)
     return error_set(ENG_ERR_SHAPE,
-                     "gather: the index %s must have the dimensions of %s and no larger sizes "
+                     "gather: the index %s must have as many dimensions as %s and no larger sizes "
                      "outside dimension %lld",
                      tensor_text(index), tensor_text(x), (long long)c->gather.dim + 1);
   put_like(s, 0, x->dtype, index);
@@ -117,7 +117,7 @@ eng_status infer_arg(op_call *c, op_shape *s)
 
 // ---- gradients whose shape rules differ from the forward operation's
 
-/// gather_grad, index_select_grad: dy and index -> dx, of the shape in the attributes
+/// gather_grad, index_select_grad: inputs dy and index; output dx of the shape in the attributes
 eng_status infer_pick_grad(op_call *c, op_shape *s)
 {
   const tensor *dy = c->in[0], *index = c->in[1];
@@ -139,7 +139,7 @@ eng_status infer_pick_grad(op_call *c, op_shape *s)
     return error_set(ENG_ERR_SHAPE,
                      "%s: %s and the index %s do not fit %s along dimension %lld", op_name(c),
                      tensor_text(dy), tensor_text(index), tensor_shape_text(dx.ndim, dx.shape),
-                     (long long)c->gather_grad.dim);
+                     (long long)c->gather_grad.dim + 1);
   put_like(s, 0, dy->dtype, &dx);
   return ENG_OK;
 }
@@ -175,7 +175,7 @@ eng_status infer_extreme_grad(op_call *c, op_shape *s)
   return ENG_OK;
 }
 
-/// Two tensors of one shape -> an output of this dtype
+/// The rule of a gradient with two inputs of one shape. The output has this shape and `dtype`.
 static eng_status pair_grad(op_call *c, op_shape *s, int64_t dtype)
 {
   ENG_TRY(want_float(c, 0));
@@ -350,7 +350,7 @@ static eng_status check_codes(const op_call *c)
     if (!op_table[c->op].takes_codes)
       return error_set(ENG_ERR_DTYPE,
                        "%s: FP8 tensors have no arithmetic, got %s; hint: x:to(\"f32\"), or "
-                       "its quantizer's dequantize",
+                       "dequantize() of its quantizer",
                        op_name(c), tensor_text(c->in[k]));
     for (int j = 0; c->op == ENG_OP_concat && j < c->n_in; j++)
       if (c->in[j]->dtype != c->in[k]->dtype)

@@ -11,25 +11,27 @@
 
 const char *op_name(const op_call *c);
 
-/// Sets output k: dtype and shape; put_like takes the shape of x, put_outer that of x without the
-/// last `drop` dimensions.
+/// Set the dtype and shape of output k. put_like takes the shape of x; put_outer takes it without
+/// its last `drop` dimensions.
 void put_out(op_shape *s, int k, int dtype, int ndim, const int64_t *shape);
 void put_like(op_shape *s, int k, int dtype, const tensor *x);
 void put_outer(op_shape *s, int k, int dtype, const tensor *x, int drop);
 
-/// Check input k: of a floating-point dtype; of an integer dtype (`what` names it); of at least
-/// `least` dimensions; of this shape, which is that of `what`; of the shape of input j. Errors:
-/// DTYPE, SHAPE.
+/// Check input k. want_float: its dtype is floating-point. want_index: its dtype is an integer;
+/// `what` names the input in the message. want_ndim: it has at least `least` dimensions.
+/// want_shape: it has this shape, which the message calls the shape of `what`. want_same: it has
+/// the shape of input j. Errors: DTYPE, SHAPE.
 eng_status want_float(const op_call *c, int k);
 eng_status want_index(const op_call *c, int k, const char *what);
 eng_status want_ndim(const op_call *c, int k, int least);
 eng_status want_shape(const op_call *c, int k, int ndim, const int64_t *shape, const char *what);
 eng_status want_same(const op_call *c, int j, int k);
-/// Checks input k, if present: a floating-point vector [n]; `what` names it.
+/// Checks that input k, if present, is a floating-point vector [n]; `what` names it in the message.
 eng_status want_vector(const op_call *c, int k, const char *what, int64_t n);
-/// Checks an attribute that holds the dtype of a gradient, hence a floating-point dtype.
+/// Checks that an attribute holds the number of a floating-point dtype.
 eng_status want_float_attribute(const op_call *c, int64_t dtype);
-/// Makes a negative dimension of x count from the front. Errors: VALUE where x lacks it.
+/// Converts a negative dimension of x to one counted from the front. Errors: VALUE if x has no such
+/// dimension.
 eng_status fix_dim(const op_call *c, int64_t *dim, const tensor *x);
 
 /// f32 for f16 and bf16, else the dtype itself.

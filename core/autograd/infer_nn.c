@@ -117,7 +117,8 @@ eng_status infer_linear_grad(op_call *c, op_shape *s)
   return ENG_OK;
 }
 
-/// x, branch? and vectors -> y, the sum?, statistics; `adds`: with branch and sum
+/// The rule of all norms. Inputs: x, the branch (if `adds`), the weight, the bias (if `layer`).
+/// Outputs: y, the sum (if `adds`), then one or two statistics.
 static eng_status norm(op_call *c, op_shape *s, bool layer, bool adds)
 {
   const tensor *x = c->in[0];
@@ -145,7 +146,7 @@ static eng_status norm(op_call *c, op_shape *s, bool layer, bool adds)
 static eng_status norm_grad(op_call *c, op_shape *s, bool layer)
 {
   const tensor *x = c->in[0];
-  const int dy = layer ? 4 : 3;   // dsum may follow
+  const int dy = layer ? 4 : 3;   // its index; dsum may follow
   ENG_TRY(want_ndim(c, 0, 1));
   int64_t n[1] = {x->shape[x->ndim - 1]};
   ENG_TRY(want_vector(c, 1, "a weight", n[0]));
@@ -222,7 +223,7 @@ eng_status infer_rope(op_call *c, op_shape *s)
                      tensor_text(x));
   if (!(c->rope.base > 0))
     return error_set(ENG_ERR_VALUE, "rope: expected a base > 0, got %g", c->rope.base);
-  // positions are counted in double
+  // positions are computed in f64
   if (c->rope.position > 1ll << 52 || c->rope.position < -(1ll << 52))
     return error_set(ENG_ERR_VALUE, "rope: expected a position within +-2^52, got %lld",
                      (long long)c->rope.position);

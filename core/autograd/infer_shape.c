@@ -17,7 +17,7 @@ static eng_status shape_list(op_call *c, int *ndim, int64_t *shape)
 eng_status infer_reshape(op_call *c, op_shape *s)
 {
   int ndim, hole = -1;
-  // bound: the product without empty dimensions
+  // `bound` is the product without sizes of 0, for the overflow check
   int64_t shape[ENG_MAX_DIMS], known = 1, bound = 1;
   ENG_TRY(shape_list(c, &ndim, shape));
   for (int d = 0; d < ndim; d++) {
@@ -112,7 +112,8 @@ eng_status infer_split(op_call *c, op_shape *s)
     s->out[k].shape[c->split.dim] = c->split.sizes[k];
   }
   if (sum != x->shape[c->split.dim])
-    return error_set(ENG_ERR_SHAPE, "split: the parts sum to %lld, dimension %lld of %s has %lld",
+    return error_set(ENG_ERR_SHAPE,
+                     "split: the parts sum to %lld, but dimension %lld of %s has %lld",
                      (long long)sum, (long long)c->split.dim + 1, tensor_text(x),
                      (long long)x->shape[c->split.dim]);
   return ENG_OK;

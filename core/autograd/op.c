@@ -56,7 +56,7 @@ static eng_status apply_precision(op_call *c, int *yields)
   op_cast cast = op_table[c->op].cast;
   if (cast == CAST_NONE || cast == CAST_ANY) return ENG_OK;
   for (int k = 0; k < c->n_in; k++)
-    // autocast leaves f64 unchanged: scripts ask for f64 explicitly
+    // autocast leaves calls with an f64 input unchanged: scripts ask for f64 explicitly
     if (c->in[k] && c->in[k]->dtype == ENG_f64) return ENG_OK;
   switch (cast) {
     case CAST_LOWER:
@@ -87,8 +87,10 @@ static eng_status check_inputs(op_call *c)
   if (c->op < 0 || c->op >= ENG_OP_COUNT)
     return error_set(ENG_ERR_VALUE, "unknown operation number %d", c->op);
   const eng_op_info *info = &op_table[c->op].about;
-  bool fits = info->n_in < 0 ? c->n_in >= 1 && c->n_in <= ENG_OP_INPUTS : c->n_in == info->n_in;
-  if (!fits || !c->in[0])
+  if (info->n_in < 0 && (c->n_in < 1 || c->n_in > ENG_OP_INPUTS))
+    return error_set(ENG_ERR_VALUE, "%s: expected 1 to %d inputs, got %d", info->name,
+                     ENG_OP_INPUTS, c->n_in);
+  if (info->n_in >= 0 && c->n_in != info->n_in)
     return error_set(ENG_ERR_VALUE, "%s: expected %d inputs, got %d", info->name, info->n_in,
                      c->n_in);
   for (int k = 0; k < c->n_in; k++)
@@ -168,7 +170,7 @@ static eng_status take_numbers(op_call *c)
 
 eng_status op_run(op_call *c)
 {
-  if (eng_interrupted() >= 2) return error_set(ENG_ERR_INTERRUPTED, "interrupted");
+  if (eng_interrupted() == 2) return error_set(ENG_ERR_INTERRUPTED, "interrupted");
   ENG_TRY(check_inputs(c));
   const op_info *info = &op_table[c->op];
   ENG_TRY(check_space(c));
@@ -272,7 +274,7 @@ eng_status eng_run_into(eng_op_call *call, const eng_tensor *target)
   }
   if (!op_takes_target(call->op))
     return error_set(ENG_ERR_VALUE,
-                     "%s cannot write into a given tensor; hint: copy its result into it",
+                     "%s cannot write into a given tensor; hint: copy the result into the tensor",
                      eng_op_name(call->op));
   if (!dtype_is_float(y->dtype) || !tensor_contiguous(y))
     return error_set(ENG_ERR_SHAPE,

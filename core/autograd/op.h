@@ -17,7 +17,8 @@ typedef struct op_info {
   op_cast   cast;
   bool      differentiable;
   bool      takes_codes;        // accepts FP8 tensors; other operations refuse them
-  // outputs after the first that have a gradient if one of these inputs requires one
+  // `later`: the outputs after the first that have a gradient if an input in `later_from` requires
+  // one
   int32_t   later, later_from;
   int32_t   codes;              // saved outputs that are FP8 codes and scales
 } op_info;
@@ -26,11 +27,12 @@ extern const op_info op_table[ENG_OP_COUNT];
 
 /// Mask of the outputs that this call does not compute.
 int op_absent_outputs(const op_call *call);
-/// The counter attribute of a call that draws random numbers, and the number of Philox blocks per 4
-/// elements. NULL: draws none. The attribute after the counter is nonzero if the counter is given.
+/// For a call that draws random numbers, returns its counter attribute and sets *blocks to the
+/// number of Philox blocks per 4 elements. NULL for other calls. The attribute after the counter is
+/// nonzero if the counter is already set.
 int64_t *op_random_place(op_call *call, int *blocks);
-/// Whether the call adds onto a given output; whether output 0 of an operation may be passed by the
-/// caller.
+/// op_adds_onto: whether the call adds its result to the contents of `output`. op_takes_target:
+/// whether the caller may pass output 0.
 bool op_adds_onto(const op_call *call, int output);
 bool op_takes_target(int op);
 
@@ -43,8 +45,8 @@ typedef struct op_shape {
 /// the actual values. Normalises negative dimensions in the attributes.
 eng_status op_infer(op_call *call, op_shape *shape);
 
-/// A shape rule; below, the function that runs an operation of layout CALLS. fp8/ registers those
-/// that ops.def marks `registered`.
+/// op_infer_rule: a shape rule. op_calls: runs an operation of layout CALLS. fp8/ registers both
+/// for the operations that ops.def marks `registered`.
 typedef eng_status op_infer_rule(op_call *call, op_shape *shape);
 typedef eng_status op_calls(op_call *call);
 void op_infer_register(int op, op_infer_rule *rule);
@@ -60,7 +62,7 @@ eng_status op_view(op_call *call, const op_shape *shape);
 /// shape and keeps its own dtype. Records the call if the tape wants it.
 eng_status op_run(op_call *call);
 
-/// Runs an operation of a fixed number of inputs (n_in is set here) and one output.
+/// Runs an operation with one output and a fixed number of inputs; op_run1 sets n_in.
 eng_status op_run1(tensor **out, op_call call);
 
 /// x in another shape, as a view if its strides allow it; one size may be -1.
@@ -75,7 +77,7 @@ static inline eng_status op_affine(tensor **out, tensor *x, double factor, doubl
   return op_run1(out, c);
 }
 
-/// y in `dtype`; x itself when it already is (then *made is false).
+/// Casts x to `dtype`. If x already has this dtype, *out is x and *made is false.
 eng_status op_cast_to(tensor **out, bool *made, tensor *x, int dtype);
 
 /// The promoted dtype: floats win over integers; f16 with bf16 gives f32.

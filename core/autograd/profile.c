@@ -1,6 +1,6 @@
 // Times of operations. While profiling is on, the current device is a wrapper that also reads the
-// clock. When off it costs nothing, and no other file depends on it. Owns the table of rows. Called
-// from Lua (engine.profile).
+// clock. Profiling that is off costs nothing, and no other file depends on this one. Owns the table
+// of rows. Called from Lua (engine.profile).
 #include "device/backend.h"
 #include "op.h"
 
@@ -8,7 +8,7 @@
 #include <string.h>
 
 enum { ROWS = 512 };
-// rows in addition to the operations'
+// values of call_kind.op that are not operations
 enum { PASS_GRADSTATS = ENG_OP_COUNT, PASS_OPTIMIZE, PASS_UNSCALE, REST };
 
 // Calls of the same operation, formats and shapes share a row.
@@ -71,7 +71,7 @@ static double flops_of(const op_call *c)
     return 2.0 * ((double)a->count + (double)out->count) * (double)c->in[1]->shape[0];
   case ENG_OP_matmul_gelu_grad: return 2.0 * (double)out->count * (double)a->shape[a->ndim - 1];
   case ENG_OP_attention:
-  // q [B x T x H x D], k [B x S x G x D]; causal: half of the pairs
+  // q [B x T x H x D], k [B x S x G x D]; a causal mask halves the number of pairs
   case ENG_OP_attention_grad: {
     double pairs = (double)a->count * (double)c->in[1]->shape[1] / (c->attention.causal ? 2 : 1);
     return (c->op == ENG_OP_attention ? 4 : 10) * pairs;
@@ -80,7 +80,7 @@ static double flops_of(const op_call *c)
   }
 }
 
-/// The time once the device has finished its work.
+/// Waits until the device has finished its work, then returns the time.
 static double clock_now(void)
 {
   if (inner->synchronize) inner->synchronize();
@@ -105,7 +105,7 @@ static eng_status timed_kernel(const op_call *c)
     if (x) memcpy(kind.shape[k], x->shape, (size_t)x->ndim * sizeof *x->shape);
   }
   kind.dtype[2] = c->out[0] ? c->out[0]->dtype : -1;
-  // such an operation reads few rows of its first input
+  // these operations read only as much of their first input as they write
   bool table = c->op == ENG_OP_embedding || c->op == ENG_OP_gather || c->op == ENG_OP_index_select;
   for (int k = table ? 1 : 0; k < c->n_in; k++) bytes += bytes_of(c->in[k]);
   for (int k = 0; k < c->n_out; k++) bytes += (table ? 2 : 1) * bytes_of(c->out[k]);

@@ -1,5 +1,6 @@
-// Filling tensors with random numbers. Element i of a tensor takes word i % 4 of the i / 4-th block
-// reserved for it (rng.h), whatever its strides and device. Called by Lua.
+// Filling tensors with random numbers. Element i of a tensor takes word i % 4 of block i / 4,
+// counted from the tensor's first reserved block (rng.h), whatever its strides and device. Called
+// by Lua.
 #include "base/error.h"
 #include "base/numerics.h"
 #include "base/rng.h"
@@ -19,8 +20,8 @@ static int64_t offset_of(const tensor *x, int64_t i)
   return offset;
 }
 
-// The largest number of a float format below `high`: what rounds up to an excluded bound becomes
-// this.
+// The largest number below `high` in a float format. It replaces draws that would round up to the
+// excluded bound.
 static double below(int dtype, double high)
 {
   switch (dtype) {
@@ -54,15 +55,17 @@ static void draw(double value[4], const distribution *law, uint64_t counter)
   uint32_t word[4];
   philox_block(word, counter);
   if (law->normal) {
-    for (int k = 0; k < 4; k += 2) {   // Box-Muller on 32 bits, radius from (0, 1)
+    for (int k = 0; k < 4; k += 2) {   // Box-Muller; the radius is drawn from (0, 1)
       double radius = sqrt(-2.0 * log((word[k] + 0.5) * 0x1p-32)) * law->b;
       double angle = 2.0 * M_PI * (word[k + 1] * 0x1p-32);
       value[k] = law->a + radius * cos(angle);
       value[k + 1] = law->a + radius * sin(angle);
     }
   } else {
+    double width = law->b - law->a;
     for (int k = 0; k < 4; k++) {
-      double x = law->a + (law->b - law->a) * (double)rng_unit(word[k]);
+      double u = (double)rng_unit(word[k]);
+      double x = f64_is_finite(width) ? law->a + width * u : law->a * (1 - u) + law->b * u;
       value[k] = x > law->last ? law->last : x;
     }
   }

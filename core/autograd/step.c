@@ -30,7 +30,7 @@ eng_status eng_step_end(void)
   tensor_drop_since(0, true);
   tensor_next_step();
   in_step = false;
-  n_scopes = 0;                   // those still open have lost their tensors
+  n_scopes = 0;                   // scopes that are still open have lost their tensors
   return ENG_OK;
 }
 
@@ -47,7 +47,7 @@ eng_status eng_scope_begin(int64_t *mark)
   return ENG_OK;
 }
 
-// Gradients of tensors from before the scope stay, because backward() may have run inside it.
+// Tensors from before the scope keep their gradients, because backward() may have run inside it.
 eng_status eng_scope_end(int64_t mark)
 {
   int place = (int)(mark & INT32_MAX);

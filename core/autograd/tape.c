@@ -1,7 +1,8 @@
 // Recording: the operations of a step, in order. See tape.h.
 //
-// Layers may have relative scales. A node's is that of its outputs' gradients; a parameter has its
-// own (gradient.c). Owns the nodes. op.c and fp8/ record operations; backward.c walks them.
+// Layers may have relative scales. The relative scale of a node applies to the gradients of its
+// outputs; a parameter has its own relative scale (gradient.c). Owns the nodes. op.c and fp8/
+// record operations; backward.c walks them.
 #include "tape.h"
 
 #include "base/error.h"
@@ -15,7 +16,7 @@ static struct {
   tape_node *nodes;
   int capacity;                // tensor_tape_length nodes are in use
   bool off;                    // recording is switched off
-  // backward holds pointers to nodes: records nothing, even when switched on
+  // while frozen, nothing is recorded, even if recording is on: backward holds pointers to nodes
   bool frozen;
   double relative_scale;       // of the nodes recorded from now on
 } tape = {.relative_scale = 1};

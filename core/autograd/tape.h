@@ -21,14 +21,14 @@ eng_status tape_record(const op_call *call);
 /// Whether a recorded operation computed x.
 bool tape_holds(const tensor *x);
 static inline bool tape_empty(void) { return tensor_tape_length == 0; }
-/// Node i, and its operation, whose op is -1 for a Lua gradient.
+/// Node i, and its call; call.op is -1 for a Lua gradient.
 const tape_node *tape_at(int i);
 const op_call *tape_call(int i);
-/// Whether input k of a node is unmodified since it was recorded.
+/// Whether input k of a node is unmodified since the node was recorded.
 bool tape_unwritten(int node, int k);
 /// Whether a node refers to a tensor at index `mark` or later in the step's list.
 bool tape_reaches(int mark);
-/// Nothing is recorded while frozen. For backward, which holds pointers to nodes.
+/// While frozen, the tape records nothing. Used by backward, which holds pointers to nodes.
 void tape_freeze(bool on);
 /// Empties the tape and drops the gradients of its outputs.
 void tape_clear(void);

@@ -15,7 +15,8 @@ static int by_address(const void *a, const void *b)
   return x < y ? -1 : x > y;
 }
 
-/// Collects the step's tensors among x[count] that are in the mask `read`.
+/// Appends to `to` the memory of those tensors x[count] that belong to the step and are in the mask
+/// `read`. `codes` is the mask of tensors that hold FP8 codes or scales.
 static void take(piece *to, int *n, tensor *const *x, int count, int read, int codes)
 {
   for (int k = 0; k < count; k++)
@@ -74,7 +75,7 @@ eng_status eng_done(const eng_tensor *handle)
     if (call->op < 0 || is_read(s, call)) return ENG_OK;   // a Lua gradient may read anything
   }
   arena_free_in(s->space, ARENA_STEP, s->memory, s->bytes);
-  s->memory = x->data = NULL;   // tensor_get finds stale views by their storage
+  s->memory = x->data = NULL;   // tensor_get refuses views of empty storage
   s->bytes = 0;
   return ENG_OK;
 }

@@ -1,8 +1,8 @@
 // Finds the origin of inf and nan. While the trap is set, the current device is a wrapper that
-// checks the results of every operation. It keeps the first operation that produced an inf and the
-// first that produced a nan, in the forward and in the backward pass, with its inputs. When off it
-// costs nothing, and no other file depends on it. Owns the wrapper and its findings. Called from
-// Lua (engine.trap), around a step that is run again.
+// checks the results of every operation. For the forward and for the backward pass, it keeps the
+// first operation that produced an inf, the first that produced a nan, and their inputs. A trap
+// that is not set costs nothing, and no other file depends on this one. Owns the wrapper and its
+// findings. Called from Lua (engine.trap), around a step that is run again.
 #include "device/backend.h"
 
 #include "base/error.h"
@@ -103,7 +103,8 @@ static bool overwritten(const op_call *c, int k)
   return false;
 }
 
-/// The first input, from 1, that held inf (nan) before the call; 0: none.
+/// The number, from 1, of the first input that held an inf or nan (`kind`) before the call; 0:
+/// none.
 static int held_by(const eng_trap_site *site, const op_call *c, int kind)
 {
   for (int k = 0; k < site->n_in; k++)

@@ -5,7 +5,8 @@
 #include <string.h>
 
 /// Strides that let x's memory be read as `shape`; false if a copy is needed. Walks both shapes
-/// from the left in groups of equal size; within a group x must be evenly strided.
+/// from the left in groups of dimensions with equal products. Within a group, x must be evenly
+/// strided.
 static bool reshape_strides(const tensor *x, int ndim, const int64_t *shape, int64_t *stride)
 {
   int64_t size[ENG_MAX_DIMS], step[ENG_MAX_DIMS];   // x without its dimensions of 1
@@ -31,7 +32,7 @@ static bool reshape_strides(const tensor *x, int ndim, const int64_t *shape, int
     from = from_end;
     to = to_end;
   }
-  int64_t next = 1;   // row-major; or the rest: dimensions of 1
+  int64_t next = 1;   // row-major; after the loop only dimensions of 1 are left
   for (int d = ndim - 1; d >= to; d--) {
     stride[d] = next;
     next *= shape[d];

@@ -15,7 +15,7 @@ static inline bool dtype_is_integer(int d) { return !dtype_is_float(d) && !dtype
 /// Element `index` in host memory as double. A store rounds once, from double.
 double tensor_load(const void *data, int dtype, int64_t index);
 void   tensor_store(void *data, int dtype, int64_t index, double value);
-/// Integer elements, exact over 64 bits.
+/// Element `index` of an integer tensor, exact over 64 bits.
 int64_t tensor_load_int(const void *data, int dtype, int64_t index);
 void    tensor_store_int(void *data, int dtype, int64_t index, int64_t value);
 

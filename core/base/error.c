@@ -1,4 +1,4 @@
-// The thread-local last error, whose parts may come from a policy or a file. See error.h.
+// The last error of each thread. Its text may quote a policy or a file. See error.h.
 #include "error.h"
 
 #include <stdarg.h>

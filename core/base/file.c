@@ -81,7 +81,7 @@ eng_status file_writer_open(file_writer *writer, const char *path)
 {
   static unsigned serial;
   *writer = (file_writer){ .fd = -1 };
-  // A rename would silently replace /dev/null with a file.
+  // Checked first, because the rename would silently replace a device such as /dev/null.
   int kind = eng_file_kind(path);
   if (kind == ENG_FILE_FOLDER)
     return error_set(ENG_ERR_IO, "%s: expected a file to write, got a directory", path);
@@ -221,7 +221,7 @@ eng_status eng_file_lock(int *lock, const char *path)
     long process = strtol(holder, NULL, 10);
     if (process == (long)getpid())
       return error_set(ENG_ERR_STATE, "%s is already locked by this process", path);
-    if (process <= 0)              // it has not written its number yet, or could not
+    if (process <= 0)              // that process has not written its id yet, or could not
       return error_set(ENG_ERR_STATE, "%s is locked by an unknown process", path);
     return error_set(ENG_ERR_STATE, "%s is locked by process %ld", path, process);
   }

@@ -1,5 +1,5 @@
 // The floating-point formats by name: the range of each, and conversion of single numbers in the
-// small ones. For messages, tools and specs; kernels use numerics.h and fp8.h directly. Called
+// small ones. Used by messages, tools and specs; kernels use numerics.h and fp8.h directly. Called
 // through the FFI.
 #include "engine.h"
 #include "numerics.h"

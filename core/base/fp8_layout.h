@@ -53,8 +53,8 @@ FP8_LAYOUT_INLINE int64_t fp8_round_up(int64_t n, int64_t multiple)
 { return (n + multiple - 1) / multiple * multiple; }
 
 /// A side of an operand, padded for a product on the GPU. A multiple of 16 satisfies every rule:
-/// 16-byte rows (inner), M and N multiples of 8, and the same two for the transposed copy, whose
-/// inner dimension is `rows`. The CPU's products need no padding.
+/// rows of 16 bytes (`inner`), M and N multiples of 8, and both rules again for the transposed
+/// copy, whose inner dimension is `rows`. The CPU's products need no padding.
 FP8_LAYOUT_INLINE int64_t fp8_padded(int64_t n) { return fp8_round_up(n, FP8_PAD); }
 
 /// The scales of an operand. Element (r, k) has scale[(r / row_block) * row_stride + (k /
@@ -92,10 +92,11 @@ FP8_LAYOUT_INLINE fp8_scales fp8_scales_of(int scaling, int64_t rows, int64_t in
   return s;
 }
 
-/// The same for blocks of any shape; 0 means the whole side. The four above are (0, 0), (1, 0), (1,
-/// 128) and (128, 128). Blocks of one row have VEC128's layout, all others BLK128's. So the scales
-/// of an operand's (128, 1) blocks lie where its transpose has its VEC128 scales. `shape` [2],
-/// unless NULL, receives the shape of a row-major array of the scales.
+/// As fp8_scales_of, for blocks of any shape; 0 means the whole side. The four scalings of
+/// fp8_scales_of are (0, 0), (1, 0), (1, 128) and (128, 128). Blocks of one row have VEC128's
+/// layout, all others BLK128's. So the scales of an operand's (128, 1) blocks lie where its
+/// transpose has its VEC128 scales. `shape` [2], unless NULL, receives the shape of a row-major
+/// array of the scales.
 FP8_LAYOUT_INLINE fp8_scales fp8_scales_for(int64_t block_rows, int64_t block_inner, int64_t rows,
                                             int64_t inner, int64_t *shape)
 {

@@ -4,7 +4,7 @@
 
 #include <signal.h>
 
-static volatile sig_atomic_t level, policy, hangups;
+static volatile sig_atomic_t level, policy, hangups, by_signal;
 
 void eng_interrupt(int new_level)
 {
@@ -14,6 +14,12 @@ void eng_interrupt(int new_level)
 int eng_interrupted(void)
 {
   return level;
+}
+
+int eng_interrupt_signal(int number)
+{
+  if (number > 0) by_signal = number;
+  return by_signal;
 }
 
 int eng_interrupt_policy(int new_policy)

@@ -2,25 +2,9 @@
 #include "json.h"
 
 #include "error.h"
+#include "text.h"
 
 #include <string.h>
-
-// Length of the UTF-8 sequence at p (at most `left` bytes). 0 if it is malformed: an overlong form,
-// a surrogate, or a code above U+10FFFF.
-static int utf8_length(const unsigned char *p, int64_t left)
-{
-  unsigned c = p[0];
-  if (c < 0x80) return 1;
-  int n = c >= 0xC2 && c < 0xE0 ? 2 : c >= 0xE0 && c < 0xF0 ? 3 : c >= 0xF0 && c < 0xF5 ? 4 : 0;
-  if (n == 0 || n > left) return 0;
-  for (int i = 1; i < n; i++)
-    if ((p[i] & 0xC0) != 0x80) return 0;
-  if (c == 0xE0 && p[1] < 0xA0) return 0;
-  if (c == 0xED && p[1] > 0x9F) return 0;
-  if (c == 0xF0 && p[1] < 0x90) return 0;
-  if (c == 0xF4 && p[1] > 0x8F) return 0;
-  return n;
-}
 
 static long long position(const json_reader *reader)
 {
@@ -49,7 +33,7 @@ eng_status json_open(json_reader *reader, const char *name, char *text, int64_t 
 {
   *reader = (json_reader){ text, text, text + size, name };
   for (int64_t i = 0; i < size;) {
-    int n = utf8_length((const unsigned char *)text + i, size - i);
+    int n = utf8_length(text + i, size - i);
     if (n == 0)
       return error_set(ENG_ERR_FORMAT, "%s: invalid UTF-8 at byte %lld", name, (long long)i);
     i += n;
@@ -212,7 +196,7 @@ bool json_is_text(const char *text)
 {
   int64_t left = (int64_t)strlen(text);
   while (left > 0) {
-    int n = utf8_length((const unsigned char *)text, left);
+    int n = utf8_length(text, left);
     if (n == 0) return false;
     text += n;
     left -= n;
@@ -235,19 +219,12 @@ void json_put_string(FILE *to, const char *text)
 
 const char *json_show(const char *text)
 {
-  static _Thread_local char buffers[4][100];
+  enum { MOST = 90 };
+  static _Thread_local char buffers[4][MOST + 6];
   static _Thread_local unsigned turn;
   char *buffer = buffers[turn++ % 4];
-  int used = 0;
-  buffer[used++] = '\'';
-  for (; *text && used < 90; text++) {
-    unsigned char c = (unsigned char)*text;
-    // U+0080..U+009F (C2 80..9F) are control characters as well.
-    if (c < 0x20 || c == 0x7F || (c == 0xC2 && (unsigned char)text[1] < 0xA0)) buffer[used++] = '?';
-    else buffer[used++] = (char)c;
-  }
-  if (*text) { memcpy(buffer + used, "...", 3); used += 3; }
-  buffer[used++] = '\'';
-  buffer[used] = 0;
+  buffer[0] = '\'';
+  bool cut = eng_text_shown(buffer + 1, MOST, text, (int64_t)strlen(text), false) >= MOST;
+  strcat(buffer, cut ? "...'" : "'");
   return buffer;
 }

@@ -31,9 +31,8 @@ bool json_is_text(const char *text);
 /// Writes UTF-8 `text` as a JSON string.
 void json_put_string(FILE *to, const char *text);
 
-/// `text` for a message: quoted, shortened to a line, control characters as '?', so that a name in
-/// a hostile file cannot send escape codes to the terminal. One of 4 buffers of this thread, in
-/// turn.
+/// `text` for a message: quoted, shortened to a line, as eng_text_shown writes it. The result is in
+/// one of 4 buffers of this thread, used in turn.
 const char *json_show(const char *text);
 
 #endif

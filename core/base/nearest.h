@@ -5,8 +5,8 @@
 
 #include "engine.h"
 
-/// "; did you mean 'x'?" for the entry of `names` [n] closest to `name`, or "" if none is close. In
-/// a buffer of this thread that the next call overwrites.
+/// "; did you mean 'x'?" for the entry of `names` [n] closest to `name`, or "" if none is close.
+/// The result is in a buffer of this thread; the next call overwrites it.
 const char *nearest_hint(const char *name, const char *const *names, int n);
 
 #endif

@@ -81,14 +81,15 @@ ENG_INLINE uint16_t bf16_from_f32(float x)
 
 // ---- clipping ----
 
-/// `factor` for gradients, reduced so that their norm is at most `limit` (0: no limit), as in
-/// PyTorch.
+/// Returns the gradients' `factor`, reduced if needed so that the norm of the gradients is at most
+/// `limit` (0: no limit), as in PyTorch.
 ENG_INLINE double clip_factor(double factor, double norm, double limit)
 {
   return limit > 0 && norm > limit ? factor * limit / (norm + 1e-6) : factor;
 }
 
-// Rounds once from double: through f32 "to odd", which the second rounding cannot distort.
+// Converts double to bf16 with the result of a single rounding: the intermediate f32 is rounded to
+// odd, so rounding it again gives the correct bf16.
 ENG_INLINE uint16_t bf16_from_f64(double x) { return bf16_from_f32(f32_odd_from_f64(x)); }
 
 #endif

@@ -1,8 +1,8 @@
 // Random numbers: Philox 4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel Random Numbers: As Easy as
 // 1, 2, 3; SC 2011). A block of four 32-bit words is a pure function of seed and block number. So
-// every thread and device draws the same numbers in any order, and a resumed run draws those of an
-// uninterrupted one. The state is a seed and the number of blocks drawn. Owns that state. Called by
-// op.c (dropout takes blocks), kernels (compute blocks) and Lua.
+// every thread and device draws the same numbers in any order, and a resumed run draws the same
+// numbers as an uninterrupted run. The state is a seed and the number of blocks drawn. Owns that
+// state. Called by op.c (dropout takes blocks), kernels (compute blocks) and Lua.
 #ifndef ENG_RNG_H
 #define ENG_RNG_H
 

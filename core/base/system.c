@@ -18,6 +18,12 @@ double eng_clock(void)
   return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
+void eng_sleep(double seconds)
+{
+  struct timespec time = {(time_t)seconds, (long)(1e9 * (seconds - (double)(time_t)seconds))};
+  nanosleep(&time, NULL);
+}
+
 bool eng_terminal(int *columns, int *rows, int fd)
 {
   struct winsize size = {0};

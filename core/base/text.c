@@ -1,21 +1,23 @@
 // Text of unknown origin (policies, scripts, files, other ranks) for terminals, logs and pages, and
 // the rule for names. Called by error.c, by core/policy and, through lua/engine/base/show.lua, by
 // everything that prints.
+#include "text.h"
+
 #include "engine.h"
 
 #include <stdio.h>
 #include <string.h>
 
-// Bytes of the valid UTF-8 character at `at`; 0 if there is none.
-static size_t character(const unsigned char *at, size_t left)
+int utf8_length(const char *text, int64_t left)
 {
+  const unsigned char *at = (const unsigned char *)text;
   if (*at < 0x80) return 1;
-  size_t n = *at >= 0xC2 && *at < 0xE0   ? 2
-             : *at >= 0xE0 && *at < 0xF0 ? 3
-             : *at >= 0xF0 && *at < 0xF5 ? 4
-                                         : 0;
+  int n = *at >= 0xC2 && *at < 0xE0   ? 2
+          : *at >= 0xE0 && *at < 0xF0 ? 3
+          : *at >= 0xF0 && *at < 0xF5 ? 4
+                                      : 0;
   if (n == 0 || n > left) return 0;
-  for (size_t i = 1; i < n; i++)
+  for (int i = 1; i < n; i++)
     if ((at[i] & 0xC0) != 0x80) return 0;
   if ((*at == 0xE0 && at[1] < 0xA0) || (*at == 0xED && at[1] > 0x9F) ||
       (*at == 0xF0 && at[1] < 0x90) || (*at == 0xF4 && at[1] > 0x8F))
@@ -25,7 +27,7 @@ static size_t character(const unsigned char *at, size_t left)
 
 // Whether a terminal executes a character, or shows the characters after it in another order or on
 // another line: C0, DEL, C1, U+061C, U+200E, U+200F, U+2028 to U+202E, U+2066 to U+2069.
-static bool acts(const unsigned char *at, size_t n)
+static bool acts(const unsigned char *at, int n)
 {
   if (n == 1) return *at < 0x20 || *at == 0x7F;
   if (n == 2) return (*at == 0xC2 && at[1] < 0xA0) || (*at == 0xD8 && at[1] == 0x9C);
@@ -36,21 +38,21 @@ static bool acts(const unsigned char *at, size_t n)
 
 int64_t eng_text_shown(char *out, int64_t room, const char *text, int64_t size, bool lines)
 {
-  const unsigned char *from = (const unsigned char *)text, *end = from + size;
-  int64_t whole = 0, written = 0;
+  const unsigned char *from = (const unsigned char *)text;
+  int64_t whole = 0, written = 0, left = size;
   bool fits = room > 0;
-  while (from < end) {
-    size_t n = character(from, (size_t)(end - from));
+  while (left > 0) {
+    int n = utf8_length((const char *)from, left), used = n ? n : 1;
     char piece[20];
-    size_t length = 0, used = n ? n : 1;
+    size_t length = 0;
     if (n == 1 && (*from == '\n' || *from == '\t')) {
       piece[length++] = lines ? (char)*from : ' ';
     } else if (n == 0 || acts(from, n)) {
-      for (size_t i = 0; i < used; i++)
+      for (int i = 0; i < used; i++)
         length += (size_t)snprintf(piece + length, sizeof piece - length, "\\x%02X", from[i]);
     } else {
-      memcpy(piece, from, n);
-      length = n;
+      memcpy(piece, from, (size_t)n);
+      length = (size_t)n;
     }
     fits = fits && written + (int64_t)length < room;
     if (fits) {
@@ -59,6 +61,7 @@ int64_t eng_text_shown(char *out, int64_t room, const char *text, int64_t size, 
     }
     whole += (int64_t)length;
     from += used;
+    left -= used;
   }
   if (room > 0) out[written] = 0;
   return whole;

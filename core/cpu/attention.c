@@ -3,22 +3,22 @@
 // Called through the kernel table; owns nothing but scratch during a call.
 //
 // A task is a range of the queries of one (batch, key head). It packs K and V once as f32 panels,
-// then processes ROWS queries at a time: scores, softmax and the product with V over whole rows of
-// keys, so nothing is rescaled. Memory is ROWS x S floats per thread, never T x S. Parts hidden by
-// the causal mask are skipped in steps of a micro-kernel tile. The backward pass recomputes the
-// probabilities from the saved lse. It also computes the sum of p * dp itself instead of deriving
-// it from y, which may have been rounded to 16 bits.
+// then processes ROWS queries at a time. Scores, softmax and the product with V cover whole rows of
+// keys, so partial sums need no rescaling. Memory is ROWS x S floats per thread, never T x S. Tiles
+// of the micro-kernel that the causal mask hides completely are skipped. The backward pass
+// recomputes the probabilities from the saved lse. It also computes the sum of p * dp itself
+// instead of deriving it from y, which may have been rounded to 16 bits.
 //
 // If the processor multiplies pairs of bf16 at full speed (gemm_pairs.h) and all operands are bf16,
 // the operands are multiplied unscaled, and scores, dq and dk are scaled afterwards. Probabilities
 // and gradients of scores are rounded to bf16 before they enter a product, as in the CUDA kernels.
-// The sum of the probabilities, lse and entropy use unrounded ones; all sums are f32.
+// The sum of the probabilities, lse and entropy use the unrounded probabilities. All sums are f32.
 //
 // Edge cases: a row that sees no key has y = 0, lse = -inf and entropy 0, and gives no gradient to
-// k and v. An infinite largest score or a NaN makes its row NaN. A key after the query never
-// affects it, not even as 0 * NaN: tiles with a non-finite number are processed row by row. Results
-// do not depend on the number of threads: rows are independent, and sums over queries have an order
-// given only by the shape.
+// k and v. An infinite largest score or a NaN makes its row NaN. A key that the causal mask hides
+// never affects a query, not even as 0 * NaN, because tiles with a non-finite number are processed
+// row by row. Results do not depend on the number of threads: rows are independent, and the order
+// of a sum over queries depends only on the shape.
 #include <omp.h>
 
 #include "device/backend.h"
@@ -28,7 +28,7 @@
 
 enum {
   ROWS = 8 * GEMM_MR,     // queries at a time
-  // Keys, or pairs of keys, that one product with V (or K) sums: the panel stays in cache.
+  // Keys, or pairs of keys, in one product with V (or K); the panel then stays in cache.
   STEPS = 384,
   FEW_TASKS = 16,         // the backward pass splits the queries until there are this many tasks
 };
@@ -37,10 +37,11 @@ typedef struct sizes {
   int64_t batch, queries, keys, heads, groups, width;   // B T S H G D
   int64_t shared;         // heads that share a key head: H / G
   int64_t padded;         // width rounded up to whole vectors
-  // Columns of a panel of width. Even parts, because 64 = 2 x 32 runs faster than 48 + 16.
+  // Columns of a panel over the width. All panels are equally wide, because 64 = 2 x 32 runs faster
+  // than 48 + 16.
   int64_t span;
   int64_t key_row;        // floats between two queries in a tile of scores, > S
-  int64_t tiles;          // of ROWS queries, in one head
+  int64_t tiles;          // tiles of ROWS queries in one head
   float   factor;         // scales scores and their gradients
   // `factor` split in two: q is multiplied by `early` before the product, scores by `late` after
   // it. One of the two is 1.
@@ -73,7 +74,7 @@ static sizes sizes_of(const op_call *call)
   return s;
 }
 
-// Number of keys that query t sees: a prefix of them.
+// The number of keys that query t sees. These are always the first keys.
 static int64_t seen_by(const sizes *s, int64_t t)
 {
   if (!s->causal) return s->keys;
@@ -102,7 +103,7 @@ static slice slice_of(const tensor *x, int64_t b, int64_t head)
                  x->stride[3]};
 }
 
-// Packs [width x times] as panels of times: the transpose.
+// Packs the transpose, [width x times], as panels whose columns are times.
 static void pack_turned(float *to, const sizes *s, slice x, int64_t times)
 {
   for (int64_t t = 0; t < times; t += GEMM_NR)
@@ -110,7 +111,7 @@ static void pack_turned(float *to, const sizes *s, slice x, int64_t times)
                   x.first + t * x.row, x.column, x.row, s->width, least(times - t, GEMM_NR));
 }
 
-// Packs times [first, first+n) of [times x width] as panels of width; `first` is even.
+// Packs times [first, first+n) of [times x width] as panels over the width; `first` is even.
 static void pack_part(float *to, const sizes *s, slice x, int64_t times, int64_t first, int64_t n)
 {
   to += steps_of(s->pairs, first) * GEMM_NR;
@@ -124,8 +125,8 @@ static void pack(float *to, const sizes *s, slice x, int64_t times)
   pack_part(to, s, x, times, 0, times);
 }
 
-// Copies [rows x width] row by row, `padded` floats apart, multiplied by factor, which is 1 for
-// pairs.
+// Copies [rows x width] into rows that are s->padded floats apart, and multiplies by factor, which
+// is 1 for pairs.
 static void pack_rows(float *to, const sizes *s, slice x, int64_t t0, int64_t rows, float factor)
 {
   lay_out_rows(s->pairs, to, s->padded, x.data, x.dtype, x.first + t0 * x.row, x.row, x.column,
@@ -144,7 +145,8 @@ static void panels_of_rows(float *to, const sizes *s, const float *rows, int64_t
         vf_store(to + i * GEMM_NR + j - d, vf_load(rows + i * s->padded + j));
 }
 
-// Packs queries [t0, t0+n) of x as panels of width; `rows` is the output of pack_rows for them.
+// Packs queries [t0, t0+n) of x as panels over the width. `rows` holds the same queries, from
+// pack_rows.
 static void pack_queries(float *to, const sizes *s, slice x, const float *rows, int64_t t0,
                          int64_t n)
 {
@@ -166,7 +168,7 @@ static bool all_finite(const float *x, int64_t n, bool pairs)
   return !vm_any(vi_eq(most, infinite));
 }
 
-// Whether `steps` steps of panels of width hold only finite numbers.
+// Whether all panels over the width, of `steps` steps each, hold only finite numbers.
 static bool panels_finite(const float *panels, const sizes *s, int64_t steps)
 {
   for (int64_t d = 0; d < s->padded; d += s->span, panels += steps * GEMM_NR)
@@ -177,7 +179,7 @@ static bool panels_finite(const float *panels, const sizes *s, int64_t steps)
 
 // ------------------------------------------------------------------ products of tiles
 
-// scores [rows x seen keys] = a [rows x width] times turned panels [width x keys].
+// scores [rows x seen keys] = a [rows x width] times the panels [width x keys] of pack_turned.
 static void scores_of(float *scores, const sizes *s, const float *a, const float *panels,
                       int64_t t0, int64_t rows)
 {
@@ -195,8 +197,8 @@ static void scores_of(float *scores, const sizes *s, const float *a, const float
 }
 
 // to [rows x width] = p [rows x seen keys] times panels [keys x width], which were packed from
-// `from`. A single row may exclude the next key, which must not contribute even 0 * NaN. If that
-// key shares a word with a seen key, it is removed from the panel during the product and restored
+// `from`. A single row must not see the key after its last one, not even as 0 * NaN. If that key
+// shares a word with a seen key, it is removed from the panel during the product and restored
 // afterwards.
 static void weighted_sums(float *to, const sizes *s, const float *p, float *panels, slice from,
                           int64_t t0, int64_t rows)
@@ -221,8 +223,9 @@ static void weighted_sums(float *to, const sizes *s, const float *p, float *pane
   if (alone) pack_part(panels, s, from, s->keys, first - 1, 2);
 }
 
-// to [keys x width] += p^T times panels [rows x width], for the keys that these queries see. With
-// pairs, p's row of the first of two queries holds the words of both.
+// `to` [keys x width] += p^T times panels [rows x width], for the keys seen by the queries t0 .. t0
+// + rows - 1. With `pairs`, two queries share one row of p, at the first query's place: each word
+// packs the bf16 values of both.
 static void add_turned(float *to, const sizes *s, const float *p, const float *panels, int64_t t0,
                        int64_t rows)
 {
@@ -243,7 +246,7 @@ static void add_turned(float *to, const sizes *s, const float *p, const float *p
 
 // ------------------------------------------------------------------ operands in bf16
 
-// Rounds the keys up to `last` in a row of probabilities to words of two bf16.
+// Rounds the first `last` probabilities of a row to bf16 and packs two keys into each word.
 static void round_row(float *row, int64_t last)
 {
 #if defined(ENG_ISA_avx512)
@@ -253,9 +256,9 @@ static void round_row(float *row, int64_t last)
 #endif
 }
 
-// round_row for p and ds [rows x last keys] of the backward pass. p becomes words of two queries,
-// in the row of the first. ds becomes words of two keys, and ds_turned becomes words of two
-// queries, like p.
+// Rounds p and ds [rows x last keys] of the backward pass to bf16. A word of p packs two queries
+// and is stored in the first one's row. A word of ds packs two keys. ds_turned receives ds packed
+// like p.
 static void round_gradients(const sizes *s, float *p, float *ds, float *ds_turned, int64_t rows,
                             int64_t last)
 {
@@ -275,9 +278,9 @@ static void round_gradients(const sizes *s, float *p, float *ds, float *ds_turne
 
 // ------------------------------------------------------------------ forward
 
-// exp(scale * x - shift) in the first n lanes, 0 in the others. The other lanes do not go through
-// exp as -inf: a result that underflows costs a hundred cycles, and every row of a causal mask ends
-// in such lanes.
+// exp(scale * x - shift) in the first n lanes, 0 in the others. The other lanes compute exp(0)
+// instead of exp(-inf): a result that underflows costs a hundred cycles, and every row of a causal
+// mask ends in such lanes.
 VF_INLINE vf exp_first(vf *difference, const float *x, float scale, float shift, int n)
 {
   *difference =
@@ -423,9 +426,9 @@ static eng_status attention(const op_call *call)
 
 typedef struct backward_room {
   float *turned_k, *turned_v, *k;                  // panels of the key head
-  float *q, *dy, *q_panels, *dy_panels;            // the current queries; q is multiplied by factor
+  float *q, *dy, *q_panels, *dy_panels;           // the current queries; q is multiplied by `early`
   float *p, *ds, *dq;
-  // With pairs: words of two queries; the words of ds are of two keys.
+  // With pairs: ds in words of two queries. The words of `ds` pack two keys.
   float *ds_turned;
 } backward_room;
 
@@ -449,7 +452,7 @@ static backward_room backward_room_at(const sizes *s, float *at)
   r.dy_panels = r.q_panels + panel_floats(ROWS, s->width, s->span);
   r.p = r.dy_panels + panel_floats(ROWS, s->width, s->span);
   r.ds = r.p + ROWS * s->key_row;
-  // p's words of two queries are in the row of the first; the row of the second is free.
+  // A word of p packs two queries and is in the first one's row, so the second row is free.
   r.ds_turned = r.p + s->key_row;
   return r;
 }
@@ -476,7 +479,7 @@ static void gradient_row(float *p, float *ds, int64_t n, float scale, float lse)
     vf_store(ds + j, vf_mul(vf_load(p + j), vf_sub(vf_load(ds + j), total)));
   if (rest) {
     x = vf_mul(vf_load_n(p + whole, rest), vf_sub(vf_load_n(ds + whole, rest), total));
-    vf_store(ds + whole, vf_select(vm_first(rest), x, vf_zero()));   // others may be 0 * NaN
+    vf_store(ds + whole, vf_select(vm_first(rest), x, vf_zero()));   // other lanes: 0 * NaN
   }
 }
 

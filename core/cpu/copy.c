@@ -1,10 +1,10 @@
 // Copies with a change of dtype or layout: cast, contiguous, concat. Any strides on both sides (an
 // output of eng_copy may be a view). Called through backend.kernel[]; owns nothing.
 //
-// Transposed copies go block by block, so that whole cache lines of source and target are used.
-// Elements of one format are moved as bits. Among f32, f16, bf16 and FP8, elements are rounded to
-// nearest even, or to FP8 by the call's rounding mode. Other pairs of formats go to the reference
-// kernels.
+// Transposed copies go block by block, so that whole cache lines of source and target are used. If
+// both formats are the same, elements are moved as bits. Among f32, f16, bf16 and FP8, elements are
+// rounded to nearest even, or to FP8 by the call's rounding mode. Other pairs of formats go to the
+// reference kernels.
 #include "operand.h"
 #include "philox.h"
 #include "base/rng.h"
@@ -14,7 +14,8 @@
 
 enum { SIDE = 32 };   // block of a transposed copy: SIDE x SIDE elements
 
-/// One shape shared by source and target; dimensions innermost (of the target) first.
+/// A copy: the shape that source and target share, and their strides. Dimension 0 is the target's
+/// innermost one.
 typedef struct relayout {
   int     ndim, turned;          // turned: see turned_dimension
   int64_t shape[ENG_MAX_DIMS], from[ENG_MAX_DIMS], to[ENG_MAX_DIMS];   // strides in elements
@@ -151,7 +152,8 @@ static void dense_task(const void *context, int64_t task)
   }
 }
 
-// Offsets of position `at` in the row-major order of the dimensions from 1 on, without `skip`.
+// Adds the offsets of position `at` to *from and *to. Positions count in row-major order over the
+// dimensions from 1 on, without `skip`.
 static void place(const relayout *r, int skip, int64_t at, int64_t *from, int64_t *to)
 {
   for (int d = 1; d < r->ndim; d++) {
@@ -214,8 +216,8 @@ static void copy_relayout(relayout *r)
 static bool converts(int dtype) { return dtype_is_fast(dtype) || dtype_is_fp8(dtype); }
 static bool can_copy(int from, int to) { return from == to || (converts(from) && converts(to)); }
 
-// To FP8 by a rounding mode other than the default. Element i takes word i % 4 of Philox block
-// counter + i / 4.
+// Casts to FP8 with a rounding mode other than the default. Element i takes word i % 4 of Philox
+// block counter + i / 4.
 static void mode_task(const void *context, int64_t task)
 {
   const op_call *call = context;

@@ -112,7 +112,8 @@ static eng_status where(const op_call *call)
 
 // ------------------------------------------------------------------ one input and numbers
 
-// Whether a double is far outside the range of f32; the reference kernels handle such numbers.
+// Whether a double is finite and nonzero but outside f32's normal range; the reference kernels
+// handle such numbers.
 static inline bool beyond_f32(double x)
 {
   double magnitude = fabs(x);
@@ -163,7 +164,8 @@ static eng_status clamp(const op_call *call)
   return ENG_OK;
 }
 
-// Common exponents need no pow. The 1/2 power follows pow: of -0 and -inf it is +0 and +inf.
+// The square root as pow(a, 0.5) defines it: +0 for -0, and +inf for -inf. pow_tile computes common
+// exponents without pow.
 static inline vf vf_root_(vf a)
 {
   return vf_select(vf_eq(a, vf_set1(-INFINITY)), vf_set1(INFINITY), vf_add(vf_sqrt(a), vf_zero()));

@@ -3,11 +3,11 @@
 // the number of threads. Called through backend.kernel[]; owns nothing but scratch during a call.
 //
 // K is cut into runs: pieces of at most RUN steps that end where a scale changes or a promotion is
-// due. For every run, b is packed in panels of columns as f32 (exact), and a block of rows of a
-// likewise. For each row and panel the model updates its accumulator, `part`. At the end of a
-// promotion interval `part` is added to `sum`; at the end of a stretch, an interval of K with
+// due. For every run, panels of columns of b and blocks of rows of a are packed as f32, which is
+// exact. For each row and panel, the model updates its accumulator, `part`. At the end of a
+// promotion interval, `part` is added to `sum`. At the end of a stretch, an interval of K with
 // constant scales, `sum` is scaled and added to `total`. All three are kept in f32 between runs.
-// After the last run, bias is added and the result is rounded to its dtype.
+// After the last run, the bias is added and the result is rounded to its dtype.
 //   fp32    chains of multiply-adds, several rows at a time. Products of FP8 numbers are exact in
 //           f32, so fusing changes nothing. Of two steps of K, the later one is added first. FP8
 //           numbers are exact in bf16, so the instruction that multiplies pairs of bf16 gives the
@@ -32,7 +32,7 @@ enum {
   SPAN = 512,
   BLOCK = 64,                    // rows of a task
   PANEL = 4 * VF_LANES,          // columns of a panel: their exponents fill a vector of bytes
-  ZERO_EXPONENT = -64,           // of a zero: below the sum of any two others
+  ZERO_EXPONENT = -64,           // of a zero; below the sum of any two other exponents
   LEAST_EXPONENT = -48,
 };
 
@@ -43,7 +43,7 @@ typedef struct matrix {
   const uint8_t *data;
   const float   *scale;
   int            dtype, fraction;
-  bool           given_transposed;   // the dimension of K comes first in memory
+  bool           given_transposed;   // K is the first dimension in memory
   int64_t        i_stride, k_stride, size;
   fp8_scales     at;
 } matrix;
@@ -68,8 +68,8 @@ static int64_t ceiling(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // ------------------------------------------------------------------ packing
 
-// Copies codes of rows [i0, i0+rows) of a matrix in steps [k0, k0+steps), as [steps][to_row] bytes;
-// to_row is a multiple of 16.
+// Copies the codes in rows [i0, i0+rows) and steps [k0, k0+steps) of a matrix to [steps][to_row]
+// bytes; to_row is a multiple of 16.
 static void bytes_by_step(uint8_t *to, int64_t to_row, const matrix *x, int64_t i0, int64_t rows,
                           int64_t k0, int64_t steps)
 {
@@ -104,8 +104,9 @@ static bool exponents_of(int8_t *to, const uint8_t *code, int fraction, int64_t 
   return odd;
 }
 
-/// b's columns [j0, j0+columns) in one run: numbers and, for hopper, exponents. With pairs: [RUN /
-/// 2][PANEL] words of two bf16, the earlier step's in the low half, zero past the end.
+/// Columns [j0, j0+columns) of b in one run, as numbers and, for the hopper model, exponents. With
+/// pairs, `value` holds [RUN / 2][PANEL] words of two bf16: the earlier step in the low half, and
+/// zeros past the end.
 typedef struct panel {
   float  value[RUN * PANEL] __attribute__((aligned(64)));
   int8_t exponent[RUN * PANEL] __attribute__((aligned(64)));
@@ -129,7 +130,7 @@ static magnitudes magnitudes_of(int dtype)
   return m;
 }
 
-// 32 codes, each in a 16-bit lane, as bf16.
+// Converts 32 codes, each in a 16-bit lane, to bf16.
 VF_INLINE __m512i vh_of_fp8_(__m512i code, const magnitudes *m)
 {
   __m512i low = _mm512_permutex2var_epi16(m->quarter[0], code, m->quarter[1]),
@@ -140,7 +141,7 @@ VF_INLINE __m512i vh_of_fp8_(__m512i code, const magnitudes *m)
                          _mm512_slli_epi16(_mm512_and_si512(code, _mm512_set1_epi16(0x80)), 8));
 }
 
-// Codes [steps][PANEL] as words [(steps + 1) / 2][PANEL].
+// Converts codes [steps][PANEL] to words [(steps + 1) / 2][PANEL] of two bf16.
 static void pairs_of_panel(float *to, const uint8_t *code, int64_t steps, int dtype)
 {
   magnitudes m = magnitudes_of(dtype);
@@ -153,7 +154,7 @@ static void pairs_of_panel(float *to, const uint8_t *code, int64_t steps, int dt
     }
 }
 
-// A row of codes as bf16; their number is even.
+// Converts a row of codes to bf16, with zeros past the end.
 static void pairs_of_row(float *to, const uint8_t *code, int64_t steps, const magnitudes *m)
 {
   for (int64_t k = 0; k < steps; k += 32, to += 16) {
@@ -180,12 +181,12 @@ static void lay_panel(panel *p, const product *g, int64_t j0, int64_t columns, c
            exponents_of(p->exponent, code, g->b.fraction, r->steps * PANEL);
 }
 
-/// a's rows [i0, i0+rows) in one run, row after row; with pairs as bf16.
+/// Rows [i0, i0+rows) of a in one run, one after the other; with pairs, as bf16.
 typedef struct slab {
   float  value[BLOCK * RUN] __attribute__((aligned(64)));
   int8_t exponent[BLOCK * RUN];
   bool   odd[BLOCK];
-  // of a promotion interval that begins and ends in the run
+  // sums of a promotion interval that begins and ends in this run
   float  part[BLOCK * PANEL] __attribute__((aligned(64)));
 } slab;
 
@@ -314,7 +315,7 @@ VF_INLINE vb vb_max_(vb a, vb b)
 #endif
 }
 
-// The v-th quarter of a vector of bytes, as integers.
+// VF_LANES bytes, a quarter of a vector of bytes, as integers.
 VF_INLINE vi vb_quarter_(const int8_t *p)
 {
 #if defined(ENG_ISA_avx512)
@@ -335,7 +336,8 @@ VF_INLINE vi vi_most_(vi a, vi b)
 #endif
 }
 
-// One row and a panel, all finite: c becomes the sum of c and up to 32 products per step.
+// Updates part for one row and one panel of finite numbers. The accumulator takes HOPPER_GROUP
+// products at a time.
 static void hopper_row(const float *a, const int8_t *ea, const float *b, const int8_t *eb,
                        int64_t steps, float *part)
 {
@@ -354,7 +356,7 @@ static void hopper_row(const float *a, const int8_t *ea, const float *b, const i
 #pragma GCC unroll 4
     for (int v = 0; v < 4; v++) {
       c[v] = vf_load(part + v * VF_LANES);
-      // -127 for zero
+      // the exponents of c; -127 for zero
       vi exponent = vi_sub(vi_and(vi_shr((vi)c[v], 23), vi_set1(0xFF)), vi_set1(127));
       top[v] = vi_most_(vb_quarter_(quarters + v * VF_LANES), exponent);
       scale[v] = (vf)vi_shl(vi_sub(vi_set1(127 + HOPPER_BITS), top[v]), 23);
@@ -434,8 +436,8 @@ VF_INLINE vf fused(vf a, vf b, vf c)
 #endif
 }
 
-// Ends a part after a run: adds the part to sum and, at the end of a stretch, the scaled sum to
-// total. Rows are PANEL floats apart.
+// Runs at the end of a promotion interval. Adds part to sum and, at the end of a stretch, the
+// scaled sum to total. Rows are PANEL floats apart.
 static void promote(const product *g, const run *r, int64_t i0, int64_t rows, int64_t j0,
                     const float *part, float *sum, float *total)
 {
@@ -485,8 +487,8 @@ static void finish(const product *g, int64_t i0, int64_t rows, int64_t j0, int64
 
 // ------------------------------------------------------------------ the complete product
 
-// Scales in the order of use: for each stretch, one per row (column); zeros where the last panel is
-// padded.
+// Lays out the scales in the order of use: for each stretch, one scale per row of a (column of b).
+// The padding of the last panel gets zeros.
 static void lay_scales(float *to, int64_t to_row, const matrix *x, int64_t k, int64_t stretch)
 {
   for (int64_t s = 0; s * stretch < k; s++)
@@ -511,8 +513,8 @@ static run run_at(const product *g, int64_t k)
   return r;
 }
 
-// Multiplies rows [i0, i0+rows) by a panel, over one run. carried: part, sum and total of this
-// rectangle, [3][BLOCK x PANEL].
+// Multiplies rows [i0, i0+rows) by a panel, over one run. `carried` holds part, sum and total of
+// this rectangle, [3][BLOCK x PANEL].
 static void rectangle(const product *g, const run *r, slab *a, const panel *b, int64_t i0,
                       int64_t rows, int64_t j0, float *carried)
 {
@@ -596,8 +598,8 @@ static void run_empty(const product *g)
 
 // ------------------------------------------------------------------ exact
 
-// The columns of one panel in f64, for all rows. Scratch: `values` holds the panel's numbers
-// [k][PANEL], `row` a row of a.
+// Computes the columns of one panel in f64, for all rows. Scratch: `values` holds the panel's
+// numbers [k][PANEL], `row` a row of a.
 static void exact_panel(const product *g, int64_t j0, float *values, float *row)
 {
   const tensor *y = g->call->out[0], *bias = g->call->in[4];

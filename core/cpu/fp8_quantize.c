@@ -1,16 +1,17 @@
 // The operations quantize and dequantize. Called through backend.kernel[]; owns nothing but scratch
 // during a call.
 //
-// Work is cut into tiles that stay in the second-level cache. Each block of a tile is measured (its
-// largest magnitude, as bits: a NaN compares larger than any number), gets its scale from
-// core/base/fp8_scale.h, and is written as codes. If a transposed copy is wanted, the same tile
-// produces it too, in blocks that may have another shape. Blocks too tall for a tile take two
-// passes: the first measures pieces of them, the second writes. Scales per column and per row use
-// the same loops, with a row's factors expanded to one per element.
+// Work is cut into tiles that stay in the second-level cache. Each block of a tile is measured,
+// gets its scale from core/base/fp8_scale.h, and is written as codes. Measuring finds the largest
+// magnitude by comparing bits, so a NaN is larger than any number. If a transposed copy is wanted,
+// the same tile produces it too, in blocks that may have another shape. Blocks too tall for a tile
+// take two passes: the first measures them in pieces, the second writes. Blocks of one row or one
+// column use the same loops, with the factors of a row expanded to one per element.
 //
-// f64, e5m6 in blocks of several rows, and a transposed copy rounded stochastically go to the
-// reference kernels. swiglu_quantize is swiglu followed by quantize: silu takes most of the time,
-// and quantizing each row right after it was computed was no faster.
+// Three cases go to the reference kernels: f64, e5m6 in blocks of several rows, and stochastic
+// rounding of a transposed copy whose blocks are not square. swiglu_quantize is swiglu followed by
+// quantize: silu takes most of the time, and quantizing each row right after it was computed was no
+// faster.
 #include "base/fp8_layout.h"
 #include "base/fp8_scale.h"
 #include "base/rng.h"
@@ -23,38 +24,38 @@
 enum {
   STRIP = 1024,        // columns of a tile, at most, except for wider blocks
   TALL = 256,          // rows of a block that a tile can hold
-  CHUNK = 64,          // rows measured and written at a time where blocks are taller
+  CHUNK = 64,          // rows of a piece of a taller block
   LINE = 64,           // bytes in a cache line
-  TURN = LINE,         // rows transposed at a time, and columns:
-  TILE_ROW = 256,
+  TURN = LINE,         // rows transposed at a time
+  TILE_ROW = 256,       // columns transposed at a time
   FAR = 1 << 21,       // bytes of a transposed copy above which it bypasses the caches
   ROW_BLOCKS = 16,     // blocks of 1 x 128 measured and written at a time
-  VERTICAL = 64,       // columns of a block below which rows are compared with rows
+  VERTICAL = 64,       // narrower blocks are measured per column first
 };
 
-/// One of the two results: x in its blocks, written untransposed or transposed. Blocks are counted
-/// in rows and columns of x.
+/// One of the two results: the codes and scales of x, untransposed or transposed. Blocks are
+/// counted in rows and columns of x.
 typedef struct side {
   const op_call *call;
   const void *x;
   int      dtype;                          // of x
   int64_t  rows, columns;                  // of x
-  int64_t  high, wide;                     // of a block, in x; 0 has been replaced
+  int64_t  high, wide;                     // of a block, in x; 0 became the whole dimension
   int64_t  across;                         // blocks in one row of blocks
   // Floats between the scales of vertically and of horizontally adjacent blocks.
   int64_t  scale_down, scale_across;
   uint8_t *q;
   float   *scale;
   bool     turned;
-  uint8_t *turn_to;                        // square blocks: transposed from q's bytes
+  uint8_t *turn_to;                        // square blocks: the transposed copy of q's bytes
   float   *turn_scale;
   int64_t  turn_down, turn_across;
   int64_t  pieces;                         // tall blocks: pieces of CHUNK rows each
-  uint32_t *measured;                      // tall blocks: [pieces of all][across] magnitudes
+  uint32_t *measured;                      // tall blocks: [all pieces][across] magnitudes
 } side;
 
-// Prefetches bytes that will be needed soon: the hardware prefetcher stops at page boundaries.
-// Harmless past the end of memory.
+// Prefetches bytes that will be needed soon, because the hardware prefetcher stops at page
+// boundaries. An address past the end of memory is harmless.
 VF_INLINE void fetch(const char *x, const int64_t bytes)
 {
 #pragma GCC unroll 8
@@ -91,7 +92,7 @@ VF_INLINE uint32_t across(vi a)
 #endif
 }
 
-// f16 and bf16 are compared without conversion, twice as many at a time.
+// f16 and bf16 are compared as 16-bit integers, twice as many at a time.
 typedef uint16_t vh __attribute__((vector_size(4 * VF_LANES), may_alias));
 enum { HALVES = 2 * VF_LANES };
 VF_INLINE vh vh_load(const uint16_t *p) { vh a; memcpy(&a, p, sizeof a); return a; }
@@ -165,7 +166,7 @@ VF_INLINE uint32_t largest_magnitude(const void *x, int dtype, int64_t first, in
                           : widened(largest_of_halves((const uint16_t *)x + first, n), dtype);
 }
 
-// top[c] = the larger of top[c] and the magnitude in row r, for columns [c0, c0+columns).
+// top[c] = the larger of top[c] and the magnitude of x[c], for c < columns.
 static void compare_floats(int32_t *top, const float *x, int64_t columns)
 {
   int64_t c = 0;
@@ -188,8 +189,8 @@ static void compare_halves(uint16_t *top, const uint16_t *x, int64_t columns)
   }
 }
 
-// Magnitudes of the blocks of rows [r0, r0+rows) (at most the height of one block), columns [c0,
-// c0+columns); c0 is at a block's edge.
+// Writes the largest magnitude of each block to `most`. Rows [r0, r0+rows) lie in one row of
+// blocks; columns [c0, c0+columns) begin at a block's edge.
 static void measure(const side *s, int64_t r0, int64_t rows, int64_t c0, int64_t columns,
                     uint32_t *most)
 {
@@ -265,7 +266,7 @@ static fp8_scale scale_of(const side *s, uint32_t most, int64_t r0, int64_t c0)
 }
 
 // Scales of `blocks` blocks of one row of blocks, the first at (r0, c0). Transformer Engine's rule,
-// the default, is vectorized: the same operations as in fp8_scale_of.
+// the default, is vectorized with the same operations as in fp8_scale_of.
 static void scales_of(const side *s, const uint32_t *most, int64_t r0, int64_t c0, int64_t blocks,
                       float *scale, float *factor)
 {
@@ -301,17 +302,17 @@ static bool divides(const side *s)
 { return fp8_divides((int)s->call->quantize.rule) && !s->call->in[1]; }
 static int fraction_of(const side *s) { return s->call->quantize.format == ENG_e4m3 ? 3 : 2; }
 
-// Whether, in a block with this largest magnitude, no number rounds past the format's largest one,
-// for a nonnegative factor. True for most blocks, which need no clamping.
+// Whether every number of a block rounds to the format's range. `most` is the block's largest
+// magnitude; a negative factor gives false. True for most blocks, which need no clamping.
 VF_INLINE bool is_within(uint32_t most, float factor, const int fraction, const bool by)
 {
   float y = by ? f32_from(most) / factor : f32_from(most) * factor;
   return (int32_t)f32_bits(y) >= 0 && fp8_is_within(y, fraction);
 }
 
-// Computes the scales of the blocks of a strip, stores them when `keep`, and lays out the factor of
-// each column (of the first TILE when the strip is one wide block). Returns whether all blocks are
-// within.
+// Computes the scales of the blocks of a strip, stores them if `keep`, and writes the factor of
+// each column (only of the first TILE columns if the strip is one wide block). Returns whether
+// is_within holds for all blocks.
 static bool lay_factors(const side *s, const uint32_t *most, int64_t r0, int64_t c0,
                         int64_t columns, bool keep, float *factors)
 {
@@ -353,8 +354,9 @@ VF_INLINE void put_codes(uint8_t *to, vf x, vf factor, const int fraction, const
 }
 
 #if defined(ENG_ISA_avx512)
-// Converts 32 bf16 numbers of blocks that are within to codes; even_f and odd_f are the factors of
-// the even and the odd positions.
+// Converts to codes 32 bf16 numbers, from blocks in which no number rounds past the format's
+// largest (is_within). even_f and odd_f are the factors at even and odd positions, divided by if
+// `by`.
 VF_INLINE void pair_of_bf16(uint8_t *to, const uint16_t *x, vf even_f, vf odd_f, const int fraction,
                             const bool by)
 {
@@ -366,8 +368,8 @@ VF_INLINE void pair_of_bf16(uint8_t *to, const uint16_t *x, vf even_f, vf odd_f,
 }
 #endif
 
-// Calls f(.., dtype, fraction, by, within) with constants: the loops over elements are compiled
-// once for each combination.
+// Calls f(.., dtype, fraction, by, within) with constant arguments, so that the loops over elements
+// are compiled once for each combination.
 #define FOR_BOUNDS(f, dtype, fraction, by, within, ...) \
   ((within) ? f(__VA_ARGS__, dtype, fraction, by, true) \
             : f(__VA_ARGS__, dtype, fraction, by, false))
@@ -403,7 +405,7 @@ VF_INLINE void codes_typed(uint8_t *to, const void *x, int64_t at, const float *
   }
 }
 
-// n <= TILE codes of row r, beginning with column c.
+// Writes n <= TILE codes of row r, beginning with column c.
 static void codes(const side *s, uint8_t *to, int64_t r, int64_t c, const float *factors,
                   bool within, int n)
 {
@@ -445,9 +447,10 @@ VF_INLINE void put_lines_end(void)
 #endif
 }
 
-// Transposes bytes: from [rows x columns], rows TILE_ROW apart, to `to` [columns x rows]; rows <=
-// TURN and columns <= TILE_ROW. Lines of `to` are written whole, after the last of them is
-// complete: they are far apart, and waiting for their memory must not delay the transposition.
+// Transposes the bytes of `from` [rows x columns], whose rows are TILE_ROW apart, into `to`
+// [columns x rows]; rows <= TURN and columns <= TILE_ROW. Writes whole lines of `to` after
+// transposing all of them: they are far apart, and waiting for their memory must not delay the
+// transposition.
 static void turn(uint8_t *to, int64_t to_row, const uint8_t *from, int64_t rows, int64_t columns,
                  bool far)
 {
@@ -512,15 +515,16 @@ VF_INLINE void block_typed(uint8_t *to, const void *x, int64_t at, float factor,
     put_codes(to + v, elements(x, dtype, at + v), f, fraction, by, within);
 }
 
-// Quantizes whole blocks of row r, beginning with column c0. Several blocks are measured, then
-// scaled, then written while they are in the first-level cache, which hides the latency of each.
-// fraction and by are constants where this is inlined.
+// Quantizes whole blocks of row r, beginning with column c0. ROW_BLOCKS blocks are measured, then
+// scaled, then written while they are in the first-level cache, which hides the latency of each
+// step. fraction and by are constants where this is inlined.
 VF_INLINE uint32_t row_typed(const side *s, int64_t r, int64_t c0, int64_t blocks, const int dtype,
                              const int fraction, const bool by, const bool within)
 {
   (void)within;
   const int size = dtype == ENG_f32 ? 4 : 2;
-  // Distance to the elements measured next; in a strip, to the row below.
+  // Distance to the elements that are measured next: in the same row if it is long, else in the
+  // next row.
   int64_t next = blocks > ROW_BLOCKS ? ROW_BLOCKS * FP8_BLOCK : s->columns;
   uint32_t top = 0, most[ROW_BLOCKS];
   float scales[ROW_BLOCKS], factors[ROW_BLOCKS];
@@ -557,7 +561,7 @@ static uint32_t row_of_blocks(const side *s, int64_t r, int64_t c0, int64_t bloc
 typedef struct work {
   side     sides[2];
   int      n;
-  int64_t  high, wide, across;      // rows and columns of a task; tasks next to each other
+  int64_t  high, wide, across;      // rows and columns of a task; tasks side by side
   uint32_t *tops;                   // largest magnitude in each task
 } work;
 
@@ -619,7 +623,7 @@ static void write_task(const void *context, int64_t task)
   }
 }
 
-// A side with tall blocks. *top receives the largest magnitude.
+// Runs a side with tall blocks. *top receives the largest magnitude.
 static eng_status run_tall(side *s, bool together, uint32_t *top)
 {
   s->pieces = (smaller(s->high, s->rows) + CHUNK - 1) / CHUNK;
@@ -641,8 +645,8 @@ static eng_status run_tall(side *s, bool together, uint32_t *top)
   return ENG_OK;
 }
 
-// Sides whose blocks fit tiles, in one pass. The body runs for each tile and records its largest
-// magnitude.
+// Runs the sides whose blocks fit tiles, in one pass. The body runs for each tile and records its
+// largest magnitude.
 static eng_status run_tiles(work *w, bool together, task_body *body, uint32_t *top)
 {
   const side *s = &w->sides[0];
@@ -699,7 +703,7 @@ static bool fit(work *w)
   return true;
 }
 
-// ---- e5m6: rows of blocks, eight codes in three words
+// ---- e5m6: blocks of one row, eight codes in three words
 
 static void pack_codes(const side *s, int64_t r, int64_t c, const float *factors, int n)
 {
@@ -801,7 +805,7 @@ static eng_status swiglu_quantize(const op_call *call)
 
 typedef struct back { const op_call *call; fp8_scales at; int64_t columns; bool packed; } back;
 
-// Unpacks n numbers, a multiple of 8, from e5m6, the top bits of f16.
+// Unpacks n e5m6 numbers, a multiple of 8. Their bits are the top bits of f16.
 static void unpack(float *to, const uint32_t *word, int n)
 {
   uint16_t code[TILE];

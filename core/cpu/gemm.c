@@ -1,13 +1,13 @@
 // The operations matmul, linear, mlp_gelu and their gradients' products on the CPU. Turns tensors
-// into a gemm_call (transposes become strides; batch dimensions that only lengthen A become rows);
-// gemm_run then picks the path. gemm.h lists the paths and their guarantees. Registered by cpu.c,
+// into a gemm_call: transposes become strides, and batch dimensions that B lacks become rows of A.
+// Then gemm_run picks the path. gemm.h lists the paths and their guarantees. Registered by cpu.c,
 // called through the backend table; owns nothing.
 //
 // oneDNN runs bf16 only with AMX, because without AMX it was no faster. On Intel's AVX-512
-// processors the packed path was within a few percent of oneDNN's sgemm in f32, and 1.8 times as
-// fast as its bf16 matmul, since VDPBF16PS runs there at half the rate of FMA. On AMD's, where it
-// runs at the full rate, our pairs were level with the bf16 matmul of a newer oneDNN. Also, the
-// packed path's results do not depend on the thread count.
+// processors, the packed path was within a few percent of oneDNN's sgemm in f32. There it was 1.8
+// times as fast as oneDNN's bf16 matmul, which uses VDPBF16PS at half the rate of FMA. AMD's
+// processors run VDPBF16PS at the full rate; on them, our pairs were as fast as the bf16 matmul of
+// a newer oneDNN. Also, the packed path's results do not depend on the thread count.
 #include "gemm.h"
 
 #include "base/error.h"
@@ -42,8 +42,8 @@ static void finish_apart(const gemm_call *g, const float *sums, int64_t i0, int6
   }
 }
 
-// Runs the product by oneDNN and gemm_after separately, piece by piece, while the sums are in
-// cache.
+// Runs the product through oneDNN in pieces of rows, and applies gemm_after to each piece while its
+// sums are in cache.
 static eng_status onednn_and_after(bool *done, const gemm_call *g)
 {
   if (g->after == GEMM_AS_IT_IS) return gemm_onednn(done, g);
@@ -82,7 +82,8 @@ eng_status ISA_NAME(gemm_run)(const gemm_call *call)
 
 // ------------------------------------------------------------------ matmul
 
-// Drops batch dimensions of size 1. Those that B lacks become rows of A.
+// Drops batch dimensions of size 1. Turns batch dimensions that B lacks into rows of A if the
+// strides allow it.
 static void simplify(gemm_call *g)
 {
   int kept = 0;
@@ -103,7 +104,8 @@ static void simplify(gemm_call *g)
     g->m *= g->batch[kept];
   }
   g->batch_dims = kept;
-  // The stride of a dimension of size 1 is never used; this value selects the faster read.
+  // A dimension of size 1 never uses its stride. A stride of 1 there selects the faster way to
+  // read.
   if (g->k == 1) g->a.column = g->b.row = 1;
   if (g->m == 1 && g->a.column != 1) g->a.row = 1;
   if (g->n == 1 && g->b.row != 1) g->b.column = 1;
@@ -144,7 +146,7 @@ static eng_status matmul(const op_call *call)
   return ISA_NAME(gemm_run)(&g);
 }
 
-// Views a tensor [.. x columns] without gaps as a matrix.
+// Views a contiguous tensor [.. x columns] as a matrix.
 static gemm_operand rows_operand(const tensor *x)
 {
   return (gemm_operand){
@@ -220,7 +222,7 @@ static eng_status matmul_gelu_grad(const op_call *call)
 // ------------------------------------------------------------------ bias_grad
 
 enum {
-  SUM_ROWS = 128,               // rows summed at a time; fixed, so that the order is
+  SUM_ROWS = 128,               // rows summed at a time; fixes the order of the sum
   SUM_VECTORS = 4,              // vectors of columns at a time
   SUM_COLUMNS = SUM_VECTORS * VF_LANES,
 };
@@ -235,7 +237,8 @@ VF_INLINE vf row_piece(const void *data, const int dtype, int64_t at, int n)
   return n == VF_LANES ? vf_load_bf16(half) : vf_load_bf16_n(half, n);
 }
 
-// sums[n] of rows [first, first+rows) of dy [.. x n]; dtype is constant where this is inlined
+// sums [n] = the sum of rows [first, first+rows) of dy [.. x n]; dtype is constant where this is
+// inlined
 VF_INLINE void sum_rows(float *sums, const void *dy, const int dtype, int64_t first, int64_t rows,
                         int64_t n)
 {
@@ -261,8 +264,8 @@ VF_INLINE void sum_rows(float *sums, const void *dy, const int dtype, int64_t fi
   }
 }
 
-// db [n] = or += the sum of dy's rows. Each block of SUM_ROWS rows is summed separately, then the
-// blocks in order: the same bits with any number of threads.
+// db [n] = or += the sum of dy's rows. Each block of SUM_ROWS rows is summed separately, and then
+// the blocks are added in order. So the bits do not depend on the number of threads.
 static eng_status bias_grad(const op_call *call)
 {
   const tensor *dy = call->in[0], *db = call->out[0];

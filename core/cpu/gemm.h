@@ -1,14 +1,15 @@
-// Matrix products inside the CPU device. gemm.c (operations, choice of a path) and attention.c call
-// gemm_run. The two paths behind it are our own, gemm_packed.c, and gemm_onednn.c.
+// Matrix products inside the CPU device. gemm.c (operations, choice of a path) calls gemm_run.
+// The two paths behind it are our own (gemm_packed.c) and oneDNN (gemm_onednn.c).
 //
 //   packed  any mix of f32, f16 and bf16. Operands become f32 while they are packed. Every element
-//           of the result is a chain of f32 fused multiply-adds over k in rising order (even pieces
-//           of at most 384 steps are summed separately and then added), rounded once into its
-//           dtype. The bits of an element depend on its row of A, its column of B and K alone: not
-//           on M, N, the batch, strides, alignment or the number of threads.
+//           of the result is a chain of f32 fused multiply-adds over k in rising order, rounded
+//           once into its dtype. If k exceeds 384, it is cut into equal pieces of at most 384
+//           steps, which are summed separately and then added. The bits of an element depend only
+//           on its row of A, its column of B and K: not on M, N, the batch, strides, alignment or
+//           the number of threads.
 //   pairs   the packed path for bf16 times bf16 with k of 128 or more, on processors that multiply
-//           pairs of bf16 at full speed (gemm_pairs.h): two steps of k at a time, the later one
-//           first; subnormals count as zero, as on AMX. Otherwise as above.
+//           pairs of bf16 at full speed (gemm_pairs.h). It adds two steps of k at a time, the later
+//           one first, and takes subnormals as zero, as AMX does. The rest is as above.
 //   oneDNN  bf16 on processors with AMX, where it is several times faster than anything in f32.
 //           Its order of summation may depend on shapes and thread count, and TDPBF16PS (like
 //           VDPBF16PS) takes subnormal inputs as zero and flushes subnormal sums.
@@ -37,8 +38,8 @@ typedef enum gemm_after {
 } gemm_after;
 
 /// C = alpha * A B + beta * C + bias, for every batch: A [m x k], B [k x n], C [m x n], rows of C
-/// contiguous. Sums in f32, one rounding into C. beta 0: C is not read (NaN there does not matter).
-/// k = 0 gives beta * C + bias.
+/// contiguous. Sums are f32 and are rounded once into C. With beta 0, C is not read, so a NaN there
+/// does not matter. k = 0 gives beta * C + bias.
 typedef struct gemm_call {
   int64_t      m, n, k;
   gemm_operand a, b;
@@ -51,7 +52,7 @@ typedef struct gemm_call {
   const void  *bias;                    // [n] contiguous, or NULL
   int32_t      bias_dtype;
   float        alpha, beta;
-  gemm_after   after;                   // other than GEMM_AS_IT_IS: one product, alpha 1, beta 0
+  gemm_after   after;                   // GELU needs batch_dims 0, alpha 1, beta 0
   void        *side;
 } gemm_call;
 
@@ -67,12 +68,12 @@ eng_status gemm_packed_avx2(const gemm_call *call);
 eng_status gemm_packed_avx512(const gemm_call *call);
 
 /// Whether this processor multiplies pairs of bf16 (VDPBF16PS) at the rate of f32 multiply-adds.
-/// AMD's do, from Zen 4 on; Intel's run at half the rate, and have AMX. ENGINE_PAIRS=on|off in the
-/// environment overrides this where the instruction exists.
+/// AMD processors do from Zen 4 on. Intel processors run the instruction at half the rate, but have
+/// AMX. ENGINE_PAIRS=on|off in the environment overrides this where the instruction exists.
 bool gemm_pairs_here(void);
 
-/// Whether this processor has AMX; whether oneDNN is the faster path for this product on this
-/// machine.
+/// gemm_onednn_here: whether this processor has AMX. gemm_onednn_prefers: whether oneDNN is the
+/// faster path for this product on this machine.
 bool gemm_onednn_here(void);
 bool gemm_onednn_prefers(const gemm_call *call);
 /// The product through oneDNN. When oneDNN cannot compute it, *done is false and nothing was

@@ -22,8 +22,8 @@ enum { GEMM_NR = GEMM_NV * VF_LANES };   // columns of a panel of B
 
 // ------------------------------------------------------------------ micro-kernel
 
-// c[mr x nv*VF_LANES] (rows ldc apart) = or += a b over k steps. a: element (i, p) is at i*a_row +
-// p*a_step; b: a packed panel, GEMM_NR floats per step.
+// c[mr x nv*VF_LANES] (rows ldc apart) = a b over k steps; += with `resume`. Element (i, p) of a is
+// at i*a_row + p*a_step. b is a packed panel, GEMM_NR floats per step.
 VF_INLINE void micro_body(const int mr, const int nv, int64_t k, const float *a, int64_t a_row,
                           int64_t a_step, const float *b, float *c, int64_t ldc, bool resume)
 {
@@ -109,39 +109,41 @@ VF_INLINE vf vector(const void *data, int dtype, int64_t at, int n)
 
 VF_INLINE int least(int64_t a, int64_t b) { return (int)(a < b ? a : b); }
 
-// Transposes VF_LANES vectors, seen as a square: log2(lanes) rounds in which two rows `step` apart
-// exchange their odd and even groups of `step` lanes. The patterns are literals, so that the
-// compiler finds shuffle instructions for them; numbers from VF_LANES on mean the second row.
+// Transposes a square of VF_LANES vectors in log2(VF_LANES) rounds. In each round, two rows `step`
+// apart exchange their odd and even groups of `step` lanes. The patterns are literals, so that the
+// compiler finds shuffle instructions for them. Numbers from VF_LANES on stand for lanes of the
+// second row.
+#define LANES(...) __VA_ARGS__
 #define EXCHANGE(step, low, high)                       \
   for (int i = 0; i < VF_LANES; i++) {                  \
     if (i & step) continue;                             \
     vf x = row[i], y = row[i + step];                   \
-    row[i] = __builtin_shuffle(x, y, low);      \
-    row[i + step] = __builtin_shuffle(x, y, high); \
+    row[i] = __builtin_shufflevector(x, y, low);        \
+    row[i + step] = __builtin_shufflevector(x, y, high);\
   }
 VF_INLINE void turn_square(vf *row)
 {
 #if defined(ENG_ISA_avx512)
-  EXCHANGE(1, ((vi){0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30}),
-              ((vi){1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31}))
-  EXCHANGE(2, ((vi){0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29}),
-              ((vi){2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31}))
-  EXCHANGE(4, ((vi){0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27}),
-              ((vi){4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31}))
-  EXCHANGE(8, ((vi){0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23}),
-              ((vi){8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31}))
+  EXCHANGE(1, LANES(0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30),
+              LANES(1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31))
+  EXCHANGE(2, LANES(0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29),
+              LANES(2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31))
+  EXCHANGE(4, LANES(0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27),
+              LANES(4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31))
+  EXCHANGE(8, LANES(0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
+              LANES(8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31))
 #elif defined(ENG_ISA_avx2)
-  EXCHANGE(1, ((vi){0, 8, 2, 10, 4, 12, 6, 14}), ((vi){1, 9, 3, 11, 5, 13, 7, 15}))
-  EXCHANGE(2, ((vi){0, 1, 8, 9, 4, 5, 12, 13}), ((vi){2, 3, 10, 11, 6, 7, 14, 15}))
-  EXCHANGE(4, ((vi){0, 1, 2, 3, 8, 9, 10, 11}), ((vi){4, 5, 6, 7, 12, 13, 14, 15}))
+  EXCHANGE(1, LANES(0, 8, 2, 10, 4, 12, 6, 14), LANES(1, 9, 3, 11, 5, 13, 7, 15))
+  EXCHANGE(2, LANES(0, 1, 8, 9, 4, 5, 12, 13), LANES(2, 3, 10, 11, 6, 7, 14, 15))
+  EXCHANGE(4, LANES(0, 1, 2, 3, 8, 9, 10, 11), LANES(4, 5, 6, 7, 12, 13, 14, 15))
 #else
-  EXCHANGE(1, ((vi){0, 4, 2, 6}), ((vi){1, 5, 3, 7}))
-  EXCHANGE(2, ((vi){0, 1, 4, 5}), ((vi){2, 3, 6, 7}))
+  EXCHANGE(1, LANES(0, 4, 2, 6), LANES(1, 5, 3, 7))
+  EXCHANGE(2, LANES(0, 1, 4, 5), LANES(2, 3, 6, 7))
 #endif
 }
 
-// to[p*to_row + j] = source[p*row + j*column] for p < rows, j < columns; `columns` is at most
-// GEMM_NR and padded with zeros to whole vectors. dtype is constant where this is inlined.
+// to[p*to_row + j] = source[first + p*row + j*column] for p < rows, j < columns. Rows of `to` are
+// padded with zeros to whole vectors. dtype is constant where this is inlined.
 VF_INLINE void lay_out_typed(float *to, int64_t to_row, const void *source, const int dtype,
                              int64_t first, int64_t row, int64_t column, int64_t rows,
                              int64_t columns)

@@ -1,6 +1,6 @@
 // Matrix products through oneDNN 2.6 to 3.x: bf16 on processors with AMX (gemm.c gives the reason).
 // A primitive is built once for every combination of shape, strides, formats and thread count and
-// kept in a table, so a training step builds none after the first. The workspace comes from the
+// kept in a table, so training builds none after its first step. The workspace comes from the
 // scratch arena. Owns the table; called by gemm.c.
 //
 // Numerics of AMX: TDPBF16PS multiplies bf16 exactly, sums in f32 with round to nearest even, takes
@@ -45,7 +45,7 @@ enum {
   LEAST_WORK = 1 << 18,          // multiply-adds; below this a call costs more than it saves
 };
 
-// The arguments of a product. The key describes the layout of those before SCRATCH.
+// The arguments of a product. The key describes the layouts of all but SCRATCH.
 enum { A, B, C, BIAS, SCRATCH, ARGUMENTS };
 static const int argument[ARGUMENTS] = {
   DNNL_ARG_SRC, DNNL_ARG_WEIGHTS, DNNL_ARG_DST, DNNL_ARG_BIAS, DNNL_ARG_SCRATCHPAD};
@@ -201,8 +201,8 @@ static eng_status describe_all(dnnl_memory_desc_t *l, const key *k)
   return ENG_OK;
 }
 
-// The product in oneDNN's terms: the caller provides the workspace. Accumulates into c if the
-// key says so.
+// Describes the product to oneDNN. The caller provides the workspace. If key.add, the product is
+// added to c.
 static dnnl_status_t describe_product(dnnl_primitive_desc_t *out, const dnnl_memory_desc_t *l,
                                       const key *k)
 {

@@ -2,12 +2,13 @@
 // any of f32, f16, bf16. Called through gemm_packed by gemm.c; owns nothing but scratch during a
 // call.
 //
-// Sizes for avx512: k is cut into even pieces of at most GEMM_KC, columns into spans. For each
-// piece and span, B is packed into panels of GEMM_NR = 48 columns as f32, so that widening f16 or
-// transposing a matrix costs one pass over B, not one per use. Threads own rectangles of C. A
-// thread copies its rows of A as f32 unless they already are, then runs the micro-kernel: GEMM_MR x
-// GEMM_NR results in registers. Sums stay in f32 until the next piece of k. After the last piece
-// they are scaled, bias, GELU or the old C is applied, and they are rounded as they are stored.
+// k is cut into pieces of nearly equal size, at most GEMM_KC, and the columns into spans. For each
+// piece and span, B is packed as f32 into panels of GEMM_NR columns (48 for avx512), so that
+// widening f16 or transposing a matrix costs one pass over B, not one per use. Threads own
+// rectangles of C. A thread copies its rows of A as f32 unless they already are f32. Then it runs
+// the micro-kernel, which holds GEMM_MR x GEMM_NR results in registers. Sums stay in f32 until the
+// next piece of k. After the last piece, they are scaled, bias, GELU or the old C is applied, and
+// the results are rounded and stored.
 //
 // If the processor multiplies pairs of bf16 at full speed and both operands are bf16, panels and A
 // hold such pairs instead (gemm_pairs.h). Every sum stays within one thread, so results do not
@@ -28,8 +29,8 @@ enum {
   GEMM_K_UNIT = 16,
   GEMM_MC = 128,               // rows of A a thread takes at a time, at most
   GEMM_SERIAL = 1 << 17,       // multiply-adds below which threads cost more than they save
-  // Below this many steps of k, bf16 runs in f32 all the same. The choice depends on k alone, as
-  // the order of the sums does.
+  // Below this many steps of k, bf16 is multiplied as f32, not as pairs. The choice depends on k
+  // alone, and so does the order of the sums.
   GEMM_PAIRS_K = 128,
 };
 
@@ -40,13 +41,13 @@ static int64_t ceiling(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // The current part of a product: columns [n0, n0+n) and steps [k0, k0+k).
 typedef struct part {
   const gemm_call *call;
-  gemm_offset      at;        // of this member of the batch
+  gemm_offset      at;        // offsets of this member of the batch
   int64_t          n0, n, k0, k, panels;
   bool             last;      // k0 + k is the end of K
   bool             pairs;     // operands are laid out as pairs of bf16
   int64_t          steps;     // of the micro-kernel: k, or the number of pairs in k
   const float     *packed;    // [panels][steps][GEMM_NR]
-  // [m][panels * GEMM_NR] sums of earlier spans of k; NULL when there is one span.
+  // [m][panels * GEMM_NR] sums of earlier pieces of k; NULL if there is only one piece.
   float           *carried;
 } part;
 
@@ -71,7 +72,7 @@ static rows_of_a read_rows(const part *p, int64_t i0, int64_t rows, float *a_cop
   int64_t origin = p->at.a + i0 * a->row + p->k0 * a->column;
   // A transposed A stays transposed: [steps][rows].
   int64_t turned = (rows + VF_LANES - 1) / VF_LANES * VF_LANES;
-  // An odd number of vectors, so that rows do not share a cache set.
+  // One vector more than needed, so that rows do not share a cache set.
   int64_t straight = (p->steps + VF_LANES - 1) / VF_LANES * VF_LANES + VF_LANES;
   bool as_it_lies = p->pairs ? a->row % 2 == 0 && p->k % 2 == 0 : a->dtype == ENG_f32;
   if (a->column == 1 && as_it_lies) {
@@ -142,9 +143,9 @@ static void finish_any(const part *p, const float *sums, int64_t ld, int64_t i0,
   }
 }
 
-// Stores sums + bias in C, and their GELU, taken after rounding, in `side`; with `slope`, stores
-// the slope of GELU at `side` times the sums in C. Constant where this is inlined: dtype, of both
-// matrices; slope; whole, which means columns = GEMM_NR.
+// Without `slope`, stores sums + bias in C and the GELU of the rounded C in `side`. With `slope`,
+// stores in C the sums times the slope of GELU at `side`. `whole` means columns == GEMM_NR. dtype
+// (of both matrices), slope and whole are constants where this is inlined.
 VF_INLINE void finish_gelu(const part *p, const int dtype, const bool slope, const bool whole,
                            const float *sums, int64_t ld, int64_t i0, int64_t rows, int64_t j0,
                            int columns)
@@ -204,16 +205,17 @@ static void finish(const part *p, const float *sums, int64_t ld, int64_t i0, int
   else finish_plain(p, ENG_bf16, sums, ld, i0, rows, j0);
 }
 
-// Prefetches the lines of C to be written, or the factors of its elements, while the micro-kernel
-// computes.
+// Prefetches lines of C or of `side` while the micro-kernel computes: for writing if `writes`, else
+// for reading.
 VF_INLINE void announce(const void *c, const int writes, int64_t row_bytes, int rows, int bytes)
 {
   for (int i = 0; i < rows; i++)
     for (int at = 0; at < bytes; at += 64)
-      __builtin_prefetch((const char *)c + i * row_bytes + at, writes);
+      if (writes) __builtin_prefetch((const char *)c + i * row_bytes + at, 1);
+      else __builtin_prefetch((const char *)c + i * row_bytes + at, 0);
 }
 
-// Multiplies rows [i0, i0+rows) by panels [first, end). a_copy: as for read_rows.
+// Multiplies rows [i0, i0+rows) by panels [first, end). `a_copy` is the buffer for read_rows.
 static void multiply(const part *p, int64_t i0, int64_t rows, int64_t first, int64_t end,
                      float *a_copy)
 {
@@ -230,7 +232,7 @@ static void multiply(const part *p, int64_t i0, int64_t rows, int64_t first, int
         vectors = (columns + VF_LANES - 1) / VF_LANES;
     bool direct = plain && columns % VF_LANES == 0;
     float *c = tile;
-    int64_t ldc = GEMM_NR, step = 0;   // step: floats between the kept rows of c
+    int64_t ldc = GEMM_NR, step = 0;   // step: floats between rows of c; 0: they reuse the tile
     if (direct) {
       c = (float *)g->c + p->at.c + i0 * g->c_row + j0;
       ldc = step = g->c_row;
@@ -289,7 +291,8 @@ static int64_t bytes_of_b(void)
 static layout plan(const gemm_call *g, int threads)
 {
   layout l = {0};
-  // Even pieces; those of k depend on k alone, as the order of the sums does.
+  // The pieces have nearly equal sizes. Those of k depend on k alone, and so does the order of the
+  // sums.
   l.k_span = ceiling(ceiling(g->k, ceiling(g->k, GEMM_KC)), GEMM_K_UNIT) * GEMM_K_UNIT;
   if (l.k_span > g->k) l.k_span = g->k;
   int64_t steps = steps_of(by_pairs(g), l.k_span);
@@ -308,9 +311,9 @@ static layout plan(const gemm_call *g, int threads)
   l.rows = ceiling(ceiling(g->m, l.row_blocks), GEMM_MR) * GEMM_MR;
   l.row_blocks = ceiling(g->m, l.rows);
   if (!(g->a.dtype == ENG_f32 && g->a.column == 1)) {
-    // multiply() lays A out one way ...
+    // read_rows lays A out by rows ...
     int64_t by_rows = l.rows * (ceiling(l.k_span, VF_LANES) + 1) * VF_LANES;
-    int64_t by_steps = ceiling(l.rows, VF_LANES) * VF_LANES * l.k_span;        // ... or the other
+    int64_t by_steps = ceiling(l.rows, VF_LANES) * VF_LANES * l.k_span;        // ... or by steps
     l.a_floats = by_rows > by_steps ? by_rows : by_steps;
   }
   l.b_floats = panels * GEMM_NR * steps;

@@ -1,12 +1,12 @@
 // The inner parts of a bf16 product that multiplies pairs of numbers at once: VDPBF16PS adds
-// a[2p+1] b[2p+1] and then a[2p] b[2p] to an f32. Where a processor runs it at the rate of a plain
-// fused multiply-add, a product takes half the time. Included by gemm_packed.c and attention.c, for
-// which the last part chooses between pairs and single numbers; owns nothing.
+// a[2p+1] b[2p+1] and then a[2p] b[2p] to an f32. Where a processor runs this instruction at the
+// rate of a plain fused multiply-add, a product takes half the time. The last part chooses between
+// pairs and single numbers. Included by gemm_packed.c and attention.c; owns nothing.
 //
 // Numerics: products of bf16 are exact, and each of the two sums is rounded to nearest even.
 // Subnormal operands count as zero and subnormal sums become zero, as on AMX: inf times a subnormal
-// is nan here, and a huge number times a subnormal is 0 (ENGINE_PAIRS=off keeps both). NaN and
-// infinity propagate.
+// is nan here, and a huge number times a subnormal is 0. With ENGINE_PAIRS=off, subnormals keep
+// their values. NaN and infinity propagate.
 //
 // A word holds two bf16 of neighbouring steps of k, the earlier one in its low half; a step past
 // the end is zero. Words are stored as floats whose value has no meaning. A panel of B is
@@ -149,7 +149,8 @@ static void lay_out_row_pairs(float *to, int64_t to_row, const uint16_t *source,
 
 // ------------------------------------------------------------------ pairs of f32, rounded
 
-// Rounds n numbers of a row, and the padding up to a whole vector, to words; `to` may be `from`.
+// Rounds n numbers of a row to bf16 and packs neighbours into words, up to a whole vector; `to` may
+// be `from`.
 __attribute__((target("avx512bf16"))) static inline void words_along(float *to, const float *from,
                                                                      int64_t n)
 {
@@ -158,8 +159,8 @@ __attribute__((target("avx512bf16"))) static inline void words_along(float *to, 
                         (__m256i)_mm512_cvtneps_pbh(vf_load(from + j)));
 }
 
-// Rounds the numbers of two rows, first and second, to words of one column each, also up to a whole
-// vector; `to` may be either. A missing second row counts as zeros.
+// Rounds the numbers of two rows to bf16 and packs each column into a word, up to a whole vector;
+// `to` may be either row. A missing second row counts as zeros.
 __attribute__((target("avx512bf16"))) static inline void words_across(float *to, const float *first,
                                                                       const float *second,
                                                                       int64_t n)
@@ -218,7 +219,7 @@ static inline void lay_out_steps(bool pairs, float *to, int64_t to_row, const vo
 }
 
 // Lays out rows of A that stay rows: to[i*to_row + p] is number (i, p) or, for pairs, the word of
-// 2p and 2p+1.
+// steps 2p and 2p+1.
 static inline void lay_out_rows(bool pairs, float *to, int64_t to_row, const void *source,
                                 int dtype, int64_t first, int64_t row, int64_t column, int64_t rows,
                                 int64_t k)

@@ -285,7 +285,7 @@ static __attribute__((noinline)) tally careful_bf16(const uint16_t *g, int n)
   return chunk_half(g, n, true, true);
 }
 
-/// One chunk of any content; amax in f32 bits.
+/// The tally of one chunk of any content; amax in f32 bits.
 VF_INLINE tally chunk_tally(const void *g, int dtype, int n)
 {
   tally t;
@@ -418,8 +418,9 @@ VF_INLINE vb vb_exponents_bf16(vh a, vh b)
 }
 #endif
 
-/// The exponent bits of n numbers as f32, in any order, padded with zeros to whole vectors. Returns
-/// the number of keys, padding included. f16 is widened exactly: its subnormals are normal f32.
+/// Writes to `key` the exponent bits that n numbers have as f32, in any order, padded with zeros to
+/// whole vectors. Returns the number of keys, padding included. f16 is widened exactly: its
+/// subnormals are normal f32.
 VF_INLINE int exponents(uint8_t *key, const void *g, int dtype, int n)
 {
   const int size = dtype == ENG_f32 ? 4 : 2;

@@ -9,8 +9,8 @@
 #include "simd.h"
 #include "rows.h"
 
-// Elements summed one by one; the sums of these runs are then added, which keeps rounding errors
-// small.
+// Elements are summed in runs of this length, and then the sums of the runs are added. This keeps
+// rounding errors small.
 enum { SUM_RUN = 32 };
 
 // ------------------------------------------------------------------ indices
@@ -134,8 +134,8 @@ static void set_zero(const tensor *x, int64_t first, int64_t n)
   memset((char *)x->data + first * size, 0, (size_t)(n * size));
 }
 
-/// dx[first..] = sum over k < n of dy[base + order[k], at..at + length), whose rows are `inner`
-/// apart; added to dx when `add`.
+/// dx[first, first + length) = or, if `add`, += the sum over k < n of elements [at, at + length)
+/// of row base + order[k] of dy. A row of dy has `inner` elements.
 static void sum_rows(const tensor *dx, int64_t first, const tensor *dy, int64_t base,
                      const int64_t *order, int64_t n, int64_t inner, int64_t at, int length,
                      bool add)
@@ -247,7 +247,7 @@ static void fill_places(int64_t *places, const tensor *small, const tensor *larg
   }
 }
 
-/// The walk of gather and its gradient: index [outer x size x inner] within x.
+/// How gather and its gradient walk the index [outer x size x inner] over x.
 typedef struct picks {
   around  index, x;
   const int64_t *outer, *inner;   // offsets in x of the index's outer and inner positions
@@ -405,7 +405,7 @@ static void top_of_row(uint64_t *heap, int64_t k, const void *x, int dtype, int6
     int length = (int)smaller(TILE, n - at);
     const float *tile = tile_load(buffer, x, dtype, first + at, length);
     for (int i = 0; i < length; i += VF_LANES) {
-      // Few lanes exceed the smallest of the k.
+      // Few numbers exceed the smallest of the k so far, so a whole vector is compared first.
       int lanes = (int)smaller(VF_LANES, length - i);
       vf v = lanes == VF_LANES ? vf_load(tile + i) : vf_load_n(tile + i, lanes);
       uint32_t better = vm_bits(vm_and(vm_first(lanes), vm_not(vf_le(v, vf_set1(least)))));
@@ -492,7 +492,7 @@ static int64_t extreme_of_row(const void *x, int dtype, int64_t first, int64_t n
   return place;
 }
 
-/// extreme_of_row down columns [at, at + length) of [size x inner].
+/// Does the same as extreme_of_row for columns [at, at + length) of [size x inner].
 static void extreme_of_columns(int32_t *place, const void *x, int dtype, int64_t first, around a,
                                int64_t at, int length, float sign)
 {

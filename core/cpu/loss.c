@@ -126,8 +126,8 @@ static eng_status cross_entropy_grad(const op_call *call)
       memset((char *)dx->data + (size_t)first * size, 0, (size_t)classes * size);
       continue;
     }
-    // In double: a loss scale beyond f32 does not overflow if the mean brings the factor back into
-    // range.
+    // The factor is a double, so that a loss scale beyond f32 does not overflow if the mean brings
+    // the factor back into range.
     double factor = get(dloss->data, dloss->dtype, reduction == 0 ? row : 0);
     if (reduction == 1) factor /= (double)counted;
     float row_lse = get(lse->data, lse->dtype, row), target = get(x->data, x->dtype, first + t);
@@ -164,7 +164,7 @@ static double tile_distance(const float *a, const float *b, int n)
   }
   double sum = vf_sum(vf_add(p, q));
   if (f64_is_finite(sum)) return sum;
-  sum = 0.0;   // beyond f32, where the mean may still be in range
+  sum = 0.0;   // f32 overflowed, but the mean may be in range
   for (i = 0; i < n; i++) sum += ((double)a[i] - (double)b[i]) * ((double)a[i] - (double)b[i]);
   return sum;
 }

@@ -11,14 +11,14 @@
 #include "rows.h"
 
 enum {
-  BLOCK_ROWS = 32,                   // the fewest rows whose column sums one block takes
+  BLOCK_ROWS = 32,                   // the fewest rows in a block of column sums
   BLOCKS_MOST = 128,                 // the most blocks of a call
   BLOCK_FLOATS = 4 << 20,            // roughly the most floats of partial sums in a call
   COLUMN_CHUNK = 64                  // columns a thread sums over the blocks at a time
 };
 
 /// A vector of the call as f32 [n]: its own memory, a conversion into `buffer`, or n copies of
-/// `absent`.
+/// `absent` if v is NULL.
 static const float *vector_f32(float *buffer, const tensor *v, int64_t n, float absent)
 {
   if (v) return row_load(buffer, v->data, v->dtype, 0, n);
@@ -71,8 +71,8 @@ static void normalise(const float *x, const float *weight, const float *bias, fl
   }
 }
 
-// Additions that round in between, for each narrow format. Each number is stored and loaded again,
-// which rounds it to its format.
+// Additions with intermediate rounding, for each narrow format. Storing a number and loading it
+// again rounds it to the format.
 //   sum_f16      sum = a + b; `row` is that sum in f32
 //   added_f16    y = a + b with b rounded first
 #define NARROW_ADDITIONS(format)                                                                   \
@@ -119,7 +119,7 @@ static inline void add_floats(float *y, const float *a, const float *b, int64_t 
 /// Element i of a tensor of a narrow format.
 static inline uint16_t *narrow_at(const tensor *x, int64_t i) { return (uint16_t *)x->data + i; }
 
-/// Writes a row of sum = x + branch. Returns that row, as rounded, in f32: its own memory, or
+/// Writes a row of sum = x + branch. Returns that row, as rounded, in f32: the memory of `sum`, or
 /// `buffer` [n].
 static const float *add_row(float *buffer, const tensor *sum, const tensor *x, const tensor *branch,
                             int64_t first, int64_t n)

@@ -8,8 +8,8 @@
 #include "rows.h"
 #include "simd.h"
 
-/// A view of a tensor in an output's shape. Dimensions are innermost first, merged where they are
-/// contiguous with each other, without those of size 1; stride 0 where broadcast.
+/// A tensor viewed in an output's shape. Dimensions are innermost first; those of size 1 are left
+/// out, and those contiguous with each other are merged. A stride of 0 means broadcast.
 typedef struct operand {
   const void *data;
   int     dtype, ndim;
@@ -121,7 +121,7 @@ typedef struct work {
 /// Computes output elements [first, first + n), n <= TILE.
 typedef void tile_body(const work *w, int64_t first, int n);
 
-/// The call's inputs, viewed in the shape of `shape`, a tensor of the outputs' shape.
+/// The call's inputs, viewed in the shape of the outputs. `shape` is a tensor of that shape.
 static inline __attribute__((unused)) work work_of(const op_call *call, const tensor *shape)
 {
   work w = {.op = call->op, .out = {call->out[0], call->out[1]}};
@@ -142,7 +142,7 @@ static inline __attribute__((unused)) void for_tiles(const work *w, int64_t coun
     body(w, first, (int)smaller(TILE, count - first));
 }
 
-/// y[0..n) = expression of a (and b), the names of the vectors inside it.
+/// y[0..n) = expression, in which a (and b) stand for the vectors of pa (and pb).
 #define MAP1(y, pa, n, expression)                                                          \
   do {                                                                                      \
     int i_ = 0;                                                                             \

@@ -4,7 +4,7 @@
 //
 // Formulas and the order of operations are those of PyTorch's single-tensor optimizers. No product
 // is fused with a sum, so that every instruction set gives the same bits. Moments in bf16 are
-// widened, used unrounded in this update, and rounded once when stored.
+// widened to f32. The update uses their new values unrounded and rounds them once to store them.
 #include "simd.h"
 
 #include "blocks.h"
@@ -62,14 +62,14 @@ static rule rule_of(const eng_update *u, const eng_hyper *h)
   return r;
 }
 
-// Kinds of loop. Adam and AdamW share one: they differ in numbers only. SGD has three: without a
-// momentum buffer, with one, and for the first update of that buffer.
+// Kinds of loop. Adam and AdamW share one: they differ only in their constants. SGD has three:
+// without a momentum buffer, with one, and for the first update of that buffer.
 enum { LOOP_SGD, LOOP_MOMENTUM, LOOP_MOMENTUM_STARTS, LOOP_ADAM, LOOP_LION };
 
 /// One vector of elements: weight p, gradient g, moments m and v.
 VF_INLINE void advance(int loop, const rule *r, vf *p, vf g, vf *m, vf *v)
 {
-  // With NaN for g, vf_min and vf_max both keep their second argument.
+  // If g is NaN, vf_min and vf_max return their second argument, so g stays NaN.
   g = scaled(&r->scale, g);
   g = vf_max(vf_set1(-r->limit), vf_min(vf_set1(r->limit), g));
   if ((loop == LOOP_SGD || loop == LOOP_MOMENTUM || loop == LOOP_MOMENTUM_STARTS ||
@@ -79,7 +79,7 @@ VF_INLINE void advance(int loop, const rule *r, vf *p, vf g, vf *m, vf *v)
 
   if (loop == LOOP_ADAM) {
     *p = vf_mul(*p, vf_set1(r->keep));
-    // m moves toward g by gain1, computed from the nearer end.
+    // m moves toward g by the fraction gain1, computed from the nearer of the two.
     vf way = vf_sub(g, *m);
     *m = r->gain1 < 0.5f ? vf_add(*m, vf_mul(vf_set1(r->gain1), way))
                          : vf_add(g, vf_mul(vf_set1(r->gain1 - 1.0f), way));
@@ -250,8 +250,8 @@ static bool unscale_block(const param_span *s, const scaling *scale, float *targ
     int n = end - at < TILE ? (int)(end - at) : TILE, i = 0;
     const float *g = tile_load(buffer, s->gradient, s->gradient_dtype, at, n);
     float *to = target + at;
-    // Inf and nan have all exponent bits set: adding one to the lowest of them carries into the
-    // sign.
+    // Inf and nan have all exponent bits set, so adding 1 to the lowest exponent bit carries into
+    // the sign bit.
     for (; i + VF_LANES <= n; i += VF_LANES) {
       vf x = scaled(scale, vf_load(g + i));
       ahead(g + i);

@@ -1,8 +1,8 @@
 // Sum, mean, max and min over any dimensions of any strides, and the gradient of max and min. f64
 // and integers go to the reference kernels. Called through backend.kernel[]; owns nothing.
 //
-// Order of a sum: lanes within a tile (or FLUSH rows), then double over the tiles of a piece in
-// order, then over the pieces in order. The cut into pieces depends only on the shape, never on the
+// Order of a sum: f32 lanes within a tile (or FLUSH rows), then the tiles of a piece in order, then
+// the pieces in order, both in double. The cut into pieces depends only on the shape, never on the
 // threads. Max and min: NaN wins; the choice between -0 and +0 is unspecified.
 #include "operand.h"
 #include "simd.h"
@@ -10,7 +10,7 @@
 
 enum {
   PIECE = 64 * TILE,   // elements of one result that one task reduces
-  PIECE_ROWS = 256,    // rows that one task reduces, where columns are reduced
+  PIECE_ROWS = 256,    // rows that one task reduces, if results are adjacent
   FLUSH = 32,          // rows added in f32 before the sum goes into double
 };
 
@@ -24,7 +24,7 @@ typedef struct reduction {
   double  divisor;               // for a mean, else 1
   const tensor *y;
   int64_t rows, pieces;          // elements or rows per piece; pieces per result
-  double *part;                  // results of the pieces, when a result has several
+  double *part;                  // results of the pieces, if there are several
 } reduction;
 
 static void append(operand *o, int64_t size, int64_t stride)
@@ -69,7 +69,7 @@ static reduction reduction_of(const op_call *call)
 
 // ------------------------------------------------------------------ tiles
 
-// b where it is larger (smaller) than a or NaN, else a; a NaN in a stays.
+// b if b is NaN or larger (smaller) than a, else a. So a NaN on either side gives NaN.
 VF_INLINE vf vf_extreme(vf a, vf b, rule rule)
 {
   return vf_select(vm_or(rule == MAX ? vf_gt(b, a) : vf_lt(b, a), vf_ne(b, b)), b, a);
@@ -106,7 +106,7 @@ static double tile_extreme(const float *x, int n, rule rule)
   return best;
 }
 
-// --------------------------------------- results apart from each other in x: one at a time
+// --------------------------------------- results not adjacent in x: one at a time
 
 // Reduces elements [first, first + n) of one result, whose elements begin at offset `base`.
 static double reduce_piece(const reduction *r, int64_t base, int64_t first, int64_t n)
@@ -133,8 +133,8 @@ static void single_task(const void *context, int64_t task)
   else put(r->y->data, r->y->dtype, result, total / r->divisor);
 }
 
-// Combines the pieces of a result, which are `apart` elements apart in `part`; neighbouring results
-// are `next` apart.
+// Combines the pieces of a result. In r->part, its pieces are `apart` elements from each other;
+// neighbouring results are `next` elements from each other.
 static void combine_pieces(const reduction *r, int64_t result, int64_t next, int64_t apart)
 {
   double total = r->part[result * next];
@@ -204,7 +204,7 @@ static eng_status reduce_by(reduction *r, bool columns)
   int64_t groups =
     columns ? r->results / r->kept.shape[0] * ((r->kept.shape[0] + TILE - 1) / TILE) : r->results;
   bool together = r->results * r->each >= PARALLEL_ELEMENTS;
-  // 64 groups are enough tasks without cutting.
+  // 64 groups give enough tasks; then the rows are not cut into pieces.
   r->rows = !columns ? PIECE : groups >= 64 ? r->each : PIECE_ROWS;
   r->pieces = (r->each + r->rows - 1) / r->rows;
   int64_t bytes = r->pieces * r->results * (int64_t)sizeof(double);
@@ -239,7 +239,8 @@ static eng_status reduce(const op_call *call)
 
 // ------------------------------------------------------------------ gradient of max and min
 
-// Offset of a result in a tensor of the results' shape, whose reduced dimensions are 1 or absent.
+// Offset of a result in y, a tensor of the results' shape, in which reduced dimensions have size 1
+// or are absent.
 static int64_t result_offset(const tensor *y, const tensor *x, uint64_t mask, int64_t result)
 {
   int64_t offset = 0;

@@ -50,7 +50,7 @@ int64_t *workspace_ints(workspace *w, int64_t count);
 /// The elements of x in row-major order. NULL for an absent x.
 double  *workspace_load(workspace *w, const tensor *x);
 int64_t *workspace_load_ints(workspace *w, const tensor *x);
-/// Rounds dense values into x, or adds them to what x holds when `add`. x may be absent.
+/// Rounds dense values into x or, if `add`, adds them to x's values. x may be absent.
 void     values_store(const tensor *x, const double *values, bool add);
 /// Frees the scratch memory and returns `failed`.
 eng_status workspace_close(workspace *w);

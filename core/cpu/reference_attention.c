@@ -127,7 +127,7 @@ eng_status reference_attention_grad(const op_call *call)
   return workspace_close(&space);
 }
 
-// Turns pair i of every head by (first position + t) * base^(-2i / D).
+// Rotates pair i of every head by the angle (first position + t) * base^(-2i / D).
 eng_status reference_rope(const op_call *call)
 {
   const tensor *y = call->out[0];

@@ -2,8 +2,8 @@
 // gradients, dropout, casts. Any strides, any broadcasting. See reference.h.
 //
 // Edge cases:
-//   maximum, minimum   a NaN on either side gives NaN; -0 and +0 are equal, the first one is taken
-//   relu               NaN stays NaN; its slope at 0 and below is 0, at NaN dy passes through
+//   maximum, minimum   a NaN on either side gives NaN; of -0 and +0 the first is taken
+//   relu               NaN stays NaN; its slope is 0 at 0 and below, and 1 at NaN
 //   gelu, silu         the formulas as written: at -inf they are -inf * 0 = NaN, as in PyTorch
 //   their slopes       at -inf and +inf are the limits 0 and 1, and finite wherever x is
 //   integers           wrap; affine with integral factors is exact, else it goes through double
@@ -18,8 +18,8 @@
 typedef double  binary_float(double a, double b);
 typedef int64_t binary_int(int64_t a, int64_t b);
 
-// y = float_rule(a, b), or int_rule for integers: when the result is an integer or, for
-// comparisons, when every input is.
+// y = float_rule(a, b), or int_rule(a, b) on integers: for arithmetic, if the result is an integer;
+// for comparisons, if both inputs are.
 static eng_status map_two(const op_call *call, binary_float *float_rule, binary_int *int_rule,
                           bool compares)
 {
@@ -209,7 +209,7 @@ static double gelu_slope(double x)
 static double gelu_tanh_slope(double x)
 {
   double t = tanh(GELU_K * (x + GELU_C * x * x * x)), rest = 1.0 - t * t;
-  // If tanh is flat the second term is 0, though x^2 may overflow.
+  // Where tanh is flat, the second term is 0 even if x^2 overflows.
   double bend = rest == 0.0 ? 0.0 : 0.5 * x * rest * GELU_K * (1.0 + 3.0 * GELU_C * x * x);
   return 0.5 * (1.0 + t) + bend;
 }
@@ -249,7 +249,7 @@ eng_status reference_unary_grad(const op_call *call)
       default:
         return error_set(
           ENG_ERR_VALUE, "unary_grad: expected an elementwise operation of one input, got %s",
-          eng_op_name((int)of) ? eng_op_name((int)of) : "a number that is no operation");
+          eng_op_name((int)of) ? eng_op_name((int)of) : "a number that is not an operation");
     }
     tensor_store(dx->data, dx->dtype, w.at[2], slope * g);
   }

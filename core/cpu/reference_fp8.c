@@ -119,7 +119,7 @@ eng_status reference_quantize(const op_call *call)
                  .q = call->out[3], .scale = call->out[4],
                  .random = (uint64_t)call->quantize.counter + (uint64_t)((x->count + 3) / 4)};
   quantize_side(&turned);
-  // Square blocks give the same bytes, also where rounding was stochastic.
+  // With square blocks, the transposed copy has the same bytes, even if rounding was stochastic.
   if (call->quantize.block_rows == call->quantize.block_columns)
     for (int64_t r = 0; r < rows; r++)
       for (int64_t c = 0; c < columns; c++)
@@ -166,7 +166,7 @@ eng_status reference_dequantize(const op_call *call)
 
 // ------------------------------------------------------------------ fp8_matmul
 
-// An operand of the product: element (i, k), whether it is stored transposed or not.
+// An operand of the product, indexed by (i, k) whether or not it is stored transposed.
 typedef struct matrix {
   const uint8_t *data;
   const float   *scale;

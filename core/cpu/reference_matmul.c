@@ -1,4 +1,4 @@
-// Reference kernels for products: matmul, linear, what their gradients need, mlp_gelu. Sums are in
+// Reference kernels for matmul, linear, mlp_gelu and the products in their gradients. Sums are in
 // double, in the order of k, and are rounded once. See reference.h.
 #include "reference.h"
 

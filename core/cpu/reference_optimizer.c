@@ -2,8 +2,8 @@
 // Adam, AdamW and Lion. See backend.h, engine.h.
 //
 // The update is computed in f32, with one rounding per operation and in the order written here, so
-// that the fast optimizer can be compared with it to an ulp. A gradient that is not finite passes
-// through unchanged: the policy decides whether to step at all.
+// that the fast optimizer can be compared with it to within an ulp. A gradient that is not finite
+// passes through unchanged: the policy decides whether to step at all.
 #include "reference.h"
 
 #include <math.h>

@@ -2,7 +2,7 @@
 // softmax, log_softmax, logsumexp. Sums are in row-major order. See reference.h.
 //
 // Edge cases:
-//   max, min          NaN wins; its gradient goes to the NaNs
+//   max, min          NaN wins; the gradient then goes to the NaNs
 //   softmax           an infinite maximum makes the row NaN (inf - inf), as does a row of -inf
 //   logsumexp         +inf in the row gives +inf, a row of -inf gives -inf; NaN wins over both
 #include "reference.h"
@@ -24,8 +24,8 @@ static int64_t reduced_strides(int64_t *stride, const tensor *x, uint64_t mask)
 
 // ------------------------------------------------------------------ sums
 
-// The sums of x over the dimensions in `mask`, dense, as doubles; *each is the number of elements
-// in each.
+// The sums of x over the dimensions in `mask`, dense, as doubles. *each receives the number of
+// elements in one sum.
 static double *float_sums(workspace *space, const tensor *x, uint64_t mask, int64_t *each)
 {
   int64_t stride[ENG_MAX_DIMS], n = reduced_strides(stride, x, mask);

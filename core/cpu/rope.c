@@ -1,6 +1,6 @@
-// Rotary position embedding: turns pairs of features of x [B x T x H x D] by an angle that grows
+// Rotary position embedding: rotates pairs of features of x [B x T x H x D] by an angle that grows
 // with the position. Angles are computed in double, by a recurrence that restarts exactly at every
-// RESTART-th position, so that the result depends neither on threads nor on the length; rotations
+// RESTART-th position, so that the result depends neither on threads nor on the length. Rotations
 // are in f32. f64 goes to the reference kernel. Called through backend.kernel[]; owns nothing.
 #include "operand.h"
 #include "simd.h"
@@ -8,8 +8,9 @@
 
 enum { RESTART = 64, PAIRS = TILE / 2 };
 
-/// One call: the cosines and sines of all angles, [T x D/2] each (the sine includes the direction);
-/// and for each pair the angle per position with its cosine and sine.
+/// One call. It holds the cosines and sines of all angles, [T x D/2] each, where the sine includes
+/// the direction. For each pair of features it holds the angle per position with its cosine and
+/// sine.
 typedef struct rotation {
   const tensor *x, *y;
   float   *cosine, *sine;

@@ -185,8 +185,8 @@ VF_INLINE double tile_exp_sum(const float *x, int n, float shift, float *keep)
   return vf_sum(vf_add(a, b));
 }
 
-/// The largest element of a row and the sum of exp(x - max), found in one pass. Where max is -inf,
-/// the sum is that of exp(x): 0. A NaN anywhere, or +inf, makes the sum NaN.
+/// The largest element of a row and the sum of exp(x - max), found in one pass. If max is -inf, the
+/// sum is 0. A NaN anywhere, or +inf, makes the sum NaN.
 typedef struct row_exponents {
   float  max;
   double sum;

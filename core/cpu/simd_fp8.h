@@ -13,8 +13,7 @@ VF_INLINE vi vi_least_(vi a, int32_t b)
 #endif
 }
 
-/// Finishes codes: bounds finite or infinite magnitudes past the largest number, restores signs,
-/// and sets the code of NaN.
+/// Finishes codes: clamps those past the largest number, restores signs, and sets the code of NaN.
 VF_INLINE vi vf_fp8_finish_(vi code, vi bits, vi magnitude, const int fraction, const bool saturate)
 {
   code = vi_least_(code, fraction == 3 ? (saturate ? 0x7E : 0x7F) : (saturate ? 0x7B : 0x7C));
@@ -22,7 +21,7 @@ VF_INLINE vi vf_fp8_finish_(vi code, vi bits, vi magnitude, const int fraction, 
   return vi_select(vi_gt(magnitude, vi_set1(0x7F800000)), vi_set1(0x7F), code);
 }
 
-/// a - b where that is positive, else 0; both numbers have low halves of zeros.
+/// a - b if that is positive, else 0. The low 16 bits of a and b must be 0.
 VF_INLINE vi vi_above_(vi a, int32_t b)
 {
 #if defined(ENG_ISA_avx512)
@@ -35,9 +34,10 @@ VF_INLINE vi vi_above_(vi a, int32_t b)
 }
 
 /// The codes of magnitudes that do not round past the format's largest number, in the low bits of
-/// the lanes; the bits above hold anything. fraction: 6 for e5m6. Adding 2^`drop` times the power
-/// of two of the magnitude's binade (for subnormals, of the lowest binade) rounds at the format's
-/// step, to nearest even, and leaves the significand in the last bits of the sum.
+/// the lanes; the higher bits are undefined. `fraction` is 6 for e5m6. Let 2^e be the power of two
+/// at or below the magnitude, or that of the lowest normal number for subnormals. Adding 2^(e +
+/// drop) rounds at the format's step, to nearest even, and leaves the significand in the last bits
+/// of the sum.
 VF_INLINE vi vf_fp8_magnitude_(vi magnitude, const int fraction)
 {
   const int bias = fraction == 3 ? 7 : 15, drop = 23 - fraction, least = (128 - bias) << 23;
@@ -110,7 +110,8 @@ VF_INLINE __m128i vf_bytes_n_(const uint8_t *p, int n)
 {
   return _mm_maskz_loadu_epi8(vm_first(n), p);
 }
-// The bits of an e4m3 number are those of an f16 256 times smaller, subnormals included.
+// The magnitude bits of e4m3, shifted left by 7, are those of an f16 256 times smaller, subnormals
+// included.
 VF_INLINE vf vf_of_e4m3_(__m128i bytes)
 {
   __m256i wide = _mm256_cvtepu8_epi16(bytes),
@@ -216,8 +217,8 @@ VF_INLINE void vf_store_fp8_within(uint8_t *p, vf x, const int fraction)
 }
 
 #if defined(ENG_ISA_avx512)
-// 32 bf16 numbers at a time. The even and the odd ones become two vectors of floats; the signs are
-// restored when all are codes.
+// These functions convert 32 bf16 numbers at a time. The even and the odd ones become two vectors
+// of floats; the signs are restored in the finished codes.
 VF_INLINE vf vf_even_bf16_(__m512i w) { return (vf)_mm512_slli_epi32(w, 16); }
 VF_INLINE vf vf_odd_bf16_(__m512i w)
 {

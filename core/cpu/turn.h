@@ -13,14 +13,14 @@ static inline void turn_words(uint32_t *y, int64_t y_stride, const uint32_t *x, 
 {
   words a = *(const words *)x, b = *(const words *)(x + x_stride);
   words c = *(const words *)(x + 2 * x_stride), d = *(const words *)(x + 3 * x_stride);
-  words ab = __builtin_shuffle(a, b, (words){0, 4, 1, 5}),
-        cd = __builtin_shuffle(c, d, (words){0, 4, 1, 5});
-  *(words *)y = __builtin_shuffle(ab, cd, (words){0, 1, 4, 5});
-  *(words *)(y + y_stride) = __builtin_shuffle(ab, cd, (words){2, 3, 6, 7});
-  ab = __builtin_shuffle(a, b, (words){2, 6, 3, 7});
-  cd = __builtin_shuffle(c, d, (words){2, 6, 3, 7});
-  *(words *)(y + 2 * y_stride) = __builtin_shuffle(ab, cd, (words){0, 1, 4, 5});
-  *(words *)(y + 3 * y_stride) = __builtin_shuffle(ab, cd, (words){2, 3, 6, 7});
+  words ab = __builtin_shufflevector(a, b, 0, 4, 1, 5),
+        cd = __builtin_shufflevector(c, d, 0, 4, 1, 5);
+  *(words *)y = __builtin_shufflevector(ab, cd, 0, 1, 4, 5);
+  *(words *)(y + y_stride) = __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
+  ab = __builtin_shufflevector(a, b, 2, 6, 3, 7);
+  cd = __builtin_shufflevector(c, d, 2, 6, 3, 7);
+  *(words *)(y + 2 * y_stride) = __builtin_shufflevector(ab, cd, 0, 1, 4, 5);
+  *(words *)(y + 3 * y_stride) = __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
 }
 
 static inline void turn_halves(uint16_t *y, int64_t y_stride, const uint16_t *x, int64_t x_stride)
@@ -29,8 +29,8 @@ static inline void turn_halves(uint16_t *y, int64_t y_stride, const uint16_t *x,
   for (int k = 0; k < 8; k++) row[k] = *(const halves *)(x + k * x_stride);
   for (int round = 0; round < 3; round++) {   // each round interleaves rows k and k + 4
     for (int k = 0; k < 4; k++) {
-      next[2 * k] = __builtin_shuffle(row[k], row[k + 4], (halves){0, 8, 1, 9, 2, 10, 3, 11});
-      next[2 * k + 1] = __builtin_shuffle(row[k], row[k + 4], (halves){4, 12, 5, 13, 6, 14, 7, 15});
+      next[2 * k] = __builtin_shufflevector(row[k], row[k + 4], 0, 8, 1, 9, 2, 10, 3, 11);
+      next[2 * k + 1] = __builtin_shufflevector(row[k], row[k + 4], 4, 12, 5, 13, 6, 14, 7, 15);
     }
     for (int k = 0; k < 8; k++) row[k] = next[k];
   }
@@ -44,10 +44,10 @@ static inline void turn_bytes(uint8_t *y, int64_t y_stride, const uint8_t *x, in
 #pragma GCC unroll 4
   for (int round = 0; round < 4; round++) {   // each round interleaves rows k and k + 8
     for (int k = 0; k < 8; k++) {
-      next[2 * k] = __builtin_shuffle(
-        row[k], row[k + 8], (bytes){0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
-      next[2 * k + 1] = __builtin_shuffle(
-        row[k], row[k + 8], (bytes){8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31});
+      next[2 * k] = __builtin_shufflevector(
+        row[k], row[k + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+      next[2 * k + 1] = __builtin_shufflevector(
+        row[k], row[k + 8], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
     }
     for (int k = 0; k < 16; k++) row[k] = next[k];
   }

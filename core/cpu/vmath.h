@@ -1,13 +1,13 @@
 // vmath.h: elementary functions on float vectors, the same source on every instruction set.
-// Polynomials are minimax fits (Remez) made for these intervals. All functions keep NaN, take
+// Polynomials are minimax fits (Remez) for the intervals used here. All functions keep NaN, take
 // infinities to their limits, and underflow gradually.
 //
 // Largest errors measured, in units in the last place (ulp), over 70 million f32
 // (spec/cpu/vmath_spec.lua repeats a part of them): exp 1.0, log 0.8, tanh 1.3, erf 1.2, sigmoid
 // 2.4, softplus 2.0, the derivatives of tanh and sigmoid 4.8. Where the result is above 1e-30: silu
-// 3.1, gelu 8, gelu_tanh 125 (at -8.9: the rounding of 2u grows in the exponent; 0.5 (1 + tanh) in
-// f32 would have no correct digit left there). The derivatives of these three cross zero; their
-// absolute error is 2e-7.
+// 3.1, gelu 8, gelu_tanh 125. gelu_tanh has its largest error at -8.9, where exp magnifies the
+// rounding error of 2u; 0.5 (1 + tanh) in f32 would have no correct digit left there. The
+// derivatives of silu, gelu and gelu_tanh cross zero; their absolute error is 2e-7.
 //
 // Included by simd.h at its end; not to be included alone. Owns nothing.
 #ifndef ENG_VMATH_H
@@ -19,7 +19,7 @@
 VF_INLINE vf vf_exp_split(vf hi, vf lo)
 {
   vm gone = vf_lt(hi, VF_C(-104.0f));
-  hi = vf_min(VF_C(89.0f), vf_max(VF_C(-106.0f), hi));       // beyond: infinity, zero
+  hi = vf_min(VF_C(89.0f), vf_max(VF_C(-106.0f), hi));       // beyond the bounds: infinity, zero
   vf n = vf_rint(vf_mul(hi, VF_C(1.44269504f)));
   // ln 2 in two parts. The first has 9 bits, so that n times it is exact even without fma.
   vf r = vf_fma(n, VF_C(-0.693359375f), hi);
@@ -30,7 +30,7 @@ VF_INLINE vf vf_exp_split(vf hi, vf lo)
   q = vf_fma(q, r, VF_C(0.1666649686f));
   q = vf_fma(q, r, VF_C(0.4999999179f));
   vf p = vf_add(vf_fma(vf_mul(r, r), q, r), VF_C(1.0f));
-  // A result that underflows in the last step would cost 30 times as much.
+  // Set to 0 before the last step, because a result that underflows there costs 30 times as much.
   p = vf_select(gone, vf_zero(), p);
 #if defined(ENG_ISA_avx512)
   return _mm512_scalef_ps(p, n);
@@ -46,7 +46,8 @@ VF_INLINE vf vf_exp_split(vf hi, vf lo)
 VF_INLINE vf vf_exp(vf x) { return vf_exp_split(x, vf_zero()); }
 
 /// exp(x) for x that is not far above 0 and never +inf: a negated magnitude, or a difference to a
-/// maximum or to a log sum. Cheaper than vf_exp there, as accurate, and underflows as gradually.
+/// maximum or to a log sum. For such x it is cheaper than vf_exp, as accurate, and underflows as
+/// gradually.
 VF_INLINE vf vf_exp_low(vf x)
 {
 #if defined(ENG_ISA_avx512)
@@ -121,8 +122,8 @@ VF_INLINE vf vf_sigmoid(vf x)
   return vf_div(vf_select(vf_ge(x, vf_zero()), VF_C(1.0f), z), vf_add(z, VF_C(1.0f)));
 }
 
-/// exp(-a^2 / 2) for 0 <= a <= 15. a^2 is computed to twice the precision, because its error grows
-/// in the exponent.
+/// exp(-a^2 / 2) for 0 <= a <= 15. a^2 is computed to twice the precision, because exp magnifies
+/// its error.
 VF_INLINE vf vf_bell_(vf a)
 {
   vf square = vf_mul(a, a);

@@ -1,6 +1,6 @@
-// Attention before a linear layer that keeps its x in e5m6. The tape holds the output only as those
-// e5m6 codes. The layer reads them for dW, and attention's gradient rule reads them as well
-// (DeepSeek-V3 report, section 3.3.2).
+// Attention before a linear layer that keeps its x in e5m6. The tape holds attention's output only
+// as the e5m6 codes of that x. The layer reads them for dW, and attention's gradient rule reads
+// them as well (DeepSeek-V3 report, section 3.3.2).
 #include "sites.h"
 
 #include "base/error.h"
@@ -26,7 +26,7 @@ eng_status fp8_to_e5m6(tensor **q, tensor **scale, tensor *x)
   return ENG_OK;
 }
 
-/// Codes of y [B x T x H x D] as rows of all heads, [B x T x HD].
+/// Quantizes y [B x T x H x D] to e5m6 codes, with all heads in a row: [B x T x HD].
 static eng_status keep_codes(op_call *c)
 {
   const tensor *y = c->out[OUT_Y];

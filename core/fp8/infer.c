@@ -24,24 +24,22 @@ static eng_status want_scales(const op_call *c, int k, int64_t block_rows, int64
   if (s->dtype == ENG_f32 && s->ndim == 2 && memcmp(s->shape, shape, sizeof shape) == 0)
     return ENG_OK;
   return error_set(s->dtype == ENG_f32 ? ENG_ERR_SHAPE : ENG_ERR_DTYPE,
-                   "%s: expected the scales of %lld x %lld in blocks of %lld x %lld (0: all) to be "
-                   "f32 %s, got %s; core/base/fp8_layout.h defines the layout",
+                   "%s: the scales of a %lld x %lld matrix in blocks of %lld x %lld must be "
+                   "f32 %s, got %s (a block size of 0 means the whole dimension; "
+                   "core/base/fp8_layout.h defines the layout)",
                    op_name(c), (long long)rows, (long long)columns,
                    (long long)block_rows, (long long)block_columns, tensor_shape_text(2, shape),
                    tensor_text(s));
 }
 
-/// Infers codes and scales of x, or of a function of x and other tensors of its shape.
-static eng_status infer_codes(const op_call *c, const tensor *x, const tensor *factor, op_shape *s)
+/// Infers the codes and scales of x, or of a result with x's shape (swiglu_quantize). x is input 0.
+static eng_status infer_codes(const op_call *c, const tensor *factor, op_shape *s)
 {
   const char *name = op_name(c);
+  const tensor *x = c->in[0];
   int64_t format = c->quantize.format;
-  if (!dtype_is_float(x->dtype))
-    return error_set(ENG_ERR_DTYPE, "%s: expected a floating-point tensor, got %s", name,
-                     tensor_text(x));
-  if (x->ndim < 1)
-    return error_set(ENG_ERR_SHAPE, "%s: expected at least 1 dimension, got %s", name,
-                     tensor_text(x));
+  ENG_TRY(want_float(c, 0));
+  ENG_TRY(want_ndim(c, 0, 1));
   if (format != ENG_e4m3 && format != ENG_e5m2 && format != ENG_FORMAT_E5M6)
     return error_set(ENG_ERR_DTYPE, "%s: expected the format e4m3, e5m2 or e5m6, got number %lld",
                      name, (long long)format);
@@ -58,15 +56,15 @@ static eng_status infer_codes(const op_call *c, const tensor *x, const tensor *f
                      name, c->quantize.eps);
   if (!(c->quantize.margin >= -100 && c->quantize.margin <= 100) ||
       c->quantize.margin != (double)(int)c->quantize.margin)
-    return error_set(ENG_ERR_VALUE, "%s: expected a whole margin within +-100, got %g", name,
+    return error_set(ENG_ERR_VALUE, "%s: expected an integer margin from -100 to 100, got %g", name,
                      c->quantize.margin);
   int64_t columns = x->shape[x->ndim - 1], rows = 1;
   for (int d = 0; d < x->ndim - 1; d++) rows *= x->shape[d];
   bool packed = format == ENG_FORMAT_E5M6;
   if (packed && columns % 8)
     return error_set(ENG_ERR_SHAPE,
-                     "%s: e5m6 packs 8 numbers: expected rows of a multiple of 8, got %s", name,
-                     tensor_text(x));
+                     "%s: e5m6 packs 8 numbers, so the row length must be a multiple of 8, got "
+                     "%s", name, tensor_text(x));
   if (packed && c->quantize.flags & (QUANTIZE_STOCHASTIC | QUANTIZE_TRANSPOSED))
     return error_set(ENG_ERR_VALUE, "%s: e5m6 rounds to nearest even and has no transposed copy",
                      name);
@@ -93,7 +91,7 @@ static eng_status infer_codes(const op_call *c, const tensor *x, const tensor *f
 
 static eng_status infer_quantize(op_call *c, op_shape *s)
 {
-  return infer_codes(c, c->in[0], c->in[1], s);
+  return infer_codes(c, c->in[1], s);
 }
 
 static eng_status infer_swiglu_quantize(op_call *c, op_shape *s)
@@ -104,7 +102,7 @@ static eng_status infer_swiglu_quantize(op_call *c, op_shape *s)
       gate->dtype != up->dtype ? ENG_ERR_DTYPE : ENG_ERR_SHAPE,
       "swiglu_quantize: expected gate and up of the same shape and dtype, got %s and %s",
       tensor_text(gate), tensor_text(up));
-  return infer_codes(c, gate, c->in[2], s);
+  return infer_codes(c, c->in[2], s);
 }
 
 static eng_status infer_dequantize(op_call *c, op_shape *s)
@@ -114,21 +112,15 @@ static eng_status infer_dequantize(op_call *c, op_shape *s)
   if (packed ? q->dtype != ENG_i32 : !dtype_is_fp8(q->dtype))
     return error_set(ENG_ERR_DTYPE, "dequantize: expected %s, got %s",
                      packed ? "e5m6 as i32" : "an FP8 tensor", tensor_text(q));
-  if (q->ndim < 1)
-    return error_set(ENG_ERR_SHAPE, "dequantize: expected at least 1 dimension, got %s",
-                     tensor_text(q));
-  if (c->dequantize.dtype < 0 || c->dequantize.dtype >= ENG_DTYPE_COUNT ||
-      !dtype_is_float((int)c->dequantize.dtype))
-    return error_set(ENG_ERR_DTYPE,
-                     "dequantize: expected the number of a floating-point dtype, got %lld",
-                     (long long)c->dequantize.dtype);
+  ENG_TRY(want_ndim(c, 0, 1));
+  ENG_TRY(want_float_attribute(c, c->dequantize.dtype));
   ENG_TRY(want_blocks(c, c->dequantize.block_rows, c->dequantize.block_columns));
   int64_t columns = q->shape[q->ndim - 1], rows = 1;
   for (int d = 0; d < q->ndim - 1; d++) rows *= q->shape[d];
   if (packed && columns % 3)
     return error_set(ENG_ERR_SHAPE,
-                     "dequantize: e5m6 packs 8 numbers in three i32: expected a multiple of 3, got "
-                     "%s", tensor_text(q));
+                     "dequantize: e5m6 packs 8 numbers in three i32, so the row length must be a "
+                     "multiple of 3, got %s", tensor_text(q));
   if (packed) columns = columns / 3 * 8;
   ENG_TRY(want_scales(c, 1, c->dequantize.block_rows, c->dequantize.block_columns, rows, columns));
   put_out(s, 0, (int)c->dequantize.dtype, q->ndim, q->shape);
@@ -138,7 +130,7 @@ static eng_status infer_dequantize(op_call *c, op_shape *s)
 
 static eng_status infer_fp8_matmul(op_call *c, op_shape *s)
 {
-  const tensor *a = c->in[0], *b = c->in[2], *bias = c->in[4];
+  const tensor *a = c->in[0], *b = c->in[2];
   if (!dtype_is_fp8(a->dtype) || !dtype_is_fp8(b->dtype))
     return error_set(ENG_ERR_DTYPE,
                      "fp8_matmul: expected two FP8 matrices, got %s and %s; hint: quantize them",
@@ -162,7 +154,8 @@ static eng_status infer_fp8_matmul(op_call *c, op_shape *s)
   int64_t less = along_a < along_b ? along_a : along_b,
           more = along_a < along_b ? along_b : along_a;
   if (more < k && more % less)
-    return error_set(ENG_ERR_SHAPE, "fp8_matmul: blocks of %lld and of %lld along K do not nest",
+    return error_set(ENG_ERR_SHAPE,
+                     "fp8_matmul: along K, one block size must divide the other, got %lld and %lld",
                      (long long)along_a, (long long)along_b);
   if (c->fp8_matmul.yields && (c->fp8_matmul.yields < 1 || c->fp8_matmul.yields > ENG_DTYPE_COUNT ||
                                !dtype_is_float((int)c->fp8_matmul.yields - 1)))
@@ -179,10 +172,8 @@ static eng_status infer_fp8_matmul(op_call *c, op_shape *s)
       ENG_ERR_VALUE,
       "fp8_matmul: expected a promotion interval that is a multiple of 32, or 0, got %lld",
       (long long)c->fp8_matmul.promotion);
-  if (bias && (!dtype_is_float(bias->dtype) || bias->ndim != 1 || bias->shape[0] != n))
-    return error_set(ENG_ERR_SHAPE, "fp8_matmul: expected a bias of shape [%lld], got %s",
-                     (long long)n, tensor_text(bias));
-  if (c->fp8_matmul.add && bias)
+  ENG_TRY(want_vector(c, 4, "a bias", n));
+  if (c->fp8_matmul.add && c->in[4])
     return error_set(ENG_ERR_VALUE,
                      "fp8_matmul: a call that adds onto its output cannot have a bias");
   int dtype = c->fp8_matmul.yields ? (int)c->fp8_matmul.yields - 1 : ENG_f32;

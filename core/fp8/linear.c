@@ -1,19 +1,19 @@
 // Linear layers in FP8, composed of three operations that every device has: quantize, dequantize,
-// fp8_matmul. Results are bit-identical to a script that calls these itself.
+// fp8_matmul. A script that calls these operations itself gets the same bits.
 //
 //   forward   xq = quantize(x), wq = quantize(W), y = fp8_matmul(xq, wq^T) + bias, rounded once
 //   backward  dyq = quantize(dy); dx = fp8_matmul(dyq, wq); dW += fp8_matmul(dyq^T, xq), into the
 //             parameter's gradient; the bias gradient is the sum of dy, unquantized
 //
-// A product along the other side of a matrix needs blocks along that side. If blocks are square, or
-// the whole matrix, the same bytes are read transposed. Otherwise the transposed matrix is
-// quantized: for dy and W in the pass that makes the other copy, for x as the role's `keep` says.
-// So the tape keeps one copy of x, shared by all layers that quantize it alike, and not x itself.
+// The forward product sums over the columns of x and W, dgrad over the rows of W, and wgrad over
+// the rows of x and dy. Square blocks, or one block for the whole matrix, serve both directions.
+// Otherwise a transposed copy is quantized too: of dy and W in the same pass, of x as the role's
+// `keep` says. The tape does not keep x itself but one quantized copy, shared by all layers that
+// quantize it in the same way.
 //
 // If x is the output of a swiglu that only this layer reads, the swiglu computes its codes and x is
 // never written (swiglu.c). W is quantized from the weights of the forward pass (the low-precision
-// copy, or the master), and only when those change. The operations inside are not recorded.
-// recorded.
+// copy, or the master), and only when these weights change. The operations inside are not recorded.
 #include "sites.h"
 
 #include "base/error.h"
@@ -85,8 +85,8 @@ static eng_status flat(tensor **out, tensor *x)
   return op_reshape(out, x, 2, (int64_t[]){columns ? x->count / columns : 0, columns});
 }
 
-/// y = a b. The codes of a and b may have any number of dimensions. *y: passed in, or created in
-/// dtype.
+/// y = a b. The codes of a and b may have any number of dimensions. *y is passed in or, if NULL,
+/// created in `dtype`.
 static eng_status multiply(tensor **y, const fp8_site *s, int product, const factor *a,
                            const factor *b, tensor *bias, int dtype, bool add)
 {
@@ -168,7 +168,7 @@ static int64_t weight_bytes(const params_derived *copy)
          (weight->q_t ? weight->q_t->count + 4 * weight->scale_t->count : 0);
 }
 
-/// New tensors of the copies' shapes that outlive the step.
+/// Creates the tensors of the FP8 copy, which outlive the step.
 static eng_status make_weight(fp8_weight *to, const eng_fp8_role *r, const tensor *w,
                               bool transposed)
 {
@@ -213,10 +213,10 @@ static eng_status weight_copies(copies *out, bool *kept, int64_t number, fp8_sit
   if (same && c->seen == source->store->writes && c->factor == s->factor[ENG_FP8_W] &&
       !fp8_measuring())
     return ENG_OK;
-  c->site = 0;   // valid again once the copy is complete
+  c->site = 0;   // invalid until the copy is complete
   ENG_TRY(quantize(out, number, s, ENG_FP8_W, source, NULL, transposed));
   bool stale = same && (c->seen != source->store->writes || c->factor != s->factor[ENG_FP8_W]);
-  if (stale) {   // a tape that read the old numbers is outdated
+  if (stale) {   // backward will refuse a tape that read the old numbers
     c->q->store->writes++;
     if (c->q_t) c->q_t->store->writes++;
   }
@@ -263,8 +263,8 @@ static eng_status check_shapes(const fp8_site *s, const op_call *c)
   if (s->recipe.role[ENG_FP8_X].keep == ENG_FP8_KEEP_E5M6 && w->shape[1] % 8)
     return error_set(
       ENG_ERR_SHAPE,
-      "%s: x kept in e5m6 needs rows of a multiple of 8, got x %s; hint: keep = \"codes\"", s->name,
-      tensor_text(x));
+      "%s: x kept in e5m6 needs a row length that is a multiple of 8, got x %s; "
+      "hint: keep = \"codes\"", s->name, tensor_text(x));
   return ENG_OK;
 }
 
@@ -280,7 +280,7 @@ static const op_call *attention_of(const tensor *x)
   return same ? tape_call(x->node) : NULL;
 }
 
-/// Moves the kept form of x into the call's outputs, out of `x`.
+/// Moves one copy of x, in the form that the tape keeps, from `x` to the call's outputs.
 static eng_status keep_x(op_call *c, const eng_fp8_role *r, copies *x)
 {
   c->fp8_linear.keep = r->keep;
@@ -311,8 +311,9 @@ static bool same_role(const eng_fp8_role *a, const eng_fp8_role *b)
          !a->stochastic && !b->stochastic && a->margin == b->margin && a->eps == b->eps;
 }
 
-/// One of the last linear layers whose kept codes this layer can share: same x, same format, scaled
-/// by its own amax (gate and up of a SwiGLU). NULL: none.
+/// One of the last linear layers whose codes of x this layer can share (gate and up of a SwiGLU).
+/// It reads the same x with the same role settings, and each layer scales x by its own amax. NULL:
+/// none.
 static const op_call *same_codes(const fp8_site *s, const tensor *x)
 {
   enum { BACK = 8 };
@@ -421,7 +422,7 @@ static eng_status run_linear(op_call *c)
 
 // ---- backward
 
-/// x as an operand of dW, which sums over its rows.
+/// Makes x an operand of dW, a product that sums over the rows of x.
 static eng_status kept_x(factor *out, copies *made, int64_t number, fp8_site *s,
                          const op_call *node)
 {
@@ -441,7 +442,8 @@ static eng_status kept_x(factor *out, copies *made, int64_t number, fp8_site *s,
                                            .block_rows = packed ? 1 : r->block_rows,
                                            .block_columns = packed ? FP8_BLOCK : r->block_columns,
                                            .format = packed ? ENG_FORMAT_E5M6 : 0}}));
-  // once more, in blocks along the other side; neither an amax nor a measurement of x
+  // quantizes once more, in blocks along the other dimension, without recording an amax or a
+  // measurement
   bool turn = !fp8_is_square(r);
   op_call c = {.op = ENG_OP_quantize, .n_in = 2, .n_out = 5,
                .in = {x, s->factor[ENG_FP8_X] != 0 ? s->factor_of[ENG_FP8_X] : NULL},

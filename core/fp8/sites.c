@@ -60,7 +60,8 @@ enum { AMAX_SLOTS = 4096 };
 static struct {
   tensor *slots;                         // f32 [AMAX_SLOTS]
   int     used;
-  // eng_fp8_amax was called since the slots last filled up; otherwise they are overwritten unread
+  // eng_fp8_amax was called since the slots last filled up; otherwise full slots are overwritten
+  // unread
   bool    asked;
   struct { int64_t site; int role; } of[AMAX_SLOTS];
   int64_t round;                         // number of times the slots were reused
@@ -198,15 +199,15 @@ static eng_status check_role(const fp8_site *s, const eng_fp8_recipe *recipe, in
   return ENG_OK;
 }
 
-/// Along the side that a product sums over, the block size of one operand must be a multiple of the
-/// other's.
+/// Along the dimension that a product sums over, the block size of one operand must be a multiple
+/// of the other's.
 static eng_status check_nesting(const fp8_site *s, int product, const char *a_name, int64_t a,
                                 const char *b_name, int64_t b)
 {
   if (a == 0 || b == 0 || a % b == 0 || b % a == 0) return ENG_OK;
   return error_set(ENG_ERR_SHAPE,
-                   "%s: %s: along the summed side, blocks of %s have %lld elements and those of %s "
-                   "%lld; one must divide the other",
+                   "%s: %s: along the summed dimension, blocks of %s have %lld elements and blocks "
+                   "of %s have %lld; one must divide the other",
                    s->name, fp8_product_name[product], a_name, (long long)a, b_name, (long long)b);
 }
 
@@ -217,8 +218,8 @@ eng_status eng_fp8_site_set(int64_t site, const eng_fp8_recipe *recipe)
   fp8_release_orphans();
   if (!tape_empty())
     return error_set(ENG_ERR_STATE,
-                     "%s: its FP8 recipe cannot change while the tape has operations; hint: "
-                     "change it between steps",
+                     "%s: this layer's FP8 recipe cannot change while the tape has operations; "
+                     "hint: change the recipe between steps",
                      s->name);
   if (recipe) {
     for (int r = 0; r < ENG_FP8_ROLES; r++) ENG_TRY(check_role(s, recipe, r));
@@ -233,8 +234,8 @@ eng_status eng_fp8_site_set(int64_t site, const eng_fp8_recipe *recipe)
           "%s: %s: expected a promotion interval that is a multiple of 32, or 0, got %d", s->name,
           fp8_product_name[p], of->promotion);
     }
-    // a matrix without square blocks is an operand of the other product transposed; so in both
-    // products, blocks along its columns lie along the sum
+    // A matrix without square blocks is quantized again, transposed, for its other product. So in
+    // both products, the columns of a block lie along the summed dimension.
     const eng_fp8_role *x = &recipe->role[ENG_FP8_X], *w = &recipe->role[ENG_FP8_W],
                        *dy = &recipe->role[ENG_FP8_DY];
     ENG_TRY(check_nesting(s, ENG_FP8_FORWARD, "x", x->block_columns, "w", w->block_columns));
@@ -264,7 +265,7 @@ eng_status eng_fp8_delay(int64_t site, int role, double amax)
                      "%g", s->name, fp8_role_name[role], amax);
   if (amax != 0 && (r->block_rows || r->block_columns))
     return error_set(ENG_ERR_VALUE,
-                     "%s: delayed scaling needs one block, %s has blocks of %d x %d; hint: "
+                     "%s: delayed scaling needs one block, but %s has blocks of %d x %d; hint: "
                      "block = \"tensor\"",
                      s->name, fp8_role_name[role], r->block_rows, r->block_columns);
   fp8_scale scale = fp8_scale_of((float)amax, fp8_largest(r->format), r->rule, r->pow2,

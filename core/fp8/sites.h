@@ -10,7 +10,7 @@ typedef struct fp8_site {
   bool     on;
   uint32_t version;                      // version of the recipe
   eng_fp8_recipe recipe;
-  // delayed scaling; 0: the role is scaled by its own amax
+  // the factor of delayed scaling; 0: the role is scaled by its own amax
   double   factor[ENG_FP8_ROLES];
   tensor  *factor_of[ENG_FP8_ROLES];     // factor in device memory, f32 [1]
   double   amax[ENG_FP8_ROLES];
@@ -20,37 +20,40 @@ typedef struct fp8_site {
 extern const char *const fp8_role_name[], *const fp8_product_name[];
 
 eng_status fp8_site_get(fp8_site **out, int64_t site);
-/// Whether the site exists and has a recipe. Below: the site if autocast requests FP8 as well, else
-/// NULL.
+/// fp8_site_on: whether the site exists and has a recipe. fp8_site_in_force: the site if it is on
+/// and autocast requests FP8, else NULL.
 bool fp8_site_on(int64_t site);
 fp8_site *fp8_site_in_force(int64_t site);
 
-/// The slot for the next amax of a role, f32 []; and the slot handed out last.
+/// fp8_amax_slot: the slot for the next amax of a role, f32 []. fp8_amax_last: the slot handed out
+/// last.
 typedef struct fp8_amax_place { int64_t slot, round; } fp8_amax_place;
 eng_status fp8_amax_slot(tensor **out, int64_t site, int role);
 fp8_amax_place fp8_amax_last(void);
-/// Records that another site quantizes the same x and shares the amax in a slot; possible until the
-/// slots are reused.
+/// fp8_amax_share records that another site quantizes the same x and shares the amax in a slot.
+/// fp8_amax_can_share: whether the slots of `round` are not reused yet.
 bool fp8_amax_can_share(int64_t round);
 void fp8_amax_share(int64_t site, int64_t slot);
 
-/// Whether meters are on; and comparing x with its codes for the meters of a role.
+/// fp8_measuring: whether meters are on. fp8_measure: compares x with its codes for the meters of a
+/// role.
 bool fp8_measuring(void);
 eng_status fp8_measure(fp8_site *s, int role, tensor *x, tensor *q, const tensor *scale);
 
-/// Drops a tensor as soon as the tape no longer needs it.
+/// fp8_drop_later drops a tensor as soon as the tape no longer needs it. fp8_release_orphans drops
+/// the tensors that waited for this, if the tape is empty.
 void fp8_drop_later(tensor *x);
 void fp8_release_orphans(void);
 
 static inline bool fp8_is_square(const eng_fp8_role *r)
 { return r->block_rows == r->block_columns; }
 
-/// Runs fp8_linear of an active site. `swiglu`: the call that computes x, which has no memory;
-/// NULL: x has values.
+/// Runs fp8_linear of an active site. `swiglu` is the call that computes x if x has no memory, else
+/// NULL.
 eng_status fp8_linear_in_force(op_call *call, fp8_site *s, const op_call *swiglu);
 /// Recomputes the output of a recorded fp8_swiglu from its codes.
 eng_status fp8_swiglu_recompute(tensor **y, const op_call *node);
-/// Converts x to e5m6, blocks of 1 x 128, power-of-two scales.
+/// Converts x to e5m6, in blocks of 1 x 128 with power-of-two scales.
 eng_status fp8_to_e5m6(tensor **q, tensor **scale, tensor *x);
 
 #endif

@@ -1,6 +1,6 @@
-// SwiGLU before a linear layer in FP8. The tape keeps its two inputs only as FP8 codes, and not its
-// output: the layer recomputes the output from them for dW (DeepSeek-V3 report, section 3.3.3). The
-// inputs are quantized like the layer's x.
+// SwiGLU before a linear layer in FP8. The tape keeps the two inputs of the SwiGLU only as FP8
+// codes. It does not keep the output, which the layer recomputes from these codes for dW
+// (DeepSeek-V3 report, section 3.3.3). The inputs are quantized like the layer's x.
 //
 // Fused swiglu and linear: if only the layer reads the output of the SwiGLU, the pass that computes
 // the output writes only its codes. The tape holds the same two operations; the tensor between them
@@ -104,7 +104,7 @@ static eng_status swiglu_grad(grad_call *g)
 
 // ---- fused swiglu and linear
 
-/// Whether both can run fused: the values between them become codes only.
+/// Whether both can run fused, so that the tensor between them exists only as codes.
 static bool fits(const fp8_site *s, const tensor *gate, const tensor *up)
 {
   return s && !fp8_measuring() && s->recipe.role[ENG_FP8_X].keep != ENG_FP8_KEEP_E5M6 &&

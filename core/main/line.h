@@ -1,4 +1,4 @@
-// Line editing for the REPL through libedit: history, completion, and Ctrl-C that drops the line.
+// Line editing for the REPL through libedit: history, completion, and dropping the line on Ctrl-C.
 // Owns the terminal while a line is read. Called only by main.c; independent of Lua.
 #ifndef ENG_LINE_H
 #define ENG_LINE_H
@@ -21,7 +21,7 @@ line_result line_read(const char **text, const char *prompt, line_completer *com
 void line_history_add(const char *entry, const char *file);
 void line_history_load(const char *file);
 
-/// Whether lines are edited: stdin and stdout are a capable terminal.
+/// Whether lines are edited: stdin and stdout are both on a terminal that supports editing.
 bool line_is_edited(void);
 
 /// Restores the terminal.

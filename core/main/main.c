@@ -4,6 +4,7 @@
 #define _GNU_SOURCE
 #include "engine.h"     // eng_version, eng_interrupt
 #include "line.h"       // line_read
+#include "openmp.h"     // openmp_configure
 
 #include <dlfcn.h>      // dladdr
 #include <errno.h>
@@ -25,17 +26,36 @@
 
 static lua_State *main_state;
 static pthread_t main_thread;
-static volatile sig_atomic_t last_signal;
 static int rank, ranks;        // of several processes on one job; 0 and 1 for a single process
 // root: the folder of Lua modules
 static char executable[PATH_MAX], library[PATH_MAX], root[PATH_MAX + 8];
 
 // ------------------------------------------------------------------ signals
 
+// Whether a position, "file:line: ...", is in the engine's own Lua files. Lua truncates long paths
+// at the front.
+static bool is_own_place(const char *place, size_t length)
+{
+  size_t n = strlen(root);
+  if (length > n && memcmp(place, root, n) == 0 && strncmp(place + n, "/engine/", 8) == 0)
+    return true;
+  return length > 3 && memcmp(place, "...", 3) == 0 &&
+         (memmem(place, length, "/lua/engine/", 12) ||
+          memmem(place, length, "/lua/5.1/engine/", 16));
+}
+
+// The error names the script's line, wherever in the engine the signal arrived.
 static void stop_hook(lua_State *L, lua_Debug *record)
 {
+  lua_Debug frame;
   (void)record;
   lua_sethook(L, NULL, 0, 0);
+  for (int level = 0; lua_getstack(L, level, &frame); level++) {
+    lua_getinfo(L, "Sl", &frame);
+    if (frame.currentline <= 0 || is_own_place(frame.short_src, strlen(frame.short_src))) continue;
+    lua_pushfstring(L, "%s:%d: interrupted!", frame.short_src, frame.currentline);
+    lua_error(L);
+  }
   luaL_error(L, "interrupted!");
 }
 
@@ -46,7 +66,8 @@ static void say(const char *text)
 
 // SIGINT, SIGTERM, SIGUSR1, SIGUSR2, SIGXCPU. The first signal: the trainer stops at the end of its
 // step, a waiting call returns, or the script is stopped. A second SIGINT or SIGTERM exits. The
-// others are warnings: SIGXCPU comes every second, and a batch system sends SIGTERM after SIGUSR1.
+// other signals do not count as a first one, because SIGXCPU comes every second, and a batch system
+// sends SIGTERM after SIGUSR1.
 static void on_signal(int signal_number)
 {
   static volatile sig_atomic_t endings;                  // SIGINT and SIGTERM of this interrupt
@@ -60,7 +81,7 @@ static void on_signal(int signal_number)
     return;
   }
   endings = ends;
-  last_signal = signal_number;
+  eng_interrupt_signal(signal_number);
   if (eng_interrupt_policy(-1) == 1) {
     eng_interrupt(1);
     if (rank == 0) say("\nstopping after this step; interrupt again to stop at once\n");
@@ -108,9 +129,9 @@ static void on_hangup(int signal_number, siginfo_t *from, void *context)
   raise(signal_number);
 }
 
-// The reader of a pipe is gone. If it was stdout's (`| head`, a dead `tee`), the process ends as
-// usual, but a run, and the script after it, goes on without the output: the write fails, and
-// progress.lua reports it.
+// The reader of a pipe is gone. If the pipe is stdout (`| head`, a dead `tee`), the process ends as
+// usual, unless it has begun a run. Then the run and the rest of the script go on without the
+// output: the write fails, and progress.lua reports that.
 static void on_pipe(int signal_number)
 {
   struct pollfd out = {.fd = STDOUT_FILENO, .events = POLLOUT};
@@ -156,8 +177,12 @@ static bool clear_interrupt(lua_State *L)
 
 // ------------------------------------------------------------------ errors
 
+static int run_status;         // of the runs that have ended: the most serious
+enum { RESULTS_LOST = 5, DRIFTED = 6 };   // as in lua/engine/train/loop.lua
+
 // Ranks usually fail with the same error: rank 0 prints it and ends the job. Other ranks print
-// theirs a little later, unless the job has ended by then.
+// theirs a little later, unless the job has ended by then. Ranks that have drifted apart all have
+// the same error, and end the job together.
 static void complain(const char *message)
 {
   static char text[1 << 16];              // of the main thread
@@ -165,24 +190,12 @@ static void complain(const char *message)
   fflush(stdout);
   if (rank > 0) {
     int before = eng_interrupted();
-    if (before == 2) return;              // the signal ended this rank: print nothing
+    if (before == 2 || run_status == DRIFTED) return;   // 2: the signal ended this rank
     for (int i = 0; i < 50; i++) usleep(10000);
     if (eng_interrupted() > before) return;
     fprintf(stderr, "engine: rank %d: %s\n", rank, text);
   } else fprintf(stderr, "engine: %s\n", text);
   fflush(stderr);
-}
-
-// Whether a position, "file:line: ...", is in the engine's own Lua files. Lua truncates long paths
-// at the front.
-static bool is_own_place(const char *place, size_t length)
-{
-  size_t n = strlen(root);
-  if (length > n && memcmp(place, root, n) == 0 && strncmp(place + n, "/engine/", 8) == 0)
-    return true;
-  return length > 3 && memcmp(place, "...", 3) == 0 &&
-         (memmem(place, length, "/lua/engine/", 12) ||
-          memmem(place, length, "/lua/5.1/engine/", 16));
 }
 
 static bool is_plumbing(const char *frame, size_t length)
@@ -194,10 +207,10 @@ static bool is_plumbing(const char *frame, size_t length)
   return false;
 }
 
-// Pushes `text`, a message with its traceback, reduced for the script's author: without the
-// engine's own frames, and without a traceback that only repeats the message's position or lacks a
-// frame of the file in the message (a policy's). A message about the engine's own files stays
-// complete.
+// Pushes `text`, a message with its traceback, shortened for the script's author. The engine's own
+// frames are dropped. The whole traceback is dropped if it only repeats the message's position, or
+// has no frame of the file that the message names (a policy). A message about the engine's own
+// files stays complete.
 static void push_trimmed(lua_State *L, const char *text)
 {
   static const char head[] = "\nstack traceback:";
@@ -206,7 +219,7 @@ static void push_trimmed(lua_State *L, const char *text)
   luaL_Buffer kept;
   luaL_buffinit(L, &kept);
   luaL_addlstring(&kept, text, (size_t)(trace - text) + strlen(head));
-  // own: length of the message's position, "file.lua:" or with a line
+  // own: length of the message's position, "file.lua:" or "file.lua:LINE:"
   size_t dropped = 0, others = 0, own = strcspn(text, " \n");
   bool elsewhere = own >= 5 && text[own - 1] == ':' && memmem(text, own, ".lua:", 5);
   for (const char *line = trace + strlen(head); line < end;) {
@@ -227,7 +240,7 @@ static void push_trimmed(lua_State *L, const char *text)
   lua_pushlstring(L, text, dropped > 0 ? (size_t)(trace - text) : (size_t)(end - text));
 }
 
-static bool keeps_locals;      // -i: the REPL afterwards sees the locals of the script's main chunk
+static bool keeps_locals;      // -i: after the script, the REPL sees the locals of its main chunk
 
 // Makes the locals of the main chunk global, except for names already in use.
 static void keep_locals(lua_State *L)
@@ -255,7 +268,7 @@ static void keep_locals(lua_State *L)
 static int on_error(lua_State *L)
 {
   if (keeps_locals) keep_locals(L);
-  // false: a mistake in the user's input, not in the script
+  // traceback = false marks a mistake in the user's input, not in the script
   if (lua_istable(L, 1) && luaL_getmetafield(L, 1, "traceback")) {
     bool plain = !lua_toboolean(L, -1);
     lua_settop(L, 1);
@@ -278,8 +291,8 @@ static int on_error(lua_State *L)
   return 1;
 }
 
-// Calls the function below its `n_args` arguments. On an error prints the message and returns
-// false.
+// Calls the function that lies below its `n_args` arguments on the stack. On an error prints the
+// message and returns false.
 static bool call(lua_State *L, int n_args, int n_results)
 {
   int base = lua_gettop(L) - n_args;
@@ -370,21 +383,16 @@ static int l_trim(lua_State *L)
   return 1;
 }
 
-static int run_status;         // of the runs that have ended: the most serious
-
 static int seriousness(int status) { return status >= 128 ? 1 : status; }
 
-// run_status(status): a run begins (0) or has ended with a status of lua/engine/train/loop.lua. The
-// most serious one becomes the exit status. Returns the status, for an interrupted run 128 + the
-// signal.
+// run_status(status): called when a run begins (0) or has ended, with a status of
+// lua/engine/train/loop.lua. The most serious status becomes the exit status.
 static int l_run_status(lua_State *L)
 {
   int status = luaL_checkint(L, 1);
   has_run = true;
-  if (status >= 128 && last_signal) status = 128 + last_signal;
   if (seriousness(status) > seriousness(run_status)) run_status = status;
-  lua_pushinteger(L, status);
-  return 1;
+  return 0;
 }
 
 // keep(): called at the end of a script run with -i.
@@ -484,10 +492,11 @@ typedef struct options {
 static void usage(void)
 {
   fputs("usage: engine [options] [script.lua [name=value ...]]\n"
-        "  -e code   run code            -l name   require a module\n"
-        "  -i        stay in the REPL    -v        show the version\n"
-        "  -j cmd    JIT control (off)   -O level  JIT optimisation\n"
-        "  -E        ignore LUA_INIT     -         run stdin, -- ends options\n"
+        "  -e code   run code                       -l name   require a module\n"
+        "  -i        stay in the REPL               -v        show the version\n"
+        "  -j cmd    control the JIT (e.g. -j off)  -O level  set the JIT's optimisation\n"
+        "  -E        ignore LUA_INIT                -         run stdin\n"
+        "  --        end of options\n"
         "engine --help prints more.\n", stderr);
 }
 
@@ -514,6 +523,17 @@ static bool parse(options *o, int argc, char **argv)
   return true;
 }
 
+// Pushes the parts of a text between commas and returns their number.
+static int push_words(lua_State *L, const char *text)
+{
+  int count = 0;
+  for (const char *end; *text; text = *end ? end + 1 : end, count++) {
+    end = strchrnul(text, ',');
+    lua_pushlstring(L, text, (size_t)(end - text));
+  }
+  return count;
+}
+
 // -j cmd[=args]: calls jit.cmd(args), or the module jit.cmd.
 static bool jit_command(lua_State *L, const char *text)
 {
@@ -530,20 +550,18 @@ static bool jit_command(lua_State *L, const char *text)
     if (!call(L, 1, 1)) return false;
     lua_getfield(L, -1, "start");
   }
-  if (equals) lua_pushstring(L, equals + 1);
-  bool ok = call(L, equals ? 1 : 0, 0);
+  bool ok = call(L, equals ? push_words(L, equals + 1) : 0, 0);
   lua_settop(L, 0);
   return ok;
 }
 
-static bool jit_optimise(lua_State *L, const char *level)
+static bool jit_optimise(lua_State *L, const char *options)
 {
   lua_getglobal(L, "require");
   lua_pushliteral(L, "jit.opt");
   if (!call(L, 1, 1)) return false;
   lua_getfield(L, -1, "start");
-  lua_pushstring(L, level[0] ? level : "3");
-  bool ok = call(L, 1, 0);
+  bool ok = call(L, push_words(L, options[0] ? options : "3"), 0);
   lua_settop(L, 0);
   return ok;
 }
@@ -639,7 +657,8 @@ static int run_command(lua_State *L, const char *name, int argc, char **argv, in
   return (int)lua_tointeger(L, -1);
 }
 
-// Misspelt variables would be ignored silently. Without the Lua modules there is no list of names.
+// Reports misspelt ENGINE_ variables, which would otherwise be ignored silently. Does nothing if
+// the Lua modules, which have the list of names, are missing.
 static void check_variables(lua_State *L)
 {
   enum { MOST = 100 };
@@ -674,7 +693,7 @@ static bool run_environment(lua_State *L)
   return call_loaded(L, luaL_loadbuffer(L, init, strlen(init), "=LUA_INIT"));
 }
 
-// Tables and policies keep data for the whole run: a heap limited to 1 GiB is too small.
+// Tables and policies keep data for the whole run, so a heap limited to 1 GiB is too small.
 static bool check_gc64(lua_State *L)
 {
   static const char code[] = "return require('ffi').abi('gc64')";
@@ -714,7 +733,8 @@ static int run(lua_State *L, int argc, char **argv)
   if (ok && o.script < argc) {
     if (is_command(argv[o.script])) {
       int code = run_command(L, argv[o.script], argc, argv, o.script + 1);
-      return code != 0 && last_signal && eng_interrupted() ? 128 + last_signal : code;
+      int number = eng_interrupt_signal(0);
+      return code != 0 && number && eng_interrupted() ? 128 + number : code;
     }
     keeps_locals = o.interactive;
     ok = run_script(L, argc, argv, o.script);
@@ -729,20 +749,20 @@ static int run(lua_State *L, int argc, char **argv)
     ok = run_repl(L);
     run_status = 0;
   } else if (!ok && interrupted) {
-    return 128 + last_signal;
+    return 128 + eng_interrupt_signal(0);
   }
-  if (ok && run_status) {       // every rank gets here, so the job ends without an abort
+  bool together = ok || run_status == DRIFTED;    // the error is the same on all ranks
+  if (together && run_status) { // every rank gets here, so the job ends without an abort
     fflush(stdout);             // mpirun ends the other ranks when the first has exited
     eng_comm_end(0);
   }
-  return ok ? run_status : EXIT_FAILURE;
+  return together ? run_status : EXIT_FAILURE;
 }
 
-// Output that was buffered until now, or lost earlier: reported, and status 0 becomes
-// RESULTS_LOST. Also after os.exit().
+// Writes the output that is still buffered. If output is lost now or was lost earlier, reports that
+// and turns status 0 into RESULTS_LOST. Runs after os.exit() as well.
 static void check_stdout(int status, void *nothing)
 {
-  enum { RESULTS_LOST = 5 };          // as in lua/engine/train/loop.lua
   (void)nothing;
   errno = 0;
   if (fflush(stdout) == 0 && !ferror(stdout)) return;
@@ -751,21 +771,10 @@ static void check_stdout(int status, void *nothing)
   if (status == EXIT_SUCCESS) _exit(RESULTS_LOST);
 }
 
-// OpenMP's threads spin for milliseconds while they wait for each other, which costs a factor of
-// ten on a busy machine. The runtime reads its settings when it is loaded, before main. So this
-// sets them and executes the binary again (one millisecond). About 50 us of spinning keep the
-// hand-over between kernels quick.
-static void configure_openmp(char **argv)
-{
-  if (getenv("GOMP_SPINCOUNT") || getenv("OMP_WAIT_POLICY")) return;
-  // continue without the settings if that fails
-  if (setenv("GOMP_SPINCOUNT", "1000", 1) == 0) execv("/proc/self/exe", argv);
-}
-
 int main(int argc, char **argv)
 {
-  configure_openmp(argv);
-  prctl(PR_SET_NAME, "engine");         // otherwise ps shows "exe", the name of the second start
+  openmp_configure(argv);
+  prctl(PR_SET_NAME, "engine");         // otherwise ps shows "exe" after the restart in openmp.c
   setlocale(LC_CTYPE, "");              // for the line editor; numbers keep the C locale
   on_exit(check_stdout, NULL);
   bool found = find_places(argv[0]);
@@ -779,8 +788,8 @@ int main(int argc, char **argv)
   set_path(L);
   if (!found)
     fprintf(stderr,
-            "engine: its Lua modules are missing (looked for %s); hint: keep lua/ next to the "
-            "binary, or use make install\n",
+            "engine: the engine's Lua modules are missing (looked for %s); hint: keep lua/ next to "
+            "the binary, or use make install\n",
             root);
   main_state = L;
   eng_comm_launched(&rank, &ranks);

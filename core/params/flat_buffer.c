@@ -68,7 +68,8 @@ eng_status flat_memory(flat_buffer **out, int space, arena_id arena, int n, int6
   return ENG_OK;
 }
 
-/// Divides a new buffer among the members: whole ones, or the elements that this rank owns.
+/// Divides a new buffer among the members: room for all their elements or, if `own`, for those that
+/// this rank owns.
 static eng_status flat_make(flat_buffer **out, arena_id arena, const eng_params *set,
                             const int32_t *dtype, bool own)
 {

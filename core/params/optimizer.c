@@ -65,8 +65,13 @@ static eng_status moment_new(eng_optimizer *state, int which)
   if (state->set->sharded)
     ENG_TRY(flat_new_own(&state->moment[which], ARENA_OPTIMIZER, state->set, dtype));
   else ENG_TRY(flat_new(&state->moment[which], ARENA_OPTIMIZER, state->set, dtype));
-  return transfer_zero(state->set->space, state->moment[which]->memory,
-                       state->moment[which]->bytes);
+  flat_buffer *made = state->moment[which];
+  eng_status status = transfer_zero(state->set->space, made->memory, made->bytes);
+  if (status != ENG_OK) {
+    flat_release(made);
+    state->moment[which] = NULL;
+  }
+  return status;
 }
 
 eng_status eng_optimizer_new(eng_optimizer **out, eng_params *set, int kind, int moment_dtype,
@@ -121,25 +126,35 @@ void eng_optimizer_free(eng_optimizer *state)
 
 void eng_optimizer_restart(eng_optimizer *state) { state->in_a_row = false; }
 
+/// Whether a moment has this rank's elements only.
+static bool is_divided(const flat_buffer *moment, const eng_params *set)
+{
+  for (int i = 0; i < set->n; i++)
+    if (moment->part[i]->count != set->own[2 * i + 1] - set->own[2 * i]) return false;
+  return true;
+}
+
 eng_status eng_optimizer_shard(eng_optimizer *state)
 {
   ENG_TRY(check_alive(state));
   eng_params *set = state->set;
   if (!set->sharded)
-    return error_set(ENG_ERR_STATE, "%s: its parameters are not divided among ranks",
+    return error_set(ENG_ERR_STATE, "%s: the parameters are not divided among ranks",
                      kinds[state->kind].name);
   int size = eng_dtype_size(state->moment_dtype);
   for (int which = 0; which < kinds[state->kind].moments; which++) {
     flat_buffer *whole = state->moment[which], *part;
-    if (!whole) continue;
+    if (!whole || is_divided(whole, set)) continue;
     for (int i = 0; i < set->n; i++) set->which[i] = state->moment_dtype;   // unused between passes
     ENG_TRY(flat_new_own(&part, ARENA_OPTIMIZER, set, set->which));
-    for (int i = 0; i < set->n; i++) {
+    eng_status status = ENG_OK;
+    for (int i = 0; i < set->n && status == ENG_OK; i++) {
       const char *from = (const char *)whole->part[i]->data + set->own[2 * i] * size;
-      ENG_TRY(transfer_inside(set->space, part->part[i]->data, from, part->part[i]->count * size));
+      status = transfer_inside(set->space, part->part[i]->data, from, part->part[i]->count * size);
     }
+    flat_release(status == ENG_OK ? whole : part);
+    ENG_TRY(status);
     state->moment[which] = part;
-    flat_release(whole);
   }
   return ENG_OK;
 }
@@ -157,12 +172,13 @@ static eng_status check_update(const eng_optimizer *state, const eng_update *upd
   for (int g = 0; state->set->sharded && g < update->n_groups; g++)
     if (update->groups[g].dampening != 0)
       return error_set(ENG_ERR_VALUE,
-                       "%s: dampening makes an exception for a tensor's first update, which ranks "
-                       "that hold parts of it cannot detect; hint: zero=0",
+                       "%s: dampening treats a tensor's first update differently, and a rank that "
+                       "holds only a part of the tensor cannot detect it; hint: zero=0",
                        name);
   for (int i = 0; i < state->set->n; i++)
     if (state->group[i] >= update->n_groups)
-      return error_set(ENG_ERR_VALUE, "%s: parameter %s is in group %d, the update has %d groups",
+      return error_set(ENG_ERR_VALUE,
+                       "%s: parameter %s is in group %d, but the update has %d groups",
                        name, state->set->member[i].name, state->group[i], update->n_groups);
   return ENG_OK;
 }
@@ -186,7 +202,7 @@ static bool untouched(const tensor *moment)
 }
 
 /// Whether parameter i's moment was ever updated. Stops reading the moment once that is known,
-/// because a read can mean waiting for a GPU.
+/// because a read may have to wait for a GPU.
 static bool has_begun(eng_optimizer *state, int i)
 {
   const tensor *moment = state->moment[0]->part[i];
@@ -212,7 +228,7 @@ eng_status eng_optimizer_step(eng_optimizer *state, const eng_update *update)
   eng_params *set = state->set;
   eng_update here = *update;
   const bool lagged = update->lagged != 0;
-  if (update->lagged && !device->gradstats_start) {   // on other devices the GPU decides
+  if (update->lagged && !device->gradstats_start) {   // a GPU would decide this itself
     here.t = state->in_a_row ? state->lagged_t : update->t;
     here.lagged = 0;
     state->lagged_t = here.t;

@@ -261,7 +261,7 @@ static eng_status check_alive(const eng_params *set)
   return set->freed ? error_set(ENG_ERR_STATE, "these parameters were freed") : ENG_OK;
 }
 
-/// The format of gradient i in memory, whose terms have the format gradient[i] (NULL: f32).
+/// The stored format of gradient i. gradient[i] is the format of its terms (NULL: f32).
 static int stored_dtype(const eng_params *set, const int32_t *gradient, int i)
 { return !gradient || set->accumulates ? ENG_f32 : gradient[i]; }
 
@@ -272,7 +272,8 @@ static bool other_gradients(const eng_params *set, const int32_t *gradient)
   return false;
 }
 
-/// Drops the gradients' memory; the next backward pass makes it again.
+/// Sets the formats of gradients. If one changes, drops their memory; the next backward pass
+/// allocates it again.
 static void renew_gradients(eng_params *set, const int32_t *gradient)
 {
   if (other_gradients(set, gradient)) {
@@ -301,7 +302,7 @@ eng_status eng_params_precision(eng_params *set, const int32_t *shadow, const in
   }
   if (other_gradients(set, gradient) && set->divided)
     return error_set(ENG_ERR_STATE, "these gradients are divided among ranks (zero=2) and cannot "
-                                    "change their format; hint: a new optimizer");
+                                    "change their format; hint: create a new optimizer");
   // Allocates the new buffer first, so that a failure leaves the set unchanged.
   flat_buffer *fresh_shadows = NULL;
   int32_t *wanted = set->which;   // unused between passes
@@ -331,13 +332,13 @@ eng_status eng_params_accumulate(eng_params *set, bool on)
   if (other_gradients(set, set->term_dtype) && set->divided) {
     set->accumulates = !on;
     return error_set(ENG_ERR_STATE, "these gradients are divided among ranks (zero=2) and cannot "
-                                    "change their format; hint: a new optimizer");
+                                    "change their format; hint: create a new optimizer");
   }
   renew_gradients(set, set->term_dtype);
   return ENG_OK;
 }
 
-/// The device that computes with the set's memory: the current one if it can.
+/// The device that computes with the set's memory: the current device if it uses that memory space.
 static const backend *set_device(const eng_params *set)
 {
   return set->space == backend_current()->space ? backend_current() : backend_of_space(set->space);
@@ -359,6 +360,19 @@ eng_status eng_params_refresh(eng_params *set)
   ENG_TRY(check_alive(set));
   for (int i = 0; i < set->n; i++)
     if (set->member[i].shadow) ENG_TRY(refresh(&set->member[i]));
+  return ENG_OK;
+}
+
+eng_status eng_params_low(eng_tensor *out, eng_params *set, int index)
+{
+  *out = (eng_tensor){0, 0};
+  ENG_TRY(check_alive(set));
+  if (index < 0 || index >= set->n)
+    return error_set(ENG_ERR_VALUE, "expected a parameter index of 0 to %d, got %d", set->n - 1,
+                     index);
+  tensor *low = NULL;
+  if (set->member[index].shadow) ENG_TRY(params_shadow(&low, &set->member[index]));
+  if (low) *out = tensor_handle(low);
   return ENG_OK;
 }
 
@@ -408,7 +422,7 @@ eng_status eng_params_zero_grad(eng_params *set)
   for (int i = 0; i < set->n; i++) {
     parameter *p = &set->member[i];
     params_drop_gradient(p);
-    p->gradient = resting_place(set, i);   // back from the unscaled one
+    p->gradient = resting_place(set, i);   // it may point to the unscaled gradient
   }
   return ENG_OK;
 }
@@ -425,7 +439,7 @@ static int spans(eng_params *set, const int64_t *own)
     const parameter *p = &set->member[i];
     int64_t from = own ? own[2 * i] : 0, to = own ? own[2 * i + 1] : p->value->count;
     if (!p->has_gradient || from == to) continue;
-    // divided: starts with the rank's own elements
+    // if divided, the buffer holds only the rank's own elements
     const tensor *gradient = p->gradient ? p->gradient : set->gradients->part[i];
     set->which[m] = i;
     set->span[m++] = (param_span){
@@ -454,8 +468,8 @@ eng_status params_here(const eng_params *set, const char *pass)
   const char *home = backend_of_space(set->space)->name;
   return error_set(
     ENG_ERR_DEVICE,
-    "the parameters are in %s memory, the current device is %s; hint: engine.device('%s')", home,
-    device->name, home);
+    "the parameters are in %s memory, but the current device is %s; hint: engine.device('%s')",
+    home, device->name, home);
 }
 
 eng_status params_whole(const eng_params *set)
@@ -466,18 +480,23 @@ eng_status params_whole(const eng_params *set)
                       : ENG_OK;
 }
 
-eng_status eng_params_stats(eng_record *record, eng_tensor_stats *stats, eng_params *set,
-                            double scale, unsigned needs)
+eng_status params_gradstats(eng_tensor_stats *stats, const eng_params *set, int m, unsigned needs)
 {
   const backend *device = backend_current();
-  ENG_TRY(check_alive(set));
-  ENG_TRY(params_here(set, "gradient statistics"));
   if (!device->gradstats)
     return error_set(ENG_ERR_DEVICE, "the device %s cannot compute gradient statistics",
                      device->name);
+  return device->gradstats(set->span, m, needs, stats);
+}
+
+eng_status eng_params_stats(eng_record *record, eng_tensor_stats *stats, eng_params *set,
+                            double scale, unsigned needs)
+{
+  ENG_TRY(check_alive(set));
+  ENG_TRY(params_here(set, "gradient statistics"));
   ENG_TRY(params_whole(set));
   int m = params_spans(set);
-  ENG_TRY(device->gradstats(set->span, m, needs, set->stats));
+  ENG_TRY(params_gradstats(set->stats, set, m, needs));
   for (int k = 0; k < m; k++) set->stats[k].relative_scale = set->span[k].scale;
   params_record(record, stats, set, set->stats, set->which, m, scale, needs);
   return ENG_OK;
@@ -497,14 +516,10 @@ void params_record(eng_record *record, eng_tensor_stats *of_member, const eng_pa
 
 eng_status params_own_stats(eng_tensor_stats *stats, eng_params *set, unsigned needs)
 {
-  const backend *device = backend_current();
   ENG_TRY(check_alive(set));
   ENG_TRY(params_here(set, "gradient statistics"));
-  if (!device->gradstats)
-    return error_set(ENG_ERR_DEVICE, "the device %s cannot compute gradient statistics",
-                     device->name);
   int m = params_own_spans(set);
-  ENG_TRY(device->gradstats(set->span, m, needs, set->stats));
+  ENG_TRY(params_gradstats(set->stats, set, m, needs));
   memset(stats, 0, (size_t)set->n * sizeof *stats);
   for (int k = 0; k < m; k++) stats[set->which[k]] = set->stats[k];
   for (int i = 0; i < set->n; i++)
@@ -558,6 +573,50 @@ eng_status eng_params_unscale(int *found_inf, eng_params *set, double factor)
   return ENG_OK;
 }
 
+/// The span of member `index` that this rank updates; NULL: none.
+static const param_span *span_of(eng_params *set, int index)
+{
+  int m = set->sharded ? params_own_spans(set) : params_spans(set);
+  for (int k = 0; k < m; k++)
+    if (set->which[k] == index) return &set->span[k];
+  return NULL;
+}
+
+eng_status eng_params_true_gradient(int *has, const eng_tensor *into, eng_params *set, int index,
+                                    double factor)
+{
+  *has = 0;
+  ENG_TRY(check_alive(set));
+  ENG_TRY(params_here(set, "an optimizer's update"));
+  if (index < 0 || index >= set->n)
+    return error_set(ENG_ERR_VALUE, "expected a parameter index of 0 to %d, got %d", set->n - 1,
+                     index);
+  const parameter *p = &set->member[index];
+  tensor *target;
+  ENG_TRY(tensor_get(&target, into));
+  if (target->dtype != ENG_f32 || target->store->space != set->space)
+    return error_set(ENG_ERR_DTYPE, "parameter %s: expected f32 memory of its device, got %s",
+                     p->name, tensor_text(target));
+  if (!tensor_same_shape(target, p->value) || !tensor_contiguous(target))
+    return error_set(ENG_ERR_SHAPE, "parameter %s: expected a tensor of its shape %s, got %s",
+                     p->name, tensor_text(p->value), tensor_text(target));
+  const param_span *span = span_of(set, index);
+  if (!span) return ENG_OK;
+  if (span->count != p->value->count)
+    return error_set(ENG_ERR_STATE,
+                     "parameter %s: this rank has %lld of its %lld elements; hint: zero=0", p->name,
+                     (long long)span->count, (long long)p->value->count);
+  const backend *device = backend_current();
+  if (!device->unscale)
+    return error_set(ENG_ERR_DEVICE, "the device %s cannot unscale gradients", device->name);
+  int found_inf;
+  float *to = target->data;
+  ENG_TRY(device->unscale(span, 1, factor, &to, &found_inf));
+  target->store->writes++;
+  *has = 1;
+  return ENG_OK;
+}
+
 eng_status eng_params_relative_scale(eng_params *set, const double *relative)
 {
   ENG_TRY(check_alive(set));
@@ -605,15 +664,9 @@ eng_status eng_params_reference_end(double *norm, double *norms, eng_params *set
   *norm = 0;
   ENG_TRY(check_alive(set));
   if (!set->kept) return error_set(ENG_ERR_STATE, "no reference backward is running");
-  const backend *device = backend_current();
   int m = params_spans(set);
   eng_status status = params_here(set, "the end of a reference backward");
-  if (status == ENG_OK)
-    status =
-      device->gradstats
-        ? device->gradstats(set->span, m, ENG_NEED_NORM, set->stats)
-        : error_set(ENG_ERR_DEVICE, "the device %s cannot compute gradient statistics",
-                    device->name);
+  if (status == ENG_OK) status = params_gradstats(set->stats, set, m, ENG_NEED_NORM);
   double sum_squares = 0;
   for (int i = 0; norms && i < set->n; i++) norms[i] = 0;
   for (int k = 0; k < m && status == ENG_OK; k++) {
@@ -656,19 +709,16 @@ uint64_t eng_params_checksum(const eng_params *set) { return eng_params_checksum
 
 uint64_t eng_params_checksum_of(const eng_params *set, const uint8_t *which, int value)
 {
-  uint64_t hash = 0xCBF29CE484222325ull;
-  for (int i = 0; i < set->n && !set->freed; i++) {
+  uint64_t *sum = malloc((size_t)(set->n + 1) * sizeof *sum), hash = 0;
+  int n = 0;
+  bool good = sum != NULL;
+  for (int i = 0; i < set->n && !set->freed && good; i++) {
     if (which && which[i] != value) continue;
-    const char *at = set->member[i].value->data;
-    int64_t left = set->member[i].value->count * (int64_t)sizeof(float);
-    while (left > 0) {
-      unsigned char piece[65536];
-      int64_t bytes = left < (int64_t)sizeof piece ? left : (int64_t)sizeof piece;
-      if (transfer_to_host(piece, set->space, at, bytes) != ENG_OK) return 0;
-      for (int64_t k = 0; k < bytes; k++) hash = (hash ^ piece[k]) * 0x100000001B3ull;
-      at += bytes;
-      left -= bytes;
-    }
+    const tensor *x = set->member[i].value;
+    good = transfer_checksum(&sum[n++], set->space, x->data,
+                             x->count * (int64_t)sizeof(float)) == ENG_OK;
   }
+  if (good) hash = eng_hash64(sum, n * (int64_t)sizeof *sum);
+  free(sum);
   return hash;
 }

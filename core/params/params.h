@@ -1,5 +1,6 @@
 // Parameter sets: flat buffers of weights, gradients and low-precision weights. See engine.h.
-// Called by op.c (which low-precision copy to use), tape.c (where a gradient goes), optimizer.c.
+// Called by op.c (which low-precision copy to use), gradient.c (where a gradient goes) and
+// optimizer.c.
 #ifndef ENG_PARAMS_H
 #define ENG_PARAMS_H
 
@@ -30,8 +31,8 @@ typedef struct parameter {
   tensor     *value;          // the f32 master, the leaf that scripts hold
   // low-precision weights, a leaf whose gradient goes to this parameter; or NULL
   tensor     *shadow;
-  // the gradient in the flat buffer, in gradient dtype (f32 once unscaled). NULL: no memory yet, or
-  // (where gradients are divided) not being computed
+  // the gradient in the flat buffer, in gradient dtype (f32 once unscaled). NULL: it has no memory
+  // yet or, if gradients are divided, is not being computed
   tensor     *gradient;
   bool        has_gradient;   // a gradient was added since the last zero_grad
   bool        expected;       // a temporary mark of backward.c
@@ -59,15 +60,13 @@ typedef struct pending_stats {
   int32_t  m, n_losses;
   int32_t *which;             // [n] of the set: entry k is of member which[k]
   double  *relative_scale;    // [n] of entry k
-  int64_t  ticket;            // the device's, if it computes asynchronously
+  int64_t  ticket;            // the device's ticket, if it computes asynchronously
   eng_tensor_stats *stats;    // [n], if it computes at once; NULL on a card
   double   loss;              // sum of the losses, once computed
-  // if it computes at once: over all gradients, each divided by its relative scale
+  // if it computes at once: the sum over all gradients, each divided by its relative scale
   double   sum_squares;
   bool     overflow;          // if it computes at once: a gradient holds inf or nan
 } pending_stats;
-
-enum { MOST_LOSSES = 64 };    // micro-batches that a lagged step may have
 
 struct eng_params {
   int32_t      n;
@@ -81,9 +80,9 @@ struct eng_params {
   flat_buffer *gradients;
   // ZeRO-2: backward writes gradients into memory of comm_buckets.c until they are reduced
   bool         divided;
-  int32_t     *gradient_dtype;// [n] in memory
-  int32_t     *term_dtype;    // [n] of what each operation of a backward pass adds: the recipe's
-  bool         accumulates;   // gradients of several passes: low-precision terms are summed in f32
+  int32_t     *gradient_dtype;// [n] of the stored gradients
+  int32_t     *term_dtype;    // [n] of the terms that backward adds: the recipe's
+  bool         accumulates;   // several passes add up: sums low-precision terms in f32
   flat_buffer *unscaled;      // f32 gradients of the members with f16 or bf16 gradients
   flat_buffer *reference;     // f32 gradients of a reference backward
   bool        *kept;          // [n] has_gradient while a reference backward runs, else NULL
@@ -96,7 +95,7 @@ struct eng_params {
   bool         sharded;       // this rank updates only its own elements (ZeRO-1)
   pending_stats pending[ENG_STATS_ON_THEIR_WAY];   // a ring: lagged statistics, oldest first
   int32_t      first_pending, n_pending;
-  // decides a lagged update on devices that compute at once; NULL: none
+  // the statistics that decide the next lagged update, on devices that compute at once; NULL: none
   pending_stats *newest;
 };
 
@@ -110,7 +109,7 @@ eng_status flat_new_own(flat_buffer **out, arena_id arena, const eng_params *set
                         const int32_t *dtype);
 /// The size of a part with `count` elements.
 int64_t params_part_bytes(int64_t count, int dtype);
-/// Frees a buffer, or postpones that while the tape or a view still uses it. NULL is allowed.
+/// Frees a buffer, or postpones this while the tape or a view still uses it. NULL is allowed.
 void flat_release(flat_buffer *flat);
 /// Frees the released buffers that are no longer in use.
 void flat_reclaim(void);
@@ -125,7 +124,7 @@ eng_status params_gradients(eng_params *set);
 /// (flat_new_own).
 void params_divide(eng_params *set, flat_buffer *own);
 
-/// Whether what is added to this gradient is rounded to its term dtype first and summed in f32.
+/// Whether each term of this gradient is rounded to the term dtype before it is added in f32.
 static inline bool params_sums_terms(const parameter *p)
 {
   const eng_params *set = p->set;
@@ -143,9 +142,11 @@ static inline void params_drop_gradient(parameter *p)
 /// read them is outdated.
 void params_written(parameter *p);
 
-/// The checks of every pass over parameters: they must be in the memory of the current device
-/// (DEVICE), and no step may be being captured, because `pass` cannot be part of one (STATE).
+/// The checks of every pass over parameters. They must be in the memory of the current device
+/// (DEVICE). No capture may be running, because `pass` cannot be part of a captured step (STATE).
 eng_status params_here(const eng_params *set, const char *pass);
+/// The device's pass over the set's first m spans, into stats [m]. Errors: DEVICE.
+eng_status params_gradstats(eng_tensor_stats *stats, const eng_params *set, int m, unsigned needs);
 /// An error if this rank has only its own elements of the gradients (ZeRO-2).
 eng_status params_whole(const eng_params *set);
 /// Fills set->span and set->which with the members that have a gradient; returns their number.
@@ -157,17 +158,17 @@ eng_status params_own_stats(eng_tensor_stats *stats, eng_params *set, unsigned n
 /// Sums the statistics of all members [n] into a record; members without a gradient are left out.
 void params_total(eng_record *record, eng_params *set, const eng_tensor_stats *stats, double scale,
                   unsigned needs);
-/// Sums a pass over m spans, span k being member which[k]'s, into a record; and each member's
-/// statistics (of_member may be NULL).
+/// Sums the statistics of m spans into a record; span k belongs to member which[k]. Also stores
+/// each member's own statistics in of_member, unless that is NULL.
 void params_record(eng_record *record, eng_tensor_stats *of_member, const eng_params *set,
                    const eng_tensor_stats *of_span, const int32_t *which, int m, double scale,
                    unsigned needs);
 
-/// Lagged statistics (params_lagged.c). For devices that compute at once: the factor of a lagged
-/// update, which also clips to `clip_norm` (0: none); false if the update must be skipped. And
-/// freeing their memory.
+/// For devices that compute lagged statistics at once (params_lagged.c): the factor of a lagged
+/// update, which also clips to `clip_norm` (0: none). False: the update must be skipped.
 bool params_lagged_factor(double *factor, const eng_params *set, double gradient_factor,
                           double clip_norm);
+/// Frees the memory of lagged statistics.
 void params_forget_lagged(eng_params *set);
 /// Drops one reference; the last one frees the set.
 void params_release(eng_params *set);

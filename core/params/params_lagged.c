@@ -56,9 +56,9 @@ void params_forget_lagged(eng_params *set)
 
 static eng_status check_losses(tensor **loss, const eng_tensor *losses, int n)
 {
-  if (n < 0 || n > MOST_LOSSES)
+  if (n < 0 || n > ENG_STATS_LOSSES)
     return error_set(ENG_ERR_VALUE, "lagged statistics: expected 0 to %d losses, got %d",
-                     MOST_LOSSES, n);
+                     ENG_STATS_LOSSES, n);
   for (int i = 0; i < n; i++) {
     ENG_TRY(tensor_get(&loss[i], &losses[i]));
     if (loss[i]->dtype != ENG_f32 || loss[i]->count != 1)
@@ -85,11 +85,8 @@ eng_status eng_params_stats_start(eng_params *set, unsigned needs, const eng_ten
                      ENG_STATS_ON_THEIR_WAY);
   ENG_TRY(params_here(set, "gradient statistics"));
   const backend *device = backend_current();
-  if (!device->gradstats)
-    return error_set(ENG_ERR_DEVICE, "the device %s cannot compute gradient statistics",
-                     device->name);
   ENG_TRY(params_whole(set));
-  tensor *loss[MOST_LOSSES];
+  tensor *loss[ENG_STATS_LOSSES];
   ENG_TRY(check_losses(loss, losses, n_losses));
   pending_stats *p = &set->pending[(set->first_pending + set->n_pending) % ENG_STATS_ON_THEIR_WAY];
   ENG_TRY(room_for(p, set, !device->gradstats_start));
@@ -101,7 +98,7 @@ eng_status eng_params_stats_start(eng_params *set, unsigned needs, const eng_ten
   if (device->gradstats_start) {
     ENG_TRY(device->gradstats_start(&p->ticket, set->span, p->m, needs, loss, n_losses));
   } else {
-    ENG_TRY(device->gradstats(set->span, p->m, needs | ENG_NEED_NORM, p->stats));
+    ENG_TRY(params_gradstats(p->stats, set, p->m, needs | ENG_NEED_NORM));
     p->loss = p->sum_squares = 0;
     p->overflow = false;
     for (int i = 0; i < n_losses; i++) p->loss += tensor_load(loss[i]->data, ENG_f32, 0);
@@ -129,7 +126,7 @@ eng_status eng_params_stats_fetch(eng_record *record, eng_tensor_stats *stats, d
   set->first_pending = (set->first_pending + 1) % ENG_STATS_ON_THEIR_WAY;
   set->n_pending--;   // consumed, even if the fetch fails
   if (device->gradstats_fetch) {
-    double values[MOST_LOSSES];
+    double values[ENG_STATS_LOSSES];
     ENG_TRY(device->gradstats_fetch(p->ticket, set->stats, p->m, values, p->n_losses));
     p->loss = 0;
     for (int i = 0; i < p->n_losses; i++) p->loss += values[i];

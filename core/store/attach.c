@@ -20,7 +20,7 @@
 
 enum { CLIENTS = 8, CHUNK = 4096 };
 
-/// Bytes in a buffer; `from` is the first one not yet consumed.
+/// Bytes in a buffer; `from` is the first byte not yet consumed.
 typedef struct bytes { char *data; size_t from, size, capacity; } bytes;
 
 typedef struct client {
@@ -35,7 +35,7 @@ struct eng_attach {
   ino_t  inode;
   int    count, last_number, turn;   // turn: the client whose line is returned next
   char  *name;               // within the folder
-  char  *line;               // the last one returned
+  char  *line;               // the line returned last
   client clients[CLIENTS];
 };
 
@@ -65,8 +65,8 @@ static bool bytes_add(bytes *b, const char *data, size_t size, size_t limit)
 /// Returns the first complete line as a separate string; NULL if there is none (or no memory).
 static char *bytes_line(bytes *b, int64_t *length)
 {
-  char *start = b->data + b->from,
-       *end = b->size > b->from ? memchr(start, '\n', b->size - b->from) : NULL;
+  if (b->size == b->from) return NULL;
+  char *start = b->data + b->from, *end = memchr(start, '\n', b->size - b->from);
   if (!end) return NULL;
   char *line = malloc((size_t)(end - start) + 1);
   if (!line) return NULL;
@@ -85,8 +85,8 @@ static void bytes_free(bytes *b)
 
 // ---- addresses
 
-/// The address of `name` in an open folder. A socket address has room for 107 bytes: a longer path
-/// uses the folder's descriptor.
+/// The address of `name` in an open folder. A socket address has room for 107 bytes, so a longer
+/// path goes through the folder's descriptor.
 static eng_status address_of(struct sockaddr_un *out, const char *path, int folder,
                              const char *name)
 {
@@ -115,6 +115,14 @@ static eng_status open_folder(int *folder, const char **name, const char *path)
   return status;
 }
 
+/// A socket whose calls never block.
+static eng_status make_socket(int *fd, const char *path)
+{
+  *fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+  return *fd >= 0 ? ENG_OK : error_set(ENG_ERR_IO, "%s: cannot make a socket: %s", path,
+                                       strerror(errno));
+}
+
 // ---- the server side
 
 /// Removes a socket without a listener.
@@ -125,10 +133,11 @@ static eng_status remove_stale(const struct sockaddr_un *address, const char *pa
   if (fstatat(folder, name, &there, AT_SYMLINK_NOFOLLOW) != 0) return ENG_OK;
   if (!S_ISSOCK(there.st_mode))
     return error_set(ENG_ERR_IO, "%s: expected a socket, found another kind of file", path);
-  int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-  bool answered = fd >= 0 && (connect(fd, (const struct sockaddr *)address, sizeof *address) == 0 ||
-                              errno == EAGAIN);
-  if (fd >= 0) close(fd);
+  int fd;
+  ENG_TRY(make_socket(&fd, path));
+  bool answered =
+    connect(fd, (const struct sockaddr *)address, sizeof *address) == 0 || errno == EAGAIN;
+  close(fd);
   if (answered) return error_set(ENG_ERR_STATE, "%s: another process listens there", path);
   unlinkat(folder, name, 0);
   return ENG_OK;
@@ -140,9 +149,9 @@ static eng_status listen_at(eng_attach *server, const char *path)
   struct stat made;
   ENG_TRY(address_of(&address, path, server->folder, server->name));
   ENG_TRY(remove_stale(&address, path, server->folder, server->name));
-  server->fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+  ENG_TRY(make_socket(&server->fd, path));
   // The mode set on the socket becomes that of the file, so that other users can never connect.
-  if (server->fd < 0 || fchmod(server->fd, 0600) != 0 ||
+  if (fchmod(server->fd, 0600) != 0 ||
       bind(server->fd, (const struct sockaddr *)&address, sizeof address) != 0)
     return error_set(ENG_ERR_IO, "%s: cannot make a socket: %s", path, strerror(errno));
   if (fstatat(server->folder, server->name, &made, AT_SYMLINK_NOFOLLOW) == 0) {
@@ -244,7 +253,8 @@ static bool pull_in(client *c)
   return bytes_add(&c->out, answer, sizeof answer - 1, ENG_ATTACH_ANSWER) && push_out(c) && false;
 }
 
-/// Whether to read on: stop reading from a client whose replies are backed up.
+/// Whether to read more from a client: no, if complete lines are waiting and fill half the line
+/// buffer.
 static bool has_room(const client *c)
 {
   size_t waiting = c->in.size - c->in.from;
@@ -333,14 +343,13 @@ eng_status eng_attach_connect(eng_attach_link **out, const char *path)
 {
   struct sockaddr_un address;
   const char *name;
-  int folder = -1;
+  int folder = -1, fd = -1;
   *out = NULL;
   ENG_TRY(open_folder(&folder, &name, path));
   eng_attach_link *link = calloc(1, sizeof *link);
-  // non-blocking, because with many pending clients connect() would block
-  int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-  eng_status status = link && fd >= 0 ? address_of(&address, path, folder, name)
-                                      : error_set(ENG_ERR_MEMORY, "%s: out of memory", path);
+  eng_status status =
+    link ? make_socket(&fd, path) : error_set(ENG_ERR_MEMORY, "%s: out of memory", path);
+  if (status == ENG_OK) status = address_of(&address, path, folder, name);
   if (status == ENG_OK && connect(fd, (struct sockaddr *)&address, sizeof address) != 0) {
     bool deserted = errno == ENOENT || errno == ECONNREFUSED;
     const char *why = deserted ? "no run is listening there"
@@ -348,8 +357,6 @@ eng_status eng_attach_connect(eng_attach_link **out, const char *path)
                         ? "too many clients are waiting, and the run does not answer"
                         : strerror(errno);
     status = error_set(deserted ? ENG_ERR_STATE : ENG_ERR_IO, "%s: %s", path, why);
-  } else if (status == ENG_OK && fcntl(fd, F_SETFL, 0) != 0) {
-    status = error_set(ENG_ERR_IO, "%s: %s", path, strerror(errno));
   }
   close(folder);
   if (status != ENG_OK) {
@@ -366,8 +373,13 @@ eng_status eng_attach_send(eng_attach_link *link, const char *text, int64_t size
 {
   while (size > 0) {
     ssize_t sent = send(link->fd, text, (size_t)size, MSG_NOSIGNAL);
-    if (sent < 0 && errno == EINTR) continue;
-    if (sent < 0) return error_set(ENG_ERR_IO, "the run has ended");
+    if (sent < 0 && errno != EAGAIN && errno != EINTR)
+      return error_set(ENG_ERR_IO, "the run has ended");
+    if (sent < 0) {
+      if (eng_interrupted() > 0) return error_set(ENG_ERR_INTERRUPTED, "interrupted");
+      poll(&(struct pollfd){.fd = link->fd, .events = POLLOUT}, 1, 200);
+      continue;
+    }
     text += sent;
     size -= sent;
   }
@@ -392,7 +404,7 @@ eng_status eng_attach_receive(const char **line, int64_t *length, eng_attach_lin
     struct pollfd wanted = {.fd = link->fd, .events = POLLIN};
     if (poll(&wanted, 1, left < 0.2 ? (int)(left * 1000) + 1 : 200) <= 0) continue;
     ssize_t got = recv(link->fd, chunk, sizeof chunk, 0);
-    if (got < 0 && errno == EINTR) continue;
+    if (got < 0 && (errno == EAGAIN || errno == EINTR)) continue;
     if (got <= 0) return error_set(ENG_ERR_IO, "the run has ended");
     if (!bytes_add(&link->in, chunk, (size_t)got, ENG_ATTACH_ANSWER + CHUNK))
       return error_set(ENG_ERR_IO, "the answer is too long");

@@ -90,7 +90,7 @@ static eng_status moved_error(const eng_history *history)
 {
   return error_set(
     ENG_ERR_IO,
-    "history %s: was removed or replaced while this run wrote it; its rows from then on are lost",
+    "history %s: removed or replaced while this run wrote to it; the rows since then are lost",
     history->path);
 }
 
@@ -272,19 +272,21 @@ eng_status eng_history_tensors(eng_history *history, int64_t step, const eng_ten
 }
 
 eng_status eng_history_shadow(eng_history *history, int64_t step, const char *name,
-                              const eng_verdict *verdict)
+                              const eng_verdict *verdict, bool overflow, bool bound)
 {
   draft row;
   char reason[sizeof verdict->reason + 1];
   memcpy(reason, verdict->reason, sizeof verdict->reason);
   reason[sizeof verdict->reason] = 0;
-  ENG_TRY(begin(&row, history, HISTORY_SHADOW, 6, length(name) + length(reason) + 8));
+  ENG_TRY(begin(&row, history, HISTORY_SHADOW, 8, length(name) + length(reason) + 8));
   put_int(&row, step);
   put_text(&row, name);
   put_double(&row, verdict->scale);
   put_text(&row, eng_action_name(verdict->action));
   put_int(&row, verdict->failed);
   put_text(&row, reason[0] ? reason : NULL);
+  put_int(&row, overflow);
+  put_int(&row, bound);
   return finish(&row, history);
 }
 
@@ -353,7 +355,7 @@ eng_status eng_history_policy(eng_history *history, const char *hash, const char
 }
 
 eng_status eng_history_parameter(eng_history *history, int index, const char *name, int ndim,
-                                 const int64_t *shape)
+                                 const int64_t *shape, const char *gradient)
 {
   draft row;
   char text[ENG_MAX_DIMS * 22 + 4] = "[";
@@ -362,10 +364,12 @@ eng_status eng_history_parameter(eng_history *history, int index, const char *na
     used += (size_t)snprintf(text + used, sizeof text - used, "%s%lld", d ? "," : "",
                              (long long)shape[d]);
   snprintf(text + used, sizeof text - used, "]");
-  ENG_TRY(begin(&row, history, HISTORY_PARAMETER, 3, length(name) + length(text)));
+  ENG_TRY(begin(&row, history, HISTORY_PARAMETER, 4,
+                length(name) + length(text) + length(gradient)));
   put_int(&row, index);
   put_text(&row, name);
   put_text(&row, text);
+  put_text(&row, gradient);
   return finish(&row, history);
 }
 

@@ -1,5 +1,5 @@
-// The run history: rows go into a queue in memory, a thread commits them to SQLite, other
-// connections read.
+// The run history: a run appends rows to a queue in memory, a thread commits them to SQLite, and
+// other connections read the file.
 //   history_open.c    opening a file and checking that it is a history
 //   history_pack.c    statistics as blobs
 //   history_writer.c  the schema and the thread
@@ -20,7 +20,6 @@
 
 enum {
   HISTORY_SCHEMA = 2,               // PRAGMA user_version; a higher one is refused
-  HISTORY_BLOCK = 256,              // steps summarized in a row of `blocks`
   HISTORY_APPLICATION = 0x454E4748, // PRAGMA application_id, "ENGH"
   HISTORY_QUEUE = 8 << 20,          // bytes
   HISTORY_PERIOD_MS = 250           // milliseconds between two commits
@@ -46,8 +45,8 @@ typedef enum history_statement {
   HISTORY_DELETE_BLOCKS,
   HISTORY_SUM_UP,
   HISTORY_STATEMENTS,
-  HISTORY_RESUME = HISTORY_STATEMENTS, // in the queue only: the deletions and an event
-  HISTORY_WRAP                         // in the queue only: continue at its beginning
+  HISTORY_RESUME = HISTORY_STATEMENTS, // only in the queue: deletes rows and adds an event
+  HISTORY_WRAP                         // only in the queue: continue at the queue's beginning
 } history_statement;
 
 // bytes: the whole message, a multiple of 8
@@ -68,13 +67,15 @@ enum { STEP_FIELD_STEP = 0, STEP_FIELD_ACTION = 7 };
 struct eng_history {
   char *path;
   bool  writing;
-  pid_t process;                    // the process that opened it; a forked child does not touch it
+  pid_t process;                    // the process that opened the history; a forked child must not
+                                    // use it
 
   pthread_mutex_t lock;             // guards the fields from here ...
   pthread_cond_t  wake;             // the thread has work
   pthread_cond_t  done;             // the thread has finished a round
   uint8_t  *queue;                  // a ring of messages, none of which wraps around
-  uint64_t  head, tail;             // bytes ever written and consumed; place = modulo HISTORY_QUEUE
+  uint64_t  head, tail;             // bytes ever written, ever consumed; their places in
+                                    // `queue` are these numbers modulo HISTORY_QUEUE
   uint64_t  appended, committed;    // in messages
   uint64_t  rounds;                 // attempted commits
   bool      stop, hurry;
@@ -82,7 +83,8 @@ struct eng_history {
   bool      news;                   // the error has not been reported yet
   bool      moved;                  // the file was removed or replaced
   int64_t   dropped;                // rows lost to a full queue, not yet recorded in the file
-  int64_t   lost;                   // rows left out, or dropped and recorded as such
+  int64_t   lost;                   // rows that SQLite refused, and dropped rows recorded in the
+                                    // file
   char      trouble[400];           // ... to here
 
   pthread_t     thread;  // only the thread uses the following, except `reader` and `next`
@@ -90,7 +92,7 @@ struct eng_history {
   sqlite3_stmt *statements[HISTORY_STATEMENTS];
   int64_t       last_step, last_attempt;
   bool          last_retry;
-  int64_t       next_block;         // the first without a row in `blocks`
+  int64_t       next_block;         // the first block without a row in `blocks`
 
   sqlite3            *reader;       // opened by the first query
   struct eng_history *next;         // histories open for writing, closed at exit
@@ -110,10 +112,10 @@ eng_status history_reader_open(sqlite3 **out, const char *path);
 /// Checks application and schema version; `fresh` (may be NULL) is set for an empty database.
 eng_status history_check(sqlite3 *db, const char *path, bool *fresh);
 
-/// The most bytes that packing statistics of n tensors can take.
+/// The largest number of bytes that the packed statistics of n tensors can take.
 int64_t history_pack_bound(int n);
-/// Packs statistics; returns the bytes used. history_pack_hist: one tensor of zeros with this
-/// histogram and amax.
+/// Packs statistics; returns the bytes used. history_pack_hist packs the statistics of one tensor
+/// of which only the histogram and amax are given; the other fields are written as 0.
 int64_t history_pack(uint8_t *blob, const eng_tensor_stats *stats, int n);
 int64_t history_pack_hist(uint8_t *blob, const int64_t *hist, double amax);
 

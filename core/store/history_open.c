@@ -41,13 +41,17 @@ eng_status history_check(sqlite3 *db, const char *path, bool *fresh)
     return error_set(ENG_ERR_IO, "history %s: cannot read: %s", path, sqlite3_errmsg(db));
   if (fresh != NULL) *fresh = tables == 0 && application == 0;
   if (fresh != NULL && *fresh) return ENG_OK;
+  if (tables == 0 && application == 0)
+    return error_set(ENG_ERR_FORMAT,
+                     "history %s: is empty: its run has just begun, or ended before the first row "
+                     "was written", path);
   if (application != HISTORY_APPLICATION)
     return error_set(ENG_ERR_FORMAT,
                      "history %s: expected a history, found another SQLite database", path);
   if (programs > 0)
     return error_set(ENG_ERR_FORMAT,
-                     "history %s: has views, triggers or computed columns; a history has plain "
-                     "tables alone",
+                     "history %s: has views, triggers or computed columns; a history has "
+                     "plain tables only",
                      path);
   if (version > HISTORY_SCHEMA)
     return error_set(ENG_ERR_FORMAT,

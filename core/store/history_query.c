@@ -8,20 +8,23 @@
 #include <sys/stat.h>
 
 enum {
-  OPERATIONS = 10000,            // of SQLite's virtual machine, between two looks at the interrupt
-  LEAST_OPERATIONS = 100000000,  // that a query may take, and so many more per byte of the file:
-  OPERATIONS_PER_BYTE = 1000     // a damaged file can lead in circles
+  OPERATIONS = 10000,            // of SQLite's virtual machine, between two checks for an interrupt
+  // A query may take this many operations, plus some for each byte of the file. Without a limit, a
+  // damaged file could make a query loop for ever.
+  LEAST_OPERATIONS = 100000000,
+  OPERATIONS_PER_BYTE = 1000
 };
 
 struct eng_query {
   sqlite3_stmt *statement;
-  sqlite3      *own;            // its own connection, or NULL
+  sqlite3      *own;            // the query's own connection, or NULL
   char         *path;
-  int64_t       left;           // operations
+  int64_t       left;           // operations that remain
 };
 
 // Whether a statement of this connection is unfinished. A connection sees the file as of the start
-// of its oldest unfinished statement: an abandoned iterator must not freeze later queries.
+// of its oldest unfinished statement. On such a connection, an abandoned iterator would hide new
+// rows from later queries.
 static bool busy(sqlite3 *db)
 {
   sqlite3_stmt *statement = NULL;
@@ -30,7 +33,7 @@ static bool busy(sqlite3 *db)
   return false;
 }
 
-// The length of a statement's first line, for messages of one line.
+// The length of a statement's first line, for one-line messages.
 static int first_line(const char *sql)
 {
   return (int)strcspn(sql, "\n");
@@ -131,8 +134,8 @@ eng_status eng_query_bind_text(eng_query *query, int parameter, const char *valu
                                    SQLITE_TRANSIENT, SQLITE_UTF8));
 }
 
-// The text of an error if the value has another type than the table declares for its column, NULL
-// if it is fine: SQLite stores any type in any column. Expressions have no declared type.
+// What is wrong with a value whose type is not the one that the table declares for its column; NULL
+// if nothing is wrong. SQLite stores any type in any column. Expressions have no declared type.
 static const char *damage(sqlite3_stmt *statement, int column)
 {
   const char *declared = sqlite3_column_decltype(statement, column);
@@ -140,19 +143,20 @@ static const char *damage(sqlite3_stmt *statement, int column)
   const int type = sqlite3_column_type(statement, column);
   static const char *const required[] = {"step", "site", "role", "kind", "key", "hash", "source"};
   const char *name = sqlite3_column_name(statement, column);
-  const bool step = strcmp(name, "step") == 0;
-  for (size_t i = 0; type == SQLITE_NULL && i < sizeof required / sizeof *required; i++)
+  const bool step = strcmp(name, "step") == 0, null = type == SQLITE_NULL;
+  for (size_t i = 0; null && i < sizeof required / sizeof *required; i++)
     if (strcmp(name, required[i]) == 0) return "NULL";
-  if (type == SQLITE_NULL) return NULL;
-  if (strcmp(declared, "INTEGER") == 0) {
-    if (type != SQLITE_INTEGER) return "no whole number";
+  if (strcmp(declared, "INTEGER") == 0 || strcmp(declared, "INT") == 0) {
+    if (null) return NULL;
+    if (type != SQLITE_INTEGER) return "not a whole number";
     const int64_t value = sqlite3_column_int64(statement, column), most = (int64_t)1 << 53;
     return step && value < 0 ? "negative" : value <= -most || value >= most ? "too large" : NULL;
   }
   if (strcmp(declared, "REAL") == 0)
-    return type != SQLITE_FLOAT && type != SQLITE_INTEGER ? "no number" : NULL;
-  if (strcmp(declared, "TEXT") == 0) return type != SQLITE_TEXT ? "no text" : NULL;
-  return strcmp(declared, "BLOB") == 0 && type != SQLITE_BLOB ? "no blob" : NULL;
+    return null || type == SQLITE_FLOAT || type == SQLITE_INTEGER ? NULL : "not a number";
+  if (strcmp(declared, "TEXT") == 0) return null || type == SQLITE_TEXT ? NULL : "not text";
+  if (strcmp(declared, "BLOB") == 0) return null || type == SQLITE_BLOB ? NULL : "not a blob";
+  return "of a type that a history does not have";
 }
 
 eng_status eng_query_next(bool *row, eng_query *query)

@@ -18,7 +18,7 @@ static const char schema[] =
   "CREATE TABLE config(key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;"
   "CREATE TABLE policies(hash TEXT PRIMARY KEY, name TEXT, source TEXT) WITHOUT ROWID;"
   // id: as in first_bad, from 0
-  "CREATE TABLE parameters(id INTEGER PRIMARY KEY, name TEXT, shape TEXT);"
+  "CREATE TABLE parameters(id INTEGER PRIMARY KEY, name TEXT, shape TEXT, gradient TEXT);"
   "CREATE TABLE steps(step INTEGER, attempt INTEGER, updates INTEGER, loss REAL, lr REAL,"
   " scale REAL, next_scale REAL, action TEXT, overflow INTEGER, inf INTEGER, nan INTEGER,"
   " count INTEGER, zeros INTEGER, underflow INTEGER, amax REAL, norm REAL, norm_ref REAL,"
@@ -33,7 +33,8 @@ static const char schema[] =
 // Added in later versions: created if missing, so that an older history can continue.
 static const char schema_shadows[] =
   "CREATE TABLE IF NOT EXISTS shadows(name TEXT, step INTEGER, scale REAL, action TEXT,"
-  " failed INTEGER, reason TEXT, PRIMARY KEY(name, step)) WITHOUT ROWID;";
+  " failed INTEGER, reason TEXT, overflow INTEGER, bound INTEGER, PRIMARY KEY(name, step))"
+  " WITHOUT ROWID;";
 
 static const char schema_fp8[] =
   "CREATE TABLE IF NOT EXISTS fp8(step INTEGER, site TEXT, role TEXT, snr REAL, underflow REAL,"
@@ -55,7 +56,7 @@ static const char schema_signals[] =
 #define FINITE(value) "nullif(nullif(" value ", 9e999), -9e999)"
 #define SUMMED_VALUES(name, value) ", count(" FINITE(value) "), min(" FINITE(value) ")" \
   ", max(" FINITE(value) "), total(" FINITE(value) ")"
-_Static_assert(HISTORY_BLOCK == 256, "the statements below say 256");
+_Static_assert(ENG_HISTORY_BLOCK == 256, "the statements below say 256");
 
 static const char schema_blocks[] =
   "CREATE TABLE IF NOT EXISTS blocks(block INTEGER PRIMARY KEY, rows INTEGER, first INTEGER,"
@@ -73,9 +74,11 @@ static const char *const sql[HISTORY_STATEMENTS] = {
   [HISTORY_META] = "INSERT OR REPLACE INTO meta(key, value) VALUES(?,?)",
   [HISTORY_CONFIG] = "INSERT OR REPLACE INTO config(key, value) VALUES(?,?)",
   [HISTORY_POLICY] = "INSERT OR REPLACE INTO policies(hash, name, source) VALUES(?,?,?)",
-  [HISTORY_PARAMETER] = "INSERT OR REPLACE INTO parameters(id, name, shape) VALUES(?,?,?)",
+  [HISTORY_PARAMETER] = "INSERT OR REPLACE INTO parameters(id, name, shape, gradient) "
+                        "VALUES(?,?,?,?)",
   [HISTORY_SHADOW] =
-    "INSERT OR REPLACE INTO shadows(step, name, scale, action, failed, reason) VALUES(?,?,?,?,?,?)",
+    "INSERT OR REPLACE INTO shadows(step, name, scale, action, failed, reason, overflow, bound)"
+    " VALUES(?,?,?,?,?,?,?,?)",
   [HISTORY_FP8] =
     "INSERT OR REPLACE INTO fp8(step, site, role, snr, underflow, overflow, zeros, amax, least,"
     " scale_min, scale_max, count) VALUES(?,?,?,?,?,?,?,?,?,?,?,?)",
@@ -105,7 +108,7 @@ static eng_status sqlite_error(sqlite3 *db, const char *path, const char *what)
 
 static int64_t block_of(int64_t step)
 {
-  return step > 0 ? step / HISTORY_BLOCK : 0;
+  return step > 0 ? step / ENG_HISTORY_BLOCK : 0;
 }
 
 static eng_status read_position(eng_history *history)
@@ -153,6 +156,24 @@ static eng_status make_schema(eng_history *history)
   return ENG_OK;
 }
 
+// Columns that older histories lack: the format of each parameter's gradient; whether a shadow's
+// scale overflows, and whether its decision is a bound (NULL in the rows of an older engine).
+static eng_status add_columns(eng_history *history)
+{
+  static const char *const added[][3] = {
+    { "parameters", "gradient", "ALTER TABLE parameters ADD COLUMN gradient TEXT" },
+    { "shadows", "overflow", "ALTER TABLE shadows ADD COLUMN overflow INTEGER" },
+    { "shadows", "bound", "ALTER TABLE shadows ADD COLUMN bound INTEGER" },
+  };
+  for (size_t i = 0; i < sizeof added / sizeof *added; i++) {
+    if (sqlite3_table_column_metadata(history->db, NULL, added[i][0], added[i][1], NULL, NULL, NULL,
+                                      NULL, NULL) != SQLITE_OK &&
+        sqlite3_exec(history->db, added[i][2], NULL, NULL, NULL) != SQLITE_OK)
+      return sqlite_error(history->db, history->path, "add a column");
+  }
+  return ENG_OK;
+}
+
 eng_status history_writer_open(eng_history *history)
 {
   bool fresh;
@@ -173,7 +194,8 @@ eng_status history_writer_open(eng_history *history)
       sqlite3_exec(history->db, schema_signals, NULL, NULL, NULL) != SQLITE_OK ||
       sqlite3_exec(history->db, schema_blocks, NULL, NULL, NULL) != SQLITE_OK)
     return sqlite_error(history->db, history->path, "create the tables");
-  // A history of schema 1 is one of schema 2 without blocks; they are created with its next row.
+  ENG_TRY(add_columns(history));
+  // A history of schema 1 is a history of schema 2 without blocks. The next row creates the blocks.
   char version[64];
   snprintf(version, sizeof version, "PRAGMA user_version = %d", HISTORY_SCHEMA);
   if (sqlite3_exec(history->db, version, NULL, NULL, NULL) != SQLITE_OK)
@@ -263,8 +285,8 @@ static int resume_at(eng_history *history, int64_t step)
   return code;
 }
 
-// Summarizes the blocks before the one of `step`. If `step` precedes summarized blocks, deletes
-// those that it changes.
+// Summarizes the blocks before the block of `step`. If that block has a summary already, deletes
+// this summary and all later ones instead.
 static int sum_up(eng_history *history, int64_t step)
 {
   const int64_t block = block_of(step);
@@ -396,7 +418,8 @@ void *history_writer_run(void *argument)
       history->news = history->news || !history->failing;
     }
     if (committed) {
-      history->tail += head - tail;      // relative, because an empty queue restarts at 0 meanwhile
+      // not `= head`, because an empty queue may have restarted at 0 meanwhile
+      history->tail += head - tail;
       history->committed = appended;
       history->dropped -= dropped;
     }

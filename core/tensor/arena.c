@@ -1,6 +1,6 @@
 // Arenas: bump allocation in chunks, with free lists by exact size. See arena.h. The host's chunks
-// come from mmap; another memory space gets them from its device, which may ask to be told which
-// pieces are in use. Nothing here reads a piece: the host may have no access to it.
+// come from mmap. Another memory space gets its chunks from its device, which can ask for reports
+// of the pieces in use. Nothing here reads a piece, because the host may have no access to it.
 //
 //   chunk 0 [#### used ####|      free      ]   chunk 1 [...]
 //                          ^ bump
@@ -140,7 +140,7 @@ static free_list *list_for(arena *a, int64_t size)
   return NULL;
 }
 
-/// A number of bytes read from a file of the kernel; `otherwise` if it contains no number.
+/// A number of bytes read from a file in /sys; `otherwise` if it contains no number.
 static int64_t number_in(const char *path, int64_t otherwise)
 {
   FILE *file = fopen(path, "r");
@@ -151,8 +151,8 @@ static int64_t number_in(const char *path, int64_t otherwise)
   return value;
 }
 
-/// Memory of the machine, or the limit of its container. Beyond it the system kills the process
-/// instead of refusing memory.
+/// Memory of the machine, or the limit of its container. If this is exceeded, the system kills the
+/// process instead of refusing memory.
 static int64_t machine_memory(void)
 {
   static int64_t known;

@@ -10,7 +10,7 @@
 
 typedef enum arena_id {
   ARENA_PARAMETER,   // weights and their low-precision copies: flat buffers
-  // gradients: a flat buffer; with ZeRO-2 the rank's own pieces, and those backward has yet to send
+  // gradients: a flat buffer; with ZeRO-2 the rank's own pieces, and pieces not yet sent
   ARENA_GRADIENT,
   ARENA_OPTIMIZER,   // moments
   ARENA_MESSAGE,     // gradients between ranks: buckets in flight

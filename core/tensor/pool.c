@@ -84,7 +84,7 @@ void pool_give(pool *p, void *piece, int64_t bytes)
     k++;
   insert(p, k, fresh);
   p->pieces--;
-  // Merges it with its neighbours.
+  // Merges the new gap with its neighbours.
   if (k + 1 < p->n_gaps && p->gap[k + 1].block == fresh.block &&
       fresh.at + fresh.bytes == p->gap[k + 1].at) {
     p->gap[k].bytes += p->gap[k + 1].bytes;

@@ -1,6 +1,6 @@
-// A pool: pieces of any size, taken and given back in any order, out of few large blocks of an
-// arena. Memory use is what is taken at one time, not the sum of all requests. Adjacent gaps are
-// merged. The host needs no access to the memory. Owns its blocks. Called by comm_*.c.
+// A pool: pieces of any size, taken and given back in any order, out of a few large blocks of an
+// arena. It needs memory for the pieces in use at one time, not for all requests together. Adjacent
+// gaps are merged. The host needs no access to the memory. Owns its blocks. Called by comm_*.c.
 #ifndef ENG_POOL_H
 #define ENG_POOL_H
 

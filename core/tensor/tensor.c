@@ -1,8 +1,8 @@
 // The slot table and the lifetime of tensors. See tensor.h.
 //
-// The tensors of a step are in a list; step.c drops them from there. After the last one the step
-// arena is reset. Dropping a tensor increments its slot's generation, so that old handles are
-// recognised.
+// The tensors of a step are in a list; step.c drops them from there. When the last one is dropped,
+// the step arena is reset. Dropping a tensor increments its slot's generation, so that old handles
+// are recognised.
 #include "tensor.h"
 
 #include "base/error.h"
@@ -12,14 +12,15 @@
 #include <string.h>
 
 enum { BLOCK = 256 };   // tensors per block; blocks never move, so pointers stay valid
-// keeps byte counts of work space in kernels from overflowing
+// so that byte counts of a kernel's work space cannot overflow
 static const int64_t MOST_ELEMENTS = 1ll << 48;
 
 static tensor **blocks;
 static int n_blocks;
-// a queue linked through .gradient; first in, first out keeps the data of a dropped tensor
+// A queue linked through .gradient. First in, first out keeps the data of a dropped tensor in its
+// slot for as long as possible, for better messages.
 static tensor *free_slots;
-static tensor *free_slots_end;    // in its slot for as long as possible, for better messages
+static tensor *free_slots_end;
 static storage *free_storages;    // linked through .memory
 
 // tensors of the step, in order of creation; NULL where dropped early
@@ -106,7 +107,8 @@ eng_status tensor_get(tensor **out, const eng_tensor *handle)
   if (!x->live && x->generation == handle->generation + 1) {
     if (x->of_step)
       return error_set(ENG_ERR_STALE,
-                       "tensor %s belongs to step %lld, this is step %lld; hint: :keep() copies it",
+                       "tensor %s belongs to step %lld, but this is step %lld; "
+                       "hint: :keep() copies it",
                        tensor_text(x), (long long)x->step, (long long)step_count);
     return error_set(ENG_ERR_STALE, "tensor %s was freed", tensor_text(x));
   }
@@ -145,7 +147,7 @@ static eng_status set_shape(tensor *x, int dtype, int ndim, const int64_t *shape
     return error_set(ENG_ERR_DTYPE, "unknown dtype number %d", dtype);
   x->dtype = dtype;
   x->ndim = ndim;
-  int64_t count = 1, bound = 1;   // bound: the product without empty dimensions
+  int64_t count = 1, bound = 1;   // bound: the product without sizes of 0
   for (int d = ndim - 1; d >= 0; d--) {
     if (shape[d] < 0)
       return error_set(ENG_ERR_VALUE, "expected dimensions >= 0, got %s",
@@ -279,7 +281,7 @@ void tensor_rehome(tensor *x, void *memory)
       .memory = memory, .bytes = old->bytes, .references = 1, .arena = -1, .space = old->space};
     x->store = s;
     storage_release(old);
-  } else if (old->references == 1) {   // no room for another: reuse the one we leave
+  } else if (old->references == 1) {   // out of memory: reuses the old storage
     arena_free_in(old->space, (arena_id)old->arena, old->memory, old->bytes);
     *old = (storage){
       .memory = memory, .bytes = old->bytes, .references = 1, .arena = -1, .space = old->space};

@@ -15,7 +15,7 @@ typedef struct storage {
   int32_t  arena;           // arena_id; -1: memory owned elsewhere
   int32_t  space;           // memory space: SPACE_HOST, SPACE_CUDA
   uint32_t writes;          // number of writes by scripts (fill, copy, random numbers)
-  int32_t  done;            // how many of these tensors are done
+  int32_t  done;            // number of these tensors with `done`
 } storage;
 
 typedef struct tensor {
@@ -30,9 +30,9 @@ typedef struct tensor {
   bool      live;
   bool      requires_grad;
   bool      of_step;                 // belongs to the current step
-  bool      held;                    // a flat buffer's: only its parameter set may drop it
+  bool      held;                    // in a flat buffer: only the parameter set may drop it
   bool      is_gradient;             // of another tensor
-  bool      done;                    // eng_done was called: the user needs it no more
+  bool      done;                    // eng_done was called: the user no longer needs it
   int32_t   node;                    // tape node that made it; -1: none
   int32_t   output;                  // which output of that node
   int32_t   step_index;              // index in the step's list
@@ -41,7 +41,7 @@ typedef struct tensor {
   struct parameter *parameter;       // set for members of a parameter set (params.h)
 } tensor;
 
-/// Resolves a handle. ENG_ERR_STALE says the tensor's shape, its step and what to do.
+/// Resolves a handle. The message of ENG_ERR_STALE gives the tensor's shape, its step and a hint.
 eng_status tensor_get(tensor **out, const eng_tensor *handle);
 eng_tensor tensor_handle(const tensor *x);
 
@@ -61,15 +61,15 @@ eng_status tensor_view(tensor **out, tensor *x, int64_t offset, int ndim, const 
 /// buffers).
 eng_status tensor_wrap(tensor **out, int space, void *memory, int dtype, int ndim,
                        const int64_t *shape);
-/// Makes x a view of memory in its space that another owner keeps alive and has filled; releases
-/// x's old memory.
+/// Moves x to memory in its space that another owner has filled and keeps alive; releases x's old
+/// memory.
 void tensor_rehome(tensor *x, void *memory);
 /// Drops a tensor. Its memory returns to the arena with the last view.
 void tensor_drop(tensor *x);
 
-/// The list of the step's tensors, in order of creation: its current end; dropping the tensors
-/// created since a mark (`gradients_too`: also gradients of earlier tensors); advancing to the next
-/// step. See step.c.
+/// The list of the step's tensors, in order of creation (step.c). tensor_mark: its current end.
+/// tensor_drop_since: drops the tensors created since a mark, gradients only if `gradients_too`.
+/// tensor_next_step: advances to the next step.
 int tensor_mark(void);
 void tensor_drop_since(int mark, bool gradients_too);
 void tensor_next_step(void);

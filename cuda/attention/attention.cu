@@ -1,14 +1,14 @@
-// cuda_attention and cuda_attention_grad: prepare the operations of ops.def for one of the two
-// implementations (attention.h). Inputs with an unsuitable layout are copied to scratch: a strided
-// width, rows that are not 16-byte aligned, widths between 32, 64, 96 and 128, and inputs of
-// different formats.
+// cuda_attention and cuda_attention_grad, two operations of ops.def. Each call is prepared for one
+// of the two implementations (attention.h). Inputs are copied to scratch if their layout is
+// unsuitable: the width is strided, rows are not 16-byte aligned, the width is not 32, 64, 96 or
+// 128, or the inputs have different formats.
 #include "attention.h"
 
 #include <math.h>
 
 // ---- copying to a suitable layout
 
-// of a tensor [B x time x heads x width]
+// sizes and strides of a tensor [B x time x heads x width]
 typedef struct layout4 { int64_t size[4], stride[4]; } layout4;
 
 /// Copies to [B x time x heads x padded]; columns beyond the width become zeros.
@@ -94,7 +94,8 @@ static void give_all(pieces *all)
 
 static int64_t size_of(int dtype) { return dtype == ENG_f64 ? 8 : dtype == ENG_f32 ? 4 : 2; }
 
-/// A view of x as `dtype`, `padded` wide and contiguous; rows are 16-byte aligned when `aligned`.
+/// Makes a view of x as `dtype`, `padded` wide, with a contiguous width and, if `aligned`, 16-byte
+/// aligned rows. Copies x to scratch where needed.
 static eng_status input_view(attention_view *view, pieces *all, const tensor *x, int dtype,
                              int64_t padded, bool aligned)
 {
@@ -126,7 +127,7 @@ static attention_view output_view(const tensor *x)
 }
 
 /// Chooses the format of the computation: a 16-bit one if the tensor cores support the call, else
-/// f32 or f64. `padded`: the width that the kernels see.
+/// f32 or f64. Sets `padded` to the width that the kernels see.
 static eng_status problem_of(attention_problem *p, int *dtype, int64_t *padded, const op_call *call)
 {
   const tensor *q = call->in[0], *k = call->in[1];
@@ -198,7 +199,8 @@ extern "C" eng_status cuda_attention(const op_call *call)
   return status;
 }
 
-/// lse in the kernels' format, which differs from attention's if the inputs have several formats.
+/// Passes lse in the format that the kernels read. If the inputs have several formats, the forward
+/// pass may have stored another one.
 static eng_status lse_view(attention_problem *p, pieces *all, const tensor *lse, int dtype)
 {
   int wanted = dtype == ENG_f64 ? ENG_f64 : ENG_f32;

@@ -1,14 +1,14 @@
-// Shared by the attention kernels: a call as they see it, and one row of it computed by one warp in
-// plain arithmetic.
+// Shared by the attention kernels: the description of a call, and functions in which one warp
+// computes one row in plain arithmetic.
 //
 // There are two implementations. The tensor-core one (attention_forward.cu, attention_backward.cu)
 // takes f16 and bf16 up to 128 wide; the plain one (attention_plain.cu) takes everything else. Edge
 // cases are as on the CPU. A row that sees no key has y = 0, lse = -inf and entropy 0, and gives no
-// gradient to k and v. An infinite largest score or a NaN makes its row NaN. A key after the query
-// never affects it, not even as 0 * NaN. A product of tiles violates that last rule, and it cannot
-// form infinities from probabilities that were rounded to 0. So rows that the tensor cores return
-// as Inf or NaN are recomputed one by one, in f32, by the functions below. Finite inputs are never
-// recomputed unless a sum leaves the range of f32.
+// gradient to k and v. A row with a NaN, or whose largest score is infinite, becomes NaN. A key
+// that the causal mask hides never affects a query, not even as 0 * NaN. A product of tiles
+// violates that last rule, and it cannot form infinities from probabilities that were rounded to 0.
+// So rows that the tensor cores return as Inf or NaN are recomputed one by one, in f32, by the
+// functions below. Rows of finite inputs are recomputed only if a sum leaves the range of f32.
 //
 // The shapes alone determine the order of sums.
 #ifndef ENG_CUDA_ATTENTION_H
@@ -28,30 +28,31 @@ typedef struct attention_problem {
   int32_t causal;
   double  factor;
   attention_view q, k, v;
-  // Forward: y [B x T x H x D] of y_dtype; `lse` and `entropy` [B x H x T] of lse_dtype. NULL: not
-  // wanted.
+  // Forward: y [B x T x H x D] has y_dtype; `lse` and `entropy` [B x H x T] have lse_dtype and are
+  // NULL if not wanted.
   attention_view y;
   int32_t y_dtype, lse_dtype;
   void   *lse, *entropy;
-  // Backward: lse is f32 (f64 for f64 inputs); dy like q. `delta` [B x H x delta_line], like lse,
-  // is scratch of the kernels: the sums of p * dp of the T queries. NULL gradients: not wanted.
+  // Backward: lse is f32 (f64 for f64 inputs), and dy has the shape and format of q. The scratch
+  // `delta` [B x H x delta_line], in the format of lse, holds the sum of p * dp for each of the T
+  // queries. Gradients that are not wanted are NULL.
   attention_view dy, dq, dk, dv;
   int32_t dq_dtype, dk_dtype, dv_dtype;
   void   *delta;
   int64_t delta_line;
 } attention_problem;
 
-/// `dtype` is f16 or bf16; D is 32, 64, 96 or 128 with zeros beyond the true width; input rows are
-/// 16-byte aligned; factor > 0. `stored`: the true columns of y, dq, dk and dv, which are also of
-/// `dtype`.
+/// Computes y on tensor cores. `dtype` is f16 or bf16. D is 32, 64, 96 or 128, with zeros beyond
+/// the true width; input rows are 16-byte aligned; factor > 0. `stored` is the number of columns of
+/// y, dq, dk and dv (the true width). These outputs also have `dtype`.
 eng_status attention_forward(const attention_problem *p, int dtype, int stored);
 /// The same on Hopper, for D 64 and 128.
 eng_status attention_forward_hopper(const attention_problem *p, int dtype, int stored);
-/// The gradient; y is the forward pass's, and its rows are as wide as q's.
+/// Computes the gradients. y is the forward pass's result in rows as wide as q's.
 eng_status attention_backward(const attention_problem *p, int dtype, int stored);
 
-/// f32 or f64 inputs (`dtype`) of any width; outputs in any float dtype. Backward: y, if given,
-/// also has the inputs' dtype.
+/// The same in plain arithmetic. Inputs have `dtype`, f32 or f64, and any width; outputs have any
+/// float dtype. In the backward pass y, if given, also has `dtype`.
 eng_status attention_plain_forward(const attention_problem *p, int dtype);
 eng_status attention_plain_backward(const attention_problem *p, int dtype);
 
@@ -64,7 +65,7 @@ __device__ static inline int keys_seen(const attention_problem &p, int t)
   int64_t n = (int64_t)t + p.keys - p.queries + 1;
   return n < 0 ? 0 : n > p.keys ? p.keys : (int)n;
 }
-/// The first query that sees key j; p.queries or more when no query does.
+/// The first query that sees key j; p.queries or more if no query sees it.
 __device__ static inline int first_query(const attention_problem &p, int j)
 {
   int64_t t = p.causal ? (int64_t)j - p.keys + p.queries : 0;
@@ -101,9 +102,9 @@ __device__ static inline void store_as(void *data, int dtype, int64_t i, double 
 }
 
 // ---- one row by one warp. T: the tensors' type; A: the type of the arithmetic, float or double.
-// All 32 lanes call these together.
+// All 32 lanes must call these functions together.
 
-// columns that a lane sums at a time (128 a warp); wider rows take more rounds
+// columns that a lane sums at a time (128 per warp); wider rows take more rounds
 enum { ROW_COLUMNS = 4 };
 
 template <class A> __device__ static inline A warp_sum(A x)
@@ -111,7 +112,7 @@ template <class A> __device__ static inline A warp_sum(A x)
   for (int k = 16; k; k >>= 1) x += __shfl_xor_sync(0xFFFFFFFFu, x, k);
   return x;
 }
-/// Ignores NaN.
+/// The largest x of the warp, ignoring NaN.
 template <class A> __device__ static inline A warp_max(A x)
 {
   for (int k = 16; k; k >>= 1) {
@@ -131,7 +132,8 @@ template <class A>
 __device__ static inline A not_a_number()
 { return (A)__int_as_float(0x7FC00000); }
 
-/// a . b over the width; `a` is the same in every lane, `b` differs.
+/// The dot product of a and b over the width. `a` is the same in every lane; each lane has its own
+/// `b`.
 template <class T, class A> __device__ static inline A dot_with(const T *a, const T *b, int width)
 {
   int lane = threadIdx.x & 31;
@@ -145,7 +147,8 @@ template <class T, class A> __device__ static inline A dot_with(const T *a, cons
   return sum;
 }
 
-/// y, lse and entropy of query t, each only if wanted; `columns` of y.
+/// Computes query t's y and, if wanted, its lse and entropy. `columns` is the number of columns of
+/// y.
 template <class T, class A>
 __device__ __noinline__ void forward_row(const attention_problem &p, int b, int h, int t,
                                          int columns)
@@ -162,7 +165,7 @@ __device__ __noinline__ void forward_row(const attention_problem &p, int b, int 
         factor * dot_with<T, A>(q, row_of<T>(p.k, b, min(j0 + lane, n - 1), group), p.width);
       A largest = warp_max(seen ? score : -inf), before = top;
       if (largest > top) top = largest;
-      // a row of -inf must sum to 0: exp(inf - inf) would be NaN
+      // avoids exp(inf - inf), which is NaN: a row of only -inf must sum to 0
       A shift = top == -inf ? (A)0 : top;
       A keep = power_of_e(before - shift), x = score - shift, e = seen ? power_of_e(x) : (A)0;
       weighted = keep == 0 ? (A)0 : keep * (weighted + (before - shift) * sum);
@@ -179,7 +182,7 @@ __device__ __noinline__ void forward_row(const attention_problem &p, int b, int 
         }
       }
     }
-    bool lost = n > 0 && sum == 0;   // every score -inf
+    bool lost = n > 0 && sum == 0;   // every score is -inf
     for (int i = 0; i < ROW_COLUMNS; i++) {
       int d = d0 + 32 * i + lane;
       if (d < columns)
@@ -204,8 +207,8 @@ __device__ __noinline__ void forward_row(const attention_problem &p, int b, int 
   }
 }
 
-/// p and dp of query t and key j. Either `q` and `dy` are the same in every lane and `k` and `v`
-/// differ, or vice versa.
+/// The probability p of one query and key, and its gradient dp. `q` and `dy` are the same in every
+/// lane; each lane has its own `k` and `v`. A caller may swap the two pairs.
 template <class A> struct slope { A p, dp; };
 template <class T, class A>
 __device__ static inline slope<A> slope_of(const T *q, const T *dy, const T *k, const T *v,
@@ -215,7 +218,7 @@ __device__ static inline slope<A> slope_of(const T *q, const T *dy, const T *k, 
   return {power_of_e(score - lse), dot_with<T, A>(dy, v, width)};
 }
 
-/// The sum of p * dp over the keys of query t, in every lane.
+/// Returns, in every lane, the sum of p * dp over the keys of query t.
 template <class T, class A>
 __device__ __noinline__ A delta_of_row(const attention_problem &p, int b, int h, int t)
 {
@@ -231,7 +234,7 @@ __device__ __noinline__ A delta_of_row(const attention_problem &p, int b, int h,
   return sum;
 }
 
-/// dq of query t, from lse and delta.
+/// Computes dq of query t from lse and delta.
 template <class T, class A>
 __device__ __noinline__ void dq_row(const attention_problem &p, int b, int h, int t, int columns)
 {
@@ -264,8 +267,8 @@ __device__ __noinline__ void dq_row(const attention_problem &p, int b, int h, in
   }
 }
 
-/// dk and dv of key j, each only if wanted, from lse and delta: sums over the heads that share the
-/// key, then over the queries.
+/// Computes dk and dv of key j, if wanted, from lse and delta. The sums run over the heads that
+/// share the key and, within a head, over the queries.
 template <class T, class A>
 __device__ __noinline__ void dkdv_row(const attention_problem &p, int b, int group, int j,
                                       int columns)

@@ -3,23 +3,25 @@
 // With p = softmax(scores), dp = dy . v and delta = sum of p * dp = dy . y:
 //   dscore = p * (dp - delta), dq = factor * sum of dscore * k, dk = factor * sum of dscore * q,
 //   dv = sum of p * dy.
-// Three kernels: delta of each row; dk and dv by blocks of keys that walk over the queries; dq by
-// blocks of queries that walk over the keys. The last two recompute the probabilities from lse.
-// Each result has one writer, so the shapes determine the order of sums. Probabilities and dscores
-// stay in registers: the result layout of one product is the operand layout of the next.
+// There are three kernels. The first computes delta of each row; the second computes dk and dv, in
+// blocks of keys that walk over the queries; the third computes dq, in blocks of queries that walk
+// over the keys. The second and third recompute the probabilities from lse. Each result has one
+// writer, so the shapes determine the order of sums.
+// Probabilities and dscores stay in registers, because the result of one product has the register
+// layout of the next product's operand.
 //
 // In f16 a dscore could overflow if dy carries a large loss scale, or vanish if dy is small. So
-// dscores are multiplied by a power of two that brings the largest |dy| of the heads that share a
-// key head to 16..32, and probabilities by 2^15.
+// dscores are multiplied by a power of two that brings the largest |dy| to between 16 and 32; the
+// largest is taken over the heads that share a key head. Probabilities are multiplied by 2^15.
 #include "attention_tiles.h"
 
-// 16-row tiles of keys per warp
+// In blocks of keys: 16-row tiles of keys per warp
 template <int D> constexpr int KEY_MT = D <= 64 ? 2 : 1;
-// queries whose scores are in registers at a time
+// In blocks of keys: queries whose scores are in registers at a time
 template <int D> constexpr int KEY_STEP = D <= 64 ? 32 : 64;
-// keys at a time, in blocks of queries
+// In blocks of queries: keys in shared memory at a time
 template <int D> constexpr int KEYS_STAGED = D <= 64 ? 64 : 32;
-// tiles per warp in blocks of queries, and keys in registers
+// In blocks of queries: 16-row tiles of queries per warp, and keys whose scores are in registers
 enum { QUERY_MT = 2, QUERY_STEP = 32 };
 
 // ---- delta
@@ -28,12 +30,12 @@ template <class T, int D>
 __global__ void __launch_bounds__(THREADS)
   attention_delta(const __grid_constant__ attention_problem p, const backward_room r)
 {
-  // lanes of a row, 16 bytes each; rows of a warp at once
+  // lanes per row, with 16 bytes each; rows that a warp processes at once
   constexpr int LANES = D == 96 ? 16 : D / 8, AT_ONCE = 32 / LANES;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, piece = lane % LANES;
   const int lines = (int)(r.line / QUERIES), tile = blockIdx.x % lines, pair = blockIdx.x / lines,
             b = pair / p.heads, h = pair % p.heads;
-  uint32_t largest = 0, bad = 0;   // bad: rows of the warp to recompute
+  uint32_t largest = 0, bad = 0;   // bad: bit mask of the warp's rows to recompute
   for (int i = 0; i < QUERIES / (WARPS * AT_ONCE); i++) {
     const int first = tile * QUERIES + (i * WARPS + warp) * AT_ONCE, t = first + lane / LANES;
     float sum = 0;
@@ -64,7 +66,7 @@ __global__ void __launch_bounds__(THREADS)
     largest = __reduce_max_sync(0xFFFFFFFFu, largest);
     if (lane == 0) atomicMax(&r.largest[b * p.groups + h / p.shared], largest);
   }
-  // y was rounded, so its infinities may come from overflow. The exact sum decides.
+  // y was rounded and may have overflowed, so delta of these rows is recomputed from p and dp.
   for (; bad; bad &= bad - 1) {
     const int block = opaque((int)blockIdx.x), pair = block / lines, b = pair / p.heads,
               h = pair % p.heads;
@@ -102,11 +104,11 @@ __global__ void __launch_bounds__(THREADS, 2)
   const keys_place of = keys_of<D>(p, blockIdx.x);
   const uint32_t shared = shared_address(room);
   constexpr uint32_t TILE = QUERIES * D * 2, KEEP = ROWS * D * 2;
-  const uint32_t staged = shared + 2 * KEEP;                                  // q, dy, q, dy
-  // shift, delta, shift, delta
+  const uint32_t staged = shared + 2 * KEEP;                                  // two stages of q, dy
+  // two stages of shift, delta
   float *const lines = (float *)(room + 2 * KEEP + 4 * TILE);
 
-  // loads from the head with `left` heads up to its group's end, itself included
+  // `left` counts the heads of the group that are not finished, including the one to load here
   auto load_queries = [&](int stage, int left, int from) {
     const int thread = opaque((int)threadIdx.x), b = opaque(of.b),
               h = (of.group + 1) * p.shared - left;
@@ -167,7 +169,7 @@ __global__ void __launch_bounds__(THREADS, 2)
         for (int m = 0; m < MT; m++)
 #pragma unroll
           for (int half = 0; half < 2; half++) {
-            // columns before the first query that sees the row
+            // number of columns (queries) before the first query that sees this row's key
             int hidden = first_query(p, own + 16 * m + 8 * half + g) - first - at - 2 * t;
 #pragma unroll
             for (int i = 0; i < STEP / 8; i++) {
@@ -296,7 +298,7 @@ __global__ void __launch_bounds__(THREADS, 2)
 
   for (int n = 0;; n++) {
     const int first = D > 96 ? opaque(of.first) : of.first, own = first + warp * 16 * MT;
-    const int last = keys_seen(p, min(first + ROWS, p.queries) - 1);   // of all the block's queries
+    const int last = keys_seen(p, min(first + ROWS, p.queries) - 1);   // keys that the block sees
     if (n * KEYS >= last) break;
     const uint32_t k_tile = staged + (n & 1) * 2 * TILE, v_tile = k_tile + TILE;
     copy_wait<0>();

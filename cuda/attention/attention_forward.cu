@@ -1,10 +1,11 @@
 // Attention forward with tensor cores: f16 and bf16, at most 128 wide. See attention.h.
 //
-// A block processes 128 queries of one head, 32 a warp, and walks over the keys 64 or 32 at a time
-// while the next ones load. With entropies and 128 columns of y, registers suffice for only half
-// the queries. Softmax is computed online: each row keeps its largest score so far, its sum, and y,
-// and rescales them when the largest grows. Probabilities are rounded to the inputs' format for the
-// product with v; sums are f32, of the unrounded probabilities.
+// A block processes 128 queries of one head, 32 per warp, and walks over the keys, 64 or 32 at a
+// time, while the next keys load. With entropies and more than 96 columns, registers suffice for
+// only half the queries. Softmax is computed online: each row keeps its largest score so far, the
+// sum of its exponentials, and y, and rescales the sum and y when the largest score grows.
+// Probabilities are rounded to the inputs' format for the product with v. The sums are in f32, over
+// the unrounded probabilities.
 #include "attention_tiles.h"
 
 // 16-row tiles per warp
@@ -14,8 +15,8 @@ template <int D, bool ENTROPY> constexpr int ROWS_OF = 16 * WARPS * TALL<D, ENTR
 // keys at a time, as many as registers can hold
 template <int D> constexpr int KEYS_OF = D <= 64 ? 64 : 32;
 
-/// The assignment of heads and queries to blocks. Blocks with the most keys go first, within a set
-/// of heads whose keys and values together fit in half the second-level cache.
+/// The assignment of heads and queries to blocks. Heads are processed in sets of `together`, whose
+/// keys and values fit in half the L2 cache. Within a set, blocks with the most keys go first.
 typedef struct schedule { int32_t tiles, heads, together; } schedule;
 
 /// Batch, head and first query of a block.
@@ -41,7 +42,7 @@ __global__ void __launch_bounds__(THREADS, 2)
   extern __shared__ __align__(1024) unsigned char room[];
   constexpr int KEYS = KEYS_OF<D>, MT = TALL<D, ENTROPY>, OWN = 16 * MT /* queries of a warp */,
                 ROWS = ROWS_OF<D, ENTROPY>;
-  // kept in registers; with entropies there is no room for 64
+  // keep q in registers; with entropies D = 64 does not fit
   constexpr bool HOLD_Q = D <= (ENTROPY ? 32 : 64);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
 
@@ -52,7 +53,7 @@ __global__ void __launch_bounds__(THREADS, 2)
           *v = row_of<T>(p.v, at.b, 0, group);
   const uint32_t shared = shared_address(room);
   constexpr uint32_t TILE = KEYS * D * 2;
-  const uint32_t tiles = shared + ROWS * D * 2;   // k, v, k, v
+  const uint32_t tiles = shared + ROWS * D * 2;   // two stages of k, v
   unsigned char *own_rows = room + warp * OWN * (D * 2);
 
   load_tile<D, ROWS>(shared, q, p.q.time, at.first, p.queries);
@@ -75,12 +76,12 @@ __global__ void __launch_bounds__(THREADS, 2)
 
   for (int n = 0;; n++) {
     const int first = ENTROPY ? opaque(at.first) : at.first, own = first + warp * OWN;
-    const int last = keys_seen(p, min(first + ROWS, p.queries) - 1);   // of all the block's queries
+    const int last = keys_seen(p, min(first + ROWS, p.queries) - 1);   // keys that the block sees
     if (n * KEYS >= last) break;
 
     const uint32_t stage = tiles + (n & 1) * 2 * TILE;
     copy_wait<0>();
-    __syncthreads();   // this tile is loaded, and all warps have finished the last one
+    __syncthreads();   // this tile is loaded, and all warps have finished the previous one
     if ((n + 1) * KEYS < last) {
       uint32_t next = tiles + ((n + 1) & 1) * 2 * TILE;
       load_tile<D, KEYS>(next, k, p.k.time, (n + 1) * KEYS, p.keys);
@@ -127,7 +128,7 @@ __global__ void __launch_bounds__(THREADS, 2)
         largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 1));
         largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 2));
         top[m][half] = largest;
-        // A row of only -inf so far must sum to 0: exp(inf - inf) would be NaN.
+        // Avoids exp(inf - inf), which is NaN: a row of only -inf so far must sum to 0.
         float shift = largest == -INFINITY ? 0.0f : -largest * scale,
               raised = shift + (float)RAISE<T>;
         float keep = exp2_fast(fmaf(before, scale, shift)), part = 0, part_weighted = 0;
@@ -161,7 +162,7 @@ __global__ void __launch_bounds__(THREADS, 2)
   copy_wait<0>();
   const block_place to = place_of<ROWS>(opaque((int)blockIdx.x), plan, p.heads);
   const int own = to.first + warp * OWN;
-  __syncthreads();   // q must be loaded even if no key was seen: its rows now hold y
+  __syncthreads();   // y will overwrite q, whose copy must have ended even if no key was seen
 
 #pragma unroll
   for (int m = 0; m < MT; m++)
@@ -175,7 +176,7 @@ __global__ void __launch_bounds__(THREADS, 2)
         entropy += __shfl_xor_sync(0xFFFFFFFFu, entropy, 1);
         entropy += __shfl_xor_sync(0xFFFFFFFFu, entropy, 2);
       }
-      bool blind = keys_seen(p, row) == 0, lost = total == 0;   // lost: every score -inf
+      bool blind = keys_seen(p, row) == 0, lost = total == 0;   // lost: every score is -inf
       float inverse = 1.0f / total;
 #pragma unroll
       for (int d = 0; d < D / 8; d++) {

@@ -3,7 +3,7 @@
 // infinities and masks.
 //
 // A block processes 128 queries of one head, 64 in each of its two warpgroups, and walks over the
-// keys while the next ones load. wgmma is asynchronous: while the warps turn the scores of one tile
+// keys while the next keys load. wgmma is asynchronous: while the warps turn the scores of one tile
 // of keys into probabilities, the tensor cores multiply the previous tile's probabilities by its
 // values.
 #include "attention_hopper.h"
@@ -17,11 +17,11 @@ template <int D> constexpr int HOPPER_BYTES = (ROWS + 4 * KEYS_OF<D>) * D * 2 + 
 typedef struct schedule { int32_t tiles, heads, together; } schedule;
 
 #if HOPPER_BODY
-/// Softmax's running numbers of a thread's two rows. weighted: the sum of e * log2(e), for
-/// entropies.
+/// Running softmax state of a thread's two rows: the largest score, the sum of the exponentials e
+/// and, for entropies, the sum of e * log2(e).
 typedef struct running { float top[2], sum[2], weighted[2]; } running;
 
-/// Turns scores into probabilities times 2^RAISE; `keep`: the factor that rescales y.
+/// Turns scores into probabilities times 2^RAISE. Sets `keep` to the factor that rescales y.
 template <class T, bool ENTROPY, int N>
 __device__ static inline void weigh(float (&s)[N], running *r, float (&keep)[2], float scale)
 {
@@ -35,7 +35,7 @@ __device__ static inline void weigh(float (&s)[N], running *r, float (&keep)[2],
     largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 2));
     float shift = largest == -INFINITY ? 0.0f : -largest * scale, raised = shift + (float)RAISE<T>,
           part = 0, part_weighted = 0;
-    // rescales the sums so far to the new largest score
+    // log2 of the factor that rescales the sums so far to the new largest score
     const float fallen = fmaf(r->top[half], scale, shift);
     keep[half] = exp2_fast(fallen);
     r->top[half] = largest;
@@ -47,7 +47,7 @@ __device__ static inline void weigh(float (&s)[N], running *r, float (&keep)[2],
         const float log = ENTROPY ? fmaf(e, scale, shift) : 0.0f;
         e = exp2_fast(fmaf(e, scale, raised));
         part += e;
-        // 0 where e is 0, even though log is -inf
+        // clamps log, which is -inf where e is 0, so that the term is 0 there
         if (ENTROPY) part_weighted = fmaf(e, fmaxf(log, -200.0f), part_weighted);
       }
     }
@@ -68,8 +68,8 @@ __global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D, ENTROPY>)
   extern __shared__ __align__(1024) unsigned char room[];
   constexpr int KEYS = KEYS_OF<D>;
   constexpr uint32_t TILE = KEYS * D * 2;
-  // The same for all lanes. The compiler must know this, because wgmma is not allowed in branches
-  // that may diverge.
+  // The shuffle tells the compiler that `warp` is the same in all lanes. wgmma is not allowed in
+  // branches that may diverge.
   const int warp = __shfl_sync(0xFFFFFFFFu, (int)threadIdx.x >> 5, 0), part = warp >> 2;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
 
@@ -78,12 +78,13 @@ __global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D, ENTROPY>)
   int width = min(plan.together, plan.heads - set * plan.together);
   int pair = set * plan.together + rest % width, b = pair / p.heads, h = pair % p.heads,
       group = h / p.shared;
-  // the first query of the block, the warpgroup, the warp
+  // the first query of the block, of the warpgroup and of the warp
   int t0 = (plan.tiles - 1 - rest / width) * ROWS, first = t0 + part * 64, own = t0 + warp * 16;
 
   const T *k = row_of<T>(p.k, b, 0, group), *v = row_of<T>(p.v, b, 0, group);
   const int last = keys_seen(p, min(t0 + ROWS, p.queries) - 1), all_see = keys_seen(p, first);
-  // Tiles of keys, of the block and of the warpgroup: at least one, even if all of it is hidden.
+  // Tiles of keys that the block and the warpgroup process: at least one, even if all keys are
+  // hidden.
   const int tiles = max(1, (last + KEYS - 1) / KEYS),
             own_last = first < p.queries ? keys_seen(p, min(first + 64, p.queries) - 1) : 0;
   const int own_tiles = max(1, (own_last + KEYS - 1) / KEYS);
@@ -91,7 +92,7 @@ __global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D, ENTROPY>)
   const uint32_t q_tile = shared, k_tiles = shared + ROWS * D * 2, v_tiles = k_tiles + 2 * TILE;
   const float scale = (float)(p.factor * 1.44269504088896340736);
 
-  // Two groups of copies: one for the first scores, one for the first round.
+  // Two groups of copies: first the tiles for the first scores, then the rest of the first round.
   load_rows<D, ROWS>(q_tile, row_of<T>(p.q, b, 0, h), p.q.time, t0, p.queries);
   load_rows<D, KEYS>(k_tiles, k, p.k.time, 0, p.keys);
   copy_commit();
@@ -132,8 +133,8 @@ __global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D, ENTROPY>)
       load_rows<D, KEYS>(v_tiles + ((n + 1) & 1) * TILE, v, p.v.time, (n + 1) * KEYS, p.keys);
     copy_commit();
   };
-  // Each round begins by waiting for the last round's product: the compiler moves a wait up as far
-  // as the loop allows.
+  // Ends the previous round's product with values. Each round begins with this wait, because the
+  // compiler moves a wait up as far as the loop allows.
   auto end_values = [&] {
     group_wait<0>();
     settle(y);
@@ -166,10 +167,10 @@ __global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D, ENTROPY>)
   group_wait<0>();
   settle(y);
   settle(weights);
-  // hidden from all queries of this warpgroup, but not from the other's
+  // these tiles are hidden from this warpgroup's queries, but not from the other warpgroup's
   for (n++; n < tiles; n++) next_tiles();
   copy_wait<0>();
-  __syncthreads();   // all reads of q are done: y takes its place
+  __syncthreads();   // all reads of q are done, so y can take its place
 
   float rows[1][D / 8][4];
 #pragma unroll
@@ -183,7 +184,7 @@ __global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D, ENTROPY>)
       entropy += __shfl_xor_sync(0xFFFFFFFFu, entropy, 1);
       entropy += __shfl_xor_sync(0xFFFFFFFFu, entropy, 2);
     }
-    bool blind = keys_seen(p, row) == 0, lost = total == 0;   // lost: every score -inf
+    bool blind = keys_seen(p, row) == 0, lost = total == 0;   // lost: every score is -inf
     float inverse = 1.0f / total;
 #pragma unroll
     for (int d = 0; d < D / 8; d++)

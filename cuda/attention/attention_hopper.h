@@ -22,7 +22,8 @@ template <int D, int N, class T>
 __device__ static inline void load_rows(uint32_t tile, const T *head, int64_t stride, int first,
                                         int limit, int thread = threadIdx.x)
 {
-  // a thread's pieces are in one column of pieces, all at the swizzled offset of the first
+  // A thread's pieces are all in one column of pieces and have the same swizzled offset in their
+  // rows.
   constexpr int PIECES = D / 8, STEP = BLOCK / PIECES;
   static_assert(STEP % 8 == 0, "the swizzle depends on the row's lowest bits");
   const int row = thread / PIECES, piece = thread % PIECES, there = limit - first - row;
@@ -34,7 +35,8 @@ __device__ static inline void load_rows(uint32_t tile, const T *head, int64_t st
     copy16(tile + i * (STEP * 128), column + (i * STEP < there ? at : 0), i * STEP < there);
 }
 
-/// Starts c [64 x N] = a b^T. `a`: 64 rows of tiles with ROWS rows each; `b`: tiles of N rows.
+/// Starts c [64 x N] = a b^T. `a` points to 64 rows of tiles with ROWS rows each, `b` to tiles of N
+/// rows.
 template <class T, int D, int N>
 __device__ static inline void start_rows_times_rows(float (&c)[N / 2], uint32_t a, uint32_t b)
 {
@@ -44,7 +46,7 @@ __device__ static inline void start_rows_times_rows(float (&c)[N / 2], uint32_t 
                     tile_descriptor(b + i / 4 * (N * 128) + i % 4 * 32, 16), i > 0, T());
 }
 
-/// Starts c [64 x D] += weights [64 x N] times the N rows of tiles.
+/// Starts c [64 x D] += weights [64 x N] times `rows`, N rows of tiles.
 template <class T, int D, int N>
 __device__ static inline void start_weights_times_rows(float (&c)[D / 2],
                                                        const uint32_t (&weights)[N / 16][4],
@@ -55,7 +57,7 @@ __device__ static inline void start_weights_times_rows(float (&c)[D / 2],
     weights_times_rows(c, weights[i], tile_descriptor(rows + i * 2048, N * 128), T());
 }
 
-/// Rounds the result of a product to the operand of the next one.
+/// Rounds a product's result to T, in the register layout of the next product's operand.
 template <class T, int N>
 __device__ static inline void round_weights(uint32_t (&weights)[N / 8][4], const float (&s)[N])
 {
@@ -65,8 +67,8 @@ __device__ static inline void round_weights(uint32_t (&weights)[N / 8][4], const
     for (int c = 0; c < 4; c++) weights[i][c] = pack(s[8 * i + 2 * c], s[8 * i + 2 * c + 1], T());
 }
 
-/// Sets the scores of columns that a row does not see to -inf. `seen`: number of columns that each
-/// of the thread's two rows sees, from the start of the tile.
+/// Sets the scores of columns that a row does not see to -inf. seen0 and seen1 are the numbers of
+/// columns, from the start of the tile, that the thread's two rows see.
 template <int N> __device__ static inline void hide_after(float (&s)[N], int seen0, int seen1)
 {
   int seen[2] = {seen0 - 2 * ((int)threadIdx.x & 3), seen1 - 2 * ((int)threadIdx.x & 3)};

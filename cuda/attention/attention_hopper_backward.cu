@@ -1,11 +1,11 @@
-// Attention backward on Hopper (sm_90a): dk and dv by blocks of 128 keys, dq by blocks of 128
-// queries, 64 a warpgroup. The method and the numbers are those of attention_backward.cu, which
-// also computes delta; the products use wgmma.
+// Attention backward on Hopper (sm_90a): dk and dv in blocks of 128 keys, dq in blocks of 128
+// queries, 64 rows per warpgroup. The method and the numbers are those of attention_backward.cu,
+// which also computes delta. The products use wgmma.
 #include "attention_hopper.h"
 
 enum { KEYS = 64 };   // keys at a time, in blocks of queries
-/// Shared memory: two resident sets of rows, two pairs of tiles that alternate, lines of shift and
-/// delta.
+/// Shared memory: two resident sets of rows, two pairs of tiles that alternate, and two pairs of
+/// lines of shift and delta.
 template <int D>
 constexpr int BACKWARD_BYTES = (2 * ROWS + 4 * 64) * D * 2 + 4 * QUERIES * 4 + 1024;
 
@@ -47,11 +47,11 @@ __global__ void __launch_bounds__(BLOCK, 1)
   const int all_see = first_query(p, key0 + part * 64 + 63),
             own_first = first_query(p, key0 + part * 64), total = tiles * p.shared;
   const int row_first[2] = {first_query(p, own + g), first_query(p, own + g + 8)};
-  // q, dy, q, dy
+  // staged: two stages of q, dy
   const uint32_t base = shared_address(room), shared = (base + 1023) & ~1023u,
                  staged = shared + 2 * KEEP;
   unsigned char *const place = room + (shared - base);
-  float *const lines = (float *)(place + 2 * KEEP + 4 * TILE);   // shift, delta, shift, delta
+  float *const lines = (float *)(place + 2 * KEEP + 4 * TILE);   // two stages of shift, delta
 
   auto load_queries = [&](int n) {
     int h = group * p.shared + n / tiles, first = (first_tile + n % tiles) * QUERIES, stage = n & 1;
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
     end_products();
     copy_wait<0>();
     publish_shared();
-    __syncthreads();   // this tile is loaded, and all warps have finished the last one
+    __syncthreads();   // this tile is loaded, and all warps have finished the previous one
     if (n + 1 < total) load_queries(n + 1);
     const int stage = n & 1, first = (first_tile + n % tiles) * QUERIES;
     // these queries see none of the warpgroup's keys
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
     if (first < all_see) {
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        // columns before the first query that sees the row
+        // number of columns (queries) before the first query that sees this row's key
         int hidden = row_first[half] - first - 2 * t;
 #pragma unroll
         for (int i = 0; i < QUERIES / 8; i++) {
@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
   }
   end_products();
   copy_wait<0>();
-  __syncthreads();   // all reads of k and v are done: dk and dv take their place
+  __syncthreads();   // all reads of k and v are done, so dk and dv can take their place
 
   uint32_t bad = 0;
   unsigned char *own_rows = place + warp * 16 * (D * 2);
@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(BLOCK, D == 64 ? 2 : 1)
   const int own_last = first < p.queries ? keys_seen(p, min(first + 64, p.queries) - 1) : 0;
   const int tiles = (last + KEYS - 1) / KEYS,
             row_seen[2] = {keys_seen(p, own + g), keys_seen(p, own + g + 8)};
-  // k, v, k, v
+  // staged: two stages of k, v
   const uint32_t base = shared_address(room), shared = (base + 1023) & ~1023u,
                  staged = shared + 2 * KEEP;
   const T *k = row_of<T>(p.k, b, 0, group), *v = row_of<T>(p.v, b, 0, group);

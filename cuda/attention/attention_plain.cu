@@ -1,12 +1,13 @@
 // Attention in plain arithmetic: f32 and f64 of any width, and all other calls that the tensor
-// cores do not support. See attention.h. For f32 up to 256 wide, a warp processes a few rows and
-// walks over the other side 32 rows at a time, which the block loads into shared memory. For scores
-// each lane has a row of that tile, for sums of rows it has columns. Rows that come out as Inf or
-// NaN are recomputed, as with the tensor cores. All other formats and widths are computed row by
-// row: a warp takes a query for y and dq, a key for dk and dv.
+// cores do not support. See attention.h. For f32 up to 256 wide, a warp owns a few rows (queries or
+// keys) and walks over the opposite rows (keys or queries) 32 at a time, in tiles that the block
+// loads into shared memory. To compute scores, each lane takes one row of the tile; to sum rows,
+// each lane takes columns. Rows that come out as Inf or NaN are recomputed, as with the tensor
+// cores. For all other formats and widths a warp computes one row: y or dq of a query, or dk and dv
+// of a key.
 #include "attention.h"
 
-enum { ROW_WARPS = 4 };   // of a block
+enum { ROW_WARPS = 4 };   // warps of a block
 
 /// The row of this warp among `rows`, or -1.
 __device__ static inline int64_t own_row(int64_t rows)
@@ -34,7 +35,7 @@ __global__ void __launch_bounds__(32 * ROW_WARPS)
   int b = (int)(pair / p.heads), h = (int)(pair % p.heads), t = (int)(row % p.queries),
       lane = threadIdx.x & 31;
   A sum = not_a_number<A>();
-  if (p.y.data) {   // equal to y . dy, unless that is Inf or NaN
+  if (p.y.data) {   // delta equals y . dy, unless that is Inf or NaN
     sum = 0;
     for (int d = lane; d < p.width; d += 32)
       sum = fused(row_of<A>(p.y, b, t, h)[d], row_of<A>(p.dy, b, t, h)[d], sum);
@@ -75,8 +76,8 @@ template <int C>
 constexpr int BACKWARD_FLOATS =
   2 * 32 * (32 * C + 1) + 3 + TILE_WARPS<C> * BACKWARD_ROWS<C> * (2 * 32 * C + 2 * 32);
 
-/// Loads N rows of a head from `first` on, `line` floats apart, into `to`; zeros beyond `limit`
-/// rows and `width` columns.
+/// Loads N rows of a head, from `first` on, into `to`, where rows are `line` floats apart. Rows
+/// from `limit` on and columns from `width` on become zeros.
 template <int C, int N>
 __device__ static inline void load_floats(float *to, int line, const float *head, int64_t stride,
                                           int first, int limit, int width)
@@ -87,7 +88,7 @@ __device__ static inline void load_floats(float *to, int line, const float *head
   }
 }
 
-/// sums[r] = row r of `rows` [R x 32 C] . the lane's row of `tile`, for each r
+/// For each r, sums[r] = row r of `rows` [R x 32 C] times the lane's row of `tile` (dot product).
 template <int C, int R>
 __device__ static inline void dots(float (&sums)[R], const float *rows, const float *tile)
 {
@@ -103,8 +104,8 @@ __device__ static inline void dots(float (&sums)[R], const float *rows, const fl
   }
 }
 
-/// sums[r][c] += weights [R x 32] times rows of `tile`, `line` floats apart; the lane has columns
-/// lane + 32 c.
+/// sums [R x 32 C] += weights [R x 32] times 32 rows of `tile`, which are `line` floats apart. Lane
+/// l has column l + 32 c in sums[r][c].
 template <int C, int R>
 __device__ static inline void add_rows(float (&sums)[R][C], const float *weights, const float *tile,
                                        int line)
@@ -126,7 +127,7 @@ __device__ static inline void add_rows(float (&sums)[R][C], const float *weights
   }
 }
 
-/// Stores columns of a row; true when any of them, in any lane, is Inf or NaN.
+/// Stores the lane's columns of a row. Returns true if any column, in any lane, is Inf or NaN.
 template <int C>
 __device__ static inline bool store_row(const float (&x)[C], float factor, void *data, int dtype,
                                         int64_t first, int width)
@@ -201,7 +202,7 @@ __global__ void __launch_bounds__(32 * TILE_WARPS<C>, 1)
     if (t >= p.queries) break;
     float total = 0, entropy = 0, largest = 0, row[C];
 #pragma unroll
-    for (int i = 0; i < R; i++)   // registers cannot be indexed
+    for (int i = 0; i < R; i++)   // arrays in registers take constant indices only
       if (i == r) {
         total = warp_sum(sum[i]);
         entropy = warp_sum(weighted[i]);
@@ -226,19 +227,19 @@ __global__ void __launch_bounds__(32 * TILE_WARPS<C>, 1)
   }
 }
 
-/// The resident rows are queries (for dq) or keys (for dk and dv); the other side streams past
-/// them.
+/// The resident rows are queries (for dq) or keys (for dk and dv). The opposite rows are loaded
+/// tile by tile.
 template <int C, bool KEYS_STAY>
 __global__ void __launch_bounds__(32 * TILE_WARPS<C>, 1)
   tiles_backward(const __grid_constant__ attention_problem p)
 {
   extern __shared__ __align__(1024) unsigned char room[];
   constexpr int R = BACKWARD_ROWS<C>, BLOCK_ROWS = TILE_WARPS<C> * R, LINE = 32 * C + 1;
-  // q, dy or k, v
+  // q and dy, or k and v
   float *const stay = (float *)room, *const stay_slopes = stay + BLOCK_ROWS * 32 * C;
-  // of each warp: dscores, p
+  // for each warp: dscores, p
   float *const weights = stay_slopes + BLOCK_ROWS * 32 * C;
-  // k, v or q, dy
+  // k and v, or q and dy
   float *const tile = weights + 2 * BLOCK_ROWS * 32, *const slopes = tile + 32 * LINE;
   const int heads = KEYS_STAY ? p.groups : p.heads, pairs = p.batch * heads,
             pair = blockIdx.x % pairs, b = pair / heads, head = pair % heads;
@@ -346,7 +347,7 @@ template <int C, bool KEYS_STAY> static eng_status backward_tiles(const attentio
   return ENG_OK;
 }
 
-/// Calls f<C> for the width.
+/// Calls f<C> with the smallest C that covers the width.
 #define FOR_WIDTH(width, f, ...)          \
   ((width) <= 32  ? f<1 __VA_ARGS__>(p) : \
    (width) <= 64  ? f<2 __VA_ARGS__>(p) : \

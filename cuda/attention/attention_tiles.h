@@ -9,16 +9,17 @@
 
 enum { QUERIES = 64 };   // queries at a time, in blocks of keys
 
-/// Shared by the kernels of the backward pass, in addition to the problem. shift [B x H x line]:
-/// -lse in powers of 2 plus RAISE, so that a probability is 2^(scaled score + shift); -inf, which
-/// makes it 0, for rows that see no key or do not exist. largest [B x G]: |dy| as bits.
+/// Scratch that the kernels of the backward pass share. shift [B x H x line] is RAISE - lse *
+/// log2(e), so that 2^(scaled score + shift) is a probability times 2^RAISE. For rows that see no
+/// key or do not exist, shift is -inf, which makes the probability 0. largest [B x G] is the
+/// largest finite |dy|, as bits.
 typedef struct backward_room {
   float    *shift;
   uint32_t *largest;
-  int64_t   line;      // T in whole tiles of QUERIES
+  int64_t   line;      // T rounded up to a multiple of QUERIES
 } backward_room;
 
-/// dk, dv and dq on Hopper for D 64 and 128; delta and shift are ready.
+/// Computes dk, dv and dq on Hopper for D 64 and 128. delta and shift must be ready.
 eng_status attention_hopper_backward(const attention_problem *p, const backward_room *r, int dtype,
                                      int stored);
 
@@ -28,15 +29,15 @@ enum { WARPS = 4, THREADS = 32 * WARPS };
 
 constexpr float LOG2_E = 1.44269504088896340736f;
 
-/// Hopper has its own kernels for these widths.
+/// True on Hopper for widths that have their own kernels there. The kernels here are then empty.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 template <int D> constexpr bool NOT_HERE = D % 64 == 0;
 #else
 template <int D> constexpr bool NOT_HERE = false;
 #endif
 
-/// Probabilities are multiplied by 2^RAISE: in f16 they would otherwise be subnormal below 2^-14.
-/// (They are at most 1, so 2^15 is in range.)
+/// Probabilities are multiplied by 2^RAISE, because f16 numbers below 2^-14 are subnormal.
+/// Probabilities are at most 1, so 2^15 is in range.
 template <class T> constexpr int RAISE = 0;
 template <> constexpr int RAISE<f16_t> = 15;
 
@@ -44,7 +45,7 @@ template <> constexpr int RAISE<f16_t> = 15;
 template <class T> __device__ static inline float lift_of(const backward_room &r, int64_t pair)
 {
   if (RAISE<T> == 0) return 1.0f;
-  // 0 for 0 (no other f16 is that small); at most 127 + 15
+  // 0 only if the largest |dy| is 0 (f16 values are normal in f32); at most 127 + 15
   uint32_t exponent = r.largest[pair] >> 23;
   return exponent ? __uint_as_float((254 + 4 - exponent) << 23) : 1.0f;
 }
@@ -60,7 +61,8 @@ __device__ static inline void load_tile(uint32_t tile, const T *head, int64_t st
                                         int limit, int thread = threadIdx.x)
 {
   constexpr int PIECES = D / 8, STEP = THREADS / PIECES;
-  // a thread's pieces are in one column of pieces, all at the swizzled offset of the first
+  // A thread's pieces are all in one column of pieces and have the same swizzled offset in their
+  // rows.
   if constexpr (THREADS % PIECES == 0) {
     const int row = thread / PIECES, piece = thread % PIECES, there = limit - first - row;
     const T *column = head + piece * 8;
@@ -80,10 +82,10 @@ __device__ static inline void load_tile(uint32_t tile, const T *head, int64_t st
   }
 }
 
-/// Start of a lane's ldmatrix addresses in a tile. `row` and `piece` are the lane's; only their
-/// lowest bits affect the order of pieces. So a step of 16 rows is an addition, and a step of two
-/// pieces an exclusive or. If tiles and rows begin at multiples of a power of two, that xor applies
-/// to the whole address, and one register serves all steps.
+/// The base of a lane's ldmatrix addresses in a tile. Only the lowest bits of a row's number affect
+/// the order of its pieces. So a step of 16 rows is an addition, and a step of two pieces is an
+/// exclusive or. If D is a power of two, tiles and rows begin at multiples of a power of two. The
+/// exclusive or then applies to the whole address, and one register serves all steps.
 template <int D> struct lane_place {
   static constexpr bool WHOLE = (D & (D - 1)) == 0;
   uint32_t row, turn;
@@ -95,23 +97,26 @@ template <int D> struct lane_place {
   __device__ uint32_t at(int rows, int pieces) const
   { return rows * (D * 2) + (WHOLE ? row ^ (pieces * 16) : row + (turn ^ (pieces * 16))); }
 };
-/// Loads rows of a tile as A [16 x 16]: rows from `rows`, columns from 8 * `pieces`.
+/// This lane's place for loading A [16 x 16] from a tile: at(rows, pieces) is its address for the
+/// rows from `rows` and the columns from 8 * `pieces`.
 template <int D>
 __device__ static inline lane_place<D> place_a(uint32_t tile)
 {
   int l = threadIdx.x & 31;
   return {tile, l & 15, l >> 4};
 }
-/// Loads rows of a tile as columns of B, two of them [16 x 8] in registers 0, 1 and 2, 3: 16 rows
-/// of the tile, 16 columns.
+/// This lane's place for loading two B [16 x 8] from 16 rows and 16 columns of a tile. Each row
+/// becomes a column of B. Registers 0 and 1 get the B of the first 8 rows, 2 and 3 that of the next
+/// 8.
 template <int D>
 __device__ static inline lane_place<D> place_b(uint32_t tile)
 {
   int l = threadIdx.x & 31;
   return {tile, (l & 7) + (l >> 4) * 8, l >> 3 & 1};
 }
-/// Loads rows of a tile as rows of B (load_matrices_turned), two of them in registers 0, 1 and 2,
-/// 3: 16 rows of the tile, 16 columns.
+/// This lane's place for loading two B [16 x 8] from 16 rows and 16 columns of a tile with
+/// load_matrices_turned. Each row becomes a row of B. Registers 0 and 1 get the B of the first 8
+/// columns, 2 and 3 that of the next 8.
 template <int D>
 __device__ static inline lane_place<D> place_turned(uint32_t tile)
 {
@@ -119,8 +124,8 @@ __device__ static inline lane_place<D> place_turned(uint32_t tile)
   return {tile, l & 15, l >> 4};
 }
 
-/// c [16 MT x 16 N] += a [16 MT x D] times rows [16 N x D] transposed, both tiles in shared memory.
-/// c[m][n]: 16 x 8 each.
+/// c [16 MT x 16 N] += a [16 MT x D] times the transpose of `rows` [16 N x D]. Both factors are
+/// tiles in shared memory. c[m][n] is a block of 16 x 8.
 template <class T, int D, int MT, int N>
 __device__ static inline void product_of_rows(float (&c)[MT][2 * N][4], const lane_place<D> &a,
                                               const lane_place<D> &rows)
@@ -200,9 +205,9 @@ template <int MT, int N> __device__ static inline void clear(float (&c)[MT][N][4
     for (int n = 0; n < N; n++) c[m][n][0] = c[m][n][1] = c[m][n][2] = c[m][n][3] = 0;
 }
 
-/// Rounds a warp's rows [16 MT x D] to T and stores columns [0, stored) of rows [first, limit) of
-/// `head`, through `tile`, shared memory that no other warp uses. Returns a bit for each row (m *
-/// 16 + row) that contains Inf or NaN before rounding.
+/// Rounds a warp's rows c [16 MT x D] to T. Stores columns [0, stored) in `head`, in rows from
+/// `first` on and below `limit`. Uses `tile`, shared memory that no other warp uses, as a buffer.
+/// Returns a bit for each row of c (bit m * 16 + row) that contains Inf or NaN before rounding.
 template <class T, int D, int MT>
 __device__ static inline uint32_t store_rows(const float (&c)[MT][D / 8][4], unsigned char *tile,
                                              T *head, int64_t stride, int first, int limit,
@@ -215,7 +220,7 @@ __device__ static inline uint32_t store_rows(const float (&c)[MT][D / 8][4], uns
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       int row = 16 * m + 8 * half + g;
-      float sum = 0;   // of x * 0: stays 0 while all are finite
+      float sum = 0;   // sum of x * 0, which stays 0 while all x are finite
 #pragma unroll
       for (int d = 0; d < D / 8; d++) {
         float x = c[m][d][2 * half], y = c[m][d][2 * half + 1];

@@ -1,11 +1,13 @@
 // The operation bias_grad on the card: column sums of dy [rows x n], in an order that depends only
 // on the shape.
 //
-// Two passes. The first cuts dy into tiles (up to 32 x 16 bytes of columns by a chunk of rows), as
-// many as an H200 holds blocks at once. A block of 8 warps sums its tile: each thread reads 16
-// bytes of columns, with 8 rows in flight; then lanes of a warp that share columns are added, then
-// warps, in fixed order. This gives one row of partial sums. The second pass adds the chunks, and
-// the previous contents if it accumulates. Sums are f32, f64 for f64. Lower bound: one read of dy.
+// There are two passes. The first cuts dy into tiles, about as many as the blocks that an H200
+// holds at once. A tile is up to 32 x 16 bytes of columns by a chunk of rows. A block of 8 warps
+// sums one tile: each thread reads 16 bytes of columns, with 8 rows in flight; then the lanes of a
+// warp that share columns are added, and then the warps, in a fixed order. This gives one row of
+// partial sums. The second pass adds the rows of all chunks, and the previous contents of the
+// output if it accumulates. Sums are in f32, or in f64 for f64 inputs. The lower bound on time is
+// one read of dy.
 #include "runtime/device.h"
 #include "gemm_element.h"
 #include "kernel/vector.h"
@@ -14,7 +16,7 @@ namespace {
 
 enum {
   WARPS = 8,
-  IN_FLIGHT = 8,          // rows a thread reads before it adds
+  IN_FLIGHT = 8,          // rows that a thread loads before it adds them
   RESIDENT = 4,           // blocks per multiprocessor; an H200 has 132
   MOST_BLOCKS = 132 * RESIDENT,
   SUM_COLUMNS = 32, SUM_ROWS = 32,   // a block of the second pass
@@ -23,10 +25,10 @@ enum {
 template <typename T> struct sum_type { typedef float type; };
 template <> struct sum_type<double> { typedef double type; };
 
-// V neighbours: loaded, then added to sums.
+// V neighbours, which are loaded first and added to sums later.
 template <typename T, int V> struct piece {
   words<T, V> raw;
-  // unless `there`, zeros, which change no sum
+  // loads zeros, which change no sum, if `there` is false
   __device__ void load(const T *from, bool there)
   {
     raw = {};
@@ -52,8 +54,8 @@ template <> struct piece<double, 2> {
   __device__ void add_to(double (&sum)[2]) const { sum[0] += raw.x; sum[1] += raw.y; }
 };
 
-// partial[chunk][n] = sums of dy's rows [chunk * chunk_rows, ..). 2^lanes_log2 lanes of a warp take
-// neighbouring columns, the other lanes take the next rows.
+// partial[chunk][n] = sums of dy's rows [chunk * chunk_rows, (chunk + 1) * chunk_rows).
+// 2^lanes_log2 lanes of a warp take neighbouring columns; the remaining lanes take the next rows.
 template <typename T, int V>
 __global__ void __launch_bounds__(32 * WARPS, RESIDENT)
   sum_tiles(typename sum_type<T>::type *__restrict__ partial, const T *__restrict__ dy,
@@ -97,8 +99,8 @@ __global__ void __launch_bounds__(32 * WARPS, RESIDENT)
   }
 }
 
-// out[j] = or += the sum of partial[chunk][j] over the chunks: a thread takes every 32nd, then the
-// threads of a column are added in order.
+// out[j] = (with `add`, +=) the sum of partial[chunk][j] over the chunks. A thread sums every 32nd
+// chunk; then the threads of a column are added in order.
 template <typename SUM>
 __global__ void __launch_bounds__(SUM_COLUMNS *SUM_ROWS)
   sum_chunks(void *out, int dtype, const SUM *__restrict__ partial, int64_t n, int chunks, bool add)
@@ -133,8 +135,8 @@ eng_status run(const op_call *call, int64_t rows, int64_t n)
   while (lanes_log2 < 5 && ((int64_t)V << lanes_log2) < n) lanes_log2++;
   const int64_t width = (int64_t)V << lanes_log2, tiles = (n + width - 1) / width,
                 step = WARPS * (32 >> lanes_log2);
-  // One chunk for each block that fits on the card; a chunk has whole rounds of a block and fewer
-  // than 2^31 rows.
+  // Where possible, the number of chunks is such that all blocks fit on an H200 at once. A chunk
+  // has whole rounds of a block and fewer than 2^31 rows.
   const int64_t round = IN_FLIGHT * step,
                 most = (MOST_BLOCKS / tiles > 1 ? MOST_BLOCKS / tiles : 1) + (rows >> 30),
                 rounds = (rows + round - 1) / round;

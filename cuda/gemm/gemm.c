@@ -11,8 +11,8 @@
 
 op_kernel cuda_matmul, cuda_linear, cuda_contiguous, cuda_cast;
 
-// The most launches for a batch that cuBLASLt cannot stride through; with more, copying the operand
-// is cheaper.
+// A batch that cuBLASLt cannot stride through takes several launches. If they would exceed
+// MOST_LAUNCHES, the operand is copied, which is cheaper.
 enum { MOST_LAUNCHES = 32, PIECES = 3 };
 
 typedef struct scratch {
@@ -38,8 +38,8 @@ static void give_all(scratch *s)
   }
 }
 
-/// A copy of x [batch.. x rows x columns] in `dtype` without gaps and without broadcast dimensions.
-/// Rows or columns stay contiguous if they were.
+/// Replaces x [batch.. x rows x columns] by a copy in `dtype` without gaps and without broadcast
+/// dimensions. Contiguous rows stay contiguous, and so do contiguous columns.
 static eng_status copy_operand(gemm_matrix *x, const gemm_product *p, int64_t rows, int64_t columns,
                                int dtype, scratch *s)
 {
@@ -81,16 +81,16 @@ static eng_status copy_operand(gemm_matrix *x, const gemm_product *p, int64_t ro
   return ENG_OK;
 }
 
-/// The format in which the operands are multiplied: theirs if they agree, else one that represents
-/// both exactly.
+/// The format in which the operands are multiplied: their own if they have the same, else one that
+/// represents both exactly.
 static int factor_dtype(const gemm_product *p)
 {
   if (p->a.dtype == ENG_f64 || p->b.dtype == ENG_f64 || p->c.dtype == ENG_f64) return ENG_f64;
   return p->a.dtype == p->b.dtype ? p->a.dtype : ENG_f32;
 }
 
-/// Whether cuBLASLt can write C (and add the bias) itself. On unaligned rows its kernels were seen
-/// to round the sum to f16 or bf16 before adding the bias, one rounding too many.
+/// Whether cuBLASLt can write C (and add the bias) with one rounding. With unaligned rows, its
+/// kernels were seen to round the sum to f16 or bf16 before adding the bias.
 static bool can_write(const gemm_product *p, int factors)
 {
   gemm_leading leading;
@@ -102,7 +102,7 @@ static bool can_write(const gemm_product *p, int factors)
   return format && bias && gemm_leading_of(&leading, &p->c, p->m, p->n) && !leading.transposed;
 }
 
-/// The output if cuBLASLt cannot write C: dense, in the format of the sums.
+/// Replaces C by dense scratch memory in the format of the sums, because cuBLASLt cannot write C.
 static eng_status make_sum(gemm_product *q, int factors, scratch *s)
 {
   int dtype = factors == ENG_f64 ? ENG_f64 : ENG_f32;
@@ -138,9 +138,9 @@ static eng_status one_plainly(const gemm_product *q, int walked, const int64_t *
   return gemm_plain(&one);
 }
 
-/// Computes every matrix of q with cuBLASLt. *done is false, with nothing written, if it has no
-/// algorithm for such a product. If it refuses only a later matrix, gemm_plain computes the rest,
-/// because C may already have been accumulated into.
+/// Computes every matrix of q with cuBLASLt. If cuBLASLt has no algorithm for such a product, *done
+/// is false and nothing is written. If cuBLASLt refuses only a later matrix, gemm_plain computes
+/// the rest: starting over could accumulate twice into C.
 static eng_status launch_all(bool *done, const gemm_product *q)
 {
   int walked = gemm_walked_dim(q);
@@ -191,7 +191,7 @@ eng_status gemm_run(const gemm_product *given)
 {
   gemm_product p = *given;
   gemm_simplify(&p);
-  if (p.k == 0) return gemm_plain(&p);   // zeros, the bias, or nothing to add
+  if (p.k == 0) return gemm_plain(&p);   // C becomes zeros or the bias, or stays as it is
   bool done = false;
   scratch s = {0};
   eng_status status = by_library(&done, &p, &s);

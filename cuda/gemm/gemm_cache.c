@@ -90,7 +90,7 @@ bool gemm_same_algorithm(const gemm_choice *a, const gemm_choice *b)
 {
   gemm_choice x = *a, y = *b;
   x.rank = y.rank = x.ns = y.ns = 0;
-  return memcmp(&x, &y, sizeof x) == 0;   // only int64_t fields: no padding
+  return memcmp(&x, &y, sizeof x) == 0;   // all fields are int64_t: no padding
 }
 
 // ---- the table
@@ -194,7 +194,7 @@ static void read_file(void)
 {
   struct stat about;
   int fd = open(cache.path, O_RDONLY | O_NONBLOCK | O_CLOEXEC);
-  // opening a pipe would block
+  // O_NONBLOCK, because opening a pipe would block
   FILE *file =
     fd >= 0 && fstat(fd, &about) == 0 && S_ISREG(about.st_mode) ? fdopen(fd, "rb") : NULL;
   if (!file) {
@@ -236,7 +236,7 @@ bool gemm_cache_keep(gemm_entry *entry, const gemm_choice *choice)
   entry->chosen = true;
   if (!cache.path[0]) return false;
   make_folders(cache.path);
-  char line[GEMM_LINE + 1] = "\n";   // the newline ends a truncated line
+  char line[GEMM_LINE + 1] = "\n";   // the newline ends an earlier, truncated line
   int n = gemm_line_write(line + 1, &entry->problem, choice) + 1;
   int fd = open(cache.path, O_WRONLY | O_APPEND | O_CREAT | O_NONBLOCK | O_CLOEXEC, 0666);
   if (fd < 0) return false;

@@ -1,21 +1,21 @@
-// The algorithm of each matrix product: a table in memory, and a text file with one line per
-// problem that keeps the choices between runs. Host logic without CUDA, so spec/cuda/gemm_host.c
+// The algorithms chosen for matrix products: a table in memory, and a text file that keeps the
+// choices between runs, one line per problem. Host logic without CUDA, so spec/cuda/gemm_host.c
 // tests it on any machine. Owns the table. Called by gemm_lt.c.
 //
 // The file is <folder>/cublaslt-<card>-<version>.txt, <folder> being $ENGINE_CACHE or
 // ~/.cache/engine. A line is
 //  choice m=768 n=4096 k=768 .. : rank=1 id=66 tile=20 .. ns=12345
 // The file is read once. Every new choice is appended with a single write, so that concurrent
-// processes do not corrupt it; of two lines for one problem the later one counts. Damaged,
+// processes do not corrupt the file. If a problem has two lines, the later one counts. Damaged,
 // truncated and unknown lines are skipped. No text of the file reaches cuBLASLt: a choice only
-// names one of the algorithms that its heuristic offers.
+// names one of the algorithms that cuBLASLt's heuristic offers.
 #ifndef ENG_CUDA_GEMM_CACHE_H
 #define ENG_CUDA_GEMM_CACHE_H
 
 #include "gemm_layout.h"
 
-/// An algorithm by its rank in the heuristic's list and by cuBLASLt's description of it; ns: its
-/// time when it was chosen.
+/// An algorithm, identified by its rank in the heuristic's list and by cuBLASLt's description. `ns`
+/// is the time measured when the algorithm was chosen.
 #define GEMM_CHOICE_FIELDS(F) \
   F(rank)                     \
   F(id) F(tile) F(stages) F(split_k) F(reduction) F(swizzle) F(custom) F(inner) F(cluster) F(ns)
@@ -25,18 +25,18 @@ typedef struct gemm_choice {
 #undef GEMM_FIELD
 } gemm_choice;
 
-/// Whether a and b describe the same algorithm, at any rank in the list.
+/// Whether a and b describe the same algorithm, whatever their ranks and times.
 bool gemm_same_algorithm(const gemm_choice *a, const gemm_choice *b);
 
 typedef struct gemm_entry {
   gemm_problem problem;
   gemm_choice  choice;
   bool         chosen;     // `choice` is valid, from the file or from a search
-  void        *plan;       // gemm_lt.c's; NULL until the first call with this problem
+  void        *plan;       // owned by gemm_lt.c; NULL until the first call with this problem
 } gemm_entry;
 
-/// The entry of a problem; an empty one is created for a new problem. NULL: out of memory. Entries
-/// never move.
+/// Returns the entry of a problem, creating an empty one for a new problem; NULL if out of memory.
+/// Entries never move.
 gemm_entry *gemm_cache_entry(const gemm_problem *problem);
 
 /// Sets the file's path from the environment and reads its choices. A missing or unreadable file is
@@ -44,7 +44,7 @@ gemm_entry *gemm_cache_entry(const gemm_problem *problem);
 void gemm_cache_open(const char *card, int64_t version);
 /// Stores an entry's choice in the table and in the file. False if the file could not be written.
 bool gemm_cache_keep(gemm_entry *entry, const gemm_choice *choice);
-/// The file's path; "" when there is no folder for it.
+/// The file's path, or "" if there is no folder for it.
 const char *gemm_cache_path(void);
 /// Clears the table (the caller frees the plans).
 void gemm_cache_clear(void);

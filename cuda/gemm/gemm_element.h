@@ -1,11 +1,12 @@
-// Elements of any float format, chosen at run time, for kernels that touch few of them. The format
-// of sums is a template argument, float or double. Included by gemm_plain.cu and bias_grad.cu.
+// Loads and stores elements of any float format, chosen at run time, for kernels that access few
+// elements. The format of sums is a template argument, float or double. Included by gemm_plain.cu
+// and bias_grad.cu.
 #ifndef ENG_CUDA_GEMM_ELEMENT_H
 #define ENG_CUDA_GEMM_ELEMENT_H
 
 #include "runtime/device.h"
 
-/// Element `at`, exact (rounded once when it is f64 and sums are float).
+/// Loads element `at` exactly, or rounded once if it is f64 and SUM is float.
 template <typename SUM>
 __device__ inline SUM element_load(const void *data, int dtype, int64_t at)
 {

@@ -1,6 +1,6 @@
-// FP8 products through cuBLASLt; contracts in gemm_fp8.h. Row-major y = x W^T is column-major D [n
-// x m] = W' x with both operands K-major as stored, the one arrangement cuBLASLt accepts for FP8:
-// its A is W (op T), its B is x (op N).
+// FP8 products through cuBLASLt; contracts in gemm_fp8.h. The row-major product y = x W^T is the
+// column-major product D [n x m] = op(A) op(B) with A = W (op T) and B = x (op N). Both operands
+// are K-major as stored, the only arrangement that cuBLASLt accepts for FP8.
 #include "gemm_fp8.h"
 
 #include "runtime/device.h"
@@ -116,7 +116,7 @@ static eng_status check(const fp8_result *y, const fp8_operand *x, const fp8_ope
   return wrong ? error_set(ENG_ERR_VALUE, "%s: %s", product_text(y, x, w, fast), wrong) : ENG_OK;
 }
 
-/// Whether cuBLASLt can write y and add its bias. (With an f32 output it takes only a bf16 bias.)
+/// Whether cuBLASLt can write y and add its bias. (For an f32 output, it accepts only a bf16 bias.)
 static bool can_write(const fp8_result *y, const fp8_operand *x, const fp8_operand *w)
 {
   bool bias =

@@ -11,8 +11,8 @@ extern "C" {
 #include "device/backend.h"
 #include "base/fp8_layout.h"
 
-/// An operand in device memory, [rows x inner] bytes, padded: rows and inner are multiples of
-/// FP8_PAD, rows are `stride` bytes apart; data and stride are 16-byte aligned. `scale` has the
+/// An operand in device memory: [rows x inner] bytes, with rows `stride` bytes apart. rows and
+/// inner are padded to multiples of FP8_PAD; data and stride are 16-byte aligned. `scale` has the
 /// layout of fp8_scales_of(scaling, rows, inner) and is 16-byte aligned.
 typedef struct fp8_operand {
   const void  *data;
@@ -22,8 +22,9 @@ typedef struct fp8_operand {
   int32_t      scaling;    // fp8_scaling
 } fp8_operand;
 
-/// y [m x n] = x W^T + bias, or y += x W^T. x has at least m rows, W at least n; further rows are
-/// padding. With padding the product goes through scratch memory, because y has no room for it.
+/// y [m x n] = x W^T + bias, or y += x W^T. x has at least m rows, and W at least n; further rows
+/// are padding. If there is padding, the product goes through scratch memory, because y has no room
+/// for padding.
 typedef struct fp8_result {
   void       *data;         // device memory
   int32_t     dtype;        // f32, bf16 or f16; usually f32 when accumulating
@@ -37,10 +38,10 @@ typedef struct fp8_result {
 /// supported ones.
 eng_status fp8_product_supported(int scaling_x, int scaling_w);
 
-/// Queues the product. `fast`: sums stay in the tensor cores' 14 bits over all of K (only
-/// FP8_TENSOR and FP8_ROW); otherwise they are promoted to f32 every 128. Pairs of scalings: both
-/// FP8_TENSOR, both FP8_ROW, or VEC128 with BLK128 or VEC128 (either side), never BLK128 twice.
-/// Never E5M2 twice.
+/// Queues the product. With `fast` (FP8_TENSOR and FP8_ROW only), sums stay in the tensor cores' 14
+/// bits over all of K; otherwise they are promoted to f32 every 128 steps. The scalings are both
+/// FP8_TENSOR, both FP8_ROW, or by block with at least one FP8_VEC128. At most one operand may be
+/// E5M2.
 eng_status fp8_product(const fp8_result *y, const fp8_operand *x, const fp8_operand *w, bool fast);
 
 #ifdef __cplusplus

@@ -1,11 +1,11 @@
 // The operations mlp_gelu, matmul_gelu_grad and linear_grad on the card: products with an operation
-// before or after them. One cuBLASLt kernel can compute both (its epilogues), which saves writing
-// and reading a matrix. If it cannot, or is slower, the two run separately: gemm.c, then the
-// kernels of unary.cu and bias_grad.cu.
+// before or after them. One cuBLASLt kernel with an epilogue can compute both, which saves writing
+// and reading a matrix. If there is no such kernel, or if it is slower, the two run separately:
+// gemm.c, then the kernels of unary.cu and bias_grad.cu.
 //
-// cuBLASLt computes GELU and its slope only for f16 and bf16, for which its tanh is accurate
-// enough, and column sums only into f32, so that they are rounded no earlier than ours. Enabled
-// only by ENGINE_CUBLASLT_FUSE=1: these kernels have not run on a card yet.
+// GELU and its slope are fused only for f16 and bf16, for which cuBLASLt's tanh is accurate enough.
+// Column sums are fused only into f32, so that they are rounded no earlier than ours. Fusion is
+// enabled only by ENGINE_CUBLASLT_FUSE=1, because these kernels have not run on a card yet.
 #include "runtime/device.h"
 #include "gemm.h"
 #include "gemm_lt.h"
@@ -15,7 +15,7 @@
 op_kernel cuda_linear, cuda_gelu_tanh, cuda_unary_grad, cuda_bias_grad, cuda_mlp_gelu,
   cuda_matmul_gelu_grad, cuda_linear_grad;
 
-// A separate pass: bytes per nanosecond, and its fixed cost in nanoseconds.
+// The estimated cost of a separate pass: bytes per nanosecond, and a fixed cost in nanoseconds.
 enum { PASS_BYTES = 3000, PASS_START = 3000 };
 
 static int64_t rows_of(const tensor *x)
@@ -45,14 +45,14 @@ static bool can_fuse(const gemm_product *p)
       gemm_alignment(p->side) != 16)
     return false;
   if (p->bias && (p->bias_dtype != dtype || gemm_alignment(p->bias) != 16)) return false;
-  // On unaligned rows the sum was seen to be rounded before the epilogue (gemm.c). For u, cuBLASLt
-  // requires alignment.
+  // With unaligned rows, cuBLASLt was seen to round the sum before the epilogue (gemm.c). It also
+  // requires aligned rows of u.
   return sums || (gemm_rows_aligned(&p->a, p->m, p->k) && gemm_rows_aligned(&p->b, p->k, p->n) &&
                   gemm_rows_aligned(&p->c, p->m, p->n));
 }
 
-/// The product and p->after in one kernel. *done is false, with the output unspecified, if they
-/// must run separately, or are faster with separate passes over `bytes` more.
+/// Runs the product and p->after in one kernel. If they must run separately, or are faster as
+/// separate passes that move `bytes` more, *done is false and the output is unspecified.
 static eng_status fused(bool *done, const gemm_product *p, int64_t bytes)
 {
   *done = false;
@@ -99,7 +99,7 @@ eng_status cuda_mlp_gelu(const op_call *call)
   return y->count > 0 ? cuda_linear(&down) : ENG_OK;
 }
 
-// du = gelu'(u) * (dy W); run separately, the product is kept in f32
+// du = gelu'(u) * (dy W). If the two run separately, the product is kept in f32 (f64 for f64).
 eng_status cuda_matmul_gelu_grad(const op_call *call)
 {
   tensor *dy = call->in[0], *w = call->in[1], *u = call->in[2], *du = call->out[0];
@@ -154,8 +154,8 @@ eng_status cuda_linear_grad(const op_call *call)
   p.a.row = 1;
   p.a.column = rows.row;
   if (dw->count == 0) return db->count > 0 ? column_sums(db, dy, add) : ENG_OK;
-  // cuBLASLt does not accumulate these sums. They go into a row of a matrix, whose column sums are
-  // then added to db.
+  // cuBLASLt does not accumulate these sums. So they go into a matrix of one row, whose column sums
+  // are then added to db.
   tensor sums = {.dtype = ENG_f32, .ndim = 2, .count = p.m, .shape = {1, p.m}, .stride = {p.m, 1}};
   bool direct = db->dtype == ENG_f32 && !add && gemm_alignment(db->data) == 16, done;
   int64_t bytes = p.m * (int64_t)sizeof(float);

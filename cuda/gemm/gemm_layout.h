@@ -17,14 +17,14 @@ typedef struct gemm_matrix {
   int64_t batch[GEMM_BATCH_DIMS];   // 0 where broadcast
 } gemm_matrix;
 
-/// What a cuBLASLt kernel may compute in addition to a product; `side` is contiguous. Set only by
-/// gemm_fused.c.
+/// An operation that a cuBLASLt kernel can compute in addition to a product. It reads or writes
+/// gemm_product.side, which is contiguous. Only gemm_fused.c requests one.
 typedef enum gemm_after {
   GEMM_AS_IT_IS,
-  // side [m x n] = A B + bias in C's dtype, C = gelu_tanh of that (before its rounding)
+  // side [m x n] = A B + bias in C's dtype; C = gelu_tanh of the sum before it was rounded
   GEMM_GELU,
   GEMM_GELU_GRAD,   // C = gelu_tanh'(side [m x n], in C's dtype) * A B
-  // in addition to C = A B or C += A B: side [m] = the sum of each row of A, in C's dtype
+  // side [m] = the sum of each row of A, in C's dtype; C = A B or C += A B as usual
   GEMM_BIAS_GRAD,
 } gemm_after;
 
@@ -44,9 +44,9 @@ typedef struct gemm_product {
 gemm_product gemm_of_matmul(const op_call *call);
 gemm_product gemm_of_linear(const op_call *call);
 
-/// Removes batch dimensions without changing the product. Dimensions of size 1 are dropped,
-/// neighbours that every matrix can walk as one are merged, and those that only lengthen A become
-/// rows of A and C.
+/// Removes batch dimensions without changing the product. Dimensions of size 1 are dropped.
+/// Neighbouring dimensions that every matrix can walk as one are merged. Where B is broadcast and
+/// the strides allow it, dimensions become rows of A and C.
 void gemm_simplify(gemm_product *p);
 
 /// The matrices (1: A, 2: B) whose strides alone prevent merging two batch dimensions.
@@ -57,16 +57,17 @@ typedef struct gemm_leading {
   int64_t ld;           // elements between rows (or columns, when transposed)
   bool    transposed;   // columns are contiguous, not rows
 } gemm_leading;
-/// False if neither rows nor columns are contiguous, or they overlap.
+/// False if neither rows nor columns are contiguous, or if they overlap.
 bool gemm_leading_of(gemm_leading *leading, const gemm_matrix *x, int64_t rows, int64_t columns);
 
-/// Whether every row (or column, when transposed) begins on 16 bytes.
+/// Whether every row (or column, when transposed) is 16-byte aligned.
 bool gemm_rows_aligned(const gemm_matrix *x, int64_t rows, int64_t columns);
 
-/// A problem for cuBLASLt: everything that the choice of an algorithm depends on, and its key in
-/// the table of choices. Column-major, D [m x n] = op(A) op(B): our C is its D transposed, so its A
-/// is our B and its m our n. Strides in elements. `type_*`: dtypes. `bias`: its dtype, or -1.
-/// `align_*`: bytes, up to 16. `scaling_*`: cuBLASLt's mode + 1, 0: none. `after`: gemm_after.
+/// A problem for cuBLASLt: everything that the choice of an algorithm depends on. It is the key in
+/// the table of choices. cuBLASLt computes the column-major product D [m x n] = op(A) op(B). Its D
+/// is our C transposed, so its A is our B and its m is our n. Strides are in elements. type_* are
+/// dtypes; `bias` is a dtype, or -1 for none; align_* are in bytes, up to 16; scaling_* are
+/// cuBLASLt's modes + 1, or 0 for none; `after` is a gemm_after.
 #define GEMM_PROBLEM_FIELDS(F)                                                               \
   F(m)                                                                                       \
   F(n) F(k) F(type_a) F(type_b) F(type_c) F(transpose_a) F(transpose_b) F(lda) F(ldb) F(ldc) \
@@ -81,18 +82,18 @@ typedef struct gemm_problem {
 /// The largest power of two up to 16 that divides this address.
 int64_t gemm_alignment(const void *data);
 
-/// Describes the product as a cuBLASLt problem over its batch dimension `walked` (-1: one matrix),
-/// the same for every index of the other dimensions. False, with *problem undefined, if A, B or C
-/// cannot be described. C must have contiguous rows.
+/// Describes the product as a cuBLASLt problem over its batch dimension `walked` (-1: one matrix).
+/// The problem is the same for every index of the other dimensions. Returns false, with *problem
+/// undefined, if A, B or C cannot be described. C must have contiguous rows.
 bool gemm_describe(gemm_problem *problem, const gemm_product *p, int walked);
 
-/// The batch dimension that cuBLASLt strides through (the longest); callers loop over the others.
-/// -1: no batch.
+/// The batch dimension that cuBLASLt strides through (the longest), or -1 if there is no batch.
+/// Callers loop over the other dimensions.
 int gemm_walked_dim(const gemm_product *p);
 
-/// First element of matrix x at index `at` of the batch dimensions.
+/// The first element of matrix x at index `at` of the batch dimensions.
 void *gemm_data_at(const gemm_product *p, const gemm_matrix *x, const int64_t *at);
-/// The next index over all batch dimensions except `walked`, in order; false after the last.
+/// Advances `at` to the next index over all batch dimensions except `walked`; false after the last.
 bool gemm_next(const gemm_product *p, int walked, int64_t *at);
 
 #endif

@@ -63,10 +63,11 @@ static eng_status lt_status(cublasStatus_t status, const char *what, const gemm_
     if (lt_try_ != CUBLAS_STATUS_SUCCESS) return lt_status(lt_try_, #call, problem); \
   } while (0)
 
+// Accepts only 0 and 1; the engine reports other values at start (lua/engine/cli/environment.lua).
 static bool is_on(const char *name, bool otherwise)
 {
   const char *text = getenv(name);
-  return text && *text ? strcmp(text, "0") != 0 : otherwise;
+  return strcmp(text ? text : "", otherwise ? "0" : "1") == 0 ? !otherwise : otherwise;
 }
 
 bool gemm_tf32(void)
@@ -132,8 +133,8 @@ static eng_status layout_make(cublasLtMatrixLayout_t *layout, const gemm_problem
   return ENG_OK;
 }
 
-/// The epilogue in cuBLASLt's terms. Its D is our C transposed, so a bias applies to its rows, and
-/// sums of our A's rows are sums of its B's columns.
+/// The epilogue in cuBLASLt's terms. cuBLASLt's D is our C transposed, so a bias applies to D's
+/// rows, and the sums of our A's rows are the sums of its B's columns.
 static uint32_t epilogue_of(const gemm_problem *p)
 {
   switch (p->after) {
@@ -183,7 +184,7 @@ static eng_status describe(plan *x, const gemm_problem *p)
   return layout_make(&x->c, p, p->type_c, p->m, p->n, p->ldc, p->stride_c);
 }
 
-/// Sets what changes from call to call.
+/// Sets the pointers, which change from call to call.
 static eng_status point(const plan *x, const gemm_problem *p, const gemm_operands *on)
 {
   if (p->bias >= 0) SET(x->product, BIAS_POINTER, on->bias, p);
@@ -196,7 +197,8 @@ static eng_status point(const plan *x, const gemm_problem *p, const gemm_operand
   return ENG_OK;
 }
 
-/// `answer` receives cuBLASLt's status; `bytes`: size of the workspace. Errors: MEMORY.
+/// Launches the product with a workspace of `bytes`. `answer` receives cuBLASLt's status. Fails
+/// with ENG_ERR_MEMORY if the workspace does not fit into memory.
 static eng_status launch(cublasStatus_t *answer, const plan *x, const gemm_problem *p,
                          const gemm_operands *on, void *c, const cublasLtMatmulAlgo_t *algorithm,
                          int64_t bytes)
@@ -235,7 +237,7 @@ typedef struct candidate {
 static int64_t config(const cublasLtMatmulAlgo_t *algorithm,
                       cublasLtMatmulAlgoConfigAttributes_t attribute)
 {
-  uint8_t bytes[8] = {0};   // attributes of 2 and 4 bytes, little endian
+  uint8_t bytes[8] = {0};   // for attributes of 2 and 4 bytes, little endian
   size_t size = 0;
   if (cublasLtMatmulAlgoConfigGetAttribute(algorithm, attribute, bytes, 0, &size) !=
         CUBLAS_STATUS_SUCCESS ||
@@ -315,8 +317,8 @@ static eng_status candidates_of(candidate *list, int *n, const plan *x, const ge
   return ENG_OK;
 }
 
-/// The candidate that a choice from the file names, or -1: checks its old rank first, then all
-/// others.
+/// The index of the candidate that a choice from the file names, or -1. If several match, the one
+/// at the choice's old rank is preferred, else the first.
 static int named_candidate(const candidate *list, int n, const gemm_choice *choice)
 {
   int found = -1;
@@ -327,8 +329,8 @@ static int named_candidate(const candidate *list, int n, const gemm_choice *choi
   return found;
 }
 
-/// Milliseconds of a launch on the device; infinity if the algorithm fails or its workspace does
-/// not fit.
+/// The time of one launch on the device, in milliseconds; infinity if the algorithm fails or its
+/// workspace does not fit.
 static eng_status time_candidate(float *milliseconds, const plan *x, const gemm_problem *p,
                                  const gemm_operands *on, void *c, const candidate *which,
                                  cudaEvent_t before, cudaEvent_t after)
@@ -357,22 +359,23 @@ static eng_status time_candidate(float *milliseconds, const plan *x, const gemm_
   return ENG_OK;
 }
 
-/// Bytes from the first element of C to the end of its last.
+/// Bytes from the first element of C to the end of its last element.
 static int64_t extent(const gemm_problem *p)
 {
   return ((p->batch - 1) * p->stride_c + (p->n - 1) * p->ldc + p->m) *
          eng_dtype_size((int)p->type_c);
 }
 
-/// Index of the fastest candidate; a later one must be 2 % faster to win. -1: could not be timed.
+/// Finds the index of the fastest candidate, or -1 if none could be timed. Among candidates within
+/// 2 % of the fastest, the first wins.
 static eng_status fastest(int *best, const plan *x, const gemm_problem *p, const gemm_operands *on,
                           candidate *list, int n)
 {
   *best = -1;
-  void *target = on->c;   // the product overwrites it anyway, unless it accumulates
+  void *target = on->c;   // timing may overwrite C, unless the product accumulates
   cudaEvent_t before = NULL, after = NULL;
   if (p->accumulate && cudaMalloc(&target, (size_t)extent(p)) != cudaSuccess) {
-    cudaGetLastError();   // out of memory: take the first
+    cudaGetLastError();   // out of memory: the first candidate is used untimed
     return ENG_OK;
   }
   float time[CANDIDATES], least = INFINITY;
@@ -408,8 +411,8 @@ static bool worth_searching(const gemm_problem *p)
          capture == cudaStreamCaptureStatusNone;
 }
 
-/// Prints a line if a product without cuBLASLt would take long. Not for FP8 products, which fail
-/// with an error, nor for epilogues, which run as separate passes.
+/// Prints a warning if cuBLASLt refuses a product that takes long without it. Prints nothing for
+/// FP8 products, which fail with an error, or for epilogues, which then run as separate passes.
 static void report_refusal(const gemm_problem *p)
 {
   if ((double)p->m * (double)p->n * (double)p->k * (double)p->batch < 64 * LEAST_WORK ||
@@ -427,15 +430,15 @@ static bool has_room(const candidate *c)
   return workspace != NULL;
 }
 
-/// The first candidate whose workspace fits into free memory. If none fits, refills `list` with
-/// candidates that need less. Errors: MEMORY.
+/// Finds the first candidate whose workspace fits into free memory. If none fits, refills `list`
+/// with candidates that need less. Fails with ENG_ERR_MEMORY if even these do not fit.
 static eng_status first_with_room(int *found, candidate *list, int n, const plan *x,
                                   const gemm_problem *p)
 {
   for (size_t k = 1;; k++) {
     for (*found = 0; *found < n; (*found)++)
       if (has_room(&list[*found])) return ENG_OK;
-    // the arena has set the message
+    // the arena has set the error message
     if (k == sizeof WORKSPACE / sizeof *WORKSPACE) return ENG_ERR_MEMORY;
     ENG_TRY(candidates_of(list, &n, x, p, WORKSPACE[k]));
   }
@@ -485,7 +488,7 @@ static eng_status prepare(gemm_entry *entry, const gemm_operands *on)
   return status;
 }
 
-/// The entry of a problem, with its plan made.
+/// Finds or creates the entry of a problem, and its plan.
 static eng_status prepared(gemm_entry **found, const gemm_problem *problem, const gemm_operands *on)
 {
   if (!lt.handle) ENG_TRY(open_library());

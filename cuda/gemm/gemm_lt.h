@@ -5,8 +5,8 @@
 
 #include "gemm_layout.h"
 
-/// The operands of a problem: device memory, in cuBLASLt's order (A is our B). Scales are for FP8
-/// operands, else NULL; problem->after reads or writes `side`.
+/// The operands of a problem, in device memory and in cuBLASLt's order (A is our B). Scales are
+/// NULL except for FP8 operands. The operation problem->after reads or writes `side`.
 typedef struct gemm_operands {
   const void  *a, *b;
   void        *c;
@@ -18,8 +18,8 @@ typedef struct gemm_operands {
 /// Queues the product. *done is false, with nothing written, if cuBLASLt has no algorithm for it.
 eng_status gemm_lt_run(bool *done, const gemm_problem *problem, const gemm_operands *on);
 
-/// Time of a problem's algorithm in the search, in ns; 0: not timed, -1: no algorithm. Runs the
-/// search now if needed, which writes into C.
+/// Returns the time in ns that the search measured for the problem's algorithm; 0 if it was not
+/// timed, -1 if there is no algorithm. Runs the search now if needed; the search writes into C.
 eng_status gemm_lt_time(int64_t *ns, const gemm_problem *problem, const gemm_operands *on);
 
 /// Whether products may be fused with the operation after them (ENGINE_CUBLASLT_FUSE=1).

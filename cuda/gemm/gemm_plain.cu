@@ -6,7 +6,7 @@
 
 namespace {
 
-// a block of 32 x 8 threads computes 32 x 32 elements of C; a thread four of a column
+// a block of 32 x 8 threads computes 32 x 32 elements of C, each thread four of a column
 enum { TILE = 32, ROWS = 8 };
 
 __device__ inline float  fused(float a, float b, float c)    { return fmaf(a, b, c); }

@@ -8,8 +8,8 @@ extern "C" {
 #endif
 #include "gemm_layout.h"
 
-/// The complete product: any strides, sizes (k = 0 included) and float formats. Sums in the order
-/// of k in f32, in f64 if A, B or C is f64. One rounding into C.
+/// Computes a complete product with any strides, sizes (k = 0 included) and float formats. Adds in
+/// the order of k, in f64 if A, B or C is f64 and in f32 otherwise. Rounds once into C.
 eng_status gemm_plain(const gemm_product *p);
 
 /// C = sum + bias, or C += sum, rounded once. `sum` is the product in f32 (or f64, by sum->dtype),

@@ -1,8 +1,8 @@
-// Single elements of any format, chosen at run time. Kernels use these for f64, integers and
-// unusual combinations of formats, for which a branch per element costs less than a kernel per
-// combination. The rules are those of core/base/dtype.c and core/cpu/reference.c: floats round
-// once, integers wrap, floats to integers truncate and saturate. Included by kernel files. Owns
-// nothing.
+// Loads, stores and converts single elements whose format is known only at run time. Kernels use
+// this for f64, integers and unusual combinations of formats, for which a branch per element costs
+// less than a kernel per combination. The rules are those of core/base/dtype.c and
+// core/cpu/reference.c: floats round once, integers wrap, and floats truncate and saturate when
+// they become integers. Included by kernel files. Owns nothing.
 #ifndef ENG_CUDA_ELEMENT_H
 #define ENG_CUDA_ELEMENT_H
 
@@ -10,7 +10,8 @@
 
 #define ELEMENT __device__ static inline __attribute__((unused))
 
-/// From floating point: truncates toward zero, saturates, and turns NaN into 0.
+/// Converts floating point to an integer: truncates toward zero, saturates at `low` and `high`, and
+/// turns NaN into 0.
 ELEMENT int64_t int_of(double value, double low, double high)
 {
   if (value != value) return 0;
@@ -19,7 +20,7 @@ ELEMENT int64_t int_of(double value, double low, double high)
   return (int64_t)value;
 }
 
-/// An element of an integer format.
+/// Loads an element of an integer format.
 ELEMENT int64_t load_whole(const void *data, int dtype, int64_t i)
 {
   switch (dtype) {
@@ -87,8 +88,8 @@ ELEMENT double double_from_int(int64_t value, int target_dtype)
 {
   double nearest = (double)value;
   if (target_dtype == ENG_f64 || (value > -(1ll << 53) && value < (1ll << 53))) return nearest;
-  // Rounds to odd: truncates and marks lost bits in the last one, so the next rounding sees on
-  // which side of a tie the number lies.
+  // Rounds to odd: truncates, and sets the last bit if any bits were lost. The next rounding then
+  // sees on which side of a tie the number lies.
   uint64_t magnitude = value < 0 ? 0 - (uint64_t)value : (uint64_t)value;
   int drop = 11 - __clzll((long long)magnitude);
   uint64_t kept = magnitude >> drop;
@@ -98,7 +99,7 @@ ELEMENT double double_from_int(int64_t value, int target_dtype)
 }
 
 /// Copies one element between tensors: bit for bit when the formats agree, otherwise rounded once.
-/// FP8 converts to no other format here; copy.cu does that.
+/// Does not convert FP8 to other formats; copy.cu does.
 ELEMENT void copy_element(void *to, int to_dtype, int64_t to_at, const void *from, int from_dtype,
                           int64_t from_at)
 {
@@ -126,7 +127,7 @@ ELEMENT void copy_element(void *to, int to_dtype, int64_t to_at, const void *fro
 /// V elements in one access of up to 16 bytes.
 template <typename T, int V> struct alignas(sizeof(T) * V) pack { T v[V]; };
 
-// The storage type of a float format at compile time.
+// The dtype that belongs to a storage type, at compile time.
 template <typename T> struct format_of;
 template <> struct format_of<float>  { enum { dtype = ENG_f32 }; };
 template <> struct format_of<f16_t>  { enum { dtype = ENG_f16 }; };
@@ -135,7 +136,7 @@ template <> struct format_of<bf16_t> { enum { dtype = ENG_bf16 }; };
 /// f32, f16 and bf16: the fast kernels compute these in f32.
 static inline bool is_fast(int d) { return d == ENG_f32 || d == ENG_f16 || d == ENG_bf16; }
 
-/// Whether every tensor of the call is f32, f16 or bf16 (absent ones aside).
+/// Whether every tensor of the call is f32, f16 or bf16 (absent tensors are ignored).
 static inline __attribute__((unused)) bool all_fast(const op_call *call)
 {
   for (int k = 0; k < call->n_in; k++)

@@ -1,5 +1,6 @@
-// Access types for kernels that sum: V elements of f32, f16 or bf16 at a time with sums in f32, or
-// single elements of any format in f64. Included by kernel files. Owns nothing.
+// How kernels that sum load and store elements. float_lanes takes V elements of f32, f16 or bf16 at
+// a time, for sums in f32. double_lanes takes single elements of any format, for sums in f64.
+// Included by kernel files. Owns nothing.
 #ifndef ENG_CUDA_LANES_H
 #define ENG_CUDA_LANES_H
 

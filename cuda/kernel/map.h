@@ -4,9 +4,9 @@
 // column repeated along its row), else 4 elements, else single ones. A rule is a struct with
 //   template <int V>
 //   __device__ void operator()(float (&y)[M][V], const float (&x)[N][V]) const
-// and optionally a template `low` with the same parameters, accurate enough for 16-bit results.
-// Other formats and layouts use each(), in f64 or i64, one element a thread. Included by kernel
-// files. Owns nothing.
+// and optionally a template `low` with the same parameters, which need only be accurate enough for
+// 16-bit results. Other formats use each(), in f64 or i64, with one element per thread. Included by
+// kernel files. Owns nothing.
 #ifndef ENG_CUDA_MAP_H
 #define ENG_CUDA_MAP_H
 
@@ -18,8 +18,8 @@
 template <typename T> struct uniform {
   enum { V = 16 / sizeof(T) };
   typedef words<T, V> raw;
-  // Of a repeated element only the first word is loaded. floats() repeats it, so that no load waits
-  // here.
+  // If one element repeats (inner == 0), this loads only r.w[0]. floats() fills in the other words
+  // later, so that nothing here waits for the load.
   __device__ static void fetch(raw &r, const void *data, int, int64_t at, int64_t inner)
   {
     const T *from = (const T *)data + at;
@@ -44,10 +44,12 @@ template <typename T> struct uniform {
   }
 };
 
-/// Groups of V elements whose formats are known at run time. A target may also be bool.
+/// Groups of V elements of formats that are known only at run time. Stores may also go to a bool
+/// tensor.
 template <int V_> struct mixed {
   enum { V = V_, HALF = V_ > 1 ? V_ / 2 : 1 };
-  // Words as in memory: 16-bit formats fill one half. Only floats() waits for the loads.
+  // The words as loaded; 16-bit formats use only the first half of the array. Nothing waits for the
+  // loads until floats() uses the words.
   struct raw { uint32_t word[V_]; };
   __device__ static void fetch(raw &r, const void *data, int dtype, int64_t at, int64_t inner)
   {
@@ -121,8 +123,9 @@ template <int V_> struct mixed {
   }
 };
 
-/// Applies a rule: in its low form if it has one and every tensor of the call is f16 or bf16. So an
-/// element's result does not depend on the layout of the tensors.
+/// Applies a rule. Uses its `low` form if it has one and every tensor of the call is f16 or bf16.
+/// The choice depends on formats alone, so an element's result does not depend on the layout of the
+/// tensors.
 template <class Rule, int V, class = void> struct has_low { enum { value = 0 }; };
 template <class Rule, int V>
 struct has_low<Rule, V, decltype((void)&Rule::template low<V>)> {
@@ -141,7 +144,7 @@ __device__ static inline void apply(const Rule &rule, bool low, float (&y)[M][V]
   }
 }
 
-/// Tensors 0 .. M-1 of the walk are outputs (absent: NULL), the next N are inputs.
+/// The first M tensors of the walk are outputs (NULL if absent); the next N are inputs.
 template <class IO, int M, int N, class Rule>
 static __global__ void __launch_bounds__(WALK_THREADS)
   map_kernel(const walk<M + N> w, const Rule rule)
@@ -177,7 +180,7 @@ static __global__ void __launch_bounds__(WALK_THREADS)
       if (M == 1 || w.data[k]) IO::store(w.data[k], w.dtype[k], to[u][k], y[k]);
   }
   if (V == 1 || w.count % V == 0 || blockIdx.x != gridDim.x - 1) return;
-  // The short last group of a dense walk: an element a thread.
+  // The last group of a dense walk may be short. Each thread takes one of its elements.
   int64_t at = w.count / V * V + threadIdx.x;
   if (at >= w.count) return;
   float x[N][1], y[M][1];
@@ -201,7 +204,7 @@ static void map_launch(const walk<M + N> &w, const Rule &rule)
   });
 }
 
-/// Dense tensors of one format. With several outputs, a y may be NULL.
+/// Dense tensors of one format. With several outputs, y[k] may be NULL (absent).
 template <typename T, int M, int N> struct dense { T *y[M]; const T *x[N]; int64_t count; };
 
 template <typename T, int M, int N, class Rule>
@@ -233,7 +236,7 @@ static __global__ void __launch_bounds__(WALK_THREADS)
     }
   }
   if (blockIdx.x != gridDim.x - 1) return;
-  int64_t at = d.count / V * V + threadIdx.x;   // the short last group: an element a thread
+  int64_t at = d.count / V * V + threadIdx.x;   // short last group: one element per thread
   if (at >= d.count) return;
   float x[N][1], y[M][1];
 #pragma unroll
@@ -256,8 +259,8 @@ static void dense_launch(const walk<M + N> &w, const Rule &rule)
     <<<(unsigned)((d.count + EACH - 1) / EACH), WALK_THREADS, 0, cuda_stream()>>>(d, rule);
 }
 
-/// Runs a rule if every tensor of the call has the same format, is dense and 16-byte aligned;
-/// returns false otherwise.
+/// Runs a rule if all tensors of the call have the same format, are dense and are 16-byte aligned.
+/// Otherwise returns false.
 template <int M, int N, class Rule> static bool map_dense(const walk<M + N> &w, const Rule &rule)
 {
   if (w.ndim != 1 || w.count >= 1ll << 40) return false;
@@ -278,8 +281,8 @@ template <int M, int N> static walk<M + N> walk_of_call(const op_call *call)
   return walk_over<M + N>(over, list);
 }
 
-/// Runs a rule whose inputs are all f32, f16 or bf16; outputs may also be bool. `Hot`: also compile
-/// kernels for tensors of a single format.
+/// Runs a rule on a call. Inputs are f32, f16 or bf16; outputs may also be bool. With `Hot`, faster
+/// kernels are also compiled for calls whose tensors all have one format.
 template <int M, int N, bool Hot = true, class Rule>
 static eng_status map(const op_call *call, const Rule &rule)
 {
@@ -305,8 +308,8 @@ static eng_status map(const op_call *call, const Rule &rule)
   return ENG_OK;
 }
 
-/// Runs body(w, at) for one element a thread: `at` holds the element's offset in every tensor,
-/// `index` is its number in row-major order.
+/// Runs body(w, at) for one element per thread. `at` holds the offsets of element `index` (in
+/// row-major order) in every tensor.
 template <int K, class Body>
 static __global__ void __launch_bounds__(WALK_THREADS) each_kernel(const walk<K> w, const Body body)
 {
@@ -317,7 +320,7 @@ static __global__ void __launch_bounds__(WALK_THREADS) each_kernel(const walk<K>
   body(w, at);
 }
 
-/// The slow path for any formats; outputs and inputs as in map.
+/// The slow path, for any formats. The walk holds outputs, then inputs, as in map.
 template <int M, int N, class Body> static eng_status each(const op_call *call, const Body &body)
 {
   walk_parts<M + N>(walk_of_call<M, N>(call), 1, [&](const walk<M + N> &part, unsigned blocks) {

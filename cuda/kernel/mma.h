@@ -18,24 +18,25 @@
 __device__ static inline uint32_t shared_address(const void *p)
 { return (uint32_t)__cvta_generic_to_shared(p); }
 
-/// Copies 16 bytes to shared memory; both addresses are aligned. Unless `there`, writes zeros and
-/// reads nothing, but `from` must still be a valid address.
+/// Copies 16 bytes to shared memory. Both addresses must be 16-byte aligned. If `there` is false,
+/// writes zeros and reads nothing, but `from` must still be a valid address.
 __device__ static inline void copy16(uint32_t to, const void *from, bool there)
 {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from),
                "r"(there ? 16 : 0)
                : "memory");
 }
-/// Ends a group of copies; waits until at most `LEFT` groups of this thread are in flight.
+/// copy_commit ends a group of copies. copy_wait waits until at most `LEFT` groups of this thread
+/// are in flight.
 __device__ static inline void copy_commit()
 { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 template <int LEFT>
 __device__ static inline void copy_wait()
 { asm volatile("cp.async.wait_group %0;\n" ::"n"(LEFT) : "memory"); }
 
-/// Loads four 8 x 8 matrices of 16-bit numbers. Lane l gives the address of row l % 8 of matrix
-/// l / 8 (16 bytes, aligned) and gets row g, columns 2t and 2t+1 of each matrix; with
-/// load_matrices_turned, of each matrix's transpose.
+/// Loads four 8 x 8 matrices of 16-bit numbers. Lane l passes the address (16-byte aligned) of row
+/// l % 8 of matrix l / 8. It gets columns 2t and 2t+1 of row g of each matrix, or of each matrix's
+/// transpose from load_matrices_turned.
 __device__ static inline void load_matrices(uint32_t (&r)[4], uint32_t address)
 {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n"
@@ -69,7 +70,7 @@ __device__ static inline void multiply_add(float (&c)[4], const uint32_t (&a)[4]
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-/// Two numbers rounded into one register, the first in its low half.
+/// Rounds two numbers into one register: `low` into its low half, `high` into its high half.
 __device__ static inline uint32_t pack(float low, float high, f16_t)
 {
   __half2 pair = __floats2half2_rn(low, high);

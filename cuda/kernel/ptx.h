@@ -1,6 +1,6 @@
-// Instructions of one thread that have no intrinsic, one function each. Instructions of a warp:
-// mma.h; of a warpgroup: wgmma.h. These three files hold all of the device's assembly. Included by
-// kernel files. Owns nothing.
+// Single-thread instructions that have no intrinsic, one function each. mma.h has the instructions
+// of a warp, wgmma.h those of a warpgroup. These three files hold all of the device's assembly.
+// Included by kernel files. Owns nothing.
 #ifndef ENG_CUDA_PTX_H
 #define ENG_CUDA_PTX_H
 
@@ -15,7 +15,7 @@ __device__ static inline float exp2_fast(float x)
   asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
   return y;
 }
-/// 1/x within 1 unit in the last place for normal x. 1/inf is 0, NaN stays.
+/// 1/x within 1 unit in the last place for normal x. 1/inf is 0; 1/NaN is NaN.
 __device__ static inline float reciprocal_fast(float x)
 {
   float y;
@@ -23,7 +23,7 @@ __device__ static inline float reciprocal_fast(float x)
   return y;
 }
 
-// Two numbers to FP8, saturating, the first in the low byte.
+// Round two numbers to FP8 with saturation. `low` goes to the low byte.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
 #define PTX_FP8 1
 __device__ static inline uint32_t pack_e4m3(float low, float high)
@@ -40,7 +40,7 @@ __device__ static inline uint32_t pack_e5m2(float low, float high)
 }
 #endif
 
-/// Like fmaxf, but NaN if either argument is NaN.
+/// Like fmaxf, but returns NaN if either argument is NaN.
 __device__ static inline float max_nan(float a, float b)
 {
   asm("max.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));

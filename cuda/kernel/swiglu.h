@@ -1,4 +1,4 @@
-// silu(gate) * up in f32, shared by swiglu (unary.cu) and its FP8 codes (quantize.cu).
+// Computes silu(gate) * up in f32, for swiglu (unary.cu) and swiglu_quantize (quantize.cu).
 #ifndef ENG_CUDA_SWIGLU_H
 #define ENG_CUDA_SWIGLU_H
 
@@ -7,12 +7,12 @@
 __device__ static inline float sigmoid(float x)
 {
   float z = expf(-fabsf(x));
-  return (x >= 0.0f ? 1.0f : z) / (1.0f + z);   // NaN: z is NaN
+  return (x >= 0.0f ? 1.0f : z) / (1.0f + z);   // if x is NaN, z is NaN too
 }
 
 __device__ static inline float swiglu_of(float gate, float up) { return gate * sigmoid(gate) * up; }
 
-/// V neighbours as words in memory, rounded to their format.
+/// SwiGLU of V neighbours, as words in memory, rounded to T.
 template <typename T, int V>
 __device__ static inline void swiglu_words(words<T, V> &h, const words<T, V> &gate,
                                            const words<T, V> &up)

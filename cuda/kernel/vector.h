@@ -7,11 +7,12 @@
 
 #include "runtime/device.h"
 
-/// The unsigned integer of 2 or 4 bytes.
+/// The unsigned integer type of SIZE bytes (2 or 4).
 template <int SIZE> struct word_of { typedef uint32_t type; };
 template <> struct word_of<2> { typedef uint16_t type; };
 
-/// V elements of T: 4, 8, or a multiple of 16 bytes, naturally aligned in memory (16 at most).
+/// V elements of T, together 4, 8, or a multiple of 16 bytes. In memory they are aligned to their
+/// total size, but to no more than 16 bytes.
 template <typename T, int V> struct words { uint32_t w[V * sizeof(T) / 4]; };
 
 template <typename T, int V>
@@ -76,8 +77,8 @@ __device__ static inline void widen_words(float (&to)[V], const words<f16_t, V> 
   }
 }
 
-// Rounds as narrow() does, two at a time. The paired conversion makes every NaN canonical, so a
-// group that holds a NaN is rounded again one by one.
+// Rounds like narrow(), two elements at a time. The paired conversion makes every NaN canonical, so
+// a group that contains a NaN is rounded again, element by element.
 __device__ static inline uint32_t rounded_pair(bf16_t, float low, float high)
 {
   __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);

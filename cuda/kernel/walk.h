@@ -1,8 +1,8 @@
-// Walks: one shape seen through several strided, broadcast tensors at once, prepared for kernels:
-// dimensions that are contiguous in every tensor are merged, and division is done by
-// multiplication. Host code builds a walk and bundles its elements into groups of V neighbours if
-// all tensors allow it; device code turns a group's number into offsets. Included by kernel files.
-// Owns nothing.
+// A walk visits the elements of several strided, broadcast tensors of one shape. It is prepared for
+// kernels: dimensions that are contiguous in every tensor are merged, and multiplications replace
+// divisions. Host code builds a walk and bundles its elements into groups of V neighbours if all
+// tensors allow it. Device code turns a group's number into offsets. Included by kernel files. Owns
+// nothing.
 #ifndef ENG_CUDA_WALK_H
 #define ENG_CUDA_WALK_H
 
@@ -26,20 +26,19 @@ __host__ __device__ static inline uint32_t divide(uint32_t n, divider d)
 }
 
 /// N tensors over one shape, dimensions innermost first. A walk has `groups` groups of V elements;
-/// V is initially 1.
+/// V is 1 unless walk_bundle() changes it.
 template <int N> struct walk {
   int32_t ndim;
   int32_t dtype[N], width[N];           // format; bytes of one unit of offset
   void   *data[N];
   int64_t count, groups;
-  int64_t shape[ENG_MAX_DIMS];          // in groups; `divider` below holds the same sizes
+  int64_t shape[ENG_MAX_DIMS];          // in groups; `size` holds the same sizes as divisors
   divider size[ENG_MAX_DIMS];
   int64_t stride[N][ENG_MAX_DIMS];      // elements from one group to the next
   int64_t inner[N];                     // elements from one member of a group to the next
 };
 
-/// The shape of a walk, and each tensor's stride in each of its dimensions (0: broadcast),
-/// outermost first.
+/// The shape of a walk, outermost dimension first.
 struct walk_shape {
   int     ndim;
   int64_t shape[ENG_MAX_DIMS];
@@ -52,14 +51,15 @@ static inline __attribute__((unused)) walk_shape shape_of(const tensor *x)
   return s;
 }
 
-/// Stride of x along dimension `d` of a shape of `ndim` dimensions, aligned from the last one.
+/// Stride of x along dimension `d` of a broadcast shape with `ndim` dimensions; 0 if x repeats
+/// there. The last dimensions of x and of the shape are aligned.
 static inline int64_t stride_in(const tensor *x, int ndim, int d)
 {
   int own = d - (ndim - x->ndim);
   return own >= 0 && x->shape[own] != 1 ? x->stride[own] : 0;
 }
 
-/// A walk over `shape`; stride[k][d] belongs to tensor k and dimension d (outermost first).
+/// A walk over `shape`. stride[k][d] belongs to tensor k and dimension d, outermost first.
 template <int N>
 static walk<N> walk_of(walk_shape shape, const int64_t (&stride)[N][ENG_MAX_DIMS],
                        void *const (&data)[N], const int (&dtype)[N])
@@ -97,7 +97,7 @@ static walk<N> walk_of(walk_shape shape, const int64_t (&stride)[N][ENG_MAX_DIMS
   return w;
 }
 
-/// Tensors broadcast to the shape of `over`. An absent one (NULL) is never read.
+/// Tensors broadcast to the shape of `over`. An absent tensor (NULL) is never read.
 template <int N> static walk<N> walk_over(const tensor *over, const tensor *const (&x)[N])
 {
   int64_t stride[N][ENG_MAX_DIMS] = {};
@@ -112,9 +112,9 @@ template <int N> static walk<N> walk_over(const tensor *over, const tensor *cons
   return walk_of<N>(shape_of(over), stride, data, dtype);
 }
 
-/// Bundles V neighbours along the innermost dimension. Each tensor must hold them contiguous and
-/// aligned, or repeat one element. In a walk of one dimension the last group may be short. If a
-/// tensor does not qualify, returns false and changes nothing.
+/// Bundles the elements into groups of V neighbours along the innermost dimension. Each tensor must
+/// hold a group in contiguous, aligned memory, or repeat one element. In a walk of one dimension
+/// the last group may be short. If a tensor does not qualify, returns false and changes nothing.
 template <int N> static bool walk_bundle(walk<N> &w, int V)
 {
   if (w.ndim > 1 && w.shape[0] % V) return false;
@@ -135,8 +135,8 @@ template <int N> static bool walk_bundle(walk<N> &w, int V)
 
 enum { WALK_THREADS = 256 };
 
-/// Calls launch(part, blocks) for the whole walk, or for parts small enough for 32-bit counts.
-/// `unroll`: groups per thread.
+/// Calls launch(part, blocks) once for the whole walk. If the walk is too large for 32-bit counts,
+/// calls it for each of several smaller parts. `unroll` is the number of groups per thread.
 template <int N, class Launch> static void walk_parts(walk<N> w, int unroll, const Launch &launch)
 {
   const int64_t most = 1ll << 31;
@@ -161,7 +161,7 @@ template <int N, class Launch> static void walk_parts(walk<N> w, int unroll, con
   launch(w, (unsigned)((w.groups + each - 1) / each));
 }
 
-/// Offsets of the first element of a group in every tensor, in elements.
+/// Computes the offset, in elements, of a group's first element in every tensor.
 template <int N>
 __device__ static inline void walk_offsets(int64_t (&at)[N], const walk<N> &w, int64_t group)
 {

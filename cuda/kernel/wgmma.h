@@ -1,12 +1,13 @@
-// Hopper's product of a warpgroup (four warps): wgmma, asynchronous, operands in shared memory.
-// Included by kernels compiled for sm_90a; elsewhere their bodies are empty.
+// wgmma: Hopper's asynchronous matrix product by a warpgroup (four warps). B is in shared memory, A
+// in shared memory or in registers. Included by kernels compiled for sm_90a; for other
+// architectures the bodies of those kernels only trap.
 //
-// A tile in shared memory has rows of 64 16-bit numbers (128 bytes) and is 1024-byte aligned. The
-// eight 16-byte pieces of row r lie in the order piece ^ (r & 7): the hardware's 128-byte swizzle.
+// A tile in shared memory has rows of 64 16-bit numbers (128 bytes) and is 1024-byte aligned. Piece
+// p (16 bytes) of row r is at position p ^ (r & 7) of the row: the hardware's 128-byte swizzle.
 // Wider matrices are several tiles side by side.
 //
-// How a warpgroup holds C [64 x N] and A [64 x 16]: warp w has rows 16 w to 16 w + 15, as in mma.h;
-// d[4 i + k] is C's c[k] of columns 8 i to 8 i + 7.
+// The registers of a warpgroup hold C [64 x N] and A [64 x 16] as follows. Warp w has rows 16 w to
+// 16 w + 15, in the layout of mma.h; d[4 i + k] is c[k] of mma.h for columns 8 i to 8 i + 7.
 #ifndef ENG_CUDA_WGMMA_H
 #define ENG_CUDA_WGMMA_H
 
@@ -14,9 +15,9 @@
 
 #if defined(__CUDACC__)
 
-/// The descriptor of a tile's rows for wgmma. Groups of 8 rows are 1024 bytes apart. `beside`:
-/// bytes from a tile to the tile with the next 64 columns, for products that read across tiles
-/// (as_rows of B wider than 64).
+/// Returns wgmma's descriptor of the rows of a tile at `address`. Groups of 8 rows are 1024 bytes
+/// apart. `beside` is the distance in bytes to the tile with the next 64 columns. It matters only
+/// to weights_times_rows, if B is wider than 64.
 __device__ static inline uint64_t tile_descriptor(uint32_t address, uint32_t beside)
 {
   return (uint64_t)((address & 0x3FFFFu) >> 4) | (uint64_t)((beside & 0x3FFFFu) >> 4) << 16 |
@@ -37,7 +38,7 @@ template <int LEFT>
 __device__ static inline void group_wait()
 { asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(LEFT) : "memory"); }
 
-/// Keeps the compiler from reading or reusing these registers before this point.
+/// Stops the compiler from reading or reusing these registers before this point.
 template <int N> __device__ static inline void settle(float (&d)[N])
 {
 #pragma unroll
@@ -74,7 +75,7 @@ template <int M, int N> __device__ static inline void settle(uint32_t (&a)[M][N]
   "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25," \
   "%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%"  \
   "49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-/// d [64 x N] = (add: +=) a [64 x 16] times b [N x 16] transposed; a and b are 16 columns
+/// d [64 x N] = a [64 x 16] times the transpose of b [N x 16]; += if `add`. a and b are 16 columns
 /// of a tile each.
 #define WGMMA_ROWS(TYPE, NAME, N, REGISTERS, NUMBERS, A, B, ADD)                              \
   __device__ static inline void rows_times_rows(float (&d)[N / 2], uint64_t a, uint64_t b,    \
@@ -86,7 +87,7 @@ template <int M, int N> __device__ static inline void settle(uint32_t (&a)[M][N]
                  : REGISTERS                                                                  \
                  : "l"(a), "l"(b), "r"((int)add));                                            \
   }
-/// d [64 x N] += a [64 x 16], in registers, times b [16 x N], 16 rows of tiles.
+/// d [64 x N] += a [64 x 16] times b [16 x N]. a is in registers; b is 16 rows of tiles.
 #define WGMMA_WEIGHTS(TYPE, NAME, N, REGISTERS, NUMBERS, A0, A1, A2, A3, B)                   \
   __device__ static inline void weights_times_rows(float (&d)[N / 2], const uint32_t (&a)[4], \
                                                    uint64_t b, TYPE)                          \

@@ -1,13 +1,15 @@
-// Gradient statistics: one launch reads every gradient of all tensors once; a small second launch
-// adds up the results.
+// Gradient statistics: one launch reads all gradients once, and a small second launch adds up the
+// results.
 //
 //   chunk    SPAN_CHUNK elements (spans.h). As many blocks as fit on the card go through all
-//            chunks, 16 bytes a load, with four loads of a thread in flight, also across chunk ends
-//   squares  of the 4 or 8 elements of one access in f32, at most three roundings deep, then in
-//            double. Two accesses go through careful() if their sum is not finite, or so small that
-//            squares may have been lost: only careful() looks for inf and nan and squares in double
-//   order    lanes, warps, chunks of a tensor, tensors: always the same, on every card
-//   counts   integers, so any order; histograms in shared memory, one bank per lane
+//            chunks, 16 bytes per load. A thread has four loads in flight, also across chunk ends.
+//   squares  are summed in f32 over the 4 or 8 elements of one access (at most three roundings),
+//            then in double. Accesses are checked in pairs: if a pair's sum is not finite, or so
+//            small that squares may have been lost, its elements go through careful(). Only
+//            careful() detects inf and nan, and it squares in double.
+//   order    of sums: lanes, warps, chunks of a tensor, tensors; the same on every card
+//   counts   are integers, which may be added in any order. Histograms are in shared memory, with
+//            one bank per lane.
 //
 // Owns the results on their way to the host. The slow twin is core/cpu/reference_optimizer.c.
 #include "passes.h"
@@ -19,11 +21,11 @@
 
 enum {
   WARPS = SPAN_THREADS / 32,
-  BATCH = 4,                         // accesses of a thread in flight
+  BATCH = 4,                         // accesses that a thread has in flight
   // blocks per multiprocessor: 4 * 256 threads * 4 * 16 bytes are 64 KiB in flight
   RESIDENT = 4, RESIDENT_HIST = 3,
-  SLAB = 2048,                       // chunks that one block of sum_up adds: counts stay below 2^25
-  RUN = 4,                           // neighbouring chunks of a block, for histograms
+  SLAB = 2048,                       // chunks that one block of sum_up adds; counts stay below 2^25
+  RUN = 4,                           // neighbouring chunks per turn of a block, for histograms
 };
 
 /// The statistics of a chunk, or of a slab of chunks.
@@ -42,8 +44,8 @@ typedef struct span_result {
 
 // ------------------------------------------------------------------ two accesses
 
-/// A thread's sums over a chunk. f32 counts in integers; the 16-bit formats in pairs of halves,
-/// exact up to 2048.
+/// A thread's sums over a chunk. The counts are integers for f32. For the 16-bit formats they are
+/// pairs of halves, which are exact up to 2048.
 template <typename T> struct running {
   double   squares;
   float    amax;            // of elements that went through careful()
@@ -57,7 +59,7 @@ template <> struct running<float> {
   int    zeros, tiny, inf, nan;
 };
 
-/// Bits of a 16-bit format: its smallest normal number, and those below its exponent field.
+/// A 16-bit format: the bits of its smallest normal number, and the number of its fraction bits.
 template <typename T> struct layout;
 template <> struct layout<f16_t>  { enum { normal = 0x0400, fraction = 10 }; };
 template <> struct layout<bf16_t> { enum { normal = 0x0080, fraction = 7 }; };
@@ -80,7 +82,8 @@ __device__ static inline float2 widen_pair(uint32_t w, f16_t)
 __device__ static inline float2 widen_pair(uint32_t w, bf16_t)
 { return make_float2(__uint_as_float(w << 16), __uint_as_float(w & 0xFFFF0000u)); }
 
-/// Adds one element whose square f32 cannot sum; it may be inf or nan.
+/// Adds one element, which may be inf or nan. Used when the squares of the elements of an access
+/// cannot be summed in f32.
 template <typename R> __device__ static inline void careful(R &r, float x)
 {
   uint32_t a = __float_as_uint(x) & 0x7FFFFFFFu;
@@ -93,7 +96,7 @@ template <typename R> __device__ static inline void careful(R &r, float x)
   }
 }
 
-/// f(word) for all words of two accesses; a loop, because it is rare.
+/// Calls f(word) for all words of two accesses. The loop is not unrolled, because it rarely runs.
 template <typename F> __device__ static inline void each_word(uint4 a, uint4 b, F f)
 {
 #pragma unroll 1
@@ -104,18 +107,20 @@ template <typename F> __device__ static inline void each_word(uint4 a, uint4 b, 
   }
 }
 
-/// A block's histogram. It counts exponent fields by the upper 16 bits of an f32, or the 16 bits of
-/// a number: masked, those bits are a distance in bytes, and a lane's counters all lie in one bank.
-/// Subnormal numbers have field 0 and are counted here by leading zeros.
+/// A block's histogram of exponent fields. The upper 16 bits of an f32, or the 16 bits of a 16-bit
+/// number, are masked to the exponent field and used as an offset in bytes. All counters of a lane
+/// lie in one bank. Subnormal numbers have exponent field 0; `subnormal` counts them by leading
+/// zeros.
 struct histogram {
   alignas(1024) char fields[0x8000];
   uint32_t subnormal[32];
 };
-/// Its place in shared memory, if wanted: a plain array of bytes would lack the struct's alignment.
+/// The histogram in shared memory; 4 bytes without one. (An array of bytes would lack its
+/// alignment.)
 template <bool HIST> struct histogram_room { histogram bins; };
 template <> struct histogram_room<false> { uint32_t nothing; };
 
-/// `bits`: the exponent field, in place within a 16-bit number.
+/// Counts one number. `bits` is its exponent field, in place within 16 bits.
 __device__ static inline void count_field(histogram *h, uint32_t bits)
 {
   atomicAdd((uint32_t *)(h->fields + (bits | threadIdx.x % 32 * 4)), 1u);
@@ -123,7 +128,7 @@ __device__ static inline void count_field(histogram *h, uint32_t bits)
 __device__ static inline void count_subnormal(histogram *h, uint32_t fraction)
 { atomicAdd(&h->subnormal[__clz(fraction)], 1u); }
 
-#define SQUARES_FROM 0x1p-80f   // below this, squares that f32 cannot hold may matter
+#define SQUARES_FROM 0x1p-80f   // below this sum, squares too small for f32 may matter
 #define SQUARES_TO   0x1.FFFFFEp127f
 
 __device__ static inline float squares_of(const float x[4])
@@ -157,14 +162,14 @@ __device__ static inline void look(running<float> &r, uint4 a, uint4 b, histogra
   }
 }
 
-/// Eight elements: counts zeros and tiny ones, updates the largest in `top`, returns the sum of
-/// their squares.
+/// Processes eight elements: counts zeros and tiny numbers, updates the largest magnitudes in
+/// `top`, and returns the sum of squares.
 template <bool HIST, typename T>
 __device__ static inline float look_at(uint4 raw, __half2 &top, __half2 &zeros, __half2 &tiny,
                                        histogram *bins)
 {
-  // Interpreted as f16, bits compare like magnitudes in either format. A number that reads as NaN
-  // is neither zero nor tiny; if the largest misses it, careful() follows.
+  // Read as f16, the magnitudes of either format keep their order. A number that reads as NaN is
+  // neither zero nor tiny. If `top` misses it, its square is out of range, so careful() runs.
   const __half2 normal = as_halves((uint32_t)layout<T>::normal * 0x00010001u), zero = as_halves(0);
   const uint32_t w[4] = {raw.x, raw.y, raw.z, raw.w};
   float part[4];
@@ -218,7 +223,7 @@ __device__ static inline void look(running<T> &r, uint4 a, uint4 b, histogram *b
 __device__ static inline int halves_total(__half2 h)
 { return (int)(__low2float(h) + __high2float(h)); }
 
-/// A thread's sums in the common form for reduction. `padding`: zeros that are not elements.
+/// Converts a thread's sums to a tally. `padding` is the number of zeros that are not elements.
 __device__ static inline tally finish(const running<float> &r, int padding)
 {
   tally t = {r.squares,         __float_as_uint(r.amax), r.inf, r.nan,
@@ -238,7 +243,7 @@ template <typename T> __device__ static inline tally finish(const running<T> &r,
 /// A chunk as a block sees it.
 struct piece {
   const uint4 *at;
-  // accesses of 16 bytes; elements. An unaligned array has no accesses
+  // number of 16-byte accesses (0 if the array is unaligned); number of elements
   int whole, n;
   int span, dtype;
 };
@@ -266,8 +271,8 @@ __device__ static inline uint4 access_of(const uint4 *at, int whole, int k)
   return i < whole ? __ldg(at + i) : make_uint4(0, 0, 0, 0);
 }
 
-/// The thread's share of a chunk. `ahead` holds its first accesses on entry, and those of the next
-/// chunk on return.
+/// Reads the thread's share of a chunk. On entry `ahead` holds its first accesses of this chunk,
+/// and on return those of the next chunk.
 template <bool HIST, typename T>
 __device__ static inline tally read_chunk(uint4 (&ahead)[BATCH], const piece &now,
                                           const piece &next, histogram *bins)
@@ -320,8 +325,8 @@ __device__ static inline tally warp_tally(tally t)
   return t;
 }
 
-/// Sums over the block into *to. It has one barrier: repeated calls must alternate between the
-/// halves of `warps`.
+/// Sums tallies over the block into *to. There is only one barrier, so repeated calls must
+/// alternate between two arrays for `warps`.
 __device__ static inline void block_tally(tally t, tally *warps, tally *to)
 {
   t = warp_tally(t);
@@ -333,22 +338,23 @@ __device__ static inline void block_tally(tally t, tally *warps, tally *to)
   if (threadIdx.x == 0) *to = t;
 }
 
-/// Adds the block's histogram to the tensor's and clears it. All threads call it, after a barrier.
+/// Adds the block's histogram to the tensor's and clears it. All threads must call it after a
+/// barrier.
 __device__ static inline void flush_bins(histogram *h, int dtype, unsigned long long *hist)
 {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  // bin of field 0
+  // first: the bin of exponent field 0
   const int fraction = dtype == ENG_f16 ? 10 : 7, fields = 0x8000 >> fraction,
             first = dtype == ENG_f16 ? 145 : 33;
   for (int f = warp; f < fields; f += WARPS) {
     uint32_t *at = (uint32_t *)(h->fields + (f << fraction)) + lane;
     const uint32_t sum = __reduce_add_sync(0xFFFFFFFFu, *at);
     *at = 0;
-    // not zeros, inf or nan
+    // leaves out field 0 (zero or subnormal) and the last field (inf or nan)
     if (lane == 0 && sum && f > 0 && f < fields - 1)
       atomicAdd(&hist[first + f], (unsigned long long)sum);
   }
-  // a number whose highest fraction bit is b: 2^(b - fraction bits) of the smallest normal one
+  // a subnormal whose highest set bit is b lies (fraction bits - b) bins below the smallest normal
   if (warp == 0) {
     const uint32_t some = h->subnormal[lane];
     h->subnormal[lane] = 0;
@@ -395,8 +401,8 @@ __global__ static void __launch_bounds__(SPAN_THREADS, HIST ? RESIDENT_HIST : RE
 
 // ------------------------------------------------------------------ tensors and the total
 
-/// A block per slab of a tensor; the last one to finish sums slabs and tensors. `counter` is 0
-/// between launches.
+/// One block per slab of a tensor. The last block to finish sums the slabs and the tensors.
+/// `counter` is 0 between launches.
 __global__ static void __launch_bounds__(SPAN_THREADS, 2)
   sum_up(const device_span *spans, int n, int slabs, const tally *tallies, tally *partial,
          span_result *results, cuda_step_total *total, unsigned *counter,
@@ -436,7 +442,7 @@ __global__ static void __launch_bounds__(SPAN_THREADS, 2)
   for (int k = threadIdx.x; k < n; k += SPAN_THREADS) {
     span_result r = {0, 0, 0, 0, 0, 0};
     for (int j = 0; j < slabs; j++) {
-      // written by other blocks of this launch: bypasses the first-level cache
+      // bypasses the L1 cache, because other blocks of this launch wrote the tallies
       union { uint4 raw[2]; tally t; } u;
       u.raw[0] = __ldcg((const uint4 *)(partial + k * slabs + j));
       u.raw[1] = __ldcg((const uint4 *)(partial + k * slabs + j) + 1);
@@ -485,8 +491,8 @@ __global__ static void gather_losses(gather_list list, int n, float *to)
 
 enum { REPORTS = 64 };
 
-/// The results of a pass on their way: fault, losses, statistics, histograms, contiguous in device
-/// and in host memory.
+/// The results of a pass on their way to the host: fault, losses, statistics and histograms. They
+/// are contiguous in device memory and in host memory.
 typedef struct report {
   int64_t     ticket;            // of the last pass that used this report
   // busy: not fetched yet; dropped: not to be fetched, though its copy may still be in flight
@@ -576,7 +582,7 @@ static eng_status report_room(report *r, int n, int64_t bytes)
   return ENG_OK;
 }
 
-/// Starts a pass. *out: its report, which is now busy.
+/// Starts a pass. Sets *out to its report, which is then busy.
 static eng_status launch(report **out, const param_span *spans, int n, unsigned needs,
                          tensor *const *loss, int n_loss)
 {
@@ -603,7 +609,7 @@ static eng_status launch(report **out, const param_span *spans, int n, unsigned 
     CUDA_TRY(cudaMemsetAsync(total, 0, (size_t)room, cuda_stream()));
     pass.total = total;
   }
-  r->ticket = ++pass.tickets;   // the previous contents are lost, even if this pass fails
+  r->ticket = ++pass.tickets;   // the report's previous contents are lost, even if this pass fails
 
   const span_table *t = &pass.table;
   char *device = (char *)pass.device;
@@ -649,7 +655,7 @@ static eng_status launch(report **out, const param_span *spans, int n, unsigned 
   return ENG_OK;
 }
 
-/// Waits for a report. Clears its destination meanwhile: with histograms it is large.
+/// Waits for a report. Meanwhile clears `stats`, which is large with histograms.
 static eng_status arrive(report *r, eng_tensor_stats *stats)
 {
   memset(stats, 0, (size_t)r->n * sizeof *stats);
@@ -657,7 +663,7 @@ static eng_status arrive(report *r, eng_tensor_stats *stats)
   if (result != cudaSuccess) return cuda_status(result, "waiting for gradient statistics");
   const cuda_fault_record *fault = (const cuda_fault_record *)r->memory;
   if (!fault->raised || r->told) return ENG_OK;
-  // later reports met the same fault
+  // other reports in flight may carry the same fault, which is reported once
   for (int k = 0; k < REPORTS; k++) pass.reports[k].told = true;
   return cuda_fault_told(fault);
 }

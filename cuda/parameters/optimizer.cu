@@ -2,12 +2,13 @@
 // f32 master weights, low-precision weights. Also unscaling gradients into f32.
 //
 // Formulas and the order of operations are those of core/cpu/reference_optimizer.c, to the bit: f32
-// with one rounding an operation, nothing fused (see the build flags), IEEE division and square
-// root.
+// with one rounding per operation, no fused multiply-adds (see the build flags), IEEE division and
+// square root.
 //
-// The values that change between updates (learning rate, factor, t) are a block of device memory,
-// written from a pinned ring before the launch. A lagged update decides on the card: `decide` reads
-// the totals of its statistics, counts t, and sets the block's factor.
+// The values that change between updates (learning rate, factor, t) are in one piece of device
+// memory, `numbers`, which is written from a pinned ring before the launch. A lagged update is
+// decided on the card: `decide` reads the totals of its gradient statistics, counts t, and sets the
+// factor.
 #include "passes.h"
 #include "runtime/runtime.h"
 #include "spans.h"
@@ -17,8 +18,8 @@
 
 /// A group's hyperparameters as the loops use them.
 typedef struct rule {
-  float   coupled_decay;     // added to the gradient times the weight (sgd, adam)
-  float   keep;              // 1 - lr * weight_decay on the weight (adamw, lion)
+  float   coupled_decay;     // coupled_decay * weight is added to the gradient (sgd, adam)
+  float   keep;              // 1 - lr * weight_decay, multiplies the weight (adamw, lion)
   float   lr;                // adam: lr / (1 - beta1^t)
   float   beta1, gain1;      // gain: 1 - beta
   float   beta2, gain2;
@@ -31,14 +32,14 @@ typedef struct rule {
 
 /// The numbers of one update.
 typedef struct numbers {
-  // for gradients; a lagged update's lacks the clip coefficient until `decide`
+  // multiplies gradients; in a lagged update it lacks the clip coefficient until `decide` runs
   double  factor;
   double  clip_norm;
   int64_t t;
   float   limit;             // clamp gradients to +-limit; inf: no clamp
   int32_t go;                // 0: skip this update
   int32_t adam, n_groups;
-  // lagged: the index of the update counter, and whether it restarts at t
+  // for lagged updates: the index of the update counter, and whether the counter restarts at t
   int32_t counter, fresh;
 } numbers;
 
@@ -73,8 +74,8 @@ __device__ static inline float scaled(const scaling &s, float g) { return g * s.
 
 enum { LOOP_SGD, LOOP_ADAM, LOOP_LION };
 
-/// One element: weight w, gradient g, moments m and v. `momentum`: SGD has one; `starts`: it begins
-/// as this gradient.
+/// Updates one element: weight w, gradient g, moments m and v. `momentum`: SGD uses momentum.
+/// `starts`: m starts as this gradient.
 template <int LOOP>
 __device__ static inline void advance(const rule &r, float limit, bool momentum, bool starts,
                                       float &w, float g, float &m, float &v)
@@ -83,7 +84,7 @@ __device__ static inline void advance(const rule &r, float limit, bool momentum,
   if (LOOP == LOOP_ADAM) {
     w = w * r.keep;
     if (r.coupled_decay != 0) g = g + r.coupled_decay * w;
-    // m moves toward g by gain1, computed from the nearer end.
+    // m moves toward g by the fraction gain1, computed from the nearer end.
     m = r.gain1 < 0.5f ? m + r.gain1 * (g - m) : g + (r.gain1 - 1.0f) * (g - m);
     v = v * r.beta2 + r.gain2 * g * g;
     w = w + -r.lr * m / (sqrtf(v) / r.root + r.eps);
@@ -164,7 +165,7 @@ __device__ static inline void store_quad(void *p, int dtype, int quad, const flo
 
 // ------------------------------------------------------------------ chunks
 
-enum { BATCH = 2 };   // quads of a thread in flight
+enum { BATCH = 2 };   // groups of four elements that a thread has in flight
 
 /// The block's piece of a tensor, with arrays offset to the piece.
 struct piece {
@@ -211,7 +212,7 @@ advance_all(const device_span *spans, const int32_t *chunk, const numbers *u)
     uint4 g[BATCH], w[BATCH], m[BATCH], v[BATCH];
 #pragma unroll
     for (int k = 0; k < BATCH; k++) {
-      // past the end: read, but not written
+      // past the end, the last quad is read again but not written
       int quad = min(first + k * SPAN_THREADS, p.quads - 1);
       g[k] = load_raw(p.gradient, p.gradient_dtype, quad);
       w[k] = load_raw(p.master, ENG_f32, quad);
@@ -248,7 +249,7 @@ advance_all(const device_span *spans, const int32_t *chunk, const numbers *u)
   }
 }
 
-/// Decides a lagged update: whether to apply it, with what factor, and which t it is. One block.
+/// Decides whether a lagged update is applied, and with which factor and t. One block.
 __global__ static void decide(numbers *u, const cuda_step_total *total, int64_t *counters)
 {
   __shared__ int64_t t;
@@ -304,7 +305,7 @@ scale_gradients(const device_span *spans, const int32_t *chunk, double factor, i
 // ------------------------------------------------------------------ the host's side
 
 static struct {
-  span_table  table, targets;        // of updates, of unscaling
+  span_table  table, targets;        // for updates, for unscaling
   void       *numbers;               // device memory
   int64_t     numbers_bytes;
   pinned_ring ring;

@@ -17,7 +17,7 @@ eng_status cuda_gradstats_fetch(int64_t ticket, eng_tensor_stats *stats, int n, 
 
 /// Totals of a gradstats pass, in device memory. For lagged updates.
 typedef struct cuda_step_total {
-  int64_t bad;            // inf and nan of all spans
+  int64_t bad;            // number of inf and nan in all spans
   double  sum_squares;    // of the finite gradients, divided by their span's `scale`
 } cuda_step_total;
 /// The totals of the pass with this ticket, fetched or not; NULL once a later pass has overwritten

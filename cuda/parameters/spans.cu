@@ -109,7 +109,7 @@ eng_status spans_ready(span_table *table, const param_span *spans, int n, float 
   int64_t spans_bytes = n * (int64_t)sizeof(device_span),
           bytes = spans_bytes + chunks * (int64_t)sizeof(int32_t);
   void *memory = table->span, *slot;
-  table->n = -1;   // until the table is complete
+  table->n = -1;   // marks the table as incomplete
   eng_status grown = device_grow(&memory, &table->bytes, bytes);
   table->span = (device_span *)memory;
   ENG_TRY(grown);

@@ -7,8 +7,8 @@
 #include "runtime/device.h"
 
 enum {
-  // elements of one block. Only the tensors determine the cut, so that sums have the same order on
-  // every card
+  // elements of a chunk. Where chunks end depends only on the tensors, so that sums have the same
+  // order on every card
   SPAN_CHUNK = 16384,
   SPAN_THREADS = 256,
   RING_SLOTS = 4,
@@ -36,7 +36,7 @@ typedef struct pinned_ring {
 
 /// The next slot, with room for `bytes`. Waits only if the card is RING_SLOTS copies behind.
 eng_status ring_take(void **slot, pinned_ring *ring, int64_t bytes);
-/// Copies the last slot taken to `to`, in stream order.
+/// Copies the slot that was taken last to `to`, in stream order.
 eng_status ring_send(pinned_ring *ring, void *to, int64_t bytes);
 
 /// A pass's table in device memory: span[n], then chunk[chunks], the span index of each chunk.
@@ -45,14 +45,14 @@ typedef struct span_table {
   int32_t     *chunk;
   int          n;
   int64_t      chunks;
-  device_span *known, *fresh;    // host memory: the card's contents, and the wanted ones
-  int          capacity;         // of those two
+  device_span *known, *fresh;    // host memory: the spans on the card, and the new ones
+  int          capacity;         // of `known` and `fresh`
   int64_t      bytes;            // of the device memory
   pinned_ring  ring;
 } span_table;
 
-/// Updates the table; copies it only if something changed. `target`: destinations of unscaled
-/// gradients, or NULL.
+/// Brings the table up to date, and sends it to the card if something changed. `target`:
+/// destinations of unscaled gradients, or NULL.
 eng_status spans_ready(span_table *table, const param_span *spans, int n, float *const *target);
 
 /// Grows an allocation of device memory to `bytes` (and a quarter more). Growing it discards its

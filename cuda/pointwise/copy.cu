@@ -1,9 +1,10 @@
 // Copies with a change of format or layout: cast, contiguous, concat. Both sides may have any
-// strides (eng_copy may pass a view as output). Elements of one format are moved as bits, in units
-// of up to 16 bytes if rows allow (swapping heads and positions, slices). Sources that are
-// contiguous along another dimension go through tiles in shared memory, so that both sides access
-// whole lines. Conversions among f32, f16 and bf16 round to nearest even; other pairs are converted
-// one by one. Called through the device's table.
+// strides (eng_copy may pass a view as output). If both sides have one format, elements are moved
+// as bits, in units of up to 16 bytes if rows allow (as in slices, or when heads and positions are
+// swapped). If the two sides are contiguous along different dimensions, elements go through tiles
+// in shared memory, so that both sides access whole cache lines. Conversions among f32, f16 and
+// bf16 round to nearest even; for other pairs of formats, elements are converted one by one. Called
+// through the device's table.
 #include "kernel/map.h"
 
 extern "C" {
@@ -15,7 +16,7 @@ extern "C" {
 template <typename Unit>
 static __global__ void __launch_bounds__(WALK_THREADS) move_kernel(const walk<2> w)
 {
-  constexpr int U = 4;   // in flight
+  constexpr int U = 4;   // units that a thread has in flight
   int64_t first = (int64_t)blockIdx.x * (WALK_THREADS * U) + threadIdx.x, at[U][2];
   Unit unit[U];
 #pragma unroll
@@ -37,7 +38,7 @@ template <typename Unit> static void move_launch(const walk<2> &w)
   });
 }
 
-// Copies rows in the largest units that divide them: a walk whose elements are units.
+// Copies rows in the largest units that divide them. The walk's elements then are units.
 static eng_status move(walk<2> w)
 {
   int size = eng_dtype_size(w.dtype[0]), unit = size;
@@ -73,7 +74,7 @@ struct turn_place { int64_t across, down, to, from; };
 
 __device__ static inline turn_place place_of_tile(const walk<2> &w, const turn &t, int side)
 {
-  // fewer than 2^31 blocks: 64-bit division is slow
+  // There are fewer than 2^31 blocks, so 32-bit division suffices (64-bit division is slow).
   uint32_t rest = blockIdx.x, tile = rest / t.across_tiles;
   turn_place p;
   p.across = (int64_t)(rest - tile * t.across_tiles) * side;
@@ -106,7 +107,7 @@ static __global__ void __launch_bounds__(256) turn_kernel(const walk<2> w, const
   constexpr int PAD = sizeof(To) >= 4 ? 1 : 4 / sizeof(To);   // columns lie in different banks
   __shared__ To tile[SIDE][SIDE + PAD];
   const turn_place p = place_of_tile(w, t, SIDE);
-  // what remains from here on
+  // elements that remain from here on
   int64_t wide = w.shape[0] - p.across, high = w.shape[t.down] - p.down;
   int x = threadIdx.x % 32, y = threadIdx.x / 32;
 #pragma unroll
@@ -125,9 +126,9 @@ static __global__ void __launch_bounds__(256) turn_kernel(const walk<2> w, const
         ((To *)w.data[0])[p.to + (y + j) * w.stride[0][t.down] + x + i] = tile[y + j][x + i];
 }
 
-// Elements of 2 bytes in pairs: a thread transposes squares of 2 x 2, so memory is accessed in
-// words. A tile has 32 x 32 squares; the words of the target's even rows come first, then those of
-// its odd rows.
+// Transposes 2-byte elements in pairs. A thread transposes squares of 2 x 2, so that memory is
+// accessed in words of 4 bytes. A tile has 32 x 32 squares: tile[0] has the words of the target's
+// even rows, tile[1] those of its odd rows.
 static __global__ void __launch_bounds__(256) turn_pairs_kernel(const walk<2> w, const turn t)
 {
   __shared__ uint32_t tile[2][32][33];
@@ -159,7 +160,7 @@ static __global__ void __launch_bounds__(256) turn_pairs_kernel(const walk<2> w,
   }
 }
 
-// Whether pairs along both dimensions are whole words.
+// Whether all pairs along both dimensions are aligned words.
 static bool turns_in_pairs(const walk<2> &w, int down)
 {
   if (w.shape[0] % 2 || w.shape[down] % 2) return false;
@@ -285,11 +286,11 @@ static eng_status copy(const tensor *y, const tensor *x)
   return ENG_OK;
 }
 
-/// To FP8, saturating or with stochastic rounding.
+/// Converts to FP8 with saturation or with stochastic rounding.
 struct mode_body {
   int mode;
   uint64_t seed, counter;
-  const uint8_t *first;   // of the output, which is dense
+  const uint8_t *first;   // first element of the output, which is dense
   __device__ void operator()(const walk<2> &w, const int64_t (&at)[2]) const
   {
     uint8_t *to = (uint8_t *)w.data[0] + at[0];
@@ -317,7 +318,7 @@ extern "C" eng_status cuda_contiguous(const op_call *call)
 
 extern "C" eng_status cuda_concat(const op_call *call)
 {
-  tensor part = *call->out[0];   // where the next input goes
+  tensor part = *call->out[0];   // where to copy the next input
   int64_t dimension = call->concat.dim < 0 ? call->concat.dim + part.ndim : call->concat.dim;
   for (int k = 0; k < call->n_in; k++) {
     const tensor *x = call->in[k];

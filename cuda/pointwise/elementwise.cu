@@ -31,7 +31,7 @@ struct binary_rule {
   { binary_floats(op, y[0], x[0], x[1]); }
 };
 
-struct quotient_rule {   // a separate kernel: a division takes many registers
+struct quotient_rule {   // a separate kernel, because a division takes many registers
   template <int V> __device__ void operator()(float (&y)[1][V], const float (&x)[2][V]) const
   {
 #pragma unroll
@@ -166,7 +166,7 @@ __device__ static pack<T, V> bits_at(const void *data, int64_t at, int64_t inner
   return p;
 }
 
-// y, condition, a, b: moves bits of any format.
+// Walk: y, condition, a, b. Moves bits, whatever the format.
 template <typename T, int V>
 static __global__ void __launch_bounds__(WALK_THREADS) where_kernel(const walk<4> w)
 {
@@ -181,7 +181,7 @@ static __global__ void __launch_bounds__(WALK_THREADS) where_kernel(const walk<4
     for (int v = 0; v < V; v++) a.v[v] = condition.v[v] ? a.v[v] : b.v[v];
     *(pack<T, V> *)((T *)w.data[0] + at[0]) = a;
   }
-  // the short last group of a dense walk: an element a thread
+  // the last group of a dense walk may be short; each thread takes one of its elements
   int64_t i = w.count / V * V + threadIdx.x;
   if (V == 1 || blockIdx.x != gridDim.x - 1 || i >= w.count) return;
   int k = ((const uint8_t *)w.data[1])[i * w.inner[1]] ? 2 : 3;
@@ -228,7 +228,7 @@ extern "C" eng_status cuda_where(const op_call *call)
 
 // ------------------------------------------------------------------ one input and numbers
 
-// A double outside the range of f32.
+// Whether x is finite and outside the normal range of f32.
 static bool beyond_f32(double x)
 {
   double magnitude = x < 0 ? -x : x;

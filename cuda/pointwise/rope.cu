@@ -28,10 +28,11 @@ static __global__ void __launch_bounds__(128)
   table[count + at] = (float)sine;
 }
 
-/// y, x, cosines. A thread takes V pairs, in two runs of V elements of x: halves apart, or
-/// interleaved pairs (a, b).
+/// Walk: y, x, cosines. A thread rotates V pairs (a, b), which it reads in two runs of V elements
+/// of x. Either the first run holds every a and the second every b, or pairs are interleaved
+/// (`neighbours`).
 template <int V> struct rotate_body {
-  // distances: from the first run to the second in y and x; from the cosines to the sines
+  // distances: in y and in x from the first run to the second; in the table from cosine to sine
   int64_t apart, x_apart, sines;
   bool    neighbours;
   __device__ void operator()(const walk<3> &w, const int64_t (&at)[3]) const
@@ -48,7 +49,7 @@ template <int V> struct rotate_body {
     bool side_by_side = neighbours && V > 1;
 #pragma unroll
     for (int v = 0; v < V; v++) {
-      int k = 2 * v;   // among the 2V elements in order
+      int k = 2 * v;   // index of a[v] among the 2V interleaved elements
       a[v] = side_by_side ? (k < V ? p[k % V] : q[k % V]) : p[v];
       b[v] = side_by_side ? (k + 1 < V ? p[(k + 1) % V] : q[(k + 1) % V]) : q[v];
     }
@@ -68,7 +69,7 @@ template <int V> struct rotate_body {
   }
 };
 
-struct rotate_double {   // y, x, place in the table
+struct rotate_double {   // walk: y, x, place in the table
   rope_angle angle;
   int64_t    apart, x_apart;
   __device__ void operator()(const walk<3> &w, const int64_t (&at)[3]) const
@@ -88,7 +89,7 @@ template <class Body> static void rotate(const walk<3> &w, const Body &body)
   });
 }
 
-/// Groups of V pairs of y, x and the table.
+/// A walk over groups of V pairs in y, x and the table.
 static walk<3> pairs_of(const tensor *y, const tensor *x, float *table, int64_t pair, int V)
 {
   int64_t half = x->shape[3] / 2, stride[3][ENG_MAX_DIMS] = {};

@@ -25,15 +25,15 @@ __device__ static inline float softplus(float x)
 __device__ static inline float held(float x, float bound)
 { return x > bound ? bound : x < -bound ? -bound : x; }
 
-// 0.5 (1 + tanh(u)) is the sigmoid of 2u: no cancellation for negative x.
+// 0.5 (1 + tanh(u)) is the sigmoid of 2u, which has no cancellation for negative x.
 __device__ static inline float gelu_tanh(float x)
 {
   float v = x * fmaf(x * x, 0.0713548163f, 1.59576912f);
   return x * sigmoid(v);
 }
 
-// For 16-bit results: relative errors of about 1e-6, against the formats' 2e-3 (bf16) and 2e-4
-// (f16). Results below 2^-126 |x| (x below -10) become 0.
+// The functions named *_low are for 16-bit results. Their relative errors are about 1e-6, against
+// the formats' 2e-3 (bf16) and 2e-4 (f16). Results below 2^-126 |x| (x below -10) become 0.
 
 /// The sigmoid of sqrt(8/pi) (x + 0.044715 x^3), square being x^2.
 __device__ static inline float gelu_tanh_gate_low(float x, float square)
@@ -101,8 +101,8 @@ struct unary_rule {
   { unary_low(op, y[0], x[0]); }
 };
 
-/// A kernel for one operation, for those that models spend time in. A kernel of many formulas would
-/// need the registers of the longest.
+/// A kernel for a single operation, used for operations that models spend time in. A kernel of many
+/// formulas would need as many registers as the longest formula.
 template <int OP> struct unary_of {
   template <int V>
   __device__ void operator()(float (&y)[1][V], const float (&x)[1][V]) const
@@ -143,7 +143,7 @@ __device__ static inline float gelu_slope(float x)
 
 __device__ static inline float gelu_tanh_slope(float x)
 {
-  x = held(x, 15.0f);   // constant beyond; x^3 stays finite
+  x = held(x, 15.0f);   // the slope is constant beyond 15, and x^3 stays finite
   float square = x * x, v = x * fmaf(square, 0.0713548163f, 1.59576912f),
         slope = fmaf(square, 0.214064449f, 1.59576912f);
   float z = expf(-fabsf(v)), r = 1.0f / (1.0f + z), s = (x >= 0.0f ? 1.0f : z) * r;
@@ -158,7 +158,7 @@ __device__ static inline float gelu_tanh_slope_low(float x)
   return fmaf(x * slope, fmaf(-s, s, s), s);
 }
 
-// slope * dy; a is x, b is dy.
+// slope(x) * dy. In the formulas a is x and b is dy.
 template <int V>
 __device__ static inline void slope_floats(int op, float (&y)[V], const float (&x)[V],
                                            const float (&dy)[V])
@@ -426,7 +426,7 @@ extern "C" eng_status cuda_swiglu_grad(const op_call *call)
 /// `least` << 8 drop the element.
 struct dropout_mask {
   uint64_t seed, counter;
-  uint32_t least;    // of 2^24
+  uint32_t least;    // in units of 2^-24
 };
 
 // V elements a thread; the tensors are dense and of one format.
@@ -491,7 +491,7 @@ extern "C" eng_status cuda_dropout(const op_call *call)
   const tensor *x = call->in[0], *y = call->out[0];
   double p = call->dropout.p, least = p * 0x1p24;
   dropout_mask mask = {rng_seed(), (uint64_t)call->dropout.counter, (uint32_t)least};
-  // (word >> 8) / 2^24 >= p, in integers
+  // rounds up, so that word >> 8 >= least means (word >> 8) / 2^24 >= p
   if ((double)mask.least < least) mask.least++;
   bool aligned = ((uintptr_t)x->data | (uintptr_t)y->data) % 16 == 0;
   if (is_fast(x->dtype) && x->dtype == y->dtype && aligned) {

@@ -1,11 +1,11 @@
 // The operation fp8_matmul on the card. The accumulator `hopper`, in the combinations that cuBLASLt
-// supports (gemm_fp8.h), runs on Hopper's tensor cores. All other calls, and all other cards, get
-// the same numbers slowly from the formula (fp8_plain.cu). ENGINE_FP8_FORMULA=1 always uses the
-// formula, for comparison.
+// supports (gemm_fp8.h), runs on Hopper's tensor cores. All other calls, and all other cards, use
+// the formula (fp8_plain.cu), which gives the same numbers but is slow. ENGINE_FP8_FORMULA=1 always
+// uses the formula, for comparison.
 //
-// Accumulators of the tensor cores: scales by block start a new sum every 128 steps, so no
-// promotion and a promotion of 128 or more give the same result. With scales by tensor or by row,
-// promotion every 128 is cuBLASLt's ordinary mode, and no promotion its fast mode.
+// With scales by block, the tensor cores start a new sum every 128 steps, so a promotion interval
+// of 128 or more gives the same result as no promotion. With scales by tensor or by row, promotion
+// every 128 steps is cuBLASLt's ordinary mode, and no promotion is its fast mode.
 //
 // Tensor cores need both operands with K contiguous, sizes in multiples of 16, and matching scale
 // layouts. Other operands (transposed, ragged edges) are first copied into scratch memory, padded
@@ -35,7 +35,7 @@ static void give_all(scratch *s)
   }
 }
 
-/// The fp8_scaling for an operand's blocks [outer x K], or -1.
+/// The fp8_scaling for an operand's blocks [outer x K], or -1 if there is none.
 static int scaling_of(int64_t outer_block, int64_t k_block)
 {
   if (outer_block == 0 && k_block == 0) return FP8_TENSOR;
@@ -45,12 +45,12 @@ static int scaling_of(int64_t outer_block, int64_t k_block)
   return -1;
 }
 
-/// Copies a matrix of [outer x k] elements with these strides to `to`, with rows `to_outer` and
-/// elements `to_k` apart.
+/// Copies a matrix of [outer x k] elements with strides from_outer and from_k to `to`, with strides
+/// to_outer and to_k.
 static eng_status copy(void *to, int64_t to_outer, int64_t to_k, const void *from,
                        int64_t from_outer, int64_t from_k, int64_t outer, int64_t k, int dtype)
 {
-  bool turned = to_outer < to_k;   // the target's contiguous dimension goes last
+  bool turned = to_outer < to_k;   // puts the target's contiguous dimension last
   tensor x = {.data = (void *)from, .dtype = dtype, .ndim = 2, .count = outer * k}, y;
   x.shape[turned] = outer, x.stride[turned] = from_outer;
   x.shape[!turned] = k, x.stride[!turned] = from_k;
@@ -106,13 +106,13 @@ static eng_status prepare(fp8_operand *x, const tensor *q, const tensor *scale, 
               outer_count, k_count, ENG_f32);
 }
 
-/// ENGINE_FP8_FORMULA=1.
+/// Whether ENGINE_FP8_FORMULA=1 is set.
 static bool formula_wanted(void)
 {
   static int wanted = -1;
   if (wanted < 0) {
     const char *text = getenv("ENGINE_FP8_FORMULA");
-    wanted = text && *text && strcmp(text, "0") != 0;
+    wanted = text && strcmp(text, "1") == 0;
   }
   return wanted;
 }
@@ -122,7 +122,7 @@ int cuda_fp8(void)
   return formula_wanted() || cuda_capability() == 90 ? 2 : cuda_capability() >= 89;
 }
 
-/// Whether the tensor cores compute exactly this call; `fast`: without promotions.
+/// Whether the tensor cores support this call. Sets `fast` to whether they run without promotions.
 static bool on_tensor_cores(const op_call *call, int scaling_a, int scaling_b, bool *fast)
 {
   const tensor *a = call->in[0], *b = call->in[2], *bias = call->in[4], *y = call->out[0];

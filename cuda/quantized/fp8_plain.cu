@@ -1,6 +1,6 @@
-// fp8_matmul by the scalar formulas of core/base/fp8*.h: any blocks, layouts and accumulators, any
-// card, the same bits as the reference. Much slower than tensor cores; for experiments and for
-// checking them. Called by fp8_matmul.c.
+// fp8_matmul by the scalar formulas of core/base/fp8*.h: any blocks, layouts and accumulators, on
+// any card, with the same bits as the reference. Much slower than tensor cores. Used for
+// experiments and to check the tensor cores. Called by fp8_matmul.c.
 #include "runtime/device.h"
 #include "kernel/element.h"
 #include "fp8_plain.h"
@@ -12,14 +12,15 @@ extern "C" {
 
 namespace {
 
-// a block of 16 x 16 threads computes as many elements, STEP of K at a time
+// a block of 16 x 16 threads computes 16 x 16 elements, STEP steps of K at a time
 enum { SIDE = 16, STEP = HOPPER_GROUP };
 
-/// An operand of the product: element (i, k), transposed or not.
+/// An operand of the product, transposed or not. In element (i, k), i is the row of y (for a) or
+/// the column of y (for b).
 struct operand {
   const uint8_t *data;
   const float   *scale;
-  int            fraction;                // bits: 3 e4m3, 2 e5m2
+  int            fraction;                // fraction bits: 3 for e4m3, 2 for e5m2
   int64_t        i_stride, k_stride;
   int64_t        i_block, k_block;        // elements that share a scale
   int64_t        i_scale, k_scale;        // floats from block to block
@@ -27,7 +28,7 @@ struct operand {
 
 struct product {
   operand a, b;
-  int64_t m, n, k, stretch, promotion;    // steps of K with constant scales
+  int64_t m, n, k, stretch, promotion;    // stretch: steps of K with constant scales
   bool    b_first, adds;
   void   *y;
   int     y_dtype, bias_dtype;
@@ -40,7 +41,8 @@ __device__ inline float scale_of(const operand &x, int64_t i, int64_t k)
   return x.scale[i / x.i_block * x.i_scale + k / x.k_block * x.k_scale];
 }
 
-/// Codes of 16 rows of an operand from step k on; zeros outside, which no accumulator reads.
+/// Loads the codes of 16 rows of an operand from step k on. Elements outside the operand become
+/// zeros, which no accumulator reads.
 __device__ inline void fetch(uint8_t (*tile)[STEP + 4], const operand &x, int64_t rows,
                              int64_t first, int64_t k, int steps)
 {
@@ -87,7 +89,7 @@ __global__ void __launch_bounds__(SIDE *SIDE) multiply(const __grid_constant__ p
           } else {
             for (int step = 0; step < steps; step++) {
               const int s = MODEL == ENG_ACCUMULATE_FP32 ? (int)fp8_fp32_order(step, steps) : step;
-              // exact
+              // the product is exact
               const float multiplied = fp8_to_f32(a[threadIdx.y][s], p.a.fraction) *
                                        fp8_to_f32(b[threadIdx.x][s], p.b.fraction);
               if (MODEL == ENG_ACCUMULATE_EXACT) wide += (double)multiplied;

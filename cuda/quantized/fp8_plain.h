@@ -7,9 +7,9 @@ extern "C" {
 #endif
 #include "device/backend.h"
 
-/// The operation as in ops.def, with every accumulator, bit-equal to the reference.
+/// Computes fp8_matmul as defined in ops.def, with any accumulator, bit-equal to the reference.
 eng_status fp8_plain(const op_call *call);
-/// The level of FP8 products on tensor cores; see backend.h.
+/// The card's level of support for FP8 products; see backend.h.
 int cuda_fp8(void);
 
 #ifdef __cplusplus

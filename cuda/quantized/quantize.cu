@@ -1,18 +1,20 @@
 // FP8: quantize (with the transposed copy from the same read), swiglu_quantize and dequantize;
 // bit-equal to core/cpu/reference_fp8.c.
 //
-// A block of threads processes tiles of 128 x 128 numbers, 8 x 8 a thread, and writes codes in both
-// directions, the transposed ones through shared memory. Meanwhile the next tile loads (cp.async:
-// 96 KiB a multiprocessor). Two products bound each quotient; if their codes differ, the thread
-// divides. If scale blocks fit the tile (1 x 128, 128 x 1, 128 x 128), the tile finds their largest
-// magnitudes itself, so x is read once. For other blocks a first pass finds these by integer
-// maxima, which are independent of order; a given factor (delayed scaling) needs no such pass.
-// Stochastic rounding, rows whose length is not a multiple of 8, f64, and blocks that are neither
-// whole sides nor those of a tile are processed number by number. All coordinates are those of x:
-// blocks of the transposed copy have rows and columns exchanged.
+// A block of threads processes tiles of 128 x 128 numbers, 8 x 8 per thread, and writes codes in
+// both directions. The codes of the transposed copy go through shared memory. Meanwhile the next
+// tile loads (cp.async, 96 KiB per multiprocessor). Where the rule divides, two products bound each
+// quotient, and the thread divides only if their codes differ. If scale blocks fit a tile (1 x 128,
+// 128 x 1 or 128 x 128), their largest magnitudes are found within the tile, so x is read once. For
+// other blocks, a first pass finds the largest magnitudes as integer maxima, which do not depend on
+// order. With a given factor (delayed scaling) no such pass is needed. Numbers are processed one by
+// one for stochastic rounding, for rows whose length is not a multiple of 8, for f64, and for
+// blocks that neither fit a tile nor span whole sides of x. All coordinates are those of x. Blocks
+// of the transposed copy have rows and columns exchanged.
 //
-// swiglu_quantize in bf16 and f16 loads both tiles and computes silu(gate) * up in registers if x
-// is read once. Otherwise silu(gate) * up goes to scratch memory first.
+// In bf16 and f16, if the inputs need to be read only once, swiglu_quantize loads tiles of gate and
+// up and computes silu(gate) * up in registers. Otherwise silu(gate) * up goes to scratch memory
+// first.
 #include "quantize_tiles.h"
 
 extern "C" op_kernel cuda_swiglu;   // unary.cu
@@ -26,7 +28,8 @@ enum {
   MAXIMA_ROWS = THREADS / 32 * STRIP
 };
 
-/// Merges a thread's maxima of eight columns into those of its row's blocks, then resets them.
+/// Merges a thread's maxima of eight columns into the maxima of the scale blocks in its row, then
+/// clears the thread's maxima.
 template <typename T>
 __device__ static inline void flush_maxima(eight<T> &top, uint32_t *of_row, int64_t c, int there,
                                            int64_t column_block, bool whole_rows)
@@ -51,8 +54,8 @@ __device__ static inline void flush_maxima(eight<T> &top, uint32_t *of_row, int6
   for (int i = 0; i < eight<T>::WORDS; i++) top.w[i] = 0;
 }
 
-/// The largest magnitudes of all blocks. Their bits start as 0, and NaN is ignored unless `nans`. A
-/// warp walks down STRIP rows of 256 columns.
+/// Finds the largest magnitude of each scale block. `maxima` holds their bits and must start as
+/// zeros. NaN is ignored unless `nans`. A warp walks down STRIP rows of 256 columns.
 template <typename T>
 __global__ static void __launch_bounds__(THREADS, sizeof(T) == 2 ? 3 : 2)
   block_maxima(const T *x, int64_t rows, int64_t columns, int wide, int64_t row_block,
@@ -114,8 +117,8 @@ __global__ static void __launch_bounds__(THREADS, sizeof(T) == 2 ? 3 : 2)
   atomicMax(maxima, all);
 }
 
-/// Computes factors, and the scales of one side, from maxima; one thread per block. Also writes the
-/// other side's scales if its blocks are the same.
+/// Computes the factors, and the scales of one side, from the maxima; one thread per scale block.
+/// With `both`, also writes the scales of the other side, whose blocks are the same.
 __global__ static void make_scales(const uint32_t *maxima, side s, side other, bool both,
                                    scaling_rule rule)
 {
@@ -130,7 +133,8 @@ __global__ static void make_scales(const uint32_t *maxima, side s, side other, b
 
 // ------------------------------------------------------------------ number by number
 
-/// Four codes (e5m6: eight) of one output, in its own order. `turned`: of the transposed copy.
+/// Each thread writes four codes (e5m6: eight) of one output, in that output's order. `turned`
+/// selects the transposed copy.
 template <typename T, int E, bool RANDOM> __global__ static void __launch_bounds__(THREADS)
 quantize_numbers(const T *x, const job p, bool turned)
 {
@@ -181,7 +185,7 @@ whole_amax(const T *x, int64_t count, uint32_t *amax)
 
 static int64_t grid(int64_t n, int64_t each) { return (n + each - 1) / each; }
 
-/// Whether a tile finds the factors of these blocks itself.
+/// Whether the factors of these blocks can be found within a tile.
 static bool fits_tile(int64_t row_block, int64_t column_block)
 {
   return (row_block == TILE && column_block == TILE) || (row_block == 1 && column_block == TILE) ||
@@ -197,7 +201,8 @@ static int how_of(const side *s, int64_t rows, int64_t columns)
   return BY_BLOCK;
 }
 
-/// A side of x [rows x columns]. Block sizes are the call's, for the output as stored.
+/// Describes one output in the coordinates of x [rows x columns]. The call gives block sizes for
+/// the output as stored.
 static side side_of(const op_call *call, bool turned, int64_t rows, int64_t columns)
 {
   fp8_scales at = fp8_scales_for(call->quantize.block_rows, call->quantize.block_columns,
@@ -339,14 +344,14 @@ static bool finds_factors(const op_call *call, const job *p)
 
 static eng_status run(const op_call *call, job p)
 {
-  for (int k = 1; k <= 4; k += 3)   // the padding of the scales
+  for (int k = 1; k <= 4; k += 3)   // clears the padding of the scales
     if (call->out[k] && call->out[k]->count >
                           (k == 1 ? p.own.down * p.own.across : p.turned.down * p.turned.across))
       CUDA_TRY(cudaMemsetAsync(call->out[k]->data, 0, (size_t)call->out[k]->count * sizeof(float),
                                cuda_stream()));
   if (p.amax) CUDA_TRY(cudaMemsetAsync(p.amax, 0, sizeof *p.amax, cuda_stream()));
 
-  // Factors in memory, for both sides, unless the tiles find them.
+  // The factors of both sides are in memory, unless the tiles find them.
   bool in_tiles = finds_factors(call, &p);
   int64_t own_blocks = p.own.down * p.own.across, turned_blocks = p.turned.down * p.turned.across;
   int64_t bytes =

@@ -1,5 +1,5 @@
-// Shared by the kernels of quantize.cu: the two sides of a call and the layout of their scales,
-// codes, and eight numbers of a row in a thread's registers.
+// Shared by the kernels of quantize.cu: the description of a call and of its two outputs, the
+// conversion to codes, and the eight numbers of a row that a thread holds in registers.
 #ifndef ENG_CUDA_QUANTIZE_H
 #define ENG_CUDA_QUANTIZE_H
 
@@ -21,17 +21,17 @@ enum {
   TILE_THREADS = TILE / DOWN * (TILE / EIGHT),
   TILE_WARPS = TILE_THREADS / 32
 };
-enum { LANES = TILE / EIGHT /* threads of a row */, THREADS = 256 /* of all other kernels */ };
+enum { LANES = TILE / EIGHT /* threads per row */, THREADS = 256 /* of a block elsewhere */ };
 
 /// How scale factors vary within a tile.
 enum { BY_TILE, BY_ROW, BY_COLUMN, BY_BLOCK };
 
-/// One of the two outputs, in the coordinates of x: block (i, j) covers row_block x column_block of
-/// x.
+/// One of the two outputs. Blocks are in the coordinates of x: each covers row_block x column_block
+/// numbers of x.
 struct side {
   void    *q;                          // NULL: not wanted
   float   *scale;                      // of block (i, j): scale[i * row_stride + j * column_stride]
-  // of block (i, j): factor[i * across + j]; NULL: the tile computes it
+  // of block (i, j): factor[i * across + j]; if NULL, factors are found within the tile
   float   *factor;
   // block sizes, and the number of blocks each way
   int64_t  row_block, column_block, down, across;
@@ -49,7 +49,8 @@ struct scaling_rule {
 
 struct job {
   side    own, turned;
-  // only with tiles: x is a gate; the codes are of silu(x) * up, rounded to x's format
+  // swiglu_quantize in tiles: x is the gate, and silu(x) * up is rounded to x's format, then
+  // quantized
   const void *up;
   scaling_rule rule;
   int64_t rows, columns;
@@ -60,8 +61,8 @@ struct job {
   int     turned_wide;                 // rows of the transposed copy are 16-byte aligned
   int     tiles;                       // processed by tiles
   unsigned across;                     // tiles in a row of tiles
-  int     height, width;               // rows and columns again
-  int     same;                        // the transposed copy has the same bytes
+  int     height, width;               // rows and columns as int
+  int     same;                        // the transposed copy has the same codes and scales
 };
 
 __device__ static inline fp8_scale scale_of(const scaling_rule &r, float amax)
@@ -73,8 +74,7 @@ __device__ static inline fp8_scale scale_of(const scaling_rule &r, float amax)
   return fp8_scale_of(amax, r.largest, r.rule, r.power_of_two, r.eps, r.margin, r.limit);
 }
 
-/// The bits of |x| for maxima. Ignores NaN, except under the rule for which a NaN makes its block
-/// NaN.
+/// The bits of |x|, for maxima. A NaN becomes `nan`.
 __device__ static inline uint32_t magnitude_of(float x, uint32_t nan)
 {
   uint32_t a = __float_as_uint(x) & 0x7FFFFFFFu;
@@ -83,7 +83,7 @@ __device__ static inline uint32_t magnitude_of(float x, uint32_t nan)
 
 // ------------------------------------------------------------------ codes
 
-/// Codes of four numbers, the first in the lowest byte; E: bits of the fraction, 3 or 2.
+/// Codes of four numbers, the first in the lowest byte. E is the number of fraction bits, 3 or 2.
 template <int E> __device__ static inline uint32_t codes(float a, float b, float c, float d)
 {
 #ifdef PTX_FP8
@@ -102,8 +102,8 @@ __device__ static inline float scaled(float x, float factor, int divides)
 template <typename T> __device__ static inline float number(T x) { return widen(x); }
 template <> __device__ inline float number<double>(double x)     { return (float)x; }
 
-/// e5m6_from_f32, saturating, without going through double: the rule of fp8_code_f32 works for any
-/// fraction.
+/// e5m6_from_f32 with saturation, but without double: fp8_code_f32 works for any number of fraction
+/// bits.
 __device__ static inline uint16_t e5m6_of(float x)
 {
   uint32_t bits = __float_as_uint(x), magnitude = bits & 0x7FFFFFFFu;
@@ -113,7 +113,7 @@ __device__ static inline uint16_t e5m6_of(float x)
   return (uint16_t)((bits >> 20 & 0x800u) | min(code, (uint32_t)E5M6_MAX_CODE));
 }
 
-/// Eight numbers as e5m6, in three words.
+/// Stores eight numbers as e5m6 in three words.
 __device__ static inline void put_e5m6(uint32_t *to, const float y[EIGHT])
 {
   uint16_t code[EIGHT];
@@ -123,7 +123,7 @@ __device__ static inline void put_e5m6(uint32_t *to, const float y[EIGHT])
   for (int k = 0; k < 3; k++) to[k] = word[k];
 }
 
-/// Factor of element (r, c) of x.
+/// The factor of element (r, c) of x.
 __device__ static inline float factor_at(const side &s, int64_t r, int64_t c)
 {
   return s.factor[r / s.row_block * s.across + c / s.column_block];
@@ -137,8 +137,8 @@ template <typename T> struct eight {
   uint32_t w[WORDS];
 };
 
-/// Masks for the magnitudes in a word: their bits, their signs, and an addend that carries only a
-/// NaN into the sign.
+/// Masks for the numbers in a word: the bits of their magnitudes, their signs, and an addend that
+/// carries into the sign only if the magnitude is a NaN's.
 template <typename T>
 struct magnitudes {
   enum : uint32_t { bits = 0x7FFFFFFFu, signs = 0x80000000u, beyond = 0x007FFFFFu };
@@ -170,7 +170,7 @@ template <> __device__ inline void load_wide<double>(eight<double> &v, const dou
   for (int k = 0; k < EIGHT; k++) v.w[k] = __float_as_uint((float)x[k]);
 }
 
-/// The first `there` numbers from any address, zeros for the rest.
+/// Reads the first `there` numbers from any address; the rest become zeros.
 template <typename T> __device__ static inline void load_some(eight<T> &v, const T *x, int there)
 {
 #pragma unroll

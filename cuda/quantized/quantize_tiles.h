@@ -12,19 +12,19 @@
 struct shared_tile {
   uint32_t row_top[TILE], warp_top[TILE_WARPS];           // bits of f32
   alignas(16) uint32_t column_top[TILE_WARPS][TILE];      // words of magnitudes
-  // of q and of its transposed copy; per row or per column
+  // [0]: of q, [1]: of its transposed copy; one per row or per column
   alignas(16) float factor[2][TILE];
   // the factor's inverse, rounded down and up
   alignas(16) float low[2][TILE], high[2][TILE];
-  // codes [column of x][rows of x], word w of column c at w ^ (c / 8 * 2)
+  // codes [column of x][rows of x]; word w of column c is at w ^ (c / 8 * 2)
   alignas(16) uint32_t turned[TILE][TILE / 4];
 };
 
 /// The place of a tile, and of a thread in it.
 struct tile_place {
-  int down, across;                // which tile it is
+  int down, across;                // the tile's indices
   int first_row, first_column;     // the thread's, in the tile
-  // rows from the thread's first to the last; 0 if its columns are outside
+  // rows of x from the thread's first row on; 0 if the thread's columns are outside x
   int rows_there;
 };
 // Tiles are used only for sides below 2^31 - TILE.
@@ -34,8 +34,9 @@ __device__ static inline int column_of(const tile_place &at)
 __device__ static inline int64_t offset_of(const tile_place &at, const job &p)
 { return row_of(at) * (int64_t)p.width + column_of(at); }
 
-/// Puts the factors of one side into shared memory: computed from the maxima (writing the scale),
-/// or read. Threads 0 to 127 take the tile's rows, 128 to 255 its columns.
+/// Puts the factors of one side into shared memory. Reads them from memory or, if they are not
+/// there, computes them from the maxima and writes the scales. Threads 0 to 127 take the tile's
+/// rows, threads 128 to 255 its columns.
 template <typename T>
 __device__ static inline void share_factors(shared_tile &t, const side &s, int which, const job &p,
                                             const tile_place &at)
@@ -81,7 +82,7 @@ __device__ static inline void share_factors(shared_tile &t, const side &s, int w
   t.high[which][i] = ordinary ? __uint_as_float(__float_as_uint(inverse) + !exact) : 1.0f;
 }
 
-/// Codes of four numbers, and a mask of those whose quotient is uncertain.
+/// Codes of four numbers. Sets bits of `doubt` for numbers whose quotient is uncertain.
 template <int E, bool DIVIDES>
 __device__ static inline uint32_t four_codes(const float x[4], const float low[4],
                                              const float high[4], uint32_t &doubt)
@@ -92,7 +93,7 @@ __device__ static inline uint32_t four_codes(const float x[4], const float low[4
   return word;
 }
 
-/// Factors of four rows or columns, or four times the same one.
+/// Loads the factors of four rows or columns, or one factor four times.
 template <bool ALL> __device__ static inline void load_factors(float f[4], const float *from)
 {
   const float4 four = ALL ? *(const float4 *)from : make_float4(*from, *from, *from, *from);
@@ -127,7 +128,7 @@ __device__ static inline uint32_t write_own(const shared_tile &t, const eight<T>
   return doubt;
 }
 
-/// A thread's rows of a column in the transposed tile: two words.
+/// The two words of the transposed tile that hold the thread's rows of column k.
 __device__ static inline uint32_t *turned_word(shared_tile &t, const tile_place &at, int k)
 {
   return &t.turned[at.first_column + k][at.first_row / 4 ^ at.first_column / EIGHT * 2];
@@ -214,9 +215,9 @@ __device__ static inline void write_turned(const shared_tile &t, const job &p, c
   }
 }
 
-/// The largest magnitudes of words so far. NaN counts as largest or, with BUT_NAN, is ignored. For
-/// floats the comparison instruction drops signs; as integers, all magnitudes would need registers
-/// in addition to the numbers.
+/// Tracks the largest magnitudes of the words added so far. NaN counts as the largest or, with
+/// BUT_NAN, is ignored. A comparison of floats can drop the sign in the same instruction; integers
+/// would need registers for all magnitudes in addition to the numbers.
 template <typename T, bool BUT_NAN> struct largest_of {
   float high = 0;
   __device__ void add(uint32_t word)
@@ -297,7 +298,7 @@ __device__ static inline void share_tops(shared_tile &t, const eight<T> (&v)[DOW
           make_uint4(column[i], column[i + 1], column[i + 2], column[i + 3]);
   }
   enum { PACKED = sizeof(T) == 2, N = PACKED ? DOWN / 2 : DOWN };
-  uint32_t tops[N];   // of rows 0 and 1, 2 and 3 and so on; or of single rows
+  uint32_t tops[N];   // pairs of rows (0 and 1, 2 and 3 ..) of 16-bit numbers, or single rows
 #pragma unroll
   for (int i = 0; i < N; i++) {
     if constexpr (PACKED)
@@ -322,7 +323,7 @@ __device__ static inline void share_tops(shared_tile &t, const eight<T> (&v)[DOW
   const bool some = __any_sync(0xFFFFFFFFu, nan);
   if (lane != 0) return;
   if (some) all = 0x7FC00000u;
-  // most warps see at once that their maximum is smaller
+  // skips the atomic operation if the maximum is already as large, as in most warps
   if (all > *(volatile uint32_t *)p.amax) atomicMax(p.amax, all);
 }
 
@@ -333,7 +334,7 @@ __device__ static inline tile_place place_of(unsigned tile, const job &p)
   at.across = (int)(tile % p.across);
   at.first_row = threadIdx.x / LANES * DOWN;
   at.first_column = threadIdx.x % LANES * EIGHT;
-  // the number of columns is a multiple of 8
+  // p.width is a multiple of 8, so a thread's columns are all inside x or all outside
   at.rows_there = column_of(at) < p.width ? p.height - row_of(at) : 0;
   return at;
 }
@@ -354,7 +355,7 @@ __device__ static inline void send_for(uint4 *stage, const T *x, const job &p, c
   __pipeline_commit();
 }
 
-/// Reads those numbers; zeros outside x.
+/// Reads the numbers that send_for loads; zeros outside x.
 template <typename T>
 __device__ static inline void receive(eight<T> (&v)[DOWN], const uint4 *stage, const tile_place &at)
 {
@@ -377,7 +378,7 @@ __device__ static inline void receive(eight<T> (&v)[DOWN], const uint4 *stage, c
 /// 16-byte quads of a tile being loaded.
 template <typename T> struct stage_of { enum { QUADS = TILE * TILE * sizeof(T) / sizeof(uint4) }; };
 
-/// A tile of x being loaded; SWIGLU: a tile of up after it.
+/// Starts loading a tile of x and, with SWIGLU, a tile of up behind it.
 template <typename T, bool SWIGLU>
 __device__ static inline void send_tile(uint4 *stage, const T *x, const job &p,
                                         const tile_place &at)
@@ -386,8 +387,8 @@ __device__ static inline void send_tile(uint4 *stage, const T *x, const job &p,
   if constexpr (SWIGLU) send_for(stage + stage_of<T>::QUADS, (const T *)p.up, p, at);
 }
 
-/// The numbers to quantize. A thread reads its own slots as needed, so gate and up are never
-/// completely in registers.
+/// Reads the numbers to quantize. With SWIGLU a thread reads the rows of up one at a time, so gate
+/// and up are never both completely in registers.
 template <typename T, bool SWIGLU>
 __device__ static inline void receive_tile(eight<T> (&v)[DOWN], const uint4 *stage,
                                            const tile_place &at)
@@ -409,8 +410,9 @@ __device__ static inline void receive_tile(eight<T> (&v)[DOWN], const uint4 *sta
   }
 }
 
-/// Blocks per multiprocessor: as many as fit in its shared memory. With SWIGLU two on sm_90 and
-/// sm_100, elsewhere one, which may use more registers (the host launches two; the second waits).
+/// Blocks per multiprocessor, as many as fit in its shared memory. With SWIGLU there are two on
+/// sm_90 and sm_100, and one elsewhere, so that the block may use more registers. The host still
+/// launches enough blocks for two, and the second one waits.
 template <typename T, bool SWIGLU> constexpr int tiles_resident(void)
 {
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1200)
@@ -430,10 +432,10 @@ __global__ static void __launch_bounds__(TILE_THREADS, tiles_resident<T, SWIGLU>
   extern __shared__ uint4 shared[];
   shared_tile &t = *(shared_tile *)shared;
   uint4 *stage = shared + sizeof(shared_tile) / sizeof(uint4);
-  // with factors in memory, the pass that found them has just read x, whose end may still be in the
-  // cache
+  // If factors are in memory, the pass that found them has just read x, and the end of x may still
+  // be in the cache.
   const bool backwards = p.own.factor != NULL;
-  // a negative number wraps around to a large one
+  // tile numbers are unsigned: a negative one wraps around to a large one
   unsigned n = backwards ? tiles - 1 - blockIdx.x : blockIdx.x;
   send_tile<T, SWIGLU>(stage, x, p, place_of(n, p));
   while (n < tiles) {

@@ -1,12 +1,12 @@
 // Picking by index: embedding, index_select, gather, and their gradients. Moved elements keep every
 // bit, whatever their format. An index out of range raises the fault and reads as zeros.
 //
-// Gradients sum everything picked from one place in a fixed order and without float atomics. The
-// picks are sorted by place (stable; CUB's radix sort over packed words) and cut into chunks of
-// equal length; one thread per column sums a chunk, so that a place picked thousands of times costs
-// no more than others. Sums that cross the ends of a chunk are stored separately and combined
-// afterwards, chunk by chunk. Sums are f32 (f64 for f64), rounded once. Called through the device's
-// table.
+// Gradients sum all picks of one place in a fixed order and without float atomics. The picks are
+// sorted by place (a stable radix sort of packed words, by CUB) and cut into chunks of equal
+// length. One thread per column sums a chunk, so that a place picked thousands of times costs no
+// more per pick than others. Sums of places that continue across the ends of a chunk are stored
+// separately and combined afterwards, chunk by chunk. Sums are f32 (f64 for f64), rounded once.
+// Called through the device's table.
 #include "kernel/lanes.h"
 
 #include <cub/device/device_radix_sort.cuh>
@@ -27,7 +27,7 @@ static int64_t dimension_of(int64_t dimension, const tensor *x)
 
 // ------------------------------------------------------------------ rows by index
 
-/// y[o, k, :] = x[o, ids[k], :]; a row is `units` accesses; n counts the picks.
+/// y[o, k, :] = x[o, ids[k], :]. A row is `units` accesses; n is the number of picks.
 struct row_copy {
   void       *y;
   const void *x, *ids;
@@ -37,7 +37,7 @@ struct row_copy {
   cuda_fault_record *fault;
 };
 
-struct row_place { int64_t from; bool fine; };   // first unit in x
+struct row_place { int64_t from; bool fine; };   // from: unit of x
 
 __device__ static inline row_place place_of(const row_copy &r, int64_t at)
 {
@@ -57,7 +57,7 @@ __device__ static inline row_place place_of(const row_copy &r, int64_t at)
 template <typename Unit>
 static __global__ void __launch_bounds__(WALK_THREADS) rows_kernel(const row_copy r)
 {
-  constexpr int U = 4;   // in flight
+  constexpr int U = 4;   // units that a thread has in flight
   int64_t first = (int64_t)blockIdx.x * (WALK_THREADS * U) + threadIdx.x;
   Unit unit[U];
 #pragma unroll
@@ -75,7 +75,7 @@ static __global__ void __launch_bounds__(WALK_THREADS) rows_kernel(const row_cop
   }
 }
 
-// With a change of format; a unit is V elements.
+// The same with a change of format. A unit is V elements.
 template <int V>
 static __global__ void __launch_bounds__(WALK_THREADS) converted_rows_kernel(const row_copy r)
 {
@@ -151,7 +151,7 @@ extern "C" eng_status cuda_index_select(const op_call *call)
 
 // ------------------------------------------------------------------ elements by index
 
-/// y, index, x; x without its indexed dimension.
+/// Walk: y, index, and x without its indexed dimension.
 struct gather_body {
   int64_t size, step;    // of the indexed dimension of x
   cuda_fault_record *fault;
@@ -197,11 +197,11 @@ struct scatter {
   const void *dy;
   int32_t     dx_dtype, dy_dtype, shift, add;
   around      a;            // of dx
-  int64_t     n, chunks;    // picks, runs of RUN of them
+  int64_t     n, chunks;    // number of picks, and of chunks of RUN picks
   int64_t     columns;      // a.outer * a.inner
   const uint64_t *word;     // [n], sorted
-  // [2 * chunks x columns]: for each chunk, the sum that began before it and the one that continues
-  // after it
+  // [2 * chunks x columns]: for each chunk, the sum of the place that began before the chunk, and
+  // the sum of the place that continues after it
   void       *part;
 };
 
@@ -244,7 +244,7 @@ static __global__ void __launch_bounds__(WALK_THREADS)
   int64_t first = chunk * RUN, stop = first + RUN < s.n ? first + RUN : s.n;
   uint64_t before = first > 0 ? s.word[first - 1] >> s.shift : ~0ull,
            behind = stop < s.n ? s.word[stop] >> s.shift : ~0ull;
-  bool began = before == s.word[first] >> s.shift;   // the current run began before this chunk
+  bool began = before == s.word[first] >> s.shift;   // the place began in an earlier chunk
   number sum[V] = {};
   for (int64_t at = first; at < stop; at += U) {
     uint64_t word[U + 1];
@@ -275,7 +275,8 @@ static __global__ void __launch_bounds__(WALK_THREADS)
   }
 }
 
-// Runs that begin in a chunk and continue after it: that chunk's thread adds their parts.
+// Adds the parts of each place that continues after the chunk in which it begins. That chunk's
+// thread does this.
 template <class Lanes>
 static __global__ void __launch_bounds__(WALK_THREADS)
   combine_kernel(const scatter s, int64_t threads, int64_t vectors)
@@ -289,8 +290,8 @@ static __global__ void __launch_bounds__(WALK_THREADS)
   if (last + 1 >= s.n) return;
   uint64_t place = s.word[last] >> s.shift;
   if (place != s.word[last + 1] >> s.shift || place >= (uint64_t)s.a.size) return;
-  if (chunk > 0 && place == s.word[chunk * RUN - 1] >> s.shift) return;   // began before
-  int64_t low = last + 1, high = s.n;   // the first pick of another place: low < it <= high
+  if (chunk > 0 && place == s.word[chunk * RUN - 1] >> s.shift) return;   // not the first chunk
+  int64_t low = last + 1, high = s.n;   // the next place begins in (low, high]
   while (low + 1 < high) {
     int64_t middle = low + (high - low) / 2;
     if (s.word[middle] >> s.shift == place) low = middle;
@@ -329,7 +330,7 @@ struct pick_source {
   uint8_t    *picked;                        // [places], or NULL
 };
 
-struct word_body {   // word, index, place of the element without the indexed dimension
+struct word_body {   // walk: word, index, and the element's place for index 0
   pick_source p;
   int64_t     step;
   __device__ void operator()(const walk<3> &w, const int64_t (&at)[3]) const
@@ -345,7 +346,7 @@ struct word_body {   // word, index, place of the element without the indexed di
   }
 };
 
-// Clears rows that no index picked: a block takes one row of one outer position.
+// Clears rows that no index picked. A block takes one row of one outer position.
 static __global__ void __launch_bounds__(128)
   unpicked_kernel(char *dx, const uint8_t *picked, int64_t places, int64_t row_bytes)
 {
@@ -400,7 +401,7 @@ static eng_status scatter_sums(const op_call *call, scatter s, walk<3> w, int64_
   s.columns = s.a.outer * s.a.inner;
   int bits = bits_of(s.a.size);
   bool wide = !is_fast(s.dy_dtype) || !is_fast(s.dx_dtype);
-  // Large rows are cleared only where no index picked them, others all at once.
+  // Rows of whole 16-byte units are cleared only if not picked; otherwise all of dx is cleared.
   bool apart = !s.add && row_bytes % 16 == 0 && (uintptr_t)dx->data % 16 == 0 &&
                s.a.outer * s.a.size < 1ll << 31;
 
@@ -479,7 +480,7 @@ extern "C" eng_status cuda_gather_grad(const op_call *call)
   s.a = {1, dx->count, 1};
   s.n = dy->count;
   for (int d = 0; d < dx->ndim; d++) {
-    stride[0][d] = stride[1][d] = dy->stride[d];   // contiguous, as the index is
+    stride[0][d] = stride[1][d] = dy->stride[d];   // dy and the index are contiguous
     stride[2][d] = d == dimension ? 0 : dx->stride[d];
   }
   walk<3> w =

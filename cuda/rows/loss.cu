@@ -5,8 +5,8 @@
 // reads logits once and writes once. A row belongs to a warp or, if it is long, to a block. The
 // results of rows are summed in double in a fixed order.
 //
-// NaN and Inf as in core/cpu/reference_loss.c: an infinite largest logit makes its row NaN. A
-// target out of range raises the fault and counts as ignored.
+// NaN and Inf are handled as in core/cpu/reference_loss.c: an infinite largest logit makes its row
+// NaN. A target out of range raises the fault and counts as ignored.
 #include "kernel/element.h"
 #include "kernel/ptx.h"
 
@@ -14,7 +14,7 @@
 
 enum {
   THREADS = 256,
-  BATCH = 4 /* accesses of a thread in flight */,
+  BATCH = 4 /* accesses that a thread has in flight */,
   SHORT_ROW = 1024,
   SUM_THREADS = 1024
 };
@@ -200,7 +200,8 @@ __device__ static inline double counted_targets(const void *targets, int dtype, 
   return block_sum((double)counted);   // exact
 }
 
-/// The mean (mode 1; NaN when no row counts) or sum (2) of the rows' losses. One block.
+/// Computes the mean (mode 1; NaN if no row counts) or the sum (mode 2) of the rows' losses. One
+/// block.
 __global__ static void __launch_bounds__(SUM_THREADS)
   reduce_losses(const double *losses, const void *targets, int target_dtype, int64_t rows,
                 int64_t ignored, int mode, void *loss, int loss_dtype)
@@ -353,19 +354,20 @@ __global__ static void __launch_bounds__(THREADS, sizeof(T) == 8 ? 2 : 4)
   if (target != ignored && !counts && lane == 0)
     raise_fault(fault, ENG_OP_cross_entropy_grad, target, classes);
 
-  // In double: a loss scale beyond f32 must not overflow if the mean brings it back into range.
+  // In double, so that a loss scale beyond f32 does not overflow if the mean brings it back into
+  // range.
   double slope = load_double(dloss, dloss_dtype, per_row ? r : 0);
   if (counted) slope /= *counted;
   const double row_lse = load_double(lse, lse_dtype, r);
   const A log_sum = (A)row_lse, floor = (A)(smoothing / (double)classes), factor = (A)slope;
   cut c = cut_of(out, classes);
-  if (((uintptr_t)row - (uintptr_t)out) % 16 != 0) {   // no aligned accesses in both
+  if (((uintptr_t)row - (uintptr_t)out) % 16 != 0) {   // 16-byte accesses cannot be aligned in both
     c.head = classes;
     c.whole = 0;
   }
 
-  // The target's own element loses digits in the subtraction, so it is computed in double; its
-  // thread writes it after the others.
+  // The target's own element loses digits in the subtraction, so it is computed in double. The
+  // thread that owns this element overwrites it after the loops.
   const int tail = c.head + c.whole * V, t = (int)target;
   const bool mine = counts && lane == (t < c.head ? t :
                                        t < tail   ? (t - c.head) / V :
@@ -443,7 +445,7 @@ extern "C" eng_status cuda_cross_entropy_grad(const op_call *call)
 
 // ------------------------------------------------------------------ mean squared error
 
-enum { MSE_CHUNK = 16 * SUM_THREADS };   // elements of a block
+enum { MSE_CHUNK = 16 * SUM_THREADS };   // elements that a block sums
 
 __global__ static void __launch_bounds__(SUM_THREADS)
 square_distances(const void *a, int a_dtype, const void *b, int b_dtype, int64_t n, double *partial)
@@ -458,7 +460,7 @@ square_distances(const void *a, int a_dtype, const void *b, int b_dtype, int64_t
   if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }
 
-/// The mean of n numbers from their sums; NaN when n is 0. One block.
+/// Computes the mean of n numbers from partial sums; NaN if n is 0. One block.
 __global__ static void __launch_bounds__(SUM_THREADS)
 mean_of_partials(const double *partial, int64_t blocks, int64_t n, void *out, int dtype)
 {

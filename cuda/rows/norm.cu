@@ -8,13 +8,14 @@
 // that rounding of the mean would show in y (as in a constant row). All other calls (f64, x and dy
 // of two formats, longer rows) go through plain loops in f64, in the last part of this file.
 //
-// With a residual (ADDS) a row is x + branch, rounded and written as the saved sum; dsum is added
-// to its gradient after the gradient was rounded. Sums over rows and columns have the same order as
-// without a residual, so the bits are those of add followed by the norm. If the fast kernels do not
-// apply, these two operations run.
+// With a residual (ADDS) a row is x + branch, which is rounded and saved as `sum`. In the backward
+// pass, dsum is added to the gradient after the gradient was rounded. Sums over rows and columns
+// have the same order as without a residual, so the bits are those of add followed by the norm. If
+// the fast kernels do not support a call, these two operations run instead.
 //
 // Column sums (dweight, dbias) take two stages: each group of threads adds its rows, blocks add
-// their groups, and a second kernel adds the blocks. Only the shape assigns rows to groups.
+// their groups, and a second kernel adds the blocks. The assignment of rows to groups depends only
+// on the shape.
 #include "runtime/device.h"
 #include "kernel/element.h"
 #include "kernel/vector.h"
@@ -34,7 +35,7 @@ typedef struct norm_call {
   float *partial;  // [blocks x 2 x n] f32, sums of dy * h and dy; NULL: not wanted
 } norm_call;
 
-enum { WARP_ROWS = 4 };   // rows of a block where a warp takes a row
+enum { WARP_ROWS = 4 };   // rows of a block if each warp takes one row
 template <int ROW> constexpr int BLOCK_THREADS = ROW == 32 ? 32 * WARP_ROWS : ROW;
 template <int ROW> constexpr int BLOCK_ROWS = ROW == 32 ? WARP_ROWS : 1;
 
@@ -92,7 +93,7 @@ __device__ static inline void store_piece(T *row, const float (&from)[8], int c,
   store_raw(row, raw, c, n, whole);
 }
 
-/// Numbers after rounding to format T.
+/// Rounds x to format T in place and returns its words.
 template <typename T> __device__ static inline words<T, 8> rounded(float (&x)[8])
 {
   words<T, 8> raw;
@@ -101,9 +102,9 @@ template <typename T> __device__ static inline words<T, 8> rounded(float (&x)[8]
   return raw;
 }
 
-// A block keeps weight and bias in shared memory, in f32: the 8 columns of a piece as two halves,
-// each adjacent to the same half of the next thread. Loads from global memory inside the loop would
-// wait together with those of the next row.
+// A block keeps weight and bias in shared memory, in f32. The 8 columns of a piece are stored as
+// two halves; each half is adjacent to the same half of the next thread. Loads from global memory
+// inside the loop would have to wait together with the loads of the next row.
 
 /// Shared memory of a weight or bias, in float4's.
 template <int V, int ROW> constexpr int KEPT = V * ROW * 2;
@@ -131,9 +132,9 @@ __device__ static inline void recall(float (&to)[8], const float4 *kept, int pie
   }
 }
 
-/// The sum over the threads of a row; every thread gets it. `room`: shared memory, one number a
-/// warp, for rows that take a block. A sum has only one barrier, so two sums with the same room
-/// must have another sum between them.
+/// Returns the sum over the threads of a row to every thread. `room` is shared memory with one
+/// number per warp, for rows that take a block. A sum has only one barrier, so two sums with the
+/// same room must have another sum between them.
 template <int ROW, class A> __device__ static inline A row_sum(A x, A *room)
 {
 #pragma unroll
@@ -169,11 +170,11 @@ template <int ROW> __device__ static inline void row_sums(float &a, float &b, fl
 
 // ---- forward
 
-// variance / mean^2 of the row: below this, f32's mean is too inexact
+// variance / mean^2 of a row below which a mean in f32 is too inexact
 static constexpr float NARROW = 1e-4f;
 
-/// Blocks that fit on a multiprocessor: registers hold a row twice (as words and as numbers) and 8
-/// columns of weight and bias. A branch has as many words as x.
+/// Blocks that fit on a multiprocessor. Its registers hold a row twice (as words and as numbers)
+/// and 8 columns of weight and bias. A branch has as many words as x.
 template <typename T, int V, bool ADDS>
 constexpr int FORWARD_RESIDENT = sizeof(T) == 4 ? (V == 1 ? 8 :
                                                    V == 2 ? 6 :
@@ -252,7 +253,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (FORWARD_BLOCKS<T, V, ROW,
       mean = row_sum<ROW>(sum, room[turn][0]) / count;
 #pragma unroll
       for (int v = 0; v < V; v++)
-        if (column_of<ROW>(v) + 8 > p.n)   // beyond the row: no deviation
+        if (column_of<ROW>(v) + 8 > p.n)   // columns beyond the row must not deviate
 #pragma unroll
           for (int i = 0; i < 8; i++) x[v][i] = column_of<ROW>(v) + i < p.n ? x[v][i] : mean;
     }
@@ -266,8 +267,8 @@ __global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (FORWARD_BLOCKS<T, V, ROW,
       }
     float spread = row_sum<ROW>(squares, room[turn][1]) / count, variance = spread + eps,
           rstd = 1.0f / sqrtf(variance);
-    // The spread is too large or too small for f32, or not finite, or the mean's error would show.
-    // The condition is the same for the whole row.
+    // Recomputes in f64 if the spread is too large or too small for f32 or not finite, or if the
+    // mean's error would show. The condition is the same for the whole row.
     if (!(variance > 1e-30f && variance < 1e37f) || spread < NARROW * mean * mean) {
       double sum = 0, wide = 0;   // reread from memory: too rare to spend registers on
 #pragma unroll 1
@@ -301,8 +302,8 @@ __global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (FORWARD_BLOCKS<T, V, ROW,
 
 // ---- backward
 
-/// Blocks that fit on a multiprocessor of an H200; the most blocks of a call; the fewest rows of a
-/// group, if there are enough rows.
+/// GRAD_BLOCKS: blocks that fit on a multiprocessor. MULTIPROCESSORS: those of an H200.
+/// BLOCK_LEAST: the fewest rows of a group, if there are enough rows.
 template <int V, int ROW>
 constexpr int GRAD_BLOCKS = (V == 1 ? 6 :
                              V == 2 ? 4 :
@@ -311,7 +312,7 @@ constexpr int GRAD_BLOCKS = (V == 1 ? 6 :
                             128 / BLOCK_THREADS<ROW>;
 enum { MULTIPROCESSORS = 132, BLOCK_LEAST = 4 };
 
-/// Rows first..end of a group of threads, in order.
+/// Rows [first, end) of a group of threads, in order.
 __device__ static inline void rows_of_group(int64_t *first, int64_t *end, int64_t rows,
                                             int64_t group, int64_t groups)
 {
@@ -331,8 +332,8 @@ __device__ static inline void load_row(norm_row<T, V> &to, const norm_call &p, i
   to.rstd = ((const float *)p.rstds)[row];
 }
 
-/// Reading elements one by one takes so many loads that f16 lacks registers for them during the
-/// current row, so they are read after it.
+/// Whether the next row, if read element by element, is loaded only after the current one. So many
+/// loads at once would take more registers than f16 has left.
 template <typename T> constexpr bool PARTS_LATE = false;
 template <> constexpr bool PARTS_LATE<f16_t> = true;
 
@@ -340,7 +341,7 @@ template <typename T, int V, int ROW, bool ADDS>
 __global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (GRAD_BLOCKS<V, ROW>))
   norm_grad_rows(const __grid_constant__ norm_call p)
 {
-  constexpr bool AHEAD = sizeof(T) == 2;   // rows of f32 would take too many registers
+  constexpr bool AHEAD = sizeof(T) == 2;   // load rows ahead; f32 would take too many registers
   __shared__ float2 room[2][ROW / 32];
   __shared__ float4 kept[KEPT<V, ROW>];
   keep<V, ROW>(kept, p.weight, p.weight_dtype, p.n, 1.0f);
@@ -572,8 +573,8 @@ __global__ void __launch_bounds__(PLAIN_THREADS)
 
 typedef void norm_kernel(const norm_call);
 
-/// The kernel for n columns, threads and rows of its block, blocks per multiprocessor, pieces of a
-/// thread. kernel is NULL when a row is too long for registers.
+/// The kernel for n columns, the threads and rows of its blocks, the blocks per multiprocessor, and
+/// the pieces of a thread. `kernel` is NULL if a row is too long for registers.
 typedef struct norm_choice {
   norm_kernel *kernel;
   int threads, rows, resident, pieces;
@@ -664,7 +665,7 @@ static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 extern "C" op_kernel cuda_add;
 
-/// x + branch before the norm, in a separate pass.
+/// sum = x + branch, in a separate pass.
 static eng_status add_to(const tensor *x, const tensor *branch, const tensor *sum)
 {
   if (sum->count == 0) return ENG_OK;

@@ -1,17 +1,17 @@
 // Sum, mean, max and min over any dimensions of any strides, and the gradient of max and min.
 // Called through the device's table.
 //
-// Order of a sum of f32, f16 and bf16: a thread adds a few elements in f32 (in double if f32 would
-// overflow) and such runs in double; threads are added as a tree, pieces of long sums in order. The
-// order depends only on the shape. f64 sums in double, integers wrap in i64. Max and min: NaN wins;
-// the choice between -0 and +0 is unspecified.
+// The order of a sum depends only on the shape. For f32, f16 and bf16, a thread adds runs of a few
+// elements in f32 (in double if f32 would overflow) and the runs in double. Then threads are added
+// as a tree, and pieces of long sums in order. f64 is summed in double; integers wrap in i64. In
+// max and min NaN wins, and the choice between -0 and +0 is unspecified.
 #include "kernel/map.h"
 
 enum { SUM, MAX, MIN };
 // blocks that fit on a multiprocessor of an H200
 enum { COLUMN_BLOCKS = 3, PIECE_BLOCKS = 3, MULTIPROCESSORS = 132 };
 
-/// A reduction as two walks over x: the dimensions kept and those reduced.
+/// A reduction as two walks over x: over the dimensions kept, and over those reduced.
 struct reduction {
   walk<1> kept, gone;            // data of both: x
   int64_t results, each;         // number of results; elements in each
@@ -70,7 +70,7 @@ template <int RULE, int V_> struct floats {
   { store_double(y, dtype, at, total / divisor); }
 };
 
-/// 16 bytes of one format at a time; down columns only where rows are equally spaced.
+/// 16 bytes of one format at a time. Sums down columns use this only if rows are equally spaced.
 template <int RULE, class T> struct packed : floats<RULE, 16 / sizeof(T)> {
   enum { V = 16 / sizeof(T), EVEN_ROWS = 1 };
   typedef words<T, V> raw;
@@ -80,7 +80,7 @@ template <int RULE, class T> struct packed : floats<RULE, 16 / sizeof(T)> {
   __device__ static float value(const raw &r, int v, int)
   {
     float x[V];
-    widen_words(x, r);   // unused results cost nothing
+    widen_words(x, r);   // the compiler drops unused results
     return x[v];
   }
 };
@@ -298,8 +298,8 @@ template <class P> static void launch_columns(reduction &r)
   columns_kernel<P><<<(unsigned)((r.kept.groups + 31) / 32 * r.pieces), 256, 0, cuda_stream()>>>(r);
 }
 
-/// The number of pieces: at most as many blocks as fit on the card, each with at least `least`
-/// groups or a multiple of it. Depends only on the shape.
+/// Chooses the number and the length of pieces: at most as many blocks as fit on the card, each
+/// with a multiple of `least` groups. Depends only on the shape.
 static void cut(reduction &r, int64_t groups, int64_t blocks, int64_t least, int64_t most)
 {
   int64_t wanted = most / blocks, possible = (groups + least - 1) / least;
@@ -340,7 +340,7 @@ template <int RULE> static eng_status reduce(const op_call *call)
     cut(r, r.gone.groups, r.results, whole_pieces || vectors ? 2048 : 8192,
         PIECE_BLOCKS * MULTIPROCESSORS);
 
-  // Pieces go into scratch as [results x pieces] and are reduced once more.
+  // The results of pieces go into scratch [results x pieces] and are reduced once more.
   int64_t bytes = r.pieces > 1 ? r.results * r.pieces * 8 : 0;
   void *part = NULL;
   reduction again = r;

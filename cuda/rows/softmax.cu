@@ -1,10 +1,12 @@
 // Softmax, log softmax and logsumexp over the last dimension, with their gradients. The largest
-// element of a row is subtracted first, so no finite input overflows. As in PyTorch a row with NaN
-// or +inf yields NaN, and so does a row of only -inf; logsumexp gives +inf and -inf for those.
+// element of a row is subtracted first, so no finite input overflows. As in PyTorch, a row with NaN
+// or +inf yields NaN, and so does a row of only -inf. For rows with +inf and rows of only -inf,
+// logsumexp gives +inf and -inf.
 //
-// Rows of up to 1024 elements belong to a warp, rows of up to 8192 to a block, both in registers:
-// one read of memory and one exp an element. Longer rows are read twice. Sums run in f32 over what
-// a thread reads at once, then in double. Called through the device's table.
+// Rows of up to 1024 elements belong to a warp, rows of up to 8192 to a block. Both stay in
+// registers, so that each element takes one read of memory and one exp. Longer rows are read twice.
+// Sums run in f32 over what a thread reads at once, then in double. Called through the device's
+// table.
 #include "kernel/lanes.h"
 
 enum { HELD = 8 };   // groups of a row that a thread keeps
@@ -27,7 +29,7 @@ template <int TEAM> struct team {
     for (int apart = 16; apart > 0; apart /= 2) x += __shfl_xor_sync(~0u, x, apart);
     if constexpr (TEAM > 32) {
       __shared__ double warps[TEAM / 32];
-      __syncthreads();   // all reads of the last sum are done
+      __syncthreads();   // all reads of the previous sum are done
       if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
       __syncthreads();
       x = warps[0];
@@ -67,8 +69,8 @@ struct rows_call {
   int32_t x_dtype, dy_dtype, y_dtype, op;
 };
 
-/// A row's largest element and sum of exp(x - largest), `nan` if it contains one. The result of
-/// every element follows from these.
+/// A row's largest element, its sum of exp(x - largest), the sum's logarithm, and whether the row
+/// contains a NaN. The result of every element follows from these.
 template <typename T> struct row_result {
   T    largest, sum, log_sum;
   bool nan;
@@ -82,7 +84,7 @@ __device__ static inline void finish(const rows_call &c, int64_t at,
 {
   typename L::number y[L::V];
 #pragma unroll
-  for (int v = 0; v < L::V; v++)   // two steps: largest may be large and log_sum small
+  for (int v = 0; v < L::V; v++)   // two steps, because largest may be large and log_sum small
     y[v] = c.op == ENG_OP_softmax ? x[v] * r.sum : x[v] - r.largest - r.log_sum;
   L::store(c.y, c.y_dtype, at, y);
 }
@@ -124,7 +126,7 @@ static __global__ void __launch_bounds__(256) held_kernel(const rows_call c)
   }
   r.largest = t::largest(r.largest);
   r.nan = t::any(r.nan);
-  T shift = r.largest == -INFINITY ? 0 : r.largest;   // then every exp is 0
+  T shift = r.largest == -INFINITY ? 0 : r.largest;   // if all are -inf, every exp is 0
   double sum = 0.0;
 #pragma unroll
   for (int j = 0; j < HELD; j++) {
@@ -151,7 +153,7 @@ static __global__ void __launch_bounds__(256) held_kernel(const rows_call c)
   }
 }
 
-/// One block per row of any length: a larger element rescales the sum so far.
+/// One block per row of any length. A larger element rescales the sum so far.
 template <class L> static __global__ void __launch_bounds__(256) long_kernel(const rows_call c)
 {
   constexpr int V = L::V, U = 4, STEP = 256 * V;

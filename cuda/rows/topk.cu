@@ -1,6 +1,6 @@
 // The largest elements: topk, argmax, argmin. The rules are the CPU's: NaN is the largest for topk
 // and argmax and the smallest for argmin; among equals (-0 equals +0) the first wins. Elements are
-// compared as integers in the same order, so that every format takes the same path.
+// mapped to integers of the same order, so that every format takes the same path.
 //
 // topk: rows of up to 1024 elements stay in the registers of a warp; longer rows belong to a block
 // that finds one element after the other. To find many elements in few rows, the rows are sorted.
@@ -32,11 +32,12 @@ __device__ static inline uint64_t order_of(const void *x, int dtype, int64_t i)
   return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-/// The largest value of order_of.
+/// The value of order_of for NaN; 0 for formats without NaN.
 __device__ static inline uint64_t nan_order(int dtype)
 { return dtype == ENG_f64 ? ~0ull : is_float(dtype) ? 0xFFFFFFFFull : 0; }
 
-/// An element found; `place` is -1 before the first. Better: larger, or equal and earlier.
+/// An element found; `place` is -1 if there is none yet. An element beats another if it is larger,
+/// or equal and earlier.
 struct found { uint64_t order; int64_t place; };
 
 __device__ static inline bool beats(found a, found b)
@@ -60,7 +61,7 @@ __device__ static found across_block(found best)
 {
   __shared__ found warps[BLOCK / 32];
   best = across_warp(best, 32);
-  __syncthreads();   // all reads of the last call are done
+  __syncthreads();   // all reads of the previous call are done
   if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = best;
   __syncthreads();
   return across_warp(warps[threadIdx.x % (BLOCK / 32)], 32);
@@ -73,7 +74,7 @@ struct extreme_call {
   const void *x;
   void   *y;
   int64_t size, inner, results;
-  int32_t x_dtype, y_dtype, lanes, least;   // lanes: threads that share a result; least: argmin
+  int32_t x_dtype, y_dtype, lanes, least;   // lanes: threads that share a result; least: for argmin
 };
 
 __device__ static found best_of(const extreme_call &c, int64_t result, int64_t first, int64_t step)
@@ -159,7 +160,7 @@ template <int HELD> static __global__ void __launch_bounds__(128) warp_row_kerne
 {
   int64_t row = (int64_t)blockIdx.x * 4 + threadIdx.x / 32;
   int lane = threadIdx.x % 32;
-  if (row >= c.rows) return;   // a whole warp
+  if (row >= c.rows) return;   // the whole warp leaves
   uint64_t order[HELD];
   uint32_t left = 0;           // elements not taken yet
 #pragma unroll
@@ -187,7 +188,7 @@ template <int HELD> static __global__ void __launch_bounds__(128) warp_row_kerne
   }
 }
 
-/// A block per row: each round finds the best element after the last one.
+/// One block per row. Each round finds the best element that comes after the previous round's.
 static __global__ void __launch_bounds__(BLOCK) block_row_kernel(const top_call c)
 {
   int64_t row = blockIdx.x;
@@ -204,7 +205,7 @@ static __global__ void __launch_bounds__(BLOCK) block_row_kernel(const top_call 
   }
 }
 
-// Words in the order of an element's rank in its row: its order, then earlier places first.
+// Words that sort in descending order as the elements rank: larger first, then earlier first.
 static __global__ void __launch_bounds__(256)
   rank_kernel(const top_call c, int64_t row, uint64_t *word)
 {

@@ -11,7 +11,7 @@
 static struct {
   int ordinal;
   cudaStream_t stream;
-  // end of the compute stream's work at the time another stream was made to follow it
+  // recorded on the compute stream when another stream starts to follow it
   cudaEvent_t reached;
   cudaDeviceProp properties;
   cuda_fault_record *fault;      // device memory
@@ -38,8 +38,8 @@ eng_status cuda_status(cudaError_t result, const char *what)
                      "");
 }
 
-/// The card of this process: with several ranks on a machine, each takes its own. Returns -1 with
-/// the error set if a launcher's variable is not a number.
+/// The ordinal of this process's card: the rank's number on its machine, modulo `count`, or 0 if no
+/// launcher set one. Returns -1 with the error set if a launcher's variable is not a number.
 static int wanted_ordinal(int count)
 {
   static const char *const names[] = {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"};
@@ -132,7 +132,7 @@ void cuda_give(void *memory, int64_t bytes)
 {
   (void)bytes;
   if (cuda_give_later(memory)) return;
-  cudaStreamSynchronize(card.stream);   // a kernel may still write to it
+  cudaStreamSynchronize(card.stream);   // a kernel may still use this memory
   cudaFree(memory);
 }
 
@@ -154,7 +154,7 @@ eng_status cuda_fault_told(const cuda_fault_record *seen)
     eng_op_name(fault.op), (long long)fault.limit - 1, (long long)fault.value);
 }
 
-/// Waits for the stream and returns the fault of a kernel, if any.
+/// Waits for the compute stream. Returns the error of a kernel's fault, if there is one.
 static eng_status look_for_faults(void)
 {
   CUDA_TRY(cudaMemcpyAsync(card.fault_seen, card.fault, sizeof *card.fault, cudaMemcpyDeviceToHost,
@@ -168,7 +168,8 @@ eng_status cuda_synchronize(void)
 {
   if (cuda_capturing())
     return error_set(ENG_ERR_STATE,
-                     "graph: a captured step waits for the device; hint: graph=false");
+                     "graph: the step waits for the device, which a captured step cannot do; "
+                     "hint: graph=false");
   return look_for_faults();
 }
 
@@ -179,7 +180,7 @@ eng_status cuda_move(void *to, const void *from, int64_t bytes, copy_direction d
     CUDA_TRY(cudaMemcpyAsync(to, from, (size_t)bytes, cudaMemcpyDeviceToDevice, card.stream));
     return ENG_OK;
   }
-  // a constant of the step: every launch of the graph copies it again
+  // every launch of the graph repeats this copy, so it must read memory that the graph keeps
   if (direction == COPY_TO_DEVICE && cuda_capturing()) {
     void *kept = cuda_capture_keep(from, bytes);
     if (!kept) return ENG_ERR_MEMORY;
@@ -208,7 +209,7 @@ eng_status cuda_stream_new(void **out)
   cudaStream_t stream = NULL;
   *out = NULL;
   CUDA_TRY(cudaDeviceGetStreamPriorityRange(&low, &high));
-  // urgent, because other ranks wait for this stream's work
+  // highest priority, because other ranks wait for this stream's work
   CUDA_TRY(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, high));
   *out = stream;
   return ENG_OK;
@@ -218,7 +219,7 @@ eng_status cuda_stream_follow(void *stream)
 {
   if (!card.reached) CUDA_TRY(cudaEventCreateWithFlags(&card.reached, cudaEventDisableTiming));
   CUDA_TRY(cudaEventRecord(card.reached, card.stream));
-  // waits for the event as recorded now; recording it again later has no effect
+  // waits for the event as recorded now; recording it again later does not affect this wait
   CUDA_TRY(cudaStreamWaitEvent((cudaStream_t)stream, card.reached, 0));
   return ENG_OK;
 }

@@ -23,31 +23,33 @@ extern "C" {
 
 /// The compute stream: all kernels, copies and products go to it, in order.
 cudaStream_t cuda_stream(void);
-/// Multiprocessors of the card (132 on an H200), and its compute capability times ten (90).
+/// The card's number of multiprocessors (132 on an H200), and its compute capability times ten
+/// (90).
 int cuda_multiprocessors(void);
 int cuda_capability(void);
 
-/// ENG_OK, or an error with `what` and CUDA's own message.
+/// Returns ENG_OK, or an error that contains `what` and CUDA's own message.
 eng_status cuda_status(cudaError_t result, const char *what);
 
-/// A kernel's workspace. Free it before the kernel's function returns: the stream orders later uses
-/// after this one. Pieces are 256-byte aligned on this device.
+/// A kernel's workspace. Free it before the host function that launches the kernel returns: the
+/// compute stream orders later uses of the memory after this one. Pieces are 256-byte aligned on
+/// this device.
 static inline void *scratch_take(int64_t bytes) { return arena_alloc(ARENA_SCRATCH, bytes); }
 static inline void scratch_give(void *piece, int64_t bytes)
 { arena_free(ARENA_SCRATCH, piece, bytes); }
 
-/// A fault reported by a kernel: the first index out of range since the last check. In device
-/// memory. The host checks it when it waits for the device anyway (to read a value or a step's
-/// statistics); that call then fails with ENG_ERR_VALUE.
+/// A fault reported by a kernel: the first index out of range since the last check. The record is
+/// in device memory. The host checks it whenever it waits for the device for another reason (to
+/// read a value or a step's statistics); that call then fails with ENG_ERR_VALUE.
 typedef struct cuda_fault_record {
-  // 1: the other fields are valid; set by atomicCAS, so that the first fault is kept
+  // 1 if the other fields are valid. atomicCAS sets it, so that the first fault is kept.
   int32_t raised;
   int32_t op;            // eng_op
-  int64_t value, limit;  // the bad index; the first index that is too large
+  int64_t value, limit;  // the bad index; the smallest index that is too large
 } cuda_fault_record;
 cuda_fault_record *cuda_fault(void);
 /// Clears the fault and returns its error. For functions that copy the fault record themselves:
-/// `seen` is a copy with `raised` set.
+/// `seen` is their copy, with `raised` set.
 eng_status cuda_fault_told(const cuda_fault_record *seen);
 
 #ifdef __cplusplus
@@ -59,8 +61,8 @@ eng_status cuda_fault_told(const cuda_fault_record *seen);
     cudaError_t cuda_try_ = (call);                                     \
     if (cuda_try_ != cudaSuccess) return cuda_status(cuda_try_, #call); \
   } while (0)
-/// After a launch: catches a wrong launch shape. A fault inside the kernel appears at the next
-/// wait.
+/// Use after a launch: catches an invalid launch configuration. An error inside the kernel appears
+/// at the next wait.
 #define CUDA_LAUNCHED(name)                        \
   do {                                             \
     cudaError_t cuda_try_ = cudaPeekAtLastError(); \
@@ -74,7 +76,7 @@ eng_status cuda_fault_told(const cuda_fault_record *seen);
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-/// Raises the fault of `op` from a kernel.
+/// Reports a fault of operation `op` from a kernel.
 __device__ static inline void raise_fault(cuda_fault_record *fault, int op, int64_t value,
                                           int64_t limit)
 {
@@ -85,19 +87,20 @@ __device__ static inline void raise_fault(cuda_fault_record *fault, int op, int6
   }
 }
 
-// Storage types of the float formats. A template over them reads and writes with one conversion
-// each.
+// Storage types of f16 and bf16. A template over storage types converts once on each read and once
+// on each write.
 struct f16_t  { uint16_t bits; };
 struct bf16_t { uint16_t bits; };
 
-/// Any float format to f32 (f64 to f64), exactly. A NaN of f16 becomes quiet, as in numerics.h.
+/// Converts any float format to f32 (f64 to f64), exactly. A signaling NaN in f16 becomes quiet, as
+/// in numerics.h.
 __device__ static inline float  widen(float x)  { return x; }
 __device__ static inline double widen(double x) { return x; }
 __device__ static inline float  widen(f16_t x)  { return __half2float(__ushort_as_half(x.bits)); }
 __device__ static inline float  widen(bf16_t x) { return __uint_as_float((uint32_t)x.bits << 16); }
 
 // Rounds once, to nearest even, bit-equal to numerics.h. The hardware's conversions return one
-// canonical NaN (0x7FFF); these keep its sign and payload, hence the branch.
+// canonical NaN (0x7FFF). These functions keep a NaN's sign and payload, hence the branch.
 __device__ static inline void narrow(float &y, float x)  { y = x; }
 __device__ static inline void narrow(double &y, double x) { y = x; }
 __device__ static inline void narrow(f16_t &y, float x)

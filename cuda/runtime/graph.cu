@@ -1,7 +1,7 @@
 // Captured steps as CUDA graphs: the work issued to the stream between begin and end becomes one
-// graph. Owns the host memory that the graph's copies to the card read. Memory that is freed during
-// a capture (by a script's garbage collection, at any time) is held until the capture ends, because
-// freeing waits for the stream. Called through the table (core/autograd/graph.c).
+// graph. Owns the host memory that the graph's copies to the card read. Memory may be freed at any
+// time during a capture, by a script's garbage collection. It is held until the capture ends,
+// because freeing waits for the stream. Called through the table (core/autograd/graph.c).
 #include "device.h"
 #include "runtime.h"
 
@@ -10,7 +10,7 @@
 
 struct kept_piece {
   kept_piece *next;
-  void *memory;      // pinned; or device memory, to be freed
+  void *memory;      // `kept`: pinned memory; `later`: device memory
 };
 
 struct step_graph {
@@ -30,7 +30,7 @@ bool cuda_give_later(void *memory)
 {
   if (!capturing) return false;
   kept_piece *piece = (kept_piece *)malloc(sizeof *piece);
-  if (!piece) return true;   // a leak, not a dangling pointer
+  if (!piece) return true;   // leaks `memory`, which cannot be freed during a capture
   *piece = {later.memory, memory};
   later.memory = piece;
   return true;

@@ -13,7 +13,8 @@ _Static_assert((int)ncclSuccess == NCCL_SUCCESS && (int)ncclRemoteError == NCCL_
                "NCCL's results");
 _Static_assert((int)ncclUint8 == NCCL_BYTES, "NCCL's type of a byte");
 
-/// Each function has the parameters that comm_nccl.h declares: the compiler rejects a mismatch.
+/// Type-checks a call of each function with the parameters that comm_nccl.h declares. The compiler
+/// rejects a mismatch.
 static inline void check(void)
 {
   ncclResult_t result = ncclSuccess;

@@ -10,7 +10,7 @@ extern "C" {
 #include "device/backend.h"
 
 // device.cu
-/// Opens the card: the first of CUDA_VISIBLE_DEVICES, or the local rank's.
+/// Opens the card of this process's local rank, or the first visible card if there is no launcher.
 eng_status  cuda_open(void);
 void       *cuda_take(int64_t bytes);
 void        cuda_give(void *memory, int64_t bytes);
@@ -45,8 +45,8 @@ eng_status  cuda_graph_launch(void *graph);
 void        cuda_graph_free(void *graph);
 /// Whether a step is being captured.
 bool        cuda_capturing(void);
-/// A copy of `bytes` in host memory that lives as long as the captured graph, which copies it to
-/// the card.
+/// Copies `bytes` to pinned host memory that is freed with the captured graph. Each launch of the
+/// graph copies it to the card.
 void       *cuda_capture_keep(const void *bytes, int64_t size);
 /// A capture forbids waiting for the stream. During one, this queues device memory to be freed when
 /// the capture ends and returns true; otherwise it returns false.

@@ -1,25 +1,25 @@
-// Copies from pageable host memory to the card without waiting for the card. Given pageable memory,
-// the driver may wait for all earlier work of the stream. So a step's data (mainly its batch) goes
-// through a ring of pinned segments; a segment is reused once the card has read it. Owns that
-// memory. Called by device.cu.
+// Copies from pageable host memory to the card without waiting for the card. The driver may wait
+// for all earlier work of the stream before it copies from pageable memory. So a step's data
+// (mainly its batch) goes through a ring of pinned segments; a segment is reused once the card has
+// read it. Owns the ring. Called by device.cu.
 #include "device.h"
 #include "runtime.h"
 
 #include <string.h>
 
 enum { SEGMENTS = 4 };
-static const int64_t LEAST = 1 << 20;   // bytes of a segment: it grows to the largest copy
+static const int64_t LEAST = 1 << 20;   // bytes of the smallest segment
 
 static struct {
   char       *memory;            // SEGMENTS pieces of `bytes`
-  int64_t     bytes, used;       // used: bytes of the current segment in use
+  int64_t     bytes, used;       // used: bytes taken from the current segment
   int64_t     most;              // limit on a segment's bytes after pinned memory ran out
   int         filling;
-  cudaEvent_t read[SEGMENTS];    // the card has read it
+  cudaEvent_t read[SEGMENTS];    // the card has read the segment
 } ring = {.most = 16 << 20};
 
-/// Allocates a ring with segments of `wanted` bytes, or smaller ones if pinned memory is short;
-/// larger copies are then sent in pieces.
+/// Makes segments of at least `wanted` bytes, or smaller ones if pinned memory is short or
+/// `ring.most` is reached. Copies longer than a segment are then sent in pieces.
 static eng_status ring_make(int64_t wanted)
 {
   int64_t bytes = ring.memory ? ring.bytes : LEAST;

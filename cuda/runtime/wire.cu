@@ -1,6 +1,7 @@
 // Messages between ranks: conversion of numbers to and from the comm dtype, and the sum over ranks.
-// Bit-equal to core/dist/comm_pack.c and core/cpu/wire.c, except for the bits of a NaN. All of it
-// is bound by memory: a warp processes a block of 128 elements, each thread four neighbours.
+// Bit-equal to core/dist/comm_pack.c and core/cpu/wire.c, except for the bits of a NaN. All kernels
+// are bound by memory bandwidth. A warp processes a block of 128 elements, each thread four
+// neighbours.
 #include "device.h"
 #include "runtime.h"
 
@@ -11,10 +12,10 @@ extern "C" {
 }
 
 enum {
-  EACH = 4 /* neighbours of a thread */,
+  EACH = 4 /* neighbouring elements per thread */,
   THREADS = 256,
   WARPS = THREADS / 32,
-  LEVELS = 24 /* of a sum: 2^24 ranks */,
+  LEVELS = 24 /* partial sums in flight: enough for 2^24 ranks */,
   MOST_ACROSS = 2048,
   MOST_RUNS = 32768
 };
@@ -23,7 +24,7 @@ struct e4m3_t { uint8_t bits; };
 
 template <class T> struct alignas(EACH * sizeof(T)) quad { T at[EACH]; };
 
-/// Four neighbours from p on; those at index `left` and beyond are zeros.
+/// Loads four neighbours from p on; elements at index `left` and beyond become zeros.
 template <class T> __device__ static inline quad<T> load(const T *p, int64_t left)
 {
   quad<T> q = {};
@@ -45,8 +46,8 @@ template <class T> __device__ static inline quad<float> widened(quad<T> q)
   return v;
 }
 
-// The comm dtypes: each thread of a warp stores or loads its four elements of a block. All threads
-// of the warp must call these.
+// put and get convert to and from each comm dtype. Each thread of a warp stores or loads four
+// elements of a block; all threads of the warp must call them together.
 
 template <class W>
 __device__ static inline void put(W *packed, float *, quad<float> v, int64_t, int64_t left)
@@ -98,7 +99,7 @@ __device__ static inline float *scales_of(W *piece, int64_t count)
 template <class N, class W> struct same_type { static const bool value = false; };
 template <class N> struct same_type<N, N> { static const bool value = true; };
 
-/// Numbers unchanged: no rounding, NaNs stay as they are.
+/// Stores numbers unchanged: no rounding, and NaNs keep their bits.
 template <class N>
 __device__ static inline void pass(N *packed, quad<N> q, int64_t left)
 { store(packed, left, q); }
@@ -159,8 +160,8 @@ __global__ void __launch_bounds__(THREADS) unpack(const wire_run *runs, int n)
   }
 }
 
-/// Merges equal neighbours, as in a binary counter; comm.h defines this order. p: the largest power
-/// of two not above n.
+/// Sums the terms of n ranks. As in a binary counter, partial sums over equally many ranks are
+/// merged; comm.h defines this order. p is the largest power of two not above n.
 template <class W>
 __global__ void __launch_bounds__(THREADS)
   sum(W *out, const void *const *terms, int n, int p, int64_t count, float share)

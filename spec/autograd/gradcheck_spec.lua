@@ -41,6 +41,17 @@ describe("the gradient of", function()
     engine.gradcheck(function(x) return cube(x * 2):exp() end, { (random(3) * 0.1):keep() })
   end)
 
+  it("an operation written in Lua reaches every tensor, also after an argument of nil", function()
+    local total = engine.custom {
+      forward = function(_, x, bias, w) return bias and x * w + bias or x * w end,
+      backward = function(_, dy) return dy * 2, dy * 3 end,
+    }
+    local x, w = engine.ones(2):requires_grad(true), engine.ones(2):requires_grad(true)
+    total(x, nil, w):sum():backward()
+    assert.same({ 2, 2 }, x.grad:totable())
+    assert.same({ 3, 3 }, w.grad:totable())
+  end)
+
   it("an operation written in Lua is reported when it is wrong", function()
     local wrong = engine.custom {
       forward = function(_, x) return x * 2 end,

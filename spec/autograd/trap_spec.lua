@@ -189,7 +189,7 @@ describe("a stuck run", function()
 
   it("continues at the smallest scale if the policy's option allows it", function()
     between = function(h) return h * 65504 * 64 end
-    local summary = job { trap = "", steps = 14,
+    local summary = job { trap = "", steps = 14, on_lost = "continue",
       policy = "deepspeed:init_scale=2,hysteresis=1,raise_error_at_min_scale=false" }:run()
     between = nil
     assert.is_nil(summary.stopped)

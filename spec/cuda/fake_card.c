@@ -18,7 +18,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
-enum { MOST_PIECES = 256, MOST_TENSORS = 512, MOST_LOSSES_HERE = 64, RING = 4 };
+enum { MOST_PIECES = 256, MOST_TENSORS = 512, RING = 4 };
 static const int64_t CAPACITY = 1ll << 31;
 
 static struct { char *at; int64_t bytes; } pieces[MOST_PIECES];
@@ -217,7 +217,7 @@ static eng_status run(const op_call *call)
 static struct {
   int64_t ticket;
   eng_tensor_stats stats[MOST_TENSORS];
-  double loss[MOST_LOSSES_HERE], sum_squares;
+  double loss[ENG_STATS_LOSSES], sum_squares;
   bool bad;
 } ring[RING];
 static int64_t tickets;
@@ -445,7 +445,7 @@ static int run_unpack(fake_task *task)
     good = comm_unpack(to, t->dtype, r->n, piece, t->wire, padded, 0, room) == ENG_OK;
     for (int64_t at = 0, size = eng_dtype_size(t->dtype); r->how & WIRE_RUN_ADD && at < r->n;
          at++) {
-      float before, term;
+      float before = 0, term = 0;
       char *place = (char *)r->numbers + at * size;
       good = good && comm_cast(&before, ENG_f32, place, t->dtype, 1) == ENG_OK &&
              comm_cast(&term, ENG_f32, to + at * size, t->dtype, 1) == ENG_OK;
@@ -530,7 +530,7 @@ static backend device = {
   .gradstats_start = gradstats_start,
   .gradstats_fetch = gradstats_fetch,
   .space = SPACE_CUDA,
-  .memory = {take, give, capacity},
+  .memory = {.take = take, .give = give, .capacity = capacity},
   .move = move,
   .clear = clear,
   .synchronize = synchronize,

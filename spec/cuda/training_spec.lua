@@ -212,9 +212,10 @@ describe("a captured step", function()
       dropout = options.dropout }
     local seen = {}
     local trainer = engine.trainer {
-      model = model, data = engine.data.text { text = TEXT, batch = 4, context = 16, seed = 3 },
+      model = model,
+      data = options.data or engine.data.text { text = TEXT, batch = 4, context = 16, seed = 3 },
       steps = options.steps or 24, log = "quiet", clip = 1, mode = options.mode or "lagged",
-      optimizer = engine.optim.adamw(model,
+      optimizer = engine.optim[options.optimizer or "adamw"](model,
         { lr = options.lr or 1e-3, precision = options.precision or "fp16" }),
       graph = graph, loss = options.loss, policy = options.policy,
       policy_options = not options.policy and { init_scale = 2 ^ 26, growth_interval = 4 } or nil,
@@ -236,6 +237,50 @@ describe("a captured step", function()
       assert.is_true(captured)
       assert.equal(24, #graph)
       assert.same(plain, graph)
+    end
+  end)
+
+  it("sees the weights of an optimizer written in Lua", function()
+    for _, optimizer in ipairs { "muon", "adafactor" } do
+      local options = { mode = "sync", optimizer = optimizer, steps = 10, lr = 1e-2 }
+      local graph, captured = losses(true, options)
+      assert.is_true(captured)
+      assert.same(losses(false, options), graph)
+    end
+  end)
+
+  it("reads each batch of a list of tensors, wherever its memory is", function()
+    local text = engine.data.text { text = TEXT, batch = 4, context = 16, seed = 3 }
+    engine.device(CARD)
+    local batches = {}
+    for i = 1, 3 do
+      local batch = text:next()
+      batches[i] = { batch.x:keep(), batch.y:keep() }
+    end
+    engine.device("cpu")
+    local function options(shape)
+      local n = 0
+      return { steps = 8, loss = function(model, batch)
+        local list = batch.list or batch
+        return model:loss(list[1], list[2])
+      end, data = { next = function()
+        n = n % #batches + 1
+        return shape(batches[n])
+      end } }
+    end
+    local function plain(batch) return batch end
+    local graph, captured = losses(true, options(plain))
+    assert.is_true(captured)
+    assert.same(losses(false, options(plain)), graph)
+    -- what the captured step would read of the first batch only
+    for words, shape in pairs {
+      ["the field 'list', a table with tensors"] = function(batch)
+        return { x = batch[1], list = batch }
+      end,
+      ["a batch without tensors"] = function() return { tokens = 3 } end,
+    } do
+      local message = losses(true, options(shape))
+      assert(tostring(message):find("got " .. words, 1, true), message)
     end
   end)
 

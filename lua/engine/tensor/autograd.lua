@@ -1,7 +1,7 @@
 -- backward(), switching recording off, and gradients written in Lua.
 --
--- A Lua gradient is pull-style: the core's backward pass stops at the node, Lua computes the
--- gradient, and the pass resumes. C never calls into Lua.
+-- C never calls a Lua gradient: the core's backward pass stops at the node, Lua computes the
+-- gradient, and the pass resumes.
 local M_ffi = require "engine.base.ffi"
 local tensor = require "engine.tensor.tensor"
 local within = require "engine.base.within"
@@ -30,6 +30,10 @@ local function answer(rule)
     check(C.eng_backward_output(dy[k], k - 1))
   end
   local dx = { rule.backward(rule.saved, unpack(dy, 1, rule.n_out)) }
+  if dx[rule.n_in + 1] ~= nil then
+    error(("custom: expected at most %d gradients from backward, one for each tensor that forward "
+      .. "got, found another"):format(rule.n_in), 0)
+  end
   for k = 1, rule.n_in do
     if dx[k] and not tensor.is_tensor(dx[k]) then
       local message = "custom: expected the gradient of input %d to be a tensor or nil, got %s"
@@ -39,11 +43,23 @@ local function answer(rule)
   end
 end
 
+-- A backward function that yields would leave the pass open, and no other pass could begin.
+local function answer_at_once(rule)
+  local thread, is_main = coroutine.running()
+  if not thread or is_main then return finish(pcall(answer, rule)) end
+  local inner = coroutine.create(answer)
+  local good, message = coroutine.resume(inner, rule)
+  if coroutine.status(inner) ~= "dead" then
+    good, message = false, "custom: backward yielded; it must return the gradients without a yield"
+  end
+  finish(good, message)
+end
+
 local OPTIONS = { scale = true, retain = true }
 
---- Computes the gradients of a loss with one element into the `grad` of every leaf that requires
---- one, added to what is there. Options: scale (1: the gradient's seed), retain (keeps the tape, so
---- that backward can run again).
+--- Computes the gradients of a one-element loss and adds them to the `grad` of every leaf that
+--- requires a gradient. Options: scale (1: the gradient of the loss itself, where the pass begins),
+--- retain (keeps the tape, so that backward can run again).
 local function backward(loss, options)
   if not tensor.is_tensor(loss) then
     raise("backward: expected a tensor, got %s", M_ffi.value_text(loss))
@@ -62,7 +78,7 @@ local function backward(loss, options)
       C.eng_backward_abort()
       raise("backward: the tape holds a Lua gradient of an aborted pass")
     end
-    finish(pcall(answer, rule))
+    answer_at_once(rule)
     check(C.eng_backward_resume())
   end
   if not options.retain then nodes.rules = {} end
@@ -79,8 +95,8 @@ end
 
 local mark = M_ffi.new("int64_t[1]")
 
---- Runs f unrecorded and drops the tensors it made, except kept ones; returns its results. For
---- evaluation and sampling.
+--- Runs f(...) without recording, frees the tensors that f made except kept ones, and returns f's
+--- results. For evaluation and sampling.
 function M.scope(f, ...)
   check(C.eng_scope_begin(mark))
   local at = mark[0]
@@ -93,11 +109,36 @@ function M.scope(f, ...)
   return close(pcall(M.no_grad, f, ...))
 end
 
+-- Puts a custom operation on the tape: inputs is a list, ... are the results of forward.
+local function record(rule, saved, inputs, ...)
+  local n_in, n_out = #inputs, select("#", ...)
+  if n_out == 0 then raise("custom: forward must return a tensor, got nothing") end
+  local xs, ys = M_ffi.new("eng_tensor[?]", math.max(n_in, 1)), M_ffi.new("eng_tensor[?]", n_out)
+  for k, x in ipairs(inputs) do xs[k - 1] = x end
+  for k = 1, n_out do
+    local y = select(k, ...)
+    if not tensor.is_tensor(y) then
+      raise("custom: forward must return tensors, got %s as result %d", M_ffi.value_text(y), k)
+    end
+    ys[k - 1] = y
+  end
+  nodes.next_id = nodes.next_id + 1
+  local length = C.eng_tape_length()
+  if length == 0 then nodes.rules = {} end   -- the step of these rules has ended
+  check(C.eng_record_lua(nodes.next_id, xs, n_in, ys, n_out))
+  if C.eng_tape_length() > length then
+    nodes.rules[nodes.next_id] = { backward = rule.backward, saved = saved, n_in = n_in,
+      n_out = n_out }
+  end
+  return ...
+end
+
 --- An operation with a gradient written in Lua:
 ---   local square = engine.custom { forward = function(saved, x) saved.x = x; return x * x end,
 ---                                  backward = function(saved, dy) return dy * saved.x * 2 end }
---- forward runs without recording and returns one or more tensors; backward gets the gradients of
---- the results and returns those of the inputs (nil: none), each of its input's shape.
+--- forward runs without recording and returns one or more tensors. backward gets the gradients of
+--- these results. For each tensor among forward's arguments, in order, it returns a gradient of the
+--- same shape, or nil.
 function M.custom(rule)
   if type(rule) ~= "table" or type(rule.forward) ~= "function"
     or type(rule.backward) ~= "function" then
@@ -105,29 +146,11 @@ function M.custom(rule)
   end
   return function(...)
     local inputs, saved = {}, {}
-    for _, x in ipairs { ... } do
+    for k = 1, select("#", ...) do
+      local x = select(k, ...)
       if tensor.is_tensor(x) then inputs[#inputs + 1] = x end
     end
-    local results = { M.no_grad(rule.forward, saved, ...) }
-    if #results == 0 then raise("custom: forward must return a tensor, got nothing") end
-    for k, y in ipairs(results) do
-      if not tensor.is_tensor(y) then
-        raise("custom: forward must return tensors, got %s as result %d", M_ffi.value_text(y), k)
-      end
-    end
-    local xs, ys = M_ffi.new("eng_tensor[?]", math.max(#inputs, 1)),
-      M_ffi.new("eng_tensor[?]", math.max(#results, 1))
-    for k, x in ipairs(inputs) do xs[k - 1] = x end
-    for k, y in ipairs(results) do ys[k - 1] = y end
-    nodes.next_id = nodes.next_id + 1
-    local length = C.eng_tape_length()
-    if length == 0 then nodes.rules = {} end   -- the step that they belong to ended
-    check(C.eng_record_lua(nodes.next_id, xs, #inputs, ys, #results))
-    if C.eng_tape_length() > length then
-      nodes.rules[nodes.next_id] = { backward = rule.backward, saved = saved, n_in = #inputs,
-        n_out = #results }
-    end
-    return unpack(results)
+    return record(rule, saved, inputs, M.no_grad(rule.forward, saved, ...))
   end
 end
 

@@ -1,9 +1,9 @@
--- A number in every format: its value there, the error, its neighbours, and its bits.
+-- A number in every format: the rounded value, the error, the neighbours and the bits.
 --   print(engine.bits(15213.0))
 --   engine.bits(0.1).f16.value, .error, .below, .above, .code
--- In the REPL it is called `bits`. Rounding is that of core/base/numerics.h: once, from the double,
--- to nearest even; numbers that are too large become inf, or nan in e4m3, which has no inf. ue8m0,
--- a format of scales, takes |x| and rounds down to a power of two.
+-- The REPL has this function as `bits`. Each format rounds the double once, to nearest even, as
+-- core/base/numerics.h does. Numbers that are too large become inf, or nan in e4m3, which has no
+-- inf. ue8m0, a format for scales, takes |x| and rounds it down to a power of two.
 local M_ffi = require "engine.base.ffi"
 local formats = require "engine.base.formats"
 
@@ -48,7 +48,7 @@ end
 -- 2^n as uint64.
 local function power(n) return bit.lshift(1ULL, n) end
 
--- The next number of the format above (or below) a finite one, or nil at the end of its range.
+-- The format's next number above (or below) a finite one, or nil at the end of the format's range.
 local function neighbour(format, code, up)
   local width = format.exponent_bits + format.fraction_bits
   if not format.signed then

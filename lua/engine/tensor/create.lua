@@ -1,44 +1,43 @@
--- Making tensors: zeros, ones, full, rand, randn, randint, arange, tensor, from_memory. Inside a
--- step a tensor belongs to the step; outside it lives until freed. Part of tensor.lua.
+-- Making tensors: zeros, ones, full, rand, randn, randint, arange, tensor, from_memory. A tensor
+-- made inside a step belongs to that step; any other lives until it is freed. Part of tensor.lua.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 
 local ffi, C, check, raise = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise
 local value_text, dtype_number, Tensor = M_ffi.value_text, arguments.dtype_number, M_ffi.Tensor
-local info, read_named = arguments.info, arguments.read_named
+local info, read_named, numbers = arguments.info, arguments.read_named, arguments.numbers
 local want_number, want_whole = arguments.want_number, arguments.want_whole
+local maxn = table.maxn   -- unlike #, it counts an entry after a nil
 local AUTO, KEEP, STEP = C.ENG_AUTO, C.ENG_KEEP, C.ENG_STEP
 
 local M = {}
 
-local shape_buffer = ffi.new("int64_t[6]")
+local shape_buffer = ffi.new("int64_t[?]", C.ENG_MAX_DIMS)
 
 -- Reads a shape, as in zeros(2, 3) or zeros { 2, 3 }, into shape_buffer. Returns the number of
 -- dimensions and the argument after the shape.
-local function read_shape(name, first, ...)
-  local list, rest
-  if type(first) == "table" then
-    list, rest = first, ...
-    if #list == 0 and next(list) ~= nil then
+local function read_shape(name, ...)
+  local list, n = numbers(...)
+  local rest
+  if list == (...) then
+    rest = select(2, ...)
+    if n == 0 and next(list) ~= nil then
       raise("%s: expected a shape first, got a table without numbers", name)
     end
-  else
-    list = { first, ... }
-    local last = list[#list]
-    if type(last) ~= "number" then rest, list[#list] = last, nil end
+  elseif n > 0 and type(list[n]) ~= "number" then
+    rest, n = list[n], n - 1
   end
-  if #list > C.ENG_MAX_DIMS then
-    raise("%s: expected up to %d dimensions, got %d", name, tonumber(C.ENG_MAX_DIMS), #list)
+  if n > C.ENG_MAX_DIMS then
+    raise("%s: expected up to %d dimensions, got %d", name, tonumber(C.ENG_MAX_DIMS), n)
   end
-  for i, v in ipairs(list) do shape_buffer[i - 1] = want_whole(v, name, "a dimension", 0) end
-  return #list, rest
+  for i = 1, n do shape_buffer[i - 1] = want_whole(list[i], name, "a dimension", 0) end
+  return n, rest
 end
 
 local OPTIONS = { dtype = true, keep = true, requires_grad = true }
 
 -- A tensor of the shape in shape_buffer. options: a dtype name, or { dtype, keep, requires_grad }.
--- keep = true: lives until freed; false: belongs to a step even if none is open; nil: belongs to
--- the open step, if there is one.
+-- `keep` is explained at zeros.
 local function make(name, ndim, options, preset)
   local dtype, home, requires_grad = preset or "f32", AUTO, false
   if type(options) == "string" then dtype = options
@@ -64,9 +63,10 @@ function M.fill_with(x, value, name)
 end
 
 --- engine.zeros(2, 3 [, options]) or engine.zeros({ 2, 3 } [, options]): a tensor of zeros.
---- Options, as in all these functions: a dtype name, or { dtype = "f32", keep, requires_grad }.
---- keep = true: the tensor lives until freed; false: it belongs to a step even if none is open;
---- nil: to the open step, if there is one.
+--- Options of all these functions: a dtype name, or { dtype = "f32", keep, requires_grad }.
+--- keep = true: the tensor lives until it is freed. keep = false: it lives as long as the result of
+--- an operation, until the step ends. By default it belongs to the open step, if there is one, and
+--- otherwise lives until it is freed.
 function M.zeros(...)
   local ndim, options = read_shape("zeros", ...)
   return (make("zeros", ndim, options))
@@ -144,8 +144,8 @@ end
 local function table_shape(value, shape, depth)
   -- The depth limit also ends the walk of a table that contains itself.
   if type(value) ~= "table" or depth > C.ENG_MAX_DIMS + 1 then return end
-  if shape[depth] == nil then shape[depth] = #value end
-  if #value > 0 then table_shape(value[1], shape, depth + 1) end
+  if shape[depth] == nil then shape[depth] = maxn(value) end
+  if shape[depth] > 0 then table_shape(value[1], shape, depth + 1) end
 end
 
 local function flatten(value, shape, depth, out, at)
@@ -158,12 +158,12 @@ local function flatten(value, shape, depth, out, at)
     out[at] = value
     return at + 1
   end
-  if type(value) ~= "table" or #value ~= shape[depth] then
+  if type(value) ~= "table" or maxn(value) ~= shape[depth] then
     raise("tensor: the table is ragged: expected %d entries at depth %d, got %s",
       shape[depth], depth,
-      type(value) == "table" and tostring(#value) or value_text(value))
+      type(value) == "table" and tostring(maxn(value)) or value_text(value))
   end
-  for i = 1, #value do at = flatten(value[i], shape, depth + 1, out, at) end
+  for i = 1, shape[depth] do at = flatten(value[i], shape, depth + 1, out, at) end
   return at
 end
 

@@ -76,7 +76,7 @@ end
 --- The bytes of codes and scales.
 function methods.bytes(x) return x.q.count * (x.format == "e5m6" and 4 or 1) + x.scale.count * 4 end
 
---- A copy that outlives the step, until :free().
+--- A copy that lives until :free(), beyond the end of the step.
 function methods.keep(x)
   local copy = {}
   for key, value in pairs(x) do copy[key] = value end
@@ -162,10 +162,10 @@ local function want_quantized(x, name)
 end
 
 --- Multiplies quantized matrices: a [M x K] times b [K x N] -> [M x N]. Options: transpose_a,
---- transpose_b, accumulator ("fp32", "exact", "hopper", "e4m3"), promotion (128: products along K
---- after which the accumulator is added to f32, a multiple of 32; 0: never), dtype ("f32"), bias
---- [N], into (a tensor for the result), add (adds to `into`). With blocks along K the accumulator
---- is added to f32 after every block, whatever `promotion` is.
+--- transpose_b, accumulator ("fp32", "exact", "hopper", "e4m3"), promotion (after how many products
+--- along K the accumulator is added to an f32 sum: a multiple of 32, by default 128; 0: never),
+--- dtype ("f32"), bias [N], into (a tensor for the result), add (adds to `into`). With blocks along
+--- K the accumulator is added to the f32 sum after every block, whatever `promotion` is.
 function M.matmul(a, b, options)
   want_quantized(a, "a")
   want_quantized(b, "b")

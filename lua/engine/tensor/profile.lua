@@ -1,10 +1,11 @@
 -- Where a piece of a program spends its time, by operation:
 --   print(engine.profile(function() trainer:step() end))
--- Rows are kinds of calls (operation, dtypes, shapes), the most expensive first; time that no
--- kernel spent (tape, Lua, data) is "outside kernels". tostring shows operations, then kinds of
--- calls.
+-- A row is a kind of call (operation, dtypes, shapes); the most expensive row is the first. The row
+-- "(outside kernels)" has the time that no kernel spent (tape, Lua, data). tostring lists
+-- operations first, then kinds of calls.
 local M_ffi = require "engine.base.ffi"
 local machine = require "engine.base.machine"
+local within = require "engine.base.within"
 
 local C, ffi = M_ffi.C, M_ffi.ffi
 
@@ -15,14 +16,27 @@ Profile.__index = Profile
 
 local MAX_ROWS = 512
 
-local function read_rows()
-  local rows, list = M_ffi.new("eng_profile_row[?]", MAX_ROWS), {}
+local SUMMED = { "calls", "seconds", "bytes", "flops" }
+
+-- Adds the numbers of `from` to the row of `key`. A new row is appended to the list.
+local function sum_up(list, of, key, from, detail)
+  local row = of[key]
+  if not row then
+    row = { op = from.op, detail = detail, calls = 0, seconds = 0, bytes = 0, flops = 0 }
+    of[key], list[#list + 1] = row, row
+  end
+  for _, name in ipairs(SUMMED) do row[name] = row[name] + from[name] end
+end
+
+-- Adds the rows measured since eng_profile(true) to a list.
+local function read_rows(list, of)
+  local rows = M_ffi.new("eng_profile_row[?]", MAX_ROWS)
   for i = 0, C.eng_profile_rows(rows, MAX_ROWS) - 1 do
     local r = rows[i]
-    list[#list + 1] = { op = ffi.string(r.op), detail = ffi.string(r.detail),
-      calls = tonumber(r.calls), seconds = r.seconds, bytes = r.bytes, flops = r.flops }
+    local op, detail = ffi.string(r.op), ffi.string(r.detail)
+    sum_up(list, of, op .. "\0" .. detail, { op = op, calls = tonumber(r.calls),
+      seconds = r.seconds, bytes = r.bytes, flops = r.flops }, detail)
   end
-  return list
 end
 
 local function by_seconds(a, b)
@@ -35,24 +49,19 @@ end
 --- table.
 function M.run(f, ...)
   if type(f) ~= "function" then error("profile: expected a function, got " .. type(f), 2) end
-  C.eng_profile(true)
-  local from = machine.clock()
-  local good, message = pcall(f, ...)
-  local seconds = machine.clock() - from
-  C.eng_profile(false)
-  if not good then error(message, 0) end
+  local seconds, from, rows, of = 0, nil, {}, {}
+  within(function()
+    C.eng_profile(true)
+    from = machine.clock()
+  end, function()
+    seconds = seconds + machine.clock() - from
+    C.eng_profile(false)
+    read_rows(rows, of)
+  end, f, ...)
 
-  local rows, by_name, operations = read_rows(), {}, {}
-  local inside = 0
+  local operations, by_name, inside = {}, {}, 0
   for _, r in ipairs(rows) do
-    local sum = by_name[r.op]
-    if not sum then
-      sum = { op = r.op, calls = 0, seconds = 0, bytes = 0, flops = 0 }
-      by_name[r.op], operations[#operations + 1] = sum, sum
-    end
-    for _, key in ipairs { "calls", "seconds", "bytes", "flops" } do
-      sum[key] = sum[key] + r[key]
-    end
+    sum_up(operations, by_name, r.op, r)
     inside = inside + r.seconds
   end
   operations[#operations + 1] = { op = "(outside kernels)", calls = 1,

@@ -1,5 +1,6 @@
--- Tensors in Lua: a small cdata {slot, generation} with the operations as methods. A handle holds
--- no memory; a tensor made inside a step ends with the step unless :keep() copies it.
+-- Tensors in Lua. A tensor is a handle, a small cdata {slot, generation}, with the operations as
+-- methods. The handle holds no elements. A tensor made inside a step ends with the step; :keep()
+-- makes a copy that outlives it.
 --
 -- Counting follows Lua: dimensions and positions start at 1, ranges are inclusive, and negative
 -- numbers count from the end (dimension -1 is the last). The numbers inside index tensors (token
@@ -20,7 +21,7 @@ local huge = math.huge
 local STEP = C.ENG_STEP
 local is_tensor, info, shape_table = arguments.is_tensor, arguments.info, arguments.shape_table
 local want, want_number, want_whole = arguments.want, arguments.want_number, arguments.want_whole
-local dimension, read_named = arguments.dimension, arguments.read_named
+local dimension, read_named, numbers = arguments.dimension, arguments.read_named, arguments.numbers
 local fill = create.fill_with
 
 local M = { Tensor = Tensor, is_tensor = is_tensor, shape_text = arguments.shape_text,
@@ -56,7 +57,7 @@ function getters.ndim(x) return info(x).ndim end
 function getters.count(x) return tonumber(info(x).count) end
 --- The dtype's name: f32, f64, f16, bf16, e4m3, e5m2, u8, i8, i16, i32, i64 or bool.
 function getters.dtype(x) return dtype_name[info(x).dtype] end
---- Whether no recorded operation made x.
+--- Whether x is a leaf, that is, no recorded operation made it.
 function getters.is_leaf(x) return info(x).is_leaf ~= 0 end
 --- Where the elements are: cpu, reference or cuda.
 function getters.device(x)
@@ -120,7 +121,7 @@ function methods.read(x, dtype)
   return values, count
 end
 
---- A copy that outlives the step, until :free(); it is a leaf.
+--- A copy that lives until :free(), beyond the end of the step. The copy is a leaf.
 function methods.keep(x)
   local y = Tensor()
   check(C.eng_keep(y, x))
@@ -134,7 +135,7 @@ function methods.free(x) check(C.eng_free(x)) end
 --- it.
 function methods.done(x) check(C.eng_done(x)) end
 
---- Makes backward() compute the gradient of x, or stops that with on = false; returns x.
+--- Makes backward() compute the gradient of x, or, with on = false, leave it out; returns x.
 function methods.requires_grad(x, on)
   check(C.eng_requires_grad(x, on == nil and true or on))
   return x
@@ -150,7 +151,7 @@ function methods.detach(x)
   return y
 end
 
--- These five write in place and are not recorded.
+-- The next five methods write in place and are not recorded.
 
 --- Sets every element to a number; returns x.
 function methods.fill(x, value) return (fill(x, value, "fill")) end
@@ -188,9 +189,9 @@ local INTEGERS = { { "u8", 0, 255 }, { "i16", -2 ^ 15, 2 ^ 15 - 1 },
 local RANGE = { [M_ffi.dtype.i8] = { -128, 127 }, [M_ffi.dtype.bool] = { 0, 1 } }
 for _, row in ipairs(INTEGERS) do RANGE[M_ffi.dtype[row[1]]] = { row[2], row[3] } end
 
--- The dtype of a number that is combined with a tensor of `dtype`: that dtype for floats. For an
--- integer tensor: its dtype if it holds the number, else the smallest integer dtype that does, else
--- f32.
+-- The dtype for a number that is combined with a tensor of `dtype`. Beside a float tensor the
+-- number gets the tensor's dtype, and also beside an integer tensor whose dtype can hold it.
+-- Otherwise the number gets the smallest integer dtype that can hold it, or f32 if none can.
 local function dtype_beside(dtype, value)
   if FLOAT[dtype] or not RANGE[dtype] then return dtype end   -- FP8 too: the operation refuses it
   if value % 1 ~= 0 then return M_ffi.dtype.f32 end           -- also inf and nan
@@ -209,8 +210,8 @@ local function scalar(value, dtype)
   return y
 end
 
--- A number as a tensor to combine with x. If f16 or bf16 would round it, it is f32 and the second
--- result is true.
+-- A number as a tensor to combine with x. If x is f16 or bf16 and this dtype would round the
+-- number, the tensor is f32 and the second result is true.
 local function scalar_beside(x, value)
   local dtype = info(x).dtype
   local y = scalar(value, dtype_beside(dtype, value))
@@ -221,7 +222,8 @@ local function scalar_beside(x, value)
 end
 
 -- Runs an operation on two tensors, or a tensor and a number. A number never widens a float result:
--- if it had to be f32 with f16 or bf16, the result is rounded back, except for comparisons.
+-- if the number had to become f32 beside f16 or bf16, the result is rounded back to that dtype,
+-- except for comparisons.
 local function pair(name, a, b, compares)
   local wide, dtype
   if type(b) == "number" and is_tensor(a) then
@@ -288,7 +290,8 @@ for _, name in ipairs { "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge"
   methods[name] = function(a, b) return pair(name, a, b, compares) end
 end
 
---- Computed in f32 (f64 for f64) and rounded once into x's dtype, or into that of autocast.
+--- The result is computed in f32 (f64 for an f64 tensor) and rounded once into x's dtype, or into
+--- the dtype that autocast sets.
 ---   neg, abs           -x, the magnitude
 ---   exp, log           e^x, the natural logarithm
 ---   sqrt, rsqrt        the square root, 1 / sqrt(x)
@@ -305,7 +308,7 @@ for number, name in ipairs(M_ffi.op_names) do   -- the unary operations of ops.d
   end
 end
 
---- Computed as above; contiguous copies the bits.
+--- Computed as above, except that contiguous copies the bits.
 ---   contiguous         a row-major copy
 ---   softmax            e^x / sum(e^x) over the last dimension
 ---   log_softmax        log(softmax(x)) over the last dimension
@@ -325,7 +328,8 @@ end
 --- x * x.
 function methods.square(x) return mul(x, x) end
 
---- silu(gate) * up, two tensors of one shape; site: of the FP8 layer that reads the result, or nil.
+--- silu(gate) * up for two tensors of one shape. site: the FP8 site of the layer that reads the
+--- result, or nil.
 function methods.swiglu(gate, up, site)
   if not site then return run2("swiglu", gate, up) end
   call.fp8_swiglu.site = site
@@ -367,10 +371,10 @@ local DEVICES = { cpu = true, cuda = true, reference = true }
 
 local CAST = { saturate = true, stochastic = true }
 
---- x in another dtype (x itself if it has that dtype), or a copy on another device (cpu, cuda,
---- reference), which is not recorded. In e4m3 and e5m2 numbers that are too large become NaN and
---- Inf; options: saturate (the largest number instead), stochastic (rounds up or down at random,
---- with probability by distance).
+--- x converted to another dtype (x itself if it has that dtype), or an unrecorded copy of x on
+--- another device (cpu, cuda, reference). Numbers that are too large become NaN in e4m3 and Inf in
+--- e5m2. Options for these two dtypes: saturate (such numbers become the largest finite one),
+--- stochastic (rounds up or down at random; the distances to both neighbours set the probability).
 function methods.to(x, dtype, options)
   want(x, "to")
   if DEVICES[dtype] then
@@ -394,12 +398,12 @@ end
 -- ------------------------------------------------------------------ views and joins
 
 local function shape_ints(name, ...)
-  local list = type((...)) == "table" and (...) or { ... }
-  if #list > C.ENG_MAX_DIMS then
-    raise("%s: expected up to %d dimensions, got %d", name, tonumber(C.ENG_MAX_DIMS), #list)
+  local list, n = numbers(...)
+  if n > C.ENG_MAX_DIMS then
+    raise("%s: expected up to %d dimensions, got %d", name, tonumber(C.ENG_MAX_DIMS), n)
   end
-  ints[0] = #list
-  for i, v in ipairs(list) do ints[i] = want_whole(v, name, "a dimension") end
+  ints[0] = n
+  for i = 1, n do ints[i] = want_whole(list[i], name, "a dimension") end
 end
 
 --- x:view(2, -1) or x:view { 2, -1 }: the same elements in a new shape; one dimension may be -1.
@@ -415,9 +419,9 @@ methods.reshape = methods.view
 function methods.permute(x, ...)
   want(x, "permute")
   local n = info(x).ndim
-  local order = type((...)) == "table" and (...) or { ... }
-  if #order ~= n then raise("permute: expected %d dimensions, got %d", n, #order) end
-  for i, d in ipairs(order) do ints[i - 1] = dimension(x, d, "permute") end
+  local order, given = numbers(...)
+  if given ~= n then raise("permute: expected %d dimensions, got %d", n, given) end
+  for i = 1, n do ints[i - 1] = dimension(x, order[i], "permute") end
   return run1("permute", x)
 end
 
@@ -441,8 +445,9 @@ function methods.expand(x, ...)
   return run1("expand", x)
 end
 
---- Positions start to stop of dimension d, every step-th. As in string.sub: inclusive, from 1,
---- negative from the end, cut at the end; a range that ends before it starts is empty.
+--- The positions start to stop of dimension d, or every step-th of them. Positions are as in
+--- string.sub: inclusive, counted from 1 or, if negative, from the end, and limited to the
+--- dimension. A range that ends before it starts is empty.
 function methods.slice(x, d, start, stop, step)
   want(x, "slice")
   local k, what = dimension(x, d, "slice")
@@ -471,8 +476,8 @@ function methods.select(x, d, i)
   return methods.slice(x, d, at, at):view(shape)
 end
 
---- Parts of the given sizes along dimension d (the last unless given), as several results. A
---- number: parts of that size, of which the last may be smaller.
+--- Splits x along dimension d (the last unless given) into parts of the given sizes, returned as
+--- several results. If `sizes` is a number, every part has that size, but the last may be smaller.
 function methods.split(x, sizes, d)
   want(x, "split")
   local k, what = dimension(x, d or -1, "split")
@@ -555,7 +560,7 @@ local function want_list(list, name)
     raise("%s: expected a list of tensors, got %s", name, value_text(list))
   end
   if #list == 0 then raise("%s: expected a list of tensors, got an empty one", name) end
-  for _, x in ipairs(list) do want(x, name) end
+  for i = 1, #list do want(list[i], name) end
 end
 
 --- Joins a list of tensors along dimension d (1 by default).
@@ -600,7 +605,8 @@ for _, name in ipairs { "gather", "index_select" } do
   end
 end
 
---- weight:embedding(ids): weight [V x C], ids [..] from 0 -> rows [.. x C]. Other ids are an error.
+--- weight:embedding(ids): weight [V x C], ids [..] from 0 -> rows [.. x C]. An id outside 0..V-1 is
+--- an error.
 function methods.embedding(weight, ids) return run2("embedding", weight, ids) end
 
 --- The k largest elements of the last dimension, [.. x k], and their indices from 0.
@@ -638,7 +644,7 @@ for _, name in ipairs { "sum", "mean", "max", "min" } do
   end
 end
 
---- The Euclidean norm of all elements: f64 for f64, else f32.
+--- The Euclidean norm of all elements, in f64 for an f64 tensor and in f32 for others.
 function methods.norm(x)
   local wide = methods.to(x, info(x).dtype == M_ffi.dtype.f64 and "f64" or "f32")
   return methods.sum(mul(wide, x)):sqrt()
@@ -662,7 +668,7 @@ function methods.matmul(a, b, transpose_a, transpose_b)
   return run2("matmul", a, b)
 end
 
--- Runs an operation of several inputs; those after the first `required` ones may be nil.
+-- Runs an operation of several inputs. The inputs after the first `required` may be nil.
 local function run_many(name, n_out, required, ...)
   for k = 1, select("#", ...) do
     local x = select(k, ...)
@@ -682,15 +688,15 @@ function methods.linear(x, weight, bias, site)
 end
 
 --- (silu(gate) * up) W^T + bias: gate and up [.. x K], weight W [N x K], bias [N] or nil -> [.. x
---- N]. Equal to gate:swiglu(up, site) and linear at the same FP8 site; the product is stored as
---- codes only.
+--- N]. The result is that of gate:swiglu(up, site) followed by linear at the same FP8 site, but the
+--- product is stored only as FP8 codes.
 function methods.swiglu_linear(gate, up, weight, bias, site)
   call.fp8_swiglu_linear.site = site or 0
   return run_many("fp8_swiglu_linear", 1, 3, gate, up, weight, bias)
 end
 
 --- gelu(x W1^T + b1, "tanh") W2^T + b2: x [.. x C], up W1 [H x C], down W2 [N x H], biases [H] and
---- [N] or nil -> [.. x N]. Equal to linear, gelu and linear, in fewer passes over memory.
+--- [N] or nil -> [.. x N]. The same as linear, gelu and linear, in fewer passes over memory.
 function methods.mlp_gelu(x, up, up_bias, down, down_bias)
   want(down, "mlp_gelu")
   return (run_many("mlp_gelu", 3, 2, x, up, up_bias, down, down_bias))
@@ -708,16 +714,16 @@ function methods.rms_norm(x, weight, eps)
   return (run_many("rms_norm", 2, 1, x, weight))
 end
 
---- (x + branch):layer_norm(weight, bias, eps), and x + branch, in one pass over memory with the
---- same bits. x and branch have one shape.
+--- Returns (x + branch):layer_norm(weight, bias, eps), and x + branch, computed in one pass over
+--- memory. The bits are those of the separate operations. x and branch have one shape.
 function methods.add_layer_norm(x, branch, weight, bias, eps)
   floats[0] = want_number(eps or 1e-5, "add_layer_norm", "eps")
   local y, sum = run_many("add_layer_norm", 4, 2, x, branch, weight, bias)
   return y, sum
 end
 
---- (x + branch):rms_norm(weight, eps), and x + branch, in one pass over memory with the same bits.
---- x and branch have one shape.
+--- Returns (x + branch):rms_norm(weight, eps), and x + branch, computed in one pass over memory.
+--- The bits are those of the separate operations. x and branch have one shape.
 function methods.add_rms_norm(x, branch, weight, eps)
   floats[0] = want_number(eps or 1e-6, "add_rms_norm", "eps")
   local y, sum = run_many("add_rms_norm", 3, 2, x, branch, weight)
@@ -728,7 +734,8 @@ local ATTENTION = { causal = true, scale = true, entropy = true, site = true }
 
 --- softmax(scale q k^T) v: q [B x T x H x D], k and v [B x S x G x D] -> [B x T x H x D]; H is a
 --- multiple of G. Options: causal, scale (1 / sqrt(D)), entropy (a second result: the entropy of
---- each row's weights in nats, [B x H x T]), site (of the FP8 layer that reads the result).
+--- each row's weights in nats, [B x H x T]), site (the FP8 site of the layer that reads the
+--- result).
 function M.attention(q, k, v, options)
   options = read_named(options, "attention", ATTENTION)
   local a, name = call.fp8_attention, options.site and "fp8_attention" or "attention"

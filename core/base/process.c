@@ -1,0 +1,66 @@
+// Programs started beside this one: `engine contest` runs its scripts in them. Owns nothing: the
+// caller keeps the process numbers. See the section "the machine" of engine.h.
+#define _GNU_SOURCE   // pipe2
+#include "error.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+// In the new process: becomes the program, or writes the reason to `tell` and exits.
+static void become(const char *const *words, int output, int tell, pid_t parent)
+{
+  prctl(PR_SET_PDEATHSIG, SIGTERM);
+  if (getppid() != parent) _exit(1);               // the parent ended before prctl
+  setpgid(0, 0);
+  int input = open("/dev/null", O_RDONLY | O_CLOEXEC);
+  if (input >= 0 && dup2(input, STDIN_FILENO) >= 0 && dup2(output, STDOUT_FILENO) >= 0 &&
+      dup2(output, STDERR_FILENO) >= 0)
+    execvp(words[0], (char *const *)(uintptr_t)words);
+  int problem = errno;
+  if (write(tell, &problem, sizeof problem) < 0) _exit(126);
+  _exit(127);
+}
+
+eng_status eng_process_start(int *process, const char *const *words, const char *log)
+{
+  *process = 0;
+  int tell[2], problem = 0, output = open(log, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
+  if (output < 0) return error_set(ENG_ERR_IO, "%s: cannot open: %s", log, strerror(errno));
+  pid_t parent = getpid(), child = pipe2(tell, O_CLOEXEC) == 0 ? fork() : -1;
+  if (child == 0) become(words, output, tell[1], parent);
+  if (child < 0) problem = errno;
+  close(output);
+  if (child > 0) {
+    // Waits until the program has begun, which closes the pipe. Until then the new process still
+    // has this process's signal handlers.
+    close(tell[1]);
+    ssize_t size;
+    do size = read(tell[0], &problem, sizeof problem);
+    while (size < 0 && errno == EINTR);
+    close(tell[0]);
+    if (problem) waitpid(child, NULL, 0);
+  }
+  if (problem)
+    return error_set(ENG_ERR_IO, "%s: cannot start: %s", words[0], strerror(problem));
+  *process = child;
+  return ENG_OK;
+}
+
+int eng_process_status(int process)
+{
+  int status;
+  pid_t ended = waitpid(process, &status, WNOHANG);
+  if (ended == 0) return -1;
+  if (ended < 0) return 255;                       // not a child, or already waited for
+  return WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
+}
+
+void eng_process_signal(int process, int number)
+{
+  if (process > 0) kill(-process, number);
+}
