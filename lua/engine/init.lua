@@ -3,18 +3,20 @@
 local M_ffi = require "engine.base.ffi"
 local tensor = require "engine.tensor.tensor"
 local autograd = require "engine.tensor.autograd"
+require "engine.tensor.stats"
 local nearest = require "engine.base.nearest"
 
 local C, check, raise = M_ffi.C, M_ffi.check, M_ffi.raise
 
--- Histories draw themselves with report/views.lua, which loads with the first picture.
+-- A history's methods plot, heatmap and tensor are in report/views.lua, which loads at the first
+-- call.
 local history = require("engine.run.history").methods
 for _, picture in ipairs { "plot", "heatmap", "tensor" } do
   history[picture] = function(...) return require("engine.report.views")[picture](...) end
 end
 
--- In version 0.1 all modules were in one folder: `require "engine.history"` finds
--- engine.run.history and warns once.
+-- All modules of version 0.1 were in one folder. `require "engine.history"` therefore still finds
+-- engine.run.history, and prints a warning once.
 local FOLDERS = { "base", "tensor", "policy", "dist", "run", "train", "report", "cli" }
 table.insert(package.loaders, function(name)
   local module = name:match("^engine%.([%w_]+)$")
@@ -29,7 +31,7 @@ end)
 
 local engine = { version = M_ffi.version }
 
--- Of several ranks (dist/ranks.lua) only rank 0 prints.
+-- With several ranks (dist/ranks.lua), only rank 0 prints.
 local launched_rank, launched_size = M_ffi.new("int[1]"), M_ffi.new("int[1]")
 if C.eng_comm_launched(launched_rank, launched_size) and launched_rank[0] > 0 then
   _G.print = function() end
@@ -56,7 +58,7 @@ function engine.begin_step() check(C.eng_step_begin()) end
 --- Ends the step: its tensors become stale and their memory is reused.
 function engine.end_step() check(C.eng_step_end()) end
 
--- true from begin_step until the loop's next turn; still true if break or an error left the loop
+-- True during a turn of the loop. Remains true if break or an error leaves the loop.
 local loop_is_open = false
 
 --- for step in engine.steps(100) do ... end: each turn is one step, counted from 1.
@@ -108,7 +110,8 @@ function engine.device(name)
   return M_ffi.string(C.eng_device_name())
 end
 
---- Waits until the device has finished all work, and raises errors from it. Only timings need this.
+--- Waits until the device has finished all work, and raises the errors of that work. Only code that
+--- measures time needs this call.
 function engine.synchronize() check(C.eng_synchronize()) end
 
 local MIB, MEMORY = 2 ^ 20, { limit = true }
@@ -124,8 +127,8 @@ local memory_meta = {
   end,
 }
 
---- Bytes by purpose: a list of { name, used, peak, reserved, allocations }, also indexed by name.
---- memory{ limit = bytes } sets a limit.
+--- Memory by purpose, in bytes: a list of { name, used, peak, reserved, allocations }, also indexed
+--- by name. memory{ limit = bytes } sets a limit.
 function engine.memory(options)
   local limit = tensor.read_named(options, "memory", MEMORY).limit
   if limit ~= nil then
@@ -148,7 +151,8 @@ end
 
 -- ------------------------------------------------------------------ parts that load on demand
 
--- name -> { module, field of it or nil for the module itself, first = module to load before it }
+-- name -> { module, a field of the module (none: the module itself), first = a module to load
+-- before }
 local parts = {
   nn = { "engine.nn" },
   optim = { "engine.train.optim" },

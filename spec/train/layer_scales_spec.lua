@@ -267,5 +267,34 @@ describe("a reference backward", function()
       needs = { "norm_ref" }, decide = function() return 1 end ]]
     assert.has_error(function() train { policy = policy_of_one, data = data } end)
     train { policy = policy_of_one, steps = 2 }
+    assert.error_matches(function() train { policy = policy_of_one,
+      data = { next = function() return 3 end } } end, "expected a batch to be a table")
+  end)
+
+  it("leaves frozen weights frozen and others not, also when it cannot begin", function()
+    local model = nn.gpt { vocab = 16, context = 8, width = 16, heads = 2, layers = 3 }
+    local optimizer, one, short = engine.optim.adamw(model, { lr = 1e-2 }), batch(), false
+    local begin = M_ffi.C.eng_params_reference_begin
+    model.blocks[1]:freeze()
+    local trainer = engine.trainer { model = model, optimizer = optimizer, policy = WANTS,
+      steps = 3, log = "quiet", ref_layers = "^blocks%.2", data = { next = function()
+        if short then begin(optimizer.params) end      -- the trainer's call then fails
+        return one
+      end } }
+    local function look()
+      for _, p in ipairs(optimizer.list) do
+        assert.equal(not p.name:find("^blocks%.1"), engine.optim.requires_grad(p.tensor), p.name)
+      end
+    end
+    trainer:run()
+    assert.equal(1, trainer.reference.count)
+    look()
+    trainer.steps, short = 4, true
+    assert.error_matches(function() trainer:run() end, "a reference backward is already running")
+    look()
+    short = false
+    trainer:run()
+    assert.equal(2, trainer.reference.count)
+    look()
   end)
 end)

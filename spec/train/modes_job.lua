@@ -49,6 +49,6 @@ trainer = engine.trainer {
   data = engine.data.text { text = table.concat(text), batch = 4, context = 16, seed = 9 },
   steps = cfg.steps, accumulate = cfg.accumulate, clip = cfg.clip, policy = cfg.policy,
   shadow = cfg.shadow, run = cfg.run, resume = cfg.resume, checkpoint_every = cfg.checkpoint_every,
-  stats_every = 3, log = "quiet", rank_timeout = 60,
+  stats_every = 3, log = "quiet", rank_timeout = 60, agree_every = 1,
 }
 trainer:run()

@@ -381,7 +381,7 @@ describe("low-precision weights", function()
     opt:set_precision { base = "fp16", weights = "f32", activations = "f32" }
     assert.equal(1 + 2 ^ -9, output(net, "fp32"))
     assert.error_matches(function() opt:set_precision { moments = "bf16" } end,
-      "set_precision: the recipe 'custom' has moments in bf16, this optimizer has them in " ..
+      "set_precision: the recipe 'custom' has moments in bf16, but this optimizer has them in " ..
       "f32; hint")
   end))
 end)

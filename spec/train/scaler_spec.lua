@@ -140,7 +140,7 @@ describe("scaler", function()
     raises(function() scaler:update() end, "scaler:update: there is no scale yet")
     step(function()
       local scaled = scaler:scale(model(input()):mean())
-      raises(function() scaler:step(opt) end, "no gradient of this optimizer was checked")
+      raises(function() scaler:step(opt) end, "this optimizer has no gradients")
       raises(function() scaler:update() end, "no gradients were checked for inf and nan")
       scaled:backward()
       scaler:unscale(opt)
@@ -253,7 +253,7 @@ describe("scaler", function()
       "when it was saved")
     assert.has_error(function() whole:load_state_dict(
       engine.scaler({ policy = "static" }):state_dict()) end,
-      "scaler:load_state_dict: the state is of policy 'static', this scaler uses 'dynamic'")
+      "scaler:load_state_dict: the state is of policy 'static', but this scaler uses 'dynamic'")
   end)
 
   it("keeps real fp16 gradients: they overflow, and unscaling loses nothing", function()
@@ -420,6 +420,51 @@ describe("a registered loss scaler", function()
     end)
     assert.are.same({ "scale", "update" }, calls)
     assert.are.same(weights(plain), weights(model))
+  end)
+
+  it("gets what else the loss comes with, and may change its scale there", function()
+    local given = {}
+    local Entropy = { get_scale = function(self) return self.scale end, update = function() end }
+    Entropy.__index = Entropy
+    function Entropy.new() return setmetatable({ scale = 4 }, Entropy) end
+    function Entropy:scale_loss(loss, maps, name)
+      given[#given + 1] = { maps, name }
+      self.scale = maps and maps.scale or 4
+      return loss * self.scale
+    end
+    engine.register_loss_scaler("by-maps", Entropy)
+    local model, opt = setup(11)
+    local scaler = engine.scaler { policy = "by-maps" }
+    step(function()
+      scaler:scale(model(input()):mean(), { scale = 32 }, "maps"):backward()
+      assert.equal(32, scaler:get_scale())
+      scaler:step(opt)
+      scaler:update()
+    end)
+    assert.same({ { { scale = 32 }, "maps" } }, given)
+
+    -- The same in a trainer, against the same steps with scale 1.
+    local function train(policy, accumulate, scale_of)
+      local net, o = setup(12)
+      local scales, n = {}, 0
+      local trainer = engine.trainer { model = net, optimizer = o, steps = 3, log = "quiet",
+        policy = policy, accumulate = accumulate, data = { next = function() return {} end },
+        loss = function(m)
+          n = n + 1
+          return m(input()):mean(), { scale = scale_of(n) }
+        end,
+        on_step = function(_, record) scales[#scales + 1] = record.scale end }
+      trainer:run()
+      return weights(net), scales
+    end
+    local plain = train("static:loss_scale=1", 2, function() return 1 end)
+    local own, scales = train("by-maps", 2, function(n) return n > 2 and 16 or 8 end)
+    assert.same({ 8, 16, 16 }, scales)
+    assert.same(plain, own)
+    local good, why = pcall(train, "by-maps", 2, function(n) return n end)
+    assert.is_false(good)
+    assert.matches("loss scaler 'by-maps': expected one scale for all micro-batches of a step, " ..
+      "got 1 and then 2", why, 1, true)
   end)
 
   it("that raises or returns nonsense fails the verdict only", function()

@@ -201,7 +201,7 @@ describe("the trainer", function()
       trainer:run()
       local moved = engine.scope(function() return (trainer.model.wte.weight -
         before):norm():item() end)
-      assert.is_true(moved < 1e-6, "moved by " .. moved)
+      assert.is_true(moved > 0 and moved < 1e-6, "moved by " .. moved)
     end
   end)
 
@@ -306,6 +306,33 @@ describe("the trainer", function()
       "(resume=auto continues the old one)\n"):format(run, run) }, third)
   end)
 
+  it("an existing run is not overwritten by one that resumes from another run", function()
+    local a, b = folder .. "/a", folder .. "/b"
+    job { run = a, steps = 6, checkpoint_every = 2 }:run()
+    job { run = b, steps = 2 }:run()
+    for _, from in ipairs { b, b .. "/checkpoints", b .. "/checkpoints/step-00000002" } do
+      local summary = job { run = a, resume = from, steps = 3 }:run()
+      assert.matches("/a%-%d$", summary.path)
+      assert.equal(3, summary.steps)
+      assert.equal(6, #engine.history.open(a):steps())
+      assert.same({ 2, 4, 6 }, engine.checkpoint.steps(a .. "/checkpoints"))
+    end
+    -- one that names this run, or one of its checkpoints, continues it
+    helper.shell(("ln -s %s %s/link"):format(helper.quote(a), helper.quote(folder)))
+    for i, from in ipairs { a .. "/checkpoints/step-00000004/", a .. "/checkpoints",
+      folder .. "/./a/", folder .. "/link" } do
+      assert.equal(a, job { run = a, resume = from, steps = 4 + i }:run().path)
+      assert.equal(4 + i, #engine.history.open(a):steps())
+      assert.same(4 + i, engine.checkpoint.steps(a .. "/checkpoints")[3])
+    end
+  end)
+
+  it("an existing run without a history is not overwritten", function()
+    local run = folder .. "/a"
+    job { run = run, steps = 2, history = false }:run()
+    assert.equal(run .. "-2", job { run = run, steps = 2, history = false }:run().path)
+  end)
+
   it("stops before a loss scale outside float32's range touches the weights", function()
     local function asks(verdict)
       return engine.policy.load { file = "tiny.lua",
@@ -353,6 +380,24 @@ describe("the trainer", function()
       loss = function() error("at once") end }:run() end)
     assert.equal(run, job { run = run, steps = 2 }:run().path)
     assert.equal(2, #engine.history.open(run):steps())
+  end)
+
+  it("a checkpoint of more ranks is refused if the mode has no room for their batches", function()
+    for accumulate, case in pairs { [40] = { mode = "lagged", "up to 64, got 80" },
+      [1] = { graph = true, "graph=true: a captured step has one batch" } } do
+      local run = folder .. "/run" .. accumulate
+      job { run = run, steps = 1, accumulate = accumulate, mode = case.mode }:run()
+      local c = engine.checkpoint.load(run .. "/checkpoints")
+      c.state.ranks = 2
+      engine.checkpoint.save(run .. "/checkpoints", 1, { model = c.model, optimizer = c.optimizer,
+        state = c.state })
+      local good, message = pcall(job, { run = run, resume = "auto", accumulate = accumulate,
+        mode = case.mode, graph = case.graph })
+      assert.is_false(good)
+      assert.matches(("resume: keeping %d batches in a step needs accumulate=%d here; "):format(
+        2 * accumulate, 2 * accumulate), message, 1, true)
+      assert.matches(case[1], message, 1, true)
+    end
   end)
 
   it("a run resumed with another policy hands it the state of the old one", function()
@@ -458,7 +503,7 @@ describe("the trainer", function()
     assert.same({}, require("engine.base.file").names(folder))
   end)
 
-  it("refuses a batch that is no table, in every mode", function()
+  it("refuses a batch that is not a table, in every mode", function()
     local data = { next = function() return "text" end }
     for _, extra in ipairs { {}, { graph = true, mode = "lagged" }, { accumulate = 2 } } do
       extra.data = data

@@ -1,4 +1,4 @@
--- Checks of the arguments of tensor functions. Each raises an error of one line. Called by tensor/
+-- Checks of the arguments of tensor functions. Each raises a one-line error. Called by tensor/
 -- and by every function that takes a table of options.
 local M_ffi = require "engine.base.ffi"
 local nearest = require "engine.base.nearest"
@@ -30,8 +30,8 @@ function M.shape_table(what)
   return shape
 end
 
---- The number of a dtype by name. Raises with the list of dtypes, and of `devices` where a device
---- name is also allowed.
+--- The number of the dtype called `name`. An unknown name raises an error that lists the dtypes,
+--- and also `devices` where the caller accepts a device's name.
 function M.dtype_number(name, devices)
   local number = M_ffi.dtype[name]
   if number then return number end
@@ -40,8 +40,7 @@ function M.dtype_number(name, devices)
   local listed = table.concat(names, " ")
   for device in (devices or ""):gmatch("%S+") do names[#names + 1] = device end
   raise("there is no dtype%s '%s'%s; dtypes: %s%s", devices and " or device" or "",
-    tostring(name), nearest.hint(name, names), listed,
-    devices and "; devices: " .. devices or "")
+    tostring(name), nearest.hint(name, names), listed, devices and "; devices: " .. devices or "")
 end
 
 --- A shape as text: "[64 x 768]".
@@ -49,7 +48,7 @@ function M.shape_text(shape)
   return "[" .. table.concat(shape, " x ") .. "]"
 end
 
---- Raises unless x is a tensor; `name` is the operation's.
+--- Raises an error unless x is a tensor. `name`: the operation, for the message.
 function M.want(x, name)
   if not is_tensor(x) then raise("%s: expected a tensor, got %s", name, value_text(x)) end
 end
@@ -72,6 +71,13 @@ function M.want_whole(v, name, what, least)
   return v
 end
 
+--- The arguments of f(1, 2, 3) or of f { 1, 2, 3 } as a list, and their count. Entries may be nil.
+function M.numbers(...)
+  local first = ...
+  if type(first) == "table" then return first, table.maxn(first) end
+  return { ... }, select("#", ...)
+end
+
 --- An array on Lua's heap with room for `count` numbers.
 function M.host_array(ctype, count, name)
   local good, values = pcall(ffi.new, ctype, math.max(count, 1))
@@ -81,7 +87,7 @@ function M.host_array(ctype, count, name)
   return values
 end
 
---- Dimension d of x (from 1, negative from the end) counted from 0, and the info of x.
+--- Dimension d of x as a number from 0, and the info of x. d counts from 1, or from -1 backward.
 function M.dimension(x, d, name)
   local what = M.info(x)
   M.want_whole(d, name, "a dimension")

@@ -10,11 +10,11 @@
 --   engine train.lua config=small.lua lr=1e-3             a file, then a field; the later one wins
 --   engine train.lua help                                 every field, its default and its text
 --
--- The type of a field is that of its default: number (an expression like 3e-4 or 2^15), boolean
--- (true or false), string, or a list (a,b,c). A field without a default: config.optional "number".
--- A field whose text is { "...", hidden = true } is not in the help.
--- Fields that hold functions or other values cannot be set. A config file is a Lua file that
--- returns a table, or a JSON object.
+-- A field has the type of its default: number (an expression like 3e-4 or 2^15), boolean (true or
+-- false), string, or list (a,b,c). config.optional "number" declares a field without a default. A
+-- field whose text is { "...", hidden = true } is not in the help or in messages. Fields that hold
+-- functions or other values cannot be set. A config file is a Lua file that returns a table, or a
+-- JSON object.
 --
 -- The third table gives fields a range. A value out of range is an error before the script computes
 -- anything:
@@ -23,7 +23,8 @@
 --   share       0 to 1                              part          above 0, up to 1
 --   file        an existing file                    output        a file in an existing folder
 --   folder      a folder, or nothing yet            policy        a policy that loads
--- A default is always accepted. A list with choices holds one or more of them.
+-- A default is always accepted, even out of range. A list field with choices takes one or more of
+-- the choices.
 local expression = require "engine.base.expression"
 local files = require "engine.base.file"
 local nearest = require "engine.base.nearest"
@@ -31,7 +32,7 @@ local show = require "engine.base.show"
 
 local config = {}
 
--- A user's error: the engine binary shows it without a traceback.
+-- A mistake of the user. The engine binary shows such an error without a traceback.
 local usage_error = { __tostring = function(e) return e.message end }
 usage_error.__index = usage_error
 usage_error.traceback = false
@@ -47,7 +48,11 @@ end
 
 -- Ends the script with a formatted message about its arguments, without a traceback.
 local function fail(format, ...)
-  error(setmetatable({ message = "config: " .. format:format(...) }, usage_error), 0)
+  local parts = { ... }
+  for i, part in ipairs(parts) do              -- arguments may hold line ends
+    parts[i] = type(part) == "string" and show.shown(part) or part
+  end
+  error(setmetatable({ message = "config: " .. format:format(unpack(parts)) }, usage_error), 0)
 end
 
 --- Ends the script with a one-line message about its arguments, without a traceback. For a script's
@@ -58,8 +63,8 @@ local function is_list(value)
   return getmetatable(value) == nil and (#value > 0 or next(value) == nil)
 end
 
--- Kind of a default: number, boolean, string, list, table (nested fields), or nil for what cannot
--- be set.
+-- Kind of a default: number, boolean, string, list, table (nested fields), or nil for a value that
+-- cannot be set.
 local function kind_of(default)
   local t = type(default)
   if t == "number" or t == "boolean" or t == "string" then return t end
@@ -99,8 +104,18 @@ local function names_of(fields)
   return names
 end
 
-local function unknown(name, fields, where)
-  fail("%sno field '%s'%s", where, name, nearest.choices(name, names_of(fields), "fields"))
+-- The fields that help and messages name.
+local function shown(fields, docs)
+  local names = {}
+  for _, name in ipairs(names_of(fields)) do
+    local doc = docs[name]
+    if type(doc) ~= "table" or not doc.hidden then names[#names + 1] = name end
+  end
+  return names
+end
+
+local function unknown(name, fields, rules, where)
+  fail("%sno field '%s'%s", where, name, nearest.choices(name, shown(fields, rules.docs), "fields"))
 end
 
 local function copy(value)
@@ -160,7 +175,7 @@ local function from_text(name, field, text)
   return list
 end
 
--- The value of a field from a config file, which has a type already.
+-- The value of a field from a config file. This value already has a type.
 local function from_file(name, field, value, where)
   local expected = field.kind == "list" and "table" or field.kind
   if type(value) ~= expected then
@@ -185,8 +200,8 @@ end
 local function finite(x) return x > -math.huge and x < math.huge end
 local function whole(x) return x % 1 == 0 and x < 2 ^ 53 end
 
--- kind -> the description and the test of a number. For strings, `problem` is a function that
--- returns what is wrong.
+-- kind of range -> for numbers, its description and its test; for strings, a function `problem`
+-- that returns what is wrong with the string.
 local RANGES = {
   count = { "a whole number of 1 or more", function(x) return x >= 1 and whole(x) end },
   natural = { "a whole number of 0 or more", function(x) return x >= 0 and whole(x) end },
@@ -211,7 +226,7 @@ local RANGES = {
   end },
 }
 
---- The ranges by name; a higher folder adds its own (policy/policy.lua adds `policy`).
+--- The ranges by name. Modules of later folders add more: policy/policy.lua adds `policy`.
 config.ranges = RANGES
 
 -- name -> range, from { count = "steps width", ... }.
@@ -239,28 +254,24 @@ local function check_choice(name, value, choices)
     nearest.hint(tostring(value), texts))
 end
 
--- rules: { docs =, ranges = }
+-- Checks a value, or each item of a list. rules: { docs =, ranges = }
 local function check(name, value, field, rules)
-  local range, doc = rules.ranges[name], rules.docs[name]
-  if range and range.problem then
-    local list, default = field.kind == "list" and value or { value }, field.kind == "list"
-      and field.default or { field.default }
-    if #list == 0 then fail("%s: expected at least one", name) end
-    for i, item in ipairs(list) do
-      local problem = item ~= default[i] and range.problem(item)
-      if problem then fail("%s: %s", name, problem) end
-    end
-  elseif range and type(value) == "number" and not range[2](value) then
-    fail("%s: expected %s, got %s", name, range[1], value_text(value))
-  end
+  local range, doc, single = rules.ranges[name], rules.docs[name], field.kind ~= "list"
   local choices = type(doc) == "table" and doc.choices
-  if choices and field.kind == "list" then
-    if #value == 0 then
-      fail("%s: expected one or more of %s", name, table.concat(choices, ", "))
+  local items, default = single and { value } or value, single and { field.default }
+    or field.default
+  if #items == 0 and choices then
+    fail("%s: expected one or more of %s", name, table.concat(choices, ", "))
+  elseif #items == 0 and range and range.problem then
+    fail("%s: expected at least one", name)
+  end
+  for i, item in ipairs(items) do
+    local problem = range and range.problem and item ~= default[i] and range.problem(item)
+    if problem then fail("%s: %s", name, problem) end
+    if range and range[2] and type(item) == "number" and not range[2](item) then
+      fail("%s: expected %s, got %s", name, range[1], value_text(item))
     end
-    for _, item in ipairs(value) do check_choice(name, item, choices) end
-  elseif choices then
-    check_choice(name, value, choices)
+    if choices then check_choice(name, item, choices) end
   end
   return value
 end
@@ -308,7 +319,7 @@ local function apply_file(result, fields, rules, path)
       elseif nested then
         fail("%s%s: expected a table of fields, got a %s", where, name, type(value))
       else
-        unknown(name, fields, where)
+        unknown(name, fields, rules, where)
       end
     end
   end
@@ -325,7 +336,7 @@ function config.parse(defaults, args, docs, kinds)
     local name, text = argument:match("^%-*([%w_.%-]+)=(.*)$")
     if not name then
       fail("expected name=value, got '%s'; fields: %s", argument,
-        table.concat(names_of(fields), ", "))
+        table.concat(shown(fields, rules.docs), ", "))
     end
     local field = fields[name] or fields[(name:gsub("-", "_"))]
     if field then
@@ -334,7 +345,7 @@ function config.parse(defaults, args, docs, kinds)
     elseif name == "config" then
       apply_file(result, fields, rules, text)
     else
-      unknown(name, fields, "")
+      unknown(name, fields, rules, "")
     end
   end
   return result
@@ -361,13 +372,9 @@ end
 function config.help(defaults, docs, script)
   local fields = collect(defaults, "", {})
   local rows, width, default_width = {}, 6, 4
-  local shown = {}
-  for _, name in ipairs(names_of(fields)) do
-    local doc = (docs or {})[name]
-    if type(doc) ~= "table" or not doc.hidden then shown[#shown + 1] = name end
-  end
-  for _, name in ipairs(shown) do
-    local field, doc = fields[name], (docs or {})[name]
+  docs = docs or {}
+  for _, name in ipairs(shown(fields, docs)) do
+    local field, doc = fields[name], docs[name]
     local text = type(doc) == "table" and (doc[1] or "") or doc or ""
     if type(doc) == "table" and doc.choices then
       local choices = {}

@@ -1,83 +1,38 @@
 -- Numbers as people write them on a command line: 3e-4, 2^15, 1/3, -(2+3)*4, 0x10, inf, pi.
---   expression("2^15") -> 32768;  expression("2^") -> nil, "a number expected at the end"
-local constants = { inf = math.huge, pi = math.pi }
+--   expression("2^15") -> 32768;  expression("2^") -> nil, "unexpected symbol near the end"
+-- The text is split into numbers, operators, brackets and the two constants, so that nothing else
+-- can run. LuaJIT then evaluates it, with the precedence of Lua.
+local NUMBERS = { "^0[xX]%x+", "^%d+%.?%d*[eE][+-]?%d+", "^%.%d+[eE][+-]?%d+", "^%d+%.?%d*",
+  "^%.%d+" }
+local CONSTANTS = { inf = true, pi = true }
 
-local function fail(what, text, position)
-  error({ ("%s expected %s"):format(what, position > #text and "at the end"
-    or ("at '" .. text:sub(position) .. "'")) }, 0)
-end
-
--- Each rule takes the text and a position, and returns a value and the position after it.
-local sum
-
-local function atom(text, position, depth)
-  if depth > 100 then error({ "too deeply nested" }, 0) end
-  local number, after = text:match("^(0[xX]%x+)()", position)
-  if not number then number, after = text:match("^(%d+%.?%d*[eE][+-]?%d+)()", position) end
-  if not number then number, after = text:match("^(%.%d+[eE][+-]?%d+)()", position) end
-  if not number then number, after = text:match("^(%d+%.?%d*)()", position) end
-  if not number then number, after = text:match("^(%.%d+)()", position) end
-  if number then return tonumber(number), text:match("^%s*()", after) end
-  local word, behind = text:match("^(%a+)()", position)
-  if word and constants[word] then return constants[word], text:match("^%s*()", behind) end
-  if text:sub(position, position) == "(" then
-    local value, next_position = sum(text, text:match("^%s*()", position + 1), depth + 1)
-    if text:sub(next_position, next_position) ~= ")" then fail("')'", text, next_position) end
-    return value, text:match("^%s*()", next_position + 1)
+-- The number, constant, operator or bracket at a position; nil if there is none.
+local function token_at(text, at)
+  for _, pattern in ipairs(NUMBERS) do
+    local number = text:match(pattern, at)
+    if number then return number end
   end
-  fail("a number", text, position)
+  local word = text:match("^%a+", at)
+  return CONSTANTS[word] and word or text:match("^[-+*/%%^()]", at)
 end
-
-local unary
-
-local function power(text, position, depth)
-  local value
-  value, position = atom(text, position, depth)
-  if text:sub(position, position) == "^" then
-    local exponent
-    exponent, position = unary(text, text:match("^%s*()", position + 1), depth + 1)
-    value = value ^ exponent
-  end
-  return value, position
-end
-
-function unary(text, position, depth)
-  local sign = text:match("^[+-]", position)
-  if not sign then return power(text, position, depth) end
-  if depth > 100 then error({ "too deeply nested" }, 0) end
-  local value
-  value, position = unary(text, text:match("^%s*()", position + 1), depth + 1)
-  return sign == "-" and -value or value, position
-end
-
-local OPERATIONS = {
-  ["*"] = function(a, b) return a * b end, ["/"] = function(a, b) return a / b end,
-  ["%"] = function(a, b) return a % b end, ["+"] = function(a, b) return a + b end,
-  ["-"] = function(a, b) return a - b end,
-}
-
--- A rule for left-associative operators; `pattern` matches one operator.
-local function chain(operand, pattern)
-  return function(text, position, depth)
-    local value, right
-    value, position = operand(text, position, depth)
-    while true do
-      local sign = text:match(pattern, position)
-      if not sign then return value, position end
-      right, position = operand(text, text:match("^%s*()", position + 1), depth)
-      value = OPERATIONS[sign](value, right)
-    end
-  end
-end
-
-sum = chain(chain(unary, "^[*/%%]"), "^[+-]")
 
 return function(text)
-  local ok, value, position = pcall(function()
-    local v, p = sum(text, text:match("^%s*()"), 0)
-    if p <= #text then fail("an operator", text, p) end
-    return v, p
-  end)
-  if ok and position then return value end
-  return nil, type(value) == "table" and value[1] or tostring(value)
+  local code, at, after_operator = {}, text:match("^%s*()"), true
+  while at <= #text do
+    local token = token_at(text, at)
+    if not token then
+      return nil, ("expected a number or an operator at '%s'"):format(text:sub(at))
+    end
+    at = text:match("^%s*()", at + #token)
+    -- Lua has no sign '+'
+    if not (token == "+" and after_operator) then code[#code + 1] = token end
+    after_operator = token:find("^[-+*/%%^(]$") ~= nil
+  end
+  local chunk, problem = loadstring("local inf, pi = ... return " .. table.concat(code, " "))
+  if chunk then
+    local good, value = pcall(chunk, math.huge, math.pi)      -- fails on a call such as pi(2)
+    if good and type(value) == "number" then return value end
+    problem = "expected a number"
+  end
+  return nil, (problem:gsub("^.*:1: ", ""):gsub("'<eof>'", "the end"))
 end

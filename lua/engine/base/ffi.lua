@@ -5,18 +5,29 @@ local ffi = require "ffi"
 
 local M = { ffi = ffi }
 
+-- LuaJIT's compiler for x86 (2.1, at least until August 2026) fuses the load of a C field with the
+-- instruction that uses it, past a call that changes the field: after `n = a.ndim; m = b.ndim`, n
+-- held b's number of dimensions. So fusing is off, also after a script sets other optimizations.
+local optimizer = require "jit.opt"
+local start = optimizer.start
+optimizer.start = function(...)
+  start(...)
+  start("-fuse")
+end
+start("-fuse")
+
 -- lua/engine, the folder of all modules; this file is in its base/.
 local home = debug.getinfo(1, "S").source:match("^@(.*)/base/[^/]*$")
 M.home = home
 
 -- Written by `make install`: { library = folder, share = folder }.
 local installed, place = pcall(require, "engine.base.place")
---- Folders that may hold policies/ and examples/: the tree, beside share/lua/5.1, where `make
---- install` put them.
+--- Folders that may hold policies/ and examples/: the source tree, share/engine beside
+--- share/lua/5.1, and the folder that `make install` chose.
 M.shares = { home .. "/../..", home .. "/../../../engine", installed and place.share or nil }
 
---- Folders that may hold libengine.so and cdef.h: beside the binary's own library, in the tree,
---- installed.
+--- Folders that may hold libengine.so and cdef.h: that of the library in the running binary,
+--- ENGINE_LIBRARY_DIR, the source tree, and the folders of an installation.
 local function places()
   local list = {}
   local host = package.preload["engine.host"] and require "engine.host"
@@ -86,8 +97,8 @@ function M.script_line()
   return ""
 end
 
---- Raises an error, formatted if there are arguments. The error names the script's line that called
---- into the engine, however deep in the engine it was found.
+--- Raises an error. `message` is a format if more arguments follow. The error names the script's
+--- line that called into the engine, even if the error arose deep inside the engine.
 function M.raise(message, ...)
   if select("#", ...) > 0 then message = message:format(...) end
   error(M.script_line() .. message, 0)
@@ -143,8 +154,8 @@ function M.run_call()
   return first, second, Tensor(call.out[2])
 end
 
---- Runs any operation by name. inputs: tensors, false for an absent one; ints and floats:
---- attributes as ops.def gives them. Returns the outputs; an absent output is nil.
+--- Runs any operation by name. inputs: tensors, with false for an absent input; ints and floats:
+--- the attributes that ops.def lists. Returns the outputs; an absent output is nil.
 function M.run(name, inputs, ints, floats, n_out)
   local op = M.op[name] or M.raise("there is no operation '%s'", tostring(name))
   ints, floats = ints or {}, floats or {}

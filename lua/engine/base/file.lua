@@ -1,20 +1,27 @@
--- Small files, and the names in a folder. The core maps large files (engine.data, safetensors).
+-- Reads and writes small files, and lists folders. The core maps large files (engine.data,
+-- safetensors).
 local M_ffi = require "engine.base.ffi"
 
 local C = M_ffi.C
 
 local file = {}
 
---- Links are followed. A pipe or a device exists and is neither a file nor a folder.
+--- These three functions follow links. A pipe or a device exists, but is neither a file nor a
+--- folder.
 function file.exists(path) return C.eng_file_kind(path) ~= C.ENG_FILE_NONE end
 function file.is_file(path) return C.eng_file_kind(path) == C.ENG_FILE_REGULAR end
 function file.is_folder(path) return C.eng_file_kind(path) == C.ENG_FILE_FOLDER end
 
+--- A path from the root.
+function file.absolute(path)
+  return path:sub(1, 1) == "/" and path or (os.getenv("PWD") or ".") .. "/" .. path
+end
+
 local LARGEST = 2 ^ 20
 local REFUSED = { [C.ENG_FILE_FOLDER] = "a folder", [C.ENG_FILE_OTHER] = "not a regular file" }
 
---- The text of a file of up to 1 MiB; nil and the reason. Refuses pipes and devices, which could
---- block or never end.
+--- The text of a file of up to 1 MiB, or nil and the reason. Refuses pipes and devices, because
+--- reading one could block or never end.
 function file.read(path)
   local kind = REFUSED[C.eng_file_kind(path)]
   if kind then return nil, path .. ": is " .. kind end
@@ -28,7 +35,7 @@ function file.read(path)
   return text
 end
 
---- Writes a file; "-" is standard output. Raises what went wrong.
+--- Writes a file; "-" is standard output. Raises an error that says what went wrong.
 function file.write(path, text)
   local target, why = io.stdout, nil
   if path ~= "-" then target, why = io.open(path, "wb") end
@@ -40,7 +47,16 @@ function file.write(path, text)
   end
 end
 
---- The names in a folder, sorted by bytes; nil and the reason.
+--- Removes a file, or a folder with all that it holds; links in it are removed, not followed.
+function file.remove(path)
+  if C.eng_file_remove(path) == 0 then return end          -- also a link, whatever it names
+  for _, name in ipairs(file.is_folder(path) and file.names(path) or {}) do
+    file.remove(path .. "/" .. name)
+  end
+  M_ffi.check(C.eng_file_remove(path))
+end
+
+--- The names in a folder, sorted by bytes; or nil and the reason.
 function file.names(path)
   local listing = M_ffi.new("eng_listing *[1]")
   if C.eng_file_list(listing, path) ~= 0 then return nil, M_ffi.message() end

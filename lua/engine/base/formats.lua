@@ -9,10 +9,10 @@ local formats = { first = FIRST, last = FIRST + BINS - 1 }
 
 local made = {}
 
---- What a format represents, or nil for an unknown name: largest (the largest finite number), limit
---- (the smallest magnitude that rounds to inf), top and normal (exponents of the largest finite and
---- of the smallest normal numbers), zero (the exponent of the largest magnitude that rounds to
---- zero), exponent_bits, fraction_bits, bias, signed.
+--- The properties of a number format, or nil for an unknown name: largest (the largest finite
+--- number), limit (the smallest magnitude that rounds to inf), top and normal (the exponents of the
+--- largest finite number and of the smallest normal number), zero (the exponent of the largest
+--- magnitude that rounds to zero), exponent_bits, fraction_bits, bias, signed.
 function formats.of(name)
   if made[name] then return made[name] end
   local f = M_ffi.new "eng_format"
@@ -21,13 +21,12 @@ function formats.of(name)
   made[name] = { name = name, largest = f.largest, limit = f.overflow, top = f.max_exponent,
     normal = f.min_exponent,
     zero = exponent - 2, exponent_bits = f.exponent_bits, fraction_bits = f.fraction_bits,
-    bias = f.bias,
-    signed = f.is_signed ~= 0 }
+    bias = f.bias, signed = f.is_signed ~= 0 }
   return made[name]
 end
 
---- Adds a histogram's bins to { [exponent] = count }, the count of numbers with floor(log2|g|)
---- = exponent.
+--- Adds a histogram's bins to `counts`: counts[exponent] is the number of elements g with
+--- floor(log2|g|) = exponent.
 function formats.add_histogram(counts, bins)
   for b = 0, BINS - 1 do
     if bins[b] ~= 0 then counts[b + FIRST] = (counts[b + FIRST] or 0) + tonumber(bins[b]) end

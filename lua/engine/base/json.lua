@@ -1,11 +1,14 @@
--- Plain Lua data as JSON and back, exactly: decode returns what encode was given, numbers to the
--- last bit. For checkpoints and histories; JSON of other programs goes to lua-cjson directly.
+-- Plain Lua data as JSON. encode and decode lose nothing: decode returns what encode was given,
+-- with every bit of its numbers. Checkpoints and histories use them. `plain` writes JSON for other
+-- programs; lua-cjson reads theirs.
 --
--- What JSON lacks is written as an object with one key: { "$number": "inf" } (also "-inf", "nan"),
--- { "$int64": "..." } and { "$uint64": "..." } for 64-bit numbers, { "$bytes": hex } for strings
--- that are not UTF-8, { "$pairs": [[key, value], ...] } for tables with keys other than strings.
+-- A value that JSON lacks becomes an object with one key: { "$number": "inf" } (also "-inf",
+-- "nan"), { "$int64": "..." } and { "$uint64": "..." } for 64-bit numbers, { "$bytes": hex } for
+-- strings that are not UTF-8, { "$pairs": [[key, value], ...] } for tables with keys other than
+-- strings.
 local ffi = require "ffi"
 local cjson = require "cjson"
+local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
 
 local M = {}
@@ -17,32 +20,20 @@ end
 local escapes = { ['"'] = '\\"', ["\\"] = "\\\\", ["\b"] = "\\b", ["\f"] = "\\f", ["\n"] = "\\n",
   ["\r"] = "\\r", ["\t"] = "\\t" }
 
--- Characters that eng_text_shown does not show: patterns that capture the last byte, and what makes
--- it the code point.
+-- Characters that eng_text_shown does not show. Each entry has a pattern that captures the last
+-- byte of a character, and the number to add to that byte for the code point.
 local unshown = { { "\194([\128-\159])", 0 }, { "\216(\156)", 0x580 },
   { "\226\128([\142\143\168-\174])", 0x1F80 }, { "\226\129([\166-\169])", 0x1FC0 } }
 
--- True for UTF-8 without overlong forms and surrogates.
+-- The characters of UTF-8 that are not ASCII: no overlong forms, no surrogates.
+local CHARACTERS = { "[\194-\223]%", "\224[\160-\191]%", "[\225-\236\238\239]%%",
+  "\237[\128-\159]%", "\240[\144-\191]%%", "[\241-\243]%%%", "\244[\128-\143]%%" }
+for i, pattern in ipairs(CHARACTERS) do CHARACTERS[i] = pattern:gsub("%%", "[\128-\191]") end
+
 local function is_utf8(s)
   if not s:find("[\128-\255]") then return true end
-  local i, n = 1, #s
-  while i <= n do
-    local c = s:byte(i)
-    if c < 0x80 then
-      i = i + 1
-    else
-      local length = c >= 0xC2 and c < 0xE0 and 2 or c >= 0xE0 and c < 0xF0 and 3 or c >= 0xF0
-        and c < 0xF5 and 4
-      if not length or not s:find("^" .. ("[\128-\191]"):rep(length - 1), i + 1) then
-        return false
-      end
-      local second = s:byte(i + 1)
-      if c == 0xE0 and second < 0xA0 or c == 0xED and second > 0x9F then return false end
-      if c == 0xF0 and second < 0x90 or c == 0xF4 and second > 0x8F then return false end
-      i = i + length
-    end
-  end
-  return true
+  for _, pattern in ipairs(CHARACTERS) do s = s:gsub(pattern, " ") end
+  return not s:find("[\128-\255]")
 end
 
 local function string_text(s)
@@ -130,6 +121,31 @@ function encode_value(value, path, above)
   error(("%s: expected a number, string, boolean or table, got a %s"):format(path, kind), 0)
 end
 
+--- Stands for null, and for an object without fields, in the data of `plain`.
+M.null, M.no_fields = cjson.null, {}
+
+--- Data as JSON for other programs: keys sorted, inf and nan as strings (show.json_number), unsafe
+--- characters of texts as \xNN. A table without string keys is a list; its field n is its length if
+--- elements may be nil. `number_of` writes numbers in another form.
+function M.plain(value, number_of)
+  if value == nil or value == cjson.null then return "null" end
+  if value == M.no_fields then return "{}" end
+  local kind = type(value)
+  if kind == "number" then return (number_of or show.json_number)(value) end
+  if kind == "string" then return string_text(show.shown(value, true)) end
+  if kind ~= "table" then return tostring(value) end
+  local parts, key = {}, next(value)
+  if key == "n" then key = next(value, key) end
+  if type(key) ~= "string" then
+    for i = 1, value.n or #value do parts[i] = M.plain(value[i], number_of) end
+    return "[" .. table.concat(parts, ",") .. "]"
+  end
+  for i, name in ipairs(nearest.keys(value)) do
+    parts[i] = M.plain(name) .. ":" .. M.plain(value[name], number_of)
+  end
+  return "{" .. table.concat(parts, ",") .. "}"
+end
+
 --- Plain data as JSON text. `name` names the value in messages: "state.policy: ... got a function".
 function M.encode(value, name)
   return encode_value(value, name or "value", {})
@@ -178,7 +194,7 @@ end
 local strict = cjson.new()
 strict.decode_invalid_numbers(false)
 
---- The data that JSON text encodes; raises what is wrong with it.
+--- The data that a JSON text encodes. Raises an error that says what is wrong with the text.
 function M.decode(text)
   return restore(strict.decode(text))
 end

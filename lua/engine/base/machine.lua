@@ -9,6 +9,9 @@ function machine.clock()
   return C.eng_clock()
 end
 
+--- Waits; a signal ends the wait early.
+function machine.sleep(seconds) C.eng_sleep(seconds) end
+
 local columns, rows = ffi.new("int[1]"), ffi.new("int[1]")
 
 -- Columns and rows of the terminal behind a file descriptor (1: stdout); nil if it is not a
@@ -16,6 +19,18 @@ local columns, rows = ffi.new("int[1]"), ffi.new("int[1]")
 function machine.terminal(fd)
   if not C.eng_terminal(columns, rows, fd) then return nil end
   return columns[0], rows[0]
+end
+
+-- True if the terminal shows only ASCII: TERM says so, or the locale does not name UTF-8. The
+-- locale is the first of LC_ALL, LC_CTYPE and LANG that is set.
+function machine.ascii()
+  local term = os.getenv "TERM"
+  if term == "dumb" or term == "linux" then return true end
+  for _, name in ipairs { "LC_ALL", "LC_CTYPE", "LANG" } do
+    local value = os.getenv(name)
+    if value and value ~= "" then return not value:lower():find("utf%-?8") end
+  end
+  return true
 end
 
 local function text(pointer)
@@ -40,7 +55,7 @@ function machine.try_device(name)
   return false, text(C.eng_error_message())
 end
 
--- The version and file of the NCCL that ranks with GPUs would use; or nil and the reason.
+-- The version and file of the NCCL library that ranks with GPUs would use; or nil and the reason.
 function machine.nccl()
   local found = ffi.new("const char *[1]")
   if C.eng_comm_nccl(found) == 0 then return text(found[0]) end

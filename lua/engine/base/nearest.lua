@@ -6,8 +6,8 @@
 --                                                -> "; did you mean 'lr'?; options: batch lr"
 local nearest = {}
 
--- Names in other frameworks, and in other parts of this one, with the names here that may be meant.
--- The first of these that can be chosen is suggested.
+-- Names of other frameworks, and names from other parts of the engine. Each has a list of the
+-- engine's names that the user may mean; the first one that is a candidate is suggested.
 local ELSEWHERE = {
   fp16 = "f16", f16 = "fp16", float16 = "f16 fp16", half = "f16 fp16 to", fp32 = "f32",
   f32 = "fp32", float32 = "f32 fp32", float = "f32 fp32 to", bfloat16 = "bf16 to", fp64 = "f64",
@@ -33,7 +33,7 @@ local function list_of(names)
   return (names[1] ~= nil or next(names) == nil) and names or nearest.keys(names)
 end
 
---- The one of `names` that other frameworks call `name`, or nil.
+--- The entry of `names` that means what other frameworks call `name`, or nil.
 function nearest.elsewhere(name, names)
   for ours in (ELSEWHERE[tostring(name):lower()] or ""):gmatch("%S+") do
     for _, candidate in ipairs(list_of(names)) do
@@ -66,8 +66,8 @@ function nearest.choices(name, names, what)
   return ("%s; %s: %s"):format(nearest.hint(name, texts), what, table.concat(texts, " "))
 end
 
---- Makes a class raise an error with our name where another framework's name is read. A missing
---- field is nil otherwise.
+--- Makes reading a field by another framework's name an error that suggests the engine's own name.
+--- Any other missing field is nil.
 function nearest.guard_elsewhere(class, what)
   return setmetatable(class, { __index = function(t, key)
     local ours = type(key) == "string" and nearest.elsewhere(key, nearest.keys(t))

@@ -1,4 +1,4 @@
--- Names of earlier versions that still work: each prints one warning per process, on rank 0.
+-- Warns about names of earlier versions, which still work: once per name and process, on rank 0.
 --   renamed("the trainer's option 'wire'", "'comm_dtype'")
 local M_ffi = require "engine.base.ffi"
 

@@ -1,7 +1,6 @@
--- Numbers and tables as text: exact for files and messages that are read back, rounded for
--- people.
--- Text of unknown origin (policies, scripts, files, other ranks) passes show.shown before it
--- reaches a terminal or a page.
+-- Numbers and tables as text: exact for files and messages that are read back, rounded for people.
+-- Text of unknown origin (policies, scripts, files, other ranks) must go through show.shown, which
+-- makes it safe to display, before it reaches a terminal or a page.
 local ffi = require "engine.base.ffi"
 
 local C = ffi.C
@@ -16,8 +15,8 @@ function show.exact(x)
   return ffi.string(buffer)
 end
 
---- The same for JSON that other tools read. JSON has no infinity and no NaN: they are the strings
---- "inf", "-inf" and "nan", which Python's float() takes. nil and false are null.
+--- A number as JSON that other tools read. JSON has no infinity and no NaN, so these become the
+--- strings "inf", "-inf" and "nan", which Python's float() accepts. nil and false become null.
 function show.json_number(x)
   if not x then return "null" end
   return x - x ~= 0 and '"' .. show.exact(x) .. '"' or show.exact(x)
@@ -29,6 +28,11 @@ function show.grouped(n)
   local sign, digits = plain:match("^(%-?)(%d+)$")
   return digits and sign .. digits:reverse():gsub("(%d%d%d)", "%1,"):reverse():gsub("^,", "")
     or plain
+end
+
+--- "1 step", "2,000 steps"
+function show.counted(n, what)
+  return ("%s %s%s"):format(show.grouped(n), what, n == 1 and "" or "s")
 end
 
 --- A share as "0 %", "<0.01 %" or "12.3 %".
@@ -63,8 +67,9 @@ function show.duration(seconds)
   return ("%d:%02d"):format(s / 60, s % 60)
 end
 
---- Text of unknown origin: valid UTF-8 without control and bidirectional characters, whose bytes
---- become \xNN. Line ends and tabs become spaces unless `lines`. See eng_text_shown.
+--- Makes text of unknown origin safe to print: control and bidirectional characters, and bytes that
+--- are not UTF-8, are written as \xNN. Line ends and tabs become spaces unless `lines`. See
+--- eng_text_shown.
 function show.shown(text, lines)
   text = tostring(text)
   if not text:find("[^\32-\126]") then return text end
@@ -74,7 +79,8 @@ function show.shown(text, lines)
   return ffi.string(out, size)
 end
 
---- Why `name` cannot name a policy, an option, a run or a signal, or nil. See eng_name_problem.
+--- Why `name` is not valid as the name of a policy, an option, a run or a signal; nil if it is
+--- valid. See eng_name_problem.
 function show.name_problem(name)
   local problem = C.eng_name_problem(name, #name)
   return problem ~= nil and ffi.string(problem) or nil
@@ -83,7 +89,7 @@ end
 --- Prints text of unknown origin.
 function show.print(text) print(show.shown(text, true)) end
 
---- The first `most` characters of a string; a longer one ends with `mark` ("...").
+--- Cuts a string to at most `most` characters. A string that was cut ends with `mark` ("...").
 function show.cut(text, most, mark)
   mark = mark or "..."
   local count, cut = 0, 1
@@ -95,13 +101,32 @@ function show.cut(text, most, mark)
   return text
 end
 
---- Characters in a UTF-8 text.
+--- The number of characters in a UTF-8 text.
 function show.width(text) return select(2, text:gsub("[^\128-\191]", "")) end
+
+--- A text in lines of at most `width` characters, broken at spaces. The rest of a broken line keeps
+--- its indentation.
+function show.wrap(text, width)
+  local lines = {}
+  for line in (text .. "\n"):gmatch("(.-)\n") do
+    local indent, now = line:match("^ *"), nil
+    for gap, word in line:gmatch("(%s*)(%S+)") do
+      if now and show.width(now .. gap .. word) > width then
+        lines[#lines + 1] = now
+        now = indent .. word
+      else
+        now = (now or "") .. gap .. word
+      end
+    end
+    lines[#lines + 1] = now or ""
+  end
+  return table.concat(lines, "\n")
+end
 
 local MOST = 60       -- characters of a cell
 
---- Rows of strings as lines with aligned columns; left[c]: column c is aligned to the left. Cells
---- are cut, except in the last column.
+--- Rows of strings as lines with aligned columns; left[c]: column c is aligned to the left; left =
+--- true: every column. Long cells are cut, except in the last column.
 function show.table(rows, left)
   local lines, cells, width = {}, {}, {}
   for i, row in ipairs(rows) do
@@ -115,7 +140,7 @@ function show.table(rows, left)
   for i, row in ipairs(cells) do
     for c, text in ipairs(row) do
       local gap = (" "):rep(width[c] - show.width(text))
-      row[c] = not left[c] and gap .. text or c < #row and text .. gap or text
+      row[c] = left ~= true and not left[c] and gap .. text or c < #row and text .. gap or text
     end
     local line = table.concat(row, "  ")
     local last = #line
@@ -130,7 +155,8 @@ Text.__index = Text
 function Text.__tostring(t) return t.text end
 function Text.__concat(a, b) return tostring(a) .. tostring(b) end
 
---- A text that the REPL prints unquoted, with its line ends; `fields`: the data it was made from.
+--- Wraps a text so that the REPL prints it unquoted and with its line ends. `fields`: the data from
+--- which the text was made.
 function show.text(text, fields)
   fields = fields or {}
   fields.text = text

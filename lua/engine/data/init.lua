@@ -18,8 +18,22 @@ local NEEDED = {}   -- an option without a default
 
 -- ------------------------------------------------------------------ options and files
 
--- known: option -> default, or NEEDED. Numbers and booleans are checked against the type of the
--- default.
+local function at_least(least)
+  return { ("a whole number of %d or more"):format(least), function(v)
+    return type(v) == "number" and v >= least and v % 1 == 0
+  end }
+end
+local is_boolean = { "true or false", function(v) return type(v) == "boolean" end }
+
+-- What an option must be, and its test.
+local CHECKS = { batch = at_least(1), context = at_least(1), seed = at_least(0),
+  shuffle = is_boolean, classes = is_boolean,
+  separator = { "one character", function(v) return type(v) == "string" and #v == 1 end },
+  vocab = { "a number of tokens", function(v)
+    return v == false or type(v) == "number" and v >= 1
+  end } }
+
+-- The options with their defaults. known: option -> default, or NEEDED.
 local function options_of(name, given, known)
   local o = {}
   for key, value in pairs(known) do
@@ -29,25 +43,23 @@ local function options_of(name, given, known)
     or raise("data.%s: expected a table of options, got nothing", name), "data." .. name, known)) do
     o[key] = value
   end
-  for _, key in ipairs { "batch", "context", "seed" } do
-    local v, least = o[key], key == "seed" and 0 or 1
-    if known[key] and (type(v) ~= "number" or v < least or v % 1 ~= 0) then
-      raise("data.%s: expected %s to be a whole number of %d or more, got %s", name, key, least,
-        value_text(v))
-    end
-  end
-  for _, key in ipairs { "shuffle", "classes" } do
-    if known[key] ~= nil and type(o[key]) ~= "boolean" then
-      raise("data.%s: expected %s to be true or false, got %s", name, key, value_text(o[key]))
+  for _, key in ipairs(nearest.keys(known)) do
+    local check_of = CHECKS[key]
+    if check_of and not check_of[2](o[key]) then
+      raise("data.%s: expected %s to be %s, got %s", name, key, check_of[1], value_text(o[key]))
     end
   end
   return o
 end
 
-local function map(path, what)
+local function want_path(path, what)
   if type(path) ~= "string" then
     raise("data.%s: expected the path of a file, got %s", what, value_text(path))
   end
+end
+
+local function map(path, what)
+  want_path(path, what)
   local mapping = ffi.new("eng_mapping")
   check(C.eng_file_map(mapping, path))
   return ffi.gc(mapping, C.eng_file_unmap)
@@ -68,7 +80,7 @@ end
 --- Skips n batches.
 function Loader:skip(n) self.at = self.at + n end
 
--- Fields that must match: with others, a position would mean other batches.
+-- These fields must match. Otherwise a saved position would mean other batches.
 local IDENTITY = { "kind", "seed", "batch", "context", "shuffle", "examples" }
 
 --- The loader's position, as plain data. `order` is the version of the shuffled order.
@@ -90,10 +102,11 @@ function Loader:restore(state)
         key, tostring(state[key]), tostring(self[key]))
     end
   end
-  local version = state.order or 1     -- none was saved before there was a second
+  local version = state.order or 1     -- positions had no version before version 2
   if version ~= 1 and version ~= order.newest then
-    raise("data: this position has version %s of the shuffled order, this engine knows up to %d; "
-      .. "hint: resume with the engine that saved it", tostring(version), order.newest)
+    raise("data: this position has version %s of the shuffled order, but this engine "
+      .. "knows only up to %d; hint: resume with the engine that saved it", tostring(version),
+      order.newest)
   end
   self.at, self.order = state.at, version
 end
@@ -125,13 +138,14 @@ end
 
 local OF_STEP = { keep = false }   -- a batch lives as long as its step, even outside engine.steps
 
--- Windows of T+1 tokens from `tokens` (a pointer, n of them). Shuffled: each epoch cuts the file at
--- another offset and visits the pieces in another order. In order: step i row b starts at token
--- (i*B + b)*T, from the beginning again when the next batch would not fit, as in llm.c's loader.
+-- Windows of T+1 tokens from `tokens` (a pointer to n tokens). With shuffling, each epoch cuts the
+-- file at another offset and visits the pieces in another order. Without, row b of step i starts at
+-- token (i*B + b)*T; where the next batch would not fit, reading starts from the beginning again,
+-- as in llm.c's loader.
 local function windows(o, kind, tokens, n, keep)
   local B, T = o.batch, o.context
   if n < T + 1 then
-    raise("data.%s: %d tokens are too few for a context of %d: it takes %d", kind, n, T, T + 1)
+    raise("data.%s: %d tokens are too few for a context of %d, which needs %d", kind, n, T, T + 1)
   end
   local pieces = math.floor((n - 1) / T)
   local slack = n - 1 - pieces * T  -- spare tokens: an epoch may start at any of them
@@ -191,28 +205,21 @@ local LLMC_MAGIC, LLMC_MAGIC_32 = 20240520, 20240801
 function M.tokens(given)
   local o = options_of("tokens", given, { path = NEEDED, batch = 8, context = 128, shuffle = true,
     seed = 1234, vocab = false })
-  if type(o.path) ~= "string" then
-    raise("data.tokens: expected path = a .bin file of uint16 tokens, got %s", value_text(o.path))
-  end
-  if o.vocab and (type(o.vocab) ~= "number" or o.vocab < 1) then
-    raise("data.tokens: expected vocab to be a number of tokens, got %s", value_text(o.vocab))
-  end
   local keep = map(o.path, "tokens")
   local bytes, base = tonumber(keep.size), ffi.cast("const uint8_t *", keep.data)
-  local offset = 0
-  if bytes >= 1024 and ffi.cast("const int32_t *", base)[0] == LLMC_MAGIC_32 then
+  local offset, header = 0, ffi.cast("const int32_t *", base)
+  if bytes >= 1024 and header[0] == LLMC_MAGIC_32 then
     raise("data.tokens: %s holds llm.c's tokens of 32 bits, expected uint16", o.path)
   end
-  if bytes >= 1024 and ffi.cast("const int32_t *", base)[0] == LLMC_MAGIC then
-    local header = ffi.cast("const int32_t *", base)
+  if bytes >= 1024 and header[0] == LLMC_MAGIC then
     if header[1] ~= 1 then
       raise("data.tokens: %s has version %d of llm.c's format, expected 1 (uint16 tokens)", o.path,
         header[1])
     end
     offset = 1024
     if header[2] * 2 + 1024 ~= bytes then
-      raise("data.tokens: the header of %s names %d tokens, the file holds %d%s", o.path, header[2],
-        (bytes - 1024) / 2,
+      raise("data.tokens: the header of %s gives %d tokens, but the file holds %d%s", o.path,
+        header[2], (bytes - 1024) / 2,
         header[2] * 2 + 1024 > bytes and "; hint: it is truncated" or "")
     end
   end
@@ -224,8 +231,8 @@ function M.tokens(given)
   if o.vocab then
     for i = 0, n - 1 do
       if tokens[i] >= o.vocab then
-        raise("data.tokens: token %d at place %d of %s is past the vocabulary of %d", tokens[i], i,
-          o.path, o.vocab)
+        raise("data.tokens: token %d at place %d of %s is outside the vocabulary of %d", tokens[i],
+          i, o.path, o.vocab)
       end
     end
   end
@@ -253,8 +260,7 @@ local function rows(o, kind, x, y, n)
         for k = 0, y_width - 1 do by[b * y_width + k] = y.get(i * y_width + k) end
       end
       return { x = tensor.from_memory(bx, "f64", { B, unpack(x.shape) }, x_options),
-        y = tensor.from_memory(by, "f64", { B, unpack(y.shape) }, y_options),
-        tokens = B }
+        y = tensor.from_memory(by, "f64", { B, unpack(y.shape) }, y_options), tokens = B }
     end,
   }
 end
@@ -289,12 +295,7 @@ end
 function M.csv(given)
   local o = options_of("csv", given, { path = NEEDED, target = false, classes = false,
     separator = ",", batch = 32, shuffle = true, seed = 1234 })
-  if type(o.path) ~= "string" then
-    raise("data.csv: expected the path of a file, got %s", value_text(o.path))
-  end
-  if type(o.separator) ~= "string" or #o.separator ~= 1 then
-    raise("data.csv: expected separator to be one character, got %s", value_text(o.separator))
-  end
+  want_path(o.path, "csv")
   local file, message = io.open(o.path, "r")
   if not file then raise("data.csv: %s", message) end
   local values, names, columns, n, line_number = {}, nil, nil, 0, 0
@@ -376,7 +377,7 @@ local function idx(path, what, ndim)
     count = count * shape[d]
   end
   if size ~= 4 + 4 * ndim + count then
-    raise("data.idx: %s should hold %d bytes after its header, it holds %d", path, count,
+    raise("data.idx: expected %s to have %d bytes after its header, got %d", path, count,
       size - 4 - 4 * ndim)
   end
   return bytes + 4 + 4 * ndim, shape, keep

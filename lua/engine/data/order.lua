@@ -1,8 +1,8 @@
--- The order in which examples are visited: a permutation of 0..n-1 for each epoch that needs no
--- memory, so that training can resume anywhere in any epoch. Version 2 is a swap-or-not shuffle
--- (Hoang, Morris and Rogaway 2012): each round pairs x with K - x mod n and a hash of the pair says
--- whether both change places. It works for any n; two examples are independent of each other once
--- one of them has moved alone, which a round does with probability 1/2.
+-- The order in which examples are visited: a permutation of 0..n-1 for each epoch. It needs no
+-- memory, so training can resume anywhere in any epoch. Version 2 is a swap-or-not shuffle (Hoang,
+-- Morris and Rogaway 2012): each round pairs x with K - x mod n, and a hash of the pair says
+-- whether both change places. It works for any n. Two examples become independent of each other in
+-- a round that moves only one of them, which happens with probability 1/2.
 local band, bxor, rshift, lshift, tobit = bit.band, bit.bxor, bit.rshift, bit.lshift, bit.tobit
 
 local M = { newest = 2 }
@@ -41,7 +41,7 @@ local function schedule(n, seed, epoch)
   local r = latest
   if r.n == n and r.seed == seed and r.epoch == epoch then return r end
   local a, b = absorb(absorb(0x243F6A88, seed), epoch), absorb(absorb(0x05A308D3, seed), epoch)
-  -- the start is forgotten after 32 rounds even with n = 2: each is even to within 2^-32
+  -- even with n = 2, 32 rounds forget the start: both orders have probability 1/2 to within 2^-32
   local bits = select(2, math.frexp(n))
   r.n, r.seed, r.epoch, r.rounds = n, seed, epoch, 32 + 2 * bits
   for round = 1, r.rounds do
@@ -70,9 +70,9 @@ end
 
 -- ------------------------------------------------------------------ version 1
 
--- Runs saved before version 2 resume with it. Four rounds of a Feistel network over the smallest
--- even number of bits that covers n, applied until the result is below n: not quite random, so that
--- with n = 5 the identity comes three times too often.
+-- Runs that were saved before version 2 resume with version 1: four rounds of a Feistel network
+-- over the smallest even number of bits that covers n, applied until the result is below n. This is
+-- not quite random; with n = 5, for example, the identity comes three times too often.
 local function feistel(i, n, seed, epoch)
   local half = 1
   while 4 ^ half < n do half = half + 1 end

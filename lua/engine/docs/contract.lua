@@ -1,10 +1,12 @@
 -- What users write besides functions: policies with their options, the fields of policies, records
 -- and verdicts, the trainer's options, environment variables, the guides. Used by index.lua.
+local nearest = require "engine.base.nearest"
 local source = require "engine.docs.source"
 
 local M = {}
 
--- Tables with a name in the first cell of a row: several names in a cell share the row's text.
+-- Tables whose rows begin with a name. If the first cell has several names, they share the row's
+-- text.
 local TABLES = {
   { path = "policies/README.md", heading = "## The file", prefix = "policy.", kind = "policy field",
     area = "contract" },
@@ -13,8 +15,7 @@ local TABLES = {
   { path = "policies/README.md", heading = "## The verdict", prefix = "verdict.",
     kind = "verdict field", area = "contract" },
   { path = "docs/environment.md", heading = "# Environment variables", prefix = "",
-    kind = "environment variable",
-    area = "environment" },
+    kind = "environment variable", area = "environment" },
 }
 
 local function tables(add)
@@ -44,8 +45,7 @@ local function options(trainer, add)
   for _, option in ipairs(source.option_list(trainer.text)) do
     for _, name in ipairs(option.names) do
       add { name = "trainer." .. name, kind = "trainer option", area = "trainer",
-        where = trainer.where,
-        signature = "engine.trainer { " .. name .. " = ... }",
+        where = trainer.where, signature = "engine.trainer { " .. name .. " = ... }",
         text = source.shared(option.names) .. option.text }
     end
   end
@@ -57,10 +57,8 @@ local function policies(add, add_word)
     local name = path:match("([^/]+)%.lua$")
     local text = source.text(path)
     local p = policy.load(name, nil, text:match('kind%s*=%s*"(fp8)"'))
-    local names, lines = {}, {}
-    for key in pairs(p.defaults) do names[#names + 1] = key end
-    table.sort(names)
-    for i, key in ipairs(names) do
+    local lines = {}
+    for i, key in ipairs(nearest.keys(p.defaults)) do
       local remark = text:match("\n%s*" .. key .. "%s*=[^\n]-,?%s*%-%-%s*([^\n]+)")
       lines[i] = ("  %s = %s%s"):format(key, tostring(p.defaults[key]),
         remark and "   -- " .. remark or "")
@@ -107,8 +105,9 @@ local function words(add_word)
   end
 end
 
---- Adds the entries; `trainer` is the entry of engine.trainer. add_word: for entries that only
---- `engine help` finds, where nothing else has the name, because a page has them already.
+--- Adds the entries; `trainer` is the entry of engine.trainer. add_word adds an entry that only
+--- `engine help` finds, and only if no other entry has the name. Such an entry is not on a page of
+--- its own, because another page has its text already.
 function M.read(trainer, add, add_word)
   tables(add)
   if trainer then options(trainer, add) end

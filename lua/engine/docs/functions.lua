@@ -1,5 +1,6 @@
 -- The public Lua functions: walks the `engine` table as a script sees it and finds the comment
 -- above each function's definition by its debug information. Used by index.lua.
+local nearest = require "engine.base.nearest"
 local source = require "engine.docs.source"
 local M_ffi = require "engine.base.ffi"
 
@@ -57,7 +58,7 @@ local function text_of(at, name)
   return options and text .. "\n\nOptions and defaults: " .. options or text
 end
 
--- "(a, b, ...)"; `skip` parameters are left out at the front.
+-- "(a, b, ...)" without the first `skip` parameters.
 local function parameters(f, skip)
   local info, names = debug.getinfo(f, "u"), {}
   for i = skip + 1, info.nparams do names[#names + 1] = debug.getlocal(f, i) end
@@ -65,17 +66,8 @@ local function parameters(f, skip)
   return "(" .. table.concat(names, ", ") .. ")"
 end
 
-local function sorted(t)
-  local names = {}
-  for name in pairs(t) do
-    if type(name) == "string" then names[#names + 1] = name end
-  end
-  table.sort(names)
-  return names
-end
-
--- The classes whose objects the functions of a file create: { name, methods }. Found through the
--- upvalues of these functions.
+-- The classes of the objects that the functions of a file create: { name, methods }. Found through
+-- the upvalues of these functions.
 local function classes_of(functions)
   local found, seen = {}, {}
   local function look(f, path, depth)
@@ -102,9 +94,10 @@ local function classes_of(functions)
   return found
 end
 
---- Adds an entry for each public function and each module. `engine` is the table of the front.
+--- Adds an entry for each public function and each module. `engine`: what `require "engine"`
+--- returns.
 function M.read(engine, add)
-  local known = {}   -- function -> entry: engine.matmul and tensor:matmul are one
+  local known = {}   -- function -> entry: engine.matmul and tensor:matmul share one
 
   local function enter(name, f, area, skip)
     local at = definition(f)
@@ -115,7 +108,7 @@ function M.read(engine, add)
       table.insert(known[f].names, name)
       return
     end
-    local text = text_of(at, name:match("[^.:]+$"))   -- at becomes where the text is
+    local text = text_of(at, name:match("[^.:]+$"))   -- sets `at` to the text's place
     known[f] = { name = name, names = { name }, kind = "Lua function", area = area,
       signature = signature, text = text, where = ("%s:%d"):format(at.path, at.line) }
     add(known[f])
@@ -123,7 +116,7 @@ function M.read(engine, add)
 
   local function enter_classes(functions, area)
     for _, class in ipairs(classes_of(functions)) do
-      for _, name in ipairs(sorted(class.methods)) do
+      for _, name in ipairs(nearest.keys(class.methods)) do
         local f = rawget(class.methods, name)
         local at = type(f) == "function" and name:sub(1, 1) ~= "_" and definition(f)
         if at and text_of(at, name) ~= "" then enter(class.name .. ":" .. name, f, area, 1) end
@@ -132,7 +125,7 @@ function M.read(engine, add)
   end
 
   local function enter_module(full, module, area, functions)
-    for _, key in ipairs(sorted(module)) do
+    for _, key in ipairs(nearest.keys(module)) do
       local value, name = rawget(module, key), ("%s.%s"):format(full, key)
       if type(value) == "function" and key:sub(1, 1) ~= "_" then
         functions[#functions + 1] = value
@@ -141,7 +134,7 @@ function M.read(engine, add)
         enter(name, rawget(value, "init") or rawget(value, "forward"), area,
           rawget(value, "init") and 1 or math.huge)
       elseif type(value) == "table" and key:find("^%u") then                   -- a class
-        for _, method in ipairs(sorted(value)) do
+        for _, method in ipairs(nearest.keys(value)) do
           if type(value[method]) == "function" then
             enter(key:lower() .. ":" .. method, value[method], area, 1)
           end
@@ -151,18 +144,18 @@ function M.read(engine, add)
   end
 
   local tensor = require "engine.tensor.tensor"
-  for _, name in ipairs(sorted(engine)) do
+  for _, name in ipairs(nearest.keys(engine)) do
     if type(engine[name]) == "function" and not tensor.methods[name] then
       enter("engine." .. name, engine[name], "engine")
     end
   end
-  for _, name in ipairs(sorted(tensor.methods)) do
+  for _, name in ipairs(nearest.keys(tensor.methods)) do
     enter("tensor:" .. name, tensor.methods[name], "tensor", 1)
     if rawget(engine, name) == tensor.methods[name] then
       enter("engine." .. name, engine[name], "tensor")
     end
   end
-  for _, name in ipairs(sorted(tensor.getters)) do
+  for _, name in ipairs(nearest.keys(tensor.getters)) do
     local at = definition(tensor.getters[name])
     add { name = "tensor." .. name, kind = "field", area = "tensor", signature = "tensor." .. name,
       text = text_of(at, name), where = ("%s:%d"):format(at.path, at.line) }
@@ -170,7 +163,7 @@ function M.read(engine, add)
 
   local _ = engine.nn.gpt2                                          -- loaded on demand
   local parts = upvalue(getmetatable(engine).__index, "parts")
-  for _, name in ipairs(sorted(parts)) do
+  for _, name in ipairs(nearest.keys(parts)) do
     local module, full = engine[name], "engine." .. name
     local functions = {}
     local path = "lua/" .. parts[name][1]:gsub("%.", "/")

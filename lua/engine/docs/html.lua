@@ -130,7 +130,7 @@ function M.write(index, folder)
     end
   end
 
-  -- In the order of the table in docs/README.md, that page first.
+  -- Guides are in the order of the table in docs/README.md, and that page is the first.
   local contents = file.read(source.path "docs/README.md")
   local function place(entry)
     return contents:find(entry.where:match("([^/]*/?[^/]*):%d+$"):gsub("^docs/", ""), 1, true) or 0

@@ -1,6 +1,7 @@
 -- The reference in memory: entries { name, names, kind, area, signature, text, example, where }
 -- from the readers beside this file, found by name for `engine help NAME`, html.lua and types.lua.
 local nearest = require "engine.base.nearest"
+local show = require "engine.base.show"
 local source = require "engine.docs.source"
 
 local M = {}
@@ -91,8 +92,9 @@ local function search(list, name)
   return parts, {}
 end
 
---- The entries called `name`: those with this full name, else those that end in it (`gelu` for
---- tensor:gelu); else the words. The second result lists the other entries that end in it.
+--- The entries called `name`: those with this full name, else those whose name ends in it (`gelu`
+--- for tensor:gelu), else those of self.words. The second result lists the other entries whose name
+--- ends in `name`.
 function Index:find(name)
   local found, others = search(self.entries, name)
   if #found == 0 then found, others = search(self.words, name) end
@@ -116,26 +118,14 @@ function Index:hint(name)
   return nearest.hint(name, names)
 end
 
--- Lines of at most 100 columns; the rest of a line keeps its indentation.
-local function wrap(text)
-  return (text:gsub("[^\n]+", function(line)
-    local indent, lines = line:match("^ *"), {}
-    while #line > 100 do
-      local head, rest = line:sub(1, 100):match("^(.*%S) +(%S*)$")
-      if not head then break end
-      lines[#lines + 1], line = head, indent .. rest .. line:sub(101)
-    end
-    lines[#lines + 1] = line
-    return table.concat(lines, "\n")
-  end))
-end
-
 --- An entry as text for the terminal.
 function M.text(entry)
   local lines = { ("%s  (%s)"):format(entry.signature, entry.kind), "" }
   if entry.kind == "command" or entry.kind == "guide" then lines = {} end
   lines[#lines + 1] = (entry.text:gsub("%s+$", ""))
-  if entry.kind ~= "guide" then lines[#lines] = wrap((lines[#lines]:gsub("%*%*", ""))) end
+  if entry.kind ~= "guide" then
+    lines[#lines] = show.wrap((lines[#lines]:gsub("%*%*", "")), 100)
+  end
   if entry.example then
     lines[#lines + 1] = "\nExample:"
     lines[#lines + 1] = "  " .. entry.example:gsub("\n", "\n  ")

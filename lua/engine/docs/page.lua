@@ -31,13 +31,10 @@ input { font: inherit; width: 100%; padding: .5rem .7rem; color: inherit; backgr
 ul.names { columns: 15rem; padding-left: 1.1rem } img { max-width: 100% }
 ]]
 
-function M.escape(text)
-  local entities = { ["&"] = "&amp;", ["<"] = "&lt;", [">"] = "&gt;", ['"'] = "&quot;" }
-  return (text:gsub('[&<>"]', entities))
-end
+M.escape = require("engine.report.chart").entities
 
 function M.slug(heading)
-  local text = heading:lower():gsub("<[^>]*>", ""):gsub("&%w+;", "")
+  local text = heading:lower():gsub("<[^>]*>", ""):gsub("&#?%w+;", "")
   return (text:gsub("[^%w%s_-]", ""):gsub("%s", "-"))
 end
 
@@ -52,7 +49,7 @@ function M.frame(title, body)
 ]]):format(M.escape(title), STYLE, M.escape(title), body)
 end
 
--- Turns `name` in code into a link where the reference has it; links maps a name to its address.
+-- Turns each `name` in code into a link if the reference has the name. links: name -> address.
 local function linked(html, links)
   return (html:gsub("<code>([%w_.:]+)</code>", function(name)
     local target = links[name]
@@ -82,8 +79,8 @@ function M.prose(text, links)
   return table.concat(html, "\n")
 end
 
---- A Markdown file as HTML. Every heading has an anchor. resolve(address) gives the address of a
---- link on a page, or nil for one that becomes plain text.
+--- A Markdown file as HTML. Every heading has an anchor. resolve(address) returns the address of a
+--- link on the page, or nil if the link is to become plain text.
 function M.markdown(path, links, resolve)
   local quoted = source.path(path):gsub("'", "'\\''")
   local pipe = assert(io.popen(("cmark-gfm -e table '%s' 2>&1"):format(quoted)))

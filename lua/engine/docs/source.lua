@@ -5,8 +5,8 @@ local file = require "engine.base.file"
 
 local M = {}
 
---- Where a file or folder of the tree is, in the tree or installed: "core/ops.def" -> a path. nil
---- when it does not exist.
+--- The path of a file or folder, in the source tree or installed, from its name in the tree, such
+--- as "core/ops.def". nil if it does not exist.
 function M.path(name)
   local module = name:match("^lua/engine/(.*)$")
   if module then return M_ffi.home .. "/" .. module end
@@ -83,7 +83,7 @@ function M.table_rows(path, heading)
   return rows
 end
 
---- "`a`, `b`: " before text that several names share.
+--- The prefix "`a`, `b`: " of a text that several names share.
 function M.shared(names)
   return #names > 1 and "`" .. table.concat(names, "`, `") .. "`: " or ""
 end

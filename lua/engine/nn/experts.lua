@@ -2,15 +2,16 @@
 -- in place of the others. Rows are sent to the ranks of their experts and the outputs are sent back
 -- (core/dist/comm_experts.c). Gradients take the same routes in reverse.
 --
--- Rows on their way to experts (tokens, and gradients of outputs) have the format `dispatch`:
--- "own", "fp32", "bf16" or "fp8" (e4m3 in blocks of 128 along a row with power-of-two scales, as in
--- DeepSeek-V3; inf becomes nan). Rows on their way back (outputs, and gradients of tokens) have the
+-- Rows that travel to experts (tokens, and gradients of outputs) have the format `dispatch`: "own",
+-- "fp32", "bf16" or "fp8" (e4m3 in blocks of 128 along a row with power-of-two scales, as in
+-- DeepSeek-V3; inf becomes nan). Rows that travel back (outputs, and gradients of tokens) have the
 -- format `combine`: "own", "fp32" or "bf16".
 --
--- All ranks of the group run the same passes, with or without rows; the core names a rank that is
--- missing (core/dist/comm.c). dist/reducer.lua reads a module's `_apart` to learn which ranks hold
--- which parameters: gradients are summed only over the holders, while the record, group scales and
--- verdicts cover all ranks. Called by moe.lua. Shapes: n rows, C columns, E experts.
+-- All ranks of the group run the same passes, with or without rows. If a rank misses one, the core
+-- names that rank (core/dist/comm.c). dist/reducer.lua reads a module's `_apart` to learn which
+-- ranks hold which parameters. It sums a gradient only over the ranks that hold the parameter; the
+-- record, group scales and verdicts cover all ranks. Called by moe.lua. Shapes: n rows, C columns,
+-- E experts.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local autograd = require "engine.tensor.autograd"
@@ -34,10 +35,11 @@ function M.new(count, options)
   local dispatch, combine = options.dispatch or "own", options.combine or "own"
   local value_text = M_ffi.value_text
   if not DISPATCH[dispatch] then
-    raise("nn.moe: expected dispatch to be own, fp32, bf16 or fp8, got %s", value_text(dispatch))
+    raise("nn.moe: expected dispatch to be 'own', 'fp32', 'bf16' or 'fp8', got %s",
+      value_text(dispatch))
   end
   if not COMBINE[combine] then
-    raise("nn.moe: expected combine to be own, fp32 or bf16, got %s", value_text(combine))
+    raise("nn.moe: expected combine to be 'own', 'fp32' or 'bf16', got %s", value_text(combine))
   end
   if group == nil then return nil end
   if type(group) ~= "table" or not group.across then
@@ -45,7 +47,7 @@ function M.new(count, options)
       value_text(group))
   end
   if count % group.size ~= 0 then
-    raise("nn.moe: %d experts do not divide by %d ranks", count, group.size)
+    raise("nn.moe: %d experts cannot be divided evenly among %d ranks", count, group.size)
   end
   if group.size == 1 then return nil end
   local each = count / group.size
@@ -53,7 +55,7 @@ function M.new(count, options)
     parameters = {}, formats = { out = DISPATCH[dispatch], back = COMBINE[combine] } }, Experts)
 end
 
--- Replaces a parameter that another rank holds by an empty one of its dtype.
+-- Replaces a parameter that another rank holds by an empty tensor of the same dtype.
 local function empty(p)
   local x, shape = p.tensor, p.tensor.shape
   shape[1] = 0
@@ -67,7 +69,7 @@ local function empty(p)
 end
 
 --- Registers expert e. Every rank makes every expert, so that one seed gives the same weights
---- everywhere, and then frees the weights of the experts that it does not hold.
+--- everywhere. The rank then frees the weights of an expert that it does not hold.
 function Experts:made(e, expert)
   local held = e >= self.first and e < self.first + self.each
   for _, p in ipairs(expert:parameters()) do
@@ -76,8 +78,8 @@ function Experts:made(e, expert)
   end
 end
 
--- Sends rows [n x C] to other ranks and receives theirs. `way` is "out" or "back"; gradients go the
--- other way. `anchor` is an input that puts the node on the tape (see outputs).
+-- Sends rows [n x C] to other ranks and receives rows from them. `way` is "out" or "back";
+-- gradients go the other way. `anchor` is an input that puts the node on the tape (see outputs).
 local function exchange(self, x, send, receive, way, anchor)
   local function run(rows, from, to, direction)
     local n = 0
@@ -93,9 +95,9 @@ local function exchange(self, x, send, receive, way, anchor)
   return moved(x, anchor)
 end
 
--- Adds the other ranks' counts of rows by expert to `counts`. Returns how many rows go to each rank
--- and how many come from each, and for each own expert the positions (from 0) of its rows among the
--- received ones, which are in order of rank and expert.
+-- Adds the other ranks' numbers of rows per expert to `counts`. Returns how many rows go to each
+-- rank, how many come from each rank, and, for each of this rank's experts, the positions (from 0)
+-- of its rows among the received rows. Received rows are in order of rank and expert.
 local function plan(self, counts)
   local E, size, each = self.total, self.group.size, self.each
   local own, all = ffi.new("int64_t[?]", E, counts), ffi.new("int64_t[?]", E * size)
@@ -123,8 +125,9 @@ end
 
 local function index(list) return tensor.tensor(list, { dtype = "i64", keep = false }) end
 
---- experts(e) on rows [n x C] in expert order, for experts on this rank and on others: the outputs
---- [n x C]. counts: how many of the rows each expert has; set to the counts over all ranks.
+--- Applies experts(e) to rows [n x C], which are in expert order, on this rank and on others.
+--- Returns the outputs [n x C]. counts: how many of this rank's rows each expert has; becomes the
+--- counts over all ranks.
 function Experts:outputs(rows, counts, experts)
   local send, receive, places = plan(self, counts)
   local received, parts, back, at = exchange(self, rows, send, receive, "out"), {}, {}, 0
@@ -141,12 +144,12 @@ function Experts:outputs(rows, counts, experts)
   if at > 0 then
     output = (#parts > 1 and tensor.concat(parts, 1) or parts[1]):index_select(1, index(back))
   end
-  -- A rank whose experts got no rows learns the dtype of outputs from the others.
+-- A rank whose experts got no rows learns the outputs' dtype from the other ranks.
   local format = ffi.new("int64_t[1]", at > 0 and M_ffi.dtype[output.dtype] or -1)
   check(C.eng_comm_all_reduce(self.group.comm, format, 1, M_ffi.dtype.i64, C.ENG_MAX))
   output = output:to(M_ffi.dtype_name[tonumber(format[0])])
-  -- Every rank must also take part in the backward exchange. On a rank whose experts got no rows,
-  -- no tape input leads there, so one of its parameters is made an input.
+-- Every rank must also take part in the backward exchange. Without rows, no input of the exchange
+-- is on the tape, so one of the experts' parameters becomes an input.
   local anchor
   for _, p in ipairs(experts:parameters()) do
     if not anchor and arguments.info(p.tensor).requires_grad ~= 0 then anchor = p.tensor end
@@ -154,9 +157,9 @@ function Experts:outputs(rows, counts, experts)
   return exchange(self, output, receive, send, "back", anchor)
 end
 
---- Starts measuring what is sent. Returns what was sent since the last call, { out = { bytes, snr
---- }, back = { bytes, snr } }: bytes to other ranks, and the signal-to-noise ratio in dB of
---- rounding to the format (inf: exact). The first call returns an empty table.
+--- Starts measuring what this rank sends. Returns the measurements since the last call, { out = {
+--- bytes, snr }, back = { bytes, snr } }: the bytes sent to other ranks, and the signal-to-noise
+--- ratio in dB of rounding to the format (inf: exact). The first call returns an empty table.
 function Experts:measure()
   local result = {}
   for way, facts in pairs(self.facts or {}) do

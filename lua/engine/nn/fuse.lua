@@ -1,12 +1,11 @@
--- Fusion: decides which neighbouring operations of a model run as one operation. Models say what
--- they compute, with the functions below; no other file of this folder names a fused operation or
--- an FP8 site. A fused form gives the bits of its parts (mlp_gelu in f16 and bf16: its backward
--- pass rounds once less). Called by layers.lua, transformer.lua and models.lua.
+-- Fusion: decides which neighbouring operations of a model run as one operation. Models say what to
+-- compute by calling the functions below; no other file of this folder names a fused operation or
+-- an FP8 site. A fused form gives the bits of its parts, with one exception: the backward pass of
+-- mlp_gelu in f16 and bf16 rounds once less. Called by layers.lua, transformer.lua and models.lua.
 --
--- A module takes part in a fusion if it is unchanged: its `forward` is the library's, not an
--- adapter's or an override, and it has no relative scale (`_relative_scale`,
--- policy/groups.lua), because the fused operation would run partly outside the module that the
--- scale applies to.
+-- A module takes part in a fusion if its `forward` is the library's, not an adapter's or an
+-- override, and if it has no relative scale (`_relative_scale`, policy/groups.lua). A fused
+-- operation would run partly outside the module to which the scale applies.
 -- Shapes: B batch, T time, C width.
 local module = require "engine.nn.module"
 local tensor = require "engine.tensor.tensor"
@@ -15,8 +14,8 @@ local M = {}
 
 local library = { linear = {}, norm = {}, block = {} }   -- forwards of the library, by kind
 
---- Declares that `class` is a "linear", a "norm" (forward(x, branch) returns the norm of
---- x + branch, and x + branch) or a "block" (forward(x, open), see stack).
+--- Declares the kind of `class`: a "linear", a "norm" (forward(x, branch) returns the norm of x +
+--- branch, and x + branch) or a "block" (forward(x, open), see stack).
 function M.register(kind, class) library[kind][class.forward] = true end
 
 local function is_unchanged(m, kind)
@@ -31,8 +30,8 @@ function M.linear(layer, x)
   return x:linear(layer.weight, rawget(layer, "bias"), rawget(layer, "_fp8"))
 end
 
---- f(x), where nothing else reads x: its memory is freed unless the backward pass needs it. `of` is
---- the tensor that x is a view of, if it is one.
+--- Returns f(x) and then frees the memory of x, unless the backward pass needs it. Nothing but f
+--- may read x. `of`: the tensor that x is a view of, or nil.
 function M.last_use(f, x, of)
   local y = f(x)
   x:done()
@@ -40,7 +39,8 @@ function M.last_use(f, x, of)
   return y
 end
 
--- The GPU epilogues of mlp_gelu have not run on hardware yet, so GPUs use it only if asked.
+-- The GPU epilogues of mlp_gelu have not run on hardware yet. On GPUs mlp_gelu is used only if
+-- ENGINE_MLP_IN_ONE is 1.
 local MLP_GELU_ON_CUDA = os.getenv("ENGINE_MLP_IN_ONE") == "1"
 
 local function can_fuse_gelu(x, up, form, down)
@@ -58,7 +58,7 @@ function M.gelu_mlp(x, up, form, down)
 end
 
 --- down(silu(gate) * up): gate, up [.. x K] -> [.. x N]. If `down` is an FP8 site, the product is
---- quantized as it is computed, unless modules are watched: a trap has to see the product itself.
+--- quantized while it is computed, except under a trap, which has to see the product itself.
 function M.swiglu_mlp(gate, up, down)
   local site = rawget(down, "_fp8")
   local as_codes = site and is_unchanged(down, "linear") and not module.watched()
@@ -69,8 +69,8 @@ function M.swiglu_mlp(gate, up, down)
   return y
 end
 
---- tensor.attention(q, k, v, options) for the layer `out` that reads the result. Attention keeps
---- the result in e5m6 if `out` is an FP8 site that stores its input in that format.
+--- tensor.attention(q, k, v, options), whose result the layer `out` reads. Attention keeps the
+--- result in e5m6 if `out` is an FP8 site that stores its input in that format.
 function M.attention(q, k, v, out, options)
   options.site = rawget(out, "_fp8")
   return tensor.attention(q, k, v, options)
@@ -78,30 +78,31 @@ end
 
 -- ------------------------------------------------------------------ residuals and norms
 
---- x:layer_norm(...); with a branch, the norm of x + branch, and x + branch.
+--- x:layer_norm(...). With a branch: the norm of x + branch, and x + branch.
 function M.layer_norm(x, branch, ...)
   if branch then return x:add_layer_norm(branch, ...) end
   return x:layer_norm(...)
 end
 
---- x:rms_norm(...); with a branch, the norm of x + branch, and x + branch.
+--- x:rms_norm(...). With a branch: the norm of x + branch, and x + branch.
 function M.rms_norm(x, branch, ...)
   if branch then return x:add_rms_norm(branch, ...) end
   return x:rms_norm(...)
 end
 
--- A sum x + branch that is not computed yet; the norm that follows computes it along with itself.
+-- A sum x + branch that is not computed yet. The norm that follows computes the sum too.
 local Sum = {}
 Sum.__index = Sum
 
---- x as a Sum without a branch: `+ y` adds a branch, :norm(module) applies a norm, :value() gives
---- the tensor. A Sum is returned as it is.
+--- Makes a Sum of x without a branch: `+ y` adds a branch, :norm(module) applies a norm, :value()
+--- gives the tensor. An x that is a Sum already is returned unchanged.
 function M.sum(x)
   if getmetatable(x) == Sum then return x end
   return setmetatable({ x = x }, Sum)
 end
 
--- Only a branch of x's shape stays open; a number or a tensor to broadcast is added at once.
+-- Defers the sum only if the branch has x's shape. A number or a tensor that broadcasts is added
+-- now.
 function Sum:__add(branch)
   local x = self:value()
   if tensor.is_tensor(branch) and branch.ndim == x.ndim and branch.count == x.count then
@@ -123,8 +124,9 @@ function Sum:norm(norm)
   return y
 end
 
---- norm(blocks[n](... blocks[1](x))): x [B x T x C] -> the same. A block's last sum stays open
---- (block(x, true) returns a Sum) if the block and the module after it are unchanged.
+--- norm(blocks[n](... blocks[1](x))): x [B x T x C] -> the same shape. If a block and the module
+--- after it are unchanged, the block leaves its last sum to that module: block(x, true) returns a
+--- Sum.
 function M.stack(x, blocks, norm)
   for i, block in ipairs(blocks) do
     local after = blocks[i + 1]

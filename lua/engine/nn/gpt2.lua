@@ -1,11 +1,12 @@
--- GPT-2 in Hugging Face's files, config.json and model.safetensors, under their names: models
--- trained here load there, and the other way round. `engine.nn.gpt2`:
+-- Reads and writes GPT-2 in Hugging Face's files, config.json and model.safetensors, under Hugging
+-- Face's names. Models trained here load there, and the other way round. `engine.nn.gpt2`:
 --   local model = nn.gpt2.load("gpt2")                  a folder with both files
 --   local model = nn.gpt2 { vocab_size = 50257, n_embd = 768, n_layer = 12, n_head = 12 }
 --   model:save("out")                                   the same two files
 -- The model is an nn.gpt; this file maps names. Hugging Face stores the weights of its Conv1D as
 -- [in x out], so they are transposed on reading and writing.
 local M_ffi = require "engine.base.ffi"
+local files = require "engine.base.file"
 local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
 local safetensors = require "engine.tensor.safetensors"
@@ -17,13 +18,23 @@ local C, check = M_ffi.C, M_ffi.check
 
 -- ------------------------------------------------------------------ config.json
 
--- The fields that shape the model, with Hugging Face's defaults. Other fields are kept and written
--- back.
+local function is_whole(x) return x >= 1 and x % 1 == 0 and x < 2 ^ 31 end
+local whole = { "a whole number of 1 or more", is_whole }
+local probability = { "in [0, 1)", function(x) return x >= 0 and x < 1 end }
+local positive = { "above 0", function(x) return x > 0 end }
+
+-- The fields that shape the model: Hugging Face's default, the option of nn.gpt (nil: only the
+-- default is supported), the range. Other fields are kept and written back.
 local FIELDS = {
-  vocab_size = 50257, n_positions = 1024, n_embd = 768, n_layer = 12, n_head = 12, n_inner = false,
-  activation_function = "gelu_new", layer_norm_epsilon = 1e-5, resid_pdrop = 0.1, embd_pdrop = 0.1,
-  attn_pdrop = 0.1, tie_word_embeddings = true, scale_attn_weights = true,
-  scale_attn_by_inverse_layer_idx = false, add_cross_attention = false,
+  vocab_size = { 50257, "vocab", whole }, n_positions = { 1024, "context", whole },
+  n_embd = { 768, "width", whole }, n_layer = { 12, "layers", whole },
+  n_head = { 12, "heads", whole }, n_inner = { false, "hidden", whole },
+  layer_norm_epsilon = { 1e-5, "eps", positive }, resid_pdrop = { 0.1, "dropout", probability },
+  embd_pdrop = { 0.1, "embedding_dropout", probability },
+  attn_pdrop = { 0.1, "attention_dropout", probability },
+  activation_function = { "gelu_new", "gelu" }, tie_word_embeddings = { true, "tied" },
+  scale_attn_weights = { true }, scale_attn_by_inverse_layer_idx = { false },
+  add_cross_attention = { false },
 }
 local GELU = { gelu_new = "tanh", gelu_pytorch_tanh = "tanh", gelu_fast = "tanh",
   gelu_accurate = "tanh", gelu = "erf", gelu_python = "erf" }
@@ -32,46 +43,31 @@ local function fail(...) error("gpt2: " .. string.format(...), 0) end
 
 -- The options of nn.gpt for the fields of a config.json; `where` names the file in errors.
 local function options_of(fields, where)
-  local f = {}
-  for key, default in pairs(FIELDS) do
+  local options = {}
+  for _, key in ipairs(nearest.keys(FIELDS)) do
+    local default, option, range = unpack(FIELDS[key], 1, 3)
     local value = fields[key]
     if value == nil or type(value) == "userdata" then value = default end   -- userdata: JSON's null
     if type(value) ~= type(default) and not (key == "n_inner" and type(value) == "number") then
       fail("%s: expected %s to be a %s, got %s", where, key, type(default), tostring(value))
     end
-    f[key] = value
-  end
-  for _, key in ipairs { "vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner" } do
-    if f[key] and not (f[key] >= 1 and f[key] % 1 == 0 and f[key] < 2 ^ 31) then
-      fail("%s: expected %s to be a whole number of 1 or more, got %s", where, key,
-        tostring(f[key]))
+    if range and value and not range[2](value) then
+      fail("%s: expected %s %s%s, got %s", where, key, range == whole and "to be " or "",
+        range[1], tostring(value))
     end
-  end
-  for _, key in ipairs { "resid_pdrop", "embd_pdrop", "attn_pdrop" } do
-    if not (f[key] >= 0 and f[key] < 1) then
-      fail("%s: expected %s in [0, 1), got %s", where, key, tostring(f[key]))
+    if not option and value ~= default then
+      fail("%s: unscaled, layer-scaled and cross attention are not supported", where)
     end
+    if option then options[option] = value end
   end
-  if not (f.layer_norm_epsilon > 0) then
-    fail("%s: expected layer_norm_epsilon > 0, got %s", where, tostring(f.layer_norm_epsilon))
+  if options.width % options.heads ~= 0 then
+    fail("%s: the width n_embd %d is not divisible by %d heads", where, options.width,
+      options.heads)
   end
-  if f.n_embd % f.n_head ~= 0 then
-    fail("%s: the width n_embd %d does not divide by %d heads", where, f.n_embd, f.n_head)
-  end
-  local gelu = GELU[f.activation_function]
-  if not gelu then
-    fail("%s: expected activation_function gelu_new or gelu, got '%s'", where,
-      f.activation_function)
-  end
-  if not f.scale_attn_weights or f.scale_attn_by_inverse_layer_idx or f.add_cross_attention then
-    fail("%s: unscaled, layer-scaled and cross attention are not supported", where)
-  end
-  return {
-    vocab = f.vocab_size, context = f.n_positions, width = f.n_embd, layers = f.n_layer,
-    heads = f.n_head, hidden = f.n_inner, gelu = gelu, eps = f.layer_norm_epsilon,
-    dropout = f.resid_pdrop, embedding_dropout = f.embd_pdrop, attention_dropout = f.attn_pdrop,
-    tied = f.tie_word_embeddings,
-  }
+  local gelu = options.gelu
+  options.gelu = GELU[gelu]
+    or fail("%s: expected activation_function gelu_new or gelu, got '%s'", where, gelu)
+  return options
 end
 
 -- ------------------------------------------------------------------ the model
@@ -82,16 +78,17 @@ local GPT2 = module.class("gpt2")
 
 local GPT = models.gpt
 
--- A new model keeps its fields. A loaded one keeps its source: { shape = options of nn.gpt, text =
--- its config.json, prefix = of the names in its file, head = whether the file has a head }.
+-- A new model stores its fields. A loaded one stores its source: { shape = options of nn.gpt, text
+-- = the text of its config.json, prefix = of the names in its file, head = whether the file has a
+-- head }.
 function GPT2:init(fields, source)
   rawset(self, "source", source)
   if source then return GPT.init(self, source.shape) end
-  local names, known = {}, {}
-  for name, default in pairs(FIELDS) do names[#names + 1], known[name] = name, default end
+  local known = {}
+  for name, field in pairs(FIELDS) do known[name] = field[1] end
   for key, value in pairs(fields or {}) do
     if FIELDS[key] == nil then
-      local hint = nearest.hint(tostring(key), names)
+      local hint = nearest.hint(tostring(key), FIELDS)
       error(("nn.gpt2: unknown field '%s'%s"):format(tostring(key), hint), 3)
     end
     known[key] = value
@@ -103,7 +100,8 @@ function GPT2:init(fields, source)
 end
 for _, name in ipairs { "forward", "loss", "generate", "extra" } do GPT2[name] = GPT[name] end
 
--- Our name -> Hugging Face's, and whether it is a Conv1D weight. Their blocks count from 0.
+-- The engine's parameter name -> Hugging Face's, and whether the parameter is a Conv1D weight.
+-- Block numbers count from 0 there.
 local BLOCK = {
   ["norm1.weight"] = { "ln_1.weight" }, ["norm1.bias"] = { "ln_1.bias" },
   ["attn.qkv.weight"] = { "attn.c_attn.weight", true }, ["attn.qkv.bias"] = { "attn.c_attn.bias" },
@@ -129,23 +127,13 @@ local function entries(model, prefix)
   return list
 end
 
--- Entries that a file may hold besides the weights: causal masks, and the head tied to the
--- embedding.
+-- Entries of a file that are not parameters of the model: causal masks, and a head that is tied to
+-- the embedding.
 local function is_ignored(name, tied)
   return name:find("%.attn%.bias$") or name:find("%.attn%.masked_bias$") or tied and name == HEAD
 end
 
 -- ------------------------------------------------------------------ loading
-
-local function read_file(path)
-  local file, why = io.open(path, "rb")
-  if not file then
-    fail("cannot read %s; hint: expected a folder with config.json and model.safetensors", why)
-  end
-  local text = file:read("*a")
-  file:close()
-  return text or fail("cannot read %s", path)
-end
 
 -- Copies the file's weights into the model. Unknown names and missing weights are errors.
 local function fill(model, file, prefix)
@@ -185,7 +173,10 @@ end
 
 local function load(dir, options)
   local path = dir .. "/config.json"
-  local text = read_file(path)
+  local text, problem = files.read(path)
+  if not text then
+    fail("cannot read %s; hint: expected a folder with config.json and model.safetensors", problem)
+  end
   local fields, why = require("cjson.safe").decode(text)
   if type(fields) ~= "table" then
     fail("%s is not a JSON object: %s", path, tostring(why or type(fields)))
@@ -200,11 +191,9 @@ local function load(dir, options)
   end
 
   local weights = dir .. "/model.safetensors"
-  if C.eng_file_kind(weights) == 0 then
-    local sharded = C.eng_file_kind(weights .. ".index.json") ~= 0
-    local hint = sharded and "the weights are in shards, save them as one file"
-      or "save_pretrained writes it"
-    fail("%s is missing; hint: %s", weights, hint)
+  if not files.exists(weights) then
+    fail("%s is missing; hint: %s", weights, files.exists(weights .. ".index.json")
+      and "the weights are in shards, save them as one file" or "save_pretrained writes it")
   end
   local file = safetensors.open(weights)
   local prefix = file.entries["transformer.wpe.weight"] and "transformer." or ""
@@ -231,7 +220,8 @@ end
 
 -- ------------------------------------------------------------------ saving
 
--- The text of config.json. A loaded model keeps its own, except for the dtype, which is f32 now.
+-- The text of config.json. A loaded model keeps the text it was loaded with, except for the dtype,
+-- which is f32 now.
 local function config_text(model)
   if model.source then
     local text = model.source.text:gsub('("torch_dtype"%s*:%s*)"[^"]*"', '%1"float32"')
@@ -247,7 +237,7 @@ local function config_text(model)
   end
   list[#list + 1] = ('"activation_function": "%s"'):format(f.activation_function)
   list[#list + 1] = ('"tie_word_embeddings": %s'):format(tostring(f.tie_word_embeddings))
-  -- transformers' default is GPT-2's token 50256, which it rejects for a smaller vocabulary.
+-- transformers' default is token 50256 of GPT-2's vocabulary, which is an error with a smaller one.
   local last = f.vocab_size - 1
   list[#list + 1] = ('"bos_token_id": %d,\n  "eos_token_id": %d'):format(last, last)
   return "{\n  " .. table.concat(list, ",\n  ") .. "\n}\n"

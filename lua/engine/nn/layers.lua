@@ -137,11 +137,16 @@ M.gelu = GELU
 --- nn.sequential { a, b, c } or nn.sequential(a, b, c): applies its modules one after the other.
 local Sequential = class("sequential")
 function Sequential:init(...)
-  local list = module.is_module((...)) and { ... } or (...) or {}
-  if type(list) ~= "table" then
-    raise("nn.%s: expected modules, got %s", self._class, value_text(list))
+  local list, n = { ... }, select("#", ...)
+  if n == 1 and not module.is_module(list[1]) then
+    list = list[1]
+    if type(list) ~= "table" then
+      raise("nn.%s: expected modules, got %s", self._class, value_text(list))
+    end
+    n = #list
   end
-  for i, child in ipairs(list) do
+  for i = 1, n do
+    local child = list[i]
     if not module.is_module(child) then
       raise("nn.%s: expected entry %d to be a module, got %s", self._class, i, value_text(child))
     end

@@ -8,6 +8,7 @@ local arguments = require "engine.base.arguments"
 local fuse = require "engine.nn.fuse"
 local layers = require "engine.nn.layers"
 local module = require "engine.nn.module"
+local show = require "engine.base.show"
 local tensor = require "engine.tensor.tensor"
 local transformer = require "engine.nn.transformer"
 
@@ -21,8 +22,8 @@ local M = {}
 local WHOLE = { "vocab", "width", "heads", "layers", "context", "kv_heads", "hidden" }
 local PROBABILITIES = { "dropout", "embedding_dropout", "attention_dropout" }
 
--- The options of the model `name` (such as "nn.gpt"), completed by `defaults` and checked, as
--- self.config; self.context is kept for generate.
+-- Completes the options of the model `name` (such as "nn.gpt") by `defaults`, checks them and
+-- stores them as self.config. self.context is stored for generate.
 local function configure(self, name, options, defaults)
   local config, known = {}, {}
   for key, value in pairs(defaults) do config[key], known[key] = value, true end
@@ -42,7 +43,12 @@ local function configure(self, name, options, defaults)
   return config
 end
 
-local function some(n, what) return ("%d %s%s"):format(n, what, n == 1 and "" or "s") end
+-- The sizes of a model as text; `more` follows the number of heads.
+local function sizes(self, more)
+  local c = self.config
+  return ("%s, width %d, %s%s, vocab %d"):format(show.counted(c.layers, "layer"), c.width,
+    show.counted(c.heads, "head"), more, c.vocab)
+end
 
 -- A list of n modules, each made by make(i).
 local function repeated(n, make)
@@ -83,8 +89,8 @@ local function sample(logits, temperature, k)
   return ids and ids:view(-1):totable()[pick] or pick - 1
 end
 
--- model:generate(ids, count [, { temperature = 1, top_k = nil }]): the list of numbers `ids` and
--- `count` sampled tokens after it. Draws from the engine's generator; runs in evaluation mode.
+-- model:generate(ids, count [, { temperature = 1, top_k = nil }]): the list of numbers `ids`,
+-- followed by `count` sampled tokens. Draws from the engine's generator; runs in evaluation mode.
 local function generate(self, ids, count, options)
   local temperature, k = read_generate(ids, count, options)
   local engine, list = require "engine", { unpack(ids) }
@@ -100,8 +106,8 @@ local function generate(self, ids, count, options)
   return list
 end
 
--- model:loss(x, y): mean cross entropy of ids x [B x T] against the ids y [B x T] to be predicted;
--- options as those of cross_entropy. A target of -100 does not count.
+-- model:loss(x, y [, options]): the mean cross entropy of the model's predictions for ids x [B x T]
+-- against the ids y [B x T]. Options: those of cross_entropy. A target of -100 does not count.
 local function loss(self, x, y, options) return tensor.cross_entropy(self(x), y, options) end
 
 -- token(ids) + position(0 ... T-1): ids [B x T] -> [B x T x C].
@@ -119,8 +125,8 @@ end
 
 -- ------------------------------------------------------------------ decoders
 
--- GPT-2's initialization: standard deviations of weights, and of residual projections, which shrink
--- with depth.
+-- GPT-2's initialization: the standard deviation of weights, and that of residual projections,
+-- which shrinks with depth.
 local function deviations(depth) return 0.02, 0.02 / math.sqrt(2 * depth) end
 
 --- nn.gpt { vocab = 256, context = 256, width = 384, heads = 6, layers = 6, hidden = 4 * width,
@@ -153,11 +159,7 @@ function GPT:forward(ids)
   return logits(self, x, self.wte)
 end
 GPT.loss, GPT.generate = loss, generate
-function GPT:extra()
-  local c = self.config
-  return ("%s, width %d, %s, context %d, vocab %d"):format(some(c.layers, "layer"), c.width,
-    some(c.heads, "head"), c.context, c.vocab)
-end
+function GPT:extra() return sizes(self, (", context %d"):format(self.context)) end
 M.gpt = GPT
 
 --- nn.llama { vocab = 256, context = 256, width = 256, heads = 8, kv_heads = 2, layers = 4,
@@ -185,18 +187,14 @@ function Llama:forward(ids)
   return logits(self, x, self.embed)
 end
 Llama.loss, Llama.generate = loss, generate
-function Llama:extra()
-  local c = self.config
-  return ("%s, width %d, %s over %d, vocab %d"):format(some(c.layers, "layer"), c.width,
-    some(c.heads, "head"), c.kv_heads, c.vocab)
-end
+function Llama:extra() return sizes(self, (" over %d"):format(self.config.kv_heads)) end
 M.llama = Llama
 
 -- ------------------------------------------------------------------ encoder
 
---- nn.bert { vocab = 257, context = 128, width = 128, heads = 4, layers = 2, dropout = 0,
---- eps = 1e-12 }: ids [B x T] -> logits [B x T x V] of masked tokens. Post-norm blocks as in BERT.
---- In loss, targets are -100 at every token that is not masked.
+--- nn.bert { vocab = 257, context = 128, width = 128, heads = 4, layers = 2, dropout = 0, eps =
+--- 1e-12 }: ids [B x T] -> logits [B x T x V] that predict the masked tokens. Post-norm blocks as
+--- in BERT. The targets of loss are -100 at every token that is not masked.
 local Bert = class("bert")
 function Bert:init(options)
   local c = configure(self, "nn.bert", options, { vocab = 257, context = 128, width = 128,
@@ -217,11 +215,7 @@ function Bert:forward(ids)
   return x:linear(self.wte.weight, self.head_bias)
 end
 Bert.loss = loss
-function Bert:extra()
-  local c = self.config
-  return ("%s, width %d, %s, vocab %d"):format(some(c.layers, "layer"), c.width,
-    some(c.heads, "head"), c.vocab)
-end
+function Bert:extra() return sizes(self, "") end
 M.bert = Bert
 
 return M

@@ -9,6 +9,7 @@ local M_ffi = require "engine.base.ffi"
 local tensor = require "engine.tensor.tensor"
 local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
+local within = require "engine.base.within"
 
 local C, raise, is_tensor = M_ffi.C, M_ffi.raise, tensor.is_tensor
 
@@ -18,8 +19,9 @@ local M = {}
 
 local depth = 0   -- 1 while a module runs; the outermost call adds the module path to errors
 
--- The relative scale of the operations that run now: their gradients carry it times the loss scale.
--- It is that of the innermost module that has one (`_relative_scale`, policy/groups.lua), else 1.
+-- The relative scale of the operations that run now; their gradients carry the loss scale times
+-- this scale. The innermost module with a relative scale sets it (`_relative_scale`,
+-- policy/groups.lua); without such a module it is 1.
 local scale_now, scale_before = 1, M_ffi.new("double[1]")
 local function set_relative_scale(scale)
   if scale == scale_now then return end
@@ -34,8 +36,8 @@ end
 
 local enter, leave_module   -- set by watch
 
---- Calls on_enter(module) before each module's forward, and on_leave with its result afterwards.
---- watch(nil) stops this. Used by trap.lua.
+--- Calls state = on_enter(module) before each module's forward, and on_leave(state) afterwards.
+--- watch(nil) stops these calls. Used by trap.lua.
 function M.watch(on_enter, on_leave) enter, leave_module = on_enter, on_leave end
 
 --- Whether watch is active.
@@ -79,14 +81,18 @@ local function path_on_stack()
   return outermost and path_to(outermost, innermost) or "", outermost
 end
 
--- "file:line: In blocks.3.mlp: message". For an error raised by Lua inside engine/nn, the line is
--- the script's, and a nil or a number in a tensor's place is called that.
+local caller = ""       -- the script's line that called the outermost module, in a coroutine
+
+-- "file:line: In blocks.3.mlp: message". If Lua code inside engine/nn raised the error, the
+-- position is that of the script, and the message says that a tensor was expected where there was a
+-- nil or a number.
 local function explain(message)
   if type(message) ~= "string" then return message end
   local path, root = path_on_stack()
   local position, text = message:match("^([^\n:]+:%d+: )(.*)$")
   if not position or position:find("engine/nn/%w+%.lua:") then
     position = M_ffi.script_line()
+    if position == "" then position = caller end
     text = (text or message):gsub("^attempt to index local '(%w+)' %(a (%w+) value%)$",
       "expected a tensor as %1, got a %2"):gsub("got a nil$", "got nothing")
   end
@@ -94,15 +100,33 @@ local function explain(message)
     text or message)
 end
 
-local function leave(good, ...)
-  depth = depth - 1
-  set_relative_scale(1)
+local function pass(good, ...)
   if not good then error((...), 0) end
   return ...
 end
 
+local function leave(...)
+  depth = 0
+  set_relative_scale(1)
+  return pass(...)
+end
+
+-- While a coroutine is suspended inside a forward, other modules run as if it were in no call.
+local function call_in_coroutine(self, ...)
+  local scale, from = 1, M_ffi.script_line()
+  return within(function()
+    depth, caller = 1, from
+    set_relative_scale(scale)
+  end, function()
+    depth, caller, scale = 0, "", scale_now
+    set_relative_scale(1)
+  end, function(...) return pass(xpcall(forward, explain, self, ...)) end, ...)
+end
+
 local function call(self, ...)
   if depth > 0 then return forward(self, ...) end
+  local thread, is_main = coroutine.running()
+  if thread and not is_main then return call_in_coroutine(self, ...) end
   depth = 1
   return leave(xpcall(forward, explain, self, ...))
 end
@@ -118,8 +142,8 @@ local function is_module(x)
 end
 M.is_module = is_module
 
--- Stores a value in the module, and in `_order` the keys of modules and tensors in the order of
--- their first assignment.
+-- Stores a value in the module. The keys of modules and tensors also go to `_order`, in the order
+-- of their first assignment.
 local function assign(self, key, value)
   if is_module(value) and path_to(value, self) then
     raise("%s.%s: a module cannot contain itself", self._class, tostring(key))
@@ -151,8 +175,8 @@ function M.class(name)
   end })
 end
 
---- Registers a parameter under `key`. role: "linear", "embedding" or "norm", by which a precision
---- recipe chooses its formats.
+--- Registers a parameter under `key`. role: "linear", "embedding" or "norm"; a precision recipe
+--- chooses the parameter's formats by its role.
 function Module:parameter(key, value, role)
   if not is_tensor(value) then
     raise("parameter: expected a tensor for '%s', got %s", tostring(key), M_ffi.value_text(value))
@@ -171,7 +195,7 @@ local function walk(self, prefix, visit)
 end
 
 --- All parameters in order, a list of { name, tensor, role, owner }; `owner` is the module that
---- holds the tensor. A tensor that is reached twice (tied weights) is listed once.
+--- holds the tensor. A tensor that two modules share (tied weights) is listed once.
 function Module:parameters()
   local list, seen = {}, {}
   walk(self, "", function(name, value, owner, key)
@@ -204,8 +228,8 @@ function Module:apply(visit, path)
   return self
 end
 
---- Sets training mode (which switches dropout on) for this module and all below; train(false) and
---- eval() set evaluation mode.
+--- Sets training mode (which switches dropout on) for this module and all modules below it.
+--- train(false) and eval() set evaluation mode.
 function Module:train(on)
   return self:apply(function(module) rawset(module, "_training", on ~= false) end)
 end
@@ -216,17 +240,18 @@ function Module:is_training() return self._training end
 
 --- Runs f(...) in evaluation mode, restores every module's mode and returns f's results.
 function Module:evaluating(f, ...)
-  local was = {}
-  self:apply(function(module) was[module] = module._training end)
-  self:eval()
-  return (function(good, ...)
+  local was
+  return within(function()
+    was = {}
+    self:apply(function(module) was[module] = module._training end)
+    self:eval()
+  end, function()
     for module, training in pairs(was) do rawset(module, "_training", training) end
-    if not good then error((...), 0) end
-    return ...
-  end)(pcall(f, ...))
+  end, f, ...)
 end
 
---- Freezes every parameter below, so that it gets no gradient; freeze(false) unfreezes.
+--- Freezes every parameter of this module and the modules below it: a frozen parameter gets no
+--- gradient. freeze(false) unfreezes them.
 function Module:freeze(on)
   for _, p in ipairs(self:parameters()) do p.tensor:requires_grad(on == false) end
   return self
@@ -250,9 +275,9 @@ local function misfit(p, value)
   return got ~= expected and ("%s: expected %s, got %s"):format(p.name, expected, got) or nil
 end
 
---- Copies values from { name = tensor } into the parameters, converting dtypes. A missing or
---- unknown name or a wrong shape raises an error that lists all of them, and nothing is copied;
---- with { strict = false } the tensors that fit are copied. Returns the module and the list of
+--- Copies values from { name = tensor } into the parameters and converts dtypes. Missing names,
+--- unknown names and wrong shapes raise an error that lists all of them, and nothing is copied.
+--- With { strict = false } the tensors that fit are copied. Returns the module and the list of
 --- problems.
 function Module:load_state(state, options)
   if type(state) ~= "table" then

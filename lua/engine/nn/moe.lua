@@ -57,8 +57,9 @@ end
 
 local function index(list) return tensor.tensor(list, { dtype = "i64", keep = false }) end
 
--- The tokens of each expert (from 0), for the experts chosen [N x k] (from 0). For each slot n * k
--- + i of that table also the position of its output among the outputs in expert order.
+-- `chosen` [N x k] has the experts of each token (from 0). Returns each expert's tokens (from 0)
+-- and, for each slot n * k + i of `chosen`, the position of the slot's output among the outputs in
+-- expert order.
 local function route(chosen, experts, k)
   local slots, tokens, back, slot, row = {}, {}, {}, 0, 0
   for e = 1, experts do slots[e], tokens[e] = {}, {} end
@@ -93,8 +94,8 @@ local function outputs(self, rows, tokens, counts)
   return #parts > 1 and tensor.concat(parts, 1) or parts[1]
 end
 
--- The chosen experts' outputs [N x k x C] for rows [N x C], and a list of the experts' shares of
--- the tokens times E. Sets `counts`.
+-- The outputs [N x k x C] of the chosen experts for rows [N x C], and a list with each expert's
+-- share of the tokens times E. Sets `counts`.
 local function run_experts(self, rows, chosen)
   local tokens, back = route(chosen, self.total, self.k)
   local counts, share = {}, {}
@@ -120,8 +121,8 @@ function MoE:forward(x)
 end
 
 --- moe:sent(): for experts divided over ranks, what was sent since the last call, { out = { bytes,
---- snr }, back = { bytes, snr } } (see Experts:measure in experts.lua); the first call starts
---- measuring. Else nil.
+--- snr }, back = { bytes, snr } } (see Experts:measure in experts.lua). The first call starts the
+--- measurement. Returns nil if the experts are not divided.
 function MoE:sent() return self._apart and self._apart:measure() or nil end
 function MoE:extra() return ("%d experts, %d a token"):format(self.total, self.k) end
 

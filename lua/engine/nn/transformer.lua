@@ -1,5 +1,5 @@
 -- The parts of transformers: attention, feed-forward modules and residual blocks. models.lua builds
--- models from them. Which operations run as one is decided in fuse.lua.
+-- models from them. fuse.lua decides which operations run as one.
 -- Shapes: B batch, T time, C width, H heads, G key/value heads, D = C / H.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
@@ -29,9 +29,9 @@ function M.positions(T) return tensor.arange(0, T - 1, 1, { dtype = "i32", keep 
 
 --- Self-attention: nn.attention(width, heads [, options]), x [B x T x C] -> [B x T x C]. Options:
 --- causal (true), kv_heads (heads), rope (base of the rotary positions), bias (true), std and
---- out_std (of the initial weights), dropout (of the attention weights in training mode, which are
---- then stored in full instead of computed row by row). With `watch_entropy` set, `entropy` holds
---- the entropy of each row of the last call in nats, [B x H x T].
+--- out_std (of the initial weights), dropout (of the attention weights in training mode; these are
+--- then stored in full instead of computed row by row). If `watch_entropy` is set, each call stores
+--- the entropy of each row of attention weights in `entropy`, in nats, [B x H x T].
 local Attention = class("attention")
 local ATTENTION = { causal = true, kv_heads = true, rope = true, bias = true, std = true,
   out_std = true, dropout = true }
@@ -133,8 +133,8 @@ M.swiglu = SwiGLU
 
 -- ------------------------------------------------------------------ blocks
 
---- A pre-norm residual block: nn.block(norm1, attention, norm2, feed_forward [, dropout]),
---- x [B x T x C] -> the same. x may be a Sum of fuse.lua; with `open` the result is one.
+--- A pre-norm residual block: nn.block(norm1, attention, norm2, feed_forward [, dropout]), x [B x T
+--- x C] -> the same shape. x may be a Sum of fuse.lua; with `open` the result is a Sum.
 local Block = class("block")
 function Block:init(norm1, attention, norm2, feed_forward, dropout)
   self.norm1 = norm1
@@ -152,8 +152,8 @@ end
 fuse.register("block", Block)
 M.block = Block
 
---- BERT's post-norm block, for its configuration { width, heads, eps, dropout }: x [B x T x C] ->
---- the same.
+--- BERT's post-norm block, for a configuration { width, heads, eps, dropout }: x [B x T x C] -> the
+--- same shape.
 local PostNormBlock = class("bert_block")
 function PostNormBlock:init(c)
   self.attn = Attention(c.width, c.heads, { causal = false, std = 0.02 })

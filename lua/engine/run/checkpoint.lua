@@ -128,8 +128,9 @@ local function begin(dir, step)
   return { dir = dir, final = final, temporary = final .. ".tmp" }
 end
 
--- Called when all files are written: renames the checkpoint and removes those past options.keep.
--- Returns its path, and a message when an old one could not be removed.
+-- Called when all files are written: renames the checkpoint, and removes the oldest ones if there
+-- are more than options.keep. Returns the checkpoint's path, and a message when an old one could
+-- not be removed.
 local function finish(place, step, format, files, state, options)
   for name in pairs(files) do
     if C.eng_file_kind(place.temporary .. "/" .. name) ~= FILE then
@@ -145,6 +146,9 @@ local function finish(place, step, format, files, state, options)
   local pruned, problem = pcall(prune, place.dir, keep)
   return place.final, not pruned and problem or nil
 end
+
+-- The message without the position in the script.
+local function plain(message) return (tostring(message):gsub("^[^:\n]+:%d+: ", "")) end
 
 local function abandon(place) pcall(remove, place.temporary) end
 
@@ -175,15 +179,12 @@ function M.save(dir, step, parts, options)
   end)
   if good then return path, note end
   if place.temporary then abandon(place) end
-  error("checkpoint " .. place.final .. ": " .. tostring(path), 2)
+  error("checkpoint " .. place.final .. ": " .. plain(path), 2)
 end
 
 local function shard_name(rank, size)
   return ("shard-%05d-of-%05d.safetensors"):format(rank + 1, size)
 end
-
--- The message without the position in the script.
-local function plain(message) return (tostring(message):gsub("^[^:\n]+:%d+: ", "")) end
 
 -- Writes this rank's file; returns "crc bytes".
 local function write_own(place, pieces, step)
@@ -212,12 +213,11 @@ local function files_of(answers)
   return files
 end
 
---- Writes the checkpoint of `step` into dir, one shard per rank; every rank calls it. pieces():
---- what this rank writes (shards.lua); state(): plain data, called on rank 0. options.keep as in
---- M.save.
---- Returns the path on every rank, or nil and what went wrong on one of them; then nothing in dir
---- has changed. The checkpoint gets its final name when every rank is done: if a rank dies before,
---- the previous checkpoint stays the newest.
+--- Writes the checkpoint of `step` into dir, one shard per rank; every rank calls it. pieces()
+--- returns what this rank writes (shards.lua). state() returns plain data and is called on rank 0.
+--- options.keep as in M.save. Returns the path on every rank. If a rank fails, returns nil and what
+--- went wrong there, and nothing in dir has changed. The checkpoint gets its final name when every
+--- rank is done: if a rank dies before, the previous checkpoint stays the newest.
 function M.save_shards(dir, step, pieces, state, options)
   local first = ranks.rank() == 0
   local place, began, problem
@@ -230,7 +230,7 @@ function M.save_shards(dir, step, pieces, state, options)
   if told:sub(1, 1) == "-" then return nil, told:sub(2) end
   place = place or { temporary = told:sub(2) }
   local wrote, answer = pcall(write_own, place, pieces, step)
-  local answers = ranks.from_all(wrote and "ok " .. answer or plain(answer), 500)
+  local answers = ranks.from_all(wrote and "ok " .. answer or plain(answer))
   local final, note
   if first then
     local good, result, more = pcall(function()
@@ -333,13 +333,16 @@ local function verify(directory)
   return header
 end
 
--- The path and header of the newest intact checkpoint, or nil; and messages about skipped ones.
-local function newest(dir)
+-- The path and header of the newest intact checkpoint, of step `last` or before, or nil; and
+-- messages about skipped ones.
+local function newest(dir, last)
   local all, skipped = list(dir), {}
   for i = #all, 1, -1 do
-    local header, problem = verify(all[i].path)
-    if header then return all[i].path, header, skipped end
-    skipped[#skipped + 1] = ("checkpoint %s is skipped: %s"):format(all[i].path, problem)
+    if all[i].step <= (last or all[i].step) then
+      local header, problem = verify(all[i].path)
+      if header then return all[i].path, header, skipped end
+      skipped[#skipped + 1] = ("checkpoint %s is skipped: %s"):format(all[i].path, problem)
+    end
   end
   return nil, nil, skipped
 end
@@ -372,10 +375,11 @@ function Checkpoint:close()
   self.files = {}
 end
 
---- Opens a checkpoint: the newest intact one of a directory, or `dir` itself. Returns { step, path,
---- state, skipped = { messages }, parts = { model = { name = { dtype =, shape =, count = } } ... },
---- read(part, name), close() }, or nil, the reason, and whether there are damaged ones.
-function M.open(dir)
+--- Opens a checkpoint: `dir` itself if it is one, else the newest intact one in `dir` (`last`: of
+--- this step or before). Returns { step, path, state, skipped = { messages }, parts = { model = {
+--- name = { dtype =, shape =, count = } } ... }, read(part, name), close() }, or nil, the reason,
+--- and whether there are damaged checkpoints.
+function M.open(dir, last)
   local path, header, skipped
   if C.eng_file_kind(dir .. "/state.json") == FILE or dir:match("step%-%d+/*$") then
     local problem
@@ -386,7 +390,7 @@ function M.open(dir)
     header, problem = verify(dir)
     if not header then return nil, ("checkpoint %s: %s"):format(dir, problem) end
   else
-    path, header, skipped = newest(dir)
+    path, header, skipped = newest(dir, last)
     if not path then
       if #skipped > 0 then return nil, table.concat(skipped, "\n"), true end
       return nil, ("there is no checkpoint in %s"):format(dir)
@@ -396,8 +400,8 @@ function M.open(dir)
     parts = header.parts, files = {} }, Checkpoint)
 end
 
---- The same with all tensors read: { step, path, state, skipped, model = tensors, ... }, or nil and
---- the reason.
+--- Opens a checkpoint as M.open does and reads all tensors: { step, path, state, skipped, model =
+--- tensors, ... }, or nil and the reason.
 function M.load(dir)
   local c, message = M.open(dir)
   if not c then return nil, message end

@@ -57,7 +57,8 @@ local function positive(x) return type(x) == "number" and x > 0 and x < math.hug
 local function not_negative(x) return type(x) == "number" and x >= 0 and x < math.huge end
 local function count(x) return type(x) == "number" and x >= 0 and x % 1 == 0 and x < 2 ^ 53 end
 
--- name -> what it must be, a test, and functions that read it and set it; `kept`: in checkpoints
+-- name -> what the value must be, a test of the value, and functions that read and set the setting;
+-- `kept`: checkpoints store it
 local settings = {
   lr = { "a positive number, or 'schedule'", function(x) return positive(x) or x == "schedule" end,
     function(t) return t.fixed_lr or t.schedule and "schedule" or t.optimizer.lr end,
@@ -118,8 +119,8 @@ local commands = {}
 
 function commands.status() return "" end
 
--- file: a name, a path or "path:option=value"; source: the policy's text, for which `file` is then
--- the name
+-- request.file: a name, a path or "path:option=value". request.source: the policy's text;
+-- request.file is then its name.
 function commands.swap(self, request)
   local source = request.file
   if type(source) ~= "string" then return nil, "swap: expected the name or the file of a policy" end

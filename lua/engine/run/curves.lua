@@ -6,15 +6,16 @@
 --   c.x[i], c.width                          the middle of column i, and steps in a column
 --   c.rows[i], c.overflows[i], c.skipped[i]  rows, overflows, steps without update in column i
 --   c.loss.min[i], .max[i], .mean[i]         nil if no value of the column is finite
--- Used by history.lua, the reports and the exports.
+-- Used by history.lua, compare.lua, the reports and the exports.
+local C = require("engine.base.ffi").C
 local nearest = require "engine.base.nearest"
 
 local M = {}
 
-local BLOCK = 256                    -- steps, as in core/store/history.h
+local BLOCK = C.ENG_HISTORY_BLOCK   -- steps
 
--- What can be drawn: its SQL, whether blocks hold it (`summed`), the base of its logarithmic axis,
--- and its title.
+-- What can be drawn: its SQL, whether blocks hold it (`summed`), whether only some steps have it
+-- (`sparse`), the base of its logarithmic axis, and its title.
 local METRICS = {
   { "loss", sql = "loss", summed = true, title = "loss" },
   { "scale", sql = "scale", summed = true, log = 2, title = "loss scale" },
@@ -28,7 +29,7 @@ local METRICS = {
   { "zeros", sql = "1.0 * zeros / count", summed = true, log = 10,
     title = "share of gradients that are zero" },
   { "next_scale", finite = true, sql = "next_scale", log = 2, title = "loss scale decided" },
-  { "norm_ref", sql = "norm_ref", log = 10, title = "gradient norm in f32" },
+  { "norm_ref", sql = "norm_ref", sparse = true, log = 10, title = "gradient norm in f32" },
   { "inf", finite = true, sql = "inf", title = "infinite gradients" },
   { "nan", finite = true, sql = "nan", title = "gradients that are not a number" },
   { "clip", sql = "clip", title = "norm to clip at" },
@@ -46,25 +47,58 @@ M.names = names
 local SIGNAL = "(SELECT value FROM signals g WHERE g.name = '%s' AND g.step <= steps.step ORDER " ..
   "BY g.step DESC LIMIT 1)"
 
---- { sql, title, log } of a number by its name; raises with the nearest name. "signals.NAME" is the
---- signal NAME of the script.
-function M.metric(name)
-  if by_name[name] then return by_name[name] end
-  local signal = type(name) == "string" and name:match("^signals%.(.+)$")
-  if signal then
-    return { name, sql = SIGNAL:format((signal:gsub("'", "''"))), signal = signal,
-      title = "signal " .. signal }
-  end
-  error(("no number of the history is called '%s'%s"):format(tostring(name),
-    nearest.choices(name, names, "numbers")), 0)
+-- The layers of a history: the groups of its parameters.
+local function layers_of(h)
+  return (select(3, require("engine.policy.groups").of(h:parameters())))
 end
 
---- The base of a number's axis, or nil for a linear one. log: true, false, a base, or nil for the
---- number's own.
+--- The names of all numbers of a history, those of its script, policy and layers included.
+function M.columns(h)
+  local known = { unpack(names) }
+  for _, published in ipairs(h:signals()) do known[#known + 1] = "signals." .. published.name end
+  for _, log in ipairs(h:logs()) do known[#known + 1] = log.name end
+  for _, layer in ipairs(layers_of(h)) do known[#known + 1] = "scales." .. layer end
+  return known
+end
+
+--- The metric called `name`: { sql, title, log }. An unknown name raises an error that suggests the
+--- nearest one. "signals.NAME" is the script's signal NAME, "log.NAME" a number that the policy
+--- logged, "scales.LAYER" a layer's own loss scale. h: a history whose signals, logs and layers the
+--- error also suggests, or nil.
+function M.metric(name, h)
+  if by_name[name] then return by_name[name] end
+  local prefix, rest = tostring(name):match("^(%a+)%.(.+)$")
+  if prefix == "scales" then
+    return { name, layer = rest, sparse = true, log = 2, title = "loss scale of layer " .. rest }
+  elseif prefix == "log" or prefix == "signals" then
+    local signal = prefix == "log" and name or rest
+    return { name, sql = SIGNAL:format((signal:gsub("'", "''"))), signal = signal,
+      title = prefix == "log" and rest .. ", logged by the policy" or "signal " .. rest }
+  end
+  local known, near = h and M.columns(h) or names, name
+  for i = #names + 1, #known do
+    if known[i]:match("%.(.*)") == name then near = known[i] end     -- only its prefix is missing
+  end
+  error(("no number of the history is called '%s'%s"):format(tostring(name),
+    nearest.choices(near, known, "numbers")), 0)
+end
+
+--- The base of a number's logarithmic axis; nil: the axis is linear. log: true, false, a base, or
+--- nil for the number's default.
 function M.log_of(metric, log)
   if log == nil then return metric.log end
   if log == true then return metric.log or 10 end
   return log or nil
+end
+
+--- The least and the largest value of c[name]; nil if it has none.
+function M.range(c, name)
+  local low, high
+  for i = 1, #c.x do
+    local least, most = c[name].min[i], c[name].max[i]
+    if least then low, high = math.min(low or least, least), math.max(high or most, most) end
+  end
+  return low, high
 end
 
 --- The columns of a picture that hold overflows: their x, and the number of overflows.
@@ -76,16 +110,44 @@ function M.marks(c)
   return marks, count
 end
 
--- Raises if the run has no such signal.
+-- Raises an error unless the run has such a signal.
 local function need_signal(h, name)
-  local known = {}
-  for i, signal in ipairs(h:signals()) do
+  local known, logged = {}, name:find("^log%.")
+  for i, signal in ipairs(logged and h:logs() or h:signals()) do
     known[i] = signal.name
     if signal.name == name then return end
   end
-  error(("the run published no signal '%s'%s"):format(name,
-    #known == 0 and "; engine.signal(name, value) publishes one"
-    or nearest.choices(name, known, "signals")), 0)
+  error(("the run %s '%s'%s"):format(logged and "logged no" or "published no signal",
+    name, #known > 0 and nearest.choices(name, known, logged and "logs" or "signals")
+    or logged and "; a policy's verdict may contain log = { name = number }"
+    or "; engine.signal(name, value) publishes one"), 0)
+end
+
+local PER_COLUMN = 2                 -- rows of statistics read for a picture column
+
+-- Fills the cells with a layer's own loss scale, from the steps with statistics per tensor. A layer
+-- has the scale of its first tensor.
+local function fill_layer(h, cells, metric, start, width, n, last)
+  local layer, first = metric.layer, nil
+  for _, p in ipairs(h:parameters()) do
+    if p.name == layer or p.name:sub(1, #layer + 1) == layer .. "." then
+      first = first or p.id
+    end
+  end
+  if not first then
+    error(("the run has no layer '%s'%s"):format(layer,
+      nearest.choices(layer, layers_of(h), "layers")), 0)
+  end
+  for at = 0, n - 1 do
+    local from = start + at * width
+    for _, scale in h:layer_scales(first, from, math.min(from + width - 1, last), PER_COLUMN) do
+      cells[at] = cells[at] or {}
+      local v = cells[at][metric[1]] or { n = 0, sum = 0, min = math.huge, max = -math.huge }
+      v.n, v.sum = v.n + 1, v.sum + scale
+      v.min, v.max = math.min(v.min, scale), math.max(v.max, scale)
+      cells[at][metric[1]] = v
+    end
+  end
 end
 
 -- The first step without a block.
@@ -95,7 +157,8 @@ local function blocks_end(h)
   return ((last and last.block or -1) + 1) * BLOCK
 end
 
--- The row of a query that gives one, read to its end: an unfinished query holds its connection.
+-- The row of a query that has one row. Reads the query to its end, because an unfinished query
+-- holds its connection.
 local function only(following)
   local row = following()
   following()
@@ -120,17 +183,21 @@ function M.totals(h)
     seconds = math.max(a.seconds or 0, b.seconds or 0) }
   for _, key in ipairs { "rows", "overflows", "skipped", "failed", "tokens" } do
     sum[key] = (a[key] or 0) + (b[key] or 0)
+    if not (sum[key] >= 0 and sum[key] < math.huge) then
+      error(("history %s: is damaged: the blocks' '%s' sum to %g"):format(h.path, key, sum[key]), 0)
+    end
   end
   return sum
 end
 
--- SQL of a number where it is finite; `finite` marks numbers that always are, which is faster.
+-- SQL that gives a number where it is finite, and NULL elsewhere. A number marked `finite` is
+-- always finite, and its SQL is faster.
 local function finite(metric)
   return metric.finite and metric.sql or ("nullif(nullif(%s, 9e999), -9e999)"):format(metric.sql)
 end
 
--- SQL that sums a column of steps under the names that a block uses. `counts`: also overflows,
--- skipped steps and so on.
+-- SQL that sums up one picture column of steps, under the names that the columns of `blocks` have.
+-- `counts`: also counts overflows, skipped steps and so on.
 local function direct_sql(wanted, counts)
   local parts = { "SELECT count(*) AS rows" .. (counts and ", " .. TOTALS:gsub(" FROM steps$", "")
     or "") }
@@ -143,7 +210,7 @@ local function direct_sql(wanted, counts)
   return table.concat(parts)
 end
 
--- The same for many blocks, by picture column.
+-- SQL that does the same for many blocks at once, grouped by picture column.
 local function blocks_sql(wanted)
   local parts = { [[SELECT (block - ?) / ? AS at, sum(rows) AS rows, sum(overflows) AS overflows,
       sum(skipped) AS skipped, sum(failed) AS failed,
@@ -198,16 +265,24 @@ local function fill(h, cells, wanted, start, width, n, last, done, counts)
   end
 end
 
+--- The steps in a column of a picture of first..last with at most `points` (240) columns, for
+--- M.read's `width`.
+function M.width(first, last, points)
+  local width = math.max(1, math.ceil((last - first + 1) / (points or 240)))
+  return width > BLOCK and math.ceil(width / BLOCK) * BLOCK or width
+end
+
 --- See the top of the file. options: from, to (steps; default: the whole run), points (240: most
---- columns). If a column is wider than a block, columns begin at multiples of 256 steps, so the
---- first may begin a little before `from`.
+--- columns), or width (of M.width: columns begin at multiples of it, so that those of several runs
+--- agree). If a column is wider than a block, columns begin at multiples of 256 steps, so the first
+--- may begin a little before `from`.
 function M.read(h, wanted_names, options)
   options = options or {}
-  local summed, other = {}, {}
+  local summed, other, of_layers = {}, {}, {}
   for _, name in ipairs(wanted_names) do
-    local metric = M.metric(name)
+    local metric = M.metric(name, h)
     if metric.signal then need_signal(h, metric.signal) end
-    table.insert(metric.summed and summed or other, metric)
+    table.insert(metric.layer and of_layers or metric.summed and summed or other, metric)
   end
   local result = { names = wanted_names, x = {}, first_step = {}, width = 1, rows = {},
     overflows = {}, skipped = {}, failed = {}, tokens = {}, seconds = {} }
@@ -218,14 +293,18 @@ function M.read(h, wanted_names, options)
   if not first then return result end
   if first > last then return result end
   local done = blocks_end(h)
-  local width, start = math.max(1, math.ceil((last - first + 1) / (options.points or 240))), first
-  if width > BLOCK and done > first then
-    width, start = math.ceil(width / BLOCK) * BLOCK, first - first % BLOCK
+  local width = math.max(1, math.ceil((last - first + 1) / (options.points or 240)))
+  local start = first
+  if options.width then
+    width, start = options.width, first - first % options.width
+  elseif width > BLOCK and done > first then
+    width, start = M.width(first, last, options.points), first - first % BLOCK
   end
   local n = math.ceil((last + 1 - start) / width)
   local cells, more = {}, {}
   fill(h, cells, summed, start, width, n, last, done, true)
   if #other > 0 then fill(h, more, other, start, width, n, last, 0, false) end
+  for _, metric in ipairs(of_layers) do fill_layer(h, more, metric, start, width, n, last) end
   result.width, result.first, result.last = width, first, last
   if width > 1 then
     local tail = M.read(h, wanted_names, { from = last, to = last })

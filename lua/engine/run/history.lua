@@ -33,8 +33,8 @@ local Writing = setmetatable({}, { __index = History })
 Writing.__index = Writing
 function Writing:__tostring() return History.__tostring(self) end
 
--- A history that is open for reading only hides the methods for writing from Tab completion;
--- calling one returns nil and a message.
+-- A read-only history hides the methods that write from Tab completion; calling one returns nil
+-- and a message.
 local function refused(key)
   return rawget(Writing, key) and function(h)
     return nil, ("history %s is open for reading only"):format(h.path)
@@ -90,9 +90,11 @@ function Writing:event(step, kind, text, data)
   return told(C.eng_history_event(handle(self), step, kind, text, data))
 end
 
---- A shadow's verdict at a step; it holds until the next row of the same name.
-function Writing:append_shadow(step, name, verdict)
-  return told(C.eng_history_shadow(handle(self), step, name, verdict))
+--- A shadow's verdict at a step, whether gradients overflow at the shadow's scale, and whether the
+--- verdict is a bound (counterfactual.lua); holds until the next row of the same name.
+function Writing:append_shadow(step, name, verdict, overflow, bound)
+  return told(C.eng_history_shadow(handle(self), step, name, verdict, overflow or false,
+    bound or false))
 end
 
 --- A value the script published; it holds until the next row of the same name.
@@ -127,12 +129,13 @@ function Writing:add_policy(hash, name, source)
   return told(C.eng_history_policy(handle(self), hash, name, source))
 end
 
---- The model's parameters in order: a list of { name = ..., shape = { ... } }.
+--- The model's parameters in order: a list of { name = ..., shape = { ... }, gradient = "f16" },
+--- the format of its gradient.
 function Writing:set_parameters(list)
   for i, p in ipairs(list) do
-    local shape = ffi.new("int64_t[6]", p.shape)
+    local shape = ffi.new("int64_t[?]", C.ENG_MAX_DIMS, p.shape)
     local good, message = told(C.eng_history_parameter(handle(self), i - 1, p.name, #p.shape,
-      shape))
+      shape, p.gradient))
     if not good then return nil, message end
   end
   return true
@@ -268,7 +271,7 @@ end
 --- Rows of any SELECT as tables by column name; values for `?` follow. NULL is nil.
 function History:query(sql, ...) return collect(each(self, 2, nil, sql, ...)) end
 
---- The same, one row at a time, for large results.
+--- Like query, but returns an iterator over the rows, for large results.
 function History:each(sql, ...) return (each(self, 2, nil, sql, ...)) end
 
 --- True if the file has this table: old histories lack shadows, signals, fp8 and blocks.
@@ -355,6 +358,18 @@ function History:events(kind)
     { "step", "kind", "text" })
 end
 
+--- The losses on other data that the run measured (the trainer's `evaluate`): { { step, loss } ...
+--- }, oldest first.
+function History:evaluations()
+  local list = {}
+  for event in each(self, 2, nil, "SELECT step, text FROM events WHERE kind = 'evaluation' " ..
+    "ORDER BY id") do
+    local loss = tonumber(tostring(event.text):match("loss ([%w.+-]+)"))
+    if loss then list[#list + 1] = { event.step, loss } end
+  end
+  return list
+end
+
 -- A table of key and value columns as a Lua table.
 local function pairs_of(h, name)
   local t = {}
@@ -371,63 +386,83 @@ function History:policies()
   return collect(each(self, 2, nil, "SELECT hash, name, source FROM policies"), { "hash", "name" })
 end
 
+-- Whether the shadows' rows tell overflows and bounds; those of an older engine do not.
+local function knows_bounds(h)
+  return one(h, "SELECT count(*) AS n FROM sqlite_master WHERE name = 'shadows' AND sql LIKE " ..
+    "'%bound INTEGER%'").n > 0
+end
+
 -- The shadows' names, with one index lookup for each.
 local NAMES = [[WITH RECURSIVE names(name) AS (SELECT min(name) FROM shadows
   UNION ALL SELECT (SELECT min(name) FROM shadows WHERE name > names.name) FROM names
       WHERE names.name IS NOT NULL)]]
 
---- The shadows of the run: { name, skipped, failed, scale, action }: the steps each would have
---- skipped, the steps at which it failed, and its last verdict.
+--- The shadows of the run: { name, skipped, overflows, bounds, failed, scale, action }: the steps
+--- each would have skipped, those that overflow at its own scale, those whose verdict is a bound
+--- (counterfactual.lua), those at which it failed, and its last verdict. overflows and bounds are
+--- nil in a history of an older engine, whose shadows met the run's overflows.
 function History:shadows()
   if not self:has "shadows" then
     return setmetatable({}, { __tostring = function() return "(no shadows)" end })
   end
-  -- Reads only the verdicts other than `step`, and the last ones: a shadow whose scale moves has a
-  -- row for every step.
-  return collect(each(self, 2, nil, NAMES .. [[
-    , others AS (SELECT name, action, failed, coalesce((SELECT min(step) FROM shadows t
+  -- Reads only the verdicts other than plain `step`, and the last ones: a shadow whose scale moves
+  -- has a row for every step.
+  local function whole(row) return expect(self, row, "number", { "skipped", "failed" }) end
+  local own = knows_bounds(self)
+  local function sum(name, condition)
+    return ("(SELECT coalesce(sum(n), 0) FROM others o WHERE o.name = names.name AND %s) AS %s")
+      :format(condition, name)
+  end
+  return collect(each(self, 2, whole, NAMES .. [[
+    , others AS (SELECT *, coalesce((SELECT min(step) FROM shadows t
         WHERE t.name = s.name AND t.step > s.step),
            (SELECT max(step) + 1 FROM steps)) - step AS n FROM shadows s
-               WHERE action <> 'step' OR failed)
-    SELECT name, (SELECT coalesce(sum(n), 0) FROM others o WHERE o.name = names.name
-        AND action <> 'step') AS skipped,
-           (SELECT coalesce(sum(n), 0) FROM others o WHERE o.name = names.name
-               AND failed) AS failed,
+               WHERE action <> 'step' OR failed]] .. (own and " OR overflow OR bound" or "") .. [[)
+    SELECT name, ]] .. sum("skipped", "action <> 'step'") .. ", " .. (own
+      and sum("overflows", "overflow") .. ", " .. sum("bounds", "bound") .. ", " or "") ..
+      sum("failed", "failed") .. [[,
            (SELECT scale FROM shadows s WHERE s.name = names.name
                ORDER BY step DESC LIMIT 1) AS scale,
            (SELECT action FROM shadows s WHERE s.name = names.name
                ORDER BY step DESC LIMIT 1) AS action
-    FROM names WHERE name IS NOT NULL ORDER BY name]]), { "name", "skipped", "failed", "scale",
-        "action" })
+    FROM names WHERE name IS NOT NULL ORDER BY name]]), { "name", "skipped", "overflows", "bounds",
+        "failed", "scale", "action" })
 end
 
---- Where a shadow's verdict changed: { step, scale, action, failed, reason }, each holding until
---- the next.
+--- Where a shadow's verdict changed: { step, scale, action, failed, reason, overflow, bound }, each
+--- holding until the next. overflow and bound are nil in a history of an older engine.
 function History:shadow(name)
   if not self:has "shadows" then return {} end
   return collect(each(self, 2, nil,
-    "SELECT step, scale, action, failed, reason FROM shadows WHERE name = ? ORDER BY step", name),
-    { "step", "scale", "action", "failed", "reason" })
+    "SELECT * FROM shadows WHERE name = ? ORDER BY step", name),
+    { "step", "scale", "action", "failed", "reason", "overflow", "bound" })
 end
 
---- The numbers the script published (engine.signal): { name, changes, least, most, last }.
-function History:signals()
+local function published(self, condition, none)
   if not self:has "signals" then
-    return setmetatable({}, { __tostring = function() return "(no signals)" end })
+    return setmetatable({}, { __tostring = function() return none end })
   end
-  return collect(each(self, 2, nil, [[SELECT name, count(*) AS changes, min(value) AS least,
+  local function whole(row) return expect(self, row, "string", { "name" }) end
+  return collect(each(self, 3, whole, [[SELECT name, count(*) AS changes, min(value) AS least,
       max(value) AS most,
     (SELECT value FROM signals t WHERE t.name = s.name ORDER BY step DESC LIMIT 1) AS last
-        FROM signals s GROUP BY name ORDER BY name]]),
+        FROM signals s WHERE coalesce(name, '') ]] .. condition .. " GROUP BY name ORDER BY name"),
     { "name", "changes", "least", "most", "last" })
 end
 
---- Returns a function from a step to { name = value }, the signals current then. Call it with
---- steps that never decrease.
+--- The numbers the script published (engine.signal): { name, changes, least, most, last }.
+function History:signals() return published(self, "NOT GLOB 'log.*'", "(no signals)") end
+
+--- The numbers the policy logged (`log` in its verdict), as in signals(). Names begin with "log.".
+function History:logs() return published(self, "GLOB 'log.*'", "(no logs)") end
+
+--- Returns a function from a step to { name = value }, the signals and logs current then. Call it
+--- with steps that never decrease.
 function History:signals_at()
   local held = {}
   if not self:has "signals" then return function() return held end end
-  local next_row = each(self, 2, nil, "SELECT step, name, value FROM signals ORDER BY step, name")
+  local function whole(row) return expect(self, row, "string", { "name" }) end
+  local next_row = each(self, 2, whole, "SELECT step, name, value FROM signals ORDER BY step, name")
   local row = next_row()
   return function(step)
     while row and row.step <= step do
@@ -438,11 +473,19 @@ function History:signals_at()
   end
 end
 
---- The parameters in order: { id, name, shape }; id counts from 0, as first_bad does.
+--- The parameters in order: { id, name, shape, gradient }; id counts from 0, as first_bad does.
+--- gradient: the format of the parameter's gradient. An older history does not record this format;
+--- `gradient` is then the format of the run's weight gradients.
 function History:parameters()
-  local function whole(row) return expect(self, row, "string", { "name", "shape" }) end
-  return collect(each(self, 2, whole, "SELECT id, name, shape FROM parameters ORDER BY id"),
-    { "id", "name", "shape" })
+  local default = formats.of(self:meta().gradients) or formats.of "f16"
+  local function whole(row)
+    expect(self, expect(self, row, "string", { "name", "shape" }), "number", { "id" })
+    row.gradient = (formats.of(row.gradient) or default).name
+    return row
+  end
+  -- an older history has no column `gradient`
+  return collect(each(self, 2, whole, "SELECT * FROM parameters ORDER BY id"),
+    { "id", "name", "shape", "gradient" })
 end
 
 -- ------------------------------------------------------------------ statistics
@@ -498,8 +541,8 @@ local fp8_meta = { __tostring = function(rows)
   end
   lines[#lines + 1] = "SNR: the power of the values over the power of their rounding errors\n" ..
     "underflow: rounded to 0; overflow: past the format's largest number\n" ..
-    "amax: before scaling; that of dy without the loss scale\n" ..
-    "scale: value over code, in the block where it is largest\n" ..
+    "amax: before scaling; the amax of dy is divided by the loss scale\n" ..
+    "scale: value over code, in the block with the largest scale\n" ..
     "binades: powers of two from the smallest nonzero value to amax"
   return show.shown(table.concat(lines, "\n"), true)
 end }
@@ -539,7 +582,7 @@ function History:tensors(step)
   end
   local stats, n = unpack_stats(row.stats)
   local names = {}
-  for p in each(self, 2, nil, "SELECT id, name FROM parameters") do names[p.id] = p.name end
+  for _, p in ipairs(self:parameters()) do names[p.id] = p.name end
   local rows = {}
   for i = 0, n - 1 do
     local s = stats[i]
@@ -555,6 +598,23 @@ function History:tensors(step)
   return setmetatable(rows, { __tostring = function(list) return table_text(list, columns) end })
 end
 
+--- Iterates over step and loss scale of a parameter's layer: the run's scale times the layer's
+--- relative scale. id: of h:parameters(). Visits the first `most` steps of from..to that have
+--- statistics per tensor.
+function History:layer_scales(id, from, to, most)
+  local following = each(self, 2, nil, "SELECT t.step AS step, t.stats AS stats, s.scale AS " ..
+    "scale, max(s.attempt) FROM tensor_stats t JOIN steps s ON s.step = t.step WHERE t.step " ..
+    "BETWEEN ? AND ? GROUP BY t.step ORDER BY t.step LIMIT ?", from, to, most)
+  return function()
+    local row = following()
+    if not row then return nil end
+    local stats, n = unpack_stats(row.stats)
+    local relative = id < n and stats[id].relative_scale or 0
+    return row.step, expect(self, row, "number", { "scale" }).scale * (relative > 0 and relative
+      or 1)
+  end
+end
+
 --- The exponent histogram of a step as { [exponent] = count }, nil when none was recorded.
 function History:hist(step)
   local row = one(self, "SELECT hist FROM steps WHERE step = ? ORDER BY attempt DESC LIMIT 1", step)
@@ -562,7 +622,7 @@ function History:hist(step)
   return formats.add_histogram({}, (unpack_stats(row.hist))[0].hist)
 end
 
---- Of the whole run: { rows, first, last, overflows, skipped, failed, tokens, seconds }.
+--- Totals of the whole run: { rows, first, last, overflows, skipped, failed, tokens, seconds }.
 function History:totals() return curves.totals(self) end
 
 -- ------------------------------------------------------------------ why
@@ -572,6 +632,7 @@ local outcomes = {
   skip = "skipped, the weights did not change",
   retry = "retried on the same batch, the weights did not change",
   stop = "the policy ended the run",
+  rollback = "the policy asked to go back, the weights of this step were dropped",
 }
 
 -- A magnitude in plain digits.
@@ -580,41 +641,67 @@ local function percent(part, whole)
   return whole > 0 and ("%.3g %%"):format(100 * part / whole) or "none"
 end
 
-local function parameter_name(h, id)
-  local row = one(h, "SELECT name, shape FROM parameters WHERE id = ?", id)
-  return row and ("%s %s"):format(row.name, row.shape) or "parameter " .. id
+local function parameter_name(list, id)
+  local p = list[id + 1]
+  return p and ("%s %s (%s)"):format(p.name, p.shape, p.gradient) or "parameter " .. id
+end
+
+-- The tensor with a step's largest finite gradient and the gradient's format, if the step has
+-- statistics per tensor; otherwise the formats of all gradients. If the format's range is smaller
+-- than f32's, also the largest number of the format.
+local function format_text(list, tensors)
+  local most, at
+  for i = 1, tensors and #tensors or 0 do
+    local amax = tensors[i].amax / tensors[i].relative_scale
+    if not most or amax > most then most, at = amax, i end
+  end
+  if at then
+    local p = list[at]
+    local format = formats.of(p and p.gradient) or formats.of "f16"
+    return format.top < 64 and (" in %s (the largest %s is %g)"):format(tensors[at].name,
+      format.name, format.largest) or (" in %s (%s)"):format(tensors[at].name, format.name)
+  end
+  local seen, names = {}, {}
+  for _, p in ipairs(list) do
+    if not seen[p.gradient] then
+      seen[p.gradient], names[#names + 1] = true, p.gradient
+    end
+  end
+  local format = #names == 1 and formats.of(names[1])
+  if format then
+    return format.top < 64 and (" (the largest %s is %g)"):format(format.name, format.largest) or ""
+  end
+  return #names > 1 and (" (gradients are %s)"):format(table.concat(names, " or ")) or ""
 end
 
 local MOST_TENSORS = 10   -- tensors listed by name
 
 local function say_gradients(h, row, say)
+  local list, tensors = h:parameters(), h:tensors(row.step)
   if row.overflow then
     say("Of %d gradients %d were inf and %d nan%s.", row.count, row.inf, row.nan,
-      row.first_bad >= 0 and ", first in " .. parameter_name(h, row.first_bad) or "")
+      row.first_bad >= 0 and ", first in " .. parameter_name(list, row.first_bad) or "")
   else
     say("All %d gradients were finite; %s were zero, %s subnormal.", row.count,
       percent(row.zeros, row.count), percent(row.underflow, row.count))
   end
   if row.amax == row.amax and row.amax > 0 then
-    local format = formats.of(h:meta().gradients) or formats.of "f16"
-    say("The largest finite one was %s, stored as %s%s; their norm was %s.", plain(row.amax),
-      plain(row.amax * row.scale), format.top < 64
-      and (" (the largest %s is %g)"):format(format.name, format.largest) or "",
-      plain(row.norm))
+    say("The largest finite gradient was %s, stored as %s%s; the norm was %s.", plain(row.amax),
+      plain(row.amax * row.scale), format_text(list, tensors), plain(row.norm))
   end
-  local tensors = row.overflow and h:tensors(row.step)
   local bad = 0
-  for i = 1, tensors and #tensors or 0 do
+  for i = 1, row.overflow and tensors and #tensors or 0 do
     local t = tensors[i]
     if t.inf + t.nan > 0 then
       bad = bad + 1
       if bad <= MOST_TENSORS then
-        say("  %s: %d inf, %d nan of %d", t.name, t.inf, t.nan, t.count)
+        say("  %s: %d inf, %d nan of %d %s", t.name, t.inf, t.nan, t.count,
+          list[i] and list[i].gradient or "")
       end
     end
   end
   if bad > MOST_TENSORS then
-    say("  and %d tensors more: h:tensors(%d) has them all", bad - MOST_TENSORS, row.step)
+    say("  and %d more tensors: h:tensors(%d) has them all", bad - MOST_TENSORS, row.step)
   end
 end
 
@@ -658,10 +745,10 @@ local function say_policy(h, row, say)
   local name = policy_at(h, row.step)
   say("The policy %s%s%s.", name and name .. " " or "", change, row.reason and ": " .. row.reason
     or " and gave no reason")
-  if row.policy_failed then say("It failed at this step; its last good verdict was used.") end
-  if row.clip > 0 then say("It asked to clip the gradient norm at %g.", row.clip) end
+  if row.policy_failed then say("The policy failed here; its last good verdict was used.") end
+  if row.clip > 0 then say("The policy asked to clip the gradient norm at %g.", row.clip) end
   if row.lr_mul ~= 1 and row.lr_mul == row.lr_mul then
-    say("It asked for %g times the learning rate.", row.lr_mul)
+    say("The policy asked for %g times the learning rate.", row.lr_mul)
   end
 end
 
@@ -670,31 +757,36 @@ local function say_shadows(h, row, say)
   if not h:has "shadows" then return end
   for name in each(h, 3, nil, NAMES ..
     " SELECT name FROM names WHERE name IS NOT NULL ORDER BY name") do
-    local shadow = one(h, "SELECT name, scale, action, failed FROM shadows WHERE name = ? AND " ..
-      "step <= ? ORDER BY step DESC LIMIT 1", name.name, row.step)
+    local shadow = one(h, "SELECT * FROM shadows WHERE name = ? AND step <= ? ORDER BY step " ..
+      "DESC LIMIT 1", name.name, row.step)
     if shadow then
-      say("The shadow %s %s.", shadow.name, shadow.failed ~= 0 and "failed" or
-        ("would have chosen %s and a loss scale of %g"):format(shadow.action, tonumber(shadow.scale)
-          or NAN))
+      local chosen = ("would have chosen %s and a loss scale of %g"):format(shadow.action,
+        tonumber(shadow.scale) or NAN)
+      say("The shadow %s %s%s%s.", shadow.name, shadow.failed ~= 0 and "failed" or chosen,
+        shadow.overflow == 1 and ", on an overflow at its own scale" or "",
+        shadow.bound == 1 and " (a bound)" or "")
     end
   end
 end
 
 local function say_signals(h, row, say)
   if not h:has "signals" then return end
-  local parts = {}
-  for _, signal in ipairs(h:signals()) do
-    local held = one(h, "SELECT value FROM signals WHERE name = ? AND step <= ? ORDER BY step " ..
-      "DESC LIMIT 1", signal.name, row.step)
-    if held then parts[#parts + 1] = ("%s %.6g"):format(signal.name, held.value or 0 / 0) end
+  for _, kind in ipairs { { "Signals of the script", h:signals() },
+    { "The policy logged", h:logs() } } do
+    local parts = {}
+    for _, signal in ipairs(kind[2]) do
+      local held = one(h, "SELECT value FROM signals WHERE name = ? AND step <= ? ORDER BY step " ..
+        "DESC LIMIT 1", signal.name, row.step)
+      if held then parts[#parts + 1] = ("%s %.6g"):format(signal.name, held.value or 0 / 0) end
+    end
+    if #parts > 0 then say("%s: %s.", kind[1], table.concat(parts, ", ")) end
   end
-  if #parts > 0 then say("Signals of the script: %s.", table.concat(parts, ", ")) end
 end
 
 --- What happened at a step, in words.
 function History:why(step)
   if type(step) ~= "number" then
-    error("why: expected the number of a step, got " .. tostring(step), 2)
+    error("why: expected a step number, got " .. tostring(step), 2)
   end
   local rows = select_steps(self, "WHERE step = ? ORDER BY attempt", step)
   local lines = {}

@@ -148,7 +148,7 @@ function progress:note(text, matters)
     and show.cut(self:line(self.last, self.clock()), (self:columns() or 80) - 1, "") or "")
 end
 
---- Prints a line about something lost, on stderr and whatever `log` says.
+--- Prints a line about something lost, on stderr, whatever `log` is.
 function progress:warn(text)
   if self.silent then return end
   if self.on_line then put(self, "\r\27[K") end

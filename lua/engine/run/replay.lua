@@ -4,6 +4,7 @@
 --   r.scales, r.actions, r.skipped, r.stopped_at ...            -- print(engine.replay.table { r })
 -- The subcommand is cli/replay.lua. trace.lua reconstructs the record of a step at another scale.
 local M_ffi = require "engine.base.ffi"
+local counterfactual = require "engine.run.counterfactual"
 local json = require "engine.base.json"
 local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
@@ -13,8 +14,8 @@ local ffi = M_ffi.ffi
 
 local M = { trace = trace_of.open }
 
--- Mean steps from a backoff until the scale is back at its value before, and the number of backoffs
--- it never recovered from.
+-- The mean number of steps from a backoff until the scale is back at its value before the backoff,
+-- and the number of backoffs from which the scale never recovered.
 local function recovery(scales, initial)
   local sum, times, open, from = 0, 0, nil, nil
   local before = initial
@@ -29,45 +30,64 @@ local function recovery(scales, initial)
 end
 
 --- Replays a policy (a name, a path, or a policy; options as in engine.policy.load) on a trace.
---- Returns
+--- look: nil, or { before = function(i, policy), after = function(i, record, verdict, mark) },
+--- called around every decision. Returns
 ---   name, file, options    the policy
 ---   scales[i], actions[i]  the scale after step i, and "step", "skip", "retry" or "stop"
----   marks[i]               on a run: "exact" or "bound" (explained in trace.lua)
----   skipped                steps without an update
+---   marks[i]               on a run: "exact" or "bound" (explained in counterfactual.lua)
+---   logs[name][i]          what the policy logged at step i; logs is nil if it logged nothing
+---   skipped                steps without an update; if some verdicts are bounds, an estimate
+---   certainty              on a run: { exact, least, from, why } (counterfactual.certainty): how
+---                          many verdicts are exact, the least number of steps without an update,
+---                          and from which step on, and why, verdicts are bounds
 ---   stopped_at, reason     the step, counted from 1, at which the policy stopped the run; or nil
 ---   steps, mean_log2_scale, failures, failure (the first reason)
----   recover, unrecovered   mean steps until the scale is back; backoffs it never recovered from
+---   recover, unrecovered   mean steps from a backoff until the scale is back; backoffs from which
+---                          it never recovered
 ---   underflow, mass_lost   on a run, over the steps with an update: mean share of nonzero elements
 ---                          below the smallest normal number; mean share of gradient mass lost
----   costs                  mean share that did not reach the weights, all of it at a step without
----                          update: { elements = that underflow, mass = lost, skipped = steps }
-function M.run(trace, source, options)
+---   costs                  { elements, mass, skipped }: mean shares of elements that underflow, of
+---                          mass lost, and of steps without an update. At such a step every share
+---                          is 1
+function M.run(trace, source, options, look)
   local loaded, policy = pcall(require("engine.policy.policy").load, source, options)
   if not loaded then error(policy, 0) end
   local record = ffi.new("eng_record")
   local scales, actions, marks = {}, {}, {}
   local result = { name = policy.name, file = policy.config or policy.file,
     options = policy.options, option_names = policy.option_names,
-    defaults = policy.defaults, scales = scales, actions = actions, skipped = 0, exact = 0,
+    defaults = policy.defaults, scales = scales, actions = actions, skipped = 0,
     failures = 0, initial = policy:scale() }
   if trace.names then
-    result.marks = marks
+    result.marks, result.certainty = marks, counterfactual.certainty()
     policy:tensors(require("engine.policy.groups").of(trace.names))
   end
   local needs, updates = policy.needs or 0, trace.rows and trace.rows[0].updates or 0
   local logs, elements, masses, applied = 0, 0, 0, 0
+  local before = policy:scale()
   for i = 1, trace.n do
-    local scale = policy:scale()
-    local exact, share, mass, stats = trace:at(record, i, scale, needs)
+    local scale = trace.lagged and trace:early(i) and before or policy:scale()
+    before = policy:scale()
+    local known, share, mass, stats = trace:at(record, i, scale, needs)
     record.updates = updates
     for name, value in pairs(trace.signals and trace.signals[i] or {}) do
       policy:signal(name, value)
     end
+    if look then look.before(i, policy) end
     local verdict = policy:decide(record, stats)
     local action = verdict:what()
     scales[i], actions[i] = verdict.scale, action
-    if trace.names then marks[i] = exact and "exact" or "bound" end
-    if exact then result.exact = result.exact + 1 end
+    for name, value in pairs(policy:logs() or {}) do
+      result.logs = result.logs or {}
+      result.logs[name] = result.logs[name] or {}
+      result.logs[name][i] = value
+    end
+    if trace.names then
+      marks[i] = counterfactual.judge(result.certainty, tonumber(record.step), known,
+        counterfactual.carried_out(verdict, record.overflow ~= 0, trace.lagged), trace:did(i))
+        and "exact" or "bound"
+    end
+    if look then look.after(i, record, verdict, marks[i]) end
     logs = logs + math.log(scale) / math.log(2)
     if verdict.failed ~= 0 then
       result.failures = result.failures + 1
@@ -129,7 +149,11 @@ local COLUMNS = {
   { "policy", function(r) return r.name end },
   { "options", changed },
   { "steps", function(r) return tostring(r.steps) end },
-  { "skipped", function(r) return ("%d (%s)"):format(r.skipped, percent(r.skipped / r.steps)) end },
+  { "skipped", function(r)
+    local c = r.certainty
+    return ("%s (%s)"):format(c and counterfactual.count_text(c, r.skipped) or r.skipped,
+      percent(r.skipped / r.steps))
+  end },
   { "underflow", function(r) return percent(r.underflow) end, run = true },
   { "mass lost", function(r) return percent(r.mass_lost) end, run = true },
   { "log2 scale", function(r) return ("%.2f"):format(r.mean_log2_scale) end },
@@ -138,7 +162,7 @@ local COLUMNS = {
     return r.unrecovered > 0 and (r.recover and text .. ", then not" or "never") or text
   end },
   { "last scale", function(r) return ("%.8g"):format(r.scales[#r.scales]) end },
-  { "exact", function(r) return percent(r.exact / r.steps) end, run = true },
+  { "exact", function(r) return percent(r.certainty.exact / r.steps) end, run = true },
 }
 
 --- A list of results as a table.
@@ -172,10 +196,12 @@ local function value_text(value)
 end
 
 --- Results as JSON:
---- {"policies":[{"name","file","options","scales","actions","skipped","stopped_at","reason"}]}. On
---- a run each also has "verdicts" ("exact" or "bound", for each step), "underflow", "mass_lost",
---- "mean_log2_scale" and "recover". A policy that failed has "failures", their number, and
---- "failure", the first reason.
+--- {"policies":[{"name","file","options","scales","actions","skipped","stopped_at","reason"}]}. A
+--- policy that logs also has "log":{name:[a number or null for each step]}. On a run each policy
+--- also has "verdicts" ("exact" or "bound", for each step), "skipped_at_least", "bound_from" (the
+--- first step, as record.step counts, whose verdict is a bound) and "bound_why" (null if all are
+--- exact), "underflow", "mass_lost", "mean_log2_scale" and "recover". A policy that failed has
+--- "failures", how often it failed, and "failure", the first reason.
 function M.json(results)
   local objects = {}
   for i, r in ipairs(results) do
@@ -188,12 +214,22 @@ function M.json(results)
       '"scales":' .. list_text(r.scales), '"actions":' .. list_text(r.actions), '"skipped":' ..
       value_text(r.skipped),
       '"stopped_at":' .. value_text(r.stopped_at), '"reason":' .. value_text(r.reason) }
+    local logs = {}
+    for _, name in ipairs(r.logs and nearest.keys(r.logs) or {}) do
+      local values = {}
+      for k = 1, #r.scales do values[k] = value_text(r.logs[name][k]) end
+      logs[#logs + 1] = json.encode(name) .. ":[" .. table.concat(values, ",") .. "]"
+    end
+    if r.logs then parts[#parts + 1] = '"log":{' .. table.concat(logs, ",") .. "}" end
     if r.failures > 0 then
       parts[#parts + 1] = '"failures":' .. r.failures
       parts[#parts + 1] = '"failure":' .. value_text(r.failure)
     end
     if r.marks then
+      local c, all = r.certainty, r.certainty.bounds == 0
       parts[#parts + 1] = '"verdicts":' .. list_text(r.marks)
+      parts[#parts + 1] = ('"skipped_at_least":%d,"bound_from":%s,"bound_why":%s'):format(c.least,
+        value_text(not all and c.from or nil), value_text(not all and c.why or nil))
       for _, key in ipairs { "underflow", "mass_lost", "mean_log2_scale", "recover" } do
         parts[#parts + 1] = ('"%s":'):format(key) .. value_text(r[key])
       end

@@ -5,8 +5,11 @@
 -- Called only by the trainer. Owns the order in which a run's parts are restored.
 local M_ffi = require "engine.base.ffi"
 local checkpoint = require "engine.run.checkpoint"
+local random = require "engine.base.random"
 local shards = require "engine.run.shards"
 local show = require "engine.base.show"
+local published = require "engine.policy.signals"
+local user_state = require "engine.run.user_state"
 
 local ffi, C = M_ffi.ffi, M_ffi.C
 local DIRECTORY = 2   -- of eng_file_kind
@@ -30,19 +33,21 @@ local function uint64_of(text)
   return x
 end
 
-local function state_of(trainer)
-  local seed, counter = ffi.new("uint64_t[1]"), ffi.new("uint64_t[1]")
-  C.eng_rng_get(seed, counter)
+-- `user`: the plain part of trainer.state (user_state.lua).
+local function state_of(trainer, user)
+  local place = random.place()
   local elapsed = require("engine.base.machine").clock() - trainer.began
-  local last = trainer.last_verdict
+  local last, evaluated = trainer.last_verdict, published.evaluation_loss
   return {
+    user = user, evaluation_loss = evaluated and show.exact(evaluated) or nil,
+    rollbacks = trainer.rollbacks_made, lr_factor = trainer.lr_factor,
     steps = trainer.steps_done, updates = trainer.updates, skipped = trainer.skipped,
       retries = trainer.retries, tokens = trainer.tokens, elapsed = elapsed,
     optimizer = { name = trainer.optimizer.name, updates = trainer.optimizer.updates },
     policy = { name = trainer.policy.name, file = trainer.policy.file,
       state = trainer.policy:save(), swapped = trainer.swaps:state() },
     shadows = trainer.shadows and trainer.shadows:state() or nil, set = trainer.control:state(),
-    rng = { seed = uint64_text(seed[0]), counter = uint64_text(counter[0]) },
+    rng = { seed = uint64_text(place.seed), counter = uint64_text(place.counter) },
       accumulate = trainer.accumulate, ranks = trainer.reducer.size,
     last_verdict = trainer.delay == 1 and last and { clip = last.clip, lr_mul = last.lr_mul }
       or nil,
@@ -97,14 +102,14 @@ local function difference(trainer, c)
   for _, p in ipairs(own) do
     local now, entry = text(p.tensor.shape), saved[p.name]
     known[p.name] = true
-    if not entry then return ("%s, %s here, is not in it"):format(p.name, now) end
+    if not entry then return ("%s, %s here, is not in the checkpoint"):format(p.name, now) end
     if text(entry.shape) ~= now then
-      return ("%s is %s in it, and %s here"):format(p.name, text(entry.shape), now)
+      return ("%s is %s in the checkpoint and %s here"):format(p.name, text(entry.shape), now)
     end
   end
   for _, name in ipairs(require("engine.base.nearest").keys(saved)) do
     if not known[name] then
-      return ("%s, %s in it, is not here"):format(name, text(saved[name].shape))
+      return ("%s, %s in the checkpoint, is not here"):format(name, text(saved[name].shape))
     end
   end
 end
@@ -130,6 +135,42 @@ local function changed_settings(path, config)
   return #changes > 0 and "; " .. table.concat(changes, "; ", 1, math.min(#changes, 6)) or ""
 end
 
+-- Sends the tensors of a checkpoint from rank 0 to every rank. `c`: open on rank 0; elsewhere it
+-- has only its state.
+local function spread(trainer, c)
+  shards.spread(trainer.reducer, c.parts and c)
+  if not c.state.user then return end
+  user_state.restore(trainer.state, c.state.user, function(item)
+    local x = c.parts and c:read("user", item.name)
+      or require("engine.tensor.tensor").zeros(item.shape, { dtype = item.dtype, keep = true })
+    M_ffi.check(C.eng_comm_broadcast_tensor(require("engine.dist.ranks").world(), x, 0))
+    return x
+  end)
+end
+
+-- Restores what training changes: weights, moments, trainer.state, random numbers, FP8 scales, the
+-- position in the data, the number of updates. Of several ranks, spread() sends the tensors.
+-- Returns a line about FP8 layers, or nil.
+local function restore(trainer, c)
+  local state, optimizer = c.state, trainer.optimizer
+  if not trainer.reducer.many then
+    take_tensors(c, "optimizer", function(moments) optimizer:load_state(moments,
+      state.optimizer.updates) end)
+    take_tensors(c, "model", function(weights) trainer.model:load_state(weights) end)
+    if state.user then
+      user_state.restore(trainer.state, state.user,
+        function(item) return c:read("user", item.name) end)
+    end
+  end
+  optimizer.updates, trainer.updates = state.optimizer.updates, state.updates
+  M_ffi.check(C.eng_params_refresh(optimizer.params))
+  if trainer.data.restore and state.data then trainer.data:restore(state.data) end
+  random.go { seed = uint64_of(state.rng.seed), counter = uint64_of(state.rng.counter) }
+  trainer.last_verdict = state.last_verdict
+  return optimizer.fp8 and optimizer.fp8:restore(state.fp8, trainer.policy:scale() /
+    trainer.accumulate) or nil
+end
+
 -- Restores the trainer's parts from an open checkpoint; returns lines about what differs now.
 local function take_over(trainer, c, config)
   local notes, state = {}, c.state
@@ -143,37 +184,26 @@ local function take_over(trainer, c, config)
     error(("resume: %s was written with the optimizer %s, this run has %s"):format(c.path,
       state.optimizer.name, trainer.optimizer.name), 0)
   end
-  if not trainer.reducer.many then  -- else reducer:start() sends them to all ranks
-    local other = difference(trainer, c)
-    if other then
-      error(("resume: %s was written by another model: %s%s"):format(c.path, other,
-        changed_settings(c.path, config)), 0)
-    end
-    take_tensors(c, "optimizer", function(moments) trainer.optimizer:load_state(moments,
-      state.optimizer.updates) end)
-    take_tensors(c, "model", function(weights) trainer.model:load_state(weights) end)
+  local other = not trainer.reducer.many and difference(trainer, c)
+  if other then
+    error(("resume: %s was written by another model: %s%s"):format(c.path, other,
+      changed_settings(c.path, config)), 0)
   end
-  trainer.optimizer.updates = state.optimizer.updates
-  M_ffi.check(C.eng_params_refresh(trainer.optimizer.params))
   if state.policy.swapped then notes[#notes + 1] = trainer.swaps:resume(state.policy.swapped) end
   if state.policy.name == trainer.policy.name then trainer.policy:restore(state.policy.state)
   else
     local took = state.precision == trainer.precision.name and follow(trainer.policy, state.policy)
-    notes[#notes + 1] = ("the policy is %s now, it was %s: it %s"):format(trainer.policy.name,
+    notes[#notes + 1] = ("the policy is %s now and was %s; it %s"):format(trainer.policy.name,
       state.policy.name,
       took and ("takes over at the scale %g"):format(trainer.policy:scale()) or "starts fresh")
   end
   if trainer.shadows then trainer.shadows:restore(state.shadows) end
   notes[#notes + 1] = trainer.control:restore(state.set)
-  if trainer.optimizer.fp8 then
-    notes[#notes + 1] = trainer.optimizer.fp8:restore(state.fp8,
-      trainer.policy:scale() / trainer.accumulate)
-  end
-  if trainer.data.restore and state.data then trainer.data:restore(state.data) end
-  C.eng_rng_set(uint64_of(state.rng.seed), uint64_of(state.rng.counter))
-  trainer.steps_done, trainer.updates, trainer.skipped = state.steps, state.updates, state.skipped
+  notes[#notes + 1] = restore(trainer, c)
+  trainer.steps_done, trainer.skipped = state.steps, state.skipped
+  trainer.rollbacks_made, trainer.lr_factor = state.rollbacks or 0, state.lr_factor or 1
+  published.evaluation_loss = tonumber(state.evaluation_loss)
   trainer.retries, trainer.tokens = state.retries, state.tokens
-  trainer.last_verdict = state.last_verdict
   trainer.began = trainer.began - state.elapsed
   notes[#notes + 1] = trainer:share_as_before(state.ranks or 1,
     state.accumulate or trainer.accumulate)
@@ -181,7 +211,7 @@ local function take_over(trainer, c, config)
     local now = ({ precision = trainer.precision.name, schedule = trainer.schedule
       and tostring(trainer.schedule), threads = tonumber(C.eng_threads(0)) })[what]
     if state[what] ~= now then
-      notes[#notes + 1] = ("%s is %s now, it was %s: the losses will differ"):format(what,
+      notes[#notes + 1] = ("%s is %s now and was %s, so the losses will differ"):format(what,
         tostring(now), tostring(state[what]))
     end
   end
@@ -190,9 +220,21 @@ end
 
 -- ------------------------------------------------------------------ opening
 
+-- Whether `resume` continues the run in the directory `path`: "auto", or the path of that run or of
+-- one of its checkpoints. A checkpoint of another run starts a new run.
+local function continues(path, resume)
+  if resume == "auto" or resume == true then return true end
+  local from, own = M.directory(resume), C.eng_file_stamp(path .. "/checkpoints")
+  for _, checkpoints in ipairs { "/checkpoints", "", "/.." } do
+    if own ~= 0 and C.eng_file_stamp(from .. checkpoints) == own then return true end
+  end
+  return false
+end
+
 -- Whether the directory holds a run. A run that failed before its first step does not count.
 local function exists(path)
   local file = path .. "/history.db"
+  if #checkpoint.steps(path .. "/checkpoints") > 0 then return true end
   if C.eng_file_kind(file) == 0 then return false end
   local good, steps = pcall(function()
     local h = require("engine.run.history").open(file)
@@ -206,7 +248,7 @@ end
 local holders = setmetatable({}, { __mode = "v" })  -- path -> the Run of this process that holds it
 
 --- Makes the run's directory and locks it; returns false and a message when another process has the
---- lock. A trainer of this process that never ran releases its lock.
+--- lock. If a trainer of this process holds the lock and never ran, that lock is released first.
 function Run:take(path)
   local other = holders[path]
   if other and not other.running then other:close() end
@@ -236,14 +278,15 @@ local function check_name(path)
   if problem then error(("run: the name %s: '%s'"):format(problem, show.cut(path, 200)), 0) end
 end
 
---- Takes the run's directory. If it holds a run that is not to be resumed, takes the next free
+--- Takes the run's directory. If it holds a run that is not to be continued, takes the next free
 --- name.
 function Run:find_place(path, resume)
   check_name(path)
-  if resume or not exists(path) then
+  self.continues = resume and continues(path, resume)
+  if self.continues or not exists(path) then
     local good, message = self:take(path)
     if good then return end
-    if resume then
+    if self.continues then
       error(("%s is being written by another run: %s; hint: wait for it, or " ..
         "run=ANOTHER_NAME"):format(path, message), 0)
     end
@@ -299,12 +342,12 @@ end
 -- checkpoints.
 local function told(self)
   local news = require("engine.base.json").decode(require("engine.dist.ranks").from_first())
-  self.path, self.recorded = news.path, news.recorded
+  self.path, self.recorded, self.last_checkpoint = news.path, news.recorded, news.read
   if news.state then
     take_over(self.trainer, { state = news.state, path = news.read, told = true })
   end
   local reducer = self.trainer.reducer
-  reducer:start(news.state and function() shards.spread(reducer) end)
+  reducer:start(news.state and function() spread(self.trainer, news) end)
 end
 
 local function tell(self, c)
@@ -312,7 +355,7 @@ local function tell(self, c)
   local news = { recorded = recorded, path = self.path, read = c and c.path, state = c and c.state }
   require("engine.dist.ranks").from_first(require("engine.base.json").encode(news))
   local reducer = self.trainer.reducer
-  reducer:start(c and function() shards.spread(reducer, c) end)
+  reducer:start(c and function() spread(self.trainer, c) end)
 end
 
 local function open(self, resume)
@@ -322,6 +365,7 @@ local function open(self, resume)
     for _, line in ipairs(take_over(trainer, c, self.config)) do
       self.notes[#self.notes + 1] = line
     end
+    self.last_checkpoint = c.path
     self.notes[#self.notes + 1] = ("resumed from %s: step %d, %d updates"):format(c.path,
       trainer.steps_done, trainer.updates)
   elseif resume then
@@ -330,15 +374,17 @@ local function open(self, resume)
   if trainer.reducer.many then tell(self, c) end
   if c then c:close() end
   if not self.path then return end
-  if c then checkpoint.forget_after(self.path .. "/checkpoints", trainer.steps_done) end
-  self:open_history(resume)
+  if c and self.continues then
+    checkpoint.forget_after(self.path .. "/checkpoints", trainer.steps_done)
+  end
+  self:open_history(self.continues)
 end
 
 --- Opens a trainer's run: nothing without a name, else a new directory or the one to resume.
 function M.open(trainer, options)
   local self = setmetatable({ trainer = trainer, notes = {}, warnings = {},
     checkpoint_every = options.checkpoint_every or 0, keep = options.keep or 3,
-    stats_every = options.stats_every or 100, config = options.config,
+    stats_every = options.stats_every or 100, config = options.config, name = options.run,
       wants_history = options.history ~= false,
     wants_tensorboard = options.tensorboard }, Run)
   local resume = options.resume
@@ -387,16 +433,30 @@ function Run:reopen()
   self:open_history(true)
 end
 
+-- How this process was started, as JSON, for `engine replay --verify`: the script and a checksum of
+-- it, its arguments, the folder, the run's name in the script. Nil without a script.
+local function command_text(self)
+  local script = type(arg) == "table" and arg[-1] and arg[0]
+  local source = type(script) == "string" and require("engine.base.file").read(script)
+  if not source then return nil end
+  local words = {}
+  for i, word in ipairs(arg) do words[i] = tostring(word) end
+  return require("engine.base.json").encode { script = script, arguments = words,
+    folder = os.getenv("PWD"), run = self.name, crc32c = C.eng_crc32c(0, source, #source) }
+end
+
 --- Records what this run is: parameters, settings, the policy's source.
 function Run:describe()
   local history, trainer, list = self.history, self.trainer, {}
+  local formats = trainer:gradient_formats()
+  self.signals = {}                   -- those written last
   for i, p in ipairs(trainer.optimizer.list) do
-    list[i] = { name = p.name, shape = trainer.reducer:shape(p) }
+    list[i] = { name = p.name, shape = trainer.reducer:shape(p), gradient = formats[i] }
   end
   self:complain(history:set_parameters(list))
-  self.f16, self.signals = trainer:f16_gradients(), {}     -- signals: the values written last
   for key, value in pairs { policy = trainer.policy.name, precision = trainer.precision.name,
-    gradients = trainer.precision.weight_gradients,
+    gradients = trainer.precision.weight_gradients, accumulate = trainer.accumulate,
+    mode = trainer.delay == 1 and "lagged" or "sync",
     optimizer = trainer.optimizer.name, schedule = tostring(trainer.schedule or "none"),
       steps = trainer.steps,
     parameters = trainer.model:count(), threads = tonumber(C.eng_threads(0)),
@@ -405,6 +465,8 @@ function Run:describe()
       comm_dtype = trainer.reducer.comm_dtype } do
     self:complain(history:set_meta(key, value))
   end
+  local command = command_text(self)
+  if command then self:complain(history:set_meta("command", command)) end
   for _, setting in ipairs(self.config and require("engine.base.config").flatten(self.config)
     or {}) do
     self:complain(history:set_config(setting[1], setting[2]))
@@ -429,6 +491,21 @@ function Run:complain(good, message)
   self.trainer:warn(line)
 end
 
+-- A step's signals and, as "log.NAME", what its verdict logged. A value that is no longer logged
+-- becomes nan.
+local function with_logs(self, signals, logs)
+  if not logs and not self.logged then return signals end
+  self.logged = self.logged or {}                          -- every name so far
+  local all = {}
+  for name in pairs(self.logged) do all[name] = 0 / 0 end
+  for name, value in pairs(signals) do all[name] = value end
+  for name, value in pairs(logs or {}) do
+    name = "log." .. name
+    all[name], self.logged[name] = value, true
+  end
+  return all
+end
+
 -- Records published signals where they changed.
 function Run:append_signals(step, signals)
   local told_before = self.signals
@@ -441,11 +518,12 @@ function Run:append_signals(step, signals)
   end
 end
 
---- Records a step: record, verdict, per-tensor statistics, tokens, and the signals
---- ({ name = number }) that its policy saw.
-function Run:append(record, verdict, stats, tokens, signals)
+--- Records a step: record, verdict, per-tensor statistics, tokens, the signals ({ name = number })
+--- that its policy saw, and what its verdict logged (the same, or nil).
+function Run:append(record, verdict, stats, tokens, signals, logs)
   local history, events = self.history, self.events
   self.running = true
+  signals = with_logs(self, signals, logs)
   if events then
     events:step(record, verdict, tokens, signals)
     if record.overflow ~= 0 or tonumber(record.step) % self.stats_every == 0 then
@@ -455,8 +533,6 @@ function Run:append(record, verdict, stats, tokens, signals)
     if trouble then self:complain(nil, trouble) end
   end
   if not history then return end
-  record.amax_f16 = -1
-  for _, i in ipairs(self.f16) do record.amax_f16 = math.max(record.amax_f16, stats[i].amax) end
   self:complain(history:append(record, verdict, tokens))
   local step = tonumber(record.step)
   self:append_signals(step, signals)
@@ -480,40 +556,85 @@ function Run:event(step, kind, text, data)
   if self.history then self:complain(self.history:event(step, kind, text, data)) end
 end
 
+-- Raises an error if weights are inf or nan: such a checkpoint must not become the newest.
+local function check_weights(self)
+  local problem = require("engine.tensor.stats").nonfinite(self.trainer.optimizer.list)
+  if problem then error(problem, 0) end
+end
+
 -- Writes a checkpoint; returns its path, or nil and what went wrong.
 local function write(self, alone)
   local trainer, dir, options = self.trainer, self.path .. "/checkpoints", { keep = self.keep }
+  local saved, tensors
   if trainer.reducer.many and not alone then
     return checkpoint.save_shards(dir, trainer.steps_done,
-      function() return shards.of_rank(trainer.reducer) end,
-      function() return state_of(trainer) end, options)
+      function()
+        check_weights(self)
+        if not self.follows then saved, tensors = user_state.pack(trainer.state) end
+        return shards.of_rank(trainer.reducer, tensors)
+      end,
+      function() return state_of(trainer, saved) end, options)
   end
   local good, path, note = pcall(function()
+    check_weights(self)
+    saved, tensors = user_state.pack(trainer.state)
     return checkpoint.save(dir, trainer.steps_done,
       { model = trainer.model:state(), optimizer = trainer.optimizer:state_tensors(),
-      state = state_of(trainer) }, options)
+      user = next(tensors) and tensors, state = state_of(trainer, saved) }, options)
   end)
   if good then return path, note end
   return nil, (tostring(path):gsub("^[^:\n]+:%d+: ", ""))   -- without the script's line
 end
 
 --- Writes a checkpoint; returns its path, or nil and a message. Every rank calls it and writes a
---- shard. With `alone`, rank 0 writes the whole state by itself, for when other ranks may have
---- died.
+--- shard, after a comparison of the ranks, which raises an error if they have drifted apart. With
+--- `alone`, rank 0 writes the whole state by itself, for when other ranks may have died.
 function Run:save(alone)
   local trainer = self.trainer
   if alone and self.follows then return nil end
+  if not alone then trainer.agreement:check() end
   -- a run killed after this resumes from here, so no step may be missing
   if self.history then self:complain(self.history:flush()) end
   local path, note = write(self, alone)
-  self.unsaved = not path
+  self.nonfinite = not path and note:match("the weights hold [^;]*")   -- the same on all ranks
+  self.unsaved = not path and not self.nonfinite
   if not path then
     self:event(trainer.steps_done, "error", "checkpoint: " .. note)
     return nil, "no checkpoint was written: " .. note
   end
   self:event(trainer.steps_done, "checkpoint", path)
-  self.saved_at = trainer.steps_done
+  self.saved_at, self.last_checkpoint = trainer.steps_done, path
   return path, note
+end
+
+--- Returns to the newest intact checkpoint of `step` or before, and drops later ones. Every rank
+--- calls it between two steps. The policy, the counters of steps and the history stay. Returns the
+--- checkpoint's step and path, or nil and the reason.
+function Run:go_back(step)
+  local trainer, reducer = self.trainer, self.trainer.reducer
+  local dir = self.path and self.path .. "/checkpoints"
+  local c, why
+  if not dir then why = "a run without a name has no checkpoints"
+  elseif not self.follows then
+    c, why = checkpoint.open(dir, step)
+    if not c then why = ("there is no checkpoint of step %d or before"):format(step) end
+  end
+  if reducer.many then
+    local json, ranks = require "engine.base.json", require "engine.dist.ranks"
+    local news = json.decode(ranks.from_first(not self.follows and json.encode { why = why,
+      step = c and c.step, path = c and c.path, state = c and c.state } or nil))
+    why = news.why
+    if news.state then c = c or news end
+  end
+  if not c then return nil, why end
+  restore(trainer, c)
+  if reducer.many then reducer:start(function() spread(trainer, c) end) end
+  self.last_checkpoint = c.path
+  if c.close then
+    c:close()
+    checkpoint.forget_after(dir, c.step)
+  end
+  return c.step, c.path
 end
 
 --- Whether a checkpoint is due after this step.

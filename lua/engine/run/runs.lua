@@ -4,7 +4,7 @@ local files = require "engine.base.file"
 
 local M = {}
 
---- What to try where there is no run of this name: the nearest under runs/.
+--- A hint for the name of a run that does not exist: the nearest name under runs/.
 function M.hint(text)
   local known = files.names "runs" or {}
   return require("engine.base.nearest").hint(text:match("([^/]*)/*$"), known) ..
@@ -44,10 +44,11 @@ function M.holder(path)
   return pid, state
 end
 
---- How a run ended: "finished", "stopped: why", "error: why", "running", or "broken off".
+--- How a run ended: "finished", "stopped: why", "error: why", "drift: which ranks", "running", or
+--- "broken off".
 function M.ending(h, path, last)
   local event = h:query("SELECT kind, text, step FROM events WHERE kind IN ('finished', " ..
-    "'stopped', 'error', 'resumed') ORDER BY id DESC LIMIT 1")[1]
+    "'stopped', 'error', 'drift', 'resumed') ORDER BY id DESC LIMIT 1")[1]
   if event and event.kind ~= "resumed" and event.step > last then
     local why = event.text and event.text ~= "" and ": " .. event.text:match("^[^\n]*") or ""
     return event.kind .. why, event.kind
@@ -70,8 +71,8 @@ end
 
 --- A run at `path`: { name, path, created (seconds since 1970), rows, first, last, updates, loss,
 --- scale, overflows, skipped, tokens, seconds, policy, precision, device, ranks, zero, comm_dtype,
---- steps (requested), ended, how (finished, stopped, error, running, broken), problem (then nothing
---- else) }.
+--- steps (requested), ended, how (finished, stopped, error, drift, running, broken), problem (what
+--- is wrong with the history; most other fields are then missing) }.
 function M.info(path, history)
   local name = path:gsub("/history%.db$", ""):match("([^/]+)/*$") or path
   local info = { name = name, path = path }
@@ -86,8 +87,8 @@ function M.info(path, history)
     info.parameters, info.steps, info.engine = tonumber(meta.parameters), tonumber(meta.steps),
       meta.engine
     for key, value in pairs(h:totals()) do info[key] = value end
-    if info.rows > 0 then
-      local last = h:last(1)[1]
+    local last = h:last(1)[1]      -- nil with totals: a damaged file
+    if info.rows > 0 and last then
       info.updates, info.loss, info.scale = last.updates + (last.action == "step" and 1 or 0),
         last.loss, last.next_scale
       info.policy = M.policy_of(h)

@@ -1,8 +1,11 @@
--- Shadows: policies that see every record of a run and decide nothing. The history gets their
--- verdicts where they change. The summary counts the steps they would have skipped, how far their
--- scale is from the current one, and the steps at which their scale would have pushed the largest
--- gradient past its format's range. Made by the trainer from its option `shadow`.
+-- Shadows: policies that see every record of a run and decide nothing. Each meets the overflows of
+-- its own scale: its record is the run's, moved to that scale (counterfactual.lua, which also says
+-- which verdicts are exact and which are bounds). The history gets the verdicts where they change.
+-- The summary counts the steps that a shadow would have skipped and how far its scale is from the
+-- run's. Made by the trainer from its option `shadow`.
 local M_ffi = require "engine.base.ffi"
+local counterfactual = require "engine.run.counterfactual"
+local formats = require "engine.base.formats"
 
 local C, ffi = M_ffi.C, M_ffi.ffi
 
@@ -10,9 +13,6 @@ local M = {}
 
 local Shadows = {}
 Shadows.__index = Shadows
-
--- formats whose range is smaller than f32's
-local LARGEST = { f16 = require("engine.base.formats").of("f16").largest }
 
 -- "a,b:growth_interval=500,init_scale=8" -> { "a", "b:growth_interval=500,init_scale=8" }: a
 -- `name=value` belongs to the policy before it.
@@ -37,12 +37,13 @@ local function name_of(source, policy, taken)
   return name
 end
 
---- shadow: "a,b", or a list of what engine.policy.load takes. Returns nil without any.
+--- shadow: "a,b", or a list of what engine.policy.load takes. Returns nil if there are no shadows.
 function M.new(trainer, shadow)
   if type(shadow) == "string" then shadow = split(shadow) end
   if not shadow or #shadow == 0 then return nil end
-  local self = setmetatable({ trainer = trainer, list = {}, needs = 0, steps = 0, skipped = 0,
-    limit = LARGEST[trainer.precision.weight_gradients] }, Shadows)
+  local self = setmetatable({ trainer = trainer, list = {}, steps = 0, skipped = 0,
+    needs = bit.bor(C.ENG_NEED_AMAX, C.ENG_NEED_HIST), record = ffi.new("eng_record"),
+    format = formats.of(trainer.precision.weight_gradients) or formats.of "f16" }, Shadows)
   local taken = {}
   for i, source in ipairs(shadow) do
     local loaded, policy = pcall(require("engine.policy.policy").load, source)
@@ -53,31 +54,85 @@ function M.new(trainer, shadow)
     trainer:prepare(policy)
     self.needs = bit.bor(self.needs, policy.needs)
     self.list[i] = { name = name_of(source, policy, taken), policy = policy, skipped = 0,
-      beyond = 0, failed = 0, apart = 0, most = 0 }
+      overflows = 0, failed = 0, apart = 0, most = 0, certainty = counterfactual.certainty() }
   end
   return self
 end
 
---- Gives the shadows a step: record, statistics, the current policy's verdict, the step's signals.
-function Shadows:observe(record, stats, verdict, signals, run)
+-- The largest fp16 gradient at the scales of a shadow, if they differ from the run's by more than
+-- one factor because layers have scales of their own; else nil.
+function Shadows:reach(policy, stats, ratio)
+  local groups, largest, apart = self.trainer.groups, -1, false
+  if not groups.apart and not policy:scales_groups() then return nil end
+  local record, list = self.record, self.trainer:fp16_gradients()
+  for _, i in ipairs(list) do
+    local relative = stats[i].relative_scale > 0 and stats[i].relative_scale or 1
+    local own = policy:group_scale(groups.group_of[i + 1]) / (record.scale * relative)
+    apart, largest = apart or own ~= ratio, math.max(largest, stats[i].amax * own)
+  end
+  return apart and largest or nil
+end
+
+-- A tensor's statistics at a shadow's scale, for policies that read them.
+function Shadows:tensors(stats, ratio)
+  local n = #self.trainer.optimizer.list
+  self.stats = self.stats or ffi.new("eng_tensor_stats[?]", n)
+  self.formats = self.formats or self.trainer:gradient_formats()
+  ffi.copy(self.stats, stats, n * ffi.sizeof("eng_tensor_stats"))
+  counterfactual.move_tensors(self.stats, n, ratio,
+    function(i) return formats.of(self.formats[i]) or self.format end)
+  return self.stats
+end
+
+-- A shadow's verdict on a step that it would have made at `scale`, and what is known of the step at
+-- its scale. Leaves the step's record at that scale in self.record.
+function Shadows:ask(s, scale, record, stats, signals)
+  local policy, own = s.policy, self.record
+  ffi.copy(own, record, ffi.sizeof(own))
+  local ratio = scale / record.scale
+  local known = counterfactual.move(own, scale, { format = self.format,
+    accumulate = self.trainer.accumulate, needs = policy.needs, hist = true,
+    around = function() return self.largest end, reach = self:reach(policy, stats, ratio) })
+  if ratio ~= 1 and bit.band(policy.needs, C.ENG_NEED_TENSORS) ~= 0 then
+    stats = self:tensors(stats, ratio)
+  end
+  for name, value in pairs(signals) do policy:signal(name, value) end
+  return policy:decide(own, stats), known
+end
+
+--- The scales that the shadows would use for a step that begins now.
+function Shadows:scales()
+  local list = {}
+  for i, s in ipairs(self.list) do list[i] = s.policy:scale() end
+  return list
+end
+
+--- Gives the shadows a step: the trainer's s (shadow_scales and signals), record (with amax_f16),
+--- statistics, the current policy's verdict, whether the weights were updated, the run's files.
+function Shadows:observe(s, record, stats, verdict, updated, run)
+  local step, lagged = tonumber(record.step), self.trainer.delay == 1
   self.steps = self.steps + 1
-  if verdict.action ~= C.ENG_ACTION_STEP then self.skipped = self.skipped + 1 end
-  local limit = self.limit and record.overflow == 0 and self.limit or nil
-  for _, s in ipairs(self.list) do
-    local policy = s.policy
-    -- its own scale for this step
-    if limit and record.amax * policy:scale() > limit then s.beyond = s.beyond + 1 end
-    for name, value in pairs(signals) do policy:signal(name, value) end
-    local own = policy:decide(record, stats)
-    if own.failed ~= 0 then s.failed, s.why = s.failed + 1, ffi.string(own.reason) end
-    if own.action ~= C.ENG_ACTION_STEP then s.skipped = s.skipped + 1 end
+  if not updated then self.skipped = self.skipped + 1 end
+  local done = counterfactual.carried_out(verdict, record.overflow ~= 0, lagged)
+  for i, one in ipairs(self.list) do
+    local own, known = self:ask(one, s.shadow_scales[i], record, stats, s.signals)
+    local over = self.record.overflow ~= 0
+    local doing = counterfactual.carried_out(own, over, lagged)
+    local bound = not counterfactual.judge(one.certainty, step, known, doing, done)
+    if own.failed ~= 0 then one.failed, one.why = one.failed + 1, ffi.string(own.reason) end
+    if doing.action ~= C.ENG_ACTION_STEP then one.skipped = one.skipped + 1 end
+    if over then one.overflows = one.overflows + 1 end
     local apart = math.log(own.scale / verdict.scale) / math.log(2)
-    s.apart, s.most = s.apart + math.abs(apart), math.max(s.most, math.abs(apart))
-    if run.history and (own.scale ~= s.scale or own.action ~= s.action
-      or own.failed ~= s.was_failed) then
-      run:complain(run.history:append_shadow(record.step, s.name, own))
+    one.apart, one.most = one.apart + math.abs(apart), math.max(one.most, math.abs(apart))
+    if run.history and (own.scale ~= one.scale or own.action ~= one.action
+      or own.failed ~= one.was_failed or over ~= one.over or bound ~= one.bound) then
+      run:complain(run.history:append_shadow(step, one.name, own, over, bound))
     end
-    s.scale, s.action, s.was_failed = own.scale, own.action, own.failed
+    one.scale, one.action, one.was_failed = own.scale, own.action, own.failed
+    one.over, one.bound = over, bound
+  end
+  if record.overflow == 0 and record.amax_f16 > 0 then
+    self.largest = record.amax_f16 / record.scale
   end
 end
 
@@ -110,30 +165,33 @@ function Shadows:lines()
   if self.steps == 0 then return lines end
   local scale = self.trainer.policy:scale()
   for i, s in ipairs(self.list) do
-    local text = ("shadow %s: would have skipped %d of %d steps (the run skipped %d), scale " ..
-      "%.10g (%s)"):format(s.name, s.skipped, self.steps, self.skipped,
+    local text = ("shadow %s: would have skipped %s of %d steps at its own scale (the run " ..
+      "skipped %d); that scale ended at %.10g (relative to the run's: %s)"):format(s.name,
+      counterfactual.count_text(s.certainty, s.skipped), self.steps, self.skipped,
       s.scale, factor_text(s.scale / scale))
     if s.most > 0 then
-      text = text .. (", apart by 2^%.2f on average, 2^%.2f at most"):format(s.apart / self.steps,
-        s.most)
+      text = text .. (" and differed from the run's by a factor of 2^%.2f on " ..
+        "average, 2^%.2f at most"):format(s.apart / self.steps, s.most)
     end
-    if s.beyond > 0 then
-      text = text .. ("; its scale would have overflowed in %d more"):format(s.beyond)
-    end
+    local bounds = counterfactual.why_text(s.certainty)
+    if bounds then text = text .. "; " .. bounds end
     if s.failed > 0 then text = text .. ("; it failed %d times: %s"):format(s.failed, s.why) end
     lines[i] = text
   end
   return lines
 end
 
+-- What a checkpoint keeps of a shadow, beside the policy's state.
+local KEPT = { "skipped", "overflows", "failed", "why", "apart", "most", "scale", "action",
+  "was_failed", "over", "bound", "certainty" }
+
 --- The state for checkpoints.
 function Shadows:state()
-  local state = { steps = self.steps, skipped = self.skipped, list = {} }
+  local state = { steps = self.steps, skipped = self.skipped, largest = self.largest, list = {} }
   for i, s in ipairs(self.list) do
-    state.list[i] = { name = s.name, policy = s.policy.name, state = s.policy:save(),
-      skipped = s.skipped, beyond = s.beyond, failed = s.failed, why = s.why,
-      apart = s.apart, most = s.most, scale = s.scale, action = s.action,
-        was_failed = s.was_failed }
+    local kept = { name = s.name, policy = s.policy.name, state = s.policy:save() }
+    for _, key in ipairs(KEPT) do kept[key] = s[key] end
+    state.list[i] = kept
   end
   return state
 end
@@ -150,13 +208,16 @@ function Shadows:restore(saved)
         found = old
       end
     end
-    for _, key in ipairs { "skipped", "beyond", "failed", "why", "apart", "most", "scale", "action",
-      "was_failed" } do
-      if found then s[key] = found[key] end
+    for _, key in ipairs(KEPT) do              -- a checkpoint of an older engine lacks some
+      if found and found[key] ~= nil then s[key] = found[key] end
+    end
+    if found and not found.certainty then      -- met the run's overflows until here
+      s.certainty = counterfactual.certainty(saved.steps)
     end
     all = all and found ~= nil
   end
   if all then self.steps, self.skipped = saved.steps, saved.skipped end
+  self.largest = tonumber(saved.largest)
 end
 
 return M

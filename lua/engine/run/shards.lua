@@ -60,15 +60,29 @@ local function own_part(reducer, i)
   return tonumber(own_from[0]), tonumber(own_to[0])
 end
 
+-- Calls f(p, buffer, from, to) for each buffer of the optimizer's state; the elements [from, to) of
+-- the buffer are those that this rank has.
+local function each_buffer(reducer, f)
+  local optimizer = reducer.trainer.optimizer
+  for i, p in ipairs(optimizer.list) do
+    local from, to = 0, p.tensor.count
+    if reducer.zero then from, to = own_part(reducer, i) end
+    for _, buffer in ipairs(optimizer.state:of(i, reducer:shape(p))) do
+      if buffer.whole then f(p, buffer, 0, buffer.x and buffer.x.count or 0)
+      else f(p, buffer, from, to) end
+    end
+  end
+end
+
 --- The pieces that this rank writes: its share of the tensors that all ranks hold, its share of
---- those that only its holders hold (experts), and with ZeRO the moments it keeps.
-function M.of_rank(reducer)
-  local optimizer, pieces = reducer.trainer.optimizer, M.pieces()
+--- those that only its holders hold (experts), and with ZeRO the moments it keeps. `user`: the
+--- tensors of trainer.state, or nil; this rank writes them all.
+function M.of_rank(reducer, user)
+  local pieces, parameter_of = M.pieces(), {}
   local function share(part, tensors)
     local common, held = {}, {}
     for _, name in ipairs(sorted(tensors)) do
-      local of_model = name:gsub("%.moment%d$", "")
-      local apart = reducer.apart and (reducer.apart[name] or reducer.apart[of_model])
+      local apart = reducer.apart and reducer.apart[parameter_of[name] or name]
       local list = not apart and common or apart.held and held
       if list then list[#list + 1] = { name = name, x = tensors[name] } end
     end
@@ -77,21 +91,15 @@ function M.of_rank(reducer)
     if reducer.apart then M.cut(held, reducer.holders.rank, reducer.holders.size, add) end
   end
   share("model", reducer.trainer.model:state())
-  local moments = optimizer:state_tensors()
-  if not reducer.zero then
-    share("optimizer", moments)
-    return pieces
-  end
-  for i, p in ipairs(optimizer.list) do
-    local from, to = own_part(reducer, i)
-    local mine = to > from or p.tensor.count == 0 and reducer.rank == 0
-    for which = 1, 2 do
-      local name = ("%s.moment%d"):format(p.name, which)
-      if moments[name] and mine then
-        pieces:add("optimizer", name, moments[name], from, to, reducer:shape(p))
-      end
+  local buffers = {}
+  each_buffer(reducer, function(p, buffer, from, to)
+    buffers[buffer.name], parameter_of[buffer.name] = buffer.x, p.name
+    if reducer.zero and (to > from or buffer.x and buffer.x.count == 0 and reducer.rank == 0) then
+      pieces:add("optimizer", buffer.name, buffer.x, from, to, buffer.shape(reducer:shape(p)))
     end
-  end
+  end)
+  if not reducer.zero then share("optimizer", buffers) end
+  for name, x in pairs(user or {}) do pieces:add("user", name, x, 0, x.count) end
   return pieces
 end
 
@@ -116,49 +124,54 @@ local function want_tensors(c, part, wanted)
   end
 end
 
---- Restores the tensors of a checkpoint, one after the other. Rank 0, which has it open (`c`; nil
---- elsewhere), sends each to every rank: whole, or the part that the rank keeps.
+M.PIECE = 2 ^ 22       -- elements that rank 0 sends at a time
+
+-- Sends a tensor to every rank, which writes its part into item.x, if it has one. `whole`: the
+-- tensor on rank 0, nil on other ranks.
+local function send(item, whole, memory)
+  local number, x, from = arguments.dtype_number(item.dtype), item.x, item.from
+  local size, own = C.eng_dtype_size(number), x and x.count or 0
+  for at = 0, item.count - 1, M.PIECE do
+    local n = math.min(M.PIECE, item.count - at)
+    local low, high = math.max(at, from), math.min(at + n, from + own)
+    if whole then check(C.eng_read(memory, number, n, whole:view(-1):slice(1, at + 1, at + n))) end
+    check(C.eng_comm_broadcast(ranks.world(), memory, n * size, 0))
+    if high > low then
+      check(C.eng_write(x:view(-1):slice(1, low - from + 1, high - from),
+        memory + (low - at) * size, number, high - low))
+    end
+  end
+end
+
+--- Restores the tensors of a checkpoint, one after the other. `c`: the open checkpoint on rank 0,
+--- nil on other ranks. Rank 0 sends each tensor to every rank, and a rank stores the part that it
+--- keeps.
 function M.spread(reducer, c)
   local trainer = reducer.trainer
-  local optimizer, state, largest = trainer.optimizer, trainer.model:state(), 0
+  trainer.optimizer.state:restart()
+  local state = trainer.model:state()
   local list, wanted = {}, { model = {}, optimizer = {} }
-  local function want(part, name, shape, x, from)
+  local function want(part, name, shape, x, from, dtype)
     local count = 1
     for _, n in ipairs(shape) do count = count * n end
     wanted[part][name] = shape
-    list[#list + 1] = { part = part, name = name, x = x, dtype = x.dtype, count = count,
-      from = from }
+    list[#list + 1] = { part = part, name = name, x = x, dtype = dtype or x.dtype,
+      count = count, from = from }
   end
   for _, name in ipairs(sorted(state)) do
     want("model", name, reducer:shape { name = name, tensor = state[name] }, state[name], 0)
   end
-  local moments = optimizer:state_tensors()
-  for i, p in ipairs(optimizer.list) do
-    for which = 1, 2 do
-      local name = ("%s.moment%d"):format(p.name, which)
-      if moments[name] then
-        want("optimizer", name, reducer:shape(p), moments[name],
-          reducer.zero and own_part(reducer, i) or 0)
-      end
-    end
-  end
+  each_buffer(reducer, function(p, buffer, from)
+    want("optimizer", buffer.name, buffer.shape(reducer:shape(p)), buffer.x, from, buffer.dtype)
+  end)
   if c then
     for _, part in ipairs { "model", "optimizer" } do want_tensors(c, part, wanted[part]) end
   end
+  local memory = ffi.new("double[?]", M.PIECE)   -- the widest dtype
   for _, item in ipairs(list) do
-    item.size = C.eng_dtype_size(arguments.dtype_number(item.dtype))
-    largest = math.max(largest, item.count * item.size)
-  end
-  local memory = ffi.new("char[?]", largest)
-  for _, item in ipairs(list) do
-    local number = arguments.dtype_number(item.dtype)
-    if c then
-      local whole = c:read(item.part, item.name)
-      check(C.eng_read(memory, number, item.count, whole))
-      whole:free()
-    end
-    check(C.eng_comm_broadcast(ranks.world(), memory, item.count * item.size, 0))
-    check(C.eng_write(item.x, memory + item.from * item.size, number, item.x.count))
+    local whole = c and c:read(item.part, item.name)
+    autograd.scope(send, item, whole, ffi.cast("char *", memory))
+    if whole then whole:free() end
   end
 end
 
@@ -217,7 +230,7 @@ end
 --- Reads a tensor of an index, whole and kept. open(file): returns the open file of that name.
 function M.read(whole, open)
   local x = M_ffi.Tensor()
-  local shape = ffi.new("int64_t[6]", whole.shape)
+  local shape = ffi.new("int64_t[?]", C.ENG_MAX_DIMS, whole.shape)
   check(C.eng_new(x, arguments.dtype_number(whole.dtype), #whole.shape, shape, C.ENG_KEEP))
   local good, message = pcall(autograd.scope, function()
     local flat = x:view(-1)

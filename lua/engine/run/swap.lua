@@ -1,10 +1,11 @@
--- Swaps of the policy during a run: because its file was saved, on SIGHUP, from the script
--- (policy:swap(file)) or from `engine attach`. Between two steps the new policy is compiled, tried
--- on the records of the last steps, and takes over from the old one (its `migrate`). If anything
--- fails, the old policy stays and the history says why. A policy that fails its first decision is
--- replaced at once, and the old one decides that step. All ranks swap at the same step to rank 0's
--- bytes, or none does: each rank compiles and tries them, and if one rank refuses, all do. Owned by
--- the trainer: observe() sees every record after the decision, between() runs between steps.
+-- Swaps of the policy during a run. A swap is asked for by saving the policy's file, by SIGHUP, by
+-- the script (policy:swap(file)) or by `engine attach`. Between two steps the new policy is
+-- compiled, tried on the records of the last steps, and takes over from the old one (its
+-- `migrate`). If anything fails, the old policy stays and the history says why. A policy that fails
+-- its first decision is replaced at once, and the old one decides that step. All ranks swap at the
+-- same step to the policy text of rank 0, or none does: each rank compiles and tries this text, and
+-- if one rank refuses, all do. Owned by the trainer: observe() sees every record after the
+-- decision, between() runs between steps.
 local M_ffi = require "engine.base.ffi"
 
 local C, ffi = M_ffi.C, M_ffi.ffi
@@ -36,7 +37,7 @@ function Swap:hold(policy, as_it_is)
   policy.undo = function() return self:undo("the script") end
   self.stamp = policy.path and C.eng_file_stamp(policy.path) or nil
   self.pending_stamp = nil
-  -- saved after it was read: a stamp of 0 makes the next check read it again
+  -- the file was saved after the policy was read: a stamp of 0 makes the next check read it again
   if self.stamp and not as_it_is and self.stamp ~= 0 and read(policy.path) ~= policy.source then
     self.stamp = 0
   end
@@ -88,9 +89,9 @@ function Swap:remember(record)
   self.ring_needs[at], self.seen = needs, self.seen + 1
 end
 
--- Tries a copy of a candidate on the records of the last steps. Returns what is wrong with it, or
--- nil. Records that lack a statistic it needs are left out; per-tensor statistics are always those
--- of the last step.
+-- Tries a copy of a candidate on the records of the last steps. Returns what is wrong with the
+-- candidate, or nil. Leaves out records that lack a statistic the candidate needs. Per-tensor
+-- statistics are always those of the last step.
 local function trial(self, copy)
   local trainer = self.trainer
   trainer:prepare(copy)
@@ -212,7 +213,8 @@ function Swap:swap(source, options, by)
   return attempt(self, source, options, by or "the script")
 end
 
---- Returns to the policy before the last swap, as it was then. Returns true, or nil and a message.
+--- Returns to the policy before the last swap, with the state that it had then. Returns true, or
+--- nil and a message.
 function Swap:undo(by)
   if #self.former == 0 then return nil, "there is no swap to undo" end
   if self.trainer.current then

@@ -137,8 +137,8 @@ end
 
 function Writer:put(bytes) return noted(self, self.file:write(bytes)) end
 
---- Numbers of a step: a list of { tag, number }, or a table by tag. nil is left out; NaN and
---- infinities are kept.
+--- Writes a step's numbers: a list of { tag, number }, or a table by tag. nil is left out; NaN and
+--- infinities are written.
 function Writer:scalars(step, values, wall_time)
   local parts = {}
   if values[1] then
@@ -196,7 +196,10 @@ function M.step_values(s, signals)
       and s.underflow / s.count or nil },
     { "speed/tokens_per_s", s.seconds > 0 and tokens > 0 and tokens / s.seconds or nil },
   }
-  for name, value in pairs(signals) do values[#values + 1] = { "signals/" .. name, value } end
+  for name, value in pairs(signals) do
+    local logged = name:match("^log%.(.*)")
+    values[#values + 1] = { logged and "log/" .. logged or "signals/" .. name, value }
+  end
   return values
 end
 
@@ -207,8 +210,8 @@ Live.__index = Live
 
 local FLUSH_SECONDS = 2
 
---- Writes the steps of a run as they are made; called by run.lua. list: the parameters, in order;
---- first: the first step. A reader drops what earlier files of the directory hold from that step
+--- Writes the steps of a run as they are made; called by run.lua. list: the parameters, in order.
+--- first: the first step; a reader drops what earlier files of the directory hold from this step
 --- on.
 function M.live(dir, list, first)
   local _, group_of, groups = require("engine.policy.groups").of(list)

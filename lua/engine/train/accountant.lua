@@ -1,5 +1,5 @@
--- Memory by role: the prediction of a precision recipe, which needs only shapes and formats, and
--- the measurement.
+-- Memory by role, predicted and measured. The prediction for a precision recipe needs only shapes
+-- and formats.
 --
 --   print(opt:memory(function() return model:loss(x, y) end))   -- one forward pass, measured
 --
@@ -46,13 +46,13 @@ local function predicted(opt)
     end
   end
   sums.moments = 0
-  for _, x in pairs(opt:state_tensors()) do
-    sums.moments = sums.moments + x.count * SIZE[opt.precision.moments]
+  for i, p in ipairs(opt.list) do
+    sums.moments = sums.moments + opt.state:bytes(i, p.tensor.count)
   end
   return sums
 end
 
--- Bytes that FP8 layers keep of their inputs, from the rows that went through each.
+-- Bytes that FP8 layers keep of their inputs, from the number of rows that went through each layer.
 local function kept(opt, rows_of)
   local bytes = 0
   for _, site in ipairs(opt.fp8 and opt.fp8.list or {}) do
@@ -79,8 +79,8 @@ local meta = { __tostring = function(rows)
   return table.concat(lines, "\n")
 end }
 
---- Rows { role, predicted, measured } in bytes. loss: a function that returns a loss, or nil; it
---- ends the step.
+--- Rows { role, predicted, measured } in bytes. loss: a function that returns a loss, or nil. With
+--- a loss, the call ends the step.
 function M.new(opt, loss)
   local bytes, fp8_bytes, kept_all = M_ffi.new("int64_t[4]"), M_ffi.new("int64_t[1]"), nil
   local rows_of = {}
@@ -114,7 +114,7 @@ function M.new(opt, loss)
       kept_all = tonumber(C.eng_tape_bytes(fp8_bytes))
     end)
     for m in pairs(paths) do rawset(m, "forward", inputs[m]) end
-    -- an error: operations are on the tape, which the step's end empties
+    -- fails while operations are on the tape; the step's end empties it
     C.eng_scope_end(mark[0])
     check(C.eng_step_end())
     if not good then error(message, 0) end

@@ -1,8 +1,9 @@
 -- Captured steps, graph = true: the device records the kernels of one forward and backward pass and
--- from then on launches them as one graph. Host code in the model (branches, signals) runs once, at
--- the capture, so the core refuses operations that draw random numbers or read values back there. A
--- batch of another shape, and a step whose FP8 layers are measured, runs operation by operation.
--- Called by the trainer's forward_backward; owns trainer.captured.
+-- from then on launches them as one graph. Host code in the model (branches, signals) runs once,
+-- during the capture. The core therefore refuses operations of a captured step that draw random
+-- numbers or read values back. A batch of another shape runs operation by operation, and so does a
+-- step whose FP8 layers are measured. Called by the trainer's forward_backward; owns
+-- trainer.captured.
 local M_ffi = require "engine.base.ffi"
 local tensor = require "engine.tensor.tensor"
 
@@ -12,16 +13,35 @@ local M = {}
 
 local WARM_UP = 3   -- steps before the capture: products choose their algorithms, arenas grow
 
---- The tensors of a batch in the order of their names: an array of handles, and how many.
-local function tensors_of(batch)
-  local names, list = {}, {}
-  for name, value in pairs(batch) do
-    if tensor.is_tensor(value) then names[#names + 1] = tostring(name) end
+-- Whether a table, or a table inside it, holds a tensor.
+local function has_tensor(value, seen)
+  if tensor.is_tensor(value) then return true end
+  if type(value) ~= "table" or seen[value] then return false end
+  seen[value] = true
+  for _, part in pairs(value) do
+    if has_tensor(part, seen) then return true end
   end
-  table.sort(names)
-  for i, name in ipairs(names) do list[i] = batch[name] end
-  local handles = M_ffi.new("eng_tensor[?]", math.max(1, #list))
-  for i, x in ipairs(list) do handles[i - 1] = x end
+end
+
+--- The tensors of a batch in the order of their names: an array of handles, and how many. The core
+--- compares their addresses before a launch and refuses a batch with other addresses.
+local function tensors_of(batch)
+  local list, seen, found = {}, {}, "a batch without tensors"
+  for key, value in pairs(batch) do
+    if tensor.is_tensor(value) then
+      list[#list + 1] = { name = type(key) .. tostring(key), x = value }
+    elseif has_tensor(value, seen) then
+      list, found = {}, ("the field '%s', a table with tensors"):format(tostring(key))
+      break
+    end
+  end
+  if #list == 0 then
+    M_ffi.raise("graph=true: expected the loss to read tensors that are fields of the batch, " ..
+      "got %s; hint: graph=false", found)
+  end
+  table.sort(list, function(a, b) return a.name < b.name end)
+  local handles = M_ffi.new("eng_tensor[?]", #list)
+  for i, item in ipairs(list) do handles[i - 1] = item.x end
   return handles, #list
 end
 
@@ -40,8 +60,9 @@ local function capture(trainer, batch, handles, n)
   error(result, 0)
 end
 
---- Forward and backward of a batch through the captured step. Returns the loss, or nil where the
---- step must run operation by operation: before the capture, and for a batch that does not fit it.
+--- Forward and backward of a batch through the captured step. Returns the loss. Returns nil where
+--- the step must run operation by operation: before the capture, and for a batch that does not fit
+--- the captured graph.
 function M.launch(trainer, batch, scale)
   local sites = trainer.optimizer.fp8
   if sites and sites.looking then return nil end

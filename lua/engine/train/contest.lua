@@ -2,47 +2,29 @@
 --   print(engine.contest { policies = { "dynamic", "layerwise" }, seeds = 5,
 --     run = function(policy, seed) ... return { loss = 0.31, skipped = 4 } end })
 local M_ffi = require "engine.base.ffi"
+local show = require "engine.base.show"
+local statistics = require "engine.base.statistics"
 local tensor = require "engine.tensor.tensor"
 
 local M = {}
 
-local function mean_and_spread(values)
-  local sum, squares = 0, 0
-  for _, v in ipairs(values) do sum = sum + v end
-  local mean = sum / #values
-  for _, v in ipairs(values) do squares = squares + (v - mean) ^ 2 end
-  return mean, #values > 1 and math.sqrt(squares / (#values - 1)) or 0
-end
-
--- A single seed has no spread.
-local function number_text(n)
-  return #n.values > 1 and ("%.4g +- %.2g"):format(n.mean, n.spread) or ("%.4g"):format(n.mean)
-end
-
 local function text_of(result)
-  local lines, columns = { { "policy" } }, result.columns
-  for _, column in ipairs(columns) do table.insert(lines[1], column) end
+  local lines = { { "policy", unpack(result.columns) } }
   for i, row in ipairs(result) do
     lines[i + 1] = { row.policy }
-    for _, column in ipairs(columns) do table.insert(lines[i + 1], number_text(row[column])) end
-  end
-  local width = {}
-  for _, line in ipairs(lines) do
-    for c, cell in ipairs(line) do width[c] = math.max(width[c] or 0, #cell) end
-  end
-  for i, line in ipairs(lines) do
-    for c, cell in ipairs(line) do
-      line[c] = c == 1 and cell .. (" "):rep(width[c] - #cell) or (" "):rep(width[c] - #cell) ..
-        cell
+    for _, column in ipairs(result.columns) do
+      local n = row[column]
+      table.insert(lines[i + 1], #n.values == 0 and "-"
+        or statistics.text(n.mean, n.spread, #n.values))
     end
-    lines[i] = table.concat(line, "  ")
   end
-  return table.concat(lines, "\n")
+  return show.table(lines, { true })
 end
 
 local KNOWN = { policies = true, also = true, seeds = true, run = true }
 
--- The policies, and `also` at the end unless the list has it, with or without options.
+-- The list of policies, with `also` appended unless the list has this policy, with or without
+-- options.
 local function with(policies, also)
   local list = { unpack(policies) }
   for _, policy in ipairs(policies) do
@@ -56,7 +38,8 @@ end
 
 --- Calls run(policy, seed), which returns a table of numbers, for the seeds 1 to `seeds` (5) under
 --- every policy, and under `also` unless the list has it. Returns a list of { policy =, NAME = {
---- mean =, spread = standard deviation, values } ... } which prints as a table.
+--- mean =, spread = standard deviation, values } ... } which prints as a table. The mean leaves out
+--- calls that do not return the number.
 function M.new(options)
   options = tensor.read_named(options, "contest", KNOWN)
   if type(options.policies) ~= "table" or #options.policies == 0
@@ -64,7 +47,7 @@ function M.new(options)
     M_ffi.raise("contest: expected { policies = { \"dynamic\", ... }, seeds = 5, run = " ..
       "function(policy, seed) ... end }")
   end
-  local result = { columns = {} }
+  local result, known = { columns = {} }, {}
   for p, policy in ipairs(with(options.policies, options.also)) do
     local row = { policy = tostring(policy) }
     for seed = 1, options.seeds or 5 do
@@ -74,16 +57,19 @@ function M.new(options)
           M_ffi.value_text(numbers))
       end
       for name, value in pairs(numbers) do
-        if p == 1 and seed == 1 then table.insert(result.columns, name) end
-        row[name] = row[name] or { values = {} }
-        row[name].values[seed] = value
+        if not known[name] then table.insert(result.columns, name) end
+        row[name], known[name] = row[name] or { values = {} }, true
+        table.insert(row[name].values, value)
       end
     end
-    if p == 1 then table.sort(result.columns) end
-    for _, name in ipairs(result.columns) do
-      row[name].mean, row[name].spread = mean_and_spread(row[name].values)
-    end
     result[p] = row
+  end
+  table.sort(result.columns)
+  for _, row in ipairs(result) do
+    for _, name in ipairs(result.columns) do
+      row[name] = row[name] or { values = {} }
+      row[name].mean, row[name].spread = statistics.mean_and_spread(row[name].values)
+    end
   end
   return setmetatable(result, { __tostring = text_of })
 end

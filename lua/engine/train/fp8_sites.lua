@@ -7,12 +7,12 @@
 --   opt.fp8:observe(record)              -- ... and this once a step, before it ends
 --   print(opt.fp8)                       -- layers, formats, the last meters
 --
--- Every layer is a site of the core (core/fp8/fp8_linear.c) with three roles: x, w, dy. FP8
--- policies are files as in policies/README.md. They see a role as
--- record.tensors["blocks.1.mlp.up:x"]. They may return scales["blocks.1.mlp.up:x"] = the amax to
--- scale the role by (delayed scaling), and scales["blocks.1.mlp.up:high"] = any number but the
--- verdict's `scale`, so that the layer computes in high precision in the next step. A name without
--- an entry gets the verdict's `scale`, which FP8 policies do not use.
+-- Every layer is a site of the core (core/fp8/linear.c) with three roles: x, w, dy. FP8 policies
+-- are files as in policies/README.md. They see a role as record.tensors["blocks.1.mlp.up:x"]. They
+-- may return scales["blocks.1.mlp.up:x"] = the amax by which to scale the role (delayed scaling).
+-- They may also return scales["blocks.1.mlp.up:high"] = any number other than the verdict's
+-- `scale`; the layer then computes in high precision in the next step. A name without an entry has
+-- the verdict's `scale`, so this value means "no entry".
 local M_ffi = require "engine.base.ffi"
 local machine = require "engine.base.machine"
 local nearest = require "engine.base.nearest"
@@ -106,7 +106,7 @@ local PRODUCT = { accumulator = true, promotion = true }
 local function read_product(to, product, where)
   known(product, PRODUCT, where)
   local number = choose(ACCUMULATORS, product.accumulator or "device", where, "accumulator")
-  -- `device`: that of the tensor cores on a card, f32 sums elsewhere
+  -- `device`: the accumulator of the tensor cores on a card, f32 sums elsewhere
   if number < 0 then
     number = M_ffi.string(C.eng_device_name()) == "cuda" and ACCUMULATORS.hopper
       or ACCUMULATORS.fp32
@@ -161,7 +161,7 @@ end
 local FACTORS = { forward = { "x", "w" }, dgrad = { "dy", "w" }, wgrad = { "dy", "x" } }
 
 -- Refuses products that a card can only emulate by a formula, many times slower than high
--- precision, unless the user asked for that.
+-- precision, unless the user asked for the formula.
 local function refuse_formula(layer, recipe, where)
   local able = C.eng_device_fp8()
   if able == 2 then return end
@@ -181,8 +181,8 @@ local function refuse_formula(layer, recipe, where)
         what, expected = "a scale for each tensor", "compute capability 8.9 or later"
       end
       raise("%s: %s: this card (%s) has no tensor cores for FP8 with %s; expected %s; hint: " ..
-        "precision=bf16%s; or ENGINE_FP8_FORMULA=1: the same " ..
-        "numbers by a formula, slowly", where, name, machine.device_text():match("^[^,]*, [^,]*"),
+        "precision=bf16%s, or ENGINE_FP8_FORMULA=1 for the same " ..
+        "numbers from a slow formula", where, name, machine.device_text():match("^[^,]*, [^,]*"),
           what, expected, able == 1 and ", fp8_current" or "")
     end
   end
@@ -277,8 +277,8 @@ local function refuse_unmet(model, full, linears)
   for i, over in ipairs(own.layers or {}) do met(over.match, ("layers[%d]"):format(i)) end
 end
 
---- Gives a site to every linear layer that the recipe puts in FP8, and removes those of an earlier
---- recipe. Returns nil for a recipe without FP8.
+--- Gives a site to every linear layer that the recipe puts in FP8, and removes the sites of an
+--- earlier recipe. Returns nil for a recipe without FP8.
 function M.attach(model, full)
   local fp8 = full.fp8
   local self = setmetatable({ list = {}, recipe = full, step = 0, policies = {},
@@ -309,8 +309,8 @@ function M.attach(model, full)
   end)
   if not fp8 then return nil end
   if #self.list == 0 then
-    raise("precision '%s': no linear layer of this model is in FP8: it has none, or `high` " ..
-      "excludes all", full.name)
+    raise("precision '%s': no linear layer is in FP8: the model has none, or `high` " ..
+      "excludes all of them", full.name)
   end
   self.sample = fp8.sample or 100
   self:prepare(fp8.policy and load_policies(fp8.policy, ("precision '%s': fp8"):format(full.name))
@@ -318,7 +318,7 @@ function M.attach(model, full)
   return self
 end
 
---- Makes `policies` the current ones.
+--- Makes `policies` the current FP8 policies.
 function Sites:prepare(policies)
   local names, groups, group_of = {}, {}, {}
   for _, site in ipairs(self.list) do
@@ -353,8 +353,8 @@ local function decibel(signal, noise)
   return noise == 0 and math.huge or 10 * math.log(signal / noise) / math.log(10)
 end
 
--- Reads what the core gathered of a site since the last read: for each role, SUMS numbers that
--- ranks add up and MAXIMA numbers of which they take the largest.
+-- Reads what the core gathered for a site since the last read. Each role has SUMS numbers, which
+-- the ranks add up, and MAXIMA numbers, of which the ranks take the largest.
 local function read(self, site, first)
   check(C.eng_fp8_amax(self.amax, site.id))
   if self.looking then check(C.eng_fp8_meters(self.meter, site.id)) end
@@ -400,8 +400,8 @@ end
 
 --- After a step's backward passes and before the step ends: reads the meters of the layers.
 --- `gradient`: the factor on the gradients, that is, the loss scale times the seed of the backward
---- pass. `world`: the ranks that decide by the same numbers, or nil. Returns the meters' rows in a
---- measured step.
+--- pass. `world`: the ranks that decide by the same numbers, or nil. Returns the meters as rows if
+--- the step is measured.
 function Sites:measure(step, gradient, world)
   self.step = step
   C.eng_fp8_measure(false)
@@ -420,21 +420,31 @@ function Sites:measure(step, gradient, world)
 end
 
 --- Runs the policies on the measured step and applies their decisions. `gradient`: the factor on
---- the gradients of the next step.
-function Sites:decide(record, gradient)
-  if #self.policies == 0 then return end
+--- the gradients of the next step. `logs`: what the loss-scaling policy logged, { name = number },
+--- or nil. Returns it with what these policies logged added; a name that is taken becomes
+--- POLICY.NAME.
+function Sites:decide(record, gradient, logs)
+  if #self.policies == 0 then return logs end
   ffi.copy(self.record, record, ffi.sizeof("eng_record"))
   self.record.scale = 1
-  for _, policy in ipairs(self.policies) do policy:decide(self.record, self.stats) end
+  for _, policy in ipairs(self.policies) do
+    policy:decide(self.record, self.stats)
+    for name, value in pairs(policy:logs() or {}) do
+      logs = logs or {}
+      logs[logs[name] and policy.name .. "." .. name or name] = value
+    end
+  end
   self:apply(gradient)
+  return logs
 end
 
---- measure() and decide() for explicit loops. record: the step's eng_record; gradient: the factor
---- on its gradients (record.scale by default); next_gradient: the same for the next step.
+--- measure() and decide() in one call, for explicit loops. record: the step's eng_record. gradient:
+--- the factor on the step's gradients (record.scale by default). next_gradient: the factor on the
+--- next step's gradients (`gradient` by default). Returns what the policies logged, or nil.
 function Sites:observe(record, gradient, next_gradient)
   gradient = gradient or record.scale
   self:measure(tonumber(record.step), gradient)
-  self:decide(record, next_gradient or gradient)
+  return self:decide(record, next_gradient or gradient)
 end
 
 --- Applies the policies' last decisions. gradient: the factor on the next step's gradients.
@@ -466,8 +476,8 @@ function Sites:apply(gradient)
   end
 end
 
---- The state for a checkpoint, and restoring it. gradient: the factor on the next step's gradients.
---- restore() returns a line about a policy that starts fresh, or nil.
+--- state() is for checkpoints, and restore() brings it back. gradient: the factor on the next
+--- step's gradients. restore() returns a line about a policy that starts fresh, or nil.
 function Sites:state()
   local list = {}
   for i, policy in ipairs(self.policies) do

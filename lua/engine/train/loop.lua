@@ -5,19 +5,22 @@ local M_ffi = require "engine.base.ffi"
 local machine = require "engine.base.machine"
 local policies = require "engine.policy.policy"
 local progress = require "engine.run.progress"
+local signals = require "engine.policy.signals"
 
 local C, check = M_ffi.C, M_ffi.check
 
 local M = {}
 
--- How a run ended, as the exit status of a script that goes on to its end (docs/runs.md). main.c
--- makes 128 + the signal of INTERRUPTED.
-local FINISHED, STOPPED, POLICY_FAILED, DIVERGED, RESULTS_LOST, INTERRUPTED = 0, 2, 3, 4, 5, 143
+-- How a run ended: the exit status of the script, if it then goes on to its end (docs/runs.md). The
+-- signal's number is added to INTERRUPTED.
+local FINISHED, STOPPED, POLICY_FAILED, DIVERGED, RESULTS_LOST, DRIFTED, INTERRUPTED = 0, 2, 3, 4,
+  5, 6, 128
 
 -- Without the binary (require "engine" in another Lua) there is no exit status to set.
 local hosted, host = pcall(require, "engine.host")
 local function tell(status)
-  return hosted and host.run_status(status) or status
+  if hosted then host.run_status(status) end
+  return status
 end
 
 -- ------------------------------------------------------------------ what a step leaves to show
@@ -37,15 +40,25 @@ local function remember_row(self, record)
   end
 end
 
-local LOST_STEPS = 10   -- steps in a row whose loss is inf or nan, before a line mentions it
+local LOST_STEPS = 10   -- steps in a row with a loss of inf or nan before a line reports it
 
 -- A line when the loss itself has been inf or nan for a while, which no loss scale can fix.
 function M.loss_note(self, record)
   self.lost = record.loss - record.loss ~= 0 and (self.lost or 0) + 1 or 0
   if self.lost ~= LOST_STEPS then return nil end
-  return ("step %d: the loss has been %g for %d steps, which no loss scale can fix: weights or "
-    .. "data hold inf or nan; hint: a smaller learning rate, clip=1"):format(tonumber(record.step),
-    record.loss, LOST_STEPS)
+  return ("the loss has been %g for %d steps, which no loss scale can fix: weights or data hold "
+    .. "inf or nan; hint: a smaller learning rate, clip=1"):format(record.loss, LOST_STEPS)
+end
+
+-- Shows that the run is lost, and ends it unless on_lost is "continue".
+local function lose(self, last, step, why)
+  local files = self.run_files
+  if files.path then
+    why = why .. "; the last good checkpoint: " .. (files.last_checkpoint or "none")
+  end
+  files:event(step, "lost", why)
+  if self.on_lost == "continue" then self.progress:note(("step %d: %s"):format(step, why))
+  elseif not last.stopped then last.stopped, last.status = "lost: " .. why, DIVERGED end
 end
 
 local UNDECIDED_STEPS = 20   -- after which a policy that has failed at every step ends the run
@@ -65,6 +78,42 @@ local function verdict_note(self, record, verdict)
   elseif verdict.action == C.ENG_ACTION_STOP then
     return ("step %d: policy %s stops the run%s"):format(tonumber(record.step), self.policy.name,
       reason ~= "" and ": " .. reason or ", and gives no reason")
+  end
+end
+
+-- How many lines of one kind a run shows: BURST at once, and one more every BURST_STEPS steps.
+-- Further lines are only counted.
+local BURST, BURST_STEPS = 8, 10
+
+-- Shows a line of a kind, unless there were too many. Returns the line, with the number of earlier
+-- lines that were not shown; or nil.
+local function limited(self, kind, step, line)
+  local most = BURST * BURST_STEPS                         -- a line costs BURST_STEPS
+  local of = self.shown[kind] or { credit = most, step = step, hidden = 0 }
+  of.credit = math.min(most, of.credit + step - of.step)
+  of.step, self.shown[kind] = step, of
+  if of.credit < BURST_STEPS then
+    of.hidden = of.hidden + 1
+    return nil
+  end
+  if of.hidden > 0 then line = ("%s (not shown: %d earlier)"):format(line, of.hidden) end
+  of.credit, of.hidden = of.credit - BURST_STEPS, 0
+  self.progress:note(("step %d: %s"):format(step, line))
+  return line
+end
+
+-- Shows an overflow, and shows and records what the policies printed.
+local function show_news(self, record, verdict)
+  local step = tonumber(record.step)
+  if record.overflow ~= 0 then
+    limited(self, "overflow", step, self.overflows:line(record, verdict))
+  end
+  local sites = self.optimizer.fp8
+  for _, policy in ipairs { self.policy, unpack(sites and sites.policies or {}) } do
+    for line in (policy:printed() or ""):gmatch("[^\n]+") do
+      line = limited(self, "print", step, line)
+      if line then self.run_files:event(step, "print", line) end
+    end
   end
 end
 
@@ -91,12 +140,40 @@ local function show(self, last, record, verdict, rate)
     scale = record.scale, skipped = self.skipped, overflow = record.overflow ~= 0,
     amax = record.amax, norm = record.norm, shadows = self.shadows,
     tokens_per_s = self.log == "json" and rate or last.speed, unit = self.unit }
+  show_news(self, record, verdict)
   local note = verdict_note(self, record, verdict)
   if note then bar:note(note) end
   note = M.loss_note(self, record)
-  if note then bar:note(note) end
+  if note then lose(self, last, tonumber(record.step), note) end
   if not last.stopped then last.stopped, last.status = end_of(self, verdict) end
+  if verdict.action == C.ENG_ACTION_ROLLBACK then
+    last.rollback = { target = tonumber(record.step - verdict.back), lr_mul = verdict.lr_mul,
+      skip = tonumber(verdict.skip), reason = M_ffi.string(verdict.reason) }
+  end
   if self.on_step then self.on_step(self, record, verdict) end
+end
+
+-- Carries out a verdict of `rollback`: back to the weights of an earlier checkpoint, with the
+-- policy's state as it is, and past the next steps of data.
+local function roll_back(self, last)
+  local wish, files, step = last.rollback, self.run_files, self.steps_done
+  last.rollback = nil
+  local found, path = nil, ("the run went back %d times, the most that rollbacks= allows"):format(
+    self.rollbacks_made)
+  if self.rollbacks_made < self.rollbacks then found, path = files:go_back(wish.target) end
+  if not found then
+    local line = limited(self, "rollback_refused", step, "no rollback: " .. path)
+    if line then files:event(step, "rollback_refused", path) end
+    return
+  end
+  self.rollbacks_made, self.lr_factor = self.rollbacks_made + 1, self.lr_factor * wish.lr_mul
+  self.reducer:leave_out(wish.skip)
+  local text = ("back to the weights of step %d (%s), %d steps of data left out%s%s"):format(found,
+    path, wish.skip, wish.lr_mul ~= 1 and (", learning rate x%g"):format(self.lr_factor) or "",
+    wish.reason ~= "" and ": " .. wish.reason or "")
+  self.progress:note(("step %d: %s"):format(step, text))
+  files:event(step, "rollback", text, require("engine.base.json").encode { to = found, path = path,
+    skip = wish.skip, lr_factor = self.lr_factor })
 end
 
 local function evaluate(self)
@@ -105,11 +182,12 @@ local function evaluate(self)
   local value = self:evaluate_on(e.data, e.batches or 10)
   self.progress:note(("step %d: evaluation loss %.4f"):format(self.steps_done, value))
   self.run_files:event(self.steps_done, "evaluation", ("loss %.6g"):format(value))
+  signals.evaluation_loss = value
 end
 
 -- ------------------------------------------------------------------ running
 
--- Shows the step in flight of a lagged run, too.
+-- Finishes and shows the step in flight of a lagged run.
 local function drain(self, last)
   local record, verdict = self:drain()
   if record then show(self, last, record, verdict, last.speed) end
@@ -123,27 +201,41 @@ local function steps(self, last)
     if record then show(self, last, record, verdict, rate) end
     local files, done = self.run_files, self.steps_done >= self.steps
     if done or files:due() or last.stopped or self.reducer:interrupted() then drain(self, last) end
+    if last.rollback then
+      drain(self, last)
+      roll_back(self, last)
+    end
     evaluate(self)
     local ended = self.control:between()      -- swaps, and attached clients
     if ended then last.stopped, last.status = ended, STOPPED end
-    if self.reducer:interrupted() then last.stopped, last.status = "interrupted", INTERRUPTED end
+    local signal = self.reducer:interrupted()
+    if signal then last.stopped, last.status = "interrupted", INTERRUPTED + signal end
     if last.stopped then drain(self, last) end
-    local message = files:after_step(self.steps_done >= self.steps or last.stopped ~= nil)
+    local over = self.steps_done >= self.steps or last.stopped ~= nil
+    local message = files:after_step(over)    -- a checkpoint also compares the ranks
     if message then self.progress:note(message) end
+    if files.nonfinite and (self.lost or 0) < LOST_STEPS then
+      lose(self, last, self.steps_done, files.nonfinite)
+    end
+    self.agreement:between(over)
   end
   self.reducer:agree()
 end
 
---- After an error: rolls back the unfinished step and writes a checkpoint of the steps before it.
+--- After an error: rolls back the unfinished step and writes a checkpoint of the steps before it,
+--- unless the ranks hold different states.
 local function rescue(self, problem)
-  local files, failed = self.run_files, self.current
+  local files, failed, drift = self.run_files, self.current, self.agreement.drift
   C.eng_step_end()
   pcall(self.drop_record, self)
   if failed and not failed.counted then pcall(self.go_back, self, failed.place) end
   if not self.reducer.many then pcall(self.drain, self) end    -- other ranks may be gone
-  files:event(self.steps_done, "error", tostring(problem):match("^[^\n]*"))
+  if drift then
+    tell(DRIFTED)
+    files:event(self.steps_done, "drift", drift.summary, require("engine.base.json").encode(drift))
+  else files:event(self.steps_done, "error", tostring(problem):match("^[^\n]*")) end
   local alone = not self.reducer.zero and not self.reducer.apart     -- else all ranks are needed
-  local note = self.steps_done > 0 and alone and files:after_step(true, true)
+  local note = self.steps_done > 0 and alone and not drift and files:after_step(true, true)
   if note then self.progress:note(note)
   elseif files.saved_at == self.steps_done then
     self.progress:note(("%s holds a checkpoint of the %d steps before the error"):format(
@@ -152,14 +244,14 @@ local function rescue(self, problem)
   files:close()
 end
 
--- Whether no loss of the last steps was finite.
+-- Whether no loss of the last steps was finite, or some weights are not.
 local function diverged(self, made)
-  return made > 0 and (self.lost or 0) >= math.min(LOST_STEPS, made)
+  return made > 0 and (self.lost or 0) >= math.min(LOST_STEPS, made) or self.run_files.nonfinite
 end
 
 local function counted(n, what) return ("%d %s%s"):format(n, what, n == 1 and "" or "s") end
 
--- Why a run ends as it began, or nil.
+-- Why a run has made no update, or nil.
 local function no_update(self, s)
   if s.made == 0 or s.updates > 0 then return nil end
   local overflows, of = self.rows.overflows or 0, "%d of " .. counted(s.made, "step") .. " %s"
@@ -187,6 +279,9 @@ function M.summary_text(self, s)
   local lines = { table.concat(parts, ", ") }
   for _, line in ipairs(self.shadows and self.shadows:lines() or {}) do lines[#lines + 1] = line end
   lines[#lines + 1] = no_update(self, s)
+  if self.rollbacks_made > 0 then
+    lines[#lines + 1] = "went back " .. counted(self.rollbacks_made, "time")
+  end
   if s.stopped then lines[#lines + 1] = "reason: " .. s.stopped end
   if s.lost then lines[#lines + 1] = "lost: " .. s.lost end
   if s.path then

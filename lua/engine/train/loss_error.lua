@@ -1,6 +1,6 @@
--- The message of an error in a loss function, with what a user needs to find the mistake: the place
--- of the function if the message has no line of it (a tail call leaves none), and the fields of the
--- batch if something was nil. Called by trainer.lua.
+-- Adds to the message of an error in a loss function what a user needs to find the mistake: the
+-- place of the function if the message names no line in it (a tail call leaves none), and the
+-- fields of the batch if something was nil. Called by trainer.lua.
 local M_ffi = require "engine.base.ffi"
 local nearest = require "engine.base.nearest"
 

@@ -1,20 +1,19 @@
 -- What mode = "lagged" and graph = true rule out. In a lagged run the device decides whether an
--- update is made, and the policy reads the record one step later, so nothing can depend on the
--- policy's verdict within its own step:
---   - a policy's scale applies two steps after the backward pass it was decided on, not one;
---     overflows are skipped at once all the same;
+-- update is made, and the policy reads the record one step later. Nothing can therefore depend on
+-- the policy's verdict within the same step:
+--   - a policy's scale applies two steps after the backward pass on whose record it was decided,
+--     not one; the device still skips an overflowed update at once;
 --   - a verdict of `skip` without an overflow, or of `retry`, comes too late and changes nothing;
 --   - clip and lr_mul are those of the last verdict, one step old;
 --   - the learning rate follows the updates known so far and counts the one in flight as applied.
 -- A captured graph repeats the kernels of one step, so no per-layer scale or FP8 scale may change.
--- Called by trainer.lua, at the start and for every policy that is swapped in.
+-- Called by trainer.lua: at the start, when a resumed run has more micro-batches, and for every
+-- policy that is swapped in.
 local M_ffi = require "engine.base.ffi"
 
 local C = M_ffi.C
 
 local M = {}
-
-M.MOST_LOSSES = 64   -- micro-batches whose losses the core reads together with the statistics
 
 --- Why a policy cannot be used in this mode, or nil.
 function M.policy_refusal(trainer, policy)
@@ -24,34 +23,42 @@ function M.policy_refusal(trainer, policy)
     return ("mode=lagged: policy %s needs reference backward passes, which wait for the device; "
       .. "hint: mode=sync"):format(policy.name)
   end
+  if trainer.graph and policy.is_class and policy.object.scale_loss then
+    return ("graph=true: loss scaler '%s' scales the loss itself, and a captured step cannot " ..
+      "follow that; hint: graph=false"):format(policy.name)
+  end
   if not policy:scales_groups() then return nil end
   return ("%s: policy %s sets scales per layer, which needs the record of the same step; hint: %s")
     :format(option, policy.name, trainer.delay == 1 and "mode=sync" or "graph=false")
 end
 
---- Why a trainer cannot work with its options, or nil.
-function M.refusal(trainer, options)
+--- Why a trainer cannot work in its mode, or nil.
+function M.refusal(trainer)
   local problem = M.policy_refusal(trainer, trainer.policy)
   if problem then return problem end
   local sites, lagged = trainer.optimizer.fp8, trainer.delay == 1
   if (lagged or trainer.graph) and sites and #sites.policies > 0 then
-    return ("%s: FP8 policies read each step's amaxes, which waits for the device; hint: %s, "
+    return ("%s: FP8 policies wait for the device to read each step's amaxes; hint: %s, "
       .. "or precision=fp8_current"):format(lagged and "mode=lagged" or "graph=true",
       lagged and "mode=sync" or "graph=false")
   end
-  if lagged and options.trap == "overflow" then
+  if lagged and trainer.overflows.every_time then
     return "mode=lagged: trap runs an overflowed step again, but the next step has begun by then; "
       .. "hint: mode=sync"
+  end
+  if lagged and trainer.optimizer.whole then
+    return ("mode=lagged: the device decides whether to update, and optimizer %s is written in " ..
+      "Lua; hint: mode=sync"):format(trainer.optimizer.name)
   end
   if trainer.graph and trainer.accumulate > 1 then
     return "graph=true: a captured step has one batch; hint: accumulate=1, or graph=false"
   end
   if trainer.graph and trainer.reducer.many then
     return "graph=true: several ranks reduce gradients inside the backward pass, which a captured "
-      .. "step cannot; hint: graph=false"
+      .. "step cannot do; hint: graph=false"
   end
-  if lagged and trainer.accumulate > M.MOST_LOSSES then
-    return ("mode=lagged: expected accumulate of up to %d, got %d"):format(M.MOST_LOSSES,
+  if lagged and trainer.accumulate > C.ENG_STATS_LOSSES then
+    return ("mode=lagged: expected accumulate of up to %d, got %d"):format(C.ENG_STATS_LOSSES,
       trainer.accumulate)
   end
   if lagged and (trainer.reducer.zero or trainer.reducer.apart) then

@@ -1,12 +1,17 @@
--- Optimizers over a module's parameters: sgd, adam, adamw, lion. An optimizer owns the parameter
--- set (flat weights and gradients) and its moments; the fused kernel unscales, clips, updates and
--- refreshes the low-precision weights in one pass.
+-- Optimizers over a module's parameters: their options, groups, step and state. An optimizer owns
+-- the parameter set (flat weights and gradients) and the state that its update keeps. For sgd,
+-- adam, adamw and lion, one fused kernel unscales, clips, updates and refreshes the low-precision
+-- weights in a single pass (fused_state.lua). The others are written in Lua: lua/engine/optim, and
+-- what register() is given (optim_register.lua, lua_state.lua).
 --   local opt = engine.optim.adamw(model, { lr = 3e-4, weight_decay = 0.1, decay = "matrices" })
 --   opt:step()
 local M_ffi = require "engine.base.ffi"
 local fp8_sites = require "engine.train.fp8_sites"
-local nearest = require "engine.base.nearest"
+local fused_state = require "engine.train.fused_state"
+local lua_state = require "engine.train.lua_state"
 local module = require "engine.nn.module"
+local nearest = require "engine.base.nearest"
+local optim_register = require "engine.train.optim_register"
 local precision = require "engine.train.precision"
 local tensor = require "engine.tensor.tensor"
 
@@ -14,6 +19,8 @@ local ffi, C, check, raise = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise
 
 local M = {}
 
+-- name -> { kind = the core's number, or spec = what register() made; defaults = options and their
+-- values }
 local KINDS = {
   sgd   = { kind = C.ENG_SGD,   defaults = { lr = 1e-2, momentum = 0, dampening = 0,
     nesterov = false, weight_decay = 0 } },
@@ -24,10 +31,15 @@ local KINDS = {
   lion  = { kind = C.ENG_LION,  defaults = { lr = 1e-4, beta1 = 0.9, beta2 = 0.99,
     weight_decay = 0 } },
 }
+for _, name in ipairs { "adafactor", "lamb", "muon", "stableadamw" } do
+  local spec = optim_register.read(name, require("engine.optim." .. name))
+  KINDS[name] = { spec = spec, defaults = spec.defaults }
+end
 
 local names_of = nearest.keys
 
 local function check_hyper(name, values)
+  local spec = KINDS[name].spec
   local function bad(key, expected)
     raise("optim.%s: expected %s %s, got %s", name, key, expected, M_ffi.value_text(values[key]))
   end
@@ -51,6 +63,7 @@ local function check_hyper(name, values)
   if values.nesterov ~= nil and type(values.nesterov) ~= "boolean" then
     bad("nesterov", "to be true or false")
   end
+  if spec then return optim_register.check_values(spec, values) end
   if values.nesterov and (values.momentum == 0 or values.dampening ~= 0) then
     raise("optim.%s: nesterov needs a momentum and no dampening", name)
   end
@@ -136,9 +149,9 @@ local function set_of(p)
   return loose[tonumber(p.tensor.slot)]
 end
 
--- The parameter set that an earlier optimizer of the same parameters made, or a new one. The
--- modules hold it, so the weights outlive the optimizer and a later one can use it; `loose` holds
--- the sets of tensors without a module.
+-- The set of these parameters: the one that an earlier optimizer made, or a new one. The modules
+-- hold the set, so the weights outlive the optimizer and a later optimizer can use the same set.
+-- `loose` holds the sets of tensors without a module.
 local function parameter_set(list)
   local n, found = #list, set_of(list[1])
   for i = 1, n do
@@ -194,12 +207,16 @@ local function new(name, model, options)
   if options.decay ~= nil and options.decay ~= "matrices" and options.decay ~= "all" then
     raise("optim.%s: decay is 'all' or 'matrices', not '%s'", name, tostring(options.decay))
   end
+  if options.decay and defaults.weight_decay == nil then
+    raise("optim.%s: decay chooses the parameters for weight_decay, which this optimizer lacks",
+      name)
+  end
   check_hyper(name, defaults)
 
   local list = parameter_list(name, model)
   local full = precision.resolve(options.precision)
   if full.fp8 and not module.is_module(model) then
-    raise("optim.%s: the precision '%s' is for the layers of a module, got a list of tensors", name,
+    raise("optim.%s: precision '%s' needs a module with linear layers, got a list of tensors", name,
       full.name)
   end
   local sites = module.is_module(model) and fp8_sites.attach(model, full)
@@ -214,42 +231,79 @@ local function new(name, model, options)
   local self = setmetatable({
     name = name, list = list, groups = groups, updates = 0, lr = defaults.lr, precision = full,
     params = set.params, model = module.is_module(model) and model or nil, fp8 = sites,
-    _hyper = M_ffi.new("eng_hyper[?]", #groups), _update = M_ffi.new("eng_update"),
-    _record = M_ffi.new("eng_record"), _kind = kind.kind, _group_of = group_of, _clip = nil,
+    moments = moments, whole = kind.spec ~= nil,   -- whole: an update needs whole parameters
+    _record = M_ffi.new("eng_record"), _group_of = group_of, _clip = nil,
   }, Optimizer)
   local shadow, gradient = precision.parameter_formats(full, list)
   check(C.eng_params_precision(self.params, shadow, gradient))
-  local state = M_ffi.new("eng_optimizer *[1]")
-  check(C.eng_optimizer_new(state, self.params, kind.kind, M_ffi.dtype[moments], group_of))
-  self.state = ffi.gc(state[0], C.eng_optimizer_free)
+  self.state = kind.spec and lua_state.new(self, kind.spec) or fused_state.new(self, kind.kind)
   return self
 end
 
 --- engine.optim.adamw(model [, options]): an optimizer over the parameters of a module, or of a
---- list of tensors. Options of all: lr, weight_decay, precision (a recipe), moments ("f32",
---- "bf16"), groups, decay ("matrices": no weight decay on vectors). One update unscales, clips,
---- moves the weights and rounds them.
+--- list of tensors. Options of every optimizer: lr, weight_decay, precision (a recipe), moments
+--- ("f32", "bf16"), groups, decay ("matrices": no weight decay on vectors). One update unscales,
+--- clips, moves the weights and rounds them.
 ---   sgd      more options: momentum (0), dampening (0), nesterov (false); lr 1e-2
 ---   adam     more options: beta1 (0.9), beta2 (0.999), eps (1e-8); weight decay adds to the
 ---            gradient; lr 1e-3
 ---   adamw    as adam, with decoupled weight decay (1e-2); lr 1e-3
 ---   lion     more options: beta1 (0.9), beta2 (0.99); the sign of the moment moves the
 ---            weights; lr 1e-4
+---   muon     matrices: more options: momentum (0.95), nesterov (true), adjust_lr (original,
+---            match_rms_adamw, spectral_unclamped or none), ns_steps (5), ns_dtype (bf16 or f32),
+---            ns_a, ns_b, ns_c, ns_eps. Embeddings, vectors and groups with adamw = true: AdamW
+---            with beta1, beta2, eps at lr * adamw_lr_mul (1); weight decay 0.1; lr 1e-3
+---   adafactor  more options: beta2_decay (-0.8), eps1 (2^-23), eps2 (1e-3), d (1); the rate is
+---            min(lr, 1/sqrt(t)) times the RMS of the weights; lr 1e-2
+---   stableadamw  as adamw, with beta2 0.99 and eps 1e-6; divides the rate by the RMS of a
+---            tensor's update where that is above 1; lr 1e-3
+---   lamb     as adam, with eps 1e-6 and without bias correction; more options: limit (10), the
+---            largest norm of weights that counts; lr 1e-3
 for name in pairs(KINDS) do
   M[name] = function(model, options) return new(name, model, options) end
+end
+
+local registered = {}   -- those of scripts: name -> constructor
+
+--- engine.optim.register(name, spec): an optimizer written in Lua, from then on
+--- engine.optim.NAME(model, options). docs/write-an-optimizer.md has examples. Fields of spec:
+---   doc         one line about it, which tostring shows
+---   defaults    hyperparameters with their defaults: numbers, booleans or strings; lr is one of
+---               them. Groups, decay = "matrices" (where there is a weight_decay), precision and
+---               moments are options of every optimizer
+---   buffers     what it keeps for each parameter: a list of names, for f32 tensors of the
+---               parameter's shape (bf16 with moments = "bf16"); or name = function(shape, p,
+---               options), which returns `shape` itself, another shape (always f32), or nil where
+---               p, with p.name and p.role, needs no such buffer. Buffers begin as zeros
+---   update      function(p, ctx): one update of one parameter. p.weight (the f32 master) and
+---               p.grad (f32, unscaled and clipped) are tensors, and so is every buffer, as
+---               p.NAME. Assign new values to p.weight and the buffers, or write in place. ctx.t is
+---               the number of the update, from 1; ctx.lr the rate with schedule and lr_mul; ctx
+---               has every other hyperparameter by its name
+---   check       function(values): why these values of the hyperparameters cannot be, or nil
+--- A parameter without gradient is not updated. A skipped step calls no update. Checkpoints hold
+--- the buffers. With ZeRO each rank updates whole parameters.
+function M.register(name, spec)
+  local read = optim_register.read(name, spec)
+  if rawget(M, name) then
+    raise("optim.register: '%s' exists already; hint: another name", name)
+  end
+  KINDS[name] = { spec = read, defaults = read.defaults }
+  registered[name] = function(model, options) return new(name, model, options) end
 end
 
 --- Gives the parameters the formats of a precision recipe; gradients are cleared.
 function Optimizer:set_precision(recipe)
   local full = precision.resolve(recipe)
   if full.moments ~= self.precision.moments then
-    raise("set_precision: the recipe '%s' has moments in %s, this optimizer has them in %s; " ..
+    raise("set_precision: the recipe '%s' has moments in %s, but this optimizer has them in %s; " ..
       "hint: give the recipe to engine.optim.%s",
       full.name, full.moments, self.precision.moments, self.name)
   end
   if full.fp8 and not self.model then
-    raise("set_precision: FP8 needs the module whose layers it is for: this optimizer was made " ..
-      "of a list of tensors")
+    raise("set_precision: FP8 needs a module with linear layers, but this optimizer was made " ..
+      "from a list of tensors")
   end
   self.precision = full
   self.fp8 = self.model and fp8_sites.attach(self.model, full) or nil
@@ -257,10 +311,10 @@ function Optimizer:set_precision(recipe)
   check(C.eng_params_precision(self.params, shadow, gradient))
 end
 
---- Says whether gradients of several backward passes add up before a step (a trainer with
---- accumulate > 1 does). Then those in fp16 or bf16 are rounded to their format in every pass, in
---- which they can overflow, and summed in f32, as PyTorch's autocast does: 4 bytes for each, not
---- 2. Gradients are cleared.
+--- Says whether the gradients of several backward passes add up before a step (as in a trainer with
+--- accumulate > 1). If so, fp16 and bf16 gradients are rounded to their format in every pass, where
+--- they can overflow, and summed in f32, as PyTorch's autocast does. Each element of a gradient
+--- then takes 4 bytes instead of 2. Gradients are cleared.
 function Optimizer:accumulates(on)
   check(C.eng_params_accumulate(self.params, on))
   self._accumulates = on
@@ -303,61 +357,46 @@ local STEP = { gradient_factor = true, clip_value = true, lr_mul = true, lagged 
   clip_norm = true,
   norm = true }
 
---- One update. options: gradient_factor (1; 1/scale to unscale), clip_value, lr_mul; clip_norm, the
---- limit for `norm`, the norm of the gradients times gradient_factor; lagged: the device takes the
---- norm from the statistics asked for last, and makes no update when a gradient is inf or nan.
---- A limit set by clip_grad_norm replaces clip_norm.
+--- One update. options: gradient_factor (1; 1/scale to unscale), clip_value, lr_mul, clip_norm (the
+--- limit for `norm`), norm (the norm of the gradients times gradient_factor), lagged (the device
+--- takes the norm from the statistics that were requested last, and makes no update if a gradient
+--- is inf or nan). A limit set by clip_grad_norm replaces clip_norm.
 function Optimizer:step(options)
   options = tensor.read_named(options, "step", STEP)
   if type(self.lr) ~= "number" or not (self.lr >= 0 and self.lr < math.huge) then
     raise("optim.%s: expected lr to be a finite number >= 0, got %s", self.name,
       M_ffi.value_text(self.lr))
   end
-  local lr = self.lr * (options.lr_mul or 1)
-  for i, group in ipairs(self.groups) do
-    local h = self._hyper[i - 1]
-    h.lr = lr * group.lr_mul
-    h.beta1, h.beta2, h.eps, h.weight_decay = group.beta1 or 0, group.beta2 or 0, group.eps or 0,
-      group.weight_decay
-    h.momentum, h.dampening, h.nesterov = group.momentum or 0, group.dampening or 0, group.nesterov
-      and 1 or 0
-  end
-  local update = self._update
-  update.kind, update.n_groups, update.groups = self._kind, #self.groups, self._hyper
-  update.gradient_factor = options.gradient_factor or 1
-  update.clip_value = options.clip_value or self._clip_value or 0
-  update.t = self.updates + 1
-  update.lagged, update.clip_norm = options.lagged and 1 or 0, self._clip or options.clip_norm or 0
-  update.norm = self._clip and self._clip_norm or options.norm or 0
-  check(C.eng_optimizer_step(self.state, update))
+  self.state:update(self.lr * (options.lr_mul or 1), {
+    gradient_factor = options.gradient_factor or 1,
+    clip_value = options.clip_value or self._clip_value or 0, lagged = options.lagged,
+    clip_norm = self._clip or options.clip_norm or 0,
+    norm = self._clip and self._clip_norm or options.norm or 0 })
   self.updates = self.updates + 1
   self._clip, self._clip_value = nil, nil
 end
 
---- The moments, for checkpoints: { ["name.moment1"] = tensor } over the optimizer's own memory.
-function Optimizer:state_tensors()
-  local state, most = {}, self.name == "sgd" and 0 or 2
-  for _, group in ipairs(self.groups) do
-    if (group.momentum or 0) > 0 then most = 1 end     -- SGD without momentum keeps nothing
+-- `torn`: also after an update that failed halfway.
+local function tensors_of(self, torn)
+  local tensors = {}
+  for i in ipairs(self.list) do
+    for _, buffer in ipairs(self.state:of(i, nil, torn)) do tensors[buffer.name] = buffer.x end
   end
-  for i, p in ipairs(self.list) do
-    for which = 1, most do
-      local m = M_ffi.Tensor()
-      check(C.eng_optimizer_moment(m, self.state, which, i - 1))
-      if m.slot ~= 0 then state[("%s.moment%d"):format(p.name, which)] = m end
-    end
-  end
-  return state
+  return tensors
 end
 
---- Restores moments and the number of updates. Raises an error before anything changes if they do
---- not fit.
+--- The moments or buffers, for checkpoints: { ["name.moment1"] = tensor } over the optimizer's own
+--- memory.
+function Optimizer:state_tensors() return tensors_of(self) end
+
+--- Restores moments and the number of updates. If these do not fit, raises an error before anything
+--- changes.
 function Optimizer:load_state(tensors, updates)
   if type(updates) ~= "number" or updates < 0 or updates % 1 ~= 0 then
     raise("optimizer state: expected the number of updates to be a whole number of 0 or more, " ..
       "got %s", M_ffi.value_text(updates))
   end
-  local own, names = self:state_tensors(), {}
+  local own, names = tensors_of(self, true), {}
   for name, target in pairs(own) do
     names[#names + 1] = name
     local source = tensors[name]
@@ -374,7 +413,7 @@ function Optimizer:load_state(tensors, updates)
     end
   end
   for name, target in pairs(own) do target:copy(tensors[name]) end
-  C.eng_optimizer_restart(self.state)
+  self.state:restart()
   self.updates = updates
 end
 
@@ -386,12 +425,19 @@ function Optimizer:__tostring()
     self.name, #self.list,
     tostring(tonumber(C.eng_params_count(self.params))), self.updates, self.lr,
       self.precision.name) }
+  local spec = KINDS[self.name].spec
+  lines[2] = spec and spec.doc and "  " .. spec.doc or nil
   local counts = {}
   for i = 0, #self.list - 1 do counts[self._group_of[i]] = (counts[self._group_of[i]] or 0) + 1 end
   for i, group in ipairs(self.groups) do
-    local parts = {}
-    for _, key in ipairs { "lr", "beta1", "beta2", "eps", "momentum", "weight_decay" } do
-      if group[key] ~= nil then parts[#parts + 1] = ("%s %g"):format(key, group[key]) end
+    local parts = { group.lr_mul ~= 1 and ("lr_mul %g"):format(group.lr_mul) or nil }
+    for _, key in ipairs(spec and names_of(spec.defaults)
+      or { "beta1", "beta2", "eps", "momentum", "weight_decay" }) do
+      local value = group[key]
+      if value ~= nil and key ~= "lr" then
+        parts[#parts + 1] = key .. " " .. (type(value) == "number" and ("%g"):format(value)
+          or tostring(value))
+      end
     end
     if counts[i - 1] then
       lines[#lines + 1] = ("  %s: %d tensors, %s"):format(group.label, counts[i - 1],
@@ -401,4 +447,12 @@ function Optimizer:__tostring()
   return table.concat(lines, "\n")
 end
 
-return nearest.guard(M, "engine.optim")
+local meta = getmetatable(nearest.guard(M, "engine.optim"))
+local missing = meta.__index
+function meta.__index(t, key)
+  local own = registered[key]
+  if own then return own end
+  return missing(t, key)
+end
+
+return M

@@ -14,9 +14,9 @@ local function list_of(words)
 end
 
 local KNOWN = list_of [[model data loss optimizer schedule precision policy policy_options steps
-  clip clip_value accumulate run resume checkpoint_every keep log on_step on_policy_error
-  stats_every history config evaluate mode graph ref_every ref_layers shadow trap watch attach
-  tensorboard comm_dtype bucket zero rank_timeout]]
+  clip clip_value accumulate run resume checkpoint_every keep log state on_step on_policy_error
+  on_lost rollbacks stats_every history config evaluate mode graph ref_every ref_layers shadow trap
+  watch attach tensorboard comm_dtype bucket zero rank_timeout agree_every]]
 
 local function want(condition, key, expected, got)
   if condition then return end
@@ -53,17 +53,22 @@ local OPTIONAL = {
   { "clip_value", "a number (0: none)", not_negative },
   { "checkpoint_every", "a whole number of steps (0: at the end)",
     function(v) return v == 0 or whole(v) end },
+  { "agree_every", "a whole number of steps (0: never)",
+    function(v) return v == 0 or whole(v) end },
   { "keep", "a whole number of 1 or more", whole },
   { "stats_every", "a whole number of 1 or more", whole },
   { "ref_every", "a whole number of 1 or more", whole },
   { "ref_layers", "a pattern of parameter names", is "string" },
   { "on_step", "a function", is "function" },
+  { "state", "a table", is "table" },
   { "evaluate", "{ data = a loader, every = steps }",
     function(v) return type(v) == "table" and type(v.data) == "table" and whole(v.every) end },
   { "log", "line, json or quiet", one_of "line json quiet" },
   { "graph", "true or false", is "boolean" },
   { "mode", "sync or lagged", one_of "sync lagged" },
   { "on_policy_error", "hold or stop", one_of "hold stop" },
+  { "rollbacks", "a whole number of 0 or more", function(v) return v == 0 or whole(v) end },
+  { "on_lost", "stop or continue", one_of "stop continue" },
   { "schedule", "one of engine.schedule or a function(updates)", callable },
   { "trap", "overflow, or nothing",
     function(v) return v == false or v == "" or v == "overflow" end },

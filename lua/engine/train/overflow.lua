@@ -3,6 +3,8 @@
 -- left the weights unchanged.
 local M_ffi = require "engine.base.ffi"
 local json = require "engine.base.json"
+local progress = require "engine.run.progress"
+local random = require "engine.base.random"
 local ranks = require "engine.dist.ranks"
 local trap = require "engine.train.trap"
 
@@ -20,11 +22,20 @@ function M.new(trainer, every_time)
     told = {} }, Overflows)
 end
 
--- The first parameter, in the model's order, whose gradient holds inf or nan (`field`), or nil.
+-- The name of the first parameter, in the model's order, whose gradient holds inf or nan (`field`);
+-- or nil.
 local function first_with(self, stats, field)
   for i, p in ipairs(self.trainer.optimizer.list) do
     if stats[i - 1][field] > 0 then return p.name end
   end
+end
+
+-- The text of an overflow that only the sum over ranks has; nil for any other overflow.
+local function of_sum(trainer)
+  local reducer = trainer.reducer
+  if not reducer.many or reducer:culprits()[1] then return nil end
+  return ("each rank's own gradients are finite, but their sum in comm dtype %s is not"):format(
+    reducer.comm_dtype)
 end
 
 --- The text and JSON of an overflow's event.
@@ -41,23 +52,38 @@ function Overflows:text(record, stats, reason)
     parts[#parts + 1] = ("%s from rank %d, first in %s"):format(c.what, c.rank, c.tensor)
   end
   if #culprits > 4 then parts[#parts + 1] = ("%d more"):format(#culprits - 4) end
+  parts[#parts + 1] = of_sum(self.trainer)
   local text = table.concat(parts, "; ") .. (reason ~= "" and "; " .. reason or "")
   return text, json.encode { inf = tonumber(record.inf), nan = tonumber(record.nan),
     first_inf = first.inf, first_nan = first.nan,
     scale = record.scale, ranks = #culprits > 0 and culprits or nil }
 end
 
+--- An overflow in one line: "overflow: 3 inf, first in head.weight (rank 1); step skipped, loss
+--- scale 2^16 -> 2^15".
+function Overflows:line(record, verdict)
+  local counts, culprit = {}, self.trainer.reducer:culprits()[1]
+  for _, kind in ipairs { "inf", "nan" } do
+    local n = tonumber(record[kind])
+    if n > 0 then counts[#counts + 1] = ("%d %s"):format(n, kind) end
+  end
+  local first = self.trainer.optimizer.list[record.first_bad + 1]
+  return ("overflow: %s, first in %s; %sloss scale %s -> %s"):format(table.concat(counts, " and "),
+    culprit and ("%s (rank %d)"):format(culprit.tensor, culprit.rank) or first and first.name
+    or "the sum over ranks", verdict.action == C.ENG_ACTION_STEP and "" or "step skipped, ",
+    progress.scale_text(record.scale), progress.scale_text(verdict.scale))
+end
+
 -- Runs the step's forward and backward pass again with the trap set, from the same batches and
 -- random numbers. Returns a finding (trap.lua), or nil and a message. Restores the random numbers.
 local function run_again(trainer, scale)
-  local seed, counter = M_ffi.new("uint64_t[1]"), M_ffi.new("uint64_t[1]")
-  C.eng_rng_get(seed, counter)
+  local place = random.place()
   trainer.optimizer:zero_grad()
   local mark = M_ffi.new("int64_t[1]")
   check(C.eng_scope_begin(mark))
   local finding, message = trap.watch(trainer.model, function()
     for i = 1, trainer.accumulate do
-      C.eng_rng_set(trainer.random[2 * i - 2], trainer.random[2 * i - 1])
+      random.go(trainer.drawn_from[i])
       local loss = trainer:forward(trainer.batches[i])
       trainer.reducer:alone(function() loss:backward { scale = scale / trainer.accumulate } end)
     end
@@ -65,12 +91,12 @@ local function run_again(trainer, scale)
   C.eng_backward_abort()
   -- an error if the pass ended early; the step's end then drops the rest
   C.eng_scope_end(mark[0])
-  C.eng_rng_set(seed[0], counter[0])
+  random.go(place)
   return finding, message
 end
 
--- How to change this policy so that it can go below `scale`: an option that holds the scale
--- (static's loss_scale), or its floor.
+-- How to change this policy so that it can go below `scale`: by the option that sets the scale
+-- (static's loss_scale), or by a lower floor.
 local function lower_scale(policy, scale)
   for _, name in ipairs(policy.option_names or {}) do
     if name:find("scale") and name ~= "min_scale" and policy.options[name] == scale then
@@ -87,6 +113,8 @@ local function advice(self, record, finding)
   local stats = trainer.stats
   local inf, nan = first_with(self, stats, "inf"), first_with(self, stats, "nan")
   say("first tensor with inf: %s; with nan: %s", inf or "none", nan or "none")
+  local sum = of_sum(trainer)
+  if sum then say("%s", sum) end
   for _, line in ipairs(finding and finding:lines() or {}) do lines[#lines + 1] = "  " .. line end
   local held, forward, weight
   for _, kind in ipairs { "inf", "nan" } do
@@ -102,8 +130,8 @@ local function advice(self, record, finding)
       "(resume=RUN/checkpoints/STEP) " ..
       "with a smaller learning rate or clip=1", weight)
   elseif held and not held.backward then
-    say("look at the data of this step, and at masks and constants: the loss scale plays no " ..
-      "part in it")
+    say("look at the data of this step, and at masks and constants; the loss scale is not the " ..
+      "cause")
   elseif record.loss - record.loss ~= 0 or forward then
     say("the forward pass itself leaves the format's range, which no loss scale can fix; try a " ..
       "smaller learning rate, clip=1, precision=bf16, or this part in f32")
@@ -115,22 +143,23 @@ local function advice(self, record, finding)
   if path then
     say("to look closer: engine attach %s, then history:why(%d)", path, tonumber(record.step))
   end
-  if path and not finding then
+  if path and not finding and not sum then
     say("and resume=auto trap=overflow%s names the operation", trainer.delay == 1 and " mode=sync"
       or "")
   end
   return lines
 end
 
---- Handles a step that overflowed. Runs it again if every overflow is to be trapped, or if the run
---- is stuck: the policy stops it, or keeps the scale through repeated overflows. A stuck run gets
---- advice. With a delay of 1 the step cannot run again, so the advice comes without a finding.
+--- Handles a step that overflowed. Runs the step again if every overflow is to be trapped, or if
+--- the run is stuck: the policy stops it, or keeps the scale through repeated overflows. A stuck
+--- run gets advice. The advice has no finding if the step cannot run again (with a delay of 1), or
+--- if only the sum over ranks overflowed.
 function Overflows:look(record, verdict)
   local trainer = self.trainer
   local culprit = trainer.reducer:culprits()[1]
-  -- the rank whose batches overflowed looks
-  local mine = not culprit or culprit.rank == trainer.reducer.rank
-  if not mine and not trainer.reducer.apart then return end  -- experts need all ranks
+  -- only the rank whose batches overflowed looks
+  local mine = trainer.reducer.rank == (culprit and culprit.rank or 0)
+  if not mine and not trainer.reducer.apart then return end  -- experts run on all ranks
   local step = tonumber(record.step)
   if self.last ~= step - 1 then self.in_row, self.stuck = 0, 0 end
   self.last, self.in_row = step, self.in_row + 1
@@ -142,13 +171,15 @@ function Overflows:look(record, verdict)
   local function say(line)
     if trainer.reducer.rank > 0 then ranks.say("%s", line) else trainer:note(line) end
   end
-  local finding
-  if trainer.delay == 0 then                       -- else its batches and weights are gone
+  local finding, text = nil, of_sum(trainer)
+  if not text and trainer.delay == 0 then          -- with a delay, they are gone by now
     local problem
     finding, problem = run_again(trainer, record.scale)
-    if not mine then return end
-    local text = finding and tostring(finding) or "the step could not be run again: " ..
+    text = finding and tostring(finding) or "the step could not be run again: " ..
       tostring(problem)
+  end
+  if not mine then return end
+  if text then
     trainer.run_files:event(step, "trap", text, finding and json.encode(finding:data()) or nil)
     local place = finding and finding:place() or text
     if self.every_time and not self.told[place] then

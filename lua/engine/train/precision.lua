@@ -50,7 +50,8 @@ M.recipes = {
 --             norms, embeddings and attention itself always do
 --   layers    { { match = pattern, high =, x =, w =, .. } .. }: changes for some layers; the last
 --             match wins
---   policy    an FP8 policy or a list of them (fp8_sites.lua): fp8_delayed, fp8_fallback
+--   policy    an FP8 policy or a list of them (fp8_sites.lua): fp8_delayed, fp8_fallback,
+--             fp8_lm
 --   sample    steps between measurements of SNR, underflow and the like (100; 0: none)
 local HYBRID = { x = { format = "e4m3" }, w = { format = "e4m3" }, dy = { format = "e5m2" },
   high = { "^head", "^lm_head" } }
@@ -73,15 +74,15 @@ M.recipes.fp8_delayed = like_bf16(hybrid { policy = "fp8_delayed", forward = FAS
   dgrad = FAST.dgrad, wgrad = FAST.wgrad })
 M.recipes.fp8_current = like_bf16(hybrid { forward = FAST.forward, dgrad = FAST.dgrad,
   wgrad = FAST.wgrad })
--- torchao's rowwise scaling: e4m3 throughout, a scale for each row of x, W and dy, and of their
--- transposes where these are rows
+-- torchao's rowwise scaling: e4m3 throughout, with a scale for each row of x, W and dy. Products
+-- that read a transpose have a scale for each row of the transpose
 local ROW = { format = "e4m3", block = "row", rule = "torchao" }
 M.recipes.fp8_rowwise = like_bf16 { x = { format = "e4m3", block = "row", rule = "torchao",
   keep = "transposed" }, w = ROW, dy = ROW, high = HYBRID.high }
 -- DeepSeek-V3: e4m3 throughout, 1x128 for activations and gradients, 128x128 for weights, online
 -- amaxes, promotion every 128, bf16 moments; FP8 weights in addition to the f32 masters. The input
--- of the linear after attention is kept in e5m6 with power-of-two scales, and SwiGLU's inputs in
--- FP8; its output is recomputed.
+-- of the linear after attention is kept in e5m6 with power-of-two scales. SwiGLU's inputs are kept
+-- in FP8, and its output is recomputed from them.
 local PROMOTED = { promotion = 128 }
 M.recipes.fp8_block = like_bf16({
   x = { format = "e4m3", block = "1x128", rule = "deepgemm" },
@@ -184,13 +185,13 @@ function M.autocast(recipe, f, ...)
     function() C.eng_autocast(previous, nil) end, f, ...)
 end
 
---- Formats of each parameter in a list of { role = }: two int32_t arrays, shadow and gradient, for
---- eng_params_precision.
+--- For each parameter in a list of { role = }, the format of its low-precision copy and of its
+--- gradient: two int32_t arrays for eng_params_precision.
 function M.parameter_formats(full, list)
   local shadow, gradient = M_ffi.new("int32_t[?]", #list), M_ffi.new("int32_t[?]", #list)
   for i, p in ipairs(list) do
     local norm = p.role == "norm"
-    -- an FP8 layer reads the FP8 copy of its matrix, made from the master: it needs no other copy
+    -- an FP8 layer reads an FP8 copy of its matrix and needs no other low-precision copy
     local fp8 = full.fp8 and p.owner and rawget(p.owner, "_fp8") and p.tensor.ndim == 2
     shadow[i - 1] = (norm or fp8) and dtype.f32 or dtype[full.weights]
     gradient[i - 1] = dtype[norm and full.norm_gradients or full.weight_gradients]

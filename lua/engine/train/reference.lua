@@ -5,7 +5,9 @@
 -- for policies that need "norm_ref".
 local M_ffi = require "engine.base.ffi"
 local machine = require "engine.base.machine"
+local optim = require "engine.train.optim"
 local precision = require "engine.train.precision"
+local random = require "engine.base.random"
 
 local C, check = M_ffi.C, M_ffi.check
 
@@ -14,15 +16,15 @@ local M = {}
 local Reference = {}
 Reference.__index = Reference
 
---- every: steps between two of them; layers: a Lua pattern of the parameters they cover ("": all).
---- The others take no part in the backward pass.
+--- every: steps between two reference backwards. layers: a Lua pattern for the names of the
+--- parameters to cover ("": all). Other parameters take no part in the backward pass.
 function M.new(trainer, every, layers)
   local list, spared = trainer.optimizer.list, {}
   for _, p in ipairs(list) do
     if layers ~= "" and not p.name:find(layers) then spared[#spared + 1] = p.tensor end
   end
   if #spared == #list then
-    M_ffi.raise("ref_layers = '%s' names no parameter of this model, the first of which is %s",
+    M_ffi.raise("ref_layers = '%s' matches no parameter of this model; its first parameter is %s",
       layers, list[1].name)
   end
   return setmetatable({ trainer = trainer, every = every, spared = spared, norm = 0 / 0,
@@ -45,27 +47,29 @@ local function backward(self, s, batches)
   end
 end
 
---- Every `every` steps: draws the step's batches, runs them in f32 and returns them for the step
---- itself. Else returns nil.
+--- In every `every`-th step, draws the step's batches, runs them in f32 and returns them, for the
+--- step itself to use. In other steps returns nil.
 function Reference:batches(s)
   local trainer = self.trainer
   self.norm = 0 / 0
   if trainer.steps_done % self.every ~= 0 then return nil end
   local began, batches, norm = machine.clock(), {}, M_ffi.new("double[1]")
-  for i = 1, trainer.accumulate do batches[i] = trainer.data:next() end
-  local place = trainer:remember_place()
-  for _, x in ipairs(self.spared) do x:requires_grad(false) end
-  check(C.eng_params_reference_begin(trainer.optimizer.params))
-  local good, message = pcall(backward, self, s, batches)
-  if good and trainer.reducer.many then
-    check(C.eng_parallel_reference(trainer.reducer.reduction))
+  for i = 1, trainer.accumulate do batches[i] = trainer:next_batch() end
+  local place, params, frozen = trainer:remember_place(), trainer.optimizer.params, {}
+  for _, x in ipairs(self.spared) do
+    if optim.requires_grad(x) then frozen[#frozen + 1] = x:requires_grad(false) end
   end
-  local status = C.eng_params_reference_end(norm, self.norms, trainer.optimizer.params, 1)
-  for _, x in ipairs(self.spared) do x:requires_grad(true) end
+  local good, message = pcall(function()
+    check(C.eng_params_reference_begin(params))
+    backward(self, s, batches)
+    if trainer.reducer.many then check(C.eng_parallel_reference(trainer.reducer.reduction)) end
+  end)
+  local status = C.eng_params_reference_end(norm, self.norms, params, 1)
+  for _, x in ipairs(frozen) do x:requires_grad(true) end
   if not good then error(message, 0) end
   check(status)
   trainer.reducer:share_norms(norm, self.norms, self.n)
-  C.eng_rng_set(place.seed, place.counter)
+  random.go(place)
   self.norm, self.count, self.seconds = norm[0], self.count + 1,
     self.seconds + (machine.clock() - began)
   return batches

@@ -8,8 +8,8 @@
 --   opt:zero_grad()
 -- With model = the trained module, a policy may scale its layers separately
 -- (policies/layerwise.lua). Each optimizer decides on its own whether to skip; update() reports an
--- overflow to the policy if any of them had one. The loop needs the verdict's scale; it may honour
--- action, clip and lr_mul (engine.trainer does).
+-- overflow to the policy if any optimizer had one. Of the verdict, the scaler applies the scale.
+-- Whether the loop honours action, clip and lr_mul is its choice (engine.trainer does).
 local M_ffi = require "engine.base.ffi"
 local autograd = require "engine.tensor.autograd"
 local groups = require "engine.policy.groups"
@@ -74,11 +74,12 @@ function Scaler:get_scale() return self.enabled and self.policy:scale() or 1 end
 
 function Scaler:is_enabled() return self.enabled end
 
---- The loss, ready for :backward() with the scale; a list of losses returns a list.
-function Scaler:scale(loss)
+--- The loss, ready for :backward() with the scale; a list of losses returns a list. Further
+--- arguments go to the scale_loss of a class (class_scaler.lua).
+function Scaler:scale(loss, ...)
   if type(loss) == "table" and not getmetatable(loss) then
     local list = {}
-    for i, one in ipairs(loss) do list[i] = self:scale(one) end
+    for i, one in ipairs(loss) do list[i] = self:scale(one, ...) end
     return list
   end
   if not tensor.is_tensor(loss) then
@@ -87,15 +88,8 @@ function Scaler:scale(loss)
   local problem = self.enabled and policy.unusable(self.policy, self.groups and #self.groups.groups)
   if problem then error("scaler:scale: " .. problem, 2) end
   self.loss, self.began = loss, true
-  local seed = self:get_scale()
-  local object = self.enabled and self.policy.object
-  if object and object.scale_loss then
-    loss, seed = object:scale_loss(loss), 1
-    if not tensor.is_tensor(loss) then
-      error(("loss scaler '%s': scale_loss must return a tensor"):format(self.policy.name), 2)
-    end
-  end
-  return setmetatable({ loss = loss, seed = seed }, Scaled)
+  local scaled = self.enabled and self.policy.scale_loss and self.policy:scale_loss(loss, ...)
+  return setmetatable({ loss = scaled or loss, seed = scaled and 1 or self:get_scale() }, Scaled)
 end
 
 local function need_scale(self, what)
@@ -190,8 +184,8 @@ function Scaler:step(opt, options)
     if object and object.unscale_gradients then self:unscale(opt) else inspect(self, entry) end
   end
   if not entry.checked then
-    error("scaler:step: no gradient of this optimizer was checked for inf and nan, for it has " ..
-      "none; did the loss reach its parameters?", 2)
+    error("scaler:step: this optimizer has no gradients, so none was checked for inf and " ..
+      "nan; did the loss reach its parameters?", 2)
   end
   local factor = entry.stage == UNSCALED and 1 or f32(1 / self:get_scale())
   entry.stage = STEPPED
@@ -227,7 +221,7 @@ local function add_up(self)
     end
     before = before + #(entry.opt.list or {})
   end
-  -- One optimizer's norm as computed: squaring it and taking the root again would round.
+  -- With one optimizer, use its norm directly; the root of its square would round.
   total.norm = #self.order == 1 and self.order[1].record.norm or math.sqrt(squares)
   total.step, total.updates, total.scale = self.attempts, self.updates, self:get_scale()
   total.elapsed = C.eng_clock() - self.started
@@ -275,8 +269,8 @@ local function stats_of(self)
 end
 
 --- Ends the step: the policy sees what the optimizers' gradients held and decides on the next
---- scale; returns its verdict. With a number the scale is set to it, and the policy's counters
---- stay.
+--- scale. Returns the policy's verdict. If `new_scale` is a number, it becomes the scale and the
+--- policy's counters stay.
 function Scaler:update(new_scale)
   if not self.enabled then return nil end
   need_scale(self, "update")
@@ -327,7 +321,7 @@ function Scaler:load_state_dict(dict)
       "disabled when it was saved", 2)
   end
   if dict.policy ~= self.policy.name or type(dict.state) ~= "string" then
-    error(("scaler:load_state_dict: the state is of policy '%s', this scaler uses '%s'"):format(
+    error(("scaler:load_state_dict: the state is of policy '%s', but this scaler uses '%s'"):format(
       tostring(dict.policy), self.policy.name), 2)
   end
   local good, why = pcall(self.policy.restore, self.policy, dict.state)

@@ -20,8 +20,8 @@ function Schedule:values(n)
   return list
 end
 
--- Linear from 0 over `warmup` updates, (u + 1) / warmup so that the first update moves, then
--- after(u).
+-- Rises linearly from 0 over `warmup` updates, then is after(u). The factor is (u + 1) / warmup, so
+-- that the first update already moves the weights.
 local function with_warmup(lr, warmup, after)
   return function(u)
     if u < warmup then return lr * (u + 1) / warmup end

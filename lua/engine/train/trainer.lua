@@ -9,6 +9,7 @@
 -- loop.lua runs the steps, options.lua checks the options, modes.lua says what a mode rules out;
 -- run/run.lua writes history and checkpoints, run/swap.lua changes the policy between steps.
 local M_ffi = require "engine.base.ffi"
+local agreement = require "engine.dist.agreement"
 local autograd = require "engine.tensor.autograd"
 local captured = require "engine.train.captured"
 local control = require "engine.run.control"
@@ -21,6 +22,7 @@ local options = require "engine.train.options"
 local overflow = require "engine.train.overflow"
 local policies = require "engine.policy.policy"
 local precision = require "engine.train.precision"
+local random = require "engine.base.random"
 local reducer = require "engine.dist.reducer"
 local reference = require "engine.train.reference"
 local run_files = require "engine.run.run"
@@ -30,6 +32,7 @@ local signals = require "engine.policy.signals"
 local signal_rules = require "engine.policy.signals_rules"
 local swap = require "engine.run.swap"
 local tensor = require "engine.tensor.tensor"
+local user_state = require "engine.run.user_state"
 
 local C, check = M_ffi.C, M_ffi.check
 
@@ -41,17 +44,19 @@ Trainer.run, Trainer.loss_note, Trainer.summary_text = loop.run, loop.loss_note,
 
 -- =================================================================== THE TRAINING STEP
 
---- One step. Returns a record and the verdict on it, which hold until the next step. With a delay
---- of 0 (mode = "sync") they are this step's, and the policy decides before the update. With a
---- delay of 1 ("lagged") the device itself skips an update that overflowed, and they are those of
---- the step before: the host never waits for work that was queued in this step.
+--- One step. Returns a record and the verdict on it, which are valid until the next step. With a
+--- delay of 0 (mode = "sync") both are this step's, and the policy decides before the update. With
+--- a delay of 1 ("lagged") both are those of the step before, so that the host never waits for work
+--- that was queued in this step; the device itself skips an update that overflowed.
+--- * On several ranks in sync mode, each rank makes this pass over its part of the gradients inside
+--- reducer:record, in (5).
 function Trainer:step()
   local s = self:begin()                                   -- scale, lr, arena, groups, FP8, place
   for i = 1, self.accumulate do
     self:forward_backward(s, i)                            -- (1) the loss  (2) its gradients
   end
   self.reducer:finish(s)                                   -- (3) gradients summed over ranks
-  self:ask_statistics(s)                                   -- (4) one pass over the gradients
+  self:ask_statistics(s)                                   -- (4) one pass over the gradients *
   local due = s
   if self.delay == 1 then
     self:update(s, self.last_verdict)                      -- (7) the device skips an overflow
@@ -64,9 +69,9 @@ function Trainer:step()
   return record, verdict
 end
 
---- The rest of a step whose statistics were requested.
+--- Completes a step whose statistics were requested.
 function Trainer:settle(s)
-  local record = self:fetch(s)                             -- (5) the record, same on all ranks
+  local record = self:fetch(s)                             -- (5) the record, same on all ranks *
   local verdict = self:decide(s, record)                   -- (6) the policy
   if self.delay == 0 then self:update(s, verdict, record) end   -- (7) unscale, clip, update
   self:finish(s, record, verdict)                          -- (8) counters, shadows, history
@@ -75,7 +80,21 @@ end
 
 -- =================================================================== its parts
 
---- Opens the step and returns it: the table s, to which the step's parts add their results.
+--- Opens the step and returns it: the table s, to which the step's parts add their results. Each
+--- field below is followed by the function that sets it.
+---   step, updates, scale, lr   begin: as in the record
+---   place                      begin: the position in data and random numbers, for a retry
+---   shadow_scales              begin: the scales that the shadows would use, or nil
+---   batches                    begin: the batches that a reference backward has drawn, or nil
+---   tokens                     forward_backward: of this rank; reducer:record: of all ranks
+---   elapsed, together, asked   ask_statistics: seconds; whether the losses come with the
+---                              statistics; whether the statistics were requested
+---   meters                     ask_statistics: of FP8 layers, or nil
+---   signals, culprits          reducer:remember: { name = value }; with a delay, the tensors that
+---                              overflowed on each rank
+---   logs                       decide: what the policies logged, or nil
+---   updated, counted           update: whether weights changed; whether steps_done counts this
+---                              step already
 function Trainer:begin()
   local opt, policy = self.optimizer, self.policy
   local s = { step = self.steps_done, updates = self.updates, scale = policy:scale(), tokens = 0,
@@ -85,6 +104,7 @@ function Trainer:begin()
   opt:zero_grad()
   self.groups:apply(policy)
   if opt.fp8 then opt.fp8:begin(s.step) end
+  s.shadow_scales = self.shadows and self.shadows:scales()
   s.place = self:remember_place()                          -- for a retry, or when this step fails
   self.current = s
   self.reducer:begin(s)
@@ -92,7 +112,7 @@ function Trainer:begin()
   return s
 end
 
---- Drops statistics in flight of a step that failed, or of an interrupted run.
+--- Drops the statistics in flight, after a failed step or an interrupted run.
 function Trainer:drop_record()
   local params, failed = self.optimizer.params, self.current
   if not self.pending then C.eng_params_stats_forget(params)
@@ -110,41 +130,59 @@ function Trainer:next_batch(data)
     "data's next()", M_ffi.value_text(batch))
 end
 
---- Micro-batch i: the loss on the tape, gradients into the flat buffer.
+--- Micro-batch i: records its loss on the tape and adds its gradients to the flat buffer.
 function Trainer:forward_backward(s, i)
   local batch = s.batches and s.batches[i] or self:next_batch()
   self.reducer:draw(s, i)
   self:remember_batch(i, batch)
   local loss = self.graph and captured.launch(self, batch, s.scale)
-  if not loss then
-    loss = self:forward(batch)
-    self.reducer:backward_begins(i)                        -- reduced as backward completes them
-    loss:backward { scale = s.scale / self.accumulate }    -- the scale seeds the gradient
-  end
+  if not loss then loss = self:backward(s, i, self:forward(batch)) end
   self.losses[i - 1] = loss
   s.tokens = s.tokens + (batch.tokens or batch.y and batch.y.count or 0)
   self.unit = not batch.tokens and "targets" or self.data.unit or "tokens"
+end
+
+--- Runs the backward pass of a micro-batch's loss and returns the loss. The scale seeds the
+--- gradient, unless a class scales the loss itself.
+function Trainer:backward(s, i, loss, ...)
+  local policy = self.policy
+  local scaled = policy.scale_loss and policy:scale_loss(loss, ...)
+  if scaled and i > 1 and policy:scale() ~= s.scale then
+    M_ffi.raise("loss scaler '%s': expected one scale for all micro-batches of a step, got %g " ..
+      "and then %g", policy.name, s.scale, policy:scale())
+  end
+  self.reducer:backward_begins(i)                          -- reduced as backward completes them
+  if scaled then
+    s.scale = policy:scale()
+    scaled:backward { scale = 1 / self.accumulate }
+  else loss:backward { scale = s.scale / self.accumulate } end
+  return loss
 end
 
 local function default_loss(model, batch)
   return model:loss(batch.x, batch.y)
 end
 
---- The loss of a batch, in the run's precision.
-function Trainer:forward(batch)
-  local good, loss = pcall(precision.autocast, self.precision, self.loss, self.model, batch)
+-- Checks and returns what the loss function returned.
+local function checked(self, batch, good, loss, ...)
   if not good then error(loss_error(loss, self.loss ~= default_loss and self.loss, batch), 0) end
   if not tensor.is_tensor(loss) then
     M_ffi.raise("trainer: expected the loss to be a tensor of one element, got %s",
       M_ffi.value_text(loss))
   end
-  return loss
+  return loss, ...
+end
+
+--- The loss of a batch, computed in the run's precision, and the loss function's other results.
+function Trainer:forward(batch)
+  return checked(self, batch, pcall(precision.autocast, self.precision, self.loss, self.model,
+    batch))
 end
 
 -- Whether the device reads the losses together with the statistics. Otherwise they are read one by
 -- one, and each read waits for the device; a lagged run never does that.
 local function together(self)
-  local fits = self.accumulate <= modes.MOST_LOSSES
+  local fits = self.accumulate <= C.ENG_STATS_LOSSES
   for i = 0, self.accumulate - 1 do fits = fits and self.losses[i].dtype == "f32" end
   return fits or self.delay == 1
 end
@@ -177,10 +215,15 @@ function Trainer:fetch(s)
   if not s.together then
     for i = 0, self.accumulate - 1 do loss_sum[0] = loss_sum[0] + self.losses[i]:item() end
   end
-  record.step, record.updates, record.scale, record.lr = s.step, s.updates, s.scale, s.lr
+  record.step, record.updates, record.scale = s.step, s.updates, s.scale
+  record.lr = s.lr * self.lr_factor
   record.loss, record.elapsed, record.norm_ref = loss_sum[0] / self.accumulate, s.elapsed, 0 / 0
   self.reducer:record(record, stats, s)
   if self.reference then self.reference:tell(record, stats) end
+  record.amax_f16 = -1
+  for _, i in ipairs(self:fp16_gradients()) do
+    record.amax_f16 = math.max(record.amax_f16, stats[i].amax)
+  end
   return record
 end
 
@@ -190,21 +233,18 @@ function Trainer:decide(s, record)
   local policy, stats, sites = self.policy, self.stats, self.optimizer.fp8
   for name, value in pairs(s.signals) do policy:signal(name, value) end
   local verdict = self.swaps:observe(record, stats, policy:decide(record, stats))
+  s.logs = self.policy:logs()
   local problem = self:refuses(self.policy)
   if problem then verdict.reason, verdict.action = problem:sub(1, 255), C.ENG_ACTION_STOP end
   self.reducer:decide(record, verdict)
-  if sites then sites:decide(record, verdict.scale / self.accumulate) end
+  if sites then s.logs = sites:decide(record, verdict.scale / self.accumulate, s.logs) end
   self.last_verdict = verdict
   return verdict
 end
 
 --- Why a policy cannot be used with the scales it asks for, or nil.
 function Trainer:refuses(policy)
-  local problem
-  if policy:scales_groups() or not policies.usable(policy:scale()) then
-    problem = policies.unusable(policy, #self.groups.groups)
-  end
-  return problem or modes.policy_refusal(self, policy)
+  return policies.unusable(policy, #self.groups.groups) or modes.policy_refusal(self, policy)
 end
 
 --- Unscales, clips and updates in one pass if the verdict is to step. With a delay of 1 there is no
@@ -216,7 +256,7 @@ function Trainer:update(s, verdict, record)
     opt.lr = s.lr
     opt:step { gradient_factor = 1 / s.scale, clip_value = self.clip_value,
       clip_norm = verdict and verdict.clip > 0 and verdict.clip or self.clip or 0,
-      norm = record and record.norm, lr_mul = verdict and verdict.lr_mul or 1,
+      norm = record and record.norm, lr_mul = (verdict and verdict.lr_mul or 1) * self.lr_factor,
       lagged = record == nil }
     self.reducer:updated()
     self.updates, s.updated = self.updates + 1, true
@@ -232,7 +272,7 @@ function Trainer:finish(s, record, verdict)
     self.updates, self.optimizer.updates = self.updates - 1, self.optimizer.updates - 1
   end
   if self.shadows then
-    self.shadows:observe(record, stats, verdict, s.signals, files)
+    self.shadows:observe(s, record, stats, verdict, s.updated and not overflow_skipped, files)
   end
   if s.meters then files:fp8(s.step, s.meters) end
   if overflow_skipped or not s.updated then
@@ -244,7 +284,7 @@ function Trainer:finish(s, record, verdict)
     end
   end
   self.tokens = self.tokens + s.tokens
-  files:append(record, verdict, stats, s.tokens, s.signals)
+  files:append(record, verdict, stats, s.tokens, s.signals, s.logs)
 end
 
 --- Finishes the step in flight, before a checkpoint and at the end of a run. Returns its record and
@@ -259,46 +299,45 @@ end
 
 --- The position in the data and in the random numbers, so that a retry sees the same batch.
 function Trainer:remember_place()
-  local seed, counter = M_ffi.new("uint64_t[1]"), M_ffi.new("uint64_t[1]")
-  C.eng_rng_get(seed, counter)
-  return { data = self.data.state and self.data:state(), seed = seed[0], counter = counter[0] }
+  local place = random.place()
+  place.data = self.data.state and self.data:state()
+  return place
 end
 
 function Trainer:go_back(place)
   if place.data then self.data:restore(place.data) end
-  C.eng_rng_set(place.seed, place.counter)
+  random.go(place)
 end
 
 --- Keeps micro-batch i and the position of the random numbers, to run the pass again
 --- (overflow.lua).
 function Trainer:remember_batch(i, batch)
-  self.batches[i] = batch
-  C.eng_rng_get(self.random + 2 * i - 2, self.random + 2 * i - 1)
+  self.batches[i], self.drawn_from[i] = batch, random.place()
 end
 
-local function room_for_batches(self)
-  self.losses = M_ffi.new("eng_tensor[?]", self.accumulate)
-  self.random = M_ffi.new("uint64_t[?]", 2 * self.accumulate)
-end
-
---- Called when a run resumes that had `ranks` ranks with `accumulate` micro-batches per step. Keeps
---- the number of batches in a step the same if that is possible and the script does not ask for
---- another. Returns a line about it.
+--- Called when a run resumes. `ranks` and `accumulate` are those that the run had before. Keeps the
+--- number of batches in a step the same if that is possible and the script does not ask for another
+--- number. Returns a line about the change, or nil.
 function Trainer:share_as_before(ranks, accumulate)
   local before, size = ranks * accumulate, self.reducer.size
-  local same = "with the same step but for rounding"       -- another division of the sums
+  local same = "with the same steps except for rounding"       -- sums are divided differently
   if before == size * self.accumulate then
-    return ranks ~= size and ("%d ranks continue for %d, %s"):format(size, ranks, same) or nil
+    return ranks ~= size and ("%d ranks continue a run of %d, %s"):format(size, ranks, same) or nil
   end
   if accumulate == self.accumulate and before % size == 0 then
     self.accumulate = before / size
-    room_for_batches(self)
+    local refusal = modes.refusal(self)
+    if refusal then
+      error(("resume: keeping %d batches in a step needs accumulate=%d here; %s"):format(before,
+        self.accumulate, refusal), 0)
+    end
+    self.losses = M_ffi.new("eng_tensor[?]", self.accumulate)
     self.reducer:accumulates(self.accumulate > 1)
-    return ("%d rank%s with accumulate=%d %s for %d with accumulate=%d, %s"):format(size,
+    return ("%d rank%s with accumulate=%d %s a run of %d with accumulate=%d, %s"):format(size,
       size == 1 and "" or "s", self.accumulate, size == 1 and "continues" or "continue", ranks,
       accumulate, same)
   end
-  return ("a step has %d batches now, it had %d: the losses will differ"):format(
+  return ("a step has %d batches now and had %d, so the losses will differ"):format(
     size * self.accumulate, before)
 end
 
@@ -309,16 +348,19 @@ function Trainer:prepare(policy)
   policy:tensors(self.groups.names, self.groups.group_of, self.groups.groups, true)
 end
 
+-- The statistics to compute: those of every record, those that the policy and its shadows need, and
+-- the histogram, from which engine replay computes a recorded step at another scale.
+local function all_needs(self)
+  return bit.bor(self.policy.needs, self.shadows and self.shadows.needs or 0, C.ENG_NEED_AMAX,
+    C.ENG_NEED_NORM, C.ENG_NEED_ZEROS, C.ENG_NEED_UNDERFLOW,
+    self.run_files and self.run_files:wants_hist() and C.ENG_NEED_HIST or 0)
+end
+
 --- Makes a policy the current one (swap.lua changes it during the run).
 function Trainer:use_policy(policy)
   self:prepare(policy)
   self.policy = policy
-  self.needs = bit.bor(policy.needs, self.shadows and self.shadows.needs or 0, C.ENG_NEED_AMAX,
-    C.ENG_NEED_NORM, C.ENG_NEED_ZEROS, C.ENG_NEED_UNDERFLOW)
-  -- engine replay needs the histogram of a recorded step, to compute its record at another scale
-  if self.run_files and self.run_files:wants_hist() then
-    self.needs = bit.bor(self.needs, C.ENG_NEED_HIST)
-  end
+  self.needs = all_needs(self)
   local wanted = bit.band(self.needs, C.ENG_NEED_NORM_REF) ~= 0
   if wanted and not self.reference then
     local own = policy.options
@@ -332,14 +374,23 @@ end
 --- Why a policy cannot be used in this mode (modes.lua), or nil.
 function Trainer:mode_refuses(policy) return modes.policy_refusal(self, policy) end
 
---- Indices, from 0, of the parameters whose gradients are f16.
-function Trainer:f16_gradients()
+--- The format of each parameter's gradient, by name.
+function Trainer:gradient_formats()
   local list = {}
   local _, formats = precision.parameter_formats(self.precision, self.optimizer.list)
-  for i = 0, #self.optimizer.list - 1 do
-    if formats[i] == M_ffi.dtype.f16 then list[#list + 1] = i end
-  end
+  for i = 1, #self.optimizer.list do list[i] = M_ffi.dtype_name[formats[i - 1]] end
   return list
+end
+
+--- The fp16 gradients: their places in `stats`, from 0.
+function Trainer:fp16_gradients()
+  if not self.fp16 then
+    self.fp16 = {}
+    for i, format in ipairs(self:gradient_formats()) do
+      if format == "f16" then self.fp16[#self.fp16 + 1] = i - 1 end
+    end
+  end
+  return self.fp16
 end
 
 -- ------------------------------------------------------------------ making one
@@ -360,14 +411,24 @@ local function new(given)
     schedule = o.schedule, precision = full, steps = o.steps, accumulate = o.accumulate or 1,
     clip = o.clip and o.clip > 0 and o.clip or nil, clip_value = o.clip_value,
     delay = o.mode == "lagged" and 1 or 0, graph = o.graph or nil,
-    on_step = o.on_step, on_policy_error = o.on_policy_error or "hold", evaluate = o.evaluate,
+    on_step = o.on_step, on_policy_error = o.on_policy_error or "hold",
+    on_lost = o.on_lost or "stop", evaluate = o.evaluate,
     log = o.log or "line", ref_every = o.ref_every, ref_layers = o.ref_layers,
     steps_done = 0, updates = 0, skipped = 0, retries = 0, tokens = 0, policy_errors = 0,
+    rollbacks = o.rollbacks or 3, rollbacks_made = 0, lr_factor = 1,
+    shown = {},                                            -- lines of each kind (loop.lua)
     record = M_ffi.new("eng_record"),
     stats = M_ffi.new("eng_tensor_stats[?]", #o.optimizer.list),
-    began = machine.clock(), batches = {}, rows = {},
+    began = machine.clock(), rows = {},
+    batches = {}, drawn_from = {},   -- of the step's micro-batches: what overflow.lua runs again
+    current = nil,                   -- the step that has begun and not ended
+    pending = nil,                   -- with a delay: the step before it, whose record is due
+    last_verdict = nil,
+    progress = nil,                  -- the live line, once run() has begun
+    state = o.state or {},           -- the user's own, in every checkpoint
   }, Trainer)
-  room_for_batches(self)
+  self.losses = M_ffi.new("eng_tensor[?]", self.accumulate)
+  user_state.pack(self.state)        -- an error now, and not at the first checkpoint
   local opt = self.optimizer
   if not precision.same(opt.precision, full) then opt:set_precision(full) end
   opt:accumulates(self.accumulate > 1)
@@ -380,10 +441,11 @@ local function new(given)
   self:use_policy(self.policy)
   self.swaps, self.control = swap.new(self, o), control.new(self, o)
   self.overflows = overflow.new(self, o.trap == "overflow")
-  local refusal = modes.refusal(self, o)
+  local refusal = modes.refusal(self)
   if refusal then error(refusal, 0) end
   self.run_files = run_files.open(self, o)
-  if self.run_files:wants_hist() then self.needs = bit.bor(self.needs, C.ENG_NEED_HIST) end
+  self.agreement = agreement.new(self, o)
+  self.needs = all_needs(self)
   return self
 end
 
@@ -391,7 +453,8 @@ end
 ---   model, data, optimizer       what to train, on what, how (required)
 ---   steps                        attempts to make (required)
 ---   loss                         function(model, batch) -> loss; model:loss(batch.x, batch.y)
----                                by default
+---                                by default. Further results go to the scale_loss of a
+---                                registered loss scaler
 ---   schedule                     function(updates) -> learning rate
 ---   precision                    recipe name or table; the optimizer's by default
 ---   policy, policy_options       name, file or loaded policy; "dynamic" for fp16, else "static"
@@ -400,21 +463,31 @@ end
 ---                                summed in f32
 ---   run                          name or directory of the run; nil: nothing is written
 ---   resume                       "auto": continue from the newest checkpoint, if any; or the path
----                                of a run or checkpoint
+---                                of a run or checkpoint, whose files stay as they are unless
+---                                `run` names the same run
 ---   checkpoint_every, keep       steps between checkpoints (0: only at the end), how many to
 ---                                keep (3)
 ---   log                          "line", "json" or "quiet"; lost results are reported on stderr
 ---                                in any case (docs/runs.md)
+---   state                        trainer.state at the start ({}): the script's own numbers,
+---                                strings, booleans, kept tensors and tables of these. Every
+---                                checkpoint holds it; resume and rollback restore it in place. Of
+---                                several ranks, rank 0's is written, and all ranks get it
 ---   on_step                      function(trainer, record, verdict)
 ---   on_policy_error              "hold": continue with the last good verdict, but end the run
 ---                                if each of the first 20 steps failed; "stop": end the run
+---   on_lost                      what happens when the loss has been inf or nan for 10 steps, or
+---                                the weights are at a checkpoint, which is then not written:
+---                                "stop" ends the run, "continue" does not
+---   rollbacks                    how often a policy may return the run to a checkpoint (3)
 ---   history                      false: a run with `run` writes no history.db
 ---   stats_every                  steps between rows of per-tensor statistics (100; also at every
 ---                                overflow)
 ---   ref_every, ref_layers        for policies that need norm_ref: steps between reference
 ---                                backwards (the policy's option, or 100), and a pattern of the
 ---                                parameters they cover (all)
----   evaluate                     { data =, every =, batches = }: loss on other data
+---   evaluate                     { data =, every =, batches = }: loss on other data; policies
+---                                read it as record.signals.evaluation_loss
 ---   mode                         "sync": the policy decides before the update, which waits for
 ---                                the device; "lagged": the host never waits, and the policy
 ---                                decides one step later (modes.lua)
@@ -430,13 +503,18 @@ end
 ---                                directory for them
 ---   attach                       false: `engine attach` cannot reach this run (run/control.lua)
 --- And where several ranks train together (dist/ranks.lua, dist/reducer.lua):
----   comm_dtype                   format in which gradients are sent: "own" (each one's), "fp32",
----                                "bf16", "fp16" or "fp8"; sums are f32
+---   comm_dtype                   format in which gradients are sent: "own" (the gradient's own),
+---                                "fp32", "bf16", "fp16" or "fp8"; sums are f32
 ---   bucket                       MiB of gradients sent together (2)
----   zero                         1: each rank updates its part of the weights and keeps only
----                                those moments (ZeRO-1); 2: and only those gradients, which are
----                                sent at every micro-batch (ZeRO-2): no x.grad
+---   zero                         1 (ZeRO-1): each rank updates its part of the weights and keeps
+---                                only that part's moments; 2 (ZeRO-2): also keeps only that
+---                                part's gradients, which are sent at every micro-batch; x.grad
+---                                cannot be read
 ---   rank_timeout                 seconds a rank waits for another before it ends the job (300)
+---   agree_every                  steps between comparisons of the ranks' weights, moments and
+---                                optimizer scalars (1000; 0: no comparisons). Checkpoints and the
+---                                end of the run compare them too. Ranks that differ end the job
+---                                (dist/agreement.lua)
 function M.new(given)
   if type(given) ~= "table" then
     error("trainer: expected a table of options, got " .. type(given), 2)
@@ -461,7 +539,8 @@ function M.signal(name, value, rule)
     error(("signal: expected a name and a number, got %s and %s"):format(type(name),
       type(value)), 2)
   end
-  local problem = signals[name] == nil and show.name_problem(name)
+  local problem = signals[name] == nil and (show.name_problem(name) or name:find("^log%.")
+    and "begins with 'log.', as a policy's logs do")
   if problem then error(("signal: the name %s: '%s'"):format(problem, show.cut(name, 100)), 2) end
   if rule ~= nil and rule ~= "mean" and rule ~= "max" and rule ~= "sum" then
     error(("signal '%s': expected 'mean', 'max' or 'sum', got %s"):format(name,
@@ -472,7 +551,7 @@ end
 
 -- ------------------------------------------------------------------ evaluating, describing
 
---- Mean loss over `batches` of other data, unrecorded, dropout off.
+--- The mean loss over `batches` batches of other data, without recording and with dropout off.
 function Trainer:evaluate_on(data, batches)
   local sum = 0
   self.model:evaluating(function()

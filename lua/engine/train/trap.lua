@@ -1,7 +1,7 @@
--- The trap: why a step overflowed. Runs the step's forward and backward pass again (same batch,
--- random numbers and scale) and checks the result of every operation (core/autograd/trap.c). Names
--- the first operation that made an inf and the first that made a nan, with module, shapes and
--- magnitudes. Costs the time of a few steps.
+-- The trap finds out why a step overflowed. It runs the step's forward and backward pass again
+-- (same batch, random numbers and scale) and checks the result of every operation
+-- (core/autograd/trap.c). It names the first operation that made an inf and the first that made a
+-- nan, with module, shapes and magnitudes. It costs the time of a few steps.
 -- Called by overflow.lua: with trap = "overflow" at every overflow, else when a run is stuck.
 local M_ffi = require "engine.base.ffi"
 local module = require "engine.nn.module"
@@ -72,7 +72,7 @@ function M.watch(model, f)
   for _, kind in ipairs { "inf", "nan" } do
     local nan = kind == "nan"
     local forward, backward = read_site(nan, false, paths), read_site(nan, true, paths)
-    -- an inf of the forward pass may be intended (a mask of -inf), so both are reported
+    -- an inf of the forward pass may be intended (a mask of -inf), so both passes are reported
     if forward or backward then finding[kind] = { forward = forward, backward = backward } end
   end
   return finding
@@ -129,12 +129,12 @@ end
 function Finding:__tostring()
   local lines = self:lines()
   if #lines == 0 then
-    return "run again, the step had no inf and no nan: its computation is not deterministic"
+    return "the step was run again without an inf or a nan, so its computation is not deterministic"
   end
   return table.concat(lines, "\n")
 end
 
---- The origin without magnitudes: equal for findings of one cause.
+--- The origin without magnitudes. Findings with the same cause have the same place.
 function Finding:place()
   local parts = {}
   for _, kind in ipairs { "inf", "nan" } do

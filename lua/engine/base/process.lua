@@ -1,0 +1,42 @@
+-- Programs that run beside this one. Used by contests and by `engine replay --verify`.
+local M_ffi = require "engine.base.ffi"
+
+local C, check = M_ffi.C, M_ffi.check
+
+local M = {}
+
+--- Starts a program: words[1], found in PATH, with the other words as its arguments. Its output is
+--- appended to the file `log`. It gets SIGTERM when this process ends. Returns a number for status
+--- and signal.
+function M.start(words, log)
+  local list, process = M_ffi.new("const char *[?]", #words + 1), M_ffi.new("int[1]")
+  for i, word in ipairs(words) do list[i - 1] = word end
+  check(C.eng_process_start(process, list, log), true)
+  return process[0]
+end
+
+--- The exit status, 128 + N after signal N; nil while the program runs. Not to be called again for
+--- a program that has ended.
+function M.status(process)
+  local status = C.eng_process_status(process)
+  return status >= 0 and status or nil
+end
+
+--- Sends SIGTERM to a program.
+function M.stop(process) C.eng_process_signal(process, 15) end
+
+--- The last line of a file of output that tells of an error ("engine: ..."), else its last line;
+--- nil without output.
+function M.last_words(log)
+  local file = io.open(log, "rb")
+  if not file then return nil end
+  file:seek("set", math.max(0, file:seek("end") - 8192))
+  local last, problem
+  for line in file:read("*a"):gmatch("[^\n]*%S[^\n]*") do
+    last, problem = line, line:match("^engine: (.*)") or problem
+  end
+  file:close()
+  return problem or last
+end
+
+return M

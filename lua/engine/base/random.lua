@@ -1,0 +1,20 @@
+-- The position in the stream of random numbers. Checkpoints store this position, and a pass that
+-- must not advance it restores it afterwards. Called by the trainer and its parts.
+local M_ffi = require "engine.base.ffi"
+
+local C = M_ffi.C
+
+local random = {}
+
+local seed, counter = M_ffi.new("uint64_t[1]"), M_ffi.new("uint64_t[1]")
+
+--- The position, { seed =, counter = } (uint64_t).
+function random.place()
+  C.eng_rng_get(seed, counter)
+  return { seed = seed[0], counter = counter[0] }
+end
+
+--- Continues from a position that place() returned.
+function random.go(place) C.eng_rng_set(place.seed, place.counter) end
+
+return random

@@ -1,0 +1,226 @@
+-- A contest: one script under several policies and seeds, each run a process of its own.
+--   runs/NAME/contest.json         the script, its settings, the policies' sources
+--   runs/NAME/POLICY-SEED/         a run; `output` is what it printed, `exit` its exit status
+-- This file starts the runs, tells which are done, and reads their numbers. `engine contest` is the
+-- command; report/contest.lua prints the results.
+local M_ffi = require "engine.base.ffi"
+local curves = require "engine.run.curves"
+local files = require "engine.base.file"
+local history = require "engine.run.history"
+local json = require "engine.base.json"
+local process = require "engine.base.process"
+local runs = require "engine.run.runs"
+local statistics = require "engine.base.statistics"
+
+local C, check = M_ffi.C, M_ffi.check
+
+local M = {}
+
+local Contest = {}
+Contest.__index = Contest
+
+-- ------------------------------------------------------------------ the folder
+
+-- What must not change between two starts, in words: the script, its settings, its threads.
+local function job_text(job)
+  local parts = { job.script, unpack(job.settings) }
+  return table.concat(parts, " ") .. " threads=" .. job.threads
+end
+
+-- Reads or writes contest.json. Runs of other settings or of an edited script are not comparable.
+local function agree(self)
+  local path = self.path .. "/contest.json"
+  local before
+  if files.exists(path) then
+    local good, found = pcall(json.decode, (files.read(path)))
+    if not good or type(found) ~= "table" then
+      error(path .. " is damaged; hint: name=ANOTHER starts a new contest", 0)
+    end
+    before = found
+  end
+  if before then
+    self.threads = self.threads or before.threads
+    local hint = "hint: name=ANOTHER starts a new contest"
+    if job_text(before) ~= job_text(self) then
+      error(("%s is a contest of '%s', this one is of '%s'; %s"):format(self.path,
+        job_text(before), job_text(self), hint), 0)
+    end
+    local changed = before.source ~= self.source and self.script
+    for policy, source in pairs(self.sources) do
+      if (before.sources[policy] or source) ~= source then changed = "policy " .. policy end
+      before.sources[policy] = source
+    end
+    if changed then
+      error(("%s has changed since the contest %s began; %s"):format(changed, self.path, hint), 0)
+    end
+  end
+  self.threads = self.threads or self.default_threads
+  local text = json.encode { script = self.script, settings = self.settings, source = self.source,
+    threads = self.threads, sources = before and before.sources or self.sources }
+  check(C.eng_file_write(path, text, #text))
+end
+
+-- The runs, all policies of a seed before the next seed, so that pairs are complete early.
+local function list_runs(self)
+  local list, owner = {}, {}
+  for seed = 1, self.seeds do
+    for _, policy in ipairs(self.policies) do
+      local name = policy:gsub("[^%w_.=+-]", "-"):gsub("^[.-]+", ""):sub(1, 80)
+      if (owner[name] or policy) ~= policy then
+        error(("policies '%s' and '%s' would share the folder %s; hint: rename a file"):format(
+          owner[name], policy, name), 0)
+      end
+      owner[name] = policy
+      list[#list + 1] = { policy = policy, seed = seed,
+        path = ("%s/%s-%d"):format(self.path, name, seed) }
+    end
+  end
+  return list
+end
+
+--- Opens a contest's folder, made when missing. job: { path, script, source (its text), settings =
+--- { "name=value" ... }, policies = { ... }, sources = { [policy] = its source }, seeds, threads
+--- (nil: as before, else default_threads), resumes (the script knows resume=), quiet (it knows
+--- log=) }. Raises if the folder holds another contest, or if one is running in it.
+function M.open(job)
+  local self = setmetatable(job, Contest)
+  if files.exists(self.path .. "/history.db") then
+    error(("%s is a run, not a contest; hint: name=ANOTHER"):format(self.path), 0)
+  end
+  self.runs = list_runs(self)
+  check(C.eng_file_mkdir(self.path), true)
+  local lock = M_ffi.new("int[1]", -1)
+  check(C.eng_file_lock(lock, self.path .. "/lock"), true)
+  self.lock = M_ffi.ffi.gc(lock, function(l) C.eng_file_unlock(l[0]) end)
+  agree(self)
+  for _, run in ipairs(self.runs) do self:look(run) end
+  return self
+end
+
+-- ------------------------------------------------------------------ a run
+
+-- Exit statuses after which a run would end the same way again (docs/runs.md).
+local FINAL = { [0] = true, [2] = true, [3] = true, [4] = true, [5] = true, [6] = true }
+
+--- Reads what is known of a run: run.exit, run.done (its numbers count), run.final (not to be
+--- repeated), run.why (of a failed run), and the numbers.
+function Contest:look(run)
+  local path = run.path
+  local text = files.read(path .. "/exit")
+  local info = files.exists(path .. "/history.db") and runs.info(path) or {}
+  local steps = (info.rows or 0) > 0
+  run.exit, run.why = text and tonumber(text), "not made"
+  if not run.exit and info.how == "finished" then run.exit = 0 end
+  run.done = run.exit == 0 and info.how == "finished"
+  run.final = steps and info.ended ~= "stopped: interrupted" and FINAL[run.exit] or false
+  if run.exit and not run.done then
+    run.why = run.exit == 0 and not steps and "it left no history in " .. path
+      or ("exit status %d: %s"):format(run.exit, (info.how == "stopped" or info.how == "drift")
+        and info.ended or process.last_words(path .. "/output") or info.problem or "no output")
+  end
+  run.ended = steps and info.ended or run.why
+  if steps then
+    local h = history.open(path)
+    local good, problem = pcall(M.numbers, run, h)
+    h:close()
+    if not good then run.done, run.why = false, tostring(problem) end
+  end
+  return run
+end
+
+--- The names of a run's numbers.
+M.NAMES = { "loss", "held_out", "skipped", "overflows", "underflow", "seconds" }
+
+--- Fills in the numbers of a run from its history:
+---   loss       mean loss of the last tenth of the steps, at least one, without inf and nan
+---   held_out   the loss of the last evaluation, or nil
+---   skipped    steps without an update; overflows: steps with inf or nan in the gradients
+---   underflow  share of all gradients below the smallest normal number
+---   seconds    of training, without pauses between resumes
+function M.numbers(run, h)
+  local totals = curves.totals(h)
+  local tenth = math.max(1, math.floor((totals.last - totals.first + 1) / 10))
+  run.steps, run.skipped, run.overflows, run.seconds = totals.rows, totals.skipped,
+    totals.overflows, totals.seconds
+  run.loss = h:query("SELECT avg(nullif(nullif(loss, 9e999), -9e999)) AS x FROM steps " ..
+    "WHERE step > ?", totals.last - tenth)[1].x
+  run.underflow = h:query("SELECT total(underflow) / nullif(total(count), 0) AS x FROM steps")[1].x
+  local evaluations = h:evaluations()
+  run.held_out = #evaluations > 0 and evaluations[#evaluations][2] or nil
+end
+
+--- The share of its steps that a run has made.
+function M.progress(run)
+  local good, share = pcall(function()
+    local h = history.open(run.path)
+    local _, last = h:range()
+    local steps = tonumber(h:meta().steps)
+    h:close()
+    return last and steps and math.min(1, (last + 1) / steps) or 0
+  end)
+  return good and share or 0
+end
+
+--- Starts a run, or continues it. Returns false while another process has it, which a contest that
+--- was killed leaves behind for a moment.
+function Contest:start(run)
+  if runs.holder(run.path) then return false end
+  if self:look(run).final then return true end
+  if self.resumes then check(C.eng_file_remove(run.path .. "/exit"), true)
+  else files.remove(run.path) end
+  check(C.eng_file_mkdir(run.path), true)
+  local words = { "env", "ENGINE_RANKS=off", "OMP_NUM_THREADS=" .. self.threads,
+    require("engine.host").executable, self.script, "policy=" .. run.policy, "seed=" .. run.seed,
+    "run=" .. run.path, unpack(self.settings) }
+  if self.resumes then words[#words + 1] = "resume=auto" end
+  if self.quiet then words[#words + 1] = "log=quiet" end
+  run.process = process.start(words, run.path .. "/output")
+  return true
+end
+
+--- Whether a started run has ended; then records its exit status and looks at it.
+function Contest:ended(run)
+  if not run.process then return true end
+  local status = process.status(run.process)
+  if not status then return false end
+  run.process = nil
+  local text = status .. "\n"
+  check(C.eng_file_write(run.path .. "/exit", text, #text), true)
+  self:look(run)
+  return true
+end
+
+-- ------------------------------------------------------------------ results
+
+--- A list in the order of the policies: { policy, runs, failed = the runs whose numbers do not
+--- count, NAME = { mean, spread, values = by seed, n } ..., against = { NAME = paired difference
+--- from the first policy (statistics.paired) } }.
+function Contest:results()
+  local list, row_of = {}, {}
+  for i, policy in ipairs(self.policies) do
+    list[i] = { policy = policy, runs = {}, failed = {}, against = {} }
+    row_of[policy] = list[i]
+  end
+  for _, run in ipairs(self.runs) do
+    local row = row_of[run.policy]
+    table.insert(row.runs, run)
+    if not run.done then table.insert(row.failed, run) end
+  end
+  for _, row in ipairs(list) do
+    for _, name in ipairs(M.NAMES) do
+      local number, plain = { values = {} }, {}
+      for _, run in ipairs(row.runs) do
+        number.values[run.seed] = run.done and run[name] or nil
+        plain[#plain + 1] = number.values[run.seed]
+      end
+      number.n = #plain
+      if #plain > 0 then number.mean, number.spread = statistics.mean_and_spread(plain) end
+      row[name] = number
+      row.against[name] = row ~= list[1]
+        and statistics.paired(list[1][name].values, number.values, self.seeds) or nil
+    end
+  end
+  return list
+end
+
+return M

@@ -1,0 +1,289 @@
+-- The record that a step would have had at another loss scale: what a shadow or a replayed policy
+-- decides by. Called by shadow.lua (live records) and trace.lua (recorded ones).
+--
+-- What is known of a step at `ratio` times its scale. A record has the largest fp16 gradient as it
+-- was stored, the exponent histogram, and whether anything was inf or nan. It says nothing about
+-- the intermediate results of the backward pass, except that inf and nan spread to the parameters.
+--   the step did not overflow
+--     ratio <= 1   No overflow: exact. Every magnitude of the backward pass is smaller.
+--     ratio > 1    An overflow, exact, if the largest fp16 gradient then rounds past the largest
+--                  fp16 number (from 65520 on). With accumulate > 1 the record describes the f32
+--                  sum of the micro-batches' gradients, and one of those surely overflows only if
+--                  the sum passes accumulate * 65520. Otherwise none is assumed ("hidden"): an
+--                  intermediate result may overflow where no parameter's gradient does.
+--   the step overflowed
+--     ratio >= 1, or a loss of inf or nan: an overflow, exact.
+--     ratio < 1    A bound: the true magnitude behind an inf is unknown. The largest gradients of
+--                  the good steps nearby decide, if they explain the recorded overflow; otherwise
+--                  the histogram's tail, extrapolated. If the finite gradients end six binades or
+--                  more below the largest fp16 number, the scale was not the cause, and the
+--                  overflow remains.
+-- Two scales whose ratio is no power of two round differently. Then a magnitude within 1/64 of the
+-- limit, or a ratio within 1/64 of 1, decides nothing. Neither do layers with scales of their own,
+-- whose ratios are not one number, nor histories too old to tell fp16 gradients from others.
+--
+-- A policy that reads more than the overflow needs more: amax is exact if the ratio is a power of
+-- two; norm and counts are, if also no gradient is subnormal or lost at either scale; the
+-- statistics of single tensors are estimates.
+--
+-- M.judge says what follows for the policy's verdicts. A verdict is exact only as long as the
+-- policy would have had the run's weights and batches, that is, while all verdicts so far are exact
+-- and made the same updates. From the first other step on, every verdict is a bound. Rounding and
+-- underflow also differ between scales; they are not counted as a departure, and a replay prints
+-- the underflow.
+local M_ffi = require "engine.base.ffi"
+
+local C, ffi = M_ffi.C, M_ffi.ffi
+local log2 = function(x) return math.log(x) / math.log(2) end
+
+local M = {}
+
+local MARGIN = 1 / 64
+local BINS, FIRST = C.ENG_HIST_BINS, C.ENG_HIST_FIRST
+
+-- ------------------------------------------------------------------ statistics at another scale
+
+local shifted = ffi.new("int64_t[?]", BINS)
+
+-- Changes the statistics of gradients stored at one scale to those at `ratio` times that scale;
+-- `over`: whether gradients overflow at the new scale. Returns the share of nonzero elements that
+-- underflow (below the smallest normal number) and the share of the sum of magnitudes lost: the
+-- whole magnitude of an element that becomes zero, and the mean rounding error, half a spacing, of
+-- an element that becomes subnormal.
+local function restate(s, ratio, over, format)
+  local shift = log2(ratio)
+  local whole = math.floor(shift + 1e-9)
+  local part = shift - whole
+  if part < 1e-9 then part = 0 end
+  local mass, lost, kept, tiny, zeros, inf, removed, top = 0, 0, 0, 0, 0, 0, 0, nil
+  ffi.fill(shifted, ffi.sizeof(shifted))
+
+  local function put(from, e, count)
+    if count == 0 then return end
+    local magnitude = 1.5 * 2 ^ e
+    mass = mass + count * magnitude
+    if from <= format.top and e > format.top then
+      if over then
+        inf, removed = inf + count, removed + count * 7 / 3 * 4 ^ e
+        return
+      end
+      e = format.top
+    end
+    if e < format.zero then
+      zeros, lost = zeros + count, lost + count * magnitude
+      return
+    end
+    if e == format.zero then e = e + 1 end
+    if e < format.normal then tiny, lost = tiny + count, lost + count * 2 ^ (format.zero - 1) end
+    kept = kept + count
+    local b = math.max(0, math.min(BINS - 1, e - FIRST))
+    shifted[b] = shifted[b] + count
+    if not top or e > top then top = e end
+  end
+
+  for b = 0, BINS - 1 do
+    local count = tonumber(s.hist[b])
+    if count ~= 0 then
+      local e = b + FIRST
+      local above = math.floor(count * part + 0.5)  -- the part that passes into the next binade
+      put(e, e + whole, count - above)
+      put(e, e + whole + 1, above)
+    end
+  end
+  -- overflowed elements, at the smallest magnitude they can have had
+  if s.inf + s.nan > 0 and not over then
+    local bad = tonumber(s.inf + s.nan)
+    s.inf, s.nan = 0, 0
+    s.amax = math.max(s.amax, format.limit)
+    s.sum_squares = s.sum_squares + bad * format.limit ^ 2
+    put(format.top, math.min(format.top, math.floor(log2(format.limit * ratio))), bad)
+  elseif over and inf == 0 and s.inf + s.nan == 0 then
+    inf = 1
+    if top then shifted[top - FIRST] = shifted[top - FIRST] - 1 end
+  end
+  s.amax = inf > 0 and top and 1.5 * 2 ^ top or math.min(s.amax * ratio, inf > 0 and 0 or math.huge)
+  s.sum_squares = math.max(s.sum_squares * ratio * ratio - removed, 0)
+  s.inf = s.inf + inf
+  s.zeros = s.zeros + zeros
+  s.underflow = tiny
+  ffi.copy(s.hist, shifted, ffi.sizeof(shifted))
+  local nonzero = kept + zeros + inf
+  return nonzero > 0 and (tiny + zeros) / nonzero or 0, mass > 0 and lost / mass or 0
+end
+
+-- True if there are nonzero elements below the smallest normal number, at the recorded scale.
+local function has_tiny(s, format)
+  for b = 0, math.min(BINS, format.normal - FIRST) - 1 do
+    if s.hist[b] ~= 0 then return true end
+  end
+  return false
+end
+
+-- True if gradients that overflowed at a scale still overflow at that scale times `ratio` < 1.
+-- `around`: the largest gradient of nearby steps times the recorded scale, or nil.
+local function still_overflows(s, amax, ratio, format, around)
+  if amax < format.limit * 2 ^ -6 then return true end
+  if around and around >= format.limit / 2 then return around * ratio >= format.limit end
+  local bad = tonumber(s.inf)
+  if bad == 0 then return false end
+  -- log2 of the number of elements above 2^k for the last three known k, extrapolated as a parabola
+  local above0 = log2(bad)
+  local above1 = log2(bad + tonumber(s.hist[format.top - FIRST]))
+  local above2 = log2(2 ^ above1 + tonumber(s.hist[format.top - 1 - FIRST]))
+  local slope, bend = above1 - above0, math.max(0, 2 * above1 - above0 - above2)
+  local k = -log2(ratio)
+  -- at an expected count of ln 2, an overflow is as likely as not
+  return above0 - slope * k - bend * k * (k + 1) / 2 >= -0.5
+end
+
+-- ------------------------------------------------------------------ a step at another scale
+
+local function is_power_of_two(x) return (math.frexp(x)) == 0.5 end
+
+-- Whether gradients overflow at `ratio` times the record's scale, and what is known of that:
+-- "exact", "hidden" (no overflow, unless in an intermediate result) or "bound". s: the statistics
+-- as stored; o: as in M.move.
+local function overflows(record, ratio, o, s)
+  local format, amax, known = o.format, record.amax_f16, not o.reach
+  if amax <= 0 then
+    amax, known = record.amax * record.scale, known and amax < 0   -- none is fp16, or unknown
+  end
+  if o.reach then ratio = amax > 0 and o.reach / amax or ratio end
+  local away = is_power_of_two(ratio) and 1 or 1 + MARGIN
+  local function mark(exact) return exact and not o.reach and "exact" or "bound" end
+  if record.overflow ~= 0 then
+    if record.loss - record.loss ~= 0 then return true, "exact" end
+    if ratio >= 1 then return true, mark(ratio >= away) end
+    local around = o.around and o.around()
+    return still_overflows(s, amax, ratio, format, around and around * record.scale), "bound"
+  end
+  if ratio <= 1 / away then return false, mark(true) end
+  local reach = amax * ratio
+  if reach < format.limit / away then return false, known and "hidden" or "bound" end
+  if known and amax >= 2 ^ format.normal and reach >= format.limit * o.accumulate * away then
+    return true, "exact"
+  end
+  return amax < format.limit and reach >= format.limit, "bound"
+end
+
+local cell = ffi.new("eng_tensor_stats[1]")
+
+--- Changes `record`, the record of a step at the scale record.scale, to that of the same step at
+--- `scale`; its field amax_f16 must be set. o: { format = of the gradients (formats.of), accumulate
+--- = micro-batches, needs = what the policy reads (ENG_NEED_*), hist = whether record.hist is
+--- filled, around = a function that returns the largest true gradient of good steps nearby, or nil
+--- (optional), reach = the largest fp16 gradient at the other scale, where layers have scales of
+--- their own (optional) }. Returns what is known of the overflow and of everything in `needs`,
+--- "exact", "hidden" or "bound" (above); and, with a histogram, the shares of nonzero elements and
+--- of gradient mass that underflow.
+function M.move(record, scale, o)
+  local ratio, s, format = scale / record.scale, cell[0], o.format
+  local same = ratio == 1 and not o.reach
+  s.count, s.inf, s.nan, s.zeros = record.count, record.inf, record.nan, record.zeros
+  s.amax, s.sum_squares = record.amax * record.scale, (record.norm * record.scale) ^ 2
+  if o.hist then ffi.copy(s.hist, record.hist, ffi.sizeof(s.hist))
+  else ffi.fill(s.hist, ffi.sizeof(s.hist)) end
+  local had, over, known = record.overflow ~= 0, record.overflow ~= 0, "exact"
+  local tiny = has_tiny(s, format)
+  if not same then over, known = overflows(record, ratio, o, s) end
+  local elements, mass
+  if o.hist or not same then elements, mass = restate(s, ratio, over, format) end
+  if not o.hist then elements, mass = nil, nil end
+  if same then return known, elements, mass end
+
+  local sizes = not had and not over and is_power_of_two(ratio)
+  local counts = o.hist and sizes and not tiny and not has_tiny(s, format)
+    and (ratio < 1 or record.zeros == 0)
+  record.scale = scale
+  record.inf, record.nan, record.zeros, record.underflow = s.inf, s.nan, s.zeros, s.underflow
+  record.amax, record.norm = s.amax / scale, math.sqrt(s.sum_squares) / scale
+  record.overflow, record.first_bad = over and 1 or 0, over and had and record.first_bad or -1
+  ffi.copy(record.hist, s.hist, ffi.sizeof(record.hist))
+  local function reads(...) return bit.band(o.needs, bit.bor(...)) ~= 0 end
+  if reads(C.ENG_NEED_AMAX) and not sizes
+    or reads(C.ENG_NEED_NORM, C.ENG_NEED_ZEROS, C.ENG_NEED_UNDERFLOW, C.ENG_NEED_HIST)
+    and not counts or reads(C.ENG_NEED_TENSORS) then         -- these are estimated one by one
+    known = "bound"
+  end
+  return known, elements, mass
+end
+
+--- Changes the statistics of n tensors to those at `ratio` times their scale. format_of(i): the
+--- format of tensor i's gradient, from 1.
+function M.move_tensors(stats, n, ratio, format_of)
+  for k = 0, n - 1 do
+    local s, format = stats[k], format_of(k + 1)
+    local over = s.amax < format.limit and s.amax * ratio >= format.limit
+      or (s.inf + s.nan > 0 and (ratio > 1 or still_overflows(s, s.amax, ratio, format)))
+    restate(s, ratio, over, format)
+  end
+end
+
+-- ------------------------------------------------------------------ a run at other scales
+
+--- What happens to a step. In lagged mode the device skips an overflow whatever the verdict says.
+function M.carried_out(verdict, overflow, lagged)
+  local skip = lagged and overflow and verdict.action == C.ENG_ACTION_STEP
+  return { action = skip and C.ENG_ACTION_SKIP or verdict.action, clip = verdict.clip,
+    lr_mul = verdict.lr_mul }
+end
+
+-- Whether what a policy does to a step takes the weights, or the place in the data, away from the
+-- run's.
+local function departs(own, run)
+  if own.action ~= run.action then return true end
+  return (own.action == C.ENG_ACTION_STEP or own.action == C.ENG_ACTION_ROLLBACK)
+    and (own.clip ~= run.clip or own.lr_mul ~= run.lr_mul)
+end
+
+local WHY = {
+  hidden = "its scale is larger than the run's, where an overflow inside the backward pass " ..
+    "would not show",
+  bound = "what it would have read at its scale is only estimated",
+  departs = "its updates are no longer the run's",
+  late = "an older engine made the steps before",
+}
+
+--- A policy's certainty before its first step: exact and bounds, how many of its verdicts are
+--- either; least, how many steps it skips at least; from and why, the first step whose verdict is a
+--- bound, and the reason, or nil; closed, whether later steps can no longer raise `least`. Plain
+--- data. late: the step from which on the policy is judged, for one whose earlier steps were not.
+function M.certainty(late)
+  return { exact = 0, bounds = 0, least = 0, closed = late ~= nil, from = late,
+    why = late and WHY.late }
+end
+
+--- Takes up a step: what is known of it (M.move), what the policy and the run do to it
+--- (M.carried_out). Returns whether the policy's verdict is exact.
+---
+--- `least` counts the skips among the exact verdicts. If an overflow may be hidden, the next known
+--- overflow counts as well, and is the last to count: the policy skips there, or it did so at the
+--- hidden one.
+function M.judge(certainty, step, known, own, run)
+  local c = certainty
+  local exact = not c.from and known == "exact"
+  if own.action ~= C.ENG_ACTION_STEP and known == "exact" and not c.closed then
+    c.least, c.closed = c.least + 1, c.from ~= nil
+  end
+  if exact then c.exact = c.exact + 1 else c.bounds = c.bounds + 1 end
+  if not exact and not c.from then c.from, c.why = step, WHY[known] end
+  local apart = departs(own, run)
+  if apart and not c.from then c.from, c.why = step + 1, WHY.departs end
+  c.closed = c.closed or apart or known == "bound"
+  return exact
+end
+
+--- "3", or where some of the verdicts are bounds "at least 1", or "at least 1, about 3".
+function M.count_text(certainty, skipped)
+  if certainty.bounds == 0 then return tostring(skipped) end
+  local least = ("at least %d"):format(certainty.least)
+  return skipped == certainty.least and least or ("%s, about %d"):format(least, skipped)
+end
+
+--- "its verdicts are bounds from step 12 on: ...", or nil if all are exact.
+function M.why_text(certainty)
+  if certainty.bounds == 0 then return nil end
+  return ("its verdicts are bounds from step %d on: %s"):format(certainty.from, certainty.why)
+end
+
+return M

@@ -1,0 +1,112 @@
+-- trainer.state: a table of the user's own, which every checkpoint holds. pack() splits it into
+-- plain data, for state.json, and tensors; restore() puts them back into the same table, so that
+-- what the script has taken from it (a table, a tensor of unchanged shape) stays valid. Of several
+-- ranks, rank 0's table is written and every rank gets it. Called by run.lua and trainer.lua.
+local M_ffi = require "engine.base.ffi"
+local json = require "engine.base.json"
+local tensor = require "engine.tensor.tensor"
+
+local M = {}
+
+local ORDER = { number = 1, string = 2, boolean = 3 }
+
+-- The keys of a table in a fixed order; an error for keys that JSON cannot hold.
+local function sorted_keys(t, path)
+  local keys = {}
+  for key in pairs(t) do
+    if not ORDER[type(key)] or key ~= key then
+      error(("%s: expected keys to be numbers, strings or booleans, got %s"):format(path,
+        M_ffi.value_text(key)), 0)
+    end
+    keys[#keys + 1] = key
+  end
+  table.sort(keys, function(a, b)
+    if type(a) ~= type(b) then return ORDER[type(a)] < ORDER[type(b)] end
+    if type(a) == "boolean" then return a and not b end
+    return a < b
+  end)
+  return keys
+end
+
+local function what_of(value)
+  if type(value) ~= "table" then return M_ffi.value_text(value) end
+  return rawget(value, "_order") and "a module" or "an object with a metatable"
+end
+
+-- A copy of t without its tensors, which go to `found`.
+local function split(t, path, trail, above, found)
+  if above[t] then error(path .. ": the table contains itself", 0) end
+  above[t] = true
+  local plain = {}
+  for _, key in ipairs(sorted_keys(t, path)) do
+    local value, at = t[key], path .. "." .. tostring(key)
+    local inside = { unpack(trail) }
+    inside[#inside + 1] = key
+    if tensor.is_tensor(value) then
+      local good, shape = pcall(function() return value.shape end)
+      if not good then
+        error(("%s: %s"):format(at, tostring(shape):gsub("^[^:\n]+:%d+: ", "")), 0)
+      end
+      found[#found + 1] = { path = inside, x = value, shape = shape, dtype = value.dtype }
+    elseif type(value) == "table" and getmetatable(value) == nil then
+      plain[key] = split(value, at, inside, above, found)
+    elseif type(value) == "table" or not pcall(json.encode, value) then
+      error(("%s: expected a number, string, boolean, tensor or table of these, got %s"):format(at,
+        what_of(value)), 0)
+    else plain[key] = value end
+  end
+  above[t] = nil
+  return plain
+end
+
+--- What a checkpoint holds of trainer.state: plain data for state.json, and { name = tensor }.
+--- Raises an error of one line for a value that cannot be written.
+function M.pack(state)
+  if type(state) ~= "table" or getmetatable(state) ~= nil then
+    error(("trainer.state: expected a plain table, got %s"):format(what_of(state)), 0)
+  end
+  local found, tensors = {}, {}
+  local saved = { data = split(state, "trainer.state", {}, {}, found), tensors = found }
+  for _, item in ipairs(found) do
+    local parts = {}
+    for i, key in ipairs(item.path) do parts[i] = tostring(key) end
+    local name, n = table.concat(parts, "."), 1
+    while tensors[name] do      -- keys 1 and "1"
+      n = n + 1
+      name = ("%s#%d"):format(table.concat(parts, "."), n)
+    end
+    tensors[name], item.name, item.x = item.x, name, nil
+  end
+  return saved, tensors
+end
+
+-- The same data as `source` in the table t; tables and tensors in both places stay in t.
+local function fill(t, source)
+  for key in pairs(t) do
+    if source[key] == nil then t[key] = nil end
+  end
+  for key, value in pairs(source) do
+    local old = t[key]
+    local is_tensor = tensor.is_tensor(value)
+    if not is_tensor and type(value) == "table" and type(old) == "table" then fill(old, value)
+    elseif is_tensor and tensor.is_tensor(old) and pcall(function()
+      assert(old.dtype == value.dtype and old.ndim == value.ndim)
+      old:copy(value)
+    end) then value:free()
+    else t[key] = value end
+  end
+end
+
+--- Puts what pack() returned into the table `state`. read(item): the tensor of an item { name,
+--- shape, dtype }, kept.
+function M.restore(state, saved, read)
+  local data = saved.data
+  for _, item in ipairs(saved.tensors) do
+    local at = data
+    for i = 1, #item.path - 1 do at = at[item.path[i]] end
+    at[item.path[#item.path]] = read(item)
+  end
+  fill(state, data)
+end
+
+return M

@@ -1,0 +1,247 @@
+-- Does a replay come true? Compares what a replay says of a policy with a live run of the recorded
+-- job under that policy, step by step. cli/replay_verify.lua starts the live run (in a process,
+-- cli/ live.lua) and prints; this file decides where it starts, and compares.
+--
+--   local plan = verify.plan("runs/a", "dynamic", { init_scale = 256 }, { steps = 100 })
+--   ... a run of plan.job ...
+--   verify.compare(plan, history_of_the_live_run)
+--
+-- The live run begins at the newest checkpoint before the first step at which the replay has
+-- something to prove: the first bound, or the first decision other than the run's. It has the
+-- policy's state of the replay at that step. Without such a checkpoint it begins where the run did.
+local checkpoint = require "engine.run.checkpoint"
+local files = require "engine.base.file"
+local json = require "engine.base.json"
+local replay = require "engine.run.replay"
+
+local C = require("engine.base.ffi").C
+
+local M = {}
+
+--- Steps that are verified unless another number is given.
+M.STEPS = 100
+
+--- What is compared at each step, in this order. Decisions must be equal. Of the numbers that the
+--- weights determine, `loose` ones may differ by the tolerance: another scale rounds differently.
+M.COLUMNS = { { "scale" }, { "overflow" }, { "action" }, { "next_scale" }, { "lr" },
+  { "loss", loose = true }, { "amax", loose = true }, { "norm", loose = true } }
+
+-- ------------------------------------------------------------------ planning
+
+-- How the run was started, from its history; raises if that is not known.
+local function command_of(path, meta, config, script)
+  local known, command = pcall(json.decode, meta.command or "")
+  if not known or type(command) ~= "table" or type(command.arguments) ~= "table" then
+    command = { arguments = {} }
+    for name, value in pairs(config) do
+      table.insert(command.arguments, name .. "=" .. tostring(value))
+    end
+    table.sort(command.arguments)
+    if not script then
+      error(("%s does not say which script made it; hint: --script FILE"):format(path), 0)
+    end
+  end
+  local folder = type(command.folder) == "string" and command.folder or files.absolute(".")
+  if script then script = files.absolute(script)
+  else
+    script = tostring(command.script)
+    if script:sub(1, 1) ~= "/" then script = folder .. "/" .. script end
+  end
+  if not files.is_file(script) then
+    error(("the script that made %s is gone: %s; hint: --script FILE"):format(path, script), 0)
+  end
+  if not files.is_folder(folder) then
+    error(("the folder that %s was started in is gone: %s"):format(path, folder), 0)
+  end
+  local source = files.read(script)
+  command.changed = command.crc32c ~= nil and source ~= nil
+    and C.eng_crc32c(0, source, #source) ~= command.crc32c
+  command.script, command.folder = script, folder
+  return command
+end
+
+-- The arguments without those that the live run sets itself. run: the folder of the live run.
+local OWN = { run = true, resume = true, tensorboard = true, log = true }
+local function arguments_of(command, run)
+  local words, named = {}, false
+  for _, word in ipairs(command.arguments) do
+    local name = tostring(word):match("^([%w_.]+)=")
+    named = named or name == "run"
+    if not OWN[name] then words[#words + 1] = tostring(word) end
+  end
+  if named then words[#words + 1] = "run=" .. run end
+  return words
+end
+
+-- The number of threads of the recorded run, or nil if the history has none that makes sense.
+local function threads_of(meta)
+  local n = tonumber(meta.threads)
+  return n and n % 1 == 0 and n >= 1 and n <= tonumber(C.ENG_THREADS_MAX) and n or nil
+end
+
+-- Replays the policy on the trace. Returns the result, { step, scale, overflow ... } for each row,
+-- and the policy's state before the row `at` (nil: none).
+local function replayed(trace, source, options, at)
+  local rows, state = {}, nil
+  local result = replay.run(trace, source, options, {
+    before = function(i, policy) if i == at then state = policy:save() end end,
+    after = function(i, record, verdict, mark)
+      rows[i] = { step = tonumber(record.step), scale = record.scale, mark = mark,
+        overflow = record.overflow ~= 0, action = verdict:what(), next_scale = verdict.scale,
+        lr = record.lr, loss = record.loss, amax = record.amax, norm = record.norm }
+    end })
+  return result, rows, state
+end
+
+-- The first row that the replay has to prove, or nil: a bound, or a decision other than the run's.
+local function first_open(trace, rows)
+  for i, row in ipairs(rows) do
+    local run = trace.rows[i - 1]
+    if row.mark ~= "exact" or row.scale ~= run.scale
+      or C.eng_action_from_name(row.action) ~= run.action then
+      return i
+    end
+  end
+end
+
+-- The last row up to a step.
+local function row_at(path, rows, step)
+  local at
+  for i, row in ipairs(rows) do
+    if row.step <= step then at = i end
+  end
+  if at and step <= rows[#rows].step then return at end
+  error(("--from %g: the replay of %s has steps %d to %d"):format(step, path, rows[1].step,
+    rows[#rows].step), 0)
+end
+
+-- The row from which to start, and the checkpoint there; 1 and nil without one.
+local function start_of(path, trace, target)
+  local row_of = {}
+  for i = trace.n, 1, -1 do row_of[tonumber(trace.rows[i - 1].step)] = i end
+  local c = files.is_folder(path .. "/checkpoints")
+    and checkpoint.open(path .. "/checkpoints", tonumber(trace.rows[target - 1].step))
+  if c then c:close() end
+  if c and row_of[c.step] then return row_of[c.step], c.path end
+  if trace.first > 0 then
+    error(("%s begins at step %d, and it has no checkpoint to start from"):format(path,
+      trace.first), 0)
+  end
+  return 1, nil
+end
+
+--- Prepares a verification of a policy (source, options: as in replay.run) on the run at `path`.
+--- wish: { from = a step: the live run starts at the newest checkpoint up to there, steps, script
+--- }. run: the folder of the live run. Returns { job = what cli/live.lua needs, rows = the replay's
+--- steps from there on, result, from, to (the step after the last), open (the first step to prove,
+--- or nil), notes, meta, config }. Raises an error if the job cannot be run again.
+function M.plan(path, source, options, wish, run)
+  local trace = replay.trace(path)
+  if not trace.rows then error("--verify needs a run, not a string of verdicts", 0) end
+  path = files.exists(trace.name .. "/history.db") and trace.name
+    or trace.name:match("^(.*)/[^/]*$") or "."
+  local history = require("engine.run.history").open(trace.name)
+  local meta, config = history:meta(), history:config()
+  history:close()
+  if (tonumber(meta.ranks) or 1) > 1 then
+    error(("%s was made by %s ranks; --verify runs one process"):format(path, meta.ranks), 0)
+  end
+  local command, notes = command_of(path, meta, config, wish.script), {}
+  if command.changed then
+    notes[1] = ("%s has changed since the run, which may be what makes them differ"):format(
+      command.script)
+  end
+  local _, rows = replayed(trace, source, options)
+  local open = first_open(trace, rows)
+  local first, from = start_of(path, trace, wish.from and row_at(path, rows, wish.from) or open
+    or 1)
+  local result, _, state = replayed(trace, source, options, first)
+  local count = math.min(wish.steps or M.STEPS, #rows - first + 1)
+  local part = {}
+  for i = first, first + count - 1 do part[#part + 1] = rows[i] end
+  local policy = require("engine.policy.policy").load(source, options)
+  if not policy.source then
+    error(("policy %s is a class of a script, which a replay cannot load"):format(policy.name), 0)
+  end
+  if open and rows[open].step > part[#part].step then
+    notes[#notes + 1] = ("the replay is the run's own up to step %d; --steps %d or more, or " ..
+      "--from %d, goes beyond"):format(rows[open].step, open - first + 10, rows[open].step)
+  end
+  return { rows = part, result = result, from = part[1].step, to = part[#part].step + 1,
+    open = open and rows[open].step, checkpoint = from, notes = notes, meta = meta,
+    config = config, path = path,
+    job = { script = command.script, folder = command.folder, crc32c = command.crc32c,
+      arguments = arguments_of(command, run), name = command.run, run = run,
+      resume = from and files.absolute(from), steps = part[#part].step + 1, state = state,
+      threads = threads_of(meta),
+      policy = { source = policy.source, file = policy.file, path = policy.path },
+      policy_options = policy.given } }
+end
+
+-- ------------------------------------------------------------------ comparing
+
+local function close(a, b, tolerance)
+  if a == b or a ~= a and b ~= b then return true end
+  if type(a) ~= "number" or type(b) ~= "number" then return false end
+  local difference = math.abs(a - b)
+  return difference <= tolerance * math.max(math.abs(a), math.abs(b)) and difference < math.huge
+end
+
+-- The settings in which the live run differs from the recorded one, as lines.
+local function changed_settings(plan, live)
+  local notes, names = {}, require("engine.base.nearest").keys(plan.config)
+  local config, meta = live:config(), live:meta()
+  for _, name in ipairs(names) do
+    local was, is = tostring(plan.config[name]), tostring(config[name])
+    if was ~= is and not OWN[name] then
+      notes[#notes + 1] = ("%s was %s, is %s now"):format(name, was, is)
+    end
+  end
+  for _, name in ipairs { "device", "threads", "precision", "optimizer", "schedule",
+    "parameters" } do
+    if plan.meta[name] ~= meta[name] then
+      notes[#notes + 1] = ("%s was %s, is %s now"):format(name, tostring(plan.meta[name]),
+        tostring(meta[name]))
+    end
+  end
+  return notes
+end
+
+local EXACT = 1e-12          -- of decisions and learning rates: a last digit
+
+--- Compares the plan's rows with the history of the live run. Returns { steps = compared, notes =
+--- settings that differ, columns = { [name] = { differ = steps that do, largest = the largest
+--- relative difference, or nil } }, list = { { step, column, replay, live, mark } ... } by step }.
+--- tolerance: of loss, amax and norm, relative.
+function M.compare(plan, live, tolerance)
+  local by_step, result = {}, { steps = 0, list = {}, columns = {} }
+  for _, row in ipairs(live:steps(plan.from, plan.to - 1)) do
+    by_step[row.step] = by_step[row.step] or row
+  end
+  result.notes = changed_settings(plan, live)
+  for _, column in ipairs(M.COLUMNS) do result.columns[column[1]] = { differ = 0 } end
+  for _, row in ipairs(plan.rows) do
+    local real = by_step[row.step]
+    if not real then break end
+    result.steps = result.steps + 1
+    local overflow = row.overflow or real.overflow
+    for _, column in ipairs(M.COLUMNS) do
+      local name, sum = column[1], result.columns[column[1]]
+      local a, b = row[name], real[name]
+      -- of an overflow, only what is left of the gradients is known
+      if overflow and (name == "amax" or name == "norm") then a, b = 0, 0 end
+      if column.loose and a - b == a - b then
+        local most = math.max(math.abs(a), math.abs(b))
+        sum.largest = math.max(sum.largest or 0, most > 0 and math.abs(a - b) / most or 0)
+      end
+      if not close(a, b, column.loose and tolerance or EXACT) then
+        sum.differ = sum.differ + 1
+        result.list[#result.list + 1] = { step = row.step, column = name, replay = a, live = b,
+          mark = row.mark }
+      end
+    end
+  end
+  return result
+end
+
+return M
