@@ -1,8 +1,8 @@
 -- Poisoned batches: every so often features are a thousand times too large and labels are wrong, as
--- after a broken shard or a flipped bit. A scaler that only watches for overflow lets through
--- poisoned batches that do not overflow, and they damage the weights; at each one that does
--- overflow it halves the scale. A policy may also look at the norm and skip the batch: SPIKES
--- below, fifteen lines.
+-- after a broken shard or a flipped bit. A scaler that watches only for overflow lets through the
+-- poisoned batches that do not overflow, and these damage the weights. At each poisoned batch that
+-- overflows, it halves the scale. A policy can also look at the norm and skip the batch, as SPIKES
+-- below does in fifteen lines.
 --
 --   ./engine examples/bad_batch.lua
 --   ./engine examples/bad_batch.lua policy=dynamic
@@ -55,12 +55,12 @@ return {
 }]] }
 
 -- Two rings of points in the first two of eight dimensions; every `every`-th batch is poisoned.
-local function rows(seed)
+local function rows(seed, every)
   local loader = { at = 0 }
   function loader:next()
     self.at = self.at + 1
     math.randomseed(seed * 100003 + self.at)
-    local bad = self.at % cfg.every == 0
+    local bad = self.at % every == 0
     local x, y = {}, {}
     for i = 1, cfg.batch do
       local class, angle, row = math.random(0, 1), 2 * math.pi * math.random(), {}
@@ -88,7 +88,8 @@ local function train(policy, clip, seed, tell)
   local bad, sum, count, result = false, 0, 0, { loss = 0, skipped = 0 }
   local summary = engine.trainer {
     model = net, policy = policy, steps = cfg.steps, clip = clip, log = "quiet",
-    run = tell and cfg.run or nil, data = rows(seed),
+    run = tell and cfg.run or nil, config = cfg, data = rows(seed, cfg.every),
+    evaluate = { data = rows(seed + 500, math.huge), every = cfg.steps },
     optimizer = engine.optim.adam(net, { lr = cfg.lr, precision = "fp16" }),
     loss = function(model, batch)
       bad = batch.bad

@@ -1,9 +1,9 @@
 -- Direct preference optimization in fp16 on synthetic preferences: of two sequences, the one that
 -- counts upward is preferred. The loss is -log sigmoid(beta * (margin of the policy - margin of the
--- frozen reference)); log-probabilities are sums over tokens, so its gradients are violent.
--- policy=guarded (x0.3 with a floor, pauses, clipping at 1) against dynamic. KL is the mean of log
--- pi - log pi_ref over the tokens of preferred and rejected sequences: the distance of the policy
--- from the reference.
+-- frozen reference)); log-probabilities are sums over tokens, so its gradients are violent. The
+-- example compares policy=guarded (x0.3 with a floor, pauses, clipping at 1) with dynamic. KL, the
+-- distance of the policy from the reference, is the mean of log pi - log pi_ref over the tokens of
+-- preferred and rejected sequences.
 --
 --   ./engine examples/dpo.lua
 --   ./engine examples/dpo.lua policy=dynamic
@@ -19,13 +19,13 @@ local engine = require "engine"
 
 local cfg = engine.config({ policy = "guarded", seeds = 0, seed = 1, steps = 120, pairs = 16,
   context = 16, width = 32, layers = 2, beta = 0.5, lr = 1e-3,
-  vocab = 32 },
+  vocab = 32, run = "" },
   { policy = "loss-scaling policy", seeds = "compare policies over this many seeds; 0: train once",
     seed = "seed for weights and pairs", steps = "training steps",
     pairs = "pairs per step", context = "tokens per sequence", width = "features",
     layers = "blocks",
     beta = "weight of the reference", lr = "learning rate",
-    vocab = "number of tokens" },
+    vocab = "number of tokens", run = "name of the run; empty: not stored" },
   { count = "steps pairs context width layers vocab", natural = "seeds seed", positive = "lr",
     not_negative = "beta", policy = "policy" })
 if cfg.width % 4 ~= 0 then
@@ -40,8 +40,8 @@ local function model_of(seed)
     layers = cfg.layers }
 end
 
--- An endless source of pairs: x [2 pairs x T], the preferred ones first, and y, x one token
--- further. The number of the batch is the seed.
+-- An endless source of pairs: x [2 pairs x T], with the preferred sequences first, and y, which is
+-- x shifted by one token. The number of the batch is the seed.
 local function pairs_of(seed)
   local loader = { at = 0 }
   function loader:next()
@@ -78,6 +78,8 @@ local function train(policy, precision, seed, tell)
   local kl_before
   local summary = engine.trainer {
     model = model, policy = policy, steps = cfg.steps, log = "quiet", data = pairs_of(seed),
+    config = cfg, run = cfg.seeds == 0 and cfg.run or nil,
+    evaluate = { data = pairs_of(seed + 500), every = cfg.steps },
     optimizer = engine.optim.adamw(model, { lr = cfg.lr, precision = precision }),
     loss = function(m, batch)
       local own = log_probability(m, batch)

@@ -7,9 +7,9 @@
 --   ./engine examples/fp8_train.lua model=moe recipes=bf16,fp8_block seeds=5 threads=1
 --   ./engine examples/fp8_train.lua data=book.txt width=256 layers=4 steps=3000 svg=train.svg
 --
--- Measured with the second line, where the loss, 5.5 at first, has long been flat: held-out loss
--- and its distance from bf16's, seed by seed, mean +- standard deviation. Left: the CPU multiplies
--- bf16 in pairs; right: in f32 (`engine doctor` shows which):
+-- Measured with the second command, at whose end the loss, 5.5 at first, has long been flat: the
+-- held-out loss and its distance from bf16's, seed by seed, as mean +- standard deviation. On the
+-- left the CPU multiplies bf16 in pairs, on the right in f32 (`engine doctor` shows which):
 --   bf16         0.3918 +- 0.0012                         0.3919 +- 0.0015
 --   fp8_block    0.3919 +- 0.0011    +0.029 +- 0.198 %    0.3926 +- 0.0017    +0.185 +- 0.122 %
 --   fp8_delayed  0.3925 +- 0.0013    +0.178 +- 0.285 %    0.3926 +- 0.0018    +0.178 +- 0.209 %

@@ -6,6 +6,7 @@
 --   ./engine examples/gpt.lua data=book.txt steps=2000 layers=6 width=384 heads=6 context=256
 --   ./engine examples/gpt.lua precision=bf16 run=gpt checkpoint_every=200 resume=auto
 --   ./engine examples/gpt.lua policy=policies/deepspeed.lua
+--   ./engine contest examples/gpt.lua --policy dynamic --policy max_value evaluate_every=300
 local engine = require "engine"
 
 local cfg = engine.config({
@@ -14,9 +15,10 @@ local cfg = engine.config({
   lr = 2e-3, warmup = 20, floor = 0.1, weight_decay = 0.1, clip = 1.0, accumulate = 1,
   precision = "fp16", policy = "",
   shadow = "", trap = "", seed = 1, threads = 0, run = "", resume = "", checkpoint_every = 0,
-  keep = 3, log = "line", tensorboard = false,
+  keep = 3, evaluate_every = 0, log = "line", tensorboard = false,
   mode = "sync", graph = false, sample = 200, temperature = 0.8,
   top_k = 40, zero = 0, comm_dtype = "own", wire = "", bucket = 2,
+  agree_every = 1000,
 }, {
   data = "a text file; empty: this project's own source", steps = "training steps",
   batch = "rows of a batch", context = "bytes per row",
@@ -40,6 +42,7 @@ local cfg = engine.config({
   run = "name of the run, stored under runs/; empty: not stored",
   resume = "auto, or the path of a run or checkpoint",
   checkpoint_every = "steps between checkpoints; 0: at the end", keep = "checkpoints to keep",
+  evaluate_every = "steps between evaluations on held-out text; 0: none",
   log = { "what to show", choices = { "line", "json", "quiet" } },
   sample = "bytes to write at the end; 0: none", temperature =
     "temperature of the sample; 0: always the most likely byte",
@@ -50,9 +53,11 @@ local cfg = engine.config({
   wire = { "comm_dtype's name in version 0.1", hidden = true,
     choices = { "", "own", "fp32", "bf16", "fp16", "fp8" } },
   bucket = "several ranks: MiB of gradients sent together",
+  agree_every = "several ranks: steps between comparisons of their weights; 0: never",
 }, {
   count = "steps batch context layers width heads accumulate keep",
-  natural = "seed warmup threads checkpoint_every sample top_k zero", positive = "lr bucket",
+  natural = "seed warmup threads checkpoint_every evaluate_every sample top_k zero agree_every",
+  positive = "lr bucket",
   not_negative = "weight_decay clip temperature", share = "dropout floor", policy = "policy",
   file = "data",
 })
@@ -93,9 +98,11 @@ local trainer = engine.trainer {
   accumulate = cfg.accumulate,
   run = cfg.run, resume = cfg.resume, checkpoint_every = cfg.checkpoint_every, keep = cfg.keep,
   log = cfg.log, tensorboard = cfg.tensorboard, config = cfg,
+  evaluate = cfg.evaluate_every > 0
+    and { data = held_out, every = cfg.evaluate_every, batches = 8 } or nil,
   mode = cfg.mode, graph = cfg.graph or nil, zero = cfg.zero, bucket = cfg.bucket,
   comm_dtype = cfg.wire == "" and cfg.comm_dtype or nil, wire = cfg.wire ~= "" and cfg.wire or nil,
-  shadow = cfg.shadow, trap = cfg.trap,
+  shadow = cfg.shadow, trap = cfg.trap, agree_every = cfg.agree_every,
 }
 if cfg.log == "line" then
   print(("%s, %d parameters, %s, policy %s, %s"):format(model._class .. "(" .. model:extra()
