@@ -24,7 +24,7 @@ unable() { echo "distros: $1"; exit "${UNABLE:-1}"; }
 command -v debootstrap >/dev/null ||
   unable "debootstrap is missing; hint: apt-get install debootstrap"
 unshare --mount --uts --pid --fork true 2>/dev/null || unable "unshare cannot make namespaces here"
-git -C "$tree" rev-parse -q --verify HEAD >/dev/null || unable "$tree is no git clone"
+git -C "$tree" rev-parse -q --verify HEAD >/dev/null || unable "$tree is not a git clone"
 mkdir -p "$cache" || unable "cannot make the folder $cache"
 
 # A base system, made once. It is renamed into place when it is whole.

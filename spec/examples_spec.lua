@@ -142,7 +142,17 @@ local entries = {
   ["moe.lua"] = { arguments = function() return { "steps=120" } end, losses = printed_losses,
     falls = 0.5,
     talk = function() return { "steps=5", "policy=dynamic" } end,
-    words = { "%d steps skipped", "tokens of each expert in the last step: %d+ %d+" } },
+    words = { "%d steps skipped", "tokens of each expert in the last held%-out batch: %d+ %d+" } },
+  ["reinforce.lua"] = { arguments = function() return { "steps=60", "log=json", "jackpot=1",
+      "evaluate_every=5" } end,
+    losses = function(result)       -- minus the mean return
+      local list = {}
+      for loss in result.err:gmatch("evaluation loss (%-?[%d.]+)") do list[#list + 1] = loss end
+      return list
+    end,
+    falls = 0.1,
+    talk = function() return { "steps=30", "evaluate_every=30" } end,
+    words = { "step 30: evaluation loss %-0", "mean return 0%.%d+, at best 0%.784; %d+ steps" } },
   ["bad_batch.lua"] = { arguments = function() return { "steps=200" } end, losses = printed_losses,
     falls = 0.01,
     check = function(result) assert.matches("8 steps skipped", result.out) end,
@@ -258,7 +268,7 @@ describe("the example", function()
     assert.equal(2, select(2, again.out:gsub("\n", "")))
     local other = gpt("layers=2", "steps=8", "resume=auto", "run=" .. path)
     assert.equal(1, other.code)
-    assert.matches("written by another model: blocks.2.norm1.weight, [16] here, is not in it; "
-      .. "layers was 1, is 2", other.err, 1, true)
+    assert.matches("written by another model: blocks.2.norm1.weight, [16] here, is not in "
+      .. "the checkpoint; layers was 1, is 2", other.err, 1, true)
   end)
 end)

@@ -6,10 +6,11 @@ local has_host, host = pcall(require, "engine.host")
 -- The binary under test: the one that runs this spec, otherwise the one in the tree.
 helper.engine = has_host and host.executable or "./engine"
 
--- Plots choose their characters by TERM (ASCII for "dumb" and "linux"); specs expect those of an
--- ordinary terminal, whatever terminal starts them.
+-- Plots choose their characters by TERM (ASCII for "dumb" and "linux") and by the locale; specs
+-- expect those of an ordinary UTF-8 terminal, whatever terminal starts them.
 ffi.cdef "int setenv(const char *name, const char *value, int overwrite);"
 ffi.C.setenv("TERM", "xterm", 1)
+ffi.C.setenv("LC_ALL", "C.UTF-8", 1)
 
 -- Built with sanitizers: too slow for time limits.
 helper.sanitized = os.getenv("ENGINE_SANITIZED") ~= nil

@@ -106,6 +106,17 @@ describe("random numbers", function()
     for i = 0, n - 1 do assert.is_true(v[i] >= -3 and v[i] <= 2) end
   end)
 
+  it("fill a range wider than the largest number", function()
+    local most = 1.7e308
+    local v, n = values.values_of(filled("f64", { 1000 }, "uniform", -most, most))
+    local sum = 0
+    for i = 0, n - 1 do
+      assert.is_true(v[i] >= -most and v[i] < most)
+      sum = sum + v[i] / most / n
+    end
+    assert.is_near(0, sum, 0.1)
+  end)
+
   it("refuse invalid bounds", function()
     local x = values.tensor_of("f32", { 3 })
     assert.are_not.equal(0, tonumber(C.eng_uniform(x, 1, 0)))

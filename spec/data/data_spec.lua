@@ -207,7 +207,7 @@ describe("data", function()
     for k, s in ipairs(starts(other, 18)) do assert.equal(whole[2 * 7 + k], s) end
     state.order = 9
     assert.error_matches(function() loader():restore(state) end,
-      "this position has version 9 of the shuffled order, this engine knows up to 2")
+      "this position has version 9 of the shuffled order, but this engine knows only up to 2")
   end)
 
   it("refuses a place of other data, another batch size or another order", function()
@@ -337,8 +337,7 @@ describe("data", function()
     refuses("data.text { text = 'abc', from = 'a' }",
       "data.text: expected 0 <= from < to <= 1, got 'a' and 1")
     refuses("data.text { path = { 5 } }", "data.text: expected the path of a file, got 5")
-    refuses("data.tokens {}", "data.tokens: expected path = a .bin file of uint16 tokens, got " ..
-      "nothing")
+    refuses("data.tokens {}", "data.tokens: expected the path of a file, got nothing")
     refuses("data.csv {}", "data.csv: expected the path of a file, got nothing")
     refuses("data.idx { labels = 'x' }", "data.idx: expected the path of a file, got nothing")
     refuses("data.tensors { x = 1, y = 2 }", "data.tensors: expected x to be a tensor, got 1")
@@ -359,26 +358,26 @@ describe("data", function()
     file("big.bin", u16 { 5, 9, 10, 3 })
     file("empty", "")
     refuses("data.text { path = folder .. '/short', context = 4 }",
-      "data.text: 4 tokens are too few for a context of 4: it takes 5")
+      "data.text: 4 tokens are too few for a context of 4, which needs 5")
     refuses("data.text { path = folder .. '/empty', context = 4 }",
-      "data.text: 0 tokens are too few for a context of 4: it takes 5")
+      "data.text: 0 tokens are too few for a context of 4, which needs 5")
     refuses("data.text { text = '', context = 4 }",
-      "data.text: 0 tokens are too few for a context of 4: it takes 5")
+      "data.text: 0 tokens are too few for a context of 4, which needs 5")
     refuses("data.tokens { path = folder .. '/odd.bin', context = 1 }",
       "data.tokens: FOLDER/odd.bin has an odd number of bytes (3): these are not uint16 tokens")
     refuses("data.tokens { path = folder .. '/cut.bin', context = 1 }",
-      "data.tokens: the header of FOLDER/cut.bin names 9 tokens, the file holds 8; hint: it is " ..
-      "truncated")
+      "data.tokens: the header of FOLDER/cut.bin gives 9 tokens, but the file holds 8; hint: it " ..
+      "is truncated")
     refuses("data.tokens { path = folder .. '/more.bin', context = 1 }",
-      "data.tokens: the header of FOLDER/more.bin names 7 tokens, the file holds 8")
+      "data.tokens: the header of FOLDER/more.bin gives 7 tokens, but the file holds 8")
     refuses("data.tokens { path = folder .. '/minus.bin', context = 1 }",
-      "data.tokens: the header of FOLDER/minus.bin names -1 tokens, the file holds 8")
+      "data.tokens: the header of FOLDER/minus.bin gives -1 tokens, but the file holds 8")
     refuses("data.tokens { path = folder .. '/two.bin', context = 1 }",
       "data.tokens: FOLDER/two.bin has version 2 of llm.c's format, expected 1 (uint16 tokens)")
     refuses("data.tokens { path = folder .. '/wide.bin', context = 1 }",
       "data.tokens: FOLDER/wide.bin holds llm.c's tokens of 32 bits, expected uint16")
     refuses("data.tokens { path = folder .. '/big.bin', context = 1, vocab = 10 }",
-      "data.tokens: token 10 at place 2 of FOLDER/big.bin is past the vocabulary of 10")
+      "data.tokens: token 10 at place 2 of FOLDER/big.bin is outside the vocabulary of 10")
     for _, code in ipairs { "data.text { path = folder .. '/none' }",
       "data.tokens { path = folder .. '/none' }", "data.csv { path = folder .. '/none' }",
       "data.idx { images = folder .. '/none', labels = folder .. '/none' }" } do
@@ -427,9 +426,9 @@ describe("data", function()
     file("hostile", big(0x00000803, 2 ^ 32 - 1, 2 ^ 32 - 1, 2 ^ 32 - 1))
     file("tiny", "\0\0\8")
     refuses("data.idx { images = folder .. '/cut', labels = folder .. '/labels' }",
-      "data.idx: FOLDER/cut should hold 8 bytes after its header, it holds 7")
+      "data.idx: expected FOLDER/cut to have 8 bytes after its header, got 7")
     refuses("data.idx { images = folder .. '/long', labels = folder .. '/labels' }",
-      "data.idx: FOLDER/long should hold 8 bytes after its header, it holds 9")
+      "data.idx: expected FOLDER/long to have 8 bytes after its header, got 9")
     refuses("data.idx { images = folder .. '/labels', labels = folder .. '/labels' }",
       "data.idx: FOLDER/labels is not an idx file of images (unsigned bytes, 3 dimensions)")
     refuses("data.idx { images = folder .. '/tiny', labels = folder .. '/labels' }",
@@ -441,7 +440,7 @@ describe("data", function()
     local good, message = pcall(data.idx, { images = folder .. "/hostile", labels = folder ..
       "/labels" })
     assert.is_false(good)
-    assert.matches("should hold .* bytes after its header, it holds 0", message)
+    assert.matches("to have .* bytes after its header, got 0", message)
   end)
 
   it("a mapped file stays mapped while the loader exists", function()

@@ -268,14 +268,15 @@ describe("FP8 quantizers", function()
       { function() fp8.quantize(x, { block = "1x128", factor = 2 }) end,
         "a given factor needs one block for the whole tensor" },
       { function() fp8.quantize(x, { format = "e5m6" }) end, "e5m6 packs 8 numbers" },
-      { function() fp8.quantize(x, { margin = 0.5 }) end, "expected a whole margin" },
+      { function() fp8.quantize(x, { margin = 0.5 }) end, "expected an integer margin" },
       { function() fp8.quantize(x, { eps = 1 / 0 }) end, "expected eps" },
       { function() fp8.quantize(x:to("e4m3")) end, "FP8 tensors have no arithmetic" },
       { function() fp8.quantize(x:to("i32")) end, "expected a floating%-point tensor" },
       { function() fp8.quantize(3) end, "fp8.quantize: expected a tensor" },
       { function() M_ffi.run("dequantize", { fp8.quantize(x).q, engine.ones(2, 2) },
         { 0, 0, 0 }) end,
-        "expected the scales of 4 x 6 in blocks of 0 x 0 %(0: all%) to be f32 %[1 x 1%]" },
+        "the scales of a 4 x 6 matrix in blocks of 0 x 0 must be f32 %[1 x 1%], " ..
+          "got f32 %[2 x 2%] %(a block size of 0 means the whole dimension" },
     } do
       assert.error_matches(case[1], case[2])
     end

@@ -225,12 +225,13 @@ describe("an FP8 recipe", function()
       assert.is_nil(why:find("\n"))
     end
     refused({ x = { block = "1x96" } },
-      "1: forward: along the summed side, blocks of x have 96 elements and those of w 128")
+      "1: forward: along the summed dimension, blocks of x have 96 elements and blocks of w " ..
+        "have 128; one must divide the other")
     refused({ forward = { promotion = 100 } },
       "1: forward: expected a promotion interval that is a multiple of 32, or 0, got 100")
     refused({ x = { block = { -1, 3 } } },
       "1: blocks of x: expected 1 or more rows and columns, or 0 for all, got -1 x 3")
-    refused({ high = { "." } }, "no linear layer of this model is in FP8")
+    refused({ high = { "." } }, "no linear layer is in FP8")
     -- a typo must not pass unnoticed
     refused({ high = { "^head", "^blcks%.1" } },
       "fp8: high: the pattern '^blcks%.1' matches no layer of this model; linear layers: 1")
@@ -238,7 +239,7 @@ describe("an FP8 recipe", function()
       "fp8: layers[2]: the pattern 'blcks' matches no layer of this model")
     refused({ policy = "dynamic" },
       "fp8: policy: policy dynamic chooses a loss scale and does not work on FP8 layers; hint: " ..
-      "fp8_delayed, fp8_fallback, or a file")
+      "fp8_delayed, fp8_fallback, fp8_lm, or a file")
     refused({ policy = "fp8_delayd" },
       "fp8: policy: there is no FP8 policy 'fp8_delayd'; did you mean 'fp8_delayed'?")
   end)
@@ -249,7 +250,7 @@ describe("an FP8 recipe", function()
     local good, why = pcall(engine.autocast, "fp8_block",
       function() return layer(engine.randn(4, 12)) end)
     assert.is_false(good)
-    assert.is_truthy(why:find("needs rows of a multiple of 8", 1, true), why)
+    assert.is_truthy(why:find("needs a row length that is a multiple of 8", 1, true), why)
   end))
   it("does not delay the scales of blocks", function()
     local layer = nn.linear(128, 8)

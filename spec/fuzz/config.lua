@@ -1,15 +1,11 @@
 -- Feeds mutated arguments and config files to engine.config: each must be accepted or refused with
 -- an error text. Deterministic. Usage: engine spec/fuzz/config.lua [rounds [seed]]
 local config = require "engine.base.config"
+local draws = require "spec.fuzz.draws"
 
 local rounds, seed = tonumber(arg[1]) or 6000, tonumber(arg[2]) or 1
-local state = seed
-
--- A private generator, so that every machine sees the same inputs. Returns 0 .. n - 1.
-local function draw(n)
-  state = (state * 1103515245 + 12345) % 2 ^ 31
-  return math.floor(state / 2 ^ 8) % n
-end
+local draw = draws.draw
+draws.start(seed)
 
 local defaults = { lr = 1, steps = 10, amp = true, name = "x", layers = { 1, 2 },
   model = { width = 4, deep = { p = 0.5 } } }

@@ -1,22 +1,16 @@
--- Damages histories and runs every command that reads them, in this process: values of other types,
--- negative and huge numbers, missing rows and tables, flipped bytes. Each command must succeed or
--- end with one line that is no error of Lua's, within five seconds. Deterministic.
+-- Damages histories and runs every command that reads them, in this process, and one of them as a
+-- process of its own: values of other types, negative and huge numbers, missing rows and tables,
+-- flipped bytes. Each command must succeed or end with one line that is not a Lua error, within
+-- five seconds. Deterministic.
 -- Usage: engine spec/fuzz/histories.lua [rounds [seed [first round]]]
 local history = require("engine").history
 local M_ffi = require "engine.base.ffi"
+local commands = require "spec.fuzz.commands"
+local draws = require "spec.fuzz.draws"
 local scratch = require "spec.store.scratch"
-local ffi, C = M_ffi.ffi, M_ffi.C
+local ffi, C, draw, one_of = M_ffi.ffi, M_ffi.C, draws.draw, draws.one_of
 
 local rounds, seed, first = tonumber(arg[1]) or 100, tonumber(arg[2]) or 1, tonumber(arg[3]) or 1
-local LIMIT = 5                                   -- seconds of processor time a command may take
-local state
-
--- A private generator, so that every machine sees the same files. Returns 0 .. n - 1.
-local function draw(n)
-  state = (state * 1103515245 + 12345) % 2 ^ 31
-  return math.floor(state / 2 ^ 8) % n
-end
-local function one_of(list) return list[draw(#list) + 1] end
 
 -- ------------------------------------------------------------------ the intact history
 
@@ -81,6 +75,9 @@ end
 
 write_template()
 local intact = scratch.read(file)
+local other = root .. "/other"                 -- an intact run, to compare with
+os.execute("mkdir " .. other)
+scratch.write(other .. "/history.db", intact)
 
 -- ------------------------------------------------------------------ damage
 
@@ -110,6 +107,17 @@ local VALUES = { "NULL", "'text'", "''", "x'00ff'", "zeroblob(300)", "-1", "0", 
   "1000000000000", "'%s%n'", "'nan'", "char(27, 10, 0)", "'{\"to\":5}'", "'[1,[2'",
   "x'020301fe01017f80'", "hex(zeroblob(5000))" }
 
+-- CREATE TABLE without keys, by the table's name.
+local keyless = {}
+do
+  local h = history.open(dir)
+  for _, row in ipairs(h:query "SELECT name AS t, sql FROM sqlite_master WHERE type = 'table'") do
+    keyless[row.t] = row.sql:gsub(", PRIMARY KEY%(.*$", ")"):gsub(" PRIMARY KEY", "")
+      :gsub(" WITHOUT ROWID", "")
+  end
+  h:close()
+end
+
 local function statement()
   local name = one_of(names)
   local columns = TABLES[name]
@@ -122,6 +130,11 @@ local function statement()
   if kind == 1 and draw(3) == 0 then return "DROP TABLE " .. name end
   if kind == 2 and draw(3) == 0 then
     return ("ALTER TABLE %s RENAME TO t; CREATE VIEW %s AS SELECT * FROM t"):format(name, name)
+  end
+  if kind == 3 then     -- a copy without keys, whose columns can then be NULL or repeat
+    return ("ALTER TABLE %s RENAME TO t; %s; INSERT INTO %s SELECT * FROM t; DROP TABLE t; UPDATE "
+      .. "%s SET %s = %s%s"):format(name, keyless[name], name, name, columns[1 + draw(2)],
+      one_of { "NULL", one_of(VALUES) }, where)
   end
   return ("UPDATE OR REPLACE %s SET %s = %s%s"):format(name, one_of(columns), one_of(VALUES), where)
 end
@@ -163,6 +176,8 @@ local COMMANDS = {
   { "export", dir, "--tensorboard", root .. "/tb" },
   { "replay", dir, "--policy", "dynamic", "--policy", "max_value" },
   { "attach", dir, "-e", "print(history) print(history:why(57))" },
+  { "plot", dir, other, "--columns", "loss" },
+  { "report", dir, other, "-o", root .. "/b.html" },
 }
 local METHODS = {
   "return tostring(h)", "return tostring(h:last())", "return h:why(7)", "return h:why(299)",
@@ -173,12 +188,6 @@ local METHODS = {
   "local at = h:signals_at() for step = 0, 300 do at(step) end",
 }
 
-local said
-local real_print, real_stderr = print, io.stderr
-local listener = { write = function(_, ...)
-  for i = 1, select("#", ...) do said[#said + 1] = tostring((select(i, ...))) end
-end }
-
 local function method(code)
   local h = history.open(dir)
   local good, message = pcall(assert(loadstring("local h = ... " .. code)), h)
@@ -186,49 +195,30 @@ local function method(code)
   if not good then error(message, 0) end
 end
 
-local slowest, failures, commands = 0, 0, 0
-
--- Runs f; returns nil, or what is wrong about it.
-local function problem_of(f)
-  said = {}
-  local began = os.clock()
-  io.stderr, _G.print = listener, function() end      -- luacheck: ignore
-  local good, message = pcall(f)
-  io.stderr, _G.print = real_stderr, real_print       -- luacheck: ignore
-  local took = os.clock() - began
-  slowest, commands = math.max(slowest, took), commands + 1
-  local text = table.concat(said) .. (good and "" or tostring(message))
-  text = text:gsub("spec/fuzz/histories%.lua:%d+: ", "")
-  if text ~= "" then failures = failures + 1 end
-  if took > LIMIT then return ("took %.1f s of processor time"):format(took) end
-  if text:find("%.lua:%d+:") or text:find("attempt to", 1, true)
-    or text:find("stack traceback", 1, true) then
-    return "an error of Lua's: " .. text
-  end
-  if text:gsub("\n$", ""):find("\n", 1, true) then return "several lines: " .. text end
-end
-
-local wrong = 0
+local wrong, round_now = 0, first - 1
 for round = first, first + rounds - 1 do
-  state = (seed * 7919 + round * 104729) % 2 ^ 31
+  draws.start(seed, round)
   local done = damage()
-  local function try(what, f)
-    local problem = problem_of(f)
+  local function report(what, problem)
     if problem then
       wrong = wrong + 1
-      real_print(("round %d: %s\n  after: %s\n  %s"):format(round, what, done, problem))
+      commands.print(("round %d: %s\n  after: %s\n  %s"):format(round, what, done, problem))
     end
   end
   for _, words in ipairs(COMMANDS) do
-    try("engine " .. table.concat(words, " "), function()
-      require("engine.cli." .. words[1]).main(unpack(words, 2))
-    end)
+    local code
+    report("engine " .. table.concat(words, " "), commands.problem_of(function()
+      code = require("engine.cli." .. words[1]).main(unpack(words, 2))
+    end) or words[3] == other and code ~= 0 and "it failed, but one of the runs is intact" or nil)
   end
-  for _, code in ipairs(METHODS) do try(code, function() method(code) end) end
+  local words = COMMANDS[round % #COMMANDS + 1]
+  report("engine " .. table.concat(words, " "), commands.problem_of_process(words))
+  for _, code in ipairs(METHODS) do
+    report(code, commands.problem_of(function() method(code) end))
+  end
+  round_now = round
   if C.eng_interrupted() ~= 0 or wrong >= 100 then break end
 end
 
 os.execute("rm -r " .. root)
-print(("histories: %d damaged, %d commands, %d with an error in one line; slowest %.2f s; %d wrong")
-  :format(rounds, commands, failures, slowest, wrong))
-os.exit(wrong == 0 and 0 or 1)
+commands.finish("histories", round_now - first + 1, wrong)

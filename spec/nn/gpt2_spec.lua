@@ -215,7 +215,7 @@ describe("nn.gpt2", function()
         "expected n_layer to be a whole number of 1 or more, got 2.5")
       refuses(config('"n_layer": 2', '"n_layer": "two"'),
         "expected n_layer to be a number, got two")
-      refuses(config('"n_head": 2', '"n_head": 3'), "width n_embd 8 does not divide by 3 heads")
+      refuses(config('"n_head": 2', '"n_head": 3'), "width n_embd 8 is not divisible by 3 heads")
       refuses(config('"resid_pdrop": 0.0', '"resid_pdrop": 1.5'),
         "expected resid_pdrop in %[0, 1%), got 1.5")
       refuses(config('"activation_function": "gelu_new"', '"activation_function": "swish"'),

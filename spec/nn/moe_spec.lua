@@ -81,7 +81,18 @@ describe("engine.contest", function()
     assert.are.equal(4, result[2].loss.mean)
     assert.are.equal(2, result[2].loss.spread)
     assert.are.same({ 1, 2, 3 }, result[1].loss.values)
-    assert.matches("policy +loss +n\ndynamic +2 %+%- 1 +1 %+%- 0\npid +4 %+%- 2", tostring(result))
+    assert.matches("policy +loss +n\ndynamic +2.0 %+%- 1.0 +1 %+%- 0\npid +4.0 %+%- 2.0",
+      tostring(result))
+    -- a run may lack a number, as one that diverged lacks its loss
+    result = engine.contest { policies = { "static", "dynamic" }, seeds = 3,
+      run = function(policy, seed)
+        if policy == "static" then return { skipped = seed } end
+        return { skipped = 0, loss = seed ~= 2 and seed or nil }
+      end }
+    assert.same({ "loss", "skipped" }, result.columns)
+    assert.same({ {}, { 1, 3 } }, { result[1].loss.values, result[2].loss.values })
+    assert.equal(2, result[2].loss.mean)
+    assert.matches("static +%- +2.0 %+%- 1.0\ndynamic +2.0 %+%- 1%.4 +0 ", tostring(result))
     assert.has_error(function() engine.contest { policies = {} } end)
     assert.has_error(function() engine.contest { policies = { "pid" }, run = function() end } end)
   end)

@@ -48,14 +48,17 @@ describe("a parameter set", function()
     set:free()
   end))
 
-  it("has the FNV-1a checksum of its bytes", sets.step(function()
+  it("has a checksum of the bits of its weights", sets.step(function()
     local set = sets.new({ { 2 }, { 1 } })
     set:write_weights(1, { 1, -2 })
     set:write_weights(2, { 0.5 })
-    local bytes = ffi.cast("uint8_t *", ffi.new("float[3]", 1, -2, 0.5))
-    local hash = 0xCBF29CE484222325ULL
-    for i = 0, 11 do hash = bit.bxor(hash, bytes[i]) * 0x100000001B3ULL end
-    assert.is_true(hash == set:checksum())
+    local function hash(data, bytes) return C.eng_hash64(data, bytes) end
+    local function piece(data, bytes) return hash(ffi.new("uint64_t[1]", hash(data, bytes)), 8) end
+    local of_each = ffi.new("uint64_t[2]", piece(ffi.new("float[2]", 1, -2), 8),
+      piece(ffi.new("float[1]", 0.5), 4))
+    assert.is_true(hash(of_each, 16) == set:checksum())
+    set:write_weights(2, { -0.5 })
+    assert.is_false(hash(of_each, 16) == set:checksum())
     set:free()
   end))
 
@@ -123,6 +126,39 @@ describe("a parameter set", function()
         set:write_weights(1, { 1, 2 })
       end
       assert.same({ 2 * 16, 2 * 32 }, (sets.read(set:gradient(1))))   -- the first pass saw zeros
+      set:free()
+    end
+  end))
+
+  it("copies a true gradient without changing the stored one", sets.step(function()
+    local values = { 1, -2 ^ -24, 65504, 0, 1 / 0, -1 / 0, 0 / 0, 3, 2 ^ -14 }
+    local has, into, half = ffi.new("int[1]"), sets.kept { 3, 3 }, ffi.new("eng_tensor[1]")
+    check(C.eng_new(half, engine.dtype.f16, 2, ffi.new("int64_t[2]", 3, 3), C.ENG_STEP))
+    for _, format in ipairs { "f32", "f16", "bf16" } do
+      local set = sets.new({ { 3, 3 }, { 2 } }, { gradient = format, shadow = format })
+      check(C.eng_params_true_gradient(has, into, set.params, 0, 1))
+      assert.equal(0, has[0])                       -- it has no gradient yet
+      check(C.eng_params_relative_scale(set.params, ffi.new("double[2]", 4, 1)))
+      set:write_gradients({ ffi.new("float[9]", values), ffi.new("float[2]") }, "f32")
+      local before = sets.read(set:gradient(1))
+      for _, factor in ipairs { 0.5, 2 ^ 120, 2 ^ -140, 2 ^ 129 } do
+        check(C.eng_params_true_gradient(has, into, set.params, 0, factor))
+        assert.equal(1, has[0])
+        for i, x in ipairs((sets.read(into))) do
+          local want = tonumber(ffi.cast("float", before[i] * (factor / 4)))
+          assert.is_true(x == want or x ~= x and want ~= want,
+            ("%s, factor %g, element %d: expected %g, got %g"):format(format, factor, i, want, x))
+        end
+      end
+      assert.same(tostring(before[1]), tostring(sets.read(set:gradient(1))[1]))
+      local function fails(text, x, index)
+        assert.is_true(C.eng_params_true_gradient(has, x, set.params, index, 1) ~= 0)
+        assert.matches(text, engine.message(), 1, true)
+      end
+      fails("expected a parameter index of 0 to 1, got 2", into, 2)
+      fails("expected a parameter index of 0 to 1, got -1", into, -1)
+      fails("expected a tensor of its shape f32 [2], got f32 [3 x 3]", into, 1)
+      fails("expected f32 memory of its device, got f16 [3 x 3]", half, 0)
       set:free()
     end
   end))

@@ -196,11 +196,24 @@ describe("engine attach", function()
     assert.matches("code 143", result.out, 1, true)
     local lines = helper.read(script .. ".out")
     assert.matches(("^no answer from the run for 5 s: process %d is stopped; kill %%-CONT %d " ..
-      "wakes it.*Ctrl%%-C gives up[^\n]*"):format(pid, pid) ..
+      "continues it.*Ctrl%%-C gives up[^\n]*"):format(pid, pid) ..
       "\ngiven up: the run has not answered yet; [^\n]*\n$", lines)
     assert.matches("policy dynamic", attach(run, "print(run)").out)
     stop(run)
     ended(pid)
+  end)
+
+  it("gives up a request that the run does not read, at an interrupt", function()
+    local path, server = folder .. "/s", ffi.new("eng_attach *[1]")
+    M_ffi.check(C.eng_attach_open(server, path))
+    local out = ffi.new("eng_attach_link *[1]")
+    M_ffi.check(C.eng_attach_connect(out, path))
+    C.eng_interrupt(2)
+    local code = C.eng_attach_send(out[0], ("x"):rep(2 ^ 24), 2 ^ 24)
+    C.eng_interrupt(0)
+    assert.equal(C.ENG_ERR_INTERRUPTED, code)
+    C.eng_attach_leave(out[0])
+    C.eng_attach_close(server[0])
   end)
 
   it("opens a finished run for reading and reports that it has finished", function()

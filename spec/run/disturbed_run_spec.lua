@@ -211,12 +211,25 @@ describe("another run in the same directory", function()
       end }:run()
     print("finished")]]
 
+  local started = {}     -- pid -> the pipe of a process that was started
+
+  after_each(function()
+    for pid, pipe in pairs(started) do
+      if io.type(pipe) ~= "closed file" then    -- the spec failed before it ended the process
+        os.execute("kill -9 " .. pid)
+        pipe:close()
+      end
+    end
+    started = {}
+  end)
+
   --- Starts the script in the background with these words; returns its pid when it trains.
   local function start(words)
     local path = helper.write(folder .. "/job.lua", script)
     local pipe = io.popen(("exec 2>&1; %s %s %s & echo $!; wait $!; echo code $?"):format(
       helper.quote(helper.engine), path, words))
     local pid = pipe:read("*l")
+    started[pid] = pipe
     assert.equal("running", pipe:read("*l"))
     return pid, pipe
   end

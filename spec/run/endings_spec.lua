@@ -248,6 +248,51 @@ describe("the status of a run", function()
     assert.equal(4, status "loss = function(m, b) return m(b.x):sum() * (0 / 0) end")
   end)
 
+  -- Steps with a nan loss leave the weights alone; an infinite weight makes the loss nan.
+  local NAN_FROM_12 = "loss = function(m, b) lost_n = (lost_n or 0) + 1 " ..
+    "return m(b.x):sum() * (lost_n > 12 and 0 / 0 or 1) end, checkpoint_every = 5"
+  local WEIGHTS = "schedule = function(u) return u == 11 and 1e39 or 1e-3 end, " ..
+    "checkpoint_every = 5"
+
+  it("is 4 when it is lost, and names the last good checkpoint", function()
+    local run = folder .. "/r"
+    assert.equal(4, status(NAN_FROM_12))
+    local h = engine.history.open(run)
+    assert.equal(22, h:totals().rows)
+    local lost = h:events("lost")[1]
+    assert.equal(21, lost.step)
+    assert.matches("the loss has been nan for 10 steps.*; the last good checkpoint: " .. run ..
+      "/checkpoints/step%-0*20$", lost.text)
+    h:close()
+    local listed = helper.run { "runs", folder }
+    assert.matches("stopped: lost: the loss has been nan", listed.out, 1, true)
+  end)
+
+  it("is 4 when weights are not finite, and no such checkpoint is written", function()
+    local run = folder .. "/r"
+    assert.equal(4, status(WEIGHTS))
+    local h = engine.history.open(run)
+    assert.equal(15, h:totals().rows)
+    assert.matches("the weights hold %d+ inf and %d+ nan, the first in weight; the last good " ..
+      "checkpoint: " .. run .. "/checkpoints/step%-0*10$", h:events("lost")[1].text)
+    h:close()
+    assert.same({ "10", "5" }, (function()
+      local names = {}
+      for name in helper.shell("ls -r " .. run .. "/checkpoints").out:gmatch("%d+") do
+        names[#names + 1] = tostring(tonumber(name))
+      end
+      return names
+    end)())
+  end)
+
+  it("of a lost run that goes on is 4 as well", function()
+    assert.equal(4, status(NAN_FROM_12 .. ", on_lost = 'continue'"))
+    local h = engine.history.open(folder .. "/r")
+    assert.equal(30, h:totals().rows)
+    assert.equal(1, #h:events("lost"))
+    h:close()
+  end)
+
   it("of several runs is that of the most serious one", function()
     local result = helper.shell(job(folder .. "/r", "3", "0",
       policy "if true then return { scale = 1, action = 'stop' } end",

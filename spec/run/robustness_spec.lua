@@ -255,9 +255,13 @@ describe("gradients in Lua", function()
       message_of(pass, custom(function() return 5 end)))
     assert.matches("forward must return a tensor, got nothing",
       message_of(pass, custom(function() end)))
+    assert.matches("forward must return tensors, got nothing as result 2",
+      message_of(pass, custom(function(_, x) return x * 2, nil, x * 3 end)))
+    assert.matches("at most 1 gradients from backward, one for each tensor that forward got",
+      message_of(pass, custom(nil, function(_, dy) return dy, dy end)))
     assert.matches("gradient of input 1 to be a tensor or nil, got 'five'",
       message_of(pass, custom(nil, function() return "five" end)))
-    assert.matches("%[9%] for input 1",
+    assert.matches("%[9%] as the gradient of input 1",
       message_of(pass, custom(nil, function() return engine.zeros(9) end)))
   end)
 end)

@@ -19,6 +19,9 @@ local function job(options)
     optimizer = engine.optim.adamw(model, { lr = 1e-3, precision = "fp16" }), steps = 30,
     log = "quiet", policy = "dynamic:init_scale=2^22,growth_interval=5" }
   for key, value in pairs(options) do o[key] = value end
+  if options.optimizer == false then
+    o.optimizer = engine.optim.sgd(model, { lr = 1e-30, precision = "fp16" })
+  end
   return engine.trainer(o)
 end
 
@@ -77,14 +80,18 @@ describe("a shadow", function()
     history:close()
     assert.equal(2, #list)
     assert.equal("static:loss_scale=2^40", list[1].name)
-    assert.equal(trainer.skipped, list[1].skipped)
+    assert.equal(30, list[1].skipped)                    -- its own overflows, not the run's
+    assert.equal(30, list[1].overflows)
+    assert.is_true(trainer.skipped > 0 and trainer.skipped < 30)
     assert.equal(0, list[2].skipped)
     assert.equal(65536, list[2].scale)
+    -- the run skips step 0 and this one steps: exact there or not, later gradients are another's
+    assert.equal(30 - trainer.shadows.list[2].certainty.exact, list[1].bounds)
     local lines = trainer.shadows:lines()
-    assert.matches("would have skipped 0 of 30 steps %(the run skipped " .. trainer.skipped .. "%)",
-      lines[1])
-    assert.matches("its scale would have overflowed in " .. 30 - trainer.skipped .. " more",
-      lines[2])
+    assert.matches(("would have skipped at least 0 of 30 steps at its own scale (the run " ..
+      "skipped %d)"):format(trainer.skipped), lines[1], 1, true)
+    assert.matches("at least %d+, about 30 of 30 steps .*; its verdicts are bounds from step " ..
+      "%d+ on: its updates are no longer the run's", lines[2])
     assert.matches("^shadow scales relative to the run's: static:loss_scale=65536," ..
       "skip_on_overflow=false .* %-%d+ skipped, static:loss_scale=2^40 x2^%d",
       trainer.shadows:text())
@@ -121,6 +128,80 @@ describe("a shadow", function()
       end }]]
     local _, trainer = trace { shadow = { { source = source, file = "h.lua" } }, policy = "static" }
     assert.equal(0, trainer.shadows.list[1].failed)
+  end)
+
+  it("agrees with a live run at its own scale where the weights agree, and says where it is a " ..
+    "bound", function()
+    local function overflows(scale, shadow)
+      local list, seen = {}, {}
+      local trainer = job { steps = 1000, policy = "static:loss_scale=" .. scale, shadow = shadow,
+        optimizer = false,                             -- weights that stay, so that all steps agree
+        on_step = function(t, record)
+          list[#list + 1] = record.overflow ~= 0
+          for i, s in ipairs(t.shadows and t.shadows.list or {}) do
+            seen[i] = seen[i] or { over = {}, bound = {} }
+            table.insert(seen[i].over, s.over)
+            table.insert(seen[i].bound, s.bound)
+          end
+        end }
+      trainer:run()
+      return list, seen, trainer
+    end
+    local shadow = { "static:loss_scale=2^14", "static:loss_scale=2^17", "static:loss_scale=2^20" }
+    local _, seen, trainer = overflows("2^16", shadow)
+    for i, exponent in ipairs { 14, 17, 20 } do
+      local live = overflows("2^" .. exponent)
+      local agree, happened, wrong = 0, 0, 0
+      for k = 1, 1000 do
+        local same = seen[i].over[k] == live[k]
+        agree, happened = agree + (same and 1 or 0), happened + (live[k] and 1 or 0)
+        wrong = wrong + (not same and not seen[i].bound[k] and 1 or 0)
+      end
+      assert.is_true(agree >= 990, ("2^%d: %d of 1000"):format(exponent, agree))
+      assert.equal(0, wrong)                           -- what is not a bound is right
+      if exponent == 17 then assert.is_true(happened > 100 and happened < 900) end
+    end
+    local lines = trainer.shadows:lines()
+    assert.matches("would have skipped 0 of 1000 steps at its own scale", lines[1], 1, true)
+    assert.not_matches("bound", lines[1])
+    assert.matches("would have skipped at least 1, about %d+ of 1000 steps", lines[2])
+    assert.matches("bounds from step 0 on: its scale is larger than the run's", lines[2], 1, true)
+    assert.matches("at least 1, about 1000 of 1000", lines[3], 1, true)
+  end)
+
+  it("that keeps to the run's updates is exact for as long, and its verdicts come true", function()
+    local losses, skips = {}, {}
+    local function keep(list) return function(_, r, v)
+      table.insert(list, ("%.17g %s"):format(r.loss, v:what()))
+    end end
+    local function of(policy, list, shadow)
+      local trainer = job { steps = 200, policy = policy, shadow = shadow, on_step = keep(list) }
+      trainer:run()
+      return trainer
+    end
+    -- the shadow grows later than the run, so its scale is never larger
+    local slow = "dynamic:init_scale=2^16,growth_interval=60"
+    local trainer = of("dynamic:init_scale=2^16,growth_interval=20", losses, slow)
+    of(slow, skips)
+    local certainty = trainer.shadows.list[1].certainty
+    assert.is_true(certainty.exact >= 20 and certainty.exact < 200, certainty.exact)
+    for i = 1, certainty.exact do assert.equal(losses[i], skips[i]) end
+    assert.equal(certainty.exact, certainty.from)
+  end)
+
+  it("works with layers' own scales, accumulation and mode=lagged", function()
+    for _, options in ipairs { { policy = "layerwise" }, { accumulate = 2 },
+      { mode = "lagged" } } do
+      options.shadow = { "layerwise", "dynamic:init_scale=2^22,growth_interval=5", "histogram" }
+      local _, trainer = trace(options)
+      for _, s in ipairs(trainer.shadows.list) do
+        assert.equal(0, s.failed, s.why)
+        assert.equal(30, s.certainty.exact + s.certainty.bounds)
+      end
+      local same = trainer.shadows.list[options.policy and 1 or 2]
+      assert.equal(30, same.certainty.exact)             -- the run's own policy
+      assert.equal(trainer.skipped, same.skipped)
+    end
   end)
 
   it("continues from a checkpoint as if the run had not ended", function()

@@ -239,7 +239,7 @@ describe("history", function()
     h:event(5, "swap", "to max_value")
     local text = h:why(5)
     for _, piece in ipairs { "step 5 (update 5, 0.5 s into the run): skipped",
-      "Of 1000 gradients 3 were inf and 1 nan, first in h.0.w [8].",
+      "Of 1000 gradients 3 were inf and 1 nan, first in h.0.w [8] (f16).",
       "from 65536 to 32768 (x 0.5): overflow: halved", "overflow number 2 in a row",
       "The loss was 2, 2 at the step before.", "Event swap: to max_value" } do
       assert.truthy(text:find(piece, 1, true), piece .. " is not in: " .. text)
@@ -248,7 +248,61 @@ describe("history", function()
     assert.truthy(h:why(8):find("All 1000 gradients were finite", 1, true))
     assert.are.equal("step 77 is not recorded: the history has steps 0 to 9", tostring(h:why(77)))
     assert.equal(tostring(h:why(77)), require("engine.cli.repl").show(h:why(77)))  -- no quotes
-    assert.has_error(function() h:why() end, "why: expected the number of a step, got nil")
+    assert.has_error(function() h:why() end, "why: expected a step number, got nil")
+  end)
+
+  it("names the format of each gradient, also in histories that do not record it", function()
+    h:set_parameters { { name = "wte.weight", shape = { 5, 3 }, gradient = "f16" },
+      { name = "norm.weight", shape = { 8 }, gradient = "f32" } }
+    h:set_meta("gradients", "f16")
+    local stats = ffi.new("eng_tensor_stats[2]")
+    stats[0].count, stats[0].amax, stats[1].count, stats[1].amax = 15, 1024, 8, 2 ^ 20
+    stats[1].nan = 1
+    append(h, 0, overflow)
+    append(h, 1)
+    h:append_tensors(0, stats, 2)
+    local list, text = h:parameters(), h:why(0)
+    assert.are.same({ "f16", "f32" }, { list[1].gradient, list[2].gradient })
+    assert.matches("first in norm.weight [8] (f32).", text, 1, true)
+    assert.matches(" in norm.weight (f32); the norm", text, 1, true)
+    assert.matches("norm.weight: 0 inf, 1 nan of 8 f32", text, 1, true)
+    assert.not_matches("65504", text, 1, true)
+    assert.matches(" (gradients are f16 or f32); the norm", h:why(1), 1, true)
+    h:close()
+    scratch.sqlite(dir .. "/history.db", "ALTER TABLE parameters DROP COLUMN gradient")
+    local old = history.open(dir)
+    assert.are.equal("f16", old:parameters()[2].gradient)
+    assert.matches(" (the largest f16 is 65504); the norm", old:why(1), 1, true)
+    old:close()
+    h = history.open(dir, { write = true })          -- the run continues
+    h:set_parameters { { name = "wte.weight", shape = { 5, 3 }, gradient = "f16" },
+      { name = "norm.weight", shape = { 8 }, gradient = "f32" } }
+    assert.are.equal("f32", h:parameters()[2].gradient)
+  end)
+
+  it("tells a shadow's own overflows and bounds, and continues a history without them", function()
+    local own = ffi.new("eng_verdict")
+    own.scale = 8
+    for step = 0, 9 do append(h, step) end
+    h:append_shadow(0, "s", own, true, false)
+    h:append_shadow(3, "s", own, false, true)
+    local function counts(s) return { s.skipped, s.overflows or "-", s.bounds or "-" } end
+    assert.same({ 0, 3, 7 }, counts(h:shadows()[1]))
+    assert.matches("a loss scale of 8, on an overflow at its own scale.\n", h:why(1), 1, true)
+    assert.matches("a loss scale of 8 (a bound).\n", h:why(5), 1, true)
+    h:close()
+    for _, name in ipairs { "overflow", "bound" } do
+      scratch.sqlite(dir .. "/history.db", "ALTER TABLE shadows DROP COLUMN " .. name)
+    end
+    local old = history.open(dir)
+    assert.same({ 0, "-", "-" }, counts(old:shadows()[1]))
+    assert.is_nil(old:shadow("s")[1].bound)
+    assert.matches("a loss scale of 8.\n", old:why(1), 1, true)
+    old:close()
+    h = history.open(dir, { write = true })          -- the run continues
+    h:append_shadow(8, "s", own, true, true)
+    assert.same({ 0, 2, 2 }, counts(h:shadows()[1]))
+    h:close()
   end)
 
   it("reports a full disk once, keeps the rows and writes them when there is room", function()
@@ -352,18 +406,18 @@ describe("a damaged history", function()
       "CREATE TRIGGER a AFTER INSERT ON meta BEGIN SELECT 1; END",
       "ALTER TABLE events ADD COLUMN more AS (step + 1)" } do
       after(sql)
-      fails("has views, triggers or computed columns; a history has plain tables alone",
+      fails("has views, triggers or computed columns; a history has plain tables only",
         history.open, dir)
     end
   end)
 
   it("names the column with a value of another type", function()
     for sql, text in pairs {
-      ["UPDATE steps SET loss = 'x' WHERE step = 5"] = "'loss' is no number",
-      ["UPDATE steps SET updates = x'00' WHERE step = 5"] = "'updates' is no whole number",
+      ["UPDATE steps SET loss = 'x' WHERE step = 5"] = "'loss' is not a number",
+      ["UPDATE steps SET updates = x'00' WHERE step = 5"] = "'updates' is not a whole number",
       ["UPDATE steps SET step = -3 WHERE step = 5"] = "'step' is negative",
       ["UPDATE steps SET count = 9223372036854775807 WHERE step = 5"] = "'count' is too large",
-      ["UPDATE steps SET action = x'00' WHERE step = 5"] = "'action' is no text",
+      ["UPDATE steps SET action = x'00' WHERE step = 5"] = "'action' is not text",
     } do
       after(sql)
       fails("history.db: is damaged: a value of the column " .. text, function()
@@ -378,6 +432,36 @@ describe("a damaged history", function()
     fails("is damaged: expected a number in 'low1', got a string", curves.read, h, { "loss" },
       { points = 1 })
     h:close()
+  end)
+
+  it("whose blocks count what no run can have is refused where they are summed", function()
+    after("UPDATE blocks SET rows = -9e999")
+    local h = history.open(dir)
+    fails("is damaged: the blocks' 'rows' sum to -inf", h.totals, h)
+    h:close()
+  end)
+
+  it("whose tables have lost their keys gives one line for what they hold then", function()
+    local function reads(sql, pattern, method, ...)
+      after(sql)
+      local h = history.open(dir)
+      fails(pattern, h[method], h, ...)
+      h:close()
+    end
+    local signals = "DROP TABLE signals; CREATE TABLE signals(name TEXT, step %s, value REAL); " ..
+      "INSERT INTO signals VALUES(NULL, 5, 1)"
+    reads(signals:format("INTEGER"), "expected a string in 'name', got a nil", "signals")
+    reads(signals:format("INTEGER"), "expected a string in 'name', got a nil", "signals_at")
+    reads(signals:format("VARCHAR"), "'step' is of a type that a history does not have", "query",
+      "SELECT step FROM signals")
+    reads("DROP TABLE parameters; CREATE TABLE parameters(id INTEGER, name TEXT, shape TEXT); " ..
+      "INSERT INTO parameters VALUES(NULL, 'w', '2')", "expected a number in 'id', got a nil",
+      "parameters")
+    local row = "('a', 4503599627370496, 1, 'skip', 0, NULL)"
+    reads("DROP TABLE shadows; CREATE TABLE shadows(name TEXT, step INTEGER, scale REAL, action " ..
+      "TEXT, failed INTEGER, reason TEXT); INSERT INTO shadows VALUES " ..
+      table.concat({ row, row, row }, ", "), "expected a number in 'skipped', got a cdata",
+      "shadows")
   end)
 
   local ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) " ..
@@ -420,7 +504,9 @@ describe("opening a history", function()
     refused(dir .. "/text", nil, "is not a history, or is damaged")
     refused(dir .. "/text", { write = true }, "is not a history, or is damaged")
     scratch.write(dir .. "/empty", "")
-    refused(dir .. "/empty", nil, "found another SQLite database")
+    refused(dir .. "/empty", nil, "is empty: its run has just begun, or ended before the first row")
+    scratch.sqlite(dir .. "/other", "CREATE TABLE t(x)")
+    refused(dir .. "/other", nil, "found another SQLite database")
   end)
 
   it("refuses a history of a newer engine in one line", function()

@@ -259,7 +259,9 @@ describe("safetensors", function()
     { "half a surrogate pair", file_of('{"\\ud83d":' .. A .. "}", four), "half a surrogate pair" },
     { "the other half", file_of('{"\\ude00":' .. A .. "}", four), "half a surrogate pair" },
     { "a name that would drive the terminal", file_of('{"\\u001b[2J' .. ("x"):rep(200) .. '":{}}'),
-      "tensor '%?%[2Jx+%.%.%.': missing key dtype" },
+      "tensor '\\x1B%[2Jx+%.%.%.': missing key dtype" },
+    { "a long name, which it cuts between characters", file_of('{"' .. ("é"):rep(90) .. '":{}}'),
+      "tensor '" .. ("é"):rep(44) .. "%.%.%.': missing key dtype" },
   }
 
   for _, case in ipairs(hostile) do
