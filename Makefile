@@ -68,7 +68,8 @@ MPICC      ?= $(shell command -v mpicc)
 MPI_PLUGIN := $(if $(MPICC),$(BUILD)/libengine_mpi.so)
 
 .PHONY: all cuda spills help docs deps built demo test test-gpu test-emulated distros check lint \
-        sanitize sanitize-emulated fuzz fuzzers bench parity install uninstall deb dist clean FORCE
+        sanitize sanitize-emulated fuzz fuzzers bench parity leaderboard install uninstall deb \
+        dist clean FORCE
 .DELETE_ON_ERROR:
 .SUFFIXES:
 
@@ -390,6 +391,10 @@ bench: built $(VENV)/ready
 parity: built $(VENV)/ready
 	@for f in $(sort $(wildcard spec/parity/*.sh)); do VENV=$(VENV) sh $$f || exit 1; done
 
+# Every policy on seven tasks, written to docs/leaderboard.md; continues if it was interrupted.
+leaderboard: built
+	@./$(ENGINE) spec/bench/leaderboard.lua seeds=$(or $(SEEDS),5)
+
 # ------------------------------------------------------------------ documentation
 
 # The reference and the guides as pages in build/docs, and the types for editors. Warnings (a broken
@@ -516,6 +521,7 @@ help:
 	@echo "make distros     demo and test in clean chroots of Debian 12, 13 and sid, as root"
 	@echo "make bench       speed compared with PyTorch, as ratios"
 	@echo "make parity      numbers compared with PyTorch's (a Python environment in $(VENV))"
+	@echo "make leaderboard every policy on seven tasks with SEEDS=5 seeds, in docs/leaderboard.md"
 	@echo "make install     into PREFIX=$(PREFIX); DESTDIR is honoured"
 	@echo "make uninstall   remove what install wrote"
 	@echo "make deb         a Debian package in $(BUILD)/"
