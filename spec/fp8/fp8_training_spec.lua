@@ -301,6 +301,25 @@ describe("training in FP8", function()
     end
   end)
 
+  it("shows and records the failure of an FP8 policy as that of any policy", function()
+    local dir = os.tmpname()
+    os.remove(dir)
+    local broken = { source = [[return { name = "broken", kind = "fp8", needs = {}, options = {},
+      init = function() return { scale = 1 } end,
+      decide = function(state, record)
+        if record.step == 2 then error("no decision") end
+        return 1
+      end }]], file = "broken.lua" }
+    local t = run { precision = { base = "fp8_current", fp8 = { policy = { broken } } },
+      run = dir, steps = 4 }
+    assert.are.equal(1, t.policy_errors)
+    local h = engine.history.open(dir)
+    assert.are.equal(1, h:totals().failed)
+    assert.matches("^FP8 policy broken: broken.lua:4: no decision", h:steps(2, 2)[1].reason)
+    h:close()
+    os.execute("rm -rf " .. dir)
+  end)
+
   it("writes meters into the history and shows them to policies", function()
     local dir = os.tmpname()
     os.remove(dir)

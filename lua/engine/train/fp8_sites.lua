@@ -422,13 +422,18 @@ end
 --- Runs the policies on the measured step and applies their decisions. `gradient`: the factor on
 --- the gradients of the next step. `logs`: what the loss-scaling policy logged, { name = number },
 --- or nil. Returns it with what these policies logged added; a name that is taken becomes
---- POLICY.NAME.
-function Sites:decide(record, gradient, logs)
+--- POLICY.NAME. verdict: the step's verdict or nil; a policy that fails here marks it as failed.
+function Sites:decide(record, gradient, logs, verdict)
   if #self.policies == 0 then return logs end
   ffi.copy(self.record, record, ffi.sizeof("eng_record"))
   self.record.scale = 1
   for _, policy in ipairs(self.policies) do
-    policy:decide(self.record, self.stats)
+    local own = policy:decide(self.record, self.stats)
+    if own.failed ~= 0 and verdict and verdict.failed == 0 then
+      verdict.failed = 1
+      verdict.reason = ("FP8 policy %s: %s"):format(policy.name, M_ffi.string(own.reason))
+        :sub(1, 255)
+    end
     for name, value in pairs(policy:logs() or {}) do
       logs = logs or {}
       logs[logs[name] and policy.name .. "." .. name or name] = value

@@ -237,7 +237,9 @@ function Trainer:decide(s, record)
   local problem = self:refuses(self.policy)
   if problem then verdict.reason, verdict.action = problem:sub(1, 255), C.ENG_ACTION_STOP end
   self.reducer:decide(record, verdict)
-  if sites then s.logs = sites:decide(record, verdict.scale / self.accumulate, s.logs) end
+  if sites then
+    s.logs = sites:decide(record, verdict.scale / self.accumulate, s.logs, verdict)
+  end
   self.last_verdict = verdict
   return verdict
 end
