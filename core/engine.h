@@ -37,7 +37,7 @@ const char *eng_error_message(void);
 const char *eng_error_name(eng_status status);
 
 /// eng_version returns the version of this library as "major.minor.patch"; eng_abi_size returns the
-/// size of eng_op_call. By that size the Lua code checks that the library matches its declarations.
+/// size of eng_op_call, which the Lua code compares with its own declarations.
 const char *eng_version(void);
 int eng_abi_size(void);
 

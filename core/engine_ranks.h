@@ -117,10 +117,10 @@ eng_status eng_parallel_new(eng_parallel **out, eng_params *set, eng_comm *comm,
 void eng_parallel_free(eng_parallel *parallel);
 /// Arms the reduction, which then starts by itself during the backward pass. With zero < 2, call
 /// this only before the last backward pass of a step, with pass = ENG_PASS_FIRST. With zero = 2,
-/// call this before every pass: ENG_PASS_FIRST for the first pass of a step, ENG_PASS_MORE for the
-/// others, whose sums are added to this rank's pieces in the order of passes, in f32, each result
-/// rounded to the gradient's dtype. ENG_PASS_ALONE: nothing is sent, and with zero = 2 the
-/// gradients of this pass are dropped. Errors: STATE.
+/// call this before every pass, with ENG_PASS_FIRST for the first pass of a step and ENG_PASS_MORE
+/// for the others. The sums of later passes are added to this rank's pieces in order, in f32, and
+/// each result is rounded to the gradient's dtype. ENG_PASS_ALONE: nothing is sent, and with zero =
+/// 2 the gradients of this pass are dropped. Errors: STATE.
 enum { ENG_PASS_FIRST = 0, ENG_PASS_MORE = 1, ENG_PASS_ALONE = 2 };
 eng_status eng_parallel_begin(eng_parallel *parallel, int pass);
 /// Waits until all gradients are reduced. With `zero` the gradients of other ranks' pieces are

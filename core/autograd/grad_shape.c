@@ -1,4 +1,5 @@
-// Gradient rules of views, joins, picks and reductions: each applies the inverse mapping to dy.
+// Gradient rules of views, concatenation, indexing and reductions: each applies the inverse mapping
+// to dy.
 #include "base/error.h"
 #include "op.h"
 #include "gradient.h"

@@ -95,8 +95,8 @@ static bool same_places(const graph_places *places, const eng_params *set)
   return true;
 }
 
-/// Marks the derived copies of the weights as out of date. Every launch computes these copies. So a
-/// capture must not reuse earlier ones, and those made during a capture are invalid, because a
+/// Marks the derived copies of the weights as out of date. A capture must not reuse earlier copies,
+/// because every launch computes them again. Copies made during a capture are invalid, because a
 /// capture computes nothing.
 static void outdate_copies(eng_params *set)
 {

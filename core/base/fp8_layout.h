@@ -92,7 +92,7 @@ FP8_LAYOUT_INLINE fp8_scales fp8_scales_of(int scaling, int64_t rows, int64_t in
   return s;
 }
 
-/// As fp8_scales_of, for blocks of any shape; 0 means the whole side. The four scalings of
+/// Like fp8_scales_of, for blocks of any shape; 0 means the whole side. The four scalings of
 /// fp8_scales_of are (0, 0), (1, 0), (1, 128) and (128, 128). Blocks of one row have VEC128's
 /// layout, all others BLK128's. So the scales of an operand's (128, 1) blocks lie where its
 /// transpose has its VEC128 scales. `shape` [2], unless NULL, receives the shape of a row-major

@@ -143,7 +143,7 @@ eng_status json_string(json_reader *reader, char **out)
     unsigned char c = (unsigned char)*reader->now;
     if (c == '"') {
       reader->now++;
-      *to = 0;                    // at the latest where the closing quote was
+      *to = 0;                    // never past the closing quote
       return ENG_OK;
     }
     if (c < 0x20)

@@ -1,5 +1,5 @@
-// Programs started beside this one: `engine contest` runs its scripts in them. Owns nothing: the
-// caller keeps the process numbers. See the section "the machine" of engine.h.
+// Child processes: `engine contest` runs its scripts in them. Owns nothing: the caller keeps the
+// process ids. See the section "the machine" of engine.h.
 #define _GNU_SOURCE   // pipe2
 #include "error.h"
 
@@ -11,7 +11,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-// In the new process: becomes the program, or writes the reason to `tell` and exits.
+// In the child: executes the program, or writes the reason to `tell` and exits.
 static void become(const char *const *words, int output, int tell, pid_t parent)
 {
   prctl(PR_SET_PDEATHSIG, SIGTERM);

@@ -101,8 +101,8 @@ static int format_of(int dtype)
   return dtype == ENG_f32 ? dnnl_f32 : dtype == ENG_bf16 ? dnnl_bf16 : dnnl_data_type_undef;
 }
 
-// oneDNN takes a matrix with one stride of 1 and the other at least the size of the dimension it
-// steps over.
+// Whether oneDNN accepts the matrix: one dimension has stride 1, and the other's stride is at least
+// that dimension's size.
 static bool plain(const gemm_operand *o, int64_t rows, int64_t columns)
 {
   return (o->column == 1 && o->row >= columns) || (o->row == 1 && o->column >= rows);

@@ -131,8 +131,8 @@ static void lay_out_pairs(float *to, int64_t to_row, const uint16_t *source, int
     }
 }
 
-// lay_out_pairs for rows that stay rows: to[i*to_row + p] = the word of source[i*row + 2p*column]
-// and source[i*row + (2p+1)*column].
+// lay_out_pairs without transposing: to[i*to_row + p] = the word of source[i*row + 2p*column] and
+// source[i*row + (2p+1)*column].
 static void lay_out_row_pairs(float *to, int64_t to_row, const uint16_t *source, int64_t row,
                               int64_t column, int64_t rows, int64_t steps)
 {
@@ -202,7 +202,7 @@ static inline micro_kernel *kernel_of(bool pairs, int rows, int vectors)
   return micro[rows - 1][vectors - 1];
 }
 
-// Lays columns out, as lay_out does: to[p*to_row + j] is number (p, j) of source or, for pairs, the
+// Lays out columns like lay_out: to[p*to_row + j] is number (p, j) of source or, for pairs, the
 // word of steps 2p and 2p+1.
 static inline void lay_out_steps(bool pairs, float *to, int64_t to_row, const void *source,
                                  int dtype, int64_t first, int64_t row, int64_t column,
@@ -218,8 +218,8 @@ static inline void lay_out_steps(bool pairs, float *to, int64_t to_row, const vo
   lay_out(to, to_row, source, dtype, first, row, column, rows, columns);
 }
 
-// Lays out rows of A that stay rows: to[i*to_row + p] is number (i, p) or, for pairs, the word of
-// steps 2p and 2p+1.
+// Lays out rows of A without transposing them: to[i*to_row + p] is number (i, p) or, for pairs, the
+// word of steps 2p and 2p+1.
 static inline void lay_out_rows(bool pairs, float *to, int64_t to_row, const void *source,
                                 int dtype, int64_t first, int64_t row, int64_t column, int64_t rows,
                                 int64_t k)

@@ -179,7 +179,8 @@ static eng_status scatter_rows(const tensor *dx, around a, const tensor *dy, con
   // Ends become starts.
   for (int64_t k = ids->n - 1; k >= 0; k--) order[--start[ids->at[k]]] = k;
 
-  // Few rows are cut into narrow columns, so that one common row does not occupy a single thread.
+  // With few rows, each row is cut into narrow columns, so that several threads share a frequent
+  // row.
   bool few = a.outer * a.size < 1024;
   int64_t step = few ? 1 : 32, width = few ? 64 : a.inner;
   int64_t blocks = (a.size + step - 1) / step, chunks = (a.inner + width - 1) / width;

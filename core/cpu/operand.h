@@ -1,6 +1,6 @@
 // Operands of elementwise kernels: any strides and broadcasting, read as tiles of f32 in the order
 // of the (contiguous) output. A tile of a dense f32 tensor is the tensor's own memory; everything
-// else is converted or gathered into a buffer that stays in the first cache. Included by the
+// else is converted or gathered into a buffer that stays in the L1 cache. Included by the
 // elementwise kernel files, once per instruction set. Owns nothing.
 #ifndef ENG_OPERAND_H
 #define ENG_OPERAND_H

@@ -420,7 +420,7 @@ VF_INLINE vm vf_isinf(vf a)
 
 // ------------------------------------------------------------------ tiles
 
-enum { TILE = 512 };   // floats in a tile buffer: 2 KiB, so that several fit the first cache
+enum { TILE = 512 };   // floats in a tile buffer: 2 KiB, so that several fit in the L1 cache
 
 VF_INLINE bool dtype_is_fast(int d) { return d == ENG_f32 || d == ENG_f16 || d == ENG_bf16; }
 

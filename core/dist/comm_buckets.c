@@ -60,15 +60,15 @@ static eng_status fill_group(eng_parallel *p, int64_t limit, int comm_dtype, boo
   return ENG_OK;
 }
 
-/// Cuts a bucket into pieces of nearly equal size. A cut that falls between two allowed positions
-/// moves up or down, depending on the bucket's number. So if pieces are smaller than the distance
-/// between allowed positions, different buckets give their work to different ranks. `whole`: a cut
-/// falls only between two members.
+/// Cuts a bucket into pieces of nearly equal size. A cut between two allowed positions is rounded
+/// up or down depending on the bucket's number. This spreads the buckets over the ranks when pieces
+/// are smaller than the distance between allowed positions. `whole`: cuts are allowed only between
+/// members.
 static void cut(bucket *b, int number, int ranks, bool whole)
 {
   enum { STEP = 4096, PARTS = 1024 };    // STEP: elements that gradstats sums at a time
-  // a cut moves down up to this part of the way between two positions; the part varies with the
-  // bucket's number (633 / 1024: the golden section)
+  // a cut is rounded down if it lies within this fraction of the distance between two positions;
+  // the fraction varies with the bucket's number (633 / 1024: the golden ratio)
   int64_t most_down = PARTS - (PARTS / 2 + (int64_t)number * 633) % PARTS;
   int64_t total = b->at[b->n];
   for (int rank = 0, k = 0; rank <= ranks; rank++) {
@@ -112,8 +112,8 @@ eng_status bucket_cut(bucket *b, int number, bool whole)
   return ENG_OK;
 }
 
-// The block for messages holds the largest bucket and, besides, three ordinary buckets or the
-// second largest one. A block of rooms holds the gradients of any ordinary bucket.
+// The memory for messages holds the largest bucket plus either three ordinary buckets or the second
+// largest one. A block of `rooms` holds the gradients of any ordinary bucket.
 void buckets_bounds(int64_t *messages, int64_t *room_block, const eng_parallel *p, int64_t limit)
 {
   int64_t all = 0, largest = 0, second = 0, ordinary = 0, room = 0;

@@ -80,7 +80,7 @@ static eng_status unpack_rows(void *to, int dtype, const char *message, int comm
   return comm_cast(to, dtype, buffer[ROOM].memory, ENG_f32, rows * columns);
 }
 
-/// Adds the signal and the error of packing the rows in ROOM (f32) to the facts.
+/// Adds the squares of the rows in ROOM (f32) and of their packing errors to `facts`.
 static eng_status measure(eng_exchange_facts *facts, const char *message, int comm_dtype,
                           int64_t rows, int64_t columns)
 {

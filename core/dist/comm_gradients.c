@@ -7,8 +7,8 @@
 // in the same comm dtype. Both exchanges advance after every operation of backward, and while
 // backward waits for memory.
 //
-// With ZeRO-2 backward writes each gradient into a room, which is released once the gradient is
-// packed. The sums are added to this rank's pieces.
+// With ZeRO-2 backward writes each gradient into temporary memory (`rooms`), which is released once
+// the gradient is packed. The sums are added to this rank's pieces.
 //
 // Gradients on cards that exchange messages directly take comm_cards.c's path; other gradients on a
 // device pass through a host buffer.
@@ -113,7 +113,7 @@ static void give_memory(eng_parallel *p, bucket *b)
   b->out = b->in = b->sum = NULL;
 }
 
-/// ZeRO-2: releases the room of member i's gradient.
+/// ZeRO-2: releases the temporary memory of member i's gradient.
 static void leave_room(eng_parallel *p, int i)
 {
   parameter *member = &p->set->member[i];
@@ -133,7 +133,7 @@ static eng_status send_out(eng_parallel *p, bucket *b)
     b->state = BUCKET_OUT;
     p->under_way++;
     ENG_TRY(cards_send(p, b));
-    // the device packs each gradient before it writes into that room again
+    // the device packs each gradient before it writes to that memory again
     for (int k = 0; p->zero == 2 && k < b->n; k++) leave_room(p, b->member[k]);
     return ENG_OK;
   }

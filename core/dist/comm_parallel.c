@@ -3,7 +3,7 @@
 //
 // Messages and sums of the buckets in flight live in one block with space for a few buckets
 // (`messages_pool`); further buckets wait until messages have arrived. With ZeRO-2 backward writes
-// gradients into a second pool (`rooms`), one room for each gradient in progress.
+// gradients into a second pool (`rooms`).
 //
 // Owns eng_parallel and the set's `own`. Called by Lua, and by comm_predict.c for a rehearsal.
 #include "comm_gradients.h"

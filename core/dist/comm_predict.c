@@ -45,9 +45,9 @@ static parameter *read_here(const eng_parallel *p, const op_call *call, int k)
   return member && member->set == p->set ? member : NULL;
 }
 
-/// Walks the tape as backward does: a gradient takes its room when it is first written, and
-/// releases it when its bucket is complete and all earlier buckets have been sent. Counts the bytes
-/// of the blocks that hold the rooms.
+/// Walks the tape as backward does: a gradient takes memory when it is first written, and releases
+/// it when its bucket is complete and all earlier buckets have been sent. Counts the bytes of the
+/// blocks of that memory.
 static eng_status count_rooms(int64_t *bytes, eng_parallel *p, int64_t block_bytes)
 {
   int length = eng_tape_length();

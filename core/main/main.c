@@ -70,7 +70,7 @@ static void say(const char *text)
 // sends SIGTERM after SIGUSR1.
 static void on_signal(int signal_number)
 {
-  static volatile sig_atomic_t endings;                  // SIGINT and SIGTERM of this interrupt
+  static volatile sig_atomic_t endings;                  // SIGINTs and SIGTERMs since the interrupt
   if (!pthread_equal(pthread_self(), main_thread)) {     // an OpenMP thread must not set Lua's hook
     pthread_kill(main_thread, signal_number);
     return;

@@ -79,7 +79,7 @@ static int box_tostring(lua_State *L)
   return 1;
 }
 
-// Adds a line to `printed`: the place of the call and the arguments, separated by spaces.
+// Adds a line to `printed`: the position of the call and the arguments, separated by spaces.
 static int box_print(lua_State *L)
 {
   eng_policy *p = policy_of(L);

@@ -173,7 +173,7 @@ void policy_record_open(eng_policy *policy);
 void policy_record_free(eng_policy *policy);
 /// Pushes iterator, view and nil for a view at `index`; false if the value is not a view.
 bool policy_record_pairs(lua_State *L, int index);
-/// As policy_record_pairs, for ipairs over record.tensors and record.groups.
+/// Like policy_record_pairs, for ipairs over record.tensors and record.groups.
 bool policy_record_ipairs(lua_State *L, int index);
 /// "record.hist" and the like for a view at `index`; NULL if the value is not a view.
 const char *policy_record_name(lua_State *L, int index);
