@@ -58,10 +58,10 @@ function engine.begin_step() check(C.eng_step_begin()) end
 --- Ends the step: its tensors become stale and their memory is reused.
 function engine.end_step() check(C.eng_step_end()) end
 
--- True during a turn of the loop. Remains true if break or an error leaves the loop.
+-- True during an iteration. Stays true if break or an error leaves the loop.
 local loop_is_open = false
 
---- for step in engine.steps(100) do ... end: each turn is one step, counted from 1.
+--- for step in engine.steps(100) do ... end: each iteration is one step, counted from 1.
 function engine.steps(n)
   if type(n) ~= "number" then
     raise("steps: expected a number of steps, got %s", M_ffi.value_text(n))

@@ -197,7 +197,7 @@ describe("engine attach", function()
     local lines = helper.read(script .. ".out")
     assert.matches(("^no answer from the run for 5 s: process %d is stopped; kill %%-CONT %d " ..
       "continues it.*Ctrl%%-C gives up[^\n]*"):format(pid, pid) ..
-      "\ngiven up: the run has not answered yet; [^\n]*\n$", lines)
+      "\nstopped waiting: the run has not answered yet; [^\n]*\n$", lines)
     assert.matches("policy dynamic", attach(run, "print(run)").out)
     stop(run)
     ended(pid)

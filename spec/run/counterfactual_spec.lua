@@ -128,7 +128,7 @@ describe("a policy's verdicts", function()
     end
     local c = judged { { "exact", SKIP, STEP }, { "exact", SKIP, STEP } }
     assert.equal("at least 1, about 2", counterfactual.count_text(c, 2))
-    assert.equal("its verdicts are bounds from step 1 on: its updates are no longer the run's",
+    assert.equal("its verdicts are bounds from step 1 on: its updates differ from the run's",
       counterfactual.why_text(c))
   end)
 

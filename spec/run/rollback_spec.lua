@@ -1,5 +1,4 @@
--- Verdicts of `rollback`: what returns, what stays, what is recorded; resumes and ranks; policy
--- spike.
+-- Verdicts of `rollback`: what is restored, kept and recorded; resumes and ranks; the policy spike.
 local engine = require "engine"
 local helper = require "spec.helper"
 local start = require "spec.dist.start"
@@ -19,7 +18,7 @@ local function policy(at, fields)
     end }]]):format(at, fields) }
 end
 
--- Batches that depend on their number alone. poison(number): a factor on the targets.
+-- Batches that depend only on their number. poison(number): a factor on the targets.
 local function numbered(poison)
   local at = 0
   return { at = function() return at end, state = function() return at end,
@@ -89,7 +88,7 @@ describe("a rollback", function()
     assert.equal(45, #rows)                                  -- the abandoned steps are kept
     assert.same({ 34, "rollback", 34, 20 }, { rows[35].step, rows[35].action, rows[35].updates,
       rows[36].updates })
-    assert.matches("the policy asked to go back", h:why(34), 1, true)
+    assert.matches("the policy asked for a rollback", h:why(34), 1, true)
     h:close()
   end)
 

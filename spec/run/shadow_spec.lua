@@ -85,13 +85,13 @@ describe("a shadow", function()
     assert.is_true(trainer.skipped > 0 and trainer.skipped < 30)
     assert.equal(0, list[2].skipped)
     assert.equal(65536, list[2].scale)
-    -- the run skips step 0 and this one steps: exact there or not, later gradients are another's
+    -- the run skips step 0 and this shadow does not, so the shadow's later verdicts are bounds
     assert.equal(30 - trainer.shadows.list[2].certainty.exact, list[1].bounds)
     local lines = trainer.shadows:lines()
     assert.matches(("would have skipped at least 0 of 30 steps at its own scale (the run " ..
       "skipped %d)"):format(trainer.skipped), lines[1], 1, true)
     assert.matches("at least %d+, about 30 of 30 steps .*; its verdicts are bounds from step " ..
-      "%d+ on: its updates are no longer the run's", lines[2])
+      "%d+ on: its updates differ from the run's", lines[2])
     assert.matches("^shadow scales relative to the run's: static:loss_scale=65536," ..
       "skip_on_overflow=false .* %-%d+ skipped, static:loss_scale=2^40 x2^%d",
       trainer.shadows:text())
@@ -158,7 +158,7 @@ describe("a shadow", function()
         wrong = wrong + (not same and not seen[i].bound[k] and 1 or 0)
       end
       assert.is_true(agree >= 990, ("2^%d: %d of 1000"):format(exponent, agree))
-      assert.equal(0, wrong)                           -- what is not a bound is right
+      assert.equal(0, wrong)                           -- exact verdicts are right
       if exponent == 17 then assert.is_true(happened > 100 and happened < 900) end
     end
     local lines = trainer.shadows:lines()

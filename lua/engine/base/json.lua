@@ -121,12 +121,12 @@ function encode_value(value, path, above)
   error(("%s: expected a number, string, boolean or table, got a %s"):format(path, kind), 0)
 end
 
---- Stands for null, and for an object without fields, in the data of `plain`.
+--- Values that `plain` writes as null and as an empty object.
 M.null, M.no_fields = cjson.null, {}
 
---- Data as JSON for other programs: keys sorted, inf and nan as strings (show.json_number), unsafe
---- characters of texts as \xNN. A table without string keys is a list; its field n is its length if
---- elements may be nil. `number_of` writes numbers in another form.
+--- Data as JSON for other programs: keys are sorted, inf and nan are strings (show.json_number),
+--- and unsafe characters are written as \xNN. A table without string keys is a list; its field n is
+--- its length if elements may be nil. `number_of` replaces the form of numbers.
 function M.plain(value, number_of)
   if value == nil or value == cjson.null then return "null" end
   if value == M.no_fields then return "{}" end

@@ -1,4 +1,4 @@
--- Programs that run beside this one. Used by contests and by `engine replay --verify`.
+-- Child processes. Used by contests and by `engine replay --verify`.
 local M_ffi = require "engine.base.ffi"
 
 local C, check = M_ffi.C, M_ffi.check
@@ -25,8 +25,8 @@ end
 --- Sends SIGTERM to a program.
 function M.stop(process) C.eng_process_signal(process, 15) end
 
---- The last line of a file of output that tells of an error ("engine: ..."), else its last line;
---- nil without output.
+--- The last line of an output file that reports an error ("engine: ..."), else its last line; nil
+--- without output.
 function M.last_words(log)
   local file = io.open(log, "rb")
   if not file then return nil end

@@ -86,7 +86,7 @@ function Link:ask(request)
   if #text > C.ENG_ATTACH_LINE then return nil, "this request is too long to send" end
   local status = patiently(C.eng_attach_send, self.handle, text, #text)
   if status == C.ENG_ERR_INTERRUPTED then
-    self.gone = "given up: the run reads no requests; leave, and attach again"
+    self.gone = "stopped waiting: the run reads no requests; leave, and attach again"
     return nil, self.gone
   end
   while status == 0 do
@@ -100,7 +100,7 @@ function Link:ask(request)
     end
   end
   if status == C.ENG_ERR_INTERRUPTED then
-    return nil, "given up: the run has not answered yet; it answers between two steps"
+    return nil, "stopped waiting: the run has not answered yet; it answers between two steps"
   end
   self.gone = ENDED
   return nil, self.gone

@@ -65,7 +65,8 @@ end
 
 -- ------------------------------------------------------------------ the script
 
--- What the script gives to engine.config: defaults, texts, ranges. Runs it up to there.
+-- What the script passes to engine.config: defaults, texts, ranges. Runs the script up to that
+-- call.
 local function settings_of(script, settings)
   local engine = require "engine"
   local chunk, problem = loadfile(script)
@@ -107,7 +108,7 @@ local function check_script(contest)
   for _, policy in ipairs(contest.policies) do
     words[#contest.settings + 2] = nil
     parse(defaults, { "policy=" .. policy, unpack(words) }, docs, kinds)
-    -- a script may have policies of its own names
+    -- a script may register policies under its own names
     local good, loaded = pcall(load, policy)
     contest.sources[policy] = good and loaded.source or nil
   end
@@ -184,7 +185,7 @@ local function progress_of(contest, waiting)
   local bar = require("engine.run.progress").new { stream = io.stderr,
     columns = machine.terminal(2) or false }
   local began, ended, total = machine.clock(), 0, #waiting
-  local before = {}                    -- the share of a resumed run that was made earlier
+  local before = {}                    -- the fraction of a resumed run that was done earlier
   local progress = require("engine.run.contest").progress
   for _, run in ipairs(waiting) do before[run] = progress(run) end
   local function left(running)
@@ -229,9 +230,9 @@ local function progress_of(contest, waiting)
   return self
 end
 
-local POLL, LIVE = 0.05, 1     -- seconds between looks, and between live lines
+local POLL, LIVE = 0.05, 1     -- seconds between polls, and between live lines
 
--- Makes the runs that are missing; false if a signal ended it.
+-- Runs what is missing; false if a signal ended it.
 local function make_runs(contest)
   local C = require("engine.base.ffi").C
   local waiting, running, count, at = {}, {}, 0, 1

@@ -1,8 +1,8 @@
 -- The process in which `engine replay --verify` runs a recorded job again under another policy:
 --   engine -e 'require("engine.cli.live")("JOB.json")'
--- The script runs as it did, but its trainer of the recorded name gets the policy, the checkpoint
--- and the number of steps of the job (run/verify.lua), and writes to the job's own folder. Other
--- trainers write no run. The process ends after that trainer's run.
+-- The script runs as before, but its trainer with the name of the recorded run gets the policy, the
+-- checkpoint and the number of steps of the job (run/verify.lua), and writes to the job's folder.
+-- Other trainers write no run. The process ends after that trainer's run.
 local engine = require "engine"
 local files = require "engine.base.file"
 local json = require "engine.base.json"
@@ -19,7 +19,7 @@ local function options_of(given, job)
 end
 
 -- The trainer of the job: its run ends this process, and it writes only the checkpoints that are
--- due, which a policy may return to.
+-- due, because a policy may return to them.
 local function prepare(trainer, job)
   if job.state then trainer.policy:restore(job.state) end
   local run_files, run = trainer.run_files, trainer.run

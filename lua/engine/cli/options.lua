@@ -112,7 +112,7 @@ function M.command(spec)
   end }
 end
 
---- Writes what a command left out, a line each, to stderr.
+--- Writes notes about what a command left out to stderr, one per line.
 function M.note(command, notes)
   for _, note in ipairs(notes) do
     io.stderr:write(("engine %s: %s\n"):format(command, require("engine.base.show").shown(note)))

@@ -27,7 +27,7 @@ and 3 is the estimate (lua/engine/run/counterfactual.lua has the rules).
 
   skipped      steps without an update, and their share
   underflow    share of the nonzero gradients that lose bits or vanish
-  mass lost    share of the gradients' sum of magnitudes that underflow takes
+  mass lost    share of the gradients' sum of magnitudes lost to underflow
   log2 scale   mean over the steps
   recovers in  mean steps from a backoff until the scale is back
   exact        share of the verdicts that are exact
@@ -42,9 +42,9 @@ run differ. The live run begins at the newest checkpoint before the first verdic
 differs from the run's, with the policy's state of the replay; without one, it begins at the start.
 It writes to a folder of its own; the recorded run is not touched.
 
---steps N      steps to make, at most as many as are recorded (100)
+--steps N      steps to run, at most the recorded ones (100)
 --from STEP    begin at the newest checkpoint up to this step
---tolerance X  relative difference of loss, amax and norm that counts as none (0.01)
+--tolerance X  relative difference of loss, amax and norm to ignore (0.01)
 --script FILE  the script, if it has moved or the history does not name it
 --keep FOLDER  keep the live run, in FOLDER/run
 

@@ -1,6 +1,6 @@
 -- engine replay RUN --policy P --verify: runs the job live and shows where the replay and the live
--- run differ. run/verify.lua plans and compares; here are the process, the progress line, the
--- words.
+-- run differ. run/verify.lua plans and compares; this file starts the process and prints progress
+-- and results.
 local files = require "engine.base.file"
 local history = require "engine.run.history"
 local json = require "engine.base.json"
@@ -16,7 +16,7 @@ local M = {}
 -- Exit statuses.
 local AGREE, FAILED, DIFFER, INTERRUPTED = 0, 1, 2, 130
 
-local POLL, LIVE, PATIENCE = 0.05, 1, 10     -- seconds: between looks, live lines, signals
+local POLL, LIVE, PATIENCE = 0.05, 1, 10     -- seconds between polls, live lines, signals
 
 -- ------------------------------------------------------------------ the live run
 

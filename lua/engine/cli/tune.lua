@@ -17,8 +17,8 @@ two. The search is deterministic.
   engine tune runs/a --policy deepspeed --over scale_window=50..2000 hysteresis=1,2,4
 
 --over      name=from..to, or name=a,b,c for single values; more ranges may follow it
---objective elements  gradient elements lost: all of a step without an update, otherwise those that
-                      lose bits or vanish (the default)
+--objective elements  gradient elements that lose bits or vanish; a step without an update loses all
+                      of them (the default)
             mass      the same for the gradients' sum of magnitudes
             skipped   steps without an update; the only objective for strings of verdicts
 

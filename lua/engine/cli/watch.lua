@@ -86,7 +86,7 @@ local function refresh(path, names, state)
   return how ~= "running" and ended or nil
 end
 
--- The run's path; nil while it does not exist, which a line says once.
+-- The run's path; nil while it does not exist, which is reported once.
 local function find(word, state)
   local good, path = pcall(require("engine.run.runs").find, word)
   if good then return path end

@@ -9,7 +9,6 @@
 --             experts among the ranks that hold the same ones
 -- Each rank sends one message of three numbers. Only if these numbers differ do the ranks exchange
 -- the checksum of each value, to name the first value that differs and the ranks.
--- checksum of each value, to name the first one that differs and the ranks.
 --
 -- Called by the loop (train/loop.lua) and by Run:save (run/run.lua), on all ranks between two
 -- steps. Owned by the trainer.
@@ -92,8 +91,8 @@ end
 
 -- ------------------------------------------------------------------ comparing
 
--- This rank's checksums in a message: [0] over what all ranks hold, [1] over what only some ranks
--- hold, this one among them, [2] the number of items.
+-- This rank's checksums in a message: [0] over what all ranks hold, [1] over what this rank and
+-- only some others hold, [2] the number of items.
 local function summary(list, sums)
   local parts, n = { ffi.new("uint64_t[?]", #list), ffi.new("uint64_t[?]", #list) }, { 0, 0 }
   for i, item in ipairs(list) do

@@ -29,8 +29,8 @@ end
 
 -- The doc comment of the function `name`: above the line that creates its class (class("linear")),
 -- that registers it (define("cosine", ...)) or that exports it (M.backward = backward); else above
--- its definition, or above the loop that defines several functions. From a comment that lists
--- functions in two columns, the function's line is taken.
+-- its definition, or above the loop that defines several functions. If the comment lists functions
+-- in two columns, only the function's line is used.
 local function text_of(at, name)
   local lines, line, options = source.lines(at.path), at.line, nil
   for i, candidate in ipairs(lines) do
@@ -108,7 +108,7 @@ function M.read(engine, add)
       table.insert(known[f].names, name)
       return
     end
-    local text = text_of(at, name:match("[^.:]+$"))   -- sets `at` to the text's place
+    local text = text_of(at, name:match("[^.:]+$"))   -- sets `at` to the text's position
     known[f] = { name = name, names = { name }, kind = "Lua function", area = area,
       signature = signature, text = text, where = ("%s:%d"):format(at.path, at.line) }
     add(known[f])

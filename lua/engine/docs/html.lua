@@ -87,8 +87,8 @@ local function areas_of(index)
   return list
 end
 
---- Writes the pages into a folder; returns a list of warnings: entries without documentation, links
---- that lead nowhere.
+--- Writes the pages into a folder; returns a list of warnings: entries without documentation,
+--- broken links.
 function M.write(index, folder)
   M_ffi.check(C.eng_file_mkdir(folder))
   local warnings, links, anchors, pending = {}, {}, {}, {}
@@ -130,7 +130,7 @@ function M.write(index, folder)
     end
   end
 
-  -- Guides are in the order of the table in docs/README.md, and that page is the first.
+  -- Guides are in the order of the table in docs/README.md, which is the first page.
   local contents = file.read(source.path "docs/README.md")
   local function place(entry)
     return contents:find(entry.where:match("([^/]*/?[^/]*):%d+$"):gsub("^docs/", ""), 1, true) or 0

@@ -68,7 +68,7 @@ end
 
 local function last_part(name) return name:match("([^.:]+)$") or name end
 
--- Names that differ in case, spaces, '-' and '_' alone are equal in this form.
+-- A name without case, spaces, '-' and '_'.
 local function plain(name) return (name:lower():gsub("[ _]", "-")) end
 
 local function search(list, name)

@@ -63,7 +63,7 @@ local function inline(text, links)
   return linked(html, links)
 end
 
---- The text of a comment: paragraphs, and indented lines as they are.
+--- The text of a comment as HTML: paragraphs, and indented lines verbatim.
 function M.prose(text, links)
   local html = {}
   for _, block in ipairs(source.blocks(text)) do

@@ -21,7 +21,7 @@ local function factored(p, ctx, weight)
 end
 
 return {
-  doc = "Adafactor: the second moment of a matrix as one row and one column.",
+  doc = "Adafactor: keeps the second moment of a matrix as one row and one column.",
   defaults = { lr = 1e-2, beta2_decay = -0.8, eps1 = 2 ^ -23, eps2 = 1e-3, d = 1,
     weight_decay = 0 },
   buffers = { row = with_one(-1), column = with_one(-2),

@@ -1,6 +1,6 @@
--- LAMB (You et al. 2020, arXiv 1904.00962, version 3): the step of Adam, without bias correction
--- and with the decay added to it, is scaled to the norm of the tensor's weights. `limit` is the
--- largest norm of weights that counts. Called through engine.optim.lamb.
+-- LAMB (You et al. 2020, arXiv 1904.00962, version 3): Adam's step without bias correction, plus
+-- weight decay, scaled to the norm of the tensor's weights. `limit` caps that norm. Called through
+-- engine.optim.lamb.
 local steps = require "engine.optim.steps"
 
 return {

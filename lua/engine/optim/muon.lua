@@ -1,10 +1,10 @@
 -- Muon (Keller Jordan et al. 2024, kellerjordan.github.io/posts/muon): momentum, made orthogonal by
--- Newton-Schulz steps. The rules and defaults are those of torch.optim.Muon 2.15. Matrices take it;
--- parameters of another number of dimensions, embeddings, and groups with adamw = true take AdamW
--- at the rate lr * adamw_lr_mul. Called through engine.optim.muon.
+-- Newton-Schulz steps. The rules and defaults are those of torch.optim.Muon 2.15. It updates
+-- matrices; AdamW updates all other parameters, embeddings, and groups with adamw = true, at the
+-- rate lr * adamw_lr_mul. Called through engine.optim.muon.
 local steps = require "engine.optim.steps"
 
--- Factors on the rate of a matrix [rows x columns].
+-- Learning-rate factors of a matrix [rows x columns].
 local ADJUST = {
   original = function(rows, columns) return math.sqrt(math.max(1, rows / columns)) end,
   match_rms_adamw = function(rows, columns) return 0.2 * math.sqrt(math.max(rows, columns)) end,
@@ -20,8 +20,8 @@ local function if_adamw(shape, p, options)
   return not by_muon(shape, p, options) and shape or nil
 end
 
--- The nearest semi-orthogonal matrix to g [n x m], roughly: every singular value goes to about 1.
--- The products run in ns_dtype, sums of products in f32.
+-- Approximates the semi-orthogonal matrix nearest to g [n x m]: every singular value becomes about
+-- 1. Products run in ns_dtype and accumulate in f32.
 local function orthogonal(g, ctx)
   local dtype, tall = ctx.ns_dtype, g:size(1) > g:size(2)
   local x = g:to(dtype)

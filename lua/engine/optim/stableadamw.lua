@@ -1,9 +1,9 @@
--- StableAdamW (Wortsman et al. 2023, arXiv 2304.13013): AdamW whose rate is divided by the RMS of
--- g / sqrt(v) over a tensor where that is above 1. Rules and defaults are those of optimi 0.3.3,
--- whose bias correction is in the betas. Called through engine.optim.stableadamw.
+-- StableAdamW (Wortsman et al. 2023, arXiv 2304.13013): AdamW whose learning rate for a tensor is
+-- divided by the RMS of g / sqrt(v) if that exceeds 1. Rules and defaults are those of optimi
+-- 0.3.3, which puts the bias correction into the betas. Called through engine.optim.stableadamw.
 local steps = require "engine.optim.steps"
 
--- beta with the bias correction of update t: the moment is an average of what was seen so far.
+-- beta with the bias correction of update t, so that the moment is an average of the values so far.
 local function debiased(beta, t) return (beta ^ t - beta) / (beta ^ t - 1) end
 
 return {

@@ -1,5 +1,5 @@
--- Steps that optimizers share. The order of operations is that of PyTorch's, so that results agree
--- to rounding. Called by the files of this folder.
+-- Steps that optimizers share. The order of operations is PyTorch's, so that results agree up to
+-- rounding. Called by the files of this folder.
 local M = {}
 
 --- a + w (b - a), computed from the nearer end, as torch.lerp does.
@@ -11,8 +11,8 @@ end
 --- The second moment: beta v + (1 - beta) g^2.
 function M.second(v, g, beta) return v * beta + g * g * (1 - beta) end
 
---- One step of AdamW (Loshchilov and Hutter 2019) on p with the buffers moment1 and moment2, as the
---- core's adamw; `lr`: its learning rate.
+--- One step of AdamW (Loshchilov and Hutter 2019) on p with the buffers moment1 and moment2, like
+--- the core's adamw; `lr`: its learning rate.
 function M.adamw(p, ctx, lr)
   local t = ctx.t
   p.moment1 = M.lerp(p.moment1, p.grad, 1 - ctx.beta1)
@@ -21,7 +21,7 @@ function M.adamw(p, ctx, lr)
   p.weight = p.weight * (1 - lr * ctx.weight_decay) - p.moment1 * (lr / (1 - ctx.beta1 ^ t)) / size
 end
 
---- The root of the mean square of x, a tensor of one element.
+--- The root mean square of x, as a tensor of one element.
 function M.rms(x) return (x * x):mean():sqrt() end
 
 return M

@@ -3,25 +3,25 @@
 --   chart.body { title =, c = curves.read(...), span = 1000,
 --     series = { { name = "loss", column = "loss" } },
 --     log = 2, height = 180, limits = { { 65504, "f16 ends" } }, marks = marks.read(h, c) }
--- A series is a line of mean values in a band from least to largest, which is drawn where a column
--- holds several steps, or with `band`. `points` instead of a column: { { step, value } ... }, each
--- holding until the next. `join`: the line bridges missing values. Each series has its own colour
--- and dashes; `style` chooses those of another number.
--- Shapes have x coordinates from 0 to `span`, which a page stretches to its width. Texts have
--- percentages instead, so that they keep their size. Called by report.lua, report_heat.lua,
+-- A series is a line of means in a band from the smallest to the largest value. The band is drawn
+-- where a column holds several steps, or with `band`. `points` instead of a column: { { step, value
+-- } ... }, each holding until the next. `join`: the line bridges missing values. Each series has
+-- its own colour and dashes; `style` selects those of another series by number.
+-- Shapes have x coordinates from 0 to `span`, which a page stretches to its width. Texts are placed
+-- by percentages instead, so that they keep their size. Called by report.lua, report_heat.lua,
 -- report/contest.lua and cli/plot.lua.
 local show = require "engine.base.show"
 local plot = require "engine.report.plot"
 
 local M = {}
 
--- Pixels around a panel. Above it are the name of its y axis and the words of its marks, below it
+-- Margins of a panel in pixels. Above it are the y axis's name and the labels of marks, below it
 -- the steps.
 M.left, M.right, M.bottom = 92, 14, 40
 local TOP, WORDS = 28, 16
 M.span = 1000
-local NARROW = 230              -- pixels across a panel on a telephone
-local GLYPH = 6.6               -- pixels of a character
+local NARROW = 230              -- width of a panel on a phone, pixels
+local GLYPH = 6.6               -- width of a character, pixels
 
 -- Replaces the characters that HTML reserves by entities.
 function M.entities(text)
@@ -63,7 +63,8 @@ function M.scale(x)
   return M.number(x)
 end
 
--- Ticks { value, text } of an axis from low to high. With `log`, a base, both are logarithms.
+-- Ticks { value, text } of an axis from low to high. With `log` (a base), low and high are
+-- logarithms.
 local function ticks(low, high, log, n)
   local list = {}
   if log and high - low < 1.2 then  -- less than one power: ticks at the numbers themselves
@@ -94,7 +95,7 @@ end
 local function f(x) return (("%.1f"):format(x):gsub("%.0$", "")) end
 
 --- The axis of steps of a run, as { first, last, span, place = function(step) -> 0 to span }. A
---- single step is in the middle. Positions may have names (c.places) and be other things than steps
+--- single step is in the middle. Positions may have names (c.places) and a unit other than steps
 --- (c.unit).
 function M.axis(c, span)
   local first, last = c.first or 0, c.last or 1
@@ -107,7 +108,7 @@ function M.axis(c, span)
   return axis
 end
 
---- A text at `x` of 0 to 1 and `y` pixels of a panel, moved by dx, dy pixels.
+--- A text at x (0 to 1) and y (pixels) in a panel, moved by dx, dy pixels.
 function M.text(class, x, y, dx, dy, anchor, text)
   return ('<text class="%s" x="%s%%" y="%s" dx="%s" dy="%s" text-anchor="%s">%s</text>'):format(
     class, f(100 * x), f(y), f(dx), f(dy), anchor, text)
@@ -146,7 +147,7 @@ function M.area(span, height, paths, texts, place, behind)
     f(height), f(height), paths, texts)
 end
 
--- A value in the units of an axis; nil if it is not on a logarithmic one.
+-- A value in the units of an axis; nil if a logarithmic axis cannot show it.
 local function scaled(x, log)
   if not log or not x then return x end
   return x > 0 and math.log(x) / math.log(log) or nil
@@ -246,8 +247,9 @@ end
 
 local TICKS = { overflow = "M%s %sv-8", skip = "M%s %sv-5", checkpoint = "M%s 0v6" }
 
--- The marks of a panel: ticks at its lower or upper edge, and lines with a word above where there
--- is room for it, on a narrow page or only on a wide one ("wide"). Returns true with lines.
+-- Draws the marks of a panel: ticks at its lower or upper edge, and lines, labelled where there is
+-- room. A label that fits only on a wide page has the class "wide". Returns true if there are
+-- lines.
 local function draw_marks(list, axis, height, paths, texts)
   local lines = {}
   for _, m in ipairs(list or {}) do
@@ -270,7 +272,7 @@ local function draw_marks(list, axis, height, paths, texts)
     local x, size = axis.place(line[1]) / axis.span, #line[2] * GLYPH + 8
     paths[#paths + 1] = ('<path class="event" d="M%s 0V%s"><title>%s</title></path>'):format(
       f(x * axis.span), f(height), escape(line[3]))
-    local left = x * NARROW + size > NARROW  -- the word is left of its line
+    local left = x * NARROW + size > NARROW  -- the label is left of its line
     local function fits(i, width)
       local from = x * width - (left and size or 0)
       if from < ends[i] then return false end
@@ -310,7 +312,7 @@ function M.body(o)
       texts[#texts + 1] = M.text("limit", 1, y, -4, y < 14 and 13 or -4, "end", escape(limit[2]))
     end
   end
-  -- Later series of points are thinner, so that an earlier one shows where values are equal.
+  -- Later series of points are thinner, so that earlier ones remain visible where values are equal.
   for i, s in ipairs(o.series) do
     local style = M.style_of(s.style or i)
     local thin = ('style="stroke-width:%s"'):format(f(#o.series > 2 and i > 1 and s.points
@@ -396,7 +398,7 @@ text.limit,text.event{paint-order:stroke;stroke:var(--card,var(--back));stroke-w
 stroke-dasharray:none;stroke-linejoin:round}
 @media(max-width:600px){text.wide{display:none}}]]
 
--- The colours of Okabe and Ito, which readers who do not see red and green apart can distinguish;
+-- The colours of Okabe and Ito, which remain distinguishable with red-green colour blindness;
 -- darker on light pages, so that lines have a contrast of 3:1 and texts one of 4.5:1.
 M.light = [[--back:#fff;--text:#1d2433;--muted:#5c6576;--grid:#eceff4;--axis:#8a93a3;--bad:#c4261a;
 --event:#6d4aed;

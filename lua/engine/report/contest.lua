@@ -10,7 +10,7 @@ local views = require "engine.report.views"
 
 local M = {}
 
--- The heads of the columns, in text and in LaTeX, and the factor to the unit that they show.
+-- Column headings in text and in LaTeX, and the factor that converts to the displayed unit.
 local HEAD = { loss = { "loss" }, held_out = { "held-out loss" }, skipped = { "skipped" },
   overflows = { "overflows" }, underflow = { "underflow %", "underflow \\%", factor = 100 },
   seconds = { "seconds" } }
@@ -38,7 +38,7 @@ local function difference(d, factor)
   if d.n == 1 then return { ("%+.3g"):format(mean), "-", "one pair: no interval" } end
   local low, high = d.low * factor, d.high * factor
   local form = "%+.4g"
-  if high > low then        -- two digits of half the interval
+  if high > low then        -- two digits of the half-width
     local places = 1 - math.floor(math.log10((high - low) / 2))
     form = "%+." .. math.max(0, math.min(9, places)) .. "f"
   end
@@ -81,7 +81,7 @@ local function add_failures(lines, row)
   end
 end
 
---- The tables, and the reasons of runs that failed.
+--- The tables, and why runs failed.
 function M.text(contest, results)
   local heads = { "policy", "finished" }
   for _, name in ipairs(contests.NAMES) do heads[#heads + 1] = HEAD[name][1] end
@@ -192,7 +192,7 @@ end
 
 -- ------------------------------------------------------------------ figures
 
-local POINTS = 150      -- more show the noise of single batches
+local POINTS = 150      -- more would show the noise of single batches
 local NAMES, MEANS = { "loss", "scale" }, { "mean and standard deviation", "geometric mean" }
 
 -- Panels of loss and loss scale over the steps, a curve for each policy. nil without a run that is

@@ -18,7 +18,7 @@ local COLUMNS = {
 }
 
 -- Calls visit(row, signals) for each step, oldest first. first_bad is a parameter's name, or nil;
--- signals: current values by name, logs among them as "log.NAME".
+-- signals: current values by name, including logs as "log.NAME".
 local function each_step(h, visit)
   local parts = {}
   for i, column in ipairs(COLUMNS) do parts[i] = "s." .. column[1] end
@@ -78,9 +78,10 @@ local function csv_text(text)
 end
 M.csv_text = csv_text
 
---- CSV (RFC 4180): a header and a line for each step. nan, inf and -inf as Python and pandas read
---- them; a missing value is empty. A signal is a column signals.NAME, a log log.NAME; a meter of an
---- FP8 layer is a column fp8.LAYER:ROLE.NAME, filled at the steps that measured it.
+--- CSV (RFC 4180): a header and a line for each step. nan, inf and -inf are spelled as Python and
+--- pandas read them; a missing value is empty. A signal has the column signals.NAME, a log the
+--- column log.NAME, and a meter of an FP8 layer the column fp8.LAYER:ROLE.NAME, filled at measured
+--- steps.
 function M.csv(h, path)
   return to_file(path, function(put)
     local names = {}
@@ -156,9 +157,9 @@ end
 
 local HISTOGRAMS = 200           -- for each layer, at most
 
---- Event files for TensorBoard: numbers of each step (or of each `every`-th and all overflows),
---- histograms of the layers' stored gradients for the steps with statistics, and policies, settings
---- and events as text. Returns the number of steps and the path.
+--- Event files for TensorBoard: numbers of each step (or of every `every`-th step and all
+--- overflows), histograms of the layers' stored gradients for the steps with statistics, and
+--- policies, settings and events as text. Returns the number of steps and the path.
 function M.tensorboard(h, dir, options)
   local every = options and options.every or 1
   local tensorboard, layers = require "engine.run.tensorboard", require "engine.report.layers"

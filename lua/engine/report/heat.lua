@@ -13,7 +13,7 @@ local M = {}
 local SHADES = { "·", "░", "▒", "▓", "█" }
 local ASCII = { ".", ":", "-", "=", "+", "*", "#", "%", "@" }
 -- Colours of the 256-colour palette, cold to hot, near viridis: the brightness rises throughout, so
--- that the map reads without colour vision. Inf and nan have a mark besides their colour.
+-- that the map is readable without colour vision. Inf and nan have a mark besides their colour.
 local RAMP = { 53, 54, 60, 24, 30, 36, 72, 71, 77, 113, 149, 148, 184, 220 }
 local BAD = 160
 

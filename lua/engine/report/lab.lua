@@ -10,7 +10,7 @@ local show = require "engine.base.show"
 
 local M = {}
 
---- Prints rows under column heads, aligned; the first column to the left.
+--- Prints rows under column headings; the first column is aligned to the left.
 function M.table(heads, rows)
   local texts = {}
   for i, row in ipairs { heads, unpack(rows) } do

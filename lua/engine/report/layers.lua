@@ -1,6 +1,6 @@
 -- The statistics of each layer in a history, from the rows per tensor that a run records at
--- intervals and at every overflow. A long run has too many rows to read, so each column of a
--- picture reads a few of its own.
+-- intervals and at every overflow. A long run has too many rows to read, so only a few are read for
+-- each column of a picture.
 --   local l = layers.read(history, { points = 120, only = "blocks.3" })
 --   l.names[k], l.x[i]      layers and columns; column i is the steps x[i] to x[i] + width - 1
 --   l.cells[k][i]           { amax, inf, nan, count, zeros, underflow, overflows, step, room } of
@@ -20,7 +20,7 @@ local C, ffi = M_ffi.C, M_ffi.ffi
 
 local M = {}
 
-local ROWS = 2                -- rows read for a column, and as many of those with overflow
+local ROWS = 2                -- rows read for a column, and as many again with overflow
 
 --- The groups of a history's parameters: the row number of each parameter id (from 0), and the
 --- rows' names. `only`: the tensors inside that layer, or those whose names contain this text, one

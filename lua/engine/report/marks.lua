@@ -10,7 +10,7 @@ local curves = require "engine.run.curves"
 
 local M = {}
 
--- Events that change how the run goes on: kind, name, symbol of the terminal.
+-- Events that change how the run goes on: kind, name, symbol in the terminal.
 local LINES = {
   { "swap", "policy swapped", "s" }, { "undo", "swap undone", "u" },
   { "swap_refused", "swap refused", "-" }, { "set", "setting changed", "=" },
@@ -27,7 +27,7 @@ local function add(list, mark)
   return list
 end
 
---- The overflows of curves.read's or compare.read's result as a list of one mark, or of none.
+--- The overflows of curves.read's or compare.read's result as a list of one mark, or an empty list.
 function M.overflows(c, name)
   local at, count = curves.marks(c)
   return add({}, { kind = "overflow", name = name or "overflow", symbol = "x", at = at,

@@ -16,7 +16,7 @@
 --   marked   further marks, a row for each: { { name =, symbol = "s", at = { x ... }, count = } }
 --   x_name   the name of the x axis: "step"
 --   width, height   in characters; by default the width of the terminal, and 12
---   ascii    true: * instead of braille (by default where the terminal shows ASCII alone)
+--   ascii    true: * instead of braille (by default where the terminal shows only ASCII)
 -- Inf and NaN do not fit on an axis: they are left out and counted in the title.
 local machine = require "engine.base.machine"
 local show = require "engine.base.show"
@@ -100,7 +100,7 @@ end
 
 -- The dash styles: how many dots are set, then how many are left out.
 local DASHES = { { 1, 0 }, { 6, 3 }, { 2, 2 }, { 10, 3 }, { 4, 4 }, { 1, 2 } }
-local EDGE = { 1, 4 }                -- the edges of a band
+local EDGE = { 1, 4 }                -- of the edges of a band
 
 -- Sets the dots of a curve in a grid of `columns` x `rows` characters: grid[row][column] = bits.
 local function rasterise(points, columns, rows, x_low, x_high, y_low, y_high, dash)
@@ -149,7 +149,7 @@ end
 -- Colours of the 256-colour palette: near those of chart.lua, readable on light and dark terminals.
 local COLOURS = { 32, 172, 36, 169, 136, 245 }
 
---- The colour and the dashes, 1 to 6 each, of curve i. 36 curves differ.
+--- The colour and the dashes, 1 to 6 each, of curve i. 36 combinations.
 function plot.style(i)
   local turn = math.floor((i - 1) / 6)
   return (i - 1) % 6 + 1, (i - 1 + turn) % 6 + 1
@@ -186,7 +186,7 @@ local function merged(curves, grids, edges, colour)
   return grid
 end
 
--- Whether curves have colours here; letters otherwise.
+-- Whether curves are drawn in colour; otherwise as letters.
 local function in_colour() return require("engine.report.heat").style() == "colour" end
 
 --- The legend of `curves`: a line for each, with its sample and its name.
@@ -234,8 +234,8 @@ local function x_text(x, span)
   return number_text(x)
 end
 
--- The first, middle and last x; a middle between two steps is left out. One x: its number, in the
--- middle.
+-- Labels of the first, middle and last x. The middle is left out if it is between two steps. A
+-- single x has its label in the middle.
 local function x_axis(columns, x_low, x_high, one, name)
   local span = x_high - x_low
   local prefix = name and name .. " " or ""
@@ -282,7 +282,7 @@ function plot.draw(options)
     strokes[k], left_out = points_of(options, curve.y, curve.stroke)
     edges[k] = points_of(options, curve.low or {})
     local upper = points_of(options, curve.high or {})
-    for i = #upper, 1, -1 do edges[k][#edges[k] + 1] = upper[i] end     -- there and back
+    for i = #upper, 1, -1 do edges[k][#edges[k] + 1] = upper[i] end     -- closes the outline
     for _, list in ipairs { strokes[k], edges[k] } do
       for _, point in ipairs(list) do points[#points + 1] = point end
     end

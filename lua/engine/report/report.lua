@@ -60,7 +60,7 @@ local function same_points(a, b)
   return true
 end
 
--- The shadows; `same`: the first shadow whose scales are the same at every step.
+-- The shadows; `same`: an earlier shadow with the same scale at every step.
 local function shadows_of(h, axis)
   local list = {}
   for i, s in ipairs(h:shadows()) do
@@ -231,7 +231,7 @@ local function curve_sections(h, info, l)
       ("Times the loss scale, as stored in %s."):format(escape(l.formats_text)),
       curve("stored", { log = 2, height = 150, limits = top, name = "magnitude" })),
     last = ((underflow or 0) > 0 and section("Gradients that lose bits",
-      "The share below the smallest normal number of their format. A gap is a step without any.",
+      "The share below the smallest normal number of their format. Gaps are steps without any.",
       curve("underflow", { log = 10, height = 110, name = "share of all gradients" })) or "") ..
       section("Gradient norm", "Of the true gradients, without the loss scale.",
       curve("norm", { log = 10, height = 130 })) ..
@@ -250,7 +250,7 @@ local function curve_sections(h, info, l)
     events = with_length(lines, #lines), shadows = shadow_data }), c, axis, shadows
 end
 
---- The page as text. A run without steps has its ending, events and settings.
+--- The page as text. For a run without steps, it has only the ending, events and settings.
 function M.html(h, path)
   local info = require("engine.run.runs").info(path, h)
   if info.problem then error(info.problem, 0) end

@@ -1,5 +1,5 @@
 -- Several runs as one self-contained HTML page: a table of how they differ and how they ended, and
--- their curves over each other. It looks and behaves as a run's own page (report.lua).
+-- their curves in one picture. It looks and behaves like the page of a run (report.lua).
 --   local html = require("engine.report.report_compare").html(compare.open { "a", "b" }, folder)
 -- folder: where the page will be, for its links. Called by `engine report`.
 local chart = require "engine.report.chart"
@@ -125,7 +125,7 @@ local function curve_sections(list)
     shadows = {} }), c
 end
 
---- See the top of the file. Also returns what was left out, a line each.
+--- See the top of the file. Also returns notes about what was left out, one per line.
 function M.html(list, folder)
   local names = {}
   for i, run in ipairs(list) do names[i], run.number = run.name, i end

@@ -5,9 +5,9 @@ local M = {}
 local COLUMNS, WORST = 160, 12
 
 --- Meters of a history along an axis of steps { first, last }: { rows = { name =, cells = {
---- [column] = row } }, steps = the step that each column shows, starts = where it starts, width =
---- its steps, at least those from one measurement to the next, worst = rows by their lowest SNR,
---- low, high = dB }. nil without meters.
+--- [column] = row } }, steps = the step that each column shows, starts = the first step of each
+--- column, width = steps per column (at least the steps between two measurements), worst = rows by
+--- their lowest SNR, low, high = dB }. nil without meters.
 function M.read(h, axis)
   if not h:has "fp8" then return nil end
   local first = math.ceil(axis.first)

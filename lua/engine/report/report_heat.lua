@@ -1,5 +1,5 @@
 -- The report's heat maps: layers over the steps, layers by exponent, exponents over the steps, FP8
--- layers over the steps. A column spans exactly the steps that it stands for. Where nothing was
+-- layers over the steps. A column spans exactly the steps that it represents. Where nothing was
 -- recorded, the hatched background shows. Each function returns HTML and the data for the script
 -- (report_page.lua). Used by report.lua.
 local chart = require "engine.report.chart"
@@ -10,12 +10,12 @@ local views = require "engine.report.views"
 local M = {}
 
 M.columns = 160
-local LEVELS = 14               -- of opacity, for shares
+local LEVELS = 14               -- levels of opacity for shares
 local TOP, BOTTOM = 6, 40
 local escape, power, log2, with_length = chart.escape, chart.power, html.log2, html.with_length
 
--- Viridis without its darkest tenth. The brightness rises throughout, so that the map reads without
--- colour vision.
+-- Viridis without its darkest tenth. The brightness rises throughout, so that the map is readable
+-- without colour vision.
 local RAMP = { "#471d6e", "#45327d", "#3f4687", "#38588b", "#306a8e", "#2a7a8e", "#248a8d",
   "#209a8a", "#29a982", "#37b878", "#59c664", "#7ed24e", "#a8db33", "#d2e229", "#fde725" }
 M.ramp = RAMP
@@ -103,7 +103,7 @@ local function map(o, data)
       behind)), data
 end
 
--- One path for each key of `lists`, 1 to n, of its cells; `form` makes the path.
+-- The paths of the lists of cells lists[1..n]; form(key, path) makes the element.
 local function paths_of(lists, n, form, columns, row)
   local out = {}
   for key = 1, n do
@@ -195,8 +195,8 @@ local function levels_legend(list)
   return legend("0.00001 %", parts, "100 %", list)
 end
 
--- The lines that limit a format, where an axis of exponents from least to most has them. visit(e,
--- text): the line is below the exponent e.
+-- Calls visit(e, text) for each limit of a format within the exponents least..most; its line is
+-- drawn below the exponent e.
 local function each_limit(format, least, most, visit)
   for _, limit in ipairs { { format.normal, format.name .. "'s smallest normal number" },
     { format.top + 1, format.name .. " ends" } } do
@@ -234,7 +234,7 @@ function M.layers_by_exponent(l)
   end
   each_limit(l.format, least, most, function(e, text)
     local x, anchor = (e - least) / n, "end"
-    if e == l.format.normal then              -- words left of their line need room there
+    if e == l.format.normal then              -- labels left of their line need room there
       anchor = x > 0.4 and "end" or "start"
       text = x > 0.4 and "loses bits ←" or "← loses bits"
     end
@@ -302,7 +302,7 @@ function M.exponents_over_time(h, l, axis)
     { steps = steps, least = least, most = most })
 end
 
---- FP8 layers over the measured steps, by signal to noise. m: from report_fp8.read.
+--- FP8 layers over the measured steps, by SNR. m: from report_fp8.read.
 function M.fp8_over_time(m, axis)
   local names = {}
   for k, r in ipairs(m.rows) do names[k] = r.name end

@@ -25,8 +25,8 @@ function M.with_length(list, n)
   return list
 end
 
---- `data`, completed for the script by what it needs to know of curves: those of c (of curves.read
---- or compare.read) called `names`, along an axis of chart.lua.
+--- Adds to the script's `data` the curves of c (from curves.read or compare.read) called `names`,
+--- along an axis of chart.lua.
 function M.curve_data(c, axis, names, data)
   data.first, data.last, data.end_step = axis.first, axis.last, c.last
   data.left, data.right = chart.left, chart.right
@@ -41,7 +41,7 @@ function M.curve_data(c, axis, names, data)
   return data
 end
 
---- A text of at most `most` bytes; of a longer one its end.
+--- A text, or the last `most` bytes of a longer one.
 function M.shortened(text, most)
   return #text > most and "…" .. text:sub(-(most - 1)) or text
 end

@@ -38,7 +38,7 @@ function M.curve(c, name, options)
   last = v.at_end or last
   local log = curves.log_of(metric, options.log)
   local least, most = curves.range(c, name)
-  if log and (most or 0) <= 0 then log = nil end  -- nothing is positive, as underflow in bf16
+  if log and (most or 0) <= 0 then log = nil end  -- nothing is positive: underflow in bf16
   local title = metric.title
   local function text(x)
     return metric.log == 2 and x >= 1 and show.scale(x) or plot.number_text(x)
@@ -89,7 +89,7 @@ function M.write(title, panels, options)
   return text_of(table.concat(written, "\n"), { files = written })
 end
 
---- The panels of several curves in the terminal, with one legend; marks under the last one.
+--- The panels of several curves in the terminal, with one legend; marks are below the last panel.
 function M.drawn(panels, width, height)
   local parts, legend = {}, {}
   for i, panel in ipairs(panels) do
@@ -172,7 +172,7 @@ end
 
 -- ------------------------------------------------------------------ heat maps
 
-local FEWEST_SHARE = 1e-7        -- share of a layer's elements that is still visible
+local FEWEST_SHARE = 1e-7        -- the smallest visible share of a layer's elements
 
 -- A layer over all columns: largest stored magnitude, `room` (bits from there to the top of its
 -- format), columns with inf or nan, numbers of elements, zeros and subnormals.
@@ -230,7 +230,7 @@ end
 
 local function most_label(width) return math.max(8, math.min(40, math.floor(width / 3))) end
 
--- A layer's name, and its formats if these are not the caption's and there is room.
+-- A layer's name, and its formats if they differ from the caption's and there is room.
 local function labelled(l, k, width)
   local text = ("%s (%s)"):format(l.names[k], l.formats[k])
   return (l.formats[k] == l.format.name or #text > most_label(width)) and l.names[k] or text

@@ -104,7 +104,7 @@ local function write_state(directory, step, format, files, state)
   check(C.eng_file_write(directory .. "/state.json", text, #text))
 end
 
--- A step saved again, after a resume at an earlier one, replaces the old checkpoint.
+-- A step saved again, after a resume at an earlier step, replaces the old checkpoint.
 local function put_in_place(temporary, final)
   if C.eng_file_kind(final) == 0 then
     check(C.eng_file_rename(temporary, final))

@@ -1,14 +1,14 @@
--- Several runs in one view: what tells them apart, and their curves on one grid of steps, run by
--- run or as the mean and the spread of groups.
+-- Several runs in one view: how they differ, and their curves on one grid of steps, run by run or
+-- as the mean and spread of groups.
 --   local list = compare.open { "runs/a", "runs/b" }     list.notes: what is left out and why
 --   list[i].name, .path, .history, .settings     settings: { [name] = text }
---   list[i].label                                "a: seed=1": its name, and what tells it apart
+--   list[i].label                                "a: seed=1": its name and how it differs
 --   list.differ                                  the names of the settings that are not the same
 --   local c = compare.read(list, { "loss", "scale" }, { points = 240, group = "policy" })
 --   c.x, c.width, c.first, c.last, c.first_step, c.overflows     as of curves.read, over all runs
 --   c.curves[k].label, .group                    a run, or a group (group: its list of runs)
 --   c.curves[k].column.loss                      the key of its curve; nil: it has none
---   c[key].mean[i], .min[i], .max[i]             a run's as of curves.read, a group's as of band
+--   c[key].mean[i], .min[i], .max[i]             a run: as in curves.read; a group: as in band
 --   c.notes                                      what is left out and why, a line each
 -- Used by cli/plot.lua, cli/report.lua, report/views.lua and report/report_compare.lua.
 local curves = require "engine.run.curves"
@@ -21,7 +21,7 @@ local M = {}
 
 -- Settings that name a run or say where its output goes: they never make runs different.
 local PLACES = { run = true, resume = true, log = true, tensorboard = true }
--- Facts of a run that are settings also where the script has no setting of that name.
+-- Facts of a run that count as settings even if the script has no setting of that name.
 local FACTS = { "policy", "precision", "optimizer", "device", "ranks" }
 -- The settings that a label prefers, then all others by name.
 local FIRST = { "policy", "seed", "lr", "precision" }
@@ -68,8 +68,8 @@ end
 
 local MOST = 40            -- characters of a value in a label
 
--- Sets the labels: each run's name, and the fewest settings that tell the runs apart as far as
--- settings do. A setting is added as long as it separates more runs.
+-- Sets the labels: each run's name, and a few settings that tell the runs apart. A setting is added
+-- only if it separates more runs.
 local function add_labels(list)
   list.differ = {}
   for _, key in ipairs(keys_of(list)) do
@@ -182,8 +182,8 @@ local function groups_of(list, key)
   return groups
 end
 
--- A run's curve on the grid of n columns from `start`; nil, the reason, and whether the run cannot
--- have one if it has none.
+-- A run's curve on the grid of n columns from `start`; Without one: nil, the reason, and whether
+-- the run can never have one.
 local function read_run(run, name, options, start, n)
   local good, c = pcall(curves.read, run.history, { name }, options)
   if not good then return nil, tostring(c), true end
@@ -198,7 +198,7 @@ local function read_run(run, name, options, start, n)
   return result
 end
 
--- First and last column with a value of any of the curves, or of `only`.
+-- The first and the last column in which any curve has a value.
 local function extent(list, n)
   local first, last
   for i = 1, n do

@@ -1,4 +1,4 @@
--- A contest: one script under several policies and seeds, each run a process of its own.
+-- A contest: one script under several policies and seeds, each run in its own process.
 --   runs/NAME/contest.json         the script, its settings, the policies' sources
 --   runs/NAME/POLICY-SEED/         a run; `output` is what it printed, `exit` its exit status
 -- This file starts the runs, tells which are done, and reads their numbers. `engine contest` is the
@@ -21,7 +21,7 @@ Contest.__index = Contest
 
 -- ------------------------------------------------------------------ the folder
 
--- What must not change between two starts, in words: the script, its settings, its threads.
+-- What must not change between two starts, as text: the script, its settings, its threads.
 local function job_text(job)
   local parts = { job.script, unpack(job.settings) }
   return table.concat(parts, " ") .. " threads=" .. job.threads
@@ -78,10 +78,10 @@ local function list_runs(self)
   return list
 end
 
---- Opens a contest's folder, made when missing. job: { path, script, source (its text), settings =
---- { "name=value" ... }, policies = { ... }, sources = { [policy] = its source }, seeds, threads
---- (nil: as before, else default_threads), resumes (the script knows resume=), quiet (it knows
---- log=) }. Raises if the folder holds another contest, or if one is running in it.
+--- Opens a contest's folder; creates it if it is missing. job: { path, script, source (its text),
+--- settings = { "name=value" ... }, policies = { ... }, sources = { [policy] = its source }, seeds,
+--- threads (nil: as before, else default_threads), resumes (the script knows resume=), quiet (it
+--- knows log=) }. Raises if the folder holds another contest, or if one is running in it.
 function M.open(job)
   local self = setmetatable(job, Contest)
   if files.exists(self.path .. "/history.db") then
@@ -149,7 +149,7 @@ function M.numbers(run, h)
   run.held_out = #evaluations > 0 and evaluations[#evaluations][2] or nil
 end
 
---- The share of its steps that a run has made.
+--- The fraction of its steps that a run has done.
 function M.progress(run)
   local good, share = pcall(function()
     local h = history.open(run.path)
@@ -161,8 +161,8 @@ function M.progress(run)
   return good and share or 0
 end
 
---- Starts a run, or continues it. Returns false while another process has it, which a contest that
---- was killed leaves behind for a moment.
+--- Starts or resumes a run. Returns false while another process has it: the run of a killed contest
+--- ends a moment later.
 function Contest:start(run)
   if runs.holder(run.path) then return false end
   if self:look(run).final then return true end

@@ -78,7 +78,7 @@ local settings = {
     t.steps = x
     if t.progress then t.progress:expect(x) end
   end },
-  checkpoint_every = { "a whole number, 0 for the end only", count,
+  checkpoint_every = { "a whole number, 0 to save only at the end", count,
     function(t) return t.run_files.checkpoint_every end,
     function(t, x) t.run_files.checkpoint_every = x end },
   stats_every = { "a whole number of 1 or more", function(x) return count(x) and x >= 1 end,
@@ -307,7 +307,7 @@ local function pause(self)
   end
 end
 
---- Between two steps. Returns a reason when a client ended the run.
+--- Called between two steps. Returns a reason if a client ended the run.
 function Control:between()
   self.trainer.swaps:between()
   if self.many and self.trainer.reducer.wish then together(self) end
@@ -350,7 +350,7 @@ function Control:restore(saved)
   end
   table.sort(parts)
   if #parts == 0 then return nil end
-  return "settings changed by a client, as before: " .. table.concat(parts, " ")
+  return "settings changed by a client before the resume: " .. table.concat(parts, " ")
 end
 
 return M

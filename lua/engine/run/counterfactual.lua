@@ -1,5 +1,5 @@
--- The record that a step would have had at another loss scale: what a shadow or a replayed policy
--- decides by. Called by shadow.lua (live records) and trace.lua (recorded ones).
+-- The record that a step would have had at another loss scale. Shadows and replayed policies read
+-- it. Called by shadow.lua (live records) and trace.lua (recorded ones).
 --
 -- What is known of a step at `ratio` times its scale. A record has the largest fp16 gradient as it
 -- was stored, the exponent histogram, and whether anything was inf or nan. It says nothing about
@@ -22,15 +22,15 @@
 -- limit, or a ratio within 1/64 of 1, decides nothing. Neither do layers with scales of their own,
 -- whose ratios are not one number, nor histories too old to tell fp16 gradients from others.
 --
--- A policy that reads more than the overflow needs more: amax is exact if the ratio is a power of
--- two; norm and counts are, if also no gradient is subnormal or lost at either scale; the
+-- For a policy that reads more than the overflow: amax is exact if the ratio is a power of two.
+-- norm and counts are exact if, in addition, no gradient is subnormal or lost at either scale. The
 -- statistics of single tensors are estimates.
 --
 -- M.judge says what follows for the policy's verdicts. A verdict is exact only as long as the
 -- policy would have had the run's weights and batches, that is, while all verdicts so far are exact
--- and made the same updates. From the first other step on, every verdict is a bound. Rounding and
--- underflow also differ between scales; they are not counted as a departure, and a replay prints
--- the underflow.
+-- and made the same updates. From the first step without this on, every verdict is a bound.
+-- Rounding and underflow also differ between scales; they are not counted as a departure, and a
+-- replay prints the underflow.
 local M_ffi = require "engine.base.ffi"
 
 local C, ffi = M_ffi.C, M_ffi.ffi
@@ -228,8 +228,8 @@ function M.carried_out(verdict, overflow, lagged)
     lr_mul = verdict.lr_mul }
 end
 
--- Whether what a policy does to a step takes the weights, or the place in the data, away from the
--- run's.
+-- Whether a policy's action changes the weights, or the position in the data, differently from the
+-- run's action.
 local function departs(own, run)
   if own.action ~= run.action then return true end
   return (own.action == C.ENG_ACTION_STEP or own.action == C.ENG_ACTION_ROLLBACK)
@@ -239,25 +239,25 @@ end
 local WHY = {
   hidden = "its scale is larger than the run's, where an overflow inside the backward pass " ..
     "would not show",
-  bound = "what it would have read at its scale is only estimated",
-  departs = "its updates are no longer the run's",
-  late = "an older engine made the steps before",
+  bound = "its statistics at its own scale are only estimated",
+  departs = "its updates differ from the run's",
+  late = "an older engine recorded the steps before",
 }
 
---- A policy's certainty before its first step: exact and bounds, how many of its verdicts are
---- either; least, how many steps it skips at least; from and why, the first step whose verdict is a
---- bound, and the reason, or nil; closed, whether later steps can no longer raise `least`. Plain
---- data. late: the step from which on the policy is judged, for one whose earlier steps were not.
+--- A policy's certainty before its first step, as plain data. exact, bounds: the numbers of exact
+--- verdicts and of bounds. least: a lower bound on the steps it skips. from, why: the first step
+--- whose verdict is a bound, and the reason, or nil. closed: later steps can no longer raise
+--- `least`. late: the first step at which the policy is judged, if earlier steps exist.
 function M.certainty(late)
   return { exact = 0, bounds = 0, least = 0, closed = late ~= nil, from = late,
     why = late and WHY.late }
 end
 
---- Takes up a step: what is known of it (M.move), what the policy and the run do to it
+--- Adds a step: what is known of it (M.move), and what the policy and the run do to it
 --- (M.carried_out). Returns whether the policy's verdict is exact.
 ---
---- `least` counts the skips among the exact verdicts. If an overflow may be hidden, the next known
---- overflow counts as well, and is the last to count: the policy skips there, or it did so at the
+--- `least` counts the skips among the exact verdicts. After an overflow that may be hidden, the
+--- next known overflow still counts, as the last one: the policy skips either there or at the
 --- hidden one.
 function M.judge(certainty, step, known, own, run)
   local c = certainty

@@ -14,8 +14,8 @@ local M = {}
 
 local BLOCK = C.ENG_HISTORY_BLOCK   -- steps
 
--- What can be drawn: its SQL, whether blocks hold it (`summed`), whether only some steps have it
--- (`sparse`), the base of its logarithmic axis, and its title.
+-- The numbers that can be drawn: SQL, whether blocks hold it (`summed`), whether only some steps
+-- have it (`sparse`), the base of its logarithmic axis, and its title.
 local METRICS = {
   { "loss", sql = "loss", summed = true, title = "loss" },
   { "scale", sql = "scale", summed = true, log = 2, title = "loss scale" },
@@ -52,7 +52,7 @@ local function layers_of(h)
   return (select(3, require("engine.policy.groups").of(h:parameters())))
 end
 
---- The names of all numbers of a history, those of its script, policy and layers included.
+--- The names of all numbers of a history, including those of its script, policy and layers.
 function M.columns(h)
   local known = { unpack(names) }
   for _, published in ipairs(h:signals()) do known[#known + 1] = "signals." .. published.name end

@@ -386,7 +386,7 @@ function History:policies()
   return collect(each(self, 2, nil, "SELECT hash, name, source FROM policies"), { "hash", "name" })
 end
 
--- Whether the shadows' rows tell overflows and bounds; those of an older engine do not.
+-- Whether the shadows' rows record overflows and bounds; those of an older engine do not.
 local function knows_bounds(h)
   return one(h, "SELECT count(*) AS n FROM sqlite_master WHERE name = 'shadows' AND sql LIKE " ..
     "'%bound INTEGER%'").n > 0
@@ -400,7 +400,7 @@ local NAMES = [[WITH RECURSIVE names(name) AS (SELECT min(name) FROM shadows
 --- The shadows of the run: { name, skipped, overflows, bounds, failed, scale, action }: the steps
 --- each would have skipped, those that overflow at its own scale, those whose verdict is a bound
 --- (counterfactual.lua), those at which it failed, and its last verdict. overflows and bounds are
---- nil in a history of an older engine, whose shadows met the run's overflows.
+--- nil in a history of an older engine, whose shadows saw the run's overflows instead.
 function History:shadows()
   if not self:has "shadows" then
     return setmetatable({}, { __tostring = function() return "(no shadows)" end })
@@ -542,7 +542,7 @@ local fp8_meta = { __tostring = function(rows)
   lines[#lines + 1] = "SNR: the power of the values over the power of their rounding errors\n" ..
     "underflow: rounded to 0; overflow: past the format's largest number\n" ..
     "amax: before scaling; the amax of dy is divided by the loss scale\n" ..
-    "scale: value over code, in the block with the largest scale\n" ..
+    "scale: value divided by code, in the block with the largest scale\n" ..
     "binades: powers of two from the smallest nonzero value to amax"
   return show.shown(table.concat(lines, "\n"), true)
 end }
@@ -632,7 +632,7 @@ local outcomes = {
   skip = "skipped, the weights did not change",
   retry = "retried on the same batch, the weights did not change",
   stop = "the policy ended the run",
-  rollback = "the policy asked to go back, the weights of this step were dropped",
+  rollback = "the policy asked for a rollback, the weights of this step were dropped",
 }
 
 -- A magnitude in plain digits.

@@ -53,7 +53,7 @@ local function put(self, ...)
 end
 
 --- total: steps of the run (0 or nil: unknown); unscaled: no loss scale in the line; json: objects
---- on stdout and nothing else there; quiet: warnings alone; silent: no output. Specs set stream,
+--- on stdout and nothing else there; quiet: only warnings; silent: no output. Specs set stream,
 --- columns (false: no terminal) and clock.
 function progress.new(options)
   local self = setmetatable({}, progress)

@@ -116,7 +116,7 @@ end
 
 -- "; layers was 1, is 2": the settings that differ from those of the checkpoint's run, if its
 -- history has them.
-local NO_PART = { resume = true, run = true, steps = true, log = true }   -- of a model
+local NO_PART = { resume = true, run = true, steps = true, log = true }   -- no part of a model
 local function changed_settings(path, config)
   local good, before = pcall(function()
     local h = require("engine.run.history").open(path:match("^(.*)/checkpoints/") .. "/history.db")
@@ -519,7 +519,7 @@ function Run:append_signals(step, signals)
 end
 
 --- Records a step: record, verdict, per-tensor statistics, tokens, the signals ({ name = number })
---- that its policy saw, and what its verdict logged (the same, or nil).
+--- that its policy saw, and what its verdict logged (also { name = number }, or nil).
 function Run:append(record, verdict, stats, tokens, signals, logs)
   local history, events = self.history, self.events
   self.running = true

@@ -1,8 +1,8 @@
--- Shadows: policies that see every record of a run and decide nothing. Each meets the overflows of
--- its own scale: its record is the run's, moved to that scale (counterfactual.lua, which also says
--- which verdicts are exact and which are bounds). The history gets the verdicts where they change.
--- The summary counts the steps that a shadow would have skipped and how far its scale is from the
--- run's. Made by the trainer from its option `shadow`.
+-- Shadows: policies that see every record of a run and decide nothing. Each sees the overflows of
+-- its own scale: its record is the run's, converted to that scale (counterfactual.lua, which also
+-- says which verdicts are exact and which are bounds). The history records a verdict when it
+-- changes. The summary counts the steps that a shadow would have skipped and how far its scale is
+-- from the run's. Made by the trainer from its option `shadow`.
 local M_ffi = require "engine.base.ffi"
 local counterfactual = require "engine.run.counterfactual"
 local formats = require "engine.base.formats"
@@ -59,8 +59,8 @@ function M.new(trainer, shadow)
   return self
 end
 
--- The largest fp16 gradient at the scales of a shadow, if they differ from the run's by more than
--- one factor because layers have scales of their own; else nil.
+-- The largest fp16 gradient at the scales of a shadow, if separate scales of layers differ from the
+-- run's by different factors; else nil.
 function Shadows:reach(policy, stats, ratio)
   local groups, largest, apart = self.trainer.groups, -1, false
   if not groups.apart and not policy:scales_groups() then return nil end
@@ -107,8 +107,9 @@ function Shadows:scales()
   return list
 end
 
---- Gives the shadows a step: the trainer's s (shadow_scales and signals), record (with amax_f16),
---- statistics, the current policy's verdict, whether the weights were updated, the run's files.
+--- Passes a step to the shadows: the trainer's s (with shadow_scales and signals), its record (with
+--- amax_f16) and statistics, the current policy's verdict, and whether the weights were updated.
+--- `run` is the Run to record the decisions in.
 function Shadows:observe(s, record, stats, verdict, updated, run)
   local step, lagged = tonumber(record.step), self.trainer.delay == 1
   self.steps = self.steps + 1
@@ -211,7 +212,7 @@ function Shadows:restore(saved)
     for _, key in ipairs(KEPT) do              -- a checkpoint of an older engine lacks some
       if found and found[key] ~= nil then s[key] = found[key] end
     end
-    if found and not found.certainty then      -- met the run's overflows until here
+    if found and not found.certainty then      -- saw the run's overflows until here
       s.certainty = counterfactual.certainty(saved.steps)
     end
     all = all and found ~= nil

@@ -75,7 +75,7 @@ local function each_buffer(reducer, f)
 end
 
 --- The pieces that this rank writes: its share of the tensors that all ranks hold, its share of
---- those that only its holders hold (experts), and with ZeRO the moments it keeps. `user`: the
+--- those that only some ranks hold (experts), and with ZeRO the moments it keeps. `user`: the
 --- tensors of trainer.state, or nil; this rank writes them all.
 function M.of_rank(reducer, user)
   local pieces, parameter_of = M.pieces(), {}

@@ -1,4 +1,4 @@
--- Swaps of the policy during a run. A swap is asked for by saving the policy's file, by SIGHUP, by
+-- Swaps of the policy during a run. A swap is requested by saving the policy's file, by SIGHUP, by
 -- the script (policy:swap(file)) or by `engine attach`. Between two steps the new policy is
 -- compiled, tried on the records of the last steps, and takes over from the old one (its
 -- `migrate`). If anything fails, the old policy stays and the history says why. A policy that fails
@@ -16,7 +16,7 @@ local Swap = {}
 Swap.__index = Swap
 
 local RING = 64        -- records a candidate is tried on
-local PATIENCE = 2     -- seconds for all of them, while the run waits
+local PATIENCE = 2     -- seconds for all trials; the run waits
 local MOST_UNDO = 20
 
 function M.new(trainer, options)
@@ -81,7 +81,7 @@ end
 
 local WHOLE, WITHOUT_HIST = ffi.sizeof("eng_record"), ffi.offsetof("eng_record", "hist")
 
---- Keeps a step's record, to try candidates on; its histogram only where one was computed.
+--- Keeps a step's record, and its histogram if one was computed, to try candidates on.
 function Swap:remember(record)
   local at, needs = self.seen % RING, self.trainer.needs
   local bytes = bit.band(needs, C.ENG_NEED_HIST) ~= 0 and WHOLE or WITHOUT_HIST
@@ -288,7 +288,7 @@ function Swap:wish()
   return was_saved(self) and SAVED or nil
 end
 
---- Reads the policy's file again. by: why, for messages.
+--- Reads the policy's file again. by: the reason, for messages.
 function Swap:grant(by)
   local policy = self.trainer.policy
   if not policy.path then
@@ -298,8 +298,9 @@ function Swap:grant(by)
   end
 end
 
---- Between two steps: swaps requested inside the last step, then SIGHUP, then the policy's file.
---- Several ranks learn of SIGHUP from the step's record, and of the file from rank 0 (control.lua).
+--- Called between two steps: handles swaps requested inside the last step, then SIGHUP, then a
+--- change of the policy's file. With several ranks, the step's record announces SIGHUP, and rank 0
+--- announces file changes (control.lua).
 function Swap:between()
   while self.queue[1] do table.remove(self.queue, 1)() end
   local parallel = self.trainer.reducer

@@ -78,7 +78,7 @@ local Row = ffi.typeof [[struct {
   int32_t overflow, first_bad, action; }]]
 local Rows = ffi.typeof("$ [?]", Row)
 
--- columns that are fields of a record, and all
+-- columns that are fields of a record; all columns
 local FIELDS = { "step", "scale", "loss", "lr", "amax", "norm", "norm_ref", "elapsed", "count",
   "inf", "nan", "zeros", "underflow", "updates", "overflow", "first_bad" }
 local COLUMNS = { "clip", "lr_mul", unpack(FIELDS) }
@@ -90,7 +90,7 @@ function M.run(path)
     local n = history:query("SELECT count(*) AS n FROM steps")[1].n
     if n == 0 then error(("%s has no steps"):format(history.path), 0) end
     local format = formats.of(history:meta().gradients) or formats.of "f16"
-    -- settled: the steps that began after the verdict on the step before, also in lagged mode
+    -- settled: the steps that began after the previous step's verdict, also in lagged mode
     local meta, config = history:meta(), history:config()   -- old histories: only settings
     local self = setmetatable({ n = n, rows = Rows(n), hists = {}, format = format, name = path,
       accumulate = tonumber(meta.accumulate or config.accumulate) or 1,
@@ -165,7 +165,7 @@ function Run:tensors_at(step, ratio)
   return self.stats
 end
 
--- Whether layers had scales of their own at the last step with statistics per tensor.
+-- Whether layers had separate scales at the last step with statistics per tensor.
 local function has_own_scales(self)
   local last = -1
   for step in pairs(self.tensors) do last = math.max(last, tonumber(step) or -1) end
@@ -203,7 +203,7 @@ end
 --- Whether step i began before the verdict on the step before it.
 function Run:early(i) return self.lagged and not self.settled[tonumber(self.rows[i - 1].step)] end
 
---- What the run did with step i, as counterfactual.carried_out tells it.
+--- What the run did with step i, as counterfactual.carried_out returns it.
 function Run:did(i)
   local row = self.rows[i - 1]
   return counterfactual.carried_out(row, row.overflow ~= 0, self.lagged)

@@ -15,9 +15,8 @@ local M = {}
 
 --- What "lost" means for each objective.
 M.objectives = {
-  elements = "share of gradient elements lost: all of a step without an update, else those that " ..
-  "underflow",
-  mass = "share of gradient mass lost: all of a step without an update, else what underflow takes",
+  elements = "share of gradient elements lost to underflow; a step without an update loses all",
+  mass = "share of gradient mass lost to underflow; a step without an update loses all",
   skipped = "share of steps without an update",
 }
 

@@ -1,7 +1,8 @@
--- trainer.state: a table of the user's own, which every checkpoint holds. pack() splits it into
+-- trainer.state: the user's own table, which is part of every checkpoint. pack() splits it into
 -- plain data, for state.json, and tensors; restore() puts them back into the same table, so that
--- what the script has taken from it (a table, a tensor of unchanged shape) stays valid. Of several
--- ranks, rank 0's table is written and every rank gets it. Called by run.lua and trainer.lua.
+-- what the script has taken from it (a table, a tensor of unchanged shape) stays valid. With
+-- several ranks, rank 0's table is written and every rank gets it. Called by run.lua and
+-- trainer.lua.
 local M_ffi = require "engine.base.ffi"
 local json = require "engine.base.json"
 local tensor = require "engine.tensor.tensor"
@@ -80,7 +81,7 @@ function M.pack(state)
   return saved, tensors
 end
 
--- The same data as `source` in the table t; tables and tensors in both places stay in t.
+-- Gives the table t the data of `source`; tables and tensors that are in both stay in t.
 local function fill(t, source)
   for key in pairs(t) do
     if source[key] == nil then t[key] = nil end

@@ -1,14 +1,14 @@
--- Does a replay come true? Compares what a replay says of a policy with a live run of the recorded
--- job under that policy, step by step. cli/replay_verify.lua starts the live run (in a process,
--- cli/ live.lua) and prints; this file decides where it starts, and compares.
+-- Verifies a replay: compares it, step by step, with a live run of the recorded job under the same
+-- policy. cli/replay_verify.lua starts the live run (in a process, cli/ live.lua) and prints; this
+-- file decides where it starts, and compares.
 --
 --   local plan = verify.plan("runs/a", "dynamic", { init_scale = 256 }, { steps = 100 })
 --   ... a run of plan.job ...
 --   verify.compare(plan, history_of_the_live_run)
 --
--- The live run begins at the newest checkpoint before the first step at which the replay has
--- something to prove: the first bound, or the first decision other than the run's. It has the
--- policy's state of the replay at that step. Without such a checkpoint it begins where the run did.
+-- The live run begins at the newest checkpoint before the first open step: the first bound, or the
+-- first decision that differs from the run's. The policy begins there with its state in the replay.
+-- Without such a checkpoint the live run begins where the run did.
 local checkpoint = require "engine.run.checkpoint"
 local files = require "engine.base.file"
 local json = require "engine.base.json"
@@ -73,7 +73,7 @@ local function arguments_of(command, run)
   return words
 end
 
--- The number of threads of the recorded run, or nil if the history has none that makes sense.
+-- The number of threads of the recorded run, or nil if the history has no valid number.
 local function threads_of(meta)
   local n = tonumber(meta.threads)
   return n and n % 1 == 0 and n >= 1 and n <= tonumber(C.ENG_THREADS_MAX) and n or nil
@@ -93,7 +93,7 @@ local function replayed(trace, source, options, at)
   return result, rows, state
 end
 
--- The first row that the replay has to prove, or nil: a bound, or a decision other than the run's.
+-- The first open row, or nil: a bound, or a decision that differs from the run's.
 local function first_open(trace, rows)
   for i, row in ipairs(rows) do
     local run = trace.rows[i - 1]
@@ -133,8 +133,8 @@ end
 --- Prepares a verification of a policy (source, options: as in replay.run) on the run at `path`.
 --- wish: { from = a step: the live run starts at the newest checkpoint up to there, steps, script
 --- }. run: the folder of the live run. Returns { job = what cli/live.lua needs, rows = the replay's
---- steps from there on, result, from, to (the step after the last), open (the first step to prove,
---- or nil), notes, meta, config }. Raises an error if the job cannot be run again.
+--- steps from there on, result, from, to (the step after the last), open (the first open step, or
+--- nil), notes, meta, config }. Raises an error if the job cannot be run again.
 function M.plan(path, source, options, wish, run)
   local trace = replay.trace(path)
   if not trace.rows then error("--verify needs a run, not a string of verdicts", 0) end
@@ -148,7 +148,7 @@ function M.plan(path, source, options, wish, run)
   end
   local command, notes = command_of(path, meta, config, wish.script), {}
   if command.changed then
-    notes[1] = ("%s has changed since the run, which may be what makes them differ"):format(
+    notes[1] = ("%s has changed since the run, which may explain differences"):format(
       command.script)
   end
   local _, rows = replayed(trace, source, options)
@@ -164,7 +164,7 @@ function M.plan(path, source, options, wish, run)
     error(("policy %s is a class of a script, which a replay cannot load"):format(policy.name), 0)
   end
   if open and rows[open].step > part[#part].step then
-    notes[#notes + 1] = ("the replay is the run's own up to step %d; --steps %d or more, or " ..
+    notes[#notes + 1] = ("the replay equals the run up to step %d; --steps %d or more, or " ..
       "--from %d, goes beyond"):format(rows[open].step, open - first + 10, rows[open].step)
   end
   return { rows = part, result = result, from = part[1].step, to = part[#part].step + 1,
@@ -207,7 +207,7 @@ local function changed_settings(plan, live)
   return notes
 end
 
-local EXACT = 1e-12          -- of decisions and learning rates: a last digit
+local EXACT = 1e-12          -- tolerance of decisions and learning rates
 
 --- Compares the plan's rows with the history of the live run. Returns { steps = compared, notes =
 --- settings that differ, columns = { [name] = { differ = steps that do, largest = the largest
@@ -228,7 +228,7 @@ function M.compare(plan, live, tolerance)
     for _, column in ipairs(M.COLUMNS) do
       local name, sum = column[1], result.columns[column[1]]
       local a, b = row[name], real[name]
-      -- of an overflow, only what is left of the gradients is known
+      -- after an overflow, only the finite gradients are known
       if overflow and (name == "amax" or name == "norm") then a, b = 0, 0 end
       if column.loose and a - b == a - b then
         local most = math.max(math.abs(a), math.abs(b))

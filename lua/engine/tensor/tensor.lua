@@ -388,7 +388,7 @@ function methods.to(x, dtype, options)
   if options ~= nil then
     options = read_named(options, "to", CAST)
     if dtype ~= "e4m3" and dtype ~= "e5m2" then
-      raise("to: options belong to e4m3 and e5m2, got %s", value_text(dtype))
+      raise("to: only e4m3 and e5m2 take options, got %s", value_text(dtype))
     end
     ints[1] = (options.saturate and 1 or 0) + (options.stochastic and 2 or 0)
   end
