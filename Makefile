@@ -416,7 +416,7 @@ LIBDIR ?= $(PREFIX)/lib
 SHARE  := $(PREFIX)/share
 DOC    := $(SHARE)/doc/engine
 
-# Every installed file: "mode|source|destination" a line.
+# Every installed file, one per line: mode|source|destination.
 define installed_files
   printf '%s\n' '755|$(ENGINE)|$(PREFIX)/bin/engine' '644|$(BUILD)/cdef.h|$(LIBDIR)/engine/cdef.h' \
     '644|$(BUILD)/place.lua|$(LUADIR)/engine/base/place.lua' \
@@ -435,7 +435,7 @@ define installed_files
 endef
 MANIFEST := $(LIBDIR)/engine/manifest
 
-# The pages are installed when `make docs` has made them.
+# The pages are installed if `make docs` has made them.
 install: all
 	@printf 'return { library = "%s", share = "%s" }\n' '$(LIBDIR)/engine' '$(SHARE)/engine' \
 	  > $(BUILD)/place.lua
@@ -514,7 +514,7 @@ help:
 	@echo "make test        install what is missing, build, run every spec, about five minutes on"
 	@echo "                 two cores; SPEC=file runs one"
 	@echo "make test-gpu    the specs that need an NVIDIA card"
-	@echo "make test-emulated  the same with the kernels on this machine's processor, no card"
+	@echo "make test-emulated  the same with the kernels on this machine's CPU; needs no card"
 	@echo "make sanitize-emulated  the same under sanitizers"
 	@echo "make spills      list CUDA kernels that spill registers; fail for unexpected ones"
 	@echo "make check       luacheck, warnings as errors, specs under sanitizers, fuzzers"

@@ -1,9 +1,9 @@
--- Short jobs with random disturbances; each must tell the truth about its end, and continue to the
--- same bits.
+-- Short jobs with random disturbances; each must report its end correctly, and resume to the same
+-- bits.
 --   ./engine spec/chaos.lua [runs=500] [seed=1] [seconds=1800] [first=1] [only=NUMBER]
 -- A run is spec/dist/job.lua on one to four ranks, drawn from the seed and its number: precision,
 -- ZeRO, mode, clipping, how often it writes a checkpoint. One or two of the kinds in
--- chaos/disturbances.lua happen to it at drawn moments, once or twice before it is left in peace,
+-- chaos/disturbances.lua happen to it at random moments, once or twice before it runs undisturbed,
 -- and its checkpoints may be damaged in between. After each disturbed job (chaos/truth.lua):
 --   - all its processes have ended in time, and no message is an error of the engine's own code
 --   - the exit status is one that docs/runs.md states for what was done

@@ -2,14 +2,14 @@
 # Runs the README's two commands on fresh machines: in a clean chroot of each Debian release, with
 # warnings as errors, LANG unset and a host name that does not resolve. Prints a row for each; the
 # exit code is 1 when something failed. Needs root, debootstrap and a Debian mirror.
-# Called by `make distros`; .ci/run calls it with BUILD_ONLY=1. What git has at HEAD is tested.
+# Called by `make distros`; .ci/run calls it with BUILD_ONLY=1. Tests what git has at HEAD.
 #
 #   DISTROS="bookworm trixie sid"   the releases
-#   DISTRO_USER=1                   each release again as an ordinary user with sudo
-#   DEMO_ARGS="steps=60"            words for the demo
-#   TEST_ARGS="TEST_SECONDS=3000"   words for `make test`
+#   DISTRO_USER=1                   each release a second time, as an ordinary user with sudo
+#   DEMO_ARGS="steps=60"            arguments of the demo
+#   TEST_ARGS="TEST_SECONDS=3000"   arguments of `make test`
 #   BUILD_ONLY=1                    `make deps` and `make all` instead of the two commands
-#   UNABLE=0                        exit code where no chroot can be made (default 1)
+#   UNABLE=0                        exit code if no chroot can be made (default 1)
 #   MIRROR=http://deb.debian.org/debian
 #   DISTROS_DIR=/var/cache/engine-distros   base systems, logs, and the chroots of what failed
 set -u

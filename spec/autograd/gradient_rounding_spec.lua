@@ -25,7 +25,8 @@ local TWICE = {
   log_softmax = { units = 4, plain = true, why = "reads its output" },
 }
 
--- Powers of two by which elements vary. In bf16 wider ones leave f32, which computes.
+-- Powers of two by which elements vary. In bf16, wider ones leave the range of f32, in which
+-- kernels compute.
 local SPANS, TWICE_SPANS = { f16 = { 0, 3, 6 }, bf16 = { 0, 3 } }, { 0, 2 }
 
 -- Spacing of the format at x.

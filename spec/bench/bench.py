@@ -38,7 +38,7 @@ class Program:
         if not line:
             self.errors.seek(0)
             tail = self.errors.read().decode(errors="replace").strip().splitlines()
-            raise RuntimeError(tail[-1] if tail else "ended without a word")
+            raise RuntimeError(tail[-1] if tail else "ended without output")
         return line.split()
 
     def steps(self, n):

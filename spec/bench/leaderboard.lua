@@ -117,7 +117,7 @@ local function number(n, factor)
   return n.n == 0 and "-" or statistics.text(n.mean * factor, n.spread * factor, n.n)
 end
 
--- What the JSON holds without a value: nil or json.null.
+-- A difference from the JSON, or nil if it is missing, null or without pairs.
 local function known(d) return type(d) == "table" and d.n and d or nil end
 
 local function section(task, results, score)

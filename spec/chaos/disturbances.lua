@@ -10,7 +10,7 @@ local helper = require "spec.helper"
 local process = require "spec.chaos.process"
 
 local RANK_TIMEOUT = process.RANK_TIMEOUT
-local SOON, LOST = 15, RANK_TIMEOUT + 15     -- seconds: a signal ends a job, a lost rank does
+local SOON, LOST = 15, RANK_TIMEOUT + 15     -- seconds until a signal, a lost rank ends a job
 local LOST_RANK = 70
 
 local M = {}
@@ -112,7 +112,7 @@ M["stopped for longer than the others wait"] = {
     if not job:signal("STOP", p.target) then return end
     job:may_end({ LOST_RANK }, before and job:mid())
     job:must_end(LOST + 5, "a rank is stopped")
-    -- A rank that is stopped after all others have ended is waited for by mpirun alone.
+    -- If a rank is stopped after all others have ended, only mpirun waits for it.
     job:rest(p.forever and LOST or RANK_TIMEOUT + 5)
     if not p.forever or job:left() == 1 then job:signal("CONT", p.target) end
   end,

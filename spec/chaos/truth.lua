@@ -111,7 +111,7 @@ function M.check(job, plan, reference)
   end
   local empty = n == 0 and info and info.problem and info.problem:find "is empty"
   if info and info.problem and not empty then wrong("engine runs: %s", info.problem) end
-  if how == "running" then wrong("engine runs: running, and no process is") end
+  if how == "running" then wrong("engine runs: running, but no process is") end
   local whole = how == "finished" and n == process.STEPS and intact == process.STEPS
   if code == 0 and not whole then wrong("status 0, but %s", summary()) end
   if code == 5 then

@@ -400,7 +400,7 @@ static void run(const void *what)
   const layout *a = &x->a, *b = &x->b, *c = &x->c;
   const int64_t inner = p->op[0] == CUBLAS_OP_T ? a->rows : a->columns;
   const int tc = dtype_of(c->type);
-  // it must exist now, and belong to this product alone
+  // the workspace must still be valid, and no other product may use it
   memset(x->workspace, 0xFF, x->workspace_bytes);
   const bool hopper = card.hopper && dtype_of(a->type) >= ENG_e4m3,
              whole = card.sample == 1 && !hopper;

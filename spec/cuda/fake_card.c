@@ -1,6 +1,6 @@
 // A card for machines without one: a plug-in like libengine_cuda.so whose kernels are the CPU's and
 // whose "device memory" is host memory, inaccessible (PROT_NONE) outside kernels and copies, so a
-// core that reads it crashes on the spot. It tests the core's side: memory spaces, copies, lagged
+// core that reads it crashes at once. It tests the core's side: memory spaces, copies, lagged
 // statistics, streams between ranks (with fake_nccl.c). Loaded by ENGINE_CUDA_PLUGIN; built by the
 // Makefile; used by spec/device/fake_card_spec.lua.
 #include "fake.h"
@@ -302,7 +302,7 @@ static eng_status lane_new(void **out)
   return ENG_OK;
 }
 
-static eng_status lane_follow(void *lane)      // the device itself is always done
+static eng_status lane_follow(void *lane)      // the device has no pending work
 {
   return lane ? ENG_OK : error_set(ENG_ERR_STATE, "fake card: no stream");
 }

@@ -208,8 +208,8 @@ static void products(void)
   try_call(&call, "rows of a batch");
   CHECK(card.matmuls == 1 && card.plain == 0, "%d launches", card.matmuls);
 
-  // A product that cuBLASLt has no algorithm for is computed all the same; the refusal is
-  // remembered.
+  // A product without an algorithm in cuBLASLt is computed by gemm_plain; cuBLASLt is asked only
+  // once.
   card.offered = 0;
   card.heuristics = card.plain = 0;
   for (int i = 0; i < 2; i++) {
@@ -394,7 +394,8 @@ static void random_fused(int count)
   }
 }
 
-/// Runs linear_grad at a size worth a search; whether the column sums were fused with the product.
+/// Runs linear_grad at a size worth a search; returns whether the column sums were fused with the
+/// product.
 static bool sums_come_along(int64_t k)
 {
   card.sample = 1024;
@@ -490,7 +491,7 @@ static void search_first(void)
   card.synchronizations = 0;
   CHECK(search_one(K) == 3 && card.synchronizations == 0, "the choice changed to %d",
         card.last_algorithm);
-  set_times(0.202f, 0.1f, 0.2f, 0.3f);   // within 2 %: the earlier one
+  set_times(0.202f, 0.1f, 0.2f, 0.3f);   // within 2 % of each other: the first one wins
   CHECK(search_one(K + 1) == 0, "algorithm %d", card.last_algorithm);
   CHECK(card.memory == kept, "%ld pieces of memory leaked", card.memory - kept);
   card.capturing = true;                 // no timing inside a graph
@@ -611,7 +612,7 @@ static void file(const char *folder)
   CHECK(gemm_line_write(text, &wide, &wide_choice) < GEMM_LINE - 1, "%zu", strlen(text));
   CHECK(!gemm_line_read(text, &q, &d), "numbers of 19 digits");
 
-  // Kept and found again; damage in between is skipped; the later of two lines counts.
+  // Choices are saved and found again; damaged lines are skipped; the later of two lines counts.
   char path[4200], home[4100];
   snprintf(home, sizeof home, "%s/deep/er", folder);
   setenv("ENGINE_CACHE", home, 1);

@@ -25,4 +25,4 @@ if not files then
   end
 end
 require "busted.runner" { standalone = false }    -- raises if a spec failed
-os.exit(0)       -- runs of specs that end badly, as they should, are not this script's status
+os.exit(0)       -- the status of the jobs that specs run must not become this script's

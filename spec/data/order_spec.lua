@@ -109,7 +109,7 @@ describe("the shuffled order", function()
     assert.is_true(far >= 0 and far < 2 ^ 50 and far % 1 == 0)
   end)
 
-  -- It fails these tests, too.
+  -- Version 1 fails the tests above.
   it("of version 1 is that of earlier engines, for their runs to resume", function()
     assert.same({ 3, 0, 4, 1, 2 }, epoch_of(5, 1234, 0, 1))
     assert.same({ 2, 3, 9, 5, 0, 7, 4, 8, 1, 6 }, epoch_of(10, 7, 3, 1))

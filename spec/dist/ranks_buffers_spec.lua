@@ -19,7 +19,7 @@ local function run(n, settings)
     { limit = helper.sanitized and 300 or 60 })
 end
 
--- What each rank told, rank 0 first; they must agree on everything but their buffers.
+-- The report of each rank, rank 0 first; the reports must agree on everything but the buffers.
 local function job(n, settings)
   local result, told = run(n, settings), {}
   assert.equal(0, result.code, result.out .. result.err)

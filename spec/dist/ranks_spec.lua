@@ -460,7 +460,7 @@ describe("ranks", function()
       end
       C.eng_interrupt(2)
       assert(exchange() == C.ENG_ERR_INTERRUPTED)
-      local other = memory(N)                 -- has the reduction's memory if that was freed
+      local other = memory(N)                 -- gets the reduction's memory if it was freed
       file.write(where .. "/interrupted", "")
       wait_for "/begun"
       local status, landed

@@ -1,10 +1,12 @@
 -- Swaps policies while four ranks train: all ranks must switch at the same step, or none.
 --   ./engine spec/dist/swaps.lua [swaps=60] [ranks=4] [seed=1]
--- One run with a swap every few steps, drawn at random: a valid file; a file that is broken or
--- fails on the run's records; a file that one random rank finds changed, broken or missing, has no
--- memory for, cannot run on the last records, or cannot run once it is current; a class that one
--- rank does not know; a file saved, or a SIGHUP to one rank, while its policy is current; an undo.
--- Rank 0's bytes count: the file that other ranks find under that name does not matter. Checks:
+-- One run with a swap every few steps, drawn at random:
+--   - a valid file, an undo, or a class that one rank does not know
+--   - a file that is broken or fails on the run's records
+--   - a file that differs, is broken or is missing on one random rank, or that this rank cannot
+--     load for lack of memory, run on the last records, or run once it is current
+--   - a file saved, or a SIGHUP to one rank, while its policy is current
+-- All ranks load rank 0's bytes, whatever file other ranks have under that name. Checks:
 --   - in every step all ranks have the same policy (name, hash, scale) and the same weights
 --   - that is the new policy if every rank accepts it, else the one before
 --   - the history has a `swap` or a `swap_refused` for each, and a refusal names the rank

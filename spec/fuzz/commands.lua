@@ -1,5 +1,5 @@
--- Runs the engine's commands in this process or as processes, and says what is wrong about what
--- they print. Used by the fuzzers of this folder.
+-- Runs the engine's commands in this process or as processes, and says what is wrong with their
+-- output. Used by the fuzzers of this folder.
 local M_ffi = require "engine.base.ffi"
 local helper = require "spec.helper"
 local ffi, C = M_ffi.ffi, M_ffi.C
@@ -34,8 +34,9 @@ function M.unsafe(text)
   return ("unsafe text at byte %d: %q"):format(at, text:sub(math.max(1, at - 40), at + 40))
 end
 
---- Runs f with stdout and stderr caught; returns nil, or what is wrong about it. The place in a
---- policy's file may begin a message. arguments: what may look like an error of Lua's in it.
+--- Runs f with stdout and stderr caught; returns nil, or what is wrong with the output. A message
+--- may begin with a position in a policy's file. If `arguments` contain "attempt to", a message may
+--- look like a Lua error.
 function M.problem_of(f, arguments)
   shown, said = {}, {}
   local began, out, err, write = os.clock(), io.stdout, io.stderr, io.write
@@ -66,7 +67,7 @@ function M.finish(name, rounds, wrong)
   os.exit(wrong == 0 and 0 or 1)
 end
 
---- The command as a process: what is wrong about it, or nil.
+--- Runs the command as a process; returns what is wrong with it, or nil.
 function M.problem_of_process(words)
   local quoted = { "timeout -k 1 60", helper.quote(helper.engine) }
   for _, word in ipairs(words) do quoted[#quoted + 1] = helper.quote(word) end

@@ -250,7 +250,7 @@ UNCOUNTED int main(int argc, char **argv)
   for (long round = 0; round < rounds; ++round) {
     draw_call(&c);
     eng_policy *p = policies[round % LONG_EVERY == LONG_EVERY - 1];
-    if (round % LONG_EVERY == LONG_EVERY - 1) {               // backtracks for ages
+    if (round % LONG_EVERY == LONG_EVERY - 1) {               // backtracks for very long
       c = (call){.function = MATCH, .subject.length = 1000};
       memset(c.subject.bytes, 'a', 1000);
       for (int i = 0; i < 5; ++i) {

@@ -1,7 +1,8 @@
--- Byte sequences of every kind where text comes from outside: arguments of all commands, names of
--- runs, policies, options, signals and logs, reasons, events, settings, sources of policies. Each
--- command must succeed or end with one line that is not a Lua error, within five seconds, and print
--- nothing that a terminal would execute; pages and pictures must be UTF-8. Deterministic.
+-- Puts byte sequences of every kind wherever text comes from outside: arguments of all commands,
+-- names of runs, policies, options, signals and logs, reasons, events, settings, sources of
+-- policies. Each command must succeed or end with one line that is not a Lua error, within five
+-- seconds, and print nothing that a terminal would execute; pages and pictures must be UTF-8.
+-- Deterministic.
 -- Usage: engine spec/fuzz/texts.lua [rounds [seed [first round]]]
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"

@@ -188,7 +188,7 @@ def main():
             count += n
         row("random f32", bad, 4 * count)
         for rule, bad, count in quantizers(engine):
-            row(f"quantizers as {rule}: codes and what they are worth", bad, count)
+            row(f"quantizers as {rule}: codes and their values", bad, count)
     sys.exit(failed > 0)
 
 

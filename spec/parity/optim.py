@@ -64,7 +64,7 @@ def stableadamw(params, **options):
 
 def lamb(params, **options):
     from pytorch_optimizer import Lamb
-    # without adam_debias the rate would be divided by 1 - beta1^t, against version 3 of the paper
+    # without adam_debias the rate would be divided by 1 - beta1^t, unlike version 3 of the paper
     return Lamb(params, weight_decouple=False, adam_debias=True, foreach=False, **options)
 
 

@@ -24,7 +24,7 @@ STEPS, BATCH, CONTEXT = 50, 4, 64
 ADAMW = dict(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 CLIP = 1.0
 # At HIGH_LR the gradients overflow a scale of 65536 in fp16, and the early steps amplify
-# disturbances: a relative change of 1e-3 in the weights ends 1 % away.
+# disturbances: a relative change of 1e-3 in the weights grows to 1 %.
 LR, HIGH_LR = 5e-4, 1e-3
 
 

@@ -8,7 +8,7 @@ local ffi = require "ffi"
 
 local function hex(x) return x == x and ("%a"):format(x) or "nan" end
 
--- A record as the trainer makes it. Of an update that is skipped, `updates` does not grow.
+-- A record as the trainer makes it. A skipped update does not count in `updates`.
 local function guard(case)
   local policy, record, updates = engine.policy.load(case.policy, case.options),
     ffi.new("eng_record"), 0

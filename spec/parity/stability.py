@@ -39,7 +39,7 @@ class Original:
 # ------------------------------------------------------------------ run themselves
 
 class ZClip(Original):
-    """Clips a parameter whose gradient is the norm itself; what is left of it tells the clip."""
+    """Clips a parameter whose gradient is the norm itself, so the result shows the clip."""
 
     def start(self, **options):
         import torch
@@ -79,7 +79,7 @@ class SkipStep(Original):
 
 
 def olmo():
-    """olmo_core's file alone: its package imports much else."""
+    """Only olmo_core's file, because its package imports much else."""
     place = importlib.util.find_spec("olmo_core").submodule_search_locations[0]
     utils = types.ModuleType("olmo_core.utils")
     utils.get_default_device, utils.move_to_device = lambda: "cpu", lambda x, device: x
@@ -172,7 +172,7 @@ def spiky(draw, finite):
 
 
 def repeated(draw, finite):
-    """Half of the losses twice, as a machine without faults gives them in a rerun."""
+    """Every step, half of them twice with equal losses, as in a rerun without a fault."""
     steps = []
     for loss, norm in spiky(draw, finite):
         steps.append((loss, norm))
@@ -206,12 +206,12 @@ def near(a, b):
 
 
 def kept(norm, clip):
-    """What the engine leaves of a gradient of this norm (clip_factor in core/base/numerics.h)."""
+    """The norm after the engine's clipping (clip_factor in core/base/numerics.h)."""
     return norm * (clip / (norm + 1e-6)) if norm > clip else norm
 
 
 def disagreement(line, want, norm):
-    """What the engine's line says otherwise, or None."""
+    """How the engine's line differs from `want`, or None."""
     words = line.split()
     if "top" in want:
         got = float.fromhex(words[0])
@@ -234,7 +234,7 @@ def disagreement(line, want, norm):
 
 
 def cases(draw, policy, steps_of, choices):
-    """Every other case has only finite numbers. The originals let all enter their statistics."""
+    """Half of the cases are finite: the originals let inf and nan into their statistics."""
     for i in range(CASES):
         options = {name: draw.choice(values) for name, values in choices.items()}
         if policy in ("zclip", "skip_step"):

@@ -204,7 +204,7 @@ describe("the pictures of a run", function()
       over = "steps=12 policy=static:loss_scale=2^60", lost = "steps=12 how=nan" } do
       inside("train.lua run=" .. run .. " " .. options)
       local text = report(run)
-      for shape in text:gmatch "<[pstr]%l+ [^>]*>" do      -- paths, texts and their places
+      for shape in text:gmatch "<[pstr]%l+ [^>]*>" do      -- paths, texts and their positions
         assert.is_nil(shape:find "[=\" ,MHV%-]nan" or shape:find "[=\" ,MHV%-]inf", run .. shape)
       end
       assert.matches("<h2>Loss</h2>", text, 1, true)

@@ -167,7 +167,8 @@ describe("the step", function()
     assert.same({ true, false }, { coroutine.resume(routine) })
     assert.is_true(model:is_training())
 
-    -- An abandoned call leaves no trace: the next error names its own module, not that one.
+    -- An abandoned call leaves no trace: the next error names its own module, not the abandoned
+    -- one.
     left(function() model(x) end)
     local _, message = pcall(nn.sequential { nn.linear(3, 2) }, x)
     assert.matches("spec/tensor/step_spec.lua:%d+: In 1: ", message)

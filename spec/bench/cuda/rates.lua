@@ -62,7 +62,7 @@ end
 
 local function product_line(name, flops, f)
   local seconds, burst = seconds_of(f), burst_of(f)
-  print(("%-44s %8.1f TFLOP/s  %8.3f ms   ten after a rest %8.1f TFLOP/s")
+  print(("%-44s %8.1f TFLOP/s  %8.3f ms   ten runs after a rest %8.1f TFLOP/s")
     :format(name, flops / seconds / 1e12, 1e3 * seconds, flops / burst / 1e12))
 end
 

@@ -1,5 +1,5 @@
 """torch_rates.py: PyTorch's products and attention on the same card, timed as in rates.lua:
-sustained, and ten after a rest, on random data."""
+sustained, and ten runs after a rest, on random data."""
 import time
 
 import torch
@@ -37,7 +37,7 @@ def burst_of(f):
 
 def line(name, flops, f):
     seconds, burst = seconds_of(f), burst_of(f)
-    rest = f"ten after a rest {flops / burst / 1e12:8.1f} TFLOP/s"
+    rest = f"ten runs after a rest {flops / burst / 1e12:8.1f} TFLOP/s"
     rate = f"{flops / seconds / 1e12:8.1f} TFLOP/s  {1e3 * seconds:8.3f} ms"
     print(f"{name:44s} {rate}   {rest}", flush=True)
 

@@ -236,7 +236,7 @@ function M.same_as(name, call, in_steps)
       local got = { engine.run(name, inputs, call.ints, call.floats, call.outputs) }
       local want = in_steps(inputs)
       for k = 1, call.outputs do
-        assert((want[k] or nil) == nil == (got[k] == nil), "an output is there in one way only")
+        assert((want[k] or nil) == nil == (got[k] == nil), "an output exists on one side only")
         if got[k] then
           assert(dtype_of(want[k]) == dtype_of(got[k])
             and table.concat(shape_of(want[k]), " ") == table.concat(shape_of(got[k]), " "),
@@ -320,7 +320,7 @@ function M.check(name, call)
       assert(got[1], got[2])
       for k = 2, math.max(table.maxn(want), table.maxn(got)) do
         assert((want[k] == nil) == (got[k] == nil),
-          ("%s: %s: output %d is there on one device only"):format(set, text_of(name, call), k - 1))
+          ("%s: %s: output %d exists on one device only"):format(set, text_of(name, call), k - 1))
         if want[k] then
           local actual, n = values_of(got[k])
           assert(dtype_of(want[k]) == dtype_of(got[k]), "dtypes differ")

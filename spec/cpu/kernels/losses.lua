@@ -52,7 +52,7 @@ generators.cross_entropy = function(try)
     ints = { -100, 1 }, floats = { 0 }, fails = "5" }
   try { inputs = { float("f16", { 3, 5 }, "normal"), listed("i32", { 3 }, { 0, -100, -1 }) },
     ints = { -100, 1 }, floats = { 0 }, fails = "%-1" }
-  -- a kernel that reads 32 bits takes 2^32 for 0, and writes rows into one number's room
+  -- a kernel that reads only 32 bits takes 2^32 for 0, and writes rows where one number fits
   for _, reduction in ipairs { 3, -1, 2 ^ 32 } do
     try { inputs = { float("f16", { 3, 5 }, "normal"), listed("i32", { 3 }, { 0, 1, 2 }) },
       ints = { -100, reduction }, floats = { 0 }, outputs = 2,

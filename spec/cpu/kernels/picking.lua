@@ -1,4 +1,4 @@
--- Calls for the kernels that join and pick. See spec/cpu/kernels_spec.lua.
+-- Calls for the kernels that join and select. See spec/cpu/kernels_spec.lua.
 local engine = require "engine.base.ffi"
 local tensors = require "spec.cpu.kernels.values"
 local FORMATS, FLOATS, LAYOUTS, float, whole, listed = tensors.FORMATS, tensors.FLOATS,
