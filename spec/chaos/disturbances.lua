@@ -10,7 +10,8 @@ local helper = require "spec.helper"
 local process = require "spec.chaos.process"
 
 local RANK_TIMEOUT = process.RANK_TIMEOUT
-local SOON, LOST = 15, RANK_TIMEOUT + 15     -- seconds until a signal, a lost rank ends a job
+-- seconds within which a job ends: after a signal, after losing a rank
+local SOON, LOST = 15, RANK_TIMEOUT + 15
 local LOST_RANK = 70
 
 local M = {}

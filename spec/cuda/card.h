@@ -16,7 +16,7 @@ typedef struct fake_card {
   int   offered;
   bool  no_bias;                    // none for products with a bias
   bool  no_epilogue;                // none for products with a GELU, its slope or column sums
-  float epilogue_time;              // extra milliseconds of those
+  float epilogue_time;              // extra milliseconds of an epilogue
   float time[CARD_ALGORITHMS];      // milliseconds each takes
   int   reduction[CARD_ALGORITHMS]; // its reduction scheme
   // workspace bytes it wants for each element of C; not offered above the allowed workspace

@@ -1,4 +1,4 @@
--- What only the emulated card (emulator/) shows: machines that cannot serve, how often the host
+-- What only the emulated card (emulator/) shows: machines that cannot be used, how often the host
 -- waits, and kernels whose result would depend on the order of threads or on missing waits. Run by
 -- spec/cuda/run.lua; skipped on a real card.
 local helper = require "spec.helper"

@@ -53,7 +53,7 @@ end
 
 local RULES = { sum = "ENG_SUM", mean = "ENG_SUM", max = "ENG_MAX" }
 
---- A number over all ranks.
+--- Reduces a number over all ranks; rule: "sum", "mean" or "max".
 function M.reduce(x, rule)
   if type(x) ~= "number" then
     raise("ranks.reduce: expected a number, got %s", M_ffi.value_text(x))

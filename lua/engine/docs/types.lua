@@ -158,7 +158,7 @@ function M.write(index, path)
     "(exact) engine.Record: engine.RecordStatistics", "record field",
     function(entry) return not is_shared(entry) end)
   class("What `decide` returns.", "(exact) engine.Verdict", "verdict field", NO_OTHER)
-  class("A policy file returns this.", "(exact) engine.Policy", "policy field", NO_OTHER)
+  class("What a policy file returns.", "(exact) engine.Policy", "policy field", NO_OTHER)
   class("The options of engine.trainer.", "(exact) engine.TrainerOptions", "trainer option",
     NO_OTHER)
   class("A tensor: a handle that is valid until its step ends.", "engine.Tensor", "field")

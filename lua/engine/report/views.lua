@@ -55,8 +55,8 @@ end
 
 local FILE_POINTS = 600          -- columns of a picture in a file
 
---- The curves of curves.read's or compare.read's result as panels: for `write`, and those of
---- compare.read for `drawn`. options: log, height.
+--- The curves of a result of curves.read or compare.read as panels, for `write`; `drawn` takes
+--- those of compare.read. options: log, height.
 function M.panels(c, names, options, marked)
   local panels = {}
   for i, name in ipairs(names) do

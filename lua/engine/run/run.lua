@@ -449,7 +449,7 @@ end
 function Run:describe()
   local history, trainer, list = self.history, self.trainer, {}
   local formats = trainer:gradient_formats()
-  self.signals = {}                   -- those written last
+  self.signals = {}                   -- the values written last
   for i, p in ipairs(trainer.optimizer.list) do
     list[i] = { name = p.name, shape = trainer.reducer:shape(p), gradient = formats[i] }
   end

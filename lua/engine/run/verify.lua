@@ -1,5 +1,5 @@
 -- Verifies a replay: compares it, step by step, with a live run of the recorded job under the same
--- policy. cli/replay_verify.lua starts the live run (in a process, cli/ live.lua) and prints; this
+-- policy. cli/replay_verify.lua starts the live run (in a process, cli/live.lua) and prints; this
 -- file decides where it starts, and compares.
 --
 --   local plan = verify.plan("runs/a", "dynamic", { init_scale = 256 }, { steps = 100 })
