@@ -18,7 +18,17 @@ local ELSEWHERE = {
   numpy = "totable", tolist = "totable", clone = "keep", data = "detach", cat = "concat",
   manual_seed = "seed", state_dict = "state state_tensors", load_state_dict = "load_state",
   clip_grad_norm_ = "clip_grad_norm", clip_grad_value_ = "clip_grad_value",
-  param_groups = "groups", learning_rate = "lr",
+  param_groups = "groups", learning_rate = "lr", named_parameters = "parameters",
+}
+
+-- Names of other frameworks for which the engine has no single name: what to write instead.
+local INSTEAD = {
+  cross_entropy = "engine.cross_entropy(x, targets)", mse = "engine.mse(x, y)",
+  mse_loss = "engine.mse(x, y)", param_groups = "opt.lr, and the list opt.groups",
+  functional = "a method of tensors, such as x:gelu(), or a loss of the engine, such as engine.mse",
+  amp = "engine.autocast and engine.scaler", half = 'x:to("f16")', bfloat16 = 'x:to("bf16")',
+  float = 'x:to("f32")', double = 'x:to("f64")', long = 'x:to("i64")', int = 'x:to("i32")',
+  cuda = 'x:to("cuda") or engine.device("cuda")', cpu = 'x:to("cpu")',
 }
 
 --- The keys of a table as a sorted list of strings.
@@ -54,8 +64,10 @@ function nearest.find(name, names)
   return list[C.eng_nearest(tostring(name), array, #texts) + 1]
 end
 
+--- "; did you mean 'NAME'?", "; write ... instead", or "".
 function nearest.hint(name, names)
-  local found = nearest.find(name, names)
+  local found, instead = nearest.find(name, names), INSTEAD[tostring(name):lower()]
+  if instead and (not found or found == "to") then return "; write " .. instead .. " instead" end
   return found and ("; did you mean '%s'?"):format(tostring(found)) or ""
 end
 
@@ -66,13 +78,15 @@ function nearest.choices(name, names, what)
   return ("%s; %s: %s"):format(nearest.hint(name, texts), what, table.concat(texts, " "))
 end
 
---- Makes reading a field by another framework's name an error that suggests the engine's own name.
+--- Makes reading a field by another framework's name an error that says what to write instead.
 --- Any other missing field is nil.
 function nearest.guard_elsewhere(class, what)
   return setmetatable(class, { __index = function(t, key)
-    local ours = type(key) == "string" and nearest.elsewhere(key, nearest.keys(t))
-    if not ours then return nil end
-    require("engine.base.ffi").raise("%s has no '%s'; did you mean '%s'?", what, key, ours)
+    if type(key) ~= "string" or not (INSTEAD[key] or nearest.elsewhere(key, nearest.keys(t))) then
+      return nil
+    end
+    require("engine.base.ffi").raise("%s has no '%s'%s", what, key,
+      nearest.hint(key, nearest.keys(t)))
   end })
 end
 

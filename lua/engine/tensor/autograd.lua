@@ -88,6 +88,9 @@ M.backward = backward
 
 --- Runs f(...) without recording and returns its results.
 function M.no_grad(f, ...)
+  if f == nil then
+    raise("no_grad: expected a function, got nothing; hint: engine.no_grad(function() ... end)")
+  end
   local before
   return within(function() before = C.eng_grad_enabled(false) end,
     function() C.eng_grad_enabled(before) end, f, ...)
