@@ -286,10 +286,7 @@ BUSTED = $(1) spec/run.lua --pattern=_spec $(BUSTED_FLAGS) $(SPEC)
 
 test: built
 	@$(MAKE) --no-print-directory $(FAKE_CARD) $(FAKE_NCCL)
-	@# KILL: after TERM busted continues, and all remaining specs fail
-	@timeout -s KILL $(TEST_SECONDS) $(call BUSTED,./engine) || { code=$$?; case $$code in 124|137) \
-	  echo "make test: out of time after $(TEST_SECONDS) s; hint: make test TEST_SECONDS=1800" \
-	    >&2;; esac; exit $$code; }
+	@sh spec/halves.sh $(TEST_SECONDS) ./engine $(SPEC) -- $(BUSTED_FLAGS)
 
 test-gpu:
 	@./engine spec/cuda/run.lua
