@@ -124,7 +124,9 @@ function M.check(job, plan, reference)
   local may_lose = damaged or code == 5 or job.unknown and job.disk_was_full
   if how == "finished" and not whole and not may_lose then wrong("finished, but %s", summary()) end
   if how == "stopped" then
-    if not job.interrupted and code ~= 3 then wrong("stopped by nothing: %s", summary()) end
+    -- lost output counts more than a policy that failed
+    local failed = code == 3 or code == 5 and tostring(info.ended):find "the policy failed in"
+    if not job.interrupted and not failed then wrong("stopped by nothing: %s", summary()) end
     if intact ~= n and not may_lose then wrong("stopped, but %s", summary()) end
   end
   if how == "broken" and not (job.killed or job.interrupted or job.disk_was_full
