@@ -286,7 +286,7 @@ BUSTED = $(1) spec/run.lua --pattern=_spec $(BUSTED_FLAGS) $(SPEC)
 
 test: built
 	@$(MAKE) --no-print-directory $(FAKE_CARD) $(FAKE_NCCL)
-	@sh spec/halves.sh $(TEST_SECONDS) ./engine $(SPEC) -- $(BUSTED_FLAGS)
+	@sh spec/halves.sh $(TEST_SECONDS) ./engine $(SPEC) $(BUSTED_FLAGS)
 
 test-gpu:
 	@./engine spec/cuda/run.lua

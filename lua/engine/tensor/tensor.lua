@@ -49,11 +49,12 @@ end
 
 -- ------------------------------------------------------------------ what a tensor is
 
---- The sizes as a list, such as { 64, 768 }.
 local from_one = { __index = function(_, k)
   if type(k) ~= "number" or k > 0 then return nil end
   raise("shape[%g]: dimensions count from 1; x:size(-1) is the last", k)
 end }
+
+--- The sizes as a list, such as { 64, 768 }.
 function getters.shape(x) return setmetatable(shape_table(info(x)), from_one) end
 --- The number of dimensions.
 function getters.ndim(x) return info(x).ndim end
