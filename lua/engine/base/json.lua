@@ -36,6 +36,9 @@ local function is_utf8(s)
   return not s:find("[\128-\255]")
 end
 
+--- Whether a text is UTF-8.
+M.is_utf8 = is_utf8
+
 local function string_text(s)
   if not is_utf8(s) then
     return '{"$bytes":"' .. s:gsub(".", function(c) return ("%02x"):format(c:byte()) end) .. '"}'

@@ -5,9 +5,14 @@
 --   local place = data:state()      data:restore(place)
 -- Files are mapped, not read: a loader costs no memory beyond a batch.
 local M_ffi = require "engine.base.ffi"
+local documents = require "engine.data.documents"
+local mix = require "engine.data.mix"
 local nearest = require "engine.base.nearest"
 local order = require "engine.data.order"
+local packed = require "engine.data.packed"
+local position = require "engine.data.position"
 local read_named = require("engine.base.arguments").read_named
+local records = require "engine.data.records"
 local tensor = require "engine.tensor.tensor"
 
 local ffi, C, check, raise, value_text = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise,
@@ -24,10 +29,21 @@ local function at_least(least)
   end }
 end
 local is_boolean = { "true or false", function(v) return type(v) == "boolean" end }
+local is_name = { "a name", function(v) return type(v) == "string" end }
+local is_id = { "the id of a token, or false", function(v)
+  return not v or type(v) == "number" and v >= 0 and v < 2 ^ 31 and v % 1 == 0
+end }
 
 -- What an option must be, and its test.
 local CHECKS = { batch = at_least(1), context = at_least(1), seed = at_least(0),
-  shuffle = is_boolean, classes = is_boolean,
+  shuffle = is_boolean, classes = is_boolean, pack = is_boolean, check = is_boolean,
+  end_token = is_id, field = is_name, column = is_name, messages = is_name, prompt = is_name,
+  chosen = is_name, rejected = is_name,
+  bad = { "stop or skip", function(v) return v == "stop" or v == "skip" end },
+  by = { "line or paragraph", function(v) return v == "line" or v == "paragraph" end },
+  template = { "a function from a role to two texts", function(v)
+    return type(v) == "function"
+  end },
   separator = { "one character", function(v) return type(v) == "string" and #v == 1 end },
   vocab = { "a number of tokens", function(v)
     return v == false or type(v) == "number" and v >= 1
@@ -92,24 +108,7 @@ end
 
 --- Moves to a saved position and its version of the shuffled order. Refuses a position saved with
 --- other data, another batch size or another order.
-function Loader:restore(state)
-  if type(state) ~= "table" or type(state.at) ~= "number" or state.at < 0 or state.at % 1 ~= 0 then
-    raise("data: expected a position from state(), got %s", value_text(state))
-  end
-  for _, key in ipairs(IDENTITY) do
-    if state[key] ~= self[key] then
-      raise("data: this position was saved with %s %s, the loader has %s; the batches would differ",
-        key, tostring(state[key]), tostring(self[key]))
-    end
-  end
-  local version = state.order or 1     -- positions had no version before version 2
-  if version ~= 1 and version ~= order.newest then
-    raise("data: this position has version %s of the shuffled order, but this engine "
-      .. "knows only up to %d; hint: resume with the engine that saved it", tostring(version),
-      order.newest)
-  end
-  self.at, self.order = state.at, version
-end
+function Loader:restore(state) self.at, self.order = position.check(state, self, IDENTITY) end
 
 --- Batches until every example has been seen once.
 function Loader:batches_per_epoch() return math.max(1, math.floor(self.examples / self.batch)) end
@@ -397,6 +396,89 @@ function M.idx(given)
     { get = function(i) return labels[i] end, shape = {}, dtype = "i64" }, shape[1])
   self.keep = { keep1, keep2 }
   return self
+end
+
+-- ------------------------------------------------------------------ documents
+
+-- The options of every loader of documents, and those of one format.
+local function document_options(own)
+  local known = { path = NEEDED, encode = false, end_token = NEEDED, pack = true, bad = "stop",
+    check = false, batch = 8, context = 128, shuffle = true, seed = 1234 }
+  for key, value in pairs(own) do known[key] = value end
+  return known
+end
+
+local function of_documents(name, o, read, format, sequences)
+  return packed.new(name, documents.new(name, read, format, o), o, sequences or 1)
+end
+
+--- Documents from JSON lines: a text field of the object on each line. Options of every loader of
+--- documents, whose batches are x and y [batch x context] i32:
+---   path              a file, or a list of files
+---   encode            a function from a text to a list of token ids, or an object with such a
+---                     method; by default bytes are the tokens
+---   end_token         the token that ends a document (0 for bytes); false: none
+---   pack              true: documents follow each other in the rows; false: a row holds one, and
+---                     targets after its end are -100, which the loss ignores
+---   batch, context    rows, and tokens in a row (8, 128)
+---   shuffle, seed     another order of the documents in each epoch (true, 1234)
+---   bad               "stop": an invalid record is an error that names its line; "skip": it is
+---                     left out
+---   check             true: reads and encodes every document now, not when it is used
+--- And of this one: field, the name of the text ("text").
+function M.jsonl(given)
+  local o = options_of("jsonl", given, document_options { field = "text" })
+  return of_documents("jsonl", o, records.open("jsonl", o.path, "lines"), documents.jsonl(o.field))
+end
+
+--- Documents from plain text. by = "line": every line is one; "paragraph": blank lines are between
+--- them. The other options are those of engine.data.jsonl.
+function M.lines(given)
+  local o = options_of("lines", given, document_options { by = "line" })
+  return of_documents("lines", o, records.open("lines", o.path, o.by .. "s"), documents.lines())
+end
+
+--- Documents from a column of CSV files (RFC 4180), whose first line names the columns. column:
+--- its name ("text"). The other options are those of engine.data.jsonl.
+function M.csv_text(given)
+  local o = options_of("csv_text", given, document_options { column = "text", separator = "," })
+  local read = records.open("csv_text", o.path, "csv")
+  return of_documents("csv_text", o, read, documents.csv_text(o.column, o.separator, read))
+end
+
+--- Conversations from JSON lines: { "messages": [{ "role":, "content": }, ..] }. Only the
+--- assistant's messages count in the loss: the other targets are -100. messages: the field's name.
+--- template: a function(role) -> the texts before and after a message of that role (ChatML). The
+--- text after an assistant's message counts. Conversations without an assistant's message are left
+--- out. The other options are those of engine.data.jsonl.
+function M.chat(given)
+  local o = options_of("chat", given, document_options { messages = "messages",
+    template = documents.chatml })
+  return of_documents("chat", o, records.open("chat", o.path, "lines"),
+    documents.chat(o.messages, o.template))
+end
+
+--- Preferences from JSON lines: { "prompt":, "chosen":, "rejected": }, texts. x and y are
+--- [2 batch x context]: the preferred sequences, then the rejected ones. Only answers count. Of a
+--- pair that is too long, the prompt loses its start. prompt, chosen, rejected: the fields' names.
+--- The other options are those of engine.data.jsonl, without pack.
+function M.preferences(given)
+  local known = document_options { prompt = "prompt", chosen = "chosen", rejected = "rejected" }
+  known.pack = nil
+  local o = options_of("preferences", given, known)
+  o.pack = false
+  return of_documents("preferences", o, records.open("preferences", o.path, "lines"),
+    documents.preferences { o.prompt, o.chosen, o.rejected }, 2)
+end
+
+-- ------------------------------------------------------------------ mixtures
+
+--- A mixture: each draw takes the next batch of one loader, chosen with its weight by seed and
+--- number. loaders: a list; weights: a number for each, by default equal; batch: draws that are
+--- joined along the first dimension (1).
+function M.mix(given)
+  return mix.new(options_of("mix", given, { loaders = NEEDED, weights = false, batch = 1,
+    seed = 1234 }))
 end
 
 return nearest.guard(M, "engine.data")

@@ -1,0 +1,309 @@
+-- Documents: what a record of a file becomes, as token ids, and which of them count in the loss.
+-- A format (M.lines, M.csv_text, M.jsonl, M.chat, M.preferences) makes the parts of a document from
+-- a record's text: { { text, counts }, .. }, or nil and what is wrong with the record. Called by
+-- init.lua; packed.lua puts the documents into rows.
+local cjson = require "cjson"
+local json = require "engine.base.json"
+local M_ffi = require "engine.base.ffi"
+local nearest = require "engine.base.nearest"
+local show = require "engine.base.show"
+
+local C, raise, value_text = M_ffi.C, M_ffi.raise, M_ffi.value_text
+
+local M = {}
+
+local strict = cjson.new()
+strict.decode_invalid_numbers(false)
+
+-- ------------------------------------------------------------------ formats
+
+local function kind_of(value)
+  if value == cjson.null then return "null" end
+  return type(value) == "table" and (value[1] ~= nil and "a list" or "an object")
+    or value_text(type(value) == "string" and show.cut(value, 60) or value)
+end
+
+-- The text in a field of an object, or nil and what is wrong.
+local function text_of(object, name)
+  local value = object[name]
+  if type(value) == "string" then return value end
+  if value == nil then
+    return nil, ("has no field '%s'%s"):format(name, nearest.hint(name, nearest.keys(object)))
+  end
+  return nil, ("field '%s': expected a text, got %s"):format(name, kind_of(value))
+end
+
+local function object_of(line)
+  local good, object = pcall(strict.decode, line)
+  if not good then return nil, "is not JSON: " .. tostring(object) end
+  if type(object) ~= "table" or object[1] ~= nil then
+    return nil, "expected a JSON object, got " .. kind_of(object)
+  end
+  return object
+end
+
+--- The record's text is the document.
+function M.lines() return function(text) return { { text, true } } end end
+
+--- One field of a JSON object.
+function M.jsonl(field)
+  return function(line)
+    local object, problem = object_of(line)
+    local text
+    if object then text, problem = text_of(object, field) end
+    if not text then return nil, problem end
+    return { { text, true } }
+  end
+end
+
+--- A list of messages { role =, content = } in a JSON object. template(role) -> the text before and
+--- after a message of that role. The assistant's messages count, with the text after them.
+function M.chat(field, template)
+  return function(line)
+    local object, problem = object_of(line)
+    if not object then return nil, problem end
+    local messages, parts = object[field], {}
+    if type(messages) ~= "table" or messages[1] == nil then
+      if messages == nil then return nil, select(2, text_of(object, field)) end
+      return nil, ("field '%s': expected a list of messages, got %s"):format(field,
+        kind_of(messages))
+    end
+    for i, message in ipairs(messages) do
+      local role, content
+      if type(message) ~= "table" then problem = "expected an object, got " .. kind_of(message)
+      else
+        role, problem = text_of(message, "role")
+        if role then content, problem = text_of(message, "content") end
+      end
+      if problem then return nil, ("message %d %s"):format(i, problem) end
+      local before, after = template(role)
+      if type(before) ~= "string" or type(after) ~= "string" then
+        raise("data.chat: expected template('%s') to return two texts, got %s and %s", role,
+          value_text(before), value_text(after))
+      end
+      parts[#parts + 1] = { before, false }
+      parts[#parts + 1] = { content .. after, role == "assistant" }
+    end
+    return parts
+  end
+end
+
+--- The default template, ChatML.
+function M.chatml(role) return "<|im_start|>" .. role .. "\n", "<|im_end|>\n" end
+
+--- A prompt, and the preferred and the rejected answer to it, in the fields of a JSON object. Only
+--- the answers count. The document has a list `rejected` beside its own parts.
+function M.preferences(fields)
+  return function(line)
+    local object, problem = object_of(line)
+    if not object then return nil, problem end
+    local texts = {}
+    for i, field in ipairs(fields) do
+      texts[i], problem = text_of(object, field)
+      if problem then return nil, problem end
+    end
+    local prompt = { texts[1], false }
+    return { prompt, { texts[2], true }, rejected = { prompt, { texts[3], true } } }
+  end
+end
+
+-- The cells of a row of CSV (RFC 4180), or nil and what is wrong.
+local function cells_of(text, separator)
+  local cells, at = {}, 1
+  repeat
+    local stop
+    if text:sub(at, at) == '"' then
+      local from = at + 1
+      repeat
+        stop = text:find('"', from, true)
+        if not stop then return nil, "has a quote that does not end" end
+        local doubled = text:sub(stop + 1, stop + 1) == '"'
+        from = stop + 2
+      until not doubled
+      cells[#cells + 1] = text:sub(at + 1, stop - 1):gsub('""', '"')
+      stop = stop + 1
+      local next_one = text:sub(stop, stop)
+      if next_one ~= "" and next_one ~= separator then
+        return nil, ("has text after the closing quote of column %d"):format(#cells)
+      end
+    else
+      stop = text:find(separator, at, true) or #text + 1
+      cells[#cells + 1] = text:sub(at, stop - 1)
+      if cells[#cells]:find('"', 1, true) then
+        return nil, ("has a quote inside column %d, which is not quoted"):format(#cells)
+      end
+    end
+    at = stop + 1
+  until stop > #text
+  return cells
+end
+
+--- One column of CSV, found by its name in the header of each file.
+function M.csv_text(column, separator, records)
+  local columns, places = {}, {}      -- of each file: their number, the place of the column
+  for _, f in ipairs(records.files) do
+    local names, problem = cells_of(records:header(f), separator)
+    if not names then raise("data.csv_text: the header of %s %s", f.path, problem) end
+    for i, name in ipairs(names) do
+      if name == column then places[f] = places[f] or i end
+    end
+    if not places[f] then
+      raise("data.csv_text: %s has no column '%s'%s", f.path, column,
+        show.shown(nearest.hint(column, names)))
+    end
+    columns[f] = #names
+  end
+  return function(text, f)
+    local cells, problem = cells_of(text, separator)
+    if not cells then return nil, problem end
+    if #cells ~= columns[f] then
+      return nil, ("has %d columns, expected %d"):format(#cells, columns[f])
+    end
+    return { { cells[places[f]], true } }
+  end
+end
+
+-- ------------------------------------------------------------------ tokens
+
+local function bytes_of(text)
+  local ids = {}
+  for i = 1, #text do ids[i] = text:byte(i) end
+  return ids
+end
+
+-- A function from a text to its ids. encode: a function, an object with such a method, or false.
+local function encoder(name, encode)
+  if not encode then return bytes_of end
+  if type(encode) == "function" then return encode end
+  local good, method = pcall(function() return encode.encode end)
+  if not good or type(method) ~= "function" then
+    raise("data.%s: expected encode to be a function from a text to a list of ids, or an object "
+      .. "with such a method, got %s", name, value_text(encode))
+  end
+  return function(text) return method(encode, text, { special = false }) end
+end
+
+local function text_problem(text, bytes)
+  if not json.is_utf8(text) then return "is not UTF-8" end
+  if bytes and text:find("%z") then return "holds a NUL byte, which ends documents" end
+end
+
+-- The ids of all parts, which of them count, and their number; or nil and what is wrong.
+local function tokens_of(self, parts)
+  local ids, counts, n = {}, {}, 0
+  for _, part in ipairs(parts) do
+    local text, counted = part[1], part[2]
+    local problem = text_problem(text, self.bytes and self.end_token == 0)
+    if problem then return nil, problem end
+    local good, list = pcall(self.encode, text)
+    if not good then return nil, "encode failed: " .. tostring(list), true end
+    if type(list) ~= "table" then
+      raise("data.%s: expected encode to return a list of token ids, got %s", self.name,
+        value_text(list))
+    end
+    for i = 1, #list do
+      local id = list[i]
+      if type(id) ~= "number" or id % 1 ~= 0 or id < 0 or id >= 2 ^ 31 then
+        raise("data.%s: expected encode to return whole numbers of 0 or more, got %s at place %d",
+          self.name, value_text(id), i)
+      end
+      ids[n + i], counts[n + i] = id, counted
+    end
+    n = n + #list
+  end
+  if self.end_token and n > 0 then
+    n = n + 1
+    ids[n], counts[n] = self.end_token, counts[n - 1]
+  end
+  return { ids = ids, counts = counts, n = n }
+end
+
+-- Cuts a sequence to `most` tokens: an answer loses its end, and before that the prompt its start.
+local function cut(sequence, most, answers)
+  if sequence.n <= most then return sequence end
+  local from = 1
+  if answers then
+    local prompt = 0
+    while prompt < sequence.n and not sequence.counts[prompt + 1] do prompt = prompt + 1 end
+    from = 1 + math.min(sequence.n - most, math.max(0, prompt - 1))
+  end
+  local cut_one = { ids = {}, counts = {}, n = most }
+  for i = 1, most do
+    cut_one.ids[i], cut_one.counts[i] = sequence.ids[from + i - 1], sequence.counts[from + i - 1]
+  end
+  return cut_one
+end
+
+-- Whether a target counts: tokens from `first` on can be targets.
+local function learns(sequence, first)
+  for i = first, sequence.n do
+    if sequence.counts[i] then return true end
+  end
+  return false
+end
+
+local Documents = {}
+Documents.__index = Documents
+
+-- The sequences of a document; false if it has no token to learn. Or nil, what is wrong, and
+-- whether the script is wrong and not the file.
+local function try(self, i)
+  local text, f = self.records:read(i)
+  if not text then return nil, f end
+  local parts, problem = self.format(text, f)
+  if not parts then return nil, problem end
+  local rows = {}
+  for k, list in ipairs { parts, parts.rejected } do
+    local row, wrong, fatal = tokens_of(self, list)
+    if not row then return nil, wrong, fatal end
+    rows[k] = row
+    if not self.pack then rows[k] = cut(rows[k], self.most, parts.rejected) end
+    if not learns(rows[k], self.pack and 1 or 2) then
+      if parts.rejected then return nil, "has an answer without tokens" end
+      return false
+    end
+  end
+  return rows
+end
+
+--- The sequences of document i (from 0): { { ids =, counts =, n = }, .. }, two for preferences.
+--- False for one without a token to learn, and for an invalid one with bad = "skip".
+function Documents:get(i)
+  local rows, problem, fatal = try(self, i)
+  if rows ~= nil then return rows end
+  if self.bad == "skip" and not fatal then
+    self.skipped = self.skipped + 1
+    return false
+  end
+  raise("data.%s: %s: %s", self.name, self.records:where(i), show.shown(problem))
+end
+
+--- A checksum of the first document's tokens: another encode, template or field changes it.
+function Documents:checksum()
+  local text = {}
+  for _, sequence in ipairs(self:get(0) or {}) do
+    for k = 1, sequence.n do
+      text[#text + 1] = sequence.ids[k] .. (sequence.counts[k] and "+" or "-")
+    end
+  end
+  text = table.concat(text)
+  return ("%08x"):format(C.eng_crc32c(0, text, #text))
+end
+
+--- The documents of records. o: the loader's options encode, end_token, pack, bad, check, context.
+function M.new(name, records, format, o)
+  local encode = encoder(name, o.encode)
+  if o.encode and o.end_token == nil then
+    raise("data.%s: expected end_token = the id of the token that ends a document (false: none), "
+      .. "because encode is given", name)
+  end
+  local end_token = o.end_token
+  if end_token == nil then end_token = 0 end
+  local self = setmetatable({ name = name, records = records, format = format, bad = o.bad,
+    encode = encode, bytes = not o.encode, end_token = end_token, pack = o.pack,
+    most = o.context + 1, skipped = 0 }, Documents)
+  for i = 0, o.check and records.n - 1 or 0 do self:get(i) end
+  return self
+end
+
+return M

@@ -1,0 +1,155 @@
+-- Mixtures of loaders: `engine.data.mix`. Which loader gives draw number n depends only on the seed
+-- and n, so a mixture can skip, and resumes from the positions of its loaders. Made by init.lua.
+local M_ffi = require "engine.base.ffi"
+local order = require "engine.data.order"
+local position = require "engine.data.position"
+local show = require "engine.base.show"
+local tensor = require "engine.tensor.tensor"
+
+local raise, value_text = M_ffi.raise, M_ffi.value_text
+
+local M = {}
+
+local Mix = {}
+Mix.__index = Mix
+
+-- The loader of draw n.
+local function chosen(self, n)
+  local u = order.draw(self.seed, n, 2 ^ 32) / 2 ^ 32
+  for k, limit in ipairs(self.limits) do
+    if u < limit then return k end
+  end
+  return self.last
+end
+
+-- Joins batches: tensors along the first dimension, `tokens` as a sum.
+local function join(self, parts, from)
+  local joined = {}
+  for key, first in pairs(parts[1]) do
+    local list = {}
+    for i, part in ipairs(parts) do
+      if type(part[key]) ~= type(first) then
+        raise("data.mix: batches of loader %d have %s, those of loader %d do not", from[1],
+          tostring(key), from[i])
+      end
+      list[i] = part[key]
+    end
+    if tensor.is_tensor(first) then
+      local row = first.shape
+      for i, x in ipairs(list) do
+        local shape = x.shape
+        shape[1] = row[1]
+        if x.dtype ~= first.dtype or tensor.shape_text(shape) ~= tensor.shape_text(row) then
+          raise("data.mix: %s is %s %s in batches of loader %d and %s %s in those of loader %d; "
+            .. "rows must be alike", tostring(key), first.dtype, tensor.shape_text(row), from[1],
+            x.dtype, tensor.shape_text(x.shape), from[i])
+        end
+      end
+      joined[key] = tensor.concat(list, 1)
+    elseif key == "tokens" then
+      joined.tokens = 0
+      for _, n in ipairs(list) do joined.tokens = joined.tokens + n end
+    end
+  end
+  self.at = self.at + 1
+  return joined
+end
+
+--- The next batch: `batch` draws, joined.
+function Mix:next()
+  local parts, from = {}, {}
+  for i = 1, self.batch do
+    from[i] = chosen(self, self.at * self.batch + i - 1)
+    parts[i] = self.loaders[from[i]]:next()
+    if type(parts[i]) ~= "table" then
+      raise("data.mix: expected a batch of loader %d to be a table, got %s", from[i],
+        value_text(parts[i]))
+    end
+  end
+  if self.batch > 1 then return join(self, parts, from) end
+  self.at = self.at + 1
+  return parts[1]
+end
+
+--- Skips n batches.
+function Mix:skip(n)
+  local counts = {}
+  for i = self.at * self.batch, (self.at + n) * self.batch - 1 do
+    local k = chosen(self, i)
+    counts[k] = (counts[k] or 0) + 1
+  end
+  for k, loader in ipairs(self.loaders) do
+    local count = counts[k] or 0
+    if loader.skip then loader:skip(count)
+    else for _ = 1, count do loader:next() end end
+  end
+  self.at = self.at + n
+end
+
+local IDENTITY = { "kind", "seed", "batch", "weights" }
+
+--- The positions of the mixture and of its loaders, as plain data.
+function Mix:state()
+  local state = { at = self.at, loaders = {} }
+  for _, key in ipairs(IDENTITY) do state[key] = self[key] end
+  for k, loader in ipairs(self.loaders) do state.loaders[k] = loader:state() end
+  return state
+end
+
+--- Moves to a saved position. Refuses one of another mixture, and what its loaders refuse.
+function Mix:restore(state)
+  local at = position.check(state, self, IDENTITY)
+  for k, loader in ipairs(self.loaders) do
+    loader:restore(type(state.loaders) == "table" and state.loaders[k] or nil)
+  end
+  self.at = at
+end
+
+function Mix:__tostring()
+  local lines = { ("mix of %d loaders, at batch %d"):format(#self.loaders, self.at) }
+  for k, loader in ipairs(self.loaders) do
+    lines[k + 1] = ("  %s  %s"):format(self.shares[k], tostring(loader))
+  end
+  return table.concat(lines, "\n")
+end
+
+--- A mixture; o: options that init.lua has read.
+function M.new(o)
+  local loaders = o.loaders
+  if type(loaders) ~= "table" or #loaders == 0 then
+    raise("data.mix: expected loaders = a list of loaders, got %s", value_text(loaders))
+  end
+  for k, loader in ipairs(loaders) do
+    for _, method in ipairs { "next", "state", "restore" } do
+      if type(loader) ~= "table" or not loader[method] then
+        raise("data.mix: loader %d has no %s(); a mixture could not resume", k, method)
+      end
+    end
+  end
+  local weights, total = o.weights or {}, 0
+  if type(weights) ~= "table" or o.weights and #weights ~= #loaders then
+    raise("data.mix: expected %d weights, one for each loader, got %s", #loaders,
+      type(weights) == "table" and #weights or value_text(weights))
+  end
+  for k = 1, #loaders do
+    local w = o.weights and weights[k] or 1
+    if type(w) ~= "number" or not (w >= 0 and w < math.huge) then
+      raise("data.mix: expected weight %d to be a number of 0 or more, got %s", k, value_text(w))
+    end
+    total = total + w
+  end
+  if total <= 0 then raise("data.mix: expected a weight above 0, got only 0") end
+  local limits, shares, exact, sum, last = {}, {}, {}, 0, 1
+  for k = 1, #loaders do
+    local w = o.weights and weights[k] or 1
+    sum = sum + w
+    limits[k], shares[k], exact[k] = sum / total, ("%.3g %%"):format(100 * w / total),
+      show.exact(w)
+    if w > 0 then last = k end
+  end
+  return setmetatable({ kind = "mix", loaders = loaders, seed = o.seed, batch = o.batch, at = 0,
+    limits = limits, shares = shares, weights = table.concat(exact, " "), last = last,
+    unit = loaders[1].unit }, Mix)
+end
+
+return M

@@ -1,0 +1,157 @@
+-- Rows of a fixed length from documents. Packed: the documents of an epoch follow each other, each
+-- with its end token, and are cut into rows; the last token of a row is the first of the next, so
+-- every token is a target once. Not packed: a row holds one document, cut or padded.
+--
+-- The position is a place in the epoch's order and a place in that document, so it is as small and
+-- as exact as that of a loader with a fixed size, in any epoch. Made by init.lua.
+local M_ffi = require "engine.base.ffi"
+local order = require "engine.data.order"
+local position = require "engine.data.position"
+local tensor = require "engine.tensor.tensor"
+
+local ffi, raise = M_ffi.ffi, M_ffi.raise
+
+local M = {}
+
+local IGNORED = -100                 -- cross_entropy's ignore_index
+local OF_STEP = { keep = false }     -- a batch lives as long as its step, even outside engine.steps
+
+local Packed = {}
+Packed.__index = Packed
+
+-- The document at the loader's place, or the next one with a token to learn.
+local function current(self)
+  local tried = 0
+  while not self.document do
+    if self.place >= self.examples then self.epoch, self.place = self.epoch + 1, 0 end
+    local i = self.place
+    if self.shuffle then i = order.permute(i, self.examples, self.seed, self.epoch, self.order) end
+    self.document = self.documents:get(i)
+    if self.document and self.token >= self.document[1].n then
+      raise("data.%s: the position does not fit the documents: token %d of %d; was encode changed?",
+        self.kind, self.token, self.document[1].n)
+    end
+    if not self.document then self.place, self.token = self.place + 1, 0 end
+    tried = tried + 1
+    if tried > 2 * self.examples then      -- the only one may be the first and then the last
+      raise("data.%s: none of the %d documents has a token that counts in the loss%s", self.kind,
+        self.examples, self.kind == "chat" and "; hint: only messages with the role 'assistant' do"
+        or "")
+    end
+  end
+  return self.document
+end
+
+local function advance(self) self.place, self.token, self.document = self.place + 1, 0, nil end
+
+-- Writes n tokens of a sequence, from place `from` on, to a row whose first t tokens are written.
+-- Returns how many of the targets count.
+local function put(self, row, t, sequence, from, n)
+  local x, y, T, learnt = self.x, self.y, self.context, 0
+  local ids, counts, first = sequence.ids, sequence.counts, row * self.context + t
+  for k = 0, n - 1 do
+    local id = ids[from + k]
+    if t + k < T then x[first + k] = id end
+    if t + k > 0 then
+      local counted = counts[from + k]
+      y[first + k - 1] = counted and id or IGNORED
+      if counted then learnt = learnt + 1 end
+    end
+  end
+  return learnt
+end
+
+local function fill_packed(self, row)
+  local T, t, learnt = self.context, 0, 0
+  while true do
+    local sequence = current(self)[1]
+    local n = math.min(sequence.n - self.token, T + 1 - t)
+    learnt = learnt + put(self, row, t, sequence, self.token + 1, n)
+    t, self.token = t + n, self.token + n
+    if t > T then break end
+    advance(self)
+  end
+  self.token = self.token - 1
+  return learnt
+end
+
+local function fill_padded(self, row)
+  local T, learnt = self.context, 0
+  for k, sequence in ipairs(current(self)) do
+    local at = row + (k - 1) * self.batch
+    learnt = learnt + put(self, at, 0, sequence, 1, sequence.n)
+    for t = sequence.n - 1, T - 1 do
+      if t >= sequence.n then self.x[at * T + t] = self.pad end
+      self.y[at * T + t] = IGNORED
+    end
+  end
+  advance(self)
+  return learnt
+end
+
+-- Reads the next batch into memory. A mean over no target is NaN, so this function goes on until a
+-- target counts.
+local function fill(self)
+  local put_row, learnt = self.pack and fill_packed or fill_padded, 0
+  repeat
+    for row = 0, self.batch - 1 do learnt = learnt + put_row(self, row) end
+  until learnt > 0
+  self.at = self.at + 1
+end
+
+--- The next batch, as tensors of the current step.
+function Packed:next()
+  fill(self)
+  local rows = self.batch * self.sequences
+  return { x = tensor.from_memory(self.x, "i32", { rows, self.context }, OF_STEP),
+    y = tensor.from_memory(self.y, "i32", { rows, self.context }, OF_STEP),
+    tokens = rows * self.context }
+end
+
+--- Skips n batches. Their documents are read and encoded, because only that tells where they end.
+function Packed:skip(n)
+  for _ = 1, n do fill(self) end
+end
+
+local IDENTITY = { "kind", "seed", "batch", "context", "shuffle", "examples", "pack", "end_token",
+  "encoding" }
+
+--- The loader's position, as plain data.
+function Packed:state()
+  local state = { at = self.at, epoch = self.epoch, place = self.place, token = self.token,
+    order = self.order, files = self.files }
+  for _, key in ipairs(IDENTITY) do state[key] = self[key] end
+  return state
+end
+
+--- Moves to a saved position. Refuses one that was saved with other files, options or tokens.
+function Packed:restore(state)
+  local at, version = position.check(state, self, IDENTITY, { "epoch", "place", "token" })
+  if state.files ~= self.files then self.documents.records:check(state.files) end
+  if state.place ~= self.place or state.epoch ~= self.epoch or version ~= self.order then
+    self.document = nil
+  end
+  self.at, self.order = at, version
+  self.epoch, self.place, self.token = state.epoch, state.place, state.token
+end
+
+function Packed:__tostring()
+  local skipped = self.documents.skipped
+  return ("%s: %d documents in %s of %d, batch %d, %s, at batch %d (epoch %.2f)%s"):format(
+    self.kind, self.examples, self.pack and "packed rows" or "rows", self.context, self.batch,
+    self.shuffle and "shuffled" or "in order", self.at, self.epoch + self.place / self.examples,
+    skipped > 0 and (", %d invalid ones left out"):format(skipped) or "")
+end
+
+--- A loader of documents (documents.lua). sequences: rows of a document, 2 for preferences.
+function M.new(kind, documents, o, sequences)
+  local records = documents.records
+  local size = o.batch * sequences * o.context
+  return setmetatable({ kind = kind, documents = documents, batch = o.batch, context = o.context,
+    seed = o.seed, shuffle = o.shuffle, pack = o.pack, examples = records.n, sequences = sequences,
+    end_token = documents.end_token, pad = documents.end_token or 0, files = records:identity(),
+    encoding = documents:checksum(), order = order.newest, at = 0, epoch = 0, place = 0, token = 0,
+    x = ffi.new("int32_t[?]", size), y = ffi.new("int32_t[?]", size) }, Packed)
+end
+
+return M

@@ -1,0 +1,36 @@
+-- A loader's saved position: what must match before a loader continues from it. Called by restore()
+-- of the loaders in init.lua, packed.lua and mix.lua.
+local M_ffi = require "engine.base.ffi"
+local order = require "engine.data.order"
+
+local raise, value_text = M_ffi.raise, M_ffi.value_text
+
+local M = {}
+
+local function whole(v) return type(v) == "number" and v >= 0 and v % 1 == 0 end
+
+--- Raises unless `state` is a position of a loader like `self`: the fields `identity` must be equal
+--- and the fields `counts` whole numbers. Returns the number of batches read and the version of the
+--- shuffled order.
+function M.check(state, self, identity, counts)
+  local good = type(state) == "table" and whole(state.at)
+  for _, key in ipairs(good and counts or {}) do good = good and whole(state[key]) end
+  if not good then
+    raise("data: expected a position from state(), got %s", value_text(state))
+  end
+  for _, key in ipairs(identity) do
+    if state[key] ~= self[key] then
+      raise("data: this position was saved with %s %s, the loader has %s; the batches would differ",
+        key, tostring(state[key]), tostring(self[key]))
+    end
+  end
+  local version = state.order or 1     -- positions had no version before version 2
+  if version ~= 1 and version ~= order.newest then
+    raise("data: this position has version %s of the shuffled order, but this engine "
+      .. "knows only up to %d; hint: resume with the engine that saved it", tostring(version),
+      order.newest)
+  end
+  return state.at, version
+end
+
+return M

@@ -1,0 +1,185 @@
+-- The records of text files: lines, paragraphs or rows of CSV. Every file is read once, from start
+-- to end, to find where its records begin (8 bytes for each) and its checksum; after that a record
+-- is read when it is wanted. Files are read, not mapped: they may be larger than memory, and a file
+-- that shrinks is an error and not the end of the process. Owned by a loader of documents.lua.
+local M_ffi = require "engine.base.ffi"
+local file = require "engine.base.file"
+
+local ffi, C, raise, value_text = M_ffi.ffi, M_ffi.C, M_ffi.raise, M_ffi.value_text
+
+local M = {}
+
+local CHUNK = 2 ^ 18       -- bytes read at once
+local LONGEST = 2 ^ 24     -- bytes of a record
+local NEWLINE, QUOTE, SPACE, TAB, RETURN = 10, 34, 32, 9, 13
+
+local Records = {}
+Records.__index = Records
+
+local function add(self, offset)
+  if self.n == self.room then
+    local starts = ffi.new("double[?]", 2 * self.room)
+    ffi.copy(starts, self.starts, 8 * self.n)
+    self.starts, self.room = starts, 2 * self.room
+  end
+  self.starts[self.n] = offset
+  self.n = self.n + 1
+end
+
+-- Opens a file; a pipe or a device could block, and is refused.
+local function open(name, path)
+  if file.exists(path) and not file.is_file(path) then
+    raise("data.%s: %s is %s, expected a file", name, path,
+      file.is_folder(path) and "a folder" or "a pipe or a device")
+  end
+  local handle, why = io.open(path, "rb")
+  return handle or raise("data.%s: %s", name, why)
+end
+
+-- The chunks of a file from its start, each with its offset; only the first `size` bytes.
+local function chunks(handle, size)
+  local at = 0
+  return function()
+    local chunk = handle:read(math.min(CHUNK, (size or math.huge) - at))
+    if not chunk or chunk == "" then return nil end
+    at = at + #chunk
+    return chunk, at - #chunk
+  end
+end
+
+-- Adds the records of a file. A record begins with the first line that is not blank: of the file
+-- or after a blank line (paragraphs), after any line (lines), after a line that ends outside
+-- quotes (csv).
+local function scan(self, handle, f)
+  local every, quote = self.kind ~= "paragraphs", self.kind == "csv" and QUOTE or -1
+  local blank, gap, quoted, line = true, true, false, 0
+  for chunk, at in chunks(handle) do
+    f.size, f.crc = at + #chunk, C.eng_crc32c(f.crc, chunk, #chunk)
+    local bytes = ffi.cast("const uint8_t *", chunk)
+    for i = 0, #chunk - 1 do
+      local c = bytes[i]
+      if c == NEWLINE and not quoted then
+        gap, blank, line = gap or blank or every, true, at + i + 1
+      elseif c ~= SPACE and c ~= TAB and c ~= RETURN then
+        if c == quote then quoted = not quoted end
+        if blank then
+          blank = false
+          if gap then add(self, line) end
+          gap = false
+        end
+      end
+    end
+  end
+end
+
+--- Reads where the records of the files begin. kind: lines, paragraphs or csv, whose first record
+--- is the header. name: of the loader, for messages.
+function M.open(name, paths, kind)
+  if type(paths) == "string" then paths = { paths } end
+  if type(paths) ~= "table" or #paths == 0 then
+    raise("data.%s: expected path = a file or a list of files, got %s", name, value_text(paths))
+  end
+  local self = setmetatable({ name = name, kind = kind, files = {}, n = 0, room = 1024,
+    starts = ffi.new("double[1024]") }, Records)
+  for k, path in ipairs(paths) do
+    if type(path) ~= "string" then
+      raise("data.%s: expected the path of a file, got %s", name, value_text(path))
+    end
+    local handle, f = open(name, path), { path = path, size = 0, crc = 0, first = self.n }
+    scan(self, handle, f)
+    handle:close()
+    self.files[k] = f
+    if kind == "csv" and self.n > f.first then
+      f.header, f.second = self.starts[f.first], self.n > f.first + 1 and self.starts[f.first + 1]
+      ffi.copy(self.starts + f.first, self.starts + f.first + 1, 8 * (self.n - f.first - 1))
+      self.n = self.n - 1
+    end
+    if self.n == f.first then
+      raise("data.%s: %s %s", name, path, f.size == 0 and "is empty" or "has no records")
+    end
+  end
+  return self
+end
+
+-- The file of record i (from 0): the last one that begins at it or before.
+local function file_of(self, i)
+  local low, high = 1, #self.files
+  while low < high do
+    local middle = math.ceil((low + high) / 2)
+    if self.files[middle].first <= i then low = middle else high = middle - 1 end
+  end
+  return self.files[low], low
+end
+
+-- Bytes from..to-1 of a file, without blank lines at their end. Keeps the latest file open.
+local function read(self, f, from, to)
+  if self.latest ~= f then
+    if self.handle then self.handle:close() end
+    self.latest, self.handle = f, open(self.name, f.path)
+    self.handle:setvbuf("no")
+  end
+  local size = self.handle:seek("end")
+  self.handle:seek("set", from)
+  local text = size == f.size and (to > from and self.handle:read(to - from) or "")
+  if not text or #text ~= to - from then
+    raise("data.%s: %s had %.0f bytes when it was opened and has %.0f now; hint: files must not "
+      .. "change while they are read", self.name, f.path, f.size, tonumber(size) or 0)
+  end
+  local last = #text
+  while last > 0 and (" \t\r\n"):find(text:sub(last, last), 1, true) do last = last - 1 end
+  text = text:sub(1, last)
+  return from == 0 and text:gsub("^\239\187\191", "") or text     -- a byte order mark
+end
+
+--- The text of record i (from 0) and its file; or nil and what is wrong with it.
+function Records:read(i)
+  local f, k = file_of(self, i)
+  local after = self.files[k + 1] and self.files[k + 1].first or self.n
+  local from, to = self.starts[i], i + 1 < after and self.starts[i + 1] or f.size
+  if to - from > LONGEST then
+    return nil, ("has %.0f bytes, expected at most %.0f"):format(to - from, LONGEST)
+  end
+  return read(self, f, from, to), f
+end
+
+--- The header of a file of CSV.
+function Records:header(f)
+  return read(self, f, f.header, math.min(f.second or f.size, f.header + LONGEST))
+end
+
+--- Where record i begins, as "file:line".
+function Records:where(i)
+  local f = file_of(self, i)
+  local handle, line = open(self.name, f.path), 1
+  for chunk in chunks(handle, self.starts[i]) do
+    line = line + select(2, chunk:gsub("\n", ""))
+  end
+  handle:close()
+  return ("%s:%d"):format(f.path, line)
+end
+
+--- Size and checksum of each file, for a position.
+function Records:identity()
+  local list = {}
+  for k, f in ipairs(self.files) do list[k] = { size = f.size, crc = ("%08x"):format(f.crc) } end
+  return list
+end
+
+--- Raises unless the files are those of an identity.
+function Records:check(identity)
+  local n = type(identity) == "table" and #identity or 0
+  if n ~= #self.files then
+    raise("data.%s: this position was saved with %d files, the loader has %d; the batches would "
+      .. "differ", self.name, n, #self.files)
+  end
+  for k, f in ipairs(self.files) do
+    local size, crc = tonumber(identity[k].size) or 0, ("%08x"):format(f.crc)
+    if size ~= f.size or identity[k].crc ~= crc then
+      raise("data.%s: %s has changed since this position was saved (%.0f bytes, checksum %s, now "
+        .. "%.0f and %s); the batches would differ", self.name, f.path, size,
+        tostring(identity[k].crc), f.size, crc)
+    end
+  end
+end
+
+return M
