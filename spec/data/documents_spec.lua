@@ -143,6 +143,30 @@ describe("data of documents", function()
     assert.same(expected, rows(data.csv_text(with(o, { separator = ";" })), 4))
   end)
 
+  it("finds records that lie across the blocks in which a file is read", function()
+    local texts, lines, cells = {}, {}, { "text\n" }
+    for i = 1, 900 do
+      texts[i] = i .. ("x"):rep(i * 7919 % 1500)          -- 670 KB in blocks of 256 KiB
+      lines[i] = texts[i] .. ("\n"):rep(1 + i % 3)
+      cells[i + 1] = '"' .. texts[i] .. ',""\n"\r\n'
+    end
+    local function first_tokens(make, name, contents, by)
+      local loader = make { path = file(name, table.concat(contents)), by = by, batch = 900,
+        context = 1510, pack = false, shuffle = false }
+      assert.equal(900, loader.examples)
+      local found = {}
+      for i, row in ipairs(loader:next().x:totable()) do
+        found[i] = text_of(row):match("^(%d+x*)")
+      end
+      engine.end_step()
+      return found
+    end
+    assert.same(texts, first_tokens(data.lines, "a.txt", lines))
+    assert.same(texts, first_tokens(data.csv_text, "a.csv", cells))
+    for i in ipairs(lines) do lines[i] = texts[i] .. "\n\n" end
+    assert.same(texts, first_tokens(data.lines, "b.txt", lines, "paragraph"))
+  end)
+
   it("chat: only the assistant's messages count, with what ends them", function()
     local path = file("a.jsonl", CHAT)
     local o = { path = path, context = 24, template = plain, pack = false }

@@ -22,6 +22,7 @@ local function train(run, options)
   local scales, step = {}, 0
   local o = { model = model, data = data, policy = "entropy",
     policy_options = { decay = 0, growth_interval = 7 }, steps = 20, log = "quiet", run = run,
+    restart_data = true,
     optimizer = engine.optim.sgd(model, { lr = 1e-3, precision = "fp16" }), precision = "fp16",
     loss = function(m, b)
       if step % 3 == 0 then engine.signal("attention_entropy", 2 - step / 10) end

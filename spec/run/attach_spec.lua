@@ -35,7 +35,7 @@ local trainer = engine.trainer { model = model, data = data,
   loss = function(m, b) return engine.mse(m(b.x), b.y) end,
   optimizer = engine.optim.sgd(model, { lr = 1e-3 }), policy = "dynamic:growth_interval=1e9",
     steps = tonumber(arg[2]), run = arg[1], log = "quiet", keep = 1,
-  resume = arg[3] }
+  resume = arg[3], restart_data = true }
 local summary = trainer:run()
 print(summary.stopped, summary.steps)
 ]]

@@ -202,7 +202,7 @@ describe("another run in the same directory", function()
     local net = engine.nn.linear(2, 1)
     local data = { next = function() return { x = engine.rand(4, 2), tokens = 4 } end }
     engine.trainer { model = net, data = data, optimizer = engine.optim.sgd(net),
-      steps = tonumber(arg[2]), run = arg[1], resume = arg[3], log = "quiet",
+      steps = tonumber(arg[2]), run = arg[1], resume = arg[3], restart_data = true, log = "quiet",
       checkpoint_every = tonumber(arg[4] or 0), loss = function(m, b) return m(b.x):sum() end,
       on_step = function(t)
         if t.steps_done == 1 then io.write("running\n") io.flush() end

@@ -12,7 +12,7 @@ local function trainer(options)
   local o = { model = model, optimizer = engine.optim.sgd(model, { lr = 0.1 }), log = "quiet",
     data = { next = function() return { x = engine.ones(4, 3), y = engine.zeros(4, 2) } end },
     loss = function(m, batch) return engine.mse(m(batch.x), batch.y) end,
-    steps = 4, attach = false }
+    steps = 4, attach = false, restart_data = true }
   for key, value in pairs(options or {}) do o[key] = value end
   return engine.trainer(o)
 end

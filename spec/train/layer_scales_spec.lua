@@ -34,7 +34,8 @@ local function train(options)
     data = options.data or { next = function() return one end }, optimizer = optimizer,
     steps = options.steps or 8, policy = options.policy, clip = 1, log = "quiet",
     accumulate = options.accumulate, run = options.run,
-    resume = options.resume, ref_every = options.ref_every, ref_layers = options.ref_layers,
+    resume = options.resume, restart_data = true,
+    ref_every = options.ref_every, ref_layers = options.ref_layers,
     stats_every = 1,
     on_step = function(t, record, verdict)
       assert.are.equal(0, verdict.failed, verdict:why())

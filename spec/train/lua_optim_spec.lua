@@ -192,7 +192,7 @@ describe("an optimizer written in Lua", function()
       local net = nn.sequential { nn.linear(3, 3), nn.linear(3, 3), nn.linear(3, 2) }
       local trainer = engine.trainer { model = net, optimizer = optim.spec_inplace(net),
         steps = steps, log = "quiet", attach = false, run = resume and folder .. "/late",
-        resume = resume and "auto", state = { n = 0 },
+        resume = resume and "auto", restart_data = true, state = { n = 0 },
         data = { next = function() return { x = engine.ones(2, 3), y = engine.zeros(2, 2) } end },
         loss = function(m, batch) return engine.mse(m[3](m.late and m[2](m[1](batch.x))
           or m[1](batch.x)), batch.y) end,

@@ -35,8 +35,9 @@ local function current(self)
     tried = tried + 1
     if tried > 2 * self.examples then      -- the only one may be the first and then the last
       raise("data.%s: none of the %d documents has a token that counts in the loss%s", self.kind,
-        self.examples, self.kind == "chat" and "; hint: only messages with the role 'assistant' do"
-        or "")
+        self.examples, self.kind ~= "chat" and ""
+        or "; hint: only messages with the role 'assistant' do" .. (self.pack and ""
+        or (", in the first %d tokens"):format(self.context + 1)))
     end
   end
   return self.document

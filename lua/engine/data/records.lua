@@ -52,11 +52,12 @@ end
 -- quotes (csv).
 local function scan(self, handle, f)
   local every, quote = self.kind ~= "paragraphs", self.kind == "csv" and QUOTE or -1
+  local matters = self.kind == "csv" and '["\n]' or "\n"
   local blank, gap, quoted, line = true, true, false, 0
   for chunk, at in chunks(handle) do
     f.size, f.crc = at + #chunk, C.eng_crc32c(f.crc, chunk, #chunk)
-    local bytes = ffi.cast("const uint8_t *", chunk)
-    for i = 0, #chunk - 1 do
+    local bytes, i = ffi.cast("const uint8_t *", chunk), 0
+    while i < #chunk do
       local c = bytes[i]
       if c == NEWLINE and not quoted then
         gap, blank, line = gap or blank or every, true, at + i + 1
@@ -67,7 +68,10 @@ local function scan(self, handle, f)
           if gap then add(self, line) end
           gap = false
         end
+        -- on to the next byte that matters
+        i = (chunk:find(matters, i + 2, self.kind ~= "csv") or #chunk + 1) - 2
       end
+      i = i + 1
     end
   end
 end

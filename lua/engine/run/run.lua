@@ -171,6 +171,17 @@ local function restore(trainer, c)
     trainer.accumulate) or nil
 end
 
+-- Raises if the data of a resumed run would silently begin again. Returns a line where the script
+-- accepts it (restart_data), and the position to continue from otherwise.
+local function place_of_data(trainer, path, place)
+  if trainer.restart_data then return "the data begin at their first batch (restart_data)", nil end
+  local problem = not trainer.data.restore and "the loader has no state() and restore()"
+    or not place and "the checkpoint holds no position in the data"
+  if not problem then return nil, place end
+  error(("resume: %s: %s, so the data would begin at their first batch again; hint: a loader "
+    .. "with both (docs/data.md), or restart_data = true to accept it"):format(path, problem), 0)
+end
+
 -- Restores the trainer's parts from an open checkpoint; returns lines about what differs now.
 local function take_over(trainer, c, config)
   local notes, state = {}, c.state
@@ -184,6 +195,7 @@ local function take_over(trainer, c, config)
     error(("resume: %s was written with the optimizer %s, this run has %s"):format(c.path,
       state.optimizer.name, trainer.optimizer.name), 0)
   end
+  notes[1], state.data = place_of_data(trainer, c.path, state.data)
   local other = not trainer.reducer.many and difference(trainer, c)
   if other then
     error(("resume: %s was written by another model: %s%s"):format(c.path, other,

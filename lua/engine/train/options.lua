@@ -14,9 +14,10 @@ local function list_of(words)
 end
 
 local KNOWN = list_of [[model data loss optimizer schedule precision policy policy_options steps
-  clip clip_value accumulate run resume checkpoint_every keep log state on_step on_policy_error
-  on_lost rollbacks stats_every history config evaluate mode graph ref_every ref_layers shadow trap
-  watch attach tensorboard comm_dtype bucket zero rank_timeout agree_every]]
+  clip clip_value accumulate run resume restart_data checkpoint_every keep log state on_step
+  on_policy_error on_lost rollbacks stats_every history config evaluate mode graph ref_every
+  ref_layers shadow trap watch attach tensorboard comm_dtype bucket zero rank_timeout
+  agree_every]]
 
 local function want(condition, key, expected, got)
   if condition then return end
@@ -78,6 +79,7 @@ local OPTIONAL = {
   { "run", "a name or a path", path },
   { "loss", "a function(model, batch)", callable },
   { "resume", "'auto', a path, or false", any_of(path, is "boolean") },
+  { "restart_data", "true or false", is "boolean" },
 }
 
 --- A copy of the options with the names of version 0.1 replaced.
@@ -104,6 +106,8 @@ function M.check(o)
   end
   want(type(o.model) == "table" and o.model.parameters, "model", "a module", o.model)
   want(type(o.data) == "table" and o.data.next, "data", "a loader with next()", o.data)
+  want(not o.data.state == not o.data.restore, "data",
+    "a loader with both state() and restore(), or with neither", o.data)
   want(type(o.optimizer) == "table" and o.optimizer.params, "optimizer", "one of engine.optim",
     o.optimizer)
   want(whole(o.steps), "steps", "a whole number of 1 or more", o.steps)

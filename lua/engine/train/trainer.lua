@@ -415,6 +415,7 @@ local function new(given)
     delay = o.mode == "lagged" and 1 or 0, graph = o.graph or nil,
     on_step = o.on_step, on_policy_error = o.on_policy_error or "hold",
     on_lost = o.on_lost or "stop", evaluate = o.evaluate,
+    restart_data = o.restart_data,
     log = o.log or "line", ref_every = o.ref_every, ref_layers = o.ref_layers,
     steps_done = 0, updates = 0, skipped = 0, retries = 0, tokens = 0, policy_errors = 0,
     rollbacks = o.rollbacks or 3, rollbacks_made = 0, lr_factor = 1,
@@ -467,6 +468,9 @@ end
 ---   resume                       "auto": continue from the newest checkpoint, if any; or the path
 ---                                of a run or checkpoint, whose files stay as they are unless
 ---                                `run` names the same run
+---   restart_data                 true: a resumed run begins at its loader's first batch. Without
+---                                it, a run whose loader has no state() and restore() does not
+---                                resume
 ---   checkpoint_every, keep       steps between checkpoints (0: only at the end), how many to
 ---                                keep (3)
 ---   log                          "line", "json" or "quiet"; lost results are reported on stderr
