@@ -423,10 +423,13 @@ describe("data of documents", function()
     local path = file("a.jsonl", '{"text":"ab"}\n{"text":broken}\n{"text":"c"}\n{"txt":1}\n')
     local loader = data.jsonl(with { path = path, bad = "skip", pack = false })
     assert.same({ "ab||>b|__", "c|||>|___", "ab||>b|__" }, rows(loader, 3))
-    assert.matches("4 documents in rows of 4, .*, 2 invalid ones left out", tostring(loader))
+    assert.matches("4 documents in rows of 4, .*, 2 invalid ones left out %(the first: .*jsonl:2: "
+      .. "is not JSON: [^\n]*%)$", tostring(loader))
     file("a.jsonl", "broken\n")
     refuses("data.jsonl { path = folder .. '/a.jsonl', bad = 'skip' }:next()",
-      "data.jsonl: none of the 1 documents has a token that counts in the loss")
+      "data.jsonl: none of the 1 documents has a token that counts in the loss, 1 invalid ones " ..
+      "left out (the first: FOLDER/a.jsonl:1: is not JSON: Expected value but found invalid " ..
+      "token at character 1)")
   end)
 
   it("files without documents and paths that are no files are refused", function()

@@ -8,7 +8,7 @@ local M_ffi = require "engine.base.ffi"
 local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
 
-local C, raise, value_text = M_ffi.C, M_ffi.raise, M_ffi.value_text
+local ffi, C, raise, value_text = M_ffi.ffi, M_ffi.C, M_ffi.raise, M_ffi.value_text
 
 local M = {}
 
@@ -165,15 +165,10 @@ end
 
 -- ------------------------------------------------------------------ tokens
 
-local function bytes_of(text)
-  local ids = {}
-  for i = 1, #text do ids[i] = text:byte(i) end
-  return ids
-end
-
--- A function from a text to its ids. encode: a function, an object with such a method, or false.
+-- A function from a text to its ids. encode: a function, an object with such a method, or false:
+-- the text's bytes are the ids.
 local function encoder(name, encode)
-  if not encode then return bytes_of end
+  if not encode then return function(text) return text end end
   if type(encode) == "function" then return encode end
   local good, method = pcall(function() return encode.encode end)
   if not good or type(method) ~= "function" then
@@ -188,32 +183,46 @@ local function text_problem(text, bytes)
   if bytes and text:find("%z") then return "holds a NUL byte, which ends documents" end
 end
 
--- The ids of all parts, which of them count, and their number; or nil and what is wrong.
+-- Copies the ids of a part into memory. list: of encode, or the text itself for bytes.
+local function put(self, ids, list)
+  if self.bytes then
+    for i = 1, #list do ids[i - 1] = list:byte(i) end
+    return
+  end
+  for i = 1, #list do
+    local id = list[i]
+    if type(id) ~= "number" or id % 1 ~= 0 or id < 0 or id >= 2 ^ 31 then
+      raise("data.%s: expected encode to return whole numbers of 0 or more, got %s at place %d",
+        self.name, value_text(id), i)
+    end
+    ids[i - 1] = id
+  end
+end
+
+-- The sequence of all parts: { ids = int32_t[n], counts = uint8_t[n]: whether it is a target that
+-- counts, n = }. Or nil, what is wrong, and whether the script is wrong and not the file.
 local function tokens_of(self, parts)
-  local ids, counts, n = {}, {}, 0
-  for _, part in ipairs(parts) do
-    local text, counted = part[1], part[2]
-    local problem = text_problem(text, self.bytes and self.end_token == 0)
+  local lists, n = {}, 0
+  for k, part in ipairs(parts) do
+    local problem = text_problem(part[1], self.bytes and self.end_token == 0)
     if problem then return nil, problem end
-    local good, list = pcall(self.encode, text)
+    local good, list = pcall(self.encode, part[1])
     if not good then return nil, "encode failed: " .. tostring(list), true end
-    if type(list) ~= "table" then
+    if type(list) ~= "table" and not self.bytes then
       raise("data.%s: expected encode to return a list of token ids, got %s", self.name,
         value_text(list))
     end
-    for i = 1, #list do
-      local id = list[i]
-      if type(id) ~= "number" or id % 1 ~= 0 or id < 0 or id >= 2 ^ 31 then
-        raise("data.%s: expected encode to return whole numbers of 0 or more, got %s at place %d",
-          self.name, value_text(id), i)
-      end
-      ids[n + i], counts[n + i] = id, counted
-    end
-    n = n + #list
+    lists[k], n = list, n + #list
+  end
+  local ids, counts, at = ffi.new("int32_t[?]", n + 1), ffi.new("uint8_t[?]", n + 1), 0
+  for k, list in ipairs(lists) do
+    put(self, ids + at, list)
+    ffi.fill(counts + at, #list, parts[k][2] and 1 or 0)
+    at = at + #list
   end
   if self.end_token and n > 0 then
-    n = n + 1
     ids[n], counts[n] = self.end_token, counts[n - 1]
+    n = n + 1
   end
   return { ids = ids, counts = counts, n = n }
 end
@@ -221,23 +230,19 @@ end
 -- Cuts a sequence to `most` tokens: an answer loses its end, and before that the prompt its start.
 local function cut(sequence, most, answers)
   if sequence.n <= most then return sequence end
-  local from = 1
+  local from = 0
   if answers then
     local prompt = 0
-    while prompt < sequence.n and not sequence.counts[prompt + 1] do prompt = prompt + 1 end
-    from = 1 + math.min(sequence.n - most, math.max(0, prompt - 1))
+    while prompt < sequence.n and sequence.counts[prompt] == 0 do prompt = prompt + 1 end
+    from = math.min(sequence.n - most, math.max(0, prompt - 1))
   end
-  local cut_one = { ids = {}, counts = {}, n = most }
-  for i = 1, most do
-    cut_one.ids[i], cut_one.counts[i] = sequence.ids[from + i - 1], sequence.counts[from + i - 1]
-  end
-  return cut_one
+  return { ids = sequence.ids + from, counts = sequence.counts + from, n = most, whole = sequence }
 end
 
--- Whether a target counts: tokens from `first` on can be targets.
+-- Whether a target counts: tokens from place `first` on can be targets.
 local function learns(sequence, first)
-  for i = first, sequence.n do
-    if sequence.counts[i] then return true end
+  for i = first, sequence.n - 1 do
+    if sequence.counts[i] ~= 0 then return true end
   end
   return false
 end
@@ -245,8 +250,7 @@ end
 local Documents = {}
 Documents.__index = Documents
 
--- The sequences of a document; false if it has no token to learn. Or nil, what is wrong, and
--- whether the script is wrong and not the file.
+-- The sequences of a document; false if it has no token to learn; or what tokens_of returns.
 local function try(self, i)
   local text, f = self.records:read(i)
   if not text then return nil, f end
@@ -258,7 +262,7 @@ local function try(self, i)
     if not row then return nil, wrong, fatal end
     rows[k] = row
     if not self.pack then rows[k] = cut(rows[k], self.most, parts.rejected) end
-    if not learns(rows[k], self.pack and 1 or 2) then
+    if not learns(rows[k], self.pack and 0 or 1) then
       if parts.rejected then return nil, "has an answer without tokens" end
       return false
     end
@@ -272,7 +276,10 @@ function Documents:get(i)
   local rows, problem, fatal = try(self, i)
   if rows ~= nil then return rows end
   if self.bad == "skip" and not fatal then
-    self.skipped = self.skipped + 1
+    if not self.invalid[i] then
+      self.invalid[i], self.skipped = true, self.skipped + 1
+      self.first = self.first or self.records:where(i) .. ": " .. show.shown(problem)
+    end
     return false
   end
   raise("data.%s: %s: %s", self.name, self.records:where(i), show.shown(problem))
@@ -280,14 +287,18 @@ end
 
 --- A checksum of the first document's tokens: another encode, template or field changes it.
 function Documents:checksum()
-  local text = {}
+  local crc = 0
   for _, sequence in ipairs(self:get(0) or {}) do
-    for k = 1, sequence.n do
-      text[#text + 1] = sequence.ids[k] .. (sequence.counts[k] and "+" or "-")
-    end
+    crc = C.eng_crc32c(crc, sequence.ids, 4 * sequence.n)
+    crc = C.eng_crc32c(crc, sequence.counts, sequence.n)
   end
-  text = table.concat(text)
-  return ("%08x"):format(C.eng_crc32c(0, text, #text))
+  return ("%08x"):format(crc)
+end
+
+--- The invalid documents that were left out, as text; "" for none.
+function Documents:left_out()
+  if self.skipped == 0 then return "" end
+  return (", %d invalid ones left out (the first: %s)"):format(self.skipped, self.first)
 end
 
 --- The documents of records. o: the loader's options encode, end_token, pack, bad, check, context.
@@ -301,7 +312,7 @@ function M.new(name, records, format, o)
   if end_token == nil then end_token = 0 end
   local self = setmetatable({ name = name, records = records, format = format, bad = o.bad,
     encode = encode, bytes = not o.encode, end_token = end_token, pack = o.pack,
-    most = o.context + 1, skipped = 0 }, Documents)
+    most = o.context + 1, invalid = {}, skipped = 0 }, Documents)
   for i = 0, o.check and records.n - 1 or 0 do self:get(i) end
   return self
 end

@@ -34,8 +34,8 @@ local function current(self)
     if not self.document then self.place, self.token = self.place + 1, 0 end
     tried = tried + 1
     if tried > 2 * self.examples then      -- the only one may be the first and then the last
-      raise("data.%s: none of the %d documents has a token that counts in the loss%s", self.kind,
-        self.examples, self.kind ~= "chat" and ""
+      raise("data.%s: none of the %d documents has a token that counts in the loss%s%s", self.kind,
+        self.examples, self.documents:left_out(), self.kind ~= "chat" and ""
         or "; hint: only messages with the role 'assistant' do" .. (self.pack and ""
         or (", in the first %d tokens"):format(self.context + 1)))
     end
@@ -54,7 +54,7 @@ local function put(self, row, t, sequence, from, n)
     local id = ids[from + k]
     if t + k < T then x[first + k] = id end
     if t + k > 0 then
-      local counted = counts[from + k]
+      local counted = counts[from + k] ~= 0
       y[first + k - 1] = counted and id or IGNORED
       if counted then learnt = learnt + 1 end
     end
@@ -67,7 +67,7 @@ local function fill_packed(self, row)
   while true do
     local sequence = current(self)[1]
     local n = math.min(sequence.n - self.token, T + 1 - t)
-    learnt = learnt + put(self, row, t, sequence, self.token + 1, n)
+    learnt = learnt + put(self, row, t, sequence, self.token, n)
     t, self.token = t + n, self.token + n
     if t > T then break end
     advance(self)
@@ -80,7 +80,7 @@ local function fill_padded(self, row)
   local T, learnt = self.context, 0
   for k, sequence in ipairs(current(self)) do
     local at = row + (k - 1) * self.batch
-    learnt = learnt + put(self, at, 0, sequence, 1, sequence.n)
+    learnt = learnt + put(self, at, 0, sequence, 0, sequence.n)
     for t = sequence.n - 1, T - 1 do
       if t >= sequence.n then self.x[at * T + t] = self.pad end
       self.y[at * T + t] = IGNORED
@@ -137,11 +137,10 @@ function Packed:restore(state)
 end
 
 function Packed:__tostring()
-  local skipped = self.documents.skipped
   return ("%s: %d documents in %s of %d, batch %d, %s, at batch %d (epoch %.2f)%s"):format(
     self.kind, self.examples, self.pack and "packed rows" or "rows", self.context, self.batch,
     self.shuffle and "shuffled" or "in order", self.at, self.epoch + self.place / self.examples,
-    skipped > 0 and (", %d invalid ones left out"):format(skipped) or "")
+    self.documents:left_out())
 end
 
 --- A loader of documents (documents.lua). sequences: rows of a document, 2 for preferences.
