@@ -416,7 +416,7 @@ end
 --- documents, whose batches are x and y [batch x context] i32:
 ---   path              a file, or a list of files
 ---   encode            a function from a text to a list of token ids, or an object with such a
----                     method; by default bytes are the tokens
+---                     method, called with { special = false }; by default bytes are the tokens
 ---   end_token         the token that ends a document (0 for bytes); false: none
 ---   pack              true: documents follow each other in the rows; false: a row holds one, and
 ---                     targets after its end are -100, which the loss ignores
