@@ -129,6 +129,24 @@ describe("resuming with a loader of the script's own", function()
     assert.same({ 1 }, read)
   end)
 
+  it("also continues the data of evaluations, unless they are others now", function()
+    local function evaluated(steps, text)
+      local held_out, seen = engine.data.text { text = text, batch = 1, context = 1,
+        shuffle = false }, {}
+      local take = held_out.next
+      function held_out:next()
+        local batch = take(self)
+        seen[#seen + 1] = batch.x:item()
+        return { x = batch.x:to "f32":view(1, 1):expand(4, 2) }
+      end
+      train(steps, true, { evaluate = { data = held_out, every = 1, batches = 2 } })
+      return string.char(unpack(seen))
+    end
+    assert.equal("abcd", evaluated(2, "abcdefghijk"))
+    assert.equal("efgh", evaluated(4, "abcdefghijk"))
+    assert.equal("zy", evaluated(5, "zyxwvu"))
+  end)
+
   it("needs both state() and restore(), or neither", function()
     for _, method in ipairs { "state", "restore" } do
       local data = { next = function() end, [method] = function() end }

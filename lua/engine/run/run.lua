@@ -38,6 +38,7 @@ local function state_of(trainer, user)
   local place = random.place()
   local elapsed = require("engine.base.machine").clock() - trainer.began
   local last, evaluated = trainer.last_verdict, published.evaluation_loss
+  local held_out = trainer.evaluate and trainer.evaluate.data
   return {
     user = user, evaluation_loss = evaluated and show.exact(evaluated) or nil,
     rollbacks = trainer.rollbacks_made, lr_factor = trainer.lr_factor,
@@ -51,7 +52,8 @@ local function state_of(trainer, user)
       accumulate = trainer.accumulate, ranks = trainer.reducer.size,
     last_verdict = trainer.delay == 1 and last and { clip = last.clip, lr_mul = last.lr_mul }
       or nil,
-    data = trainer.data.state and trainer.data:state() or nil, fp8 = trainer.optimizer.fp8
+    data = trainer.data.state and trainer.data:state() or nil, evaluation = held_out
+      and held_out.state and held_out:state() or nil, fp8 = trainer.optimizer.fp8
       and trainer.optimizer.fp8:state() or nil,
     precision = trainer.precision.name, schedule = trainer.schedule and tostring(trainer.schedule)
       or nil,
@@ -182,6 +184,14 @@ local function place_of_data(trainer, path, place)
     .. "with both (docs/data.md), or restart_data = true to accept it"):format(path, problem), 0)
 end
 
+-- Moves the evaluation's data to their position. Returns a line if it does not fit them.
+local function restore_evaluation(trainer, place)
+  local data = trainer.evaluate and trainer.evaluate.data
+  if not (place and data and data.restore) then return nil end
+  local good, why = pcall(data.restore, data, place)
+  return not good and "evaluations begin at the first batch of their data: " .. tostring(why) or nil
+end
+
 -- Restores the trainer's parts from an open checkpoint; returns lines about what differs now.
 local function take_over(trainer, c, config)
   local notes, state = {}, c.state
@@ -212,6 +222,7 @@ local function take_over(trainer, c, config)
   if trainer.shadows then trainer.shadows:restore(state.shadows) end
   notes[#notes + 1] = trainer.control:restore(state.set)
   notes[#notes + 1] = restore(trainer, c)
+  notes[#notes + 1] = restore_evaluation(trainer, state.evaluation)
   trainer.steps_done, trainer.skipped = state.steps, state.skipped
   trainer.rollbacks_made, trainer.lr_factor = state.rollbacks or 0, state.lr_factor or 1
   published.evaluation_loss = tonumber(state.evaluation_loss)
