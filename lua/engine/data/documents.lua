@@ -250,7 +250,8 @@ end
 local Documents = {}
 Documents.__index = Documents
 
--- The sequences of a document; false if it has no token to learn; or what tokens_of returns.
+-- The sequences of a document; false if none of its tokens counts; nil and the problem, as
+-- tokens_of returns it, if the record is invalid.
 local function try(self, i)
   local text, f = self.records:read(i)
   if not text then return nil, f end
@@ -271,7 +272,7 @@ local function try(self, i)
 end
 
 --- The sequences of document i (from 0): { { ids =, counts =, n = }, .. }, two for preferences.
---- False for one without a token to learn, and for an invalid one with bad = "skip".
+--- False if none of its tokens counts, or if it is invalid and bad is "skip".
 function Documents:get(i)
   local rows, problem, fatal = try(self, i)
   if rows ~= nil then return rows end

@@ -2,8 +2,8 @@
 -- with its end token, and are cut into rows; the last token of a row is the first of the next, so
 -- every token is a target once. Not packed: a row holds one document, cut or padded.
 --
--- The position is a place in the epoch's order and a place in that document, so it is as small and
--- as exact as that of a loader with a fixed size, in any epoch. Made by init.lua.
+-- The position is an epoch, a place in its order of the documents, and a token of that document.
+-- Made by init.lua.
 local M_ffi = require "engine.base.ffi"
 local order = require "engine.data.order"
 local position = require "engine.data.position"
@@ -19,7 +19,7 @@ local OF_STEP = { keep = false }     -- a batch lives as long as its step, even 
 local Packed = {}
 Packed.__index = Packed
 
--- The document at the loader's place, or the next one with a token to learn.
+-- The document at the loader's place, or the next one with a token that counts.
 local function current(self)
   local tried = 0
   while not self.document do

@@ -1,7 +1,7 @@
 -- The records of text files: lines, paragraphs or rows of CSV. Every file is read once, from start
--- to end, to find where its records begin (8 bytes for each) and its checksum; after that a record
--- is read when it is wanted. Files are read, not mapped: they may be larger than memory, and a file
--- that shrinks is an error and not the end of the process. Owned by a loader of documents.lua.
+-- to end, for its checksum and for the places where its records begin (8 bytes each). Later a
+-- record is read when a batch needs it. Files are read, not mapped: a file that shrinks would end
+-- the process if it were mapped. Opened by init.lua, read by documents.lua.
 local M_ffi = require "engine.base.ffi"
 local file = require "engine.base.file"
 
@@ -47,9 +47,8 @@ local function chunks(handle, size)
   end
 end
 
--- Adds the records of a file. A record begins with the first line that is not blank: of the file
--- or after a blank line (paragraphs), after any line (lines), after a line that ends outside
--- quotes (csv).
+-- Adds the records of a file. A record begins at a line that is not blank: at each of them (lines),
+-- at the first one after a blank line (paragraphs), or at one whose start is outside quotes (csv).
 local function scan(self, handle, f)
   local every, quote = self.kind ~= "paragraphs", self.kind == "csv" and QUOTE or -1
   local matters = self.kind == "csv" and '["\n]' or "\n"
@@ -68,7 +67,7 @@ local function scan(self, handle, f)
           if gap then add(self, line) end
           gap = false
         end
-        -- on to the next byte that matters
+        -- skips to the next line end or quote
         i = (chunk:find(matters, i + 2, self.kind ~= "csv") or #chunk + 1) - 2
       end
       i = i + 1
