@@ -22,7 +22,7 @@ LUAJIT_CFLAGS := $(shell pkg-config --cflags luajit 2>/dev/null || echo -I/usr/i
 LUAJIT_LIBS   := $(shell pkg-config --libs luajit 2>/dev/null || echo -lluajit-5.1)
 COMPILE  := $(CC) $(STRICT) $(CFLAGS) $(WARNINGS) $(CPPFLAGS) -Icore $(LUAJIT_CFLAGS) -MMD -MP
 LINK     := $(CC) $(CFLAGS) -fopenmp -Wl,--as-needed $(LDFLAGS)
-LIBS     := -ldnnl -lsqlite3 $(LUAJIT_LIBS) -lpthread -lm -ldl
+LIBS     := -ldnnl -lsqlite3 -lutf8proc $(LUAJIT_LIBS) -lpthread -lm -ldl
 
 # A kernel file that includes simd.h is compiled once per instruction set. The CPU device chooses at
 # run time.
@@ -220,9 +220,10 @@ $(BUILD)/cdef.h: $(PUBLIC_HEADERS) $(BUILD)/flags
 
 # Debian's names. gnuplot is not in the list, because only engine plot --png needs it.
 PACKAGES := gcc libc6-dev make pkg-config libluajit-5.1-dev luajit libdnnl-dev libsqlite3-dev \
-            libedit-dev lua-cjson lua-busted lua-check libopenmpi-dev openmpi-bin cmark-gfm
+            libutf8proc-dev libedit-dev lua-cjson lua-busted lua-check libopenmpi-dev openmpi-bin \
+            cmark-gfm
 TOOLS    := $(CC) luajit busted luacheck
-HEADERS  := luajit.h dnnl.h sqlite3.h histedit.h
+HEADERS  := luajit.h dnnl.h sqlite3.h utf8proc.h histedit.h
 
 # The only target that calls the package manager. `make demo` and `make test` begin with it.
 deps:

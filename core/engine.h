@@ -885,6 +885,10 @@ int eng_gpu_probe(char *text, int size);
 
 #include "engine_files.h"
 
+// ------------------------------------------------------------------ tokenizers
+
+#include "engine_tokenizer.h"
+
 #ifndef ENG_CDEF
 #pragma GCC visibility pop
 #ifdef __cplusplus

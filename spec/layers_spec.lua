@@ -22,8 +22,8 @@ local function code_of(path)
 end
 
 -- The folders from bottom to top: a file may use its own folder and those before it.
-local CORE = { "base", "tensor", "device", "cpu", "params", "autograd", "fp8", "dist", "store",
-  "policy", "main" }
+local CORE = { "base", "tokenizer", "tensor", "device", "cpu", "params", "autograd", "fp8", "dist",
+  "store", "policy", "main" }
 local CUDA = {
   "runtime", "kernel", "pointwise", "rows", "gemm", "quantized", "attention", "parameters",
 }
@@ -33,7 +33,7 @@ local LUA = {
 }
 
 -- Folders without a cycle between their files.
-local ACYCLIC = { "base", "tensor", "device", "autograd", "dist", "store", "policy" }
+local ACYCLIC = { "base", "tokenizer", "tensor", "device", "autograd", "dist", "store", "policy" }
 
 local function ranks_of(folders)
   local rank = {}

@@ -158,6 +158,7 @@ local parts = {
   optim = { "engine.train.optim" },
   schedule = { "engine.train.schedule" },
   data = { "engine.data" },
+  tokenizer = { "engine.data.tokenizer", "open" },
   plot = { "engine.report.plot" },
   precision = { "engine.train.precision" },
   fp8 = { "engine.tensor.fp8" },

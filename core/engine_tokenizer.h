@@ -1,0 +1,124 @@
+// Part of engine.h; only engine.h includes this file. Tokenizers: text to numbers and back.
+#ifndef ENGINE_TOKENIZER_H
+#define ENGINE_TOKENIZER_H
+
+// ------------------------------------------------------------------ tokenizers
+
+/// A tokenizer, as Hugging Face's tokenizer.json describes it. It is built by these calls, in any
+/// order, from what lua/engine/data/tokenizer.lua reads in that file, and is complete after
+/// eng_tokenizer_ready. One thread at a time may use it.
+typedef struct eng_tokenizer eng_tokenizer;
+/// The model: byte-pair encoding, unigram (the most probable pieces), WordPiece (the longest
+/// pieces from the left), or whole words.
+enum { ENG_TOKENS_BPE = 0, ENG_TOKENS_UNIGRAM = 1, ENG_TOKENS_WORDPIECE = 2, ENG_TOKENS_WORDS = 3 };
+/// Flags of a model. BYTE_FALLBACK: an unknown character becomes tokens such as <0xE2>. FUSE_UNK:
+/// neighbouring unknown characters become one token. IGNORE_MERGES: a word in the vocabulary is one
+/// token, whatever the merges say.
+enum { ENG_TOKENS_BYTE_FALLBACK = 1, ENG_TOKENS_FUSE_UNK = 2, ENG_TOKENS_IGNORE_MERGES = 4 };
+/// Flags of an added token. LSTRIP, RSTRIP: it takes the white space before or after it.
+/// SINGLE_WORD: it is found between word boundaries only. NORMALIZED: it is looked for in the
+/// normalized text. SPECIAL: decoding can leave it out.
+enum {
+  ENG_ADDED_LSTRIP = 1, ENG_ADDED_RSTRIP = 2, ENG_ADDED_SINGLE_WORD = 4, ENG_ADDED_NORMALIZED = 8,
+  ENG_ADDED_SPECIAL = 16
+};
+/// The steps of a stage: normalization (of whole texts), splitting (into words), decoding. Some
+/// steps serve several stages. `a` and `b` are texts, `flags` numbers, as the lines say.
+enum {
+  ENG_STEP_NFC = 1, ENG_STEP_NFD = 2, ENG_STEP_NFKC = 3, ENG_STEP_NFKD = 4,
+  ENG_STEP_LOWERCASE = 5,
+  ENG_STEP_TRIM = 6,            // flags: 1 left, 2 right
+  ENG_STEP_STRIP_ACCENTS = 7,   // flags: 0 all marks, 1 nonspacing marks
+  ENG_STEP_NMT = 8,             // SentencePiece's control characters and spaces
+  ENG_STEP_CLEAN = 9,           // BERT: no control characters, every white space a space
+  ENG_STEP_CHINESE = 10,        // BERT: spaces around Chinese characters
+  ENG_STEP_REPLACE = 11,        // a: text to find; b: its replacement; flags: 1 + SCAN, 0 for a
+  ENG_STEP_PREPEND = 12,        // a; flags: 0 always, 1 unless present, 2 unless present and only
+                                //    at the text's start
+  ENG_STEP_BYTES = 13,          // every byte becomes GPT-2's character for it
+  ENG_STEP_CHARSMAP = 14,       // a: SentencePiece's compiled character map
+  ENG_STEP_SPLIT = 15,          // a: text to find; flags: SPLIT behavior + 8 if inverted + 16 * (1 +
+                                //    SCAN), 0 for a
+  ENG_STEP_FROM_BYTES = 32,     // decoding: characters back to bytes, joined
+  ENG_STEP_FROM_FALLBACK = 33,  // <0xE2> to bytes
+  ENG_STEP_FROM_METASPACE = 34, // a: the character that stands for a space; flags: 1 the first
+                                //    token's leading one is dropped
+  ENG_STEP_FROM_WORDPIECE = 35, // a: prefix of continuing pieces; flags: 1 clean up
+  ENG_STEP_FROM_SUFFIX = 36,    // a: suffix of a word's last piece
+  ENG_STEP_FUSE = 37,
+  ENG_STEP_CUT = 38             // a: character; flags: up to flags & 255 at the start, flags >> 8 at
+                                //    the end of a token
+};
+/// The stages of eng_tokenizer_step.
+enum { ENG_STAGE_NORMALIZE = 0, ENG_STAGE_SPLIT = 1, ENG_STAGE_DECODE = 2 };
+/// What a SPLIT does with what it finds.
+enum {
+  ENG_SPLIT_ISOLATED = 0, ENG_SPLIT_REMOVED = 1, ENG_SPLIT_CONTIGUOUS = 2,
+  ENG_SPLIT_WITH_PREVIOUS = 3, ENG_SPLIT_WITH_NEXT = 4
+};
+/// What SPLIT and REPLACE can find besides fixed texts. GPT2, LLAMA3 and QWEN2: the words of these
+/// models' patterns.
+enum {
+  ENG_SCAN_GPT2 = 0, ENG_SCAN_LLAMA3 = 1, ENG_SCAN_QWEN2 = 2, ENG_SCAN_SPACE = 3,
+  ENG_SCAN_SPACES = 4, ENG_SCAN_NUMERIC = 5, ENG_SCAN_PUNCTUATION = 6, ENG_SCAN_WORDS = 7,
+  ENG_SCAN_BLANKS = 8, ENG_SCAN_DIGITS3 = 9, ENG_SCAN_DIGITS = 10, ENG_SCAN_CJK = 11,
+  ENG_SCAN_DEEPSEEK = 12, ENG_SCAN_COUNT = 13
+};
+/// Limits: the largest id; bytes of a token; bytes of a word, which is what the model gets; steps
+/// of a stage.
+enum {
+  ENG_TOKENS_MAX_ID = 4194303, ENG_TOKENS_MAX_BYTES = 4096, ENG_TOKENS_MAX_WORD = 1 << 24,
+  ENG_TOKENS_MAX_STEPS = 32
+};
+
+/// Begins a tokenizer. `model`: ENG_TOKENS_BPE and so on; `flags`: ENG_TOKENS_BYTE_FALLBACK and so
+/// on; `unknown`: the id of the token for unknown text, -1 if there is none; `prefix`: what
+/// continuing pieces begin with; `suffix`: what a word's last piece ends with ("" for neither);
+/// `longest`: WordPiece gives up on words of more characters. Errors: VALUE, MEMORY.
+eng_status eng_tokenizer_new(eng_tokenizer **out, int model, int flags, int64_t unknown,
+                             const char *prefix, const char *suffix, int64_t longest);
+/// NULL is allowed.
+void       eng_tokenizer_free(eng_tokenizer *tokenizer);
+/// A token of the model. `score`: its log probability (unigram only). Errors: FORMAT (id out of
+/// range or taken, text taken, not UTF-8 or too long, score not finite).
+eng_status eng_tokenizer_token(eng_tokenizer *tokenizer, int64_t id, const char *text, int64_t size,
+                               double score);
+/// A merge of two tokens, which must exist as their concatenation must; later merges rank lower.
+/// Errors: FORMAT.
+eng_status eng_tokenizer_merge(eng_tokenizer *tokenizer, const char *left, int64_t left_size,
+                               const char *right, int64_t right_size);
+/// A token that is found in the text before anything else. `flags`: ENG_ADDED_LSTRIP and so on.
+/// Errors: FORMAT.
+eng_status eng_tokenizer_added(eng_tokenizer *tokenizer, int64_t id, const char *text, int64_t size,
+                               int flags);
+/// Appends a step to a stage. Errors: VALUE (too many steps; a step that the stage lacks), FORMAT
+/// (a malformed text or character map).
+eng_status eng_tokenizer_step(eng_tokenizer *tokenizer, int stage, int step, int64_t flags,
+                              const char *a, int64_t a_size, const char *b, int64_t b_size);
+/// Appends an id to what encoding with special tokens adds, after the text if `after`.
+/// Errors: FORMAT (no such token).
+eng_status eng_tokenizer_frame(eng_tokenizer *tokenizer, int64_t id, bool after);
+/// Ends the building. Errors: FORMAT (an empty vocabulary; an `unknown` without a token), MEMORY.
+eng_status eng_tokenizer_ready(eng_tokenizer *tokenizer);
+
+/// The ids of a text, valid until the next call. `special`: with the tokens of eng_tokenizer_frame.
+/// Bytes that are not UTF-8 count as U+FFFD, one for each maximal part of a character, as in
+/// Python's bytes.decode("utf-8", "replace"). Errors: VALUE (a word of more than
+/// ENG_TOKENS_MAX_WORD bytes; unknown text without a token for it), MEMORY, INTERRUPTED.
+eng_status eng_tokenizer_encode(const uint32_t **ids, int64_t *count, eng_tokenizer *tokenizer,
+                                const char *text, int64_t size, bool special);
+/// The text of ids, valid until the next call. `skip`: without special tokens. Ids without a token
+/// are an error: VALUE.
+eng_status eng_tokenizer_decode(const char **text, int64_t *size, eng_tokenizer *tokenizer,
+                                const uint32_t *ids, int64_t count, bool skip);
+/// Whether encoding two texts gives the ids of their concatenation if the first ends with a line
+/// feed, its only trailing white space, and the second begins with a visible ASCII character.
+bool       eng_tokenizer_splits_lines(const eng_tokenizer *tokenizer);
+/// One more than the largest id.
+int64_t    eng_tokenizer_size(const eng_tokenizer *tokenizer);
+/// The text of a token as the file has it; NULL if there is no such id.
+const char *eng_tokenizer_text(int64_t *size, const eng_tokenizer *tokenizer, int64_t id);
+/// The id of a token by its text; -1 if there is none.
+int64_t    eng_tokenizer_find(const eng_tokenizer *tokenizer, const char *text, int64_t size);
+
+#endif

@@ -1,0 +1,236 @@
+// Byte-pair encoding of a word.
+//
+// Byte mode: where the last step turns bytes into GPT-2's characters, the step is left out and the
+// tables are indexed by bytes instead.
+//
+// Cuts: a pair of characters that no merge result contains side by side is never joined, whatever
+// surrounds it. words.c cuts words there.
+#include "tokenizer.h"
+
+#include <stdlib.h>
+
+enum { SHORT_WORD = 40 };      // symbols of a word that is merged by searching a list
+
+// ---- what encoding needs
+
+// Notes that the characters of a merge's result stand side by side.
+static bool join_pairs(eng_tokenizer *t, const char *text, int64_t size)
+{
+  uint64_t before = 0;
+  for (int64_t at = 0; at < size;) {
+    int n;
+    uint32_t c = t->byte_mode ? (n = 1, (unsigned char)text[at]) : code_at(text + at, &n);
+    if (at > 0 && !pairs_set(&t->bigrams, before << 32 | c, 0, 0)) return false;
+    before = c;
+    at += n;
+  }
+  return true;
+}
+
+// A token's text in GPT-2's characters as bytes, into `out`; false if it has other characters.
+static bool bytes_of(buffer *out, const char *text, int64_t size)
+{
+  out->size = 0;
+  for (int64_t at = 0; at < size;) {
+    int n, byte = char_byte(code_at(text + at, &n));
+    if (byte < 0) return false;
+    char b = (char)byte;
+    buffer_add(out, &b, 1);
+    at += n;
+  }
+  return true;
+}
+
+eng_status bpe_ready(eng_tokenizer *t)
+{
+  t->char_id = calloc(0x110000, sizeof *t->char_id);
+  bool ok = t->char_id != NULL;
+  t->byte_mode = t->split.n > 0 && t->split.list[t->split.n - 1].kind == ENG_STEP_BYTES &&
+                 t->prefix_size == 0 && t->suffix_size == 0 &&
+                 !(t->flags & ENG_TOKENS_BYTE_FALLBACK);
+  t->cuts = t->prefix_size == 0 && t->suffix_size == 0 && !(t->flags & ENG_TOKENS_IGNORE_MERGES);
+  const texts *v = &t->vocab;
+  for (int64_t i = 0; ok && i < v->count; i++) {
+    const char *text = v->pool.data + v->at[i];
+    int64_t size = v->size[i];
+    if (t->byte_mode) {
+      if (!bytes_of(&t->text_out, text, size)) continue;
+      text = t->text_out.data;
+      size = t->text_out.size;
+      ok = texts_add(&t->raw, text, size, v->value[i]);
+      if (size == 1) t->char_id[(unsigned char)*text] = 1 + v->value[i];
+      continue;
+    }
+    int n;
+    uint32_t c = code_at(text, &n);
+    if (n == size) t->char_id[c] = 1 + v->value[i];
+  }
+  for (int64_t i = 0; ok && t->cuts && i < t->merges.room; i++) {
+    const pair *p = &t->merges.slots[i];
+    if (p->key == ~0ull) continue;
+    const char *text = t->names.data + t->by_id[p->id].at;
+    int64_t size = t->by_id[p->id].size;
+    if (t->byte_mode) {
+      if (!bytes_of(&t->text_out, text, size)) continue;
+      text = t->text_out.data;
+      size = t->text_out.size;
+    }
+    ok = join_pairs(t, text, size);
+  }
+  return ok ? ENG_OK : error_set(ENG_ERR_MEMORY, "tokenizer: out of memory");
+}
+
+// ---- merging
+
+typedef struct symbol { uint32_t id; int32_t prev, next; } symbol;      // prev, next: -1 none
+typedef struct merge { uint32_t rank, id; int32_t at; } merge;
+
+static inline const pair *merge_of(const eng_tokenizer *t, uint32_t a, uint32_t b)
+{
+  return pairs_find(&t->merges, (uint64_t)a << 32 | b);
+}
+
+// Repeats the lowest merge, the leftmost of equals, until none applies. Returns the number of ids.
+static int merge_short(const eng_tokenizer *t, uint32_t *id, int n)
+{
+  struct { uint32_t rank, id; } next[SHORT_WORD];      // of the pair (i, i + 1)
+  for (int i = 0; i + 1 < n; i++) {
+    const pair *p = merge_of(t, id[i], id[i + 1]);
+    next[i].rank = p ? p->rank : UINT32_MAX;
+    next[i].id = p ? p->id : 0;
+  }
+  while (n > 1) {
+    int best = 0;
+    for (int i = 1; i + 1 < n; i++)
+      if (next[i].rank < next[best].rank) best = i;
+    if (next[best].rank == UINT32_MAX) break;
+    id[best] = next[best].id;
+    memmove(id + best + 1, id + best + 2, (size_t)(n - best - 2) * sizeof *id);
+    memmove(next + best, next + best + 1, (size_t)(n - best - 2) * sizeof *next);
+    n--;
+    for (int i = best > 0 ? best - 1 : 0; i <= best && i + 1 < n; i++) {
+      const pair *p = merge_of(t, id[i], id[i + 1]);
+      next[i].rank = p ? p->rank : UINT32_MAX;
+      next[i].id = p ? p->id : 0;
+    }
+  }
+  return n;
+}
+
+static inline bool lower(merge a, merge b)
+{
+  return a.rank < b.rank || (a.rank == b.rank && a.at < b.at);
+}
+
+static void heap_down(merge *heap, int64_t n, int64_t at)
+{
+  merge item = heap[at];
+  for (int64_t child; (child = 2 * at + 1) < n; at = child) {
+    if (child + 1 < n && lower(heap[child + 1], heap[child])) child++;
+    if (!lower(heap[child], item)) break;
+    heap[at] = heap[child];
+  }
+  heap[at] = item;
+}
+
+static void heap_add(merge *heap, int64_t n, merge item)
+{
+  int64_t at = n;
+  for (int64_t up; at > 0 && lower(item, heap[up = (at - 1) / 2]); at = up) heap[at] = heap[up];
+  heap[at] = item;
+}
+
+// The same with a heap: each merge adds two candidates at most, in the place of the one removed and
+// of the symbol that vanished, so 2n places are enough.
+static eng_status merge_long(eng_tokenizer *t, uint32_t *id, int64_t *count)
+{
+  int64_t n = *count, heap_n = 0;
+  symbol *s = scratch_of(t, n * (int64_t)(sizeof(symbol) + 2 * sizeof(merge)));
+  if (!s) return error_set(ENG_ERR_MEMORY, "tokenizer: out of memory");
+  merge *heap = (merge *)(s + n);
+  for (int64_t i = 0; i < n; i++) {
+    s[i] = (symbol){ id[i], (int32_t)i - 1, i + 1 < n ? (int32_t)i + 1 : -1 };
+    const pair *p = i + 1 < n ? merge_of(t, id[i], id[i + 1]) : NULL;
+    if (p) heap[heap_n++] = (merge){ p->rank, p->id, (int32_t)i };
+  }
+  for (int64_t i = heap_n / 2; i-- > 0;) heap_down(heap, heap_n, i);
+  int64_t polls = 0;
+  while (heap_n > 0) {
+    merge top = heap[0];
+    heap[0] = heap[--heap_n];
+    if (heap_n > 0) heap_down(heap, heap_n, 0);
+    if ((++polls & 0xFFFFF) == 0 && eng_interrupted() > 0)
+      return error_set(ENG_ERR_INTERRUPTED, "tokenizer: interrupted");
+    symbol *left = &s[top.at];
+    if (left->id == UINT32_MAX || left->next < 0) continue;
+    symbol *right = &s[left->next];
+    const pair *now = merge_of(t, left->id, right->id);
+    if (!now || now->id != top.id) continue;             // an earlier merge changed the pair
+    left->id = top.id;
+    right->id = UINT32_MAX;
+    left->next = right->next;
+    if (left->next >= 0) s[left->next].prev = top.at;
+    const pair *p = left->prev >= 0 ? merge_of(t, s[left->prev].id, left->id) : NULL;
+    if (p) heap_add(heap, heap_n++, (merge){ p->rank, p->id, left->prev });
+    p = left->next >= 0 ? merge_of(t, left->id, s[left->next].id) : NULL;
+    if (p) heap_add(heap, heap_n++, (merge){ p->rank, p->id, top.at });
+  }
+  int64_t out = 0;
+  for (int64_t i = 0; i < n; i++)
+    if (s[i].id != UINT32_MAX) id[out++] = s[i].id;
+  *count = out;
+  return ENG_OK;
+}
+
+// ---- a word
+
+// The token of one character with the word's prefix and suffix, where the model has them; -1: none.
+static int64_t affixed(eng_tokenizer *t, const char *at, int n, bool first, bool last)
+{
+  buffer *b = &t->text_out;
+  b->size = 0;
+  if (!first) buffer_add(b, t->prefix, t->prefix_size);
+  buffer_add(b, at, n);
+  if (last) buffer_add(b, t->suffix, t->suffix_size);
+  return b->failed ? -1 : texts_find(&t->vocab, b->data, b->size);
+}
+
+// Appends the tokens of <0xE2> and so on; false if one is missing.
+static bool fall_back(eng_tokenizer *t, const char *at, int64_t n)
+{
+  for (int64_t i = 0; i < n; i++)
+    if (t->byte_id[(unsigned char)at[i]] < 0) return false;
+  for (int64_t i = 0; i < n; i++) ids_add(&t->out, (uint32_t)t->byte_id[(unsigned char)at[i]]);
+  return true;
+}
+
+eng_status bpe_word(eng_tokenizer *t, const char *word, int64_t size)
+{
+  if (t->flags & ENG_TOKENS_IGNORE_MERGES) {
+    int64_t whole = texts_find(t->byte_mode ? &t->raw : &t->vocab, word, size);
+    if (whole >= 0) { ids_add(&t->out, (uint32_t)whole); return ENG_OK; }
+  }
+  int64_t first = t->out.size;
+  bool affixes = t->prefix_size || t->suffix_size, fuse = false;
+  for (int64_t at = 0; at < size;) {
+    int n = 1;
+    uint32_t c = t->byte_mode ? (unsigned char)word[at] : code_at(word + at, &n);
+    int64_t id = affixes ? affixed(t, word + at, n, at == 0, at + n == size)
+                         : (int64_t)t->char_id[c] - 1;
+    if (id >= 0) {
+      ids_add(&t->out, (uint32_t)id);
+      fuse = false;
+    } else if (!((t->flags & ENG_TOKENS_BYTE_FALLBACK) && fall_back(t, word + at, n)) &&
+               t->unknown >= 0) {
+      if (!fuse) ids_add(&t->out, (uint32_t)t->unknown);
+      fuse = (t->flags & ENG_TOKENS_FUSE_UNK) != 0;
+    }
+    at += n;
+  }
+  if (t->out.failed) return error_set(ENG_ERR_MEMORY, "tokenizer: out of memory");
+  int64_t n = t->out.size - first;
+  if (n <= SHORT_WORD) n = merge_short(t, t->out.data + first, (int)n);
+  else ENG_TRY(merge_long(t, t->out.data + first, &n));
+  t->out.size = first + n;
+  return ENG_OK;
+}

@@ -1,0 +1,103 @@
+// Growing buffers of bytes and of ids, the model's scratch memory, and the repair of malformed
+// UTF-8. See tokenizer.h.
+#include "base/text.h"
+#include "tokenizer.h"
+
+#include <stdlib.h>
+
+char *buffer_more(buffer *b, int64_t bytes)
+{
+  if (b->room - b->size < bytes) {
+    int64_t room = (b->size + bytes) * 3 / 2 + 64;
+    char *data = realloc(b->data, (size_t)room);
+    if (!data) { b->failed = true; return NULL; }
+    b->data = data;
+    b->room = room;
+  }
+  return b->data + b->size;
+}
+
+void buffer_add(buffer *b, const char *data, int64_t size)
+{
+  char *at = buffer_more(b, size);
+  if (!at) return;
+  if (size > 0) memcpy(at, data, (size_t)size);
+  b->size += size;
+}
+
+void buffer_free(buffer *b)
+{
+  free(b->data);
+  *b = (buffer){ 0 };
+}
+
+void ids_grow(ids *list, int64_t more)
+{
+  if (list->room - list->size >= more) return;
+  int64_t room = (list->size + more) * 3 / 2 + 64;
+  uint32_t *data = realloc(list->data, (size_t)room * sizeof *data);
+  if (!data) { list->failed = true; return; }
+  list->data = data;
+  list->room = room;
+}
+
+void *scratch_of(eng_tokenizer *t, int64_t bytes)
+{
+  if (t->scratch_room < bytes) {
+    free(t->scratch);
+    t->scratch = malloc((size_t)bytes);
+    t->scratch_room = t->scratch ? bytes : 0;
+  }
+  return t->scratch;
+}
+
+// Bytes of a malformed sequence that count as one: as far as they could begin a character.
+static int64_t malformed(const unsigned char *at, int64_t left)
+{
+  int n = *at >= 0xC2 && *at < 0xE0   ? 2
+          : *at >= 0xE0 && *at < 0xF0 ? 3
+          : *at >= 0xF0 && *at < 0xF5 ? 4
+                                      : 1;
+  if (n == 1 || left < 2 || (at[1] & 0xC0) != 0x80 || (*at == 0xE0 && at[1] < 0xA0) ||
+      (*at == 0xED && at[1] > 0x9F) || (*at == 0xF0 && at[1] < 0x90) ||
+      (*at == 0xF4 && at[1] > 0x8F))
+    return 1;
+  int64_t i = 2;
+  while (i < n && i < left && (at[i] & 0xC0) == 0x80) i++;
+  return i;
+}
+
+// Bytes from the start that are UTF-8.
+static int64_t valid_bytes(const char *text, int64_t size)
+{
+  int64_t i = 0;
+  while (i < size) {
+    uint64_t eight;
+    if (size - i >= 8 && (memcpy(&eight, text + i, 8), !(eight & 0x8080808080808080ull))) {
+      i += 8;
+      continue;
+    }
+    int n = utf8_length(text + i, size - i);
+    if (n == 0) break;
+    i += n;
+  }
+  return i;
+}
+
+bool utf8_repair(buffer *out, const char *text, int64_t size)
+{
+  int64_t good = valid_bytes(text, size);
+  if (good == size) return false;
+  while (size > 0) {
+    buffer_add(out, text, good);
+    text += good;
+    size -= good;
+    if (size == 0) break;
+    buffer_add(out, "\xEF\xBF\xBD", 3);
+    int64_t bad = malformed((const unsigned char *)text, size);
+    text += bad;
+    size -= bad;
+    good = valid_bytes(text, size);
+  }
+  return true;
+}

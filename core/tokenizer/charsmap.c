@@ -1,0 +1,103 @@
+// SentencePiece's compiled character map: a double-array trie whose values are places in a block of
+// texts, each ended by a 0. Bytes: the size of the trie in bytes (u32), the trie (u32 units), the
+// texts. Called by normalize.c.
+#include "tokenizer.h"
+
+#include <stdlib.h>
+#include <utf8proc.h>
+
+struct charsmap {
+  uint32_t *units;
+  int64_t   n_units, size;
+  char     *texts;
+};
+
+void charsmap_free(struct charsmap *map)
+{
+  if (!map) return;
+  free(map->units);
+  free(map->texts);
+  free(map);
+}
+
+eng_status charsmap_new(struct charsmap **out, const char *data, int64_t size)
+{
+  uint32_t bytes = 0;
+  if (size >= 4) memcpy(&bytes, data, 4);
+  if (size < 4 || bytes % 4 != 0 || (int64_t)bytes > size - 4 || bytes == 0)
+    return error_set(ENG_ERR_FORMAT, "tokenizer: a compiled character map of %lld bytes is "
+                     "malformed", (long long)size);
+  struct charsmap *map = calloc(1, sizeof *map);
+  if (map) {
+    map->n_units = bytes / 4;
+    map->size = size - 4 - bytes;
+    map->units = malloc(bytes);
+    map->texts = malloc((size_t)map->size + 1);
+  }
+  if (!map || !map->units || !map->texts) {
+    charsmap_free(map);
+    return error_set(ENG_ERR_MEMORY, "tokenizer: out of memory");
+  }
+  memcpy(map->units, data + 4, bytes);
+  memcpy(map->texts, data + 4 + bytes, (size_t)map->size);
+  map->texts[map->size] = 0;
+  buffer check = { 0 };
+  bool bad = utf8_repair(&check, map->texts, map->size);
+  buffer_free(&check);
+  if (bad) {
+    charsmap_free(map);
+    return error_set(ENG_ERR_FORMAT, "tokenizer: a compiled character map has texts that are not "
+                     "UTF-8");
+  }
+  *out = map;
+  return ENG_OK;
+}
+
+static int64_t offset_of(uint32_t unit) { return (int64_t)(unit >> 10) << ((unit & 0x200) >> 6); }
+
+// The text for the shortest prefix of `key` in the map; NULL: there is none.
+static const char *lookup(const struct charsmap *map, const char *key, int64_t size)
+{
+  int64_t node = offset_of(map->units[0]);
+  for (int64_t i = 0; i < size && key[i]; i++) {
+    node ^= (unsigned char)key[i];
+    if (node >= map->n_units) return NULL;
+    uint32_t unit = map->units[node];
+    if ((unit & 0x800000FFu) != (unsigned char)key[i]) return NULL;
+    node ^= offset_of(unit);
+    if (node >= map->n_units) return NULL;
+    if (unit & 0x100) {
+      int64_t at = map->units[node] & 0x7FFFFFFFu;
+      // a place inside a character would be malformed text
+      return at < map->size && (map->texts[at] & 0xC0) != 0x80 ? map->texts + at : NULL;
+    }
+  }
+  return NULL;
+}
+
+// A grapheme of up to 5 bytes is looked up as a whole, otherwise character by character.
+void charsmap_run(const struct charsmap *map, buffer *out, const char *text, int64_t size)
+{
+  for (int64_t at = 0; at < size;) {
+    int n;
+    utf8proc_int32_t c = (utf8proc_int32_t)code_at(text + at, &n), state = 0;
+    int64_t end = at + n;
+    while (end < size) {
+      int m;
+      utf8proc_int32_t next = (utf8proc_int32_t)code_at(text + end, &m);
+      if (utf8proc_grapheme_break_stateful(c, next, &state)) break;
+      c = next;
+      end += m;
+    }
+    const char *whole = end - at < 6 ? lookup(map, text + at, end - at) : NULL;
+    if (whole) {
+      buffer_add(out, whole, (int64_t)strlen(whole));
+      at = end;
+    }
+    for (; at < end; at += n) {
+      code_at(text + at, &n);
+      const char *one = lookup(map, text + at, n);
+      buffer_add(out, one ? one : text + at, one ? (int64_t)strlen(one) : n);
+    }
+  }
+}

@@ -1,0 +1,209 @@
+// Scanners: what a regular expression of a known tokenizer finds, without an engine for regular
+// expressions. Each scanner's comment shows its expression. lua/engine/data/tokenizer_steps.lua
+// maps expressions to scanners. Called by split.c and normalize.c.
+#define _GNU_SOURCE   // memmem
+#include "tokenizer.h"
+
+typedef struct text { const char *data; int64_t size; } text;
+
+// The class of the character at `at` and its bytes; class 0 and 0 bytes at the end.
+static inline uint16_t class_at(text t, int64_t at, int *n)
+{
+  if (at >= t.size) { *n = 0; return 0; }
+  return unicode_class[code_at(t.data + at, n)];
+}
+
+// The end of the run of characters with any of `some` and none of `none` (classes).
+static inline int64_t run_of(text t, int64_t at, int some, int none)
+{
+  for (int n;; at += n) {
+    uint16_t bits = class_at(t, at, &n);
+    if (n == 0 || !(bits & some) || (bits & none)) return at;
+  }
+}
+
+// The end of the run of characters without any of `none`.
+static inline int64_t run_without(text t, int64_t at, int none)
+{
+  for (int n;; at += n) {
+    uint16_t bits = class_at(t, at, &n);
+    if (n == 0 || (bits & none)) return at;
+  }
+}
+
+static inline bool line_end(text t, int64_t at)
+{
+  return at < t.size && (t.data[at] == '\n' || t.data[at] == '\r');
+}
+
+static inline int64_t line_ends(text t, int64_t at)
+{
+  while (line_end(t, at)) at++;
+  return at;
+}
+
+// The end of 's 't 're 've 'm 'll 'd at the apostrophe `at`; `at` if there is none. `fold`: in any
+// case; U+017F folds to s.
+static int64_t contraction(text t, int64_t at, bool fold)
+{
+  int64_t left = t.size - at - 1;
+  if (left < 1) return at;
+  const unsigned char *s = (const unsigned char *)t.data + at + 1;
+  if (fold && left >= 2 && s[0] == 0xC5 && s[1] == 0xBF) return at + 3;
+  int a = s[0], b = left > 1 ? s[1] : 0;
+  if (fold) {
+    if (a >= 'A' && a <= 'Z') a += 32;
+    if (b >= 'A' && b <= 'Z') b += 32;
+  }
+  if (a == 's' || a == 't' || a == 'm' || a == 'd') return at + 2;
+  if ((a == 'r' && b == 'e') || (a == 'v' && b == 'e') || (a == 'l' && b == 'l')) return at + 3;
+  return at;
+}
+
+// \s+(?!\S)|\s+ at white space: all of it at the end of the text, else all but the last character.
+static int64_t white(text t, int64_t at)
+{
+  int64_t end = run_of(t, at, UC_SPACE, 0);
+  if (end == t.size) return end;
+  int64_t last = char_before(t.data + at, t.data + end) - t.data;
+  return last > at ? last : end;
+}
+
+// \s*[\r\n]+ at white space: up to its last line end; `at` if it has none.
+static int64_t white_lines(text t, int64_t at)
+{
+  int64_t end = run_of(t, at, UC_SPACE, 0);
+  while (end > at && !line_end(t, end - 1)) end--;
+  return end;
+}
+
+// 's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
+static int64_t gpt2(text t, int64_t at)
+{
+  int64_t end;
+  if (t.data[at] == '\'' && (end = contraction(t, at, false)) > at) return end;
+  int64_t word = at + (t.data[at] == ' ');
+  int n;
+  uint16_t bits = class_at(t, word, &n);
+  if (bits & UC_LETTER) return run_of(t, word + n, UC_LETTER, 0);
+  if (bits & UC_NUMBER) return run_of(t, word + n, UC_NUMBER, 0);
+  if (n > 0 && !(bits & UC_SPACE))
+    return run_without(t, word + n, UC_SPACE | UC_LETTER | UC_NUMBER);
+  return white(t, at);
+}
+
+// (?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|
+// \s*[\r\n]+|\s+(?!\S)|\s+
+// Qwen2: \p{N} instead of \p{N}{1,3}.
+static int64_t llama3(text t, int64_t at, int digits)
+{
+  int64_t end;
+  if (t.data[at] == '\'' && (end = contraction(t, at, true)) > at) return end;
+  int n, m;
+  uint16_t bits = class_at(t, at, &n);
+  if (bits & UC_LETTER) return run_of(t, at + n, UC_LETTER, 0);
+  if (bits & UC_NUMBER) {
+    for (at += n; --digits > 0 && (class_at(t, at, &n) & UC_NUMBER); at += n) { }
+    return at;
+  }
+  uint16_t next = class_at(t, at + n, &m);
+  if (!line_end(t, at) && (next & UC_LETTER)) return run_of(t, at + n + m, UC_LETTER, 0);
+  bool blank = t.data[at] == ' ';
+  if (blank ? m > 0 && !(next & (UC_SPACE | UC_LETTER | UC_NUMBER)) : !(bits & UC_SPACE))
+    return line_ends(t, run_without(t, at + n, UC_SPACE | UC_LETTER | UC_NUMBER));
+  if ((end = white_lines(t, at)) > at) return end;
+  return white(t, at);
+}
+
+static bool ascii_punctuation(char c)
+{
+  return c > ' ' && c < 0x7F && !(c >= '0' && c <= '9') && !(c >= 'A' && c <= 'Z') &&
+         !(c >= 'a' && c <= 'z');
+}
+
+static bool ascii_letter(char c) { return (c >= 'A' && c <= 'Z') || (c >= 'a' && c <= 'z'); }
+
+// [!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|
+//  ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+
+// Returns `at` where nothing matches.
+static int64_t deepseek(text t, int64_t at)
+{
+  enum { WORD = UC_LETTER | UC_MARK_NOW, SIGN = UC_PUNCTUATION_NOW | UC_SYMBOL };
+  if (ascii_punctuation(t.data[at]) && at + 1 < t.size && ascii_letter(t.data[at + 1])) {
+    for (at++; at < t.size && ascii_letter(t.data[at]);) at++;
+    return at;
+  }
+  int n, m;
+  uint16_t bits = class_at(t, at, &n), next = class_at(t, at + n, &m);
+  if (bits & WORD) return run_of(t, at + n, WORD, 0);
+  if (!(bits & SIGN) && !line_end(t, at) && (next & WORD)) return run_of(t, at + n + m, WORD, 0);
+  bool blank = t.data[at] == ' ';
+  if ((blank ? next : bits) & SIGN) return line_ends(t, run_of(t, at + n, SIGN, 0));
+  if (!(bits & UC_SPACE)) return at;
+  int64_t end = white_lines(t, at);
+  return end > at ? end : white(t, at);
+}
+
+// [一-龥぀-ゟ゠-ヿ]
+static bool cjk(uint32_t c)
+{
+  return (c >= 0x4E00 && c <= 0x9FA5) || (c >= 0x3040 && c <= 0x30FF);
+}
+
+// The end of the match that begins at `at`; `at` if none does.
+static int64_t match_at(int scan, text t, int64_t at)
+{
+  int n;
+  uint16_t bits;
+  int64_t end = at;
+  switch (scan) {
+  case ENG_SCAN_GPT2: return gpt2(t, at);
+  case ENG_SCAN_LLAMA3: return llama3(t, at, 3);
+  case ENG_SCAN_QWEN2: return llama3(t, at, 1);
+  case ENG_SCAN_DEEPSEEK: return deepseek(t, at);
+  case ENG_SCAN_SPACE:                                     // \s
+    return class_at(t, at, &n) & UC_SPACE ? at + n : at;
+  case ENG_SCAN_SPACES: return run_of(t, at, UC_SPACE, 0); // \s+
+  case ENG_SCAN_NUMERIC:                                   // \p{N}
+    return class_at(t, at, &n) & UC_NUMBER ? at + n : at;
+  case ENG_SCAN_DIGITS: return run_of(t, at, UC_NUMBER, 0);   // \p{N}+
+  case ENG_SCAN_DIGITS3:                                   // \p{N}{1,3}
+    for (int i = 0; i < 3 && (class_at(t, end, &n) & UC_NUMBER); i++) end += n;
+    return end;
+  case ENG_SCAN_PUNCTUATION:
+    return class_at(t, at, &n) & UC_PUNCTUATION ? at + n : at;
+  case ENG_SCAN_WORDS:                                     // \w+|[^\w\s]+
+    bits = class_at(t, at, &n);
+    if (bits & UC_WORD) return run_of(t, at, UC_WORD, 0);
+    return run_without(t, at, UC_WORD | UC_SPACE);
+  case ENG_SCAN_BLANKS:                                    //  {2,}
+    while (end < t.size && t.data[end] == ' ') end++;
+    return end - at >= 2 ? end : at;
+  case ENG_SCAN_CJK:
+    while (end < t.size && cjk(code_at(t.data + end, &n))) end += n;
+    return end;
+  default: return at;
+  }
+}
+
+bool scan_next(int scan, const char *data, int64_t size, int64_t at, int64_t *start, int64_t *end)
+{
+  text t = { data, size };
+  for (int n; at < size; at += n) {
+    *end = match_at(scan, t, at);
+    if (*end > at) { *start = at; return true; }
+    code_at(data + at, &n);
+  }
+  return false;
+}
+
+bool find_next(const char *what, int64_t length, const char *data, int64_t size, int64_t at,
+               int64_t *start, int64_t *end)
+{
+  if (length == 0 || size - at < length) return false;
+  const char *found = memmem(data + at, (size_t)(size - at), what, (size_t)length);
+  if (!found) return false;
+  *start = found - data;
+  *end = *start + length;
+  return true;
+}

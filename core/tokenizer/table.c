@@ -1,0 +1,177 @@
+// Hash tables of texts and of pairs, and a trie on top of the latter. See tokenizer.h.
+#include "tokenizer.h"
+
+#include <stdlib.h>
+
+// ---- texts
+
+// The number of a text, or -1.
+static int64_t number_of(const texts *table, const char *text, int64_t size)
+{
+  if (table->room == 0) return -1;
+  uint64_t hash = eng_hash64(text, size), high = hash & ~0xFFFFFFFFull;
+  for (uint64_t slot = hash;; slot++) {
+    uint64_t entry = table->slots[slot & (uint64_t)(table->room - 1)];
+    if (entry == 0) return -1;
+    int64_t number = (int64_t)(entry & 0xFFFFFFFFu) - 1;
+    if ((entry & ~0xFFFFFFFFull) == high && table->size[number] == size &&
+        memcmp(table->pool.data + table->at[number], text, (size_t)size) == 0)
+      return number;
+  }
+}
+
+int64_t texts_find(const texts *table, const char *text, int64_t size)
+{
+  int64_t number = number_of(table, text, size);
+  return number < 0 ? -1 : (int64_t)table->value[number];
+}
+
+bool texts_set(texts *table, const char *text, int64_t size, uint32_t value)
+{
+  int64_t number = number_of(table, text, size);
+  if (number >= 0) table->value[number] = value;
+  return number >= 0;
+}
+
+static bool texts_grow(texts *table)
+{
+  int64_t room = table->room ? table->room * 2 : 1024;
+  uint64_t *slots = calloc((size_t)room, sizeof *slots);
+  if (!slots) return false;
+  for (int64_t i = 0; i < table->room; i++) {
+    uint64_t entry = table->slots[i];
+    if (entry == 0) continue;
+    int64_t number = (int64_t)(entry & 0xFFFFFFFFu) - 1;
+    uint64_t slot = eng_hash64(table->pool.data + table->at[number], table->size[number]);
+    while (slots[slot & (uint64_t)(room - 1)]) slot++;
+    slots[slot & (uint64_t)(room - 1)] = entry;
+  }
+  free(table->slots);
+  table->slots = slots;
+  table->room = room;
+  return true;
+}
+
+// Makes room for one more number in the lists.
+static bool lists_grow(texts *table)
+{
+  if (table->count < table->numbers) return true;
+  int64_t n = table->numbers ? table->numbers * 2 : 512;
+  int64_t *at = realloc(table->at, (size_t)n * sizeof *at);
+  if (at) table->at = at;
+  int32_t *size = realloc(table->size, (size_t)n * sizeof *size);
+  if (size) table->size = size;
+  uint32_t *value = realloc(table->value, (size_t)n * sizeof *value);
+  if (value) table->value = value;
+  if (!at || !size || !value) return false;
+  table->numbers = n;
+  return true;
+}
+
+bool texts_add(texts *table, const char *text, int64_t size, uint32_t value)
+{
+  if (table->count * 2 >= table->room && !texts_grow(table)) return false;
+  int64_t number = table->count;
+  if (!lists_grow(table)) return false;
+  table->at[number] = table->pool.size;
+  table->size[number] = (int32_t)size;
+  table->value[number] = value;
+  buffer_add(&table->pool, text, size);
+  if (table->pool.failed) return false;
+  uint64_t hash = eng_hash64(text, size), slot = hash;
+  while (table->slots[slot & (uint64_t)(table->room - 1)]) slot++;
+  table->slots[slot & (uint64_t)(table->room - 1)] = (hash & ~0xFFFFFFFFull) |
+                                                     (uint64_t)(number + 1);
+  table->count++;
+  return true;
+}
+
+void texts_free(texts *table)
+{
+  buffer_free(&table->pool);
+  free(table->slots);
+  free(table->at);
+  free(table->size);
+  free(table->value);
+  *table = (texts){ 0 };
+}
+
+// ---- pairs
+
+static void pairs_put(pair *slots, int64_t room, pair entry)
+{
+  uint64_t slot = mix(entry.key);
+  while (slots[slot & (uint64_t)(room - 1)].key != ~0ull) slot++;
+  slots[slot & (uint64_t)(room - 1)] = entry;
+}
+
+bool pairs_set(pairs *table, uint64_t key, uint32_t rank, uint32_t id)
+{
+  pair *known = (pair *)pairs_find(table, key);
+  if (known) {
+    known->rank = rank;
+    known->id = id;
+    return true;
+  }
+  if (table->count * 2 >= table->room) {
+    int64_t room = table->room ? table->room * 2 : 1024;
+    pair *slots = malloc((size_t)room * sizeof *slots);
+    if (!slots) return false;
+    memset(slots, 0xFF, (size_t)room * sizeof *slots);
+    for (int64_t i = 0; i < table->room; i++)
+      if (table->slots[i].key != ~0ull) pairs_put(slots, room, table->slots[i]);
+    free(table->slots);
+    table->slots = slots;
+    table->room = room;
+  }
+  pairs_put(table->slots, table->room, (pair){ .key = key, .rank = rank, .id = id });
+  table->count++;
+  return true;
+}
+
+void pairs_free(pairs *table)
+{
+  free(table->slots);
+  *table = (pairs){ 0 };
+}
+
+// ---- trie
+
+// A new node's number, or -1.
+static int64_t trie_node(trie *t)
+{
+  if (t->nodes == t->room) {
+    int64_t room = t->room ? t->room * 2 : 1024;
+    int32_t *value = realloc(t->value, (size_t)room * sizeof *value);
+    if (!value) return -1;
+    t->value = value;
+    t->room = room;
+  }
+  t->value[t->nodes] = -1;
+  return t->nodes++;
+}
+
+bool trie_add(trie *t, const char *text, int64_t size, int32_t value)
+{
+  if (t->nodes == 0 && trie_node(t) < 0) return false;
+  int64_t node = 0;
+  for (int64_t i = 0; i < size; i++) {
+    int64_t next = trie_step(t, node, (unsigned char)text[i]);
+    if (next < 0) {
+      next = trie_node(t);
+      if (next < 0 || !pairs_set(&t->edges, (uint64_t)node << 8 | (unsigned char)text[i], 0,
+                                 (uint32_t)next))
+        return false;
+    }
+    node = next;
+  }
+  t->value[node] = value;
+  return true;
+}
+
+void trie_free(trie *t)
+{
+  pairs_free(&t->edges);
+  free(t->value);
+  *t = (trie){ 0 };
+}

@@ -1,0 +1,238 @@
+// The structure of a tokenizer, and the parts that encode and decode: Unicode classes (unicode.c),
+// tables of texts (table.c), steps on text (normalize.c, charsmap.c), splitting into words (scan.c,
+// split.c), models (words.c, bpe.c, unigram.c), decoding (decode.c). tokenizer.c builds and drives
+// them.
+#ifndef ENG_TOKENIZER_H
+#define ENG_TOKENIZER_H
+
+#include "base/error.h"
+#include "engine.h"
+
+#include <string.h>
+
+// ---- unicode.c
+
+/// Classes of code points: bits. PUNCTUATION, MARK and NONSPACING are those of BERT and
+/// StripAccents, which follow an old Unicode; *_NOW are those of regular expressions, which follow
+/// a new one. INERT: normalization leaves it alone. See unicode_versions.c.
+enum {
+  UC_LETTER = 1, UC_NUMBER = 2, UC_SPACE = 4, UC_PUNCTUATION = 8, UC_MARK = 16, UC_NONSPACING = 32,
+  UC_CONTROL = 64, UC_WORD = 128, UC_SYMBOL = 256, UC_PUNCTUATION_NOW = 512, UC_MARK_NOW = 1024,
+  UC_INERT = 2048
+};
+extern uint16_t unicode_class[0x110000];
+/// Code points whose class libutf8proc does not know: `first` and the `more` that follow it.
+typedef struct unicode_range { uint32_t first; uint16_t more, bits; } unicode_range;
+extern const unicode_range unicode_ranges[];
+extern const int unicode_ranges_count;
+/// Fills unicode_class.
+void unicode_start(void);
+/// The code point at `at`, which is valid UTF-8, and its bytes in *n.
+static inline uint32_t code_at(const char *at, int *n)
+{
+  const unsigned char *s = (const unsigned char *)at;
+  if (s[0] < 0x80) { *n = 1; return s[0]; }
+  if (s[0] < 0xE0) { *n = 2; return (s[0] & 0x1Fu) << 6 | (s[1] & 0x3Fu); }
+  if (s[0] < 0xF0) {
+    *n = 3;
+    return (s[0] & 0x0Fu) << 12 | (s[1] & 0x3Fu) << 6 | (s[2] & 0x3Fu);
+  }
+  *n = 4;
+  return (s[0] & 0x07u) << 18 | (s[1] & 0x3Fu) << 12 | (s[2] & 0x3Fu) << 6 | (s[3] & 0x3Fu);
+}
+/// The start of the character that ends before `at`; `at` > `from`.
+static inline const char *char_before(const char *from, const char *at)
+{
+  do at--; while (at > from && (*at & 0xC0) == 0x80);
+  return at;
+}
+/// Writes a code point; returns its bytes.
+int code_put(char *out, uint32_t code);
+
+// ---- buffer.c: growing buffers. A buffer that cannot grow sets `failed` and keeps
+// its contents; whoever drives the buffers checks it once at the end.
+
+typedef struct buffer { char *data; int64_t size, room; bool failed; } buffer;
+char *buffer_more(buffer *b, int64_t bytes);      // room for `bytes` more; NULL: none
+void  buffer_add(buffer *b, const char *data, int64_t size);
+void  buffer_free(buffer *b);
+
+typedef struct ids { uint32_t *data; int64_t size, room; bool failed; } ids;
+void ids_grow(ids *list, int64_t more);
+static inline void ids_add(ids *list, uint32_t id)
+{
+  if (list->size == list->room) ids_grow(list, 1);
+  if (list->size < list->room) list->data[list->size++] = id;
+}
+
+/// Appends `text` with U+FFFD for what is not UTF-8. Returns false if all of it is UTF-8, and then
+/// appends nothing.
+bool utf8_repair(buffer *out, const char *text, int64_t size);
+
+// ---- table.c
+
+/// Texts in a pool, found by their bytes.
+typedef struct texts {
+  buffer    pool;
+  uint64_t *slots;             // hash in the upper half, 1 + number in the lower; 0: empty
+  int64_t   room, count;
+  int64_t  *at;                // number -> offset in the pool
+  int32_t  *size;              // number -> bytes
+  uint32_t *value;             // number -> value
+  int64_t   numbers;           // room of the three lists
+} texts;
+/// The value of a text, or -1.
+int64_t texts_find(const texts *table, const char *text, int64_t size);
+/// Adds a text that is not in the table. False: no memory.
+bool    texts_add(texts *table, const char *text, int64_t size, uint32_t value);
+/// Changes the value of a text; false if it is not in the table.
+bool    texts_set(texts *table, const char *text, int64_t size, uint32_t value);
+void    texts_free(texts *table);
+
+/// Pairs of numbers with two values, for merges.
+typedef struct pair { uint64_t key; uint32_t rank, id; } pair;
+typedef struct pairs { pair *slots; int64_t room, count; } pairs;
+static inline uint64_t mix(uint64_t key)
+{
+  key *= 0x9E3779B97F4A7C15ull;
+  return key ^ key >> 32;
+}
+/// The entry of a key, NULL if there is none. Keys differ from ~0.
+static inline const pair *pairs_find(const pairs *table, uint64_t key)
+{
+  if (table->room == 0) return NULL;
+  for (uint64_t slot = mix(key);; slot++) {
+    const pair *p = &table->slots[slot & (uint64_t)(table->room - 1)];
+    if (p->key == key) return p;
+    if (p->key == ~0ull) return NULL;
+  }
+}
+/// Adds or replaces an entry. False: no memory.
+bool pairs_set(pairs *table, uint64_t key, uint32_t rank, uint32_t id);
+void pairs_free(pairs *table);
+
+/// A trie of bytes; node 0 is the root. A child's key is node << 8 | byte, its `id` the node. A
+/// node's value is -1 if no text ends there.
+typedef struct trie { pairs edges; int32_t *value; int64_t nodes, room; } trie;
+static inline int64_t trie_step(const trie *t, int64_t node, unsigned char byte)
+{
+  const pair *p = pairs_find(&t->edges, (uint64_t)node << 8 | byte);
+  return p ? (int64_t)p->id : -1;
+}
+bool trie_add(trie *t, const char *text, int64_t size, int32_t value);
+void trie_free(trie *t);
+
+// ---- the tokenizer
+
+typedef struct step {
+  int     kind;
+  int64_t flags;
+  char   *a, *b;
+  int64_t a_size, b_size;
+  struct charsmap *map;        // of CHARSMAP
+  buffer  work;                // what this step makes of a text
+} step;
+
+typedef struct steps { step list[ENG_TOKENS_MAX_STEPS]; int n; } steps;
+
+typedef struct added {
+  int64_t id;
+  char   *text;                // as in the file
+  int64_t size;
+  int     flags;
+} added;
+
+/// Words seen before and their ids.
+typedef struct word_cache {
+  struct cached { uint64_t hash; int64_t at; int32_t size, first, n; } *slots;
+  buffer  keys;
+  ids     values;
+} word_cache;
+
+/// Texts of a token: as the file has it, and what decoding begins with; offsets in `names`.
+typedef struct decoded { int64_t at, shown; int32_t size, shown_size; bool special; } decoded;
+
+struct eng_tokenizer {
+  int       model, flags;
+  int64_t   unknown, longest;
+  char     *prefix, *suffix;
+  int64_t   prefix_size, suffix_size;
+  texts     vocab;             // the model's tokens by their text
+  texts     all;               // and added ones, by the text in the file
+  buffer    names;             // texts by id, for decoding and eng_tokenizer_text
+  decoded  *by_id;             // [room_ids]; at < 0: no such token
+  int64_t   room_ids, size;
+  double   *score;             // [room_ids], unigram
+  double    least;             // the lowest score
+  pairs     merges;            // ids of two neighbours -> rank and id of the result
+  uint32_t  n_merges;
+  uint32_t *char_id;           // [0x110000] 1 + id of a character's token (byte mode: a byte's)
+  pairs     bigrams;           // pairs of characters that some merge joins
+  bool      byte_mode, cuts;   // see bpe.c, words.c
+  texts     raw;               // byte mode: tokens as bytes
+  texts     special;           // texts of special tokens
+  int64_t   byte_id[256];      // <0x00> to <0xFF>, -1: none
+  trie      pieces;            // unigram and WordPiece
+  int64_t   continuing;        // WordPiece: the node of the prefix, -1: none
+  added    *added;
+  int64_t   n_added, room_added;
+  int32_t  *added_of;          // [room_ids] 1 + number of the added token
+  trie      raw_added, normalized_added;
+  bool      raw_first[256], normalized_first[256];
+  steps     normalize, split, decode;
+  ids       before, after, out;
+  word_cache cache;
+  buffer    repaired, text_out, decode_work[4];
+  void     *scratch;           // of the model, grows
+  int64_t   scratch_room;
+  bool      ready;
+};
+
+/// Scratch memory of at least `bytes`; NULL: none.
+void *scratch_of(eng_tokenizer *t, int64_t bytes);
+
+// ---- normalize.c, charsmap.c
+
+/// Runs one step on a text; *text and *size become the result, which is valid until the step's next
+/// run. Handles every kind that needs no context.
+eng_status step_run(step *s, const char **text, int64_t *size);
+eng_status charsmap_new(struct charsmap **out, const char *data, int64_t size);
+void       charsmap_free(struct charsmap *map);
+void       charsmap_run(const struct charsmap *map, buffer *out, const char *text, int64_t size);
+/// GPT-2's character for a byte, and back (-1: none).
+uint32_t   byte_char(unsigned char byte);
+int        char_byte(uint32_t code);
+
+// ---- scan.c
+
+/// Finds the next match at or after `at`; false: there is none.
+bool scan_next(int scan, const char *text, int64_t size, int64_t at, int64_t *start, int64_t *end);
+/// The same for a fixed text.
+bool find_next(const char *what, int64_t length, const char *text, int64_t size, int64_t at,
+               int64_t *start, int64_t *end);
+
+// ---- split.c
+
+/// Splits a text into words from step `from` on, and encodes each. `first`: the text is the start
+/// of the whole input.
+eng_status split_run(eng_tokenizer *t, int from, const char *text, int64_t size, bool first);
+
+// ---- words.c, bpe.c, unigram.c: the ids of one word into t->out
+
+/// Makes what encoding needs, after all tokens and merges.
+eng_status words_ready(eng_tokenizer *t);
+eng_status bpe_ready(eng_tokenizer *t);
+eng_status pieces_ready(eng_tokenizer *t);
+/// A word of any model, through the cache.
+eng_status word_encode(eng_tokenizer *t, const char *word, int64_t size);
+eng_status bpe_word(eng_tokenizer *t, const char *word, int64_t size);
+eng_status unigram_word(eng_tokenizer *t, const char *word, int64_t size);
+eng_status wordpiece_word(eng_tokenizer *t, const char *word, int64_t size);
+eng_status unknown_missing(const char *word, int64_t size);
+
+// ---- decode.c
+
+/// The text of tokens that are not left out: the decoder's steps, joined.
+eng_status decode_run(eng_tokenizer *t, const uint32_t *list, int64_t count, bool skip);
+
+#endif

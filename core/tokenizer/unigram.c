@@ -1,0 +1,118 @@
+// The models that look pieces up in a trie: unigram (the sum of the pieces' scores is largest) and
+// WordPiece (the longest piece from the left). See tokenizer.h.
+#include "tokenizer.h"
+
+static const double UNKNOWN_PENALTY = 10;    // below the lowest score
+
+eng_status pieces_ready(eng_tokenizer *t)
+{
+  const texts *v = &t->vocab;
+  for (int64_t i = 0; i < v->count; i++)
+    if (!trie_add(&t->pieces, v->pool.data + v->at[i], v->size[i], (int32_t)v->value[i]))
+      return error_set(ENG_ERR_MEMORY, "tokenizer: out of memory");
+  for (int64_t i = 0; i < t->prefix_size && t->continuing >= 0; i++)
+    t->continuing = trie_step(&t->pieces, t->continuing, (unsigned char)t->prefix[i]);
+  return ENG_OK;
+}
+
+eng_status unknown_missing(const char *word, int64_t size)
+{
+  return error_set(ENG_ERR_VALUE, "tokenizer: the vocabulary has no token for '%.*s' and no token "
+                   "for unknown text", (int)(size < 40 ? size : 40), word);
+}
+
+// ---- unigram
+
+typedef struct best { double score; int32_t from, id; } best;     // from: -1 nothing ends here
+
+static void better(best *end, double score, int64_t from, int64_t id)
+{
+  if (end->from >= 0 && !(score > end->score)) return;
+  *end = (best){ score, (int32_t)from, (int32_t)id };
+}
+
+// The token of a stretch of unknown characters.
+static void put_unknown(eng_tokenizer *t, const char *text, int64_t size)
+{
+  int64_t id = texts_find(&t->vocab, text, size);
+  if (id < 0 && (t->flags & ENG_TOKENS_BYTE_FALLBACK)) {
+    bool all = true;
+    for (int64_t i = 0; i < size; i++) all = all && t->byte_id[(unsigned char)text[i]] >= 0;
+    for (int64_t i = 0; all && i < size; i++)
+      ids_add(&t->out, (uint32_t)t->byte_id[(unsigned char)text[i]]);
+    if (all) return;
+  }
+  ids_add(&t->out, (uint32_t)(id >= 0 ? id : t->unknown));
+}
+
+eng_status unigram_word(eng_tokenizer *t, const char *word, int64_t size)
+{
+  best *end_at = scratch_of(t, (size + 1) * (int64_t)(sizeof(best) + sizeof(int32_t)));
+  if (!end_at) return error_set(ENG_ERR_MEMORY, "tokenizer: out of memory");
+  end_at[0] = (best){ 0, 0, 0 };
+  for (int64_t i = 1; i <= size; i++) end_at[i] = (best){ 0, -1, 0 };
+  double unknown = t->least - UNKNOWN_PENALTY;
+  for (int64_t at = 0; at < size;) {
+    int n;
+    code_at(word + at, &n);
+    double here = end_at[at].score;
+    bool single = false;
+    int64_t node = 0;
+    for (int64_t i = at; i < size; i++) {
+      node = trie_step(&t->pieces, node, (unsigned char)word[i]);
+      if (node < 0) break;
+      int32_t id = t->pieces.value[node];
+      if (id < 0) continue;
+      better(&end_at[i + 1], t->score[id] + here, at, id);
+      if (i + 1 - at == n) single = true;
+    }
+    if (!single) {
+      if (t->unknown < 0) return unknown_missing(word + at, n);
+      better(&end_at[at + n], unknown + here, at, t->unknown);
+    }
+    at += n;
+  }
+  int32_t *ends = (int32_t *)(end_at + size + 1);        // of the pieces, the last one first
+  int64_t n = 0, at = 0, start = -1;         // start: of a stretch of unknown characters
+  for (int64_t end = size; end > 0; end = end_at[end].from) ends[n++] = (int32_t)end;
+  for (; n-- > 0; at = ends[n]) {
+    int32_t id = end_at[ends[n]].id;
+    if (id == t->unknown) {
+      if (start < 0) start = at;
+      continue;
+    }
+    if (start >= 0) put_unknown(t, word + start, at - start);
+    start = -1;
+    ids_add(&t->out, (uint32_t)id);
+  }
+  if (start >= 0) put_unknown(t, word + start, size - start);
+  return t->out.failed ? error_set(ENG_ERR_MEMORY, "tokenizer: out of memory") : ENG_OK;
+}
+
+// ---- WordPiece
+
+eng_status wordpiece_word(eng_tokenizer *t, const char *word, int64_t size)
+{
+  int64_t chars = 0, first = t->out.size, at = 0;
+  for (int64_t i = 0; i < size; i++) chars += (word[i] & 0xC0) != 0x80;
+  bool bad = chars > t->longest;
+  while (!bad && at < size) {
+    int64_t node = at == 0 ? 0 : t->continuing, end = at;
+    int32_t id = -1;
+    for (int64_t i = at; i < size && node >= 0; i++) {
+      node = trie_step(&t->pieces, node, (unsigned char)word[i]);
+      if (node >= 0 && t->pieces.value[node] >= 0) {
+        id = t->pieces.value[node];
+        end = i + 1;
+      }
+    }
+    bad = id < 0;
+    if (!bad) ids_add(&t->out, (uint32_t)id);
+    at = end;
+  }
+  if (!bad) return ENG_OK;
+  if (t->unknown < 0) return unknown_missing(word, size);
+  t->out.size = first;
+  ids_add(&t->out, (uint32_t)t->unknown);
+  return ENG_OK;
+}

@@ -1,0 +1,287 @@
+-- Tokenizers: `engine.tokenizer`. Reads Hugging Face's tokenizer.json and gives the ids that the
+-- Python package `tokenizers` gives. The core does the work (core/tokenizer); this file reads the
+-- file and checks it.
+--   local t = engine.tokenizer "models/llama"       a folder with tokenizer.json, or the file
+--   local ids = t:encode "Hello world"              { 1, 15043, 3186 }
+--   print(t:decode(ids))
+local cjson = require "cjson"
+local M_ffi = require "engine.base.ffi"
+local nearest = require "engine.base.nearest"
+local read_named = require("engine.base.arguments").read_named
+local steps = require "engine.data.tokenizer_steps"
+
+local ffi, C, check, raise, value_text = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise,
+  M_ffi.value_text
+
+local M = {}
+local FILE_BYTES = 2 ^ 29      -- of a tokenizer.json
+
+local strict = cjson.new()
+strict.decode_invalid_numbers(false)
+
+-- ------------------------------------------------------------------ reading the file
+
+local function given(value) return value ~= nil and value ~= cjson.null end
+
+-- The object in a JSON file, and the file's path.
+local function read_json(path)
+  if type(path) ~= "string" then
+    raise("tokenizer: expected a folder or a tokenizer.json, got %s", value_text(path))
+  end
+  if C.eng_file_kind(path) == C.ENG_FILE_FOLDER then path = path .. "/tokenizer.json" end
+  local mapping = ffi.new("eng_mapping")
+  check(C.eng_file_map(mapping, path))
+  ffi.gc(mapping, C.eng_file_unmap)
+  if mapping.size > FILE_BYTES then
+    raise("tokenizer: %s has %.0f bytes, expected at most %.0f", path, tonumber(mapping.size),
+      FILE_BYTES)
+  end
+  local good, data = pcall(strict.decode, ffi.string(mapping.data, mapping.size))
+  if not good then raise("tokenizer: %s is not JSON: %s", path, tostring(data)) end
+  if type(data) ~= "table" or type(data.model) ~= "table" then
+    raise("tokenizer: %s is not a tokenizer.json: it has no model", path)
+  end
+  return data, path
+end
+
+local MODELS = { BPE = C.ENG_TOKENS_BPE, Unigram = C.ENG_TOKENS_UNIGRAM,
+  WordPiece = C.ENG_TOKENS_WORDPIECE, WordLevel = C.ENG_TOKENS_WORDS }
+
+-- Old files leave the type out.
+local function model_type(model)
+  if given(model.type) then return model.type end
+  if given(model.merges) then return "BPE" end
+  if type(model.vocab) == "table" and type(model.vocab[1]) == "table" then return "Unigram" end
+  return given(model.continuing_subword_prefix) and "WordPiece" or "WordLevel"
+end
+
+-- Calls with fail(format, ...), whose messages name the file and the part.
+local function failing(path, part)
+  return function(message, ...)
+    raise("tokenizer: %s: %s: %s", path, part, (message):format(...))
+  end
+end
+
+local function want(fail, value, kind, what)
+  if type(value) ~= kind then fail("%s: expected a %s, got a %s", what, kind, type(value)) end
+  return value
+end
+
+local function whole(fail, value, what)
+  if type(value) ~= "number" or value % 1 ~= 0 or math.abs(value) > 2 ^ 53 then
+    fail("%s: expected a whole number, got %s", what, value_text(value))
+  end
+  return value
+end
+
+local function text_or(fail, value, what)
+  return given(value) and want(fail, value, "string", what) or ""
+end
+
+-- Begins the core's tokenizer and gives it the model's tokens and merges.
+local function build_model(model, fail)
+  local kind = model_type(model)
+  local number = MODELS[kind] or fail("the engine has no '%s'%s", tostring(kind),
+    nearest.hint(tostring(kind), nearest.keys(MODELS)))
+  local vocab = want(fail, model.vocab, "table", "vocab")
+  if given(model.dropout) and model.dropout ~= 0 then
+    fail("dropout of %s is random; expected none", value_text(model.dropout))
+  end
+  local unknown = -1
+  if kind == "Unigram" then
+    unknown = given(model.unk_id) and whole(fail, model.unk_id, "unk_id") or -1
+  elseif given(model.unk_token) then
+    local id = vocab[want(fail, model.unk_token, "string", "unk_token")]
+    unknown = given(id) and whole(fail, id, "vocab") or -1
+  end
+  local flags = (model.byte_fallback == true and C.ENG_TOKENS_BYTE_FALLBACK or 0)
+    + (model.fuse_unk == true and C.ENG_TOKENS_FUSE_UNK or 0)
+    + (model.ignore_merges == true and C.ENG_TOKENS_IGNORE_MERGES or 0)
+  local prefix = text_or(fail, model.continuing_subword_prefix, "continuing_subword_prefix")
+  local suffix = text_or(fail, model.end_of_word_suffix, "end_of_word_suffix")
+  local longest = given(model.max_input_chars_per_word)
+    and whole(fail, model.max_input_chars_per_word, "max_input_chars_per_word") or 100
+  local out = ffi.new("eng_tokenizer *[1]")
+  check(C.eng_tokenizer_new(out, number, flags, unknown, prefix, suffix, longest))
+  local handle = ffi.gc(out[0], C.eng_tokenizer_free)
+  local function core(status)
+    if status ~= 0 then fail("%s", (M_ffi.message():gsub("^tokenizer: ", ""))) end
+  end
+  if kind == "Unigram" then
+    for i, entry in ipairs(vocab) do
+      if type(entry) ~= "table" or type(entry[1]) ~= "string" or type(entry[2]) ~= "number" then
+        fail("vocab: expected token %d as a text and a score", i - 1)
+      end
+      core(C.eng_tokenizer_token(handle, i - 1, entry[1], #entry[1], entry[2]))
+    end
+  else
+    for token, id in pairs(vocab) do
+      if type(token) ~= "string" then fail("vocab: expected an object of tokens and ids") end
+      core(C.eng_tokenizer_token(handle, whole(fail, id, "vocab"), token, #token, 0))
+    end
+  end
+  if kind ~= "BPE" then return handle, kind, core end
+  for i, merge in ipairs(want(fail, model.merges, "table", "merges")) do
+    local left, right
+    if type(merge) == "string" then
+      left, right = merge:match("^([^ ]*) ([^ ]*)$")
+    elseif type(merge) == "table" then
+      left, right = merge[1], merge[2]
+    end
+    if type(left) ~= "string" or type(right) ~= "string" then
+      fail("merge %d: expected two tokens, got %s", i, value_text(merge))
+    end
+    core(C.eng_tokenizer_merge(handle, left, #left, right, #right))
+  end
+  return handle, kind, core
+end
+
+local ADDED = { lstrip = C.ENG_ADDED_LSTRIP, rstrip = C.ENG_ADDED_RSTRIP,
+  single_word = C.ENG_ADDED_SINGLE_WORD, normalized = C.ENG_ADDED_NORMALIZED,
+  special = C.ENG_ADDED_SPECIAL }
+
+-- Adds the file's added tokens. Returns the special ones: { { text =, id = } ... }.
+local function build_added(data, handle, fail, core)
+  local special = {}
+  for i, token in ipairs(given(data.added_tokens)
+    and want(fail, data.added_tokens, "table", "the list") or {}) do
+    want(fail, token, "table", "token " .. i)
+    local text = want(fail, token.content, "string", "content of token " .. i)
+    local id, flags = whole(fail, token.id, "id of '" .. text .. "'"), 0
+    for name, flag in pairs(ADDED) do
+      if token[name] == true then flags = flags + flag end
+    end
+    if text ~= "" then
+      core(C.eng_tokenizer_added(handle, id, text, #text, flags))
+      if token.special == true then special[#special + 1] = { text = text, id = id } end
+    end
+  end
+  return special
+end
+
+local STAGES = {
+  { "normalizer", steps.normalizers, C.ENG_STAGE_NORMALIZE },
+  { "pre_tokenizer", steps.splitters, C.ENG_STAGE_SPLIT },
+  { "decoder", steps.decoders, C.ENG_STAGE_DECODE },
+  { "post_processor", steps.processors },
+}
+
+-- ------------------------------------------------------------------ the object
+
+local Tokenizer = {}
+Tokenizer.__index = Tokenizer
+
+--- Reads a tokenizer.json: path of the file, or of a folder that has it. A file that is malformed,
+--- or that needs what the engine lacks, is an error of one line.
+---
+---   local t = engine.tokenizer "models/llama"
+---   local ids = t:encode "Hello world"
+function M.open(path)
+  local data
+  data, path = read_json(path)
+  local handle, kind, core = build_model(data.model, failing(path, "model"))
+  local self = setmetatable({ path = path, model = kind, handle = handle }, Tokenizer)
+  local special = build_added(data, handle, failing(path, "added_tokens"), core)
+  for _, stage in ipairs(STAGES) do
+    local name, table_of, number = stage[1], stage[2], stage[3]
+    local to = { fail = failing(path, name) }
+    function to.stage(step, flags, a, b)
+      a, b = a or "", b or ""
+      core(C.eng_tokenizer_step(handle, number, step, flags or 0, a, #a, b, #b))
+    end
+    function to.frame(id, after)
+      core(C.eng_tokenizer_frame(handle, whole(to.fail, id, "id"), after))
+    end
+    steps.add(to, data[name], table_of)
+  end
+  core(C.eng_tokenizer_ready(handle))
+  self.special = special
+  return self
+end
+
+local out_ids, out_text = ffi.new("const uint32_t *[1]"), ffi.new("const char *[1]")
+local out_size = ffi.new("int64_t[1]")
+
+--- The ids of a text, as memory of the core that the next call overwrites: pointer to uint32, and
+--- count.
+--- special: with the special tokens that the file puts around a text (default true).
+function Tokenizer:encode_memory(text, special)
+  if type(text) ~= "string" then
+    raise("tokenizer: expected a text, got %s", value_text(text))
+  end
+  check(C.eng_tokenizer_encode(out_ids, out_size, self.handle, text, #text, special ~= false))
+  return out_ids[0], tonumber(out_size[0])
+end
+
+local ENCODE = { special = true }
+
+--- The ids of a text: a list. special = false: without the special tokens that the file puts around
+--- a text. Bytes that are not UTF-8 count as U+FFFD, as in Python's decode("utf-8", "replace").
+function Tokenizer:encode(text, options)
+  local special = read_named(options, "encode", ENCODE).special
+  local ids, n = self:encode_memory(text, special)
+  local list = {}
+  for i = 1, n do list[i] = ids[i - 1] end
+  return list
+end
+
+local DECODE = { special = true }
+
+--- The text of a list of ids. special = true: special tokens are shown (default: left out).
+function Tokenizer:decode(ids, options)
+  if type(ids) ~= "table" then
+    raise("tokenizer: expected a list of ids, got %s", value_text(ids))
+  end
+  local special, n = read_named(options, "decode", DECODE).special, #ids
+  local list = ffi.new("uint32_t[?]", math.max(n, 1))
+  for i = 1, n do
+    local id = ids[i]
+    if type(id) ~= "number" or id % 1 ~= 0 or id < 0 or id >= 2 ^ 32 then
+      raise("tokenizer: expected ids from 0, got %s at place %d", value_text(id), i)
+    end
+    list[i - 1] = id
+  end
+  check(C.eng_tokenizer_decode(out_text, out_size, self.handle, list, n, special ~= true))
+  return ffi.string(out_text[0], out_size[0])
+end
+
+--- One more than the largest id: what a model's embedding needs.
+function Tokenizer:vocab_size() return tonumber(C.eng_tokenizer_size(self.handle)) end
+
+--- The id of a token by its text in the file, nil if there is none.
+function Tokenizer:id(text)
+  if type(text) ~= "string" then raise("tokenizer: expected a text, got %s", value_text(text)) end
+  local id = tonumber(C.eng_tokenizer_find(self.handle, text, #text))
+  return id >= 0 and id or nil
+end
+
+--- The text of an id in the file, nil if there is none.
+function Tokenizer:token(id)
+  if type(id) ~= "number" or id % 1 ~= 0 then
+    raise("tokenizer: expected an id, got %s", value_text(id))
+  end
+  local text = C.eng_tokenizer_text(out_size, self.handle, id)
+  return text ~= nil and ffi.string(text, out_size[0]) or nil
+end
+
+--- The special tokens: text -> id.
+function Tokenizer:special_tokens()
+  local list = {}
+  for _, token in ipairs(self.special) do list[token.text] = token.id end
+  return list
+end
+
+--- Whether a text may be cut at lines: see eng_tokenizer_splits_lines.
+function Tokenizer:splits_lines() return C.eng_tokenizer_splits_lines(self.handle) end
+
+function Tokenizer:__tostring()
+  local names = {}
+  for i, token in ipairs(self.special) do
+    if i > 6 then names[i] = ("and %d more"):format(#self.special - 6) break end
+    names[i] = token.text
+  end
+  return ("tokenizer %s: %s, ids 0 to %d%s"):format(self.path, self.model, self:vocab_size() - 1,
+    #names > 0 and ", special tokens " .. table.concat(names, " ") or "")
+end
+
+return M

@@ -1,0 +1,279 @@
+-- Tokenizers: ids and texts of small tokenizers of every family, with the numbers that the Python
+-- package `tokenizers` gives; malformed files. spec/parity/tokenizer.py compares large ones.
+local engine = require "engine"
+local helper = require "spec.helper"
+
+local folder
+setup(function() folder = helper.folder() end)
+teardown(function() helper.remove(folder) end)
+
+-- A tokenizer from the parts of its file; `changes` replaces parts.
+local function text_of(parts, changes)
+  local list = {}
+  for name in pairs(parts) do list[name] = parts[name] end
+  for name, value in pairs(changes or {}) do list[name] = value end
+  local fields = {}
+  for name, value in pairs(list) do fields[#fields + 1] = ('"%s":%s'):format(name, value) end
+  return '{"version":"1.0",' .. table.concat(fields, ",") .. "}"
+end
+
+local function open(text)
+  return engine.tokenizer(helper.write(folder .. "/tokenizer.json", text))
+end
+
+local function vocab(words)
+  local list, id = {}, 0
+  for word in words:gmatch("%S+") do
+    list[#list + 1], id = ('"%s":%d'):format(word:gsub("[\"\\]", "\\%0"), id), id + 1
+  end
+  return "{" .. table.concat(list, ",") .. "}"
+end
+
+local function added(...)
+  local list = {}
+  for _, token in ipairs { ... } do
+    list[#list + 1] = ('{"id":%d,"content":"%s","special":%s,"normalized":%s,"lstrip":%s,'
+      .. '"rstrip":%s,"single_word":%s}'):format(token[1], token[2], tostring(not token.plain),
+      tostring(token.normalized or false), tostring(token.lstrip or false),
+      tostring(token.rstrip or false), tostring(token.single_word or false))
+  end
+  return "[" .. table.concat(list, ",") .. "]"
+end
+
+local LLAMA3 = [[(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}|]]
+  .. [[ ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+]]
+local PATTERNS = {
+  gpt2 = [['s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+]],
+  llama3 = LLAMA3, qwen2 = LLAMA3:gsub("{1,3}", ""),
+}
+local function splitter(pattern)
+  return ('{"type":"Sequence","pretokenizers":[{"type":"Split","pattern":{"Regex":"%s"},'
+    .. '"behavior":"Isolated","invert":false},{"type":"ByteLevel","add_prefix_space":false,'
+    .. '"use_regex":false}]}'):format(pattern)
+end
+
+local BYTES = {
+  added_tokens = added { 0, "<|end|>" }, normalizer = "null",
+  decoder = '{"type":"ByteLevel"}', post_processor = "null",
+  model = '{"type":"BPE","vocab":' .. vocab([[<|end|> h e l o Ġ w 1 2 3 4 Ċ ! Ã © ' s S he ll hell
+      hello Ġw Ġhello 12 123 1234 'S 's]])
+    .. [[,"merges":["h e","l l","he ll","hell o","Ġ w","Ġ hello","1 2","12 3",["123","4"],"' S",]]
+    .. [["' s"]}]],
+}
+
+local SPM = {
+  added_tokens = added({ 0, "<unk>" }, { 1, "<s>" }, { 2, "</s>" }),
+  normalizer = [=[{"type":"Sequence","normalizers":[{"type":"Prepend","prepend":"▁"},
+    {"type":"Replace","pattern":{"String":" "},"content":"▁"}]}]=], pre_tokenizer = "null",
+  post_processor = [[{"type":"TemplateProcessing","single":[{"SpecialToken":{"id":"<s>",
+    "type_id":0}},{"Sequence":{"id":"A","type_id":0}}],"pair":[],"special_tokens":{"<s>":{"id":
+    "<s>","ids":[1],"tokens":["<s>"]}}}]],
+  decoder = [=[{"type":"Sequence","decoders":[{"type":"Replace","pattern":{"String":"▁"},"content":
+    " "},{"type":"ByteFallback"},{"type":"Fuse"},{"type":"Strip","content":" ","start":1,"stop":0}
+    ]}]=],
+  model = '{"type":"BPE","unk_token":"<unk>","fuse_unk":true,"byte_fallback":true,"vocab":'
+    .. vocab "<unk> <s> </s> <0xC3> <0xA9> ▁ a b ▁a ab ▁ab" .. ',"merges":["▁ a","a b","▁a b"]}',
+}
+
+local UNIGRAM = {
+  added_tokens = "[]", normalizer = '{"type":"NFKC"}', post_processor = "null",
+  pre_tokenizer = '{"type":"Metaspace","replacement":"▁","prepend_scheme":"always","split":true}',
+  decoder = '{"type":"Metaspace","replacement":"▁","prepend_scheme":"always","split":true}',
+  model = [=[{"type":"Unigram","unk_id":0,"vocab":[["<unk>",0],["▁",-2.5],["a",-3],["b",-3.5],
+    ["ab",-4],["▁ab",-4.25],["c",-5],["abc",-9.5],["fi",-3.25]]}]=],
+}
+
+local BERT = {
+  added_tokens = added({ 0, "[UNK]" }, { 1, "[CLS]" }, { 2, "[SEP]" }),
+  normalizer = [[{"type":"BertNormalizer","clean_text":true,"handle_chinese_chars":true,
+    "strip_accents":null,"lowercase":true}]], pre_tokenizer = '{"type":"BertPreTokenizer"}',
+  post_processor = '{"type":"BertProcessing","sep":["[SEP]",2],"cls":["[CLS]",1]}',
+  decoder = '{"type":"WordPiece","prefix":"##","cleanup":true}',
+  model = [[{"type":"WordPiece","unk_token":"[UNK]","continuing_subword_prefix":"##",
+    "max_input_chars_per_word":8,"vocab":]]
+    .. vocab "[UNK] [CLS] [SEP] un ##aff ##able ! cafe 你 ##s '" .. "}",
+}
+
+local WORDS = {
+  added_tokens = added({ 4, "AB", single_word = true, lstrip = true, normalized = true,
+    plain = true }, { 5, "<x>", rstrip = true }),
+  normalizer = '{"type":"Lowercase"}', pre_tokenizer = '{"type":"WhitespaceSplit"}',
+  post_processor = "null", decoder = "null",
+  model = '{"type":"WordLevel","unk_token":"?","vocab":' .. vocab "? one two cab" .. "}",
+}
+
+-- Each case: text, its ids, its decoded text (by default the text itself).
+local function expect(t, cases)
+  for _, case in ipairs(cases) do
+    local ids = t:encode(case[1])
+    assert.same(case[2], ids, case[1])
+    assert.equal(case[3] or case[1], t:decode(ids))
+  end
+end
+
+describe("a tokenizer", function()
+  local SAME = { { "hello  hello\n\nhello's", { 21, 5, 23, 11, 11, 21, 28 } },
+    { "é!<|end|>he", { 13, 14, 12, 0, 18 }, "é!he" }, { "o\n \nw", { 4, 11, 5, 11, 6 } },
+    { "", {} }, { "hell'ſ", { 20, 15 }, "hell'" } }
+  for name, want in pairs {
+    gpt2 = { 21, 15, 17, 15, 17, 5, 26, 5, 24 },
+    llama3 = { 21, 27, 27, 5, 25, 10, 5, 24 },
+    qwen2 = { 21, 27, 27, 5, 7, 8, 9, 10, 5, 7, 8 } } do
+    it("splits words as " .. name .. " does", function()
+      local t = open(text_of(BYTES, { pre_tokenizer = splitter(PATTERNS[name]) }))
+      expect(t, SAME)
+      expect(t, { { "hello'S'S 1234 12", want } })
+      assert.is_true(t:splits_lines())
+      assert.equal("é!<|end|>he", t:decode({ 13, 14, 12, 0, 18 }, { special = true }))
+    end)
+  end
+
+  it("reads GPT-2's plain ByteLevel, with a space before the text", function()
+    local t = open(text_of(BYTES, { pre_tokenizer = '{"type":"ByteLevel"}' }))
+    expect(t, { { "hello 1234", { 23, 5, 26 }, " hello 1234" } })
+  end)
+
+  it("falls back to bytes, fuses unknowns, and puts ids around a text", function()
+    local t = open(text_of(SPM))
+    local many, want = ("ab a b "):rep(9), { 1 }
+    for _ = 1, 9 do
+      for _, id in ipairs { 10, 8, 5, 7 } do want[#want + 1] = id end
+    end
+    want[#want + 1] = 5
+    expect(t, { { "ab a b", { 1, 10, 8, 5, 7 } }, { "é abab", { 1, 5, 3, 4, 10, 9 } },
+      { "x你y a</s>b", { 1, 5, 0, 8, 2, 5, 7 }, " a b" }, { "  ab", { 1, 5, 5, 10 } },
+      { many, want } })
+    assert.same({ 10 }, t:encode("ab", { special = false }))
+    assert.is_false(t:splits_lines())
+  end)
+
+  it("encodes a long word as a short one", function()      -- the heap, and cuts
+    local t = open(text_of(SPM))
+    local ids = t:encode(("ab"):rep(20000), { special = false })
+    assert.equal(20000, #ids)
+    assert.equal(10, ids[1])
+    for i = 2, 20000 do assert.equal(9, ids[i]) end
+  end)
+
+  it("finds the most probable pieces", function()
+    expect(open(text_of(UNIGRAM)), { { "ab abc", { 5, 5, 6 } }, { "aabb", { 1, 2, 4, 3 } },
+      { "xyz a", { 1, 0, 1, 2 }, "<unk> a" }, { "ﬁab\n", { 1, 8, 4, 0 }, "fiab<unk>" } })
+  end)
+
+  it("finds the longest pieces from the left", function()
+    expect(open(text_of(BERT)), { { "Unaffable!", { 1, 0, 6, 2 }, "!" },
+      { "Café's 你你", { 1, 7, 10, 0, 8, 8, 2 }, "cafe ' 你 你" },
+      { "unaffablesss x", { 1, 0, 0, 2 }, "" }, { "un\tun\226\128\139un", { 1, 3, 0, 2 }, "un" },
+      { "unaff unables", { 1, 3, 4, 3, 5, 9, 2 }, "unaff unables" } })
+  end)
+
+  it("looks up whole words, and added tokens with their white space", function()
+    local t = open(text_of(WORDS))
+    expect(t, { { "one AB two ab", { 1, 4, 2, 4 }, "one ab two ab" },
+      { "cab ab", { 3, 4 } }, { "<x>  one<x>TWO", { 5, 1, 5, 2 }, "one two" },
+      { "abc", { 0 }, "?" } })
+    assert.equal("<x> one", t:decode({ 5, 1 }, { special = true }))
+  end)
+
+  it("reads bytes that are not UTF-8 as U+FFFD, as Python does", function()
+    local t = open(text_of(BYTES, { pre_tokenizer = splitter(PATTERNS.gpt2),
+      model = '{"type":"BPE","vocab":' .. vocab "a ï ¿ ½ \239\191\189" .. ',"merges":[]}',
+      added_tokens = "[]" }))
+    local one = { 1, 2, 3 }
+    for bytes, n in pairs { ["\255"] = 1, ["\226\130"] = 1, ["\226\40"] = 1, ["\240\159\152"] = 1,
+      ["\237\160\128"] = 3, ["\192\175"] = 2, ["\244\144\128\128"] = 4 } do
+      local want = { 0 }
+      for _ = 1, n do
+        for _, id in ipairs(one) do want[#want + 1] = id end
+      end
+      want[#want + 1] = 0
+      local ids = t:encode("a" .. bytes .. "a")
+      assert.same(want, ids, bytes)
+    end
+    assert.equal("a\239\191\189a", t:decode { 0, 1, 2, 0 })     -- two bytes of three
+  end)
+
+  it("says what it is", function()
+    local t = open(text_of(SPM))
+    assert.equal(11, t:vocab_size())
+    assert.equal("▁ab", t:token(10))
+    assert.is_nil(t:token(11))
+    assert.equal(10, t:id "▁ab")
+    assert.is_nil(t:id "zz")
+    assert.same({ ["<unk>"] = 0, ["<s>"] = 1, ["</s>"] = 2 }, t:special_tokens())
+    assert.equal("tokenizer " .. folder .. "/tokenizer.json: BPE, ids 0 to 10, special tokens "
+      .. "<unk> <s> </s>", tostring(t))
+    assert.equal(11, engine.tokenizer(folder):vocab_size())
+    assert.has_error(function() t:decode { 11 } end)
+    assert.has_error(function() t:decode { -1 } end)
+    assert.has_error(function() t:encode(nil) end)
+  end)
+end)
+
+describe("a malformed tokenizer.json", function()
+  local LONG = ("a"):rep(4097)
+  for what, case in pairs {
+    ["that ends early"] = { text_of(SPM):sub(1, 200), "is not JSON" },
+    ["of another kind"] = { "[1,2]", "it has no model" },
+    ["with a negative id"] = { text_of(WORDS, { model =
+      '{"type":"WordLevel","vocab":{"a":-1}}' }), "has the id -1, expected 0 to 4194303" },
+    ["with a huge id"] = { text_of(WORDS, { model = '{"type":"WordLevel","vocab":{"a":4e9}}' }),
+      "has the id 4000000000, expected 0 to 4194303" },
+    ["with a fraction as id"] = { text_of(WORDS, { model =
+      '{"type":"WordLevel","vocab":{"a":0.5}}' }), "expected a whole number" },
+    ["with an id of two tokens"] = { text_of(WORDS, { model =
+      '{"type":"WordLevel","vocab":{"a":1,"b":1}}' }), "the id 1 belongs to two tokens" },
+    ["without tokens"] = { text_of(WORDS, { model = '{"type":"WordLevel","vocab":{}}',
+      added_tokens = "[]" }), "the vocabulary is empty" },
+    ["with a long token"] = { text_of(WORDS, { model =
+      '{"type":"WordLevel","vocab":{"' .. LONG .. '":1}}' }), "expected at most 4096" },
+    ["with an added token twice"] = { text_of(WORDS, { added_tokens =
+      added({ 5, "x" }, { 5, "x" }) }), "is added twice" },
+    ["with an added token of another id"] = { text_of(WORDS, { added_tokens = added { 5, "one" } }),
+      "'one' has two ids, 1 and 5" },
+    ["with a merge of an unknown token"] = { text_of(SPM, { model =
+      '{"type":"BPE","vocab":{"a":0,"b":1},"merges":["a z"]}' }),
+      "merge 1 of 'a' and 'z' names 'z'" },
+    ["with a merge to an unknown token"] = { text_of(SPM, { model =
+      '{"type":"BPE","vocab":{"a":0,"b":1},"merges":["a b"]}' }), "names 'ab'" },
+    ["with an unknown model"] = { text_of(SPM, { model = '{"type":"BPF","vocab":{}}' }),
+      "did you mean 'BPE'?" },
+    ["with an unknown step"] = { text_of(SPM, { normalizer = '{"type":"NFX"}' }),
+      "normalizer: the engine has no 'NFX'" },
+    ["with an unknown expression"] = { text_of(SPM, { pre_tokenizer = splitter("a|b") }),
+      "but not a|b" },
+    ["with random merges"] = { text_of(SPM, { model =
+      '{"type":"BPE","dropout":0.1,"vocab":{"a":0},"merges":[]}' }), "dropout" },
+    ["with a template of an unknown id"] = { text_of(SPM, { post_processor =
+      SPM.post_processor:gsub("%[1%]", "[99]") }), "the template names the id 99" },
+    ["with an infinite score"] = { text_of(UNIGRAM, { model =
+      '{"type":"Unigram","vocab":[["a",1e999]]}' }), "score" },
+    ["with an unknown token out of range"] = { text_of(UNIGRAM, { model =
+      '{"type":"Unigram","unk_id":7,"vocab":[["a",1]]}' }), "unknown text has the id 7" },
+    ["with a malformed character map"] = { text_of(UNIGRAM, { normalizer =
+      '{"type":"Precompiled","precompiled_charsmap":"AAAA"}' }), "character map" },
+    ["with steps in steps without end"] = { text_of(SPM, { normalizer =
+      ('{"type":"Sequence","normalizers":['):rep(30) .. ("]}"):rep(30) }), "more than 20" },
+  } do
+    it(what .. " is refused in one line", function()
+      local good, message = pcall(open, case[1])
+      assert.is_false(good)
+      assert.is_truthy(message:find(case[2], 1, true), message)
+      assert.is_nil(message:find("\n"), message)
+    end)
+  end
+
+  it("that is missing is refused", function()
+    assert.has_error(function() engine.tokenizer(folder .. "/none") end)
+    assert.has_error(function() engine.tokenizer(5) end)
+  end)
+
+  it("leaves long words alone", function()
+    local t = open(text_of(SPM, { model = '{"type":"BPE","vocab":{"▁":0,"a":1,"aa":2},"merges":'
+      .. '[["a","a"]]}', added_tokens = "[]", post_processor = "null" }))
+    local good, message = pcall(t.encode_memory, t, ("a"):rep(2 ^ 24 + 1))
+    assert.is_false(good)
+    assert.is_truthy(message:find("a word of 16777217 bytes, expected at most 16777216", 1, true),
+      message)
+  end)
+end)
