@@ -34,11 +34,11 @@ enum {
   ENG_STEP_CHINESE = 10,        // BERT: spaces around Chinese characters
   ENG_STEP_REPLACE = 11,        // a: text to find; b: its replacement; flags: 1 + SCAN, 0 for a
   ENG_STEP_PREPEND = 12,        // a; flags: 0 always, 1 unless present, 2 unless present and only
-                                //    at the text's start
+                                //    at the start of the text
   ENG_STEP_BYTES = 13,          // every byte becomes GPT-2's character for it
   ENG_STEP_CHARSMAP = 14,       // a: SentencePiece's compiled character map
-  ENG_STEP_SPLIT = 15,          // a: text to find; flags: SPLIT behavior + 8 if inverted + 16 * (1 +
-                                //    SCAN), 0 for a
+  ENG_STEP_SPLIT = 15,          // a: text to find; flags: SPLIT behavior + 8 if inverted
+                                //    + 16 * (1 + SCAN), 0 for a
   ENG_STEP_FROM_BYTES = 32,     // decoding: characters back to bytes, joined
   ENG_STEP_FROM_FALLBACK = 33,  // <0xE2> to bytes
   ENG_STEP_FROM_METASPACE = 34, // a: the character that stands for a space; flags: 1 the first
@@ -46,8 +46,8 @@ enum {
   ENG_STEP_FROM_WORDPIECE = 35, // a: prefix of continuing pieces; flags: 1 clean up
   ENG_STEP_FROM_SUFFIX = 36,    // a: suffix of a word's last piece
   ENG_STEP_FUSE = 37,
-  ENG_STEP_CUT = 38             // a: character; flags: up to flags & 255 at the start, flags >> 8 at
-                                //    the end of a token
+  ENG_STEP_CUT = 38             // a: character; flags: up to flags & 255 at the start of a
+                                //    token, up to flags >> 8 at its end
 };
 /// The stages of eng_tokenizer_step.
 enum { ENG_STAGE_NORMALIZE = 0, ENG_STAGE_SPLIT = 1, ENG_STAGE_DECODE = 2 };

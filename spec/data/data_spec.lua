@@ -104,6 +104,32 @@ describe("data", function()
     assert.equal(7, headed.tokens)
   end)
 
+  it("tokens of 32 bits are read bare, with llm.c's header, and from .npy files", function()
+    local words = i32(1, 128000, 65536, 4, 5, 6, 7)
+    local function npy(kind, count, bytes)
+      local header = ("{'descr': '%s', 'fortran_order': False, 'shape': (%d,), }"):format(kind,
+        count)
+      return "\147NUMPY\1\0" .. string.char(118, 0) .. header .. (" "):rep(117 - #header) .. "\n"
+        .. bytes
+    end
+    for _, o in ipairs { { path = file("a.bin", words), dtype = "u32" },
+      { path = file("b.bin", i32(20240801, 7, 7) .. ("\0"):rep(1024 - 12) .. words) },
+      { path = file("c.npy", npy("<u4", 7, words)) } } do
+      o.batch, o.context, o.shuffle = 1, 3, false
+      assert.same({ { 1, 128000, 65536 } }, data.tokens(o):next().x:totable())
+    end
+    local narrow = { path = file("d.npy", npy("<u2", 4, u16 { 1, 2, 65535, 4 })), batch = 1,
+      context = 3, shuffle = false }
+    assert.same({ { 1, 2, 65535 } }, data.tokens(narrow):next().x:totable())
+    for bytes, want in pairs { [npy("<i8", 7, words)] = "one dimension and <u2 or <u4",
+      [npy("<u4", 8, words)] = "gives 8 tokens, but the file holds 7",
+      ["\147NUMPY\1\0\255\255"] = "one dimension" } do
+      assert.error_matches(function()
+        data.tokens { path = file("e.npy", bytes), batch = 1, context = 3 }
+      end, want, 1, true)
+    end
+  end)
+
   it("in order, row b of step i starts at token (i*B + b)*T; the data restart when a batch does " ..
     "not fit", function()
     for _, case in ipairs { { 3, 4, 61 }, { 1, 5, 26 }, { 4, 2, 100 }, { 2, 3, 13 }, { 2, 3, 12 },
@@ -353,7 +379,7 @@ describe("data", function()
     file("cut.bin", llmc(20240520, 1, 9, numbers(8)))
     file("more.bin", llmc(20240520, 1, 7, numbers(8)))
     file("two.bin", llmc(20240520, 2, 8, numbers(8)))
-    file("wide.bin", llmc(20240801, 7, 8, numbers(8)))
+    file("wide.bin", llmc(20240801, 6, 8, numbers(8)))
     file("minus.bin", llmc(20240520, 1, -1, numbers(8)))
     file("big.bin", u16 { 5, 9, 10, 3 })
     file("empty", "")
@@ -375,7 +401,7 @@ describe("data", function()
     refuses("data.tokens { path = folder .. '/two.bin', context = 1 }",
       "data.tokens: FOLDER/two.bin has version 2 of llm.c's format, expected 1 (uint16 tokens)")
     refuses("data.tokens { path = folder .. '/wide.bin', context = 1 }",
-      "data.tokens: FOLDER/wide.bin holds llm.c's tokens of 32 bits, expected uint16")
+      "data.tokens: FOLDER/wide.bin has version 6 of llm.c's format, expected 7 (uint32 tokens)")
     refuses("data.tokens { path = folder .. '/big.bin', context = 1, vocab = 10 }",
       "data.tokens: token 10 at place 2 of FOLDER/big.bin is outside the vocabulary of 10")
     for _, code in ipairs { "data.text { path = folder .. '/none' }",

@@ -277,3 +277,52 @@ describe("a malformed tokenizer.json", function()
       message)
   end)
 end)
+
+describe("engine data tokenize", function()
+  local function run(words)
+    return helper.shell(("%s data tokenize %s"):format(helper.engine, words))
+  end
+
+  it("writes the ids of files, which data.tokens reads", function()
+    open(text_of(BYTES, { pre_tokenizer = splitter(PATTERNS.gpt2) }))
+    local a = helper.write(folder .. "/a.txt", "hello hello\nhell 1234")
+    local b = helper.write(folder .. "/b.txt", "hello")
+    local out = folder .. "/tokens.npy"
+    local done = run(("%s %s --tokenizer %s -o %s --end '<|end|>'"):format(a, b, folder, out))
+    assert.equal(0, done.code, done.err)
+    assert.matches("tokens.npy: 9 tokens %(u16%) of 26 bytes in 2 texts", done.out)
+    local t = engine.data.tokens { path = out, batch = 1, context = 8, shuffle = false }
+    assert.same({ { 21, 23, 11, 20, 5, 26, 0, 21 } }, t:next().x:totable())
+    run(("%s --lines --tokenizer %s -o %s --end '<|end|>'"):format(a, folder, out))
+    t = engine.data.tokens { path = out, batch = 1, context = 6, shuffle = false }
+    assert.same({ { 21, 23, 0, 20, 5, 26 } }, t:next().x:totable())
+  end)
+
+  it("cuts long texts where that changes nothing", function()
+    local t = open(text_of(BYTES, { pre_tokenizer = splitter(PATTERNS.llama3) }))
+    local text = ("hello'S 1234 \n\n hello! \nhello\n  hell\nw\n"):rep(60000)   -- 2.3 MB
+    local out = folder .. "/long.npy"
+    local done = run(("%s --tokenizer %s -o %s"):format(helper.write(folder .. "/long.txt", text),
+      folder, out))
+    assert.equal(0, done.code, done.err)
+    local bytes, ids, n = helper.read(out), t:encode_memory(text)
+    assert.equal(128 + 2 * n, #bytes)
+    for i = 0, n - 1 do
+      if bytes:byte(129 + 2 * i) ~= ids[i] then error("token " .. i .. " differs") end
+    end
+  end)
+
+  it("refuses wrong arguments in one line", function()
+    for words, want in pairs {
+      ["a.txt"] = "expected --tokenizer FOLDER", ["a.txt --tokenizer x"] = "expected -o FILE.npy",
+      [folder .. "/none --tokenizer " .. folder .. " -o x.npy"] = "none",
+      [folder .. "/a.txt --end zz --tokenizer " .. folder .. " -o x.npy"] = "no token 'zz'",
+      [folder .. "/a.txt --tokenizer " .. folder .. " -o /none/x.npy"] = "cannot write",
+    } do
+      local done = run(words)
+      assert.equal(1, done.code)
+      assert.is_truthy(done.err:find(want, 1, true), done.err)
+      assert.matches("^[^\n]*\n$", done.err)
+    end
+  end)
+end)

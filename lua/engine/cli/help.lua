@@ -3,7 +3,7 @@
 local texts = require "engine.base.show"
 
 -- The subcommands in the order of this help.
-local names = { "attach", "contest", "doctor", "export", "help", "plan", "plot", "policies",
+local names = { "attach", "contest", "data", "doctor", "export", "help", "plan", "plot", "policies",
   "replay", "report", "runs", "tune", "version", "watch" }
 
 local text = [==[

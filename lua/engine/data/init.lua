@@ -44,6 +44,7 @@ local CHECKS = { batch = at_least(1), context = at_least(1), seed = at_least(0),
   template = { "a function from a role to two texts", function(v)
     return type(v) == "function"
   end },
+  dtype = { "u16 or u32", function(v) return v == "u16" or v == "u32" end },
   separator = { "one character", function(v) return type(v) == "string" and #v == 1 end },
   vocab = { "a number of tokens", function(v)
     return v == false or type(v) == "number" and v >= 1
@@ -199,34 +200,59 @@ function M.text(given)
 end
 
 local LLMC_MAGIC, LLMC_MAGIC_32 = 20240520, 20240801
+local WIDTHS, LONG = { u16 = 2, u32 = 4 }, { u16 = "uint16", u32 = "uint32" }
+local POINTERS = { u16 = ffi.typeof "const uint16_t *", u32 = ffi.typeof "const uint32_t *" }
 
---- A .bin file of uint16 tokens: bare as nanoGPT writes it, or with llm.c's header of 256 int32.
+-- What the header of a file of tokens says: dtype (nil: the file is bare), bytes of the header,
+-- number of tokens (nil: all that follow). base: the file's `bytes` bytes.
+local function header_of(path, base, bytes)
+  local header = ffi.cast("const int32_t *", base)
+  if bytes >= 10 and ffi.string(base, 6) == "\147NUMPY" then
+    local wide = base[6] >= 2
+    local size = base[8] + 256 * base[9] + (wide and bytes >= 12 and 65536 * base[10] or 0)
+    local start = wide and 12 or 10
+    local text = ffi.string(base + start, math.max(0, math.min(size, bytes - start)))
+    local kind = text:match "'descr':%s*'[<|]u([24])'"
+    local count = tonumber(text:match "'shape':%s*%((%d+),%)")
+    if not kind or not count then
+      raise("data.tokens: expected %s to be a .npy file of one dimension and <u2 or <u4, got %s",
+        path, text:gsub("%s+$", ""))
+    end
+    return kind == "2" and "u16" or "u32", start + size, count
+  elseif bytes >= 1024 and (header[0] == LLMC_MAGIC or header[0] == LLMC_MAGIC_32) then
+    local dtype, version = "u16", 1
+    if header[0] == LLMC_MAGIC_32 then dtype, version = "u32", 7 end
+    if header[1] ~= version then
+      raise("data.tokens: %s has version %d of llm.c's format, expected %d (%s tokens)", path,
+        header[1], version, LONG[dtype])
+    end
+    return dtype, 1024, header[2]
+  end
+  return nil, 0, nil
+end
+
+--- A file of tokens: bare uint16 as nanoGPT writes it (or uint32 with dtype = "u32"), llm.c's with
+--- a header of 256 int32, or .npy of u16 or u32, as `engine data tokenize` writes it. vocab: tokens
+--- from this number on are an error.
 function M.tokens(given)
   local o = options_of("tokens", given, { path = NEEDED, batch = 8, context = 128, shuffle = true,
-    seed = 1234, vocab = false })
+    seed = 1234, vocab = false, dtype = "u16" })
   local keep = map(o.path, "tokens")
   local bytes, base = tonumber(keep.size), ffi.cast("const uint8_t *", keep.data)
-  local offset, header = 0, ffi.cast("const int32_t *", base)
-  if bytes >= 1024 and header[0] == LLMC_MAGIC_32 then
-    raise("data.tokens: %s holds llm.c's tokens of 32 bits, expected uint16", o.path)
+  local dtype, offset, n = header_of(o.path, base, bytes)
+  dtype = dtype or o.dtype
+  local width = WIDTHS[dtype]
+  local held = (bytes - offset) / width
+  if n and n ~= held then
+    raise("data.tokens: the header of %s gives %d tokens, but the file holds %s%s", o.path, n,
+      tostring(held), n > held and "; hint: it is truncated" or "")
+  elseif held % 1 ~= 0 then
+    raise("data.tokens: %s has %s (%d): these are not %s tokens", o.path, width == 2
+      and "an odd number of bytes" or "a number of bytes that 4 does not divide", bytes,
+      LONG[dtype])
   end
-  if bytes >= 1024 and header[0] == LLMC_MAGIC then
-    if header[1] ~= 1 then
-      raise("data.tokens: %s has version %d of llm.c's format, expected 1 (uint16 tokens)", o.path,
-        header[1])
-    end
-    offset = 1024
-    if header[2] * 2 + 1024 ~= bytes then
-      raise("data.tokens: the header of %s gives %d tokens, but the file holds %d%s", o.path,
-        header[2], (bytes - 1024) / 2,
-        header[2] * 2 + 1024 > bytes and "; hint: it is truncated" or "")
-    end
-  end
-  if (bytes - offset) % 2 ~= 0 then
-    raise("data.tokens: %s has an odd number of bytes (%d): these are not uint16 tokens", o.path,
-      bytes)
-  end
-  local tokens, n = ffi.cast("const uint16_t *", base + offset), (bytes - offset) / 2
+  local tokens = ffi.cast(POINTERS[dtype], base + offset)
+  n = held
   if o.vocab then
     for i = 0, n - 1 do
       if tokens[i] >= o.vocab then

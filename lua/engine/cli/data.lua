@@ -1,0 +1,67 @@
+-- engine data tokenize TEXT... --tokenizer FOLDER -o FILE.npy
+local options = require "engine.cli.options"
+
+local help = [==[
+usage: engine data tokenize TEXT... --tokenizer FOLDER -o FILE.npy [--lines] [--special]
+                            [--end TOKEN]
+
+Writes the tokens of text files, one file after the other, as a NumPy file of uint16, or of uint32
+if the vocabulary is larger. engine.data.tokens reads it; numpy.load does, too.
+
+  engine data tokenize a.txt b.txt --tokenizer models/llama -o tokens.npy
+  engine data tokenize chat.txt --tokenizer tokenizer.json --lines --special -o chat.npy
+  engine data tokenize books/*.txt --tokenizer gpt2 --end '<|endoftext|>' -o books.npy
+
+--tokenizer a folder with tokenizer.json, or the file
+--lines     each line is a text of its own; its line end and empty lines are left out
+--special   put the tokens around each text that the tokenizer has for it, such as <s>
+--end       a token after each text]==]
+
+local SECONDS = { terminal = 0.1, plain = 5 }      -- between two lines
+
+-- Shows bytes done, speed and the time left on stderr.
+local function display()
+  local machine, show = require "engine.base.machine", require "engine.base.show"
+  local terminal = machine.terminal(2)
+  local began, shown = machine.clock(), machine.clock()
+  return function(done, all)
+    local now = machine.clock()
+    if now - shown < (terminal and SECONDS.terminal or SECONDS.plain) and done < all then return end
+    shown = now
+    local took = math.max(now - began, 1e-6)
+    local line = ("%s of %s bytes  %s bytes/s%s"):format(show.count(done), show.count(all),
+      show.count(done / took), done < all and done > 0
+      and "  ETA " .. show.duration(took / done * (all - done)) or "")
+    if terminal then io.stderr:write("\r", line, "\27[K", done == all and "\n" or "")
+    else io.stderr:write(line, "\n") end
+  end
+end
+
+return options.command {
+  name = "data", doc = "text files to tokens for training", help = help,
+  options = { tokenizer = "text", output = "text", lines = "switch", special = "switch",
+    ["end"] = "text" }, short = { o = "output" },
+  main = function(given)
+    local words = given.words
+    if table.remove(words, 1) ~= "tokenize" then
+      options.fail("expected 'tokenize'; see engine help data")
+    end
+    if #words == 0 then options.fail("expected a text file; see engine help data") end
+    if not given.tokenizer then options.fail("expected --tokenizer FOLDER") end
+    if not given.output then options.fail("expected -o FILE.npy") end
+    local tokenizer = require("engine.data.tokenizer").open(given.tokenizer)
+    local ending = given["end"]
+    if ending and not tokenizer:id(ending) then
+      options.fail("--end: the tokenizer has no token '%s'%s", ending,
+        require("engine.base.nearest").hint(ending, tokenizer:special_tokens()))
+    end
+    local result = require("engine.data.tokenize").run(tokenizer, words, given.output, {
+      lines = given.lines, special = given.special, ending = ending and tokenizer:id(ending),
+      progress = display() })
+    local show = require "engine.base.show"
+    print(("%s: %s tokens (%s) of %s bytes in %s texts"):format(given.output,
+      show.grouped(result.tokens), result.dtype, show.grouped(result.bytes),
+      show.grouped(result.texts)))
+    return 0
+  end,
+}

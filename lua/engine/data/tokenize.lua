@@ -1,0 +1,110 @@
+-- Text files to one .npy file of ids: uint16 where all ids fit, else uint32. The file appears under
+-- its name when it is complete. Called by cli/data.lua; data.tokens reads the result.
+local M_ffi = require "engine.base.ffi"
+
+local ffi, C, check, raise = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise
+
+local M = {}
+local CHUNK = 2 ^ 20      -- bytes of text encoded at once, where lines may be encoded apart
+local HEADER = 128
+
+local function header(dtype, count)
+  local text = ("{'descr': '%s', 'fortran_order': False, 'shape': (%d,), }"):format(dtype, count)
+  return "\147NUMPY\1\0" .. string.char(HEADER - 10, 0) .. text
+    .. (" "):rep(HEADER - 10 - #text - 1) .. "\n"
+end
+
+local function map(path)
+  local mapping = ffi.new("eng_mapping")
+  check(C.eng_file_map(mapping, path))
+  return ffi.gc(mapping, C.eng_file_unmap)
+end
+
+-- The end of the piece of text that begins at `at`: after a line, at which the tokenizer may be
+-- interrupted (eng_tokenizer_splits_lines), or the end of the text.
+local function piece_end(bytes, at, size, apart)
+  if not apart then return size end
+  for i = at + CHUNK, size - 2 do
+    local before, after = bytes[i - 1], bytes[i + 1]
+    if bytes[i] == 10 and before > 32 and before < 127 and after > 32 and after < 127 then
+      return i + 1
+    end
+  end
+  return size
+end
+
+local function line_end(bytes, at, size)
+  while at < size and bytes[at] ~= 10 do at = at + 1 end
+  return at
+end
+
+--- Writes the ids of the files' texts to `output`. options: lines (each line is a text of its own,
+--- without its line end; empty lines are left out), special (with the ids that the tokenizer puts
+--- around a text), ending (an id after each text), progress (a function of bytes done and of all).
+--- Returns the numbers of texts, bytes and tokens, and the dtype.
+function M.run(tokenizer, paths, output, options)
+  local maps, all = {}, 0
+  for i, path in ipairs(paths) do
+    maps[i] = map(path)
+    all = all + tonumber(maps[i].size)
+  end
+  local narrow = tokenizer:vocab_size() <= 65536
+  local dtype, width = narrow and "<u2" or "<u4", narrow and 2 or 4
+  local temporary = output .. ".part"
+  local file, why = io.open(temporary, "wb")
+  if not file then raise("data tokenize: cannot write %s", why) end
+  local count, texts, done = 0, 0, 0
+  local room, memory = 0, nil
+  local function put(ids, n)
+    if narrow then
+      if room < n then room, memory = n * 2, ffi.new("uint16_t[?]", n * 2) end
+      for i = 0, n - 1 do memory[i] = ids[i] end
+      ids = memory
+    end
+    local good, problem = file:write(ffi.string(ids, n * width))
+    if not good then error(problem, 0) end
+    count = count + n
+  end
+  local ending = options.ending and ffi.new("uint32_t[1]", options.ending)
+  local function encode(bytes, from, to, first, last)
+    put(tokenizer:encode_memory(ffi.string(bytes + from, to - from), options.special == true))
+    if first then texts = texts + 1 end
+    if last and ending then put(ending, 1) end
+  end
+  local good, problem = pcall(function()
+    file:write(header(dtype, 0))
+    for i = 1, #maps do
+      local bytes, size = ffi.cast("const uint8_t *", maps[i].data), tonumber(maps[i].size)
+      local at, apart = 0, tokenizer:splits_lines() and not options.special
+      while at < size do
+        local to, after
+        if options.lines then
+          to = line_end(bytes, at, size)
+          after = to + 1
+          if to > at then encode(bytes, at, to, true, true) end
+        else
+          to = piece_end(bytes, at, size, apart)
+          after = to
+          encode(bytes, at, to, at == 0, to == size)
+        end
+        if options.progress then options.progress(done + math.min(after, size), all) end
+        at = after
+      end
+      done = done + size
+    end
+    file:seek("set", 0)
+    local written, trouble = file:write(header(dtype, count))
+    if not written then error(trouble, 0) end
+    local closed, end_trouble = file:close()
+    if not closed then error(end_trouble, 0) end
+  end)
+  if not good then
+    pcall(file.close, file)
+    C.eng_file_remove(temporary)
+    raise("data tokenize: %s: %s", output, tostring(problem))
+  end
+  check(C.eng_file_rename(temporary, output))
+  return { texts = texts, bytes = all, tokens = count, dtype = narrow and "u16" or "u32" }
+end
+
+return M
