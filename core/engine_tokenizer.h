@@ -72,7 +72,8 @@ enum {
 };
 
 /// Begins a tokenizer. `model`: ENG_TOKENS_BPE and so on; `flags`: ENG_TOKENS_BYTE_FALLBACK and so
-/// on; `unknown`: the id of the token for unknown text, -1 if there is none; `prefix`: what
+/// on; `unknown`: the id of the token for unknown text, -1 if there is none (BPE leaves out what is
+/// unknown, the others refuse it), -2 if the file names one that does not exist; `prefix`: what
 /// continuing pieces begin with; `suffix`: what a word's last piece ends with ("" for neither);
 /// `longest`: WordPiece gives up on words of more characters. Errors: VALUE, MEMORY.
 eng_status eng_tokenizer_new(eng_tokenizer **out, int model, int flags, int64_t unknown,

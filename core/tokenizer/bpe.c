@@ -220,8 +220,11 @@ eng_status bpe_word(eng_tokenizer *t, const char *word, int64_t size)
     if (id >= 0) {
       ids_add(&t->out, (uint32_t)id);
       fuse = false;
-    } else if (!((t->flags & ENG_TOKENS_BYTE_FALLBACK) && fall_back(t, word + at, n)) &&
-               t->unknown >= 0) {
+    } else if ((t->flags & ENG_TOKENS_BYTE_FALLBACK) && fall_back(t, word + at, n)) {
+      // its bytes have tokens
+    } else if (t->unknown < -1) {
+      return unknown_missing(word + at, n);
+    } else if (t->unknown >= 0) {
       if (!fuse) ids_add(&t->out, (uint32_t)t->unknown);
       fuse = (t->flags & ENG_TOKENS_FUSE_UNK) != 0;
     }

@@ -204,6 +204,8 @@ eng_status decode_run(eng_tokenizer *t, const uint32_t *ids, int64_t count, bool
   list from = { &t->decode_work[0], &t->decode_work[1] };
   list to = { &t->decode_work[2], &t->decode_work[3] };
   from.bytes->size = from.ends->size = 0;
+  for (int i = 0; i < 4; i++) t->decode_work[i].failed = false;
+  t->text_out.failed = false;
   for (int64_t i = 0; i < count; i++) {
     if (ids[i] >= t->size || t->by_id[ids[i]].at < 0)
       return error_set(ENG_ERR_VALUE, "tokenizer: no token has the id %u; there are ids 0 to %lld",
@@ -225,5 +227,6 @@ eng_status decode_run(eng_tokenizer *t, const uint32_t *ids, int64_t count, bool
     if (t->decode_work[i].failed) return error_set(ENG_ERR_MEMORY, "tokenizer: out of memory");
   t->text_out.size = 0;
   buffer_add(&t->text_out, from.bytes->data, from.bytes->size);
+  if (t->text_out.failed) return error_set(ENG_ERR_MEMORY, "tokenizer: out of memory");
   return ENG_OK;
 }

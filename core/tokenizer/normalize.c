@@ -203,6 +203,7 @@ eng_status step_run(step *s, const char **text, int64_t *size)
 {
   buffer *out = &s->work;
   out->size = 0;
+  out->failed = false;
   eng_status status = ENG_OK;
   int options = UTF8PROC_STABLE;
   switch (s->kind) {

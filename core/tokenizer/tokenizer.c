@@ -306,6 +306,10 @@ static eng_status added_ready(eng_tokenizer *t)
     decoded *d = &t->by_id[a->id];
     if (in_normalized) {
       ENG_TRY(normalized(t, &text, &size));
+      if (size > ENG_TOKENS_MAX_BYTES)
+        return error_set(ENG_ERR_FORMAT, "tokenizer: the added token '%.*s' has %lld bytes after "
+                         "normalization, expected at most %d", shown(a->size), a->text,
+                         (long long)size, (int)ENG_TOKENS_MAX_BYTES);
       d->shown = t->names.size;
       d->shown_size = (int32_t)size;
       buffer_add(&t->names, text, size);
@@ -375,6 +379,8 @@ static eng_status extract(eng_tokenizer *t, const char *text, int64_t size, bool
   const bool *begins = raw ? t->raw_first : t->normalized_first;
   int64_t done = 0;
   for (int64_t at = 0; tokens->nodes > 0 && at < size;) {
+    if ((at & 0xFFFF) == 0 && eng_interrupted() > 0)
+      return error_set(ENG_ERR_INTERRUPTED, "tokenizer: interrupted");
     int64_t stop;
     int32_t number = begins[(unsigned char)text[at]] ? added_at(tokens, text, size, at, &stop) : -1;
     if (number < 0) { at++; continue; }
@@ -405,7 +411,6 @@ static eng_status extract(eng_tokenizer *t, const char *text, int64_t size, bool
 
 static eng_status section(eng_tokenizer *t, const char *text, int64_t size, bool first, bool raw)
 {
-  if (eng_interrupted() > 0) return error_set(ENG_ERR_INTERRUPTED, "tokenizer: interrupted");
   if (!raw) return split_run(t, 0, text, size, first);
   ENG_TRY(normalized(t, &text, &size));
   return extract(t, text, size, first, false);

@@ -14,7 +14,7 @@ local ffi, C, check, raise, value_text = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.
   M_ffi.value_text
 
 local M = {}
-local FILE_BYTES = 2 ^ 29      -- of a tokenizer.json
+local FILE_BYTES = 2 ^ 26      -- of a tokenizer.json
 
 local strict = cjson.new()
 strict.decode_invalid_numbers(false)
@@ -92,7 +92,7 @@ local function build_model(model, fail)
     unknown = given(model.unk_id) and whole(fail, model.unk_id, "unk_id") or -1
   elseif given(model.unk_token) then
     local id = vocab[want(fail, model.unk_token, "string", "unk_token")]
-    unknown = given(id) and whole(fail, id, "vocab") or -1
+    unknown = given(id) and whole(fail, id, "vocab") or -2
   end
   local flags = (model.byte_fallback == true and C.ENG_TOKENS_BYTE_FALLBACK or 0)
     + (model.fuse_unk == true and C.ENG_TOKENS_FUSE_UNK or 0)
