@@ -223,6 +223,14 @@ eng_status infer_rope(op_call *c, op_shape *s)
                      tensor_text(x));
   if (!(c->rope.base > 0))
     return error_set(ENG_ERR_VALUE, "rope: expected a base > 0, got %g", c->rope.base);
+  if (!(c->rope.factor >= 0))
+    return error_set(ENG_ERR_VALUE, "rope: expected a factor > 0, or 0 for none, got %g",
+                     c->rope.factor);
+  double low = c->rope.low, high = c->rope.high;
+  if (c->rope.context != 0 && !(c->rope.context > 0 && 0 < low && low < high))
+    return error_set(ENG_ERR_VALUE,
+                     "rope: expected a context > 0 and 0 < low < high, got context %lld, low %g "
+                     "and high %g", (long long)c->rope.context, low, high);
   // positions are computed in f64
   if (c->rope.position > 1ll << 52 || c->rope.position < -(1ll << 52))
     return error_set(ENG_ERR_VALUE, "rope: expected a position within +-2^52, got %lld",

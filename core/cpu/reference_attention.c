@@ -8,6 +8,8 @@
 
 #include <math.h>
 
+#include "base/rope.h"
+
 // Sizes of a call: q [B x T x H x D], k and v [B x S x G x D]; H / G query heads share a key head.
 typedef struct sizes {
   int64_t batch, queries, keys, heads, groups, width;
@@ -127,20 +129,22 @@ eng_status reference_attention_grad(const op_call *call)
   return workspace_close(&space);
 }
 
-// Rotates pair i of every head by the angle (first position + t) * base^(-2i / D).
+// Rotates pair i of every head by the angle (first position + t) * frequency of i.
 eng_status reference_rope(const op_call *call)
 {
   const tensor *y = call->out[0];
   int64_t times = y->shape[1], heads = y->shape[2], width = y->shape[3], half = width / 2;
   bool neighbours = call->rope.interleaved != 0;   // pairs (2i, 2i + 1) instead of (i, i + D/2)
   double direction = call->rope.backward ? -1.0 : 1.0;
+  rope_scaling scaling = {call->rope.base, call->rope.factor, call->rope.low, call->rope.high,
+                          call->rope.context};
   workspace space = {0};
   double *x = workspace_load(&space, call->in[0]);
   if (space.failed) return workspace_close(&space);
   for (int64_t row = 0; row < y->shape[0] * times; row++) {
     double position = (double)(call->rope.position + row % times);
     for (int64_t i = 0; i < half; i++) {
-      double angle = direction * position * pow(call->rope.base, -2.0 * (double)i / (double)width),
+      double angle = direction * position * rope_frequency(&scaling, i, half),
              c = cos(angle), s = sin(angle);
       for (int64_t h = 0; h < heads; h++) {
         double *head = x + (row * heads + h) * width;

@@ -2,6 +2,7 @@
 // with the position. Angles are computed in double, by a recurrence that restarts exactly at every
 // RESTART-th position, so that the result depends neither on threads nor on the length. Rotations
 // are in f32. f64 goes to the reference kernel. Called through backend.kernel[]; owns nothing.
+#include "base/rope.h"
 #include "operand.h"
 #include "simd.h"
 #include "tasks.h"
@@ -20,10 +21,10 @@ typedef struct rotation {
   bool     interleaved;
 } rotation;
 
-static void fill_frequencies(const rotation *r, double base)
+static void fill_frequencies(const rotation *r, const rope_scaling *scaling)
 {
   for (int64_t i = 0; i < r->half; i++) {
-    r->frequency[i] = pow(base, -(double)i / (double)r->half);
+    r->frequency[i] = rope_frequency(scaling, i, r->half);
     r->step_cosine[i] = cos(r->frequency[i]);
     r->step_sine[i] = sin(r->frequency[i]);
   }
@@ -125,7 +126,8 @@ static eng_status rope(const op_call *call)
                 .step_cosine = scratch + half, .step_sine = scratch + 2 * half};
   r.cosine = (float *)(scratch + 3 * half);
   r.sine = r.cosine + T * half;
-  fill_frequencies(&r, call->rope.base);
+  fill_frequencies(&r, &(rope_scaling){call->rope.base, call->rope.factor, call->rope.low,
+                                       call->rope.high, call->rope.context});
   run_tasks((T + RESTART - 1) / RESTART, T * half >= PARALLEL_ELEMENTS / 4, angle_task, &r);
   run_tasks(x->shape[0] * T, y->count >= PARALLEL_ELEMENTS, rotate_task, &r);
   arena_free(ARENA_SCRATCH, scratch, bytes);

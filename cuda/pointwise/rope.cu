@@ -3,14 +3,16 @@
 // into a table of f32; rotations are in f32. For f64 everything is in double, pair by pair. Called
 // through the device's table.
 #include "kernel/map.h"
+#include "base/rope.h"
 
 /// Angle of pair i at row t.
 struct rope_angle {
-  double  base, direction;
-  int64_t first, half;     // position of row 0; D/2
+  rope_scaling scaling;
+  double       direction;
+  int64_t      first, half;     // position of row 0; D/2
   __device__ void at(int64_t t, int64_t i, double *cosine, double *sine) const
   {
-    double angle = (double)(first + t) * pow(base, -(double)i / (double)half);
+    double angle = (double)(first + t) * rope_frequency(&scaling, i, half);
     sincos(angle, sine, cosine);
     *sine *= direction;
   }
@@ -121,7 +123,9 @@ extern "C" eng_status cuda_rope(const op_call *call)
   int64_t half = x->shape[3] / 2, pair = neighbours ? 2 : 1, places = x->shape[1] * half;
   int64_t apart = (neighbours ? 1 : half) * y->stride[3],
           x_apart = (neighbours ? 1 : half) * x->stride[3];
-  rope_angle angle = {call->rope.base, call->rope.backward ? -1.0 : 1.0, call->rope.position, half};
+  rope_angle angle = {{call->rope.base, call->rope.factor, call->rope.low, call->rope.high,
+                       call->rope.context},
+                      call->rope.backward ? -1.0 : 1.0, call->rope.position, half};
   if (!all_fast(call)) {
     rotate(pairs_of(y, x, NULL, pair, 1), rotate_double{angle, apart, x_apart});
   } else {

@@ -751,15 +751,20 @@ function M.attention(q, k, v, options)
   return y
 end
 
-local ROPE = { position = true, base = true, interleaved = true }
+local ROPE = { position = true, base = true, interleaved = true, factor = true, low = true,
+  high = true, context = true }
 
 --- Rotary position embedding of x [B x T x H x D]; options: position (of the first row, 0), base
---- (10000), interleaved (pairs of neighbours instead of halves).
+--- (10000), interleaved (pairs of neighbours instead of halves). `factor` divides the frequencies
+--- (linear scaling). With context, low and high it is Llama 3's scaling: frequencies of up to `low`
+--- turns within `context` positions are divided, those of `high` turns or more are not.
 function methods.rope(x, options)
   options = read_named(options, "rope", ROPE)
   floats[0] = want_number(options.base or 10000, "rope", "base")
-  ints[0], ints[1], ints[2] = want_whole(options.position or 0, "rope", "position", 0),
-    options.interleaved and 1 or 0, 0
+  floats[1], floats[2], floats[3] = want_number(options.factor or 0, "rope", "factor"),
+    want_number(options.low or 0, "rope", "low"), want_number(options.high or 0, "rope", "high")
+  ints[0], ints[1], ints[2], ints[3] = want_whole(options.position or 0, "rope", "position", 0),
+    options.interleaved and 1 or 0, 0, want_whole(options.context or 0, "rope", "context", 0)
   return run1("rope", x)
 end
 

@@ -125,6 +125,11 @@ generators.rope = function(try)
               ints = { position, neighbours, back },
               floats = { k == 3 and 500000 or 10000 }, ulp = 1, eps = 8, bound = "largest" }
           end
+          for _, context in ipairs { 0, 16 } do   -- linear scaling, Llama 3's
+            try { inputs = { float(dtype, shape, "normal") },
+              ints = { 7, neighbours, back, context }, floats = { 100, 8, 1, 4 }, ulp = 1, eps = 8,
+              bound = "largest" }
+          end
         end
       end
     end
