@@ -63,10 +63,10 @@ if cfg.threads > 0 then engine.threads(cfg.threads) end
 
 local model
 if cfg.model ~= "" then
-  model = engine.nn.gpt2.load(cfg.model, { dropout = cfg.dropout })
+  model = engine.load_model(cfg.model, { dropout = cfg.dropout })
 else
-  model = engine.nn.gpt2 { n_layer = cfg.layers, n_embd = cfg.width, n_head = cfg.heads,
-    vocab_size = cfg.vocab, n_positions = math.max(1024, cfg.context),
+  model = engine.new_model { model_type = "gpt2", n_layer = cfg.layers, n_embd = cfg.width,
+    n_head = cfg.heads, vocab_size = cfg.vocab, n_positions = math.max(1024, cfg.context),
     resid_pdrop = cfg.dropout, embd_pdrop = cfg.dropout, attn_pdrop = cfg.dropout }
 end
 local data = engine.data.tokens { path = cfg.data, batch = cfg.batch, context = cfg.context,

@@ -1,4 +1,4 @@
--- nn.gpt2: Hugging Face's files in and out, compared with transformers' own numbers
+-- GPT-2: Hugging Face's files in and out, compared with transformers' own numbers
 -- (spec/golden/gpt2, written by spec/parity/golden.py), and the errors for invalid files.
 local engine = require "engine"
 local helper = require "spec.helper"
@@ -16,7 +16,7 @@ local function largest_difference(a, b)
   return worst
 end
 
-describe("nn.gpt2", function()
+describe("GPT-2", function()
   local folder, expected, weights
 
   setup(function()
@@ -49,12 +49,12 @@ describe("nn.gpt2", function()
   end
 
   it("gives transformers' logits", function()
-    assert.is_true(logits_differ(engine.nn.gpt2.load(GOLDEN)) < 1e-5)
-    assert.is_true(logits_differ(engine.nn.gpt2.load(GOLDEN .. "/")) < 1e-5)
+    assert.is_true(logits_differ(engine.load_model(GOLDEN)) < 1e-5)
+    assert.is_true(logits_differ(engine.load_model(GOLDEN .. "/")) < 1e-5)
   end)
 
   it("follows PyTorch's losses under AdamW", function()
-    local model = engine.nn.gpt2.load(GOLDEN)
+    local model = engine.load_model(GOLDEN)
     local opt = engine.optim.adamw(model, { lr = 1e-2, weight_decay = 0.1, decay = "matrices" })
     local ids = expected.ids
     for step in engine.steps(5) do
@@ -77,12 +77,12 @@ describe("nn.gpt2", function()
       tensors["h.1.attn.masked_bias"] = engine.zeros({}, { keep = true })
       tensors["lm_head.weight"] = weights["transformer.wte.weight"]
     end)
-    assert.is_true(logits_differ(engine.nn.gpt2.load(bare)) < 1e-5)
+    assert.is_true(logits_differ(engine.load_model(bare)) < 1e-5)
     local head_only = variant(function(tensors)
       tensors["lm_head.weight"],
         tensors["transformer.wte.weight"] = tensors["transformer.wte.weight"], nil
     end)
-    assert.is_true(logits_differ(engine.nn.gpt2.load(head_only)) < 1e-5)
+    assert.is_true(logits_differ(engine.load_model(head_only)) < 1e-5)
   end)
 
   it("reads low-precision weights as f32", function()
@@ -90,7 +90,7 @@ describe("nn.gpt2", function()
       for name, x in pairs(tensors) do tensors[name] =
         engine.scope(function() return x:to("bf16"):keep() end) end
     end)
-    local model = engine.nn.gpt2.load(low)
+    local model = engine.load_model(low)
     assert.equal("f32", model.wte.weight.dtype)
     local d = logits_differ(model)
     assert.is_true(d > 1e-4 and d < 0.5)
@@ -102,7 +102,7 @@ describe("nn.gpt2", function()
         engine.scope(function() return (weights["transformer.wte.weight"] * 2):keep() end)
       return (text:gsub('"tie_word_embeddings": true', '"tie_word_embeddings": false'))
     end)
-    local model = engine.nn.gpt2.load(path)
+    local model = engine.load_model(path)
     engine.scope(function()
       model:eval()
       assert.is_true(largest_difference(model(expected.ids:slice(2, 1, 10)),
@@ -113,7 +113,7 @@ describe("nn.gpt2", function()
   end)
 
   it("writes the same names, layouts and values back, and keeps config.json", function()
-    local model = engine.nn.gpt2.load(GOLDEN)
+    local model = engine.load_model(GOLDEN)
     local path = folder .. "/saved"
     model:save(path)
     local saved, metadata = engine.load(path .. "/model.safetensors")
@@ -131,17 +131,17 @@ describe("nn.gpt2", function()
   it("writes f32 into the config.json that it saves", function()
     local path = variant(function(_, text) return (text:gsub('"dtype": "float32"',
       '"dtype": "bfloat16",\n  "torch_dtype": "float16"')) end)
-    engine.nn.gpt2.load(path):save(path .. "/saved")
+    engine.load_model(path):save(path .. "/saved")
     local text = helper.read(path .. "/saved/config.json")
     assert.is_truthy(text:find('"dtype": "float32",\n  "torch_dtype": "float32"', 1, true))
   end)
 
   it("builds from the fields of config.json, saves and loads again", function()
-    local model = engine.nn.gpt2 { vocab_size = 11, n_positions = 8, n_embd = 12, n_layer = 2,
-      n_head = 3, n_inner = 20, activation_function = "gelu" }
+    local model = engine.new_model { model_type = "gpt2", vocab_size = 11, n_positions = 8,
+      n_embd = 12, n_layer = 2, n_head = 3, n_inner = 20, activation_function = "gelu" }
     assert.same({ 20, 12 }, model.blocks[1].mlp.up.weight.shape)
     model:save(folder .. "/new")
-    local again = engine.nn.gpt2.load(folder .. "/new")
+    local again = engine.load_model(folder .. "/new")
     assert.equal("erf", again.config.gelu)
     assert.equal(0.1, again.config.attention_dropout)
     engine.scope(function()
@@ -153,15 +153,15 @@ describe("nn.gpt2", function()
   end)
 
   it("saves a default as null", function()
-    local model = engine.nn.gpt2 { vocab_size = 5, n_positions = 4, n_embd = 4, n_layer = 1,
-      n_head = 1 }
+    local model = engine.new_model { model_type = "gpt2", vocab_size = 5, n_positions = 4,
+      n_embd = 4, n_layer = 1, n_head = 1 }
     model:save(folder .. "/plain")
-    assert.matches('"n_inner": null', helper.read(folder .. "/plain/config.json"))
-    assert.same({ 16, 4 }, engine.nn.gpt2.load(folder .. "/plain").blocks[1].mlp.up.weight.shape)
+    assert.matches('"n_inner":null', helper.read(folder .. "/plain/config.json"))
+    assert.same({ 16, 4 }, engine.load_model(folder .. "/plain").blocks[1].mlp.up.weight.shape)
   end)
 
   it("applies dropout only in training", function()
-    local model = engine.nn.gpt2.load(GOLDEN, { dropout = 0.5 })
+    local model = engine.load_model(GOLDEN, { dropout = 0.5 })
     engine.scope(function()
       local ids = expected.ids:slice(2, 1, 10)
       model:train()
@@ -169,14 +169,14 @@ describe("nn.gpt2", function()
       model:eval()
       assert.equal(0, largest_difference(model(ids), model(ids)))
     end)
-    local plain = engine.nn.gpt2.load(GOLDEN, { dropout = 0 })
+    local plain = engine.load_model(GOLDEN, { dropout = 0 })
     plain:train()
     assert.is_true(engine.scope(function() return largest_difference(plain(expected.ids:slice(2, 1,
       10)), expected.logits) end) < 1e-5)
   end)
 
   it("refuses a position past the context", function()
-    local model = engine.nn.gpt2.load(GOLDEN)
+    local model = engine.load_model(GOLDEN)
     assert.error_matches(function()
       engine.scope(function() return model(engine.zeros(1, 13, "i32")) end)
     end, "expected up to 12 tokens of context, got 13")
@@ -184,7 +184,7 @@ describe("nn.gpt2", function()
 
   describe("refuses, in one line,", function()
     local function refuses(path, pattern)
-      local good, message = pcall(engine.nn.gpt2.load, path)
+      local good, message = pcall(engine.load_model, path)
       assert.is_false(good)
       assert.is_truthy(message:find(pattern), message)
       assert.is_nil(message:find("\n"), message)
@@ -198,28 +198,28 @@ describe("nn.gpt2", function()
     end
 
     it("folders that lack a file", function()
-      refuses(folder .. "/nowhere", "gpt2: cannot read .*/nowhere/config.json: No such file")
+      refuses(folder .. "/nowhere", "cannot read .*/nowhere/config.json: No such file")
       local path = variant(function() end)
       os.remove(path .. "/model.safetensors")
       refuses(path, "model.safetensors is missing; hint: save_pretrained writes it")
       helper.write(path .. "/model.safetensors.index.json", "{}")
-      refuses(path, "the weights are in shards")
+      refuses(path, "index.json: expected a JSON object with a weight_map of names to files")
     end)
 
     it("an invalid config.json", function()
-      refuses(variant(function() return "{ n_embd" end), "config.json is not a JSON object: ")
-      refuses(variant(function() return "3" end), "config.json is not a JSON object: number")
-      refuses(config('"model_type": "gpt2"', '"model_type": "llama"'),
-        "expected model_type gpt2, got 'llama'")
+      refuses(variant(function() return "{ n_embd" end), "config.json: it is not a JSON object: ")
+      refuses(variant(function() return "3" end), "config.json: it is not a JSON object: number")
+      refuses(config('"model_type": "gpt2"', '"model_type": "lama"'),
+        "model_type 'lama' is not supported; did you mean 'llama'%?; supported: bert gpt2 llama")
       refuses(config('"n_layer": 2', '"n_layer": 2.5'),
-        "expected n_layer to be a whole number of 1 or more, got 2.5")
+        "expected n_layer to be a whole number from 1 to 16384, got 2.5")
       refuses(config('"n_layer": 2', '"n_layer": "two"'),
         "expected n_layer to be a number, got two")
-      refuses(config('"n_head": 2', '"n_head": 3'), "width n_embd 8 is not divisible by 3 heads")
+      refuses(config('"n_head": 2', '"n_head": 3'), "the width 8 is not divisible by 3 heads")
       refuses(config('"resid_pdrop": 0.0', '"resid_pdrop": 1.5'),
         "expected resid_pdrop in %[0, 1%), got 1.5")
       refuses(config('"activation_function": "gelu_new"', '"activation_function": "swish"'),
-        "expected activation_function gelu_new or gelu, got 'swish'")
+        "activation 'swish' is not supported; supported: gelu_new gelu")
       refuses(config('"scale_attn_weights": true', '"scale_attn_weights": false'), "not supported")
     end)
 
@@ -229,7 +229,7 @@ describe("nn.gpt2", function()
           "got %[13 x 8%]")
       refuses(config('"n_layer": 2', '"n_layer": 3'), "has no tensor 'transformer.h.2")
       refuses(config('"n_layer": 2', '"n_layer": 1'),
-        "'transformer.h.1.[%w_.]+' does not belong to this GPT%-2")
+        "'transformer.h.1.[%w_.]+' does not belong to this model")
       refuses(variant(function(
         tensors) tensors["transformer.h.0.attn.c_attn.weight"] = engine.zeros(24, 8,
         { keep = true }) end),
@@ -248,11 +248,11 @@ describe("nn.gpt2", function()
     end)
 
     it("unknown fields", function()
-      assert.error_matches(function() engine.nn.gpt2 { n_layers = 2 } end,
+      assert.error_matches(function() engine.new_model { model_type = "gpt2", n_layers = 2 } end,
         "unknown field 'n_layers'; did you mean 'n_layer'%?")
-      assert.error_matches(function() engine.nn.gpt2.load() end, "expected a folder, got nil")
-      assert.error_matches(function() engine.nn.gpt2 { n_layer = 1, n_embd = 4, n_head = 1,
-        vocab_size = 5, n_positions = 4 }:save("") end, "expected a folder")
+      assert.error_matches(function() engine.load_model() end, "expected a folder, got nil")
+      assert.error_matches(function() engine.new_model { model_type = "gpt2", n_layer = 1,
+        n_embd = 4, n_head = 1, vocab_size = 5, n_positions = 4 }:save("") end, "expected a folder")
     end)
   end)
 end)

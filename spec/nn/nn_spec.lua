@@ -201,9 +201,9 @@ describe("a module", function()
         "nn.attention: 3 heads do not divide by 2 kv_heads" },
       { "nn.attention(12, 3, { casual = false })",
         "nn.attention: unknown option 'casual'; did you mean 'causal'?; options: bias causal "
-          .. "dropout kv_heads out_std rope std" },
-      { "nn.attention(12, 4, { kv_heads = 2, dropout = 0.1 })",
-        "nn.attention: dropout of the weights needs as many kv_heads as heads" },
+          .. "dropout head_width kv_heads out_bias out_std qk_norm rope std window" },
+      { "nn.attention(12, 4, { window = 0 })",
+        "nn.attention: expected window to be a whole number of 1 or more, got 0" },
       { "nn.gpt { widht = 4 }",
         "nn.gpt: unknown option 'widht'; did you mean 'width'?; options: attention_dropout bias "
           .. "context dropout embedding_dropout eps "
@@ -220,9 +220,10 @@ describe("a module", function()
       { "gpt:generate({}, 5)",
         "generate: expected a list of at least one token to begin with, got a table" },
       { "gpt:generate({ 1 })",
-        "generate: expected the number of tokens to be a whole number of 0 or more, got nothing" },
+        "generate: expected max_tokens to be a whole number of 0 or more, got nothing" },
       { "gpt:generate({ 1 }, 5, { temp = 0 })",
-        "generate: unknown option 'temp'; options: temperature top_k" },
+        "generate: unknown option 'temp'; options: cache max_tokens seed stop temperature top_k "
+          .. "top_p" },
       { "gpt:generate({ 1 }, 5, { temperature = -1 })",
         "generate: expected temperature to be a number >= 0, got -1" },
       { "gpt:generate({ 1 }, 5, { top_k = 0 })",

@@ -2,5 +2,5 @@
 -- for ids [B x T].
 local engine = require "engine"
 local dir, from, to = arg[1], arg[2], arg[3]
-local model = engine.nn.gpt2.load(dir):eval()
+local model = engine.load_model(dir):eval()
 engine.scope(function() engine.save(to, { logits = model(engine.load(from).ids) }) end)

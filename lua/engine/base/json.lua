@@ -30,11 +30,13 @@ local CHARACTERS = { "[\194-\223]%", "\224[\160-\191]%", "[\225-\236\238\239]%%"
   "\237[\128-\159]%", "\240[\144-\191]%%", "[\241-\243]%%%", "\244[\128-\143]%%" }
 for i, pattern in ipairs(CHARACTERS) do CHARACTERS[i] = pattern:gsub("%%", "[\128-\191]") end
 
-local function is_utf8(s)
+--- Whether a string is UTF-8.
+function M.is_utf8(s)
   if not s:find("[\128-\255]") then return true end
   for _, pattern in ipairs(CHARACTERS) do s = s:gsub(pattern, " ") end
   return not s:find("[\128-\255]")
 end
+local is_utf8 = M.is_utf8
 
 --- Whether a text is UTF-8.
 M.is_utf8 = is_utf8

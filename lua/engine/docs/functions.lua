@@ -161,7 +161,6 @@ function M.read(engine, add)
       text = text_of(at, name), where = ("%s:%d"):format(at.path, at.line) }
   end
 
-  local _ = engine.nn.gpt2                                          -- loaded on demand
   local parts = upvalue(getmetatable(engine).__index, "parts")
   for _, name in ipairs(nearest.keys(parts)) do
     local module, full = engine[name], "engine." .. name

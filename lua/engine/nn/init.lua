@@ -11,12 +11,16 @@ for name, model in pairs(require "engine.nn.models") do nn[name] = model end
 
 return setmetatable(nn, {
   __index = function(t, key)
-    if key == "gpt2" then   -- loaded at first use: it needs the JSON and safetensors readers
-      local gpt2 = require "engine.nn.gpt2"
-      rawset(t, key, gpt2)
-      return gpt2
+    if key == "gpt2" then   -- of version 0.1
+      require "engine.base.renamed"("engine.nn.gpt2", "engine.load_model and engine.new_model")
+      local hf = require "engine.nn.hf_load"
+      return setmetatable({ load = hf.load }, { __call = function(_, fields)
+        local all = { model_type = "gpt2" }
+        for name, value in pairs(fields or {}) do all[name] = value end
+        return hf.new(all)
+      end })
     end
-    local names = { "gpt2" }
+    local names = {}
     for name in pairs(t) do names[#names + 1] = name end
     error(("engine.nn has no '%s'%s"):format(tostring(key), nearest.hint(tostring(key), names)), 2)
   end,

@@ -10,7 +10,7 @@ local raise, value_text, want_whole = M_ffi.raise, M_ffi.value_text, arguments.w
 local class = module.class
 local M = {}
 
-local function parameter_tensor(...) return tensor.zeros({ ... }, { keep = true }) end
+local new_parameter = module.new_parameter
 
 -- ------------------------------------------------------------------ linear, embedding
 
@@ -27,13 +27,11 @@ function Linear:init(inputs, outputs, options)
   rawset(self, "inputs", inputs)
   rawset(self, "outputs", outputs)
   local std, bound = options.std, 1 / math.sqrt(inputs)
-  local weight = parameter_tensor(outputs, inputs)
-  if std then weight:normal(0, std) else weight:uniform(-bound, bound) end
-  self:parameter("weight", weight, "linear")
+  local function uniform(x) x:uniform(-bound, bound) end
+  self:parameter("weight", new_parameter({ outputs, inputs },
+    std and function(x) x:normal(0, std) end or uniform), "linear")
   if options.bias == false then return end
-  local bias = parameter_tensor(outputs)
-  if not std then bias:uniform(-bound, bound) end
-  self:parameter("bias", bias, "linear")
+  self:parameter("bias", new_parameter({ outputs }, not std and uniform), "linear")
 end
 function Linear:forward(x) return fuse.linear(self, x) end
 function Linear:extra()
@@ -54,7 +52,8 @@ function Embedding:init(count, width, options)
   options = tensor.read_named(options, "nn.embedding", EMBEDDING)
   rawset(self, "rows", count)
   rawset(self, "width", width)
-  self:parameter("weight", parameter_tensor(count, width):normal(0, options.std or 1), "embedding")
+  self:parameter("weight", new_parameter({ count, width },
+    function(x) x:normal(0, options.std or 1) end), "embedding")
 end
 function Embedding:forward(ids) return self.weight:embedding(ids) end
 function Embedding:extra() return ("%d x %d"):format(self.rows, self.width) end
@@ -63,6 +62,7 @@ M.embedding = Embedding
 -- ------------------------------------------------------------------ norms
 
 local LAYER_NORM, RMS_NORM = { eps = true, bias = true }, { eps = true }
+local function ones(x) x:fill(1) end
 
 --- nn.layer_norm(width [, { eps = 1e-5, bias = true }]): x [.. x C] -> [.. x C]. norm(x, branch)
 --- returns the norm of x + branch, and x + branch.
@@ -71,8 +71,8 @@ function LayerNorm:init(width, options)
   want_whole(width, "nn.layer_norm", "the width", 1)
   options = tensor.read_named(options, "nn.layer_norm", LAYER_NORM)
   rawset(self, "eps", options.eps or 1e-5)
-  self:parameter("weight", parameter_tensor(width):fill(1), "norm")
-  if options.bias ~= false then self:parameter("bias", parameter_tensor(width), "norm") end
+  self:parameter("weight", new_parameter({ width }, ones), "norm")
+  if options.bias ~= false then self:parameter("bias", new_parameter { width }, "norm") end
 end
 function LayerNorm:forward(x, branch)
   return fuse.layer_norm(x, branch, self.weight, rawget(self, "bias"), self.eps)
@@ -87,7 +87,7 @@ local RMSNorm = class("rms_norm")
 function RMSNorm:init(width, options)
   want_whole(width, "nn.rms_norm", "the width", 1)
   rawset(self, "eps", tensor.read_named(options, "nn.rms_norm", RMS_NORM).eps or 1e-6)
-  self:parameter("weight", parameter_tensor(width):fill(1), "norm")
+  self:parameter("weight", new_parameter({ width }, ones), "norm")
 end
 function RMSNorm:forward(x, branch) return fuse.rms_norm(x, branch, self.weight, self.eps) end
 RMSNorm.extra = LayerNorm.extra

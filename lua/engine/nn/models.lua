@@ -2,7 +2,7 @@
 --   nn.gpt    decoder with learned positions, layer norm and GELU (the shape of GPT-2)
 --   nn.llama  decoder with rotary positions, RMS norm, SwiGLU and grouped queries
 --   nn.bert   encoder with a head for masked tokens
--- and sampling from the decoders. Shapes: B batch, T time, C width, V vocabulary.
+-- generate.lua samples from the decoders. Shapes: B batch, T time, C width, V vocabulary.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local fuse = require "engine.nn.fuse"
@@ -15,6 +15,7 @@ local transformer = require "engine.nn.transformer"
 local raise, value_text, want_whole = M_ffi.raise, M_ffi.value_text, arguments.want_whole
 local class, positions = module.class, transformer.positions
 local Attention, Block = transformer.attention, transformer.block
+local generate, moe = require "engine.nn.generate", require("engine.nn.moe").moe
 local M = {}
 
 -- ------------------------------------------------------------------ options
@@ -57,69 +58,28 @@ local function repeated(n, make)
   return layers.list(list)
 end
 
--- ------------------------------------------------------------------ sampling and loss
-
-local GENERATE = { temperature = true, top_k = true }
-
-local function read_generate(ids, count, options)
-  options = tensor.read_named(options, "generate", GENERATE)
-  local temperature, k = options.temperature or 1, options.top_k
-  if type(ids) ~= "table" or #ids == 0 then
-    raise("generate: expected a list of at least one token to begin with, got %s", value_text(ids))
-  end
-  want_whole(count, "generate", "the number of tokens", 0)
-  if type(temperature) ~= "number" or not (temperature >= 0 and temperature < math.huge) then
-    raise("generate: expected temperature to be a number >= 0, got %s", value_text(temperature))
-  end
-  if k ~= nil then want_whole(k, "generate", "top_k", 1) end
-  return temperature, k
-end
-
--- One id, drawn from logits [1 x V] f32; temperature 0 takes the most likely one.
-local function sample(logits, temperature, k)
-  if temperature == 0 then return logits:argmax(-1):item() end
-  local top, ids = logits, nil
-  if k and k < logits:size(-1) then top, ids = logits:topk(k) end
-  local p = (top / temperature):softmax():view(-1):totable()
-  local u, sum, pick = tensor.rand(1):item(), 0, #p
-  for i = 1, #p do
-    sum = sum + p[i]
-    if u < sum then pick = i break end
-  end
-  return ids and ids:view(-1):totable()[pick] or pick - 1
-end
-
--- model:generate(ids, count [, { temperature = 1, top_k = nil }]): the list of numbers `ids`,
--- followed by `count` sampled tokens. Draws from the engine's generator; runs in evaluation mode.
-local function generate(self, ids, count, options)
-  local temperature, k = read_generate(ids, count, options)
-  local engine, list = require "engine", { unpack(ids) }
-  self:evaluating(function()
-    for _ = 1, count do
-      list[#list + 1] = engine.scope(function()
-        local window = { unpack(list, math.max(1, #list - self.context + 1)) }
-        local logits = self(tensor.tensor({ window }, "i32")):select(2, -1):to("f32")
-        return sample(logits, temperature, k)
-      end)
-    end
-  end)
-  return list
-end
+-- ------------------------------------------------------------------ parts of models
 
 -- model:loss(x, y [, options]): the mean cross entropy of the model's predictions for ids x [B x T]
 -- against the ids y [B x T]. Options: those of cross_entropy. A target of -100 does not count.
 local function loss(self, x, y, options) return tensor.cross_entropy(self(x), y, options) end
 
--- token(ids) + position(0 ... T-1): ids [B x T] -> [B x T x C].
-local function embed(self, ids)
-  local T = ids:size(-1)
-  if T > self.context then raise("expected up to %d tokens of context, got %d", self.context, T) end
-  return self.wte(ids) + self.wpe(positions(T))
+-- token(ids) + position(0 ... T-1) (+ type(types), 0 unless given): ids [B x T] -> [B x T x C].
+-- With a cache, positions follow those in it.
+local function embed(self, ids, types)
+  local T, first = ids:size(-1), rawget(self, "cached") or 0
+  if first + T > self.context then
+    raise("expected up to %d tokens of context, got %d", self.context, first + T)
+  end
+  local x, wtt = self.wte(ids) + self.wpe(positions(T, first)), rawget(self, "wtt")
+  return wtt and x + (types and wtt(types) or wtt.weight:select(1, 1)) or x
 end
 
--- Logits [B x T x V] of x [B x T x C], by the model's head or its token embedding (tied).
+-- Logits [B x T x V] of x [B x T x C], by the model's head or its token embedding (tied). With a
+-- cache, those of the last token.
 local function logits(self, x, embedding)
   local head = rawget(self, "head")
+  if rawget(self, "cached") then x = x:slice(2, -1) end
   return head and head(x) or x:linear(embedding.weight)
 end
 
@@ -162,22 +122,32 @@ GPT.loss, GPT.generate = loss, generate
 function GPT:extra() return sizes(self, (", context %d"):format(self.context)) end
 M.gpt = GPT
 
---- nn.llama { vocab = 256, context = 256, width = 256, heads = 8, kv_heads = 2, layers = 4,
---- hidden = 688, rope = 10000, eps = 1e-6, tied = false, dropout = 0 }: ids [B x T] -> logits
---- [B x T x V]. `rope` is the base of the rotary positions. Methods: loss, generate.
+--- nn.llama { vocab = 256, context = 256, width = 256, heads = 8, kv_heads = 2, layers = 4, hidden
+--- = 688, rope = 10000, eps = 1e-6, tied = false, dropout = 0 }: ids [B x T] -> logits [B x T x V].
+--- `rope`, head_width, bias (false), out_bias, qk_norm (an eps), window and attention_dropout are
+--- options of nn.attention; a list of windows has one for each layer (false: none). mlp_bias adds
+--- biases to the feed-forward modules. With `experts` these are mixtures of that many experts, of
+--- which each token uses top_k (2). Methods: loss, generate.
 local Llama = class("llama")
 function Llama:init(options)
   local c = configure(self, "nn.llama", options, { vocab = 256, context = 256, width = 256,
     heads = 8, kv_heads = 2, layers = 4, hidden = 688, rope = 10000, eps = 1e-6, tied = false,
-    dropout = 0 })
+    dropout = 0, attention_dropout = 0, head_width = false, bias = false, out_bias = false,
+    mlp_bias = false, qk_norm = false, window = false, experts = false, top_k = 2 })
   local std, out_std = deviations(c.layers)
   local function norm() return layers.rms_norm(c.width, { eps = c.eps }) end
+  local function mlp()
+    return transformer.swiglu(c.width, c.hidden, { bias = c.mlp_bias, std = std,
+      out_std = out_std })
+  end
   self.embed = layers.embedding(c.vocab, c.width, { std = std })
-  self.blocks = repeated(c.layers, function()
-    local attention = Attention(c.width, c.heads,
-      { bias = false, kv_heads = c.kv_heads, rope = c.rope, std = std, out_std = out_std })
-    local mlp = transformer.swiglu(c.width, c.hidden, { std = std, out_std = out_std })
-    return Block(norm(), attention, norm(), mlp, c.dropout)
+  self.blocks = repeated(c.layers, function(i)
+    local attention = Attention(c.width, c.heads, { bias = c.bias, out_bias = c.out_bias,
+      kv_heads = c.kv_heads, head_width = c.head_width, rope = c.rope, qk_norm = c.qk_norm,
+      window = type(c.window) == "table" and c.window[i] or tonumber(c.window) or nil,
+      dropout = c.attention_dropout, std = std, out_std = out_std })
+    return Block(norm(), attention, norm(), c.experts and moe { width = c.width, std = std,
+      experts = c.experts, top_k = c.top_k, expert = mlp } or mlp(), c.dropout)
   end)
   self.norm = norm()
   if not c.tied then self.head = layers.linear(c.width, c.vocab, { bias = false, std = std }) end
@@ -192,26 +162,30 @@ M.llama = Llama
 
 -- ------------------------------------------------------------------ encoder
 
---- nn.bert { vocab = 257, context = 128, width = 128, heads = 4, layers = 2, dropout = 0, eps =
---- 1e-12 }: ids [B x T] -> logits [B x T x V] that predict the masked tokens. Post-norm blocks as
---- in BERT. The targets of loss are -100 at every token that is not masked.
+--- nn.bert { vocab = 257, context = 128, width = 128, heads = 4, layers = 2, hidden = 4 * width,
+--- gelu = "erf", dropout = 0, attention_dropout = 0, types = 0, eps = 1e-12 }: ids [B x T] ->
+--- logits [B x T x V] that predict the masked tokens. Post-norm blocks as in BERT. With `types` > 0
+--- there are embeddings of token types, and a call takes the types [B x T] as a second argument
+--- (all 0 without). The targets of loss are -100 at every token that is not masked.
 local Bert = class("bert")
 function Bert:init(options)
   local c = configure(self, "nn.bert", options, { vocab = 257, context = 128, width = 128,
-    heads = 4, layers = 2, dropout = 0, eps = 1e-12 })
+    heads = 4, layers = 2, hidden = false, gelu = "erf", dropout = 0, attention_dropout = 0,
+    types = 0, eps = 1e-12 })
   self.wte = layers.embedding(c.vocab, c.width, { std = 0.02 })
   self.wpe = layers.embedding(c.context, c.width, { std = 0.02 })
+  if c.types > 0 then self.wtt = layers.embedding(c.types, c.width, { std = 0.02 }) end
   self.norm = layers.layer_norm(c.width, { eps = c.eps })
   self.drop = layers.dropout(c.dropout)
   self.blocks = repeated(c.layers, function() return transformer.post_norm_block(c) end)
   self.transform = layers.linear(c.width, c.width, { std = 0.02 })
   self.transform_norm = layers.layer_norm(c.width, { eps = c.eps })
-  self:parameter("head_bias", tensor.zeros(c.vocab, { keep = true }), "linear")
+  self:parameter("head_bias", module.new_parameter { c.vocab }, "linear")
 end
-function Bert:forward(ids)
-  local x = self.drop(self.norm(embed(self, ids)))                           -- [B x T x C]
+function Bert:forward(ids, types)
+  local x = self.drop(self.norm(embed(self, ids, types)))                    -- [B x T x C]
   for _, block in ipairs(self.blocks) do x = block(x) end
-  x = self.transform_norm(self.transform(x):gelu())
+  x = self.transform_norm(self.transform(x):gelu(self.config.gelu))
   return x:linear(self.wte.weight, self.head_bias)
 end
 Bert.loss = loss

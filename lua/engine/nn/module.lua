@@ -186,6 +186,22 @@ function Module:parameter(key, value, role)
   return value
 end
 
+local only_shapes = false
+
+--- A new f32 tensor of zeros for a parameter; set_values(x), if given, then sets its values.
+function M.new_parameter(shape, set_values)
+  if only_shapes then return tensor.zeros(1, { keep = false }):expand(shape) end
+  local x = tensor.zeros(shape, { keep = true })
+  if set_values then set_values(x) end
+  return x
+end
+
+--- Runs make(...), which builds modules, and returns its results. The parameters have shapes, but
+--- no memory of their own and no values; they live until the step or the scope ends.
+function M.build_shapes(make, ...)
+  return within(function() only_shapes = true end, function() only_shapes = false end, make, ...)
+end
+
 local function walk(self, prefix, visit)
   for _, key in ipairs(self._order) do
     local value, path = rawget(self, key), prefix .. tostring(key)

@@ -22,67 +22,120 @@ function M.want_heads(name, width, heads, kv_heads)
   end
 end
 
---- The positions 0, 1 ... T-1 as i32; they belong to the step.
-function M.positions(T) return tensor.arange(0, T - 1, 1, { dtype = "i32", keep = false }) end
+--- The positions first, first + 1 ... (T of them, from 0 unless given) as i32; they belong to the
+--- step.
+function M.positions(T, first)
+  first = first or 0
+  return tensor.arange(first, first + T - 1, 1, { dtype = "i32", keep = false })
+end
 
 -- ------------------------------------------------------------------ attention
 
+-- The options of tensor:rope for a base or a table of them; attention sets `position` in its own.
+local function rope_options(rope)
+  if type(rope) == "number" then return { base = rope } end
+  local own = {}
+  for key, value in pairs(rope) do own[key] = value end
+  return own
+end
+
 --- Self-attention: nn.attention(width, heads [, options]), x [B x T x C] -> [B x T x C]. Options:
---- causal (true), kv_heads (heads), rope (base of the rotary positions), bias (true), std and
---- out_std (of the initial weights), dropout (of the attention weights in training mode; these are
---- then stored in full instead of computed row by row). If `watch_entropy` is set, each call stores
---- the entropy of each row of attention weights in `entropy`, in nats, [B x H x T].
+--- causal (true), kv_heads (heads), head_width (width / heads), rope (base of the rotary positions,
+--- or a table of options of tensor:rope), bias (true), out_bias (bias), std and out_std (of the
+--- initial weights), qk_norm (eps of an RMS norm of every head's q and k before the rotation;
+--- none), window (a query sees this many keys at most, itself included; all), dropout (of the
+--- attention weights in training mode). With dropout, and with more keys than the window, the
+--- weights are stored in full instead of computed row by row. If `watch_entropy` is set, each call
+--- stores the entropy of each row of attention weights in `entropy`, in nats, [B x H x T].
 local Attention = class("attention")
-local ATTENTION = { causal = true, kv_heads = true, rope = true, bias = true, std = true,
-  out_std = true, dropout = true }
+local ATTENTION = { causal = true, kv_heads = true, head_width = true, rope = true, bias = true,
+  out_bias = true, std = true, out_std = true, qk_norm = true, window = true, dropout = true }
 function Attention:init(width, heads, options)
   options = tensor.read_named(options, "nn.attention", ATTENTION)
   local kv_heads, dropout = options.kv_heads or heads, options.dropout or 0
   want_whole(width, "nn.attention", "the width", 1)
   want_whole(heads, "nn.attention", "heads", 1)
   want_whole(kv_heads, "nn.attention", "kv_heads", 1)
-  M.want_heads("nn.attention", width, heads, kv_heads)
-  if dropout > 0 and kv_heads ~= heads then
-    raise("nn.attention: dropout of the weights needs as many kv_heads as heads")
-  end
+  M.want_heads("nn.attention", options.head_width and heads or width, heads, kv_heads)
+  local D, out_bias = options.head_width or width / heads, options.out_bias
+  want_whole(D, "nn.attention", "head_width", 1)
+  if options.window then want_whole(options.window, "nn.attention", "window", 1) end
   rawset(self, "heads", heads)
   rawset(self, "kv_heads", kv_heads)
-  rawset(self, "head_width", width / heads)
+  rawset(self, "head_width", D)
   rawset(self, "causal", options.causal ~= false)
-  rawset(self, "rope", options.rope)
+  rawset(self, "rope", options.rope and rope_options(options.rope))
+  rawset(self, "window", options.window)
   rawset(self, "dropout", dropout)
   rawset(self, "watch_entropy", false)
   local out_std = options.out_std or options.std
-  self.qkv = layers.linear(width, width + 2 * kv_heads * self.head_width,
+  if out_bias == nil then out_bias = options.bias end
+  self.qkv = layers.linear(width, (heads + 2 * kv_heads) * D,
     { bias = options.bias, std = options.std })
-  self.out = layers.linear(width, width, { bias = options.bias, std = out_std })
+  self.out = layers.linear(heads * D, width, { bias = out_bias, std = out_std })
+  if not options.qk_norm then return end
+  self.q_norm = layers.rms_norm(D, { eps = options.qk_norm })
+  self.k_norm = layers.rms_norm(D, { eps = options.qk_norm })
 end
 
--- qkv [B x T x (C + 2GD)] -> q [B x T x H x D], k and v [B x T x G x D].
+-- qkv [B x T x (HD + 2GD)] -> q [B x T x H x D], k and v [B x T x G x D].
 local function split_heads(self, qkv)
   local B, T = qkv:size()
   local H, G, D = self.heads, self.kv_heads, self.head_width
   local q, k, v = qkv:split({ H * D, G * D, G * D }, -1)
-  return q:view(B, T, H, D), k:view(B, T, G, D), v:view(B, T, G, D)
+  q, k, v = q:view(B, T, H, D), k:view(B, T, G, D), v:view(B, T, G, D)
+  if not rawget(self, "q_norm") then return q, k, v end
+  return self.q_norm(q), self.k_norm(k), v
 end
 
--- q, k, v [B x T x H x D] -> [B x T x H x D], with the weights as a tensor that dropout can act on.
-local function attention_with_dropout(q, k, v, causal, p)
-  local T, D = q:size(2), q:size(4)
-  local scores = q:permute(1, 3, 2, 4):matmul(k:permute(1, 3, 2, 4), false, true)
-  scores = scores:to("f32") / math.sqrt(D)                                   -- [B x H x T x T]
-  if causal then
-    local row, column = M.positions(T):view(T, 1), M.positions(T):view(1, T)
-    scores = column:le(row):where(scores, -math.huge)
+-- Rotates q and k to their positions, and puts k and v after those of a cache (generate.lua).
+local function placed(self, q, k, v)
+  local cache, rope = rawget(self, "cache"), self.rope
+  if rope then
+    rope.position = cache and cache.length or 0
+    q, k = q:rope(rope), k:rope(rope)
   end
-  return scores:softmax():dropout(p):matmul(v:permute(1, 3, 2, 4)):permute(1, 3, 2, 4)
+  if cache then k, v = cache:append(k, v) end
+  return q, k, v
 end
 
--- softmax(q k^T / sqrt(D)) v: q [B x T x H x D], k and v [B x T x G x D] -> [B x T x H x D].
+-- Attention with the weights as a tensor, which dropout and a window can act on: q [B x T x H x D],
+-- k and v [B x S x G x D] -> [B x T x H x D]. Query t is at position first + t of the keys.
+local function explicit_attention(self, q, k, v, first)
+  local B, T, H, D = q:size()
+  local S, G = k:size(2), self.kv_heads
+  local R, window, p = H / G, self.window, self.dropout
+  local rows = q:view(B, T, G, R, D):permute(1, 3, 4, 2, 5):view(B, G, R * T, D)
+  local scores = rows:matmul(k:permute(1, 3, 2, 4), false, true):to("f32") / math.sqrt(D)
+  scores = scores:view(B, G, R, T, S)
+  local row, column = M.positions(T, first):view(T, 1), M.positions(S):view(1, S)
+  if self.causal then scores = column:le(row):where(scores, -math.huge) end
+  if window then scores = column:gt(row - window):where(scores, -math.huge) end
+  local weights = scores:softmax()
+  if p > 0 and self._training then weights = weights:dropout(p) end
+  local y = weights:view(B, G, R * T, S):matmul(v:permute(1, 3, 2, 4)):to(v.dtype)
+  return y:view(B, G, R, T, D):permute(1, 4, 2, 3, 5):view(B, T, H, D)
+end
+
+-- The same for blocks of queries as long as the window, each with the keys that its window reaches.
+local function windowed_attention(self, q, k, v)
+  local T, S, parts = q:size(2), k:size(2), {}
+  local window = self.window or T
+  for t = 0, T - 1, window do
+    local last = math.min(t + window, T)
+    local from = self.window and math.max(0, S - T + t - window + 1) or 0
+    local to = self.window and S - T + last or S
+    parts[#parts + 1] = explicit_attention(self, q:slice(2, t + 1, last), k:slice(2, from + 1, to),
+      v:slice(2, from + 1, to), S - T + t - from)
+  end
+  return #parts > 1 and tensor.concat(parts, 2) or parts[1]
+end
+
+-- softmax(q k^T / sqrt(D)) v: q [B x T x H x D], k and v [B x S x G x D] -> [B x T x H x D].
 local function attend(self, q, k, v)
   rawset(self, "entropy", nil)
-  if self.dropout > 0 and self._training then
-    return attention_with_dropout(q, k, v, self.causal, self.dropout)
+  if self.dropout > 0 and self._training or self.window and k:size(2) > self.window then
+    return windowed_attention(self, q, k, v)
   end
   local y, entropy = fuse.attention(q, k, v, self.out,
     { causal = self.causal, entropy = self.watch_entropy })
@@ -91,10 +144,9 @@ local function attend(self, q, k, v)
 end
 
 function Attention:forward(x)
-  local q, k, v = split_heads(self, self.qkv(x))
-  if self.rope then q, k = q:rope { base = self.rope }, k:rope { base = self.rope } end
+  local q, k, v = placed(self, split_heads(self, self.qkv(x)))
   local y = attend(self, q, k, v)                                            -- [B x T x H x D]
-  return last_use(self.out, y:view(x.shape), y)
+  return last_use(self.out, y:view(x:size(1), x:size(2), -1), y)
 end
 function Attention:extra()
   return ("%d heads%s"):format(self.heads, self.causal and ", causal" or "")
@@ -119,14 +171,14 @@ function MLP:forward(x) return fuse.gelu_mlp(x, self.up, self.form, self.down) e
 M.mlp = MLP
 
 --- Feed-forward with SwiGLU, silu(gate(x)) * up(x) and then down: nn.swiglu(width, hidden
---- [, { std, out_std }]), x [.. x C] -> [.. x C]. No biases.
+--- [, { bias = false, std, out_std }]), x [.. x C] -> [.. x C].
 local SwiGLU = class("swiglu")
 function SwiGLU:init(width, hidden, options)
   options = tensor.read_named(options, "nn.swiglu", FEED_FORWARD)
-  local std, out_std = options.std, options.out_std or options.std
-  self.gate = layers.linear(width, hidden, { bias = false, std = std })
-  self.up = layers.linear(width, hidden, { bias = false, std = std })
-  self.down = layers.linear(hidden, width, { bias = false, std = out_std })
+  local std, out_std, bias = options.std, options.out_std or options.std, options.bias or false
+  self.gate = layers.linear(width, hidden, { bias = bias, std = std })
+  self.up = layers.linear(width, hidden, { bias = bias, std = std })
+  self.down = layers.linear(hidden, width, { bias = bias, std = out_std })
 end
 function SwiGLU:forward(x) return fuse.swiglu_mlp(self.gate(x), self.up(x), self.down) end
 M.swiglu = SwiGLU
@@ -152,13 +204,14 @@ end
 fuse.register("block", Block)
 M.block = Block
 
---- BERT's post-norm block, for a configuration { width, heads, eps, dropout }: x [B x T x C] -> the
---- same shape.
+--- BERT's post-norm block, for a configuration { width, heads, hidden, gelu, eps, dropout,
+--- attention_dropout }: x [B x T x C] -> the same shape.
 local PostNormBlock = class("bert_block")
 function PostNormBlock:init(c)
-  self.attn = Attention(c.width, c.heads, { causal = false, std = 0.02 })
+  self.attn = Attention(c.width, c.heads,
+    { causal = false, std = 0.02, dropout = c.attention_dropout })
   self.norm1 = layers.layer_norm(c.width, { eps = c.eps })
-  self.mlp = MLP(c.width, 4 * c.width, { std = 0.02, gelu = "erf" })
+  self.mlp = MLP(c.width, c.hidden or 4 * c.width, { std = 0.02, gelu = c.gelu })
   self.norm2 = layers.layer_norm(c.width, { eps = c.eps })
   self.drop = layers.dropout(c.dropout)
 end

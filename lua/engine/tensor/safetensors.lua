@@ -53,13 +53,14 @@ function M.open(path)
   return file
 end
 
---- Reads one tensor by name; it lives until freed.
-function File:read(name)
+--- Reads one tensor by name; it lives until freed, or with keep = false until the scope or the step
+--- ends.
+function File:read(name, keep)
   if not self.handle then error(("%s is closed"):format(self.path), 2) end
   local entry = self.entries[name]
   if not entry then error(("%s has no tensor '%s'"):format(self.path, tostring(name)), 2) end
   local x = M_ffi.Tensor()
-  check(C.eng_safetensors_read(x, self.handle, entry.index, true))
+  check(C.eng_safetensors_read(x, self.handle, entry.index, keep ~= false))
   return x
 end
 

@@ -1,0 +1,217 @@
+-- The architectures of Hugging Face's transformers that this engine loads: for each model_type the
+-- fields of its config.json and the names of its weights. Data, but for `plan`, which applies the
+-- names. Read by hf_config.lua, hf_load.lua and hf_save.lua; nothing else depends on an
+-- architecture.
+--
+--   classes    the architectures of config.json that are supported, the default first
+--   build      the model of models.lua
+--   prefix     what begins the names that are written with a leading dot below; a file may leave it
+--              out, as those of base models do
+--   fields     field = { default, option, range }: transformers' default (false: null), the option
+--              of the model (none: only the default is supported) and, for numbers, the range.
+--              Fields that are not listed do not shape the model
+--   rules      functions of hf_config.lua that read several fields together
+--   options    further options of the model
+--   names      the engine's module or parameter -> that of the file, with %d for the numbers, which
+--              count from 0 in files. Several names are joined by rows. T: the weight is transposed
+--   old        endings of names in old files -> their present form
+--   ignored    patterns of names that a file may have and the model does not need
+local function is_whole(x) return x >= 1 and x % 1 == 0 and x < 2 ^ 31 end
+local whole = { "to be a whole number from 1 to 2^31 - 1", is_whole }
+local count = { "to be a whole number from 1 to 16384",
+  function(x) return is_whole(x) and x <= 16384 end }
+local probability = { "in [0, 1)", function(x) return x >= 0 and x < 1 end }
+local positive = { "above 0", function(x) return x > 0 and x < math.huge end }
+
+local M = {}
+
+--- Fields that no architecture supports; they must be absent or null.
+M.unsupported = { "quantization_config", "compression_config" }
+
+-- The fields of `base` and those of `more`.
+local function with(base, more)
+  local all = {}
+  for key, value in pairs(base) do all[key] = value end
+  for key, value in pairs(more) do all[key] = value end
+  return all
+end
+
+local GPT2 = {
+  classes = { "GPT2LMHeadModel", "GPT2Model" }, build = "gpt", prefix = "transformer",
+  fields = {
+    vocab_size = { 50257, "vocab", whole }, n_positions = { 1024, "context", whole },
+    n_embd = { 768, "width", whole }, n_layer = { 12, "layers", count },
+    n_head = { 12, "heads", whole }, n_inner = { false, "hidden", whole },
+    layer_norm_epsilon = { 1e-5, "eps", positive }, resid_pdrop = { 0.1, "dropout", probability },
+    embd_pdrop = { 0.1, "embedding_dropout", probability },
+    attn_pdrop = { 0.1, "attention_dropout", probability },
+    activation_function = { "gelu_new", "gelu" }, tie_word_embeddings = { true, "tied" },
+    scale_attn_weights = { true }, scale_attn_by_inverse_layer_idx = { false },
+    add_cross_attention = { false },
+  },
+  rules = {}, options = {}, old = {}, ignored = { "%.attn%.bias$", "%.attn%.masked_bias$" },
+  names = {
+    wte = ".wte", wpe = ".wpe", norm = ".ln_f", head = "lm_head",
+    ["blocks.%d.norm1"] = ".h.%d.ln_1", ["blocks.%d.norm2"] = ".h.%d.ln_2",
+    ["blocks.%d.attn.qkv"] = ".h.%d.attn.c_attn T", ["blocks.%d.attn.out"] = ".h.%d.attn.c_proj T",
+    ["blocks.%d.mlp.up"] = ".h.%d.mlp.c_fc T", ["blocks.%d.mlp.down"] = ".h.%d.mlp.c_proj T",
+  },
+}
+
+local LLAMA = {
+  classes = { "LlamaForCausalLM", "LlamaModel" }, build = "llama", prefix = "model",
+  fields = {
+    vocab_size = { 32000, "vocab", whole }, hidden_size = { 4096, "width", whole },
+    intermediate_size = { 11008, "hidden", whole }, num_hidden_layers = { 32, "layers", count },
+    num_attention_heads = { 32, "heads", whole },
+    num_key_value_heads = { false, "kv_heads", whole }, head_dim = { false, "head_width", whole },
+    max_position_embeddings = { 2048, "context", whole }, rms_norm_eps = { 1e-6, "eps", positive },
+    tie_word_embeddings = { false, "tied" }, attention_dropout = { 0, "attention_dropout",
+      probability },
+    hidden_act = { "silu" }, attention_bias = { false, "bias" }, mlp_bias = { false, "mlp_bias" },
+  },
+  rules = { "rope", "kv_heads", "out_bias" }, options = {}, old = {},
+  ignored = { "%.rotary_emb%.inv_freq$" },
+  names = {
+    embed = ".embed_tokens", norm = ".norm", head = "lm_head",
+    ["blocks.%d.norm1"] = ".layers.%d.input_layernorm",
+    ["blocks.%d.attn.qkv"] = ".layers.%d.self_attn.q_proj .layers.%d.self_attn.k_proj "
+      .. ".layers.%d.self_attn.v_proj",
+    ["blocks.%d.attn.q_norm"] = ".layers.%d.self_attn.q_norm",
+    ["blocks.%d.attn.k_norm"] = ".layers.%d.self_attn.k_norm",
+    ["blocks.%d.attn.out"] = ".layers.%d.self_attn.o_proj",
+    ["blocks.%d.norm2"] = ".layers.%d.post_attention_layernorm",
+    ["blocks.%d.mlp.gate"] = ".layers.%d.mlp.gate_proj",
+    ["blocks.%d.mlp.up"] = ".layers.%d.mlp.up_proj",
+    ["blocks.%d.mlp.down"] = ".layers.%d.mlp.down_proj",
+  },
+}
+
+local NO_BIAS = { attention_bias = { false }, mlp_bias = { false } }
+
+local MISTRAL = with(LLAMA, {
+  classes = { "MistralForCausalLM", "MistralModel" },
+  fields = with(with(LLAMA.fields, NO_BIAS), {
+    intermediate_size = { 14336, "hidden", whole }, num_key_value_heads = { 8, "kv_heads", whole },
+    max_position_embeddings = { 131072, "context", whole },
+    sliding_window = { 4096, "window", whole } }),
+  rules = { "rope", "kv_heads" },
+})
+
+local MIXTRAL = with(MISTRAL, {
+  classes = { "MixtralForCausalLM", "MixtralModel" },
+  fields = with(MISTRAL.fields, {
+    rms_norm_eps = { 1e-5, "eps", positive }, sliding_window = { false, "window", whole },
+    num_local_experts = { 8, "experts", count }, num_experts_per_tok = { 2, "top_k", count },
+    router_jitter_noise = { 0 }, output_router_logits = { false } }),
+  theta = 1e6,
+  names = with(LLAMA.names, {
+    ["blocks.%d.mlp.gate"] = ".layers.%d.block_sparse_moe.gate",
+    ["blocks.%d.mlp.experts.%d.gate"] = ".layers.%d.block_sparse_moe.experts.%d.w1",
+    ["blocks.%d.mlp.experts.%d.up"] = ".layers.%d.block_sparse_moe.experts.%d.w3",
+    ["blocks.%d.mlp.experts.%d.down"] = ".layers.%d.block_sparse_moe.experts.%d.w2" }),
+})
+
+local QWEN2 = with(LLAMA, {
+  classes = { "Qwen2ForCausalLM", "Qwen2Model" },
+  fields = with(with(LLAMA.fields, NO_BIAS), {
+    vocab_size = { 151936, "vocab", whole }, intermediate_size = { 22016, "hidden", whole },
+    num_key_value_heads = { 32, "kv_heads", whole },
+    max_position_embeddings = { 32768, "context", whole } }),
+  rules = { "rope", "kv_heads", "windows" }, options = { bias = true },
+})
+QWEN2.fields.attention_bias = nil   -- q, k and v always have biases
+
+local QWEN3 = with(QWEN2, {
+  classes = { "Qwen3ForCausalLM", "Qwen3Model" },
+  fields = with(QWEN2.fields, {
+    head_dim = { 128, "head_width", whole }, attention_bias = { false, "bias" } }),
+  rules = { "rope", "kv_heads", "windows", "qk_norm", "out_bias" }, options = {},
+})
+
+local BERT = {
+  classes = { "BertForMaskedLM", "BertForPreTraining" }, build = "bert", prefix = "bert",
+  fields = {
+    vocab_size = { 30522, "vocab", whole }, hidden_size = { 768, "width", whole },
+    num_hidden_layers = { 12, "layers", count }, num_attention_heads = { 12, "heads", whole },
+    intermediate_size = { 3072, "hidden", whole }, hidden_act = { "gelu", "gelu" },
+    hidden_dropout_prob = { 0.1, "dropout", probability },
+    attention_probs_dropout_prob = { 0.1, "attention_dropout", probability },
+    max_position_embeddings = { 512, "context", whole }, type_vocab_size = { 2, "types", whole },
+    layer_norm_eps = { 1e-12, "eps", positive }, position_embedding_type = { "absolute" },
+    is_decoder = { false }, add_cross_attention = { false }, tie_word_embeddings = { true },
+  },
+  rules = {}, options = {},
+  old = { ["LayerNorm.gamma"] = "LayerNorm.weight", ["LayerNorm.beta"] = "LayerNorm.bias" },
+  ignored = { "%.position_ids$", "^bert%.pooler%.", "^cls%.seq_relationship%.",
+    "^cls%.predictions%.decoder%." },
+  names = {
+    wte = ".embeddings.word_embeddings", wpe = ".embeddings.position_embeddings",
+    wtt = ".embeddings.token_type_embeddings", norm = ".embeddings.LayerNorm",
+    ["blocks.%d.attn.qkv"] = ".encoder.layer.%d.attention.self.query "
+      .. ".encoder.layer.%d.attention.self.key .encoder.layer.%d.attention.self.value",
+    ["blocks.%d.attn.out"] = ".encoder.layer.%d.attention.output.dense",
+    ["blocks.%d.norm1"] = ".encoder.layer.%d.attention.output.LayerNorm",
+    ["blocks.%d.mlp.up"] = ".encoder.layer.%d.intermediate.dense",
+    ["blocks.%d.mlp.down"] = ".encoder.layer.%d.output.dense",
+    ["blocks.%d.norm2"] = ".encoder.layer.%d.output.LayerNorm",
+    transform = "cls.predictions.transform.dense",
+    transform_norm = "cls.predictions.transform.LayerNorm", head_bias = "cls.predictions.bias",
+  },
+}
+
+--- The architectures by model_type.
+M.of = { gpt2 = GPT2, llama = LLAMA, smollm = LLAMA, mistral = MISTRAL, mixtral = MIXTRAL,
+  qwen2 = QWEN2, qwen3 = QWEN3, bert = BERT }
+
+-- The names in files of the parameter `name`, without prefix, and whether it is stored transposed.
+local function split(names, leaf)
+  local list, transposed = {}, names:find(" T$") ~= nil
+  for word in names:gsub(" T$", ""):gmatch("%S+") do list[#list + 1] = word .. leaf end
+  return list, transposed and leaf == ".weight"
+end
+
+-- The names that the parameter `name` of the engine has in files, in the order of their rows, and
+-- whether its weight is stored transposed. `prefix`: what a leading dot stands for, such as
+-- "model." or "".
+local function file_names(arch, name, prefix)
+  local numbers = {}
+  local key = name:gsub("%.(%d+)%f[.]", function(n)
+    numbers[#numbers + 1] = n - 1
+    return ".%d"
+  end)
+  local module, leaf = key:match("^(.*)(%.[^.]+)$")
+  local names = arch.names[key]
+  if names then leaf = "" else names = arch.names[module] end
+  if not names then error(("'%s' has no name in Hugging Face's files"):format(name), 0) end
+  local list, transposed = split(names, leaf)
+  for i, text in ipairs(list) do
+    list[i] = text:gsub("^%.", prefix):format(unpack(numbers))
+  end
+  return list, transposed
+end
+
+-- The parts of a fused parameter: the rows of q, k and v, or all rows.
+local function rows_of(p, model, parts)
+  if parts == 1 then return { p.tensor.shape[1] } end
+  local o = model.config
+  local D = o.head_width or o.width / o.heads
+  local kv = (o.kv_heads or o.heads) * D
+  return { o.heads * D, kv, kv }
+end
+
+--- Every parameter of the model as { parameter, transposed, parts = { { name, rows } } }, where
+--- `parts` are the tensors of the file that make it up, with the number of their rows. `prefix`
+--- begins the names of the file, such as "model.".
+function M.plan(model, arch, prefix)
+  local list = {}
+  for i, p in ipairs(model:parameters()) do
+    local names, transposed = file_names(arch, p.name, prefix)
+    local rows, parts = rows_of(p, model, #names), {}
+    for k, name in ipairs(names) do parts[k] = { name = name, rows = rows[k] } end
+    list[i] = { parameter = p, parts = parts, transposed = transposed }
+  end
+  return list
+end
+
+return M

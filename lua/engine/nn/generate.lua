@@ -1,0 +1,205 @@
+-- Sampling from decoders: model:generate. The keys and values of past tokens are kept in a cache,
+-- so that each new token costs one row instead of a whole sequence. While tokens are generated,
+-- each attention module has a field `cache`, and the model has the field `cached`, the number of
+-- tokens in it; transformer.lua and models.lua read them. Called through the models of models.lua.
+-- Shapes: R sequences, T tokens, G key/value heads, D their width, V vocabulary.
+local M_ffi = require "engine.base.ffi"
+local arguments = require "engine.base.arguments"
+local random = require "engine.base.random"
+local tensor = require "engine.tensor.tensor"
+local within = require "engine.base.within"
+
+local C, raise, value_text = M_ffi.C, M_ffi.raise, M_ffi.value_text
+local want_whole = arguments.want_whole
+
+-- ------------------------------------------------------------------ the cache
+
+-- The keys and values of one attention module, [R x room x G x D] both, of which `length` are set.
+local Cache = {}
+Cache.__index = Cache
+
+--- Appends k and v [R x T x G x D]. Returns all keys and values so far. Before there is memory it
+--- only notes their dtype.
+function Cache:append(k, v)
+  local first, last = self.length + 1, self.length + k:size(2)
+  if not self.k then
+    self.dtype = k.dtype
+    return k, v
+  end
+  self.k:slice(2, first, last):copy(k)
+  self.v:slice(2, first, last):copy(v)
+  self.length = last
+  return self.k:slice(2, 1, last), self.v:slice(2, 1, last)
+end
+
+-- Their memory is freed when the scope ends.
+local function drop_caches(model)
+  rawset(model, "cached", nil)
+  model:apply(function(m) rawset(m, "cache", nil) end)
+end
+
+-- Makes caches for R sequences of up to `room` tokens. One token is run first, for the dtypes.
+local function make_caches(model, R, room, token)
+  local caches = {}
+  model:apply(function(m)
+    if m._class == "attention" then
+      caches[m] = setmetatable({ length = 0 }, Cache)
+      rawset(m, "cache", caches[m])
+    end
+  end)
+  require("engine").scope(model, tensor.tensor({ { token } }, { dtype = "i32", keep = false }))
+  for m, cache in pairs(caches) do
+    local options = { dtype = cache.dtype, keep = false }
+    cache.k = tensor.zeros(R, room, m.kv_heads, m.head_width, options)
+    cache.v = tensor.zeros(R, room, m.kv_heads, m.head_width, options)
+  end
+  rawset(model, "cached", 0)
+end
+
+-- ------------------------------------------------------------------ sampling
+
+local FEW = 1024   -- candidates that usually contain the top_p share
+
+-- The index of a number drawn from the probabilities p, of which the first ones that add up to
+-- `share` count.
+local function draw(p, share)
+  local sum, count, kept = 0, 0, 0
+  while count < #p and (kept < share or count == 0) do
+    count = count + 1
+    kept = kept + p[count]
+  end
+  local u = tensor.rand(1):item() * kept
+  for i = 1, count do
+    sum = sum + p[i]
+    if u < sum then return i end
+  end
+  return count
+end
+
+-- One id, drawn from logits [1 x V] f32; temperature 0 takes the most likely one.
+local function sample(logits, o)
+  if o.temperature == 0 then return logits:argmax(-1):item() end
+  local V, top, ids = logits:size(-1), logits / o.temperature, nil
+  local k = math.min(o.top_k or V, V)
+  if o.top_p < 1 and k > FEW then   -- the sum over all tokens, so that few have to be sorted
+    local chance, some = top:softmax():topk(FEW)
+    if chance:sum():item() >= o.top_p then
+      return some:view(-1):totable()[draw(chance:view(-1):totable(), o.top_p)]
+    end
+  end
+  if k < V or o.top_p < 1 then top, ids = top:topk(k) end
+  local pick = draw(top:softmax():view(-1):totable(), o.top_p)
+  return ids and ids:view(-1):totable()[pick] or pick - 1
+end
+
+-- ------------------------------------------------------------------ generation
+
+-- Logits [R x V] f32 that follow `rows`, R lists of n tokens. The cache holds the first ones, if
+-- there is one. Past the context only the last tokens count, and no cache fits.
+local function next_logits(model, rows, n)
+  if n > model.context and rawget(model, "cached") then drop_caches(model) end
+  local first, part = math.max(rawget(model, "cached") or 0, n - model.context), {}
+  for r, row in ipairs(rows) do part[r] = { unpack(row, first + 1, n) } end
+  local logits = model(tensor.tensor(part, { dtype = "i32", keep = false })):select(2, -1)
+  if rawget(model, "cached") then rawset(model, "cached", n) end
+  return logits:to("f32")
+end
+
+-- Appends tokens to `rows`, lists of equal length, each up to a stop.
+local function extend(model, rows, o)
+  local engine, n, open, ends = require "engine", #rows[1], #rows, {}
+  if o.cache and n <= model.context then
+    make_caches(model, #rows, math.min(model.context, n + o.max_tokens), rows[1][1])
+  end
+  for i = n, n + o.max_tokens - 1 do
+    engine.scope(function()
+      local logits = next_logits(model, rows, i)
+      for r, row in ipairs(rows) do
+        row[i + 1] = sample(logits:slice(1, r, r), o)
+        if not ends[r] and o.stop[row[i + 1]] then ends[r], open = i + 1, open - 1 end
+      end
+    end)
+    if open == 0 or C.eng_interrupted() > 0 then break end
+  end
+  for r, row in ipairs(rows) do rows[r] = { unpack(row, 1, ends[r] or #row) } end
+end
+
+local OPTIONS = { max_tokens = true, temperature = true, top_k = true, top_p = true, stop = true,
+  seed = true, cache = true }
+
+local function read(options, default_stop)
+  if type(options) == "number" then options = { max_tokens = options } end
+  options = arguments.read_named(options, "generate", OPTIONS)
+  local o = { temperature = options.temperature or 1, top_k = options.top_k, stop = {},
+    cache = options.cache ~= false,
+    top_p = options.top_p or 1, max_tokens = want_whole(options.max_tokens, "generate",
+      "max_tokens", 0) }
+  if type(o.temperature) ~= "number" or not (o.temperature >= 0 and o.temperature < math.huge) then
+    raise("generate: expected temperature to be a number >= 0, got %s", value_text(o.temperature))
+  end
+  if o.top_k ~= nil then want_whole(o.top_k, "generate", "top_k", 1) end
+  if type(o.top_p) ~= "number" or not (o.top_p > 0 and o.top_p <= 1) then
+    raise("generate: expected top_p in (0, 1], got %s", value_text(o.top_p))
+  end
+  local stop = options.stop or default_stop or {}
+  for _, id in ipairs(type(stop) == "table" and stop or { stop }) do
+    o.stop[want_whole(id, "generate", "a stop token", 0)] = true
+  end
+  if options.seed ~= nil then want_whole(options.seed, "generate", "seed", 0) end
+  return o, options.seed
+end
+
+-- The rows of `tokens`, a list of tokens or a list of such lists.
+local function rows_of(tokens)
+  local list = type(tokens) == "table" and type(tokens[1]) == "table" and tokens or { tokens }
+  for _, row in ipairs(list) do
+    if type(row) ~= "table" or #row == 0 then
+      raise("generate: expected a list of at least one token to begin with, got %s",
+        value_text(row))
+    end
+    for _, id in ipairs(row) do want_whole(id, "generate", "a token", 0) end
+  end
+  return list
+end
+
+--- model:generate(tokens, { max_tokens, temperature = 1, top_k = nil, top_p = 1, stop = nil, seed =
+--- nil, cache = true }): the list `tokens` followed by up to max_tokens sampled tokens, in
+--- evaluation mode. Of a list of lists, each is continued; those of equal length run as one batch.
+--- temperature 0 takes the most likely token. top_p: only the most likely tokens that add up to
+--- this probability are drawn. stop: a token, or a list of them, that ends a sequence; a loaded
+--- model stops at its eos_token_id unless `stop` is given. Draws from the engine's generator, or
+--- with `seed` from one of its own.
+local function generate(model, tokens, options, more)
+  if type(options) == "number" and more ~= nil then   -- generate(tokens, count, options)
+    local count = options
+    options = { max_tokens = count }
+    for key, value in pairs(arguments.read_named(more, "generate", OPTIONS)) do
+      options[key] = value
+    end
+  end
+  local o, seed = read(options, rawget(model, "stop"))
+  local given, by_length, results = rows_of(tokens), {}, {}
+  for i, row in ipairs(given) do
+    by_length[#row] = by_length[#row] or {}
+    table.insert(by_length[#row], i)
+  end
+  local lengths, place = {}, random.place()
+  for n in pairs(by_length) do lengths[#lengths + 1] = n end
+  table.sort(lengths)
+  within(function() end, function()
+    drop_caches(model)
+    if seed then random.go(place) end
+  end, function()
+    if seed then C.eng_seed(seed) end
+    for _, n in ipairs(lengths) do
+      local rows = {}
+      for k, i in ipairs(by_length[n]) do rows[k] = { unpack(given[i]) } end
+      model:evaluating(require("engine").scope, extend, model, rows, o)
+      drop_caches(model)
+      for k, i in ipairs(by_length[n]) do results[i] = rows[k] end
+    end
+  end)
+  return given[1] == tokens and results[1] or results
+end
+
+return generate

@@ -1,0 +1,196 @@
+-- Reads config.json of Hugging Face's transformers: from its fields to a model of models.lua. Every
+-- error is one line that names the file and the field. Called by hf_load.lua.
+local files = require "engine.base.file"
+local json = require "engine.base.json"
+local nearest = require "engine.base.nearest"
+local show = require "engine.base.show"
+local architectures = require "engine.nn.architectures"
+
+local M = {}
+
+local GELU = { gelu_new = "tanh", gelu_pytorch_tanh = "tanh", gelu_fast = "tanh",
+  gelu_accurate = "tanh", gelu = "erf", gelu_python = "erf" }
+local NULL = require("cjson").null
+
+local function fail(where, ...) error(where .. ": " .. string.format(...), 0) end
+
+local function text_of(value)
+  return type(value) == "table" and "a table" or show.shown(tostring(value))
+end
+
+-- A field's value, or its default if it is absent or null.
+local function value_of(fields, key, default)
+  local value = fields[key]
+  if value == nil or value == NULL then return default end
+  return value
+end
+
+-- A number of `fields` in the range; nil without it, unless it is `required`.
+local function number(fields, key, where, required)
+  local value = value_of(fields, key)
+  if value == nil and not required then return nil end
+  if type(value) ~= "number" or not (value > 0 and value < math.huge) then
+    fail(where, "expected %s to be a number above 0, got %s", key, text_of(value))
+  end
+  return value
+end
+
+-- ------------------------------------------------------------------ rules of several fields
+
+local rules = {}
+
+-- rope_theta and rope_scaling, or rope_parameters, which holds both.
+function rules.rope(o, fields, where, arch)
+  local p = value_of(fields, "rope_parameters") or value_of(fields, "rope_scaling") or {}
+  if type(p) ~= "table" then fail(where, "expected rope_scaling to be an object") end
+  local kind = value_of(p, "rope_type") or value_of(p, "type") or "default"
+  local rope = { base = number(p, "rope_theta", where) or number(fields, "rope_theta", where)
+    or arch.theta or 10000 }
+  if kind == "linear" or kind == "llama3" then
+    rope.factor = number(p, "factor", where, true)
+  elseif kind ~= "default" then
+    fail(where, "rope type '%s' is not supported; supported: default linear llama3", text_of(kind))
+  end
+  if kind == "llama3" then
+    rope.low = number(p, "low_freq_factor", where, true)
+    rope.high = number(p, "high_freq_factor", where, true)
+    rope.context = number(p, "original_max_position_embeddings", where, true)
+    if rope.low >= rope.high then
+      fail(where, "expected low_freq_factor < high_freq_factor, got %g and %g", rope.low, rope.high)
+    end
+  end
+  local part = value_of(p, "partial_rotary_factor") or value_of(fields, "partial_rotary_factor", 1)
+  if part ~= 1 then fail(where, "partial_rotary_factor %s is not supported", text_of(part)) end
+  o.rope = rope
+end
+
+function rules.kv_heads(o) o.kv_heads = o.kv_heads or o.heads end
+function rules.out_bias(o) o.out_bias = o.bias end
+function rules.qk_norm(o) o.qk_norm = o.eps end
+
+-- Qwen's sliding windows: those of layer_types, or of the layers from max_window_layers on.
+function rules.windows(o, fields, where)
+  if value_of(fields, "use_sliding_window") ~= true then return end
+  local window = number(fields, "sliding_window", where) or 4096
+  local types = value_of(fields, "layer_types")
+  local first = value_of(fields, "max_window_layers", 28)
+  o.window = {}
+  for i = 1, o.layers do
+    local kind = type(types) == "table" and types[i]
+    if kind and kind ~= "sliding_attention" and kind ~= "full_attention" then
+      fail(where, "layer type '%s' is not supported", text_of(kind))
+    end
+    local slides = kind == "sliding_attention" or not kind and i > first
+    o.window[i] = slides and window or false
+  end
+end
+
+-- ------------------------------------------------------------------ from fields to options
+
+local function read_field(fields, key, field, where)
+  local default, option, range = unpack(field, 1, 3)
+  local value = value_of(fields, key, default)
+  if not option then
+    if value ~= default then fail(where, "%s %s is not supported", key, text_of(value)) end
+    return nil
+  end
+  local kind = range and "number" or type(default)
+  if value == default and not value then return nil, option end
+  if type(value) ~= kind then
+    fail(where, "expected %s to be a %s, got %s", key, kind, text_of(value))
+  end
+  if range and not range[2](value) then
+    fail(where, "expected %s %s, got %s", key, range[1], text_of(value))
+  end
+  return value, option
+end
+
+--- The architecture and the options of its model for the fields of a config.json; `where` begins
+--- messages.
+function M.options_of(fields, where)
+  local kind = value_of(fields, "model_type")
+  local arch = architectures.of[kind]
+  if not arch then
+    fail(where, "%s%s", kind and ("model_type '%s' is not supported"):format(text_of(kind))
+      or "it has no model_type", nearest.choices(text_of(kind), architectures.of, "supported"))
+  end
+  local class = value_of(fields, "architectures", { arch.classes[1] })
+  class = type(class) == "table" and class[1] or class
+  local known = false
+  for _, name in ipairs(arch.classes) do known = known or name == class end
+  if not known then
+    fail(where, "architecture %s is not supported; supported: %s", text_of(class),
+      table.concat(arch.classes, " "))
+  end
+  for _, key in ipairs(architectures.unsupported) do
+    if value_of(fields, key) ~= nil then fail(where, "%s is not supported", key) end
+  end
+  local o = {}
+  for key, value in pairs(arch.options) do o[key] = value end
+  for _, key in ipairs(nearest.keys(arch.fields)) do
+    local value, option = read_field(fields, key, arch.fields[key], where)
+    if value ~= nil then o[option] = value end
+  end
+  for _, rule in ipairs(arch.rules) do rules[rule](o, fields, where, arch) end
+  if o.gelu then
+    o.gelu = GELU[o.gelu] or fail(where, "activation '%s' is not supported; supported: gelu_new "
+      .. "gelu", text_of(o.gelu))
+  end
+  if not o.head_width and o.width % o.heads ~= 0 then
+    fail(where, "the width %d is not divisible by %d heads", o.width, o.heads)
+  end
+  if o.kv_heads and o.heads % o.kv_heads ~= 0 then
+    fail(where, "%d heads are not divisible by %d num_key_value_heads", o.heads, o.kv_heads)
+  end
+  if o.rope and (o.head_width or o.width / o.heads) % 2 ~= 0 then
+    fail(where, "the head width %g is odd, and rotary positions need an even one",
+      o.head_width or o.width / o.heads)
+  end
+  if o.experts and o.top_k > o.experts then
+    fail(where, "expected num_experts_per_tok of at most the %d experts, got %d", o.experts,
+      o.top_k)
+  end
+  if o.layers * (o.experts or 1) > 2 ^ 17 then
+    fail(where, "%d layers of %d experts are more than this engine builds", o.layers, o.experts)
+  end
+  return arch, o
+end
+
+--- The model_type's fields with transformers' defaults, for a new config.json.
+function M.complete(fields)
+  local where = "engine.new_model"
+  local arch = M.options_of(fields, where)
+  local all, known = { architectures = { arch.classes[1] }, dtype = "float32",
+    bos_token_id = NULL, eos_token_id = NULL }, { model_type = true, rope_theta = true,
+    rope_scaling = true, rope_parameters = true, use_sliding_window = true, sliding_window = true,
+    max_window_layers = true, layer_types = true, pad_token_id = true, initializer_range = true }
+  for key, field in pairs(arch.fields) do
+    known[key] = true
+    all[key] = field[1] or field[3] and NULL or false
+  end
+  for key, value in pairs(fields) do
+    if not known[key] and all[key] == nil then
+      fail(where, "unknown field '%s'%s", tostring(key), nearest.hint(tostring(key), known))
+    end
+    all[key] = value
+  end
+  return all
+end
+
+--- The fields of folder/config.json, its text and its path.
+function M.read(folder)
+  local path = folder .. "/config.json"
+  local text, problem = files.read(path)
+  if not text then
+    error(("cannot read %s; hint: expected a folder with config.json and model.safetensors")
+      :format(problem), 0)
+  end
+  if not json.is_utf8(text) then fail(path, "it is not UTF-8") end
+  local fields, why = require("cjson.safe").decode(text)
+  if type(fields) ~= "table" then
+    fail(path, "it is not a JSON object: %s", tostring(why or type(fields)))
+  end
+  return fields, text, path
+end
+
+return M

@@ -1,0 +1,288 @@
+-- Loads models from Hugging Face's files: config.json and model.safetensors, or shards with
+-- model.safetensors.index.json. `engine.load_model` and `engine.new_model`:
+--   local model = engine.load_model("Qwen3-0.6B", { dtype = "bf16" })
+--   local model = engine.new_model { model_type = "llama", hidden_size = 64, ... }
+--   model:save("out")                                   hf_save.lua
+-- The model is built with shapes only. All names and shapes of the files are checked before the
+-- first weight is read, and weights are converted one at a time, so that the peak of memory is the
+-- model and one tensor. Files are read, not mapped: a file that shrinks is an error, not a crash.
+local M_ffi = require "engine.base.ffi"
+local files = require "engine.base.file"
+local json = require "engine.base.json"
+local show = require "engine.base.show"
+local safetensors = require "engine.tensor.safetensors"
+local tensor = require "engine.tensor.tensor"
+local architectures = require "engine.nn.architectures"
+local config = require "engine.nn.hf_config"
+local models = require "engine.nn.models"
+local module = require "engine.nn.module"
+
+local C = M_ffi.C
+
+local M = {}
+
+local function fail(...) error(string.format(...), 0) end
+
+-- ------------------------------------------------------------------ the files of a folder
+
+-- name -> file of an index.
+local function read_index(path)
+  local text, problem = files.read(path)
+  if not text then fail("cannot read %s", problem) end
+  local index = json.is_utf8(text) and require("cjson.safe").decode(text)
+  local map = type(index) == "table" and index.weight_map
+  if type(map) ~= "table" or next(map) == nil then
+    fail("%s: expected a JSON object with a weight_map of names to files", path)
+  end
+  for name, file in pairs(map) do
+    if type(name) ~= "string" or type(file) ~= "string" or file:find("[/%z]") then
+      fail("%s: expected the weight_map to give a file of this folder for '%s', got %s", path,
+        show.shown(tostring(name)), show.shown(tostring(file)))
+    end
+  end
+  return map
+end
+
+-- Opens the files of a folder: { entries = { name = { file, name in it, entry } }, names, where,
+-- close }.
+local function open_weights(folder)
+  local single, index = folder .. "/model.safetensors", folder .. "/model.safetensors.index.json"
+  local weights, opened, map = { entries = {}, names = {}, where = single }, {}, nil
+  function weights.close()
+    for _, file in pairs(opened) do file:close() end
+  end
+  local function add(path)
+    if not files.exists(path) then
+      fail("%s is missing; hint: %s", path, map and "the index names it as a shard"
+        or "save_pretrained writes it")
+    end
+    local file = safetensors.open(path)
+    opened[path] = file
+    for _, name in ipairs(file.names) do
+      local there = map and folder .. "/" .. tostring(map[name])
+      if map and there ~= path then
+        fail("%s: '%s' is in %s, which the index does not say", index, show.shown(name), path)
+      end
+      weights.entries[name] = { file = file, name = name,
+        entry = file.entries[name] }
+      weights.names[#weights.names + 1] = name
+    end
+  end
+  local good, problem = pcall(function()
+    if files.exists(single) or not files.exists(index) then return add(single) end
+    map, weights.where = read_index(index), index
+    local shards, seen = {}, {}
+    for _, file in pairs(map) do
+      if not seen[file] then shards[#shards + 1], seen[file] = file, true end
+    end
+    table.sort(shards)
+    for _, shard in ipairs(shards) do add(folder .. "/" .. shard) end
+    for name, shard in pairs(map) do
+      if not weights.entries[name] then
+        fail("%s: '%s' is not in %s", index, show.shown(name), shard)
+      end
+    end
+  end)
+  if not good then
+    weights.close()
+    error(problem, 0)
+  end
+  return weights
+end
+
+-- ------------------------------------------------------------------ names and shapes
+
+-- Renames entries of old files to their present names.
+local function rename_old(weights, old)
+  for ending, new in pairs(old) do
+    for i, name in ipairs(weights.names) do
+      if name:sub(-#ending) == ending then
+        local present = name:sub(1, -#ending - 1) .. new
+        weights.names[i], weights.entries[present] = present, weights.entries[name]
+      end
+    end
+  end
+end
+
+-- The prefix of the file's names: arch.prefix and a dot, or nothing in files of base models.
+local function prefix_of(weights, arch)
+  local prefix = arch.prefix .. "."
+  for _, name in ipairs(weights.names) do
+    if name:sub(1, #prefix) == prefix then return prefix end
+  end
+  return ""
+end
+
+-- The shape of a part of a parameter in the file, which has `parts` parts: [rows / parts x ..].
+local function want_shape(found, name, expected, where)
+  local got, want = tensor.shape_text(found.shape), tensor.shape_text(expected)
+  if got ~= want then
+    fail("%s: expected '%s' to have shape %s (from config.json), got %s", where, name, want, got)
+  end
+  if not ("f32 f16 bf16 f64"):find(found.dtype, 1, true) then
+    fail("%s: '%s' holds %s, not floats", where, name, found.dtype)
+  end
+end
+
+-- Checks that the files have every part with its shape, and nothing else.
+local function check_names(plan, weights, arch, tied)
+  local wanted = {}
+  for _, item in ipairs(plan) do
+    for _, part in ipairs(item.parts) do
+      local name = part.name
+      -- a tied head may be the only copy of the embedding
+      if not weights.entries[name] and tied and weights.entries["lm_head.weight"]
+        and item.parameter.role == "embedding" and #wanted == 0 then name = "lm_head.weight" end
+      local found = weights.entries[name] or fail("%s has no tensor '%s'", weights.where, part.name)
+      local shape = { unpack(item.parameter.tensor.shape) }
+      shape[1] = part.rows
+      if item.transposed then shape = { shape[2], shape[1] } end
+      want_shape(found.entry, name, shape, found.file.path)
+      wanted[name], part.name = true, name
+    end
+  end
+  for _, name in ipairs(weights.names) do
+    local known = wanted[name] or tied and name == "lm_head.weight"
+    for _, pattern in ipairs(arch.ignored) do known = known or name:find(pattern) end
+    if not known then
+      fail("%s: '%s' does not belong to this model; hint: config.json describes another one",
+        weights.where, show.shown(name))
+    end
+  end
+end
+
+-- ------------------------------------------------------------------ values
+
+-- One parameter from its parts, in the dtype `dtype` (nil: the file's).
+local function read(item, weights, dtype)
+  local parts = item.parts
+  local first = weights.entries[parts[1].name]
+  dtype = dtype or first.entry.dtype
+  if #parts == 1 and first.entry.dtype == dtype and not item.transposed then
+    return first.file:read(first.name)
+  end
+  local x, row = tensor.zeros(item.parameter.tensor.shape, { dtype = dtype, keep = true }), 0
+  for _, part in ipairs(parts) do
+    local good, problem = pcall(require("engine").scope, function()
+      local found = weights.entries[part.name]
+      local source = found.file:read(found.name, false)
+      x:slice(1, row + 1, row + part.rows):copy(item.transposed and source:transpose() or source)
+    end)
+    if not good then
+      C.eng_free(x)
+      error(problem, 0)
+    end
+    row = row + part.rows
+  end
+  return x
+end
+
+-- Gives every parameter its values; frees them all on an error.
+local function fill(plan, weights, dtype)
+  local made = {}
+  for _, item in ipairs(plan) do
+    local good, x = pcall(read, item, weights, dtype)
+    if not good then
+      for _, other in ipairs(made) do C.eng_free(other) end
+      error(x, 0)
+    end
+    made[#made + 1] = x
+    local p = item.parameter
+    p.owner:parameter(p.name:match("[^.]+$"), x, p.role)
+  end
+end
+
+-- ------------------------------------------------------------------ the model
+
+-- The model for the options, with what hf_save.lua reads: source = { arch, prefix, fields, text,
+-- folder }. `stop`: the tokens at which generate stops.
+local function build(arch, options, source)
+  local model = models[arch.build](options)
+  local kind, eos = source.fields.model_type, source.fields.eos_token_id
+  source.arch = arch
+  rawset(model, "_class", kind)
+  rawset(model, "source", source)
+  rawset(model, "save", require("engine.nn.hf_save"))
+  if type(eos) == "number" or type(eos) == "table" then rawset(model, "stop", eos) end
+  return model
+end
+
+local OPTIONS = { dtype = true, dropout = true }
+local DTYPES = { f32 = true, bf16 = true, f16 = true, f64 = true }
+
+local function load(folder, options)
+  local fields, text, path = config.read(folder)
+  local arch, o = config.options_of(fields, path)
+  if options.dropout then
+    for _, key in ipairs { "dropout", "embedding_dropout", "attention_dropout" } do
+      o[key] = o[key] and options.dropout
+    end
+  end
+  local weights = open_weights(folder)
+  local good, result = pcall(function()
+    if o.layers > #weights.names then
+      fail("%s: it has %d layers, and %s has %d tensors", path, o.layers, weights.where,
+        #weights.names)
+    end
+    rename_old(weights, arch.old)
+    local source = { fields = fields, text = text, folder = folder,
+      prefix = prefix_of(weights, arch),
+      tied_head = o.tied and weights.entries["lm_head.weight"] ~= nil }
+    return require("engine").scope(function()
+      local built, model = pcall(module.build_shapes, build, arch, o, source)
+      if not built then fail("%s: %s", path, (tostring(model):gsub("^[^ ]+:%d+: ", ""))) end
+      local plan = architectures.plan(model, arch, source.prefix)
+      check_names(plan, weights, arch, o.tied)
+      fill(plan, weights, options.dtype ~= "auto" and (options.dtype or "f32") or nil)
+      return model
+    end)
+  end)
+  weights.close()
+  if not good then error(result, 0) end
+  return result
+end
+
+--- engine.load_model(folder [, { dtype = "f32", dropout = p }]): a model with the weights of
+--- Hugging Face's files, which may be f32, f16, bf16 or f64. dtype: of the parameters; "auto" keeps
+--- those of the files. `dropout` replaces every probability of config.json. The model is an nn.gpt,
+--- nn.llama or nn.bert with a method save. A file, field, name, shape or dtype that does not fit is
+--- an error of one line.
+function M.load(folder, options)
+  if type(folder) ~= "string" then
+    error("load_model: expected a folder, got " .. type(folder), 2)
+  end
+  options = tensor.read_named(options, "load_model", OPTIONS)
+  local dtype = options.dtype
+  if dtype ~= nil and dtype ~= "auto" and not DTYPES[dtype] then
+    error(("load_model: expected dtype f32, bf16, f16, f64 or auto, got '%s'%s"):format(
+      tostring(dtype), require("engine.base.nearest").hint(tostring(dtype), DTYPES)), 2)
+  end
+  local good, result = pcall(load, (folder:gsub("(.)/+$", "%1")), options)
+  if not good then error("load_model: " .. tostring(result), 2) end
+  return result
+end
+
+--- The model for the fields of a config.json, with shapes and without values; its parameters live
+--- until the scope ends. `where` begins messages.
+function M.shapes(fields, where)
+  local arch, options = config.options_of(fields, where)
+  return module.build_shapes(build, arch, options, { fields = fields })
+end
+
+--- engine.new_model { model_type = "llama", hidden_size = 64, ... }: a new model with random
+--- weights from the fields of a config.json; other fields have transformers' defaults.
+--- model:save(folder) writes what transformers loads.
+function M.new(fields)
+  if type(fields) ~= "table" then
+    error("new_model: expected the fields of a config.json, got " .. type(fields), 2)
+  end
+  local good, result = pcall(function()
+    local all = config.complete(fields)
+    local arch, options = config.options_of(all, "engine.new_model")
+    return build(arch, options, { fields = all, prefix = arch.prefix .. "." })
+  end)
+  if not good then error(result, 2) end
+  return result
+end
+
+return M

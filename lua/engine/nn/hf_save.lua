@@ -1,0 +1,164 @@
+-- Saves models as Hugging Face's transformers loads them: config.json, model.safetensors or shards
+-- with an index, and the other files (tokenizer, generation settings) of the folder the model was
+-- loaded from. The method `save` of models that hf_load.lua makes.
+local M_ffi = require "engine.base.ffi"
+local files = require "engine.base.file"
+local json = require "engine.base.json"
+local nearest = require "engine.base.nearest"
+local safetensors = require "engine.tensor.safetensors"
+local tensor = require "engine.tensor.tensor"
+local architectures = require "engine.nn.architectures"
+
+local C, check = M_ffi.C, M_ffi.check
+
+local HF_NAMES = { f32 = "float32", bf16 = "bfloat16", f16 = "float16", f64 = "float64" }
+local INDEX = "model.safetensors.index.json"
+
+-- ------------------------------------------------------------------ config.json
+
+-- A loaded model keeps the text it was loaded with, except for the dtype.
+local function config_text(source, dtype)
+  if not source.text then
+    source.fields.dtype = HF_NAMES[dtype]
+    return json.plain(source.fields) .. "\n"
+  end
+  local text = source.text:gsub('("torch_dtype"%s*:%s*)"[^"]*"', '%1"' .. HF_NAMES[dtype] .. '"')
+  return (text:gsub('("dtype"%s*:%s*)"[^"]*"', '%1"' .. HF_NAMES[dtype] .. '"'))
+end
+
+local function write(path, text) check(C.eng_file_write(path, text, #text), true) end
+
+-- ------------------------------------------------------------------ weights
+
+-- The tensors of the files in order: { { name, tensor, bytes } }.
+local function parts_of(model, source, dtype)
+  local list = {}
+  local function add(name, x)
+    list[#list + 1] = { name = name, tensor = x,
+      bytes = x.count * tonumber(C.eng_dtype_size(M_ffi.dtype[dtype or x.dtype])) }
+  end
+  for _, item in ipairs(architectures.plan(model, source.arch, source.prefix)) do
+    local row, x = 0, item.parameter.tensor
+    for _, part in ipairs(item.parts) do
+      local y = #item.parts > 1 and x:slice(1, row + 1, row + part.rows) or x
+      add(part.name, item.transposed and y:transpose() or y)
+      row = row + part.rows
+    end
+  end
+  if source.tied_head then add("lm_head.weight", list[1].tensor) end
+  return list
+end
+
+-- Divides the parts into shards of at most `limit` bytes, but one tensor at least.
+local function shards_of(parts, limit)
+  local shards, room = {}, -1
+  for _, part in ipairs(parts) do
+    if room < part.bytes then
+      shards[#shards + 1] = {}
+      room = limit
+    end
+    room = room - part.bytes
+    table.insert(shards[#shards], part)
+  end
+  return shards
+end
+
+-- Writes the shards and removes weights of an earlier save, which transformers would prefer.
+local function save_weights(folder, parts, limit, dtype)
+  local shards, total, map, kept = shards_of(parts, limit), 0, {}, {}
+  for i, shard in ipairs(shards) do
+    local name = #shards == 1 and "model.safetensors"
+      or ("model-%05d-of-%05d.safetensors"):format(i, #shards)
+    kept[name] = true
+    require("engine").scope(function()
+      local tensors = {}
+      for _, part in ipairs(shard) do
+        tensors[part.name] = dtype and part.tensor:to(dtype) or part.tensor
+        map[part.name], total = name, total + part.bytes
+      end
+      safetensors.save(folder .. "/" .. name, tensors, { format = "pt" })
+    end)
+  end
+  if #shards > 1 then
+    kept[INDEX] = true
+    write(folder .. "/" .. INDEX, json.plain { metadata = { total_size = total }, weight_map = map }
+      .. "\n")
+  end
+  for _, name in ipairs(files.names(folder) or {}) do
+    local ours = name == INDEX or name == "model.safetensors"
+      or name:find("^model%-%d+%-of%-%d+%.safetensors$")
+    if ours and not kept[name] then files.remove(folder .. "/" .. name) end
+  end
+end
+
+-- ------------------------------------------------------------------ other files
+
+-- Weights in any format, and the files written here.
+local function is_weights(name)
+  return name == "config.json" or name:find("%.safetensors$") or name:find("%.index%.json$")
+    or name:find("%.bin$") or name:find("%.pth?$") or name:find("%.h5$") or name:find("%.gguf$")
+    or name:find("%.msgpack$") or name:find("%.onnx$") or name:find("%.ot$")
+end
+
+local function copy(from, to)
+  local source, why = io.open(from, "rb")
+  if not source then error("cannot read " .. why, 0) end
+  local target, problem = io.open(to, "wb")
+  local good = target ~= nil
+  while good do
+    local block = source:read(2 ^ 20)
+    if not block then break end
+    good, problem = target:write(block)
+  end
+  source:close()
+  if target then
+    local closed, reason = target:close()
+    good, problem = good and closed, problem or reason
+  end
+  if not good then error(("cannot write %s: %s"):format(to, tostring(problem)), 0) end
+end
+
+-- Copies the other files of the source folder, if it still exists.
+local function copy_others(source, folder)
+  for _, name in ipairs(source and source ~= folder and files.names(source) or {}) do
+    local path = source .. "/" .. name
+    if files.is_file(path) and not is_weights(name) and name:sub(1, 1) ~= "." then
+      copy(path, folder .. "/" .. name)
+    end
+  end
+end
+
+-- ------------------------------------------------------------------ save
+
+local OPTIONS = { dtype = true, shard_bytes = true }
+
+--- model:save(folder [, { dtype = nil, shard_bytes = 5e9 }]): writes config.json and
+--- model.safetensors for this engine and for Hugging Face's transformers, or shards of up to
+--- shard_bytes bytes with an index. dtype converts the weights; otherwise they keep the
+--- parameters'. Copies the tokenizer and the other files of the folder the model was loaded from.
+return function(model, folder, options)
+  if type(folder) ~= "string" or folder == "" then
+    error("save: expected a folder, got " .. tostring(folder), 2)
+  end
+  options = tensor.read_named(options, "save", OPTIONS)
+  local dtype, limit = options.dtype, options.shard_bytes or 5e9
+  if dtype and not HF_NAMES[dtype] then
+    error(("save: expected dtype f32, bf16, f16 or f64, got '%s'%s"):format(tostring(dtype),
+      nearest.hint(tostring(dtype), HF_NAMES)), 2)
+  end
+  if type(limit) ~= "number" or not (limit > 0) then
+    error("save: expected shard_bytes to be a number of bytes, got " .. tostring(limit), 2)
+  end
+  local source = model.source
+  folder = folder:gsub("(.)/+$", "%1")
+  local good, problem = pcall(function()
+    check(C.eng_file_mkdir(folder), true)
+    require("engine").scope(function()
+      local parts = parts_of(model, source, dtype)
+      save_weights(folder, parts, limit, dtype)
+      write(folder .. "/config.json", config_text(source, dtype or parts[1].tensor.dtype))
+    end)
+    copy_others(source.folder, folder)
+  end)
+  if not good then error(problem, 2) end
+end

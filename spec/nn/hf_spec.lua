@@ -1,0 +1,298 @@
+-- Models of Hugging Face's transformers: logits, losses and greedy tokens of tiny models compared
+-- with transformers' own (spec/golden/hf.json, written by spec/parity/hf.py --golden), files in and
+-- out, published configurations, and errors for invalid files. gpt2_spec.lua has more about GPT-2.
+local engine = require "engine"
+local helper = require "spec.helper"
+local cjson = require "cjson"
+
+local golden = cjson.decode(helper.read("spec/golden/hf.json"))
+
+-- The numbers of hf.py: pseudo-random in (-1, 1).
+local function numbers(count, seed)
+  local values, state = {}, seed
+  for i = 1, count do
+    state = state * 16807 % 2147483647
+    values[i] = state / 2147483647 * 2 - 1
+  end
+  return values
+end
+
+local function sorted_keys(t)
+  local keys = {}
+  for key in pairs(t) do keys[#keys + 1] = key end
+  table.sort(keys)
+  return keys
+end
+
+-- The weights of a golden model, { name = tensor }.
+local function weights_of(model)
+  local tensors = {}
+  for i, name in ipairs(sorted_keys(model.shapes)) do
+    local shape, count = model.shapes[name], 1
+    for _, n in ipairs(shape) do count = count * n end
+    local norm = #shape == 1 and name:lower():gsub("ln_", "norm"):find("norm")
+      and name:find("weight$")
+    local values = numbers(count, i)
+    for k = 1, count do values[k] = values[k] * 0.25 + (norm and 1 or 0) end
+    tensors[name] = engine.tensor(values, { keep = true }):view(shape):keep()
+  end
+  engine.end_step()
+  return tensors
+end
+
+local function flat(x) return x:to("f64"):view(-1):totable() end
+
+describe("load_model", function()
+  local folder
+
+  setup(function() folder = helper.folder() end)
+  teardown(function() helper.remove(folder) end)
+
+  local count = 0
+  -- A folder with a golden model, changed by edit(tensors, config) -> the text of config.json or
+  -- nil.
+  local function variant(name, edit)
+    count = count + 1
+    local path, model = folder .. "/" .. count, golden.models[name]
+    os.execute("mkdir " .. helper.quote(path))
+    local tensors, config = weights_of(model), {}
+    for key, value in pairs(model.config) do config[key] = value end
+    local text = edit and edit(tensors, config)
+    engine.save(path .. "/model.safetensors", tensors, { format = "pt" })
+    helper.write(path .. "/config.json", text or cjson.encode(config))
+    for _, x in pairs(tensors) do x:free() end
+    return path
+  end
+
+  local function ids_of(model, first, last)
+    return engine.tensor(model.ids, "i32"):slice(2, first, last)
+  end
+
+  for name, expected in pairs(golden.models) do
+    it("gives transformers' logits, tokens and losses: " .. name, function()
+      local model = engine.load_model(variant(name)):eval()
+      engine.scope(function()
+        local logits = model(ids_of(expected, 1, 10))
+        local last = flat(logits:select(1, 1):select(1, -1))
+        for i, v in ipairs(expected.logits) do assert.near(v, last[i], 2e-6 * 5) end
+        assert.near(expected.sum, logits:abs():sum():item(), 2e-6 * expected.sum)
+      end)
+      if expected.tokens then
+        local prompts = {}
+        for i, row in ipairs(expected.ids) do prompts[i] = { unpack(row, 1, 4) } end
+        for _, cache in ipairs { true, false } do
+          assert.same(expected.tokens, model:generate(prompts,
+            { max_tokens = 16, temperature = 0, cache = cache }))
+        end
+      end
+      local opt = engine.optim.adamw(model, { lr = 1e-2, weight_decay = 0.1, decay = "matrices" })
+      model:train()
+      for step in engine.steps(4) do
+        opt:zero_grad()
+        local y = name == "bert" and nil or ids_of(expected, 2, 11)
+        local loss = model:loss(ids_of(expected, 1, 10), y or ids_of(expected, 2, 11))
+        loss:backward()
+        assert.near(expected.losses[step], loss:item(), 1e-5 * expected.losses[1])
+        opt:step()
+      end
+    end)
+  end
+
+  local function same_files(a, b)
+    local x, y = engine.load(a), engine.load(b)
+    assert.same(sorted_keys(x), sorted_keys(y))
+    for key, value in pairs(x) do
+      assert.equal(value.dtype, y[key].dtype)
+      assert.same(value.shape, y[key].shape)
+      assert.same(flat(value), flat(y[key]), key)
+    end
+    engine.end_step()
+  end
+
+  for name in pairs(golden.models) do
+    it("saves what it loaded, as one file and in shards: " .. name, function()
+      local path = variant(name)
+      helper.write(path .. "/tokenizer.json", "{}")
+      helper.write(path .. "/pytorch_model.bin", "weights")
+      local model = engine.load_model(path)
+      model:save(path .. "/one")
+      same_files(path .. "/model.safetensors", path .. "/one/model.safetensors")
+      assert.equal("{}", helper.read(path .. "/one/tokenizer.json"))
+      assert.is_nil(io.open(path .. "/one/pytorch_model.bin"))
+      model:save(path .. "/one", { shard_bytes = 4000 })       -- replaces the single file
+      assert.is_nil(io.open(path .. "/one/model.safetensors"))
+      local again = engine.load_model(path .. "/one")
+      again:save(path .. "/two/")
+      assert.equal(helper.read(path .. "/two/model.safetensors"), (function()
+        model:save(path .. "/three")
+        return helper.read(path .. "/three/model.safetensors")
+      end)())
+    end)
+  end
+
+  it("keeps bf16 with dtype = 'auto', converts otherwise, and saves in another dtype", function()
+    local path = variant("llama3", function(tensors, config)
+      for key, x in pairs(tensors) do
+        tensors[key] = engine.scope(function() return x:to("bf16"):keep() end)
+        x:free()
+      end
+      config.dtype = "bfloat16"
+    end)
+    local auto = engine.load_model(path, { dtype = "auto" })
+    assert.equal("bf16", auto.embed.weight.dtype)
+    assert.equal("bf16", auto.blocks[1].attn.qkv.weight.dtype)
+    auto:save(path .. "/auto")
+    same_files(path .. "/model.safetensors", path .. "/auto/model.safetensors")
+    local full = engine.load_model(path)
+    assert.equal("f32", full.blocks[2].mlp.down.weight.dtype)
+    full:save(path .. "/full", { dtype = "bf16" })
+    same_files(path .. "/model.safetensors", path .. "/full/model.safetensors")
+    assert.matches('"bfloat16"', helper.read(path .. "/full/config.json"))
+    full:save(path .. "/f32")
+    assert.matches('"float32"', helper.read(path .. "/f32/config.json"))
+    assert.equal("f16", engine.load_model(path, { dtype = "f16" }).norm.weight.dtype)
+  end)
+
+  it("takes no more memory than the model and one tensor", function()
+    local model = engine.new_model { model_type = "llama", hidden_size = 64, num_hidden_layers = 6,
+      intermediate_size = 128, num_attention_heads = 4, vocab_size = 300 }
+    model:save(folder .. "/memory", { dtype = "bf16", shard_bytes = 1e5 })
+    local largest, bytes = 300 * 64 * 2, model:count() * 4
+    for _, p in ipairs(model:parameters()) do p.tensor:free() end
+    collectgarbage() collectgarbage()
+    local function used()
+      local sum = 0
+      for _, row in ipairs(engine.memory()) do sum = sum + row.used end
+      return sum
+    end
+    local before, highest = used(), 0
+    local first = helper.shell("ls " .. helper.quote(folder) .. "/memory/*.safetensors").out
+    local file = require("engine.tensor.safetensors").open(first:match("^[^\n]+"))
+    local File = getmetatable(file)
+    local read = File.read
+    File.read = function(...)
+      local x = read(...)
+      highest = math.max(highest, used() - before)
+      return x
+    end
+    local good, loaded = pcall(engine.load_model, folder .. "/memory")
+    File.read = read
+    file:close()
+    assert.is_true(good, loaded)
+    assert.is_true(highest > 0 and highest <= bytes + largest + 65536, highest .. " " .. bytes)
+  end)
+
+  it("reads BERT's old names, and leaves out what the model does not need", function()
+    local path = variant("bert", function(tensors)
+      for _, name in ipairs(sorted_keys(tensors)) do
+        local old = name:gsub("LayerNorm%.weight", "LayerNorm.gamma"):gsub("LayerNorm%.bias",
+          "LayerNorm.beta")
+        if old ~= name then tensors[old], tensors[name] = tensors[name], nil end
+      end
+      tensors["bert.pooler.dense.weight"] = engine.zeros(16, 16, { keep = true })
+    end)
+    local model = engine.load_model(path):eval()
+    engine.scope(function()
+      local expected = golden.models.bert
+      local last = flat(model(ids_of(expected, 1, 10)):select(1, 1):select(1, -1))
+      for i, v in ipairs(expected.logits) do assert.near(v, last[i], 1e-5) end
+      local ids = ids_of(expected, 1, 10)
+      assert.same(flat(model(ids)), flat(model(ids, engine.zeros(2, 10, "i32"))))
+      assert.not_same(flat(model(ids)), flat(model(ids, engine.ones(2, 10, "i32"))))
+    end)
+  end)
+
+  it("stops at the eos token of config.json, or at `stop`", function()
+    local expected = golden.models.llama
+    local prompt = { unpack(expected.ids[1], 1, 4) }
+    local third = expected.tokens[1][7]
+    local path = variant("llama", function(_, config) config.eos_token_id = third end)
+    local model = engine.load_model(path)
+    local list = model:generate(prompt, { max_tokens = 16, temperature = 0 })
+    assert.equal(third, list[#list])
+    assert.is_true(#list <= 7)
+    assert.equal(20, #model:generate(prompt, { max_tokens = 16, temperature = 0, stop = {} }))
+    local both = model:generate({ prompt, { 1 } }, { max_tokens = 3, stop = {}, seed = 1 })
+    assert.same({ 7, 4 }, { #both[1], #both[2] })
+    assert.same(both, model:generate({ prompt, { 1 } }, { max_tokens = 3, stop = {}, seed = 1 }))
+  end)
+
+  describe("refuses, in one line,", function()
+    local function refuses(path, pattern, options)
+      local good, message = pcall(engine.load_model, path, options)
+      assert.is_false(good, pattern)
+      assert.is_truthy(message:find(pattern), message)
+      assert.is_nil(message:find("\n"), message)
+    end
+    local function with(name, changes)
+      return variant(name, function(_, config)
+        for key, value in pairs(changes) do config[key] = value end
+      end)
+    end
+
+    it("what it does not support, by name", function()
+      refuses(with("llama", { model_type = "mamba" }), "config.json: model_type 'mamba' is not sup")
+      refuses(with("llama", { architectures = { "LlamaForSequenceClassification" } }),
+        "architecture LlamaForSequenceClassification is not supported; supported: LlamaForCausalLM")
+      refuses(with("llama", { rope_parameters = { rope_type = "yarn", factor = 4 } }),
+        "rope type 'yarn' is not supported; supported: default linear llama3")
+      refuses(with("llama", { rope_scaling = { type = "dynamic", factor = 2 },
+        rope_parameters = cjson.null }), "rope type 'dynamic' is not supported")
+      refuses(with("llama", { hidden_act = "gelu" }), "hidden_act gelu is not supported")
+      refuses(with("llama", { partial_rotary_factor = 0.5 }), "partial_rotary_factor 0.5 is not")
+      refuses(with("llama", { quantization_config = { bits = 4 } }),
+        "quantization_config is not supported")
+      refuses(with("bert", { position_embedding_type = "relative_key" }),
+        "position_embedding_type relative_key is not supported")
+      refuses(variant("llama"), "expected dtype f32, bf16, f16, f64 or auto, got 'fp16'; did you",
+        { dtype = "fp16" })
+    end)
+
+    it("fields that make no sense", function()
+      refuses(with("llama", { num_key_value_heads = 3 }), "4 heads are not divisible by 3 num_key")
+      refuses(with("llama", { num_hidden_layers = 1e9 }),
+        "expected num_hidden_layers to be a whole number from 1 to 16384, got 1000000000")
+      refuses(with("llama", { num_hidden_layers = 16000 }), "it has 16000 layers, and .* has %d+ t")
+      refuses(with("llama", { hidden_size = 2 ^ 30, intermediate_size = 2 ^ 30 }),
+        "config.json: expected a tensor of up to 2%^48 elements, got")
+      refuses(with("llama", { vocab_size = 2 ^ 31 - 1, hidden_size = 2 ^ 31 - 4 }),
+        "config.json: expected a tensor of up to 2%^48 elements, got")
+      refuses(with("llama", { vocab_size = 18 }), "expected 'model.embed_tokens.weight' to have "
+        .. "shape %[18 x 16%] %(from config.json%), got %[17 x 16%]")
+      refuses(with("llama3", { rope_parameters = { rope_type = "llama3", factor = "8" } }),
+        "expected factor to be a number above 0, got 8")
+      refuses(with("mixtral", { num_experts_per_tok = 9 }), "expected num_experts_per_tok of at")
+      refuses(variant("llama", function() return '{"model_type": "llama\255"}' end),
+        "config.json: it is not UTF%-8")
+      refuses(variant("llama", function() return "{}" end), "it has no model_type")
+      refuses(variant("llama", function() return "[" .. ("["):rep(5000) end), "not a JSON object")
+    end)
+
+    it("damaged shards and indices", function()
+      local function sharded(damage)
+        local path = variant("llama")
+        local out = path .. "/sharded"
+        engine.load_model(path):save(out, { shard_bytes = 4000 })
+        local index = cjson.decode(helper.read(out .. "/model.safetensors.index.json"))
+        damage(out, index)
+        helper.write(out .. "/model.safetensors.index.json", cjson.encode(index))
+        return out
+      end
+      local NORM = "model.norm.weight"
+      refuses(sharded(function(out, index) os.remove(out .. "/" .. index.weight_map[NORM]) end),
+        "model%-%d+%-of%-%d+.safetensors is missing; hint: the index names it as a shard")
+      refuses(sharded(function(out, index)
+        local path = out .. "/" .. index.weight_map[NORM]
+        helper.write(path, helper.read(path):sub(1, -5))
+      end), "model%-%d+")
+      refuses(sharded(function(_, index)
+        index.weight_map["model.extra"] = index.weight_map[NORM]
+      end), "'model.extra' is not in model%-")
+      refuses(sharded(function(_, index) index.weight_map[NORM] = nil end),
+        "'model.norm.weight' is in .*, which the index does not say")
+      refuses(sharded(function(_, index) index.weight_map[NORM] = "../model.safetensors" end),
+        "expected the weight_map to give a file of this folder for 'model.norm.weight'")
+      refuses(sharded(function(_, index) index.weight_map = 3 end), "a weight_map of names to")
+    end)
+  end)
+end)
