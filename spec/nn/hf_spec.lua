@@ -217,6 +217,20 @@ describe("load_model", function()
     assert.same(both, model:generate({ prompt, { 1 } }, { max_tokens = 3, stop = {}, seed = 1 }))
   end)
 
+  it("generates with one row a token, and one more for the dtypes", function()
+    local model = engine.load_model(variant("llama"))
+    local rows, forward = 0, model.embed.forward
+    rawset(model.embed, "forward", function(self, ids)
+      rows = rows + ids.count
+      return forward(self, ids)
+    end)
+    model:generate({ 1, 2, 3, 4, 5, 6, 7, 8 }, { max_tokens = 20, stop = {} })
+    assert.equal(1 + 8 + 19, rows)
+    rows = 0
+    model:generate({ 1, 2, 3, 4, 5, 6, 7, 8 }, { max_tokens = 20, stop = {}, cache = false })
+    assert.equal((8 + 27) * 20 / 2, rows)
+  end)
+
   describe("refuses, in one line,", function()
     local function refuses(path, pattern, options)
       local good, message = pcall(engine.load_model, path, options)
@@ -294,5 +308,106 @@ describe("load_model", function()
         "expected the weight_map to give a file of this folder for 'model.norm.weight'")
       refuses(sharded(function(_, index) index.weight_map = 3 end), "a weight_map of names to")
     end)
+  end)
+end)
+
+-- The fields that the model cards of these models publish.
+local PUBLISHED = {
+  { "Llama-3-8B", 8030261248, { model_type = "llama", architectures = { "LlamaForCausalLM" },
+    attention_bias = false, attention_dropout = 0, hidden_act = "silu", hidden_size = 4096,
+    intermediate_size = 14336, max_position_embeddings = 8192, num_attention_heads = 32,
+    num_hidden_layers = 32, num_key_value_heads = 8, rms_norm_eps = 1e-5,
+    rope_scaling = cjson.null, rope_theta = 500000, tie_word_embeddings = false,
+    vocab_size = 128256 } },
+  { "Llama-3.1-8B", 8030261248, { model_type = "llama", architectures = { "LlamaForCausalLM" },
+    hidden_act = "silu", hidden_size = 4096, intermediate_size = 14336,
+    max_position_embeddings = 131072, mlp_bias = false, num_attention_heads = 32,
+    num_hidden_layers = 32, num_key_value_heads = 8, rms_norm_eps = 1e-5,
+    rope_scaling = { factor = 8, low_freq_factor = 1, high_freq_factor = 4,
+      original_max_position_embeddings = 8192, rope_type = "llama3" }, rope_theta = 500000,
+    tie_word_embeddings = false, vocab_size = 128256 } },
+  { "Qwen3-0.6B", 596049920, { model_type = "qwen3", architectures = { "Qwen3ForCausalLM" },
+    attention_bias = false, head_dim = 128, hidden_act = "silu", hidden_size = 1024,
+    intermediate_size = 3072, max_position_embeddings = 40960, max_window_layers = 28,
+    num_attention_heads = 16, num_hidden_layers = 28, num_key_value_heads = 8,
+    rms_norm_eps = 1e-6, rope_scaling = cjson.null, rope_theta = 1000000,
+    sliding_window = cjson.null, tie_word_embeddings = true, use_sliding_window = false,
+    vocab_size = 151936 } },
+  { "Mixtral-8x7B", 46702792704, { model_type = "mixtral", architectures = { "MixtralForCausalLM" },
+    attention_dropout = 0, hidden_act = "silu", hidden_size = 4096, intermediate_size = 14336,
+    max_position_embeddings = 32768, num_attention_heads = 32, num_experts_per_tok = 2,
+    num_hidden_layers = 32, num_key_value_heads = 8, num_local_experts = 8,
+    output_router_logits = false, rms_norm_eps = 1e-5, rope_theta = 1000000,
+    router_aux_loss_coef = 0.02, sliding_window = cjson.null, tie_word_embeddings = false,
+    vocab_size = 32000 } },
+  { "BERT base", 109514298, { model_type = "bert", architectures = { "BertForMaskedLM" },
+    attention_probs_dropout_prob = 0.1, gradient_checkpointing = false, hidden_act = "gelu",
+    hidden_dropout_prob = 0.1, hidden_size = 768, intermediate_size = 3072,
+    layer_norm_eps = 1e-12, max_position_embeddings = 512, num_attention_heads = 12,
+    num_hidden_layers = 12, pad_token_id = 0, position_embedding_type = "absolute",
+    type_vocab_size = 2, vocab_size = 30522 } },
+}
+
+describe("engine plan FOLDER and engine generate", function()
+  local folder
+  setup(function() folder = helper.folder() end)
+  teardown(function() helper.remove(folder) end)
+
+  for i, published in ipairs(PUBLISHED) do
+    it("plans " .. published[1] .. " without weights", function()
+      local path = folder .. "/" .. i
+      os.execute("mkdir " .. path)
+      helper.write(path .. "/config.json", cjson.encode(published[3]))
+      local result = helper.run { "plan", path }
+      assert.equal(0, result.code, result.err)
+      local grouped = require("engine.base.show").grouped(published[2])
+      assert.is_truthy(result.out:find("\n" .. grouped .. " parameters", 1, true), result.out)
+      local facts = require("engine.cli.plan_model").facts(published[3], "here")
+      assert.equal(published[2], facts.parameters)
+    end)
+  end
+
+  it("predicts the memory that training takes", function()
+    local M_ffi = require "engine.base.ffi"
+    for _, use in ipairs(require("engine.cli.plan_model").USES) do
+      if use[5] then
+        local model = engine.new_model { model_type = "llama", hidden_size = 128, vocab_size = 500,
+          num_hidden_layers = 2, num_attention_heads = 4, intermediate_size = 256 }
+        local opt = engine.optim.adamw(model, { precision = use[5] })
+        local bytes, moments = M_ffi.new("int64_t[4]"), 0
+        M_ffi.C.eng_params_bytes(bytes, opt.params)
+        for i, p in ipairs(opt.list) do moments = moments + opt.state:bytes(i, p.tensor.count) end
+        local n = model:count()
+        assert.near(use[2], tonumber(bytes[0] + bytes[1]) / n, 0.02 * use[2])
+        assert.near(use[3], tonumber(bytes[2]) / n, 0.02 * use[3])
+        assert.near(use[4], moments / n, 0.02 * use[4])
+      end
+    end
+  end)
+
+  it("prints continued lists, and errors in one line", function()
+    local path = folder .. "/tiny"
+    engine.new_model { model_type = "llama", hidden_size = 16, vocab_size = 20,
+      num_hidden_layers = 1, num_attention_heads = 2, intermediate_size = 16 }:save(path)
+    local words = { "generate", path, "--tokens", "1,2", "--tokens", "3", "--max_tokens", "4",
+      "--seed", "1", "--top_p", "0.9" }
+    local first = helper.run(words)
+    assert.equal(0, first.code, first.err)
+    assert.matches("^1,2,%d+,%d+,%d+,%d+\n3,%d+,%d+,%d+,%d+\n$", first.out)
+    assert.equal(first.out, helper.run(words).out)
+    for _, case in ipairs {
+      { { "generate", path }, "expected %-%-tokens, a list of ids such as 1,2,3" },
+      { { "generate", path, "--tokens", "1,x" }, "expected token ids such as 1,2,3, got 'x'" },
+      { { "generate", path, "--tokens", "99" }, "embedding: expected indices in 0..19, got 99" },
+      { { "generate", path, "--tokens", "1", "--top_p", "2" }, "expected top_p in %(0, 1%], got" },
+      { { "generate", folder .. "/none", "--tokens", "1" }, "none/config.json: No such file" },
+      { { "generate", path, "--tokens", "1", "--dtype", "int4" }, "expected dtype f32, bf16, f16" },
+      { { "plan", folder }, "cannot read .*/config.json: No such file" },
+    } do
+      local result = helper.run(case[1])
+      assert.equal(1, result.code)
+      assert.is_truthy(result.err:find(case[2]), result.err)
+      assert.matches("^[^\n]+\n$", result.err)
+    end
   end)
 end)

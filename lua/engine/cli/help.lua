@@ -3,8 +3,8 @@
 local texts = require "engine.base.show"
 
 -- The subcommands in the order of this help.
-local names = { "attach", "contest", "data", "doctor", "export", "help", "plan", "plot", "policies",
-  "replay", "report", "runs", "tune", "version", "watch" }
+local names = { "attach", "contest", "data", "doctor", "export", "generate", "help", "plan", "plot",
+  "policies", "replay", "report", "runs", "tune", "version", "watch" }
 
 local text = [==[
 usage: engine [options] [script.lua [name=value ...]]

@@ -1,6 +1,6 @@
 -- engine plan SCRIPT [name=value ...]: what a script's training would cost on many ranks. This file
 -- has the command line and the tables, dist/plan.lua the cost model, and plan_measure.lua the
--- measurements.
+-- measurements. engine plan FOLDER: the memory of a model (plan_model.lua).
 local config = require "engine.base.config"
 local nearest = require "engine.base.nearest"
 local reducer = require "engine.dist.reducer"
@@ -9,6 +9,7 @@ local renamed = require "engine.base.renamed"
 local help = [==[
 usage: engine plan SCRIPT [ranks=1024] [alpha=S] [beta=S] [step=S] [comm_dtype=FORMAT]
                    [zero=0|1|2] [bucket=MIB] [measure=N,N,...] [name=value ...]
+       engine plan FOLDER
 
 Predicts what the script's training would cost on 1 to `ranks` ranks: the memory of each rank, the
 share of a step spent on messages, and the time of the overflow record. The script runs until
@@ -16,6 +17,10 @@ its trainer exists, and a few steps of the trainer are timed. Other settings go 
 
   engine plan examples/gpt.lua ranks=1024 alpha=2e-6 beta=1/25e9   # messages of 2 us, 25 GB/s
   engine plan examples/gpt.lua zero=2 measure=1,2,4                # beside jobs measured here
+  engine plan Llama-3-8B                                           # a folder with a config.json
+
+For a FOLDER with Hugging Face's config.json it prints the parameters of the model and the memory
+that generating and training take. No weights are needed.
 
 alpha, beta  seconds of a message and of a byte between two ranks; by default measured here between
              two processes, where mpirun is installed
@@ -249,6 +254,10 @@ local function main(script, ...)
     return 1
   end
   local good, problem = pcall(function(...)
+    if require("engine.base.file").is_folder(script) then
+      if ... then error(("expected nothing after the folder, got '%s'"):format((...)), 0) end
+      return require("engine.cli.plan_model").print(script)
+    end
     local measure = require "engine.cli.plan_measure"
     local given, settings = read { ... }
     if given.role == "rank" then return measure.rank(script, settings, given) end
@@ -276,4 +285,5 @@ local function main(script, ...)
   return 1
 end
 
-return { doc = "what a script's training would cost on many ranks", help = help, main = main }
+return { doc = "what training costs on many ranks, or what memory a model takes", help = help,
+  main = main }

@@ -1,0 +1,64 @@
+-- engine plan FOLDER: parameters and memory of a model in Hugging Face's files, from its
+-- config.json alone. Called by plan.lua.
+local show = require "engine.base.show"
+local config = require "engine.nn.hf_config"
+local hf = require "engine.nn.hf_load"
+
+local M = {}
+
+local function bytes_text(b)
+  if b < 2 ^ 20 then return ("%.1f KiB"):format(b / 1024) end
+  return b < 2 ^ 30 and ("%.1f MiB"):format(b / 2 ^ 20) or ("%.2f GiB"):format(b / 2 ^ 30)
+end
+
+-- Bytes for each parameter: weights with the copies that products read, gradients, moments of
+-- AdamW. eng_params_bytes measures them; norms and biases have no copies.
+M.USES = {
+  { "evaluate, f32", 4, 0, 0 }, { "evaluate, bf16 or f16", 2, 0, 0 },
+  { "train, precision fp32", 4, 4, 8, "fp32" }, { "train, precision bf16", 6, 4, 8, "bf16" },
+  { "train, precision fp16", 6, 2, 8, "fp16" },
+}
+
+--- { class, parameters, tensors, extra, context, token = elements of the cache for one token } of
+--- the fields of a config.json; `where` begins messages.
+function M.facts(fields, where)
+  return require("engine").scope(function()
+    local model = hf.shapes(fields, where)
+    local list, o = model:parameters(), model.config
+    local facts = { class = model._class, parameters = 0, tensors = #list, extra = model:extra(),
+      context = model.context }
+    for _, p in ipairs(list) do facts.parameters = facts.parameters + p.tensor.count end
+    if model.generate then
+      facts.token = 2 * o.layers * (o.kv_heads or o.heads) * (o.head_width or o.width / o.heads)
+    end
+    return facts
+  end)
+end
+
+--- Prints the plan of a folder.
+function M.print(folder)
+  local fields, _, path = config.read(folder)
+  local facts = M.facts(fields, path)
+  print(("%s(%s), context %s"):format(facts.class, facts.extra, show.grouped(facts.context)))
+  print(("%s parameters in %s tensors\n"):format(show.grouped(facts.parameters),
+    show.grouped(facts.tensors)))
+  local rows = { { "memory", "weights", "gradients", "moments", "in all" } }
+  for _, use in ipairs(M.USES) do
+    local row, all = { use[1] }, 0
+    for i = 2, 4 do
+      row[i] = use[i] > 0 and bytes_text(use[i] * facts.parameters) or "-"
+      all = all + use[i] * facts.parameters
+    end
+    row[5] = bytes_text(all)
+    rows[#rows + 1] = row
+  end
+  print(show.table(rows, { true }))
+  print("\nmoments: those of AdamW. Activations come on top and grow with the batch and its length")
+  if facts.token then
+    print(("generating keeps %s for each token in bf16, %s for a sequence of %s tokens"):format(
+      bytes_text(2 * facts.token), bytes_text(2 * facts.token * facts.context),
+      show.grouped(facts.context)))
+  end
+end
+
+return M
