@@ -74,6 +74,9 @@ function rules.windows(o, fields, where)
   local window = number(fields, "sliding_window", where) or 4096
   local types = value_of(fields, "layer_types")
   local first = value_of(fields, "max_window_layers", 28)
+  if type(first) ~= "number" then
+    fail(where, "expected max_window_layers to be a number, got %s", text_of(first))
+  end
   o.window = {}
   for i = 1, o.layers do
     local kind = type(types) == "table" and types[i]
@@ -175,6 +178,15 @@ function M.complete(fields)
     all[key] = value
   end
   return all
+end
+
+--- The tokens that end a generated sequence, as generation_config.json or else config.json says: a
+--- number, a list or nil.
+function M.eos(folder, fields)
+  local text = files.read(folder .. "/generation_config.json")
+  local more = text and require("cjson.safe").decode(text)
+  local eos = type(more) == "table" and value_of(more, "eos_token_id")
+  return eos or value_of(fields, "eos_token_id")
 end
 
 --- The fields of folder/config.json, its text and its path.

@@ -195,15 +195,14 @@ end
 -- ------------------------------------------------------------------ the model
 
 -- The model for the options, with what hf_save.lua reads: source = { arch, prefix, fields, text,
--- folder }. `stop`: the tokens at which generate stops.
+-- folder, eos }. `stop`: the tokens at which generate stops.
 local function build(arch, options, source)
   local model = models[arch.build](options)
-  local kind, eos = source.fields.model_type, source.fields.eos_token_id
   source.arch = arch
-  rawset(model, "_class", kind)
+  rawset(model, "_class", source.fields.model_type)
   rawset(model, "source", source)
   rawset(model, "save", require("engine.nn.hf_save"))
-  if type(eos) == "number" or type(eos) == "table" then rawset(model, "stop", eos) end
+  rawset(model, "stop", source.eos)
   return model
 end
 
@@ -226,7 +225,7 @@ local function load(folder, options)
     end
     rename_old(weights, arch.old)
     local source = { fields = fields, text = text, folder = folder,
-      prefix = prefix_of(weights, arch),
+      eos = config.eos(folder, fields), prefix = prefix_of(weights, arch),
       tied_head = o.tied and weights.entries["lm_head.weight"] ~= nil }
     return require("engine").scope(function()
       local built, model = pcall(module.build_shapes, build, arch, o, source)

@@ -100,10 +100,12 @@ local function is_weights(name)
     or name:find("%.msgpack$") or name:find("%.onnx$") or name:find("%.ot$")
 end
 
+-- Writes under another name first: `from` and `to` may be one file.
 local function copy(from, to)
   local source, why = io.open(from, "rb")
   if not source then error("cannot read " .. why, 0) end
-  local target, problem = io.open(to, "wb")
+  local part = to .. ".part"
+  local target, problem = io.open(part, "wb")
   local good = target ~= nil
   while good do
     local block = source:read(2 ^ 20)
@@ -115,6 +117,7 @@ local function copy(from, to)
     local closed, reason = target:close()
     good, problem = good and closed, problem or reason
   end
+  if good then good, problem = os.rename(part, to) end
   if not good then error(("cannot write %s: %s"):format(to, tostring(problem)), 0) end
 end
 
