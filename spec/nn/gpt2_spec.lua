@@ -152,11 +152,21 @@ describe("GPT-2", function()
       1, true))
   end)
 
-  it("saves a default as null", function()
+  it("still answers to nn.gpt2, the name of version 0.1", function()
+    local result = helper.run { "-e", ([[
+      local gpt2 = require("engine").nn.gpt2
+      gpt2 { n_embd = 4, n_head = 1, n_layer = 1, vocab_size = 5, n_positions = 4 }:save(%q)
+      print(gpt2.load(%q):count())]]):format(folder .. "/old", folder .. "/old") }
+    assert.equal("288\n", result.out, result.err)
+    assert.equal("engine: engine.nn.gpt2 is called engine.load_model and engine.new_model now; "
+      .. "the old name still works\n", result.err)
+  end)
+
+  it("leaves out a field whose default is null", function()
     local model = engine.new_model { model_type = "gpt2", vocab_size = 5, n_positions = 4,
       n_embd = 4, n_layer = 1, n_head = 1 }
     model:save(folder .. "/plain")
-    assert.matches('"n_inner":null', helper.read(folder .. "/plain/config.json"))
+    assert.not_matches("n_inner", helper.read(folder .. "/plain/config.json"))
     assert.same({ 16, 4 }, engine.load_model(folder .. "/plain").blocks[1].mlp.up.weight.shape)
   end)
 

@@ -1,13 +1,9 @@
 -- The engine's side of hf.py: hf.lua ROOT STEPS TOKENS NAME ... For each folder ROOT/NAME, with a
 -- model and in.bin (x, y, tokens): writes out.bin (logits, losses, tokens), the model as it was
--- loaded to saved/, in the dtype of its files, and the trained model to trained/.
+-- loaded to saved/, in the dtype of its files, and the trained model to trained/. For each
+-- architecture a new model goes to ROOT/new/TYPE with its logits.
 local engine = require "engine"
 local root, steps, count = arg[1], tonumber(arg[2]), tonumber(arg[3])
-
-local function prompts(x)
-  local list = x:slice(2, 1, 7):totable()
-  return list
-end
 
 for i = 4, #arg do
   local folder = root .. "/" .. arg[i]
@@ -17,7 +13,7 @@ for i = 4, #arg do
   local model = engine.load_model(folder):eval()
   local out = { logits = engine.scope(function() return model(given.x):keep() end) }
   if given.tokens then
-    out.tokens = engine.tensor(model:generate(prompts(given.x),
+    out.tokens = engine.tensor(model:generate(given.x:slice(2, 1, 7):totable(),
       { max_tokens = count, temperature = 0 }), { dtype = "i32", keep = true })
   end
   model:train()
@@ -33,4 +29,16 @@ for i = 4, #arg do
   out.losses = engine.tensor(losses, { dtype = "f64", keep = true })
   engine.save(folder .. "/out.bin", out)
   model:save(folder .. "/trained", { shard_bytes = 30000 })
+end
+
+for _, kind in ipairs { "gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "bert" } do
+  local fields = kind == "gpt2" and { n_embd = 16, n_head = 2, n_layer = 2 }
+    or { hidden_size = 16, num_attention_heads = 2, num_hidden_layers = 2, intermediate_size = 24 }
+  fields.model_type, fields.vocab_size = kind, 40
+  if kind ~= "bert" and kind ~= "gpt2" then fields.num_key_value_heads = 1 end
+  local model, folder = engine.new_model(fields):eval(), root .. "/new/" .. kind
+  model:save(folder)
+  local x = engine.tensor({ { 1, 2, 3, 4, 5, 6, 7 } }, { dtype = "i32", keep = true })
+  engine.save(folder .. "/out.bin",
+    { x = x, logits = engine.scope(function() return model(x):keep() end) })
 end

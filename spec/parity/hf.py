@@ -168,7 +168,7 @@ def check(engine, root):
 
     def row(key, what, value, limit):
         rows.append(value <= limit)
-        print(f"{key:16} {what:34} {value:10.2e}   limit {limit:g}  "
+        print(f"{key:16} {what:37} {value:10.2e}   limit {limit:g}  "
               f"{'ok' if rows[-1] else 'FAILED'}")
 
     for key, want in expected.items():
@@ -188,6 +188,10 @@ def check(engine, root):
         trained = reload(f"{folder}/trained", dtype=torch.float32)
         p, q = flat(trained), flat(model)
         row(key, "trained weights, read by AutoModel", ((p - q).norm() / q.norm()).item(), 1e-4)
+    for kind in sorted(os.listdir(f"{root}/new")):
+        got, model = load_file(f"{root}/new/{kind}/out.bin"), reload(f"{root}/new/{kind}")
+        row(kind, "new_model, read by AutoModel: logits",
+            apart(got["logits"], model(got["x"]).logits), 2e-6)
     return 0 if all(rows) else 1
 
 

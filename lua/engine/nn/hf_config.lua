@@ -169,7 +169,7 @@ function M.complete(fields)
     max_window_layers = true, layer_types = true, pad_token_id = true, initializer_range = true }
   for key, field in pairs(arch.fields) do
     known[key] = true
-    all[key] = field[1] or field[3] and NULL or false
+    if field[2] and (field[1] or not field[3]) then all[key] = field[1] end
   end
   for key, value in pairs(fields) do
     if not known[key] and all[key] == nil then

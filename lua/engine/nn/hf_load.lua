@@ -127,12 +127,13 @@ end
 -- Checks that the files have every part with its shape, and nothing else.
 local function check_names(plan, weights, arch, tied)
   local wanted = {}
-  for _, item in ipairs(plan) do
+  for i, item in ipairs(plan) do
     for _, part in ipairs(item.parts) do
       local name = part.name
-      -- a tied head may be the only copy of the embedding
-      if not weights.entries[name] and tied and weights.entries["lm_head.weight"]
-        and item.parameter.role == "embedding" and #wanted == 0 then name = "lm_head.weight" end
+      -- a tied head may be the only copy of the embedding, which is the first parameter
+      if i == 1 and tied and not weights.entries[name] and weights.entries["lm_head.weight"] then
+        name = "lm_head.weight"
+      end
       local found = weights.entries[name] or fail("%s has no tensor '%s'", weights.where, part.name)
       local shape = { unpack(item.parameter.tensor.shape) }
       shape[1] = part.rows
