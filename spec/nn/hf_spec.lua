@@ -221,6 +221,15 @@ describe("load_model", function()
     assert.same(both, model:generate({ prompt, { 1 } }, { max_tokens = 3, stop = {}, seed = 1 }))
   end)
 
+  it("takes a width that heads of their own width do not divide", function()
+    local model = engine.new_model { model_type = "mistral", hidden_size = 18, head_dim = 4,
+      num_attention_heads = 4, num_key_value_heads = 2, num_hidden_layers = 1,
+      intermediate_size = 8, vocab_size = 9 }
+    assert.same({ 32, 18 }, model.blocks[1].attn.qkv.weight.shape)
+    assert.same({ 18, 16 }, model.blocks[1].attn.out.weight.shape)
+    assert.equal(3, #model:generate({ 1 }, { max_tokens = 2 }))
+  end)
+
   it("generates with one row a token, and one more for the dtypes", function()
     local model = engine.load_model(variant("llama"))
     local rows, forward = 0, model.embed.forward

@@ -32,7 +32,8 @@ local function configure(self, name, options, defaults)
   for _, key in ipairs(WHOLE) do
     if defaults[key] or config[key] then want_whole(config[key], name, key, 1) end
   end
-  transformer.want_heads(name, config.width, config.heads, config.kv_heads or config.heads)
+  transformer.want_heads(name, config.head_width and config.heads or config.width, config.heads,
+    config.kv_heads or config.heads)
   for _, key in ipairs(PROBABILITIES) do
     local p = config[key]
     if p and not (type(p) == "number" and p >= 0 and p < 1) then

@@ -1,0 +1,2 @@
+# What the cache of keys and values gains in generation.
+exec ./engine spec/bench/generate.lua
