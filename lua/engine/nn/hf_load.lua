@@ -63,8 +63,7 @@ local function open_weights(folder)
       if map and there ~= path then
         fail("%s: '%s' is in %s, which the index does not say", index, show.shown(name), path)
       end
-      weights.entries[name] = { file = file, name = name,
-        entry = file.entries[name] }
+      weights.entries[name] = { file = file, name = name, entry = file.entries[name] }
       weights.names[#weights.names + 1] = name
     end
   end
@@ -113,7 +112,7 @@ local function prefix_of(weights, arch)
   return ""
 end
 
--- The shape of a part of a parameter in the file, which has `parts` parts: [rows / parts x ..].
+-- Checks an entry of the file `where`.
 local function want_shape(found, name, expected, where)
   local got, want = tensor.shape_text(found.shape), tensor.shape_text(expected)
   if got ~= want then
