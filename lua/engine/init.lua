@@ -155,6 +155,7 @@ end
 -- before }
 local parts = {
   nn = { "engine.nn" },
+  lora = { "engine.nn.lora" },
   optim = { "engine.train.optim" },
   schedule = { "engine.train.schedule" },
   data = { "engine.data" },

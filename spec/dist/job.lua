@@ -8,7 +8,7 @@ local cfg = engine.config({
   steps = 6, batch = 4, accumulate = 1, precision = "fp32", wire = "own", zero = 0, run = "",
   resume = "", bucket = 0.05, clip = 0.0, dropout = 0.0,
   checkpoint_every = 0, policy = "", timeout = 60, optimizer = "adamw", width = 32, log = "quiet",
-  tied = true,
+  tied = true, lora = 0,  -- the rank of adapters (DoRA); 0: none
   -- inf or nan in a gradient of one rank
   plant = "", plant_rank = 0, plant_step = 2, plant_tensor = "blocks.2.mlp.up.weight",
   -- one rank with settings that differ from the others'
@@ -34,6 +34,7 @@ local text = {}
 for i = 1, 6000 do text[i] = string.char(32 + i * i % 89) end
 local model = engine.nn.gpt { vocab = 256, context = 16, width = cfg.width, heads = 2, layers = 2,
   dropout = cfg.dropout, tied = cfg.tied }
+if cfg.lora > 0 then engine.nn.lora(model, { rank = cfg.lora, dora = true, base = "bf16" }) end
 local optimizer = engine.optim[cfg.optimizer](model, { lr = 1e-3, precision = cfg.precision })
 
 local Moody = { get_scale = function(self) return self.scale end,

@@ -25,9 +25,10 @@ end
 -- ------------------------------------------------------------------ linear layers
 
 --- layer(x) = x W^T + b for a linear layer: x [.. x K] -> [.. x N], through its FP8 site if a
---- recipe gave it one.
-function M.linear(layer, x)
-  return x:linear(layer.weight, rawget(layer, "bias"), rawget(layer, "_fp8"))
+--- recipe gave it one. `bias` = false leaves out b.
+function M.linear(layer, x, bias)
+  return x:linear(layer.weight, bias ~= false and rawget(layer, "bias") or nil,
+    rawget(layer, "_fp8"))
 end
 
 --- Returns f(x) and then frees the memory of x, unless the backward pass needs it. Nothing but f

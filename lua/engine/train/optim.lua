@@ -137,7 +137,9 @@ local function parameter_list(name, model)
     if M.requires_grad(p.tensor) then trainable[#trainable + 1] = p end
   end
   if #trainable == 0 then
-    raise("optim.%s: nothing to train: no parameter requires a gradient", name)
+    raise("optim.%s: nothing to train: no parameter requires a gradient%s", name,
+      module.is_module(model) and rawget(model, "_merged")
+        and "; hint: the adapters are merged, lora.unmerge(model) brings them back" or "")
   end
   return trainable
 end

@@ -1,0 +1,25 @@
+-- The engine's side of lora.py: ./engine lora.lua MODEL ADAPTER STEPS. Writes its numbers to
+-- ADAPTER/engine.safetensors and the trained adapter to ADAPTER/saved.
+local engine = require "engine"
+
+local base, adapter, steps = arg[1], arg[2], tonumber(arg[3])
+local model = engine.lora.load(engine.nn.gpt2.load(base, { dropout = 0 }), adapter)
+local ids = engine.load(base .. "/expected.safetensors").ids
+local x, y = ids:slice(2, 1, 10):keep(), ids:slice(2, 2, 11):keep()
+
+local function logits() return engine.scope(function() return model(x):keep() end) end
+
+local result, losses = { before = logits() }, {}
+local opt = engine.optim.adamw(model, { lr = 1e-2, weight_decay = 0.1 })
+for step in engine.steps(steps) do
+  opt:zero_grad()
+  local loss = model:loss(x, y)
+  loss:backward()
+  opt:step()
+  losses[step] = loss:item()
+end
+result.after, result.losses = logits(), engine.tensor(losses, { dtype = "f64" })
+engine.lora.save(model, adapter .. "/saved")
+engine.lora.merge(model)
+result.merged = logits()
+engine.save(adapter .. "/engine.safetensors", result)

@@ -1,0 +1,102 @@
+"""make parity: adapters against Hugging Face's PEFT on a tiny GPT-2. LoRA and DoRA with random
+adapters: logits, 20 AdamW steps in f32, the logits after them; then the adapter that the engine
+trained and saved is loaded by PEFT. `--golden DIR` also writes the numbers for
+spec/nn/lora_spec.lua.
+"""
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+import peft
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+MODEL = os.path.join(os.path.dirname(HERE), "golden", "gpt2")
+LIMIT = 1e-5
+STEPS = 20
+
+
+def fresh():
+    model = transformers.GPT2LMHeadModel.from_pretrained(MODEL)
+    return model.float()
+
+
+def adapted(dora):
+    """A PEFT model whose adapters already change the logits."""
+    torch.manual_seed(5 + dora)
+    config = peft.LoraConfig(r=4, lora_alpha=6, lora_dropout=0.0, use_dora=dora, bias="none",
+                             target_modules=["c_attn", "mlp.c_proj"], task_type="CAUSAL_LM",
+                             fan_in_fan_out=True)
+    model = peft.get_peft_model(fresh(), config)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.normal_(0, 0.2)
+            if "magnitude" in name:
+                p.mul_(1 + 0.2 * torch.randn_like(p))
+    return model
+
+
+def train(model, x, y):
+    opt = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2,
+                            weight_decay=0.1)
+    losses = []
+    for _ in range(STEPS):
+        loss = torch.nn.functional.cross_entropy(model(x).logits.reshape(-1, 13), y.reshape(-1))
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        losses.append(loss.item())
+    return losses
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--engine", default="./engine")
+    parser.add_argument("--golden", help="a folder to write the numbers to")
+    args = parser.parse_args()
+    failed = False
+    ids = load_file(os.path.join(MODEL, "expected.safetensors"))["ids"]
+    x, y = ids[:, :-1].long(), ids[:, 1:].long()
+    print(f"peft {peft.__version__}, torch {torch.__version__}, limit {LIMIT:g}")
+    for kind in ("lora", "dora"):
+        folder = tempfile.mkdtemp()
+        model = adapted(kind == "dora")
+        model.save_pretrained(folder)
+        expected = {"ids": ids.contiguous(), "before": model(x).logits.detach().contiguous()}
+        expected["losses"] = torch.tensor(train(model, x, y), dtype=torch.float64)
+        expected["after"] = model(x).logits.detach().contiguous()
+        merged = model.merge_and_unload()(x).logits.detach()
+        if args.golden:
+            out = os.path.join(args.golden, kind)
+            shutil.copytree(folder, out, dirs_exist_ok=True)
+            for name in os.listdir(out):
+                if not name.startswith("adapter_"):
+                    os.remove(os.path.join(out, name))
+            save_file(expected, os.path.join(out, "expected.safetensors"),
+                      {"peft": peft.__version__, "torch": torch.__version__})
+        subprocess.run([args.engine, os.path.join(HERE, "lora.lua"), MODEL, folder, str(STEPS)],
+                       check=True)
+        got = load_file(os.path.join(folder, "engine.safetensors"))
+        back = peft.PeftModel.from_pretrained(fresh(), os.path.join(folder, "saved"))
+        rows = [("logits", got["before"], expected["before"]),
+                ("losses of 20 steps", got["losses"], expected["losses"]),
+                ("logits after them", got["after"], expected["after"]),
+                ("merged", got["merged"], merged),
+                ("the engine's adapter in PEFT", back(x).logits.detach(), got["after"])]
+        for name, ours, theirs in rows:
+            worst = (ours.double() - theirs.double()).abs().max().item()
+            good = worst <= LIMIT
+            failed = failed or not good
+            print(f"{kind}  {name:<30} {worst:9.2e}  {'ok' if good else 'OUTSIDE THE LIMIT'}")
+        shutil.rmtree(folder)
+    return 1 if failed else 0
+
+
+sys.exit(main())
