@@ -65,14 +65,11 @@ local function pairs_of(seed)
   return loader
 end
 
--- log-probability of each sequence [2 pairs]
-local function log_probability(model, batch)
-  return -engine.cross_entropy(model(batch.x), batch.y, { reduction = "none" }):sum(-1)
-end
-
 local function train(policy, precision, seed, tell)
   local reference, model = model_of(seed), model_of(seed)
   reference:freeze()
+  -- a sum over pairs, as in many trainers
+  local dpo = { beta = cfg.beta, reference = reference, reduction = "sum" }
   local kl, accuracy, norm, result = 0, 0, 0,
     { loss = 0, accuracy = 0, kl = 0, skipped = 0, kl_jump = 0 }
   local kl_before
@@ -82,13 +79,9 @@ local function train(policy, precision, seed, tell)
     evaluate = { data = pairs_of(seed + 500), every = cfg.steps },
     optimizer = engine.optim.adamw(model, { lr = cfg.lr, precision = precision }),
     loss = function(m, batch)
-      local own = log_probability(m, batch)
-      local fixed = engine.no_grad(log_probability, reference, batch)
-      local gain = own - fixed
-      local margin = gain:slice(1, 1, cfg.pairs) - gain:slice(1, cfg.pairs + 1, 2 * cfg.pairs)
-      kl, accuracy = gain:abs():mean():item() / T, margin:detach():gt(0):to("f32"):mean():item()
-      -- A sum over pairs, as in many trainers.
-      return -(margin * cfg.beta):log_sigmoid():sum()
+      local loss, rewards = engine.losses.dpo(m, batch, dpo)
+      kl, accuracy = rewards.log_ratio:abs():mean():item() / T, rewards.accuracy:item()
+      return loss
     end,
     on_step = function(t, record)
       local last = math.ceil(cfg.steps / 10)

@@ -165,7 +165,7 @@ local entries = {
   ["lora.lua"] = { arguments = function() return { "steps=200", "pretrain=120", "lr=1e-2" } end,
     losses = printed_losses, falls = 0.07,
     talk = function() return { "steps=3", "pretrain=3", "base=e4m3" } end,
-    words = { "%d+ of %d+ parameters train; the base is lora%(e4m3" } },
+    words = { "%d+ of %d+ parameters train; .*48 %-> 192, e4m3, lora rank 4" } },
   ["entropy.lua"] = { arguments = function() return { "steps=80" } end, losses = printed_losses,
     falls = 0.8,
     talk = function() return { "steps=3", "policy=dynamic" } end,

@@ -157,6 +157,7 @@ local parts = {
   nn = { "engine.nn" },
   lora = { "engine.nn.lora" },
   optim = { "engine.train.optim" },
+  losses = { "engine.train.losses" },
   schedule = { "engine.train.schedule" },
   data = { "engine.data" },
   tokenizer = { "engine.data.tokenizer", "open" },

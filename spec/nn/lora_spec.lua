@@ -184,6 +184,8 @@ describe("nn.lora", function()
       resid_pdrop = 0, embd_pdrop = 0, attn_pdrop = 0 }
     train(nn.lora(model, { base = "e4m3" }), 3)
     local trained = logits(model, ids)
+    assert.matches("gpt2.save: the model has adapters; hint: lora.save", select(2, pcall(
+      model.save, model, folder .. "/merged")), 1, true)
     lora.merge(model):save(folder .. "/merged")
     assert.is_true(difference(logits(nn.gpt2.load(folder .. "/merged"), ids), trained) < 1e-5)
   end)
@@ -246,7 +248,10 @@ describe("nn.lora", function()
     model:freeze()
     lora.unmerge(model)
     for _ in engine.steps(1) do                                    -- the optimizer goes on
-      model:loss(ids, targets):backward()
+      local loss = model:loss(ids, targets)
+      assert.matches("recorded operations; hint: call it between", message(lora.merge, model), 1,
+        true)
+      loss:backward()
       opt:step()
     end
   end)

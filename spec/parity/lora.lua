@@ -22,4 +22,16 @@ result.after, result.losses = logits(), engine.tensor(losses, { dtype = "f64" })
 engine.lora.save(model, adapter .. "/saved")
 engine.lora.merge(model)
 result.merged = logits()
+
+local pairs_of, dpo = { x = x:slice(1, 1, 2):keep(), y = y:slice(1, 1, 2):keep() }, {}
+model = engine.lora.load(engine.nn.gpt2.load(base, { dropout = 0 }), adapter)
+opt = engine.optim.adamw(model, { lr = 1e-2, weight_decay = 0.1 })
+for step in engine.steps(5) do
+  opt:zero_grad()
+  local loss, rewards = engine.losses.dpo(model, pairs_of, { beta = 0.5, label_smoothing = 0.1 })
+  loss:backward()
+  opt:step()
+  dpo[step], dpo[6], dpo[7] = loss:item(), rewards.chosen:item(), rewards.rejected:item()
+end
+result.dpo = engine.tensor(dpo, { dtype = "f64" })
 engine.save(adapter .. "/engine.safetensors", result)

@@ -1,6 +1,6 @@
 """make parity: adapters against Hugging Face's PEFT on a tiny GPT-2. LoRA and DoRA with random
-adapters: logits, 20 AdamW steps in f32, the logits after them; then the adapter that the engine
-trained and saved is loaded by PEFT. `--golden DIR` also writes the numbers for
+adapters: logits, 20 AdamW steps in f32, the logits after them; the adapter that the engine trained
+and saved, loaded by PEFT; then 5 steps of DPO whose reference is the model without adapters. `--golden DIR` also writes the numbers for
 spec/nn/lora_spec.lua.
 """
 import argparse
@@ -56,6 +56,30 @@ def train(model, x, y):
     return losses
 
 
+def log_probability(model, x, y):
+    logits = model(x).logits.log_softmax(-1)
+    return logits.gather(-1, y.unsqueeze(-1)).squeeze(-1).sum(-1)
+
+
+def train_dpo(model, x, y, beta=0.5, smoothing=0.1):
+    """Losses and, of the last step, the rewards: the first half of the rows is chosen."""
+    opt = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2,
+                            weight_decay=0.1)
+    result = []
+    for _ in range(5):
+        with torch.no_grad(), model.disable_adapter():
+            fixed = log_probability(model, x, y)
+        reward = beta * (log_probability(model, x, y) - fixed)
+        h = reward[:len(x) // 2] - reward[len(x) // 2:]
+        log_sigmoid = torch.nn.functional.logsigmoid
+        loss = (-(1 - smoothing) * log_sigmoid(h) - smoothing * log_sigmoid(-h)).mean()
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        result.append(loss.item())
+    return torch.tensor(result + reward.tolist(), dtype=torch.float64)
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--engine", default="./engine")
@@ -73,6 +97,7 @@ def main():
         expected["losses"] = torch.tensor(train(model, x, y), dtype=torch.float64)
         expected["after"] = model(x).logits.detach().contiguous()
         merged = model.merge_and_unload()(x).logits.detach()
+        dpo = train_dpo(adapted(kind == "dora"), x[:2], y[:2])
         if args.golden:
             out = os.path.join(args.golden, kind)
             shutil.copytree(folder, out, dirs_exist_ok=True)
@@ -89,7 +114,8 @@ def main():
                 ("losses of 20 steps", got["losses"], expected["losses"]),
                 ("logits after them", got["after"], expected["after"]),
                 ("merged", got["merged"], merged),
-                ("the engine's adapter in PEFT", back(x).logits.detach(), got["after"])]
+                ("the engine's adapter in PEFT", back(x).logits.detach(), got["after"]),
+                ("DPO, adapters off as reference", got["dpo"], dpo)]
         for name, ours, theirs in rows:
             worst = (ours.double() - theirs.double()).abs().max().item()
             good = worst <= LIMIT

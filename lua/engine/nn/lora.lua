@@ -100,14 +100,23 @@ local function want_model(model, name)
   end
 end
 
+-- Weights are replaced and freed, which the backward pass of a recorded loss would not survive.
+local function want_no_tape(name)
+  if C.eng_tape_length() > 0 then
+    raise("%s: there are recorded operations; hint: call it between two steps", name)
+  end
+end
+
 -- The layers with an adapter: { path, layer }. None is an error.
-local function adapted(model, name)
+local function adapted(model, name, hint)
   want_model(model, name)
   local list = {}
   for _, l in ipairs(linears(model)) do
     if rawget(l.layer, "_lora") then list[#list + 1] = l end
   end
-  if #list == 0 then raise("%s: the model has no adapters; hint: nn.lora adds them", name) end
+  if #list == 0 then
+    raise("%s: the model has no adapters; hint: nn.lora adds them%s", name, hint or "")
+  end
   return list
 end
 
@@ -211,6 +220,22 @@ local function convert(layer, format, shared)
   if not shared[tonumber(weight.slot)] and not rawget(layer, "_set") then weight:free() end
 end
 
+-- While a model has adapters, its method `save`, which knows only the frozen model's parameters,
+-- is an error.
+local function refuse_save(model, on)
+  local kept = rawget(model, "_save")
+  if on and model.save and not kept then
+    rawset(model, "_save", { rawget(model, "save") })
+    rawset(model, "save", function()
+      raise("%s.save: the model has adapters; hint: lora.save writes them, lora.merge(model) adds "
+        .. "them to the weights", model._class)
+    end)
+  elseif not on and kept then
+    rawset(model, "save", kept[1])
+    rawset(model, "_save", nil)
+  end
+end
+
 local function attach(layer, o)
   local A = layers.linear(layer.inputs, o.rank, { bias = false })
   local B = layers.linear(o.rank, layer.outputs, { bias = false })
@@ -230,9 +255,9 @@ local function attach(layer, o)
     layer._lora.m = m
   end
   rawset(layer, "extra", function(self)
+    local dtype = self.weight.dtype
     return ("%d -> %d%s, %s rank %d, alpha %g"):format(self.inputs, self.outputs,
-      rawget(self, "weight_scale") and ", " .. self.weight.dtype or "", o.dora and "dora" or "lora",
-      o.rank, o.alpha)
+      dtype == "f32" and "" or ", " .. dtype, o.dora and "dora" or "lora", o.rank, o.alpha)
   end)
   switch(layer, true)
 end
@@ -261,6 +286,7 @@ end
 --- until it is trained.
 function M.new(model, options)
   want_model(model, "nn.lora")
+  want_no_tape "nn.lora"
   local o = read(options)
   local list = chosen(model, options and options.match)
   for _, l in ipairs(list) do refuse(l, o.rank) end
@@ -278,6 +304,7 @@ function M.new(model, options)
     if rawget(l.layer, "weight_scale") then l.layer.weight_scale:requires_grad(false) end
     attach(l.layer, o)
   end
+  refuse_save(model, true)
   return model
 end
 
@@ -286,7 +313,7 @@ end
 --- lora.disabled(model, f, ...): runs f(...) with all adapters off and returns its results: the
 --- model is the frozen one, such as the reference of engine.losses.dpo.
 function M.disabled(model, f, ...)
-  local list = adapted(model, "lora.disabled")
+  local list = adapted(model, "lora.disabled", ", or give losses.dpo a reference")
   if rawget(model, "_merged") then
     raise("lora.disabled: the adapters are merged; hint: lora.unmerge(model)")
   end
@@ -315,6 +342,7 @@ end
 --- for lora.unmerge. Returns the model.
 function M.merge(model)
   local list = adapted(model, "lora.merge")
+  want_no_tape "lora.merge"
   if rawget(model, "_merged") then raise("lora.merge: the adapters are merged already") end
   for _, l in ipairs(list) do
     local layer, own = l.layer, l.layer._lora
@@ -329,6 +357,7 @@ function M.merge(model)
     rawset(layer, "forward", nil)
   end
   rawset(model, "_merged", true)
+  refuse_save(model, false)
   return model
 end
 
@@ -336,6 +365,7 @@ end
 --- Returns the model.
 function M.unmerge(model)
   local list = adapted(model, "lora.unmerge")
+  want_no_tape "lora.unmerge"
   if not rawget(model, "_merged") then raise("lora.unmerge: the adapters are not merged") end
   for _, l in ipairs(list) do
     if arguments.info(l.layer.weight).requires_grad ~= 0 then
@@ -351,6 +381,7 @@ function M.unmerge(model)
     switch(layer, true)
   end
   rawset(model, "_merged", nil)
+  refuse_save(model, true)
   return model
 end
 
@@ -528,6 +559,7 @@ end
 --- Returns the model.
 function M.load(model, folder, options)
   want_model(model, "lora.load")
+  want_no_tape "lora.load"
   folder = want_folder(folder, "lora.load")
   options = tensor.read_named(options, "lora.load", LOAD)
   if rawget(model, "_merged") then

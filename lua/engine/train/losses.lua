@@ -1,0 +1,125 @@
+-- `engine.losses`: the losses of fine-tuning, for a trainer's `loss` or a loop of one's own.
+--   engine.trainer { loss = engine.losses.sft, ... }
+--   loss = function(model, batch)
+--     local loss, rewards = engine.losses.dpo(model, batch, { beta = 0.1 })
+--     ...
+--     return loss
+--   end
+-- A batch holds ids x [R x T] and the next tokens y [R x T]; only tokens that count are learned:
+-- those where `mask` [R x T], if it is there, is not 0, and y is not -100. Shapes: R rows of a
+-- batch, T time, P pairs.
+local M_ffi = require "engine.base.ffi"
+local autograd = require "engine.tensor.autograd"
+local lora = require "engine.nn.lora"
+local module = require "engine.nn.module"
+local nearest = require "engine.base.nearest"
+local tensor = require "engine.tensor.tensor"
+
+local raise, value_text = M_ffi.raise, M_ffi.value_text
+
+local M = {}
+
+local IGNORED = -100                                 -- the target that cross_entropy leaves out
+
+local function want_batch(batch, name)
+  for _, key in ipairs { "x", "y" } do
+    local value = type(batch) == "table" and batch[key]
+    if not tensor.is_tensor(value) then
+      raise("%s: expected a batch with tensors x and y, got %s", name, type(batch) ~= "table"
+        and value_text(batch) or "the fields " .. table.concat(nearest.keys(batch), " "))
+    end
+  end
+end
+
+-- The targets, with IGNORED for tokens that do not count.
+local function targets_of(batch, name)
+  local mask = batch.mask
+  if mask == nil then return batch.y end
+  if not tensor.is_tensor(mask) or mask.ndim ~= batch.y.ndim or mask.count ~= batch.y.count then
+    raise("%s: expected batch.mask to have y's shape %s, got %s", name,
+      tensor.shape_text(batch.y.shape),
+      tensor.is_tensor(mask) and tensor.shape_text(mask.shape) or value_text(mask))
+  end
+  return mask:ne(0):where(batch.y, IGNORED)
+end
+
+local function smoothing_of(options, name)
+  local smoothing = options.label_smoothing or 0
+  if type(smoothing) ~= "number" or not (smoothing >= 0 and smoothing < 1) then
+    raise("%s: expected label_smoothing in [0, 1), got %s", name, value_text(smoothing))
+  end
+  return smoothing
+end
+
+local SFT = { label_smoothing = true }
+
+--- engine.losses.sft(model, batch [, { label_smoothing = 0 }]): supervised fine-tuning, the mean
+--- cross entropy of the tokens that count, such as those of the answers. 0 if none counts.
+function M.sft(model, batch, options)
+  options = tensor.read_named(options, "losses.sft", SFT)
+  want_batch(batch, "losses.sft")
+  local targets = targets_of(batch, "losses.sft")
+  local sum = tensor.cross_entropy(model(batch.x), targets,
+    { reduction = "sum", label_smoothing = smoothing_of(options, "losses.sft") })
+  return sum / targets:ne(IGNORED):to("f32"):sum():clamp(1)
+end
+
+-- The log-probability of each row: the sum over its tokens that count, [R].
+local function log_probability(model, x, targets)
+  return -tensor.cross_entropy(model(x), targets, { reduction = "none" }):sum(-1)
+end
+
+-- The same of the reference, without a gradient or dropout.
+local function reference_log_probability(model, reference, x, targets)
+  local function of(m)
+    return autograd.no_grad(m.evaluating, m, log_probability, m, x, targets)
+  end
+  if reference then return of(reference) end
+  return lora.disabled(model, of, model)
+end
+
+local DPO = { beta = true, label_smoothing = true, reference = true, reduction = true }
+
+--- engine.losses.dpo(model, batch [, { beta = 0.1, label_smoothing = 0, reference, reduction =
+--- "mean" }]): direct preference optimization. The first half of the batch's 2P rows are the chosen
+--- answers, the second half the rejected ones in the same order. With the margin h = beta * (log
+--- p/p_ref of the chosen - log p/p_ref of the rejected), the loss of a pair is -(1 -
+--- label_smoothing) log_sigmoid(h) - label_smoothing log_sigmoid(-h); reduction is "mean" or "sum"
+--- over pairs. reference: a frozen model; without it, the model with its adapters off. The second
+--- result is a table of tensors for logs, without gradients: chosen and rejected, the rewards
+--- beta * log p/p_ref [P]; margin [P]; accuracy, the share of pairs with a margin above 0;
+--- log_ratio, log p/p_ref [2P].
+function M.dpo(model, batch, options)
+  options = tensor.read_named(options, "losses.dpo", DPO)
+  want_batch(batch, "losses.dpo")
+  local beta, smoothing = options.beta or 0.1, smoothing_of(options, "losses.dpo")
+  local reference, reduction = options.reference, options.reduction or "mean"
+  if type(beta) ~= "number" or not (beta >= 0 and beta < math.huge) then
+    raise("losses.dpo: expected beta to be a number >= 0, got %s", value_text(beta))
+  end
+  if reduction ~= "mean" and reduction ~= "sum" then
+    raise("losses.dpo: expected reduction 'mean' or 'sum', got %s", value_text(reduction))
+  end
+  if reference ~= nil and (not module.is_module(reference) or reference == model) then
+    raise("losses.dpo: expected reference to be %s, got %s", reference == model
+      and "a frozen copy of the model" or "a module", reference == model and "the model itself"
+      or value_text(reference))
+  end
+  local rows = batch.y:size(1)
+  if rows % 2 ~= 0 then
+    raise("losses.dpo: expected an even number of rows, the chosen and then the rejected, got %d",
+      rows)
+  end
+  local targets, pairs_ = targets_of(batch, "losses.dpo"), rows / 2
+  local own = log_probability(model, batch.x, targets)
+  local gain = own - reference_log_probability(model, reference, batch.x, targets)    -- [2P]
+  local h = (gain:slice(1, 1, pairs_) - gain:slice(1, pairs_ + 1, rows)) * beta       -- [P]
+  local loss = -h:log_sigmoid()
+  if smoothing > 0 then loss = loss * (1 - smoothing) - (-h):log_sigmoid() * smoothing end
+  local margin, ratio = h:detach(), gain:detach()
+  return loss[reduction](loss), { chosen = ratio:slice(1, 1, pairs_) * beta, margin = margin,
+    rejected = ratio:slice(1, pairs_ + 1, rows) * beta, log_ratio = ratio,
+    accuracy = margin:gt(0):to("f32"):mean() }
+end
+
+return M
