@@ -114,6 +114,21 @@ describe("nn.lora", function()
     end
   end)
 
+  it("keeps the mean of a layer under dropout", function()
+    for _, dora in ipairs { false, true } do
+      engine.seed(5)
+      local layer, x = nn.linear(6, 4), engine.randn(1, 6):keep()
+      nn.lora(layer, { rank = 2, dropout = 0.3, dora = dora })
+      layer.lora_B.weight:normal(0, 1)
+      if dora then layer.lora_magnitude_vector:copy { 0.5, 1, 1.5, 2 } end
+      engine.scope(function()
+        local many = layer(x:expand(20000, 6)):mean(1)
+        layer:eval()
+        assert.is_true(difference(many, layer(x):view(4)) < 0.05)
+      end)
+    end
+  end)
+
   it("freezes all but adapters, on the layers that match", function()
     local model = nn.lora(tiny(), { match = { "attn%.qkv$", "1%.mlp" }, rank = 2, alpha = 4 })
     local names = {}
@@ -146,6 +161,49 @@ describe("nn.lora", function()
     local again = lora.load(tiny(), folder .. "/own/deep/", { names = names })
     assert.equal(0, difference(logits(model, ids), logits(again, ids)))
     lora.load(again, folder .. "/own/deep", { names = names })         -- into the same adapters
+  end)
+
+  it("divides layers that are several of Hugging Face's, and joins them", function()
+    local function llama()
+      engine.seed(3)
+      return nn.llama { vocab = 32, context = 8, width = 32, heads = 4, kv_heads = 2, layers = 1,
+        hidden = 48 }
+    end
+    local model = nn.lora(llama(), { rank = 3, dora = true })
+    train(model, 3)
+    lora.save(model, folder .. "/llama")
+    local held = engine.load(folder .. "/llama/adapter_model.safetensors")
+    local function name(part, what)
+      return ("base_model.model.model.layers.0.%s.%s"):format(part, what)
+    end
+    assert.same({ 16, 3 }, held[name("self_attn.v_proj", "lora_B.weight")].shape)
+    assert.same({ 3, 48 }, held[name("mlp.down_proj", "lora_A.weight")].shape)
+    local again = lora.load(llama(), folder .. "/llama")
+    assert.equal(3, again.blocks[1].attn.qkv._lora.rank)
+    assert.equal(0, difference(logits(model, ids), logits(again, ids)))
+    -- as PEFT trains q and v: an A for each, nothing for k
+    local parts = {}
+    for part, rows in pairs { ["self_attn.q_proj"] = 32, ["self_attn.v_proj"] = 16 } do
+      parts[name(part, "lora_A.weight")] = engine.randn(3, 32):keep()
+      parts[name(part, "lora_B.weight")] = engine.randn(rows, 3):keep()
+    end
+    engine.save(folder .. "/llama/adapter_model.safetensors", parts)
+    local config = helper.read(folder .. "/llama/adapter_config.json")
+    helper.write(folder .. "/llama/adapter_config.json",
+      (config:gsub('"use_dora":true', '"use_dora":false')))
+    local before, loaded = llama().blocks[1].attn.qkv.weight, llama()
+    lora.merge(lora.load(loaded, folder .. "/llama"))
+    assert.equal(6, loaded.blocks[1].attn.qkv._lora.rank)
+    engine.scope(function()
+      local change = loaded.blocks[1].attn.qkv.weight - before
+      local function product(part)
+        local a, b = parts[name(part, "lora_A.weight")], parts[name(part, "lora_B.weight")]
+        return b:matmul(a) * (16 / 3)
+      end
+      assert.is_true(difference(change:slice(1, 1, 32), product "self_attn.q_proj") < 1e-4)
+      assert.equal(0, change:slice(1, 33, 48):abs():max():item())
+      assert.is_true(difference(change:slice(1, 49, 64), product "self_attn.v_proj") < 1e-4)
+    end)
   end)
 
   it("resumes from a checkpoint bit for bit", function()
@@ -263,21 +321,33 @@ describe("nn.lora", function()
       refused(tiny { layers = 1 }, "a"), 1, true)
     assert.matches("lora_%u.weight of blocks.%d.attn.%l+: expected %[.*hint: an adapter of another",
       refused(tiny { width = 32 }, "a"))
-    assert.matches("the model has other adapters: the file lacks one",
+    assert.matches("the model has other adapters: the file has none for blocks.1.mlp.up; hint: ",
       refused(nn.lora(tiny(), { match = "mlp" }), "a"), 1, true)
-    assert.matches("has rank 4 and alpha 16, the file 8 and 16",
+    assert.matches("qkv is LoRA with rank 4 and alpha 16, in the file LoRA with 8 and 16",
       refused(nn.lora(tiny(), { match = "attn", rank = 4 }), "a"), 1, true)
     assert.matches("the model has fewer adapters",
       refused(nn.lora(tiny(), { match = "1.attn" }), "a"), 1, true)
     assert.matches("cannot read .*/none/adapter_config.json", refused(tiny(), "none"))
     local config = helper.read(folder .. "/a/adapter_config.json")
     for from, to in pairs { ['"bias":"none"'] = '"bias":"all"', ["{"] = '{"use_rslora":true,',
-      ['"LORA"'] = '"IA3"', ['"r":8'] = '"r":null', ['"alpha_pattern":{}'] =
-      '"alpha_pattern":{"x":1}', ["^.*$"] = "[" } do
+      ['"LORA"'] = '"IA3"', ['"lora_alpha":16'] = '"lora_alpha":null',
+      ['"lora_dropout":0'] = '"lora_dropout":"x"',
+      ['"alpha_pattern":{}'] = '"alpha_pattern":{"x":1}',
+      ['pha_pattern":{}'] = 'pha_pattern":{"c_attn":"x"}', ["^.*$"] = "[" } do
       local edited = from == "^.*$" and to or config:gsub(from:gsub("%p", "%%%0"), to, 1)
       helper.write(folder .. "/a/adapter_config.json", edited)
       local model = tiny()
       assert.matches("lora.load: .*adapter_", refused(model, "a"))
+      assert.equal(tiny():count(), model:count())
+    end
+    helper.write(folder .. "/a/adapter_config.json", config)
+    local held = engine.load(folder .. "/a/adapter_model.safetensors")
+    local key = "base_model.model.transformer.h.1.attn.c_attn.lora_A.weight"
+    for _, x in ipairs { engine.tensor(3), engine.zeros(0, 16), engine.zeros(20, 16) } do
+      held[key] = x
+      engine.save(folder .. "/a/adapter_model.safetensors", held)
+      local model = tiny()
+      assert.matches("blocks.2.attn.qkv", refused(model, "a"), 1, true)
       assert.equal(tiny():count(), model:count())
     end
   end)

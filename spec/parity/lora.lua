@@ -1,6 +1,36 @@
 -- The engine's side of lora.py: ./engine lora.lua MODEL ADAPTER STEPS. Writes its numbers to
--- ADAPTER/engine.safetensors and the trained adapter to ADAPTER/saved.
+-- ADAPTER/engine.safetensors and the trained adapter to ADAPTER/saved. ./engine lora.lua FOLDER
+-- reads the Llama and the adapter of a folder and writes its logits and the adapter there.
 local engine = require "engine"
+
+local function llama(folder)
+  local w = engine.load(folder .. "/model.safetensors")
+  local model = engine.nn.llama { vocab = 13, context = 12, width = 16, heads = 4, kv_heads = 2,
+    layers = 2, hidden = 24 }
+  local state = { ["embed.weight"] = w["model.embed_tokens.weight"],
+    ["norm.weight"] = w["model.norm.weight"], ["head.weight"] = w["lm_head.weight"] }
+  for i = 0, 1 do
+    local from, to = ("model.layers.%d."):format(i), ("blocks.%d."):format(i + 1)
+    state[to .. "attn.qkv.weight"] = engine.concat { w[from .. "self_attn.q_proj.weight"],
+      w[from .. "self_attn.k_proj.weight"], w[from .. "self_attn.v_proj.weight"] }
+    for ours, theirs in pairs { ["attn.out"] = "self_attn.o_proj", ["mlp.gate"] = "mlp.gate_proj",
+      ["mlp.up"] = "mlp.up_proj", ["mlp.down"] = "mlp.down_proj", norm1 = "input_layernorm",
+      norm2 = "post_attention_layernorm" } do
+      state[to .. ours .. ".weight"] = w[from .. theirs .. ".weight"]
+    end
+  end
+  return model:load_state(state)
+end
+
+if not arg[2] then
+  local folder = arg[1]
+  local model = engine.lora.load(llama(folder), folder .. "/adapter")
+  local ids = engine.load(folder .. "/ids.safetensors").ids
+  engine.save(folder .. "/engine.safetensors", { logits = engine.scope(function()
+    return model(ids):keep()
+  end) })
+  return engine.lora.save(model, folder .. "/saved")
+end
 
 local base, adapter, steps = arg[1], arg[2], tonumber(arg[3])
 local model = engine.lora.load(engine.nn.gpt2.load(base, { dropout = 0 }), adapter)

@@ -1,6 +1,7 @@
 """make parity: adapters against Hugging Face's PEFT on a tiny GPT-2. LoRA and DoRA with random
 adapters: logits, 20 AdamW steps in f32, the logits after them; the adapter that the engine trained
-and saved, loaded by PEFT; then 5 steps of DPO whose reference is the model without adapters. `--golden DIR` also writes the numbers for
+and saved, loaded by PEFT; 5 steps of DPO whose reference is the model without adapters. And files of a
+tiny Llama, both ways. `--golden DIR` also writes the numbers for
 spec/nn/lora_spec.lua.
 """
 import argparse
@@ -54,6 +55,43 @@ def train(model, x, y):
         opt.step()
         losses.append(loss.item())
     return losses
+
+
+def tiny_llama():
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(vocab_size=13, hidden_size=16, intermediate_size=24,
+                                      num_hidden_layers=2, num_attention_heads=4,
+                                      num_key_value_heads=2, max_position_embeddings=12,
+                                      initializer_range=0.3, rms_norm_eps=1e-6,
+                                      tie_word_embeddings=False, bos_token_id=0, eos_token_id=0)
+    return transformers.LlamaForCausalLM(config).float()
+
+
+def llama_rows(engine, ids, dora):
+    """Adapters of q, v and down: the engine joins q, k and v, and divides them again."""
+    folder = tempfile.mkdtemp()
+    model = tiny_llama()
+    model.save_pretrained(folder)
+    config = peft.LoraConfig(r=3, lora_alpha=5, use_dora=dora, task_type="CAUSAL_LM",
+                             target_modules=["q_proj", "v_proj", "down_proj"])
+    model = peft.get_peft_model(model, config)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.normal_(0, 0.2)
+            if "magnitude" in name:
+                p.mul_(1 + 0.2 * torch.randn_like(p))
+    model.save_pretrained(os.path.join(folder, "adapter"))
+    x = ids[:, :-1].long()
+    save_file({"ids": x.to(torch.int32).contiguous()}, os.path.join(folder, "ids.safetensors"))
+    subprocess.run([engine, os.path.join(HERE, "lora.lua"), folder], check=True)
+    got = load_file(os.path.join(folder, "engine.safetensors"))["logits"]
+    back = peft.PeftModel.from_pretrained(tiny_llama(), os.path.join(folder, "saved"))
+    expected = model(x).logits.detach()
+    again = back(x).logits.detach()
+    shutil.rmtree(folder)
+    return [("Llama, an A for each of q and v", got, expected),
+            ("Llama, the engine's file in PEFT", again, expected)]
 
 
 def log_probability(model, x, y):
@@ -116,11 +154,12 @@ def main():
                 ("merged", got["merged"], merged),
                 ("the engine's adapter in PEFT", back(x).logits.detach(), got["after"]),
                 ("DPO, adapters off as reference", got["dpo"], dpo)]
+        rows += llama_rows(args.engine, ids, kind == "dora")
         for name, ours, theirs in rows:
             worst = (ours.double() - theirs.double()).abs().max().item()
             good = worst <= LIMIT
             failed = failed or not good
-            print(f"{kind}  {name:<30} {worst:9.2e}  {'ok' if good else 'OUTSIDE THE LIMIT'}")
+            print(f"{kind}  {name:<33} {worst:9.2e}  {'ok' if good else 'OUTSIDE THE LIMIT'}")
         shutil.rmtree(folder)
     return 1 if failed else 0
 

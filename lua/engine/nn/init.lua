@@ -6,7 +6,7 @@ local transformer = require "engine.nn.transformer"
 local nn = { class = module.class, Module = module.Module, is_module = module.is_module,
   attention = transformer.attention, mlp = transformer.mlp, swiglu = transformer.swiglu,
   block = transformer.block, moe = require("engine.nn.moe").moe,
-  lora = require("engine.nn.lora").new }
+  lora = require("engine.nn.lora_layers").new }
 for name, layer in pairs(require "engine.nn.layers") do nn[name] = layer end
 for name, model in pairs(require "engine.nn.models") do nn[name] = model end
 

@@ -1,466 +1,147 @@
--- `engine.lora`: low-rank adapters for fine-tuning. nn.lora gives chosen linear layers an adapter
--- and freezes all other parameters, so that optimizers, checkpoints and ranks hold adapters as they
--- hold any parameter. A layer with an adapter computes
---   LoRA:  y = x W^T + b + s (drop(x) A^T) B^T                          s = alpha / rank
---   DoRA:  y = m / |V| * (x V^T) + b,  V = W + s B A, |V| the norm of each row, without a gradient
--- Shapes: K inputs, N outputs, R rank; W [N x K], b and m [N], A [R x K], B [N x R].
--- Adapters are saved in the files of Hugging Face's PEFT. The adapter's state is `_lora` of its
--- layer: { rank, alpha, scale, dropout, A, B, m (DoRA), weight (the frozen one, while merged) }.
+-- `engine.lora`: low-rank adapters for fine-tuning, and their files, which are those of Hugging
+-- Face's PEFT: adapter_config.json and adapter_model.safetensors. lora_layers.lua has the adapters
+-- themselves.
+--
+-- A layer of this engine may be several of Hugging Face's, joined by rows: qkv of nn.llama is
+-- q_proj, k_proj and v_proj. An adapter of such a layer is saved as one of each part, with the same
+-- A and the part's rows of B. PEFT trains an A for each part; these are stacked when they are
+-- loaded, and each part's B takes the columns of its A. The layer then computes the same with a
+-- rank that is the sum of the parts', and loses nothing.
+-- Shapes: K inputs, N outputs, R rank; A [R x K], B [N x R].
 local M_ffi = require "engine.base.ffi"
-local arguments = require "engine.base.arguments"
+local adapters = require "engine.nn.lora_layers"
 local autograd = require "engine.tensor.autograd"
 local files = require "engine.base.file"
-local fuse = require "engine.nn.fuse"
-local layers = require "engine.nn.layers"
-local module = require "engine.nn.module"
 local nearest = require "engine.base.nearest"
 local safetensors = require "engine.tensor.safetensors"
 local tensor = require "engine.tensor.tensor"
-local within = require "engine.base.within"
 
 local C, check, raise, value_text = M_ffi.C, M_ffi.check, M_ffi.raise, M_ffi.value_text
 
-local M = {}
+local M = { new = adapters.new, disabled = adapters.disabled, merge = adapters.merge,
+  unmerge = adapters.unmerge }
 
--- ------------------------------------------------------------------ the forward pass
+-- ------------------------------------------------------------------ names
 
--- Runs f(...) without autocast: norms and merged weights are computed in f32.
-local function in_f32(f, ...)
-  local before = M_ffi.new("eng_precision")
-  return within(function() C.eng_autocast(nil, before) end,
-    function() C.eng_autocast(before, nil) end, f, ...)
-end
-
--- The frozen weight in `dtype`. A base in e4m3 has a scale for each row.
-local function frozen(layer, dtype)
-  local weight, scale = layer.weight, rawget(layer, "weight_scale")
-  if scale then return weight:to(dtype) * scale:to(dtype) end
-  return weight:to(dtype)
-end
-
--- x W^T + b; without a bias if `bias` is false.
-local function base(layer, x, bias)
-  if not rawget(layer, "weight_scale") then return fuse.linear(layer, x, bias) end
-  return x:linear(frozen(layer, x.dtype), bias ~= false and rawget(layer, "bias") or nil)
-end
-
--- V = W + s B A in f32 [N x K].
-local function adapted_weight(layer)
-  local own = layer._lora
-  return frozen(layer, "f32") + own.B.weight:detach():matmul(own.A.weight:detach()) * own.scale
-end
-
-local function row_norms(v) return v:square():sum(-1):sqrt() end
-
-local function dropped(layer, x)
-  local p = layer._lora.dropout
-  return p > 0 and layer._training and x:dropout(p) or x
-end
-
-local function lora_forward(layer, x)
-  local own = layer._lora
-  return base(layer, x) + own.B(own.A(dropped(layer, x))) * own.scale
-end
-
--- With dropout, W sees x in the first term and drop(x) in the others, as in PEFT:
---   x W^T + b + (m / |V| - 1) drop(x) W^T + m / |V| s (drop(x) A^T) B^T
-local function dora_forward(layer, x)
-  local own, z = layer._lora, dropped(layer, x)
-  local norms = autograd.no_grad(in_f32, function() return row_norms(adapted_weight(layer)) end)
-  local gain, y = own.m / norms, base(layer, z, false)
-  local delta, bias = own.B(own.A(z)) * own.scale, rawget(layer, "bias")
-  local sum = gain * (y + delta)
-  if z ~= x then sum = sum + base(layer, x, false) - y end
-  return (bias and sum + bias or sum):to(y.dtype)
-end
-
--- Switches the adapter of a layer on or off.
-local function switch(layer, on)
-  local own = layer._lora
-  rawset(layer, "forward", on and (own.m and dora_forward or lora_forward)
-    or rawget(layer, "weight_scale") and base or nil)
-end
-
--- ------------------------------------------------------------------ adding adapters
-
--- The linear layers of a model that may have an adapter, or have one, in order: { path, layer }.
-local function linears(model)
-  local list = {}
-  model:apply(function(m, path)
-    if m._class == "linear" and not rawget(m, "_is_adapter") then
-      list[#list + 1] = { path = path, layer = m }
-    end
-  end)
-  return list
-end
-
-local function want_model(model, name)
-  if not module.is_module(model) then
-    raise("%s: expected a module, got %s", name, value_text(model))
-  end
-end
-
--- Weights are replaced and freed, which the backward pass of a recorded loss would not survive.
-local function want_no_tape(name)
-  if C.eng_tape_length() > 0 then
-    raise("%s: there are recorded operations; hint: call it between two steps", name)
-  end
-end
-
--- The layers with an adapter: { path, layer }. None is an error.
-local function adapted(model, name, hint)
-  want_model(model, name)
-  local list = {}
-  for _, l in ipairs(linears(model)) do
-    if rawget(l.layer, "_lora") then list[#list + 1] = l end
-  end
-  if #list == 0 then
-    raise("%s: the model has no adapters; hint: nn.lora adds them%s", name, hint or "")
-  end
-  return list
-end
-
-local function text_of_paths(list)
-  local paths = {}
-  for i, l in ipairs(list) do paths[i] = l.path ~= "" and l.path or "linear" end
-  return table.concat(paths, " ", 1, math.min(#paths, 8)) .. (#paths > 8 and " .." or "")
-end
-
--- Refuses a pattern that matches no linear layer: the nearest path or part of one, and the layers.
-local function refuse_unmatched(pattern, all)
-  local names = {}
-  for _, l in ipairs(all) do
-    for part in l.path:gmatch("%a[%w_]*") do names[#names + 1] = part end
-    for at in ("." .. l.path):gmatch("%.()") do names[#names + 1] = l.path:sub(at - 1) end
-  end
-  raise("nn.lora: the pattern '%s' matches no linear layer%s; linear layers: %s", pattern,
-    nearest.hint(pattern:gsub("[%^$%%]", ""), names), text_of_paths(all))
-end
-
--- The layers that `match` names: a pattern, a list of patterns, or nil for all but the head.
-local function chosen(model, match)
-  local all, list, taken = linears(model), {}, {}
-  if #all == 0 then raise("nn.lora: the model has no linear layer") end
-  for _, pattern in ipairs(match == nil and {} or type(match) == "table" and match or { match }) do
-    if type(pattern) ~= "string" or not pcall(string.find, "", pattern) then
-      raise("nn.lora: expected match to be a pattern or a list of patterns, got %s",
-        value_text(pattern))
-    end
-    local found = false
-    for _, l in ipairs(all) do
-      if l.path:find(pattern) then found, taken[l] = true, true end
-    end
-    if not found then refuse_unmatched(pattern, all) end
-  end
-  for _, l in ipairs(all) do
-    local head = l.path:find("^head$") or l.path:find("^lm_head$")
-    if taken[l] or match == nil and not head then list[#list + 1] = l end
-  end
-  if #list == 0 then raise("nn.lora: match is empty; linear layers: %s", text_of_paths(all)) end
-  return list
-end
-
-local OPTIONS = { match = true, rank = true, alpha = true, dropout = true, dora = true,
-  base = true }
-local BASES = { f32 = true, bf16 = true, f16 = true, e4m3 = true }
-
-local function read(options)
-  options = tensor.read_named(options, "nn.lora", OPTIONS)
-  local rank, alpha, dropout = options.rank or 8, options.alpha or 16, options.dropout or 0
-  arguments.want_whole(rank, "nn.lora", "rank", 1)
-  if type(alpha) ~= "number" or not (math.abs(alpha) < math.huge) then
-    raise("nn.lora: expected alpha to be a finite number, got %s", value_text(alpha))
-  end
-  if type(dropout) ~= "number" or not (dropout >= 0 and dropout < 1) then
-    raise("nn.lora: expected dropout in [0, 1), got %s", value_text(dropout))
-  end
-  if options.dora ~= nil and type(options.dora) ~= "boolean" then
-    raise("nn.lora: expected dora to be true or false, got %s", value_text(options.dora))
-  end
-  if options.base ~= nil and not BASES[options.base] then
-    raise("nn.lora: expected base to be a format, got %s%s", value_text(options.base),
-      nearest.choices(tostring(options.base), BASES, "formats"))
-  end
-  return { rank = rank, alpha = alpha, dropout = dropout, dora = options.dora or false,
-    base = options.base }
-end
-
-local function refuse(l, rank)
-  local layer = l.layer
-  if rawget(layer, "_lora") then
-    raise("nn.lora: %s has an adapter already; hint: match other layers, or lora.load for values",
-      l.path)
-  end
-  local most = math.min(layer.inputs, layer.outputs)
-  if rank > most then
-    raise("nn.lora: expected a rank of at most %d for %s, linear(%d -> %d), got %d", most, l.path,
-      layer.inputs, layer.outputs, rank)
-  end
-end
-
--- Stores the frozen weight in another format, and frees it unless something else may hold it.
-local function convert(layer, format, shared)
-  local weight = layer.weight
-  if format == weight.dtype then return end
-  autograd.scope(function()
-    local values = weight:detach():to("f32")
-    if format == "e4m3" then
-      local rows = values:abs():max(-1):unsqueeze(2):totable()                            -- [N x 1]
-      for _, row in ipairs(rows) do
-        -- a power of two, so that only the rounding to e4m3 changes the weight
-        local exponent = math.ceil(math.log(row[1] / 448) / math.log(2))
-        row[1] = row[1] > 0 and 2 ^ math.max(-120, exponent) or 1
-      end
-      layer:parameter("weight_scale", tensor.tensor(rows, { dtype = "f32" }):keep(), "norm")
-      rawset(layer, "_high", true)                          -- FP8 recipes skip the layer
-      values = values / layer.weight_scale:detach()
-    end
-    layer.weight = values:to(format):keep()
-  end)
-  if not shared[tonumber(weight.slot)] and not rawget(layer, "_set") then weight:free() end
-end
-
--- While a model has adapters, its method `save`, which knows only the frozen model's parameters,
--- is an error.
-local function refuse_save(model, on)
-  local kept = rawget(model, "_save")
-  if on and model.save and not kept then
-    rawset(model, "_save", { rawget(model, "save") })
-    rawset(model, "save", function()
-      raise("%s.save: the model has adapters; hint: lora.save writes them, lora.merge(model) adds "
-        .. "them to the weights", model._class)
-    end)
-  elseif not on and kept then
-    rawset(model, "save", kept[1])
-    rawset(model, "_save", nil)
-  end
-end
-
-local function attach(layer, o)
-  local A = layers.linear(layer.inputs, o.rank, { bias = false })
-  local B = layers.linear(o.rank, layer.outputs, { bias = false })
-  B.weight:zero()
-  for _, half in ipairs { A, B } do
-    rawset(half, "_is_adapter", true)
-    rawset(half, "_high", true)                             -- adapters are not quantized to FP8
-    rawset(half, "_training", layer._training)
-  end
-  layer.lora_A = A
-  layer.lora_B = B
-  rawset(layer, "_lora", { rank = o.rank, alpha = o.alpha, scale = o.alpha / o.rank,
-    dropout = o.dropout, A = A, B = B })
-  if o.dora then
-    local m = autograd.scope(in_f32, function() return row_norms(frozen(layer, "f32")):keep() end)
-    layer:parameter("lora_magnitude_vector", m, "norm")
-    layer._lora.m = m
-  end
-  rawset(layer, "extra", function(self)
-    local dtype = self.weight.dtype
-    return ("%d -> %d%s, %s rank %d, alpha %g"):format(self.inputs, self.outputs,
-      dtype == "f32" and "" or ", " .. dtype, o.dora and "dora" or "lora", o.rank, o.alpha)
-  end)
-  switch(layer, true)
-end
-
--- The tensors that several modules share, by slot.
-local function shared_tensors(model)
-  local seen, shared = {}, {}
-  model:apply(function(m)
-    for _, key in ipairs(m._order) do
-      local x = rawget(m, key)
-      if tensor.is_tensor(x) then
-        local slot = tonumber(x.slot)
-        shared[slot], seen[slot] = seen[slot], true
-      end
-    end
-  end)
-  return shared
-end
-
---- nn.lora(model [, { match, rank = 8, alpha = 16, dropout = 0, dora = false, base }]): gives the
---- linear layers whose path matches a low-rank adapter and freezes every other parameter; returns
---- the model. match: a Lua pattern or a list of them ("attn%.qkv$"); without it, all linear layers
---- but the head. dropout acts on the adapter's input. dora: a trained magnitude for each output
---- (DoRA). base: the format that stores the frozen weights of these layers, "bf16", "f16" or "e4m3"
---- (with a power-of-two scale for each row); they keep theirs otherwise. An adapter changes nothing
---- until it is trained.
-function M.new(model, options)
-  want_model(model, "nn.lora")
-  want_no_tape "nn.lora"
-  local o = read(options)
-  local list = chosen(model, options and options.match)
-  for _, l in ipairs(list) do refuse(l, o.rank) end
-  if rawget(model, "_merged") then
-    raise("nn.lora: the model's adapters are merged; hint: lora.unmerge(model)")
-  end
-  for _, p in ipairs(model:parameters()) do
-    if not rawget(p.owner, "_is_adapter") and not p.name:find("lora_magnitude_vector$") then
-      p.tensor:requires_grad(false)
-    end
-  end
-  local shared = shared_tensors(model)
-  for _, l in ipairs(list) do
-    if o.base and o.base ~= "f32" then convert(l.layer, o.base, shared) end
-    if rawget(l.layer, "weight_scale") then l.layer.weight_scale:requires_grad(false) end
-    attach(l.layer, o)
-  end
-  refuse_save(model, true)
-  return model
-end
-
--- ------------------------------------------------------------------ off, merged
-
---- lora.disabled(model, f, ...): runs f(...) with all adapters off and returns its results: the
---- model is the frozen one, such as the reference of engine.losses.dpo.
-function M.disabled(model, f, ...)
-  local list = adapted(model, "lora.disabled", ", or give losses.dpo a reference")
-  if rawget(model, "_merged") then
-    raise("lora.disabled: the adapters are merged; hint: lora.unmerge(model)")
-  end
-  return within(function() for _, l in ipairs(list) do switch(l.layer, false) end end,
-    function() for _, l in ipairs(list) do switch(l.layer, true) end end, f, ...)
-end
-
-local PARTS = { "weight_scale", "lora_A", "lora_B", "lora_magnitude_vector" }
-
--- Takes the adapter out of the layer's parameters, or puts it back.
-local function hide(layer, hidden)
-  local own = layer._lora
-  for _, key in ipairs(PARTS) do
-    if hidden then
-      own.parts[key] = rawget(layer, key)
-      for i, k in ipairs(layer._order) do
-        if k == key then table.remove(layer._order, i) break end
-      end
-      rawset(layer, key, nil)
-    elseif own.parts[key] then layer[key] = own.parts[key] end
-  end
-end
-
---- lora.merge(model): adds every adapter to its frozen weight, in f32. The layers are plain linear
---- layers then, as fast and as easily saved as before; the adapters and the frozen weights are kept
---- for lora.unmerge. Returns the model.
-function M.merge(model)
-  local list = adapted(model, "lora.merge")
-  want_no_tape "lora.merge"
-  if rawget(model, "_merged") then raise("lora.merge: the adapters are merged already") end
-  for _, l in ipairs(list) do
-    local layer, own = l.layer, l.layer._lora
-    local merged = autograd.scope(in_f32, function()
-      local v = adapted_weight(layer)
-      if own.m then v = v * (own.m:detach() / row_norms(v)):unsqueeze(2) end
-      return v:keep()
-    end)
-    own.parts, own.weight = {}, layer.weight
-    hide(layer, true)
-    layer.weight = merged
-    rawset(layer, "forward", nil)
-  end
-  rawset(model, "_merged", true)
-  refuse_save(model, false)
-  return model
-end
-
---- lora.unmerge(model): brings the frozen weights and the adapters back as they were, bit for bit.
---- Returns the model.
-function M.unmerge(model)
-  local list = adapted(model, "lora.unmerge")
-  want_no_tape "lora.unmerge"
-  if not rawget(model, "_merged") then raise("lora.unmerge: the adapters are not merged") end
-  for _, l in ipairs(list) do
-    if arguments.info(l.layer.weight).requires_grad ~= 0 then
-      raise("lora.unmerge: %s.weight has been unfrozen since lora.merge, and its training would be "
-        .. "lost; hint: model:freeze() first to drop it", l.path)
-    end
-  end
-  for _, l in ipairs(list) do
-    local layer, own = l.layer, l.layer._lora
-    layer.weight:free()
-    layer.weight, own.weight = own.weight, nil
-    hide(layer, false)
-    switch(layer, true)
-  end
-  rawset(model, "_merged", nil)
-  refuse_save(model, true)
-  return model
-end
-
--- ------------------------------------------------------------------ PEFT's files
-
--- Hugging Face's names of GPT-2's layers. Their Conv1D stores [in x out], which PEFT calls
+-- Hugging Face's names of a block's layers. GPT-2's Conv1D stores [in x out], which PEFT calls
 -- fan_in_fan_out; adapters have one orientation everywhere.
 local GPT2 = { ["attn.qkv"] = "attn.c_attn", ["attn.out"] = "attn.c_proj",
   ["mlp.up"] = "mlp.c_fc", ["mlp.down"] = "mlp.c_proj" }
+local LLAMA = { ["attn.out"] = "self_attn.o_proj", ["mlp.gate"] = "mlp.gate_proj",
+  ["mlp.up"] = "mlp.up_proj", ["mlp.down"] = "mlp.down_proj" }
 
-local function gpt2_name(path)
+local function block_of(path)
   local block, rest = path:match("^blocks%.(%d+)%.(.+)$")
-  return block and GPT2[rest] and ("transformer.h.%d.%s"):format(block - 1, GPT2[rest]) or path
+  return block and block - 1, rest
 end
 
+local function gpt2_names(path)
+  local block, rest = block_of(path)
+  return block and GPT2[rest] and ("transformer.h.%d.%s"):format(block, GPT2[rest]) or path
+end
+
+local function llama_names(path, layer, config)
+  local block, rest = block_of(path)
+  if not block or rest ~= "attn.qkv" then
+    return LLAMA[rest] and ("model.layers.%d.%s"):format(block, LLAMA[rest])
+      or path == "head" and "lm_head" or path
+  end
+  local at, H, G = ("model.layers.%d.self_attn."):format(block), config.heads, config.kv_heads
+  local D = layer.outputs / (H + 2 * G)
+  return { { at .. "q_proj", H * D }, { at .. "k_proj", G * D }, { at .. "v_proj", G * D } }
+end
+
+local KNOWN = { gpt = gpt2_names, gpt2 = gpt2_names, llama = llama_names }
 local SAVE, LOAD = { names = true, base_model = true }, { names = true }
 
--- The layer's name in PEFT's files: what options.names gives for its path; without that function,
--- Hugging Face's name for GPT-2's layers and the path for others.
-local function namer(model, options, name)
-  local names, is_gpt2 = options.names, model._class == "gpt" or model._class == "gpt2"
-  if names ~= nil and type(names) ~= "function" then
-    raise("%s: expected names to be a function(path), got %s", name, value_text(names))
+-- Returns a function that gives the parts of a layer { path, layer } in the files, in the order of
+-- its rows: { { name =, first =, last = } .. }, and whether these names are GPT-2's. options.names
+-- gives names for a path; without that function, those of nn.gpt and nn.llama are known, and others
+-- keep their path.
+local function namer(model, options, caller)
+  local own, known = options.names, KNOWN[model._class]
+  if own ~= nil and type(own) ~= "function" then
+    raise("%s: expected names to be a function(path), got %s", caller, value_text(own))
   end
-  return function(path)
-    local result = (names or is_gpt2 and gpt2_name or tostring)(path)
-    if type(result) ~= "string" then
-      raise("%s: expected names('%s') to be a string, got %s", name, path, value_text(result))
+  return function(l)
+    local given = (own or known or tostring)(l.path, l.layer, rawget(model, "config"))
+    local parts, row = {}, 0
+    for i, part in ipairs(type(given) == "table" and given or { { given, l.layer.outputs } }) do
+      local name, rows = unpack(type(part) == "table" and part or {}, 1, 2)
+      if type(name) ~= "string" or type(rows) ~= "number" then
+        raise("%s: expected names('%s') to be a string or a list of { name, rows }, got %s", caller,
+          l.path, value_text(given))
+      end
+      parts[i], row = { name = name, first = row + 1, last = row + rows }, row + rows
     end
-    return result
-  end, not names and is_gpt2
+    if row ~= l.layer.outputs then
+      raise("%s: expected the parts of names('%s') to have %d rows together, got %d", caller,
+        l.path, l.layer.outputs, row)
+    end
+    return parts
+  end, not own and known == gpt2_names
 end
 
-local function want_folder(folder, name)
+local function want_folder(folder, caller)
   if type(folder) ~= "string" or folder == "" then
-    raise("%s: expected a folder, got %s", name, value_text(folder))
+    raise("%s: expected a folder, got %s", caller, value_text(folder))
   end
   return (folder:gsub("(.)/+$", "%1"))
 end
 
--- The tensors of an adapter by the endings of their keys in PEFT's file.
-local function tensors_of(own)
-  return { ["lora_A.weight"] = own.A.weight, ["lora_B.weight"] = own.B.weight,
-    lora_magnitude_vector = own.m }
+-- ------------------------------------------------------------------ saving
+
+local PREFIX, A, B, MAGNITUDE = "base_model.model.", "lora_A.weight", "lora_B.weight",
+  "lora_magnitude_vector"
+
+-- The rows of a tensor that belong to a part; the tensor itself if they are all.
+local function rows_of(x, part)
+  if part.first == 1 and part.last == x:size(1) then return x end
+  return x:slice(1, part.first, part.last)
 end
 
-local PREFIX = "base_model.model."
-
---- lora.save(model, folder [, { names = function(path) -> name, base_model = nil }]): writes the
---- adapters as PEFT does, adapter_config.json and adapter_model.safetensors, in f32. `names` gives
---- Hugging Face's name of a layer; GPT-2's are known. base_model: base_model_name_or_path.
-function M.save(model, folder, options)
-  local list = adapted(model, "lora.save")
-  folder = want_folder(folder, "lora.save")
-  options = tensor.read_named(options, "lora.save", SAVE)
-  local name_of, conv1d = namer(model, options, "lora.save")
+local function save(list, folder, name_of, base_model, conv1d)
+  local json = require "engine.base.json"
   local first, tensors, targets, ranks, alphas = list[1].layer._lora, {}, {}, {}, {}
-  for i, l in ipairs(list) do
-    local own, name = l.layer._lora, name_of(l.path)
+  for _, l in ipairs(list) do
+    local own = l.layer._lora
     if (own.m ~= nil) ~= (first.m ~= nil) or own.dropout ~= first.dropout then
       raise("lora.save: PEFT's files hold one dropout and either LoRA or DoRA; %s and %s differ",
         list[1].path, l.path)
     end
-    targets[i] = name
-    if own.rank ~= first.rank then ranks[name] = own.rank end
-    if own.alpha ~= first.alpha then alphas[name] = own.alpha end
-    for ending, x in pairs(tensors_of(own)) do tensors[PREFIX .. name .. "." .. ending] = x end
+    for _, part in ipairs(name_of(l)) do
+      local at = PREFIX .. part.name .. "."
+      targets[#targets + 1] = part.name
+      if own.rank ~= first.rank then ranks[part.name] = own.rank end
+      if own.alpha ~= first.alpha then alphas[part.name] = own.alpha end
+      tensors[at .. A], tensors[at .. B] = own.A.weight, rows_of(own.B.weight, part)
+      tensors[at .. MAGNITUDE] = own.m and rows_of(own.m, part)
+    end
   end
-  local json = require "engine.base.json"
   local function patterns(t) return next(t) and t or json.no_fields end
   local text = json.plain { peft_type = "LORA", task_type = "CAUSAL_LM", r = first.rank,
     lora_alpha = first.alpha, lora_dropout = first.dropout, use_dora = first.m ~= nil,
     target_modules = targets, rank_pattern = patterns(ranks), alpha_pattern = patterns(alphas),
     bias = "none", fan_in_fan_out = conv1d, inference_mode = true,
-    base_model_name_or_path = options.base_model or json.null }
+    base_model_name_or_path = base_model or json.null }
   check(C.eng_file_mkdir(folder), true)
   safetensors.save(folder .. "/adapter_model.safetensors", tensors, { format = "pt" })
   check(C.eng_file_write(folder .. "/adapter_config.json", text, #text), true)
 end
+
+--- lora.save(model, folder [, { names = nil, base_model = nil }]): writes the adapters as PEFT
+--- does, adapter_config.json and adapter_model.safetensors, in f32. names(path, layer) returns
+--- Hugging Face's name of a layer, or a list of { name, rows } for a layer that is several there,
+--- joined by rows. Those of nn.gpt and nn.llama are known. base_model: base_model_name_or_path.
+function M.save(model, folder, options)
+  local list = adapters.adapted(model, "lora.save")
+  folder = want_folder(folder, "lora.save")
+  options = tensor.read_named(options, "lora.save", SAVE)
+  local name_of, conv1d = namer(model, options, "lora.save")
+  autograd.scope(save, list, folder, name_of, options.base_model, conv1d)
+end
+
+-- ------------------------------------------------------------------ loading
 
 -- What this engine has only one value for.
 local ONLY = { peft_type = "LORA", bias = "none", use_rslora = false, lora_bias = false,
@@ -487,79 +168,163 @@ local function read_config(path)
         type(value) == "table" and "a list" or tostring(value), tostring(only))
     end
   end
-  if type(config.r) ~= "number" or type(config.lora_alpha) ~= "number" then
-    raise("lora.load: %s: expected numbers r and lora_alpha", path)
+  local dropout = config.lora_dropout or 0
+  if type(config.lora_alpha) ~= "number" then
+    raise("lora.load: %s: expected lora_alpha to be a number, got %s", path,
+      value_text(config.lora_alpha))
+  elseif type(dropout) ~= "number" or not (dropout >= 0 and dropout < 1) then
+    raise("lora.load: %s: expected lora_dropout in [0, 1), got %s", path, value_text(dropout))
   end
+  if type(config.alpha_pattern) ~= "table" then config.alpha_pattern = {} end
   return config
 end
 
--- The value of a PEFT pattern table for a layer: its keys are names or the ends of names.
-local function by_pattern(patterns, name, otherwise, used)
-  for key, value in pairs(type(patterns) == "table" and patterns or {}) do
+-- The alpha of a layer: a key of PEFT's alpha_pattern is a name or the end of one.
+local function alpha_of(config, name, used)
+  for key, value in pairs(config.alpha_pattern) do
     if name == key or name:sub(-#key - 1) == "." .. key then
       used[key] = true
       return value
     end
   end
-  return otherwise
+  return config.lora_alpha
 end
 
--- What the file says, by layer: { path, layer, rank, alpha, entries = { ending = name in file } }.
--- Every tensor of the file must belong to a layer of the model and fit it.
-local function plan(model, file, config, name_of)
-  local by_name, names, wanted, used = {}, {}, {}, {}
-  for _, l in ipairs(linears(model)) do
-    local name = name_of(l.path)
-    names[#names + 1], by_name[name] = name, l
+-- The parts of the model's layers that the file has: a list of { path, layer, count = of all parts
+-- of the layer, { first, last, alpha, entries = { ending = name in the file } } .. }.
+local function find(model, file, config, name_of, fail)
+  local by_name, names, list, used = {}, {}, {}, {}
+  for _, l in ipairs(adapters.linears(model)) do
+    local parts = name_of(l)
+    l.count = #parts
+    for _, part in ipairs(parts) do
+      names[#names + 1], by_name[part.name] = part.name, { l = l, part = part }
+    end
   end
-  local function fail(...) raise("lora.load: " .. file.path .. ": " .. string.format(...)) end
   for _, key in ipairs(file.names) do
     local name, ending = key:match("^base_model%.model%.(.+)%.(lora_[AB]%.weight)$")
     if not name then
       name, ending = key:match("^base_model%.model%.(.+)%.(lora_magnitude_vector)$")
     end
-    local l = name and by_name[name]
-    if not l then
+    local at = name and by_name[name]
+    if not at then
       fail("the adapter is for another model: it has '%s'%s; linear layers: %s", key,
-        nearest.hint(name or key, names), text_of_paths(linears(model)))
+        nearest.hint(name or key, names), adapters.text_of_paths(adapters.linears(model)))
     end
-    if not wanted[l] then
-      wanted[l] = { path = l.path, layer = l.layer, entries = {},
-        alpha = by_pattern(config.alpha_pattern, name, config.lora_alpha, used) }
-      wanted[#wanted + 1] = wanted[l]
+    local l, part = at.l, at.part
+    if not l[1] then list[#list + 1] = l end
+    if not part.entries then
+      l[#l + 1], part.entries, part.alpha = part, {}, alpha_of(config, name, used)
     end
-    wanted[l].entries[ending] = key
+    part.entries[ending] = key
   end
-  for key in pairs(type(config.alpha_pattern) == "table" and config.alpha_pattern or {}) do
+  for key in pairs(config.alpha_pattern) do
     if not used[key] then fail("the alpha_pattern '%s' names no layer", key) end
   end
-  if #wanted == 0 then fail("it holds no adapter") end
-  local dora = config.use_dora == true
-  for _, w in ipairs(wanted) do
-    local a = file.entries[w.entries["lora_A.weight"]]
-    w.rank = a and a.shape[1] or config.r
-    local expected = { ["lora_A.weight"] = { w.rank, w.layer.inputs },
-      ["lora_B.weight"] = { w.layer.outputs, w.rank },
-      lora_magnitude_vector = dora and { w.layer.outputs } or nil }
-    for ending, shape in pairs(expected) do
-      local found = file.entries[w.entries[ending]]
-      local text, got = tensor.shape_text(shape), found and tensor.shape_text(found.shape)
-      if got ~= text then
-        fail("%s of %s: expected %s, got %s; hint: an adapter of another model?", ending, w.path,
-          text, got or "nothing")
-      end
-    end
-  end
-  return wanted, dora
+  if #list == 0 then fail("it holds no adapter") end
+  return list
 end
 
---- lora.load(model, folder [, { names = function(path) -> name }]): reads adapters that PEFT or
---- lora.save wrote. A model without adapters gets those of the file, as by nn.lora; otherwise the
+-- Checks the shapes of a layer's parts and sets its `rank` and `alpha`. `joined`: all parts share
+-- one A.
+local function measure(l, file, dora, fail)
+  local a = file.entries[l[1].entries[A]]
+  local rank = math.max(1, a and #a.shape == 2 and a.shape[1] or 0)
+  for _, part in ipairs(l) do
+    local rows = part.last - part.first + 1
+    local expected = { [A] = { rank, l.layer.inputs }, [B] = { rows, rank },
+      [MAGNITUDE] = dora and { rows } or nil }
+    for ending, shape in pairs(expected) do
+      local found, text = file.entries[part.entries[ending]], tensor.shape_text(shape)
+      local got = found and tensor.shape_text(found.shape) or "nothing"
+      if got ~= text then
+        fail("%s of %s: expected %s, got %s; hint: an adapter of another model?", ending, l.path,
+          text, got)
+      end
+    end
+    if type(part.alpha) ~= "number" then
+      fail("expected the alpha of %s to be a number, got %s", l.path, value_text(part.alpha))
+    end
+    if part.alpha ~= l[1].alpha then fail("the parts of %s have different alphas", l.path) end
+    part.tensors = {}
+    for ending, name in pairs(part.entries) do part.tensors[ending] = file:read(name) end
+  end
+  l.joined = #l == l.count
+  for _, part in ipairs(l) do
+    l.joined = l.joined and part.tensors[A]:eq(l[1].tensors[A]):to("f32"):min():item() == 1
+  end
+  local times, most = l.joined and 1 or #l, math.min(l.layer.inputs, l.layer.outputs)
+  l.part_rank, l.rank, l.alpha = rank, rank * times, l[1].alpha * times
+  if l.rank > most then
+    fail("the parts of %s have rank %d together, the layer takes up to %d", l.path, l.rank, most)
+  end
+end
+
+-- Refuses a file with other adapters than the model's.
+local function compare(model, list, dora, fail)
+  local of_file, count = {}, 0
+  for _, l in ipairs(list) do of_file[l.layer] = l end
+  for _, l in ipairs(adapters.linears(model)) do
+    local own, theirs = rawget(l.layer, "_lora"), of_file[l.layer]
+    if own and not theirs then
+      fail("the model has other adapters: the file has none for %s; hint: load into a model "
+        .. "without adapters", l.path)
+    elseif own and (theirs.rank ~= own.rank or theirs.alpha ~= own.alpha
+      or dora ~= (own.m ~= nil)) then
+      fail("the model has other adapters: %s is %s with rank %d and alpha %g, in the file %s with "
+        .. "%d and %g; hint: load into a model without adapters", l.path, own.m and "DoRA" or
+        "LoRA", own.rank, own.alpha, dora and "DoRA" or "LoRA", theirs.rank, theirs.alpha)
+    end
+    count = count + (own and 1 or 0)
+  end
+  if count > 0 and #list > count then fail("the model has fewer adapters than the file") end
+  return count > 0
+end
+
+local function fill(l)
+  local own = l.layer._lora
+  if not l.joined then own.B.weight:zero() end
+  for i, part in ipairs(l) do
+    local from, to = (i - 1) * l.part_rank + 1, i * l.part_rank
+    if l.joined then from, to = 1, l.part_rank end
+    own.A.weight:slice(1, from, to):copy(part.tensors[A])
+    rows_of(own.B.weight, part):slice(2, from, to):copy(part.tensors[B])
+    if own.m then rows_of(own.m, part):copy(part.tensors[MAGNITUDE]) end
+  end
+end
+
+local function load(model, file, config, name_of)
+  local function fail(...)
+    raise("%s", "lora.load: " .. file.path .. ": " .. string.format(...))
+  end
+  local dora, list = config.use_dora == true, find(model, file, config, name_of, fail)
+  autograd.scope(function()
+    local good, problem = pcall(function()
+      for _, l in ipairs(list) do measure(l, file, dora, fail) end
+      if not compare(model, list, dora, fail) then
+        for _, l in ipairs(list) do
+          adapters.new(model, { match = "^" .. l.path:gsub("%p", "%%%0") .. "$", rank = l.rank,
+            alpha = l.alpha, dropout = config.lora_dropout, dora = dora })
+        end
+      end
+      for _, l in ipairs(list) do fill(l) end
+    end)
+    for _, l in ipairs(list) do
+      for _, part in ipairs(l) do
+        for _, x in pairs(part.tensors or {}) do x:free() end
+      end
+    end
+    if not good then error(problem, 0) end
+  end)
+end
+
+--- lora.load(model, folder [, { names = nil }]): reads adapters that PEFT or lora.save wrote; names
+--- as in lora.save. A model without adapters gets those of the file, as by nn.lora; otherwise the
 --- file must have the model's. A file that does not fit is an error, and nothing has changed.
 --- Returns the model.
 function M.load(model, folder, options)
-  want_model(model, "lora.load")
-  want_no_tape "lora.load"
+  adapters.want_model(model, "lora.load")
+  adapters.want_no_tape "lora.load"
   folder = want_folder(folder, "lora.load")
   options = tensor.read_named(options, "lora.load", LOAD)
   if rawget(model, "_merged") then
@@ -567,37 +332,7 @@ function M.load(model, folder, options)
   end
   local config = read_config(folder .. "/adapter_config.json")
   local file = safetensors.open(folder .. "/adapter_model.safetensors")
-  local good, problem = pcall(function()
-    local wanted, dora = plan(model, file, config, (namer(model, options, "lora.load")))
-    local have, of_file = {}, {}
-    for _, l in ipairs(linears(model)) do have[l.layer] = rawget(l.layer, "_lora") end
-    for _, w in ipairs(wanted) do of_file[w.layer] = w end
-    for layer, own in pairs(have) do
-      local w = of_file[layer]
-      if not w or w.rank ~= own.rank or w.alpha ~= own.alpha or dora ~= (own.m ~= nil) then
-        raise("lora.load: %s: the model has other adapters: %s; hint: load into a model without",
-          file.path, w and ("%s has rank %d and alpha %g, the file %d and %g"):format(w.path,
-          own.rank, own.alpha, w.rank, w.alpha) or "the file lacks one")
-      end
-    end
-    if next(have) and #wanted > #nearest.keys(have) then
-      raise("lora.load: %s: the model has fewer adapters than the file", file.path)
-    end
-    for _, w in ipairs(not next(have) and wanted or {}) do
-      local path = w.path:gsub("%p", "%%%0")
-      M.new(model, { match = "^" .. path .. "$", rank = w.rank, alpha = w.alpha,
-        dropout = config.lora_dropout, dora = dora })
-    end
-    autograd.scope(function()
-      for _, w in ipairs(wanted) do
-        for ending, x in pairs(tensors_of(w.layer._lora)) do
-          local source = file:read(w.entries[ending])
-          check(C.eng_copy(x, source))
-          source:free()
-        end
-      end
-    end)
-  end)
+  local good, problem = pcall(load, model, file, config, (namer(model, options, "lora.load")))
   file:close()
   if not good then error(problem, 0) end
   return model

@@ -1,0 +1,389 @@
+-- Layers with low-rank adapters: adding, switching off and merging them. An adapter belongs to its
+-- linear layer, which keeps its place and name; all other parameters are frozen, so that
+-- optimizers, checkpoints and ranks hold adapters as they hold any parameter. A layer computes
+--   LoRA:  y = x W^T + b + s (drop(x) A^T) B^T                          s = alpha / rank
+--   DoRA:  y = m / |V| * (x V^T) + b,  V = W + s B A, |V| the norm of each row, without a gradient
+-- Shapes: K inputs, N outputs, R rank; W [N x K], b and m [N], A [R x K], B [N x R].
+-- The adapter's state is `_lora` of its layer: { rank, alpha, scale, dropout, A, B, m (DoRA),
+-- weight (the frozen one, while merged) }. Called by lora.lua and by nn/init.lua.
+local M_ffi = require "engine.base.ffi"
+local arguments = require "engine.base.arguments"
+local autograd = require "engine.tensor.autograd"
+local fuse = require "engine.nn.fuse"
+local layers = require "engine.nn.layers"
+local module = require "engine.nn.module"
+local nearest = require "engine.base.nearest"
+local tensor = require "engine.tensor.tensor"
+local within = require "engine.base.within"
+
+local C, raise, value_text = M_ffi.C, M_ffi.raise, M_ffi.value_text
+
+local M = {}
+
+-- ------------------------------------------------------------------ the forward pass
+
+-- Runs f(...) without autocast: norms and merged weights are computed in f32.
+local function in_f32(f, ...)
+  local before = M_ffi.new("eng_precision")
+  return within(function() C.eng_autocast(nil, before) end,
+    function() C.eng_autocast(before, nil) end, f, ...)
+end
+
+-- The frozen weight in `dtype`. A base in e4m3 has a scale for each row.
+local function frozen(layer, dtype)
+  local weight, scale = layer.weight, rawget(layer, "weight_scale")
+  if scale then return weight:to(dtype) * scale:to(dtype) end
+  return weight:to(dtype)
+end
+
+-- x W^T + b; without a bias if `bias` is false.
+local function base(layer, x, bias)
+  if not rawget(layer, "weight_scale") then return fuse.linear(layer, x, bias) end
+  return x:linear(frozen(layer, x.dtype), bias ~= false and rawget(layer, "bias") or nil)
+end
+
+-- V = W + s B A in f32 [N x K].
+local function adapted_weight(layer)
+  local own = layer._lora
+  return frozen(layer, "f32") + own.B.weight:detach():matmul(own.A.weight:detach()) * own.scale
+end
+
+local function row_norms(v) return v:square():sum(-1):sqrt() end
+
+local function dropped(layer, x)
+  local p = layer._lora.dropout
+  return p > 0 and layer._training and x:dropout(p) or x
+end
+
+local function lora_forward(layer, x)
+  local own = layer._lora
+  return base(layer, x) + own.B(own.A(dropped(layer, x))) * own.scale
+end
+
+-- With dropout, W sees x in the first term and drop(x) in the others, as in PEFT:
+--   x W^T + b + (m / |V| - 1) drop(x) W^T + m / |V| s (drop(x) A^T) B^T
+local function dora_forward(layer, x)
+  local own, z = layer._lora, dropped(layer, x)
+  local norms = autograd.no_grad(in_f32, function() return row_norms(adapted_weight(layer)) end)
+  local gain, y = own.m / norms, base(layer, z, false)
+  local delta, bias = own.B(own.A(z)) * own.scale, rawget(layer, "bias")
+  local sum = gain * (y + delta)
+  if z ~= x then sum = sum + base(layer, x, false) - y end
+  return (bias and sum + bias or sum):to(y.dtype)
+end
+
+-- Switches the adapter of a layer on or off.
+local function switch(layer, on)
+  local own = layer._lora
+  rawset(layer, "forward", on and (own.m and dora_forward or lora_forward)
+    or rawget(layer, "weight_scale") and base or nil)
+end
+
+-- ------------------------------------------------------------------ adding adapters
+
+--- The linear layers of a model that may have an adapter, or have one, in order: { path, layer }.
+function M.linears(model)
+  local list = {}
+  model:apply(function(m, path)
+    if m._class == "linear" and not rawget(m, "_is_adapter") then
+      list[#list + 1] = { path = path, layer = m }
+    end
+  end)
+  return list
+end
+
+--- Raises an error named `name` unless `model` is a module.
+function M.want_model(model, name)
+  if not module.is_module(model) then
+    raise("%s: expected a module, got %s", name, value_text(model))
+  end
+end
+
+--- Raises an error if operations are recorded: weights are replaced and freed, which the backward
+--- pass of a recorded loss would not survive.
+function M.want_no_tape(name)
+  if C.eng_tape_length() > 0 then
+    raise("%s: there are recorded operations; hint: call it between two steps", name)
+  end
+end
+
+--- The layers with an adapter: { path, layer }. None is an error.
+function M.adapted(model, name, hint)
+  M.want_model(model, name)
+  local list = {}
+  for _, l in ipairs(M.linears(model)) do
+    if rawget(l.layer, "_lora") then list[#list + 1] = l end
+  end
+  if #list == 0 then
+    raise("%s: the model has no adapters; hint: nn.lora adds them%s", name, hint or "")
+  end
+  return list
+end
+
+--- The paths of layers as text, the first eight of them.
+function M.text_of_paths(list)
+  local paths = {}
+  for i, l in ipairs(list) do paths[i] = l.path ~= "" and l.path or "linear" end
+  return table.concat(paths, " ", 1, math.min(#paths, 8)) .. (#paths > 8 and " .." or "")
+end
+
+-- Refuses a pattern that matches no linear layer: the nearest path or part of one, and the layers.
+local function refuse_unmatched(pattern, all)
+  local names = {}
+  for _, l in ipairs(all) do
+    for part in l.path:gmatch("%a[%w_]*") do names[#names + 1] = part end
+    for at in ("." .. l.path):gmatch("%.()") do names[#names + 1] = l.path:sub(at - 1) end
+  end
+  raise("nn.lora: the pattern '%s' matches no linear layer%s; linear layers: %s", pattern,
+    nearest.hint(pattern:gsub("[%^$%%]", ""), names), M.text_of_paths(all))
+end
+
+-- The layers that `match` names: a pattern, a list of patterns, or nil for all but the head.
+local function chosen(model, match)
+  local all, list, taken = M.linears(model), {}, {}
+  if #all == 0 then raise("nn.lora: the model has no linear layer") end
+  for _, pattern in ipairs(match == nil and {} or type(match) == "table" and match or { match }) do
+    if type(pattern) ~= "string" or not pcall(string.find, "", pattern) then
+      raise("nn.lora: expected match to be a pattern or a list of patterns, got %s",
+        value_text(pattern))
+    end
+    local found = false
+    for _, l in ipairs(all) do
+      if l.path:find(pattern) then found, taken[l] = true, true end
+    end
+    if not found then refuse_unmatched(pattern, all) end
+  end
+  for _, l in ipairs(all) do
+    local head = l.path:find("^head$") or l.path:find("^lm_head$")
+    if taken[l] or match == nil and not head then list[#list + 1] = l end
+  end
+  if #list == 0 then raise("nn.lora: match is empty; linear layers: %s", M.text_of_paths(all)) end
+  return list
+end
+
+local OPTIONS = { match = true, rank = true, alpha = true, dropout = true, dora = true,
+  base = true }
+local BASES = { f32 = true, bf16 = true, f16 = true, e4m3 = true }
+
+local function read(options)
+  options = tensor.read_named(options, "nn.lora", OPTIONS)
+  local rank, alpha, dropout = options.rank or 8, options.alpha or 16, options.dropout or 0
+  arguments.want_whole(rank, "nn.lora", "rank", 1)
+  if type(alpha) ~= "number" or not (math.abs(alpha) < math.huge) then
+    raise("nn.lora: expected alpha to be a finite number, got %s", value_text(alpha))
+  end
+  if type(dropout) ~= "number" or not (dropout >= 0 and dropout < 1) then
+    raise("nn.lora: expected dropout in [0, 1), got %s", value_text(dropout))
+  end
+  if options.dora ~= nil and type(options.dora) ~= "boolean" then
+    raise("nn.lora: expected dora to be true or false, got %s", value_text(options.dora))
+  end
+  if options.base ~= nil and not BASES[options.base] then
+    raise("nn.lora: expected base to be a format, got %s%s", value_text(options.base),
+      nearest.choices(tostring(options.base), BASES, "formats"))
+  end
+  return { rank = rank, alpha = alpha, dropout = dropout, dora = options.dora or false,
+    base = options.base }
+end
+
+local function refuse(l, rank)
+  local layer = l.layer
+  if rawget(layer, "_lora") then
+    raise("nn.lora: %s has an adapter already; hint: match other layers, or lora.load for values",
+      l.path)
+  end
+  local most = math.min(layer.inputs, layer.outputs)
+  if rank > most then
+    raise("nn.lora: expected a rank of at most %d for %s, linear(%d -> %d), got %d", most, l.path,
+      layer.inputs, layer.outputs, rank)
+  end
+end
+
+-- Stores the frozen weight in another format, and frees it unless something else may hold it.
+local function convert(layer, format, shared)
+  local weight = layer.weight
+  if format == weight.dtype then return end
+  autograd.scope(function()
+    local values = weight:detach():to("f32")
+    if format == "e4m3" then
+      local rows = values:abs():max(-1):unsqueeze(2):totable()                            -- [N x 1]
+      for _, row in ipairs(rows) do
+        -- a power of two, so that only the rounding to e4m3 changes the weight
+        local exponent = math.ceil(math.log(row[1] / 448) / math.log(2))
+        row[1] = row[1] > 0 and 2 ^ math.max(-120, exponent) or 1
+      end
+      layer:parameter("weight_scale", tensor.tensor(rows, { dtype = "f32" }):keep(), "norm")
+      rawset(layer, "_high", true)                          -- FP8 recipes skip the layer
+      values = values / layer.weight_scale:detach()
+    end
+    layer.weight = values:to(format):keep()
+  end)
+  if not shared[tonumber(weight.slot)] and not rawget(layer, "_set") then weight:free() end
+end
+
+-- While a model has adapters, its method `save`, which knows only the frozen model's parameters,
+-- is an error.
+local function refuse_save(model, on)
+  local kept = rawget(model, "_save")
+  if on and model.save and not kept then
+    rawset(model, "_save", { rawget(model, "save") })
+    rawset(model, "save", function()
+      raise("%s.save: the model has adapters; hint: lora.save writes them, lora.merge(model) adds "
+        .. "them to the weights", model._class)
+    end)
+  elseif not on and kept then
+    rawset(model, "save", kept[1])
+    rawset(model, "_save", nil)
+  end
+end
+
+local function attach(layer, o)
+  local A = layers.linear(layer.inputs, o.rank, { bias = false })
+  local B = layers.linear(o.rank, layer.outputs, { bias = false })
+  B.weight:zero()
+  for _, half in ipairs { A, B } do
+    rawset(half, "_is_adapter", true)
+    rawset(half, "_high", true)                             -- adapters are not quantized to FP8
+    rawset(half, "_training", layer._training)
+  end
+  layer.lora_A = A
+  layer.lora_B = B
+  rawset(layer, "_lora", { rank = o.rank, alpha = o.alpha, scale = o.alpha / o.rank,
+    dropout = o.dropout, A = A, B = B })
+  if o.dora then
+    local m = autograd.scope(in_f32, function() return row_norms(frozen(layer, "f32")):keep() end)
+    layer:parameter("lora_magnitude_vector", m, "norm")
+    layer._lora.m = m
+  end
+  rawset(layer, "extra", function(self)
+    local dtype = self.weight.dtype
+    return ("%d -> %d%s, %s rank %d, alpha %g"):format(self.inputs, self.outputs,
+      dtype == "f32" and "" or ", " .. dtype, o.dora and "dora" or "lora", o.rank, o.alpha)
+  end)
+  switch(layer, true)
+end
+
+-- The tensors that several modules share, by slot.
+local function shared_tensors(model)
+  local seen, shared = {}, {}
+  model:apply(function(m)
+    for _, key in ipairs(m._order) do
+      local x = rawget(m, key)
+      if tensor.is_tensor(x) then
+        local slot = tonumber(x.slot)
+        shared[slot], seen[slot] = seen[slot], true
+      end
+    end
+  end)
+  return shared
+end
+
+--- nn.lora(model [, { match, rank = 8, alpha = 16, dropout = 0, dora = false, base }]): gives the
+--- linear layers whose path matches a low-rank adapter and freezes every other parameter; returns
+--- the model. match: a Lua pattern or a list of them ("attn%.qkv$"); without it, all linear layers
+--- but the head. dropout acts on the adapter's input. dora: a trained magnitude for each output
+--- (DoRA). base: the format that stores the frozen weights of these layers, "bf16", "f16" or "e4m3"
+--- (with a power-of-two scale for each row); they keep theirs otherwise. An adapter changes nothing
+--- until it is trained.
+function M.new(model, options)
+  M.want_model(model, "nn.lora")
+  M.want_no_tape "nn.lora"
+  local o = read(options)
+  local list = chosen(model, options and options.match)
+  for _, l in ipairs(list) do refuse(l, o.rank) end
+  if rawget(model, "_merged") then
+    raise("nn.lora: the model's adapters are merged; hint: lora.unmerge(model)")
+  end
+  for _, p in ipairs(model:parameters()) do
+    if not rawget(p.owner, "_is_adapter") and not p.name:find("lora_magnitude_vector$") then
+      p.tensor:requires_grad(false)
+    end
+  end
+  local shared = shared_tensors(model)
+  for _, l in ipairs(list) do
+    if o.base and o.base ~= "f32" then convert(l.layer, o.base, shared) end
+    if rawget(l.layer, "weight_scale") then l.layer.weight_scale:requires_grad(false) end
+    attach(l.layer, o)
+  end
+  refuse_save(model, true)
+  return model
+end
+
+-- ------------------------------------------------------------------ off, merged
+
+--- lora.disabled(model, f, ...): runs f(...) with all adapters off and returns its results: the
+--- model is the frozen one, such as the reference of engine.losses.dpo.
+function M.disabled(model, f, ...)
+  local list = M.adapted(model, "lora.disabled", ", or give losses.dpo a reference")
+  if rawget(model, "_merged") then
+    raise("lora.disabled: the adapters are merged; hint: lora.unmerge(model)")
+  end
+  return within(function() for _, l in ipairs(list) do switch(l.layer, false) end end,
+    function() for _, l in ipairs(list) do switch(l.layer, true) end end, f, ...)
+end
+
+local PARTS = { "weight_scale", "lora_A", "lora_B", "lora_magnitude_vector" }
+
+-- Takes the adapter out of the layer's parameters, or puts it back.
+local function hide(layer, hidden)
+  local own = layer._lora
+  for _, key in ipairs(PARTS) do
+    if hidden then
+      own.parts[key] = rawget(layer, key)
+      for i, k in ipairs(layer._order) do
+        if k == key then table.remove(layer._order, i) break end
+      end
+      rawset(layer, key, nil)
+    elseif own.parts[key] then layer[key] = own.parts[key] end
+  end
+end
+
+--- lora.merge(model): adds every adapter to its frozen weight, in f32. The layers are plain linear
+--- layers then, as fast and as easily saved as before; the adapters and the frozen weights are kept
+--- for lora.unmerge. Returns the model.
+function M.merge(model)
+  local list = M.adapted(model, "lora.merge")
+  M.want_no_tape "lora.merge"
+  if rawget(model, "_merged") then raise("lora.merge: the adapters are merged already") end
+  for _, l in ipairs(list) do
+    local layer, own = l.layer, l.layer._lora
+    local merged = autograd.scope(in_f32, function()
+      local v = adapted_weight(layer)
+      if own.m then v = v * (own.m:detach() / row_norms(v)):unsqueeze(2) end
+      return v:keep()
+    end)
+    own.parts, own.weight = {}, layer.weight
+    hide(layer, true)
+    layer.weight = merged
+    rawset(layer, "forward", nil)
+  end
+  rawset(model, "_merged", true)
+  refuse_save(model, false)
+  return model
+end
+
+--- lora.unmerge(model): brings the frozen weights and the adapters back as they were, bit for bit.
+--- Returns the model.
+function M.unmerge(model)
+  local list = M.adapted(model, "lora.unmerge")
+  M.want_no_tape "lora.unmerge"
+  if not rawget(model, "_merged") then raise("lora.unmerge: the adapters are not merged") end
+  for _, l in ipairs(list) do
+    if arguments.info(l.layer.weight).requires_grad ~= 0 then
+      raise("lora.unmerge: %s.weight has been unfrozen since lora.merge, and its training would be "
+        .. "lost; hint: model:freeze() first to drop it", l.path)
+    end
+  end
+  for _, l in ipairs(list) do
+    local layer, own = l.layer, l.layer._lora
+    layer.weight:free()
+    layer.weight, own.weight = own.weight, nil
+    hide(layer, false)
+    switch(layer, true)
+  end
+  rawset(model, "_merged", nil)
+  refuse_save(model, true)
+  return model
+end
+
+return M
