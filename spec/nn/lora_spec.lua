@@ -272,6 +272,7 @@ describe("nn.lora", function()
       ["expected dora to be true or false, got 1"] = { dora = 1 },
       ["expected base to be a format, got 'e4m2'; did you mean 'e4m3'?"] = { base = "e4m2" },
       ["unknown option 'rnk'; did you mean 'rank'?"] = { rnk = 4 },
+      ["unknown option 'target_modules'; did you mean 'match'?"] = { target_modules = "attn" },
     } do
       local model = tiny()
       assert.matches(expected, message(nn.lora, model, options), 1, true)
@@ -291,6 +292,10 @@ describe("nn.lora", function()
     local _, _, opt = train(model, 2)
     lora.merge(model)
     assert.matches("are merged already", message(lora.merge, model), 1, true)
+    assert.matches("lora rank 8, alpha 16, merged", model:describe(), 1, true)
+    lora.unmerge(model.blocks[1])
+    assert.matches("are merged already", message(lora.merge, model), 1, true)
+    lora.merge(model.blocks[1])
     assert.matches("nothing to train: .*hint: the adapters are merged, lora.unmerge%(model%)",
       message(engine.optim.adamw, model))
     assert.matches("nothing in this loss requires a gradient", message(function()

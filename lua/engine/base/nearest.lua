@@ -19,6 +19,8 @@ local ELSEWHERE = {
   manual_seed = "seed", state_dict = "state state_tensors", load_state_dict = "load_state",
   clip_grad_norm_ = "clip_grad_norm", clip_grad_value_ = "clip_grad_value",
   param_groups = "groups", learning_rate = "lr", named_parameters = "parameters",
+  r = "rank", lora_alpha = "alpha", lora_dropout = "dropout", target_modules = "match",
+  use_dora = "dora",
 }
 
 -- Names of other frameworks for which the engine has no single name: what to write instead.

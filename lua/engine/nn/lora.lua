@@ -327,9 +327,7 @@ function M.load(model, folder, options)
   adapters.want_no_tape "lora.load"
   folder = want_folder(folder, "lora.load")
   options = tensor.read_named(options, "lora.load", LOAD)
-  if rawget(model, "_merged") then
-    raise("lora.load: the model's adapters are merged; hint: lora.unmerge(model)")
-  end
+  adapters.want_unmerged(model, "lora.load")
   local config = read_config(folder .. "/adapter_config.json")
   local file = safetensors.open(folder .. "/adapter_model.safetensors")
   local good, problem = pcall(load, model, file, config, (namer(model, options, "lora.load")))

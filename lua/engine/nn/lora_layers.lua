@@ -83,10 +83,10 @@ end
 
 --- The linear layers of a model that may have an adapter, or have one, in order: { path, layer }.
 function M.linears(model)
-  local list = {}
+  local list, seen = {}, {}
   model:apply(function(m, path)
-    if m._class == "linear" and not rawget(m, "_is_adapter") then
-      list[#list + 1] = { path = path, layer = m }
+    if m._class == "linear" and not rawget(m, "_is_adapter") and not seen[m] then
+      list[#list + 1], seen[m] = { path = path, layer = m }, true
     end
   end)
   return list
@@ -118,6 +118,22 @@ function M.adapted(model, name, hint)
     raise("%s: the model has no adapters; hint: nn.lora adds them%s", name, hint or "")
   end
   return list
+end
+
+--- Whether adapters of this model are merged.
+function M.is_merged(model)
+  local found = false
+  for _, l in ipairs(M.linears(model)) do
+    found = found or (rawget(l.layer, "_lora") or {}).weight ~= nil
+  end
+  return found
+end
+
+--- Raises an error if adapters of this model are merged.
+function M.want_unmerged(model, name)
+  if M.is_merged(model) then
+    raise("%s: the model's adapters are merged; hint: lora.unmerge(model)", name)
+  end
 end
 
 --- The paths of layers as text, the first eight of them.
@@ -221,20 +237,21 @@ local function convert(layer, format, shared)
   if not shared[tonumber(weight.slot)] and not rawget(layer, "_set") then weight:free() end
 end
 
--- While a model has adapters, its method `save`, which knows only the frozen model's parameters,
--- is an error.
-local function refuse_save(model, on)
-  local kept = rawget(model, "_save")
-  if on and model.save and not kept then
-    rawset(model, "_save", { rawget(model, "save") })
-    rawset(model, "save", function()
-      raise("%s.save: the model has adapters; hint: lora.save writes them, lora.merge(model) adds "
-        .. "them to the weights", model._class)
-    end)
-  elseif not on and kept then
-    rawset(model, "save", kept[1])
-    rawset(model, "_save", nil)
-  end
+-- Makes the model's method `save`, which knows only the frozen model's parameters, an error while
+-- adapters are not merged.
+local function guard_save(model)
+  local save = model.save
+  if not save or rawget(model, "_guards_save") then return end
+  rawset(model, "_guards_save", true)
+  rawset(model, "save", function(...)
+    for _, l in ipairs(M.linears(model)) do
+      if rawget(l.layer, "_lora") and not l.layer._lora.weight then
+        raise("%s.save: the model has adapters; hint: lora.save writes them, lora.merge(model) "
+          .. "adds them to the weights", model._class)
+      end
+    end
+    return save(...)
+  end)
 end
 
 local function attach(layer, o)
@@ -257,8 +274,9 @@ local function attach(layer, o)
   end
   rawset(layer, "extra", function(self)
     local dtype = self.weight.dtype
-    return ("%d -> %d%s, %s rank %d, alpha %g"):format(self.inputs, self.outputs,
-      dtype == "f32" and "" or ", " .. dtype, o.dora and "dora" or "lora", o.rank, o.alpha)
+    return ("%d -> %d%s, %s rank %d, alpha %g%s"):format(self.inputs, self.outputs,
+      dtype == "f32" and "" or ", " .. dtype, o.dora and "dora" or "lora", o.rank, o.alpha,
+      self._lora.weight and ", merged" or "")
   end)
   switch(layer, true)
 end
@@ -290,10 +308,8 @@ function M.new(model, options)
   M.want_no_tape "nn.lora"
   local o = read(options)
   local list = chosen(model, options and options.match)
+  M.want_unmerged(model, "nn.lora")
   for _, l in ipairs(list) do refuse(l, o.rank) end
-  if rawget(model, "_merged") then
-    raise("nn.lora: the model's adapters are merged; hint: lora.unmerge(model)")
-  end
   for _, p in ipairs(model:parameters()) do
     if not rawget(p.owner, "_is_adapter") and not p.name:find("lora_magnitude_vector$") then
       p.tensor:requires_grad(false)
@@ -305,7 +321,7 @@ function M.new(model, options)
     if rawget(l.layer, "weight_scale") then l.layer.weight_scale:requires_grad(false) end
     attach(l.layer, o)
   end
-  refuse_save(model, true)
+  guard_save(model)
   return model
 end
 
@@ -315,9 +331,7 @@ end
 --- model is the frozen one, such as the reference of engine.losses.dpo.
 function M.disabled(model, f, ...)
   local list = M.adapted(model, "lora.disabled", ", or give losses.dpo a reference")
-  if rawget(model, "_merged") then
-    raise("lora.disabled: the adapters are merged; hint: lora.unmerge(model)")
-  end
+  M.want_unmerged(model, "lora.disabled")
   return within(function() for _, l in ipairs(list) do switch(l.layer, false) end end,
     function() for _, l in ipairs(list) do switch(l.layer, true) end end, f, ...)
 end
@@ -344,7 +358,7 @@ end
 function M.merge(model)
   local list = M.adapted(model, "lora.merge")
   M.want_no_tape "lora.merge"
-  if rawget(model, "_merged") then raise("lora.merge: the adapters are merged already") end
+  if M.is_merged(model) then raise("lora.merge: the adapters are merged already") end
   for _, l in ipairs(list) do
     local layer, own = l.layer, l.layer._lora
     local merged = autograd.scope(in_f32, function()
@@ -357,8 +371,6 @@ function M.merge(model)
     layer.weight = merged
     rawset(layer, "forward", nil)
   end
-  rawset(model, "_merged", true)
-  refuse_save(model, false)
   return model
 end
 
@@ -367,22 +379,22 @@ end
 function M.unmerge(model)
   local list = M.adapted(model, "lora.unmerge")
   M.want_no_tape "lora.unmerge"
-  if not rawget(model, "_merged") then raise("lora.unmerge: the adapters are not merged") end
+  if not M.is_merged(model) then raise("lora.unmerge: the adapters are not merged") end
   for _, l in ipairs(list) do
-    if arguments.info(l.layer.weight).requires_grad ~= 0 then
+    if l.layer._lora.weight and arguments.info(l.layer.weight).requires_grad ~= 0 then
       raise("lora.unmerge: %s.weight has been unfrozen since lora.merge, and its training would be "
         .. "lost; hint: model:freeze() first to drop it", l.path)
     end
   end
   for _, l in ipairs(list) do
     local layer, own = l.layer, l.layer._lora
-    layer.weight:free()
-    layer.weight, own.weight = own.weight, nil
-    hide(layer, false)
-    switch(layer, true)
+    if own.weight then
+      layer.weight:free()
+      layer.weight, own.weight = own.weight, nil
+      hide(layer, false)
+      switch(layer, true)
+    end
   end
-  rawset(model, "_merged", nil)
-  refuse_save(model, true)
   return model
 end
 

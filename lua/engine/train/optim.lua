@@ -138,7 +138,7 @@ local function parameter_list(name, model)
   end
   if #trainable == 0 then
     raise("optim.%s: nothing to train: no parameter requires a gradient%s", name,
-      module.is_module(model) and rawget(model, "_merged")
+      module.is_module(model) and require("engine.nn.lora_layers").is_merged(model)
         and "; hint: the adapters are merged, lora.unmerge(model) brings them back" or "")
   end
   return trainable
