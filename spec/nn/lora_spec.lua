@@ -160,7 +160,13 @@ describe("nn.lora", function()
     assert.is_truthy(held["base_model.model.model.blocks.1.attn.qkv.lora_magnitude_vector"])
     local again = lora.load(tiny(), folder .. "/own/deep/", { names = names })
     assert.equal(0, difference(logits(model, ids), logits(again, ids)))
-    lora.load(again, folder .. "/own/deep", { names = names })         -- into the same adapters
+    rawset(again, "layer_names", names)                                -- as a loader does
+    lora.load(again, folder .. "/own/deep")                            -- into the same adapters
+    for expected, wrong in pairs { ["'blocks.1.attn.qkv') to be a string or a list"] = 3,
+      ["to have 48 rows together, got 40"] = { { "a", 20 }, { "b", 20 } } } do
+      assert.matches(expected, select(2, pcall(lora.save, model, folder,
+        { names = function() return wrong end })), 1, true)
+    end
   end)
 
   it("divides layers that are several of Hugging Face's, and joins them", function()

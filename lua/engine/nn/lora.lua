@@ -55,11 +55,12 @@ local KNOWN = { gpt = gpt2_names, gpt2 = gpt2_names, llama = llama_names }
 local SAVE, LOAD = { names = true, base_model = true }, { names = true }
 
 -- Returns a function that gives the parts of a layer { path, layer } in the files, in the order of
--- its rows: { { name =, first =, last = } .. }, and whether these names are GPT-2's. options.names
--- gives names for a path; without that function, those of nn.gpt and nn.llama are known, and others
--- keep their path.
+-- its rows: { { name =, first =, last = } .. }, and whether the model is a GPT-2. The names are
+-- those of options.names, else of the model's `layer_names`, a function of the same kind that a
+-- loader may set, else the known ones of nn.gpt and nn.llama. Layers of other models keep their
+-- path.
 local function namer(model, options, caller)
-  local own, known = options.names, KNOWN[model._class]
+  local own, known = options.names or rawget(model, "layer_names"), KNOWN[model._class]
   if own ~= nil and type(own) ~= "function" then
     raise("%s: expected names to be a function(path), got %s", caller, value_text(own))
   end
@@ -79,7 +80,7 @@ local function namer(model, options, caller)
         l.path, l.layer.outputs, row)
     end
     return parts
-  end, not own and known == gpt2_names
+  end, known == gpt2_names
 end
 
 local function want_folder(folder, caller)
@@ -132,7 +133,8 @@ end
 --- lora.save(model, folder [, { names = nil, base_model = nil }]): writes the adapters as PEFT
 --- does, adapter_config.json and adapter_model.safetensors, in f32. names(path, layer) returns
 --- Hugging Face's name of a layer, or a list of { name, rows } for a layer that is several there,
---- joined by rows. Those of nn.gpt and nn.llama are known. base_model: base_model_name_or_path.
+--- joined by rows. Those of nn.gpt and nn.llama are known, and a loader may set
+--- model.layer_names. base_model: base_model_name_or_path.
 function M.save(model, folder, options)
   local list = adapters.adapted(model, "lora.save")
   folder = want_folder(folder, "lora.save")
