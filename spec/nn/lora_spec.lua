@@ -219,7 +219,7 @@ describe("nn.lora", function()
       engine.trainer { model = model, data = data, steps = steps, log = "quiet",
         optimizer = engine.optim.adamw(model, { lr = 1e-2, precision = "fp16" }),
         policy = "dynamic", run = name and folder .. "/" .. name, resume = resume,
-        checkpoint_every = name and 3 or nil }:run()
+        checkpoint_every = name and 3 or nil, restart_data = true }:run()
       return logits(model, ids)
     end
     local whole = run(6)
