@@ -8,8 +8,9 @@
 --   opt:zero_grad()
 -- With model = the trained module, a policy may scale its layers separately
 -- (policies/layerwise.lua). Each optimizer decides on its own whether to skip; update() reports an
--- overflow to the policy if any optimizer had one. Of the verdict, the scaler applies the scale.
--- Whether the loop honours action, clip and lr_mul is its choice (engine.trainer does).
+-- overflow to the policy if any optimizer had one. Of the verdict, the scaler applies the scale. An
+-- action, clip or lr_mul comes after the update, so update() refuses it; engine.session and
+-- engine.trainer carry out whole verdicts.
 local M_ffi = require "engine.base.ffi"
 local autograd = require "engine.tensor.autograd"
 local groups = require "engine.policy.groups"
@@ -268,9 +269,25 @@ local function stats_of(self)
   return self.stats
 end
 
+local LATE = { [C.ENG_ACTION_RETRY] = "retry", [C.ENG_ACTION_STOP] = "stop",
+  [C.ENG_ACTION_ROLLBACK] = "rollback" }
+
+-- The part of a verdict that comes too late for a scaler, as text; or nil.
+local function too_late(verdict, stepped, overflow)
+  local action = LATE[verdict.action]
+  if action then return "action = '" .. action .. "'" end
+  if not stepped then return nil end
+  if verdict.action == C.ENG_ACTION_SKIP and not overflow then
+    return "action = 'skip' without an overflow"
+  end
+  if verdict.clip > 0 then return ("clip = %g"):format(verdict.clip) end
+  if verdict.lr_mul ~= 1 then return ("lr_mul = %g"):format(verdict.lr_mul) end
+end
+
 --- Ends the step: the policy sees what the optimizers' gradients held and decides on the next
 --- scale. Returns the policy's verdict. If `new_scale` is a number, it becomes the scale and the
---- policy's counters stay.
+--- policy's counters stay. A verdict with an action, a clip or an lr_mul raises an error, because
+--- the optimizers have stepped already.
 function Scaler:update(new_scale)
   if not self.enabled then return nil end
   need_scale(self, "update")
@@ -303,6 +320,13 @@ function Scaler:update(new_scale)
   end
   if stepped then self.updates = self.updates + 1 end
   self.loss = nil
+  local late = verdict and verdict.failed == 0 and too_late(verdict, stepped,
+    self.total.overflow ~= 0)
+  if late then
+    error(("scaler:update: policy %s gave the verdict %s, but the optimizers have stepped " ..
+      "already; hint: engine.session and engine.trainer carry out whole verdicts"):format(
+      self.policy.name, late), 2)
+  end
   return verdict
 end
 
