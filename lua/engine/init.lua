@@ -169,6 +169,7 @@ local parts = {
   signal = { "engine.train.trainer", "signal" },
   contest = { "engine.train.contest", "new" },
   scaler = { "engine.train.scaler", "new" },
+  session = { "engine.train.session", "new" },
   register_loss_scaler = { "engine.train.scaler", "register" },
   policy = { "engine.policy.policy" },
   config = { "engine.base.config", first = "engine.policy.policy" },

@@ -1,17 +1,18 @@
 -- The process in which `engine replay --verify` runs a recorded job again under another policy:
 --   engine -e 'require("engine.cli.live")("JOB.json")'
--- The script runs as before, but its trainer with the name of the recorded run gets the policy, the
+-- The script runs as before, but its trainer or session of the recorded name gets the policy, the
 -- checkpoint and the number of steps of the job (run/verify.lua), and writes to the job's folder.
--- Other trainers write no run. The process ends after that trainer's run.
+-- Others write no run. The process ends after that run.
 local engine = require "engine"
 local files = require "engine.base.file"
 local json = require "engine.base.json"
 
--- What the trainer is given instead of the script's options.
-local function options_of(given, job)
+-- What the trainer or session is given instead of the script's options.
+local function options_of(given, job, kind)
   local o = {}
   for key, value in pairs(given) do o[key] = value end
-  o.run, o.resume, o.steps, o.log = job.run, job.resume or false, job.steps, "quiet"
+  o.run, o.resume, o.log = job.run, job.resume or false, "quiet"
+  o.steps = kind == "trainer" and job.steps or nil
   o.policy, o.policy_options = job.policy, job.policy_options
   o.shadow, o.tensorboard, o.attach, o.watch, o.history = nil, nil, false, false, nil
   o.trap = nil
@@ -22,29 +23,34 @@ end
 -- due, because a policy may return to them.
 local function prepare(trainer, job)
   if job.state then trainer.policy:restore(job.state) end
-  local run_files, run = trainer.run_files, trainer.run
+  local run_files, ending = trainer.run_files, trainer.by_hand and "close" or "run"
+  local finish = trainer[ending]
+  trainer.limit = job.steps
   local after_step = run_files.after_step
   function run_files.after_step(self, last, alone)
     if self:due() then return after_step(self, last, alone) end
   end
-  function trainer.run(self) os.exit(run(self).status) end
+  trainer[ending] = function(self) os.exit(finish(self).status) end
   return trainer
 end
 
 return function(path)
   local job = json.decode((files.read(path)))
-  local new, found = engine.trainer, false
-  function engine.trainer(given)
-    if type(given) ~= "table" then return new(given) end
-    local name = given.run
-    if not found and (name == job.run or name == job.name and name ~= nil and name ~= "") then
-      found = true
-      return prepare(new(options_of(given, job)), job)
+  local found = false
+  for _, kind in ipairs { "trainer", "session" } do
+    local new = engine[kind]
+    engine[kind] = function(given)
+      if type(given) ~= "table" then return new(given) end
+      local name = given.run
+      if not found and (name == job.run or name == job.name and name ~= nil and name ~= "") then
+        found = true
+        return prepare(new(options_of(given, job, kind)), job)
+      end
+      local o = {}
+      for key, value in pairs(given) do o[key] = value end
+      o.run, o.resume, o.tensorboard = nil, nil, nil
+      return new(o)
     end
-    local o = {}
-    for key, value in pairs(given) do o[key] = value end
-    o.run, o.resume, o.tensorboard = nil, nil, nil
-    return new(o)
   end
   arg = { [-1] = arg[0], [0] = job.script, unpack(job.arguments) }
   local chunk, problem = loadfile(job.script)

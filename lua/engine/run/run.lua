@@ -2,7 +2,7 @@
 --   runs/<name>/history.db       every step (history.lua)
 --   runs/<name>/tensorboard/     event files, if asked for (tensorboard.lua)
 --   runs/<name>/checkpoints/     states to resume from (checkpoint.lua)
--- Called only by the trainer. Owns the order in which a run's parts are restored.
+-- Called only by trainers and sessions. Owns the order in which a run's parts are restored.
 local M_ffi = require "engine.base.ffi"
 local checkpoint = require "engine.run.checkpoint"
 local random = require "engine.base.random"
@@ -42,6 +42,7 @@ local function state_of(trainer, user)
   return {
     user = user, evaluation_loss = evaluated and show.exact(evaluated) or nil,
     rollbacks = trainer.rollbacks_made, lr_factor = trainer.lr_factor,
+    loop = trainer.by_hand and trainer:loop_state() or nil,
     steps = trainer.steps_done, updates = trainer.updates, skipped = trainer.skipped,
       retries = trainer.retries, tokens = trainer.tokens, elapsed = elapsed,
     optimizer = { name = trainer.optimizer.name, updates = trainer.optimizer.updates },
@@ -155,6 +156,7 @@ end
 -- Returns a line about FP8 layers, or nil.
 local function restore(trainer, c)
   local state, optimizer = c.state, trainer.optimizer
+  if trainer.by_hand then trainer:restore_loop(state.loop) end
   if not trainer.reducer.many then
     take_tensors(c, "optimizer", function(moments) optimizer:load_state(moments,
       state.optimizer.updates) end)
@@ -227,6 +229,7 @@ local function take_over(trainer, c, config)
   trainer.rollbacks_made, trainer.lr_factor = state.rollbacks or 0, state.lr_factor or 1
   published.evaluation_loss = tonumber(state.evaluation_loss)
   trainer.retries, trainer.tokens = state.retries, state.tokens
+  trainer.turn = state.loop and state.loop.turn or state.steps
   trainer.began = trainer.began - state.elapsed
   notes[#notes + 1] = trainer:share_as_before(state.ranks or 1,
     state.accumulate or trainer.accumulate)
@@ -663,7 +666,11 @@ end
 --- Whether a checkpoint is due after this step.
 function Run:due()
   local every = self.checkpoint_every
-  return self.path ~= nil and every > 0 and self.trainer.steps_done % every == 0
+  local done = self.trainer.steps_done
+  -- a session is between two steps only after all of its optimizers' updates
+  local before = self.trainer.turn_began_at or done - 1
+  return self.path ~= nil and every > 0
+    and math.floor(done / every) > math.floor(before / every)
 end
 
 --- Called after each step: writes a checkpoint when one is due, or at the end. Returns a line to

@@ -1,6 +1,7 @@
 -- The loop around training steps: Trainer:run. Progress lines, evaluation, checkpoints, signals,
 -- what to do after an error, and the summary at the end.
--- Called by trainer.lua; the step itself is there.
+-- Called by trainer.lua, where the step itself is, and by session.lua, where the user's loop is in
+-- the place of steps() below.
 local M_ffi = require "engine.base.ffi"
 local machine = require "engine.base.machine"
 local policies = require "engine.policy.policy"
@@ -130,8 +131,8 @@ local function end_of(self, verdict)
   end
 end
 
--- Shows a step's record and verdict, calls on_step, evaluates. last: what the summary needs.
-local function show(self, last, record, verdict, rate)
+--- Shows a step's record and verdict and calls on_step. last: what the summary needs.
+function M.show(self, last, record, verdict, rate)
   local bar = self.progress
   last.speed = last.speed ~= last.speed and rate or 0.9 * last.speed + 0.1 * rate
   last.loss, last.scale = record.loss, verdict.scale
@@ -190,34 +191,42 @@ end
 -- Finishes and shows the step in flight of a lagged run.
 local function drain(self, last)
   local record, verdict = self:drain()
-  if record then show(self, last, record, verdict, last.speed) end
+  if record then M.show(self, last, record, verdict, last.speed) end
+end
+
+--- What follows a step: rollbacks, evaluation, requests, checkpoints. Returns whether the run is
+--- over.
+function M.between(self, last)
+  local files, done = self.run_files, self.steps_done >= self.steps
+  if done or files:due() or last.stopped or self.reducer:interrupted() then drain(self, last) end
+  if last.rollback then
+    drain(self, last)
+    roll_back(self, last)
+  end
+  evaluate(self)
+  local ended = self.control:between()      -- swaps, and attached clients
+  if ended then last.stopped, last.status = ended, STOPPED end
+  local signal = self.reducer:interrupted()
+  if signal then last.stopped, last.status = "interrupted", INTERRUPTED + signal end
+  if last.stopped then drain(self, last) end
+  local over = self.steps_done >= self.steps or last.stopped ~= nil
+  local message = files:after_step(over)    -- a checkpoint also compares the ranks
+  if message then self.progress:note(message) end
+  if files.nonfinite and (self.lost or 0) < LOST_STEPS then
+    lose(self, last, self.steps_done, files.nonfinite)
+  end
+  self.agreement:between(over)
+  return self.steps_done >= self.steps or last.stopped ~= nil
 end
 
 local function steps(self, last)
-  while self.steps_done < self.steps and not last.stopped do
+  local over = self.steps_done >= self.steps
+  while not over do
     local from, tokens = machine.clock(), self.tokens
     local record, verdict = self:step()
     local rate = (self.tokens - tokens) / math.max(machine.clock() - from, 1e-9)
-    if record then show(self, last, record, verdict, rate) end
-    local files, done = self.run_files, self.steps_done >= self.steps
-    if done or files:due() or last.stopped or self.reducer:interrupted() then drain(self, last) end
-    if last.rollback then
-      drain(self, last)
-      roll_back(self, last)
-    end
-    evaluate(self)
-    local ended = self.control:between()      -- swaps, and attached clients
-    if ended then last.stopped, last.status = ended, STOPPED end
-    local signal = self.reducer:interrupted()
-    if signal then last.stopped, last.status = "interrupted", INTERRUPTED + signal end
-    if last.stopped then drain(self, last) end
-    local over = self.steps_done >= self.steps or last.stopped ~= nil
-    local message = files:after_step(over)    -- a checkpoint also compares the ranks
-    if message then self.progress:note(message) end
-    if files.nonfinite and (self.lost or 0) < LOST_STEPS then
-      lose(self, last, self.steps_done, files.nonfinite)
-    end
-    self.agreement:between(over)
+    if record then M.show(self, last, record, verdict, rate) end
+    over = M.between(self, last)
   end
   self.reducer:agree()
 end
@@ -295,11 +304,8 @@ function M.summary_text(self, s)
   return table.concat(lines, "\n")
 end
 
---- Trains until `steps` attempts are made, the policy stops the run, or the user interrupts.
---- Returns a summary: { steps, made (by this call), updates, skipped, loss, scale, tokens_per_s,
---- stopped = reason or nil, lost = results that could not be written or nil, status (docs/runs.md),
---- path }.
-function M.run(self)
+--- Opens the files, the socket and the progress line. Returns `last`, what the summary needs.
+function M.start(self)
   local files, policy = self.run_files, self.policy
   self.progress = progress.new { total = self.steps, json = self.log == "json",
     quiet = self.log == "quiet", silent = self.reducer.rank > 0,
@@ -314,23 +320,24 @@ function M.run(self)
   for _, line in ipairs(files.notes) do self.progress:note(line) end
   files.warnings, files.notes = {}, {}
   if self.reducer:text() then self.progress:note(self.reducer:text()) end
-  self.model:train()
   check(C.eng_step_end())   -- ends what was computed before the run, or in a loop left by break
-  local first = self.steps_done
-  local last = { loss = 0 / 0, scale = policy:scale(), speed = 0 / 0 }
+  return { loss = 0 / 0, scale = policy:scale(), speed = 0 / 0, first = self.steps_done,
+    interrupts = before }
+end
 
-  local good, message = xpcall(function() steps(self, last) end, function(m)
-    return type(m) == "string" and debug.traceback(m, 2) or m
-  end)
+--- Closes what start() opened and returns the summary. After an error (good is false) the run is
+--- rescued and the error is raised again.
+function M.finish(self, last, good, message)
+  local files = self.run_files
   self.progress:finish()
   self.control:close()
   if not good then rescue(self, message) end
-  local lost, made = nil, self.steps_done - first
+  local lost, made = nil, self.steps_done - last.first
   if good then
     files:event(self.steps_done, last.stopped and "stopped" or "finished", last.stopped)
     lost = files:close() or self.progress.broken and "output on stdout"
   end
-  C.eng_interrupt_policy(before)       -- until here, a signal must not cut the files short
+  C.eng_interrupt_policy(last.interrupts)       -- until here, a signal must not cut the files short
   if C.eng_interrupted() == 1 then C.eng_interrupt(0) end
   if not good then error(message, 0) end
   local status = tell(lost and RESULTS_LOST or diverged(self, made) and DIVERGED or last.status
@@ -343,6 +350,18 @@ function M.run(self)
     reference_s = self.reference and self.reference.seconds }
   self.progress:note(M.summary_text(self, summary))
   return summary
+end
+
+--- Trains until `steps` attempts are made, the policy stops the run, or the user interrupts.
+--- Returns a summary: { steps, made (by this call), updates, skipped, loss, scale, tokens_per_s,
+--- stopped = reason or nil, lost = results that could not be written or nil, status (docs/runs.md),
+--- path }.
+function M.run(self)
+  local last = M.start(self)
+  self.model:train()
+  return M.finish(self, last, xpcall(function() steps(self, last) end, function(m)
+    return type(m) == "string" and debug.traceback(m, 2) or m
+  end))
 end
 
 return M

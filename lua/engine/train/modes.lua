@@ -15,8 +15,17 @@ local C = M_ffi.C
 
 local M = {}
 
+-- Why a policy cannot be used in a session (session.lua), or nil.
+local function session_refusal(policy)
+  local what = bit.band(policy.needs, C.ENG_NEED_NORM_REF) ~= 0
+    and "needs reference backward passes, which run the loss function again"
+    or policy:scales_groups() and "sets scales per layer, but all gradients of a session carry one"
+  return what and ("session: policy %s %s; hint: engine.trainer"):format(policy.name, what) or nil
+end
+
 --- Why a policy cannot be used in this mode, or nil.
 function M.policy_refusal(trainer, policy)
+  if trainer.by_hand then return session_refusal(policy) end
   if trainer.delay == 0 and not trainer.graph then return nil end
   local option = trainer.delay == 1 and "mode=lagged" or "graph=true"
   if trainer.delay == 1 and bit.band(policy.needs, C.ENG_NEED_NORM_REF) ~= 0 then

@@ -1,5 +1,5 @@
--- The options of engine.trainer{ ... }: their names, what each must be, and messages for what is
--- wrong. trainer.lua documents them for users and calls check().
+-- The options of engine.trainer{ ... } and engine.session{ ... }: their names, what each must be,
+-- and messages for what is wrong. trainer.lua and session.lua document them for users.
 local M_ffi = require "engine.base.ffi"
 local nearest = require "engine.base.nearest"
 local reducer = require "engine.dist.reducer"
@@ -19,9 +19,14 @@ local KNOWN = list_of [[model data loss optimizer schedule precision policy poli
   ref_layers shadow trap watch attach tensorboard comm_dtype bucket zero rank_timeout
   agree_every]]
 
+local SESSION = list_of [[optimizer optimizers data precision policy policy_options clip clip_value
+  run resume checkpoint_every keep log state on_policy_error on_lost rollbacks stats_every history
+  config shadow watch attach tensorboard]]
+
+local who = "trainer"   -- whose options are checked
 local function want(condition, key, expected, got)
   if condition then return end
-  error(("trainer: expected %s to be %s, got %s"):format(key, expected, M_ffi.value_text(got)), 0)
+  error(("%s: expected %s to be %s, got %s"):format(who, key, expected, M_ffi.value_text(got)), 0)
 end
 
 local function callable(v)
@@ -94,16 +99,35 @@ function M.current(given)
   return o
 end
 
---- Raises an error that names the first invalid option.
-function M.check(o)
+local function check_names(o, known)
   for key in pairs(o) do
-    if not KNOWN[key] then
-      local names = {}
-      for name in pairs(KNOWN) do names[#names + 1] = name end
-      error(("trainer: unknown option '%s'%s"):format(tostring(key),
-        nearest.hint(tostring(key), names)), 0)
+    if not known[key] then
+      error(("%s: unknown option '%s'%s"):format(who, tostring(key), known == SESSION and KNOWN[key]
+        and "; only engine.trainer has it" or nearest.hint(tostring(key), nearest.keys(known))), 0)
     end
   end
+end
+
+local function check_values(o)
+  for _, option in ipairs(OPTIONAL) do
+    local key, expected, test = option[1], option[2], option[3]
+    want(o[key] == nil or test(o[key]), key, expected, o[key])
+  end
+end
+
+--- Raises an error that names the first invalid option of a session.
+function M.check_session(o)
+  who = "session"
+  check_names(o, SESSION)
+  want(o.data == nil or type(o.data) == "table" and o.data.next, "data", "a loader with next()",
+    o.data)
+  check_values(o)
+end
+
+--- Raises an error that names the first invalid option of a trainer.
+function M.check(o)
+  who = "trainer"
+  check_names(o, KNOWN)
   want(type(o.model) == "table" and o.model.parameters, "model", "a module", o.model)
   want(type(o.data) == "table" and o.data.next, "data", "a loader with next()", o.data)
   want(not o.data.state == not o.data.restore, "data",
@@ -111,10 +135,7 @@ function M.check(o)
   want(type(o.optimizer) == "table" and o.optimizer.params, "optimizer", "one of engine.optim",
     o.optimizer)
   want(whole(o.steps), "steps", "a whole number of 1 or more", o.steps)
-  for _, option in ipairs(OPTIONAL) do
-    local key, expected, test = option[1], option[2], option[3]
-    want(o[key] == nil or test(o[key]), key, expected, o[key])
-  end
+  check_values(o)
   want(o.loss ~= nil or o.model.loss, "loss",
     "a function(model, batch), because this model has no loss", o.loss)
   local key, expected = reducer.wrong(o)

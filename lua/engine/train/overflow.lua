@@ -143,7 +143,7 @@ local function advice(self, record, finding)
   if path then
     say("to look closer: engine attach %s, then history:why(%d)", path, tonumber(record.step))
   end
-  if path and not finding and not sum then
+  if path and not finding and not sum and not trainer.by_hand then
     say("and resume=auto trap=overflow%s names the operation", trainer.delay == 1 and " mode=sync"
       or "")
   end
@@ -172,7 +172,8 @@ function Overflows:look(record, verdict)
     if trainer.reducer.rank > 0 then ranks.say("%s", line) else trainer:note(line) end
   end
   local finding, text = nil, of_sum(trainer)
-  if not text and trainer.delay == 0 then          -- with a delay, they are gone by now
+  -- with a delay the batches are gone by now; a session never had them
+  if not text and trainer.delay == 0 and trainer.batches[1] then
     local problem
     finding, problem = run_again(trainer, record.scale)
     text = finding and tostring(finding) or "the step could not be run again: " ..

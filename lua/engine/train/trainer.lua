@@ -7,7 +7,8 @@
 --   trainer:run()
 --
 -- loop.lua runs the steps, options.lua checks the options, modes.lua says what a mode rules out;
--- run/run.lua writes history and checkpoints, run/swap.lua changes the policy between steps.
+-- session.lua gives the step's parts to loops written by hand; run/run.lua writes history and
+-- checkpoints, run/swap.lua changes the policy between steps.
 local M_ffi = require "engine.base.ffi"
 local agreement = require "engine.dist.agreement"
 local autograd = require "engine.tensor.autograd"
@@ -40,6 +41,7 @@ local M = {}
 
 local Trainer = {}
 Trainer.__index = Trainer
+M.Trainer = Trainer
 Trainer.run, Trainer.loss_note, Trainer.summary_text = loop.run, loop.loss_note, loop.summary_text
 
 -- =================================================================== THE TRAINING STEP
@@ -96,12 +98,17 @@ end
 ---   updated, counted           update: whether weights changed; whether steps_done counts this
 ---                              step already
 function Trainer:begin()
+  check(C.eng_step_begin())
+  self:drop_record()
+  self.optimizer:zero_grad()
+  return self:attempt()
+end
+
+--- The part of begin that a session repeats after each update of the same step.
+function Trainer:attempt()
   local opt, policy = self.optimizer, self.policy
   local s = { step = self.steps_done, updates = self.updates, scale = policy:scale(), tokens = 0,
     lr = self.fixed_lr or self.schedule and self.schedule(self.updates) or opt.lr }
-  check(C.eng_step_begin())
-  self:drop_record()
-  opt:zero_grad()
   self.groups:apply(policy)
   if opt.fp8 then opt.fp8:begin(s.step) end
   s.shadow_scales = self.shadows and self.shadows:scales()
@@ -154,8 +161,8 @@ function Trainer:backward(s, i, loss, ...)
   self.reducer:backward_begins(i)                          -- reduced as backward completes them
   if scaled then
     s.scale = policy:scale()
-    scaled:backward { scale = 1 / self.accumulate }
-  else loss:backward { scale = s.scale / self.accumulate } end
+    scaled:backward { scale = 1 / self.accumulate, retain = self.retain }
+  else loss:backward { scale = s.scale / self.accumulate, retain = self.retain } end
   return loss
 end
 
@@ -210,7 +217,8 @@ function Trainer:fetch(s)
   local record, stats = self.record, self.stats
   loss_sum[0] = 0
   if s.asked then
-    check(C.eng_params_stats_fetch(record, stats, loss_sum, self.optimizer.params, s.scale))
+    check(C.eng_params_stats_fetch(record, stats + (s.first or 0), loss_sum,
+      self.optimizer.params, s.scale))
   end
   if not s.together then
     for i = 0, self.accumulate - 1 do loss_sum[0] = loss_sum[0] + self.losses[i]:item() end
@@ -404,9 +412,9 @@ local function plainly(f, ...)
   return result
 end
 
-local function new(given)
-  local o = options.current(given)
-  options.check(o)
+--- An object of a class (Trainer, or Session of session.lua) from checked options. prepare, if
+--- given, is called with it before files are opened.
+function M.assemble(o, class, prepare)
   local full = precision.resolve(o.precision or o.optimizer.precision)
   local self = setmetatable({
     model = o.model, data = o.data, loss = o.loss or default_loss, optimizer = o.optimizer,
@@ -429,7 +437,8 @@ local function new(given)
     last_verdict = nil,
     progress = nil,                  -- the live line, once run() has begun
     state = o.state or {},           -- the user's own, in every checkpoint
-  }, Trainer)
+  }, class)
+  if prepare then prepare(self) end
   self.losses = M_ffi.new("eng_tensor[?]", self.accumulate)
   user_state.pack(self.state)        -- an error now, and not at the first checkpoint
   local opt = self.optimizer
@@ -438,7 +447,8 @@ local function new(given)
   -- recipes without loss scaling get `static` with a scale of 1, which no output mentions
   self.policy = plainly(policies.load, o.policy or (full.scaled and "dynamic" or "static"),
     o.policy_options)
-  self.groups = groups.new(self.model, opt.list, { { params = opt.params, n = #opt.list } })
+  self.groups = groups.new(self.model, opt.list, opt.sets or { { params = opt.params,
+    n = #opt.list } })
   self.shadows = plainly(shadow.new, self, o.shadow)
   self.reducer = reducer.new(self, o)
   self:use_policy(self.policy)
@@ -525,7 +535,16 @@ function M.new(given)
   if type(given) ~= "table" then
     error("trainer: expected a table of options, got " .. type(given), 2)
   end
-  local good, result = pcall(new, given)
+  return M.made(function()
+    local o = options.current(given)
+    options.check(o)
+    return M.assemble(o, Trainer)
+  end)
+end
+
+--- Returns what make() returns. A message for the user gets the script's line.
+function M.made(make)
+  local good, result = pcall(make)
   if not good then
     if type(result) ~= "string" or result:find("^[^\n:]+:%d+: ") then error(result, 0) end
     M_ffi.raise(result)

@@ -1,0 +1,439 @@
+-- The session: what a trainer gives a run, for training loops written by hand, with several models
+-- or optimizers. The loop stays the script's:
+--
+--   local s = engine.session { optimizers = { d = opt_d, g = opt_g }, policy = "dynamic",
+--     run = "gan" }
+--   for turn in s:turns(1000) do
+--     s:backward(loss_of_d)        -- the loss scale seeds the backward pass
+--     s:step(opt_d)                -- statistics, record, policy, update, history
+--     s:backward(loss_of_g)
+--     s:step(opt_g)
+--   end
+--
+-- A Session is a Trainer (trainer.lua) whose forward and backward passes are called by the script.
+-- One update, applied or skipped, is one step of the run: one record and one verdict. A turn of the
+-- loop may hold several; its tensors live until the turn ends. Between two turns come swaps,
+-- attached clients and checkpoints (loop.lua).
+local M_ffi = require "engine.base.ffi"
+local arguments = require "engine.base.arguments"
+local autograd = require "engine.tensor.autograd"
+local loop = require "engine.train.loop"
+local machine = require "engine.base.machine"
+local module = require "engine.nn.module"
+local nearest = require "engine.base.nearest"
+local options = require "engine.train.options"
+local precision = require "engine.train.precision"
+local ranks = require "engine.dist.ranks"
+local signals = require "engine.policy.signals"
+local tensor = require "engine.tensor.tensor"
+local trainer = require "engine.train.trainer"
+
+local C, check, raise, Trainer = M_ffi.C, M_ffi.check, M_ffi.raise, trainer.Trainer
+
+local M = {}
+
+local Session = setmetatable({}, { __index = Trainer })
+Session.__index = Session
+Session.by_hand = true
+
+-- ------------------------------------------------------------------ several optimizers as one
+
+-- What the trainer's parts read of an optimizer, over several optimizers. The parameters of the
+-- optimizer `d` are called "d.NAME". `active`: the one that takes the current step.
+local Several = {}
+Several.__index = Several
+
+local function several(entries)
+  local self = setmetatable({ entries = entries, list = {}, sets = {}, updates = 0 }, Several)
+  local names = {}
+  for i, e in ipairs(entries) do
+    names[i], e.first = ("%s %s"):format(e.name, e.opt.name), #self.list
+    self.sets[i] = { params = e.opt.params, n = #e.opt.list }
+    for _, p in ipairs(e.opt.list) do
+      self.list[#self.list + 1] = { name = e.name .. "." .. p.name, tensor = p.tensor,
+        role = p.role, owner = p.owner }
+    end
+  end
+  self.name, self.precision = table.concat(names, ", "), entries[1].opt.precision
+  self:activate(entries[1])
+  return self
+end
+
+function Several:activate(entry)
+  self.active, self.params, self.lr = entry, entry.opt.params, entry.opt.lr
+end
+
+function Several:zero_grad()
+  for _, e in ipairs(self.entries) do e.opt:zero_grad() end
+end
+
+function Several:set_precision(recipe)
+  for _, e in ipairs(self.entries) do e.opt:set_precision(recipe) end
+  self.precision = recipe
+end
+
+-- Whether gradients of several backward passes add up is each optimizer's own setting.
+function Several:accumulates() end
+
+function Several:step(o)
+  self.active.opt.lr = self.lr
+  self.active.opt:step(o)
+end
+
+function Several:state_tensors()
+  local all = {}
+  for _, e in ipairs(self.entries) do
+    for name, x in pairs(e.opt:state_tensors()) do all[e.name .. "." .. name] = x end
+  end
+  return all
+end
+
+function Several:load_state(tensors)
+  for _, e in ipairs(self.entries) do
+    local own = {}
+    for name, x in pairs(tensors) do
+      if name:sub(1, #e.name + 1) == e.name .. "." then own[name:sub(#e.name + 2)] = x end
+    end
+    e.opt:load_state(own, e.updates)
+  end
+end
+
+-- ------------------------------------------------------------------ making one
+
+-- The session's optimizers, sorted by name: { name, number, opt, first_lr }.
+local function entries_of(o)
+  local given = o.optimizers
+  if given == nil and o.optimizer ~= nil then given = { optimizer = o.optimizer } end
+  if type(given) ~= "table" or next(given) == nil or o.optimizers ~= nil and o.optimizer ~= nil then
+    error("session: expected optimizer = one of engine.optim, or optimizers = { name = optimizer }",
+      0)
+  end
+  local entries, seen = {}, {}
+  for name, opt in pairs(given) do
+    if type(name) ~= "string" or not name:find("^[%a_][%w_]*$") then
+      error(("session: expected names of letters, digits and '_' in optimizers, got %s"):format(
+        M_ffi.value_text(name)), 0)
+    end
+    if type(opt) ~= "table" or opt.params == nil or not opt.step then
+      error(("session: expected the optimizer %s to be one of engine.optim, got %s"):format(name,
+        M_ffi.value_text(opt)), 0)
+    end
+    if seen[opt] then
+      error(("session: the optimizers %s and %s are the same"):format(seen[opt], name), 0)
+    end
+    seen[opt] = name
+    entries[#entries + 1] = { name = name, opt = opt, first_lr = opt.lr, updates = 0, first = 0 }
+  end
+  table.sort(entries, function(a, b) return a.name < b.name end)
+  for i, e in ipairs(entries) do
+    local own, first = e.opt.precision, entries[1].opt.precision
+    e.number = i
+    if not o.precision and not precision.same(own, first) then
+      error(("session: expected one precision, but optimizer %s has %s and %s has %s"):format(
+        entries[1].name, first.name, e.name, own.name), 0)
+    end
+  end
+  return entries
+end
+
+local Holder = module.class("tensors")
+local Models = module.class("models")
+
+-- The module that an optimizer trains, or one that holds its tensors.
+local function model_of(opt)
+  if opt.model then return opt.model end
+  local holder = Holder()
+  for _, p in ipairs(opt.list) do holder[p.name] = p.tensor end
+  return holder
+end
+
+local function new(given)
+  options.check_session(given)
+  local o = {}
+  for key, value in pairs(given) do o[key] = value end
+  local entries = entries_of(o)
+  if ranks.size() > 1 then
+    error("session: a loop written by hand runs on one rank; hint: engine.trainer", 0)
+  end
+  if #entries == 1 then o.optimizer, o.model = entries[1].opt, model_of(entries[1].opt)
+  else
+    o.optimizer, o.model = several(entries), Models()
+    for _, e in ipairs(entries) do o.model[e.name] = model_of(e.opt) end
+  end
+  if precision.resolve(o.precision or entries[1].opt.precision).fp8 then
+    error("session: FP8 layers are measured once for each step of a trainer; hint: engine.trainer, "
+      .. "or a precision without fp8", 0)
+  end
+  o.own_data, o.data = o.data ~= nil, o.data or { next = function()
+    raise("session: there is no data to leave out; hint: data = the loop's loader") end }
+  local self = trainer.assemble(o, Session, function(self)
+    self.entries, self.own_data, self.turn = entries, o.own_data, 0
+    self.retain = #entries > 1             -- losses of one turn share parts of the tape
+  end)
+  return self
+end
+
+--- engine.session{ ... }: history, policies with shadows and hot swaps, attached clients, progress
+--- and checkpoints for a training loop written by hand. docs/hand-written-loops.md has examples.
+--- Options:
+---   optimizer                    what updates the weights; or
+---   optimizers                   { name = optimizer } for several, which share the loss scale.
+---                                Parameters are then called "name.PARAMETER" in the history
+---   data                         the loop's loader, if it has state() and restore(): checkpoints
+---                                store its position. The loop itself calls data:next()
+---   state                        session.state at the start ({}): the loop's own numbers, strings,
+---                                booleans, kept tensors and tables of these, in every checkpoint
+--- and, as in engine.trainer: precision policy policy_options clip clip_value run resume
+--- checkpoint_every keep log on_policy_error on_lost rollbacks stats_every history config shadow
+--- watch attach tensorboard. With several optimizers, record.signals.optimizer is the number of the
+--- one that takes the step, in the order of their names, and `engine attach` sets lr for all.
+function M.new(given)
+  if type(given) ~= "table" then
+    error("session: expected a table of options, got " .. type(given), 2)
+  end
+  return trainer.made(function() return new(given) end)
+end
+
+-- ------------------------------------------------------------------ the loop
+
+-- Sets the number of steps that the run is expected to make, unless a client has set it.
+local function expect(self)
+  local left = self.most - self.turn
+  if left == 0 then self.steps = math.min(self.steps, self.steps_done)
+  elseif self.steps == self.expected then
+    local each = math.max(1, self.steps_done - (self.turn_began_at or 0))
+    self.steps = self.steps_done + left * each
+    self.expected = self.steps
+    if self.progress then self.progress:expect(self.steps) end
+  end
+end
+
+local function open(self)
+  self.expected = self.steps_done + math.max(0, self.most - self.turn) * #self.entries
+  self.steps = self.limit or self.expected                 -- limit: set by cli/live.lua
+  local files = self.run_files
+  if files.history then files:complain(files.history:set_meta("steps", self.steps)) end
+  self.last, self.last_at = loop.start(self), machine.clock()
+  return self.turn >= self.most or self.steps_done >= self.steps
+end
+
+-- Ends a turn. Returns whether the loop is over.
+local function close_turn(self)
+  self.current = nil
+  check(C.eng_step_end())
+  if self.unused > 0 then
+    raise("session: turn %d computed gradients after its last step, and they are lost; hint: " ..
+      "s:step(optimizer) before the turn ends", self.turn)
+  end
+  expect(self)
+  local over = loop.between(self, self.last) or self.turn >= self.most
+  self.turn_began_at = self.steps_done
+  return over
+end
+
+local function next_turn(self)
+  local over
+  if not self.last then over = open(self) elseif self.current then over = close_turn(self) end
+  if over then
+    self:close()
+    return nil
+  end
+  self.turn, self.unused, self.passes, self.loss_sum = self.turn + 1, 0, 0, nil
+  self.turn_began_at = self.steps_done
+  self:begin()
+  return self.turn
+end
+
+--- for turn in s:turns(n) do ... end: up to n turns, counted from 1; a resumed run goes on after
+--- the turns of its checkpoint. Each turn begins with empty gradients. The loop ends early when the
+--- policy, an attached client or s:stop() asks for it, or on Ctrl-C. After `break`, call s:close().
+function Session:turns(n)
+  arguments.want_whole(n, "session:turns", "the number of turns", 0)
+  self.most, self.summary = n, nil
+  return function() return next_turn(self) end
+end
+
+--- Ends the run: writes the last checkpoint and closes the files. Returns the summary, as
+--- trainer:run() does. The loop's end calls it; after `break` the script does.
+function Session:close()
+  if not self.last then return self.summary end
+  local last = self.last
+  if self.current then                                     -- after a break
+    self.current = nil
+    check(C.eng_step_end())
+    self.steps = self.steps_done
+    loop.between(self, last)
+  end
+  self.last = nil
+  self.summary = loop.finish(self, last, true)
+  return self.summary
+end
+
+--- A session has no loop of its own.
+function Session.run()
+  raise("session:run: the loop is the script's: for turn in s:turns(n) do ... end")
+end
+
+--- Ends the loop after this turn; the reason goes into the history and the summary.
+function Session:stop(reason)
+  if not self.last then raise("session:stop: no loop is running") end
+  self.last.stopped = self.last.stopped or tostring(reason or "requested by the script")
+end
+
+-- The open step; an error outside of a turn.
+local function inside(self, what)
+  if self.current then return self.current end
+  raise("session:%s: expected to be called inside `for turn in s:turns(n) do ... end`", what)
+end
+
+--- Runs f(...) in the session's precision and returns its results.
+function Session:autocast(f, ...) return precision.autocast(self.precision, f, ...) end
+
+--- The loss scale of the next backward pass.
+function Session:get_scale() return self.current and self.current.scale or self.policy:scale() end
+
+--- The backward pass of a loss, seeded with the loss scale. With several optimizers, what the pass
+--- read is kept until the turn ends, so that a later loss may share it. Gradients of several passes
+--- add up until the optimizer's step; with fp16 or bf16 gradients, call optimizer:accumulates(true)
+--- before the loop, so that they add up in f32. Further arguments go to the scale_loss of a loss
+--- scaler class.
+function Session:backward(loss, ...)
+  local s = inside(self, "backward")
+  if not tensor.is_tensor(loss) then
+    raise("session:backward: expected the loss to be a tensor of one element, got %s",
+      M_ffi.value_text(loss))
+  end
+  self.passes, self.unused = self.passes + 1, self.unused + 1
+  Trainer.backward(self, s, self.passes, loss, ...)
+  local before = self.passes > 1 and self.loss_sum
+  self.loss_sum = before and autograd.no_grad(function() return before + loss end) or loss
+end
+
+local function entry_of(self, opt)
+  if opt == nil and #self.entries == 1 then return self.entries[1] end
+  local names = {}
+  for i, e in ipairs(self.entries) do
+    if opt == e.opt or opt == e.name then return e end
+    names[i] = e.name
+  end
+  raise("session:step: expected one of the session's optimizers (%s), got %s%s",
+    table.concat(names, ", "), M_ffi.value_text(opt),
+    type(opt) == "string" and nearest.hint(opt, names) or "")
+end
+
+local probe = M_ffi.new("eng_record")
+
+-- The scale of the next backward pass: the policy's, or still the step's while another optimizer
+-- has gradients that carry it.
+local function next_scale(self, s)
+  if self.policy:scale() == s.scale then return s.scale end
+  for _, e in ipairs(self.entries) do
+    check(C.eng_params_stats(probe, nil, e.opt.params, 1, 0))
+    if probe.count > 0 then return s.scale end
+  end
+  return self.policy:scale()
+end
+
+local STEP = { clip = true, tokens = true }
+
+--- One step of an optimizer (or its name; none if there is only one) with its gradients:
+--- statistics, the policy's verdict, then the update, which unscales and clips in the same pass, or
+--- no update. The optimizer's gradients are empty afterwards. options: clip (of this step), tokens
+--- (for the progress line). Returns { skipped = boolean, action = "step", "skip", "retry", "stop"
+--- or "rollback", reason = text or nil, step = number, scale = the scale of these gradients }.
+function Session:step(opt, o)
+  local s, entry = inside(self, "step"), entry_of(self, opt)
+  o = tensor.read_named(o, "session:step", STEP)
+  if o.clip ~= nil and not (type(o.clip) == "number" and o.clip >= 0) then
+    raise("session:step: expected clip to be a number (0: none), got %s", M_ffi.value_text(o.clip))
+  end
+  if entry.opt._clip or entry.opt._clip_value then
+    raise("session:step: clip_grad_norm and clip_grad_value see gradients times the loss scale; " ..
+      "hint: s:step(optimizer, { clip = 1 })")
+  end
+  local union, last = self.optimizer, self.last
+  if union.activate then
+    union:activate(entry)
+    signals.optimizer = entry.number
+  end
+  s.first, s.entry = entry.first, entry
+  s.lr, s.tokens = self.fixed_lr or entry.opt.lr, o.tokens or 0
+  self.losses[0] = self.loss_sum or tensor.full({}, 0 / 0)
+  self:ask_statistics(s)
+  local clip, tokens = self.clip, self.tokens
+  if o.clip then self.clip = o.clip > 0 and o.clip or nil end
+  local record, verdict = self:settle(s)
+  self.clip = clip
+  local now = machine.clock()
+  loop.show(self, last, record, verdict,
+    (self.tokens - tokens) / math.max(now - self.last_at, 1e-9))
+  self.last_at, self.unused, self.passes = now, 0, 0
+  entry.opt:zero_grad()
+  local reason = M_ffi.string(verdict.reason)
+  local result = { skipped = not s.updated, action = verdict:what(), step = s.step, scale = s.scale,
+    reason = reason ~= "" and reason or nil }
+  local scale = next_scale(self, s)
+  self:attempt().scale = scale
+  return result
+end
+
+-- ------------------------------------------------------------------ what differs from a trainer
+
+--- As Trainer:fetch, over the parameters of the optimizer that steps.
+function Session:fetch(s)
+  local stats, n = self.stats, #s.entry.opt.list
+  M_ffi.ffi.fill(stats, M_ffi.ffi.sizeof("eng_tensor_stats") * #self.optimizer.list)
+  local record = Trainer.fetch(self, s)
+  if record.count == 0 then
+    raise("session:step: the optimizer%s has no gradients; hint: s:backward(loss) before, with " ..
+      "a loss that reaches its parameters", #self.entries > 1 and " " .. s.entry.name or "")
+  end
+  if record.first_bad >= 0 and n > 0 then record.first_bad = record.first_bad + s.first end
+  return record
+end
+
+-- The actions that go back to an earlier place in the data.
+local BACK = { [C.ENG_ACTION_RETRY] = "retry", [C.ENG_ACTION_ROLLBACK] = "rollback" }
+
+--- As Trainer:decide. A session can go back only if it has the data and a turn is one step;
+--- otherwise such a verdict is refused and becomes a skip or a step.
+function Session:decide(s, record)
+  local verdict = Trainer.decide(self, s, record)
+  local action = BACK[verdict.action]
+  if action and not (self.own_data and #self.entries == 1) then
+    verdict.action = record.overflow ~= 0 and C.ENG_ACTION_SKIP or C.ENG_ACTION_STEP
+    verdict.failed = 1
+    verdict.reason = ("session: policy %s asks for a %s, which needs one optimizer and data = " ..
+      "the loop's loader"):format(self.policy.name, action)
+  end
+  return verdict
+end
+
+--- What a checkpoint holds of the loop.
+function Session:loop_state()
+  local state = { turn = self.turn, optimizers = {} }
+  for _, e in ipairs(self.entries) do
+    state.optimizers[e.name] = { updates = e.opt.updates, lr = e.opt.lr, first_lr = e.first_lr }
+  end
+  return state
+end
+
+--- Restores the optimizers' counts, and their learning rates unless the script now begins with
+--- another one. Several:load_state then restores the moments.
+function Session:restore_loop(state)
+  for _, e in ipairs(self.entries) do
+    local saved = state and state.optimizers[e.name]
+    if saved then
+      e.updates, e.opt.updates = saved.updates, saved.updates
+      if saved.first_lr == e.first_lr then e.opt.lr = saved.lr end
+    end
+  end
+end
+
+function Session:__tostring()
+  return ("session: %s, %d parameters, precision %s, policy %s, turn %d, step %d, %d updates, "
+    .. "%d skipped"):format(self.optimizer.name, self.model:count(), self.precision.name,
+    self.policy.name, self.turn, self.steps_done, self.updates, self.skipped)
+end
+
+return M
