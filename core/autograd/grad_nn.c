@@ -338,7 +338,9 @@ eng_status grad_cross_entropy(grad_call *g)
                .in = {y->in[0], y->in[1], y->out[1], g->dy[0]},
                .cross_entropy_grad = {.ignore = y->cross_entropy.ignore,
                                       .reduction = y->cross_entropy.reduction,
-                                      .smoothing = y->cross_entropy.smoothing}};
+                                      .smoothing = y->cross_entropy.smoothing,
+                                      .z_loss = y->cross_entropy.z_loss,
+                                      .soft_cap = y->cross_entropy.soft_cap}};
   ENG_TRY(op_run(&c));
   return grad_emit(g, 0, c.out[0]);
 }

@@ -254,6 +254,12 @@ static eng_status want_classes(const op_call *c)
   if (!(c->cross_entropy.smoothing >= 0 && c->cross_entropy.smoothing < 1))
     return error_set(ENG_ERR_VALUE, "%s: expected label smoothing in [0, 1), got %g", op_name(c),
                      c->cross_entropy.smoothing);
+  double z_loss = c->cross_entropy.z_loss, cap = c->cross_entropy.soft_cap;
+  if (!(z_loss >= 0 && z_loss <= 1e6))
+    return error_set(ENG_ERR_VALUE, "%s: expected z_loss in 0..1e6, got %g", op_name(c), z_loss);
+  if (cap != 0 && !(cap >= 1e-3 && cap <= 1e6))
+    return error_set(ENG_ERR_VALUE, "%s: expected soft_cap in 1e-3..1e6 (0: none), got %g",
+                     op_name(c), cap);
   if (c->cross_entropy.reduction < 0 || c->cross_entropy.reduction > 2)
     return error_set(ENG_ERR_VALUE,
                      "%s: expected the reduction 0 (none), 1 (mean) or 2 (sum), got %lld",

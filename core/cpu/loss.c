@@ -2,10 +2,11 @@
 // Registered by cpu.c, called through the backend table; owns nothing.
 //
 // Cross entropy reads the logits once: maximum and sum of exponentials together, tile by tile; the
-// probabilities are never stored. The gradient reads the logits once and writes once. Per-row
+// probabilities are never stored. With a soft cap, each thread keeps one row of capped logits. The gradient reads the logits once and writes once. Per-row
 // results are summed in double in the order of the rows, so the result does not depend on threads.
 #include "simd.h"
 #include "rows.h"
+#include "vmath.h"
 
 enum { MSE_BLOCK = 32 * TILE };   // elements a thread sums at a time
 
@@ -52,33 +53,64 @@ static bool logits_fast(const op_call *call)
   return true;
 }
 
+/// A row's logits, capped: cap * tanh(x / cap), in f32.
+static void cap_row(float *out, const tensor *x, int64_t first, int64_t classes, double cap)
+{
+  float buffer[TILE] __attribute__((aligned(64)));
+  vf c = vf_set1((float)cap), inverse = vf_set1((float)(1.0 / cap));
+  for (int64_t at = 0; at < classes; at += TILE) {
+    int n = (int)smaller(TILE, classes - at), i = 0;
+    const float *in = tile_load(buffer, x->data, x->dtype, first + at, n);
+    for (; i + VF_LANES <= n; i += VF_LANES)
+      vf_store(out + at + i, vf_mul(c, vf_tanh(vf_mul(vf_load(in + i), inverse))));
+    if (i < n)
+      vf_store_n(out + at + i, vf_mul(c, vf_tanh(vf_mul(vf_load_n(in + i, n - i), inverse))),
+                 n - i);
+  }
+}
+
 static eng_status cross_entropy(const op_call *call)
 {
   if (!logits_fast(call)) return forward_to_reference(call);
   const tensor *x = call->in[0], *targets = call->in[1], *loss = call->out[0], *lse = call->out[1];
   int64_t classes = row_length(x), rows = row_count(x), ignored = call->cross_entropy.ignore,
           reduction = call->cross_entropy.reduction, counted = 0;
-  double smoothing = call->cross_entropy.smoothing;
+  double smoothing = call->cross_entropy.smoothing, z_loss = call->cross_entropy.z_loss,
+         cap = call->cross_entropy.soft_cap;
   ENG_TRY(check_targets(call, targets, rows, classes, &counted));
-  int64_t bytes = rows * (int64_t)sizeof(double);
+  int64_t width = cap > 0 ? padded(classes) : 0, bytes = rows * (int64_t)sizeof(double),
+          capped_bytes = omp_get_max_threads() * width * (int64_t)sizeof(float);
   double *losses = arena_alloc(ARENA_SCRATCH, bytes);
   if (!losses) return ENG_ERR_MEMORY;
+  float *capped = width ? arena_alloc(ARENA_SCRATCH, capped_bytes) : NULL;
+  if (width && !capped) {
+    arena_free(ARENA_SCRATCH, losses, bytes);
+    return ENG_ERR_MEMORY;
+  }
 
 #pragma omp parallel for schedule(static) if (x->count > PARALLEL_ELEMENTS)
   for (int64_t row = 0; row < rows; row++) {
     int64_t t = tensor_load_int(targets->data, targets->dtype, row), first = row * classes;
     losses[row] = 0.0;
     if (t == ignored && !lse) continue;
-    row_exponents e = row_exponents_of(x->data, x->dtype, first, classes);
+    const void *logits = x->data;
+    int dtype = x->dtype;
+    if (cap > 0) {
+      float *own = capped + omp_get_thread_num() * width;
+      cap_row(own, x, first, classes, cap);
+      logits = own, dtype = ENG_f32, first = 0;
+    }
+    row_exponents e = row_exponents_of(logits, dtype, first, classes);
     // An infinite maximum gives NaN, as in PyTorch.
     double log_sum = log(e.sum), top = f32_is_finite(e.max) ? (double)e.max : NAN;
     if (lse) put(lse->data, lse->dtype, row, top + log_sum);
     if (t == ignored) continue;
-    double own = log_sum - ((double)get(x->data, x->dtype, first + t) - top);
+    double own = log_sum - ((double)get(logits, dtype, first + t) - top);
     if (smoothing != 0.0) {
-      double all = log_sum + top - sum_of(x->data, x->dtype, first, classes) / (double)classes;
+      double all = log_sum + top - sum_of(logits, dtype, first, classes) / (double)classes;
       own = (1.0 - smoothing) * own + smoothing * all;
     }
+    if (z_loss != 0.0) own += z_loss * (top + log_sum) * (top + log_sum);
     losses[row] = own;
   }
 
@@ -89,21 +121,39 @@ static eng_status cross_entropy(const op_call *call)
   }
   if (loss && reduction != 0)
     put(loss->data, loss->dtype, 0, reduction == 1 ? sum / (double)counted : sum);
+  if (capped) arena_free(ARENA_SCRATCH, capped, capped_bytes);
   arena_free(ARENA_SCRATCH, losses, bytes);
   return ENG_OK;
 }
 
-/// dlogits = (exp(x - lse) - floor) * factor for one tile; `floor` is the share of smoothing that
-/// each class gets.
-static void gradient_tile(const float *x, float lse, float floor, float factor, float *out, int n)
+/// What a row's gradient needs besides its logits: dlogits = (exp(x - lse) * weight - floor) *
+/// factor. `weight` is 1 + 2 z_loss lse, `floor` the share of smoothing that each class gets.
+typedef struct row_slope { float lse, weight, floor, factor; } row_slope;
+
+VF_INLINE vf slope_of(vf x, const row_slope *r)
 {
-  vf l = vf_set1(lse), u = vf_set1(floor), f = vf_set1(factor);
+  vf p = vf_mul(vf_exp_low(vf_sub(x, vf_set1(r->lse))), vf_set1(r->weight));
+  return vf_mul(vf_sub(p, vf_set1(r->floor)), vf_set1(r->factor));
+}
+
+/// As slope_of, for the logit x before the cap: times the derivative of the cap.
+VF_INLINE vf capped_slope_of(vf x, const row_slope *r, float cap)
+{
+  vf u = vf_mul(x, vf_set1(1.0f / cap));
+  return vf_mul(slope_of(vf_mul(vf_set1(cap), vf_tanh(u)), r), vf_tanh_derivative(u));
+}
+
+static void gradient_tile(const float *x, const row_slope *r, float cap, float *out, int n)
+{
   int i = 0;
-  for (; i + VF_LANES <= n; i += VF_LANES)
-    vf_store(out + i, vf_mul(vf_sub(vf_exp_low(vf_sub(vf_load(x + i), l)), u), f));
-  if (i < n)
-    vf_store_n(out + i, vf_mul(vf_sub(vf_exp_low(vf_sub(vf_load_n(x + i, n - i), l)), u), f),
-               n - i);
+  if (cap > 0) {
+    for (; i + VF_LANES <= n; i += VF_LANES)
+      vf_store(out + i, capped_slope_of(vf_load(x + i), r, cap));
+    if (i < n) vf_store_n(out + i, capped_slope_of(vf_load_n(x + i, n - i), r, cap), n - i);
+    return;
+  }
+  for (; i + VF_LANES <= n; i += VF_LANES) vf_store(out + i, slope_of(vf_load(x + i), r));
+  if (i < n) vf_store_n(out + i, slope_of(vf_load_n(x + i, n - i), r), n - i);
 }
 
 static eng_status cross_entropy_grad(const op_call *call)
@@ -113,7 +163,8 @@ static eng_status cross_entropy_grad(const op_call *call)
                *dx = call->out[0];
   int64_t classes = row_length(x), rows = row_count(x), ignored = call->cross_entropy.ignore,
           reduction = call->cross_entropy.reduction, counted = 0;
-  double smoothing = call->cross_entropy.smoothing, floor = smoothing / (double)classes;
+  double smoothing = call->cross_entropy.smoothing, floor = smoothing / (double)classes,
+         z_loss = call->cross_entropy.z_loss, cap = call->cross_entropy.soft_cap;
   ENG_TRY(check_targets(call, targets, rows, classes, &counted));
 
 #pragma omp parallel for schedule(static) if (x->count > PARALLEL_ELEMENTS)
@@ -130,15 +181,23 @@ static eng_status cross_entropy_grad(const op_call *call)
     // the factor back into range.
     double factor = get(dloss->data, dloss->dtype, reduction == 0 ? row : 0);
     if (reduction == 1) factor /= (double)counted;
-    float row_lse = get(lse->data, lse->dtype, row), target = get(x->data, x->dtype, first + t);
+    float row_lse = get(lse->data, lse->dtype, row);
+    double target = get(x->data, x->dtype, first + t), own_slope = 1.0,
+           weight = z_loss != 0.0 ? 1.0 + 2.0 * z_loss * (double)row_lse : 1.0;
+    if (cap > 0) {
+      double cosine = cosh(target / cap);
+      own_slope = cosine != cosine ? cosine : 1.0 / (cosine * cosine);
+      target = cap * tanh(target / cap);
+    }
+    row_slope slope = {row_lse, (float)weight, (float)floor, (float)factor};
     for (int64_t at = 0; at < classes; at += TILE) {
       int length = (int)smaller(TILE, classes - at);
       const float *in = tile_load(in_buffer, x->data, x->dtype, first + at, length);
       float *out = tile_target(out_buffer, dx->data, dx->dtype, first + at);
-      gradient_tile(in, row_lse, (float)floor, (float)factor, out, length);
+      gradient_tile(in, &slope, (float)cap, out, length);
       if (t >= at && t < at + length)
-        out[t - at] =
-          (float)((exp((double)target - (double)row_lse) - (1.0 - smoothing) - floor) * factor);
+        out[t - at] = (float)((exp(target - (double)row_lse) * weight - (1.0 - smoothing) - floor) *
+                              factor * own_slope);
       tile_store(dx->data, dx->dtype, first + at, out, length);
     }
   }

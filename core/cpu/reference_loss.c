@@ -1,5 +1,5 @@
-// Reference kernels for losses: cross entropy with label smoothing and an ignored target, its
-// gradient, and the mean squared error. See reference.h.
+// Reference kernels for losses: cross entropy with label smoothing, an ignored target, a soft cap
+// of the logits and a z-loss, its gradient, and the mean squared error. See reference.h.
 //
 // Edge cases: an infinite largest logit makes its row NaN (inf - inf). Rows whose target is ignored
 // have loss 0 and gradient 0 whatever their logits are; their lse is still computed.
@@ -26,24 +26,39 @@ static eng_status count_targets(int64_t *counted, const op_call *call, const int
   return ENG_OK;
 }
 
-// A row's loss: (1 - smoothing) * (lse - x[target]) + smoothing * mean over v of (lse - x[v]).
+// Replaces n logits x by cap * tanh(x / cap), and sets slopes (or NULL) to the derivatives; a cap of
+// 0 changes nothing.
+static void apply_cap(double *x, double *slopes, int64_t n, double cap)
+{
+  for (int64_t i = 0; i < n; i++) {
+    double t = cap > 0 ? tanh(x[i] / cap) : 0.0, u = cap > 0 ? cosh(x[i] / cap) : 1.0;
+    if (cap > 0) x[i] = cap * t;
+    if (slopes) slopes[i] = u != u ? u : 1.0 / (u * u);
+  }
+}
+
+// A row's loss, of capped logits: (1 - smoothing) * (lse - x[target]) + smoothing * mean over v of (lse - x[v]), and
+// z_loss * lse^2.
 eng_status reference_cross_entropy(const op_call *call)
 {
   const tensor *logits = call->in[0];
   int64_t rows = rows_of(logits), classes = columns_of(logits), counted,
           mode = call->cross_entropy.reduction, ignored = call->cross_entropy.ignore;
-  double smoothing = call->cross_entropy.smoothing, total = 0.0;
+  double smoothing = call->cross_entropy.smoothing, z_loss = call->cross_entropy.z_loss,
+         total = 0.0;
   workspace space = {0};
   double *x = workspace_load(&space, logits), *losses = workspace_doubles(&space, rows),
          *lses = workspace_doubles(&space, rows);
   int64_t *targets = workspace_load_ints(&space, call->in[1]);
   if (space.failed) return workspace_close(&space);
+  apply_cap(x, NULL, rows * classes, call->cross_entropy.soft_cap);
   eng_status status = count_targets(&counted, call, targets, rows, classes);
   for (int64_t r = 0; status == ENG_OK && r < rows; r++) {
     const double *row = x + r * classes;
     lses[r] = row_logsumexp(row, classes);
     if (targets[r] == ignored) continue;
     losses[r] = (1.0 - smoothing) * (lses[r] - row[targets[r]]);
+    if (z_loss > 0) losses[r] += z_loss * lses[r] * lses[r];
     for (int64_t v = 0; smoothing > 0 && v < classes; v++)
       losses[r] += smoothing * (lses[r] - row[v]) / (double)classes;
     total += losses[r];
@@ -57,25 +72,29 @@ eng_status reference_cross_entropy(const op_call *call)
   return status;
 }
 
-// dlogits = (softmax - (1 - smoothing) * onehot - smoothing / V) * dloss, divided by the number of
-// counted rows for the mean.
+// dlogits = ((1 + 2 z_loss lse) softmax - (1 - smoothing) * onehot - smoothing / V) * dloss, divided
+// by the number of counted rows for the mean, times the slope of the cap.
 eng_status reference_cross_entropy_grad(const op_call *call)
 {
   const tensor *logits = call->in[0];
   int64_t rows = rows_of(logits), classes = columns_of(logits), counted,
           mode = call->cross_entropy.reduction, ignored = call->cross_entropy.ignore;
-  double smoothing = call->cross_entropy.smoothing;
+  double smoothing = call->cross_entropy.smoothing, z_loss = call->cross_entropy.z_loss;
   workspace space = {0};
-  double *x = workspace_load(&space, logits), *dloss = workspace_load(&space, call->in[3]);
+  double *x = workspace_load(&space, logits), *dloss = workspace_load(&space, call->in[3]),
+         *slopes = workspace_doubles(&space, rows * classes);
   int64_t *targets = workspace_load_ints(&space, call->in[1]);
   if (space.failed) return workspace_close(&space);
+  apply_cap(x, slopes, rows * classes, call->cross_entropy.soft_cap);
   eng_status status = count_targets(&counted, call, targets, rows, classes);
   for (int64_t r = 0; status == ENG_OK && r < rows; r++) {
     double *row = x + r * classes, lse = row_logsumexp(row, classes);
+    double weight = z_loss > 0 ? 1.0 + 2.0 * z_loss * lse : 1.0;
     double slope = mode == 0 ? dloss[r] : mode == 1 ? dloss[0] / (double)counted : dloss[0];
     for (int64_t v = 0; v < classes; v++) {
       double wanted = (v == targets[r] ? 1.0 - smoothing : 0.0) + smoothing / (double)classes;
-      row[v] = targets[r] == ignored ? 0.0 : (exp(row[v] - lse) - wanted) * slope;
+      row[v] = targets[r] == ignored ? 0.0 :
+        (exp(row[v] - lse) * weight - wanted) * slope * slopes[r * classes + v];
     }
   }
   if (status == ENG_OK) values_store(call->out[0], x, false);

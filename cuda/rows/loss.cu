@@ -32,8 +32,24 @@ __device__ static inline double below_one(double d) { return exp(d); }
 
 __device__ static inline float  exponent(float x)        { return expf(x); }
 __device__ static inline double exponent(double x)       { return exp(x); }
+__device__ static inline float  tangent(float x)         { return tanhf(x); }
+__device__ static inline double tangent(double x)        { return tanh(x); }
 __device__ static inline float  larger(float a, float b) { return fmaxf(a, b); }
 __device__ static inline double larger(double a, double b) { return fmax(a, b); }
+
+/// A soft cap of logits, cap * tanh(x / cap); CAPPED = false: none.
+template <typename A> struct soft_cap { A cap, inverse; };
+
+template <bool CAPPED, typename A> __device__ static inline A capped(A x, soft_cap<A> c)
+{ return CAPPED ? c.cap * tangent(x * c.inverse) : x; }
+
+/// The cap's derivative, 1 - tanh^2 without cancellation: 4 z / (1 + z)^2 with z = exp(-2|x / cap|).
+template <bool CAPPED, typename A> __device__ static inline A cap_slope(A x, soft_cap<A> c)
+{
+  if (!CAPPED) return (A)1;
+  const A u = x * c.inverse, z = exponent(u < 0 ? 2 * u : -2 * u);
+  return 4 * z / ((1 + z) * (1 + z));
+}
 
 /// A row of n elements, split where its 16-byte accesses begin and end.
 struct cut { int head, whole, n; };
@@ -110,8 +126,8 @@ __device__ static inline void absorb(seen<A> &s, const A x[N])
     for (int k = 0; k < N; k++) s.plain += (double)x[k];
 }
 
-template <int LANES, bool PLAIN, typename T, typename A>
-__device__ static inline seen<A> read_row(const T *row, int n, A)
+template <int LANES, bool PLAIN, bool CAPPED, typename T, typename A>
+__device__ static inline seen<A> read_row(const T *row, int n, soft_cap<A> limit)
 {
   enum { V = 16 / sizeof(T) };
   const cut c = cut_of(row, n);
@@ -127,26 +143,26 @@ __device__ static inline seen<A> read_row(const T *row, int n, A)
     for (int k = 0; k < BATCH; k++) {
       if (i + k * LANES >= c.whole) break;
       A x[V];
-      for (int e = 0; e < V; e++) x[e] = widen(p[k].x[e]);
+      for (int e = 0; e < V; e++) x[e] = capped<CAPPED>((A)widen(p[k].x[e]), limit);
       absorb<V, PLAIN>(s, x);
     }
   }
   for (int i = lane; i < c.head; i += LANES) {
-    A x[1] = {widen(row[i])};
+    A x[1] = {capped<CAPPED>((A)widen(row[i]), limit)};
     absorb<1, PLAIN>(s, x);
   }
   for (int i = c.head + c.whole * V + lane; i < n; i += LANES) {
-    A x[1] = {widen(row[i])};
+    A x[1] = {capped<CAPPED>((A)widen(row[i]), limit)};
     absorb<1, PLAIN>(s, x);
   }
   return s;
 }
 
-template <int LANES, bool PLAIN, typename T>
+template <int LANES, bool PLAIN, bool CAPPED, typename T>
 __global__ static void __launch_bounds__(THREADS, sizeof(T) == 8 ? 2 : 4)
   row_losses(const T *logits, const void *targets, int target_dtype, int64_t rows, int classes,
-             int64_t ignored, double smoothing, double *losses, void *loss, int loss_dtype,
-             void *lse, int lse_dtype, cuda_fault_record *fault)
+             int64_t ignored, double smoothing, double z_loss, double cap, double *losses,
+             void *loss, int loss_dtype, void *lse, int lse_dtype, cuda_fault_record *fault)
 {
   typedef typename wide_of<T>::type A;
   const int64_t r = (int64_t)blockIdx.x * (THREADS / LANES) + threadIdx.x / LANES;
@@ -158,8 +174,9 @@ __global__ static void __launch_bounds__(THREADS, sizeof(T) == 8 ? 2 : 4)
   if (target != ignored && !counts && lane_of<LANES>() == 0)
     raise_fault(fault, ENG_OP_cross_entropy, target, classes);
   if (counts || lse) {
-    const double wanted = counts ? (double)widen(row[target]) : 0.0;
-    seen<A> s = read_row<LANES, PLAIN>(row, classes, A());
+    const soft_cap<A> limit = {(A)cap, (A)(1 / cap)};
+    const double wanted = counts ? (double)capped<CAPPED>((A)widen(row[target]), limit) : 0.0;
+    seen<A> s = read_row<LANES, PLAIN, CAPPED>(row, classes, limit);
     A largest = row_largest<LANES>(s.top);
     if (s.top != -(A)INFINITY) s.sum *= exponent(s.top - largest);
     double sum = row_sum<LANES>((double)s.sum);
@@ -172,6 +189,7 @@ __global__ static void __launch_bounds__(THREADS, sizeof(T) == 8 ? 2 : 4)
     own = log_sum - (wanted - top);
     if (PLAIN)
       own = (1.0 - smoothing) * own + smoothing * (log_sum + top - total / (double)classes);
+    if (z_loss != 0) own += z_loss * (top + log_sum) * (top + log_sum);
     if (!counts) own = 0.0;
   }
   if (lane_of<LANES>() != 0) return;
@@ -243,18 +261,22 @@ static void launch_losses(const op_call *call, int64_t rows, int classes, double
   const tensor *x = call->in[0], *targets = call->in[1], *loss = call->out[0], *lse = call->out[1];
   const T *logits = (const T *)x->data;
   const int64_t ignored = call->cross_entropy.ignore;
-  const double smoothing = call->cross_entropy.smoothing;
+  const double smoothing = call->cross_entropy.smoothing, cap = call->cross_entropy.soft_cap;
   void *loss_data = loss ? loss->data : NULL, *lse_data = lse ? lse->data : NULL;
   const int loss_dtype = loss ? loss->dtype : 0, lse_dtype = lse ? lse->dtype : 0;
   cudaStream_t stream = cuda_stream();
-#define ROW_LOSSES(LANES, PLAIN)                                                                 \
-  row_losses<LANES, PLAIN, T><<<grid_of(rows, LANES), THREADS, 0, stream>>>(                     \
-    logits, targets->data, targets->dtype, rows, classes, ignored, smoothing, losses, loss_data, \
-    loss_dtype, lse_data, lse_dtype, cuda_fault())
-  if (classes <= SHORT_ROW && smoothing != 0) ROW_LOSSES(32, true);
-  else if (classes <= SHORT_ROW) ROW_LOSSES(32, false);
-  else if (smoothing != 0) ROW_LOSSES(THREADS, true);
-  else ROW_LOSSES(THREADS, false);
+#define ROW_LOSSES(LANES, PLAIN, CAPPED)                                                         \
+  row_losses<LANES, PLAIN, CAPPED, T><<<grid_of(rows, LANES), THREADS, 0, stream>>>(             \
+    logits, targets->data, targets->dtype, rows, classes, ignored, smoothing,                    \
+    call->cross_entropy.z_loss, cap, losses, loss_data, loss_dtype, lse_data, lse_dtype,         \
+    cuda_fault())
+  // smoothing of 0 adds 0 times the mean of finite capped logits
+  if (classes <= SHORT_ROW && cap > 0) ROW_LOSSES(32, true, true);
+  else if (cap > 0) ROW_LOSSES(THREADS, true, true);
+  else if (classes <= SHORT_ROW && smoothing != 0) ROW_LOSSES(32, true, false);
+  else if (classes <= SHORT_ROW) ROW_LOSSES(32, false, false);
+  else if (smoothing != 0) ROW_LOSSES(THREADS, true, false);
+  else ROW_LOSSES(THREADS, false, false);
 #undef ROW_LOSSES
 }
 
@@ -335,12 +357,12 @@ template <typename T> __device__ static inline uint4 rounded(const float y[8], T
 __device__ static inline uint4 rounded(const float y[4], float)   { return packed(y); }
 __device__ static inline uint4 rounded(const double y[2], double) { return packed(y); }
 
-template <int LANES, typename T>
-__global__ static void __launch_bounds__(THREADS, sizeof(T) == 8 ? 2 : 4)
+template <int LANES, bool CAPPED, typename T>
+__global__ static void __launch_bounds__(THREADS, sizeof(T) == 8 ? 2 : CAPPED ? 3 : 4)
   row_gradients(const T *logits, T *gradients, const void *targets, int target_dtype, int64_t rows,
-                int classes, int64_t ignored, double smoothing, const void *lse, int lse_dtype,
-                const void *dloss, int dloss_dtype, bool per_row, const double *counted,
-                cuda_fault_record *fault)
+                int classes, int64_t ignored, double smoothing, double z_loss, double cap,
+                const void *lse, int lse_dtype, const void *dloss, int dloss_dtype, bool per_row,
+                const double *counted, cuda_fault_record *fault)
 {
   typedef typename wide_of<T>::type A;
   enum { V = 16 / sizeof(T) };
@@ -359,7 +381,14 @@ __global__ static void __launch_bounds__(THREADS, sizeof(T) == 8 ? 2 : 4)
   double slope = load_double(dloss, dloss_dtype, per_row ? r : 0);
   if (counted) slope /= *counted;
   const double row_lse = load_double(lse, lse_dtype, r);
-  const A log_sum = (A)row_lse, floor = (A)(smoothing / (double)classes), factor = (A)slope;
+  const double weight = z_loss != 0 ? 1.0 + 2.0 * z_loss * row_lse : 1.0;
+  const A log_sum = (A)row_lse, floor = (A)(smoothing / (double)classes), factor = (A)slope,
+          share = (A)weight;
+  const soft_cap<A> limit = {(A)cap, (A)(1 / cap)};
+  auto gradient = [&](A x) -> A {
+    const A p = exponent(capped<CAPPED>(x, limit) - log_sum) * share;
+    return (p - floor) * factor * cap_slope<CAPPED>(x, limit);
+  };
   cut c = cut_of(out, classes);
   if (((uintptr_t)row - (uintptr_t)out) % 16 != 0) {   // 16-byte accesses cannot be aligned in both
     c.head = classes;
@@ -387,17 +416,20 @@ __global__ static void __launch_bounds__(THREADS, sizeof(T) == 8 ? 2 : 4)
       if (i + k * LANES >= c.whole) break;
       A y[V];
       for (int e = 0; e < V; e++)
-        y[e] = counts ? (exponent(widen(p[k].x[e]) - log_sum) - floor) * factor : (A)0;
+        y[e] = counts ? gradient(widen(p[k].x[e])) : (A)0;
       to[i + k * LANES] = rounded(y, T());
     }
   }
   for (int i = lane; i < c.head; i += LANES)
-    narrow(out[i], counts ? (exponent(widen(row[i]) - log_sum) - floor) * factor : (A)0);
+    narrow(out[i], counts ? gradient(widen(row[i])) : (A)0);
   for (int i = tail + lane; i < classes; i += LANES)
-    narrow(out[i], counts ? (exponent(widen(row[i]) - log_sum) - floor) * factor : (A)0);
-  if (mine)
-    narrow(out[target],
-           (A)((exp(wanted - row_lse) - (1.0 - smoothing) - smoothing / (double)classes) * slope));
+    narrow(out[i], counts ? gradient(widen(row[i])) : (A)0);
+  if (mine) {
+    const soft_cap<double> exact = {cap, 1 / cap};
+    const double p = exp(capped<CAPPED>(wanted, exact) - row_lse) * weight;
+    narrow(out[target], (A)((p - (1.0 - smoothing) - smoothing / (double)classes) * slope *
+                            cap_slope<CAPPED>(wanted, exact)));
+  }
 }
 
 template <typename T>
@@ -408,13 +440,17 @@ static void launch_gradients(const op_call *call, int64_t rows, int classes, con
   const T *logits = (const T *)x->data;
   T *gradients = (T *)call->out[0]->data;
   const bool per_row = call->cross_entropy.reduction == 0;
-#define ROW_GRADIENTS(LANES)                                                             \
-  row_gradients<LANES, T><<<grid_of(rows, LANES), THREADS, 0, stream>>>(                 \
+  const double cap = call->cross_entropy.soft_cap;
+#define ROW_GRADIENTS(LANES, CAPPED)                                                     \
+  row_gradients<LANES, CAPPED, T><<<grid_of(rows, LANES), THREADS, 0, stream>>>(         \
     logits, gradients, targets->data, targets->dtype, rows, classes,                     \
-    call->cross_entropy.ignore, call->cross_entropy.smoothing, lse->data, lse->dtype,    \
-    dloss->data, dloss->dtype, per_row, counted, cuda_fault())
-  if (classes <= SHORT_ROW) ROW_GRADIENTS(32);
-  else ROW_GRADIENTS(THREADS);
+    call->cross_entropy.ignore, call->cross_entropy.smoothing,                           \
+    call->cross_entropy.z_loss, cap, lse->data, lse->dtype, dloss->data, dloss->dtype,   \
+    per_row, counted, cuda_fault())
+  if (classes <= SHORT_ROW && cap > 0) ROW_GRADIENTS(32, true);
+  else if (classes <= SHORT_ROW) ROW_GRADIENTS(32, false);
+  else if (cap > 0) ROW_GRADIENTS(THREADS, true);
+  else ROW_GRADIENTS(THREADS, false);
 #undef ROW_GRADIENTS
 }
 

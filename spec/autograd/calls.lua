@@ -185,7 +185,9 @@ local cases = {
   end,
   cross_entropy = function(check)
     for _, options in ipairs { {}, { label_smoothing = 0.1 },
-      { reduction = "sum", ignore_index = 1 }, { reduction = "none" } } do
+      { reduction = "sum", ignore_index = 1 }, { reduction = "none" }, { z_loss = 0.1 },
+      { soft_cap = 1.5 },
+      { soft_cap = 2, z_loss = 0.1, label_smoothing = 0.1, ignore_index = 1 } } do
       check(function(x) return engine.cross_entropy(x, ids { 0, 4, 1 }, options) end,
         { random(3, 5) })
     end

@@ -351,12 +351,13 @@ end
 function plans.cross_entropy()
   local s, v = shape_of(0, 3), 1 + draw(12)
   return { float(appended(s, v)), index_of(s, v) }, { one_of { -100, 0, 1 }, draw(3) },
-    { one_of { 0, 0.1, 0.9 } }, 2
+    { one_of { 0, 0.1, 0.9 }, one_of { 0, 1e-3, 1e6 }, one_of { 0, 1, 30 } }, 2
 end
 function plans.cross_entropy_grad()
   local s, v, reduction = shape_of(0, 3), 1 + draw(12), draw(3)
   return { float(appended(s, v)), index_of(s, v), float(s), float(reduction == 0 and s or {}) },
-    { one_of { -100, 0, 1 }, reduction }, { one_of { 0, 0.1 } }
+    { one_of { -100, 0, 1 }, reduction },
+    { one_of { 0, 0.1 }, one_of { 0, 1e-3, 1e6 }, one_of { 0, 1, 30 } }
 end
 
 local FP8 = { M_ffi.dtype.e4m3, M_ffi.dtype.e5m2 }

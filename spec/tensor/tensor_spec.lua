@@ -747,7 +747,7 @@ describe("a mistake with tensors", function()
       "cross_entropy: expected reduction mean, sum or none, got 'average'" },
     { "engine.cross_entropy(x, i, { smoothing = 0.1 })",
       "cross_entropy: unknown option 'smoothing'; options: ignore_index label_smoothing "
-      .. "reduction" },
+      .. "reduction soft_cap z_loss" },
     { "engine.attention(x, x, x)",
       "attention: expected q [B x T x H x D] and k, v [B x S x G x D] with H a multiple of G, "
         .. "got f32 [2 x 3], f32 [2 x 3] and f32 [2 x 3]" },

@@ -2,7 +2,10 @@
 --   nn.gpt    decoder with learned positions, layer norm and GELU (the shape of GPT-2)
 --   nn.llama  decoder with rotary positions, RMS norm, SwiGLU and grouped queries
 --   nn.bert   encoder with a head for masked tokens
--- generate.lua samples from the decoders. Shapes: B batch, T time, C width, V vocabulary.
+-- generate.lua samples from the decoders. Options of every model: soft_cap (0: none; c: logits
+-- become c * tanh(logits / c)) and z_loss (0; see cross_entropy). model(ids, { attention_maps = true
+-- }) also returns the attention weights, a list of [B x H x T x T] f32, one for each block.
+-- Shapes: B batch, T time, C width, V vocabulary.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local fuse = require "engine.nn.fuse"
@@ -22,18 +25,26 @@ local M = {}
 
 local WHOLE = { "vocab", "width", "heads", "layers", "context", "kv_heads", "hidden" }
 local PROBABILITIES = { "dropout", "embedding_dropout", "attention_dropout" }
+local HEAD = { z_loss = 0, soft_cap = 0 }   -- every model's defaults of these options
 
 -- Completes the options of the model `name` (such as "nn.gpt") by `defaults`, checks them and
 -- stores them as self.config. self.context is stored for generate.
 local function configure(self, name, options, defaults)
   local config, known = {}, {}
-  for key, value in pairs(defaults) do config[key], known[key] = value, true end
+  for _, set in ipairs { HEAD, defaults } do
+    for key, value in pairs(set) do config[key], known[key] = value, true end
+  end
   for key, value in pairs(tensor.read_named(options, name, known)) do config[key] = value end
   for _, key in ipairs(WHOLE) do
     if defaults[key] or config[key] then want_whole(config[key], name, key, 1) end
   end
   transformer.want_heads(name, config.head_width and config.heads or config.width, config.heads,
     config.kv_heads or config.heads)
+  for key in pairs(HEAD) do
+    if type(config[key]) ~= "number" or not (config[key] >= 0 and config[key] <= 1e6) then
+      raise("%s: expected %s to be a number in 0..1e6, got %s", name, key, value_text(config[key]))
+    end
+  end
   for _, key in ipairs(PROBABILITIES) do
     local p = config[key]
     if p and not (type(p) == "number" and p >= 0 and p < 1) then
@@ -61,9 +72,28 @@ end
 
 -- ------------------------------------------------------------------ parts of models
 
+-- Checks the options of model(ids, options).
+local FORWARD = { attention_maps = true, uncapped = true }
+local function read_forward(self, options)
+  return tensor.read_named(options, self._class, FORWARD)
+end
+
 -- model:loss(x, y [, options]): the mean cross entropy of the model's predictions for ids x [B x T]
--- against the ids y [B x T]. Options: those of cross_entropy. A target of -100 does not count.
-local function loss(self, x, y, options) return tensor.cross_entropy(self(x), y, options) end
+-- against the ids y [B x T], and the attention maps, if asked for. Options: attention_maps, and
+-- those of cross_entropy; z_loss and soft_cap are the model's own by default. A target of -100 does
+-- not count.
+local function loss(self, x, y, options)
+  local own, forward = { z_loss = self.config.z_loss, soft_cap = self.config.soft_cap }, nil
+  for key, value in pairs(options or {}) do
+    if key == "attention_maps" then forward = { attention_maps = value } else own[key] = value end
+  end
+  if self.config.soft_cap ~= 0 then        -- the loss applies own.soft_cap
+    forward = forward or {}
+    forward.uncapped = true
+  end
+  local predicted, maps = self(x, forward)
+  return tensor.cross_entropy(predicted, y, own), maps
+end
 
 -- token(ids) + position(0 ... T-1) (+ type(types), 0 unless given): ids [B x T] -> [B x T x C].
 -- With a cache, positions follow those in it.
@@ -76,12 +106,34 @@ local function embed(self, ids, types)
   return wtt and x + (types and wtt(types) or wtt.weight:select(1, 1)) or x
 end
 
--- Logits [B x T x V] of x [B x T x C], by the model's head or its token embedding (tied). With a
--- cache, those of the last token.
-local function logits(self, x, embedding)
+-- A model's results: the logits [B x T x V], with the model's soft cap, and the attention maps of
+-- its blocks, if asked for.
+local function results(self, y, options)
+  local cap, maps = self.config.soft_cap, nil
+  if cap > 0 and not options.uncapped then y = ((y / cap):to("f32"):tanh() * cap):to(y.dtype) end
+  if options.attention_maps then
+    maps = {}
+    for i, block in ipairs(self.blocks) do maps[i] = block.attn:take_maps() end
+  end
+  return y, maps
+end
+
+-- The results for x [B x T x C], by the model's head or its token embedding (tied). With a cache,
+-- those of the last token.
+local function logits(self, x, embedding, options)
   local head = rawget(self, "head")
   if rawget(self, "cached") then x = x:slice(2, -1) end
-  return head and head(x) or x:linear(embedding.weight)
+  return results(self, head and head(x) or x:linear(embedding.weight), options)
+end
+
+-- Reads the options of a forward, and asks the blocks for attention maps or not.
+local function begin(self, options)
+  options = read_forward(self, options)
+  if options.attention_maps or rawget(self, "_maps") then
+    for _, block in ipairs(self.blocks) do block.attn:watch_maps(options.attention_maps) end
+    rawset(self, "_maps", options.attention_maps)
+  end
+  return options
 end
 
 -- ------------------------------------------------------------------ decoders
@@ -114,10 +166,11 @@ function GPT:init(options)
   self.norm = norm()
   if not c.tied then self.head = layers.linear(c.width, c.vocab, { bias = false, std = std }) end
 end
-function GPT:forward(ids)
+function GPT:forward(ids, options)
+  options = begin(self, options)
   local x = self.drop(embed(self, ids))                                      -- [B x T x C]
   x = fuse.stack(x, self.blocks, self.norm)
-  return logits(self, x, self.wte)
+  return logits(self, x, self.wte, options)
 end
 GPT.loss, GPT.generate = loss, generate
 function GPT:extra() return sizes(self, (", context %d"):format(self.context)) end
@@ -153,9 +206,10 @@ function Llama:init(options)
   self.norm = norm()
   if not c.tied then self.head = layers.linear(c.width, c.vocab, { bias = false, std = std }) end
 end
-function Llama:forward(ids)
+function Llama:forward(ids, options)
+  options = begin(self, options)
   local x = fuse.stack(self.embed(ids), self.blocks, self.norm)              -- [B x T x C]
-  return logits(self, x, self.embed)
+  return logits(self, x, self.embed, options)
 end
 Llama.loss, Llama.generate = loss, generate
 function Llama:extra() return sizes(self, (" over %d"):format(self.config.kv_heads)) end
@@ -183,11 +237,13 @@ function Bert:init(options)
   self.transform_norm = layers.layer_norm(c.width, { eps = c.eps })
   self:parameter("head_bias", module.new_parameter { c.vocab }, "linear")
 end
-function Bert:forward(ids, types)
+function Bert:forward(ids, types, options)
+  if type(types) == "table" then types, options = nil, types end
+  options = begin(self, options)
   local x = self.drop(self.norm(embed(self, ids, types)))                    -- [B x T x C]
   for _, block in ipairs(self.blocks) do x = block(x) end
   x = self.transform_norm(self.transform(x):gelu(self.config.gelu))
-  return x:linear(self.wte.weight, self.head_bias)
+  return results(self, x:linear(self.wte.weight, self.head_bias), options)
 end
 Bert.loss = loss
 function Bert:extra() return sizes(self, "") end

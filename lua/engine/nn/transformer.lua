@@ -99,22 +99,42 @@ local function placed(self, q, k, v)
   return q, k, v
 end
 
--- Attention with the weights as a tensor, which dropout and a window can act on: q [B x T x H x D],
--- k and v [B x S x G x D] -> [B x T x H x D]. Query t is at position first + t of the keys.
-local function explicit_attention(self, q, k, v, first)
+--- Whether the calls from now on also compute the attention weights, which take_maps() returns.
+function Attention:watch_maps(on)
+  if (on or false) ~= (rawget(self, "maps_wanted") or false) then
+    rawset(self, "maps_wanted", on or nil)
+  end
+end
+
+--- The attention weights of the last call, [B x H x T x T] in f32, before dropout. Once.
+function Attention:take_maps()
+  local maps = rawget(self, "maps")
+  rawset(self, "maps", nil)
+  return maps
+end
+
+-- softmax(q k^T / sqrt(D)) in f32: q [B x T x H x D], k [B x S x G x D] -> [B x G x H/G x T x S].
+-- Query t is at position first + t of the keys.
+local function attention_weights(self, q, k, first)
   local B, T, H, D = q:size()
-  local S, G = k:size(2), self.kv_heads
-  local R, window, p = H / G, self.window, self.dropout
-  local rows = q:view(B, T, G, R, D):permute(1, 3, 4, 2, 5):view(B, G, R * T, D)
+  local S, G, window = k:size(2), self.kv_heads, self.window
+  local rows = q:view(B, T, G, H / G, D):permute(1, 3, 4, 2, 5):view(B, G, H / G * T, D)
   local scores = rows:matmul(k:permute(1, 3, 2, 4), false, true):to("f32") / math.sqrt(D)
-  scores = scores:view(B, G, R, T, S)
+  scores = scores:view(B, G, H / G, T, S)
   local row, column = M.positions(T, first):view(T, 1), M.positions(S):view(1, S)
   if self.causal then scores = column:le(row):where(scores, -math.huge) end
   if window then scores = column:gt(row - window):where(scores, -math.huge) end
-  local weights = scores:softmax()
-  if p > 0 and self._training then weights = weights:dropout(p) end
-  local y = weights:view(B, G, R * T, S):matmul(v:permute(1, 3, 2, 4)):to(v.dtype)
-  return y:view(B, G, R, T, D):permute(1, 4, 2, 3, 5):view(B, T, H, D)
+  return scores:softmax()
+end
+
+-- Attention with the weights as a tensor, which dropout and a window can act on: q [B x T x H x D],
+-- k and v [B x S x G x D] -> [B x T x H x D].
+local function explicit_attention(self, q, k, v, first)
+  local B, T, H, D = q:size()
+  local S, G, weights = k:size(2), self.kv_heads, attention_weights(self, q, k, first)
+  if self.dropout > 0 and self._training then weights = weights:dropout(self.dropout) end
+  local y = weights:view(B, G, H / G * T, S):matmul(v:permute(1, 3, 2, 4)):to(v.dtype)
+  return y:view(B, G, H / G, T, D):permute(1, 4, 2, 3, 5):view(B, T, H, D)
 end
 
 -- The same for blocks of queries as long as the window, each with the keys that its window reaches.
@@ -134,6 +154,10 @@ end
 -- softmax(q k^T / sqrt(D)) v: q [B x T x H x D], k and v [B x S x G x D] -> [B x T x H x D].
 local function attend(self, q, k, v)
   rawset(self, "entropy", nil)
+  if rawget(self, "maps_wanted") then
+    local B, T, S = q:size(1), q:size(2), k:size(2)
+    rawset(self, "maps", attention_weights(self, q, k, S - T):view(B, self.heads, T, S))
+  end
   if self.dropout > 0 and self._training or self.window and k:size(2) > self.window then
     return windowed_attention(self, q, k, v)
   end

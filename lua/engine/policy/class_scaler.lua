@@ -19,8 +19,10 @@
 --                                   record.scale); otherwise it is nil
 --   scale_loss(loss, ...)           returns the scaled loss, instead of seeding backward with the
 --                                   scale; get_scale() must then return the scale it used. The
---                                   further arguments are those of scaler:scale(), or what else
---                                   the trainer's loss function returned, such as attention maps
+--                                   further arguments are those of scaler:scale() and
+--                                   session:backward(), or what else the trainer's loss function
+--                                   returned, such as the attention maps of model:loss(x, y,
+--                                   { attention_maps = true })
 --   unscale_gradients(optimizer)    engine.scaler calls it instead of its own unscaling
 --   state_dict()                    returns the state for checkpoints, plain data
 --   load_state_dict(state)          restores it; without these two the object's fields are saved

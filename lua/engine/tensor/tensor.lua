@@ -770,10 +770,13 @@ end
 
 local REDUCTION = { none = 0, mean = 1, sum = 2 }
 
-local CROSS_ENTROPY = { label_smoothing = true, ignore_index = true, reduction = true }
+local CROSS_ENTROPY = { label_smoothing = true, ignore_index = true, reduction = true,
+  z_loss = true, soft_cap = true }
 
 --- Cross entropy of logits [.. x V] and targets [..], class ids from 0. Options: label_smoothing
---- (0), ignore_index (-100: such targets do not count), reduction "mean" | "sum" | "none".
+--- (0), ignore_index (-100: such targets do not count), reduction "mean" | "sum" | "none", soft_cap
+--- (0: none; c: of c * tanh(logits / c)), z_loss (0: a factor; adds factor * logsumexp^2 to each
+--- target's loss).
 function M.cross_entropy(logits, targets, options)
   options = read_named(options, "cross_entropy", CROSS_ENTROPY)
   local reduction = REDUCTION[options.reduction or "mean"]
@@ -783,7 +786,9 @@ function M.cross_entropy(logits, targets, options)
   end
   ints[0], ints[1] = want_whole(options.ignore_index or -100, "cross_entropy", "ignore_index"),
     reduction
-  floats[0] = want_number(options.label_smoothing or 0, "cross_entropy", "label_smoothing")
+  for i, name in ipairs { "label_smoothing", "z_loss", "soft_cap" } do
+    floats[i - 1] = want_number(options[name] or 0, "cross_entropy", name)
+  end
   return (run_many("cross_entropy", 2, 2, logits, targets))
 end
 
