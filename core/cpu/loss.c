@@ -2,8 +2,9 @@
 // Registered by cpu.c, called through the backend table; owns nothing.
 //
 // Cross entropy reads the logits once: maximum and sum of exponentials together, tile by tile; the
-// probabilities are never stored. With a soft cap, each thread keeps one row of capped logits. The gradient reads the logits once and writes once. Per-row
-// results are summed in double in the order of the rows, so the result does not depend on threads.
+// probabilities are never stored. With a soft cap, each thread keeps a row of capped logits. The
+// gradient reads the logits once and writes once. Per-row results are summed in double in the order
+// of the rows, so the result does not depend on threads.
 #include "simd.h"
 #include "rows.h"
 #include "vmath.h"

@@ -43,7 +43,7 @@ template <typename A> struct soft_cap { A cap, inverse; };
 template <bool CAPPED, typename A> __device__ static inline A capped(A x, soft_cap<A> c)
 { return CAPPED ? c.cap * tangent(x * c.inverse) : x; }
 
-/// The cap's derivative, 1 - tanh^2 without cancellation: 4 z / (1 + z)^2 with z = exp(-2|x / cap|).
+/// The cap's derivative, 1 - tanh^2 without cancellation: 4 z / (1 + z)^2, z = exp(-2|x / cap|).
 template <bool CAPPED, typename A> __device__ static inline A cap_slope(A x, soft_cap<A> c)
 {
   if (!CAPPED) return (A)1;

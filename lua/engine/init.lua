@@ -170,6 +170,7 @@ local parts = {
   contest = { "engine.train.contest", "new" },
   scaler = { "engine.train.scaler", "new" },
   session = { "engine.train.session", "new" },
+  deepspeed = { "engine.train.deepspeed" },
   register_loss_scaler = { "engine.train.scaler", "register" },
   policy = { "engine.policy.policy" },
   config = { "engine.base.config", first = "engine.policy.policy" },

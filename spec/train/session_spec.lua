@@ -197,6 +197,13 @@ describe("a session", function()
     assert.same(rows(folder .. "/whole"), rows(folder .. "/cut"))
   end)
 
+  it("leaves it to the loop whether gradients add up in f32", function()
+    local _, _, opt = parts()
+    opt:accumulates(true)
+    engine.session { optimizer = opt, log = "quiet" }
+    assert.is_true(opt._accumulates)
+  end)
+
   it("keeps the scale of gradients that another optimizer still holds", function()
     engine.seed(1)
     local a, b = nn.linear(4, 4), nn.linear(4, 4)

@@ -172,11 +172,10 @@ function M.from_table(config, changes, where, path)
   return M.translate(changed(block, changes), stage, where)
 end
 
---- Reads a DeepSpeed JSON, which may have comments and trailing commas; returns the name of the
---- policy and its options.
-function M.read(path, changes)
+--- A DeepSpeed JSON, which may have comments and trailing commas, as a table, and its plain text.
+function M.decode(path)
   local text, why = require("engine.base.file").read(path)
-  if not text then error("policy: " .. why, 0) end
+  if not text then error(why, 0) end
   text = text:gsub("^\239\187\191", "")                -- a byte order mark
   text = plain_json(text)
   local config, problem = cjson.decode(text)
@@ -185,6 +184,13 @@ function M.read(path, changes)
     local _, lines = text:sub(1, at or 0):gsub("\n", "")
     error(("%s:%d: not JSON: %s"):format(path, lines + 1, problem), 0)
   end
+  return config, text
+end
+
+--- Reads a DeepSpeed JSON; returns the name of the policy and its options.
+function M.read(path, changes)
+  local good, config, text = pcall(M.decode, path)
+  if not good then error((config:find("^[^:]+:%d+: ") and "" or "policy: ") .. config, 0) end
   return M.from_table(config, changes, function(key) return place_of(text, path, key) end, path)
 end
 

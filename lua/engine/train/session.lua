@@ -72,9 +72,6 @@ function Several:set_precision(recipe)
   self.precision = recipe
 end
 
--- Whether gradients of several backward passes add up is each optimizer's own setting.
-function Several:accumulates() end
-
 function Several:step(o)
   self.active.opt.lr = self.lr
   self.active.opt:step(o)
@@ -212,7 +209,9 @@ local function open(self)
   self.expected = self.steps_done + math.max(0, self.most - self.turn) * #self.entries
   self.steps = self.limit or self.expected                 -- limit: set by cli/live.lua
   local files = self.run_files
-  if files.history then files:complain(files.history:set_meta("steps", self.steps)) end
+  if files.history and self.most < 2 ^ 53 then
+    files:complain(files.history:set_meta("steps", self.steps))
+  end
   self.last, self.last_at = loop.start(self), machine.clock()
   return self.turn >= self.most or self.steps_done >= self.steps
 end
@@ -261,6 +260,7 @@ function Session:close()
   if self.current then                                     -- after a break
     self.current = nil
     check(C.eng_step_end())
+    if self.steps_done == self.turn_began_at then self.turn = self.turn - 1 end
     self.steps = self.steps_done
     loop.between(self, last)
   end
@@ -340,7 +340,8 @@ local STEP = { clip = true, tokens = true }
 --- statistics, the policy's verdict, then the update, which unscales and clips in the same pass, or
 --- no update. The optimizer's gradients are empty afterwards. options: clip (of this step), tokens
 --- (for the progress line). Returns { skipped = boolean, action = "step", "skip", "retry", "stop"
---- or "rollback", reason = text or nil, step = number, scale = the scale of these gradients }.
+--- or "rollback", reason = text or nil, step = number, loss = the sum over the backward passes,
+--- scale = the scale of these gradients }.
 function Session:step(opt, o)
   local s, entry = inside(self, "step"), entry_of(self, opt)
   o = tensor.read_named(o, "session:step", STEP)
@@ -371,7 +372,7 @@ function Session:step(opt, o)
   entry.opt:zero_grad()
   local reason = M_ffi.string(verdict.reason)
   local result = { skipped = not s.updated, action = verdict:what(), step = s.step, scale = s.scale,
-    reason = reason ~= "" and reason or nil }
+    loss = record.loss, reason = reason ~= "" and reason or nil }
   local scale = next_scale(self, s)
   self:attempt().scale = scale
   return result

@@ -443,7 +443,7 @@ function M.assemble(o, class, prepare)
   user_state.pack(self.state)        -- an error now, and not at the first checkpoint
   local opt = self.optimizer
   if not precision.same(opt.precision, full) then opt:set_precision(full) end
-  opt:accumulates(self.accumulate > 1)
+  if not self.by_hand then opt:accumulates(self.accumulate > 1) end
   -- recipes without loss scaling get `static` with a scale of 1, which no output mentions
   self.policy = plainly(policies.load, o.policy or (full.scaled and "dynamic" or "static"),
     o.policy_options)

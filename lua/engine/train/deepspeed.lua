@@ -1,0 +1,143 @@
+-- engine.deepspeed.initialize: a training loop in DeepSpeed's shape, over engine.session.
+--   local model_engine = engine.deepspeed.initialize { model = model, config = "ds_config.json" }
+--   for step = 1, 100 do
+--     local loss = engine.mse(model_engine(x), y)
+--     model_engine:backward(loss)
+--     print(model_engine:step().loss)
+--   end
+--   model_engine:close()
+-- The configuration's fp16 block becomes the policy (policy/deepspeed_config.lua), its optimizer
+-- and gradient_clipping those of the session, gradient_accumulation_steps the calls of step() for
+-- one update.
+local M_ffi = require "engine.base.ffi"
+local config_of = require "engine.policy.deepspeed_config"
+local nearest = require "engine.base.nearest"
+local optim = require "engine.train.optim"
+local session = require "engine.train.session"
+local tensor = require "engine.tensor.tensor"
+
+local raise, value_text = M_ffi.raise, M_ffi.value_text
+
+local M = {}
+
+local Engine = {}
+Engine.__index = Engine
+
+local OPTIMIZERS = { adam = "adamw", adamw = "adamw", fusedadam = "adamw", lamb = "lamb",
+  fusedlamb = "lamb", lion = "lion", fusedlion = "lion", sgd = "sgd", muon = "muon" }
+local PARAMS = { lr = true, betas = true, eps = true, weight_decay = true, momentum = true,
+  nesterov = true, dampening = true }
+local SWITCHES = { adam_w_mode = true, torch_adam = true }   -- say which Adam it is
+
+-- The optimizer of the block { type =, params = }.
+local function optimizer_of(block, model, precision)
+  if type(block) ~= "table" or type(block.type) ~= "string" then
+    raise("deepspeed: expected optimizer = { type =, params = } in the configuration, or " ..
+      "initialize { optimizer = }")
+  end
+  local name = OPTIMIZERS[block.type:lower()]
+  if not name then
+    raise("deepspeed: there is no optimizer '%s'%s", block.type,
+      nearest.choices(block.type:lower(), OPTIMIZERS, "optimizers"))
+  end
+  local given, options = block.params or {}, { precision = precision }
+  for key, value in pairs(given) do
+    if PARAMS[key] then options[key] = value
+    elseif not SWITCHES[key] then
+      raise("deepspeed: optimizer %s has no parameter '%s'%s", block.type, tostring(key),
+        nearest.choices(key, PARAMS, "parameters"))
+    end
+  end
+  if name == "adamw" and given.adam_w_mode == false then name = "adam" end
+  return optim[name](model, options)
+end
+
+local function enabled(block) return type(block) == "table" and block.enabled ~= false end
+
+local OPTIONS = { model = true, config = true, optimizer = true, run = true, resume = true,
+  checkpoint_every = true, steps = true, log = true, policy = true, data = true, state = true }
+local PASSED = { "run", "resume", "checkpoint_every", "log", "data", "state" }
+
+--- engine.deepspeed.initialize { model =, config = }: config is the path of a DeepSpeed JSON
+--- (comments and trailing commas are allowed) or such a table. More options: optimizer (instead of
+--- the configuration's), policy (instead of its fp16 block), steps (updates to make, for the
+--- progress line and for `engine attach`), and those of engine.session: run resume checkpoint_every
+--- log data state. Returns an engine and its optimizer. engine(...) calls the model in the
+--- configured precision; engine:backward(loss); engine:step() returns what session:step returns,
+--- with action "accumulate" between updates; engine:close() ends the run. One rank; a `scheduler`
+--- is refused, since the loop assigns optimizer.lr.
+function M.initialize(given)
+  local o = tensor.read_named(given, "deepspeed.initialize", OPTIONS)
+  if type(o.model) ~= "table" or not o.model.parameters then
+    raise("deepspeed.initialize: expected model to be a module, got %s", value_text(o.model))
+  end
+  local config = o.config
+  if type(config) == "string" then
+    local good, result = pcall(config_of.decode, config)
+    if not good then raise("deepspeed: %s", result) end
+    config = result
+  end
+  if type(config) ~= "table" then
+    raise("deepspeed.initialize: expected config to be the path of a JSON or a table, got %s",
+      value_text(config))
+  end
+  if type(config.scheduler) == "table" then
+    raise("deepspeed: a scheduler is not carried out; hint: assign optimizer.lr before step()")
+  end
+  local half = config.bf16 or config.bfloat16
+  local precision = enabled(half) and "bf16" or enabled(config.fp16) and "fp16" or "fp32"
+  local every, clip = config.gradient_accumulation_steps or 1, config.gradient_clipping
+  if type(every) ~= "number" or every < 1 or every % 1 ~= 0 then
+    raise("deepspeed: expected gradient_accumulation_steps to be a whole number of 1 or more, " ..
+      "got %s", value_text(every))
+  end
+  local opt = o.optimizer or optimizer_of(config.optimizer, o.model, precision)
+  local options = { optimizer = opt, precision = precision, clip = clip }
+  for _, key in ipairs(PASSED) do options[key] = o[key] end
+  if o.policy then options.policy = o.policy
+  elseif precision == "fp16" then
+    options.policy = type(o.config) == "string" and o.config
+    if not options.policy then
+      options.policy, options.policy_options = config_of.from_table(config, {},
+        function() return "deepspeed: " end)
+    end
+  end
+  if every > 1 then opt:accumulates(true) end
+  local self = setmetatable({ model = o.model, optimizer = opt, every = every, micro = 0,
+    session = session.new(options) }, Engine)
+  self.turns = self.session:turns(o.steps or 2 ^ 53)
+  self.turns()
+  return self, opt
+end
+
+--- The model's results for these inputs, in the configured precision.
+function Engine:__call(...)
+  if not self.session.current then
+    local stopped = self.session:close().stopped
+    raise("deepspeed: the run has ended%s", stopped and ": " .. stopped or " after its steps")
+  end
+  return self.session:autocast(self.model, ...)
+end
+
+--- The backward pass of a loss, with the loss scale, divided by gradient_accumulation_steps.
+function Engine:backward(loss)
+  self.session:backward(self.every > 1 and tensor.is_tensor(loss) and loss / self.every or loss)
+end
+
+--- After the last micro-batch, the update. The step's tensors end with it; the result has the loss.
+function Engine:step()
+  self.micro = self.micro + 1
+  if self.micro < self.every then return { skipped = false, action = "accumulate" } end
+  self.micro = 0
+  local result = self.session:step(self.optimizer)
+  self.turns()                                             -- closes this turn, opens the next
+  return result
+end
+
+--- The loss scale.
+function Engine:get_scale() return self.session:get_scale() end
+
+--- Ends the run and returns its summary.
+function Engine:close() return self.session:close() end
+
+return M

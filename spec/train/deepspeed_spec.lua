@@ -1,0 +1,94 @@
+-- engine.deepspeed.initialize: the loop in DeepSpeed's shape, against a trainer, and its mistakes.
+local engine = require "engine"
+local helper = require "spec.helper"
+local C = require("engine.base.ffi").C
+
+local folder
+before_each(function() folder = helper.folder() end)
+after_each(function()
+  C.eng_step_end()
+  helper.remove(folder)
+end)
+
+local CONFIG = [[
+{  // comments and trailing commas
+  "train_micro_batch_size_per_gpu": 4,
+  "gradient_accumulation_steps": 2,
+  "gradient_clipping": 0.5,
+  "optimizer": { "type": "AdamW", "params": { "lr": 1e-2, "betas": [0.9, 0.95], }, },
+  "zero_optimization": { "stage": 1 },
+  "fp16": { "enabled": true, "initial_scale_power": 22, "hysteresis": 1, "loss_scale_window": 3 },
+}]]
+
+local function model_of()
+  engine.seed(2)
+  return engine.nn.sequential { engine.nn.linear(8, 16), engine.nn.relu(), engine.nn.linear(16, 2) }
+end
+
+describe("deepspeed.initialize", function()
+  it("trains as a trainer with the same settings does", function()
+    local path = helper.write(folder .. "/ds.json", CONFIG)
+    local model = model_of()
+    local ds, opt = engine.deepspeed.initialize { model = model, config = path, steps = 12,
+      log = "quiet", run = folder .. "/run" }
+    local actions = {}
+    for i = 1, 24 do
+      local y = ds(engine.ones(4, 8) * (i / 24))
+      ds:backward(engine.mse(y, engine.ones(4, 2)))
+      local result = ds:step()
+      actions[i] = result.action
+      if i % 2 == 0 then assert.is_true(result.loss > 0 and result.loss < 3) end
+    end
+    assert.equal(12, ds:close().steps)
+    assert.same({ "accumulate", "skip", "accumulate" }, { actions[1], actions[2], actions[3] })
+    assert.equal("step", actions[24])
+    local other, i = model_of(), 0
+    local trained = engine.optim.adamw(other, { lr = 1e-2, betas = { 0.9, 0.95 },
+      precision = "fp16" })
+    local trainer = engine.trainer { model = other, optimizer = trained, accumulate = 2,
+      clip = 0.5, steps = 12, policy = path, log = "quiet",
+      loss = function(m, b) return engine.mse(m(b.x), engine.ones(4, 2)) end,
+      data = { next = function()
+        i = i + 1
+        return { x = engine.ones(4, 8) * (i / 24), tokens = 4 }
+      end } }
+    trainer:run()
+    assert.equal(trainer.updates, opt.updates)
+    for k, p in ipairs(other:parameters()) do
+      local mine = model:parameters()[k].tensor
+      assert.near(0, (mine - p.tensor):abs():max():item(), 1e-6)
+    end
+  end)
+
+  it("takes a table, and says in one line what is wrong", function()
+    local function refused(text, config, more)
+      local o = { model = model_of(), config = config, log = "quiet" }
+      for key, value in pairs(more or {}) do o[key] = value end
+      local good, why = pcall(engine.deepspeed.initialize, o)
+      assert.is_false(good)
+      assert.matches(text, why, 1, true)
+      assert.is_nil(why:find "\n")
+    end
+    local adam = { type = "Adam", params = { lr = 1e-3 } }
+    local ds = engine.deepspeed.initialize { model = model_of(), log = "quiet",
+      config = { optimizer = adam, fp16 = { enabled = true, loss_scale = 64 } }, steps = 1 }
+    ds:backward(ds(engine.ones(2, 8)):mean())
+    assert.same({ "step", 64 }, { ds:step().action, ds:get_scale() })
+    assert.matches("the run has ended after its steps", select(2, pcall(ds, engine.ones(2, 8))), 1,
+      true)
+    refused("expected model to be a module, got 3", {}, { model = 3 })
+    refused("unknown option 'modle'", {}, { modle = 1 })
+    refused("expected config to be the path of a JSON or a table, got nothing", nil)
+    refused(folder .. "/no.json", folder .. "/no.json")
+    refused("bad.json:2: not JSON", helper.write(folder .. "/bad.json", '{\n "fp16": }'))
+    refused("expected optimizer = { type =, params = }", {})
+    refused("there is no optimizer 'AdamX'", { optimizer = { type = "AdamX" } })
+    refused("optimizer Adam has no parameter 'lrr'", { optimizer = { type = "Adam",
+      params = { lrr = 1 } } })
+    refused("a scheduler is not carried out", { scheduler = { type = "WarmupLR" },
+      optimizer = adam })
+    refused("expected gradient_accumulation_steps to be a whole number", { optimizer = adam,
+      gradient_accumulation_steps = 0 })
+    refused("has no key 'hysteresys'", { optimizer = adam, fp16 = { hysteresys = 1 } })
+  end)
+end)
