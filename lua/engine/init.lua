@@ -171,6 +171,7 @@ local parts = {
   scaler = { "engine.train.scaler", "new" },
   session = { "engine.train.session", "new" },
   deepspeed = { "engine.train.deepspeed" },
+  amp = { "engine.train.amp" },
   register_loss_scaler = { "engine.train.scaler", "register" },
   policy = { "engine.policy.policy" },
   config = { "engine.base.config", first = "engine.policy.policy" },

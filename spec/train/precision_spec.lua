@@ -385,3 +385,48 @@ describe("low-precision weights", function()
       "f32; hint")
   end))
 end)
+
+describe("engine.amp", function()
+  it("gives a function a precision of its own inside autocast only", function()
+    local seen = {}
+    local place = {}
+    for _, name in ipairs { "float", "half", "promote" } do
+      place[name] = function(...)
+        seen = {}
+        for i = 1, select("#", ...) do
+          local x = select(i, ...)
+          seen[i] = engine.is_tensor(x) and x.dtype or x
+        end
+        return engine.ones(2, 2):matmul(engine.ones(2, 2)).dtype, "more"
+      end
+      engine.amp["register_" .. name .. "_function"](place, name)
+    end
+    local low, high, ids = engine.ones(2, 2, "f16"), engine.ones(2, 2), engine.zeros(2, "i64")
+    local expected = { float = { "f32", "f32", "f32", "i64", 5 },
+      half = { "f16", "f16", "f16", "i64", 5 }, promote = { "f16", "f32", "f32", "i64", 5 } }
+    for name, want in pairs(expected) do
+      assert.equal("f32", (place[name](low, high, ids, 5)))
+      assert.same({ "f16", "f32", "i64", 5 }, seen)
+      engine.autocast("fp16", function()
+        local dtype, more = place[name](low, high, ids, 5)
+        assert.same({ want[1], "more" }, { dtype, more })
+        assert.same({ unpack(want, 2) }, seen)
+        assert.equal("f16", high:matmul(high).dtype)         -- the scope is as before
+      end)
+    end
+    engine.autocast("bf16", place.promote, low, engine.ones(1, "bf16"))
+    assert.same({ "f32", "f32" }, seen)
+    place.fails = function() error("broken", 0) end
+    engine.amp.register_float_function(place, "fails")
+    engine.autocast("fp16", function()
+      assert.is_false((pcall(place.fails, low)))
+      assert.equal("f16", high:matmul(high).dtype)
+    end)
+    for _, arguments in ipairs { { place, "none" }, { 3, "x" }, {} } do
+      local good, why = pcall(engine.amp.register_half_function, unpack(arguments, 1, 2))
+      assert.is_false(good)
+      assert.matches("amp.register_half_function: expected a table and the name of a function", why,
+        1, true)
+    end
+  end)
+end)

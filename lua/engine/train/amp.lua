@@ -1,0 +1,98 @@
+-- Functions with a precision of their own inside engine.autocast, in the shape of apex's amp:
+--   engine.amp.register_float_function(mylib, "energy")     runs in f32
+--   engine.amp.register_half_function(mylib, "score")       runs in the scope's low format
+--   engine.amp.register_promote_function(mylib, "blend")    floats of the widest format among them
+-- The function is replaced in its table. Outside of autocast it runs as before. Which format each
+-- built-in operation has is part of the precision recipe (precision.lua).
+local M_ffi = require "engine.base.ffi"
+local tensor = require "engine.tensor.tensor"
+local within = require "engine.base.within"
+
+local C, raise = M_ffi.C, M_ffi.raise
+
+local M = {}
+
+local FLOAT = { f16 = 1, bf16 = 1, f32 = 2 }   -- f64 and integers stay as they are
+
+-- The precision of the current scope.
+local function current()
+  local now = M_ffi.new("eng_precision")
+  C.eng_autocast(nil, now)
+  C.eng_autocast(now, nil)
+  return now
+end
+
+local function is_low(now)
+  return now.compute == M_ffi.dtype.f16 or now.compute == M_ffi.dtype.bf16
+end
+
+-- The arguments with every tensor of FLOAT cast to a format.
+local function cast(format, n, ...)
+  local list = { ... }
+  for i = 1, n do
+    local x = list[i]
+    if tensor.is_tensor(x) and FLOAT[x.dtype] and x.dtype ~= format then list[i] = x:to(format) end
+  end
+  return unpack(list, 1, n)
+end
+
+-- f without autocast, as f32.
+local function as_float(f)
+  return function(...)
+    local now, n = current(), select("#", ...)
+    if not is_low(now) then return f(...) end
+    return within(function() C.eng_autocast(nil, nil) end, function() C.eng_autocast(now, nil) end,
+      f, cast("f32", n, ...))
+  end
+end
+
+local function as_half(f)
+  return function(...)
+    local now = current()
+    if not is_low(now) then return f(...) end
+    return f(cast(M_ffi.dtype_name[now.compute], select("#", ...), ...))
+  end
+end
+
+local function as_widest(f)
+  return function(...)
+    local n, widest = select("#", ...), nil
+    if not is_low(current()) then return f(...) end
+    for i = 1, n do
+      local x = select(i, ...)
+      local format = tensor.is_tensor(x) and FLOAT[x.dtype] and x.dtype
+      if format and format ~= widest then widest = widest and "f32" or format end
+    end
+    if widest then return f(cast(widest, n, ...)) end
+    return f(...)
+  end
+end
+
+local function register(what, wrap, place, name)
+  local f = type(place) == "table" and place[name]
+  if type(f) ~= "function" then
+    raise("amp.%s: expected a table and the name of a function in it, got %s and %s", what,
+      M_ffi.value_text(place), M_ffi.value_text(name))
+  end
+  place[name] = wrap(f)
+end
+
+--- engine.amp.register_float_function(place, name): inside autocast, place[name] runs in f32; its
+--- f16 and bf16 arguments are cast.
+function M.register_float_function(place, name)
+  register("register_float_function", as_float, place, name)
+end
+
+--- engine.amp.register_half_function(place, name): inside autocast, the f32 arguments of
+--- place[name] are cast to the low format of the scope.
+function M.register_half_function(place, name)
+  register("register_half_function", as_half, place, name)
+end
+
+--- engine.amp.register_promote_function(place, name): inside autocast, the floating-point arguments
+--- of place[name] are cast to the widest format among them.
+function M.register_promote_function(place, name)
+  register("register_promote_function", as_widest, place, name)
+end
+
+return M
