@@ -411,8 +411,26 @@ enum {
   ENG_NEED_UNDERFLOW = 8,
   ENG_NEED_HIST = 16,
   ENG_NEED_TENSORS = 32,  // the record also has the statistics per tensor and per group
-  ENG_NEED_NORM_REF = 64  // the host runs a reference backward now and then; the pass ignores it
+  ENG_NEED_NORM_REF = 64, // the host runs a reference backward now and then; the pass ignores it
+  // The optimizer's update computes these four together (eng_update.norms).
+  ENG_NEED_UPDATE_NORM = 128,
+  ENG_NEED_WEIGHT_NORM = 256,
+  ENG_NEED_M_NORM = 512,
+  ENG_NEED_V_NORM = 1024,
+  ENG_NEED_UPDATE_NORMS = 1920,   // all four
+  ENG_NEED_LOGIT_MAX = 2048,      // attention publishes its largest logits as signals
+  // A verdict may use these fields; a run that cannot honour them refuses the policy.
+  ENG_NEED_CLIPS = 4096,
+  ENG_NEED_LR_MULS = 8192,
+  ENG_NEED_RESET_MOMENTS = 16384,
+  ENG_NEED_UPDATE_CLIP = 32768,
+  ENG_NEED_SPIKE_CLIP = 65536,
+  ENG_NEED_LOGIT_MULS = 131072
 };
+
+/// Norms that an optimizer's update computes, in this order: of the change of the weights before
+/// update_clip; of the f32 weights after the update; of moments 1 and 2 after the update.
+enum { ENG_NORM_UPDATE = 0, ENG_NORM_WEIGHT = 1, ENG_NORM_M = 2, ENG_NORM_V = 3, ENG_NORMS = 4 };
 
 /// Bins of the exponent histogram: bin b counts finite nonzero gradients, as stored (scaled), with
 /// floor(log2|g|) = ENG_HIST_FIRST + b. The first and the last bin also count values beyond them.
@@ -434,6 +452,7 @@ typedef struct eng_tensor_stats {
   int64_t measured;           // elements measured; 0: none, or this is a gradient
   int64_t clipped;            // measured elements above the format's largest number
   double  snr;                // signal-to-noise ratio of the quantized numbers, dB
+  double  norms[4];           // ENG_NORM_*; meaningful where those of the record are
 } eng_tensor_stats;
 
 /// Computes statistics of a contiguous f32, f16 or bf16 tensor in one pass, by the same definitions
@@ -453,6 +472,7 @@ typedef struct eng_record {
   double  elapsed;            // seconds since the run began
   int32_t overflow;           // 1: some gradient is inf or nan
   int32_t first_bad;          // index of the first tensor with inf or nan; -1: none
+  double  norms[4];           // ENG_NORM_* of the update before this step; NaN: not known
   int64_t hist[320];
   // For the history: largest finite |g| as stored, among f16 gradients. -1: none are f16; 0:
   // unknown.
@@ -484,6 +504,9 @@ typedef struct eng_verdict {
   double  lr_mul;
   // for a rollback: the least number of steps to go back; steps of data to leave out
   int64_t back, skip;
+  double  update_clip;        // largest norm of the change of all weights; 0: none
+  double  spike_clip;         // adam, adamw: largest g^2 / v of an element; 0: none
+  uint32_t each;              // bit ENG_EACH_*: the verdict has entries for single tensors
   char    reason[256];
 } eng_verdict;
 
@@ -546,6 +569,16 @@ eng_status eng_policy_tensors(eng_policy *policy, const char *const *names, cons
 double     eng_policy_group_scale(const eng_policy *policy, int group);
 /// Whether the last good verdict gives any group a scale that differs from the verdict's `scale`.
 bool       eng_policy_scales_groups(const eng_policy *policy);
+/// What a verdict sets for single tensors.
+enum { ENG_EACH_CLIP = 0, ENG_EACH_LR = 1, ENG_EACH_RESET = 2, ENG_EACH = 3 };
+/// What the last verdict sets for tensor `index`: the factor on its gradient because of `clips`
+/// (1: none), the factor on its learning rate (1: none), or 1 to reset its moments (0: not). Of a
+/// failed decision: none.
+double     eng_policy_each(const eng_policy *policy, int what, int index);
+/// Entry `index` of the last verdict's `logit_muls`: returns "MODULE.HEAD", heads counted from 1,
+/// and the factor; NULL past the end.
+const char *eng_policy_logit_mul(double *factor, const eng_policy *policy, int index);
+enum { ENG_POLICY_LOGIT_MULS = 4096 };
 /// Publishes record.signals[name]. The value holds until it is set again.
 eng_status eng_policy_signal(eng_policy *policy, const char *name, double value);
 
@@ -699,6 +732,17 @@ typedef struct eng_update {
   // The gradients' norm after gradient_factor, for clip_norm. Lagged: ignored; the device computes
   // it from its own statistics.
   double  norm;
+  const double *clips;          // [n] limits the factor of each parameter's gradient; NULL: 1 each
+  // [n][ENG_NORMS] sums of squares, added up in a fixed order, or NULL. A parameter without a
+  // gradient gets 0 for its update and keeps its other entries. CPU only, as the next two.
+  double *norms;
+  double  update_clip;          // limit on the norm of the change of all weights; 0: none
+  double  spike_clip;           // adam, adamw: g becomes sign(g) sqrt(spike_clip v) where g^2 >
+                                // spike_clip v, with v before the update; 0: off
+  // Set by eng_optimizer_step for update_clip. factor: on the change of the weights; dry: 1 for the
+  // pass that computes norms and writes nothing.
+  double  factor;
+  int32_t dry;
 } eng_update;
 
 /// An optimizer's state for a parameter set: moments in one flat buffer each, zero at first.
@@ -708,7 +752,10 @@ typedef struct eng_optimizer eng_optimizer;
 eng_status eng_optimizer_new(eng_optimizer **out, eng_params *set, int kind, int moment_dtype,
                              const int32_t *group_of);
 void eng_optimizer_free(eng_optimizer *state);
-/// Updates every parameter that has a gradient.
+/// Changes each parameter's index into eng_update.groups. Errors: VALUE.
+eng_status eng_optimizer_groups(eng_optimizer *state, const int32_t *group_of);
+/// Updates every parameter that has a gradient. Errors: VALUE; DEVICE (norms, update_clip or
+/// spike_clip on a card).
 eng_status eng_optimizer_step(eng_optimizer *state, const eng_update *update);
 /// Makes the next update use the caller's t, even after lagged updates. Call this after restoring
 /// moments.

@@ -5,9 +5,15 @@
 // Formulas and the order of operations are those of PyTorch's single-tensor optimizers. No product
 // is fused with a sum, so that every instruction set gives the same bits. Moments in bf16 are
 // widened to f32. The update uses their new values unrounded and rounds them once to store them.
+//
+// On request the pass also adds up the squares of the change of the weights, the new weights and
+// moments. The sums have a fixed order, so they do not depend on the number of threads.
 #include "simd.h"
 
 #include "blocks.h"
+
+#include <math.h>
+#include <string.h>
 
 // ------------------------------------------------------------------ the factor on gradients
 
@@ -42,6 +48,9 @@ typedef struct rule {
   float   root, eps;         // root: sqrt(1 - beta2^t)
   float   momentum, gain;    // sgd; gain: 1 - dampening
   bool    nesterov;
+  float   spike;             // adam: limit on g^2 / v; 0: off
+  float   factor;            // on the change of the weights
+  bool    dry;               // only the norms are wanted
 } rule;
 
 static rule rule_of(const eng_update *u, const eng_hyper *h)
@@ -52,6 +61,7 @@ static rule rule_of(const eng_update *u, const eng_hyper *h)
     .beta1 = (float)h->beta1, .gain1 = (float)(1.0 - h->beta1), .beta2 = (float)h->beta2,
     .gain2 = (float)(1.0 - h->beta2), .eps = (float)h->eps, .momentum = (float)h->momentum,
     .gain = (float)(1.0 - h->dampening), .nesterov = h->nesterov != 0,
+    .spike = (float)u->spike_clip, .factor = (float)u->factor, .dry = u->dry != 0,
   };
   if (u->kind == ENG_SGD || u->kind == ENG_ADAM) r.coupled_decay = (float)h->weight_decay;
   else r.keep = (float)(1.0 - h->lr * h->weight_decay);
@@ -66,12 +76,19 @@ static rule rule_of(const eng_update *u, const eng_hyper *h)
 // without a momentum buffer, with one, and for the first update of that buffer.
 enum { LOOP_SGD, LOOP_MOMENTUM, LOOP_MOMENTUM_STARTS, LOOP_ADAM, LOOP_LION };
 
+// What a loop does besides the update: nothing; norms; norms, spike_clip and update_clip.
+enum { PLAIN, WITH_NORMS, LIMITED };
+
 /// One vector of elements: weight p, gradient g, moments m and v.
-VF_INLINE void advance(int loop, const rule *r, vf *p, vf g, vf *m, vf *v)
+VF_INLINE void advance(int loop, int extra, const rule *r, vf *p, vf g, vf *m, vf *v)
 {
   // If g is NaN, vf_min and vf_max return their second argument, so g stays NaN.
   g = scaled(&r->scale, g);
   g = vf_max(vf_set1(-r->limit), vf_min(vf_set1(r->limit), g));
+  if (extra == LIMITED && loop == LOOP_ADAM && r->spike > 0) {
+    vf most = vf_mul(vf_set1(r->spike), *v);
+    g = vf_select(vf_gt(vf_mul(g, g), most), vf_copysign(vf_sqrt(most), g), g);
+  }
   if ((loop == LOOP_SGD || loop == LOOP_MOMENTUM || loop == LOOP_MOMENTUM_STARTS ||
        loop == LOOP_ADAM) &&
       r->coupled_decay != 0)
@@ -109,68 +126,174 @@ VF_INLINE void ahead(const void *p)
   __builtin_prefetch((const void *)((uintptr_t)p + 1024));
 }
 
+/// Sums of squares, in this many lanes on every instruction set, so that all give the same bits.
+/// f32 within TOTAL_TILES tiles, first per tile; then f64. The update counts in units of about the
+/// learning rate, moments in units that keep the squares of usual ones in f32's range.
+enum { LANES = 16, TOTAL_TILES = 8 };
+#define M_UNIT 0x1p20f
+#define V_UNIT 0x1p40f
+
+typedef struct squares { vf of[ENG_NORMS][LANES / VF_LANES]; } squares;
+
+VF_INLINE void add_square(vf *sum, vf x) { *sum = vf_add(*sum, vf_mul(x, x)); }
+
+/// Updates VF_LANES elements from `at`, of which only `count` exist.
+VF_INLINE void step_at(int loop, int extra, const rule *r, float *p, const float *g, float *m,
+                       float *v, int count, float unit, squares *sum, int lane)
+{
+  const bool has_m = loop != LOOP_SGD, has_v = loop == LOOP_ADAM, whole = count == VF_LANES;
+  vf weight = whole ? vf_load(p) : vf_load_n(p, count), first = vf_zero(), second = vf_zero();
+  if (has_m) first = whole ? vf_load(m) : vf_load_n(m, count);
+  if (has_v) second = whole ? vf_load(v) : vf_load_n(v, count);
+  vf gradient = whole ? vf_load(g) : vf_load_n(g, count), before = weight;
+  advance(loop, extra, r, &weight, gradient, &first, &second);
+  if (extra != PLAIN) {
+    vf change = vf_sub(weight, before);
+    if (extra == LIMITED && r->factor != 1)
+      weight = vf_add(before, vf_mul(vf_set1(r->factor), change));
+    if (!whole) {                      // an infinite factor makes NaN of the missing elements
+      change = vf_select(vm_first(count), change, vf_zero());
+      weight = vf_select(vm_first(count), weight, vf_zero());
+      first = vf_select(vm_first(count), first, vf_zero());
+      second = vf_select(vm_first(count), second, vf_zero());
+    }
+    add_square(&sum->of[ENG_NORM_UPDATE][lane], vf_mul(change, vf_set1(unit)));
+    add_square(&sum->of[ENG_NORM_WEIGHT][lane], weight);
+    if (has_m) add_square(&sum->of[ENG_NORM_M][lane], vf_mul(first, vf_set1(M_UNIT)));
+    if (has_v) add_square(&sum->of[ENG_NORM_V][lane], vf_mul(second, vf_set1(V_UNIT)));
+    if (extra == LIMITED && r->dry) return;
+  }
+  if (whole) vf_store(p, weight);
+  else vf_store_n(p, weight, count);
+  if (has_m && whole) vf_store(m, first);
+  else if (has_m) vf_store_n(m, first, count);
+  if (has_v && whole) vf_store(v, second);
+  else if (has_v) vf_store_n(v, second, count);
+}
+
 /// Updates n <= TILE elements, all in f32. m and v may be NULL where the loop does not use them.
-VF_INLINE void run(int loop, const rule *given, float *restrict p, const float *restrict g,
-                   float *restrict m, float *restrict v, int n)
+/// `total`: the sums of squares, unless extra is PLAIN.
+VF_INLINE void run(int loop, int extra, const rule *given, float *restrict p,
+                   const float *restrict g, float *restrict m, float *restrict v, int n, float unit,
+                   squares *total)
 {
   const bool has_m = loop != LOOP_SGD, has_v = loop == LOOP_ADAM;
   const rule r = *given;
+  squares sum;
+  for (int k = 0; k < ENG_NORMS; k++)
+    for (int u = 0; u < LANES / VF_LANES; u++) sum.of[k][u] = vf_zero();
   int i = 0;
-  for (; i + VF_LANES <= n; i += VF_LANES) {
-    vf weight = vf_load(p + i), first = has_m ? vf_load(m + i) : vf_zero(),
-       second = has_v ? vf_load(v + i) : vf_zero();
+  for (; i + LANES <= n; i += LANES) {
     ahead(p + i);
     ahead(g + i);
     if (has_m) ahead(m + i);
     if (has_v) ahead(v + i);
-    advance(loop, &r, &weight, vf_load(g + i), &first, &second);
-    vf_store(p + i, weight);
-    if (has_m) vf_store(m + i, first);
-    if (has_v) vf_store(v + i, second);
+    for (int u = 0; u < LANES / VF_LANES; u++) {
+      int at = i + u * VF_LANES;
+      step_at(loop, extra, &r, p + at, g + at, has_m ? m + at : NULL, has_v ? v + at : NULL,
+              VF_LANES, unit, &sum, u);
+    }
   }
-  if (i == n) return;
-  int rest = n - i;
-  vf weight = vf_load_n(p + i, rest), first = has_m ? vf_load_n(m + i, rest) : vf_zero();
-  vf second = has_v ? vf_load_n(v + i, rest) : vf_zero();
-  advance(loop, &r, &weight, vf_load_n(g + i, rest), &first, &second);
-  vf_store_n(p + i, weight, rest);
-  if (has_m) vf_store_n(m + i, first, rest);
-  if (has_v) vf_store_n(v + i, second, rest);
+  for (int u = 0; i < n; i += VF_LANES, u++)
+    step_at(loop, extra, &r, p + i, g + i, has_m ? m + i : NULL, has_v ? v + i : NULL,
+            n - i < VF_LANES ? n - i : VF_LANES, unit, &sum, u);
+  if (extra == PLAIN) return;
+  for (int k = 0; k < ENG_NORMS; k++)
+    for (int u = 0; u < LANES / VF_LANES; u++)
+      total->of[k][u] = vf_add(total->of[k][u], sum.of[k][u]);
 }
 
-static void run_sgd(const rule *r, float *p, const float *g, int n)
+// One function for each loop and extra.
+#define RUN(name, loop, extra)                                                                     \
+  static void name(const rule *r, float *p, const float *g, float *m, float *v, int n, float unit, \
+                   squares *total)                                                                 \
+  {                                                                                                \
+    run(loop, extra, r, p, g, m, v, n, unit, total);                                               \
+  }
+#define RUNS(name, loop)                                                                           \
+  RUN(name##_plain, loop, PLAIN)                                                                   \
+  RUN(name##_norms, loop, WITH_NORMS)                                                              \
+  RUN(name##_limited, loop, LIMITED)
+RUNS(sgd, LOOP_SGD)
+RUNS(momentum, LOOP_MOMENTUM)
+RUNS(momentum_starts, LOOP_MOMENTUM_STARTS)
+RUNS(adam, LOOP_ADAM)
+RUNS(lion, LOOP_LION)
+
+typedef void run_function(const rule *r, float *p, const float *g, float *m, float *v, int n,
+                          float unit, squares *total);
+static run_function *const runs[][3] = {
+  [LOOP_SGD] = {sgd_plain, sgd_norms, sgd_limited},
+  [LOOP_MOMENTUM] = {momentum_plain, momentum_norms, momentum_limited},
+  [LOOP_MOMENTUM_STARTS] = {momentum_starts_plain, momentum_starts_norms, momentum_starts_limited},
+  [LOOP_ADAM] = {adam_plain, adam_norms, adam_limited},
+  [LOOP_LION] = {lion_plain, lion_norms, lion_limited},
+};
+
+static int loop_of(const param_span *s, const rule *r, int kind)
 {
-  run(LOOP_SGD, r, p, g, NULL, NULL, n);
+  if (kind == ENG_ADAM || kind == ENG_ADAMW) return LOOP_ADAM;
+  if (kind == ENG_LION) return LOOP_LION;
+  if (!s->moment1 || r->momentum == 0) return LOOP_SGD;
+  return s->starts ? LOOP_MOMENTUM_STARTS : LOOP_MOMENTUM;
 }
-static void run_momentum(const rule *r, float *p, const float *g, float *m, int n)
+
+// ------------------------------------------------------------------ norms
+
+/// Whether an f32 sum of squares lost nothing that matters to overflow or underflow.
+static bool is_sound(double sum) { return sum >= 0x1p-60 && sum <= 0x1p120; }
+
+static double sum_exactly(const void *values, int dtype, int64_t first, int n)
 {
-  run(LOOP_MOMENTUM, r, p, g, m, NULL, n);
+  float buffer[TILE] __attribute__((aligned(64)));
+  double sum = 0;
+  for (int at = 0; at < n; at += TILE) {
+    int count = n - at < TILE ? n - at : TILE;
+    const float *x = tile_load(buffer, values, dtype, first + at, count);
+    for (int i = 0; i < count; i++) sum += (double)x[i] * x[i];
+  }
+  return sum;
 }
-static void run_momentum_starts(const rule *r, float *p, const float *g, float *m, int n)
+
+/// Adds the sums of n elements from `first` to into [ENG_NORMS] and clears them.
+static void fold(squares *total, const param_span *s, int64_t first, int n, float unit, bool dry,
+                 double *into)
 {
-  run(LOOP_MOMENTUM_STARTS, r, p, g, m, NULL, n);
-}
-static void run_adam(const rule *r, float *p, const float *g, float *m, float *v, int n)
-{
-  run(LOOP_ADAM, r, p, g, m, v, n);
-}
-static void run_lion(const rule *r, float *p, const float *g, float *m, int n)
-{
-  run(LOOP_LION, r, p, g, m, NULL, n);
+  const double units[ENG_NORMS] = {unit, 1, M_UNIT, V_UNIT};
+  const void *values[ENG_NORMS] = {NULL, s->master, s->moment1, s->moment2};
+  for (int k = 0; k < ENG_NORMS; k++) {
+    float lane[LANES];
+    double sum = 0;
+    for (int u = 0; u < LANES / VF_LANES; u++) {
+      vf_store(lane + u * VF_LANES, total->of[k][u]);
+      total->of[k][u] = vf_zero();
+    }
+    for (int i = 0; i < LANES; i++) sum += lane[i];
+    if (values[k] && !dry && !is_sound(sum))
+      into[k] += sum_exactly(values[k], k > ENG_NORM_WEIGHT ? s->moment_dtype : ENG_f32, first, n);
+    else into[k] += sum / (units[k] * units[k]);
+  }
 }
 
 // ------------------------------------------------------------------ blocks
 
+/// Updates elements [first, first + count) and adds their squares to norms [ENG_NORMS], or NULL.
 static void update_block(const param_span *s, const rule *given, const eng_update *u, int64_t first,
-                         int count)
+                         int count, double *norms)
 {
-  const int kind = u->kind;
   rule own = *given;
   const rule *r = &own;
-  // This layer has a relative scale.
+  // This layer has a relative scale, or its gradient is clipped.
   if (s->scale != 1) own.scale = scaling_of(u->gradient_factor / s->scale);
+  const int extra = u->spike_clip > 0 || u->update_clip > 0 ? LIMITED : norms ? WITH_NORMS : PLAIN;
+  run_function *run = runs[loop_of(s, r, u->kind)][extra];
+  const float unit = r->lr > 0x1p-100f ? ldexpf(1, -ilogbf(r->lr)) : 1;
+  squares total;
+  for (int k = 0; k < ENG_NORMS; k++)
+    for (int i = 0; i < LANES / VF_LANES; i++) total.of[k][i] = vf_zero();
   float gradient[TILE] __attribute__((aligned(64))), moment1[TILE] __attribute__((aligned(64))),
     moment2[TILE] __attribute__((aligned(64)));
+  int64_t folded = first;
   for (int64_t at = first, end = first + count; at < end; at += TILE) {
     int n = end - at < TILE ? (int)(end - at) : TILE;
     float *p = s->master + at;
@@ -180,11 +303,12 @@ static void update_block(const param_span *s, const rule *given, const eng_updat
     // tile_store writes back.
     if (s->moment1) m = (float *)tile_load(moment1, s->moment1, s->moment_dtype, at, n);
     if (s->moment2) v = (float *)tile_load(moment2, s->moment2, s->moment_dtype, at, n);
-    if (kind == ENG_ADAM || kind == ENG_ADAMW) run_adam(r, p, g, m, v, n);
-    else if (kind == ENG_LION) run_lion(r, p, g, m, n);
-    else if (!m || r->momentum == 0) run_sgd(r, p, g, n);
-    else if (s->starts) run_momentum_starts(r, p, g, m, n);
-    else run_momentum(r, p, g, m, n);
+    run(r, p, g, m, v, n, unit, &total);
+    if (norms && (at + n == end || at + n - folded == TOTAL_TILES * TILE)) {
+      fold(&total, s, folded, (int)(at + n - folded), unit, r->dry, norms);
+      folded = at + n;
+    }
+    if (r->dry) continue;
     if (s->moment1) tile_store(s->moment1, s->moment_dtype, at, m, n);
     if (s->moment2) tile_store(s->moment2, s->moment_dtype, at, v, n);
     if (s->shadow) tile_store(s->shadow, s->shadow_dtype, at, p, n);
@@ -218,11 +342,15 @@ static eng_status optimize(const param_span *spans, int n, const eng_update *upd
   block_list list;
   ENG_TRY(blocks_open(&list, spans, n));
   int64_t bytes = update->n_groups * (int64_t)sizeof(rule);
+  int64_t norm_bytes = update->norms ? list.n * (int64_t)sizeof(double[ENG_NORMS]) : 0;
   rule *rules = arena_alloc(ARENA_SCRATCH, bytes);
-  if (!rules) {
+  double(*norms)[ENG_NORMS] = norm_bytes ? arena_alloc(ARENA_SCRATCH, norm_bytes) : NULL;
+  if (!rules || (norm_bytes && !norms)) {
+    if (rules) arena_free(ARENA_SCRATCH, rules, bytes);
     blocks_close(&list);
     return ENG_ERR_MEMORY;
   }
+  if (norms) memset(norms, 0, (size_t)norm_bytes);
   for (int k = 0; k < update->n_groups; k++) rules[k] = rule_of(update, &update->groups[k]);
 #pragma omp parallel if (list.elements > PARALLEL_ELEMENTS)
   {
@@ -230,9 +358,14 @@ static eng_status optimize(const param_span *spans, int n, const eng_update *upd
     int64_t end = blocks_part(&list, part + 1, parts);
     for (int64_t b = blocks_part(&list, part, parts); b < end; b++) {
       const param_span *s = &spans[list.at[b].span];
-      update_block(s, &rules[s->group], update, list.at[b].first, list.at[b].count);
+      update_block(s, &rules[s->group], update, list.at[b].first, list.at[b].count,
+                   norms ? norms[b] : NULL);
     }
   }
+  for (int k = 0; norms && k < n; k++) memset(spans[k].norms, 0, sizeof *norms);
+  for (int64_t b = 0; norms && b < list.n; b++)
+    for (int k = 0; k < ENG_NORMS; k++) spans[list.at[b].span].norms[k] += norms[b][k];
+  if (norms) arena_free(ARENA_SCRATCH, norms, norm_bytes);
   arena_free(ARENA_SCRATCH, rules, bytes);
   blocks_close(&list);
   return ENG_OK;

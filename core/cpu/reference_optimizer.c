@@ -7,6 +7,7 @@
 #include "reference.h"
 
 #include <math.h>
+#include <string.h>
 
 // ------------------------------------------------------------------ gradient statistics
 
@@ -94,8 +95,11 @@ static float sgd(float w, float g, moments *m, const eng_hyper *h, bool starts)
 // m = beta1 m + (1 - beta1) g, computed as a step from m toward g; v = beta2 v + (1 - beta2) g^2;
 // w -= lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps).
 // Weight decay: added to the gradient (Adam), or w is first multiplied by 1 - lr * decay (AdamW).
-static float adam(float w, float g, moments *m, const eng_hyper *h, int64_t t, bool decoupled)
+static float adam(float w, float g, moments *m, const eng_hyper *h, int64_t t, bool decoupled,
+                  float spike)
 {
+  float most = spike * m->second;
+  if (spike > 0 && g * g > most) g = copysignf(sqrtf(most), g);
   float step = (float)(h->lr / (1.0 - pow(h->beta1, (double)t)));
   float root = (float)sqrt(1.0 - pow(h->beta2, (double)t));
   if (decoupled) w = w * (float)(1.0 - h->lr * h->weight_decay);
@@ -119,12 +123,13 @@ static float lion(float w, float g, moments *m, const eng_hyper *h)
 
 eng_status reference_optimize(const param_span *spans, int n, const eng_update *update)
 {
-  float limit = (float)update->clip_value;
+  float limit = (float)update->clip_value, spike = (float)update->spike_clip;
   for (int k = 0; k < n; k++) {
     const param_span *span = &spans[k];
     const eng_hyper *h = &update->groups[span->group];
+    if (span->norms) memset(span->norms, 0, ENG_NORMS * sizeof *span->norms);
     for (int64_t i = 0; i < span->count; i++) {
-      float w = span->master[i];
+      float w = span->master[i], before = w;
       float g = times_factor((float)tensor_load(span->gradient, span->gradient_dtype, i),
                              update->gradient_factor / span->scale);
       if (limit > 0) g = g > limit ? limit : g < -limit ? -limit : g;   // NaN stays
@@ -133,13 +138,20 @@ eng_status reference_optimize(const param_span *spans, int n, const eng_update *
       if (span->moment2) m.second = (float)tensor_load(span->moment2, span->moment_dtype, i);
       switch (update->kind) {
         case ENG_SGD:   w = sgd(w, g, &m, h, span->starts != 0); break;
-        case ENG_ADAM:  w = adam(w, g, &m, h, update->t, false); break;
-        case ENG_ADAMW: w = adam(w, g, &m, h, update->t, true); break;
+        case ENG_ADAM:  w = adam(w, g, &m, h, update->t, false, spike); break;
+        case ENG_ADAMW: w = adam(w, g, &m, h, update->t, true, spike); break;
         case ENG_LION:  w = lion(w, g, &m, h); break;
         default:
           return error_set(ENG_ERR_VALUE, "optimize: unknown optimizer number %d",
                            update->kind);
         }
+      float change = w - before;
+      if (update->factor != 1) w = before + (float)update->factor * change;
+      const float normed[ENG_NORMS] = {change, w, span->moment1 ? m.first : 0,
+                                       span->moment2 ? m.second : 0};
+      for (int k = 0; span->norms && k < ENG_NORMS; k++)
+        span->norms[k] += (double)normed[k] * normed[k];
+      if (update->dry) continue;
       span->master[i] = w;
       if (span->moment1) tensor_store(span->moment1, span->moment_dtype, i, m.first);
       if (span->moment2) tensor_store(span->moment2, span->moment_dtype, i, m.second);

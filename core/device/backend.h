@@ -77,6 +77,7 @@ typedef struct param_span {
   double   scale;
   // 1: moment1 has never been updated; SGD's momentum then starts as the gradient itself
   int32_t  starts;
+  double  *norms;       // [ENG_NORMS] sums of squares for optimize to fill, or NULL
 } param_span;
 
 typedef struct backend {

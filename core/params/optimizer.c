@@ -7,6 +7,7 @@
 #include "params.h"
 #include "device/transfer.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -74,6 +75,23 @@ static eng_status moment_new(eng_optimizer *state, int which)
   return status;
 }
 
+static eng_status check_groups(const eng_params *set, int kind, const int32_t *group_of)
+{
+  for (int i = 0; i < set->n; i++)
+    if (group_of[i] < 0)
+      return error_set(ENG_ERR_VALUE, "%s: expected a group >= 0 for parameter %s, got %d",
+                       kinds[kind].name, set->member[i].name, group_of[i]);
+  return ENG_OK;
+}
+
+eng_status eng_optimizer_groups(eng_optimizer *state, const int32_t *group_of)
+{
+  ENG_TRY(check_alive(state));
+  ENG_TRY(check_groups(state->set, state->kind, group_of));
+  memcpy(state->group, group_of, (size_t)state->set->n * sizeof *group_of);
+  return ENG_OK;
+}
+
 eng_status eng_optimizer_new(eng_optimizer **out, eng_params *set, int kind, int moment_dtype,
                              const int32_t *group_of)
 {
@@ -85,10 +103,7 @@ eng_status eng_optimizer_new(eng_optimizer **out, eng_params *set, int kind, int
                      eng_dtype_name(moment_dtype));
   if (set->freed)
     return error_set(ENG_ERR_STATE, "%s: the parameters were freed", kinds[kind].name);
-  for (int i = 0; group_of && i < set->n; i++)
-    if (group_of[i] < 0)
-      return error_set(ENG_ERR_VALUE, "%s: expected a group >= 0 for parameter %s, got %d",
-                       kinds[kind].name, set->member[i].name, group_of[i]);
+  if (group_of) ENG_TRY(check_groups(set, kind, group_of));
 
   eng_optimizer *state = calloc(1, sizeof *state);
   int32_t *group = calloc((size_t)(set->n > 0 ? set->n : 1), sizeof *group);
@@ -175,6 +190,19 @@ static eng_status check_update(const eng_optimizer *state, const eng_update *upd
                        "%s: dampening treats a tensor's first update differently, and a rank that "
                        "holds only a part of the tensor cannot detect it; hint: zero=0",
                        name);
+  const bool adam = state->kind == ENG_ADAM || state->kind == ENG_ADAMW;
+  if (!(update->spike_clip >= 0 && update->update_clip >= 0) || (update->spike_clip > 0 && !adam))
+    return error_set(ENG_ERR_VALUE,
+                     "%s: expected limits update_clip and spike_clip of 0 or more, and spike_clip "
+                     "only for adam and adamw; got %g and %g",
+                     name, update->update_clip, update->spike_clip);
+  if (update->update_clip > 0 && !update->norms)
+    return error_set(ENG_ERR_VALUE, "%s: update_clip needs norms", name);
+  if ((update->norms || update->spike_clip > 0) && backend_current()->gradstats_start)
+    return error_set(ENG_ERR_DEVICE,
+                     "%s: the device %s computes no norms of updates and clips no spikes; hint: "
+                     "engine.device('cpu')",
+                     name, backend_current()->name);
   for (int i = 0; i < state->set->n; i++)
     if (state->group[i] >= update->n_groups)
       return error_set(ENG_ERR_VALUE,
@@ -244,7 +272,11 @@ eng_status eng_optimizer_step(eng_optimizer *state, const eng_update *update)
   here.slot = here.lagged ? state->slot : 0;
   here.fresh = !state->in_a_row;
   here.statistics = set->newest ? set->newest->ticket : 0;
+  here.factor = 1;
+  here.dry = 0;
   update = &here;
+  for (int i = 0; update->norms && i < set->n; i++)
+    update->norms[ENG_NORMS * i + ENG_NORM_UPDATE] = 0;
   int m = set->sharded ? params_own_spans(set) : params_spans(set);
   bool some = false;
   for (int k = 0; k < m; k++) {
@@ -261,6 +293,17 @@ eng_status eng_optimizer_step(eng_optimizer *state, const eng_update *update)
     // gradient.
     span->starts =
       state->kind == ENG_SGD && span->moment1 && h->dampening != 0 && !has_begun(state, i);
+    if (update->clips && update->clips[i] < 1) span->scale /= update->clips[i];
+    if (update->norms) span->norms = update->norms + ENG_NORMS * i;
+  }
+  if (update->update_clip > 0) {
+    here.dry = 1;
+    ENG_TRY(device->optimize(set->span, m, update));
+    here.dry = 0;
+    double squares = 0;
+    for (int i = 0; i < set->n; i++) squares += update->norms[ENG_NORMS * i + ENG_NORM_UPDATE];
+    double norm = sqrt(squares);
+    if (norm > update->update_clip) here.factor = update->update_clip / norm;
   }
   ENG_TRY(device->optimize(set->span, m, update));
   if (some) state->in_a_row = lagged;   // without spans the device's counter did not advance

@@ -2,8 +2,11 @@
 // byte, character classes are those of ASCII) with bounded work, because LuaJIT's functions may
 // backtrack for hours inside one call. Every loop here charges the policy's budget by one per
 // iteration, which also reads the clock, so that a match ends within the policy's limits.
-// Called by policy_box.c. spec/fuzz/pattern.c compares it with LuaJIT and checks the charges.
+// Called by policy_box.c, and by policy_verdict.c for patterns in a verdict.
+// spec/fuzz/pattern.c compares it with LuaJIT and checks the charges.
 #include "policy_vm.h"
+
+#include "base/error.h"
 
 #include <string.h>
 
@@ -438,4 +441,35 @@ void policy_patterns_open(lua_State *L)
                                        {"gsub", box_gsub},
                                        {NULL, NULL}};
   luaL_register(L, NULL, functions);
+}
+
+// ------------------------------------------------------------------ names
+
+static int match_names(lua_State *L)                         // (unused, pattern)
+{
+  eng_policy *p = policy_of(L);
+  const char *pattern = luaL_checkstring(L, 2);
+  size_t length = strlen(pattern);
+  bool ends = length > 0 && pattern[length - 1] == '$';
+  lua_pushfstring(L, "%s%s%s", *pattern == '^' ? "" : "^", pattern, ends ? "" : "$");
+  lua_replace(L, 2);
+  for (int i = 0; i < p->n_tensors + p->n_groups; ++i) {
+    lua_settop(L, 2);
+    lua_pushstring(L, i < p->n_tensors ? p->tensors[i] : p->groups[i - p->n_tensors]);
+    lua_replace(L, 1);
+    find_or_match(L, true);
+    p->matched[i] = !lua_isnil(L, -1);
+  }
+  lua_pushnil(L);
+  return 1;
+}
+
+eng_status policy_match_names(eng_policy *p)
+{
+  lua_pushcfunction(p->L, match_names);
+  lua_pushnil(p->L);
+  lua_pushvalue(p->L, -3);
+  ENG_TRY(policy_call(p, 2));
+  lua_pop(p->L, 2);
+  return ENG_OK;
 }

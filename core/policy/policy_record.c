@@ -52,6 +52,10 @@ enum {
   F_AMAX,
   F_NORM,
   F_NORM_REF,
+  F_UPDATE_NORM,   // in the order of ENG_NORM_*
+  F_WEIGHT_NORM,
+  F_M_NORM,
+  F_V_NORM,
   F_ELAPSED,
   F_FIRST_BAD,
   F_HIST,
@@ -63,10 +67,13 @@ enum {
 static const char *const record_fields[F_END] = {
   "step",    "updates",   "scale", "loss",      "lr",     "overflow", "inf",
   "nan",     "count",     "zeros", "underflow", "amax",   "norm",     "norm_ref",
+  "update_norm", "weight_norm", "m_norm", "v_norm",
   "elapsed", "first_bad", "hist",  "tensors",   "groups", "signals"};
 static const unsigned record_needs[F_END] = {
   [F_ZEROS] = ENG_NEED_ZEROS,     [F_UNDERFLOW] = ENG_NEED_UNDERFLOW, [F_AMAX] = ENG_NEED_AMAX,
   [F_NORM] = ENG_NEED_NORM,       [F_NORM_REF] = ENG_NEED_NORM_REF,   [F_HIST] = ENG_NEED_HIST,
+  [F_UPDATE_NORM] = ENG_NEED_UPDATE_NORM, [F_WEIGHT_NORM] = ENG_NEED_WEIGHT_NORM,
+  [F_M_NORM] = ENG_NEED_M_NORM,   [F_V_NORM] = ENG_NEED_V_NORM,
   [F_TENSORS] = ENG_NEED_TENSORS, [F_GROUPS] = ENG_NEED_TENSORS};
 
 enum {
@@ -81,6 +88,10 @@ enum {
   S_AMAX,
   S_NORM,
   S_NORM_REF,
+  S_UPDATE_NORM,   // in the order of ENG_NORM_*
+  S_WEIGHT_NORM,
+  S_M_NORM,
+  S_V_NORM,
   S_MEASURED,
   S_CLIPPED,
   S_SNR,
@@ -89,9 +100,12 @@ enum {
 };
 static const char *const stats_fields[S_END] = {
   "name", "scale", "overflow", "inf",      "nan",     "count", "zeros", "underflow",
-  "amax", "norm",  "norm_ref", "measured", "clipped", "snr",   "hist"};
+  "amax", "norm",  "norm_ref", "update_norm", "weight_norm", "m_norm", "v_norm",
+  "measured", "clipped", "snr",   "hist"};
 static const unsigned stats_needs[S_END] = {
   [S_ZEROS] = ENG_NEED_ZEROS, [S_UNDERFLOW] = ENG_NEED_UNDERFLOW, [S_AMAX] = ENG_NEED_AMAX,
+  [S_UPDATE_NORM] = ENG_NEED_UPDATE_NORM, [S_WEIGHT_NORM] = ENG_NEED_WEIGHT_NORM,
+  [S_M_NORM] = ENG_NEED_M_NORM, [S_V_NORM] = ENG_NEED_V_NORM,
   [S_NORM] = ENG_NEED_NORM,   [S_NORM_REF] = ENG_NEED_NORM_REF,   [S_HIST] = ENG_NEED_HIST};
 
 void field_map_add(field_map *map, const char *key, int field)
@@ -124,6 +138,14 @@ static int not_needed(lua_State *L, const char *what, const char *field)
 
 // ------------------------------------------------------------------ the record
 
+// A norm of the update before this step; nil if that step made no update or the optimizer has no
+// such moment.
+static void push_norm(lua_State *L, const eng_record *r, double norm, int which)
+{
+  if (f64_is_nan(r->norms[which])) lua_pushnil(L);
+  else lua_pushnumber(L, norm);
+}
+
 static int push_record_field(lua_State *L, eng_policy *p, int field)
 {
   const eng_record *r = record_in_view(p);
@@ -145,6 +167,10 @@ static int push_record_field(lua_State *L, eng_policy *p, int field)
       if (f64_is_nan(r->norm_ref)) lua_pushnil(L);           // no reference backward this step
       else lua_pushnumber(L, r->norm_ref);
       break;
+    case F_UPDATE_NORM:
+    case F_WEIGHT_NORM:
+    case F_M_NORM:
+    case F_V_NORM: push_norm(L, r, r->norms[field - F_UPDATE_NORM], field - F_UPDATE_NORM); break;
     case F_ELAPSED:   lua_pushnumber(L, r->elapsed); break;
     case F_FIRST_BAD:
       if (r->first_bad >= 0 && r->first_bad < p->n_tensors)
@@ -179,6 +205,7 @@ static void sum_groups(eng_policy *p)
     if (p->group_of[i] < 0) continue;
     eng_tensor_stats *g = &p->group_stats[p->group_of[i]];
     const eng_tensor_stats *t = &p->stats[i];
+    for (int k = 0; k < ENG_NORMS; k++) g->norms[k] = hypot(g->norms[k], t->norms[k]);
     if (t->count == 0) continue;                             // no gradient
     g->count += t->count;
     g->inf += t->inf;
@@ -227,6 +254,12 @@ static int push_stats_field(lua_State *L, eng_policy *p, const view *v, int fiel
     if (s->norm_ref == 0) lua_pushnil(L); // the reference backward did not compute it
     else lua_pushnumber(L, s->norm_ref);
     break;
+  case S_UPDATE_NORM:
+  case S_WEIGHT_NORM:
+  case S_M_NORM:
+  case S_V_NORM:
+    push_norm(L, p->record, s->norms[field - S_UPDATE_NORM], field - S_UPDATE_NORM);
+    break;
   case S_MEASURED:
   case S_CLIPPED:
   case S_SNR:
@@ -270,6 +303,27 @@ static int list_length(lua_State *L)
   const view *v = lua_touserdata(L, 1);
   lua_pushinteger(L, v->kind == VIEW_GROUPS ? policy_of(L)->n_groups : policy_of(L)->n_tensors);
   return 1;
+}
+
+int policy_named(const eng_policy *p, bool group, int index)
+{
+  lua_State *L = p->L;
+  int n = group ? p->n_groups : p->n_tensors, found = -1;
+  if (p->needs & ENG_NEED_TENSORS) {                         // the lists exist
+    lua_pushvalue(L, index);
+    lua_rawgeti(L, LUA_REGISTRYINDEX, group ? KEEP_GROUPS : KEEP_TENSORS);
+    lua_insert(L, -2);
+    lua_rawget(L, -2);
+    const view *v = lua_touserdata(L, -1);
+    if (v) found = v->index;
+    lua_pop(L, 2);
+    return found;
+  }
+  const char *name = lua_tostring(L, index), *const *names =
+    (const char *const *)(group ? p->groups : p->tensors);
+  for (int i = 0; i < n && found < 0; ++i)
+    if (strcmp(names[i], name) == 0) found = i;
+  return found;
 }
 
 // ------------------------------------------------------------------ the histogram
@@ -530,6 +584,9 @@ void policy_record_free(eng_policy *p)
   free(p->group_stats);
   free(p->group_scale);
   free(p->group_next);
+  free(p->each[0]);
+  free(p->matched);
+  free(p->logit_muls);
   for (int i = 0; i < p->n_signals; ++i) free(p->signals[i].name);
   free(p->signals);
 }
@@ -606,14 +663,19 @@ eng_status eng_policy_tensors(eng_policy *p, const char *const *names, const int
   int32_t *group_of_copy = calloc((size_t)n + 1, sizeof *group_of_copy);
   eng_tensor_stats *sums = calloc((size_t)n_groups + 1, sizeof *sums);
   double *scale = calloc((size_t)n_groups + 1, sizeof *scale),
-         *next = calloc((size_t)n_groups + 1, sizeof *next);
-  if (!tensor_copy || !group_copy || !group_of_copy || !sums || !scale || !next) {
+         *next = calloc((size_t)n_groups + 1, sizeof *next),
+         *each = calloc((size_t)n * ENG_EACH + 1, sizeof *each);
+  bool *matched = calloc((size_t)n + (size_t)n_groups + 1, sizeof *matched);
+  if (!tensor_copy || !group_copy || !group_of_copy || !sums || !scale || !next || !each ||
+      !matched) {
     free_names(tensor_copy, n);
     free_names(group_copy, n_groups);
     free(group_of_copy);
     free(sums);
     free(scale);
     free(next);
+    free(each);
+    free(matched);
     return error_set(ENG_ERR_MEMORY, "policy %s: out of memory for the names of %d tensors",
                      p->name, n);
   }
@@ -624,6 +686,11 @@ eng_status eng_policy_tensors(eng_policy *p, const char *const *names, const int
   free(p->group_stats);
   free(p->group_scale);
   free(p->group_next);
+  free(p->each[0]);
+  free(p->matched);
+  p->matched = matched;
+  p->each_set = 0;
+  for (int k = 0; k < ENG_EACH; k++) p->each[k] = each + (size_t)n * (size_t)k;
   p->tensors = tensor_copy;
   p->groups = group_copy;
   p->group_of = group_of_copy;

@@ -3,7 +3,9 @@
 // decision.
 #include "policy_vm.h"
 
+#include "base/error.h"
 #include "base/nearest.h"
+#include "device/gradstats.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -11,7 +13,12 @@
 #include <string.h>
 
 const char *const policy_verdict_fields[VERDICT_FIELDS] = {
-  "scale", "action", "clip", "lr_mul", "reason", "scales", "log", "back", "skip"};
+  "scale", "action", "clip", "lr_mul", "reason", "scales", "log", "back", "skip", "clips",
+  "lr_muls", "reset_moments", "update_clip", "spike_clip", "logit_muls"};
+// The word that `needs` must list for a field.
+static const unsigned field_needs[VERDICT_FIELDS] = {
+  [9] = ENG_NEED_CLIPS,        ENG_NEED_LR_MULS,    ENG_NEED_RESET_MOMENTS,
+  ENG_NEED_UPDATE_CLIP, ENG_NEED_SPIKE_CLIP, ENG_NEED_LOGIT_MULS};
 
 void policy_copy_reason(char *out, size_t size, const char *text, size_t length)
 {
@@ -40,6 +47,44 @@ static bool bad_value(lua_State *L, char *why, size_t size, const char *field, c
   return false;
 }
 
+// Finds what the key below the top of the stack names: returns the number of a tensor or, from
+// n_tensors on, of a group; -1 for a pattern, whose matches are in p->matched; -2, with `why`, if
+// nothing has that name. Groups go before tensors if `groups`.
+static int find_named(eng_policy *p, const char *field, bool groups, char *why, size_t size)
+{
+  lua_State *L = p->L;
+  if (lua_type(L, -2) != LUA_TSTRING) {
+    snprintf(why, size, "'%s' with a %s as a key; expected names or patterns", field,
+             luaL_typename(L, -2));
+    return -2;
+  }
+  for (int pass = 0; pass < 2; pass++) {
+    bool group = (pass == 0) == groups;
+    int found = policy_named(p, group, lua_gettop(L) - 1);
+    if (found >= 0) return group ? p->n_tensors + found : found;
+  }
+  const char *name = lua_tostring(L, -2);
+  lua_pushvalue(L, -2);
+  if (policy_match_names(p) != ENG_OK) {
+    snprintf(why, size, "'%s' with the pattern '%.60s': %s", field, name, eng_error_message());
+    return -2;
+  }
+  for (int i = 0; i < p->n_tensors + p->n_groups; i++)
+    if (p->matched[i]) return -1;
+  const char *hint = nearest_hint(name, (const char *const *)p->groups, p->n_groups);
+  if (!*hint) hint = nearest_hint(name, (const char *const *)p->tensors, p->n_tensors);
+  snprintf(why, size, "'%s' for '%.60s', which matches no group and no tensor%s", field, name,
+           hint);
+  return -2;
+}
+
+static bool bad_entry(lua_State *L, char *why, size_t size, const char *field, const char *expected)
+{
+  char place[100];
+  snprintf(place, sizeof place, "%s[\"%.60s\"]", field, lua_tostring(L, -2));
+  return bad_value(L, why, size, place, expected);
+}
+
 static bool read_scales(eng_policy *p, char *why, size_t size)
 {
   lua_State *L = p->L;
@@ -49,27 +94,187 @@ static bool read_scales(eng_policy *p, char *why, size_t size)
     return false;
   }
   for (lua_pushnil(L); lua_next(L, -2); lua_pop(L, 1)) {
+    int named = find_named(p, "scales", true, why, size);
+    if (named == -2) return false;
+    if (lua_type(L, -1) != LUA_TNUMBER || !policy_is_scale(lua_tonumber(L, -1)))
+      return bad_entry(L, why, size, "scales", "a positive finite number");
+    double scale = lua_tonumber(L, -1);
+    for (int i = 0; i < p->n_tensors + p->n_groups; ++i) {
+      if (named < 0 ? !p->matched[i] : i != named) continue;
+      int group = i < p->n_tensors ? p->group_of[i] : i - p->n_tensors;
+      if (group < 0) continue;
+      if (p->group_next[group] > 0 && p->group_next[group] != scale) {
+        snprintf(why, size, "two scales for the group '%.60s'", p->groups[group]);
+        return false;
+      }
+      p->group_next[group] = scale;
+    }
+  }
+  return true;
+}
+
+static double true_norm(const eng_policy *p, const eng_tensor_stats *s)
+{
+  return sqrt(s->sum_squares) / (p->judged->scale * gradstats_relative_scale(s));
+}
+
+// Limits the norm of the tensors of `group`, or of tensor `only`, to `limit`.
+static void limit_norm(eng_policy *p, int only, int group, double limit)
+{
+  if (!p->judged_stats) return;                              // a replay without tensors
+  double squares = 0, *factor = p->each[ENG_EACH_CLIP];
+  for (int i = 0; i < p->n_tensors; ++i) {
+    if (group >= 0 ? p->group_of[i] != group : i != only) continue;
+    double norm = true_norm(p, &p->judged_stats[i]);
+    squares += norm * norm;
+  }
+  double norm = group >= 0 ? sqrt(squares) : true_norm(p, &p->judged_stats[only]);
+  if (!(norm > limit)) return;
+  for (int i = 0; i < p->n_tensors; ++i)
+    if ((group >= 0 ? p->group_of[i] == group : i == only) && limit / norm < factor[i])
+      factor[i] = limit / norm;
+}
+
+static void begin_each(eng_policy *p, eng_verdict *out, int what, double none)
+{
+  out->each |= 1u << what;
+  for (int i = 0; i < p->n_tensors; ++i) p->each[what][i] = none;
+}
+
+static bool read_clips(eng_policy *p, eng_verdict *out, char *why, size_t size)
+{
+  lua_State *L = p->L;
+  if (!lua_istable(L, -1)) return bad_value(L, why, size, "clips", "a table { name = norm }");
+  begin_each(p, out, ENG_EACH_CLIP, 1);
+  for (lua_pushnil(L); lua_next(L, -2); lua_pop(L, 1)) {
+    int named = find_named(p, "clips", true, why, size);
+    if (named == -2) return false;
+    double limit = lua_tonumber(L, -1);
+    if (lua_type(L, -1) != LUA_TNUMBER || !(limit > 0))
+      return bad_entry(L, why, size, "clips", "a positive number, the largest gradient norm");
+    for (int i = 0; i < p->n_tensors; ++i)
+      if (named < 0 ? p->matched[i] : i == named) limit_norm(p, i, -1, limit);
+    if (named >= p->n_tensors) limit_norm(p, -1, named - p->n_tensors, limit);
+  }
+  return true;
+}
+
+static bool read_lr_muls(eng_policy *p, eng_verdict *out, char *why, size_t size)
+{
+  lua_State *L = p->L;
+  if (!lua_istable(L, -1)) return bad_value(L, why, size, "lr_muls", "a table { name = factor }");
+  begin_each(p, out, ENG_EACH_LR, -1);
+  double *factor = p->each[ENG_EACH_LR];
+  for (lua_pushnil(L); lua_next(L, -2); lua_pop(L, 1)) {
+    int named = find_named(p, "lr_muls", true, why, size);
+    if (named == -2) return false;
+    double value = lua_tonumber(L, -1);
+    if (lua_type(L, -1) != LUA_TNUMBER || !f64_is_finite(value) || value < 0)
+      return bad_entry(L, why, size, "lr_muls", "a finite factor, 0 or more");
+    for (int i = 0; i < p->n_tensors; ++i) {
+      bool hit = named < 0 ? p->matched[i]
+                           : i == named || p->group_of[i] == named - p->n_tensors;
+      if (!hit) continue;
+      if (factor[i] >= 0 && factor[i] != value) {
+        snprintf(why, size, "two factors in 'lr_muls' for the tensor '%.60s'", p->tensors[i]);
+        return false;
+      }
+      factor[i] = value;
+    }
+  }
+  for (int i = 0; i < p->n_tensors; ++i)
+    if (factor[i] < 0) factor[i] = 1;
+  return true;
+}
+
+// Marks the tensors that the name or pattern on top of the stack means.
+static bool mark_reset(eng_policy *p, char *why, size_t size)
+{
+  lua_State *L = p->L;
+  if (lua_type(L, -1) != LUA_TSTRING)
+    return bad_value(L, why, size, "reset_moments", "true, a name, a pattern, or a list of these");
+  lua_pushnil(L);                                            // find_named reads below the top
+  int named = find_named(p, "reset_moments", true, why, size);
+  if (named == -2) return false;
+  lua_pop(L, 1);
+  for (int i = 0; i < p->n_tensors; ++i)
+    if (named < 0 ? p->matched[i] : i == named || p->group_of[i] == named - p->n_tensors)
+      p->each[ENG_EACH_RESET][i] = 1;
+  return true;
+}
+
+static bool read_reset(eng_policy *p, eng_verdict *out, char *why, size_t size)
+{
+  lua_State *L = p->L;
+  if (lua_isboolean(L, -1)) {
+    if (lua_toboolean(L, -1)) begin_each(p, out, ENG_EACH_RESET, 1);
+    return true;
+  }
+  begin_each(p, out, ENG_EACH_RESET, 0);
+  if (!lua_istable(L, -1)) return mark_reset(p, why, size);
+  for (lua_pushnil(L); lua_next(L, -2); lua_pop(L, 1))
+    if (!mark_reset(p, why, size)) return false;
+  return true;
+}
+
+// Heads are named as the signals logit_max.MODULE.HEAD.
+static bool read_logit_muls(eng_policy *p, char *why, size_t size)
+{
+  static const char prefix[] = "logit_max.";
+  const size_t length = sizeof prefix - 1;
+  lua_State *L = p->L;
+  if (!lua_istable(L, -1))
+    return bad_value(L, why, size, "logit_muls", "a table { head = factor }");
+  if (!p->logit_muls) p->logit_muls = calloc(ENG_POLICY_LOGIT_MULS, sizeof *p->logit_muls);
+  if (!p->logit_muls) {
+    snprintf(why, size, "'logit_muls', but memory is exhausted");
+    return false;
+  }
+  for (lua_pushnil(L); lua_next(L, -2); lua_pop(L, 1)) {
     if (lua_type(L, -2) != LUA_TSTRING) {
-      snprintf(why, size, "'scales' with a %s as a key; expected names of groups",
+      snprintf(why, size, "'logit_muls' with a %s as a key; expected names of heads",
                luaL_typename(L, -2));
       return false;
     }
-    const char *name = lua_tostring(L, -2);
-    int group = 0;
-    while (group < p->n_groups && strcmp(p->groups[group], name) != 0) ++group;
-    if (group == p->n_groups) {
-      snprintf(why, size, "a scale for the unknown group '%.60s'%s", name,
-               nearest_hint(name, (const char *const *)p->groups, p->n_groups));
+    const char *name = lua_tostring(L, -2), *nearest = "";
+    bool known = false;
+    for (int i = 0; i < p->n_signals && !known; ++i) {
+      const char *signal = p->signals[i].name;
+      if (strncmp(signal, prefix, length) != 0) continue;
+      known = strcmp(signal + length, name) == 0;
+      nearest = signal + length;
+    }
+    if (!known || strlen(name) > ENG_NAME_BYTES) {
+      snprintf(why, size, "'logit_muls' for the unknown head '%.60s'%s%.60s%s", name,
+               *nearest ? "; heads are named like '" : "", nearest, *nearest ? "'" : "");
       return false;
     }
-    if (lua_type(L, -1) != LUA_TNUMBER || !policy_is_scale(lua_tonumber(L, -1))) {
-      char field[80];
-      snprintf(field, sizeof field, "scales.%.60s", name);
-      return bad_value(L, why, size, field, "a positive finite number");
+    double value = lua_tonumber(L, -1);
+    if (lua_type(L, -1) != LUA_TNUMBER || !policy_is_scale(value))
+      return bad_entry(L, why, size, "logit_muls", "a positive finite factor");
+    if (p->n_logit_muls == ENG_POLICY_LOGIT_MULS) {
+      snprintf(why, size, "'logit_muls' for more than %d heads", ENG_POLICY_LOGIT_MULS);
+      return false;
     }
-    p->group_next[group] = lua_tonumber(L, -1);
+    policy_logged *to = &p->logit_muls[p->n_logit_muls++];
+    snprintf(to->name, sizeof to->name, "%s", name);
+    to->value = value;
   }
   return true;
+}
+
+double eng_policy_each(const eng_policy *p, int what, int index)
+{
+  bool set = what >= 0 && what < ENG_EACH && index >= 0 && index < p->n_tensors &&
+             (p->each_set >> what & 1);
+  return set ? p->each[what][index] : what != ENG_EACH_RESET;
+}
+
+const char *eng_policy_logit_mul(double *factor, const eng_policy *p, int index)
+{
+  if (index < 0 || index >= p->n_logit_muls) return NULL;
+  *factor = p->logit_muls[index].value;
+  return p->logit_muls[index].name;
 }
 
 // Checks a name only if it differs from the name at the same place of the last `log`.
@@ -139,7 +344,8 @@ static bool read_action(eng_verdict *out, lua_State *L, char *why, size_t size)
 }
 
 // in the order of policy_verdict_fields
-enum { V_SCALE, V_ACTION, V_CLIP, V_LR_MUL, V_REASON, V_SCALES, V_LOG, V_BACK, V_SKIP };
+enum { V_SCALE, V_ACTION, V_CLIP, V_LR_MUL, V_REASON, V_SCALES, V_LOG, V_BACK, V_SKIP,
+       V_CLIPS, V_LR_MULS, V_RESET_MOMENTS, V_UPDATE_CLIP, V_SPIKE_CLIP, V_LOGIT_MULS };
 
 bool policy_read_verdict(eng_policy *p, eng_verdict *out, char *why, size_t size)
 {
@@ -157,6 +363,11 @@ bool policy_read_verdict(eng_policy *p, eng_verdict *out, char *why, size_t size
     while (field < VERDICT_FIELDS && key != p->verdict_key[field]) ++field;
     double number =
       lua_type(L, -1) == LUA_TNUMBER ? lua_tonumber(L, -1) : f64_from(0x7FF8000000000000ull);
+    if (field < VERDICT_FIELDS && field_needs[field] & ~p->needs) {
+      snprintf(why, size, "'%s', which this policy does not announce: add \"%s\" to its 'needs'",
+               key, key);
+      return false;
+    }
     switch (field) {
       case V_SCALE:
         if (!policy_is_scale(number))
@@ -195,6 +406,25 @@ bool policy_read_verdict(eng_policy *p, eng_verdict *out, char *why, size_t size
         break;
       case V_LOG:
         if (!read_log(p, why, size)) return false;
+        break;
+      case V_CLIPS:
+        if (!read_clips(p, out, why, size)) return false;
+        break;
+      case V_LR_MULS:
+        if (!read_lr_muls(p, out, why, size)) return false;
+        break;
+      case V_RESET_MOMENTS:
+        if (!read_reset(p, out, why, size)) return false;
+        break;
+      case V_LOGIT_MULS:
+        if (!read_logit_muls(p, why, size)) return false;
+        break;
+      case V_UPDATE_CLIP:
+      case V_SPIKE_CLIP:
+        if (f64_is_nan(number) || !(number > 0))
+          return bad_value(L, why, size, key, "a positive number");
+        *(field == V_UPDATE_CLIP ? &out->update_clip : &out->spike_clip) =
+          f64_is_finite(number) ? number : 0;
         break;
       default:
         snprintf(why, size, "an unknown field '%.60s'%s", key,

@@ -22,7 +22,10 @@ static const char *const file_fields[] = {"name",  "doc",  "kind",   "options",
                                           "needs", "init", "decide", "migrate"};
 static const char *const need_names[] = {"amax",    "norm",     "zeros",    "underflow", "hist",
                                          "tensors", "norm_ref", "overflow", "inf",       "nan",
-                                         "count",   "groups",   "signals"};
+                                         "count",   "groups",   "signals",
+                                         "update_norm", "weight_norm", "m_norm", "v_norm",
+                                         "logit_max", "clips", "lr_muls", "reset_moments",
+                                         "update_clip", "spike_clip", "logit_muls"};
 static const unsigned need_bits[] = {ENG_NEED_AMAX,
                                      ENG_NEED_NORM,
                                      ENG_NEED_ZEROS,
@@ -35,7 +38,18 @@ static const unsigned need_bits[] = {ENG_NEED_AMAX,
                                      0,
                                      0,
                                      ENG_NEED_TENSORS,
-                                     0};
+                                     0,
+                                     ENG_NEED_UPDATE_NORM,
+                                     ENG_NEED_WEIGHT_NORM,
+                                     ENG_NEED_M_NORM,
+                                     ENG_NEED_V_NORM,
+                                     ENG_NEED_LOGIT_MAX,
+                                     ENG_NEED_CLIPS,
+                                     ENG_NEED_LR_MULS,
+                                     ENG_NEED_RESET_MOMENTS,
+                                     ENG_NEED_UPDATE_CLIP,
+                                     ENG_NEED_SPIKE_CLIP,
+                                     ENG_NEED_LOGIT_MULS};
 
 #define COUNT(list) ((int)(sizeof list / sizeof *list))
 
@@ -430,7 +444,7 @@ static void fall_back(eng_verdict *out, eng_policy *p, const eng_record *record,
   lua_settop(p->L, SLOT_COUNT);
   ++p->failures;
   *out = p->last;
-  p->n_logs = 0;
+  p->n_logs = p->n_logit_muls = 0;
   out->failed = 1;
   out->action = record->overflow ? ENG_ACTION_SKIP : ENG_ACTION_STEP;
   policy_copy_reason(out->reason, sizeof out->reason, text, strlen(text));
@@ -452,7 +466,8 @@ eng_status eng_policy_decide(eng_verdict *out, eng_policy *p, const eng_record *
   p->record = record;
   p->stats = stats;
   p->groups_summed = false;
-  p->n_logs = 0;
+  p->each_set = 0;
+  p->n_logs = p->n_logit_muls = 0;
   p->random_key = (uint64_t)record->step;
   p->random_count = 0;
 
@@ -471,11 +486,15 @@ eng_status eng_policy_decide(eng_verdict *out, eng_policy *p, const eng_record *
     fall_back(out, p, record, failed ? policy_error_text(p) : p->killed, !failed);
     return ENG_OK;
   }
+  p->judged = record;
+  p->judged_stats = stats;
   out->action = record->overflow ? ENG_ACTION_SKIP : ENG_ACTION_STEP;
   out->failed = 0;
   out->clip = 0;
   out->lr_mul = 1;
   out->back = out->skip = 0;
+  out->update_clip = out->spike_clip = 0;
+  out->each = 0;
   out->reason[0] = '\0';
   if (p->n_groups) memset(p->group_next, 0, (size_t)p->n_groups * sizeof *p->group_next);
   bool good = false;
@@ -507,6 +526,7 @@ eng_status eng_policy_decide(eng_verdict *out, eng_policy *p, const eng_record *
   lua_settop(L, SLOT_COUNT);
   if (p->n_groups)
     memcpy(p->group_scale, p->group_next, (size_t)p->n_groups * sizeof *p->group_scale);
+  p->each_set = out->each;
   p->last.scale = out->scale;
   p->last.clip = out->clip;
   // A rollback's lr_mul is not repeated when a later decision fails.

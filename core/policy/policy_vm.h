@@ -31,7 +31,7 @@ enum {
   SLOT_COUNT = SLOT_TASK
 };
 
-enum { FIELD_BUCKETS = 64, VERDICT_FIELDS = 9, FLAT_FIELDS = 24 };
+enum { FIELD_BUCKETS = 64, VERDICT_FIELDS = 15, FLAT_FIELDS = 24 };
 
 typedef struct policy_option {
   char *name, *value, *preset;
@@ -96,6 +96,13 @@ struct eng_policy {
   const char *verdict_key[VERDICT_FIELDS];
   eng_verdict last;              // the last good verdict
   double  *group_scale, *group_next;     // [n_groups]; 0: the verdict's scale
+  double  *each[ENG_EACH];       // [n_tensors] entries of the last verdict; each_set: which
+  uint32_t each_set;
+  bool    *matched;              // [n_tensors + n_groups] which names the last pattern matched
+  const eng_record *judged;      // of the decision whose verdict is read
+  const eng_tensor_stats *judged_stats;
+  policy_logged *logit_muls;     // [ENG_POLICY_LOGIT_MULS], made by the first `logit_muls`
+  int      n_logit_muls;
   policy_logged *logs;           // [ENG_POLICY_LOGS], made by the first `log`
   int      n_logs;               // of the last decision
   char     printed[ENG_POLICY_PRINTS];
@@ -148,6 +155,9 @@ void policy_open_constant(lua_State *L, int index);
 // ---- pattern.c
 /// Adds find, match, gmatch and gsub to the library on top of the stack.
 void policy_patterns_open(lua_State *L);
+/// Sets policy->matched for each name of a tensor and then of a group that the Lua pattern on top
+/// of the stack matches as a whole; pops the pattern. Errors: POLICY, and the stack is at rest.
+eng_status policy_match_names(eng_policy *policy);
 
 // ---- policy_box.c
 /// Pushes the policy's environment: the table of its globals. Its print() fills `printed`.
@@ -171,6 +181,8 @@ static inline bool policy_is_scale(double x) { return f64_is_finite(x) && x > 0;
 /// Creates the record's views and pushes `record`.
 void policy_record_open(eng_policy *policy);
 void policy_record_free(eng_policy *policy);
+/// The number of the tensor or group whose name is on the stack at `index`; -1: none.
+int policy_named(const eng_policy *policy, bool group, int index);
 /// Pushes iterator, view and nil for a view at `index`; false if the value is not a view.
 bool policy_record_pairs(lua_State *L, int index);
 /// Like policy_record_pairs, for ipairs over record.tensors and record.groups.

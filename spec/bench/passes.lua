@@ -82,11 +82,17 @@ local function update(name, kind, moments, format)
     local touched = (format == "f32" and 4 or 2 + 2) + 8 + 8 * moments
     local from, to = ffi.new("char[?]", n * 4), ffi.new("char[?]", n * 4)
     ffi.fill(from, n * 4, 1)
-    local t = best { function() ffi.C.memmove(to, from, n * 4) end,
-      function() check(C.eng_optimizer_step(state[0], call)) end }
-    print(("  %-5s %-4s %5.2f ns an element, %3.0f %% of the speed of copying"):format(name, format,
-      t[2] / n * 1e9,
-      100 * t[1] / 8 * touched / t[2]))
+    local sums = ffi.new("double[?]", C.ENG_NORMS)
+    local function step(norms)
+      return function()
+        call.norms = norms
+        check(C.eng_optimizer_step(state[0], call))
+      end
+    end
+    local t = best { function() ffi.C.memmove(to, from, n * 4) end, step(nil), step(sums) }
+    print(("  %-5s %-4s %5.2f ns an element, %3.0f %% of the speed of copying; norms %+.1f %%")
+      :format(name, format, t[2] / n * 1e9, 100 * t[1] / 8 * touched / t[2],
+      100 * (t[3] / t[2] - 1)))
     C.eng_optimizer_free(state[0])
   end)
 end

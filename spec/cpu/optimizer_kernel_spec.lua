@@ -129,6 +129,143 @@ describe("optimizer updates", function()
     end
   end))
 
+  -- The four sums of squares of each of n parameters, from values read back.
+  local function norms_of(set, n, before)
+    local list = {}
+    for i = 1, n do
+      local w, square = set:weights(i), { 0, 0, 0, 0 }
+      local moments = { set:moment(1, i), set:moment(2, i) }
+      local m, v = moments[1] and (sets.read(moments[1])), moments[2] and (sets.read(moments[2]))
+      for k, x in ipairs(w) do
+        for which, value in ipairs { x - before[i][k], x, m and m[k] or 0,
+          v and v[k] or 0 } do
+          square[which] = square[which] + value * value
+        end
+      end
+      list[i] = square
+    end
+    return list
+  end
+
+  local function near(want, got, tolerance, what)
+    assert.is_true(math.abs(got - want) <= tolerance * math.abs(want),
+      ("%s: expected %.12g, got %.12g"):format(what, want, got))
+  end
+
+  it("add up the norms of change, weights and moments", sets.step(function()
+    local lengths = { 1, 37, 5000, 70001 }
+    local shapes = {}
+    for i, n in ipairs(lengths) do shapes[i] = { n } end
+    for _, case in ipairs(CASES) do
+      local hyper = case[#case]
+      for _, size in ipairs { 1, 1e-9 } do
+        local first
+        sets.everywhere(function(where)
+          local set = sets.new(shapes)
+          set:optimizer(case.kind)
+          local before, sums = {}, ffi.new("double[?]", #lengths * 4)
+          for i, n in ipairs(lengths) do set:write_weights(i, numbers(n, i)) end
+          for t = 1, 3 do
+            local lists = {}
+            for i, n in ipairs(lengths) do
+              lists[i], before[i] = numbers(n, 77 * i + t, size), set:weights(i)
+            end
+            set:write_gradients(lists)
+            set:update { hyper = hyper, t = t, norms = sums }
+          end
+          for i, square in ipairs(norms_of(set, #lengths, before)) do
+            for k, want in ipairs(square) do
+              near(want, sums[i * 4 - 5 + k], 2e-6, ("%s, %g, norm %d of %d"):format(case.kind,
+                size, k, i))
+            end
+          end
+          local bits = ffi.string(sums, ffi.sizeof(sums))
+          if where ~= "reference" then first = first or bits assert.equal(first, bits) end
+          set:free()
+        end)
+      end
+    end
+  end))
+
+  it("shrink the change of all weights to update_clip", sets.step(function()
+    for _, case in ipairs(CASES) do
+      local hyper = case[#case]
+      local function run(limit)
+        local w, before, sums = {}, {}, ffi.new("double[8]")
+        local set = sets.new({ { 600 }, { 33 } })
+        set:optimizer(case.kind)
+        for i, n in ipairs { 600, 33 } do
+          before[i] = numbers(n, i)
+          set:write_weights(i, before[i])
+        end
+        set:write_gradients { numbers(600, 5), numbers(33, 6) }
+        set:update { hyper = hyper, norms = sums, update_clip = limit }
+        for i = 1, 2 do w[i] = set:weights(i) end
+        local moment = set:moment(1, 1)
+        moment = moment and table.concat((sets.read(moment)), " ")
+        set:free()
+        return w, before, sums, moment
+      end
+      sets.everywhere(function()
+        local whole, before, sums, moment = run(0)
+        local norm = math.sqrt(sums[0] + sums[4])
+        local same = run(norm * 1.01)
+        assert.same(whole, same)
+        local less, _, unclipped, kept = run(norm / 4)
+        assert.equal(moment, kept)                         -- moments take the whole gradient
+        near(sums[0], unclipped[0], 1e-12, "the norm before clipping")
+        for i = 1, 2 do
+          for k, x in ipairs(less[i]) do
+            local want = before[i][k] + (whole[i][k] - before[i][k]) / 4
+            assert.is_true(math.abs(x - want) <= 1e-6)
+          end
+        end
+      end)
+    end
+  end))
+
+  it("limit single elements by spike_clip, and gradients by clips", sets.step(function()
+    sets.everywhere(function()
+      local set = sets.new({ { 40 }, { 40 } })
+      set:optimizer("adamw")
+      local h, w, m, v = { lr = 1e-2, beta1 = 0.9, beta2 = 0.99, eps = 1e-8 }, {}, {}, {}
+      for i = 1, 2 do
+        w[i], m[i], v[i] = numbers(40, i), {}, {}
+        for k = 1, 40 do m[i][k], v[i][k] = 0, 0 end
+        set:write_weights(i, w[i])
+      end
+      local clips = ffi.new("double[2]", 1, 0.5)
+      for t = 1, 6 do
+        local lists = { numbers(40, 10 + t), numbers(40, 20 + t) }
+        lists[1][3], lists[1][4], lists[2][40] = 50, -50, 30
+        set:write_gradients(lists)
+        local spike = t > 2 and 4 or 0
+        set:update { hyper = h, t = t, spike_clip = spike, clips = clips }
+        for i = 1, 2 do
+          for k, g in ipairs(lists[i]) do
+            g = g * clips[i - 1]
+            local most = math.sqrt(spike * v[i][k])
+            if spike > 0 and math.abs(g) > most then g = sign(g) * most end
+            w[i][k], m[i][k], v[i][k] = FORMULA.adamw(h, w[i][k], g, m[i][k], v[i][k], t)
+          end
+        end
+      end
+      for i = 1, 2 do
+        for k, got in ipairs(set:weights(i)) do
+          assert.is_true(math.abs(got - w[i][k]) <= 3e-6, ("weight %d of %d"):format(k, i))
+        end
+      end
+      set:optimizer("sgd")
+      assert.error_matches(function()
+        set:update { hyper = { lr = 1 }, spike_clip = 1 }
+      end, "spike_clip only for adam and adamw")
+      assert.error_matches(function()
+        set:update { hyper = { lr = 1 }, update_clip = 1 }
+      end, "update_clip needs norms")
+      set:free()
+    end)
+  end))
+
   it("leave a parameter without gradient unchanged, moments included", sets.step(function()
     sets.everywhere(function()
       local set = sets.new({ { 3 }, { 3 } })

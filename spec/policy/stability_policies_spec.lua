@@ -1,12 +1,12 @@
--- The policies that guard updates (zclip, skip_step, norm_skip, rerun) and fp8_lm: traces with
--- numbers worked out here, first steps, zeros, NaN and overflow, resuming at any step, live runs.
--- spec/parity/stability.py compares them with the originals.
+-- The policies that guard updates (zclip, skip_step, norm_skip, rerun, adagc, update_clip, spam)
+-- and fp8_lm: traces with numbers worked out here, first steps, zeros, NaN and overflow, resuming
+-- at any step, live runs. spec/parity/stability.py compares them with the originals.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local helper = require "spec.helper"
 
 local nan, inf = 0 / 0, 1 / 0
-local GUARDS = { "zclip", "skip_step", "norm_skip", "rerun" }
+local GUARDS = { "zclip", "skip_step", "norm_skip", "rerun", "adagc", "update_clip", "spam" }
 
 -- Decides on steps { loss =, norm =, inf =, nan = } (1, 1, 0, 0; a number is the norm). `at` is
 -- called before each step with the policy. Returns what each step gave.
@@ -20,6 +20,8 @@ local function drive(policy, steps, at)
       policy:scale(), -1, nan
     record.loss, record.norm, record.count = s.loss or 1, s.norm or 1, 100
     record.inf, record.nan = s.inf or 0, s.nan or 0
+    for k = 0, 3 do record.norms[k] = nan end
+    record.norms[0] = s.update or nan
     record.overflow = (s.inf or s.nan) and 1 or 0
     local v = policy:decide(record)
     assert.are.equal(0, v.failed, v:why())
@@ -65,7 +67,7 @@ end
 
 describe("a policy that guards updates", function()
   it("names its source and is in policies/README.md", function()
-    for _, name in ipairs { "zclip", "skip_step", "norm_skip", "rerun", "fp8_lm" } do
+    for _, name in ipairs { "fp8_lm", unpack(GUARDS) } do
       assert.truthy(helper.read("policies/" .. name .. ".lua"):find "Source", name)
       assert.truthy(helper.read("policies/README.md"):find("| `" .. name .. ".lua` |", 1, true),
         name)
@@ -91,14 +93,17 @@ describe("a policy that guards updates", function()
   it("resumes exactly from a state saved at any step", function()
     local steps = {}
     for i = 1, 90 do
-      steps[i] = { norm = 1 + 0.2 * math.sin(i), loss = 3 + 0.1 * math.cos(1.7 * i) }
+      steps[i] = { norm = 1 + 0.2 * math.sin(i), loss = 3 + 0.1 * math.cos(1.7 * i),
+        update = i > 1 and 1 + 0.3 * math.sin(i - 1) or nil }
       if i % 17 == 0 then steps[i].norm = 9 end
       if i % 23 == 0 then steps[i].loss = 50 end
       if i % 31 == 0 then steps[i].nan = 2 end
     end
     for name, options in pairs { zclip = { warmup_steps = 5, max_grad_norm = inf },
       skip_step = { rolling_interval_length = 12 }, norm_skip = { grad_norm_skip_threshold = 5 },
-      rerun = { samples = 10, on_fault = "step" } } do
+      rerun = { samples = 10, on_fault = "step" }, adagc = { warmup_steps = 9 },
+      update_clip = { rolling_interval_length = 10 },
+      spam = { interval = 13, warmup_epoch = 5, grad_accu_steps = 3 } } do
       options.growth_interval, options.init_scale = 7, 256
       local function new() return engine.policy.load(name, options) end
       local whole = trace_of(new(), steps)
@@ -121,7 +126,10 @@ describe("a policy that guards updates", function()
       { "skip_step", { rolling_interval_length = 5 }, "whole number of 6 or more" },
       { "norm_skip", { grad_norm_skip_threshold = 0 }, "it would skip every step" },
       { "rerun", { on_fault = "go" }, "on_fault must be" }, { "rerun", { factor = 1 }, "factor" },
-      { "rerun", { loss_scale = -1 }, "loss_scale" } } do
+      { "rerun", { loss_scale = -1 }, "loss_scale" }, { "adagc", { lambda_rel = 0 }, "lambda_rel" },
+      { "update_clip", { sigma_factor = -1 }, "sigma_factor" },
+      { "spam", { interval = 0 }, "is no number of updates" },
+      { "spam", { death_rate = 2 }, "death_rate must be at most 1" } } do
       local good, why = pcall(engine.policy.load, case[1], case[2])
       assert.is_false(good)
       assert.matches(case[3], tostring(why), 1, true)
@@ -477,5 +485,202 @@ describe("policy fp8_lm", function()
     assert.are.equal(0, t.optimizer.fp8.policies[1]:failures())
     local share = clipped / seen
     assert.is_true(share > 0.001 and share < 0.03, share .. " saturated")
+  end)
+end)
+
+-- ---------------------------------------------------------------- policies that act on the update
+
+-- Two parameters, a vector of 6 and a matrix of 2 x 3, whose gradients a batch gives exactly: the
+-- loss is the sum of weight * batch.
+local LENGTHS = { 6, 6 }
+local Given = engine.nn.class("given")
+function Given:init()
+  self:parameter("a", engine.tensor { 0.5, -0.25, 1, 2, -1, 0.125 })
+  self:parameter("b", engine.tensor { { 1, 2, 3 }, { -1, -2, -3 } })
+end
+function Given:forward(batch)
+  return (self.a * batch.a):sum() + (self.b * batch.b):sum()
+end
+
+local STEPS = 110
+
+-- The gradients of step t: noise, with large ones and spikes of single elements now and then.
+local function gradients_at(t)
+  local of = { {}, {} }
+  for i, list in ipairs(of) do
+    for k = 1, LENGTHS[i] do
+      list[k] = tonumber(M_ffi.ffi.cast("float", math.sin(t * 12.9898 + i * 4.1 + k * 78.233)
+        * (t % 17 == 0 and 9 or 1) * ((t + k) % 29 == 0 and 40 or 1) / 4))
+    end
+  end
+  return of
+end
+
+local Data = {}
+Data.__index = Data
+function Data:next()
+  self.at = self.at + 1
+  local of = gradients_at(self.at)
+  return { a = engine.tensor(of[1]),
+    b = engine.tensor { { unpack(of[2], 1, 3) }, { unpack(of[2], 4, 6) } } }
+end
+function Data:state() return { at = self.at } end
+function Data:restore(state) self.at = state.at end
+
+local function numbers_of(model)
+  local list = {}
+  for _, p in ipairs(model:parameters()) do
+    for _, x in ipairs(p.tensor:detach():view(6):totable()) do list[#list + 1] = x end
+  end
+  return list
+end
+
+-- Trains Given; options replace those of the trainer. Returns the trainer and the weights after
+-- each step.
+local function train(options)
+  local model, seen = Given(), {}
+  local optimizer = engine.optim[options.kind or "adamw"](model, { lr = 1e-2,
+    eps = options.kind == nil and 1e-12 or nil, weight_decay = 0 })
+  local o = { model = model, optimizer = optimizer, data = setmetatable({ at = 0 }, Data),
+    log = "quiet", steps = STEPS, loss = function(m, batch) return m(batch) end,
+    on_step = function(t, record, verdict)
+      assert.are.equal(0, verdict.failed, verdict:why())
+      seen[t.steps_done] = numbers_of(model)
+    end }
+  for key, value in pairs(options) do if key ~= "kind" then o[key] = value end end
+  local trainer = engine.trainer(o)
+  trainer:run()
+  return trainer, seen
+end
+
+local function norm_of(list)
+  local sum = 0
+  for _, x in ipairs(list) do sum = sum + x * x end
+  return math.sqrt(sum)
+end
+
+-- The rules in double: rule(state, t, gradients) changes the gradients and may return a factor on
+-- the rate, whether to reset the moments first, the largest g^2 / v, and clip(state, norm) ->
+-- largest norm of the update.
+local RULES = {}
+function RULES.adagc(s, t, of)
+  local factor = math.min(1 / (norm_of { norm_of(of[1]), norm_of(of[2]) } + 1e-8), 1)
+  for i, g in ipairs(of) do
+    local norm, h = norm_of(g), factor
+    if t < 20 then s[i] = t == 1 and h * norm or math.min(s[i], h * norm)
+    else
+      h = math.min(1.05 * s[i] / norm, 1)
+      s[i] = 0.98 * s[i] + 0.02 * h * norm
+    end
+    for k = 1, #g do g[k] = g[k] * h end
+  end
+end
+function RULES.update_clip(s)
+  return 1, false, 0, function(norm)
+    local mean, var, n, most = 0, 0, #s, inf
+    if n >= 8 then
+      for _, x in ipairs(s) do mean = mean + x / n end
+      for _, x in ipairs(s) do var = var + (x - mean)^2 / n end
+      most = mean + math.max(math.sqrt(var), 1e-6)
+    end
+    s[n + 1] = norm
+    if n == 16 then table.remove(s, 1) end
+    return most
+  end
+end
+function RULES.spam(s, t)
+  if t % 30 == 0 then s.since = 0 end
+  local since = s.since or 99
+  s.since = since + 1
+  return since < 8 and 1 - 0.99 * (1 + math.cos(math.pi * since / 9)) / 2 or 1, t % 30 == 0,
+    t >= 5 and t % 30 >= 5 and 20 or 0
+end
+local OPTIONS = { adagc = { warmup_steps = 20 },
+  update_clip = { rolling_interval_length = 16, sigma_factor = 1 },
+  spam = { interval = 30, grad_accu_steps = 5, warmup_epoch = 8, threshold = 20 } }
+
+-- The weights after each step of AdamW in double under a rule.
+local function expected(rule)
+  local w, m, v, state, seen = numbers_of(Given()), {}, {}, {}, {}
+  for k = 1, #w do m[k], v[k] = 0, 0 end
+  for t = 1, STEPS do
+    local of = gradients_at(t)
+    local lr, reset, spike, limit = rule(state, t, of)
+    local change = {}
+    for k = 1, #w do
+      local g = k > 6 and of[2][k - 6] or of[1][k]
+      if reset then m[k], v[k] = 0, 0 end
+      if (spike or 0) > 0 and g * g > spike * v[k] then
+        g = (g < 0 and -1 or 1) * math.sqrt(spike * v[k])
+      end
+      m[k], v[k] = 0.9 * m[k] + 0.1 * g, 0.999 * v[k] + 0.001 * g * g
+      change[k] = -1e-2 * (lr or 1) / (1 - 0.9 ^ t) * m[k]
+        / (math.sqrt(v[k] / (1 - 0.999 ^ t)) + 1e-12)
+    end
+    local norm = norm_of(change)
+    local most = limit and limit(norm) or inf
+    seen[t] = {}
+    for k = 1, #w do
+      w[k] = w[k] + change[k] * (norm > most and most / norm or 1)
+      seen[t][k] = w[k]
+    end
+  end
+  return seen
+end
+
+describe("a policy that acts on the update", function()
+  for name, rule in pairs(RULES) do
+    local function options(more)
+      local o = { policy = name, policy_options = { loss_scale = 8 } }
+      for key, value in pairs(OPTIONS[name]) do o.policy_options[key] = value end
+      for key, value in pairs(more or {}) do o[key] = value end
+      return o
+    end
+
+    it("moves the weights as its rule says, over " .. STEPS .. " steps: " .. name, function()
+      local want, plain = expected(rule), expected(function() end)
+      local _, got = train(options())
+      local differs = 0
+      for t = 1, STEPS do
+        for k, x in ipairs(want[t]) do
+          assert.is_true(math.abs(got[t][k] - x) <= 1e-6 * math.max(1, math.abs(x)),
+            ("%s, step %d, weight %d: expected %.9g, got %.9g"):format(name, t, k, x, got[t][k]))
+          differs = math.max(differs, math.abs(x - plain[t][k]))
+        end
+      end
+      assert.is_true(differs > 1e-3, "the rule changed nothing")
+    end)
+
+    it("resumes bit for bit from a checkpoint at any step: " .. name, function()
+      local folder = helper.folder()
+      local _, whole = train(options { run = folder .. "/r", checkpoint_every = 1, keep = 100,
+        steps = 40 })
+      for k = 1, 39 do
+        local _, rest = train(options { steps = 40,
+          resume = ("%s/r/checkpoints/step-%08d"):format(folder, k) })
+        assert.are.equal(40 - k, table.maxn(rest) - k, "resumed at " .. k)
+        assert.are.same(whole[40], rest[40], name .. " resumed after step " .. k)
+      end
+      helper.remove(folder)
+    end)
+  end
+
+  it("is refused where the run lacks what it needs, in one line", function()
+    local function refused(options, ...)
+      local good, why = pcall(train, options)
+      assert.is_false(good)
+      assert.falsy(tostring(why):find("\n", 1, true), why)
+      for _, text in ipairs { ... } do assert.matches(text, tostring(why), 1, true) end
+    end
+    refused({ policy = "update_clip", mode = "lagged" }, "policy update_clip needs update_norm: " ..
+      "mode=lagged updates before the policy decides; hint: mode=sync")
+    refused({ policy = "adagc", mode = "lagged" }, "policy adagc needs clips: mode=lagged")
+    refused({ policy = "spam", kind = "sgd" }, "policy spam needs spike_clip: optimizer sgd keeps")
+    refused({ policy = "update_clip", kind = "lamb" }, "optimizer lamb is written in Lua; hint")
+    for _, name in ipairs { "adagc", "update_clip", "spam" } do
+      local good, why = pcall(engine.scaler, { policy = name })
+      assert.is_false(good)
+      assert.matches("a scaler of an explicit loop makes no updates", tostring(why), 1, true)
+    end
   end)
 end)

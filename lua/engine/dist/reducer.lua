@@ -489,6 +489,15 @@ function Reducer:decide(record, verdict)
       parts[#parts + 1] = ("%s %s"):format(group, show.exact(scale))
     end
   end
+  if verdict.each ~= 0 or verdict.update_clip + verdict.spike_clip > 0 then
+    local numbers = { show.exact(verdict.update_clip), show.exact(verdict.spike_clip) }
+    for i = 0, #self.trainer.optimizer.list * C.ENG_EACH - 1 do
+      numbers[i + 3] = show.exact(C.eng_policy_each(policy.handle, i % C.ENG_EACH,
+        math.floor(i / C.ENG_EACH)))
+    end
+    parts[#parts + 1] = ("update clip %s, spike clip %s, single tensors %s"):format(numbers[1],
+      numbers[2], crc(table.concat(numbers, " ")))
+  end
   self.decided = ("%s (policy %s%s)"):format(table.concat(parts, ", "), policy.name,
     policy.hash and " " .. policy:hash() or "")
   if self.zero then self:agree() end

@@ -32,7 +32,14 @@ record.groups              table<string|integer, engine.TensorRecord>?
 record.signals             table<string, number?>
 verdict.action             "step"|"skip"|"retry"|"stop"|"rollback"
 verdict.reason             string
+record.update_norm         number?
+record.weight_norm         number?
+record.m_norm              number?
+record.v_norm              number?
 verdict.scales             table<string, number>
+verdict.clips              table<string, number>
+verdict.lr_muls            table<string, number>
+verdict.reset_moments      boolean|string|string[]
 trainer.steps              integer
 trainer.accumulate         integer
 trainer.checkpoint_every   integer
@@ -91,7 +98,8 @@ local PREAMBLE = [[
 
 ---@alias engine.Statistic
 ---| "amax" | "norm" | "zeros" | "underflow" | "hist" | "tensors" | "groups" | "norm_ref"
----| "overflow" | "inf" | "nan" | "count"
+---| "overflow" | "inf" | "nan" | "count" | "update_norm" | "weight_norm" | "m_norm" | "v_norm"
+---| "clips" | "lr_muls" | "reset_moments" | "update_clip" | "spike_clip"
 
 ---@alias engine.Decide
 ---| fun(state: table, record: engine.Record, options: table): number|engine.Verdict
@@ -149,7 +157,7 @@ function M.write(index, path)
   end
   local shared = {}                                      -- fields of records, tensors and groups
   for name in ([[overflow inf nan count zeros underflow amax norm norm_ref hist
-    scale]]):gmatch("%S+") do
+    update_norm weight_norm m_norm v_norm scale]]):gmatch("%S+") do
     shared["record." .. name] = true
   end
   local function is_shared(entry) return shared[entry.name] ~= nil end

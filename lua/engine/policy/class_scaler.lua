@@ -214,6 +214,8 @@ end
 function ClassPolicy:signal() end
 -- A class logs with engine.signal, and prints as the script does.
 function ClassPolicy:logs() end
+function ClassPolicy:each() end
+function ClassPolicy:logit_muls() end
 function ClassPolicy:printed() end
 function ClassPolicy:group_scale() return self.last end
 function ClassPolicy:scales_groups() return false end

@@ -31,6 +31,8 @@ ffi.metatype("eng_verdict", {
       v.scale)
     if v.clip > 0 then text = text .. (", clip %g"):format(v.clip) end
     if v.lr_mul ~= 1 then text = text .. (", lr x%g"):format(v.lr_mul) end
+    if v.update_clip > 0 then text = text .. (", update clip %g"):format(v.update_clip) end
+    if v.spike_clip > 0 then text = text .. (", spike clip %g"):format(v.spike_clip) end
     local why = v:why()
     return why ~= "" and text .. ": " .. why or text
   end,
@@ -116,7 +118,26 @@ function Policy:signal(name, value)
   check(C.eng_policy_signal(self.handle, name, value))
 end
 
+--- Writes what the last verdict sets for each tensor into an array of n numbers; `what` is one of
+--- ENG_EACH_*. Returns nil if the verdict sets nothing of that kind.
+function Policy:each(what, into, n)
+  if bit.band(self.verdict.each, bit.lshift(1, what)) == 0 then return nil end
+  for i = 0, n - 1 do into[i] = C.eng_policy_each(self.handle, what, i) end
+  return into
+end
+
 local logged = ffi.new("double[1]")
+
+--- The factors on attention logits of the last verdict: { ["MODULE.HEAD"] = factor }, or nil.
+function Policy:logit_muls()
+  local name, values, i = C.eng_policy_logit_mul(logged, self.handle, 0), nil, 0
+  while name ~= nil do
+    values = values or {}
+    values[ffi.string(name)], i = logged[0], i + 1
+    name = C.eng_policy_logit_mul(logged, self.handle, i)
+  end
+  return values
+end
 
 --- What the last verdict logged, { name = number }, or nil.
 function Policy:logs()
@@ -347,6 +368,10 @@ function M.load(source, options, kind)
     return self
   end)
   if not good then error(result, 2) end
+  if kind == "fp8" and result.needs >= C.ENG_NEED_UPDATE_NORM then
+    error(("policy %s works on FP8 layers, and its 'needs' list statistics or verdict fields of " ..
+      "the optimizer's update"):format(result.name), 2)
+  end
   if (result.fp8 or false) ~= (kind == "fp8") then
     local wrong = "policy %s works on FP8 layers and chooses no loss scale; hint: precision = { " ..
       "base = \"fp8_current\", fp8 = { policy = \"%s\" } }"

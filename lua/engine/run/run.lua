@@ -46,6 +46,7 @@ local function state_of(trainer, user)
     steps = trainer.steps_done, updates = trainer.updates, skipped = trainer.skipped,
       retries = trainer.retries, tokens = trainer.tokens, elapsed = elapsed,
     optimizer = { name = trainer.optimizer.name, updates = trainer.optimizer.updates },
+    update_norms = trainer.norms:state(),
     policy = { name = trainer.policy.name, file = trainer.policy.file,
       state = trainer.policy:save(), swapped = trainer.swaps:state() },
     shadows = trainer.shadows and trainer.shadows:state() or nil, set = trainer.control:state(),
@@ -167,6 +168,7 @@ local function restore(trainer, c)
     end
   end
   optimizer.updates, trainer.updates = state.optimizer.updates, state.updates
+  trainer.norms:restore(state.update_norms)
   M_ffi.check(C.eng_params_refresh(optimizer.params))
   if trainer.data.restore and state.data then trainer.data:restore(state.data) end
   random.go { seed = uint64_of(state.rng.seed), counter = uint64_of(state.rng.counter) }

@@ -107,7 +107,7 @@ local function trial(self, copy)
       if C.eng_clock() - began > PATIENCE then
         return ("tried on the last steps, it took more than %d s"):format(PATIENCE)
       end
-      local refused = trainer:mode_refuses(copy)
+      local refused = trainer:refuses(copy)
       if refused then return refused end
       if verdict.failed ~= 0 then
         return ("tried on step %d: %s"):format(tonumber(self.ring[at].step),
@@ -190,7 +190,7 @@ local function attempt(self, source, options, by)
     end
     self.trainer:prepare(fresh)
     fresh:take_over(old)
-    return self.trainer:mode_refuses(fresh)
+    return self.trainer:refuses(fresh)
   end)
   problem = objection(self, problem or not ready and "it cannot take over" or nil)
   if problem then return refuse(self, what, by, problem) end
@@ -236,7 +236,7 @@ function Swap:observe(record, stats, verdict)
   self.probation = nil
   local policy = self.trainer.policy
   local problem = verdict.failed ~= 0 and ffi.string(verdict.reason)
-    or self.trainer:mode_refuses(policy)
+    or self.trainer:refuses(policy)
   problem = objection(self, problem == "" and "it failed" or problem)
   if not problem then return verdict end
   self.trainer:use_policy(old)

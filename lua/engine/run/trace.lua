@@ -51,10 +51,16 @@ function M.verdicts(text)
   return setmetatable({ n = #steps, overflow = steps, first = 0, name = text }, Verdicts)
 end
 
+-- A trace has no norms of updates.
+local function without_update(record)
+  for k = 0, C.ENG_NORMS - 1 do record.norms[k] = 0 / 0 end
+end
+
 --- Fills `record` with step i (from 1) at the loss scale `scale`.
 function Verdicts:at(record, i, scale)
   local bad = self.overflow[i]
   ffi.fill(record, ffi.sizeof(record))
+  without_update(record)
   record.step, record.scale, record.loss, record.lr, record.norm_ref, record.elapsed = i - 1, scale,
     1, 1, 0 / 0, i - 1
   record.count, record.inf, record.overflow, record.first_bad = 1, bad and 1 or 0, bad and 1 or 0,
@@ -182,6 +188,7 @@ end
 function Run:at(record, i, scale, needs)
   local row, hist = self.rows[i - 1], self.hists[i]
   for _, name in ipairs(FIELDS) do record[name] = row[name] end
+  without_update(record)
   hist = hist and C.eng_history_unpack(room, cell, 1, hist, #hist) == 0
   if hist then ffi.copy(record.hist, cell[0].hist, ffi.sizeof(record.hist))
   else ffi.fill(record.hist, ffi.sizeof(record.hist)) end

@@ -2,6 +2,7 @@
 -- optimizer.c): sgd, adam, adamw, lion. Owns the moments. Called by optim.lua; lua_state.lua has
 -- the same methods for optimizers written in Lua.
 local M_ffi = require "engine.base.ffi"
+local show = require "engine.base.show"
 
 local ffi, C, check = M_ffi.ffi, M_ffi.C, M_ffi.check
 
@@ -20,48 +21,81 @@ function M.new(optimizer, kind)
     call = ffi.new("eng_update") }, State)
 end
 
---- One update. `lr`: the rate before a group's lr_mul. `options`: those of Optimizer:step, with
---- clip_norm and norm.
-function State:update(lr, options)
-  local groups, update = self.optimizer.groups, self.call
-  for i, group in ipairs(groups) do
-    local h = self.hyper[i - 1]
-    h.lr = lr * group.lr_mul
+-- Fills the hyperparameters of the groups. Where `lr_muls` [n] gives a parameter its own factor on
+-- the rate, it moves to a group of its own rate for this update. Returns the number of groups.
+local function fill_groups(self, lr, lr_muls)
+  local groups, n, of = self.optimizer.groups, #self.optimizer.groups, self.optimizer._group_of
+  local function fill(k, group, rate)
+    local h = self.hyper[k]
+    h.lr = rate
     h.beta1, h.beta2, h.eps, h.weight_decay = group.beta1 or 0, group.beta2 or 0, group.eps or 0,
       group.weight_decay
     h.momentum, h.dampening, h.nesterov = group.momentum or 0, group.dampening or 0, group.nesterov
       and 1 or 0
   end
-  update.kind, update.n_groups, update.groups = self.kind, #groups, self.hyper
+  for i, group in ipairs(groups) do fill(i - 1, group, lr * group.lr_mul) end
+  if not lr_muls and not self.moved then return n end
+  self.moved = lr_muls ~= nil
+  if lr_muls then
+    local own, total = ffi.new("int32_t[?]", #self.optimizer.list), n
+    local known = {}
+    if not self.wide then
+      local wide = ffi.new("eng_hyper[?]", n + #self.optimizer.list)
+      ffi.copy(wide, self.hyper, n * ffi.sizeof("eng_hyper"))
+      self.hyper, self.wide = wide, true
+    end
+    for i = 0, #self.optimizer.list - 1 do
+      local factor = lr_muls[i]
+      local key = of[i] .. " " .. show.exact(factor)
+      if factor == 1 then known[key] = of[i]
+      elseif not known[key] then
+        local group = groups[of[i] + 1]
+        fill(total, group, lr * group.lr_mul * factor)
+        known[key], total = total, total + 1
+      end
+      own[i] = known[key]
+    end
+    of, n = own, total
+  end
+  check(C.eng_optimizer_groups(self.handle, of))
+  return n
+end
+
+--- One update. `lr`: the rate before a group's lr_mul. `options`: those of Optimizer:step, with
+--- clip_norm and norm.
+function State:update(lr, options)
+  local update = self.call
+  update.n_groups = fill_groups(self, lr, options.lr_muls)
+  update.kind, update.groups = self.kind, self.hyper
   update.gradient_factor, update.clip_value = options.gradient_factor, options.clip_value
   update.t, update.lagged = self.optimizer.updates + 1, options.lagged and 1 or 0
-  update.clip_norm, update.norm = options.clip_norm, options.norm
+  update.clip_norm, update.norm, update.clips = options.clip_norm, options.norm, options.clips
+  update.norms, update.update_clip, update.spike_clip = options.norms, options.update_clip or 0,
+    options.spike_clip or 0
   check(C.eng_optimizer_step(self.handle, update))
 end
 
-local function same(shape) return shape end
-
--- How many moments there are. SGD without momentum keeps none.
-local function moments_of(self)
-  if self.kind ~= C.ENG_SGD then return 2 end
+--- How many moments the update keeps. SGD without momentum keeps none.
+function State:moments()
+  if self.kind ~= C.ENG_SGD then return self.kind == C.ENG_LION and 1 or 2 end
   for _, group in ipairs(self.optimizer.groups) do
     if group.momentum > 0 then return 1 end
   end
   return 0
 end
 
+local function same(shape) return shape end
+
 --- The buffers of parameter i: a list of { name = "w.moment1", x = tensor, dtype, shape =
 --- function(parameter's shape) -> the buffer's shape }. With ZeRO, x has the elements of the
 --- parameter that this rank updates.
 function State:of(i)
   local list = {}
-  for which = 1, moments_of(self) do
+  for which = 1, self:moments() do
     local x = M_ffi.Tensor()
     check(C.eng_optimizer_moment(x, self.handle, which, i - 1))
-    if x.slot ~= 0 then
-      list[#list + 1] = { name = ("%s.moment%d"):format(self.optimizer.list[i].name, which), x = x,
-        dtype = self.optimizer.moments, shape = same }
-    end
+    list[which] = { name = ("%s.moment%d"):format(self.optimizer.list[i].name, which), x = x,
+      dtype = self.optimizer.moments, shape = same }
   end
   return list
 end
@@ -69,8 +103,7 @@ end
 --- The bytes of the buffers of a parameter with `count` elements.
 function State:bytes(_, count)
   local each = self.optimizer.moments == "bf16" and 2 or 4
-  local n = self.kind == C.ENG_LION and 1 or moments_of(self)
-  return n * math.ceil(count * each / 64) * 64
+  return self:moments() * math.ceil(count * each / 64) * 64
 end
 
 --- Keeps only this rank's elements of the moments (ZeRO).

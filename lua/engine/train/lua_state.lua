@@ -191,11 +191,16 @@ local function update_one(self, i, factor, limit, ctx)
 end
 
 -- Calls update for every parameter that has a gradient and that this rank updates.
-local function update_all(self, factor, limit, contexts)
+local function update_all(self, factor, options, contexts)
+  local clips, lr_muls = options.clips, options.lr_muls
   for i, p in ipairs(self.optimizer.list) do
     if p.tensor.count > 0 and not (self.owns and not self.owns[i]) then
-      autograd.scope(update_one, self, i, factor, limit,
-        contexts[self.optimizer._group_of[i - 1] + 1])
+      local ctx = contexts[self.optimizer._group_of[i - 1] + 1]
+      local lr = ctx.lr
+      ctx.lr = lr_muls and lr * lr_muls[i - 1] or lr
+      autograd.scope(update_one, self, i, clips and factor * clips[i - 1] or factor,
+        options.clip_value, ctx)
+      ctx.lr = lr
     end
   end
 end
@@ -209,6 +214,11 @@ function State:update(lr, options)
     raise("optim.%s: a lagged update is decided by the device, and this optimizer is written in " ..
       "Lua; hint: mode=sync", name)
   end
+  for _, option in ipairs { "norms", "update_clip", "spike_clip" } do
+    if options[option] then
+      raise("optim.%s: %s needs a fused optimizer, and this one is written in Lua", name, option)
+    end
+  end
   if options.clip_norm > 0 and options.norm > options.clip_norm then
     factor = factor * options.clip_norm / (options.norm + 1e-6)
   end
@@ -220,7 +230,7 @@ function State:update(lr, options)
     contexts[k] = guarded(ctx, "the context", {})
   end
   reclaim()
-  precision.autocast("fp32", update_all, self, factor, options.clip_value, contexts)
+  precision.autocast("fp32", update_all, self, factor, options, contexts)
   self.torn = nil
   check(C.eng_params_refresh(self.optimizer.params))
 end

@@ -1,31 +1,92 @@
--- What mode = "lagged" and graph = true rule out. In a lagged run the device decides whether an
--- update is made, and the policy reads the record one step later. Nothing can therefore depend on
--- the policy's verdict within the same step:
+-- Every refusal of a policy or a mode: what a run lacks that a policy needs, and what mode =
+-- "lagged" and graph = true rule out. In a lagged run the device decides whether an update is made,
+-- and the policy reads the record one step later. Nothing can therefore depend on the policy's
+-- verdict within the same step:
 --   - a policy's scale applies two steps after the backward pass on whose record it was decided,
 --     not one; the device still skips an overflowed update at once;
 --   - a verdict of `skip` without an overflow, or of `retry`, comes too late and changes nothing;
---   - clip and lr_mul are those of the last verdict, one step old;
+--   - clip and lr_mul are those of the last verdict, one step old; the fields for single tensors,
+--     updates and moments are refused;
 --   - the learning rate follows the updates known so far and counts the one in flight as applied.
 -- A captured graph repeats the kernels of one step, so no per-layer scale or FP8 scale may change.
--- Called by trainer.lua: at the start, when a resumed run has more micro-batches, and for every
--- policy that is swapped in.
+-- Called by trainer.lua: at the start, when a resumed run has more micro-batches, and after each
+-- decision; by run/swap.lua for every policy that is swapped in; by scaler.lua.
 local M_ffi = require "engine.base.ffi"
+local machine = require "engine.base.machine"
+local policies = require "engine.policy.policy"
 
 local C = M_ffi.C
 
 local M = {}
+
+-- What a run lacks for a need of a policy: name = why(trainer), a sentence or nil.
+local LACKS = {
+  lagged = function(t)
+    return t.delay == 1 and "mode=lagged updates before the policy decides; hint: mode=sync"
+  end,
+  card = function() return machine.device() == "cuda" and "CUDA devices have no kernel for it" end,
+  fused = function(t)
+    return t.optimizer.whole and ("optimizer %s is written in Lua; hint: sgd, adam, adamw, lion")
+      :format(t.optimizer.name)
+  end,
+  adam = function(t)
+    return not t.optimizer.name:find "^adamw?$" and ("optimizer %s keeps no second moment that " ..
+      "the update reads; hint: adam, adamw"):format(t.optimizer.name)
+  end,
+  measured = function() return "attention does not measure its logits" end,
+  whole = function(t)
+    return (t.reducer.zero or t.reducer.apart) and "each rank updates only a part of the weights" ..
+      (t.reducer.zero and "; hint: zero=0" or "")
+  end,
+}
+local UPDATE = { "lagged", "card", "fused", "whole" }
+-- The needs that only some runs fulfil, and what they must not lack.
+local NEEDS = {
+  { "update_norm", C.ENG_NEED_UPDATE_NORM, UPDATE },
+  { "weight_norm", C.ENG_NEED_WEIGHT_NORM, UPDATE }, { "m_norm", C.ENG_NEED_M_NORM, UPDATE },
+  { "v_norm", C.ENG_NEED_V_NORM, UPDATE }, { "update_clip", C.ENG_NEED_UPDATE_CLIP, UPDATE },
+  { "spike_clip", C.ENG_NEED_SPIKE_CLIP, { "lagged", "card", "adam" } },
+  { "clips", C.ENG_NEED_CLIPS, { "lagged" } }, { "lr_muls", C.ENG_NEED_LR_MULS, { "lagged" } },
+  { "reset_moments", C.ENG_NEED_RESET_MOMENTS, { "lagged" } },
+  { "logit_max", C.ENG_NEED_LOGIT_MAX, { "measured" } },
+  { "logit_muls", C.ENG_NEED_LOGIT_MULS, { "measured" } },
+}
+
+--- Why a scaler of an explicit loop cannot use a policy: it makes no updates itself. Or nil.
+function M.scaler_refusal(policy)
+  for _, need in ipairs(NEEDS) do
+    if bit.band(policy.needs, need[2]) ~= 0 then
+      return ("policy %s needs %s, and a scaler of an explicit loop makes no updates; hint: " ..
+        "engine.trainer"):format(policy.name, need[1])
+    end
+  end
+end
 
 -- Why a policy cannot be used in a session (session.lua), or nil.
 local function session_refusal(policy)
   local what = bit.band(policy.needs, C.ENG_NEED_NORM_REF) ~= 0
     and "needs reference backward passes, which run the loss function again"
     or policy:scales_groups() and "sets scales per layer, but all gradients of a session carry one"
+  for _, need in ipairs(NEEDS) do
+    if bit.band(policy.needs, need[2]) ~= 0 then
+      what = ("needs %s, which a session does not have"):format(need[1])
+    end
+  end
   return what and ("session: policy %s %s; hint: engine.trainer"):format(policy.name, what) or nil
 end
 
---- Why a policy cannot be used in this mode, or nil.
+--- Why a policy cannot be used in this run, or nil: scales outside f32's range, statistics or
+--- verdict fields that this run has not, scales per layer in lagged mode.
 function M.policy_refusal(trainer, policy)
+  local unusable = policies.unusable(policy, #trainer.groups.groups)
+  if unusable then return unusable end
   if trainer.by_hand then return session_refusal(policy) end
+  for _, need in ipairs(policy.needs >= C.ENG_NEED_UPDATE_NORM and NEEDS or {}) do
+    for _, lack in ipairs(bit.band(policy.needs, need[2]) ~= 0 and need[3] or {}) do
+      local why = LACKS[lack](trainer)
+      if why then return ("policy %s needs %s: %s"):format(policy.name, need[1], why) end
+    end
+  end
   if trainer.delay == 0 and not trainer.graph then return nil end
   local option = trainer.delay == 1 and "mode=lagged" or "graph=true"
   if trainer.delay == 1 and bit.band(policy.needs, C.ENG_NEED_NORM_REF) ~= 0 then

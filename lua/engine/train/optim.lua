@@ -356,13 +356,15 @@ function Optimizer:clip_grad_value(limit)
 end
 
 local STEP = { gradient_factor = true, clip_value = true, lr_mul = true, lagged = true,
-  clip_norm = true,
-  norm = true }
+  clip_norm = true, norm = true, clips = true, lr_muls = true, norms = true, update_clip = true,
+  spike_clip = true }
 
 --- One update. options: gradient_factor (1; 1/scale to unscale), clip_value, lr_mul, clip_norm (the
 --- limit for `norm`), norm (the norm of the gradients times gradient_factor), lagged (the device
 --- takes the norm from the statistics that were requested last, and makes no update if a gradient
---- is inf or nan). A limit set by clip_grad_norm replaces clip_norm.
+--- is inf or nan). A limit set by clip_grad_norm replaces clip_norm. The trainer also gives clips
+--- and lr_muls (an array of factors, one for each parameter's gradient and rate) and, for fused
+--- optimizers on the CPU, norms, update_clip and spike_clip (eng_update).
 function Optimizer:step(options)
   options = tensor.read_named(options, "step", STEP)
   if type(self.lr) ~= "number" or not (self.lr >= 0 and self.lr < math.huge) then
@@ -372,7 +374,9 @@ function Optimizer:step(options)
   self.state:update(self.lr * (options.lr_mul or 1), {
     gradient_factor = options.gradient_factor or 1,
     clip_value = options.clip_value or self._clip_value or 0, lagged = options.lagged,
-    clip_norm = self._clip or options.clip_norm or 0,
+    clip_norm = self._clip or options.clip_norm or 0, clips = options.clips,
+    lr_muls = options.lr_muls, norms = options.norms, update_clip = options.update_clip,
+    spike_clip = options.spike_clip,
     norm = self._clip and self._clip_norm or options.norm or 0 })
   self.updates = self.updates + 1
   self._clip, self._clip_value = nil, nil
@@ -390,6 +394,16 @@ end
 --- The moments or buffers, for checkpoints: { ["name.moment1"] = tensor } over the optimizer's own
 --- memory.
 function Optimizer:state_tensors() return tensors_of(self) end
+
+--- Sets the moments or buffers of a parameter (its number in the list, from 1), or of all, to 0.
+--- The number of updates, which bias corrections read, stays.
+function Optimizer:reset_moments(index)
+  for i = index or 1, index or #self.list do
+    for _, buffer in ipairs(self.state:of(i)) do
+      if buffer.x then buffer.x:zero() end
+    end
+  end
+end
 
 --- Restores moments and the number of updates. If these do not fit, raises an error before anything
 --- changes.

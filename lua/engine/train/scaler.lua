@@ -14,6 +14,7 @@
 local M_ffi = require "engine.base.ffi"
 local autograd = require "engine.tensor.autograd"
 local groups = require "engine.policy.groups"
+local modes = require "engine.train.modes"
 local policy = require "engine.policy.policy"
 local signals = require "engine.policy.signals"
 local tensor = require "engine.tensor.tensor"
@@ -64,7 +65,8 @@ function M.new(options)
   end
   local enabled = options.enabled ~= false
   local good, chosen = pcall(policy.load, options.policy or "dynamic", own)
-  if not good then error(chosen, 2) end
+  local problem = not good and chosen or modes.scaler_refusal(chosen)
+  if problem then error(problem, 2) end
   return setmetatable({ policy = chosen, model = options.model, enabled = enabled, optimizers = {},
     order = {}, attempts = 0, updates = 0,
     started = C.eng_clock(), total = ffi.new("eng_record") }, Scaler)

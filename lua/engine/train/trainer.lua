@@ -33,6 +33,7 @@ local signals = require "engine.policy.signals"
 local signal_rules = require "engine.policy.signals_rules"
 local swap = require "engine.run.swap"
 local tensor = require "engine.tensor.tensor"
+local update_norms = require "engine.train.update_norms"
 local user_state = require "engine.run.user_state"
 
 local C, check = M_ffi.C, M_ffi.check
@@ -229,6 +230,7 @@ function Trainer:fetch(s)
   self.reducer:record(record, stats, s)
   if self.reference then self.reference:tell(record, stats) end
   record.amax_f16 = -1
+  self.norms:tell(record, stats)
   for _, i in ipairs(self:fp16_gradients()) do
     record.amax_f16 = math.max(record.amax_f16, stats[i].amax)
   end
@@ -252,22 +254,23 @@ function Trainer:decide(s, record)
   return verdict
 end
 
---- Why a policy cannot be used with the scales it asks for, or nil.
-function Trainer:refuses(policy)
-  return policies.unusable(policy, #self.groups.groups) or modes.policy_refusal(self, policy)
-end
+--- Why a policy cannot be used in this run (modes.lua), or nil.
+function Trainer:refuses(policy) return modes.policy_refusal(self, policy) end
 
 --- Unscales, clips and updates in one pass if the verdict is to step. With a delay of 1 there is no
 --- record: the device decides by its own statistics, and `verdict` (of the step before, or nil)
 --- gives only clip and lr_mul.
 function Trainer:update(s, verdict, record)
   local opt = self.optimizer
+  self.norms.known = false
   if not record or verdict.action == C.ENG_ACTION_STEP then
     opt.lr = s.lr
-    opt:step { gradient_factor = 1 / s.scale, clip_value = self.clip_value,
+    local given = { gradient_factor = 1 / s.scale, clip_value = self.clip_value,
       clip_norm = verdict and verdict.clip > 0 and verdict.clip or self.clip or 0,
       norm = record and record.norm, lr_mul = (verdict and verdict.lr_mul or 1) * self.lr_factor,
       lagged = record == nil }
+    if record then update_norms.add(self, given, verdict) end
+    opt:step(given)
     self.reducer:updated()
     self.updates, s.updated = self.updates + 1, true
   end
@@ -381,9 +384,6 @@ function Trainer:use_policy(policy)
   end
 end
 
---- Why a policy cannot be used in this mode (modes.lua), or nil.
-function Trainer:mode_refuses(policy) return modes.policy_refusal(self, policy) end
-
 --- The format of each parameter's gradient, by name.
 function Trainer:gradient_formats()
   local list = {}
@@ -440,6 +440,7 @@ function M.assemble(o, class, prepare)
   }, class)
   if prepare then prepare(self) end
   self.losses = M_ffi.new("eng_tensor[?]", self.accumulate)
+  self.norms = update_norms.new(#o.optimizer.list)
   user_state.pack(self.state)        -- an error now, and not at the first checkpoint
   local opt = self.optimizer
   if not precision.same(opt.precision, full) then opt:set_precision(full) end

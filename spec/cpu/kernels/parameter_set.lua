@@ -185,7 +185,7 @@ function Set:optimizer(kind, moments, group_of)
 end
 
 --- options: hyper (one table of hyperparameters, or a list of them), t, factor, clip, kind, lagged,
---- clip_norm.
+--- clip_norm; norms (an array that receives the sums of squares), update_clip, spike_clip, clips.
 function Set:update(options)
   local list = #options.hyper > 0 and options.hyper or { options.hyper }
   local groups = ffi.new("eng_hyper[?]", #list)
@@ -193,7 +193,9 @@ function Set:update(options)
   check(C.eng_optimizer_step(self.state, ffi.new("eng_update", {
     kind = options.kind or self.kind, n_groups = #list, groups = groups,
     gradient_factor = options.factor or 1, clip_value = options.clip or 0, t = options.t or 1,
-    lagged = options.lagged and 1 or 0, clip_norm = options.clip_norm or 0 })))
+    lagged = options.lagged and 1 or 0, clip_norm = options.clip_norm or 0,
+    norms = options.norms, update_clip = options.update_clip or 0, clips = options.clips,
+    spike_clip = options.spike_clip or 0 })))
 end
 
 --- A moment as an eng_tensor[1], or nil if the optimizer has none.

@@ -1,0 +1,77 @@
+-- What passes between a policy and the optimizer's update beyond scale, clip and lr_mul: the norms
+-- that an update computes for the next step's record, and the verdict's entries for single tensors.
+-- Owns the norms' sums of squares, which checkpoints hold. Called by trainer.lua and run/run.lua.
+local M_ffi = require "engine.base.ffi"
+local show = require "engine.base.show"
+
+local C = M_ffi.C
+
+local M = {}
+
+local Norms = {}
+Norms.__index = Norms
+
+--- For n parameters. `known`: whether the step before made an update that computed norms.
+function M.new(n)
+  return setmetatable({ n = n, known = false }, Norms)
+end
+
+local function sums(self)
+  self.squares = self.squares or M_ffi.new("double[?]", self.n * C.ENG_NORMS)
+  return self.squares
+end
+
+--- Fills the norms of a step's record and of its n tensors; NaN in the record: not known.
+function Norms:tell(record, stats)
+  for k = 0, C.ENG_NORMS - 1 do
+    local known = self.known and k <= C.ENG_NORM_WEIGHT + self.moments
+    local total = known and 0 or 0 / 0
+    for i = 0, known and self.n - 1 or -1 do
+      local square = self.squares[i * C.ENG_NORMS + k]
+      total, stats[i].norms[k] = total + square, math.sqrt(square)
+    end
+    record.norms[k] = math.sqrt(total)
+  end
+end
+
+--- Plain data for a checkpoint, or nil if nothing is known.
+function Norms:state()
+  if not self.known then return nil end
+  local list = {}
+  for i = 1, self.n * C.ENG_NORMS do list[i] = show.exact(self.squares[i - 1]) end
+  return { moments = self.moments, squares = table.concat(list, " ") }
+end
+
+--- Restores what state() returned; what does not fit is left out.
+function Norms:restore(state)
+  self.known = false
+  if type(state) ~= "table" or type(state.squares) ~= "string" then return end
+  local i, into = 0, sums(self)
+  for number in state.squares:gmatch("%S+") do
+    local x = tonumber(number)
+    if not x or i == self.n * C.ENG_NORMS then return end
+    into[i], i = x, i + 1
+  end
+  self.moments = tonumber(state.moments)
+  self.known = i == self.n * C.ENG_NORMS and self.moments ~= nil
+end
+
+--- Adds to the options of an update what the verdict on its step and the policies' needs ask for,
+--- and resets moments.
+function M.add(trainer, options, verdict)
+  local norms, policy, opt = trainer.norms, trainer.policy, trainer.optimizer
+  if bit.band(trainer.needs, C.ENG_NEED_UPDATE_NORMS) ~= 0 or verdict.update_clip > 0 then
+    options.norms, norms.known, norms.moments = sums(norms), true, opt.state:moments()
+  end
+  if verdict.update_clip > 0 then options.update_clip = verdict.update_clip end
+  if verdict.spike_clip > 0 then options.spike_clip = verdict.spike_clip end
+  if verdict.each == 0 then return end
+  local function each(what) return policy:each(what, M_ffi.new("double[?]", norms.n), norms.n) end
+  options.clips, options.lr_muls = each(C.ENG_EACH_CLIP), each(C.ENG_EACH_LR)
+  local reset = each(C.ENG_EACH_RESET)
+  for i = 1, reset and norms.n or 0 do
+    if reset[i - 1] == 1 then opt:reset_moments(i) end
+  end
+end
+
+return M

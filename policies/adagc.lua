@@ -1,0 +1,59 @@
+-- AdaGC: clips each tensor's gradient against a moving mean of its own clipped norms. In the first
+-- warmup_steps - 1 updates the global norm is limited to lambda_abs, and each tensor's mean is the
+-- smallest norm that it had after this; afterwards a tensor's norm is limited to lambda_rel times
+-- its mean, which follows the clipped norm. Source: Wang et al., AdaGC (2025, arXiv 2502.11034),
+-- and AdaGC of pytorch_optimizer. The loss scale follows dynamic.lua's rule, or is fixed (bf16:
+-- adagc:loss_scale=1).
+--
+-- Differences: steps that overflow stay out of the means and of the count. A norm of 0 stays out of
+-- a mean; in the original it makes the mean 0, and the tensor is never updated again.
+
+return {
+  name  = "adagc",
+  doc   = "AdaGC: clips each tensor's gradient against a moving mean of its own norm.",
+  needs = { "norm", "tensors", "clips" },
+
+  options = {
+    beta            = 0.98,    -- of the moving means
+    lambda_abs      = 1,       -- largest global norm while warming up
+    lambda_rel      = 1.05,    -- largest norm of a tensor, as a factor on its mean
+    warmup_steps    = 100,
+    eps             = 1e-8,    -- added to the global norm
+    loss_scale      = 0,       -- a fixed loss scale; 0: a dynamic one
+    init_scale      = 2^16,
+    growth_interval = 2000,    -- good steps in a row until the scale doubles
+  },
+
+  init = function(options)
+    check.share(options, "beta")
+    check.positive(options, "lambda_abs", "lambda_rel")
+    check.not_negative(options, "loss_scale", "warmup_steps", "eps")
+    check.count(options, "growth_interval")
+    local scale = options.loss_scale > 0 and options.loss_scale
+      or check.float32(options, "init_scale")
+    return { scale = scale, good = 0, count = 0, means = {} }
+  end,
+
+  decide = function(state, record, options)
+    local verdict = rescale(state, record, options)
+    if record.overflow then return verdict end
+    state.count = state.count + 1
+    local warm = state.count < options.warmup_steps
+    local factor = math.min(options.lambda_abs / (record.norm + options.eps), 1)
+    local means, clips, clipped = state.means, {}, 0
+    for name, tensor in pairs(record.tensors or {}) do
+      local norm, mean = tensor.norm, means[name]
+      if norm > 0 then
+        local most = warm and norm * factor or mean and options.lambda_rel * mean or norm
+        if most < norm then
+          clips[name], norm, clipped = most, most, clipped + 1
+        end
+        if warm then means[name] = math.min(mean or norm, norm)
+        else means[name] = options.beta * (mean or norm) + (1 - options.beta) * norm end
+      end
+    end
+    verdict.clips = clips
+    verdict.log = { clipped = clipped }
+    return verdict
+  end,
+}

@@ -1,0 +1,60 @@
+-- SPAM: sets the moments of Adam to 0 every `interval` updates, and limits each element of the
+-- gradient to sqrt(threshold * v), v being its second moment. After a reset, elements are not
+-- limited for grad_accu_steps - 1 updates, and the learning rate rises along a cosine over
+-- warmup_epoch updates. Source: Huang et al., SPAM (2025, arXiv 2501.06842), and its code
+-- (galore_torch/SPAM.py) without the sparse momentum. Needs optimizer adam or adamw. The loss scale
+-- follows dynamic.lua's rule, or is fixed (bf16: spam:loss_scale=1).
+--
+-- As in the original, the count that bias corrections read goes on after a reset, and in the first
+-- updates of a run the rate does not rise. Difference: the factor on the learning rate also acts on
+-- decoupled weight decay. Steps that overflow are not counted.
+
+return {
+  name  = "spam",
+  doc   = "SPAM: resets Adam's moments now and then, and limits spikes of single elements.",
+  needs = { "reset_moments", "spike_clip" },
+
+  options = {
+    interval        = 500,     -- updates between resets
+    threshold       = 5000,    -- largest g^2 / v; 0: elements are not limited
+    grad_accu_steps = 20,      -- updates until elements are limited
+    warmup_epoch    = 150,     -- updates of the cosine after a reset
+    death_rate      = 0.99,    -- share of the rate that is missing at a reset
+    loss_scale      = 0,       -- a fixed loss scale; 0: a dynamic one
+    init_scale      = 2^16,
+    growth_interval = 2000,    -- good steps in a row until the scale doubles
+  },
+
+  init = function(options)
+    check.not_negative(options, "loss_scale", "threshold", "grad_accu_steps", "death_rate")
+    check.count(options, "interval", "is no number of updates")
+    check.count(options, "warmup_epoch", "is no number of updates")
+    check.count(options, "growth_interval")
+    if options.death_rate > 1 then
+      error("death_rate must be at most 1, got " .. options.death_rate, 0)
+    end
+    local scale = options.loss_scale > 0 and options.loss_scale
+      or check.float32(options, "init_scale")
+    return { scale = scale, good = 0, count = 0, since = options.warmup_epoch + 1 }
+  end,
+
+  decide = function(state, record, options)
+    local verdict = rescale(state, record, options)
+    if record.overflow then return verdict end
+    state.count = state.count + 1
+    local count, warm = state.count, options.warmup_epoch
+    if count % options.interval == 0 then
+      verdict.reset_moments, state.since = true, 0
+    end
+    if options.threshold > 0 and count >= options.grad_accu_steps
+      and count % options.interval >= options.grad_accu_steps then
+      verdict.spike_clip = options.threshold
+    end
+    if state.since < warm then
+      verdict.lr_mul = 1 - options.death_rate
+        * (1 + math.cos(math.pi * state.since / (warm + 1))) / 2
+    end
+    state.since = state.since + 1
+    return verdict
+  end,
+}

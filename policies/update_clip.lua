@@ -1,0 +1,50 @@
+-- Clips the norm of the whole update, not of the gradient, to the mean of the last updates' norms
+-- plus sigma_factor standard deviations (of the population, at least 1e-6). The window keeps the
+-- norms before clipping. It clips once half of the window is full. Source: levanter's
+-- clip_update_by_historical_norm, which marin added after loss spikes at 32B parameters. The loss
+-- scale follows dynamic.lua's rule, or is fixed (bf16: update_clip:loss_scale=1).
+--
+-- Difference: the statistics are in double; in levanter in float32.
+
+return {
+  name  = "update_clip",
+  doc   = "levanter's update clipping: limits the update's norm by those of the last updates.",
+  needs = { "update_norm", "update_clip" },
+
+  options = {
+    rolling_interval_length = 128,     -- updates of the window
+    sigma_factor            = 3,       -- deviations above the mean
+    loss_scale              = 0,       -- a fixed loss scale; 0: a dynamic one
+    init_scale              = 2^16,
+    growth_interval         = 2000,    -- good steps in a row until the scale doubles
+  },
+
+  init = function(options)
+    check.positive(options, "sigma_factor")
+    check.not_negative(options, "loss_scale")
+    check.count(options, "rolling_interval_length", "is no number of updates")
+    check.count(options, "growth_interval")
+    local scale = options.loss_scale > 0 and options.loss_scale
+      or check.float32(options, "init_scale")
+    return { scale = scale, good = 0, norms = {} }
+  end,
+
+  decide = function(state, record, options)
+    local verdict, norms = rescale(state, record, options), state.norms
+    local length = options.rolling_interval_length
+    if record.update_norm then                    -- nil after a step without an update
+      norms[#norms + 1] = record.update_norm
+      if #norms > length then table.remove(norms, 1) end
+    end
+    if #norms < math.max(2, math.floor(length / 2)) then return verdict end
+    local sum, squares = 0, 0
+    for _, x in ipairs(norms) do sum = sum + x end
+    local mean = sum / #norms
+    for _, x in ipairs(norms) do squares = squares + (x - mean)^2 end
+    local std = math.sqrt(squares / #norms)
+    verdict.update_clip = mean + options.sigma_factor * math.max(std, 1e-6)
+    verdict.log = { mean = mean, std = std, threshold = verdict.update_clip,
+      last = norms[#norms] }
+    return verdict
+  end,
+}
