@@ -403,6 +403,9 @@ void eng_autocast(const eng_precision *now, eng_precision *previous);
 
 // ------------------------------------------------------------------ statistics, records, verdicts
 
+/// Which number of each row an attention call returns besides its lse (its attribute `entropy`).
+enum { ENG_ROW_ENTROPY = 1, ENG_ROW_LOGIT_MAX = 2 };
+
 /// Statistics a pass can compute; a policy's `needs` chooses. Inf and nan are always counted.
 enum {
   ENG_NEED_AMAX = 1,

@@ -189,6 +189,14 @@ eng_status infer_attention(op_call *c, op_shape *s)
 {
   const tensor *q = c->in[0];
   ENG_TRY(want_attention(c));
+  if (c->attention.entropy < 0 || c->attention.entropy > ENG_ROW_LOGIT_MAX)
+    return error_set(ENG_ERR_VALUE, "%s: expected entropy to be 0, 1 or 2, got %lld", op_name(c),
+                     (long long)c->attention.entropy);
+  if (c->attention.entropy == ENG_ROW_LOGIT_MAX && backend_current()->gradstats_start)
+    return error_set(ENG_ERR_DEVICE,
+                     "%s: the device %s does not measure the largest logits; hint: "
+                     "engine.device('cpu')",
+                     op_name(c), backend_current()->name);
   int statistics = q->dtype == ENG_f64 ? ENG_f64 : ENG_f32;
   int64_t rows[3] = {q->shape[0], q->shape[2], q->shape[1]};
   put_like(s, 0, q->dtype, q);

@@ -294,10 +294,12 @@ VF_INLINE vf entropy_part(vf e, vf x)
 }
 
 // Turns n > 0 scores, not yet multiplied by scale, into exp(score - max), padded with zeros to a
-// whole vector. Returns their sum; also computes the lse and, if requested, the entropy.
-VF_INLINE float softmax_row(float *row, int64_t n, float scale, float *lse, float *entropy,
-                            const bool with_entropy)
+// whole vector. Returns their sum; also computes the lse and, if requested, the entropy or the
+// largest scaled score that is not NaN, in `extra`.
+VF_INLINE float softmax_row(float *row, int64_t n, float scale, float *lse, float *extra,
+                            const int which)
 {
+  const bool with_entropy = which == ENG_ROW_ENTROPY;
   int64_t whole = n / VF_LANES * VF_LANES;
   int rest = (int)(n - whole);
   vf top = vf_set1(-INFINITY), x;
@@ -308,6 +310,7 @@ VF_INLINE float softmax_row(float *row, int64_t n, float scale, float *lse, floa
                            vf_set1(-INFINITY)),
                  top);
   float max = vf_maxall(top);
+  if (which == ENG_ROW_LOGIT_MAX) *extra = max;
   if (max == -INFINITY) max = 0;   // makes the sum 0, not exp(inf - inf)
   vf sum = vf_zero(), weighted = vf_zero();
   for (int64_t j = 0; j < whole; j += VF_LANES) {
@@ -325,7 +328,7 @@ VF_INLINE float softmax_row(float *row, int64_t n, float scale, float *lse, floa
   }
   float total = vf_sum(sum);
   *lse = total == 0 ? NAN : max + logf(total);
-  if (with_entropy) *entropy = total == 0 ? NAN : logf(total) - vf_sum(weighted) / total;
+  if (with_entropy) *extra = total == 0 ? NAN : logf(total) - vf_sum(weighted) / total;
   return total;
 }
 
@@ -354,21 +357,26 @@ static void forward_tile(const op_call *call, const sizes *s, const forward_room
 {
   const tensor *y = call->out[0];
   float *lse = call->out[1] ? (float *)call->out[1]->data : NULL;
-  float *entropy = call->attention.entropy && call->out[2] ? (float *)call->out[2]->data : NULL;
+  const int which = call->out[2] ? (int)call->attention.entropy : 0;
+  float *extra = which ? (float *)call->out[2]->data : NULL;
   pack_rows(r->q, s, slice_of(call->in[0], b, head), t0, rows, s->early);
   scores_of(r->scores, s, r->q, r->turned_k, t0, rows);
   float sums[ROWS];
   int64_t last = seen_by(s, t0 + rows - 1), line = (b * s->heads + head) * s->queries + t0;
   for (int64_t i = 0; i < rows; i++) {
-    float *row = r->scores + i * s->key_row, row_lse = -INFINITY, row_entropy = 0;
+    float *row = r->scores + i * s->key_row, row_lse = -INFINITY;
+    float row_extra = which == ENG_ROW_LOGIT_MAX ? -INFINITY : 0;
     int64_t n = seen_by(s, t0 + i);
     sums[i] = 1;
-    if (n && entropy) sums[i] = softmax_row(row, n, s->late, &row_lse, &row_entropy, true);
-    else if (n) sums[i] = softmax_row(row, n, s->late, &row_lse, NULL, false);
+    if (n && which == ENG_ROW_ENTROPY)
+      sums[i] = softmax_row(row, n, s->late, &row_lse, &row_extra, ENG_ROW_ENTROPY);
+    else if (n && which)
+      sums[i] = softmax_row(row, n, s->late, &row_lse, &row_extra, ENG_ROW_LOGIT_MAX);
+    else if (n) sums[i] = softmax_row(row, n, s->late, &row_lse, NULL, 0);
     for (int64_t j = whole_vectors(n); j < last; j += VF_LANES) vf_store(row + j, vf_zero());
     if (s->pairs) round_row(row, last);
     if (lse) lse[line + i] = row_lse;
-    if (entropy) entropy[line + i] = row_entropy;
+    if (extra) extra[line + i] = row_extra;
   }
   weighted_sums(r->y, s, r->scores, r->v, slice_of(call->in[2], b, head / s->shared), t0, rows);
   for (int64_t i = 0; i < rows; i++) {

@@ -64,7 +64,8 @@ eng_status reference_attention(const op_call *call)
          *v = workspace_load(&space, call->in[2]);
   double *y = workspace_doubles(&space, call->out[0]->count),
          *scores = workspace_doubles(&space, s.keys);
-  double *lse = workspace_doubles(&space, rows), *entropy = workspace_doubles(&space, rows);
+  double *lse = workspace_doubles(&space, rows), *extra = workspace_doubles(&space, rows);
+  const bool entropy = call->attention.entropy == ENG_ROW_ENTROPY;
   if (space.failed) return workspace_close(&space);
   int64_t row = 0;
   for (int64_t b = 0; b < s.batch; b++)
@@ -74,16 +75,18 @@ eng_status reference_attention(const op_call *call)
                 at = vector_at(&s, s.queries, s.heads, b, t, h);
         scores_of(scores, &s, q + at, k, b, group, seen);
         lse[row] = row_logsumexp(scores, seen);
+        if (!entropy) extra[row] = -INFINITY;
         for (int64_t j = 0; j < seen; j++) {
           double p = exp(scores[j] - lse[row]);
           const double *value = v + vector_at(&s, s.keys, s.groups, b, j, group);
           for (int64_t d = 0; d < s.width; d++) y[at + d] += p * value[d];
-          entropy[row] += p == 0.0 ? 0.0 : p * (lse[row] - scores[j]);
+          if (entropy) extra[row] += p == 0.0 ? 0.0 : p * (lse[row] - scores[j]);
+          else if (scores[j] > extra[row]) extra[row] = scores[j];
         }
       }
   values_store(call->out[0], y, false);
   values_store(call->out[1], lse, false);
-  if (call->attention.entropy) values_store(call->out[2], entropy, false);
+  if (call->attention.entropy) values_store(call->out[2], extra, false);
   return workspace_close(&space);
 }
 

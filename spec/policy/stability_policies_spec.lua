@@ -4,9 +4,11 @@
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local helper = require "spec.helper"
+local published = require "engine.policy.signals"
 
 local nan, inf = 0 / 0, 1 / 0
-local GUARDS = { "zclip", "skip_step", "norm_skip", "rerun", "adagc", "update_clip", "spam" }
+local GUARDS = { "zclip", "skip_step", "norm_skip", "rerun", "adagc", "update_clip", "spam",
+  "qk_clip" }
 
 -- Decides on steps { loss =, norm =, inf =, nan = } (1, 1, 0, 0; a number is the norm). `at` is
 -- called before each step with the policy. Returns what each step gave.
@@ -682,5 +684,98 @@ describe("a policy that acts on the update", function()
       assert.is_false(good)
       assert.matches("a scaler of an explicit loop makes no updates", tostring(why), 1, true)
     end
+  end)
+end)
+
+describe("policy qk_clip", function()
+  -- Trains one attention layer on one batch; returns the signals, weights before and after, the
+  -- model and the batch.
+  local function attend(options)
+    engine.seed(3)
+    local model = engine.nn.sequential(engine.nn.attention(16, 4, { kv_heads = options.kv_heads,
+      rope = options.rope, dropout = options.dropout, std = 1 }))
+    local x = engine.randn(2, 6, 16)
+    local before = model[1].qkv.weight:detach():totable()
+    local seen
+    engine.trainer { model = model, optimizer = engine.optim.sgd(model, { lr = 0 }), log = "quiet",
+      data = { next = function() return { x = x } end }, steps = options.steps or 1,
+      accumulate = options.accumulate, precision = options.precision,
+      policy = "qk_clip", policy_options = { threshold = options.threshold, loss_scale = 1 },
+      loss = function(m, b) return m(b.x):to("f32"):mean() end,
+      on_step = function(_, _, verdict)
+        assert.are.equal(0, verdict.failed, verdict:why())
+        seen = {}
+        for h = 1, 4 do seen[h] = published["logit_max.1." .. h] end
+      end }:run()
+    return seen, before, model[1].qkv.weight:detach():totable(), model, x
+  end
+
+  -- The largest logit of each head, in double, from the module's own projection.
+  local function logits_of(model, x, rope)
+    local attn, most = model[1], {}
+    local H, G, D = attn.heads, attn.kv_heads, attn.head_width
+    local qkv = attn.qkv(x):detach()
+    local q, k = qkv:split({ H * D, G * D, G * D }, -1)
+    q, k = q:view(2, 6, H, D), k:view(2, 6, G, D)
+    if rope then q, k = q:rope { base = rope }, k:rope { base = rope } end
+    q, k = q:totable(), k:totable()
+    for h = 1, H do
+      most[h] = -inf
+      for b = 1, 2 do
+        for t = 1, 6 do
+          for s = 1, t do
+            local dot, key = 0, k[b][s][math.floor((h - 1) * G / H) + 1]
+            for d = 1, D do dot = dot + q[b][t][h][d] * key[d] end
+            most[h] = math.max(most[h], dot / math.sqrt(D))
+          end
+        end
+      end
+    end
+    return most
+  end
+
+  local CASES = { plain = {}, ["shared keys"] = { kv_heads = 2 }, rope = { rope = 10000 },
+    accumulated = { accumulate = 2 } }
+  for name, case in pairs(CASES) do
+    it("measures each head and caps its logits at the threshold: " .. name, function()
+      local free, _, _, model, x = attend { threshold = 1e9, kv_heads = case.kv_heads,
+        rope = case.rope, accumulate = case.accumulate }
+      local want = logits_of(model, x, case.rope)
+      for h = 1, 4 do assert.near(want[h], free[h], 1e-4 * math.abs(want[h])) end
+      local threshold = (math.min(unpack(want)) + math.max(unpack(want))) / 2
+      local _, before, after, clipped = attend { threshold = threshold, kv_heads = case.kv_heads,
+        rope = case.rope, accumulate = case.accumulate }
+      local now, some = logits_of(clipped, x, case.rope), false
+      for h = 1, 4 do
+        assert.near(math.min(want[h], threshold), now[h], 1e-4 * threshold)
+        some = some or want[h] > threshold
+        if not case.kv_heads then                            -- the original's rule
+          local root = math.sqrt(math.min(threshold / free[h], 1))
+          for row = 4 * h - 3, 4 * h do
+            for c = 1, 16 do
+              assert.near(before[row][c] * root, after[row][c], 1e-6)
+              assert.near(before[16 + row][c] * root, after[16 + row][c], 1e-6)
+              assert.are.equal(before[32 + row][c], after[32 + row][c])
+            end
+          end
+        end
+      end
+      assert.is_true(some)
+    end)
+  end
+
+  it("works in fp16 and with dropout of the weights", function()
+    for _, case in ipairs { { precision = "fp16" }, { dropout = 0.1 } } do
+      case.threshold, case.steps = 1, 3
+      local seen = attend(case)
+      for h = 1, 4 do assert.is_true(seen[h] > 0 and seen[h] < 1.2, seen[h]) end
+    end
+  end)
+
+  it("is refused without attention", function()
+    local good, why = pcall(train, { policy = "qk_clip" })
+    assert.is_false(good)
+    assert.matches("policy qk_clip needs logit_max: the model has no nn.attention", tostring(why),
+      1, true)
   end)
 end)

@@ -135,8 +135,8 @@ describe("per-layer scales", function()
     record.scale = 1
     local verdict = p:decide(record)
     assert.are.equal(1, verdict.failed)
-    assert.truthy(verdict:why():find("'block.1'; did you mean 'blocks.1'",
-      1, true))
+    assert.truthy(verdict:why():find("'scales' for 'block.1', which matches no group " ..
+      "and no tensor; did you mean 'blocks.1'", 1, true))
   end)
 
   it("leave nothing behind for the next trainer of the model, nor after an error", function()

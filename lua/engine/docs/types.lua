@@ -39,6 +39,7 @@ record.v_norm              number?
 verdict.scales             table<string, number>
 verdict.clips              table<string, number>
 verdict.lr_muls            table<string, number>
+verdict.logit_muls         table<string, number>
 verdict.reset_moments      boolean|string|string[]
 trainer.steps              integer
 trainer.accumulate         integer
@@ -100,6 +101,7 @@ local PREAMBLE = [[
 ---| "amax" | "norm" | "zeros" | "underflow" | "hist" | "tensors" | "groups" | "norm_ref"
 ---| "overflow" | "inf" | "nan" | "count" | "update_norm" | "weight_norm" | "m_norm" | "v_norm"
 ---| "clips" | "lr_muls" | "reset_moments" | "update_clip" | "spike_clip"
+---| "logit_max" | "logit_muls"
 
 ---@alias engine.Decide
 ---| fun(state: table, record: engine.Record, options: table): number|engine.Verdict

@@ -46,7 +46,8 @@ end
 --- none), window (a query sees this many keys at most, itself included; all), dropout (of the
 --- attention weights in training mode). With dropout, and with more keys than the window, the
 --- weights are stored in full instead of computed row by row. If `watch_entropy` is set, each call
---- stores the entropy of each row of attention weights in `entropy`, in nats, [B x H x T].
+--- stores the entropy of each row of attention weights in `entropy`, in nats, [B x H x T]; if
+--- `watch_logits` is set instead, each row's largest scaled score in `logits`, on the CPU.
 local Attention = class("attention")
 local ATTENTION = { causal = true, kv_heads = true, head_width = true, rope = true, bias = true,
   out_bias = true, std = true, out_std = true, qk_norm = true, window = true, dropout = true }
@@ -68,6 +69,7 @@ function Attention:init(width, heads, options)
   rawset(self, "window", options.window)
   rawset(self, "dropout", dropout)
   rawset(self, "watch_entropy", false)
+  rawset(self, "watch_logits", false)
   local out_std = options.out_std or options.std
   if out_bias == nil then out_bias = options.bias end
   self.qkv = layers.linear(width, (heads + 2 * kv_heads) * D,
@@ -113,8 +115,8 @@ function Attention:take_maps()
   return maps
 end
 
--- softmax(q k^T / sqrt(D)) in f32: q [B x T x H x D], k [B x S x G x D] -> [B x G x H/G x T x S].
--- Query t is at position first + t of the keys.
+-- softmax(q k^T / sqrt(D)) in f32: q [B x T x H x D], k [B x S x G x D] -> [B x G x H/G x T x S],
+-- and the scores before the softmax. Query t is at position first + t of the keys.
 local function attention_weights(self, q, k, first)
   local B, T, H, D = q:size()
   local S, G, window = k:size(2), self.kv_heads, self.window
@@ -124,36 +126,40 @@ local function attention_weights(self, q, k, first)
   local row, column = M.positions(T, first):view(T, 1), M.positions(S):view(1, S)
   if self.causal then scores = column:le(row):where(scores, -math.huge) end
   if window then scores = column:gt(row - window):where(scores, -math.huge) end
-  return scores:softmax()
+  return scores:softmax(), scores
 end
 
 -- Attention with the weights as a tensor, which dropout and a window can act on: q [B x T x H x D],
--- k and v [B x S x G x D] -> [B x T x H x D].
+-- k and v [B x S x G x D] -> [B x T x H x D], and if watched the largest scores [B x H x T].
 local function explicit_attention(self, q, k, v, first)
   local B, T, H, D = q:size()
-  local S, G, weights = k:size(2), self.kv_heads, attention_weights(self, q, k, first)
+  local S, G, weights, scores = k:size(2), self.kv_heads, attention_weights(self, q, k, first)
   if self.dropout > 0 and self._training then weights = weights:dropout(self.dropout) end
   local y = weights:view(B, G, H / G * T, S):matmul(v:permute(1, 3, 2, 4)):to(v.dtype)
-  return y:view(B, G, H / G, T, D):permute(1, 4, 2, 3, 5):view(B, T, H, D)
+  return y:view(B, G, H / G, T, D):permute(1, 4, 2, 3, 5):view(B, T, H, D),
+    self.watch_logits and scores:detach():max(-1):view(B, H, T)
 end
 
 -- The same for blocks of queries as long as the window, each with the keys that its window reaches.
 local function windowed_attention(self, q, k, v)
-  local T, S, parts = q:size(2), k:size(2), {}
+  local T, S, parts, logits = q:size(2), k:size(2), {}, {}
   local window = self.window or T
   for t = 0, T - 1, window do
     local last = math.min(t + window, T)
     local from = self.window and math.max(0, S - T + t - window + 1) or 0
     local to = self.window and S - T + last or S
-    parts[#parts + 1] = explicit_attention(self, q:slice(2, t + 1, last), k:slice(2, from + 1, to),
-      v:slice(2, from + 1, to), S - T + t - from)
+    local n = #parts + 1
+    parts[n], logits[n] = explicit_attention(self, q:slice(2, t + 1, last),
+      k:slice(2, from + 1, to), v:slice(2, from + 1, to), S - T + t - from)
   end
+  if self.watch_logits then rawset(self, "logits", tensor.concat(logits, 3)) end
   return #parts > 1 and tensor.concat(parts, 2) or parts[1]
 end
 
 -- softmax(q k^T / sqrt(D)) v: q [B x T x H x D], k and v [B x S x G x D] -> [B x T x H x D].
 local function attend(self, q, k, v)
   rawset(self, "entropy", nil)
+  rawset(self, "logits", nil)
   if rawget(self, "maps_wanted") then
     local B, T, S = q:size(1), q:size(2), k:size(2)
     rawset(self, "maps", attention_weights(self, q, k, S - T):view(B, self.heads, T, S))
@@ -161,9 +167,9 @@ local function attend(self, q, k, v)
   if self.dropout > 0 and self._training or self.window and k:size(2) > self.window then
     return windowed_attention(self, q, k, v)
   end
-  local y, entropy = fuse.attention(q, k, v, self.out,
-    { causal = self.causal, entropy = self.watch_entropy })
-  rawset(self, "entropy", entropy)
+  local y, row = fuse.attention(q, k, v, self.out,
+    { causal = self.causal, entropy = self.watch_entropy, logit_max = self.watch_logits })
+  rawset(self, self.watch_entropy and "entropy" or "logits", row)
   return y
 end
 

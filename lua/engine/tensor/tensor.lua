@@ -735,19 +735,26 @@ function methods.add_rms_norm(x, branch, weight, eps)
   return y, sum
 end
 
-local ATTENTION = { causal = true, scale = true, entropy = true, site = true }
+local ATTENTION = { causal = true, scale = true, entropy = true, logit_max = true,
+  site = true }
 
 --- softmax(scale q k^T) v: q [B x T x H x D], k and v [B x S x G x D] -> [B x T x H x D]; H is a
 --- multiple of G. Options: causal, scale (1 / sqrt(D)), entropy (a second result: the entropy of
---- each row's weights in nats, [B x H x T]), site (the FP8 site of the layer that reads the
+--- each row's weights in nats, [B x H x T]), logit_max (instead of the entropy, each row's largest
+--- score, scaled; on the CPU), site (the FP8 site of the layer that reads the
 --- result).
 function M.attention(q, k, v, options)
   options = read_named(options, "attention", ATTENTION)
   local a, name = call.fp8_attention, options.site and "fp8_attention" or "attention"
-  a.causal, a.entropy = options.causal and 1 or 0, options.entropy and 1 or 0
+  if options.entropy and options.logit_max then
+    raise("attention: expected entropy or logit_max, got both")
+  end
+  a.causal = options.causal and 1 or 0
+  a.entropy = options.entropy and C.ENG_ROW_ENTROPY or options.logit_max and C.ENG_ROW_LOGIT_MAX
+    or 0
   a.site, a.scale = options.site or 0, want_number(options.scale or 0, "attention", "scale")
-  local y, _, entropy = run_many(name, 3, 3, q, k, v)
-  if options.entropy then return y, entropy end
+  local y, _, row = run_many(name, 3, 3, q, k, v)
+  if options.entropy or options.logit_max then return y, row end
   return y
 end
 

@@ -12,6 +12,7 @@
 -- Called by trainer.lua: at the start, when a resumed run has more micro-batches, and after each
 -- decision; by run/swap.lua for every policy that is swapped in; by scaler.lua.
 local M_ffi = require "engine.base.ffi"
+local attention_logits = require "engine.train.attention_logits"
 local machine = require "engine.base.machine"
 local policies = require "engine.policy.policy"
 
@@ -33,7 +34,9 @@ local LACKS = {
     return not t.optimizer.name:find "^adamw?$" and ("optimizer %s keeps no second moment that " ..
       "the update reads; hint: adam, adamw"):format(t.optimizer.name)
   end,
-  measured = function() return "attention does not measure its logits" end,
+  heads = function(t)
+    return not attention_logits.modules(t.model) and "the model has no nn.attention"
+  end,
   whole = function(t)
     return (t.reducer.zero or t.reducer.apart) and "each rank updates only a part of the weights" ..
       (t.reducer.zero and "; hint: zero=0" or "")
@@ -48,8 +51,8 @@ local NEEDS = {
   { "spike_clip", C.ENG_NEED_SPIKE_CLIP, { "lagged", "card", "adam" } },
   { "clips", C.ENG_NEED_CLIPS, { "lagged" } }, { "lr_muls", C.ENG_NEED_LR_MULS, { "lagged" } },
   { "reset_moments", C.ENG_NEED_RESET_MOMENTS, { "lagged" } },
-  { "logit_max", C.ENG_NEED_LOGIT_MAX, { "measured" } },
-  { "logit_muls", C.ENG_NEED_LOGIT_MULS, { "measured" } },
+  { "logit_max", C.ENG_NEED_LOGIT_MAX, { "heads", "card" } },
+  { "logit_muls", C.ENG_NEED_LOGIT_MULS, { "heads", "lagged", "card", "whole" } },
 }
 
 --- Why a scaler of an explicit loop cannot use a policy: it makes no updates itself. Or nil.

@@ -11,6 +11,7 @@
 -- checkpoints, run/swap.lua changes the policy between steps.
 local M_ffi = require "engine.base.ffi"
 local agreement = require "engine.dist.agreement"
+local attention_logits = require "engine.train.attention_logits"
 local autograd = require "engine.tensor.autograd"
 local captured = require "engine.train.captured"
 local control = require "engine.run.control"
@@ -144,7 +145,12 @@ function Trainer:forward_backward(s, i)
   self.reducer:draw(s, i)
   self:remember_batch(i, batch)
   local loss = self.graph and captured.launch(self, batch, s.scale)
+  if self.logits then self.logits:watch(true) end
   if not loss then loss = self:backward(s, i, self:forward(batch)) end
+  if self.logits then
+    self.logits:watch(false)
+    self.logits:read(i)
+  end
   self.losses[i - 1] = loss
   s.tokens = s.tokens + (batch.tokens or batch.y and batch.y.count or 0)
   self.unit = not batch.tokens and "targets" or self.data.unit or "tokens"
@@ -272,6 +278,7 @@ function Trainer:update(s, verdict, record)
     if record then update_norms.add(self, given, verdict) end
     opt:step(given)
     self.reducer:updated()
+    if self.logits then self.logits:scale(self.policy:logit_muls(), opt.params) end
     self.updates, s.updated = self.updates + 1, true
   end
   self.steps_done, s.counted = self.steps_done + 1, true
@@ -382,6 +389,9 @@ function Trainer:use_policy(policy)
   elseif not wanted then
     self.reference = nil
   end
+  wanted = bit.band(self.needs, C.ENG_NEED_LOGIT_MAX) ~= 0
+  if not wanted then attention_logits.clear() end
+  self.logits = wanted and (self.logits or attention_logits.new(self.model)) or nil
 end
 
 --- The format of each parameter's gradient, by name.

@@ -1,0 +1,104 @@
+-- The largest attention logit of each head, as signals logit_max.MODULE.HEAD (heads from 1) that
+-- policies read, and the factors on logits that a verdict asks for (`logit_muls`). Reads a model's
+-- nn.attention modules, only while a policy needs their logits. Called by trainer.lua.
+local M_ffi = require "engine.base.ffi"
+local autograd = require "engine.tensor.autograd"
+local precision = require "engine.train.precision"
+local signal_rules = require "engine.policy.signals_rules"
+local signals = require "engine.policy.signals"
+local tensor = require "engine.tensor.tensor"
+
+local C, check = M_ffi.C, M_ffi.check
+
+local M = {}
+
+local Logits = {}
+Logits.__index = Logits
+
+--- The modules nn.attention of a model: { path = module }; nil if there are none.
+function M.modules(model)
+  local found
+  if model.apply then
+    model:apply(function(module, path)
+      if rawget(module, "watch_logits") == nil then return end
+      found = found or {}
+      found[path ~= "" and path or "attention"] = module
+    end)
+  end
+  return found
+end
+
+--- Measures a model's logits.
+function M.new(model)
+  return setmetatable({ modules = M.modules(model) or {}, most = {} }, Logits)
+end
+
+--- Withdraws the signals of all models.
+function M.clear()
+  for name in pairs(signals) do
+    if name:find "^logit_max%." then signals[name] = nil end
+  end
+end
+
+--- Called before and after a forward pass whose logits count.
+function Logits:watch(on)
+  for _, module in pairs(self.modules) do rawset(module, "watch_logits", on) end
+end
+
+--- Reads the logits of the forward pass of micro-batch i. The signals are the largest of the step.
+function Logits:read(i)
+  for path, module in pairs(self.modules) do
+    local rows = rawget(module, "logits")                    -- [B x H x T]
+    for head, most in ipairs(rows and rows:max(3):max(1):totable() or {}) do
+      local name = ("logit_max.%s.%d"):format(path, head)
+      most = i > 1 and math.max(self.most[name] or most, most) or most
+      self.most[name], signals[name], signal_rules[name] = most, most, "max"
+    end
+  end
+end
+
+-- The factors on the rows of qkv [(H + 2G) D x C], by which head h's logits shrink to factor[h].
+-- Heads that share keys (H > G) share the root of their smallest factor there.
+local function rows_of(module, factor)
+  local H, G, D = module.heads, module.kv_heads, module.head_width
+  local rows, keys = {}, {}
+  for h = 1, H do
+    local g = math.floor((h - 1) * G / H) + 1
+    keys[g] = math.min(keys[g] or math.huge, math.sqrt(factor[h]))
+  end
+  for h = 1, H do
+    local g = math.floor((h - 1) * G / H) + 1
+    for _ = 1, D do rows[#rows + 1] = factor[h] / keys[g] end
+  end
+  for g = 1, G do
+    for _ = 1, D do rows[#rows + 1] = keys[g] end
+  end
+  for _ = 1, G * D do rows[#rows + 1] = 1 end
+  return rows
+end
+
+local function scale_rows(module, rows)
+  local qkv, factors = module.qkv, tensor.tensor(rows)
+  qkv.weight:copy(qkv.weight * factors:view(#rows, 1))
+  local bias = rawget(qkv, "bias")
+  if bias then bias:copy(bias * factors) end
+end
+
+--- Scales the query and key weights, and biases, so that the logits of heads change by `muls`,
+--- { ["MODULE.HEAD"] = factor } or nil.
+function Logits:scale(muls, params)
+  if not muls then return end
+  for path, module in pairs(self.modules) do
+    local factor, some = {}, false
+    for h = 1, module.heads do
+      factor[h] = muls[path .. "." .. h] or 1
+      some = some or factor[h] ~= 1
+    end
+    if some then
+      precision.autocast("fp32", autograd.scope, scale_rows, module, rows_of(module, factor))
+    end
+  end
+  check(C.eng_params_refresh(params))
+end
+
+return M

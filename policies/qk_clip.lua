@@ -1,0 +1,49 @@
+-- QK-clip of MuonClip (Kimi K2, 2025, arXiv 2507.20534): after an update, the query and key weights
+-- of each attention head whose largest logit of this step was above `threshold` shrink by the root
+-- of threshold / logit each, so that the same inputs would give the threshold. Source: section 2.1
+-- of the paper and Megatron-LM's qk_clip (qk_clip_alpha = 0.5) for heads with rotary positions
+-- applied to the whole head. The loss scale follows dynamic.lua's rule, or is fixed (bf16:
+-- qk_clip:loss_scale=1).
+--
+-- Differences: biases of queries and keys shrink too. Where heads share keys, these shrink by the
+-- root of the smallest factor, and each head's queries by the rest of its own. A logit that is not
+-- finite scales nothing; Megatron-LM stops.
+
+return {
+  name  = "qk_clip",
+  doc   = "MuonClip's QK-clip: shrinks query and key weights of heads with large logits.",
+  needs = { "logit_max", "logit_muls" },
+
+  options = {
+    threshold       = 100,     -- largest attention logit, scaled by 1 / sqrt(D)
+    loss_scale      = 0,       -- a fixed loss scale; 0: a dynamic one
+    init_scale      = 2^16,
+    growth_interval = 2000,    -- good steps in a row until the scale doubles
+  },
+
+  init = function(options)
+    check.positive(options, "threshold")
+    check.not_negative(options, "loss_scale")
+    check.count(options, "growth_interval")
+    local scale = options.loss_scale > 0 and options.loss_scale
+      or check.float32(options, "init_scale")
+    return { scale = scale, good = 0 }
+  end,
+
+  decide = function(state, record, options)
+    local verdict = rescale(state, record, options)
+    local muls, largest, clipped = {}, -1/0, 0
+    for name, logit in pairs(record.signals) do
+      local head = name:match("^logit_max%.(.+)$")
+      if head and logit - logit == 0 then
+        largest = math.max(largest, logit)
+        if logit > options.threshold then
+          muls[head], clipped = options.threshold / logit, clipped + 1
+        end
+      end
+    end
+    verdict.logit_muls = muls
+    verdict.log = { logit_max = largest, heads_clipped = clipped }
+    return verdict
+  end,
+}
