@@ -1,7 +1,10 @@
 -- The engine's side of stability.py: reads a file of cases, one JSON object a line (policy,
 -- options, steps), and prints a line for each step. Steps are [loss, norm, inf, nan], and give the
 -- action, the clip and the logged numbers; for fp8_lm they are [amax, clipped], and give the amax
--- that scales the tensor.
+-- that scales the tensor. For adagc they are the norms of two tensors, and give the factors on
+-- their gradients. For update_clip the first is the norm of the update, and gives the factor on it.
+-- For spam they count for nothing, and give the factor on the rate, whether moments are reset, and
+-- the threshold.
 local json = require "cjson"
 local engine = require "engine"
 local ffi = require "ffi"
@@ -40,7 +43,35 @@ local function fp8(case)
   end
 end
 
+local function update(case)
+  local policy, record, stats = engine.policy.load(case.policy, case.options),
+    ffi.new("eng_record"), ffi.new("eng_tensor_stats[2]")
+  policy:tensors({ "a", "b" }, { 1, 1 }, { "all" }, true)
+  record.norms[0] = 0 / 0
+  for i, s in ipairs(case.steps) do
+    record.step, record.updates, record.scale, record.first_bad = i - 1, i - 1, 1, -1
+    local first, second = tonumber(s[1]), tonumber(s[2])
+    record.norm, stats[0].count, stats[1].count = math.sqrt(first ^ 2 + second ^ 2), 1, 1
+    stats[0].sum_squares, stats[1].sum_squares = first ^ 2, second ^ 2
+    local v = policy:decide(record, stats)
+    assert(v.failed == 0, v:why())
+    if case.policy == "adagc" then
+      local factors = policy:each(0, ffi.new("double[2]"), 2)
+      print(hex(factors[0]) .. " " .. hex(factors[1]))
+    elseif case.policy == "update_clip" then
+      record.norms[0] = first                              -- of the update that this step makes
+      print(hex(v.update_clip > 0 and math.min(1, v.update_clip / first) or 1))
+    else
+      local reset = policy:each(2, ffi.new("double[2]"), 2)
+      print(hex(v.lr_mul) .. " " .. hex(reset and reset[0] or 0) .. " " .. hex(v.spike_clip))
+    end
+  end
+end
+
+local UPDATE = { adagc = true, update_clip = true, spam = true }
 for line in io.lines(arg[1]) do
   local case = json.decode(line)
-  if case.policy == "fp8_lm" then fp8(case) else guard(case) end
+  if case.policy == "fp8_lm" then fp8(case)
+  elseif UPDATE[case.policy] then update(case)
+  else guard(case) end
 end

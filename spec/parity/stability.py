@@ -4,9 +4,9 @@ otherwise.
 
 Two originals are run themselves, from their packages: zclip 1.0.0, which clips the gradient of a
 parameter, and the SkipStepOptimizer of ai2-olmo-core 3.0.0. Without a package its row is left out.
-Megatron-LM's threshold and rerun machine and FP8-LM's scaling are compared with the rules as
-restated here: the first two are parts of a framework that needs CUDA, the code of the last is not
-public.
+The others are compared with their rules as restated here: AdaGC as in pytorch_optimizer, levanter's
+clipping of updates, SPAM's schedule as in galore_torch, Megatron-LM's threshold and rerun machine,
+which are parts of a framework that needs CUDA, and FP8-LM's scaling, whose code is not public.
 """
 import argparse
 import importlib.util
@@ -133,6 +133,62 @@ class Rerun(Original):
         return dict(action=action, logs=logs)
 
 
+class AdaGC(Original):
+    def start(self, beta, lambda_abs, lambda_rel, warmup_steps):
+        self.count, self.gamma = 0, [None, None]
+        self.beta, self.most, self.rel, self.warm = beta, lambda_abs, lambda_rel, warmup_steps
+
+    def step(self, *norms):
+        self.count += 1
+        factors = []
+        for i, norm in enumerate(norms):
+            gamma = self.gamma[i]
+            if self.count < self.warm:
+                h = min(self.most / (math.hypot(*norms) + 1e-8), 1)
+                self.gamma[i] = h * norm if self.count == 1 else min(gamma, h * norm)
+            else:
+                h = min(self.rel * gamma / norm, 1)
+                self.gamma[i] = self.beta * gamma + (1 - self.beta) * h * norm
+            factors.append(h)
+        return dict(numbers=factors)
+
+
+class UpdateClip(Original):
+    def start(self, rolling_interval_length, sigma_factor):
+        self.length, self.sigma, self.norms = rolling_interval_length, sigma_factor, []
+
+    def step(self, norm, _):
+        n, factor = len(self.norms), 1.0
+        if n >= max(2, self.length // 2):
+            mean = math.fsum(self.norms) / n
+            std = math.sqrt(math.fsum((x - mean) ** 2 for x in self.norms) / n)
+            threshold = mean + self.sigma * max(std, 1e-6)
+            factor = threshold / max(norm, 1e-6) if norm > threshold else 1.0
+        self.norms = (self.norms + [norm])[-self.length:]
+        return dict(numbers=[factor])
+
+
+class Spam(Original):
+    """total_step and current_step as in galore_torch/SPAM.py, without a mask."""
+
+    def start(self, interval, threshold, grad_accu_steps, warmup_epoch):
+        self.total, self.current = 0, warmup_epoch + 1
+        self.interval, self.threshold = interval, threshold
+        self.accu, self.warm = grad_accu_steps, warmup_epoch
+
+    def step(self, *_):
+        rate = 1.0
+        if self.current < self.warm:
+            rate -= 0.99 * (1 + math.cos(math.pi * self.current / (self.warm + 1))) / 2
+        number = self.total + 1
+        reset = float(number % self.interval == 0)
+        spikes = number >= self.accu and number % self.interval >= self.accu
+        self.total, self.current = number, self.current + 1
+        if (number + 1) % self.interval == 0:
+            self.current = 0
+        return dict(numbers=[rate, reset, float(self.threshold if spikes else 0)])
+
+
 class Fp8Lm(Original):
     """mu starts at 1 / amax and doubles over growth_interval steps; a tensor keeps 1 / mu."""
 
@@ -186,6 +242,13 @@ def saturating(draw, finite):
             for _ in range(STEPS)]
 
 
+def positive(draw, finite):
+    return [(norm, norm * math.exp(draw.gauss(0, 1)))
+            for _, norm in spiky(draw, True) if norm > 0]
+
+
+MEANS = dict(beta=[0.9, 0.98], lambda_abs=[1.0, 0.1], lambda_rel=[1.05, 1.5],
+             warmup_steps=[2, 30, 100])
 EARLY = dict(z_thresh=[1.5, 2.5], alpha=[0.9, 0.97], warmup_steps=[5, 25],
              max_grad_norm=[1.0, INF], clip_factor=[1.0, 0.7], skip_update_on_spike=[False, True])
 ROWS = [
@@ -197,6 +260,11 @@ ROWS = [
     ("Megatron threshold*", "norm_skip", NormSkip, spiky, dict(grad_norm_skip_threshold=[1, 60])),
     ("Megatron rerun*", "rerun", Rerun, repeated,
      dict(factor=[2, 10], samples=[10, 100], on_fault=["step"])),
+    ("AdaGC*", "adagc", AdaGC, positive, MEANS),
+    ("levanter update clip*", "update_clip", UpdateClip, positive,
+     dict(rolling_interval_length=[3, 16, 128], sigma_factor=[0.5, 3])),
+    ("SPAM schedule*", "spam", Spam, positive,
+     dict(interval=[30, 100], threshold=[5000], grad_accu_steps=[1, 20], warmup_epoch=[5, 150])),
     ("FP8-LM*", "fp8_lm", Fp8Lm, saturating, dict(threshold=[1e-5], growth_interval=[10, 1000])),
 ]
 
@@ -216,6 +284,10 @@ def disagreement(line, want, norm):
     if "top" in want:
         got = float.fromhex(words[0])
         return None if near(got, want["top"]) else f"amax {got}, expected {want['top']}"
+    if "numbers" in want:
+        got = [float.fromhex(word) for word in words]
+        fits = all(near(a, b) for a, b in zip(got, want["numbers"]))
+        return None if fits else f"{got}, expected {want['numbers']}"
     action, clip = words[0], float.fromhex(words[1])
     logs = {name: float.fromhex(x) if x != "nan" else NAN
             for name, x in (word.split("=") for word in words[2:])}
@@ -245,6 +317,8 @@ def cases(draw, policy, steps_of, choices):
 def spelled(policy, loss, norm):
     if policy == "fp8_lm":
         return [loss.hex(), norm]
+    if policy in ("adagc", "update_clip", "spam"):
+        return [loss.hex(), norm.hex()]
     finite = 0.0 if not math.isfinite(norm) else norm
     return [loss.hex(), finite.hex(), int(math.isinf(norm)), int(math.isnan(norm))]
 

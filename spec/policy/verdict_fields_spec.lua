@@ -1,0 +1,186 @@
+-- The verdict's fields for single tensors, updates and moments: what is refused, in one line, and
+-- what they do to a run's weights and moments.
+local engine = require "engine"
+local M_ffi = require "engine.base.ffi"
+local made = require "spec.policy.made"
+
+local C = M_ffi.C
+local TENSORS, GROUPS = { "a.w", "a.b", "b.w" }, { "a", "b" }
+
+local function policy_with(verdict, needs)
+  local p = made.load(("return { needs = { %s }, init = function() return { scale = 8 } end, " ..
+    "decide = function() return %s end }"):format(needs, verdict))
+  p:tensors(TENSORS, { 1, 1, 2 }, GROUPS, true)
+  return p
+end
+
+describe("a verdict", function()
+  for _, case in ipairs {
+    { "clips", "3", "clips = 3; expected a table { name = norm }" },
+    { "clips", "{ a = 0 }", 'clips["a"] = 0; expected a positive number' },
+    { "clips", "{ a = -1 }", 'clips["a"] = -1; expected a positive number' },
+    { "clips", "{ a = 0/0 }", "expected a positive number, the largest gradient norm" },
+    { "clips", "{ a = 'x' }", 'clips["a"] = \'x\'; expected a positive number' },
+    { "clips", "{ 1 }", "'clips' with a number as a key; expected names or patterns" },
+    { "clips", "{ ['a.ww'] = 1 }", "'clips' for 'a.ww', which matches no group and no tensor; " ..
+      "did you mean 'a.w'?" },
+    { "clips", "{ ['a['] = 1 }", "malformed pattern" },
+    { "clips", "{ [('.-'):rep(60) .. '!'] = 1 }", "'clips' " },
+    { "lr_muls", "{ a = -1 }", 'lr_muls["a"] = -1; expected a finite factor, 0 or more' },
+    { "lr_muls", "{ a = 1/0 }", "expected a finite factor, 0 or more" },
+    { "lr_muls", "true", "lr_muls = true; expected a table { name = factor }" },
+    { "lr_muls", "{ a = 2, ['a.w'] = 3 }", "two factors in 'lr_muls' for the tensor 'a.w'" },
+    { "lr_muls", "{ ['c.*'] = 3 }", "'lr_muls' for 'c.*', which matches no group and no tensor" },
+    { "reset_moments", "1", "expected true, a name, a pattern, or a list of these" },
+    { "reset_moments", "{ true }", "expected true, a name, a pattern, or a list of these" },
+    { "reset_moments", "'c'", "'reset_moments' for 'c', which matches no group and no tensor" },
+    { "update_clip", "0", "update_clip = 0; expected a positive number" },
+    { "update_clip", "0/0", "expected a positive number" },
+    { "update_clip", "'1'", "update_clip = '1'; expected a positive number" },
+    { "spike_clip", "-3", "spike_clip = -3; expected a positive number" },
+    { "logit_muls", "{ ['attn.1'] = 0.5 }", "'logit_muls' for the unknown head 'attn.1'" },
+    { "logit_muls", "{ 1 }", "'logit_muls' with a number as a key; expected names of heads" },
+  } do
+    it(("refuses %s = %s in one line"):format(case[1], case[2]), function()
+      local p = policy_with(("{ scale = 8, %s = %s }"):format(case[1], case[2]),
+        '"' .. case[1] .. '"')
+      made.fails(p, case[3])
+      local v = made.decide(p)
+      assert.falsy(v:why():find "\n")
+      assert.are.equal(0, v.each)
+      assert.are.equal(0, v.update_clip + v.spike_clip)
+    end)
+  end
+
+  it("refuses a field that needs does not list, and suggests the nearest name", function()
+    made.fails(policy_with("{ scale = 8, clips = {} }", ""),
+      "'clips', which this policy does not announce: add \"clips\" to its 'needs'")
+    made.fails(policy_with("{ scale = 8, update_clp = 1 }", ""), "did you mean 'update_clip'?")
+    assert.error_matches(function() policy_with("8", '"update_norms"') end,
+      "did you mean 'update_norm'")
+    made.fails(policy_with("record.update_norm", ""), "")
+  end)
+
+  it("refuses heads that publish no logit, by example", function()
+    local p = policy_with("{ scale = 8, logit_muls = { ['attn.5'] = 0.5 } }", '"logit_muls"')
+    p:signal("logit_max.attn.4", 1)
+    made.fails(p, "'logit_muls' for the unknown head 'attn.5'; heads are named like 'attn.4'")
+    p = policy_with("{ scale = 8, logit_muls = { ['attn.4'] = 0.5 } }", '"logit_muls"')
+    p:signal("logit_max.attn.4", 1)
+    assert.are.equal(0, made.decide(p).failed)
+    assert.are.same({ ["attn.4"] = 0.5 }, p:logit_muls())
+  end)
+
+  it("limits groups, tensors and patterns, the strictest first", function()
+    local stats = M_ffi.new("eng_tensor_stats[3]")
+    for i, norm in ipairs { 3, 4, 12 } do stats[i - 1].sum_squares = (8 * norm) ^ 2 end
+    local into = M_ffi.new("double[3]")
+    for verdict, want in pairs { ["a = 1"] = { 0.2, 0.2, 1 }, ["['a.w'] = 1.5"] = { 0.5, 1, 1 },
+      ["['.*%.w'] = 6"] = { 1, 1, 0.5 }, ["a = 2.5, ['.*'] = 1"] = { 1 / 3, 0.25, 1 / 12 } } do
+      local p = policy_with("{ scale = 8, clips = { " .. verdict .. " } }", '"clips"')
+      local v = made.decide(p, false, stats)
+      assert.are.equal(0, v.failed, v:why())
+      assert.truthy(p:each(C.ENG_EACH_CLIP, into, 3))
+      for i = 1, 3 do assert.near(want[i], into[i - 1], 1e-15, verdict) end
+      assert.is_nil(p:each(C.ENG_EACH_LR, into, 3))
+    end
+  end)
+
+  it("scales groups by patterns of groups and of tensors", function()
+    local p = policy_with("{ scale = 8, scales = { ['.*%.b'] = 4 } }", "")
+    assert.are.equal(0, made.decide(p).failed)
+    assert.are.equal(4, p:group_scale(1))
+    assert.are.equal(8, p:group_scale(2))
+    made.fails(policy_with("{ scale = 8, scales = { a = 2, ['.*'] = 4 } }", ""),
+      "two scales for the group 'a'")
+  end)
+end)
+
+-- Trains two layers on a constant batch for `steps` steps under decide's body.
+local function train(kind, needs, body, steps)
+  engine.seed(5)
+  local model = engine.nn.sequential(engine.nn.linear(3, 4), engine.nn.linear(4, 2))
+  local optimizer = engine.optim[kind](model, { lr = 0.1, weight_decay = 0 })
+  local x, weights = engine.tensor { { 1, -2, 3 }, { 0.5, 1, -1 } }, {}
+  engine.trainer { model = model, optimizer = optimizer, steps = steps or 1, log = "quiet",
+    data = { next = function() return { x = x } end },
+    loss = function(m, b) return m(b.x):square():mean() end,
+    policy = { source = ("return { needs = { %s }, options = { init_scale = 1 }, " ..
+      "decide = function(state, record) %s end }"):format(needs, body), file = "p.lua" },
+    on_step = function(_, _, verdict) assert.are.equal(0, verdict.failed, verdict:why()) end }:run()
+  for _, p in ipairs(model:parameters()) do
+    weights[p.name] = p.tensor:detach():view(p.tensor.count):totable()
+  end
+  return weights, optimizer
+end
+
+describe("in a run", function()
+  for _, kind in ipairs { "sgd", "adamw", "lamb" } do
+    it("lr_muls and clips act on what they name: " .. kind, function()
+      local start = train(kind, "", "return { scale = 1, action = 'skip' }")
+      local plain = train(kind, "", "return 1")
+      local slow = train(kind, '"lr_muls"',
+        "return { scale = 1, lr_muls = { ['1'] = 0, ['2.bias'] = 0.5 } }")
+      for k, w in ipairs(start["1.weight"]) do assert.are.equal(w, slow["1.weight"][k]) end
+      assert.are.same(plain["2.weight"], slow["2.weight"])
+      for k, w in ipairs(start["2.bias"]) do
+        assert.near(w + (plain["2.bias"][k] - w) / 2, slow["2.bias"][k], 1e-6)
+      end
+      if kind ~= "sgd" then return end
+      local clipped = train(kind, '"clips"', "return { scale = 1, clips = { ['2%..*'] = 1e-3 } }")
+      assert.are.same(plain["1.weight"], clipped["1.weight"])
+      local squares = 0
+      for k, w in ipairs(start["2.weight"]) do
+        squares = squares + (clipped["2.weight"][k] - w) ^ 2
+      end
+      assert.near(1e-4, math.sqrt(squares), 1e-7)            -- lr 0.1 times the limit
+    end)
+  end
+
+  it("lr_muls holds for one update only", function()
+    local once = train("sgd", '"lr_muls"', "return { scale = 1, " ..
+      "lr_muls = record.step == 0 and { ['.*'] = 0 } or nil }", 2)
+    assert.are.same(train("sgd", "", "return 1", 1), once)
+  end)
+
+  it("reset_moments empties what it names before the update", function()
+    local body = "return { scale = 1, reset_moments = record.step == 2 and %s or nil }"
+    for _, kind in ipairs { "adamw", "lion", "lamb" } do
+      local _, whole = train(kind, '"reset_moments"', body:format "true", 3)
+      local _, part = train(kind, '"reset_moments"', body:format "{ '1', '2.bias' }", 3)
+      local _, plain = train(kind, "", "return 1", 3)
+      local function moments(optimizer, name)
+        for key, x in pairs(optimizer:state_tensors()) do
+          if key:sub(1, #name + 1) == name .. "." and not key:find "moment2" and not key:find "v$"
+          then return x:view(x.count):totable() end
+        end
+      end
+      for _, name in ipairs { "1.weight", "2.bias", "2.weight" } do
+        local a, b, c = moments(whole, name), moments(part, name), moments(plain, name)
+        assert.are.same(name == "2.weight" and c or a, b, kind)
+        assert.are_not.same(c, a, kind)
+      end
+    end
+  end)
+
+  it("norms are those of the weights and moments, for tensors, groups and the whole", function()
+    train("adamw", [["tensors", "update_norm", "weight_norm", "m_norm", "v_norm"]], [[
+      if record.step == 0 then
+        if record.update_norm or record.tensors[1].weight_norm then error("known too early") end
+        return 1
+      end
+      if record.step == 2 then
+        if record.update_norm then error("known after a skipped step") end
+        return 1
+      end
+      local sum = 0
+      for _, t in pairs(record.tensors) do sum = sum + t.weight_norm^2 end
+      local groups = 0
+      for _, g in pairs(record.groups) do groups = groups + g.update_norm^2 end
+      if math.abs(math.sqrt(sum) - record.weight_norm) > 1e-12 * record.weight_norm
+        or math.abs(math.sqrt(groups) - record.update_norm) > 1e-12 * record.update_norm
+        or not (record.m_norm > 0 and record.v_norm > 0) then error("norms do not add up") end
+      if record.step == 1 then return { scale = 1, action = "skip" } end
+      return 1]], 3)
+  end)
+end)
