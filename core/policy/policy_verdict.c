@@ -58,6 +58,7 @@ static int find_named(eng_policy *p, const char *field, bool groups, char *why, 
              luaL_typename(L, -2));
     return -2;
   }
+  if (p->n_tensors + p->n_groups == 0) return -1;            // a replay without a model
   for (int pass = 0; pass < 2; pass++) {
     bool group = (pass == 0) == groups;
     int found = policy_named(p, group, lua_gettop(L) - 1);

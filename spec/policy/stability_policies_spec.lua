@@ -667,6 +667,22 @@ describe("a policy that acts on the update", function()
     end)
   end
 
+  it("sees the norms as a shadow, and can be swapped in", function()
+    local logged
+    local trainer = train { steps = 60, policy = "dynamic", shadow = "update_clip" }
+    assert.are.equal(0, trainer.shadows.list[1].policy:failures())
+    trainer = train { steps = 40, policy = "dynamic", on_step = function(t, _, verdict)
+      assert.are.equal(0, verdict.failed, verdict:why())
+      if t.steps_done == 5 then
+        assert.truthy(t.policy.name == "dynamic")
+        t.swaps:swap("update_clip", { rolling_interval_length = 8 })
+      end
+      logged = t.policy:logs()
+    end }
+    assert.are.equal("update_clip", trainer.policy.name)
+    assert.is_true(logged.threshold > 0)
+  end)
+
   it("is refused where the run lacks what it needs, in one line", function()
     local function refused(options, ...)
       local good, why = pcall(train, options)
@@ -679,7 +695,9 @@ describe("a policy that acts on the update", function()
     refused({ policy = "adagc", mode = "lagged" }, "policy adagc needs clips: mode=lagged")
     refused({ policy = "spam", kind = "sgd" }, "policy spam needs spike_clip: optimizer sgd keeps")
     refused({ policy = "update_clip", kind = "lamb" }, "optimizer lamb is written in Lua; hint")
-    for _, name in ipairs { "adagc", "update_clip", "spam" } do
+    refused({ policy = "dynamic", shadow = "update_clip", mode = "lagged" },
+      "policy update_clip needs update_norm: mode=lagged")
+    for _, name in ipairs { "adagc", "update_clip", "spam", "qk_clip" } do
       local good, why = pcall(engine.scaler, { policy = name })
       assert.is_false(good)
       assert.matches("a scaler of an explicit loop makes no updates", tostring(why), 1, true)

@@ -97,7 +97,7 @@ local function trial(self, copy)
   trainer:prepare(copy)
   copy:take_over(trainer.policy)
   for name, value in pairs(trainer.reducer.signals) do copy:signal(name, value) end
-  local needs = bit.band(copy.needs, bit.bnot(C.ENG_NEED_NORM_REF))
+  local needs = bit.band(copy.needs, C.ENG_NEED_NORM_REF - 1)   -- without these a record is no use
   local began = C.eng_clock()
   for i = math.max(0, self.seen - RING), self.seen - 1 do
     local at = i % RING

@@ -42,6 +42,8 @@ local LACKS = {
       (t.reducer.zero and "; hint: zero=0" or "")
   end,
 }
+-- Shadows read these too; their verdicts change nothing.
+local STATISTICS = bit.bor(C.ENG_NEED_UPDATE_NORMS, C.ENG_NEED_LOGIT_MAX)
 local UPDATE = { "lagged", "card", "fused", "whole" }
 -- The needs that only some runs fulfil, and what they must not lack.
 local NEEDS = {
@@ -78,18 +80,24 @@ local function session_refusal(policy)
   return what and ("session: policy %s %s; hint: engine.trainer"):format(policy.name, what) or nil
 end
 
+-- Why this run cannot fulfil what a policy needs, of the needs in `mask`, or nil.
+local function unfulfilled(trainer, policy, mask)
+  for _, need in ipairs(policy.needs >= C.ENG_NEED_UPDATE_NORM and NEEDS or {}) do
+    for _, lack in ipairs(bit.band(policy.needs, need[2], mask) ~= 0 and need[3] or {}) do
+      local why = LACKS[lack](trainer)
+      if why then return ("policy %s needs %s: %s"):format(policy.name, need[1], why) end
+    end
+  end
+end
+
 --- Why a policy cannot be used in this run, or nil: scales outside f32's range, statistics or
 --- verdict fields that this run has not, scales per layer in lagged mode.
 function M.policy_refusal(trainer, policy)
   local unusable = policies.unusable(policy, #trainer.groups.groups)
   if unusable then return unusable end
   if trainer.by_hand then return session_refusal(policy) end
-  for _, need in ipairs(policy.needs >= C.ENG_NEED_UPDATE_NORM and NEEDS or {}) do
-    for _, lack in ipairs(bit.band(policy.needs, need[2]) ~= 0 and need[3] or {}) do
-      local why = LACKS[lack](trainer)
-      if why then return ("policy %s needs %s: %s"):format(policy.name, need[1], why) end
-    end
-  end
+  local lacking = unfulfilled(trainer, policy, -1)
+  if lacking then return lacking end
   if trainer.delay == 0 and not trainer.graph then return nil end
   local option = trainer.delay == 1 and "mode=lagged" or "graph=true"
   if trainer.delay == 1 and bit.band(policy.needs, C.ENG_NEED_NORM_REF) ~= 0 then
@@ -108,6 +116,9 @@ end
 --- Why a trainer cannot work in its mode, or nil.
 function M.refusal(trainer)
   local problem = M.policy_refusal(trainer, trainer.policy)
+  for _, shadow in ipairs(trainer.shadows and trainer.shadows.list or {}) do
+    problem = problem or unfulfilled(trainer, shadow.policy, STATISTICS)
+  end
   if problem then return problem end
   local sites, lagged = trainer.optimizer.fp8, trainer.delay == 1
   if (lagged or trainer.graph) and sites and #sites.policies > 0 then
