@@ -127,10 +127,9 @@ VF_INLINE void ahead(const void *p)
 }
 
 /// Sums of squares, in this many lanes on every instruction set, so that all give the same bits.
-/// f32 within TOTAL_TILES tiles, first per tile; then f64. The update counts in units of about the
-/// learning rate, moments in units that keep the squares of usual ones in f32's range.
+/// f32 within TOTAL_TILES tiles, first per tile; then f64. A change below 1e-19 counts as 0. The
+/// second moment has a unit that keeps the squares of usual ones in f32's range.
 enum { LANES = 16, TOTAL_TILES = 8 };
-#define M_UNIT 0x1p20f
 #define V_UNIT 0x1p40f
 
 typedef struct squares { vf of[ENG_NORMS][LANES / VF_LANES]; } squares;
@@ -139,7 +138,7 @@ VF_INLINE void add_square(vf *sum, vf x) { *sum = vf_add(*sum, vf_mul(x, x)); }
 
 /// Updates VF_LANES elements from `at`, of which only `count` exist.
 VF_INLINE void step_at(int loop, int extra, const rule *r, float *p, const float *g, float *m,
-                       float *v, int count, float unit, squares *sum, int lane)
+                       float *v, int count, squares *sum, int lane)
 {
   const bool has_m = loop != LOOP_SGD, has_v = loop == LOOP_ADAM, whole = count == VF_LANES;
   vf weight = whole ? vf_load(p) : vf_load_n(p, count), first = vf_zero(), second = vf_zero();
@@ -157,9 +156,9 @@ VF_INLINE void step_at(int loop, int extra, const rule *r, float *p, const float
       first = vf_select(vm_first(count), first, vf_zero());
       second = vf_select(vm_first(count), second, vf_zero());
     }
-    add_square(&sum->of[ENG_NORM_UPDATE][lane], vf_mul(change, vf_set1(unit)));
+    add_square(&sum->of[ENG_NORM_UPDATE][lane], change);
     add_square(&sum->of[ENG_NORM_WEIGHT][lane], weight);
-    if (has_m) add_square(&sum->of[ENG_NORM_M][lane], vf_mul(first, vf_set1(M_UNIT)));
+    if (has_m) add_square(&sum->of[ENG_NORM_M][lane], first);
     if (has_v) add_square(&sum->of[ENG_NORM_V][lane], vf_mul(second, vf_set1(V_UNIT)));
     if (extra == LIMITED && r->dry) return;
   }
@@ -174,7 +173,7 @@ VF_INLINE void step_at(int loop, int extra, const rule *r, float *p, const float
 /// Updates n <= TILE elements, all in f32. m and v may be NULL where the loop does not use them.
 /// `total`: the sums of squares, unless extra is PLAIN.
 VF_INLINE void run(int loop, int extra, const rule *given, float *restrict p,
-                   const float *restrict g, float *restrict m, float *restrict v, int n, float unit,
+                   const float *restrict g, float *restrict m, float *restrict v, int n,
                    squares *total)
 {
   const bool has_m = loop != LOOP_SGD, has_v = loop == LOOP_ADAM;
@@ -191,12 +190,12 @@ VF_INLINE void run(int loop, int extra, const rule *given, float *restrict p,
     for (int u = 0; u < LANES / VF_LANES; u++) {
       int at = i + u * VF_LANES;
       step_at(loop, extra, &r, p + at, g + at, has_m ? m + at : NULL, has_v ? v + at : NULL,
-              VF_LANES, unit, &sum, u);
+              VF_LANES, &sum, u);
     }
   }
   for (int u = 0; i < n; i += VF_LANES, u++)
     step_at(loop, extra, &r, p + i, g + i, has_m ? m + i : NULL, has_v ? v + i : NULL,
-            n - i < VF_LANES ? n - i : VF_LANES, unit, &sum, u);
+            n - i < VF_LANES ? n - i : VF_LANES, &sum, u);
   if (extra == PLAIN) return;
   for (int k = 0; k < ENG_NORMS; k++)
     for (int u = 0; u < LANES / VF_LANES; u++)
@@ -205,10 +204,10 @@ VF_INLINE void run(int loop, int extra, const rule *given, float *restrict p,
 
 // One function for each loop and extra.
 #define RUN(name, loop, extra)                                                                     \
-  static void name(const rule *r, float *p, const float *g, float *m, float *v, int n, float unit, \
+  static void name(const rule *r, float *p, const float *g, float *m, float *v, int n,             \
                    squares *total)                                                                 \
   {                                                                                                \
-    run(loop, extra, r, p, g, m, v, n, unit, total);                                               \
+    run(loop, extra, r, p, g, m, v, n, total);                                                     \
   }
 #define RUNS(name, loop)                                                                           \
   RUN(name##_plain, loop, PLAIN)                                                                   \
@@ -221,7 +220,7 @@ RUNS(adam, LOOP_ADAM)
 RUNS(lion, LOOP_LION)
 
 typedef void run_function(const rule *r, float *p, const float *g, float *m, float *v, int n,
-                          float unit, squares *total);
+                          squares *total);
 static run_function *const runs[][3] = {
   [LOOP_SGD] = {sgd_plain, sgd_norms, sgd_limited},
   [LOOP_MOMENTUM] = {momentum_plain, momentum_norms, momentum_limited},
@@ -241,7 +240,7 @@ static int loop_of(const param_span *s, const rule *r, int kind)
 // ------------------------------------------------------------------ norms
 
 /// Whether an f32 sum of squares lost nothing that matters to overflow or underflow.
-static bool is_sound(double sum) { return sum >= 0x1p-60 && sum <= 0x1p120; }
+static bool is_sound(double sum) { return sum >= 0x1p-90 && sum <= 0x1p120; }
 
 static double sum_exactly(const void *values, int dtype, int64_t first, int n)
 {
@@ -256,10 +255,9 @@ static double sum_exactly(const void *values, int dtype, int64_t first, int n)
 }
 
 /// Adds the sums of n elements from `first` to into [ENG_NORMS] and clears them.
-static void fold(squares *total, const param_span *s, int64_t first, int n, float unit, bool dry,
-                 double *into)
+static void fold(squares *total, const param_span *s, int64_t first, int n, bool dry, double *into)
 {
-  const double units[ENG_NORMS] = {unit, 1, M_UNIT, V_UNIT};
+  const double units[ENG_NORMS] = {1, 1, 1, V_UNIT};
   const void *values[ENG_NORMS] = {NULL, s->master, s->moment1, s->moment2};
   for (int k = 0; k < ENG_NORMS; k++) {
     float lane[LANES];
@@ -287,7 +285,6 @@ static void update_block(const param_span *s, const rule *given, const eng_updat
   if (s->scale != 1) own.scale = scaling_of(u->gradient_factor / s->scale);
   const int extra = u->spike_clip > 0 || u->update_clip > 0 ? LIMITED : norms ? WITH_NORMS : PLAIN;
   run_function *run = runs[loop_of(s, r, u->kind)][extra];
-  const float unit = r->lr > 0x1p-100f ? ldexpf(1, -ilogbf(r->lr)) : 1;
   squares total;
   for (int k = 0; k < ENG_NORMS; k++)
     for (int i = 0; i < LANES / VF_LANES; i++) total.of[k][i] = vf_zero();
@@ -303,9 +300,9 @@ static void update_block(const param_span *s, const rule *given, const eng_updat
     // tile_store writes back.
     if (s->moment1) m = (float *)tile_load(moment1, s->moment1, s->moment_dtype, at, n);
     if (s->moment2) v = (float *)tile_load(moment2, s->moment2, s->moment_dtype, at, n);
-    run(r, p, g, m, v, n, unit, &total);
+    run(r, p, g, m, v, n, &total);
     if (norms && (at + n == end || at + n - folded == TOTAL_TILES * TILE)) {
-      fold(&total, s, folded, (int)(at + n - folded), unit, r->dry, norms);
+      fold(&total, s, folded, (int)(at + n - folded), r->dry, norms);
       folded = at + n;
     }
     if (r->dry) continue;
