@@ -63,16 +63,16 @@ typedef struct eng_format {
   int32_t exponent_bits, fraction_bits, bias;
   int32_t max_exponent;       // floor(log2) of the largest finite number
   int32_t min_exponent;       // floor(log2) of the smallest normal number
-  int32_t is_signed;          // 0: ue8m0, which encodes |x|
+  int32_t is_signed;          // 0: ue8m0 and ue4m3, which encode |x|
   double largest;             // largest finite number: 65504 for f16
   double overflow;            // smallest double that rounds to inf (e4m3: to nan): 65520 for f16;
-                              // inf if no finite double does (f64, ue8m0)
+                              // inf if no finite double does (f64, ue8m0, e2m1)
   double normal;              // smallest normal number
   double smallest;            // smallest number above zero
 } eng_format;
-/// Describes a format by name: "f64", "f32", "bf16", "f16", "e5m6", "e5m2", "e4m3" or "ue8m0".
-/// Returns false and leaves *out unchanged if the format is unknown or has no exponent (integers,
-/// bool).
+/// Describes a format by name: "f64", "f32", "tf32", "bf16", "f16", "e5m6", "e5m2", "e4m3",
+/// "e4m3_ieee", "e3m2", "e2m3", "e2m1", "ue4m3", "ue8m0", or the fixed-point "int8" and "mxint8"
+/// (no exponent bits). Returns false and leaves *out unchanged if the format is unknown.
 bool eng_format_get(eng_format *out, const char *name);
 
 // ------------------------------------------------------------------ tensors
@@ -266,8 +266,10 @@ enum {
 };
 
 /// The code of x in a small format, by name: "e4m3", "e5m2", "e5m6", "e5m6_tilekernels", "ue8m0"
-/// (toward zero; mode 1: up), "f16", "bf16". mode: 1 saturates, 2 rounds stochastically by `random`
-/// (e4m3 and e5m2). -1: unknown format.
+/// (toward zero; mode 1: up; mode 4: nearest, ties up), "ue4m3" (of |x|), "e4m3_ieee" (with Inf),
+/// "f16", "bf16", "tf32", and the formats that always saturate: "e2m1", "e2m3", "e3m2", "int8",
+/// "mxint8" (units of 1/64). mode: 1 saturates, 2 rounds stochastically by `random` (e4m3 and
+/// e5m2). -1: unknown format.
 int64_t eng_small_encode(const char *format, double x, int mode, uint32_t random);
 /// The number of a code; NaN for an unknown format.
 double eng_small_decode(const char *format, uint32_t code);

@@ -9,13 +9,50 @@
 
 // 2^(1 - bias) is the smallest normal number and 2^(1 - bias - fraction_bits) the smallest
 // subnormal. `last` is the fraction of the largest finite number, in units of 2^-fraction_bits.
-static const struct { const char *name; int exponent_bits, fraction_bits, bias; uint64_t last; }
-formats[] = {
-  { "f64", 11, 52, 1023, (1ull << 52) - 1 }, { "f32", 8, 23, 127, (1 << 23) - 1 },
-  { "bf16", 8, 7, 127, 127 }, { "f16", 5, 10, 15, 1023 }, { "e5m6", 5, 6, 15, 63 },
-  { "e5m2", 5, 2, 15, 3 },
-  { "e4m3", 4, 3, 7, 6 },     // the top exponent holds numbers; only its last fraction is NaN
+// `above` is the code after it: Inf, the only NaN, or none, in formats that always saturate.
+enum { INF, NOT, NONE };
+typedef struct format {
+  const char *name;
+  int exponent_bits, fraction_bits, bias;
+  uint64_t last;
+  int above;
+  bool has_sign;
+} format;
+static const format formats[] = {
+  { "f64", 11, 52, 1023, (1ull << 52) - 1, INF, true },
+  { "f32", 8, 23, 127, (1 << 23) - 1, INF, true },
+  { "tf32", 8, 10, 127, 1023, INF, true },
+  { "bf16", 8, 7, 127, 127, INF, true },
+  { "f16", 5, 10, 15, 1023, INF, true },
+  { "e5m6", 5, 6, 15, 63, INF, true },
+  { "e5m2", 5, 2, 15, 3, INF, true },
+  { "e4m3", 4, 3, 7, 6, NOT, true },       // the top exponent holds numbers; only its last
+  { "ue4m3", 4, 3, 7, 6, NOT, false },     // fraction is NaN
+  { "e4m3_ieee", 4, 3, 7, 7, INF, true },
+  { "e3m2", 3, 2, 3, 3, NONE, true },
+  { "e2m3", 2, 3, 1, 7, NONE, true },
+  { "e2m1", 2, 1, 1, 1, NONE, true },
 };
+
+// Two's complement, in units of 2^-fraction_bits. The codes of mxint8 are symmetric: -128 is never
+// encoded.
+static const struct { const char *name; int fraction_bits; double least; } integers[] = {
+  { "int8", 0, -128 }, { "mxint8", 6, -127 },
+};
+
+static const format *find_format(const char *name)
+{
+  for (size_t i = 0; i < sizeof formats / sizeof *formats; i++)
+    if (strcmp(formats[i].name, name) == 0) return &formats[i];
+  return NULL;
+}
+
+static int find_integer(const char *name)
+{
+  for (int i = 0; i < (int)(sizeof integers / sizeof *integers); i++)
+    if (strcmp(integers[i].name, name) == 0) return i;
+  return -1;
+}
 
 bool eng_format_get(eng_format *out, const char *name)
 {
@@ -25,24 +62,70 @@ bool eng_format_get(eng_format *out, const char *name)
                          .smallest = 0x1p-127 };
     return true;
   }
-  for (size_t i = 0; i < sizeof formats / sizeof *formats; i++) {
-    if (strcmp(formats[i].name, name) != 0) continue;
-    int fraction = formats[i].fraction_bits, bias = formats[i].bias;
-    int top = (1 << formats[i].exponent_bits) - 1 - bias;   // exponent of the largest number
-    bool has_inf = formats[i].last == (1ull << fraction) - 1;
-    if (has_inf) top--;
-    double unit = ldexp(1, top - fraction),
-           largest = ldexp(1, top) + (double)formats[i].last * unit;
-    // Half a unit past the largest number. This tie rounds away from an odd fraction.
-    double tie = largest + unit / 2;
-    *out = (eng_format){ .exponent_bits = formats[i].exponent_bits, .fraction_bits = fraction,
-                         .bias = bias, .max_exponent = top, .min_exponent = 1 - bias,
-                         .is_signed = 1, .largest = largest,
-                         .overflow = formats[i].last & 1 ? tie : nextafter(tie, INFINITY),
-                         .normal = ldexp(1, 1 - bias), .smallest = ldexp(1, 1 - bias - fraction) };
+  int i = find_integer(name);
+  if (i >= 0) {
+    int fraction = integers[i].fraction_bits;
+    double unit = ldexp(1, -fraction);
+    *out = (eng_format){ .fraction_bits = 7, .max_exponent = 6 - fraction,
+                         .min_exponent = -fraction, .is_signed = 1, .largest = 127 * unit,
+                         .overflow = INFINITY, .normal = unit, .smallest = unit };
     return true;
   }
-  return false;
+  const format *f = find_format(name);
+  if (!f) return false;
+  int fraction = f->fraction_bits, bias = f->bias;
+  // exponent of the largest number
+  int top = (1 << f->exponent_bits) - 1 - bias - (f->above == INF);
+  double unit = ldexp(1, top - fraction), largest = ldexp(1, top) + (double)f->last * unit;
+  // Half a unit past the largest number. This tie rounds away from an odd fraction.
+  double tie = largest + unit / 2;
+  *out = (eng_format){ .exponent_bits = f->exponent_bits, .fraction_bits = fraction,
+                       .bias = bias, .max_exponent = top, .min_exponent = 1 - bias,
+                       .is_signed = f->has_sign, .largest = largest,
+                       .overflow = f->above == NONE ? INFINITY
+                                   : f->last & 1    ? tie : nextafter(tie, INFINITY),
+                       .normal = ldexp(1, 1 - bias), .smallest = ldexp(1, 1 - bias - fraction) };
+  return true;
+}
+
+// The code of x in a format of the table, to nearest even. NaN becomes the quiet one without sign,
+// or the largest number where the format has none, as in the cvt instructions of the hardware.
+static int64_t encode(const format *f, double x, int mode)
+{
+  uint64_t magnitude = f64_bits(x) & 0x7FFFFFFFFFFFFFFFull;
+  uint32_t infinite = ((1u << f->exponent_bits) - 1) << f->fraction_bits,
+           largest = (f->above == INF ? infinite - (1u << f->fraction_bits) : infinite) +
+                     (uint32_t)f->last,
+           sign = f->has_sign && signbit(x) ? 1u << (f->exponent_bits + f->fraction_bits) : 0;
+  if (magnitude > 0x7FF0000000000000ull)
+    return f->above == INF ? infinite | 1u << (f->fraction_bits - 1)
+                           : largest + (f->above == NOT);
+  return sign | small_bound(small_code(magnitude, f->fraction_bits, f->bias), largest, largest + 1,
+                            f->above == NONE ? FP8_SATURATE : mode);
+}
+
+static double decode(const format *f, uint32_t code)
+{
+  int fraction = f->fraction_bits, field = (int)(code >> fraction) & ((1 << f->exponent_bits) - 1);
+  uint64_t part = code & ((1u << fraction) - 1);
+  double value = ldexp((double)(part | (uint64_t)(field > 0) << fraction),
+                       (field ? field : 1) - f->bias - fraction);
+  if (field == (1 << f->exponent_bits) - 1) {
+    if (f->above == INF) value = part ? NAN : INFINITY;
+    if (f->above == NOT && part > f->last) value = NAN;
+  }
+  return f->has_sign && code >> (f->exponent_bits + fraction) & 1 ? -value : value;
+}
+
+// The rounding of float8_e8m0fnu in ml_dtypes: nearest, ties up; subnormal f32 above 2^-127 become
+// 2^-126; NaN for numbers past 2^127, 0 and negative ones.
+static uint8_t ue8m0_nearest(double x)
+{
+  if (!(x > 0) || x >= 0x1.8p127) return 0xFF;
+  if (x < 0x1p-126) return x > 0x1p-127;
+  int exponent;
+  double fraction = frexp(x, &exponent);   // 0.5 <= fraction < 1
+  return (uint8_t)(exponent + 126 + (fraction >= 0.75));
 }
 
 int64_t eng_small_encode(const char *format, double x, int mode, uint32_t random)
@@ -55,10 +138,17 @@ int64_t eng_small_encode(const char *format, double x, int mode, uint32_t random
     return stochastic ? fp8_from_f32(f, 2, mode, random) : e5m2_from_f64(x, mode);
   if (strcmp(format, "e5m6") == 0) return e5m6_from_f64(x, mode);
   if (strcmp(format, "e5m6_tilekernels") == 0) return e5m6_from_f32_tilekernels((float)x);
-  if (strcmp(format, "ue8m0") == 0) return ue8m0_from_f32(f, mode & 1);
+  if (strcmp(format, "ue8m0") == 0)
+    return mode & 4 ? ue8m0_nearest(x) : ue8m0_from_f32(f, mode & 1);
   if (strcmp(format, "f16") == 0) return f16_from_f64(x);
   if (strcmp(format, "bf16") == 0) return bf16_from_f64(x);
-  return -1;
+  int i = find_integer(format);
+  if (i >= 0) {   // saturates; NaN becomes 0
+    double units = rint(ldexp(x, integers[i].fraction_bits));
+    return (uint8_t)(int8_t)(units != units ? 0 : fmin(fmax(units, integers[i].least), 127));
+  }
+  const struct format *found = find_format(format);
+  return found && found->fraction_bits <= 10 ? encode(found, x, mode) : -1;
 }
 
 double eng_small_decode(const char *format, uint32_t code)
@@ -69,5 +159,9 @@ double eng_small_decode(const char *format, uint32_t code)
   if (strcmp(format, "ue8m0") == 0) return ue8m0_to_f32((uint8_t)code);
   if (strcmp(format, "f16") == 0) return f16_to_f32((uint16_t)code);
   if (strcmp(format, "bf16") == 0) return bf16_to_f32((uint16_t)code);
+  int i = find_integer(format);
+  if (i >= 0) return ldexp((int8_t)(uint8_t)code, -integers[i].fraction_bits);
+  const struct format *found = find_format(format);
+  if (found && found->fraction_bits <= 10) return decode(found, code);
   return f64_from(0x7FF8000000000000ull);
 }

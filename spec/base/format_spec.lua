@@ -16,7 +16,7 @@ local function round(name, x)
 end
 
 describe("a format's limits", function()
-  for _, name in ipairs { "bf16", "f16", "e5m6", "e5m2", "e4m3" } do
+  for _, name in ipairs { "tf32", "bf16", "f16", "e5m6", "e5m2", "e4m3", "e4m3_ieee" } do
     it("lie where " .. name .. " rounds", function()
       local f = ffi.new "eng_format"
       assert.is_true(C.eng_format_get(f, name))

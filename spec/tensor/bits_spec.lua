@@ -47,14 +47,30 @@ describe("bits", function()
     assert.has_error(function() engine.bits {} end)
   end)
 
-  it("is a table of eight lines, and a global of the REPL", function()
+  it("saturates, and stops at the ends, in formats without inf and nan", function()
+    local b = engine.bits(100)
+    assert.same({ 6, 4 }, { b.e2m1.value, b.e2m1.below })
+    assert.is_nil(b.e2m1.above)
+    assert.matches("e2m1 +6 +.-saturated", tostring(b))
+    assert.same({ 100, 99, 101 }, { b.int8.value, b.int8.below, b.int8.above })
+    b = engine.bits(-3)
+    assert.same({ -127 / 64, -2 }, { b.mxint8.value, b.mxint8.below })
+    assert.is_nil(engine.bits(-128).int8.below)
+    assert.same({ 2.75, 3.25 }, { b.ue4m3.below, b.ue4m3.above })
+    assert.is_nil(engine.bits(2 ^ 127).ue8m0.above)
+    assert.is_true(engine.bits(0.5).e2m1.subnormal)
+    assert.equal(0.125, engine.bits(0.1).e2m3.value)
+  end)
+
+  it("is a table of one line per format, and a global of the REPL", function()
     local text = tostring(engine.bits(0.1))
     assert.matches("^0%.1 = 1%.6 %* 2%^%-4\nformat +value +error", text)
-    for _, name in ipairs { "f64", "f32", "bf16", "f16", "e5m6", "e5m2", "e4m3", "ue8m0" } do
+    for _, name in ipairs { "f64", "f32", "tf32", "bf16", "f16", "e5m6", "e5m2", "e4m3",
+      "e4m3_ieee", "e3m2", "e2m3", "e2m1", "ue4m3", "ue8m0", "int8", "mxint8" } do
       assert.matches("\n" .. name .. " ", text, 1, true)
     end
     local result = helper.run({ "-i", "-e", "" }, "bits(15213.0)\nbits = 3\nbits\n")
-    assert.matches("f16     15216  +3 (0.02 %)", result.out, 1, true)
+    assert.matches("f16 +15216  %+3 %(0%.02 %%%)", result.out)
     assert.matches("> 3\n", result.out, 1, true)
   end)
 end)

@@ -3,7 +3,9 @@
 --   engine.bits(0.1).f16.value, .error, .below, .above, .code
 -- The REPL has this function as `bits`. Each format rounds the double once, to nearest even, as
 -- core/base/numerics.h does. Numbers that are too large become inf, or nan in e4m3, which has no
--- inf. ue8m0, a format for scales, takes |x| and rounds it down to a power of two.
+-- inf, or the largest number in formats that have neither. ue4m3 and ue8m0, formats for scales,
+-- take |x|; ue8m0 rounds it down to a power of two. int8 and mxint8 (units of 1/64) are two's
+-- complement.
 local M_ffi = require "engine.base.ffi"
 local formats = require "engine.base.formats"
 
@@ -12,7 +14,8 @@ local C, ffi = M_ffi.C, M_ffi.ffi
 local M = {}
 
 local FORMATS = {}
-for i, name in ipairs { "f64", "f32", "bf16", "f16", "e5m6", "e5m2", "e4m3", "ue8m0" } do
+for i, name in ipairs { "f64", "f32", "tf32", "bf16", "f16", "e5m6", "e5m2", "e4m3", "e4m3_ieee",
+  "e3m2", "e2m3", "e2m1", "ue4m3", "ue8m0", "int8", "mxint8" } do
   FORMATS[i] = formats.of(name)
 end
 
@@ -52,13 +55,20 @@ local function power(n) return bit.lshift(1ULL, n) end
 local function neighbour(format, code, up)
   local width = format.exponent_bits + format.fraction_bits
   if not format.signed then
-    if up then return code < 254 and decode(format, code + 1) or nil end
+    if up then
+      return decode(format, code) < format.largest and decode(format, code + 1) or nil
+    end
     return code > 0 and decode(format, code - 1) or nil
+  end
+  if format.exponent_bits == 0 then                         -- two's complement
+    if tonumber(code) == (up and 127 or 128) then return nil end
+    return decode(format, (code + (up and 1ULL or 255ULL)) % 256)
   end
   local sign = power(width)
   local negative, magnitude = code >= sign, code % sign
   if magnitude == 0 then return decode(format, up and 1ULL or sign + 1) end
   local away = negative ~= up                               -- from zero
+  if away and magnitude + 1 == sign then return nil end
   local next_magnitude = away and magnitude + 1 or magnitude - 1
   local value = decode(format, next_magnitude + (negative and sign or 0ULL))
   return value == value and value or nil
@@ -84,8 +94,10 @@ local function describe(format, x)
   if value - value == 0 then
     r.below, r.above = neighbour(format, code, false), neighbour(format, code, true)
     local field = tonumber(bit.band(bit.rshift(code, m), power(e) - 1))
-    r.subnormal = format.signed and field == 0 and value ~= 0
-    r.power = math.max(field, format.signed and 1 or 0) - format.bias
+    local gradual = m > 0 and e > 0                         -- has subnormals
+    r.subnormal = gradual and field == 0 and value ~= 0
+    r.power = math.max(field, gradual and 1 or 0) - format.bias
+    if e == 0 then r.power = format.top - 6 end             -- of the unit
   end
   return r
 end
@@ -113,8 +125,11 @@ local function error_text(r, x)
   if r.error == math.huge or r.error == -math.huge then return x - x ~= 0 and "" or "too large" end
   if r.value == 0 then return "lost" end
   if x == 0 then return ("%+.3g"):format(r.error) end
-  local note = r.name == "ue8m0" and ", rounded down" or ""
-  return ("%+.3g (%.2g %%%s)"):format(r.error, 100 * math.abs(r.error / x), note)
+  local note = r.name == "ue8m0" and ", rounded down"
+    or math.abs(x) > r.largest and ", saturated" or ""
+  local percent = 100 * math.abs(r.error / x)
+  return ("%+.3g (%s %%%s)"):format(r.error, (percent < 99 and "%.2g" or "%.0f"):format(percent),
+    note)
 end
 
 local HEAD = { "format", "value", "error", "below", "above", "hex", "s exponent fraction" }

@@ -198,23 +198,26 @@ end
 -- ------------------------------------------------------------------ single numbers
 
 local SMALL = { e4m3 = { 4, 3 }, e5m2 = { 5, 2 }, e5m6 = { 5, 6 }, e5m6_tilekernels = { 5, 6 },
-  ue8m0 = { 8, 0 }, f16 = { 5, 10 }, bf16 = { 8, 7 } }
-local ENCODE = { saturate = true, up = true }
+  f16 = { 5, 10 }, bf16 = { 8, 7 }, tf32 = { 8, 10 }, e4m3_ieee = { 4, 3 }, e3m2 = { 3, 2 },
+  e2m3 = { 2, 3 }, e2m1 = { 2, 1 }, int8 = { 0, 7 }, mxint8 = { 0, 7 },
+  ue4m3 = { 4, 3, unsigned = true }, ue8m0 = { 8, 0, unsigned = true } }
+local ENCODE = { saturate = true, up = true, nearest = true }
 
---- The code of a number in a small format: e4m3, e5m2, e5m6, e5m6_tilekernels, ue8m0, f16, bf16.
---- Options: saturate (numbers that are too large become the largest one), up (ue8m0: rounds away
---- from zero).
+--- The code of a number in a small format: e4m3, e5m2, e5m6, e5m6_tilekernels, ue8m0, ue4m3, f16,
+--- bf16, tf32, e4m3_ieee, e3m2, e2m3, e2m1, int8, mxint8. Options: saturate (numbers that are too
+--- large become the largest one), up (ue8m0: rounds away from zero), nearest (ue8m0: to nearest,
+--- ties up; 0 and negative numbers become nan).
 function M.encode(value, format, options)
   options = read_named(options, "fp8.encode", ENCODE)
   choose(SMALL, format, "fp8.encode", "format")
   return tonumber(C.eng_small_encode(format, want_number(value, "fp8.encode", "the number"),
-    (options.saturate or options.up) and 1 or 0, 0))
+    (options.saturate or options.up) and 1 or options.nearest and 4 or 0, 0))
 end
 
 --- The number that a code stands for.
 function M.decode(code, format)
   local parts = choose(SMALL, format, "fp8.decode", "format")
-  local codes = 2 ^ (parts[1] + parts[2] + (format == "ue8m0" and 0 or 1))
+  local codes = 2 ^ (parts[1] + parts[2] + (parts.unsigned and 0 or 1))
   if want_whole(code, "fp8.decode", "the code", 0) >= codes then
     raise("fp8.decode: expected a code of %s below %g, got %g", format, codes, code)
   end
@@ -226,7 +229,7 @@ end
 function M.bits(value, format)
   format = format or "e4m3"
   local parts, code, text = choose(SMALL, format, "fp8.bits", "format"), M.encode(value, format), {}
-  local digits = parts[1] + parts[2] + (format == "ue8m0" and 0 or 1)
+  local digits = parts[1] + parts[2] + (parts.unsigned and 0 or 1)
   for k = digits - 1, 0, -1 do
     text[#text + 1] = math.floor(code / 2 ^ k) % 2 == 1 and "1" or "0"
     if k == parts[2] + parts[1] or (k == parts[2] and k > 0) then text[#text + 1] = " " end

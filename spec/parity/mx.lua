@@ -1,0 +1,48 @@
+-- mx.lua FOLDER: the engine's side of mx.py. Reads requests from standard input, one per line:
+-- "encode FORMAT MODE" writes the codes (i32) of the f32 in FOLDER/a.in to FOLDER/a.out, and
+-- "decode FORMAT" the values (f64) of the codes (i32) there. Then it prints "done".
+local engine = require "engine"
+local ffi = require "ffi"
+local folder = assert(arg[1], "usage: engine spec/parity/mx.lua FOLDER")
+local C = require("engine.base.ffi").C
+
+local function read()
+  local file = assert(io.open(folder .. "/a.in", "rb"))
+  local bytes = file:read("*a")
+  file:close()
+  return bytes
+end
+
+local function write(pointer, bytes)
+  local file = assert(io.open(folder .. "/a.out", "wb"))
+  file:write(ffi.string(pointer, bytes))
+  file:close()
+end
+
+local function encode(format, mode)
+  local bytes = read()
+  local x, n = ffi.cast("const float *", bytes), #bytes / 4
+  local codes = ffi.new("int32_t[?]", n)
+  for i = 0, n - 1 do codes[i] = tonumber(C.eng_small_encode(format, x[i], mode, 0)) end
+  write(codes, 4 * n)
+end
+
+local function decode(format)
+  local bytes = read()
+  local codes, n = ffi.cast("const int32_t *", bytes), #bytes / 4
+  local values = ffi.new("double[?]", n)
+  for i = 0, n - 1 do values[i] = engine.fp8.decode(codes[i], format) end
+  write(values, 8 * n)
+end
+
+for line in io.lines() do
+  local words = {}
+  for word in line:gmatch("%S+") do words[#words + 1] = word end
+  if words[1] == "encode" then
+    encode(words[2], tonumber(words[3]))
+  else
+    decode(words[2])
+  end
+  print("done")
+  io.flush()
+end
