@@ -244,6 +244,22 @@ bool eng_op_supported(const char *device, int op);
 
 /// Arguments of the operations quantize, dequantize and fp8_matmul (ops.def).
 enum { ENG_FORMAT_E5M6 = 12 };   // in addition to the dtypes e4m3 and e5m2
+/// Elements of mx_quantize, in addition to these dtypes (core/base/mx.h).
+enum {
+  ENG_FORMAT_E2M1 = 13,
+  ENG_FORMAT_E2M3 = 14,
+  ENG_FORMAT_E3M2 = 15,
+  ENG_FORMAT_MXINT8 = 16
+};
+/// How mx_quantize scales a block (core/base/mx.h).
+enum {
+  ENG_MX_FLOOR = 0,
+  ENG_MX_CEIL = 1,
+  ENG_MX_EVEN = 2,
+  ENG_MX_RCEIL = 3,
+  ENG_MX_NVFP4 = 4,
+  ENG_MX_RULES = 5
+};
 /// How a block's amax becomes its scale: the rules of these projects (core/base/fp8_scale.h).
 enum {
   ENG_SCALE_TRANSFORMER_ENGINE = 0,

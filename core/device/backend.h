@@ -36,8 +36,9 @@ static inline bool op_is_unary(int op)
   }
 }
 
-/// Flags of quantize and swiglu_quantize.
+/// Flags of quantize and swiglu_quantize; mx_quantize has QUANTIZE_TRANSPOSED and the others.
 enum { QUANTIZE_STOCHASTIC = 2, QUANTIZE_POW2 = 4, QUANTIZE_TRANSPOSED = 8 };
+enum { MX_VALUES = 16, MX_FINITE = 32 };
 
 typedef eng_status op_kernel(const op_call *call);
 
@@ -185,7 +186,7 @@ typedef struct backend_host {
   int         (*interrupted)(void);
 } backend_host;
 
-enum { BACKEND_ABI = 6 };
+enum { BACKEND_ABI = 7 };
 
 /// The plug-in's only function. NULL with the error set if there is no usable device.
 typedef const backend *backend_plugin(const backend_host *host);

@@ -1,4 +1,5 @@
-// Shape and dtype rules of quantize, dequantize and fp8_matmul (ops.def).
+// Shape and dtype rules of quantize, dequantize, mx_quantize, mx_dequantize and fp8_matmul
+// (ops.def).
 #include "base/error.h"
 #include "base/fp8_layout.h"
 #include "autograd/infer.h"
@@ -128,6 +129,104 @@ static eng_status infer_dequantize(op_call *c, op_shape *s)
   return ENG_OK;
 }
 
+// ---- microscaling
+
+static eng_status want_mx(const op_call *c, int64_t format, int64_t rows, int64_t columns,
+                          int64_t rule)
+{
+  const char *name = op_name(c);
+  if (format != ENG_e4m3 && format != ENG_e5m2 &&
+      (format < ENG_FORMAT_E2M1 || format > ENG_FORMAT_MXINT8))
+    return error_set(ENG_ERR_DTYPE,
+                     "%s: expected the format e4m3, e5m2, e2m1, e2m3, e3m2 or mxint8, got number "
+                     "%lld", name, (long long)format);
+  if (rule < 0 || rule >= ENG_MX_RULES)
+    return error_set(ENG_ERR_VALUE, "%s: expected a scale rule of 0 to %d, got %lld", name,
+                     ENG_MX_RULES - 1, (long long)rule);
+  if (rule == ENG_MX_NVFP4 && format != ENG_FORMAT_E2M1)
+    return error_set(ENG_ERR_VALUE, "%s: the rule nvfp4 needs the format e2m1", name);
+  if (rows < 1 || rows > 128 || columns < 1 || columns > 128)
+    return error_set(ENG_ERR_VALUE,
+                     "%s: expected blocks of 1 to 128 rows and columns, got %lld x %lld", name,
+                     (long long)rows, (long long)columns);
+  if (format == ENG_FORMAT_E2M1 && columns % 2)
+    return error_set(ENG_ERR_VALUE,
+                     "%s: e2m1 packs pairs, so a block needs an even number of columns, got %lld",
+                     name, (long long)columns);
+  return ENG_OK;
+}
+
+static eng_status want_amax(const op_call *c, int k)
+{
+  const tensor *amax = c->in[k];
+  if (!amax || (amax->dtype == ENG_f32 && amax->count == 1)) return ENG_OK;
+  return error_set(ENG_ERR_SHAPE, "%s: expected one f32 amax, got %s", op_name(c),
+                   tensor_text(amax));
+}
+
+static int64_t blocks_in(int64_t n, int64_t block) { return (n + block - 1) / block; }
+
+static eng_status infer_mx_quantize(op_call *c, op_shape *s)
+{
+  const typeof(c->mx_quantize) *a = &c->mx_quantize;
+  const tensor *x = c->in[0];
+  ENG_TRY(want_float(c, 0));
+  ENG_TRY(want_ndim(c, 0, 1));
+  ENG_TRY(want_mx(c, a->format, a->block_rows, a->block_columns, a->rule));
+  ENG_TRY(want_amax(c, 1));
+  bool turned = a->flags & QUANTIZE_TRANSPOSED, values = a->flags & MX_VALUES,
+       packed = a->format == ENG_FORMAT_E2M1 && !values;
+  if (a->flags & ~(QUANTIZE_TRANSPOSED | MX_VALUES | MX_FINITE))
+    return error_set(ENG_ERR_VALUE, "mx_quantize: expected the flags 8, 16 and 32, got %lld",
+                     (long long)a->flags);
+  if (a->sr_bits < 0 || a->sr_bits > 24)
+    return error_set(ENG_ERR_VALUE, "mx_quantize: expected sr_bits of 0 to 24, got %lld",
+                     (long long)a->sr_bits);
+  int64_t columns = x->shape[x->ndim - 1], rows = 1;
+  for (int d = 0; d < x->ndim - 1; d++) rows *= x->shape[d];
+  if (packed && (columns % 2 || (turned && rows % 2)))
+    return error_set(ENG_ERR_SHAPE,
+                     "mx_quantize: e2m1 packs pairs along a row, so rows%s need an even length, "
+                     "got %s", turned ? " and columns" : "", tensor_text(x));
+  int dtype = values ? ENG_bf16 : ENG_u8;
+  put_out(s, 0, dtype, x->ndim, x->shape);
+  if (packed) s->out[0].shape[x->ndim - 1] = columns / 2;
+  put_out(s, 1, ENG_u8, 2, (int64_t[]){blocks_in(rows, a->block_rows),
+                                       blocks_in(columns, a->block_columns)});
+  put_out(s, 2, ENG_f32, 0, NULL);
+  put_out(s, 3, dtype, 2, (int64_t[]){columns, packed ? rows / 2 : rows});
+  put_out(s, 4, ENG_u8, 2, (int64_t[]){blocks_in(columns, a->block_rows),
+                                       blocks_in(rows, a->block_columns)});
+  put_out(s, 5, ENG_i64, 0, NULL);
+  return ENG_OK;
+}
+
+static eng_status infer_mx_dequantize(op_call *c, op_shape *s)
+{
+  const typeof(c->mx_dequantize) *a = &c->mx_dequantize;
+  const tensor *q = c->in[0], *scale = c->in[1];
+  if (q->dtype != ENG_u8 || scale->dtype != ENG_u8)
+    return error_set(ENG_ERR_DTYPE, "mx_dequantize: expected codes and scales in u8, got %s and %s",
+                     tensor_text(q), tensor_text(scale));
+  ENG_TRY(want_ndim(c, 0, 1));
+  ENG_TRY(want_float_attribute(c, a->dtype));
+  ENG_TRY(want_mx(c, a->format, a->block_rows, a->block_columns, a->rule));
+  ENG_TRY(want_amax(c, 2));
+  int64_t columns = q->shape[q->ndim - 1], rows = 1;
+  for (int d = 0; d < q->ndim - 1; d++) rows *= q->shape[d];
+  if (a->format == ENG_FORMAT_E2M1) columns *= 2;
+  int64_t shape[] = {blocks_in(rows, a->block_rows), blocks_in(columns, a->block_columns)};
+  if (scale->ndim != 2 || memcmp(scale->shape, shape, sizeof shape) != 0)
+    return error_set(ENG_ERR_SHAPE,
+                     "mx_dequantize: the scales of a %lld x %lld matrix in blocks of %lld x %lld "
+                     "must be %s, got %s", (long long)rows, (long long)columns,
+                     (long long)a->block_rows, (long long)a->block_columns,
+                     tensor_shape_text(2, shape), tensor_text(scale));
+  put_out(s, 0, (int)a->dtype, q->ndim, q->shape);
+  s->out[0].shape[q->ndim - 1] = columns;
+  return ENG_OK;
+}
+
 static eng_status infer_fp8_matmul(op_call *c, op_shape *s)
 {
   const tensor *a = c->in[0], *b = c->in[2];
@@ -186,5 +285,7 @@ static void __attribute__((constructor)) register_rules(void)
   op_register(ENG_OP_quantize, infer_quantize, NULL);
   op_register(ENG_OP_swiglu_quantize, infer_swiglu_quantize, NULL);
   op_register(ENG_OP_dequantize, infer_dequantize, NULL);
+  op_register(ENG_OP_mx_quantize, infer_mx_quantize, NULL);
+  op_register(ENG_OP_mx_dequantize, infer_mx_dequantize, NULL);
   op_register(ENG_OP_fp8_matmul, infer_fp8_matmul, NULL);
 }

@@ -164,6 +164,7 @@ local parts = {
   plot = { "engine.report.plot" },
   precision = { "engine.train.precision" },
   fp8 = { "engine.tensor.fp8" },
+  mx = { "engine.tensor.mx" },
   autocast = { "engine.train.precision", "autocast" },
   trainer = { "engine.train.trainer", "new" },
   signal = { "engine.train.trainer", "signal" },

@@ -384,6 +384,24 @@ function plans.dequantize()
   local q, scale = quantized(shape_of(1, 4), high, wide)
   return { q, scale }, { float_number(), high, wide, 0 }
 end
+local MX = { 10, 11, 13, 14, 15, 16 }
+local function mx_ints()
+  local rule = draw(5)
+  return rule == 4 and 13 or one_of(MX), one_of { 1, 2, 16 }, one_of { 2, 16, 32, 3 }, rule
+end
+function plans.mx_quantize()
+  local format, high, wide, rule = mx_ints()
+  return { float(shape_of(1, 4)), chance(20) and tensor_of({ 1 }, "f32") or false },
+    { format, high, wide, rule, 8 * draw(8), chance(30) and draw(26) or 0, draw(100), 1 }, {}, 6
+end
+function plans.mx_dequantize()
+  local format, high, wide, rule = mx_ints()
+  local shape = shape_of(1, 4)
+  shape[#shape] = 2 * shape[#shape]
+  local q, scale, amax = M_ffi.run("mx_quantize", { float(shape), false },
+    { format, high, wide == 3 and 4 or wide, rule, 0, 0, 0, 1 }, {}, 6)
+  return { q, scale, chance(50) and amax or false }, { float_number(), format, high, wide, rule }
+end
 function plans.fp8_matmul()
   local m, n, k, ta, tb = one_of(SIZES), one_of(SIZES), one_of(SIZES), draw(2), draw(2)
   local high_a, wide_a = block()

@@ -1,6 +1,8 @@
 """Microscaling formats compared with ml_dtypes and NumPy: part of `make parity`. Every code must
 decode to the same number. Every f16 and bf16, every midpoint and its neighbours, and MX_NUMBERS
-random f32 (1e7) must encode to the same code.
+random f32 (1e7) must encode to the same code. Quantizers must give the bytes of torchao's to_mx, and
+those of Transformer Engine's NVFP4 formulas: here in PyTorch, and in torchao's nvfp4_reference.py
+where that file is on PYTHONPATH.
 """
 import argparse
 import os
@@ -10,6 +12,15 @@ import tempfile
 
 import ml_dtypes
 import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torchao.prototype.mx_formats import mx_tensor
+from torchao.prototype.mx_formats.utils import to_blocked
+
+try:
+    from nvfp4_reference import nvfp4_reference_quantize
+except ImportError:
+    nvfp4_reference_quantize = None
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(HERE))
@@ -64,9 +75,19 @@ class Engine:
         x.tofile(os.path.join(self.folder, "a.in"))
         self.process.stdin.write(" ".join(map(str, words)) + "\n")
         self.process.stdin.flush()
+        self.wait()
+        return np.fromfile(os.path.join(self.folder, "a.out"), result)
+
+    def wait(self):
         if self.process.stdout.readline() != "done\n":
             sys.exit("parity: the engine ended")
-        return np.fromfile(os.path.join(self.folder, "a.out"), result)
+
+    def quantize(self, x, *words):
+        save_file({"x": x}, os.path.join(self.folder, "x.in"))
+        self.process.stdin.write(" ".join(["quantize", *words]) + "\n")
+        self.process.stdin.flush()
+        self.wait()
+        return load_file(os.path.join(self.folder, "x.out"))
 
 
 def values(name, reference, codes):
@@ -127,6 +148,148 @@ def formats(engine):
     return bad
 
 
+# ---- quantizers
+
+ELEMENTS = {
+    "e4m3": (torch.float8_e4m3fn, 448.0),
+    "e5m2": (torch.float8_e5m2, 57344.0),
+    "e2m3": (mx_tensor.DTYPE_FP6_E2M3, 7.5),
+    "e3m2": (mx_tensor.DTYPE_FP6_E3M2, 28.0),
+    "e2m1": (torch.float4_e2m1fn_x2, 6.0),
+}
+# torchao 0.18 and older differ from its later versions, from Transformer Engine and from the
+# hardware in blocks with NaN or Inf or, in even, close to it, in blocks whose scale has code 0, and in
+# rceil where a float log2 rounds to a whole number. Such blocks are left out there.
+OLD = not hasattr(mx_tensor, "_f32_to_e8m0_rceil")
+
+
+def blocks(rng, wide, dtype):
+    """Rows of blocks: ordinary, of all magnitudes, and at the edges of every rule."""
+    n = 1 << 12
+    ordinary = rng.normal(0, 1, (n, wide)) * np.exp2(rng.integers(-20, 20, (n, 1)))
+    spread = rng.normal(0, 1, (n, wide)) * np.exp2(rng.integers(-60, 60, (n, wide)))
+    far = rng.normal(0, 1, (n // 8, wide)) * np.exp2(rng.integers(-149, 127, (n // 8, 1)))
+    raw = rng.integers(0, 1 << 32, (n // 4, wide), dtype=np.uint32).view(np.float32)
+    edges = []
+    for _, largest in ELEMENTS.values():
+        for k in range(-148, 127, 2):
+            for top in (1.0, largest, 1.5, 1.75, 1.875, 1.9375, 1.96875):
+                for near in (-1, 0, 1):
+                    value = np.float32(top) * np.float32(2)**k
+                    edges.append(np.nextafter(value, np.float32(near * np.inf)) if near else value)
+    edges = np.array(edges, np.float32)
+    edges = edges[np.isfinite(edges)]
+    corner = rng.uniform(-1, 1, (len(edges), wide)).astype(np.float32) * edges[:, None]
+    corner[np.arange(len(edges)), rng.integers(0, wide, len(edges))] = edges
+    special = np.zeros((64, wide), np.float32)
+    special[:, 0] = np.resize([0.0, -0.0, np.inf, -np.inf, np.nan, 3.4028235e38, 1e-45], 64)
+    special[:, 1] = rng.normal(0, 1, 64) * (np.arange(64) > 20)
+    rows = np.concatenate([a.astype(np.float32) for a in (ordinary, spread, far, raw, corner,
+                                                         special)])
+    rows = rows[:len(rows) // 32 * 32]
+    return torch.from_numpy(rows).to(dtype)
+
+
+def compared_rows(x, format_, mode):
+    """Rows whose codes, and rows whose scales, torchao defines as the engine does."""
+    amax = x.float().abs().amax(1).double()
+    scales = torch.ones_like(amax, dtype=torch.bool)
+    codes = torch.isfinite(amax) | (format_ in ("e4m3", "e5m2"))
+    if OLD:
+        codes &= torch.isfinite(amax)
+        ratio = torch.log2(amax / ELEMENTS[format_][1])
+        scales &= ((amax > 2.0**-100) & (amax < 2.0**127)) | torch.isnan(amax)
+        if mode == "rceil":
+            scales &= ~((ratio - ratio.round()).abs() < 2e-5) | (ratio == ratio.round())
+    return codes & scales, scales
+
+
+def mx(engine):
+    bad, rng = 0, np.random.default_rng(2)
+    modes = mx_tensor.ScaleCalculationMode
+    for dtype in (torch.float32, torch.bfloat16):
+        x = blocks(rng, 32, dtype)
+        for format_, (element, _) in ELEMENTS.items():
+            for mode in ("floor", "ceil", "even", "rceil"):
+                both = []
+                for y in (x, x.T.contiguous()):
+                    scale, data = mx_tensor.to_mx(y, element, 32, modes[mode.upper()])
+                    both += [scale.view(torch.uint8), data.view(torch.uint8)]
+                got = engine.quantize(x, format_, mode, "1x32", "torchao")
+                codes, scales = compared_rows(x, format_, mode)
+                wrong = int((got["scale"][scales] != both[0][scales]).sum())
+                left = both[1].view(len(x), -1)
+                nan = {"e4m3": 0x7F, "e5m2": 0x7D}.get(format_, 0x100)
+                differ = (got["q"] != left) & ~(((got["q"] & 0x7F) >= nan) & ((left & 0x7F) >= nan))
+                wrong += int(differ[codes].sum())
+                # the transpose, quantized from x: blocks of 32 rows
+                tall = x.float().T.reshape(-1, 32)
+                t_codes, t_scales = compared_rows(tall, format_, mode)
+                shape = both[2].shape
+                wrong += int((got["scale_t"] != both[2])[t_scales.view(shape)].sum())
+                right = both[3].view(got["q_t"].shape)
+                differ = (got["q_t"] != right) & ~(((got["q_t"] & 0x7F) >= nan) &
+                                                   ((right & 0x7F) >= nan))
+                wrong += int(differ.reshape(len(tall), -1)[t_codes].sum())
+                layout = to_blocked(got["scale"])
+                wrong += int((got["layout"].flatten() != layout).sum())
+                print(f"  {str(dtype)[6:]:8} {format_} {mode:5} {int(codes.sum())} + "
+                      f"{int(t_codes.sum())} of {len(x)} + {len(tall)} blocks: {wrong} differ")
+                bad += wrong
+    return bad
+
+
+def nvfp4_formula(x, amax, high):
+    """Transformer Engine's scales and codes of x in blocks of high x 16."""
+    most = torch.tensor(torch.finfo(torch.float32).max)
+    encode = torch.minimum(torch.tensor(2688.0) / amax, most)
+    if amax == 0 or encode == 0:
+        encode = torch.tensor(1.0)
+    down, across = x.shape[0] // high, x.shape[1] // 16
+    top = x.float().abs().view(down, high, across, 16).amax((1, 3))
+    s = torch.minimum(top * (encode * torch.tensor(1 / 6, dtype=torch.float32)), most)
+    scale = s.clamp(max=448).to(torch.float8_e4m3fn)
+    factor = torch.minimum(1 / (scale.float() * (1 / encode)), most)
+    factor = factor.repeat_interleave(high, 0).repeat_interleave(16, 1)
+    values = (x.float() * factor).numpy()
+    codes = torch.from_numpy(values.astype(ml_dtypes.float4_e2m1fn).view(np.uint8))
+    return scale.view(torch.uint8), codes[:, ::2] | codes[:, 1::2] << 4
+
+
+def nvfp4(engine):
+    bad, rng = 0, np.random.default_rng(3)
+    for dtype in (torch.float32, torch.bfloat16):
+        rows = blocks(rng, 64, dtype)
+        rows = rows[torch.isfinite(rows.float()).all(1)]
+        order = torch.from_numpy(rng.permutation(len(rows)))
+        sizes = rows.float().abs().amax(1)
+        # tensors of rows in all sizes, of similar sizes, and of one kind
+        tensors = [rows[:len(rows) // 16 * 16]]
+        for low, high_ in ((0, 1e-38), (1e-38, 1e-20), (1e-20, 1e-5), (1e-5, 1e5), (1e5, 4e38)):
+            some = rows[order][(sizes[order] >= low) & (sizes[order] < high_)]
+            tensors.append(some[:len(some) // 16 * 16])
+        for scale in (1e-3, 1, 2.0**120):
+            tensors.append((torch.from_numpy(rng.normal(0, 1, (4096, 64)) * scale)).to(dtype))
+        tensors.append(torch.zeros(16, 64, dtype=dtype))
+        for block, high in (("1x16", 1), ("16x16", 16)):
+            wrong = count = 0
+            for x in tensors:
+                amax = x.float().abs().amax()
+                got = engine.quantize(x.contiguous(), "e2m1", "nvfp4", block, "te")
+                for y, q, scale in ((x, got["q"], got["scale"]),
+                                    (x.T.contiguous(), got["q_t"], got["scale_t"])):
+                    want_scale, want = nvfp4_formula(y, amax, high)
+                    wrong += int((scale != want_scale).sum()) + int((q != want).sum())
+                    if nvfp4_reference_quantize:
+                        other = nvfp4_reference_quantize(y, amax, block=block)
+                        wrong += int((scale != other.block_scale.view(torch.uint8)).sum())
+                        wrong += int((q != other.codes).sum())
+                    count += scale.numel()
+            print(f"  {str(dtype)[6:]:8} nvfp4 {block:5} {count} blocks: {wrong} differ")
+            bad += wrong
+    return bad
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--engine", default="./engine")
@@ -135,6 +298,11 @@ def main():
         engine = Engine(engine_path, folder)
         print("microscaling formats against ml_dtypes " + ml_dtypes.__version__)
         bad = formats(engine)
+        print("MX quantizers against torchao" + (", not every block" if OLD else ""))
+        bad += mx(engine)
+        print("NVFP4 quantizer against Transformer Engine's formulas"
+              + (" and torchao's reference" if nvfp4_reference_quantize else ""))
+        bad += nvfp4(engine)
     sys.exit(1 if bad else 0)
 
 

@@ -99,6 +99,36 @@ function M.dimension(x, d, name)
   return k, what
 end
 
+--- The value of `name` in a table, as a number if it is one. An unknown name raises an error that
+--- lists the names. `where`: the function, `what`: the option, for the message.
+function M.choose(list, name, where, what)
+  if list[name] ~= nil then return tonumber(list[name]) or list[name] end
+  local names = {}
+  for known in pairs(list) do names[#names + 1] = known end
+  table.sort(names)
+  raise("%s: expected %s %s, got %s%s", where, what, table.concat(names, ", "), value_text(name),
+    nearest.hint(tostring(name), names))
+end
+
+local BLOCKS = { tensor = { 0, 0 }, row = { 1, 0 }, column = { 0, 1 } }
+
+--- "tensor", "row", "column", "1x128" or { 1, 128 } -> rows, columns; 0 is the whole side. `where`:
+--- the function, for the message.
+function M.read_block(block, where)
+  if type(block) == "table" and #block == 2 then
+    return M.want_whole(block[1], where, "the rows of a block", 0),
+      M.want_whole(block[2], where, "the columns of a block", 0)
+  end
+  local rows, columns = tostring(block):match("^([1-9]%d*)x([1-9]%d*)$")
+  if rows then return tonumber(rows), tonumber(columns) end
+  local named = type(block) == "string" and BLOCKS[block]
+  if not named then
+    raise("%s: expected block to be 'tensor', 'row', 'column', '1x128' or { rows, columns }, " ..
+      "got %s", where, value_text(block))
+  end
+  return named[1], named[2]
+end
+
 --- Checks that every key of a table of options is a key of `known`, and returns the options ({} for
 --- nil).
 local NO_OPTIONS = {}

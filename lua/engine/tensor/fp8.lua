@@ -9,48 +9,22 @@
 --   print(qx, fp8.bits(0.1, "e4m3"))
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
-local nearest = require "engine.base.nearest"
 
 local ffi, C, check, raise = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise
 local run, value_text, read_named = M_ffi.run, M_ffi.value_text, arguments.read_named
+local choose = arguments.choose
 local want, want_number, want_whole = arguments.want, arguments.want_number, arguments.want_whole
 
 local M = {}
 
 local FORMATS = { e4m3 = M_ffi.dtype.e4m3, e5m2 = M_ffi.dtype.e5m2,
   e5m6 = tonumber(C.ENG_FORMAT_E5M6) }
-local BLOCKS = { tensor = { 0, 0 }, row = { 1, 0 }, column = { 0, 1 } }
 -- Scale rules, named after the projects they come from (core/base/fp8_scale.h).
 local RULES = { transformer_engine = C.ENG_SCALE_TRANSFORMER_ENGINE,
   deepseek = C.ENG_SCALE_DEEPSEEK, deepgemm = C.ENG_SCALE_DEEPGEMM,
   torchao = C.ENG_SCALE_TORCHAO, msamp = C.ENG_SCALE_MSAMP }
 local ACCUMULATORS = { fp32 = C.ENG_ACCUMULATE_FP32, exact = C.ENG_ACCUMULATE_EXACT,
   hopper = C.ENG_ACCUMULATE_HOPPER, e4m3 = C.ENG_ACCUMULATE_E4M3 }
-
-local function choose(list, name, where, what)
-  if list[name] ~= nil then return tonumber(list[name]) or list[name] end
-  local names = {}
-  for known in pairs(list) do names[#names + 1] = known end
-  table.sort(names)
-  raise("%s: expected %s %s, got %s%s", where, what, table.concat(names, ", "), value_text(name),
-    nearest.hint(tostring(name), names))
-end
-
--- "tensor", "row", "column", "1x128" or { 1, 128 } -> rows, columns; 0 is the whole side.
-local function read_block(block, where)
-  if type(block) == "table" and #block == 2 then
-    return want_whole(block[1], where, "the rows of a block", 0),
-      want_whole(block[2], where, "the columns of a block", 0)
-  end
-  local rows, columns = tostring(block):match("^([1-9]%d*)x([1-9]%d*)$")
-  if rows then return tonumber(rows), tonumber(columns) end
-  local named = type(block) == "string" and BLOCKS[block]
-  if not named then
-    raise("%s: expected block to be 'tensor', 'row', 'column', '1x128' or { rows, columns }, " ..
-      "got %s", where, value_text(block))
-  end
-  return named[1], named[2]
-end
 
 -- ------------------------------------------------------------------ quantized matrices
 
@@ -113,7 +87,7 @@ function M.quantize(x, options)
   want(x, "fp8.quantize")
   options = read_named(options, "fp8.quantize", QUANTIZE)
   local format, rule = options.format or "e4m3", options.rule or "transformer_engine"
-  local rows, columns = read_block(options.block or "tensor", "fp8.quantize")
+  local rows, columns = arguments.read_block(options.block or "tensor", "fp8.quantize")
   local factor = options.factor
   if type(factor) == "number" then
     if not (factor > 0 and factor < math.huge) then

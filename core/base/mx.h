@@ -1,0 +1,163 @@
+// Microscaling, number by number: the element formats of blocks, the rules that turn a block's
+// largest magnitude into its scale, and rounding. Inline, so that gcc and nvcc compile the same
+// code. Called by the kernels of mx_quantize and mx_dequantize. The slow twin in reference_mx.c
+// computes the same in f64 by other formulas.
+//
+//   element   bits    bias  largest      emax        scale of a block
+//   e4m3      1-4-3   7     448          8           a power of two, in ue8m0 (fp8.h)
+//   e5m2      1-5-2   15    57344        15
+//   e3m2      1-3-2   3     28           4
+//   e2m3      1-2-3   1     7.5          2
+//   e2m1      1-2-1   1     6            2           also NVFP4: ue4m3, and one f32 per tensor
+//   mxint8    8       -     127/64       0           two's complement, in units of 1/64
+//
+// Rules of MX, from the amax a of a block in f32 (e: the exponent of the scale):
+//   floor   e = floor(log2 a) - emax                   OCP MX 1.0, section 6.3
+//   ceil    e = ceil(log2 a) - emax                    torchao
+//   even    floor, of a rounded to the bits of an element first, halves up (torchao)
+//   rceil   e = ceil(log2(a * f32(1 / largest)))       Transformer Engine, cuBLAS, torchao
+// Codes are 127 + e, bounded by 0 and 254; a zero block has code 0. An element is
+// round(x * 2^-e), saturating.
+//
+// NVFP4 as in Transformer Engine: S = min(2688 / g, FLT_MAX) for the amax g of the tensor, 1 if g
+// or S is 0; a block's scale s = e4m3(min(a * (S * f32(1/6)), FLT_MAX)), saturating; an element is
+// round(x * min(1 / (s * (1 / S)), FLT_MAX)). Its value is code * s * (g / 2688). A block much
+// smaller than the tensor gets the scale 0.
+#ifndef ENG_MX_H
+#define ENG_MX_H
+
+#include "engine.h"
+#include "numerics.h"
+
+typedef struct mx_format {
+  int   fraction, bias, emax;
+  int   top;          // code of the largest number
+  int   nan;          // code of NaN; the largest number or 0 in formats without NaN
+  int   sign;         // the bit of the sign; 0: two's complement
+  float largest;
+} mx_format;
+
+ENG_INLINE mx_format mx_format_of(int64_t format)
+{
+  switch (format) {
+    case ENG_e4m3:          return (mx_format){3, 7, 8, 0x7E, 0x7F, 0x80, 448.0f};
+    case ENG_e5m2:          return (mx_format){2, 15, 15, 0x7B, 0x7F, 0x80, 57344.0f};
+    case ENG_FORMAT_E3M2:   return (mx_format){2, 3, 4, 0x1F, 0x1F, 0x20, 28.0f};
+    case ENG_FORMAT_E2M3:   return (mx_format){3, 1, 2, 0x1F, 0x1F, 0x20, 7.5f};
+    case ENG_FORMAT_MXINT8: return (mx_format){6, 1, 0, 127, 0, 0, 1.984375f};
+    default:                return (mx_format){1, 1, 2, 7, 7, 8, 6.0f};
+  }
+}
+
+/// Whether elements are packed two to a byte, the even one in the low half.
+ENG_INLINE int mx_packed(int64_t format) { return format == ENG_FORMAT_E2M1; }
+
+// ---- scales
+
+/// The ue8m0 code for a block with this amax. Inf gives 254 if `saturates`, else Inf and NaN give
+/// 255, and so does an amax that the rule even rounds to Inf, as in torchao.
+ENG_INLINE uint8_t mx_scale(float amax, mx_format f, int rule, int saturates)
+{
+  uint32_t bits = f32_bits(amax);
+  // half a unit of an element with `fraction` bits
+  if (rule == ENG_MX_EVEN && f32_is_finite(amax)) bits += 1u << (22 - f.fraction);
+  if (bits >= 0x7F800000u && !saturates) return 255;
+  if (!f32_is_finite(amax)) return 254;
+  if (rule == ENG_MX_RCEIL) return ue8m0_from_f32(amax * (1.0f / f.largest), 1);
+  int code = (int)(bits >> 23) + (rule == ENG_MX_CEIL && (bits & 0x7FFFFFu)) - f.emax;
+  return (uint8_t)(code < 0 ? 0 : code > 254 ? 254 : code);
+}
+
+/// 2^-e of a ue8m0 code; NaN for 255.
+ENG_INLINE float mx_inverse(uint8_t code)
+{
+  return code == 254 ? f32_from(0x00400000u)
+         : code == 255 ? f32_from(0x7FC00000u)
+                       : f32_from((uint32_t)(254 - code) << 23);
+}
+
+/// S, for NVFP4.
+ENG_INLINE float nvfp4_encode_scale(float amax)
+{
+  float s = 2688.0f / amax, most = f32_from(0x7F7FFFFFu);
+  if (s > most) s = most;
+  return amax == 0 || s == 0 ? 1.0f : s;
+}
+
+/// The ue4m3 code of a block's scale; NaN if its amax or S is NaN.
+ENG_INLINE uint8_t nvfp4_scale(float amax, float encode)
+{
+  return e4m3_from_f32(amax * (encode * (1.0f / 6.0f)), FP8_SATURATE);
+}
+
+/// The factor on the elements of a block.
+ENG_INLINE float nvfp4_factor(uint8_t scale, float encode)
+{
+  float factor = 1.0f / (e4m3_to_f32(scale) * (1.0f / encode)), most = f32_from(0x7F7FFFFFu);
+  return factor > most ? most : factor;
+}
+
+/// The factor on a whole tensor's values: g / 2688, or 1 where S is 1 for g = 0.
+ENG_INLINE float nvfp4_decode_scale(float amax) { return amax == 0 ? 1.0f : amax / 2688.0f; }
+
+// ---- elements
+
+ENG_INLINE uint8_t mx_signed(uint32_t code, uint32_t x, mx_format f)
+{
+  uint32_t negative = x >> 31;
+  return (uint8_t)(f.sign ? code | (negative ? (uint32_t)f.sign : 0) : negative ? 0 - code : code);
+}
+
+/// The code of x, rounded to nearest even. As fp8_code_f32 (fp8.h), for any format.
+ENG_INLINE uint8_t mx_code(float x, mx_format f)
+{
+  uint32_t bits = f32_bits(x), magnitude = bits & 0x7FFFFFFFu;
+  uint32_t unit = (uint32_t)(127 + 24 - f.bias - f.fraction) << 23,
+           drop = (uint32_t)(23 - f.fraction);
+  // the normal numbers of mxint8 begin at 1, its last binade
+  uint32_t low = f32_bits(f32_from(magnitude) + f32_from(unit)) - unit,
+           high = ((magnitude + (1u << (drop - 1)) - 1 + (magnitude >> drop & 1)) >> drop) -
+                  ((uint32_t)(127 - f.bias) << f.fraction),
+           code = magnitude < (uint32_t)(128 - f.bias) << 23 ? low : high;
+  code = code > (uint32_t)f.top ? (uint32_t)f.top : code;
+  return magnitude > 0x7F800000u ? (uint8_t)f.nan : mx_signed(code, bits, f);
+}
+
+/// Stochastic rounding as in Transformer Engine's software path: adds u * (the step of x's binade)
+/// to |x| in one rounding, then truncates on the grid of the sum's own binade. u in [0, 1) holds
+/// `sr_bits` random bits, so P(up) is the fraction above the lower neighbour, rounded down to a
+/// multiple of 2^-sr_bits.
+ENG_INLINE uint8_t mx_code_stochastic(float x, float u, mx_format f)
+{
+  uint32_t bits = f32_bits(x), magnitude = bits & 0x7FFFFFFFu;
+  if (magnitude > 0x7F800000u) return (uint8_t)f.nan;
+  uint32_t normal = (uint32_t)(128 - f.bias) << 23, binade = magnitude & 0x7F800000u;
+  if (binade < normal) binade = normal;
+  float step = f32_from(binade - ((uint32_t)f.fraction << 23)),
+        sum = __builtin_fmaf(u, step, f32_from(magnitude));
+  uint32_t code = f32_bits(sum), units = (uint32_t)(127 + f.bias - 1 + f.fraction) << 23;
+  code = sum >= f.largest ? (uint32_t)f.top
+         : code < normal  ? (uint32_t)(sum * f32_from(units))
+                          : (code >> (23 - f.fraction)) - ((uint32_t)(127 - f.bias) << f.fraction);
+  return mx_signed(code, bits, f);
+}
+
+/// The number of a code.
+ENG_INLINE float mx_value(uint8_t code, mx_format f)
+{
+  if (!f.sign) return (float)(int8_t)code * 0x1p-6f;
+  int magnitude = code & (f.sign - 1), field = magnitude >> f.fraction;
+  if (f.top > 0x1F) return f.fraction == 3 ? e4m3_to_f32(code) : e5m2_to_f32(code);
+  int significand = (magnitude & ((1 << f.fraction) - 1)) | (field ? 1 << f.fraction : 0);
+  float value = (float)significand *
+                f32_from((uint32_t)(127 + (field ? field : 1) - f.bias - f.fraction) << 23);
+  return code & f.sign ? -value : value;
+}
+
+/// The bits of a random word as u, for mx_code_stochastic.
+ENG_INLINE float mx_uniform(uint32_t word, int sr_bits)
+{
+  return (float)(word >> (32 - sr_bits)) * f32_from((uint32_t)(127 - sr_bits) << 23);
+}
+
+#endif

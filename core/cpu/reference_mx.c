@@ -1,0 +1,195 @@
+// Reference kernels for mx_quantize and mx_dequantize: element by element, exponents by frexp,
+// rounding in f64. The fast kernels must agree with them bit for bit. See reference.h, ops.def.
+#include "reference.h"
+
+#include "base/mx.h"
+#include "base/rng.h"
+
+#include <math.h>
+#include <string.h>
+
+// One side of an mx_quantize call: x untransposed or transposed.
+typedef struct side {
+  const op_call *call;
+  int64_t  rows, columns;           // of the result
+  int64_t  row, column;             // strides of x in elements
+  tensor  *q, *scale;
+  uint64_t random;                  // Philox block of the first element
+  float    encode;                  // S of NVFP4
+} side;
+
+static float x_at(const side *s, int64_t r, int64_t c)
+{
+  const tensor *x = s->call->in[0];
+  return (float)tensor_load(x->data, x->dtype, r * s->row + c * s->column);
+}
+
+// The largest magnitude of a block; `nans`: NaN if it holds one.
+static float block_amax(const side *s, int64_t r0, int64_t rows, int64_t c0, int64_t columns,
+                        bool nans)
+{
+  float amax = 0;
+  for (int64_t r = r0; r < r0 + rows; r++)
+    for (int64_t c = c0; c < c0 + columns; c++) {
+      float x = fabsf(x_at(s, r, c));
+      if (x != x && nans) return NAN;
+      if (x > amax) amax = x;
+    }
+  return amax;
+}
+
+// The exponent of a block's scale, from a finite amax.
+static int exponent_of(float amax, const mx_format *f, int rule)
+{
+  int e, emax = f->emax;
+  double a = amax;
+  if (rule == ENG_MX_RCEIL) {
+    a = amax * (float)(1.0 / (double)f->largest);
+    emax = 0;
+  }
+  if (a == 0) return -127;
+  double part = 2 * frexp(a, &e);   // 1 <= part < 2
+  e--;
+  bool up = (rule == ENG_MX_CEIL || rule == ENG_MX_RCEIL) && part > 1;
+  if (rule == ENG_MX_EVEN) up = part >= 2 - ldexp(1, -1 - f->fraction);
+  // The other rules read the exponent field, which is -127 for a subnormal amax. Only mxint8, with
+  // emax 0, has smaller exponents to lose.
+  if (rule != ENG_MX_RCEIL && a < 0x1p-126) {
+    e = -127;
+    up = rule == ENG_MX_CEIL ||
+         (rule == ENG_MX_EVEN && a >= 0x1p-126 - ldexp(1, -127 - f->fraction));
+  }
+  e += up - emax;
+  return e < -127 ? -127 : e > 127 ? 127 : e;
+}
+
+// The code of an element from its f64 quotient by the scale.
+static uint8_t code_of(double x, const mx_format *f, int sr_bits, uint32_t random)
+{
+  if (x != x) return (uint8_t)f->nan;
+  double a = fabs(x);
+  int code;
+  if (sr_bits) {
+    double u = ldexp((double)(random >> (32 - sr_bits)), -sr_bits);
+    int e;
+    frexp(a, &e);
+    if (a == 0 || --e < 1 - f->bias) e = 1 - f->bias;
+    a = a < f->largest ? (double)fmaf((float)u, (float)ldexp(1, e - f->fraction), (float)a) : a;
+    frexp(a, &e);
+    if (a == 0 || --e < 1 - f->bias) e = 1 - f->bias;
+    if (a > f->largest) a = f->largest;
+    double step = ldexp(1, e - f->fraction);
+    a = step * floor(a / step);
+  }
+  code = a >= 2.0 * f->largest ? f->top : (int)small_code(f64_bits(a), f->fraction, f->bias);
+  if (code > f->top) code = f->top;
+  bool negative = signbit(x);
+  return (uint8_t)(f->sign ? code | (negative ? f->sign : 0) : negative ? -code : code);
+}
+
+static void store(const side *s, int64_t element, uint8_t code, double value)
+{
+  if (s->call->mx_quantize.flags & MX_VALUES) {
+    ((uint16_t *)s->q->data)[element] = bf16_from_f64(value);
+  } else if (mx_packed(s->call->mx_quantize.format)) {
+    uint8_t *pair = (uint8_t *)s->q->data + element / 2;
+    *pair = (uint8_t)(element % 2 ? (*pair & 15) | code << 4 : code);
+  } else {
+    ((uint8_t *)s->q->data)[element] = code;
+  }
+}
+
+static void quantize_side(const side *s)
+{
+  const typeof(s->call->mx_quantize) *a = &s->call->mx_quantize;
+  bool finite = a->flags & MX_FINITE;
+  mx_format f = mx_format_of(a->format);
+  uint8_t *scales = s->scale->data;
+  for (int64_t r0 = 0; r0 < s->rows; r0 += a->block_rows)
+    for (int64_t c0 = 0; c0 < s->columns; c0 += a->block_columns) {
+      int64_t rows = s->rows - r0 < a->block_rows ? s->rows - r0 : a->block_rows,
+              columns = s->columns - c0 < a->block_columns ? s->columns - c0 : a->block_columns;
+      float amax = block_amax(s, r0, rows, c0, columns, !finite);
+      double factor, scale;
+      uint8_t code;
+      if (a->rule == ENG_MX_NVFP4) {
+        code = nvfp4_scale(amax, s->encode);
+        scale = e4m3_to_f32(code);
+        factor = nvfp4_factor(code, s->encode);
+      } else {
+        // the rule even rounds to Inf
+        bool inf = a->rule == ENG_MX_EVEN && amax >= 0x1p128 - ldexp(1, 126 - f.fraction);
+        bool number = isfinite(amax) && (finite || !inf);
+        int e = number ? exponent_of(amax, &f, (int)a->rule) : 127;
+        code = number || finite ? (uint8_t)(e + 127) : 255;
+        scale = code == 255 ? NAN : ldexp(1, e);
+        factor = code == 255 ? NAN : ldexp(1, -e);
+      }
+      *scales++ = code;
+      for (int64_t r = r0; r < r0 + rows; r++)
+        for (int64_t c = c0; c < c0 + columns; c++) {
+          int64_t element = r * s->columns + c;
+          uint32_t word[4] = {0};
+          if (a->sr_bits) philox_block(word, s->random + (uint64_t)(element / 4));
+          double x = x_at(s, r, c) * factor;
+          if (a->rule == ENG_MX_NVFP4) x = (double)(float)x;
+          uint8_t q = code_of(x, &f, (int)a->sr_bits, word[element % 4]);
+          store(s, element, q, (double)(float)(mx_value(q, f) * scale));
+        }
+    }
+}
+
+eng_status reference_mx_quantize(const op_call *call)
+{
+  const tensor *x = call->in[0];
+  int64_t columns = columns_of(x), rows = rows_of(x), nan = 0;
+  side own = {.call = call, .rows = rows, .columns = columns, .row = columns, .column = 1,
+              .q = call->out[0], .scale = call->out[1],
+              .random = (uint64_t)call->mx_quantize.counter};
+  bool finite = call->mx_quantize.flags & MX_FINITE;
+  float amax = call->in[1] ? ((const float *)call->in[1]->data)[0]
+                           : block_amax(&own, 0, rows, 0, columns, !finite);
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t c = 0; c < columns; c++) nan += x_at(&own, r, c) != x_at(&own, r, c);
+  ((float *)call->out[2]->data)[0] = amax;
+  ((int64_t *)call->out[5]->data)[0] = nan;
+  own.encode = nvfp4_encode_scale(amax);
+  quantize_side(&own);
+  if (!call->out[3]) return ENG_OK;
+  side turned = {.call = call, .rows = columns, .columns = rows, .row = 1, .column = columns,
+                 .q = call->out[3], .scale = call->out[4], .encode = own.encode,
+                 .random = own.random + (uint64_t)((x->count + 3) / 4)};
+  quantize_side(&turned);
+  // With square blocks, the transposed copy has the same elements, even if rounding was stochastic.
+  if (call->mx_quantize.block_rows == call->mx_quantize.block_columns)
+    for (int64_t r = 0; r < rows; r++)
+      for (int64_t c = 0; c < columns; c++) {
+        int64_t from = r * columns + c;
+        const uint8_t *q = own.q->data;
+        if (call->mx_quantize.flags & MX_VALUES)
+          ((uint16_t *)turned.q->data)[c * rows + r] = ((const uint16_t *)own.q->data)[from];
+        else if (mx_packed(call->mx_quantize.format))
+          store(&turned, c * rows + r, q[from / 2] >> from % 2 * 4 & 15, 0);
+        else
+          store(&turned, c * rows + r, q[from], 0);
+      }
+  return ENG_OK;
+}
+
+eng_status reference_mx_dequantize(const op_call *call)
+{
+  const typeof(call->mx_dequantize) *a = &call->mx_dequantize;
+  const uint8_t *q = call->in[0]->data, *scale = call->in[1]->data;
+  const tensor *y = call->out[0];
+  mx_format f = mx_format_of(a->format);
+  int64_t rows = rows_of(y), columns = columns_of(y),
+          across = (columns + a->block_columns - 1) / a->block_columns;
+  float whole = call->in[2] ? nvfp4_decode_scale(((const float *)call->in[2]->data)[0]) : 1;
+  for (int64_t i = 0; i < rows * columns; i++) {
+    uint8_t s = scale[i / columns / a->block_rows * across + i % columns / a->block_columns];
+    float value = mx_value(mx_packed(a->format) ? q[i / 2] >> i % 2 * 4 & 15 : q[i], f);
+    value *= a->rule == ENG_MX_NVFP4 ? e4m3_to_f32(s) : ue8m0_to_f32(s);
+    tensor_store(y->data, y->dtype, i, a->rule == ENG_MX_NVFP4 ? value * whole : value);
+  }
+  return ENG_OK;
+}

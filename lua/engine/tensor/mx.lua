@@ -1,0 +1,117 @@
+-- Microscaling by hand: blocks of small numbers with a scale of one byte each (OCP MX, NVFP4), to
+-- the bit of torchao and Transformer Engine. core/base/mx.h defines formats and rules.
+--
+--   local q = engine.mx.quantize(x, { format = "e4m3", rule = "rceil" })       -- x [.. x K]
+--   local w = engine.mx.quantize(weight, { rule = "nvfp4", block = "16x16", transposed = true })
+--   print(q, q.q, q.scale, q:dequantize("bf16"))
+local M_ffi = require "engine.base.ffi"
+local arguments = require "engine.base.arguments"
+
+local C, raise, run = M_ffi.C, M_ffi.raise, M_ffi.run
+local want, want_whole, value_text = arguments.want, arguments.want_whole, M_ffi.value_text
+
+local M = {}
+
+local FORMATS = { e4m3 = M_ffi.dtype.e4m3, e5m2 = M_ffi.dtype.e5m2, e2m1 = C.ENG_FORMAT_E2M1,
+  e2m3 = C.ENG_FORMAT_E2M3, e3m2 = C.ENG_FORMAT_E3M2, mxint8 = C.ENG_FORMAT_MXINT8 }
+local RULES = { floor = C.ENG_MX_FLOOR, ceil = C.ENG_MX_CEIL, even = C.ENG_MX_EVEN,
+  rceil = C.ENG_MX_RCEIL, nvfp4 = C.ENG_MX_NVFP4 }
+local NONFINITE = { torchao = 0, te = 32 }     -- MX_FINITE
+local TRANSPOSED = 8
+M.formats, M.rules, M.nonfinite = FORMATS, RULES, NONFINITE
+
+-- ------------------------------------------------------------------ quantized tensors
+
+local methods = {}
+local Quantized = { __index = methods }
+
+--- code * scale as a tensor of x's shape, f32 unless another float dtype is named. NVFP4: times
+--- the tensor's amax / 2688.
+function methods.dequantize(x, dtype)
+  return run("mx_dequantize", { x.q, x.scale, x.rule == "nvfp4" and x.amax },
+    { arguments.dtype_number(dtype or "f32"), tonumber(FORMATS[x.format]), x.block[1], x.block[2],
+      tonumber(RULES[x.rule]) })
+end
+
+--- The bytes of codes and scales.
+function methods.bytes(x) return x.q.count + x.scale.count + (x.rule == "nvfp4" and 4 or 0) end
+
+function Quantized.__tostring(x)
+  return ("%s %s in blocks of %d x %d (%s), %d bytes"):format(x.format,
+    arguments.shape_text(x.shape), x.block[1], x.block[2], x.rule, x:bytes())
+end
+
+local QUANTIZE = { format = true, rule = true, block = true, nonfinite = true, sr_bits = true,
+  transposed = true, amax = true }
+
+--- Quantizes x [.. x K] to codes and scales. No gradient passes through it. Options: format
+--- ("e4m3", "e5m2", "e2m1", "e2m3", "e3m2", "mxint8"; "e2m1" for the rule nvfp4, else "e4m3"), rule
+--- ("floor", "ceil", "even", "rceil": scales are powers of two; "nvfp4": ue4m3 and one f32 for the
+--- tensor), block ("1x32", for nvfp4 "1x16"; "16x16", { rows, columns }), nonfinite ("torchao": Inf
+--- or NaN makes its block NaN; "te": NaN does not count for the scale), sr_bits (bits of stochastic
+--- rounding, 0 to 24; 0 rounds to nearest even), transposed (also quantizes x transposed, from x),
+--- amax (the tensor's amax for nvfp4, f32 [1], if not x's own). Fields of the result: q (u8 codes,
+--- two to a byte in e2m1, the even element in the low half), scale (u8 codes, ue8m0 or ue4m3), amax
+--- (f32 []), nan (i64 []: how many elements of x are NaN), shape, block, format, rule, transposed.
+function M.quantize(x, options)
+  want(x, "mx.quantize")
+  options = arguments.read_named(options, "mx.quantize", QUANTIZE)
+  local rule = options.rule or "floor"
+  local rule_number = arguments.choose(RULES, rule, "mx.quantize", "rule")
+  local format = options.format or (rule == "nvfp4" and "e2m1" or "e4m3")
+  local number = arguments.choose(FORMATS, format, "mx.quantize", "format")
+  local block = options.block or (rule == "nvfp4" and "1x16" or "1x32")
+  local rows, columns = arguments.read_block(block, "mx.quantize")
+  local flags = arguments.choose(NONFINITE, options.nonfinite or "torchao", "mx.quantize",
+    "nonfinite") + (options.transposed and TRANSPOSED or 0)
+  if options.amax ~= nil then want(options.amax, "mx.quantize") end
+  local q, scale, amax, q_t, scale_t, nan = run("mx_quantize", { x, options.amax or false },
+    { number, rows, columns, rule_number, flags,
+      want_whole(options.sr_bits or 0, "mx.quantize", "sr_bits", 0), 0, 0 }, {}, 6)
+  local y = setmetatable({ q = q, scale = scale, amax = amax, nan = nan, shape = x.shape,
+    block = { rows, columns }, format = format, rule = rule }, Quantized)
+  if q_t then
+    local k, n = x.shape[#x.shape], x.count / x.shape[#x.shape]
+    y.transposed = setmetatable({ q = q_t, scale = scale_t, amax = amax, nan = nan,
+      shape = { k, n }, block = y.block, format = format, rule = rule }, Quantized)
+  end
+  return y
+end
+
+--- The values of a quantized tensor; the same as x:dequantize(dtype).
+function M.dequantize(x, dtype)
+  if getmetatable(x) ~= Quantized then
+    raise("mx.dequantize: expected a result of mx.quantize, got %s", value_text(x))
+  end
+  return x:dequantize(dtype)
+end
+
+local function padded(x, d, size)
+  local shape = x.shape
+  if shape[d] == size then return x end
+  shape[d] = size - shape[d]
+  return require("engine.tensor.tensor").concat({ x,
+    require("engine.tensor.create").zeros(shape, { dtype = "u8", keep = false }) }, d)
+end
+
+--- The scales of a quantized tensor in the order that cuBLASLt's block-scaled products read
+--- (VEC32_UE8M0, VEC16_UE4M3): u8 [tiles down x tiles across x 32 x 4 x 4], tiles of 128 rows x 4
+--- blocks padded with zeros, the scale of row r and block c at (r % 32) * 16 + (r % 128 / 32) * 4 +
+--- c % 4 of its tile. Scales of blocks with several rows are repeated for each row.
+function M.gemm_scales(x)
+  if getmetatable(x) ~= Quantized then
+    raise("mx.gemm_scales: expected a result of mx.quantize, got %s", value_text(x))
+  end
+  local scale, high, rows = x.scale, x.block[1], 1
+  for d = 1, #x.shape - 1 do rows = rows * x.shape[d] end
+  local down, across = scale.shape[1], scale.shape[2]
+  if high > 1 then
+    scale = scale:view(down, 1, across):expand(down, high, across):view(down * high, across)
+      :slice(1, 1, rows)
+  end
+  local tiles, wide = math.ceil(rows / 128), math.ceil(across / 4)
+  scale = padded(padded(scale, 2, 4 * wide), 1, 128 * tiles)
+  return scale:view(tiles, 4, 32, wide, 4):permute(1, 4, 3, 2, 5):contiguous()
+end
+
+return M

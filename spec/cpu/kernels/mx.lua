@@ -1,0 +1,92 @@
+-- Calls for the microscaling operations: every element format, scale rule, block shape and flag,
+-- bit for bit like the reference. See spec/cpu/kernels_spec.lua.
+local engine = require "engine.base.ffi"
+local tensors = require "spec.cpu.kernels.values"
+local float = tensors.float
+
+local generators = {}
+
+local FORMATS = { 10, 11, 13, 14, 15, 16 }
+local TURNED, VALUES, FINITE = 8, 16, 32
+local BLOCKS = { { 1, 32 }, { 1, 16 }, { 16, 16 }, { 32, 32 }, { 32, 2 }, { 1, 128 }, { 128, 2 },
+  { 3, 6 } }
+local SHAPES = { { 2, 2 }, { 4, 34 }, { 34, 70 }, { 2, 3, 64 }, { 64, 130 }, { 1, 300 }, { 0, 4 },
+  { 6, 0 }, { 40, 96 } }
+local KINDS = { "normal", "rare", "tiny", "large" }
+
+generators.mx_quantize = function(try)
+  local n = 0
+  for _, dtype in ipairs { "f32", "bf16", "f16", "f64" } do
+    for _, shape in ipairs(SHAPES) do
+      for rule = 0, 4 do
+        for _, format in ipairs(rule == 4 and { 13 } or FORMATS) do
+          n = n + 1
+          local block = BLOCKS[n % #BLOCKS + 1]
+          local flags = (n % 3 == 0 and shape[1] % 2 == 0 and TURNED or 0)
+            + (n % 5 < 2 and VALUES or 0) + (n % 7 < 3 and FINITE or 0)
+          local bits = n % 11 < 3 and ({ 8, 1, 24 })[n % 3 + 1] or 0
+          local x = float(dtype, shape, KINDS[n % 4 + 1], n % 13 == 0 and "transposed" or "plain")
+          try { inputs = { x, n % 9 == 0 and tensors.listed("f32", { 1 }, { 3.5 }) or false },
+            ints = { format, block[1], block[2], rule, flags, bits, n, 1 }, outputs = 6,
+            zeros = true, note = KINDS[n % 4 + 1] }
+        end
+      end
+    end
+    -- single numbers at the edges of the rules
+    for _, list in ipairs { { 0, -0.0, 0, 0 }, { 1, 1 / 0, -2, 0 }, { 1, 0 / 0, -2, 4 },
+      { 6, 5, 2.5, 3.5 }, { 448, 449, 464, 465 }, { 3.4e38, 1, 0, 1 }, { 1e-44, 0, 1e-45, 0 },
+      { 2 ^ -126, 2 ^ -127, 2 ^ -128, 0 }, { 2 ^ -126 * 1.99, 1e-39, 0, 0 },
+      { 511.99997, 512, 1, -1 }, { 7, 7.5, 7.999, 1 }, { 1.75, 1.9375, 1.96875, 1.99 } } do
+      for rule = 0, 4 do
+        for _, format in ipairs(rule == 4 and { 13 } or FORMATS) do
+          for flags = 0, FINITE, FINITE do
+            for _, wide in ipairs { 2, 32 } do
+              try { inputs = { tensors.listed(dtype, { 1, 4 }, list), false },
+                ints = { format, 1, wide, rule, flags + (wide == 2 and VALUES or 0), 0, 0, 1 },
+                outputs = 6, zeros = true }
+            end
+          end
+        end
+      end
+    end
+  end
+  -- more than one task and tile
+  for k, block in ipairs { { 1, 32 }, { 16, 16 }, { 1, 16 } } do
+    try { inputs = { float("bf16", { 130, 300 }, "normal"), false },
+      ints = { 13, block[1], block[2], k == 1 and 3 or 4, TURNED, k == 3 and 8 or 0, 5, 1 },
+      outputs = 6, zeros = true }
+  end
+  local x = float("f32", { 3, 3 }, "normal")
+  for _, bad in ipairs { { { 0, 1, 32, 0 }, "the format" }, { { 10, 1, 32, 5 }, "rule of" },
+    { { 10, 1, 16, 4 }, "needs the format e2m1" }, { { 10, 0, 32, 0 }, "blocks of 1 to 128" },
+    { { 13, 1, 5, 0 }, "even number of columns" }, { { 13, 1, 4, 0 }, "even length" },
+    { { 10, 1, 32, 0, 1 }, "flags" }, { { 10, 1, 32, 0, 0, 25 }, "sr_bits" } } do
+    try { inputs = { x, false }, ints = bad[1], outputs = 6, fails = bad[2] }
+  end
+  try { inputs = { x, x }, ints = { 10, 1, 32, 0 }, outputs = 6, fails = "one f32 amax" }
+end
+
+generators.mx_dequantize = function(try)
+  local n = 0
+  for _, shape in ipairs(SHAPES) do
+    for rule = 0, 4 do
+      for _, format in ipairs(rule == 4 and { 13 } or FORMATS) do
+        n = n + 1
+        local block = BLOCKS[n % #BLOCKS + 1]
+        local q, scale, amax = engine.run("mx_quantize",
+          { float("f32", shape, KINDS[n % 4 + 1]), false },
+          { format, block[1], block[2], rule, 0, 0, 0, 1 }, {}, 6)
+        try { inputs = { q, scale, n % 3 == 0 and amax or false }, ints = {
+          engine.dtype[({ "f32", "f16", "bf16", "f64" })[n % 4 + 1]], format, block[1], block[2],
+          rule }, zeros = true }
+      end
+    end
+  end
+  local q, scale = engine.run("mx_quantize", { float("f32", { 2, 64 }, "normal"), false },
+    { 10, 1, 32, 0, 0, 0, 0, 1 }, {}, 6)
+  try { inputs = { q, scale, false }, ints = { 0, 10, 1, 16, 0 }, fails = "the scales of a" }
+  try { inputs = { q, float("f32", { 2, 2 }, "normal"), false }, ints = { 0, 10, 1, 32, 0 },
+    fails = "in u8" }
+end
+
+return generators

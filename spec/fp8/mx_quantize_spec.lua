@@ -1,0 +1,141 @@
+-- Microscaling quantizers against golden codes; spec/parity/mx.py compares every rule with torchao
+-- and Transformer Engine's formulas. The fast kernels are compared with their slow twins by
+-- spec/cpu/kernels_spec.lua.
+local engine = require "engine"
+
+local inf, nan = math.huge, 0 / 0
+
+local function bytes(x) return x:view(-1):totable() end
+
+-- The exponent of the scale of a block with this amax.
+local function exponent(amax, format, rule)
+  local x = engine.tensor { { amax, 0, 0, 0 } }
+  local q = engine.mx.quantize(x, { format = format, rule = rule })
+  return bytes(q.scale)[1] - 127
+end
+
+describe("microscaling", function()
+  before_each(function() engine.begin_step() end)
+  after_each(function() engine.end_step() end)
+
+  it("chooses the exponents of the four rules", function()
+    -- amax: floor, even, ceil, rceil
+    local tables = {
+      e2m1 = { [4] = { 0, 0, 0, 0 }, [4.5] = { 0, 0, 1, 0 }, [5] = { 0, 0, 1, 0 },
+        [6] = { 0, 0, 1, 0 }, [6.001] = { 0, 0, 1, 1 }, [7] = { 0, 1, 1, 1 },
+        [7.999] = { 0, 1, 1, 1 }, [8] = { 1, 1, 1, 1 } },
+      e4m3 = { [256] = { 0, 0, 0, 0 }, [300] = { 0, 0, 1, 0 }, [448] = { 0, 0, 1, 0 },
+        [449] = { 0, 0, 1, 1 }, [480] = { 0, 0, 1, 1 }, [496] = { 0, 1, 1, 1 },
+        [511] = { 0, 1, 1, 1 }, [512] = { 1, 1, 1, 1 } },
+    }
+    for format, rows in pairs(tables) do
+      for amax, want in pairs(rows) do
+        for i, rule in ipairs { "floor", "even", "ceil", "rceil" } do
+          assert.equal(want[i], exponent(amax, format, rule), format .. rule .. amax)
+        end
+      end
+    end
+    -- the range's ends: zero, f32's largest number and subnormals
+    assert.equal(-127, exponent(0, "e4m3", "rceil"))
+    assert.same({ 119, 120 }, { exponent(3.4028235e38, "e4m3", "floor"),
+      exponent(3.4028235e38, "e4m3", "rceil") })
+    assert.equal(-127, exponent(2 ^ -149, "e2m1", "rceil"))
+  end)
+
+  it("gives Transformer Engine's NVFP4 codes", function()
+    local list = {}
+    for i = 0, 15 do list[i + 1] = (-1) ^ i * 0.1 * i end
+    for amax, want in pairs { [1.5] = "7E 0 9 2 A 3 C 4 D 5 E 6 E 6 F 7 F",
+      [10] = "68 0 9 2 B 3 C 5 D 5 E 6 E 7 F 7 F", [1e6] = "00 0 F 7 F 7 F 7 F 7 F 7 F 7 F 7 F" } do
+      local q = engine.mx.quantize(engine.tensor { list }, { rule = "nvfp4",
+        amax = engine.tensor { amax } })
+      local text = { ("%02X"):format(bytes(q.scale)[1]) }
+      for _, pair in ipairs(bytes(q.q)) do
+        text[#text + 1] = ("%X %X"):format(pair % 16, math.floor(pair / 16))
+      end
+      assert.equal(want, table.concat(text, " "))
+    end
+    -- one rounding of b * (S / 6), not two
+    local q = engine.mx.quantize(engine.full({ 1, 16 }, 43.75), { rule = "nvfp4",
+      amax = engine.tensor { 49 } })
+    assert.equal(0x7D, bytes(q.scale)[1])
+  end)
+
+  it("counts NaN, and follows the rule for Inf and NaN", function()
+    local x = engine.tensor { { 1, nan, 2, 0 }, { 1, inf, 2, 0 }, { 1, 3, 2, 0 } }
+    local q = engine.mx.quantize(x, {})
+    assert.equal(1, q.nan:item())
+    assert.same({ 255, 255, 120 }, bytes(q.scale))
+    assert.equal(0x7F, bytes(q.q)[1])
+    q = engine.mx.quantize(x, { nonfinite = "te", rule = "rceil" })
+    assert.same({ 120, 254, 120 }, bytes(q.scale))
+    assert.same({ 0x70, 0x7F, 0x78, 0 }, { unpack(bytes(q.q), 1, 4) })
+    assert.same({ 0, 0x7E, 0, 0 }, { unpack(bytes(q.q), 5, 8) })
+    q = engine.mx.quantize(x, { nonfinite = "te", format = "e2m1", rule = "nvfp4" })
+    assert.equal(7, math.floor(bytes(q.q)[1] / 16))       -- NaN becomes 6
+    assert.is_true(q.amax:item() == inf)
+    for _, value in ipairs(bytes(engine.mx.quantize(x, { rule = "nvfp4" }):dequantize())) do
+      assert.is_true(value ~= value)
+    end
+  end)
+
+  it("quantizes the transpose from the original", function()
+    local x = engine.randn(64, 32)
+    for _, o in ipairs { { format = "e2m1", rule = "rceil" }, { format = "e3m2" },
+      { rule = "nvfp4" }, { rule = "nvfp4", block = "16x16" } } do
+      o.transposed = true
+      local q = engine.mx.quantize(x, o)
+      o.transposed = nil
+      local t = engine.mx.quantize(x:transpose(1, 2):contiguous(), o)
+      assert.same(bytes(t.q), bytes(q.transposed.q))
+      assert.same(bytes(t.scale), bytes(q.transposed.scale))
+    end
+    local q = engine.mx.quantize(x, { rule = "nvfp4", block = "16x16", transposed = true,
+      sr_bits = 8 })
+    assert.same(bytes(q:dequantize():transpose(1, 2):contiguous()),
+      bytes(q.transposed:dequantize()))
+  end)
+
+  it("rounds stochastically without bias, to a multiple of 2^-bits", function()
+    engine.seed(3)
+    local n = 32768
+    for value, mean in pairs { [0.3] = 0.3, [1.7] = 1.7, [2.6] = 2.6, [5] = 5, [-4.5] = -4.5 } do
+      local x = engine.full({ n / 32, 32 }, value)
+      x = engine.concat({ x, engine.full({ n / 32, 2 }, 6) }, 2)      -- the scale is 1
+      local q = engine.mx.quantize(x, { format = "e2m1", rule = "rceil", block = { 1, 34 },
+        sr_bits = 8 })
+      local got = q:dequantize():slice(2, 1, 32):mean():item()
+      assert.near(mean, got, 0.02)
+    end
+    local q = engine.mx.quantize(engine.full({ 8, 32 }, 6), { format = "e2m1", sr_bits = 24 })
+    assert.equal(6, q:dequantize():min():item())
+  end)
+
+  it("lays out scales for a product", function()
+    local x = engine.randn(130, 160)
+    local q = engine.mx.quantize(x, {})
+    local layout, scale = bytes(engine.mx.gemm_scales(q)), bytes(q.scale)
+    assert.equal(2 * 2 * 512, #layout)
+    for r = 0, 129 do
+      for c = 0, 4 do
+        local tile = math.floor(r / 128) * 2 + math.floor(c / 4)
+        local at = tile * 512 + r % 32 * 16 + math.floor(r % 128 / 32) * 4 + c % 4
+        assert.equal(scale[r * 5 + c + 1], layout[at + 1])
+      end
+    end
+    q = engine.mx.quantize(x, { rule = "nvfp4", block = "16x16" })
+    assert.equal(bytes(q.scale)[1], bytes(engine.mx.gemm_scales(q))[15 * 16 + 1])
+  end)
+
+  it("names what it expects", function()
+    local x = engine.randn(2, 32)
+    for message, options in pairs { ["rule ceil, even, floor"] = { rule = "flor" },
+      ["did you mean 'e2m1'"] = { format = "e2m" }, ["needs the format e2m1"] = { rule = "nvfp4",
+        format = "e4m3" }, ["nonfinite te"] = { nonfinite = "nan" },
+      ["sr_bits of 0 to 24"] = { sr_bits = 30 } } do
+      local good, text = pcall(engine.mx.quantize, x, options)
+      assert.is_false(good)
+      assert.matches(message, tostring(text), 1, true)
+    end
+  end)
+end)
