@@ -310,10 +310,11 @@ enum {
 
 /// How one role of a layer (its input, weight or output gradient) becomes FP8.
 typedef struct eng_fp8_role {
-  int32_t format;                     // ENG_e4m3, ENG_e5m2
+  int32_t format;                     // ENG_e4m3, ENG_e5m2; microscaling: also ENG_FORMAT_*
   int32_t block_rows, block_columns;  // 0: the whole side
   int32_t rule, pow2, margin, stochastic;   // as in quantize
   int32_t keep;                       // only for x: ENG_FP8_KEEP_*
+  int32_t mx;                         // microscaling: ENG_MX_* + 1, instead of `rule`; else 0
   double  eps;                        // negative: the rule's default
 } eng_fp8_role;
 /// How a product of a layer sums along K: `accumulator` and `promotion` as in fp8_matmul.

@@ -30,7 +30,7 @@ local cfg = engine.config({
   clip = "largest norm of the gradient; 0: none",
   accumulate = "micro-batches per step",
   precision = { "recipe", choices = { "fp32", "bf16", "fp16", "fp8_delayed", "fp8_current",
-    "fp8_rowwise", "fp8_block" } },
+    "fp8_rowwise", "fp8_block", "mxfp8", "mxfp4", "nvfp4" } },
   policy = "loss-scaling policy, a name or a file; empty: the precision's default",
   threads = "threads to use; 0: all",
   mode = { "lagged: the policy decides one step late, and the host never waits for the card",

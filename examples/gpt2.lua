@@ -35,7 +35,7 @@ local cfg = engine.config({
   floor = "last learning rate of linear and cosine",
   weight_decay = "decay of matrices and embeddings", clip = "largest norm of the gradient; 0: none",
   precision = { "recipe", choices = { "fp32", "bf16", "fp16", "fp8_delayed", "fp8_current",
-    "fp8_rowwise", "fp8_block" } },
+    "fp8_rowwise", "fp8_block", "mxfp8", "mxfp4", "nvfp4" } },
   policy = "loss-scaling policy, a name or a file; empty: the precision's default",
   threads = "threads to use; 0: all",
   tensorboard = "event files for TensorBoard, in the run's directory",

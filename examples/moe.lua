@@ -36,7 +36,7 @@ local cfg = engine.config({ policy = "per_expert", seeds = 0, seed = 1, steps = 
     hidden = "hidden features of an expert", large = "size of an outlier",
     every = "tokens of the first domain for one outlier", lr = "learning rate",
     precision = { "recipe", choices = { "fp32", "bf16", "fp16", "fp8_delayed", "fp8_current",
-      "fp8_rowwise", "fp8_block" } },
+      "fp8_rowwise", "fp8_block", "mxfp8", "mxfp4", "nvfp4" } },
     experts_over = "ranks that the experts are divided over; 1: each has all",
     dispatch = { "format of tokens sent to experts",
       choices = { "own", "fp32", "bf16", "fp8" } },

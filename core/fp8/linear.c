@@ -14,6 +14,8 @@
 // If x is the output of a swiglu that only this layer reads, the swiglu computes its codes and x is
 // never written (swiglu.c). W is quantized from the weights of the forward pass (the low-precision
 // copy, or the master), and only when these weights change. The operations inside are not recorded.
+//
+// Under a microscaling recipe the copies are values in bf16, and the products ordinary (mx.c).
 #include "sites.h"
 
 #include "base/error.h"
@@ -49,6 +51,22 @@ static int64_t flags_of(const eng_fp8_role *r, bool transposed)
          (transposed ? QUANTIZE_TRANSPOSED : 0);
 }
 
+/// quantize() for a microscaling recipe: q is the values in bf16, scale their amax.
+static eng_status quantize_mx(copies *out, int64_t number, fp8_site *s, int role, tensor *x,
+                              bool transposed)
+{
+  tensor *slot;
+  fp8_mx_copies all = {out->q, NULL, out->scale, out->q_t, out->scale_t};
+  ENG_TRY(fp8_amax_slot(&slot, number, role));
+  eng_status status = fp8_mx_quantize(&all, slot, &s->recipe.role[role], x, transposed);
+  tensor_drop(slot);
+  if (status != ENG_OK) return error_prefix(status, "%s: FP8 of %s", s->name, fp8_role_name[role]);
+  *out = (copies){all.q, all.amax, all.q_t, all.amax_t};
+  if (fp8_measuring()) status = fp8_mx_measure(s, role, x, all.q, all.scale, all.amax);
+  tensor_drop(all.scale);
+  return status;
+}
+
 /// Quantizes x in a role's format and blocks, into the copies passed in `out` if any. `transposed`:
 /// also quantizes x transposed. `swiglu`: x has no memory; its codes are computed from that call's
 /// inputs.
@@ -56,6 +74,7 @@ static eng_status quantize(copies *out, int64_t number, fp8_site *s, int role, t
                            const op_call *swiglu, bool transposed)
 {
   const eng_fp8_role *r = &s->recipe.role[role];
+  if (r->mx) return quantize_mx(out, number, s, role, x, transposed);
   tensor *factor = s->factor[role] != 0 ? s->factor_of[role] : NULL;
   op_call c = {.op = ENG_OP_quantize, .n_in = 2, .n_out = 5,
                .in = {x, factor},
@@ -93,7 +112,19 @@ static eng_status multiply(tensor **y, const fp8_site *s, int product, const fac
   tensor *qa, *qb;
   ENG_TRY(flat(&qa, a->q));
   eng_status status = flat(&qb, b->q);
-  if (status == ENG_OK) {
+  if (status == ENG_OK && s->recipe.role[0].mx) {
+    static const int roles[][2] = {{ENG_FP8_X, ENG_FP8_W}, {ENG_FP8_DY, ENG_FP8_W},
+                                   {ENG_FP8_DY, ENG_FP8_X}};
+    const eng_fp8_role *role = s->recipe.role;
+    bool whole_a = role[roles[product][0]].mx - 1 == ENG_MX_NVFP4,
+         whole_b = role[roles[product][1]].mx - 1 == ENG_MX_NVFP4;
+    status = fp8_mx_multiply(y, &(fp8_mx_factor){qa, whole_a ? a->scale : NULL, a->turned},
+                             &(fp8_mx_factor){qb, whole_b ? b->scale : NULL, b->turned}, bias,
+                             *y ? (*y)->dtype : dtype, add);
+    if (status != ENG_OK)
+      status = error_prefix(status, "%s: %s", s->name, fp8_product_name[product]);
+    tensor_drop(qb);
+  } else if (status == ENG_OK) {
     const eng_fp8_product *p = &s->recipe.product[product];
     op_call c = {.op = ENG_OP_fp8_matmul, .n_in = 5, .n_out = 1,
                  .in = {qa, a->scale, qb, b->scale, bias},
@@ -164,8 +195,9 @@ static void weight_outdate(params_derived *copy)
 static int64_t weight_bytes(const params_derived *copy)
 {
   const fp8_weight *weight = (const fp8_weight *)copy;
-  return weight->q->count + 4 * weight->scale->count +
-         (weight->q_t ? weight->q_t->count + 4 * weight->scale_t->count : 0);
+  int64_t size = eng_dtype_size(weight->q->dtype);
+  return size * weight->q->count + 4 * weight->scale->count +
+         (weight->q_t ? size * weight->q_t->count + 4 * weight->scale_t->count : 0);
 }
 
 /// Creates the tensors of the FP8 copy, which outlive the step.
@@ -173,14 +205,15 @@ static eng_status make_weight(fp8_weight *to, const eng_fp8_role *r, const tenso
                               bool transposed)
 {
   int64_t shape[2];
+  int dtype = r->mx ? ENG_bf16 : r->format, n = r->mx ? 0 : 2;
   fp8_scales_for(r->block_rows, r->block_columns, w->shape[0], w->shape[1], shape);
-  ENG_TRY(tensor_make(&to->q, ARENA_PARAMETER, r->format, 2, w->shape));
-  ENG_TRY(tensor_make(&to->scale, ARENA_PARAMETER, ENG_f32, 2, shape));
+  ENG_TRY(tensor_make(&to->q, ARENA_PARAMETER, dtype, 2, w->shape));
+  ENG_TRY(tensor_make(&to->scale, ARENA_PARAMETER, ENG_f32, n, shape));
   if (!transposed) return ENG_OK;
   fp8_scales_for(r->block_rows, r->block_columns, w->shape[1], w->shape[0], shape);
   ENG_TRY(
-    tensor_make(&to->q_t, ARENA_PARAMETER, r->format, 2, (int64_t[]){w->shape[1], w->shape[0]}));
-  return tensor_make(&to->scale_t, ARENA_PARAMETER, ENG_f32, 2, shape);
+    tensor_make(&to->q_t, ARENA_PARAMETER, dtype, 2, (int64_t[]){w->shape[1], w->shape[0]}));
+  return tensor_make(&to->scale_t, ARENA_PARAMETER, ENG_f32, n, shape);
 }
 
 /// The copies of w: the parameter's if they are current, else new ones. *kept: the parameter owns
@@ -318,6 +351,7 @@ static const op_call *same_codes(const fp8_site *s, const tensor *x)
 {
   enum { BACK = 8 };
   const eng_fp8_role *role = &s->recipe.role[ENG_FP8_X];
+  if (role->mx) return NULL;
   int length = eng_tape_length();
   for (int i = length - 1; i >= 0 && i >= length - BACK; i--) {
     const op_call *c = tape_call(i);

@@ -172,9 +172,38 @@ void eng_fp8_site_free(int64_t site)
   fp8_release_orphans();
 }
 
+static eng_status check_mx_role(const fp8_site *s, const eng_fp8_recipe *recipe, int role)
+{
+  const eng_fp8_role *r = &recipe->role[role];
+  bool fits = r->block_rows >= 1 && r->block_rows <= 128 && r->block_columns >= 1 &&
+              r->block_columns <= 128 && (r->format != ENG_FORMAT_E2M1 || !(r->block_columns % 2)),
+       known = r->format == ENG_e4m3 || r->format == ENG_e5m2 ||
+               (r->format >= ENG_FORMAT_E2M1 && r->format <= ENG_FORMAT_MXINT8);
+  if (!known || r->mx < 0 || r->mx > ENG_MX_RULES ||
+      (r->mx - 1 == ENG_MX_NVFP4 && r->format != ENG_FORMAT_E2M1))
+    return error_set(ENG_ERR_DTYPE, "%s: %s: microscaling has no format number %d with rule %d",
+                     s->name, fp8_role_name[role], r->format, r->mx - 1);
+  if (!fits)
+    return error_set(ENG_ERR_VALUE,
+                     "%s: %s: expected blocks of 1 to 128 rows and columns, for e2m1 an even "
+                     "number of columns, got %d x %d",
+                     s->name, fp8_role_name[role], r->block_rows, r->block_columns);
+  int keep = fp8_is_square(r) ? ENG_FP8_KEEP_CODES : ENG_FP8_KEEP_TRANSPOSED;
+  if (role == ENG_FP8_X && r->keep != keep)
+    return error_set(ENG_ERR_VALUE, "%s: x: in these blocks, microscaling keeps x as `%s`", s->name,
+                     keep == ENG_FP8_KEEP_CODES ? "codes" : "transposed");
+  for (int k = 0; k < ENG_FP8_ROLES; k++)
+    if (!recipe->role[k].mx)
+      return error_set(ENG_ERR_VALUE,
+                       "%s: %s is FP8, but %s is microscaled; expected one kind for all three",
+                       s->name, fp8_role_name[k], fp8_role_name[role]);
+  return ENG_OK;
+}
+
 static eng_status check_role(const fp8_site *s, const eng_fp8_recipe *recipe, int role)
 {
   const eng_fp8_role *r = &recipe->role[role];
+  if (r->mx) return check_mx_role(s, recipe, role);
   if (r->format != ENG_e4m3 && r->format != ENG_e5m2)
     return error_set(ENG_ERR_DTYPE, "%s: FP8 format of %s: expected e4m3 or e5m2, got number %d",
                      s->name, fp8_role_name[role], r->format);
@@ -223,6 +252,9 @@ eng_status eng_fp8_site_set(int64_t site, const eng_fp8_recipe *recipe)
                      s->name);
   if (recipe) {
     for (int r = 0; r < ENG_FP8_ROLES; r++) ENG_TRY(check_role(s, recipe, r));
+    if (recipe->role[0].mx && arena_space() != SPACE_HOST)
+      return error_set(ENG_ERR_DEVICE,
+                       "%s: microscaling runs on the CPU only; hint: precision=fp8_block", s->name);
     for (int p = 0; p < ENG_FP8_PRODUCTS; p++) {
       const eng_fp8_product *of = &recipe->product[p];
       if (of->accumulator < 0 || of->accumulator >= ENG_ACCUMULATORS)
@@ -321,8 +353,8 @@ eng_status eng_fp8_meters(eng_fp8_meter meter[3], int64_t site)
 
 enum { MOST_MEASURED = 1 << 16 };
 
-static void meter_element(eng_fp8_meter *m, float x, float code, float scale, float largest,
-                          float limit)
+void fp8_meter_element(eng_fp8_meter *m, float x, float code, float scale, float largest,
+                       float limit)
 {
   if (!f32_is_finite(x)) {
     m->nonfinite++;
@@ -344,7 +376,7 @@ static void meter_element(eng_fp8_meter *m, float x, float code, float scale, fl
 }
 
 /// Reads every `every`-th row of x [.. x K] as f32 into host memory.
-static eng_status read_rows(float *to, tensor *x, int64_t every)
+eng_status fp8_read_rows(float *to, tensor *x, int64_t every)
 {
   int64_t columns = x->shape[x->ndim - 1], rows = columns ? x->count / columns : 0;
   tensor *flat, *some;
@@ -359,26 +391,31 @@ static eng_status read_rows(float *to, tensor *x, int64_t every)
   return status;
 }
 
+int64_t fp8_measured_every(int64_t rows, int64_t columns)
+{
+  int64_t most = MOST_MEASURED / columns > 1 ? MOST_MEASURED / columns : 1;
+  return (rows + most - 1) / most;
+}
+
 eng_status fp8_measure(fp8_site *s, int role, tensor *x, tensor *q, const tensor *scale)
 {
   const eng_fp8_role *r = &s->recipe.role[role];
   int64_t columns = x->shape[x->ndim - 1], rows = columns ? x->count / columns : 0;
   if (x->count == 0) return ENG_OK;
-  int64_t most = MOST_MEASURED / columns > 1 ? MOST_MEASURED / columns : 1,
-          every = (rows + most - 1) / most, taken = (rows + every - 1) / every;
+  int64_t every = fp8_measured_every(rows, columns), taken = (rows + every - 1) / every;
   fp8_scales at = fp8_scales_for(r->block_rows, r->block_columns, rows, columns, NULL);
   float *values = malloc((size_t)(2 * taken * columns + scale->count) * sizeof *values);
   if (!values) return error_set(ENG_ERR_MEMORY, "out of memory for the FP8 meters");
   float *codes = values + taken * columns, *scales = codes + taken * columns;
-  eng_status status = read_rows(values, x, every);
-  if (status == ENG_OK) status = read_rows(codes, q, every);
+  eng_status status = fp8_read_rows(values, x, every);
+  if (status == ENG_OK) status = fp8_read_rows(codes, q, every);
   if (status == ENG_OK) status = transfer_read(scales, ENG_f32, scale);
   // the smallest magnitude that overflows: half a step above the largest number (fp8.h)
   float largest = fp8_largest(r->format), limit = r->format == ENG_e4m3 ? 464.0f : 61440.0f;
   for (int64_t i = 0; i < taken && status == ENG_OK; i++)
     for (int64_t k = 0; k < columns; k++)
-      meter_element(&s->meter[role], values[i * columns + k], codes[i * columns + k],
-                    scales[fp8_scale_at(&at, i * every, k)], largest, limit);
+      fp8_meter_element(&s->meter[role], values[i * columns + k], codes[i * columns + k],
+                        scales[fp8_scale_at(&at, i * every, k)], largest, limit);
   free(values);
   return status;
 }

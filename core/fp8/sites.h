@@ -40,6 +40,13 @@ void fp8_amax_share(int64_t site, int64_t slot);
 bool fp8_measuring(void);
 eng_status fp8_measure(fp8_site *s, int role, tensor *x, tensor *q, const tensor *scale);
 
+/// For meters: reads every `every`-th row of x as f32; the distance between measured rows; counts
+/// one element, its code and its scale. largest: of the codes; limit: the smallest that overflows.
+eng_status fp8_read_rows(float *to, tensor *x, int64_t every);
+int64_t fp8_measured_every(int64_t rows, int64_t columns);
+void fp8_meter_element(eng_fp8_meter *m, float x, float code, float scale, float largest,
+                       float limit);
+
 /// fp8_drop_later drops a tensor as soon as the tape no longer needs it. fp8_release_orphans drops
 /// the tensors that waited for this, if the tape is empty.
 void fp8_drop_later(tensor *x);
@@ -47,6 +54,21 @@ void fp8_release_orphans(void);
 
 static inline bool fp8_is_square(const eng_fp8_role *r)
 { return r->block_rows == r->block_columns; }
+
+/// Microscaling (mx.c). Copies of a tensor [rows x K]: q in bf16, scale u8, amax f32 [], and q_t [K
+/// x rows] and amax_t, which are NULL unless they are asked for. A tensor that is given is written.
+typedef struct fp8_mx_copies { tensor *q, *scale, *amax, *q_t, *amax_t; } fp8_mx_copies;
+/// Quantizes x as a role says. slot: receives the amax.
+eng_status fp8_mx_quantize(fp8_mx_copies *to, tensor *slot, const eng_fp8_role *r, tensor *x,
+                           bool transposed);
+/// A factor of a product: bf16 [M x K], or [K x M] if turned; amax: NVFP4's, else NULL.
+typedef struct fp8_mx_factor { tensor *q, *amax; bool turned; } fp8_mx_factor;
+/// y = a b + bias in `dtype`, or added onto *y.
+eng_status fp8_mx_multiply(tensor **y, const fp8_mx_factor *a, const fp8_mx_factor *b, tensor *bias,
+                           int dtype, bool add);
+/// fp8_measure for microscaling.
+eng_status fp8_mx_measure(fp8_site *s, int role, tensor *x, tensor *q, const tensor *scale,
+                          const tensor *amax);
 
 /// Runs fp8_linear of an active site. `swiglu` is the call that computes x if x has no memory, else
 /// NULL.

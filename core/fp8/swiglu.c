@@ -107,7 +107,8 @@ static eng_status swiglu_grad(grad_call *g)
 /// Whether both can run fused, so that the tensor between them exists only as codes.
 static bool fits(const fp8_site *s, const tensor *gate, const tensor *up)
 {
-  return s && !fp8_measuring() && s->recipe.role[ENG_FP8_X].keep != ENG_FP8_KEEP_E5M6 &&
+  const eng_fp8_role *x = s ? &s->recipe.role[ENG_FP8_X] : NULL;
+  return s && !fp8_measuring() && !x->mx && x->keep != ENG_FP8_KEEP_E5M6 &&
          gate->dtype == up->dtype && dtype_is_float(gate->dtype) && tensor_same_shape(gate, up) &&
          gate->count > 0;
 }

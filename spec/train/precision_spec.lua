@@ -141,9 +141,9 @@ describe("a precision recipe", function()
   it("reports mistakes in one line at the script's position", function()
     local cases = {
       { "'fp61'", "there is no precision 'fp61'; did you mean 'fp16'?; precisions: bf16 fp16 " ..
-        "fp32 fp8_block fp8_current fp8_delayed fp8_rowwise" },
+        "fp32 fp8_block fp8_current fp8_delayed fp8_rowwise mxfp4 mxfp8 nvfp4" },
       { "{ base = 'fp61' }", "there is no precision 'fp61'; did you mean 'fp16'?; precisions: " ..
-        "bf16 fp16 fp32 fp8_block fp8_current fp8_delayed fp8_rowwise" },
+        "bf16 fp16 fp32 fp8_block fp8_current fp8_delayed fp8_rowwise mxfp4 mxfp8 nvfp4" },
       { "5", "precision: expected a name or a recipe table, got 5" },
       { "{ name = 'a', weight = 'f16' }",
         "precision 'a': unknown role 'weight'; did you mean 'weights'?; roles: activations " ..

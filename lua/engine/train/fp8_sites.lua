@@ -16,6 +16,7 @@
 local M_ffi = require "engine.base.ffi"
 local machine = require "engine.base.machine"
 local nearest = require "engine.base.nearest"
+local mx = require "engine.tensor.mx"
 local policy_files = require "engine.policy.policy"
 
 local ffi, C, check, raise, value_text = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise,
@@ -26,6 +27,7 @@ local M = {}
 M.roles, M.products = { "x", "w", "dy" }, { "forward", "dgrad", "wgrad" }
 
 local FORMATS = { e4m3 = M_ffi.dtype.e4m3, e5m2 = M_ffi.dtype.e5m2 }
+local MX_RULES, MX_FORMATS = mx.rules, mx.formats
 local RULES = { transformer_engine = 0, deepseek = 1, deepgemm = 2, torchao = 3, msamp = 4 }
 local ACCUMULATORS = { fp32 = 0, exact = 1, hopper = 2, e4m3 = 3, device = -1 }
 local KEEPS = { codes = 0, transposed = 1, e5m6 = 2, swiglu = 3 }
@@ -91,20 +93,32 @@ local function read_role(to, role, where, name)
   if role.eps ~= nil and type(role.eps) ~= "number" then
     raise("%s: expected eps to be a number, got %s", where, value_text(role.eps))
   end
-  to.format = choose(FORMATS, role.format or "e4m3", where, "format")
-  local block = read_block(role.block or "tensor", where)
+  local rule = role.rule or "transformer_engine"
+  local scaled = MX_RULES[rule]                     -- microscaling
+  to.mx = scaled and tonumber(scaled) + 1 or 0
+  to.format = choose(scaled and MX_FORMATS or FORMATS,
+    role.format or rule == "nvfp4" and "e2m1" or "e4m3", where, "format")
+  local block = read_block(role.block or scaled and (rule == "nvfp4" and "1x16" or "1x32")
+    or "tensor", where)
   to.block_rows, to.block_columns = block[1], block[2]
-  to.rule = choose(RULES, role.rule or "transformer_engine", where, "scale rule")
+  to.rule = not scaled and choose(RULES, rule, where, "scale rule") or 0
+  for _, field in ipairs(scaled and { "pow2", "margin", "eps" } or {}) do
+    if role[field] ~= nil then raise("%s: the rule %s has no option %s", where, rule, field) end
+  end
   to.pow2, to.stochastic = boolean(role.pow2, where, "pow2"),
     boolean(role.stochastic, where, "stochastic")
+  local turned = scaled and name == "x" and block[1] ~= block[2]
   to.margin, to.keep = whole(role.margin or 0, where, "margin"),
-    choose(KEEPS, role.keep or "codes", where, "way to keep x")
+    choose(KEEPS, role.keep or (turned and "transposed" or "codes"), where, "way to keep x")
   to.eps = role.eps or -1
 end
 
 local PRODUCT = { accumulator = true, promotion = true }
-local function read_product(to, product, where)
+local function read_product(to, product, where, scaled)
   known(product, PRODUCT, where)
+  if scaled and next(product) then
+    raise("%s: microscaling multiplies in bf16 and has no option %s", where, next(product))
+  end
   local number = choose(ACCUMULATORS, product.accumulator or "device", where, "accumulator")
   -- `device`: the accumulator of the tensor cores on a card, f32 sums elsewhere
   if number < 0 then
@@ -117,7 +131,7 @@ end
 local LAYER = { match = true, high = true, x = true, w = true, dy = true, forward = true,
   dgrad = true, wgrad = true }
 local FP8 = { x = true, w = true, dy = true, forward = true, dgrad = true, wgrad = true,
-  high = true, layers = true, policy = true, sample = true }
+  high = true, high_first = true, high_last = true, layers = true, policy = true, sample = true }
 
 local function merged(base, over)
   local all = {}
@@ -127,8 +141,12 @@ local function merged(base, over)
 end
 
 -- The fields of each role and product of a layer: the recipe's, overridden by every matching entry
--- of `layers`. Returns false for high precision.
-local function layer_of(fp8, path)
+-- of `layers`. Returns false for high precision. blocks: the number of blocks of the model.
+local function layer_of(fp8, path, blocks)
+  local block = tonumber(path:match("^blocks%.(%d+)%."))
+  if block and (block <= (fp8.high_first or 0) or block > blocks - (fp8.high_last or 0)) then
+    return false
+  end
   for _, pattern in ipairs(fp8.high or {}) do
     if path:find(pattern) then return false end
   end
@@ -153,7 +171,13 @@ local function structure(layer, where)
     read_role(recipe.role[i - 1], layer[name], ("%s: %s"):format(where, name), name)
   end
   for i, name in ipairs(M.products) do
-    read_product(recipe.product[i - 1], layer[name], ("%s: %s"):format(where, name))
+    read_product(recipe.product[i - 1], layer[name], ("%s: %s"):format(where, name),
+      recipe.role[0].mx > 0)
+  end
+  for r = 1, 2 do
+    if (recipe.role[r].mx > 0) ~= (recipe.role[0].mx > 0) then
+      raise("%s: expected x, w and dy to be all microscaled or all FP8 (their rules)", where)
+    end
   end
   return recipe
 end
@@ -163,6 +187,9 @@ local FACTORS = { forward = { "x", "w" }, dgrad = { "dy", "w" }, wgrad = { "dy",
 -- Refuses products that a card can only emulate by a formula, many times slower than high
 -- precision, unless the user asked for the formula.
 local function refuse_formula(layer, recipe, where)
+  if recipe.role[0].mx > 0 and M_ffi.string(C.eng_device_name()) == "cuda" then
+    raise("%s: microscaling runs on the CPU only; hint: precision=fp8_block", where)
+  end
   local able = C.eng_device_fp8()
   if able == 2 then return end
   for i, name in ipairs(M.products) do
@@ -230,6 +257,11 @@ function M.check(fp8, where)
     end
     structure(own, at)
   end
+  for _, name in ipairs { "high_first", "high_last" } do
+    if fp8[name] ~= nil and whole(fp8[name], where, name) < 0 then
+      raise("%s: expected %s to be a number of blocks, got %s", where, name, value_text(fp8[name]))
+    end
+  end
   local policy = fp8.policy
   if policy ~= nil and type(policy) ~= "string" and type(policy) ~= "table" then
     raise("%s: expected policy to be a name or a list of names, got %s", where, value_text(policy))
@@ -283,8 +315,9 @@ function M.attach(model, full)
   local fp8 = full.fp8
   local self = setmetatable({ list = {}, recipe = full, step = 0, policies = {},
     amax = ffi.new("double[3]"), meter = ffi.new("eng_fp8_meter[3]") }, Sites)
-  local number, linears = ffi.new("int64_t[1]"), {}
+  local number, linears, blocks = ffi.new("int64_t[1]"), {}, 0
   model:apply(function(module, path)
+    blocks = math.max(blocks, tonumber(path:match("^blocks%.(%d+)%.")) or 0)
     if module._class == "linear" then linears[#linears + 1] = path end
   end)
   if fp8 then refuse_unmet(model, full, linears) end
@@ -292,7 +325,7 @@ function M.attach(model, full)
     rawset(module, "_fp8", nil)
     rawset(module, "_fp8_site", nil)
     if not fp8 or module._class ~= "linear" or rawget(module, "_high") then return end
-    local layer = layer_of(fp8, path)
+    local layer = layer_of(fp8, path, blocks)
     if not layer then return end
     local where = ("precision '%s': %s"):format(full.name, path ~= "" and path or "linear")
     local recipe = structure(layer, where)
@@ -530,13 +563,19 @@ local function block_text(role)
   return ("%sx%s"):format(a == 0 and "all" or a, b == 0 and "all" or b)
 end
 
+local function format_name(number)
+  for name, value in pairs(MX_FORMATS) do
+    if tonumber(value) == number then return name end
+  end
+end
+
 function Sites:__tostring()
   local lines = { ("precision %s: %d linear layers in FP8"):format(self.recipe.name, #self.list) }
   for _, site in ipairs(self.list) do
     local parts = {}
     for r, role in ipairs(M.roles) do
       local of, m = site.recipe.role[r - 1], site.meters[role]
-      parts[r] = ("%s %s %s%s"):format(role, M_ffi.dtype_name[of.format], block_text(of),
+      parts[r] = ("%s %s %s%s"):format(role, format_name(of.format), block_text(of),
         m and (" %.1f dB"):format(m.snr) or "")
     end
     lines[#lines + 1] = ("  %-24s %s%s"):format(site.path, table.concat(parts, ", "),

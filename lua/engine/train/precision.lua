@@ -46,6 +46,10 @@ M.recipes = {
 --               accumulator device (that of a card's tensor cores, else fp32), fp32, exact, hopper,
 --                           e4m3
 --               promotion   steps of K between promotions to f32; 0: none
+--             microscaling (docs/microscaling.md), for all of x, w and dy: the rules floor, ceil,
+--             even, rceil (blocks of 1x32) and nvfp4 (1x16, 16x16), the formats also e2m1, e2m3,
+--             e3m2, mxint8. Products run in bf16, where they are exact; on the CPU only
+--   high_first, high_last   blocks of the model that stay in high precision (0)
 --   high      patterns of modules that stay in high precision. Tied heads, the gates of nn.moe,
 --             norms, embeddings and attention itself always do
 --   layers    { { match = pattern, high =, x =, w =, .. } .. }: changes for some layers; the last
@@ -92,6 +96,20 @@ M.recipes.fp8_block = like_bf16({
   high = HYBRID.high, layers = { { match = "attn%.out$", x = { keep = "e5m6" } },
     { match = "%.down$", x = { keep = "swiglu" } } },
 }, "bf16")
+
+-- OCP's MX formats under the rule of cuBLAS and Transformer Engine, and NVFP4 as in Transformer
+-- Engine, without its Hadamard transform. Gradients in FP4 round stochastically.
+local function microscaled(x, w, dy)
+  return like_bf16 { x = x, w = w, dy = dy, high = HYBRID.high }
+end
+local MXFP8 = { format = "e4m3", block = "1x32", rule = "rceil" }
+M.recipes.mxfp8 = microscaled(MXFP8, MXFP8, MXFP8)
+local MXFP4 = { format = "e2m1", block = "1x32", rule = "rceil" }
+M.recipes.mxfp4 = microscaled(MXFP4, MXFP4,
+  { format = "e2m1", block = "1x32", rule = "rceil", stochastic = true })
+M.recipes.nvfp4 = microscaled({ format = "e2m1", block = "1x16", rule = "nvfp4" },
+  { format = "e2m1", block = "16x16", rule = "nvfp4" },
+  { format = "e2m1", block = "1x16", rule = "nvfp4", stochastic = true })
 
 local FORMATS = {
   weights = "f32 f16 bf16", activations = "f32 f16 bf16", residual = "f32 f16 bf16",

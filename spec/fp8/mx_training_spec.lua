@@ -1,0 +1,129 @@
+-- Training under microscaling recipes: a linear layer equals mx.quantize and ordinary products
+-- called by hand, to the bit; meters, accumulation, blocks in high precision, resumed runs and
+-- invalid recipes.
+local engine = require "engine"
+local helper = require "spec.helper"
+local M_ffi = require "engine.base.ffi"
+
+local mx, nn, with_gradient = engine.mx, engine.nn, helper.in_step
+
+local function bytes(x)
+  local n = x.count
+  local values = M_ffi.new("double[?]", n)
+  M_ffi.check(M_ffi.C.eng_read(values, M_ffi.dtype.f64, n, x))
+  return M_ffi.ffi.string(values, 8 * n)
+end
+
+-- code * scale in bf16, without NVFP4's factor for the tensor.
+local function values(q)
+  return (M_ffi.run("mx_dequantize", { q.q, q.scale, false }, { M_ffi.dtype.bf16,
+    tonumber(mx.formats[q.format]), q.block[1], q.block[2], tonumber(mx.rules[q.rule]) }))
+end
+
+local function product(a, b, turned_a, turned_b)
+  local y = M_ffi.run("matmul", { values(a), values(b) },
+    { turned_a and 1 or 0, turned_b and 1 or 0, M_ffi.dtype.f32 + 1, 0 })
+  if a.rule ~= "nvfp4" then return y end
+  return y * (a.amax * (1 / 2688)) * (b.amax * (1 / 2688))
+end
+
+local FORMATS = { mxfp8 = "e4m3", mxfp4 = "e2m1", nvfp4 = "e2m1" }
+
+describe("a linear layer under microscaling", function()
+  for name, format in pairs(FORMATS) do
+    it(name .. " is what mx.quantize and matmul give by hand, to the bit", with_gradient(function()
+      local width, rows, out = 96, 48, 64
+      local dy_role = { format = format, rule = name == "nvfp4" and name or "rceil" }
+      local recipe = { base = name, activations = "f32", fp8 = { sample = 0, dy = dy_role } }
+      engine.seed(5)
+      local layer = nn.linear(width, out)
+      engine.optim.sgd(layer, { lr = 0.1, precision = recipe })
+      local x = engine.randn(2, rows / 2, width):requires_grad(true)
+      local dy = engine.randn(2, rows / 2, out)
+      local y = engine.autocast(recipe, function() return layer(x) end)
+      ;(y:to("f32") * dy):sum():backward()
+
+      local function q(of, block)
+        return mx.quantize(of, { format = format, rule = dy_role.rule, block = block,
+          transposed = true })
+      end
+      local xq, dyq = q(x:detach():view(rows, width)), q(dy:view(rows, out))
+      local wq = q(layer.weight:detach(), name == "nvfp4" and "16x16" or nil)
+      assert.equal(bytes(product(xq, wq, false, true) + layer.bias:detach():to("bf16")), bytes(y))
+      local square = name == "nvfp4"
+      assert.equal(bytes(product(dyq, square and wq or wq.transposed, false, not square)),
+        bytes(x.grad))
+      assert.equal(bytes(product(dyq.transposed, xq.transposed, false, true)),
+        bytes(layer.weight.grad))
+    end))
+
+    it(name .. " adds up micro-batches in the parameter's gradient", with_gradient(function()
+      engine.seed(3)
+      local layer = nn.linear(64, 32, { bias = false })
+      local opt = engine.optim.sgd(layer, { lr = 0, precision = name })
+      local x, parts = { engine.randn(16, 64), engine.randn(16, 64) }, {}
+      local function run(i)
+        engine.seed(i)
+        engine.autocast(name, function() return layer(x[i]):to("f32"):sum() end):backward()
+      end
+      for i = 1, 2 do
+        opt:zero_grad()
+        run(i)
+        parts[i] = layer.weight.grad:keep()
+      end
+      opt:zero_grad()
+      run(1)
+      run(2)
+      local error = (parts[1] + parts[2] - layer.weight.grad):norm():item()
+      assert.is_true(error <= 1e-6 * parts[1]:norm():item())
+    end))
+  end
+
+  it("measures, counts what saturates, and sees NaN", with_gradient(function()
+    engine.seed(3)
+    local layer = nn.linear(64, 32, { bias = false })
+    local recipe = { name = "mine", base = "mxfp4", fp8 = { sample = 1,
+      x = { format = "e2m1", rule = "floor" } } }
+    local opt = engine.optim.sgd(layer, { lr = 0, precision = recipe })
+    local sites = opt.fp8
+    local function run(x)
+      sites:begin(1)
+      engine.autocast(recipe, function() return layer(x):to("f32"):sum() end):backward()
+      return sites:measure(1, 1)
+    end
+    local x = engine.randn(64, 64)
+    local meters = {}
+    for _, row in ipairs(run(x)) do meters[row.role] = row end
+    local back = mx.quantize(x:to("bf16"), { format = "e2m1", rule = "floor" }):dequantize()
+    local error = (back - x:to("bf16"):to("f32")):norm():item() / x:norm():item()
+    assert.near(-20 * math.log10(error), meters.x.snr, 0.1)
+    assert.is_true(meters.x.overflow > 0 and meters.w.overflow == 0)
+    assert.is_true(meters.x.underflow > 0.01 and meters.x.underflow < 0.2)
+    assert.matches("x e2m1 1x32 %d+%.%d dB", tostring(sites))
+    local y = engine.autocast(recipe, function() return layer(engine.full({ 4, 64 }, 0 / 0)) end)
+    assert.is_true(y:to("f32"):sum():item() ~= 0 and not (y:to("f32"):sum():item() < math.huge))
+  end))
+
+  it("leaves the first and last blocks in high precision on request", function()
+    local model = nn.gpt { vocab = 32, context = 8, width = 32, heads = 2, layers = 4 }
+    local opt = engine.optim.adamw(model, { lr = 1e-3, precision = { name = "mine", base = "nvfp4",
+      fp8 = { high_first = 1, high_last = 2 } } })
+    local blocks = {}
+    for _, site in ipairs(opt.fp8.list) do blocks[site.path:match("^blocks%.(%d+)")] = true end
+    assert.same({ ["2"] = true }, blocks)
+  end)
+
+  it("reports invalid recipes in one line", function()
+    local function message(fp8)
+      local good, text = pcall(engine.precision.resolve, { name = "a", base = "nvfp4", fp8 = fp8 })
+      assert.is_false(good)
+      return tostring(text)
+    end
+    assert.matches("all microscaled or all FP8", message { w = { rule = "deepgemm" } }, 1, true)
+    assert.matches("there is no format 'e2m'; did you mean 'e2m1'",
+      message { w = { rule = "rceil", format = "e2m" } }, 1, true)
+    assert.matches("multiplies in bf16", message { forward = { promotion = 32 } }, 1, true)
+    assert.matches("no option pow2", message { x = { rule = "floor", pow2 = true } }, 1, true)
+    assert.matches("number of blocks", message { high_first = -1 }, 1, true)
+  end)
+end)
