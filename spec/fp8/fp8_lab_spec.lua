@@ -117,10 +117,22 @@ describe("the FP8 laboratory", function()
     end
   end)
 
+  it("fp4_train: a table of recipes beside bf16, and a conclusion", function()
+    local result = helper.run { root .. "/examples/fp4_train.lua", "seeds=1", "steps=3", "layers=3",
+      "width=32", "context=16", "batch=2", "recipes=^nvfp4, ends" }
+    assert.equal(0, result.code, result.err)
+    assert.matches("\nbf16 +[%d.]+ .-\nnvfp4, ends bf16 +[%d.]+ .-\nConclusion: .-one seed",
+      result.out)
+    result = helper.run { root .. "/examples/fp4_train.lua", "layers=2" }
+    assert.equal(1, result.code)
+    assert.matches("expected a width", result.err, 1, true)
+  end)
+
   it("gpt.lua and gpt2.lua take every FP8 recipe", function()
     local path = os.tmpname()
     helper.write(path, ("\1\0\2\0\3\0\4\0"):rep(200))
-    for _, recipe in ipairs { "fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_block" } do
+    for _, recipe in ipairs { "fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_block", "mxfp8",
+      "mxfp4", "nvfp4" } do
       for name, more in pairs { gpt = "sample=0", gpt2 = "data=" .. path } do
         local result = helper.run { root .. "/examples/" .. name .. ".lua", "precision=" .. recipe,
           "steps=2", "layers=1", "width=16", "heads=2", "context=8",

@@ -574,7 +574,8 @@ end
 local EXACT = {}
 for name in ("add sub mul maximum minimum eq ne lt le gt ge neg abs relu contiguous cast where " ..
   "clamp concat gather index_select embedding argmax argmin "
-  .. "topk max min reshape permute expand slice split dequantize"):gmatch("%a[%w_]*") do
+  .. "topk max min reshape permute expand slice split dequantize mx_quantize mx_dequantize"
+  ):gmatch("%a[%w_]*") do
     EXACT[name] = true
   end
 -- Operations that read values kept by a forward pass. The plans make these values up, so inputs may
