@@ -3,9 +3,9 @@
 --   nn.llama  decoder with rotary positions, RMS norm, SwiGLU and grouped queries
 --   nn.bert   encoder with a head for masked tokens
 -- generate.lua samples from the decoders. Options of every model: soft_cap (0: none; c: logits
--- become c * tanh(logits / c)) and z_loss (0; see cross_entropy). model(ids, { attention_maps = true
--- }) also returns the attention weights, a list of [B x H x T x T] f32, one for each block.
--- Shapes: B batch, T time, C width, V vocabulary.
+-- become c * tanh(logits / c)) and z_loss (0; see cross_entropy). Called with { attention_maps =
+-- true }, a model also returns the attention weights, a list of [B x H x T x T] f32, one for each
+-- block. Shapes: B batch, T time, C width, V vocabulary.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local fuse = require "engine.nn.fuse"
@@ -220,8 +220,9 @@ M.llama = Llama
 --- nn.bert { vocab = 257, context = 128, width = 128, heads = 4, layers = 2, hidden = 4 * width,
 --- gelu = "erf", dropout = 0, attention_dropout = 0, types = 0, eps = 1e-12 }: ids [B x T] ->
 --- logits [B x T x V] that predict the masked tokens. Post-norm blocks as in BERT. With `types` > 0
---- there are embeddings of token types, and a call takes the types [B x T] as a second argument
---- (all 0 without). The targets of loss are -100 at every token that is not masked.
+--- there are embeddings of token types, and a call takes the types [B x T] as its second argument
+--- (all 0 without) and options as its third. The targets of loss are -100 at every token that is
+--- not masked.
 local Bert = class("bert")
 function Bert:init(options)
   local c = configure(self, "nn.bert", options, { vocab = 257, context = 128, width = 128,
