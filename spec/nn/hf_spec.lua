@@ -408,8 +408,16 @@ describe("engine plan FOLDER and engine generate", function()
     assert.equal(0, first.code, first.err)
     assert.matches("^1,2,%d+,%d+,%d+,%d+\n3,%d+,%d+,%d+,%d+\n$", first.out)
     assert.equal(first.out, helper.run(words).out)
+    local vocab = { ["?"] = 0, hello = 1, world = 2 }
+    for id = 3, 19 do vocab["w" .. id] = id end
+    helper.write(path .. "/tokenizer.json", cjson.encode { pre_tokenizer = { type = "Whitespace" },
+      model = { type = "WordLevel", unk_token = "?", vocab = vocab } })
+    local text = helper.run { "generate", path, "--prompt", "hello world", "--tokens", "3",
+      "--max_tokens", "4", "--seed", "1" }
+    assert.matches("^3,%d+,%d+,%d+,%d+\nhello world[^\n]*\n$", text.out, 1, false)
     for _, case in ipairs {
-      { { "generate", path }, "expected %-%-tokens, a list of ids such as 1,2,3" },
+      { { "generate", path }, "expected %-%-prompt, a text, or %-%-tokens, a list of ids such" },
+      { { "generate", path, "--prompt", "" }, "%-%-prompt: expected a text, got an empty one" },
       { { "generate", path, "--tokens", "1,x" }, "expected token ids such as 1,2,3, got 'x'" },
       { { "generate", path, "--tokens", "99" }, "embedding: expected indices in 0..19, got 99" },
       { { "generate", path, "--tokens", "1", "--top_p", "2" }, "expected top_p in %(0, 1%], got" },

@@ -48,7 +48,7 @@ describe("nn.lora", function()
 
   for _, kind in ipairs { "lora", "dora" } do
     it("computes and trains PEFT's numbers: " .. kind, function()
-      local model = lora.load(nn.gpt2.load(BASE, { dropout = 0 }), GOLDEN .. kind)
+      local model = lora.load(engine.load_model(BASE, { dropout = 0 }), GOLDEN .. kind)
       local expected = engine.load(GOLDEN .. kind .. "/expected.safetensors")
       local x, y = expected.ids:slice(2, 1, 10):keep(), expected.ids:slice(2, 2, 11):keep()
       assert.is_true(difference(logits(model, x), expected.before) < 1e-5)
@@ -160,8 +160,7 @@ describe("nn.lora", function()
     assert.is_truthy(held["base_model.model.model.blocks.1.attn.qkv.lora_magnitude_vector"])
     local again = lora.load(tiny(), folder .. "/own/deep/", { names = names })
     assert.equal(0, difference(logits(model, ids), logits(again, ids)))
-    rawset(again, "layer_names", names)                                -- as a loader does
-    lora.load(again, folder .. "/own/deep")                            -- into the same adapters
+    lora.load(again, folder .. "/own/deep", { names = names })         -- into the same adapters
     for expected, wrong in pairs { ["'blocks.1.attn.qkv') to be a string or a list"] = 3,
       ["to have 48 rows together, got 40"] = { { "a", 20 }, { "b", 20 } } } do
       assert.matches(expected, select(2, pcall(lora.save, model, folder,
@@ -244,14 +243,14 @@ describe("nn.lora", function()
   end)
 
   it("saves a merged GPT-2 as Hugging Face's model", function()
-    local model = nn.gpt2 { vocab_size = 32, n_positions = 8, n_embd = 16, n_layer = 1, n_head = 2,
-      resid_pdrop = 0, embd_pdrop = 0, attn_pdrop = 0 }
+    local model = engine.new_model { model_type = "gpt2", vocab_size = 32, n_positions = 8,
+      n_embd = 16, n_layer = 1, n_head = 2, resid_pdrop = 0, embd_pdrop = 0, attn_pdrop = 0 }
     train(nn.lora(model, { base = "e4m3" }), 3)
     local trained = logits(model, ids)
     assert.matches("gpt2.save: the model has adapters; hint: lora.save", select(2, pcall(
       model.save, model, folder .. "/merged")), 1, true)
     lora.merge(model):save(folder .. "/merged")
-    assert.is_true(difference(logits(nn.gpt2.load(folder .. "/merged"), ids), trained) < 1e-5)
+    assert.is_true(difference(logits(engine.load_model(folder .. "/merged"), ids), trained) < 1e-5)
   end)
 
   -- The message of f(...), which must be one line.

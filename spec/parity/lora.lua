@@ -33,7 +33,7 @@ if not arg[2] then
 end
 
 local base, adapter, steps = arg[1], arg[2], tonumber(arg[3])
-local model = engine.lora.load(engine.nn.gpt2.load(base, { dropout = 0 }), adapter)
+local model = engine.lora.load(engine.load_model(base, { dropout = 0 }), adapter)
 local ids = engine.load(base .. "/expected.safetensors").ids
 local x, y = ids:slice(2, 1, 10):keep(), ids:slice(2, 2, 11):keep()
 
@@ -54,7 +54,7 @@ engine.lora.merge(model)
 result.merged = logits()
 
 local pairs_of, dpo = { x = x:slice(1, 1, 2):keep(), y = y:slice(1, 1, 2):keep() }, {}
-model = engine.lora.load(engine.nn.gpt2.load(base, { dropout = 0 }), adapter)
+model = engine.lora.load(engine.load_model(base, { dropout = 0 }), adapter)
 opt = engine.optim.adamw(model, { lr = 1e-2, weight_decay = 0.1 })
 for step in engine.steps(5) do
   opt:zero_grad()

@@ -1,20 +1,25 @@
--- engine generate FOLDER --tokens 1,2,3 [options]: continues token ids with a model in Hugging
--- Face's files.
+-- engine generate FOLDER --prompt TEXT [options]: continues texts or token ids with a model in
+-- Hugging Face's files.
 local options = require "engine.cli.options"
+local show = require "engine.base.show"
 
 local help = [==[
-usage: engine generate FOLDER --tokens 1,2,3 [--tokens 4,5 ...] [--max_tokens 64]
-                       [--temperature T] [--top_k K] [--top_p P] [--stop ID,ID] [--seed N]
-                       [--dtype f32|bf16|f16|auto]
+usage: engine generate FOLDER --prompt TEXT [--prompt TEXT ...] [--tokens 1,2,3 ...]
+                       [--max_tokens 64] [--temperature T] [--top_k K] [--top_p P]
+                       [--stop ID,ID] [--seed N] [--dtype f32|bf16|f16|auto]
 
 Loads the model of a folder with config.json and model.safetensors (or shards) and continues each
-list of token ids. Prints one line for each list, with the given and the new ids.
+prompt and each list of token ids. Prints a prompt with its continuation, and for a list one line
+with the given and the new ids.
 
+  engine generate Qwen3-0.6B --prompt "The loss scale" --temperature 0
   engine generate Qwen3-0.6B --tokens 9707,11 --temperature 0          # the most likely tokens
   engine generate Qwen3-0.6B --tokens 9707,11 --top_p 0.9 --seed 1 --dtype bf16
   engine generate gpt2 --tokens 15496 --tokens 40,716 --max_tokens 20  # two lists in one run
 
-max_tokens   tokens to add to each list (64)
+prompt       a text, which the folder's tokenizer.json turns into token ids
+tokens       a list of token ids
+max_tokens   tokens to add to each (64)
 temperature  1 by default; below 1 likely tokens gain, 0 takes the most likely one
 top_k top_p  draw from the K most likely tokens, or from those that add up to probability P
 stop         ids that end a list; by default the model's eos_token_id; none: --stop=
@@ -38,26 +43,38 @@ end
 
 local function main(given)
   if #given.words ~= 1 then options.fail("expected one folder, got %d", #given.words) end
-  if #given.tokens == 0 then options.fail("expected --tokens, a list of ids such as 1,2,3") end
-  local rows = {}
+  if #given.tokens + #given.prompt == 0 then
+    options.fail("expected --prompt, a text, or --tokens, a list of ids such as 1,2,3")
+  end
+  local engine, rows, tokenizer = require "engine", {}, nil
   for i, text in ipairs(given.tokens) do
     local list = {}
     for part in text:gmatch("[^,%s]+") do list[#list + 1] = part end
     rows[i] = ids_of(list, "--tokens")
     if #rows[i] == 0 then options.fail("--tokens: expected at least one id") end
   end
+  if #given.prompt > 0 then tokenizer = engine.tokenizer(given.words[1]) end
+  for _, text in ipairs(given.prompt) do
+    local ids = tokenizer:encode(text)
+    if #ids == 0 then options.fail("--prompt: expected a text, got an empty one") end
+    rows[#rows + 1] = ids
+  end
   local settings = { max_tokens = given.max_tokens or 64,
     stop = given.stop and ids_of(given.stop, "--stop") }
   for _, name in ipairs(NUMBERS) do settings[name] = given[name] end
-  local good, model = pcall(require("engine").load_model, given.words[1], { dtype = given.dtype })
+  local good, model = pcall(engine.load_model, given.words[1], { dtype = given.dtype })
   if not good then error(model, 0) end
   if not model.generate then options.fail("%s predicts masked tokens only", model._class) end
-  for _, row in ipairs(model:generate(rows, settings)) do print(table.concat(row, ",")) end
+  for i, row in ipairs(model:generate(rows, settings)) do
+    if i > #given.tokens then show.print(tokenizer:decode(row))
+    else print(table.concat(row, ",")) end
+  end
   return 0
 end
 
 return options.command {
-  name = "generate", doc = "continue token ids with a model in Hugging Face's files", help = help,
-  options = { tokens = "texts", max_tokens = "number", temperature = "number", top_k = "number",
-    top_p = "number", stop = "list", seed = "number", dtype = "text" }, main = main,
+  name = "generate", doc = "continue texts with a model in Hugging Face's files", help = help,
+  options = { prompt = "texts", tokens = "texts", max_tokens = "number", temperature = "number",
+    top_k = "number", top_p = "number", stop = "list", seed = "number", dtype = "text" },
+  main = main,
 }

@@ -192,8 +192,8 @@ local function file_names(arch, name, prefix)
 end
 
 -- The parts of a fused parameter: the rows of q, k and v, or all rows.
-local function rows_of(p, model, parts)
-  if parts == 1 then return { p.tensor.shape[1] } end
+local function rows_of(rows, model, parts)
+  if parts == 1 then return { rows } end
   local o = model.config
   local D = o.head_width or o.width / o.heads
   local kv = (o.kv_heads or o.heads) * D
@@ -207,10 +207,20 @@ function M.plan(model, arch, prefix)
   local list = {}
   for i, p in ipairs(model:parameters()) do
     local names, transposed = file_names(arch, p.name, prefix)
-    local rows, parts = rows_of(p, model, #names), {}
+    local rows, parts = rows_of(p.tensor.shape[1], model, #names), {}
     for k, name in ipairs(names) do parts[k] = { name = name, rows = rows[k] } end
     list[i] = { parameter = p, parts = parts, transposed = transposed }
   end
+  return list
+end
+
+--- The linear layers that make up the layer at `path` in the files of a model for training:
+--- { { name, rows } .. }; nil if it has no name there. rows: the outputs of the layer.
+function M.layer_names(model, arch, path, rows)
+  local good, names = pcall(file_names, arch, path .. ".weight", arch.prefix .. ".")
+  if not good then return nil end
+  local parts, list = rows_of(rows, model, #names), {}
+  for k, name in ipairs(names) do list[k] = { name:match("^(.*)%.weight$"), parts[k] } end
   return list
 end
 

@@ -10,6 +10,7 @@
 -- Shapes: K inputs, N outputs, R rank; A [R x K], B [N x R].
 local M_ffi = require "engine.base.ffi"
 local adapters = require "engine.nn.lora_layers"
+local architectures = require "engine.nn.architectures"
 local autograd = require "engine.tensor.autograd"
 local files = require "engine.base.file"
 local nearest = require "engine.base.nearest"
@@ -23,49 +24,27 @@ local M = { new = adapters.new, disabled = adapters.disabled, merge = adapters.m
 
 -- ------------------------------------------------------------------ names
 
--- Hugging Face's names of a block's layers. GPT-2's Conv1D stores [in x out], which PEFT calls
--- fan_in_fan_out; adapters have one orientation everywhere.
-local GPT2 = { ["attn.qkv"] = "attn.c_attn", ["attn.out"] = "attn.c_proj",
-  ["mlp.up"] = "mlp.c_fc", ["mlp.down"] = "mlp.c_proj" }
-local LLAMA = { ["attn.out"] = "self_attn.o_proj", ["mlp.gate"] = "mlp.gate_proj",
-  ["mlp.up"] = "mlp.up_proj", ["mlp.down"] = "mlp.down_proj" }
+-- The architectures of models made by nn.gpt and nn.llama; a loaded model has its own class.
+local MADE_AS = { gpt = "gpt2" }
 
-local function block_of(path)
-  local block, rest = path:match("^blocks%.(%d+)%.(.+)$")
-  return block and block - 1, rest
+local function known_names(path, layer, model)
+  local arch = architectures.of[MADE_AS[model._class] or model._class]
+  return arch and architectures.layer_names(model, arch, path, layer.outputs) or path
 end
 
-local function gpt2_names(path)
-  local block, rest = block_of(path)
-  return block and GPT2[rest] and ("transformer.h.%d.%s"):format(block, GPT2[rest]) or path
-end
-
-local function llama_names(path, layer, config)
-  local block, rest = block_of(path)
-  if not block or rest ~= "attn.qkv" then
-    return LLAMA[rest] and ("model.layers.%d.%s"):format(block, LLAMA[rest])
-      or path == "head" and "lm_head" or path
-  end
-  local at, H, G = ("model.layers.%d.self_attn."):format(block), config.heads, config.kv_heads
-  local D = layer.outputs / (H + 2 * G)
-  return { { at .. "q_proj", H * D }, { at .. "k_proj", G * D }, { at .. "v_proj", G * D } }
-end
-
-local KNOWN = { gpt = gpt2_names, gpt2 = gpt2_names, llama = llama_names }
 local SAVE, LOAD = { names = true, base_model = true }, { names = true }
 
 -- Returns a function that gives the parts of a layer { path, layer } in the files, in the order of
--- its rows: { { name =, first =, last = } .. }, and whether the model is a GPT-2. The names are
--- those of options.names, else of the model's `layer_names`, a function of the same kind that a
--- loader may set, else the known ones of nn.gpt and nn.llama. Layers of other models keep their
--- path.
+-- its rows: { { name =, first =, last = } .. }, and whether the files store weights as [in x out],
+-- as GPT-2's Conv1D does; adapters have one orientation everywhere. The names are those of
+-- options.names, else those of architectures.lua. Layers of other models keep their path.
 local function namer(model, options, caller)
-  local own, known = options.names or rawget(model, "layer_names"), KNOWN[model._class]
+  local own, class = options.names, MADE_AS[model._class] or model._class
   if own ~= nil and type(own) ~= "function" then
     raise("%s: expected names to be a function(path), got %s", caller, value_text(own))
   end
   return function(l)
-    local given = (own or known or tostring)(l.path, l.layer, rawget(model, "config"))
+    local given = (own or known_names)(l.path, l.layer, model)
     local parts, row = {}, 0
     for i, part in ipairs(type(given) == "table" and given or { { given, l.layer.outputs } }) do
       local name, rows = unpack(type(part) == "table" and part or {}, 1, 2)
@@ -80,7 +59,7 @@ local function namer(model, options, caller)
         l.path, l.layer.outputs, row)
     end
     return parts
-  end, known == gpt2_names
+  end, class == "gpt2"
 end
 
 local function want_folder(folder, caller)
@@ -133,8 +112,8 @@ end
 --- lora.save(model, folder [, { names = nil, base_model = nil }]): writes the adapters as PEFT
 --- does, adapter_config.json and adapter_model.safetensors, in f32. names(path, layer) returns
 --- Hugging Face's name of a layer, or a list of { name, rows } for a layer that is several there,
---- joined by rows. Those of nn.gpt and nn.llama are known, and a loader may set
---- model.layer_names. base_model: base_model_name_or_path.
+--- joined by rows; those of nn.gpt, nn.llama and engine.load_model are known. base_model:
+--- base_model_name_or_path.
 function M.save(model, folder, options)
   local list = adapters.adapted(model, "lora.save")
   folder = want_folder(folder, "lora.save")
