@@ -1,6 +1,6 @@
 -- Runs every file of examples/ at reduced size through the real binary: it succeeds, the loss
 -- falls, and a wrong argument is refused in one line. A new example needs an entry here;
--- fp8_lab_spec.lua covers the studies fp8_*.lua.
+-- fp8_lab_spec.lua covers the studies fp4_train.lua and fp8_*.lua.
 local helper = require "spec.helper"
 
 local folder, root
@@ -190,7 +190,7 @@ describe("the example", function()
   end)
   teardown(function() helper.remove(folder) end)
 
-  for name in helper.shell("ls examples/*.lua | grep -v /fp8_").out:gmatch("([^/\n]+%.lua)") do
+  for name in helper.shell("ls examples/*.lua | grep -v /fp[48]_").out:gmatch("([^/\n]+%.lua)") do
     local entry = entries[name]
     local function run(arguments)
       return helper.run { root .. "/examples/" .. name, unpack(arguments) }

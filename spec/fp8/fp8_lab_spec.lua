@@ -1,5 +1,5 @@
--- The studies examples/fp8_*.lua: their tables match the published ones within sampling error, and
--- a wrong setting is refused in one line.
+-- The studies examples/fp8_*.lua and fp4_train.lua: their tables match the published ones within
+-- sampling error, and a wrong setting is refused in one line.
 local helper = require "spec.helper"
 
 local root = helper.shell("pwd").out:match("[^\n]+")
@@ -49,6 +49,20 @@ describe("the FP8 laboratory", function()
       local got = { mean(label) }
       for i = 1, 3 do near(want[i], got[i]) end
     end
+  end)
+
+  it("fp4_train: every recipe learns, and the conclusion follows from the seeds", function()
+    local result = helper.run { root .. "/examples/fp4_train.lua", "steps=40", "layers=3",
+      "width=32", "batch=4", "context=32" }
+    assert.equal(0, result.code, result.err)
+    local bf16 = row(result, "bf16")[1]
+    assert.is_true(bf16 < 4.5, result.out)            -- log(256) = 5.5 before training
+    for _, name in ipairs { "mxfp8", "mxfp4", "nvfp4", "mxfp4, floor", "nvfp4, ends bf16" } do
+      assert.near(bf16, row(result, name)[1], 0.05 * bf16)
+    end
+    assert.matches("\nConclusion: seeds of bf16 are [%d.]+ %% apart; ", result.out)
+    assert.matches("expected a width that is a multiple of 32, and 3 or more layers, got 33 and 4",
+      helper.run { root .. "/examples/fp4_train.lua", "width=33" }.err, 1, true)
   end)
 
   it("outliers: block scales matter above 2^12", function()

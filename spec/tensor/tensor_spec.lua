@@ -575,7 +575,8 @@ describe("a mistake with tensors", function()
     { "engine.zeros(2, 'bfloat16')", "there is no dtype 'bfloat16'; did you mean 'bf16'?; dtypes: "
         .. "f32 f64 f16 bf16 u8 i8 i16 i32 i64 bool e4m3 e5m2" },
     { "engine.autocast('f16', print)", "there is no precision 'f16'; did you mean 'fp16'?; "
-        .. "precisions: bf16 fp16 fp32 fp8_block fp8_current fp8_delayed fp8_rowwise" },
+        .. "precisions: bf16 fp16 fp32 fp8_block fp8_current fp8_delayed fp8_rowwise mxfp4 mxfp8 "
+        .. "nvfp4" },
     { "x:numel()", "a tensor has no method 'numel'; did you mean 'count'?" },
     { "engine.nn.linear(2, 2):state_dict()",
       "a module has no 'state_dict'; did you mean 'state'?" },
@@ -752,8 +753,8 @@ describe("a mistake with tensors", function()
       "attention: expected q [B x T x H x D] and k, v [B x S x G x D] with H a multiple of G, "
         .. "got f32 [2 x 3], f32 [2 x 3] and f32 [2 x 3]" },
     { "engine.attention(x, x, x, { casual = true })",
-      "attention: unknown option 'casual'; did you mean 'causal'?; options: causal entropy scale "
-        .. "site" },
+      "attention: unknown option 'casual'; did you mean 'causal'?; options: causal entropy "
+        .. "logit_max scale site" },
     { "x:rope()", "rope: expected [B x T x H x D] with an even D, got f32 [2 x 3]" },
     { "engine.ones(1, 2, 1, 2):rope { factor = -1 }",
       "rope: expected a factor > 0, or 0 for none, got -1" },

@@ -178,8 +178,10 @@ local function restore(trainer, c)
 end
 
 -- Raises if the data of a resumed run would silently begin again. Returns a line where the script
--- accepts it (restart_data), and the position to continue from otherwise.
+-- accepts it (restart_data), and the position to continue from otherwise. The loop of a session
+-- without `data` keeps its own place.
 local function place_of_data(trainer, path, place)
+  if trainer.own_data == false then return nil, nil end
   if trainer.restart_data then return "the data begin at their first batch (restart_data)", nil end
   local problem = not trainer.data.restore and "the loader has no state() and restore()"
     or not place and "the checkpoint holds no position in the data"
