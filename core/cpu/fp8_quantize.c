@@ -40,7 +40,7 @@ typedef struct side {
   const void *x;
   int      dtype;                          // of x
   int64_t  rows, columns;                  // of x
-  int64_t  high, wide;                     // of a block, in x; 0 became the whole dimension
+  int64_t  high, wide;                     // size of a block, in x; 0 is already replaced
   int64_t  across;                         // blocks in one row of blocks
   // Floats between the scales of vertically and of horizontally adjacent blocks.
   int64_t  scale_down, scale_across;
@@ -354,9 +354,8 @@ VF_INLINE void put_codes(uint8_t *to, vf x, vf factor, const int fraction, const
 }
 
 #if defined(ENG_ISA_avx512)
-// Converts to codes 32 bf16 numbers, from blocks in which no number rounds past the format's
-// largest (is_within). even_f and odd_f are the factors at even and odd positions, divided by if
-// `by`.
+// Converts 32 bf16 numbers to codes. No number of their blocks rounds past the format's largest
+// (is_within). even_f, odd_f: the factors at even and odd positions, or divisors if `by`.
 VF_INLINE void pair_of_bf16(uint8_t *to, const uint16_t *x, vf even_f, vf odd_f, const int fraction,
                             const bool by)
 {

@@ -31,8 +31,8 @@ typedef struct parameter {
   tensor     *value;          // the f32 master, the leaf that scripts hold
   // low-precision weights, a leaf whose gradient goes to this parameter; or NULL
   tensor     *shadow;
-  // the gradient in the flat buffer, in gradient dtype (f32 once unscaled). NULL: it has no memory
-  // yet or, if gradients are divided, is not being computed
+  // the gradient in the flat buffer, in the gradient dtype (f32 once unscaled). NULL: no memory yet
+  // or, with divided gradients, backward is not computing it
   tensor     *gradient;
   bool        has_gradient;   // a gradient was added since the last zero_grad
   bool        expected;       // a temporary mark of backward.c
@@ -138,8 +138,8 @@ static inline void params_drop_gradient(parameter *p)
   p->relative_scale = p->next_relative_scale;
 }
 
-/// Records that a member's values changed, and with them its low-precision weights: a tape that
-/// read them is outdated.
+/// Records a write to a member's values. Its low-precision weights, and any tape that read them,
+/// are then out of date.
 void params_written(parameter *p);
 
 /// The checks of every pass over parameters. They must be in the memory of the current device

@@ -12,13 +12,13 @@ local raise, want_whole = M_ffi.raise, arguments.want_whole
 local class, last_use, sum = module.class, fuse.last_use, fuse.sum
 local M = {}
 
---- Raises an error named `name` unless `width` divides by `heads`, and `heads` by `kv_heads`.
+--- Raises an error named `name` unless `width` is divisible by `heads`, and `heads` by `kv_heads`.
 function M.want_heads(name, width, heads, kv_heads)
   if width % heads ~= 0 then
-    raise("%s: the width %d does not divide by %d heads", name, width, heads)
+    raise("%s: the width %d is not divisible by %d heads", name, width, heads)
   end
   if heads % kv_heads ~= 0 then
-    raise("%s: %d heads do not divide by %d kv_heads", name, heads, kv_heads)
+    raise("%s: %d heads are not divisible by %d kv_heads", name, heads, kv_heads)
   end
 end
 

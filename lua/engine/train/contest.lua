@@ -36,8 +36,8 @@ local function with(policies, also)
   return list
 end
 
---- Calls run(policy, seed), which returns a table of numbers, for the seeds 1 to `seeds` (5) under
---- every policy, and under `also` unless the list has it. Returns a list of { policy =, NAME = {
+--- Calls run(policy, seed) for the seeds 1 to `seeds` (5), under every policy, and under `also` if
+--- it is not among them. run returns a table of numbers. Returns a list of { policy =, NAME = {
 --- mean =, spread = standard deviation, values } ... } which prints as a table. The mean leaves out
 --- calls that do not return the number.
 function M.new(options)

@@ -57,7 +57,7 @@ local OPTIONAL = {
   { "accumulate", "a whole number of 1 or more", whole },
   { "clip", "a number (0: none)", not_negative },
   { "clip_value", "a number (0: none)", not_negative },
-  { "checkpoint_every", "a whole number of steps (0: at the end)",
+  { "checkpoint_every", "a whole number of steps (0: only at the end)",
     function(v) return v == 0 or whole(v) end },
   { "agree_every", "a whole number of steps (0: never)",
     function(v) return v == 0 or whole(v) end },
