@@ -74,8 +74,11 @@ static int find_named(eng_policy *p, const char *field, bool groups, char *why, 
     if (p->matched[i]) return -1;
   const char *hint = nearest_hint(name, (const char *const *)p->groups, p->n_groups);
   if (!*hint) hint = nearest_hint(name, (const char *const *)p->tensors, p->n_tensors);
-  snprintf(why, size, "'%s' for '%.60s', which matches no group and no tensor%s", field, name,
-           hint);
+  char example[100] = "";
+  if (!*hint && p->n_tensors > 0)
+    snprintf(example, sizeof example, "; one tensor is called '%.60s'", p->tensors[0]);
+  snprintf(why, size, "'%s' for '%.60s', which matches no group and no tensor%s%s", field, name,
+           hint, example);
   return -2;
 }
 

@@ -468,7 +468,10 @@ describe("data of documents", function()
     with_options("feild = 'x'", "unknown option 'feild'; did you mean 'field'?; options: bad " ..
       "batch check context encode end_token field pack path seed shuffle")
     with_options("bad = 'ignore'", "expected bad to be stop or skip, got 'ignore'")
-    with_options("end_token = -1", "expected end_token to be the id of a token, or false, got -1")
+    with_options("end_token = -1", "expected end_token to be the id or the text of a token, or " ..
+      "false, got -1")
+    with_options("end_token = 'x', encode = function() end", "expected end_token to be an id, " ..
+      "because encode is not an engine.tokenizer, got 'x'")
     with_options("encode = {}", "expected encode to be a function from a text to a list of ids, " ..
       "or an object with such a method, got a table")
     with_options("encode = function() end", "expected end_token = the id of the token that ends " ..

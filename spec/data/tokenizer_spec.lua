@@ -324,5 +324,17 @@ describe("engine data tokenize", function()
       assert.is_truthy(done.err:find(want, 1, true), done.err)
       assert.matches("^[^\n]*\n$", done.err)
     end
+    assert.matches("^usage: engine data tokenize", run("--help").out)
+  end)
+
+  it("is the encode of documents, whose end token may be a text", function()
+    local t = open(text_of(BYTES, { pre_tokenizer = splitter(PATTERNS.gpt2) }))
+    local path = helper.write(folder .. "/lines.txt", "hello\nhell\n")
+    local function first(ending)
+      return engine.data.lines({ path = path, encode = t, end_token = ending, batch = 1,
+        context = 4, shuffle = false }):next().x:totable()
+    end
+    assert.same(first(t:id "<|end|>"), first "<|end|>")
+    assert.error_matches(function() first "zz" end, "the tokenizer has no token 'zz'", 1, true)
   end)
 end)

@@ -130,6 +130,7 @@ describe("engine help NAME", function()
       ["policy.record"] = "record%.amax", ["record.amax"] = "largest magnitude",
       ["trainer.steps"] = "trainer option", dynamic = "growth_interval = 2000",
       ENGINE_PAIRS = "bf16", glossary = "found_inf",
+      ["docs/data.md"] = "^# Data\n", ["model:save"] = "shard_bytes",
     }
     for name, expected in pairs(expectations) do
       local result = help(name)
@@ -157,6 +158,14 @@ describe("engine help NAME", function()
   it("prints a command's own help, and all commands without a name", function()
     assert.matches("usage: engine plot", help("plot").out)
     assert.matches("engine replay", helper.run({ "help" }).out)
+  end)
+
+  it("lists the entries that mention a word which names nothing", function()
+    local result = help "end_token"
+    assert.are.equal(1, result.code)
+    assert.matches("nothing is called 'end_token'\n$", result.err)
+    assert.matches("\n  engine.data.jsonl ", result.out)
+    assert.are.equal("", help("%a.*").out)
   end)
 
   it("suggests the nearest name", function()

@@ -415,7 +415,13 @@ describe("engine plan FOLDER and engine generate", function()
     local text = helper.run { "generate", path, "--prompt", "hello world", "--tokens", "3",
       "--max_tokens", "4", "--seed", "1" }
     assert.matches("^3,%d+,%d+,%d+,%d+\nhello world[^\n]*\n$", text.out, 1, false)
+    local every = table.concat(require("engine.base.nearest").keys(vocab), ",")
+    local ended = helper.run { "generate", path, "--tokens", "1", "--stop", every }
+    assert.matches("^1,%d+\n$", ended.out)                     -- every token ends the list
     for _, case in ipairs {
+      { { "generate", path, "--tokens", "1", "--stop", "wrld" }, "no token 'wrld'" },
+      { { "generate", folder, "--prompt", "a" }, "tokenizer.json: .*; hint: %-%-prompt and texts" },
+      { { "generate", path, "a" }, "expected one folder, got 2 words; a text follows %-%-prompt" },
       { { "generate", path }, "expected %-%-prompt, a text, or %-%-tokens, a list of ids such" },
       { { "generate", path, "--prompt", "" }, "%-%-prompt: expected a text, got an empty one" },
       { { "generate", path, "--tokens", "1,x" }, "expected token ids such as 1,2,3, got 'x'" },

@@ -30,7 +30,8 @@ describe("a verdict", function()
     { "lr_muls", "{ a = 1/0 }", "expected a finite factor, 0 or more" },
     { "lr_muls", "true", "lr_muls = true; expected a table { name = factor }" },
     { "lr_muls", "{ a = 2, ['a.w'] = 3 }", "two factors in 'lr_muls' for the tensor 'a.w'" },
-    { "lr_muls", "{ ['c.*'] = 3 }", "'lr_muls' for 'c.*', which matches no group and no tensor" },
+    { "lr_muls", "{ ['c.*'] = 3 }", "'lr_muls' for 'c.*', which matches no group and no tensor; " ..
+      "one tensor is called 'a.w'" },
     { "reset_moments", "1", "expected true, a name, a pattern, or a list of these" },
     { "reset_moments", "{ true }", "expected true, a name, a pattern, or a list of these" },
     { "reset_moments", "'c'", "'reset_moments' for 'c', which matches no group and no tensor" },

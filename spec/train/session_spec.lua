@@ -309,7 +309,7 @@ describe("a session", function()
     local other = engine.optim.sgd(nn.linear(2, 2), { precision = "bf16" })
     refused("session: expected one precision, but optimizer a has fp16 and b has bf16",
       engine.session, { optimizers = { a = opt, b = other } })
-    refused("session: FP8 layers", make, { precision = "fp8_current" })
+    refused("session: precision 'fp8_current' quantizes", make, { precision = "fp8_current" })
     refused("session: policy norm_ratio needs reference backward passes", make,
       { policy = "norm_ratio" })
     refused("there is no policy 'dynamc'; did you mean 'dynamic'?", make, { policy = "dynamc" })

@@ -15,7 +15,9 @@ if the vocabulary is larger. engine.data.tokens reads it; numpy.load does, too.
 --tokenizer a folder with tokenizer.json, or the file
 --lines     each line is a text of its own; its line end and empty lines are left out
 --special   put the tokens around each text that the tokenizer has for it, such as <s>
---end       a token after each text]==]
+--end       a token after each text
+
+next: a trainer with engine.data.tokens { path = FILE }; docs/tokenizers.md, docs/data.md]==]
 
 local SECONDS = { terminal = 0.1, plain = 5 }      -- between two lines
 
@@ -59,9 +61,9 @@ return options.command {
       lines = given.lines, special = given.special, ending = ending and tokenizer:id(ending),
       progress = display() })
     local show = require "engine.base.show"
-    print(("%s: %s tokens (%s) of %s bytes in %s texts"):format(given.output,
+    print(("%s: %s tokens (%s) of %s bytes in %s text%s"):format(given.output,
       show.grouped(result.tokens), result.dtype, show.grouped(result.bytes),
-      show.grouped(result.texts)))
+      show.grouped(result.texts), result.texts == 1 and "" or "s"))
     return 0
   end,
 }

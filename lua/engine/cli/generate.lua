@@ -1,12 +1,13 @@
 -- engine generate FOLDER --prompt TEXT [options]: continues texts or token ids with a model in
 -- Hugging Face's files.
 local options = require "engine.cli.options"
+local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
 
 local help = [==[
 usage: engine generate FOLDER --prompt TEXT [--prompt TEXT ...] [--tokens 1,2,3 ...]
                        [--max_tokens 64] [--temperature T] [--top_k K] [--top_p P]
-                       [--stop ID,ID] [--seed N] [--dtype f32|bf16|f16|auto]
+                       [--stop TOKEN,TOKEN] [--seed N] [--dtype f32|bf16|f16|auto]
 
 Loads the model of a folder with config.json and model.safetensors (or shards) and continues each
 prompt and each list of token ids. Prints a prompt with its continuation, and for a list one line
@@ -22,7 +23,8 @@ tokens       a list of token ids
 max_tokens   tokens to add to each (64)
 temperature  1 by default; below 1 likely tokens gain, 0 takes the most likely one
 top_k top_p  draw from the K most likely tokens, or from those that add up to probability P
-stop         ids that end a list; by default the model's eos_token_id; none: --stop=
+stop         ids, or texts of tokens such as '<|im_end|>', that end a list; by default the model's
+             eos_token_id; none: --stop=
 seed         the same seed gives the same tokens
 dtype        of the weights in memory (f32); auto: as in the files
 
@@ -30,10 +32,15 @@ next: engine plan FOLDER shows the memory that a model takes; docs/hugging-face.
 
 local NUMBERS = { "temperature", "top_k", "top_p", "seed" }
 
-local function ids_of(list, what)
+-- The ids in a list of texts; with a tokenizer, a text may also be that of a token.
+local function ids_of(list, what, tokenizer)
   local ids = {}
   for i, text in ipairs(list) do
-    ids[i] = tonumber(text)
+    ids[i] = tonumber(text) or tokenizer and tokenizer:id(text)
+    if tokenizer and not ids[i] then
+      options.fail("%s: the tokenizer has no token '%s'%s", what, text,
+        nearest.hint(text, tokenizer:special_tokens()))
+    end
     if not ids[i] or ids[i] < 0 or ids[i] % 1 ~= 0 or ids[i] >= 2 ^ 31 then
       options.fail("%s: expected token ids such as 1,2,3, got '%s'", what, text)
     end
@@ -42,7 +49,10 @@ local function ids_of(list, what)
 end
 
 local function main(given)
-  if #given.words ~= 1 then options.fail("expected one folder, got %d", #given.words) end
+  if #given.words ~= 1 then
+    options.fail("expected one folder, got %d words; a text follows --prompt, ids follow --tokens",
+      #given.words)
+  end
   if #given.tokens + #given.prompt == 0 then
     options.fail("expected --prompt, a text, or --tokens, a list of ids such as 1,2,3")
   end
@@ -53,14 +63,23 @@ local function main(given)
     rows[i] = ids_of(list, "--tokens")
     if #rows[i] == 0 then options.fail("--tokens: expected at least one id") end
   end
-  if #given.prompt > 0 then tokenizer = engine.tokenizer(given.words[1]) end
+  local texts = #given.prompt > 0
+  for _, word in ipairs(given.stop or {}) do texts = texts or not tonumber(word) end
+  if texts then
+    local good
+    good, tokenizer = pcall(engine.tokenizer, given.words[1])
+    if not good then
+      options.fail("%s; hint: --prompt and texts in --stop need it, ids do not: --tokens 1,2,3",
+        tokenizer)
+    end
+  end
   for _, text in ipairs(given.prompt) do
     local ids = tokenizer:encode(text)
     if #ids == 0 then options.fail("--prompt: expected a text, got an empty one") end
     rows[#rows + 1] = ids
   end
   local settings = { max_tokens = given.max_tokens or 64,
-    stop = given.stop and ids_of(given.stop, "--stop") }
+    stop = given.stop and ids_of(given.stop, "--stop", tokenizer) }
   for _, name in ipairs(NUMBERS) do settings[name] = given[name] end
   local good, model = pcall(engine.load_model, given.words[1], { dtype = given.dtype })
   if not good then error(model, 0) end

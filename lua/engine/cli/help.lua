@@ -78,11 +78,12 @@ local function show(name)
   local docs = require "engine.docs.index"
   local index = docs.new(commands())
   name = texts.cut(texts.shown(name), 100)
-  local found, others = index:find(name)
+  local found, others = index:find((name:gsub("%.md$", "")))
   if #found == 0 then
-    local hint = index:hint(name)
+    local hint, mentions = index:hint(name), index:mentions(name)
     io.stderr:write(("engine help: nothing is called '%s'%s\n"):format(name,
-      hint ~= "" and hint or "; hint: `engine help` lists the commands"))
+      hint ~= "" and hint or #mentions > 0 and "" or "; hint: `engine help` lists the commands"))
+    if #mentions > 0 then print(listing(("'%s' is mentioned in"):format(name), mentions)) end
     return 1
   end
   if #found > MOST_SHOWN then

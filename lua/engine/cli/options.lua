@@ -89,6 +89,8 @@ function M.parse(words, spec)
       end
       if kind == "policy" then given.policies[#given.policies + 1] = { source = text, options = {} }
       else given[name] = VALUE[kind](name, text, given[name]) end
+    elseif word == "--help" or word == "-h" then
+      given.help = true
     elseif word:find("^%-%-?%a") then
       unknown(word, spec)
     else
@@ -98,12 +100,16 @@ function M.parse(words, spec)
   return given
 end
 
---- A command that cli.run can start: { doc, help, main }. An error prints one line and exits with
---- code 1.
+--- A command that cli.run can start: { doc, help, main }. --help anywhere prints its help. An error
+--- prints one line and exits with code 1.
 function M.command(spec)
   return { doc = spec.doc, help = spec.help, main = function(...)
     local words = { ... }
-    local good, result = pcall(function() return spec.main(M.parse(words, spec)) end)
+    local good, result = pcall(function()
+      local given = M.parse(words, spec)
+      if not given.help then return spec.main(given) end
+      print(spec.help)
+    end)
     if good then return result or 0 end
     local line = tostring(result):match("^[^\n]*")
     local found, show = pcall(require, "engine.base.show")      -- absent without the library

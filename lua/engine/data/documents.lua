@@ -178,6 +178,18 @@ local function encoder(name, encode)
   return function(text) return method(encode, text, { special = false }) end
 end
 
+-- The id of end_token, which may be a token's text if `encode` has a method id, as a tokenizer has.
+local function end_id(name, encode, end_token)
+  if type(end_token) ~= "string" then return end_token or end_token == nil and 0 end
+  local good, method = pcall(function() return encode.id end)
+  if not good or type(method) ~= "function" then
+    raise("data.%s: expected end_token to be an id, because encode is not an engine.tokenizer, "
+      .. "got '%s'", name, end_token)
+  end
+  return method(encode, end_token)
+    or raise("data.%s: end_token: the tokenizer has no token '%s'", name, end_token)
+end
+
 local function text_problem(text, bytes)
   if not json.is_utf8(text) then return "is not UTF-8" end
   if bytes and text:find("%z") then return "holds a NUL byte, which ends documents" end
@@ -309,10 +321,9 @@ function M.new(name, records, format, o)
     raise("data.%s: expected end_token = the id of the token that ends a document (false: none), "
       .. "because encode is given", name)
   end
-  local end_token = o.end_token
-  if end_token == nil then end_token = 0 end
   local self = setmetatable({ name = name, records = records, format = format, bad = o.bad,
-    encode = encode, bytes = not o.encode, end_token = end_token, pack = o.pack,
+    encode = encode, bytes = not o.encode,
+    end_token = end_id(name, o.encode, o.end_token), pack = o.pack,
     most = o.context + 1, invalid = {}, skipped = 0 }, Documents)
   for i = 0, o.check and records.n - 1 or 0 do self:get(i) end
   return self

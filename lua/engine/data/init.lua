@@ -30,8 +30,9 @@ local function at_least(least)
 end
 local is_boolean = { "true or false", function(v) return type(v) == "boolean" end }
 local is_name = { "a name", function(v) return type(v) == "string" end }
-local is_id = { "the id of a token, or false", function(v)
-  return not v or type(v) == "number" and v >= 0 and v < 2 ^ 31 and v % 1 == 0
+local is_id = { "the id or the text of a token, or false", function(v)
+  if type(v) == "number" then return v >= 0 and v < 2 ^ 31 and v % 1 == 0 end
+  return not v or type(v) == "string"
 end }
 
 -- What an option must be, and its test.
@@ -443,7 +444,8 @@ end
 ---   path              a file, or a list of files
 ---   encode            a function from a text to a list of token ids, or an object with such a
 ---                     method, called with { special = false }; by default bytes are the tokens
----   end_token         the token that ends a document (0 for bytes); false: none
+---   end_token         the token that ends a document (0 for bytes); false: none. With an
+---                     engine.tokenizer as encode also its text, such as "<|endoftext|>"
 ---   pack              true: documents follow each other in the rows; false: a row holds one, and
 ---                     targets after its end are -100, which the loss ignores
 ---   batch, context    rows, and tokens in a row (8, 128)

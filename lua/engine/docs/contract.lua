@@ -83,7 +83,7 @@ local function guides(add)
     local text = source.text(path)
     local name = path:match("^docs/(.*)%.md$") or path:match("^(%w+)/")
     if name == "README" then name = "docs" end
-    add { name = name, kind = "guide", area = "guides",
+    add { name = name, names = { name, (path:gsub("%.md$", "")) }, kind = "guide", area = "guides",
       signature = text and text:match("^# ([^\n]*)") or name,
       text = text or "", where = path .. ":1" }
   end

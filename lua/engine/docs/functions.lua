@@ -178,6 +178,9 @@ function M.read(engine, add)
     end
     enter_classes(functions, area)
   end
+  for name, path in pairs { generate = "engine.nn.generate", save = "engine.nn.hf_save" } do
+    enter("model:" .. name, require(path), "nn", 1)      -- methods that only some models have
+  end
 end
 
 return M

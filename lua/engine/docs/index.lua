@@ -101,6 +101,20 @@ function Index:find(name)
   return found, others
 end
 
+--- The entries whose text has the word `name`, without guides and C functions: where an option such
+--- as end_token is explained.
+function Index:mentions(name)
+  local list = {}
+  local word = "%f[%w_]" .. name:gsub("%W", "%%%0") .. "%f[^%w_]"
+  if not name:find("^%w[%w_.:]+%w$") then return list end
+  for _, entry in ipairs(self.entries) do
+    if entry.kind ~= "guide" and entry.area ~= "c" and entry.text:find(word) then
+      list[#list + 1] = entry
+    end
+  end
+  return list
+end
+
 --- "; did you mean 'x'?", or "".
 function Index:hint(name)
   local names, seen = {}, {}

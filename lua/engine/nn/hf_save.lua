@@ -139,6 +139,7 @@ local OPTIONS = { dtype = true, shard_bytes = true }
 --- model.safetensors for this engine and for Hugging Face's transformers, or shards of up to
 --- shard_bytes bytes with an index. dtype converts the weights; otherwise they keep the
 --- parameters'. Copies the tokenizer and the other files of the folder the model was loaded from.
+--- For models of engine.load_model and engine.new_model; engine.save writes the weights of others.
 return function(model, folder, options)
   if type(folder) ~= "string" or folder == "" then
     error("save: expected a folder, got " .. tostring(folder), 2)

@@ -342,8 +342,8 @@ function M.attach(model, full)
   end)
   if not fp8 then return nil end
   if #self.list == 0 then
-    raise("precision '%s': no linear layer is in FP8: the model has none, or `high` " ..
-      "excludes all of them", full.name)
+    raise("precision '%s': no linear layer is in FP8: the model has none, `high` " ..
+      "excludes all of them, or nn.lora with base = \"e4m3\" stores them", full.name)
   end
   self.sample = fp8.sample or 100
   self:prepare(fp8.policy and load_policies(fp8.policy, ("precision '%s': fp8"):format(full.name))

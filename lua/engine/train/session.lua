@@ -157,9 +157,10 @@ local function new(given)
     o.optimizer, o.model = several(entries), Models()
     for _, e in ipairs(entries) do o.model[e.name] = model_of(e.opt) end
   end
-  if precision.resolve(o.precision or entries[1].opt.precision).fp8 then
-    error("session: FP8 layers are measured once for each step of a trainer; hint: engine.trainer, "
-      .. "or a precision without fp8", 0)
+  local recipe = precision.resolve(o.precision or entries[1].opt.precision)
+  if recipe.fp8 then
+    error(("session: precision '%s' quantizes linear layers, and a session does not; hint: "
+      .. "engine.trainer, or fp32, bf16 or fp16"):format(recipe.name), 0)
   end
   o.own_data, o.data = o.data ~= nil, o.data or { next = function()
     raise("session: there is no data to leave out; hint: data = the loop's loader") end }
