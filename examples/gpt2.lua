@@ -1,6 +1,6 @@
--- Fine-tunes a GPT-2 from Hugging Face's files, or trains one from scratch, on a .bin file of
--- uint16 tokens as nanoGPT and llm.c write them. save= writes the same two files, which
--- transformers can load.
+-- Fine-tunes a GPT-2 (or a Llama, a Qwen) from Hugging Face's files, or trains a GPT-2 from
+-- scratch, on a file of tokens: .npy of `engine data tokenize`, or .bin of nanoGPT and llm.c.
+-- save= writes the same files, which transformers can load.
 --
 --   ./engine examples/gpt2.lua model=gpt2 data=train.bin steps=100 batch=4 context=64 save=tuned
 --   ./engine examples/gpt2.lua model=gpt2 data=train.bin precision=bf16 accumulate=8 run=tune
@@ -21,7 +21,7 @@ local cfg = engine.config({
   tensorboard = false,
 }, {
   model = "folder with config.json and model.safetensors; empty: from scratch",
-  data = "a .bin file of uint16 tokens", layers = "from scratch: blocks",
+  data = "a file of tokens, .npy or .bin", layers = "from scratch: blocks",
   width = "from scratch: features per token",
   heads = "from scratch: attention heads", vocab = "from scratch: tokens in the vocabulary",
   dropout = "dropout in embeddings, attention and residuals",
@@ -51,8 +51,8 @@ local cfg = engine.config({
   folder = "model save", file = "data",
 })
 if cfg.data == "" then
-  io.stderr:write("gpt2.lua: expected data=FILE.bin, uint16 tokens; hint: nanoGPT's",
-    " data/*/prepare.py writes such files\n")
+  io.stderr:write("gpt2.lua: expected data=FILE, a .npy or .bin file of tokens; hint: engine ",
+    "data tokenize TEXT --tokenizer FOLDER -o FILE.npy\n")
   os.exit(2)
 end
 
@@ -90,8 +90,8 @@ local trainer = engine.trainer {
   log = cfg.log, tensorboard = cfg.tensorboard, config = cfg,
 }
 if cfg.log == "line" then
-  print(("gpt2(%s), %d parameters, %s, policy %s, %s"):format(model:extra(), model:count(),
-    cfg.precision, trainer.policy.name, trainer:resources()))
+  print(("%s(%s), %d parameters, %s, policy %s, %s"):format(model._class, model:extra(),
+    model:count(), cfg.precision, trainer.policy.name, trainer:resources()))
   print(data)
 end
 
