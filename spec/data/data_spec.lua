@@ -390,7 +390,8 @@ describe("data", function()
     refuses("data.text { text = '', context = 4 }",
       "data.text: 0 tokens are too few for a context of 4, which needs 5")
     refuses("data.tokens { path = folder .. '/odd.bin', context = 1 }",
-      "data.tokens: FOLDER/odd.bin has an odd number of bytes (3): these are not uint16 tokens")
+      "data.tokens: FOLDER/odd.bin has an odd number of bytes (3): these are not uint16 tokens; " ..
+      "hint: `engine data tokenize` makes tokens of a text")
     refuses("data.tokens { path = folder .. '/cut.bin', context = 1 }",
       "data.tokens: the header of FOLDER/cut.bin gives 9 tokens, but the file holds 8; hint: it " ..
       "is truncated")

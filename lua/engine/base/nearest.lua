@@ -20,7 +20,9 @@ local ELSEWHERE = {
   clip_grad_norm_ = "clip_grad_norm", clip_grad_value_ = "clip_grad_value",
   param_groups = "groups", learning_rate = "lr", named_parameters = "parameters",
   r = "rank", lora_alpha = "alpha", lora_dropout = "dropout", target_modules = "match",
-  use_dora = "dora",
+  use_dora = "dora", torch_dtype = "dtype", tokenizer = "encode", packing = "pack",
+  eos_token_id = "end_token stop", eos_token = "end_token stop", batch_size = "batch",
+  max_length = "context max_tokens", seq_len = "context", block_size = "context",
 }
 
 -- Names of other frameworks for which the engine has no single name: what to write instead.

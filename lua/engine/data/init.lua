@@ -248,7 +248,8 @@ function M.tokens(given)
     raise("data.tokens: the header of %s gives %d tokens, but the file holds %s%s", o.path, n,
       tostring(held), n > held and "; hint: it is truncated" or "")
   elseif held % 1 ~= 0 then
-    raise("data.tokens: %s has %s (%d): these are not %s tokens", o.path, width == 2
+    raise("data.tokens: %s has %s (%d): these are not %s tokens; hint: `engine data "
+      .. "tokenize` makes tokens of a text", o.path, width == 2
       and "an odd number of bytes" or "a number of bytes that 4 does not divide", bytes,
       LONG[dtype])
   end
