@@ -328,6 +328,9 @@ describe("a session", function()
         refused("unknown option 'clop'", s.step, s, opt, { clop = 1 })
       end
       local b = data:next()
+      s:autocast(function() return model:loss(b.x, b.y) end):backward()
+      refused("session:step: the gradients of this turn do not carry the loss scale", s.step, s)
+      opt:zero_grad()
       s:backward(s:autocast(function() return model:loss(b.x, b.y) end))
       opt:clip_grad_norm(1)
       refused("session:step: clip_grad_norm and clip_grad_value see gradients times the loss scale",

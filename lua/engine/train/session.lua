@@ -360,7 +360,7 @@ function Session:step(opt, o)
   end
   s.first, s.entry = entry.first, entry
   s.lr, s.tokens = self.fixed_lr or entry.opt.lr, o.tokens or 0
-  self.losses[0] = self.loss_sum or tensor.full({}, 0 / 0)
+  self.losses[0] = self.loss_sum or tensor.full({}, 0 / 0)      -- Session.fetch refuses the latter
   self:ask_statistics(s)
   local clip, tokens = self.clip, self.tokens
   if o.clip then self.clip = o.clip > 0 and o.clip or nil end
@@ -389,6 +389,9 @@ function Session:fetch(s)
   if record.count == 0 then
     raise("session:step: the optimizer%s has no gradients; hint: s:backward(loss) before, with " ..
       "a loss that reaches its parameters", #self.entries > 1 and " " .. s.entry.name or "")
+  elseif not self.loss_sum then
+    raise("session:step: the gradients of this turn do not carry the loss scale; hint: " ..
+      "s:backward(loss) instead of loss:backward()")
   end
   if record.first_bad >= 0 and n > 0 then record.first_bad = record.first_bad + s.first end
   return record
