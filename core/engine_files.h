@@ -31,7 +31,8 @@ uint64_t   eng_file_stamp(const char *path);
 eng_status eng_file_mkdir(const char *path);
 /// Syncs a directory's entries to the disk.
 eng_status eng_file_sync(const char *path);
-/// Renames within a file system and syncs the new name. A file replaces a file.
+/// Renames within a file system and syncs the new name. A file replaces a file, and never a device
+/// or pipe (IO).
 eng_status eng_file_rename(const char *from, const char *to);
 /// Exchanges two names of one file system atomically: both always exist. Errors: IO, also where the
 /// file system does not support it.

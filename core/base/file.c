@@ -295,6 +295,8 @@ eng_status eng_file_sync(const char *path)
 
 eng_status eng_file_rename(const char *from, const char *to)
 {
+  if (eng_file_kind(to) == ENG_FILE_OTHER)
+    return error_set(ENG_ERR_IO, "%s: expected a file to write, got a device or pipe", to);
   if (rename(from, to) != 0) {
     int code = errno;
     return error_set(ENG_ERR_IO, "%s: cannot rename to %s: %s", from, to, strerror(code));

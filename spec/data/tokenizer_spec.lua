@@ -313,11 +313,15 @@ describe("engine data tokenize", function()
   end)
 
   it("refuses wrong arguments in one line", function()
+    local pipe = folder .. "/pipe"
+    assert.equal(0, helper.shell("mkfifo " .. pipe).code)
     for words, want in pairs {
       ["a.txt"] = "expected --tokenizer FOLDER", ["a.txt --tokenizer x"] = "expected -o FILE.npy",
       [folder .. "/none --tokenizer " .. folder .. " -o x.npy"] = "none",
       [folder .. "/a.txt --end zz --tokenizer " .. folder .. " -o x.npy"] = "no token 'zz'",
       [folder .. "/a.txt --tokenizer " .. folder .. " -o /none/x.npy"] = "cannot write",
+      [folder .. "/a.txt --tokenizer " .. folder .. " -o " .. pipe] =
+        "expected a file to write, got a folder, device or pipe",
     } do
       local done = run(words)
       assert.equal(1, done.code)

@@ -1,5 +1,6 @@
 -- Text files to one .npy file of ids: uint16 where all ids fit, else uint32. The file appears under
 -- its name when it is complete. Called by cli/data.lua; data.tokens reads the result.
+local files = require "engine.base.file"
 local M_ffi = require "engine.base.ffi"
 
 local ffi, C, check, raise = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise
@@ -50,6 +51,9 @@ function M.run(tokenizer, paths, output, options)
   end
   local narrow = tokenizer:vocab_size() <= 65536
   local dtype, width = narrow and "<u2" or "<u4", narrow and 2 or 4
+  if files.exists(output) and not files.is_file(output) then
+    raise("data tokenize: %s: expected a file to write, got a folder, device or pipe", output)
+  end
   local temporary = output .. ".part"
   local file, why = io.open(temporary, "wb")
   if not file then raise("data tokenize: cannot write %s", why) end
