@@ -53,6 +53,7 @@ eng_status bpe_ready(eng_tokenizer *t)
   for (int64_t i = 0; ok && i < v->count; i++) {
     const char *text = v->pool.data + v->at[i];
     int64_t size = v->size[i];
+    if (size == 0) continue;             // no text has it
     if (t->byte_mode) {
       if (!bytes_of(&t->text_out, text, size)) continue;
       text = t->text_out.data;

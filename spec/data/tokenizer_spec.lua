@@ -193,6 +193,13 @@ describe("a tokenizer", function()
     assert.equal("a\239\191\189a", t:decode { 0, 1, 2, 0 })     -- two bytes of three
   end)
 
+  it("reads a vocabulary that holds the empty text", function()
+    local t = open(text_of(SPM, { model = '{"type":"BPE","vocab":{"":0},"merges":[]}',
+      added_tokens = "[]", post_processor = "null" }))
+    assert.same({}, t:encode "")
+    assert.equal(1, t:vocab_size())
+  end)
+
   it("says what it is", function()
     local t = open(text_of(SPM))
     assert.equal(11, t:vocab_size())
