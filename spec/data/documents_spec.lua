@@ -265,8 +265,11 @@ describe("data of documents", function()
         path:gsub("%p", "%%%0") .. " has changed since this position was saved %(45 bytes")
     end
     assert.error_matches(function() loader():restore { at = 1 } end, "expected a position")
-    state.token = 99
     file("a.jsonl", jsonl { "abc", "def", "ghi" })
+    assert.error_matches(function()
+      loader():restore(setmetatable({ files = { 1 } }, { __index = state }))
+    end, "has changed since this position was saved")
+    state.token = 99
     local other = loader()
     other:restore(state)
     assert.error_matches(function() other:next() end, "the position does not fit the documents")
@@ -339,6 +342,7 @@ describe("data of documents", function()
     refuses(two .. "weights = { 1, -1 } }",
       "data.mix: expected weight 2 to be a number of 0 or more, got -1")
     refuses(two .. "weights = { 0, 0 } }", "data.mix: expected a weight above 0, got only 0")
+    refuses(two .. "weights = { 1e308, 1e308 } }", "data.mix: expected weights with a finite sum")
     local good, message = pcall(function()
       local lines = { path = folder .. "/a.txt", batch = 1 }
       data.mix { batch = 20, loaders = { data.lines(lines), data.lines { path = lines.path,
@@ -347,6 +351,22 @@ describe("data of documents", function()
     assert.is_false(good)
     assert.matches("data.mix: [xy] is i32 %[1 x %d+%] in batches of loader %d and i32 "
       .. "%[1 x %d+%] in those of loader %d; rows must be alike", message)
+  end)
+
+  it("a mixture refuses a field that only some batches have, whichever comes first", function()
+    local function loader(...)
+      local keys = { ... }
+      return { state = function() end, restore = function() end, next = function()
+        local batch = {}
+        for _, key in ipairs(keys) do batch[key] = engine.zeros(1, 2) end
+        return batch
+      end }
+    end
+    for seed = 1, 8 do
+      assert.error_matches(function()
+        data.mix { loaders = { loader("x"), loader("x", "mask") }, batch = 16, seed = seed }:next()
+      end, "data.mix: batches of loader 2 have mask, those of loader 1 do not")
+    end
   end)
 
   -- ---------------------------------------------------------------- what is wrong
@@ -403,6 +423,16 @@ describe("data of documents", function()
     file("a.jsonl", '{"prompt":"a","chosen":"","rejected":"c"}')
     refuses("data.preferences { path = folder .. '/a.jsonl', end_token = false }",
       "data.preferences: FOLDER/a.jsonl:1: has an answer without tokens")
+  end)
+
+  it("csv: cells at the end of a line may be empty or blank", function()
+    local path = file("a.tsv", "id\ttext\t\n1\tab\t\r\n\n2\t\t\n3\tc \tx")
+    local rows_ = rows(data.csv_text(with { path = path, separator = "\t", context = 5 }), 1)
+    assert.same({ "ab|c >b|c |" }, rows_)
+    for _, bad in ipairs { '"', "\n", "\r", "ab", "" } do
+      assert.error_matches(function() data.csv_text { path = path, separator = bad } end,
+        "data.csv_text: expected separator to be one character, and no quote or line end, got")
+    end
   end)
 
   it("rows of csv are named by the line they begin in", function()
@@ -481,6 +511,8 @@ describe("data of documents", function()
       "or an object with such a method, got a table")
     with_options("encode = function() end", "expected end_token = the id of the token that ends " ..
       "a document (false: none), because encode is given")
+    with_options("batch = 2 ^ 20, context = 2 ^ 20", "a batch of 1048576 rows of 1048576 tokens " ..
+      "is too large; expected at most 268435456 tokens")
     with_options("end_token = 1, encode = function() end",
       "expected encode to return a list of token ids, got nothing")
     with_options("end_token = 1, encode = function() return { 1.5 } end",

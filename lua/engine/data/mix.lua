@@ -22,18 +22,26 @@ local function chosen(self, n)
   return self.last
 end
 
+-- Refuses a batch that lacks a field of another.
+local function want_fields(part, other, k, l)
+  for key, value in pairs(part) do
+    if type(other[key]) ~= type(value) then
+      raise("data.mix: batches of loader %d have %s, those of loader %d do not", k, tostring(key),
+        l)
+    end
+  end
+end
+
 -- Joins batches: tensors along the first dimension, `tokens` as a sum.
 local function join(self, parts, from)
   local joined = {}
+  for i, part in ipairs(parts) do
+    want_fields(parts[1], part, from[1], from[i])
+    want_fields(part, parts[1], from[i], from[1])
+  end
   for key, first in pairs(parts[1]) do
     local list = {}
-    for i, part in ipairs(parts) do
-      if type(part[key]) ~= type(first) then
-        raise("data.mix: batches of loader %d have %s, those of loader %d do not", from[1],
-          tostring(key), from[i])
-      end
-      list[i] = part[key]
-    end
+    for i, part in ipairs(parts) do list[i] = part[key] end
     if tensor.is_tensor(first) then
       local row = first.shape
       for i, x in ipairs(list) do
@@ -139,6 +147,7 @@ function M.new(o)
     total = total + w
   end
   if total <= 0 then raise("data.mix: expected a weight above 0, got only 0") end
+  if total == math.huge then raise("data.mix: expected weights with a finite sum") end
   local limits, shares, exact, sum, last = {}, {}, {}, 0, 1
   for k = 1, #loaders do
     local w = o.weights and weights[k] or 1

@@ -130,6 +130,9 @@ local function read(self, f, from, to)
   end
   local last = #text
   while last > 0 and (" \t\r\n"):find(text:sub(last, last), 1, true) do last = last - 1 end
+  if self.kind == "csv" then                        -- blanks in the last line may be cells
+    last = (text:find("[\r\n]", last + 1) or #text + 1) - 1
+  end
   text = text:sub(1, last)
   return from == 0 and text:gsub("^\239\187\191", "") or text     -- a byte order mark
 end
@@ -176,11 +179,12 @@ function Records:check(identity)
       .. "differ", self.name, n, #self.files)
   end
   for k, f in ipairs(self.files) do
-    local size, crc = tonumber(identity[k].size) or 0, ("%08x"):format(f.crc)
-    if size ~= f.size or identity[k].crc ~= crc then
+    local saved = type(identity[k]) == "table" and identity[k] or {}
+    local size, crc = tonumber(saved.size) or 0, ("%08x"):format(f.crc)
+    if size ~= f.size or saved.crc ~= crc then
       raise("data.%s: %s has changed since this position was saved (%.0f bytes, checksum %s, now "
         .. "%.0f and %s); the batches would differ", self.name, f.path, size,
-        tostring(identity[k].crc), f.size, crc)
+        tostring(saved.crc), f.size, crc)
     end
   end
 end
