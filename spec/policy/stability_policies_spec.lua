@@ -796,4 +796,21 @@ describe("policy qk_clip", function()
     assert.matches("policy qk_clip needs logit_max: the model has no nn.attention", tostring(why),
       1, true)
   end)
+
+  it("is refused where factors on the weights would not scale the logits", function()
+    local function refused(model, part)
+      local good, why = pcall(engine.trainer, { model = model, steps = 1, policy = "qk_clip",
+        data = { next = function() end }, optimizer = engine.optim.sgd(model), log = "quiet",
+        loss = function() end })
+      assert.is_false(good)
+      assert.matches("policy qk_clip needs logit_muls: attention" .. part, tostring(why), 1, true)
+    end
+    refused(engine.nn.attention(16, 4, { qk_norm = 1e-6 }),
+      " normalizes queries and keys (qk_norm)")
+    for _, dora in ipairs { false, true } do
+      local model = engine.nn.attention(16, 4)
+      engine.nn.lora(model, { rank = 2, dora = dora })
+      refused(model, ".qkv has an adapter")
+    end
+  end)
 end)

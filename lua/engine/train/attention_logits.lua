@@ -28,6 +28,18 @@ function M.modules(model)
   return found
 end
 
+--- Why factors on the query and key weights of a model do not scale its logits, or nil.
+function M.fixed(model)
+  for path, module in pairs(M.modules(model) or {}) do
+    if rawget(module, "q_norm") then
+      return ("%s normalizes queries and keys (qk_norm), which undoes factors on their weights")
+        :format(path)
+    elseif rawget(module.qkv, "_lora") then
+      return ("%s.qkv has an adapter, and only the weights below it would be scaled"):format(path)
+    end
+  end
+end
+
 --- Measures a model's logits.
 function M.new(model)
   return setmetatable({ modules = M.modules(model) or {}, most = {} }, Logits)

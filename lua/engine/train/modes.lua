@@ -37,6 +37,7 @@ local LACKS = {
   heads = function(t)
     return not attention_logits.modules(t.model) and "the model has no nn.attention"
   end,
+  scalable = function(t) return attention_logits.fixed(t.model) end,
   whole = function(t)
     return (t.reducer.zero or t.reducer.apart) and "each rank updates only a part of the weights" ..
       (t.reducer.zero and "; hint: zero=0" or "")
@@ -54,7 +55,7 @@ local NEEDS = {
   { "clips", C.ENG_NEED_CLIPS, { "lagged" } }, { "lr_muls", C.ENG_NEED_LR_MULS, { "lagged" } },
   { "reset_moments", C.ENG_NEED_RESET_MOMENTS, { "lagged" } },
   { "logit_max", C.ENG_NEED_LOGIT_MAX, { "heads", "card" } },
-  { "logit_muls", C.ENG_NEED_LOGIT_MULS, { "heads", "lagged", "card", "whole" } },
+  { "logit_muls", C.ENG_NEED_LOGIT_MULS, { "heads", "scalable", "lagged", "card", "whole" } },
 }
 
 --- Why a scaler of an explicit loop cannot use a policy: it makes no updates itself. Or nil.
