@@ -204,6 +204,8 @@ describe("a module", function()
           .. "dropout head_width kv_heads out_bias out_std qk_norm rope std window" },
       { "nn.attention(12, 4, { window = 0 })",
         "nn.attention: expected window to be a whole number of 1 or more, got 0" },
+      { "nn.attention(8, 2, { window = 2, causal = false })",
+        "nn.attention: a window needs causal attention, got causal = false" },
       { "nn.gpt { widht = 4 }",
         "nn.gpt: unknown option 'widht'; did you mean 'width'?; options: attention_dropout bias "
           .. "context dropout embedding_dropout eps "

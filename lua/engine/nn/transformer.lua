@@ -61,6 +61,9 @@ function Attention:init(width, heads, options)
   local D, out_bias = options.head_width or width / heads, options.out_bias
   want_whole(D, "nn.attention", "head_width", 1)
   if options.window then want_whole(options.window, "nn.attention", "window", 1) end
+  if options.window and options.causal == false then
+    raise("nn.attention: a window needs causal attention, got causal = false")
+  end
   rawset(self, "heads", heads)
   rawset(self, "kv_heads", kv_heads)
   rawset(self, "head_width", D)
