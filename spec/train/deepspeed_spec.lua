@@ -76,6 +76,8 @@ describe("deepspeed.initialize", function()
     assert.same({ "step", 64 }, { ds:step().action, ds:get_scale() })
     assert.matches("the run has ended after its steps", select(2, pcall(ds, engine.ones(2, 8))), 1,
       true)
+    refused("deepspeed: expected optimizer.params to be an object, got 'x'",
+      { optimizer = { type = "Adam", params = "x" } })
     refused("expected model to be a module, got 3", {}, { model = 3 })
     refused("unknown option 'modle'", {}, { modle = 1 })
     refused("expected config to be the path of a JSON or a table, got nothing", nil)

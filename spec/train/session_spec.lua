@@ -315,6 +315,9 @@ describe("a session", function()
     refused("there is no policy 'dynamc'; did you mean 'dynamic'?", make, { policy = "dynamc" })
     refused("session: expected clip to be a number (0: none), got 'x'", make, { clip = "x" })
 
+    refused("session: expected the optimizer d to be one of engine.optim, got a table",
+      engine.session, { optimizers = { d = { params = 1, step = 1 } } })
+
     local s = make { data = data, log = "quiet" }
     refused("session:backward: expected to be called inside", s.backward, s, engine.ones(1))
     refused("session:turns: expected the number of turns", s.turns, s, "x")
@@ -326,6 +329,8 @@ describe("a session", function()
         refused("session:step: expected one of the session's optimizers (optimizer), got 'optimizr'"
           .. "; did you mean 'optimizer'?", s.step, s, "optimizr")
         refused("unknown option 'clop'", s.step, s, opt, { clop = 1 })
+        refused("session:step: expected tokens to be a whole number of 0 or more, got 'x'", s.step,
+          s, opt, { tokens = "x" })
       end
       local b = data:next()
       s:autocast(function() return model:loss(b.x, b.y) end):backward()

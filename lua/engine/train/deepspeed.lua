@@ -41,6 +41,9 @@ local function optimizer_of(block, model, precision)
       nearest.choices(block.type:lower(), OPTIMIZERS, "optimizers"))
   end
   local given, options = block.params or {}, { precision = precision }
+  if type(given) ~= "table" then
+    raise("deepspeed: expected optimizer.params to be an object, got %s", value_text(given))
+  end
   for key, value in pairs(given) do
     if PARAMS[key] then options[key] = value
     elseif not SWITCHES[key] then

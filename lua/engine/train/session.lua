@@ -111,7 +111,7 @@ local function entries_of(o)
       error(("session: expected names of letters, digits and '_' in optimizers, got %s"):format(
         M_ffi.value_text(name)), 0)
     end
-    if type(opt) ~= "table" or opt.params == nil or not opt.step then
+    if type(opt) ~= "table" or opt.params == nil or not (opt.step and opt.precision) then
       error(("session: expected the optimizer %s to be one of engine.optim, got %s"):format(name,
         M_ffi.value_text(opt)), 0)
     end
@@ -348,6 +348,9 @@ function Session:step(opt, o)
   o = tensor.read_named(o, "session:step", STEP)
   if o.clip ~= nil and not (type(o.clip) == "number" and o.clip >= 0) then
     raise("session:step: expected clip to be a number (0: none), got %s", M_ffi.value_text(o.clip))
+  end
+  if o.tokens ~= nil then
+    arguments.want_whole(o.tokens, "session:step", "tokens", 0)
   end
   if entry.opt._clip or entry.opt._clip_value then
     raise("session:step: clip_grad_norm and clip_grad_value see gradients times the loss scale; " ..
