@@ -227,6 +227,8 @@ describe("a module", function()
       { "gpt:generate({ 1 }, 5, { temp = 0 })",
         "generate: unknown option 'temp'; options: cache max_tokens seed stop temperature top_k "
           .. "top_p" },
+      { "gpt:generate(nil, 5)",
+        "generate: expected a list of at least one token to begin with, got nothing" },
       { "gpt:generate({ 1 }, 5, { temperature = -1 })",
         "generate: expected temperature to be a number >= 0, got -1" },
       { "gpt:generate({ 1 }, 5, { top_k = 0 })",
@@ -484,6 +486,9 @@ describe("generate", function()
       assert.same(22, #list)
       assert.same({ 3, 5 }, { list[1], list[2] })
       assert.same(list, model:generate({ 3, 5 }, 20, { temperature = 0 }))
+      for _, cold in ipairs { 1e-30, 1e-45, 5e-324 } do      -- 1e-45 is no normal f32
+        assert.same(list, model:generate({ 3, 5 }, 20, { temperature = cold }))
+      end
       assert.same(list, model:generate({ 3, 5 }, 20, { top_k = 1 }))
       local by_hand = { 3, 5 }
       for _ = 1, 20 do

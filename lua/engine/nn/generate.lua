@@ -76,9 +76,11 @@ local function draw(p, share)
   return count
 end
 
+local COLDEST = 1e-30   -- below, quotients of logits and the temperature would overflow f32
+
 -- One id, drawn from logits [1 x V] f32; temperature 0 takes the most likely one.
 local function sample(logits, o)
-  if o.temperature == 0 then return logits:argmax(-1):item() end
+  if o.temperature < COLDEST then return logits:argmax(-1):item() end
   local V, top, ids = logits:size(-1), logits / o.temperature, nil
   local k = math.min(o.top_k or V, V)
   if o.top_p < 1 and k > FEW then   -- the sum over all tokens, so that few have to be sorted
@@ -151,8 +153,10 @@ end
 
 -- The rows of `tokens`, a list of tokens or a list of such lists.
 local function rows_of(tokens)
-  local list = type(tokens) == "table" and type(tokens[1]) == "table" and tokens or { tokens }
-  for _, row in ipairs(list) do
+  local many = type(tokens) == "table" and type(tokens[1]) == "table"
+  local list = many and tokens or { tokens }
+  for i = 1, math.max(#list, 1) do
+    local row = list[i]
     if type(row) ~= "table" or #row == 0 then
       raise("generate: expected a list of at least one token to begin with, got %s",
         value_text(row))
