@@ -51,7 +51,7 @@ static eng_status sync_parent(const char *path)
 eng_status eng_file_map(eng_mapping *out, const char *path)
 {
   *out = (eng_mapping){ NULL, 0 };
-  int fd = open(path, O_RDONLY | O_CLOEXEC);
+  int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);     // a pipe does not block
   if (fd < 0) return io_error("open", path);
   struct stat stat_now;
   eng_status status = ENG_OK;
@@ -188,7 +188,7 @@ eng_status eng_file_checksum(uint32_t *crc, int64_t *size, const char *path)
 {
   *crc = 0;
   *size = 0;
-  int fd = open(path, O_RDONLY | O_CLOEXEC);
+  int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (fd < 0) return io_error("open", path);
   char *block = malloc(BLOCK);
   eng_status status = block == NULL ? error_set(ENG_ERR_MEMORY, "%s: out of memory", path) : ENG_OK;

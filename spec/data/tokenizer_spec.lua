@@ -329,6 +329,9 @@ describe("engine data tokenize", function()
       [folder .. "/a.txt --tokenizer " .. folder .. " -o /none/x.npy"] = "cannot write",
       [folder .. "/a.txt --tokenizer " .. folder .. " -o " .. pipe] =
         "expected a file to write, got a folder, device or pipe",
+      [pipe .. " --tokenizer " .. folder .. " -o x.npy"] = "expected a file, got a device or pipe",
+      [folder .. "/a.txt --tokenizer " .. folder .. " -o " .. folder .. "/a.txt"] =
+        "expected another file to write than the text",
     } do
       local done = run(words)
       assert.equal(1, done.code)

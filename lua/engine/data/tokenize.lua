@@ -47,6 +47,9 @@ function M.run(tokenizer, paths, output, options)
   local maps, all = {}, 0
   for i, path in ipairs(paths) do
     maps[i] = map(path)
+    if C.eng_file_stamp(path) == C.eng_file_stamp(output) then
+      raise("data tokenize: %s: expected another file to write than the text", output)
+    end
     all = all + tonumber(maps[i].size)
   end
   local narrow = tokenizer:vocab_size() <= 65536
