@@ -161,10 +161,10 @@ describe("engine help NAME", function()
   end)
 
   it("lists the entries that mention a word which names nothing", function()
-    local result = help "end_token"
+    local result = help "logit_max"
     assert.are.equal(1, result.code)
-    assert.matches("nothing is called 'end_token'\n$", result.err)
-    assert.matches("\n  engine.data.jsonl ", result.out)
+    assert.matches("nothing is called 'logit_max'; did you mean 'log_max'", result.err, 1, true)
+    assert.matches("\n  verdict.logit_muls ", result.out)
     assert.are.equal("", help("%a.*").out)
   end)
 
