@@ -388,6 +388,8 @@ describe("an optimizer refuses", function()
     { "optim.adam(net, { lr = 0/0 })", "optim.adam: expected lr to be a number >= 0, got " ..
       tostring(0 / 0) },
     { "optim.adam(net, { beta2 = 1 })", "optim.adam: expected beta2 to be in [0, 1), got 1" },
+    { "optim.lion(net, { betas = { 0.9 } })",
+      "optim.lion: expected betas to be a list of two numbers, got a list of 1" },
     { "optim.lion(net, { betas = 0.9 })",
       "optim.lion: expected betas to be a list of two numbers, got 0.9" },
     { "optim.adam(net, { eps = 0 })",

@@ -193,9 +193,9 @@ local function new(name, model, options)
   for key, value in pairs(kind.defaults) do defaults[key] = value end
   for key, value in pairs(options) do
     if key == "betas" and defaults.beta1 then
-      if type(value) ~= "table" then
+      if type(value) ~= "table" or #value ~= 2 then
         raise("optim.%s: expected betas to be a list of two numbers, got %s", name,
-          M_ffi.value_text(value))
+          type(value) == "table" and "a list of " .. #value or M_ffi.value_text(value))
       end
       defaults.beta1, defaults.beta2 = value[1], value[2]
     elseif defaults[key] ~= nil then
