@@ -77,8 +77,8 @@ for _, recipe in ipairs(RECIPES) do
 end
 lab.table({ "recipe", "held-out loss", "relative to bf16, by seed" }, rows)
 
--- A recipe is told from bf16 only if all seeds lie on one side, further than bf16's seeds do from
--- each other.
+-- A recipe counts as worse than bf16 only if it is worse with every seed, and by more than bf16's
+-- own seeds differ.
 local spread = 0
 for _, loss in ipairs(base) do spread = math.max(spread, 100 * math.abs(loss / base[1] - 1)) end
 local worse = {}

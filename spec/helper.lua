@@ -47,6 +47,15 @@ function helper.remove(path)
   os.execute("rm -rf " .. helper.quote(path))
 end
 
+-- The processes that a process started and that still exist.
+function helper.children(pid)
+  local list = {}
+  for child in (helper.read(("/proc/%d/task/%d/children"):format(pid, pid)) or ""):gmatch("%d+") do
+    list[#list + 1] = tonumber(child)
+  end
+  return list
+end
+
 -- Runs a shell command and returns its exit status; the shell reports signal n as 128 + n.
 -- os.execute returns the wait status, or true or nil, a word and the exit status if LuaJIT was
 -- built with the 5.2 extensions.

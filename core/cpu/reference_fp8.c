@@ -1,7 +1,7 @@
 // Reference kernels for FP8: quantize, dequantize, fp8_matmul, element by element with the scalar
 // formulas of core/base/fp8*.h. The fast kernels must agree with them bit for bit, except for NaN
 // payloads of wider formats. See reference.h, ops.def.
-#include "reference.h"
+#include "reference_side.h"
 
 #include "base/fp8_hopper.h"
 #include "base/fp8_layout.h"
@@ -12,35 +12,6 @@
 #include <string.h>
 
 // ------------------------------------------------------------------ quantize
-
-// One side of a quantize call: x untransposed or transposed.
-typedef struct side {
-  const op_call *call;
-  int64_t  rows, columns;           // of the result
-  int64_t  row, column;             // strides of x in elements
-  tensor  *q, *scale;
-  uint64_t random;                  // Philox block of the first element
-} side;
-
-static float x_at(const side *s, int64_t r, int64_t c)
-{
-  const tensor *x = s->call->in[0];
-  return (float)tensor_load(x->data, x->dtype, r * s->row + c * s->column);
-}
-
-// The largest magnitude of a block. With `nans`, the result is NaN when the block holds one.
-static float block_amax(const side *s, int64_t r0, int64_t rows, int64_t c0, int64_t columns,
-                        bool nans)
-{
-  float amax = 0;
-  for (int64_t r = r0; r < r0 + rows; r++)
-    for (int64_t c = c0; c < c0 + columns; c++) {
-      float x = fabsf(x_at(s, r, c));
-      if (f32_is_nan(x) && nans) return x;
-      if (x > amax) amax = x;
-    }
-  return amax;
-}
 
 static fp8_scale scale_of_block(const op_call *call, float amax)
 {

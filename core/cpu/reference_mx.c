@@ -1,42 +1,12 @@
 // Reference kernels for mx_quantize and mx_dequantize: element by element, exponents by frexp,
 // rounding in f64. The fast kernels must agree with them bit for bit. See reference.h, ops.def.
-#include "reference.h"
+#include "reference_side.h"
 
 #include "base/mx.h"
 #include "base/rng.h"
 
 #include <math.h>
 #include <string.h>
-
-// One side of an mx_quantize call: x untransposed or transposed.
-typedef struct side {
-  const op_call *call;
-  int64_t  rows, columns;           // of the result
-  int64_t  row, column;             // strides of x in elements
-  tensor  *q, *scale;
-  uint64_t random;                  // Philox block of the first element
-  float    encode;                  // S of NVFP4
-} side;
-
-static float x_at(const side *s, int64_t r, int64_t c)
-{
-  const tensor *x = s->call->in[0];
-  return (float)tensor_load(x->data, x->dtype, r * s->row + c * s->column);
-}
-
-// The largest magnitude of a block; `nans`: NaN if it holds one.
-static float block_amax(const side *s, int64_t r0, int64_t rows, int64_t c0, int64_t columns,
-                        bool nans)
-{
-  float amax = 0;
-  for (int64_t r = r0; r < r0 + rows; r++)
-    for (int64_t c = c0; c < c0 + columns; c++) {
-      float x = fabsf(x_at(s, r, c));
-      if (x != x && nans) return NAN;
-      if (x > amax) amax = x;
-    }
-  return amax;
-}
 
 // The exponent of a block's scale, from a finite amax.
 static int exponent_of(float amax, const mx_format *f, int rule)

@@ -49,8 +49,8 @@ static inline const char *char_before(const char *from, const char *at)
 /// Writes a code point; returns its bytes.
 int code_put(char *out, uint32_t code);
 
-// ---- buffer.c: growing buffers. A buffer that cannot grow sets `failed` and keeps
-// its contents; whoever drives the buffers checks it once at the end.
+// ---- buffer.c: growing buffers. A buffer that cannot grow sets `failed` and keeps its contents.
+// The caller checks `failed` once, at the end.
 
 typedef struct buffer { char *data; int64_t size, room; bool failed; } buffer;
 char *buffer_more(buffer *b, int64_t bytes);      // room for `bytes` more; NULL: none

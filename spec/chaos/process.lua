@@ -21,14 +21,6 @@ function M.nap(seconds) ffi.C.usleep(seconds * 1e6) end
 
 local function number_in(path) return tonumber((helper.read(path) or ""):match("%d+")) end
 
-local function children(pid)
-  local list = {}
-  for child in (helper.read(("/proc/%d/task/%d/children"):format(pid, pid)) or ""):gmatch("%d+") do
-    list[#list + 1] = tonumber(child)
-  end
-  return list
-end
-
 local function alive(pid)
   local state = (helper.read(("/proc/%d/stat"):format(pid)) or ""):match("%) (%a)")
   return state ~= nil and state ~= "Z" and state ~= "X"
@@ -79,13 +71,13 @@ end
 local function find(self)
   local top = not self.pids[self.size - 1] and number_in(self.folder .. "/pid")
   if not top then return end
-  local below = children(top)
+  local below = helper.children(top)
   if not self.mpi then
     self.pids[0] = below[1]
     return
   end
   self.mpirun = below[1]
-  for _, pid in ipairs(self.mpirun and children(self.mpirun) or {}) do
+  for _, pid in ipairs(self.mpirun and helper.children(self.mpirun) or {}) do
     local rank = (helper.read(("/proc/%d/environ"):format(pid))
       or ""):match("OMPI_COMM_WORLD_RANK=(%d+)")
     if rank then self.pids[tonumber(rank)] = pid end

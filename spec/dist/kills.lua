@@ -76,19 +76,11 @@ local function command_output(command)
   return text
 end
 
-local function children(pid)
-  local list = {}
-  for child in (helper.read(("/proc/%d/task/%d/children"):format(pid, pid)) or ""):gmatch("%d+") do
-    list[#list + 1] = tonumber(child)
-  end
-  return list
-end
-
 -- The ranks of a job whose `timeout` has this pid: rank -> pid.
 local function ranks_below(pid)
   local found = {}
-  for _, mpirun in ipairs(children(pid)) do
-    for _, child in ipairs(children(mpirun)) do
+  for _, mpirun in ipairs(helper.children(pid)) do
+    for _, child in ipairs(helper.children(mpirun)) do
       local rank = (helper.read(("/proc/%d/environ"):format(child))
         or ""):match("OMPI_COMM_WORLD_RANK=(%d+)")
       if rank then found[tonumber(rank)] = child end

@@ -1,0 +1,39 @@
+// One side of a call that quantizes: x as it is stored, or transposed. Included by reference_fp8.c
+// and reference_mx.c.
+#ifndef ENG_REFERENCE_SIDE_H
+#define ENG_REFERENCE_SIDE_H
+
+#include "reference.h"
+
+#include <math.h>
+
+typedef struct side {
+  const op_call *call;
+  int64_t  rows, columns;           // of the result
+  int64_t  row, column;             // strides of x in elements
+  tensor  *q, *scale;
+  uint64_t random;                  // Philox block of the first element
+  float    encode;                  // S of NVFP4
+} side;
+
+static inline float x_at(const side *s, int64_t r, int64_t c)
+{
+  const tensor *x = s->call->in[0];
+  return (float)tensor_load(x->data, x->dtype, r * s->row + c * s->column);
+}
+
+// The largest magnitude of a block. With `nans`, the result is NaN when the block holds one.
+static inline float block_amax(const side *s, int64_t r0, int64_t rows, int64_t c0,
+                               int64_t columns, bool nans)
+{
+  float amax = 0;
+  for (int64_t r = r0; r < r0 + rows; r++)
+    for (int64_t c = c0; c < c0 + columns; c++) {
+      float x = fabsf(x_at(s, r, c));
+      if (f32_is_nan(x) && nans) return x;
+      if (x > amax) amax = x;
+    }
+  return amax;
+}
+
+#endif
