@@ -223,7 +223,7 @@ eng_status split_run(eng_tokenizer *t, int from, const char *text, int64_t size,
 eng_status words_ready(eng_tokenizer *t);
 eng_status bpe_ready(eng_tokenizer *t);
 eng_status pieces_ready(eng_tokenizer *t);
-/// A word of any model, through the cache.
+/// Encodes a word by the tokenizer's model; words that came before are read from a cache.
 eng_status word_encode(eng_tokenizer *t, const char *word, int64_t size);
 eng_status bpe_word(eng_tokenizer *t, const char *word, int64_t size);
 eng_status unigram_word(eng_tokenizer *t, const char *word, int64_t size);

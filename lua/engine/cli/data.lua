@@ -45,8 +45,10 @@ return options.command {
     ["end"] = "text" }, short = { o = "output" },
   main = function(given)
     local words = given.words
-    if table.remove(words, 1) ~= "tokenize" then
-      options.fail("expected 'tokenize'; see engine help data")
+    local action = table.remove(words, 1)
+    if action ~= "tokenize" then
+      options.fail("expected 'tokenize', got %s; see engine help data",
+        action and "'" .. action .. "'" or "nothing")
     end
     if #words == 0 then options.fail("expected a text file; see engine help data") end
     if not given.tokenizer then options.fail("expected --tokenizer FOLDER") end

@@ -1,5 +1,6 @@
 -- engine generate FOLDER --prompt TEXT [options]: continues texts or token ids with a model in
 -- Hugging Face's files.
+local files = require "engine.base.file"
 local options = require "engine.cli.options"
 local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
@@ -55,6 +56,10 @@ local function main(given)
   end
   if #given.tokens + #given.prompt == 0 then
     options.fail("expected --prompt, a text, or --tokens, a list of ids such as 1,2,3")
+  end
+  if not files.is_folder(given.words[1]) then
+    options.fail("%s: expected the folder of a model, with config.json and its weights",
+      given.words[1])
   end
   local engine, rows, tokenizer = require "engine", {}, nil
   for i, text in ipairs(given.tokens) do
