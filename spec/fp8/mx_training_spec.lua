@@ -113,6 +113,38 @@ describe("a linear layer under microscaling", function()
     assert.same({ ["2"] = true }, blocks)
   end)
 
+  -- A trainer after `steps` steps; `run` and `mode` as in engine.trainer.
+  local function trained(base, steps, run, mode)
+    engine.seed(2)
+    local model = nn.gpt { vocab = 256, context = 32, width = 64, heads = 4, layers = 2 }
+    local t = engine.trainer { model = model, log = "quiet", steps = steps, run = run, mode = mode,
+      resume = run and "auto", data = engine.data.text { path = "README.md", batch = 2,
+        context = 32 }, optimizer = engine.optim.adamw(model, { lr = 1e-3, precision = {
+        base = base, fp8 = { sample = 1, policy = not mode and "fp8_fallback" or nil } } }) }
+    t:run()
+    return t
+  end
+  local function weights(t)
+    local list = {}
+    for i, p in ipairs(t.model:parameters()) do list[i] = bytes(p.tensor) end
+    return list
+  end
+
+  for base in pairs(FORMATS) do
+    it("resumes bit for bit, lags and obeys fp8_fallback: " .. base, function()
+      local folder = helper.folder()
+      local whole = trained(base, 6)
+      trained(base, 3, folder .. "/run")
+      assert.same(weights(whole), weights(trained(base, 6, folder .. "/run")))
+      helper.remove(folder)
+      assert.equal(6, trained(base, 6, nil, "lagged").updates)
+      local sites = whole.optimizer.fp8
+      assert.equal(0, sites.policies[1]:failures())
+      local high = tostring(sites):find("now in high precision", 1, true) ~= nil
+      assert.equal(base ~= "mxfp8", high)             -- 4 bits fall below its signal-to-noise ratio
+    end)
+  end
+
   it("reports invalid recipes in one line", function()
     local function message(fp8)
       local good, text = pcall(engine.precision.resolve, { name = "a", base = "nvfp4", fp8 = fp8 })
