@@ -2,7 +2,7 @@
 -- process of its own: values of other types, negative and huge numbers, missing rows and tables,
 -- flipped bytes. Each command must succeed or end with one line that is not a Lua error, within
 -- five seconds. Deterministic.
--- Usage: engine spec/fuzz/histories.lua [rounds [seed [first round]]]
+-- Usage: engine spec/fuzz/histories.lua [rounds [seed [first round [steps of the history]]]]
 local history = require("engine").history
 local M_ffi = require "engine.base.ffi"
 local commands = require "spec.fuzz.commands"
@@ -11,6 +11,7 @@ local scratch = require "spec.store.scratch"
 local ffi, C, draw, one_of = M_ffi.ffi, M_ffi.C, draws.draw, draws.one_of
 
 local rounds, seed, first = tonumber(arg[1]) or 100, tonumber(arg[2]) or 1, tonumber(arg[3]) or 1
+local steps = tonumber(arg[4]) or 300
 
 -- ------------------------------------------------------------------ the intact history
 
@@ -33,7 +34,7 @@ local function write_template()
   h:set_config("lr", "0.001")
   h:add_policy("abc", "dynamic", "return {}")
   h:event(0, "policy", "dynamic", '{"name":"dynamic","options":"init_scale=8"}')
-  for step = 0, 299 do
+  for step = 0, steps - 1 do
     local bad = step % 50 == 7
     ffi.fill(record, ffi.sizeof(record))
     ffi.fill(verdict, ffi.sizeof(verdict))
@@ -69,7 +70,7 @@ local function write_template()
   h:event(100, "swap", "dynamic to static", '{"to":{"name":"static"},"by":"file"}')
   h:event(150, "evaluation", "loss 2.5")
   h:event(200, "checkpoint", "step-200")
-  h:event(300, "finished")
+  h:event(steps, "finished")
   h:close()
 end
 
