@@ -54,8 +54,8 @@ ENG_INLINE int mx_packed(int64_t format) { return format == ENG_FORMAT_E2M1; }
 
 // ---- scales
 
-/// The ue8m0 code for a block with this amax. Inf gives 254 if `saturates`, else Inf and NaN give
-/// 255, and so does an amax that the rule even rounds to Inf, as in torchao.
+/// The ue8m0 code for a block with this amax. Inf and NaN give 254 if `saturates`. Otherwise they
+/// give 255, and so does a finite amax that the rule `even` rounds up to Inf, as in torchao.
 ENG_INLINE uint8_t mx_scale(float amax, mx_format f, int rule, int saturates)
 {
   uint32_t bits = f32_bits(amax);

@@ -84,7 +84,7 @@ describe("resuming with a loader of the script's own", function()
 
   local read    -- the batches that the last run read
 
-  -- Trains to `steps`; place: the loader has state() and restore().
+  -- Trains to `steps`. place: whether the loader has state() and restore().
   local function train(steps, place, options)
     local net, at = engine.nn.linear(2, 1), 0
     read = {}

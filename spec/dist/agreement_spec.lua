@@ -28,7 +28,7 @@ local function job(n, settings, script)
   return result, lines, result.err:match("rank 0: weights (%w+)")
 end
 
--- Expects a job that ended by drift, all of `texts` in its message, and the message once.
+-- Expects that the job ended by drift, with one message that contains each of the texts.
 local function drifted(result, ...)
   assert.equal(DRIFTED, result.code, result.out .. result.err)
   for _, text in ipairs { ... } do assert.matches(text, result.err, 1, true) end

@@ -4,7 +4,7 @@ local engine = require "engine"
 local helper = require "spec.helper"
 local made = require "spec.policy.made"
 
--- Logs at two steps of three, prints at each.
+-- Logs at two of every three steps and prints at every step.
 local POLICY = [[
 return {
   options = { init_scale = 2^8 }, needs = { "amax" },

@@ -97,7 +97,7 @@ describe("a verdict", function()
   end)
 end)
 
--- Trains two layers on a constant batch for `steps` steps under decide's body.
+-- Trains two layers on a constant batch for `steps` steps. body: the code of the policy's decide.
 local function train(kind, needs, body, steps)
   engine.seed(5)
   local model = engine.nn.sequential(engine.nn.linear(3, 4), engine.nn.linear(4, 2))

@@ -140,7 +140,7 @@ end
 
 --- One column of CSV, found by its name in the header of each file.
 function M.csv_text(column, separator, records)
-  local columns, places = {}, {}      -- of each file: their number, the place of the column
+  local columns, places = {}, {}  -- for each file: the number of columns, the column's index
   for _, f in ipairs(records.files) do
     local names, problem = cells_of(records:header(f), separator)
     if not names then raise("data.csv_text: the header of %s %s", f.path, problem) end

@@ -34,10 +34,10 @@ end
 
 local SAVE, LOAD = { names = true, base_model = true }, { names = true }
 
--- Returns a function that gives the parts of a layer { path, layer } in the files, in the order of
--- its rows: { { name =, first =, last = } .. }, and whether the files store weights as [in x out],
--- as GPT-2's Conv1D does; adapters have one orientation everywhere. The names are those of
--- options.names, else those of architectures.lua. Layers of other models keep their path.
+-- Returns a function of a layer { path, layer }. It returns two values: the tensors of the files
+-- that hold the layer's weight, { { name =, first =, last = } .. }, and whether the files
+-- store weights as [in x out], as GPT-2's Conv1D does. Adapters are always stored [out x in].
+-- Names come from options.names, else from architectures.lua, else they are the layer's path.
 local function namer(model, options, caller)
   local own, class = options.names, MADE_AS[model._class] or model._class
   if own ~= nil and type(own) ~= "function" then

@@ -403,8 +403,8 @@ end
 -- The actions that go back to an earlier place in the data.
 local BACK = { [C.ENG_ACTION_RETRY] = "retry", [C.ENG_ACTION_ROLLBACK] = "rollback" }
 
---- As Trainer:decide. A session can go back only if it has the data and a turn is one step;
---- otherwise such a verdict is refused and becomes a skip or a step.
+--- As Trainer:decide. A retry or rollback needs the session's own loader (`data`) and a single
+--- optimizer; without them, such a verdict is refused and becomes a skip or a step.
 function Session:decide(s, record)
   local verdict = Trainer.decide(self, s, record)
   local action = BACK[verdict.action]
