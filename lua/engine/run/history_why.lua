@@ -1,0 +1,181 @@
+-- What happened at a step of a run, in words: h:why(step). Called by history.lua.
+local formats = require "engine.base.formats"
+local json = require "engine.base.json"
+local show = require "engine.base.show"
+
+-- The first row of a query, or nil.
+local function one(h, sql, ...) return h:query(sql, ...)[1] end
+
+local outcomes = {
+  step = "the weights were updated",
+  skip = "skipped, the weights did not change",
+  retry = "retried on the same batch, the weights did not change",
+  stop = "the policy ended the run",
+  rollback = "the policy asked for a rollback, the weights of this step were dropped",
+}
+
+-- A magnitude in plain digits.
+local function plain(x) return (x >= 1e4 and x < 1e9 and "%.0f" or "%.4g"):format(x) end
+local function percent(part, whole)
+  return whole > 0 and ("%.3g %%"):format(100 * part / whole) or "none"
+end
+
+local function parameter_name(list, id)
+  local p = list[id + 1]
+  return p and ("%s %s (%s)"):format(p.name, p.shape, p.gradient) or "parameter " .. id
+end
+
+-- The tensor with a step's largest finite gradient and the gradient's format, if the step has
+-- statistics per tensor; otherwise the formats of all gradients. If the format's range is smaller
+-- than f32's, also the largest number of the format.
+local function format_text(list, tensors)
+  local most, at
+  for i = 1, tensors and #tensors or 0 do
+    local amax = tensors[i].amax / tensors[i].relative_scale
+    if not most or amax > most then most, at = amax, i end
+  end
+  if at then
+    local p = list[at]
+    local format = formats.of(p and p.gradient) or formats.of "f16"
+    return format.top < 64 and (" in %s (the largest %s is %g)"):format(tensors[at].name,
+      format.name, format.largest) or (" in %s (%s)"):format(tensors[at].name, format.name)
+  end
+  local seen, names = {}, {}
+  for _, p in ipairs(list) do
+    if not seen[p.gradient] then
+      seen[p.gradient], names[#names + 1] = true, p.gradient
+    end
+  end
+  local format = #names == 1 and formats.of(names[1])
+  if format then
+    return format.top < 64 and (" (the largest %s is %g)"):format(format.name, format.largest) or ""
+  end
+  return #names > 1 and (" (gradients are %s)"):format(table.concat(names, " or ")) or ""
+end
+
+local MOST_TENSORS = 10   -- tensors listed by name
+
+local function say_gradients(h, row, say)
+  local list, tensors = h:parameters(), h:tensors(row.step)
+  if row.overflow then
+    say("Of %d gradients %d were inf and %d nan%s.", row.count, row.inf, row.nan,
+      row.first_bad >= 0 and ", first in " .. parameter_name(list, row.first_bad) or "")
+  else
+    say("All %d gradients were finite; %s were zero, %s subnormal.", row.count,
+      percent(row.zeros, row.count), percent(row.underflow, row.count))
+  end
+  if row.amax == row.amax and row.amax > 0 then
+    say("The largest finite gradient was %s, stored as %s%s; the norm was %s.", plain(row.amax),
+      plain(row.amax * row.scale), format_text(list, tensors), plain(row.norm))
+  end
+  local bad = 0
+  for i = 1, row.overflow and tensors and #tensors or 0 do
+    local t = tensors[i]
+    if t.inf + t.nan > 0 then
+      bad = bad + 1
+      if bad <= MOST_TENSORS then
+        say("  %s: %d inf, %d nan of %d %s", t.name, t.inf, t.nan, t.count,
+          list[i] and list[i].gradient or "")
+      end
+    end
+  end
+  if bad > MOST_TENSORS then
+    say("  and %d more tensors: h:tensors(%d) has them all", bad - MOST_TENSORS, row.step)
+  end
+end
+
+local function say_context(h, row, say)
+  local before = one(h, "SELECT max(step) AS step FROM steps WHERE step < ? AND overflow",
+    row.step).step
+  local first = h:range()
+  if before == row.step - 1 and row.overflow then
+    local good = one(h, "SELECT max(step) AS step FROM steps WHERE step < ? AND NOT overflow",
+      row.step).step
+    say("This is overflow number %d in a row.", row.step - (good or first - 1))
+  elseif before then
+    say("The previous overflow was at step %d, %d steps earlier.", before, row.step - before)
+  else
+    say("No earlier overflow is recorded (since step %d).", first)
+  end
+  local last = one(h, "SELECT loss FROM steps WHERE step < ? ORDER BY step DESC, attempt DESC " ..
+    "LIMIT 1", row.step)
+  say("The loss was %.6g%s.", row.loss,
+    last and last.loss and (", %.6g at the step before"):format(last.loss) or "")
+end
+
+-- The policy at a step, from the events; nil in histories too old to have them.
+local function policy_at(h, step)
+  local event = one(h, "SELECT data FROM events WHERE kind IN ('policy', 'swap') AND step <= ? " ..
+    "ORDER BY id DESC LIMIT 1", step)
+  local good, data = pcall(json.decode, event and event.data or "")
+  local policy = good and type(data) == "table" and (data.to or data)
+  if type(policy) ~= "table" or not policy.name then return nil end
+  return tostring(policy.name) .. (policy.options and (" (%s)"):format(tostring(policy.options))
+    or "")
+end
+
+local function say_policy(h, row, say)
+  local change
+  if row.next_scale == row.scale then change = ("left the loss scale at %g"):format(row.scale)
+  else
+    change = ("set the loss scale from %g to %g (x %.6g)"):format(row.scale, row.next_scale,
+      row.next_scale / row.scale)
+  end
+  local name = policy_at(h, row.step)
+  say("The policy %s%s%s.", name and name .. " " or "", change, row.reason and ": " .. row.reason
+    or " and gave no reason")
+  if row.policy_failed then say("The policy failed here; its last good verdict was used.") end
+  if row.clip > 0 then say("The policy asked to clip the gradient norm at %g.", row.clip) end
+  if row.lr_mul ~= 1 and row.lr_mul == row.lr_mul then
+    say("The policy asked for %g times the learning rate.", row.lr_mul)
+  end
+end
+
+local function say_shadows(h, row, say)
+  for _, shadow in ipairs(h:shadows_at(row.step)) do
+    local chosen = ("would have chosen %s and a loss scale of %g"):format(shadow.action,
+      tonumber(shadow.scale) or 0 / 0)
+    say("The shadow %s %s%s%s.", shadow.name, shadow.failed ~= 0 and "failed" or chosen,
+      shadow.overflow == 1 and ", on an overflow at its own scale" or "",
+      shadow.bound == 1 and " (a bound)" or "")
+  end
+end
+
+local function say_signals(h, row, say)
+  if not h:has "signals" then return end
+  for _, kind in ipairs { { "Signals of the script", h:signals() },
+    { "The policy logged", h:logs() } } do
+    local parts = {}
+    for _, signal in ipairs(kind[2]) do
+      local held = one(h, "SELECT value FROM signals WHERE name = ? AND step <= ? ORDER BY step " ..
+        "DESC LIMIT 1", signal.name, row.step)
+      if held then parts[#parts + 1] = ("%s %.6g"):format(signal.name, held.value or 0 / 0) end
+    end
+    if #parts > 0 then say("%s: %s.", kind[1], table.concat(parts, ", ")) end
+  end
+end
+
+return function(self, step)
+  local rows, lines = self:steps(step, step), {}
+  local function say(format, ...) lines[#lines + 1] = format:format(...) end
+  if #rows == 0 then
+    local first, last = self:range()
+    if not first then return show.text "the history has no steps" end
+    return show.text(("step %g is not recorded: the history has steps %d to %d"):format(step, first,
+      last))
+  end
+  for _, row in ipairs(rows) do
+    say("step %d (update %d%s, %.1f s into the run): %s.", row.step, row.updates,
+      row.attempt > 1 and ", attempt " .. row.attempt or "",
+      row.elapsed, outcomes[row.action] or row.action)
+    say_gradients(self, row, say)
+    say_policy(self, row, say)
+    say_shadows(self, row, say)
+    say_signals(self, row, say)
+    say_context(self, row, say)
+  end
+  for event in self:each("SELECT kind, text FROM events WHERE step = ? ORDER BY id", step) do
+    say("Event %s: %s", event.kind, event.text or "")
+  end
+  return show.shown(table.concat(lines, "\n"), true)
+end

@@ -1,0 +1,40 @@
+-- Calls of operations from Lua. Every operation is a row of core/ops.def, called through one
+-- struct. elementwise.lua, views.lua and products.lua fill the two tables below; tensor.lua gives
+-- them to tensors and to `engine`.
+local M_ffi = require "engine.base.ffi"
+local arguments = require "engine.base.arguments"
+
+local op, call, run_call, Tensor = M_ffi.op, M_ffi.call, M_ffi.run_call, M_ffi.Tensor
+local inputs, want = call["in"], arguments.want
+local NONE = Tensor(0, 0)
+
+--- methods: of tensors, by name. functions: those that take no tensor first, by name.
+local M = { methods = {}, functions = {} }
+
+--- Runs an operation on one tensor; the caller has set its attributes.
+function M.run1(name, a)
+  want(a, name)
+  call.op, call.n_in, call.n_out, inputs[0] = op[name], 1, 1, a
+  return run_call()
+end
+
+--- Runs an operation on two tensors.
+function M.run2(name, a, b)
+  want(a, name)
+  want(b, name)
+  call.op, call.n_in, call.n_out, inputs[0], inputs[1] = op[name], 2, 1, a, b
+  return run_call()
+end
+
+--- Runs an operation of several inputs. The inputs after the first `required` may be nil.
+function M.run_many(name, n_out, required, ...)
+  for k = 1, select("#", ...) do
+    local x = select(k, ...)
+    if x ~= nil or k <= required then want(x, name) end
+    inputs[k - 1] = x or NONE
+  end
+  call.op, call.n_in, call.n_out = op[name], select("#", ...), n_out
+  return run_call()
+end
+
+return M

@@ -1,0 +1,270 @@
+-- Mistakes with tensors: each is an error of one line, at the script's own position, that says what
+-- to do.
+local engine = require "engine"
+local helper = require "spec.helper"
+local M_ffi = require "engine.base.ffi"
+
+local C = M_ffi.C
+local step = helper.in_step
+
+describe("a mistake with tensors", function()
+  -- code, and the message in full: one line, at the script's own position
+  local cases = {
+    { "x:viw(6)", "a tensor has no method 'viw'; did you mean 'view'?" },
+    { "x:soft_max()", "a tensor has no method 'soft_max'; did you mean 'softmax'?" },
+    { "x.nothing_like_it_at_all", "a tensor has no method 'nothing_like_it_at_all'" },
+    { "engine.zerros(2)", "engine has no 'zerros'; did you mean 'zeros'?" },
+    { "x[1]", "a tensor is not indexed by numbers; hint: x:select(1, 1), x:slice(1, 1, 1)" },
+    { "(function() x.y = 1 end)()",
+      "a tensor's field 'y' cannot be set; hint: x:fill(), x:copy() write elements" },
+    { "x < x", "tensors are compared element by element: a:lt(b), a:le(b), a:gt(b), a:ge(b); got "
+      .. "a tensor and a tensor" },
+
+    { "engine.zeros(2, -1)",
+      "zeros: expected a dimension to be a whole number of 0 or more, got -1" },
+    { "engine.zeros(1.5)",
+      "zeros: expected a dimension to be a whole number of 0 or more, got 1.5" },
+    { "engine.zeros(2, 'x', 3)",
+      "zeros: expected a dimension to be a whole number of 0 or more, got 'x'" },
+    { "engine.ones(1, 1, 1, 1, 1, 1, 1)", "ones: expected up to 6 dimensions, got 7" },
+    { "engine.zeros(2, 'f23')",
+      "there is no dtype 'f23'; did you mean 'f32'?; dtypes: f32 f64 f16 bf16 u8 i8 i16 "
+        .. "i32 i64 bool e4m3 e5m2" },
+    { "engine.zeros(2, 'fp16')", "there is no dtype 'fp16'; did you mean 'f16'?; dtypes: f32 f64 "
+        .. "f16 bf16 u8 i8 i16 i32 i64 bool e4m3 e5m2" },
+    { "engine.zeros(2, 'bfloat16')", "there is no dtype 'bfloat16'; did you mean 'bf16'?; dtypes: "
+        .. "f32 f64 f16 bf16 u8 i8 i16 i32 i64 bool e4m3 e5m2" },
+    { "engine.autocast('f16', print)", "there is no precision 'f16'; did you mean 'fp16'?; "
+        .. "precisions: bf16 fp16 fp32 fp8_block fp8_current fp8_delayed fp8_rowwise mxfp4 mxfp8 "
+        .. "nvfp4" },
+    { "x:numel()", "a tensor has no method 'numel'; did you mean 'count'?" },
+    { "engine.nn.linear(2, 2):state_dict()",
+      "a module has no 'state_dict'; did you mean 'state'?" },
+    { "engine.nn.linear(2, 2):named_parameters()",
+      "a module has no 'named_parameters'; did you mean 'parameters'?" },
+    { "engine.optim.sgd(engine.nn.linear(2, 2), { lr = 1 }).param_groups",
+      "an optimizer has no 'param_groups'; write opt.lr, and the list opt.groups instead" },
+    { "x:cross_entropy(x)",
+      "a tensor has no method 'cross_entropy'; write engine.cross_entropy(x, targets) instead" },
+    { "x:half()", "a tensor has no method 'half'; write x:to(\"f16\") instead" },
+    { "x.shape[0]", "shape[0]: dimensions count from 1; x:size(-1) is the last" },
+    { "engine.no_grad()",
+      "no_grad: expected a function, got nothing; hint: engine.no_grad(function() ... end)" },
+    { "engine.rand(2, { dtyp = 'f16' })",
+      "rand: unknown option 'dtyp'; did you mean 'dtype'?; options: dtype keep requires_grad" },
+    { "engine.zeros { dtype = 'f16' }",
+      "zeros: expected a shape first, got a table without numbers" },
+    { "engine.zeros(2, true)", "zeros: expected options to be a dtype name or a table, got true" },
+    { "engine.zeros(2^30, 2^30)",
+      "expected a tensor of up to 2^48 elements, got [1073741824 x 1073741824]" },
+    { "engine.full({ 2 }, 'a')", "full: expected the value to be a number, got 'a'" },
+    { "engine.tensor()", "tensor: expected a number or a table of numbers, got nothing" },
+    { "engine.tensor { 1, 'a' }", "tensor: expected a number, got 'a'" },
+    { "engine.tensor { { 1, 2 }, { 3 } }",
+      "tensor: the table is ragged: expected 2 entries at depth 2, got 1" },
+    { "engine.tensor { { 1, 2 }, 3 }",
+      "tensor: the table is ragged: expected 2 entries at depth 2, got 3" },
+    { "engine.tensor { { { { { { { 1 } } } } } } }", "tensor: expected up to 6 dimensions, got 7" },
+    { "engine.arange(1)", "arange: expected the last value to be a number, got nothing" },
+    { "engine.arange(1, 5, 0)", "arange: expected a step other than 0, got 0" },
+    { "engine.randint(5)", "randint: expected the upper bound to be a whole number, got nothing" },
+    { "engine.randint(5, 1, 3)", "randint: expected low < high, got 5 and 1" },
+    { "engine.zeros(2, { dtype = 'i64', requires_grad = true })",
+      "requires_grad: expected a floating-point tensor, got i64 [2]" },
+    { "engine.seed(-1)", "seed: expected a whole number of 0 to 2^53, got -1" },
+    { "engine.threads('all')",
+      "threads: expected a whole number of 0 to 4096 (0: no change), got 'all'" },
+    { "engine.device(0)", "device: expected a name, got 0" },
+    { "engine.memory { limits = 5 }",
+      "memory: unknown option 'limits'; did you mean 'limit'?; options: limit" },
+    { "engine.memory { limit = 'much' }",
+      "memory: expected limit to be a number of bytes (0: none), got 'much'" },
+    { "engine.scope(function() return x + 'a' end)", "add: expected a tensor, got 'a'" },
+    { "engine.no_grad(function() return x + 'a' end)", "add: expected a tensor, got 'a'" },
+    { "engine.autocast('fp16', function() return x:matmul(x) end)",
+      "matmul: expected [.. x M x K] times [.. x K x N], got f16 [2 x 3] and f16 [2 x 3]" },
+    { "engine.device('gpu')", "unknown device 'gpu'; devices: cpu, reference, cuda, auto" },
+
+    { "x + engine.zeros(2, 2)",
+      "add: shapes do not broadcast: f32 [2 x 3] and f32 [2 x 2]; sizes must match from the "
+        .. "right, or be 1" },
+    { "x + 'a'", "add: expected a tensor, got 'a'" },
+    { "x * {}", "mul: expected a tensor, got a table" },
+    { "nil - x", "sub: expected a tensor, got nothing" },
+    { "x:lt('a')", "lt: expected a tensor, got 'a'" },
+    { "x:clamp(0 / 0, 1)", "clamp: expected the lower limit to be a number, got nan" },
+    { "x:clamp(nil, 0 / 0)", "clamp: expected the upper limit to be a number, got nan" },
+    { "x:clamp('a')", "clamp: expected the lower limit to be a number, got 'a'" },
+    { "x:gelu('fast')", "gelu: expected 'erf' or 'tanh', got 'fast'" },
+    { "i:exp()", "exp: expected a floating-point tensor, got i64 [2 x 3]; hint: x:to(\"f32\")" },
+    { "-engine.zeros(2, 'bool')", "neg: expected numbers, got bool [2]; hint: x:to(\"f32\")" },
+    { "x:to('gpu')", "there is no dtype or device 'gpu'; did you mean 'cuda'?; dtypes: f32 f64 f16 "
+      .. "bf16 u8 i8 i16 i32 i64 bool e4m3 e5m2; devices: cpu cuda reference" },
+    { "x:to('f31')", "there is no dtype or device 'f31'; did you mean 'f32'?; dtypes: f32 f64 f16 "
+      .. "bf16 u8 i8 i16 i32 i64 bool e4m3 e5m2; devices: cpu cuda reference" },
+    { "x:where(1, 2)", "where: expected a bool condition, got f32 [2 x 3]; hint: compare first, "
+      .. "as in x:gt(0)" },
+    { "x:gt(0):where(x, engine.zeros(4))",
+      "where: shapes do not broadcast: f32 [2 x 3] and f32 [4]; sizes must match from the right, "
+        .. "or be 1" },
+    { "x:dropout()", "dropout: expected the probability to be a number, got nothing" },
+    { "x:dropout(2)", "dropout: expected a probability in [0, 1], got 2" },
+    { "x:fill('a')", "fill: expected the value to be a number, got 'a'" },
+    { "x:copy(engine.zeros(4))", "copy: f32 [4] does not broadcast into f32 [2 x 3]" },
+    { "x:normal(0, -1)",
+      "normal: expected a finite mean and a standard deviation >= 0, got 0 and -1" },
+
+    { "x:size(3)", "size: there is no dimension 3 in [2 x 3]; dimensions count from 1, or from "
+      .. "-1 backward" },
+    { "x:sum(0)", "sum: there is no dimension 0 in [2 x 3]; dimensions count from 1, or from -1 "
+      .. "backward" },
+    { "x:mean { 1, 3 }",
+      "mean: there is no dimension 3 in [2 x 3]; dimensions count from 1, or from -1 backward" },
+    { "x:max('a')", "max: expected a dimension to be a whole number, got 'a'" },
+    { "engine.zeros(0):max()", "max: expected at least one element, got f32 [0]" },
+    { "x:argmax(3)", "argmax: there is no dimension 3 in [2 x 3]; dimensions count from 1, or "
+      .. "from -1 backward" },
+    { "x:topk(4)", "topk: expected k in 0..3, got 4" },
+    { "x:topk()", "topk: expected k to be a whole number of 0 or more, got nothing" },
+    { "x:view(4, -1)", "view: f32 [2 x 3] has 6 elements and cannot become [4 x -1]" },
+    { "x:view('a')", "view: expected a dimension to be a whole number, got 'a'" },
+    { "x:permute(1, 1)", "permute: expected each dimension of f32 [2 x 3] exactly once" },
+    { "x:permute(1)", "permute: expected 2 dimensions, got 1" },
+    { "x:permute(0, 1)",
+      "permute: there is no dimension 0 in [2 x 3]; dimensions count from 1, or from -1 backward" },
+    { "x:transpose(1, 3)",
+      "transpose: there is no dimension 3 in [2 x 3]; dimensions count from 1, or from -1 "
+        .. "backward" },
+    { "engine.zeros(2):transpose()", "transpose: expected at least 2 dimensions, got [2]" },
+    { "x:expand(4, 3)", "expand: f32 [2 x 3] does not broadcast to [4 x 3]" },
+    { "x:slice(1, 0, 1)", "slice: positions count from 1, or from -1 backward; got 0" },
+    { "x:slice(3, 1, 1)",
+      "slice: there is no dimension 3 in [2 x 3]; dimensions count from 1, or from -1 backward" },
+    { "x:slice(1, 1, 2, 0)", "slice: expected the step to be a whole number of 1 or more, got 0" },
+    { "x:slice()", "slice: expected a dimension to be a whole number, got nothing" },
+    { "x:select(1, 3)", "select: no position 3 in dimension 1 of [2 x 3]; positions count from 1" },
+    { "x:select(1, 0)", "select: no position 0 in dimension 1 of [2 x 3]; positions count from 1" },
+    { "x:split({ 1, 1 }, 2)", "split: the parts add up to 2, dimension 2 of [2 x 3] has 3" },
+    { "x:split(0)", "split: expected the size of a part to be a whole number of 1 or more, got 0" },
+    { "x:chunk(2)", "chunk: dimension 2 of [2 x 3] does not divide into 2 equal parts" },
+    { "x:squeeze(3)", "squeeze: there is no dimension 3 in [2 x 3]; dimensions count from 1, or "
+      .. "from -1 backward" },
+    { "x:unsqueeze(4)", "unsqueeze: expected a dimension of 1 to 3 for [2 x 3], got 4" },
+    { "engine.concat {}", "concat: expected a list of tensors, got an empty one" },
+    { "engine.concat(x)", "concat: expected a list of tensors, got a tensor" },
+    { "engine.concat { 1, 2 }", "concat: expected a tensor, got 1" },
+    { "engine.concat { x, nil, x }", "concat: expected a tensor, got nothing" },
+    { "engine.stack { x, nil, x }", "stack: expected a tensor, got nothing" },
+    { "engine.tensor { 1, nil, 3 }",
+      "tensor: expected a number, got nothing" },
+    { "engine.zeros { 2, nil, 3 }",
+      "zeros: expected a dimension to be a whole number of 0 or more, got nothing" },
+    { "engine.concat({ x, engine.zeros(3, 2) }, 1)",
+      "concat: f32 [2 x 3] and f32 [3 x 2] differ outside dimension 1" },
+    { "engine.concat({ x, x }, 3)",
+      "concat: there is no dimension 3 in [2 x 3]; dimensions count from 1, or from -1 backward" },
+    { "engine.stack { engine.zeros(2), engine.zeros(3) }",
+      "stack: expected tensors of one shape, got [2] and [3]" },
+    { "x:item()", "item: expected a tensor of one element, got f32 [2 x 3]" },
+    { "x:gather(1, x)", "gather: expected index of an integer dtype, got f32 [2 x 3]; hint: "
+      .. "index:to(\"i64\")" },
+    { "x:gather(1, i:view(6))",
+      "gather: the index i64 [6] must have as many dimensions as f32 [2 x 3] and no larger "
+        .. "sizes outside dimension 1" },
+    { "x:embedding(engine.tensor({ 1, 5 }, 'i64'))",
+      "embedding: expected indices in 0..1, got 5 at position 1 of i64 [2]" },
+    { "x:embedding(engine.tensor({ -1 }, 'i64'))",
+      "embedding: expected indices in 0..1, got -1 at position 0 of i64 [1]" },
+
+    { "x:matmul(x)", "matmul: expected [.. x M x K] times [.. x K x N], got f32 [2 x 3] and f32 "
+      .. "[2 x 3]" },
+    { "x:matmul(x, true, true)",
+      "matmul: expected [.. x M x K] times [.. x K x N], got f32 [2 x 3] (transposed) and f32 [2 "
+        .. "x 3] (transposed)" },
+    { "x:matmul(3)", "matmul: expected a tensor, got 3" },
+    { "x:matmul(i:transpose())",
+      "matmul: expected a floating-point tensor, got i64 [3 x 2]; hint: x:to(\"f32\")" },
+    { "engine.zeros(2, 3, 4):matmul(engine.zeros(3, 4, 2))",
+      "matmul: the batch dimensions of f32 [2 x 3 x 4] and f32 [3 x 4 x 2] do not broadcast" },
+    { "x:linear(engine.zeros(4, 4))",
+      "linear: expected x [.. x K] and a weight [N x K], got f32 [2 x 3] and f32 [4 x 4]" },
+    { "x:linear(engine.zeros(4, 3), engine.zeros(3))",
+      "linear: expected a bias of shape [4], got f32 [3]" },
+    { "x:linear(engine.zeros(4, 3), 5)", "linear: expected a tensor, got 5" },
+    { "x:layer_norm(engine.zeros(4))", "layer_norm: expected a weight of shape [3], got f32 [4]" },
+    { "x:rms_norm(nil, 'a')", "rms_norm: expected eps to be a number, got 'a'" },
+    { "engine.mse(x, engine.zeros(3))",
+      "mse: expected two tensors of one shape, got f32 [2 x 3] and f32 [3]" },
+    { "engine.cross_entropy(x, engine.zeros(2))",
+      "cross_entropy: expected targets of an integer dtype, got f32 [2]; hint: "
+        .. "targets:to(\"i64\")" },
+    { "engine.cross_entropy(x, engine.zeros(3, 'i64'))",
+      "cross_entropy: expected logits [.. x V] and targets of shape [2], got f32 [2 x 3] and i64 "
+        .. "[3]" },
+    { "engine.cross_entropy(x, engine.tensor({ 0, 3 }, 'i64'))",
+      "cross_entropy: expected targets in 0..2 (or -100, ignored), got 3 at row 1 of i64 [2]; "
+        .. "hint: does the vocabulary of the data fit the model?" },
+    { "engine.cross_entropy(x, i, { reduction = 'average' })",
+      "cross_entropy: expected reduction mean, sum or none, got 'average'" },
+    { "engine.cross_entropy(x, i, { smoothing = 0.1 })",
+      "cross_entropy: unknown option 'smoothing'; options: ignore_index label_smoothing "
+      .. "reduction soft_cap z_loss" },
+    { "engine.attention(x, x, x)",
+      "attention: expected q [B x T x H x D] and k, v [B x S x G x D] with H a multiple of G, "
+        .. "got f32 [2 x 3], f32 [2 x 3] and f32 [2 x 3]" },
+    { "engine.attention(x, x, x, { casual = true })",
+      "attention: unknown option 'casual'; did you mean 'causal'?; options: causal entropy "
+        .. "logit_max scale site" },
+    { "x:rope()", "rope: expected [B x T x H x D] with an even D, got f32 [2 x 3]" },
+    { "engine.ones(1, 2, 1, 2):rope { factor = -1 }",
+      "rope: expected a factor > 0, or 0 for none, got -1" },
+    { "engine.ones(1, 2, 1, 2):rope { factor = 8, context = 9, low = 4, high = 1 }",
+      "rope: expected a context > 0 and 0 < low < high, got context 9, low 4 and high 1" },
+
+    { "x:backward()", "backward: expected a loss of one element, got f32 [2 x 3]; hint: "
+      .. "loss:sum() or loss:mean()" },
+    { "x:sum():backward()",
+      "backward: nothing in this loss requires a gradient; hint: x:requires_grad(true), and no "
+        .. "engine.no_grad() around it" },
+    { "(w * w):backward { retian = true }",
+      "backward: unknown option 'retian'; did you mean 'retain'?; options: retain scale" },
+    { "(w * w):requires_grad()", "requires_grad: expected a leaf, got f32 [1] from an operation" },
+    { "twice()", "backward: an earlier backward emptied the tape of this loss; hint: "
+      .. "backward{retain=true} in the earlier call" },
+    { "engine.zeros(2, nil, 3)",
+      "zeros: expected a dimension to be a whole number of 0 or more, got nothing" },
+    { "engine.ones(2, nil, 'f16')",
+      "ones: expected a dimension to be a whole number of 0 or more, got nothing" },
+    { "x:view(2, nil, 3)", "view: expected a dimension to be a whole number, got nothing" },
+    { "engine.zeros(2, 3, 4):permute(1, nil, 2)",
+      "permute: expected a dimension to be a whole number, got nothing" },
+    { "engine.custom {}",
+      "custom: expected { forward = function(saved, ...), backward = function(saved, ...) }" },
+  }
+
+  for _, case in ipairs(cases) do
+    it(case[1] .. " raises one clear line", step(function()
+      local w = engine.tensor({ 2 }, { requires_grad = true })
+      local place = { engine = engine, x = engine.zeros(2, 3), i = engine.zeros(2, 3, "i64"),
+        w = w, twice = function()
+        local loss = (w * w):sum()
+        loss:backward()
+        loss:backward()
+      end }
+      local chunk = assert(loadstring("local y = " .. case[1] .. "\nreturn y", "=script"))
+      local good, message = pcall(setfenv(chunk, place))
+      assert.is_false(good, case[1] .. " was accepted")
+      if case[1] == "twice()" then message = message:gsub("^[^:]+:%d+", "script:1") end
+      assert.equal("script:1: " .. case[2], message)
+      assert.is_nil(message:find("\n"))
+    end))
+  end
+
+  it("changes nothing in the engine", step(function()
+    pcall(function() return engine.zeros(2, 3):matmul(engine.zeros(2, 3)) end)
+    pcall(function() return engine.zeros(2):embedding(engine.zeros(1)) end)
+    assert.same({ { 11 } },
+      engine.tensor { { 1, 2 } }:matmul(engine.tensor { { 3 }, { 4 } }):totable())
+    assert.equal(0, C.eng_tape_length())
+  end))
+end)
