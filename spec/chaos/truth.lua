@@ -126,7 +126,8 @@ function M.check(job, plan, reference)
   if how == "stopped" then
     -- lost output counts more than a policy that failed
     local failed = code == 3 or code == 5 and tostring(info.ended):find "the policy failed in"
-    local before = code == 70 and job:step() == 0      -- the job before it stopped
+    -- a job that ended before its first step leaves the end of the job before it
+    local before = job:step() == 0 and (code == 70 or code == 1 and job.disk_was_full)
     if not (job.interrupted or failed or before) then
       wrong("stopped by nothing: %s", summary())
     end
