@@ -370,6 +370,13 @@ eng_status eng_requires_grad(const eng_tensor *x, bool on);
 /// Turns recording on or off; returns the previous setting.
 bool eng_grad_enabled(bool on);
 
+/// Activation checkpointing. What is recorded between these calls keeps the memory of its `results`
+/// [n] only; the backward pass computes the rest again, to the same bits, before it needs it.
+/// eng_checkpoint_begin returns false, and there is nothing to end, if recording is off or inside
+/// another pair. n = -1, after an error: nothing is freed.
+bool       eng_checkpoint_begin(void);
+eng_status eng_checkpoint_end(const eng_tensor *results, int n);
+
 /// Runs the tape backward from a loss of one element whose own gradient is `seed` (the loss scale).
 /// Adds to the gradients of leaves. Empties the tape unless `retain`. With Lua nodes on the tape it
 /// stops at each: see eng_backward_resume. Errors: GRADIENT (nothing requires a gradient, the tape

@@ -4,6 +4,7 @@
 #include "backward.h"
 
 #include "base/error.h"
+#include "checkpoint.h"
 #include "device/transfer.h"
 #include "gradient.h"
 #include "graph.h"
@@ -145,6 +146,7 @@ static eng_status walk(void)
   eng_status status = ENG_OK;
   while (status == ENG_OK) {
     if (watch.on.ready && (status = tell_complete()) != ENG_OK) break;
+    if ((status = checkpoint_reach(pass.cursor)) != ENG_OK) break;
     if (pass.cursor == 0) break;
     const tape_node *node = tape_at(--pass.cursor);
     grad_call g;

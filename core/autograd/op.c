@@ -176,6 +176,7 @@ eng_status op_run(op_call *c)
   ENG_TRY(check_space(c));
   int yields;
   ENG_TRY(apply_precision(c, &yields));
+  tape_note(&precision);
   if (info->layout == LAYOUT_CALLS) return calls_of[c->op](c);
   op_shape shape;
   ENG_TRY(op_infer(c, &shape));

@@ -19,7 +19,11 @@ static struct {
   // while frozen, nothing is recorded, even if recording is on: backward holds pointers to nodes
   bool frozen;
   double relative_scale;       // of the nodes recorded from now on
-} tape = {.relative_scale = 1};
+  int again;                   // the node that runs again; -1: none
+  eng_precision precision;     // see tape_note
+  uint64_t drawn;
+} tape = {.relative_scale = 1, .again = -1};
+int tape_segment;
 
 eng_status tape_grow(void **items, int length, int *capacity, size_t size)
 {
@@ -36,7 +40,8 @@ eng_status tape_grow(void **items, int length, int *capacity, size_t size)
 
 bool tape_wants(const op_call *call)
 {
-  if (tape.off || tape.frozen || !op_table[call->op].differentiable) return false;
+  bool frozen = tape.frozen && tape.again < 0;
+  if (tape.off || frozen || !op_table[call->op].differentiable) return false;
   for (int k = 0; k < call->n_in; k++)
     if (call->in[k] && call->in[k]->requires_grad) return true;
   return false;
@@ -51,8 +56,55 @@ static int later_outputs(const op_call *call)
   return 0;
 }
 
+void tape_note(const eng_precision *precision)
+{
+  uint64_t seed;
+  if (tape.off) return;
+  tape.precision = *precision;
+  eng_rng_get(&seed, &tape.drawn);
+}
+
+void tape_choose(int node, bool on) { tape.nodes[node].chosen = on; }
+void tape_again(int node) { tape.again = node; }
+bool tape_runs_again(void) { return tape.again >= 0; }
+
+/// Gives the memory of the call's outputs to the outputs of the node that runs again.
+static eng_status give_memory(const op_call *call)
+{
+  const op_call *node = &tape.nodes[tape.again].call;
+  for (int k = 0; k < node->n_out; k++) {
+    tensor *to = node->out[k], *from = call->out[k];
+    if (!to || !from || to == from) continue;
+    if (to->store == from->store) {
+      to->data = from->data;   // a view of memory that is at a new address
+    } else if (!to->store->memory) {
+      to->data = from->data;
+      to->store->memory = from->store->memory;
+      to->store->bytes = from->store->bytes;
+      to->store->arena = from->store->arena;
+      from->store->memory = NULL;
+    }
+    tensor_drop(from);
+  }
+  return ENG_OK;
+}
+
+/// Marks the memory that a call made, and not the memory that Lua's gradients read.
+static void mark_segment(const op_call *call)
+{
+  for (int k = 0; k < call->n_out; k++) {
+    storage *s = call->out[k] ? call->out[k]->store : NULL;
+    if (!s) continue;
+    bool is_view = call->op >= 0 && op_table[call->op].layout == LAYOUT_VIEW;
+    if (call->op < 0) s->segment = 0;
+    else if ((!is_view || s != call->in[0]->store) && (s->arena == ARENA_STEP || !s->memory))
+      s->segment = tape_segment;
+  }
+}
+
 static eng_status record(const op_call *call, int64_t lua_id)
 {
+  if (tape.again >= 0) return give_memory(call);
   ENG_TRY(tape_grow((void **)&tape.nodes, tensor_tape_length, &tape.capacity, sizeof *tape.nodes));
   int later = lua_id < 0 ? later_outputs(call) : 0;
   for (int k = 0; k < call->n_out; k++) {
@@ -64,7 +116,9 @@ static eng_status record(const op_call *call, int64_t lua_id)
     y->output = k;
   }
   tape_node *node = &tape.nodes[tensor_tape_length++];
-  *node = (tape_node){.call = *call, .lua_id = lua_id, .relative_scale = tape.relative_scale};
+  *node = (tape_node){.call = *call, .lua_id = lua_id, .relative_scale = tape.relative_scale,
+                      .segment = tape_segment, .precision = tape.precision, .drawn = tape.drawn};
+  if (tape_segment) mark_segment(call);
   for (int k = 0; k < call->n_in; k++)
     if (call->in[k]) node->in_writes[k] = call->in[k]->store->writes;
   for (int k = 0; k < call->n_out; k++)
@@ -167,6 +221,6 @@ void tape_clear(void)
       tensor_drop(y->gradient);
       y->gradient = NULL;
     }
-  tensor_tape_length = 0;
+  tensor_tape_length = tape_segment = 0;
 }
 

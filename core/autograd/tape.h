@@ -13,6 +13,12 @@ typedef struct tape_node {
   double  relative_scale;
   // storage.writes at recording
   uint32_t in_writes[ENG_OP_INPUTS], out_writes[ENG_OP_OUTPUTS];
+  // to run the operation again (checkpoint.c): the segment, which is its first node + 1 (0: none),
+  // autocast's settings, and the Philox blocks that were drawn before
+  int32_t       segment;
+  bool          chosen;
+  eng_precision precision;
+  uint64_t      drawn;
 } tape_node;
 
 /// Whether recording is on and some input requires a gradient.
@@ -24,6 +30,17 @@ static inline bool tape_empty(void) { return tensor_tape_length == 0; }
 /// Node i, and its call; call.op is -1 for a Lua gradient.
 const tape_node *tape_at(int i);
 const op_call *tape_call(int i);
+/// Notes the circumstances of the operation that is about to run, for its node: autocast's settings
+/// and the position in the random numbers.
+void tape_note(const eng_precision *precision);
+/// The segment whose operations are being recorded; 0: none. Changed by checkpoint.c.
+extern int tape_segment;
+/// While `node` >= 0, an operation that would be recorded gives the memory of its outputs to the
+/// outputs of this node instead, where those have none. -1: recording as usual.
+void tape_again(int node);
+/// Chooses whether a node of a segment runs again.
+void tape_choose(int node, bool on);
+bool tape_runs_again(void);
 /// Whether input k of a node is unmodified since the node was recorded.
 bool tape_unwritten(int node, int k);
 /// Whether a node refers to a tensor at index `mark` or later in the step's list.

@@ -49,11 +49,14 @@ int64_t eng_tape_bytes(int64_t *fp8)
 }
 
 /// Whether the gradient rule of a recorded call reads this memory.
-static bool is_read(const storage *store, const op_call *call)
+static bool is_read(const storage *store, const tape_node *node)
 {
+  const op_call *call = &node->call;
   const eng_op_info *info = &op_table[call->op].about;
+  // what a checkpointed operation reads is needed to run it again
+  int reads = node->segment ? ~0 : info->reads;
   for (int k = 0; k < call->n_in; k++)
-    if (info->reads >> k & 1 && call->in[k] && call->in[k]->store == store) return true;
+    if (reads >> k & 1 && call->in[k] && call->in[k]->store == store) return true;
   for (int k = 0; k < call->n_out; k++)
     if (info->saves >> k & 1 && call->out[k] && call->out[k]->store == store) return true;
   return false;
@@ -65,14 +68,15 @@ eng_status eng_done(const eng_tensor *handle)
   ENG_TRY(tensor_get(&x, handle));
   storage *s = x->store;
   bool computed = tape_holds(x);
+  if (tape_segment) return ENG_OK;   // its end frees more
   if (s->arena != ARENA_STEP || !s->memory || (x->requires_grad && !computed)) return ENG_OK;
   if (!x->done) s->done++;
   x->done = true;
   if (s->done != s->references) return ENG_OK;
   int first = computed && s->references == 1 ? x->node : 0;
   for (int i = eng_tape_length() - 1; i >= first; i--) {
-    const op_call *call = tape_call(i);
-    if (call->op < 0 || is_read(s, call)) return ENG_OK;   // a Lua gradient may read anything
+    const tape_node *node = tape_at(i);
+    if (node->call.op < 0 || is_read(s, node)) return ENG_OK;   // a Lua gradient may read anything
   }
   arena_free_in(s->space, ARENA_STEP, s->memory, s->bytes);
   s->memory = x->data = NULL;   // tensor_get refuses views of empty storage

@@ -351,7 +351,7 @@ static const op_call *same_codes(const fp8_site *s, const tensor *x)
 {
   enum { BACK = 8 };
   const eng_fp8_role *role = &s->recipe.role[ENG_FP8_X];
-  if (role->mx) return NULL;
+  if (role->mx || tape_runs_again()) return NULL;
   int length = eng_tape_length();
   for (int i = length - 1; i >= 0 && i >= length - BACK; i--) {
     const op_call *c = tape_call(i);

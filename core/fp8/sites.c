@@ -333,7 +333,7 @@ eng_status eng_fp8_amax(double amax[3], int64_t site)
 
 // ---- meters
 
-bool fp8_measuring(void) { return measuring; }
+bool fp8_measuring(void) { return measuring && !tape_runs_again(); }
 
 bool eng_fp8_measure(bool on)
 {

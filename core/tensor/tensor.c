@@ -98,8 +98,11 @@ eng_status tensor_get(tensor **out, const eng_tensor *handle)
     return error_set(ENG_ERR_STALE, "not a tensor: the handle is empty");
   tensor *x = &blocks[handle->slot / BLOCK][handle->slot % BLOCK];
   if (x->live && x->generation == handle->generation) {
-    if (x->done && !x->store->memory && x->count > 0)
-      return error_set(ENG_ERR_STALE, "tensor %s was used after done() freed its memory",
+    if (!x->store->memory && x->count > 0 && (x->done || x->store->segment))
+      return error_set(ENG_ERR_STALE,
+                       x->done ? "tensor %s was used after done() freed its memory"
+                               : "tensor %s was computed inside a checkpointed module, which keeps "
+                                 "only its results; hint: return it, or checkpoint=false",
                        tensor_text(x));
     *out = x;
     return ENG_OK;

@@ -16,6 +16,8 @@ typedef struct storage {
   int32_t  space;           // memory space: SPACE_HOST, SPACE_CUDA
   uint32_t writes;          // number of writes by scripts (fill, copy, random numbers)
   int32_t  done;            // number of these tensors with `done`
+  int32_t  segment;         // checkpointed part of the tape that computes it (tape.h); 0: none
+  bool     awaited;         // an operation that runs again reads it (checkpoint.c)
 } storage;
 
 typedef struct tensor {

@@ -133,6 +133,18 @@ describe("a plan", function()
     assert.is_nil(printed("zero=0"):find("not hidden: also counts", 1, true))
   end)
 
+  it("predicts activation checkpointing, beside the measurement", function()
+    local out = helper.run { "plan", "examples/gpt.lua", "checkpoint=block", "layers=4",
+      "width=64", "context=64" }.out
+    local with = { out:match("gradients, with +([%d.]+) MiB +([%d.]+) MiB") }
+    local without = { out:match("gradients, without +([%d.]+) MiB +([%d.]+) MiB") }
+    assert(with[2] and without[2], out)
+    assert.equal(without[1], without[2])
+    assert.near(tonumber(with[2]), tonumber(with[1]), 0.25 * with[2])
+    assert.is_true(with[2] + 0 < 0.7 * without[2])
+    assert.matches("time of a step +[%d.]+ x +[%d.]+ x", out)
+  end)
+
   it("reports invalid arguments", function()
     for _, case in ipairs { { { "nothing.lua" }, "cannot open nothing.lua" },
       { { "examples/gpt.lua", "ranks=0" }, "expected ranks from 1 to 100000" },

@@ -9,6 +9,7 @@ local renamed = require "engine.base.renamed"
 local help = [==[
 usage: engine plan SCRIPT [ranks=1024] [alpha=S] [beta=S] [step=S] [comm_dtype=FORMAT]
                    [zero=0|1|2] [bucket=MIB] [measure=N,N,...] [name=value ...]
+       engine plan SCRIPT checkpoint=block [name=value ...]
        engine plan FOLDER
 
 Predicts what the script's training would cost on 1 to `ranks` ranks: the memory of each rank, the
@@ -17,6 +18,7 @@ its trainer exists, and a few steps of the trainer are timed. Other settings go 
 
   engine plan examples/gpt.lua ranks=1024 alpha=2e-6 beta=1/25e9   # messages of 2 us, 25 GB/s
   engine plan examples/gpt.lua zero=2 measure=1,2,4                # beside jobs measured here
+  engine plan examples/gpt.lua checkpoint=block                    # memory for time
   engine plan Llama-3-8B                                           # a folder with a config.json
 
 For a FOLDER with Hugging Face's config.json it prints the parameters of the model and the memory
@@ -26,6 +28,9 @@ alpha, beta  seconds of a message and of a byte between two ranks; by default me
              two processes, where mpirun is installed
 step         seconds of one rank's own step; measured by default
 comm_dtype zero bucket   as in engine.trainer; by default the script's values
+
+checkpoint   what activation checkpointing (the trainer's option) saves and costs on one rank:
+             predicted, and measured in two processes
 
 The first columns are the memory of one rank: the total, gradients (zero=2: its own part and the
 buffers that backward writes), moments, and messages in flight. The other columns are times: all
@@ -44,7 +49,8 @@ local OWN = { ranks = config.optional "number", alpha = config.optional "number"
   beta = config.optional "number",
   step = config.optional "number", comm_dtype = config.optional "string",
   zero = config.optional "number",
-  bucket = config.optional "number", measure = config.optional "list" }
+  bucket = config.optional "number",
+  checkpoint = config.optional "string", measure = config.optional "list" }
 local RANGES = { positive = "alpha beta step" }
 local MIB = 2 ^ 20
 local FALLBACK = { alpha = 5e-6, beta = 1 / 10e9 }
@@ -261,6 +267,9 @@ local function main(script, ...)
     local measure = require "engine.cli.plan_measure"
     local given, settings = read { ... }
     if given.role == "rank" then return measure.rank(script, settings, given) end
+    if given.checkpoint then
+      return require("engine.cli.plan_checkpoint").print(script, settings, given)
+    end
     local trainer, options, records = measure.trainer(script, settings, given)
     local wanted = require("engine.dist.plan").counts(given.ranks)
     local step = given.step or measure.step(trainer)

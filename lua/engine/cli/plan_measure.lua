@@ -32,6 +32,9 @@ function M.trainer(script, settings, given)
     for _, key in ipairs { "zero", "comm_dtype", "bucket" } do
       options[key] = given[key] or options[key]
     end
+    if given.checkpoint then
+      options.checkpoint = given.checkpoint ~= "none" and given.checkpoint
+    end
     options.run, options.resume, options.log, options.steps, options.checkpoint_every,
       options.tensorboard = nil, nil, "quiet", 1e9, nil, nil
     records = (o.run or "") ~= ""
@@ -104,7 +107,7 @@ end
 
 -- ------------------------------------------------------------------ a rank of a job
 
-local ARENAS = { "parameters", "gradients", "optimizer", "messages" }
+local ARENAS = { "parameters", "gradients", "optimizer", "messages", "step" }
 local FACTS = { "waited", "held", "record", "weights", "messages", "bytes", "weight_messages",
   "weight_bytes" }
 
@@ -147,7 +150,7 @@ end
 
 local function rank_command(script, settings, given)
   local words = { quote(require("engine.host").executable), "plan", quote(script), "role=rank" }
-  for _, name in ipairs { "zero", "comm_dtype", "bucket" } do
+  for _, name in ipairs { "zero", "comm_dtype", "bucket", "checkpoint" } do
     if given[name] then words[#words + 1] = quote(("%s=%s"):format(name, given[name])) end
   end
   for _, setting in ipairs(settings) do words[#words + 1] = quote(setting) end

@@ -48,12 +48,34 @@ local function left(around, ...)
   return ...
 end
 
+-- Ends a checkpointed call: the tape keeps the tensors among the results, and those in tables.
+local function end_checkpoint(...)
+  local kept = {}
+  for i = 1, select("#", ...) do
+    local result = select(i, ...)
+    for _, x in pairs(type(result) == "table" and result or { result }) do
+      if is_tensor(x) then kept[#kept + 1] = x end
+    end
+  end
+  local list = M_ffi.new("eng_tensor[?]", math.max(1, #kept))
+  for i, x in ipairs(kept) do list[i - 1] = x end
+  M_ffi.check(C.eng_checkpoint_end(list, #kept))
+  return ...
+end
+
+local function forward_of(self, ...)
+  if rawget(self, "_checkpoint") and C.eng_checkpoint_begin() then
+    return end_checkpoint(self:forward(...))
+  end
+  return self:forward(...)
+end
+
 -- Calls self:forward, but not as a tail call: path_on_stack looks for this frame on the stack.
 local function forward(self, ...)
   local outside = scale_now
   set_relative_scale(rawget(self, "_relative_scale") or outside)
-  if enter then return results(outside, left(enter(self), self:forward(...))) end
-  return results(outside, self:forward(...))
+  if enter then return results(outside, left(enter(self), forward_of(self, ...))) end
+  return results(outside, forward_of(self, ...))
 end
 
 -- The path from `root` to `wanted` in the tree of modules, or nil.
@@ -105,10 +127,11 @@ local function pass(good, ...)
   return ...
 end
 
-local function leave(...)
+local function leave(good, ...)
   depth = 0
   set_relative_scale(1)
-  return pass(...)
+  if not good then C.eng_checkpoint_end(nil, -1) end
+  return pass(good, ...)
 end
 
 -- While a coroutine is suspended inside a forward, other modules run as if it were in no call.
@@ -264,6 +287,29 @@ function Module:evaluating(f, ...)
   end, function()
     for module, training in pairs(was) do rawset(module, "_training", training) end
   end, f, ...)
+end
+
+--- Activation checkpointing: less memory for more time, with the same losses and gradients, bit for
+--- bit. The modules that `which` names keep only their results for the backward pass, which runs
+--- their operations again, one module at a time. "block": the blocks of a model, which are the
+--- modules in each list `blocks`; another string: the modules whose path matches this Lua pattern;
+--- false: none. Returns the module.
+function Module:checkpoint(which)
+  if which ~= false and type(which) ~= "string" then
+    raise("checkpoint: expected \"block\", a pattern of module paths or false, got %s",
+      M_ffi.value_text(which))
+  end
+  local pattern, found = which == "block" and "%f[^%z.]blocks%.%d+$" or which, not which
+  self:apply(function(module, path)
+    local matches = pattern and path:find(pattern) and true or nil
+    rawset(module, "_checkpoint", matches)
+    found = found or matches
+  end)
+  if not found then
+    raise("checkpoint: %s has no module %s; print(model) shows its modules", self._class,
+      which == "block" and "in a list `blocks`" or ("whose path matches '%s'"):format(which))
+  end
+  return self
 end
 
 --- Freezes every parameter of this module and the modules below it: a frozen parameter gets no

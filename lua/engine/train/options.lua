@@ -14,7 +14,8 @@ local function list_of(words)
 end
 
 local KNOWN = list_of [[model data loss optimizer schedule precision policy policy_options steps
-  clip clip_value accumulate run resume restart_data checkpoint_every keep log state on_step
+  clip clip_value accumulate checkpoint run resume restart_data checkpoint_every keep log state
+  on_step
   on_policy_error on_lost rollbacks stats_every history config evaluate mode graph ref_every
   ref_layers shadow trap watch attach tensorboard comm_dtype bucket zero rank_timeout
   agree_every]]
@@ -57,6 +58,8 @@ local OPTIONAL = {
   { "accumulate", "a whole number of 1 or more", whole },
   { "clip", "a number (0: none)", not_negative },
   { "clip_value", "a number (0: none)", not_negative },
+  { "checkpoint", '"block", a pattern of module paths or false',
+    function(v) return v == false or type(v) == "string" end },
   { "checkpoint_every", "a whole number of steps (0: only at the end)",
     function(v) return v == 0 or whole(v) end },
   { "agree_every", "a whole number of steps (0: never)",
@@ -138,6 +141,8 @@ function M.check(o)
   check_values(o)
   want(o.loss ~= nil or o.model.loss, "loss",
     "a function(model, batch), because this model has no loss", o.loss)
+  want(o.checkpoint == nil or o.model.checkpoint, "model", "a module, which checkpoint needs",
+    o.model)
   local key, expected = reducer.wrong(o)
   if key then want(false, key, expected, o[key]) end
 end

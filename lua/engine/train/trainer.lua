@@ -485,6 +485,8 @@ end
 ---   clip, clip_value             limit on the gradients' norm, on each element
 ---   accumulate                   micro-batches a step; from 2 on, gradients in fp16 or bf16 are
 ---                                summed in f32
+---   checkpoint                   "block": activation checkpointing of the model's blocks, which
+---                                saves memory, costs time and changes no bit (Module:checkpoint)
 ---   run                          name or directory of the run; nil: nothing is written
 ---   resume                       "auto": continue from the newest checkpoint, if any; or the path
 ---                                of a run or checkpoint, whose files stay as they are unless
@@ -549,6 +551,7 @@ function M.new(given)
   return M.made(function()
     local o = options.current(given)
     options.check(o)
+    if o.checkpoint ~= nil then o.model:checkpoint(o.checkpoint) end
     return M.assemble(o, Trainer)
   end)
 end

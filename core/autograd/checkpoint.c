@@ -1,0 +1,130 @@
+// Activation checkpointing. A segment is a part of the tape, such as a block of a model, whose
+// tensors are freed when it ends, except its results and tensors of up to SMALL bytes. Before the
+// backward pass enters the segment, its operations run again with the inputs, attributes, random
+// numbers and precision of their nodes; so every tensor gets the bits that it had. Operations whose
+// outputs no gradient rule needs are left out, and so are gradients written in Lua, whose outputs
+// are kept. Owns nothing: tape.h has the nodes and the segment that is open. Called by Lua and by
+// backward.c.
+#include "checkpoint.h"
+
+#include "base/error.h"
+#include "op.h"
+
+enum { SMALL = 4096 };
+
+bool eng_checkpoint_begin(void)
+{
+  bool recording = eng_grad_enabled(false);
+  eng_grad_enabled(recording);
+  if (!recording || tape_segment) return false;
+  tape_segment = tensor_tape_length + 1;
+  return true;
+}
+
+/// Frees what nodes from `first` on computed for their segment.
+static void free_segment(int first)
+{
+  int segment = first + 1;
+  for (int i = first; i < tensor_tape_length && tape_at(i)->segment == segment; i++)
+    for (int k = 0; k < tape_call(i)->n_out; k++) {
+      tensor *x = tape_call(i)->out[k];
+      if (!x || x->store->segment != segment || !x->store->memory) continue;
+      arena_free_in(x->store->space, ARENA_STEP, x->store->memory, x->store->bytes);
+      x->store->memory = NULL;
+      x->store->bytes = 0;
+    }
+}
+
+eng_status eng_checkpoint_end(const eng_tensor *results, int n)
+{
+  int segment = tape_segment;
+  tape_segment = 0;
+  for (int k = 0; segment && k < n; k++) {
+    tensor *x;
+    ENG_TRY(tensor_get(&x, &results[k]));
+    if (x->store->segment == segment) x->store->segment = 0;
+  }
+  if (!segment || n < 0) return ENG_OK;
+  for (int i = segment - 1; i < tensor_tape_length; i++) {
+    const op_call *call = tape_call(i);
+    for (int k = 0; k < call->n_in; k++)   // views made without recording stay valid
+      if (call->in[k] && !tape_holds(call->in[k]) && call->in[k]->store->segment == segment)
+        call->in[k]->store->segment = 0;
+    for (int k = 0; k < call->n_out; k++)
+      if (call->out[k] && call->out[k]->store->memory && call->out[k]->store->bytes <= SMALL)
+        call->out[k]->store->segment = 0;
+  }
+  free_segment(segment - 1);
+  return ENG_OK;
+}
+
+static eng_status check_unwritten(const tape_node *node)
+{
+  for (int k = 0; k < node->call.n_in; k++) {
+    const tensor *x = node->call.in[k];
+    if (x && x->store->writes != node->in_writes[k])
+      return error_set(ENG_ERR_GRADIENT,
+                       "%s was modified after a checkpointed operation (%s) read it; hint: write "
+                       "into a copy, x:keep()",
+                       tensor_text(x), eng_op_name(node->call.op));
+  }
+  return ENG_OK;
+}
+
+static eng_status run_node(int i)
+{
+  const tape_node *node = tape_at(i);
+  ENG_TRY(check_unwritten(node));
+  uint64_t seed, drawn;
+  eng_rng_get(&seed, &drawn);
+  eng_rng_set(seed, node->drawn);
+  op_call call = node->call;
+  for (int k = 0; k < ENG_OP_OUTPUTS; k++) call.out[k] = NULL;
+  eng_autocast(&node->precision, NULL);
+  tape_again(i);
+  bool recording = eng_grad_enabled(true);
+  eng_status status = op_run(&call);
+  eng_grad_enabled(recording);
+  tape_again(-1);
+  eng_autocast(NULL, NULL);
+  eng_rng_set(seed, drawn);
+  return status == ENG_OK ? ENG_OK
+                          : error_prefix(status, "%s of a checkpointed module",
+                                         eng_op_name(node->call.op));
+}
+
+/// Bit `mask >> k & 1`, or all if a Lua gradient may read anything.
+static bool listed(int32_t mask, int k, bool all) { return all || (mask >> k & 1); }
+
+/// Computes the freed tensors of nodes first .. last that gradient rules read.
+static eng_status run_again(int first, int last)
+{
+  bool all = false;
+  for (int i = first; i <= last; i++) all |= tape_call(i)->op < 0;
+  // from the last node to the first: `awaited` marks memory that a later node reads
+  for (int i = last; i >= first; i--) {
+    const op_call *call = tape_call(i);
+    if (call->op < 0) continue;
+    const eng_op_info *info = &op_table[call->op].about;
+    bool runs = false;
+    for (int k = 0; k < call->n_out; k++) {
+      const tensor *x = call->out[k];
+      runs |= x && x->store->segment == first + 1 && !x->store->memory &&
+              (x->store->awaited || listed(info->saves, k, all));
+    }
+    tape_choose(i, runs);
+    for (int k = 0; k < call->n_in; k++)
+      if (call->in[k] && (runs || listed(info->reads, k, all))) call->in[k]->store->awaited = true;
+  }
+  for (int i = first; i <= last; i++)
+    if (tape_at(i)->chosen) ENG_TRY(run_node(i));
+  return ENG_OK;
+}
+
+eng_status checkpoint_reach(int cursor)
+{
+  int after = cursor < tensor_tape_length ? tape_at(cursor)->segment : 0,
+      segment = cursor > 0 ? tape_at(cursor - 1)->segment : 0;
+  if (after == cursor + 1) free_segment(cursor);
+  return segment && segment != after ? run_again(segment - 1, cursor - 1) : ENG_OK;
+}

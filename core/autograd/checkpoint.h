@@ -1,0 +1,12 @@
+// Activation checkpointing: segments of the tape that keep only their results. See checkpoint.c.
+#ifndef ENG_CHECKPOINT_H
+#define ENG_CHECKPOINT_H
+
+#include "tape.h"
+
+/// Called by the backward pass when nodes from `cursor` on are done. If the node before is the last
+/// of a segment, computes the tensors again that the segment's gradient rules read. Frees those of
+/// the segment that begins at the cursor.
+eng_status checkpoint_reach(int cursor);
+
+#endif
