@@ -12,6 +12,8 @@
 // is NULL, and the core refuses them on a card.
 #pragma weak cuda_mx_quantize
 #pragma weak cuda_mx_dequantize
+#pragma weak cuda_nf4_quantize
+#pragma weak cuda_nf4_dequantize
 #define KERNEL_ANY(name)  op_kernel cuda_##name;
 #define KERNEL_ROWS(name) op_kernel cuda_##name;
 #define KERNEL_VIEW(name)

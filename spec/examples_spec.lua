@@ -166,6 +166,15 @@ local entries = {
     losses = printed_losses, falls = 0.07,
     talk = function() return { "steps=3", "pretrain=3", "base=e4m3" } end,
     words = { "%d+ of %d+ parameters train; .*48 %-> 192, e4m3, lora rank 4" } },
+  ["qlora.lua"] = { arguments = function() return { "steps=40", "pretrain=30", "width=64",
+    "layers=2", "seeds=1", "context=32" } end, falls = 2,
+    losses = function(result)
+      local plain, q = result.out:match("bf16[^\n]-([%d.]+)\nQLoRA[^\n]-([%d.]+)\n")
+      assert.is_true(q / plain < 1.02)
+      return { math.log(256), plain, q }
+    end,
+    talk = function() return { "steps=3", "pretrain=3", "width=32", "layers=1", "seeds=1" } end,
+    words = { "QLoRA: %d+%.%d %% of LoRA's weight memory, a loss [+-]%d" } },
   ["entropy.lua"] = { arguments = function() return { "steps=80" } end, losses = printed_losses,
     falls = 0.8,
     talk = function() return { "steps=3", "policy=dynamic" } end,

@@ -1,7 +1,7 @@
-// Shape and dtype rules of quantize, dequantize, mx_quantize, mx_dequantize and fp8_matmul
-// (ops.def).
+// Shape and dtype rules of quantize, dequantize, mx_*, nf4_* and fp8_matmul (ops.def).
 #include "base/error.h"
 #include "base/fp8_layout.h"
+#include "base/nf4.h"
 #include "autograd/infer.h"
 
 #include <string.h>
@@ -227,6 +227,58 @@ static eng_status infer_mx_dequantize(op_call *c, op_shape *s)
   return ENG_OK;
 }
 
+// ---- NF4
+
+static eng_status want_nf4_block(const op_call *c, int64_t block)
+{
+  if (block >= 32 && block <= 4096 && (block & (block - 1)) == 0) return ENG_OK;
+  return error_set(ENG_ERR_VALUE, "%s: expected a block of 32, 64 .. 4096 elements, got %lld",
+                   op_name(c), (long long)block);
+}
+
+static eng_status infer_nf4_quantize(op_call *c, op_shape *s)
+{
+  const tensor *x = c->in[0];
+  ENG_TRY(want_float(c, 0));
+  ENG_TRY(want_amax(c, 1));
+  ENG_TRY(want_nf4_block(c, c->nf4_quantize.block));
+  int64_t blocks = blocks_in(x->count, c->nf4_quantize.block);
+  put_out(s, 0, ENG_u8, 1, (int64_t[]){blocks_in(x->count, 2)});
+  put_out(s, 1, ENG_f32, 1, &blocks);
+  put_out(s, 2, ENG_u8, 1, &blocks);
+  put_out(s, 3, ENG_f32, 1, (int64_t[]){blocks_in(blocks, NF4_GROUP)});
+  put_out(s, 4, ENG_f32, 0, NULL);
+  return ENG_OK;
+}
+
+static eng_status infer_nf4_dequantize(op_call *c, op_shape *s)
+{
+  const typeof(c->nf4_dequantize) *a = &c->nf4_dequantize;
+  const tensor *q = c->in[0], *absmax = c->in[1], *group = c->in[2], *offset = c->in[3];
+  ENG_TRY(want_float_attribute(c, a->dtype));
+  ENG_TRY(want_nf4_block(c, a->block));
+  if (a->rows < 0 || a->columns < 0 || a->rows > 1ll << 30 || a->columns > 1ll << 30)
+    return error_set(ENG_ERR_VALUE,
+                     "nf4_dequantize: expected rows and columns up to 2^30, got %lld and %lld",
+                     (long long)a->rows, (long long)a->columns);
+  int64_t n = a->rows * a->columns, blocks = blocks_in(n, a->block);
+  if (q->dtype != ENG_u8 || q->count != blocks_in(n, 2) || absmax->count != blocks ||
+      absmax->dtype != (group ? ENG_u8 : ENG_f32))
+    return error_set(ENG_ERR_SHAPE,
+                     "nf4_dequantize: %lld x %lld elements in blocks of %lld need u8 [%lld] and %s "
+                     "[%lld], got %s and %s", (long long)a->rows, (long long)a->columns,
+                     (long long)a->block, (long long)blocks_in(n, 2), group ? "u8" : "f32",
+                     (long long)blocks, tensor_text(q), tensor_text(absmax));
+  if (!group != !offset || (group && (group->dtype != ENG_f32 || offset->dtype != ENG_f32 ||
+                                      group->count != blocks_in(blocks, NF4_GROUP) ||
+                                      offset->count != 1)))
+    return error_set(ENG_ERR_SHAPE,
+                     "nf4_dequantize: expected group f32 [%lld] and offset f32 [1], or neither",
+                     (long long)blocks_in(blocks, NF4_GROUP));
+  put_out(s, 0, (int)a->dtype, 2, (int64_t[]){a->rows, a->columns});
+  return ENG_OK;
+}
+
 static eng_status infer_fp8_matmul(op_call *c, op_shape *s)
 {
   const tensor *a = c->in[0], *b = c->in[2];
@@ -287,5 +339,7 @@ static void __attribute__((constructor)) register_rules(void)
   op_register(ENG_OP_dequantize, infer_dequantize, NULL);
   op_register(ENG_OP_mx_quantize, infer_mx_quantize, NULL);
   op_register(ENG_OP_mx_dequantize, infer_mx_dequantize, NULL);
+  op_register(ENG_OP_nf4_quantize, infer_nf4_quantize, NULL);
+  op_register(ENG_OP_nf4_dequantize, infer_nf4_dequantize, NULL);
   op_register(ENG_OP_fp8_matmul, infer_fp8_matmul, NULL);
 }

@@ -165,6 +165,7 @@ local parts = {
   precision = { "engine.train.precision" },
   fp8 = { "engine.tensor.fp8" },
   mx = { "engine.tensor.mx" },
+  nf4 = { "engine.tensor.nf4" },
   autocast = { "engine.train.precision", "autocast" },
   trainer = { "engine.train.trainer", "new" },
   signal = { "engine.train.trainer", "signal" },

@@ -280,6 +280,18 @@ function plans.mx_dequantize()
     { format, high, wide == 3 and 4 or wide, rule, 0, 0, 0, 1 }, {}, 6)
   return { q, scale, chance(50) and amax or false }, { float_number(), format, high, wide, rule }
 end
+function plans.nf4_quantize()
+  return { float(shape_of(1, 4)), chance(20) and tensor_of({ 1 }, "f32") or false },
+    { 2 ^ (4 + draw(9)), draw(2) }, {}, 5
+end
+function plans.nf4_dequantize()
+  local shape = shape_of(2, 2)
+  local q, absmax, code, group, offset = M_ffi.run("nf4_quantize", { float(shape), false },
+    { 64, 1 }, {}, 5)
+  local nested = chance(50)
+  return { q, nested and code or absmax, nested and group, nested and offset },
+    { float_number(), chance(90) and 64 or 128, shape[1], shape[2] }
+end
 function plans.fp8_matmul()
   local m, n, k, ta, tb = one_of(SIZES), one_of(SIZES), one_of(SIZES), draw(2), draw(2)
   local high_a, wide_a = block()

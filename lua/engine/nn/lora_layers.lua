@@ -13,6 +13,7 @@ local fuse = require "engine.nn.fuse"
 local layers = require "engine.nn.layers"
 local module = require "engine.nn.module"
 local nearest = require "engine.base.nearest"
+local nf4 = require "engine.tensor.nf4"
 local tensor = require "engine.tensor.tensor"
 local within = require "engine.base.within"
 
@@ -29,17 +30,37 @@ local function in_f32(f, ...)
     function() C.eng_autocast(before, nil) end, f, ...)
 end
 
--- The frozen weight in `dtype`. A base in e4m3 has a scale for each row.
+-- The frozen weight in `dtype`. A base in e4m3 has a scale for each row; one in NF4
+-- (tensor/nf4.lua) has codes of its absmaxes, their groups and an offset.
 local function frozen(layer, dtype)
   local weight, scale = layer.weight, rawget(layer, "weight_scale")
+  if rawget(layer, "weight_group") then
+    return nf4.of(weight, scale, layer.weight_group, layer.weight_offset,
+      { layer.outputs, layer.inputs }):dequantize(dtype)
+  end
   if scale then return weight:to(dtype) * scale:to(dtype) end
   return weight:to(dtype)
 end
 
+-- x W^T for a frozen weight in NF4. The tape keeps neither x nor W: backward dequantizes W again.
+local nf4_product = autograd.custom {
+  forward = function(saved, x, layer)
+    saved.layer, saved.dtype = layer, x.dtype
+    return fuse.last_use(function(w) return x:linear(w) end, frozen(layer, x.dtype))
+  end,
+  backward = function(saved, dy)
+    return fuse.last_use(function(w) return dy:matmul(w):to(saved.dtype) end,
+      frozen(saved.layer, dy.dtype))
+  end,
+}
+
 -- x W^T + b; without a bias if `bias` is false.
 local function base(layer, x, bias)
   if not rawget(layer, "weight_scale") then return fuse.linear(layer, x, bias) end
-  return x:linear(frozen(layer, x.dtype), bias ~= false and rawget(layer, "bias") or nil)
+  bias = bias ~= false and rawget(layer, "bias") or nil
+  if not rawget(layer, "weight_group") then return x:linear(frozen(layer, x.dtype), bias) end
+  local y = nf4_product(x, layer)
+  return bias and y + bias:to(y.dtype) or y
 end
 
 -- V = W + s B A in f32 [N x K].
@@ -179,7 +200,7 @@ end
 
 local OPTIONS = { match = true, rank = true, alpha = true, dropout = true, dora = true,
   base = true }
-local BASES = { f32 = true, bf16 = true, f16 = true, e4m3 = true }
+local BASES = { f32 = true, bf16 = true, f16 = true, e4m3 = true, nf4 = true }
 
 local function read(options)
   options = tensor.read_named(options, "nn.lora", OPTIONS)
@@ -221,6 +242,14 @@ local function convert(layer, format, shared)
   if format == weight.dtype then return end
   autograd.scope(function()
     local values = weight:detach():to("f32")
+    if format == "nf4" then
+      local q = nf4.quantize(weight:detach())
+      layer.weight_scale, layer.weight_group = q.absmax:keep(), q.group:keep()
+      layer.weight_offset = q.offset:keep()
+      rawset(layer, "_high", true)                          -- FP8 recipes skip the layer
+      layer.weight = q.q:keep()
+      return
+    end
     if format == "e4m3" then
       local rows = values:abs():max(-1):unsqueeze(2):totable()                            -- [N x 1]
       for _, row in ipairs(rows) do
@@ -273,7 +302,7 @@ local function attach(layer, o)
     layer._lora.m = m
   end
   rawset(layer, "extra", function(self)
-    local dtype = self.weight.dtype
+    local dtype = rawget(self, "weight_group") and "nf4" or self.weight.dtype
     return ("%d -> %d%s, %s rank %d, alpha %g%s"):format(self.inputs, self.outputs,
       dtype == "f32" and "" or ", " .. dtype, o.dora and "dora" or "lora", o.rank, o.alpha,
       self._lora.weight and ", merged" or "")
@@ -300,9 +329,9 @@ end
 --- linear layers whose path matches a low-rank adapter and freezes every other parameter; returns
 --- the model. match: a Lua pattern or a list of them ("attn%.qkv$"); without it, all linear layers
 --- but the head. dropout acts on the adapter's input. dora: a trained magnitude for each output
---- (DoRA). base: the format that stores the frozen weights of these layers, "bf16", "f16" or "e4m3"
---- (with a power-of-two scale for each row); they keep theirs otherwise. An adapter changes nothing
---- until it is trained.
+--- (DoRA). base: the format that stores the frozen weights of these layers, "bf16", "f16", "e4m3"
+--- (with a power-of-two scale for each row) or "nf4" (engine.nf4, with double quantization: QLoRA);
+--- they keep theirs otherwise. An adapter changes nothing until it is trained.
 function M.new(model, options)
   M.want_model(model, "nn.lora")
   M.want_no_tape "nn.lora"
@@ -336,7 +365,8 @@ function M.disabled(model, f, ...)
     function() for _, l in ipairs(list) do switch(l.layer, true) end end, f, ...)
 end
 
-local PARTS = { "weight_scale", "lora_A", "lora_B", "lora_magnitude_vector" }
+local PARTS = { "weight_scale", "weight_group", "weight_offset", "lora_A", "lora_B",
+  "lora_magnitude_vector" }
 
 -- Takes the adapter out of the layer's parameters, or puts it back.
 local function hide(layer, hidden)

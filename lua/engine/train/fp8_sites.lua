@@ -343,7 +343,7 @@ function M.attach(model, full)
   if not fp8 then return nil end
   if #self.list == 0 then
     raise("precision '%s': no linear layer is in FP8: the model has none, `high` " ..
-      "excludes all of them, or nn.lora with base = \"e4m3\" stores them", full.name)
+      "excludes all of them, or nn.lora stores them in e4m3 or nf4", full.name)
   end
   self.sample = fp8.sample or 100
   self:prepare(fp8.policy and load_policies(fp8.policy, ("precision '%s': fp8"):format(full.name))

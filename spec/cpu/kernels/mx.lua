@@ -1,5 +1,5 @@
--- Calls for the microscaling operations: every element format, scale rule, block shape and flag,
--- bit for bit like the reference. See spec/cpu/kernels_spec.lua.
+-- Calls for the microscaling and NF4 operations: every element format, scale rule, block shape and
+-- flag, bit for bit like the reference. See spec/cpu/kernels_spec.lua.
 local engine = require "engine.base.ffi"
 local tensors = require "spec.cpu.kernels.values"
 local float = tensors.float
@@ -87,6 +87,48 @@ generators.mx_dequantize = function(try)
   try { inputs = { q, scale, false }, ints = { 0, 10, 1, 16, 0 }, fails = "the scales of a" }
   try { inputs = { q, float("f32", { 2, 2 }, "normal"), false }, ints = { 0, 10, 1, 32, 0 },
     fails = "in u8" }
+end
+
+local NF4_SHAPES = { { 1 }, { 63 }, { 64 }, { 65 }, { 3, 64 }, { 20, 333 }, { 0 }, { 130, 600 } }
+
+generators.nf4_quantize = function(try)
+  local n = 0
+  for _, dtype in ipairs { "f32", "bf16", "f16", "f64" } do
+    for _, shape in ipairs(NF4_SHAPES) do
+      for _, kind in ipairs(KINDS) do
+        n = n + 1
+        try { inputs = { float(dtype, shape, kind),
+          n % 5 == 0 and tensors.listed("f32", { 1 }, { 0.75 }) or false },
+          ints = { n % 3 == 0 and 32 or n % 7 == 0 and 4096 or 64, n % 2 }, outputs = 5,
+          zeros = true, note = kind }
+      end
+    end
+  end
+  local x = float("f32", { 64 }, "normal")
+  for _, block in ipairs { 0, 16, 48, 8192 } do
+    try { inputs = { x, false }, ints = { block, 1 }, outputs = 5, fails = "a block of 32" }
+  end
+  try { inputs = { x, x }, ints = { 64, 1 }, outputs = 5, fails = "one f32 amax" }
+end
+
+generators.nf4_dequantize = function(try)
+  for k, shape in ipairs { { 1, 1 }, { 3, 21 }, { 2, 64 }, { 20, 333 }, { 0, 5 }, { 130, 600 } } do
+    local q, absmax, code, group, offset = engine.run("nf4_quantize",
+      { float("f32", shape, KINDS[k % 4 + 1]), false }, { 64, 1 }, {}, 5)
+    for _, dtype in ipairs { "f32", "f16", "bf16", "f64" } do
+      local ints = { engine.dtype[dtype], 64, shape[1], shape[2] }
+      try { inputs = { q, absmax, false, false }, ints = ints }
+      try { inputs = { q, code, group, offset }, ints = ints }
+      if shape[1] == 20 then
+        try { inputs = { q, code, group, false }, ints = ints, fails = "or neither" }
+        try { inputs = { q, code, false, false }, ints = ints, fails = "need u8" }
+        try { inputs = { q, absmax, false, false }, ints = { ints[1], 32, 20, 333 },
+          fails = "need u8" }
+        try { inputs = { q, absmax, false, false }, ints = { ints[1], 64, -1, 333 },
+          fails = "rows and columns" }
+      end
+    end
+  end
 end
 
 return generators

@@ -1,0 +1,62 @@
+-- NF4, the format of QLoRA's frozen weights, to the bit of bitsandbytes. core/base/nf4.h defines
+-- it.
+--
+--   local q = engine.nf4.quantize(weight)                  -- 4.13 bits a number
+--   print(q, q:dequantize("bf16"))
+local M_ffi = require "engine.base.ffi"
+local arguments = require "engine.base.arguments"
+
+local run = M_ffi.run
+
+local M = {}
+
+local methods = {}
+local Quantized = { __index = methods }
+
+--- The values as a tensor of x's shape, f32 unless another float dtype is named.
+function methods.dequantize(x, dtype)
+  local columns = x.shape[#x.shape] or 1
+  return run("nf4_dequantize", { x.q, x.absmax, x.group or false, x.offset or false },
+    { arguments.dtype_number(dtype or "f32"), x.block, columns > 0 and x.count / columns or 0,
+      columns }):view(unpack(x.shape))
+end
+
+--- The bytes of codes and scales.
+function methods.bytes(x)
+  return x.q.count + (x.group and x.absmax.count + 4 * x.group.count + 4 or 4 * x.absmax.count)
+end
+
+function Quantized.__tostring(x)
+  return ("nf4 %s in blocks of %d, %d bytes"):format(arguments.shape_text(x.shape), x.block,
+    x:bytes())
+end
+
+local OPTIONS = { block = true, double = true, offset = true }
+
+--- Quantizes x to NF4: 16 quantiles of a normal distribution, and an absmax for each block of
+--- elements, row by row. No gradient passes through it. Options: block (64; 32 to 4096, a power of
+--- two), double (true: absmaxes are stored in 8 bits), offset (f32 [1], what is subtracted from
+--- absmaxes before that; their mean unless it is given). The codes are those of bitsandbytes
+--- 0.50 on a CPU for the same offset; it sums the mean in another order. Fields of the result: q
+--- (u8, two codes to a byte, the even element in the high half), absmax (f32, or u8 codes), group
+--- and offset (with double), shape, count, block.
+function M.quantize(x, options)
+  arguments.want(x, "nf4.quantize")
+  options = arguments.read_named(options, "nf4.quantize", OPTIONS)
+  local block, double = options.block or 64, options.double ~= false
+  arguments.want_whole(block, "nf4.quantize", "block", 32)
+  if options.offset ~= nil then arguments.want(options.offset, "nf4.quantize") end
+  local q, absmax, code, group, offset = run("nf4_quantize", { x, options.offset or false },
+    { block, double and 1 or 0 }, {}, 5)
+  return setmetatable({ q = q, absmax = double and code or absmax, group = group, offset = offset,
+    shape = x.shape, count = x.count, block = block }, Quantized)
+end
+
+--- The quantized tensor of these parts: the fields of a result of quantize with two dimensions and
+--- blocks of 64.
+function M.of(q, absmax, group, offset, shape)
+  return setmetatable({ q = q, absmax = absmax, group = group, offset = offset, shape = shape,
+    count = shape[1] * shape[2], block = 64 }, Quantized)
+end
+
+return M
