@@ -6,7 +6,7 @@ local autograd = require "engine.tensor.autograd"
 require "engine.tensor.stats"
 local nearest = require "engine.base.nearest"
 
-local C, check, raise = M_ffi.C, M_ffi.check, M_ffi.raise
+local C, check, expect = M_ffi.C, M_ffi.check, M_ffi.expect
 
 -- A history's methods plot, heatmap and tensor are in report/views.lua, which loads at the first
 -- call.
@@ -63,9 +63,7 @@ local loop_is_open = false
 
 --- for step in engine.steps(100) do ... end: each iteration is one step, counted from 1.
 function engine.steps(n)
-  if type(n) ~= "number" then
-    raise("steps: expected a number of steps, got %s", M_ffi.value_text(n))
-  end
+  expect(type(n) == "number", n, "steps: expected a number of steps")
   local turn = 0
   return function()
     if loop_is_open then check(C.eng_step_end()) end
@@ -85,27 +83,22 @@ function engine.step_count() return tonumber(C.eng_step_count()) end
 
 --- Seeds the generator; the same seed gives the same numbers on every device.
 function engine.seed(seed)
-  if type(seed) ~= "number" or seed % 1 ~= 0 or seed < 0 or seed > 2 ^ 53 then
-    raise("seed: expected a whole number of 0 to 2^53, got %s", M_ffi.value_text(seed))
-  end
+  expect(type(seed) == "number" and seed % 1 == 0 and seed >= 0 and seed <= 2 ^ 53, seed,
+    "seed: expected a whole number of 0 to 2^53")
   C.eng_seed(seed)
 end
 
 --- Sets the number of threads (nil: no change); returns the number in use.
 function engine.threads(n)
   local most = tonumber(C.ENG_THREADS_MAX)
-  if n ~= nil and (type(n) ~= "number" or n % 1 ~= 0 or n < 0 or n > most) then
-    raise("threads: expected a whole number of 0 to %d (0: no change), got %s", most,
-      M_ffi.value_text(n))
-  end
+  expect(n == nil or type(n) == "number" and n % 1 == 0 and n >= 0 and n <= most, n,
+    "threads: expected a whole number of 0 to %d (0: no change)", most)
   return C.eng_threads(n or 0)
 end
 
 --- Chooses the device by name (nil: no change); returns the name of the current device.
 function engine.device(name)
-  if name ~= nil and type(name) ~= "string" then
-    raise("device: expected a name, got %s", M_ffi.value_text(name))
-  end
+  expect(name == nil or type(name) == "string", name, "device: expected a name")
   if name then check(C.eng_device_set(name)) end
   return M_ffi.string(C.eng_device_name())
 end
@@ -132,10 +125,8 @@ local memory_meta = {
 function engine.memory(options)
   local limit = tensor.read_named(options, "memory", MEMORY).limit
   if limit ~= nil then
-    if type(limit) ~= "number" or not (limit >= 0) then
-      raise("memory: expected limit to be a number of bytes (0: none), got %s",
-        M_ffi.value_text(limit))
-    end
+    expect(type(limit) == "number" and limit >= 0, limit,
+      "memory: expected limit to be a number of bytes (0: none)")
     C.eng_memory_limit(math.min(limit, 2 ^ 62))
   end
   local rows = M_ffi.new("eng_memory_row[16]")

@@ -196,19 +196,20 @@ describe("an FP8 recipe", function()
   it("that is invalid is reported in one line", function()
     for text, of in pairs {
       ["unknown field 'y'"] = { base = "fp8_block", fp8 = { y = {} } },
-      ["there is no format 'e3m4'; there are e4m3, e5m2"] = { base = "fp8_block",
+      ["expected format e4m3, e5m2, got 'e3m4'"] = { base = "fp8_block",
         fp8 = { x = { format = "e3m4" } } },
-      ["there is no block shape 'blocks'"] = { base = "fp8_block",
+      ["'1x128' or { rows, columns }, got 'blocks'"] = { base = "fp8_block",
         fp8 = { w = { block = "blocks" } } },
-      ["there is no scale rule 'mine'"] = { base = "fp8_block", fp8 = { w = { rule = "mine" } } },
-      ["there is no accumulator 'fp16'"] = { base = "fp8_block",
+      ["torchao, transformer_engine, got 'mine'"] = { base = "fp8_block",
+        fp8 = { w = { rule = "mine" } } },
+      ["expected accumulator device, e4m3, exact, fp32, hopper, got 'fp16'"] = { base = "fp8_block",
         fp8 = { forward = { accumulator = "fp16" } } },
       ["unknown field 'formt'; did you mean 'format'?"] = { base = "fp8_block",
         fp8 = { dy = { formt = "e5m2" } } },
       ["x: expected eps to be a number, got 'a'"] = { base = "fp8_block",
         fp8 = { x = { eps = "a" } } },
       ["x: expected a table, got 'e4m3'"] = { base = "fp8_block", fp8 = { x = "e4m3" } },
-      ["there is no block shape '1x0'"] = { base = "fp8_block", fp8 = { x = { block = "1x0" } } },
+      ["{ rows, columns }, got '1x0'"] = { base = "fp8_block", fp8 = { x = { block = "1x0" } } },
       ["w: keep is only for x"] = { base = "fp8_block", fp8 = { w = { keep = "transposed" } } },
       ["expected match to be a pattern"] = { base = "fp8_block",
         fp8 = { layers = { { x = {} } } } },
@@ -230,7 +231,7 @@ describe("an FP8 recipe", function()
     refused({ forward = { promotion = 100 } },
       "1: forward: expected a promotion interval that is a multiple of 32, or 0, got 100")
     refused({ x = { block = { -1, 3 } } },
-      "1: blocks of x: expected 1 or more rows and columns, or 0 for all, got -1 x 3")
+      "fp8: x: expected the rows of a block to be a whole number of 0 or more, got -1")
     refused({ high = { "." } }, "no linear layer is in FP8")
     -- a typo must not pass unnoticed
     refused({ high = { "^head", "^blcks%.1" } },

@@ -152,7 +152,7 @@ describe("a linear layer under microscaling", function()
       return tostring(text)
     end
     assert.matches("all microscaled or all FP8", message { w = { rule = "deepgemm" } }, 1, true)
-    assert.matches("there is no format 'e2m'; did you mean 'e2m1'",
+    assert.matches("got 'e2m'; did you mean 'e2m1'",
       message { w = { rule = "rceil", format = "e2m" } }, 1, true)
     assert.matches("multiplies in bf16", message { forward = { promotion = 32 } }, 1, true)
     assert.matches("no option pow2", message { x = { rule = "floor", pow2 = true } }, 1, true)

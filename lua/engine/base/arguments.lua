@@ -3,8 +3,8 @@
 local M_ffi = require "engine.base.ffi"
 local nearest = require "engine.base.nearest"
 
-local ffi, C, check, raise, value_text = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise,
-  M_ffi.value_text
+local ffi, C, check, expect, raise, value_text = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.expect,
+  M_ffi.raise, M_ffi.value_text
 local Tensor = M_ffi.Tensor
 
 local M = {}
@@ -50,24 +50,20 @@ end
 
 --- Raises an error unless x is a tensor. `name`: the operation, for the message.
 function M.want(x, name)
-  if not is_tensor(x) then raise("%s: expected a tensor, got %s", name, value_text(x)) end
+  expect(is_tensor(x), x, "%s: expected a tensor", name)
 end
 
 function M.want_number(v, name, what)
-  if type(v) ~= "number" then
-    raise("%s: expected %s to be a number, got %s", name, what, value_text(v))
-  end
+  expect(type(v) == "number", v, "%s: expected %s to be a number", name, what)
   return v
 end
 
 function M.want_whole(v, name, what, least)
   if type(v) ~= "number" or v % 1 ~= 0 or (least and v < least) then
-    raise("%s: expected %s to be a whole number%s, got %s", name, what,
-      least and (" of %d or more"):format(least) or "", value_text(v))
+    expect(false, v, "%s: expected %s to be a whole number%s", name, what,
+      least and (" of %d or more"):format(least) or "")
   end
-  if v > 2 ^ 53 or v < -2 ^ 53 then
-    raise("%s: expected %s within +-2^53, got %s", name, what, value_text(v))
-  end
+  expect(v <= 2 ^ 53 and v >= -2 ^ 53, v, "%s: expected %s within +-2^53", name, what)
   return v
 end
 
@@ -103,9 +99,7 @@ end
 --- lists the names. `where`: the function, `what`: the option, for the message.
 function M.choose(list, name, where, what)
   if list[name] ~= nil then return tonumber(list[name]) or list[name] end
-  local names = {}
-  for known in pairs(list) do names[#names + 1] = known end
-  table.sort(names)
+  local names = nearest.keys(list)
   raise("%s: expected %s %s, got %s%s", where, what, table.concat(names, ", "), value_text(name),
     nearest.hint(tostring(name), names))
 end
@@ -122,21 +116,34 @@ function M.read_block(block, where)
   local rows, columns = tostring(block):match("^([1-9]%d*)x([1-9]%d*)$")
   if rows then return tonumber(rows), tonumber(columns) end
   local named = type(block) == "string" and BLOCKS[block]
-  if not named then
-    raise("%s: expected block to be 'tensor', 'row', 'column', '1x128' or { rows, columns }, " ..
-      "got %s", where, value_text(block))
-  end
+  expect(named, block,
+    "%s: expected block to be 'tensor', 'row', 'column', '1x128' or { rows, columns }", where)
   return named[1], named[2]
 end
 
---- Checks that every key of a table of options is a key of `known`, and returns the options ({} for
---- nil).
+--- A new table with the fields of all given tables; a later table wins over an earlier one.
+function M.merged(...)
+  local all = {}
+  for i = 1, select("#", ...) do
+    for key, value in pairs((select(i, ...)) or {}) do all[key] = value end
+  end
+  return all
+end
+
+-- The words of a string as a set.
+local sets = setmetatable({}, { __index = function(all, words)
+  all[words] = {}
+  for word in words:gmatch("%S+") do all[words][word] = true end
+  return all[words]
+end })
+
+--- Checks that every key of a table of options is a key of `known`, a table or a string of names,
+--- and returns the options ({} for nil).
 local NO_OPTIONS = {}
 function M.read_named(options, name, known)
   if options == nil then return NO_OPTIONS end
-  if type(options) ~= "table" then
-    raise("%s: expected a table of options, got %s", name, value_text(options))
-  end
+  if type(known) == "string" then known = sets[known] end
+  expect(type(options) == "table", options, "%s: expected a table of options", name)
   for key in pairs(options) do
     if known[key] == nil then
       raise("%s: unknown option '%s'%s", name, tostring(key),

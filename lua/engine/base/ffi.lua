@@ -119,6 +119,14 @@ function M.value_text(v)
   return type(v) == "cdata" and ffi.istype(M.Tensor, v) and "a tensor" or "a " .. type(v)
 end
 
+--- Raises `message` (a format, if more arguments follow) and ", got VALUE" unless `good`.
+---   expect(type(rate) == "number", rate, "%s: expected a rate", name)
+function M.expect(good, value, message, ...)
+  if good then return end
+  if select("#", ...) > 0 then message = message:format(...) end
+  M.raise(message .. ", got " .. M.value_text(value))
+end
+
 -- ------------------------------------------------------------------ dtypes and operations by name
 
 M.dtype = {}       -- "f16" -> number

@@ -35,6 +35,13 @@ function file.read(path)
   return text
 end
 
+--- A file in memory, as an eng_mapping { data, size }, until it is collected.
+function file.map(path)
+  local mapping = M_ffi.new("eng_mapping")
+  M_ffi.check(C.eng_file_map(mapping, path))
+  return M_ffi.ffi.gc(mapping, C.eng_file_unmap)
+end
+
 --- Writes a file; "-" is standard output. Raises an error that says what went wrong.
 function file.write(path, text)
   local target, why = io.stdout, nil

@@ -38,9 +38,6 @@ function M.is_utf8(s)
 end
 local is_utf8 = M.is_utf8
 
---- Whether a text is UTF-8.
-M.is_utf8 = is_utf8
-
 local function string_text(s)
   if not is_utf8(s) then
     return '{"$bytes":"' .. s:gsub(".", function(c) return ("%02x"):format(c:byte()) end) .. '"}'
@@ -198,6 +195,9 @@ end
 
 local strict = cjson.new()
 strict.decode_invalid_numbers(false)
+
+--- The data of another program's JSON text, in which nan and inf are errors. null is json.null.
+M.strict = strict.decode
 
 --- The data that a JSON text encodes. Raises an error that says what is wrong with the text.
 function M.decode(text)

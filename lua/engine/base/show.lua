@@ -51,6 +51,12 @@ function show.count(x)
   return ("%.0f"):format(x)
 end
 
+--- Bytes as "1.5 KiB", "1.5 MiB" or "1.50 GiB".
+function show.bytes(n)
+  if n < 2 ^ 20 then return ("%.1f KiB"):format(n / 1024) end
+  return n < 2 ^ 30 and ("%.1f MiB"):format(n / 2 ^ 20) or ("%.2f GiB"):format(n / 2 ^ 30)
+end
+
 --- A loss scale: 65536 -> "65536", 2^24 -> "2^24", 3.7 -> "3.7"
 function show.scale(x)
   if not x then return "-" end

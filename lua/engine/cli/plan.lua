@@ -5,6 +5,7 @@ local config = require "engine.base.config"
 local nearest = require "engine.base.nearest"
 local reducer = require "engine.dist.reducer"
 local renamed = require "engine.base.renamed"
+local show = require "engine.base.show"
 
 local help = [==[
 usage: engine plan SCRIPT [ranks=1024] [alpha=S] [beta=S] [step=S] [comm_dtype=FORMAT]
@@ -60,10 +61,6 @@ local function time_text(s)
   return s < 1e-3 and ("%.1f us"):format(s * 1e6) or s < 1 and ("%.2f ms"):format(s * 1e3)
     or ("%.2f s"):format(s)
 end
-local function bytes_text(b)
-  if b < MIB then return ("%.1f KiB"):format(b / 1024) end
-  return b < 2 ^ 30 and ("%.1f MiB"):format(b / MIB) or ("%.2f GiB"):format(b / 2 ^ 30)
-end
 
 -- Advice in one line when a smaller bucket would save at least a MiB and a tenth of the memory of a
 -- rank, on `ranks` ranks; else nil. Halves the bucket while each halving saves 5 %.
@@ -88,9 +85,9 @@ local function smaller_bucket(job, params, options, ranks)
   end
   if best.memory.all > math.min(0.9 * now.memory.all, now.memory.all - MIB) then return nil end
   return ("bucket=%g would take %s of memory a rank instead of %s%s on %d ranks, with %.1f " ..
-    "times the messages"):format(found, bytes_text(best.memory.all),
-    bytes_text(now.memory.all), job.zero == 2
-    and (" (zero=1: %s)"):format(bytes_text(with(bucket, 1).memory.all)) or "", ranks,
+    "times the messages"):format(found, show.bytes(best.memory.all),
+    show.bytes(now.memory.all), job.zero == 2
+    and (" (zero=1: %s)"):format(show.bytes(with(bucket, 1).memory.all)) or "", ranks,
     best.sent.messages / now.sent.messages)
 end
 
@@ -210,11 +207,11 @@ local function compare(job, cost, given, script, settings)
     row("record", p.record, m.record, time_text)
     row("sending weights", p.weights, m.weights, time_text)
     row("messages sent", p.sent.messages, m.messages, tostring)
-    row("bytes sent", p.sent.bytes, m.bytes, bytes_text)
-    row("memory: weights", p.memory.weights, m.memory_parameters, bytes_text)
-    row("memory: gradients", p.memory.gradients, m.memory_gradients, bytes_text)
-    row("memory: moments", p.memory.moments, m.memory_optimizer, bytes_text)
-    row("memory: messages", p.memory.messages, m.memory_messages, bytes_text)
+    row("bytes sent", p.sent.bytes, m.bytes, show.bytes)
+    row("memory: weights", p.memory.weights, m.memory_parameters, show.bytes)
+    row("memory: gradients", p.memory.gradients, m.memory_gradients, show.bytes)
+    row("memory: moments", p.memory.moments, m.memory_optimizer, show.bytes)
+    row("memory: messages", p.memory.messages, m.memory_messages, show.bytes)
   end
   if math.max(unpack(given.measure)) > cores then
     print(("\nmore than %d ranks take turns on the cores, in an order that the system " ..
@@ -228,7 +225,7 @@ local function table_of(job, cost, source, given)
   local plan = require "engine.dist.plan"
   print(("%s: %d parameters in %d tensors, gradients %s, comm dtype %s%s"):format(job.model,
     job.parameters, job.tensors,
-    bytes_text(job.gradient_bytes), job.comm_dtype, job.zero > 0 and ", ZeRO-" .. job.zero or ""))
+    show.bytes(job.gradient_bytes), job.comm_dtype, job.zero > 0 and ", ZeRO-" .. job.zero or ""))
   print(("own step %s, a message %s, %.2f GB/s (%s)\n"):format(time_text(job.step),
     time_text(cost.alpha), 1e-9 / cost.beta, source))
   local form = "%7s  %11s  %11s  %11s  %11s  %9s  %10s  %9s  %9s  %10s"
@@ -237,8 +234,8 @@ local function table_of(job, cost, source, given)
   local x, y = {}, {}
   for i, ranks in ipairs(plan.counts(given.ranks)) do
     local p = plan.predict(job, cost, ranks)
-    print(form:format(ranks, bytes_text(p.memory.all), bytes_text(p.memory.gradients),
-      bytes_text(p.memory.moments), bytes_text(p.memory.messages),
+    print(form:format(ranks, show.bytes(p.memory.all), show.bytes(p.memory.gradients),
+      show.bytes(p.memory.moments), show.bytes(p.memory.messages),
       time_text(p.messages), time_text(p.exposed + p.weights), time_text(p.record),
       time_text(p.step), ("%.1f %%"):format(100 * p.efficiency)))
     x[i], y[i] = math.log(ranks) / math.log(2), 100 * p.efficiency

@@ -6,11 +6,6 @@ local hf = require "engine.nn.hf_load"
 
 local M = {}
 
-local function bytes_text(b)
-  if b < 2 ^ 20 then return ("%.1f KiB"):format(b / 1024) end
-  return b < 2 ^ 30 and ("%.1f MiB"):format(b / 2 ^ 20) or ("%.2f GiB"):format(b / 2 ^ 30)
-end
-
 -- Bytes for each parameter: weights with the copies that products read, gradients, moments of
 -- AdamW. eng_params_bytes measures them; norms and biases have no copies.
 M.USES = {
@@ -46,17 +41,17 @@ function M.print(folder)
   for _, use in ipairs(M.USES) do
     local row, all = { use[1] }, 0
     for i = 2, 4 do
-      row[i] = use[i] > 0 and bytes_text(use[i] * facts.parameters) or "-"
+      row[i] = use[i] > 0 and show.bytes(use[i] * facts.parameters) or "-"
       all = all + use[i] * facts.parameters
     end
-    row[5] = bytes_text(all)
+    row[5] = show.bytes(all)
     rows[#rows + 1] = row
   end
   print(show.table(rows, { true }))
   print("\nmoments: those of AdamW. Activations come on top and grow with the batch and its length")
   if facts.token then
     print(("generating keeps %s for each token in bf16, %s for a sequence of %s tokens"):format(
-      bytes_text(2 * facts.token), bytes_text(2 * facts.token * facts.context),
+      show.bytes(2 * facts.token), show.bytes(2 * facts.token * facts.context),
       show.grouped(facts.context)))
   end
 end

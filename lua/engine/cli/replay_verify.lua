@@ -22,13 +22,7 @@ local POLL, LIVE, PATIENCE = 0.05, 1, 10     -- seconds between polls, live line
 
 -- The number of the last step that the live run has recorded, or nil.
 local function last_step(run)
-  local good, last = pcall(function()
-    local h = history.open(run)
-    local _, step = h:range()
-    h:close()
-    return step
-  end)
-  return good and last or nil
+  return (history.with(run, function(h) return (select(2, h:range())) end))
 end
 
 local function progress_of(plan)
@@ -136,23 +130,20 @@ local function lines_of(plan, c, interrupted)
   return lines
 end
 
-local function json_text(value)
-  return (value == nil or type(value) == "number") and show.json_number(value) or json.encode(value)
-end
+local function or_null(value) return value == nil and json.null or value end
 
--- A comparison as a JSON object.
+-- A comparison as an object for --json.
 local function object_of(plan, c, interrupted, why)
   local list, notes = {}, {}
   for i, d in ipairs(c.list) do
-    list[i] = ('{"step":%d,"column":%s,"replay":%s,"live":%s,"verdict":%s}'):format(d.step,
-      json_text(d.column), json_text(d.replay), json_text(d.live), json_text(d.mark))
+    list[i] = { step = d.step, column = d.column, replay = or_null(d.replay),
+      live = or_null(d.live), verdict = d.mark }
   end
-  for _, note in ipairs(plan.notes) do notes[#notes + 1] = json_text(note) end
-  for _, note in ipairs(c.notes) do notes[#notes + 1] = json_text("setting " .. note) end
-  return ('{"policy":%s,"checkpoint":%s,"from":%d,"steps":%d,"wanted":%d,"interrupted":%s,' ..
-    '"error":%s,"notes":[%s],"differences":[%s]}'):format(json_text(plan.result.name),
-    json_text(plan.checkpoint), plan.from, c.steps, #plan.rows, tostring(interrupted),
-    json_text(why), table.concat(notes, ","), table.concat(list, ","))
+  for i, note in ipairs(plan.notes) do notes[i] = note end
+  for _, note in ipairs(c.notes) do notes[#notes + 1] = "setting " .. note end
+  return { policy = plan.result.name, checkpoint = plan.checkpoint or json.null, from = plan.from,
+    steps = c.steps, wanted = #plan.rows, interrupted = interrupted, error = why or json.null,
+    notes = notes, differences = list }
 end
 
 -- ------------------------------------------------------------------ one policy
@@ -178,10 +169,10 @@ local function verify_one(path, p, given, folder)
     return interrupted and INTERRUPTED or FAILED, object_of(plan, { steps = 0, list = {},
       notes = {} }, interrupted, why)
   end
-  local live = history.open(plan.job.run)
-  local good, c = pcall(verify.compare, plan, live, given.tolerance or 0.01)
-  live:close()
-  if not good then error(c, 0) end
+  local c, problem = history.with(plan.job.run, function(live)
+    return verify.compare(plan, live, given.tolerance or 0.01)
+  end)
+  if not c then error(problem, 0) end
   for _, line in ipairs(lines_of(plan, c, interrupted)) do say(line) end
   local short = c.steps < #plan.rows and not interrupted
   if short then
@@ -222,7 +213,7 @@ function M.main(given)
     worst, objects[i] = math.max(worst, status), object
     if status == INTERRUPTED then break end
   end
-  if given.json then print('{"policies":[' .. table.concat(objects, ",") .. "]}") end
+  if given.json then print(json.plain { policies = objects }) end
   return worst
 end
 

@@ -8,12 +8,10 @@ local M_ffi = require "engine.base.ffi"
 local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
 
-local ffi, C, raise, value_text = M_ffi.ffi, M_ffi.C, M_ffi.raise, M_ffi.value_text
+local ffi, C, expect, raise, value_text = M_ffi.ffi, M_ffi.C, M_ffi.expect, M_ffi.raise,
+  M_ffi.value_text
 
 local M = {}
-
-local strict = cjson.new()
-strict.decode_invalid_numbers(false)
 
 -- ------------------------------------------------------------------ formats
 
@@ -34,7 +32,7 @@ local function text_of(object, name)
 end
 
 local function object_of(line)
-  local good, object = pcall(strict.decode, line)
+  local good, object = pcall(json.strict, line)
   if not good then return nil, "is not JSON: " .. tostring(object) end
   if type(object) ~= "table" or object[1] ~= nil then
     return nil, "expected a JSON object, got " .. kind_of(object)
@@ -171,10 +169,9 @@ local function encoder(name, encode)
   if not encode then return function(text) return text end end
   if type(encode) == "function" then return encode end
   local good, method = pcall(function() return encode.encode end)
-  if not good or type(method) ~= "function" then
-    raise("data.%s: expected encode to be a function from a text to a list of ids, or an object "
-      .. "with such a method, got %s", name, value_text(encode))
-  end
+  expect(good and type(method) == "function", encode,
+    "data.%s: expected encode to be a function from a text to a list of ids, or an object with " ..
+    "such a method", name)
   return function(text) return method(encode, text, { special = false }) end
 end
 
@@ -220,10 +217,8 @@ local function tokens_of(self, parts)
     if problem then return nil, problem end
     local good, list = pcall(self.encode, part[1])
     if not good then return nil, "encode failed: " .. tostring(list), true end
-    if type(list) ~= "table" and not self.bytes then
-      raise("data.%s: expected encode to return a list of token ids, got %s", self.name,
-        value_text(list))
-    end
+    expect(type(list) == "table" or self.bytes, list,
+      "data.%s: expected encode to return a list of token ids", self.name)
     lists[k], n = list, n + #list
   end
   local ids, counts, at = ffi.new("int32_t[?]", n + 1), ffi.new("uint8_t[?]", n + 1), 0

@@ -5,18 +5,19 @@
 --   local place = data:state()      data:restore(place)
 -- Files are mapped, not read: a loader costs no memory beyond a batch.
 local M_ffi = require "engine.base.ffi"
+local arguments = require "engine.base.arguments"
+local files = require "engine.base.file"
 local documents = require "engine.data.documents"
 local mix = require "engine.data.mix"
 local nearest = require "engine.base.nearest"
 local order = require "engine.data.order"
 local packed = require "engine.data.packed"
 local position = require "engine.data.position"
-local read_named = require("engine.base.arguments").read_named
 local records = require "engine.data.records"
 local tensor = require "engine.tensor.tensor"
 
-local ffi, C, check, raise, value_text = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise,
-  M_ffi.value_text
+local ffi, expect, raise, value_text = M_ffi.ffi, M_ffi.expect, M_ffi.raise, M_ffi.value_text
+local read_named = arguments.read_named
 
 local M = {}
 local NEEDED = {}   -- an option without a default
@@ -72,16 +73,12 @@ local function options_of(name, given, known)
 end
 
 local function want_path(path, what)
-  if type(path) ~= "string" then
-    raise("data.%s: expected the path of a file, got %s", what, value_text(path))
-  end
+  expect(type(path) == "string", path, "data.%s: expected the path of a file", what)
 end
 
 local function map(path, what)
   want_path(path, what)
-  local mapping = ffi.new("eng_mapping")
-  check(C.eng_file_map(mapping, path))
-  return ffi.gc(mapping, C.eng_file_unmap)
+  return files.map(path)
 end
 
 -- ------------------------------------------------------------------ the loader
@@ -301,9 +298,7 @@ function M.tensors(given)
   local sides, n = {}, nil
   for _, key in ipairs { "x", "y" } do
     local side = o[key]
-    if not tensor.is_tensor(side) then
-      raise("data.tensors: expected %s to be a tensor, got %s", key, value_text(side))
-    end
+    expect(tensor.is_tensor(side), side, "data.tensors: expected %s to be a tensor", key)
     if side.ndim < 1 then
       raise("data.tensors: expected %s with rows, got %s", key, tensor.shape_text(side.shape))
     end
@@ -431,10 +426,8 @@ end
 
 -- The options of every loader of documents, and those of one format.
 local function document_options(own)
-  local known = { path = NEEDED, encode = false, end_token = NEEDED, pack = true, bad = "stop",
-    check = false, batch = 8, context = 128, shuffle = true, seed = 1234 }
-  for key, value in pairs(own) do known[key] = value end
-  return known
+  return arguments.merged({ path = NEEDED, encode = false, end_token = NEEDED, pack = true,
+    bad = "stop", check = false, batch = 8, context = 128, shuffle = true, seed = 1234 }, own)
 end
 
 local function of_documents(name, o, read, format, sequences)

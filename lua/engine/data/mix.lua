@@ -6,7 +6,7 @@ local position = require "engine.data.position"
 local show = require "engine.base.show"
 local tensor = require "engine.tensor.tensor"
 
-local raise, value_text = M_ffi.raise, M_ffi.value_text
+local expect, raise, value_text = M_ffi.expect, M_ffi.raise, M_ffi.value_text
 
 local M = {}
 
@@ -69,10 +69,8 @@ function Mix:next()
   for i = 1, self.batch do
     from[i] = chosen(self, self.at * self.batch + i - 1)
     parts[i] = self.loaders[from[i]]:next()
-    if type(parts[i]) ~= "table" then
-      raise("data.mix: expected a batch of loader %d to be a table, got %s", from[i],
-        value_text(parts[i]))
-    end
+    expect(type(parts[i]) == "table", parts[i],
+      "data.mix: expected a batch of loader %d to be a table", from[i])
   end
   if self.batch > 1 then return join(self, parts, from) end
   self.at = self.at + 1
@@ -124,9 +122,8 @@ end
 --- A mixture; o: options that init.lua has read.
 function M.new(o)
   local loaders = o.loaders
-  if type(loaders) ~= "table" or #loaders == 0 then
-    raise("data.mix: expected loaders = a list of loaders, got %s", value_text(loaders))
-  end
+  expect(type(loaders) == "table" and #loaders ~= 0, loaders,
+    "data.mix: expected loaders = a list of loaders")
   for k, loader in ipairs(loaders) do
     for _, method in ipairs { "next", "state", "restore" } do
       if type(loader) ~= "table" or not loader[method] then
@@ -141,9 +138,8 @@ function M.new(o)
   end
   for k = 1, #loaders do
     local w = o.weights and weights[k] or 1
-    if type(w) ~= "number" or not (w >= 0 and w < math.huge) then
-      raise("data.mix: expected weight %d to be a number of 0 or more, got %s", k, value_text(w))
-    end
+    expect(type(w) == "number" and w >= 0 and w < math.huge, w,
+      "data.mix: expected weight %d to be a number of 0 or more", k)
     total = total + w
   end
   if total <= 0 then raise("data.mix: expected a weight above 0, got only 0") end

@@ -3,7 +3,7 @@
 local M_ffi = require "engine.base.ffi"
 local order = require "engine.data.order"
 
-local raise, value_text = M_ffi.raise, M_ffi.value_text
+local expect, raise = M_ffi.expect, M_ffi.raise
 
 local M = {}
 
@@ -15,9 +15,7 @@ local function whole(v) return type(v) == "number" and v >= 0 and v % 1 == 0 end
 function M.check(state, self, identity, counts)
   local good = type(state) == "table" and whole(state.at)
   for _, key in ipairs(good and counts or {}) do good = good and whole(state[key]) end
-  if not good then
-    raise("data: expected a position from state(), got %s", value_text(state))
-  end
+  expect(good, state, "data: expected a position from state()")
   for _, key in ipairs(identity) do
     if state[key] ~= self[key] then
       raise("data: this position was saved with %s %s, the loader has %s; the batches would differ",

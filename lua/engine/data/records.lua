@@ -5,7 +5,7 @@
 local M_ffi = require "engine.base.ffi"
 local file = require "engine.base.file"
 
-local ffi, C, raise, value_text = M_ffi.ffi, M_ffi.C, M_ffi.raise, M_ffi.value_text
+local ffi, C, expect, raise = M_ffi.ffi, M_ffi.C, M_ffi.expect, M_ffi.raise
 
 local M = {}
 
@@ -79,15 +79,12 @@ end
 --- is the header. name: of the loader, for messages.
 function M.open(name, paths, kind)
   if type(paths) == "string" then paths = { paths } end
-  if type(paths) ~= "table" or #paths == 0 then
-    raise("data.%s: expected path = a file or a list of files, got %s", name, value_text(paths))
-  end
+  expect(type(paths) == "table" and #paths ~= 0, paths,
+    "data.%s: expected path = a file or a list of files", name)
   local self = setmetatable({ name = name, kind = kind, files = {}, n = 0, room = 1024,
     starts = ffi.new("double[1024]") }, Records)
   for k, path in ipairs(paths) do
-    if type(path) ~= "string" then
-      raise("data.%s: expected the path of a file, got %s", name, value_text(path))
-    end
+    expect(type(path) == "string", path, "data.%s: expected the path of a file", name)
     local handle, f = open(name, path), { path = path, size = 0, crc = 0, first = self.n }
     scan(self, handle, f)
     handle:close()

@@ -15,12 +15,6 @@ local function header(dtype, count)
     .. (" "):rep(HEADER - 10 - #text - 1) .. "\n"
 end
 
-local function map(path)
-  local mapping = ffi.new("eng_mapping")
-  check(C.eng_file_map(mapping, path))
-  return ffi.gc(mapping, C.eng_file_unmap)
-end
-
 -- The end of the piece of text that begins at `at`: after a line, at which the tokenizer may be
 -- interrupted (eng_tokenizer_splits_lines), or the end of the text.
 local function piece_end(bytes, at, size, apart)
@@ -46,7 +40,7 @@ end
 function M.run(tokenizer, paths, output, options)
   local maps, all = {}, 0
   for i, path in ipairs(paths) do
-    maps[i] = map(path)
+    maps[i] = files.map(path)
     if C.eng_file_stamp(path) == C.eng_file_stamp(output) then
       raise("data tokenize: %s: expected another file to write than the text", output)
     end

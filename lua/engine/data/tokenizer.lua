@@ -6,18 +6,17 @@
 --   print(t:decode(ids))
 local cjson = require "cjson"
 local M_ffi = require "engine.base.ffi"
+local files = require "engine.base.file"
+local json = require "engine.base.json"
 local nearest = require "engine.base.nearest"
 local read_named = require("engine.base.arguments").read_named
 local steps = require "engine.data.tokenizer_steps"
 
-local ffi, C, check, raise, value_text = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise,
-  M_ffi.value_text
+local ffi, C, check, expect, raise, value_text = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.expect,
+  M_ffi.raise, M_ffi.value_text
 
 local M = {}
 local FILE_BYTES = 2 ^ 26      -- of a tokenizer.json
-
-local strict = cjson.new()
-strict.decode_invalid_numbers(false)
 
 -- ------------------------------------------------------------------ reading the file
 
@@ -25,18 +24,14 @@ local function given(value) return value ~= nil and value ~= cjson.null end
 
 -- The object in a JSON file, and the file's path.
 local function read_json(path)
-  if type(path) ~= "string" then
-    raise("tokenizer: expected a folder or a tokenizer.json, got %s", value_text(path))
-  end
+  expect(type(path) == "string", path, "tokenizer: expected a folder or a tokenizer.json")
   if C.eng_file_kind(path) == C.ENG_FILE_FOLDER then path = path .. "/tokenizer.json" end
-  local mapping = ffi.new("eng_mapping")
-  check(C.eng_file_map(mapping, path))
-  ffi.gc(mapping, C.eng_file_unmap)
+  local mapping = files.map(path)
   if mapping.size > FILE_BYTES then
     raise("tokenizer: %s has %.0f bytes, expected at most %.0f", path, tonumber(mapping.size),
       FILE_BYTES)
   end
-  local good, data = pcall(strict.decode, ffi.string(mapping.data, mapping.size))
+  local good, data = pcall(json.strict, ffi.string(mapping.data, mapping.size))
   if not good then raise("tokenizer: %s is not JSON: %s", path, tostring(data)) end
   if type(data) ~= "table" or type(data.model) ~= "table" then
     raise("tokenizer: %s is not a tokenizer.json: it has no model", path)
@@ -206,14 +201,12 @@ local out_size = ffi.new("int64_t[1]")
 --- count.
 --- special: with the special tokens that the file puts around a text (default true).
 function Tokenizer:encode_memory(text, special)
-  if type(text) ~= "string" then
-    raise("tokenizer: expected a text, got %s", value_text(text))
-  end
+  expect(type(text) == "string", text, "tokenizer: expected a text")
   check(C.eng_tokenizer_encode(out_ids, out_size, self.handle, text, #text, special ~= false))
   return out_ids[0], tonumber(out_size[0])
 end
 
-local ENCODE = { special = true }
+local ENCODE = "special"
 
 --- The ids of a text: a list. special = false: without the special tokens that the file puts around
 --- a text. Bytes that are not UTF-8 count as U+FFFD, as in Python's decode("utf-8", "replace").
@@ -225,13 +218,11 @@ function Tokenizer:encode(text, options)
   return list
 end
 
-local DECODE = { special = true }
+local DECODE = "special"
 
 --- The text of a list of ids. special = true: special tokens are shown (default: left out).
 function Tokenizer:decode(ids, options)
-  if type(ids) ~= "table" then
-    raise("tokenizer: expected a list of ids, got %s", value_text(ids))
-  end
+  expect(type(ids) == "table", ids, "tokenizer: expected a list of ids")
   local special, n = read_named(options, "decode", DECODE).special, #ids
   local list = ffi.new("uint32_t[?]", math.max(n, 1))
   for i = 1, n do
@@ -250,16 +241,14 @@ function Tokenizer:vocab_size() return tonumber(C.eng_tokenizer_size(self.handle
 
 --- The id of a token by its text in the file, nil if there is none.
 function Tokenizer:id(text)
-  if type(text) ~= "string" then raise("tokenizer: expected a text, got %s", value_text(text)) end
+  expect(type(text) == "string", text, "tokenizer: expected a text")
   local id = tonumber(C.eng_tokenizer_find(self.handle, text, #text))
   return id >= 0 and id or nil
 end
 
 --- The text of an id in the file, nil if there is none.
 function Tokenizer:token(id)
-  if type(id) ~= "number" or id % 1 ~= 0 then
-    raise("tokenizer: expected an id, got %s", value_text(id))
-  end
+  expect(type(id) == "number" and id % 1 == 0, id, "tokenizer: expected an id")
   local text = C.eng_tokenizer_text(out_size, self.handle, id)
   return text ~= nil and ffi.string(text, out_size[0]) or nil
 end

@@ -12,7 +12,7 @@
 -- names it and the job ends (core/dist/comm.c).
 local M_ffi = require "engine.base.ffi"
 
-local C, check, ffi, raise = M_ffi.C, M_ffi.check, M_ffi.ffi, M_ffi.raise
+local C, check, ffi, expect = M_ffi.C, M_ffi.check, M_ffi.ffi, M_ffi.expect
 
 local M = {}
 
@@ -55,12 +55,8 @@ local RULES = { sum = "ENG_SUM", mean = "ENG_SUM", max = "ENG_MAX" }
 
 --- Reduces a number over all ranks; rule: "sum", "mean" or "max".
 function M.reduce(x, rule)
-  if type(x) ~= "number" then
-    raise("ranks.reduce: expected a number, got %s", M_ffi.value_text(x))
-  end
-  if not RULES[rule or "sum"] then
-    raise("ranks.reduce: expected 'sum', 'mean' or 'max', got %s", M_ffi.value_text(rule))
-  end
+  expect(type(x) == "number", x, "ranks.reduce: expected a number")
+  expect(RULES[rule or "sum"], rule, "ranks.reduce: expected 'sum', 'mean' or 'max'")
   local value = ffi.new("double[1]", x)
   check(C.eng_comm_all_reduce(M.world(), value, 1, M_ffi.dtype.f64, C[RULES[rule or "sum"]]))
   return rule == "mean" and value[0] / M.size() or value[0]
@@ -173,10 +169,8 @@ local groups = {}
 --- Every rank calls it; the same size returns the same group.
 function M.group(size)
   size = size or M.size()
-  if type(size) ~= "number" or size % 1 ~= 0 or size < 1 or M.size() % size ~= 0 then
-    raise("ranks.group: expected a size that divides the number of ranks, %d, got %s", M.size(),
-      M_ffi.value_text(size))
-  end
+  expect(type(size) == "number" and size % 1 == 0 and size >= 1 and M.size() % size == 0, size,
+    "ranks.group: expected a size that divides the number of ranks, %d", M.size())
   if groups[size] then return groups[size] end
   local function part(color)
     local out = ffi.new("eng_comm *[1]")

@@ -10,6 +10,7 @@
 -- random numbers. Owned by the trainer. A single process has a reducer of one rank, which costs
 -- nothing.
 local M_ffi = require "engine.base.ffi"
+local nearest = require "engine.base.nearest"
 local random = require "engine.base.random"
 local ranks = require "engine.dist.ranks"
 local show = require "engine.base.show"
@@ -235,14 +236,6 @@ function Reducer:make_room()
   self.maxima = ffi.new("double[?]", N_MAXIMA + #self.names)
 end
 
---- Names of tensors in the order in which all ranks send them.
-function M.sorted(tensors)
-  local names = {}
-  for name in pairs(tensors) do names[#names + 1] = name end
-  table.sort(names)
-  return names
-end
-
 --- The group of all ranks, or nil for one process.
 function Reducer:comm() return self.many and ranks.world() or nil end
 
@@ -259,7 +252,7 @@ function Reducer:start(spread)
   if spread then spread()
   else
     local state = trainer.model:state()
-    for _, name in ipairs(M.sorted(state)) do
+    for _, name in ipairs(nearest.keys(state)) do   -- one order on all ranks
       local apart = self.apart and self.apart[name]
       if not apart or apart.held then
         local comm = apart and self.holders.comm or ranks.world()

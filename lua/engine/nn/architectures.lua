@@ -28,13 +28,7 @@ local M = {}
 --- Fields that no architecture supports; they must be absent or null.
 M.unsupported = { "quantization_config", "compression_config" }
 
--- The fields of `base` and those of `more`.
-local function with(base, more)
-  local all = {}
-  for key, value in pairs(base) do all[key] = value end
-  for key, value in pairs(more) do all[key] = value end
-  return all
-end
+local with = require("engine.base.arguments").merged
 
 local GPT2 = {
   classes = { "GPT2LMHeadModel", "GPT2Model" }, build = "gpt", prefix = "transformer",

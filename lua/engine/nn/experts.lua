@@ -17,7 +17,7 @@ local arguments = require "engine.base.arguments"
 local autograd = require "engine.tensor.autograd"
 local tensor = require "engine.tensor.tensor"
 
-local C, check, ffi, raise = M_ffi.C, M_ffi.check, M_ffi.ffi, M_ffi.raise
+local C, check, ffi, expect, raise = M_ffi.C, M_ffi.check, M_ffi.ffi, M_ffi.expect, M_ffi.raise
 
 local M = {}
 
@@ -33,19 +33,12 @@ local COMBINE = { own = C.ENG_COMM_OWN, fp32 = C.ENG_COMM_F32, bf16 = C.ENG_COMM
 function M.new(count, options)
   local group = options.experts_over
   local dispatch, combine = options.dispatch or "own", options.combine or "own"
-  local value_text = M_ffi.value_text
-  if not DISPATCH[dispatch] then
-    raise("nn.moe: expected dispatch to be 'own', 'fp32', 'bf16' or 'fp8', got %s",
-      value_text(dispatch))
-  end
-  if not COMBINE[combine] then
-    raise("nn.moe: expected combine to be 'own', 'fp32' or 'bf16', got %s", value_text(combine))
-  end
+  expect(DISPATCH[dispatch], dispatch,
+    "nn.moe: expected dispatch to be 'own', 'fp32', 'bf16' or 'fp8'")
+  expect(COMBINE[combine], combine, "nn.moe: expected combine to be 'own', 'fp32' or 'bf16'")
   if group == nil then return nil end
-  if type(group) ~= "table" or not group.across then
-    raise("nn.moe: expected experts_over to be a group of ranks, engine.ranks.group(), got %s",
-      value_text(group))
-  end
+  expect(type(group) == "table" and group.across, group,
+    "nn.moe: expected experts_over to be a group of ranks, engine.ranks.group()")
   if count % group.size ~= 0 then
     raise("nn.moe: %d experts cannot be divided evenly among %d ranks", count, group.size)
   end

@@ -9,7 +9,7 @@ local random = require "engine.base.random"
 local tensor = require "engine.tensor.tensor"
 local within = require "engine.base.within"
 
-local C, raise, value_text = M_ffi.C, M_ffi.raise, M_ffi.value_text
+local C, expect = M_ffi.C, M_ffi.expect
 local want_whole = arguments.want_whole
 
 -- ------------------------------------------------------------------ the cache
@@ -126,8 +126,7 @@ local function extend(model, rows, o)
   for r, row in ipairs(rows) do rows[r] = { unpack(row, 1, ends[r] or #row) } end
 end
 
-local OPTIONS = { max_tokens = true, temperature = true, top_k = true, top_p = true, stop = true,
-  seed = true, cache = true }
+local OPTIONS = "max_tokens temperature top_k top_p stop seed cache"
 
 local function read(options, default_stop)
   if type(options) == "number" then options = { max_tokens = options } end
@@ -136,13 +135,12 @@ local function read(options, default_stop)
     cache = options.cache ~= false,
     top_p = options.top_p or 1, max_tokens = want_whole(options.max_tokens, "generate",
       "max_tokens", 0) }
-  if type(o.temperature) ~= "number" or not (o.temperature >= 0 and o.temperature < math.huge) then
-    raise("generate: expected temperature to be a number >= 0, got %s", value_text(o.temperature))
-  end
+  expect(type(o.temperature) == "number" and o.temperature >= 0
+    and o.temperature < math.huge, o.temperature,
+    "generate: expected temperature to be a number >= 0")
   if o.top_k ~= nil then want_whole(o.top_k, "generate", "top_k", 1) end
-  if type(o.top_p) ~= "number" or not (o.top_p > 0 and o.top_p <= 1) then
-    raise("generate: expected top_p in (0, 1], got %s", value_text(o.top_p))
-  end
+  expect(type(o.top_p) == "number" and o.top_p > 0 and o.top_p <= 1, o.top_p,
+    "generate: expected top_p in (0, 1]")
   local stop = options.stop or default_stop or {}
   for _, id in ipairs(type(stop) == "table" and stop or { stop }) do
     o.stop[want_whole(id, "generate", "a stop token", 0)] = true
@@ -157,10 +155,8 @@ local function rows_of(tokens)
   local list = many and tokens or { tokens }
   for i = 1, math.max(#list, 1) do
     local row = list[i]
-    if type(row) ~= "table" or #row == 0 then
-      raise("generate: expected a list of at least one token to begin with, got %s",
-        value_text(row))
-    end
+    expect(type(row) == "table" and #row ~= 0, row,
+      "generate: expected a list of at least one token to begin with")
     for _, id in ipairs(row) do want_whole(id, "generate", "a token", 0) end
   end
   return list

@@ -206,7 +206,7 @@ local function build(arch, options, source)
   return model
 end
 
-local OPTIONS = { dtype = true, dropout = true }
+local OPTIONS = "dtype dropout"
 local DTYPES = { f32 = true, bf16 = true, f16 = true, f64 = true }
 
 local function load(folder, options)

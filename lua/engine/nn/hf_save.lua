@@ -133,7 +133,7 @@ end
 
 -- ------------------------------------------------------------------ save
 
-local OPTIONS = { dtype = true, shard_bytes = true }
+local OPTIONS = "dtype shard_bytes"
 
 --- model:save(folder [, { dtype = nil, shard_bytes = 5e9 }]): writes config.json and
 --- model.safetensors for this engine and for Hugging Face's transformers, or shards of up to

@@ -21,8 +21,6 @@ return setmetatable(nn, {
         return hf.new(all)
       end })
     end
-    local names = {}
-    for name in pairs(t) do names[#names + 1] = name end
-    error(("engine.nn has no '%s'%s"):format(tostring(key), nearest.hint(tostring(key), names)), 2)
+    error(("engine.nn has no '%s'%s"):format(tostring(key), nearest.hint(key, nearest.keys(t))), 2)
   end,
 })

@@ -6,7 +6,7 @@ local fuse = require "engine.nn.fuse"
 local module = require "engine.nn.module"
 local tensor = require "engine.tensor.tensor"
 
-local raise, value_text, want_whole = M_ffi.raise, M_ffi.value_text, arguments.want_whole
+local expect, want_whole = M_ffi.expect, arguments.want_whole
 local class = module.class
 local M = {}
 
@@ -14,7 +14,7 @@ local new_parameter = module.new_parameter
 
 -- ------------------------------------------------------------------ linear, embedding
 
-local LINEAR = { bias = true, std = true }
+local LINEAR = "bias std"
 
 --- nn.linear(inputs, outputs [, { bias = true, std = nil }]): y = x W^T + b, x [.. x K] -> [.. x
 --- N], weight [N x K], bias [N]. Initial values: uniform within +-1/sqrt(inputs), or with `std` a
@@ -41,7 +41,7 @@ end
 fuse.register("linear", Linear)
 M.linear = Linear
 
-local EMBEDDING = { std = true }
+local EMBEDDING = "std"
 
 --- nn.embedding(count, width [, { std = 1 }]): ids [..] counted from 0 -> rows [.. x C] of the
 --- weight [count x C].
@@ -101,9 +101,8 @@ M.rms_norm = RMSNorm
 local Dropout = class("dropout")
 function Dropout:init(p)
   p = p or 0.5
-  if type(p) ~= "number" or not (p >= 0 and p <= 1) then
-    raise("nn.dropout: expected a probability in [0, 1], got %s", value_text(p))
-  end
+  expect(type(p) == "number" and p >= 0 and p <= 1, p,
+    "nn.dropout: expected a probability in [0, 1]")
   rawset(self, "p", p)
 end
 function Dropout:forward(x)
@@ -124,9 +123,7 @@ end
 --- nn.gelu([form]): GELU in the "erf" form, or in the "tanh" form.
 local GELU = class("gelu")
 function GELU:init(form)
-  if form ~= nil and form ~= "tanh" and form ~= "erf" then
-    raise("nn.gelu: expected 'erf' or 'tanh', got %s", value_text(form))
-  end
+  expect(form == nil or form == "tanh" or form == "erf", form, "nn.gelu: expected 'erf' or 'tanh'")
   rawset(self, "form", form)
 end
 function GELU:forward(x) return x:gelu(self.form) end
@@ -140,16 +137,13 @@ function Sequential:init(...)
   local list, n = { ... }, select("#", ...)
   if n == 1 and not module.is_module(list[1]) then
     list = list[1]
-    if type(list) ~= "table" then
-      raise("nn.%s: expected modules, got %s", self._class, value_text(list))
-    end
+    expect(type(list) == "table", list, "nn.%s: expected modules", self._class)
     n = #list
   end
   for i = 1, n do
     local child = list[i]
-    if not module.is_module(child) then
-      raise("nn.%s: expected entry %d to be a module, got %s", self._class, i, value_text(child))
-    end
+    expect(module.is_module(child), child,
+      "nn.%s: expected entry %d to be a module", self._class, i)
     self[i] = child
   end
 end

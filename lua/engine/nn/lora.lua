@@ -17,7 +17,8 @@ local nearest = require "engine.base.nearest"
 local safetensors = require "engine.tensor.safetensors"
 local tensor = require "engine.tensor.tensor"
 
-local C, check, raise, value_text = M_ffi.C, M_ffi.check, M_ffi.raise, M_ffi.value_text
+local C, check, expect, raise, value_text = M_ffi.C, M_ffi.check, M_ffi.expect, M_ffi.raise,
+  M_ffi.value_text
 
 local M = { new = adapters.new, disabled = adapters.disabled, merge = adapters.merge,
   unmerge = adapters.unmerge }
@@ -40,18 +41,15 @@ local SAVE, LOAD = { names = true, base_model = true }, { names = true }
 -- Names come from options.names, else from architectures.lua, else they are the layer's path.
 local function namer(model, options, caller)
   local own, class = options.names, MADE_AS[model._class] or model._class
-  if own ~= nil and type(own) ~= "function" then
-    raise("%s: expected names to be a function(path), got %s", caller, value_text(own))
-  end
+  expect(own == nil or type(own) == "function", own,
+    "%s: expected names to be a function(path)", caller)
   return function(l)
     local given = (own or known_names)(l.path, l.layer, model)
     local parts, row = {}, 0
     for i, part in ipairs(type(given) == "table" and given or { { given, l.layer.outputs } }) do
       local name, rows = unpack(type(part) == "table" and part or {}, 1, 2)
-      if type(name) ~= "string" or type(rows) ~= "number" then
-        raise("%s: expected names('%s') to be a string or a list of { name, rows }, got %s", caller,
-          l.path, value_text(given))
-      end
+      expect(type(name) == "string" and type(rows) == "number", given,
+        "%s: expected names('%s') to be a string or a list of { name, rows }", caller, l.path)
       parts[i], row = { name = name, first = row + 1, last = row + rows }, row + rows
     end
     if row ~= l.layer.outputs then
@@ -63,9 +61,7 @@ local function namer(model, options, caller)
 end
 
 local function want_folder(folder, caller)
-  if type(folder) ~= "string" or folder == "" then
-    raise("%s: expected a folder, got %s", caller, value_text(folder))
-  end
+  expect(type(folder) == "string" and folder ~= "", folder, "%s: expected a folder", caller)
   return (folder:gsub("(.)/+$", "%1"))
 end
 
@@ -150,12 +146,10 @@ local function read_config(path)
     end
   end
   local dropout = config.lora_dropout or 0
-  if type(config.lora_alpha) ~= "number" then
-    raise("lora.load: %s: expected lora_alpha to be a number, got %s", path,
-      value_text(config.lora_alpha))
-  elseif type(dropout) ~= "number" or not (dropout >= 0 and dropout < 1) then
-    raise("lora.load: %s: expected lora_dropout in [0, 1), got %s", path, value_text(dropout))
-  end
+  expect(type(config.lora_alpha) == "number", config.lora_alpha,
+    "lora.load: %s: expected lora_alpha to be a number", path)
+  expect(type(dropout) == "number" and dropout >= 0 and dropout < 1, dropout,
+    "lora.load: %s: expected lora_dropout in [0, 1)", path)
   if type(config.alpha_pattern) ~= "table" then config.alpha_pattern = {} end
   return config
 end

@@ -17,7 +17,7 @@ local nf4 = require "engine.tensor.nf4"
 local tensor = require "engine.tensor.tensor"
 local within = require "engine.base.within"
 
-local C, raise, value_text = M_ffi.C, M_ffi.raise, M_ffi.value_text
+local C, expect, raise, value_text = M_ffi.C, M_ffi.expect, M_ffi.raise, M_ffi.value_text
 
 local M = {}
 
@@ -115,9 +115,7 @@ end
 
 --- Raises an error named `name` unless `model` is a module.
 function M.want_model(model, name)
-  if not module.is_module(model) then
-    raise("%s: expected a module, got %s", name, value_text(model))
-  end
+  expect(module.is_module(model), model, "%s: expected a module", name)
 end
 
 --- Raises an error if operations are recorded: weights are replaced and freed, which the backward
@@ -180,10 +178,8 @@ local function chosen(model, match)
   local all, list, taken = M.linears(model), {}, {}
   if #all == 0 then raise("nn.lora: the model has no linear layer") end
   for _, pattern in ipairs(match == nil and {} or type(match) == "table" and match or { match }) do
-    if type(pattern) ~= "string" or not pcall(string.find, "", pattern) then
-      raise("nn.lora: expected match to be a pattern or a list of patterns, got %s",
-        value_text(pattern))
-    end
+    expect(type(pattern) == "string" and pcall(string.find, "", pattern), pattern,
+      "nn.lora: expected match to be a pattern or a list of patterns")
     local found = false
     for _, l in ipairs(all) do
       if l.path:find(pattern) then found, taken[l] = true, true end
@@ -198,23 +194,19 @@ local function chosen(model, match)
   return list
 end
 
-local OPTIONS = { match = true, rank = true, alpha = true, dropout = true, dora = true,
-  base = true }
+local OPTIONS = "match rank alpha dropout dora base"
 local BASES = { f32 = true, bf16 = true, f16 = true, e4m3 = true, nf4 = true }
 
 local function read(options)
   options = tensor.read_named(options, "nn.lora", OPTIONS)
   local rank, alpha, dropout = options.rank or 8, options.alpha or 16, options.dropout or 0
   arguments.want_whole(rank, "nn.lora", "rank", 1)
-  if type(alpha) ~= "number" or not (math.abs(alpha) < math.huge) then
-    raise("nn.lora: expected alpha to be a finite number, got %s", value_text(alpha))
-  end
-  if type(dropout) ~= "number" or not (dropout >= 0 and dropout < 1) then
-    raise("nn.lora: expected dropout in [0, 1), got %s", value_text(dropout))
-  end
-  if options.dora ~= nil and type(options.dora) ~= "boolean" then
-    raise("nn.lora: expected dora to be true or false, got %s", value_text(options.dora))
-  end
+  expect(type(alpha) == "number" and math.abs(alpha) < math.huge, alpha,
+    "nn.lora: expected alpha to be a finite number")
+  expect(type(dropout) == "number" and dropout >= 0 and dropout < 1, dropout,
+    "nn.lora: expected dropout in [0, 1)")
+  expect(options.dora == nil or type(options.dora) == "boolean", options.dora,
+    "nn.lora: expected dora to be true or false")
   if options.base ~= nil and not BASES[options.base] then
     raise("nn.lora: expected base to be a format, got %s%s", value_text(options.base),
       nearest.choices(tostring(options.base), BASES, "formats"))

@@ -15,7 +15,7 @@ local show = require "engine.base.show"
 local tensor = require "engine.tensor.tensor"
 local transformer = require "engine.nn.transformer"
 
-local raise, value_text, want_whole = M_ffi.raise, M_ffi.value_text, arguments.want_whole
+local expect, raise, want_whole = M_ffi.expect, M_ffi.raise, arguments.want_whole
 local class, positions = module.class, transformer.positions
 local Attention, Block = transformer.attention, transformer.block
 local generate, moe = require "engine.nn.generate", require("engine.nn.moe").moe
@@ -41,15 +41,13 @@ local function configure(self, name, options, defaults)
   transformer.want_heads(name, config.head_width and config.heads or config.width, config.heads,
     config.kv_heads or config.heads)
   for key in pairs(HEAD) do
-    if type(config[key]) ~= "number" or not (config[key] >= 0 and config[key] <= 1e6) then
-      raise("%s: expected %s to be a number in 0..1e6, got %s", name, key, value_text(config[key]))
-    end
+    expect(type(config[key]) == "number" and config[key] >= 0 and config[key] <= 1e6, config[key],
+      "%s: expected %s to be a number in 0..1e6", name, key)
   end
   for _, key in ipairs(PROBABILITIES) do
     local p = config[key]
-    if p and not (type(p) == "number" and p >= 0 and p < 1) then
-      raise("%s: expected %s in [0, 1), got %s", name, key, value_text(p))
-    end
+    expect(not p or type(p) == "number" and p >= 0 and p < 1, p,
+      "%s: expected %s in [0, 1)", name, key)
   end
   rawset(self, "config", config)
   rawset(self, "context", config.context)
@@ -73,7 +71,7 @@ end
 -- ------------------------------------------------------------------ parts of models
 
 -- Checks the options of model(ids, options).
-local FORWARD = { attention_maps = true, uncapped = true }
+local FORWARD = "attention_maps uncapped"
 local function read_forward(self, options)
   return tensor.read_named(options, self._class, FORWARD)
 end

@@ -11,7 +11,7 @@ local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
 local within = require "engine.base.within"
 
-local C, raise, is_tensor = M_ffi.C, M_ffi.raise, tensor.is_tensor
+local C, expect, raise, is_tensor = M_ffi.C, M_ffi.expect, M_ffi.raise, tensor.is_tensor
 
 local M = {}
 
@@ -201,9 +201,7 @@ end
 --- Registers a parameter under `key`. role: "linear", "embedding" or "norm"; a precision recipe
 --- chooses the parameter's formats by its role.
 function Module:parameter(key, value, role)
-  if not is_tensor(value) then
-    raise("parameter: expected a tensor for '%s', got %s", tostring(key), M_ffi.value_text(value))
-  end
+  expect(is_tensor(value), value, "parameter: expected a tensor for '%s'", tostring(key))
   self[key] = value:requires_grad(true)
   self._roles[key] = role
   return value
@@ -342,10 +340,8 @@ end
 --- With { strict = false } the tensors that fit are copied. Returns the module and the list of
 --- problems.
 function Module:load_state(state, options)
-  if type(state) ~= "table" then
-    raise("load_state: expected a table of tensors by name, as engine.load(path) gives, got %s",
-      M_ffi.value_text(state))
-  end
+  expect(type(state) == "table", state,
+    "load_state: expected a table of tensors by name, as engine.load(path) gives")
   local strict = tensor.read_named(options, "load_state", { strict = true }).strict ~= false
   local problems, known, names, fitting = {}, {}, {}, {}
   for _, p in ipairs(self:parameters()) do

@@ -11,10 +11,9 @@ local module = require "engine.nn.module"
 local tensor = require "engine.tensor.tensor"
 local transformer = require "engine.nn.transformer"
 
-local raise, want_whole = M_ffi.raise, arguments.want_whole
+local expect, raise, want_whole = M_ffi.expect, M_ffi.raise, arguments.want_whole
 
-local KNOWN = { width = true, hidden = true, experts = true, top_k = true, expert = true,
-  std = true, experts_over = true, dispatch = true, combine = true }
+local KNOWN = "width hidden experts top_k expert std experts_over dispatch combine"
 
 --- nn.moe { width, hidden = 4 * width, experts = 8, top_k = 2, expert = function(index) -> module,
 --- std }: x [.. x C] -> [.. x C]. Over several ranks: experts_over = engine.ranks.group() (all
@@ -30,10 +29,8 @@ function MoE:init(options)
   want_whole(width, "nn.moe", "width", 1)
   want_whole(count, "nn.moe", "experts", 1)
   want_whole(k, "nn.moe", "top_k", 1)
-  if options.expert ~= nil and type(options.expert) ~= "function" then
-    raise("nn.moe: expected expert to be a function(index), got %s",
-      M_ffi.value_text(options.expert))
-  end
+  expect(options.expert == nil or type(options.expert) == "function", options.expert,
+    "nn.moe: expected expert to be a function(index)")
   if k > count then
     raise("nn.moe: expected top_k of at most the %d experts, got %d", count, k)
   end

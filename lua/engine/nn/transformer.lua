@@ -34,9 +34,7 @@ end
 -- The options of tensor:rope for a base or a table of them; attention sets `position` in its own.
 local function rope_options(rope)
   if type(rope) == "number" then return { base = rope } end
-  local own = {}
-  for key, value in pairs(rope) do own[key] = value end
-  return own
+  return arguments.merged(rope)
 end
 
 --- Self-attention: nn.attention(width, heads [, options]), x [B x T x C] -> [B x T x C]. Options:
@@ -49,8 +47,7 @@ end
 --- stores the entropy of each row of attention weights in `entropy`, in nats, [B x H x T]; if
 --- `watch_logits` is set instead, each row's largest scaled score in `logits`, on the CPU.
 local Attention = class("attention")
-local ATTENTION = { causal = true, kv_heads = true, head_width = true, rope = true, bias = true,
-  out_bias = true, std = true, out_std = true, qk_norm = true, window = true, dropout = true }
+local ATTENTION = "causal kv_heads head_width rope bias out_bias std out_std qk_norm window dropout"
 function Attention:init(width, heads, options)
   options = tensor.read_named(options, "nn.attention", ATTENTION)
   local kv_heads, dropout = options.kv_heads or heads, options.dropout or 0
@@ -188,7 +185,7 @@ M.attention = Attention
 
 -- ------------------------------------------------------------------ feed-forward
 
-local FEED_FORWARD = { bias = true, std = true, out_std = true, gelu = true }
+local FEED_FORWARD = "bias std out_std gelu"
 
 --- Feed-forward with GELU: nn.mlp(width, hidden [, { bias, std, out_std, gelu = "tanh" | "erf" }]),
 --- x [.. x C] -> [.. x C].

@@ -149,12 +149,7 @@ function ClassPolicy:failures() return self.failed end
 function ClassPolicy:save()
   local object = self.object
   local state
-  if object.state_dict then
-    state = object:state_dict()
-  else
-    state = {}
-    for key, value in pairs(object) do state[key] = value end
-  end
+  if object.state_dict then state = object:state_dict() else state = arguments.merged(object) end
   return json.encode({ class = self.name, scale = self.last, failures = self.failed,
     state = state }, "loss scaler " .. self.name)
 end
@@ -228,8 +223,7 @@ end
 --- without `new`, the instance has the options as fields and the class as its prototype.
 function M.new(name, class, options)
   local function make()
-    local copy = {}
-    for key, value in pairs(options or {}) do copy[key] = value end
+    local copy = arguments.merged(options)
     if class.new then
       local object = class.new(copy)
       if type(object) ~= "table" then

@@ -17,14 +17,9 @@ local log2 = function(x) return math.log(x) / math.log(2) end
 
 local grouped, percent, text_of = show.grouped, show.percent, show.text
 
-local function set_of(names)
-  local set = {}
-  for name in names:gmatch("%w+") do set[name] = true end
-  return set
-end
-local PLOT = set_of "log from to points width height ascii marks svg png"
-local HEATMAP = set_of "by only tensors from to width"
-local TENSOR = set_of "points from to width"
+local PLOT = "log from to points width height ascii marks svg png"
+local HEATMAP = "by only tensors from to width"
+local TENSOR = "points from to width"
 
 --- One curve of curves.read's result. options: log, width, height, ascii, marks (false: no overflow
 --- marks), marked (of marks.read).

@@ -17,8 +17,9 @@
 -- are read through the same functions.
 local M_ffi = require "engine.base.ffi"
 local autograd = require "engine.tensor.autograd"
-local folder_names = require("engine.base.file").names
+local disk = require "engine.base.file"
 local json = require "engine.base.json"
+local nearest = require "engine.base.nearest"
 local ranks = require "engine.dist.ranks"
 local safetensors = require "engine.tensor.safetensors"
 local shards = require "engine.run.shards"
@@ -28,15 +29,14 @@ local C, check, ffi = M_ffi.C, M_ffi.check, M_ffi.ffi
 local M = {}
 
 local WHOLE, SHARDS = 1, 2   -- formats: a file for each part; a file for each rank
-local FILE, DIRECTORY = 1, 2 -- of eng_file_kind
 
 local function names_in(directory)
-  return folder_names(directory) or M_ffi.raise(M_ffi.message())
+  return disk.names(directory) or M_ffi.raise(M_ffi.message())
 end
 
 -- A checkpoint holds files only; anything else in the directory stops the removal.
 local function remove(directory)
-  if C.eng_file_kind(directory) ~= DIRECTORY then return end
+  if not disk.is_folder(directory) then return end
   for _, name in ipairs(names_in(directory)) do
     check(C.eng_file_remove(directory .. "/" .. name))
   end
@@ -50,10 +50,10 @@ local function crc_text(crc) return ("%08x"):format(tonumber(crc)) end
 -- Checkpoint directories by step, oldest first: { { step, path } ... }.
 local function list(dir)
   local found = {}
-  if C.eng_file_kind(dir) ~= DIRECTORY then return found end
+  if not disk.is_folder(dir) then return found end
   for _, name in ipairs(names_in(dir)) do
     local step = name:match("^step%-(%d+)$")
-    if step and C.eng_file_kind(dir .. "/" .. name) == DIRECTORY then
+    if step and disk.is_folder(dir .. "/" .. name) then
       found[#found + 1] = { step = tonumber(step), path = dir .. "/" .. name }
     end
   end
@@ -106,7 +106,7 @@ end
 
 -- A step saved again, after a resume at an earlier step, replaces the old checkpoint.
 local function put_in_place(temporary, final)
-  if C.eng_file_kind(final) == 0 then
+  if not disk.exists(final) then
     check(C.eng_file_rename(temporary, final))
   elseif C.eng_file_exchange(temporary, final) == 0 then
     pcall(remove, temporary)
@@ -133,7 +133,7 @@ end
 -- not be removed.
 local function finish(place, step, format, files, state, options)
   for name in pairs(files) do
-    if C.eng_file_kind(place.temporary .. "/" .. name) ~= FILE then
+    if not disk.is_file(place.temporary .. "/" .. name) then
       error(("%s is not in %s; hint: the ranks need a shared disk"):format(name,
         place.temporary), 0)
     end
@@ -188,7 +188,7 @@ end
 
 -- Writes this rank's file; returns "crc bytes".
 local function write_own(place, pieces, step)
-  if C.eng_file_kind(place.temporary) ~= DIRECTORY then
+  if not disk.is_folder(place.temporary) then
     error(("there is no %s here; hint: the ranks need a shared disk"):format(
       place.temporary), 0)
   end
@@ -293,9 +293,7 @@ end
 -- The contents of a checkpoint: { part = { name = { dtype =, shape =, count =, pieces = } } };
 -- `pieces` only for shards.
 local function contents(path, header)
-  local names, parts = {}, {}
-  for name in pairs(header.files) do names[#names + 1] = name end
-  table.sort(names)
+  local names, parts = nearest.keys(header.files), {}
   if header.format == SHARDS then return shards.index(path, names) end
   for _, name in ipairs(names) do
     local file, part = safetensors.open(path .. "/" .. name), {}
@@ -317,7 +315,7 @@ local function verify(directory)
   local crc, size = ffi.new("uint32_t[1]"), ffi.new("int64_t[1]")
   for name, expected in pairs(header.files) do
     local path = directory .. "/" .. name
-    if C.eng_file_kind(path) ~= FILE then return nil, name .. " is missing" end
+    if not disk.is_file(path) then return nil, name .. " is missing" end
     if C.eng_file_checksum(crc, size, path) ~= 0 then return nil, M_ffi.message() end
     if tonumber(size[0]) ~= expected.bytes then
       return nil, ("%s has %d bytes, expected %d"):format(name, tonumber(size[0]), expected.bytes)
@@ -381,10 +379,10 @@ end
 --- and whether there are damaged checkpoints.
 function M.open(dir, last)
   local path, header, skipped
-  if C.eng_file_kind(dir .. "/state.json") == FILE or dir:match("step%-%d+/*$") then
+  if disk.is_file(dir .. "/state.json") or dir:match("step%-%d+/*$") then
     local problem
     path, skipped = dir, {}
-    if C.eng_file_kind(dir) ~= DIRECTORY then
+    if not disk.is_folder(dir) then
       return nil, ("checkpoint %s: there is no such directory"):format(dir)
     end
     header, problem = verify(dir)

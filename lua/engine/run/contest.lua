@@ -120,9 +120,10 @@ function Contest:look(run)
   end
   run.ended = steps and info.ended or run.why
   if steps then
-    local h = history.open(path)
-    local good, problem = pcall(M.numbers, run, h)
-    h:close()
+    local good, problem = history.with(path, function(h)
+      M.numbers(run, h)
+      return true
+    end)
     if not good then run.done, run.why = false, tostring(problem) end
   end
   return run
@@ -151,14 +152,11 @@ end
 
 --- The fraction of its steps that a run has done.
 function M.progress(run)
-  local good, share = pcall(function()
-    local h = history.open(run.path)
+  return history.with(run.path, function(h)
     local _, last = h:range()
     local steps = tonumber(h:meta().steps)
-    h:close()
-    return last and steps and math.min(1, (last + 1) / steps) or 0
-  end)
-  return good and share or 0
+    return last and steps and math.min(1, (last + 1) / steps)
+  end) or 0
 end
 
 --- Starts or resumes a run. Returns false while another process has it: the run of a killed contest

@@ -137,9 +137,7 @@ function commands.policy(self)
   local policy, lines = self.trainer.policy, {}
   lines[1] = ("policy %s, loss scale %.10g"):format(require("engine.run.swap").label(policy),
     policy:scale())
-  local names = {}
-  for name in pairs(policy.options) do names[#names + 1] = tostring(name) end
-  table.sort(names)
+  local names = nearest.keys(policy.options)
   for i, name in ipairs(names) do
     names[i] = name .. "=" .. M_ffi.value_text(policy.options[name])
   end

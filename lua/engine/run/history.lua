@@ -54,6 +54,19 @@ function M.open(path, options)
     handle = ffi.gc(out[0], C.eng_history_close) }, write and Writing or History)
 end
 
+--- Calls f(h) with the history at `path` open, and closes it. Returns f's result, or nil and the
+--- reason if the history cannot be read.
+function M.with(path, f)
+  local h
+  local good, result = pcall(function()
+    h = M.open(path)
+    return f(h)
+  end)
+  if h then h:close() end
+  if good then return result end
+  return nil, result
+end
+
 local function handle(h, level)
   return h.handle or error(("history %s is closed"):format(h.path), (level or 2) + 1)
 end

@@ -122,14 +122,10 @@ end
 -- history has them.
 local NO_PART = { resume = true, run = true, steps = true, log = true }   -- no part of a model
 local function changed_settings(path, config)
-  local good, before = pcall(function()
-    local h = require("engine.run.history").open(path:match("^(.*)/checkpoints/") .. "/history.db")
-    local settings = h:config()
-    h:close()
-    return settings
-  end)
+  local before = require("engine.run.history").with((path:match("^(.*)/checkpoints/") or path) ..
+    "/history.db", function(h) return h:config() end)
   local changes = {}
-  for _, setting in ipairs(good and config and require("engine.base.config").flatten(config)
+  for _, setting in ipairs(before and config and require("engine.base.config").flatten(config)
     or {}) do
     local name, was, is = setting[1], before[setting[1]], tostring(setting[2])
     if was ~= nil and tostring(was) ~= is and not NO_PART[name] then
@@ -266,13 +262,10 @@ local function exists(path)
   local file = path .. "/history.db"
   if #checkpoint.steps(path .. "/checkpoints") > 0 then return true end
   if C.eng_file_kind(file) == 0 then return false end
-  local good, steps = pcall(function()
-    local h = require("engine.run.history").open(file)
-    local n = #h:query "SELECT 1 FROM steps LIMIT 1"
-    h:close()
-    return n
+  local steps = require("engine.run.history").with(file, function(h)
+    return #h:query "SELECT 1 FROM steps LIMIT 1"
   end)
-  return not good or steps > 0
+  return not steps or steps > 0
 end
 
 local holders = setmetatable({}, { __mode = "v" })  -- path -> the Run of this process that holds it

@@ -10,6 +10,7 @@
 -- truncated file up to the last whole frame.
 local M_ffi = require "engine.base.ffi"
 local formats = require "engine.base.formats"
+local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
 
 local C, ffi = M_ffi.C, M_ffi.ffi
@@ -146,10 +147,7 @@ function Writer:scalars(step, values, wall_time)
       if pair[2] ~= nil then parts[#parts + 1] = scalar_value(pair[1], pair[2]) end
     end
   else
-    local tags = {}
-    for tag in pairs(values) do tags[#tags + 1] = tag end
-    table.sort(tags)
-    for i, tag in ipairs(tags) do parts[i] = scalar_value(tag, values[tag]) end
+    for i, tag in ipairs(nearest.keys(values)) do parts[i] = scalar_value(tag, values[tag]) end
   end
   if #parts > 0 then
     return self:put(event(wall_time or os.time(), step, SUMMARY, table.concat(parts)))

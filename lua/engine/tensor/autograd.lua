@@ -6,7 +6,8 @@ local M_ffi = require "engine.base.ffi"
 local tensor = require "engine.tensor.tensor"
 local within = require "engine.base.within"
 
-local C, check, raise, Tensor = M_ffi.C, M_ffi.check, M_ffi.raise, M_ffi.Tensor
+local C, check, expect, raise, Tensor = M_ffi.C, M_ffi.check, M_ffi.expect, M_ffi.raise,
+  M_ffi.Tensor
 
 local M = {}
 -- The Lua nodes on the tape: id -> { backward =, saved = }. Stored in the tensor module, which
@@ -55,20 +56,16 @@ local function answer_at_once(rule)
   finish(good, message)
 end
 
-local OPTIONS = { scale = true, retain = true }
+local OPTIONS = "scale retain"
 
 --- Computes the gradients of a one-element loss and adds them to the `grad` of every leaf that
 --- requires a gradient. Options: scale (1: the gradient of the loss itself, where the pass begins),
 --- retain (keeps the tape, so that backward can run again).
 local function backward(loss, options)
-  if not tensor.is_tensor(loss) then
-    raise("backward: expected a tensor, got %s", M_ffi.value_text(loss))
-  end
+  expect(tensor.is_tensor(loss), loss, "backward: expected a tensor")
   options = tensor.read_named(options, "backward", OPTIONS)
   local scale = options.scale or 1
-  if type(scale) ~= "number" then
-    raise("backward: expected scale to be a number, got %s", M_ffi.value_text(scale))
-  end
+  expect(type(scale) == "number", scale, "backward: expected scale to be a number")
   check(C.eng_backward(loss, scale, options.retain or false))
   while true do
     local id = tonumber(C.eng_backward_pending())

@@ -8,6 +8,7 @@
 -- complement.
 local M_ffi = require "engine.base.ffi"
 local formats = require "engine.base.formats"
+local show = require "engine.base.show"
 
 local C, ffi = M_ffi.C, M_ffi.ffi
 
@@ -140,7 +141,7 @@ local function hex(r)
 end
 
 local function table_text(result)
-  local rows, width = { HEAD }, {}
+  local rows = { HEAD }
   for i, r in ipairs(result) do
     local bits = ("%1s %s %s"):format(r.sign, r.exponent, r.fraction):gsub("%s+$", "")
     local most = r.name == "f64" and 17 or 9
@@ -148,18 +149,7 @@ local function table_text(result)
     rows[i + 1] = { r.name, value, error_text(r, result.x), text(r.below, most),
       text(r.above, most), hex(r), bits }
   end
-  for _, row in ipairs(rows) do
-    for c, cell in ipairs(row) do width[c] = math.max(width[c] or 0, #cell) end
-  end
-  local lines = {}
-  for i, row in ipairs(rows) do
-    local cells = {}
-    for c, cell in ipairs(row) do
-      local gap = (" "):rep(width[c] - #cell)
-      cells[c] = (c == 1 or c == 3 or c == 7) and cell .. gap or gap .. cell
-    end
-    lines[i] = (table.concat(cells, "  "):gsub("%s+$", ""))
-  end
+  local lines = { show.table(rows, { [1] = true, [3] = true, [7] = true }) }
   local finite = result.x - result.x == 0 and result.x ~= 0
   if finite then
     local fraction, exponent = math.frexp(math.abs(result.x))
@@ -177,7 +167,7 @@ local meta = { __tostring = table_text }
 --- table.
 function M.of(x)
   local number = tonumber(x)
-  if not number then M_ffi.raise("bits: expected a number, got %s", M_ffi.value_text(x)) end
+  M_ffi.expect(number, x, "bits: expected a number")
   local result = { x = number }
   for i, format in ipairs(FORMATS) do
     result[i] = describe(format, number)

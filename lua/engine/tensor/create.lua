@@ -3,7 +3,7 @@
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 
-local ffi, C, check, raise = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise
+local ffi, C, check, expect, raise = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.expect, M_ffi.raise
 local value_text, dtype_number, Tensor = M_ffi.value_text, arguments.dtype_number, M_ffi.Tensor
 local info, read_named, numbers = arguments.info, arguments.read_named, arguments.numbers
 local want_number, want_whole = arguments.want_number, arguments.want_whole
@@ -34,7 +34,7 @@ local function read_shape(name, ...)
   return n, rest
 end
 
-local OPTIONS = { dtype = true, keep = true, requires_grad = true }
+local OPTIONS = "dtype keep requires_grad"
 
 -- A tensor of the shape in shape_buffer. options: a dtype name, or { dtype, keep, requires_grad }.
 -- `keep` is explained at zeros.
@@ -42,9 +42,8 @@ local function make(name, ndim, options, preset)
   local dtype, home, requires_grad = preset or "f32", AUTO, false
   if type(options) == "string" then dtype = options
   elseif options ~= nil then
-    if type(options) ~= "table" then
-      raise("%s: expected options to be a dtype name or a table, got %s", name, value_text(options))
-    end
+    expect(type(options) == "table", options,
+      "%s: expected options to be a dtype name or a table", name)
     read_named(options, name, OPTIONS)
     dtype, requires_grad = options.dtype or dtype, options.requires_grad
     if options.keep ~= nil then home = options.keep and KEEP or STEP end
@@ -151,10 +150,8 @@ end
 local function flatten(value, shape, depth, out, at)
   if depth > #shape then
     if type(value) == "boolean" then value = value and 1 or 0 end
-    if type(value) ~= "number" then
-      raise("tensor: expected a number%s, got %s", depth == 1 and " or a table of numbers" or "",
-        value_text(value))
-    end
+    expect(type(value) == "number", value,
+      "tensor: expected a number%s", depth == 1 and " or a table of numbers" or "")
     out[at] = value
     return at + 1
   end
@@ -186,9 +183,8 @@ end
 --- A tensor filled from memory: `pointer` is a cdata pointer to row-major elements of the dtype
 --- `from` that fill `shape`. The result has that dtype unless options say otherwise.
 function M.from_memory(pointer, from, shape, options)
-  if type(pointer) ~= "cdata" then
-    raise("from_memory: expected a pointer or an array of ffi.new, got %s", value_text(pointer))
-  end
+  expect(type(pointer) == "cdata", pointer,
+    "from_memory: expected a pointer or an array of ffi.new")
   local ndim = read_shape("from_memory", shape)
   local x = make("from_memory", ndim, options, from)
   check(C.eng_write(x, pointer, dtype_number(from), info(x).count))

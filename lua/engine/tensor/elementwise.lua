@@ -4,8 +4,8 @@ local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local calls = require "engine.tensor.calls"
 
-local C, check, raise, Tensor = M_ffi.C, M_ffi.check, M_ffi.raise, M_ffi.Tensor
-local op, call, run_call, value_text = M_ffi.op, M_ffi.call, M_ffi.run_call, M_ffi.value_text
+local C, check, expect, Tensor = M_ffi.C, M_ffi.check, M_ffi.expect, M_ffi.Tensor
+local op, call, run_call = M_ffi.op, M_ffi.call, M_ffi.run_call
 local inputs, ints, floats = call["in"], call.ints, call.floats
 local is_tensor, info, want = arguments.is_tensor, arguments.info, arguments.want
 local dtype_number, read_named = arguments.dtype_number, arguments.read_named
@@ -154,9 +154,7 @@ end
 
 --- GELU: gelu(x) is the erf form, gelu(x, "tanh") the tanh form, which GPT-2 uses.
 function methods.gelu(x, form)
-  if form ~= nil and form ~= "tanh" and form ~= "erf" then
-    raise("gelu: expected 'erf' or 'tanh', got %s", value_text(form))
-  end
+  expect(form == nil or form == "tanh" or form == "erf", form, "gelu: expected 'erf' or 'tanh'")
   return run1(form == "tanh" and "gelu_tanh" or "gelu", x)
 end
 
@@ -204,7 +202,7 @@ end
 
 local DEVICES = { cpu = true, cuda = true, reference = true }
 
-local CAST = { saturate = true, stochastic = true }
+local CAST = "saturate stochastic"
 
 --- x converted to another dtype (x itself if it has that dtype), or an unrecorded copy of x on
 --- another device (cpu, cuda, reference). Numbers that are too large become NaN in e4m3 and Inf in
@@ -222,9 +220,7 @@ function methods.to(x, dtype, options)
   ints[0], ints[1], ints[2], ints[3] = number, 0, 0, 0
   if options ~= nil then
     options = read_named(options, "to", CAST)
-    if dtype ~= "e4m3" and dtype ~= "e5m2" then
-      raise("to: only e4m3 and e5m2 take options, got %s", value_text(dtype))
-    end
+    expect(dtype == "e4m3" or dtype == "e5m2", dtype, "to: only e4m3 and e5m2 take options")
     ints[1] = (options.saturate and 1 or 0) + (options.stochastic and 2 or 0)
   end
   return run1("cast", x)

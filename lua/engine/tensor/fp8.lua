@@ -10,8 +10,8 @@
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 
-local ffi, C, check, raise = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise
-local run, value_text, read_named = M_ffi.run, M_ffi.value_text, arguments.read_named
+local ffi, C, check, expect, raise = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.expect, M_ffi.raise
+local run, read_named = M_ffi.run, arguments.read_named
 local choose = arguments.choose
 local want, want_number, want_whole = arguments.want, arguments.want_number, arguments.want_whole
 
@@ -20,10 +20,10 @@ local M = {}
 local FORMATS = { e4m3 = M_ffi.dtype.e4m3, e5m2 = M_ffi.dtype.e5m2,
   e5m6 = tonumber(C.ENG_FORMAT_E5M6) }
 -- Scale rules, named after the projects they come from (core/base/fp8_scale.h).
-local RULES = { transformer_engine = C.ENG_SCALE_TRANSFORMER_ENGINE,
+M.rules = { transformer_engine = C.ENG_SCALE_TRANSFORMER_ENGINE,
   deepseek = C.ENG_SCALE_DEEPSEEK, deepgemm = C.ENG_SCALE_DEEPGEMM,
   torchao = C.ENG_SCALE_TORCHAO, msamp = C.ENG_SCALE_MSAMP }
-local ACCUMULATORS = { fp32 = C.ENG_ACCUMULATE_FP32, exact = C.ENG_ACCUMULATE_EXACT,
+M.accumulators = { fp32 = C.ENG_ACCUMULATE_FP32, exact = C.ENG_ACCUMULATE_EXACT,
   hopper = C.ENG_ACCUMULATE_HOPPER, e4m3 = C.ENG_ACCUMULATE_E4M3 }
 
 -- ------------------------------------------------------------------ quantized matrices
@@ -33,9 +33,7 @@ local Quantized = { __index = methods }
 
 local FLOATS = { f32 = true, f64 = true, f16 = true, bf16 = true }
 local function want_float(dtype, where)
-  if not FLOATS[dtype] then
-    raise("%s: expected dtype bf16, f16, f32 or f64, got %s", where, value_text(dtype))
-  end
+  expect(FLOATS[dtype], dtype, "%s: expected dtype bf16, f16, f32 or f64", where)
   return arguments.dtype_number(dtype)
 end
 
@@ -52,8 +50,7 @@ function methods.bytes(x) return x.q.count * (x.format == "e5m6" and 4 or 1) + x
 
 --- A copy that lives until :free(), beyond the end of the step.
 function methods.keep(x)
-  local copy = {}
-  for key, value in pairs(x) do copy[key] = value end
+  local copy = arguments.merged(x)
   copy.q, copy.scale, copy.amax = x.q:keep(), x.scale:keep(), x.amax and x.amax:keep()
   copy.transposed = x.transposed and x.transposed:keep()
   return quantized(copy)
@@ -73,8 +70,7 @@ function Quantized.__tostring(x)
     b[2] == 0 and "all" or b[2], x.rule, x.pow2 and ", powers of two" or "", x:bytes())
 end
 
-local QUANTIZE = { format = true, block = true, rule = true, pow2 = true, eps = true,
-  margin = true, stochastic = true, transposed = true, factor = true }
+local QUANTIZE = "format block rule pow2 eps margin stochastic transposed factor"
 
 --- Quantizes x [.. x K] to codes and scales. No gradient passes through it. Options: format
 --- ("e4m3", "e5m2", "e5m6"), block ("tensor", "row", "column", "1x128", "128x128", { rows, columns
@@ -95,10 +91,8 @@ function M.quantize(x, options)
     end
     factor = require("engine.tensor.create").full({ 1 }, factor, "f32")
   elseif factor then
-    if not require("engine.tensor.tensor").is_tensor(factor) then
-      raise("fp8.quantize: expected factor to be a number or a tensor of one, got %s",
-        value_text(factor))
-    end
+    expect(require("engine.tensor.tensor").is_tensor(factor), factor,
+      "fp8.quantize: expected factor to be a number or a tensor of one")
   end
   local shape = x.shape
   if shape[#shape] == 0 then
@@ -108,7 +102,7 @@ function M.quantize(x, options)
   local flags = (options.stochastic and 2 or 0) + (options.pow2 and 4 or 0)
     + (options.transposed and 8 or 0)
   local number, rule_number = choose(FORMATS, format, "fp8.quantize", "format"),
-    choose(RULES, rule, "fp8.quantize", "rule")
+    choose(M.rules, rule, "fp8.quantize", "rule")
   local q, scale, amax, q_t, scale_t = run("quantize", { x, factor or false },
     { number, rows, columns, rule_number, flags, 0, 0 },
     { want_number(options.eps or -1, "fp8.quantize", "eps"),
@@ -123,13 +117,10 @@ function M.quantize(x, options)
   return quantized(y)
 end
 
-local MATMUL = { transpose_a = true, transpose_b = true, accumulator = true, promotion = true,
-  dtype = true, bias = true, into = true, add = true }
+local MATMUL = "transpose_a transpose_b accumulator promotion dtype bias into add"
 
 local function want_quantized(x, name)
-  if getmetatable(x) ~= Quantized then
-    raise("fp8.matmul: expected %s from fp8.quantize, got %s", name, value_text(x))
-  end
+  expect(getmetatable(x) == Quantized, x, "fp8.matmul: expected %s from fp8.quantize", name)
   if x.format == "e5m6" then
     raise("fp8.matmul: %s is e5m6, a storage format; hint: :dequantize()", name)
   end
@@ -150,7 +141,7 @@ function M.matmul(a, b, options)
   local ints = { options.transpose_a and 1 or 0, options.transpose_b and 1 or 0, a.block[1],
     a.block[2], b.block[1], b.block[2],
     options.dtype and want_float(options.dtype, "fp8.matmul") + 1 or 0,
-      choose(ACCUMULATORS, options.accumulator or "fp32", "fp8.matmul", "accumulator"),
+      choose(M.accumulators, options.accumulator or "fp32", "fp8.matmul", "accumulator"),
     want_whole(options.promotion or 128, "fp8.matmul", "promotion", 0), options.add and 1 or 0 }
   local inputs = { qa, a.scale, qb, b.scale, options.bias or false }
   if not options.into then
@@ -175,7 +166,7 @@ local SMALL = { e4m3 = { 4, 3 }, e5m2 = { 5, 2 }, e5m6 = { 5, 6 }, e5m6_tilekern
   f16 = { 5, 10 }, bf16 = { 8, 7 }, tf32 = { 8, 10 }, e4m3_ieee = { 4, 3 }, e3m2 = { 3, 2 },
   e2m3 = { 2, 3 }, e2m1 = { 2, 1 }, int8 = { 0, 7 }, mxint8 = { 0, 7 },
   ue4m3 = { 4, 3, unsigned = true }, ue8m0 = { 8, 0, unsigned = true } }
-local ENCODE = { saturate = true, up = true, nearest = true }
+local ENCODE = "saturate up nearest"
 
 --- The code of a number in a small format: e4m3, e5m2, e5m6, e5m6_tilekernels, ue8m0, ue4m3, f16,
 --- bf16, tf32, e4m3_ieee, e3m2, e2m3, e2m1, int8, mxint8. Options: saturate (numbers that are too

@@ -7,8 +7,8 @@
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 
-local C, raise, run = M_ffi.C, M_ffi.raise, M_ffi.run
-local want, want_whole, value_text = arguments.want, arguments.want_whole, M_ffi.value_text
+local C, expect, run = M_ffi.C, M_ffi.expect, M_ffi.run
+local want, want_whole = arguments.want, arguments.want_whole
 
 local M = {}
 
@@ -41,8 +41,7 @@ function Quantized.__tostring(x)
     arguments.shape_text(x.shape), x.block[1], x.block[2], x.rule, x:bytes())
 end
 
-local QUANTIZE = { format = true, rule = true, block = true, nonfinite = true, sr_bits = true,
-  transposed = true, amax = true }
+local QUANTIZE = "format rule block nonfinite sr_bits transposed amax"
 
 --- Quantizes x [.. x K] to codes and scales. No gradient passes through it. Options: format
 --- ("e4m3", "e5m2", "e2m1", "e2m3", "e3m2", "mxint8"; "e2m1" for the rule nvfp4, else "e4m3"), rule
@@ -80,9 +79,7 @@ end
 
 --- The values of a quantized tensor; the same as x:dequantize(dtype).
 function M.dequantize(x, dtype)
-  if getmetatable(x) ~= Quantized then
-    raise("mx.dequantize: expected a result of mx.quantize, got %s", value_text(x))
-  end
+  expect(getmetatable(x) == Quantized, x, "mx.dequantize: expected a result of mx.quantize")
   return x:dequantize(dtype)
 end
 
@@ -99,9 +96,7 @@ end
 --- blocks padded with zeros, the scale of row r and block c at (r % 32) * 16 + (r % 128 / 32) * 4 +
 --- c % 4 of its tile. Scales of blocks with several rows are repeated for each row.
 function M.gemm_scales(x)
-  if getmetatable(x) ~= Quantized then
-    raise("mx.gemm_scales: expected a result of mx.quantize, got %s", value_text(x))
-  end
+  expect(getmetatable(x) == Quantized, x, "mx.gemm_scales: expected a result of mx.quantize")
   local scale, high, rows = x.scale, x.block[1], 1
   for d = 1, #x.shape - 1 do rows = rows * x.shape[d] end
   local down, across = scale.shape[1], scale.shape[2]

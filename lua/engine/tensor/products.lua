@@ -3,7 +3,7 @@ local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local calls = require "engine.tensor.calls"
 
-local C, raise, call, value_text = M_ffi.C, M_ffi.raise, M_ffi.call, M_ffi.value_text
+local C, expect, raise, call = M_ffi.C, M_ffi.expect, M_ffi.raise, M_ffi.call
 local ints, floats = call.ints, call.floats
 local info, dimension, read_named = arguments.info, arguments.dimension, arguments.read_named
 local want, want_number, want_whole = arguments.want, arguments.want_number, arguments.want_whole
@@ -103,8 +103,7 @@ function methods.add_rms_norm(x, branch, weight, eps)
   return y, sum
 end
 
-local ATTENTION = { causal = true, scale = true, entropy = true, logit_max = true,
-  site = true }
+local ATTENTION = "causal scale entropy logit_max site"
 
 --- softmax(scale q k^T) v: q [B x T x H x D], k and v [B x S x G x D] -> [B x T x H x D]; H is a
 --- multiple of G. Options: causal, scale (1 / sqrt(D)), entropy (a second result: the entropy of
@@ -126,8 +125,7 @@ function functions.attention(q, k, v, options)
   return y
 end
 
-local ROPE = { position = true, base = true, interleaved = true, factor = true, low = true,
-  high = true, context = true }
+local ROPE = "position base interleaved factor low high context"
 
 --- Rotary position embedding of x [B x T x H x D]; options: position (of the first row, 0), base
 --- (10000), interleaved (pairs of neighbours instead of halves). `factor` divides the frequencies
@@ -145,8 +143,7 @@ end
 
 local REDUCTION = { none = 0, mean = 1, sum = 2 }
 
-local CROSS_ENTROPY = { label_smoothing = true, ignore_index = true, reduction = true,
-  z_loss = true, soft_cap = true }
+local CROSS_ENTROPY = "label_smoothing ignore_index reduction z_loss soft_cap"
 
 --- Cross entropy of logits [.. x V] and targets [..], class ids from 0. Options: label_smoothing
 --- (0), ignore_index (-100: such targets do not count), reduction "mean" | "sum" | "none", soft_cap
@@ -155,10 +152,7 @@ local CROSS_ENTROPY = { label_smoothing = true, ignore_index = true, reduction =
 function functions.cross_entropy(logits, targets, options)
   options = read_named(options, "cross_entropy", CROSS_ENTROPY)
   local reduction = REDUCTION[options.reduction or "mean"]
-  if not reduction then
-    raise("cross_entropy: expected reduction mean, sum or none, got %s",
-      value_text(options.reduction))
-  end
+  expect(reduction, options.reduction, "cross_entropy: expected reduction mean, sum or none")
   ints[0], ints[1] = want_whole(options.ignore_index or -100, "cross_entropy", "ignore_index"),
     reduction
   for i, name in ipairs { "label_smoothing", "z_loss", "soft_cap" } do

@@ -4,9 +4,10 @@ local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local calls = require "engine.tensor.calls"
 
-local C, check, raise, Tensor = M_ffi.C, M_ffi.check, M_ffi.raise, M_ffi.Tensor
+local C, check, expect, raise, Tensor = M_ffi.C, M_ffi.check, M_ffi.expect, M_ffi.raise,
+  M_ffi.Tensor
 local op, call, run_call = M_ffi.op, M_ffi.call, M_ffi.run_call
-local inputs, ints, value_text = call["in"], call.ints, M_ffi.value_text
+local inputs, ints = call["in"], call.ints
 local info, shape_table, shape_text = arguments.info, arguments.shape_table, arguments.shape_text
 local want, want_whole, dimension = arguments.want, arguments.want_whole, arguments.dimension
 local methods, functions, run1, run2 = calls.methods, calls.functions, calls.run1, calls.run2
@@ -170,9 +171,7 @@ function methods.unsqueeze(x, d)
 end
 
 local function want_list(list, name)
-  if type(list) ~= "table" then
-    raise("%s: expected a list of tensors, got %s", name, value_text(list))
-  end
+  expect(type(list) == "table", list, "%s: expected a list of tensors", name)
   if #list == 0 then raise("%s: expected a list of tensors, got an empty one", name) end
   for i = 1, #list do want(list[i], name) end
 end

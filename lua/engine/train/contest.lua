@@ -21,7 +21,7 @@ local function text_of(result)
   return show.table(lines, { true })
 end
 
-local KNOWN = { policies = true, also = true, seeds = true, run = true }
+local KNOWN = "policies also seeds run"
 
 -- The list of policies, with `also` appended unless the list has this policy, with or without
 -- options.
@@ -52,10 +52,8 @@ function M.new(options)
     local row = { policy = tostring(policy) }
     for seed = 1, options.seeds or 5 do
       local numbers = options.run(policy, seed)
-      if type(numbers) ~= "table" then
-        M_ffi.raise("contest: expected run to return a table of numbers, got %s",
-          M_ffi.value_text(numbers))
-      end
+      M_ffi.expect(type(numbers) == "table", numbers,
+        "contest: expected run to return a table of numbers")
       for name, value in pairs(numbers) do
         if not known[name] then table.insert(result.columns, name) end
         row[name], known[name] = row[name] or { values = {} }, true

@@ -16,7 +16,7 @@ local optim = require "engine.train.optim"
 local session = require "engine.train.session"
 local tensor = require "engine.tensor.tensor"
 
-local raise, value_text = M_ffi.raise, M_ffi.value_text
+local expect, raise = M_ffi.expect, M_ffi.raise
 
 local M = {}
 
@@ -41,9 +41,7 @@ local function optimizer_of(block, model, precision)
       nearest.choices(block.type:lower(), OPTIMIZERS, "optimizers"))
   end
   local given, options = block.params or {}, { precision = precision }
-  if type(given) ~= "table" then
-    raise("deepspeed: expected optimizer.params to be an object, got %s", value_text(given))
-  end
+  expect(type(given) == "table", given, "deepspeed: expected optimizer.params to be an object")
   for key, value in pairs(given) do
     if PARAMS[key] then options[key] = value
     elseif not SWITCHES[key] then
@@ -57,8 +55,7 @@ end
 
 local function enabled(block) return type(block) == "table" and block.enabled ~= false end
 
-local OPTIONS = { model = true, config = true, optimizer = true, run = true, resume = true,
-  checkpoint_every = true, steps = true, log = true, policy = true, data = true, state = true }
+local OPTIONS = "model config optimizer run resume checkpoint_every steps log policy data state"
 local PASSED = { "run", "resume", "checkpoint_every", "log", "data", "state" }
 
 --- engine.deepspeed.initialize { model =, config = }: config is the path of a DeepSpeed JSON
@@ -71,29 +68,24 @@ local PASSED = { "run", "resume", "checkpoint_every", "log", "data", "state" }
 --- is refused, since the loop assigns optimizer.lr.
 function M.initialize(given)
   local o = tensor.read_named(given, "deepspeed.initialize", OPTIONS)
-  if type(o.model) ~= "table" or not o.model.parameters then
-    raise("deepspeed.initialize: expected model to be a module, got %s", value_text(o.model))
-  end
+  expect(type(o.model) == "table" and o.model.parameters, o.model,
+    "deepspeed.initialize: expected model to be a module")
   local config = o.config
   if type(config) == "string" then
     local good, result = pcall(config_of.decode, config)
     if not good then raise("deepspeed: %s", result) end
     config = result
   end
-  if type(config) ~= "table" then
-    raise("deepspeed.initialize: expected config to be the path of a JSON or a table, got %s",
-      value_text(config))
-  end
+  expect(type(config) == "table", config,
+    "deepspeed.initialize: expected config to be the path of a JSON or a table")
   if type(config.scheduler) == "table" then
     raise("deepspeed: a scheduler is not carried out; hint: assign optimizer.lr before step()")
   end
   local half = config.bf16 or config.bfloat16
   local precision = enabled(half) and "bf16" or enabled(config.fp16) and "fp16" or "fp32"
   local every, clip = config.gradient_accumulation_steps or 1, config.gradient_clipping
-  if type(every) ~= "number" or every < 1 or every % 1 ~= 0 then
-    raise("deepspeed: expected gradient_accumulation_steps to be a whole number of 1 or more, " ..
-      "got %s", value_text(every))
-  end
+  expect(type(every) == "number" and every >= 1 and every % 1 == 0, every,
+    "deepspeed: expected gradient_accumulation_steps to be a whole number of 1 or more")
   local opt = o.optimizer or optimizer_of(config.optimizer, o.model, precision)
   local options = { optimizer = opt, precision = precision, clip = clip }
   for _, key in ipairs(PASSED) do options[key] = o[key] end

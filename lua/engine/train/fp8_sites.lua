@@ -14,71 +14,46 @@
 -- `scale`; the layer then computes in high precision in the next step. A name without an entry has
 -- the verdict's `scale`, so this value means "no entry".
 local M_ffi = require "engine.base.ffi"
+local arguments = require "engine.base.arguments"
+local fp8_codes = require "engine.tensor.fp8"
 local machine = require "engine.base.machine"
 local nearest = require "engine.base.nearest"
 local mx = require "engine.tensor.mx"
 local policy_files = require "engine.policy.policy"
 
-local ffi, C, check, raise, value_text = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise,
-  M_ffi.value_text
+local ffi, C, check, expect, raise = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.expect, M_ffi.raise
+local choose = arguments.choose
 
 local M = {}
 
 M.roles, M.products = { "x", "w", "dy" }, { "forward", "dgrad", "wgrad" }
 
+local ROLES_AND_PRODUCTS = { "x", "w", "dy", "forward", "dgrad", "wgrad" }
 local FORMATS = { e4m3 = M_ffi.dtype.e4m3, e5m2 = M_ffi.dtype.e5m2 }
 local MX_RULES, MX_FORMATS = mx.rules, mx.formats
-local RULES = { transformer_engine = 0, deepseek = 1, deepgemm = 2, torchao = 3, msamp = 4 }
-local ACCUMULATORS = { fp32 = 0, exact = 1, hopper = 2, e4m3 = 3, device = -1 }
+local ACCUMULATORS = arguments.merged(fp8_codes.accumulators, { device = -1 })
 local KEEPS = { codes = 0, transposed = 1, e5m6 = 2, swiglu = 3 }
-local BLOCKS = { tensor = { 0, 0 }, row = { 1, 0 }, column = { 0, 1 } }
-local LARGEST = { e4m3 = 448, e5m2 = 57344 }
 
 -- ------------------------------------------------------------------ reading a recipe
 
-local function names_of(t)
-  local names = {}
-  for name in pairs(t) do names[#names + 1] = tostring(name) end
-  table.sort(names)
-  return names
-end
-
 local function known(t, fields, where)
-  if type(t) ~= "table" then raise("%s: expected a table, got %s", where, value_text(t)) end
+  expect(type(t) == "table", t, "%s: expected a table", where)
   for key in pairs(t) do
     if fields[key] == nil then
-      raise("%s: unknown field '%s'%s; fields: %s", where, tostring(key),
-        nearest.hint(tostring(key), names_of(fields)), table.concat(names_of(fields), " "))
+      raise("%s: unknown field '%s'%s", where, tostring(key),
+        nearest.choices(key, fields, "fields"))
     end
   end
 end
 
-local function choose(list, name, where, what)
-  if list[name] ~= nil then return list[name] end
-  local names = names_of(list)
-  raise("%s: there is no %s %s%s; there are %s", where, what, value_text(name),
-    nearest.hint(tostring(name), names), table.concat(names, ", "))
-end
-
-local function whole(v, where, what)
-  if type(v) == "number" and v % 1 == 0 and v >= -2 ^ 31 and v < 2 ^ 31 then return v end
-  raise("%s: expected %s to be a whole number, got %s", where, what, value_text(v))
-end
-
-local function read_block(block, where)
-  if type(block) == "table" and #block == 2 then
-    return { whole(block[1], where, "the rows of a block"),
-      whole(block[2], where, "the columns of a block") }
-  end
-  local rows, columns = tostring(block):match("^([1-9]%d*)x([1-9]%d*)$")
-  if rows then return { tonumber(rows), tonumber(columns) } end
-  return choose(BLOCKS, block, where, "block shape")
+local function whole(v, where, what, least)
+  arguments.want_whole(v, where, what, least)
+  expect(math.abs(v) < 2 ^ 31, v, "%s: expected %s within +-2^31", where, what)
+  return v
 end
 
 local function boolean(v, where, what)
-  if v ~= nil and type(v) ~= "boolean" then
-    raise("%s: expected %s to be true or false, got %s", where, what, value_text(v))
-  end
+  expect(v == nil or type(v) == "boolean", v, "%s: expected %s to be true or false", where, what)
   return v and 1 or 0
 end
 
@@ -86,30 +61,28 @@ local ROLE = { format = true, block = true, rule = true, pow2 = true, margin = t
   stochastic = true, keep = true }
 local function read_role(to, role, where, name)
   known(role, ROLE, where)
-  if role.keep ~= nil and name ~= "x" then
-    raise("%s: keep is only for x (what the tape keeps for dW), got %s", where,
-      value_text(role.keep))
-  end
-  if role.eps ~= nil and type(role.eps) ~= "number" then
-    raise("%s: expected eps to be a number, got %s", where, value_text(role.eps))
-  end
+  expect(role.keep == nil or name == "x", role.keep,
+    "%s: keep is only for x (what the tape keeps for dW)", where)
+  expect(role.eps == nil or type(role.eps) == "number", role.eps,
+    "%s: expected eps to be a number", where)
   local rule = role.rule or "transformer_engine"
   local scaled = MX_RULES[rule]                     -- microscaling
   to.mx = scaled and tonumber(scaled) + 1 or 0
   to.format = choose(scaled and MX_FORMATS or FORMATS,
     role.format or rule == "nvfp4" and "e2m1" or "e4m3", where, "format")
-  local block = read_block(role.block or scaled and (rule == "nvfp4" and "1x16" or "1x32")
-    or "tensor", where)
-  to.block_rows, to.block_columns = block[1], block[2]
-  to.rule = not scaled and choose(RULES, rule, where, "scale rule") or 0
+  local rows, columns = arguments.read_block(role.block
+    or scaled and (rule == "nvfp4" and "1x16" or "1x32") or "tensor", where)
+  to.block_rows, to.block_columns = whole(rows, where, "the rows of a block"),
+    whole(columns, where, "the columns of a block")
+  to.rule = not scaled and choose(fp8_codes.rules, rule, where, "rule") or 0
   for _, field in ipairs(scaled and { "pow2", "margin", "eps" } or {}) do
     if role[field] ~= nil then raise("%s: the rule %s has no option %s", where, rule, field) end
   end
   to.pow2, to.stochastic = boolean(role.pow2, where, "pow2"),
     boolean(role.stochastic, where, "stochastic")
-  local turned = scaled and name == "x" and block[1] ~= block[2]
+  local turned = scaled and name == "x" and rows ~= columns
   to.margin, to.keep = whole(role.margin or 0, where, "margin"),
-    choose(KEEPS, role.keep or (turned and "transposed" or "codes"), where, "way to keep x")
+    choose(KEEPS, role.keep or (turned and "transposed" or "codes"), where, "keep")
   to.eps = role.eps or -1
 end
 
@@ -133,13 +106,6 @@ local LAYER = { match = true, high = true, x = true, w = true, dy = true, forwar
 local FP8 = { x = true, w = true, dy = true, forward = true, dgrad = true, wgrad = true,
   high = true, high_first = true, high_last = true, layers = true, policy = true, sample = true }
 
-local function merged(base, over)
-  local all = {}
-  for key, value in pairs(base or {}) do all[key] = value end
-  for key, value in pairs(over or {}) do all[key] = value end
-  return all
-end
-
 -- The fields of each role and product of a layer: the recipe's, overridden by every matching entry
 -- of `layers`. Returns false for high precision. blocks: the number of blocks of the model.
 local function layer_of(fp8, path, blocks)
@@ -151,14 +117,12 @@ local function layer_of(fp8, path, blocks)
     if path:find(pattern) then return false end
   end
   local layer = {}
-  for _, list in ipairs { M.roles, M.products } do
-    for _, name in ipairs(list) do layer[name] = merged(fp8[name]) end
-  end
+  for _, name in ipairs(ROLES_AND_PRODUCTS) do layer[name] = fp8[name] or {} end
   for _, over in ipairs(fp8.layers or {}) do
     if path:find(over.match) then
       if over.high ~= nil then layer.high = over.high end
-      for _, list in ipairs { M.roles, M.products } do
-        for _, name in ipairs(list) do layer[name] = merged(layer[name], over[name]) end
+      for _, name in ipairs(ROLES_AND_PRODUCTS) do
+        layer[name] = arguments.merged(layer[name], over[name])
       end
     end
   end
@@ -219,57 +183,43 @@ end
 function M.check(fp8, where)
   known(fp8, FP8, where)
   for _, list in ipairs { "high", "layers" } do
-    if fp8[list] ~= nil and type(fp8[list]) ~= "table" then
-      raise("%s: expected %s to be a list, got %s", where, list, value_text(fp8[list]))
-    end
+    expect(fp8[list] == nil or type(fp8[list]) == "table", fp8[list],
+      "%s: expected %s to be a list", where, list)
   end
   for _, pattern in ipairs(fp8.high or {}) do
-    if type(pattern) ~= "string" or not pcall(string.find, "", pattern) then
-      raise("%s: high: expected patterns of module paths, got %s", where, value_text(pattern))
-    end
+    expect(type(pattern) == "string" and pcall(string.find, "", pattern), pattern,
+      "%s: high: expected patterns of module paths", where)
   end
-  for _, list in ipairs { M.roles, M.products } do
-    for _, name in ipairs(list) do
-      if fp8[name] ~= nil and type(fp8[name]) ~= "table" then
-        raise("%s: %s: expected a table, got %s", where, name, value_text(fp8[name]))
-      end
-    end
+  local layer = {}
+  for _, name in ipairs(ROLES_AND_PRODUCTS) do
+    expect(fp8[name] == nil or type(fp8[name]) == "table", fp8[name],
+      "%s: %s: expected a table", where, name)
+    layer[name] = fp8[name] or {}
   end
-  local layer = layer_of({ x = fp8.x, w = fp8.w, dy = fp8.dy, forward = fp8.forward,
-    dgrad = fp8.dgrad, wgrad = fp8.wgrad }, "")
   structure(layer, where)
   for i, over in ipairs(fp8.layers or {}) do
     local at = ("%s: layers[%d]"):format(where, i)
     known(over, LAYER, at)
-    if type(over.match) ~= "string" or not pcall(string.find, "", over.match) then
-      raise("%s: expected match to be a pattern of module paths, got %s", at,
-        value_text(over.match))
-    end
+    expect(type(over.match) == "string" and pcall(string.find, "", over.match), over.match,
+      "%s: expected match to be a pattern of module paths", at)
     boolean(over.high, at, "high")
-    local own = merged(layer)
-    for _, list in ipairs { M.roles, M.products } do
-      for _, name in ipairs(list) do
-        if over[name] ~= nil and type(over[name]) ~= "table" then
-          raise("%s: %s: expected a table, got %s", at, name, value_text(over[name]))
-        end
-        own[name] = merged(layer[name], over[name])
-      end
+    local own = {}
+    for _, name in ipairs(ROLES_AND_PRODUCTS) do
+      expect(over[name] == nil or type(over[name]) == "table", over[name],
+        "%s: %s: expected a table", at, name)
+      own[name] = arguments.merged(layer[name], over[name])
     end
     structure(own, at)
   end
   for _, name in ipairs { "high_first", "high_last" } do
-    if fp8[name] ~= nil and whole(fp8[name], where, name) < 0 then
-      raise("%s: expected %s to be a number of blocks, got %s", where, name, value_text(fp8[name]))
-    end
+    expect(fp8[name] == nil or whole(fp8[name], where, name) >= 0, fp8[name],
+      "%s: expected %s to be a number of blocks", where, name)
   end
   local policy = fp8.policy
-  if policy ~= nil and type(policy) ~= "string" and type(policy) ~= "table" then
-    raise("%s: expected policy to be a name or a list of names, got %s", where, value_text(policy))
-  end
-  if fp8.sample ~= nil and whole(fp8.sample, where, "sample") < 0 then
-    raise("%s: expected sample to be a number of steps between measurements (0: none), got %s",
-      where, value_text(fp8.sample))
-  end
+  expect(policy == nil or type(policy) == "string" or type(policy) == "table", policy,
+    "%s: expected policy to be a name or a list of names", where)
+  expect(fp8.sample == nil or whole(fp8.sample, where, "sample") >= 0, fp8.sample,
+    "%s: expected sample to be a number of steps between measurements (0: none)", where)
 end
 
 -- ------------------------------------------------------------------ a model's sites
@@ -548,9 +498,7 @@ function Sites:meters(match)
     for _, role in ipairs(M.roles) do
       local m = site.meters[role]
       if m and (not match or site.path:find(match)) then
-        local row = merged(m)
-        row.site, row.role = site.path, role
-        rows[#rows + 1] = row
+        rows[#rows + 1] = arguments.merged(m, { site = site.path, role = role })
       end
     end
   end
@@ -584,5 +532,4 @@ function Sites:__tostring()
   return table.concat(lines, "\n")
 end
 
-M.largest = LARGEST
 return M

@@ -15,7 +15,7 @@ local module = require "engine.nn.module"
 local nearest = require "engine.base.nearest"
 local tensor = require "engine.tensor.tensor"
 
-local raise, value_text = M_ffi.raise, M_ffi.value_text
+local expect, raise, value_text = M_ffi.expect, M_ffi.raise, M_ffi.value_text
 
 local M = {}
 
@@ -45,13 +45,12 @@ end
 
 local function smoothing_of(options, name)
   local smoothing = options.label_smoothing or 0
-  if type(smoothing) ~= "number" or not (smoothing >= 0 and smoothing < 1) then
-    raise("%s: expected label_smoothing in [0, 1), got %s", name, value_text(smoothing))
-  end
+  expect(type(smoothing) == "number" and smoothing >= 0 and smoothing < 1, smoothing,
+    "%s: expected label_smoothing in [0, 1)", name)
   return smoothing
 end
 
-local SFT = { label_smoothing = true }
+local SFT = "label_smoothing"
 
 --- engine.losses.sft(model, batch [, { label_smoothing = 0 }]): supervised fine-tuning, the mean
 --- cross entropy of the tokens that count, such as those of the answers. 0 if none counts.
@@ -78,7 +77,7 @@ local function reference_log_probability(model, reference, x, targets)
   return lora.disabled(model, of, model)
 end
 
-local DPO = { beta = true, label_smoothing = true, reference = true, reduction = true }
+local DPO = "beta label_smoothing reference reduction"
 
 --- engine.losses.dpo(model, batch [, { beta = 0.1, label_smoothing = 0, reference, reduction =
 --- "mean" }]): direct preference optimization. The first half of the batch's 2P rows are the chosen
@@ -94,12 +93,10 @@ function M.dpo(model, batch, options)
   want_batch(batch, "losses.dpo")
   local beta, smoothing = options.beta or 0.1, smoothing_of(options, "losses.dpo")
   local reference, reduction = options.reference, options.reduction or "mean"
-  if type(beta) ~= "number" or not (beta >= 0 and beta < math.huge) then
-    raise("losses.dpo: expected beta to be a number >= 0, got %s", value_text(beta))
-  end
-  if reduction ~= "mean" and reduction ~= "sum" then
-    raise("losses.dpo: expected reduction 'mean' or 'sum', got %s", value_text(reduction))
-  end
+  expect(type(beta) == "number" and beta >= 0 and beta < math.huge, beta,
+    "losses.dpo: expected beta to be a number >= 0")
+  expect(reduction == "mean" or reduction == "sum", reduction,
+    "losses.dpo: expected reduction 'mean' or 'sum'")
   if reference ~= nil and (not module.is_module(reference) or reference == model) then
     raise("losses.dpo: expected reference to be %s, got %s", reference == model
       and "a frozen copy of the model" or "a module", reference == model and "the model itself"

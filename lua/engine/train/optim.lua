@@ -15,7 +15,7 @@ local optim_register = require "engine.train.optim_register"
 local precision = require "engine.train.precision"
 local tensor = require "engine.tensor.tensor"
 
-local ffi, C, check, raise = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise
+local ffi, C, check, expect, raise = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.expect, M_ffi.raise
 
 local M = {}
 
@@ -124,10 +124,8 @@ end
 
 local function parameter_list(name, model)
   local list = module.is_module(model) and model:parameters() or model
-  if type(list) ~= "table" then
-    raise("optim.%s: expected a module or a list of tensors or of { name =, tensor = }, got %s",
-      name, M_ffi.value_text(model))
-  end
+  expect(type(list) == "table", model,
+    "optim.%s: expected a module or a list of tensors or of { name =, tensor = }", name)
   local trainable = {}
   for i, p in ipairs(list) do
     if tensor.is_tensor(p) then p = { name = "p" .. i, tensor = p } end
@@ -186,9 +184,7 @@ end
 local function new(name, model, options)
   local kind = KINDS[name]
   options = options or {}
-  if type(options) ~= "table" then
-    raise("optim.%s: expected a table of options, got %s", name, M_ffi.value_text(options))
-  end
+  expect(type(options) == "table", options, "optim.%s: expected a table of options", name)
   local defaults = {}
   for key, value in pairs(kind.defaults) do defaults[key] = value end
   for key, value in pairs(options) do
@@ -224,9 +220,8 @@ local function new(name, model, options)
   local sites = module.is_module(model) and fp8_sites.attach(model, full)
     or nil
   local moments = options.moments or full.moments
-  if moments ~= "f32" and moments ~= "bf16" then
-    raise("optim.%s: expected moments in f32 or bf16, got %s", name, M_ffi.value_text(moments))
-  end
+  expect(moments == "f32" or moments == "bf16", moments,
+    "optim.%s: expected moments in f32 or bf16", name)
   local groups, group_of = make_groups(name, list, options, defaults)
   local set = parameter_set(list)
 
@@ -335,9 +330,7 @@ function Optimizer:grad_norm(scale)
 end
 
 local function want_limit(name, limit)
-  if type(limit) ~= "number" or not (limit > 0) then
-    raise("%s: expected a limit > 0, got %s", name, M_ffi.value_text(limit))
-  end
+  expect(type(limit) == "number" and limit > 0, limit, "%s: expected a limit > 0", name)
 end
 
 --- Limits the global norm of the gradients at the next step(); returns the norm. The clipping
@@ -355,9 +348,8 @@ function Optimizer:clip_grad_value(limit)
   self._clip_value = limit
 end
 
-local STEP = { gradient_factor = true, clip_value = true, lr_mul = true, lagged = true,
-  clip_norm = true, norm = true, clips = true, lr_muls = true, norms = true, update_clip = true,
-  spike_clip = true }
+local STEP = "gradient_factor clip_value lr_mul lagged clip_norm norm clips lr_muls norms " ..
+  "update_clip spike_clip"
 
 --- One update. options: gradient_factor (1; 1/scale to unscale), clip_value, lr_mul, clip_norm (the
 --- limit for `norm`), norm (the norm of the gradients times gradient_factor), lagged (the device
@@ -367,10 +359,8 @@ local STEP = { gradient_factor = true, clip_value = true, lr_mul = true, lagged 
 --- optimizers on the CPU, norms, update_clip and spike_clip (eng_update).
 function Optimizer:step(options)
   options = tensor.read_named(options, "step", STEP)
-  if type(self.lr) ~= "number" or not (self.lr >= 0 and self.lr < math.huge) then
-    raise("optim.%s: expected lr to be a finite number >= 0, got %s", self.name,
-      M_ffi.value_text(self.lr))
-  end
+  expect(type(self.lr) == "number" and self.lr >= 0 and self.lr < math.huge, self.lr,
+    "optim.%s: expected lr to be a finite number >= 0", self.name)
   self.state:update(self.lr * (options.lr_mul or 1), {
     gradient_factor = options.gradient_factor or 1,
     clip_value = options.clip_value or self._clip_value or 0, lagged = options.lagged,
@@ -408,10 +398,8 @@ end
 --- Restores moments and the number of updates. If these do not fit, raises an error before anything
 --- changes.
 function Optimizer:load_state(tensors, updates)
-  if type(updates) ~= "number" or updates < 0 or updates % 1 ~= 0 then
-    raise("optimizer state: expected the number of updates to be a whole number of 0 or more, " ..
-      "got %s", M_ffi.value_text(updates))
-  end
+  expect(type(updates) == "number" and updates >= 0 and updates % 1 == 0, updates,
+    "optimizer state: expected the number of updates to be a whole number of 0 or more")
   local own, names = tensors_of(self, true), {}
   for name, target in pairs(own) do
     names[#names + 1] = name

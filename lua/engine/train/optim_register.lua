@@ -3,7 +3,7 @@
 local M_ffi = require "engine.base.ffi"
 local nearest = require "engine.base.nearest"
 
-local raise = M_ffi.raise
+local expect, raise = M_ffi.expect, M_ffi.raise
 
 local M = {}
 
@@ -17,10 +17,8 @@ local OF_PARAMETER = { name = true, role = true, weight = true, grad = true }
 local function is_name(x) return type(x) == "string" and x:find("^[%a_][%w_]*$") ~= nil end
 
 local function check_defaults(name, defaults)
-  if type(defaults.lr) ~= "number" then
-    raise("optim.register: expected the defaults of '%s' to have a number lr, got %s", name,
-      M_ffi.value_text(defaults.lr))
-  end
+  expect(type(defaults.lr) == "number", defaults.lr,
+    "optim.register: expected the defaults of '%s' to have a number lr", name)
   for key, value in pairs(defaults) do
     local kind = type(value)
     if not is_name(key) or TAKEN[key] then
@@ -44,10 +42,9 @@ local function buffers_in_order(name, given)
         M_ffi.value_text(buffer), name, seen[buffer] and ": it is listed twice"
         or OF_PARAMETER[buffer] and ": every parameter has a field of that name" or "")
     end
-    if not plain and type(shape) ~= "function" then
-      raise("optim.register: expected buffer '%s' of '%s' to be a function(shape) that returns " ..
-        "the buffer's shape, got %s", buffer, name, M_ffi.value_text(shape))
-    end
+    expect(plain or type(shape) == "function", shape,
+      "optim.register: expected buffer '%s' of '%s' to be a function(shape) that returns the " ..
+      "buffer's shape", buffer, name)
     seen[buffer] = true
     list[#list + 1] = { name = buffer, shape = shape }
   end
@@ -58,13 +55,8 @@ end
 --- A checked copy of what register(name, given) was given: { name, doc, defaults, buffers = { {
 --- name, shape } ... }, update, check }.
 function M.read(name, given)
-  if not is_name(name) then
-    raise("optim.register: expected a name of letters, digits and _, got %s",
-      M_ffi.value_text(name))
-  end
-  if type(given) ~= "table" then
-    raise("optim.register: expected a table for '%s', got %s", name, M_ffi.value_text(given))
-  end
+  expect(is_name(name), name, "optim.register: expected a name of letters, digits and _")
+  expect(type(given) == "table", given, "optim.register: expected a table for '%s'", name)
   for key in pairs(given) do
     if not FIELDS[key] then
       raise("optim.register: unknown field '%s' of '%s'%s", tostring(key), name,
@@ -73,10 +65,8 @@ function M.read(name, given)
   end
   for field, kind in pairs(FIELDS) do
     local optional = field == "doc" or field == "buffers" or field == "check"
-    if type(given[field]) ~= kind and not (optional and given[field] == nil) then
-      raise("optim.register: expected %s of '%s' to be a %s, got %s", field, name, kind,
-        M_ffi.value_text(given[field]))
-    end
+    expect(type(given[field]) == kind or optional and given[field] == nil, given[field],
+      "optim.register: expected %s of '%s' to be a %s", field, name, kind)
   end
   local defaults = {}
   check_defaults(name, given.defaults)

@@ -3,11 +3,13 @@
 --   engine.trainer{ precision = { name = "mine", base = "fp8_current",
 --     fp8 = { dy = { format = "e4m3" }, high = { "^blocks%.1%." } } }, ... }
 local M_ffi = require "engine.base.ffi"
+local arguments = require "engine.base.arguments"
 local fp8_sites = require "engine.train.fp8_sites"
 local nearest = require "engine.base.nearest"
 local within = require "engine.base.within"
 
-local C, dtype, raise, value_text = M_ffi.C, M_ffi.dtype, M_ffi.raise, M_ffi.value_text
+local C, dtype, expect, raise, value_text = M_ffi.C, M_ffi.dtype, M_ffi.expect, M_ffi.raise,
+  M_ffi.value_text
 
 local M = {}
 
@@ -59,12 +61,7 @@ M.recipes = {
 --   sample    steps between measurements of SNR, underflow and the like (100; 0: none)
 local HYBRID = { x = { format = "e4m3" }, w = { format = "e4m3" }, dy = { format = "e5m2" },
   high = { "^head", "^lm_head" } }
-local function hybrid(more)
-  local all = {}
-  for key, value in pairs(HYBRID) do all[key] = value end
-  for key, value in pairs(more) do all[key] = value end
-  return all
-end
+local function hybrid(more) return arguments.merged(HYBRID, more) end
 local function like_bf16(fp8, moments)
   return { weights = "bf16", activations = "bf16", residual = "bf16", norm = "bf16", wide = "f32",
     weight_gradients = "f32", norm_gradients = "f32",
@@ -145,10 +142,8 @@ function M.resolve(recipe)
   for role in pairs(FORMATS) do full[role] = recipe[role] or base[role] end
   if recipe.fp8 == false then full.fp8 = nil
   elseif recipe.fp8 ~= nil then
-    if type(recipe.fp8) ~= "table" then
-      raise("precision '%s': expected fp8 to be a table, or false for none, got %s", full.name,
-        value_text(recipe.fp8))
-    end
+    expect(type(recipe.fp8) == "table", recipe.fp8,
+      "precision '%s': expected fp8 to be a table, or false for none", full.name)
     full.fp8 = {}
     for key, value in pairs(base.fp8 or {}) do full.fp8[key] = value end
     for key, value in pairs(recipe.fp8) do full.fp8[key] = value end

@@ -3,9 +3,10 @@
 --   local s = engine.schedule.cosine{ lr = 3e-4, warmup = 100, total = 2000, floor = 3e-5 }
 --   s(0), s(2000)
 local M_ffi = require "engine.base.ffi"
+local arguments = require "engine.base.arguments"
 local nearest = require "engine.base.nearest"
 
-local raise, value_text = M_ffi.raise, M_ffi.value_text
+local expect = M_ffi.expect
 
 local M = {}
 
@@ -33,26 +34,15 @@ local function define(name, defaults, build)
   M[name] = function(options)
     options = options or {}
     if type(options) == "number" then options = { lr = options } end
-    if type(options) ~= "table" then
-      raise("schedule.%s: expected a table of options or a rate, got %s", name, value_text(options))
-    end
-    local o = {}
-    for key, value in pairs(defaults) do o[key] = value end
+    expect(type(options) == "table", options,
+      "schedule.%s: expected a table of options or a rate", name)
+    arguments.read_named(options, "schedule." .. name, defaults)
     for key, value in pairs(options) do
-      if defaults[key] == nil then
-        local names = {}
-        for n in pairs(defaults) do names[#names + 1] = n end
-        table.sort(names)
-        raise("schedule.%s: unknown option '%s'%s; options: %s", name, tostring(key),
-          nearest.hint(tostring(key), names), table.concat(names, " "))
-      end
       local least = key == "every" and 1 or 0
-      if type(value) ~= "number" or not (value >= least and value < math.huge) then
-        raise("schedule.%s: expected %s to be a finite number >= %d, got %s", name, key, least,
-          value_text(value))
-      end
-      o[key] = value
+      expect(type(value) == "number" and value >= least and value < math.huge, value,
+        "schedule.%s: expected %s to be a finite number >= %d", name, key, least)
     end
+    local o = arguments.merged(defaults, options)
     local parts = {}
     for key, value in pairs(o) do parts[#parts + 1] = ("%s=%g"):format(key, value) end
     table.sort(parts)

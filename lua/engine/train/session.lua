@@ -28,7 +28,8 @@ local signals = require "engine.policy.signals"
 local tensor = require "engine.tensor.tensor"
 local trainer = require "engine.train.trainer"
 
-local C, check, raise, Trainer = M_ffi.C, M_ffi.check, M_ffi.raise, trainer.Trainer
+local C, check, expect, raise = M_ffi.C, M_ffi.check, M_ffi.expect, M_ffi.raise
+local Trainer = trainer.Trainer
 
 local M = {}
 
@@ -146,8 +147,7 @@ end
 
 local function new(given)
   options.check_session(given)
-  local o = {}
-  for key, value in pairs(given) do o[key] = value end
+  local o = arguments.merged(given)
   local entries = entries_of(o)
   if ranks.size() > 1 then
     error("session: a loop written by hand runs on one rank; hint: engine.trainer", 0)
@@ -195,7 +195,7 @@ end
 -- ------------------------------------------------------------------ the loop
 
 -- Sets the number of steps that the run is expected to make, unless a client has set it.
-local function expect(self)
+local function expect_steps(self)
   local left = self.most - self.turn
   if left == 0 then self.steps = math.min(self.steps, self.steps_done)
   elseif self.steps == self.expected then
@@ -225,7 +225,7 @@ local function close_turn(self)
     raise("session: turn %d computed gradients after its last step, and they are lost; hint: " ..
       "s:step(optimizer) before the turn ends", self.turn)
   end
-  expect(self)
+  expect_steps(self)
   local over = loop.between(self, self.last) or self.turn >= self.most
   self.turn_began_at = self.steps_done
   return over
@@ -300,10 +300,8 @@ function Session:get_scale() return self.current and self.current.scale or self.
 --- scaler class.
 function Session:backward(loss, ...)
   local s = inside(self, "backward")
-  if not tensor.is_tensor(loss) then
-    raise("session:backward: expected the loss to be a tensor of one element, got %s",
-      M_ffi.value_text(loss))
-  end
+  expect(tensor.is_tensor(loss), loss,
+    "session:backward: expected the loss to be a tensor of one element")
   self.passes, self.unused = self.passes + 1, self.unused + 1
   Trainer.backward(self, s, self.passes, loss, ...)
   local before = self.passes > 1 and self.loss_sum
@@ -335,7 +333,7 @@ local function next_scale(self, s)
   return self.policy:scale()
 end
 
-local STEP = { clip = true, tokens = true }
+local STEP = "clip tokens"
 
 --- One step of an optimizer (or its name; none if there is only one) with its gradients:
 --- statistics, the policy's verdict, then the update, which unscales and clips in the same pass, or
@@ -346,9 +344,8 @@ local STEP = { clip = true, tokens = true }
 function Session:step(opt, o)
   local s, entry = inside(self, "step"), entry_of(self, opt)
   o = tensor.read_named(o, "session:step", STEP)
-  if o.clip ~= nil and not (type(o.clip) == "number" and o.clip >= 0) then
-    raise("session:step: expected clip to be a number (0: none), got %s", M_ffi.value_text(o.clip))
-  end
+  expect(o.clip == nil or type(o.clip) == "number" and o.clip >= 0, o.clip,
+    "session:step: expected clip to be a number (0: none)")
   if o.tokens ~= nil then
     arguments.want_whole(o.tokens, "session:step", "tokens", 0)
   end

@@ -37,7 +37,7 @@ local tensor = require "engine.tensor.tensor"
 local update_norms = require "engine.train.update_norms"
 local user_state = require "engine.run.user_state"
 
-local C, check = M_ffi.C, M_ffi.check
+local C, check, expect = M_ffi.C, M_ffi.check, M_ffi.expect
 
 local M = {}
 
@@ -180,10 +180,7 @@ end
 -- Checks and returns what the loss function returned.
 local function checked(self, batch, good, loss, ...)
   if not good then error(loss_error(loss, self.loss ~= default_loss and self.loss, batch), 0) end
-  if not tensor.is_tensor(loss) then
-    M_ffi.raise("trainer: expected the loss to be a tensor of one element, got %s",
-      M_ffi.value_text(loss))
-  end
+  expect(tensor.is_tensor(loss), loss, "trainer: expected the loss to be a tensor of one element")
   return loss, ...
 end
 
