@@ -71,8 +71,7 @@ local trainer = engine.trainer {
     decay = "matrices", precision = cfg.precision }),
   schedule = engine.schedule.linear { lr = cfg.lr, warmup = cfg.warmup, total = cfg.steps },
   policy = cfg.policy ~= "" and cfg.policy or nil, steps = cfg.steps, clip = cfg.clip,
-  run = cfg.run, resume = cfg.resume, log = cfg.log,
-  tensorboard = cfg.tensorboard, config = cfg,
+  run = cfg.run, resume = cfg.resume, log = cfg.log, tensorboard = cfg.tensorboard, config = cfg,
 }
 if cfg.log == "line" then print(model) end
 return trainer:run()

@@ -15,8 +15,7 @@
 local engine = require "engine"
 
 local cfg = engine.config({ policies = { "all" }, steps = 300, window = 50, seeds = 1, data = "",
-  batch = 8, context = 32,
-  width = 64, layers = 2, heads = 4, lr = 3e-3 },
+  batch = 8, context = 32, width = 64, layers = 2, heads = 4, lr = 3e-3 },
   { policies = "names and files, separated by commas; all: the policies of the engine",
     steps = "training steps of each",
     window = "good steps until a policy grows its scale, where it has such an option",
@@ -44,8 +43,7 @@ local text = cfg.data ~= "" and text_of(cfg.data) or require("engine.report.lab"
 
 -- The names of the option for the number of good steps before a growth.
 local WINDOWS = { "growth_interval", "scale_window", "increment_period", "dynamic_growth_steps",
-  "period", "incr_every_n_steps", "step_window",
-  "loss_scale_steps", "scale_seq_len" }
+  "period", "incr_every_n_steps", "step_window", "loss_scale_steps", "scale_seq_len" }
 
 local function options_of(name)
   local known = engine.policy.load(name).options

@@ -17,8 +17,7 @@ local engine = require "engine"
 local lab = require "engine.report.lab"
 
 local cfg = engine.config({ policy = "entropy", seeds = 0, seed = 1, steps = 200, layers = 2,
-  width = 48, heads = 4, context = 32, batch = 8, lr = 3e-3,
-  data = "" },
+  width = 48, heads = 4, context = 32, batch = 8, lr = 3e-3, data = "" },
   { policy = "loss-scaling policy", seeds = "compare policies over this many seeds; 0: train once",
     seed = "seed for weights and data", steps = "training steps",
     layers = "blocks", width = "features per byte", heads = "attention heads",

@@ -25,8 +25,7 @@ local cfg = engine.config({ model = "llama", recipe = "fp8_block", beside = "bf1
   layers = 6, heads = 4, context = 256, batch = 4, vocab = 256 },
   { model = { "kind of model", choices = { "llama", "gpt" } },
     recipe = { "precision recipe", choices = RECIPES },
-    beside = { "recipe to compare with", choices = RECIPES },
-    width = "features", layers = "blocks",
+    beside = { "recipe to compare with", choices = RECIPES }, width = "features", layers = "blocks",
     heads = "attention heads", context = "tokens per sequence", batch = "sequences per step",
     vocab = "tokens in the vocabulary" },
   { count = "width layers heads context batch vocab" })

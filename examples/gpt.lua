@@ -17,8 +17,7 @@ local cfg = engine.config({
   shadow = "", trap = "", seed = 1, threads = 0, run = "", resume = "", checkpoint_every = 0,
   keep = 3, evaluate_every = 0, log = "line", tensorboard = false,
   mode = "sync", graph = false, sample = 200, temperature = 0.8,
-  top_k = 40, zero = 0, comm_dtype = "own", wire = "", bucket = 2,
-  agree_every = 1000,
+  top_k = 40, zero = 0, comm_dtype = "own", wire = "", bucket = 2, agree_every = 1000,
 }, {
   data = "a text file; empty: this project's own source", steps = "training steps",
   batch = "rows of a batch", context = "bytes per row",
@@ -106,8 +105,7 @@ local trainer = engine.trainer {
 }
 if cfg.log == "line" then
   print(("%s, %d parameters, %s, policy %s, %s"):format(model._class .. "(" .. model:extra()
-    .. ")", model:count(), cfg.precision,
-    trainer.policy.name, trainer:resources()))
+    .. ")", model:count(), cfg.precision, trainer.policy.name, trainer:resources()))
   print(data)
 end
 

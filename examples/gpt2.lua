@@ -15,8 +15,7 @@ local cfg = engine.config({
   model = "", data = "", layers = 12, width = 768, heads = 12, vocab = 50257, dropout = 0.0,
   steps = 100, batch = 4, context = 64, accumulate = 1, shuffle = true, seed = 1,
   lr = 3e-4, schedule = "constant", warmup = 0, floor = 0.0, beta1 = 0.9, beta2 = 0.999,
-  eps = 1e-8, weight_decay = 0.0, clip = 1.0,
-  precision = "fp32", policy = "", threads = 0,
+  eps = 1e-8, weight_decay = 0.0, clip = 1.0, precision = "fp32", policy = "", threads = 0,
   run = "", resume = "", checkpoint_every = 0, keep = 3, save = "", log = "line",
   tensorboard = false,
 }, {

@@ -76,8 +76,7 @@ local trainer = engine.trainer {
   model = model, data = engine.data.text { text = require("engine.report.lab").text(40000),
     batch = cfg.batch, context = cfg.context, seed = cfg.seed },
   optimizer = engine.optim.adamw(model, { lr = cfg.lr, precision = "fp16" }), policy = file,
-  clip = 1.0, steps = cfg.steps,
-  run = cfg.run, log = cfg.log, config = cfg, on_step = on_step,
+  clip = 1.0, steps = cfg.steps, run = cfg.run, log = cfg.log, config = cfg, on_step = on_step,
 }
 local summary = trainer:run()
 os.remove(file)

@@ -17,8 +17,7 @@ local engine = require "engine"
 local nn = engine.nn
 
 local cfg = engine.config({ policy = "layerwise", seeds = 0, seed = 1, steps = 300, depth = 8,
-  width = 48, batch = 64, units = 2000, weight = 1e-4, lr = 2e-3,
-  precision = "fp16" },
+  width = 48, batch = 64, units = 2000, weight = 1e-4, lr = 2e-3, precision = "fp16" },
   { policy = "loss-scaling policy", seeds = "compare policies over this many seeds; 0: train once",
     seed = "seed for weights and data", steps = "training steps",
     depth = "layers of the encoder", width = "features", batch = "rows per step",

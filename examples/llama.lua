@@ -10,8 +10,7 @@ local cfg = engine.config({
   data = "", steps = 200, batch = 8, context = 64, layers = 4, width = 128, heads = 8,
   kv_heads = 2, hidden = 352, rope = 10000,
   lr = 1e-3, warmup = 20, weight_decay = 0.1, clip = 1.0, precision = "bf16", policy = "",
-  seed = 1, run = "", resume = "", log = "line",
-  tensorboard = false, sample = 160,
+  seed = 1, run = "", resume = "", log = "line", tensorboard = false, sample = 160,
 }, {
   data = "a text file; empty: this project's own source",
   kv_heads = "heads of keys and values, shared by the query heads",
@@ -30,8 +29,7 @@ local cfg = engine.config({
   log = { "what to show", choices = { "line", "json", "quiet" } },
 }, {
   count = "steps batch context layers width heads kv_heads hidden", natural = "seed warmup sample",
-  positive = "lr rope", not_negative = "weight_decay clip",
-  policy = "policy", file = "data",
+  positive = "lr rope", not_negative = "weight_decay clip", policy = "policy", file = "data",
 })
 engine.seed(cfg.seed)
 
@@ -55,8 +53,7 @@ local trainer = engine.trainer {
   schedule = engine.schedule.wsd { lr = cfg.lr, warmup = cfg.warmup, total = cfg.steps,
     decay = math.floor(cfg.steps / 5), floor = cfg.lr / 20 },
   policy = cfg.policy ~= "" and cfg.policy or nil, steps = cfg.steps, clip = cfg.clip,
-  run = cfg.run, resume = cfg.resume, log = cfg.log,
-  tensorboard = cfg.tensorboard, config = cfg,
+  run = cfg.run, resume = cfg.resume, log = cfg.log, tensorboard = cfg.tensorboard, config = cfg,
 }
 if cfg.log == "line" then print(model) end
 local summary = trainer:run()

@@ -7,8 +7,7 @@
 local engine = require "engine"
 
 local cfg = engine.config({ steps = 800, batch = 64, lr = 5e-3, hidden = 128, noise = 0.25,
-  count = 16000, precision = "fp32", policy = "",
-  seed = 1, log = "line" },
+  count = 16000, precision = "fp32", policy = "", seed = 1, log = "line" },
   { steps = "training steps", batch = "digits per step", lr = "peak learning rate",
     seed = "seed for weights, digits and the order of the data",
     hidden = "hidden features", noise = "standard deviation of the noise", count = "digits to draw",

@@ -28,8 +28,7 @@ local nn, ranks = engine.nn, engine.ranks
 
 local cfg = engine.config({ policy = "per_expert", seeds = 0, seed = 1, steps = 300, experts = 8,
   batch = 256, hidden = 48, large = 8000, every = 800,
-  lr = 3e-3, precision = "fp16", experts_over = 1, dispatch = "own", combine = "own",
-  run = "" },
+  lr = 3e-3, precision = "fp16", experts_over = 1, dispatch = "own", combine = "own", run = "" },
   { policy = "loss-scaling policy", seeds = "compare policies over this many seeds; 0: train once",
     seed = "seed for weights and data", steps = "training steps",
     experts = "experts, and domains", batch = "tokens per step, of each rank",

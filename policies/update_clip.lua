@@ -43,8 +43,7 @@ return {
     for _, x in ipairs(norms) do squares = squares + (x - mean)^2 end
     local std = math.sqrt(squares / #norms)
     verdict.update_clip = mean + options.sigma_factor * math.max(std, 1e-6)
-    verdict.log = { mean = mean, std = std, threshold = verdict.update_clip,
-      last = norms[#norms] }
+    verdict.log = { mean = mean, std = std, threshold = verdict.update_clip, last = norms[#norms] }
     return verdict
   end,
 }

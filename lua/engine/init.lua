@@ -38,13 +38,11 @@ if C.eng_comm_launched(launched_rank, launched_size) and launched_rank[0] > 0 th
 end
 
 for _, name in ipairs { "tensor", "zeros", "ones", "full", "rand", "randn", "randint", "arange",
-  "from_memory", "concat", "stack",
-  "attention", "cross_entropy", "mse", "is_tensor" } do
+  "from_memory", "concat", "stack", "attention", "cross_entropy", "mse", "is_tensor" } do
   engine[name] = tensor[name]
 end
 for _, name in ipairs { "matmul", "linear", "mlp_gelu", "layer_norm", "rms_norm", "add_layer_norm",
-  "add_rms_norm", "swiglu",
-  "where", "maximum", "minimum", "dropout", "gelu", "relu",
+  "add_rms_norm", "swiglu", "where", "maximum", "minimum", "dropout", "gelu", "relu",
   "silu", "softmax", "log_softmax", "exp", "log", "tanh", "sigmoid", "log_sigmoid" } do
   engine[name] = tensor.methods[name]
 end

@@ -151,8 +151,7 @@ local function windows(o, kind, tokens, n, keep)
   local x, y = ffi.new("int32_t[?]", B * T), ffi.new("int32_t[?]", B * T)
   return loader {
     kind = kind, batch = B, context = T, seed = o.seed, shuffle = o.shuffle, examples = pieces,
-    keep = keep, tokens = n,
-    text = ("%s: %d tokens in windows of %d"):format(kind, n, T),
+    keep = keep, tokens = n, text = ("%s: %d tokens in windows of %d"):format(kind, n, T),
     read = function(self, at)
       for b = 0, B - 1 do
         local piece, epoch = example(self, at, b)

@@ -148,8 +148,7 @@ function M.new(o)
   for k = 1, #loaders do
     local w = o.weights and weights[k] or 1
     sum = sum + w
-    limits[k], shares[k], exact[k] = sum / total, ("%.3g %%"):format(100 * w / total),
-      show.exact(w)
+    limits[k], shares[k], exact[k] = sum / total, ("%.3g %%"):format(100 * w / total), show.exact(w)
     if w > 0 then last = k end
   end
   return setmetatable({ kind = "mix", loaders = loaders, seed = o.seed, batch = o.batch, at = 0,

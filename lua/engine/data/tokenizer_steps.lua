@@ -102,8 +102,7 @@ end
 
 local function replace(to, part)
   local text, scan = pattern(to, part)
-  to.stage(C.ENG_STEP_REPLACE, scan and scan + 1 or 0, text,
-    field(to, part, "content", "string"))
+  to.stage(C.ENG_STEP_REPLACE, scan and scan + 1 or 0, text, field(to, part, "content", "string"))
 end
 
 -- ------------------------------------------------------------------ normalizers

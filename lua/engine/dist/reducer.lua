@@ -102,8 +102,7 @@ local function identity(self, o)
   lines[#lines + 1] = ("steps %d, accumulate %d, clip %s %s"):format(trainer.steps,
     trainer.accumulate, tostring(trainer.clip), tostring(trainer.clip_value))
   lines[#lines + 1] = "data " .. data_text(trainer.data)
-  lines[#lines + 1] = ("random numbers %s %s"):format(tostring(place.seed),
-    tostring(place.counter))
+  lines[#lines + 1] = ("random numbers %s %s"):format(tostring(place.seed), tostring(place.counter))
   lines[#lines + 1] = ("comm_dtype %s, zero %s, bucket %s"):format(tostring(o.comm_dtype),
     tostring(o.zero), tostring(o.bucket))
   lines[#lines + 1] = ("checkpoint_every %s, agree_every %s, stats_every %s, evaluate every %s, " ..

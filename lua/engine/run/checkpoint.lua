@@ -189,8 +189,7 @@ end
 -- Writes this rank's file; returns "crc bytes".
 local function write_own(place, pieces, step)
   if not disk.is_folder(place.temporary) then
-    error(("there is no %s here; hint: the ranks need a shared disk"):format(
-      place.temporary), 0)
+    error(("there is no %s here; hint: the ranks need a shared disk"):format(place.temporary), 0)
   end
   local file
   autograd.scope(function()

@@ -26,8 +26,7 @@ local PAUSE_MS = 100       -- between two checks of signals and files during a p
 
 function M.new(trainer, options)
   return setmetatable({ trainer = trainer, wanted = options.attach ~= false, set = {}, waiting = {},
-    heard = {},
-    many = trainer.reducer.many, follows = trainer.reducer.rank > 0 }, Control)
+    heard = {}, many = trainer.reducer.many, follows = trainer.reducer.rank > 0 }, Control)
 end
 
 --- Opens the socket of a run that has a directory. If that fails the run continues without it.
@@ -69,8 +68,7 @@ local settings = {
   clip = { "a number, 0 for none", not_negative, function(t) return t.clip or 0 end,
     function(t, x) t.clip = x > 0 and x or nil end, kept = true },
   clip_value = { "a number, 0 for none", not_negative, function(t) return t.clip_value or 0 end,
-    function(t, x) t.clip_value = x > 0 and x or nil end,
-    kept = true },
+    function(t, x) t.clip_value = x > 0 and x or nil end, kept = true },
   scale = { policies.USABLE, function(x) return type(x) == "number" and policies.usable(x) end,
     function(t) return t.policy:scale() end,
     function(t, x) t.policy:set_scale(x) end },

@@ -366,8 +366,7 @@ function History:overflows() return select_steps(self, "WHERE overflow ORDER BY 
 function History:events(kind)
   return collect(each(self, 2, nil,
     "SELECT step, time, kind, text, data FROM events WHERE ? IS NULL OR kind = ? ORDER BY id", kind,
-    kind),
-    { "step", "kind", "text" })
+    kind), { "step", "kind", "text" })
 end
 
 --- The losses on other data that the run measured (the trainer's `evaluate`): { { step, loss } ...
@@ -555,8 +554,7 @@ end
 local fp8_meta = { __tostring = function(rows)
   if #rows == 0 then return rows.problem end
   local lines = { ("%6s  %-28s %-4s %8s %10s %10s %11s %11s %9s"):format("step", "layer", "role",
-    "SNR dB", "underflow", "overflow", "amax", "scale",
-    "binades") }
+    "SNR dB", "underflow", "overflow", "amax", "scale", "binades") }
   for _, r in ipairs(rows) do
     local range = r.least and r.least > 0 and math.log(r.amax / r.least) / math.log(2) or 0
     lines[#lines + 1] = ("%6d  %-28s %-4s %8s %9.3g%% %9.3g%% %11.4g %11.4g %9.1f"):format(r.step,

@@ -161,8 +161,7 @@ function progress:finish()
   if self.pending then
     self.shown_at = nil
     local text = self:line(self.last, self.clock())
-    if self.on_line then put(self, "\r", show.cut(text, (self:columns() or 80) - 1, ""),
-      "\27[K")
+    if self.on_line then put(self, "\r", show.cut(text, (self:columns() or 80) - 1, ""), "\27[K")
     else put(self, text, "\n") end
   end
   if self.on_line then put(self, "\n") end

@@ -666,8 +666,7 @@ function Run:due()
   local done = self.trainer.steps_done
   -- a session is between two steps only after all of its optimizers' updates
   local before = self.trainer.turn_began_at or done - 1
-  return self.path ~= nil and every > 0
-    and math.floor(done / every) > math.floor(before / every)
+  return self.path ~= nil and every > 0 and math.floor(done / every) > math.floor(before / every)
 end
 
 --- Called after each step: writes a checkpoint when one is due, or at the end. Returns a line to

@@ -72,8 +72,7 @@ end
 local function refuse(self, what, by, problem)
   problem = tostring(problem)
   tell(self, "swap_refused", ("%s stays, %s is not used: %s"):format(self.trainer.policy.name, what,
-    problem),
-    { by = by, what = what, problem = problem, policy = described(self.trainer.policy) })
+    problem), { by = by, what = what, problem = problem, policy = described(self.trainer.policy) })
   return nil, problem
 end
 
@@ -235,8 +234,7 @@ function Swap:observe(record, stats, verdict)
   if not old then return verdict end
   self.probation = nil
   local policy = self.trainer.policy
-  local problem = verdict.failed ~= 0 and ffi.string(verdict.reason)
-    or self.trainer:refuses(policy)
+  local problem = verdict.failed ~= 0 and ffi.string(verdict.reason) or self.trainer:refuses(policy)
   problem = objection(self, problem == "" and "it failed" or problem)
   if not problem then return verdict end
   self.trainer:use_policy(old)

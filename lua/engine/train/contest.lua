@@ -2,6 +2,7 @@
 --   print(engine.contest { policies = { "dynamic", "layerwise" }, seeds = 5,
 --     run = function(policy, seed) ... return { loss = 0.31, skipped = 4 } end })
 local M_ffi = require "engine.base.ffi"
+local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
 local statistics = require "engine.base.statistics"
 local tensor = require "engine.tensor.tensor"
@@ -12,10 +13,9 @@ local function text_of(result)
   local lines = { { "policy", unpack(result.columns) } }
   for i, row in ipairs(result) do
     lines[i + 1] = { row.policy }
-    for _, column in ipairs(result.columns) do
+    for c, column in ipairs(result.columns) do
       local n = row[column]
-      table.insert(lines[i + 1], #n.values == 0 and "-"
-        or statistics.text(n.mean, n.spread, #n.values))
+      lines[i + 1][c + 1] = #n.values == 0 and "-" or statistics.text(n.mean, n.spread, #n.values)
     end
   end
   return show.table(lines, { true })
@@ -47,7 +47,7 @@ function M.new(options)
     M_ffi.raise("contest: expected { policies = { \"dynamic\", ... }, seeds = 5, run = " ..
       "function(policy, seed) ... end }")
   end
-  local result, known = { columns = {} }, {}
+  local result, columns = {}, {}
   for p, policy in ipairs(with(options.policies, options.also)) do
     local row = { policy = tostring(policy) }
     for seed = 1, options.seeds or 5 do
@@ -55,14 +55,13 @@ function M.new(options)
       M_ffi.expect(type(numbers) == "table", numbers,
         "contest: expected run to return a table of numbers")
       for name, value in pairs(numbers) do
-        if not known[name] then table.insert(result.columns, name) end
-        row[name], known[name] = row[name] or { values = {} }, true
+        row[name], columns[name] = row[name] or { values = {} }, true
         table.insert(row[name].values, value)
       end
     end
     result[p] = row
   end
-  table.sort(result.columns)
+  result.columns = nearest.keys(columns)
   for _, row in ipairs(result) do
     for _, name in ipairs(result.columns) do
       row[name] = row[name] or { values = {} }

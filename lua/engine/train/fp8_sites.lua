@@ -287,8 +287,7 @@ function M.attach(model, full)
     rawset(module, "_fp8", tonumber(id))
     rawset(module, "_fp8_site", holder)
     self.list[#self.list + 1] = { path = path ~= "" and path or "linear", id = id, holder = holder,
-      module = module, recipe = recipe, on = true,
-      meters = {} }
+      module = module, recipe = recipe, on = true, meters = {} }
   end)
   if not fp8 then return nil end
   if #self.list == 0 then

@@ -217,8 +217,7 @@ local function new(name, model, options)
     raise("optim.%s: precision '%s' needs a module with linear layers, got a list of tensors", name,
       full.name)
   end
-  local sites = module.is_module(model) and fp8_sites.attach(model, full)
-    or nil
+  local sites = module.is_module(model) and fp8_sites.attach(model, full) or nil
   local moments = options.moments or full.moments
   expect(moments == "f32" or moments == "bf16", moments,
     "optim.%s: expected moments in f32 or bf16", name)

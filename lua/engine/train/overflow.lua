@@ -176,8 +176,7 @@ function Overflows:look(record, verdict)
   if not text and trainer.delay == 0 and trainer.batches[1] then
     local problem
     finding, problem = run_again(trainer, record.scale)
-    text = finding and tostring(finding) or "the step could not be run again: " ..
-      tostring(problem)
+    text = finding and tostring(finding) or "the step could not be run again: " .. tostring(problem)
   end
   if not mine then return end
   if text then

@@ -156,8 +156,7 @@ function M.resolve(recipe)
     if key ~= "name" and key ~= "base" and key ~= "scaled" and key ~= "fp8" then
       if not FORMATS[key] then
         raise("precision '%s': unknown role '%s'%s; roles: %s", full.name, tostring(key),
-          nearest.hint(tostring(key), names_of(FORMATS)),
-          table.concat(names_of(FORMATS), " "))
+          nearest.hint(tostring(key), names_of(FORMATS)), table.concat(names_of(FORMATS), " "))
       end
       if not (" " .. FORMATS[key] .. " "):find(" " .. tostring(value) .. " ", 1, true) then
         raise("precision '%s': %s cannot be %s; formats: %s", full.name, key, value_text(value),

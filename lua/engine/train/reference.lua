@@ -28,8 +28,7 @@ function M.new(trainer, every, layers)
       layers, list[1].name)
   end
   return setmetatable({ trainer = trainer, every = every, spared = spared, norm = 0 / 0,
-    norms = M_ffi.new("double[?]", #list), n = #list,
-    count = 0, seconds = 0 }, Reference)
+    norms = M_ffi.new("double[?]", #list), n = #list, count = 0, seconds = 0 }, Reference)
 end
 
 local function backward(self, s, batches)
