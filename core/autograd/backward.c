@@ -106,7 +106,8 @@ static bool collect(grad_call *g, const tape_node *node)
 {
   bool any = false;
   const op_call *call = &node->call;
-  *g = (grad_call){.call = call, .relative_scale = node->relative_scale};
+  *g = (grad_call){.call = call, .relative_scale = node->relative_scale,
+                   .last = !pass.retain};
   for (int k = 0; k < call->n_out; k++)
     if (call->out[k] && call->out[k]->gradient) {
       g->dy[k] = call->out[k]->gradient;

@@ -62,6 +62,13 @@ static bool is_read(const storage *store, const tape_node *node)
   return false;
 }
 
+bool tape_reads(const storage *store, int first, int last)
+{
+  for (int i = last - 1; i >= first; i--)   // a Lua gradient may read anything
+    if (tape_call(i)->op < 0 || is_read(store, tape_at(i))) return true;
+  return false;
+}
+
 eng_status eng_done(const eng_tensor *handle)
 {
   tensor *x;
@@ -74,10 +81,7 @@ eng_status eng_done(const eng_tensor *handle)
   x->done = true;
   if (s->done != s->references) return ENG_OK;
   int first = computed && s->references == 1 ? x->node : 0;
-  for (int i = eng_tape_length() - 1; i >= first; i--) {
-    const tape_node *node = tape_at(i);
-    if (node->call.op < 0 || is_read(s, node)) return ENG_OK;   // a Lua gradient may read anything
-  }
+  if (tape_reads(s, first, eng_tape_length())) return ENG_OK;
   arena_free_in(s->space, ARENA_STEP, s->memory, s->bytes);
   s->memory = x->data = NULL;   // tensor_get refuses views of empty storage
   s->bytes = 0;

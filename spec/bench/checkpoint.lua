@@ -21,10 +21,10 @@ local trainer = engine.trainer { model = model, log = "quiet", steps = 1e9, poli
 
 local function step(which)
   model:checkpoint(which)
-  local began = machine.clock()
+  local began, busy = machine.clock(), os.clock()
   local record = trainer:step()
   losses[#losses + 1] = ("%.17g"):format(record.loss)
-  return machine.clock() - began
+  return machine.clock() - began, os.clock() - busy
 end
 
 local function resident()                              -- bytes: the most this process has had
@@ -52,10 +52,12 @@ local none, block = peaks.none, peaks.block
 assert(none.loss == block.loss, "the losses differ")
 step(false)
 step "block"
-local plain, again = {}, {}
-for i = 1, cfg.steps do plain[i], again[i] = step(false), step "block" end
-table.sort(plain)
-table.sort(again)
+local plain, again, plain_busy, again_busy = {}, {}, {}, {}
+for i = 1, cfg.steps do
+  plain[i], plain_busy[i] = step(false)
+  again[i], again_busy[i] = step "block"
+end
+for _, list in ipairs { plain, again, plain_busy, again_busy } do table.sort(list) end
 local middle = math.ceil(cfg.steps / 2)
 local MIB = 2 ^ 20
 local function row(name, a, b)
@@ -66,5 +68,8 @@ print(("%-36s %10s %10s"):format("MiB", "all kept", "block"))
 row("activations and their gradients, peak", none.step, block.step)
 row("resident set, peak (VmHWM)", none.most, block.most)
 row("  of it above weights before a step", none.most - none.before, block.most - block.before)
-print(("%-36s %10.2f %10.2f %8.2f x"):format("seconds per step", plain[middle], again[middle],
-  again[middle] / plain[middle]))
+local function times(name, a, b)
+  print(("%-36s %10.2f %10.2f %8.2f x"):format(name, a[middle], b[middle], b[middle] / a[middle]))
+end
+times("seconds per step", plain, again)
+times("processor seconds per step", plain_busy, again_busy)

@@ -36,6 +36,43 @@ local function value(f, ...)
   return engine.scope(function() return (f(unpack(arguments))):item() end)
 end
 
+describe("the gradient of cross entropy", function()
+  -- The bits of a gradient through logits x = w * 2, after x:done() or without it.
+  local function gradient(dtype, done, retain, also)
+    engine.seed(4)
+    local w = engine.randn({ 6, 700 }, { dtype = dtype }):requires_grad(true)
+    local x = w * 2
+    local square = also == "reads" and (x * x):mean()
+    local targets = engine.tensor({ 1, 0, 699, -100, 5, 7 }, { dtype = "i64" })
+    local loss = engine.cross_entropy(x, targets, { soft_cap = 20 })
+    if also == "exp" then loss = loss + x:exp():log():mean() end      -- log reads exp's result
+    if square then loss = loss + square end
+    if done then x:done() end
+    loss:backward { retain = retain, scale = 8 }
+    if retain then
+      w:requires_grad(false)
+      w:requires_grad(true)
+      loss:backward { scale = 8 }
+    end
+    return table.concat(w.grad:to("f32"):totable()[1], " ") .. tostring(w.grad:sum():item()),
+      not pcall(engine.no_grad, x.sum, x)
+  end
+
+  it("takes the memory of logits that are done, unless another rule reads them", function()
+    for _, dtype in ipairs { "f32", "bf16", "f16", "f64" } do
+      for _, also in ipairs { false, "exp", "reads" } do
+        local want = gradient(dtype, false, false, also)
+        local got, gone = gradient(dtype, true, false, also)
+        assert.equal(want, got)
+        assert.equal(dtype ~= "f64" and also ~= "reads", gone, dtype .. " " .. tostring(also))
+      end
+      local _, gone = gradient(dtype, true, true)
+      assert.equal(dtype ~= "f64", gone)
+      assert.equal((gradient(dtype, false, true)), (gradient(dtype, true, true)))
+    end
+  end)
+end)
+
 describe("losses.sft", function()
   it("is the mean cross entropy of the tokens that count", function()
     local model, batch = gpt(1), batch_of(MASK)
