@@ -137,9 +137,10 @@ local sets = setmetatable({}, { __index = function(all, words)
   return all[words]
 end })
 
+local NO_OPTIONS = {}
+
 --- Checks that every key of a table of options is a key of `known`, a table or a string of names,
 --- and returns the options ({} for nil).
-local NO_OPTIONS = {}
 function M.read_named(options, name, known)
   if options == nil then return NO_OPTIONS end
   if type(known) == "string" then known = sets[known] end
