@@ -13,7 +13,7 @@ local M = {}
 M.SIGNALS = { HUP = 1, INT = 2, QUIT = 3, KILL = 9, USR1 = 10, USR2 = 12, PIPE = 13, TERM = 15,
   CONT = 18, STOP = 19, XCPU = 24, XFSZ = 25 }
 M.STEPS = 80            -- of the job
-M.RANK_TIMEOUT = 2      -- seconds
+M.RANK_TIMEOUT = 5      -- seconds; a loaded machine can take 2 s to start a rank
 local END_WITHIN = 60   -- seconds for an undisturbed job on a busy machine
 local MARGIN = 10       -- the last steps do not count as the middle of a run
 
