@@ -54,8 +54,49 @@ function M.jsonl(field)
   end
 end
 
+-- The parts of a conversation by a tokenizer's chat template. An assistant's message is what the
+-- template adds to the text of the messages before it, with the beginning of an answer, as far as
+-- the text of the whole conversation has it, too.
+local function by_template(tokenizer, messages)
+  local parts, done = {}, 0
+  local function text(n, prompt)
+    return n == 0 and "" or tokenizer:apply_chat_template({ unpack(messages, 1, n) },
+      { add_generation_prompt = prompt })
+  end
+  local function shared(a, b)
+    local n = 0
+    while n < #a and a:byte(n + 1) == b:byte(n + 1) do n = n + 1 end
+    return n
+  end
+  local good, problem = pcall(function()
+    local all = text(#messages, false)
+    local function add(to, counts)
+      if to > done then parts[#parts + 1] = { all:sub(done + 1, to), counts } end
+      done = to
+    end
+    for i, message in ipairs(messages) do
+      if message.role == "assistant" then
+        local before, stop = text(i - 1, true), shared(text(i, false), all)
+        if shared(before, all) < #before then before = text(i - 1, false) end
+        local content = message.content:match("^%s*(.-)%s*$")
+        if #before < done or shared(before, all) < #before
+          or not all:sub(#before + 1, stop):find(content, 1, true) then
+          error(("message %d: the chat template changes it when other messages follow")
+            :format(i), 0)
+        end
+        add(#before, false)
+        add(stop, true)
+      end
+    end
+    add(#all, false)
+  end)
+  if good then return parts end
+  return nil, (tostring(problem):gsub("^[^\n:]+:%d+: ", ""))
+end
+
 --- A list of messages { role =, content = } in a JSON object. template(role) -> the text before and
---- after a message of that role. The assistant's messages count, with the text after them.
+--- after a message of that role; or a tokenizer with a chat template. The assistant's messages
+--- count, with the text after them.
 function M.chat(field, template)
   return function(line)
     local object, problem = object_of(line)
@@ -74,15 +115,18 @@ function M.chat(field, template)
         if role then content, problem = text_of(message, "content") end
       end
       if problem then return nil, ("message %d %s"):format(i, problem) end
-      local before, after = template(role)
-      if type(before) ~= "string" or type(after) ~= "string" then
-        raise("data.chat: expected template('%s') to return two texts, got %s and %s", role,
-          value_text(before), value_text(after))
+      if type(template) == "function" then
+        local before, after = template(role)
+        if type(before) ~= "string" or type(after) ~= "string" then
+          raise("data.chat: expected template('%s') to return two texts, got %s and %s", role,
+            value_text(before), value_text(after))
+        end
+        parts[#parts + 1] = { before, false }
+        parts[#parts + 1] = { content .. after, role == "assistant" }
       end
-      parts[#parts + 1] = { before, false }
-      parts[#parts + 1] = { content .. after, role == "assistant" }
     end
-    return parts
+    if type(template) == "function" then return parts end
+    return by_template(template, messages)
   end
 end
 

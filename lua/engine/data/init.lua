@@ -43,8 +43,8 @@ local CHECKS = { batch = at_least(1), context = at_least(1), seed = at_least(0),
   chosen = is_name, rejected = is_name,
   bad = { "stop or skip", function(v) return v == "stop" or v == "skip" end },
   by = { "line or paragraph", function(v) return v == "line" or v == "paragraph" end },
-  template = { "a function from a role to two texts", function(v)
-    return type(v) == "function"
+  template = { "a function from a role to two texts, or a tokenizer", function(v)
+    return type(v) == "function" or type(v) == "table" and v.apply_chat_template ~= nil
   end },
   dtype = { "u16 or u32", function(v) return v == "u16" or v == "u32" end },
   separator = { "one character, and no quote or line end",
@@ -470,9 +470,10 @@ end
 
 --- Conversations from JSON lines: { "messages": [{ "role":, "content": }, ..] }. Only the
 --- assistant's messages count in the loss: the other targets are -100. messages: the field's name.
---- template: a function(role) -> the texts before and after a message of that role (ChatML). The
---- text after an assistant's message counts. Conversations without an assistant's message are left
---- out. The other options are those of engine.data.jsonl.
+--- template: a function(role) -> the texts before and after a message of that role (ChatML); or a
+--- tokenizer, for the chat template in its folder. The text after an assistant's message counts.
+--- Conversations without an assistant's message are left out. The other options are those of
+--- engine.data.jsonl.
 function M.chat(given)
   local o = options_of("chat", given, document_options { messages = "messages",
     template = documents.chatml })

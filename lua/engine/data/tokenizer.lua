@@ -236,6 +236,17 @@ function Tokenizer:decode(ids, options)
   return ffi.string(out_text[0], out_size[0])
 end
 
+--- The text of a conversation, a list of messages { role =, content = }, by the chat template in
+--- the folder of the tokenizer: the text that transformers' method of this name gives. Options:
+--- add_generation_prompt (false; true: with the beginning of the assistant's answer), and
+--- whatever else the template reads. A template that uses more of Jinja than the engine has is an
+--- error of one line. The text has its special tokens: encode(text, { special = false }).
+function Tokenizer:apply_chat_template(messages, options)
+  self.chat = self.chat
+    or require("engine.data.chat_template").of(self.path:match("^(.*)/[^/]*$") or ".")
+  return self.chat(messages, options)
+end
+
 --- One more than the largest id: what a model's embedding needs.
 function Tokenizer:vocab_size() return tonumber(C.eng_tokenizer_size(self.handle)) end
 

@@ -1,0 +1,79 @@
+-- Chat templates: the text that a model expects for a conversation. Hugging Face's files have it as
+-- a Jinja template, in chat_template.jinja or in tokenizer_config.json. Called by tokenizer.lua.
+local cjson = require "cjson"
+local M_ffi = require "engine.base.ffi"
+local file = require "engine.base.file"
+local jinja = require "engine.data.jinja"
+
+local raise, value_text = M_ffi.raise, M_ffi.value_text
+
+local M = {}
+local MOST_BYTES = 2 ^ 20      -- of a template
+local TOKENS = { "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token",
+  "mask_token" }
+
+-- A value of Lua or JSON as the template sees it.
+local function value_of(x, depth)
+  if x == cjson.null then return jinja.NONE end
+  if type(x) ~= "table" or x == jinja.NONE then return x end
+  if depth > 20 then raise("apply_chat_template: tables inside tables, more than 20 deep") end
+  local out = {}
+  for key, value in pairs(x) do out[key] = value_of(value, depth + 1) end
+  return (x[1] ~= nil or next(x) == nil) and jinja.list(out) or out
+end
+
+-- The template's text, and the special tokens by their names.
+local function read(folder)
+  local path = folder .. "/tokenizer_config.json"
+  local text, config = file.read(path), {}
+  if text then
+    local good, data = pcall(cjson.decode, text)
+    if not good or type(data) ~= "table" then raise("tokenizer: %s is not JSON", path) end
+    config = data
+  end
+  local tokens = {}
+  for _, name in ipairs(TOKENS) do
+    local token = config[name]
+    if type(token) == "table" then token = token.content end
+    if type(token) == "string" then tokens[name] = token end
+  end
+  local template = file.read(folder .. "/chat_template.jinja") or config.chat_template
+  for _, named in ipairs(type(template) == "table" and template or {}) do
+    if type(named) == "table" and named.name == "default" then template = named.template end
+  end
+  if type(template) ~= "string" then
+    raise("tokenizer: %s has no chat template: neither chat_template.jinja nor a chat_template " ..
+      "in tokenizer_config.json; hint: put the texts around the messages yourself", folder)
+  end
+  if #template > MOST_BYTES then
+    raise("tokenizer: the chat template of %s has %d bytes, expected at most %d", folder,
+      #template, MOST_BYTES)
+  end
+  return template, tokens
+end
+
+--- A function(messages, options) -> text for the files of a folder; see apply_chat_template.
+function M.of(folder)
+  local source, tokens = read(folder)
+  local render, problem = jinja.read(source)
+  local function refuse(why)
+    raise("tokenizer: the chat template of %s: %s; hint: put the texts around the messages " ..
+      "yourself", folder, why)
+  end
+  if not render then refuse(problem) end
+  return function(messages, options)
+    if type(messages) ~= "table" or type(messages[1]) ~= "table" then
+      raise("apply_chat_template: expected a list of messages { role =, content = }, got %s",
+        value_text(messages))
+    end
+    local variables = { add_generation_prompt = false, tools = jinja.NONE, documents = jinja.NONE,
+      raise_exception = function(message) jinja.fail("%s", tostring(message)) end }
+    for name, token in pairs(tokens) do variables[name] = token end
+    for name, value in pairs(options or {}) do variables[name] = value_of(value, 0) end
+    variables.messages = value_of(messages, 0)
+    local text, why = render(variables)
+    return text or refuse(why)
+  end
+end
+
+return M

@@ -1,0 +1,715 @@
+-- The part of the template language Jinja that chat templates use, with the settings of
+-- transformers (trim_blocks and lstrip_blocks). A template becomes a function from variables to a
+-- text. Statements: for (with if, else, loop, break, continue), if, set (of a name, a namespace's
+-- field, a block), generation. Expressions: those of Jinja without **, calls of the methods,
+-- filters and tests in the tables below. Everything else is refused with the line in the template.
+-- Values are Lua's; a list is a table with the metatable List, None is the value NONE, and
+-- undefined is nil. Called by chat_template.lua.
+local M = {}
+
+local List, NONE = {}, setmetatable({}, { __tostring = function() return "None" end })
+M.NONE = NONE
+-- A file must not hang or fill the memory of the process: the most operations, and bytes of a text.
+local OPERATIONS, BYTES = 1e6, 2 ^ 24
+local operations, printed
+
+local function list(items) return setmetatable(items, List) end
+M.list = list
+local function is_list(x) return getmetatable(x) == List end
+local function is_dict(x) return type(x) == "table" and x ~= NONE and not is_list(x) end
+
+local function fail(message, ...) error({ template = message:format(...) }, 0) end
+M.fail = fail
+
+local function kind(x)
+  return x == nil and "undefined" or x == NONE and "None" or is_list(x) and "a list"
+    or type(x) == "table" and "a dict" or "a " .. type(x)
+end
+
+local function spend(n)
+  operations = operations + n
+  if operations > OPERATIONS then fail("more than %d operations", OPERATIONS) end
+end
+
+local function bounded(text)
+  spend(#text / 1024)
+  if #text > BYTES then fail("a text has more than %d bytes", BYTES) end
+  return text
+end
+
+local function print_to(out, text)
+  printed = printed + #text
+  if printed > BYTES then fail("the text has more than %d bytes", BYTES) end
+  out[#out + 1] = text
+end
+
+-- Python's str() of what templates print.
+local function text_of(x)
+  if type(x) == "string" then return x end
+  if x == nil then return "" end
+  if x == true then return "True" elseif x == false then return "False" end
+  if type(x) == "number" then return ("%.14g"):format(x) end
+  if x == NONE then return "None" end
+  return fail("cannot print %s", kind(x))
+end
+
+local function truth(x)
+  if is_list(x) then return x[1] ~= nil end
+  if is_dict(x) then return next(x) ~= nil end
+  return x ~= nil and x ~= NONE and x ~= false and x ~= 0 and x ~= ""
+end
+
+-- ------------------------------------------------------------------ texts
+
+local function characters(s)
+  local all = {}
+  for c in s:gmatch "[%z\1-\127\192-\255][\128-\191]*" do all[#all + 1] = c end
+  return all
+end
+
+-- What Python's strip() removes, besides ASCII's.
+local SPACES = {}
+for c in (" \t\n\v\f\r\28\29\30\31"):gmatch "." do SPACES[c] = true end
+for _, c in ipairs { "\194\133", "\194\160", "\225\154\128", "\226\128\168", "\226\128\169",
+  "\226\128\175", "\226\129\159", "\227\128\128" } do SPACES[c] = true end
+for i = 128, 138 do SPACES["\226\128" .. string.char(i)] = true end
+
+local function strip(s, left, right, given)
+  local set, all = SPACES, characters(s)
+  if given ~= nil and given ~= NONE then
+    set = {}
+    for _, c in ipairs(characters(given)) do set[c] = true end
+  end
+  local from, to = 1, #all
+  while left and from <= to and set[all[from]] do from = from + 1 end
+  while right and to >= from and set[all[to]] do to = to - 1 end
+  return table.concat(all, "", from, to)
+end
+
+local function split(s, at)
+  if at == nil or at == "" then fail("split needs the text to split at") end
+  local parts, from = {}, 1
+  while true do
+    local first, last = s:find(at, from, true)
+    parts[#parts + 1] = s:sub(from, (first or #s + 1) - 1)
+    if not first then return list(parts) end
+    from = last + 1
+  end
+end
+
+local function replace(s, old, new)
+  if old == "" then fail("replace needs a text to replace") end
+  return bounded(table.concat(split(s, old), new))
+end
+
+local function sequence(x)
+  if type(x) == "string" then
+    spend(#x / 16)
+    return list(characters(x))
+  end
+  if is_list(x) then
+    spend(#x / 16)
+    return x
+  end
+  if is_dict(x) then
+    local keys = {}
+    for key in pairs(x) do keys[#keys + 1] = key end
+    table.sort(keys, function(a, b) return tostring(a) < tostring(b) end)
+    return list(keys)
+  end
+  return fail("cannot go through %s", kind(x))
+end
+
+local METHODS = {
+  strip = function(s, c) return strip(s, true, true, c) end,
+  lstrip = function(s, c) return strip(s, true, false, c) end,
+  rstrip = function(s, c) return strip(s, false, true, c) end,
+  split = split, replace = replace,
+  upper = function(s) return s:upper() end, lower = function(s) return s:lower() end,
+  startswith = function(s, with) return s:sub(1, #with) == with end,
+  endswith = function(s, with) return with == "" or s:sub(-#with) == with end,
+}
+local DICT_METHODS = {
+  get = function(d, key, default)
+    if d[key] ~= nil then return d[key] end
+    return default == nil and NONE or default
+  end,
+  items = function(d)
+    local all = sequence(d)
+    for i, key in ipairs(all) do all[i] = list { key, d[key] } end
+    return all
+  end,
+  keys = sequence,
+}
+
+local function length(x) return #sequence(x) end
+local function joined(x, with)
+  local parts = {}
+  for i, item in ipairs(sequence(x)) do parts[i] = text_of(item) end
+  return bounded(table.concat(parts, with or ""))
+end
+
+local FILTERS = {
+  trim = function(s) return strip(text_of(s), true, true) end, length = length, count = length,
+  upper = function(s) return text_of(s):upper() end,
+  lower = function(s) return text_of(s):lower() end,
+  string = text_of, safe = function(s) return s end, list = sequence, join = joined,
+  first = function(x) return sequence(x)[1] end,
+  last = function(x) local all = sequence(x) return all[#all] end,
+  replace = function(s, old, new) return replace(text_of(s), old, new) end,
+  default = function(x, other, falsy)
+    if x == nil or falsy and not truth(x) then return other end
+    return x
+  end,
+}
+FILTERS.d = FILTERS.default
+
+local TESTS = {
+  defined = function(x) return x ~= nil end, undefined = function(x) return x == nil end,
+  none = function(x) return x == NONE end, string = function(x) return type(x) == "string" end,
+  number = function(x) return type(x) == "number" end, mapping = is_dict,
+  boolean = function(x) return type(x) == "boolean" end,
+  ["true"] = function(x) return x == true end, ["false"] = function(x) return x == false end,
+  iterable = function(x) return type(x) == "string" or type(x) == "table" and x ~= NONE end,
+  sequence = function(x) return type(x) == "string" or type(x) == "table" and x ~= NONE end,
+  odd = function(x) return x % 2 == 1 end, even = function(x) return x % 2 == 0 end,
+}
+
+-- ------------------------------------------------------------------ values
+
+local function item_of(x, key)
+  if x == nil then fail("'%s' of an undefined value", tostring(key)) end
+  if is_dict(x) then return x[key] end
+  if type(key) == "number" and (is_list(x) or type(x) == "string") then
+    local all = sequence(x)
+    return all[key < 0 and #all + key + 1 or key + 1]
+  end
+end
+
+local function slice_of(x, from, to, step)
+  local all, out = sequence(x), {}
+  local n = #all
+  step = step or 1
+  if step ~= 1 and step ~= -1 then fail("a slice has a step other than 1 and -1") end
+  local function place(i, default)
+    if i == nil or i == NONE then return default end
+    return math.max(step > 0 and 0 or -1, math.min(i < 0 and i + n or i, step > 0 and n or n - 1))
+  end
+  local first, last = place(from, step > 0 and 0 or n - 1), place(to, step > 0 and n or -1)
+  for i = first, last - step, step do out[#out + 1] = all[i + 1] end
+  return type(x) == "string" and table.concat(out) or list(out)
+end
+
+local function contains(a, x)
+  if type(x) == "string" then return type(a) == "string" and x:find(a, 1, true) ~= nil end
+  if is_dict(x) then return x[a] ~= nil end
+  for _, item in ipairs(sequence(x)) do
+    if item == a then return true end
+  end
+  return false
+end
+
+local function numbers(what, a, b)
+  if type(a) ~= "number" or type(b) ~= "number" then fail("%s %s %s", kind(a), what, kind(b)) end
+end
+
+local BINARY = {
+  ["=="] = function(a, b) return a == b end, ["!="] = function(a, b) return a ~= b end,
+  ["in"] = contains, ["not in"] = function(a, b) return not contains(a, b) end,
+  ["~"] = function(a, b) return bounded(text_of(a) .. text_of(b)) end,
+  ["+"] = function(a, b)
+    if type(a) == "string" and type(b) == "string" then return bounded(a .. b) end
+    if is_list(a) and is_list(b) then
+      local all = {}
+      for _, x in ipairs(a) do all[#all + 1] = x end
+      for _, x in ipairs(b) do all[#all + 1] = x end
+      if #all > BYTES / 64 then fail("a list is too long") end
+      return list(all)
+    end
+    numbers("+", a, b)
+    return a + b
+  end,
+}
+for op, f in pairs { ["-"] = function(a, b) return a - b end,
+  ["*"] = function(a, b) return a * b end, ["//"] = function(a, b) return math.floor(a / b) end,
+  ["%"] = function(a, b) return a % b end, ["<"] = function(a, b) return a < b end,
+  [">"] = function(a, b) return a > b end, ["<="] = function(a, b) return a <= b end,
+  [">="] = function(a, b) return a >= b end } do
+  BINARY[op] = function(a, b) numbers(op, a, b) return f(a, b) end
+end
+
+-- ------------------------------------------------------------------ expressions
+
+local ESCAPES = { n = "\n", t = "\t", r = "\r", ["\n"] = "" }
+local WORDS = { ["and"] = true, ["or"] = true, ["not"] = true, ["in"] = true, ["is"] = true,
+  ["if"] = true, ["else"] = true }
+local CONSTANTS = { ["true"] = true, ["True"] = true, ["false"] = false, ["False"] = false,
+  none = NONE, None = NONE }
+
+-- The tokens of a tag's inside: { kind, value }, kinds name, op, text, number.
+local function tokens_of(source)
+  local all, at = {}, 1
+  while true do
+    at = source:find("%S", at)
+    if not at then break end
+    local c = source:sub(at, at)
+    if c == "'" or c == '"' then
+      local out, i = {}, at + 1
+      while source:sub(i, i) ~= c do
+        local d = source:sub(i, i)
+        if d == "" then fail("a text without an end: %s", source:sub(at, at + 20)) end
+        if d == "\\" then
+          i = i + 1
+          d = source:sub(i, i)
+          if d:find "[xuUN0-7]" then fail("the escape \\%s in a text is not supported", d) end
+          d = ESCAPES[d] or d:find "[\\'\"]" and d or "\\" .. d
+        end
+        out[#out + 1], i = d, i + 1
+      end
+      all[#all + 1], at = { "text", table.concat(out) }, i + 1
+    else
+      local word = source:match("^[%a_][%w_]*", at)
+      local number = not word and source:match("^%d+%.?%d*", at)
+      local op = not word and not number and (source:match("^[=!<>]=", at)
+        or source:match("^//", at) or source:match("^[%+%-%*/%%~<>%(%)%[%]{}%.,:|=]", at))
+      if not (word or number or op) then fail("unexpected '%s'", c) end
+      all[#all + 1] = word and { "name", word } or number and { "number", tonumber(number) }
+        or { "op", op }
+      at = at + #(word or number or op)
+    end
+  end
+  return all
+end
+
+local Parser = {}
+Parser.__index = Parser
+
+function Parser:is(value)
+  local token = self[self.at]
+  return token and token[2] == value and token[1] ~= "text" and token[1] ~= "number"
+end
+function Parser:accept(value)
+  if not self:is(value) then return false end
+  self.at = self.at + 1
+  return true
+end
+function Parser:want(value)
+  if not self:accept(value) then
+    local token = self[self.at]
+    fail("expected '%s', got %s", value, token and "'" .. tostring(token[2]) .. "'" or "the end")
+  end
+end
+function Parser:name()
+  local token = self[self.at]
+  if not token or token[1] ~= "name" then fail "expected a name" end
+  self.at = self.at + 1
+  return token[2]
+end
+
+-- Arguments until `close`: functions of the scope; named ones in a second table.
+function Parser:arguments(close)
+  local plain, named, n = {}, {}, 0
+  while not self:accept(close) do
+    local after = self[self.at + 1]
+    if self[self.at] and self[self.at][1] == "name" and after and after[1] == "op"
+      and after[2] == "=" then
+      local key = self:name()
+      self:want "="
+      named[key] = self:expression()
+    else
+      n = n + 1
+      plain[n] = self:expression()
+    end
+    if not self:is(close) then self:want "," end
+  end
+  return plain, named, n
+end
+
+local function evaluate(plain, n, scope)
+  local values = {}
+  for i = 1, n do values[i] = plain[i](scope) end
+  return values
+end
+
+function Parser:primary()
+  local token = self[self.at] or fail "expected an expression"
+  self.at = self.at + 1
+  local what, value = token[1], token[2]
+  if what == "text" or what == "number" then
+    while what == "text" and self[self.at] and self[self.at][1] == "text" do
+      value = value .. self[self.at][2]              -- texts side by side are one
+      self.at = self.at + 1
+    end
+    return function() return value end
+  elseif value == "(" then
+    local inner = self:expression()
+    self:want ")"
+    return inner
+  elseif value == "[" then
+    local items, _, n = self:arguments "]"
+    return function(scope) return list(evaluate(items, n, scope)) end
+  elseif value == "{" then
+    local keys, values = {}, {}
+    while not self:accept "}" do
+      keys[#keys + 1] = self:expression()
+      self:want ":"
+      values[#keys] = self:expression()
+      if not self:is "}" then self:want "," end
+    end
+    return function(scope)
+      local dict = {}
+      for i, key in ipairs(keys) do dict[key(scope)] = values[i](scope) end
+      return dict
+    end
+  elseif what ~= "name" or WORDS[value] then fail("unexpected '%s'", tostring(value)) end
+  if CONSTANTS[value] ~= nil then
+    local constant = CONSTANTS[value]
+    return function() return constant end
+  end
+  if self:accept "(" then
+    local plain, named, n = self:arguments ")"
+    if value == "namespace" then
+      return function(scope)
+        local space = {}
+        for key, f in pairs(named) do space[key] = f(scope) end
+        return space
+      end
+    end
+    return function(scope)
+      local f = scope[value]
+      if type(f) ~= "function" then fail("there is no function '%s'", value) end
+      return f(unpack(evaluate(plain, n, scope), 1, n))
+    end
+  end
+  return function(scope) return scope[value] end
+end
+
+function Parser:method(x, name)
+  local plain, _, n = self:arguments ")"
+  return function(scope)
+    local self_, given = x(scope), evaluate(plain, n, scope)
+    local f = type(self_) == "string" and METHODS[name] or is_dict(self_) and DICT_METHODS[name]
+    if not f then fail("%s has no method '%s' here", kind(self_), name) end
+    return f(self_, unpack(given, 1, n))
+  end
+end
+
+function Parser:subscript(x)
+  local parts, n, colon = {}, 1, false
+  while not self:accept "]" do
+    if self:accept ":" then n, colon = n + 1, true else parts[n] = self:expression() end
+  end
+  if not colon then
+    local key = parts[1] or fail "expected an index"
+    return function(scope) return item_of(x(scope), key(scope)) end
+  end
+  return function(scope)
+    return slice_of(x(scope), parts[1] and parts[1](scope), parts[2] and parts[2](scope),
+      parts[3] and parts[3](scope))
+  end
+end
+
+function Parser:postfix()
+  local x = self:primary()
+  while true do
+    if self:accept "." then
+      local name = self:name()
+      if self:accept "(" then x = self:method(x, name)
+      else
+        local of = x
+        x = function(scope) return item_of(of(scope), name) end
+      end
+    elseif self:accept "[" then x = self:subscript(x)
+    elseif self:accept "|" then
+      local name, of, plain, n = self:name(), x, {}, 0
+      local f = FILTERS[name] or fail("the filter '%s' is not supported", name)
+      local named
+      if self:accept "(" then plain, named, n = self:arguments ")" end
+      if named and next(named) then fail("'%s' of the filter '%s'", next(named), name) end
+      x = function(scope) return f(of(scope), unpack(evaluate(plain, n, scope), 1, n)) end
+    elseif self:accept "is" then
+      local negated = self:accept "not"
+      local name, of = self:name(), x
+      local f = TESTS[name] or fail("the test '%s' is not supported", name)
+      x = function(scope) return (f(of(scope)) and true or false) ~= negated end
+    else return x end
+  end
+end
+
+function Parser:unary()
+  if self:accept "-" then
+    local x = self:unary()
+    return function(scope) return -x(scope) end
+  end
+  return self:postfix()
+end
+
+-- Operators from the loosest to the tightest.
+local LEVELS = { { "==", "!=", "<", ">", "<=", ">=", "in", "not" }, { "+", "-" }, { "~" },
+  { "*", "//", "%" } }
+function Parser:binary(level)
+  if not LEVELS[level] then return self:unary() end
+  local a = self:binary(level + 1)
+  while true do
+    local op
+    for _, candidate in ipairs(LEVELS[level]) do
+      if not op and self:accept(candidate) then op = candidate end
+    end
+    if not op then return a end
+    if op == "not" then
+      self:want "in"
+      op = "not in"
+    end
+    local f, x, y = BINARY[op], a, self:binary(level + 1)
+    a = function(scope) return f(x(scope), y(scope)) end
+  end
+end
+
+function Parser:negation()
+  if self:accept "not" then
+    local x = self:negation()
+    return function(scope) return not truth(x(scope)) end
+  end
+  return self:binary(1)
+end
+
+function Parser:both()
+  local a = self:negation()
+  while self:accept "and" do
+    local x, y = a, self:negation()
+    a = function(scope)
+      local value = x(scope)
+      if truth(value) then return y(scope) end
+      return value
+    end
+  end
+  return a
+end
+
+function Parser:either()
+  local a = self:both()
+  while self:accept "or" do
+    local x, y = a, self:both()
+    a = function(scope)
+      local value = x(scope)
+      if truth(value) then return value end
+      return y(scope)
+    end
+  end
+  return a
+end
+
+function Parser:expression()
+  local a = self:either()
+  while self:accept "if" do
+    local x, condition, other = a, self:either(), nil
+    if self:accept "else" then other = self:expression() end
+    a = function(scope)
+      if truth(condition(scope)) then return x(scope) end
+      return other and other(scope)
+    end
+  end
+  return a
+end
+
+function Parser:finished()
+  if self[self.at] then fail("unexpected '%s'", tostring(self[self.at][2])) end
+end
+
+local function parser(source)
+  local self = tokens_of(source)
+  self.at = 1
+  return setmetatable(self, Parser)
+end
+
+-- ------------------------------------------------------------------ the template's parts
+
+-- { kind, text, line }: kinds text, "{{", "{%"; white space is trimmed as the tags say.
+local function parts_of(source)
+  local parts, at, line, trim = {}, 1, 1, false
+  source = source:gsub("\r\n", "\n"):gsub("\n$", "")
+  local function add_text(text, tag, sign)
+    if trim then text = text:gsub("^%s+", "") end
+    if sign == "-" then text = text:gsub("%s+$", "")
+    elseif tag and tag ~= "{{" and sign ~= "+" then
+      local kept = text:match "^(.*\n)[ \t]*$" or #parts == 0 and text:match "^()[ \t]*$" and ""
+      text = kept or text
+    end
+    if text ~= "" then parts[#parts + 1] = { "text", text, line } end
+  end
+  while true do
+    local from = source:find("{[{%%#]", at)
+    if not from then
+      add_text(source:sub(at))
+      return parts
+    end
+    local open = source:sub(from, from + 1)
+    local close = open == "{{" and "}}" or open == "{%" and "%}" or "#}"
+    local sign = source:sub(from + 2, from + 2):match "[-+]"
+    add_text(source:sub(at, from - 1), open, sign)
+    line = line + select(2, source:sub(at, from - 1):gsub("\n", ""))
+    local i, quote = from + 2 + (sign and 1 or 0), nil
+    local first = i
+    while quote or source:sub(i, i + 1) ~= close do                -- not inside a text
+      local c = source:sub(i, i)
+      if c == "" then error({ template = "a tag without an end", line = line }, 0) end
+      if quote and c == "\\" then i = i + 1
+      elseif quote == c then quote = nil
+      elseif open ~= "{#" and not quote and (c == "'" or c == '"') then quote = c end
+      i = i + 1
+    end
+    local inner = source:sub(first, i - 1)
+    trim = inner:sub(-1) == "-"
+    if inner:find "[-+]$" then inner = inner:sub(1, -2) end
+    if open ~= "{#" then parts[#parts + 1] = { open, inner, line } end
+    line, at = line + select(2, inner:gsub("\n", "")), i + 2
+    if not trim and open ~= "{{" and source:sub(at, at) == "\n" then at, line = at + 1, line + 1 end
+  end
+end
+
+local block   -- parses parts until one of the given end tags
+
+local STATEMENTS = {}
+
+function STATEMENTS.set(state, p)
+  local name, field = p:name(), nil
+  if p:accept "." then field = p:name() end
+  local value
+  if p:accept "=" then value = p:expression()
+  else
+    local body = block(state, { endset = true })
+    value = function(scope)
+      local out = {}
+      body(scope, out)
+      return table.concat(out)
+    end
+  end
+  return function(scope)
+    if not field then scope[name] = value(scope) return end
+    if not is_dict(scope[name]) then fail("'%s' is no namespace", name) end
+    scope[name][field] = value(scope)
+  end
+end
+
+STATEMENTS["if"] = function(state, p)
+  local cases, otherwise = { { p:expression() } }, nil
+  p:finished()
+  while true do
+    local body, tag, rest = block(state, { ["elif"] = true, ["else"] = true, endif = true })
+    if otherwise == nil then cases[#cases][2] = body else otherwise = body end
+    if tag == "endif" then break end
+    if tag == "elif" then cases[#cases + 1] = { rest:expression() } else otherwise = false end
+  end
+  return function(scope, out)
+    for _, case in ipairs(cases) do
+      if truth(case[1](scope)) then return case[2](scope, out) end
+    end
+    if otherwise then return otherwise(scope, out) end
+  end
+end
+
+STATEMENTS["for"] = function(state, p)
+  local names = { p:name() }
+  while p:accept "," do names[#names + 1] = p:name() end
+  p:want "in"
+  local items, condition = p:either(), nil
+  if p:accept "if" then condition = p:either() end
+  p:finished()
+  local body, tag = block(state, { ["else"] = true, endfor = true })
+  local otherwise = tag == "else" and block(state, { endfor = true })
+  local function bind(scope, item)
+    if #names == 1 then scope[names[1]] = item return end
+    for k, name in ipairs(names) do scope[name] = item[k] end
+  end
+  return function(scope, out)
+    local all = {}
+    for _, item in ipairs(sequence(items(scope))) do
+      local own = setmetatable({}, { __index = scope })
+      bind(own, item)
+      if not condition or truth(condition(own)) then all[#all + 1] = item end
+    end
+    for i, item in ipairs(all) do
+      spend(1)
+      local own = setmetatable({ loop = { index = i, index0 = i - 1, first = i == 1,
+        last = i == #all, length = #all, previtem = all[i - 1], nextitem = all[i + 1] } },
+        { __index = scope })
+      bind(own, item)
+      if body(own, out) == "break" then break end
+    end
+    if #all == 0 and otherwise then return otherwise(scope, out) end
+  end
+end
+
+STATEMENTS["break"] = function() return function() return "break" end end
+STATEMENTS["continue"] = function() return function() return "continue" end end
+STATEMENTS.generation = function(state) return (block(state, { endgeneration = true })) end
+
+function block(state, ends)
+  local nodes = {}
+  local function body(scope, out)
+    for _, node in ipairs(nodes) do
+      spend(1)
+      state.running = node.line
+      local left = node.run(scope, out)
+      if left then return left end
+    end
+  end
+  while true do
+    state.at = state.at + 1
+    local part = state.parts[state.at]
+    if not part then
+      if next(ends) then fail("expected {%% %s %%}", (next(ends))) end
+      return body
+    end
+    state.running = part[3]
+    local run
+    if part[1] == "text" then
+      local text = part[2]
+      run = function(_, out) print_to(out, text) end
+    else
+      local p = parser(part[2])
+      if part[1] == "{{" then
+        local value = p:expression()
+        p:finished()
+        run = function(scope, out) print_to(out, text_of(value(scope))) end
+      else
+        local tag = p:name()
+        if ends[tag] then return body, tag, p end
+        local make = STATEMENTS[tag] or fail("{%% %s %%} is not supported", tag)
+        run = make(state, p)
+      end
+    end
+    nodes[#nodes + 1] = { run = run, line = part[3] }
+  end
+end
+
+-- Calls f; an error of the template becomes nil and "line N: message".
+local function guarded(state, f, ...)
+  operations, printed = 0, 0
+  local good, result = pcall(f, ...)
+  if good then return result end
+  if type(result) == "table" and result.template then
+    return nil, ("line %d: %s"):format(result.line or state.running or 1, result.template)
+  end
+  return nil, ("line %d: %s"):format(state.running or 1, tostring(result):gsub("^[^:]+:%d+: ", ""))
+end
+
+--- Reads a template: function(variables) -> the text, or nil and why not. Or nil and why it cannot
+--- be read.
+function M.read(source)
+  local state = { at = 0 }
+  local body, problem = guarded(state, function()
+    state.parts = parts_of(source)
+    return (block(state, {}))
+  end)
+  if not body then return nil, problem end
+  return function(variables)
+    return guarded(state, function()
+      local out = {}
+      body(setmetatable({}, { __index = variables }), out)
+      return table.concat(out)
+    end)
+  end
+end
+
+return M

@@ -1,0 +1,135 @@
+-- Chat templates give the texts that transformers gives (spec/golden/chat_templates.json, written
+-- and compared by spec/parity/chat.py), and refuse what they do not know in one line.
+local cjson = require "cjson"
+local engine = require "engine"
+local helper = require "spec.helper"
+local jinja = require "engine.data.jinja"
+
+local golden = cjson.decode(helper.read "spec/golden/chat_templates.json")
+
+local TOKENIZER = [[{ "added_tokens": [ { "id": 0, "content": "<|im_start|>", "special": true },
+  { "id": 1, "content": "<|im_end|>", "special": true } ], "decoder": { "type": "Fuse" },
+  "model": { "type": "BPE", "unk_token": "?", "merges": [], "vocab": { "?": 2, "\n": 3, "a": 4,
+  "b": 5, "c": 6, " ": 7, "s": 8, "e": 9, "r": 10, "u": 11, "i": 12, "t": 13, "n": 14 } } }]]
+
+local folder
+before_each(function() folder = helper.folder() end)
+after_each(function() helper.remove(folder) end)
+
+local function tokenizer(template, more)
+  helper.write(folder .. "/tokenizer.json", TOKENIZER)
+  local config = more or {}
+  config.chat_template = template
+  for name, token in pairs(golden.tokens) do config[name] = token end
+  helper.write(folder .. "/tokenizer_config.json", cjson.encode(config))
+  return engine.tokenizer(folder)
+end
+
+describe("a chat template", function()
+  for _, entry in ipairs(golden.templates) do
+    it("gives the texts of transformers: " .. entry.name, function()
+      local t, at = tokenizer(entry.template), 0
+      for _, messages in ipairs(golden.conversations) do
+        for _, prompt in ipairs { false, true } do
+          at = at + 1
+          local good, text = pcall(t.apply_chat_template, t, messages,
+            { add_generation_prompt = prompt })
+          local want = entry.texts[at]
+          if type(want) == "table" then
+            assert.is_false(good)
+            assert.matches(want.error, text, 1, true)
+          else assert.equal(want, text) end
+        end
+      end
+      assert.equal(#entry.texts, at)
+    end)
+  end
+
+  it("may be one of several, or in a file of its own", function()
+    local t = tokenizer { { name = "tool_use", template = "x" },
+      { name = "default", template = "{{ eos_token }}" } }
+    assert.equal("</s>", t:apply_chat_template { { role = "user", content = "" } })
+    helper.write(folder .. "/chat_template.jinja", "{{ messages[0].content }}!{{ bos_token }}")
+    t = engine.tokenizer(folder)
+    assert.equal("a!<s>", t:apply_chat_template { { role = "user", content = "a" } })
+  end)
+
+  it("reads other options", function()
+    local t = tokenizer "{{ 'yes' if think is defined and think else 'no' }}"
+    assert.equal("no", t:apply_chat_template { { role = "user" } })
+    assert.equal("yes", t:apply_chat_template({ { role = "user" } }, { think = true }))
+  end)
+
+  it("makes training data of which the assistant's messages count", function()
+    local chatml = golden.templates[1]
+    local t = tokenizer(chatml.template)
+    helper.write(folder .. "/chats.jsonl", [[
+{"messages":[{"role":"user","content":"a"},{"role":"assistant","content":"b"},
+{"role":"user","content":"c"},{"role":"assistant","content":"ab"}]}
+]])
+    helper.write(folder .. "/chats.jsonl", (helper.read(folder .. "/chats.jsonl"):gsub(",\n", ",")))
+    local function targets(template)
+      local data = engine.data.chat { path = folder .. "/chats.jsonl", encode = t, batch = 1,
+        context = 256, pack = false, template = template, end_token = false }
+      local batch = data:next()
+      return batch.x:totable()[1], batch.y:totable()[1]
+    end
+    local x, y = targets(t)
+    local x2, y2 = targets(nil)
+    assert.same(x2, x)
+    assert.same(y2, y)
+    assert.same({ 5, 1, 3 }, (function()
+      local first = {}
+      for _, id in ipairs(y) do
+        if id ~= -100 and #first < 3 then first[#first + 1] = id end
+      end
+      return first
+    end)())
+    for i = 2, 10 do
+      targets(tokenizer(golden.templates[i].template))
+    end
+    t = tokenizer "{{ messages | length }}{{ messages[0].content }}"
+    assert.error_matches(function() targets(t) end,
+      "message 2: the chat template changes it when other messages follow")
+  end)
+
+  it("is refused in one line where it needs what the engine lacks", function()
+    local function refused(template, pattern)
+      local t = tokenizer(template)
+      local good, message = pcall(t.apply_chat_template, t, { { role = "user", content = "a" } })
+      assert.is_false(good)
+      assert.matches(pattern, message, 1, true)
+      assert.matches("; hint: put the texts around the messages yourself", message, 1, true)
+      assert.is_nil(message:find "\n")
+    end
+    refused("a\n{% macro f(x) %}{% endmacro %}", "line 2: {% macro %} is not supported")
+    refused("{{ messages | tojson }}", "line 1: the filter 'tojson' is not supported")
+    refused("{{ x is divisibleby }}", "the test 'divisibleby' is not supported")
+    refused("{{ strftime_now('%d') }}", "there is no function 'strftime_now'")
+    refused("{% if true %}", "expected {% ")
+    refused("{{ 'a }}", "a tag without an end")
+    refused("\n\n{{ messages }}", "line 3: cannot print a list")
+    refused("{{ nothing.at_all }}", "'at_all' of an undefined value")
+    refused("{{ 'a'.title() }}", "a string has no method 'title' here")
+    refused("{{ 1 + 'a' }}", "a number + a string")
+    refused("{{ a b }}", "unexpected 'b'")
+    refused(("("):rep(10) .. "{{ " .. ("("):rep(100000) .. " }}", "line 1")
+  end)
+
+  it("neither hangs nor fills the memory", function()
+    local double = "{% set x = 'aaaaaaaa' %}" .. ("{% set x = x + x %}"):rep(60) .. "{{ x }}"
+    assert.matches("a text has more than", select(2, jinja.read(double)({})))
+    local nested = ("{% for x in m %}"):rep(12) .. "a" .. ("{% endfor %}"):rep(12)
+    local ten = jinja.list { 1, 2, 3, 4, 5, 6, 7, 8, 9, 10 }
+    assert.matches("more than 1000000 operations", select(2, jinja.read(nested)({ m = ten })))
+  end)
+
+  it("needs messages and a template", function()
+    local t = tokenizer(nil)
+    assert.error_matches(function() t:apply_chat_template { { role = "user" } } end,
+      "has no chat template: neither chat_template.jinja nor a chat_template")
+    t = tokenizer "x"
+    assert.error_matches(function() t:apply_chat_template "hello" end,
+      "expected a list of messages { role =, content = }, got")
+  end)
+end)
