@@ -55,6 +55,37 @@ local function small(...)
   return list
 end
 
+-- A folder with a tiny Llama and a tokenizer of characters, and a file of conversations.
+local function tiny_llama()
+  local engine = require "engine"
+  local model, vocab = folder .. "/llama", {}
+  engine.seed(1)
+  engine.new_model { model_type = "llama", vocab_size = 64, hidden_size = 32,
+    num_hidden_layers = 2, num_attention_heads = 4, intermediate_size = 64,
+    max_position_embeddings = 64 }:save(model)
+  for c in ("\n 0123456789?abcdefghijklmnopqrstuvwxyz"):gmatch "." do
+    vocab[#vocab + 1] = ("%s: %d"):format(c == "\n" and '"\\n"' or '"' .. c .. '"', #vocab + 4)
+  end
+  helper.write(model .. "/tokenizer.json", ([[{ "added_tokens": [ { "id": 0, "content": "<s>",
+    "special": true }, { "id": 1, "content": "<u>", "special": true }, { "id": 2, "content": "<a>",
+    "special": true } ], "decoder": { "type": "Fuse" }, "model": { "type": "BPE",
+    "unk_token": "?", "merges": [], "vocab": { %s } } }]]):format(table.concat(vocab, ", ")))
+  helper.write(model .. "/tokenizer_config.json", [[{ "bos_token": "<s>", "chat_template":
+    "{{ bos_token }}{% for m in messages %}{{ '<' + m.role[0] + '>' + m.content }}{% endfor %}]]
+    .. [[{% if add_generation_prompt %}{{ '<a>' }}{% endif %}" }]])
+  local chats, pairs_ = {}, {}
+  for i = 0, 8 do
+    chats[i + 1] = ('{"messages":[{"role":"user","content":"after %d?"},{"role":"assistant",'
+      .. '"content":"%d\\n"}]}'):format(i, i + 1)
+    pairs_[i + 1] = ('{"prompt":"<s><u>after %d?<a>","chosen":"%d\\n","rejected":"%d\\n"}')
+      :format(i, (i + 3) % 10, i + 1)
+  end
+  return { "model=" .. model, "match=attn,mlp,head", "batch=9", "context=32", "lr=1e-2",
+    "steps=250", "out=" .. folder .. "/tuned", "data=" .. helper.write(folder .. "/chats.jsonl",
+    table.concat(chats, "\n")) }, "data=" .. helper.write(folder .. "/pairs.jsonl",
+    table.concat(pairs_, "\n"))
+end
+
 -- file -> arguments; losses: how to read them; falls: the least fall from the first to the last
 -- losses; words: patterns in the text output of a run with `talk` as its arguments
 local entries = {
@@ -175,6 +206,31 @@ local entries = {
     end,
     talk = function() return { "steps=3", "pretrain=3", "width=32", "layers=1", "seeds=1" } end,
     words = { "QLoRA: %d+%.%d %% of LoRA's weight memory, a loss [+-]%d" } },
+  ["finetune.lua"] = { arguments = function()
+      local words = tiny_llama()
+      words[#words + 1] = "log=json"
+      return words
+    end, losses = json_losses, falls = 0.5,
+    check = function()
+      local out = folder .. "/tuned/"
+      for _, name in ipairs { "adapter/adapter_config.json", "adapter/adapter_model.safetensors",
+        "merged/model.safetensors", "merged/tokenizer.json", "merged/tokenizer_config.json" } do
+        assert(require("engine.base.file").is_file(out .. name), name)
+      end
+      local result = helper.run { "generate", out .. "merged", "--prompt", "<s><u>after 3?<a>",
+        "--temperature", "0", "--max_tokens", "1" }
+      assert.matches("after 3%?4", result.out)
+    end,
+    talk = function()
+      local words, pairs_ = tiny_llama()
+      words[#words], words[6] = pairs_, "steps=20"
+      for _, word in ipairs { "method=dpo", "from=" .. folder .. "/tuned", "checkpoint=block" } do
+        words[#words + 1] = word
+      end
+      words[7] = "out=" .. folder .. "/preferred"
+      return words
+    end,
+    words = { "loss 0%.%d+, %d+ %% of the last pairs ranked as preferred; wrote .*/merged" } },
   ["entropy.lua"] = { arguments = function() return { "steps=80" } end, losses = printed_losses,
     falls = 0.8,
     talk = function() return { "steps=3", "policy=dynamic" } end,

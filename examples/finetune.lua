@@ -1,0 +1,80 @@
+-- Fine-tunes a model of Hugging Face with adapters, from its folder, with its tokenizer: on
+-- conversations (method=sft) or on preferences (method=dpo), each a file of JSON lines. Writes the
+-- adapters as PEFT reads them, and the model with the adapters in its weights as transformers reads
+-- it. A second call can go on from the adapters of the first.
+--
+--   ./engine examples/finetune.lua model=FOLDER data=chats.jsonl out=tuned
+--   ./engine examples/finetune.lua model=FOLDER data=pairs.jsonl method=dpo from=tuned out=better
+--   ./engine generate better/merged --prompt "..."
+--
+-- chats.jsonl: {"messages":[{"role":"user","content":".."},{"role":"assistant","content":".."}]}
+-- pairs.jsonl: {"prompt":"..","chosen":"..","rejected":".."}
+--
+-- Conversations become text by the chat template in the folder, else by ChatML; prompts and answers
+-- of preferences are taken as they are.
+local engine = require "engine"
+local files = require "engine.base.file"
+
+local cfg = engine.config({ model = "", data = "", method = "sft", from = "", out = "finetuned",
+  match = { "attn", "mlp" }, rank = 8, alpha = 16, steps = 200, batch = 8, context = 256, lr = 1e-3,
+  beta = 0.1, precision = "bf16", policy = "dynamic", checkpoint = "", seed = 1, run = "",
+  log = "line" },
+  { model = "folder of a Hugging Face model with its tokenizer", data = "file of JSON lines",
+    method = { "conversations or preferences", choices = { "sft", "dpo" } },
+    from = "folder of an earlier call, or of PEFT adapters, to go on from; empty: new adapters",
+    out = "folder for `adapter` and `merged`", match = "patterns of the layers with adapters",
+    rank = "rank of the adapters", alpha = "adapters are scaled by alpha / rank",
+    steps = "training steps", batch = "conversations or pairs per step",
+    context = "tokens per row", lr = "learning rate of the adapters",
+    beta = "dpo: weight of the reference", precision = "precision recipe",
+    policy = "loss-scaling policy", checkpoint = "block: less memory for more time",
+    seed = "seed for adapters and data", run = "name of the run; empty: not stored",
+    log = { "how progress is shown", choices = { "line", "json", "quiet" } } },
+  { count = "rank steps batch context", positive = "lr beta", natural = "seed",
+    not_negative = "alpha", policy = "policy" })
+
+for _, name in ipairs { "model", "data" } do
+  if cfg[name] == "" then engine.config.fail("%s: expected a path; see help", name) end
+end
+engine.seed(cfg.seed)
+local tokenizer, model = engine.tokenizer(cfg.model), engine.load_model(cfg.model)
+local has_template = pcall(tokenizer.apply_chat_template, tokenizer,
+  { { role = "user", content = "?" } })
+
+if cfg.from ~= "" then
+  local inner = cfg.from .. "/adapter"
+  model = engine.lora.load(model, files.is_folder(inner) and inner or cfg.from)
+else
+  model = engine.nn.lora(model, { match = cfg.match, rank = cfg.rank, alpha = cfg.alpha })
+end
+
+local options = { path = cfg.data, encode = tokenizer, batch = cfg.batch, context = cfg.context,
+  seed = cfg.seed, end_token = false }
+local data, loss, accuracy
+if cfg.method == "sft" then
+  options.template, options.pack = has_template and tokenizer or nil, false
+  data, loss = engine.data.chat(options), engine.losses.sft
+else
+  data = engine.data.preferences(options)
+  function loss(m, batch)
+    local value, rewards = engine.losses.dpo(m, batch, { beta = cfg.beta })
+    accuracy = rewards.accuracy:item()
+    engine.signal("dpo_accuracy", accuracy)
+    return value
+  end
+end
+
+local summary = engine.trainer { model = model, data = data, loss = loss, steps = cfg.steps,
+  optimizer = engine.optim.adamw(model, { lr = cfg.lr, precision = cfg.precision }), clip = 1,
+  schedule = engine.schedule.cosine { lr = cfg.lr, total = cfg.steps,
+    warmup = math.ceil(cfg.steps / 20) },
+  policy = cfg.policy, checkpoint = cfg.checkpoint ~= "" and cfg.checkpoint or nil,
+  run = cfg.run, config = cfg, log = cfg.log }:run()
+
+engine.lora.save(model, cfg.out .. "/adapter", { base_model = cfg.model })
+engine.lora.merge(model):save(cfg.out .. "/merged")
+if cfg.log ~= "json" then
+  print(("loss %.4f%s; wrote %s/adapter and %s/merged"):format(summary.loss, accuracy
+    and (", %.0f %% of the last pairs ranked as preferred"):format(100 * accuracy) or "", cfg.out,
+    cfg.out))
+end
