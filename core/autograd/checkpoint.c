@@ -10,7 +10,7 @@
 #include "base/error.h"
 #include "op.h"
 
-enum { SMALL = 4096 };
+enum { SMALL = 256 };
 
 bool eng_checkpoint_begin(void)
 {

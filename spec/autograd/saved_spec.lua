@@ -1,7 +1,8 @@
 -- What gradient rules read. For every operation with a gradient, the spec fills the tensors that
 -- ops.def does not list under `reads` and `saves` with NaN between the forward and the backward
 -- pass; the gradients keep their bits. The calls are those of spec/cpu/kernels/, and a few written
--- here.
+-- here. A call inside a checkpointed module, which frees its tensors and runs again during the
+-- backward pass, gives the same gradients, too.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local values = require "spec.cpu.kernels.values"
@@ -64,9 +65,11 @@ end
 local function has(mask, k) return bit.band(mask, bit.lshift(1, k)) ~= 0 end
 
 --- The gradients of a call's float inputs, as strings of their bits. With `spoil`, every tensor
---- that the table lists as unread is filled with NaN; also returns the number of such tensors.
-local function gradients(name, call, spoil)
+--- that the table lists as unread is filled with NaN; also returns the number of such tensors. With
+--- `checkpoint`, the call and its inputs are checkpointed; returns the number of freed outputs.
+local function gradients(name, call, spoil, checkpoint)
   local info, leaves, inputs, filled = C.eng_op_describe(M_ffi.op[name]), {}, {}, 0
+  assert.equal(checkpoint or false, checkpoint and C.eng_checkpoint_begin() or false)
   for k, input in ipairs(call.inputs) do
     inputs[k] = input
     if input and FLOAT[input.dtype] then
@@ -84,6 +87,13 @@ local function gradients(name, call, spoil)
       local scaled = (y * 1):to("f32")               -- rules that do not read y
       local part = (scaled * engine.rand(y.shape)):sum()
       loss = loss and loss + part or part
+    end
+  end
+  if checkpoint then
+    M_ffi.check(C.eng_checkpoint_end(M_ffi.new("eng_tensor[1]", { loss }), 1))
+    for k = 1, call.outputs or 1 do
+      local freed = outputs[k] and not pcall(outputs[k].read, outputs[k])
+      filled = filled + (freed and 1 or 0)
     end
   end
   local function fill(list, n, read)
@@ -110,6 +120,7 @@ local function gradients(name, call, spoil)
   return bits, filled
 end
 
+local freed = 0
 describe("the backward pass reads only what ops.def lists", function()
   for number, name in ipairs(M_ffi.op_names) do
     local info = C.eng_op_describe(number - 1)
@@ -126,7 +137,11 @@ describe("the backward pass reads only what ops.def lists", function()
           count = count + 1
           local want = gradients(name, call, false)
           local got, n = gradients(name, call, true)
+          local again, m = gradients(name, call, false, true)
+          freed = freed + m
           for k, bits in pairs(want) do
+            assert(again[k] == bits, ("%s: the gradient of float input %d changed when the call " ..
+              "ran again"):format(name, k))
             assert(got[k] == bits, ("%s: the gradient of float input %d changed; its rule reads " ..
               "a tensor that ops.def lists neither under reads nor under saves"):format(name, k))
           end
@@ -141,4 +156,6 @@ describe("the backward pass reads only what ops.def lists", function()
       end)
     end
   end
+
+  it("and runs checkpointed calls again", function() assert(freed > 100, freed) end)
 end)
