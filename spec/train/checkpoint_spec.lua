@@ -234,7 +234,9 @@ describe("a run with checkpoint=block", function()
   it("writes the same meters of FP8 layers", function()
     alike { "precision=fp8_current", "sample=2", "policy=static:loss_scale=1" }
   end)
-  it("writes the same history on two ranks", function()
-    alike({ "dropout=0.1", "first=4", "last=4" }, 2)
+  it("writes the same history on two ranks, also with divided gradients", function()
+    for _, zero in ipairs { "zero=0", "zero=2" } do
+      alike({ "dropout=0.1", "first=4", "last=4", "accumulate=2", zero }, 2)
+    end
   end)
 end)

@@ -7,7 +7,7 @@ local ranks = engine.ranks
 local cfg = engine.config {
   mode = "sync", precision = "fp16", steps = 10, accumulate = 1, dropout = 0.0, clip = 0.0,
   run = "", resume = "", checkpoint_every = 0, policy = "static:loss_scale=1024", shadow = "",
-  first = -1, last = -1, graph = false, sample = 0, checkpoint = "", trap = "",
+  first = -1, last = -1, graph = false, sample = 0, checkpoint = "", trap = "", zero = 0,
   device = "cpu",
 }
 engine.device(cfg.device)
@@ -46,7 +46,7 @@ end
 
 trainer = engine.trainer {
   model = model, optimizer = optimizer, loss = loss_of, mode = cfg.mode, graph = cfg.graph,
-  checkpoint = cfg.checkpoint ~= "" and cfg.checkpoint or nil, trap = cfg.trap,
+  checkpoint = cfg.checkpoint ~= "" and cfg.checkpoint or nil, trap = cfg.trap, zero = cfg.zero,
   data = engine.data.text { text = table.concat(text), batch = 4, context = 16, seed = 9 },
   steps = cfg.steps, accumulate = cfg.accumulate, clip = cfg.clip, policy = cfg.policy,
   shadow = cfg.shadow, run = cfg.run, resume = cfg.resume, checkpoint_every = cfg.checkpoint_every,
