@@ -342,9 +342,14 @@ function Parser:primary()
     end
     return function() return value end
   elseif value == "(" then
-    local inner = self:expression()
+    local items, n = { self:expression() }, 1
+    local is_tuple = self:is ","
+    while self:accept "," and not self:is ")" do
+      n = n + 1
+      items[n] = self:expression()
+    end
     self:want ")"
-    return inner
+    return is_tuple and function(scope) return list(evaluate(items, n, scope)) end or items[1]
   elseif value == "[" then
     local items, _, n = self:arguments "]"
     return function(scope) return list(evaluate(items, n, scope)) end
@@ -528,12 +533,16 @@ end
 local function parts_of(source)
   local parts, at, line, trim = {}, 1, 1, false
   source = source:gsub("\r\n", "\n"):gsub("\n$", "")
-  local function add_text(text, tag, sign)
+  -- Whether only blanks are before a place in its line.
+  local function begins_line(i)
+    repeat i = i - 1 until not source:find("^[ \t]", i) or i < 1
+    return i < 1 or source:sub(i, i) == "\n"
+  end
+  local function add_text(text, tag, sign, from)
     if trim then text = text:gsub("^%s+", "") end
     if sign == "-" then text = text:gsub("%s+$", "")
-    elseif tag and tag ~= "{{" and sign ~= "+" then
-      local kept = text:match "^(.*\n)[ \t]*$" or #parts == 0 and text:match "^()[ \t]*$" and ""
-      text = kept or text
+    elseif tag and tag ~= "{{" and sign ~= "+" and begins_line(from) then
+      text = text:gsub("[ \t]+$", "")
     end
     if text ~= "" then parts[#parts + 1] = { "text", text, line } end
   end
@@ -546,7 +555,7 @@ local function parts_of(source)
     local open = source:sub(from, from + 1)
     local close = open == "{{" and "}}" or open == "{%" and "%}" or "#}"
     local sign = source:sub(from + 2, from + 2):match "[-+]"
-    add_text(source:sub(at, from - 1), open, sign)
+    add_text(source:sub(at, from - 1), open, sign, from)
     line = line + select(2, source:sub(at, from - 1):gsub("\n", ""))
     local i, quote = from + 2 + (sign and 1 or 0), nil
     local first = i
