@@ -1,6 +1,5 @@
 // The backward pass. See backward.c.
-#ifndef ENG_BACKWARD_H
-#define ENG_BACKWARD_H
+#pragma once
 
 #include "tape.h"
 
@@ -24,5 +23,3 @@ int backward_node(int *op);
 
 /// Ends a step: aborts a pass, empties the tape and drops the gradients of leaves.
 void backward_end_step(void);
-
-#endif

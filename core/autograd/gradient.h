@@ -1,7 +1,6 @@
 // Gradients: the input and output of gradient rules. See gradient.c. Called by the rules (grad_*.c,
 // fp8/) and by backward.c.
-#ifndef ENG_GRADIENT_H
-#define ENG_GRADIENT_H
+#pragma once
 
 #include "tape.h"
 
@@ -64,5 +63,3 @@ void gradient_drop_leaves(void);
 /// the function.
 typedef eng_status gradient_place(void *data, struct parameter *p);
 void gradient_set_place(gradient_place *place, void *data);
-
-#endif

@@ -1,7 +1,6 @@
 // What shape rules share: checks of a call's inputs, and setting its outputs. Messages count
 // dimensions from 1, as scripts do. Used by infer*.c and by the rules of fp8/.
-#ifndef ENG_INFER_H
-#define ENG_INFER_H
+#pragma once
 
 #include "op.h"
 
@@ -36,5 +35,3 @@ eng_status fix_dim(const op_call *c, int64_t *dim, const tensor *x);
 
 /// f32 for f16 and bf16, else the dtype itself.
 int wide_of(int dtype);
-
-#endif

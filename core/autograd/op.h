@@ -1,7 +1,6 @@
 // The single entry for operations: check, apply the current precision, allocate, compute, record.
 // Called by eng_run (Lua) and by gradient rules.
-#ifndef ENG_OP_H
-#define ENG_OP_H
+#pragma once
 
 #include "device/backend.h"
 
@@ -85,5 +84,3 @@ int dtype_promote(int a, int b);
 
 /// Broadcasts two shapes; false if they do not fit.
 bool shape_broadcast(int *ndim, int64_t *shape, const tensor *a, const tensor *b);
-
-#endif

@@ -1,7 +1,6 @@
 // The tape: the operations of a step, in order; backward() walks them in reverse. Written by op.c
 // and the FP8 layers; read by backward.c. See tape.c.
-#ifndef ENG_TAPE_H
-#define ENG_TAPE_H
+#pragma once
 
 #include "device/backend.h"
 
@@ -54,5 +53,3 @@ void tape_clear(void);
 bool tape_reads(const storage *store, int first, int last);
 /// Grows a list of `length` items by at least one, if it is full.
 eng_status tape_grow(void **items, int length, int *capacity, size_t size);
-
-#endif

@@ -1,7 +1,6 @@
 // Number formats: the kind of a dtype, and access to single elements in host memory as double or
 // int64. See dtype.c. Called by every folder.
-#ifndef ENG_DTYPE_H
-#define ENG_DTYPE_H
+#pragma once
 
 #include "engine.h"
 
@@ -18,5 +17,3 @@ void   tensor_store(void *data, int dtype, int64_t index, double value);
 /// Element `index` of an integer tensor, exact over 64 bits.
 int64_t tensor_load_int(const void *data, int dtype, int64_t index);
 void    tensor_store_int(void *data, int dtype, int64_t index, int64_t value);
-
-#endif

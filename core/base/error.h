@@ -2,8 +2,7 @@
 // thread-local buffer. The text says what was expected, what was given, where, and what to do:
 //   "matmul: expected [.. x K] times [K x ..], got [4 x 3] and [5 x 2]; hint: transpose b"
 // Used by every folder; depends on none.
-#ifndef ENG_ERROR_H
-#define ENG_ERROR_H
+#pragma once
 
 #include "engine.h"
 
@@ -22,5 +21,3 @@ eng_status error_prefix(eng_status status, const char *format, ...);
     eng_status try_status_ = (call); \
     if (try_status_ != ENG_OK) return try_status_; \
   } while (0)
-
-#endif

@@ -1,8 +1,7 @@
 // Atomic files: each is written next to its final path, synced, and renamed into place; its CRC-32C
 // is computed during the write. Called by safetensors.c; the rest of file.c is declared in
 // engine.h.
-#ifndef ENG_FILE_H
-#define ENG_FILE_H
+#pragma once
 
 #include "engine.h"
 
@@ -25,5 +24,3 @@ void       file_writer_abort(file_writer *writer);
 
 /// Reads exactly `size` bytes at `offset`. A shorter file is an IO error that names `path`.
 eng_status file_read_at(int fd, const char *path, void *target, int64_t size, int64_t offset);
-
-#endif

@@ -20,8 +20,7 @@
 // Stochastic rounding picks one of the two neighbours of x, each with a probability given by its
 // distance. It reads the top bits of a random word: 20 of them for e4m3, 21 for e5m2, so a
 // probability is exact to 2^-20 or 2^-21. Numbers that the format represents never change.
-#ifndef ENG_FP8_H
-#define ENG_FP8_H
+#pragma once
 
 /// Rounding modes, as bits.
 enum { FP8_SATURATE = 1, FP8_STOCHASTIC = 2 };
@@ -213,5 +212,3 @@ ENG_INLINE void e5m6_unpack(uint16_t code[8], const uint32_t word[3])
   code[6] = (uint16_t)(word[2] >> 12 & 0xFFFu);
   code[7] = (uint16_t)(word[2] & 0xFFFu);
 }
-
-#endif

@@ -12,8 +12,7 @@
 //
 // A NaN, an infinity times zero or two opposite infinities give NaN 0x7FFFFFFF. Otherwise an
 // infinite term gives that infinity. A sum of zero is +0.
-#ifndef ENG_FP8_HOPPER_H
-#define ENG_FP8_HOPPER_H
+#pragma once
 
 #include "numerics.h"
 
@@ -86,5 +85,3 @@ ENG_INLINE float hopper_group(const uint8_t *a, int64_t a_stride, int a_fraction
   float value = (float)sum * f32_from((uint32_t)(127 + largest - HOPPER_BITS) << 23);
   return f32_from(f32_bits(value) & ~((1u << (23 - HOPPER_BITS)) - 1u));
 }
-
-#endif

@@ -22,8 +22,7 @@
 // aligned.
 //
 // Transposing a BLK128 operand keeps its blocks: its grid of scales is transposed, then padded.
-#ifndef ENG_FP8_LAYOUT_H
-#define ENG_FP8_LAYOUT_H
+#pragma once
 
 #include <stdint.h>
 
@@ -124,5 +123,3 @@ FP8_LAYOUT_INLINE int64_t fp8_scale_at(const fp8_scales *s, int64_t r, int64_t k
 {
   return r / s->row_block * s->row_stride + k / s->inner_block * s->inner_stride;
 }
-
-#endif

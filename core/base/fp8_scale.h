@@ -24,8 +24,7 @@
 //
 // amax is max |x| without NaN, as in fmax and Triton's max, for all rules but torchao's. Rounding
 // the scale up to a power of two is the same as rounding the factor down.
-#ifndef ENG_FP8_SCALE_H
-#define ENG_FP8_SCALE_H
+#pragma once
 
 #include "engine.h"
 #include "numerics.h"
@@ -127,5 +126,3 @@ ENG_INLINE fp8_scale fp8_scale_of(float amax, float largest, int rule, int power
   s.scale = 1.0f / s.factor;
   return s;
 }
-
-#endif

@@ -1,8 +1,7 @@
 // A strict pull reader for small JSON of known form, safe on untrusted headers: no recursion, no
 // allocation, no numbers except integers from 0 to 2^63-1, no NUL in strings. The caller names what
 // must come next; anything else is an ENG_ERR_FORMAT with the byte offset. Called by safetensors.c.
-#ifndef ENG_JSON_H
-#define ENG_JSON_H
+#pragma once
 
 #include "engine.h"
 
@@ -34,5 +33,3 @@ void json_put_string(FILE *to, const char *text);
 /// `text` for a message: quoted, shortened to a line, as eng_text_shown writes it. The result is in
 /// one of 4 buffers of this thread, used in turn.
 const char *json_show(const char *text);
-
-#endif

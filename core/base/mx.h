@@ -23,8 +23,7 @@
 // or S is 0; a block's scale s = e4m3(min(a * (S * f32(1/6)), FLT_MAX)), saturating; an element is
 // round(x * min(1 / (s * (1 / S)), FLT_MAX)). Its value is code * s * (g / 2688). A block much
 // smaller than the tensor gets the scale 0.
-#ifndef ENG_MX_H
-#define ENG_MX_H
+#pragma once
 
 #include "engine.h"
 #include "numerics.h"
@@ -159,5 +158,3 @@ ENG_INLINE float mx_uniform(uint32_t word, int sr_bits)
 {
   return (float)(word >> (32 - sr_bits)) * f32_from((uint32_t)(127 - sr_bits) << 23);
 }
-
-#endif

@@ -1,12 +1,9 @@
 // Suggestions for misspelt names in error messages. The search itself, eng_nearest, is public:
 // see engine.h. Called by policy/.
-#ifndef ENG_NEAREST_H
-#define ENG_NEAREST_H
+#pragma once
 
 #include "engine.h"
 
 /// "; did you mean 'x'?" for the entry of `names` [n] closest to `name`, or "" if none is close.
 /// The result is in a buffer of this thread; the next call overwrites it.
 const char *nearest_hint(const char *name, const char *const *names, int n);
-
-#endif

@@ -1,10 +1,7 @@
 // Numbers as text, exactly. Writing, eng_number_text, is public: see engine.h. Called by policy/.
-#ifndef ENG_NUMBER_H
-#define ENG_NUMBER_H
+#pragma once
 
 #include "engine.h"
 
 /// Reads a number that fills text[0..size), in any locale: decimal, "inf", "-inf" or "nan".
 bool number_read(double *out, const char *text, size_t size);
-
-#endif

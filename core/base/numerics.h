@@ -2,8 +2,7 @@
 // subnormals kept, NaN stays NaN (quiet, sign and top payload bits kept), -0 kept. Inline and
 // without libraries, so that gcc and nvcc compile the same code. The vector versions in cpu/simd.h
 // and cuda/ are tested against these on every input.
-#ifndef ENG_NUMERICS_H
-#define ENG_NUMERICS_H
+#pragma once
 
 #include <stdint.h>
 
@@ -91,5 +90,3 @@ ENG_INLINE double clip_factor(double factor, double norm, double limit)
 // Converts double to bf16 with the result of a single rounding: the intermediate f32 is rounded to
 // odd, so rounding it again gives the correct bf16.
 ENG_INLINE uint16_t bf16_from_f64(double x) { return bf16_from_f32(f32_odd_from_f64(x)); }
-
-#endif

@@ -3,8 +3,7 @@
 // every thread and device draws the same numbers in any order, and a resumed run draws the same
 // numbers as an uninterrupted run. The state is a seed and the number of blocks drawn. Owns that
 // state. Called by op.c (dropout takes blocks), kernels (compute blocks) and Lua.
-#ifndef ENG_RNG_H
-#define ENG_RNG_H
+#pragma once
 
 #include "engine.h"
 #include "numerics.h"
@@ -49,5 +48,3 @@ static inline void philox_block(uint32_t word[4], uint64_t counter)
 
 /// Maps a word to one of the 2^24 floats k / 2^24 in [0, 1).
 ENG_INLINE float rng_unit(uint32_t word) { return (float)(word >> 8) * 0x1p-24f; }
-
-#endif

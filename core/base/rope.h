@@ -1,7 +1,6 @@
 // Frequencies of rotary positions, in radians per position. Compiled by gcc and nvcc: the kernels
 // of every device call it, so that they agree.
-#ifndef ENG_ROPE_H
-#define ENG_ROPE_H
+#pragma once
 
 #include <math.h>
 #include <stdint.h>
@@ -28,5 +27,3 @@ ENG_INLINE double rope_frequency(const rope_scaling *s, int64_t i, int64_t half)
   part = part < 0 ? 0 : part > 1 ? 1 : part;
   return part * plain + (1 - part) * plain / s->factor;
 }
-
-#endif

@@ -2,8 +2,7 @@
 // and short tensors alike without a parallel region for each tensor. The cut depends only on the
 // tensors, so sums per block do not depend on the number of threads. Included by gradstats.c and
 // optimizer.c. Owns only the block list, in scratch memory.
-#ifndef ENG_CPU_BLOCKS_H
-#define ENG_CPU_BLOCKS_H
+#pragma once
 
 #include "device/backend.h"
 #include "base/error.h"
@@ -63,5 +62,3 @@ static inline int64_t blocks_part(const block_list *list, int part, int parts)
   }
   return part >= parts ? list->n : low;
 }
-
-#endif

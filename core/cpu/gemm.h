@@ -13,8 +13,7 @@
 //   oneDNN  bf16 on processors with AMX, where it is several times faster than anything in f32.
 //           Its order of summation may depend on shapes and thread count, and TDPBF16PS (like
 //           VDPBF16PS) takes subnormal inputs as zero and flushes subnormal sums.
-#ifndef ENG_GEMM_H
-#define ENG_GEMM_H
+#pragma once
 
 #include "device/backend.h"
 
@@ -94,5 +93,3 @@ static inline gemm_offset gemm_offset_of(const gemm_call *g, int64_t z)
   }
   return at;
 }
-
-#endif

@@ -4,8 +4,7 @@
 //
 // A panel is GEMM_NR columns of a matrix B [k x n], stored [k][GEMM_NR]. Unused columns up to the
 // next whole vector hold zeros; columns beyond it are never read.
-#ifndef ENG_GEMM_MICRO_H
-#define ENG_GEMM_MICRO_H
+#pragma once
 
 #include "simd.h"
 
@@ -198,5 +197,3 @@ static void lay_out(float *to, int64_t to_row, const void *source, int dtype, in
     lay_out_typed(to, to_row, source, ENG_f16, first, row, column, rows, columns);
   else lay_out_typed(to, to_row, source, ENG_bf16, first, row, column, rows, columns);
 }
-
-#endif

@@ -11,8 +11,7 @@
 // A word holds two bf16 of neighbouring steps of k, the earlier one in its low half; a step past
 // the end is zero. Words are stored as floats whose value has no meaning. A panel of B is
 // [(k+1)/2][GEMM_NR] words.
-#ifndef ENG_GEMM_PAIRS_H
-#define ENG_GEMM_PAIRS_H
+#pragma once
 
 #include "device/backend.h"
 #include "gemm.h"
@@ -233,5 +232,3 @@ static inline void lay_out_rows(bool pairs, float *to, int64_t to_row, const voi
   (void)pairs;
   lay_out(to, to_row, source, dtype, first, row, column, rows, k);
 }
-
-#endif

@@ -2,8 +2,7 @@
 // of the (contiguous) output. A tile of a dense f32 tensor is the tensor's own memory; everything
 // else is converted or gathered into a buffer that stays in the L1 cache. Included by the
 // elementwise kernel files, once per instruction set. Owns nothing.
-#ifndef ENG_OPERAND_H
-#define ENG_OPERAND_H
+#pragma once
 
 #include "rows.h"
 #include "simd.h"
@@ -167,5 +166,3 @@ static inline __attribute__((unused)) void for_tiles(const work *w, int64_t coun
       vf_store_n((y) + i_, expression, (n) - i_);                                           \
     }                                                                                       \
   } while (0)
-
-#endif

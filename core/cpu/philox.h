@@ -1,7 +1,6 @@
 // Philox 4x32-10 (rng.h) over vectors: the random words of consecutive blocks, in the order of the
 // elements that use them. Included by elementwise.c, once per instruction set. Owns nothing.
-#ifndef ENG_PHILOX_H
-#define ENG_PHILOX_H
+#pragma once
 
 #include "simd.h"
 
@@ -70,5 +69,3 @@ VF_INLINE void philox_vectors(uint32_t *word, uint64_t seed, uint64_t counter)
   vu out[4] = {low64_(a, c), high64_(a, c), low64_(b, d), high64_(b, d)};
   memcpy(word, out, sizeof out);
 }
-
-#endif

@@ -3,8 +3,7 @@
 //
 // The pattern of most kernels: read every input into a dense array of doubles, compute with plain
 // loops, write the result back with one rounding. Integers go through int64 and wrap.
-#ifndef ENG_REFERENCE_H
-#define ENG_REFERENCE_H
+#pragma once
 
 #include "device/backend.h"
 #include "base/error.h"
@@ -106,5 +105,3 @@ eng_status reference_gradstats(const param_span *spans, int n, unsigned needs,
 eng_status reference_optimize(const param_span *spans, int n, const eng_update *update);
 eng_status reference_unscale(const param_span *spans, int n, double factor, float *const *target,
                              int *found_inf);
-
-#endif

@@ -1,7 +1,6 @@
 // One side of a call that quantizes: x as it is stored, or transposed. Included by reference_fp8.c
 // and reference_mx.c.
-#ifndef ENG_REFERENCE_SIDE_H
-#define ENG_REFERENCE_SIDE_H
+#pragma once
 
 #include "reference.h"
 
@@ -35,5 +34,3 @@ static inline float block_amax(const side *s, int64_t r0, int64_t rows, int64_t 
     }
   return amax;
 }
-
-#endif

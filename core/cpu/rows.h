@@ -5,8 +5,7 @@
 // Order of a sum: lanes within a tile of TILE elements, a fixed tree over the lanes, then the tiles
 // in order, in double. The order depends on the length of a row and the lanes of the instruction
 // set, never on threads.
-#ifndef ENG_ROWS_H
-#define ENG_ROWS_H
+#pragma once
 
 #include "device/backend.h"
 #include "base/error.h"
@@ -210,5 +209,3 @@ static inline row_exponents row_exponents_of(const void *x, int dtype, int64_t f
   }
   return row;
 }
-
-#endif

@@ -16,8 +16,7 @@
 //   *_n(pointer, n)              touches the first n lanes only, 0 <= n <= VF_LANES; a load fills
 //                                the other lanes with 0
 //   vf_sum, vf_maxall            a fixed order: halves are folded onto each other
-#ifndef ENG_SIMD_H
-#define ENG_SIMD_H
+#pragma once
 
 #include <math.h>
 #include <stdbool.h>
@@ -518,5 +517,3 @@ void tile_store(void *dst, int dtype, int64_t first, const float *values, int n)
 }
 
 #include "vmath.h"
-
-#endif

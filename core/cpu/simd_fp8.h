@@ -1,8 +1,7 @@
 // Vectors of FP8: converts VF_LANES floats to codes and back, bit-equal to core/base/fp8.h.
 // `fraction` is 3 for e4m3 and 2 for e5m2, a constant where these functions are inlined. Included
 // by simd.h, between vectors and tiles. Owns nothing.
-#ifndef ENG_SIMD_FP8_H
-#define ENG_SIMD_FP8_H
+#pragma once
 
 VF_INLINE vi vi_least_(vi a, int32_t b)
 {
@@ -332,5 +331,3 @@ static inline __attribute__((unused)) void fp8_encode(uint8_t *restrict to, int 
     else fp8_encode_typed_(to, from, 2, false, NULL, n);
   }
 }
-
-#endif

@@ -1,8 +1,7 @@
 // Shares a kernel's work among threads. Small work runs on the calling thread, outside any parallel
 // region: opening a region costs some 300 ns even when its `if` clause is false, which is half of a
 // small operation. Included by kernel files. Owns nothing.
-#ifndef ENG_TASKS_H
-#define ENG_TASKS_H
+#pragma once
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -22,5 +21,3 @@ static inline __attribute__((unused)) void run_tasks(int64_t tasks, bool togethe
 #pragma omp parallel for schedule(static)
   for (int64_t k = 0; k < tasks; k++) body(context, k);
 }
-
-#endif

@@ -1,7 +1,6 @@
 // Transposes of whole blocks in 16-byte registers: 4 x 4 words, 8 x 8 half words, 16 x 16 bytes.
 // Strides are in elements. Included by copy.c and fp8_quantize.c. Owns nothing.
-#ifndef ENG_TURN_H
-#define ENG_TURN_H
+#pragma once
 
 #include <stdint.h>
 
@@ -53,5 +52,3 @@ static inline void turn_bytes(uint8_t *y, int64_t y_stride, const uint8_t *x, in
   }
   for (int k = 0; k < 16; k++) *(bytes *)(y + k * y_stride) = row[k];
 }
-
-#endif

@@ -10,8 +10,7 @@
 // derivatives of silu, gelu and gelu_tanh cross zero; their absolute error is 2e-7.
 //
 // Included by simd.h at its end; not to be included alone. Owns nothing.
-#ifndef ENG_VMATH_H
-#define ENG_VMATH_H
+#pragma once
 
 #define VF_C(x) vf_set1(x)
 
@@ -266,5 +265,3 @@ VF_INLINE vf vf_softplus(vf x)
 {
   return vf_add(vf_max(vf_zero(), x), vf_log1p_unit(vf_exp_low(vf_neg(vf_abs(x)))));
 }
-
-#endif

@@ -1,8 +1,7 @@
 // The device interface, implemented by the CPU ("cpu"), its slow twin ("reference") and the CUDA
 // plug-in. A device is a table of functions; op.c checks and allocates, then calls through it.
 // Devices depend on nothing above this header: no tape, no Lua, no files, no ranks.
-#ifndef ENG_BACKEND_H
-#define ENG_BACKEND_H
+#pragma once
 
 #include "gradstats.h"
 #include "tensor/tensor.h"
@@ -210,5 +209,3 @@ const backend *backend_reference(void);
 void backend_capturing(bool on);
 /// ENG_OK, or during a capture an error saying that `what` cannot be part of a captured step.
 eng_status backend_forbids(const char *what);
-
-#endif

@@ -2,8 +2,7 @@
 // The device's gradstats kernel fills the per-tensor statistics, gradstats.c sums them, dist/
 // reduces them over ranks, policy/ and store/ read them. The public structures are in engine.h;
 // here are the core's helpers.
-#ifndef ENG_GRADSTATS_H
-#define ENG_GRADSTATS_H
+#pragma once
 
 #include "engine.h"
 
@@ -21,5 +20,3 @@ void gradstats_total(eng_record *record, const eng_tensor_stats *stats, int n, d
 /// is not among them.
 void gradstats_sum(eng_record *record, const eng_tensor_stats *stats, int n, double scale,
                    unsigned needs);
-
-#endif

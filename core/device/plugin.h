@@ -1,6 +1,5 @@
 // Loading the CUDA device and NVIDIA's libraries at run time. See plugin.c.
-#ifndef ENG_PLUGIN_H
-#define ENG_PLUGIN_H
+#pragma once
 
 #include "backend.h"
 
@@ -11,5 +10,3 @@ const backend *plugin_cuda(void);
 /// toolkit or of NVIDIA's Python packages. NULL if it is not found. mode: RTLD_GLOBAL or
 /// RTLD_LOCAL.
 void *plugin_library(const char *name, int mode);
-
-#endif

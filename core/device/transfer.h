@@ -1,8 +1,7 @@
 // Transfers between host memory and tensors in any memory: reading, writing and clearing values
 // outside of operations. Called by tensor functions, autograd/, params/, dist/ and store/. See
 // transfer.c.
-#ifndef ENG_TRANSFER_H
-#define ENG_TRANSFER_H
+#pragma once
 
 #include "tensor/tensor.h"
 
@@ -28,5 +27,3 @@ eng_status transfer_checksum(uint64_t *out, int space, const void *data, int64_t
 
 /// Copies x, which may have any strides, in row-major order into memory of x's space.
 eng_status transfer_rows(void *to, const tensor *x);
-
-#endif

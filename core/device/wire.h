@@ -1,7 +1,6 @@
 // Host kernels for gradients between ranks: a check for inf and nan, sums, and FP8 in blocks. Bound
 // by memory bandwidth, so compiled with the CPU's vector kernels (cpu/wire.c). Called by dist/.
-#ifndef ENG_WIRE_H
-#define ENG_WIRE_H
+#pragma once
 
 #include "engine.h"
 
@@ -20,5 +19,3 @@ void wire_sum(float *out, const float *const *in, int n, int64_t count, float sh
 /// 224..448. Inf and nan become nan.
 void wire_e4m3_encode(uint8_t *codes, float *scales, const float *x, int64_t n);
 void wire_e4m3_decode(float *x, const uint8_t *codes, const float *scales, int64_t n);
-
-#endif

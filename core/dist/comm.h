@@ -13,8 +13,7 @@
 // (comm dtypes); comm_buckets.c, comm_cards.c, comm_gradients.c, comm_parallel.c (gradients);
 // world.c (start and end). Called by Lua through engine.h. Everything below backend.h is
 // independent of ranks.
-#ifndef ENG_COMM_H
-#define ENG_COMM_H
+#pragma once
 
 #include "engine.h"
 
@@ -178,5 +177,3 @@ void comm_streams_end(bool well);
 /// A world without MPI: host messages go through the cards. `where`: the address for NCCL's
 /// rendezvous, "address:port"; NULL for a world of one.
 eng_status comm_nccl_world(const comm_transport **out, int rank, int size, const char *where);
-
-#endif

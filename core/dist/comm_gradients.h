@@ -2,8 +2,7 @@
 // comm_parallel.c makes and frees it, comm_buckets.c lays the buckets out, comm_gradients.c and
 // comm_cards.c reduce them in a step, comm_record.c reduces the record, comm_predict.c predicts
 // sizes.
-#ifndef ENG_COMM_GRADIENTS_H
-#define ENG_COMM_GRADIENTS_H
+#pragma once
 
 #include "comm.h"
 #include "params/params.h"
@@ -123,5 +122,3 @@ eng_status cards_send(eng_parallel *p, bucket *b);
 eng_status cards_done(bool *done, eng_parallel *p, bucket *b);
 /// After all buckets are done: exchanges the ranks' flags (p->pass_flags).
 eng_status cards_exchange_flags(eng_parallel *p);
-
-#endif

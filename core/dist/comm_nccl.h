@@ -2,8 +2,7 @@
 // loaded at run time (comm_nccl.c), and building needs no CUDA. cuda/runtime/nccl_check.c compares
 // it with nccl.h where that is installed; spec/cuda/fake_nccl.c implements these functions for
 // specs.
-#ifndef ENG_COMM_NCCL_H
-#define ENG_COMM_NCCL_H
+#pragma once
 
 #include <stddef.h>
 
@@ -39,5 +38,3 @@ typedef struct nccl_calls {
    "ncclCommDestroy",  "ncclCommAbort",   "ncclCommGetAsyncError", "ncclGetErrorString",           \
    "ncclGetLastError", "ncclGroupStart",  "ncclGroupEnd",          "ncclSend",                     \
    "ncclRecv"}
-
-#endif

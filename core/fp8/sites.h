@@ -1,6 +1,5 @@
 // FP8 layers: sites, and functions shared by the files of this folder. See sites.c.
-#ifndef ENG_FP8_SITES_H
-#define ENG_FP8_SITES_H
+#pragma once
 
 #include "autograd/gradient.h"
 #include "autograd/op.h"
@@ -77,5 +76,3 @@ eng_status fp8_linear_in_force(op_call *call, fp8_site *s, const op_call *swiglu
 eng_status fp8_swiglu_recompute(tensor **y, const op_call *node);
 /// Converts x to e5m6, in blocks of 1 x 128 with power-of-two scales.
 eng_status fp8_to_e5m6(tensor **q, tensor **scale, tensor *x);
-
-#endif

@@ -1,7 +1,6 @@
 // Line editing for the REPL through libedit: history, completion, and dropping the line on Ctrl-C.
 // Owns the terminal while a line is read. Called only by main.c; independent of Lua.
-#ifndef ENG_LINE_H
-#define ENG_LINE_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -26,5 +25,3 @@ bool line_is_edited(void);
 
 /// Restores the terminal.
 void line_close(void);
-
-#endif

@@ -1,6 +1,5 @@
 // Settings of OpenMP for the binary. Called by main.c.
-#ifndef ENG_OPENMP_H
-#define ENG_OPENMP_H
+#pragma once
 
 /// If OpenMP needs other settings, sets them and executes the binary again, which takes one
 /// millisecond. By default OpenMP's threads spin for milliseconds while they wait for each other,
@@ -8,5 +7,3 @@
 /// between kernels quick. A stack size that is too large to start threads would end the process, so
 /// it is reported and removed.
 void openmp_configure(char **argv);
-
-#endif

@@ -1,8 +1,7 @@
 // Parameter sets: flat buffers of weights, gradients and low-precision weights. See engine.h.
 // Called by op.c (which low-precision copy to use), gradient.c (where a gradient goes) and
 // optimizer.c.
-#ifndef ENG_PARAMS_H
-#define ENG_PARAMS_H
+#pragma once
 
 #include "device/backend.h"
 
@@ -172,5 +171,3 @@ bool params_lagged_factor(double *factor, const eng_params *set, double gradient
 void params_forget_lagged(eng_params *set);
 /// Drops one reference; the last one frees the set.
 void params_release(eng_params *set);
-
-#endif

@@ -2,8 +2,7 @@
 // (a blob), and blobs as canonical text. A policy's state is copied into a blob after every
 // decision; checkpoints hold the text. Independent of Lua states.
 // Called by policy_state.c.
-#ifndef ENG_POLICY_DATA_H
-#define ENG_POLICY_DATA_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -76,5 +75,3 @@ const char *data_find(const char *at, const char *key);
 void data_text(data_blob *text, const char *at);
 /// Reads such text (spaces allowed). False with a message in `error`.
 bool data_parse(data_blob *out, const char *text, size_t size, char *error, size_t error_size);
-
-#endif

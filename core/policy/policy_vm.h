@@ -10,8 +10,7 @@
 //   policy_state.c     its state: roll back, save, restore, hand over
 //   policy_vm.c        loading and deciding
 // Only this folder and main/ include Lua's headers. Hosts use engine.h, section "policies".
-#ifndef ENG_POLICY_VM_H
-#define ENG_POLICY_VM_H
+#pragma once
 
 #include "engine.h"
 #include "base/numerics.h"
@@ -211,5 +210,3 @@ bool policy_snapshot(eng_policy *policy, char *error, size_t error_size);
 void policy_decode(eng_policy *policy, const char *at);
 /// Restores the state from after the last good call.
 eng_status policy_roll_back(eng_policy *policy);
-
-#endif

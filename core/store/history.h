@@ -9,8 +9,7 @@
 //
 // A message in the queue is one statement with its parameters in order, so the thread need not know
 // the meaning of a row, except for `attempt` and `resume`.
-#ifndef ENG_HISTORY_H
-#define ENG_HISTORY_H
+#pragma once
 
 #include "engine.h"
 
@@ -118,5 +117,3 @@ int64_t history_pack_bound(int n);
 /// of which only the histogram and amax are given; the other fields are written as 0.
 int64_t history_pack(uint8_t *blob, const eng_tensor_stats *stats, int n);
 int64_t history_pack_hist(uint8_t *blob, const int64_t *hist, double amax);
-
-#endif

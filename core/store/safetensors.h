@@ -2,8 +2,7 @@
 // tensor's name, dtype, shape and byte range, then the tensors' bytes without gaps. Files are read
 // with pread and not mapped, so that a file that shrinks while it is read is an error and not a
 // crash. engine_files.h declares the public functions; this header is for the fuzzer.
-#ifndef ENG_SAFETENSORS_H
-#define ENG_SAFETENSORS_H
+#pragma once
 
 #include "engine.h"
 
@@ -12,5 +11,3 @@
 /// messages.
 eng_status safetensors_parse(eng_safetensors **out, const char *path, char *header, int64_t size,
                              int64_t data_size);
-
-#endif

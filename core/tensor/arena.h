@@ -3,8 +3,7 @@
 // same size reuses a freed piece. A training step requests the same sizes every time, so after the
 // first step nothing more is taken from the system. Owns all tensor memory. Called by tensor.c,
 // tape.c and kernels (scratch).
-#ifndef ENG_ARENA_H
-#define ENG_ARENA_H
+#pragma once
 
 #include "engine.h"
 
@@ -57,5 +56,3 @@ void arena_free(arena_id id, void *piece, int64_t bytes);
 
 /// Frees everything handed out since the last reset, in all spaces.
 void arena_reset(arena_id id);
-
-#endif

@@ -1,8 +1,7 @@
 // A pool: pieces of any size, taken and given back in any order, out of a few large blocks of an
 // arena. It needs memory for the pieces in use at one time, not for all requests together. Adjacent
 // gaps are merged. The host needs no access to the memory. Owns its blocks. Called by comm_*.c.
-#ifndef ENG_POOL_H
-#define ENG_POOL_H
+#pragma once
 
 #include "arena.h"
 
@@ -37,5 +36,3 @@ eng_status pool_take(void **out, pool *from, int64_t bytes);
 void pool_give(pool *to, void *piece, int64_t bytes);
 /// Frees all blocks, including pieces still in use.
 void pool_free(pool *p);
-
-#endif

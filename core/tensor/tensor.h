@@ -1,8 +1,7 @@
 // Tensors as the core sees them: a view (shape, strides) of a piece of memory, in a table of slots.
 // Lua holds {slot, generation}; tensor_get turns that into a pointer or an error.
 // Owns the slot table. Called by op.c, tape.c, params.c and, for reading, by every kernel.
-#ifndef ENG_TENSOR_H
-#define ENG_TENSOR_H
+#pragma once
 
 #include "arena.h"
 #include "base/dtype.h"
@@ -88,5 +87,3 @@ const char *tensor_text(const tensor *x);
 /// Number of operations on the tape, which holds pointers to tensors. Maintained by
 /// autograd/tape.c.
 extern int tensor_tape_length;
-
-#endif

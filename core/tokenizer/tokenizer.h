@@ -2,8 +2,7 @@
 // tables of texts (table.c), steps on text (normalize.c, charsmap.c), splitting into words (scan.c,
 // split.c), models (words.c, bpe.c, unigram.c), decoding (decode.c). tokenizer.c builds and drives
 // them.
-#ifndef ENG_TOKENIZER_H
-#define ENG_TOKENIZER_H
+#pragma once
 
 #include "base/error.h"
 #include "engine.h"
@@ -234,5 +233,3 @@ eng_status unknown_missing(const char *word, int64_t size);
 
 /// The text of tokens that are not left out: the decoder's steps, joined.
 eng_status decode_run(eng_tokenizer *t, const uint32_t *list, int64_t count, bool skip);
-
-#endif

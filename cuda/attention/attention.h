@@ -11,8 +11,7 @@
 // functions below. Rows of finite inputs are recomputed only if a sum leaves the range of f32.
 //
 // The shapes alone determine the order of sums.
-#ifndef ENG_CUDA_ATTENTION_H
-#define ENG_CUDA_ATTENTION_H
+#pragma once
 
 #include "kernel/mma.h"
 
@@ -307,5 +306,4 @@ __device__ __noinline__ void dkdv_row(const attention_problem &p, int b, int gro
     }
   }
 }
-#endif
 #endif

@@ -1,7 +1,6 @@
 // Shared by the attention kernels for Hopper: blocks of two warpgroups with 64 rows each, tiles of
 // 64 columns.
-#ifndef ENG_CUDA_ATTENTION_HOPPER_H
-#define ENG_CUDA_ATTENTION_HOPPER_H
+#pragma once
 
 #include "attention_tiles.h"
 #include "kernel/wgmma.h"
@@ -80,5 +79,4 @@ template <int N> __device__ static inline void hide_after(float (&s)[N], int see
       if (8 * i + 1 >= seen[half]) s[4 * i + 2 * half + 1] = -INFINITY;
     }
 }
-#endif
 #endif

@@ -2,8 +2,7 @@
 // products. A tile has D numbers a row. The order of a row's 16-byte pieces depends on the row, so
 // that the eight rows that ldmatrix reads at a time, and the rows that a warp stores, are in
 // different banks.
-#ifndef ENG_CUDA_ATTENTION_TILES_H
-#define ENG_CUDA_ATTENTION_TILES_H
+#pragma once
 
 #include "attention.h"
 
@@ -243,5 +242,4 @@ __device__ static inline uint32_t store_rows(const float (&c)[MT][D / 8][4], uns
   }
   return bad;
 }
-#endif
 #endif

@@ -1,10 +1,7 @@
 // A product on the card, by the fastest path that supports it; see gemm.c. Called by gemm_fused.c.
-#ifndef ENG_CUDA_GEMM_H
-#define ENG_CUDA_GEMM_H
+#pragma once
 
 #include "gemm_layout.h"
 
 /// Queues C = A B + bias, or C += A B. Ignores p->after.
 eng_status gemm_run(const gemm_product *p);
-
-#endif

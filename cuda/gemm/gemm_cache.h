@@ -9,8 +9,7 @@
 // processes do not corrupt the file. If a problem has two lines, the later one counts. Damaged,
 // truncated and unknown lines are skipped. No text of the file reaches cuBLASLt: a choice only
 // names one of the algorithms that cuBLASLt's heuristic offers.
-#ifndef ENG_CUDA_GEMM_CACHE_H
-#define ENG_CUDA_GEMM_CACHE_H
+#pragma once
 
 #include "gemm_layout.h"
 
@@ -56,5 +55,3 @@ int gemm_line_write(char line[GEMM_LINE], const gemm_problem *problem, const gem
 bool gemm_line_read(const char *line, gemm_problem *problem, gemm_choice *choice);
 /// "m=768 n=4096 ..", for messages.
 const char *gemm_problem_text(const gemm_problem *problem);
-
-#endif

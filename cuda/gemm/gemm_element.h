@@ -1,8 +1,7 @@
 // Loads and stores elements of any float format, chosen at run time, for kernels that access few
 // elements. The format of sums is a template argument, float or double. Included by gemm_plain.cu
 // and bias_grad.cu.
-#ifndef ENG_CUDA_GEMM_ELEMENT_H
-#define ENG_CUDA_GEMM_ELEMENT_H
+#pragma once
 
 #include "runtime/device.h"
 
@@ -38,5 +37,3 @@ __device__ inline void element_store(void *data, int dtype, int64_t at, double v
     default: static_cast<double *>(data)[at] = value;
   }
 }
-
-#endif

@@ -2,8 +2,7 @@
 // f32. Layouts of operands and scales: core/base/fp8_layout.h. Needs a card with FP8 units: sm_89
 // for FP8_TENSOR; sm_90 exactly (Hopper, not its successors) for FP8_ROW, FP8_VEC128 and
 // FP8_BLK128.
-#ifndef ENG_CUDA_GEMM_FP8_H
-#define ENG_CUDA_GEMM_FP8_H
+#pragma once
 
 #ifdef __cplusplus
 extern "C" {
@@ -46,5 +45,4 @@ eng_status fp8_product(const fp8_result *y, const fp8_operand *x, const fp8_oper
 
 #ifdef __cplusplus
 }
-#endif
 #endif

@@ -1,8 +1,7 @@
 // Descriptions of matrix products on the CUDA device: first by strides, like tensors, then in
 // cuBLASLt's form, column-major with leading dimensions. Host logic without CUDA, so
 // spec/cuda/gemm_host.c tests it on any machine. Called by gemm.c, gemm_fused.c and gemm_fp8.c.
-#ifndef ENG_CUDA_GEMM_LAYOUT_H
-#define ENG_CUDA_GEMM_LAYOUT_H
+#pragma once
 
 #include "device/backend.h"
 
@@ -95,5 +94,3 @@ int gemm_walked_dim(const gemm_product *p);
 void *gemm_data_at(const gemm_product *p, const gemm_matrix *x, const int64_t *at);
 /// Advances `at` to the next index over all batch dimensions except `walked`; false after the last.
 bool gemm_next(const gemm_product *p, int walked, int64_t *at);
-
-#endif

@@ -1,7 +1,6 @@
 // Products through cuBLASLt: descriptors and algorithms by problem, see gemm_lt.c. Called by
 // gemm.c, gemm_fused.c and gemm_fp8.c.
-#ifndef ENG_CUDA_GEMM_LT_H
-#define ENG_CUDA_GEMM_LT_H
+#pragma once
 
 #include "gemm_layout.h"
 
@@ -27,5 +26,3 @@ bool gemm_fuses(void);
 
 /// Whether f32 products may round their operands to TF32: ENGINE_TF32=1.
 bool gemm_tf32(void);
-
-#endif

@@ -1,7 +1,6 @@
 // Our own products, for cases that cuBLASLt does not support, and the last step after a product;
 // see gemm_plain.cu.
-#ifndef ENG_CUDA_GEMM_PLAIN_H
-#define ENG_CUDA_GEMM_PLAIN_H
+#pragma once
 
 #ifdef __cplusplus
 extern "C" {
@@ -18,5 +17,4 @@ eng_status gemm_finish(const gemm_product *p, const gemm_matrix *sum);
 
 #ifdef __cplusplus
 }
-#endif
 #endif

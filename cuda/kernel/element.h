@@ -3,8 +3,7 @@
 // less than a kernel per combination. The rules are those of core/base/dtype.c and
 // core/cpu/reference.c: floats round once, integers wrap, and floats truncate and saturate when
 // they become integers. Included by kernel files. Owns nothing.
-#ifndef ENG_CUDA_ELEMENT_H
-#define ENG_CUDA_ELEMENT_H
+#pragma once
 
 #include "runtime/device.h"
 
@@ -145,5 +144,3 @@ static inline __attribute__((unused)) bool all_fast(const op_call *call)
     if (call->out[k] && !is_fast(call->out[k]->dtype)) return false;
   return true;
 }
-
-#endif

@@ -1,8 +1,7 @@
 // How kernels that sum load and store elements. float_lanes takes V elements of f32, f16 or bf16 at
 // a time, for sums in f32. double_lanes takes single elements of any format, for sums in f64.
 // Included by kernel files. Owns nothing.
-#ifndef ENG_CUDA_LANES_H
-#define ENG_CUDA_LANES_H
+#pragma once
 
 #include "map.h"
 
@@ -28,5 +27,3 @@ struct double_lanes {
   __device__ static void store(void *data, int dtype, int64_t at, const double (&y)[1])
   { store_double(data, dtype, at, y[0]); }
 };
-
-#endif

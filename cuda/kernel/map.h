@@ -7,8 +7,7 @@
 // and optionally a template `low` with the same parameters, which need only be accurate enough for
 // 16-bit results. Other formats use each(), in f64 or i64, with one element per thread. Included by
 // kernel files. Owns nothing.
-#ifndef ENG_CUDA_MAP_H
-#define ENG_CUDA_MAP_H
+#pragma once
 
 #include "element.h"
 #include "vector.h"
@@ -329,5 +328,3 @@ template <int M, int N, class Body> static eng_status each(const op_call *call, 
   CUDA_LAUNCHED(eng_op_name(call->op));
   return ENG_OK;
 }
-
-#endif

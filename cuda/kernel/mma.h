@@ -8,8 +8,7 @@
 //                a[2], a[3]: the same rows, columns 8 further
 //   B [16 x 8]   b0: rows 2t, 2t+1 of column g; b1: rows 8 further
 //   C [16 x 8]   c[0], c[1]: row g, columns 2t, 2t+1; c[2], c[3]: row g + 8
-#ifndef ENG_CUDA_MMA_H
-#define ENG_CUDA_MMA_H
+#pragma once
 
 #include "ptx.h"
 
@@ -81,5 +80,4 @@ __device__ static inline uint32_t pack(float low, float high, bf16_t)
   __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
   return *(uint32_t *)&pair;
 }
-#endif
 #endif

@@ -1,8 +1,7 @@
 // Single-thread instructions that have no intrinsic, one function each. mma.h has the instructions
 // of a warp, wgmma.h those of a warpgroup. These three files hold all of the device's assembly.
 // Included by kernel files. Owns nothing.
-#ifndef ENG_CUDA_PTX_H
-#define ENG_CUDA_PTX_H
+#pragma once
 
 #include "runtime/device.h"
 
@@ -54,5 +53,4 @@ template <class T> __device__ static inline T opaque(T x)
   asm volatile("" : "+r"(x));
   return x;
 }
-#endif
 #endif

@@ -1,6 +1,5 @@
 // Computes silu(gate) * up in f32, for swiglu (unary.cu) and swiglu_quantize (quantize.cu).
-#ifndef ENG_CUDA_SWIGLU_H
-#define ENG_CUDA_SWIGLU_H
+#pragma once
 
 #include "vector.h"
 
@@ -24,5 +23,3 @@ __device__ static inline void swiglu_words(words<T, V> &h, const words<T, V> &ga
   for (int v = 0; v < V; v++) g[v] = swiglu_of(g[v], u[v]);
   narrow_words(h, g);
 }
-
-#endif

@@ -2,8 +2,7 @@
 // are not used until their values are needed, so that several loads are in flight at once. (With
 // arrays of 16-bit members the compiler shuffles halves as soon as each load arrives, and the next
 // load waits.) Included by kernel files. Owns nothing.
-#ifndef ENG_CUDA_VECTOR_H
-#define ENG_CUDA_VECTOR_H
+#pragma once
 
 #include "runtime/device.h"
 
@@ -113,5 +112,3 @@ __device__ static inline void narrow_words(words<float, V> &to, const float (&fr
 #pragma unroll
   for (int v = 0; v < V; v++) to.w[v] = __float_as_uint(from[v]);
 }
-
-#endif

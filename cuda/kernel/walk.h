@@ -3,8 +3,7 @@
 // divisions. Host code builds a walk and bundles its elements into groups of V neighbours if all
 // tensors allow it. Device code turns a group's number into offsets. Included by kernel files. Owns
 // nothing.
-#ifndef ENG_CUDA_WALK_H
-#define ENG_CUDA_WALK_H
+#pragma once
 
 #include "runtime/device.h"
 
@@ -184,5 +183,3 @@ __device__ static inline void walk_offsets(int64_t (&at)[N], const walk<N> &w, i
     rest = next;
   }
 }
-
-#endif

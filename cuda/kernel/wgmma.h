@@ -8,8 +8,7 @@
 //
 // The registers of a warpgroup hold C [64 x N] and A [64 x 16] as follows. Warp w has rows 16 w to
 // 16 w + 15, in the layout of mma.h; d[4 i + k] is c[k] of mma.h for columns 8 i to 8 i + 7.
-#ifndef ENG_CUDA_WGMMA_H
-#define ENG_CUDA_WGMMA_H
+#pragma once
 
 #include "mma.h"
 
@@ -106,5 +105,4 @@ WGMMA_ROWS(f16_t, "f16", 128, REGISTERS_64, NUMBERS_64, "64", "65", "66")
 WGMMA_WEIGHTS(f16_t, "f16", 128, REGISTERS_64, NUMBERS_64, "64", "65", "66", "67", "68")
 WGMMA_ROWS(bf16_t, "bf16", 128, REGISTERS_64, NUMBERS_64, "64", "65", "66")
 WGMMA_WEIGHTS(bf16_t, "bf16", 128, REGISTERS_64, NUMBERS_64, "64", "65", "66", "67", "68")
-#endif
 #endif

@@ -1,7 +1,6 @@
 // The passes over all parameters: gradient statistics (gradstats.cu), updates and unscaling
 // (optimizer.cu). Contracts: backend.h. Called through the device's table.
-#ifndef ENG_CUDA_PASSES_H
-#define ENG_CUDA_PASSES_H
+#pragma once
 
 #ifdef __cplusplus
 extern "C" {
@@ -31,5 +30,4 @@ eng_status cuda_unscale(const param_span *spans, int n, double factor, float *co
 
 #ifdef __cplusplus
 }
-#endif
 #endif

@@ -1,8 +1,7 @@
 // Shared by the passes over all parameters: a table of the parameters in device memory, cut into
 // chunks, and rings of pinned memory for sending numbers to the card without waiting. Used by
 // gradstats.cu and optimizer.cu.
-#ifndef ENG_CUDA_SPANS_H
-#define ENG_CUDA_SPANS_H
+#pragma once
 
 #include "runtime/device.h"
 
@@ -58,5 +57,3 @@ eng_status spans_ready(span_table *table, const param_span *spans, int n, float 
 /// Grows an allocation of device memory to `bytes` (and a quarter more). Growing it discards its
 /// contents.
 eng_status device_grow(void **memory, int64_t *capacity, int64_t bytes);
-
-#endif

@@ -1,6 +1,5 @@
 // FP8 products: the card's capabilities (fp8_matmul.c), and the scalar formula (fp8_plain.cu).
-#ifndef ENG_CUDA_FP8_PLAIN_H
-#define ENG_CUDA_FP8_PLAIN_H
+#pragma once
 
 #ifdef __cplusplus
 extern "C" {
@@ -14,5 +13,4 @@ int cuda_fp8(void);
 
 #ifdef __cplusplus
 }
-#endif
 #endif

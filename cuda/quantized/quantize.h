@@ -1,7 +1,6 @@
 // Shared by the kernels of quantize.cu: the description of a call and of its two outputs, the
 // conversion to codes, and the eight numbers of a row that a thread holds in registers.
-#ifndef ENG_CUDA_QUANTIZE_H
-#define ENG_CUDA_QUANTIZE_H
+#pragma once
 
 #include "kernel/element.h"
 #include "kernel/ptx.h"
@@ -229,5 +228,3 @@ template <typename T> __device__ static inline uint32_t largest_bits(uint32_t wo
   return sizeof(T) == 2 ? max(magnitude_bits<T>(word, 0), magnitude_bits<T>(word, 1)) :
                           magnitude_bits<T>(word, 0);
 }
-
-#endif

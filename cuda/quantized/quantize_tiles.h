@@ -1,7 +1,6 @@
 // quantize by tiles of 128 x 128: codes in both directions from one read. Included only by
 // quantize.cu, which describes the method.
-#ifndef ENG_CUDA_QUANTIZE_TILES_H
-#define ENG_CUDA_QUANTIZE_TILES_H
+#pragma once
 
 #include "quantize.h"
 #include "kernel/swiglu.h"
@@ -479,5 +478,3 @@ __global__ static void __launch_bounds__(TILE_THREADS, tiles_resident<T, SWIGLU>
     }
   }
 }
-
-#endif

@@ -2,8 +2,7 @@
 // formats. The device itself (memory, copies, faults) is device.cu; the table of its functions is
 // table.c. Functions of the core come through host.c, so that kernel files use the core's own
 // headers and names (error_set, arena_alloc, tensor_text).
-#ifndef ENG_CUDA_DEVICE_H
-#define ENG_CUDA_DEVICE_H
+#pragma once
 
 #ifdef __cplusplus
 extern "C" {
@@ -111,5 +110,4 @@ __device__ static inline void narrow(f16_t &y, float x)
   else y.bits = __half_as_ushort(__float2half_rn(x));
 }
 __device__ static inline void narrow(bf16_t &y, float x) { y.bits = bf16_from_f32(x); }
-#endif
 #endif

@@ -1,8 +1,7 @@
 // This folder's functions, as table.c lists them: memory and streams (device.cu), copies from
 // pageable memory (staging.c), messages between ranks (wire.cu), captured steps (graph.cu).
 // Contracts: backend.h.
-#ifndef ENG_CUDA_RUNTIME_H
-#define ENG_CUDA_RUNTIME_H
+#pragma once
 
 #ifdef __cplusplus
 extern "C" {
@@ -54,5 +53,4 @@ bool        cuda_give_later(void *memory);
 
 #ifdef __cplusplus
 }
-#endif
 #endif
