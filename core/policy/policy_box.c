@@ -410,12 +410,6 @@ static void open_library(lua_State *L, lua_CFunction open, const char *name)
   lua_call(L, 1, 0);
 }
 
-static void set_function(lua_State *L, const char *name, lua_CFunction function)
-{
-  lua_pushcfunction(L, function);
-  lua_setfield(L, -2, name);
-}
-
 // Adds the library on top of the stack to the environment below it.
 static void set_library(lua_State *L, const char *name)
 {
@@ -425,20 +419,28 @@ static void set_library(lua_State *L, const char *name)
   lua_setfield(L, -2, name);
 }
 
-// Replaces a function of the library by `function`, whose upvalues are the original function and
-// its name in quotes.
-static void wrap(lua_State *L, const char *name, lua_CFunction function)
+/// A function of ours in a library. With `wraps` it replaces the library's own function and has that
+/// function and its name in quotes as upvalues.
+typedef struct box_function { const char *name; lua_CFunction function; bool wraps; } box_function;
+
+// Adds functions to the library on top of the stack.
+static void add(lua_State *L, const box_function *functions, int n)
 {
-  lua_getfield(L, -1, name);
-  lua_pushfstring(L, "'%s'", name);
-  lua_pushcclosure(L, function, 2);
-  lua_setfield(L, -2, name);
+  for (const box_function *f = functions; f < functions + n; ++f) {
+    if (f->wraps) {
+      lua_getfield(L, -1, f->name);
+      lua_pushfstring(L, "'%s'", f->name);
+    }
+    lua_pushcclosure(L, f->function, f->wraps ? 2 : 0);
+    lua_setfield(L, -2, f->name);
+  }
 }
+#define ADD(L, functions) add(L, functions, (int)(sizeof functions / sizeof *functions))
 
 void policy_box_open(eng_policy *p)
 {
-  static const char *const base[] = {"assert",   "error", "ipairs", "select",
-                                     "tonumber", "type",  "unpack", NULL};
+  static const char *const base_names[] = {"assert",   "error", "ipairs", "select",
+                                           "tonumber", "type",  "unpack", NULL};
   static const char *const math_names[] = {
     "abs",   "acos", "asin",  "atan", "atan2", "ceil", "cos",   "cosh", "deg", "exp",
     "floor", "fmod", "frexp", "huge", "ldexp", "log",  "log10", "max",  "min", "modf",
@@ -450,53 +452,46 @@ void policy_box_open(eng_policy *p)
   static const char *const bit_names[] = {"arshift", "band",   "bnot", "bor", "bswap",
                                           "bxor",    "lshift", "rol",  "ror", "rshift",
                                           "tobit",   "tohex",  NULL};
+  static const box_function base[] = {
+    {"ipairs", box_ipairs, true},      {"select", box_charged, true},
+    {"unpack", box_charged, true},     {"tonumber", box_reading, true},
+    {"pairs", box_pairs, false},       {"next", box_next, false},
+    {"tostring", box_tostring, false}, {"pcall", box_pcall, false},
+    {"print", box_print, false}};
+  static const box_function math[] = {{"random", box_random, false}, {"f32", box_f32, false}};
+  static const box_function table[] = {{"sort", box_sort, true},
+                                       {"insert", box_writing, true},
+                                       {"move", box_writing, true},
+                                       {"concat", box_concat, true}};
+  static const box_function string[] = {
+    {"format", box_format, true}, {"byte", box_charged, true},  {"char", box_charged, true},
+    {"rep", box_charged, true},   {"sub", box_charged, true},   {"lower", box_charged, true},
+    {"upper", box_charged, true}, {"reverse", box_charged, true}};
+  static const box_function undefined[] = {{"__index", unknown_global, false},
+                                           {"__newindex", global_assigned, false}};
   lua_State *L = p->L;
   open_library(L, luaopen_base, "");
   open_library(L, luaopen_math, LUA_MATHLIBNAME);
   open_library(L, luaopen_table, LUA_TABLIBNAME);
   open_library(L, luaopen_string, LUA_STRLIBNAME);
   open_library(L, luaopen_bit, LUA_BITLIBNAME);
-
   lua_pushvalue(L, LUA_GLOBALSINDEX);
-  take(L, base);
-  wrap(L, "ipairs", box_ipairs);
-  wrap(L, "select", box_charged);
-  wrap(L, "unpack", box_charged);
-  wrap(L, "tonumber", box_reading);
-  set_function(L, "pairs", box_pairs);
-  set_function(L, "next", box_next);
-  set_function(L, "tostring", box_tostring);
-  set_function(L, "pcall", box_pcall);
-  set_function(L, "print", box_print);
-
+  take(L, base_names);
+  ADD(L, base);
   lua_getglobal(L, "math");
   take(L, math_names);
-  set_function(L, "random", box_random);
-  set_function(L, "f32", box_f32);
+  ADD(L, math);
   set_library(L, "math");
-
   lua_getglobal(L, "table");
   take(L, table_names);
-  wrap(L, "sort", box_sort);
-  wrap(L, "insert", box_writing);
-  wrap(L, "move", box_writing);
-  wrap(L, "concat", box_concat);
+  ADD(L, table);
   set_library(L, "table");
-
   lua_getglobal(L, "bit");
   take(L, bit_names);
   set_library(L, "bit");
-
   lua_getglobal(L, "string");
   take(L, string_names);
-  wrap(L, "format", box_format);
-  wrap(L, "byte", box_charged);
-  wrap(L, "char", box_charged);
-  wrap(L, "rep", box_charged);
-  wrap(L, "sub", box_charged);
-  wrap(L, "lower", box_charged);
-  wrap(L, "upper", box_charged);
-  wrap(L, "reverse", box_charged);
+  ADD(L, string);
   policy_patterns_open(L);
   lua_pushliteral(L, "");                              // ("text"):method() sees the same functions
   lua_getmetatable(L, -1);
@@ -506,9 +501,7 @@ void policy_box_open(eng_policy *p)
   set_library(L, "string");
   policy_checks_open(L);
   set_library(L, "check");
-
   lua_newtable(L);
-  set_function(L, "__index", unknown_global);
-  set_function(L, "__newindex", global_assigned);
+  ADD(L, undefined);
   lua_setmetatable(L, -2);
 }

@@ -6,9 +6,6 @@
 
 #include <math.h>
 
-// Raises the text on top of the stack without a position: the error is in an option, not in a line.
-static int refuse(lua_State *L) { return lua_error(L); }
-
 // Whether the options at `index` have strict=false.
 static bool is_lenient(lua_State *L, int index)
 {
@@ -27,7 +24,7 @@ static int refuse_strictly(lua_State *L)
   if (is_lenient(L, 1)) return 0;
   lua_pushliteral(L, "; strict=false accepts it");
   lua_concat(L, 2);
-  return refuse(L);
+  return lua_error(L);
 }
 
 static double option(lua_State *L, int name)
@@ -79,7 +76,7 @@ static int check_range(lua_State *L)                       // upvalue: the range
       if (r == SHARE)
         lua_pushfstring(L, "%s must lie between 0 and 1, got %f", lua_tostring(L, name), x);
       else lua_pushfstring(L, "%s must be %s, got %f", lua_tostring(L, name), wanted[r], x);
-      return refuse(L);
+      return lua_error(L);   // without a position: the error is not in a line of the policy
     }
     lua_pushnumber(L, r == FLOAT32 ? (double)(float)x : x);
   }
@@ -121,14 +118,16 @@ static int check_floor(lua_State *L)
 
 // ------------------------------------------------------------------ changes of the scale
 
-static double scale_of(lua_State *L)                       // of the state, argument 1
+static double number_field(lua_State *L, int index, const char *name)
 {
-  luaL_checktype(L, 1, LUA_TTABLE);
-  lua_getfield(L, 1, "scale");
-  double scale = luaL_checknumber(L, -1);
+  luaL_checktype(L, index, LUA_TTABLE);
+  lua_getfield(L, index, name);
+  double value = luaL_checknumber(L, -1);
   lua_pop(L, 1);
-  return scale;
+  return value;
 }
+
+static double scale_of(lua_State *L) { return number_field(L, 1, "scale"); }   // of the state
 
 // Sets the scale in the state and builds the verdict { scale =, reason = the text on top of the
 // stack, action = "stop" }.
@@ -185,14 +184,6 @@ static int grow(lua_State *L)
   return verdict(L, to, false);
 }
 
-static double number_field(lua_State *L, int index, const char *name)
-{
-  lua_getfield(L, index, name);
-  double value = luaL_checknumber(L, -1);
-  lua_pop(L, 1);
-  return value;
-}
-
 // rescale(state, record, options): the verdict on the scale for policies that guard updates. With
 // options.loss_scale above 0 the scale is fixed; otherwise it follows dynamic.lua's rule, with
 // options.growth_interval and the count of good steps in state.good.
@@ -226,25 +217,19 @@ static int rescale(lua_State *L)
 
 void policy_checks_open(lua_State *L)
 {
-  lua_pushcfunction(L, rescale);
-  lua_setfield(L, -2, "rescale");
-  lua_pushcfunction(L, back_off);
-  lua_setfield(L, -2, "back_off");
-  lua_pushcfunction(L, grow);
-  lua_setfield(L, -2, "grow");
-  static const struct { const char *name; range range;
-  } ranges[] = {{"positive", POSITIVE}, {"float32", FLOAT32}, {"not_negative", NOT_NEGATIVE},
-                {"factor", FACTOR},     {"share", SHARE},     {"steps", STEPS}};
-  static const struct { const char *name; lua_CFunction function; } others[] = {
-    { "trap", check_trap }, { "count", check_count }, { "floor", check_floor } };
+  static const luaL_Reg changes[] = {
+    {"rescale", rescale}, {"back_off", back_off}, {"grow", grow}, {NULL, NULL}};
+  static const luaL_Reg checks[] = {
+    {"trap", check_trap}, {"count", check_count}, {"floor", check_floor}, {NULL, NULL}};
+  static const struct { const char *name; range range; } ranges[] = {
+    {"positive", POSITIVE}, {"float32", FLOAT32}, {"not_negative", NOT_NEGATIVE},
+    {"factor", FACTOR},     {"share", SHARE},     {"steps", STEPS}};
+  luaL_register(L, NULL, changes);
   lua_newtable(L);
+  luaL_register(L, NULL, checks);
   for (size_t i = 0; i < sizeof ranges / sizeof *ranges; ++i) {
     lua_pushinteger(L, ranges[i].range);
     lua_pushcclosure(L, check_range, 1);
     lua_setfield(L, -2, ranges[i].name);
-  }
-  for (size_t i = 0; i < sizeof others / sizeof *others; ++i) {
-    lua_pushcfunction(L, others[i].function);
-    lua_setfield(L, -2, others[i].name);
   }
 }

@@ -10,6 +10,7 @@
 #include "base/numerics.h"
 
 #include <math.h>
+#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -37,76 +38,74 @@ typedef struct view { int32_t kind, index; } view;
 // Indices in the registry; policy_run.c and policy_vm.c use 1 and 2.
 enum { KEEP_RECORD_FIELDS = 3, KEEP_STATS_FIELDS, KEEP_TENSORS, KEEP_GROUPS };
 
-enum {
-  F_STEP,
-  F_UPDATES,
-  F_SCALE,
-  F_LOSS,
-  F_LR,
-  F_OVERFLOW,
-  F_INF,
-  F_NAN,
-  F_COUNT,
-  F_ZEROS,
-  F_UNDERFLOW,
-  F_AMAX,
-  F_NORM,
-  F_NORM_REF,
-  F_UPDATE_NORM,   // in the order of ENG_NORM_*
-  F_WEIGHT_NORM,
-  F_M_NORM,
-  F_V_NORM,
-  F_ELAPSED,
-  F_FIRST_BAD,
-  F_HIST,
-  F_TENSORS,
-  F_GROUPS,
-  F_SIGNALS,
-  F_END
-};
-static const char *const record_fields[F_END] = {
-  "step",    "updates",   "scale", "loss",      "lr",     "overflow", "inf",
-  "nan",     "count",     "zeros", "underflow", "amax",   "norm",     "norm_ref",
-  "update_norm", "weight_norm", "m_norm", "v_norm",
-  "elapsed", "first_bad", "hist",  "tensors",   "groups", "signals"};
-static const unsigned record_needs[F_END] = {
-  [F_ZEROS] = ENG_NEED_ZEROS,     [F_UNDERFLOW] = ENG_NEED_UNDERFLOW, [F_AMAX] = ENG_NEED_AMAX,
-  [F_NORM] = ENG_NEED_NORM,       [F_NORM_REF] = ENG_NEED_NORM_REF,   [F_HIST] = ENG_NEED_HIST,
-  [F_UPDATE_NORM] = ENG_NEED_UPDATE_NORM, [F_WEIGHT_NORM] = ENG_NEED_WEIGHT_NORM,
-  [F_M_NORM] = ENG_NEED_M_NORM,   [F_V_NORM] = ENG_NEED_V_NORM,
-  [F_TENSORS] = ENG_NEED_TENSORS, [F_GROUPS] = ENG_NEED_TENSORS};
+/// How a field is read: up to VIEW, of the member at offset `at`.
+typedef enum field_kind {
+  INTEGER,
+  NUMBER,
+  MAYBE,           // a number; nil if it is NaN
+  FLAG,
+  FIRST_BAD,       // a tensor's number, read as its name
+  VIEW,            // `at`: its kind
+  // only of tensors and groups
+  NAME, SCALE, OVERFLOW, TRUE_AMAX, TRUE_NORM, REFERENCE, MEASURED, CLIPPED, SNR,
+  UPDATE           // `at`: ENG_NORM_*
+} field_kind;
+typedef struct field { const char *name; field_kind kind; size_t at; unsigned need; } field;
 
-enum {
-  S_NAME,
-  S_SCALE,
-  S_OVERFLOW,
-  S_INF,
-  S_NAN,
-  S_COUNT,
-  S_ZEROS,
-  S_UNDERFLOW,
-  S_AMAX,
-  S_NORM,
-  S_NORM_REF,
-  S_UPDATE_NORM,   // in the order of ENG_NORM_*
-  S_WEIGHT_NORM,
-  S_M_NORM,
-  S_V_NORM,
-  S_MEASURED,
-  S_CLIPPED,
-  S_SNR,
-  S_HIST,
-  S_END
+#define COUNT(list) ((int)(sizeof list / sizeof *list))
+
+#define AT(member) offsetof(eng_record, member)
+static const field record_fields[] = {
+  {"step", INTEGER, AT(step), 0},
+  {"updates", INTEGER, AT(updates), 0},
+  {"scale", NUMBER, AT(scale), 0},
+  {"loss", NUMBER, AT(loss), 0},
+  {"lr", NUMBER, AT(lr), 0},
+  {"overflow", FLAG, AT(overflow), 0},
+  {"inf", INTEGER, AT(inf), 0},
+  {"nan", INTEGER, AT(nan), 0},
+  {"count", INTEGER, AT(count), 0},
+  {"zeros", INTEGER, AT(zeros), ENG_NEED_ZEROS},
+  {"underflow", INTEGER, AT(underflow), ENG_NEED_UNDERFLOW},
+  {"amax", NUMBER, AT(amax), ENG_NEED_AMAX},
+  {"norm", NUMBER, AT(norm), ENG_NEED_NORM},
+  {"norm_ref", MAYBE, AT(norm_ref), ENG_NEED_NORM_REF},
+  {"update_norm", MAYBE, AT(norms[ENG_NORM_UPDATE]), ENG_NEED_UPDATE_NORM},
+  {"weight_norm", MAYBE, AT(norms[ENG_NORM_WEIGHT]), ENG_NEED_WEIGHT_NORM},
+  {"m_norm", MAYBE, AT(norms[ENG_NORM_M]), ENG_NEED_M_NORM},
+  {"v_norm", MAYBE, AT(norms[ENG_NORM_V]), ENG_NEED_V_NORM},
+  {"elapsed", NUMBER, AT(elapsed), 0},
+  {"first_bad", FIRST_BAD, AT(first_bad), 0},
+  {"hist", VIEW, VIEW_HIST, ENG_NEED_HIST},
+  {"tensors", VIEW, VIEW_TENSORS, ENG_NEED_TENSORS},
+  {"groups", VIEW, VIEW_GROUPS, ENG_NEED_TENSORS},
+  {"signals", VIEW, VIEW_SIGNALS, 0},
 };
-static const char *const stats_fields[S_END] = {
-  "name", "scale", "overflow", "inf",      "nan",     "count", "zeros", "underflow",
-  "amax", "norm",  "norm_ref", "update_norm", "weight_norm", "m_norm", "v_norm",
-  "measured", "clipped", "snr",   "hist"};
-static const unsigned stats_needs[S_END] = {
-  [S_ZEROS] = ENG_NEED_ZEROS, [S_UNDERFLOW] = ENG_NEED_UNDERFLOW, [S_AMAX] = ENG_NEED_AMAX,
-  [S_UPDATE_NORM] = ENG_NEED_UPDATE_NORM, [S_WEIGHT_NORM] = ENG_NEED_WEIGHT_NORM,
-  [S_M_NORM] = ENG_NEED_M_NORM, [S_V_NORM] = ENG_NEED_V_NORM,
-  [S_NORM] = ENG_NEED_NORM,   [S_NORM_REF] = ENG_NEED_NORM_REF,   [S_HIST] = ENG_NEED_HIST};
+#undef AT
+
+#define AT(member) offsetof(eng_tensor_stats, member)
+static const field stats_fields[] = {
+  {"name", NAME, 0, 0},
+  {"scale", SCALE, 0, 0},
+  {"overflow", OVERFLOW, 0, 0},
+  {"inf", INTEGER, AT(inf), 0},
+  {"nan", INTEGER, AT(nan), 0},
+  {"count", INTEGER, AT(count), 0},
+  {"zeros", INTEGER, AT(zeros), ENG_NEED_ZEROS},
+  {"underflow", INTEGER, AT(underflow), ENG_NEED_UNDERFLOW},
+  {"amax", TRUE_AMAX, 0, ENG_NEED_AMAX},
+  {"norm", TRUE_NORM, 0, ENG_NEED_NORM},
+  {"norm_ref", REFERENCE, 0, ENG_NEED_NORM_REF},
+  {"update_norm", UPDATE, ENG_NORM_UPDATE, ENG_NEED_UPDATE_NORM},
+  {"weight_norm", UPDATE, ENG_NORM_WEIGHT, ENG_NEED_WEIGHT_NORM},
+  {"m_norm", UPDATE, ENG_NORM_M, ENG_NEED_M_NORM},
+  {"v_norm", UPDATE, ENG_NORM_V, ENG_NEED_V_NORM},
+  {"measured", MEASURED, 0, 0},
+  {"clipped", CLIPPED, 0, 0},
+  {"snr", SNR, 0, 0},
+  {"hist", VIEW, 0, ENG_NEED_HIST},
+};
+#undef AT
 
 void field_map_add(field_map *map, const char *key, int field)
 {
@@ -122,12 +121,13 @@ static const eng_record *record_in_view(eng_policy *p)
   return p->record;
 }
 
-static int unknown_field(lua_State *L, const char *what, const char *const *fields, int n)
+static int unknown_field(lua_State *L, const char *what, const field *fields, int n)
 {
   if (lua_type(L, 2) != LUA_TSTRING)
     return luaL_error(L, "%s: expected the name of a field, got a %s", what, luaL_typename(L, 2));
-  const char *name = lua_tostring(L, 2);
-  return luaL_error(L, "%s has no field '%s'%s", what, name, nearest_hint(name, fields, n));
+  const char *name = lua_tostring(L, 2), *names[COUNT(record_fields)];
+  for (int i = 0; i < n; ++i) names[i] = fields[i].name;
+  return luaL_error(L, "%s has no field '%s'%s", what, name, nearest_hint(name, names, n));
 }
 
 static int not_needed(lua_State *L, const char *what, const char *field)
@@ -136,50 +136,37 @@ static int not_needed(lua_State *L, const char *what, const char *field)
                     field, field);
 }
 
-// ------------------------------------------------------------------ the record
-
-// A norm of the update before this step; nil if that step made no update or the optimizer has no
-// such moment.
-static void push_norm(lua_State *L, const eng_record *r, double norm, int which)
+static void push_unless(lua_State *L, bool absent, double value)
 {
-  if (f64_is_nan(r->norms[which])) lua_pushnil(L);
-  else lua_pushnumber(L, norm);
+  if (absent) lua_pushnil(L);
+  else lua_pushnumber(L, value);
 }
 
-static int push_record_field(lua_State *L, eng_policy *p, int field)
+// Pushes a field of the kinds up to MAYBE from the structure that holds it.
+static void push_member(lua_State *L, const field *f, const void *from)
+{
+  const void *at = (const char *)from + f->at;
+  double value = f->kind == INTEGER ? (double)*(const int64_t *)at : *(const double *)at;
+  push_unless(L, f->kind == MAYBE && f64_is_nan(value), value);
+}
+
+// ------------------------------------------------------------------ the record
+
+static int push_record_field(lua_State *L, eng_policy *p, const field *f)
 {
   const eng_record *r = record_in_view(p);
-  switch (field) {
-    case F_STEP:      lua_pushnumber(L, (double)r->step); break;
-    case F_UPDATES:   lua_pushnumber(L, (double)r->updates); break;
-    case F_SCALE:     lua_pushnumber(L, r->scale); break;
-    case F_LOSS:      lua_pushnumber(L, r->loss); break;
-    case F_LR:        lua_pushnumber(L, r->lr); break;
-    case F_OVERFLOW:  lua_pushboolean(L, r->overflow); break;
-    case F_INF:       lua_pushnumber(L, (double)r->inf); break;
-    case F_NAN:       lua_pushnumber(L, (double)r->nan); break;
-    case F_COUNT:     lua_pushnumber(L, (double)r->count); break;
-    case F_ZEROS:     lua_pushnumber(L, (double)r->zeros); break;
-    case F_UNDERFLOW: lua_pushnumber(L, (double)r->underflow); break;
-    case F_AMAX:      lua_pushnumber(L, r->amax); break;
-    case F_NORM:      lua_pushnumber(L, r->norm); break;
-    case F_NORM_REF:
-      if (f64_is_nan(r->norm_ref)) lua_pushnil(L);           // no reference backward this step
-      else lua_pushnumber(L, r->norm_ref);
-      break;
-    case F_UPDATE_NORM:
-    case F_WEIGHT_NORM:
-    case F_M_NORM:
-    case F_V_NORM: push_norm(L, r, r->norms[field - F_UPDATE_NORM], field - F_UPDATE_NORM); break;
-    case F_ELAPSED:   lua_pushnumber(L, r->elapsed); break;
-    case F_FIRST_BAD:
+  switch (f->kind) {
+    case FLAG: lua_pushboolean(L, r->overflow); break;
+    case FIRST_BAD:
       if (r->first_bad >= 0 && r->first_bad < p->n_tensors)
         lua_pushstring(L, p->tensors[r->first_bad]);
       else lua_pushnil(L);
       break;
-    default:
-      if ((field == F_TENSORS || field == F_GROUPS) && !p->stats) lua_pushnil(L);
-      else lua_rawgeti(L, lua_upvalueindex(1), field);
+    case VIEW:
+      if ((f->at == VIEW_TENSORS || f->at == VIEW_GROUPS) && !p->stats) lua_pushnil(L);
+      else lua_rawgeti(L, lua_upvalueindex(1), (int)f->at);
+      break;
+    default: push_member(L, f, r);
   }
   return 1;
 }
@@ -188,10 +175,11 @@ static int record_index(lua_State *L)  // upvalue: views of hist, tensors, group
 {
   eng_policy *p = policy_of(L);
   const char *key = lua_tostring(L, 2);
-  int field = key ? field_map_find(&p->record_map, key) : -1;
-  if (field < 0) return unknown_field(L, "record", record_fields, F_END);
-  if (record_needs[field] & ~p->needs) return not_needed(L, "record", record_fields[field]);
-  return push_record_field(L, p, field);
+  int found = key ? field_map_find(&p->record_map, key) : -1;
+  if (found < 0) return unknown_field(L, "record", record_fields, COUNT(record_fields));
+  const field *f = &record_fields[found];
+  if (f->need & ~p->needs) return not_needed(L, "record", f->name);
+  return push_record_field(L, p, f);
 }
 
 // ------------------------------------------------------------------ tensors and groups
@@ -235,42 +223,27 @@ static const eng_tensor_stats *stats_in_view(eng_policy *p, const view *v)
   return &p->group_stats[v->index];
 }
 
-static int push_stats_field(lua_State *L, eng_policy *p, const view *v, int field)
+static int push_stats_field(lua_State *L, eng_policy *p, const view *v, const field *f)
 {
   const eng_tensor_stats *s = stats_in_view(p, v);
+  const bool measured = s->measured != 0;       // else a gradient, or not measured in this step
   double scale = p->record->scale * gradstats_relative_scale(s);
-  switch (field) {
-  case S_NAME: lua_pushstring(L, (v->kind == VIEW_GROUP ? p->groups : p->tensors)[v->index]); break;
-  case S_SCALE: lua_pushnumber(L, scale); break;
-  case S_OVERFLOW: lua_pushboolean(L, s->inf > 0 || s->nan > 0); break;
-  case S_INF: lua_pushnumber(L, (double)s->inf); break;
-  case S_NAN: lua_pushnumber(L, (double)s->nan); break;
-  case S_COUNT: lua_pushnumber(L, (double)s->count); break;
-  case S_ZEROS: lua_pushnumber(L, (double)s->zeros); break;
-  case S_UNDERFLOW: lua_pushnumber(L, (double)s->underflow); break;
-  case S_AMAX: lua_pushnumber(L, s->amax / scale); break;
-  case S_NORM: lua_pushnumber(L, sqrt(s->sum_squares) / scale); break;
-  case S_NORM_REF:
-    if (s->norm_ref == 0) lua_pushnil(L); // the reference backward did not compute it
-    else lua_pushnumber(L, s->norm_ref);
-    break;
-  case S_UPDATE_NORM:
-  case S_WEIGHT_NORM:
-  case S_M_NORM:
-  case S_V_NORM:
-    push_norm(L, p->record, s->norms[field - S_UPDATE_NORM], field - S_UPDATE_NORM);
-    break;
-  case S_MEASURED:
-  case S_CLIPPED:
-  case S_SNR:
-    if (s->measured == 0) lua_pushnil(L); // a gradient, or not measured in this step
-    else
-      lua_pushnumber(L, field == S_SNR ? s->snr
-                                       : (double)(field == S_CLIPPED ? s->clipped : s->measured));
-    break;
-  default: // the hist view is in the view's environment
-    lua_getfenv(L, 1);
-    lua_rawgeti(L, -1, 1);
+  switch (f->kind) {
+    case NAME: lua_pushstring(L, (v->kind == VIEW_GROUP ? p->groups : p->tensors)[v->index]); break;
+    case SCALE:     lua_pushnumber(L, scale); break;
+    case OVERFLOW:  lua_pushboolean(L, s->inf > 0 || s->nan > 0); break;
+    case TRUE_AMAX: lua_pushnumber(L, s->amax / scale); break;
+    case TRUE_NORM: lua_pushnumber(L, sqrt(s->sum_squares) / scale); break;
+    case REFERENCE: push_unless(L, s->norm_ref == 0, s->norm_ref); break;
+    case UPDATE:    push_unless(L, f64_is_nan(p->record->norms[f->at]), s->norms[f->at]); break;
+    case MEASURED:  push_unless(L, !measured, (double)s->measured); break;
+    case CLIPPED:   push_unless(L, !measured, (double)s->clipped); break;
+    case SNR:       push_unless(L, !measured, s->snr); break;
+    case VIEW:      // the hist view is in the view's environment
+      lua_getfenv(L, 1);
+      lua_rawgeti(L, -1, 1);
+      break;
+    default: push_member(L, f, s);
   }
   return 1;
 }
@@ -280,11 +253,11 @@ static int stats_index(lua_State *L)
   eng_policy *p = policy_of(L);
   const view *v = lua_touserdata(L, 1);
   const char *key = lua_tostring(L, 2);
-  int field = key ? field_map_find(&p->stats_map, key) : -1;
-  if (field < 0) return unknown_field(L, view_names[v->kind], stats_fields, S_END);
-  if (stats_needs[field] & ~p->needs)
-    return not_needed(L, view_names[v->kind], stats_fields[field]);
-  return push_stats_field(L, p, v, field);
+  int found = key ? field_map_find(&p->stats_map, key) : -1;
+  if (found < 0) return unknown_field(L, view_names[v->kind], stats_fields, COUNT(stats_fields));
+  const field *f = &stats_fields[found];
+  if (f->need & ~p->needs) return not_needed(L, view_names[v->kind], f->name);
+  return push_stats_field(L, p, v, f);
 }
 
 // The element of a list by name, or by number from 1; nil if there is none.
@@ -362,7 +335,7 @@ static int hist_index(lua_State *L)                          // upvalue: hist_su
     lua_pushnumber(L, e >= 0 && e < ENG_HIST_BINS ? (double)bins[(int)e] : 0);
     return 1;
   }
-  static const char *const fields[] = { "first", "last", "sum" };
+  static const field fields[] = {{.name = "first"}, {.name = "last"}, {.name = "sum"}};
   const char *key = lua_type(L, 2) == LUA_TSTRING ? lua_tostring(L, 2) : "";
   if (strcmp(key, "first") == 0) lua_pushinteger(L, ENG_HIST_FIRST);
   else if (strcmp(key, "last") == 0) lua_pushinteger(L, ENG_HIST_FIRST + ENG_HIST_BINS - 1);
@@ -427,12 +400,13 @@ static int fields_step(lua_State *L)
   eng_policy *p = policy_of(L);
   const view *v = lua_touserdata(L, lua_upvalueindex(1));
   bool whole = v->kind == VIEW_RECORD;
-  for (int i = (int)lua_tointeger(L, lua_upvalueindex(2)); i < (whole ? (int)F_END : (int)S_END);
-       ++i) {
-    if ((whole ? record_needs[i] : stats_needs[i]) & ~p->needs) continue;
+  int n = whole ? COUNT(record_fields) : COUNT(stats_fields);
+  for (int i = (int)lua_tointeger(L, lua_upvalueindex(2)); i < n; ++i) {
+    const field *f = whole ? &record_fields[i] : &stats_fields[i];
+    if (f->need & ~p->needs) continue;
     lua_pushinteger(L, i + 1);
     lua_replace(L, lua_upvalueindex(2));
-    lua_pushstring(L, whole ? record_fields[i] : stats_fields[i]);
+    lua_pushstring(L, f->name);
     lua_pushvalue(L, -1);
     lua_gettable(L, lua_upvalueindex(1));
     if (!lua_isnil(L, -1)) return 2;
@@ -533,11 +507,11 @@ static void push_hist(lua_State *L, view_kind kind, int place)
   push_view(L, kind, place, hist_index, NULL);
 }
 
-static void keep_names(lua_State *L, field_map *map, const char *const *names, int n, int place)
+static void keep_names(lua_State *L, field_map *map, const field *fields, int n, int place)
 {
   lua_createtable(L, n, 0);
   for (int i = 0; i < n; ++i) {
-    lua_pushstring(L, names[i]);
+    lua_pushstring(L, fields[i].name);
     field_map_add(map, lua_tostring(L, -1), i);
     lua_rawseti(L, -2, i + 1);
   }
@@ -547,24 +521,25 @@ static void keep_names(lua_State *L, field_map *map, const char *const *names, i
 void policy_record_open(eng_policy *p)
 {
   lua_State *L = p->L;
-  keep_names(L, &p->record_map, record_fields, F_END, KEEP_RECORD_FIELDS);
-  keep_names(L, &p->stats_map, stats_fields, S_END, KEEP_STATS_FIELDS);
+  keep_names(L, &p->record_map, record_fields, COUNT(record_fields), KEEP_RECORD_FIELDS);
+  keep_names(L, &p->stats_map, stats_fields, COUNT(stats_fields), KEEP_STATS_FIELDS);
   for (int place = KEEP_TENSORS; place <= KEEP_GROUPS; ++place) {
     lua_newtable(L);
     lua_rawseti(L, LUA_REGISTRYINDEX, place);
   }
-  lua_createtable(L, F_END, 0);
+  static const struct { view_kind kind; lua_CFunction index, length; } views[] = {
+    {VIEW_TENSORS, list_index, list_length},
+    {VIEW_GROUPS, list_index, list_length},
+    {VIEW_SIGNALS, signals_index, NULL},
+  };
+  lua_newtable(L);
   push_hist(L, VIEW_HIST, -1);
-  lua_rawseti(L, -2, F_HIST);
-  lua_pushnil(L);
-  push_view(L, VIEW_TENSORS, -1, list_index, list_length);
-  lua_rawseti(L, -2, F_TENSORS);
-  lua_pushnil(L);
-  push_view(L, VIEW_GROUPS, -1, list_index, list_length);
-  lua_rawseti(L, -2, F_GROUPS);
-  lua_pushnil(L);
-  push_view(L, VIEW_SIGNALS, -1, signals_index, NULL);
-  lua_rawseti(L, -2, F_SIGNALS);
+  lua_rawseti(L, -2, VIEW_HIST);
+  for (int i = 0; i < COUNT(views); ++i) {
+    lua_pushnil(L);
+    push_view(L, views[i].kind, -1, views[i].index, views[i].length);
+    lua_rawseti(L, -2, (int)views[i].kind);
+  }
   push_view(L, VIEW_RECORD, -1, record_index, NULL);
 }
 
@@ -576,7 +551,8 @@ static void free_names(char **names, int n)
   free(names);
 }
 
-void policy_record_free(eng_policy *p)
+// What eng_policy_tensors made.
+static void free_tensors(eng_policy *p)
 {
   free_names(p->tensors, p->n_tensors);
   free_names(p->groups, p->n_groups);
@@ -586,6 +562,11 @@ void policy_record_free(eng_policy *p)
   free(p->group_next);
   free(p->each[0]);
   free(p->matched);
+}
+
+void policy_record_free(eng_policy *p)
+{
+  free_tensors(p);
   free(p->logit_muls);
   for (int i = 0; i < p->n_signals; ++i) free(p->signals[i].name);
   free(p->signals);
@@ -659,46 +640,36 @@ eng_status eng_policy_tensors(eng_policy *p, const char *const *names, const int
     lua_settop(p->L, SLOT_COUNT);
     if (p->used > before) p->limit += p->used - before;      // memory of the host, not the policy
   }
-  char **tensor_copy = copy_names(names, n), **group_copy = copy_names(groups, n_groups);
-  int32_t *group_of_copy = calloc((size_t)n + 1, sizeof *group_of_copy);
-  eng_tensor_stats *sums = calloc((size_t)n_groups + 1, sizeof *sums);
-  double *scale = calloc((size_t)n_groups + 1, sizeof *scale),
-         *next = calloc((size_t)n_groups + 1, sizeof *next),
-         *each = calloc((size_t)n * ENG_EACH + 1, sizeof *each);
-  bool *matched = calloc((size_t)n + (size_t)n_groups + 1, sizeof *matched);
-  if (!tensor_copy || !group_copy || !group_of_copy || !sums || !scale || !next || !each ||
-      !matched) {
-    free_names(tensor_copy, n);
-    free_names(group_copy, n_groups);
-    free(group_of_copy);
-    free(sums);
-    free(scale);
-    free(next);
-    free(each);
-    free(matched);
+  eng_policy made = {
+    .n_tensors = n,
+    .n_groups = n_groups,
+    .tensors = copy_names(names, n),
+    .groups = copy_names(groups, n_groups),
+    .group_of = calloc((size_t)n + 1, sizeof *made.group_of),
+    .group_stats = calloc((size_t)n_groups + 1, sizeof *made.group_stats),
+    .group_scale = calloc((size_t)n_groups + 1, sizeof *made.group_scale),
+    .group_next = calloc((size_t)n_groups + 1, sizeof *made.group_next),
+    .each[0] = calloc((size_t)n * ENG_EACH + 1, sizeof *made.each[0]),
+    .matched = calloc((size_t)n + (size_t)n_groups + 1, sizeof *made.matched),
+  };
+  bool whole = made.tensors && made.groups && made.group_of && made.group_stats &&
+               made.group_scale && made.group_next && made.each[0] && made.matched;
+  free_tensors(whole ? p : &made);
+  if (!whole)
     return error_set(ENG_ERR_MEMORY, "policy %s: out of memory for the names of %d tensors",
                      p->name, n);
-  }
-  for (int i = 0; i < n; ++i) group_of_copy[i] = group_of ? group_of[i] : -1;
-  free_names(p->tensors, p->n_tensors);
-  free_names(p->groups, p->n_groups);
-  free(p->group_of);
-  free(p->group_stats);
-  free(p->group_scale);
-  free(p->group_next);
-  free(p->each[0]);
-  free(p->matched);
-  p->matched = matched;
-  p->each_set = 0;
-  for (int k = 0; k < ENG_EACH; k++) p->each[k] = each + (size_t)n * (size_t)k;
-  p->tensors = tensor_copy;
-  p->groups = group_copy;
-  p->group_of = group_of_copy;
-  p->group_stats = sums;
-  p->group_scale = scale;
-  p->group_next = next;
+  for (int i = 0; i < n; ++i) made.group_of[i] = group_of ? group_of[i] : -1;
+  for (int k = 0; k < ENG_EACH; k++) p->each[k] = made.each[0] + (size_t)n * (size_t)k;
+  p->tensors = made.tensors;
+  p->groups = made.groups;
+  p->group_of = made.group_of;
+  p->group_stats = made.group_stats;
+  p->group_scale = made.group_scale;
+  p->group_next = made.group_next;
+  p->matched = made.matched;
   p->n_tensors = n;
   p->n_groups = n_groups;
+  p->each_set = 0;
   p->scalable = scalable;
   return ENG_OK;
 }

@@ -8,6 +8,7 @@
 #include "device/gradstats.h"
 
 #include <math.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -25,6 +26,17 @@ void policy_copy_reason(char *out, size_t size, const char *text, size_t length)
   eng_text_shown(out, (int64_t)size, text, (int64_t)length, false);
 }
 
+// Writes to `why` why the verdict is refused. Returns false.
+__attribute__((format(printf, 3, 4)))
+static bool refuse(char *why, size_t size, const char *format, ...)
+{
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(why, size, format, arguments);
+  va_end(arguments);
+  return false;
+}
+
 // Writes to `why` that the value on top of the stack is invalid for `field`: "scale = nan; expected
 // ...". Returns false.
 static bool bad_value(lua_State *L, char *why, size_t size, const char *field, const char *expected)
@@ -33,18 +45,15 @@ static bool bad_value(lua_State *L, char *why, size_t size, const char *field, c
   switch (lua_type(L, -1)) {
     case LUA_TNUMBER:
       eng_number_text(number, lua_tonumber(L, -1));
-      snprintf(why, size, "%s = %s; expected %s", field, number, expected);
-      break;
+      return refuse(why, size, "%s = %s; expected %s", field, number, expected);
     case LUA_TSTRING:
-      snprintf(why, size, "%s = '%.40s'; expected %s", field, lua_tostring(L, -1), expected);
-      break;
+      return refuse(why, size, "%s = '%.40s'; expected %s", field, lua_tostring(L, -1), expected);
     case LUA_TBOOLEAN:
-      snprintf(why, size, "%s = %s; expected %s", field, lua_toboolean(L, -1) ? "true" : "false",
-               expected);
-      break;
-    default: snprintf(why, size, "%s = %s; expected %s", field, luaL_typename(L, -1), expected);
-    }
-  return false;
+      return refuse(why, size, "%s = %s; expected %s", field,
+                    lua_toboolean(L, -1) ? "true" : "false", expected);
+    default:
+      return refuse(why, size, "%s = %s; expected %s", field, luaL_typename(L, -1), expected);
+  }
 }
 
 // Finds what the key below the top of the stack names: returns the number of a tensor or, from
@@ -93,10 +102,8 @@ static bool read_scales(eng_policy *p, char *why, size_t size)
 {
   lua_State *L = p->L;
   if (!lua_istable(L, -1)) return bad_value(L, why, size, "scales", "a table { group = scale }");
-  if (!p->scalable) {
-    snprintf(why, size, "'scales', but this run has a single scale for all gradients");
-    return false;
-  }
+  if (!p->scalable)
+    return refuse(why, size, "'scales', but this run has a single scale for all gradients");
   for (lua_pushnil(L); lua_next(L, -2); lua_pop(L, 1)) {
     int named = find_named(p, "scales", true, why, size);
     if (named == -2) return false;
@@ -107,10 +114,8 @@ static bool read_scales(eng_policy *p, char *why, size_t size)
       if (named < 0 ? !p->matched[i] : i != named) continue;
       int group = i < p->n_tensors ? p->group_of[i] : i - p->n_tensors;
       if (group < 0) continue;
-      if (p->group_next[group] > 0 && p->group_next[group] != scale) {
-        snprintf(why, size, "two scales for the group '%.60s'", p->groups[group]);
-        return false;
-      }
+      if (p->group_next[group] > 0 && p->group_next[group] != scale)
+        return refuse(why, size, "two scales for the group '%.60s'", p->groups[group]);
       p->group_next[group] = scale;
     }
   }
@@ -179,10 +184,8 @@ static bool read_lr_muls(eng_policy *p, eng_verdict *out, char *why, size_t size
       bool hit = named < 0 ? p->matched[i]
                            : i == named || p->group_of[i] == named - p->n_tensors;
       if (!hit) continue;
-      if (factor[i] >= 0 && factor[i] != value) {
-        snprintf(why, size, "two factors in 'lr_muls' for the tensor '%.60s'", p->tensors[i]);
-        return false;
-      }
+      if (factor[i] >= 0 && factor[i] != value)
+        return refuse(why, size, "two factors in 'lr_muls' for the tensor '%.60s'", p->tensors[i]);
       factor[i] = value;
     }
   }
@@ -230,10 +233,7 @@ static bool read_logit_muls(eng_policy *p, char *why, size_t size)
   if (!lua_istable(L, -1))
     return bad_value(L, why, size, "logit_muls", "a table { head = factor }");
   if (!p->logit_muls) p->logit_muls = calloc(ENG_POLICY_LOGIT_MULS, sizeof *p->logit_muls);
-  if (!p->logit_muls) {
-    snprintf(why, size, "'logit_muls', but memory is exhausted");
-    return false;
-  }
+  if (!p->logit_muls) return refuse(why, size, "'logit_muls', but memory is exhausted");
   for (lua_pushnil(L); lua_next(L, -2); lua_pop(L, 1)) {
     if (lua_type(L, -2) != LUA_TSTRING) {
       snprintf(why, size, "'logit_muls' with a %s as a key; expected names of heads",
@@ -256,10 +256,8 @@ static bool read_logit_muls(eng_policy *p, char *why, size_t size)
     double value = lua_tonumber(L, -1);
     if (lua_type(L, -1) != LUA_TNUMBER || !policy_is_scale(value))
       return bad_entry(L, why, size, "logit_muls", "a positive finite factor");
-    if (p->n_logit_muls == ENG_POLICY_LOGIT_MULS) {
-      snprintf(why, size, "'logit_muls' for more than %d heads", ENG_POLICY_LOGIT_MULS);
-      return false;
-    }
+    if (p->n_logit_muls == ENG_POLICY_LOGIT_MULS)
+      return refuse(why, size, "'logit_muls' for more than %d heads", ENG_POLICY_LOGIT_MULS);
     policy_logged *to = &p->logit_muls[p->n_logit_muls++];
     snprintf(to->name, sizeof to->name, "%s", name);
     to->value = value;
@@ -287,28 +285,20 @@ static bool read_log(eng_policy *p, char *why, size_t size)
   lua_State *L = p->L;
   if (!lua_istable(L, -1)) return bad_value(L, why, size, "log", "a table { name = number }");
   if (!p->logs) p->logs = calloc(ENG_POLICY_LOGS, sizeof *p->logs);
-  if (!p->logs) {
-    snprintf(why, size, "'log', but memory is exhausted");
-    return false;
-  }
+  if (!p->logs) return refuse(why, size, "'log', but memory is exhausted");
   for (lua_pushnil(L); lua_next(L, -2); lua_pop(L, 1)) {
     if (lua_type(L, -2) != LUA_TSTRING) {
       snprintf(why, size, "'log' with a %s as a key; expected names", luaL_typename(L, -2));
       return false;
     }
-    if (p->n_logs == ENG_POLICY_LOGS) {
-      snprintf(why, size, "a 'log' of more than %d values", ENG_POLICY_LOGS);
-      return false;
-    }
+    if (p->n_logs == ENG_POLICY_LOGS)
+      return refuse(why, size, "a 'log' of more than %d values", ENG_POLICY_LOGS);
     size_t length;
     const char *name = lua_tolstring(L, -2, &length);
     policy_logged *to = &p->logs[p->n_logs];
     if (strlen(name) != length || strcmp(name, to->name) != 0) {
       const char *problem = eng_name_problem(name, (int64_t)length);
-      if (problem) {
-        snprintf(why, size, "'log' with a name that %s", problem);
-        return false;
-      }
+      if (problem) return refuse(why, size, "'log' with a name that %s", problem);
       memcpy(to->name, name, length + 1);
     }
     if (lua_type(L, -1) != LUA_TNUMBER) {
@@ -367,11 +357,10 @@ bool policy_read_verdict(eng_policy *p, eng_verdict *out, char *why, size_t size
     while (field < VERDICT_FIELDS && key != p->verdict_key[field]) ++field;
     double number =
       lua_type(L, -1) == LUA_TNUMBER ? lua_tonumber(L, -1) : f64_from(0x7FF8000000000000ull);
-    if (field < VERDICT_FIELDS && field_needs[field] & ~p->needs) {
-      snprintf(why, size, "'%s', which this policy does not announce: add \"%s\" to its 'needs'",
-               key, key);
-      return false;
-    }
+    if (field < VERDICT_FIELDS && field_needs[field] & ~p->needs)
+      return refuse(why, size,
+                    "'%s', which this policy does not announce: add \"%s\" to its 'needs'", key,
+                    key);
     switch (field) {
       case V_SCALE:
         if (!policy_is_scale(number))
@@ -436,10 +425,8 @@ bool policy_read_verdict(eng_policy *p, eng_verdict *out, char *why, size_t size
         return false;
     }
   }
-  if (out->back + out->skip > 0 && out->action != ENG_ACTION_ROLLBACK) {
-    snprintf(why, size, "'back' or 'skip' without action = 'rollback'");
-    return false;
-  }
+  if (out->back + out->skip > 0 && out->action != ENG_ACTION_ROLLBACK)
+    return refuse(why, size, "'back' or 'skip' without action = 'rollback'");
   if (!has_scale) snprintf(why, size, "a table without 'scale', the loss scale of the next step");
   return has_scale;
 }

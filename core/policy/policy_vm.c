@@ -20,37 +20,32 @@ enum { LARGEST_SOURCE = 1 << 20 };   // bytes
 
 static const char *const file_fields[] = {"name",  "doc",  "kind",   "options",
                                           "needs", "init", "decide", "migrate"};
-static const char *const need_names[] = {"amax",    "norm",     "zeros",    "underflow", "hist",
-                                         "tensors", "norm_ref", "overflow", "inf",       "nan",
-                                         "count",   "groups",   "signals",
-                                         "update_norm", "weight_norm", "m_norm", "v_norm",
-                                         "logit_max", "clips", "lr_muls", "reset_moments",
-                                         "update_clip", "spike_clip", "logit_muls"};
-static const unsigned need_bits[] = {ENG_NEED_AMAX,
-                                     ENG_NEED_NORM,
-                                     ENG_NEED_ZEROS,
-                                     ENG_NEED_UNDERFLOW,
-                                     ENG_NEED_HIST,
-                                     ENG_NEED_TENSORS,
-                                     ENG_NEED_NORM_REF,
-                                     0,
-                                     0,
-                                     0,
-                                     0,
-                                     ENG_NEED_TENSORS,
-                                     0,
-                                     ENG_NEED_UPDATE_NORM,
-                                     ENG_NEED_WEIGHT_NORM,
-                                     ENG_NEED_M_NORM,
-                                     ENG_NEED_V_NORM,
-                                     ENG_NEED_LOGIT_MAX,
-                                     ENG_NEED_CLIPS,
-                                     ENG_NEED_LR_MULS,
-                                     ENG_NEED_RESET_MOMENTS,
-                                     ENG_NEED_UPDATE_CLIP,
-                                     ENG_NEED_SPIKE_CLIP,
-                                     ENG_NEED_LOGIT_MULS};
-
+static const struct { const char *name; unsigned bit; } needs[] = {
+  {"amax", ENG_NEED_AMAX},
+  {"norm", ENG_NEED_NORM},
+  {"zeros", ENG_NEED_ZEROS},
+  {"underflow", ENG_NEED_UNDERFLOW},
+  {"hist", ENG_NEED_HIST},
+  {"tensors", ENG_NEED_TENSORS},
+  {"norm_ref", ENG_NEED_NORM_REF},
+  {"overflow", 0},   // always computed, like the next three
+  {"inf", 0},
+  {"nan", 0},
+  {"count", 0},
+  {"groups", ENG_NEED_TENSORS},
+  {"signals", 0},
+  {"update_norm", ENG_NEED_UPDATE_NORM},
+  {"weight_norm", ENG_NEED_WEIGHT_NORM},
+  {"m_norm", ENG_NEED_M_NORM},
+  {"v_norm", ENG_NEED_V_NORM},
+  {"logit_max", ENG_NEED_LOGIT_MAX},
+  {"clips", ENG_NEED_CLIPS},
+  {"lr_muls", ENG_NEED_LR_MULS},
+  {"reset_moments", ENG_NEED_RESET_MOMENTS},
+  {"update_clip", ENG_NEED_UPDATE_CLIP},
+  {"spike_clip", ENG_NEED_SPIKE_CLIP},
+  {"logit_muls", ENG_NEED_LOGIT_MULS},
+};
 #define COUNT(list) ((int)(sizeof list / sizeof *list))
 
 __attribute__((format(printf, 3, 4), noreturn))
@@ -86,8 +81,7 @@ static void stem(char *out, size_t size, const char *file)
 static void read_identity(eng_policy *p)
 {
   lua_State *L = p->L;
-  lua_pushnil(L);
-  while (lua_next(L, 1)) {
+  for (lua_pushnil(L); lua_next(L, 1); lua_pop(L, 1)) {
     if (lua_type(L, -2) != LUA_TSTRING)
       fail(p, "return", "the policy's table has a %s as a key; expected names",
            luaL_typename(L, -2));
@@ -101,7 +95,6 @@ static void read_identity(eng_policy *p)
     if (lua_type(L, -1) != types[known])
       fail(p, key, "'%s' must be a %s, got a %s", key, lua_typename(L, types[known]),
            luaL_typename(L, -1));
-    lua_pop(L, 1);
   }
   lua_getfield(L, 1, "decide");
   if (lua_isnil(L, -1))
@@ -136,18 +129,16 @@ static void read_needs(eng_policy *p)
   lua_State *L = p->L;
   lua_getfield(L, 1, "needs");
   if (lua_istable(L, 2)) {
-    lua_pushnil(L);
-    while (lua_next(L, 2)) {
+    for (lua_pushnil(L); lua_next(L, 2); lua_pop(L, 1)) {
       if (lua_type(L, -2) != LUA_TNUMBER || lua_type(L, -1) != LUA_TSTRING)
         fail(p, "needs", "'needs' must be a list of names, such as { \"amax\", \"norm\" }");
       const char *need = lua_tostring(L, -1);
-      int i = 0;
-      while (i < COUNT(need_names) && strcmp(need, need_names[i]) != 0) ++i;
-      if (i == COUNT(need_names))
-        fail(p, "needs", "unknown need '%s'%s", need,
-             nearest_hint(need, need_names, COUNT(need_names)));
-      p->needs |= need_bits[i];
-      lua_pop(L, 1);
+      const char *names[COUNT(needs)];
+      int i = 0, n = 0;
+      for (; n < COUNT(needs); ++n) names[n] = needs[n].name;
+      while (i < n && strcmp(need, names[i]) != 0) ++i;
+      if (i == n) fail(p, "needs", "unknown need '%s'%s", need, nearest_hint(need, names, n));
+      p->needs |= needs[i].bit;
     }
   }
   lua_settop(L, 1);
@@ -179,8 +170,7 @@ static void read_options(eng_policy *p)
     for (lua_pushnil(L); lua_next(L, 2); lua_pop(L, 1)) ++n;
     p->options = calloc((size_t)n + 1, sizeof *p->options);
     if (!p->options) luaL_error(L, "not enough memory");
-    lua_pushnil(L);
-    while (lua_next(L, 2)) {
+    for (lua_pushnil(L); lua_next(L, 2); lua_pop(L, 1)) {
       if (lua_type(L, -2) != LUA_TSTRING)
         fail(p, "options", "'options' has a %s as a key; expected names", luaL_typename(L, -2));
       const char *name = lua_tostring(L, -2), *problem = eng_name_problem(name, lua_objlen(L, -2));
@@ -196,7 +186,6 @@ static void read_options(eng_policy *p)
       option->name = copy_text(p, name);
       option->preset = value_text(p, -1);
       option->value = value_text(p, -1);
-      lua_pop(L, 1);
     }
     qsort(p->options, (size_t)p->n_options, sizeof *p->options, by_name);
   }
@@ -488,14 +477,7 @@ eng_status eng_policy_decide(eng_verdict *out, eng_policy *p, const eng_record *
   }
   p->judged = record;
   p->judged_stats = stats;
-  out->action = record->overflow ? ENG_ACTION_SKIP : ENG_ACTION_STEP;
-  out->failed = 0;
-  out->clip = 0;
-  out->lr_mul = 1;
-  out->back = out->skip = 0;
-  out->update_clip = out->spike_clip = 0;
-  out->each = 0;
-  out->reason[0] = '\0';
+  *out = (eng_verdict){.action = record->overflow ? ENG_ACTION_SKIP : ENG_ACTION_STEP, .lr_mul = 1};
   if (p->n_groups) memset(p->group_next, 0, (size_t)p->n_groups * sizeof *p->group_next);
   bool good = false;
   if (lua_gettop(L) != SLOT_COUNT + 1) {
@@ -513,13 +495,12 @@ eng_status eng_policy_decide(eng_verdict *out, eng_policy *p, const eng_record *
   else
     snprintf(why, sizeof why, "a %s; expected the next scale or a table { scale = ..., ... }",
              luaL_typename(L, -1));
-  if (!good) {
-    fall_back(out, p, record, why, true);
-    return ENG_OK;
-  }
   char field[256];
-  if (!policy_snapshot(p, field, sizeof field)) {
+  if (good && !policy_snapshot(p, field, sizeof field)) {
     snprintf(why, sizeof why, "a state that is not plain data: %s", field);
+    good = false;
+  }
+  if (!good) {
     fall_back(out, p, record, why, true);
     return ENG_OK;
   }
