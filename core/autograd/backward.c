@@ -11,8 +11,6 @@
 #include "op.h"
 #include "params/params.h"
 
-#include <string.h>
-
 // Declares every rule. The names `none` and `registered` of ops.def become null pointers.
 #define ENG_OP(name, inputs, outputs, layout, cast, shape, gradient, ...) grad_rule grad_##gradient;
 #include "ops.def"

@@ -32,27 +32,23 @@ static eng_status masked(tensor **out, tensor *condition, tensor *x)
   return status;
 }
 
-static eng_status emit_shared(grad_call *g, int k, tensor *x)
+static eng_status emit_affine(grad_call *g, int k, tensor *x, double factor)
 {
-  tensor *shared;
-  ENG_TRY(grad_share(&shared, x));
-  return grad_emit(g, k, shared);
+  op_call c = {.op = ENG_OP_affine, .in = {x}, .affine = {.factor = factor}};
+  return grad_emit_op(g, k, c);
 }
 
 eng_status grad_add(grad_call *g)
 {
   for (int k = 0; k < 2; k++)
-    if (grad_wants(g, k)) ENG_TRY(emit_shared(g, k, g->dy[0]));
+    if (grad_wants(g, k)) ENG_TRY(grad_emit_shared(g, k, g->dy[0]));
   return ENG_OK;
 }
 
 eng_status grad_sub(grad_call *g)
 {
-  if (grad_wants(g, 0)) ENG_TRY(emit_shared(g, 0, g->dy[0]));
-  if (!grad_wants(g, 1)) return ENG_OK;
-  tensor *dx;
-  ENG_TRY(op_affine(&dx, g->dy[0], -1, 0));
-  return grad_emit(g, 1, dx);
+  if (grad_wants(g, 0)) ENG_TRY(grad_emit_shared(g, 0, g->dy[0]));
+  return grad_wants(g, 1) ? emit_affine(g, 1, g->dy[0], -1) : ENG_OK;
 }
 
 eng_status grad_mul(grad_call *g)
@@ -74,18 +70,26 @@ eng_status grad_div(grad_call *g)
   tensor *a = g->call->in[0], *b = g->call->in[1], *da;
   ENG_TRY(wide_binary(&da, ENG_OP_div, g->dy[0], b));
   if (grad_wants(g, 1)) {
-    tensor *y, *product, *db;
+    tensor *y, *product;
     ENG_TRY(wide_binary(&y, ENG_OP_div, a, b));
     ENG_TRY(binary(&product, ENG_OP_mul, da, y));
     tensor_drop(y);
-    eng_status status = op_affine(&db, product, -1, 0);
+    eng_status status = emit_affine(g, 1, product, -1);
     tensor_drop(product);
     ENG_TRY(status);
-    ENG_TRY(grad_emit(g, 1, db));
   }
-  if (grad_wants(g, 0)) return grad_emit(g, 0, da);
-  tensor_drop(da);
-  return ENG_OK;
+  return grad_emit(g, 0, da);
+}
+
+/// Emits p q dy where the factor `test` is not 0, else 0.
+static eng_status emit_where_nonzero(grad_call *g, int k, tensor *p, tensor *q, tensor *test,
+                                     tensor *zero)
+{
+  tensor *slope, *nonzero, *kept;
+  ENG_TRY(binary(&slope, ENG_OP_mul, p, q));
+  ENG_TRY(binary(&nonzero, ENG_OP_ne, test, zero));
+  ENG_TRY(masked(&kept, nonzero, slope));
+  return grad_emit_op(g, k, (op_call){.op = ENG_OP_mul, .in = {kept, g->dy[0]}});
 }
 
 // y = a^b: da = dy b a^(b-1), which is 0 where b is 0; db = dy y log a, which is 0 where a is 0 and
@@ -96,24 +100,16 @@ eng_status grad_pow(grad_call *g)
   ENG_TRY(tensor_make(&zero, ARENA_STEP, b->dtype, 0, NULL));
   ENG_TRY(transfer_clear(zero));
   if (grad_wants(g, 0)) {
-    tensor *less, *power, *slope, *nonzero, *slope_kept, *da;
+    tensor *less, *power;
     ENG_TRY(wide_affine(&less, b, 1, -1));
     ENG_TRY(wide_binary(&power, ENG_OP_pow, a, less));
-    ENG_TRY(binary(&slope, ENG_OP_mul, power, b));
-    ENG_TRY(binary(&nonzero, ENG_OP_ne, b, zero));
-    ENG_TRY(masked(&slope_kept, nonzero, slope));
-    ENG_TRY(binary(&da, ENG_OP_mul, slope_kept, g->dy[0]));
-    ENG_TRY(grad_emit(g, 0, da));
+    ENG_TRY(emit_where_nonzero(g, 0, power, b, b, zero));
   }
   if (grad_wants(g, 1)) {
-    tensor *y, *logarithm, *slope, *nonzero, *slope_kept, *db;
+    tensor *y, *logarithm;
     ENG_TRY(wide_binary(&y, ENG_OP_pow, a, b));
     ENG_TRY(grad_run_wide(&logarithm, (op_call){.op = ENG_OP_log, .in = {a}}));
-    ENG_TRY(binary(&slope, ENG_OP_mul, y, logarithm));
-    ENG_TRY(binary(&nonzero, ENG_OP_ne, y, zero));
-    ENG_TRY(masked(&slope_kept, nonzero, slope));
-    ENG_TRY(binary(&db, ENG_OP_mul, slope_kept, g->dy[0]));
-    ENG_TRY(grad_emit(g, 1, db));
+    ENG_TRY(emit_where_nonzero(g, 1, y, logarithm, y, zero));
   }
   return ENG_OK;
 }
@@ -127,12 +123,11 @@ static eng_status extreme(grad_call *g, int wins)
   ENG_TRY(masked(&shared_half, tie, half));
   for (int k = 0; k < 2; k++) {
     if (!grad_wants(g, k)) continue;
-    tensor *won, *alone, *dx;
+    tensor *won, *alone;
     ENG_TRY(binary(&won, wins, g->call->in[k], g->call->in[1 - k]));
     ENG_TRY(masked(&alone, won, g->dy[0]));
-    ENG_TRY(binary(&dx, ENG_OP_add, alone, shared_half));
+    ENG_TRY(grad_emit_op(g, k, (op_call){.op = ENG_OP_add, .in = {alone, shared_half}}));
     tensor_drop(alone);
-    ENG_TRY(grad_emit(g, k, dx));
   }
   return ENG_OK;
 }
@@ -142,36 +137,34 @@ eng_status grad_minimum(grad_call *g) { return extreme(g, ENG_OP_lt); }
 
 eng_status grad_where(grad_call *g)
 {
-  tensor *condition = g->call->in[0], *zero, *dx;
+  tensor *condition = g->call->in[0], *zero;
   ENG_TRY(tensor_make(&zero, ARENA_STEP, g->dy[0]->dtype, 0, NULL));
   ENG_TRY(transfer_clear(zero));
   for (int k = 1; k < 3; k++) {
     if (!grad_wants(g, k)) continue;
-    ENG_TRY(op_run1(&dx, (op_call){.op = ENG_OP_where, .in = {condition, k == 1 ? g->dy[0] : zero,
-                                                              k == 1 ? zero : g->dy[0]}}));
-    ENG_TRY(grad_emit(g, k, dx));
+    ENG_TRY(grad_emit_op(g, k, (op_call){.op = ENG_OP_where,
+                                         .in = {condition, k == 1 ? g->dy[0] : zero,
+                                                k == 1 ? zero : g->dy[0]}}));
   }
   return ENG_OK;
 }
 
 eng_status grad_affine(grad_call *g)
 {
-  tensor *dx;
-  ENG_TRY(op_affine(&dx, g->dy[0], g->call->affine.factor, 0));
-  return grad_emit(g, 0, dx);
+  return emit_affine(g, 0, g->dy[0], g->call->affine.factor);
 }
 
 eng_status grad_pow_scalar(grad_call *g)
 {
   double p = g->call->pow_scalar.exponent;
-  tensor *power, *slope, *dx;
+  tensor *power, *slope;
   ENG_TRY(grad_run_wide(&power, (op_call){.op = ENG_OP_pow_scalar, .in = {g->call->in[0]},
                                           .pow_scalar = {.exponent = p == 0 ? 0 : p - 1}}));
   ENG_TRY(op_affine(&slope, power, p, 0));
   tensor_drop(power);
-  ENG_TRY(binary(&dx, ENG_OP_mul, slope, g->dy[0]));
+  eng_status status = grad_emit_op(g, 0, (op_call){.op = ENG_OP_mul, .in = {slope, g->dy[0]}});
   tensor_drop(slope);
-  return grad_emit(g, 0, dx);
+  return status;
 }
 
 // dx is dy where x lies within the bounds, inclusive, else 0.
@@ -183,30 +176,21 @@ eng_status grad_clamp(grad_call *g)
   return grad_emit(g, 0, dx);
 }
 
-eng_status grad_neg(grad_call *g)
-{
-  tensor *dx;
-  ENG_TRY(op_affine(&dx, g->dy[0], -1, 0));
-  return grad_emit(g, 0, dx);
-}
+eng_status grad_neg(grad_call *g) { return emit_affine(g, 0, g->dy[0], -1); }
 
 // The rule of functions whose derivative the kernel unary_grad computes, in one pass over x and dy.
 eng_status grad_unary(grad_call *g)
 {
-  tensor *x = g->call->in[0], *dx;
-  ENG_TRY(op_run1(&dx, (op_call){.op = ENG_OP_unary_grad, .in = {x, g->dy[0]},
-                                 .unary_grad = {.of = g->call->op, .dtype = grad_dtype(g, 0)}}));
-  return grad_emit(g, 0, dx);
+  return grad_emit_op(g, 0, (op_call){.op = ENG_OP_unary_grad, .in = {g->call->in[0], g->dy[0]},
+                                      .unary_grad = {.of = g->call->op,
+                                                     .dtype = grad_dtype(g, 0)}});
 }
 
 eng_status grad_swiglu_of(grad_call *g, tensor *gate, tensor *up)
 {
   op_call c = {.op = ENG_OP_swiglu_grad, .n_in = 3, .in = {gate, up, g->dy[0]}};
   ENG_TRY(op_run(&c));
-  for (int k = 0; k < 2; k++) {
-    if (grad_wants(g, k)) ENG_TRY(grad_emit(g, k, c.out[k]));
-    else tensor_drop(c.out[k]);
-  }
+  for (int k = 0; k < 2; k++) ENG_TRY(grad_emit(g, k, c.out[k]));
   return ENG_OK;
 }
 
@@ -215,11 +199,9 @@ eng_status grad_swiglu(grad_call *g) { return grad_swiglu_of(g, g->call->in[0], 
 // Draws the same mask again, from the counter in the recorded call.
 eng_status grad_dropout(grad_call *g)
 {
-  tensor *dx;
-  ENG_TRY(op_run1(&dx, (op_call){.op = ENG_OP_dropout, .in = {g->dy[0]},
-                                 .dropout = g->call->dropout}));
-  return grad_emit(g, 0, dx);
+  return grad_emit_op(
+    g, 0, (op_call){.op = ENG_OP_dropout, .in = {g->dy[0]}, .dropout = g->call->dropout});
 }
 
-eng_status grad_cast(grad_call *g)       { return emit_shared(g, 0, g->dy[0]); }
-eng_status grad_contiguous(grad_call *g) { return emit_shared(g, 0, g->dy[0]); }
+eng_status grad_cast(grad_call *g)       { return grad_emit_shared(g, 0, g->dy[0]); }
+eng_status grad_contiguous(grad_call *g) { return grad_emit_shared(g, 0, g->dy[0]); }

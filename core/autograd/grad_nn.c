@@ -169,11 +169,7 @@ static eng_status norm_vectors(tensor **dx, grad_call *g, op_call *c, int weight
   c->layer_norm_grad.dtype = y->in[weight] && y->in[weight]->dtype == ENG_f64 ? ENG_f64 : ENG_f32;
   c->layer_norm_grad.affine = affine;
   ENG_TRY(op_run(c));
-  for (int k = weight; k < y->n_in; k++) {
-    tensor *dv = c->out[1 + k - weight];
-    if (grad_wants(g, k)) ENG_TRY(grad_emit(g, k, dv));
-    else tensor_drop(dv);
-  }
+  for (int k = weight; k < y->n_in; k++) ENG_TRY(grad_emit(g, k, c->out[1 + k - weight]));
   *dx = c->out[0];
   return ENG_OK;
 }
@@ -182,9 +178,7 @@ static eng_status norm(grad_call *g, op_call *c)
 {
   tensor *dx;
   ENG_TRY(norm_vectors(&dx, g, c, 1));
-  if (grad_wants(g, 0)) return grad_emit(g, 0, dx);
-  tensor_drop(dx);
-  return ENG_OK;
+  return grad_emit(g, 0, dx);
 }
 
 eng_status grad_layer_norm(grad_call *g)
@@ -218,12 +212,8 @@ static eng_status add_norm(grad_call *g, op_call *c, int added)
     ENG_TRY(norm_vectors(&dx, g, c, 2));
     dsum = dx;
   }
-  for (int k = 0; k < 2; k++) {
-    if (!grad_wants(g, k)) continue;
-    tensor *shared;
-    ENG_TRY(grad_share(&shared, dsum));
-    ENG_TRY(grad_emit(g, k, shared));
-  }
+  for (int k = 0; k < 2; k++)
+    if (grad_wants(g, k)) ENG_TRY(grad_emit_shared(g, k, dsum));
   tensor_drop(dx);
   return ENG_OK;
 }
@@ -284,10 +274,7 @@ eng_status grad_attention_of(grad_call *g, tensor *out)
     for (int k = 0; k < 3; k++) tensor_drop(c.out[k]);
     return status;
   }
-  for (int k = 0; k < 3; k++) {
-    if (grad_wants(g, k)) ENG_TRY(grad_emit(g, k, c.out[k]));
-    else tensor_drop(c.out[k]);
-  }
+  for (int k = 0; k < 3; k++) ENG_TRY(grad_emit(g, k, c.out[k]));
   return ENG_OK;
 }
 
@@ -298,19 +285,15 @@ eng_status grad_rope(grad_call *g)
 {
   op_call back = {.op = ENG_OP_rope, .in = {g->dy[0]}, .rope = g->call->rope};
   back.rope.backward = !back.rope.backward;
-  tensor *dx;
-  ENG_TRY(op_run1(&dx, back));
-  return grad_emit(g, 0, dx);
+  return grad_emit_op(g, 0, back);
 }
 
 // ---- softmax and losses
 
 static eng_status from_output(grad_call *g, int op)
 {
-  tensor *dx;
-  ENG_TRY(op_run1(&dx, (op_call){.op = op, .in = {g->call->out[0], g->dy[0]},
-                                 .softmax_grad = {.dtype = grad_dtype(g, 0)}}));
-  return grad_emit(g, 0, dx);
+  return grad_emit_op(g, 0, (op_call){.op = op, .in = {g->call->out[0], g->dy[0]},
+                                      .softmax_grad = {.dtype = grad_dtype(g, 0)}});
 }
 
 eng_status grad_softmax(grad_call *g)     { return from_output(g, ENG_OP_softmax_grad); }
@@ -346,12 +329,7 @@ eng_status grad_cross_entropy(grad_call *g)
 {
   const op_call *y = g->call;
   op_call c = {.op = ENG_OP_cross_entropy_grad, .n_in = 4,
-               .in = {y->in[0], y->in[1], y->out[1], g->dy[0]},
-               .cross_entropy_grad = {.ignore = y->cross_entropy.ignore,
-                                      .reduction = y->cross_entropy.reduction,
-                                      .smoothing = y->cross_entropy.smoothing,
-                                      .z_loss = y->cross_entropy.z_loss,
-                                      .soft_cap = y->cross_entropy.soft_cap}};
+               .in = {y->in[0], y->in[1], y->out[1], g->dy[0]}, .cross_entropy = y->cross_entropy};
   tensor *x = y->in[0], *over = NULL;
   if (can_overwrite(g, x)) {
     ENG_TRY(tensor_make_done(&over, x->dtype, x->ndim, x->shape));
@@ -374,7 +352,7 @@ eng_status grad_cross_entropy(grad_call *g)
 // mean (a - b)^2: da = 2 (a - b) dy / n, db = -da
 eng_status grad_mse(grad_call *g)
 {
-  tensor *a = g->call->in[0], *b = g->call->in[1], *difference, *factor, *da, *db;
+  tensor *a = g->call->in[0], *b = g->call->in[1], *difference, *factor, *da;
   // The difference is f32 even if the inputs are f16 or bf16.
   ENG_TRY(tensor_make(&difference, ARENA_STEP, g->dy[0]->dtype, a->ndim, a->shape));
   op_call minus = {.op = ENG_OP_sub, .n_in = 2, .in = {a, b}, .out = {difference}};
@@ -384,10 +362,8 @@ eng_status grad_mse(grad_call *g)
   tensor_drop(difference);
   tensor_drop(factor);
   if (grad_wants(g, 1)) {
-    ENG_TRY(op_affine(&db, da, -1, 0));
-    ENG_TRY(grad_emit(g, 1, db));
+    op_call minus_da = {.op = ENG_OP_affine, .in = {da}, .affine = {.factor = -1}};
+    ENG_TRY(grad_emit_op(g, 1, minus_da));
   }
-  if (grad_wants(g, 0)) return grad_emit(g, 0, da);
-  tensor_drop(da);
-  return ENG_OK;
+  return grad_emit(g, 0, da);
 }

@@ -19,17 +19,10 @@ eng_status grad_permute(grad_call *g)
 {
   op_call back = {.op = ENG_OP_permute, .in = {g->dy[0]}};
   for (int d = 0; d < g->dy[0]->ndim; d++) back.permute.order[g->call->permute.order[d]] = d;
-  tensor *dx;
-  ENG_TRY(op_run1(&dx, back));
-  return grad_emit(g, 0, dx);
+  return grad_emit_op(g, 0, back);
 }
 
-eng_status grad_expand(grad_call *g)
-{
-  tensor *shared;
-  ENG_TRY(grad_share(&shared, g->dy[0]));
-  return grad_emit(g, 0, shared);
-}
+eng_status grad_expand(grad_call *g) { return grad_emit_shared(g, 0, g->dy[0]); }
 
 /// A zero tensor like x in the dtype of dy.
 static eng_status zeros_like(tensor **out, const tensor *x, int dtype)
@@ -92,13 +85,9 @@ eng_status grad_concat(grad_call *g)
   int64_t dim = g->call->concat.dim, start = 0;
   for (int k = 0; k < g->call->n_in; k++) {
     int64_t stop = start + g->call->in[k]->shape[dim];
-    if (grad_wants(g, k)) {
-      op_call part = {.op = ENG_OP_slice, .in = {g->dy[0]},
-                      .slice = {.dim = dim, .start = start, .stop = stop, .step = 1}};
-      tensor *dx;
-      ENG_TRY(op_run1(&dx, part));
-      ENG_TRY(grad_emit(g, k, dx));
-    }
+    op_call part = {.op = ENG_OP_slice, .in = {g->dy[0]},
+                    .slice = {.dim = dim, .start = start, .stop = stop, .step = 1}};
+    if (grad_wants(g, k)) ENG_TRY(grad_emit_op(g, k, part));
     start = stop;
   }
   return ENG_OK;
@@ -107,11 +96,10 @@ eng_status grad_concat(grad_call *g)
 /// Scatters dy into a tensor of x's shape, at the positions that `index` picked along `dim`.
 static eng_status scatter(grad_call *g, int op, tensor *dy, tensor *index, int64_t dim)
 {
-  tensor *x = g->call->in[0], *dx;
+  const tensor *x = g->call->in[0];
   op_call c = {.op = op, .in = {dy, index}, .gather_grad = {.dim = dim, .ndim = x->ndim}};
   memcpy(c.gather_grad.shape, x->shape, (size_t)x->ndim * sizeof *x->shape);
-  ENG_TRY(op_run1(&dx, c));
-  return grad_emit(g, 0, dx);
+  return grad_emit_op(g, 0, c);
 }
 
 eng_status grad_gather(grad_call *g)
@@ -164,11 +152,9 @@ eng_status grad_mean(grad_call *g)
 
 static eng_status extreme(grad_call *g)
 {
-  tensor *dx;
-  ENG_TRY(op_run1(&dx, (op_call){.op = ENG_OP_extreme_grad,
-                                 .in = {g->call->in[0], g->call->out[0], g->dy[0]},
-                                 .extreme_grad = {.mask = g->call->max.mask}}));
-  return grad_emit(g, 0, dx);
+  return grad_emit_op(g, 0, (op_call){.op = ENG_OP_extreme_grad,
+                                      .in = {g->call->in[0], g->call->out[0], g->dy[0]},
+                                      .extreme_grad = {.mask = g->call->max.mask}});
 }
 
 eng_status grad_max(grad_call *g) { return extreme(g); }

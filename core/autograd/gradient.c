@@ -178,6 +178,10 @@ static eng_status accumulate(tensor *x, tensor *dx)
 eng_status grad_emit(grad_call *g, int k, tensor *dx)
 {
   tensor *x = g->call->in[k];
+  if (!grad_wants(g, k)) {
+    tensor_drop(dx);
+    return ENG_OK;
+  }
   if (!tensor_same_shape(dx, x)) ENG_TRY(unbroadcast(&dx, x));
   double relative = gradient_relative_scale(x);
   if (relative != g->relative_scale) {
@@ -196,6 +200,20 @@ eng_status grad_emit(grad_call *g, int k, tensor *dx)
     dx = rounded;
   }
   return accumulate(x, dx);
+}
+
+eng_status grad_emit_op(grad_call *g, int k, op_call c)
+{
+  tensor *dx;
+  ENG_TRY(op_run1(&dx, c));
+  return grad_emit(g, k, dx);
+}
+
+eng_status grad_emit_shared(grad_call *g, int k, tensor *dx)
+{
+  tensor *shared;
+  ENG_TRY(grad_share(&shared, dx));
+  return grad_emit(g, k, shared);
 }
 
 void gradient_drop_leaves(void)

@@ -20,10 +20,14 @@ void grad_register(int op, grad_rule *rule);
 /// True when input k exists and requires a gradient.
 bool grad_wants(const grad_call *g, int k);
 
-/// Emits `dx` as the gradient of input k and takes ownership of it. grad_emit sums dx over
-/// broadcast dimensions to the input's shape, rescales it from the node's relative scale to the
-/// input's, and rounds it to the input's dtype.
+/// Emits `dx` as the gradient of input k and takes ownership of it; drops it if input k requires
+/// none. grad_emit sums dx over broadcast dimensions to the input's shape, rescales it from the
+/// node's relative scale to the input's, and rounds it to the input's dtype.
 eng_status grad_emit(grad_call *g, int k, tensor *dx);
+/// Runs an operation that has one output and emits the result as the gradient of input k.
+eng_status grad_emit_op(grad_call *g, int k, op_call c);
+/// Emits the gradient of an output unchanged, as a second tensor over its memory.
+eng_status grad_emit_shared(grad_call *g, int k, tensor *dx);
 
 /// The dtype in which a kernel should return the gradient of input k: the input's dtype, or f32 if
 /// the input is f16 or bf16 and grad_emit will still rescale the gradient. So the gradient is

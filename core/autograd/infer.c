@@ -168,7 +168,7 @@ eng_status infer_extreme_grad(op_call *c, op_shape *s)
   forward.op = ENG_OP_max;
   forward.sum.keep = c->in[1]->ndim == x->ndim;
   ENG_TRY(infer_reduce(&forward, &reduced));
-  for (int k = 0; k < 3; k++) ENG_TRY(want_float(c, k));
+  ENG_TRY(want_floats(c, 3));
   for (int k = 1; k < 3; k++)
     ENG_TRY(want_shape(c, k, reduced.out[0].ndim, reduced.out[0].shape, "the reduced x"));
   put_like(s, 0, x->dtype, x);
@@ -178,8 +178,7 @@ eng_status infer_extreme_grad(op_call *c, op_shape *s)
 /// The rule of a gradient with two inputs of one shape. The output has this shape and `dtype`.
 static eng_status pair_grad(op_call *c, op_shape *s, int64_t dtype)
 {
-  ENG_TRY(want_float(c, 0));
-  ENG_TRY(want_float(c, 1));
+  ENG_TRY(want_floats(c, 2));
   ENG_TRY(want_same(c, 0, 1));
   ENG_TRY(want_float_attribute(c, dtype));
   put_like(s, 0, (int)dtype, c->in[0]);
@@ -188,7 +187,7 @@ static eng_status pair_grad(op_call *c, op_shape *s, int64_t dtype)
 
 eng_status infer_swiglu_grad(op_call *c, op_shape *s)
 {
-  for (int k = 0; k < 3; k++) ENG_TRY(want_float(c, k));
+  ENG_TRY(want_floats(c, 3));
   ENG_TRY(want_same(c, 0, 1));
   ENG_TRY(want_same(c, 0, 2));
   for (int k = 0; k < 2; k++) put_like(s, k, c->in[k]->dtype, c->in[k]);
@@ -266,8 +265,7 @@ eng_status infer_dropout(op_call *c, op_shape *s)
 
 eng_status infer_swiglu(op_call *c, op_shape *s)
 {
-  ENG_TRY(want_float(c, 0));
-  ENG_TRY(want_float(c, 1));
+  ENG_TRY(want_floats(c, 2));
   ENG_TRY(want_same(c, 0, 1));
   put_like(s, 0, dtype_promote(c->in[0]->dtype, c->in[1]->dtype), c->in[0]);
   return ENG_OK;
@@ -325,8 +323,7 @@ eng_status infer_bias_grad(op_call *c, op_shape *s)
 
 eng_status infer_mse(op_call *c, op_shape *s)
 {
-  ENG_TRY(want_float(c, 0));
-  ENG_TRY(want_float(c, 1));
+  ENG_TRY(want_floats(c, 2));
   ENG_TRY(want_same(c, 0, 1));
   put_out(s, 0, wide_of(dtype_promote(c->in[0]->dtype, c->in[1]->dtype)), 0, NULL);
   return ENG_OK;

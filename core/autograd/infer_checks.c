@@ -66,6 +66,12 @@ eng_status want_float(const op_call *c, int k)
                    tensor_text(c->in[k]));
 }
 
+eng_status want_floats(const op_call *c, int n)
+{
+  for (int k = 0; k < n; k++) ENG_TRY(want_float(c, k));
+  return ENG_OK;
+}
+
 eng_status want_index(const op_call *c, int k, const char *what)
 {
   int d = c->in[k]->dtype;

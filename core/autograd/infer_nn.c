@@ -8,8 +8,7 @@
 eng_status infer_matmul(op_call *c, op_shape *s)
 {
   const tensor *a = c->in[0], *b = c->in[1];
-  ENG_TRY(want_float(c, 0));
-  ENG_TRY(want_float(c, 1));
+  ENG_TRY(want_floats(c, 2));
   if (a->ndim < 2 || b->ndim < 2)
     return error_set(ENG_ERR_SHAPE,
                      "matmul: expected at least 2 dimensions on both sides, got %s and %s",
@@ -43,8 +42,7 @@ eng_status infer_matmul(op_call *c, op_shape *s)
 eng_status infer_linear(op_call *c, op_shape *s)
 {
   const tensor *x = c->in[0], *w = c->in[1];
-  ENG_TRY(want_float(c, 0));
-  ENG_TRY(want_float(c, 1));
+  ENG_TRY(want_floats(c, 2));
   ENG_TRY(want_ndim(c, 0, 1));
   if (w->ndim != 2 || w->shape[1] != x->shape[x->ndim - 1])
     return error_set(ENG_ERR_SHAPE,
@@ -84,7 +82,7 @@ eng_status infer_mlp_gelu(op_call *c, op_shape *s)
 eng_status infer_matmul_gelu_grad(op_call *c, op_shape *s)
 {
   const tensor *dy = c->in[0], *w = c->in[1], *u = c->in[2];
-  for (int k = 0; k < 3; k++) ENG_TRY(want_float(c, k));
+  ENG_TRY(want_floats(c, 3));
   ENG_TRY(want_ndim(c, 0, 1));
   int last = dy->ndim - 1;
   if (w->ndim != 2 || w->shape[0] != dy->shape[last] || u->ndim != dy->ndim ||
@@ -173,7 +171,7 @@ eng_status infer_rms_norm_grad(op_call *c, op_shape *s)   { return norm_grad(c, 
 static eng_status want_attention(const op_call *c)
 {
   const tensor *q = c->in[0], *k = c->in[1], *v = c->in[2];
-  for (int i = 0; i < 3; i++) ENG_TRY(want_float(c, i));
+  ENG_TRY(want_floats(c, 3));
   bool fits = q->ndim == 4 && k->ndim == 4 && v->ndim == 4 && tensor_same_shape(k, v) &&
               q->shape[0] == k->shape[0] && q->shape[3] == k->shape[3] && k->shape[2] > 0 &&
               q->shape[2] % k->shape[2] == 0;

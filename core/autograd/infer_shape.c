@@ -2,8 +2,6 @@
 #include "base/error.h"
 #include "infer.h"
 
-#include <string.h>
-
 static eng_status shape_list(op_call *c, int *ndim, int64_t *shape)
 {
   if (c->reshape.ndim < 0 || c->reshape.ndim > ENG_MAX_DIMS)

@@ -10,7 +10,6 @@
 #include "op.h"
 
 #include <stdlib.h>
-#include <string.h>
 
 static struct {
   tape_node *nodes;

@@ -18,28 +18,28 @@ eng_status transfer_zero(int space, void *memory, int64_t bytes)
   return ENG_OK;
 }
 
-eng_status transfer_inside(int space, void *to, const void *from, int64_t bytes)
+static eng_status move(int space, void *to, const void *from, int64_t bytes,
+                       copy_direction direction)
 {
   if (bytes <= 0) return ENG_OK;
-  if (space != SPACE_HOST) return backend_of_space(space)->move(to, from, bytes, COPY_INSIDE);
+  if (space != SPACE_HOST) return backend_of_space(space)->move(to, from, bytes, direction);
   memcpy(to, from, (size_t)bytes);
   return ENG_OK;
+}
+
+eng_status transfer_inside(int space, void *to, const void *from, int64_t bytes)
+{
+  return move(space, to, from, bytes, COPY_INSIDE);
 }
 
 eng_status transfer_to_host(void *to, int space, const void *from, int64_t bytes)
 {
-  if (bytes <= 0) return ENG_OK;
-  if (space != SPACE_HOST) return backend_of_space(space)->move(to, from, bytes, COPY_TO_HOST);
-  memcpy(to, from, (size_t)bytes);
-  return ENG_OK;
+  return move(space, to, from, bytes, COPY_TO_HOST);
 }
 
 eng_status transfer_from_host(int space, void *to, const void *from, int64_t bytes)
 {
-  if (bytes <= 0) return ENG_OK;
-  if (space != SPACE_HOST) return backend_of_space(space)->move(to, from, bytes, COPY_TO_DEVICE);
-  memcpy(to, from, (size_t)bytes);
-  return ENG_OK;
+  return move(space, to, from, bytes, COPY_TO_DEVICE);
 }
 
 static int64_t bytes_of(const tensor *x)

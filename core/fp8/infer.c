@@ -15,6 +15,22 @@ static eng_status want_blocks(const op_call *c, int64_t rows, int64_t columns)
     op_name(c), (long long)rows, (long long)columns);
 }
 
+/// Checks that a whole-number attribute lies between two bounds; `what` names it in the message.
+static eng_status want_between(const op_call *c, const char *what, int64_t value, int low, int high)
+{
+  if (value >= low && value <= high) return ENG_OK;
+  return error_set(ENG_ERR_VALUE, "%s: expected %s of %d to %d, got %lld", op_name(c), what, low,
+                   high, (long long)value);
+}
+
+/// The rows and columns of x as a matrix: its last dimension, and all before it.
+static void matrix_of(const tensor *x, int64_t *rows, int64_t *columns)
+{
+  *columns = x->shape[x->ndim - 1];
+  *rows = 1;
+  for (int d = 0; d < x->ndim - 1; d++) *rows *= x->shape[d];
+}
+
 /// Checks that input k holds the scales of a [rows x columns] matrix in these blocks.
 static eng_status want_scales(const op_call *c, int k, int64_t block_rows, int64_t block_columns,
                               int64_t rows, int64_t columns)
@@ -45,12 +61,8 @@ static eng_status infer_codes(const op_call *c, const tensor *factor, op_shape *
     return error_set(ENG_ERR_DTYPE, "%s: expected the format e4m3, e5m2 or e5m6, got number %lld",
                      name, (long long)format);
   ENG_TRY(want_blocks(c, c->quantize.block_rows, c->quantize.block_columns));
-  if (c->quantize.rule < 0 || c->quantize.rule >= ENG_SCALES)
-    return error_set(ENG_ERR_VALUE, "%s: expected a scale rule of 0 to %d, got %lld", name,
-                     ENG_SCALES - 1, (long long)c->quantize.rule);
-  if (c->quantize.flags < 0 || c->quantize.flags > 15)
-    return error_set(ENG_ERR_VALUE, "%s: expected flags of 0 to 15, got %lld", name,
-                     (long long)c->quantize.flags);
+  ENG_TRY(want_between(c, "a scale rule", c->quantize.rule, 0, ENG_SCALES - 1));
+  ENG_TRY(want_between(c, "flags", c->quantize.flags, 0, 15));
   if (!(c->quantize.eps <= 1e30))
     return error_set(ENG_ERR_VALUE,
                      "%s: expected eps up to 1e30, or negative for the rule's default, got %g",
@@ -59,8 +71,8 @@ static eng_status infer_codes(const op_call *c, const tensor *factor, op_shape *
       c->quantize.margin != (double)(int)c->quantize.margin)
     return error_set(ENG_ERR_VALUE, "%s: expected an integer margin from -100 to 100, got %g", name,
                      c->quantize.margin);
-  int64_t columns = x->shape[x->ndim - 1], rows = 1;
-  for (int d = 0; d < x->ndim - 1; d++) rows *= x->shape[d];
+  int64_t rows, columns;
+  matrix_of(x, &rows, &columns);
   bool packed = format == ENG_FORMAT_E5M6;
   if (packed && columns % 8)
     return error_set(ENG_ERR_SHAPE,
@@ -116,8 +128,8 @@ static eng_status infer_dequantize(op_call *c, op_shape *s)
   ENG_TRY(want_ndim(c, 0, 1));
   ENG_TRY(want_float_attribute(c, c->dequantize.dtype));
   ENG_TRY(want_blocks(c, c->dequantize.block_rows, c->dequantize.block_columns));
-  int64_t columns = q->shape[q->ndim - 1], rows = 1;
-  for (int d = 0; d < q->ndim - 1; d++) rows *= q->shape[d];
+  int64_t rows, columns;
+  matrix_of(q, &rows, &columns);
   if (packed && columns % 3)
     return error_set(ENG_ERR_SHAPE,
                      "dequantize: e5m6 packs 8 numbers in three i32, so the row length must be a "
@@ -140,9 +152,7 @@ static eng_status want_mx(const op_call *c, int64_t format, int64_t rows, int64_
     return error_set(ENG_ERR_DTYPE,
                      "%s: expected the format e4m3, e5m2, e2m1, e2m3, e3m2 or mxint8, got number "
                      "%lld", name, (long long)format);
-  if (rule < 0 || rule >= ENG_MX_RULES)
-    return error_set(ENG_ERR_VALUE, "%s: expected a scale rule of 0 to %d, got %lld", name,
-                     ENG_MX_RULES - 1, (long long)rule);
+  ENG_TRY(want_between(c, "a scale rule", rule, 0, ENG_MX_RULES - 1));
   if (rule == ENG_MX_NVFP4 && format != ENG_FORMAT_E2M1)
     return error_set(ENG_ERR_VALUE, "%s: the rule nvfp4 needs the format e2m1", name);
   if (rows < 1 || rows > 128 || columns < 1 || columns > 128)
@@ -179,11 +189,9 @@ static eng_status infer_mx_quantize(op_call *c, op_shape *s)
   if (a->flags & ~(QUANTIZE_TRANSPOSED | MX_VALUES | MX_FINITE))
     return error_set(ENG_ERR_VALUE, "mx_quantize: expected the flags 8, 16 and 32, got %lld",
                      (long long)a->flags);
-  if (a->sr_bits < 0 || a->sr_bits > 24)
-    return error_set(ENG_ERR_VALUE, "mx_quantize: expected sr_bits of 0 to 24, got %lld",
-                     (long long)a->sr_bits);
-  int64_t columns = x->shape[x->ndim - 1], rows = 1;
-  for (int d = 0; d < x->ndim - 1; d++) rows *= x->shape[d];
+  ENG_TRY(want_between(c, "sr_bits", a->sr_bits, 0, 24));
+  int64_t rows, columns;
+  matrix_of(x, &rows, &columns);
   if (packed && (columns % 2 || (turned && rows % 2)))
     return error_set(ENG_ERR_SHAPE,
                      "mx_quantize: e2m1 packs pairs along a row, so rows%s need an even length, "
@@ -212,8 +220,8 @@ static eng_status infer_mx_dequantize(op_call *c, op_shape *s)
   ENG_TRY(want_float_attribute(c, a->dtype));
   ENG_TRY(want_mx(c, a->format, a->block_rows, a->block_columns, a->rule));
   ENG_TRY(want_amax(c, 2));
-  int64_t columns = q->shape[q->ndim - 1], rows = 1;
-  for (int d = 0; d < q->ndim - 1; d++) rows *= q->shape[d];
+  int64_t rows, columns;
+  matrix_of(q, &rows, &columns);
   if (a->format == ENG_FORMAT_E2M1) columns *= 2;
   int64_t shape[] = {blocks_in(rows, a->block_rows), blocks_in(columns, a->block_columns)};
   if (scale->ndim != 2 || memcmp(scale->shape, shape, sizeof shape) != 0)
@@ -313,10 +321,7 @@ static eng_status infer_fp8_matmul(op_call *c, op_shape *s)
     return error_set(ENG_ERR_DTYPE,
                      "fp8_matmul: expected the number of a floating-point dtype + 1, got %lld",
                      (long long)c->fp8_matmul.yields);
-  if (c->fp8_matmul.accumulator < 0 || c->fp8_matmul.accumulator >= ENG_ACCUMULATORS)
-    return error_set(ENG_ERR_VALUE,
-                     "fp8_matmul: expected an accumulator of 0 to %d, got %lld",
-                     ENG_ACCUMULATORS - 1, (long long)c->fp8_matmul.accumulator);
+  ENG_TRY(want_between(c, "an accumulator", c->fp8_matmul.accumulator, 0, ENG_ACCUMULATORS - 1));
   if (c->fp8_matmul.promotion < 0 || c->fp8_matmul.promotion % 32 ||
       c->fp8_matmul.promotion > 1ll << 40)
     return error_set(

@@ -76,16 +76,8 @@ static eng_status quantize(copies *out, int64_t number, fp8_site *s, int role, t
   const eng_fp8_role *r = &s->recipe.role[role];
   if (r->mx) return quantize_mx(out, number, s, role, x, transposed);
   tensor *factor = s->factor[role] != 0 ? s->factor_of[role] : NULL;
-  op_call c = {.op = ENG_OP_quantize, .n_in = 2, .n_out = 5,
-               .in = {x, factor},
-               .out = {out->q, out->scale, NULL, out->q_t, out->scale_t},
-               .quantize = {.format = r->format,
-                            .block_rows = r->block_rows,
-                            .block_columns = r->block_columns,
-                            .rule = r->rule,
-                            .flags = flags_of(r, transposed),
-                            .eps = r->eps,
-                            .margin = r->margin}};
+  op_call c = fp8_quantize_call(r, x, factor, flags_of(r, transposed));
+  c.out[0] = out->q, c.out[1] = out->scale, c.out[3] = out->q_t, c.out[4] = out->scale_t;
   if (swiglu)
     c.op = ENG_OP_swiglu_quantize, c.n_in = 3, c.in[0] = swiglu->in[0], c.in[1] = swiglu->in[1],
     c.in[2] = factor;
@@ -479,15 +471,8 @@ static eng_status kept_x(factor *out, copies *made, int64_t number, fp8_site *s,
   // quantizes once more, in blocks along the other dimension, without recording an amax or a
   // measurement
   bool turn = !fp8_is_square(r);
-  op_call c = {.op = ENG_OP_quantize, .n_in = 2, .n_out = 5,
-               .in = {x, s->factor[ENG_FP8_X] != 0 ? s->factor_of[ENG_FP8_X] : NULL},
-               .quantize = {.format = r->format,
-                            .block_rows = r->block_rows,
-                            .block_columns = r->block_columns,
-                            .rule = r->rule,
-                            .flags = flags_of(r, turn),
-                            .eps = r->eps,
-                            .margin = r->margin}};
+  tensor *factor = s->factor[ENG_FP8_X] != 0 ? s->factor_of[ENG_FP8_X] : NULL;
+  op_call c = fp8_quantize_call(r, x, factor, flags_of(r, turn));
   eng_status status = op_run(&c);
   tensor_drop(x);
   if (status != ENG_OK)

@@ -54,6 +54,16 @@ void fp8_release_orphans(void);
 static inline bool fp8_is_square(const eng_fp8_role *r)
 { return r->block_rows == r->block_columns; }
 
+/// A call that quantizes x in a role's format and blocks; `factor`: of delayed scaling, or NULL.
+static inline op_call fp8_quantize_call(const eng_fp8_role *r, tensor *x, tensor *factor,
+                                        int64_t flags)
+{
+  return (op_call){.op = ENG_OP_quantize, .n_in = 2, .n_out = 5, .in = {x, factor},
+                   .quantize = {.format = r->format, .block_rows = r->block_rows,
+                                .block_columns = r->block_columns, .rule = r->rule,
+                                .flags = flags, .eps = r->eps, .margin = r->margin}};
+}
+
 /// Microscaling (mx.c). Copies of a tensor [rows x K]: q in bf16, scale u8, amax f32 [], and q_t [K
 /// x rows] and amax_t, which are NULL unless they are asked for. A tensor that is given is written.
 typedef struct fp8_mx_copies { tensor *q, *scale, *amax, *q_t, *amax_t; } fp8_mx_copies;

@@ -19,15 +19,7 @@ static eng_status keep_inputs(op_call *c, const fp8_site *s)
 {
   const eng_fp8_role *r = &s->recipe.role[ENG_FP8_X];
   for (int k = 0; k < 2; k++) {
-    op_call q = {.op = ENG_OP_quantize, .n_in = 2, .n_out = 5,
-                 .in = {c->in[k]},
-                 .quantize = {.format = r->format,
-                              .block_rows = r->block_rows,
-                              .block_columns = r->block_columns,
-                              .rule = r->rule,
-                              .flags = r->pow2 ? QUANTIZE_POW2 : 0,
-                              .eps = r->eps,
-                              .margin = r->margin}};
+    op_call q = fp8_quantize_call(r, c->in[k], NULL, r->pow2 ? QUANTIZE_POW2 : 0);
     bool recording = eng_grad_enabled(false);
     eng_status status = op_run(&q);
     eng_grad_enabled(recording);

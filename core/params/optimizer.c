@@ -315,9 +315,7 @@ eng_status eng_optimizer_moment(eng_tensor *out, eng_optimizer *state, int which
 {
   *out = (eng_tensor){0, 0};
   ENG_TRY(check_alive(state));
-  if (index < 0 || index >= state->set->n)
-    return error_set(ENG_ERR_VALUE, "expected a parameter index of 0 to %d, got %d",
-                     state->set->n - 1, index);
+  ENG_TRY(params_index(state->set, index));
   if (which < 1 || which > 2)
     return error_set(ENG_ERR_VALUE, "expected moment 1 or 2, got %d", which);
   if (which > kinds[state->kind].moments) return ENG_OK;

@@ -261,6 +261,13 @@ static eng_status check_alive(const eng_params *set)
   return set->freed ? error_set(ENG_ERR_STATE, "these parameters were freed") : ENG_OK;
 }
 
+eng_status params_index(const eng_params *set, int index)
+{
+  if (index >= 0 && index < set->n) return ENG_OK;
+  return error_set(ENG_ERR_VALUE, "expected a parameter index of 0 to %d, got %d", set->n - 1,
+                   index);
+}
+
 /// The stored format of gradient i. gradient[i] is the format of its terms (NULL: f32).
 static int stored_dtype(const eng_params *set, const int32_t *gradient, int i)
 { return !gradient || set->accumulates ? ENG_f32 : gradient[i]; }
@@ -367,9 +374,7 @@ eng_status eng_params_low(eng_tensor *out, eng_params *set, int index)
 {
   *out = (eng_tensor){0, 0};
   ENG_TRY(check_alive(set));
-  if (index < 0 || index >= set->n)
-    return error_set(ENG_ERR_VALUE, "expected a parameter index of 0 to %d, got %d", set->n - 1,
-                     index);
+  ENG_TRY(params_index(set, index));
   tensor *low = NULL;
   if (set->member[index].shadow) ENG_TRY(params_shadow(&low, &set->member[index]));
   if (low) *out = tensor_handle(low);
@@ -588,9 +593,7 @@ eng_status eng_params_true_gradient(int *has, const eng_tensor *into, eng_params
   *has = 0;
   ENG_TRY(check_alive(set));
   ENG_TRY(params_here(set, "an optimizer's update"));
-  if (index < 0 || index >= set->n)
-    return error_set(ENG_ERR_VALUE, "expected a parameter index of 0 to %d, got %d", set->n - 1,
-                     index);
+  ENG_TRY(params_index(set, index));
   const parameter *p = &set->member[index];
   tensor *target;
   ENG_TRY(tensor_get(&target, into));

@@ -141,6 +141,9 @@ static inline void params_drop_gradient(parameter *p)
 /// are then out of date.
 void params_written(parameter *p);
 
+/// Checks that the set has a member `index`. Errors: VALUE.
+eng_status params_index(const eng_params *set, int index);
+
 /// The checks of every pass over parameters. They must be in the memory of the current device
 /// (DEVICE). No capture may be running, because `pass` cannot be part of a captured step (STATE).
 eng_status params_here(const eng_params *set, const char *pass);

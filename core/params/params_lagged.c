@@ -6,7 +6,6 @@
 
 #include "base/error.h"
 #include "base/numerics.h"
-#include "device/transfer.h"
 
 #include <math.h>
 #include <stdlib.h>

@@ -419,8 +419,8 @@ static void set_library(lua_State *L, const char *name)
   lua_setfield(L, -2, name);
 }
 
-/// A function of ours in a library. With `wraps` it replaces the library's own function and has that
-/// function and its name in quotes as upvalues.
+/// A function of ours in a library. With `wraps` it replaces the library's own function and has
+/// that function and its name in quotes as upvalues.
 typedef struct box_function { const char *name; lua_CFunction function; bool wraps; } box_function;
 
 // Adds functions to the library on top of the stack.

@@ -66,56 +66,50 @@ static void room_task(eng_policy *p, void *argument)
   luaL_checkstack(p->L, 4 * DATA_DEPTH, "state");
 }
 
+// Writes the number, string or boolean at `index`; false for a value of another type.
+static bool put_scalar(data_blob *out, lua_State *L, int index)
+{
+  size_t length;
+  const char *text;
+  switch (lua_type(L, index)) {
+    case LUA_TSTRING:
+      text = lua_tolstring(L, index, &length);
+      data_string(out, text, length);
+      return true;
+    case LUA_TNUMBER:  data_number(out, lua_tonumber(L, index)); return true;
+    case LUA_TBOOLEAN: data_tag(out, lua_toboolean(L, index) ? 't' : 'f'); return true;
+    default: return false;
+  }
+}
+
+static bool refuse(walk *w, const char *why)
+{
+  w->refusal = why;
+  return false;
+}
+
 // Writes the table at index `table`. Keys and values of all levels are on the stack above w->base;
 // if the table is refused the keys remain there, so that the path can be read from them.
 static bool encode(walk *w, int table, int depth)
 {
   lua_State *L = w->policy->L;
   if (depth == 4) {  // Lua's minimal stack suffices up to this depth
-    if (policy_protected(w->policy, room_task, NULL) != ENG_OK) {
-      w->refusal = "out of memory";
-      return false;
-    }
+    if (policy_protected(w->policy, room_task, NULL) != ENG_OK) return refuse(w, "out of memory");
     lua_settop(L, table);
   }
   data_tag(w->out, '{');
-  lua_pushnil(L);
-  while (lua_next(L, table)) {
-    size_t length;
-    const char *text;
-    switch (lua_type(L, -2)) {
-      case LUA_TSTRING:
-        text = lua_tolstring(L, -2, &length);
-        data_string(w->out, text, length);
-        break;
-      case LUA_TNUMBER:  data_number(w->out, lua_tonumber(L, -2)); break;
-      case LUA_TBOOLEAN: data_tag(w->out, lua_toboolean(L, -2) ? 't' : 'f'); break;
-      default: w->refusal = "its key is not a number, string or boolean"; return false;
-    }
-    switch (lua_type(L, -1)) {
-      case LUA_TNUMBER:  data_number(w->out, lua_tonumber(L, -1)); break;
-      case LUA_TBOOLEAN: data_tag(w->out, lua_toboolean(L, -1) ? 't' : 'f'); break;
-      case LUA_TSTRING:
-        text = lua_tolstring(L, -1, &length);
-        data_string(w->out, text, length);
-        break;
-      case LUA_TTABLE:
-        if (depth == STATE_DEPTH) { w->refusal = "tables nest too deeply"; return false; }
-        if (w->met.n == 0) meet(&w->met, lua_topointer(L, w->root));
-        if (!meet(&w->met, lua_topointer(L, -1))) {
-          w->refusal = "the same table is in two places";
-          return false;
-        }
-        if (!encode(w, w->base + 2 * depth, depth + 1)) return false;
-        break;
-      case LUA_TUSERDATA:
-        w->refusal = "parts of the record cannot be stored; copy the numbers";
-        return false;
-      default:
-        w->refusal = lua_typename(L, lua_type(L, -1));
-        return false;
-    }
-    lua_pop(L, 1);
+  for (lua_pushnil(L); lua_next(L, table); lua_pop(L, 1)) {
+    if (!put_scalar(w->out, L, -2))
+      return refuse(w, "its key is not a number, string or boolean");
+    if (put_scalar(w->out, L, -1)) continue;
+    if (lua_type(L, -1) == LUA_TUSERDATA)
+      return refuse(w, "parts of the record cannot be stored; copy the numbers");
+    if (lua_type(L, -1) != LUA_TTABLE) return refuse(w, luaL_typename(L, -1));
+    if (depth == STATE_DEPTH) return refuse(w, "tables nest too deeply");
+    if (w->met.n == 0) meet(&w->met, lua_topointer(L, w->root));
+    if (!meet(&w->met, lua_topointer(L, -1)))
+      return refuse(w, "the same table is in two places");
+    if (!encode(w, w->base + 2 * depth, depth + 1)) return false;
   }
   data_tag(w->out, '}');
   return true;
@@ -349,8 +343,7 @@ static eng_status fresh_state(eng_policy *p)
   p->random_key = ~0ull;
   p->random_count = 0;
   if (!p->has_init) {
-    ENG_TRY(policy_protected(p, default_state_task, NULL));
-    return ENG_OK;
+    return policy_protected(p, default_state_task, NULL);
   }
   lua_getfield(L, SLOT_POLICY, "init");
   lua_pushvalue(L, SLOT_OPTIONS);
@@ -452,9 +445,12 @@ eng_status eng_policy_set_scale(eng_policy *p, double scale)
 
 // ------------------------------------------------------------------ save and restore
 
-static void put_field(data_blob *b, const char *name)
+static void put_text(data_blob *b, const char *text) { data_string(b, text, strlen(text)); }
+
+static void put_number(data_blob *b, const char *name, double number)
 {
-  data_string(b, name, strlen(name));
+  put_text(b, name);
+  data_number(b, number);
 }
 
 eng_status eng_policy_save(const char **text, int64_t *bytes, eng_policy *p)
@@ -465,28 +461,20 @@ eng_status eng_policy_save(const char **text, int64_t *bytes, eng_policy *p)
   b->size = 0;
   b->failed = false;
   data_tag(b, '{');
-  put_field(b, "clip");
-  data_number(b, p->last.clip);
-  put_field(b, "failures");
-  data_number(b, (double)p->failures);
-  put_field(b, "lr_mul");
-  data_number(b, p->last.lr_mul);
-  put_field(b, "policy");
-  data_string(b, p->name, strlen(p->name));
-  put_field(b, "scale");
-  data_number(b, p->last.scale);
-  put_field(b, "scales");
+  put_number(b, "clip", p->last.clip);
+  put_number(b, "failures", (double)p->failures);
+  put_number(b, "lr_mul", p->last.lr_mul);
+  put_text(b, "policy");
+  put_text(b, p->name);
+  put_number(b, "scale", p->last.scale);
+  put_text(b, "scales");
   data_tag(b, '{');
-  for (int i = 0; i < p->n_groups; ++i) {
-    if (p->group_scale[i] == 0) continue;
-    put_field(b, p->groups[i]);
-    data_number(b, p->group_scale[i]);
-  }
+  for (int i = 0; i < p->n_groups; ++i)
+    if (p->group_scale[i] != 0) put_number(b, p->groups[i], p->group_scale[i]);
   data_tag(b, '}');
-  put_field(b, "state");
+  put_text(b, "state");
   data_append(b, p->good.bytes, p->good.size);
-  put_field(b, "version");
-  data_number(b, TEXT_VERSION);
+  put_number(b, "version", TEXT_VERSION);
   data_tag(b, '}');
   p->text.size = 0;
   p->text.failed = b->failed;

@@ -7,7 +7,6 @@
 #include "base/error.h"
 #include "base/nearest.h"
 #include "base/number.h"
-#include "base/numerics.h"
 
 #include <math.h>
 #include <stdio.h>
