@@ -22,7 +22,6 @@
 #include <omp.h>
 
 #include "device/backend.h"
-#include "base/error.h"
 #include "gemm_pairs.h"
 #include "simd.h"
 

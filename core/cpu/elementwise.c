@@ -13,40 +13,26 @@
 
 // ------------------------------------------------------------------ two inputs
 
-static inline void binary_tile(int op, float *y, const float *pa, const float *pb, int n)
+static void binary_tile(const tile *t)
 {
-  switch (op) {
-    case ENG_OP_add:     MAP2(y, pa, pb, n, vf_add(a, b)); break;
-    case ENG_OP_sub:     MAP2(y, pa, pb, n, vf_sub(a, b)); break;
-    case ENG_OP_mul:     MAP2(y, pa, pb, n, vf_mul(a, b)); break;
-    case ENG_OP_div:     MAP2(y, pa, pb, n, vf_div(a, b)); break;
+  switch (t->w->with.op) {
+    case ENG_OP_add: MAP2(t->y, t->x[0], t->x[1], t->n, vf_add(a, b)); break;
+    case ENG_OP_sub: MAP2(t->y, t->x[0], t->x[1], t->n, vf_sub(a, b)); break;
+    case ENG_OP_mul: MAP2(t->y, t->x[0], t->x[1], t->n, vf_mul(a, b)); break;
+    case ENG_OP_div: MAP2(t->y, t->x[0], t->x[1], t->n, vf_div(a, b)); break;
     case ENG_OP_maximum:
-      MAP2(y, pa, pb, n, vf_select(vm_or(vf_ge(a, b), vf_ne(a, a)), a, b));
+      MAP2(t->y, t->x[0], t->x[1], t->n, vf_select(vm_or(vf_ge(a, b), vf_ne(a, a)), a, b));
       break;
     case ENG_OP_minimum:
-      MAP2(y, pa, pb, n, vf_select(vm_or(vf_le(a, b), vf_ne(a, a)), a, b));
+      MAP2(t->y, t->x[0], t->x[1], t->n, vf_select(vm_or(vf_le(a, b), vf_ne(a, a)), a, b));
       break;
-    default:             for (int i = 0; i < n; i++) y[i] = powf(pa[i], pb[i]);
+    default: for (int i = 0; i < t->n; i++) t->y[i] = powf(t->x[0][i], t->x[1][i]);
   }
-}
-
-static void binary_body(const work *w, int64_t first, int n)
-{
-  const tensor *y = w->out[0];
-  float ta[TILE], tb[TILE], ty[TILE];
-  const float *pa = operand_load(&w->in[0], ta, first, n),
-              *pb = operand_load(&w->in[1], tb, first, n);
-  float *to = tile_target(ty, y->data, y->dtype, first);
-  binary_tile(w->op, to, pa, pb, n);
-  tile_store(y->data, y->dtype, first, to, n);
 }
 
 static eng_status binary(const op_call *call)
 {
-  if (!all_fast(call)) return forward_to_reference(call);
-  work w = work_of(call, call->out[0]);
-  for_tiles(&w, call->out[0]->count, binary_body);
-  return ENG_OK;
+  return elementwise(call, binary_tile, (numbers){.op = call->op});
 }
 
 static inline void compare_tile(int op, uint8_t *restrict y, const float *restrict a,
@@ -67,7 +53,7 @@ static void compare_body(const work *w, int64_t first, int n)
   float ta[TILE], tb[TILE];
   const float *pa = operand_load(&w->in[0], ta, first, n),
               *pb = operand_load(&w->in[1], tb, first, n);
-  compare_tile(w->op, (uint8_t *)w->out[0]->data + first, pa, pb, n);
+  compare_tile(w->with.op, (uint8_t *)w->out[0]->data + first, pa, pb, n);
 }
 
 static eng_status comparison(const op_call *call)
@@ -77,6 +63,7 @@ static eng_status comparison(const op_call *call)
       y->dtype != ENG_bool)
     return forward_to_reference(call);
   work w = work_of(call, y);
+  w.with.op = call->op;
   for_tiles(&w, y->count, compare_body);
   return ENG_OK;
 }
@@ -121,47 +108,29 @@ static inline bool beyond_f32(double x)
          (magnitude > 3.4028234663852886e38 || magnitude < 1.1754943508222875e-38);
 }
 
-static void affine_body(const work *w, int64_t first, int n)
+static void affine_tile(const tile *t)
 {
-  const tensor *y = w->out[0];
-  vf factor = vf_set1(w->a), shift = vf_set1(w->b);
-  float tx[TILE], ty[TILE];
-  const float *px = operand_load(&w->in[0], tx, first, n);
-  float *to = tile_target(ty, y->data, y->dtype, first);
-  MAP1(to, px, n, vf_fma(a, factor, shift));
-  tile_store(y->data, y->dtype, first, to, n);
+  vf factor = vf_set1(t->w->with.a), term = vf_set1(t->w->with.b);
+  MAP1(t->y, t->x[0], t->n, vf_fma(a, factor, term));
 }
 
 static eng_status affine(const op_call *call)
 {
-  if (!all_fast(call) || beyond_f32(call->affine.factor) || beyond_f32(call->affine.term))
-    return forward_to_reference(call);
-  work w = work_of(call, call->out[0]);
-  w.a = (float)call->affine.factor;
-  w.b = (float)call->affine.term;
-  for_tiles(&w, call->out[0]->count, affine_body);
-  return ENG_OK;
+  double factor = call->affine.factor, term = call->affine.term;
+  if (beyond_f32(factor) || beyond_f32(term)) return forward_to_reference(call);
+  return elementwise(call, affine_tile, (numbers){.a = (float)factor, .b = (float)term});
 }
 
-static void clamp_body(const work *w, int64_t first, int n)
+static void clamp_tile(const tile *t)
 {
-  const tensor *y = w->out[0];
-  vf low = vf_set1(w->a), high = vf_set1(w->b);
-  float tx[TILE], ty[TILE];
-  const float *px = operand_load(&w->in[0], tx, first, n);
-  float *to = tile_target(ty, y->data, y->dtype, first);
-  MAP1(to, px, n, vf_min(high, vf_max(low, a)));
-  tile_store(y->data, y->dtype, first, to, n);
+  vf low = vf_set1(t->w->with.a), high = vf_set1(t->w->with.b);
+  MAP1(t->y, t->x[0], t->n, vf_min(high, vf_max(low, a)));
 }
 
 static eng_status clamp(const op_call *call)
 {
-  if (!all_fast(call)) return forward_to_reference(call);
-  work w = work_of(call, call->out[0]);
-  w.a = (float)call->clamp.low;
-  w.b = (float)call->clamp.high;
-  for_tiles(&w, call->out[0]->count, clamp_body);
-  return ENG_OK;
+  return elementwise(call, clamp_tile,
+                     (numbers){.a = (float)call->clamp.low, .b = (float)call->clamp.high});
 }
 
 // The square root as pow(a, 0.5) defines it: +0 for -0, and +inf for -inf. pow_tile computes common
@@ -171,8 +140,12 @@ static inline vf vf_root_(vf a)
   return vf_select(vf_eq(a, vf_set1(-INFINITY)), vf_set1(INFINITY), vf_add(vf_sqrt(a), vf_zero()));
 }
 
-static inline void pow_tile(float *y, const float *x, int n, double exponent)
+static void pow_tile(const tile *t)
 {
+  float *y = t->y;
+  const float *x = t->x[0];
+  const int n = t->n;
+  const double exponent = t->w->with.exponent;
   vf one = vf_set1(1.0f);
   if (exponent == 2.0)       MAP1(y, x, n, vf_mul(a, a));
   else if (exponent == 3.0)  MAP1(y, x, n, vf_mul(vf_mul(a, a), a));
@@ -183,55 +156,34 @@ static inline void pow_tile(float *y, const float *x, int n, double exponent)
   else for (int i = 0; i < n; i++) y[i] = (float)pow(x[i], exponent);
 }
 
-static void pow_body(const work *w, int64_t first, int n)
-{
-  const tensor *y = w->out[0];
-  float tx[TILE], ty[TILE];
-  const float *px = operand_load(&w->in[0], tx, first, n);
-  float *to = tile_target(ty, y->data, y->dtype, first);
-  pow_tile(to, px, n, w->exponent);
-  tile_store(y->data, y->dtype, first, to, n);
-}
-
 static eng_status pow_scalar(const op_call *call)
 {
-  if (!all_fast(call)) return forward_to_reference(call);
-  work w = work_of(call, call->out[0]);
-  w.exponent = call->pow_scalar.exponent;
-  for_tiles(&w, call->out[0]->count, pow_body);
-  return ENG_OK;
+  return elementwise(call, pow_tile, (numbers){.exponent = call->pow_scalar.exponent});
 }
 
 // ------------------------------------------------------------------ dropout
 
-static void dropout_body(const work *w, int64_t first, int n)
+static void dropout_tile(const tile *t)
 {
-  const tensor *y = w->out[0];
-  float tx[TILE], ty[TILE];
+  const numbers with = t->w->with;
+  const float *x = t->x[0];
+  float *y = t->y;
   uint32_t word[TILE];
-  const float *px = operand_load(&w->in[0], tx, first, n);
-  float *to = tile_target(ty, y->data, y->dtype, first);
-  for (int i = 0; i < n; i += 4 * VF_LANES)
-    philox_vectors(word + i, w->seed, w->counter + (uint64_t)(first + i) / 4);
-  for (int i = 0; i < n; i++) {
-    float kept = px[i] * w->a;
-    to[i] = (int32_t)(word[i] >> 8) >= w->least ? kept : 0.0f;
+  for (int i = 0; i < t->n; i += 4 * VF_LANES)
+    philox_vectors(word + i, with.seed, with.counter + (uint64_t)(t->first + i) / 4);
+  for (int i = 0, n = t->n; i < n; i++) {
+    float kept = x[i] * with.a;
+    y[i] = (int32_t)(word[i] >> 8) >= with.least ? kept : 0.0f;
   }
-  tile_store(y->data, y->dtype, first, to, n);
 }
 
 static eng_status dropout(const op_call *call)
 {
-  if (!all_fast(call)) return forward_to_reference(call);
   double p = call->dropout.p;
-  work w = work_of(call, call->out[0]);
-  w.seed = rng_seed();
-  w.counter = (uint64_t)call->dropout.counter;
-  // an element is kept if (word >> 8) / 2^24 >= p; this is that test in integers
-  w.least = (int32_t)ceil(p * 0x1p24);
-  w.a = (float)(1.0 / (1.0 - p));
-  for_tiles(&w, call->out[0]->count, dropout_body);
-  return ENG_OK;
+  // an element is kept if (word >> 8) / 2^24 >= p; `least` is that test in integers
+  return elementwise(call, dropout_tile,
+                     (numbers){.seed = rng_seed(), .counter = (uint64_t)call->dropout.counter,
+                               .least = (int32_t)ceil(p * 0x1p24), .a = (float)(1.0 / (1.0 - p))});
 }
 
 void ISA_NAME(cpu_register_elementwise)(backend *b)

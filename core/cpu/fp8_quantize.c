@@ -1,5 +1,5 @@
-// The operations quantize and dequantize. Called through backend.kernel[]; owns nothing but scratch
-// during a call.
+// The operations quantize and swiglu_quantize. Called through backend.kernel[]; owns nothing but
+// scratch during a call.
 //
 // Work is cut into tiles that stay in the second-level cache. Each block of a tile is measured,
 // gets its scale from core/base/fp8_scale.h, and is written as codes. Measuring finds the largest
@@ -15,6 +15,7 @@
 #include "base/fp8_layout.h"
 #include "base/fp8_scale.h"
 #include "base/rng.h"
+#include "magnitude.h"
 #include "philox.h"
 #include "rows.h"
 #include "simd.h"
@@ -69,102 +70,6 @@ static void fetch_row(const side *s, int64_t r, int64_t c, int64_t columns)
 }
 
 // ------------------------------------------------------------------ measuring
-
-VF_INLINE vi magnitudes(vf x) { return vi_and((vi)x, vi_set1(0x7FFFFFFF)); }
-VF_INLINE vi vi_larger_(vi a, vi b)
-{
-#if defined(ENG_ISA_avx512)
-  return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b);
-#else
-  return vi_select(vi_gt(a, b), a, b);
-#endif
-}
-
-// The largest lane.
-VF_INLINE uint32_t across(vi a)
-{
-#if defined(ENG_ISA_avx512)
-  return (uint32_t)_mm512_reduce_max_epi32((__m512i)a);
-#else
-  int32_t most = 0;
-  for (int l = 0; l < VF_LANES; l++) most = a[l] > most ? a[l] : most;
-  return (uint32_t)most;
-#endif
-}
-
-// f16 and bf16 are compared as 16-bit integers, twice as many at a time.
-typedef uint16_t vh __attribute__((vector_size(4 * VF_LANES), may_alias));
-enum { HALVES = 2 * VF_LANES };
-VF_INLINE vh vh_load(const uint16_t *p) { vh a; memcpy(&a, p, sizeof a); return a; }
-VF_INLINE void vh_store(uint16_t *p, vh a) { memcpy(p, &a, sizeof a); }
-VF_INLINE vh vh_larger(vh a, vh b)
-{
-#if defined(ENG_ISA_avx512)
-  return (vh)_mm512_max_epu16((__m512i)a, (__m512i)b);
-#elif defined(ENG_ISA_avx2)
-  return (vh)_mm256_max_epu16((__m256i)a, (__m256i)b);
-#else
-  vh m = (vh)(a > b);
-  return (m & a) | (~m & b);
-#endif
-}
-VF_INLINE uint16_t vh_across(vh a)
-{
-#if defined(ENG_ISA_avx512) || defined(ENG_ISA_avx2)
-#if defined(ENG_ISA_avx512)
-  __m256i x =
-    _mm256_max_epu16(_mm512_castsi512_si256((__m512i)a), _mm512_extracti64x4_epi64((__m512i)a, 1));
-#else
-  __m256i x = (__m256i)a;
-#endif
-  __m128i y = _mm_max_epu16(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
-  return (uint16_t)~_mm_extract_epi16(_mm_minpos_epu16(_mm_xor_si128(y, _mm_set1_epi16(-1))), 0);
-#else
-  uint16_t most = 0;
-  for (int l = 0; l < HALVES; l++) most = a[l] > most ? a[l] : most;
-  return most;
-#endif
-}
-
-// A half-word's magnitude as the bits of a float.
-VF_INLINE uint32_t widened(uint16_t half, int dtype)
-{
-  return dtype == ENG_bf16 ? (uint32_t)half << 16 : f32_bits(f16_to_f32(half));
-}
-
-VF_INLINE uint32_t largest_of_floats(const float *x, int64_t n)
-{
-  vi a = {0}, b = {0};
-  int64_t i = 0;
-  for (; i + 2 * VF_LANES <= n; i += 2 * VF_LANES) {
-    a = vi_larger_(a, magnitudes(vf_load(x + i)));
-    b = vi_larger_(b, magnitudes(vf_load(x + i + VF_LANES)));
-  }
-  for (; i + VF_LANES <= n; i += VF_LANES) a = vi_larger_(a, magnitudes(vf_load(x + i)));
-  if (i < n) a = vi_larger_(a, magnitudes(vf_load_n(x + i, (int)(n - i))));
-  return across(vi_larger_(a, b));
-}
-
-VF_INLINE uint16_t largest_of_halves(const uint16_t *x, int64_t n)
-{
-  vh a = {0}, b = {0};
-  int64_t i = 0;
-  for (; i + 2 * HALVES <= n; i += 2 * HALVES) {
-    a = vh_larger(a, vh_load(x + i) & 0x7FFF);
-    b = vh_larger(b, vh_load(x + i + HALVES) & 0x7FFF);
-  }
-  for (; i + HALVES <= n; i += HALVES) a = vh_larger(a, vh_load(x + i) & 0x7FFF);
-  uint16_t most = vh_across(vh_larger(a, b));
-  for (; i < n; i++) most = (x[i] & 0x7FFF) > most ? x[i] & 0x7FFF : most;
-  return most;
-}
-
-// The largest magnitude of n elements from `first` on.
-VF_INLINE uint32_t largest_magnitude(const void *x, int dtype, int64_t first, int64_t n)
-{
-  return dtype == ENG_f32 ? largest_of_floats((const float *)x + first, n)
-                          : widened(largest_of_halves((const uint16_t *)x + first, n), dtype);
-}
 
 // top[c] = the larger of top[c] and the magnitude of x[c], for c < columns.
 static void compare_floats(int32_t *top, const float *x, int64_t columns)
@@ -802,56 +707,8 @@ static eng_status swiglu_quantize(const op_call *call)
   return status;
 }
 
-typedef struct back { const op_call *call; fp8_scales at; int64_t columns; bool packed; } back;
-
-// Unpacks n e5m6 numbers, a multiple of 8. Their bits are the top bits of f16.
-static void unpack(float *to, const uint32_t *word, int n)
-{
-  uint16_t code[TILE];
-  for (int i = 0; i < n; i += 8, word += 3) e5m6_unpack(code + i, word);
-  for (int i = 0; i < n; i++) code[i] = (uint16_t)(code[i] << 4);
-  floats_from(to, code, ENG_f16, 0, n);
-}
-
-static void back_task(const void *context, int64_t row)
-{
-  const back *b = context;
-  const tensor *q = b->call->in[0], *y = b->call->out[0];
-  const float *scale = b->call->in[1]->data;
-  float x[TILE], factors[TILE], *to;
-  for (int64_t c = 0; c < b->columns; c += TILE) {
-    int n = (int)smaller(TILE, b->columns - c);
-    int64_t first = row * b->columns + c;
-    for (int i = 0; i < n;) {
-      int64_t end = smaller(n, ((c + i) / b->at.inner_block + 1) * b->at.inner_block - c);
-      float one = scale[fp8_scale_at(&b->at, row, c + i)];
-      for (; i < end; i++) factors[i] = one;
-    }
-    if (b->packed) unpack(x, (const uint32_t *)q->data + first / 8 * 3, n);
-    else fp8_decode(x, (const uint8_t *)q->data + first, q->dtype, n);
-    to = tile_target(x, y->data, y->dtype, first);
-    for (int i = 0; i < n; i++) to[i] = x[i] * factors[i];
-    tile_store(y->data, y->dtype, first, to, n);
-  }
-}
-
-static eng_status dequantize(const op_call *call)
-{
-  const tensor *q = call->in[0], *y = call->out[0];
-  bool packed = call->dequantize.format == ENG_FORMAT_E5M6;
-  if (!dtype_is_fast(y->dtype) || (!packed && !dtype_is_fp8(q->dtype)) || y->count == 0)
-    return forward_to_reference(call);
-  back b = {.call = call, .columns = y->shape[y->ndim - 1], .packed = packed};
-  int64_t rows = y->count / b.columns;
-  b.at = fp8_scales_for(call->dequantize.block_rows, call->dequantize.block_columns, rows,
-                        b.columns, NULL);
-  run_tasks(rows, y->count >= PARALLEL_ELEMENTS, back_task, &b);
-  return ENG_OK;
-}
-
 void ISA_NAME(cpu_register_fp8_quantize)(backend *b)
 {
   b->kernel[ENG_OP_quantize] = quantize;
   b->kernel[ENG_OP_swiglu_quantize] = swiglu_quantize;
-  b->kernel[ENG_OP_dequantize] = dequantize;
 }

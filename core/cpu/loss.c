@@ -60,13 +60,9 @@ static void cap_row(float *out, const tensor *x, int64_t first, int64_t classes,
   float buffer[TILE] __attribute__((aligned(64)));
   vf c = vf_set1((float)cap), inverse = vf_set1((float)(1.0 / cap));
   for (int64_t at = 0; at < classes; at += TILE) {
-    int n = (int)smaller(TILE, classes - at), i = 0;
+    int n = (int)smaller(TILE, classes - at);
     const float *in = tile_load(buffer, x->data, x->dtype, first + at, n);
-    for (; i + VF_LANES <= n; i += VF_LANES)
-      vf_store(out + at + i, vf_mul(c, vf_tanh(vf_mul(vf_load(in + i), inverse))));
-    if (i < n)
-      vf_store_n(out + at + i, vf_mul(c, vf_tanh(vf_mul(vf_load_n(in + i, n - i), inverse))),
-                 n - i);
+    MAP1(out + at, in, n, vf_mul(c, vf_tanh(vf_mul(a, inverse))));
   }
 }
 
@@ -146,15 +142,8 @@ VF_INLINE vf capped_slope_of(vf x, const row_slope *r, float cap)
 
 static void gradient_tile(const float *x, const row_slope *r, float cap, float *out, int n)
 {
-  int i = 0;
-  if (cap > 0) {
-    for (; i + VF_LANES <= n; i += VF_LANES)
-      vf_store(out + i, capped_slope_of(vf_load(x + i), r, cap));
-    if (i < n) vf_store_n(out + i, capped_slope_of(vf_load_n(x + i, n - i), r, cap), n - i);
-    return;
-  }
-  for (; i + VF_LANES <= n; i += VF_LANES) vf_store(out + i, slope_of(vf_load(x + i), r));
-  if (i < n) vf_store_n(out + i, slope_of(vf_load_n(x + i, n - i), r), n - i);
+  if (cap > 0) MAP1(out, x, n, capped_slope_of(a, r, cap));
+  else MAP1(out, x, n, slope_of(a, r));
 }
 
 static eng_status cross_entropy_grad(const op_call *call)

@@ -107,13 +107,9 @@ static void normalise(const float *x, const float *weight, const float *bias, fl
 NARROW_ADDITIONS(f16)
 NARROW_ADDITIONS(bf16)
 
-static inline void add_floats(float *y, const float *a, const float *b, int64_t n)
+static inline void add_floats(float *y, const float *p, const float *q, int64_t n)
 {
-  int64_t i = 0;
-  for (; i + VF_LANES <= n; i += VF_LANES) vf_store(y + i, vf_add(vf_load(a + i), vf_load(b + i)));
-  if (i < n)
-    vf_store_n(y + i, vf_add(vf_load_n(a + i, (int)(n - i)), vf_load_n(b + i, (int)(n - i))),
-               (int)(n - i));
+  MAP2(y, p, q, n, vf_add(a, b));
 }
 
 /// Element i of a tensor of a narrow format.

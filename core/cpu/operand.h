@@ -106,16 +106,34 @@ static inline __attribute__((unused)) const uint8_t *operand_load_bytes(const op
   return buffer;
 }
 
-/// An elementwise call: operands, outputs, and the numbers in its formula.
-typedef struct work {
-  operand  in[3];
-  const tensor *out[2];
+/// The numbers in the formula of an elementwise call.
+typedef struct numbers {
   int      op;
   float    a, b;
   double   exponent;
   uint64_t seed, counter;    // Philox
   int32_t  least;            // smallest word >> 8 that keeps its element
+} numbers;
+
+/// An elementwise call: operands, outputs and formula.
+struct tile;
+typedef struct work {
+  operand  in[3];
+  const tensor *out[2];
+  int      inputs;
+  numbers  with;
+  void   (*formula)(const struct tile *t);
 } work;
+
+/// A tile of the first output: y[0..n), to be computed from x[k][0..n). `first` is the number of
+/// y[0] in the output.
+typedef struct tile {
+  const work  *w;
+  float       *y;
+  const float *x[3];
+  int64_t first;
+  int     n;
+} tile;
 
 /// Computes output elements [first, first + n), n <= TILE.
 typedef void tile_body(const work *w, int64_t first, int n);
@@ -123,7 +141,7 @@ typedef void tile_body(const work *w, int64_t first, int n);
 /// The call's inputs, viewed in the shape of the outputs. `shape` is a tensor of that shape.
 static inline __attribute__((unused)) work work_of(const op_call *call, const tensor *shape)
 {
-  work w = {.op = call->op, .out = {call->out[0], call->out[1]}};
+  work w = {.inputs = call->n_in, .out = {call->out[0], call->out[1]}};
   for (int k = 0; k < call->n_in && k < 3; k++) w.in[k] = operand_of(call->in[k], shape);
   return w;
 }
@@ -141,28 +159,25 @@ static inline __attribute__((unused)) void for_tiles(const work *w, int64_t coun
     body(w, first, (int)smaller(TILE, count - first));
 }
 
-/// y[0..n) = expression, in which a (and b) stand for the vectors of pa (and pb).
-#define MAP1(y, pa, n, expression)                                                          \
-  do {                                                                                      \
-    int i_ = 0;                                                                             \
-    for (; i_ + VF_LANES <= (n); i_ += VF_LANES) {                                          \
-      vf a = vf_load((pa) + i_);                                                            \
-      vf_store((y) + i_, expression);                                                       \
-    }                                                                                       \
-    if (i_ < (n)) {                                                                         \
-      vf a = vf_load_n((pa) + i_, (n) - i_);                                                \
-      vf_store_n((y) + i_, expression, (n) - i_);                                           \
-    }                                                                                       \
-  } while (0)
-#define MAP2(y, pa, pb, n, expression)                                                      \
-  do {                                                                                      \
-    int i_ = 0;                                                                             \
-    for (; i_ + VF_LANES <= (n); i_ += VF_LANES) {                                          \
-      vf a = vf_load((pa) + i_), b = vf_load((pb) + i_);                                    \
-      vf_store((y) + i_, expression);                                                       \
-    }                                                                                       \
-    if (i_ < (n)) {                                                                         \
-      vf a = vf_load_n((pa) + i_, (n) - i_), b = vf_load_n((pb) + i_, (n) - i_);            \
-      vf_store_n((y) + i_, expression, (n) - i_);                                           \
-    }                                                                                       \
-  } while (0)
+static inline __attribute__((unused)) void formula_body(const work *w, int64_t first, int n)
+{
+  const tensor *y = w->out[0];
+  float buffer[3][TILE], out[TILE];
+  tile t = {.w = w, .y = tile_target(out, y->data, y->dtype, first), .first = first, .n = n};
+  for (int k = 0; k < w->inputs; k++) t.x[k] = operand_load(&w->in[k], buffer[k], first, n);
+  w->formula(&t);
+  tile_store(y->data, y->dtype, first, t.y, n);
+}
+
+/// Runs a call with up to three inputs and one output by a formula.
+static inline __attribute__((unused)) eng_status elementwise(const op_call *call,
+                                                             void (*formula)(const tile *t),
+                                                             numbers with)
+{
+  if (!all_fast(call)) return forward_to_reference(call);
+  work w = work_of(call, call->out[0]);
+  w.formula = formula;
+  w.with = with;
+  for_tiles(&w, call->out[0]->count, formula_body);
+  return ENG_OK;
+}

@@ -153,68 +153,58 @@ static double row_maximum(const double *x, int64_t n)
   return largest;
 }
 
-eng_status reference_softmax(const op_call *call)
+/// Applies a rule to each row [n] of one or two inputs; the result takes the place of the first.
+typedef void row_rule(double *a, const double *b, int64_t n);
+
+static eng_status each_row(const op_call *call, row_rule *rule)
 {
-  const tensor *y = call->out[0];
+  const tensor *out = call->out[0];
   workspace space = {0};
-  double *x = workspace_load(&space, call->in[0]);
+  double *a = workspace_load(&space, call->in[0]),
+         *b = call->n_in > 1 ? workspace_load(&space, call->in[1]) : NULL;
   if (space.failed) return workspace_close(&space);
-  int64_t rows = rows_of(y), n = columns_of(y);
-  for (int64_t r = 0; r < rows; r++) {
-    double *row = x + r * n, largest = row_maximum(row, n), sum = 0.0;
-    for (int64_t i = 0; i < n; i++) sum += row[i] = exp(row[i] - largest);
-    for (int64_t i = 0; i < n; i++) row[i] /= sum;
-  }
-  values_store(y, x, false);
+  int64_t rows = rows_of(out), n = columns_of(out);
+  for (int64_t r = 0; r < rows; r++) rule(a + r * n, b ? b + r * n : NULL, n);
+  values_store(out, a, false);
   return workspace_close(&space);
 }
 
-eng_status reference_softmax_grad(const op_call *call)
+static void softmax_row(double *x, const double *none, int64_t n)
 {
-  const tensor *dx = call->out[0];
-  workspace space = {0};
-  double *y = workspace_load(&space, call->in[0]), *dy = workspace_load(&space, call->in[1]);
-  if (space.failed) return workspace_close(&space);
-  int64_t rows = rows_of(dx), n = columns_of(dx);
-  for (int64_t r = 0; r < rows; r++) {
-    double dot = 0.0;
-    for (int64_t i = r * n; i < (r + 1) * n; i++) dot += y[i] * dy[i];
-    for (int64_t i = r * n; i < (r + 1) * n; i++) y[i] *= dy[i] - dot;
-  }
-  values_store(dx, y, false);
-  return workspace_close(&space);
+  double largest = row_maximum(x, n), sum = 0.0;
+  (void)none;
+  for (int64_t i = 0; i < n; i++) sum += x[i] = exp(x[i] - largest);
+  for (int64_t i = 0; i < n; i++) x[i] /= sum;
 }
 
-eng_status reference_log_softmax(const op_call *call)
+static void softmax_grad_row(double *y, const double *dy, int64_t n)
 {
-  const tensor *y = call->out[0];
-  workspace space = {0};
-  double *x = workspace_load(&space, call->in[0]);
-  if (space.failed) return workspace_close(&space);
-  int64_t rows = rows_of(y), n = columns_of(y);
-  for (int64_t r = 0; r < rows; r++) {
-    double *row = x + r * n, largest = row_maximum(row, n), sum = 0.0;
-    for (int64_t i = 0; i < n; i++) sum += exp(row[i] - largest);
-    for (int64_t i = 0; i < n; i++) row[i] = row[i] - largest - log(sum);
-  }
-  values_store(y, x, false);
-  return workspace_close(&space);
+  double dot = 0.0;
+  for (int64_t i = 0; i < n; i++) dot += y[i] * dy[i];
+  for (int64_t i = 0; i < n; i++) y[i] *= dy[i] - dot;
 }
 
+static void log_softmax_row(double *x, const double *none, int64_t n)
+{
+  double largest = row_maximum(x, n), sum = 0.0;
+  (void)none;
+  for (int64_t i = 0; i < n; i++) sum += exp(x[i] - largest);
+  for (int64_t i = 0; i < n; i++) x[i] = x[i] - largest - log(sum);
+}
+
+static void log_softmax_grad_row(double *y, const double *dy, int64_t n)
+{
+  double sum = 0.0;
+  for (int64_t i = 0; i < n; i++) sum += dy[i];
+  for (int64_t i = 0; i < n; i++) y[i] = dy[i] - exp(y[i]) * sum;
+}
+
+eng_status reference_softmax(const op_call *call)      { return each_row(call, softmax_row); }
+eng_status reference_log_softmax(const op_call *call)  { return each_row(call, log_softmax_row); }
+eng_status reference_softmax_grad(const op_call *call) { return each_row(call, softmax_grad_row); }
 eng_status reference_log_softmax_grad(const op_call *call)
 {
-  const tensor *dx = call->out[0];
-  workspace space = {0};
-  double *y = workspace_load(&space, call->in[0]), *dy = workspace_load(&space, call->in[1]);
-  if (space.failed) return workspace_close(&space);
-  int64_t rows = rows_of(dx), n = columns_of(dx);
-  for (int64_t r = 0; r < rows; r++) {
-    double sum = 0.0;
-    for (int64_t i = r * n; i < (r + 1) * n; i++) sum += dy[i];
-    for (int64_t i = r * n; i < (r + 1) * n; i++) dy[i] -= exp(y[i]) * sum;
-  }
-  values_store(dx, dy, false);
-  return workspace_close(&space);
+  return each_row(call, log_softmax_grad_row);
 }
 
 eng_status reference_logsumexp(const op_call *call)

@@ -516,4 +516,35 @@ void tile_store(void *dst, int dtype, int64_t first, const float *values, int n)
   floats_to(dst, dtype, first, values, n);
 }
 
+/// y[0..n) = expression, in which a (and b) stand for the vectors of pa (and pb).
+#define MAP1(y, pa, n, expression)                                                          \
+  do {                                                                                      \
+    float *y_ = (y);                                                                        \
+    const float *pa_ = (pa);                                                                \
+    int n_ = (int)(n), i_ = 0;                                                              \
+    for (; i_ + VF_LANES <= n_; i_ += VF_LANES) {                                           \
+      vf a = vf_load(pa_ + i_);                                                             \
+      vf_store(y_ + i_, expression);                                                        \
+    }                                                                                       \
+    if (i_ < n_) {                                                                          \
+      vf a = vf_load_n(pa_ + i_, n_ - i_);                                                  \
+      vf_store_n(y_ + i_, expression, n_ - i_);                                             \
+    }                                                                                       \
+  } while (0)
+
+#define MAP2(y, pa, pb, n, expression)                                                      \
+  do {                                                                                      \
+    float *y_ = (y);                                                                        \
+    const float *pa_ = (pa), *pb_ = (pb);                                                   \
+    int n_ = (int)(n), i_ = 0;                                                              \
+    for (; i_ + VF_LANES <= n_; i_ += VF_LANES) {                                           \
+      vf a = vf_load(pa_ + i_), b = vf_load(pb_ + i_);                                      \
+      vf_store(y_ + i_, expression);                                                        \
+    }                                                                                       \
+    if (i_ < n_) {                                                                          \
+      vf a = vf_load_n(pa_ + i_, n_ - i_), b = vf_load_n(pb_ + i_, n_ - i_);                \
+      vf_store_n(y_ + i_, expression, n_ - i_);                                             \
+    }                                                                                       \
+  } while (0)
+
 #include "vmath.h"

@@ -19,9 +19,7 @@ static void scale_tile(const float *from, float factor, void *y, int dtype, int6
   float buffer[TILE] __attribute__((aligned(64)));
   float *out = tile_target(buffer, y, dtype, first);
   vf f = vf_set1(factor);
-  int i = 0;
-  for (; i + VF_LANES <= n; i += VF_LANES) vf_store(out + i, vf_mul(vf_load(from + i), f));
-  if (i < n) vf_store_n(out + i, vf_mul(vf_load_n(from + i, n - i), f), n - i);
+  MAP1(out, from, n, vf_mul(a, f));
   tile_store(y, dtype, first, out, n);
 }
 
@@ -32,10 +30,7 @@ static void exp_tile(const float *x, float max, float factor, void *y, int dtype
   float buffer[TILE] __attribute__((aligned(64)));
   float *out = tile_target(buffer, y, dtype, first);
   vf m = vf_set1(max), f = vf_set1(factor);
-  int i = 0;
-  for (; i + VF_LANES <= n; i += VF_LANES)
-    vf_store(out + i, vf_mul(vf_exp_low(vf_sub(vf_load(x + i), m)), f));
-  if (i < n) vf_store_n(out + i, vf_mul(vf_exp_low(vf_sub(vf_load_n(x + i, n - i), m)), f), n - i);
+  MAP1(out, x, n, vf_mul(vf_exp_low(vf_sub(a, m)), f));
   tile_store(y, dtype, first, out, n);
 }
 
@@ -83,13 +78,7 @@ static void softmax_grad_tile(const float *y, const float *dy, double sum, void 
   float buffer[TILE] __attribute__((aligned(64)));
   float *out = tile_target(buffer, dx, dtype, first);
   vf s = vf_set1((float)sum);
-  int64_t i = 0;
-  for (; i + VF_LANES <= n; i += VF_LANES)
-    vf_store(out + i, vf_mul(vf_load(y + i), vf_sub(vf_load(dy + i), s)));
-  if (i < n) {
-    int rest = (int)(n - i);
-    vf_store_n(out + i, vf_mul(vf_load_n(y + i, rest), vf_sub(vf_load_n(dy + i, rest), s)), rest);
-  }
+  MAP2(out, y, dy, n, vf_mul(a, vf_sub(b, s)));
   tile_store(dx, dtype, first, out, (int)n);
 }
 
@@ -143,9 +132,7 @@ static void log_softmax_tile(const float *x, float max, float log_sum, void *y, 
   float buffer[TILE] __attribute__((aligned(64)));
   float *out = tile_target(buffer, y, dtype, first);
   vf m = vf_set1(max), l = vf_set1(log_sum);
-  int i = 0;
-  for (; i + VF_LANES <= n; i += VF_LANES) vf_store(out + i, vf_sub(vf_sub(vf_load(x + i), m), l));
-  if (i < n) vf_store_n(out + i, vf_sub(vf_sub(vf_load_n(x + i, n - i), m), l), n - i);
+  MAP1(out, x, n, vf_sub(vf_sub(a, m), l));
   tile_store(y, dtype, first, out, n);
 }
 
@@ -175,13 +162,7 @@ static void log_softmax_grad_tile(const float *y, const float *dy, double sum, v
   float buffer[TILE] __attribute__((aligned(64)));
   float *out = tile_target(buffer, dx, dtype, first);
   vf s = vf_set1((float)-sum);
-  int i = 0;
-  for (; i + VF_LANES <= n; i += VF_LANES)
-    vf_store(out + i, vf_fma(vf_exp(vf_load(y + i)), s, vf_load(dy + i)));
-  if (i < n) {
-    int rest = n - i;
-    vf_store_n(out + i, vf_fma(vf_exp(vf_load_n(y + i, rest)), s, vf_load_n(dy + i, rest)), rest);
-  }
+  MAP2(out, y, dy, n, vf_fma(vf_exp(a), s, b));
   tile_store(dx, dtype, first, out, n);
 }
 

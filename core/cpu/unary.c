@@ -26,11 +26,13 @@ static inline vf vf_hardswish_slope(vf x, vf dy)
   return vf_select(vf_le(x, vf_neg(three)), vf_zero(), inside);
 }
 
-// One tile. Not inlined, so that each instruction set holds every function once.
-static __attribute__((noinline)) void unary_tile(int op, float *y, const float *x, int n)
+static void unary_tile(const tile *t)
 {
+  float *y = t->y;
+  const float *x = t->x[0];
+  const int n = t->n;
   vf one = vf_set1(1.0f);
-  switch (op) {
+  switch (t->w->with.op) {
     case ENG_OP_neg:         MAP1(y, x, n, vf_neg(a)); break;
     case ENG_OP_abs:         MAP1(y, x, n, vf_abs(a)); break;
     case ENG_OP_exp:         MAP1(y, x, n, vf_exp(a)); break;
@@ -51,12 +53,14 @@ static __attribute__((noinline)) void unary_tile(int op, float *y, const float *
   }
 }
 
-// y = slope * dy for one tile; inside the macros a is x and b is dy.
-static __attribute__((noinline)) void slope_tile(int op, float *y, const float *x, const float *dy,
-                                                 int n)
+// y = slope * dy; inside the macros a is x and b is dy.
+static void slope_tile(const tile *t)
 {
+  float *y = t->y;
+  const float *x = t->x[0], *dy = t->x[1];
+  const int n = t->n;
   vf one = vf_set1(1.0f), half = vf_set1(0.5f);
-  switch (op) {
+  switch (t->w->with.op) {
     case ENG_OP_neg:         MAP1(y, dy, n, vf_neg(a)); break;
     case ENG_OP_abs:
       MAP2(y, x, dy, n,
@@ -83,64 +87,28 @@ static __attribute__((noinline)) void slope_tile(int op, float *y, const float *
   }
 }
 
-static void unary_body(const work *w, int64_t first, int n)
-{
-  const tensor *y = w->out[0];
-  float tx[TILE], ty[TILE];
-  const float *px = operand_load(&w->in[0], tx, first, n);
-  float *to = tile_target(ty, y->data, y->dtype, first);
-  unary_tile(w->op, to, px, n);
-  tile_store(y->data, y->dtype, first, to, n);
-}
-
 static eng_status unary(const op_call *call)
 {
-  if (!all_fast(call)) return forward_to_reference(call);
-  work w = work_of(call, call->out[0]);
-  for_tiles(&w, call->out[0]->count, unary_body);
-  return ENG_OK;
-}
-
-static void slope_body(const work *w, int64_t first, int n)
-{
-  const tensor *dx = w->out[0];
-  float tx[TILE], tdy[TILE], tdx[TILE];
-  const float *px = operand_load(&w->in[0], tx, first, n),
-              *pdy = operand_load(&w->in[1], tdy, first, n);
-  float *to = tile_target(tdx, dx->data, dx->dtype, first);
-  slope_tile(w->op, to, px, pdy, n);
-  tile_store(dx->data, dx->dtype, first, to, n);
+  return elementwise(call, unary_tile, (numbers){.op = call->op});
 }
 
 static eng_status unary_grad(const op_call *call)
 {
   int op = (int)call->unary_grad.of;
-  if (!op_is_unary(op) || !all_fast(call)) return forward_to_reference(call);
-  work w = work_of(call, call->out[0]);
-  w.op = op;
-  for_tiles(&w, call->out[0]->count, slope_body);
-  return ENG_OK;
+  if (!op_is_unary(op)) return forward_to_reference(call);
+  return elementwise(call, slope_tile, (numbers){.op = op});
 }
 
 // ------------------------------------------------------------------ swiglu
 
-static void swiglu_body(const work *w, int64_t first, int n)
+static void swiglu_tile(const tile *t)
 {
-  const tensor *y = w->out[0];
-  float tgate[TILE], tup[TILE], ty[TILE];
-  const float *gate = operand_load(&w->in[0], tgate, first, n),
-              *up = operand_load(&w->in[1], tup, first, n);
-  float *to = tile_target(ty, y->data, y->dtype, first);
-  MAP2(to, gate, up, n, vf_mul(vf_silu(a), b));
-  tile_store(y->data, y->dtype, first, to, n);
+  MAP2(t->y, t->x[0], t->x[1], t->n, vf_mul(vf_silu(a), b));
 }
 
 static eng_status swiglu(const op_call *call)
 {
-  if (!all_fast(call)) return forward_to_reference(call);
-  work w = work_of(call, call->out[0]);
-  for_tiles(&w, call->out[0]->count, swiglu_body);
-  return ENG_OK;
+  return elementwise(call, swiglu_tile, (numbers){0});
 }
 
 static void swiglu_grad_body(const work *w, int64_t first, int n)
