@@ -56,17 +56,6 @@ eng_status eng_comm_all_gather(eng_comm *comm, void *all, const void *own, int64
 /// order (core/dist/comm.h): the same numbers give the same sum, bit for bit, on every rank and in
 /// every run. Errors: DTYPE.
 eng_status eng_comm_all_reduce(eng_comm *comm, void *data, int64_t count, int dtype, int op);
-/// Rank r receives elements [r * count, (r+1) * count) of the reduction of `data` [size x count],
-/// bit-equal to the all-reduce.
-eng_status eng_comm_reduce_scatter(eng_comm *comm, void *own, const void *data, int64_t count,
-                                   int dtype, int op);
-/// An all-reduce without waiting. Every eng_comm_all_reduce_start needs an eng_comm_wait.
-/// eng_comm_test advances the reduction and reports whether eng_comm_wait would return at once.
-typedef struct eng_comm_request eng_comm_request;
-eng_status eng_comm_all_reduce_start(eng_comm_request **out, eng_comm *comm, void *data,
-                                     int64_t count, int dtype, int op);
-eng_status eng_comm_test(bool *done, eng_comm_request *request);
-eng_status eng_comm_wait(eng_comm_request *request);
 
 /// Sends rows of `from` [n x C] to the ranks of a group and receives theirs into `to` [m x C], both
 /// of one dtype and memory. The first send[0] rows go to rank 0, the next send[1] to rank 1; rank

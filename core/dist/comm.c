@@ -4,7 +4,7 @@
 // Small reductions use recursive doubling: log2(n) exchanges, after each of which both partners
 // hold the same sum. Large ones take two exchanges: every rank receives one piece from all others
 // and sums it, then sends that sum to the others. Both methods add in the same order.
-// Owns groups and requests; calls nothing but a group's transport and comm_wait.c.
+// Owns groups; calls nothing but a group's transport and comm_wait.c.
 #include "comm.h"
 
 #include "base/error.h"
@@ -154,24 +154,18 @@ static void combine_all(void *out, const void *const *in, int n, int64_t count, 
   }
 }
 
-// ------------------------------------------------------------------ requests
+// ------------------------------------------------------------------ reductions over ranks
 
-enum { FOLD, DOUBLE, UNFOLD, PIECES, ROUND, DONE };
-
-/// An all-reduce in progress.
-struct eng_comm_request {
+typedef struct reduction {
   eng_comm *comm;
-  char     *data, *room;      // room: the incoming data
+  char     *data;
   int64_t   count;
-  int32_t   dtype, op, tag;
+  int32_t   dtype, op;
   int32_t   n_sums;           // f64: sums of the first n_sums values, maxima of the rest; -1: `op`
-  int32_t   phase, distance;  // of recursive doubling
-  int64_t   piece;            // elements that one rank reduces
-  void     *exchange;         // NULL: none in flight
   const char *what;
-};
+} reduction;
 
-static void combine_own(eng_comm_request *r, const void *low, const void *high)
+static void combine_own(const reduction *r, const void *low, const void *high)
 {
   if (r->n_sums < 0) {
     combine(r->data, low, high, r->count, r->dtype, r->op);
@@ -183,253 +177,107 @@ static void combine_own(eng_comm_request *r, const void *low, const void *high)
           ENG_MAX);
 }
 
-static int64_t piece_of(const eng_comm_request *r, int rank)
-{
-  int64_t left = r->count - r->piece * rank;
-  return left < 0 ? 0 : left < r->piece ? left : r->piece;
-}
-
-static eng_status start_messages(eng_comm_request *r, const comm_message *messages, int n)
-{
-  return comm_start(&r->exchange, r->comm, messages, n, r->tag);
-}
-
-/// Starts the messages of the current phase; skips phases in which this rank takes no part.
-static eng_status enter(eng_comm_request *r)
-{
-  const eng_comm *c = r->comm;
-  int size = eng_dtype_size(r->dtype), p = largest_power(c->size), extra = c->size - p,
-      rank = c->rank, n = 0;
-  int64_t bytes = r->count * size;
-  comm_message m[2];
-  comm_message *many = NULL;
-  eng_status status = ENG_OK;
-  while (true) {
-    switch (r->phase) {
-    case FOLD:
-      if (extra > 0 && rank >= p) m[n++] = (comm_message){r->data, bytes, rank - p, true};
-      if (rank < extra) m[n++] = (comm_message){r->room, bytes, rank + p, false};
-      if (n > 0) return start_messages(r, m, n);
-      r->phase = DOUBLE;
-      r->distance = 1;
-      break;
-    case DOUBLE:
-      if (rank >= p || r->distance >= p) {
-        r->phase = UNFOLD;
-        break;
-      }
-      m[0] = (comm_message){r->data, bytes, rank ^ r->distance, true};
-      m[1] = (comm_message){r->room, bytes, rank ^ r->distance, false};
-      return start_messages(r, m, 2);
-    case UNFOLD:
-      if (rank < extra) m[n++] = (comm_message){r->data, bytes, rank + p, true};
-      if (rank >= p) m[n++] = (comm_message){r->data, bytes, rank - p, false};
-      if (n > 0) return start_messages(r, m, n);
-      r->phase = DONE;
-      return ENG_OK;
-    case PIECES:
-    case ROUND:
-      many = calloc(2 * (size_t)c->size, sizeof *many);
-      if (!many)
-        return error_set(ENG_ERR_MEMORY, "out of memory for a reduction over %d ranks", c->size);
-      for (int peer = 0; peer < c->size; peer++) {
-        if (peer == rank) continue;
-        int64_t own = piece_of(r, rank) * size, other = piece_of(r, peer) * size;
-        char *own_data = r->data + r->piece * rank * size,
-             *other_data = r->data + r->piece * peer * size;
-        bool first = r->phase == PIECES;
-        if (other > 0) many[n++] = (comm_message){other_data, other, peer, first};
-        if (own > 0)
-          many[n++] =
-            (comm_message){first ? r->room + r->piece * peer * size : own_data, own, peer, !first};
-      }
-      status = n > 0 ? start_messages(r, many, n) : ENG_OK;
-      free(many);
-      return status;
-    default:
-      return ENG_OK;
-    }
-  }
-}
-
-/// Computes after a phase's exchange and enters the next phase.
-static eng_status advance(eng_comm_request *r)
-{
-  const eng_comm *c = r->comm;
-  int p = largest_power(c->size), extra = c->size - p, size = eng_dtype_size(r->dtype);
-  switch (r->phase) {
-  case FOLD:
-    if (c->rank < extra) combine_own(r, r->data, r->room);
-    r->phase = DOUBLE;
-    r->distance = 1;
-    break;
-  case DOUBLE:
-    if (c->rank & r->distance) combine_own(r, r->room, r->data);
-    else combine_own(r, r->data, r->room);
-    r->distance *= 2;
-    break;
-  case PIECES: {
-    const void **in = calloc((size_t)c->size, sizeof *in);
-    if (!in)
-      return error_set(ENG_ERR_MEMORY, "out of memory for a reduction over %d ranks", c->size);
-    char *own = r->data + r->piece * c->rank * size;
-    for (int k = 0; k < c->size; k++) in[k] = k == c->rank ? own : r->room + r->piece * k * size;
-    combine_all(own, in, c->size, piece_of(r, c->rank), r->dtype, r->op);
-    free(in);
-    r->phase = ROUND;
-    break;
-  }
-  default:
-    r->phase = DONE;
-    return ENG_OK;
-  }
-  return enter(r);
-}
-
-static eng_status begin(eng_comm_request *r)
+/// Recursive doubling among the first p ranks, p being the largest power of two. Each rank behind
+/// them adds its data to that of one of the first before, and gets the result afterwards. `room` is
+/// for incoming data.
+static eng_status reduce_small(const reduction *r, char *room, int tag)
 {
   eng_comm *c = r->comm;
-  r->phase = DONE;
-  if (c->size == 1 || r->count == 0) return ENG_OK;
+  int p = largest_power(c->size), rank = c->rank;
   int64_t bytes = r->count * eng_dtype_size(r->dtype);
+  comm_message give = {r->data, bytes, rank - p, true}, get = {r->data, bytes, rank - p, false};
+  if (rank >= p) {
+    ENG_TRY(comm_exchange(c, &give, 1, tag, r->what));
+    return comm_exchange(c, &get, 1, tag, r->what);
+  }
+  bool helps = rank + p < c->size;
+  get = (comm_message){room, bytes, rank + p, false};
+  if (helps) {
+    ENG_TRY(comm_exchange(c, &get, 1, tag, r->what));
+    combine_own(r, r->data, room);
+  }
+  for (int distance = 1; distance < p; distance *= 2) {
+    comm_message both[] = {{r->data, bytes, rank ^ distance, true},
+                           {room, bytes, rank ^ distance, false}};
+    ENG_TRY(comm_exchange(c, both, 2, tag, r->what));
+    if (rank & distance) combine_own(r, room, r->data);
+    else combine_own(r, r->data, room);
+  }
+  give.peer = rank + p;
+  return helps ? comm_exchange(c, &give, 1, tag, r->what) : ENG_OK;
+}
+
+/// Every rank receives the piece that it reduces from all others, and then sends them the result.
+/// Pieces have `piece` elements, `room` one of each rank.
+static eng_status reduce_large(const reduction *r, char *room, int64_t piece, int tag)
+{
+  eng_comm *c = r->comm;
+  int64_t size = eng_dtype_size(r->dtype), step = piece * size, all = r->count * size;
+  char *own = r->data + step * c->rank;
+  comm_message *m = calloc(2 * (size_t)c->size, sizeof *m);
+  const void **in = calloc((size_t)c->size, sizeof *in);
+  eng_status status =
+    m && in ? ENG_OK
+            : error_set(ENG_ERR_MEMORY, "out of memory for a reduction over %d ranks", c->size);
+  for (int round = 0; round < 2 && status == ENG_OK; round++) {
+    int n = 0;
+    int64_t own_bytes = all - step * c->rank;
+    own_bytes = own_bytes < 0 ? 0 : own_bytes < step ? own_bytes : step;
+    for (int peer = 0; peer < c->size; peer++) {
+      in[peer] = peer == c->rank ? own : room + step * peer;
+      if (peer == c->rank) continue;
+      int64_t bytes = all - step * peer;
+      bytes = bytes < step ? bytes : step;
+      if (bytes > 0) m[n++] = (comm_message){r->data + step * peer, bytes, peer, round == 0};
+      if (own_bytes > 0)
+        m[n++] = (comm_message){round == 0 ? room + step * peer : own, own_bytes, peer, round == 1};
+    }
+    status = comm_exchange(c, m, n, tag, r->what);
+    if (round == 0 && status == ENG_OK)
+      combine_all(own, in, c->size, own_bytes / size, r->dtype, r->op);
+  }
+  free(m);
+  free(in);
+  return status;
+}
+
+static eng_status reduce(const reduction *r)
+{
+  eng_comm *c = r->comm;
+  if (c->size == 1 || r->count == 0) return ENG_OK;
+  int64_t size = eng_dtype_size(r->dtype), bytes = r->count * size,
+          piece = (r->count + c->size - 1) / c->size;
   bool small = bytes <= SMALL || r->n_sums >= 0;
-  r->tag = comm_tag(c);
-  r->piece = (r->count + c->size - 1) / c->size;
-  r->phase = small ? FOLD : PIECES;
-  r->room = malloc((size_t)(small ? bytes : r->piece * c->size * eng_dtype_size(r->dtype)));
-  if (!r->room)
+  int tag = comm_tag(c);
+  char *room = malloc((size_t)(small ? bytes : piece * c->size * size));
+  if (!room)
     return error_set(ENG_ERR_MEMORY, "out of memory for a reduction of %lld bytes over ranks",
                      (long long)bytes);
-  return enter(r);
-}
-
-eng_status eng_comm_test(bool *done, eng_comm_request *r)
-{
-  *done = false;
-  while (r->phase != DONE) {
-    bool arrived = true;
-    if (r->exchange) {
-      ENG_TRY(r->comm->transport->test(&arrived, r->exchange));
-      if (!arrived) return ENG_OK;
-      r->exchange = NULL;
-    }
-    ENG_TRY(advance(r));
-  }
-  *done = true;
-  return ENG_OK;
-}
-
-/// Waits for a request. `status`: the result of begin().
-static eng_status run(eng_comm_request *r, eng_status status)
-{
-  bool done = false;
-  int spins = 0;
-  double since = 0;
-  while (status == ENG_OK && !done) {
-    status = eng_comm_test(&done, r);
-    if (status == ENG_OK && !done) status = comm_idle(&spins, &since, r->what);
-  }
-  if (r->exchange) comm_cancel(r->comm, r->exchange, r->what);
-  free(r->room);
-  r->room = NULL;
+  eng_status status = small ? reduce_small(r, room, tag) : reduce_large(r, room, piece, tag);
+  free(room);
   return status;
 }
 
 eng_status eng_comm_all_reduce(eng_comm *comm, void *data, int64_t count, int dtype, int op)
 {
   ENG_TRY(check_type(dtype, op));
-  eng_comm_request r = {.comm = comm,
-                        .data = data,
-                        .count = count,
-                        .dtype = dtype,
-                        .op = op,
-                        .n_sums = -1,
-                        .what = "a reduction"};
-  return run(&r, begin(&r));
+  return reduce(&(reduction){comm, data, count, dtype, op, -1, "a reduction"});
 }
 
 eng_status comm_reduce_both(eng_comm *comm, double *values, int n_sums, int n_maxima,
                             const char *what)
 {
-  eng_comm_request r = {.comm = comm,
-                        .data = (char *)values,
-                        .count = n_sums + n_maxima,
-                        .dtype = ENG_f64,
-                        .n_sums = n_sums,
-                        .what = what};
-  return run(&r, begin(&r));
+  return reduce(&(reduction){comm, (char *)values, n_sums + n_maxima, ENG_f64, ENG_SUM, n_sums,
+                             what});
 }
-
-eng_status eng_comm_all_reduce_start(eng_comm_request **out, eng_comm *comm, void *data,
-                                     int64_t count, int dtype, int op)
-{
-  *out = NULL;
-  ENG_TRY(check_type(dtype, op));
-  eng_comm_request *r = calloc(1, sizeof *r);
-  if (!r) return error_set(ENG_ERR_MEMORY, "out of memory for a reduction over ranks");
-  *r = (eng_comm_request){.comm = comm,
-                          .data = data,
-                          .count = count,
-                          .dtype = dtype,
-                          .op = op,
-                          .n_sums = -1,
-                          .what = "a reduction"};
-  eng_status status = begin(r);
-  // Without message tags, two ranks could run the phases of two requests in different orders.
-  if (status != ENG_OK || (comm->transport && comm->transport->ordered)) status = run(r, status);
-  if (status == ENG_OK) *out = r;
-  else free(r);
-  return status;
-}
-
-eng_status eng_comm_wait(eng_comm_request *r)
-{
-  eng_status status = run(r, ENG_OK);
-  free(r);
-  return status;
-}
-
-eng_status eng_comm_reduce_scatter(eng_comm *comm, void *own, const void *data, int64_t count,
-                                   int dtype, int op)
-{
-  ENG_TRY(check_type(dtype, op));
-  int n = comm->size, k = 0, size = eng_dtype_size(dtype);
-  int64_t bytes = count * size;
-  const char *from = data;
-  char *room = malloc((size_t)(bytes * n) + 1);
-  const void **in = calloc((size_t)n, sizeof *in);
-  comm_message *m = calloc(2 * (size_t)n, sizeof *m);
-  eng_status status =
-    room && in && m ? ENG_OK
-                    : error_set(ENG_ERR_MEMORY, "out of memory for a reduction over %d ranks", n);
-  for (int peer = 0; status == ENG_OK && peer < n; peer++) {
-    in[peer] = peer == comm->rank ? from + bytes * peer : room + bytes * peer;
-    if (peer == comm->rank || bytes == 0) continue;
-    m[k++] = (comm_message){(void *)(from + bytes * peer), bytes, peer, true};
-    m[k++] = (comm_message){room + bytes * peer, bytes, peer, false};
-  }
-  if (status == ENG_OK && k > 0) status = comm_exchange(comm, m, k, comm_tag(comm), "a reduction");
-  if (status == ENG_OK) combine_all(own, in, n, count, dtype, op);
-  free(room);
-  free(in);
-  free(m);
-  return status;
-}
-
-// ------------------------------------------------------------------ copies
 
 eng_status eng_comm_barrier(eng_comm *comm)
 {
   double nothing = 0;
-  eng_comm_request r = {.comm = comm,
-                        .data = (char *)&nothing,
-                        .count = 1,
-                        .dtype = ENG_f64,
-                        .op = ENG_SUM,
-                        .n_sums = -1,
-                        .what = "a barrier"};
-  return run(&r, begin(&r));
+  return reduce(&(reduction){comm, (char *)&nothing, 1, ENG_f64, ENG_SUM, -1, "a barrier"});
 }
+
+// ------------------------------------------------------------------ copies
 
 eng_status eng_comm_broadcast(eng_comm *comm, void *data, int64_t bytes, int root)
 {

@@ -49,9 +49,6 @@ typedef struct comm_transport {
   /// eng_comm.of_world.
   eng_status (*split)(void **group, int32_t *rank, int32_t *size, void *parent, int color, int key);
   void (*free)(void *group);
-  /// The transport has no tags: all ranks must start the same exchanges in the same order, one at a
-  /// time.
-  bool ordered;
   /// Ends every process of the job; does not return.
   void (*abort)(int code);
   /// The last call, when all ranks have finished.
@@ -59,7 +56,7 @@ typedef struct comm_transport {
   const char *(*describe)(void);
 } comm_transport;
 
-enum { COMM_ABI = 4 };
+enum { COMM_ABI = 5 };
 
 typedef struct comm_host {
   int32_t abi;
@@ -116,9 +113,6 @@ void comm_meanwhile(eng_status (*work)(void *data), void *data);
 /// and ends the job after the timeout, as comm_wait does. If this process was stopped, advances
 /// `since` by the time it was stopped. Errors: INTERRUPTED, on a second Ctrl-C.
 eng_status comm_pause(double *since, const char *what);
-/// comm_pause for a loop that polls often: acts in every 2000th call only. `spins` and `since`
-/// start at 0.
-eng_status comm_idle(int *spins, double *since, const char *what);
 /// Callers put comm_watch and comm_watched around a library call that has no timeout of its own. If
 /// the call exceeds eng_comm_timeout, a thread ends the job and prints that this rank waits at
 /// `what`. Calls nest.

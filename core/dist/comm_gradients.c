@@ -15,7 +15,6 @@
 #include "comm_gradients.h"
 
 #include "base/error.h"
-#include "base/numerics.h"
 #include "autograd/backward.h"
 #include "device/transfer.h"
 #include "device/wire.h"

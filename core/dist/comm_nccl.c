@@ -456,7 +456,6 @@ eng_status comm_nccl_world(const comm_transport **out, int rank, int size, const
                                .local_size = nccl.local_size,
                                .start = start,
                                .test = test,
-                               .ordered = true,
                                .abort = end_all,
                                .finish = finish,
                                .describe = describe};

@@ -36,24 +36,10 @@ eng_status comm_cast(void *to, int to_dtype, const void *from, int from_dtype, i
   }
   storage a = {.memory = (void *)from, .references = 1, .arena = -1, .space = SPACE_HOST},
           b = {.memory = to, .references = 1, .arena = -1, .space = SPACE_HOST};
-  tensor x = {.data = (void *)from,
-              .count = n,
-              .ndim = 1,
-              .shape = {n},
-              .stride = {1},
-              .dtype = from_dtype,
-              .store = &a,
-              .live = true,
-              .node = -1};
-  tensor y = {.data = to,
-              .count = n,
-              .ndim = 1,
-              .shape = {n},
-              .stride = {1},
-              .dtype = to_dtype,
-              .store = &b,
-              .live = true,
-              .node = -1};
+  tensor x = {.data = (void *)from, .count = n, .ndim = 1, .shape = {n}, .stride = {1},
+              .dtype = from_dtype, .store = &a, .live = true, .node = -1},
+         y = x;
+  y.data = to, y.dtype = to_dtype, y.store = &b;
   op_call call = {.op = ENG_OP_cast, .n_in = 1, .n_out = 1, .in = {&x}, .out = {&y},
                   .cast = {.dtype = to_dtype}};
   return backend_cpu()->kernel[ENG_OP_cast](&call);

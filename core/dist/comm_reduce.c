@@ -5,7 +5,6 @@
 
 #include "device/backend.h"
 #include "base/error.h"
-#include "device/transfer.h"
 #include "device/wire.h"
 
 #include <stdlib.h>

@@ -184,7 +184,9 @@ static void lost(const char *what)
 
 // ------------------------------------------------------------------ waiting
 
-eng_status comm_idle(int *spins, double *since, const char *what)
+/// comm_pause for a loop that polls often: acts in every SPINS-th call only. `spins` and `since`
+/// start at 0.
+static eng_status idle(int *spins, double *since, const char *what)
 {
   if (++*spins % SPINS) return ENG_OK;
   if (eng_interrupted() == 2) return error_set(ENG_ERR_INTERRUPTED, "interrupted");
@@ -201,7 +203,7 @@ eng_status comm_idle(int *spins, double *since, const char *what)
 eng_status comm_pause(double *since, const char *what)
 {
   int spins = SPINS - 1;
-  return comm_idle(&spins, since, what);
+  return idle(&spins, since, what);
 }
 
 static struct { eng_status (*work)(void *data); void *data; } meanwhile;
@@ -241,7 +243,7 @@ eng_status comm_wait(eng_comm *comm, void *exchange, const char *what)
     eng_status status = comm->transport->test(&done, exchange);
     if (status == ENG_OK && done) return ENG_OK;
     if (status == ENG_OK && meanwhile.work) status = meanwhile.work(meanwhile.data);
-    if (status == ENG_OK) status = comm_idle(&spins, &since, what);
+    if (status == ENG_OK) status = idle(&spins, &since, what);
     if (status == ENG_OK) continue;
     comm_cancel(comm, exchange, what);
     return status;
