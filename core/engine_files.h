@@ -74,8 +74,6 @@ int64_t     eng_safetensors_count(const eng_safetensors *file);
 /// Entry `index` in the order of the data. Errors: VALUE (no such entry).
 eng_status eng_safetensors_get(eng_safetensors_entry *out, const eng_safetensors *file,
                                int64_t index);
-/// Index of the entry called `name`, or -1.
-int64_t     eng_safetensors_find(const eng_safetensors *file, const char *name);
 /// Reads an entry into a new tensor, whose lifetime is set by `keep` (ENG_KEEP or ENG_AUTO, see
 /// eng_new).
 eng_status eng_safetensors_read(eng_tensor *out, const eng_safetensors *file, int64_t index,

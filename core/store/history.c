@@ -122,9 +122,6 @@ eng_status eng_history_close(eng_history *history)
 
 // ---- the queue
 
-// A message being built in the queue; `at` is its next byte.
-typedef struct draft { history_message *message; uint8_t *at; } draft;
-
 static eng_status trouble_told(eng_history *history)
 {
   history->news = false;
@@ -134,139 +131,112 @@ static eng_status trouble_told(eng_history *history)
                    "continues", history->path, history->trouble);
 }
 
-// Takes the lock and reserves queue space for a message whose values take at most `bytes`. The
-// message is NULL if the row is dropped because the queue is full and cannot be written out.
-static eng_status begin(draft *out, eng_history *history, history_statement statement, int fields,
-                        int64_t bytes)
+/// A value of a row.
+typedef struct cell {
+  history_type type;
+  int64_t      bytes;
+  union { int64_t integer; double number; const void *memory; };
+} cell;
+
+static cell of_int(int64_t x)   { return (cell){FIELD_INT, sizeof x, .integer = x}; }
+static cell of_number(double x) { return (cell){FIELD_DOUBLE, sizeof x, .number = x}; }
+static cell of_blob(const void *x, int64_t bytes) { return (cell){FIELD_BLOB, bytes, .memory = x}; }
+static cell of_text(const char *x)
 {
-  *out = (draft){ NULL, NULL };
+  return x ? (cell){FIELD_TEXT, (int64_t)strlen(x), .memory = x} : (cell){.type = FIELD_NULL};
+}
+
+// Appends a row, the parameters of a statement. The row is dropped if the queue is full and cannot
+// be written out.
+static eng_status append(eng_history *history, history_statement statement, const cell *row, int n)
+{
   if (!history->writing)
     return error_set(ENG_ERR_STATE, "history %s is open for reading only", history->path);
-  const uint64_t need = sizeof(history_message) + (uint64_t)fields * (sizeof(history_field) + 8) +
-                        ((uint64_t)bytes + 7) / 8 * 8;
+  uint64_t need = sizeof(history_message);
+  for (int i = 0; i < n; i++)
+    need += sizeof(history_field) + ((uint64_t)row[i].bytes + 7) / 8 * 8;
   if (need > HISTORY_QUEUE / 2)
     return error_set(ENG_ERR_VALUE, "history %s: a row of %lld bytes is larger than %d",
                      history->path, (long long)need, HISTORY_QUEUE / 2);
   pthread_mutex_lock(&history->lock);
   if (history->head == history->tail) history->head = history->tail = 0;      // touches fewer pages
-  for (;;) {
+  bool room = false;
+  while (!room) {
     uint64_t place = history->head % HISTORY_QUEUE,
              skip = HISTORY_QUEUE - place < need ? HISTORY_QUEUE - place : 0;
-    if (history->head + skip + need - history->tail <= HISTORY_QUEUE) {
-      if (skip > 0) {
-        *(history_message *)(history->queue + place) =
-          (history_message){(uint32_t)skip, HISTORY_WRAP, 0};
-        history->head += skip;
-      }
-      break;
+    room = history->head + skip + need - history->tail <= HISTORY_QUEUE;
+    if (room && skip > 0) {
+      *(history_message *)(history->queue + place) =
+        (history_message){(uint32_t)skip, HISTORY_WRAP, 0};
+      history->head += skip;
     }
-    if (history->failing) {
-      history->dropped++;
-      return ENG_OK;
-    }
+    if (room || history->failing) break;
     history->hurry = true;
     pthread_cond_signal(&history->wake);
     pthread_cond_wait(&history->done, &history->lock);
   }
-  out->message = (history_message *)(history->queue + history->head % HISTORY_QUEUE);
-  *out->message = (history_message){ 0, (uint16_t)statement, (uint16_t)fields };
-  out->at = (uint8_t *)(out->message + 1);
-  return ENG_OK;
-}
-
-static void put(draft *row, history_type type, const void *value, int64_t bytes)
-{
-  if (row->message == NULL) return;
-  *(history_field *)row->at = (history_field){ type, (uint32_t)bytes };
-  if (bytes > 0) memcpy(row->at + sizeof(history_field), value, (size_t)bytes);
-  row->at += sizeof(history_field) + (size_t)(bytes + 7) / 8 * 8;
-}
-
-static void put_int(draft *row, int64_t value)     { put(row, FIELD_INT, &value, 8); }
-static void put_double(draft *row, double value)   { put(row, FIELD_DOUBLE, &value, 8); }
-static void put_text(draft *row, const char *text)
-{ put(row, text ? FIELD_TEXT : FIELD_NULL, text, text ? (int64_t)strlen(text) : 0); }
-
-// Publishes the message and releases the lock.
-static eng_status finish(draft *row, eng_history *history)
-{
-  if (row->message != NULL) {
-    row->message->bytes = (uint32_t)(row->at - (uint8_t *)row->message);
-    history->head += row->message->bytes;
+  if (room) {
+    uint8_t *at = history->queue + history->head % HISTORY_QUEUE;
+    *(history_message *)at = (history_message){(uint32_t)need, (uint16_t)statement, (uint16_t)n};
+    at += sizeof(history_message);
+    for (const cell *c = row; c < row + n; c++) {
+      const bool in_place = c->type == FIELD_INT || c->type == FIELD_DOUBLE;
+      *(history_field *)at = (history_field){c->type, (uint32_t)c->bytes};
+      if (c->bytes > 0)
+        memcpy(at + sizeof(history_field), in_place ? &c->integer : c->memory, (size_t)c->bytes);
+      at += sizeof(history_field) + (size_t)(c->bytes + 7) / 8 * 8;
+    }
+    history->head += need;
     history->appended++;
-  }
+  } else history->dropped++;
   eng_status status = history->news ? trouble_told(history) : ENG_OK;
   pthread_mutex_unlock(&history->lock);
   return status;
 }
-
-static int64_t length(const char *text)
-{
-  return text ? (int64_t)strlen(text) : 0;
-}
+#define APPEND(history, statement, ...) \
+  append(history, statement, (const cell[]){__VA_ARGS__}, \
+         (int)(sizeof(const cell[]){__VA_ARGS__} / sizeof(cell)))
 
 // ---- rows
+
+/// The verdict's reason as a text that ends; NULL if it is empty.
+static const char *reason_of(char *room, const eng_verdict *verdict)
+{
+  memcpy(room, verdict->reason, sizeof verdict->reason);
+  room[sizeof verdict->reason] = 0;
+  return room[0] ? room : NULL;
+}
 
 eng_status eng_history_step(eng_history *history, const eng_record *record,
                             const eng_verdict *verdict, double tokens)
 {
-  draft row;
+  const eng_record *r = record;
   int used = 0;
-  for (int b = 0; b < ENG_HIST_BINS; b++) used |= record->hist[b] != 0;
+  for (int b = 0; b < ENG_HIST_BINS; b++) used |= r->hist[b] != 0;
   char reason[sizeof verdict->reason + 1];
-  memcpy(reason, verdict->reason, sizeof verdict->reason);
-  reason[sizeof verdict->reason] = 0;
-  ENG_TRY(
-    begin(&row, history, HISTORY_STEP, 24, length(reason) + (used ? history_pack_bound(1) : 0)));
-  put_int(&row, record->step);
-  put_int(&row, record->updates);
-  put_double(&row, record->loss);
-  put_double(&row, record->lr);
-  put_double(&row, record->scale);
-  put_double(&row, verdict->scale);
-  put_int(&row, record->overflow);
-  put_text(&row, eng_action_name(verdict->action));
-  put_int(&row, record->inf);
-  put_int(&row, record->nan);
-  put_int(&row, record->count);
-  put_int(&row, record->zeros);
-  put_int(&row, record->underflow);
-  put_double(&row, record->amax);
-  put_double(&row, record->norm);
-  put_double(&row, record->norm_ref);
-  put_double(&row, verdict->clip);
-  put_double(&row, verdict->lr_mul);
-  put_int(&row, verdict->failed);
-  put_int(&row, record->first_bad);
-  put_text(&row, reason[0] ? reason : NULL);
-  put_double(&row, record->elapsed);
-  put_double(&row, tokens);
-  if (used && row.message != NULL) {
-    uint8_t *blob = row.at + sizeof(history_field);
-    int64_t bytes = history_pack_hist(blob, record->hist, record->amax_f16);
-    *(history_field *)row.at = (history_field){ FIELD_BLOB, (uint32_t)bytes };
-    row.at = blob + (bytes + 7) / 8 * 8;
-  } else {
-    put(&row, FIELD_NULL, NULL, 0);
-  }
-  return finish(&row, history);
+  uint8_t *blob = used ? malloc((size_t)history_pack_bound(1)) : NULL;
+  if (used && !blob) return error_set(ENG_ERR_MEMORY, "history %s: out of memory", history->path);
+  cell hist = {.type = FIELD_NULL};
+  if (used) hist = of_blob(blob, history_pack_hist(blob, r->hist, r->amax_f16));
+  eng_status status = APPEND(
+    history, HISTORY_STEP, of_int(r->step), of_int(r->updates), of_number(r->loss),
+    of_number(r->lr), of_number(r->scale), of_number(verdict->scale), of_int(r->overflow),
+    of_text(eng_action_name(verdict->action)), of_int(r->inf), of_int(r->nan), of_int(r->count),
+    of_int(r->zeros), of_int(r->underflow), of_number(r->amax), of_number(r->norm),
+    of_number(r->norm_ref), of_number(verdict->clip), of_number(verdict->lr_mul),
+    of_int(verdict->failed), of_int(r->first_bad), of_text(reason_of(reason, verdict)),
+    of_number(r->elapsed), of_number(tokens), hist);
+  free(blob);
+  return status;
 }
 
 eng_status eng_history_tensors(eng_history *history, int64_t step, const eng_tensor_stats *stats,
                                int n)
 {
-  draft row;
-  // The upper bound is far larger than the actual size, so the statistics are packed in a buffer
-  // first.
   uint8_t *blob = malloc((size_t)history_pack_bound(n));
   if (blob == NULL) return error_set(ENG_ERR_MEMORY, "history %s: out of memory", history->path);
   int64_t bytes = history_pack(blob, stats, n);
-  eng_status status = begin(&row, history, HISTORY_TENSORS, 2, bytes);
-  if (status == ENG_OK) {
-    put_int(&row, step);
-    put(&row, FIELD_BLOB, blob, bytes);
-    status = finish(&row, history);
-  }
+  eng_status status = APPEND(history, HISTORY_TENSORS, of_int(step), of_blob(blob, bytes));
   free(blob);
   return status;
 }
@@ -274,111 +244,68 @@ eng_status eng_history_tensors(eng_history *history, int64_t step, const eng_ten
 eng_status eng_history_shadow(eng_history *history, int64_t step, const char *name,
                               const eng_verdict *verdict, bool overflow, bool bound)
 {
-  draft row;
   char reason[sizeof verdict->reason + 1];
-  memcpy(reason, verdict->reason, sizeof verdict->reason);
-  reason[sizeof verdict->reason] = 0;
-  ENG_TRY(begin(&row, history, HISTORY_SHADOW, 8, length(name) + length(reason) + 8));
-  put_int(&row, step);
-  put_text(&row, name);
-  put_double(&row, verdict->scale);
-  put_text(&row, eng_action_name(verdict->action));
-  put_int(&row, verdict->failed);
-  put_text(&row, reason[0] ? reason : NULL);
-  put_int(&row, overflow);
-  put_int(&row, bound);
-  return finish(&row, history);
+  return APPEND(history, HISTORY_SHADOW, of_int(step), of_text(name), of_number(verdict->scale),
+                of_text(eng_action_name(verdict->action)), of_int(verdict->failed),
+                of_text(reason_of(reason, verdict)), of_int(overflow), of_int(bound));
 }
 
 eng_status eng_history_fp8(eng_history *history, int64_t step, const char *site, const char *role,
                            const double value[9])
 {
-  draft row;
-  ENG_TRY(begin(&row, history, HISTORY_FP8, 12, length(site) + length(role)));
-  put_int(&row, step);
-  put_text(&row, site);
-  put_text(&row, role);
-  for (int i = 0; i < 9; i++) put_double(&row, value[i]);
-  return finish(&row, history);
+  cell row[12] = {of_int(step), of_text(site), of_text(role)};
+  for (int i = 0; i < 9; i++) row[3 + i] = of_number(value[i]);
+  return append(history, HISTORY_FP8, row, 12);
 }
 
 eng_status eng_history_signal(eng_history *history, int64_t step, const char *name, double value)
 {
-  draft row;
-  ENG_TRY(begin(&row, history, HISTORY_SIGNAL, 3, length(name) + 8));
-  put_int(&row, step);
-  put_text(&row, name);
-  put_double(&row, value);
-  return finish(&row, history);
+  return APPEND(history, HISTORY_SIGNAL, of_int(step), of_text(name), of_number(value));
 }
 
 eng_status eng_history_event(eng_history *history, int64_t step, const char *kind, const char *text,
                              const char *data)
 {
-  draft row;
   struct timespec now;
   clock_gettime(CLOCK_REALTIME, &now);
-  ENG_TRY(begin(&row, history, HISTORY_EVENT, 5, length(kind) + length(text) + length(data)));
-  put_int(&row, step);
-  put_double(&row, (double)now.tv_sec + 1e-9 * (double)now.tv_nsec);
-  put_text(&row, kind);
-  put_text(&row, text);
-  put_text(&row, data);
-  return finish(&row, history);
+  return APPEND(history, HISTORY_EVENT, of_int(step),
+                of_number((double)now.tv_sec + 1e-9 * (double)now.tv_nsec), of_text(kind),
+                of_text(text), of_text(data));
 }
 
 eng_status eng_history_text(eng_history *history, const char *table, const char *key,
                             const char *value)
 {
-  draft row;
   const bool meta = strcmp(table, "meta") == 0;
   if (!meta && strcmp(table, "config") != 0)
     return error_set(ENG_ERR_VALUE,
                      "history %s: expected the table \"meta\" or \"config\", got \"%s\"",
                      history->path, table);
-  ENG_TRY(
-    begin(&row, history, meta ? HISTORY_META : HISTORY_CONFIG, 2, length(key) + length(value)));
-  put_text(&row, key);
-  put_text(&row, value);
-  return finish(&row, history);
+  return APPEND(history, meta ? HISTORY_META : HISTORY_CONFIG, of_text(key), of_text(value));
 }
 
 eng_status eng_history_policy(eng_history *history, const char *hash, const char *name,
                               const char *source)
 {
-  draft row;
-  ENG_TRY(begin(&row, history, HISTORY_POLICY, 3, length(hash) + length(name) + length(source)));
-  put_text(&row, hash);
-  put_text(&row, name);
-  put_text(&row, source);
-  return finish(&row, history);
+  return APPEND(history, HISTORY_POLICY, of_text(hash), of_text(name), of_text(source));
 }
 
 eng_status eng_history_parameter(eng_history *history, int index, const char *name, int ndim,
                                  const int64_t *shape, const char *gradient)
 {
-  draft row;
   char text[ENG_MAX_DIMS * 22 + 4] = "[";
   size_t used = 1;
   for (int d = 0; d < ndim && d < ENG_MAX_DIMS; d++)
     used += (size_t)snprintf(text + used, sizeof text - used, "%s%lld", d ? "," : "",
                              (long long)shape[d]);
   snprintf(text + used, sizeof text - used, "]");
-  ENG_TRY(begin(&row, history, HISTORY_PARAMETER, 4,
-                length(name) + length(text) + length(gradient)));
-  put_int(&row, index);
-  put_text(&row, name);
-  put_text(&row, text);
-  put_text(&row, gradient);
-  return finish(&row, history);
+  return APPEND(history, HISTORY_PARAMETER, of_int(index), of_text(name), of_text(text),
+                of_text(gradient));
 }
 
 eng_status eng_history_resume(eng_history *history, int64_t step)
 {
-  draft row;
-  ENG_TRY(begin(&row, history, HISTORY_RESUME, 1, 0));
-  put_int(&row, step);
-  ENG_TRY(finish(&row, history));
+  ENG_TRY(APPEND(history, HISTORY_RESUME, of_int(step)));
   return eng_history_flush(history);
 }
 

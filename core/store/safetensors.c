@@ -390,19 +390,6 @@ eng_status eng_safetensors_get(eng_safetensors_entry *out, const eng_safetensors
   return ENG_OK;
 }
 
-int64_t eng_safetensors_find(const eng_safetensors *file, const char *name)
-{
-  int64_t low = 0, high = file->count;
-  while (low < high) {
-    int64_t middle = low + (high - low) / 2;
-    int order = strcmp(file->by_name[middle]->name, name);
-    if (order == 0) return file->by_name[middle] - file->entries;
-    if (order < 0) low = middle + 1;
-    else high = middle;
-  }
-  return -1;
-}
-
 eng_status eng_safetensors_read(eng_tensor *out, const eng_safetensors *file, int64_t index,
                                 bool keep)
 {
