@@ -4,8 +4,6 @@
 
 #include "numerics.h"
 
-#include <string.h>
-
 static const struct { const char *name; int size; char kind; } dtypes[ENG_DTYPE_COUNT] = {
 #define ENG_DTYPE(name, number, bytes, kind) [number] = {#name, bytes, #kind[0]},
 #include "dtypes.def"
@@ -15,13 +13,6 @@ static const struct { const char *name; int size; char kind; } dtypes[ENG_DTYPE_
 const char *eng_dtype_name(int dtype)
 {
   return dtype >= 0 && dtype < ENG_DTYPE_COUNT ? dtypes[dtype].name : "?";
-}
-
-int eng_dtype_from_name(const char *name)
-{
-  for (int i = 0; i < ENG_DTYPE_COUNT; i++)
-    if (strcmp(dtypes[i].name, name) == 0) return i;
-  return -1;
 }
 
 int eng_dtype_size(int dtype)

@@ -35,13 +35,3 @@ const char *eng_error_message(void)
 {
   return message;
 }
-
-const char *eng_error_name(eng_status status)
-{
-  switch (status) {
-#define ENG_ERROR(code, number, meaning) case number: return #code;
-#include "errors.def"
-#undef ENG_ERROR
-  }
-  return "UNKNOWN";
-}

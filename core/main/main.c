@@ -1,18 +1,16 @@
 // The `engine` binary: LuaJIT with the engine. It accepts the command line of the standalone lua
 // interpreter, so that Lua tools run under it, plus subcommands written in Lua (lua/engine/cli).
-// Owns the Lua state, the signal handlers and the REPL's terminal.
+// Owns the Lua state and the REPL's terminal.
 #define _GNU_SOURCE
 #include "engine.h"     // eng_version, eng_interrupt
 #include "line.h"       // line_read
 #include "openmp.h"     // openmp_configure
+#include "signals.h"    // signals_catch
 
 #include <dlfcn.h>      // dladdr
 #include <errno.h>
 #include <limits.h>
 #include <locale.h>
-#include <poll.h>
-#include <pthread.h>
-#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -24,13 +22,11 @@
 #include <luajit.h>
 #include <lualib.h>
 
-static lua_State *main_state;
-static pthread_t main_thread;
 static int rank, ranks;        // of several processes on one job; 0 and 1 for a single process
 // root: the folder of Lua modules
 static char executable[PATH_MAX], library[PATH_MAX], root[PATH_MAX + 8];
 
-// ------------------------------------------------------------------ signals
+// ------------------------------------------------------------------ errors
 
 // Whether a position, "file:line: ...", is in the engine's own Lua files. Lua truncates long paths
 // at the front.
@@ -43,139 +39,6 @@ static bool is_own_place(const char *place, size_t length)
          (memmem(place, length, "/lua/engine/", 12) ||
           memmem(place, length, "/lua/5.1/engine/", 16));
 }
-
-// The error names the script's line, wherever in the engine the signal arrived.
-static void stop_hook(lua_State *L, lua_Debug *record)
-{
-  lua_Debug frame;
-  (void)record;
-  lua_sethook(L, NULL, 0, 0);
-  for (int level = 0; lua_getstack(L, level, &frame); level++) {
-    lua_getinfo(L, "Sl", &frame);
-    if (frame.currentline <= 0 || is_own_place(frame.short_src, strlen(frame.short_src))) continue;
-    lua_pushfstring(L, "%s:%d: interrupted!", frame.short_src, frame.currentline);
-    lua_error(L);
-  }
-  luaL_error(L, "interrupted!");
-}
-
-static void say(const char *text)
-{
-  if (write(STDERR_FILENO, text, strlen(text)) < 0) return;
-}
-
-// SIGINT, SIGTERM, SIGUSR1, SIGUSR2, SIGXCPU. The first signal: the trainer stops at the end of its
-// step, a waiting call returns, or the script is stopped. A second SIGINT or SIGTERM exits. The
-// other signals do not count as a first one, because SIGXCPU comes every second, and a batch system
-// sends SIGTERM after SIGUSR1.
-static void on_signal(int signal_number)
-{
-  static volatile sig_atomic_t endings;                  // SIGINTs and SIGTERMs since the interrupt
-  if (!pthread_equal(pthread_self(), main_thread)) {     // an OpenMP thread must not set Lua's hook
-    pthread_kill(main_thread, signal_number);
-    return;
-  }
-  bool ends = signal_number == SIGINT || signal_number == SIGTERM;
-  if (eng_interrupted()) {
-    if (ends && ++endings > 1) _exit(128 + signal_number);
-    return;
-  }
-  endings = ends;
-  eng_interrupt_signal(signal_number);
-  if (eng_interrupt_policy(-1) == 1) {
-    eng_interrupt(1);
-    if (rank == 0) say("\nstopping after this step; interrupt again to stop at once\n");
-  } else if (eng_interrupt_policy(-1) == 2) {
-    eng_interrupt(2);
-  } else {
-    eng_interrupt(2);
-    alarm(1);
-    if (main_state)
-      lua_sethook(main_state, stop_hook, LUA_MASKCALL | LUA_MASKRET | LUA_MASKCOUNT, 1);
-  }
-}
-
-// Runs one second after a signal: compiled Lua loops and long operations check no hook.
-static void on_alarm(int signal_number)
-{
-  (void)signal_number;
-  if (eng_interrupted() && rank == 0)
-    say("\nstill busy in one call; interrupt again to stop at once\n");
-}
-
-// A mapped file was truncated while in use. The missing data cannot be read, so this exits with the
-// reason.
-static void on_bus(int signal_number)
-{
-  say("\nengine: a data or weight file was truncated while in use; hint: resume=auto continues "
-      "from the last checkpoint\n");
-  _exit(128 + signal_number);
-}
-
-static bool hangup_ignored;      // by nohup
-static bool has_run;             // whether a trainer has begun a run
-
-// kill -HUP: a run rereads its policy's file; after a run it changes nothing, and in a script
-// without a run the process ends as usual. If the terminal closed (the signal then comes from the
-// kernel), the run stops as on Ctrl-C, unless it was started with nohup.
-static void on_hangup(int signal_number, siginfo_t *from, void *context)
-{
-  (void)context;
-  bool terminal_gone = from->si_code > 0, running = eng_interrupt_policy(-1) == 1;
-  if (!terminal_gone && running) eng_hangup();
-  if (hangup_ignored || (!terminal_gone && (running || has_run))) return;
-  if (running) { on_signal(signal_number); return; }
-  signal(signal_number, SIG_DFL);
-  raise(signal_number);
-}
-
-// The reader of a pipe is gone. If the pipe is stdout (`| head`, a dead `tee`), the process ends as
-// usual, unless it has begun a run. Then the run and the rest of the script go on without the
-// output: the write fails, and progress.lua reports that.
-static void on_pipe(int signal_number)
-{
-  struct pollfd out = {.fd = STDOUT_FILENO, .events = POLLOUT};
-  if (has_run || poll(&out, 1, 0) != 1 || !(out.revents & (POLLERR | POLLHUP))) return;
-  signal(signal_number, SIG_DFL);
-  raise(signal_number);
-}
-
-// SIGXFSZ: the write fails with EFBIG, as on a full disk.
-static void on_file_limit(int signal_number)
-{
-  (void)signal_number;
-}
-
-static void catch_signals(void)
-{
-  static const struct { int number; void (*handler)(int); } caught[] = {
-    {SIGINT, on_signal}, {SIGTERM, on_signal}, {SIGUSR1, on_signal}, {SIGUSR2, on_signal},
-    {SIGXCPU, on_signal}, {SIGALRM, on_alarm}, {SIGBUS, on_bus}, {SIGPIPE, on_pipe},
-    {SIGXFSZ, on_file_limit}};
-  struct sigaction before, action = {.sa_flags = SA_RESTART},
-    hangup = {.sa_sigaction = on_hangup, .sa_flags = SA_RESTART | SA_SIGINFO};
-  sigemptyset(&action.sa_mask);
-  main_thread = pthread_self();
-  for (size_t i = 0; i < sizeof caught / sizeof *caught; i++) {
-    action.sa_handler = caught[i].handler;
-    sigaction(caught[i].number, &action, NULL);
-  }
-  sigemptyset(&hangup.sa_mask);
-  hangup_ignored = sigaction(SIGHUP, NULL, &before) == 0 && before.sa_handler == SIG_IGN;
-  sigaction(SIGHUP, &hangup, NULL);
-}
-
-// Clears a pending interrupt. Returns whether there was one.
-static bool clear_interrupt(lua_State *L)
-{
-  bool was = eng_interrupted() != 0;
-  alarm(0);
-  lua_sethook(L, NULL, 0, 0);
-  eng_interrupt(0);
-  return was;
-}
-
-// ------------------------------------------------------------------ errors
 
 static int run_status;         // of the runs that have ended: the most serious
 enum { RESULTS_LOST = 5, DRIFTED = 6 };   // as in lua/engine/train/loop.lua
@@ -358,7 +221,7 @@ static int l_read(lua_State *L)
     lua_pushstring(L, text);
     return 1;
   }
-  clear_interrupt(L);
+  signals_clear(L);
   lua_pushnil(L);
   lua_pushstring(L, result == LINE_END ? "end" : "interrupted");
   return 2;
@@ -390,7 +253,7 @@ static int seriousness(int status) { return status >= 128 ? 1 : status; }
 static int l_run_status(lua_State *L)
 {
   int status = luaL_checkint(L, 1);
-  has_run = true;
+  signals_run_begun();
   if (seriousness(status) > seriousness(run_status)) run_status = status;
   return 0;
 }
@@ -405,7 +268,7 @@ static int l_keep(lua_State *L)
 // settle() -> whether an interrupt was pending; clears it.
 static int l_settle(lua_State *L)
 {
-  lua_pushboolean(L, clear_interrupt(L));
+  lua_pushboolean(L, signals_clear(L));
   return 1;
 }
 
@@ -743,7 +606,7 @@ static int run(lua_State *L, int argc, char **argv)
     if (isatty(STDIN_FILENO)) o.interactive = true;
     else ok = call_loaded(L, luaL_loadfile(L, NULL));
   }
-  bool interrupted = clear_interrupt(L);
+  bool interrupted = signals_clear(L);
   // also after an error: the script's variables help to debug it
   if (o.interactive) {
     ok = run_repl(L);
@@ -791,14 +654,13 @@ int main(int argc, char **argv)
             "engine: the engine's Lua modules are missing (looked for %s); hint: keep lua/ next to "
             "the binary, or use make install\n",
             root);
-  main_state = L;
   eng_comm_launched(&rank, &ranks);
-  catch_signals();
+  signals_catch(L, rank, is_own_place);
   if (rank == 0) check_variables(L);
 
   int code = run(L, argc, argv);
   line_close();
-  main_state = NULL;
+  signals_leave();
   lua_close(L);
   return code;
 }

@@ -1,0 +1,221 @@
+// Part of engine.h; only engine.h includes this file. What policies read and decide: statistics of
+// gradients, records, verdicts, and the policies themselves.
+#ifndef ENGINE_POLICY_H
+#define ENGINE_POLICY_H
+
+// ------------------------------------------------------------------ statistics, records, verdicts
+
+/// Which number of each row an attention call returns besides its lse (its attribute `entropy`).
+enum { ENG_ROW_ENTROPY = 1, ENG_ROW_LOGIT_MAX = 2 };
+
+/// Statistics a pass can compute; a policy's `needs` chooses. Inf and nan are always counted.
+enum {
+  ENG_NEED_AMAX = 1,
+  ENG_NEED_NORM = 2,
+  ENG_NEED_ZEROS = 4,
+  ENG_NEED_UNDERFLOW = 8,
+  ENG_NEED_HIST = 16,
+  ENG_NEED_TENSORS = 32,  // the record also has the statistics per tensor and per group
+  ENG_NEED_NORM_REF = 64, // the host runs a reference backward now and then; the pass ignores it
+  // The optimizer's update computes these four together (eng_update.norms).
+  ENG_NEED_UPDATE_NORM = 128,
+  ENG_NEED_WEIGHT_NORM = 256,
+  ENG_NEED_M_NORM = 512,
+  ENG_NEED_V_NORM = 1024,
+  ENG_NEED_UPDATE_NORMS = 1920,   // all four
+  ENG_NEED_LOGIT_MAX = 2048,      // attention publishes its largest logits as signals
+  // A verdict may use these fields; a run that cannot honour them refuses the policy.
+  ENG_NEED_CLIPS = 4096,
+  ENG_NEED_LR_MULS = 8192,
+  ENG_NEED_RESET_MOMENTS = 16384,
+  ENG_NEED_UPDATE_CLIP = 32768,
+  ENG_NEED_SPIKE_CLIP = 65536,
+  ENG_NEED_LOGIT_MULS = 131072
+};
+
+/// Norms that an optimizer's update computes, in this order: of the change of the weights before
+/// update_clip; of the f32 weights after the update; of moments 1 and 2 after the update.
+enum { ENG_NORM_UPDATE = 0, ENG_NORM_WEIGHT = 1, ENG_NORM_M = 2, ENG_NORM_V = 3, ENG_NORMS = 4 };
+
+/// Bins of the exponent histogram: bin b counts finite nonzero gradients, as stored (scaled), with
+/// floor(log2|g|) = ENG_HIST_FIRST + b. The first and the last bin also count values beyond them.
+enum { ENG_HIST_BINS = 320, ENG_HIST_FIRST = -160 };
+
+/// Statistics of one tensor's gradient as stored, that is, multiplied by the loss scale, over its
+/// finite elements; inf and nan are counted separately. `underflow` counts nonzero elements below
+/// the smallest normal number of the dtype (subnormal: they have lost bits); `zeros` counts exact
+/// zeros, -0 included.
+typedef struct eng_tensor_stats {
+  int64_t count, inf, nan, zeros, underflow;
+  double  amax;               // largest finite |g|
+  double  sum_squares;        // over finite elements
+  int64_t hist[320];          // filled only with ENG_NEED_HIST
+  double  relative_scale;     // of the gradient; 0 means 1
+  double  norm_ref;           // norm of its gradient in a reference backward; 0: none was run
+  // The remaining fields describe what an FP8 layer quantized; `underflow` then counts numbers that
+  // became 0.
+  int64_t measured;           // elements measured; 0: none, or this is a gradient
+  int64_t clipped;            // measured elements above the format's largest number
+  double  snr;                // signal-to-noise ratio of the quantized numbers, dB
+  double  norms[4];           // ENG_NORM_*; meaningful where those of the record are
+} eng_tensor_stats;
+
+/// Computes statistics of a contiguous f32, f16 or bf16 tensor in one pass, by the same definitions
+/// as for gradients: inf, nan, zeros, underflow, amax, sum_squares and, with ENG_NEED_HIST, the
+/// exponent histogram. `needs`: ENG_NEED_*. Errors: DTYPE, VALUE (not contiguous), DEVICE.
+eng_status eng_stats(eng_tensor_stats *out, const eng_tensor *x, unsigned needs);
+
+/// What a policy reads about a step. amax and norm are true (unscaled) magnitudes of the finite
+/// values; the fields are those of the policy contract (policies/README.md).
+typedef struct eng_record {
+  int64_t step, updates;      // attempts and applied updates before this one
+  double  scale;              // loss scale this backward pass used
+  double  loss, lr;
+  int64_t count, inf, nan, zeros, underflow;
+  double  amax, norm;
+  double  norm_ref;           // norm of a reference fp32 backward; NaN: none was run
+  double  elapsed;            // seconds since the run began
+  int32_t overflow;           // 1: some gradient is inf or nan
+  int32_t first_bad;          // index of the first tensor with inf or nan; -1: none
+  double  norms[4];           // ENG_NORM_* of the update before this step; NaN: not known
+  int64_t hist[320];
+  // For the history: largest finite |g| as stored, among f16 gradients. -1: none are f16; 0:
+  // unknown.
+  double  amax_f16;
+} eng_record;
+
+/// What a verdict does with the step.
+enum {
+  ENG_ACTION_STEP = 0,
+  ENG_ACTION_SKIP = 1,
+  ENG_ACTION_RETRY = 2,
+  ENG_ACTION_STOP = 3,
+  ENG_ACTION_ROLLBACK = 4,    // back to an earlier checkpoint
+  ENG_ACTIONS = 5
+};
+/// "step", "skip", "retry", "stop" or "rollback"; "?" for any other number.
+const char *eng_action_name(int action);
+/// The action with this name, or -1.
+int eng_action_from_name(const char *name);
+
+/// What a policy decided.
+typedef struct eng_verdict {
+  double  scale;              // loss scale of the next step
+  int32_t action;             // ENG_ACTION_*
+  int32_t failed;             // 1: the policy failed; scale, clip and lr_mul are the last good
+                              // verdict's
+  double  clip;               // maximal gradient norm; 0: none
+  // factor on the learning rate of this update, or of all updates after a rollback; 1: none
+  double  lr_mul;
+  // for a rollback: the least number of steps to go back; steps of data to leave out
+  int64_t back, skip;
+  double  update_clip;        // largest norm of the change of all weights; 0: none
+  double  spike_clip;         // adam, adamw: largest g^2 / v of an element; 0: none
+  uint32_t each;              // bit ENG_EACH_*: the verdict has entries for single tensors
+  char    reason[256];
+} eng_verdict;
+
+// ------------------------------------------------------------------ policies
+
+/// A loss-scaling policy: a Lua file in its own sandboxed state. policies/README.md is its
+/// contract. Its memory, instructions and time are limited, so it cannot stop the process.
+typedef struct eng_policy eng_policy;
+
+/// What a policy file says about itself. Strings live as long as the policy.
+typedef struct eng_policy_info {
+  const char *name, *doc;     // doc: "" when there is none
+  const char *file;           // the file name shown in the policy's messages
+  uint32_t needs;             // ENG_NEED_*
+  int32_t  options;           // number of options
+  int64_t  failures;          // decisions that failed so far
+  bool     fp8;               // its `kind` is "fp8": it controls FP8 layers, not the loss scale
+} eng_policy_info;
+
+/// The types of a policy's options.
+enum { ENG_OPTION_NUMBER = 0, ENG_OPTION_BOOLEAN = 1, ENG_OPTION_STRING = 2 };
+
+/// An option with its current value and the file's default, as text. Options are sorted by name.
+typedef struct eng_policy_option {
+  const char *name, *value, *preset;
+  int32_t type;               // ENG_OPTION_*, that of the default
+} eng_policy_option;
+
+/// Limits of policies loaded from now on: bytes of Lua memory (default 8 MiB), Lua instructions per
+/// call (1,000,000; a library call is charged by its work) and, as a second limit per call, seconds
+/// (2).
+/// 0 leaves a limit unchanged.
+void eng_policy_limits(int64_t memory, int64_t instructions, double seconds);
+
+/// Compiles and checks a policy. `file` is the name shown in messages. Options are given as `n`
+/// pairs of text; a value is parsed as the type of the option's default: a number ("0.5", "2^16",
+/// "inf"), "true" or "false", or text. Errors: POLICY, with file and line; MEMORY.
+eng_status eng_policy_load(eng_policy **out, const char *source, int64_t bytes, const char *file,
+                           const char *const *names, const char *const *values, int n);
+/// NULL is allowed.
+void       eng_policy_free(eng_policy *policy);
+void       eng_policy_describe(eng_policy_info *out, const eng_policy *policy);
+/// Errors: VALUE (unknown option).
+eng_status eng_policy_option_get(eng_policy_option *out, const eng_policy *policy, int index);
+
+/// Creates a fresh state and drops earlier verdicts. Errors: POLICY.
+eng_status eng_policy_init(eng_policy *policy);
+/// The current loss scale: of the fresh state, then of the last good verdict.
+double     eng_policy_scale(const eng_policy *policy);
+/// Sets the current scale, and state.scale if the state has that number. The rest of the state,
+/// including its counters, is unchanged. Errors: VALUE (not a positive finite number), STATE.
+eng_status eng_policy_set_scale(eng_policy *policy, double scale);
+
+/// Names the tensors of eng_policy_decide's `stats` and the group of each (group_of[i] < n_groups,
+/// or -1). `scalable`: this run can scale groups separately, so a verdict may contain `scales`.
+eng_status eng_policy_tensors(eng_policy *policy, const char *const *names, const int32_t *group_of,
+                              int n, const char *const *groups, int n_groups, bool scalable);
+/// The loss scale of a group in the last good verdict: its entry in `scales`, else the verdict's
+/// `scale`.
+double     eng_policy_group_scale(const eng_policy *policy, int group);
+/// Whether the last good verdict gives any group a scale that differs from the verdict's `scale`.
+bool       eng_policy_scales_groups(const eng_policy *policy);
+/// What a verdict sets for single tensors.
+enum { ENG_EACH_CLIP = 0, ENG_EACH_LR = 1, ENG_EACH_RESET = 2, ENG_EACH = 3 };
+/// What the last verdict sets for tensor `index`: the factor on its gradient because of `clips`
+/// (1: none), the factor on its learning rate (1: none), or 1 to reset its moments (0: not). Of a
+/// failed decision: none.
+double     eng_policy_each(const eng_policy *policy, int what, int index);
+/// Entry `index` of the last verdict's `logit_muls`: returns "MODULE.HEAD", heads counted from 1,
+/// and the factor; NULL past the end.
+const char *eng_policy_logit_mul(double *factor, const eng_policy *policy, int index);
+enum { ENG_POLICY_LOGIT_MULS = 4096 };
+/// Publishes record.signals[name]. The value holds until it is set again.
+eng_status eng_policy_signal(eng_policy *policy, const char *name, double value);
+
+/// Asks the policy for its verdict. `stats` has an entry per tensor named before, or is NULL.
+/// Returns ENG_OK unless the policy has no state (STATE). A policy that raises, exceeds a limit or
+/// returns an invalid verdict yields verdict.failed = 1 with the reason: scale, clip and lr_mul are
+/// those of the last good verdict, the action is skip on overflow, else step, and the policy's
+/// state is restored.
+eng_status eng_policy_decide(eng_verdict *out, eng_policy *policy, const eng_record *record,
+                             const eng_tensor_stats *stats);
+
+/// Entry `index` of the `log` in the last decision's verdict; the order is arbitrary. Returns the
+/// entry's name, which is valid until the next decision, or NULL past the end.
+const char *eng_policy_logged(double *value, const eng_policy *policy, int index);
+/// What the policy printed since the last call, as lines "file:line: text" without control
+/// characters; "" for nothing. Keeps the first ENG_POLICY_PRINTS bytes. Valid until the next call
+/// into the policy.
+const char *eng_policy_printed(eng_policy *policy);
+enum { ENG_POLICY_LOGS = 64, ENG_POLICY_PRINTS = 2048 };   // values in a `log`; bytes
+
+/// The policy's state and last good verdict as canonical text: numbers are exact and keys are
+/// sorted, so the same state always gives the same bytes. The policy owns the text, which is valid
+/// until the next save. Signals and tensor names are not saved. Errors: STATE, POLICY (the policy
+/// changed its options).
+eng_status eng_policy_save(const char **text, int64_t *bytes, eng_policy *policy);
+/// Restores a saved text. On an error the state is unchanged. Errors: FORMAT, POLICY (saved by
+/// another policy).
+eng_status eng_policy_restore(eng_policy *policy, const char *text, int64_t bytes);
+/// Lets `policy` continue from `old`, which is unchanged. If `policy` has a `migrate` function,
+/// that function makes the state. Otherwise a policy with the name of `old` takes over its state
+/// (new fields start fresh), and a policy with another name starts fresh from the old scale.
+/// Errors: POLICY, STATE.
+eng_status eng_policy_migrate(eng_policy *policy, const eng_policy *old);
+
+#endif
