@@ -319,12 +319,17 @@ static __global__ void __launch_bounds__(WALK_THREADS) each_kernel(const walk<K>
   body(w, at);
 }
 
+template <int K, class Body> static void each_of(const walk<K> &w, const Body &body)
+{
+  walk_parts<K>(w, 1, [&](const walk<K> &part, unsigned blocks) {
+    each_kernel<K, Body><<<blocks, WALK_THREADS, 0, cuda_stream()>>>(part, body);
+  });
+}
+
 /// The slow path, for any formats. The walk holds outputs, then inputs, as in map.
 template <int M, int N, class Body> static eng_status each(const op_call *call, const Body &body)
 {
-  walk_parts<M + N>(walk_of_call<M, N>(call), 1, [&](const walk<M + N> &part, unsigned blocks) {
-    each_kernel<M + N, Body><<<blocks, WALK_THREADS, 0, cuda_stream()>>>(part, body);
-  });
+  each_of(walk_of_call<M, N>(call), body);
   CUDA_LAUNCHED(eng_op_name(call->op));
   return ENG_OK;
 }

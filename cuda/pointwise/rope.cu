@@ -84,13 +84,6 @@ struct rotate_double {   // walk: y, x, place in the table
   }
 };
 
-template <class Body> static void rotate(const walk<3> &w, const Body &body)
-{
-  walk_parts<3>(w, 1, [&](const walk<3> &part, unsigned blocks) {
-    each_kernel<3, Body><<<blocks, WALK_THREADS, 0, cuda_stream()>>>(part, body);
-  });
-}
-
 /// A walk over groups of V pairs in y, x and the table.
 static walk<3> pairs_of(const tensor *y, const tensor *x, float *table, int64_t pair, int V)
 {
@@ -127,7 +120,7 @@ extern "C" eng_status cuda_rope(const op_call *call)
                        call->rope.context},
                       call->rope.backward ? -1.0 : 1.0, call->rope.position, half};
   if (!all_fast(call)) {
-    rotate(pairs_of(y, x, NULL, pair, 1), rotate_double{angle, apart, x_apart});
+    each_of(pairs_of(y, x, NULL, pair, 1), rotate_double{angle, apart, x_apart});
   } else {
     int64_t bytes = 2 * places * (int64_t)sizeof(float);
     float *table = (float *)scratch_take(bytes);
@@ -135,9 +128,9 @@ extern "C" eng_status cuda_rope(const op_call *call)
     table_kernel<<<(unsigned)((places + 127) / 128), 128, 0, cuda_stream()>>>(table, angle, places);
     if (vectors_fit(y, x, 4)) {
       int64_t second = neighbours ? 4 : half;   // where the second run of 4 elements begins
-      rotate(pairs_of(y, x, table, pair, 4), rotate_body<4>{second, second, places, neighbours});
+      each_of(pairs_of(y, x, table, pair, 4), rotate_body<4>{second, second, places, neighbours});
     } else {
-      rotate(pairs_of(y, x, table, pair, 1), rotate_body<1>{apart, x_apart, places, neighbours});
+      each_of(pairs_of(y, x, table, pair, 1), rotate_body<1>{apart, x_apart, places, neighbours});
     }
     scratch_give(table, bytes);
   }

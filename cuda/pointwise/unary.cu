@@ -91,25 +91,16 @@ template <int V> __device__ static inline void unary_low(int op, float (&y)[V], 
   }
 }
 
-struct unary_rule {
+/// OP: a kernel for this operation alone, for those that models spend time in, because a kernel of
+/// many formulas needs as many registers as the longest formula. -1: `op` selects the formula.
+template <int OP = -1> struct unary_rule {
   int op;
   template <int V>
   __device__ void operator()(float (&y)[1][V], const float (&x)[1][V]) const
-  { unary_floats(op, y[0], x[0]); }
+  { unary_floats(OP < 0 ? op : OP, y[0], x[0]); }
   template <int V>
   __device__ void low(float (&y)[1][V], const float (&x)[1][V]) const
-  { unary_low(op, y[0], x[0]); }
-};
-
-/// A kernel for a single operation, used for operations that models spend time in. A kernel of many
-/// formulas would need as many registers as the longest formula.
-template <int OP> struct unary_of {
-  template <int V>
-  __device__ void operator()(float (&y)[1][V], const float (&x)[1][V]) const
-  { unary_floats(OP, y[0], x[0]); }
-  template <int V>
-  __device__ void low(float (&y)[1][V], const float (&x)[1][V]) const
-  { unary_low(OP, y[0], x[0]); }
+  { unary_low(OP < 0 ? op : OP, y[0], x[0]); }
 };
 
 // ------------------------------------------------------------------ derivatives in f32
@@ -203,23 +194,14 @@ __device__ static inline void slope_low(int op, float (&y)[V], const float (&x)[
   }
 }
 
-struct slope_rule {
+template <int OP = -1> struct slope_rule {   // as unary_rule
   int op;
   template <int V>
   __device__ void operator()(float (&y)[1][V], const float (&x)[2][V]) const
-  { slope_floats(op, y[0], x[0], x[1]); }
+  { slope_floats(OP < 0 ? op : OP, y[0], x[0], x[1]); }
   template <int V>
   __device__ void low(float (&y)[1][V], const float (&x)[2][V]) const
-  { slope_low(op, y[0], x[0], x[1]); }
-};
-
-template <int OP> struct slope_of {   // as unary_of
-  template <int V>
-  __device__ void operator()(float (&y)[1][V], const float (&x)[2][V]) const
-  { slope_floats(OP, y[0], x[0], x[1]); }
-  template <int V>
-  __device__ void low(float (&y)[1][V], const float (&x)[2][V]) const
-  { slope_low(OP, y[0], x[0], x[1]); }
+  { slope_low(OP < 0 ? op : OP, y[0], x[0], x[1]); }
 };
 
 // ------------------------------------------------------------------ in double
@@ -331,12 +313,12 @@ static eng_status unary(const op_call *call)
   walk<2> w = walk_of_call<1, 1>(call);
   bool done = false;
   switch (call->op) {
-    case ENG_OP_relu:      done = map_dense<1, 1>(w, unary_of<ENG_OP_relu>{}); break;
-    case ENG_OP_gelu:      done = map_dense<1, 1>(w, unary_of<ENG_OP_gelu>{}); break;
-    case ENG_OP_gelu_tanh: done = map_dense<1, 1>(w, unary_of<ENG_OP_gelu_tanh>{}); break;
-    case ENG_OP_silu:      done = map_dense<1, 1>(w, unary_of<ENG_OP_silu>{}); break;
+    case ENG_OP_relu:      done = map_dense<1, 1>(w, unary_rule<ENG_OP_relu>{}); break;
+    case ENG_OP_gelu:      done = map_dense<1, 1>(w, unary_rule<ENG_OP_gelu>{}); break;
+    case ENG_OP_gelu_tanh: done = map_dense<1, 1>(w, unary_rule<ENG_OP_gelu_tanh>{}); break;
+    case ENG_OP_silu:      done = map_dense<1, 1>(w, unary_rule<ENG_OP_silu>{}); break;
   }
-  if (!done) return map<1, 1>(call, unary_rule{call->op});
+  if (!done) return map<1, 1>(call, unary_rule<>{call->op});
   CUDA_LAUNCHED(eng_op_name(call->op));
   return ENG_OK;
 }
@@ -356,12 +338,12 @@ extern "C" eng_status cuda_unary_grad(const op_call *call)
   walk<3> w = walk_of_call<1, 2>(call);
   bool done = false;
   switch (op) {
-    case ENG_OP_relu:      done = map_dense<1, 2>(w, slope_of<ENG_OP_relu>{}); break;
-    case ENG_OP_gelu:      done = map_dense<1, 2>(w, slope_of<ENG_OP_gelu>{}); break;
-    case ENG_OP_gelu_tanh: done = map_dense<1, 2>(w, slope_of<ENG_OP_gelu_tanh>{}); break;
-    case ENG_OP_silu:      done = map_dense<1, 2>(w, slope_of<ENG_OP_silu>{}); break;
+    case ENG_OP_relu:      done = map_dense<1, 2>(w, slope_rule<ENG_OP_relu>{}); break;
+    case ENG_OP_gelu:      done = map_dense<1, 2>(w, slope_rule<ENG_OP_gelu>{}); break;
+    case ENG_OP_gelu_tanh: done = map_dense<1, 2>(w, slope_rule<ENG_OP_gelu_tanh>{}); break;
+    case ENG_OP_silu:      done = map_dense<1, 2>(w, slope_rule<ENG_OP_silu>{}); break;
   }
-  if (!done) return map<1, 2>(call, slope_rule{(int)op});
+  if (!done) return map<1, 2>(call, slope_rule<>{(int)op});
   CUDA_LAUNCHED("unary_grad");
   return ENG_OK;
 }

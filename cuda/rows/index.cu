@@ -179,9 +179,7 @@ extern "C" eng_status cuda_gather(const op_call *call)
   walk<3> w = walk_of<3>(shape_of(y), stride, {y->data, index->data, x->data},
                          {y->dtype, index->dtype, x->dtype});
   gather_body body = {x->shape[dimension], x->stride[dimension], cuda_fault()};
-  walk_parts<3>(w, 1, [&](const walk<3> &part, unsigned blocks) {
-    each_kernel<3, gather_body><<<blocks, WALK_THREADS, 0, cuda_stream()>>>(part, body);
-  });
+  each_of(w, body);
   CUDA_LAUNCHED("gather");
   return ENG_OK;
 }
@@ -427,9 +425,7 @@ static eng_status scatter_sums(const op_call *call, scatter s, walk<3> w, int64_
   pick_source p = {index->data, index->dtype, s.shift,      call->op,
                    index_size,  s.a.size,     cuda_fault(), picked};
   w.data[0] = unsorted;
-  walk_parts<3>(w, 1, [&](const walk<3> &part, unsigned blocks) {
-    each_kernel<3, word_body><<<blocks, WALK_THREADS, 0, cuda_stream()>>>(part, word_body{p, step});
-  });
+  each_of(w, word_body{p, step});
   if (result == cudaSuccess)
     result = cub::DeviceRadixSort::SortKeys(sort_space, sort_bytes, unsorted, sorted, s.n, s.shift,
                                             s.shift + bits, cuda_stream());

@@ -9,6 +9,7 @@
 // NaN. A target out of range raises the fault and counts as ignored.
 #include "kernel/element.h"
 #include "kernel/ptx.h"
+#include "kernel/vector.h"
 
 #include <math.h>
 
@@ -310,52 +311,11 @@ extern "C" eng_status cuda_cross_entropy(const op_call *call)
 
 // ------------------------------------------------------------------ its gradient
 
-__device__ static inline uint4 packed(const float y[4])
+/// As in vector.h, for two doubles.
+__device__ static inline void narrow_words(words<double, 2> &to, const double (&from)[2])
 {
-  return make_uint4(__float_as_uint(y[0]), __float_as_uint(y[1]), __float_as_uint(y[2]),
-                    __float_as_uint(y[3]));
+  memcpy(to.w, from, sizeof to.w);
 }
-__device__ static inline uint4 packed(const double y[2])
-{
-  union { double y[2]; uint4 raw; } u;
-  u.y[0] = y[0];
-  u.y[1] = y[1];
-  return u.raw;
-}
-__device__ static inline uint32_t pair(float a, float b, f16_t)
-{
-  union {
-    __half2 h;
-    uint32_t w;
-  } u;
-  u.h = __floats2half2_rn(a, b);
-  return u.w;
-}
-__device__ static inline uint32_t pair(float a, float b, bf16_t)
-{
-  union {
-    __nv_bfloat162 h;
-    uint32_t w;
-  } u;
-  u.h = __floats2bfloat162_rn(a, b);
-  return u.w;
-}
-
-/// Rounded to T. The paired conversions would lose a NaN's sign and payload.
-template <typename T> __device__ static inline uint4 rounded(const float y[8], T)
-{
-  bool nan = false;
-  for (int k = 0; k < 8; k++) nan |= y[k] != y[k];
-  if (nan) {
-    piece<T> p;
-    for (int k = 0; k < 8; k++) narrow(p.x[k], y[k]);
-    return p.raw;
-  }
-  return make_uint4(pair(y[0], y[1], T()), pair(y[2], y[3], T()), pair(y[4], y[5], T()),
-                    pair(y[6], y[7], T()));
-}
-__device__ static inline uint4 rounded(const float y[4], float)   { return packed(y); }
-__device__ static inline uint4 rounded(const double y[2], double) { return packed(y); }
 
 template <int LANES, bool CAPPED, typename T>
 __global__ static void __launch_bounds__(THREADS, sizeof(T) == 8 ? 2 : CAPPED ? 3 : 4)
@@ -405,7 +365,6 @@ __global__ static void __launch_bounds__(THREADS, sizeof(T) == 8 ? 2 : CAPPED ? 
   const double wanted = mine ? (double)widen(row[target]) : 0.0;
 
   const uint4 *at = (const uint4 *)(row + c.head);
-  uint4 *to = (uint4 *)(out + c.head);
   for (int i = lane; i < c.whole; i += BATCH * LANES) {
     piece<T> p[BATCH];
 #pragma unroll
@@ -417,7 +376,9 @@ __global__ static void __launch_bounds__(THREADS, sizeof(T) == 8 ? 2 : CAPPED ? 
       A y[V];
       for (int e = 0; e < V; e++)
         y[e] = counts ? gradient(widen(p[k].x[e])) : (A)0;
-      to[i + k * LANES] = rounded(y, T());
+      words<T, V> rounded;
+      narrow_words(rounded, y);
+      store_words(out + c.head + (i + k * LANES) * V, rounded);
     }
   }
   for (int i = lane; i < c.head; i += LANES)

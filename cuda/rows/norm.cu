@@ -175,18 +175,12 @@ static constexpr float NARROW = 1e-4f;
 
 /// Blocks that fit on a multiprocessor. Its registers hold a row twice (as words and as numbers)
 /// and 8 columns of weight and bias. A branch has as many words as x.
-template <typename T, int V, bool ADDS>
-constexpr int FORWARD_RESIDENT = sizeof(T) == 4 ? (V == 1 ? 8 :
-                                                   V == 2 ? 6 :
-                                                   ADDS   ? 3 :
-                                                            4) :
-                                                  (V == 1 ? 10 :
-                                                   V == 2 ? 8 :
-                                                   ADDS   ? (V == 3 ? 6 : 4) :
-                                                   V == 3 ? 7 :
-                                                            6);
+constexpr int FORWARD_RESIDENT[2][2][5] = {   // [16-bit][ADDS][V]
+  {{0, 8, 6, 4, 4}, {0, 8, 6, 3, 3}},
+  {{0, 10, 8, 7, 6}, {0, 10, 8, 6, 4}},
+};
 template <typename T, int V, int ROW, bool ADDS>
-constexpr int FORWARD_BLOCKS = FORWARD_RESIDENT<T, V, ADDS> * 128 / BLOCK_THREADS<ROW>;
+constexpr int FORWARD_BLOCKS = FORWARD_RESIDENT[sizeof(T) == 2][ADDS][V] * 128 / BLOCK_THREADS<ROW>;
 
 /// The inputs of a row: x and, with a residual, the branch.
 template <typename T, int V, bool ADDS> struct forward_row { words<T, 8> x[V]; };
@@ -304,12 +298,9 @@ __global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (FORWARD_BLOCKS<T, V, ROW,
 
 /// GRAD_BLOCKS: blocks that fit on a multiprocessor. MULTIPROCESSORS: those of an H200.
 /// BLOCK_LEAST: the fewest rows of a group, if there are enough rows.
+constexpr int GRAD_RESIDENT[5] = {0, 6, 4, 3, 2};   // [V]
 template <int V, int ROW>
-constexpr int GRAD_BLOCKS = (V == 1 ? 6 :
-                             V == 2 ? 4 :
-                             V == 3 ? 3 :
-                                      2) *
-                            128 / BLOCK_THREADS<ROW>;
+constexpr int GRAD_BLOCKS = GRAD_RESIDENT[V] * 128 / BLOCK_THREADS<ROW>;
 enum { MULTIPROCESSORS = 132, BLOCK_LEAST = 4 };
 
 /// Rows [first, end) of a group of threads, in order.

@@ -442,14 +442,10 @@ extern "C" eng_status cuda_extreme_grad(const op_call *call)
     found[1][d] = stride[2][d];
     found[2][d] = stride[4][d];
   }
-  walk_parts<3>(
-    walk_of<3>(shape_of(x), found, {x->data, y->data, count}, {x->dtype, y->dtype, ENG_i64}), 1,
-    [](const walk<3> &part, unsigned blocks) {
-      each_kernel<3, count_body><<<blocks, WALK_THREADS, 0, cuda_stream()>>>(part, count_body{});
-    });
-  walk_parts<5>(w, 1, [](const walk<5> &part, unsigned blocks) {
-    each_kernel<5, share_body><<<blocks, WALK_THREADS, 0, cuda_stream()>>>(part, share_body{});
-  });
+  each_of(walk_of<3>(shape_of(x), found, {x->data, y->data, count},
+                     {x->dtype, y->dtype, ENG_i64}),
+          count_body{});
+  each_of(w, share_body{});
   scratch_give(count, counts * 8);
   if (result != cudaSuccess) return cuda_status(result, "extreme_grad");
   CUDA_LAUNCHED("extreme_grad");
