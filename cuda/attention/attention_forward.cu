@@ -15,10 +15,6 @@ template <int D, bool ENTROPY> constexpr int ROWS_OF = 16 * WARPS * TALL<D, ENTR
 // keys at a time, as many as registers can hold
 template <int D> constexpr int KEYS_OF = D <= 64 ? 64 : 32;
 
-/// The assignment of heads and queries to blocks. Heads are processed in sets of `together`, whose
-/// keys and values fit in half the L2 cache. Within a set, blocks with the most keys go first.
-typedef struct schedule { int32_t tiles, heads, together; } schedule;
-
 /// Batch, head and first query of a block.
 struct block_place { int b, h, first; };
 template <int ROWS>
@@ -212,20 +208,9 @@ static eng_status launch(const attention_problem *p, int stored)
   auto kernel = attention_forward_tiles<T, D, ENTROPY>;
   constexpr int ROWS = ROWS_OF<D, ENTROPY>, BYTES = FORWARD_BYTES<D, ENTROPY>;
   CUDA_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES));
-  int64_t head_bytes = 4 * (int64_t)p->keys * D,
-          together = (24 << 20) / (head_bytes + 1) * p->shared,
-          heads = (int64_t)p->batch * p->heads;
-  schedule plan = {(p->queries + ROWS - 1) / ROWS, (int32_t)heads,
-                   (int32_t)(together < p->shared ? p->shared :
-                             together > heads     ? heads :
-                                                    together)};
-  int64_t blocks = plan.tiles * heads;
-  if (blocks > INT32_MAX)
-    return error_set(
-      ENG_ERR_SHAPE,
-      "attention: %lld tiles of queries exceed the limit of a launch; hint: a smaller batch",
-      (long long)blocks);
-  kernel<<<(unsigned)blocks, THREADS, BYTES, cuda_stream()>>>(*p, plan, stored);
+  schedule plan;
+  ENG_TRY(schedule_of(&plan, p, ROWS, D));
+  kernel<<<(unsigned)(plan.tiles * plan.heads), THREADS, BYTES, cuda_stream()>>>(*p, plan, stored);
   CUDA_LAUNCHED("attention");
   return ENG_OK;
 }

@@ -13,9 +13,6 @@ template <int D> constexpr int KEYS_OF = D == 64 ? 64 : 128;        // keys at a
 template <int D, bool ENTROPY> constexpr int BLOCKS_OF = D == 64 && !ENTROPY ? 2 : 1;
 template <int D> constexpr int HOPPER_BYTES = (ROWS + 4 * KEYS_OF<D>) * D * 2 + 1024;
 
-// as in attention_forward.cu
-typedef struct schedule { int32_t tiles, heads, together; } schedule;
-
 #if HOPPER_BODY
 /// Running softmax state of a thread's two rows: the largest score, the sum of the exponentials e
 /// and, for entropies, the sum of e * log2(e).
@@ -222,20 +219,10 @@ template <class T, int D> static eng_status forward(const attention_problem *p, 
   auto kernel = p->entropy ? hopper_tiles<T, D, true> : hopper_tiles<T, D, false>;
   CUDA_TRY(
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, HOPPER_BYTES<D>));
-  int64_t head_bytes = 4 * (int64_t)p->keys * D,
-          together = (24 << 20) / (head_bytes + 1) * p->shared,
-          heads = (int64_t)p->batch * p->heads;
-  schedule plan = {(p->queries + ROWS - 1) / ROWS, (int32_t)heads,
-                   (int32_t)(together < p->shared ? p->shared :
-                             together > heads     ? heads :
-                                                    together)};
-  int64_t blocks = plan.tiles * heads;
-  if (blocks > INT32_MAX)
-    return error_set(
-      ENG_ERR_SHAPE,
-      "attention: %lld tiles of queries exceed the limit of a launch; hint: a smaller batch",
-      (long long)blocks);
-  kernel<<<(unsigned)blocks, BLOCK, HOPPER_BYTES<D>, cuda_stream()>>>(*p, plan, stored);
+  schedule plan;
+  ENG_TRY(schedule_of(&plan, p, ROWS, D));
+  kernel<<<(unsigned)(plan.tiles * plan.heads), BLOCK, HOPPER_BYTES<D>, cuda_stream()>>>(
+    *p, plan, stored);
   CUDA_LAUNCHED("attention");
   return ENG_OK;
 }

@@ -49,6 +49,27 @@ template <class T> __device__ static inline float lift_of(const backward_room &r
   return exponent ? __uint_as_float((254 + 4 - exponent) << 23) : 1.0f;
 }
 
+/// The assignment of heads and queries to blocks. Heads are processed in sets of `together`, whose
+/// keys and values fit in half the L2 cache. Within a set, blocks with the most keys go first.
+typedef struct schedule { int32_t tiles, heads, together; } schedule;
+
+/// The schedule for blocks of `rows` queries of heads of `width` columns. Errors: SHAPE.
+static inline eng_status schedule_of(schedule *plan, const attention_problem *p, int rows,
+                                     int width)
+{
+  int64_t head_bytes = 4 * (int64_t)p->keys * width,
+          together = (24 << 20) / (head_bytes + 1) * p->shared,
+          heads = (int64_t)p->batch * p->heads, tiles = (p->queries + rows - 1) / rows;
+  if (tiles * heads > INT32_MAX)
+    return error_set(
+      ENG_ERR_SHAPE,
+      "attention: %lld tiles of queries exceed the limit of a launch; hint: a smaller batch",
+      (long long)(tiles * heads));
+  *plan = {(int32_t)tiles, (int32_t)heads,
+           (int32_t)(together < p->shared ? p->shared : together > heads ? heads : together)};
+  return ENG_OK;
+}
+
 /// Position of piece `piece` of row `row` among the pieces of that row.
 template <int D>
 __host__ __device__ static inline int piece_place(int row, int piece)
