@@ -7,7 +7,8 @@
 // widened to f32. The update uses their new values unrounded and rounds them once to store them.
 //
 // On request the pass also adds up the squares of the change of the weights, the new weights and
-// moments. The sums have a fixed order, so they do not depend on the number of threads.
+// moments. The sums have a fixed order, so they do not depend on the number of threads. They alone
+// use vf_fma, so those of the plain build differ in the last bits.
 #include "simd.h"
 
 #include "blocks.h"
@@ -126,15 +127,15 @@ VF_INLINE void ahead(const void *p)
   __builtin_prefetch((const void *)((uintptr_t)p + 1024));
 }
 
-/// Sums of squares, in this many lanes on every instruction set, so that all give the same bits.
-/// f32 within TOTAL_TILES tiles, first per tile; then f64. A change below 1e-19 counts as 0. The
-/// second moment has a unit that keeps the squares of usual ones in f32's range.
-enum { LANES = 16, TOTAL_TILES = 8 };
+/// Sums of squares, in this many lanes on every instruction set: f32 within SUM_TILES tiles, then
+/// f64. A change below 1e-19 counts as 0. The second moment has a unit that keeps the squares of
+/// usual ones in f32's range.
+enum { LANES = 16, SUM_TILES = 4 };
 #define V_UNIT 0x1p40f
 
 typedef struct squares { vf of[ENG_NORMS][LANES / VF_LANES]; } squares;
 
-VF_INLINE void add_square(vf *sum, vf x) { *sum = vf_add(*sum, vf_mul(x, x)); }
+VF_INLINE void add_square(vf *sum, vf x) { *sum = vf_fma(x, x, *sum); }
 
 /// Updates VF_LANES elements from `at`, of which only `count` exist.
 VF_INLINE void step_at(int loop, int extra, const rule *r, float *p, const float *g, float *m,
@@ -171,16 +172,14 @@ VF_INLINE void step_at(int loop, int extra, const rule *r, float *p, const float
 }
 
 /// Updates n <= TILE elements, all in f32. m and v may be NULL where the loop does not use them.
-/// `total`: the sums of squares, unless extra is PLAIN.
+/// `sums`: the sums of squares, unless extra is PLAIN.
 VF_INLINE void run(int loop, int extra, const rule *given, float *restrict p,
                    const float *restrict g, float *restrict m, float *restrict v, int n,
-                   squares *total)
+                   squares *sums)
 {
   const bool has_m = loop != LOOP_SGD, has_v = loop == LOOP_ADAM;
   const rule r = *given;
-  squares sum;
-  for (int k = 0; k < ENG_NORMS; k++)
-    for (int u = 0; u < LANES / VF_LANES; u++) sum.of[k][u] = vf_zero();
+  squares sum = *sums;
   int i = 0;
   for (; i + LANES <= n; i += LANES) {
     ahead(p + i);
@@ -197,17 +196,15 @@ VF_INLINE void run(int loop, int extra, const rule *given, float *restrict p,
     step_at(loop, extra, &r, p + i, g + i, has_m ? m + i : NULL, has_v ? v + i : NULL,
             n - i < VF_LANES ? n - i : VF_LANES, &sum, u);
   if (extra == PLAIN) return;
-  for (int k = 0; k < ENG_NORMS; k++)
-    for (int u = 0; u < LANES / VF_LANES; u++)
-      total->of[k][u] = vf_add(total->of[k][u], sum.of[k][u]);
+  *sums = sum;
 }
 
 // One function for each loop and extra.
 #define RUN(name, loop, extra)                                                                     \
   static void name(const rule *r, float *p, const float *g, float *m, float *v, int n,             \
-                   squares *total)                                                                 \
+                   squares *sums)                                                                 \
   {                                                                                                \
-    run(loop, extra, r, p, g, m, v, n, total);                                                     \
+    run(loop, extra, r, p, g, m, v, n, sums);                                                     \
   }
 #define RUNS(name, loop)                                                                           \
   RUN(name##_plain, loop, PLAIN)                                                                   \
@@ -220,7 +217,7 @@ RUNS(adam, LOOP_ADAM)
 RUNS(lion, LOOP_LION)
 
 typedef void run_function(const rule *r, float *p, const float *g, float *m, float *v, int n,
-                          squares *total);
+                          squares *sums);
 static run_function *const runs[][3] = {
   [LOOP_SGD] = {sgd_plain, sgd_norms, sgd_limited},
   [LOOP_MOMENTUM] = {momentum_plain, momentum_norms, momentum_limited},
@@ -254,28 +251,35 @@ static double sum_exactly(const void *values, int dtype, int64_t first, int n)
   return sum;
 }
 
-/// Adds the sums of n elements from `first` to into [ENG_NORMS] and clears them.
-static void fold(squares *total, const param_span *s, int64_t first, int n, bool dry, double *into)
+/// Adds the f32 sums to the f64 ones and clears them.
+static void spill(squares *of, double (*sums)[LANES])
+{
+  for (int k = 0; k < ENG_NORMS; k++) {
+    float lane[LANES];
+    for (int u = 0; u < LANES / VF_LANES; u++) vf_store(lane + u * VF_LANES, of->of[k][u]);
+    for (int i = 0; i < LANES; i++) sums[k][i] += lane[i];
+  }
+  *of = (squares){0};
+}
+
+/// Writes the sums of a block to norms [ENG_NORMS].
+static void total(double (*sums)[LANES], const param_span *s, int64_t first, int n, bool dry,
+                  double *norms)
 {
   const double units[ENG_NORMS] = {1, 1, 1, V_UNIT};
   const void *values[ENG_NORMS] = {NULL, s->master, s->moment1, s->moment2};
   for (int k = 0; k < ENG_NORMS; k++) {
-    float lane[LANES];
     double sum = 0;
-    for (int u = 0; u < LANES / VF_LANES; u++) {
-      vf_store(lane + u * VF_LANES, total->of[k][u]);
-      total->of[k][u] = vf_zero();
-    }
-    for (int i = 0; i < LANES; i++) sum += lane[i];
+    for (int i = 0; i < LANES; i++) sum += sums[k][i];
     if (values[k] && !dry && !is_sound(sum))
-      into[k] += sum_exactly(values[k], k > ENG_NORM_WEIGHT ? s->moment_dtype : ENG_f32, first, n);
-    else into[k] += sum / (units[k] * units[k]);
+      norms[k] = sum_exactly(values[k], k > ENG_NORM_WEIGHT ? s->moment_dtype : ENG_f32, first, n);
+    else norms[k] = sum / (units[k] * units[k]);
   }
 }
 
 // ------------------------------------------------------------------ blocks
 
-/// Updates elements [first, first + count) and adds their squares to norms [ENG_NORMS], or NULL.
+/// Updates elements [first, first + count); norms [ENG_NORMS]: their sums of squares, or NULL.
 static void update_block(const param_span *s, const rule *given, const eng_update *u, int64_t first,
                          int count, double *norms)
 {
@@ -285,12 +289,10 @@ static void update_block(const param_span *s, const rule *given, const eng_updat
   if (s->scale != 1) own.scale = scaling_of(u->gradient_factor / s->scale);
   const int extra = u->spike_clip > 0 || u->update_clip > 0 ? LIMITED : norms ? WITH_NORMS : PLAIN;
   run_function *run = runs[loop_of(s, r, u->kind)][extra];
-  squares total;
-  for (int k = 0; k < ENG_NORMS; k++)
-    for (int i = 0; i < LANES / VF_LANES; i++) total.of[k][i] = vf_zero();
+  squares some = {0};
+  double sums[ENG_NORMS][LANES] = {0};
   float gradient[TILE] __attribute__((aligned(64))), moment1[TILE] __attribute__((aligned(64))),
     moment2[TILE] __attribute__((aligned(64)));
-  int64_t folded = first;
   for (int64_t at = first, end = first + count; at < end; at += TILE) {
     int n = end - at < TILE ? (int)(end - at) : TILE;
     float *p = s->master + at;
@@ -300,16 +302,15 @@ static void update_block(const param_span *s, const rule *given, const eng_updat
     // tile_store writes back.
     if (s->moment1) m = (float *)tile_load(moment1, s->moment1, s->moment_dtype, at, n);
     if (s->moment2) v = (float *)tile_load(moment2, s->moment2, s->moment_dtype, at, n);
-    run(r, p, g, m, v, n, &total);
-    if (norms && (at + n == end || at + n - folded == TOTAL_TILES * TILE)) {
-      fold(&total, s, folded, (int)(at + n - folded), r->dry, norms);
-      folded = at + n;
-    }
+    run(r, p, g, m, v, n, &some);
+    if (norms && (at + n == end || (at - first) / TILE % SUM_TILES == SUM_TILES - 1))
+      spill(&some, sums);
     if (r->dry) continue;
     if (s->moment1) tile_store(s->moment1, s->moment_dtype, at, m, n);
     if (s->moment2) tile_store(s->moment2, s->moment_dtype, at, v, n);
     if (s->shadow) tile_store(s->shadow, s->shadow_dtype, at, p, n);
   }
+  if (norms) total(sums, s, first, count, r->dry, norms);
 }
 
 static bool span_is_fast(const param_span *s)
