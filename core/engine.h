@@ -545,7 +545,7 @@ typedef struct eng_update {
   // The gradients' norm after gradient_factor, for clip_norm. Lagged: ignored; the device computes
   // it from its own statistics.
   double  norm;
-  const double *clips;          // [n] limits the factor of each parameter's gradient; NULL: 1 each
+  const double *clips;          // [n] factor on each parameter's gradient; NULL: 1 each
   // [n][ENG_NORMS] sums of squares, added up in a fixed order, or NULL. A parameter without a
   // gradient gets 0 for its update and keeps its other entries. CPU only, as the next two.
   double *norms;

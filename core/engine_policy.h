@@ -30,7 +30,11 @@ enum {
   ENG_NEED_RESET_MOMENTS = 16384,
   ENG_NEED_UPDATE_CLIP = 32768,
   ENG_NEED_SPIKE_CLIP = 65536,
-  ENG_NEED_LOGIT_MULS = 131072
+  ENG_NEED_LOGIT_MULS = 131072,
+  ENG_NEED_CAPS = 262144,
+  ENG_NEED_GRAD_NORMS = 524288,
+  ENG_NEED_BIAS_STEP = 1048576,
+  ENG_NEED_ACTIVATIONS = 2097152  // watched modules publish amax and kurtosis as signals
 };
 
 /// Norms that an optimizer's update computes, in this order: of the change of the weights before
@@ -77,6 +81,8 @@ typedef struct eng_record {
   double  elapsed;            // seconds since the run began
   int32_t overflow;           // 1: some gradient is inf or nan
   int32_t first_bad;          // index of the first tensor with inf or nan; -1: none
+  // 1: the verdict's `caps` were applied, and the norms are those of the capped gradients
+  int32_t capped;
   double  norms[4];           // ENG_NORM_* of the update before this step; NaN: not known
   int64_t hist[320];
   // For the history: largest finite |g| as stored, among f16 gradients. -1: none are f16; 0:
@@ -111,6 +117,7 @@ typedef struct eng_verdict {
   int64_t back, skip;
   double  update_clip;        // largest norm of the change of all weights; 0: none
   double  spike_clip;         // adam, adamw: largest g^2 / v of an element; 0: none
+  int64_t bias_step;          // number of this update for bias corrections; 0: the optimizer's own
   uint32_t each;              // bit ENG_EACH_*: the verdict has entries for single tensors
   char    reason[256];
 } eng_verdict;
@@ -175,10 +182,10 @@ double     eng_policy_group_scale(const eng_policy *policy, int group);
 /// Whether the last good verdict gives any group a scale that differs from the verdict's `scale`.
 bool       eng_policy_scales_groups(const eng_policy *policy);
 /// What a verdict sets for single tensors.
-enum { ENG_EACH_CLIP = 0, ENG_EACH_LR = 1, ENG_EACH_RESET = 2, ENG_EACH = 3 };
-/// What the last verdict sets for tensor `index`: the factor on its gradient because of `clips`
-/// (1: none), the factor on its learning rate (1: none), or 1 to reset its moments (0: not). Of a
-/// failed decision: none.
+enum { ENG_EACH_CLIP = 0, ENG_EACH_LR = 1, ENG_EACH_RESET = 2, ENG_EACH_CAP = 3, ENG_EACH = 4 };
+/// What the last verdict sets for tensor `index`: the factor on its gradient because of `clips` or
+/// `grad_norms` (1: none), the factor on its learning rate (1: none), 1 to reset its moments (0:
+/// not), or its entry in `caps` (inf: none). Of a failed decision: none.
 double     eng_policy_each(const eng_policy *policy, int what, int index);
 /// Entry `index` of the last verdict's `logit_muls`: returns "MODULE.HEAD", heads counted from 1,
 /// and the factor; NULL past the end.

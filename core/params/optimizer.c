@@ -293,7 +293,7 @@ eng_status eng_optimizer_step(eng_optimizer *state, const eng_update *update)
     // gradient.
     span->starts =
       state->kind == ENG_SGD && span->moment1 && h->dampening != 0 && !has_begun(state, i);
-    if (update->clips && update->clips[i] < 1) span->scale /= update->clips[i];
+    if (update->clips && update->clips[i] != 1) span->scale /= update->clips[i];
     if (update->norms) span->norms = update->norms + ENG_NORMS * i;
   }
   if (update->update_clip > 0) {

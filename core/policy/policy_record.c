@@ -76,6 +76,7 @@ static const field record_fields[] = {
   {"v_norm", MAYBE, AT(norms[ENG_NORM_V]), ENG_NEED_V_NORM},
   {"elapsed", NUMBER, AT(elapsed), 0},
   {"first_bad", FIRST_BAD, AT(first_bad), 0},
+  {"capped", FLAG, AT(capped), 0},
   {"hist", VIEW, VIEW_HIST, ENG_NEED_HIST},
   {"tensors", VIEW, VIEW_TENSORS, ENG_NEED_TENSORS},
   {"groups", VIEW, VIEW_GROUPS, ENG_NEED_TENSORS},
@@ -156,7 +157,7 @@ static int push_record_field(lua_State *L, eng_policy *p, const field *f)
 {
   const eng_record *r = record_in_view(p);
   switch (f->kind) {
-    case FLAG: lua_pushboolean(L, r->overflow); break;
+    case FLAG: lua_pushboolean(L, *(const int32_t *)((const char *)r + f->at)); break;
     case FIRST_BAD:
       if (r->first_bad >= 0 && r->first_bad < p->n_tensors)
         lua_pushstring(L, p->tensors[r->first_bad]);

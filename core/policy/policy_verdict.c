@@ -15,11 +15,13 @@
 
 const char *const policy_verdict_fields[VERDICT_FIELDS] = {
   "scale", "action", "clip", "lr_mul", "reason", "scales", "log", "back", "skip", "clips",
-  "lr_muls", "reset_moments", "update_clip", "spike_clip", "logit_muls"};
+  "lr_muls", "reset_moments", "update_clip", "spike_clip", "logit_muls",
+  "caps", "grad_norms", "bias_step"};
 // The word that `needs` must list for a field.
 static const unsigned field_needs[VERDICT_FIELDS] = {
   [9] = ENG_NEED_CLIPS,        ENG_NEED_LR_MULS,    ENG_NEED_RESET_MOMENTS,
-  ENG_NEED_UPDATE_CLIP, ENG_NEED_SPIKE_CLIP, ENG_NEED_LOGIT_MULS};
+  ENG_NEED_UPDATE_CLIP, ENG_NEED_SPIKE_CLIP, ENG_NEED_LOGIT_MULS, ENG_NEED_CAPS,
+  ENG_NEED_GRAD_NORMS, ENG_NEED_BIAS_STEP};
 
 void policy_copy_reason(char *out, size_t size, const char *text, size_t length)
 {
@@ -127,8 +129,8 @@ static double true_norm(const eng_policy *p, const eng_tensor_stats *s)
   return sqrt(s->sum_squares) / (p->judged->scale * gradstats_relative_scale(s));
 }
 
-// Limits the norm of the tensors of `group`, or of tensor `only`, to `limit`.
-static void limit_norm(eng_policy *p, int only, int group, double limit)
+// Limits the norm of the tensors of `group`, or of tensor `only`, to `limit`, or makes it `limit`.
+static void limit_norm(eng_policy *p, int only, int group, double limit, bool exactly)
 {
   if (!p->judged_stats) return;                              // a replay without tensors
   double squares = 0, *factor = p->each[ENG_EACH_CLIP];
@@ -138,9 +140,9 @@ static void limit_norm(eng_policy *p, int only, int group, double limit)
     squares += norm * norm;
   }
   double norm = group >= 0 ? sqrt(squares) : true_norm(p, &p->judged_stats[only]);
-  if (!(norm > limit)) return;
+  if (!(norm > (exactly ? 0 : limit))) return;
   for (int i = 0; i < p->n_tensors; ++i)
-    if ((group >= 0 ? p->group_of[i] == group : i == only) && limit / norm < factor[i])
+    if ((group >= 0 ? p->group_of[i] == group : i == only) && (exactly || limit / norm < factor[i]))
       factor[i] = limit / norm;
 }
 
@@ -150,47 +152,61 @@ static void begin_each(eng_policy *p, eng_verdict *out, int what, double none)
   for (int i = 0; i < p->n_tensors; ++i) p->each[what][i] = none;
 }
 
-static bool read_clips(eng_policy *p, eng_verdict *out, char *why, size_t size)
+static bool read_norms(eng_policy *p, eng_verdict *out, bool exactly, char *why, size_t size)
 {
   lua_State *L = p->L;
-  if (!lua_istable(L, -1)) return bad_value(L, why, size, "clips", "a table { name = norm }");
+  const char *field = exactly ? "grad_norms" : "clips";
+  if (!lua_istable(L, -1)) return bad_value(L, why, size, field, "a table { name = norm }");
+  if (out->each >> ENG_EACH_CLIP & 1) {
+    snprintf(why, size, "both 'clips' and 'grad_norms'");
+    return false;
+  }
   begin_each(p, out, ENG_EACH_CLIP, 1);
   for (lua_pushnil(L); lua_next(L, -2); lua_pop(L, 1)) {
-    int named = find_named(p, "clips", true, why, size);
+    int named = find_named(p, field, true, why, size);
     if (named == -2) return false;
     double limit = lua_tonumber(L, -1);
-    if (lua_type(L, -1) != LUA_TNUMBER || !(limit > 0))
-      return bad_entry(L, why, size, "clips", "a positive number, the largest gradient norm");
+    if (lua_type(L, -1) != LUA_TNUMBER || !(limit > 0) || (exactly && !f64_is_finite(limit)))
+      return bad_entry(L, why, size, field,
+                       exactly ? "a positive finite number, the gradient norm"
+                               : "a positive number, the largest gradient norm");
     for (int i = 0; i < p->n_tensors; ++i)
-      if (named < 0 ? p->matched[i] : i == named) limit_norm(p, i, -1, limit);
-    if (named >= p->n_tensors) limit_norm(p, -1, named - p->n_tensors, limit);
+      if (named < 0 ? p->matched[i] : i == named) limit_norm(p, i, -1, limit, exactly);
+    if (named >= p->n_tensors) limit_norm(p, -1, named - p->n_tensors, limit, exactly);
   }
   return true;
 }
 
-static bool read_lr_muls(eng_policy *p, eng_verdict *out, char *why, size_t size)
+// `lr_muls` or `caps`: a number for each tensor.
+static bool read_numbers(eng_policy *p, eng_verdict *out, int what, char *why, size_t size)
 {
   lua_State *L = p->L;
-  if (!lua_istable(L, -1)) return bad_value(L, why, size, "lr_muls", "a table { name = factor }");
-  begin_each(p, out, ENG_EACH_LR, -1);
-  double *factor = p->each[ENG_EACH_LR];
+  const bool cap = what == ENG_EACH_CAP;
+  const char *field = cap ? "caps" : "lr_muls";
+  if (!lua_istable(L, -1))
+    return bad_value(L, why, size, field,
+                     cap ? "a table { name = magnitude }" : "a table { name = factor }");
+  begin_each(p, out, what, -1);
+  double *factor = p->each[what];
   for (lua_pushnil(L); lua_next(L, -2); lua_pop(L, 1)) {
-    int named = find_named(p, "lr_muls", true, why, size);
+    int named = find_named(p, field, true, why, size);
     if (named == -2) return false;
     double value = lua_tonumber(L, -1);
     if (lua_type(L, -1) != LUA_TNUMBER || !f64_is_finite(value) || value < 0)
-      return bad_entry(L, why, size, "lr_muls", "a finite factor, 0 or more");
+      return bad_entry(L, why, size, field,
+                       cap ? "a finite magnitude, 0 or more" : "a finite factor, 0 or more");
     for (int i = 0; i < p->n_tensors; ++i) {
       bool hit = named < 0 ? p->matched[i]
                            : i == named || p->group_of[i] == named - p->n_tensors;
       if (!hit) continue;
       if (factor[i] >= 0 && factor[i] != value)
-        return refuse(why, size, "two factors in 'lr_muls' for the tensor '%.60s'", p->tensors[i]);
+        return refuse(why, size, "two %s in '%s' for the tensor '%.60s'", cap ? "caps" : "factors",
+                      field, p->tensors[i]);
       factor[i] = value;
     }
   }
   for (int i = 0; i < p->n_tensors; ++i)
-    if (factor[i] < 0) factor[i] = 1;
+    if (factor[i] < 0) factor[i] = cap ? HUGE_VAL : 1;
   return true;
 }
 
@@ -269,7 +285,8 @@ double eng_policy_each(const eng_policy *p, int what, int index)
 {
   bool set = what >= 0 && what < ENG_EACH && index >= 0 && index < p->n_tensors &&
              (p->each_set >> what & 1);
-  return set ? p->each[what][index] : what != ENG_EACH_RESET;
+  if (set) return p->each[what][index];
+  return what == ENG_EACH_CAP ? HUGE_VAL : what != ENG_EACH_RESET;
 }
 
 const char *eng_policy_logit_mul(double *factor, const eng_policy *p, int index)
@@ -339,7 +356,8 @@ static bool read_action(eng_verdict *out, lua_State *L, char *why, size_t size)
 
 // in the order of policy_verdict_fields
 enum { V_SCALE, V_ACTION, V_CLIP, V_LR_MUL, V_REASON, V_SCALES, V_LOG, V_BACK, V_SKIP,
-       V_CLIPS, V_LR_MULS, V_RESET_MOMENTS, V_UPDATE_CLIP, V_SPIKE_CLIP, V_LOGIT_MULS };
+       V_CLIPS, V_LR_MULS, V_RESET_MOMENTS, V_UPDATE_CLIP, V_SPIKE_CLIP, V_LOGIT_MULS, V_CAPS,
+       V_GRAD_NORMS, V_BIAS_STEP };
 
 bool policy_read_verdict(eng_policy *p, eng_verdict *out, char *why, size_t size)
 {
@@ -401,10 +419,18 @@ bool policy_read_verdict(eng_policy *p, eng_verdict *out, char *why, size_t size
         if (!read_log(p, why, size)) return false;
         break;
       case V_CLIPS:
-        if (!read_clips(p, out, why, size)) return false;
+      case V_GRAD_NORMS:
+        if (!read_norms(p, out, field == V_GRAD_NORMS, why, size)) return false;
         break;
       case V_LR_MULS:
-        if (!read_lr_muls(p, out, why, size)) return false;
+      case V_CAPS:
+        if (!read_numbers(p, out, field == V_CAPS ? ENG_EACH_CAP : ENG_EACH_LR, why, size))
+          return false;
+        break;
+      case V_BIAS_STEP:
+        if (!(number >= 1 && number <= 1e9 && number == floor(number)))
+          return bad_value(L, why, size, key, "a whole number, 1 or more");
+        out->bias_step = (int64_t)number;
         break;
       case V_RESET_MOMENTS:
         if (!read_reset(p, out, why, size)) return false;

@@ -44,6 +44,10 @@ static const struct { const char *name; unsigned bit; } needs[] = {
   {"update_clip", ENG_NEED_UPDATE_CLIP},
   {"spike_clip", ENG_NEED_SPIKE_CLIP},
   {"logit_muls", ENG_NEED_LOGIT_MULS},
+  {"caps", ENG_NEED_CAPS},
+  {"grad_norms", ENG_NEED_GRAD_NORMS},
+  {"bias_step", ENG_NEED_BIAS_STEP},
+  {"activations", ENG_NEED_ACTIVATIONS},
 };
 #define COUNT(list) ((int)(sizeof list / sizeof *list))
 

@@ -30,7 +30,7 @@ enum {
   SLOT_COUNT = SLOT_TASK
 };
 
-enum { FIELD_BUCKETS = 64, VERDICT_FIELDS = 15, FLAT_FIELDS = 24 };
+enum { FIELD_BUCKETS = 64, VERDICT_FIELDS = 18, FLAT_FIELDS = 24 };
 
 typedef struct policy_option {
   char *name, *value, *preset;

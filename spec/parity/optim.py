@@ -1,11 +1,16 @@
 """The optimizers written in Lua, 100 steps on given gradients, against their originals: Muon and
-Adafactor of torch, StableAdamW of torch-optimi 0.3.3, Lamb of pytorch_optimizer 4.1.0. Every weight
+Adafactor of torch, StableAdamW of torch-optimi 0.3.3, Lamb of pytorch_optimizer 4.1.0. The policies
+that act on updates likewise, against AdaGC, SPAM and StableSPAM of pytorch_optimizer. Every weight
 must agree to 1e-6 of the largest weight of its tensor. optim.lua has the problem, and also saves
 and loads each optimizer at every step. Prints a table; exits with 1 when a row is outside its
 limit.
 
 torch's Muon computes Newton-Schulz steps in bf16, where another order of sums moves a result by a
 whole bf16. So its own code runs with f32 in place of bf16, and once as it is, with a wider limit.
+The cosine of pytorch_optimizer's SPAM is a step ahead of the authors', so it runs with theirs. Its
+StableSPAM counts a reset differently for each tensor, so resets are compared with the authors' rule
+as restated here.
+
 Without a package its rows are left out. With --golden FILE it writes a short run of the originals,
 which lua_optim_spec.lua compares with: spec/golden/optimizers.json.
 """
@@ -13,6 +18,7 @@ import argparse
 import importlib.util
 import inspect
 import json
+import math
 import os
 import subprocess
 import sys
@@ -68,6 +74,53 @@ def lamb(params, **options):
     return Lamb(params, weight_decouple=False, adam_debias=True, foreach=False, **options)
 
 
+class StableSpam(torch.optim.Optimizer):
+    """The authors' rule without total_T, restated: limits on elements, norms, resets, AdamW."""
+
+    def __init__(self, params, lr, weight_decay, interval, theta=0.999, eps=1e-8):
+        super().__init__(params, {})
+        self.lr, self.decay, self.interval = lr, weight_decay, interval
+        self.theta, self.eps, self.total, self.number = theta, eps, 0, 0
+
+    @torch.no_grad()
+    def step(self):
+        self.total, self.number = self.total + 1, self.number + 1
+        before, reset = self.number, self.total % self.interval == 0
+        self.number = 1 if reset else before
+        for p in self.param_groups[0]["params"]:
+            kept, g = self.state[p], p.grad.double()
+            if not kept:
+                kept.update(top=0.0, norm=0.0, square=0.0, m=torch.zeros_like(p),
+                            v=torch.zeros_like(p))
+            p.mul_(1 - self.lr * self.decay)
+            largest = g.abs().max()
+            kept["top"] = self.theta * kept["top"] + (1 - self.theta) * largest
+            limit = kept["top"] / (1 - self.theta ** before)
+            g = torch.where(g.abs() > limit, g / largest * limit, g)
+            norm = g.norm()
+            kept["norm"] = 0.7 * kept["norm"] + 0.3 * norm
+            kept["square"] = 0.9 * kept["square"] + 0.1 * norm ** 2
+            ratio = kept["norm"] / (1 - 0.7 ** before) / (
+                (kept["square"] / (1 - 0.9 ** before)).sqrt() + self.eps)
+            g = (g / norm * ratio).float()
+            if reset:
+                kept["m"].zero_()
+                kept["v"].zero_()
+            kept["m"].lerp_(g, 0.1)
+            kept["v"].mul_(0.999).addcmul_(g, g, value=0.001)
+            bottom = (kept["v"] / (1 - 0.999 ** self.number)).sqrt() + self.eps
+            p.addcdiv_(kept["m"], bottom, value=-self.lr / (1 - 0.9 ** self.number))
+
+
+def third(name, **options):
+    """An optimizer of pytorch_optimizer."""
+    import pytorch_optimizer
+    from pytorch_optimizer.optimizer import spam
+    spam.CosineDecay.get_death_rate = lambda self, step: 0.0 if step >= self.t_max else (
+        0.99 * (1 + math.cos(math.pi * step / (self.t_max + 1))) / 2)
+    return lambda params: getattr(pytorch_optimizer, name)(params, foreach=False, **options)
+
+
 # name: (package, constructor, limit)
 RUNS = {
     "muon": ("torch", lambda p: Muon(p), 1e-6),
@@ -83,6 +136,14 @@ RUNS = {
     "stableadamw": ("optimi", lambda p: stableadamw(p, lr=0.01), 1e-6),
     "stableadamw_decay": (
         "optimi", lambda p: stableadamw(p, lr=0.02, betas=(0.9, 0.95), weight_decay=0.1), 1e-6),
+    "adagc": ("pytorch_optimizer", lambda p: third(
+        "AdaGC", lr=0.01, weight_decay=0.1, warmup_steps=30)(p), 1e-6),
+    "spam": ("pytorch_optimizer", lambda p: third(
+        "SPAM", lr=0.01, eps=1e-12, threshold=20, grad_accu_steps=3, update_proj_gap=30,
+        warmup_epoch=10)(p), 1e-6),
+    "stable_spam": ("pytorch_optimizer", lambda p: third(
+        "StableSPAM", lr=0.01, weight_decay=0.1)(p), 1e-6),
+    "stable_spam_reset": ("torch", lambda p: StableSpam(p, 0.01, 0.1, 30), 1e-6),
     "lamb": ("pytorch_optimizer", lambda p: lamb(p, lr=0.01), 1e-6),
     "lamb_decay": (
         "pytorch_optimizer", lambda p: lamb(p, lr=0.01, betas=(0.9, 0.95), weight_decay=0.1), 1e-6),
@@ -118,7 +179,7 @@ def write_golden(path, steps=6):
     start = problem({"wide": (3, 5), "tall": (4, 2), "vector": (3,), "zero": (2,)}, steps, 2 ** 12)
     runs = {}
     for name, (_, make, _) in RUNS.items():
-        if name != "muon_bf16":
+        if name not in ("muon_bf16", "adagc", "spam") and not name.startswith("stable_spam"):
             runs[name] = {key: w.detach().flatten().tolist()
                           for key, w in original(make, start, steps).items()}
     golden = {"steps": steps, "shapes": {name: list(x.shape) for name, x in start.items()},

@@ -4,7 +4,9 @@
 -- that scales the tensor. For adagc they are the norms of two tensors, and give the factors on
 -- their gradients. For update_clip the first is the norm of the update, and gives the factor on it.
 -- For spam they count for nothing, and give the factor on the rate, whether moments are reset, and
--- the threshold.
+-- the threshold. For stable_spam they are the gradients of two tensors with one element each, and
+-- give what the update reads of them, whether moments are reset, and the number for bias
+-- corrections.
 local json = require "cjson"
 local engine = require "engine"
 local ffi = require "ffi"
@@ -53,11 +55,21 @@ local function update(case)
     local first, second = tonumber(s[1]), tonumber(s[2])
     record.norm, stats[0].count, stats[1].count = math.sqrt(first ^ 2 + second ^ 2), 1, 1
     stats[0].sum_squares, stats[1].sum_squares = first ^ 2, second ^ 2
-    local v = policy:decide(record, stats)
+    stats[0].amax, stats[1].amax = first, second
+    local v = policy:decide(record, stats, function()
+      local caps = policy:each(3, ffi.new("double[2]"), 2)
+      for k = 0, 1 do stats[k].sum_squares = math.min(stats[k].amax, caps[k]) ^ 2 end
+    end)
     assert(v.failed == 0, v:why())
     if case.policy == "adagc" then
       local factors = policy:each(0, ffi.new("double[2]"), 2)
       print(hex(factors[0]) .. " " .. hex(factors[1]))
+    elseif case.policy == "stable_spam" then
+      local factors, reset = policy:each(0, ffi.new("double[2]"), 2),
+        policy:each(2, ffi.new("double[2]"), 2)
+      for k = 0, 1 do factors[k] = factors[k] * math.sqrt(stats[k].sum_squares) end
+      print(table.concat({ hex(factors[0]), hex(factors[1]), hex(reset and reset[0] or 0),
+        hex(tonumber(v.bias_step)) }, " "))
     elseif case.policy == "update_clip" then
       record.norms[0] = first                              -- of the update that this step makes
       print(hex(v.update_clip > 0 and math.min(1, v.update_clip / first) or 1))
@@ -68,7 +80,7 @@ local function update(case)
   end
 end
 
-local UPDATE = { adagc = true, update_clip = true, spam = true }
+local UPDATE = { adagc = true, update_clip = true, spam = true, stable_spam = true }
 for line in io.lines(arg[1]) do
   local case = json.decode(line)
   if case.policy == "fp8_lm" then fp8(case)

@@ -5,7 +5,7 @@ otherwise.
 Two originals are run themselves, from their packages: zclip 1.0.0, which clips the gradient of a
 parameter, and the SkipStepOptimizer of ai2-olmo-core 3.0.0. Without a package its row is left out.
 The others are compared with their rules as restated here: AdaGC as in pytorch_optimizer, levanter's
-clipping of updates, SPAM's schedule as in galore_torch, Megatron-LM's threshold and rerun machine,
+clipping of updates, SPAM's schedule as in galore_torch, Stable-SPAM, Megatron-LM's threshold and rerun machine,
 which are parts of a framework that needs CUDA, and FP8-LM's scaling, whose code is not public.
 """
 import argparse
@@ -189,6 +189,31 @@ class Spam(Original):
         return dict(numbers=[rate, reset, float(self.threshold if spikes else 0)])
 
 
+class StableSpam(Original):
+    """As the authors' StableSPAM without total_T, for gradients of one element: |g| above the
+    unbiased mean of maxima becomes that mean; then the norm is set."""
+
+    def start(self, gamma1, gamma2, theta, interval):
+        self.gamma1, self.gamma2, self.theta, self.interval = gamma1, gamma2, theta, interval
+        self.total, self.number, self.kept = 0, 0, [[0.0] * 3 for _ in range(2)]
+
+    def step(self, *gradients):
+        self.total, self.number = self.total + 1, self.number + 1
+        results = []
+        for kept, g in zip(self.kept, gradients):
+            kept[0] = self.theta * kept[0] + (1 - self.theta) * g
+            g = min(g, kept[0] / (1 - self.theta ** self.number))
+            kept[1] = self.gamma1 * kept[1] + (1 - self.gamma1) * g
+            kept[2] = self.gamma2 * kept[2] + (1 - self.gamma2) * g * g
+            first = kept[1] / (1 - self.gamma1 ** self.number)
+            second = kept[2] / (1 - self.gamma2 ** self.number)
+            results.append(first / (math.sqrt(second) + 1e-8))
+        reset = self.interval > 0 and self.total % self.interval == 0
+        if reset:
+            self.number = 1
+        return dict(numbers=results + [float(reset), float(self.number)])
+
+
 class Fp8Lm(Original):
     """mu starts at 1 / amax and doubles over growth_interval steps; a tensor keeps 1 / mu."""
 
@@ -265,6 +290,8 @@ ROWS = [
      dict(rolling_interval_length=[3, 16, 128], sigma_factor=[0.5, 3])),
     ("SPAM schedule*", "spam", Spam, positive,
      dict(interval=[30, 100], threshold=[5000], grad_accu_steps=[1, 20], warmup_epoch=[5, 150])),
+    ("Stable-SPAM*", "stable_spam", StableSpam, positive,
+     dict(gamma1=[0.7, 0.85], gamma2=[0.9, 0.999], theta=[0.9, 0.999], interval=[0, 30, 1000])),
     ("FP8-LM*", "fp8_lm", Fp8Lm, saturating, dict(threshold=[1e-5], growth_interval=[10, 1000])),
 ]
 
@@ -317,7 +344,7 @@ def cases(draw, policy, steps_of, choices):
 def spelled(policy, loss, norm):
     if policy == "fp8_lm":
         return [loss.hex(), norm]
-    if policy in ("adagc", "update_clip", "spam"):
+    if policy in ("adagc", "update_clip", "spam", "stable_spam"):
         return [loss.hex(), norm.hex()]
     finite = 0.0 if not math.isfinite(norm) else norm
     return [loss.hex(), finite.hex(), int(math.isinf(norm)), int(math.isnan(norm))]

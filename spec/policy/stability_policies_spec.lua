@@ -1,14 +1,15 @@
 -- The policies that guard updates (zclip, skip_step, norm_skip, rerun; what all have in common also
--- with adagc, update_clip, spam and qk_clip) and fp8_lm: traces with numbers worked out here, first
--- steps, zeros, NaN and overflow, resuming at any step, live runs. spec/parity/stability.py
--- compares them with the originals; update_policies_spec.lua has what acts on the update.
+-- with adagc, update_clip, spam, stable_spam and qk_clip) and fp8_lm: traces with numbers worked
+-- out here, first steps, zeros, NaN and overflow, resuming at any step, live runs.
+-- spec/parity/stability.py compares them with the originals; update_policies_spec.lua has what acts
+-- on the update.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local helper = require "spec.helper"
 
 local nan, inf = 0 / 0, 1 / 0
 local GUARDS = { "zclip", "skip_step", "norm_skip", "rerun", "adagc", "update_clip", "spam",
-  "qk_clip" }
+  "stable_spam", "qk_clip" }
 
 -- Decides on steps { loss =, norm =, inf =, nan = } (1, 1, 0, 0; a number is the norm). `at` is
 -- called before each step with the policy. Returns what each step gave.
@@ -130,6 +131,7 @@ describe("a policy that guards updates", function()
       { "rerun", { on_fault = "go" }, "on_fault must be" }, { "rerun", { factor = 1 }, "factor" },
       { "rerun", { loss_scale = -1 }, "loss_scale" }, { "adagc", { lambda_rel = 0 }, "lambda_rel" },
       { "update_clip", { sigma_factor = -1 }, "sigma_factor" },
+      { "stable_spam", { theta = 1 }, "theta" },
       { "spam", { interval = 0 }, "is no number of updates" },
       { "spam", { death_rate = 2 }, "death_rate must be at most 1" } } do
       local good, why = pcall(engine.policy.load, case[1], case[2])

@@ -77,8 +77,8 @@ local function norm_of(list)
 end
 
 -- The rules in double: rule(state, t, gradients) changes the gradients and may return a factor on
--- the rate, whether to reset the moments first, the largest g^2 / v, and clip(state, norm) ->
--- largest norm of the update.
+-- the rate, whether to reset the moments first, the largest g^2 / v, clip(state, norm) -> largest
+-- norm of the update, and the number of the update for bias corrections.
 local RULES = {}
 function RULES.adagc(s, t, of)
   local factor = math.min(1 / (norm_of { norm_of(of[1]), norm_of(of[2]) } + 1e-8), 1)
@@ -112,7 +112,25 @@ function RULES.spam(s, t)
   return since < 8 and 1 - 0.99 * (1 + math.cos(math.pi * since / 9)) / 2 or 1, t % 30 == 0,
     t >= 5 and t % 30 >= 5 and 20 or 0
 end
-local OPTIONS = { adagc = { warmup_steps = 20 },
+function RULES.stable_spam(s, t, of)
+  local step = (s.step or 0) + 1
+  for i, g in ipairs(of) do
+    local means, amax = s[i] or { max = 0, norm = 0, square = 0 }, 0
+    for _, x in ipairs(g) do amax = math.max(amax, math.abs(x)) end
+    means.max = 0.9 * means.max + 0.1 * amax
+    local most = means.max / (1 - 0.9 ^ step)
+    for k, x in ipairs(g) do g[k] = math.abs(x) > most and x / amax * most or x end
+    local norm = norm_of(g)
+    means.norm = 0.7 * means.norm + 0.3 * norm
+    means.square = 0.9 * means.square + 0.1 * norm ^ 2
+    local c = means.norm / (1 - 0.7 ^ step) / (math.sqrt(means.square / (1 - 0.9 ^ step)) + 1e-8)
+    for k, x in ipairs(g) do g[k] = x / norm * c end
+    s[i] = means
+  end
+  s.step = t % 30 == 0 and 1 or step
+  return 1, t % 30 == 0, 0, nil, s.step
+end
+local OPTIONS = { stable_spam = { theta = 0.9, interval = 30 }, adagc = { warmup_steps = 20 },
   update_clip = { rolling_interval_length = 16, sigma_factor = 1 },
   spam = { interval = 30, grad_accu_steps = 5, warmup_epoch = 8, threshold = 20 } }
 
@@ -122,7 +140,8 @@ local function expected(rule)
   for k = 1, #w do m[k], v[k] = 0, 0 end
   for t = 1, STEPS do
     local of = gradients_at(t)
-    local lr, reset, spike, limit = rule(state, t, of)
+    local lr, reset, spike, limit, count = rule(state, t, of)
+    count = count or t
     local change = {}
     for k = 1, #w do
       local g = k > 6 and of[2][k - 6] or of[1][k]
@@ -131,8 +150,8 @@ local function expected(rule)
         g = (g < 0 and -1 or 1) * math.sqrt(spike * v[k])
       end
       m[k], v[k] = 0.9 * m[k] + 0.1 * g, 0.999 * v[k] + 0.001 * g * g
-      change[k] = -1e-2 * (lr or 1) / (1 - 0.9 ^ t) * m[k]
-        / (math.sqrt(v[k] / (1 - 0.999 ^ t)) + 1e-12)
+      change[k] = -1e-2 * (lr or 1) / (1 - 0.9 ^ count) * m[k]
+        / (math.sqrt(v[k] / (1 - 0.999 ^ count)) + 1e-12)
     end
     local norm = norm_of(change)
     local most = limit and limit(norm) or inf

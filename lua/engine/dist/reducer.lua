@@ -481,12 +481,14 @@ function Reducer:decide(record, verdict)
       parts[#parts + 1] = ("%s %s"):format(group, show.exact(scale))
     end
   end
-  if verdict.each ~= 0 or verdict.update_clip + verdict.spike_clip > 0 then
+  local bias_step = tonumber(verdict.bias_step)
+  if verdict.each ~= 0 or verdict.update_clip + verdict.spike_clip + bias_step > 0 then
     local numbers = { show.exact(verdict.update_clip), show.exact(verdict.spike_clip) }
     for i = 0, #self.trainer.optimizer.list * C.ENG_EACH - 1 do
-      numbers[i + 3] = show.exact(C.eng_policy_each(policy.handle, i % C.ENG_EACH,
+      numbers[i + 4] = show.exact(C.eng_policy_each(policy.handle, i % C.ENG_EACH,
         math.floor(i / C.ENG_EACH)))
     end
+    numbers[3] = show.exact(bias_step)
     parts[#parts + 1] = ("update clip %s, spike clip %s, single tensors %s"):format(numbers[1],
       numbers[2], crc(table.concat(numbers, " ")))
   end

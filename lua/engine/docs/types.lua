@@ -24,6 +24,7 @@ policy.init                fun(options: table): table
 policy.decide              engine.Decide
 policy.migrate             fun(old_state: table, old_name: string, options: table): table
 record.overflow            boolean
+record.capped              boolean
 record.first_bad           string?
 record.norm_ref            number?
 record.hist                engine.Histogram
@@ -39,6 +40,8 @@ record.v_norm              number?
 verdict.scales             table<string, number>
 verdict.clips              table<string, number>
 verdict.lr_muls            table<string, number>
+verdict.caps               table<string, number>
+verdict.grad_norms         table<string, number>
 verdict.logit_muls         table<string, number>
 verdict.reset_moments      boolean|string|string[]
 trainer.steps              integer
@@ -101,7 +104,7 @@ local PREAMBLE = [[
 ---| "amax" | "norm" | "zeros" | "underflow" | "hist" | "tensors" | "groups" | "norm_ref"
 ---| "overflow" | "inf" | "nan" | "count" | "update_norm" | "weight_norm" | "m_norm" | "v_norm"
 ---| "clips" | "lr_muls" | "reset_moments" | "update_clip" | "spike_clip"
----| "logit_max" | "logit_muls"
+---| "logit_max" | "logit_muls" | "caps" | "grad_norms" | "bias_step"
 
 ---@alias engine.Decide
 ---| fun(state: table, record: engine.Record, options: table): number|engine.Verdict

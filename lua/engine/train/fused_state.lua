@@ -68,7 +68,8 @@ function State:update(lr, options)
   update.n_groups = fill_groups(self, lr, options.lr_muls)
   update.kind, update.groups = self.kind, self.hyper
   update.gradient_factor, update.clip_value = options.gradient_factor, options.clip_value
-  update.t, update.lagged = self.optimizer.updates + 1, options.lagged and 1 or 0
+  update.t = options.bias_step or self.optimizer.updates + 1
+  update.lagged = options.lagged and 1 or 0
   update.clip_norm, update.norm, update.clips = options.clip_norm, options.norm, options.clips
   update.norms, update.update_clip, update.spike_clip = options.norms, options.update_clip or 0,
     options.spike_clip or 0

@@ -224,7 +224,7 @@ function State:update(lr, options)
   end
   local contexts = {}
   for k, group in ipairs(self.optimizer.groups) do
-    local ctx = { t = self.optimizer.updates + 1 }
+    local ctx = { t = options.bias_step or self.optimizer.updates + 1 }
     for key in pairs(self.spec.defaults) do ctx[key] = group[key] end
     ctx.lr = lr * group.lr_mul
     contexts[k] = guarded(ctx, "the context", {})

@@ -54,6 +54,9 @@ local NEEDS = {
   { "spike_clip", C.ENG_NEED_SPIKE_CLIP, { "lagged", "card", "adam" } },
   { "clips", C.ENG_NEED_CLIPS, { "lagged" } }, { "lr_muls", C.ENG_NEED_LR_MULS, { "lagged" } },
   { "reset_moments", C.ENG_NEED_RESET_MOMENTS, { "lagged" } },
+  { "caps", C.ENG_NEED_CAPS, { "lagged", "card", "whole" } },
+  { "grad_norms", C.ENG_NEED_GRAD_NORMS, { "lagged" } },
+  { "bias_step", C.ENG_NEED_BIAS_STEP, { "lagged" } },
   { "logit_max", C.ENG_NEED_LOGIT_MAX, { "heads", "card" } },
   { "logit_muls", C.ENG_NEED_LOGIT_MULS, { "heads", "scalable", "lagged", "card", "whole" } },
 }

@@ -348,14 +348,15 @@ function Optimizer:clip_grad_value(limit)
 end
 
 local STEP = "gradient_factor clip_value lr_mul lagged clip_norm norm clips lr_muls norms " ..
-  "update_clip spike_clip"
+  "update_clip spike_clip bias_step"
 
 --- One update. options: gradient_factor (1; 1/scale to unscale), clip_value, lr_mul, clip_norm (the
 --- limit for `norm`), norm (the norm of the gradients times gradient_factor), lagged (the device
 --- takes the norm from the statistics that were requested last, and makes no update if a gradient
 --- is inf or nan). A limit set by clip_grad_norm replaces clip_norm. The trainer also gives clips
---- and lr_muls (an array of factors, one for each parameter's gradient and rate) and, for fused
---- optimizers on the CPU, norms, update_clip and spike_clip (eng_update).
+--- and lr_muls (an array of factors, one for each parameter's gradient and rate), bias_step (the
+--- number of the update for bias corrections) and, for fused optimizers on the CPU, norms,
+--- update_clip and spike_clip (eng_update).
 function Optimizer:step(options)
   options = tensor.read_named(options, "step", STEP)
   expect(type(self.lr) == "number" and self.lr >= 0 and self.lr < math.huge, self.lr,
@@ -365,7 +366,7 @@ function Optimizer:step(options)
     clip_value = options.clip_value or self._clip_value or 0, lagged = options.lagged,
     clip_norm = self._clip or options.clip_norm or 0, clips = options.clips,
     lr_muls = options.lr_muls, norms = options.norms, update_clip = options.update_clip,
-    spike_clip = options.spike_clip,
+    spike_clip = options.spike_clip, bias_step = options.bias_step,
     norm = self._clip and self._clip_norm or options.norm or 0 })
   self.updates = self.updates + 1
   self._clip, self._clip_value = nil, nil

@@ -1,6 +1,7 @@
 -- What passes between a policy and the optimizer's update beyond scale, clip and lr_mul: the norms
 -- that an update computes for the next step's record, and the verdict's entries for single tensors.
 -- Owns the norms' sums of squares, which checkpoints hold. Called by trainer.lua and run/run.lua.
+local autograd = require "engine.tensor.autograd"
 local M_ffi = require "engine.base.ffi"
 local show = require "engine.base.show"
 
@@ -56,6 +57,30 @@ function Norms:restore(state)
   self.known = i == self.n * C.ENG_NORMS and self.moments ~= nil
 end
 
+--- Applies the caps of a verdict: elements above a tensor's cap are multiplied by cap / amax. The
+--- norms of the record and its tensors become those of the capped gradients.
+function M.cap(trainer, s, record)
+  local n, stats, changed = trainer.norms.n, trainer.stats, false
+  local caps = trainer.policy:each(C.ENG_EACH_CAP, M_ffi.new("double[?]", n), n)
+  for i, p in ipairs(trainer.optimizer.list) do
+    local amax, relative = stats[i - 1].amax, stats[i - 1].relative_scale
+    local most = caps[i - 1] * s.scale * (relative > 0 and relative or 1)
+    if most < amax then
+      changed = true
+      autograd.scope(function()
+        local g = p.tensor.grad
+        local x = g:to "f32"
+        g:copy(x:abs():gt(most):where(x * (most / amax), x):to(g.dtype))
+      end)
+    end
+  end
+  if not changed then return end
+  local again, own = M_ffi.new "eng_record", M_ffi.new("eng_tensor_stats[?]", n)
+  M_ffi.check(C.eng_params_stats(again, own, trainer.optimizer.params, s.scale, C.ENG_NEED_NORM))
+  record.norm = again.norm
+  for i = 0, n - 1 do stats[i].sum_squares = own[i].sum_squares end
+end
+
 --- Adds to the options of an update what the verdict on its step and the policies' needs ask for,
 --- and resets moments.
 function M.add(trainer, options, verdict)
@@ -65,6 +90,7 @@ function M.add(trainer, options, verdict)
   end
   if verdict.update_clip > 0 then options.update_clip = verdict.update_clip end
   if verdict.spike_clip > 0 then options.spike_clip = verdict.spike_clip end
+  if verdict.bias_step > 0 then options.bias_step = tonumber(verdict.bias_step) end
   if verdict.each == 0 then return end
   local function each(what) return policy:each(what, M_ffi.new("double[?]", norms.n), norms.n) end
   options.clips, options.lr_muls = each(C.ENG_EACH_CLIP), each(C.ENG_EACH_LR)
