@@ -29,6 +29,27 @@ engine.trainer { model = net, data = train, steps = cfg.steps, policy = cfg.poli
   on_step = function() require("engine.base.ffi").C.eng_sleep(cfg.wait) end }:run()
 ]]
 
+-- A loop written by hand: two optimizers, so two steps in a turn.
+local SESSION = [[
+local engine = require "engine"
+local cfg = engine.config({ policy = "dynamic", seed = 1, run = "", resume = "", log = "line",
+  steps = 12 }, nil, { count = "steps", policy = "policy" })
+engine.seed(cfg.seed)
+local nets = { engine.nn.linear(3, 4), engine.nn.linear(3, 4) }
+local opts = {}
+for i, net in ipairs(nets) do
+  opts[i] = engine.optim.adam(net, { lr = 1e-2, precision = "fp16" })
+end
+local s = engine.session { optimizers = { a = opts[1], b = opts[2] }, policy = cfg.policy,
+  run = cfg.run, resume = cfg.resume, log = cfg.log }
+for _ in s:turns(cfg.steps) do
+  for i, net in ipairs(nets) do
+    s:backward(s:autocast(function() return (net(engine.randn(8, 3)) ^ 2):mean() end))
+    s:step(opts[i])
+  end
+end
+]]
+
 local FAILS = [[return { name = "fails", options = {}, init = function() return { scale = 1 } end,
   decide = function() error("on purpose") end }]]
 
@@ -39,6 +60,7 @@ describe("engine contest", function()
   setup(function()
     folder = helper.folder()
     helper.write(folder .. "/job.lua", JOB)
+    helper.write(folder .. "/session.lua", SESSION)
     helper.write(folder .. "/mine.lua", FAILS)
     helper.write(folder .. "/script.lua", "local engine = require 'engine'\n" ..
       "engine.config { policy = '', run = '' }\nerror 'not reached'")
@@ -193,6 +215,29 @@ describe("engine contest", function()
       h:close()
     end
     assert.equal(4, #csv "k.csv")
+  end)
+
+  it("compares loops written by hand, and makes no run twice", function()
+    local words = ("session.lua --policy dynamic --policy %s seeds=2 name=s --csv s.csv")
+      :format(HIGH)
+    for turn = 1, 2 do
+      local result = contest(words)
+      assert.equal(0, result.code, result.err)
+      assert.equal(turn == 1, result.err:find "runs to make" ~= nil)
+      local rows = csv "s.csv"
+      assert.equal(4, #rows)
+      for _, row in ipairs(rows) do
+        local h = history.open(folder .. "/" .. row.run)
+        local steps, skipped = h:steps(), 0
+        h:close()
+        for _, step in ipairs(steps) do skipped = skipped + (step.action ~= "step" and 1 or 0) end
+        assert.equal("finished", row.ended)
+        assert.equal(24, #steps)
+        assert.equal(24, row.steps)
+        assert.equal(skipped, row.skipped)
+        assert.equal(row.policy == HIGH, skipped > 0)
+      end
+    end
   end)
 
   it("goes on when a policy or a seed fails, and says why", function()
