@@ -425,8 +425,8 @@ describe("an optimizer refuses", function()
     { "opt:clip_grad_value('a')", "clip_grad_value: expected a limit > 0, got 'a'" },
     { "opt:step { gradient_fact = 2 }",
       "step: unknown option 'gradient_fact'; did you mean 'gradient_factor'?; options: " ..
-      "clip_norm clip_value clips gradient_factor lagged lr_mul lr_muls norm norms spike_clip " ..
-      "update_clip" },
+      "bias_step clip_norm clip_value clips gradient_factor lagged lr_mul lr_muls norm norms " ..
+      "spike_clip update_clip" },
     { "(function() opt.lr = 0/0 opt:step() end)()",
       "optim.sgd: expected lr to be a finite number >= 0, got " .. tostring(0 / 0) },
   }

@@ -50,6 +50,7 @@ trainer.checkpoint_every   integer
 trainer.keep               integer
 trainer.stats_every        integer
 trainer.ref_every          integer
+trainer.activations        string
 trainer.clip               number
 trainer.clip_value         number
 trainer.bucket             number
@@ -105,6 +106,7 @@ local PREAMBLE = [[
 ---| "overflow" | "inf" | "nan" | "count" | "update_norm" | "weight_norm" | "m_norm" | "v_norm"
 ---| "clips" | "lr_muls" | "reset_moments" | "update_clip" | "spike_clip"
 ---| "logit_max" | "logit_muls" | "caps" | "grad_norms" | "bias_step"
+---| "activations"
 
 ---@alias engine.Decide
 ---| fun(state: table, record: engine.Record, options: table): number|engine.Verdict

@@ -36,15 +36,15 @@ end
 
 local enter, leave_module   -- set by watch
 
---- Calls state = on_enter(module) before each module's forward, and on_leave(state) afterwards.
---- watch(nil) stops these calls. Used by trap.lua.
+--- Calls state = on_enter(module) before each module's forward, and on_leave(state, results...)
+--- afterwards. watch(nil) stops these calls. Used by trap.lua and activations.lua of train/.
 function M.watch(on_enter, on_leave) enter, leave_module = on_enter, on_leave end
 
 --- Whether watch is active.
 function M.watched() return enter ~= nil end
 
 local function left(around, ...)
-  leave_module(around)
+  leave_module(around, ...)
   return ...
 end
 

@@ -12,6 +12,7 @@
 -- Called by trainer.lua: at the start, when a resumed run has more micro-batches, and after each
 -- decision; by run/swap.lua for every policy that is swapped in; by scaler.lua.
 local M_ffi = require "engine.base.ffi"
+local activations = require "engine.train.activations"
 local attention_logits = require "engine.train.attention_logits"
 local machine = require "engine.base.machine"
 local policies = require "engine.policy.policy"
@@ -37,6 +38,10 @@ local LACKS = {
   heads = function(t)
     return not attention_logits.modules(t.model) and "the model has no nn.attention"
   end,
+  modules = function(t)
+    return not activations.modules(t.model, t.activation_pattern) and ("no module of the model " ..
+      "matches activations = '%s'"):format(t.activation_pattern or "the modules of lists")
+  end,
   scalable = function(t) return attention_logits.fixed(t.model) end,
   whole = function(t)
     return (t.reducer.zero or t.reducer.apart) and "each rank updates only a part of the weights" ..
@@ -44,7 +49,8 @@ local LACKS = {
   end,
 }
 -- Shadows read these too; their verdicts change nothing.
-local STATISTICS = bit.bor(C.ENG_NEED_UPDATE_NORMS, C.ENG_NEED_LOGIT_MAX)
+local STATISTICS = bit.bor(C.ENG_NEED_UPDATE_NORMS, C.ENG_NEED_LOGIT_MAX,
+  C.ENG_NEED_ACTIVATIONS)
 local UPDATE = { "lagged", "card", "fused", "whole" }
 -- The needs that only some runs fulfil, and what they must not lack.
 local NEEDS = {
@@ -57,6 +63,7 @@ local NEEDS = {
   { "caps", C.ENG_NEED_CAPS, { "lagged", "card", "whole" } },
   { "grad_norms", C.ENG_NEED_GRAD_NORMS, { "lagged" } },
   { "bias_step", C.ENG_NEED_BIAS_STEP, { "lagged" } },
+  { "activations", C.ENG_NEED_ACTIVATIONS, { "modules", "card" } },
   { "logit_max", C.ENG_NEED_LOGIT_MAX, { "heads", "card" } },
   { "logit_muls", C.ENG_NEED_LOGIT_MULS, { "heads", "scalable", "lagged", "card", "whole" } },
 }
@@ -122,6 +129,10 @@ function M.refusal(trainer)
   local problem = M.policy_refusal(trainer, trainer.policy)
   for _, shadow in ipairs(trainer.shadows and trainer.shadows.list or {}) do
     problem = problem or unfulfilled(trainer, shadow.policy, STATISTICS)
+  end
+  if trainer.activation_pattern and not problem then
+    local why = LACKS.modules(trainer) or LACKS.card(trainer)
+    problem = why and "activations: " .. why or nil
   end
   if problem then return problem end
   local sites, lagged = trainer.optimizer.fp8, trainer.delay == 1

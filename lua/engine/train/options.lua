@@ -18,7 +18,7 @@ local KNOWN = list_of [[model data loss optimizer schedule precision policy poli
   on_step
   on_policy_error on_lost rollbacks stats_every history config evaluate mode graph ref_every
   ref_layers shadow trap watch attach tensorboard comm_dtype bucket zero rank_timeout
-  agree_every]]
+  agree_every activations]]
 
 local SESSION = list_of [[optimizer optimizers data precision policy policy_options clip clip_value
   run resume checkpoint_every keep log state on_policy_error on_lost rollbacks stats_every history
@@ -68,6 +68,7 @@ local OPTIONAL = {
   { "stats_every", "a whole number of 1 or more", whole },
   { "ref_every", "a whole number of 1 or more", whole },
   { "ref_layers", "a pattern of parameter names", is "string" },
+  { "activations", "a pattern of module names", is "string" },
   { "on_step", "a function", is "function" },
   { "state", "a table", is "table" },
   { "evaluate", "{ data = a loader, every = steps }",

@@ -11,6 +11,7 @@
 -- checkpoints, run/swap.lua changes the policy between steps.
 local M_ffi = require "engine.base.ffi"
 local agreement = require "engine.dist.agreement"
+local activations = require "engine.train.activations"
 local attention_logits = require "engine.train.attention_logits"
 local autograd = require "engine.tensor.autograd"
 local captured = require "engine.train.captured"
@@ -146,7 +147,9 @@ function Trainer:forward_backward(s, i)
   self:remember_batch(i, batch)
   local loss = self.graph and captured.launch(self, batch, s.scale)
   if self.logits then self.logits:watch(true) end
-  if not loss then loss = self:backward(s, i, self:forward(batch)) end
+  if not loss and self.activations then
+    loss = self:backward(s, i, self.activations:during(i, self.forward, self, batch))
+  elseif not loss then loss = self:backward(s, i, self:forward(batch)) end
   if self.logits then
     self.logits:watch(false)
     self.logits:read(i)
@@ -391,6 +394,10 @@ function Trainer:use_policy(policy)
   wanted = bit.band(self.needs, C.ENG_NEED_LOGIT_MAX) ~= 0
   if not wanted then attention_logits.clear() end
   self.logits = wanted and (self.logits or attention_logits.new(self.model)) or nil
+  wanted = bit.band(self.needs, C.ENG_NEED_ACTIVATIONS) ~= 0 or self.activation_pattern
+  if not wanted then activations.clear() end
+  self.activations = wanted and (self.activations
+    or activations.new(self.model, self.activation_pattern)) or nil
 end
 
 --- The format of each parameter's gradient, by name.
@@ -432,6 +439,7 @@ function M.assemble(o, class, prepare)
     delay = o.mode == "lagged" and 1 or 0, graph = o.graph or nil,
     on_step = o.on_step, on_policy_error = o.on_policy_error or "hold",
     on_lost = o.on_lost or "stop", evaluate = o.evaluate, restart_data = o.restart_data,
+    activation_pattern = o.activations,
     log = o.log or "line", ref_every = o.ref_every, ref_layers = o.ref_layers,
     steps_done = 0, updates = 0, skipped = 0, retries = 0, tokens = 0, policy_errors = 0,
     rollbacks = o.rollbacks or 3, rollbacks_made = 0, lr_factor = 1,
@@ -513,6 +521,10 @@ end
 ---   ref_every, ref_layers        for policies that need norm_ref: steps between reference
 ---                                backwards (the policy's option, or 100), and a pattern of the
 ---                                parameters they cover (all)
+---   activations                  a pattern of modules whose outputs are measured at each step, as
+---                                signals activation_amax.MODULE and activation_kurtosis.MODULE,
+---                                on the CPU. A policy that needs `activations` measures the
+---                                modules of lists, such as blocks.3, without this option
 ---   evaluate                     { data =, every =, batches = }: loss on other data; policies
 ---                                read it as record.signals.evaluation_loss
 ---   mode                         "sync": the policy decides before the update, which waits for

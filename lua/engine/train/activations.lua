@@ -1,0 +1,80 @@
+-- Statistics of what watched modules return, as signals that policies read: activation_amax.MODULE,
+-- the largest magnitude, and activation_kurtosis.MODULE, the fourth central moment over the squared
+-- variance (3 for a normal distribution). Each signal is the largest of a step's micro-batches and
+-- ranks. Measured only while a policy needs `activations` or the trainer's option names modules.
+-- Called by trainer.lua.
+local autograd = require "engine.tensor.autograd"
+local module = require "engine.nn.module"
+local precision = require "engine.train.precision"
+local signal_rules = require "engine.policy.signals_rules"
+local signals = require "engine.policy.signals"
+local tensor = require "engine.tensor.tensor"
+local within = require "engine.base.within"
+
+local M = {}
+
+local Activations = {}
+Activations.__index = Activations
+
+--- The modules of a model whose path the pattern finds, { module = path }, or nil. Without a
+--- pattern: the modules of lists, such as blocks.3.
+function M.modules(model, pattern)
+  local found, some = {}, false
+  if model.apply then
+    model:apply(function(part, path)
+      if path ~= "" and path:find(pattern or "^[^.]*%.?%d+$") then
+        found[part], some = path, true
+      end
+    end)
+  end
+  return some and found or nil
+end
+
+--- Measures a model's modules. Withdraws the signals of other models.
+function M.new(model, pattern)
+  M.clear()
+  return setmetatable({ modules = M.modules(model, pattern), most = {} }, Activations)
+end
+
+--- Withdraws the signals of all models.
+function M.clear()
+  for name in pairs(signals) do
+    if name:find "^activation_" then signals[name] = nil end
+  end
+end
+
+-- amax and kurtosis of an output. The kurtosis is NaN where the output is constant, or has inf or
+-- NaN.
+local function measure(x)
+  x = x:detach():to "f32"
+  local amax = x:abs():max():item()
+  if not (amax > 0 and amax < math.huge) then return amax, 0 / 0 end
+  local d = x * (1 / amax)                              -- so that no fourth power leaves f32
+  d = d - d:mean()
+  local q = d * d
+  local variance = q:mean():item()
+  return amax, (q * q):mean():item() / variance ^ 2
+end
+
+local function publish(self, what, path, value)
+  local name = ("activation_%s.%s"):format(what, path)
+  -- NaN compares false, so it stays the largest
+  local most = self.most[name]
+  if not most or most == most and not (value <= most) then most = value end
+  self.most[name], signals[name], signal_rules[name] = most, most, "max"
+end
+
+--- f(...), the forward pass of micro-batch i, with its modules measured.
+function Activations:during(i, f, ...)
+  if i == 1 then self.most = {} end
+  return within(function()
+    module.watch(function(part) return self.modules[part] end, function(path, x)
+      if not path or not tensor.is_tensor(x) or x.dtype == "i32" then return end
+      local amax, kurtosis = precision.autocast("fp32", autograd.scope, measure, x)
+      publish(self, "amax", path, amax)
+      publish(self, "kurtosis", path, kurtosis)
+    end)
+  end, function() module.watch(nil) end, f, ...)
+end
+
+return M
