@@ -49,23 +49,24 @@ function Policy:scale() return C.eng_policy_scale(self.handle) end
 --- Sets the scale; counters keep their values.
 function Policy:set_scale(scale) check(C.eng_policy_set_scale(self.handle, scale)) end
 
+local function decide(self, record, stats)
+  if C.eng_policy_decide(self.verdict, self.handle, record, stats) ~= 0 then
+    error(M_ffi.message(), 3)
+  end
+  return self.verdict
+end
+
 --- Runs the policy on a step: an eng_record and, if the policy needs them, the statistics per
 --- tensor (eng_tensor_stats[n]). The verdict belongs to the policy and changes with the next call.
---- If it has caps, `cap` applies them to the gradients and to the record's norms, where there are
---- gradients, and the policy decides again.
-function Policy:decide(record, stats, cap)
+--- If it has caps, cap(...) applies them to the gradients and to the record's norms, where there
+--- are gradients, and the policy decides again.
+function Policy:decide(record, stats, cap, ...)
   record.capped = 0
-  local function decide()
-    if C.eng_policy_decide(self.verdict, self.handle, record, stats) ~= 0 then
-      error(M_ffi.message(), 3)
-    end
-    return self.verdict
-  end
-  local verdict = decide()
+  local verdict = decide(self, record, stats)
   if bit.band(verdict.each, bit.lshift(1, C.ENG_EACH_CAP)) == 0 then return verdict end
-  if cap then cap() end
+  if cap then cap(...) end
   record.capped = 1
-  return decide()
+  return decide(self, record, stats)
 end
 
 local out_text, out_bytes = ffi.new("const char *[1]"), ffi.new("int64_t[1]")

@@ -248,9 +248,8 @@ end
 function Trainer:decide(s, record)
   local policy, stats, sites = self.policy, self.stats, self.optimizer.fp8
   for name, value in pairs(s.signals) do policy:signal(name, value) end
-  local verdict = self.swaps:observe(record, stats, policy:decide(record, stats, function()
-    update_norms.cap(self, s, record)
-  end))
+  local verdict = self.swaps:observe(record, stats, policy:decide(record, stats,
+    update_norms.cap, self, s, record))
   s.logs = self.policy:logs()
   local problem = self:refuses(self.policy)
   if problem then verdict.reason, verdict.action = problem:sub(1, 255), C.ENG_ACTION_STOP end
