@@ -14,6 +14,17 @@
 #pragma weak cuda_mx_dequantize
 #pragma weak cuda_nf4_quantize
 #pragma weak cuda_nf4_dequantize
+#pragma weak cuda_conv2d
+#pragma weak cuda_conv2d_grad_x
+#pragma weak cuda_conv2d_grad_w
+#pragma weak cuda_max_pool2d
+#pragma weak cuda_max_pool2d_grad
+#pragma weak cuda_avg_pool2d
+#pragma weak cuda_avg_pool2d_grad
+#pragma weak cuda_batch_norm
+#pragma weak cuda_batch_norm_grad
+#pragma weak cuda_group_norm
+#pragma weak cuda_group_norm_grad
 #define KERNEL_ANY(name)  op_kernel cuda_##name;
 #define KERNEL_ROWS(name) op_kernel cuda_##name;
 #define KERNEL_VIEW(name)

@@ -168,6 +168,66 @@ static eng_status take_numbers(op_call *c)
   return ENG_OK;
 }
 
+// ---- elements in another order
+
+/// Whether output element i depends on element i of each input alone, whatever the order.
+static bool is_elementwise(op_call *c)
+{
+  switch (c->op) {
+    case ENG_OP_add: case ENG_OP_sub: case ENG_OP_mul: case ENG_OP_div: case ENG_OP_maximum:
+    case ENG_OP_minimum: case ENG_OP_affine: case ENG_OP_clamp: case ENG_OP_unary_grad:
+      return true;
+    case ENG_OP_cast: return !op_random_place(c, &(int){0});
+    default: return op_is_unary(c->op);
+  }
+}
+
+/// Whether the inputs have one shape and lie in memory in one order, without gaps, that is not
+/// row-major: images, which conv2d leaves channels last. Sets the dimensions in that order.
+static bool in_one_order(op_call *c, int *order)
+{
+  const tensor *x = c->in[0];
+  if (c->out[0] || tensor_contiguous(x) || !is_elementwise(c)) return false;
+  for (int d = 0; d < x->ndim; d++) {
+    int at = d;
+    for (; at > 0 && x->stride[order[at - 1]] < x->stride[d]; at--) order[at] = order[at - 1];
+    order[at] = d;
+  }
+  int64_t stride = 1;
+  for (int k = x->ndim - 1; k >= 0; stride *= x->shape[order[k--]])
+    if (x->stride[order[k]] != stride) return false;
+  for (int k = 1; k < c->n_in; k++)
+    if (!tensor_same_shape(x, c->in[k]) ||
+        memcmp(x->stride, c->in[k]->stride, (size_t)x->ndim * sizeof *x->stride) != 0)
+      return false;
+  return true;
+}
+
+/// Computes an elementwise call on views in which the inputs are row-major; the output gets their
+/// order.
+static eng_status run_in_order(op_call *c, const op_shape *shape, const int *order)
+{
+  const int n = c->in[0]->ndim;
+  op_call p = *c;
+  op_shape s = *shape;
+  int64_t stride[ENG_MAX_DIMS];
+  for (int d = 0; d < n; d++) {
+    s.out[0].shape[d] = shape->out[0].shape[order[d]];
+    stride[d] = c->in[0]->stride[order[d]];
+  }
+  eng_status status = ENG_OK;
+  int made = 0;
+  for (; made < c->n_in && status == ENG_OK; made += status == ENG_OK)
+    status = tensor_view(&p.in[made], c->in[made], 0, n, s.out[0].shape, stride);
+  if (status == ENG_OK) status = make_outputs(&p, &s);
+  if (status == ENG_OK && !outputs_empty(&p)) status = backend_current()->kernel[c->op](&p);
+  if (status == ENG_OK)
+    status = tensor_view(&c->out[0], p.out[0], 0, n, c->in[0]->shape, c->in[0]->stride);
+  tensor_drop(p.out[0]);
+  while (made > 0) tensor_drop(p.in[--made]);
+  return status;
+}
+
 eng_status op_run(op_call *c)
 {
   if (eng_interrupted() == 2) return error_set(ENG_ERR_INTERRUPTED, "interrupted");
@@ -198,6 +258,11 @@ eng_status op_run(op_call *c)
   if (!kernel)
     return error_set(ENG_ERR_DEVICE, "the device '%s' has no kernel for %s",
                      backend_current()->name, name_of(c));
+  int order[ENG_MAX_DIMS];
+  if (in_one_order(c, order)) {
+    ENG_TRY(run_in_order(c, &shape, order));
+    return record ? tape_record(c) : ENG_OK;
+  }
   bool given[ENG_OP_OUTPUTS];
   for (int k = 0; k < ENG_OP_OUTPUTS; k++) given[k] = c->out[k] != NULL;
   eng_status status = make_outputs(c, &shape);

@@ -1,34 +1,20 @@
 // Matrix products through oneDNN 2.6 to 3.x: bf16 on processors with AMX (gemm.c gives the reason).
-// A primitive is built once for every combination of shape, strides, formats and thread count and
-// kept in a table, so training builds none after its first step. The workspace comes from the
-// scratch arena. Owns the table; called by gemm.c.
+// The workspace comes from the scratch arena. Called by gemm.c.
 //
 // Numerics of AMX: TDPBF16PS multiplies bf16 exactly, sums in f32 with round to nearest even, takes
 // subnormal inputs as zero and flushes subnormal sums to zero. NaN and infinity propagate. oneDNN
 // chooses the order of the sums: fixed for one version of oneDNN, one shape and one thread count.
 #include "gemm.h"
 
+#include "onednn.h"
+
 #include <omp.h>
-#include <oneapi/dnnl/dnnl.h>
 #include <string.h>
 
-#include "base/error.h"
-
-// The functions that differ between oneDNN 2 and 3. Version 2 keeps a memory descriptor in the
-// caller's struct and describes a product before it makes the primitive descriptor. Version 3
-// allocates memory descriptors and needs one call for a product.
 #if DNNL_VERSION_MAJOR >= 3
-typedef const_dnnl_memory_desc_t layout_view;
-static layout_view view(const dnnl_memory_desc_t *l) { return *l; }
-static void layout_destroy(dnnl_memory_desc_t *l)    { if (*l) dnnl_memory_desc_destroy(*l); }
-#define layout_create dnnl_memory_desc_create_with_strides
 #define append_sum(ops) dnnl_post_ops_append_sum(ops, 1.0f, 0, dnnl_data_type_undef)
 #define matmul_create dnnl_matmul_primitive_desc_create
 #else
-typedef const dnnl_memory_desc_t *layout_view;
-static layout_view view(const dnnl_memory_desc_t *l) { return l; }
-static void layout_destroy(dnnl_memory_desc_t *l)    { (void)l; }
-#define layout_create dnnl_memory_desc_init_by_strides
 #define append_sum(ops) dnnl_post_ops_append_sum(ops, 1.0f)
 static dnnl_status_t matmul_create(dnnl_primitive_desc_t *out, dnnl_engine_t on, layout_view a,
                                    layout_view b, layout_view bias, layout_view c,
@@ -40,18 +26,14 @@ static dnnl_status_t matmul_create(dnnl_primitive_desc_t *out, dnnl_engine_t on,
 }
 #endif
 
-enum {
-  TABLE_SIZE = 1024,             // entries, a power of two; emptied when three quarters are taken
-  LEAST_WORK = 1 << 18,          // multiply-adds; below this a call costs more than it saves
-};
+enum { LEAST_WORK = 1 << 18 };   // multiply-adds; below this a call costs more than it saves
 
 // The arguments of a product. The key describes the layouts of all but SCRATCH.
 enum { A, B, C, BIAS, SCRATCH, ARGUMENTS };
 static const int argument[ARGUMENTS] = {
   DNNL_ARG_SRC, DNNL_ARG_WEIGHTS, DNNL_ARG_DST, DNNL_ARG_BIAS, DNNL_ARG_SCRATCHPAD};
 
-// Everything a primitive depends on. Keys are compared as bytes, so a key is zeroed before it is
-// filled.
+// Everything a primitive depends on.
 typedef struct key {
   int64_t m, n, k, threads, c_row;
   int64_t a_row, a_column, b_row, b_column;
@@ -59,28 +41,6 @@ typedef struct key {
   int64_t a_batch[GEMM_BATCH_DIMS], b_batch[GEMM_BATCH_DIMS];
   int64_t batch_dims, a_dtype, b_dtype, c_dtype, bias_dtype, add;
 } key;
-
-typedef struct entry {
-  bool             taken;
-  bool             refused;      // oneDNN does not support this product
-  key              for_key;
-  dnnl_primitive_t primitive;
-  dnnl_memory_t    memory[ARGUMENTS];
-  int64_t          scratch_bytes;
-} entry;
-
-static entry         table[TABLE_SIZE];
-static int           entries;
-static dnnl_engine_t engine;
-static dnnl_stream_t stream;
-
-static eng_status failed(const char *what, dnnl_status_t status)
-{
-  return error_set(ENG_ERR_LIBRARY, "oneDNN: %s failed with status %d", what, (int)status);
-}
-
-#define DNNL_TRY(what, call) \
-  do { dnnl_status_t s_ = (call); if (s_ != dnnl_success) return failed(what, s_); } while (0)
 
 bool gemm_onednn_here(void)
 {
@@ -98,7 +58,7 @@ bool gemm_onednn_prefers(const gemm_call *g)
 
 static int format_of(int dtype)
 {
-  return dtype == ENG_f32 ? dnnl_f32 : dtype == ENG_bf16 ? dnnl_bf16 : dnnl_data_type_undef;
+  return dtype == ENG_f16 ? dnnl_data_type_undef : onednn_format(dtype);
 }
 
 // Whether oneDNN accepts the matrix: one dimension has stride 1, and the other's stride is at least
@@ -136,37 +96,6 @@ static key key_of(const gemm_call *g)
   k.bias_dtype = g->bias ? g->bias_dtype : -1;
   k.add = g->beta != 0;
   return k;
-}
-
-static uint64_t hash_of(const key *k)
-{
-  const uint64_t *word = (const uint64_t *)k;
-  uint64_t h = 14695981039346656037u;
-  for (size_t i = 0; i < sizeof *k / sizeof *word; i++) {
-    h = (h ^ word[i]) * 1099511628211u;
-    h ^= h >> 29;
-  }
-  return h;
-}
-
-static void release(entry *e)
-{
-  if (e->primitive) dnnl_primitive_destroy(e->primitive);
-  for (int i = 0; i < ARGUMENTS; i++)
-    if (e->memory[i]) dnnl_memory_destroy(e->memory[i]);
-  memset(e, 0, sizeof *e);
-}
-
-static entry *find(const key *k)
-{
-  if (entries >= TABLE_SIZE / 4 * 3) {
-    for (int i = 0; i < TABLE_SIZE; i++) release(&table[i]);
-    entries = 0;
-  }
-  uint64_t at = hash_of(k) % TABLE_SIZE;
-  while (table[at].taken && memcmp(&table[at].for_key, k, sizeof *k) != 0)
-    at = (at + 1) % TABLE_SIZE;
-  return &table[at];
 }
 
 // The layout of a matrix [batch.. x rows x columns]; a dimension that is broadcast has size 1.
@@ -208,51 +137,45 @@ static dnnl_status_t describe_product(dnnl_primitive_desc_t *out, const dnnl_mem
 {
   dnnl_primitive_attr_t attributes;
   dnnl_post_ops_t after = NULL;
-  dnnl_status_t status = dnnl_primitive_attr_create(&attributes);
+  dnnl_status_t status = onednn_attributes(&attributes);
   if (status != dnnl_success) return status;
-  status = dnnl_primitive_attr_set_scratchpad_mode(attributes, dnnl_scratchpad_mode_user);
   if (status == dnnl_success && k->add) {
     status = dnnl_post_ops_create(&after);
     if (status == dnnl_success) status = append_sum(after);
     if (status == dnnl_success) status = dnnl_primitive_attr_set_post_ops(attributes, after);
   }
   if (status == dnnl_success)
-    status = matmul_create(out, engine, view(&l[A]), view(&l[B]),
+    status = matmul_create(out, onednn_engine, view(&l[A]), view(&l[B]),
                            k->bias_dtype >= 0 ? view(&l[BIAS]) : NULL, view(&l[C]), attributes);
   if (after) dnnl_post_ops_destroy(after);
   dnnl_primitive_attr_destroy(attributes);
   return status;
 }
 
-static dnnl_status_t fill(entry *e, const dnnl_memory_desc_t *l,
+static dnnl_status_t fill(onednn_entry *e, const dnnl_memory_desc_t *l, const key *k,
                           const_dnnl_primitive_desc_t product)
 {
   layout_view scratch = dnnl_primitive_desc_query_md(product, dnnl_query_scratchpad_md, 0);
-  e->scratch_bytes = (int64_t)dnnl_memory_desc_get_size(scratch);
+  e->bytes[SCRATCH] = (int64_t)dnnl_memory_desc_get_size(scratch);
   dnnl_status_t status = dnnl_success;
   for (int i = 0; i < ARGUMENTS && status == dnnl_success; i++)
-    if (i != BIAS || e->for_key.bias_dtype >= 0)
-      status = dnnl_memory_create(&e->memory[i], i == SCRATCH ? scratch : view(&l[i]), engine,
-                                  DNNL_MEMORY_NONE);
-  return status == dnnl_success ? dnnl_primitive_create(&e->primitive, product) : status;
+    if (i != BIAS || k->bias_dtype >= 0)
+      status = dnnl_memory_create(&e->memory[i], i == SCRATCH ? scratch : view(&l[i]),
+                                  onednn_engine, DNNL_MEMORY_NONE);
+  return status == dnnl_success ? dnnl_primitive_create(&e->primitive[0], product) : status;
 }
 
-static eng_status build(entry *e, const key *k)
+static eng_status build(onednn_entry *e, const key *k)
 {
-  if (!engine) {
-    DNNL_TRY("engine", dnnl_engine_create(&engine, dnnl_cpu, 0));
-    DNNL_TRY("stream", dnnl_stream_create(&stream, engine, dnnl_stream_default_flags));
-  }
+  ENG_TRY(onednn_open());
   dnnl_memory_desc_t l[SCRATCH];
   memset(l, 0, sizeof l);
   eng_status described = describe_all(l, k);
   if (described == ENG_OK) {
-    e->taken = true;
-    e->for_key = *k;
-    entries++;
+    onednn_take(e, k, sizeof *k);
     dnnl_primitive_desc_t product = NULL;
     dnnl_status_t status = describe_product(&product, l, k);
-    if (status == dnnl_success) status = fill(e, l, product);
+    if (status == dnnl_success) status = fill(e, l, k, product);
     if (product) dnnl_primitive_desc_destroy(product);
     e->refused = status != dnnl_success;
   }
@@ -260,7 +183,7 @@ static eng_status build(entry *e, const key *k)
   return described;
 }
 
-static eng_status execute(const entry *e, const gemm_call *g, void *scratch)
+static eng_status execute(const onednn_entry *e, const gemm_call *g, void *scratch)
 {
   void *data[ARGUMENTS] = {(void *)g->a.data, (void *)g->b.data, g->c, (void *)g->bias, scratch};
   dnnl_exec_arg_t arguments[ARGUMENTS];
@@ -270,8 +193,8 @@ static eng_status execute(const entry *e, const gemm_call *g, void *scratch)
     DNNL_TRY("memory", dnnl_memory_set_data_handle(e->memory[i], data[i]));
     arguments[n++] = (dnnl_exec_arg_t){argument[i], e->memory[i]};
   }
-  DNNL_TRY("matmul", dnnl_primitive_execute(e->primitive, stream, n, arguments));
-  DNNL_TRY("matmul", dnnl_stream_wait(stream));
+  DNNL_TRY("matmul", dnnl_primitive_execute(e->primitive[0], onednn_stream, n, arguments));
+  DNNL_TRY("matmul", dnnl_stream_wait(onednn_stream));
   return ENG_OK;
 }
 
@@ -280,13 +203,13 @@ eng_status gemm_onednn(bool *done, const gemm_call *g)
   *done = false;
   if (!describable(g)) return ENG_OK;
   key k = key_of(g);
-  entry *e = find(&k);
+  onednn_entry *e = onednn_find(&k, sizeof k);
   if (!e->taken) ENG_TRY(build(e, &k));
   if (e->refused) return ENG_OK;
-  void *scratch = arena_alloc(ARENA_SCRATCH, e->scratch_bytes);
+  void *scratch = arena_alloc(ARENA_SCRATCH, e->bytes[SCRATCH]);
   if (!scratch) return ENG_ERR_MEMORY;
   eng_status status = execute(e, g, scratch);
-  arena_free(ARENA_SCRATCH, scratch, e->scratch_bytes);
+  arena_free(ARENA_SCRATCH, scratch, e->bytes[SCRATCH]);
   *done = status == ENG_OK;
   return status;
 }

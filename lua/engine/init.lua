@@ -4,6 +4,7 @@ local M_ffi = require "engine.base.ffi"
 local tensor = require "engine.tensor.tensor"
 local autograd = require "engine.tensor.autograd"
 require "engine.tensor.stats"
+require "engine.tensor.images"
 local nearest = require "engine.base.nearest"
 
 local C, check, expect = M_ffi.C, M_ffi.check, M_ffi.expect

@@ -169,6 +169,41 @@ local cases = {
     check(function(x, r) return (x:add_rms_norm(r)) end, { random(3, 7), random(3, 7) })
     check(function(x) return x:add_rms_norm(x) end, { random(3, 7) })
   end,
+  conv2d = function(check)
+    local function f(options)
+      return function(x, w, b) return x:conv2d(w, b, options) end
+    end
+    check(f(), { random(2, 3, 4, 5), random(2, 3, 3, 2), random(2) })
+    check(f { stride = { 2, 1 }, padding = { 1, 2 }, dilation = { 1, 2 }, groups = 2 },
+      { random(1, 4, 5, 4), random(6, 2, 3, 2) })
+    check(function(x, w, b) return x:conv1d(w, b, { padding = 1, stride = 2 }) end,
+      { random(2, 3, 7), random(4, 3, 3), random(4) })
+  end,
+  max_pool2d = function(check)
+    check(method("max_pool2d", 3, { stride = 2, padding = 1 }), { spaced(2, 2, 5, 6) })
+    check(method("max_pool1d", 2), { spaced(2, 3, 7) })
+  end,
+  avg_pool2d = function(check)
+    check(method("avg_pool2d", 3, { stride = 2, padding = 1 }), { random(2, 2, 5, 6) })
+    check(method("avg_pool2d", { 2, 3 }, { padding = 1, count_include_pad = false }),
+      { random(1, 2, 5, 6) })
+    check(method("avg_pool1d", 2), { random(2, 3, 7) })
+    check(method("adaptive_avg_pool2d", { 2, 3 }), { random(2, 2, 5, 4) })
+    check(method("adaptive_avg_pool1d", 3), { random(2, 2, 4) })
+  end,
+  batch_norm = function(check)
+    check(function(x, w, b) return (x:batch_norm(w, b)) end,
+      { random(2, 3, 2, 2), random(3), random(3) })
+    check(function(x, w) return (x:batch_norm(w)) end, { random(5, 3), random(3) })
+    local mean, variance = random(3), positive(3)
+    check(function(x, w, b) return x:batch_norm(w, b, { mean = mean, variance = variance }) end,
+      { random(2, 3, 4), random(3), random(3) })
+  end,
+  group_norm = function(check)
+    check(function(x, w, b) return x:group_norm(2, w, b) end,
+      { random(2, 4, 3, 2), random(4), random(4) })
+    check(function(x) return x:group_norm(1) end, { random(2, 3, 4) })
+  end,
   attention = function(check)
     local function f(options)
       return function(q, k, v) return (engine.attention(q, k, v, options)) end

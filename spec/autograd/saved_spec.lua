@@ -13,7 +13,7 @@ local FLOAT = { f32 = true, f64 = true, f16 = true, bf16 = true }
 
 local generators = {}
 for _, part in ipairs { "elementwise", "picking", "reductions", "products", "norms", "attention",
-  "losses", "fp8" } do
+  "losses", "images", "fp8" } do
   for name, generate in pairs(require("spec.cpu.kernels." .. part)) do
     generators[name] = generate
   end
@@ -72,7 +72,7 @@ local function gradients(name, call, spoil, checkpoint)
   assert.equal(checkpoint or false, checkpoint and C.eng_checkpoint_begin() or false)
   for k, input in ipairs(call.inputs) do
     inputs[k] = input
-    if input and FLOAT[input.dtype] then
+    if input and FLOAT[input.dtype] and not (call.constants and call.constants[k]) then
       leaves[#leaves + 1] = input:keep():requires_grad(true)
       inputs[k] = leaves[#leaves] * 1  -- a computed tensor, because leaves are never spoiled
     end

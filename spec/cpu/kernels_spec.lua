@@ -19,7 +19,7 @@ local NO_KERNEL = { VIEW = true, CALLS = true }
 
 local generators = {}
 for _, part in ipairs { "elementwise", "picking", "reductions", "products", "norms", "attention",
-  "losses", "fp8", "mx" } do
+  "losses", "images", "fp8", "mx" } do
   for name, generate in pairs(require("spec.cpu.kernels." .. part)) do
     generators[name] = generate
   end

@@ -204,6 +204,92 @@ plans.add_layer_norm, plans.add_rms_norm = added(plans.layer_norm, 2, 1),
   added(plans.rms_norm, 2, 1)
 plans.add_layer_norm_grad, plans.add_rms_norm_grad = added(plans.layer_norm_grad, nil, 0),
   added(plans.rms_norm_grad, nil, 0)
+-- Images: sizes that fit mostly, and attributes that sometimes do not.
+local function step() return chance(5) and one_of(WILD_INTS) or 1 + draw(3) end
+local function room() return chance(5) and one_of(WILD_INTS) or draw(3) end
+local function image() return { draw(4), 1 + draw(9), 1 + draw(9), one_of(SIZES) } end
+local function fitting(size, kernel, stride, padding, dilation)
+  local n = math.floor((size + 2 * tonumber(padding) - tonumber(dilation) * (kernel - 1) - 1)
+    / tonumber(stride)) + 1
+  return n >= 0 and n < 40 and n or 1
+end
+local function convolution()
+  local groups, x = 1 + draw(3), image()
+  x[4] = groups * draw(6)
+  local w = { groups * draw(5), x[4] / groups, 1 + draw(4), 1 + draw(4) }
+  local ints = { step(), step(), room(), room(), step(), step(), chance(5) and step() or groups }
+  local y = { x[1], fitting(x[2], w[3], ints[1], ints[3], ints[5]),
+    fitting(x[3], w[4], ints[2], ints[4], ints[6]), w[1] }
+  return x, w, y, ints
+end
+local function and_more(ints, ...)
+  for _, n in ipairs { ... } do ints[#ints + 1] = n end
+  return ints
+end
+function plans.conv2d()
+  local x, w, _, ints = convolution()
+  return { float(x), float(w), chance(50) and float { w[1] } or false }, ints
+end
+function plans.conv2d_grad_x()
+  local x, w, y, ints = convolution()
+  return { float(y), float(w) }, and_more(ints, x[2], x[3], float_number())
+end
+function plans.conv2d_grad_w()
+  local x, w, y, ints = convolution()
+  return { float(y), float(x) }, and_more(ints, w[3], w[4], float_number(), 0)
+end
+local function pooling()
+  local x, kernel = image(), { 1 + draw(4), 1 + draw(4) }
+  local ints = { kernel[1], kernel[2], step(), step() }
+  for d = 1, 2 do ints[4 + d] = chance(5) and room() or draw(math.floor(kernel[d] / 2) + 1) end
+  local y = { x[1], fitting(x[2], kernel[1], ints[3], ints[5], 1),
+    fitting(x[3], kernel[2], ints[4], ints[6], 1), x[4] }
+  return x, y, ints
+end
+function plans.max_pool2d() local x, _, ints = pooling() return { float(x) }, ints, {}, 2 end
+function plans.max_pool2d_grad()
+  local x, y, ints = pooling()
+  return { float(y), tensor_of(y, "i32") }, and_more(ints, x[2], x[3], float_number())
+end
+function plans.avg_pool2d()
+  local x, _, ints = pooling()
+  and_more(ints, draw(2), draw(7), draw(7))
+  if chance(30) then ints[1], ints[2] = 0, 0 end
+  return { float(x) }, ints
+end
+function plans.avg_pool2d_grad()
+  local x, y, ints = pooling()
+  and_more(ints, draw(2), x[2], x[3], float_number())
+  if chance(30) then ints[1], ints[2] = 0, 0 end
+  return { float(y) }, ints
+end
+local function channels() local s = shape_of(2, 5) return s, s[#s] end
+local function vector(n) return chance(60) and float { n } or false end
+local function small() return { one_of { 0, 1e-5, 1 } } end
+function plans.batch_norm()
+  local s, c = channels()
+  local given = chance(30)
+  return { float(s), vector(c), vector(c), given and float { c }, given and float { c } }, {},
+    small(), 3
+end
+function plans.batch_norm_grad()
+  local s, c = channels()
+  return { float(s), vector(c), float { c }, float { c }, float(s) },
+    { float_number(), draw(2), draw(2) }, small(), 3
+end
+local function grouped()
+  local s, c = channels()
+  return s, c, chance(80) and one_of { 1, math.max(c, 1) } or draw(5)
+end
+function plans.group_norm()
+  local s, c, groups = grouped()
+  return { float(s), vector(c), vector(c) }, { groups }, small(), 3
+end
+function plans.group_norm_grad()
+  local s, c, groups = grouped()
+  return { float(s), vector(c), float { s[1], groups }, float { s[1], groups }, float(s) },
+    { float_number(), draw(2), groups }, small(), 3
+end
 local function attention_inputs()
   local b, t, s, g, d = draw(3), one_of { 0, 1, 2, 5, 17, 40 }, one_of { 0, 1, 3, 5, 18, 50 },
     1 + draw(3), one_of { 1, 2, 4, 7, 16, 20 }

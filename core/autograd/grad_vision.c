@@ -1,0 +1,101 @@
+// Gradient rules of convolution, pooling, batch norm and group norm. The kernels NAME_grad compute.
+#include "base/error.h"
+#include "op.h"
+#include "gradient.h"
+
+#include <string.h>
+
+eng_status grad_conv2d(grad_call *g)
+{
+  const op_call *y = g->call;
+  const size_t shared = sizeof(int64_t[7]);   // stride, padding, dilation, groups
+  tensor *x = y->in[0], *w = y->in[1], *dy = g->dy[0];
+  if (grad_wants(g, 0)) {
+    op_call c = {.op = ENG_OP_conv2d_grad_x, .n_in = 2, .in = {dy, w},
+                 .conv2d_grad_x = {.size = {x->shape[1], x->shape[2]}, .dtype = grad_dtype(g, 0)}};
+    memcpy(&c.conv2d_grad_x, &y->conv2d, shared);
+    ENG_TRY(op_run(&c));
+    ENG_TRY(grad_emit(g, 0, c.out[0]));
+  }
+  if (grad_wants(g, 1)) {
+    bool accumulate = false;
+    op_call c = {.op = ENG_OP_conv2d_grad_w, .n_in = 2, .in = {dy, x},
+                 .out = {grad_target(g, 1, &accumulate)},
+                 .conv2d_grad_w = {.kernel = {w->shape[2], w->shape[3]},
+                                   .dtype = grad_dtype(g, 1), .add = accumulate}};
+    memcpy(&c.conv2d_grad_w, &y->conv2d, shared);
+    bool direct = c.out[0] != NULL;
+    eng_status status = op_run(&c);
+    if (status != ENG_OK && direct) grad_target_failed(g, 1, accumulate);
+    if (status == ENG_OK && !direct) status = grad_emit(g, 1, c.out[0]);
+    ENG_TRY(status);
+  }
+  if (!grad_wants(g, 2)) return ENG_OK;
+  op_call c = {.op = ENG_OP_bias_grad, .in = {dy}, .bias_grad = {.dtype = grad_dtype(g, 2)}};
+  tensor *db;
+  ENG_TRY(op_run1(&db, c));
+  return grad_emit(g, 2, db);
+}
+
+eng_status grad_max_pool2d(grad_call *g)
+{
+  const op_call *y = g->call;
+  const tensor *x = y->in[0];
+  op_call c = {.op = ENG_OP_max_pool2d_grad, .in = {g->dy[0], y->out[1]},
+               .max_pool2d_grad = {.size = {x->shape[1], x->shape[2]}, .dtype = grad_dtype(g, 0)}};
+  memcpy(&c.max_pool2d_grad, &y->max_pool2d, sizeof(int64_t[6]));   // as far as `padding`
+  tensor *dx;
+  ENG_TRY(op_run1(&dx, c));
+  return grad_emit(g, 0, dx);
+}
+
+eng_status grad_avg_pool2d(grad_call *g)
+{
+  const op_call *y = g->call;
+  const tensor *x = y->in[0];
+  op_call c = {.op = ENG_OP_avg_pool2d_grad, .in = {g->dy[0]}};
+  memcpy(&c.avg_pool2d_grad, &y->avg_pool2d, sizeof(int64_t[7]));   // as far as `counted`
+  for (int d = 0; d < 2; d++) c.avg_pool2d_grad.input[d] = x->shape[1 + d];
+  c.avg_pool2d_grad.dtype = grad_dtype(g, 0);
+  tensor *dx;
+  ENG_TRY(op_run1(&dx, c));
+  return grad_emit(g, 0, dx);
+}
+
+/// Runs a norm's gradient and emits dx, dweight and dbias.
+static eng_status norm(grad_call *g, op_call *c)
+{
+  const op_call *y = g->call;
+  c->n_in = 5;
+  c->batch_norm_grad.dtype = y->in[1] && y->in[1]->dtype == ENG_f64 ? ENG_f64 : ENG_f32;
+  c->batch_norm_grad.affine = grad_wants(g, 1) || grad_wants(g, 2);
+  ENG_TRY(op_run(c));
+  for (int k = 0; k < 3; k++) {
+    if (grad_wants(g, k)) ENG_TRY(grad_emit(g, k, c->out[k]));
+    else tensor_drop(c->out[k]);
+  }
+  return ENG_OK;
+}
+
+eng_status grad_batch_norm(grad_call *g)
+{
+  const op_call *y = g->call;
+  bool given = y->in[3] != NULL;
+  if (grad_wants(g, 3) || grad_wants(g, 4))
+    return error_set(ENG_ERR_VALUE, "batch_norm: there is no gradient for a given mean or "
+                     "variance; hint: mean:detach()");
+  op_call c = {.op = ENG_OP_batch_norm_grad,
+               .in = {y->in[0], y->in[1], given ? y->in[3] : y->out[1],
+                      given ? y->in[4] : y->out[2], g->dy[0]},
+               .batch_norm_grad = {.given = given, .eps = y->batch_norm.eps}};
+  return norm(g, &c);
+}
+
+eng_status grad_group_norm(grad_call *g)
+{
+  const op_call *y = g->call;
+  op_call c = {.op = ENG_OP_group_norm_grad,
+               .in = {y->in[0], y->in[1], y->out[1], y->out[2], g->dy[0]},
+               .group_norm_grad = {.groups = y->group_norm.groups, .eps = y->group_norm.eps}};
+  return norm(g, &c);
+}

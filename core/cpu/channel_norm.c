@@ -1,0 +1,308 @@
+// Batch norm and group norm of x [N x S x C], channels last, and their gradients. Batch norm is
+// group norm of one sample with all rows and a group for each channel. Registered by cpu.c; owns
+// nothing.
+//
+// Rows are cut into blocks that stay in the second-level cache; the blocks depend on the shape
+// alone. A block yields the mean and the squared deviations of each channel (backward: the sums of
+// dy and of dy * (x - mean)) in f32; blocks and the channels of a group are combined in double, in
+// a fixed order. Where f32 overflows, a group is computed entirely in double.
+#include "rows.h"
+#include "simd.h"
+#include "tasks.h"
+
+// Rows of a block: few enough for f32 sums.
+enum { BLOCK_ELEMENTS = 16384, ROWS_LEAST = 16, ROWS_MOST = 128 };
+
+typedef struct channel_norm {
+  const tensor *x, *dy, *out;
+  int64_t samples, rows, channels, groups;     // rows of a sample
+  int64_t block_rows, blocks;                  // blocks of a sample
+  float  *partial;                             // [samples x blocks x 2 x channels]
+  float  *factor;                              // [samples x 4 x channels]: see apply_row
+  bool    given;                               // backward: the statistics are constants
+} channel_norm;
+
+static channel_norm shape_of(const tensor *x, bool batch, int64_t groups)
+{
+  channel_norm s = {.x = x, .channels = x->shape[x->ndim - 1]};
+  s.samples = batch ? 1 : x->shape[0];
+  s.rows = x->count / (s.samples * s.channels);
+  s.groups = batch ? s.channels : groups;
+  s.block_rows = larger(ROWS_LEAST, smaller(ROWS_MOST, BLOCK_ELEMENTS / s.channels));
+  s.blocks = (s.rows + s.block_rows - 1) / s.block_rows;
+  return s;
+}
+
+static int64_t first_of(const channel_norm *s, int64_t sample, int64_t row)
+{
+  return (sample * s->rows + row) * s->channels;
+}
+
+static void add_row(float *restrict a, const float *restrict b, int n)
+{
+  for (int i = 0; i < n; i++) a[i] += b[i];
+}
+
+/// Adds the deviations from m to `sum`, their squares to `squares`.
+static void add_deviations(float *restrict sum, float *restrict squares, const float *restrict x,
+                           const float *restrict m, int n)
+{
+  for (int i = 0; i < n; i++) {
+    float d = x[i] - m[i];
+    sum[i] += d;
+    squares[i] += d * d;
+  }
+}
+
+static void add_products(float *restrict a, const float *restrict x, const float *restrict m,
+                         const float *restrict dy, int n)
+{
+  for (int i = 0; i < n; i++) a[i] += dy[i] * (x[i] - m[i]);
+}
+
+/// Forward: the mean and the squared deviations of a block's channels. The deviations also correct
+/// the rounding errors of the mean.
+static void measure(const void *context, int64_t task)
+{
+  const channel_norm *s = context;
+  int64_t sample = task / s->blocks, row = task % s->blocks * s->block_rows, n = s->channels,
+          end = smaller(s->rows, row + s->block_rows);
+  float *mean = s->partial + task * 2 * n, *squares = mean + n, buffer[TILE], sum[TILE];
+  const float count = (float)(end - row);
+  memset(mean, 0, (size_t)(2 * n) * sizeof *mean);
+  for (int64_t c = 0; c < n; c += TILE) {
+    int length = (int)smaller(TILE, n - c);
+    memset(sum, 0, sizeof sum);
+    for (int64_t r = row; r < end; r++)
+      add_row(mean + c, tile_load(buffer, s->x->data, s->x->dtype, first_of(s, sample, r) + c,
+                                  length), length);
+    for (int i = 0; i < length; i++) mean[c + i] /= count;
+    for (int64_t r = row; r < end; r++)
+      add_deviations(sum, squares + c, tile_load(buffer, s->x->data, s->x->dtype,
+                                                 first_of(s, sample, r) + c, length),
+                     mean + c, length);
+    for (int i = 0; i < length; i++) {
+      mean[c + i] += sum[i] / count;
+      float rest = squares[c + i] - sum[i] * (sum[i] / count);
+      squares[c + i] = rest < 0.0f ? 0.0f : rest;
+    }
+  }
+}
+
+/// Backward: the sums of dy and of dy * (x - mean) over a block.
+static void measure_grad(const void *context, int64_t task)
+{
+  const channel_norm *s = context;
+  int64_t sample = task / s->blocks, row = task % s->blocks * s->block_rows, n = s->channels,
+          end = smaller(s->rows, row + s->block_rows);
+  const float *mean = s->factor + sample * 4 * n;
+  float *sum = s->partial + task * 2 * n, *product = sum + n, buffer[2][TILE];
+  memset(sum, 0, (size_t)(2 * n) * sizeof *sum);
+  for (int64_t r = row; r < end; r++)
+    for (int64_t c = 0; c < n; c += TILE) {
+      int64_t first = first_of(s, sample, r) + c;
+      int length = (int)smaller(TILE, n - c);
+      const float *x = tile_load(buffer[0], s->x->data, s->x->dtype, first, length),
+                  *dy = tile_load(buffer[1], s->dy->data, s->dy->dtype, first, length);
+      add_row(sum + c, dy, length);
+      add_products(product + c, x, mean + c, dy, length);
+    }
+}
+
+/// out = (x - f0) * f1 + f2; backward: out = dy * f1 + (x - f0) * f3 + f2, without the terms after
+/// the first if the statistics are constants. f: [4 x channels].
+static void apply_rows(const void *context, int64_t task)
+{
+  const channel_norm *s = context;
+  int64_t sample = task / s->blocks, row = task % s->blocks * s->block_rows, n = s->channels,
+          end = smaller(s->rows, row + s->block_rows);
+  float bx[TILE] __attribute__((aligned(64))), bd[TILE] __attribute__((aligned(64))),
+    by[TILE] __attribute__((aligned(64)));
+  for (int64_t r = row; r < end; r++)
+    for (int64_t c = 0; c < n; c += TILE) {
+      const float *f0 = s->factor + sample * 4 * n + c, *f1 = f0 + n, *f2 = f1 + n, *f3 = f2 + n;
+      int64_t first = first_of(s, sample, r) + c;
+      int length = (int)smaller(TILE, n - c), i = 0;
+      const float *x = tile_load(bx, s->x->data, s->x->dtype, first, length);
+      float *y = tile_target(by, s->out->data, s->out->dtype, first);
+      if (!s->dy) {
+        for (; i + VF_LANES <= length; i += VF_LANES)
+          vf_store(y + i, vf_fma(vf_sub(vf_load(x + i), vf_load(f0 + i)), vf_load(f1 + i),
+                                 vf_load(f2 + i)));
+        for (; i < length; i++) y[i] = (x[i] - f0[i]) * f1[i] + f2[i];
+      } else {
+        const float *d = tile_load(bd, s->dy->data, s->dy->dtype, first, length);
+        if (s->given) for (i = 0; i < length; i++) y[i] = d[i] * f1[i];
+        for (; i + VF_LANES <= length; i += VF_LANES) {
+          vf t = vf_fma(vf_sub(vf_load(x + i), vf_load(f0 + i)), vf_load(f3 + i), vf_load(f2 + i));
+          vf_store(y + i, vf_fma(vf_load(d + i), vf_load(f1 + i), t));
+        }
+        for (; i < length; i++) y[i] = d[i] * f1[i] + ((x[i] - f0[i]) * f3[i] + f2[i]);
+      }
+      tile_store(s->out->data, s->out->dtype, first, y, length);
+    }
+}
+
+static eng_status open(channel_norm *s, int64_t *bytes)
+{
+  int64_t partial = padded(s->samples * s->blocks * 2 * s->channels);
+  *bytes = (partial + s->samples * 4 * s->channels) * (int64_t)sizeof(float);
+  s->partial = arena_alloc(ARENA_SCRATCH, *bytes);
+  s->factor = s->partial + partial;
+  return s->partial ? ENG_OK : ENG_ERR_MEMORY;
+}
+
+static void run_blocks(const channel_norm *s, task_body *body)
+{
+  run_tasks(s->samples * s->blocks, s->x->count > PARALLEL_ELEMENTS, body, s);
+}
+
+// ------------------------------------------------------------------ forward
+
+/// Mean and squared deviations of a group, in double, element by element: for groups whose f32 sums
+/// overflow, and for Inf or NaN.
+static void wide_group(const channel_norm *s, int64_t sample, int64_t from, int64_t to,
+                       double *mean, double *squares)
+{
+  double sum = 0.0, count = (double)(s->rows * (to - from));
+  for (int64_t r = 0; r < s->rows; r++)
+    for (int64_t c = from; c < to; c++)
+      sum += (double)get(s->x->data, s->x->dtype, first_of(s, sample, r) + c);
+  *mean = sum / count, *squares = 0.0;
+  for (int64_t r = 0; r < s->rows; r++)
+    for (int64_t c = from; c < to; c++) {
+      double d = (double)get(s->x->data, s->x->dtype, first_of(s, sample, r) + c) - *mean;
+      *squares += d * d;
+    }
+}
+
+/// Mean and variance of a group, channels [from, to), from the blocks'.
+static void combine(const channel_norm *s, int64_t sample, int64_t from, int64_t to, double *mean,
+                    double *variance)
+{
+  const float *partial = s->partial + sample * s->blocks * 2 * s->channels;
+  double sum = 0.0, squares = 0.0, count = (double)(s->rows * (to - from));
+  for (int pass = 0; pass < 2; pass++) {
+    for (int64_t b = 0; b < s->blocks; b++) {
+      const float *block = partial + b * 2 * s->channels;
+      double n = (double)smaller(s->block_rows, s->rows - b * s->block_rows);
+      for (int64_t c = from; c < to; c++) {
+        double d = block[c] - *mean;
+        if (pass == 0) sum += n * block[c];
+        else squares += block[s->channels + c] + n * d * d;
+      }
+    }
+    if (pass == 0) *mean = sum / count;
+  }
+  if (!f64_is_finite(squares)) wide_group(s, sample, from, to, mean, &squares);
+  *variance = squares / count;
+}
+
+static double number_at(const tensor *x, int64_t i, double absent)
+{
+  return x ? (double)get(x->data, x->dtype, i) : absent;
+}
+
+static eng_status norm(const op_call *call, bool batch)
+{
+  if (!all_fast(call) || call->in[0]->count == 0) return forward_to_reference(call);
+  channel_norm s = shape_of(call->in[0], batch, batch ? 0 : call->group_norm.groups);
+  const tensor *weight = call->in[1], *bias = call->in[2], *given = batch ? call->in[3] : NULL;
+  double eps = batch ? call->batch_norm.eps : call->group_norm.eps;
+  int64_t bytes, width = s.channels / s.groups;
+  s.out = call->out[0];
+  ENG_TRY(open(&s, &bytes));
+  if (!given) run_blocks(&s, measure);
+  for (int64_t k = 0; k < s.samples * s.groups; k++) {
+    int64_t sample = k / s.groups, from = k % s.groups * width;
+    float *f = s.factor + sample * 4 * s.channels;
+    double mean, variance;
+    if (given) mean = number_at(given, k, 0), variance = number_at(call->in[4], k, 0);
+    else combine(&s, sample, from, from + width, &mean, &variance);
+    if (!given && call->out[1]) put(call->out[1]->data, ENG_f32, k, mean);
+    if (!given && call->out[2]) put(call->out[2]->data, ENG_f32, k, variance);
+    double rstd = 1.0 / sqrt(variance + eps);
+    for (int64_t c = from; c < from + width; c++) {
+      f[c] = (float)mean;
+      f[s.channels + c] = (float)(rstd * number_at(weight, c, 1.0));
+      f[2 * s.channels + c] = (float)number_at(bias, c, -0.0);
+    }
+  }
+  run_blocks(&s, apply_rows);
+  arena_free(ARENA_SCRATCH, s.partial, bytes);
+  return ENG_OK;
+}
+
+// ------------------------------------------------------------------ backward
+
+/// The sums over all blocks of a sample: of dy, and of dy * (x - mean).
+static void sums_of(const channel_norm *s, int64_t sample, int64_t c, double *sum, double *product)
+{
+  const float *block = s->partial + sample * s->blocks * 2 * s->channels + c;
+  *sum = *product = 0.0;
+  for (int64_t b = 0; b < s->blocks; b++, block += 2 * s->channels) {
+    *sum += block[0];
+    *product += block[s->channels];
+  }
+}
+
+static eng_status norm_grad(const op_call *call, bool batch)
+{
+  if (!all_fast(call) || call->in[0]->count == 0) return forward_to_reference(call);
+  channel_norm s = shape_of(call->in[0], batch, batch ? 0 : call->group_norm_grad.groups);
+  const tensor *weight = call->in[1], *means = call->in[2], *variances = call->in[3];
+  tensor *const *out = call->out;
+  double eps = batch ? call->batch_norm_grad.eps : call->group_norm_grad.eps;
+  int64_t bytes, C = s.channels, width = C / s.groups;
+  s.given = batch && call->batch_norm_grad.given;
+  s.dy = call->in[4], s.out = out[0];
+  ENG_TRY(open(&s, &bytes));
+  double *total = arena_alloc(ARENA_SCRATCH, 2 * C * (int64_t)sizeof *total);
+  if (!total) {
+    arena_free(ARENA_SCRATCH, s.partial, bytes);
+    return ENG_ERR_MEMORY;
+  }
+  memset(total, 0, (size_t)(2 * C) * sizeof *total);
+  for (int64_t k = 0; k < s.samples * C; k++)
+    s.factor[k / C * 4 * C + k % C] = get(means->data, means->dtype, k / width);
+  run_blocks(&s, measure_grad);
+  for (int64_t k = 0; k < s.samples * s.groups; k++) {
+    int64_t sample = k / s.groups, from = k % s.groups * width;
+    float *f = s.factor + sample * 4 * C;
+    double rstd = 1.0 / sqrt((double)get(variances->data, variances->dtype, k) + eps),
+           mean_g = 0.0, mean_gh = 0.0, count = (double)(s.rows * width), sum, product;
+    for (int64_t c = from; c < from + width; c++) {
+      double w = number_at(weight, c, 1.0);
+      sums_of(&s, sample, c, &sum, &product);
+      mean_g += w * sum / count;
+      mean_gh += w * product * rstd / count;
+      total[c] += product * rstd;
+      total[C + c] += sum;
+      f[C + c] = (float)(rstd * w);
+    }
+    for (int64_t c = from; c < from + width; c++) {
+      f[2 * C + c] = (float)(-rstd * mean_g);
+      f[3 * C + c] = (float)(-rstd * rstd * mean_gh);
+    }
+  }
+  for (int k = 1; k < 3; k++)
+    for (int64_t c = 0; c < C && out[k]; c++)
+      put(out[k]->data, out[k]->dtype, c, total[(k - 1) * C + c]);
+  if (out[0]) run_blocks(&s, apply_rows);
+  arena_free(ARENA_SCRATCH, total, 2 * C * (int64_t)sizeof *total);
+  arena_free(ARENA_SCRATCH, s.partial, bytes);
+  return ENG_OK;
+}
+
+static eng_status batch_norm(const op_call *call)      { return norm(call, true); }
+static eng_status batch_norm_grad(const op_call *call) { return norm_grad(call, true); }
+static eng_status group_norm(const op_call *call)      { return norm(call, false); }
+static eng_status group_norm_grad(const op_call *call) { return norm_grad(call, false); }
+
+void ISA_NAME(cpu_register_channel_norm)(backend *b)
+{
+  b->kernel[ENG_OP_batch_norm] = batch_norm;
+  b->kernel[ENG_OP_batch_norm_grad] = batch_norm_grad;
+  b->kernel[ENG_OP_group_norm] = group_norm;
+  b->kernel[ENG_OP_group_norm_grad] = group_norm_grad;
+}

@@ -1,0 +1,34 @@
+// Convolutions inside the CPU device: conv.c (the operations) calls conv_onednn.
+#ifndef ENG_CONV_H
+#define ENG_CONV_H
+
+#include "device/backend.h"
+
+/// What is computed: y, the gradient of x, or the gradient of the weight.
+typedef enum conv_kind { CONV_FORWARD, CONV_INPUT, CONV_WEIGHT, CONV_KINDS } conv_kind;
+
+/// The tensors of a convolution. x and y are channels last, W is [O x C/groups x KH x KW]. For
+/// CONV_INPUT, X is the gradient of x; Y is dy in both gradients.
+typedef enum conv_part { CONV_X, CONV_W, CONV_Y, CONV_BIAS, CONV_PARTS } conv_part;
+
+typedef struct conv_call {
+  conv_kind kind;
+  int64_t   n, h, w, c;                 // x
+  int64_t   p, q, o;                    // y [n x p x q x o]
+  int64_t   kernel[2], groups;
+  int64_t   stride[2], padding[2], dilation[2];
+  void     *data[CONV_PARTS];           // BIAS may be NULL, and is NULL for gradients
+  int32_t   dtype[CONV_PARTS];
+} conv_call;
+
+/// The part that a call writes.
+static inline conv_part conv_result(conv_kind kind)
+{
+  return kind == CONV_FORWARD ? CONV_Y : kind == CONV_INPUT ? CONV_X : CONV_W;
+}
+
+/// Computes the call through oneDNN. *done is false if oneDNN does not support it. Called from the
+/// main thread. Errors: MEMORY, LIBRARY.
+eng_status conv_onednn(bool *done, const conv_call *call);
+
+#endif

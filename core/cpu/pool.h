@@ -1,0 +1,46 @@
+// The windows of pooling in one dimension, for pool.c and its slow twin. Owns nothing.
+#ifndef ENG_POOL_H
+#define ENG_POOL_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+/// Pooling of n input cells into m windows. kernel 0: adaptive.
+typedef struct pool_side { int64_t n, m, kernel, stride, padding; } pool_side;
+
+typedef struct pool_range { int64_t first, end; } pool_range;
+
+static inline int64_t pool_least(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t pool_most(int64_t a, int64_t b)  { return a > b ? a : b; }
+
+/// The cells of window i; `first - start` cells of padding come before them.
+static inline pool_range pool_cells(const pool_side *s, int64_t i, int64_t *start)
+{
+  if (s->kernel == 0) {
+    *start = i * s->n / s->m;
+    return (pool_range){*start, ((i + 1) * s->n + s->m - 1) / s->m};
+  }
+  *start = i * s->stride - s->padding;
+  return (pool_range){pool_most(*start, 0), pool_least(*start + s->kernel, s->n)};
+}
+
+/// The windows that contain cell i.
+static inline pool_range pool_windows(const pool_side *s, int64_t i)
+{
+  if (s->kernel == 0)
+    return (pool_range){i * s->m / s->n, ((i + 1) * s->m + s->n - 1) / s->n};
+  int64_t from = i + s->padding - s->kernel + 1;
+  return (pool_range){from <= 0 ? 0 : (from + s->stride - 1) / s->stride,
+                      pool_least((i + s->padding) / s->stride + 1, s->m)};
+}
+
+/// The divisor of a window's mean, for one side: with `counted`, padding counts up to the padded
+/// edge.
+static inline int64_t pool_divisor(const pool_side *s, pool_range cells, int64_t start,
+                                   bool counted)
+{
+  if (!counted || s->kernel == 0) return cells.end - cells.first;
+  return pool_least(start + s->kernel, s->n + s->padding) - start;
+}
+
+#endif

@@ -1,0 +1,256 @@
+// Reference kernels for convolution, pooling, batch norm and group norm, with their gradients:
+// loops over every element, in double. Images are [N x H x W x C]. See reference.h.
+#include "pool.h"
+#include "reference.h"
+
+#include <math.h>
+#include <string.h>
+
+// ------------------------------------------------------------------ convolution
+
+// Calls visit for every product x * w that is part of y: the three are indices into dense arrays.
+typedef void product(void *context, int64_t x, int64_t w, int64_t y);
+
+static void every_product(const op_call *c, const int64_t *x, const int64_t *w, const int64_t *y,
+                          product *visit, void *context)
+{
+  int64_t cg = w[1], og = w[0] / (c->conv2d.groups ? c->conv2d.groups : 1);
+  const int64_t *stride = c->conv2d.stride, *pad = c->conv2d.padding, *step = c->conv2d.dilation;
+  for (int64_t n = 0; n < y[0]; n++)
+    for (int64_t p = 0; p < y[1]; p++)
+      for (int64_t q = 0; q < y[2]; q++)
+        for (int64_t o = 0; o < y[3]; o++)
+          for (int64_t i = 0; i < w[2]; i++)
+            for (int64_t j = 0; j < w[3]; j++) {
+              int64_t h = p * stride[0] - pad[0] + i * step[0],
+                      v = q * stride[1] - pad[1] + j * step[1];
+              if (h < 0 || h >= x[1] || v < 0 || v >= x[2]) continue;
+              for (int64_t k = 0; k < cg; k++)
+                visit(context, ((n * x[1] + h) * x[2] + v) * x[3] + o / og * cg + k,
+                      ((o * cg + k) * w[2] + i) * w[3] + j, ((n * y[1] + p) * y[2] + q) * y[3] + o);
+            }
+}
+
+typedef struct conv { double *x, *w, *y; } conv;
+
+static void to_y(void *t, int64_t x, int64_t w, int64_t y)
+{
+  conv *c = t;
+  c->y[y] += c->x[x] * c->w[w];
+}
+static void to_x(void *t, int64_t x, int64_t w, int64_t y)
+{
+  conv *c = t;
+  c->x[x] += c->y[y] * c->w[w];
+}
+static void to_w(void *t, int64_t x, int64_t w, int64_t y)
+{
+  conv *c = t;
+  c->w[w] += c->x[x] * c->y[y];
+}
+
+eng_status reference_conv2d(const op_call *call)
+{
+  const tensor *y = call->out[0];
+  workspace space = {0};
+  conv c = {workspace_load(&space, call->in[0]), workspace_load(&space, call->in[1]),
+            workspace_doubles(&space, y->count)};
+  double *bias = workspace_load(&space, call->in[2]);
+  if (space.failed) return workspace_close(&space);
+  for (int64_t i = 0; bias && i < y->count; i++) c.y[i] = bias[i % y->shape[3]];
+  every_product(call, call->in[0]->shape, call->in[1]->shape, y->shape, to_y, &c);
+  values_store(y, c.y, false);
+  return workspace_close(&space);
+}
+
+eng_status reference_conv2d_grad_x(const op_call *call)
+{
+  const tensor *x = call->out[0];
+  workspace space = {0};
+  conv c = {workspace_doubles(&space, x->count), workspace_load(&space, call->in[1]),
+            workspace_load(&space, call->in[0])};
+  if (space.failed) return workspace_close(&space);
+  every_product(call, x->shape, call->in[1]->shape, call->in[0]->shape, to_x, &c);
+  values_store(x, c.x, false);
+  return workspace_close(&space);
+}
+
+eng_status reference_conv2d_grad_w(const op_call *call)
+{
+  const tensor *w = call->out[0];
+  workspace space = {0};
+  conv c = {workspace_load(&space, call->in[1]), workspace_doubles(&space, w->count),
+            workspace_load(&space, call->in[0])};
+  if (space.failed) return workspace_close(&space);
+  every_product(call, call->in[1]->shape, w->shape, call->in[0]->shape, to_w, &c);
+  values_store(w, c.w, call->conv2d_grad_w.add);
+  return workspace_close(&space);
+}
+
+// ------------------------------------------------------------------ pooling
+
+static int64_t place(const tensor *x, int64_t n, int64_t i, int64_t j)
+{
+  return ((n * x->shape[1] + i) * x->shape[2] + j) * x->shape[3];
+}
+
+// Pools `large` into `small`, dense arrays of these tensors' shapes, or with `back` adds what each
+// window's gradient in `small` gives to the cells in `large`.
+static void pool(const op_call *c, const tensor *tl, double *large, const tensor *ts, double *small,
+                 int64_t *cell, bool back)
+{
+  pool_side side[2];
+  for (int d = 0; d < 2; d++)
+    side[d] = (pool_side){tl->shape[1 + d], ts->shape[1 + d], c->max_pool2d.kernel[d],
+                          c->max_pool2d.stride[d], c->max_pool2d.padding[d]};
+  bool counted = !cell && c->avg_pool2d.counted;
+  for (int64_t k = 0; k < ts->count; k++) {
+    int64_t channel = k % ts->shape[3], j = k / ts->shape[3] % ts->shape[2],
+            i = k / ts->shape[3] / ts->shape[2] % ts->shape[1],
+            n = k / ts->shape[3] / ts->shape[2] / ts->shape[1], top, left;
+    pool_range rows = pool_cells(&side[0], i, &top), columns = pool_cells(&side[1], j, &left);
+    double area = (double)(pool_divisor(&side[0], rows, top, counted) *
+                           pool_divisor(&side[1], columns, left, counted)), sum = 0.0;
+    bool first = true;
+    for (int64_t h = rows.first; h < rows.end; h++)
+      for (int64_t w = columns.first; w < columns.end; w++) {
+        int64_t number = (h - top) * side[1].kernel + w - left;
+        double *x = &large[place(tl, n, h, w) + channel];
+        if (back) *x += !cell ? small[k] / area : cell[k] == number ? small[k] : 0.0;
+        else if (!cell) sum += *x;
+        else if (first || *x > small[k] || *x != *x) small[k] = *x, cell[k] = number;
+        first = false;
+      }
+    if (!back && !cell) small[k] = sum / area;
+  }
+}
+
+static eng_status pool_forward(const op_call *call, bool max)
+{
+  const tensor *x = call->in[0], *y = call->out[0];
+  workspace space = {0};
+  double *large = workspace_load(&space, x), *small = workspace_doubles(&space, y->count);
+  int64_t *cell = max ? workspace_ints(&space, y->count) : NULL;
+  if (space.failed) return workspace_close(&space);
+  pool(call, x, large, y, small, cell, false);
+  values_store(y, small, false);
+  for (int64_t i = 0; max && call->out[1] && i < y->count; i++)
+    tensor_store_int(call->out[1]->data, ENG_i32, i, cell[i]);
+  return workspace_close(&space);
+}
+
+static eng_status pool_backward(const op_call *call, bool max)
+{
+  const tensor *x = call->out[0], *y = call->in[0];
+  workspace space = {0};
+  double *large = workspace_doubles(&space, x->count), *small = workspace_load(&space, y);
+  int64_t *cell = max ? workspace_load_ints(&space, call->in[1]) : NULL;
+  if (space.failed) return workspace_close(&space);
+  pool(call, x, large, y, small, cell, true);
+  values_store(x, large, false);
+  return workspace_close(&space);
+}
+
+eng_status reference_max_pool2d(const op_call *call)      { return pool_forward(call, true); }
+eng_status reference_max_pool2d_grad(const op_call *call) { return pool_backward(call, true); }
+eng_status reference_avg_pool2d(const op_call *call)      { return pool_forward(call, false); }
+eng_status reference_avg_pool2d_grad(const op_call *call) { return pool_backward(call, false); }
+
+// ------------------------------------------------------------------ norms
+
+// x [N x rows x C] in groups of channels; batch norm: one sample with all rows, groups of one.
+typedef struct grouped { int64_t rows, channels, groups, width, statistics; } grouped;
+
+static grouped groups_of(const tensor *x, bool batch, int64_t groups)
+{
+  int64_t channels = x->shape[x->ndim - 1], samples = batch ? 1 : x->shape[0];
+  if (batch) groups = channels;
+  return (grouped){x->count ? x->count / (channels * samples) : 0, channels, groups,
+                   groups ? channels / groups : 0, samples * groups};
+}
+
+/// The statistic that element i belongs to.
+static int64_t group_of(const grouped *g, int64_t i)
+{
+  return i / (g->rows * g->channels) * g->groups + i % g->channels / g->width;
+}
+
+static eng_status norm(const op_call *call, bool batch)
+{
+  const tensor *tx = call->in[0];
+  grouped g = groups_of(tx, batch, batch ? 0 : call->group_norm.groups);
+  bool given = batch && call->in[3];
+  double count = (double)(g.rows * g.width);
+  double eps = batch ? call->batch_norm.eps : call->group_norm.eps;
+  workspace space = {0};
+  double *x = workspace_load(&space, tx), *weight = workspace_load(&space, call->in[1]),
+         *bias = workspace_load(&space, call->in[2]);
+  double *mean = given ? workspace_load(&space, call->in[3])
+                       : workspace_doubles(&space, g.statistics),
+         *variance = given ? workspace_load(&space, call->in[4])
+                           : workspace_doubles(&space, g.statistics);
+  if (space.failed) return workspace_close(&space);
+  for (int64_t i = 0; !given && i < tx->count; i++) mean[group_of(&g, i)] += x[i];
+  for (int64_t k = 0; !given && k < g.statistics; k++) mean[k] /= count;
+  for (int64_t i = 0; !given && i < tx->count; i++) {
+    double d = x[i] - mean[group_of(&g, i)];
+    variance[group_of(&g, i)] += d * d;
+  }
+  for (int64_t k = 0; !given && k < g.statistics; k++) variance[k] /= count;
+  for (int64_t i = 0; i < tx->count; i++) {
+    int64_t k = group_of(&g, i), c = i % g.channels;
+    x[i] = (x[i] - mean[k]) / sqrt(variance[k] + eps) * (weight ? weight[c] : 1.0) +
+           (bias ? bias[c] : 0.0);
+  }
+  values_store(call->out[0], x, false);
+  if (!given) values_store(call->out[1], mean, false);
+  if (!given) values_store(call->out[2], variance, false);
+  return workspace_close(&space);
+}
+
+// With h = (x - mean) * rstd and g = dy * weight:
+//   dx = rstd * (g - mean(g) - h * mean(g * h)), dweight = sum of dy * h, dbias = sum of dy;
+// dx = rstd * g if mean and variance do not depend on x.
+static eng_status norm_grad(const op_call *call, bool batch)
+{
+  const tensor *tx = call->in[0];
+  grouped g = groups_of(tx, batch, batch ? 0 : call->group_norm_grad.groups);
+  bool given = batch && call->batch_norm_grad.given;
+  double count = (double)(g.rows * g.width);
+  double eps = batch ? call->batch_norm_grad.eps : call->group_norm_grad.eps;
+  workspace space = {0};
+  double *x = workspace_load(&space, tx), *weight = workspace_load(&space, call->in[1]),
+         *mean = workspace_load(&space, call->in[2]), *rstd = workspace_load(&space, call->in[3]),
+         *dy = workspace_load(&space, call->in[4]),
+         *mean_g = workspace_doubles(&space, g.statistics),
+         *mean_gh = workspace_doubles(&space, g.statistics),
+         *dweight = workspace_doubles(&space, g.channels),
+         *dbias = workspace_doubles(&space, g.channels);
+  if (space.failed) return workspace_close(&space);
+  for (int64_t k = 0; k < g.statistics; k++) rstd[k] = 1.0 / sqrt(rstd[k] + eps);
+  for (int64_t i = 0; i < tx->count; i++) {
+    int64_t k = group_of(&g, i), c = i % g.channels;
+    double h = (x[i] - mean[k]) * rstd[k], slope = dy[i] * (weight ? weight[c] : 1.0);
+    dweight[c] += dy[i] * h;
+    dbias[c] += dy[i];
+    mean_g[k] += slope / count;
+    mean_gh[k] += slope * h / count;
+    x[i] = h;
+    dy[i] = slope;
+  }
+  for (int64_t i = 0; i < tx->count; i++) {
+    int64_t k = group_of(&g, i);
+    x[i] = rstd[k] * (given ? dy[i] : dy[i] - mean_g[k] - x[i] * mean_gh[k]);
+  }
+  values_store(call->out[0], x, false);
+  if (call->batch_norm_grad.affine) {
+    values_store(call->out[1], dweight, false);
+    values_store(call->out[2], dbias, false);
+  }
+  return workspace_close(&space);
+}
+
+eng_status reference_batch_norm(const op_call *call)      { return norm(call, true); }
+eng_status reference_batch_norm_grad(const op_call *call) { return norm_grad(call, true); }
+eng_status reference_group_norm(const op_call *call)      { return norm(call, false); }
+eng_status reference_group_norm_grad(const op_call *call) { return norm_grad(call, false); }

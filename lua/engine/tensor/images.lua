@@ -1,0 +1,168 @@
+-- Convolution, pooling, batch norm and group norm of images x [N x C x H x W] and sequences
+-- x [N x C x L]. Adds these methods to tensors; loaded by init.lua.
+--
+-- The kernels take and yield channels last (core/ops.def). The methods view x that way, and their
+-- results are views [N x C x ..] of channels-last memory, which elementwise operations keep. So a
+-- chain of such layers copies only its first input.
+local M_ffi = require "engine.base.ffi"
+local arguments = require "engine.base.arguments"
+local tensor = require "engine.tensor.tensor"
+
+local raise, run, value_text = M_ffi.raise, M_ffi.run, M_ffi.value_text
+local want, want_whole, read_named = arguments.want, arguments.want_whole, arguments.read_named
+local methods = tensor.methods
+
+-- x [N x C x ..] as [N x .. x C], and back.
+local function channels_last(x, name, least, most)
+  want(x, name)
+  local n = x.ndim
+  if n < least or n > (most or n) then
+    raise("%s: expected %s, got %s", name, least == 4 and "images [N x C x H x W]"
+      or least == 3 and "sequences [N x C x L]" or "[N x C x ..]", tensor.shape_text(x.shape))
+  end
+  local order = { 1 }
+  for d = 2, n - 1 do order[d] = d + 1 end
+  order[n] = 2
+  return n == 2 and x or x:permute(order)
+end
+local function channels_second(x)
+  local order = { 1, x.ndim }
+  for d = 3, x.ndim do order[d] = d - 1 end
+  return x.ndim == 2 and x or x:permute(order)
+end
+
+-- Appends the numbers for height and width: v is one number for both, or a list of two.
+local function append_pair(ints, v, name, what, least)
+  local list = type(v) == "table" and v or { v, v }
+  if #list ~= 2 then
+    raise("%s: expected %s to be a number or a list of two, got %s", name, what, value_text(v))
+  end
+  for d = 1, 2 do ints[#ints + 1] = want_whole(list[d], name, what, least) end
+  return ints
+end
+
+-- Runs f, a function of images, on sequences [N x C x L] as images of height 1. `scalars` names the
+-- options that are for the width alone; `rest` is their value for the height.
+local HEIGHT = { stride = 1, padding = 0, dilation = 1 }
+local function as_images(x, options, name, f)
+  want(x, name)
+  if x.ndim ~= 3 then
+    raise("%s: expected sequences [N x C x L], got %s", name, tensor.shape_text(x.shape))
+  end
+  local flat = {}
+  for key, value in pairs(options or {}) do
+    flat[key] = HEIGHT[key] and { HEIGHT[key], value } or value
+  end
+  return f(x:unsqueeze(3), flat):squeeze(3)
+end
+
+-- ------------------------------------------------------------------ convolution
+
+local CONV = { stride = true, padding = true, dilation = true, groups = true }
+
+local function conv2d(x, weight, bias, options, name)
+  options = read_named(options, name, CONV)
+  want(weight, name)
+  local ints = append_pair({}, options.stride or 1, name, "stride", 1)
+  append_pair(ints, options.padding or 0, name, "padding", 0)
+  append_pair(ints, options.dilation or 1, name, "dilation", 1)
+  ints[7] = want_whole(options.groups or 1, name, "groups", 1)
+  return channels_second(run("conv2d", { channels_last(x, name, 4, 4), weight, bias or false },
+    ints))
+end
+
+--- Convolution (cross-correlation, as in PyTorch) of images: x [N x C x H x W], weight [O x
+--- C/groups x KH x KW], bias [O] or nil -> [N x O x P x Q]. Options: stride (1), padding (0),
+--- dilation (1), each a number or { height, width }, and groups (1).
+function methods.conv2d(x, weight, bias, options)
+  return conv2d(x, weight, bias, options, "conv2d")
+end
+
+--- Convolution of sequences: x [N x C x L], weight [O x C/groups x K], bias [O] or nil -> [N x O x
+--- P]. Options as in conv2d, numbers only.
+function methods.conv1d(x, weight, bias, options)
+  want(weight, "conv1d")
+  return as_images(x, read_named(options, "conv1d", CONV), "conv1d", function(image, o)
+    return conv2d(image, weight:unsqueeze(-2), bias, o, "conv1d")
+  end)
+end
+
+-- ------------------------------------------------------------------ pooling
+
+local POOL = { stride = true, padding = true }
+local AVERAGE = { stride = true, padding = true, count_include_pad = true }
+
+local function pool2d(x, kernel, options, name, op, known)
+  options = read_named(options, name, known)
+  local ints = append_pair({}, kernel, name, "the kernel", 1)
+  append_pair(ints, options.stride or kernel, name, "stride", 1)
+  append_pair(ints, options.padding or 0, name, "padding", 0)
+  if known == AVERAGE then ints[7] = options.count_include_pad == false and 0 or 1 end
+  local images = channels_last(x, name, 4, 4)
+  return channels_second((run(op, { images }, ints, {}, known == POOL and 2 or 1)))
+end
+local function pool1d(x, kernel, options, name, op, known)
+  options = read_named(options, name, known)
+  local filled = { stride = options.stride or kernel, padding = options.padding,
+    count_include_pad = options.count_include_pad }
+  return as_images(x, filled, name, function(image, o)
+    return pool2d(image, { 1, kernel }, o, name, op, known)
+  end)
+end
+
+--- The largest element of each window of x [N x C x H x W] -> [N x C x P x Q]; a NaN counts as
+--- largest. kernel: a number or { height, width }. Options: stride (the kernel), padding (0; at
+--- most half the kernel; it never counts).
+function methods.max_pool2d(x, kernel, options)
+  return pool2d(x, kernel, options, "max_pool2d", "max_pool2d", POOL)
+end
+--- max_pool2d of sequences: x [N x C x L] -> [N x C x P].
+function methods.max_pool1d(x, kernel, options)
+  return pool1d(x, kernel, options, "max_pool1d", "max_pool2d", POOL)
+end
+--- The mean of each window, as max_pool2d. With count_include_pad (true), padding counts as zeros.
+function methods.avg_pool2d(x, kernel, options)
+  return pool2d(x, kernel, options, "avg_pool2d", "avg_pool2d", AVERAGE)
+end
+--- avg_pool2d of sequences: x [N x C x L] -> [N x C x P].
+function methods.avg_pool1d(x, kernel, options)
+  return pool1d(x, kernel, options, "avg_pool1d", "avg_pool2d", AVERAGE)
+end
+
+--- Means over windows that divide x [N x C x H x W] into `size` (a number or { height, width }) ->
+--- [N x C x size]. size 1 is the mean of each channel.
+function methods.adaptive_avg_pool2d(x, size)
+  local ints = append_pair({ 0, 0, 1, 1, 0, 0, 0 }, size, "adaptive_avg_pool2d", "the size", 1)
+  return channels_second(run("avg_pool2d", { channels_last(x, "adaptive_avg_pool2d", 4, 4) }, ints))
+end
+--- adaptive_avg_pool2d of sequences: x [N x C x L] -> [N x C x size].
+function methods.adaptive_avg_pool1d(x, size)
+  return as_images(x, nil, "adaptive_avg_pool1d", function(image)
+    return methods.adaptive_avg_pool2d(image, { 1, size })
+  end)
+end
+
+-- ------------------------------------------------------------------ norms
+
+local BATCH_NORM = { eps = true, mean = true, variance = true }
+
+--- Batch norm of x [N x C x ..]: each channel less its mean, divided by sqrt(variance + eps), times
+--- weight [C], plus bias [C] (either may be nil). Returns the result, and the mean and the variance
+--- [C] of this batch in f32 (the variance divided by the number of elements). Options: eps (1e-5);
+--- mean and variance [C]: normalise by these instead, and return the result alone.
+function methods.batch_norm(x, weight, bias, options)
+  options = read_named(options, "batch_norm", BATCH_NORM)
+  local y, mean, variance = run("batch_norm", { channels_last(x, "batch_norm", 2), weight or false,
+    bias or false, options.mean or false, options.variance or false }, {},
+    { arguments.want_number(options.eps or 1e-5, "batch_norm", "eps") }, 3)
+  if options.mean then return channels_second(y) end
+  return channels_second(y), mean, variance
+end
+
+--- Group norm of x [N x C x ..]: of each sample, every group of C / groups neighbouring channels is
+--- normalised by its mean and variance; weight and bias [C] or nil; eps 1e-5.
+function methods.group_norm(x, groups, weight, bias, eps)
+  return channels_second((run("group_norm", { channels_last(x, "group_norm", 2), weight or false,
+    bias or false }, { want_whole(groups, "group_norm", "groups", 1) },
+    { arguments.want_number(eps or 1e-5, "group_norm", "eps") }, 3)))
+end
