@@ -71,7 +71,7 @@ local function items(trainer)
     end
   end
   for _, p in ipairs(trainer.model:parameters()) do          -- frozen ones
-    if not trained[p.name] then add(p.name, p.tensor, p.name) end
+    if not trained[p.name] and p.role ~= "buffer" then add(p.name, p.tensor, p.name) end
   end
   table.insert(list, 1, { name = "the number of compared values", value = tostring(#list) })
   return list

@@ -7,8 +7,9 @@ local nn = { class = module.class, Module = module.Module, is_module = module.is
   attention = transformer.attention, mlp = transformer.mlp, swiglu = transformer.swiglu,
   block = transformer.block, moe = require("engine.nn.moe").moe,
   lora = require("engine.nn.lora_layers").new }
-for name, layer in pairs(require "engine.nn.layers") do nn[name] = layer end
-for name, model in pairs(require "engine.nn.models") do nn[name] = model end
+for _, part in ipairs { "layers", "models", "image_layers", "image_models" } do
+  for name, value in pairs(require("engine.nn." .. part)) do nn[name] = value end
+end
 
 return setmetatable(nn, {
   __index = function(t, key)

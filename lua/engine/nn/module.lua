@@ -207,11 +207,20 @@ function Module:parameter(key, value, role)
   return value
 end
 
+--- Registers a buffer under `key`: a tensor that is saved and loaded with the parameters and that
+--- the module itself changes. It has no gradient.
+function Module:buffer(key, value)
+  self[key] = value
+  self._roles[key] = "buffer"
+end
+
 local only_shapes = false
 
 --- A new f32 tensor of zeros for a parameter; set_values(x), if given, then sets its values.
 function M.new_parameter(shape, set_values)
-  if only_shapes then return tensor.zeros(1, { keep = false }):expand(shape) end
+  if only_shapes then
+    return tensor.zeros(#shape > 0 and 1 or {}, { keep = false }):expand(shape)
+  end
   local x = tensor.zeros(shape, { keep = true })
   if set_values then set_values(x) end
   return x
@@ -231,8 +240,9 @@ local function walk(self, prefix, visit)
   end
 end
 
---- All parameters in order, a list of { name, tensor, role, owner }; `owner` is the module that
---- holds the tensor. A tensor that two modules share (tied weights) is listed once.
+--- All parameters and buffers in order, a list of { name, tensor, role, owner }; `owner` is the
+--- module that holds the tensor. A tensor that two modules share (tied weights) is listed once. The
+--- role of a buffer is "buffer".
 function Module:parameters()
   local list, seen = {}, {}
   walk(self, "", function(name, value, owner, key)
@@ -246,10 +256,12 @@ function Module:parameters()
   return list
 end
 
---- The number of elements in all parameters.
+--- The number of elements in all parameters, without buffers.
 function Module:count()
   local n = 0
-  for _, p in ipairs(self:parameters()) do n = n + p.tensor.count end
+  for _, p in ipairs(self:parameters()) do
+    if p.role ~= "buffer" then n = n + p.tensor.count end
+  end
   return n
 end
 
@@ -313,7 +325,9 @@ end
 --- Freezes every parameter of this module and the modules below it: a frozen parameter gets no
 --- gradient. freeze(false) unfreezes them.
 function Module:freeze(on)
-  for _, p in ipairs(self:parameters()) do p.tensor:requires_grad(on == false) end
+  for _, p in ipairs(self:parameters()) do
+    p.tensor:requires_grad(on == false and p.role ~= "buffer")
+  end
   return self
 end
 

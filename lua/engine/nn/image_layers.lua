@@ -1,0 +1,162 @@
+-- Layers for images [N x C x H x W] and sequences [N x C x L]: convolution, batch and group norm,
+-- pooling. Initial values, options and names of parameters are PyTorch's.
+local M_ffi = require "engine.base.ffi"
+local arguments = require "engine.base.arguments"
+local module = require "engine.nn.module"
+local tensor = require "engine.tensor.tensor"
+
+local raise, value_text, want_whole = M_ffi.raise, M_ffi.value_text, arguments.want_whole
+local class, new_parameter = module.class, module.new_parameter
+local M = {}
+
+local function ones(x) x:fill(1) end
+
+-- ------------------------------------------------------------------ convolution
+
+local CONV = { stride = true, padding = true, dilation = true, groups = true, bias = true,
+  std = true }
+
+-- The class of nn.conv1d and nn.conv2d, which differ in the number of a kernel's sizes.
+local function convolution(name, dimensions)
+  local Conv, title = class(name), "nn." .. name
+  function Conv:init(inputs, outputs, kernel, options)
+    want_whole(inputs, title, "inputs", 1)
+    want_whole(outputs, title, "outputs", 1)
+    options = tensor.read_named(options, title, CONV)
+    local groups, shape, fan_in = options.groups or 1, { outputs }, 1
+    want_whole(groups, title, "groups", 1)
+    if inputs % groups ~= 0 or outputs % groups ~= 0 then
+      raise("%s: expected groups to divide %d inputs and %d outputs, got %d", title, inputs,
+        outputs, groups)
+    end
+    shape[2] = inputs / groups
+    for d = 1, dimensions do
+      shape[2 + d] = want_whole(type(kernel) == "table" and kernel[d] or kernel, title,
+        "the kernel", 1)
+    end
+    for d = 2, #shape do fan_in = fan_in * shape[d] end
+    local bound, std = 1 / math.sqrt(fan_in), options.std
+    local function uniform(x) x:uniform(-bound, bound) end
+    rawset(self, "options", { stride = options.stride, padding = options.padding,
+      dilation = options.dilation, groups = groups })
+    self:parameter("weight", new_parameter(shape, std and function(x) x:normal(0, std) end
+      or uniform), "linear")
+    if options.bias == false then return end
+    self:parameter("bias", new_parameter({ outputs }, not std and uniform), "linear")
+  end
+  function Conv:forward(x) return x[name](x, self.weight, rawget(self, "bias"), self.options) end
+  function Conv:extra()
+    local shape = self.weight.shape
+    return ("%d -> %d, kernel %s%s"):format(shape[2] * self.options.groups, shape[1],
+      table.concat(shape, " x ", 3), rawget(self, "bias") and "" or ", no bias")
+  end
+  return Conv
+end
+
+--- nn.conv2d(inputs, outputs, kernel [, { stride = 1, padding = 0, dilation = 1, groups = 1, bias =
+--- true, std = nil }]): x [N x C x H x W] -> [N x O x P x Q], weight [O x C/groups x KH x KW].
+--- kernel, stride, padding and dilation are numbers or { height, width }. Initial values: uniform
+--- within +-1/sqrt(C/groups KH KW), or with `std` a normal weight and a zero bias.
+M.conv2d = convolution("conv2d", 2)
+--- nn.conv1d(inputs, outputs, kernel [, options]): x [N x C x L] -> [N x O x P]; as nn.conv2d.
+M.conv1d = convolution("conv1d", 1)
+
+-- ------------------------------------------------------------------ norms
+
+local BATCH_NORM = { eps = true, momentum = true, affine = true }
+
+--- nn.batch_norm(channels [, { eps = 1e-5, momentum = 0.1, affine = true }]): x [N x C x ..] -> the
+--- same shape. In training mode it normalises by the batch's mean and variance, and moves its
+--- buffers running_mean and running_var towards them by `momentum`; in evaluation mode it
+--- normalises by the buffers. Checkpoints hold the buffers. Every rank has its own.
+local BatchNorm = class("batch_norm")
+function BatchNorm:init(channels, options)
+  want_whole(channels, "nn.batch_norm", "channels", 1)
+  options = tensor.read_named(options, "nn.batch_norm", BATCH_NORM)
+  rawset(self, "eps", options.eps or 1e-5)
+  rawset(self, "momentum", arguments.want_number(options.momentum or 0.1, "nn.batch_norm",
+    "momentum"))
+  if options.affine ~= false then
+    self:parameter("weight", new_parameter({ channels }, ones), "norm")
+    self:parameter("bias", new_parameter { channels }, "norm")
+  end
+  self:buffer("running_mean", new_parameter { channels })
+  self:buffer("running_var", new_parameter({ channels }, ones))
+  self:buffer("num_batches_tracked", new_parameter {})
+end
+
+-- Moves the buffers towards the statistics of a batch of n numbers per channel. The variance of the
+-- buffer is divided by n - 1, as in PyTorch.
+local function follow(self, mean, variance, n)
+  local m = self.momentum
+  self.running_mean:copy(self.running_mean * (1 - m) + mean * m)
+  self.running_var:copy(self.running_var * (1 - m) + variance * (m * n / (n - 1)))
+  self.num_batches_tracked:copy(self.num_batches_tracked + 1)
+end
+
+function BatchNorm:forward(x)
+  local w, b, eps = rawget(self, "weight"), rawget(self, "bias"), self.eps
+  local mean, variance = self.running_mean, self.running_var
+  if not self._training then
+    return x:batch_norm(w, b, { mean = mean, variance = variance, eps = eps })
+  end
+  local n = x.count / mean.count
+  if n == 1 then
+    raise("expected more than one number for each channel in training mode, got %s",
+      tensor.shape_text(x.shape))
+  end
+  local y, batch_mean, batch_variance = x:batch_norm(w, b, { eps = eps })
+  follow(self, batch_mean, batch_variance, n)
+  return y
+end
+function BatchNorm:extra() return ("%d"):format(self.running_mean.count) end
+M.batch_norm = BatchNorm
+
+local GROUP_NORM = { eps = true, affine = true }
+
+--- nn.group_norm(groups, channels [, { eps = 1e-5, affine = true }]): x [N x C x ..] -> the same
+--- shape; normalises each group of neighbouring channels of each sample.
+local GroupNorm = class("group_norm")
+function GroupNorm:init(groups, channels, options)
+  want_whole(groups, "nn.group_norm", "groups", 1)
+  want_whole(channels, "nn.group_norm", "channels", 1)
+  if channels % groups ~= 0 then
+    raise("nn.group_norm: expected groups to divide %d channels, got %d", channels, groups)
+  end
+  options = tensor.read_named(options, "nn.group_norm", GROUP_NORM)
+  rawset(self, "eps", options.eps or 1e-5)
+  rawset(self, "groups", groups)
+  rawset(self, "channels", channels)
+  if options.affine == false then return end
+  self:parameter("weight", new_parameter({ channels }, ones), "norm")
+  self:parameter("bias", new_parameter { channels }, "norm")
+end
+function GroupNorm:forward(x)
+  return x:group_norm(self.groups, rawget(self, "weight"), rawget(self, "bias"), self.eps)
+end
+function GroupNorm:extra() return ("%d in %d groups"):format(self.channels, self.groups) end
+M.group_norm = GroupNorm
+
+-- ------------------------------------------------------------------ pooling
+
+--- nn.max_pool2d(kernel [, options]), nn.avg_pool1d(3) ...: a pooling method of tensors as a
+--- module, with its arguments. nn.adaptive_avg_pool2d(1) is the mean of each channel.
+for _, name in ipairs { "max_pool2d", "max_pool1d", "avg_pool2d", "avg_pool1d",
+  "adaptive_avg_pool2d", "adaptive_avg_pool1d" } do
+  local Pool = class(name)
+  function Pool:init(size, options)
+    if type(size) ~= "table" then want_whole(size, "nn." .. name, "the size", 1) end
+    if options ~= nil and type(options) ~= "table" then
+      raise("nn.%s: expected a table of options, got %s", name, value_text(options))
+    end
+    rawset(self, "size", size)
+    rawset(self, "options", options)
+  end
+  function Pool:forward(x) return x[name](x, self.size, self.options) end
+  function Pool:extra()
+    return type(self.size) == "table" and table.concat(self.size, " x ") or ("%d"):format(self.size)
+  end
+  M[name] = Pool
+end
+
+return M
