@@ -8,6 +8,7 @@ local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local files = require "engine.base.file"
 local documents = require "engine.data.documents"
+local images = require "engine.data.images"
 local mix = require "engine.data.mix"
 local nearest = require "engine.base.nearest"
 local order = require "engine.data.order"
@@ -38,7 +39,9 @@ end }
 
 -- What an option must be, and its test.
 local CHECKS = { batch = at_least(1), context = at_least(1), seed = at_least(0),
-  shuffle = is_boolean, classes = is_boolean, pack = is_boolean, check = is_boolean,
+  size = at_least(1), count = at_least(1), shuffle = is_boolean, flip = is_boolean,
+  noise = { "a number of 0 or more", function(v) return type(v) == "number" and v >= 0 end },
+  classes = is_boolean, pack = is_boolean, check = is_boolean,
   end_token = is_id, field = is_name, column = is_name, messages = is_name, prompt = is_name,
   chosen = is_name, rejected = is_name,
   bad = { "stop or skip", function(v) return v == "stop" or v == "skip" end },
@@ -165,6 +168,14 @@ local function windows(o, kind, tokens, n, keep)
   }
 end
 
+local function want_share(kind, o)
+  if type(o.from) ~= "number" or type(o.to) ~= "number"
+    or not (o.from >= 0 and o.from < o.to and o.to <= 1) then
+    raise("data.%s: expected 0 <= from < to <= 1, got %s and %s", kind, value_text(o.from),
+      value_text(o.to))
+  end
+end
+
 --- Text as bytes: tokens 0..255. path: a file, or a list of files read one after the other; or text
 --- = a string. from, to: the share of the text to use (0 to 1), e.g. to = 0.9 for training and from
 --- = 0.9 for evaluation.
@@ -188,11 +199,7 @@ function M.text(given)
   else
     raise("data.text: expected path = a file or a list of files, or text = a string")
   end
-  if type(o.from) ~= "number" or type(o.to) ~= "number"
-    or not (o.from >= 0 and o.from < o.to and o.to <= 1) then
-    raise("data.text: expected 0 <= from < to <= 1, got %s and %s", value_text(o.from),
-      value_text(o.to))
-  end
+  want_share("text", o)
   local first, last = math.floor(size * o.from), math.floor(size * o.to)
   return windows(o, "text", pointer + first, last - first, keep)
 end
@@ -418,6 +425,45 @@ function M.idx(given)
     shape = { shape[2] * shape[3] }, dtype = "f32" },
     { get = function(i) return labels[i] end, shape = {}, dtype = "i64" }, shape[1])
   self.keep = { keep1, keep2 }
+  return self
+end
+
+-- ------------------------------------------------------------------ images
+
+--- A folder of PNG and JPEG images with a folder for each class. x [B x channels x size x size]
+--- f32: the middle square of each image, scaled to size x size by means of its pixels, less `mean`,
+--- divided by `std`; y [B] i64: the number of the class, in the order of the folders' names
+--- (loader.classes). Options:
+---   path              the folder
+---   size, channels    pixels of a side (32); 3, or 1 for gray
+---   mean, std         of pixels in 0..1: a number or one for each channel (0.5, 0.25)
+---   flip              true: mirrors every second image, by chance
+---   from, to          the share of the images to use (0, 1), a random choice that stays the same
+---   bad               "stop": files that are not images are an error; "skip": they are left out
+---   batch, shuffle, seed   (32, true, 1234)
+function M.images(given)
+  local o = options_of("images", given, { path = NEEDED, size = 32, channels = 3, mean = 0.5,
+    std = 0.25, flip = false, from = 0, to = 1, bad = "stop", batch = 32, shuffle = true,
+    seed = 1234 })
+  want_path(o.path, "images")
+  if o.channels ~= 1 and o.channels ~= 3 then
+    raise("data.images: expected channels to be 1 or 3, got %s", value_text(o.channels))
+  end
+  want_share("images", o)
+  return loader(images.open(o, example))
+end
+
+--- Images of eight shapes in random places, sizes and colours, drawn when the loader is made: x
+--- [B x 3 x size x size] f32 in about -1..1, y [B] i64. Options: count (1024), size (32), noise
+--- (its largest value is three times this; 0.1), batch, shuffle, seed (also of the images).
+function M.shapes(given)
+  local o = options_of("shapes", given or {}, { count = 1024, size = 32, noise = 0.1, batch = 32,
+    shuffle = true, seed = 1234 })
+  local x, y, names = images.draw(o)
+  local self = M.tensors { x = x, y = y, batch = o.batch, shuffle = o.shuffle, seed = o.seed }
+  x:free()
+  y:free()
+  self.classes = names
   return self
 end
 
