@@ -221,7 +221,7 @@ $(BUILD)/cdef.h: $(PUBLIC_HEADERS) $(BUILD)/flags
 # Debian's names. gnuplot is not in the list, because only engine plot --png needs it.
 PACKAGES := gcc libc6-dev make pkg-config libluajit-5.1-dev luajit libdnnl-dev libsqlite3-dev \
             libutf8proc-dev libedit-dev lua-cjson lua-busted lua-check libopenmpi-dev openmpi-bin \
-            cmark-gfm
+            cmark-gfm libpng-dev libturbojpeg0
 TOOLS    := $(CC) luajit busted luacheck
 HEADERS  := luajit.h dnnl.h sqlite3.h utf8proc.h histedit.h
 
@@ -474,7 +474,7 @@ deb: all
 	  done | cut -d: -f1 | sort -u | paste -sd, | sed 's/,/, /g'); \
 	printf '%s\n' 'Package: engine' 'Version: $(VERSION)' \
 	  "Architecture: $$(dpkg --print-architecture)" "Depends: $$needs, lua-cjson" \
-	  'Recommends: openmpi-bin' 'Suggests: gnuplot' \
+	  'Recommends: openmpi-bin, libturbojpeg0, libpng16-16t64 | libpng16-16' 'Suggests: gnuplot' \
 	  'Maintainer: The engine authors <engine@localhost>' 'Section: science' 'Priority: optional' \
 	  'Description: Lua-scriptable training engine for low-precision numerics' \
 	  ' Trains models in fp32, bf16, fp16 and FP8 under loss-scaling policies written in Lua.' \

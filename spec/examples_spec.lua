@@ -103,6 +103,11 @@ local entries = {
     talk = function() return { "steps=600", "count=8000", "precision=fp16" } end,
     words = { "sequential", "3: linear%(128 %-> 128%)", "36,362 parameters",
       "done after 600 steps: 600 updates", "accuracy on %d+ new digits: 9%d" } },
+  ["images.lua"] = { arguments = function()
+    return { "steps=90", "size=16", "width=8", "batch=16", "log=json" }
+  end, losses = json_losses, falls = 0.2,
+    talk = function() return { "model=vit", "steps=3", "size=16", "width=8", "precision=bf16" } end,
+    words = { "vit of %d+ parameters", "done after 3 steps", "accuracy on 512 other images" } },
   ["gpt.lua"] = { arguments = function() return small("steps=80", "lr=4e-3", "log=json") end,
     losses = json_losses, falls = 1.5,
     talk = function() return small("steps=5", "sample=20", "precision=bf16") end,
