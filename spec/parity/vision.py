@@ -118,9 +118,9 @@ def unit(x, dtype):
 
 def compare(got, want, dtype):
     """The largest error in units of what is allowed. Sums of normal numbers may cancel: a largest
-    element below 0.1 counts as 0.1."""
+    element below 1 counts as 1."""
     want = want.double()
-    error, largest = (got.double() - want).abs(), want.abs().max().clamp(min=0.1)
+    error, largest = (got.double() - want).abs(), want.abs().max().clamp(min=1)
     allowed = 1e-5 * largest + 1e-30
     if dtype != torch.float32:
         allowed = 0.501 * unit(want, dtype) + 1e-5 * largest

@@ -1,4 +1,4 @@
--- The boundary to the core: the only file that calls ffi.load. It finds the library and the
+-- The boundary to the core: the only file that loads it. It finds the library and the
 -- declarations that the build made from core/engine.h, checks that both come from one build, and
 -- turns status codes into Lua errors.
 local ffi = require "ffi"
