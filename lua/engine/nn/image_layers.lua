@@ -88,25 +88,23 @@ end
 -- Moves the buffers towards the statistics of a batch of n numbers per channel. The variance of the
 -- buffer is divided by n - 1, as in PyTorch.
 local function follow(self, mean, variance, n)
+  if n < 2 then raise("expected more than one number for each channel in training mode") end
   local m = self.momentum
   self.running_mean:copy(self.running_mean * (1 - m) + mean * m)
   self.running_var:copy(self.running_var * (1 - m) + variance * (m * n / (n - 1)))
   self.num_batches_tracked:copy(self.num_batches_tracked + 1)
 end
 
+-- By the batch's own statistics, which come as further results, or by those given.
+local function normalised(self, x, mean, variance)
+  return x:batch_norm(rawget(self, "weight"), rawget(self, "bias"),
+    { eps = self.eps, mean = mean, variance = variance })
+end
+
 function BatchNorm:forward(x)
-  local w, b, eps = rawget(self, "weight"), rawget(self, "bias"), self.eps
-  local mean, variance = self.running_mean, self.running_var
-  if not self._training then
-    return x:batch_norm(w, b, { mean = mean, variance = variance, eps = eps })
-  end
-  local n = x.count / mean.count
-  if n == 1 then
-    raise("expected more than one number for each channel in training mode, got %s",
-      tensor.shape_text(x.shape))
-  end
-  local y, batch_mean, batch_variance = x:batch_norm(w, b, { eps = eps })
-  follow(self, batch_mean, batch_variance, n)
+  if not self._training then return normalised(self, x, self.running_mean, self.running_var) end
+  local y, mean, variance = normalised(self, x)
+  follow(self, mean, variance, x.count / mean.count)
   return y
 end
 function BatchNorm:extra() return ("%d"):format(self.running_mean.count) end
