@@ -303,6 +303,9 @@ enum {
   ENG_FP8_KEEP_SWIGLU = 3
 };
 
+/// Signs of a Hadamard transform: none; Transformer Engine's; drawn for each layer; for each step.
+enum { ENG_FP8_SIGNS_NONE = -1, ENG_FP8_SIGNS_FIXED, ENG_FP8_SIGNS_LAYER, ENG_FP8_SIGNS_STEP };
+
 /// How one role of a layer (its input, weight or output gradient) becomes FP8.
 typedef struct eng_fp8_role {
   int32_t format;                     // ENG_e4m3, ENG_e5m2; microscaling: also ENG_FORMAT_*
@@ -310,10 +313,12 @@ typedef struct eng_fp8_role {
   int32_t rule, pow2, margin, stochastic;   // as in quantize
   int32_t keep;                       // only for x: ENG_FP8_KEEP_*
   int32_t mx;                         // microscaling: ENG_MX_* + 1, instead of `rule`; else 0
+  int32_t hadamard, signs;            // of x and dy, as in mx_quantize; ENG_FP8_SIGNS_*
   double  eps;                        // negative: the rule's default
 } eng_fp8_role;
 /// How a product of a layer sums along K: `accumulator` and `promotion` as in fp8_matmul.
-typedef struct eng_fp8_product { int32_t accumulator, promotion; } eng_fp8_product;
+/// high: in high precision; only the forward product of microscaling.
+typedef struct eng_fp8_product { int32_t accumulator, promotion, high; } eng_fp8_product;
 /// How a layer computes in FP8: a role for each of its tensors, a product for each of its passes.
 typedef struct eng_fp8_recipe {
   eng_fp8_role role[3];               // ENG_FP8_X, W, DY
@@ -345,6 +350,8 @@ typedef struct eng_fp8_meter {
   double  amax, least;                // largest |x|; smallest nonzero |x|; 0: none
   double  scale_min, scale_max;
 } eng_fp8_meter;
+/// Says which step comes next, for signs that are drawn for each step.
+void       eng_fp8_step(int64_t step);
 /// Turns meters on or off; returns the previous setting. Meters copy the measured rows to the host.
 bool       eng_fp8_measure(bool on);
 /// Returns the measurements since the last call.

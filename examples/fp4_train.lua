@@ -37,7 +37,7 @@ local RECIPES = { "bf16", "mxfp8", "mxfp4", "nvfp4",
   fp4("mxfp4, floor", "mxfp4", { x = FLOOR, w = FLOOR,
     dy = { format = "e2m1", rule = "floor", stochastic = true } }),
   fp4("mxfp4, nearest", "mxfp4", { dy = { format = "e2m1", rule = "rceil" } }),
-  fp4("nvfp4, nearest", "nvfp4", { dy = { rule = "nvfp4" } }),
+  fp4("nvfp4, nearest", "nvfp4", { dy = { rule = "nvfp4", hadamard = 16 } }),
   fp4("nvfp4, ends bf16", "nvfp4", { high_first = 1, high_last = 1 }) }
 
 local text = lab.text(120000)

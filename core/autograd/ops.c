@@ -6,7 +6,7 @@
 enum {
   ALL = ~0,
   I0 = 1, I1 = 2, I2 = 4, I3 = 8, I4 = 16,
-  O0 = 1, O1 = 2, O2 = 4, O3 = 8, O4 = 16,
+  O0 = 1, O1 = 2, O2 = 4, O3 = 8, O4 = 16, O6 = 64,
 };
 
 const op_info op_table[ENG_OP_COUNT] = {

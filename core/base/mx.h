@@ -99,6 +99,16 @@ ENG_INLINE float nvfp4_factor(uint8_t scale, float encode)
 /// The factor on a whole tensor's values: g / 2688, or 1 where S is 1 for g = 0.
 ENG_INLINE float nvfp4_decode_scale(float amax) { return amax == 0 ? 1.0f : amax / 2688.0f; }
 
+// ---- random Hadamard transform
+
+/// The sign of element i of 128: `signs` < 0: all 1; 0: Transformer Engine's 16, repeated; above:
+/// the bits of Philox block `signs`, whose four words are `word`.
+ENG_INLINE float mx_sign(int64_t signs, const uint32_t word[4], int i)
+{
+  uint32_t negative = signs < 0 ? 0 : signs == 0 ? 0xD7E8u >> i % 16 : word[i / 32] >> i % 32;
+  return negative & 1 ? -1.0f : 1.0f;
+}
+
 // ---- elements
 
 ENG_INLINE uint8_t mx_signed(uint32_t code, uint32_t x, mx_format f)

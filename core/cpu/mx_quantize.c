@@ -5,12 +5,15 @@
 // blocks, and a tile of at most TILE_COLUMNS columns at a time: it reads the tile as f32, turned if
 // the copy is transposed, so that a block's rows are contiguous, and quantizes block by block with
 // the formulas of core/base/mx.h. The loop over a block is compiled for each format, so that the
-// compiler vectorizes it. f64 goes to the reference.
+// compiler vectorizes it. A Hadamard transform writes x transposed and transformed to scratch, in
+// bf16, from which the transposed copy is quantized. f64 goes to the reference.
 #include "base/mx.h"
 #include "base/rng.h"
 #include "rows.h"
 #include "simd.h"
 #include "tasks.h"
+
+#include <math.h>
 
 enum { MOST = 128, TILE_COLUMNS = 128, CHUNK = 16 };
 
@@ -200,6 +203,56 @@ static void blocks_task(const void *context, int64_t t)
   }
 }
 
+// ------------------------------------------------------------------ Hadamard transform
+
+typedef struct rotation {
+  const tensor *x;
+  uint16_t *y;               // [columns x rows]
+  int64_t   rows, columns;
+  int       n;
+  float     sign[MOST];
+} rotation;
+
+enum { WIDE = 16 };          // columns of x at a time
+
+// A group of n rows of x, or those after the last whole group.
+static void rotate_task(const void *context, int64_t t)
+{
+  const rotation *o = context;
+  int rows = (int)smaller(o->n, o->rows - t * o->n);
+  double root = sqrt(1.0 / o->n), a[MOST][WIDE];
+  for (int64_t c0 = 0; c0 < o->columns; c0 += WIDE) {
+    int wide = (int)smaller(WIDE, o->columns - c0);
+    float x[WIDE] = {0};
+    for (int r = 0; r < rows; r++) {
+      floats_from(x, o->x->data, o->x->dtype, (t * o->n + r) * o->columns + c0, wide);
+      for (int c = 0; c < WIDE; c++) a[r][c] = rows == o->n ? x[c] * o->sign[r] : x[c];
+    }
+    for (int half = 1; half < o->n && rows == o->n; half *= 2)
+      for (int r = 0; r < rows; r++)
+        for (int c = 0; c < WIDE && !(r & half); c++) {
+          double one = a[r][c], other = a[r + half][c];
+          a[r][c] = one + other;
+          a[r + half][c] = one - other;
+        }
+    for (int c = 0; c < wide; c++)
+      for (int r = 0; r < rows; r++)
+        o->y[(c0 + c) * o->rows + t * o->n + r] =
+          bf16_from_f64(rows == o->n ? a[r][c] * root : a[r][c]);
+  }
+}
+
+static void rotate(uint16_t *y, const op_call *call)
+{
+  const typeof(call->mx_quantize) *a = &call->mx_quantize;
+  rotation o = {.x = call->in[0], .y = y, .rows = row_count(call->in[0]),
+                .columns = row_length(call->in[0]), .n = (int)a->hadamard};
+  uint32_t word[4] = {0};
+  if (a->signs > 0) philox_block(word, (uint64_t)a->signs);
+  for (int i = 0; i < o.n; i++) o.sign[i] = mx_sign(a->signs, word, i);
+  run_tasks((o.rows + o.n - 1) / o.n, o.x->count >= PARALLEL_ELEMENTS, rotate_task, &o);
+}
+
 // ------------------------------------------------------------------ the operations
 
 static eng_status mx_quantize(const op_call *call)
@@ -222,13 +275,30 @@ static eng_status mx_quantize(const op_call *call)
   for (int i = 0; i < 256; i++) s.value[i] = mx_value((uint8_t)i, mx_format_of(a->format));
   if (turned && square) s.turn_scale = call->out[4]->data, s.turn_q = call->out[3]->data;
   run_tasks((s.rows + a->block_rows - 1) / a->block_rows, together, blocks_task, &s);
+  if (turned) ((float *)call->out[6]->data)[0] = amax;
   if (!turned || square) return ENG_OK;
-  s.turned = true;
   s.rows = row_length(x), s.columns = row_count(x);
   s.scale = call->out[4]->data, s.q = call->out[3]->data;
   s.random += (uint64_t)((x->count + 3) / 4);
-  run_tasks((s.columns + a->block_columns - 1) / a->block_columns, together, blocks_task, &s);
-  return ENG_OK;
+  if (!a->hadamard) {
+    s.turned = true;
+    run_tasks((s.columns + a->block_columns - 1) / a->block_columns, together, blocks_task, &s);
+    return ENG_OK;
+  }
+  tensor y = {.dtype = ENG_bf16, .ndim = 2, .shape = {s.rows, s.columns}, .count = x->count,
+              .data = arena_alloc(ARENA_SCRATCH, 2 * x->count)};
+  if (!y.data) return ENG_ERR_MEMORY;
+  rotate(y.data, call);
+  eng_status status = survey_all(&y, together, &amax, &nan);
+  if (status == ENG_OK) {
+    if (nan && !(a->flags & MX_FINITE)) amax = f32_from(0x7FC00000u);
+    ((float *)call->out[6]->data)[0] = amax;
+    s.x = &y;
+    s.encode = nvfp4_encode_scale(amax);
+    run_tasks((s.rows + a->block_rows - 1) / a->block_rows, together, blocks_task, &s);
+  }
+  arena_free(ARENA_SCRATCH, y.data, 2 * x->count);
+  return status;
 }
 
 typedef struct back { const op_call *call; int64_t columns; float whole, value[256]; } back;

@@ -109,6 +109,38 @@ static void quantize_side(const side *s)
     }
 }
 
+// x[0 .. n) times diag(s) H, by halves: H of 2n is [[H, H], [H, -H]].
+static void hadamard(double *x, int n)
+{
+  if (n == 1) return;
+  hadamard(x, n / 2);
+  hadamard(x + n / 2, n / 2);
+  for (int i = 0; i < n / 2; i++) {
+    double one = x[i], other = x[i + n / 2];
+    x[i] = one + other;
+    x[i + n / 2] = one - other;
+  }
+}
+
+// x transposed, transformed along the rows of x, in bf16.
+static void rotate(uint16_t *y, const side *x, const op_call *call)
+{
+  int n = (int)call->mx_quantize.hadamard;
+  int64_t signs = call->mx_quantize.signs, whole = x->rows / n * n;
+  uint32_t word[4] = {0};
+  double a[128];
+  if (signs > 0) philox_block(word, (uint64_t)signs);
+  for (int64_t c = 0; c < x->columns; c++) {
+    for (int64_t r = 0; r < whole; r += n) {
+      for (int i = 0; i < n; i++) a[i] = x_at(x, r + i, c) * mx_sign(signs, word, i);
+      hadamard(a, n);
+      for (int i = 0; i < n; i++) y[c * x->rows + r + i] = bf16_from_f64(a[i] * sqrt(1.0 / n));
+    }
+    for (int64_t r = whole; r < x->rows; r++)
+      y[c * x->rows + r] = bf16_from_f64(x_at(x, r, c));
+  }
+}
+
 eng_status reference_mx_quantize(const op_call *call)
 {
   const tensor *x = call->in[0];
@@ -129,7 +161,22 @@ eng_status reference_mx_quantize(const op_call *call)
   side turned = {.call = call, .rows = columns, .columns = rows, .row = 1, .column = columns,
                  .q = call->out[3], .scale = call->out[4], .encode = own.encode,
                  .random = own.random + (uint64_t)((x->count + 3) / 4)};
-  quantize_side(&turned);
+  if (call->mx_quantize.hadamard) {
+    tensor y = {.dtype = ENG_bf16, .count = x->count,
+                .data = arena_alloc(ARENA_SCRATCH, 2 * x->count)};
+    if (!y.data) return ENG_ERR_MEMORY;
+    rotate(y.data, &own, call);
+    op_call copy = *call;
+    copy.in[0] = &y;
+    turned.call = &copy, turned.row = rows, turned.column = 1;
+    amax = block_amax(&turned, 0, columns, 0, rows, !finite);
+    turned.encode = nvfp4_encode_scale(amax);
+    quantize_side(&turned);
+    arena_free(ARENA_SCRATCH, y.data, 2 * x->count);
+  } else {
+    quantize_side(&turned);
+  }
+  ((float *)call->out[6]->data)[0] = amax;
   // With square blocks, the transposed copy has the same elements, even if rounding was stochastic.
   if (call->mx_quantize.block_rows == call->mx_quantize.block_columns)
     for (int64_t r = 0; r < rows; r++)

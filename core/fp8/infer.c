@@ -190,6 +190,14 @@ static eng_status infer_mx_quantize(op_call *c, op_shape *s)
     return error_set(ENG_ERR_VALUE, "mx_quantize: expected the flags 8, 16 and 32, got %lld",
                      (long long)a->flags);
   ENG_TRY(want_between(c, "sr_bits", a->sr_bits, 0, 24));
+  if (a->hadamard && a->hadamard != 16 && a->hadamard != 32 && a->hadamard != 64 &&
+      a->hadamard != 128)
+    return error_set(ENG_ERR_VALUE, "mx_quantize: expected a Hadamard transform of 16, 32, 64 or "
+                     "128 elements, or 0 for none, got %lld", (long long)a->hadamard);
+  if (a->hadamard && (!turned || a->block_rows == a->block_columns))
+    return error_set(ENG_ERR_VALUE,
+                     "mx_quantize: a Hadamard transform is for the transposed copy in blocks that "
+                     "are not square");
   int64_t rows, columns;
   matrix_of(x, &rows, &columns);
   if (packed && (columns % 2 || (turned && rows % 2)))
@@ -206,6 +214,7 @@ static eng_status infer_mx_quantize(op_call *c, op_shape *s)
   put_out(s, 4, ENG_u8, 2, (int64_t[]){blocks_in(columns, a->block_rows),
                                        blocks_in(rows, a->block_columns)});
   put_out(s, 5, ENG_i64, 0, NULL);
+  put_out(s, 6, ENG_f32, 0, NULL);
   return ENG_OK;
 }
 

@@ -58,7 +58,7 @@ static eng_status quantize_mx(copies *out, int64_t number, fp8_site *s, int role
   tensor *slot;
   fp8_mx_copies all = {out->q, NULL, out->scale, out->q_t, out->scale_t};
   ENG_TRY(fp8_amax_slot(&slot, number, role));
-  eng_status status = fp8_mx_quantize(&all, slot, &s->recipe.role[role], x, transposed);
+  eng_status status = fp8_mx_quantize(&all, slot, s, role, x, transposed);
   tensor_drop(slot);
   if (status != ENG_OK) return error_prefix(status, "%s: FP8 of %s", s->name, fp8_role_name[role]);
   *out = (copies){all.q, all.amax, all.q_t, all.amax_t};
@@ -381,15 +381,18 @@ static eng_status forward(op_call *c, fp8_site *s, int compute, bool record, con
   a->round = fp8_amax_last().round;
   if (status == ENG_OK) status = weight_copies(&wq, &kept, a->site, s, w);
   tensor *flat_y = NULL, *y = NULL, *bias = c->in[IN_BIAS];
-  if (status == ENG_OK && bias && bias->parameter && bias->parameter->shadow)
+  bool high = s->recipe.product[ENG_FP8_FORWARD].high;
+  if (status == ENG_OK && high)
+    status = op_run1(&y, (op_call){.op = ENG_OP_linear, .in = {x, w, bias}});
+  if (status == ENG_OK && !high && bias && bias->parameter && bias->parameter->shadow)
     status = params_shadow(&bias, bias->parameter);
-  if (status == ENG_OK) {
+  if (status == ENG_OK && !high) {
     factor left = {xq.q, xq.scale, rx->block_rows, rx->block_columns, false},
            right = {wq.q, wq.scale, rw->block_rows, rw->block_columns, true};
     status = multiply(&flat_y, s, ENG_FP8_FORWARD, &left, &right, bias,
                       compute >= 0 ? compute : x->dtype, false);
   }
-  if (status == ENG_OK) {
+  if (status == ENG_OK && !high) {
     int64_t shape[ENG_MAX_DIMS];
     memcpy(shape, x->shape, sizeof shape);
     shape[x->ndim - 1] = w->shape[0];

@@ -22,24 +22,37 @@ static eng_status copy_into(tensor **out, tensor *x)
   return status;
 }
 
-eng_status fp8_mx_quantize(fp8_mx_copies *to, tensor *slot, const eng_fp8_role *r, tensor *x,
+// The signs of a role's Hadamard transform, as mx_quantize takes them. x and dy have the same.
+static int64_t signs_of(const fp8_site *s, const eng_fp8_role *r)
+{
+  if (r->signs <= ENG_FP8_SIGNS_FIXED) return r->signs;
+  uint64_t hash = 0xCBF29CE484222325u;
+  for (const char *c = s->name; *c; c++) hash = (hash ^ (uint8_t)*c) * 0x100000001B3u;
+  if (r->signs == ENG_FP8_SIGNS_STEP) hash = (hash ^ (uint64_t)fp8_step()) * 0x9E3779B97F4A7C15u;
+  return (int64_t)(hash >> 2) + 1;
+}
+
+eng_status fp8_mx_quantize(fp8_mx_copies *to, tensor *slot, const fp8_site *s, int role, tensor *x,
                            bool transposed)
 {
-  op_call c = {.op = ENG_OP_mx_quantize, .n_in = 2, .n_out = 6,
+  const eng_fp8_role *r = &s->recipe.role[role];
+  op_call c = {.op = ENG_OP_mx_quantize, .n_in = 2, .n_out = 7,
                .in = {x},
-               .out = {to->q, NULL, to->amax, to->q_t},
+               .out = {to->q, NULL, to->amax, to->q_t, NULL, NULL, to->amax_t},
                .mx_quantize = {.format = r->format,
                                .block_rows = r->block_rows,
                                .block_columns = r->block_columns,
                                .rule = r->mx - 1,
                                .flags = MX_VALUES | (transposed ? QUANTIZE_TRANSPOSED : 0),
-                               .sr_bits = r->stochastic ? SR_BITS : 0}};
+                               .sr_bits = r->stochastic ? SR_BITS : 0,
+                               .hadamard = transposed ? r->hadamard : 0,
+                               .signs = signs_of(s, r)}};
   ENG_TRY(op_run(&c));
   to->q = c.out[0], to->scale = c.out[1], to->amax = c.out[2], to->q_t = c.out[3];
+  to->amax_t = c.out[6];
   tensor_drop(c.out[5]);
   if (c.out[4]) tensor_drop(c.out[4]);
-  ENG_TRY(copy_into(&slot, to->amax));
-  return transposed ? copy_into(&to->amax_t, to->amax) : ENG_OK;
+  return copy_into(&slot, to->amax);
 }
 
 // *y times amax / 2688.

@@ -188,6 +188,13 @@ static eng_status check_mx_role(const fp8_site *s, const eng_fp8_recipe *recipe,
                      "%s: %s: expected blocks of 1 to 128 rows and columns, for e2m1 an even "
                      "number of columns, got %d x %d",
                      s->name, fp8_role_name[role], r->block_rows, r->block_columns);
+  const eng_fp8_role *other = &recipe->role[role == ENG_FP8_X ? ENG_FP8_DY : ENG_FP8_X];
+  if (role == ENG_FP8_W ? r->hadamard
+                        : r->hadamard != other->hadamard || r->signs != other->signs ||
+                            (r->hadamard && fp8_is_square(r)))
+    return error_set(ENG_ERR_VALUE,
+                     "%s: %s: expected the same Hadamard transform for x and dy, in blocks that "
+                     "are not square, and none for w", s->name, fp8_role_name[role]);
   int keep = fp8_is_square(r) ? ENG_FP8_KEEP_CODES : ENG_FP8_KEEP_TRANSPOSED;
   if (role == ENG_FP8_X && r->keep != keep)
     return error_set(ENG_ERR_VALUE, "%s: x: in these blocks, microscaling keeps x as `%s`", s->name,
@@ -257,6 +264,10 @@ eng_status eng_fp8_site_set(int64_t site, const eng_fp8_recipe *recipe)
                        "%s: microscaling runs on the CPU only; hint: precision=fp8_block", s->name);
     for (int p = 0; p < ENG_FP8_PRODUCTS; p++) {
       const eng_fp8_product *of = &recipe->product[p];
+      if (of->high && (p != ENG_FP8_FORWARD || !recipe->role[0].mx))
+        return error_set(ENG_ERR_VALUE,
+                         "%s: %s: only microscaling's forward product can be in high precision",
+                         s->name, fp8_product_name[p]);
       if (of->accumulator < 0 || of->accumulator >= ENG_ACCUMULATORS)
         return error_set(ENG_ERR_VALUE, "%s: %s: unknown accumulator %d", s->name,
                          fp8_product_name[p], of->accumulator);
@@ -334,6 +345,10 @@ eng_status eng_fp8_amax(double amax[3], int64_t site)
 // ---- meters
 
 bool fp8_measuring(void) { return measuring && !tape_runs_again(); }
+
+static int64_t current_step;
+void eng_fp8_step(int64_t step) { current_step = step; }
+int64_t fp8_step(void) { return current_step; }
 
 bool eng_fp8_measure(bool on)
 {

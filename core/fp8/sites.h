@@ -37,6 +37,8 @@ void fp8_amax_share(int64_t site, int64_t slot);
 /// fp8_measuring: whether meters are on. fp8_measure: compares x with its codes for the meters of a
 /// role.
 bool fp8_measuring(void);
+/// The number that eng_fp8_step set.
+int64_t fp8_step(void);
 eng_status fp8_measure(fp8_site *s, int role, tensor *x, tensor *q, const tensor *scale);
 
 /// For meters: reads every `every`-th row of x as f32; the distance between measured rows; counts
@@ -68,7 +70,7 @@ static inline op_call fp8_quantize_call(const eng_fp8_role *r, tensor *x, tensor
 /// x rows] and amax_t, which are NULL unless they are asked for. A tensor that is given is written.
 typedef struct fp8_mx_copies { tensor *q, *scale, *amax, *q_t, *amax_t; } fp8_mx_copies;
 /// Quantizes x as a role says. slot: receives the amax.
-eng_status fp8_mx_quantize(fp8_mx_copies *to, tensor *slot, const eng_fp8_role *r, tensor *x,
+eng_status fp8_mx_quantize(fp8_mx_copies *to, tensor *slot, const fp8_site *s, int role, tensor *x,
                            bool transposed);
 /// A factor of a product: bf16 [M x K], or [K x M] if turned; amax: NVFP4's, else NULL.
 typedef struct fp8_mx_factor { tensor *q, *amax; bool turned; } fp8_mx_factor;

@@ -96,6 +96,51 @@ describe("microscaling", function()
       bytes(q.transposed:dequantize()))
   end)
 
+  it("transforms the transposed copy as stated, which leaves a product as it is", function()
+    local TE = { 1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1 }
+    local x, y = engine.randn(256, 24):to("bf16"), engine.randn(256, 8):to("bf16")
+    for n = 16, 128 do
+      if n == 16 or n == 32 or n == 64 or n == 128 then
+        -- H by the parity of common bits, and the signs repeated
+        local h = {}
+        for i = 0, n - 1 do
+          h[i + 1] = {}
+          for j = 0, n - 1 do
+            local odd = 0
+            for b = 0, 6 do
+              odd = odd + math.floor(i / 2 ^ b) % 2 * (math.floor(j / 2 ^ b) % 2)
+            end
+            h[i + 1][j + 1] = TE[i % 16 + 1] * (odd % 2 == 0 and 1 or -1)
+          end
+        end
+        local turned = x:to("f64"):transpose(1, 2):contiguous():view(-1, n)
+          :matmul(engine.tensor(h, { dtype = "f64" }))
+        local want = (turned * math.sqrt(1 / n)):to("bf16"):view(24, 256)
+        for _, o in ipairs { { rule = "nvfp4" }, { rule = "rceil", format = "e2m1" } } do
+          local plain = engine.mx.quantize(want, o)
+          o.transposed, o.hadamard = true, n
+          local q = engine.mx.quantize(x, o).transposed
+          assert.same(bytes(plain.q), bytes(q.q))
+          assert.same(bytes(plain.scale), bytes(q.scale))
+          assert.equal(plain.amax:item(), q.amax:item())
+          -- finer elements: both factors of a sum over rows, with any signs
+          local fine = { format = "mxint8", rule = "rceil", transposed = true, hadamard = n,
+            signs = ({ 0, "none", 7 })[n % 3 + 1] }
+          local a = engine.mx.quantize(x, fine).transposed
+          local b = engine.mx.quantize(y, fine).transposed
+          local product = a:dequantize():matmul(b:dequantize(), false, true)
+          local exact = x:to("f32"):matmul(y:to("f32"), true)
+          assert.is_true(((product - exact):norm() / exact:norm()):item() < 0.03)
+        end
+      end
+    end
+    -- rows after the last whole group are not transformed
+    local q = engine.mx.quantize(x:slice(1, 1, 24), { transposed = true, hadamard = 16,
+      signs = "none" }).transposed:dequantize()
+    local rest = x:slice(1, 17, 24):transpose(1, 2):to("f32")
+    assert.is_true(((q:slice(2, 17, 24) - rest):norm() / rest:norm()):item() < 0.05)
+  end)
+
   it("rounds stochastically without bias, to a multiple of 2^-bits", function()
     engine.seed(3)
     local n = 32768
@@ -132,6 +177,7 @@ describe("microscaling", function()
     for message, options in pairs { ["rule ceil, even, floor"] = { rule = "flor" },
       ["did you mean 'e2m1'"] = { format = "e2m" }, ["needs the format e2m1"] = { rule = "nvfp4",
         format = "e4m3" }, ["nonfinite te"] = { nonfinite = "nan" },
+      ["hadamard to be 0, 16"] = { hadamard = 8 }, ["transposed copy"] = { hadamard = 16 },
       ["sr_bits of 0 to 24"] = { sr_bits = 30 } } do
       local good, text = pcall(engine.mx.quantize, x, options)
       assert.is_false(good)

@@ -33,7 +33,9 @@ describe("a linear layer under microscaling", function()
   for name, format in pairs(FORMATS) do
     it(name .. " is what mx.quantize and matmul give by hand, to the bit", with_gradient(function()
       local width, rows, out = 96, 48, 64
-      local dy_role = { format = format, rule = name == "nvfp4" and name or "rceil" }
+      local hadamard = name == "nvfp4" and 16 or 0
+      local dy_role = { format = format, rule = name == "nvfp4" and name or "rceil",
+        hadamard = hadamard }
       local recipe = { base = name, activations = "f32", fp8 = { sample = 0, dy = dy_role } }
       engine.seed(5)
       local layer = nn.linear(width, out)
@@ -45,7 +47,7 @@ describe("a linear layer under microscaling", function()
 
       local function q(of, block)
         return mx.quantize(of, { format = format, rule = dy_role.rule, block = block,
-          transposed = true })
+          transposed = true, hadamard = block and 0 or hadamard })
       end
       local xq, dyq = q(x:detach():view(rows, width)), q(dy:view(rows, out))
       local wq = q(layer.weight:detach(), name == "nvfp4" and "16x16" or nil)
@@ -114,13 +116,13 @@ describe("a linear layer under microscaling", function()
   end)
 
   -- A trainer after `steps` steps; `run` and `mode` as in engine.trainer.
-  local function trained(base, steps, run, mode)
+  local function trained(base, steps, run, mode, fp8)
     engine.seed(2)
     local model = nn.gpt { vocab = 256, context = 32, width = 64, heads = 4, layers = 2 }
     local t = engine.trainer { model = model, log = "quiet", steps = steps, run = run, mode = mode,
       resume = run and "auto", data = engine.data.text { path = "README.md", batch = 2,
         context = 32 }, optimizer = engine.optim.adamw(model, { lr = 1e-3, precision = {
-        base = base, fp8 = { sample = 1, policy = not mode and "fp8_fallback" or nil } } }) }
+        base = base, fp8 = fp8 or { sample = 1, policy = not mode and "fp8_fallback" or nil } } }) }
     t:run()
     return t
   end
@@ -145,6 +147,55 @@ describe("a linear layer under microscaling", function()
     end)
   end
 
+  for policy, places in pairs {
+    ["layer_ladder:snr=40,snr_high=5,pause=2"] = "rung 1 of the ladder",
+    ["forward_high_before_decay:at=2"] = "rung 1 of the ladder",
+    ["sqrt3:ratio=1000"] = "now in high precision",
+  } do
+    it("is moved by a policy, and resumes: " .. policy, function()
+      local fp8 = { sample = 1, policy = policy,
+        ladder = { policy:find("^forward") and { forward = { high = true } } or "mxfp8" } }
+      local folder = helper.folder()
+      local whole = trained("nvfp4", 5, nil, nil, fp8)
+      assert.matches(places, tostring(whole.optimizer.fp8), 1, true)
+      assert.equal(0, whole.optimizer.fp8.policies[1]:failures())
+      trained("nvfp4", 3, folder .. "/run", nil, fp8)
+      assert.same(weights(whole), weights(trained("nvfp4", 5, folder .. "/run", nil, fp8)))
+      if policy:find("^layer") then                  -- after two steps on the ladder, down again
+        assert.is_nil(tostring(trained("nvfp4", 3, nil, nil, fp8).optimizer.fp8):find("rung 1"))
+      end
+      helper.remove(folder)
+    end)
+  end
+
+  it("multiplies the forward product in high precision on request", with_gradient(function()
+    engine.seed(4)
+    local layer = nn.linear(64, 48)
+    local x = engine.randn(32, 64)
+    local recipe = { name = "mine", base = "nvfp4", fp8 = { forward = { high = true } } }
+    engine.optim.adamw(layer, { lr = 1, precision = recipe })
+    local want = engine.autocast("bf16", function() return layer(x):to("f32") end)
+    local got = engine.autocast(recipe, function() return layer(x):to("f32") end)
+    assert.equal(bytes(want), bytes(got))
+    got:sum():backward()
+  end))
+
+  it("transforms both factors of dW with the same signs", with_gradient(function()
+    local layer, x = nn.linear(64, 48), engine.randn(128, 64):keep()
+    local grads = {}
+    for _, o in ipairs { { 0 }, { 16 }, { 32, "none" }, { 64, "layer" }, { 128, "step" } } do
+      local mxint8 = { format = "mxint8", rule = "rceil", hadamard = o[1], signs = o[2] }
+      local recipe = { name = "mine", base = "mxfp8", fp8 = { x = mxint8, dy = mxint8 } }
+      engine.optim.adamw(layer, { lr = 1, precision = recipe })
+      layer:zero_grad()
+      engine.seed(1)
+      engine.autocast(recipe, function() return layer(x) end):square():sum():backward()
+      local g = layer.weight.grad:to("f32")
+      if not grads[1] then grads[1] = g end
+      assert.is_true(((g - grads[1]):norm() / grads[1]:norm()):item() < 0.03)
+    end
+  end))
+
   it("reports invalid recipes in one line", function()
     local function message(fp8)
       local good, text = pcall(engine.precision.resolve, { name = "a", base = "nvfp4", fp8 = fp8 })
@@ -157,5 +208,10 @@ describe("a linear layer under microscaling", function()
     assert.matches("multiplies in bf16", message { forward = { promotion = 32 } }, 1, true)
     assert.matches("no option pow2", message { x = { rule = "floor", pow2 = true } }, 1, true)
     assert.matches("number of blocks", message { high_first = -1 }, 1, true)
+    assert.matches("there is no Hadamard transform 8",
+      message { x = { rule = "rceil", hadamard = 8 } }, 1, true)
+    assert.matches("there is no kind of signs 'fixd'; did you mean 'fixed'",
+      message { dy = { rule = "rceil", signs = "fixd" } }, 1, true)
+    assert.matches("ladder to be a list", message { ladder = "mxfp8" }, 1, true)
   end)
 end)

@@ -356,14 +356,15 @@ end
 function plans.mx_quantize()
   local format, high, wide, rule = mx_ints()
   return { float(shape_of(1, 4)), chance(20) and tensor_of({ 1 }, "f32") or false },
-    { format, high, wide, rule, 8 * draw(8), chance(30) and draw(26) or 0, draw(100), 1 }, {}, 6
+    { format, high, wide, rule, 8 * draw(8), chance(30) and draw(26) or 0, draw(100), 1,
+      chance(40) and one_of { 16, 32, 64, 128, 8 } or 0, draw(5) - 1 }, {}, 7
 end
 function plans.mx_dequantize()
   local format, high, wide, rule = mx_ints()
   local shape = shape_of(1, 4)
   shape[#shape] = 2 * shape[#shape]
   local q, scale, amax = M_ffi.run("mx_quantize", { float(shape), false },
-    { format, high, wide == 3 and 4 or wide, rule, 0, 0, 0, 1 }, {}, 6)
+    { format, high, wide == 3 and 4 or wide, rule, 0, 0, 0, 1 }, {}, 7)
   return { q, scale, chance(50) and amax or false }, { float_number(), format, high, wide, rule }
 end
 function plans.nf4_quantize()

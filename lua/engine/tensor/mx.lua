@@ -18,7 +18,8 @@ local RULES = { floor = C.ENG_MX_FLOOR, ceil = C.ENG_MX_CEIL, even = C.ENG_MX_EV
   rceil = C.ENG_MX_RCEIL, nvfp4 = C.ENG_MX_NVFP4 }
 local NONFINITE = { torchao = 0, te = 32 }     -- MX_FINITE
 local TRANSPOSED = 8
-M.formats, M.rules, M.nonfinite = FORMATS, RULES, NONFINITE
+local HADAMARDS = { [0] = 0, [16] = 16, [32] = 32, [64] = 64, [128] = 128 }
+M.formats, M.rules, M.nonfinite, M.hadamards = FORMATS, RULES, NONFINITE, HADAMARDS
 
 -- ------------------------------------------------------------------ quantized tensors
 
@@ -41,7 +42,7 @@ function Quantized.__tostring(x)
     arguments.shape_text(x.shape), x.block[1], x.block[2], x.rule, x:bytes())
 end
 
-local QUANTIZE = "format rule block nonfinite sr_bits transposed amax"
+local QUANTIZE = "format rule block nonfinite sr_bits transposed amax hadamard signs"
 
 --- Quantizes x [.. x K] to codes and scales. No gradient passes through it. Options: format
 --- ("e4m3", "e5m2", "e2m1", "e2m3", "e3m2", "mxint8"; "e2m1" for the rule nvfp4, else "e4m3"), rule
@@ -49,7 +50,10 @@ local QUANTIZE = "format rule block nonfinite sr_bits transposed amax"
 --- tensor), block ("1x32", for nvfp4 "1x16"; "16x16", { rows, columns }), nonfinite ("torchao": Inf
 --- or NaN makes its block NaN; "te": NaN does not count for the scale), sr_bits (bits of stochastic
 --- rounding, 0 to 24; 0 rounds to nearest even), transposed (also quantizes x transposed, from x),
---- amax (the tensor's amax for nvfp4, f32 [1], if not x's own). Fields of the result: q (u8 codes,
+--- amax (the tensor's amax for nvfp4, f32 [1], if not x's own), hadamard (16, 32, 64 or 128: the
+--- transposed copy is that of x times diag(s) H / sqrt(hadamard) along the first dimension, rounded
+--- to bf16, as in NVFP4's recipe), signs (0: s as in Transformer Engine; "none": all 1; a number:
+--- random by seed and number). Fields of the result: q (u8 codes,
 --- two to a byte in e2m1, the even element in the low half), scale (u8 codes, ue8m0 or ue4m3), amax
 --- (f32 []), nan (i64 []: how many elements of x are NaN), shape, block, format, rule, transposed.
 function M.quantize(x, options)
@@ -64,14 +68,19 @@ function M.quantize(x, options)
   local flags = arguments.choose(NONFINITE, options.nonfinite or "torchao", "mx.quantize",
     "nonfinite") + (options.transposed and TRANSPOSED or 0)
   if options.amax ~= nil then want(options.amax, "mx.quantize") end
-  local q, scale, amax, q_t, scale_t, nan = run("mx_quantize", { x, options.amax or false },
-    { number, rows, columns, rule_number, flags,
-      want_whole(options.sr_bits or 0, "mx.quantize", "sr_bits", 0), 0, 0 }, {}, 6)
+  local hadamard = options.hadamard or 0
+  expect(HADAMARDS[hadamard], hadamard,
+    "mx.quantize: expected hadamard to be 0, 16, 32, 64 or 128")
+  local signs = options.signs == "none" and -1
+    or want_whole(options.signs or 0, "mx.quantize", "signs", 0)
+  local q, scale, amax, q_t, scale_t, nan, amax_t = run("mx_quantize",
+    { x, options.amax or false }, { number, rows, columns, rule_number, flags,
+      want_whole(options.sr_bits or 0, "mx.quantize", "sr_bits", 0), 0, 0, hadamard, signs }, {}, 7)
   local y = setmetatable({ q = q, scale = scale, amax = amax, nan = nan, shape = x.shape,
     block = { rows, columns }, format = format, rule = rule }, Quantized)
   if q_t then
     local k, n = x.shape[#x.shape], x.count / x.shape[#x.shape]
-    y.transposed = setmetatable({ q = q_t, scale = scale_t, amax = amax, nan = nan,
+    y.transposed = setmetatable({ q = q_t, scale = scale_t, amax = amax_t, nan = nan,
       shape = { k, n }, block = y.block, format = format, rule = rule }, Quantized)
   end
   return y

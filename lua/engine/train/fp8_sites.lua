@@ -32,6 +32,8 @@ local ROLES_AND_PRODUCTS = { "x", "w", "dy", "forward", "dgrad", "wgrad" }
 local FORMATS = { e4m3 = M_ffi.dtype.e4m3, e5m2 = M_ffi.dtype.e5m2 }
 local MX_RULES, MX_FORMATS = mx.rules, mx.formats
 local ACCUMULATORS = arguments.merged(fp8_codes.accumulators, { device = -1 })
+local SIGNS = { none = C.ENG_FP8_SIGNS_NONE, fixed = C.ENG_FP8_SIGNS_FIXED,
+  layer = C.ENG_FP8_SIGNS_LAYER, step = C.ENG_FP8_SIGNS_STEP }
 local KEEPS = { codes = 0, transposed = 1, e5m6 = 2, swiglu = 3 }
 
 -- ------------------------------------------------------------------ reading a recipe
@@ -58,7 +60,7 @@ local function boolean(v, where, what)
 end
 
 local ROLE = { format = true, block = true, rule = true, pow2 = true, margin = true, eps = true,
-  stochastic = true, keep = true }
+  stochastic = true, keep = true, hadamard = true, signs = true }
 local function read_role(to, role, where, name)
   known(role, ROLE, where)
   expect(role.keep == nil or name == "x", role.keep,
@@ -84,14 +86,24 @@ local function read_role(to, role, where, name)
   to.margin, to.keep = whole(role.margin or 0, where, "margin"),
     choose(KEEPS, role.keep or (turned and "transposed" or "codes"), where, "keep")
   to.eps = role.eps or -1
+  if not scaled and (role.hadamard or role.signs) then
+    raise("%s: the rule %s has no Hadamard transform", where, rule)
+  end
+  expect(mx.hadamards[role.hadamard or 0], role.hadamard,
+    "%s: expected hadamard to be 0, 16, 32, 64 or 128", where)
+  to.hadamard = role.hadamard or 0
+  to.signs = choose(SIGNS, role.signs or "fixed", where, "signs")
 end
 
-local PRODUCT = { accumulator = true, promotion = true }
+local PRODUCT = { accumulator = true, promotion = true, high = true }
 local function read_product(to, product, where, scaled)
   known(product, PRODUCT, where)
-  if scaled and next(product) then
-    raise("%s: microscaling multiplies in bf16 and has no option %s", where, next(product))
+  for _, field in ipairs(scaled and { "accumulator", "promotion" } or {}) do
+    if product[field] ~= nil then
+      raise("%s: microscaling multiplies in bf16 and has no option %s", where, field)
+    end
   end
+  to.high = boolean(product.high, where, "high")
   local number = choose(ACCUMULATORS, product.accumulator or "device", where, "accumulator")
   -- `device`: the accumulator of the tensor cores on a card, f32 sums elsewhere
   if number < 0 then
@@ -104,7 +116,8 @@ end
 local LAYER = { match = true, high = true, x = true, w = true, dy = true, forward = true,
   dgrad = true, wgrad = true }
 local FP8 = { x = true, w = true, dy = true, forward = true, dgrad = true, wgrad = true,
-  high = true, high_first = true, high_last = true, layers = true, policy = true, sample = true }
+  high = true, high_first = true, high_last = true, layers = true, policy = true, sample = true,
+  ladder = true }
 
 -- The fields of each role and product of a layer: the recipe's, overridden by every matching entry
 -- of `layers`. Returns false for high precision. blocks: the number of blocks of the model.
@@ -144,6 +157,23 @@ local function structure(layer, where)
     end
   end
   return recipe
+end
+
+-- The recipes of a layer: its own, and those of the rungs of `ladder`, each a recipe's name or
+-- changes of the layer's fields.
+local function rungs_of(fp8, layer, where)
+  local list = { structure(layer, where) }
+  for i, rung in ipairs(fp8.ladder or {}) do
+    local other, at = {}, ("%s: ladder[%d]"):format(where, i)
+    local given = type(rung) == "string"
+      and require("engine.train.precision").resolve(rung).fp8 or rung
+    expect(type(given) == "table", rung, "%s: expected an FP8 recipe or a table", at)
+    for _, name in ipairs(ROLES_AND_PRODUCTS) do
+      other[name] = rung == given and arguments.merged(layer[name], rung[name]) or given[name] or {}
+    end
+    list[i + 1] = structure(other, at)
+  end
+  return list
 end
 
 local FACTORS = { forward = { "x", "w" }, dgrad = { "dy", "w" }, wgrad = { "dy", "x" } }
@@ -215,6 +245,8 @@ function M.check(fp8, where)
     expect(fp8[name] == nil or whole(fp8[name], where, name) >= 0, fp8[name],
       "%s: expected %s to be a number of blocks", where, name)
   end
+  expect(fp8.ladder == nil or type(fp8.ladder) == "table", fp8.ladder,
+    "%s: expected ladder to be a list of recipes", where)
   local policy = fp8.policy
   expect(policy == nil or type(policy) == "string" or type(policy) == "table", policy,
     "%s: expected policy to be a name or a list of names", where)
@@ -278,7 +310,8 @@ function M.attach(model, full)
     local layer = layer_of(fp8, path, blocks)
     if not layer then return end
     local where = ("precision '%s': %s"):format(full.name, path ~= "" and path or "linear")
-    local recipe = structure(layer, where)
+    local rungs = rungs_of(fp8, layer, where)
+    local recipe = rungs[1]
     refuse_formula(layer, recipe, where)
     check(C.eng_fp8_site_new(number, path ~= "" and path or "linear"))
     local id = number[0]
@@ -287,7 +320,7 @@ function M.attach(model, full)
     rawset(module, "_fp8", tonumber(id))
     rawset(module, "_fp8_site", holder)
     self.list[#self.list + 1] = { path = path ~= "" and path or "linear", id = id, holder = holder,
-      module = module, recipe = recipe, on = true, meters = {} }
+      module = module, recipe = recipe, rungs = rungs, rung = 1, on = true, meters = {} }
   end)
   if not fp8 then return nil end
   if #self.list == 0 then
@@ -326,6 +359,7 @@ end
 
 --- Before a step's forward passes: decides whether this step is measured.
 function Sites:begin(step)
+  C.eng_fp8_step(step)
   self.looking = self.sample > 0 and step % self.sample == 0
   C.eng_fp8_measure(self.looking)
 end
@@ -439,13 +473,16 @@ function Sites:apply(gradient)
   if #self.policies == 0 then return end
   local n = #self.names
   for i, site in ipairs(self.list) do
-    local high = false
+    local rung = 1
     for _, policy in ipairs(self.policies) do
-      high = high or policy:group_scale(n + i) ~= policy:scale()
+      local own = policy:group_scale(n + i)
+      if own ~= policy:scale() then rung = math.max(rung, 2, math.floor(own)) end
     end
-    if high == site.on then
-      check(C.eng_fp8_site_set(site.id, not high and site.recipe or nil))
-      site.on = not high
+    rung = math.min(rung, #site.rungs + 1)
+    if rung ~= site.rung then
+      local recipe = site.rungs[rung]
+      check(C.eng_fp8_site_set(site.id, recipe))
+      site.rung, site.on, site.recipe = rung, recipe ~= nil, recipe or site.recipe
     end
     for r = 0, 2 do
       local whole_side = site.recipe.role[r].block_rows == 0
@@ -526,7 +563,8 @@ function Sites:__tostring()
         m and (" %.1f dB"):format(m.snr) or "")
     end
     lines[#lines + 1] = ("  %-24s %s%s"):format(site.path, table.concat(parts, ", "),
-      site.on and "" or "   now in high precision")
+      not site.on and "   now in high precision"
+        or site.rung > 1 and ("   now on rung %d of the ladder"):format(site.rung - 1) or "")
   end
   return table.concat(lines, "\n")
 end

@@ -50,14 +50,20 @@ M.recipes = {
 --               promotion   steps of K between promotions to f32; 0: none
 --             microscaling (docs/microscaling.md), for all of x, w and dy: the rules floor, ceil,
 --             even, rceil (blocks of 1x32) and nvfp4 (1x16, 16x16), the formats also e2m1, e2m3,
---             e3m2, mxint8. Products run in bf16, where they are exact; on the CPU only
+--             e3m2, mxint8. Products run in bf16, where they are exact; on the CPU only. x and dy:
+--               hadamard    16, 32, 64, 128: transforms both factors of dW along the tokens (0)
+--               signs       fixed (Transformer Engine's), layer, step (drawn for each), none
 --   high_first, high_last   blocks of the model that stay in high precision (0)
 --   high      patterns of modules that stay in high precision. Tied heads, the gates of nn.moe,
 --             norms, embeddings and attention itself always do
 --   layers    { { match = pattern, high =, x =, w =, .. } .. }: changes for some layers; the last
 --             match wins
+--   forward   of microscaling: high = true multiplies in high precision; the backward pass is
+--             quantized as ever
+--   ladder    recipes between a layer's own and high precision, lowest first, for policies: names
+--             ("mxfp8"), or changes such as { forward = { high = true } }
 --   policy    an FP8 policy or a list of them (fp8_sites.lua): fp8_delayed, fp8_fallback,
---             fp8_lm
+--             fp8_lm, layer_ladder, forward_high_before_decay, sqrt3
 --   sample    steps between measurements of SNR, underflow and the like (100; 0: none)
 local HYBRID = { x = { format = "e4m3" }, w = { format = "e4m3" }, dy = { format = "e5m2" },
   high = { "^head", "^lm_head" } }
@@ -95,7 +101,7 @@ M.recipes.fp8_block = like_bf16({
 }, "bf16")
 
 -- OCP's MX formats under the rule of cuBLAS and Transformer Engine, and NVFP4 as in Transformer
--- Engine, without its Hadamard transform. Gradients in FP4 round stochastically.
+-- Engine, with its Hadamard transform. Gradients in FP4 round stochastically.
 local function microscaled(x, w, dy)
   return like_bf16 { x = x, w = w, dy = dy, high = HYBRID.high }
 end
@@ -104,9 +110,9 @@ M.recipes.mxfp8 = microscaled(MXFP8, MXFP8, MXFP8)
 local MXFP4 = { format = "e2m1", block = "1x32", rule = "rceil" }
 M.recipes.mxfp4 = microscaled(MXFP4, MXFP4,
   { format = "e2m1", block = "1x32", rule = "rceil", stochastic = true })
-M.recipes.nvfp4 = microscaled({ format = "e2m1", block = "1x16", rule = "nvfp4" },
+M.recipes.nvfp4 = microscaled({ format = "e2m1", block = "1x16", rule = "nvfp4", hadamard = 16 },
   { format = "e2m1", block = "16x16", rule = "nvfp4" },
-  { format = "e2m1", block = "1x16", rule = "nvfp4", stochastic = true })
+  { format = "e2m1", block = "1x16", rule = "nvfp4", stochastic = true, hadamard = 16 })
 
 local FORMATS = {
   weights = "f32 f16 bf16", activations = "f32 f16 bf16", residual = "f32 f16 bf16",

@@ -26,8 +26,12 @@ generators.mx_quantize = function(try)
             + (n % 5 < 2 and VALUES or 0) + (n % 7 < 3 and FINITE or 0)
           local bits = n % 11 < 3 and ({ 8, 1, 24 })[n % 3 + 1] or 0
           local x = float(dtype, shape, KINDS[n % 4 + 1], n % 13 == 0 and "transposed" or "plain")
+          local square = block[1] == block[2]
+          local hadamard = flags % 16 == TURNED and not square and n % 2 == 0
+            and ({ 16, 32, 64, 128 })[n % 8 / 2 + 1] or 0
           try { inputs = { x, n % 9 == 0 and tensors.listed("f32", { 1 }, { 3.5 }) or false },
-            ints = { format, block[1], block[2], rule, flags, bits, n, 1 }, outputs = 6,
+            ints = { format, block[1], block[2], rule, flags, bits, n, 1, hadamard, n % 3 - 1 },
+            outputs = 7,
             zeros = true, note = KINDS[n % 4 + 1] }
         end
       end
@@ -43,7 +47,7 @@ generators.mx_quantize = function(try)
             for _, wide in ipairs { 2, 32 } do
               try { inputs = { tensors.listed(dtype, { 1, 4 }, list), false },
                 ints = { format, 1, wide, rule, flags + (wide == 2 and VALUES or 0), 0, 0, 1 },
-                outputs = 6, zeros = true }
+                outputs = 7, zeros = true }
             end
           end
         end
@@ -51,19 +55,22 @@ generators.mx_quantize = function(try)
     end
   end
   -- more than one task and tile
-  for k, block in ipairs { { 1, 32 }, { 16, 16 }, { 1, 16 } } do
-    try { inputs = { float("bf16", { 130, 300 }, "normal"), false },
-      ints = { 13, block[1], block[2], k == 1 and 3 or 4, TURNED, k == 3 and 8 or 0, 5, 1 },
-      outputs = 6, zeros = true }
+  for k, block in ipairs { { 1, 32 }, { 16, 16 }, { 1, 16 }, { 1, 16 }, { 1, 32 } } do
+    try { inputs = { float("bf16", { 130, 300 }, k == 5 and "rare" or "normal"), false },
+      ints = { 13, block[1], block[2], k == 1 and 3 or 4, TURNED, k == 3 and 8 or 0, 5, 1,
+        ({ 0, 0, 0, 16, 64 })[k], k }, outputs = 7, zeros = true }
   end
   local x = float("f32", { 3, 3 }, "normal")
   for _, bad in ipairs { { { 0, 1, 32, 0 }, "the format" }, { { 10, 1, 32, 5 }, "rule of" },
     { { 10, 1, 16, 4 }, "needs the format e2m1" }, { { 10, 0, 32, 0 }, "blocks of 1 to 128" },
     { { 13, 1, 5, 0 }, "even number of columns" }, { { 13, 1, 4, 0 }, "even length" },
-    { { 10, 1, 32, 0, 1 }, "flags" }, { { 10, 1, 32, 0, 0, 25 }, "sr_bits" } } do
-    try { inputs = { x, false }, ints = bad[1], outputs = 6, fails = bad[2] }
+    { { 10, 1, 32, 0, 1 }, "flags" }, { { 10, 1, 32, 0, 0, 25 }, "sr_bits" },
+    { { 10, 1, 32, 0, TURNED, 0, 0, 0, 8 }, "Hadamard transform of" },
+    { { 10, 1, 32, 0, 0, 0, 0, 0, 16 }, "not square" },
+    { { 10, 32, 32, 0, TURNED, 0, 0, 0, 16 }, "not square" } } do
+    try { inputs = { x, false }, ints = bad[1], outputs = 7, fails = bad[2] }
   end
-  try { inputs = { x, x }, ints = { 10, 1, 32, 0 }, outputs = 6, fails = "one f32 amax" }
+  try { inputs = { x, x }, ints = { 10, 1, 32, 0 }, outputs = 7, fails = "one f32 amax" }
 end
 
 generators.mx_dequantize = function(try)
@@ -75,7 +82,7 @@ generators.mx_dequantize = function(try)
         local block = BLOCKS[n % #BLOCKS + 1]
         local q, scale, amax = engine.run("mx_quantize",
           { float("f32", shape, KINDS[n % 4 + 1]), false },
-          { format, block[1], block[2], rule, 0, 0, 0, 1 }, {}, 6)
+          { format, block[1], block[2], rule, 0, 0, 0, 1 }, {}, 7)
         try { inputs = { q, scale, n % 3 == 0 and amax or false }, ints = {
           engine.dtype[({ "f32", "f16", "bf16", "f64" })[n % 4 + 1]], format, block[1], block[2],
           rule }, zeros = true }
@@ -83,7 +90,7 @@ generators.mx_dequantize = function(try)
     end
   end
   local q, scale = engine.run("mx_quantize", { float("f32", { 2, 64 }, "normal"), false },
-    { 10, 1, 32, 0, 0, 0, 0, 1 }, {}, 6)
+    { 10, 1, 32, 0, 0, 0, 0, 1 }, {}, 7)
   try { inputs = { q, scale, false }, ints = { 0, 10, 1, 16, 0 }, fails = "the scales of a" }
   try { inputs = { q, float("f32", { 2, 2 }, "normal"), false }, ints = { 0, 10, 1, 32, 0 },
     fails = "in u8" }

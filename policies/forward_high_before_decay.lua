@@ -1,0 +1,25 @@
+-- Moves all layers up once: to the first rung of the recipe's `ladder`, else to high precision.
+-- With ladder = { { forward = { high = true } } } only the forward pass changes, which costs little
+-- and recovers most of the loss of FP4 (NVIDIA's NVFP4 recipe). It happens after `at` updates; with
+-- at = 0, once the learning rate is below `below` times its largest.
+return {
+  name    = "forward_high_before_decay",
+  doc     = "Moves layers to a higher precision before the learning rate decays.",
+  kind    = "fp8",
+  needs   = { "tensors" },
+  options = { at = 0, below = 0.999 },
+  init = function() return { scale = 1, peak = 0 } end,
+  decide = function(state, record, options)
+    local scales, why = {}, nil
+    state.peak = math.max(state.peak, record.lr or 0)
+    local due = options.at > 0 and record.updates >= options.at
+      or options.at == 0 and (record.lr or 0) < options.below * state.peak
+    if due and not state.since then
+      state.since, why = record.step, "from here in a higher precision"
+    end
+    if state.since then
+      for name in pairs(record.tensors) do scales[string.match(name, "^(.*):") .. ":high"] = 2 end
+    end
+    return { scale = 1, scales = scales, reason = why }
+  end,
+}

@@ -1,0 +1,43 @@
+-- Moves each layer up and down the recipe's `ladder`, for example NVFP4, MXFP8, high precision. A
+-- layer whose signal-to-noise ratio falls below `snr` dB (on the rungs of the ladder, `snr_high`)
+-- in any of its tensors goes one rung up. After `pause` steps there it tries the rung below; each
+-- failure makes its pause `grow` times longer, up to `longest`. Acts only on steps that the recipe
+-- samples.
+return {
+  name    = "layer_ladder",
+  doc     = "Moves each layer between the rungs of an FP8 recipe's ladder by its SNR.",
+  kind    = "fp8",
+  needs   = { "tensors" },
+  options = { snr = 12, snr_high = 20, rungs = 2, pause = 200, grow = 2, longest = 10000 },
+  init = function(options)
+    if options.pause < 1 or options.grow < 1 or options.rungs < 1 then
+      error("pause, grow and rungs must be 1 or more")
+    end
+    return { scale = 1, step = 0, rung = {}, pause = {}, down = {} }
+  end,
+  decide = function(state, record, options)
+    local now, scales, why, worst = state.step + 1, {}, nil, {}
+    state.step = now
+    for name, t in pairs(record.tensors) do
+      local site = string.match(name, "^(.*):")
+      if t.measured and t.snr < (worst[site] or math.huge) then worst[site] = t.snr end
+    end
+    for site, snr in pairs(worst) do
+      local rung = state.rung[site] or 0
+      if rung < options.rungs and snr < (rung > 0 and options.snr_high or options.snr) then
+        state.pause[site] = math.min(state.pause[site] and state.pause[site] * options.grow
+          or options.pause, options.longest)
+        state.rung[site], state.down[site] = rung + 1, now + state.pause[site]
+        why = why or string.format("%s goes up to rung %d: %.1f dB", site, rung + 1, snr)
+      end
+    end
+    for site, rung in pairs(state.rung) do
+      if now >= state.down[site] then
+        rung, state.down[site] = rung - 1, now + state.pause[site]
+        state.rung[site] = rung > 0 and rung or nil
+      end
+      if rung > 0 then scales[site .. ":high"] = rung + 1 end
+    end
+    return { scale = 1, scales = scales, reason = why }
+  end,
+}
