@@ -167,8 +167,39 @@ describe("an optimizer written in Lua", function()
     end
   end)
 
+  it("keeps COAT's moments in FP8, expanded to the range of e4m3", function()
+    local net = nn.linear(40, 10, { bias = false })
+    local coat, plain = optim.coat(net, { lr = 0 }), optim.adamw(net, { lr = 0 })
+    for _ in engine.steps(1) do
+      coat:zero_grad()
+      net(engine.randn(4, 40) * 1e-3):square():sum():backward()
+      plain:step()
+      coat:step()
+    end
+    local got, want, bytes = coat:state_tensors(), plain:state_tensors(), 0
+    for which = 1, 2 do
+      local codes, scale = got["weight.moment" .. which], got["weight.scale" .. which]
+      assert.same({ "e4m3", 512 }, { codes.dtype, codes.count })
+      assert.equal(0, codes:to("f32"):view(-1):slice(1, 401, 512):abs():sum():item())
+      bytes = bytes + codes.count + 4 * scale.count
+      local q, s = codes:to("f32"):totable(), scale:totable()
+      local x = want["weight.moment" .. which]:view(-1):totable()
+      for i, exact in ipairs(x) do
+        local g, at = math.floor((i - 1) / 128) + 1, (i - 1) % 128 + 1
+        local k, middle, unit = unpack(s[g])
+        local size = (math.abs(q[g][at]) * unit) ^ (1 / k) * middle
+        -- half a unit of e4m3: 1/16 of the expanded number, or half of 2^-9
+        local off = math.max(1 / 16, 2 ^ -10 / math.abs(q[g][at]))
+        assert.near(1, size / math.abs(exact), (1 + off) ^ (1 / k) - 0.99)
+        assert.is_true(k % (1 / 16) == 0 and k >= 1 / 16)
+      end
+    end
+    assert.is_true(bytes <= 2.2 * 512)
+  end)
+
   it("resumes bit for bit at every step", function()
-    for _, name in ipairs { "spec_inplace", "muon", "adafactor", "stableadamw", "lamb" } do
+    for _, name in ipairs { "spec_inplace", "muon", "adafactor", "stableadamw", "lamb",
+      "coat" } do
       local options = { lr = 1e-2, precision = "fp16",
         moments = name == "lamb" and "bf16" or "f32" }
       local whole = everything((train(name, options, { steps = 5 })))
@@ -211,13 +242,13 @@ describe("an optimizer written in Lua", function()
   end)
 
   it("is left alone by a skipped step: an overflow never enters Muon's momentum", function()
-    for _, name in ipairs { "muon", "adafactor", "stableadamw", "lamb" } do
+    for _, name in ipairs { "muon", "adafactor", "stableadamw", "lamb", "coat" } do
       local trainer = train(name, { precision = "fp16", lr = 1e-2 },
         { policy = "dynamic:init_scale=2^40", steps = 40 })
       assert.is_true(trainer.skipped > 5 and trainer.updates > 5, name)
       assert.equal(40, trainer.skipped + trainer.updates)
       for key, x in pairs(trainer.optimizer:state_tensors()) do
-        assert.equal(0, (x * 0):sum():item(), key)                  -- finite
+        assert.equal(0, (x:to("f32") * 0):sum():item(), key)                  -- finite
       end
       -- in an explicit loop
       local w = vector { { 1, 2 }, { 3, 4 } }

@@ -1,6 +1,6 @@
 -- The state of optimizers written in Lua (engine.optim.register): their buffers, and the loop that
--- calls the specification's update for each parameter. Owns the buffers, f32 or bf16 tensors that
--- begin as zeros. Called by optim.lua; fused_state.lua has the same methods for the core's
+-- calls the specification's update for each parameter. Owns the buffers, f32, bf16 or FP8 tensors
+-- that begin as zeros. Called by optim.lua; fused_state.lua has the same methods for the core's
 -- optimizers.
 --
 -- Everything inside update runs in f32, unrecorded, and in a scope of its own, so temporary tensors
@@ -88,7 +88,7 @@ function State:layout(i, shape)
       -- bf16 is for buffers as large as the weights
       list[#list + 1] = { key = buffer.name, name = p.name .. "." .. buffer.name, size = size,
         shape = function(whole) return (size_of(whole)) end,
-        dtype = own and self.optimizer.moments or "f32" }
+        dtype = buffer.dtype or own and self.optimizer.moments or "f32" }
     end
   end
   return list

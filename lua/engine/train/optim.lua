@@ -31,7 +31,7 @@ local KINDS = {
   lion  = { kind = C.ENG_LION,  defaults = { lr = 1e-4, beta1 = 0.9, beta2 = 0.99,
     weight_decay = 0 } },
 }
-for _, name in ipairs { "adafactor", "lamb", "muon", "stableadamw" } do
+for _, name in ipairs { "adafactor", "coat", "lamb", "muon", "stableadamw" } do
   local spec = optim_register.read(name, require("engine.optim." .. name))
   KINDS[name] = { spec = spec, defaults = spec.defaults }
 end
@@ -252,6 +252,8 @@ end
 ---            with beta1, beta2, eps at lr * adamw_lr_mul (1); weight decay 0.1; lr 1e-3
 ---   adafactor  more options: beta2_decay (-0.8), eps1 (2^-23), eps2 (1e-3), d (1); the rate is
 ---            min(lr, 1/sqrt(t)) times the RMS of the weights; lr 1e-2
+---   coat     as adamw, with moments in FP8 whose range is expanded by groups of 128 elements
+---            (COAT): 2.2 bytes of state an element
 ---   stableadamw  as adamw, with beta2 0.99 and eps 1e-6; divides the rate by the RMS of a
 ---            tensor's update where that is above 1; lr 1e-3
 ---   lamb     as adam, with eps 1e-6 and without bias correction; more options: limit (10), the
@@ -271,7 +273,8 @@ local registered = {}   -- those of scripts: name -> constructor
 ---   buffers     what it keeps for each parameter: a list of names, for f32 tensors of the
 ---               parameter's shape (bf16 with moments = "bf16"); or name = function(shape, p,
 ---               options), which returns `shape` itself, another shape (always f32), or nil where
----               p, with p.name and p.role, needs no such buffer. Buffers begin as zeros
+---               p, with p.name and p.role, needs no such buffer; or name = { shape = function,
+---               dtype = "e4m3" } (f32, bf16, e5m2). Buffers begin as zeros
 ---   update      function(p, ctx): one update of one parameter. p.weight (the f32 master) and
 ---               p.grad (f32, unscaled and clipped) are tensors, and so is every buffer, as
 ---               p.NAME. Assign new values to p.weight and the buffers, or write in place. ctx.t is

@@ -14,6 +14,8 @@ local TAKEN = { betas = true, groups = true, decay = true, precision = true, mom
   match = true, label = true, lr_mul = true, t = true }
 local OF_PARAMETER = { name = true, role = true, weight = true, grad = true }
 
+local DTYPES = { f32 = true, bf16 = true, e4m3 = true, e5m2 = true }
+
 local function is_name(x) return type(x) == "string" and x:find("^[%a_][%w_]*$") ~= nil end
 
 local function check_defaults(name, defaults)
@@ -31,7 +33,8 @@ local function check_defaults(name, defaults)
   end
 end
 
--- Buffers as a list of { name =, shape = function or nil }, in the order of their names.
+-- Buffers as a list of { name =, shape = function or nil, dtype = or nil }, in the order of their
+-- names.
 local function buffers_in_order(name, given)
   local list, seen = {}, {}
   for key, value in pairs(given) do
@@ -42,11 +45,16 @@ local function buffers_in_order(name, given)
         M_ffi.value_text(buffer), name, seen[buffer] and ": it is listed twice"
         or OF_PARAMETER[buffer] and ": every parameter has a field of that name" or "")
     end
-    expect(plain or type(shape) == "function", shape,
+    local given_shape, dtype = shape, nil
+    if type(shape) == "table" then shape, dtype = shape.shape, shape.dtype end
+    expect(plain or type(shape) == "function", given_shape,
       "optim.register: expected buffer '%s' of '%s' to be a function(shape) that returns the " ..
       "buffer's shape", buffer, name)
+    expect(dtype == nil or DTYPES[dtype], dtype,
+      "optim.register: expected the dtype of buffer '%s' of '%s' to be bf16, e4m3, e5m2 or f32",
+      buffer, name)
     seen[buffer] = true
-    list[#list + 1] = { name = buffer, shape = shape }
+    list[#list + 1] = { name = buffer, shape = shape, dtype = dtype }
   end
   table.sort(list, function(a, b) return a.name < b.name end)
   return list
