@@ -148,6 +148,28 @@ local function text(db)
   return db == math.huge and "exact" or db == -math.huge and "inf" or ("%.2f"):format(db)
 end
 
+-- For each method: the share of products below 0 dB in each column, and a histogram of the longest
+-- ones of independent numbers.
+local EDGES = { 0, 10, 20, 30, 40, 50, math.huge }
+local below, histograms = {}, {}
+local function count(name, column, db, at)
+  local low, bins = 0, {}
+  for bin = 1, #EDGES do bins[bin] = 0 end
+  for _, v in ipairs(db) do
+    low = low + (v < 0 and 1 or 0)
+    for bin, edge in ipairs(EDGES) do
+      if v < edge or bin == #EDGES then bins[bin] = bins[bin] + 1 break end
+    end
+  end
+  below[at] = below[at] or { name }
+  below[at][column + 1] = ("%.1f %%"):format(100 * low / #db)
+  if column ~= #LENGTHS then return end
+  histograms[at] = { name }
+  for bin, n in ipairs(bins) do
+    histograms[at][bin + 1] = n == 0 and "" or ("%.1f %%"):format(100 * n / #db)
+  end
+end
+
 engine.seed(cfg.seed)
 local heads, first, second = { "median dB" }, {}, {}
 local curves = {}
@@ -174,12 +196,14 @@ end)()) do
       for s = 0, S - 1 do db[s + 1] = decibel(want[s + 1], method[2](a, b, s * n, n)) end
       first[m] = first[m] or { method[1] }
       first[m][column + 1] = text(lab.median(db))
+      count(method[1], column, db, m)
     end
     for m, kind in ipairs(HOPPER) do
       local got, db = hopper(z, w, kind, S), {}
       for s = 1, S do db[s] = decibel(want[s], got[s]) end
       second[m] = second[m] or { kind[1] }
       second[m][column + 1] = text(lab.median(db))
+      count(kind[1], column, db, #METHODS + m)
       curves[m] = curves[m] or { name = kind[1], values = {} }
       curves[m].values[column] = lab.median(db)
     end
@@ -189,6 +213,11 @@ print("The study as printed: e4m3 with 240, sums rounded to it, correlation r, n
 lab.table(heads, first)
 print("\nThe same with Hopper's numbers")
 lab.table(heads, second)
+print("\nThe share below 0 dB, where the error is larger than the result")
+lab.table({ "below 0 dB", unpack(heads, 2) }, below)
+print(("\nHistograms of the SNR in dB: %s"):format(heads[#LENGTHS + 1]))
+lab.table({ "", "< 0", "0 to 10", "10 to 20", "20 to 30", "30 to 40", "40 to 50", "50 and more" },
+  histograms)
 -- Conclusions from the table: the spread of the variants for independent numbers of each length,
 -- and the gain of promotion in the last column.
 local least, most, apart, last = math.huge, -math.huge, 0, #heads - 1

@@ -1,5 +1,5 @@
--- The studies examples/fp8_*.lua and fp4_train.lua: their tables match the published ones within
--- sampling error, and a wrong setting is refused in one line.
+-- The studies examples/fp8_*.lua, fp4_*.lua, scale_rules.lua and rounding_bias.lua: their tables
+-- match the published ones within sampling error, and a wrong setting is refused in one line.
 local helper = require "spec.helper"
 
 local root = helper.shell("pwd").out:match("[^\n]+")
@@ -140,6 +140,35 @@ describe("the FP8 laboratory", function()
     result = helper.run { root .. "/examples/fp4_train.lua", "layers=2" }
     assert.equal(1, result.code)
     assert.matches("expected a width", result.err, 1, true)
+  end)
+
+  it("fp4_blame and scale_rules: tables beside bf16, and conclusions from orders", function()
+    local small = { "seeds=2", "steps=3", "layers=1", "width=32", "context=32", "batch=2" }
+    local result = helper.run { root .. "/examples/fp4_blame.lua", unpack(small) }
+    assert.equal(0, result.code, result.err)
+    for _, name in ipairs { "forward", "dgrad", "wgrad", "wgrad, random Hadamard", "all" } do
+      assert.near(row(result, "bf16")[1], row(result, name)[1], 0.2)
+    end
+    assert.matches("\nConclusion, from orders that hold with every seed: .-wgrad", result.out)
+    assert.matches("multiples of 32, got 33", helper.run { root .. "/examples/fp4_blame.lua",
+      "width=33" }.err, 1, true)
+    result = helper.run { root .. "/examples/scale_rules.lua", unpack(small) }
+    assert.equal(0, result.code, result.err)
+    assert.near(41.5, row(result, "floor")[1], 1)               -- derived: 1 - log2(1.5)
+    assert.near(0, row(result, "rceil")[1], 1e-9)
+    assert.matches("\nConclusion: floor costs [+-]%d", result.out)
+  end)
+
+  it("rounding_bias: the biases that the rules imply", function()
+    local result = helper.run { root .. "/examples/rounding_bias.lua", "draws=4000" }
+    assert.equal(0, result.code, result.err)
+    local mslk = row(result, "mslk")
+    for k, want in pairs { -0.1, -0.3, -0.2, -0.1, 0 } do assert.near(want, mslk[k], 0.002) end
+    for k, bias in ipairs(row(result, "te")) do
+      if k <= 10 then assert.is_true(bias <= 0 and bias > -2 / 256) end
+    end
+    assert.is_true(row(result, "engine, 24 bits")[11] < 0.03)
+    assert.matches("more than 1/20 of a step: mslk, floats, byte 2, floats, byte 3%.", result.out)
   end)
 
   it("gpt.lua and gpt2.lua take every FP8 recipe", function()

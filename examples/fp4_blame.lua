@@ -1,0 +1,142 @@
+-- Which product makes FP4 training worse? Linear layers written by hand quantize the factors of the
+-- forward product, of dgrad (dx) or of wgrad (dW) to MXFP4, one at a time, and multiply in bf16.
+-- Stochastic against nearest rounding, and random against fixed Hadamard transforms, are compared
+-- on wgrad, where Transformer Engine uses both; arXiv 2605.09825 found that neither stochastic
+-- rounding nor random transforms help there, but deterministic ones do.
+--
+--   ./engine examples/fp4_blame.lua
+--   ./engine examples/fp4_blame.lua seeds=5 steps=400 svg=blame.svg
+local engine = require "engine"
+local lab = require "engine.report.lab"
+
+local cfg = engine.config({ seeds = 3, steps = 120, batch = 8, context = 64, width = 64, layers = 2,
+  lr = 3e-3, variants = "", svg = "" }, { seeds = "runs of each, with seeds from 1",
+  steps = "steps of each run", batch = "sequences per step", context = "bytes per sequence",
+  width = "features per byte, a multiple of 32", layers = "blocks", lr = "peak learning rate",
+  variants = "a Lua pattern of variants to run beside bf16; empty: all",
+  svg = "a file for the curves" },
+  { count = "seeds steps batch context width layers", positive = "lr", output = "svg" })
+if cfg.width % 32 ~= 0 or cfg.batch * cfg.context % 32 ~= 0 then
+  engine.config.fail("expected a width and a batch * context that are multiples of 32, got %d "
+    .. "and %d", cfg.width, cfg.batch * cfg.context)
+end
+
+-- What is quantized: forward, dgrad, wgrad; sr: gradients round stochastically; hadamard: 32 with
+-- `signs` on the factors of wgrad.
+local SR = { forward = true, dgrad = true, wgrad = true, sr = true }
+local VARIANTS = { { "bf16" }, { "forward", forward = true }, { "dgrad", dgrad = true },
+  { "wgrad", wgrad = true }, { "dgrad, stochastic", dgrad = true, sr = true },
+  { "wgrad, stochastic", wgrad = true, sr = true },
+  { "wgrad, fixed Hadamard", wgrad = true, hadamard = 32, signs = 0 },
+  { "wgrad, random Hadamard", wgrad = true, hadamard = 32, signs = "drawn" },
+  { "wgrad, stochastic, random", wgrad = true, sr = true, hadamard = 32, signs = "drawn" },
+  { "all", forward = true, dgrad = true, wgrad = true }, { "all, stochastic" } }
+for key, value in pairs(SR) do VARIANTS[#VARIANTS][key] = value end
+
+local draws = 0     -- transforms with random signs so far
+
+-- x [M x K] quantized along its rows, or [K x M] along its columns, as bf16.
+local function fp4(x, o, turned, stochastic)
+  local q = engine.mx.quantize(x, { format = "e2m1", rule = "rceil", transposed = turned,
+    sr_bits = stochastic and 8 or 0, hadamard = turned and o.hadamard or nil,
+    signs = turned and (o.signs == "drawn" and draws or o.signs) or nil })
+  return (turned and q.transposed or q):dequantize("bf16")
+end
+
+-- y = x W^T + b with the products of variant `o` in MXFP4.
+local function product(o)
+  return engine.custom {
+    forward = function(saved, x, w, bias)
+      saved.x, saved.w = x:view(-1, w.shape[2]):to("bf16"), w:to("bf16")
+      saved.shape, saved.dtype = x.shape, x.dtype
+      local a, b = saved.x, saved.w
+      if o.forward then a, b = fp4(a, o), fp4(b, o) end
+      local shape = x.shape
+      shape[#shape] = w.shape[1]
+      local y = a:matmul(b, false, true)
+      return (bias and y + bias:to("bf16") or y):view(unpack(shape))
+    end,
+    backward = function(saved, dy)
+      dy = dy:view(-1, dy.shape[#dy.shape]):to("bf16")
+      local a, b = dy, saved.w
+      if o.dgrad then a, b = fp4(dy, o, false, o.sr), fp4(saved.w, o, true):transpose(1, 2) end
+      local dx = a:matmul(b):view(unpack(saved.shape)):to(saved.dtype)
+      a, b = dy, saved.x
+      draws = draws + 1
+      if o.wgrad then
+        a, b = fp4(dy, o, true, o.sr):transpose(1, 2), fp4(saved.x, o, true):transpose(1, 2)
+      end
+      return dx, a:to("f32"):matmul(b:to("f32"), true), dy:to("f32"):sum(1)
+    end,
+  }
+end
+
+local text = lab.text(120000)
+local cut = #text - 12000
+local train_text, test_text = text:sub(1, cut), text:sub(cut + 1)
+
+local function run(o, seed)
+  engine.seed(seed)
+  local model = engine.nn.gpt { vocab = 256, context = cfg.context, width = cfg.width, heads = 2,
+    layers = cfg.layers }
+  local linear = product(o)
+  draws = 1
+  model:apply(function(layer, path)
+    if layer._class == "linear" and path:find("^blocks") then
+      rawset(layer, "forward", function(l, x) return linear(x, l.weight, rawget(l, "bias")) end)
+    end
+  end)
+  local function data(of, from)
+    return engine.data.text { text = of, batch = cfg.batch, context = cfg.context, seed = from }
+  end
+  local trainer = engine.trainer { model = model, steps = cfg.steps, clip = 1, log = "quiet",
+    data = data(train_text, seed),
+    optimizer = engine.optim.adamw(model, { lr = cfg.lr, decay = "matrices", precision = "bf16" }),
+    schedule = engine.schedule.cosine { lr = cfg.lr, warmup = math.ceil(cfg.steps / 20),
+      total = cfg.steps },
+    loss = function(m, batch) return m:loss(batch.x, batch.y) end }
+  trainer:run()
+  return trainer:evaluate_on(data(test_text, 1), 20)
+end
+
+local rows, base, series, names, apart = {}, {}, {}, {}, {}
+for _, o in ipairs(VARIANTS) do
+  local name = o[1]
+  if name == "bf16" or name:find(cfg.variants) then
+    local held, by_seed = {}, {}
+    for seed = 1, cfg.seeds do
+      held[seed] = run(o, seed)
+      base[seed] = base[seed] or held[seed]
+      by_seed[seed] = 100 * (held[seed] / base[seed] - 1)
+      series[seed] = series[seed] or { name = "seed " .. seed, values = {} }
+      series[seed].values[#names + 1] = by_seed[seed]
+    end
+    names[#names + 1], apart[name] = name, by_seed
+    rows[#rows + 1] = { name, lab.mean_text(held, "%.4f"),
+      lab.mean_text(by_seed, "%+.2f") .. " %" }
+  end
+end
+lab.table({ "in MXFP4", "held-out loss", "relative to bf16, by seed" }, rows)
+
+-- One variant is better than another only if it is with every seed.
+local function verdict(a, b)
+  local less, more = true, true
+  for seed = 1, cfg.seeds do
+    local d = (apart[a] or {})[seed] and (apart[b] or {})[seed] and apart[a][seed] - apart[b][seed]
+    less, more = less and d and d < 0, more and d and d > 0
+  end
+  return cfg.seeds > 1 and (less and a .. " is better than " .. b
+    or more and a .. " is worse than " .. b) or "no order of " .. a .. " and " .. b
+end
+local findings = {}
+for _, pair in ipairs { { "wgrad", "dgrad" }, { "wgrad", "forward" },
+  { "wgrad, stochastic", "wgrad" }, { "dgrad, stochastic", "dgrad" },
+  { "wgrad, random Hadamard", "wgrad, fixed Hadamard" }, { "wgrad, fixed Hadamard", "wgrad" },
+  { "all, stochastic", "all" } } do
+  findings[#findings + 1] = verdict(pair[1], pair[2])
+end
+print("Conclusion, from orders that hold with every seed: " .. table.concat(findings, "; ") .. ".")
+if cfg.svg ~= "" then
+  print(lab.svg(cfg.svg, { title = "Loss beyond bf16's, %", x = names, y = "in MXFP4",
+    series = series }))
+end

@@ -1,0 +1,120 @@
+-- Projects round to E2M1 stochastically in different ways. Each is exact, biased low or biased
+-- high, here to the last random bit: every byte of random bits is tried, or many are drawn with
+-- several seeds. The rules, for the fraction f of the step above the lower neighbour:
+--   te      Transformer Engine's software path: P(up) = floor(256 f) / 256
+--   te amd  its AMD port, r < f: P(up) = ceil(256 f) / 256
+--   mslk    adds 22 random bits to the f32, also below 1, where the grid is wider
+--   floats  the bits of random floats as random bytes, one of the four for each element (here the
+--           last two bytes: sign, exponent and the leading fraction bits of a number in [0, 1))
+--   exact   24 random bits: P(up) = f up to 2^-24
+--
+--   ./engine examples/rounding_bias.lua
+--   ./engine examples/rounding_bias.lua draws=100000 svg=bias.svg
+local engine = require "engine"
+local lab = require "engine.report.lab"
+
+local cfg = engine.config({ draws = 20000, seeds = 5, svg = "" },
+  { draws = "draws of each number and seed, where not every pattern is tried",
+    seeds = "seeds of these draws", svg = "a file for the curves" },
+  { count = "draws seeds", output = "svg" })
+
+local floor = math.floor
+local function step(x) return x < 2 and 0.5 or x < 4 and 1 or 2 end
+local function up(x, p) return floor(x / step(x)) * step(x) + p * step(x) end      -- the mean
+local function fraction(x) return x / step(x) - floor(x / step(x)) end
+
+-- The mean of x rounded with all 256 bytes weighted by `weight`.
+local function bytes(x, weight)
+  local p, f = 0, fraction(x)
+  for byte = 0, 255 do
+    if floor(f * 256) + byte >= 256 then p = p + weight(byte) end
+  end
+  return up(x, p)
+end
+
+-- The bytes of f32 numbers k / 2^24: byte 3 is sign and exponent, byte 2 its last bit and the
+-- leading fraction bits.
+local function byte_of(u, which)
+  if u == 0 then return 0 end
+  local m, e = math.frexp(u)
+  local bits = (e + 126) * 2 ^ 23 + (2 * m - 1) * 2 ^ 23
+  return floor(bits / 2 ^ (8 * which)) % 256
+end
+local function floats(which)
+  return function(x)
+    local weights = {}
+    for byte = 0, 255 do weights[byte] = 0 end
+    for _ = 1, cfg.draws do
+      local b = byte_of(math.random(0, 2 ^ 24 - 1) / 2 ^ 24, which)
+      weights[b] = weights[b] + 1 / cfg.draws
+    end
+    return bytes(x, function(byte) return weights[byte] end)
+  end, true
+end
+
+local RULES = {
+  { "te", function(x) return bytes(x, function() return 1 / 256 end) end },
+  { "te amd", function(x) return up(x, math.ceil(256 * fraction(x)) / 256) end },
+  { "mslk", function(x)
+    -- noise below the last kept bit of an f32, which is 2^e / 2 wide; the sum is cut to E2M1
+    local _, e = math.frexp(x)
+    local width, mean = 2 ^ (e - 2), 0
+    for k = 0, 1023 do
+      local sum = x + (k + 0.5) / 1024 * width
+      mean = mean + floor(sum / step(sum)) * step(sum) / 1024
+    end
+    return mean
+  end },
+  { "floats, byte 2", floats(2) }, { "floats, byte 3", floats(3) },
+  { "exact", function(x) return x end },
+}
+for _, rule in ipairs(RULES) do rule.draws = rule[1]:find("^floats") ~= nil end
+
+-- The engine's own rounding with 8 bits, which is te's, and with 24.
+local function engine_mean(x, bits, seed)
+  engine.seed(seed)
+  return engine.scope(function()
+    local n = math.ceil(cfg.draws / 32)
+    local values = engine.concat({ engine.full({ n, 32 }, x), engine.full({ n, 32 }, 6) }, 2)
+    local q = engine.mx.quantize(values, { format = "e2m1", rule = "rceil", sr_bits = bits,
+      block = "1x64" })
+    return q:dequantize():slice(2, 1, 32):mean():item()
+  end)
+end
+RULES[#RULES + 1] = { "engine, 8 bits", draws = true,
+  function(x, seed) return engine_mean(x, 8, seed) end }
+RULES[#RULES + 1] = { "engine, 24 bits", draws = true,
+  function(x, seed) return engine_mean(x, 24, seed) end }
+
+local NUMBERS = { 0.1, 0.3, 0.7, 0.9, 1.2, 1.7, 2.3, 3.1, 4.4, 5.5 }
+local heads, rows, series, verdicts = { "mean - x" }, {}, {}, {}
+for k, x in ipairs(NUMBERS) do heads[k + 1] = ("%g"):format(x) end
+heads[#heads + 1] = "largest, of a step"
+for _, rule in ipairs(RULES) do
+  local row, curve, most = { rule[1] }, { name = rule[1], values = {} }, {}
+  for k, x in ipairs(NUMBERS) do
+    local bias = {}
+    for seed = 1, rule.draws and cfg.seeds or 1 do
+      math.randomseed(seed)
+      bias[seed] = rule[2](x, seed) - x
+      local size = math.abs(bias[seed]) / step(x)
+      most[seed] = math.max(most[seed] or 0, size)
+    end
+    curve.values[k] = lab.mean(bias)
+    row[k + 1] = ("%+.4f"):format(curve.values[k])
+  end
+  row[#row + 1] = lab.mean_text(most, "%.4f")
+  rows[#rows + 1], series[#series + 1] = row, curve
+  verdicts[rule[1]] = lab.mean(most)
+end
+lab.table(heads, rows)
+local biased = {}
+for _, rule in ipairs(RULES) do
+  if verdicts[rule[1]] > 0.05 then biased[#biased + 1] = rule[1] end
+end
+print(("Conclusion: te and its AMD port are off by at most 1/256 of a step, in opposite\n"
+  .. "directions; off by more than 1/20 of a step: %s."):format(table.concat(biased, ", ")))
+if cfg.svg ~= "" then
+  print(lab.svg(cfg.svg, { title = "Bias of stochastic rounding to E2M1", x = { unpack(heads, 2,
+    #NUMBERS + 1) }, y = "number", series = series }))
+end
