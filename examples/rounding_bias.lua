@@ -10,6 +10,9 @@
 --
 --   ./engine examples/rounding_bias.lua
 --   ./engine examples/rounding_bias.lua draws=100000 svg=bias.svg
+--
+-- Measured, largest bias in steps of the grid: te 0.0031 (low), te amd 0.0031 (high), mslk 0.60,
+-- floats byte 2 0.136 +- 0.002 and byte 3 0.75, the engine with 24 bits 0.004 +- 0.003 (sampling).
 local engine = require "engine"
 local lab = require "engine.report.lab"
 

@@ -4,6 +4,16 @@
 --
 --   ./engine examples/scale_rules.lua
 --   ./engine examples/scale_rules.lua format=e4m3 seeds=5 svg=rules.svg
+--
+-- Measured with the first command, as mean +- standard deviation over three seeds:
+--   e2m1   maxima clipped  of normal blocks  SNR, dB  loss beyond bf16's
+--   floor          41.1 %            29.1 %    18.80     +1.22 +- 0.74 %
+--   even           22.0 %            12.7 %    19.03     +0.72 +- 1.16 %
+--   ceil            0.0 %             0.0 %    16.83     +2.16 +- 0.62 %
+--   rceil           0.0 %             0.0 %    18.76     +1.29 +- 1.88 %
+-- After 120 steps clipping costs no more than the finer steps that it buys: the rule without
+-- clipping and with the lowest SNR, ceil, has the largest mean. With format=e4m3 all four means are
+-- between +0.68 and +1.01 %, with spreads of 0.91 to 1.57 %: no rule is better.
 local engine = require "engine"
 local lab = require "engine.report.lab"
 

@@ -76,8 +76,8 @@ local function policies()
     end
     return list
   end
-  for name in helper.shell("ls policies").out:gmatch("([%w_]+)%.lua") do
-    if name ~= "dynamic" and not name:find "^fp8_" then list[#list + 1] = name end
+  for _, name in ipairs(engine.policy.names()) do
+    if name ~= "dynamic" then list[#list + 1] = name end
   end
   return list
 end

@@ -194,14 +194,16 @@ end
 local folders = {}
 for i, share in ipairs(M_ffi.shares) do folders[i] = share .. "/policies" end
 
---- Names of the policies that come with the engine, sorted. kind: "fp8" for FP8 policies (fp8_*),
---- otherwise those that choose a loss scale.
+--- Names of the policies that come with the engine, sorted. kind: "fp8" for FP8 policies (whose
+--- text has kind = "fp8"), otherwise those that choose a loss scale.
 function M.names(kind)
   local names = {}
   for _, folder in ipairs(folders) do
     for _, entry in ipairs(files.names(folder) or {}) do
       local name = entry:match("^(.+)%.lua$")
-      if name and (name:find("^fp8_") ~= nil) == (kind == "fp8") then names[#names + 1] = name end
+      local text = name and files.read(folder .. "/" .. entry)
+      local fp8 = text and text:find('\n%s*kind%s*=%s*"fp8"') ~= nil
+      if text and fp8 == (kind == "fp8") then names[#names + 1] = name end
     end
     if #names > 0 then break end
   end
