@@ -208,9 +208,9 @@ describe("a linear layer under microscaling", function()
     assert.matches("multiplies in bf16", message { forward = { promotion = 32 } }, 1, true)
     assert.matches("no option pow2", message { x = { rule = "floor", pow2 = true } }, 1, true)
     assert.matches("number of blocks", message { high_first = -1 }, 1, true)
-    assert.matches("there is no Hadamard transform 8",
+    assert.matches("expected hadamard to be 0, 16, 32, 64 or 128, got 8",
       message { x = { rule = "rceil", hadamard = 8 } }, 1, true)
-    assert.matches("there is no kind of signs 'fixd'; did you mean 'fixed'",
+    assert.matches("signs fixed, layer, none, step, got 'fixd'; did you mean 'fixed'",
       message { dy = { rule = "rceil", signs = "fixd" } }, 1, true)
     assert.matches("ladder to be a list", message { ladder = "mxfp8" }, 1, true)
   end)
