@@ -12,6 +12,7 @@
 // is NULL, and the core refuses them on a card.
 #pragma weak cuda_mx_quantize
 #pragma weak cuda_mx_dequantize
+#pragma weak cuda_mx_matmul
 #pragma weak cuda_nf4_quantize
 #pragma weak cuda_nf4_dequantize
 #pragma weak cuda_conv2d

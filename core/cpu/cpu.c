@@ -22,9 +22,9 @@
 
 #define KERNEL_FILES(FILE)                                                                  \
   FILE(elementwise) FILE(unary) FILE(copy) FILE(rope) FILE(reduce) FILE(norm) FILE(softmax) \
-  FILE(loss) FILE(index) FILE(gemm) FILE(attention) FILE(optimizer) FILE(gradstats) \
-  FILE(fp8_quantize) FILE(fp8_dequantize) FILE(fp8_matmul) FILE(mx_quantize) FILE(nf4)     \
-  FILE(conv) FILE(pool) FILE(channel_norm)
+  FILE(loss) FILE(index) FILE(gemm) FILE(attention) FILE(optimizer) FILE(gradstats)         \
+  FILE(fp8_quantize) FILE(fp8_dequantize) FILE(fp8_matmul) FILE(mx_quantize)                \
+  FILE(mx_matmul) FILE(nf4) FILE(conv) FILE(pool) FILE(channel_norm)
 
 #define REGISTER_CALL(file, isa) cpu_register_##file##_##isa(b);
 #define DEFINE_ISA(isa)                                                                     \

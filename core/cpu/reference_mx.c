@@ -1,8 +1,8 @@
-// Reference kernels for mx_quantize and mx_dequantize: element by element, exponents by frexp,
-// rounding in f64. The fast kernels must agree with them bit for bit. See reference.h, ops.def.
+// Reference kernels for mx_quantize, mx_dequantize and mx_matmul: element by element, exponents by
+// frexp, rounding in f64. The fast kernels must agree with them bit for bit. See reference.h, ops.def.
 #include "reference_side.h"
 
-#include "base/mx.h"
+#include "base/mx_blackwell.h"
 #include "base/rng.h"
 
 #include <math.h>
@@ -208,5 +208,42 @@ eng_status reference_mx_dequantize(const op_call *call)
     value *= a->rule == ENG_MX_NVFP4 ? e4m3_to_f32(s) : ue8m0_to_f32(s);
     tensor_store(y->data, y->dtype, i, a->rule == ENG_MX_NVFP4 ? value * whole : value);
   }
+  return ENG_OK;
+}
+
+// n numbers and the scales of each 16 of them, from element (row, k) on.
+static void decode(float *x, float *scale16, const tensor *q, const tensor *scale, int64_t row,
+                   int64_t k, int n, int64_t format, int64_t rule)
+{
+  const uint8_t *code = q->data, *s = scale->data;
+  int64_t K = mx_packed(format) ? 2 * q->shape[1] : q->shape[1], block = K / scale->shape[1];
+  for (int i = 0; i < n; i++) {
+    int64_t at = row * K + k + i;
+    x[i] = mx_value(mx_packed(format) ? code[at / 2] >> at % 2 * 4 & 15 : code[at],
+                    mx_format_of(format));
+    scale16[i / 16] = blackwell_scale(s[row * scale->shape[1] + (k + i) / block], (int)rule);
+  }
+}
+
+eng_status reference_mx_matmul(const op_call *call)
+{
+  const typeof(call->mx_matmul) *m = &call->mx_matmul;
+  const tensor *a = call->in[0], *b = call->in[2];
+  float *y = call->out[0]->data, x[2][BLACKWELL_MOST], scale[2][BLACKWELL_MOST / 16];
+  int four = mx_packed(m->format_a), n = blackwell_products(four);
+  int64_t K = four ? 2 * a->shape[1] : a->shape[1];
+  for (int64_t i = 0; i < a->shape[0]; i++)
+    for (int64_t j = 0; j < b->shape[0]; j++) {
+      float sum = 0;
+      for (int64_t k = 0; k < K; k += n) {
+        decode(x[0], scale[0], a, call->in[1], i, k, n, m->format_a, m->rule);
+        decode(x[1], scale[1], b, call->in[3], j, k, n, m->format_b, m->rule);
+        sum = blackwell_group(x[0], mx_format_of(m->format_a), scale[0], x[1],
+                              mx_format_of(m->format_b), scale[1], (int)m->rule, sum);
+      }
+      for (int g = 4; g < 6; g++)
+        if (call->in[g]) sum *= nvfp4_decode_scale(((const float *)call->in[g]->data)[0]);
+      y[i * b->shape[0] + j] = sum;
+    }
   return ENG_OK;
 }

@@ -244,6 +244,37 @@ static eng_status infer_mx_dequantize(op_call *c, op_shape *s)
   return ENG_OK;
 }
 
+static eng_status infer_mx_matmul(op_call *c, op_shape *s)
+{
+  const typeof(c->mx_matmul) *a = &c->mx_matmul;
+  bool four = a->format_a == ENG_FORMAT_E2M1 && a->format_b == ENG_FORMAT_E2M1,
+       eight = (a->format_a == ENG_e4m3 || a->format_a == ENG_e5m2) &&
+               (a->format_b == ENG_e4m3 || a->format_b == ENG_e5m2);
+  if (!four && !eight)
+    return error_set(ENG_ERR_DTYPE,
+                     "mx_matmul: expected e4m3 and e5m2, or e2m1 twice, got formats %lld and %lld",
+                     (long long)a->format_a, (long long)a->format_b);
+  if (a->rule < 0 || a->rule >= ENG_MX_RULES || (a->rule == ENG_MX_NVFP4 && !four))
+    return error_set(ENG_ERR_VALUE, "mx_matmul: expected a scale rule of 0 to %d, nvfp4 for e2m1 "
+                     "alone, got %lld", ENG_MX_RULES - 1, (long long)a->rule);
+  int64_t K = 0, block = a->rule == ENG_MX_NVFP4 ? 16 : 32;
+  for (int k = 0; k < 4; k += 2) {
+    const tensor *q = c->in[k], *scale = c->in[k + 1];
+    int64_t columns = q->ndim == 2 ? q->shape[1] * (four ? 2 : 1) : -1;
+    if (k == 0) K = columns;
+    if (q->dtype != ENG_u8 || scale->dtype != ENG_u8 || columns != K || K % (four ? 64 : 32) ||
+        scale->ndim != 2 || scale->shape[0] != q->shape[0] || scale->shape[1] != K / block)
+      return error_set(ENG_ERR_SHAPE,
+                       "mx_matmul: expected u8 codes of [M x K] and [N x K] with K a multiple of "
+                       "%d and u8 scales for each %lld, got %s with scales %s", four ? 64 : 32,
+                       (long long)block, tensor_text(q), tensor_text(scale));
+  }
+  ENG_TRY(want_amax(c, 4));
+  ENG_TRY(want_amax(c, 5));
+  put_out(s, 0, ENG_f32, 2, (int64_t[]){c->in[0]->shape[0], c->in[2]->shape[0]});
+  return ENG_OK;
+}
+
 // ---- NF4
 
 static eng_status want_nf4_block(const op_call *c, int64_t block)
@@ -353,6 +384,7 @@ static void __attribute__((constructor)) register_rules(void)
   op_register(ENG_OP_dequantize, infer_dequantize, NULL);
   op_register(ENG_OP_mx_quantize, infer_mx_quantize, NULL);
   op_register(ENG_OP_mx_dequantize, infer_mx_dequantize, NULL);
+  op_register(ENG_OP_mx_matmul, infer_mx_matmul, NULL);
   op_register(ENG_OP_nf4_quantize, infer_nf4_quantize, NULL);
   op_register(ENG_OP_nf4_dequantize, infer_nf4_dequantize, NULL);
   op_register(ENG_OP_fp8_matmul, infer_fp8_matmul, NULL);

@@ -172,6 +172,36 @@ describe("microscaling", function()
     assert.equal(bytes(q.scale)[1], bytes(engine.mx.gemm_scales(q))[15 * 16 + 1])
   end)
 
+  it("sums as Blackwell's tensor cores: terms below the largest are cut", function()
+    local function of(...)
+      return engine.mx.quantize(engine.concat({ engine.tensor { { ... } },
+        engine.zeros(1, 32 - select("#", ...)) }, 2), { format = "e5m2" })
+    end
+    -- 25 bits below 2^28 keep multiples of 8: four times 8 counts, eight times 4 does not
+    local a = of(2 ^ 14, 2, 2, 2, 2, 2, 2, 2, 2)
+    assert.equal(2 ^ 28 + 32, engine.mx.matmul(a, of(2 ^ 14, 4, 4, 4, 4)):item())
+    assert.equal(2 ^ 28, engine.mx.matmul(a, a):item())
+    local x, y = engine.randn(20, 128), engine.randn(12, 128)
+    for _, o in ipairs { { format = "e4m3", rule = "rceil" }, { format = "e2m1", rule = "floor" },
+      { rule = "nvfp4" } } do
+      local p, q = engine.mx.quantize(x, o), engine.mx.quantize(y, o)
+      local exact = p:dequantize("f64"):matmul(q:dequantize("f64"), false, true)
+      local off = engine.mx.matmul(p, q):to("f64") - exact
+      assert.is_true((off:norm() / exact:norm()):item() < 1e-5)
+      -- sums of a few integers are exact
+      local small = engine.mx.quantize(engine.randint(-2, 3, { 4, 64 }):to("f32"), { format =
+        o.format, rule = "floor" })
+      local product = small:dequantize("f64")
+      assert.same(product:matmul(product, false, true):to("f32"):totable(),
+        engine.mx.matmul(small, small):totable())
+    end
+    local w = engine.mx.quantize(engine.randn(32, 64), { rule = "nvfp4", block = "16x16" })
+    assert.same({ 20, 32 }, engine.mx.matmul(engine.mx.quantize(x:slice(2, 1, 64), { rule =
+      "nvfp4" }), w).shape)
+    assert.matches("two quantized matrices, got a tensor", select(2, pcall(engine.mx.matmul, x,
+      w)), 1, true)
+  end)
+
   it("names what it expects", function()
     local x = engine.randn(2, 32)
     for message, options in pairs { ["rule ceil, even, floor"] = { rule = "flor" },

@@ -367,6 +367,19 @@ function plans.mx_dequantize()
     { format, high, wide == 3 and 4 or wide, rule, 0, 0, 0, 1 }, {}, 7)
   return { q, scale, chance(50) and amax or false }, { float_number(), format, high, wide, rule }
 end
+function plans.mx_matmul()
+  local rule = draw(5)
+  local four = rule == 4 or chance(40)
+  local k, formats = 64 * draw(3), four and { 13, 13 } or { one_of { 10, 11 }, one_of { 10, 11 } }
+  local inputs = {}
+  for side = 1, 2 do
+    local q, scale, amax = M_ffi.run("mx_quantize", { float({ draw(5), k }), false },
+      { formats[side], 1, rule == 4 and 16 or 32, rule, 0, 0, 0, 1 }, {}, 7)
+    inputs[2 * side - 1], inputs[2 * side] = q, scale
+    inputs[4 + side] = chance(50) and amax or false
+  end
+  return inputs, { formats[1], formats[2], chance(90) and rule or draw(6) }
+end
 function plans.nf4_quantize()
   return { float(shape_of(1, 4)), chance(20) and tensor_of({ 1 }, "f32") or false },
     { 2 ^ (4 + draw(9)), draw(2) }, {}, 5

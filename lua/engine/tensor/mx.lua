@@ -92,6 +92,32 @@ function M.dequantize(x, dtype)
   return x:dequantize(dtype)
 end
 
+-- The scales of x, those of blocks with several rows for each row.
+local function scales_by_row(x, rows)
+  local scale, high = x.scale, x.block[1]
+  local down, across = scale.shape[1], scale.shape[2]
+  if high == 1 then return scale end
+  return scale:view(down, 1, across):expand(down, high, across):view(down * high, across)
+    :slice(1, 1, rows)
+end
+
+--- a b^T of two quantized matrices [M x K] and [N x K], as Blackwell's block-scaled tensor cores
+--- sum it: e4m3 and e5m2 in blocks of 32, 32 products at a time with 25 bits below the largest
+--- exponent; or e2m1 in blocks of 32 or 16, 64 at a time with 35 bits. y is f32.
+function M.matmul(a, b)
+  local inputs = {}
+  for k, x in ipairs { a or 0, b or 0 } do
+    expect(getmetatable(x) == Quantized and #x.shape == 2, x ~= 0 and x or nil,
+      "mx.matmul: expected two quantized matrices")
+    inputs[2 * k - 1], inputs[2 * k] = x.q, scales_by_row(x, x.shape[1])
+    inputs[4 + k] = x.rule == "nvfp4" and x.amax or false
+  end
+  expect((a.rule == "nvfp4") == (b.rule == "nvfp4"), b.rule,
+    "mx.matmul: expected nvfp4 for both matrices or for neither")
+  return run("mx_matmul", inputs, { tonumber(FORMATS[a.format]), tonumber(FORMATS[b.format]),
+    tonumber(RULES[a.rule]) })
+end
+
 local function padded(x, d, size)
   local shape = x.shape
   if shape[d] == size then return x end
@@ -106,13 +132,10 @@ end
 --- c % 4 of its tile. Scales of blocks with several rows are repeated for each row.
 function M.gemm_scales(x)
   expect(getmetatable(x) == Quantized, x, "mx.gemm_scales: expected a result of mx.quantize")
-  local scale, high, rows = x.scale, x.block[1], 1
+  local rows = 1
   for d = 1, #x.shape - 1 do rows = rows * x.shape[d] end
-  local down, across = scale.shape[1], scale.shape[2]
-  if high > 1 then
-    scale = scale:view(down, 1, across):expand(down, high, across):view(down * high, across)
-      :slice(1, 1, rows)
-  end
+  local scale = scales_by_row(x, rows)
+  local across = scale.shape[2]
   local tiles, wide = math.ceil(rows / 128), math.ceil(across / 4)
   scale = padded(padded(scale, 2, 4 * wide), 1, 128 * tiles)
   return scale:view(tiles, 4, 32, wide, 4):permute(1, 4, 3, 2, 5):contiguous()

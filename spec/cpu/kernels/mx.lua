@@ -96,6 +96,38 @@ generators.mx_dequantize = function(try)
     fails = "in u8" }
 end
 
+local EIGHT = { 10, 11 }
+generators.mx_matmul = function(try)
+  local n = 0
+  local function codes(rows, k, format, rule, kind)
+    local wide = rule == 4 and 16 or 32
+    return engine.run("mx_quantize", { float("f32", { rows, k }, kind), false },
+      { format, 1, wide, rule, n % 2 * FINITE, 0, 0, 1 }, {}, 7)
+  end
+  for _, shape in ipairs { { 1, 1, 64 }, { 3, 20, 128 }, { 9, 33, 192 }, { 0, 3, 64 },
+    { 2, 3, 0 } } do
+    for _, kind in ipairs(KINDS) do
+      for rule = 0, 4 do
+        for pair = 1, rule == 4 and 1 or 3 do
+          n = n + 1
+          local fa = rule == 4 and 13 or pair == 3 and 13 or EIGHT[n % 2 + 1]
+          local fb = fa == 13 and 13 or EIGHT[pair]
+          local a, sa, ga = codes(shape[1], shape[3], fa, rule, kind)
+          local b, sb, gb = codes(shape[2], shape[3], fb, rule, kind)
+          try { inputs = { a, sa, b, sb, n % 3 == 0 and ga or false, n % 2 == 0 and gb or false },
+            ints = { fa, fb, rule }, note = kind }
+        end
+      end
+    end
+  end
+  local a, sa = codes(2, 64, 10, 0, "normal")
+  try { inputs = { a, sa, a, sa, false, false }, ints = { 10, 13, 0 }, fails = "e2m1 twice" }
+  try { inputs = { a, sa, a, sa, false, false }, ints = { 10, 10, 4 }, fails = "scale rule" }
+  try { inputs = { a, sa, a, a, false, false }, ints = { 10, 10, 0 }, fails = "u8 scales" }
+  try { inputs = { a, sa, a, sa, float("f32", { 2 }, "normal"), false }, ints = { 10, 10, 0 },
+    fails = "one f32 amax" }
+end
+
 local NF4_SHAPES = { { 1 }, { 63 }, { 64 }, { 65 }, { 3, 64 }, { 20, 333 }, { 0 }, { 130, 600 } }
 
 generators.nf4_quantize = function(try)

@@ -1,0 +1,91 @@
+// Blackwell's block-scaled tensor cores as a formula, after MMA-Sim (simulator/nv_ptx.py, classes
+// mma_block_scale and tcgen05mma_block_scale; arXiv 2511.10909). Inline and scalar, for gcc and
+// nvcc: the reference for mx_matmul.
+//
+//   mxf8f6f4   32 products with one scale pair. A term is a product of two significands, not
+//              normalised, with the sum of the exponents of both numbers and both scales
+//   mxf4nvf4   64 products of e2m1. A term is the exact sum of 16 products times both scales'
+//              significands, with the sum of the scales' exponents alone
+//
+// The accumulator c is one more term. E is the largest exponent; every term is truncated to a
+// multiple of 2^(E - 25), for mxf4nvf4 2^(E - 35); the exact sum is truncated to f32. Subnormal
+// numbers have the smallest normal exponent, zeros -126 (a zero term counts for E). A NaN gives
+// 0x7FFFFFFF. ue4m3 scales have no sign.
+#ifndef ENG_MX_BLACKWELL_H
+#define ENG_MX_BLACKWELL_H
+
+#include "mx.h"
+
+enum { BLACKWELL_MOST = 64 };
+
+/// A number as significand * 2^exponent, 1 <= |significand| < 2 unless it is subnormal or 0.
+typedef struct mx_parts { double significand; int exponent; } mx_parts;
+
+/// least: the smallest normal exponent of x's format.
+ENG_INLINE mx_parts mx_parts_of(float x, int least)
+{
+  if (x == 0) return (mx_parts){0, -126};
+  int e = (int)(f64_bits((double)x) >> 52 & 0x7FF) - 1023;
+  if (e < least) e = least;
+  return (mx_parts){(double)x * f64_from((uint64_t)(1023 - e) << 52), e};
+}
+
+/// The products that one instruction sums, and the bits that a term keeps below the largest
+/// exponent. `four`: both factors are e2m1.
+ENG_INLINE int blackwell_products(int four) { return four ? 64 : 32; }
+ENG_INLINE int blackwell_bits(int four) { return four ? 35 : 25; }
+
+ENG_INLINE double blackwell_power(int e)
+{ return e < -1022 ? 0 : f64_from((uint64_t)(1023 + e) << 52); }
+
+/// sum * 2^exponent, truncated to f32.
+ENG_INLINE float blackwell_round(double sum, int exponent)
+{
+  double y = sum * blackwell_power(exponent), size = y < 0 ? -y : y;
+  float nearest = (float)y, magnitude = nearest < 0 ? -nearest : nearest;
+  return size < 0x1p128 && (double)magnitude > size ? f32_from(f32_bits(nearest) - 1) : nearest;
+}
+
+/// The scale of a code, NaN for a NaN, and the smallest exponent of its format.
+ENG_INLINE float blackwell_scale(uint8_t code, int rule)
+{ return rule == ENG_MX_NVFP4 ? e4m3_to_f32(code & 0x7F) : ue8m0_to_f32(code); }
+ENG_INLINE int blackwell_least(int rule) { return rule == ENG_MX_NVFP4 ? -6 : -127; }
+
+/// c + the sum of 32 products (64 if both formats are e2m1) of the numbers a and b, whose scales
+/// are those of each 16 of them.
+ENG_INLINE float blackwell_group(const float *a, mx_format fa, const float *scale_a, const float *b,
+                                 mx_format fb, const float *scale_b, int rule, float c)
+{
+  int four = fa.top == 7 && fb.top == 7, n = blackwell_products(four), bits = blackwell_bits(four);
+  int step = four ? 16 : 1, least = blackwell_least(rule);
+  mx_parts term[33], part = mx_parts_of(c, -126);
+  int terms = 0, largest = part.exponent;
+  double check = c, sum = 0;
+  for (int k = 0; k < n; k++)
+    check += (double)a[k] * b[k] * scale_a[k / 16] * scale_b[k / 16];
+  if (check != check) return f32_from(0x7FFFFFFFu);
+  if (check - check != 0) return (float)check;
+  term[terms++] = part;
+  for (int k = 0; k < n; k += step) {
+    mx_parts x = mx_parts_of(scale_a[k / 16], least), y = mx_parts_of(scale_b[k / 16], least);
+    int e = x.exponent + y.exponent;
+    double s;
+    if (four) {
+      s = 0;
+      for (int i = k; i < k + 16; i++) s += (double)a[i] * b[i];
+      s *= x.significand * y.significand;
+    } else {
+      x = mx_parts_of(a[k], 1 - fa.bias), y = mx_parts_of(b[k], 1 - fb.bias);
+      s = x.significand * y.significand;
+      e += x.exponent + y.exponent;
+    }
+    term[terms++] = (mx_parts){s, e};
+    if (e > largest) largest = e;
+  }
+  for (int i = 0; i < terms; i++)
+    sum += __builtin_trunc(term[i].significand *
+                           blackwell_power(term[i].exponent - largest + bits));
+  return blackwell_round(sum, largest - bits);
+}
+
+#endif

@@ -1,0 +1,145 @@
+// The operation mx_matmul: Blackwell's accumulators (core/base/mx_blackwell.h) on LANES columns at
+// once. A task takes LANES rows of b, and ROWS rows of a at a time; for each group of products it
+// decodes both once. Numbers with NaN or Inf go to the scalar formula. Called through
+// backend.kernel[]; owns nothing.
+#include "base/mx_blackwell.h"
+#include "rows.h"
+#include "simd.h"
+#include "tasks.h"
+
+enum { LANES = 16, ROWS = 8 };
+
+typedef struct product {
+  const op_call *call;
+  int64_t M, N, K;
+  int     four, n, bits;
+} product;
+
+// A group of a row: numbers and scales as significands and exponents.
+typedef struct group {
+  float  value[BLACKWELL_MOST], scale[BLACKWELL_MOST / 16];
+  double significand[BLACKWELL_MOST], scale_significand[BLACKWELL_MOST / 16];
+  int    exponent[BLACKWELL_MOST], scale_exponent[BLACKWELL_MOST / 16], odd;
+} group;
+
+static void decode(group *g, const product *p, int side, int64_t row, int64_t k)
+{
+  const op_call *c = p->call;
+  const tensor *q = c->in[2 * side], *scale = c->in[2 * side + 1];
+  int64_t rule = c->mx_matmul.rule, across = scale->shape[1], block = p->K / across;
+  mx_format f = mx_format_of(side ? c->mx_matmul.format_b : c->mx_matmul.format_a);
+  const uint8_t *code = q->data, *s = scale->data;
+  g->odd = 0;
+  for (int i = 0; i < p->n; i++) {
+    int64_t at = row * p->K + k + i;
+    g->value[i] = mx_value(p->four ? code[at / 2] >> at % 2 * 4 & 15 : code[at], f);
+    mx_parts x = mx_parts_of(g->value[i], 1 - f.bias);
+    g->significand[i] = x.significand, g->exponent[i] = x.exponent;
+    g->odd |= !f32_is_finite(g->value[i]);
+  }
+  for (int i = 0; i < p->n / 16; i++) {
+    g->scale[i] = blackwell_scale(s[row * across + (k + 16 * i) / block], (int)rule);
+    mx_parts x = mx_parts_of(g->scale[i], blackwell_least((int)rule));
+    g->scale_significand[i] = x.significand, g->scale_exponent[i] = x.exponent;
+    g->odd |= !f32_is_finite(g->scale[i]);
+  }
+}
+
+// b's groups with the lanes last.
+typedef struct panel {
+  float  value[BLACKWELL_MOST][LANES];
+  double significand[BLACKWELL_MOST][LANES], scale_significand[BLACKWELL_MOST / 16][LANES];
+  int    exponent[BLACKWELL_MOST][LANES], scale_exponent[BLACKWELL_MOST / 16][LANES], odd;
+} panel;
+
+// c[j] += the sum of the products of `a` and lane j.
+static void add_group(float *c, const product *p, const group *a, const panel *b)
+{
+  int terms = p->four ? 4 : 32, exponent[32][LANES], largest[LANES];
+  double term[32][LANES], sum[LANES];
+  for (int j = 0; j < LANES; j++) largest[j] = mx_parts_of(c[j], -126).exponent;
+  for (int t = 0; t < terms; t++)
+    for (int j = 0; j < LANES; j++) {
+      int s = p->four ? t : t / 16;
+      exponent[t][j] = a->scale_exponent[s] + b->scale_exponent[s][j];
+      if (p->four) {
+        float dot = 0;
+        for (int i = 16 * t; i < 16 * t + 16; i++) dot += a->value[i] * b->value[i][j];
+        term[t][j] = dot * (a->scale_significand[t] * b->scale_significand[t][j]);
+      } else {
+        exponent[t][j] += a->exponent[t] + b->exponent[t][j];
+        term[t][j] = a->significand[t] * b->significand[t][j];
+      }
+      if (exponent[t][j] > largest[j]) largest[j] = exponent[t][j];
+    }
+  for (int j = 0; j < LANES; j++) {
+    mx_parts x = mx_parts_of(c[j], -126);
+    sum[j] =
+      __builtin_trunc(x.significand * blackwell_power(x.exponent - largest[j] + p->bits));
+  }
+  for (int t = 0; t < terms; t++)
+    for (int j = 0; j < LANES; j++)
+      sum[j] +=
+        __builtin_trunc(term[t][j] * blackwell_power(exponent[t][j] - largest[j] + p->bits));
+  for (int j = 0; j < LANES; j++) c[j] = blackwell_round(sum[j], largest[j] - p->bits);
+}
+
+static void columns_task(const void *context, int64_t t)
+{
+  const product *p = context;
+  const typeof(p->call->mx_matmul) *m = &p->call->mx_matmul;
+  int64_t j0 = t * LANES;
+  int wide = (int)smaller(LANES, p->N - j0);
+  panel b;
+  group lane[LANES], a;
+  for (int64_t i0 = 0; i0 < p->M; i0 += ROWS) {
+    float c[ROWS][LANES] = {{0}};
+    for (int64_t k = 0; k < p->K; k += p->n) {
+      b.odd = 0;
+      for (int j = 0; j < LANES; j++) {
+        decode(&lane[j], p, 1, j0 + (j < wide ? j : 0), k);
+        b.odd |= lane[j].odd;
+        for (int i = 0; i < p->n; i++) {
+          b.value[i][j] = lane[j].value[i], b.significand[i][j] = lane[j].significand[i];
+          b.exponent[i][j] = lane[j].exponent[i];
+        }
+        for (int i = 0; i < p->n / 16; i++) {
+          b.scale_significand[i][j] = lane[j].scale_significand[i];
+          b.scale_exponent[i][j] = lane[j].scale_exponent[i];
+        }
+      }
+      for (int i = 0; i < ROWS && i0 + i < p->M; i++) {
+        decode(&a, p, 0, i0 + i, k);
+        int odd = a.odd | b.odd;
+        for (int j = 0; j < LANES; j++) odd |= !f32_is_finite(c[i][j]);
+        if (!odd) add_group(c[i], p, &a, &b);
+        for (int j = 0; odd && j < LANES; j++)
+          c[i][j] = blackwell_group(a.value, mx_format_of(m->format_a), a.scale, lane[j].value,
+                                    mx_format_of(m->format_b), lane[j].scale, (int)m->rule,
+                                    c[i][j]);
+      }
+    }
+    for (int i = 0; i < ROWS && i0 + i < p->M; i++)
+      for (int j = 0; j < wide; j++) {
+        float y = c[i][j];
+        for (int g = 4; g < 6; g++)
+          if (p->call->in[g]) y *= nvfp4_decode_scale(((const float *)p->call->in[g]->data)[0]);
+        ((float *)p->call->out[0]->data)[(i0 + i) * p->N + j0 + j] = y;
+      }
+  }
+}
+
+static eng_status mx_matmul(const op_call *call)
+{
+  int four = mx_packed(call->mx_matmul.format_a);
+  product p = {.call = call, .M = call->in[0]->shape[0], .N = call->in[2]->shape[0],
+               .K = call->in[0]->shape[1] * (four ? 2 : 1), .four = four,
+               .n = blackwell_products(four), .bits = blackwell_bits(four)};
+  run_tasks((p.N + LANES - 1) / LANES, p.M * p.N * p.K >= PARALLEL_ELEMENTS, columns_task, &p);
+  return ENG_OK;
+}
+
+void ISA_NAME(cpu_register_mx_matmul)(backend *b)
+{
+  b->kernel[ENG_OP_mx_matmul] = mx_matmul;
+}
