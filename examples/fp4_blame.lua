@@ -6,6 +6,15 @@
 --
 --   ./engine examples/fp4_blame.lua
 --   ./engine examples/fp4_blame.lua seeds=5 steps=400 svg=blame.svg
+--
+-- Measured with the first command, loss beyond bf16's, mean +- standard deviation of three seeds:
+--   forward +2.07 +- 0.97 %        wgrad, stochastic          +0.15 +- 0.54 %
+--   dgrad   +0.83 +- 0.80 %        wgrad, fixed Hadamard      +0.03 +- 0.48 %
+--   wgrad   +0.25 +- 0.56 %        wgrad, random Hadamard     +0.63 +- 0.76 %
+--   all     +2.30 +- 0.46 %        wgrad, stochastic, random  +0.57 +- 0.61 %
+-- In 120 steps the forward product harms most, not wgrad; with every seed, stochastic rounding is
+-- better than nearest on wgrad, and random signs are worse than fixed ones. Nothing diverges at
+-- this size, so this does not settle what makes large runs diverge.
 local engine = require "engine"
 local lab = require "engine.report.lab"
 
