@@ -1,5 +1,6 @@
 // Reference kernels for mx_quantize, mx_dequantize and mx_matmul: element by element, exponents by
-// frexp, rounding in f64. The fast kernels must agree with them bit for bit. See reference.h, ops.def.
+// frexp, rounding in f64. The fast kernels must agree with them bit for bit. See reference.h,
+// ops.def.
 #include "reference_side.h"
 
 #include "base/mx_blackwell.h"
