@@ -1,6 +1,5 @@
 // Activation checkpointing: segments of the tape that keep only their results. See checkpoint.c.
-#ifndef ENG_CHECKPOINT_H
-#define ENG_CHECKPOINT_H
+#pragma once
 
 #include "tape.h"
 
@@ -8,5 +7,3 @@
 /// of a segment, computes the tensors again that the segment's gradient rules read. Frees those of
 /// the segment that begins at the cursor.
 eng_status checkpoint_reach(int cursor);
-
-#endif

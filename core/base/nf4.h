@@ -9,8 +9,7 @@
 // Double quantization: `offset` is the mean of all absmaxes. Each group of 256 values absmax -
 // offset has its own largest magnitude g. A value over g is rounded to the nearest of 2^16 numbers
 // from -1 to 1, then to the nearest of the 256 of nf4_map. absmax is then map[code] * g + offset.
-#ifndef ENG_NF4_H
-#define ENG_NF4_H
+#pragma once
 
 #include "numerics.h"
 
@@ -53,5 +52,3 @@ ENG_INLINE int nf4_bin(float x)
   return x == x ? (int)(uint16_t)((nf4_within_one(x) + 1.0f) * 0.5f * 65535.0f + 0.5f) : 0;
 }
 ENG_INLINE float nf4_bin_number(int bin) { return -1.0f + 2.0f * (float)bin / 65535.0f; }
-
-#endif
