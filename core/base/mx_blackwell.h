@@ -11,8 +11,7 @@
 // multiple of 2^(E - 25), for mxf4nvf4 2^(E - 35); the exact sum is truncated to f32. Subnormal
 // numbers have the smallest normal exponent, zeros -126 (a zero term counts for E). A NaN gives
 // 0x7FFFFFFF. ue4m3 scales have no sign.
-#ifndef ENG_MX_BLACKWELL_H
-#define ENG_MX_BLACKWELL_H
+#pragma once
 
 #include "mx.h"
 
@@ -87,5 +86,3 @@ ENG_INLINE float blackwell_group(const float *a, mx_format fa, const float *scal
                            blackwell_power(term[i].exponent - largest + bits));
   return blackwell_round(sum, largest - bits);
 }
-
-#endif

@@ -1,6 +1,5 @@
 // Convolutions inside the CPU device: conv.c (the operations) calls conv_onednn.
-#ifndef ENG_CONV_H
-#define ENG_CONV_H
+#pragma once
 
 #include "device/backend.h"
 
@@ -30,5 +29,3 @@ static inline conv_part conv_result(conv_kind kind)
 /// Computes the call through oneDNN. *done is false if oneDNN does not support it. Called from the
 /// main thread. Errors: MEMORY, LIBRARY.
 eng_status conv_onednn(bool *done, const conv_call *call);
-
-#endif

@@ -1,7 +1,6 @@
 // What the users of oneDNN 2.6 to 3.x share: its two APIs under one set of names, and the table of
 // built primitives. Included by gemm_onednn.c and conv_onednn.c.
-#ifndef ENG_ONEDNN_H
-#define ENG_ONEDNN_H
+#pragma once
 
 #include <oneapi/dnnl/dnnl.h>
 
@@ -64,5 +63,3 @@ int onednn_format(int dtype);
 
 /// Attributes with which the caller provides the workspace.
 dnnl_status_t onednn_attributes(dnnl_primitive_attr_t *out);
-
-#endif

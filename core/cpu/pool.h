@@ -1,6 +1,5 @@
 // The windows of pooling in one dimension, for pool.c and its slow twin. Owns nothing.
-#ifndef ENG_POOL_H
-#define ENG_POOL_H
+#pragma once
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -42,5 +41,3 @@ static inline int64_t pool_divisor(const pool_side *s, pool_range cells, int64_t
   if (!counted || s->kernel == 0) return cells.end - cells.first;
   return pool_least(start + s->kernel, s->n + s->padding) - start;
 }
-
-#endif
