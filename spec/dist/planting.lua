@@ -32,20 +32,25 @@ local AGAIN = [[return { name = "again", init = function() return { scale = 64 }
 local sizes = {}
 for n in cfg.ranks:gmatch("%d+") do sizes[#sizes + 1] = tonumber(n) end
 
--- Policies with the option that sets their first scale. It is kept small, so that nothing overflows
--- unless planted.
+-- What a policy can need that only adam and adamw have, and only without ZeRO.
+local OF_ADAM = C.ENG_NEED_SPIKE_CLIP
+local WHOLE = bit.bor(C.ENG_NEED_UPDATE_NORMS, C.ENG_NEED_UPDATE_CLIP, C.ENG_NEED_LOGIT_MULS,
+  C.ENG_NEED_CAPS)
+
+-- Policies with their needs and the option that sets their first scale. It is kept small, so that
+-- nothing overflows unless planted.
 local policies = {}
 for _, name in ipairs(engine.policy.names()) do
-  local first
-  for _, option in ipairs(engine.policy.load(name).option_names) do
+  local policy, first = engine.policy.load(name), nil
+  for _, option in ipairs(policy.option_names) do
     if option:find("^init") and option:find("scal") or option == "loss_scale"
       or option == "scale" then
       first = option
     end
   end
-  policies[#policies + 1] = { name = name, first = first }
+  policies[#policies + 1] = { name = name, first = first, needs = policy.needs }
 end
-policies[#policies + 1] = { name = "again", source = AGAIN }
+policies[#policies + 1] = { name = "again", source = AGAIN, needs = 0 }
 
 local function plan(number)
   math.randomseed(cfg.seed * 1000003 + number)
@@ -62,6 +67,8 @@ local function plan(number)
     math.random(1, p.accumulate)
   local policy = any(policies)
   p.policy = policy.name
+  if bit.band(policy.needs, OF_ADAM) ~= 0 then p.optimizer = "adamw" end
+  if bit.band(policy.needs, WHOLE) ~= 0 then p.zero = 0 end
   p.given = policy.source and { source = policy.source, file = "again" } or policy.name
   if policy.first then p.options = { [policy.first] = p.scale } end
   return p
