@@ -244,6 +244,16 @@ function Reducer:accumulates(on)
   if not self.zero then self.trainer.optimizer:accumulates(on) end
 end
 
+--- Gives every rank rank 0's buffers, such as the running statistics of batch norm, which each
+--- rank updates from its own part of the data. Called before a checkpoint and an evaluation.
+function Reducer:share_buffers()
+  for _, p in ipairs(self.many and self.trainer.model:parameters() or {}) do
+    if p.role == "buffer" and not (self.apart and self.apart[p.name]) then
+      check(C.eng_comm_broadcast_tensor(ranks.world(), p.tensor, 0))
+    end
+  end
+end
+
 --- Broadcasts rank 0's weights, or calls `spread`, which loads a checkpoint's weights on every
 --- rank. Then compares the ranks' checksums.
 function Reducer:start(spread)

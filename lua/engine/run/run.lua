@@ -615,7 +615,10 @@ end
 function Run:save(alone)
   local trainer = self.trainer
   if alone and self.follows then return nil end
-  if not alone then trainer.agreement:check() end
+  if not alone then
+    trainer.reducer:share_buffers()
+    trainer.agreement:check()
+  end
   -- a run killed after this resumes from here, so no step may be missing
   if self.history then self:complain(self.history:flush()) end
   local path, note = write(self, alone)

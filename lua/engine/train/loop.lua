@@ -180,6 +180,7 @@ end
 local function evaluate(self)
   local e = self.evaluate
   if not e or self.steps_done % e.every ~= 0 then return end
+  self.reducer:share_buffers()
   local value = self:evaluate_on(e.data, e.batches or 10)
   self.progress:note(("step %d: evaluation loss %.4f"):format(self.steps_done, value))
   self.run_files:event(self.steps_done, "evaluation", ("loss %.6g"):format(value))
