@@ -91,8 +91,8 @@ function M.open(name, paths, kind)
     self.files[k] = f
     if kind == "csv" and self.n > f.first then
       f.header, f.second = self.starts[f.first], self.n > f.first + 1 and self.starts[f.first + 1]
-      ffi.copy(self.starts + f.first, self.starts + f.first + 1, 8 * (self.n - f.first - 1))
       self.n = self.n - 1
+      for i = f.first, self.n - 1 do self.starts[i] = self.starts[i + 1] end
     end
     if self.n == f.first then
       raise("data.%s: %s %s", name, path, f.size == 0 and "is empty" or "has no records")
