@@ -315,6 +315,10 @@ describe("several runs", function()
       assert.matches((">%.4f<"):format(points[#points][2]),
         page.out:match("</svg>e</span></td>(.-)</tr>"), 1, true)
       assert.matches(">no steps, ", page.out, 1, true)
+      require("spec.store.scratch").sqlite(folder .. "/runs/none/history.db", "DROP TABLE events")
+      page = inside "report a1 none -o -"
+      assert.equal(0, page.code, page.err)
+      assert.matches(">no steps, its events cannot be read<", page.out, 1, true)
     end)
   end)
 

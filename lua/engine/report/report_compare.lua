@@ -44,6 +44,12 @@ local function evaluations_of(run)
   return good and points or {}
 end
 
+-- How a run without steps ended.
+local function end_of_empty(run)
+  local good, ended = pcall(runs.ending, run.history, run.path, -1)
+  return "no steps, " .. (good and ended or "its events cannot be read")
+end
+
 -- The row of a run in the table, after its name; `differ`: the settings with a column.
 local function cells_of(run, info, differ, evaluated)
   local cells = {}
@@ -65,7 +71,7 @@ local function cells_of(run, info, differ, evaluated)
   put(steps and ("%s (%s)"):format(grouped(info.skipped), show.percent(info.skipped, info.rows)))
   put(grouped(info.overflows or 0))
   put(steps and chart.scale(info.scale))
-  put(escape(steps and info.ended or "no steps, " .. runs.ending(run.history, run.path, -1)))
+  put(escape(steps and info.ended or end_of_empty(run)))
   return cells
 end
 
