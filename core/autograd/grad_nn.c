@@ -314,8 +314,8 @@ eng_status grad_logsumexp(grad_call *g)
   return grad_emit(g, 0, dx);
 }
 
-/// Whether dx may be written over x, which nobody needs any more: scripts said so (eng_done), and
-/// no rule that is still to run reads it. Only the CPU's kernels are known to allow it.
+/// Whether dx may be written over x: the script has released every tensor in x's memory (eng_done),
+/// and no gradient rule that still has to run reads it. Only the CPU's kernels support this.
 static bool can_overwrite(const grad_call *g, const tensor *x)
 {
   const storage *s = x->store;

@@ -1,6 +1,7 @@
 // Convolution and its gradients. oneDNN computes them (conv_onednn.c), in the tensors' formats or,
-// where it does not have those, in f32 on converted copies; the result is rounded once. Calls that
-// oneDNN refuses, f64 and empty tensors go to the reference. Registered by cpu.c; owns nothing.
+// where it does not have those, in f32 on converted copies; the result is rounded once. Outputs
+// that are NaN are computed again here. Calls that oneDNN refuses, f64 and empty tensors go to the
+// reference. Registered by cpu.c; owns nothing.
 #include "conv.h"
 #include "rows.h"
 #include "simd.h"
@@ -30,8 +31,6 @@ static conv_call describe(const op_call *call, conv_kind kind, tensor *const *pa
   return g;
 }
 
-static int nan_found;
-
 typedef struct conversion { void *to; const void *from; int to_dtype, dtype; int64_t count; }
   conversion;
 
@@ -58,6 +57,109 @@ static void add_onto(const tensor *out, const float *sum)
     put(out->data, out->dtype, i, (double)get(out->data, out->dtype, i) + sum[i]);
 }
 
+// ---- NaN that no term explains
+
+// Where oneDNN pads channels or pairs of numbers, it multiplies values that lie outside an output's
+// sum by zeros, and an infinity or NaN among them makes the output NaN. So outputs that are NaN are
+// computed again, from their own terms; a sum that is NaN after some terms stays NaN.
+
+/// Element i of a part, channels last or, of W, as stored.
+static double at(const conv_call *g, conv_part part, int64_t i)
+{
+  return get(g->data[part], g->dtype[part], i);
+}
+
+static double y_element(const conv_call *g, int64_t index)
+{
+  int64_t o = index % g->o, q = index / g->o % g->q, p = index / g->o / g->q % g->p,
+          n = index / g->o / g->q / g->p, cg = g->c / g->groups,
+          first = o / (g->o / g->groups) * cg;
+  double sum = g->data[CONV_BIAS] ? at(g, CONV_BIAS, o) : 0;
+  for (int64_t i = 0; i < g->kernel[0]; i++)
+    for (int64_t j = 0; j < g->kernel[1]; j++) {
+      int64_t h = p * g->stride[0] - g->padding[0] + i * g->dilation[0],
+              v = q * g->stride[1] - g->padding[1] + j * g->dilation[1];
+      if (h < 0 || h >= g->h || v < 0 || v >= g->w) continue;
+      for (int64_t k = 0; k < cg && sum == sum; k++)
+        sum += at(g, CONV_X, ((n * g->h + h) * g->w + v) * g->c + first + k) *
+               at(g, CONV_W, ((o * cg + k) * g->kernel[0] + i) * g->kernel[1] + j);
+    }
+  return sum;
+}
+
+/// The output position that kernel element i takes `input` to, along dimension d; -1: none.
+static int64_t output_of(const conv_call *g, int d, int64_t input, int64_t i, int64_t outputs)
+{
+  int64_t from = input + g->padding[d] - i * g->dilation[d];
+  return from < 0 || from % g->stride[d] || from / g->stride[d] >= outputs ? -1
+                                                                          : from / g->stride[d];
+}
+
+static double dx_element(const conv_call *g, int64_t index)
+{
+  int64_t c = index % g->c, v = index / g->c % g->w, h = index / g->c / g->w % g->h,
+          n = index / g->c / g->w / g->h, cg = g->c / g->groups, og = g->o / g->groups,
+          first = c / cg * og;
+  double sum = 0;
+  for (int64_t i = 0; i < g->kernel[0]; i++)
+    for (int64_t j = 0; j < g->kernel[1]; j++) {
+      int64_t p = output_of(g, 0, h, i, g->p), q = output_of(g, 1, v, j, g->q);
+      if (p < 0 || q < 0) continue;
+      for (int64_t o = first; o < first + og && sum == sum; o++)
+        sum += at(g, CONV_Y, ((n * g->p + p) * g->q + q) * g->o + o) *
+               at(g, CONV_W, ((o * cg + c % cg) * g->kernel[0] + i) * g->kernel[1] + j);
+    }
+  return sum;
+}
+
+static double dw_element(const conv_call *g, int64_t index)
+{
+  int64_t j = index % g->kernel[1], i = index / g->kernel[1] % g->kernel[0], cg = g->c / g->groups,
+          k = index / g->kernel[1] / g->kernel[0] % cg,
+          o = index / g->kernel[1] / g->kernel[0] / cg, c = o / (g->o / g->groups) * cg + k;
+  double sum = 0;
+  for (int64_t n = 0; n < g->n; n++)
+    for (int64_t p = 0; p < g->p && sum == sum; p++)
+      for (int64_t q = 0; q < g->q; q++) {
+        int64_t h = p * g->stride[0] - g->padding[0] + i * g->dilation[0],
+                v = q * g->stride[1] - g->padding[1] + j * g->dilation[1];
+        if (h < 0 || h >= g->h || v < 0 || v >= g->w) continue;
+        sum += at(g, CONV_X, ((n * g->h + h) * g->w + v) * g->c + c) *
+               at(g, CONV_Y, ((n * g->p + p) * g->q + q) * g->o + o);
+      }
+  return sum;
+}
+
+typedef struct repair { const conv_call *call; int64_t count; } repair;
+
+static void repair_tile(const void *context, int64_t k)
+{
+  const repair *r = context;
+  const conv_call *g = r->call;
+  const int result = (int)conv_result(g->kind);
+  float buffer[TILE] __attribute__((aligned(64)));
+  int64_t first = k * TILE;
+  int n = (int)smaller(TILE, r->count - first);
+  const float *t = tile_load(buffer, g->data[result], g->dtype[result], first, n);
+  for (int i = 0; i < n; i++)
+    if (t[i] != t[i])
+      put(g->data[result], g->dtype[result], first + i,
+          g->kind == CONV_FORWARD ? y_element(g, first + i)
+          : g->kind == CONV_INPUT ? dx_element(g, first + i)
+                                  : dw_element(g, first + i));
+}
+
+/// Computes the call through oneDNN, where it can.
+static eng_status compute(bool *done, const conv_call *g, int64_t count)
+{
+  ENG_TRY(conv_onednn(done, g));
+  repair r = {g, count};
+  if (*done) run_tasks((count + TILE - 1) / TILE, count > PARALLEL_ELEMENTS, repair_tile, &r);
+  return ENG_OK;
+}
+
+// ---- calls
+
 /// Runs the call in f32 on copies of the parts in other formats. With `add`, the result is added to
 /// the output.
 static eng_status in_f32(bool *done, conv_call *g, tensor *const *part, bool add)
@@ -75,7 +177,7 @@ static eng_status in_f32(bool *done, conv_call *g, tensor *const *part, bool add
     g->data[i] = copy[i];
     g->dtype[i] = ENG_f32;
   }
-  if (status == ENG_OK) status = conv_onednn(done, g);
+  if (status == ENG_OK) status = compute(done, g, part[result]->count);
   const tensor *out = part[result];
   if (*done && add) add_onto(out, copy[result]);
   else if (*done && copy[result])
@@ -83,27 +185,6 @@ static eng_status in_f32(bool *done, conv_call *g, tensor *const *part, bool add
   for (int i = CONV_PARTS - 1; i >= 0; i--)
     if (copy[i]) arena_free(ARENA_SCRATCH, copy[i], part[i]->count * (int64_t)sizeof(float));
   return status;
-}
-
-static void find_nan(const void *context, int64_t k)
-{
-  const tensor *x = context;
-  float buffer[TILE] __attribute__((aligned(64)));
-  int n = (int)smaller(TILE, x->count - k * TILE), found = 0;
-  const float *t = tile_load(buffer, x->data, x->dtype, k * TILE, n);
-  for (int i = 0; i < n; i++) found |= t[i] != t[i];
-  if (!found) return;
-#pragma omp atomic write
-  nan_found = 1;
-}
-
-/// Whether a result of oneDNN in bf16 may be wrong. Where oneDNN pads pairs of bf16 with zeros, an
-/// infinity times 0 makes sums NaN that contain no infinity.
-static bool is_suspect(const tensor *x)
-{
-  nan_found = 0;
-  run_tasks((x->count + TILE - 1) / TILE, x->count > PARALLEL_ELEMENTS, find_nan, x);
-  return nan_found;
 }
 
 static eng_status run(const op_call *call, conv_kind kind, tensor *const *part, bool add)
@@ -117,8 +198,7 @@ static eng_status run(const op_call *call, conv_kind kind, tensor *const *part, 
   for (int i = 0; i < CONV_BIAS; i++)
     one_format &= i == result || g.dtype[i] == g.dtype[result == CONV_X ? CONV_W : CONV_X];
   bool f32 = g.dtype[CONV_X] == ENG_f32 && g.dtype[CONV_W] == ENG_f32;
-  if (one_format && !add && !f32) ENG_TRY(conv_onednn(&done, &g));
-  if (done && kind == CONV_WEIGHT) done = !is_suspect(part[CONV_W]);
+  if (one_format && !add && !f32) ENG_TRY(compute(&done, &g, part[result]->count));
   if (!done) ENG_TRY(in_f32(&done, &g, part, add));
   return done ? ENG_OK : forward_to_reference(call);
 }

@@ -3,8 +3,10 @@
 // Called by conv.c.
 //
 // Numerics: products and sums in f32, rounded once. bf16 products take subnormals as zero and
-// flush subnormal sums on processors with AVX512-BF16 or AMX. NaN and infinity propagate. oneDNN
+// flush subnormal sums on processors with AVX512-BF16 or AMX. NaN and infinity propagate; some
+// kernels also spread them to outputs that do not depend on them, which conv.c corrects. oneDNN
 // chooses the order of the sums: fixed for one version of oneDNN, one shape and one thread count.
+// Its status for what it does not support is dnnl_unimplemented: conv.c then takes another way.
 #include "conv.h"
 
 #include "onednn.h"
