@@ -32,9 +32,7 @@ eng_status grad_conv2d(grad_call *g)
   }
   if (!grad_wants(g, 2)) return ENG_OK;
   op_call c = {.op = ENG_OP_bias_grad, .in = {dy}, .bias_grad = {.dtype = grad_dtype(g, 2)}};
-  tensor *db;
-  ENG_TRY(op_run1(&db, c));
-  return grad_emit(g, 2, db);
+  return grad_emit_op(g, 2, c);
 }
 
 eng_status grad_max_pool2d(grad_call *g)
@@ -44,9 +42,7 @@ eng_status grad_max_pool2d(grad_call *g)
   op_call c = {.op = ENG_OP_max_pool2d_grad, .in = {g->dy[0], y->out[1]},
                .max_pool2d_grad = {.size = {x->shape[1], x->shape[2]}, .dtype = grad_dtype(g, 0)}};
   memcpy(&c.max_pool2d_grad, &y->max_pool2d, sizeof(int64_t[6]));   // as far as `padding`
-  tensor *dx;
-  ENG_TRY(op_run1(&dx, c));
-  return grad_emit(g, 0, dx);
+  return grad_emit_op(g, 0, c);
 }
 
 eng_status grad_avg_pool2d(grad_call *g)
@@ -57,9 +53,7 @@ eng_status grad_avg_pool2d(grad_call *g)
   memcpy(&c.avg_pool2d_grad, &y->avg_pool2d, sizeof(int64_t[7]));   // as far as `counted`
   for (int d = 0; d < 2; d++) c.avg_pool2d_grad.input[d] = x->shape[1 + d];
   c.avg_pool2d_grad.dtype = grad_dtype(g, 0);
-  tensor *dx;
-  ENG_TRY(op_run1(&dx, c));
-  return grad_emit(g, 0, dx);
+  return grad_emit_op(g, 0, c);
 }
 
 /// Runs a norm's gradient and emits dx, dweight and dbias.
