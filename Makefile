@@ -283,7 +283,6 @@ demo: built
 # `make test SPEC=spec/cli/cli_spec.lua` runs one file.
 SPEC ?= spec
 TEST_SECONDS ?= 900
-BUSTED = $(1) spec/run.lua --pattern=_spec $(BUSTED_FLAGS) $(SPEC)
 
 test: built
 	@$(MAKE) --no-print-directory $(FAKE_CARD) $(FAKE_NCCL)
@@ -331,7 +330,7 @@ SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-om
 sanitize:
 	@$(MAKE) --no-print-directory BUILD=build/asan CFLAGS='-g -O1 $(SANITIZE)' KERNEL_CFLAGS=-O1 all
 	ASAN_OPTIONS=detect_leaks=0:abort_on_error=0 UBSAN_OPTIONS=print_stacktrace=1 ENGINE_SANITIZED=1 \
-	  timeout -k 10 1800 $(call BUSTED,build/asan/engine)
+	  sh spec/halves.sh 4500 build/asan/engine $(SPEC) $(BUSTED_FLAGS)
 
 # The same for the CUDA device's kernels: finds accesses outside their memory, uninitialized reads
 # and misaligned loads.
