@@ -2,11 +2,12 @@
 --   ./engine spec/bench/fp8.lua [seconds per element in ml_dtypes]
 -- Casts and quantizers against copying, by bytes read and written; products against a bf16 product
 -- of the same shape; the bit-exact accumulator against its scalar twin; a training step of the
--- bench GPT in fp8_block against bf16. Measured alternately; the best of several rounds counts.
+-- bench GPT in FP8, MX and NVFP4 recipes against bf16. Measured alternately; the best of several
+-- rounds counts.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local C, run = M_ffi.C, M_ffi.run
-local fp8 = engine.fp8
+local fp8, mx = engine.fp8, engine.mx
 
 local ML_DTYPES = tonumber(arg[1])
 local ROUNDS = 7
@@ -37,6 +38,7 @@ end
 local n = 4096
 local x = engine.randn { n, n }:keep()
 local low = x:to("bf16"):keep()
+local amax = engine.tensor({ 6 }, { keep = true })
 local work = {
   { "copy f32", 8, function() run("contiguous", { x }) end },
   { "cast f32 to e4m3", 5, function() x:to("e4m3") end },
@@ -52,6 +54,19 @@ local work = {
   { "quantize f32, 128x128, both copies", 6,
     function() fp8.quantize(x, { block = "128x128", transposed = true }) end },
   { "quantize f32, per tensor", 9, function() fp8.quantize(x) end },
+  { "mxfp8, bf16", 3 + 1 / 32, function() mx.quantize(low, { rule = "rceil" }) end },
+  { "mxfp8, bf16, both copies", 4 + 2 / 32,
+    function() mx.quantize(low, { rule = "rceil", transposed = true }) end },
+  { "mxfp4, bf16", 2.5 + 1 / 32,
+    function() mx.quantize(low, { format = "e2m1", rule = "rceil" }) end },
+  { "nvfp4, bf16, amax given", 2.5 + 1 / 16,
+    function() mx.quantize(low, { rule = "nvfp4", amax = amax }) end },
+  { "nvfp4, bf16", 4.5 + 1 / 16, function() mx.quantize(low, { rule = "nvfp4" }) end },
+  { "nvfp4, bf16, both copies, amax given", 3 + 2 / 16,
+    function() mx.quantize(low, { rule = "nvfp4", amax = amax, transposed = true }) end },
+  { "nvfp4, bf16, both copies, amax given, Hadamard", 3 + 2 / 16, function()
+    mx.quantize(low, { rule = "nvfp4", amax = amax, transposed = true, hadamard = 16 })
+  end },
 }
 local list = {}
 for i, w in ipairs(work) do list[i] = w[3] end
@@ -115,7 +130,8 @@ local function trainer_of(precision)
     precision = precision, optimizer = engine.optim.adamw(model,
       { lr = 1e-4, decay = "matrices", precision = precision }) }
 end
-local recipes, least = { "bf16", "fp8_block", "fp8_current" }, {}
+local recipes = { "bf16", "fp8_block", "fp8_current", "mxfp8", "mxfp4", "nvfp4" }
+local least = {}
 local trainers = {}
 for i, precision in ipairs(recipes) do trainers[i] = trainer_of(precision) end
 for round = 0, 4 do
