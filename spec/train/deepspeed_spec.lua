@@ -60,6 +60,16 @@ describe("deepspeed.initialize", function()
     end
   end)
 
+  it("names the keys that have no effect", function()
+    local script = helper.write(folder .. "/job.lua", [[
+      local engine = require "engine"
+      local ds = engine.deepspeed.initialize { model = engine.nn.linear(2, 2), config = { flops = 1,
+        optimizer = { type = "Adam" }, zero_optimization = { stage = 2 }, bf16 = {} } }
+      ds:close()]])
+    assert.matches("deepspeed: without effect here: flops, zero_optimization",
+      helper.run({ script }).out, 1, true)
+  end)
+
   it("takes a table, and says in one line what is wrong", function()
     local function refused(text, config, more)
       local o = { model = model_of(), config = config, log = "quiet" }

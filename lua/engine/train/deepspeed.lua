@@ -55,6 +55,21 @@ end
 
 local function enabled(block) return type(block) == "table" and block.enabled ~= false end
 
+-- Keys that have an effect here, those of the batch size included, which the loop itself chooses.
+local USED = { optimizer = true, scheduler = true, fp16 = true, bf16 = true, bfloat16 = true,
+  gradient_clipping = true, gradient_accumulation_steps = true, train_batch_size = true,
+  train_micro_batch_size_per_gpu = true }
+
+-- The other keys of a configuration, sorted.
+local function unused(config)
+  local keys = {}
+  for key in pairs(config) do
+    if not USED[key] then keys[#keys + 1] = tostring(key) end
+  end
+  table.sort(keys)
+  return table.concat(keys, ", ")
+end
+
 local OPTIONS = "model config optimizer run resume checkpoint_every steps log policy data state"
 local PASSED = { "run", "resume", "checkpoint_every", "log", "data", "state" }
 
@@ -65,7 +80,8 @@ local PASSED = { "run", "resume", "checkpoint_every", "log", "data", "state" }
 --- log data state. Returns an engine and its optimizer. engine(...) calls the model in the
 --- configured precision; engine:backward(loss); engine:step() returns what session:step returns,
 --- with action "accumulate" between updates; engine:close() ends the run. One rank; a `scheduler`
---- is refused, since the loop assigns optimizer.lr.
+--- is refused, since the loop assigns optimizer.lr. A line of output names the configuration's keys
+--- that have no effect here.
 function M.initialize(given)
   local o = tensor.read_named(given, "deepspeed.initialize", OPTIONS)
   expect(type(o.model) == "table" and o.model.parameters, o.model,
@@ -102,6 +118,8 @@ function M.initialize(given)
     session = session.new(options) }, Engine)
   self.turns = self.session:turns(o.steps or 2 ^ 53)
   self.turns()
+  local ignored = unused(config)
+  if ignored ~= "" then self.session:note("deepspeed: without effect here: " .. ignored) end
   return self, opt
 end
 
