@@ -1,204 +1,364 @@
 // The operations mx_quantize and mx_dequantize. Called through backend.kernel[]; owns nothing but
 // scratch during a call.
 //
-// A first pass finds the tensor's amax and counts NaN. In the second, a task takes one row of
-// blocks, and a tile of at most TILE_COLUMNS columns at a time: it reads the tile as f32, turned if
-// the copy is transposed, so that a block's rows are contiguous, and quantizes block by block with
-// the formulas of core/base/mx.h. The loop over a block is compiled for each format, so that the
-// compiler vectorizes it. A Hadamard transform writes x transposed and transformed to scratch, in
-// bf16, from which the transposed copy is quantized. f64 goes to the reference.
+// A task takes a band of rows and quantizes it tile by tile. A tile lies within one row of blocks:
+// its blocks are measured, get scales from core/base/mx.h, and are written to a buffer as codes or
+// as bf16 values. The buffer is copied to the result, and transposed to the other one if blocks are
+// square. Blocks of the transposed copy that are not square are quantized from a transposed tile of
+// x. NVFP4 needs the tensor's amax before: another pass over x, unless it is given. A Hadamard
+// transform writes x transposed and transformed to scratch, in bf16, from which the transposed copy
+// is quantized. f64 goes to the reference.
 #include "base/mx.h"
 #include "base/rng.h"
+#include "magnitude.h"
+#include "philox.h"
 #include "rows.h"
 #include "simd.h"
 #include "tasks.h"
+#include "turn.h"
 
 #include <math.h>
 
-enum { MOST = 128, TILE_COLUMNS = 128, CHUNK = 16 };
+enum {
+  MOST = 128,          // rows and columns of a block, at most; columns of a tile of several rows
+  WIDE = 512,          // columns of a tile of one row
+  BAND = 64,           // rows of a task, at least
+  INFINITE = 0x7F800000,
+};
 
-// ------------------------------------------------------------------ amax
+// ------------------------------------------------------------------ what x holds
 
-typedef struct survey {
-  const tensor *x;
-  int64_t   rows, columns, *nan;
-  uint32_t *top;
-} survey;
+/// The largest magnitude without NaN, as bits, and the number of NaN.
+typedef struct found {
+  uint32_t top;
+  int64_t  nan;
+} found;
 
+static void add_element(found *all, float x)
+{
+  uint32_t bits = f32_bits(x) & 0x7FFFFFFFu;
+  if (bits > INFINITE) all->nan++;
+  else if (bits > all->top) all->top = bits;
+}
+
+// n elements of x from `first` on.
+static void add_elements(found *all, const void *x, int dtype, int64_t first, int64_t n)
+{
+  uint32_t top = largest_magnitude(x, dtype, first, n);
+  if (top > INFINITE)
+    for (int64_t i = 0; i < n; i++) add_element(all, get(x, dtype, first + i));
+  else if (top > all->top) all->top = top;
+}
+
+static found total(const found *parts, int64_t n)
+{
+  found all = {0};
+  for (int64_t k = 0; k < n; k++) {
+    if (parts[k].top > all.top) all.top = parts[k].top;
+    all.nan += parts[k].nan;
+  }
+  return all;
+}
+
+typedef struct survey { const tensor *x; found *part; } survey;
+enum { PART = 16384 };   // elements of a task
 static void survey_task(const void *context, int64_t t)
 {
   const survey *s = context;
-  int64_t from = t * CHUNK * s->columns,
-          end = smaller((t + 1) * CHUNK, s->rows) * s->columns;
-  uint32_t top = 0;
-  int64_t nan = 0;
-  float buffer[TILE];
-  for (int64_t i = from; i < end; i += TILE) {
-    int n = (int)smaller(TILE, end - i);
-    const float *x = tile_load(buffer, s->x->data, s->x->dtype, i, n);
-    int32_t most = 0, count = 0;
-    for (int k = 0; k < n; k++) {
-      int32_t bits = (int32_t)(f32_bits(x[k]) & 0x7FFFFFFFu), number = bits <= 0x7F800000;
-      count += !number;
-      bits = number ? bits : 0;
-      most = bits > most ? bits : most;
-    }
-    nan += count;
-    if ((uint32_t)most > top) top = (uint32_t)most;
-  }
-  s->top[t] = top;
-  s->nan[t] = nan;
+  add_elements(&s->part[t], s->x->data, s->x->dtype, t * PART,
+               smaller(PART, s->x->count - t * PART));
 }
 
-// *amax: the largest magnitude without NaN. *nan: the number of NaN.
-static eng_status survey_all(const tensor *x, bool together, float *amax, int64_t *nan)
+// ------------------------------------------------------------------ rounding
+
+/// The codes of y and their values, rounded to nearest even; with `random`, stochastically by u in
+/// [0, 1), as mx_code_stochastic does. Let 2^e be the power of two at or below |y|, or that of the
+/// lowest normal number for subnormals. Adding 2^(e + drop) rounds at the format's step and leaves
+/// the significand in the last bits of the sum.
+VF_INLINE void encode(vf y, vf u, const bool random, const mx_format f, vi *code, vf *value)
 {
-  survey s = {.x = x, .columns = row_length(x), .rows = row_count(x)};
-  int64_t tasks = (s.rows + CHUNK - 1) / CHUNK, bytes = tasks * 16;
-  s.nan = arena_alloc(ARENA_SCRATCH, bytes);
-  if (!s.nan) return ENG_ERR_MEMORY;
-  s.top = (uint32_t *)(s.nan + tasks);
-  run_tasks(tasks, together, survey_task, &s);
-  uint32_t top = 0;
-  *nan = 0;
-  for (int64_t t = 0; t < tasks; t++) {
-    top = s.top[t] > top ? s.top[t] : top;
-    *nan += s.nan[t];
+  const int drop = 23 - f.fraction, least = (128 - f.bias) << 23, step = f.fraction << 23;
+  vi magnitude = magnitudes(y);
+  vf a = (vf)magnitude;
+  if (random) {
+    vi binade = vi_larger_(vi_and(magnitude, vi_set1(INFINITE)), vi_set1(least));
+    a = vf_fma(u, (vf)vi_sub(binade, vi_set1(step)), a);
   }
-  arena_free(ARENA_SCRATCH, s.nan, bytes);
-  *amax = f32_from(top);
-  return ENG_OK;
+  a = (vf)vi_least_((vi)a, (int32_t)f32_bits(f.largest));
+  vi binade = vi_above_(vi_and((vi)a, vi_set1(INFINITE)), least);
+  vf far = (vf)vi_add(binade, vi_set1(least + (drop << 23))), sum = vf_add(a, far),
+     v = vf_sub(sum, far);
+  vi c = vi_add((vi)sum, vi_shr(binade, drop));
+  if (random) {                                      // truncates what was rounded up
+    vm above = vf_gt(v, a);
+    v = vf_select(above, vf_sub(v, (vf)vi_add(binade, vi_set1(least - step))), v);
+    c = vi_select(above, vi_sub(c, vi_set1(1)), c);
+  }
+  c = vi_and(c, vi_set1(f.sign ? f.sign - 1 : 127));
+  vm nan = vi_gt(magnitude, vi_set1(INFINITE));
+  if (f.sign) c = vi_or(c, vi_and(vi_shr((vi)y, 31 - __builtin_ctz((unsigned)f.sign)),
+                                  vi_set1(f.sign)));
+  else c = vi_select(vi_gt(vi_set1(0), (vi)y), vi_sub(vi_set1(0), c), c);
+  *code = vi_select(nan, vi_set1(f.nan), c);
+  v = vf_copysign(v, y);
+  if (!f.sign) v = vf_add(v, vf_zero());             // two's complement has no -0
+  *value = vf_select(nan, vf_set1(mx_value((uint8_t)f.nan, f)), v);
 }
 
-// ------------------------------------------------------------------ blocks
+/// A row of a tile, blocks of `wide` columns, becomes codes, a byte each, or, with `values`, code *
+/// scale in bf16. factor: of each block's elements before rounding; unit: the values of the scales;
+/// word: random words, or NULL.
+VF_INLINE void encode_row(void *to, const float *x, const uint32_t *word, int sr_bits,
+                          const float *factor, const float *unit, int columns, int wide,
+                          const bool values, const bool random, const mx_format f)
+{
+  for (int j = 0, c = 0; c < columns; j++) {
+    vf by = vf_set1(factor[j]), scale = vf_set1(unit[j]);
+    int end = c + wide < columns ? c + wide : columns;
+    while (c < end) {
+      int n = end - c < VF_LANES ? end - c : VF_LANES;
+      vf y = vf_mul(n == VF_LANES ? vf_load(x + c) : vf_load_n(x + c, n), by), u = vf_zero(), v;
+      vi code;
+      if (random)   // mx_uniform
+        u = vf_mul(vi_to_vf(vi_shr(vi_load((const int32_t *)word + c), 32 - sr_bits)),
+                   vf_from_bits(vi_set1((127 - sr_bits) << 23)));
+      encode(y, u, random, f, &code, &v);
+      if (values && n == VF_LANES) vf_store_bf16((uint16_t *)to + c, vf_mul(v, scale));
+      else if (values) vf_store_bf16_n((uint16_t *)to + c, vf_mul(v, scale), n);
+      else if (n == VF_LANES) vf_put_bytes_((uint8_t *)to + c, code);
+      else vf_put_bytes_n_((uint8_t *)to + c, code, n);
+      c += n;
+    }
+  }
+}
 
-// One of the two results. `rows` and `columns` are the result's, x transposed if `turned`.
+// The plain build has no fused multiply-add of vectors.
+#if !defined(ENG_ISA_avx512) && !defined(ENG_ISA_avx2)
+static void encode_randomly(void *to, const float *x, const uint32_t *word, int sr_bits,
+                            const float *factor, const float *unit, int columns, int wide,
+                            bool values, mx_format f)
+{
+  for (int c = 0; c < columns; c++) {
+    uint8_t code = mx_code_stochastic(x[c] * factor[c / wide], mx_uniform(word[c], sr_bits), f);
+    if (values) ((uint16_t *)to)[c] = bf16_from_f32(mx_value(code, f) * unit[c / wide]);
+    else ((uint8_t *)to)[c] = code;
+  }
+}
+#endif
+
+static void encode_as(void *to, const float *x, const uint32_t *word, int sr_bits,
+                      const float *factor, const float *unit, int columns, int wide, bool values,
+                      int64_t format)
+{
+#if !defined(ENG_ISA_avx512) && !defined(ENG_ISA_avx2)
+  if (word) {
+    encode_randomly(to, x, word, sr_bits, factor, unit, columns, wide, values,
+                    mx_format_of(format));
+    return;
+  }
+#endif
+#define ENCODE(values, random, format) \
+  encode_row(to, x, word, sr_bits, factor, unit, columns, wide, values, random, \
+             mx_format_of(format))
+#define BY_FORMAT(f)                                                          \
+  case f:                                                                     \
+    if (values && word) ENCODE(true, true, f);                                \
+    else if (values) ENCODE(true, false, f);                                  \
+    else if (word) ENCODE(false, true, f);                                    \
+    else ENCODE(false, false, f);                                             \
+    break
+  switch (format) {
+    BY_FORMAT(ENG_e4m3);
+    BY_FORMAT(ENG_e5m2);
+    BY_FORMAT(ENG_FORMAT_E2M3);
+    BY_FORMAT(ENG_FORMAT_E3M2);
+    BY_FORMAT(ENG_FORMAT_MXINT8);
+    BY_FORMAT(ENG_FORMAT_E2M1);
+  }
+#undef BY_FORMAT
+#undef ENCODE
+}
+
+// ------------------------------------------------------------------ tiles
+
+/// One of the two results. `rows` and `columns` are the result's; x is transposed if `turned`.
 typedef struct side {
   const op_call *call;
-  const tensor *x;
+  const void *x;
+  int      dtype;            // of x
   int64_t  rows, columns;
+  int64_t  down, wide;       // blocks in a column of blocks, and in a row
+  int64_t  band;             // rows of a task; if turned, columns
   bool     turned;
   uint8_t *scale, *q;
-  // square blocks: the transposed copy, written with the same elements
-  uint8_t *turn_scale, *turn_q;
-  uint64_t random;
+  uint8_t *turn_scale, *turn_q;   // square blocks: the transposed copy, of the same elements
+  uint64_t random;           // the Philox block of element 0
+  mx_format format;
   float    encode;           // S of NVFP4
-  float    value[256];
+  found   *found;            // of each task; or NULL
 } side;
 
-static float block_amax(const float *x, int64_t stride, int rows, int columns, bool finite)
+static float block_amax(const float *x, int64_t stride, int rows, int columns, bool finite,
+                        found *all)
 {
-  int32_t most = 0;
+  vi a = {0};
   for (int r = 0; r < rows; r++)
-    for (int c = 0; c < columns; c++) {
-      int32_t bits = (int32_t)(f32_bits(x[r * stride + c]) & 0x7FFFFFFFu);
-      if (finite) bits = bits > 0x7F800000 ? 0 : bits;
-      most = bits > most ? bits : most;
-    }
-  return f32_from((uint32_t)most);
-}
-
-VF_INLINE void encode_row(uint8_t *code, const float *x, int n, float factor, mx_format f)
-{
-  for (int i = 0; i < n; i++) code[i] = mx_code(x[i] * factor, f);
-}
-
-static void encode_by_format(uint8_t *code, const float *x, int n, float factor, int64_t format)
-{
-  switch (format) {
-    case ENG_e4m3: encode_row(code, x, n, factor, mx_format_of(ENG_e4m3)); break;
-    case ENG_e5m2: encode_row(code, x, n, factor, mx_format_of(ENG_e5m2)); break;
-    case ENG_FORMAT_E2M3: encode_row(code, x, n, factor, mx_format_of(ENG_FORMAT_E2M3)); break;
-    case ENG_FORMAT_E3M2: encode_row(code, x, n, factor, mx_format_of(ENG_FORMAT_E3M2)); break;
-    case ENG_FORMAT_MXINT8: encode_row(code, x, n, factor, mx_format_of(ENG_FORMAT_MXINT8)); break;
-    default: encode_row(code, x, n, factor, mx_format_of(ENG_FORMAT_E2M1));
+    for (int c = 0; c < columns; c += VF_LANES)
+      a = vi_larger_(a, magnitudes(columns - c >= VF_LANES
+                                     ? vf_load(x + r * stride + c)
+                                     : vf_load_n(x + r * stride + c, columns - c)));
+  uint32_t top = across(a);
+  if (top > INFINITE) {
+    found block = {0};
+    for (int r = 0; r < rows; r++)
+      for (int c = 0; c < columns; c++) add_element(&block, x[r * stride + c]);
+    if (block.top > all->top) all->top = block.top;
+    all->nan += block.nan;
+    if (finite) top = block.top;
+  } else if (top > all->top) {
+    all->top = top;
   }
+  return f32_from(top);
 }
 
-// element: the index of code[0] in the result.
-static void encode_randomly(uint8_t *code, const float *x, int n, float factor, const side *s,
-                            int64_t element)
-{
-  mx_format f = mx_format_of(s->call->mx_quantize.format);
-  uint32_t word[4];
-  for (int i = 0; i < n; i++, element++) {
-    if (i == 0 || element % 4 == 0) philox_block(word, s->random + (uint64_t)(element / 4));
-    code[i] = mx_code_stochastic(
-      x[i] * factor, mx_uniform(word[element % 4], (int)s->call->mx_quantize.sr_bits), f);
-  }
-}
-
-// Writes n elements, `at` elements from the beginning of q.
-static void write_elements(const side *s, uint8_t *q, int64_t at, const uint8_t *code, int n,
-                           float scale)
-{
-  if (s->call->mx_quantize.flags & MX_VALUES) {
-    uint16_t *to = (uint16_t *)q + at;
-    for (int i = 0; i < n; i++) to[i] = bf16_from_f32(s->value[code[i]] * scale);
-  } else if (mx_packed(s->call->mx_quantize.format)) {
-    for (int i = 0; i < n; i += 2) q[(at + i) / 2] = (uint8_t)(code[i] | code[i + 1] << 4);
-  } else {
-    memcpy(q + at, code, (size_t)n);
-  }
-}
-
-// The block of x [rows x columns] whose first element is (r0, c0) of the result.
-static void quantize_block(const side *s, const float *x, int64_t stride, int64_t r0, int64_t c0,
-                           int rows, int columns)
+// Writes the scales of n blocks from block (i, j) on. The arrays have room for whole vectors.
+static void write_scales(const side *s, const float *amax, int n, int64_t i, int64_t j,
+                         float *factor, float *unit)
 {
   const typeof(s->call->mx_quantize) *a = &s->call->mx_quantize;
-  bool finite = a->flags & MX_FINITE;
-  float amax = block_amax(x, stride, rows, columns, finite), factor, value;
-  uint8_t scale;
-  if (a->rule == ENG_MX_NVFP4) {
-    scale = nvfp4_scale(amax, s->encode);
-    factor = nvfp4_factor(scale, s->encode);
-    value = e4m3_to_f32(scale);
+  uint8_t *code = s->scale + i * s->wide + j;
+  if (a->rule == ENG_MX_NVFP4) {   // nvfp4_scale, nvfp4_factor
+    vf by = vf_set1(s->encode * (1.0f / 6.0f)), back = vf_set1(1.0f / s->encode),
+       most = vf_from_bits(vi_set1(0x7F7FFFFF));
+    for (int k = 0; k < n; k += VF_LANES) {
+      uint8_t bytes[16];
+      vf_put_bytes_(bytes, vf_to_fp8(vf_mul(vf_load(amax + k), by), 3, true));
+      vf scale = vf_load_fp8(bytes, 3), inverse = vf_div(vf_set1(1.0f), vf_mul(scale, back));
+      vf_store(unit + k, scale);
+      vf_store(factor + k, vf_select(vf_gt(inverse, most), most, inverse));
+      memcpy(code + k, bytes, (size_t)smaller(VF_LANES, n - k));
+    }
   } else {
-    scale = mx_scale(amax, mx_format_of(a->format), (int)a->rule, finite);
-    factor = mx_inverse(scale);
-    value = ue8m0_to_f32(scale);
+    for (int k = 0; k < n; k++) {
+      code[k] = mx_scale(amax[k], s->format, (int)a->rule, (a->flags & MX_FINITE) != 0);
+      factor[k] = mx_inverse(code[k]);
+      unit[k] = ue8m0_to_f32(code[k]);
+    }
   }
-  int64_t i = r0 / a->block_rows, j = c0 / a->block_columns,
-          across = (s->columns + a->block_columns - 1) / a->block_columns;
-  s->scale[i * across + j] = scale;
-  if (s->turn_scale) s->turn_scale[j * ((s->rows + a->block_rows - 1) / a->block_rows) + i] = scale;
-  uint8_t code[MOST + 1], turned[MOST][MOST + 1];
-  for (int r = 0; r < rows; r++) {
-    int64_t at = (r0 + r) * s->columns + c0;
-    if (a->sr_bits) encode_randomly(code, x + r * stride, columns, factor, s, at);
-    else encode_by_format(code, x + r * stride, columns, factor, a->format);
-    write_elements(s, s->q, at, code, columns, value);
-    if (s->turn_q)
-      for (int c = 0; c < columns; c++) turned[c][r] = code[c];
-  }
-  if (s->turn_q)
-    for (int c = 0; c < columns; c++)
-      write_elements(s, s->turn_q, (c0 + c) * s->rows + r0, turned[c], rows, value);
+  for (int k = 0; s->turn_scale && k < n; k++) s->turn_scale[(j + k) * s->down + i] = code[k];
 }
 
-// A row of blocks of x, which is a column of blocks of a turned result.
-static void blocks_task(const void *context, int64_t t)
+// Quantizes rows [r0, r0 + rows) in one row of blocks and columns [c0, c0 + columns) from a block's
+// edge on: rows = 1 and columns <= WIDE, or both at most MOST. x: element (r0, c0) has the index
+// `first`, rows are `stride` apart. Writes the scales, and to `to`, whose rows are `line` bytes
+// apart, the elements.
+static void quantize_tile(const side *s, found *all, const void *x, int64_t first, int64_t stride,
+                          int64_t r0, int rows, int64_t c0, int columns, uint8_t *to, int64_t line)
+{
+  const typeof(s->call->mx_quantize) *a = &s->call->mx_quantize;
+  float buffer[MOST * MOST];
+  float amax[WIDE], factor[WIDE], unit[WIDE];
+  const float *tile = (const float *)x + first;
+  if (s->dtype != ENG_f32) {
+    for (int r = 0; r < rows; r++)
+      floats_from(buffer + r * columns, x, s->dtype, first + r * stride, columns);
+    tile = buffer, stride = columns;
+  }
+  int wide = (int)a->block_columns, blocks = (columns + wide - 1) / wide;
+  for (int j = 0; j < blocks; j++)
+    amax[j] = block_amax(tile + j * wide, stride, rows, (int)smaller(wide, columns - j * wide),
+                         a->flags & MX_FINITE, all);
+  write_scales(s, amax, blocks, r0 / a->block_rows, c0 / wide, factor, unit);
+  for (int r = 0; r < rows; r++) {
+    uint32_t words[WIDE + 4 * VF_LANES + 4];
+    int64_t element = (r0 + r) * s->columns + c0, lead = element % 4;
+    for (int i = 0; a->sr_bits && i < columns + lead; i += 4 * VF_LANES)
+      philox_vectors(words + i, rng_seed(), s->random + (uint64_t)((element - lead + i) / 4));
+    encode_as(to + r * line, tile + r * stride, a->sr_bits ? words + lead : NULL, (int)a->sr_bits,
+              factor, unit, columns, wide, a->flags & MX_VALUES, a->format);
+  }
+}
+
+// Bytes of an element in a tile.
+static int element_bytes(const side *s) { return s->call->mx_quantize.flags & MX_VALUES ? 2 : 1; }
+
+// Writes a tile's row to n elements of a result from element `at` on, which is even in e2m1.
+static void put_row(const side *s, uint8_t *q, int64_t at, const uint8_t *from, int n)
+{
+  if (element_bytes(s) == 1 && mx_packed(s->call->mx_quantize.format))
+    for (int i = 0; i < n / 2; i++)
+      q[at / 2 + i] = (uint8_t)(from[2 * i] | from[2 * i + 1] << 4);
+  else memcpy(q + element_bytes(s) * at, from, (size_t)(element_bytes(s) * n));
+}
+
+// y [columns x rows] = x [rows x columns] transposed, of elements of 1, 2 or 4 bytes. The rows of
+// both are MOST elements apart. Transposes whole blocks of 4 to 16 rows and columns.
+static void turn_tile(void *y, const void *x, int rows, int columns, int size)
+{
+  uint8_t *y8 = y;
+  uint16_t *y16 = y;
+  uint32_t *y32 = y;
+  for (int c = 0; c < columns; c += 16 / size)
+    for (int r = 0; r < rows; r += 16 / size) {
+      int to = c * MOST + r, from = r * MOST + c;
+      if (size == 1) turn_bytes(y8 + to, MOST, (const uint8_t *)x + from, MOST);
+      else if (size == 2) turn_halves(y16 + to, MOST, (const uint16_t *)x + from, MOST);
+      else turn_words(y32 + to, MOST, (const uint32_t *)x + from, MOST);
+    }
+}
+
+// Columns of a tile: whole blocks.
+static int64_t tile_columns(int64_t most, int64_t block) { return most / block * block; }
+
+// A band of rows of x, which become rows of the result.
+static void band_task(const void *context, int64_t t)
 {
   const side *s = context;
   const typeof(s->call->mx_quantize) *a = &s->call->mx_quantize;
-  int64_t x_rows = s->turned ? s->columns : s->rows, x_columns = s->turned ? s->rows : s->columns,
-          high = s->turned ? a->block_columns : a->block_rows,
-          wide = s->turned ? a->block_rows : a->block_columns, step = TILE_COLUMNS / wide * wide;
-  int64_t r0 = t * high;
-  int rows = (int)smaller(high, x_rows - r0);
-  float tile[MOST * TILE_COLUMNS], turn[MOST * TILE_COLUMNS];
-  for (int64_t c0 = 0; c0 < x_columns; c0 += step) {
-    int columns = (int)smaller(step, x_columns - c0);
-    for (int r = 0; r < rows; r++)
-      floats_from(tile + r * columns, s->x->data, s->x->dtype, (r0 + r) * x_columns + c0, columns);
-    if (s->turned)
+  int64_t high = a->block_rows, end = smaller((t + 1) * s->band, s->rows),
+          deep = s->turn_q ? s->band : high,       // rows of the buffer
+          step = tile_columns(deep == 1 ? WIDE : MOST, a->block_columns);
+  uint8_t tile[2 * MOST * MOST], turn[2 * MOST * MOST];
+  int size = element_bytes(s), line = MOST * size;
+  found none, *all = s->found ? &s->found[t] : &none;
+  for (int64_t top = t * s->band; top < end; top += deep)
+    for (int64_t c0 = 0; c0 < s->columns; c0 += step) {
+      int columns = (int)smaller(step, s->columns - c0), rows = (int)smaller(deep, end - top);
+      for (int r = 0; r < rows; r += (int)high)
+        quantize_tile(s, all, s->x, (top + r) * s->columns + c0, s->columns, top + r,
+                      (int)smaller(high, rows - r), c0, columns, tile + r * line, line);
+      for (int r = 0; r < rows; r++)
+        put_row(s, s->q, (top + r) * s->columns + c0, tile + r * line, columns);
+      if (!s->turn_q) continue;
+      turn_tile(turn, tile, rows, columns, size);
       for (int c = 0; c < columns; c++)
-        for (int r = 0; r < rows; r++) turn[c * rows + r] = tile[r * columns + c];
-    for (int c = 0; c < columns; c += (int)wide) {
-      int n = (int)smaller(wide, columns - c);
-      if (s->turned) quantize_block(s, turn + c * rows, rows, c0 + c, r0, n, rows);
-      else quantize_block(s, tile + c, columns, r0, c0 + c, rows, n);
+        put_row(s, s->turn_q, (c0 + c) * s->rows + top, turn + c * line, rows);
+    }
+}
+
+// A band of rows of x, which become columns of the result.
+static void turned_task(const void *context, int64_t t)
+{
+  const side *s = context;
+  const typeof(s->call->mx_quantize) *a = &s->call->mx_quantize;
+  int64_t first = t * s->band, high = a->block_rows, step = tile_columns(MOST, high);
+  int columns = (int)smaller(s->band, s->columns - first), size = s->dtype == ENG_f32 ? 4 : 2;
+  char tile[4 * MOST * MOST], turn[4 * MOST * MOST];
+  uint8_t line[2 * MOST * MOST];
+  found none;
+  for (int64_t r0 = 0; r0 < s->rows; r0 += step) {
+    int rows = (int)smaller(step, s->rows - r0);
+    for (int k = 0; k < columns; k++)
+      memcpy(tile + k * MOST * size, (const char *)s->x + ((first + k) * s->rows + r0) * size,
+             (size_t)(rows * size));
+    turn_tile(turn, tile, columns, rows, size);
+    for (int r = 0; r < rows; r += (int)high) {
+      int deep = (int)smaller(high, rows - r);
+      quantize_tile(s, &none, turn, r * MOST, MOST, r0 + r, deep, first, columns, line,
+                    element_bytes(s) * MOST);
+      for (int k = 0; k < deep; k++)
+        put_row(s, s->q, (r0 + r + k) * s->columns + first, line + k * element_bytes(s) * MOST,
+                columns);
     }
   }
 }
@@ -211,49 +371,131 @@ typedef struct rotation {
   int64_t   rows, columns;
   int       n;
   float     sign[MOST];
+  found    *found;           // in the y of each task
 } rotation;
 
-enum { WIDE = 16 };          // columns of x at a time
+enum { LINE = 32 };          // columns of x at a time
 
-// A group of n rows of x, or those after the last whole group.
-static void rotate_task(const void *context, int64_t t)
+// Rounds to bf16, once. A line with a result beyond bf16's normal numbers takes the second loop.
+static void round_line(uint16_t *to, const double *x)
 {
-  const rotation *o = context;
-  int rows = (int)smaller(o->n, o->rows - t * o->n);
-  double root = sqrt(1.0 / o->n), a[MOST][WIDE];
-  for (int64_t c0 = 0; c0 < o->columns; c0 += WIDE) {
-    int wide = (int)smaller(WIDE, o->columns - c0);
-    float x[WIDE] = {0};
-    for (int r = 0; r < rows; r++) {
-      floats_from(x, o->x->data, o->x->dtype, (t * o->n + r) * o->columns + c0, wide);
-      for (int c = 0; c < WIDE; c++) a[r][c] = rows == o->n ? x[c] * o->sign[r] : x[c];
-    }
-    for (int half = 1; half < o->n && rows == o->n; half *= 2)
-      for (int r = 0; r < rows; r++)
-        for (int c = 0; c < WIDE && !(r & half); c++) {
-          double one = a[r][c], other = a[r + half][c];
-          a[r][c] = one + other;
-          a[r + half][c] = one - other;
+  uint64_t odd = 0;
+  for (int c = 0; c < LINE; c++) {
+    uint64_t bits = f64_bits(x[c]), exponent = bits >> 52 & 0x7FF,
+             nearest = (bits + ((1ull << 44) - 1) + (bits >> 45 & 1)) & ~((1ull << 45) - 1);
+    odd |= bits << 1 != 0 && exponent - 897 > 253;         // 2^-126 to 2^128
+    to[c] = (uint16_t)(f32_bits((float)f64_from(nearest)) >> 16);
+  }
+  for (int c = 0; odd && c < LINE; c++) to[c] = bf16_from_f64(x[c]);
+}
+
+// y: the transform of n rows of x [n x LINE], in bf16; its rows are MOST apart.
+VF_INLINE void transform(uint16_t *y, double (*x)[LINE], const int n)
+{
+  for (int half = 1; half < n; half *= 2)
+    for (int r = 0; r < n; r += 2 * half)
+      for (int k = r; k < r + half; k++)
+        for (int c = 0; c < LINE; c++) {
+          double one = x[k][c], other = x[k + half][c];
+          x[k][c] = one + other;
+          x[k + half][c] = one - other;
         }
-    for (int c = 0; c < wide; c++)
-      for (int r = 0; r < rows; r++)
-        o->y[(c0 + c) * o->rows + t * o->n + r] =
-          bf16_from_f64(rows == o->n ? a[r][c] * root : a[r][c]);
+  double root = sqrt(1.0 / n);
+  for (int k = 0; k < n; k++) {
+    for (int c = 0; c < LINE; c++) x[k][c] *= root;
+    round_line(y + k * MOST, x[k]);
   }
 }
 
-static void rotate(uint16_t *y, const op_call *call)
+// MOST rows of x; those after the last whole group are only rounded.
+static void rotate_task(const void *context, int64_t t)
+{
+  const rotation *o = context;
+  int64_t r0 = t * MOST;
+  int rows = (int)smaller(MOST, o->rows - r0), size = o->x->dtype == ENG_f32 ? 4 : 2;
+  uint16_t tile[MOST * MOST], turn[MOST * MOST];
+  double wide[MOST][LINE];
+  for (int64_t c0 = 0; c0 < o->columns; c0 += MOST) {
+    int columns = (int)smaller(MOST, o->columns - c0);
+    for (int r = 0; r < rows; r += o->n)
+      for (int c = 0; c < columns; c += LINE) {
+        float x[LINE] = {0};
+        int n = (int)smaller(o->n, rows - r), some = (int)smaller(LINE, columns - c);
+        for (int k = 0; k < n; k++) {
+          int64_t first = (r0 + r + k) * o->columns + c0 + c;
+          // the next group's rows are too far apart for the hardware to foresee
+          __builtin_prefetch((const char *)o->x->data + size * (first + o->n * o->columns));
+          floats_from(x, o->x->data, o->x->dtype, first, some);
+          float sign = n == o->n ? o->sign[k] : 1;
+          for (int l = 0; l < LINE; l++) wide[k][l] = x[l] * sign;
+        }
+        if (n == o->n) transform(tile + r * MOST + c, wide, n);
+        for (int k = 0; k < n && n < o->n; k++) round_line(tile + (r + k) * MOST + c, wide[k]);
+      }
+    for (int r = 0; r < rows; r++)
+      add_elements(&o->found[t], tile + r * MOST, ENG_bf16, 0, columns);
+    turn_tile(turn, tile, rows, columns, 2);
+    for (int c = 0; c < columns; c++)
+      memcpy(o->y + (c0 + c) * o->rows + r0, turn + c * MOST, (size_t)(2 * rows));
+  }
+}
+
+static void rotate(uint16_t *y, found *part, const op_call *call)
 {
   const typeof(call->mx_quantize) *a = &call->mx_quantize;
   rotation o = {.x = call->in[0], .y = y, .rows = row_count(call->in[0]),
-                .columns = row_length(call->in[0]), .n = (int)a->hadamard};
+                .columns = row_length(call->in[0]), .n = (int)a->hadamard, .found = part};
   uint32_t word[4] = {0};
   if (a->signs > 0) philox_block(word, (uint64_t)a->signs);
   for (int i = 0; i < o.n; i++) o.sign[i] = mx_sign(a->signs, word, i);
-  run_tasks((o.rows + o.n - 1) / o.n, o.x->count >= PARALLEL_ELEMENTS, rotate_task, &o);
+  run_tasks((o.rows + MOST - 1) / MOST, o.x->count >= PARALLEL_ELEMENTS, rotate_task, &o);
 }
 
 // ------------------------------------------------------------------ the operations
+
+// The amax that decides: NaN if x holds NaN, unless they do not count.
+static float amax_of(const op_call *call, found all)
+{
+  bool nan = all.nan && !(call->mx_quantize.flags & MX_FINITE);
+  return f32_from(nan ? 0x7FC00000u : all.top);
+}
+
+static void set_shape(side *s, int64_t rows, int64_t columns)
+{
+  const typeof(s->call->mx_quantize) *a = &s->call->mx_quantize;
+  s->rows = rows, s->columns = columns;
+  s->down = (rows + a->block_rows - 1) / a->block_rows;
+  s->wide = (columns + a->block_columns - 1) / a->block_columns;
+  s->band = larger(1, BAND / a->block_rows) * a->block_rows;
+}
+
+// The transposed copy, in blocks that are not square. part: scratch for all tasks.
+static eng_status quantize_turned(side *s, const op_call *call, found *part, bool together)
+{
+  const typeof(call->mx_quantize) *a = &call->mx_quantize;
+  const tensor *x = call->in[0];
+  float *amax = call->out[6]->data;
+  set_shape(s, row_length(x), row_count(x));
+  s->scale = call->out[4]->data, s->q = call->out[3]->data;
+  s->random += (uint64_t)((x->count + 3) / 4);
+  s->found = NULL;
+  if (!a->hadamard) {
+    s->band = tile_columns(MOST, a->block_columns);
+    run_tasks((s->columns + s->band - 1) / s->band, together, turned_task, s);
+    return ENG_OK;
+  }
+  uint16_t *y = arena_alloc(ARENA_SCRATCH, 2 * x->count);
+  if (!y) return ENG_ERR_MEMORY;
+  int64_t parts = (s->columns + MOST - 1) / MOST;
+  memset(part, 0, (size_t)parts * sizeof *part);
+  rotate(y, part, call);
+  *amax = amax_of(call, total(part, parts));
+  s->x = y, s->dtype = ENG_bf16;
+  s->encode = nvfp4_encode_scale(*amax);
+  run_tasks((s->rows + s->band - 1) / s->band, together, band_task, s);
+  arena_free(ARENA_SCRATCH, y, 2 * x->count);
+  return ENG_OK;
+}
 
 static eng_status mx_quantize(const op_call *call)
 {
@@ -262,42 +504,39 @@ static eng_status mx_quantize(const op_call *call)
   bool turned = call->out[3] != NULL, square = a->block_rows == a->block_columns,
        together = x->count >= PARALLEL_ELEMENTS;
   if (!dtype_is_fast(x->dtype) || x->count == 0) return forward_to_reference(call);
-  float amax;
-  int64_t nan;
-  ENG_TRY(survey_all(x, together, &amax, &nan));
-  if (call->in[1]) amax = ((const float *)call->in[1]->data)[0];
-  else if (nan && !(a->flags & MX_FINITE)) amax = f32_from(0x7FC00000u);
-  ((float *)call->out[2]->data)[0] = amax;
-  ((int64_t *)call->out[5]->data)[0] = nan;
-  side s = {.call = call, .x = x, .rows = row_count(x), .columns = row_length(x),
-            .scale = call->out[1]->data, .q = call->out[0]->data,
-            .random = (uint64_t)a->counter, .encode = nvfp4_encode_scale(amax)};
-  for (int i = 0; i < 256; i++) s.value[i] = mx_value((uint8_t)i, mx_format_of(a->format));
+  side s = {.call = call, .x = x->data, .dtype = x->dtype, .scale = call->out[1]->data,
+            .q = call->out[0]->data, .format = mx_format_of(a->format),
+            .random = (uint64_t)a->counter};
+  set_shape(&s, row_count(x), row_length(x));
   if (turned && square) s.turn_scale = call->out[4]->data, s.turn_q = call->out[3]->data;
-  run_tasks((s.rows + a->block_rows - 1) / a->block_rows, together, blocks_task, &s);
-  if (turned) ((float *)call->out[6]->data)[0] = amax;
-  if (!turned || square) return ENG_OK;
-  s.rows = row_length(x), s.columns = row_count(x);
-  s.scale = call->out[4]->data, s.q = call->out[3]->data;
-  s.random += (uint64_t)((x->count + 3) / 4);
-  if (!a->hadamard) {
-    s.turned = true;
-    run_tasks((s.columns + a->block_columns - 1) / a->block_columns, together, blocks_task, &s);
-    return ENG_OK;
+  int64_t pieces = (x->count + PART - 1) / PART, bands = (s.rows + s.band - 1) / s.band,
+          bytes = larger(pieces, bands) * (int64_t)sizeof(found);
+  found *part = arena_alloc(ARENA_SCRATCH, bytes);
+  if (!part) return ENG_ERR_MEMORY;
+  memset(part, 0, (size_t)bytes);
+  float *amax = call->out[2]->data;
+  int64_t *nan = call->out[5]->data;
+  // NVFP4's scales need the amax of the whole tensor; with the other rules, the same pass finds it.
+  bool before = a->rule == ENG_MX_NVFP4 && !call->in[1];
+  if (before) {
+    run_tasks(pieces, together, survey_task, &(survey){.x = x, .part = part});
+    found all = total(part, pieces);
+    *amax = amax_of(call, all), *nan = all.nan;
+  } else {
+    s.found = part;
+    *amax = call->in[1] ? ((const float *)call->in[1]->data)[0] : 0;
   }
-  tensor y = {.dtype = ENG_bf16, .ndim = 2, .shape = {s.rows, s.columns}, .count = x->count,
-              .data = arena_alloc(ARENA_SCRATCH, 2 * x->count)};
-  if (!y.data) return ENG_ERR_MEMORY;
-  rotate(y.data, call);
-  eng_status status = survey_all(&y, together, &amax, &nan);
-  if (status == ENG_OK) {
-    if (nan && !(a->flags & MX_FINITE)) amax = f32_from(0x7FC00000u);
-    ((float *)call->out[6]->data)[0] = amax;
-    s.x = &y;
-    s.encode = nvfp4_encode_scale(amax);
-    run_tasks((s.rows + a->block_rows - 1) / a->block_rows, together, blocks_task, &s);
+  s.encode = nvfp4_encode_scale(*amax);
+  run_tasks(bands, together, band_task, &s);
+  if (s.found) {
+    found all = total(part, bands);
+    if (!call->in[1]) *amax = amax_of(call, all);
+    *nan = all.nan;
   }
-  arena_free(ARENA_SCRATCH, y.data, 2 * x->count);
+  if (turned) ((float *)call->out[6]->data)[0] = *amax;
+  eng_status status =
+    turned && !square ? quantize_turned(&s, call, part, together) : ENG_OK;
+  arena_free(ARENA_SCRATCH, part, bytes);
   return status;
 }
 

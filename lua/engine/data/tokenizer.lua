@@ -27,8 +27,7 @@ local function read_json(path)
   expect(type(path) == "string", path, "tokenizer: expected a folder or a tokenizer.json")
   if C.eng_file_kind(path) == C.ENG_FILE_FOLDER then path = path .. "/tokenizer.json" end
   if C.eng_file_kind(path) == C.ENG_FILE_NONE then
-    raise("tokenizer: there is no file %s; hint: give a folder with tokenizer.json, or the file",
-      path)
+    raise("tokenizer: %s: no such file; expected a folder with tokenizer.json, or the file", path)
   end
   local mapping = files.map(path)
   if mapping.size > FILE_BYTES then
