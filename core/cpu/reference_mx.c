@@ -46,9 +46,9 @@ static uint8_t code_of(double x, const mx_format *f, int sr_bits, uint32_t rando
     frexp(a, &e);
     if (a == 0 || --e < 1 - f->bias) e = 1 - f->bias;
     a = a < f->largest ? (double)fmaf((float)u, (float)ldexp(1, e - f->fraction), (float)a) : a;
+    if (a > f->largest) a = f->largest;
     frexp(a, &e);
     if (a == 0 || --e < 1 - f->bias) e = 1 - f->bias;
-    if (a > f->largest) a = f->largest;
     double step = ldexp(1, e - f->fraction);
     a = step * floor(a / step);
   }
