@@ -10,11 +10,6 @@
 
 // Linking fails if one of these operations has no kernel, except for those named here: their entry
 // is NULL, and the core refuses them on a card.
-#pragma weak cuda_mx_quantize
-#pragma weak cuda_mx_dequantize
-#pragma weak cuda_mx_matmul
-#pragma weak cuda_nf4_quantize
-#pragma weak cuda_nf4_dequantize
 #pragma weak cuda_conv2d
 #pragma weak cuda_conv2d_grad_x
 #pragma weak cuda_conv2d_grad_w

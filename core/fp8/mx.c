@@ -36,6 +36,8 @@ eng_status fp8_mx_quantize(fp8_mx_copies *to, tensor *slot, const fp8_site *s, i
                            bool transposed)
 {
   const eng_fp8_role *r = &s->recipe.role[role];
+  if (r->hadamard && r->signs == ENG_FP8_SIGNS_STEP)
+    ENG_TRY(backend_forbids("a Hadamard transform with new signs in each step"));
   op_call c = {.op = ENG_OP_mx_quantize, .n_in = 2, .n_out = 7,
                .in = {x},
                .out = {to->q, NULL, to->amax, to->q_t, NULL, NULL, to->amax_t},

@@ -259,9 +259,6 @@ eng_status eng_fp8_site_set(int64_t site, const eng_fp8_recipe *recipe)
                      s->name);
   if (recipe) {
     for (int r = 0; r < ENG_FP8_ROLES; r++) ENG_TRY(check_role(s, recipe, r));
-    if (recipe->role[0].mx && arena_space() != SPACE_HOST)
-      return error_set(ENG_ERR_DEVICE,
-                       "%s: microscaling runs on the CPU only; hint: precision=fp8_block", s->name);
     for (int p = 0; p < ENG_FP8_PRODUCTS; p++) {
       const eng_fp8_product *of = &recipe->product[p];
       if (of->high && (p != ENG_FP8_FORWARD || !recipe->role[0].mx))

@@ -143,7 +143,7 @@ quantize_numbers(const T *x, const job p, bool turned)
   const int64_t count = p.rows * p.columns,
                 first = N * ((int64_t)blockIdx.x * THREADS + threadIdx.x),
                 inner = turned ? p.rows : p.columns;
-  uint64_t have = ~0ull;
+  uint64_t have = 0;
   uint32_t word[4] = {0, 0, 0, 0};
   float y[N];
   for (int k = 0; k < N && first + k < count; k++) {
@@ -156,7 +156,7 @@ quantize_numbers(const T *x, const job p, bool turned)
       const bool as_own = turned && p.same;
       const uint64_t element = (uint64_t)(as_own ? r * p.columns + c : first + k),
                      block = (uint64_t)(as_own ? p.own.random : s.random) + element / 4;
-      if (block != have) philox_of(word, p.seed, block);
+      if (k == 0 || block != have) philox_of(word, p.seed, block);
       have = block;
       chance = element % 4 == 0 ? word[0] :
                element % 4 == 1 ? word[1] :

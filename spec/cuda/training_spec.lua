@@ -15,6 +15,7 @@ local function train(device, options)
   engine.seed(7)
   local model = engine.nn.gpt { vocab = 256, context = 32, width = 64, heads = 4, layers = 2,
     dropout = options.dropout or 0 }
+  if options.lora then engine.nn.lora(model, options.lora) end
   local losses, scales, overflows = {}, {}, {}
   local trainer = engine.trainer {
     model = model, data = engine.data.text { text = TEXT, batch = 8, context = 32, seed = 3 },
@@ -74,6 +75,22 @@ describe("training on the card", function()
       assert.same(card.losses, train(CARD, { precision = name }).losses)
     end)
   end
+
+  -- quantizers have the CPU's bits, sums of products another order
+  for _, name in ipairs { "mxfp8", "mxfp4", "nvfp4" } do
+    it("follows the CPU's losses in " .. name, function()
+      local card = train(CARD, { precision = name })
+      same_within(train("cpu", { precision = name }), card, STEPS > 6 and 2e-2 or 2e-3)
+      assert.same(card.losses, train(CARD, { precision = name }).losses)
+    end)
+  end
+
+  it("follows the CPU's losses of adapters over NF4", function()
+    local options = { precision = "bf16", lora = { rank = 4, base = "nf4" }, lr = 1e-2 }
+    local cpu = train("cpu", options)
+    same_within(cpu, train(CARD, options), STEPS > 6 and 2e-2 or 3e-3)
+    assert.is_true(cpu.losses[#cpu.losses] < cpu.losses[1])
+  end)
 
   it("overflows at the same steps and keeps the same scales", function()
     local options = { precision = "fp16", policy = "dynamic",
@@ -295,21 +312,33 @@ describe("a captured step", function()
     assert.equal(10, last.step)
   end) end
 
-  if able("fp8_block") then it("quantizes its weights in every launch", function()
+  it("quantizes its weights in every launch", function()
     -- also computes something before the capture and between launches
     local function look(t, step)
       if step ~= 2 and step ~= 4 then return end
       engine.scope(function() return t:forward(t.data:next()):item() end)
     end
-    for _, precision in ipairs { "fp8_block", "fp8_current" } do
-      local options = { precision = precision, policy = "static", lr = 1e-2, steps = 7,
-        on_step = look }
-      local plain = losses(false, options)
-      local graph, captured = losses(true, options)
-      assert.is_true(captured)
-      assert.same(plain, graph)
+    for _, precision in ipairs { "mxfp8", "fp8_block", "fp8_current" } do
+      if precision == "mxfp8" or able "fp8_block" then
+        local options = { precision = precision, policy = "static", lr = 1e-2, steps = 7,
+          on_step = look }
+        local plain = losses(false, options)
+        local graph, captured = losses(true, options)
+        assert.is_true(captured)
+        assert.same(plain, graph)
+      end
     end
-  end) end
+  end)
+
+  it("refuses microscaling that changes from step to step", function()
+    local role = { format = "e2m1", rule = "nvfp4", block = "1x16", hadamard = 16, signs = "step" }
+    for words, precision in pairs { ["random numbers"] = "nvfp4",
+      ["a Hadamard transform with new signs in each step"] = { name = "mine", base = "nvfp4",
+        fp8 = { dy = role, x = role } } } do
+      local message = losses(true, { precision = precision, policy = "static", steps = 7 })
+      assert(tostring(message):find(words, 1, true), tostring(message))
+    end
+  end)
 
   -- Makes something large on the card that only `held` refers to. In a function of its own, because
   -- stack slots keep their old values alive.

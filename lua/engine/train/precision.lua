@@ -50,7 +50,7 @@ M.recipes = {
 --               promotion   steps of K between promotions to f32; 0: none
 --             microscaling (docs/microscaling.md), for all of x, w and dy: the rules floor, ceil,
 --             even, rceil (blocks of 1x32) and nvfp4 (1x16, 16x16), the formats also e2m1, e2m3,
---             e3m2, mxint8. Products run in bf16, where they are exact; on the CPU only. x and dy:
+--             e3m2, mxint8. Products run in bf16, where they are exact. x and dy:
 --               hadamard    16, 32, 64, 128: transforms both factors of dW along the tokens (0)
 --               signs       fixed (Transformer Engine's), layer, step (drawn for each), none
 --   high_first, high_last   blocks of the model that stay in high precision (0)

@@ -60,6 +60,22 @@ generators.mx_quantize = function(try)
       ints = { 13, block[1], block[2], k == 1 and 3 or 4, TURNED, k == 3 and 8 or 0, 5, 1,
         ({ 0, 0, 0, 16, 64 })[k], k }, outputs = 7, zeros = true }
   end
+  -- a given amax much smaller than x: elements saturate
+  for _, amax in ipairs { 1e-38, 1e-3, 0, 1 / 0, 0 / 0, -1 } do
+    try { inputs = { float("f32", { 4, 32 }, "normal"), tensors.listed("f32", { 1 }, { amax }) },
+      ints = { 13, 1, 16, 4, VALUES, 8, -1, 1 }, outputs = 7, zeros = true }
+  end
+  for k, block in ipairs { { 1, 32 }, { 1, 64 }, { 3, 6 }, { 128, 2 }, { 48, 48 }, { 1, 1 },
+    { 2, 128 }, { 64, 64 } } do
+    for j, dtype in ipairs { "f32", "bf16", "f16", "f64" } do
+      local format = FORMATS[(k + j) % 6 + 1]
+      if format == 13 and block[2] == 1 then format = 16 end
+      try { inputs = { float(dtype, { 136, 260 }, KINDS[(k + j) % 4 + 1]), false },
+        ints = { format, block[1], block[2], (k + j) % 4,
+          TURNED + k % 2 * VALUES + j % 2 * FINITE, k % 3 == 0 and 8 or 0, 7, 1,
+          block[1] ~= block[2] and ({ 0, 0, 32, 128 })[j] or 0, k }, outputs = 7, zeros = true }
+    end
+  end
   local x = float("f32", { 3, 3 }, "normal")
   for _, bad in ipairs { { { 0, 1, 32, 0 }, "the format" }, { { 10, 1, 32, 5 }, "rule of" },
     { { 10, 1, 16, 4 }, "needs the format e2m1" }, { { 10, 0, 32, 0 }, "blocks of 1 to 128" },

@@ -1,0 +1,513 @@
+// Microscaling: mx_quantize, bit-equal to core/cpu/reference_mx.c, with the formulas of
+// core/base/mx.h.
+//
+// A block of threads takes a tile of x, about 64 x 64 numbers and a whole number of scale blocks
+// each way. It reads the tile as f32 into shared memory, finds the largest magnitude of each scale
+// block (a warp each), and writes the codes, or the values in bf16, of one result or of both: rows
+// of the transposed copy are columns of the tile. With square blocks the transposed copy gets the
+// codes of the other result, which the tile keeps.
+//
+// The amax of the tensor and the number of NaN are integer maxima and sums, which do not depend on
+// order. NVFP4 needs the amax first, so a pass of its own finds it; for other rules the tiles do.
+// A Hadamard transform writes x transposed and transformed to scratch memory, in bf16, and the
+// transposed copy is quantized from there. Its sums are in f64 and in the CPU's order.
+#include "kernel/element.h"
+#include "kernel/walk.h"
+
+extern "C" {
+#include "base/mx.h"
+#include "base/rng.h"
+}
+
+#include <math.h>
+
+namespace {
+
+enum {
+  THREADS = 256,
+  WARPS = THREADS / 32,
+  SIDE = 64,               // of a tile, unless the size of a block does not divide it
+  EACH = 4,                // neighbours of a row that a thread reads or writes at once
+  MOST = 128,              // rows of the largest Hadamard matrix
+  WIDE = 32,               // columns of x that a block of `rotate` transforms
+};
+
+/// What is known about all numbers of a matrix: the bits of the largest magnitude but NaN, and how
+/// many are NaN.
+struct survey {
+  uint32_t top, unused;
+  unsigned long long nan;
+};
+
+/// One of the two results. Blocks are in the coordinates of x: high x wide.
+struct side {
+  uint8_t *q, *scale;
+  int      high, wide;
+  divider  by_high, by_wide;
+  int64_t  scale_row, scale_column;    // scales from a block to the one below and to the right
+  int64_t  length;                     // of a row of the result
+  int64_t  random;                     // Philox block of the first element
+  bool     turned;
+  bool     same;                       // takes the codes of the side before
+  bool     aligned;                    // four elements are one access
+};
+
+struct job {
+  const void *x;
+  int      dtype;
+  int64_t  rows, columns, tiles_across;
+  int      tile_rows, tile_columns;
+  bool     aligned;                    // four numbers of x are one access
+  int      sides;
+  side     of[2];
+  int      rule, sr_bits;
+  bool     finite, values;
+  const float *amax;                   // of the tensor, for NVFP4
+  survey  *seen;                       // NULL: not wanted
+  uint64_t seed;
+};
+
+// ------------------------------------------------------------------ numbers of x
+
+/// The first `there` of four neighbours; the rest become zeros.
+__device__ inline void load_four(float (&v)[EACH], const void *x, int dtype, int64_t i, int there,
+                                 bool aligned)
+{
+  if (!aligned || there < EACH) {
+#pragma unroll
+    for (int k = 0; k < EACH; k++) v[k] = k < there ? (float)load_double(x, dtype, i + k) : 0.0f;
+  } else if (dtype == ENG_f32) {
+    const float4 raw = *(const float4 *)((const float *)x + i);
+    v[0] = raw.x, v[1] = raw.y, v[2] = raw.z, v[3] = raw.w;
+  } else if (dtype == ENG_f64) {
+#pragma unroll
+    for (int k = 0; k < EACH; k++) v[k] = (float)((const double *)x)[i + k];
+  } else {
+    const uint2 raw = *(const uint2 *)((const uint16_t *)x + i);
+    const uint32_t half[EACH] = {raw.x & 0xFFFFu, raw.x >> 16, raw.y & 0xFFFFu, raw.y >> 16};
+#pragma unroll
+    for (int k = 0; k < EACH; k++)
+      v[k] = dtype == ENG_bf16 ? widen(bf16_t{(uint16_t)half[k]}) : widen(f16_t{(uint16_t)half[k]});
+  }
+}
+
+/// The bits of |x|, 0 for a NaN, which is counted.
+__device__ inline uint32_t magnitude_of(float x, int &nan)
+{
+  const uint32_t bits = __float_as_uint(x) & 0x7FFFFFFFu;
+  nan += bits > 0x7F800000u;
+  return bits > 0x7F800000u ? 0 : bits;
+}
+
+/// Adds what the threads of a warp have seen. All of them must call it.
+__device__ inline void report(survey *seen, uint32_t top, int nan)
+{
+  top = __reduce_max_sync(0xFFFFFFFFu, top);
+  nan = __reduce_add_sync(0xFFFFFFFFu, nan);
+  if (threadIdx.x % 32) return;
+  if (top > *(volatile uint32_t *)&seen->top) atomicMax(&seen->top, top);
+  if (nan) atomicAdd(&seen->nan, (unsigned long long)nan);
+}
+
+__global__ void __launch_bounds__(THREADS)
+survey_all(const void *x, int dtype, int64_t count, bool aligned, survey *seen)
+{
+  uint32_t top = 0;
+  int nan = 0;
+  for (int64_t i = ((int64_t)blockIdx.x * THREADS + threadIdx.x) * EACH; i < count;
+       i += (int64_t)gridDim.x * THREADS * EACH) {
+    float v[EACH];
+    load_four(v, x, dtype, i, (int)min((int64_t)EACH, count - i), aligned);
+#pragma unroll
+    for (int k = 0; k < EACH; k++) top = max(top, magnitude_of(v[k], nan));
+  }
+  report(seen, top, nan);
+}
+
+/// Writes the tensor's amax, and how many numbers are NaN. One thread.
+__global__ void finish(const survey *seen, const float *given, bool finite, float *amax,
+                       float *again, int64_t *nan)
+{
+  const float found =
+    seen->nan && !finite ? __uint_as_float(0x7FC00000u) : __uint_as_float(seen->top);
+  *amax = given ? *given : found;
+  if (again) *again = *amax;
+  if (nan) *nan = (int64_t)seen->nan;
+}
+
+// ------------------------------------------------------------------ tiles
+
+/// Finds the scales of a tile's blocks. `block`: the factor on the elements of each, and the value
+/// of its scale. `again`: another side with these scales, or NULL.
+template <int FORMAT>
+__device__ inline void find_scales(float2 *block, const float *tile, int pitch, const job &p,
+                                   const side &s, const side *again, int64_t r0, int64_t c0,
+                                   int rows, int columns)
+{
+  const int across = (columns + s.wide - 1) / s.wide, down = (rows + s.high - 1) / s.high;
+  const int64_t i0 = r0 / s.high, j0 = c0 / s.wide;
+  for (int b = threadIdx.x / 32; b < down * across; b += WARPS) {
+    const int i = b / across, j = b % across, r = i * s.high, c = j * s.wide;
+    uint32_t top = 0;
+    for (int e = threadIdx.x % 32; e < s.high * s.wide; e += 32) {
+      const int y = (int)divide((uint32_t)e, s.by_wide), x = e - y * s.wide;
+      if (r + y >= rows || c + x >= columns) continue;
+      const uint32_t bits = __float_as_uint(tile[(r + y) * pitch + c + x]) & 0x7FFFFFFFu;
+      top = max(top, p.finite && bits > 0x7F800000u ? 0u : bits);
+    }
+    top = __reduce_max_sync(0xFFFFFFFFu, top);
+    if (threadIdx.x % 32) continue;
+    const float amax = __uint_as_float(top);
+    uint8_t code;
+    if (FORMAT == ENG_FORMAT_E2M1 && p.rule == ENG_MX_NVFP4) {
+      const float encode = nvfp4_encode_scale(*p.amax);
+      code = nvfp4_scale(amax, encode);
+      block[b] = make_float2(nvfp4_factor(code, encode), e4m3_to_f32(code));
+    } else {
+      code = mx_scale(amax, mx_format_of(FORMAT), p.rule, p.finite);
+      block[b] = make_float2(mx_inverse(code), ue8m0_to_f32(code));
+    }
+    s.scale[(i0 + i) * s.scale_row + (j0 + j) * s.scale_column] = code;
+    if (again) again->scale[(i0 + i) * again->scale_row + (j0 + j) * again->scale_column] = code;
+  }
+}
+
+/// Writes n elements from element `at` of a result.
+template <int FORMAT>
+__device__ inline void store_four(const job &p, const side &s, int64_t at,
+                                  const uint8_t (&code)[EACH], const uint16_t (&value)[EACH], int n)
+{
+  const bool whole = s.aligned && n == EACH;
+  if (p.values) {
+    uint16_t *to = (uint16_t *)s.q + at;
+    if (whole)
+      *(uint2 *)to = make_uint2(value[0] | (uint32_t)value[1] << 16,
+                                value[2] | (uint32_t)value[3] << 16);
+    for (int k = 0; k < n && !whole; k++) to[k] = value[k];
+  } else if (FORMAT == ENG_FORMAT_E2M1) {
+    uint8_t *to = s.q + at / 2;
+    const uint8_t low = (uint8_t)(code[0] | code[1] << 4), high = (uint8_t)(code[2] | code[3] << 4);
+    if (whole) *(uint16_t *)to = (uint16_t)(low | high << 8);
+    else {
+      to[0] = low;
+      if (n > 2) to[1] = high;
+    }
+  } else {
+    uint8_t *to = s.q + at;
+    if (whole)
+      *(uint32_t *)to = code[0] | (uint32_t)code[1] << 8 | (uint32_t)code[2] << 16 |
+                        (uint32_t)code[3] << 24;
+    for (int k = 0; k < n && !whole; k++) to[k] = code[k];
+  }
+}
+
+/// Writes one result of a tile, four elements of a row per thread. `keep`: leaves the codes in the
+/// tile.
+template <int FORMAT, bool RANDOM>
+__device__ inline void write_elements(float *tile, const float2 *block, const float *number,
+                                      int pitch, const job &p, const side &s, bool keep,
+                                      int64_t r0, int64_t c0, int rows, int columns)
+{
+  const mx_format f = mx_format_of(FORMAT);
+  const int lines = s.turned ? columns : rows, along = s.turned ? rows : columns,
+            groups = (along + EACH - 1) / EACH, across = (columns + s.wide - 1) / s.wide;
+  for (int t = threadIdx.x; t < lines * groups; t += THREADS) {
+    const int line = t / groups, from = t % groups * EACH, n = min((int)EACH, along - from);
+    const int64_t at = ((s.turned ? c0 : r0) + line) * s.length + (s.turned ? r0 : c0) + from;
+    uint64_t have = 0;
+    uint32_t word[4] = {0, 0, 0, 0};
+    uint8_t code[EACH] = {0, 0, 0, 0};
+    uint16_t value[EACH] = {0, 0, 0, 0};
+#pragma unroll
+    for (int k = 0; k < EACH; k++) {
+      if (k >= n) continue;
+      const int r = s.turned ? from + k : line, c = s.turned ? line : from + k;
+      const float2 of = block[divide((uint32_t)r, s.by_high) * across +
+                              divide((uint32_t)c, s.by_wide)];
+      float *x = tile + r * pitch + c;
+      if (s.same) {
+        code[k] = (uint8_t)__float_as_uint(*x);
+      } else if (RANDOM) {
+        const uint64_t element = (uint64_t)(at + k), now = (uint64_t)s.random + element / 4;
+        if (k == 0 || now != have) philox_of(word, p.seed, now);
+        have = now;
+        const uint32_t bits = element % 4 == 0 ? word[0] :
+                              element % 4 == 1 ? word[1] :
+                              element % 4 == 2 ? word[2] :
+                                                 word[3];
+        code[k] = mx_code_stochastic(*x * of.x, mx_uniform(bits, p.sr_bits), f);
+      } else {
+        code[k] = mx_code(*x * of.x, f);
+      }
+      value[k] = bf16_from_f32(number[code[k]] * of.y);
+      if (keep) *x = __uint_as_float(code[k]);
+    }
+    store_four<FORMAT>(p, s, at, code, value, n);
+  }
+}
+
+template <int FORMAT, bool RANDOM>
+__global__ void __launch_bounds__(THREADS, 4) quantize_tile(const __grid_constant__ job p)
+{
+  extern __shared__ float2 room[];
+  __shared__ float number[256];
+  const int64_t r0 = blockIdx.x / p.tiles_across * p.tile_rows,
+                c0 = blockIdx.x % p.tiles_across * p.tile_columns;
+  const int rows = (int)min((int64_t)p.tile_rows, p.rows - r0),
+            columns = (int)min((int64_t)p.tile_columns, p.columns - c0),
+            pitch = p.tile_columns + 1, groups = (columns + EACH - 1) / EACH;
+  float *tile = (float *)room;
+  float2 *block = room + (p.tile_rows * pitch + 1) / 2;
+  uint32_t top = 0;
+  int nan = 0;
+  number[threadIdx.x] = mx_value((uint8_t)threadIdx.x, mx_format_of(FORMAT));
+  for (int t = threadIdx.x; t < rows * groups; t += THREADS) {
+    const int r = t / groups, c = t % groups * EACH, there = min((int)EACH, columns - c);
+    float v[EACH];
+    load_four(v, p.x, p.dtype, (r0 + r) * p.columns + c0 + c, there, p.aligned);
+#pragma unroll
+    for (int k = 0; k < EACH; k++) {
+      top = max(top, magnitude_of(v[k], nan));
+      if (k < there) tile[r * pitch + c + k] = v[k];
+    }
+  }
+  if (p.seen) report(p.seen, top, nan);
+  for (int k = 0; k < p.sides; k++) {
+    const side &s = p.of[k];
+    const side *again = k + 1 < p.sides && p.of[k + 1].same ? &p.of[k + 1] : NULL;
+    __syncthreads();
+    if (!s.same)
+      find_scales<FORMAT>(block, tile, pitch, p, s, again, r0, c0, rows, columns);
+    __syncthreads();
+    write_elements<FORMAT, RANDOM>(tile, block, number, pitch, p, s, again != NULL, r0, c0, rows,
+                                   columns);
+  }
+}
+
+// ------------------------------------------------------------------ Hadamard transform
+
+/// y [columns x rows] = x transposed, each group of n rows of x times diag(s) H * root, in bf16;
+/// rows after the last whole group are only rounded. A block takes one group and WIDE columns.
+__global__ void __launch_bounds__(THREADS)
+rotate(const void *x, int dtype, int64_t rows, int64_t columns, int n, int64_t signs,
+       uint64_t seed, double root, uint16_t *y, survey *seen)
+{
+  __shared__ double a[MOST][WIDE + 1];
+  __shared__ float sign[MOST];
+  const int64_t across = (columns + WIDE - 1) / WIDE, r0 = blockIdx.x / across * n,
+                c0 = blockIdx.x % across * WIDE;
+  const int high = (int)min((int64_t)n, rows - r0), wide = (int)min((int64_t)WIDE, columns - c0);
+  const bool whole = high == n;
+  if ((int)threadIdx.x < n) {
+    uint32_t word[4] = {0, 0, 0, 0};
+    if (signs > 0) philox_of(word, seed, (uint64_t)signs);
+    sign[threadIdx.x] = whole ? mx_sign(signs, word, (int)threadIdx.x) : 1.0f;
+  }
+  __syncthreads();
+  for (int t = threadIdx.x; t < high * WIDE; t += THREADS) {
+    const int r = t / WIDE, c = t % WIDE;
+    if (c < wide) a[r][c] = (float)load_double(x, dtype, (r0 + r) * columns + c0 + c) * sign[r];
+  }
+  for (int half = 1; half < n && whole; half *= 2) {
+    __syncthreads();
+    for (int t = threadIdx.x; t < n / 2 * WIDE; t += THREADS) {
+      const int j = t / WIDE, c = t % WIDE, r = (j & ~(half - 1)) * 2 + (j & (half - 1));
+      const double one = a[r][c], other = a[r + half][c];
+      a[r][c] = one + other;
+      a[r + half][c] = one - other;
+    }
+  }
+  __syncthreads();
+  uint32_t top = 0;
+  int nan = 0;
+  for (int t = threadIdx.x; t < n * wide; t += THREADS) {
+    const int c = t / n, r = t % n;
+    if (r >= high) continue;
+    const uint16_t rounded = bf16_from_f64(whole ? a[r][c] * root : a[r][c]);
+    y[(c0 + c) * rows + r0 + r] = rounded;
+    top = max(top, magnitude_of(bf16_to_f32(rounded), nan));
+  }
+  report(seen, top, nan);
+}
+
+// ------------------------------------------------------------------ the host's side
+
+int64_t parts(int64_t n, int64_t each) { return (n + each - 1) / each; }
+
+/// The side of a tile that holds whole blocks of this size.
+int tile_side(int block)
+{ return block > SIDE ? block : SIDE / block * block; }
+
+bool is_aligned(const void *p, int bytes) { return (uintptr_t)p % (uintptr_t)bytes == 0; }
+
+/// `turned`: the result is that of x transposed, and x is not.
+side side_of(const op_call *call, tensor *q, tensor *scale, const job *p, bool turned,
+             int64_t random)
+{
+  const int64_t high = call->mx_quantize.block_rows, wide = call->mx_quantize.block_columns;
+  side s = {};
+  s.q = (uint8_t *)q->data;
+  s.scale = (uint8_t *)scale->data;
+  s.high = (int)(turned ? wide : high);
+  s.wide = (int)(turned ? high : wide);
+  s.by_high = divider_of(s.high);
+  s.by_wide = divider_of(s.wide);
+  s.length = turned ? p->rows : p->columns;
+  const int64_t across = parts(s.length, wide);
+  s.scale_row = turned ? 1 : across;
+  s.scale_column = turned ? across : 1;
+  s.random = random;
+  s.turned = turned;
+  return s;
+}
+
+template <int FORMAT, bool RANDOM> eng_status launch(const job *p, unsigned tiles, int bytes)
+{
+  CUDA_TRY(cudaFuncSetAttribute(quantize_tile<FORMAT, RANDOM>,
+                                cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  quantize_tile<FORMAT, RANDOM><<<tiles, THREADS, bytes, cuda_stream()>>>(*p);
+  CUDA_LAUNCHED("mx_quantize");
+  return ENG_OK;
+}
+
+template <int FORMAT> eng_status launch(const job *p, unsigned tiles, int bytes)
+{
+  return p->sr_bits ? launch<FORMAT, true>(p, tiles, bytes) :
+                      launch<FORMAT, false>(p, tiles, bytes);
+}
+
+/// Quantizes the sides of a job, whose blocks fit one tile.
+eng_status run(job *p, int64_t format)
+{
+  int64_t blocks = 0;
+  p->tile_rows = tile_side(p->of[0].high);
+  p->tile_columns = tile_side(p->of[0].wide);
+  p->tiles_across = parts(p->columns, p->tile_columns);
+  p->aligned = p->columns % EACH == 0 && p->tile_columns % EACH == 0 && is_aligned(p->x, 16);
+  for (int k = 0; k < p->sides; k++) {
+    side *s = &p->of[k];
+    int64_t n = (int64_t)(p->tile_rows / s->high) * (p->tile_columns / s->wide);
+    if (n > blocks) blocks = n;
+    s->aligned = s->length % EACH == 0 && is_aligned(s->q, 8) &&
+                 (s->turned ? p->tile_rows : p->tile_columns) % EACH == 0;
+  }
+  const int64_t tiles = parts(p->rows, p->tile_rows) * p->tiles_across,
+                room = (int64_t)p->tile_rows * (p->tile_columns + 1);
+  const int bytes = (int)((room + 1) / 2 + blocks) * (int)sizeof(float2);
+  if (tiles == 0) return ENG_OK;
+  if (tiles > INT32_MAX)
+    return error_set(ENG_ERR_VALUE, "mx_quantize: %lld x %lld numbers are too many for one call",
+                     (long long)p->rows, (long long)p->columns);
+  const unsigned n = (unsigned)tiles;
+  switch (format) {
+    case ENG_e4m3:          return launch<ENG_e4m3>(p, n, bytes);
+    case ENG_e5m2:          return launch<ENG_e5m2>(p, n, bytes);
+    case ENG_FORMAT_E2M3:   return launch<ENG_FORMAT_E2M3>(p, n, bytes);
+    case ENG_FORMAT_E3M2:   return launch<ENG_FORMAT_E3M2>(p, n, bytes);
+    case ENG_FORMAT_MXINT8: return launch<ENG_FORMAT_MXINT8>(p, n, bytes);
+    default:                return launch<ENG_FORMAT_E2M1>(p, n, bytes);
+  }
+}
+
+/// The transposed copy by way of `y`: x transposed and transformed, in scratch memory.
+eng_status quantize_rotated(const op_call *call, job p, uint16_t *y, survey *seen)
+{
+  const auto &a = call->mx_quantize;
+  const int64_t rows = p.rows, columns = p.columns, count = rows * columns;
+  const int64_t groups = parts(rows, a.hadamard) * parts(columns, WIDE);
+  if (groups > INT32_MAX)
+    return error_set(ENG_ERR_VALUE, "mx_quantize: %lld x %lld numbers are too many for one call",
+                     (long long)rows, (long long)columns);
+  if (groups > 0) {
+    rotate<<<(unsigned)groups, THREADS, 0, cuda_stream()>>>(
+      p.x, p.dtype, rows, columns, (int)a.hadamard, a.signs, p.seed, sqrt(1.0 / (double)a.hadamard),
+      y, seen);
+    CUDA_LAUNCHED("mx_quantize");
+  }
+  float *amax = (float *)call->out[6]->data;
+  finish<<<1, 1, 0, cuda_stream()>>>(seen, nullptr, p.finite, amax, nullptr, nullptr);
+  CUDA_LAUNCHED("mx_quantize");
+  p.x = y;
+  p.dtype = ENG_bf16;
+  p.rows = columns;
+  p.columns = rows;
+  p.amax = amax;
+  p.seen = NULL;
+  p.sides = 1;
+  p.of[0] = side_of(call, call->out[3], call->out[4], &p, false, a.counter + parts(count, 4));
+  return run(&p, a.format);
+}
+
+/// Writes the amax of x and the number of NaN.
+eng_status finish_x(const op_call *call, const survey *seen, bool finite)
+{
+  const bool again = call->out[3] && !call->mx_quantize.hadamard;
+  finish<<<1, 1, 0, cuda_stream()>>>(
+    seen, call->in[1] ? (const float *)call->in[1]->data : nullptr, finite,
+    (float *)call->out[2]->data, again ? (float *)call->out[6]->data : nullptr,
+    (int64_t *)call->out[5]->data);
+  CUDA_LAUNCHED("mx_quantize");
+  return ENG_OK;
+}
+
+eng_status quantize(const op_call *call, job p, survey *seen)
+{
+  const auto &a = call->mx_quantize;
+  const tensor *x = call->in[0];
+  const bool turned = call->out[3] && !a.hadamard, square = a.block_rows == a.block_columns,
+             nvfp4 = a.rule == ENG_MX_NVFP4;
+  CUDA_TRY(cudaMemsetAsync(seen, 0, 2 * sizeof *seen, cuda_stream()));
+  if (nvfp4) {   // the other rules do not read the amax
+    const int64_t most = 8LL * cuda_multiprocessors(), needed = parts(x->count, THREADS * EACH);
+    if (needed > 0)
+      survey_all<<<(unsigned)(needed < most ? needed : most), THREADS, 0, cuda_stream()>>>(
+        x->data, x->dtype, x->count, is_aligned(x->data, 16), seen);
+    CUDA_LAUNCHED("mx_quantize");
+    ENG_TRY(finish_x(call, seen, p.finite));
+  }
+  p.amax = (const float *)call->out[2]->data;
+  p.seen = nvfp4 ? NULL : seen;
+  p.sides = 1;
+  p.of[0] = side_of(call, call->out[0], call->out[1], &p, false, a.counter);
+  if (turned) {
+    p.of[1] = side_of(call, call->out[3], call->out[4], &p, true, a.counter + parts(x->count, 4));
+    p.of[1].same = square;
+    if (square || (SIDE % a.block_rows == 0 && SIDE % a.block_columns == 0)) p.sides = 2;
+  }
+  ENG_TRY(run(&p, a.format));
+  if (!nvfp4) ENG_TRY(finish_x(call, seen, p.finite));
+  if (!turned || p.sides == 2) return ENG_OK;
+  p.seen = NULL;
+  p.sides = 1;
+  p.of[0] = p.of[1];
+  return run(&p, a.format);
+}
+
+}  // namespace
+
+extern "C" eng_status cuda_mx_quantize(const op_call *call)
+{
+  const auto &a = call->mx_quantize;
+  const tensor *x = call->in[0];
+  const bool rotated = call->out[3] && a.hadamard;
+  job p = {};
+  p.x = x->data;
+  p.dtype = x->dtype;
+  p.columns = x->shape[x->ndim - 1];
+  p.rows = 1;
+  for (int d = 0; d < x->ndim - 1; d++) p.rows *= x->shape[d];
+  p.rule = (int)a.rule;
+  p.sr_bits = (int)a.sr_bits;
+  p.finite = (a.flags & MX_FINITE) != 0;
+  p.values = (a.flags & MX_VALUES) != 0;
+  p.seed = rng_seed();
+  // two surveys: of x and of y; then y
+  const int64_t bytes = 2 * (int64_t)sizeof(survey) + (rotated ? 2 * x->count : 0);
+  survey *seen = (survey *)scratch_take(bytes);
+  if (!seen) return ENG_ERR_MEMORY;
+  eng_status status = quantize(call, p, seen);
+  if (status == ENG_OK && rotated)
+    status = quantize_rotated(call, p, (uint16_t *)(seen + 2), seen + 1);
+  scratch_give(seen, bytes);
+  return status;
+}
