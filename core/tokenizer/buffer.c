@@ -10,7 +10,7 @@ static const int64_t LARGEST = (int64_t)1 << 31;
 
 char *buffer_more(buffer *b, int64_t bytes)
 {
-  if (b->room - b->size < bytes) {
+  if (!b->data || b->room - b->size < bytes) {
     if (b->size + bytes > LARGEST) { b->failed = true; return NULL; }
     int64_t room = (b->size + bytes) * 3 / 2 + 64;
     char *data = realloc(b->data, (size_t)room);
