@@ -107,16 +107,18 @@ VF_INLINE void encode(vf y, vf u, const bool random, const mx_format f, vi *code
 
 /// A row of a tile, blocks of `wide` columns, becomes codes, a byte each, or, with `values`, code *
 /// scale in bf16. factor: of each block's elements before rounding; unit: the values of the scales;
-/// word: random words, or NULL.
+/// with `each`, of each column instead. word: random words, or NULL.
 VF_INLINE void encode_row(void *to, const float *x, const uint32_t *word, int sr_bits,
                           const float *factor, const float *unit, int columns, int wide,
-                          const bool values, const bool random, const mx_format f)
+                          const bool values, const bool each, const bool random,
+                          const mx_format f)
 {
   for (int j = 0, c = 0; c < columns; j++) {
     vf by = vf_set1(factor[j]), scale = vf_set1(unit[j]);
-    int end = c + wide < columns ? c + wide : columns;
+    int end = !each && c + wide < columns ? c + wide : columns;
     while (c < end) {
       int n = end - c < VF_LANES ? end - c : VF_LANES;
+      if (each) by = vf_load(factor + c), scale = vf_load(unit + c);
       vf y = vf_mul(n == VF_LANES ? vf_load(x + c) : vf_load_n(x + c, n), by), u = vf_zero(), v;
       vi code;
       if (random)   // mx_uniform
@@ -146,6 +148,7 @@ static void encode_randomly(void *to, const float *x, const uint32_t *word, int 
 }
 #endif
 
+// wide 0: a factor for each column.
 static void encode_as(void *to, const float *x, const uint32_t *word, int sr_bits,
                       const float *factor, const float *unit, int columns, int wide, bool values,
                       int64_t format)
@@ -157,15 +160,17 @@ static void encode_as(void *to, const float *x, const uint32_t *word, int sr_bit
     return;
   }
 #endif
-#define ENCODE(values, random, format) \
-  encode_row(to, x, word, sr_bits, factor, unit, columns, wide, values, random, \
+#define ENCODE(values, each, random, format)                                          \
+  encode_row(to, x, word, sr_bits, factor, unit, columns, wide, values, each, random, \
              mx_format_of(format))
-#define BY_FORMAT(f)                                                          \
-  case f:                                                                     \
-    if (values && word) ENCODE(true, true, f);                                \
-    else if (values) ENCODE(true, false, f);                                  \
-    else if (word) ENCODE(false, true, f);                                    \
-    else ENCODE(false, false, f);                                             \
+#define BY_FORMAT(f)                                        \
+  case f:                                                   \
+    if (values && word) ENCODE(true, false, true, f);       \
+    else if (values && wide) ENCODE(true, false, false, f); \
+    else if (values) ENCODE(true, true, false, f);          \
+    else if (word) ENCODE(false, false, true, f);           \
+    else if (wide) ENCODE(false, false, false, f);          \
+    else ENCODE(false, true, false, f);                     \
     break
   switch (format) {
     BY_FORMAT(ENG_e4m3);
@@ -221,31 +226,30 @@ static float block_amax(const float *x, int64_t stride, int rows, int columns, b
   return f32_from(top);
 }
 
-// Writes the scales of n blocks from block (i, j) on. The arrays have room for whole vectors.
-static void write_scales(const side *s, const float *amax, int n, int64_t i, int64_t j,
-                         float *factor, float *unit)
+// The scales of n blocks as codes, their values, and what multiplies the blocks' elements before
+// rounding. amax, factor and unit have room for whole vectors.
+static void scales_of(const side *s, const float *amax, int n, uint8_t *code, float *factor,
+                      float *unit)
 {
   const typeof(s->call->mx_quantize) *a = &s->call->mx_quantize;
-  uint8_t *code = s->scale + i * s->wide + j;
-  if (a->rule == ENG_MX_NVFP4) {   // nvfp4_scale, nvfp4_factor
-    vf by = vf_set1(s->encode * (1.0f / 6.0f)), back = vf_set1(1.0f / s->encode),
-       most = vf_from_bits(vi_set1(0x7F7FFFFF));
-    for (int k = 0; k < n; k += VF_LANES) {
-      uint8_t bytes[16];
-      vf_put_bytes_(bytes, vf_to_fp8(vf_mul(vf_load(amax + k), by), 3, true));
-      vf scale = vf_load_fp8(bytes, 3), inverse = vf_div(vf_set1(1.0f), vf_mul(scale, back));
-      vf_store(unit + k, scale);
-      vf_store(factor + k, vf_select(vf_gt(inverse, most), most, inverse));
-      memcpy(code + k, bytes, (size_t)smaller(VF_LANES, n - k));
-    }
-  } else {
+  if (a->rule != ENG_MX_NVFP4) {
     for (int k = 0; k < n; k++) {
       code[k] = mx_scale(amax[k], s->format, (int)a->rule, (a->flags & MX_FINITE) != 0);
       factor[k] = mx_inverse(code[k]);
       unit[k] = ue8m0_to_f32(code[k]);
     }
+    return;
   }
-  for (int k = 0; s->turn_scale && k < n; k++) s->turn_scale[(j + k) * s->down + i] = code[k];
+  vf by = vf_set1(s->encode * (1.0f / 6.0f)), back = vf_set1(1.0f / s->encode),
+     most = vf_from_bits(vi_set1(0x7F7FFFFF));
+  for (int k = 0; k < n; k += VF_LANES) {   // nvfp4_scale, nvfp4_factor
+    uint8_t bytes[16];
+    vf_put_bytes_(bytes, vf_to_fp8(vf_mul(vf_load(amax + k), by), 3, true));
+    vf scale = vf_load_fp8(bytes, 3), inverse = vf_div(vf_set1(1.0f), vf_mul(scale, back));
+    vf_store(unit + k, scale);
+    vf_store(factor + k, vf_select(vf_gt(inverse, most), most, inverse));
+    memcpy(code + k, bytes, (size_t)smaller(VF_LANES, n - k));
+  }
 }
 
 // Quantizes rows [r0, r0 + rows) in one row of blocks and columns [c0, c0 + columns) from a block's
@@ -265,10 +269,14 @@ static void quantize_tile(const side *s, found *all, const void *x, int64_t firs
     tile = buffer, stride = columns;
   }
   int wide = (int)a->block_columns, blocks = (columns + wide - 1) / wide;
+  amax[0] = 0;
   for (int j = 0; j < blocks; j++)
     amax[j] = block_amax(tile + j * wide, stride, rows, (int)smaller(wide, columns - j * wide),
                          a->flags & MX_FINITE, all);
-  write_scales(s, amax, blocks, r0 / a->block_rows, c0 / wide, factor, unit);
+  int64_t i = r0 / a->block_rows, j0 = c0 / wide;
+  uint8_t *code = s->scale + i * s->wide + j0;
+  scales_of(s, amax, blocks, code, factor, unit);
+  for (int j = 0; s->turn_scale && j < blocks; j++) s->turn_scale[(j0 + j) * s->down + i] = code[j];
   for (int r = 0; r < rows; r++) {
     uint32_t words[WIDE + 4 * VF_LANES + 4];
     int64_t element = (r0 + r) * s->columns + c0, lead = element % 4;
@@ -336,6 +344,43 @@ static void band_task(const void *context, int64_t t)
     }
 }
 
+// Blocks of one row of the result, which are columns of x: measured and rounded as x lies, so that
+// only the elements are transposed. As quantize_tile: rows [r0, r0 + rows), columns [c0, c0 +
+// columns) of the result; to: [columns x rows], rows MOST elements apart.
+static void quantize_columns(const side *s, int64_t r0, int rows, int64_t c0, int columns,
+                             uint8_t *to)
+{
+  const typeof(s->call->mx_quantize) *a = &s->call->mx_quantize;
+  int wide = (int)a->block_columns, blocks = (columns + wide - 1) / wide,
+      size = s->dtype == ENG_f32 ? 4 : 2;
+  vi least = vi_set1(a->flags & MX_FINITE ? INFINITE : INT32_MAX);   // a magnitude above is NaN
+  uint8_t code[MOST][MOST];                                          // of each block and row
+  for (int j = 0; j < blocks; j++) {
+    int deep = (int)smaller(wide, columns - j * wide);
+    int64_t first = (c0 + j * wide) * s->rows + r0;
+    float x[MOST * MOST], amax[MOST], factor[MOST], unit[MOST];
+    for (int k = 0; k < deep; k++) {
+      floats_from(x + k * MOST, s->x, s->dtype, first + k * s->rows, rows);
+      const char *next = (const char *)s->x + (first + (wide + k) * s->rows) * size;
+      for (int at = 0; at < rows * size; at += 64) __builtin_prefetch(next + at);
+    }
+    for (int c = 0; c < rows; c += VF_LANES) {
+      vi top = {0};
+      for (int k = 0; k < deep; k++) {
+        vi one = magnitudes(vf_load(x + k * MOST + c));
+        top = vi_larger_(top, vi_select(vi_gt(one, least), vi_set1(0), one));
+      }
+      vf_store(amax + c, (vf)top);
+    }
+    scales_of(s, amax, rows, code[j], factor, unit);
+    for (int k = 0; k < deep; k++)
+      encode_as(to + (j * wide + k) * MOST * element_bytes(s), x + k * MOST, NULL, 0, factor, unit,
+                rows, 0, a->flags & MX_VALUES, a->format);
+  }
+  for (int r = 0; r < rows; r++)
+    for (int j = 0; j < blocks; j++) s->scale[(r0 + r) * s->wide + c0 / wide + j] = code[j][r];
+}
+
 // A band of rows of x, which become columns of the result.
 static void turned_task(const void *context, int64_t t)
 {
@@ -343,11 +388,18 @@ static void turned_task(const void *context, int64_t t)
   const typeof(s->call->mx_quantize) *a = &s->call->mx_quantize;
   int64_t first = t * s->band, high = a->block_rows, step = tile_columns(MOST, high);
   int columns = (int)smaller(s->band, s->columns - first), size = s->dtype == ENG_f32 ? 4 : 2;
-  char tile[4 * MOST * MOST], turn[4 * MOST * MOST];
-  uint8_t line[2 * MOST * MOST];
+  uint8_t tile[4 * MOST * MOST], turn[4 * MOST * MOST], line[2 * MOST * MOST];
   found none;
   for (int64_t r0 = 0; r0 < s->rows; r0 += step) {
     int rows = (int)smaller(step, s->rows - r0);
+    if (high == 1 && !a->sr_bits) {
+      quantize_columns(s, r0, rows, first, columns, line);
+      turn_tile(turn, line, columns, rows, element_bytes(s));
+      for (int r = 0; r < rows; r++)
+        put_row(s, s->q, (r0 + r) * s->columns + first,
+                turn + r * element_bytes(s) * MOST, columns);
+      continue;
+    }
     for (int k = 0; k < columns; k++)
       memcpy(tile + k * MOST * size, (const char *)s->x + ((first + k) * s->rows + r0) * size,
              (size_t)(rows * size));
