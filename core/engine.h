@@ -90,8 +90,9 @@ typedef struct eng_tensor_info {
   int32_t owner;              // 0: the current step, 1: kept until freed, 2: a parameter set
   int32_t contiguous;         // 1: row-major without gaps
   int64_t step;               // the step in which the tensor was made
-  int32_t space, reserved;    // memory space: 0 the host's, 1 a CUDA card's
-  void   *data;               // first element; NULL when not in host memory
+  int32_t space;              // memory space: 0 the host's, 1 a CUDA card's
+  int32_t divided;            // 1: a weight that ranks have divided; only operations read it
+  void   *data;               // first element; NULL if divided or not in host memory
 } eng_tensor_info;
 
 /// The lifetime of a new tensor. KEEP: until eng_free. STEP: until the step ends, like the results

@@ -85,7 +85,8 @@ typedef struct eng_parallel_options {
   int64_t bucket;             // bytes of gradients in a bucket, approximately
   int32_t comm_dtype;         // ENG_COMM_*
   int32_t zero;               // 1: this rank updates only its own pieces and keeps only their
-                              // moments (ZeRO-1); 2: it also keeps only their gradients (ZeRO-2)
+                              // moments (ZeRO-1); 2: it also keeps only their gradients (ZeRO-2);
+                              // 3: and only their weights (ZeRO-3), see `units`
   int32_t whole;              // 1: pieces are whole parameters, for optimizers that need matrices
   /// Parameters that not all ranks hold (experts): apart[i] is 1 if parameter i is one of them;
   /// NULL: none. On a rank that does not hold it, such a parameter has no elements. `holders`: this
@@ -94,6 +95,9 @@ typedef struct eng_parallel_options {
   /// contributes to it.
   const uint8_t *apart;
   eng_comm *holders;
+  /// With zero = 3: the unit of each parameter. Parameters of a unit, such as a block's, have small
+  /// numbers from 0 on in common; their weights are on a rank together, while it uses them.
+  const int32_t *units;
 } eng_parallel_options;
 /// A set has at most one eng_parallel. With `zero` the set's optimizers must be divided as well
 /// (eng_optimizer_shard). With zero = 2 gradients can be written only between eng_parallel_begin
@@ -131,8 +135,24 @@ eng_status eng_parallel_histograms(eng_tensor_stats *stats, eng_parallel *parall
 /// Flags of the gradient that rank `rank` contributed to the last reduction for parameter `index`:
 /// 1 there was a gradient, 2 it had inf, 4 nan, 8 finite numbers that became inf in the comm dtype.
 int eng_parallel_flags(const eng_parallel *parallel, int rank, int index);
-/// With `zero`, after an update: distributes every rank's pieces of the weights to all ranks.
+/// With `zero`, after an update: distributes every rank's pieces of the weights to all ranks. With
+/// zero = 3 it drops the pieces of other ranks instead.
 eng_status eng_parallel_gather(eng_parallel *parallel);
+/// With zero = 3 all weights are on every rank at first. eng_parallel_leave drops the pieces of
+/// other ranks. From then on an operation that reads such a weight first receives its unit from the
+/// other ranks, which must run the same operation, and drops the units that it does not read. Other
+/// functions refuse the weight (STATE). eng_parallel_whole brings all weights back until the next
+/// eng_parallel_leave; meanwhile they can be read and written, on all ranks alike. Every rank calls
+/// both, between two steps.
+eng_status eng_parallel_leave(eng_parallel *parallel);
+eng_status eng_parallel_whole(eng_parallel *parallel);
+/// With zero = 3: a checksum of the order in which units were received; it must be the same on all
+/// ranks.
+uint32_t eng_parallel_order(const eng_parallel *parallel);
+/// With zero = 3: this rank's elements of parameter `index`, as an f32 tensor of one dimension over
+/// the weights' memory, which lives as long as the parameters. After writing to it:
+/// eng_params_refresh.
+eng_status eng_parallel_piece(eng_tensor *out, eng_parallel *parallel, int index);
 /// Reduces the f32 gradients of a reference backward (eng_params_reference_begin), at once.
 eng_status eng_parallel_reference(eng_parallel *parallel);
 /// The elements [from, to) of parameter `index` that this rank updates.
@@ -140,18 +160,20 @@ void eng_parallel_own(int64_t *from, int64_t *to, const eng_parallel *parallel, 
 /// Figures of the last step's reductions. messages, bytes: sent by this rank. seconds: from the
 /// start of the first bucket to the end of the last one. waited: seconds spent waiting in
 /// eng_parallel_finish. held: seconds for which backward waited for memory that other buckets used.
-/// record: seconds of the record's message. weights: seconds of distributing updated weights, with
-/// weight_messages and weight_bytes sent by this rank.
+/// record: seconds of the record's message. weights: seconds of distributing updated weights (zero
+/// = 3: of bringing weights), with weight_messages and weight_bytes sent by this rank.
+/// weights_memory: with zero = 3, the most bytes of weights and low-precision weights that this
+/// rank had at one time since eng_parallel_leave.
 typedef struct eng_parallel_facts {
   int64_t buckets, messages, bytes;
   double seconds, waited, held, record, weights;
-  int64_t weight_messages, weight_bytes;
+  int64_t weight_messages, weight_bytes, weights_memory;
 } eng_parallel_facts;
 void eng_parallel_last(eng_parallel_facts *out, const eng_parallel *parallel);
 /// Predicts, without starting ranks, what rank `rank` of `size` (-1: the rank that sums the most)
 /// would keep and send: bytes of memory, of messages in a reduction and, with zero, of updated
-/// weights. All figures are exact, except that `rooms` assumes that the operations on the tape are
-/// those of a step. `apart` must be NULL.
+/// weights. All figures are exact, except that `rooms` and, with zero = 3, all figures of weights
+/// assume that the operations on the tape are those of a step. `apart` must be NULL.
 typedef struct eng_parallel_sizes {
   int64_t buckets, messages, bytes, weight_messages, weight_bytes;
   int64_t own;                  // elements that this rank sums
@@ -159,6 +181,7 @@ typedef struct eng_parallel_sizes {
   // that backward writes
   int64_t gradients, rooms;
   int64_t under_way;            // memory of messages and sums in flight
+  int64_t weights;              // with zero = 3, memory of weights and low-precision weights
 } eng_parallel_sizes;
 eng_status eng_parallel_predict(eng_parallel_sizes *out, eng_params *set, int rank, int size,
                                 const eng_parallel_options *options);

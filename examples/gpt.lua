@@ -46,7 +46,7 @@ local cfg = engine.config({
   sample = "bytes to write at the end; 0: none", temperature =
     "temperature of the sample; 0: always the most likely byte",
     top_k = "sample from the k most likely; 0: all",
-  zero = "several ranks divide 1: the optimizer's state, 2: gradients as well",
+  zero = "several ranks divide 1: the optimizer's state, 2: gradients, 3: weights as well",
   comm_dtype = { "several ranks: the format in which gradients are sent",
     choices = { "own", "fp32", "bf16", "fp16", "fp8" } },
   wire = { "comm_dtype's name in version 0.1", hidden = true,

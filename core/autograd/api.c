@@ -114,7 +114,7 @@ eng_status eng_to_device(eng_tensor *out, const eng_tensor *handle, const char *
 eng_status eng_info(eng_tensor_info *out, const eng_tensor *handle)
 {
   tensor *x;
-  ENG_TRY(tensor_get(&x, handle));
+  ENG_TRY(tensor_find(&x, handle));
   *out = (eng_tensor_info){
     .count = x->count,
     .ndim = x->ndim,
@@ -127,7 +127,8 @@ eng_status eng_info(eng_tensor_info *out, const eng_tensor *handle)
     .contiguous = tensor_contiguous(x),
     .step = x->step,
     .space = x->store->space,
-    .data = x->store->space == SPACE_HOST ? x->data : NULL,
+    .divided = x->store->closed,
+    .data = x->store->space == SPACE_HOST && !x->store->closed ? x->data : NULL,
   };
   memcpy(out->shape, x->shape, (size_t)x->ndim * sizeof *x->shape);
   memcpy(out->stride, x->stride, (size_t)x->ndim * sizeof *x->stride);

@@ -229,7 +229,7 @@ void gradient_drop_leaves(void)
 eng_status eng_requires_grad(const eng_tensor *handle, bool on)
 {
   tensor *x;
-  ENG_TRY(tensor_get(&x, handle));
+  ENG_TRY(tensor_find(&x, handle));
   if (tape_holds(x))
     return error_set(ENG_ERR_GRADIENT, "requires_grad: expected a leaf, got %s from an operation",
                      tensor_text(x));
@@ -245,7 +245,7 @@ eng_status eng_gradient(eng_tensor *out, const eng_tensor *handle)
 {
   tensor *x;
   *out = (eng_tensor){0, 0};
-  ENG_TRY(tensor_get(&x, handle));
+  ENG_TRY(tensor_find(&x, handle));
   tensor *dx = x->gradient;
   if (x->parameter) {
     const parameter *p = x->parameter;
@@ -266,7 +266,7 @@ eng_status eng_gradient(eng_tensor *out, const eng_tensor *handle)
 eng_status eng_clear_gradient(const eng_tensor *handle)
 {
   tensor *x;
-  ENG_TRY(tensor_get(&x, handle));
+  ENG_TRY(tensor_find(&x, handle));
   if (x->parameter) params_drop_gradient(x->parameter);
   else if (x->node < 0) {
     gradient_drop(x);

@@ -228,6 +228,14 @@ static eng_status run_in_order(op_call *c, const op_shape *shape, const int *ord
   return status;
 }
 
+/// ZeRO-3: brings the weights that this rank does not hold.
+static eng_status bring_weights(const op_call *c)
+{
+  for (int k = 0; k < c->n_in; k++)
+    if (c->in[k] && c->in[k]->store->absent) return params_bring(c->in, c->n_in);
+  return ENG_OK;
+}
+
 eng_status op_run(op_call *c)
 {
   if (eng_interrupted() == 2) return error_set(ENG_ERR_INTERRUPTED, "interrupted");
@@ -246,6 +254,7 @@ eng_status op_run(op_call *c)
     ENG_TRY(op_view(c, &shape));
     return record ? tape_record(c) : ENG_OK;
   }
+  ENG_TRY(bring_weights(c));
   if (yields >= 0 && dtype_is_float(shape.out[0].dtype) && shape.out[0].dtype != ENG_f64)
     shape.out[0].dtype = yields;
   if (info->layout == LAYOUT_ROWS)
@@ -305,7 +314,7 @@ static eng_status run_call(eng_op_call *call, tensor *target)
     return error_set(ENG_ERR_VALUE, "expected up to %d inputs, got %d", ENG_OP_INPUTS, call->n_in);
   for (int k = 0; k < call->n_in; k++) {
     if (call->in[k].slot == 0) continue;
-    eng_status status = tensor_get(&c.in[k], &call->in[k]);
+    eng_status status = tensor_find(&c.in[k], &call->in[k]);
     if (status != ENG_OK)
       return call->op >= 0 && call->op < ENG_OP_COUNT
                ? error_prefix(status, "%s", op_table[call->op].about.name)

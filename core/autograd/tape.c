@@ -139,7 +139,7 @@ eng_status eng_record_lua(int64_t id, const eng_tensor *x, int n_in, const eng_t
   op_call call = {.op = -1, .n_in = n_in, .n_out = n_out};
   bool wanted = false;
   for (int k = 0; k < n_in; k++) {
-    ENG_TRY(tensor_get(&call.in[k], &x[k]));
+    ENG_TRY(tensor_find(&call.in[k], &x[k]));
     wanted |= call.in[k]->requires_grad;
   }
   for (int k = 0; k < n_out; k++) {

@@ -25,6 +25,18 @@ int64_t bucket_overlap(const eng_parallel *p, const bucket *b, int k, int rank, 
   return high > low ? high - low : 0;
 }
 
+void member_owned(int64_t *from, int64_t *to, const eng_parallel *p, int index, int rank)
+{
+  const bucket *b = &p->buckets[p->bucket_of[index]];
+  int64_t begin = b->cut[rank], end = b->cut[rank + 1], first = 0,
+          count = p->set->member[index].value->count;
+  for (int k = 0; k < b->n; k++)
+    if (b->member[k] == index) first = b->at[k];
+  int64_t low = first > begin ? first : begin, high = first + count < end ? first + count : end;
+  *from = low < high ? low - first : 0;
+  *to = low < high ? high - first : 0;
+}
+
 /// Assigns members to buckets of one dtype each, in the order in which backward completes them.
 /// Members on all ranks and members held apart go into separate buckets, so that a bucket of a
 /// group has the same number on all ranks of that group.
@@ -173,8 +185,8 @@ eng_status buckets_check(const eng_parallel_options *options)
     return error_set(ENG_ERR_VALUE,
                      "expected a comm dtype of 0 to 4 (ENG_COMM_*), got %d",
                      options->comm_dtype);
-  if (options->zero < 0 || options->zero > 2)
-    return error_set(ENG_ERR_VALUE, "zero: expected 0, 1 or 2, got %d", options->zero);
+  if (options->zero < 0 || options->zero > 3)
+    return error_set(ENG_ERR_VALUE, "zero: expected 0, 1, 2 or 3, got %d", options->zero);
   if (options->bucket < 1)
     return error_set(ENG_ERR_VALUE, "gradient buckets: expected a size of 1 byte or more, got %lld",
                      (long long)options->bucket);

@@ -18,6 +18,7 @@
 #include "autograd/backward.h"
 #include "device/transfer.h"
 #include "device/wire.h"
+#include "params/params_parted.h"
 
 #include <string.h>
 
@@ -457,6 +458,13 @@ eng_status eng_parallel_finish(eng_parallel *p)
   }
   if (p->cards) ENG_TRY(read_flags(p));
   double now = eng_clock();
+  if (p->set->parted) {
+    p->facts.weight_messages += p->brought.messages;
+    p->facts.weight_bytes += p->brought.bytes;
+    p->facts.weights += p->brought.seconds;
+    p->facts.weights_memory = weights_kept(p->set, p->set->parted) + p->set->parted->most;
+    memset(&p->brought, 0, sizeof p->brought);
+  }
   p->facts.waited += now - began;
   p->facts.seconds += now - (p->first ? p->first : began);
   p->armed = false;

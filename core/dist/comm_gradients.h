@@ -1,7 +1,7 @@
 // A parameter set whose gradients are reduced over ranks, shared by the files that work on it:
 // comm_parallel.c makes and frees it, comm_buckets.c lays the buckets out, comm_gradients.c and
-// comm_cards.c reduce them in a step, comm_record.c reduces the record, comm_predict.c predicts
-// sizes.
+// comm_cards.c reduce them in a step, comm_weights.c brings ZeRO-3's weights, comm_record.c reduces
+// the record, comm_predict.c predicts sizes.
 #pragma once
 
 #include "comm.h"
@@ -46,7 +46,9 @@ struct eng_parallel {
   eng_comm   *comm, *holders; // all ranks; the ranks that hold the same `apart` parameters, or NULL
   uint8_t    *apart;          // [set->n] 1: not all ranks hold this parameter
   int32_t    *holder;         // [size of holders] the holders' ranks in `comm`
-  int32_t     zero;           // 0; 1: updates are divided among ranks; 2: gradients as well
+  // 0; 1: updates are divided among ranks; 2: gradients as well; with ZeRO-3 it is 2, and
+  // set->parted has the weights
+  int32_t     zero;
   bool        whole;          // pieces are whole parameters
   int32_t     n_buckets;
   int32_t     under_way;      // buckets in flight
@@ -79,6 +81,9 @@ struct eng_parallel {
   bool        broken;         // a step failed while messages were in flight
   double      first;          // when the first bucket of this reduction started
   eng_parallel_facts facts;
+  // ZeRO-3: what this rank sent of its weights since the last reduction, and how long it took
+  struct { int64_t messages, bytes; double seconds; } brought;
+  uint32_t brought_in;        // a checksum of the units that were brought, in order
 };
 
 // ---- comm_buckets.c
@@ -96,6 +101,8 @@ void buckets_free(eng_parallel *p);
 /// `from` in the member and `at` in the piece.
 int64_t bucket_overlap(const eng_parallel *p, const bucket *b, int k, int rank, int64_t *from,
                        int64_t *at);
+/// The elements [from, to) of a member that rank `rank` owns: like `own`, for any rank.
+void member_owned(int64_t *from, int64_t *to, const eng_parallel *p, int index, int rank);
 /// Elements of piece `rank`.
 static inline int64_t bucket_piece(const bucket *b, int rank)
 {
@@ -106,6 +113,17 @@ static inline int64_t member_room(const eng_params *set, int i)
 {
   return set->member[i].value->count * eng_dtype_size(set->gradient_dtype[i]);
 }
+
+// ---- comm_weights.c
+
+/// ZeRO-3: from now on other ranks' weights come and go. units [set->n]: the unit of each member.
+eng_status weights_part(eng_parallel *p, const int32_t *units);
+/// Bytes of weights that stay.
+struct params_parted;
+int64_t weights_kept(const eng_params *set, const struct params_parted *q);
+/// Predicts memory and messages of a step whose operations are those on the tape.
+eng_status weights_predict(eng_parallel_sizes *out, eng_parallel *p, const int64_t *own,
+                           const int32_t *units);
 
 // ---- comm_cards.c
 

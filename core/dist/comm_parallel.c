@@ -9,6 +9,7 @@
 #include "comm_gradients.h"
 
 #include "base/error.h"
+#include "params/params_parted.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -68,6 +69,7 @@ void eng_parallel_free(eng_parallel *p)
   buckets_free(p);
   for (int i = 0; p->place && i < p->set->n; i++) tensor_drop(p->place[i]);
   cards_free(p);
+  if (p->set->parted) p->set->parted->fetch = NULL;
   if (p->under_way == 0) {      // else messages in flight still use it
     pool_free(&p->messages_pool);
     arena_free_in(SPACE_HOST, ARENA_MESSAGE, p->values, p->n_values * (int64_t)sizeof(float));
@@ -146,13 +148,14 @@ eng_status eng_parallel_new(eng_parallel **out, eng_params *set, eng_comm *comm,
   if (status == ENG_OK) status = buckets_fill(p, options);
   if (status == ENG_OK) status = take_memory(p, options->bucket);
   if (status == ENG_OK && p->cards) status = cards_new(p);
-  if (status == ENG_OK && options->zero == 2) status = divide(p);
+  if (status == ENG_OK && options->zero >= 2) status = divide(p);
+  if (status == ENG_OK && options->zero == 3) status = weights_part(p, options->units);
   if (status != ENG_OK) {
     eng_parallel_free(p);
     return status;
   }
   p->facts.buckets = p->n_buckets;
-  p->zero = options->zero;
+  p->zero = options->zero == 3 ? 2 : options->zero;
   set->sharded = options->zero > 0;
   *out = p;
   return ENG_OK;

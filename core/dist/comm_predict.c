@@ -8,11 +8,10 @@
 
 #include <stdlib.h>
 
-/// Counts what bucket b sends and keeps on this rank.
+/// Counts what bucket b sends and keeps on this rank, and notes which elements this rank owns.
 static eng_status count_bucket(eng_parallel_sizes *out, int64_t *longest, eng_parallel *p,
-                               bucket *b, int zero)
+                               bucket *b, int zero, int64_t *own_part)
 {
-  ENG_TRY(bucket_cut(b, (int)(b - p->buckets), p->whole));
   int own = b->comm->rank, ranks = b->comm->size;
   int64_t others = ranks - 1;
   out->messages += others;
@@ -26,14 +25,15 @@ static eng_status count_bucket(eng_parallel_sizes *out, int64_t *longest, eng_pa
     int64_t from, at, n = bucket_overlap(p, b, k, own, &from, &at);
     out->own += n;
     out->gradients +=
-      params_part_bytes(zero == 2 ? n : p->set->member[b->member[k]].value->count, b->dtype);
-    if (zero == 0 || n == 0) continue;
+      params_part_bytes(zero >= 2 ? n : p->set->member[b->member[k]].value->count, b->dtype);
+    if (own_part) {
+      own_part[2 * b->member[k]] = n ? from : 0;
+      own_part[2 * b->member[k] + 1] = n ? from + n : 0;
+    }
+    if (zero == 0 || zero == 3 || n == 0) continue;
     out->weight_messages += others;
     out->weight_bytes += n * (int64_t)sizeof(float) * others;
   }
-  free(b->cut);
-  free(b->begin);
-  b->cut = b->begin = NULL;
   return ENG_OK;
 }
 
@@ -128,20 +128,26 @@ eng_status eng_parallel_predict(eng_parallel_sizes *out, eng_params *set, int ra
   eng_comm group = {.rank = rank < 0 ? 0 : rank, .size = size};
   eng_parallel p = {.set = set, .comm = &group};
   p.apart = calloc((size_t)set->n + 1, sizeof *p.apart);
-  eng_status status = p.apart ? buckets_fill(&p, options)
+  int64_t *own = calloc((size_t)set->n + 1, 2 * sizeof *own);
+  eng_status status = p.apart && own ? buckets_fill(&p, options)
                               : error_set(ENG_ERR_MEMORY, "out of memory for a prediction");
   if (status == ENG_OK && rank < 0) status = busiest(&group.rank, &p);
   int64_t longest = 0, largest = 0, block = 0, room = 0;
   for (int k = 0; status == ENG_OK && k < p.n_buckets; k++)
-    status = count_bucket(out, &longest, &p, &p.buckets[k], options->zero);
+    status = bucket_cut(&p.buckets[k], k, p.whole);
+  for (int k = 0; status == ENG_OK && k < p.n_buckets; k++)
+    status = count_bucket(out, &longest, &p, &p.buckets[k], options->zero, own);
   if (status == ENG_OK && size > 1) {
     for (int i = 0; i < set->n; i++)
       if (set->member[i].value->count > largest) largest = set->member[i].value->count;
     buckets_bounds(&block, &room, &p, options->bucket);
     out->under_way =
       block + (size * longest > largest ? size * longest : largest) * (int64_t)sizeof(float);
-    if (options->zero == 2) status = count_rooms(&out->rooms, &p, room);
+    if (options->zero >= 2) status = count_rooms(&out->rooms, &p, room);
+    if (options->zero == 3 && status == ENG_OK)
+      status = weights_predict(out, &p, own, options->units);
   }
+  free(own);
   out->buckets = p.n_buckets;
   buckets_free(&p);
   free(p.apart);

@@ -9,6 +9,7 @@
 
 #include "device/backend.h"
 #include "base/error.h"
+#include "params/params_parted.h"
 #include "device/transfer.h"
 
 #include <stdlib.h>
@@ -95,19 +96,6 @@ eng_status eng_parallel_histograms(eng_tensor_stats *stats, eng_parallel *p)
 
 // ------------------------------------------------------------------ pieces of weights and moments
 
-/// The elements [from, to) of a member that rank `rank` owns: like `own`, for any rank.
-static void owned(int64_t *from, int64_t *to, const eng_parallel *p, int index, int rank)
-{
-  const bucket *b = &p->buckets[p->bucket_of[index]];
-  int64_t begin = b->cut[rank], end = b->cut[rank + 1], first = 0,
-          count = p->set->member[index].value->count;
-  for (int k = 0; k < b->n; k++)
-    if (b->member[k] == index) first = b->at[k];
-  int64_t low = first > begin ? first : begin, high = first + count < end ? first + count : end;
-  *from = low < high ? low - first : 0;
-  *to = low < high ? high - first : 0;
-}
-
 /// Sends this rank's piece of member `index` to every other rank that holds the member, and
 /// receives the pieces of these ranks. `host`: all elements of the member as f32 in host memory.
 /// Between cards, `host` is device memory, and the messages are only enqueued.
@@ -116,10 +104,10 @@ static eng_status round_pieces(eng_parallel *p, int index, float *host, const ch
   eng_comm *comm = p->buckets[p->bucket_of[index]].comm;
   int n = 0, own = comm->rank;
   int64_t from, to, a, b;
-  owned(&from, &to, p, index, own);
+  member_owned(&from, &to, p, index, own);
   for (int peer = 0; peer < comm->size; peer++) {
     if (peer == own) continue;
-    owned(&a, &b, p, index, peer);
+    member_owned(&a, &b, p, index, peer);
     if (to > from) {
       p->messages[n++] =
         (comm_message){host + from, (to - from) * (int64_t)sizeof *host, peer, true};
@@ -150,6 +138,11 @@ eng_status eng_parallel_gather(eng_parallel *p)
 {
   eng_params *set = p->set;
   double began = eng_clock();
+  if (set->parted) {   // those of other ranks are out of date
+    for (int i = 0; i < set->n; i++)
+      if (set->member[i].has_gradient) params_written(&set->member[i]);
+    return params_leave(set);
+  }
   if (p->cards) {
     ENG_TRY(gather_between_cards(p));
     p->facts.weights = eng_clock() - began;

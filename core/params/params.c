@@ -5,7 +5,7 @@
 // into parameter.gradient and sets has_gradient; a parameter without gradient is absent from
 // statistics and updates. A span holds the gradient's relative scale, and passes over spans divide
 // by it.
-#include "params.h"
+#include "params_parted.h"
 
 #include "base/error.h"
 #include "base/numerics.h"
@@ -188,6 +188,7 @@ void eng_params_free(eng_params *set)
 {
   if (!set || set->freed) return;
   set->freed = true;
+  if (set->parted) params_forget_parts(set);
   for (int i = 0; i < set->n; i++) {
     parameter *p = &set->member[i];
     p->value->parameter = NULL;
@@ -315,6 +316,9 @@ eng_status eng_params_precision(eng_params *set, const int32_t *shadow, const in
   int32_t *wanted = set->which;   // unused between passes
   for (int i = 0; i < set->n; i++) wanted[i] = shadow && shadow[i] != ENG_f32 ? shadow[i] : -1;
   bool new_shadows = !same_formats(set->shadows, wanted, set->n);
+  if (new_shadows && set->parted)
+    return error_set(ENG_ERR_STATE, "these weights are divided among ranks (zero=3) and cannot "
+                                    "change their format; hint: create a new optimizer");
   if (new_shadows && set->shadows && tensor_tape_length > 0)
     return error_set(
       ENG_ERR_STATE,
@@ -345,18 +349,37 @@ eng_status eng_params_accumulate(eng_params *set, bool on)
   return ENG_OK;
 }
 
+static void *past(const tensor *x, int64_t elements)
+{
+  return (char *)x->data + elements * eng_dtype_size(x->dtype);
+}
+
 /// The device that computes with the set's memory: the current device if it uses that memory space.
 static const backend *set_device(const eng_params *set)
 {
   return set->space == backend_current()->space ? backend_current() : backend_of_space(set->space);
 }
 
+/// Elements [from, to) of a contiguous tensor, as one dimension.
+static tensor narrowed(const tensor *x, int64_t from, int64_t to)
+{
+  tensor part = *x;
+  part.data = past(x, from);
+  part.ndim = part.stride[0] = 1;
+  part.count = part.shape[0] = to - from;
+  return part;
+}
+
 static eng_status refresh(parameter *p)
 {
   const backend *device = set_device(p->set);
-  op_call c = {.op = ENG_OP_cast, .n_in = 1, .n_out = 1, .in = {p->value}, .out = {p->shadow},
-               .cast = {.dtype = p->shadow->dtype}};
-  if (p->value->count > 0) ENG_TRY(device->kernel[c.op](&c));
+  const int64_t all[2] = {0, p->value->count};
+  bool whole = !p->set->parted || p->set->parted->whole;
+  const int64_t *part = whole ? all : p->set->own + 2 * p->index;
+  tensor from = narrowed(p->value, part[0], part[1]), to = narrowed(p->shadow, part[0], part[1]);
+  op_call c = {.op = ENG_OP_cast, .n_in = 1, .n_out = 1, .in = {&from}, .out = {&to},
+               .cast = {.dtype = to.dtype}};
+  if (from.count > 0) ENG_TRY(device->kernel[c.op](&c));
   p->shadow->store->writes++;
   p->seen = p->value->store->writes;
   return ENG_OK;
@@ -365,6 +388,7 @@ static eng_status refresh(parameter *p)
 eng_status eng_params_refresh(eng_params *set)
 {
   ENG_TRY(check_alive(set));
+  if (set->parted && !set->parted->whole) ENG_TRY(params_leave(set));
   for (int i = 0; i < set->n; i++)
     if (set->member[i].shadow) ENG_TRY(refresh(&set->member[i]));
   return ENG_OK;
@@ -430,11 +454,6 @@ eng_status eng_params_zero_grad(eng_params *set)
     p->gradient = resting_place(set, i);   // it may point to the unscaled gradient
   }
   return ENG_OK;
-}
-
-static void *past(const tensor *x, int64_t elements)
-{
-  return (char *)x->data + elements * eng_dtype_size(x->dtype);
 }
 
 static int spans(eng_params *set, const int64_t *own)

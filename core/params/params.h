@@ -92,6 +92,7 @@ struct eng_params {
   // [n][2] elements [from, to) of each member that this rank owns; NULL: all (comm_gradients.c)
   int64_t     *own;
   bool         sharded;       // this rank updates only its own elements (ZeRO-1)
+  struct params_parted *parted;   // other ranks' weights come and go (ZeRO-3); NULL: all stay
   pending_stats pending[ENG_STATS_ON_THEIR_WAY];   // a ring: lagged statistics, oldest first
   int32_t      first_pending, n_pending;
   // the statistics that decide the next lagged update, on devices that compute at once; NULL: none
@@ -129,6 +130,12 @@ static inline bool params_sums_terms(const parameter *p)
   const eng_params *set = p->set;
   return !set->kept && set->term_dtype[p->index] != set->gradient_dtype[p->index];
 }
+
+/// Brings those of the weights x[n] (NULL allowed) that are absent; the others of them stay. All
+/// ranks call it at the same operations. Errors: STATE.
+eng_status params_bring(tensor *const *x, int n);
+/// The weights stay from now on; those of other ranks are lost.
+void params_forget_parts(eng_params *set);
 
 /// Marks a member as having no gradient.
 static inline void params_drop_gradient(parameter *p)

@@ -479,6 +479,10 @@ eng_status eng_safetensors_add(eng_safetensors_writer *writer, const char *name,
 {
   eng_tensor_info info;
   ENG_TRY(eng_info(&info, x));
+  if (info.divided)
+    return error_set(ENG_ERR_STATE, "%s: the ranks have divided the weight %s (zero=3); hint: "
+                                    "trainer:whole(function() ... end), on all ranks",
+                     writer->path, json_show(name));
   if (!json_is_text(name))
     return error_set(ENG_ERR_VALUE, "%s: the tensor name %s is not UTF-8", writer->path,
                      json_show(name));

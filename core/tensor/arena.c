@@ -365,6 +365,29 @@ void arena_free_in(int space, arena_id id, void *piece, int64_t bytes)
   list->first = node;
 }
 
+int64_t arena_page_size(void)
+{
+  static int64_t known;
+  if (!known) known = sysconf(_SC_PAGESIZE);
+  return known;
+}
+
+void arena_pages_give(arena_id id, void *pages, int64_t bytes)
+{
+  madvise(pages, (size_t)bytes, MADV_NOHUGEPAGE);   // else the system fills the gap again
+  madvise(pages, (size_t)bytes, MADV_DONTNEED);
+  CLOSE(pages, bytes);
+  arenas[SPACE_HOST][id].used -= bytes;
+}
+
+void arena_pages_take(arena_id id, void *pages, int64_t bytes)
+{
+  arena *a = &arenas[SPACE_HOST][id];
+  OPEN(pages, bytes);
+  a->used += bytes;
+  if (a->used > a->peak) a->peak = a->used;
+}
+
 void *arena_alloc(arena_id id, int64_t bytes)
 {
   return arena_alloc_in(in_force, id, bytes);

@@ -93,6 +93,16 @@ static void storage_release(storage *s)
 
 eng_status tensor_get(tensor **out, const eng_tensor *handle)
 {
+  ENG_TRY(tensor_find(out, handle));
+  if (!(*out)->store->closed) return ENG_OK;
+  return error_set(ENG_ERR_STATE,
+                   "%s is a weight that the ranks have divided (zero=3), and this rank has only "
+                   "its own part; hint: trainer:whole(function() ... end), on all ranks",
+                   tensor_text(*out));
+}
+
+eng_status tensor_find(tensor **out, const eng_tensor *handle)
+{
   *out = NULL;
   if (!handle || handle->slot == 0 || (int64_t)handle->slot >= (int64_t)n_blocks * BLOCK)
     return error_set(ENG_ERR_STALE, "not a tensor: the handle is empty");

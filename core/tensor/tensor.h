@@ -17,6 +17,10 @@ typedef struct storage {
   int32_t  done;            // number of these tensors with `done`
   int32_t  segment;         // checkpointed part of the tape that computes it (tape.h); 0: none
   bool     awaited;         // an operation that runs again reads it (checkpoint.c)
+  // ZeRO-3 (params/params_parted.c): the parameter whose weights these are, or NULL; whether they
+  // come and go, so that only operations may read them; whether they are gone now
+  struct parameter *parted;
+  bool     closed, absent;
 } storage;
 
 typedef struct tensor {
@@ -43,7 +47,10 @@ typedef struct tensor {
 } tensor;
 
 /// Resolves a handle. The message of ENG_ERR_STALE gives the tensor's shape, its step and a hint.
+/// Errors: STATE for weights that come and go (ZeRO-3).
 eng_status tensor_get(tensor **out, const eng_tensor *handle);
+/// The same for callers that do not touch the values, or bring absent weights first.
+eng_status tensor_find(tensor **out, const eng_tensor *handle);
 eng_tensor tensor_handle(const tensor *x);
 
 /// Creates a tensor with undefined contents, in the current memory space. It belongs to the step if

@@ -146,5 +146,6 @@ trainer = engine.trainer { model = model, optimizer = optimizer, loss = loss_of,
     if cfg.pace > 0 then M_ffi.ffi.C.usleep(cfg.pace * 1e6) end
   end }
 trainer:run()
-io.stderr:write(("rank %d: weights %s\n"):format(ranks.rank(),
-  tostring(M_ffi.C.eng_params_checksum(optimizer.params))))
+io.stderr:write(("rank %d: weights %s\n"):format(ranks.rank(), trainer:whole(function()
+  return tostring(M_ffi.C.eng_params_checksum(optimizer.params))
+end)))

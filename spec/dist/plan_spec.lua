@@ -151,7 +151,7 @@ describe("a plan", function()
       { { "examples/gpt.lua", "measure=two" }, "measure: expected a list of rank counts" },
       { { "examples/gpt.lua", "measure=" },
         "measure: expected a list of rank counts from 1 to 64, such as 1,2,4, got ''" },
-        { { "examples/gpt.lua", "zero=3" }, "expected zero to be 0, 1 or 2" },
+        { { "examples/gpt.lua", "zero=4" }, "expected zero to be 0, 1, 2 or 3" },
       { { "examples/gpt.lua", "wire=fp4" }, "expected comm_dtype to be own, fp32" },
       { { "examples/gpt.lua", "alpha=fast" }, "alpha: expected a number" } } do
       local result = helper.run { "plan", unpack(case[1]) }

@@ -1,7 +1,7 @@
--- The ranks of spec/dist/ranks_zero_spec.lua. Trains a small GPT, or a model in which every rank
--- uses different layers (model=forked), and writes JSON into the file told.RANK: steps, checksum of
--- the weights, predicted and actual cost of the reduction, and the errors that a script gets when
--- it asks for sharded gradients.
+-- The ranks of spec/dist/ranks_zero_spec.lua and zero3_spec.lua. Trains a small GPT, or a model in
+-- which every rank uses different layers (model=forked), and writes JSON into the file told.RANK:
+-- steps, checksum of the weights, predicted and actual cost of the reduction, and the errors that a
+-- script gets when it asks for sharded gradients.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local json = require "engine.base.json"
@@ -11,7 +11,7 @@ local ranks = engine.ranks
 local cfg = engine.config { model = "gpt", zero = 0, steps = 4, accumulate = 1, precision = "fp32",
   wire = "own", bucket = 0.05, width = 48, layers = 3, policy = "",
   run = "", trap = "", clip = 0.0, ask = false, optimizer = "adamw", timeout = 30, told = "told",
-  resume = "", boom = 0 }
+  resume = "", boom = 0, checkpoint = false, resident = false }
 engine.seed(3)
 
 -- ------------------------------------------------------------------ models
@@ -74,6 +74,7 @@ local optimizer = engine.optim[cfg.optimizer](model, { lr = 1e-3, precision = cf
 local options = { model = model, optimizer = optimizer, data = data, steps = cfg.steps,
   accumulate = cfg.accumulate, clip = cfg.clip, comm_dtype = cfg.wire,
   zero = cfg.zero, bucket = cfg.bucket, run = cfg.run, resume = cfg.resume,
+  checkpoint = cfg.checkpoint and "block" or nil,
   trap = cfg.trap ~= "" and cfg.trap or nil, policy = cfg.policy ~= "" and cfg.policy or nil,
   rank_timeout = cfg.timeout, agree_every = 1,
   log = "quiet", attach = false }
@@ -83,6 +84,11 @@ options.on_step = function(t, record, verdict)
   steps[#steps + 1] = { ("%.17g"):format(record.loss), ("%.17g"):format(record.scale),
     ("%.17g"):format(record.norm), ("%.17g"):format(record.norm_ref),
     tonumber(record.inf), verdict:what() }
+  local peak = cfg.resident and record.step == 0 and io.open("/proc/self/clear_refs", "w")
+  if peak then
+    peak:write("5")        -- VmHWM begins again
+    cfg.resident = peak:close() ~= nil
+  end
   if not cfg.ask or record.step > 1 then return end
   local p = optimizer.list[2].tensor
   ask("grad", function() return p.grad end)
@@ -109,17 +115,25 @@ trainer:run()
 -- ------------------------------------------------------------------ what it took
 
 local facts, memory = M_ffi.new("eng_parallel_facts"), engine.memory()
-local result = { rank = ranks.rank(), steps = steps, told = told,
-  weights = tostring(C.eng_params_checksum(optimizer.params)),
+-- The most memory of this process since the first step, in MiB; nil where the kernel cannot tell.
+local function resident()
+  for line in io.lines("/proc/self/status") do
+    local kib = line:match("^VmHWM:%s+(%d+)")
+    if kib and cfg.resident then return kib / 1024 end
+  end
+end
+local result = { rank = ranks.rank(), resident = resident(), steps = steps, told = told,
+  weights = trainer:whole(function() return tostring(C.eng_params_checksum(optimizer.params)) end),
   gradients = memory.gradients.peak, messages_memory = memory.messages.peak }
 if trainer.reducer.many then
   C.eng_parallel_last(facts, trainer.reducer.reduction)
-  for _, name in ipairs { "messages", "bytes", "weight_messages", "weight_bytes" } do
+  for _, name in ipairs { "messages", "bytes", "weight_messages", "weight_bytes",
+    "weights_memory" } do
     result[name] = tonumber(facts[name])
   end
   check(C.eng_step_begin())
   trainer:forward(data:next())
-  options.whole = optimizer.whole
+  options.whole, options.units = optimizer.whole, trainer.reducer.units
   result.predicted = require("engine.dist.plan").sizes(optimizer.params, options, ranks.rank(),
     ranks.size())
   check(C.eng_step_end())

@@ -9,7 +9,7 @@ local show = require "engine.base.show"
 
 local help = [==[
 usage: engine plan SCRIPT [ranks=1024] [alpha=S] [beta=S] [step=S] [comm_dtype=FORMAT]
-                   [zero=0|1|2] [bucket=MIB] [measure=N,N,...] [name=value ...]
+                   [zero=0|1|2|3] [bucket=MIB] [measure=N,N,...] [name=value ...]
        engine plan SCRIPT checkpoint=block [name=value ...]
        engine plan FOLDER
 
@@ -33,10 +33,11 @@ comm_dtype zero bucket   as in engine.trainer; by default the script's values
 checkpoint   what activation checkpointing (the trainer's option) saves and costs on one rank:
              predicted, and measured in two processes
 
-The first columns are the memory of one rank: the total, gradients (zero=2: its own part and the
-buffers that backward writes), moments, and messages in flight. The other columns are times: all
+The first columns are the memory of one rank: the total, gradients (from zero=2 on: its own part and
+the buffers that backward writes), moments, and messages in flight. The other columns are times: all
 gradient messages; the messages that are not hidden behind the backward pass, which with zero=1 or 2
-include the updated weights; the record; and the whole step.
+include the updated weights, and with zero=3 the weights that blocks wait for; the record; and the
+whole step.
 
 measure      also runs the job with these numbers of ranks on this machine, one thread for each
              rank, and prints the prediction for this machine next to the measurement. Ranks on one
@@ -68,7 +69,7 @@ local function smaller_bucket(job, params, options, ranks)
   local plan = require "engine.dist.plan"
   local function with(bucket, zero)
     local o = { bucket = bucket, comm_dtype = options.comm_dtype, zero = zero or options.zero,
-      whole = options.whole }
+      whole = options.whole, units = options.units }
     local other = setmetatable({ zero = o.zero or 0,
       sizes = function(n) return plan.sizes(params, o, -1, n) end }, { __index = job })
     return plan.predict(other, { alpha = 0, beta = 0 }, ranks)
@@ -86,7 +87,7 @@ local function smaller_bucket(job, params, options, ranks)
   if best.memory.all > math.min(0.9 * now.memory.all, now.memory.all - MIB) then return nil end
   return ("bucket=%g would take %s of memory a rank instead of %s%s on %d ranks, with %.1f " ..
     "times the messages"):format(found, show.bytes(best.memory.all),
-    show.bytes(now.memory.all), job.zero == 2
+    show.bytes(now.memory.all), job.zero >= 2
     and (" (zero=1: %s)"):format(show.bytes(with(bucket, 1).memory.all)) or "", ranks,
     best.sent.messages / now.sent.messages)
 end
@@ -108,8 +109,10 @@ local function job_of(trainer, options, records, wanted, measured, step)
     job.parameters = job.parameters + p.tensor.count
     job.moment_bytes = job.moment_bytes + optimizer.state:bytes(i, p.tensor.count)
   end
-  -- ZeRO-2: the operations of a step determine which gradients exist at the same time.
-  if job.zero == 2 then
+  -- From ZeRO-2 on: the operations of a step determine which gradients, and with ZeRO-3 which
+  -- weights, exist at the same time.
+  options.units = job.zero == 3 and reducer.units(list) or nil
+  if job.zero >= 2 then
     M_ffi.check(C.eng_step_begin())
     trainer:forward(trainer:next_batch())
   end
@@ -241,8 +244,9 @@ local function table_of(job, cost, source, given)
     x[i], y[i] = math.log(ranks) / math.log(2), 100 * p.efficiency
   end
   if job.zero > 0 then
-    print("\nmessages: only those of gradients. not hidden: also the updated weights, which " ..
-      "are sent after the update")
+    print(job.zero < 3 and "\nmessages: only those of gradients. not hidden: also the updated " ..
+      "weights, which are sent after the update" or "\nmessages: only those of gradients. not " ..
+      "hidden: also the weights, for which each block waits in both passes")
   end
   if job.advice then print((job.zero > 0 and "" or "\n") .. job.advice) end
   if #x > 2 then

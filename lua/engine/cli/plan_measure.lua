@@ -109,7 +109,7 @@ end
 
 local ARENAS = { "parameters", "gradients", "optimizer", "messages", "step" }
 local FACTS = { "waited", "held", "record", "weights", "messages", "bytes", "weight_messages",
-  "weight_bytes" }
+  "weight_bytes", "weights_memory" }
 
 --- Makes steps as one rank of a job, or as a single process, and prints the measurements.
 function M.rank(script, settings, given)
@@ -136,6 +136,9 @@ function M.rank(script, settings, given)
   end
   local memory = require("engine").memory()
   memory.optimizer.peak = memory.optimizer.peak + trainer.optimizer.state.kept
+  if trainer.reducer.parted then   -- the peak includes the weights before they were divided
+    memory.parameters.peak = tonumber(facts.weights_memory)
+  end
   for _, name in ipairs(ARENAS) do
     parts[#parts + 1] = ("memory_%s=%d"):format(name, memory[name].peak)
   end

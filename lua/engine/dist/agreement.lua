@@ -5,8 +5,8 @@
 -- compare
 --   scalars   steps, updates, the optimizer's updates and lr, the loss scale, the policy's state,
 --             the seed and counter of random numbers
---   tensors   master weights, low-precision weights, and moments where ZeRO does not divide them;
---             experts among the ranks that hold the same ones
+--   tensors   master weights, low-precision weights, and moments where ZeRO does not divide them
+--             (ZeRO-3 divides all); experts among the ranks that hold the same ones
 -- Each rank sends one message of three numbers. Only if these numbers differ do the ranks exchange
 -- the checksum of each value, to name the first value that differs and the ranks.
 --
@@ -62,10 +62,12 @@ local function items(trainer)
   local trained = {}
   for i, p in ipairs(optimizer.list) do
     trained[p.name] = true
-    add(p.name, p.tensor, p.name)
     local low = M_ffi.Tensor()
-    check(C.eng_params_low(low, optimizer.params, i - 1))
-    add(p.name .. " (low-precision weights)", low, p.name)
+    if not reducer.parted then
+      add(p.name, p.tensor, p.name)
+      check(C.eng_params_low(low, optimizer.params, i - 1))
+      add(p.name .. " (low-precision weights)", low, p.name)
+    end
     for _, buffer in ipairs(reducer.zero and {} or optimizer.state:of(i, reducer:shape(p))) do
       add(buffer.name, buffer.x, p.name)
     end

@@ -2,8 +2,9 @@
 -- messages. Its inputs are the seconds of a message (alpha), of a byte (beta) and of one rank's own
 -- step. The core counts messages and bytes, because it knows the buckets (eng_parallel_predict).
 -- For each bucket, every rank sends a piece to every other rank and later sends its sum back (with
--- ZeRO: the updated weights). ZeRO-2 does this in every micro-batch. The record takes log2(ranks)
--- messages.
+-- ZeRO: the updated weights). ZeRO-2 does this in every micro-batch. ZeRO-3 sends no updated
+-- weights, but each block's weights before its forward and its backward pass. The record takes
+-- log2(ranks) messages.
 --
 -- On separate machines, messages overlap the rest of the backward pass, except those of the last
 -- bucket. Ranks that share a machine (cost.cores) copy messages with the cores that compute, so
@@ -20,15 +21,15 @@ local BACKWARD = 2 / 3
 
 --- What one of `ranks` ranks would send and keep: the fields of eng_parallel_sizes as a table.
 --- rank: its number, or -1 for the rank with the largest sums. options: a trainer's { bucket (MiB),
---- comm_dtype (name), zero, whole }. For ZeRO-2, the operations on the tape must be those of a
---- step.
+--- comm_dtype (name), zero, whole, units }. For ZeRO-2 and 3, the operations on the tape must be
+--- those of a step.
 function M.sizes(params, options, rank, ranks)
   local out = M_ffi.new("eng_parallel_sizes")
   check(C.eng_parallel_predict(out, params, rank, ranks,
     require("engine.dist.reducer").options(options)))
   local sizes = {}
   for _, name in ipairs { "buckets", "messages", "bytes", "weight_messages", "weight_bytes", "own",
-    "gradients", "rooms", "under_way" } do
+    "gradients", "rooms", "under_way", "weights" } do
     sizes[name] = tonumber(out[name])
   end
   return sizes
@@ -44,7 +45,7 @@ end
 --- efficiency }.
 function M.predict(job, cost, ranks)
   local sizes, alone = job.sizes(ranks), ranks == 1
-  local passes = job.zero == 2 and job.accumulate or 1
+  local passes = job.zero >= 2 and job.accumulate or 1
   local turns = cost.cores and math.max(1, ranks / cost.cores) or 1
   local crowd = cost.cores and cost.slowed
     and 1 + (cost.slowed - 1) * (math.min(ranks, cost.cores) - 1) / math.max(1, cost.cores - 1) or 1
@@ -56,10 +57,11 @@ function M.predict(job, cost, ranks)
   local rounds = math.ceil(math.log(ranks) / math.log(2))
   local numbers = job.tensors * 7 + 10 + (job.histogram and C.ENG_HIST_BINS or 0)
   local record = rounds * (cost.alpha + numbers * 8 * cost.beta) * turns
-  -- Weights are sent tensor by tensor.
+  -- Weights are sent tensor by tensor: after an update, or by ZeRO-3 in every pass.
+  local parted = job.zero == 3 and not alone
   local weights = job.zero > 0 and not alone
     and ((sizes.weight_messages + job.tensors) * cost.alpha + sizes.weight_bytes * cost.beta) *
-    turns or 0
+    turns * (parted and passes or 1) or 0
   -- The last bucket is sent after the backward pass; the others overlap what remains of it.
   local last = messages / math.max(1, sizes.buckets * passes)
   local exposed = cost.cores and messages
@@ -69,7 +71,8 @@ function M.predict(job, cost, ranks)
     skew
   local step = compute + handling + exposed + skew + record + weights
   local own = alone and 1 or sizes.own / math.max(1, job.parameters)
-  local memory = { weights = job.weight_bytes, gradients = sizes.gradients + sizes.rooms,
+  local memory = { weights = parted and sizes.weights or job.weight_bytes,
+    gradients = sizes.gradients + sizes.rooms,
     moments = job.zero > 0 and job.moment_bytes * own or job.moment_bytes,
     messages = alone and 0 or sizes.under_way }
   memory.all = memory.weights + memory.gradients + memory.moments + memory.messages

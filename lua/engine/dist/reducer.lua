@@ -35,8 +35,8 @@ function M.wrong(o)
   if o.bucket ~= nil and not (type(o.bucket) == "number" and o.bucket > 0 and o.bucket < 1024) then
     return "bucket", "a number of MiB above 0 and below 1024"
   end
-  if o.zero ~= nil and o.zero ~= 0 and o.zero ~= 1 and o.zero ~= 2 then
-    return "zero", "0, 1 or 2"
+  if o.zero ~= nil and o.zero ~= 0 and o.zero ~= 1 and o.zero ~= 2 and o.zero ~= 3 then
+    return "zero", "0, 1, 2 or 3"
   end
   if o.rank_timeout ~= nil and not (type(o.rank_timeout) == "number" and o.rank_timeout > 0) then
     return "rank_timeout", "a positive number of seconds"
@@ -114,12 +114,25 @@ end
 
 -- ------------------------------------------------------------------ making
 
+--- The units of ZeRO-3 for the parameters of an optimizer, as the core's option: each block of the
+--- model is one, and so is every other module that has parameters.
+function M.units(list)
+  local units, numbers, n = ffi.new("int32_t[?]", #list), {}, 0
+  for i, p in ipairs(list) do
+    local name = p.name:match("^(.*%f[^%z.]blocks%.%d+)%.") or p.name:match("^(.*)%.[^.]*$") or ""
+    if not numbers[name] then numbers[name], n = n, n + 1 end
+    units[i - 1] = numbers[name]
+  end
+  return units
+end
+
 --- The core's options for a reduction, made from those of a trainer. o.whole: with ZeRO, ranks
---- update whole parameters (the optimizer's `whole`).
+--- update whole parameters (the optimizer's `whole`). o.units: those of ZeRO-3, which the caller
+--- keeps.
 function M.options(o, apart, holders)
   return ffi.new("eng_parallel_options", { bucket = math.floor((o.bucket or M.BUCKET) * MIB),
     comm_dtype = COMM_DTYPES[o.comm_dtype or "own"], zero = o.zero or 0,
-    whole = (o.zero or 0) > 0 and o.whole and 1 or 0,
+    whole = (o.zero or 0) > 0 and o.whole and 1 or 0, units = o.units,
     apart = apart, holders = holders })
 end
 
@@ -159,8 +172,8 @@ end
 -- Positions in the sums and in the maxima of a record's message.
 local NUMBERS = { loss = 0, tokens = 1 }
 local MAXIMA = { elapsed = 0, hash = 1, minus_hash = 2, interrupted = 3, hangup = 4, wish = 5,
-  drawn = 6, unknown = 7 }
-local N_SUMS, N_MAXIMA = 2, 8
+  drawn = 6, unknown = 7, order = 8, minus_order = 9 }
+local N_SUMS, N_MAXIMA = 2, 10
 
 -- Finds the parameters that only some ranks hold. Modules such as nn.moe declare them in `_apart`.
 -- Returns { [name] = { held =, shape = } }, an array that marks these parameters in the optimizer's
@@ -201,16 +214,19 @@ function M.new(trainer, o)
   self.own_pass = self.many and o.mode ~= "lagged"   -- record() makes the pass over the gradients
   self.comm_dtype = self.many and o.comm_dtype or "own"
   -- zero: each rank updates its part of the weights; divided: it also keeps only that part's
-  -- gradients
-  self.zero, self.divided = (o.zero or 0) > 0 and self.many, o.zero == 2 and self.many
+  -- gradients; parted: and only that part of the weights
+  self.zero, self.divided = (o.zero or 0) > 0 and self.many, (o.zero or 0) > 1 and self.many
+  self.parted = o.zero == 3 and self.many
   if not self.many then return self end
   if o.rank_timeout then C.eng_comm_timeout(o.rank_timeout) end
   ranks.world()
   self.signals = {}
   self.apart, self.marks, self.holders = find_apart(trainer.model, trainer.optimizer.list)
   ranks.compare(identity(self, o))       -- settings, policies and models must match
+  self.units = self.parted and M.units(trainer.optimizer.list) or nil
   self.options = M.options({ bucket = o.bucket, comm_dtype = o.comm_dtype, zero = o.zero,
-    whole = trainer.optimizer.whole }, self.marks, self.holders and self.holders.comm)
+    whole = trainer.optimizer.whole, units = self.units }, self.marks,
+    self.holders and self.holders.comm)
   self.reduction = reduction(trainer.optimizer, self.options)
   if self.zero then trainer.optimizer.state:shard(self.reduction) end
   self:make_room()
@@ -223,7 +239,9 @@ function Reducer:text()
     ranks.text() or nil
 end
 
-function Reducer:level_of_zero() return self.divided and 2 or self.zero and 1 or 0 end
+function Reducer:level_of_zero()
+  return self.parted and 3 or self.divided and 2 or self.zero and 1 or 0
+end
 
 --- The job in words, "4 ranks, ZeRO-1, comm dtype bf16"; nil for one process.
 function Reducer:described()
@@ -258,6 +276,11 @@ end
 --- rank. Then compares the ranks' checksums.
 function Reducer:start(spread)
   local trainer = self.trainer
+  if spread and self.parted then     -- each rank has only its part, so there is nothing to compare
+    spread()
+    return self:leave()
+  end
+  if self.parted then check(C.eng_parallel_whole(self.reduction)) end
   if spread then spread()
   else
     local state = trainer.model:state()
@@ -283,6 +306,48 @@ function Reducer:start(spread)
         "received the same"):format(i - 1, text, self.rank, others[self.rank + 1]), 0)
     end
   end
+  if self.parted then self:leave() end
+end
+
+-- ------------------------------------------------------------------ ZeRO-3: divided weights
+
+--- Drops the weights of other ranks; from now on they come and go with the operations.
+function Reducer:leave()
+  check(C.eng_params_refresh(self.trainer.optimizer.params))
+  check(C.eng_parallel_leave(self.reduction))
+end
+
+--- Runs f with all weights on this rank and returns its results. Every rank calls it.
+function Reducer:whole(f)
+  if not self.parted then return f() end
+  check(C.eng_parallel_whole(self.reduction))
+  local results = { pcall(f) }
+  check(C.eng_parallel_leave(self.reduction))
+  if not results[1] then error(results[2], 0) end
+  return unpack(results, 2, table.maxn(results))
+end
+
+local own_from, own_to = ffi.new("int64_t[1]"), ffi.new("int64_t[1]")
+
+--- The elements [from, to) of the optimizer's parameter i that this rank updates.
+function Reducer:own_part(i)
+  C.eng_parallel_own(own_from, own_to, self.reduction, i - 1)
+  return tonumber(own_from[0]), tonumber(own_to[0])
+end
+
+--- The optimizer's parameters as this rank holds them, in order: { { name =, tensor =, from = } }.
+--- With ZeRO-3 a tensor has this rank's elements, from the element `from` on.
+function Reducer:weights()
+  local list = {}
+  for i, p in ipairs(self.trainer.optimizer.list) do
+    local x = p.tensor
+    if self.parted then
+      x = M_ffi.Tensor()
+      check(C.eng_parallel_piece(x, self.reduction, i - 1))
+    end
+    list[i] = { name = p.name, tensor = x, from = self.parted and self:own_part(i) or 0 }
+  end
+  return list
 end
 
 -- ------------------------------------------------------------------ a step
@@ -450,6 +515,8 @@ function Reducer:record(record, stats, s)
   maxima[MAXIMA.interrupted], maxima[MAXIMA.hangup] = interrupted_here() or 0, C.eng_hangups()
   maxima[MAXIMA.wish] = self.rank == 0 and trainer.control:wishes() and 1 or 0
   maxima[MAXIMA.drawn] = self.drawn
+  local order = self.parted and C.eng_parallel_order(self.reduction) or 0
+  maxima[MAXIMA.order], maxima[MAXIMA.minus_order] = order, -order
   put_signals(self, s.signals)
   if self.own_pass then
     check(C.eng_parallel_stats(record, stats, self.reduction, s.scale, needs, sums,
@@ -461,6 +528,10 @@ function Reducer:record(record, stats, s)
   self.ended_by, self.hangup = maxima[MAXIMA.interrupted], maxima[MAXIMA.hangup] > 0
   self.wish = maxima[MAXIMA.wish] > 0
   if maxima[MAXIMA.hash] ~= -maxima[MAXIMA.minus_hash] then self:differ() end
+  if maxima[MAXIMA.order] ~= -maxima[MAXIMA.minus_order] then
+    error("zero=3: the ranks used different weights, or in another order; hint: every rank must " ..
+      "run the same operations on the weights, or zero=2", 0)
+  end
   take_signals(self)
   if maxima[MAXIMA.unknown] > 0 then agree_on_signals(self, s.signals) end
   s.signals = self.signals

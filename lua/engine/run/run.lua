@@ -581,7 +581,7 @@ end
 
 -- Raises an error if weights are inf or nan: such a checkpoint must not become the newest.
 local function check_weights(self)
-  local problem = require("engine.tensor.stats").nonfinite(self.trainer.optimizer.list)
+  local problem = require("engine.tensor.stats").nonfinite(self.trainer.reducer:weights())
   if problem then error(problem, 0) end
 end
 

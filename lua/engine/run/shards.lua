@@ -52,20 +52,13 @@ end
 
 -- ------------------------------------------------------------------ a job of ranks
 
-local own_from, own_to = ffi.new("int64_t[1]"), ffi.new("int64_t[1]")
--- The elements [from, to) of parameter i whose moments this rank keeps.
-local function own_part(reducer, i)
-  C.eng_parallel_own(own_from, own_to, reducer.reduction, i - 1)
-  return tonumber(own_from[0]), tonumber(own_to[0])
-end
-
 -- Calls f(p, buffer, from, to) for each buffer of the optimizer's state; the elements [from, to) of
 -- the buffer are those that this rank has.
 local function each_buffer(reducer, f)
   local optimizer = reducer.trainer.optimizer
   for i, p in ipairs(optimizer.list) do
     local from, to = 0, p.tensor.count
-    if reducer.zero then from, to = own_part(reducer, i) end
+    if reducer.zero then from, to = reducer:own_part(i) end
     for _, buffer in ipairs(optimizer.state:of(i, reducer:shape(p))) do
       if buffer.whole then f(p, buffer, 0, buffer.x and buffer.x.count or 0)
       else f(p, buffer, from, to) end
@@ -73,9 +66,22 @@ local function each_buffer(reducer, f)
   end
 end
 
+-- With ZeRO-3 this rank's part of each trained weight, by its name in the model; else empty.
+local function own_weights(reducer)
+  local own, slots = {}, {}
+  for _, p in ipairs(reducer.parted and reducer.trainer.model:parameters() or {}) do
+    slots[tonumber(p.tensor.slot)] = p.name
+  end
+  for i, w in ipairs(reducer.parted and reducer:weights() or {}) do
+    local name = slots[tonumber(reducer.trainer.optimizer.list[i].tensor.slot)]
+    if name then own[name] = w end
+  end
+  return own
+end
+
 --- The pieces that this rank writes: its share of the tensors that all ranks hold, its share of
---- those that only some ranks hold (experts), and with ZeRO the moments it keeps. `user`: the
---- tensors of trainer.state, or nil; this rank writes them all.
+--- those that only some ranks hold (experts), and with ZeRO the moments and weights it keeps.
+--- `user`: the tensors of trainer.state, or nil; this rank writes them all.
 function M.of_rank(reducer, user)
   local pieces, parameter_of = M.pieces(), {}
   local function share(part, tensors)
@@ -89,7 +95,15 @@ function M.of_rank(reducer, user)
     M.cut(common, reducer.rank, reducer.size, add)
     if reducer.apart then M.cut(held, reducer.holders.rank, reducer.holders.size, add) end
   end
-  share("model", reducer.trainer.model:state())
+  local state = reducer.trainer.model:state()
+  for name, w in pairs(own_weights(reducer)) do
+    local n = w.tensor.count
+    if n > 0 or state[name].count == 0 and reducer.rank == 0 then
+      pieces:add("model", name, w.tensor, w.from, w.from + n, state[name].shape)
+    end
+    state[name] = nil
+  end
+  share("model", state)
   local buffers = {}
   each_buffer(reducer, function(p, buffer, from, to)
     buffers[buffer.name], parameter_of[buffer.name] = buffer.x, p.name
@@ -157,8 +171,11 @@ function M.spread(reducer, c)
     list[#list + 1] = { part = part, name = name, x = x, dtype = dtype or x.dtype,
       count = count, from = from }
   end
+  local own = own_weights(reducer)
   for _, name in ipairs(sorted(state)) do
-    want("model", name, reducer:shape { name = name, tensor = state[name] }, state[name], 0)
+    local w = own[name]
+    want("model", name, reducer:shape { name = name, tensor = state[name] },
+      w and w.tensor or state[name], w and w.from or 0)
   end
   each_buffer(reducer, function(p, buffer, from)
     want("optimizer", buffer.name, buffer.shape(reducer:shape(p)), buffer.x, from, buffer.dtype)

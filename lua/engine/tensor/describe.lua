@@ -27,6 +27,7 @@ return function(x)
   local head = ("%s %s %s%s"):format(dtype, arguments.shape_text(shape), x.device,
     grad and " requires_grad" or "")
   if count == 0 then return head .. " (empty)" end
+  if info_buffer.divided ~= 0 then return head .. " (divided among the ranks)" end
   if count > MOST then return head .. " (too many elements to summarize)" end
   local values = ffi.new("double[?]", count)
   check(C.eng_read(values, M_ffi.dtype.f64, count, x))

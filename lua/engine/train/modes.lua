@@ -124,6 +124,19 @@ function M.policy_refusal(trainer, policy)
     :format(option, policy.name, trainer.delay == 1 and "mode=sync" or "graph=false")
 end
 
+-- What ZeRO-3 cannot do, or nil.
+local function parted_refusal(trainer)
+  local optimizer, what = trainer.optimizer, nil
+  if not trainer.reducer.parted then return nil end
+  if machine.device() ~= "cpu" then what = "weights come and go in the memory of the CPU only"
+  elseif optimizer.fp8 then
+    what = ("precision %s quantizes whole weights on each rank"):format(trainer.precision.name)
+  elseif optimizer.whole then
+    what = ("optimizer %s is written in Lua and reads whole weights"):format(optimizer.name)
+  elseif trainer.reducer.apart then what = "the ranks have already divided the experts" end
+  return what and ("zero=3: %s; hint: zero=2"):format(what) or nil
+end
+
 --- Why a trainer cannot work in its mode, or nil.
 function M.refusal(trainer)
   local problem = M.policy_refusal(trainer, trainer.policy)
@@ -160,6 +173,8 @@ function M.refusal(trainer)
     return ("mode=lagged: expected accumulate of up to %d, got %d"):format(C.ENG_STATS_LOSSES,
       trainer.accumulate)
   end
+  local parted = parted_refusal(trainer)
+  if parted then return parted end
   if lagged and (trainer.reducer.zero or trainer.reducer.apart) then
     return ("mode=lagged: %s, so no rank's device knows whether a step overflowed; hint: mode=sync")
       :format(trainer.reducer.zero and "with ZeRO each rank holds a part of the gradients"

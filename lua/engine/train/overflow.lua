@@ -159,7 +159,8 @@ function Overflows:look(record, verdict)
   local culprit = trainer.reducer:culprits()[1]
   -- only the rank whose batches overflowed looks
   local mine = trainer.reducer.rank == (culprit and culprit.rank or 0)
-  if not mine and not trainer.reducer.apart then return end  -- experts run on all ranks
+  -- experts run on all ranks, and ZeRO-3 brings the weights from all
+  if not mine and not trainer.reducer.apart and not trainer.reducer.parted then return end
   local step = tonumber(record.step)
   if self.last ~= step - 1 then self.in_row, self.stuck = 0, 0 end
   self.last, self.in_row = step, self.in_row + 1
@@ -175,7 +176,10 @@ function Overflows:look(record, verdict)
   -- with a delay the batches are gone by now; a session never had them
   if not text and trainer.delay == 0 and trainer.batches[1] then
     local problem
-    finding, problem = run_again(trainer, record.scale)
+    trainer.reducer:whole(function()
+      if not mine and not trainer.reducer.apart then return end
+      finding, problem = run_again(trainer, record.scale)
+    end)
     text = finding and tostring(finding) or "the step could not be run again: " .. tostring(problem)
   end
   if not mine then return end

@@ -547,7 +547,8 @@ end
 ---   zero                         1 (ZeRO-1): each rank updates its part of the weights and keeps
 ---                                only that part's moments; 2 (ZeRO-2): also keeps only that
 ---                                part's gradients, which are sent at every micro-batch; x.grad
----                                cannot be read
+---                                cannot be read; 3 (ZeRO-3): also keeps only that part's weights,
+---                                and gets the others while a block uses them (trainer:whole)
 ---   rank_timeout                 seconds a rank waits for another before it ends the job (300)
 ---   agree_every                  steps between comparisons of the ranks' weights, moments and
 ---                                optimizer scalars (1000; 0: no comparisons). Checkpoints and the
@@ -609,6 +610,11 @@ function Trainer:evaluate_on(data, batches)
   end)
   return sum / batches
 end
+
+--- Runs f() and returns its results. With zero = 3, all weights are on every rank meanwhile, and
+--- can be read, saved and changed (alike on all ranks); outside of it only operations read them.
+--- Every rank calls it, between two steps: trainer:whole(function() model:save("model") end).
+function Trainer:whole(f) return self.reducer:whole(f) end
 
 --- A line for the user.
 function Trainer:note(text)

@@ -1,0 +1,184 @@
+// ZeRO-3: sends the weights of a unit, such as a block, to the ranks that are about to use it.
+// params/params_parted.c decides when: an operation reads a weight that this rank has only a part
+// of. Every rank owns the same pieces as in ZeRO-1 and 2 and sends them straight from the weights
+// into the weights of the others, in the dtype that the operation reads.
+//
+// All ranks run the same operations, so they bring the same units in the same order. A unit's
+// messages have a tag of their own: ranks that differ wait for each other and are named, or differ
+// in a checksum of the order, which the reducer compares in every step.
+// Owns the list of messages. Called by comm_parallel.c, comm_record.c and Lua.
+#include "comm_gradients.h"
+
+#include "base/error.h"
+#include "autograd/op.h"
+#include "autograd/tape.h"
+#include "params/params_parted.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+
+static void first_name(char *text, size_t size, const eng_params *set, int unit)
+{
+  int i = 0;
+  while (i < set->n - 1 && set->parted->unit_of[i] != unit) i++;
+  snprintf(text, size, "the weights with %s", set->member[i].name);
+}
+
+/// The messages of a unit in one form; returns their number. messages NULL: counts them and the
+/// bytes that this rank sends.
+static int list_messages(comm_message *messages, int64_t *sent, int64_t *bytes,
+                         const eng_parallel *p, const params_parted *q, int unit, int form)
+{
+  int n = 0, own = p->comm->rank;
+  for (int i = 0; i < p->set->n; i++) {
+    const tensor *x = q->unit_of[i] == unit ? parted_tensor(p->set, i, form) : NULL;
+    if (!x) continue;
+    int64_t size = eng_dtype_size(x->dtype), from, to, a, b;
+    member_owned(&from, &to, p, i, own);
+    for (int peer = 0; peer < p->comm->size; peer++) {
+      if (peer == own) continue;
+      member_owned(&a, &b, p, i, peer);
+      if (to > from) {
+        if (messages)
+          messages[n] =
+            (comm_message){(char *)x->data + from * size, (to - from) * size, peer, true};
+        n++;
+        *sent += 1;
+        *bytes += (to - from) * size;
+      }
+      if (b > a) {
+        if (messages)
+          messages[n] = (comm_message){(char *)x->data + a * size, (b - a) * size, peer, false};
+        n++;
+      }
+    }
+  }
+  return n;
+}
+
+static eng_status fetch(void *data, int unit, int form)
+{
+  eng_parallel *p = data;
+  int64_t none = 0;
+  p->brought_in = eng_crc32c(p->brought_in, (int32_t[2]){unit, form}, 2 * sizeof(int32_t));
+  char what[90];
+  first_name(what, sizeof what, p->set, unit);
+  int n = list_messages(NULL, &none, &none, p, p->set->parted, unit, form),
+      tag = COMM_TAG_BUCKET + p->n_buckets + unit * PARTED_FORMS + form;
+  comm_message *messages = calloc((size_t)n + 1, sizeof *messages);
+  if (!messages) return error_set(ENG_ERR_MEMORY, "out of memory for messages");
+  list_messages(messages, &p->brought.messages, &p->brought.bytes, p, p->set->parted, unit, form);
+  double began = eng_clock();
+  eng_status status = comm_exchange(p->comm, messages, n, tag, what);
+  p->brought.seconds += eng_clock() - began;
+  free(messages);
+  return status;
+}
+
+eng_status weights_part(eng_parallel *p, const int32_t *units)
+{
+  params_parted *q;
+  if (!units) return error_set(ENG_ERR_VALUE, "zero=3 needs the unit of each parameter");
+  if (p->set->space != SPACE_HOST)
+    return error_set(ENG_ERR_DEVICE, "zero=3 works in the memory of the CPU; hint: zero=2");
+  if (p->holders)
+    return error_set(ENG_ERR_VALUE, "zero=3: experts are already divided among the ranks; hint: "
+                                    "zero=2");
+  for (int i = 0; i < p->set->n; i++)
+    if (units[i] < 0 || units[i] >= p->set->n)
+      return error_set(ENG_ERR_VALUE, "expected a unit of 0 to %d for parameter %s, got %d",
+                       p->set->n - 1, p->set->member[i].name, units[i]);
+  ENG_TRY(parted_new(&q, p->set, p->set->own, units));
+  q->fetch = fetch;
+  q->data = p;
+  return params_part(p->set, q);
+}
+
+static eng_status check_parted(const eng_parallel *p)
+{
+  if (p->set->freed) return error_set(ENG_ERR_STATE, "these parameters were freed");
+  return p->set->parted ? ENG_OK
+                        : error_set(ENG_ERR_STATE, "these weights are not divided among ranks");
+}
+
+eng_status eng_parallel_leave(eng_parallel *p)
+{
+  ENG_TRY(check_parted(p));
+  return params_leave(p->set);
+}
+
+eng_status eng_parallel_whole(eng_parallel *p)
+{
+  ENG_TRY(check_parted(p));
+  return params_bring_all(p->set);
+}
+
+uint32_t eng_parallel_order(const eng_parallel *p) { return p->brought_in; }
+
+eng_status eng_parallel_piece(eng_tensor *out, eng_parallel *p, int index)
+{
+  *out = (eng_tensor){0, 0};
+  ENG_TRY(check_parted(p));
+  ENG_TRY(params_index(p->set, index));
+  *out = tensor_handle(p->set->parted->piece[index]);
+  return ENG_OK;
+}
+
+int64_t weights_kept(const eng_params *set, const params_parted *q)
+{
+  return set->masters->bytes + (set->shadows ? set->shadows->bytes : 0) - q->away;
+}
+
+// ------------------------------------------------------------------ a prediction
+
+typedef struct prediction {
+  eng_parallel *p;
+  params_parted *q;
+  eng_parallel_sizes *out;
+} prediction;
+
+static eng_status count_messages(void *data, int unit, int form)
+{
+  const prediction *a = data;
+  list_messages(NULL, &a->out->weight_messages, &a->out->weight_bytes, a->p, a->q, unit, form);
+  return ENG_OK;
+}
+
+/// Brings those inputs of an operation that are weights and in the mask `reads`.
+static eng_status read_inputs(const prediction *a, const op_call *call, int reads)
+{
+  int unit[ENG_OP_INPUTS], form[ENG_OP_INPUTS], n = 0;
+  bool absent = false;
+  for (int k = 0; k < call->n_in; k++)
+    for (int i = 0; call->in[k] && reads >> k & 1 && i < a->p->set->n; i++) {
+      if (!parted_holds(&form[n], &a->p->set->member[i], call->in[k]->store)) continue;
+      unit[n] = a->q->unit_of[i];
+      absent |= !a->q->unit[unit[n]].here[form[n]];
+      n++;
+      break;
+    }
+  return absent ? parted_need(a->q, unit, form, n) : ENG_OK;
+}
+
+eng_status weights_predict(eng_parallel_sizes *out, eng_parallel *p, const int64_t *own,
+                           const int32_t *units)
+{
+  prediction a = {.p = p, .out = out};
+  if (!units) return error_set(ENG_ERR_VALUE, "zero=3 needs the unit of each parameter");
+  ENG_TRY(parted_new(&a.q, p->set, own, units));
+  a.q->imagined = true;
+  a.q->fetch = count_messages;
+  a.q->data = &a;
+  eng_status status = ENG_OK;
+  int length = eng_tape_length();
+  for (int turn = 0; turn < 2 * length && status == ENG_OK; turn++) {
+    bool forward = turn < length;
+    const tape_node *node = tape_at(forward ? turn : 2 * length - 1 - turn);
+    if (node->call.op < 0 || op_table[node->call.op].layout == LAYOUT_VIEW) continue;
+    bool runs = forward || node->segment;     // a checkpointed operation runs again
+    status = read_inputs(&a, &node->call, runs ? ~0 : op_table[node->call.op].about.reads);
+  }
+  out->weights = weights_kept(p->set, a.q) + a.q->most;
+  parted_free(a.q);
+  return status;
+}

@@ -1,0 +1,249 @@
+// Weights that come and go (ZeRO-3). The flat buffers of weights keep their addresses, so that
+// tensors, views and the tape stay valid; pages that hold no element of this rank's own return to
+// the system. Weights that are used together form a unit. An operation that reads an absent
+// weight brings the unit's (`fetch`, in dist/) and drops the units that it does not read. Thus a
+// forward pass holds one unit after the other, and the backward pass the same in reverse.
+//
+// Absent weights are marked in their storage, so that nothing reads or writes them by mistake
+// (tensor_get). Owns the table and the marks. Called by op.c, params.c and dist/.
+#include "params_parted.h"
+
+#include "base/error.h"
+
+#include <stdlib.h>
+
+tensor *parted_tensor(const eng_params *set, int i, int form)
+{
+  const parameter *p = &set->member[i];
+  if (form == PARTED_COMPUTE) return p->shadow ? p->shadow : p->value;
+  return p->shadow ? p->value : NULL;
+}
+
+bool parted_holds(int *form, const parameter *p, const storage *store)
+{
+  bool low = p->shadow && p->shadow->store == store;
+  *form = low || !p->shadow ? PARTED_COMPUTE : PARTED_MASTER;
+  return low || p->value->store == store;
+}
+
+// ---- the table
+
+/// Adds the whole pages between two addresses to a unit.
+static eng_status add_pages(params_parted *q, int unit, int form, char *from, char *to)
+{
+  uintptr_t size = (uintptr_t)arena_page_size(), low = ((uintptr_t)from + size - 1) / size * size,
+            high = (uintptr_t)to / size * size;
+  if (high <= low) return ENG_OK;
+  parted_unit *u = &q->unit[unit];
+  int n = u->n_pages[form];
+  parted_pages *more = realloc(u->pages[form], ((size_t)n + 1) * sizeof *more);
+  if (!more) return error_set(ENG_ERR_MEMORY, "out of memory for the table of weights");
+  u->pages[form] = more;
+  more[n] = (parted_pages){(char *)low, (int64_t)(high - low)};
+  u->n_pages[form]++;
+  q->away += more[n].bytes;
+  return ENG_OK;
+}
+
+/// Finds the pages of a flat buffer that hold nothing of this rank's own. Parts of one unit that
+/// follow each other share their pages.
+static eng_status find_pages(params_parted *q, const eng_params *set, const int64_t *own,
+                             const flat_buffer *flat)
+{
+  char *from = NULL, *to = NULL;       // a run of bytes of other ranks, of `unit` and `form`
+  int unit = -1, form = 0;
+  for (int i = 0; flat && i < set->n; i++) {
+    const tensor *x = flat->part[i];
+    if (!x) continue;
+    int its_form = x == parted_tensor(set, i, PARTED_COMPUTE) ? PARTED_COMPUTE : PARTED_MASTER;
+    int64_t size = eng_dtype_size(x->dtype), a = own[2 * i], b = own[2 * i + 1];
+    char *begin = x->data, *end = begin + params_part_bytes(x->count, x->dtype);
+    char *gap[2][2] = {{begin, a == b ? end : begin + a * size}, {begin + b * size, end}};
+    for (int k = 0; k < (a == b ? 1 : 2); k++) {
+      if (gap[k][0] == gap[k][1]) continue;
+      if (to == gap[k][0] && unit == q->unit_of[i] && form == its_form) {
+        to = gap[k][1];
+        continue;
+      }
+      if (to) ENG_TRY(add_pages(q, unit, form, from, to));
+      from = gap[k][0];
+      to = gap[k][1];
+      unit = q->unit_of[i];
+      form = its_form;
+    }
+  }
+  return to ? add_pages(q, unit, form, from, to) : ENG_OK;
+}
+
+eng_status parted_new(params_parted **out, const eng_params *set, const int64_t *own,
+                      const int32_t *unit_of)
+{
+  params_parted *q = calloc(1, sizeof *q);
+  *out = NULL;
+  if (q) q->unit_of = calloc((size_t)set->n + 1, sizeof *q->unit_of);
+  for (int i = 0; q && q->unit_of && i < set->n; i++) {
+    q->unit_of[i] = unit_of[i];
+    if (unit_of[i] >= q->n_units) q->n_units = unit_of[i] + 1;
+  }
+  if (q && q->unit_of) q->unit = calloc((size_t)q->n_units + 1, sizeof *q->unit);
+  eng_status status =
+    q && q->unit ? ENG_OK : error_set(ENG_ERR_MEMORY, "out of memory for the table of weights");
+  if (status == ENG_OK) status = find_pages(q, set, own, set->masters);
+  if (status == ENG_OK) status = find_pages(q, set, own, set->shadows);
+  if (status != ENG_OK) {
+    parted_free(q);
+    return status;
+  }
+  q->whole = true;
+  *out = q;
+  return ENG_OK;
+}
+
+void parted_free(params_parted *q)
+{
+  if (!q) return;
+  for (int u = 0; q->unit && u < q->n_units; u++)
+    for (int f = 0; f < PARTED_FORMS; f++) free(q->unit[u].pages[f]);
+  free(q->piece);
+  free(q->unit);
+  free(q->unit_of);
+  free(q);
+}
+
+// ---- coming and going
+
+static void move_pages(params_parted *q, int unit, int form, bool here)
+{
+  parted_unit *u = &q->unit[unit];
+  if (u->here[form] == here) return;
+  u->here[form] = here;
+  for (int k = 0; k < u->n_pages[form]; k++) {
+    const parted_pages *p = &u->pages[form][k];
+    q->here += here ? p->bytes : -p->bytes;
+    if (q->imagined) continue;
+    if (here) arena_pages_take(ARENA_PARAMETER, p->at, p->bytes);
+    else arena_pages_give(ARENA_PARAMETER, p->at, p->bytes);
+  }
+  if (q->here > q->most) q->most = q->here;
+}
+
+eng_status parted_need(params_parted *q, const int *unit, const int *form, int n)
+{
+  q->clock++;
+  for (int k = 0; k < n; k++) q->unit[unit[k]].used = q->clock;
+  for (int u = 0; u < q->n_units; u++)
+    for (int f = 0; q->unit[u].used != q->clock && f < PARTED_FORMS; f++)
+      move_pages(q, u, f, false);
+  for (int k = 0; k < n; k++) {
+    if (q->unit[unit[k]].here[form[k]]) continue;
+    move_pages(q, unit[k], form[k], true);
+    eng_status status = q->fetch(q->data, unit[k], form[k]);
+    if (status == ENG_OK) continue;
+    move_pages(q, unit[k], form[k], false);
+    return status;
+  }
+  return ENG_OK;
+}
+
+/// Marks in the storages of a set's members what comes and goes and what is gone.
+static void mark(const eng_params *set)
+{
+  const params_parted *q = set->parted;
+  for (int i = 0; i < set->n; i++)
+    for (int f = 0; f < PARTED_FORMS; f++) {
+      const tensor *x = parted_tensor(set, i, f);
+      if (!x) continue;
+      x->store->closed = !q->whole;
+      x->store->absent = !q->whole && !q->unit[q->unit_of[i]].here[f];
+    }
+}
+
+eng_status params_part(eng_params *set, params_parted *q)
+{
+  set->parted = q;
+  for (int u = 0; u < q->n_units; u++)
+    for (int f = 0; f < PARTED_FORMS; f++) q->unit[u].here[f] = true;
+  q->here = q->away;
+  for (int i = 0; i < set->n; i++)
+    for (int f = 0; f < PARTED_FORMS; f++) {
+      const tensor *x = parted_tensor(set, i, f);
+      if (x) x->store->parted = &set->member[i];
+    }
+  q->piece = calloc((size_t)set->n + 1, sizeof *q->piece);
+  if (!q->piece) return error_set(ENG_ERR_MEMORY, "out of memory for the table of weights");
+  for (int i = 0; i < set->n; i++) {
+    int64_t from = set->own[2 * i], count = set->own[2 * i + 1] - from;
+    ENG_TRY(tensor_wrap(&q->piece[i], set->space, (float *)set->member[i].value->data + from,
+                        ENG_f32, 1, &count));
+  }
+  return ENG_OK;
+}
+
+eng_status params_bring(tensor *const *x, int n)
+{
+  int unit[ENG_OP_INPUTS], form[ENG_OP_INPUTS], m = 0;
+  const parameter *absent = NULL;
+  for (int k = 0; k < n; k++)
+    if (x[k] && x[k]->store->absent) absent = x[k]->store->parted;
+  if (!absent) return ENG_OK;
+  const eng_params *set = absent->set;
+  for (int k = 0; k < n; k++) {
+    const parameter *p = x[k] ? x[k]->store->parted : NULL;
+    if (!p || p->set != set || !parted_holds(&form[m], p, x[k]->store)) continue;
+    unit[m++] = set->parted->unit_of[p->index];
+  }
+  if (!set->parted->fetch)
+    return error_set(ENG_ERR_STATE, "parameter %s: this rank has only its part (zero=3), and its "
+                                    "trainer is gone", absent->name);
+  eng_status status = parted_need(set->parted, unit, form, m);
+  mark(set);
+  return status;
+}
+
+eng_status params_leave(eng_params *set)
+{
+  params_parted *q = set->parted;
+  bool was_whole = q->whole;
+  q->whole = false;
+  for (int i = 0; was_whole && i < set->n; i++) {   // a script may have written to the masters
+    tensor *low;
+    if (set->member[i].shadow) ENG_TRY(params_shadow(&low, &set->member[i]));
+  }
+  for (int u = 0; u < q->n_units; u++)
+    for (int f = 0; f < PARTED_FORMS; f++) move_pages(q, u, f, false);
+  mark(set);
+  if (was_whole) q->most = 0;
+  return ENG_OK;
+}
+
+eng_status params_bring_all(eng_params *set)
+{
+  params_parted *q = set->parted;
+  if (q->whole) return ENG_OK;
+  ENG_TRY(params_leave(set));      // so that all ranks bring the same
+  for (int u = 0; u < q->n_units; u++)
+    for (int f = 0; f < PARTED_FORMS; f++) {
+      move_pages(q, u, f, true);
+      ENG_TRY(q->fetch(q->data, u, f));
+    }
+  q->whole = true;
+  mark(set);
+  return ENG_OK;
+}
+
+void params_forget_parts(eng_params *set)
+{
+  params_parted *q = set->parted;
+  set->parted = NULL;
+  for (int u = 0; q && u < q->n_units; u++)
+    for (int f = 0; f < PARTED_FORMS; f++) move_pages(q, u, f, true);
+  for (int i = 0; q && i < set->n; i++)
+    for (int f = 0; f < PARTED_FORMS; f++) {
+      const tensor *x = parted_tensor(set, i, f);
+      if (!x) continue;
+      x->store->parted = NULL;
+      x->store->closed = x->store->absent = false;
+    }
+  for (int i = 0; q && q->piece && i < set->n; i++) tensor_drop(q->piece[i]);
+  parted_free(q);
+}

@@ -1,0 +1,55 @@
+// Weights that come and go (ZeRO-3): each rank keeps its own elements of every weight, and has the
+// others only while an operation needs them. See params_parted.c.
+#pragma once
+
+#include "params.h"
+
+/// What of a unit comes and goes together: the weights that the forward pass reads (the
+/// low-precision copy where there is one), and the masters of weights that have such a copy.
+typedef enum parted_form { PARTED_COMPUTE, PARTED_MASTER, PARTED_FORMS } parted_form;
+
+typedef struct parted_pages { char *at; int64_t bytes; } parted_pages;
+
+/// Parameters that are used together, such as those of a block.
+typedef struct parted_unit {
+  bool    here[PARTED_FORMS];
+  int64_t used;                        // params_parted.clock at the last use
+  int32_t n_pages[PARTED_FORMS];
+  parted_pages *pages[PARTED_FORMS];   // whole pages that hold nothing of this rank's own
+} parted_unit;
+
+/// Fills a unit that is about to be used: all ranks call it for the same units in the same order.
+typedef eng_status parted_fetch(void *data, int unit, int form);
+
+typedef struct params_parted {
+  int32_t       n_units;
+  int32_t      *unit_of;               // [n members]
+  parted_unit  *unit;                  // [n_units]
+  int64_t       clock;
+  bool          whole;                 // everything is here until params_leave
+  bool          imagined;              // a prediction: no page is touched
+  parted_fetch *fetch;                 // NULL: the ranks are gone
+  void         *data;
+  tensor      **piece;                 // [n members] this rank's elements of the masters
+  int64_t       away;                  // bytes of all pages that come and go
+  int64_t       here, most;            // bytes of those that are here; the most at one time
+} params_parted;
+
+/// A table for the members of a set of which this rank owns the elements own[2 * i] up to
+/// own[2 * i + 1]; everything is still here. unit_of [n]: the unit of each member.
+eng_status parted_new(params_parted **out, const eng_params *set, const int64_t *own,
+                      const int32_t *unit_of);
+void parted_free(params_parted *q);
+/// Brings the forms form[n] of the units unit[n], and drops the others.
+eng_status parted_need(params_parted *q, const int *unit, const int *form, int n);
+/// The tensor of member i in this form; NULL: none.
+tensor *parted_tensor(const eng_params *set, int i, int form);
+/// Whether x is the memory of member p, and in which form.
+bool parted_holds(int *form, const parameter *p, const storage *store);
+
+/// Divides the weights of a set, which takes the table, also after an error. Drops nothing yet.
+eng_status params_part(eng_params *set, params_parted *q);
+/// Drops what is not this rank's own.
+eng_status params_leave(eng_params *set);
+/// Brings everything, until params_leave.
+eng_status params_bring_all(eng_params *set);
