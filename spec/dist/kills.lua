@@ -1,8 +1,8 @@
 -- Kills a random rank at a random moment, then resumes the job from its files.
 --   ./engine spec/dist/kills.lua [kills=20] [seed=1] [only=NUMBER] [steps=300] [timeout=3]
 -- The job: four ranks of spec/dist/job.lua with dropout, checkpoints every few steps, plain or
--- ZeRO-1 or 2, f32 or fp16 gradients. The moment lies anywhere between the start of the ranks and
--- the end of the job: while MPI starts, in a step, while a checkpoint is written. In every other
+-- ZeRO-1, 2 or 3, f32 or fp16 gradients. The moment lies between the start of the ranks and the
+-- end of the job: while MPI starts, in a step, while a checkpoint is written. In every other
 -- run mpirun is told to leave the other ranks alone (--enable-recovery), so that they must detect
 -- the loss themselves. Checks:
 --   - every process ends: within 10 s where mpirun ends the job, else within timeout + 10 s
@@ -180,7 +180,7 @@ local function one(number)
   math.randomseed(cfg.seed * 1000003 + number)
   for _ = 1, 8 do math.random() end
   local function any(list) return list[math.random(#list)] end
-  local kind = { zero = math.random(0, 2), precision = any { "fp32", "fp32", "fp16" },
+  local kind = { zero = math.random(0, 3), precision = any { "fp32", "fp32", "fp16" },
     clip = any { 0, 0, 1 }, every = any { 3, 10, 40 }, alone = number % 2 == 0 }
   local rank, other = math.random(0, RANKS - 1), any { 1, 2, 2 }
   local expected, run = reference(kind), ("%s/run%d"):format(folder, number)

@@ -54,7 +54,7 @@ describe("ranks with ZeRO-3", function()
 
   it("train bit for bit as without it", function()
     for _, case in ipairs { { 2, "precision=fp16", "clip=1" }, { 4, "checkpoint=true" },
-      { 3, "precision=bf16", "wire=fp8" } } do
+      { 3, "precision=bf16", "wire=fp8", "optimizer=muon" } } do
       local plain = told(unpack(case))
       case[#case + 1] = "zero=3"
       local shared = told(unpack(case))

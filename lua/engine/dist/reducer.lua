@@ -228,7 +228,7 @@ function M.new(trainer, o)
     whole = trainer.optimizer.whole, units = self.units }, self.marks,
     self.holders and self.holders.comm)
   self.reduction = reduction(trainer.optimizer, self.options)
-  if self.zero then trainer.optimizer.state:shard(self.reduction) end
+  if self.zero then trainer.optimizer.state:shard(self.reduction, self.parted) end
   self:make_room()
   return self
 end

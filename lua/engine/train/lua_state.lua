@@ -178,8 +178,14 @@ local function update_one(self, i, factor, limit, ctx)
   check(C.eng_params_true_gradient(has, grad, self.optimizer.params, i - 1, factor))
   if has[0] == 0 then return false end
   if limit > 0 then grad = grad:clamp(-limit, limit) end
-  local fields = { name = p.name, role = p.role, weight = p.tensor, grad = grad }
-  local before, into = { weight = p.tensor }, { weight = p.tensor }
+  local weight = p.tensor
+  if self.parted then            -- this rank has all of it; operations on p.tensor need all ranks
+    weight = M_ffi.Tensor()
+    check(C.eng_parallel_piece(weight, self.parted, i - 1))
+    weight = weight:view(shape)
+  end
+  local fields = { name = p.name, role = p.role, weight = weight, grad = grad }
+  local before, into = { weight = weight }, { weight = weight }
   for key, x in pairs(buffers_of(self, i)) do
     before[key], into[key] = x.dtype == "f32" and x or x:to("f32"), x
     fields[key] = before[key]
@@ -267,10 +273,11 @@ function State:bytes(i)
   return sum
 end
 
---- Keeps only the buffers of the parameters that this rank updates (ZeRO).
-function State:shard(reduction)
+--- Keeps only the buffers of the parameters that this rank updates (ZeRO). `parted`: and only the
+--- weights of these (ZeRO-3).
+function State:shard(reduction, parted)
   local from, to = ffi.new("int64_t[1]"), ffi.new("int64_t[1]")
-  self.owns = {}
+  self.owns, self.parted = {}, parted and reduction or nil
   for i in ipairs(self.optimizer.list) do
     C.eng_parallel_own(from, to, reduction, i - 1)
     self.owns[i] = to[0] > from[0]

@@ -131,8 +131,6 @@ local function parted_refusal(trainer)
   if machine.device() ~= "cpu" then what = "weights come and go in the memory of the CPU only"
   elseif optimizer.fp8 then
     what = ("precision %s quantizes whole weights on each rank"):format(trainer.precision.name)
-  elseif optimizer.whole then
-    what = ("optimizer %s is written in Lua and reads whole weights"):format(optimizer.name)
   elseif trainer.reducer.apart then what = "the ranks have already divided the experts" end
   return what and ("zero=3: %s; hint: zero=2"):format(what) or nil
 end
