@@ -186,15 +186,14 @@ static void encode_as(void *to, const float *x, const uint32_t *word, int sr_bit
 
 // ------------------------------------------------------------------ tiles
 
-/// One of the two results. `rows` and `columns` are the result's; x is transposed if `turned`.
+/// One of the two results. `rows` and `columns` are the result's.
 typedef struct side {
   const op_call *call;
   const void *x;
   int      dtype;            // of x
   int64_t  rows, columns;
   int64_t  down, wide;       // blocks in a column of blocks, and in a row
-  int64_t  band;             // rows of a task; if turned, columns
-  bool     turned;
+  int64_t  band;             // rows of x in a task
   uint8_t *scale, *q;
   uint8_t *turn_scale, *turn_q;   // square blocks: the transposed copy, of the same elements
   uint64_t random;           // the Philox block of element 0
