@@ -1,6 +1,5 @@
-// Blackwell's block-scaled tensor cores as a formula, after MMA-Sim (simulator/nv_ptx.py, classes
-// mma_block_scale and tcgen05mma_block_scale; arXiv 2511.10909). Inline and scalar, for gcc and
-// nvcc: the reference for mx_matmul.
+// Blackwell's block-scaled tensor cores as a formula, after MMA-Sim 2.1.1 (TCGen05MMABlockScale;
+// arXiv 2511.10909). Inline and scalar, for gcc and nvcc: the reference for mx_matmul.
 //
 //   mxf8f6f4   32 products with one scale pair. A term is a product of two significands, not
 //              normalised, with the sum of the exponents of both numbers and both scales
@@ -8,9 +7,10 @@
 //              significands, with the sum of the scales' exponents alone
 //
 // The accumulator c is one more term. E is the largest exponent; every term is truncated to a
-// multiple of 2^(E - 25), for mxf4nvf4 2^(E - 35); the exact sum is truncated to f32. Subnormal
-// numbers have the smallest normal exponent, zeros -126 (a zero term counts for E). A NaN gives
-// 0x7FFFFFFF. ue4m3 scales have no sign.
+// multiple of 2^(E - 25), for mxf4nvf4 2^(E - 35); the exact sum is truncated to f32, and -0
+// becomes +0. Subnormal numbers have the smallest normal exponent. A zero term has the exponent
+// -133, in mxf4nvf4 -139, and counts for E; there a term is zero if all its products are, or a
+// scale. A NaN gives 0x7FFFFFFF. ue4m3 scales have no sign.
 #pragma once
 
 #include "mx.h"
@@ -23,26 +23,35 @@ typedef struct mx_parts { double significand; int exponent; } mx_parts;
 /// least: the smallest normal exponent of x's format.
 ENG_INLINE mx_parts mx_parts_of(float x, int least)
 {
-  if (x == 0) return (mx_parts){0, -126};
   int e = (int)(f64_bits((double)x) >> 52 & 0x7FF) - 1023;
   if (e < least) e = least;
   return (mx_parts){(double)x * f64_from((uint64_t)(1023 - e) << 52), e};
 }
 
-/// The products that one instruction sums, and the bits that a term keeps below the largest
-/// exponent. `four`: both factors are e2m1.
+/// The products that one instruction sums, the bits that a term keeps below the largest exponent,
+/// and the exponent of a zero term. `four`: both factors are e2m1.
 ENG_INLINE int blackwell_products(int four) { return four ? 64 : 32; }
 ENG_INLINE int blackwell_bits(int four) { return four ? 35 : 25; }
+ENG_INLINE int blackwell_zero(int four) { return four ? -139 : -133; }
+
+/// The accumulator as a term.
+ENG_INLINE mx_parts blackwell_accumulator(float c, int four)
+{
+  mx_parts x = mx_parts_of(c, -126);
+  if (c == 0) x.exponent = blackwell_zero(four);
+  return x;
+}
 
 ENG_INLINE double blackwell_power(int e)
 { return e < -1022 ? 0 : f64_from((uint64_t)(1023 + e) << 52); }
 
-/// sum * 2^exponent, truncated to f32.
+/// sum * 2^exponent, truncated to f32; no -0.
 ENG_INLINE float blackwell_round(double sum, int exponent)
 {
   double y = sum * blackwell_power(exponent), size = y < 0 ? -y : y;
   float nearest = (float)y, magnitude = nearest < 0 ? -nearest : nearest;
-  return size < 0x1p128 && (double)magnitude > size ? f32_from(f32_bits(nearest) - 1) : nearest;
+  if (size < 0x1p128 && (double)magnitude > size) nearest = f32_from(f32_bits(nearest) - 1);
+  return nearest + 0.0f;
 }
 
 /// The scale of a code, NaN for a NaN, and the smallest exponent of its format.
@@ -57,7 +66,7 @@ ENG_INLINE float blackwell_group(const float *a, mx_format fa, const float *scal
 {
   int four = fa.top == 7 && fb.top == 7, n = blackwell_products(four), bits = blackwell_bits(four);
   int step = four ? 16 : 1, least = blackwell_least(rule);
-  mx_parts term[33], part = mx_parts_of(c, -126);
+  mx_parts term[33], part = blackwell_accumulator(c, four);
   int terms = 0, largest = part.exponent;
   double check = c, sum = 0;
   for (int k = 0; k < n; k++)
@@ -68,16 +77,20 @@ ENG_INLINE float blackwell_group(const float *a, mx_format fa, const float *scal
   for (int k = 0; k < n; k += step) {
     mx_parts x = mx_parts_of(scale_a[k / 16], least), y = mx_parts_of(scale_b[k / 16], least);
     int e = x.exponent + y.exponent;
-    double s;
+    double s = 0;
+    int zero = x.significand * y.significand == 0;
     if (four) {
-      s = 0;
-      for (int i = k; i < k + 16; i++) s += (double)a[i] * b[i];
+      int some = 0;
+      for (int i = k; i < k + 16; i++) s += (double)a[i] * b[i], some |= a[i] * b[i] != 0;
       s *= x.significand * y.significand;
+      zero |= !some;
     } else {
       x = mx_parts_of(a[k], 1 - fa.bias), y = mx_parts_of(b[k], 1 - fb.bias);
       s = x.significand * y.significand;
+      zero |= s == 0;
       e += x.exponent + y.exponent;
     }
+    if (zero) e = blackwell_zero(four);
     term[terms++] = (mx_parts){s, e};
     if (e > largest) largest = e;
   }

@@ -55,25 +55,32 @@ typedef struct panel {
 // c[j] += the sum of the products of `a` and lane j.
 static void add_group(float *c, const product *p, const group *a, const panel *b)
 {
-  int terms = p->four ? 4 : 32, exponent[32][LANES], largest[LANES];
+  int terms = p->four ? 4 : 32, zero = blackwell_zero(p->four), exponent[32][LANES], largest[LANES];
   double term[32][LANES], sum[LANES];
-  for (int j = 0; j < LANES; j++) largest[j] = mx_parts_of(c[j], -126).exponent;
+  for (int j = 0; j < LANES; j++) largest[j] = blackwell_accumulator(c[j], p->four).exponent;
   for (int t = 0; t < terms; t++)
     for (int j = 0; j < LANES; j++) {
       int s = p->four ? t : t / 16;
       exponent[t][j] = a->scale_exponent[s] + b->scale_exponent[s][j];
       if (p->four) {
-        float dot = 0;
-        for (int i = 16 * t; i < 16 * t + 16; i++) dot += a->value[i] * b->value[i][j];
-        term[t][j] = dot * (a->scale_significand[t] * b->scale_significand[t][j]);
+        float dot = 0, some = 0;
+        for (int i = 16 * t; i < 16 * t + 16; i++) {
+          float x = a->value[i] * b->value[i][j];
+          dot += x;
+          some += x < 0 ? -x : x;
+        }
+        double scale = a->scale_significand[t] * b->scale_significand[t][j];
+        term[t][j] = dot * scale;
+        if (some == 0 || scale == 0) exponent[t][j] = zero;
       } else {
         exponent[t][j] += a->exponent[t] + b->exponent[t][j];
         term[t][j] = a->significand[t] * b->significand[t][j];
+        if (term[t][j] == 0) exponent[t][j] = zero;
       }
       if (exponent[t][j] > largest[j]) largest[j] = exponent[t][j];
     }
   for (int j = 0; j < LANES; j++) {
-    mx_parts x = mx_parts_of(c[j], -126);
+    mx_parts x = blackwell_accumulator(c[j], p->four);
     sum[j] =
       __builtin_trunc(x.significand * blackwell_power(x.exponent - largest[j] + p->bits));
   }

@@ -214,4 +214,11 @@ describe("microscaling", function()
       assert.matches(message, tostring(text), 1, true)
     end
   end)
+
+  it("aligns tiny terms to Blackwell's zeros, of exponent -133", function()
+    local list = {}
+    for i = 1, 32 do list[i] = i <= 8 and 2 ^ -76 or 0 end
+    local q = engine.mx.quantize(engine.tensor { list }, {})
+    assert.equal(2 ^ -149, engine.mx.matmul(q, q):item())      -- 8 terms of 2^-152
+  end)
 end)
