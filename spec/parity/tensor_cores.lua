@@ -1,12 +1,14 @@
 -- tensor_cores.lua FOLDER FORMAT-A FORMAT-B [RULE]: the engine's side of tensor_cores.py.
--- Multiplies a [M x K] and b [N x K] of FOLDER/in and writes y [M x N] to FOLDER/out: codes by their
--- scales, as engine.mx.matmul does, or, without a rule, numbers in FP8 with Hopper's accumulator.
+-- Multiplies a [M x K] and b [N x K] of FOLDER/in and writes y [M x N] to FOLDER/out: codes by
+-- their scales, as engine.mx.matmul does, or, without a rule, numbers in FP8 with Hopper's
+-- accumulator.
 local engine = require "engine"
 local fp8, run = engine.fp8, require("engine.base.ffi").run
 local folder, fa, fb, rule = arg[1], arg[2], arg[3], tonumber(arg[4])
 
 engine.begin_step()
-local t, y = engine.load(folder .. "/in"), nil
+local t = engine.load(folder .. "/in")
+local y
 if rule then
   y = run("mx_matmul", { t.a, t.a_scale, t.b, t.b_scale, false, false },
     { tonumber(fa), tonumber(fb), rule })
