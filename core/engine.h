@@ -555,7 +555,8 @@ typedef struct eng_update {
   double  norm;
   const double *clips;          // [n] factor on each parameter's gradient; NULL: 1 each
   // [n][ENG_NORMS] sums of squares, added up in a fixed order, or NULL. A parameter without a
-  // gradient gets 0 for its update and keeps its other entries. CPU only, as the next two.
+  // gradient gets 0 for its update and keeps its other entries. On a card the call waits for them,
+  // and a lagged update has none.
   double *norms;
   double  update_clip;          // limit on the norm of the change of all weights; 0: none
   double  spike_clip;           // adam, adamw: g becomes sign(g) sqrt(spike_clip v) where g^2 >
@@ -575,8 +576,8 @@ eng_status eng_optimizer_new(eng_optimizer **out, eng_params *set, int kind, int
 void eng_optimizer_free(eng_optimizer *state);
 /// Changes each parameter's index into eng_update.groups. Errors: VALUE.
 eng_status eng_optimizer_groups(eng_optimizer *state, const int32_t *group_of);
-/// Updates every parameter that has a gradient. Errors: VALUE; DEVICE (norms, update_clip or
-/// spike_clip on a card).
+/// Updates every parameter that has a gradient. Errors: VALUE; DEVICE (norms of a lagged update on
+/// a card).
 eng_status eng_optimizer_step(eng_optimizer *state, const eng_update *update);
 /// Makes the next update use the caller's t, even after lagged updates. Call this after restoring
 /// moments.

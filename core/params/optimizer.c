@@ -198,10 +198,9 @@ static eng_status check_update(const eng_optimizer *state, const eng_update *upd
                      name, update->update_clip, update->spike_clip);
   if (update->update_clip > 0 && !update->norms)
     return error_set(ENG_ERR_VALUE, "%s: update_clip needs norms", name);
-  if ((update->norms || update->spike_clip > 0) && backend_current()->gradstats_start)
+  if (update->norms && update->lagged && backend_current()->gradstats_start)
     return error_set(ENG_ERR_DEVICE,
-                     "%s: the device %s computes no norms of updates and clips no spikes; hint: "
-                     "engine.device('cpu')",
+                     "%s: the device %s computes no norms of lagged updates; hint: lagged = false",
                      name, backend_current()->name);
   for (int i = 0; i < state->set->n; i++)
     if (state->group[i] >= update->n_groups)

@@ -9,11 +9,16 @@
 // memory, `numbers`, which is written from a pinned ring before the launch. A lagged update is
 // decided on the card: `decide` reads the totals of its gradient statistics, counts t, and sets the
 // factor.
+//
+// Norms of the change, the weights and the moments are sums of squares in f64: of a thread's
+// elements, of lanes, of warps, of a tensor's chunks, in this order on every card. The host waits
+// for them. Kernels without norms and limits on updates have none of that code.
 #include "passes.h"
 #include "runtime/runtime.h"
 #include "spans.h"
 
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
 
 /// A group's hyperparameters as the loops use them.
@@ -39,6 +44,10 @@ typedef struct numbers {
   float   limit;             // clamp gradients to +-limit; inf: no clamp
   int32_t go;                // 0: skip this update
   int32_t adam, n_groups;
+  // of updates with norms or limits: the limit on g^2 / v (0: none), the factor on the change of
+  // the weights, and whether only norms are wanted
+  float   spike, shrink;
+  int32_t dry;
   // for lagged updates: the index of the update counter, and whether the counter restarts at t
   int32_t counter, fresh;
 } numbers;
@@ -75,12 +84,16 @@ __device__ static inline float scaled(const scaling &s, float g) { return g * s.
 enum { LOOP_SGD, LOOP_ADAM, LOOP_LION };
 
 /// Updates one element: weight w, gradient g, moments m and v. `momentum`: SGD uses momentum.
-/// `starts`: m starts as this gradient.
+/// `starts`: m starts as this gradient. `spike`: Adam's limit on g^2 / v, 0: none.
 template <int LOOP>
-__device__ static inline void advance(const rule &r, float limit, bool momentum, bool starts,
-                                      float &w, float g, float &m, float &v)
+__device__ static inline void advance(const rule &r, float limit, float spike, bool momentum,
+                                      bool starts, float &w, float g, float &m, float &v)
 {
   g = g > limit ? limit : g < -limit ? -limit : g;   // NaN stays
+  if (LOOP == LOOP_ADAM && spike > 0) {
+    const float most = spike * v;
+    if (g * g > most) g = copysignf(sqrtf(most), g);
+  }
   if (LOOP == LOOP_ADAM) {
     w = w * r.keep;
     if (r.coupled_decay != 0) g = g + r.coupled_decay * w;
@@ -196,16 +209,49 @@ __device__ static inline piece piece_of(const device_span &s)
   return p;
 }
 
-template <int LOOP> __global__ static void __launch_bounds__(SPAN_THREADS, 3)
-advance_all(const device_span *spans, const int32_t *chunk, const numbers *u)
+/// `advance`, then the change of the weight is shrunk and squares are added to `sum`, if MORE.
+template <int LOOP, bool MORE>
+__device__ static inline void advance_one(const rule &r, const numbers *u, bool momentum,
+                                          bool starts, float &w, float g, float &m, float &v,
+                                          double (&sum)[ENG_NORMS])
+{
+  const float before = w;
+  advance<LOOP>(r, u->limit, MORE ? u->spike : 0.0f, momentum, starts, w, g, m, v);
+  if (!MORE) return;
+  const float change = w - before;
+  if (u->shrink != 1) w = before + u->shrink * change;
+  const float of[ENG_NORMS] = {change, w, m, v};
+  for (int k = 0; k < ENG_NORMS; k++) sum[k] += (double)of[k] * of[k];
+}
+
+/// Adds up the sums of a block's threads; thread k < ENG_NORMS gets sum k.
+__device__ static inline double block_sums(const double (&sum)[ENG_NORMS])
+{
+  __shared__ double warps[ENG_NORMS][SPAN_THREADS / 32];
+  for (int k = 0; k < ENG_NORMS; k++) {
+    double s = sum[k];
+    for (int bits = 16; bits > 0; bits /= 2) s += __shfl_xor_sync(0xFFFFFFFFu, s, bits);
+    if (threadIdx.x % 32 == 0) warps[k][threadIdx.x / 32] = s;
+  }
+  __syncthreads();
+  double total = 0;
+  for (int w = 0; w < SPAN_THREADS / 32 && threadIdx.x < ENG_NORMS; w++)
+    total += warps[threadIdx.x][w];
+  return total;
+}
+
+/// MORE: with norms or limits. `partial` [chunks][ENG_NORMS]: each chunk's sums of squares; NULL:
+/// not wanted.
+template <int LOOP, bool MORE> __global__ static void __launch_bounds__(SPAN_THREADS, MORE ? 2 : 3)
+advance_all(const device_span *spans, const int32_t *chunk, const numbers *u, double *partial)
 {
   if (!u->go) return;
   const device_span &s = spans[chunk[blockIdx.x]];
   const piece p = piece_of(s);
   const rule r = rules_of(u)[s.group];
   const scaling scale = scaling_of(u->factor / s.scale);
-  const float limit = u->limit;
-  const bool starts = s.starts != 0;
+  const bool starts = s.starts != 0, writes = !MORE || !u->dry;
+  double sum[ENG_NORMS] = {0, 0, 0, 0};
   const bool has_m = LOOP != LOOP_SGD || (p.moment1 && r.momentum != 0), has_v = LOOP == LOOP_ADAM;
 
   for (int first = threadIdx.x; first < p.quads; first += BATCH * SPAN_THREADS) {
@@ -229,8 +275,9 @@ advance_all(const device_span *spans, const int32_t *chunk, const numbers *u)
       widen_raw(first_moment, m[k], p.moment_dtype);
       widen_raw(second_moment, v[k], p.moment_dtype);
       for (int e = 0; e < 4; e++)
-        advance<LOOP>(r, limit, has_m, starts, weight[e], scaled(scale, gradient[e]),
-                      first_moment[e], second_moment[e]);
+        advance_one<LOOP, MORE>(r, u, has_m, starts, weight[e], scaled(scale, gradient[e]),
+                                first_moment[e], second_moment[e], sum);
+      if (!writes) continue;
       store_quad(p.master, ENG_f32, quad, weight);
       if (has_m) store_quad(p.moment1, p.moment_dtype, quad, first_moment);
       if (has_v) store_quad(p.moment2, p.moment_dtype, quad, second_moment);
@@ -241,12 +288,29 @@ advance_all(const device_span *spans, const int32_t *chunk, const numbers *u)
     float w = p.master[i], g = load_one(p.gradient, p.gradient_dtype, i);
     float m = has_m ? load_one(p.moment1, p.moment_dtype, i) : 0.0f,
           v = has_v ? load_one(p.moment2, p.moment_dtype, i) : 0.0f;
-    advance<LOOP>(r, limit, has_m, starts, w, scaled(scale, g), m, v);
+    advance_one<LOOP, MORE>(r, u, has_m, starts, w, scaled(scale, g), m, v, sum);
+    if (!writes) continue;
     p.master[i] = w;
     if (has_m) store_one(p.moment1, p.moment_dtype, i, m);
     if (has_v) store_one(p.moment2, p.moment_dtype, i, v);
     if (p.shadow) store_one(p.shadow, p.shadow_dtype, i, w);
   }
+  if (!MORE || !partial) return;
+  const double total = block_sums(sum);
+  if (threadIdx.x < ENG_NORMS) partial[blockIdx.x * (int64_t)ENG_NORMS + threadIdx.x] = total;
+}
+
+/// Adds up each tensor's chunks: a block for a tensor, a warp for a norm.
+__global__ static void __launch_bounds__(32 * ENG_NORMS)
+add_chunks(const device_span *spans, const double *partial, double *norms)
+{
+  const device_span &s = spans[blockIdx.x];
+  const int k = threadIdx.x / 32;
+  double sum = 0;
+  for (int64_t c = threadIdx.x % 32; c < s.chunks; c += 32)
+    sum += partial[(s.first_chunk + c) * ENG_NORMS + k];
+  for (int bits = 16; bits > 0; bits /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, bits);
+  if (threadIdx.x % 32 == 0) norms[blockIdx.x * (int64_t)ENG_NORMS + k] = sum;
 }
 
 /// Decides whether a lagged update is applied, and with which factor and t. One block.
@@ -308,6 +372,9 @@ static struct {
   span_table  table, targets;        // for updates, for unscaling
   void       *numbers;               // device memory
   int64_t     numbers_bytes;
+  // sums of squares in device memory: [n][ENG_NORMS] of tensors, then of chunks
+  void       *norms;
+  int64_t     norms_bytes;
   pinned_ring ring;
   // device memory [ENG_UPDATE_SLOTS], followed by an int, found_inf
   int64_t    *counters;
@@ -401,10 +468,43 @@ static eng_status prepare(const param_span *spans, int n, const eng_update *upda
   u->go = 1;
   u->adam = update->kind == ENG_ADAM || update->kind == ENG_ADAMW;
   u->n_groups = update->n_groups;
+  u->spike = (float)update->spike_clip;
+  u->shrink = (float)update->factor;
+  u->dry = update->dry;
   u->counter = update->slot;
   u->fresh = update->fresh;
   for (int g = 0; g < update->n_groups; g++) rules_of(u)[g] = rule_of(update, &update->groups[g]);
   return ring_send(&pass.ring, pass.numbers, bytes);
+}
+
+/// Adds up the chunks' sums of squares, waits for them, and hands them out.
+static eng_status fetch_norms(const param_span *spans, int n)
+{
+  const int64_t bytes = n * (int64_t)sizeof(double[ENG_NORMS]);
+  double *sums = (double *)pass.norms;
+  add_chunks<<<(unsigned)n, 32 * ENG_NORMS, 0, cuda_stream()>>>(
+    pass.table.span, sums + (int64_t)n * ENG_NORMS, sums);
+  CUDA_LAUNCHED("optimize");
+  double *host = (double *)malloc((size_t)bytes);
+  if (!host) return error_set(ENG_ERR_MEMORY, "out of memory for the norms of %d parameters", n);
+  eng_status status = cuda_move(host, sums, bytes, COPY_TO_HOST);
+  for (int k = 0; k < n && status == ENG_OK; k++)
+    memcpy(spans[k].norms, host + (int64_t)k * ENG_NORMS, sizeof(double[ENG_NORMS]));
+  free(host);
+  return status;
+}
+
+template <int LOOP>
+static eng_status launch_advance(const numbers *u, bool more, double *partial)
+{
+  const span_table *t = &pass.table;
+  const unsigned chunks = (unsigned)t->chunks;
+  cudaStream_t stream = cuda_stream();
+  if (more)
+    advance_all<LOOP, true><<<chunks, SPAN_THREADS, 0, stream>>>(t->span, t->chunk, u, partial);
+  else advance_all<LOOP, false><<<chunks, SPAN_THREADS, 0, stream>>>(t->span, t->chunk, u, partial);
+  CUDA_LAUNCHED("optimize");
+  return ENG_OK;
 }
 
 eng_status cuda_optimize(const param_span *spans, int n, const eng_update *update)
@@ -414,21 +514,23 @@ eng_status cuda_optimize(const param_span *spans, int n, const eng_update *updat
     return error_set(ENG_ERR_STATE,
                      "optimize: a lagged update needs gradient statistics, and this step has none");
   ENG_TRY(prepare(spans, n, update));
+  const bool norms = update->norms != NULL;
+  for (int k = 0; k < n && norms; k++) memset(spans[k].norms, 0, sizeof(double[ENG_NORMS]));
   if (n == 0 || pass.table.chunks == 0) return ENG_OK;
   numbers *u = (numbers *)pass.numbers;
-  const span_table *t = &pass.table;
   if (update->lagged) {
     decide<<<1, 64, 0, cuda_stream()>>>(u, total, pass.counters);
     CUDA_LAUNCHED("optimize");
   }
-  unsigned chunks = (unsigned)t->chunks;
-  if (update->kind == ENG_SGD)
-    advance_all<LOOP_SGD><<<chunks, SPAN_THREADS, 0, cuda_stream()>>>(t->span, t->chunk, u);
-  else if (update->kind == ENG_LION)
-    advance_all<LOOP_LION><<<chunks, SPAN_THREADS, 0, cuda_stream()>>>(t->span, t->chunk, u);
-  else advance_all<LOOP_ADAM><<<chunks, SPAN_THREADS, 0, cuda_stream()>>>(t->span, t->chunk, u);
-  CUDA_LAUNCHED("optimize");
-  return ENG_OK;
+  if (norms)
+    ENG_TRY(device_grow(&pass.norms, &pass.norms_bytes,
+                        (n + pass.table.chunks) * (int64_t)sizeof(double[ENG_NORMS])));
+  const bool more = norms || update->spike_clip > 0;
+  double *partial = norms ? (double *)pass.norms + (int64_t)n * ENG_NORMS : NULL;
+  ENG_TRY(update->kind == ENG_SGD  ? launch_advance<LOOP_SGD>(u, more, partial) :
+          update->kind == ENG_LION ? launch_advance<LOOP_LION>(u, more, partial) :
+                                     launch_advance<LOOP_ADAM>(u, more, partial));
+  return norms ? fetch_norms(spans, n) : ENG_OK;
 }
 
 eng_status cuda_unscale(const param_span *spans, int n, double factor, float *const *target,

@@ -24,9 +24,10 @@ local function train(device, options)
       { lr = options.lr or 1e-3, precision = options.precision }),
     policy = options.policy, policy_options = options.policy_options,
     accumulate = options.accumulate,
-    on_step = function(_, record)
+    on_step = function(self, record, verdict)
       losses[#losses + 1], scales[#scales + 1] = record.loss, record.scale
       overflows[#overflows + 1] = record.overflow
+      if options.on_step then options.on_step(self, record, verdict) end
     end,
   }
   trainer:run()
@@ -90,6 +91,45 @@ describe("training on the card", function()
     local cpu = train("cpu", options)
     same_within(cpu, train(CARD, options), STEPS > 6 and 2e-2 or 3e-3)
     assert.is_true(cpu.losses[#cpu.losses] < cpu.losses[1])
+  end)
+
+  it("gives policies the norms of updates and applies what their verdicts limit", function()
+    local policy = { file = "limits", source = [[return {
+      needs = { "amax", "norm", "update_norm", "weight_norm", "m_norm", "v_norm", "clips",
+        "lr_muls", "reset_moments", "update_clip", "spike_clip", "caps" },
+      init = function() return { scale = 1 } end,
+      decide = function(state, record)
+        if not record.capped then return { scale = 1, caps = { [".*"] = record.amax / 4 } } end
+        local last = record.update_norm
+        return { scale = 1, clips = { ["w[tp]e%.weight"] = 0.5 },
+          lr_muls = { [".*%.bias"] = 0.1 }, reset_moments = record.step == 3,
+          update_clip = record.step > 1 and last and last * 0.9 or nil,
+          spike_clip = record.step > 2 and 50 or nil,
+          log = { norm = record.norm, update = last, weight = record.weight_norm,
+            m = record.m_norm, v = record.v_norm } }
+      end }]] }
+    local function run(device)
+      local seen = {}
+      local function on_step(trainer, record, verdict)
+        seen[#seen + 1] = assert(trainer.policy:logs(), verdict:why())
+        seen[#seen].loss = record.loss
+      end
+      train(device, { precision = "bf16", policy = policy, on_step = on_step })
+      return seen
+    end
+    local want, got = run "cpu", run(CARD)
+    assert.equal(#want, #got)
+    for step, numbers in ipairs(want) do
+      local limit, n = STEPS > 6 and 0.05 or 0.01, 0
+      for name, a in pairs(numbers) do
+        local b = got[step][name]
+        n = n + 1
+        assert(math.abs(a - b) <= limit * math.abs(a), ("step %d, %s: cpu %.9g, card %.9g")
+          :format(step, name, a, b))
+      end
+      assert.equal(step == 1 and 2 or 6, n)
+    end
+    assert.same(got, run(CARD))
   end)
 
   it("overflows at the same steps and keeps the same scales", function()

@@ -51,16 +51,16 @@ local LACKS = {
 -- Shadows read these too; their verdicts change nothing.
 local STATISTICS = bit.bor(C.ENG_NEED_UPDATE_NORMS, C.ENG_NEED_LOGIT_MAX,
   C.ENG_NEED_ACTIVATIONS)
-local UPDATE = { "lagged", "card", "fused", "whole" }
+local UPDATE = { "lagged", "fused", "whole" }
 -- The needs that only some runs fulfil, and what they must not lack.
 local NEEDS = {
   { "update_norm", C.ENG_NEED_UPDATE_NORM, UPDATE },
   { "weight_norm", C.ENG_NEED_WEIGHT_NORM, UPDATE }, { "m_norm", C.ENG_NEED_M_NORM, UPDATE },
   { "v_norm", C.ENG_NEED_V_NORM, UPDATE }, { "update_clip", C.ENG_NEED_UPDATE_CLIP, UPDATE },
-  { "spike_clip", C.ENG_NEED_SPIKE_CLIP, { "lagged", "card", "adam" } },
+  { "spike_clip", C.ENG_NEED_SPIKE_CLIP, { "lagged", "adam" } },
   { "clips", C.ENG_NEED_CLIPS, { "lagged" } }, { "lr_muls", C.ENG_NEED_LR_MULS, { "lagged" } },
   { "reset_moments", C.ENG_NEED_RESET_MOMENTS, { "lagged" } },
-  { "caps", C.ENG_NEED_CAPS, { "lagged", "card", "whole" } },
+  { "caps", C.ENG_NEED_CAPS, { "lagged", "whole" } },
   { "grad_norms", C.ENG_NEED_GRAD_NORMS, { "lagged" } },
   { "bias_step", C.ENG_NEED_BIAS_STEP, { "lagged" } },
   { "activations", C.ENG_NEED_ACTIVATIONS, { "modules", "card" } },

@@ -358,7 +358,7 @@ local STEP = "gradient_factor clip_value lr_mul lagged clip_norm norm clips lr_m
 --- takes the norm from the statistics that were requested last, and makes no update if a gradient
 --- is inf or nan). A limit set by clip_grad_norm replaces clip_norm. The trainer also gives clips
 --- and lr_muls (an array of factors, one for each parameter's gradient and rate), bias_step (the
---- number of the update for bias corrections) and, for fused optimizers on the CPU, norms,
+--- number of the update for bias corrections) and, for fused optimizers, norms,
 --- update_clip and spike_clip (eng_update).
 function Optimizer:step(options)
   options = tensor.read_named(options, "step", STEP)

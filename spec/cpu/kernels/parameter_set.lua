@@ -49,13 +49,6 @@ function M.everywhere(f)
   end
 end
 
---- The caller's `it` for what a card has no kernel for.
-function M.it_on_cpu(it, pending)
-  return function(name, f)
-    it(name, compare.CARD and function() pending("the card has no kernel for it") end or f)
-  end
-end
-
 local function count_of(shape)
   local count = 1
   for _, size in ipairs(shape) do count = count * size end
