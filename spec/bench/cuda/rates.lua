@@ -160,6 +160,9 @@ for _, precision in ipairs { "bf16", "fp16" } do
   statistics_lines(("%s, %d M"):format(precision, n / 1e6), opt, 2 * n)
   memory_line(("AdamW, %s gradients and weights, f32 state"):format(precision), (2 + 2 + 6 * 4) * n,
     function() opt:step { gradient_factor = 1e-3 } end)
+  local norms = require("engine.base.ffi").new "double[4]"
+  memory_line("  with norms", (2 + 2 + 6 * 4) * n,
+    function() opt:step { gradient_factor = 1e-3, norms = norms } end)
 end
 do   -- the 148 parameters of GPT-2
   local list, n = {}, 0
@@ -258,6 +261,16 @@ do
   memory_line("bf16 to e4m3, blocks 1 x 128", 3 * h.count, quantize(1, 128, 0))
   memory_line("bf16 to e4m3, blocks 1 x 128, and transposed", 4 * h.count, quantize(1, 128, 8))
   memory_line("  by products, not quotients", 4 * h.count, quantize(1, 128, 8, 2))
+  -- as the recipes do: values in bf16, in both directions. 24: transposed, values
+  local mx = require "engine.tensor.mx"
+  for _, case in ipairs { { "mxfp8", "e4m3", 32, "rceil", 0, 0 },
+    { "nvfp4", "e2m1", 16, "nvfp4", 0, 16 },
+    { "nvfp4, stochastic", "e2m1", 16, "nvfp4", 8, 16 } } do
+    memory_line("bf16 to values of " .. case[1], 6 * h.count, function()
+      raw.run("mx_quantize", { h, false }, { tonumber(mx.formats[case[2]]), 1, case[3],
+        tonumber(mx.rules[case[4]]), 24, case[5], 0, 0, case[6], 0 }, {}, 7)
+    end)
+  end
   memory_line("bf16 to e4m3, blocks 128 x 128", 3 * h.count, quantize(128, 128, 0))
   local up = engine.randn(unpack(h.shape)):to("bf16"):keep()
   memory_line("silu(gate) * up to e4m3, blocks 1 x 128", 5 * h.count, function()

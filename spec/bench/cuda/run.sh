@@ -1,6 +1,6 @@
 # run.sh [FOLDER]: measures the whole CUDA device in under ten minutes on an H200, one file per
 # part. Needs an NVIDIA card and, for the comparison, a python3 with PyTorch. PARTS is a list of
-# specs, rates, step, fp8 (the default), and more (fp16 and fp32 steps) or sanitizer
+# specs, rates, step, fp8 (the default), and more (steps in fp16, fp32, mxfp8, nvfp4) or sanitizer
 # (compute-sanitizer on the quick specs; takes longer). TRIAL=1: tiny sizes, to check that
 # everything runs. Exits with 1 when a command failed or timed out, with 2 for an unknown part.
 out=${1:-build/bench-cuda}
@@ -54,6 +54,9 @@ for part in $parts; do
       say fp8.txt 45 $engine "$here/step.lua" $precision $large lagged
     done ;;
   more)
+    for precision in mxfp8 nvfp4; do
+      say more.txt 60 $engine "$here/step.lua" $precision $large lagged
+    done
     for precision in fp16 fp32; do
       [ $precision = fp32 ] && gpt2="12 768 12 50304 1024 16"
       say more.txt 60 $engine "$here/step.lua" $precision $gpt2 sync
