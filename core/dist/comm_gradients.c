@@ -462,7 +462,7 @@ eng_status eng_parallel_finish(eng_parallel *p)
     p->facts.weight_messages += p->brought.messages;
     p->facts.weight_bytes += p->brought.bytes;
     p->facts.weights += p->brought.seconds;
-    p->facts.weights_memory = weights_kept(p->set, p->set->parted) + p->set->parted->most;
+    p->facts.weights_memory = parted_kept(p->set, p->set->parted) + p->set->parted->most;
     memset(&p->brought, 0, sizeof p->brought);
   }
   p->facts.waited += now - began;

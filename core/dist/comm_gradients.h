@@ -118,9 +118,6 @@ static inline int64_t member_room(const eng_params *set, int i)
 
 /// ZeRO-3: from now on other ranks' weights come and go. units [set->n]: the unit of each member.
 eng_status weights_part(eng_parallel *p, const int32_t *units);
-/// Bytes of weights that stay.
-struct params_parted;
-int64_t weights_kept(const eng_params *set, const struct params_parted *q);
 /// Predicts memory and messages of a step whose operations are those on the tape.
 eng_status weights_predict(eng_parallel_sizes *out, eng_parallel *p, const int64_t *own,
                            const int32_t *units);

@@ -24,34 +24,44 @@ static void first_name(char *text, size_t size, const eng_params *set, int unit)
   snprintf(text, size, "the weights with %s", set->member[i].name);
 }
 
+/// The piece of a weight that a rank has. A derived copy is on the rank that has all of the member.
+static comm_message piece_of(const eng_parallel *p, const tensor *x, int index, int form, int rank)
+{
+  int64_t size = eng_dtype_size(x->dtype), from, to;
+  member_owned(&from, &to, p, index, rank);
+  if (form == PARTED_DERIVED && to > from) {
+    from = 0;
+    to = x->count;
+  }
+  return (comm_message){.memory = (char *)x->data + from * size, .bytes = (to - from) * size};
+}
+
 /// The messages of a unit in one form; returns their number. messages NULL: counts them and the
 /// bytes that this rank sends.
 static int list_messages(comm_message *messages, int64_t *sent, int64_t *bytes,
                          const eng_parallel *p, const params_parted *q, int unit, int form)
 {
   int n = 0, own = p->comm->rank;
+  tensor *x[PARAMS_DERIVED];
   for (int i = 0; i < p->set->n; i++) {
-    const tensor *x = q->unit_of[i] == unit ? parted_tensor(p->set, i, form) : NULL;
-    if (!x) continue;
-    int64_t size = eng_dtype_size(x->dtype), from, to, a, b;
-    member_owned(&from, &to, p, i, own);
-    for (int peer = 0; peer < p->comm->size; peer++) {
-      if (peer == own) continue;
-      member_owned(&a, &b, p, i, peer);
-      if (to > from) {
-        if (messages)
-          messages[n] =
-            (comm_message){(char *)x->data + from * size, (to - from) * size, peer, true};
-        n++;
-        *sent += 1;
-        *bytes += (to - from) * size;
+    int parts = q->unit_of[i] == unit ? parted_tensors(x, p->set, i, form) : 0;
+    for (int k = 0; k < parts; k++)
+      for (int peer = 0; peer < p->comm->size; peer++) {
+        comm_message out = piece_of(p, x[k], i, form, own), in = piece_of(p, x[k], i, form, peer);
+        if (peer == own) continue;
+        out.peer = in.peer = peer;
+        out.send = true;
+        if (out.bytes > 0) {
+          if (messages) messages[n] = out;
+          n++;
+          *sent += 1;
+          *bytes += out.bytes;
+        }
+        if (in.bytes > 0) {
+          if (messages) messages[n] = in;
+          n++;
+        }
       }
-      if (b > a) {
-        if (messages)
-          messages[n] = (comm_message){(char *)x->data + a * size, (b - a) * size, peer, false};
-        n++;
-      }
-    }
   }
   return n;
 }
@@ -124,11 +134,6 @@ eng_status eng_parallel_piece(eng_tensor *out, eng_parallel *p, int index)
   return ENG_OK;
 }
 
-int64_t weights_kept(const eng_params *set, const params_parted *q)
-{
-  return set->masters->bytes + (set->shadows ? set->shadows->bytes : 0) - q->away;
-}
-
 // ------------------------------------------------------------------ a prediction
 
 typedef struct prediction {
@@ -144,14 +149,22 @@ static eng_status count_messages(void *data, int unit, int form)
   return ENG_OK;
 }
 
-/// Brings those inputs of an operation that are weights and in the mask `reads`.
-static eng_status read_inputs(const prediction *a, const op_call *call, int reads)
+/// Brings the weights that a node of the tape reads, forward or backward. An FP8 layer reads the
+/// copies of its weights, which its tape entry does not say.
+static eng_status read_inputs(const prediction *a, int node, bool forward)
 {
+  const op_call *call = tape_call(node);
+  if (call->op < 0 || op_table[call->op].layout == LAYOUT_VIEW) return ENG_OK;
   int unit[ENG_OP_INPUTS], form[ENG_OP_INPUTS], n = 0;
-  bool absent = false;
+  int reads = forward ? ~0 : op_table[call->op].about.reads;
+  bool absent = false, layer = op_table[call->op].layout == LAYOUT_CALLS;
   for (int k = 0; k < call->n_in; k++)
-    for (int i = 0; call->in[k] && reads >> k & 1 && i < a->p->set->n; i++) {
-      if (!parted_holds(&form[n], &a->p->set->member[i], call->in[k]->store)) continue;
+    for (int i = 0; call->in[k] && i < a->p->set->n; i++) {
+      const parameter *p = &a->p->set->member[i];
+      if (!parted_holds(&form[n], p, call->in[k]->store)) continue;
+      bool derived = layer && p->derived;
+      if (!derived && !(reads >> k & 1)) break;
+      if (layer) form[n] = derived ? PARTED_DERIVED : PARTED_COMPUTE;
       unit[n] = a->q->unit_of[i];
       absent |= !a->q->unit[unit[n]].here[form[n]];
       n++;
@@ -171,14 +184,15 @@ eng_status weights_predict(eng_parallel_sizes *out, eng_parallel *p, const int64
   a.q->data = &a;
   eng_status status = ENG_OK;
   int length = eng_tape_length();
-  for (int turn = 0; turn < 2 * length && status == ENG_OK; turn++) {
-    bool forward = turn < length;
-    const tape_node *node = tape_at(forward ? turn : 2 * length - 1 - turn);
-    if (node->call.op < 0 || op_table[node->call.op].layout == LAYOUT_VIEW) continue;
-    bool runs = forward || node->segment;     // a checkpointed operation runs again
-    status = read_inputs(&a, &node->call, runs ? ~0 : op_table[node->call.op].about.reads);
+  for (int i = 0; i < length && status == ENG_OK; i++) status = read_inputs(&a, i, true);
+  for (int i = length - 1; i >= 0 && status == ENG_OK; i--) {
+    int segment = tape_at(i)->segment;     // a checkpointed part runs again, then backward
+    bool last = segment && (i == length - 1 || tape_at(i + 1)->segment != segment);
+    for (int k = segment - 1; last && k <= i && status == ENG_OK; k++)
+      status = read_inputs(&a, k, true);
+    if (status == ENG_OK) status = read_inputs(&a, i, false);
   }
-  out->weights = weights_kept(p->set, a.q) + a.q->most;
+  out->weights = parted_kept(p->set, a.q) + a.q->most;
   parted_free(a.q);
   return status;
 }

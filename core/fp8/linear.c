@@ -192,6 +192,35 @@ static int64_t weight_bytes(const params_derived *copy)
          (weight->q_t ? size * weight->q_t->count + 4 * weight->scale_t->count : 0);
 }
 
+static int weight_tensors(tensor **out, const params_derived *copy)
+{
+  const fp8_weight *weight = (const fp8_weight *)copy;
+  tensor *const all[PARAMS_DERIVED] = {weight->q, weight->scale, weight->q_t, weight->scale_t};
+  int n = 0;
+  for (int k = 0; k < PARAMS_DERIVED; k++)
+    if (all[k]) out[n++] = all[k];
+  return n;
+}
+
+/// ZeRO-3: quantizes a parameter on the rank that has all of it; the others receive the copy when
+/// they use it.
+static eng_status quantize_own(copies *out, int64_t number, fp8_site *s, parameter *p,
+                               const tensor *source, bool transposed)
+{
+  tensor *whole;
+  if (s->recipe.role[ENG_FP8_W].stochastic)
+    return error_set(ENG_ERR_VALUE, "%s: zero=3 cannot round weights at random; hint: zero=2",
+                     s->name);
+  if (!params_owns(p)) return params_derived_outdated(p);
+  tensor *made[PARAMS_DERIVED];
+  for (int k = weight_tensors(made, p->derived) - 1; k >= 0; k--) made[k]->store->absent = false;
+  ENG_TRY(tensor_wrap(&whole, source->store->space, source->data, source->dtype, source->ndim,
+                      source->shape));
+  eng_status status = quantize(out, number, s, ENG_FP8_W, whole, NULL, transposed);
+  tensor_drop(whole);
+  return status == ENG_OK ? params_derived_outdated(p) : status;
+}
+
 /// Creates the tensors of the FP8 copy, which outlive the step.
 static eng_status make_weight(fp8_weight *to, const eng_fp8_role *r, const tensor *w,
                               bool transposed)
@@ -222,6 +251,7 @@ static eng_status weight_copies(copies *out, bool *kept, int64_t number, fp8_sit
   fp8_weight *c = (fp8_weight *)p->derived;
   bool same = c && c->site == number && c->recipe == s->version && c->source == source;
   if (!same) {
+    if (c) params_derived_freed(p);
     if (c) weight_free(&c->derived);
     p->derived = NULL;
     c = calloc(1, sizeof *c);
@@ -231,7 +261,8 @@ static eng_status weight_copies(copies *out, bool *kept, int64_t number, fp8_sit
       weight_free(&c->derived);
       return status;
     }
-    c->derived = (params_derived){weight_free, weight_bytes, weight_outdate, weight_stamp};
+    c->derived = (params_derived){weight_free, weight_bytes, weight_outdate, weight_stamp,
+                                  weight_tensors};
     p->derived = &c->derived;
   }
   *out = (copies){c->q, c->scale, c->q_t, c->scale_t};
@@ -239,7 +270,8 @@ static eng_status weight_copies(copies *out, bool *kept, int64_t number, fp8_sit
       !fp8_measuring())
     return ENG_OK;
   c->site = 0;   // invalid until the copy is complete
-  ENG_TRY(quantize(out, number, s, ENG_FP8_W, source, NULL, transposed));
+  if (params_comes_and_goes(p)) ENG_TRY(quantize_own(out, number, s, p, source, transposed));
+  else ENG_TRY(quantize(out, number, s, ENG_FP8_W, source, NULL, transposed));
   bool stale = same && (c->seen != source->store->writes || c->factor != s->factor[ENG_FP8_W]);
   if (stale) {   // backward will refuse a tape that read the old numbers
     c->q->store->writes++;

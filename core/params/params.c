@@ -175,6 +175,7 @@ eng_status eng_params_new(eng_params **out, const eng_tensor *tensors, const cha
 
 static void drop_derived(parameter *p)
 {
+  if (p->derived) params_derived_freed(p);
   if (p->derived) p->derived->free(p->derived);
   p->derived = NULL;
 }

@@ -20,7 +20,10 @@ typedef struct params_derived {
   // marks the copy for a rebuild at its next use, in the same memory
   void         (*outdate)(struct params_derived *copy);
   params_stamp (*stamp)(const struct params_derived *copy);
+  // lists its tensors, of PARAMS_DERIVED at most; returns their number
+  int          (*tensors)(tensor **out, const struct params_derived *copy);
 } params_derived;
+enum { PARAMS_DERIVED = 4 };
 
 /// A member of a parameter set; tensor.parameter points here.
 typedef struct parameter {
@@ -134,6 +137,16 @@ static inline bool params_sums_terms(const parameter *p)
 /// Brings those of the weights x[n] (NULL allowed) that are absent; the others of them stay. All
 /// ranks call it at the same operations. Errors: STATE.
 eng_status params_bring(tensor *const *x, int n);
+/// ZeRO-3: whether other ranks' weights come and go now. Then a derived copy is made by the rank
+/// that has the whole parameter, and sent to the others.
+bool params_comes_and_goes(const parameter *p);
+/// Whether this rank has the whole parameter.
+bool params_owns(const parameter *p);
+/// A member's derived copy is new or out of date on all ranks: only its maker has it. Errors:
+/// VALUE.
+eng_status params_derived_outdated(parameter *p);
+/// Call this before freeing a member's derived copy.
+void params_derived_freed(parameter *p);
 /// The weights stay from now on; those of other ranks are lost.
 void params_forget_parts(eng_params *set);
 

@@ -12,18 +12,33 @@
 
 #include <stdlib.h>
 
-tensor *parted_tensor(const eng_params *set, int i, int form)
+int parted_tensors(tensor *out[PARAMS_DERIVED], const eng_params *set, int i, int form)
 {
   const parameter *p = &set->member[i];
-  if (form == PARTED_COMPUTE) return p->shadow ? p->shadow : p->value;
-  return p->shadow ? p->value : NULL;
+  if (form == PARTED_DERIVED) return p->derived ? p->derived->tensors(out, p->derived) : 0;
+  out[0] = form == PARTED_COMPUTE && p->shadow ? p->shadow : p->value;
+  return form == PARTED_COMPUTE || p->shadow;
 }
 
 bool parted_holds(int *form, const parameter *p, const storage *store)
 {
-  bool low = p->shadow && p->shadow->store == store;
-  *form = low || !p->shadow ? PARTED_COMPUTE : PARTED_MASTER;
-  return low || p->value->store == store;
+  for (int f = 0; f < PARTED_FORMS; f++) {
+    tensor *x[PARAMS_DERIVED];
+    int n = parted_tensors(x, p->set, p->index, f);
+    for (int k = 0; k < n; k++)
+      if (x[k]->store == store) {
+        *form = f;
+        return true;
+      }
+  }
+  return false;
+}
+
+int64_t parted_kept(const eng_params *set, const params_parted *q)
+{
+  int64_t bytes[4];
+  eng_params_bytes(bytes, set);
+  return bytes[0] + bytes[1] + bytes[3] - q->away;
 }
 
 // ---- the table
@@ -55,7 +70,8 @@ static eng_status find_pages(params_parted *q, const eng_params *set, const int6
   for (int i = 0; flat && i < set->n; i++) {
     const tensor *x = flat->part[i];
     if (!x) continue;
-    int its_form = x == parted_tensor(set, i, PARTED_COMPUTE) ? PARTED_COMPUTE : PARTED_MASTER;
+    bool master = set->member[i].shadow && flat == set->masters;
+    int its_form = master ? PARTED_MASTER : PARTED_COMPUTE;
     int64_t size = eng_dtype_size(x->dtype), a = own[2 * i], b = own[2 * i + 1];
     char *begin = x->data, *end = begin + params_part_bytes(x->count, x->dtype);
     char *gap[2][2] = {{begin, a == b ? end : begin + a * size}, {begin + b * size, end}};
@@ -75,6 +91,18 @@ static eng_status find_pages(params_parted *q, const eng_params *set, const int6
   return to ? add_pages(q, unit, form, from, to) : ENG_OK;
 }
 
+/// The same for a derived copy, which has its own memory and stays where all of the parameter is.
+static eng_status find_derived_pages(params_parted *q, const eng_params *set, const int64_t *own,
+                                     int i)
+{
+  tensor *x[PARAMS_DERIVED];
+  int n = parted_tensors(x, set, i, PARTED_DERIVED);
+  for (int k = 0; k < n && own[2 * i] == own[2 * i + 1]; k++)
+    ENG_TRY(add_pages(q, q->unit_of[i], PARTED_DERIVED, x[k]->data,
+                      (char *)x[k]->data + x[k]->store->bytes));
+  return ENG_OK;
+}
+
 eng_status parted_new(params_parted **out, const eng_params *set, const int64_t *own,
                       const int32_t *unit_of)
 {
@@ -90,6 +118,8 @@ eng_status parted_new(params_parted **out, const eng_params *set, const int64_t 
     q && q->unit ? ENG_OK : error_set(ENG_ERR_MEMORY, "out of memory for the table of weights");
   if (status == ENG_OK) status = find_pages(q, set, own, set->masters);
   if (status == ENG_OK) status = find_pages(q, set, own, set->shadows);
+  for (int i = 0; status == ENG_OK && i < set->n; i++)
+    status = find_derived_pages(q, set, own, i);
   if (status != ENG_OK) {
     parted_free(q);
     return status;
@@ -146,16 +176,17 @@ eng_status parted_need(params_parted *q, const int *unit, const int *form, int n
 }
 
 /// Marks in the storages of a set's members what comes and goes and what is gone.
-static void mark(const eng_params *set)
+static void mark(eng_params *set)
 {
   const params_parted *q = set->parted;
+  tensor *x[PARAMS_DERIVED];
   for (int i = 0; i < set->n; i++)
-    for (int f = 0; f < PARTED_FORMS; f++) {
-      const tensor *x = parted_tensor(set, i, f);
-      if (!x) continue;
-      x->store->closed = !q->whole;
-      x->store->absent = !q->whole && !q->unit[q->unit_of[i]].here[f];
-    }
+    for (int f = 0; f < PARTED_FORMS; f++)
+      for (int k = parted_tensors(x, set, i, f) - 1; k >= 0; k--) {
+        x[k]->store->parted = &set->member[i];
+        x[k]->store->closed = !q->whole;
+        x[k]->store->absent = !q->whole && !q->unit[q->unit_of[i]].here[f];
+      }
 }
 
 eng_status params_part(eng_params *set, params_parted *q)
@@ -164,11 +195,7 @@ eng_status params_part(eng_params *set, params_parted *q)
   for (int u = 0; u < q->n_units; u++)
     for (int f = 0; f < PARTED_FORMS; f++) q->unit[u].here[f] = true;
   q->here = q->away;
-  for (int i = 0; i < set->n; i++)
-    for (int f = 0; f < PARTED_FORMS; f++) {
-      const tensor *x = parted_tensor(set, i, f);
-      if (x) x->store->parted = &set->member[i];
-    }
+  mark(set);
   q->piece = calloc((size_t)set->n + 1, sizeof *q->piece);
   if (!q->piece) return error_set(ENG_ERR_MEMORY, "out of memory for the table of weights");
   for (int i = 0; i < set->n; i++) {
@@ -186,7 +213,7 @@ eng_status params_bring(tensor *const *x, int n)
   for (int k = 0; k < n; k++)
     if (x[k] && x[k]->store->absent) absent = x[k]->store->parted;
   if (!absent) return ENG_OK;
-  const eng_params *set = absent->set;
+  eng_params *set = absent->set;
   for (int k = 0; k < n; k++) {
     const parameter *p = x[k] ? x[k]->store->parted : NULL;
     if (!p || p->set != set || !parted_holds(&form[m], p, x[k]->store)) continue;
@@ -224,8 +251,10 @@ eng_status params_bring_all(eng_params *set)
   for (int u = 0; u < q->n_units; u++)
     for (int f = 0; f < PARTED_FORMS; f++) {
       move_pages(q, u, f, true);
-      ENG_TRY(q->fetch(q->data, u, f));
+      if (f != PARTED_DERIVED) ENG_TRY(q->fetch(q->data, u, f));
     }
+  for (int i = 0; i < set->n; i++)   // each rank can make these itself now
+    if (set->member[i].derived) set->member[i].derived->outdate(set->member[i].derived);
   q->whole = true;
   mark(set);
   return ENG_OK;
@@ -234,16 +263,64 @@ eng_status params_bring_all(eng_params *set)
 void params_forget_parts(eng_params *set)
 {
   params_parted *q = set->parted;
-  set->parted = NULL;
-  for (int u = 0; q && u < q->n_units; u++)
+  tensor *x[PARAMS_DERIVED];
+  if (!q) return;
+  for (int u = 0; u < q->n_units; u++)
     for (int f = 0; f < PARTED_FORMS; f++) move_pages(q, u, f, true);
-  for (int i = 0; q && i < set->n; i++)
-    for (int f = 0; f < PARTED_FORMS; f++) {
-      const tensor *x = parted_tensor(set, i, f);
-      if (!x) continue;
-      x->store->parted = NULL;
-      x->store->closed = x->store->absent = false;
-    }
-  for (int i = 0; q && q->piece && i < set->n; i++) tensor_drop(q->piece[i]);
+  for (int i = 0; i < set->n; i++)
+    for (int f = 0; f < PARTED_FORMS; f++)
+      for (int k = parted_tensors(x, set, i, f) - 1; k >= 0; k--) {
+        x[k]->store->parted = NULL;
+        x[k]->store->closed = x[k]->store->absent = false;
+      }
+  set->parted = NULL;
+  for (int i = 0; q->piece && i < set->n; i++) tensor_drop(q->piece[i]);
   parted_free(q);
+}
+
+// ---- derived copies
+
+bool params_comes_and_goes(const parameter *p)
+{ return p->set->parted && !p->set->parted->whole; }
+
+bool params_owns(const parameter *p)
+{
+  const int64_t *own = p->set->own + 2 * p->index;
+  return own[1] - own[0] == p->value->count;
+}
+
+void params_derived_freed(parameter *p)
+{
+  params_parted *q = p->set->parted;
+  if (!q) return;
+  parted_unit *u = &q->unit[q->unit_of[p->index]];
+  move_pages(q, q->unit_of[p->index], PARTED_DERIVED, true);
+  for (int k = 0; k < u->n_pages[PARTED_DERIVED]; k++) {
+    q->here -= u->pages[PARTED_DERIVED][k].bytes;
+    q->away -= u->pages[PARTED_DERIVED][k].bytes;
+  }
+  u->n_pages[PARTED_DERIVED] = 0;
+}
+
+eng_status params_derived_outdated(parameter *p)
+{
+  params_parted *q = p->set->parted;
+  int unit = q->unit_of[p->index];
+  const int64_t *own = p->set->own + 2 * p->index;
+  for (int i = 0; i < p->set->n; i++)
+    if (i != p->index && q->unit_of[i] == unit)
+      return error_set(ENG_ERR_VALUE, "parameter %s: zero=3 needs a unit for each weight in FP8",
+                       p->name);
+  if (own[1] > own[0] && !params_owns(p))
+    return error_set(ENG_ERR_VALUE, "parameter %s: zero=3 needs whole parameters on a rank (the "
+                                    "option `whole`) for weights in FP8", p->name);
+  if (q->unit[unit].n_pages[PARTED_DERIVED] == 0) {   // a new copy
+    int64_t before = q->away;
+    ENG_TRY(find_derived_pages(q, p->set, p->set->own, p->index));
+    q->here += q->away - before;
+    q->unit[unit].here[PARTED_DERIVED] = true;
+  }
+  move_pages(q, unit, PARTED_DERIVED, false);
+  mark(p->set);
+  return ENG_OK;
 }

@@ -5,8 +5,11 @@
 #include "params.h"
 
 /// What of a unit comes and goes together: the weights that the forward pass reads (the
-/// low-precision copy where there is one), and the masters of weights that have such a copy.
-typedef enum parted_form { PARTED_COMPUTE, PARTED_MASTER, PARTED_FORMS } parted_form;
+/// low-precision copy where there is one); the masters of weights that have such a copy; derived
+/// copies (FP8), whose parameters are units of their own.
+typedef enum parted_form {
+  PARTED_COMPUTE, PARTED_MASTER, PARTED_DERIVED, PARTED_FORMS
+} parted_form;
 
 typedef struct parted_pages { char *at; int64_t bytes; } parted_pages;
 
@@ -42,10 +45,12 @@ eng_status parted_new(params_parted **out, const eng_params *set, const int64_t 
 void parted_free(params_parted *q);
 /// Brings the forms form[n] of the units unit[n], and drops the others.
 eng_status parted_need(params_parted *q, const int *unit, const int *form, int n);
-/// The tensor of member i in this form; NULL: none.
-tensor *parted_tensor(const eng_params *set, int i, int form);
-/// Whether x is the memory of member p, and in which form.
+/// The tensors of member i in this form; returns their number.
+int parted_tensors(tensor *out[PARAMS_DERIVED], const eng_params *set, int i, int form);
+/// Whether `store` is memory of member p, and in which form.
 bool parted_holds(int *form, const parameter *p, const storage *store);
+/// Bytes of weights that stay on this rank.
+int64_t parted_kept(const eng_params *set, const params_parted *q);
 
 /// Divides the weights of a set, which takes the table, also after an error. Drops nothing yet.
 eng_status params_part(eng_params *set, params_parted *q);

@@ -65,7 +65,6 @@ local function plan(number)
     tensor_at = math.random(), element_at = math.random(), stats_every = any { 1, 100 } }
   p.rank, p.step, p.micro = math.random(0, p.ranks - 1), math.random(0, p.steps - 1),
     math.random(1, p.accumulate)
-  if p.precision:find "^fp8" then p.zero = math.min(p.zero, 2) end
   local policy = any(policies)
   p.policy = policy.name
   if bit.band(policy.needs, OF_ADAM) ~= 0 then p.optimizer = "adamw" end

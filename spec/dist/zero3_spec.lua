@@ -1,7 +1,7 @@
 -- ZeRO-3: weights sharded over the ranks. Training equals ZeRO-0 bit for bit; memory and messages
--- match the prediction; killed jobs resume with any number of ranks; an inf is attributed to its
--- rank and tensor; what needs whole weights is refused or runs in trainer:whole. The jobs are
--- spec/dist/zero.lua, job.lua and whole.lua.
+-- match the prediction; FP8 weights travel as FP8; killed jobs resume with any number of ranks; an
+-- inf is attributed to its rank and tensor; what needs whole weights is refused or runs in
+-- trainer:whole. The jobs are spec/dist/zero.lua, job.lua and whole.lua.
 local helper = require "spec.helper"
 local json = require "engine.base.json"
 local start = require "spec.dist.start"
@@ -54,7 +54,9 @@ describe("ranks with ZeRO-3", function()
 
   it("train bit for bit as without it", function()
     for _, case in ipairs { { 2, "precision=fp16", "clip=1" }, { 4, "checkpoint=true" },
-      { 3, "precision=bf16", "wire=fp8", "optimizer=muon" } } do
+      { 3, "precision=bf16", "wire=fp8", "optimizer=muon" },
+      { 2, "precision=fp8_delayed", "width=64" },
+      { 4, "precision=fp8_block", "width=64", "checkpoint=true" } } do
       local plain = told(unpack(case))
       case[#case + 1] = "zero=3"
       local shared = told(unpack(case))
@@ -68,19 +70,32 @@ describe("ranks with ZeRO-3", function()
 
   it("hold the weights that are predicted, and send the messages that are", function()
     local held = {}
-    for _, n in ipairs { 2, 4 } do
+    for _, case in ipairs { { 2, "bf16", "false" }, { 4, "fp32", "true" },
+      { 2, "fp8_rowwise", "true" } } do
+      local n, precision = case[1], case[2]
       for _, rank in ipairs(told(n, "zero=3", "width=192", "layers=4", "steps=2",
-        "precision=" .. (n == 2 and "bf16" or "fp32"), "checkpoint=" .. tostring(n == 4))) do
-        local p, at = rank.predicted, ("rank %d of %d"):format(rank.rank, n)
+        "precision=" .. precision, "checkpoint=" .. case[3])) do
+        local p, at = rank.predicted, ("rank %d of %d, %s"):format(rank.rank, n, precision)
         for _, what in ipairs { "messages", "bytes", "weight_messages", "weight_bytes" } do
           assert.equal(p[what], rank[what], at .. ": " .. what)
         end
         assert.equal(p.weights, rank.weights_memory, at)
-        held[n] = math.max(held[n] or 0, rank.weights_memory)
+        held[precision] = math.max(held[precision] or 0, rank.weights_memory)
       end
     end
     -- 1.8 million weights in f32 take 7.2 MB, and in bf16 half of that
-    assert.is_true(held[2] < 0.65 * 10.8e6 and held[4] < 0.5 * 7.2e6, held[2] .. " " .. held[4])
+    assert.is_true(held.bf16 < 0.65 * 10.8e6, held.bf16)
+    assert.is_true(held.fp32 < 0.5 * 7.2e6, held.fp32)
+    -- codes of one byte where bf16 weights have two
+    local function sent(precision)
+      local bytes = 0
+      for _, rank in ipairs(told(2, "zero=3", "width=128", "layers=4", "steps=2",
+        "precision=" .. precision)) do
+        bytes = bytes + rank.weight_bytes
+      end
+      return bytes
+    end
+    assert.is_true(sent("fp8_block") < 0.65 * sent("bf16"))
   end)
 
   it("return the memory of the other weights to the system", function()

@@ -101,7 +101,7 @@ local function job_of(trainer, options, records, wanted, measured, step)
     comm_dtype = options.comm_dtype or "own", zero = options.zero or 0,
     model = tostring(trainer.model._class), step = step }
   local bytes = M_ffi.new("int64_t[4]")
-  options.whole = optimizer.whole
+  options.whole = reducer.whole(optimizer, options.zero)
   C.eng_params_bytes(bytes, optimizer.params)
   job.weight_bytes, job.gradient_bytes = tonumber(bytes[0] + bytes[1] + bytes[3]),
     tonumber(bytes[2])
@@ -111,7 +111,7 @@ local function job_of(trainer, options, records, wanted, measured, step)
   end
   -- From ZeRO-2 on: the operations of a step determine which gradients, and with ZeRO-3 which
   -- weights, exist at the same time.
-  options.units = job.zero == 3 and reducer.units(list) or nil
+  options.units = job.zero == 3 and reducer.units(optimizer) or nil
   if job.zero >= 2 then
     M_ffi.check(C.eng_step_begin())
     trainer:forward(trainer:next_batch())

@@ -114,7 +114,7 @@ local FACTS = { "waited", "held", "record", "weights", "messages", "bytes", "wei
 --- Makes steps as one rank of a job, or as a single process, and prints the measurements.
 function M.rank(script, settings, given)
   local trainer, options = M.trainer(script, settings, given)
-  options.whole = trainer.optimizer.whole
+  options.whole = require("engine.dist.reducer").whole(trainer.optimizer, options.zero)
   local ranks, facts, times, seen = require "engine.dist.ranks", ffi.new("eng_parallel_facts"), {},
     {}
   for step = 1, STEPS do

@@ -115,20 +115,28 @@ end
 -- ------------------------------------------------------------------ making
 
 --- The units of ZeRO-3 for the parameters of an optimizer, as the core's option: each block of the
---- model is one, and so is every other module that has parameters.
-function M.units(list)
+--- model is one, and so is every other module that has parameters and every weight in FP8.
+function M.units(optimizer)
+  local list, quantized = optimizer.list, {}
   local units, numbers, n = ffi.new("int32_t[?]", #list), {}, 0
+  for _, site in ipairs(optimizer.fp8 and optimizer.fp8.list or {}) do
+    quantized[tonumber(site.module.weight.slot)] = true
+  end
   for i, p in ipairs(list) do
-    local name = p.name:match("^(.*%f[^%z.]blocks%.%d+)%.") or p.name:match("^(.*)%.[^.]*$") or ""
+    local name = quantized[tonumber(p.tensor.slot)] and p.name
+      or p.name:match("^(.*%f[^%z.]blocks%.%d+)%.") or p.name:match("^(.*)%.[^.]*$") or ""
     if not numbers[name] then numbers[name], n = n, n + 1 end
     units[i - 1] = numbers[name]
   end
   return units
 end
 
+--- Whether ranks update whole parameters: for optimizers that need them, and for ZeRO-3 in FP8,
+--- where one rank quantizes a weight for all.
+function M.whole(optimizer, zero) return optimizer.whole or zero == 3 and optimizer.fp8 ~= nil end
+
 --- The core's options for a reduction, made from those of a trainer. o.whole: with ZeRO, ranks
---- update whole parameters (the optimizer's `whole`). o.units: those of ZeRO-3, which the caller
---- keeps.
+--- update whole parameters (M.whole). o.units: those of ZeRO-3, which the caller keeps.
 function M.options(o, apart, holders)
   return ffi.new("eng_parallel_options", { bucket = math.floor((o.bucket or M.BUCKET) * MIB),
     comm_dtype = COMM_DTYPES[o.comm_dtype or "own"], zero = o.zero or 0,
@@ -223,9 +231,9 @@ function M.new(trainer, o)
   self.signals = {}
   self.apart, self.marks, self.holders = find_apart(trainer.model, trainer.optimizer.list)
   ranks.compare(identity(self, o))       -- settings, policies and models must match
-  self.units = self.parted and M.units(trainer.optimizer.list) or nil
+  self.units = self.parted and M.units(trainer.optimizer) or nil
   self.options = M.options({ bucket = o.bucket, comm_dtype = o.comm_dtype, zero = o.zero,
-    whole = trainer.optimizer.whole, units = self.units }, self.marks,
+    whole = M.whole(trainer.optimizer, o.zero), units = self.units }, self.marks,
     self.holders and self.holders.comm)
   self.reduction = reduction(trainer.optimizer, self.options)
   if self.zero then trainer.optimizer.state:shard(self.reduction, self.parted) end

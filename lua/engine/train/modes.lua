@@ -126,11 +126,9 @@ end
 
 -- What ZeRO-3 cannot do, or nil.
 local function parted_refusal(trainer)
-  local optimizer, what = trainer.optimizer, nil
+  local what
   if not trainer.reducer.parted then return nil end
   if machine.device() ~= "cpu" then what = "weights come and go in the memory of the CPU only"
-  elseif optimizer.fp8 then
-    what = ("precision %s quantizes whole weights on each rank"):format(trainer.precision.name)
   elseif trainer.reducer.apart then what = "the ranks have already divided the experts" end
   return what and ("zero=3: %s; hint: zero=2"):format(what) or nil
 end
