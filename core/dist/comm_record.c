@@ -138,11 +138,6 @@ eng_status eng_parallel_gather(eng_parallel *p)
 {
   eng_params *set = p->set;
   double began = eng_clock();
-  if (set->parted) {   // those of other ranks are out of date
-    for (int i = 0; i < set->n; i++)
-      if (set->member[i].has_gradient) params_written(&set->member[i]);
-    return params_leave(set);
-  }
   if (p->cards) {
     ENG_TRY(gather_between_cards(p));
     p->facts.weights = eng_clock() - began;
@@ -152,6 +147,7 @@ eng_status eng_parallel_gather(eng_parallel *p)
     parameter *member = &set->member[i];
     if (!member->has_gradient) continue;          // not updated in this step
     params_written(member);
+    if (set->parted && !p->apart[i]) continue;    // the others drop it
     int64_t bytes = member->value->count * (int64_t)sizeof(float);
     float *host = set->space == SPACE_HOST ? member->value->data : p->values;
     if (set->space != SPACE_HOST)
@@ -160,6 +156,7 @@ eng_status eng_parallel_gather(eng_parallel *p)
     if (set->space != SPACE_HOST)
       ENG_TRY(transfer_from_host(set->space, member->value->data, host, bytes));
   }
+  if (set->parted && !p->holders) return params_leave(set);
   p->facts.weights = eng_clock() - began;
   return eng_params_refresh(set);
 }

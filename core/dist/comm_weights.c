@@ -91,14 +91,16 @@ eng_status weights_part(eng_parallel *p, const int32_t *units)
   if (!units) return error_set(ENG_ERR_VALUE, "zero=3 needs the unit of each parameter");
   if (p->set->space != SPACE_HOST)
     return error_set(ENG_ERR_DEVICE, "zero=3 works in the memory of the CPU; hint: zero=2");
-  if (p->holders)
-    return error_set(ENG_ERR_VALUE, "zero=3: experts are already divided among the ranks; hint: "
-                                    "zero=2");
   for (int i = 0; i < p->set->n; i++)
     if (units[i] < 0 || units[i] >= p->set->n)
       return error_set(ENG_ERR_VALUE, "expected a unit of 0 to %d for parameter %s, got %d",
                        p->set->n - 1, p->set->member[i].name, units[i]);
-  ENG_TRY(parted_new(&q, p->set, p->set->own, units));
+  int32_t *unit_of = calloc((size_t)p->set->n + 1, sizeof *unit_of);
+  if (!unit_of) return error_set(ENG_ERR_MEMORY, "out of memory for the table of weights");
+  for (int i = 0; i < p->set->n; i++) unit_of[i] = p->apart[i] ? -1 : units[i];   // already divided
+  eng_status status = parted_new(&q, p->set, p->set->own, unit_of);
+  free(unit_of);
+  ENG_TRY(status);
   q->fetch = fetch;
   q->data = p;
   return params_part(p->set, q);

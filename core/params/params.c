@@ -375,8 +375,7 @@ static eng_status refresh(parameter *p)
 {
   const backend *device = set_device(p->set);
   const int64_t all[2] = {0, p->value->count};
-  bool whole = !p->set->parted || p->set->parted->whole;
-  const int64_t *part = whole ? all : p->set->own + 2 * p->index;
+  const int64_t *part = params_comes_and_goes(p) ? p->set->own + 2 * p->index : all;
   tensor from = narrowed(p->value, part[0], part[1]), to = narrowed(p->shadow, part[0], part[1]);
   op_call c = {.op = ENG_OP_cast, .n_in = 1, .n_out = 1, .in = {&from}, .out = {&to},
                .cast = {.dtype = to.dtype}};

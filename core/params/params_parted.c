@@ -69,7 +69,7 @@ static eng_status find_pages(params_parted *q, const eng_params *set, const int6
   int unit = -1, form = 0;
   for (int i = 0; flat && i < set->n; i++) {
     const tensor *x = flat->part[i];
-    if (!x) continue;
+    if (!x || q->unit_of[i] < 0) continue;
     bool master = set->member[i].shadow && flat == set->masters;
     int its_form = master ? PARTED_MASTER : PARTED_COMPUTE;
     int64_t size = eng_dtype_size(x->dtype), a = own[2 * i], b = own[2 * i + 1];
@@ -96,7 +96,7 @@ static eng_status find_derived_pages(params_parted *q, const eng_params *set, co
                                      int i)
 {
   tensor *x[PARAMS_DERIVED];
-  int n = parted_tensors(x, set, i, PARTED_DERIVED);
+  int n = q->unit_of[i] < 0 ? 0 : parted_tensors(x, set, i, PARTED_DERIVED);
   for (int k = 0; k < n && own[2 * i] == own[2 * i + 1]; k++)
     ENG_TRY(add_pages(q, q->unit_of[i], PARTED_DERIVED, x[k]->data,
                       (char *)x[k]->data + x[k]->store->bytes));
@@ -182,7 +182,7 @@ static void mark(eng_params *set)
   tensor *x[PARAMS_DERIVED];
   for (int i = 0; i < set->n; i++)
     for (int f = 0; f < PARTED_FORMS; f++)
-      for (int k = parted_tensors(x, set, i, f) - 1; k >= 0; k--) {
+      for (int k = parted_tensors(x, set, i, f) - 1; k >= 0 && q->unit_of[i] >= 0; k--) {
         x[k]->store->parted = &set->member[i];
         x[k]->store->closed = !q->whole;
         x[k]->store->absent = !q->whole && !q->unit[q->unit_of[i]].here[f];
@@ -281,7 +281,10 @@ void params_forget_parts(eng_params *set)
 // ---- derived copies
 
 bool params_comes_and_goes(const parameter *p)
-{ return p->set->parted && !p->set->parted->whole; }
+{
+  const params_parted *q = p->set->parted;
+  return q && !q->whole && q->unit_of[p->index] >= 0;
+}
 
 bool params_owns(const parameter *p)
 {
@@ -292,7 +295,7 @@ bool params_owns(const parameter *p)
 void params_derived_freed(parameter *p)
 {
   params_parted *q = p->set->parted;
-  if (!q) return;
+  if (!q || q->unit_of[p->index] < 0) return;
   parted_unit *u = &q->unit[q->unit_of[p->index]];
   move_pages(q, q->unit_of[p->index], PARTED_DERIVED, true);
   for (int k = 0; k < u->n_pages[PARTED_DERIVED]; k++) {

@@ -26,7 +26,7 @@ typedef eng_status parted_fetch(void *data, int unit, int form);
 
 typedef struct params_parted {
   int32_t       n_units;
-  int32_t      *unit_of;               // [n members]
+  int32_t      *unit_of;               // [n members]; -1: this member stays
   parted_unit  *unit;                  // [n_units]
   int64_t       clock;
   bool          whole;                 // everything is here until params_leave
@@ -39,7 +39,7 @@ typedef struct params_parted {
 } params_parted;
 
 /// A table for the members of a set of which this rank owns the elements own[2 * i] up to
-/// own[2 * i + 1]; everything is still here. unit_of [n]: the unit of each member.
+/// own[2 * i + 1]; everything is still here. unit_of [n]: the unit of each member, or -1.
 eng_status parted_new(params_parted **out, const eng_params *set, const int64_t *own,
                       const int32_t *unit_of);
 void parted_free(params_parted *q);

@@ -111,6 +111,8 @@ for way, facts in pairs(net.first:sent() or {}) do
   print(("sent %s %d %.4g"):format(way, facts.bytes, facts.snr))
 end
 print("counts " .. table.concat(net.first.counts, " "))
-io.stderr:write(("rank %d: common %s, held %d\n"):format(ranks.rank(), trainer.reducer.marks
-  and tostring(M_ffi.C.eng_params_checksum_of(optimizer.params, trainer.reducer.marks, 0))
-    or "alone", net:count()))
+local common = trainer.reducer.marks and trainer:whole(function()
+  return tostring(M_ffi.C.eng_params_checksum_of(optimizer.params, trainer.reducer.marks, 0))
+end)
+io.stderr:write(("rank %d: common %s, held %d\n"):format(ranks.rank(), common or "alone",
+  net:count()))

@@ -113,6 +113,21 @@ describe("ranks with ZeRO-3", function()
     assert.is_true(two == 0 or two - three > 20, two .. " " .. three)
   end)
 
+  it("train experts that the ranks have divided, and experts of which they use different ones",
+    function()
+      for _, case in ipairs { { 2, "over=-1", "one=2" }, { 4, "over=2", "precision=fp16" } } do
+        local lines = {}
+        for zero = 0, 3, 3 do
+          local result = run(case[1], "spec/dist/experts.lua", { "hidden=64", "steps=3",
+            "zero=" .. zero, case[2], case[3] })
+          assert.equal(0, result.code, result.out .. result.err)
+          lines[zero] = { result.out, result.err:match("rank 0: common [^\n]*") }
+          assert.truthy(lines[zero][2])
+        end
+        assert.same(lines[0], lines[3])
+      end
+    end)
+
   it("resume killed jobs with any number of ranks", function()
     local settings = { "precision=fp16", "dropout=0.1", "zero=3", "width=64" }
     local whole, weights = job(4, "steps=6", unpack(settings))

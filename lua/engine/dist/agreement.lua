@@ -63,7 +63,7 @@ local function items(trainer)
   for i, p in ipairs(optimizer.list) do
     trained[p.name] = true
     local low = M_ffi.Tensor()
-    if not reducer.parted then
+    if not reducer.parted or reducer.apart and reducer.apart[p.name] then
       add(p.name, p.tensor, p.name)
       check(C.eng_params_low(low, optimizer.params, i - 1))
       add(p.name .. " (low-precision weights)", low, p.name)

@@ -115,7 +115,8 @@ end
 -- ------------------------------------------------------------------ making
 
 --- The units of ZeRO-3 for the parameters of an optimizer, as the core's option: each block of the
---- model is one, and so is every other module that has parameters and every weight in FP8.
+--- model is one, and so are all experts of a layer together, every other module that has parameters
+--- and every weight in FP8.
 function M.units(optimizer)
   local list, quantized = optimizer.list, {}
   local units, numbers, n = ffi.new("int32_t[?]", #list), {}, 0
@@ -123,8 +124,10 @@ function M.units(optimizer)
     quantized[tonumber(site.module.weight.slot)] = true
   end
   for i, p in ipairs(list) do
+    -- ranks use different experts, but all use some
     local name = quantized[tonumber(p.tensor.slot)] and p.name
-      or p.name:match("^(.*%f[^%z.]blocks%.%d+)%.") or p.name:match("^(.*)%.[^.]*$") or ""
+      or p.name:match("^(.*%f[^%z.]blocks%.%d+)%.") or p.name:match("^(.*%f[^%z.]experts)%.%d+%.")
+      or p.name:match("^(.*)%.[^.]*$") or ""
     if not numbers[name] then numbers[name], n = n, n + 1 end
     units[i - 1] = numbers[name]
   end
@@ -348,12 +351,12 @@ end
 function Reducer:weights()
   local list = {}
   for i, p in ipairs(self.trainer.optimizer.list) do
-    local x = p.tensor
-    if self.parted then
-      x = M_ffi.Tensor()
+    local x, from = p.tensor, 0
+    if self.parted and not (self.apart and self.apart[p.name]) then
+      x, from = M_ffi.Tensor(), self:own_part(i)
       check(C.eng_parallel_piece(x, self.reduction, i - 1))
     end
-    list[i] = { name = p.name, tensor = x, from = self.parted and self:own_part(i) or 0 }
+    list[i] = { name = p.name, tensor = x, from = from }
   end
   return list
 end

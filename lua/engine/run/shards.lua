@@ -74,7 +74,7 @@ local function own_weights(reducer)
   end
   for i, w in ipairs(reducer.parted and reducer:weights() or {}) do
     local name = slots[tonumber(reducer.trainer.optimizer.list[i].tensor.slot)]
-    if name then own[name] = w end
+    if name and not (reducer.apart and reducer.apart[w.name]) then own[name] = w end
   end
   return own
 end

@@ -126,11 +126,17 @@ end
 
 -- What ZeRO-3 cannot do, or nil.
 local function parted_refusal(trainer)
-  local what
-  if not trainer.reducer.parted then return nil end
-  if machine.device() ~= "cpu" then what = "weights come and go in the memory of the CPU only"
-  elseif trainer.reducer.apart then what = "the ranks have already divided the experts" end
-  return what and ("zero=3: %s; hint: zero=2"):format(what) or nil
+  local reducer, fp8 = trainer.reducer, trainer.optimizer.fp8
+  if not reducer.parted then return nil end
+  if machine.device() ~= "cpu" then
+    return "zero=3: weights come and go in the memory of the CPU only; hint: zero=2"
+  end
+  for _, site in ipairs(fp8 and not reducer.apart and fp8.list or {}) do
+    if site.path:find("%f[^%z.]experts%.%d+%.") then
+      return ("zero=3: precision %s makes each expert's weights a unit, and ranks use different " ..
+        "experts; hint: zero=2, or experts_over"):format(trainer.precision.name)
+    end
+  end
 end
 
 --- Why a trainer cannot work in its mode, or nil.
