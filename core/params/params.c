@@ -737,7 +737,8 @@ uint64_t eng_params_checksum_of(const eng_params *set, const uint8_t *which, int
   for (int i = 0; i < set->n && !set->freed && good; i++) {
     if (which && which[i] != value) continue;
     const tensor *x = set->member[i].value;
-    good = transfer_checksum(&sum[n++], set->space, x->data,
+    good = !x->store->closed &&
+           transfer_checksum(&sum[n++], set->space, x->data,
                              x->count * (int64_t)sizeof(float)) == ENG_OK;
   }
   if (good) hash = eng_hash64(sum, n * (int64_t)sizeof *sum);

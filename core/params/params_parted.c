@@ -247,13 +247,18 @@ eng_status params_bring_all(eng_params *set)
 {
   params_parted *q = set->parted;
   if (q->whole) return ENG_OK;
+  if (!q->fetch)
+    return error_set(ENG_ERR_STATE, "the ranks that have the other weights are gone");
   ENG_TRY(params_leave(set));      // so that all ranks bring the same
   for (int u = 0; u < q->n_units; u++)
     for (int f = 0; f < PARTED_FORMS; f++) {
       move_pages(q, u, f, true);
-      if (f != PARTED_DERIVED) ENG_TRY(q->fetch(q->data, u, f));
+      eng_status status = f == PARTED_DERIVED ? ENG_OK : q->fetch(q->data, u, f);
+      if (status == ENG_OK) continue;
+      params_leave(set);
+      return status;
     }
-  for (int i = 0; i < set->n; i++)   // each rank can make these itself now
+  for (int i = 0; i < set->n; i++)   // each rank can make derived copies itself now
     if (set->member[i].derived) set->member[i].derived->outdate(set->member[i].derived);
   q->whole = true;
   mark(set);
