@@ -83,10 +83,13 @@ function nearest.choices(name, names, what)
 end
 
 --- Makes reading a field by another framework's name an error that says what to write instead.
---- Any other missing field is nil.
+--- Any other missing field is nil. Steps read optional fields, so those are remembered.
 function nearest.guard_elsewhere(class, what)
+  local absent = {}
   return setmetatable(class, { __index = function(t, key)
+    if absent[key] then return nil end
     if type(key) ~= "string" or not (INSTEAD[key] or nearest.elsewhere(key, nearest.keys(t))) then
+      absent[key] = true
       return nil
     end
     require("engine.base.ffi").raise("%s has no '%s'%s", what, key,
