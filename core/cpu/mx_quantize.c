@@ -427,7 +427,7 @@ typedef struct rotation {
 
 enum { LINE = 32 };          // columns of x at a time
 
-// Rounds to bf16, once. A line with a result beyond bf16's normal numbers takes the second loop.
+// Rounds LINE numbers to bf16, once. The second loop repeats them if one is not a normal number.
 static void round_line(uint16_t *to, const double *x)
 {
   uint64_t odd = 0;
@@ -520,7 +520,7 @@ static void set_shape(side *s, int64_t rows, int64_t columns)
   s->band = larger(1, BAND / a->block_rows) * a->block_rows;
 }
 
-// The transposed copy, in blocks that are not square. part: scratch for all tasks.
+// Quantizes x transposed, in blocks that are not square. part: scratch, one for each task.
 static eng_status quantize_turned(side *s, const op_call *call, found *part, bool together)
 {
   const typeof(call->mx_quantize) *a = &call->mx_quantize;

@@ -4,9 +4,10 @@
 
 #include "params.h"
 
-/// What of a unit comes and goes together: the weights that the forward pass reads (the
-/// low-precision copy where there is one); the masters of weights that have such a copy; derived
-/// copies (FP8), whose parameters are units of their own.
+/// The forms of a unit's weights. Each form comes and goes by itself:
+///   COMPUTE   what operations read: the low-precision copy, or the f32 weights without one
+///   MASTER    the f32 weights that have a low-precision copy
+///   DERIVED   FP8 copies; a parameter that has one is a unit of its own
 typedef enum parted_form {
   PARTED_COMPUTE, PARTED_MASTER, PARTED_DERIVED, PARTED_FORMS
 } parted_form;

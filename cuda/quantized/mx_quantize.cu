@@ -501,7 +501,7 @@ extern "C" eng_status cuda_mx_quantize(const op_call *call)
   p.finite = (a.flags & MX_FINITE) != 0;
   p.values = (a.flags & MX_VALUES) != 0;
   p.seed = rng_seed();
-  // two surveys: of x and of y; then y
+  // scratch: the surveys of x and of y, followed by y
   const int64_t bytes = 2 * (int64_t)sizeof(survey) + (rotated ? 2 * x->count : 0);
   survey *seen = (survey *)scratch_take(bytes);
   if (!seen) return ENG_ERR_MEMORY;

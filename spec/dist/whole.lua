@@ -75,7 +75,8 @@ local sums = ranks.from_all(trainer:whole(function()
 end))
 assert(sums[1] == sums[2])
 
--- An operation on one rank that needs no other rank's part: found at the end of the next step.
+-- One rank runs an operation on weights that it holds whole, which no other rank notices at once.
+-- The comparison at the end of the next step finds it.
 local parallel, found = trainer.reducer.reduction, false
 for i, p in ipairs(optimizer.list) do
   local unit, alone = trainer.reducer.units[i - 1], p.tensor.count <= 512   -- a short message

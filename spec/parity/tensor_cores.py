@@ -50,7 +50,7 @@ def differences(name, want, y):
 
 
 def hopper(engine, fa, fb, rows):
-    """Numbers of the formats whose largest is the format's, so that their scale is 1."""
+    """Each operand contains its format's largest number, so its scale is 1."""
     x = []
     for name in (fa, fb):
         kind, k = TYPES[name][0], STEPS * 32

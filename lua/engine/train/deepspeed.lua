@@ -55,7 +55,7 @@ end
 
 local function enabled(block) return type(block) == "table" and block.enabled ~= false end
 
--- Keys that have an effect here, those of the batch size included, which the loop itself chooses.
+-- Keys that are used here. Those of the batch size are accepted; the loop decides it.
 local USED = { optimizer = true, scheduler = true, fp16 = true, bf16 = true, bfloat16 = true,
   gradient_clipping = true, gradient_accumulation_steps = true, train_batch_size = true,
   train_micro_batch_size_per_gpu = true }
