@@ -262,8 +262,9 @@ describe("the folders of Lua", function()
     for _, path in ipairs(lua_files) do
       local folder = path:match("^lua/engine/([^/]+)/")
       local own = folder and assert(lua_rank[folder], path .. ": the folder is not in this spec")
-      for name in code_of(path):gmatch('require%s*%(?"(engine%.[%w_.]+)"') do
-        local other = lua_rank[name:match("^engine%.([%w_]+)")]
+      for name in code_of(path):gmatch('require%s*%(?"(engine[%w_.]*)"') do
+        local other = name == "engine" and lua_rank.docs
+          or lua_rank[name:match("^engine%.([%w_]+)")]
         if own and other and other > own then upward[#upward + 1] = path .. " -> " .. name end
       end
     end

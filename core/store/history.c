@@ -180,10 +180,10 @@ static eng_status append(eng_history *history, history_statement statement, cons
     *(history_message *)at = (history_message){(uint32_t)need, (uint16_t)statement, (uint16_t)n};
     at += sizeof(history_message);
     for (const cell *c = row; c < row + n; c++) {
-      const bool in_place = c->type == FIELD_INT || c->type == FIELD_DOUBLE;
       *(history_field *)at = (history_field){c->type, (uint32_t)c->bytes};
-      if (c->bytes > 0)
-        memcpy(at + sizeof(history_field), in_place ? &c->integer : c->memory, (size_t)c->bytes);
+      if (c->type == FIELD_INT || c->type == FIELD_DOUBLE)
+        memcpy(at + sizeof(history_field), &c->integer, sizeof c->integer);
+      else if (c->bytes > 0) memcpy(at + sizeof(history_field), c->memory, (size_t)c->bytes);
       at += sizeof(history_field) + (size_t)(c->bytes + 7) / 8 * 8;
     }
     history->head += need;
@@ -202,17 +202,23 @@ static eng_status append(eng_history *history, history_statement statement, cons
 /// The verdict's reason as a text that ends; NULL if it is empty.
 static const char *reason_of(char *room, const eng_verdict *verdict)
 {
+  if (verdict->reason[0] == 0) return NULL;
   memcpy(room, verdict->reason, sizeof verdict->reason);
   room[sizeof verdict->reason] = 0;
-  return room[0] ? room : NULL;
+  return room;
+}
+
+// Whether a histogram was computed. If not, it is zero throughout.
+static bool is_counted(const int64_t hist[ENG_HIST_BINS])
+{
+  return hist[0] != 0 || memcmp(hist, hist + 1, (ENG_HIST_BINS - 1) * sizeof hist[0]) != 0;
 }
 
 eng_status eng_history_step(eng_history *history, const eng_record *record,
                             const eng_verdict *verdict, double tokens)
 {
   const eng_record *r = record;
-  int used = 0;
-  for (int b = 0; b < ENG_HIST_BINS; b++) used |= r->hist[b] != 0;
+  const bool used = is_counted(r->hist);
   char reason[sizeof verdict->reason + 1];
   uint8_t *blob = used ? malloc((size_t)history_pack_bound(1)) : NULL;
   if (used && !blob) return error_set(ENG_ERR_MEMORY, "history %s: out of memory", history->path);

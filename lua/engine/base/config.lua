@@ -27,6 +27,7 @@
 -- the choices.
 local expression = require "engine.base.expression"
 local files = require "engine.base.file"
+local machine = require "engine.base.machine"
 local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
 
@@ -409,8 +410,8 @@ local function choose_device(defaults, args)
   for _, argument in ipairs(args) do
     local name = type(argument) == "string" and argument:match("^%-*device=(.*)$")
     if name then
-      local good, message = pcall(require("engine").device, name)
-      if not good then fail("%s", (tostring(message):gsub("^[^\n:]+:%d+: ", ""))) end
+      local good, message = machine.try_device(name)
+      if not good then fail("%s", message) end
     else
       rest[#rest + 1] = argument
     end

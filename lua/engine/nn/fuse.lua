@@ -31,10 +31,10 @@ function M.linear(layer, x, bias)
     rawget(layer, "_fp8"))
 end
 
---- Returns f(x) and then frees the memory of x, unless the backward pass needs it. Nothing but f
---- may read x. `of`: the tensor that x is a view of, or nil.
-function M.last_use(f, x, of)
-  local y = f(x)
+--- Returns f(x, ...) and then frees the memory of x, unless the backward pass needs it. Nothing but
+--- f may read x. `of`: the tensor that x is a view of, or nil.
+function M.last_use(f, x, of, ...)
+  local y = f(x, ...)
   x:done()
   if of then of:done() end
   return y
@@ -98,7 +98,7 @@ Sum.__index = Sum
 --- Makes a Sum of x without a branch: `+ y` adds a branch, :norm(module) applies a norm, :value()
 --- gives the tensor. An x that is a Sum already is returned unchanged.
 function M.sum(x)
-  if getmetatable(x) == Sum then return x end
+  if type(x) == "table" and getmetatable(x) == Sum then return x end
   return setmetatable({ x = x }, Sum)
 end
 

@@ -6,6 +6,7 @@
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local random = require "engine.base.random"
+local autograd = require "engine.tensor.autograd"
 local tensor = require "engine.tensor.tensor"
 local within = require "engine.base.within"
 
@@ -47,7 +48,7 @@ local function make_caches(model, R, room, token)
       rawset(m, "cache", caches[m])
     end
   end)
-  require("engine").scope(model, tensor.tensor({ { token } }, { dtype = "i32", keep = false }))
+  autograd.scope(model, tensor.tensor({ { token } }, { dtype = "i32", keep = false }))
   for m, cache in pairs(caches) do
     local options = { dtype = cache.dtype, keep = false }
     cache.k = tensor.zeros(R, room, m.kv_heads, m.head_width, options)
@@ -109,12 +110,12 @@ end
 
 -- Appends tokens to `rows`, lists of equal length, each up to a stop.
 local function extend(model, rows, o)
-  local engine, n, open, ends = require "engine", #rows[1], #rows, {}
+  local n, open, ends = #rows[1], #rows, {}
   if o.cache and n <= model.context then
     make_caches(model, #rows, math.min(model.context, n + o.max_tokens), rows[1][1])
   end
   for i = n, n + o.max_tokens - 1 do
-    engine.scope(function()
+    autograd.scope(function()
       local logits = next_logits(model, rows, i)
       for r, row in ipairs(rows) do
         row[i + 1] = sample(logits:slice(1, r, r), o)
@@ -194,7 +195,7 @@ local function generate(model, tokens, options, more)
     for _, n in ipairs(lengths) do
       local rows = {}
       for k, i in ipairs(by_length[n]) do rows[k] = { unpack(given[i]) } end
-      model:evaluating(require("engine").scope, extend, model, rows, o)
+      model:evaluating(autograd.scope, extend, model, rows, o)
       drop_caches(model)
       for k, i in ipairs(by_length[n]) do results[i] = rows[k] end
     end

@@ -11,6 +11,7 @@ local files = require "engine.base.file"
 local json = require "engine.base.json"
 local show = require "engine.base.show"
 local safetensors = require "engine.tensor.safetensors"
+local autograd = require "engine.tensor.autograd"
 local tensor = require "engine.tensor.tensor"
 local architectures = require "engine.nn.architectures"
 local config = require "engine.nn.hf_config"
@@ -163,7 +164,7 @@ local function read(item, weights, dtype)
   end
   local x, row = tensor.zeros(item.parameter.tensor.shape, { dtype = dtype, keep = true }), 0
   for _, part in ipairs(parts) do
-    local good, problem = pcall(require("engine").scope, function()
+    local good, problem = pcall(autograd.scope, function()
       local found = weights.entries[part.name]
       local source = found.file:read(found.name, false)
       x:slice(1, row + 1, row + part.rows):copy(item.transposed and source:transpose() or source)
@@ -227,7 +228,7 @@ local function load(folder, options)
     local source = { fields = fields, text = text, folder = folder,
       eos = config.eos(folder, fields), prefix = prefix_of(weights, arch),
       tied_head = o.tied and weights.entries["lm_head.weight"] ~= nil }
-    return require("engine").scope(function()
+    return autograd.scope(function()
       local built, model = pcall(module.build_shapes, build, arch, o, source)
       if not built then fail("%s: %s", path, (tostring(model):gsub("^[^ ]+:%d+: ", ""))) end
       local plan = architectures.plan(model, arch, source.prefix)

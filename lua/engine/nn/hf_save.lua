@@ -6,6 +6,7 @@ local files = require "engine.base.file"
 local json = require "engine.base.json"
 local nearest = require "engine.base.nearest"
 local safetensors = require "engine.tensor.safetensors"
+local autograd = require "engine.tensor.autograd"
 local tensor = require "engine.tensor.tensor"
 local architectures = require "engine.nn.architectures"
 
@@ -70,7 +71,7 @@ local function save_weights(folder, parts, limit, dtype)
     local name = #shards == 1 and "model.safetensors"
       or ("model-%05d-of-%05d.safetensors"):format(i, #shards)
     kept[name] = true
-    require("engine").scope(function()
+    autograd.scope(function()
       local tensors = {}
       for _, part in ipairs(shard) do
         tensors[part.name] = dtype and part.tensor:to(dtype) or part.tensor
@@ -157,7 +158,7 @@ return function(model, folder, options)
   folder = folder:gsub("(.)/+$", "%1")
   local good, problem = pcall(function()
     check(C.eng_file_mkdir(folder), true)
-    require("engine").scope(function()
+    autograd.scope(function()
       local parts = parts_of(model, source, dtype)
       save_weights(folder, parts, limit, dtype)
       write(folder .. "/config.json", config_text(source, dtype or parts[1].tensor.dtype))

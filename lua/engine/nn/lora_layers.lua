@@ -24,11 +24,7 @@ local M = {}
 -- ------------------------------------------------------------------ the forward pass
 
 -- Runs f(...) without autocast: norms and merged weights are computed in f32.
-local function in_f32(f, ...)
-  local before = M_ffi.new("eng_precision")
-  return within(function() C.eng_autocast(nil, before) end,
-    function() C.eng_autocast(before, nil) end, f, ...)
-end
+local function in_f32(f, ...) return autograd.in_formats(nil, f, ...) end
 
 -- The frozen weight in `dtype`. A base in e4m3 has a scale for each row; one in NF4
 -- (tensor/nf4.lua) has codes of its absmaxes, their groups and an offset.

@@ -90,7 +90,7 @@ local function loss(self, x, y, options)
     forward.uncapped = true
   end
   local predicted, maps = self(x, forward)
-  return fuse.last_use(function(z) return tensor.cross_entropy(z, y, own) end, predicted), maps
+  return fuse.last_use(tensor.cross_entropy, predicted, nil, y, own), maps
 end
 
 -- token(ids) + position(0 ... T-1) (+ type(types), 0 unless given): ids [B x T] -> [B x T x C].

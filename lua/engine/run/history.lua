@@ -13,7 +13,6 @@
 -- A run opens it with { write = true } and appends, which costs about a microsecond: a thread of
 -- the core does the writing.
 local M_ffi = require "engine.base.ffi"
-local curves = require "engine.run.curves"
 local files = require "engine.base.file"
 local formats = require "engine.base.formats"
 local nearest = require "engine.base.nearest"
@@ -645,7 +644,7 @@ function History:hist(step)
 end
 
 --- Totals of the whole run: { rows, first, last, overflows, skipped, failed, tokens, seconds }.
-function History:totals() return curves.totals(self) end
+function History:totals() return require("engine.run.curves").totals(self) end
 
 --- What happened at a step, in words.
 function History:why(step)

@@ -1,4 +1,4 @@
--- backward(), switching recording off, and gradients written in Lua.
+-- backward(), what a function records and in which formats, and gradients written in Lua.
 --
 -- C never calls a Lua gradient: the core's backward pass stops at the node, Lua computes the
 -- gradient, and the pass resumes.
@@ -91,6 +91,16 @@ function M.no_grad(f, ...)
   local before
   return within(function() before = C.eng_grad_enabled(false) end,
     function() C.eng_grad_enabled(before) end, f, ...)
+end
+
+local Formats = M_ffi.ffi.typeof("eng_precision")
+
+--- Runs f(...) with the formats of operations set by `formats` (eng_precision, or nil: operations
+--- compute in the formats of their inputs) and returns its results.
+function M.in_formats(formats, f, ...)
+  local before = Formats()
+  return within(function() C.eng_autocast(formats, before) end,
+    function() C.eng_autocast(before, nil) end, f, ...)
 end
 
 local mark = M_ffi.new("int64_t[1]")

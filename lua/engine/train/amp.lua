@@ -5,8 +5,8 @@
 -- The function is replaced in its table. Outside of autocast it runs as before. Which format each
 -- built-in operation has is part of the precision recipe (precision.lua).
 local M_ffi = require "engine.base.ffi"
+local autograd = require "engine.tensor.autograd"
 local tensor = require "engine.tensor.tensor"
-local within = require "engine.base.within"
 
 local C, raise = M_ffi.C, M_ffi.raise
 
@@ -41,8 +41,7 @@ local function as_float(f)
   return function(...)
     local now, n = current(), select("#", ...)
     if not is_low(now) then return f(...) end
-    return within(function() C.eng_autocast(nil, nil) end, function() C.eng_autocast(now, nil) end,
-      f, cast("f32", n, ...))
+    return autograd.in_formats(nil, f, cast("f32", n, ...))
   end
 end
 

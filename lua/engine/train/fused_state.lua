@@ -21,42 +21,48 @@ function M.new(optimizer, kind)
     call = ffi.new("eng_update") }, State)
 end
 
+-- Writes the hyperparameters of `group` to h, with the rate lr.
+local function fill(h, group, lr)
+  h.lr = lr
+  h.beta1, h.beta2, h.eps = group.beta1 or 0, group.beta2 or 0, group.eps or 0
+  h.weight_decay, h.momentum = group.weight_decay, group.momentum or 0
+  h.dampening, h.nesterov = group.dampening or 0, group.nesterov and 1 or 0
+end
+
+-- Gives each parameter whose factor in lr_muls [n] is not 1 a group of its own rate, behind the
+-- optimizer's groups; parameters with equal rates share one. Returns the group of each parameter
+-- and the number of groups.
+local function split_groups(self, lr, lr_muls)
+  local groups, of, count = self.optimizer.groups, self.optimizer._group_of, #self.optimizer.list
+  local own, total, known = ffi.new("int32_t[?]", count), #groups, {}
+  if not self.wide then
+    local wide = ffi.new("eng_hyper[?]", total + count)
+    ffi.copy(wide, self.hyper, total * ffi.sizeof("eng_hyper"))
+    self.hyper, self.wide = wide, true
+  end
+  for i = 0, count - 1 do
+    local factor = lr_muls[i]
+    local key = of[i] .. " " .. show.exact(factor)
+    if factor == 1 then known[key] = of[i]
+    elseif not known[key] then
+      local group = groups[of[i] + 1]
+      fill(self.hyper[total], group, lr * group.lr_mul * factor)
+      known[key], total = total, total + 1
+    end
+    own[i] = known[key]
+  end
+  return own, total
+end
+
 -- Fills the hyperparameters of the groups. Where `lr_muls` [n] gives a parameter its own factor on
 -- the rate, it moves to a group of its own rate for this update. Returns the number of groups.
 local function fill_groups(self, lr, lr_muls)
-  local groups, n, of = self.optimizer.groups, #self.optimizer.groups, self.optimizer._group_of
-  local function fill(k, group, rate)
-    local h = self.hyper[k]
-    h.lr = rate
-    h.beta1, h.beta2, h.eps, h.weight_decay = group.beta1 or 0, group.beta2 or 0, group.eps or 0,
-      group.weight_decay
-    h.momentum, h.dampening, h.nesterov = group.momentum or 0, group.dampening or 0, group.nesterov
-      and 1 or 0
-  end
-  for i, group in ipairs(groups) do fill(i - 1, group, lr * group.lr_mul) end
-  if not lr_muls and not self.moved then return n end
+  local groups, of = self.optimizer.groups, self.optimizer._group_of
+  for i, group in ipairs(groups) do fill(self.hyper[i - 1], group, lr * group.lr_mul) end
+  if not lr_muls and not self.moved then return #groups end
   self.moved = lr_muls ~= nil
-  if lr_muls then
-    local own, total = ffi.new("int32_t[?]", #self.optimizer.list), n
-    local known = {}
-    if not self.wide then
-      local wide = ffi.new("eng_hyper[?]", n + #self.optimizer.list)
-      ffi.copy(wide, self.hyper, n * ffi.sizeof("eng_hyper"))
-      self.hyper, self.wide = wide, true
-    end
-    for i = 0, #self.optimizer.list - 1 do
-      local factor = lr_muls[i]
-      local key = of[i] .. " " .. show.exact(factor)
-      if factor == 1 then known[key] = of[i]
-      elseif not known[key] then
-        local group = groups[of[i] + 1]
-        fill(total, group, lr * group.lr_mul * factor)
-        known[key], total = total, total + 1
-      end
-      own[i] = known[key]
-    end
-    of, n = own, total
-  end
+  local n = #groups
+  if lr_muls then of, n = split_groups(self, lr, lr_muls) end
   check(C.eng_optimizer_groups(self.handle, of))
   return n
 end

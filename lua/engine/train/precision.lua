@@ -6,9 +6,9 @@ local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local fp8_sites = require "engine.train.fp8_sites"
 local nearest = require "engine.base.nearest"
-local within = require "engine.base.within"
+local autograd = require "engine.tensor.autograd"
 
-local C, dtype, expect, raise, value_text = M_ffi.C, M_ffi.dtype, M_ffi.expect, M_ffi.raise,
+local dtype, expect, raise, value_text = M_ffi.dtype, M_ffi.expect, M_ffi.raise,
   M_ffi.value_text
 
 local M = {}
@@ -130,11 +130,21 @@ local function find(name)
     nearest.hint(tostring(name), names), table.concat(names, " "))
 end
 
-local full_recipes = setmetatable({}, { __mode = "k" })   -- made by resolve
+-- The formats of operations (eng_precision) under each recipe made by resolve; false: a recipe that
+-- changes no operation.
+local formats_of = setmetatable({}, { __mode = "k" })
+
+-- The same for one full recipe.
+local function operation_formats(full)
+  if not full.fp8 and full.activations == "f32" and full.residual == "f32" and full.norm == "f32"
+    and full.wide == "f32" then return false end
+  return M_ffi.new("eng_precision", { dtype[full.activations], dtype[full.residual],
+    dtype[full.norm], dtype[full.wide], full.fp8 and 1 or 0 })
+end
 
 --- The full recipe for a name or a table (missing fields come from its `base`, fp32 by default).
 function M.resolve(recipe)
-  if full_recipes[recipe] then return recipe end
+  if formats_of[recipe] ~= nil then return recipe end
   if recipe == nil then recipe = "fp32" end
   if type(recipe) == "string" then
     find(recipe)
@@ -170,7 +180,7 @@ function M.resolve(recipe)
       end
     end
   end
-  full_recipes[full] = true
+  formats_of[full] = operation_formats(full)
   return full
 end
 
@@ -182,25 +192,11 @@ function M.same(a, b)
   return a.fp8 == b.fp8
 end
 
--- Whether a full recipe changes no operation.
-local function is_plain(full)
-  return not full.fp8 and full.activations == "f32" and full.residual == "f32"
-    and full.norm == "f32" and full.wide == "f32"
-end
-
-local function structure(full)
-  if is_plain(full) then return nil end
-  return M_ffi.new("eng_precision", { dtype[full.activations], dtype[full.residual],
-    dtype[full.norm], dtype[full.wide], full.fp8 and 1 or 0 })
-end
-
 --- Runs f(...) with a recipe and returns its results. Scopes nest.
 function M.autocast(recipe, f, ...)
   local full = M.resolve(recipe)
   if f == nil then raise("autocast: expected a recipe and a function, got no function") end
-  local now, previous = structure(full), M_ffi.new("eng_precision")
-  return within(function() C.eng_autocast(now, previous) end,
-    function() C.eng_autocast(previous, nil) end, f, ...)
+  return autograd.in_formats(formats_of[full] or nil, f, ...)
 end
 
 --- For each parameter in a list of { role = }, the format of its low-precision copy and of its

@@ -57,11 +57,17 @@ function Norms:restore(state)
   self.known = i == self.n * C.ENG_NORMS and self.moments ~= nil
 end
 
+-- What the policies set for each parameter, such as ENG_EACH_LR: double [n], or nil.
+local function each(trainer, what)
+  local n = trainer.norms.n
+  return trainer.policy:each(what, M_ffi.new("double[?]", n), n)
+end
+
 --- Applies the caps of a verdict: elements above a tensor's cap are multiplied by cap / amax. The
 --- norms of the record and its tensors become those of the capped gradients.
 function M.cap(trainer, s, record)
   local n, stats, changed = trainer.norms.n, trainer.stats, false
-  local caps = trainer.policy:each(C.ENG_EACH_CAP, M_ffi.new("double[?]", n), n)
+  local caps = each(trainer, C.ENG_EACH_CAP)
   for i, p in ipairs(trainer.optimizer.list) do
     local amax, relative = stats[i - 1].amax, stats[i - 1].relative_scale
     local most = caps[i - 1] * s.scale * (relative > 0 and relative or 1)
@@ -84,7 +90,7 @@ end
 --- Adds to the options of an update what the verdict on its step and the policies' needs ask for,
 --- and resets moments.
 function M.add(trainer, options, verdict)
-  local norms, policy, opt = trainer.norms, trainer.policy, trainer.optimizer
+  local norms, opt = trainer.norms, trainer.optimizer
   if bit.band(trainer.needs, C.ENG_NEED_UPDATE_NORMS) ~= 0 or verdict.update_clip > 0 then
     options.norms, norms.known, norms.moments = sums(norms), true, opt.state:moments()
   end
@@ -92,9 +98,8 @@ function M.add(trainer, options, verdict)
   if verdict.spike_clip > 0 then options.spike_clip = verdict.spike_clip end
   if verdict.bias_step > 0 then options.bias_step = tonumber(verdict.bias_step) end
   if verdict.each == 0 then return end
-  local function each(what) return policy:each(what, M_ffi.new("double[?]", norms.n), norms.n) end
-  options.clips, options.lr_muls = each(C.ENG_EACH_CLIP), each(C.ENG_EACH_LR)
-  local reset = each(C.ENG_EACH_RESET)
+  options.clips, options.lr_muls = each(trainer, C.ENG_EACH_CLIP), each(trainer, C.ENG_EACH_LR)
+  local reset = each(trainer, C.ENG_EACH_RESET)
   for i = 1, reset and norms.n or 0 do
     if reset[i - 1] == 1 then opt:reset_moments(i) end
   end
