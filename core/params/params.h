@@ -142,12 +142,12 @@ eng_status params_bring(tensor *const *x, int n);
 bool params_comes_and_goes(const parameter *p);
 /// Whether this rank has the whole parameter.
 bool params_owns(const parameter *p);
-/// A member's derived copy is new or out of date on all ranks: only its maker has it. Errors:
-/// VALUE.
+/// Records that a member has a new derived copy, or one that is out of date. Only the rank that
+/// made the copy has it. Errors: VALUE.
 eng_status params_derived_outdated(parameter *p);
 /// Call this before freeing a member's derived copy.
 void params_derived_freed(parameter *p);
-/// The weights stay from now on; those of other ranks are lost.
+/// Ends the exchange of weights: this rank keeps its own, and those of other ranks are lost.
 void params_forget_parts(eng_params *set);
 
 /// Marks a member as having no gradient.

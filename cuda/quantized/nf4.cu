@@ -40,7 +40,7 @@ quantize_blocks(const void *x, int dtype, int64_t count, int64_t size,
                 lane = threadIdx.x % 32;
   if (from >= count) return;
   const int64_t n = min(size, count - from);
-  uint32_t top = 0;   // NaN, too: its bits are the largest
+  uint32_t top = 0;   // as bits, among which those of NaN are the largest
   for (int64_t i = lane; i < n; i += 32)
     top = max(top, __float_as_uint((float)load_double(x, dtype, from + i)) & 0x7FFFFFFFu);
   const float largest = __uint_as_float(__reduce_max_sync(0xFFFFFFFFu, top)),

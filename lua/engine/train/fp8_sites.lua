@@ -1,6 +1,5 @@
--- FP8 recipes on a model: which linear layers run in FP8 and how (the `fp8` table of a precision
--- recipe, precision.lua), their scales and meters from step to step, and the policies that choose
--- scales.
+-- FP8 recipes on a model: which linear layers run in FP8 and how (fp8_recipe.lua), their scales and
+-- meters from step to step, and the policies that choose scales.
 --
 --   local opt = engine.optim.adamw(model, { precision = "fp8_block" })   -- makes opt.fp8
 --   engine.autocast("fp8_block", f)      -- an explicit loop: forward passes in FP8 ...
@@ -15,163 +14,29 @@
 -- the verdict's `scale`, so this value means "no entry".
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
-local fp8_codes = require "engine.tensor.fp8"
+local fp8_recipe = require "engine.train.fp8_recipe"
 local machine = require "engine.base.machine"
-local nearest = require "engine.base.nearest"
 local mx = require "engine.tensor.mx"
 local policy_files = require "engine.policy.policy"
+local precision = require "engine.train.precision"
 
 local ffi, C, check, expect, raise = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.expect, M_ffi.raise
-local choose = arguments.choose
+local roles = fp8_recipe.roles
 
 local M = {}
-
-M.roles, M.products = { "x", "w", "dy" }, { "forward", "dgrad", "wgrad" }
-
-local ROLES_AND_PRODUCTS = { "x", "w", "dy", "forward", "dgrad", "wgrad" }
-local FORMATS = { e4m3 = M_ffi.dtype.e4m3, e5m2 = M_ffi.dtype.e5m2 }
-local MX_RULES, MX_FORMATS = mx.rules, mx.formats
-local ACCUMULATORS = arguments.merged(fp8_codes.accumulators, { device = -1 })
-local SIGNS = { none = C.ENG_FP8_SIGNS_NONE, fixed = C.ENG_FP8_SIGNS_FIXED,
-  layer = C.ENG_FP8_SIGNS_LAYER, step = C.ENG_FP8_SIGNS_STEP }
-local KEEPS = { codes = 0, transposed = 1, e5m6 = 2, swiglu = 3 }
-
--- ------------------------------------------------------------------ reading a recipe
-
-local function known(t, fields, where)
-  expect(type(t) == "table", t, "%s: expected a table", where)
-  for key in pairs(t) do
-    if fields[key] == nil then
-      raise("%s: unknown field '%s'%s", where, tostring(key),
-        nearest.choices(key, fields, "fields"))
-    end
-  end
-end
-
-local function whole(v, where, what, least)
-  arguments.want_whole(v, where, what, least)
-  expect(math.abs(v) < 2 ^ 31, v, "%s: expected %s within +-2^31", where, what)
-  return v
-end
-
-local function boolean(v, where, what)
-  expect(v == nil or type(v) == "boolean", v, "%s: expected %s to be true or false", where, what)
-  return v and 1 or 0
-end
-
-local ROLE = { format = true, block = true, rule = true, pow2 = true, margin = true, eps = true,
-  stochastic = true, keep = true, hadamard = true, signs = true }
-local function read_role(to, role, where, name)
-  known(role, ROLE, where)
-  expect(role.keep == nil or name == "x", role.keep,
-    "%s: keep is only for x (what the tape keeps for dW)", where)
-  expect(role.eps == nil or type(role.eps) == "number", role.eps,
-    "%s: expected eps to be a number", where)
-  local rule = role.rule or "transformer_engine"
-  local scaled = MX_RULES[rule]                     -- microscaling
-  to.mx = scaled and tonumber(scaled) + 1 or 0
-  to.format = choose(scaled and MX_FORMATS or FORMATS,
-    role.format or rule == "nvfp4" and "e2m1" or "e4m3", where, "format")
-  local rows, columns = arguments.read_block(role.block
-    or scaled and (rule == "nvfp4" and "1x16" or "1x32") or "tensor", where)
-  to.block_rows, to.block_columns = whole(rows, where, "the rows of a block"),
-    whole(columns, where, "the columns of a block")
-  to.rule = not scaled and choose(fp8_codes.rules, rule, where, "rule") or 0
-  for _, field in ipairs(scaled and { "pow2", "margin", "eps" } or {}) do
-    if role[field] ~= nil then raise("%s: the rule %s has no option %s", where, rule, field) end
-  end
-  to.pow2, to.stochastic = boolean(role.pow2, where, "pow2"),
-    boolean(role.stochastic, where, "stochastic")
-  local turned = scaled and name == "x" and rows ~= columns
-  to.margin, to.keep = whole(role.margin or 0, where, "margin"),
-    choose(KEEPS, role.keep or (turned and "transposed" or "codes"), where, "keep")
-  to.eps = role.eps or -1
-  if not scaled and (role.hadamard or role.signs) then
-    raise("%s: the rule %s has no Hadamard transform", where, rule)
-  end
-  expect(mx.hadamards[role.hadamard or 0], role.hadamard,
-    "%s: expected hadamard to be 0, 16, 32, 64 or 128", where)
-  to.hadamard = role.hadamard or 0
-  to.signs = choose(SIGNS, role.signs or "fixed", where, "signs")
-end
-
-local PRODUCT = { accumulator = true, promotion = true, high = true }
-local function read_product(to, product, where, scaled)
-  known(product, PRODUCT, where)
-  for _, field in ipairs(scaled and { "accumulator", "promotion" } or {}) do
-    if product[field] ~= nil then
-      raise("%s: microscaling multiplies in bf16 and has no option %s", where, field)
-    end
-  end
-  to.high = boolean(product.high, where, "high")
-  local number = choose(ACCUMULATORS, product.accumulator or "device", where, "accumulator")
-  -- `device`: the accumulator of the tensor cores on a card, f32 sums elsewhere
-  if number < 0 then
-    number = M_ffi.string(C.eng_device_name()) == "cuda" and ACCUMULATORS.hopper
-      or ACCUMULATORS.fp32
-  end
-  to.accumulator, to.promotion = number, whole(product.promotion or 128, where, "promotion")
-end
-
-local LAYER = { match = true, high = true, x = true, w = true, dy = true, forward = true,
-  dgrad = true, wgrad = true }
-local FP8 = { x = true, w = true, dy = true, forward = true, dgrad = true, wgrad = true,
-  high = true, high_first = true, high_last = true, layers = true, policy = true, sample = true,
-  ladder = true }
-
--- The fields of each role and product of a layer: the recipe's, overridden by every matching entry
--- of `layers`. Returns false for high precision. blocks: the number of blocks of the model.
-local function layer_of(fp8, path, blocks)
-  local block = tonumber(path:match("^blocks%.(%d+)%."))
-  if block and (block <= (fp8.high_first or 0) or block > blocks - (fp8.high_last or 0)) then
-    return false
-  end
-  for _, pattern in ipairs(fp8.high or {}) do
-    if path:find(pattern) then return false end
-  end
-  local layer = {}
-  for _, name in ipairs(ROLES_AND_PRODUCTS) do layer[name] = fp8[name] or {} end
-  for _, over in ipairs(fp8.layers or {}) do
-    if path:find(over.match) then
-      if over.high ~= nil then layer.high = over.high end
-      for _, name in ipairs(ROLES_AND_PRODUCTS) do
-        layer[name] = arguments.merged(layer[name], over[name])
-      end
-    end
-  end
-  return not layer.high and layer
-end
-
-local function structure(layer, where)
-  local recipe = ffi.new("eng_fp8_recipe")
-  for i, name in ipairs(M.roles) do
-    read_role(recipe.role[i - 1], layer[name], ("%s: %s"):format(where, name), name)
-  end
-  for i, name in ipairs(M.products) do
-    read_product(recipe.product[i - 1], layer[name], ("%s: %s"):format(where, name),
-      recipe.role[0].mx > 0)
-  end
-  for r = 1, 2 do
-    if (recipe.role[r].mx > 0) ~= (recipe.role[0].mx > 0) then
-      raise("%s: expected x, w and dy to be all microscaled or all FP8 (their rules)", where)
-    end
-  end
-  return recipe
-end
 
 -- The recipes of a layer: its own, and those of the rungs of `ladder`, each a recipe's name or
 -- changes of the layer's fields.
 local function rungs_of(fp8, layer, where)
-  local list = { structure(layer, where) }
+  local list = { fp8_recipe.structure(layer, where) }
   for i, rung in ipairs(fp8.ladder or {}) do
     local other, at = {}, ("%s: ladder[%d]"):format(where, i)
-    local given = type(rung) == "string"
-      and require("engine.train.precision").resolve(rung).fp8 or rung
+    local given = type(rung) == "string" and precision.resolve(rung).fp8 or rung
     expect(type(given) == "table", rung, "%s: expected an FP8 recipe or a table", at)
-    for _, name in ipairs(ROLES_AND_PRODUCTS) do
+    for _, name in ipairs(fp8_recipe.fields) do
       other[name] = rung == given and arguments.merged(layer[name], rung[name]) or given[name] or {}
     end
-    list[i + 1] = structure(other, at)
+    list[i + 1] = fp8_recipe.structure(other, at)
   end
   return list
 end
@@ -183,16 +48,16 @@ local FACTORS = { forward = { "x", "w" }, dgrad = { "dy", "w" }, wgrad = { "dy",
 local function refuse_formula(layer, recipe, where)
   local able = C.eng_device_fp8()
   if able == 2 or recipe.role[0].mx > 0 then return end   -- microscaling's products are bf16's
-  for i, name in ipairs(M.products) do
+  for i, name in ipairs(fp8_recipe.products) do
     local whole_tensors = true
-    for k, role in ipairs(M.roles) do
+    for k, role in ipairs(roles) do
       local r = recipe.role[k - 1]
       if role == FACTORS[name][1] or role == FACTORS[name][2] then
         whole_tensors = whole_tensors and r.block_rows == 0 and r.block_columns == 0
       end
     end
     local asked = (layer[name].accumulator or "device") == "device"
-      and recipe.product[i - 1].accumulator == ACCUMULATORS.hopper
+      and recipe.product[i - 1].accumulator == fp8_recipe.accumulators.hopper
     if asked and not (able == 1 and whole_tensors) then
       local what, expected = "scales by row or block", "compute capability 9.0"
       if whole_tensors then
@@ -204,51 +69,6 @@ local function refuse_formula(layer, recipe, where)
           what, expected, able == 1 and ", fp8_current" or "")
     end
   end
-end
-
---- Raises an error if `fp8` is not a valid table; `where` begins the message.
-function M.check(fp8, where)
-  known(fp8, FP8, where)
-  for _, list in ipairs { "high", "layers" } do
-    expect(fp8[list] == nil or type(fp8[list]) == "table", fp8[list],
-      "%s: expected %s to be a list", where, list)
-  end
-  for _, pattern in ipairs(fp8.high or {}) do
-    expect(type(pattern) == "string" and pcall(string.find, "", pattern), pattern,
-      "%s: high: expected patterns of module paths", where)
-  end
-  local layer = {}
-  for _, name in ipairs(ROLES_AND_PRODUCTS) do
-    expect(fp8[name] == nil or type(fp8[name]) == "table", fp8[name],
-      "%s: %s: expected a table", where, name)
-    layer[name] = fp8[name] or {}
-  end
-  structure(layer, where)
-  for i, over in ipairs(fp8.layers or {}) do
-    local at = ("%s: layers[%d]"):format(where, i)
-    known(over, LAYER, at)
-    expect(type(over.match) == "string" and pcall(string.find, "", over.match), over.match,
-      "%s: expected match to be a pattern of module paths", at)
-    boolean(over.high, at, "high")
-    local own = {}
-    for _, name in ipairs(ROLES_AND_PRODUCTS) do
-      expect(over[name] == nil or type(over[name]) == "table", over[name],
-        "%s: %s: expected a table", at, name)
-      own[name] = arguments.merged(layer[name], over[name])
-    end
-    structure(own, at)
-  end
-  for _, name in ipairs { "high_first", "high_last" } do
-    expect(fp8[name] == nil or whole(fp8[name], where, name) >= 0, fp8[name],
-      "%s: expected %s to be a number of blocks", where, name)
-  end
-  expect(fp8.ladder == nil or type(fp8.ladder) == "table", fp8.ladder,
-    "%s: expected ladder to be a list of recipes", where)
-  local policy = fp8.policy
-  expect(policy == nil or type(policy) == "string" or type(policy) == "table", policy,
-    "%s: expected policy to be a name or a list of names", where)
-  expect(fp8.sample == nil or whole(fp8.sample, where, "sample") >= 0, fp8.sample,
-    "%s: expected sample to be a number of steps between measurements (0: none)", where)
 end
 
 -- ------------------------------------------------------------------ a model's sites
@@ -304,7 +124,7 @@ function M.attach(model, full)
     rawset(module, "_fp8", nil)
     rawset(module, "_fp8_site", nil)
     if not fp8 or module._class ~= "linear" or rawget(module, "_high") then return end
-    local layer = layer_of(fp8, path, blocks)
+    local layer = fp8_recipe.layer(fp8, path, blocks)
     if not layer then return end
     local where = ("precision '%s': %s"):format(full.name, path ~= "" and path or "linear")
     local rungs = rungs_of(fp8, layer, where)
@@ -334,7 +154,7 @@ end
 function Sites:prepare(policies)
   local names, groups, group_of = {}, {}, {}
   for _, site in ipairs(self.list) do
-    for _, role in ipairs(M.roles) do
+    for _, role in ipairs(roles) do
       names[#names + 1] = site.path .. ":" .. role
       groups[#groups + 1], group_of[#names] = names[#names], #names
     end
@@ -390,7 +210,7 @@ local function inverse(x) return x > 0 and 1 / x or 0 end
 -- Fills the statistics for policies and the site's meters. gradient: the factor on dy.
 local function tell(self, site, gradient, first)
   for r = 0, 2 do
-    local s, unit, name = self.stats[first + r], r == 2 and gradient or 1, M.roles[r + 1]
+    local s, unit, name = self.stats[first + r], r == 2 and gradient or 1, roles[r + 1]
     local sums, maxima = self.sums + SUMS * (first + r), self.maxima + MAXIMA * (first + r)
     ffi.fill(s, ffi.sizeof("eng_tensor_stats"))
     local amax = maxima[0]
@@ -528,7 +348,7 @@ end
 function Sites:meters(match)
   local rows = {}
   for _, site in ipairs(self.list) do
-    for _, role in ipairs(M.roles) do
+    for _, role in ipairs(roles) do
       local m = site.meters[role]
       if m and (not match or site.path:find(match)) then
         rows[#rows + 1] = arguments.merged(m, { site = site.path, role = role })
@@ -545,7 +365,7 @@ local function block_text(role)
 end
 
 local function format_name(number)
-  for name, value in pairs(MX_FORMATS) do
+  for name, value in pairs(mx.formats) do
     if tonumber(value) == number then return name end
   end
 end
@@ -554,7 +374,7 @@ function Sites:__tostring()
   local lines = { ("precision %s: %d linear layers in FP8"):format(self.recipe.name, #self.list) }
   for _, site in ipairs(self.list) do
     local parts = {}
-    for r, role in ipairs(M.roles) do
+    for r, role in ipairs(roles) do
       local of, m = site.recipe.role[r - 1], site.meters[role]
       parts[r] = ("%s %s %s%s"):format(role, format_name(of.format), block_text(of),
         m and (" %.1f dB"):format(m.snr) or "")

@@ -4,7 +4,7 @@
 --     fp8 = { dy = { format = "e4m3" }, high = { "^blocks%.1%." } } }, ... }
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
-local fp8_sites = require "engine.train.fp8_sites"
+local fp8_recipe = require "engine.train.fp8_recipe"
 local nearest = require "engine.base.nearest"
 local autograd = require "engine.tensor.autograd"
 
@@ -166,7 +166,7 @@ function M.resolve(recipe)
     full.own_fp8 = recipe.fp8
   else full.fp8 = base.fp8 end
   if full.fp8 then
-    fp8_sites.check(full.fp8, ("precision '%s': fp8"):format(full.name))
+    fp8_recipe.check(full.fp8, ("precision '%s': fp8"):format(full.name))
   end
   for key, value in pairs(recipe) do
     if key ~= "name" and key ~= "base" and key ~= "scaled" and key ~= "fp8" then

@@ -1,0 +1,194 @@
+-- The `fp8` table of a precision recipe (precision.lua): its check, and what it says of a layer. A
+-- layer has three roles (x, w, dy), which are quantized, and three products. Called by
+-- precision.lua, which checks recipes, and by fp8_sites.lua, which applies them.
+local M_ffi = require "engine.base.ffi"
+local arguments = require "engine.base.arguments"
+local fp8_codes = require "engine.tensor.fp8"
+local mx = require "engine.tensor.mx"
+local nearest = require "engine.base.nearest"
+
+local ffi, C, expect, raise = M_ffi.ffi, M_ffi.C, M_ffi.expect, M_ffi.raise
+local choose = arguments.choose
+
+local M = {}
+
+M.roles, M.products = { "x", "w", "dy" }, { "forward", "dgrad", "wgrad" }
+--- The number of each accumulator; device: that of the current device.
+M.accumulators = arguments.merged(fp8_codes.accumulators, { device = -1 })
+--- The roles and the products: the fields of a layer.
+M.fields = { "x", "w", "dy", "forward", "dgrad", "wgrad" }
+
+local FORMATS = { e4m3 = M_ffi.dtype.e4m3, e5m2 = M_ffi.dtype.e5m2 }
+local SIGNS = { none = C.ENG_FP8_SIGNS_NONE, fixed = C.ENG_FP8_SIGNS_FIXED,
+  layer = C.ENG_FP8_SIGNS_LAYER, step = C.ENG_FP8_SIGNS_STEP }
+local KEEPS = { codes = 0, transposed = 1, e5m6 = 2, swiglu = 3 }
+
+local function known(t, fields, where)
+  expect(type(t) == "table", t, "%s: expected a table", where)
+  for key in pairs(t) do
+    if fields[key] == nil then
+      raise("%s: unknown field '%s'%s", where, tostring(key),
+        nearest.choices(key, fields, "fields"))
+    end
+  end
+end
+
+local function whole(v, where, what, least)
+  arguments.want_whole(v, where, what, least)
+  expect(math.abs(v) < 2 ^ 31, v, "%s: expected %s within +-2^31", where, what)
+  return v
+end
+
+local function boolean(v, where, what)
+  expect(v == nil or type(v) == "boolean", v, "%s: expected %s to be true or false", where, what)
+  return v and 1 or 0
+end
+
+local ROLE = { format = true, block = true, rule = true, pow2 = true, margin = true, eps = true,
+  stochastic = true, keep = true, hadamard = true, signs = true }
+local function read_role(to, role, where, name)
+  known(role, ROLE, where)
+  expect(role.keep == nil or name == "x", role.keep,
+    "%s: keep is only for x (what the tape keeps for dW)", where)
+  expect(role.eps == nil or type(role.eps) == "number", role.eps,
+    "%s: expected eps to be a number", where)
+  local rule = role.rule or "transformer_engine"
+  local scaled = mx.rules[rule]                     -- microscaling
+  to.mx = scaled and tonumber(scaled) + 1 or 0
+  to.format = choose(scaled and mx.formats or FORMATS,
+    role.format or rule == "nvfp4" and "e2m1" or "e4m3", where, "format")
+  local rows, columns = arguments.read_block(role.block
+    or scaled and (rule == "nvfp4" and "1x16" or "1x32") or "tensor", where)
+  to.block_rows, to.block_columns = whole(rows, where, "the rows of a block"),
+    whole(columns, where, "the columns of a block")
+  to.rule = not scaled and choose(fp8_codes.rules, rule, where, "rule") or 0
+  for _, field in ipairs(scaled and { "pow2", "margin", "eps" } or {}) do
+    if role[field] ~= nil then raise("%s: the rule %s has no option %s", where, rule, field) end
+  end
+  to.pow2, to.stochastic = boolean(role.pow2, where, "pow2"),
+    boolean(role.stochastic, where, "stochastic")
+  local turned = scaled and name == "x" and rows ~= columns
+  to.margin, to.keep = whole(role.margin or 0, where, "margin"),
+    choose(KEEPS, role.keep or (turned and "transposed" or "codes"), where, "keep")
+  to.eps = role.eps or -1
+  if not scaled and (role.hadamard or role.signs) then
+    raise("%s: the rule %s has no Hadamard transform", where, rule)
+  end
+  expect(mx.hadamards[role.hadamard or 0], role.hadamard,
+    "%s: expected hadamard to be 0, 16, 32, 64 or 128", where)
+  to.hadamard = role.hadamard or 0
+  to.signs = choose(SIGNS, role.signs or "fixed", where, "signs")
+end
+
+local PRODUCT = { accumulator = true, promotion = true, high = true }
+local function read_product(to, product, where, scaled)
+  known(product, PRODUCT, where)
+  for _, field in ipairs(scaled and { "accumulator", "promotion" } or {}) do
+    if product[field] ~= nil then
+      raise("%s: microscaling multiplies in bf16 and has no option %s", where, field)
+    end
+  end
+  to.high = boolean(product.high, where, "high")
+  local number = choose(M.accumulators, product.accumulator or "device", where, "accumulator")
+  -- `device`: the accumulator of the tensor cores on a card, f32 sums elsewhere
+  if number < 0 then
+    number = M_ffi.string(C.eng_device_name()) == "cuda" and M.accumulators.hopper
+      or M.accumulators.fp32
+  end
+  to.accumulator, to.promotion = number, whole(product.promotion or 128, where, "promotion")
+end
+
+local LAYER = { match = true, high = true, x = true, w = true, dy = true, forward = true,
+  dgrad = true, wgrad = true }
+local FP8 = { x = true, w = true, dy = true, forward = true, dgrad = true, wgrad = true,
+  high = true, high_first = true, high_last = true, layers = true, policy = true, sample = true,
+  ladder = true }
+
+--- The fields of each role and product of the layer at `path`: those of the table `fp8`, overridden
+--- by every matching entry of `layers`. Returns false for high precision. blocks: the number of
+--- blocks of the model.
+function M.layer(fp8, path, blocks)
+  local block = tonumber(path:match("^blocks%.(%d+)%."))
+  if block and (block <= (fp8.high_first or 0) or block > blocks - (fp8.high_last or 0)) then
+    return false
+  end
+  for _, pattern in ipairs(fp8.high or {}) do
+    if path:find(pattern) then return false end
+  end
+  local layer = {}
+  for _, name in ipairs(M.fields) do layer[name] = fp8[name] or {} end
+  for _, over in ipairs(fp8.layers or {}) do
+    if path:find(over.match) then
+      if over.high ~= nil then layer.high = over.high end
+      for _, name in ipairs(M.fields) do
+        layer[name] = arguments.merged(layer[name], over[name])
+      end
+    end
+  end
+  return not layer.high and layer
+end
+
+--- The core's eng_fp8_recipe for such fields. `where` begins the messages of errors.
+function M.structure(layer, where)
+  local recipe = ffi.new("eng_fp8_recipe")
+  for i, name in ipairs(M.roles) do
+    read_role(recipe.role[i - 1], layer[name], ("%s: %s"):format(where, name), name)
+  end
+  for i, name in ipairs(M.products) do
+    read_product(recipe.product[i - 1], layer[name], ("%s: %s"):format(where, name),
+      recipe.role[0].mx > 0)
+  end
+  for r = 1, 2 do
+    if (recipe.role[r].mx > 0) ~= (recipe.role[0].mx > 0) then
+      raise("%s: expected x, w and dy to be all microscaled or all FP8 (their rules)", where)
+    end
+  end
+  return recipe
+end
+
+--- Raises an error if `fp8` is not a valid table; `where` begins the message.
+function M.check(fp8, where)
+  known(fp8, FP8, where)
+  for _, list in ipairs { "high", "layers" } do
+    expect(fp8[list] == nil or type(fp8[list]) == "table", fp8[list],
+      "%s: expected %s to be a list", where, list)
+  end
+  for _, pattern in ipairs(fp8.high or {}) do
+    expect(type(pattern) == "string" and pcall(string.find, "", pattern), pattern,
+      "%s: high: expected patterns of module paths", where)
+  end
+  local layer = {}
+  for _, name in ipairs(M.fields) do
+    expect(fp8[name] == nil or type(fp8[name]) == "table", fp8[name],
+      "%s: %s: expected a table", where, name)
+    layer[name] = fp8[name] or {}
+  end
+  M.structure(layer, where)
+  for i, over in ipairs(fp8.layers or {}) do
+    local at = ("%s: layers[%d]"):format(where, i)
+    known(over, LAYER, at)
+    expect(type(over.match) == "string" and pcall(string.find, "", over.match), over.match,
+      "%s: expected match to be a pattern of module paths", at)
+    boolean(over.high, at, "high")
+    local own = {}
+    for _, name in ipairs(M.fields) do
+      expect(over[name] == nil or type(over[name]) == "table", over[name],
+        "%s: %s: expected a table", at, name)
+      own[name] = arguments.merged(layer[name], over[name])
+    end
+    M.structure(own, at)
+  end
+  for _, name in ipairs { "high_first", "high_last" } do
+    expect(fp8[name] == nil or whole(fp8[name], where, name) >= 0, fp8[name],
+      "%s: expected %s to be a number of blocks", where, name)
+  end
+  expect(fp8.ladder == nil or type(fp8.ladder) == "table", fp8.ladder,
+    "%s: expected ladder to be a list of recipes", where)
+  local policy = fp8.policy
+  expect(policy == nil or type(policy) == "string" or type(policy) == "table", policy,
+    "%s: expected policy to be a name or a list of names", where)
+  expect(fp8.sample == nil or whole(fp8.sample, where, "sample") >= 0, fp8.sample,
+    "%s: expected sample to be a number of steps between measurements (0: none)", where)
+end
+
+return M
