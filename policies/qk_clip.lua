@@ -7,7 +7,8 @@
 --
 -- Differences: biases of queries and keys shrink too. Where heads share keys, these shrink by the
 -- root of the smallest factor, and each head's queries by the rest of its own. A logit that is not
--- finite scales nothing; Megatron-LM stops.
+-- finite scales nothing; Megatron-LM stops. A head whose largest logit is below 0 stays as it is;
+-- Megatron-LM takes the root of a negative number and makes its weights NaN.
 
 return {
   name  = "qk_clip",
