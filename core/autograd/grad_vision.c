@@ -60,7 +60,7 @@ eng_status grad_avg_pool2d(grad_call *g)
 static eng_status norm(grad_call *g, op_call *c)
 {
   const op_call *y = g->call;
-  c->n_in = 5;
+  c->n_in = c->op == ENG_OP_batch_norm_grad ? 6 : 5;
   c->batch_norm_grad.dtype = y->in[1] && y->in[1]->dtype == ENG_f64 ? ENG_f64 : ENG_f32;
   c->batch_norm_grad.affine = grad_wants(g, 1) || grad_wants(g, 2);
   ENG_TRY(op_run(c));

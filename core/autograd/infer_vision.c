@@ -263,8 +263,16 @@ static eng_status norm_grad(op_call *c, op_shape *s, int ndim, const int64_t *st
 
 eng_status infer_batch_norm_grad(op_call *c, op_shape *s)
 {
+  const int64_t *channels = c->in[0]->shape + c->in[0]->ndim - 1;
   ENG_TRY(want_channels(c, 1, c->batch_norm_grad.eps));
-  return norm_grad(c, s, 1, c->in[0]->shape + c->in[0]->ndim - 1);
+  if (c->in[5]) {
+    ENG_TRY(want_float(c, 5));
+    ENG_TRY(want_shape(c, 5, 2, (int64_t[]){2, *channels}, "two sums for each channel"));
+    if (c->batch_norm_grad.rows < 1)
+      return error_set(ENG_ERR_VALUE, "batch_norm_grad: expected the number of rows of the sums, "
+                       "got %lld", (long long)c->batch_norm_grad.rows);
+  }
+  return norm_grad(c, s, 1, channels);
 }
 
 eng_status infer_group_norm_grad(op_call *c, op_shape *s)

@@ -250,7 +250,8 @@ static eng_status norm_grad(const op_call *call, bool batch)
 {
   if (!all_fast(call) || call->in[0]->count == 0) return forward_to_reference(call);
   channel_norm s = shape_of(call->in[0], batch, batch ? 0 : call->group_norm_grad.groups);
-  const tensor *weight = call->in[1], *means = call->in[2], *variances = call->in[3];
+  const tensor *weight = call->in[1], *means = call->in[2], *variances = call->in[3],
+               *sums = batch ? call->in[5] : NULL;
   tensor *const *out = call->out;
   double eps = batch ? call->batch_norm_grad.eps : call->group_norm_grad.eps;
   int64_t bytes, C = s.channels, width = C / s.groups;
@@ -270,14 +271,15 @@ static eng_status norm_grad(const op_call *call, bool batch)
     int64_t sample = k / s.groups, from = k % s.groups * width;
     float *f = s.factor + sample * 4 * C;
     double rstd = 1.0 / sqrt((double)get(variances->data, variances->dtype, k) + eps),
-           mean_g = 0.0, mean_gh = 0.0, count = (double)(s.rows * width), sum, product;
+           mean_g = 0.0, mean_gh = 0.0, sum, product,
+           count = (double)(sums ? call->batch_norm_grad.rows : s.rows * width);
     for (int64_t c = from; c < from + width; c++) {
       double w = number_at(weight, c, 1.0);
       sums_of(&s, sample, c, &sum, &product);
-      mean_g += w * sum / count;
-      mean_gh += w * product * rstd / count;
       total[c] += product * rstd;
       total[C + c] += sum;
+      mean_g += w * (sums ? number_at(sums, C + c, 0) : sum) / count;
+      mean_gh += w * (sums ? number_at(sums, c, 0) : product * rstd) / count;
       f[C + c] = (float)(rstd * w);
     }
     for (int64_t c = from; c < from + width; c++) {

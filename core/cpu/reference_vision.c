@@ -216,12 +216,13 @@ static eng_status norm_grad(const op_call *call, bool batch)
   const tensor *tx = call->in[0];
   grouped g = groups_of(tx, batch, batch ? 0 : call->group_norm_grad.groups);
   bool given = batch && call->batch_norm_grad.given;
-  double count = (double)(g.rows * g.width);
+  const tensor *part = batch ? call->in[5] : NULL;   // x is a part of the rows
+  double count = (double)(part ? call->batch_norm_grad.rows : g.rows * g.width);
   double eps = batch ? call->batch_norm_grad.eps : call->group_norm_grad.eps;
   workspace space = {0};
   double *x = workspace_load(&space, tx), *weight = workspace_load(&space, call->in[1]),
          *mean = workspace_load(&space, call->in[2]), *rstd = workspace_load(&space, call->in[3]),
-         *dy = workspace_load(&space, call->in[4]),
+         *dy = workspace_load(&space, call->in[4]), *sums = workspace_load(&space, part),
          *mean_g = workspace_doubles(&space, g.statistics),
          *mean_gh = workspace_doubles(&space, g.statistics),
          *dweight = workspace_doubles(&space, g.channels),
@@ -237,6 +238,11 @@ static eng_status norm_grad(const op_call *call, bool batch)
     mean_gh[k] += slope * h / count;
     x[i] = h;
     dy[i] = slope;
+  }
+  for (int64_t c = 0; sums && c < g.channels; c++) {
+    double w = weight ? weight[c] : 1.0;
+    mean_g[c] = w * sums[g.channels + c] / count;
+    mean_gh[c] = w * sums[c] / count;
   }
   for (int64_t i = 0; i < tx->count; i++) {
     int64_t k = group_of(&g, i);

@@ -274,8 +274,8 @@ function plans.batch_norm()
 end
 function plans.batch_norm_grad()
   local s, c = channels()
-  return { float(s), vector(c), float { c }, float { c }, float(s) },
-    { float_number(), draw(2), draw(2) }, small(), 3
+  return { float(s), vector(c), float { c }, float { c }, float(s), chance(30) and float { 2, c } },
+    { float_number(), draw(2), draw(2), draw(100) }, small(), 3
 end
 local function grouped()
   local s, c = channels()

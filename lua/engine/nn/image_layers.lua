@@ -5,7 +5,8 @@ local arguments = require "engine.base.arguments"
 local module = require "engine.nn.module"
 local tensor = require "engine.tensor.tensor"
 
-local raise, value_text, want_whole = M_ffi.raise, M_ffi.value_text, arguments.want_whole
+local expect, raise, value_text = M_ffi.expect, M_ffi.raise, M_ffi.value_text
+local want_whole = arguments.want_whole
 local class, new_parameter = module.class, module.new_parameter
 local M = {}
 
@@ -68,7 +69,8 @@ local BATCH_NORM = { eps = true, momentum = true, affine = true }
 --- nn.batch_norm(channels [, { eps = 1e-5, momentum = 0.1, affine = true }]): x [N x C x ..] -> the
 --- same shape. In training mode it normalises by the batch's mean and variance, and moves its
 --- buffers running_mean and running_var towards them by `momentum`; in evaluation mode it
---- normalises by the buffers. Checkpoints hold the buffers. Every rank has its own.
+--- normalises by the buffers. Checkpoints hold the buffers. Every rank uses its own part of the
+--- batch; see nn.sync_batch_norm.
 local BatchNorm = class("batch_norm")
 function BatchNorm:init(channels, options)
   want_whole(channels, "nn.batch_norm", "channels", 1)
@@ -98,17 +100,30 @@ end
 -- By the batch's own statistics, which come as further results, or by those given.
 local function normalised(self, x, mean, variance)
   return x:batch_norm(rawget(self, "weight"), rawget(self, "bias"),
-    { eps = self.eps, mean = mean, variance = variance })
+    { eps = self.eps, mean = mean, variance = variance, over = rawget(self, "over") })
 end
 
 function BatchNorm:forward(x)
   if not self._training then return normalised(self, x, self.running_mean, self.running_var) end
-  local y, mean, variance = normalised(self, x)
-  follow(self, mean, variance, x.count / mean.count)
+  local y, mean, variance, n = normalised(self, x)
+  follow(self, mean, variance, n)
   return y
 end
 function BatchNorm:extra() return ("%d"):format(self.running_mean.count) end
 M.batch_norm = BatchNorm
+
+--- nn.sync_batch_norm(model, group): in training, every batch norm of the model normalises by the
+--- mean and variance over all ranks of `group` (engine.ranks.group()), as in a run with the whole
+--- batch on one rank. Every rank must run the same layers. Returns the model. PyTorch:
+--- SyncBatchNorm.convert_sync_batchnorm.
+function M.sync_batch_norm(model, group)
+  expect(type(group) == "table" and group.comm, group,
+    "nn.sync_batch_norm: expected a group of ranks, engine.ranks.group()")
+  model:apply(function(m)
+    if m._class == "batch_norm" then rawset(m, "over", group.size > 1 and group or nil) end
+  end)
+  return model
+end
 
 local GROUP_NORM = { eps = true, affine = true }
 

@@ -144,19 +144,27 @@ end
 
 -- ------------------------------------------------------------------ norms
 
-local BATCH_NORM = { eps = true, mean = true, variance = true }
+local BATCH_NORM = "eps mean variance over"
 
 --- Batch norm of x [N x C x ..]: each channel less its mean, divided by sqrt(variance + eps), times
 --- weight [C], plus bias [C] (either may be nil). Returns the result, and the mean and the variance
---- [C] of this batch in f32 (the variance divided by the number of elements). Options: eps (1e-5);
---- mean and variance [C]: normalise by these instead, and return the result alone.
+--- [C] of this batch in f32 (the variance divided by the number of elements), and the number of
+--- elements of a channel. Options: eps (1e-5); mean and variance [C]: normalise by these instead,
+--- and return the result alone; over: a group of ranks (engine.ranks.group()), each with a part of
+--- the batch, whose mean and variance all use.
 function methods.batch_norm(x, weight, bias, options)
   options = read_named(options, "batch_norm", BATCH_NORM)
-  local y, mean, variance = run("batch_norm", { channels_last(x, "batch_norm", 2), weight or false,
-    bias or false, options.mean or false, options.variance or false }, {},
-    { arguments.want_number(options.eps or 1e-5, "batch_norm", "eps") }, 3)
+  local eps = arguments.want_number(options.eps or 1e-5, "batch_norm", "eps")
+  local last = channels_last(x, "batch_norm", 2)
+  if options.over and not options.mean then
+    local y, mean, variance, n = require "engine.tensor.batch_norm_over"(options.over, last, weight,
+      bias, eps)
+    return channels_second(y), mean, variance, n
+  end
+  local y, mean, variance = run("batch_norm", { last, weight or false, bias or false,
+    options.mean or false, options.variance or false }, {}, { eps }, 3)
   if options.mean then return channels_second(y) end
-  return channels_second(y), mean, variance
+  return channels_second(y), mean, variance, x.count / mean.count
 end
 
 --- Group norm of x [N x C x ..]: of each sample, every group of C / groups neighbouring channels is

@@ -203,7 +203,8 @@ local function backward_bound(eps, groups)
     local index = indices(shape_of(x), groups)
     local tops, slopes = tops_of(x, index), tops_of(dy, index)
     local _, sums = tops_of(dy, index)
-    local mean = values_of(call.inputs[3])
+    local mean, shape = values_of(call.inputs[3]), shape_of(x)
+    local channels, part = shape[#shape], call.inputs[6] and values_of(call.inputs[6])
     local w, heaviest, spread = weight and values_of(weight), weight and 0 or 1, {}
     local _, n = values_of(x)
     for i = 0, n - 1 do
@@ -216,7 +217,11 @@ local function backward_bound(eps, groups)
       if output == 3 then return sums[i] end
       if output == 2 then return sums[i] * math.max(1, 2 * spread[i]) end
       local k, c = index(i)
-      return slopes[k] * heaviest / math.sqrt(variance[k] + eps) * (1 + (2 * spread[c]) ^ 2)
+      local slope = slopes[k]
+      if part then                                         -- of all rows, of which x is a part
+        slope = slope + (finite(part[c]) + finite(part[channels + c])) / call.ints[4]
+      end
+      return slope * heaviest / math.sqrt(variance[k] + eps) * (1 + (2 * spread[c]) ^ 2)
     end
   end
 end
@@ -286,11 +291,20 @@ local function norm_grad(forward)
       local _, mean, variance = engine.run(forward, inputs, group and { groups } or {}, { eps }, 3)
       for round = 1, 3 do
         local given = not group and round == 3
-        try { inputs = { x, round ~= 2 and vector(), mean, variance,
-            float(dtype, shape, round == 2 and "rare" or "normal") },
+        local arguments = { x, round ~= 2 and vector(), mean, variance,
+          float(dtype, shape, round == 2 and "rare" or "normal") }
+        if not group then arguments[6] = false end
+        try { inputs = arguments,
           ints = { wide(dtype), round == 2 and 0 or 1, group and groups or given and 1 or 0 },
           floats = { eps }, outputs = 3, ulp = 2, eps = 64,
           bound = backward_bound(eps, group and groups) }
+      end
+      if not group then                                    -- x as a part of more rows
+        local n = shape[#shape]
+        local sums = float(dtype == "f64" and "f64" or "f32", { 2, n }, "normal")
+        try { inputs = { x, vector(), mean, variance, float(dtype, shape, "normal"), sums },
+          ints = { wide(dtype), 1, 0, 3 * tensors.count_of(shape) / n + 1 }, floats = { eps },
+          outputs = 3, ulp = 2, eps = 64, bound = backward_bound(eps) }
       end
     end)
   end
