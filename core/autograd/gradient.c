@@ -251,9 +251,8 @@ eng_status eng_gradient(eng_tensor *out, const eng_tensor *handle)
     const parameter *p = x->parameter;
     if (p->has_gradient && p->set->divided && !p->set->kept)
       return error_set(ENG_ERR_STATE,
-                       "the gradient of %s is divided among ranks (zero=2); no rank has all of "
-                       "it; hint: zero=0",
-                       p->name);
+                       "the gradient of %s is divided among ranks (zero=2 or 3); no rank has all "
+                       "of it; hint: zero=0", p->name);
     dx = p->has_gradient ? p->gradient : NULL;
   }
   if (!dx) return ENG_OK;

@@ -298,6 +298,13 @@ static void renew_gradients(eng_params *set, const int32_t *gradient)
   link_parts(set);
 }
 
+// Divided gradients keep their format.
+static eng_status fixed_format(void)
+{
+  return error_set(ENG_ERR_STATE, "these gradients are divided among ranks (zero=2 or 3) and "
+                                  "cannot change their format; hint: create a new optimizer");
+}
+
 // shadow or gradient NULL: f32 throughout.
 eng_status eng_params_precision(eng_params *set, const int32_t *shadow, const int32_t *gradient)
 {
@@ -310,8 +317,7 @@ eng_status eng_params_precision(eng_params *set, const int32_t *shadow, const in
     if (gradient) ENG_TRY(check_format(set, i, "gradients", gradient[i]));
   }
   if (other_gradients(set, gradient) && set->divided)
-    return error_set(ENG_ERR_STATE, "these gradients are divided among ranks (zero=2) and cannot "
-                                    "change their format; hint: create a new optimizer");
+    return fixed_format();
   // Allocates the new buffer first, so that a failure leaves the set unchanged.
   flat_buffer *fresh_shadows = NULL;
   int32_t *wanted = set->which;   // unused between passes
@@ -343,8 +349,7 @@ eng_status eng_params_accumulate(eng_params *set, bool on)
   set->accumulates = on;
   if (other_gradients(set, set->term_dtype) && set->divided) {
     set->accumulates = !on;
-    return error_set(ENG_ERR_STATE, "these gradients are divided among ranks (zero=2) and cannot "
-                                    "change their format; hint: create a new optimizer");
+    return fixed_format();
   }
   renew_gradients(set, set->term_dtype);
   return ENG_OK;
@@ -424,7 +429,7 @@ eng_status params_gradients(eng_params *set)
 {
   if (set->divided)
     return error_set(ENG_ERR_STATE, "the gradients of these parameters are divided among ranks "
-                                    "(zero=2): only a trainer's step can compute them; "
+                                    "(zero=2 or 3): only a trainer's step can compute them; "
                                     "hint: zero=1");
   if (set->gradients || set->n == 0) return ENG_OK;
   ENG_TRY(flat_new(&set->gradients, ARENA_GRADIENT, set, set->gradient_dtype));
@@ -498,10 +503,10 @@ eng_status params_here(const eng_params *set, const char *pass)
 
 eng_status params_whole(const eng_params *set)
 {
-  return set->divided ? error_set(ENG_ERR_STATE, "the gradients of these parameters are divided "
-                                                 "among ranks (zero=2), and this rank has only its "
-                                                 "own elements; hint: zero=1")
-                      : ENG_OK;
+  if (!set->divided) return ENG_OK;
+  return error_set(ENG_ERR_STATE, "the gradients of these parameters are divided among ranks "
+                                  "(zero=2 or 3), and this rank has only its own elements; "
+                                  "hint: zero=1");
 }
 
 eng_status params_gradstats(eng_tensor_stats *stats, const eng_params *set, int m, unsigned needs)
