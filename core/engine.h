@@ -513,7 +513,7 @@ void eng_params_bytes(int64_t bytes[4], const eng_params *set);
 /// Number of elements in all parameters.
 int64_t eng_params_count(const eng_params *set);
 /// Checksum of the master weights: the XXH64 hash of every parameter's eng_checksum. 0 if the
-/// device fails, or if ranks have divided the weights and this rank has not all (zero=3).
+/// device fails, or while the weights are divided among the ranks (zero=3).
 uint64_t eng_params_checksum(const eng_params *set);
 /// Checksum of only those parameters i for which which[i] equals `value`.
 uint64_t eng_params_checksum_of(const eng_params *set, const uint8_t *which, int value);

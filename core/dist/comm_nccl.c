@@ -120,7 +120,7 @@ static eng_status open_another(comm_stream stream, comm_stream first)
   if (nccl.comm[stream]) return ENG_OK;
   return open_stream(stream,
                      nccl.call.split(nccl.comm[first], 0, nccl.rank, &nccl.comm[stream], NULL),
-                     "a further communicator of all cards");
+                     "opening another communicator of all cards");
 }
 
 void comm_streams_end(bool well)

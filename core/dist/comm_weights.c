@@ -21,7 +21,7 @@ static void first_name(char *text, size_t size, const eng_params *set, int unit)
 {
   int i = 0;
   while (i < set->n - 1 && set->parted->unit_of[i] != unit) i++;
-  snprintf(text, size, "the weights with %s", set->member[i].name);
+  snprintf(text, size, "the unit of %s", set->member[i].name);
 }
 
 /// The piece of a weight that a rank has. A derived copy is on the rank that has all of the member.
@@ -97,7 +97,8 @@ eng_status weights_part(eng_parallel *p, const int32_t *units)
                        p->set->n - 1, p->set->member[i].name, units[i]);
   int32_t *unit_of = calloc((size_t)p->set->n + 1, sizeof *unit_of);
   if (!unit_of) return error_set(ENG_ERR_MEMORY, "out of memory for the table of weights");
-  for (int i = 0; i < p->set->n; i++) unit_of[i] = p->apart[i] ? -1 : units[i];   // already divided
+  // -1 for experts: the ranks have divided them already
+  for (int i = 0; i < p->set->n; i++) unit_of[i] = p->apart[i] ? -1 : units[i];
   eng_status status = parted_new(&q, p->set, p->set->own, unit_of);
   free(unit_of);
   ENG_TRY(status);

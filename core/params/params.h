@@ -137,8 +137,8 @@ static inline bool params_sums_terms(const parameter *p)
 /// Brings those of the weights x[n] (NULL allowed) that are absent; the others of them stay. All
 /// ranks call it at the same operations. Errors: STATE.
 eng_status params_bring(tensor *const *x, int n);
-/// ZeRO-3: whether other ranks' weights come and go now. Then a derived copy is made by the rank
-/// that has the whole parameter, and sent to the others.
+/// Whether ZeRO-3 divides p among the ranks now. If so, the rank that owns all of p (option
+/// `whole`) makes its derived copy and sends it to the others.
 bool params_comes_and_goes(const parameter *p);
 /// Whether this rank has the whole parameter.
 bool params_owns(const parameter *p);

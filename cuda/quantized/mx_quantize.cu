@@ -32,8 +32,7 @@ enum {
   WIDE = 32,               // columns of x that a block of `rotate` transforms
 };
 
-/// What is known about all numbers of a matrix: the bits of the largest magnitude but NaN, and how
-/// many are NaN.
+/// The bits of a matrix's largest magnitude other than NaN, and the number of NaN in it.
 struct survey {
   uint32_t top, unused;
   unsigned long long nan;
@@ -340,7 +339,7 @@ int tile_side(int block)
 
 bool is_aligned(const void *p, int bytes) { return (uintptr_t)p % (uintptr_t)bytes == 0; }
 
-/// `turned`: the result is that of x transposed, and x is not.
+/// `turned`: the result is that of p->x transposed.
 side side_of(const op_call *call, tensor *q, tensor *scale, const job *p, bool turned,
              int64_t random)
 {

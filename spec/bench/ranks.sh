@@ -1,2 +1,2 @@
-# Two ranks compared with two threads, comm dtypes, messages.
+# Two ranks compared with two threads; then the comm dtypes; then messages without training.
 exec ./engine spec/bench/ranks.lua

@@ -74,9 +74,9 @@ static bool on_card(const void *memory)
 
 typedef struct act {
   struct act *next;
-  op_call  call;             // an operation; its tensors are copied below
+  op_call  call;             // for an operation; its tensors are copied below
   tensor   tensors[ENG_OP_INPUTS + ENG_OP_OUTPUTS];
-  void    *to;               // or a copy, or zeros
+  void    *to;               // for a copy or zeros
   void    *from;
   int64_t  bytes;
   // 0: operation, 1: copy inside, 2: copy of `from`, which is kept, 3: zeros

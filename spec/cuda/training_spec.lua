@@ -77,7 +77,7 @@ describe("training on the card", function()
     end)
   end
 
-  -- quantizers have the CPU's bits, sums of products another order
+  -- the quantizers give the CPU's bits, but sums of products are added in another order
   for _, name in ipairs { "mxfp8", "mxfp4", "nvfp4" } do
     it("follows the CPU's losses in " .. name, function()
       local card = train(CARD, { precision = name })

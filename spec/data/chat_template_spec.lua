@@ -99,7 +99,7 @@ describe("a chat template", function()
       local good, message = pcall(t.apply_chat_template, t, { { role = "user", content = "a" } })
       assert.is_false(good)
       assert.matches(pattern, message, 1, true)
-      assert.matches("; hint: put the texts around the messages yourself", message, 1, true)
+      assert.matches("; hint: write the prompt's text yourself", message, 1, true)
       assert.is_nil(message:find "\n")
     end
     refused("a\n{% macro f(x) %}{% endmacro %}", "line 2: {% macro %} is not supported")

@@ -3,9 +3,10 @@
 -- One run with a swap every few steps, drawn at random:
 --   - a valid file, an undo, or a class that one rank does not know
 --   - a file that is broken or fails on the run's records
---   - a file that differs, is broken or is missing on one random rank, or that this rank cannot
---     load for lack of memory, run on the last records, or run once it is current
---   - a file saved, or a SIGHUP to one rank, while its policy is current
+--   - a file that differs, is broken or is missing on one random rank
+--   - a file for which one random rank lacks the memory to load it, or the instructions to run it,
+--     on the last records or after the swap
+--   - a file saved again, or a SIGHUP to one rank, while a policy from that file is current
 -- All ranks load rank 0's bytes, whatever file other ranks have under that name. Checks:
 --   - in every step all ranks have the same policy (name, hash, scale) and the same weights
 --   - that is the new policy if every rank accepts it, else the one before

@@ -209,7 +209,7 @@ describe("ranks with ZeRO-3", function()
     local result = run(3, "spec/dist/zero.lua", { "told=" .. folder .. "/told", "model=forked",
       "zero=3", "timeout=1" })
     assert.are_not.equal(0, result.code)
-    assert.matches("waited 1 s for each other at different places (rank 0: the weights with " ..
-      "first.weight; rank 1: the weights with ", result.err, 1, true)
+    assert.matches("waited 1 s for each other at different places (rank 0: the unit of " ..
+      "first.weight; rank 1: the unit of ", result.err, 1, true)
   end)
 end)

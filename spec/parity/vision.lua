@@ -47,6 +47,7 @@ function requests.train(r)
   local net = nn.resnet18(r.model):load_state(file)
   local losses, times = {}, {}
   local trainer = engine.trainer { model = net, log = "quiet", policy = "static", steps = r.steps,
+    policy_options = { loss_scale = r.precision == "fp16" and r.scale or 1 },
     loss = function(model, batch) return model:loss(batch.x, batch.y) end,
     data = { at = 0, next = function(self)
       local first = self.at * r.batch % x:size(1)

@@ -43,7 +43,7 @@ local function read(folder)
   end
   if type(template) ~= "string" then
     raise("tokenizer: %s has no chat template: neither chat_template.jinja nor a chat_template " ..
-      "in tokenizer_config.json; hint: put the texts around the messages yourself", folder)
+      "in tokenizer_config.json; hint: write the prompt's text yourself", folder)
   end
   if #template > MOST_BYTES then
     raise("tokenizer: the chat template of %s has %d bytes, expected at most %d", folder,
@@ -57,8 +57,8 @@ function M.of(folder)
   local source, tokens = read(folder)
   local render, problem = jinja.read(source)
   local function refuse(why)
-    raise("tokenizer: the chat template of %s: %s; hint: put the texts around the messages " ..
-      "yourself", folder, why)
+    raise("tokenizer: the chat template of %s: %s; hint: write the prompt's text yourself", folder,
+      why)
   end
   if not render then refuse(problem) end
   return function(messages, options)

@@ -540,8 +540,8 @@ function Reducer:record(record, stats, s)
   self.wish = maxima[MAXIMA.wish] > 0
   if maxima[MAXIMA.hash] ~= -maxima[MAXIMA.minus_hash] then self:differ() end
   if maxima[MAXIMA.order] ~= -maxima[MAXIMA.minus_order] then
-    error("zero=3: the ranks used different weights, or in another order; hint: every rank must " ..
-      "run the same operations on the weights, or zero=2", 0)
+    error("zero=3: the ranks used different weights, or used them in another order; hint: run " ..
+      "the same operations on every rank, or use zero=2", 0)
   end
   take_signals(self)
   if maxima[MAXIMA.unknown] > 0 then agree_on_signals(self, s.signals) end

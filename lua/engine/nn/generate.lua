@@ -97,8 +97,9 @@ end
 
 -- ------------------------------------------------------------------ generation
 
--- Logits [R x V] f32 that follow `rows`, R lists of n tokens. The cache holds the first ones, if
--- there is one. Past the context only the last tokens count, and no cache fits.
+-- The next token's logits [R x V] f32 for `rows`, R lists of n tokens. With a cache, only the
+-- tokens that are not in it are read. If n exceeds the context, the cache is dropped and only the
+-- last tokens are read.
 local function next_logits(model, rows, n)
   if n > model.context and rawget(model, "cached") then drop_caches(model) end
   local first, part = math.max(rawget(model, "cached") or 0, n - model.context), {}

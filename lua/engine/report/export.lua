@@ -6,7 +6,7 @@ local history = require "engine.run.history"
 
 local M = {}
 
--- Columns in the order of the file. Kinds: r real (NULL was NaN), o optional real, i whole, b
+-- Columns in the order of the file. Kinds: r real (NULL stands for NaN), o real or NULL, i whole, b
 -- boolean, t text.
 local COLUMNS = {
   { "step", "i" }, { "attempt", "i" }, { "updates", "i" }, { "loss", "r" }, { "lr", "r" },

@@ -228,7 +228,7 @@ local function curve_sections(h, info, l)
       (#shadows > 0 and ", and what each shadow would have chosen." or "."),
       curve("scale", { log = 2, height = 190, hold = true, series = scale_series })) or "") ..
       section("Largest gradient, as stored",
-      ("Times the loss scale, as stored in %s."):format(escape(l.formats_text)),
+      ("Multiplied by the loss scale, as stored in %s."):format(escape(l.formats_text)),
       curve("stored", { log = 2, height = 150, limits = top, name = "magnitude" })),
     last = ((underflow or 0) > 0 and section("Gradients that lose bits",
       "The share below the smallest normal number of their format. Gaps are steps without any.",

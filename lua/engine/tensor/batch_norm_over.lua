@@ -13,8 +13,8 @@ local tensor = require "engine.tensor.tensor"
 
 local C, check, ffi, run = M_ffi.C, M_ffi.check, M_ffi.ffi, M_ffi.run
 
--- Combines the statistics of the ranks' parts, each with `rows` rows (Chan, Golub and LeVeque,
--- 1979). mean and variance [channels] become those of all rows, whose number is returned.
+-- Combines the ranks' statistics of their parts of the batch (Chan, Golub and LeVeque, 1979). mean,
+-- variance [channels] and rows: of this rank's part. Returns all three for the whole batch.
 local function combine(group, mean, variance, rows)
   local n = mean.count
   local own, all = ffi.new("double[?]", 2 * n + 1), ffi.new("double[?]", (2 * n + 1) * group.size)

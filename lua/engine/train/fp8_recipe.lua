@@ -13,7 +13,7 @@ local choose = arguments.choose
 local M = {}
 
 M.roles, M.products = { "x", "w", "dy" }, { "forward", "dgrad", "wgrad" }
---- The number of each accumulator; device: that of the current device.
+--- ENG_ACCUMULATE_* by name; `device` (-1): the one of the current device.
 M.accumulators = arguments.merged(fp8_codes.accumulators, { device = -1 })
 --- The roles and the products: the fields of a layer.
 M.fields = { "x", "w", "dy", "forward", "dgrad", "wgrad" }

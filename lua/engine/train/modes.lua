@@ -129,7 +129,7 @@ local function parted_refusal(trainer)
   local reducer, fp8 = trainer.reducer, trainer.optimizer.fp8
   if not reducer.parted then return nil end
   if machine.device() ~= "cpu" then
-    return "zero=3: weights come and go in the memory of the CPU only; hint: zero=2"
+    return "zero=3 works on the CPU only; hint: zero=2"
   end
   for _, site in ipairs(fp8 and not reducer.apart and fp8.list or {}) do
     if site.path:find("%f[^%z.]experts%.%d+%.") then

@@ -261,7 +261,7 @@ do
   memory_line("bf16 to e4m3, blocks 1 x 128", 3 * h.count, quantize(1, 128, 0))
   memory_line("bf16 to e4m3, blocks 1 x 128, and transposed", 4 * h.count, quantize(1, 128, 8))
   memory_line("  by products, not quotients", 4 * h.count, quantize(1, 128, 8, 2))
-  -- as the recipes do: values in bf16, in both directions. 24: transposed, values
+  -- bf16 values, also of x transposed, as in the recipes: 24 = QUANTIZE_TRANSPOSED | MX_VALUES
   local mx = require "engine.tensor.mx"
   for _, case in ipairs { { "mxfp8", "e4m3", 32, "rceil", 0, 0 },
     { "nvfp4", "e2m1", 16, "nvfp4", 0, 16 },
