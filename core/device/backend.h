@@ -35,7 +35,7 @@ static inline bool op_is_unary(int op)
   }
 }
 
-/// Flags of quantize and swiglu_quantize; mx_quantize has QUANTIZE_TRANSPOSED and the others.
+/// Flags of quantize and swiglu_quantize. mx_quantize takes QUANTIZE_TRANSPOSED and the MX_* flags.
 enum { QUANTIZE_STOCHASTIC = 2, QUANTIZE_POW2 = 4, QUANTIZE_TRANSPOSED = 8 };
 enum { MX_VALUES = 16, MX_FINITE = 32 };
 

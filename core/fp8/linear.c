@@ -15,7 +15,7 @@
 // never written (swiglu.c). W is quantized from the weights of the forward pass (the low-precision
 // copy, or the master), and only when these weights change. The operations inside are not recorded.
 //
-// Under a microscaling recipe the copies are values in bf16, and the products ordinary (mx.c).
+// Under a microscaling recipe the copies hold values in bf16, and matmul multiplies them (mx.c).
 #include "sites.h"
 
 #include "base/error.h"
@@ -51,7 +51,7 @@ static int64_t flags_of(const eng_fp8_role *r, bool transposed)
          (transposed ? QUANTIZE_TRANSPOSED : 0);
 }
 
-/// quantize() for a microscaling recipe: q is the values in bf16, scale their amax.
+/// quantize() for a microscaling recipe: out->q holds the values in bf16, out->scale their amax.
 static eng_status quantize_mx(copies *out, int64_t number, fp8_site *s, int role, tensor *x,
                               bool transposed)
 {
@@ -368,9 +368,9 @@ static bool same_role(const eng_fp8_role *a, const eng_fp8_role *b)
          !a->stochastic && !b->stochastic && a->margin == b->margin && a->eps == b->eps;
 }
 
-/// One of the last linear layers whose codes of x this layer can share (gate and up of a SwiGLU).
-/// It reads the same x with the same role settings, and each layer scales x by its own amax. NULL:
-/// none.
+/// A recent linear layer whose codes of x this layer can share (gate and up of a SwiGLU). Both
+/// layers read the same x with the same role settings, and neither delays the scaling of x. NULL:
+/// there is none.
 static const op_call *same_codes(const fp8_site *s, const tensor *x)
 {
   enum { BACK = 8 };

@@ -1,7 +1,8 @@
-// Linear layers under a microscaling recipe. A role's copies are not codes but the numbers that the
-// codes stand for, in bf16: every product of two of them is exact there, and an ordinary product
-// multiplies them. NVFP4's factor for the tensor, amax / 2688, stays outside of the copies, because
-// bf16 could not hold it; it multiplies the f32 sums. Called by linear.c; see its head.
+// Linear layers under a microscaling recipe. A role's copies do not hold codes but, in bf16, the
+// numbers that the codes stand for. An ordinary matmul multiplies them; the product of two such
+// numbers is exact. NVFP4's scale of the whole tensor, amax / 2688, is not part of the copies,
+// because bf16 would round the scaled numbers. It multiplies the f32 sums. Called by linear.c; see
+// its head.
 #include "sites.h"
 
 #include "base/error.h"

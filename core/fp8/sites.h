@@ -30,7 +30,7 @@ typedef struct fp8_amax_place { int64_t slot, round; } fp8_amax_place;
 eng_status fp8_amax_slot(tensor **out, int64_t site, int role);
 fp8_amax_place fp8_amax_last(void);
 /// fp8_amax_share records that another site quantizes the same x and shares the amax in a slot.
-/// fp8_amax_can_share: whether the slots of `round` are not reused yet.
+/// fp8_amax_can_share: whether that is possible, that is, the slots of `round` are not reused yet.
 bool fp8_amax_can_share(int64_t round);
 void fp8_amax_share(int64_t site, int64_t slot);
 
@@ -41,8 +41,9 @@ bool fp8_measuring(void);
 int64_t fp8_step(void);
 eng_status fp8_measure(fp8_site *s, int role, tensor *x, tensor *q, const tensor *scale);
 
-/// For meters: reads every `every`-th row of x as f32; the distance between measured rows; counts
-/// one element, its code and its scale. largest: of the codes; limit: the smallest that overflows.
+/// For meters. fp8_read_rows reads every `every`-th row of x as f32. fp8_measured_every is the
+/// distance between measured rows. fp8_meter_element counts one element with its code's value and
+/// its scale. largest: the format's largest number; limit: the smallest magnitude that overflows.
 eng_status fp8_read_rows(float *to, tensor *x, int64_t every);
 int64_t fp8_measured_every(int64_t rows, int64_t columns);
 void fp8_meter_element(eng_fp8_meter *m, float x, float code, float scale, float largest,
@@ -67,7 +68,8 @@ static inline op_call fp8_quantize_call(const eng_fp8_role *r, tensor *x, tensor
 }
 
 /// Microscaling (mx.c). Copies of a tensor [rows x K]: q in bf16, scale u8, amax f32 [], and q_t [K
-/// x rows] and amax_t, which are NULL unless they are asked for. A tensor that is given is written.
+/// x rows] and amax_t, which are NULL unless they are asked for. If q, amax, q_t or amax_t is not
+/// NULL before the call, the result is written into that tensor.
 typedef struct fp8_mx_copies { tensor *q, *scale, *amax, *q_t, *amax_t; } fp8_mx_copies;
 /// Quantizes x as a role says. slot: receives the amax.
 eng_status fp8_mx_quantize(fp8_mx_copies *to, tensor *slot, const fp8_site *s, int role, tensor *x,

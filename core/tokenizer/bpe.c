@@ -1,7 +1,7 @@
 // Byte-pair encoding of a word.
 //
-// Byte mode: where the last step turns bytes into GPT-2's characters, the step is left out and the
-// tables are indexed by bytes instead.
+// Byte mode: if the splitter's last step turns bytes into GPT-2's characters, that step is left out
+// and the tables are indexed by bytes.
 //
 // Cuts: a pair of characters that no merge result contains side by side is never joined, whatever
 // surrounds it. words.c cuts words there.
@@ -13,7 +13,7 @@ enum { SHORT_WORD = 40 };      // symbols of a word that is merged by searching 
 
 // ---- what encoding needs
 
-// Notes that the characters of a merge's result stand side by side.
+// Records each pair of neighbouring characters in a merge's result.
 static bool join_pairs(eng_tokenizer *t, const char *text, int64_t size)
 {
   uint64_t before = 0;
@@ -53,7 +53,7 @@ eng_status bpe_ready(eng_tokenizer *t)
   for (int64_t i = 0; ok && i < v->count; i++) {
     const char *text = v->pool.data + v->at[i];
     int64_t size = v->size[i];
-    if (size == 0) continue;             // no text has it
+    if (size == 0) continue;             // an empty token is never found in a text
     if (t->byte_mode) {
       if (!bytes_of(&t->text_out, text, size)) continue;
       text = t->text_out.data;
@@ -91,7 +91,8 @@ static inline const pair *merge_of(const eng_tokenizer *t, uint32_t a, uint32_t 
   return pairs_find(&t->merges, (uint64_t)a << 32 | b);
 }
 
-// Repeats the lowest merge, the leftmost of equals, until none applies. Returns the number of ids.
+// Applies the merge of the lowest rank, the leftmost among equals, until none applies. Returns the
+// number of ids.
 static int merge_short(const eng_tokenizer *t, uint32_t *id, int n)
 {
   struct { uint32_t rank, id; } next[SHORT_WORD];      // of the pair (i, i + 1)
@@ -141,8 +142,8 @@ static void heap_add(merge *heap, int64_t n, merge item)
   heap[at] = item;
 }
 
-// The same with a heap: each merge adds two candidates at most, in the place of the one removed and
-// of the symbol that vanished, so 2n places are enough.
+// The same with a heap of candidates. It starts with fewer than n. Each merge removes one candidate
+// and one symbol and adds at most two candidates, so 2n places are enough.
 static eng_status merge_long(eng_tokenizer *t, uint32_t *id, int64_t *count)
 {
   int64_t n = *count, heap_n = 0;
@@ -185,7 +186,8 @@ static eng_status merge_long(eng_tokenizer *t, uint32_t *id, int64_t *count)
 
 // ---- a word
 
-// The token of one character with the word's prefix and suffix, where the model has them; -1: none.
+// The token of one character: with the model's prefix unless the character is the word's first, and
+// with the model's suffix if it is the last. -1: none.
 static int64_t affixed(eng_tokenizer *t, const char *at, int n, bool first, bool last)
 {
   buffer *b = &t->text_out;
@@ -196,7 +198,7 @@ static int64_t affixed(eng_tokenizer *t, const char *at, int n, bool first, bool
   return b->failed ? -1 : texts_find(&t->vocab, b->data, b->size);
 }
 
-// Appends the tokens of <0xE2> and so on; false if one is missing.
+// Appends the tokens of n bytes (<0xE2> and so on); false if one of them is missing.
 static bool fall_back(eng_tokenizer *t, const char *at, int64_t n)
 {
   for (int64_t i = 0; i < n; i++)
@@ -222,7 +224,7 @@ eng_status bpe_word(eng_tokenizer *t, const char *word, int64_t size)
       ids_add(&t->out, (uint32_t)id);
       fuse = false;
     } else if ((t->flags & ENG_TOKENS_BYTE_FALLBACK) && fall_back(t, word + at, n)) {
-      // its bytes have tokens
+      // the tokens of its bytes are appended
     } else if (t->unknown < -1) {
       return unknown_missing(word + at, n);
     } else if (t->unknown >= 0) {

@@ -55,7 +55,8 @@ void *scratch_of(eng_tokenizer *t, int64_t bytes)
   return t->scratch;
 }
 
-// Bytes of a malformed sequence that count as one: as far as they could begin a character.
+// The length of the malformed sequence at `at` that one U+FFFD replaces: the bytes that could begin
+// a character, or 1.
 static int64_t malformed(const unsigned char *at, int64_t left)
 {
   int n = *at >= 0xC2 && *at < 0xE0   ? 2
@@ -71,7 +72,7 @@ static int64_t malformed(const unsigned char *at, int64_t left)
   return i;
 }
 
-// Bytes from the start that are UTF-8.
+// The number of bytes, from the start, that are UTF-8.
 static int64_t valid_bytes(const char *text, int64_t size)
 {
   int64_t i = 0;

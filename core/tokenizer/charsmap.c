@@ -1,6 +1,6 @@
-// SentencePiece's compiled character map: a double-array trie whose values are places in a block of
-// texts, each ended by a 0. Bytes: the size of the trie in bytes (u32), the trie (u32 units), the
-// texts. Called by normalize.c.
+// SentencePiece's compiled character map: a double-array trie whose values are offsets into a block
+// of texts. Each text ends with a 0. The file format: the size of the trie in bytes (u32), the trie
+// (u32 units), the texts. Called by normalize.c.
 #include "tokenizer.h"
 
 #include <stdlib.h>
@@ -68,14 +68,15 @@ static const char *lookup(const struct charsmap *map, const char *key, int64_t s
     if (node >= map->n_units) return NULL;
     if (unit & 0x100) {
       int64_t at = map->units[node] & 0x7FFFFFFFu;
-      // a place inside a character would be malformed text
+      // a text that starts inside a character would be malformed
       return at < map->size && (map->texts[at] & 0xC0) != 0x80 ? map->texts + at : NULL;
     }
   }
   return NULL;
 }
 
-// A grapheme of up to 5 bytes is looked up as a whole, otherwise character by character.
+// A grapheme of up to 5 bytes is looked up as a whole. If it is longer or not in the map, its
+// characters are looked up one by one.
 void charsmap_run(const struct charsmap *map, buffer *out, const char *text, int64_t size)
 {
   for (int64_t at = 0; at < size;) {

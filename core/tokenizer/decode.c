@@ -67,7 +67,7 @@ static int fallback_byte(const char *text, int64_t size)
   return high < 0 || low < 0 ? -1 : high * 16 + low;
 }
 
-// Puts the bytes from `from` on: one text if they are UTF-8, else a U+FFFD for each.
+// Makes one text of the bytes that begin at `from`. If they are not UTF-8, each becomes a U+FFFD.
 static void end_bytes(eng_tokenizer *t, list *to, int64_t from)
 {
   int64_t n = to->bytes->size - from;
@@ -82,7 +82,7 @@ static void end_bytes(eng_tokenizer *t, list *to, int64_t from)
 
 static void from_fallback(eng_tokenizer *t, const list *from, list *to)
 {
-  int64_t pending = 0, size;                 // where the bytes without an end begin
+  int64_t pending = 0, size;                 // pending: start of the bytes that no text has yet
   for (int64_t i = 0; i < list_count(from); i++) {
     const char *text = list_at(from, i, &size);
     int byte = fallback_byte(text, size);
@@ -99,7 +99,8 @@ static void from_fallback(eng_tokenizer *t, const list *from, list *to)
   end_bytes(t, to, pending);
 }
 
-// Appends a token's bytes: of GPT-2's characters, or of its text if it has others.
+// Appends the bytes that GPT-2's characters in a token stand for. A token that has any other
+// character is appended as it is.
 static void add_bytes(buffer *out, const char *text, int64_t size)
 {
   int64_t start = out->size;
@@ -116,7 +117,8 @@ static void add_bytes(buffer *out, const char *text, int64_t size)
   }
 }
 
-// The part of a text without up to `start` and `stop` characters `what` at its ends.
+// Removes s->a from the start of a text up to flags & 255 times, and from its end up to flags >> 8
+// times.
 static void cut(const step *s, const char **text, int64_t *size)
 {
   for (int64_t i = s->flags & 255; i > 0 && *size >= s->a_size; i--) {
@@ -135,7 +137,7 @@ static bool starts(const char *text, int64_t size, const step *s)
   return size >= s->a_size && memcmp(text, s->a, (size_t)s->a_size) == 0;
 }
 
-// One text of a step that changes each by itself.
+// Runs a step on one text of the list. For steps that change each text by itself.
 static eng_status each(eng_tokenizer *t, step *s, const char *text, int64_t size, bool first,
                        bool last, buffer *out)
 {

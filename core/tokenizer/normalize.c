@@ -28,8 +28,9 @@ int char_byte(uint32_t c)
 
 // ---- Unicode normalization
 
-// ASCII text is normalized, and an ASCII character never joins what precedes it. So libutf8proc
-// gets the runs between, each with the ASCII character before it. Inert characters end a run, too.
+// ASCII text is already normalized, and an ASCII character never combines with what precedes it. So
+// libutf8proc gets only the runs of other characters, each with the ASCII character before it.
+// Inert characters end a run, too.
 static eng_status compose(step *s, buffer *out, const char *text, int64_t size, int options)
 {
   int64_t at = 0;
@@ -78,8 +79,9 @@ static eng_status compose(step *s, buffer *out, const char *text, int64_t size, 
   return ENG_OK;
 }
 
-// ---- steps on single characters: the replacement of one, 0: it is dropped
+// ---- steps on single characters
 
+// The replacement of a character; 0: it is dropped.
 static uint32_t nmt(uint32_t c)
 {
   if ((c >= 1 && c <= 8) || c == 0xB || (c >= 0xE && c <= 0x1F) || c == 0x7F || c == 0x8F ||
@@ -99,7 +101,7 @@ static bool chinese(uint32_t c)
          (c >= 0xF900 && c <= 0xFAFF) || (c >= 0x2F800 && c <= 0x2FA1F);
 }
 
-// The small letter of a capital; U+1C89 and the following came after Unicode 15.
+// The lower case of a character. The numbers above 0x80 are of letters added after Unicode 15.
 static uint32_t lower_case(uint32_t c)
 {
   if (c < 0x80) return c + (c >= 'A' && c <= 'Z' ? 32 : 0);
@@ -124,7 +126,7 @@ static void per_char(const step *s, buffer *out, const char *text, int64_t size)
     uint16_t bits = unicode_class[c];
     switch (s->kind) {
     case ENG_STEP_LOWERCASE:
-      if (c == 0x130) {                              // the only one that becomes two
+      if (c == 0x130) {                              // the only one that becomes two code points
         buffer_add(out, "i\xCC\x87", 3);
         continue;
       }

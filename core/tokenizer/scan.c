@@ -6,7 +6,7 @@
 
 typedef struct text { const char *data; int64_t size; } text;
 
-// The class of the character at `at` and its bytes; class 0 and 0 bytes at the end.
+// The class of the character at `at`, and its length in *n. At the end of the text both are 0.
 static inline uint16_t class_at(text t, int64_t at, int *n)
 {
   if (at >= t.size) { *n = 0; return 0; }
@@ -42,8 +42,8 @@ static inline int64_t line_ends(text t, int64_t at)
   return at;
 }
 
-// The end of 's 't 're 've 'm 'll 'd at the apostrophe `at`; `at` if there is none. `fold`: in any
-// case; U+017F folds to s.
+// The end of 's 't 're 've 'm 'll 'd at the apostrophe `at`; `at` if there is none. `fold`: ignores
+// upper and lower case; U+017F folds to s.
 static int64_t contraction(text t, int64_t at, bool fold)
 {
   int64_t left = t.size - at - 1;

@@ -1,5 +1,5 @@
-// Splitting into words: runs the splitter's steps on a text, one inside the other, and encodes each
-// word that comes out. Called by tokenizer.c.
+// Splitting into words: runs the splitter's steps on a text, each step on every part that the step
+// before it made, and encodes the resulting words. Called by tokenizer.c.
 #include "tokenizer.h"
 
 // A stretch of the text, and whether the pattern matched it.
@@ -57,7 +57,7 @@ static eng_status split(eng_tokenizer *t, int from, const char *text, int64_t si
       break;
     case ENG_SPLIT_CONTIGUOUS: join = now.match == before; break;
     case ENG_SPLIT_WITH_PREVIOUS: join = now.match && !before; break;
-    // from the right: a match joins the unmatched stretch that follows
+    // a match joins the unmatched stretch that follows it
     case ENG_SPLIT_WITH_NEXT: join = before && !now.match; break;
     default: break;
     }

@@ -10,7 +10,7 @@
 
 static eng_status no_memory(void) { return error_set(ENG_ERR_MEMORY, "tokenizer: out of memory"); }
 
-// Bytes of a text that a message shows.
+// How many bytes of a text a message shows.
 static int shown(int64_t size) { return (int)(size < 60 ? size : 60); }
 
 // ---- building
@@ -143,8 +143,8 @@ static eng_status name_token(eng_tokenizer *t, int64_t id, const char *text, int
   return texts_add(&t->all, text, size, (uint32_t)id) ? ENG_OK : no_memory();
 }
 
-// The score as the package reads it: the digits as an integer, then times or divided by a power of
-// ten, each step rounded. Ties between paths depend on the last bit.
+// The score as the package reads it: the digits are read as an integer, which is then multiplied or
+// divided by a power of ten, and each step rounds. Ties between paths depend on the last bit.
 static double score_of(double score)
 {
   char text[32];
@@ -172,7 +172,7 @@ eng_status eng_tokenizer_token(eng_tokenizer *t, int64_t id, const char *text, i
 {
   ENG_TRY(accept(t, id, text, size));
   int64_t other = texts_find(&t->vocab, text, size);
-  bool again = other >= 0 && t->model == ENG_TOKENS_UNIGRAM;   // in lists: the last one counts
+  bool again = other >= 0 && t->model == ENG_TOKENS_UNIGRAM;   // the last one counts
   if (other >= 0 && !again)
     return error_set(ENG_ERR_FORMAT, "tokenizer: token '%.*s' has two ids, %lld and %lld",
                      shown(size), text, (long long)other, (long long)id);
@@ -295,7 +295,7 @@ static eng_status normalized(eng_tokenizer *t, const char **text, int64_t *size)
   return ENG_OK;
 }
 
-// Enters the added tokens into their tries, and what decoding begins with.
+// Enters the added tokens into their tries, and sets the texts with which decoding begins.
 static eng_status added_ready(eng_tokenizer *t)
 {
   for (int64_t i = 0; i < t->n_added; i++) {
@@ -325,7 +325,7 @@ static eng_status added_ready(eng_tokenizer *t)
     first[(unsigned char)*text] = true;
     if (!trie_add(tokens, text, size, (int32_t)i)) return no_memory();
   }
-  for (int64_t i = 0; i < t->size; i++) {      // by their text: a vocabulary may repeat one
+  for (int64_t i = 0; i < t->size; i++) {      // found by text: a vocabulary may repeat one
     decoded *d = &t->by_id[i];
     d->special = d->at >= 0 &&
                  texts_find(&t->special, t->names.data + d->shown, d->shown_size) >= 0;
@@ -372,7 +372,7 @@ static bool word_char(const char *at)
 
 static eng_status section(eng_tokenizer *t, const char *text, int64_t size, bool first, bool raw);
 
-// Finds added tokens and hands what is between them on. `raw`: in the text as it came.
+// Finds added tokens and passes on the text between them. `raw`: the text is not yet normalized.
 static eng_status extract(eng_tokenizer *t, const char *text, int64_t size, bool first, bool raw)
 {
   const trie *tokens = raw ? &t->raw_added : &t->normalized_added;

@@ -26,7 +26,7 @@ extern const unicode_range unicode_ranges[];
 extern const int unicode_ranges_count;
 /// Fills unicode_class.
 void unicode_start(void);
-/// The code point at `at`, which is valid UTF-8, and its bytes in *n.
+/// The code point at `at`, which is valid UTF-8, and the number of its bytes in *n.
 static inline uint32_t code_at(const char *at, int *n)
 {
   const unsigned char *s = (const unsigned char *)at;
@@ -45,7 +45,7 @@ static inline const char *char_before(const char *from, const char *at)
   do at--; while (at > from && (*at & 0xC0) == 0x80);
   return at;
 }
-/// Writes a code point; returns its bytes.
+/// Writes a code point as UTF-8; returns the number of bytes.
 int code_put(char *out, uint32_t code);
 
 // ---- buffer.c: growing buffers. A buffer that cannot grow sets `failed` and keeps its contents.
@@ -110,8 +110,8 @@ static inline const pair *pairs_find(const pairs *table, uint64_t key)
 bool pairs_set(pairs *table, uint64_t key, uint32_t rank, uint32_t id);
 void pairs_free(pairs *table);
 
-/// A trie of bytes; node 0 is the root. A child's key is node << 8 | byte, its `id` the node. A
-/// node's value is -1 if no text ends there.
+/// A trie of bytes; node 0 is the root. The edge from a node to a child has the key node << 8 |
+/// byte, and its `id` is the child. A node's value is -1 if no text ends there.
 typedef struct trie { pairs edges; int32_t *value; int64_t nodes, room; } trie;
 static inline int64_t trie_step(const trie *t, int64_t node, unsigned char byte)
 {
@@ -148,7 +148,8 @@ typedef struct word_cache {
   ids     values;
 } word_cache;
 
-/// Texts of a token: as the file has it, and what decoding begins with; offsets in `names`.
+/// A token's two texts, as offsets in `names` and sizes: `at`, as in the file; `shown`, with which
+/// decoding begins.
 typedef struct decoded { int64_t at, shown; int32_t size, shown_size; bool special; } decoded;
 
 struct eng_tokenizer {
@@ -157,7 +158,7 @@ struct eng_tokenizer {
   char     *prefix, *suffix;
   int64_t   prefix_size, suffix_size;
   texts     vocab;             // the model's tokens by their text
-  texts     all;               // and added ones, by the text in the file
+  texts     all;               // the model's and the added tokens, by the text in the file
   buffer    names;             // texts by id, for decoding and eng_tokenizer_text
   decoded  *by_id;             // [room_ids]; at < 0: no such token
   int64_t   room_ids, size;
@@ -216,9 +217,9 @@ bool find_next(const char *what, int64_t length, const char *text, int64_t size,
 /// of the whole input.
 eng_status split_run(eng_tokenizer *t, int from, const char *text, int64_t size, bool first);
 
-// ---- words.c, bpe.c, unigram.c: the ids of one word into t->out
+// ---- words.c, bpe.c, unigram.c: they append the ids of one word to t->out
 
-/// Makes what encoding needs, after all tokens and merges.
+/// Prepares what encoding needs, once all tokens and merges are known.
 eng_status words_ready(eng_tokenizer *t);
 eng_status bpe_ready(eng_tokenizer *t);
 eng_status pieces_ready(eng_tokenizer *t);
@@ -231,5 +232,6 @@ eng_status unknown_missing(const char *word, int64_t size);
 
 // ---- decode.c
 
-/// The text of tokens that are not left out: the decoder's steps, joined.
+/// Decodes tokens into t->text_out: runs the decoder's steps on their texts and joins the results.
+/// `skip`: leaves out special tokens.
 eng_status decode_run(eng_tokenizer *t, const uint32_t *list, int64_t count, bool skip);

@@ -12,7 +12,7 @@ static bool white_space(uint32_t c)
          c == 0x3000;
 }
 
-// Letters of circles and squares: alphabetic, and of no category of letters.
+// Letters in circles and squares. They are alphabetic, but in no category of letters.
 static bool enclosed(uint32_t c)
 {
   return (c >= 0x24B6 && c <= 0x24E9) || (c >= 0x1F130 && c <= 0x1F149) ||

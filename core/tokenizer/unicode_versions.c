@@ -1,7 +1,7 @@
 // Classes of the code points for which the package `tokenizers` and libutf8proc 2.8 (Unicode 15)
 // differ. Parts of the package use Unicode 8 (BERT's punctuation, marks), 9 (normalization) and 16
-// (regular expressions), and the ids of a tokenizer depend on it. spec/parity/tokenizer_unicode.py
-// measured this table. Called by unicode.c.
+// (regular expressions), and a tokenizer's ids depend on these versions. The table was measured by
+// spec/parity/tokenizer_unicode.py. Called by unicode.c.
 #include "tokenizer.h"
 
 const unicode_range unicode_ranges[] = {

@@ -31,7 +31,7 @@ static void better(best *end, double score, int64_t from, int64_t id)
   *end = (best){ score, (int32_t)from, (int32_t)id };
 }
 
-// The token of a stretch of unknown characters.
+// Appends the tokens of a stretch of unknown characters.
 static void put_unknown(eng_tokenizer *t, const char *text, int64_t size)
 {
   int64_t id = texts_find(&t->vocab, text, size);

@@ -8,7 +8,7 @@
 #include <stdlib.h>
 
 enum {
-  UNCUT = 40,                  // bytes of words that are never cut
+  UNCUT = 40,                  // words of at most this many bytes are not cut
   CACHE_SLOTS = 1 << 16, CACHE_BYTES = 1 << 22, CACHE_WORD = 96
 };
 
@@ -81,7 +81,7 @@ eng_status word_encode(eng_tokenizer *t, const char *word, int64_t size)
   for (int64_t at = 0; at < size;) {
     int n = 1;
     uint32_t c = t->byte_mode ? (unsigned char)word[at] : code_at(word + at, &n);
-    bool known = t->char_id[c] != 0;          // beside unknown characters nothing is cut
+    bool known = t->char_id[c] != 0;          // no cut beside an unknown character
     if (known && known_before && !pairs_find(&t->bigrams, before << 32 | c)) {
       ENG_TRY(word_cached(t, word + start, at - start));
       start = at;
