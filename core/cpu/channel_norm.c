@@ -176,7 +176,7 @@ static void wide_group(const channel_norm *s, int64_t sample, int64_t from, int6
     }
 }
 
-/// Mean and variance of a group, channels [from, to), from the blocks'.
+/// Mean and variance of a group, channels [from, to), from what the blocks measured.
 static void combine(const channel_norm *s, int64_t sample, int64_t from, int64_t to, double *mean,
                     double *variance)
 {

@@ -60,10 +60,10 @@ static void add_onto(const tensor *out, const float *sum)
 // ---- NaN that no term explains
 
 // Where oneDNN pads channels or pairs of numbers, it multiplies values that lie outside an output's
-// sum by zeros, and an infinity or NaN among them makes the output NaN. So outputs that are NaN are
-// computed again, from their own terms; a sum that is NaN after some terms stays NaN.
+// sum by zeros, and an infinity or NaN among those values makes the output NaN. So outputs that are
+// NaN are computed again, from their own terms; a sum that is NaN after some terms stays NaN.
 
-/// Element i of a part, channels last or, of W, as stored.
+/// Element i of a part in its memory: x and y are channels last, W is [O x C/groups x KH x KW].
 static double at(const conv_call *g, conv_part part, int64_t i)
 {
   return get(g->data[part], g->dtype[part], i);
@@ -87,7 +87,7 @@ static double y_element(const conv_call *g, int64_t index)
   return sum;
 }
 
-/// The output position that kernel element i takes `input` to, along dimension d; -1: none.
+/// Along dimension d: the output that reads position `input` through kernel element i; -1: none.
 static int64_t output_of(const conv_call *g, int d, int64_t input, int64_t i, int64_t outputs)
 {
   int64_t from = input + g->padding[d] - i * g->dilation[d];

@@ -6,7 +6,7 @@
 // flush subnormal sums on processors with AVX512-BF16 or AMX. NaN and infinity propagate; some
 // kernels also spread them to outputs that do not depend on them, which conv.c corrects. oneDNN
 // chooses the order of the sums: fixed for one version of oneDNN, one shape and one thread count.
-// Its status for what it does not support is dnnl_unimplemented: conv.c then takes another way.
+// What oneDNN does not support, it answers with dnnl_unimplemented. Then conv.c takes another way.
 #include "conv.h"
 
 #include "onednn.h"
@@ -93,7 +93,7 @@ static key key_of(const conv_call *g)
   return k;
 }
 
-/// Sets the layouts of the parts in the caller's memory, or with `any` in a format that oneDNN
+/// Sets the layout of a part: as in the caller's memory or, with `any`, in a format that oneDNN
 /// chooses.
 static dnnl_status_t describe(dnnl_memory_desc_t *l, const key *k, conv_part part, bool any)
 {

@@ -436,7 +436,7 @@ VF_INLINE vf fused(vf a, vf b, vf c)
 #endif
 }
 
-// Runs at the end of a promotion interval. Adds part to sum and, at the end of a stretch, the
+// Called at the end of a promotion interval. Adds part to sum and, at the end of a stretch, the
 // scaled sum to total. Rows are PANEL floats apart.
 static void promote(const product *g, const run *r, int64_t i0, int64_t rows, int64_t j0,
                     const float *part, float *sum, float *total)

@@ -133,7 +133,7 @@ VF_INLINE vf slope_of(vf x, const row_slope *r)
   return vf_mul(vf_sub(p, vf_set1(r->floor)), vf_set1(r->factor));
 }
 
-/// As slope_of, for the logit x before the cap: times the derivative of the cap.
+/// slope_of for a logit x that is not yet capped, times the derivative of the cap at x.
 VF_INLINE vf capped_slope_of(vf x, const row_slope *r, float cap)
 {
   vf u = vf_mul(x, vf_set1(1.0f / cap));

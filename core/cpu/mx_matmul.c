@@ -1,7 +1,7 @@
 // The operation mx_matmul: Blackwell's accumulators (core/base/mx_blackwell.h) on LANES columns at
 // once. A task takes LANES rows of b, and ROWS rows of a at a time; for each group of products it
-// decodes both once. Numbers with NaN or Inf go to the scalar formula. Called through
-// backend.kernel[]; owns nothing.
+// decodes both once. Where a group or a sum holds NaN or Inf, the scalar formula is used. Called
+// through backend.kernel[]; owns nothing.
 #include "base/mx_blackwell.h"
 #include "rows.h"
 #include "simd.h"
@@ -45,7 +45,7 @@ static void decode(group *g, const product *p, int side, int64_t row, int64_t k)
   }
 }
 
-// b's groups with the lanes last.
+// The same group of LANES rows of b; the last index is the row.
 typedef struct panel {
   float  value[BLACKWELL_MOST][LANES];
   double significand[BLACKWELL_MOST][LANES], scale_significand[BLACKWELL_MOST / 16][LANES];

@@ -3,11 +3,11 @@
 //
 // A task takes a band of rows and quantizes it tile by tile. A tile lies within one row of blocks:
 // its blocks are measured, get scales from core/base/mx.h, and are written to a buffer as codes or
-// as bf16 values. The buffer is copied to the result, and transposed to the other one if blocks are
-// square. Blocks of the transposed copy that are not square are quantized from a transposed tile of
-// x. NVFP4 needs the tensor's amax before: another pass over x, unless it is given. A Hadamard
-// transform writes x transposed and transformed to scratch, in bf16, from which the transposed copy
-// is quantized. f64 goes to the reference.
+// as bf16 values. The buffer is copied to the result. If blocks are square, its transpose is the
+// transposed copy. Otherwise the transposed copy is quantized from transposed tiles of x (but see
+// quantize_columns). NVFP4 needs the tensor's amax first: unless the caller gives it, another pass
+// over x finds it. A Hadamard transform writes x, transposed and transformed, to scratch in bf16,
+// from which the transposed copy is quantized. f64 goes to the reference.
 #include "base/mx.h"
 #include "base/rng.h"
 #include "magnitude.h"
@@ -105,9 +105,10 @@ VF_INLINE void encode(vf y, vf u, const bool random, const mx_format f, vi *code
   *value = vf_select(nan, vf_set1(mx_value((uint8_t)f.nan, f)), v);
 }
 
-/// A row of a tile, blocks of `wide` columns, becomes codes, a byte each, or, with `values`, code *
-/// scale in bf16. factor: of each block's elements before rounding; unit: the values of the scales;
-/// with `each`, of each column instead. word: random words, or NULL.
+/// Encodes a row of a tile, in blocks of `wide` columns: as codes, a byte each, or with `values` as
+/// code * scale in bf16. factor: multiplies a block's elements before rounding; unit: the value of
+/// its scale. With `each`, factor and unit hold one number per column instead of one per block.
+/// word: random words, or NULL.
 VF_INLINE void encode_row(void *to, const float *x, const uint32_t *word, int sr_bits,
                           const float *factor, const float *unit, int columns, int wide,
                           const bool values, const bool each, const bool random,
@@ -225,8 +226,8 @@ static float block_amax(const float *x, int64_t stride, int rows, int columns, b
   return f32_from(top);
 }
 
-// The scales of n blocks as codes, their values, and what multiplies the blocks' elements before
-// rounding. amax, factor and unit have room for whole vectors.
+// Computes the scales of n blocks: their codes, their values (`unit`), and what multiplies the
+// blocks' elements before rounding (`factor`). amax, factor and unit have room for whole vectors.
 static void scales_of(const side *s, const float *amax, int n, uint8_t *code, float *factor,
                       float *unit)
 {
@@ -251,10 +252,10 @@ static void scales_of(const side *s, const float *amax, int n, uint8_t *code, fl
   }
 }
 
-// Quantizes rows [r0, r0 + rows) in one row of blocks and columns [c0, c0 + columns) from a block's
-// edge on: rows = 1 and columns <= WIDE, or both at most MOST. x: element (r0, c0) has the index
-// `first`, rows are `stride` apart. Writes the scales, and to `to`, whose rows are `line` bytes
-// apart, the elements.
+// Quantizes rows [r0, r0 + rows), which lie in one row of blocks, of columns [c0, c0 + columns),
+// which begin at a block's edge. Either rows = 1 and columns <= WIDE, or both are at most MOST. In
+// x, element (r0, c0) has the index `first`, and rows are `stride` apart. Stores the scales, and
+// writes the elements to `to`, whose rows are `line` bytes apart.
 static void quantize_tile(const side *s, found *all, const void *x, int64_t first, int64_t stride,
                           int64_t r0, int rows, int64_t c0, int columns, uint8_t *to, int64_t line)
 {
@@ -289,7 +290,7 @@ static void quantize_tile(const side *s, found *all, const void *x, int64_t firs
 // Bytes of an element in a tile.
 static int element_bytes(const side *s) { return s->call->mx_quantize.flags & MX_VALUES ? 2 : 1; }
 
-// Writes a tile's row to n elements of a result from element `at` on, which is even in e2m1.
+// Writes a row of a tile to elements [at, at + n) of a result. In e2m1, `at` is even.
 static void put_row(const side *s, uint8_t *q, int64_t at, const uint8_t *from, int n)
 {
   if (element_bytes(s) == 1 && mx_packed(s->call->mx_quantize.format))
@@ -343,9 +344,10 @@ static void band_task(const void *context, int64_t t)
     }
 }
 
-// Blocks of one row of the result, which are columns of x: measured and rounded as x lies, so that
-// only the elements are transposed. As quantize_tile: rows [r0, r0 + rows), columns [c0, c0 +
-// columns) of the result; to: [columns x rows], rows MOST elements apart.
+// quantize_tile for blocks of one row of the result, which are columns of x. Measures and rounds
+// them in the layout of x, so that only the codes or values are transposed afterwards. Rows [r0, r0
+// + rows) and columns [c0, c0 + columns) are the result's. to: [columns x rows], rows MOST elements
+// apart.
 static void quantize_columns(const side *s, int64_t r0, int rows, int64_t c0, int columns,
                              uint8_t *to)
 {
@@ -422,25 +424,26 @@ typedef struct rotation {
   int64_t   rows, columns;
   int       n;
   float     sign[MOST];
-  found    *found;           // in the y of each task
+  found    *found;           // in each task's part of y
 } rotation;
 
 enum { LINE = 32 };          // columns of x at a time
 
-// Rounds LINE numbers to bf16, once. The second loop repeats them if one is not a normal number.
+// Rounds LINE numbers from f64 to bf16, without rounding to f32 in between. If one of them is not a
+// normal f32, the second loop rounds all of them again.
 static void round_line(uint16_t *to, const double *x)
 {
   uint64_t odd = 0;
   for (int c = 0; c < LINE; c++) {
     uint64_t bits = f64_bits(x[c]), exponent = bits >> 52 & 0x7FF,
              nearest = (bits + ((1ull << 44) - 1) + (bits >> 45 & 1)) & ~((1ull << 45) - 1);
-    odd |= bits << 1 != 0 && exponent - 897 > 253;         // 2^-126 to 2^128
+    odd |= bits << 1 != 0 && exponent - 897 > 253;         // outside of 2^-126 to 2^128
     to[c] = (uint16_t)(f32_bits((float)f64_from(nearest)) >> 16);
   }
   for (int c = 0; odd && c < LINE; c++) to[c] = bf16_from_f64(x[c]);
 }
 
-// y: the transform of n rows of x [n x LINE], in bf16; its rows are MOST apart.
+// Transforms n rows of x [n x LINE] into y, in bf16; the rows of y are MOST apart.
 VF_INLINE void transform(uint16_t *y, double (*x)[LINE], const int n)
 {
   for (int half = 1; half < n; half *= 2)
@@ -458,7 +461,7 @@ VF_INLINE void transform(uint16_t *y, double (*x)[LINE], const int n)
   }
 }
 
-// MOST rows of x; those after the last whole group are only rounded.
+// Transforms MOST rows of x. The rows after the last whole group are only rounded.
 static void rotate_task(const void *context, int64_t t)
 {
   const rotation *o = context;
@@ -504,7 +507,7 @@ static void rotate(uint16_t *y, found *part, const op_call *call)
 
 // ------------------------------------------------------------------ the operations
 
-// The amax that decides: NaN if x holds NaN, unless they do not count.
+// The amax of the tensor: NaN if x holds NaN, unless MX_FINITE leaves NaN out.
 static float amax_of(const op_call *call, found all)
 {
   bool nan = all.nan && !(call->mx_quantize.flags & MX_FINITE);

@@ -125,7 +125,7 @@ typedef struct work {
   void   (*formula)(const struct tile *t);
 } work;
 
-/// A tile of the first output: y[0..n), to be computed from x[k][0..n). `first` is the number of
+/// A tile of the first output: y[0..n), to be computed from x[k][0..n). `first` is the index of
 /// y[0] in the output.
 typedef struct tile {
   const work  *w;

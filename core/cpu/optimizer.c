@@ -7,8 +7,8 @@
 // widened to f32. The update uses their new values unrounded and rounds them once to store them.
 //
 // On request the pass also adds up the squares of the change of the weights, the new weights and
-// moments. The sums have a fixed order, so they do not depend on the number of threads. They alone
-// use vf_fma, so those of the plain build differ in the last bits.
+// moments. The sums have a fixed order, so they do not depend on the number of threads. Only these
+// sums use vf_fma, so in the plain build they differ in the last bits.
 #include "simd.h"
 
 #include "blocks.h"
@@ -128,8 +128,8 @@ VF_INLINE void ahead(const void *p)
 }
 
 /// Sums of squares, in this many lanes on every instruction set: f32 within SUM_TILES tiles, then
-/// f64. A change below 1e-19 counts as 0. The second moment has a unit that keeps the squares of
-/// usual ones in f32's range.
+/// f64. A change below 1e-19 counts as 0. Second moments are multiplied by V_UNIT, which keeps the
+/// squares of usual ones in f32's range.
 enum { LANES = 16, SUM_TILES = 4 };
 #define V_UNIT 0x1p40f
 
@@ -151,7 +151,7 @@ VF_INLINE void step_at(int loop, int extra, const rule *r, float *p, const float
     vf change = vf_sub(weight, before);
     if (extra == LIMITED && r->factor != 1)
       weight = vf_add(before, vf_mul(vf_set1(r->factor), change));
-    if (!whole) {                      // an infinite factor makes NaN of the missing elements
+    if (!whole) {                      // the missing elements: an infinite factor makes them NaN
       change = vf_select(vm_first(count), change, vf_zero());
       weight = vf_select(vm_first(count), weight, vf_zero());
       first = vf_select(vm_first(count), first, vf_zero());
@@ -236,7 +236,7 @@ static int loop_of(const param_span *s, const rule *r, int kind)
 
 // ------------------------------------------------------------------ norms
 
-/// Whether an f32 sum of squares lost nothing that matters to overflow or underflow.
+/// Whether an f32 sum of squares is good enough: overflow and underflow took nothing that matters.
 static bool is_sound(double sum) { return sum >= 0x1p-90 && sum <= 0x1p120; }
 
 static double sum_exactly(const void *values, int dtype, int64_t first, int n)

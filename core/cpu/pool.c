@@ -1,5 +1,5 @@
-// Max and average pooling of images [N x H x W x C], and their gradients. Every output row of W is
-// a task; the innermost loops run over channels. Gradients gather: an element of dx sums the
+// Max and average pooling of images [N x H x W x C], and their gradients. A task is one row of the
+// output; the innermost loops run over channels. Gradients gather: an element of dx sums the
 // windows that contain it, in rising order, so nothing is written twice. Sums are f32, rounded
 // once. Registered by cpu.c; owns nothing.
 #include "pool.h"
@@ -12,7 +12,7 @@ typedef struct pooling {
   pool_side side[2];                  // H, W
   int64_t   channels;
   const tensor *large, *small;        // the images [N x H x W x C] and the pooled ones
-  int32_t  *cell;                     // of max pooling, like `small`
+  int32_t  *cell;                     // max pooling: where each maximum is, like `small`
 } pooling;
 
 static int64_t place(const tensor *x, int64_t n, int64_t i, int64_t j)

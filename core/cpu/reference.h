@@ -24,8 +24,8 @@ typedef struct walk {
 } walk;
 
 walk walk_over(int ndim, const int64_t *shape);
-/// Adds `x` to the walk, its dimensions aligned with the last ones of the shape; size 1 is
-/// broadcast.
+/// Adds `x` to the walk. Its dimensions align with the last dimensions of the shape; a dimension of
+/// size 1 is broadcast.
 void walk_add(walk *w, const tensor *x);
 /// Adds an array with these strides to the walk (one stride per dimension of the shape).
 void walk_add_strides(walk *w, const int64_t *stride);

@@ -38,7 +38,7 @@ static void apply_cap(double *x, double *slopes, int64_t n, double cap)
 }
 
 // A row's loss, of capped logits: (1 - smoothing) * (lse - x[target]) + smoothing * mean over v of
-// (lse - x[v]), and z_loss * lse^2.
+// (lse - x[v]), plus z_loss * lse^2.
 eng_status reference_cross_entropy(const op_call *call)
 {
   const tensor *logits = call->in[0];

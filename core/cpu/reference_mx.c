@@ -23,8 +23,8 @@ static int exponent_of(float amax, const mx_format *f, int rule)
   e--;
   bool up = (rule == ENG_MX_CEIL || rule == ENG_MX_RCEIL) && part > 1;
   if (rule == ENG_MX_EVEN) up = part >= 2 - ldexp(1, -1 - f->fraction);
-  // The other rules read the exponent field, which is -127 for a subnormal amax. Only mxint8, with
-  // emax 0, has smaller exponents to lose.
+  // The other rules read the exponent field, which is -127 for a subnormal amax. This matters only
+  // for mxint8, whose emax is 0: other formats reach the lower limit of -127 in any case.
   if (rule != ENG_MX_RCEIL && a < 0x1p-126) {
     e = -127;
     up = rule == ENG_MX_CEIL ||
@@ -88,7 +88,7 @@ static void quantize_side(const side *s)
         scale = e4m3_to_f32(code);
         factor = nvfp4_factor(code, s->encode);
       } else {
-        // the rule even rounds to Inf
+        // from this amax on, the rule `even` rounds to Inf
         bool inf = a->rule == ENG_MX_EVEN && amax >= 0x1p128 - ldexp(1, 126 - f.fraction);
         bool number = isfinite(amax) && (finite || !inf);
         int e = number ? exponent_of(amax, &f, (int)a->rule) : 127;

@@ -7,8 +7,8 @@
 
 #include <math.h>
 
-// The first of n ascending numbers whose distance to x is the smallest, the middle of two of them
-// in f32.
+// The index of the number nearest to x among n ascending numbers; of two equally near, the first.
+// The midpoint between two numbers is computed in f32.
 static uint8_t nearest(float x, const float *number, int n)
 {
   int k = 0;

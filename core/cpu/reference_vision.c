@@ -8,7 +8,8 @@
 
 // ------------------------------------------------------------------ convolution
 
-// Calls visit for every product x * w that is part of y: the three are indices into dense arrays.
+// every_product calls `visit` for each product x * w that y sums. The arguments are indices into
+// dense arrays.
 typedef void product(void *context, int64_t x, int64_t w, int64_t y);
 
 static void every_product(const op_call *c, const int64_t *x, const int64_t *w, const int64_t *y,
@@ -94,8 +95,8 @@ static int64_t place(const tensor *x, int64_t n, int64_t i, int64_t j)
   return ((n * x->shape[1] + i) * x->shape[2] + j) * x->shape[3];
 }
 
-// Pools `large` into `small`, dense arrays of these tensors' shapes, or with `back` adds what each
-// window's gradient in `small` gives to the cells in `large`.
+// Pools `large` into `small`, dense arrays in the shapes of tl and ts. With `back`, adds each
+// window's gradient, in `small`, to the window's cells in `large`.
 static void pool(const op_call *c, const tensor *tl, double *large, const tensor *ts, double *small,
                  int64_t *cell, bool back)
 {
@@ -158,7 +159,8 @@ eng_status reference_avg_pool2d_grad(const op_call *call) { return pool_backward
 
 // ------------------------------------------------------------------ norms
 
-// x [N x rows x C] in groups of channels; batch norm: one sample with all rows, groups of one.
+// x [N x rows x C] in groups of channels. Batch norm: one sample with all rows, and one channel
+// per group.
 typedef struct grouped { int64_t rows, channels, groups, width, statistics; } grouped;
 
 static grouped groups_of(const tensor *x, bool batch, int64_t groups)
@@ -216,7 +218,7 @@ static eng_status norm_grad(const op_call *call, bool batch)
   const tensor *tx = call->in[0];
   grouped g = groups_of(tx, batch, batch ? 0 : call->group_norm_grad.groups);
   bool given = batch && call->batch_norm_grad.given;
-  const tensor *part = batch ? call->in[5] : NULL;   // x is a part of the rows
+  const tensor *part = batch ? call->in[5] : NULL;   // given if x is only a part of the rows
   double count = (double)(part ? call->batch_norm_grad.rows : g.rows * g.width);
   double eps = batch ? call->batch_norm_grad.eps : call->group_norm_grad.eps;
   workspace space = {0};

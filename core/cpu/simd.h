@@ -8,8 +8,8 @@
 // vm   a mask, one flag per lane
 //
 // Rules that hold on every instruction set:
-//   vf_min(a, b), vf_max(a, b)   give b where either is NaN, and where both are zero: to keep the
-//                                NaN of a value, pass it second
+//   vf_min(a, b), vf_max(a, b)   give b where either is NaN, and where both are zero: a value whose
+//                                NaN must stay is passed as b
 //   vf_fma(a, b, c)              a*b + c; rounded once on avx2 and avx512, twice in the plain build
 //                                (which is therefore not bit-equal to the others)
 //   comparisons                  false where either side is NaN, except vf_ne: true

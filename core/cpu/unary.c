@@ -2,7 +2,7 @@
 // go to the reference kernels. Accuracy and edge cases of the functions: vmath.h. Called through
 // backend.kernel[]; owns nothing.
 //
-//   relu        keeps NaN; its slope is 0 at 0 and below, even where dy is not finite, and 1 at NaN
+//   relu        keeps NaN; its gradient is 0 for x <= 0, even if dy is not finite, and dy at NaN
 //   gelu, silu  as the formula says: NaN at -inf (-inf * 0), as in PyTorch; the slopes at infinite
 //               x are the limits 0 and 1
 //   hardswish   NaN at -inf; as in PyTorch, the gradient is 0 at -3 and below, and dy itself at 3

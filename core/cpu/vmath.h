@@ -1,6 +1,6 @@
 // vmath.h: elementary functions on float vectors, the same source on every instruction set.
-// Polynomials are minimax fits (Remez) for the intervals used here. All functions keep NaN, take
-// infinities to their limits, and underflow gradually.
+// Polynomials are minimax fits (Remez) for the intervals used here. All functions keep NaN, yield
+// their limits at the infinities, and underflow gradually.
 //
 // Largest errors measured, in units in the last place (ulp), over 70 million f32
 // (spec/cpu/vmath_spec.lua repeats a part of them): exp 1.0, log 0.8, tanh 1.3, erf 1.2, sigmoid
