@@ -6,7 +6,7 @@
 // flush subnormal sums on processors with AVX512-BF16 or AMX. NaN and infinity propagate; some
 // kernels also spread them to outputs that do not depend on them, which conv.c corrects. oneDNN
 // chooses the order of the sums: fixed for one version of oneDNN, one shape and one thread count.
-// What oneDNN does not support, it answers with dnnl_unimplemented. Then conv.c takes another way.
+// oneDNN returns dnnl_unimplemented for what it does not support; conv.c then takes another way.
 #include "conv.h"
 
 #include "onednn.h"

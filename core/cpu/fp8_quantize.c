@@ -41,7 +41,7 @@ typedef struct side {
   const void *x;
   int      dtype;                          // of x
   int64_t  rows, columns;                  // of x
-  int64_t  high, wide;                     // size of a block, in x; never 0 for "all"
+  int64_t  high, wide;                     // size of a block in x; x's own size instead of 0
   int64_t  across;                         // blocks in one row of blocks
   // Floats between the scales of vertically and of horizontally adjacent blocks.
   int64_t  scale_down, scale_across;

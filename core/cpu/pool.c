@@ -12,7 +12,7 @@ typedef struct pooling {
   pool_side side[2];                  // H, W
   int64_t   channels;
   const tensor *large, *small;        // the images [N x H x W x C] and the pooled ones
-  int32_t  *cell;                     // max pooling: where each maximum is, like `small`
+  int32_t  *cell;                     // max pooling: the place of each maximum, in small's shape
 } pooling;
 
 static int64_t place(const tensor *x, int64_t n, int64_t i, int64_t j)

@@ -154,7 +154,8 @@ typedef struct backend {
   eng_status (*stream_mark)(void **mark, void *stream);
   eng_status (*stream_reached)(bool *reached, void *mark);
   void       (*stream_forget)(void *mark);
-  /// Copies on a stream, like `move`; to the host only when the stream is idle.
+  /// Copies on a stream, like `move`. A copy to the host waits for the stream, so make it when the
+  /// stream is idle.
   eng_status (*stream_move)(void *stream, void *to, const void *from, int64_t bytes,
                             copy_direction direction);
   /// Packs, unpacks and sums exactly as comm_pack.c does; only the payload of a nan may differ. The

@@ -7,9 +7,9 @@
 //
 // The forward product sums over the columns of x and W, dgrad over the rows of W, and wgrad over
 // the rows of x and dy. Square blocks, or one block for the whole matrix, serve both directions.
-// Otherwise a transposed copy is quantized too: of dy and W in the same pass, of x as the role's
-// `keep` says. The tape does not keep x itself but one quantized copy, shared by all layers that
-// quantize it in the same way.
+// Otherwise a transposed copy is quantized too: for dy and W in the same pass; for x, the role's
+// `keep` decides when and from what. The tape does not keep x itself but one quantized copy, shared
+// by all layers that quantize x in the same way.
 //
 // If x is the output of a swiglu that only this layer reads, the swiglu computes its codes and x is
 // never written (swiglu.c). W is quantized from the weights of the forward pass (the low-precision

@@ -30,7 +30,7 @@ typedef struct fp8_amax_place { int64_t slot, round; } fp8_amax_place;
 eng_status fp8_amax_slot(tensor **out, int64_t site, int role);
 fp8_amax_place fp8_amax_last(void);
 /// fp8_amax_share records that another site quantizes the same x and shares the amax in a slot.
-/// fp8_amax_can_share: whether that is possible, that is, the slots of `round` are not reused yet.
+/// fp8_amax_can_share: whether the slots of `round` are not reused yet and the record has room.
 bool fp8_amax_can_share(int64_t round);
 void fp8_amax_share(int64_t site, int64_t slot);
 

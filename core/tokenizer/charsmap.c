@@ -1,5 +1,5 @@
 // SentencePiece's compiled character map: a double-array trie whose values are offsets into a block
-// of texts. Each text ends with a 0. The file format: the size of the trie in bytes (u32), the trie
+// of texts. Each text ends with a 0. Its layout: the size of the trie in bytes (u32), the trie
 // (u32 units), the texts. Called by normalize.c.
 #include "tokenizer.h"
 

@@ -1,6 +1,7 @@
-// Scanners: what a regular expression of a known tokenizer finds, without an engine for regular
-// expressions. Each scanner's comment shows its expression. lua/engine/data/tokenizer_steps.lua
-// maps expressions to scanners. Called by split.c and normalize.c.
+// Scanners find what the regular expressions of known tokenizers find, without an engine for
+// regular expressions. Each scanner's comment shows its expression.
+// lua/engine/data/tokenizer_steps.lua maps expressions to scanners. Called by split.c and
+// normalize.c.
 #define _GNU_SOURCE   // memmem
 #include "tokenizer.h"
 

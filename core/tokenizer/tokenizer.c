@@ -172,7 +172,7 @@ eng_status eng_tokenizer_token(eng_tokenizer *t, int64_t id, const char *text, i
 {
   ENG_TRY(accept(t, id, text, size));
   int64_t other = texts_find(&t->vocab, text, size);
-  bool again = other >= 0 && t->model == ENG_TOKENS_UNIGRAM;   // the last one counts
+  bool again = other >= 0 && t->model == ENG_TOKENS_UNIGRAM;   // repeated text: the last id counts
   if (other >= 0 && !again)
     return error_set(ENG_ERR_FORMAT, "tokenizer: token '%.*s' has two ids, %lld and %lld",
                      shown(size), text, (long long)other, (long long)id);

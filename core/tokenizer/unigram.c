@@ -1,5 +1,5 @@
-// The models that look pieces up in a trie: unigram (the sum of the pieces' scores is largest) and
-// WordPiece (the longest piece from the left). See tokenizer.h.
+// The models that look pieces up in a trie: unigram (the pieces with the largest sum of scores) and
+// WordPiece (from the left, always the longest piece). See tokenizer.h.
 #include "tokenizer.h"
 
 static const double UNKNOWN_PENALTY = 10;    // below the lowest score
