@@ -140,7 +140,7 @@ static void combine_all(void *out, const void *const *in, int n, int64_t count, 
   for (int64_t from = 0; from < count; from += PIECE) {
     int64_t m = count - from < PIECE ? count - from : PIECE, at = from * size;
     int level[LEVELS], depth = 0;
-    for (int k = 0; k < p; k++) {      // a binary counter: equal neighbours merge
+    for (int k = 0; k < p; k++) {      // as a binary counter: sums of equally many ranks are added
       const char *low = (const char *)in[k] + at;
       if (k + p < n) combine(room[depth], low, (const char *)in[k + p] + at, m, dtype, op);
       else memcpy(room[depth], low, (size_t)(m * size));
@@ -161,7 +161,8 @@ typedef struct reduction {
   char     *data;
   int64_t   count;
   int32_t   dtype, op;
-  int32_t   n_sums;           // f64: sums of the first n_sums values, maxima of the rest; -1: `op`
+  int32_t   n_sums;           // f64: sums of the first n_sums values, maxima of the rest; -1: all
+                              // values are reduced by `op`
   const char *what;
 } reduction;
 
@@ -177,9 +178,9 @@ static void combine_own(const reduction *r, const void *low, const void *high)
           ENG_MAX);
 }
 
-/// Recursive doubling among the first p ranks, p being the largest power of two. Each rank behind
-/// them adds its data to that of one of the first before, and gets the result afterwards. `room` is
-/// for incoming data.
+/// Recursive doubling among the first p ranks, p being the largest power of two. Each rank after
+/// them first sends its data to one of the p ranks, which adds the data to its own, and gets the
+/// result at the end. `room` is for incoming data.
 static eng_status reduce_small(const reduction *r, char *room, int tag)
 {
   eng_comm *c = r->comm;
@@ -207,8 +208,8 @@ static eng_status reduce_small(const reduction *r, char *room, int tag)
   return helps ? comm_exchange(c, &give, 1, tag, r->what) : ENG_OK;
 }
 
-/// Every rank receives the piece that it reduces from all others, and then sends them the result.
-/// Pieces have `piece` elements, `room` one of each rank.
+/// Every rank reduces one piece: it receives this piece from all other ranks and sends them the
+/// result. A piece has `piece` elements; `room` has space for one piece per rank.
 static eng_status reduce_large(const reduction *r, char *room, int64_t piece, int tag)
 {
   eng_comm *c = r->comm;

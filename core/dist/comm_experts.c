@@ -47,7 +47,8 @@ static int64_t rows_bytes(int comm_dtype, int64_t rows, int64_t columns)
   return codes_bytes(rows, columns) + rows * blocks_of(columns) * (int64_t)sizeof(float);
 }
 
-/// Converts rows to codes and scales, and back. Rows of whole blocks form one run.
+/// Converts rows to codes and scales, and back. If a row consists of whole blocks, all rows are
+/// converted in one run.
 static void encode(char *message, const float *x, int64_t rows, int64_t columns)
 {
   float *scales = (float *)(message + codes_bytes(rows, columns));
@@ -195,9 +196,9 @@ static eng_status reserve_there(int which, int64_t bytes)
   return there[which].memory ? ENG_OK : ENG_ERR_MEMORY;
 }
 
-/// Lists the runs between a tensor's rows and their messages. All rows of a peer form one run, but
-/// FP8 rows that are not whole blocks form one run each. Returns the number of runs; with runs ==
-/// NULL only counts them.
+/// Lists the runs that the device copies between a tensor's rows and their messages. All rows of a
+/// peer form one run, but FP8 rows that are not whole blocks form one run each. Returns the number
+/// of runs; with runs == NULL only counts them.
 static int64_t list_runs(wire_run *runs, int64_t *longest, const exchange *e, const tensor *x,
                          const int64_t *rows, char *message)
 {
@@ -250,7 +251,7 @@ static eng_status run_between_cards(exchange *e)
                   : ENG_OK;
 }
 
-/// Measures on the host what packing does to the rows that are sent, and counts the bytes sent to
+/// Measures on the host the packing errors of the rows that are sent, and counts the bytes sent to
 /// other ranks.
 static eng_status measure_all(exchange *e, eng_exchange_facts *facts)
 {

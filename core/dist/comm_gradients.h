@@ -81,7 +81,7 @@ struct eng_parallel {
   bool        broken;         // a step failed while messages were in flight
   double      first;          // when the first bucket of this reduction started
   eng_parallel_facts facts;
-  // ZeRO-3: what this rank sent of its weights since the last reduction, and how long it took
+  // ZeRO-3: the weights that this rank sent since the last reduction, and the time of the exchanges
   struct { int64_t messages, bytes; double seconds; } brought;
   uint32_t brought_in;        // a checksum of the units that were brought, in order
 };
@@ -94,14 +94,14 @@ eng_status buckets_check(const eng_parallel_options *options);
 eng_status buckets_fill(eng_parallel *p, const eng_parallel_options *options);
 /// Cuts bucket `number` into the ranks' pieces and computes the sizes of its messages.
 eng_status bucket_cut(bucket *b, int number, bool whole);
-/// Bytes of the block for messages in flight, and of a block of rooms.
+/// Computes the bytes of the one block for messages in flight, and of each block of `rooms`.
 void buckets_bounds(int64_t *messages, int64_t *room_block, const eng_parallel *p, int64_t limit);
 void buckets_free(eng_parallel *p);
 /// Returns how many elements of member k are in the piece of `rank`. The first of them has index
 /// `from` in the member and `at` in the piece.
 int64_t bucket_overlap(const eng_parallel *p, const bucket *b, int k, int rank, int64_t *from,
                        int64_t *at);
-/// The elements [from, to) of a member that rank `rank` owns: like `own`, for any rank.
+/// The elements [from, to) of a member that rank `rank` owns; set->own has those of this rank.
 void member_owned(int64_t *from, int64_t *to, const eng_parallel *p, int index, int rank);
 /// Elements of piece `rank`.
 static inline int64_t bucket_piece(const bucket *b, int rank)
@@ -116,7 +116,8 @@ static inline int64_t member_room(const eng_params *set, int i)
 
 // ---- comm_weights.c
 
-/// ZeRO-3: from now on other ranks' weights come and go. units [set->n]: the unit of each member.
+/// ZeRO-3: from now on this rank keeps only its own pieces of the weights and fetches the other
+/// pieces when it uses them. units [set->n]: the unit of each member.
 eng_status weights_part(eng_parallel *p, const int32_t *units);
 /// Predicts memory and messages of a step whose operations are those on the tape.
 eng_status weights_predict(eng_parallel_sizes *out, eng_parallel *p, const int64_t *own,

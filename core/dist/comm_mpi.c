@@ -1,6 +1,6 @@
 // The MPI transport: a plug-in, libengine_mpi.so, built where there is an mpicc. It provides
 // messages between two ranks, groups, and the end of a job; comm.c builds the collectives on these.
-// It uses few functions of MPI, so that any implementation works.
+// It uses only a few MPI functions, so that any implementation works.
 // Called by world.c, which loads it.
 #include "comm.h"
 

@@ -147,7 +147,7 @@ eng_status eng_parallel_gather(eng_parallel *p)
     parameter *member = &set->member[i];
     if (!member->has_gradient) continue;          // not updated in this step
     params_written(member);
-    if (set->parted && !p->apart[i]) continue;    // the others drop it
+    if (set->parted && !p->apart[i]) continue;    // other ranks fetch it when they use it
     int64_t bytes = member->value->count * (int64_t)sizeof(float);
     float *host = set->space == SPACE_HOST ? member->value->data : p->values;
     if (set->space != SPACE_HOST)

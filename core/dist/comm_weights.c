@@ -3,9 +3,10 @@
 // of. Every rank owns the same pieces as in ZeRO-1 and 2 and sends them straight from the weights
 // into the weights of the others, in the dtype that the operation reads.
 //
-// All ranks run the same operations, so they bring the same units in the same order. A unit's
-// messages have a tag of their own: ranks that differ wait for each other and are named, or differ
-// in a checksum of the order, which the reducer compares in every step.
+// All ranks run the same operations, so they bring the same units in the same order. Each unit's
+// messages have their own tag, so ranks that bring different units wait for each other until the
+// timeout reports them. A rank that brings units in another order has another checksum of the
+// order; the reducer compares the checksums in every step.
 // Owns the list of messages. Called by comm_parallel.c, comm_record.c and Lua.
 #include "comm_gradients.h"
 
@@ -36,8 +37,8 @@ static comm_message piece_of(const eng_parallel *p, const tensor *x, int index, 
   return (comm_message){.memory = (char *)x->data + from * size, .bytes = (to - from) * size};
 }
 
-/// The messages of a unit in one form; returns their number. messages NULL: counts them and the
-/// bytes that this rank sends.
+/// Lists the messages of a unit in one form (PARTED_*) and returns their number. Adds to `sent` and
+/// `bytes` what this rank sends. messages NULL: only counts.
 static int list_messages(comm_message *messages, int64_t *sent, int64_t *bytes,
                          const eng_parallel *p, const params_parted *q, int unit, int form)
 {
@@ -90,7 +91,7 @@ eng_status weights_part(eng_parallel *p, const int32_t *units)
   params_parted *q;
   if (!units) return error_set(ENG_ERR_VALUE, "zero=3 needs the unit of each parameter");
   if (p->set->space != SPACE_HOST)
-    return error_set(ENG_ERR_DEVICE, "zero=3 works in the memory of the CPU; hint: zero=2");
+    return error_set(ENG_ERR_DEVICE, "zero=3 needs the weights in CPU memory; hint: zero=2");
   for (int i = 0; i < p->set->n; i++)
     if (units[i] < 0 || units[i] >= p->set->n)
       return error_set(ENG_ERR_VALUE, "expected a unit of 0 to %d for parameter %s, got %d",
@@ -152,8 +153,8 @@ static eng_status count_messages(void *data, int unit, int form)
   return ENG_OK;
 }
 
-/// Brings the weights that a node of the tape reads, forward or backward. An FP8 layer reads the
-/// copies of its weights, which its tape entry does not say.
+/// Brings the weights that a node of the tape reads, forward or backward. An FP8 layer reads copies
+/// of its weights, although its tape entry names the weights.
 static eng_status read_inputs(const prediction *a, int node, bool forward)
 {
   const op_call *call = tape_call(node);
@@ -189,7 +190,7 @@ eng_status weights_predict(eng_parallel_sizes *out, eng_parallel *p, const int64
   int length = eng_tape_length();
   for (int i = 0; i < length && status == ENG_OK; i++) status = read_inputs(&a, i, true);
   for (int i = length - 1; i >= 0 && status == ENG_OK; i--) {
-    int segment = tape_at(i)->segment;     // a checkpointed part runs again, then backward
+    int segment = tape_at(i)->segment;     // a checkpointed part runs again before its backward
     bool last = segment && (i == length - 1 || tape_at(i + 1)->segment != segment);
     for (int k = segment - 1; last && k <= i && status == ENG_OK; k++)
       status = read_inputs(&a, k, true);

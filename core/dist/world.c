@@ -122,8 +122,8 @@ bool eng_comm_launched(int *rank, int *size)
 
 // ------------------------------------------------------------------ NCCL alone
 
-/// The address at which rank 0 listens for NCCL's rendezvous: MASTER_ADDR with the port after
-/// MASTER_PORT, because torchrun itself may listen on MASTER_PORT. NULL: none is given.
+/// The address at which rank 0 listens for NCCL's rendezvous: MASTER_ADDR and port MASTER_PORT + 1,
+/// because torchrun itself may listen on MASTER_PORT. NULL: no address is given.
 static eng_status meeting_place(const char **out)
 {
   enum { USUAL_PORT = 29500 };
