@@ -1,8 +1,8 @@
 -- AdaGC: clips each tensor's gradient against a moving mean of its own clipped norms. In the first
 -- warmup_steps - 1 updates the global norm is limited to lambda_abs, and each tensor's mean is the
--- smallest norm that it had after this; afterwards a tensor's norm is limited to lambda_rel times
--- its mean, which follows the clipped norm. Source: Wang et al., AdaGC (2025, arXiv 2502.11034),
--- and AdaGC of pytorch_optimizer. The loss scale follows dynamic.lua's rule, or is fixed (bf16:
+-- smallest of its limited norms. Afterwards a tensor's norm is limited to lambda_rel times its
+-- mean, which follows the clipped norm. Source: Wang et al., AdaGC (2025, arXiv 2502.11034), and
+-- AdaGC of pytorch_optimizer. The loss scale follows dynamic.lua's rule, or is fixed (bf16:
 -- adagc:loss_scale=1).
 --
 -- Differences: steps that overflow stay out of the means and of the count. A norm of 0 stays out of

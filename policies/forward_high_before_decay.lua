@@ -1,4 +1,5 @@
--- Moves all layers up once: to the first rung of the recipe's `ladder`, else to high precision.
+-- Moves all layers up once: to the first rung of the recipe's `ladder`, or to high precision if it
+-- has none.
 -- With ladder = { { forward = { high = true } } } only the forward pass changes, which costs little
 -- and recovers most of the loss of FP4 (NVIDIA's NVFP4 recipe). It happens after `at` updates; with
 -- at = 0, once the learning rate is below `below` times its largest.

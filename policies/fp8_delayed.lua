@@ -28,8 +28,8 @@ return {
     state.step = now
     local scales = {}
     for name, t in pairs(record.tensors) do
-      -- peaks: { step, amax, step, amax, ... }, falling: the amaxes that can still become the
-      -- largest of a window.
+      -- peaks: { step, amax, step, amax, ... }, the amaxes that can still become the largest of a
+      -- window, in falling order.
       local peaks, amax = state.peaks[name], t.amax
       if amax > 0 and not t.overflow then
         if not peaks or options.algorithm == "most_recent" then

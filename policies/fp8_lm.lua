@@ -1,16 +1,16 @@
--- FP8-LM's automatic scaling of gradients: a factor mu, under which a tensor is stored in FP8,
--- halves as soon as more than `threshold` of its elements are saturated, and else doubles over
--- growth_interval steps. Source: Peng et al., FP8-LM (2023, arXiv 2310.18313); the authors' code
--- (MS-AMP) does not contain the rule.
+-- FP8-LM's automatic scaling of gradients: a tensor is multiplied by a factor mu, then stored in
+-- FP8. mu halves as soon as more than `threshold` of the elements are saturated; otherwise it
+-- doubles over growth_interval steps. Source: Peng et al., FP8-LM (2023, arXiv 2310.18313); the
+-- authors' code (MS-AMP) does not contain the rule.
 --
 -- This is an FP8 policy because the rule needs counts of saturated elements, which only an FP8
 -- layer has: a loss scale would act on gradients that FP8 never sees. Differences that follow:
 --   - mu is per layer and acts on the gradient of a layer's output (`:dy`); in the paper there is
 --     one mu, on the weight gradients that ranks reduce in FP8.
 --   - mu starts where the first measured amax just fits.
---   - Elements are counted at the steps that the recipe samples. There the scale grows for all
---     steps since the last count. sample=1 is the paper's rule; with sample=0 gradients are scaled
---     by their own amax, as if there were no policy.
+--   - Elements are counted only at the steps that the recipe samples. At such a step mu grows for
+--     all steps since the last count. sample=1 is the paper's rule; with sample=0 gradients are
+--     scaled by their own amax, as if there were no policy.
 --  - An element counts as saturated if it is beyond the largest number; in the paper also if it is
 --    equal to it.
 -- A step with inf or nan in a tensor, or with nothing but zeros, changes nothing for that tensor.

@@ -7,8 +7,8 @@
 -- A single tiny gradient raises the mean, and the scale grows until an overflow, which cuts the
 -- mean to the scale. With limit=before, the limits apply to each target / amax, and the mean is the
 -- scale itself. Then no step grows the scale by more than 1 %: a tiny gradient does no harm, but a
--- scale far from its target takes hundreds of steps. An overflow below the target (of activation
--- gradients, which amax does not cover) lowers the target for a while.
+-- scale far from its target takes hundreds of steps. An overflow lowers the target for a while,
+-- because amax does not cover activation gradients, which can overflow while amax is on target.
 return {
   name = "max_value",
   doc  = "Keeps the largest stored gradient near target by a moving mean of target / amax.",

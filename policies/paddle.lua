@@ -13,7 +13,8 @@ return {
     incr_ratio               = 2,
     decr_ratio               = 0.5,
     incr_every_n_steps       = 1000,    -- good steps in a row
-    -- overflows in a row; other releases of Paddle: 2^16, 2000 and 1
+    -- overflows in a row. In other releases of Paddle this default is 1, init_loss_scaling is 2^16
+    -- and incr_every_n_steps 2000.
     decr_every_n_nan_or_inf  = 2,
     use_dynamic_loss_scaling = true,    -- false: the scale is constant
     static_graph             = false,

@@ -13,7 +13,7 @@ return {
     experts         = "experts%.%d+$",   -- pattern of the groups that are experts
     -- an expert's largest stored gradient, between target/4 and target
     target          = 2^13,
-    -- share of the octaves from peak to amax that the peak decays per step
+    -- share of its distance to amax, in octaves, that the peak falls per step
     forget          = 0.005,
     growth_interval = 500,               -- good steps in a row, for the common scale
     min_scale       = 2^-20,

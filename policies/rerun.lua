@@ -1,8 +1,8 @@
 -- Megatron-LM's rerun state machine for spiky losses. If a loss is at least `factor` times the
 -- largest of the first `samples` losses, the step is computed again with the same batch, random
--- numbers and scale. If the two losses differ by a bit, the hardware computed one of them wrongly.
--- This is a transient fault, and the run stops (on_fault=stop). If the losses are equal, the spike
--- comes from the data or the model, and the step is accepted. Source:
+-- numbers and scale. If the two losses differ in any bit, the hardware computed one of them
+-- wrongly. This is a transient fault, and the run stops (on_fault=stop). If the losses are equal,
+-- the spike comes from the data or the model, and the step is accepted. Source:
 -- megatron/core/rerun_state_machine.py and its use in pretrain_gpt.py (read, not run).
 --
 -- As in Megatron-LM, the first step is not a sample, losses that are inf or nan are ignored, and
@@ -11,9 +11,9 @@
 -- accepted at once; Megatron-LM first repeats it on another GPU, to detect a persistent fault.
 --
 -- The rerun needs mode=sync, data that can go back (every engine.data) and a deterministic forward
--- pass; FP8 scales that follow the last steps change between the two passes. A replay of a recorded
--- run cannot compute a step again; it takes the next recorded step for the rerun. The scale follows
--- dynamic.lua's rule, or is fixed (bf16: rerun:loss_scale=1).
+-- pass. FP8 scales that follow the last steps make it differ, because they change between the two
+-- passes. A replay of a recorded run cannot compute a step again; it takes the next recorded step
+-- for the rerun. The scale follows dynamic.lua's rule, or is fixed (bf16: rerun:loss_scale=1).
 
 return {
   name = "rerun",

@@ -1,7 +1,8 @@
--- Stops FP4 for good once gradients drown in the noise of their quantization: when the norm of the
--- gradients of all layers' outputs falls below sqrt(3) times the norm of their quantization error,
--- as a moving mean over measured steps (after "FP4 All the Way", arXiv 2505.19115, whose rule has
--- the gradients of weights). Logs the ratio. Acts only on steps that the recipe samples.
+-- Stops FP4 for good once gradients drown in the noise of their quantization. The norm of the
+-- gradients of all layers' outputs is divided by the norm of their quantization error. FP4 ends
+-- when the moving mean of this ratio over measured steps falls below sqrt(3). Source: "FP4 All the
+-- Way" (arXiv 2505.19115), whose rule uses the gradients of weights instead. Logs the ratio. Acts
+-- only on steps that the recipe samples.
 return {
   name    = "sqrt3",
   doc     = "Stops FP4 when gradients are less than sqrt(3) times their quantization noise.",

@@ -3,9 +3,9 @@
 -- deviation. The statistics follow the clipped norm. Source: Kumar et al., ZClip (2025, arXiv
 -- 2504.02507), and the package zclip 1.0.0.
 --
--- clip_option chooses the norm to clip to: adaptive_scaling (the further out, the nearer to the
--- mean), mean, or percentile (mean + z_thresh * deviation; the original's mode "percentile").
--- max_grad_norm limits every norm, but does not enter the statistics. The loss scale follows
+-- clip_option chooses the norm to clip to: adaptive_scaling (the higher the z-score, the nearer to
+-- the mean), mean, or percentile (mean + z_thresh * deviation; the original's mode "percentile").
+-- max_grad_norm limits every norm; the statistics ignore this limit. The loss scale follows
 -- dynamic.lua's rule, or is fixed (bf16: zclip:loss_scale=1).
 --
 -- Differences: steps that overflow stay out of the statistics. In the original a NaN stays in them
