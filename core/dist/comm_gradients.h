@@ -57,7 +57,7 @@ struct eng_parallel {
   int32_t     next;           // index into `order`
   pool        messages_pool;  // buckets in flight, bounded
   pool        rooms;          // gradients (ZeRO-2)
-  bool        cards;          // gradients go from card to card (comm_cards.c), which uses:
+  bool        cards;          // gradients go from card to card; comm_cards.c then uses:
   void       *table;          //   the device's table of a bucket
   uint32_t   *flags, *own_flags;      // [set->n] on the card, and on the host: wire.h's bits
   uint8_t    *pass_flags;     // [ranks][set->n] flags of each rank in this pass
@@ -69,8 +69,8 @@ struct eng_parallel {
   bool       *complete;       // [set->n] as reported by the tape
   uint8_t    *rank_flags;     // [ranks][set->n] flags of each rank in the last reduction
   int64_t     n_values;
-  float      *values;         // [n_values] pieces as f32, [ranks][own piece] of the largest bucket;
-                              // at least the largest member
+  float      *values;         // [n_values] holds all ranks' pieces of a bucket (not with `cards`),
+                              // or a member, as f32; large enough for any bucket and member
   char       *raw;            // host copy of a member's gradient that is on a device
   comm_message *messages;     // [2 * ranks]
   const float **terms;        // [ranks]
