@@ -304,7 +304,8 @@ bool eng_attach_poll(const char **line, int64_t *length, int *number, eng_attach
     if (here) here = push_out(c);
     if (!here) disconnect(server, c);
   }
-  if (wanted[0].revents) accept_clients(server);   // last: a client that just left freed a slot
+  // after the loop, because a client that it disconnected has freed a slot
+  if (wanted[0].revents) accept_clients(server);
   return server->count > 0 && next_line(line, length, number, server);
 }
 

@@ -199,7 +199,7 @@ static eng_status append(eng_history *history, history_statement statement, cons
 
 // ---- rows
 
-/// The verdict's reason as a text that ends; NULL if it is empty.
+/// The verdict's reason as zero-terminated text in `room`; NULL if it is empty.
 static const char *reason_of(char *room, const eng_verdict *verdict)
 {
   if (verdict->reason[0] == 0) return NULL;

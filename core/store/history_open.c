@@ -76,7 +76,7 @@ static char *immutable_uri(const char *path)
   return uri;
 }
 
-// What a query may do: read tables, and ask for the state of the file.
+// SQLite's authorizer: a query may read tables and pragmas and call functions, nothing else.
 static int allow(void *unused, int action, const char *name, const char *value,
                  const char *database, const char *view)
 {
