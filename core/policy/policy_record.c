@@ -38,15 +38,15 @@ typedef struct view { int32_t kind, index; } view;
 // Indices in the registry; policy_run.c and policy_vm.c use 1 and 2.
 enum { KEEP_RECORD_FIELDS = 3, KEEP_STATS_FIELDS, KEEP_TENSORS, KEEP_GROUPS };
 
-/// How a field is read: up to VIEW, of the member at offset `at`.
+/// How a field is read. For the kinds before VIEW, `at` is the offset of the structure's member.
 typedef enum field_kind {
   INTEGER,
   NUMBER,
   MAYBE,           // a number; nil if it is NaN
   FLAG,
   FIRST_BAD,       // a tensor's number, read as its name
-  VIEW,            // `at`: its kind
-  // only of tensors and groups
+  VIEW,            // `at`: the kind of view
+  // the rest: only fields of tensors and groups
   NAME, SCALE, OVERFLOW, TRUE_AMAX, TRUE_NORM, REFERENCE, MEASURED, CLIPPED, SNR,
   UPDATE           // `at`: ENG_NORM_*
 } field_kind;
@@ -227,7 +227,7 @@ static const eng_tensor_stats *stats_in_view(eng_policy *p, const view *v)
 static int push_stats_field(lua_State *L, eng_policy *p, const view *v, const field *f)
 {
   const eng_tensor_stats *s = stats_in_view(p, v);
-  const bool measured = s->measured != 0;       // else a gradient, or not measured in this step
+  const bool measured = s->measured != 0;       // false: nothing measured, or a gradient
   double scale = p->record->scale * gradstats_relative_scale(s);
   switch (f->kind) {
     case NAME: lua_pushstring(L, (v->kind == VIEW_GROUP ? p->groups : p->tensors)[v->index]); break;
@@ -552,7 +552,7 @@ static void free_names(char **names, int n)
   free(names);
 }
 
-// What eng_policy_tensors made.
+// Frees what eng_policy_tensors allocated.
 static void free_tensors(eng_policy *p)
 {
   free_names(p->tensors, p->n_tensors);

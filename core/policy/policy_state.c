@@ -55,7 +55,8 @@ static bool meet(met *m, const void *table)
 typedef struct walk {
   eng_policy *policy;
   data_blob  *out;
-  int         root, base;     // stack indices: of the outermost table; of the level below the keys
+  int         root;           // stack index of the outermost table
+  int         base;           // stack index below the keys and values of all levels
   const char *refusal;
   met         met;
 } walk;
@@ -564,8 +565,8 @@ static void arguments_task(eng_policy *p, void *argument)   // returns { old sta
   lua_rawseti(p->L, -2, 2);
 }
 
-// Returns the fresh state (in `next`) overlaid with all fields of the old state, or only with its
-// scale.
+// Returns the fresh state (in `next`) with all fields of the old state written over it. From a
+// policy of another name (handing->old is NULL) it takes only the scale.
 static void merge_task(eng_policy *p, void *argument)
 {
   const struct handing *handing = argument;

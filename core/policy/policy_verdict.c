@@ -129,7 +129,8 @@ static double true_norm(const eng_policy *p, const eng_tensor_stats *s)
   return sqrt(s->sum_squares) / (p->judged->scale * gradstats_relative_scale(s));
 }
 
-// Limits the norm of the tensors of `group`, or of tensor `only`, to `limit`, or makes it `limit`.
+// Limits the norm of all tensors of `group` together, or of tensor `only` if group is -1, to
+// `limit`. With `exactly`, sets the norm to `limit`, whether it was larger or smaller.
 static void limit_norm(eng_policy *p, int only, int group, double limit, bool exactly)
 {
   if (!p->judged_stats) return;                              // a replay without tensors

@@ -95,10 +95,10 @@ struct eng_policy {
   const char *verdict_key[VERDICT_FIELDS];
   eng_verdict last;              // the last good verdict
   double  *group_scale, *group_next;     // [n_groups]; 0: the verdict's scale
-  double  *each[ENG_EACH];       // [n_tensors] entries of the last verdict; each_set: which
-  uint32_t each_set;
+  double  *each[ENG_EACH];       // [n_tensors] the last verdict's numbers for single tensors
+  uint32_t each_set;             // bits ENG_EACH_*: the kinds that the last verdict had
   bool    *matched;              // [n_tensors + n_groups] which names the last pattern matched
-  const eng_record *judged;      // of the decision whose verdict is read
+  const eng_record *judged;      // the record of the decision whose verdict is being read
   const eng_tensor_stats *judged_stats;
   policy_logged *logit_muls;     // [ENG_POLICY_LOGIT_MULS], made by the first `logit_muls`
   int      n_logit_muls;
