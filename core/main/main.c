@@ -40,7 +40,7 @@ static bool is_own_place(const char *place, size_t length)
           memmem(place, length, "/lua/5.1/engine/", 16));
 }
 
-static int run_status;         // of the runs that have ended: the most serious
+static int run_status;         // the most serious status of the runs that have ended
 enum { RESULTS_LOST = 5, DRIFTED = 6 };   // as in lua/engine/train/loop.lua
 
 // Ranks usually fail with the same error: rank 0 prints it and ends the job. Other ranks print
@@ -569,7 +569,8 @@ static bool check_gc64(lua_State *L)
   return wide;
 }
 
-// Whether a word is a subcommand: it names no file (a folder such as runs/ is not a script).
+// Whether a word is a subcommand: lowercase letters, "_" and "-", and no file has this name. A
+// folder may have it, because a folder such as runs/ is not a script.
 static bool is_command(const char *word)
 {
   if (eng_file_kind(word) == ENG_FILE_REGULAR || eng_file_kind(word) == ENG_FILE_OTHER ||
@@ -614,7 +615,7 @@ static int run(lua_State *L, int argc, char **argv)
   } else if (!ok && interrupted) {
     return 128 + eng_interrupt_signal(0);
   }
-  bool together = ok || run_status == DRIFTED;    // the error is the same on all ranks
+  bool together = ok || run_status == DRIFTED;    // if ranks drifted, all of them have this error
   if (together && run_status) { // every rank gets here, so the job ends without an abort
     fflush(stdout);             // mpirun ends the other ranks when the first has exited
     eng_comm_end(0);
