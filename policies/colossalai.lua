@@ -12,7 +12,7 @@ return {
     growth_interval = 1000,   -- good steps in a row
     min_scale       = 0,      -- 0: none. ColossalAI's own fp16 plug-in sets 1
     max_scale       = 0,      -- 0: none. ColossalAI's own fp16 plug-in sets 2^32
-    hysteresis      = 2,      -- backs off from this overflow on, counted since the last growth
+    hysteresis      = 2,      -- the first overflow that backs off, counted since the last growth
     strict          = true,   -- false: accept settings that are probably mistakes
   },
 

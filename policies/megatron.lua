@@ -12,7 +12,7 @@ return {
     growth_factor   = 2,
     backoff_factor  = 0.5,
     growth_interval = 1000,   -- good steps in a row
-    -- backs off from this overflow on, counted since the last growth
+    -- the first overflow that backs off, counted since the last growth
     hysteresis      = 2,
     strict          = true,   -- false: accept settings that are probably mistakes
   },
