@@ -55,8 +55,8 @@ static bool meet(met *m, const void *table)
 typedef struct walk {
   eng_policy *policy;
   data_blob  *out;
-  int         root;           // stack index of the outermost table
-  int         base;           // stack index below the keys and values of all levels
+  int         root, base;     // stack indices. root: the outermost table; base: the level below all
+                              // keys and values
   const char *refusal;
   met         met;
 } walk;
