@@ -142,7 +142,7 @@ end
 -- ------------------------------------------------------------------ parts that load on demand
 
 -- name -> { module, a field of the module (none: the module itself), first = a module to load
--- before }
+-- first }
 local parts = {
   nn = { "engine.nn" },
   lora = { "engine.nn.lora" },

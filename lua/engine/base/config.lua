@@ -23,8 +23,8 @@
 --   share       0 to 1                              part          above 0, up to 1
 --   file        an existing file                    output        a file in an existing folder
 --   folder      a folder, or nothing yet            policy        a policy that loads
--- A default is always accepted, even out of range. A list field with choices takes one or more of
--- the choices.
+-- A default that the user does not change may be out of range. A list field with choices takes one
+-- or more of the choices.
 local expression = require "engine.base.expression"
 local files = require "engine.base.file"
 local machine = require "engine.base.machine"

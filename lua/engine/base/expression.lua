@@ -24,7 +24,7 @@ return function(text)
       return nil, ("expected a number or an operator at '%s'"):format(text:sub(at))
     end
     at = text:match("^%s*()", at + #token)
-    -- Lua has no sign '+'
+    -- Lua has no unary '+'
     if not (token == "+" and after_operator) then code[#code + 1] = token end
     after_operator = token:find("^[-+*/%%^(]$") ~= nil
   end

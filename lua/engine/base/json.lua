@@ -1,6 +1,6 @@
 -- Plain Lua data as JSON. encode and decode lose nothing: decode returns what encode was given,
 -- with every bit of its numbers. Checkpoints and histories use them. `plain` writes JSON for other
--- programs; lua-cjson reads theirs.
+-- programs; lua-cjson reads JSON from other programs.
 --
 -- A value that JSON lacks becomes an object with one key: { "$number": "inf" } (also "-inf",
 -- "nan"), { "$int64": "..." } and { "$uint64": "..." } for 64-bit numbers, { "$bytes": hex } for
@@ -127,8 +127,8 @@ end
 M.null, M.no_fields = cjson.null, {}
 
 --- Data as JSON for other programs: keys are sorted, inf and nan are strings (show.json_number),
---- and unsafe characters are written as \xNN. A table without string keys is a list; its field n is
---- its length if elements may be nil. `number_of` replaces the form of numbers.
+--- and unsafe characters are written as \xNN. A table without string keys is a list; if its elements
+--- may be nil, its field n is its length. number_of(x): the text of a number (show.json_number).
 function M.plain(value, number_of)
   if value == nil or value == cjson.null then return "null" end
   if value == M.no_fields then return "{}" end

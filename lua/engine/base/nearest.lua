@@ -6,8 +6,8 @@
 --                                                -> "; did you mean 'lr'?; options: batch lr"
 local nearest = {}
 
--- Names of other frameworks, and names from other parts of the engine. Each has a list of the
--- engine's names that the user may mean; the first one that is a candidate is suggested.
+-- Names from other frameworks and from other parts of the engine. Each has a list of the engine's
+-- names that the user may mean; the first of these that is a candidate is suggested.
 local ELSEWHERE = {
   fp16 = "f16", f16 = "fp16", float16 = "f16 fp16", half = "f16 fp16 to", fp32 = "f32",
   f32 = "fp32", float32 = "f32 fp32", float = "f32 fp32 to", bfloat16 = "bf16 to", fp64 = "f64",
@@ -25,7 +25,8 @@ local ELSEWHERE = {
   max_length = "context max_tokens", seq_len = "context", block_size = "context",
 }
 
--- Names of other frameworks for which the engine has no single name: what to write instead.
+-- What to write instead of a name from another framework, where one name of the engine is not
+-- enough.
 local INSTEAD = {
   cross_entropy = "engine.cross_entropy(x, targets)", mse = "engine.mse(x, y)",
   mse_loss = "engine.mse(x, y)", param_groups = "opt.lr, and the list opt.groups",
@@ -83,7 +84,7 @@ function nearest.choices(name, names, what)
 end
 
 --- Makes reading a field by another framework's name an error that says what to write instead.
---- Any other missing field is nil. Steps read optional fields, so those are remembered.
+--- Any other missing field is nil; its name is remembered, so that reading it again is fast.
 function nearest.guard_elsewhere(class, what)
   local absent = {}
   return setmetatable(class, { __index = function(t, key)

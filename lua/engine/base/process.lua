@@ -6,8 +6,8 @@ local C, check = M_ffi.C, M_ffi.check
 local M = {}
 
 --- Starts a program: words[1], found in PATH, with the other words as its arguments. Its output is
---- appended to the file `log`. It gets SIGTERM when this process ends. Returns a number for status
---- and signal.
+--- appended to the file `log`. It gets SIGTERM when this process ends. Returns a number that
+--- status() and stop() take.
 function M.start(words, log)
   local list, process = M_ffi.new("const char *[?]", #words + 1), M_ffi.new("int[1]")
   for i, word in ipairs(words) do list[i - 1] = word end

@@ -28,9 +28,9 @@ local T = { 12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2
   2.0639, 2.0595, 2.0555, 2.0518, 2.0484, 2.0452, 2.0423 }
 local Z = 1.959963984540054     -- the same quantile of the normal distribution
 
---- The half width of a mean's 95 % confidence interval, in standard errors of the mean. Up to 30
---- degrees of freedom from the table, then from the expansion about the normal distribution
---- (Abramowitz and Stegun 26.7.5).
+--- The half width of a mean's 95 % confidence interval, in standard errors of the mean. It comes
+--- from the table up to 30 degrees of freedom, and beyond that from the expansion about the normal
+--- distribution (Abramowitz and Stegun 26.7.5).
 function M.t95(degrees)
   return T[degrees] or Z + (Z ^ 3 + Z) / (4 * degrees)
     + (5 * Z ^ 5 + 16 * Z ^ 3 + 3 * Z) / (96 * degrees ^ 2)
@@ -38,7 +38,7 @@ end
 
 --- Statistics of the differences b[i] - a[i] that are finite: { n, mean, spread, low, high }. The
 --- 95 % confidence interval of the mean is low to high; both are false if n is 1. Returns nil
---- without a finite difference.
+--- if no difference is finite.
 function M.paired(a, b, count)
   local list = {}
   for i = 1, count do

@@ -55,8 +55,7 @@ local function over_ranks(group, dweight, dbias)
   return tensor.tensor(rows, { dtype = dweight.dtype, keep = false })
 end
 
--- `call`: { group, eps, affine = whether weight and bias are given }, and the results mean,
--- variance and rows, which have no gradient.
+-- `call`: { group, eps }. forward adds to it the results without a gradient: mean, variance, rows.
 local function forward(saved, call, x, weight, bias)
   local channels = x:size(-1)
   local own, mean, variance = run("batch_norm", { x, false, false, false, false }, {},

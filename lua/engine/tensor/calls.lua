@@ -8,7 +8,7 @@ local op, call, run_call, Tensor = M_ffi.op, M_ffi.call, M_ffi.run_call, M_ffi.T
 local inputs, want = call["in"], arguments.want
 local NONE = Tensor(0, 0)
 
---- methods: of tensors, by name. functions: those that take no tensor first, by name.
+--- By name: the methods of tensors, and the functions that are not methods.
 local M = { methods = {}, functions = {} }
 
 --- Runs an operation on one tensor; the caller has set its attributes.

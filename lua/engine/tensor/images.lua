@@ -1,9 +1,9 @@
 -- Convolution, pooling, batch norm and group norm of images x [N x C x H x W] and sequences
 -- x [N x C x L]. Adds these methods to tensors; loaded by init.lua.
 --
--- The kernels take and yield channels last (core/ops.def). The methods view x that way, and their
--- results are views [N x C x ..] of channels-last memory, which elementwise operations keep. So a
--- chain of such layers copies only its first input.
+-- The kernels take and return tensors with the channels last (core/ops.def). The methods view x
+-- that way, and their results are views [N x C x ..] of channels-last memory. Elementwise
+-- operations keep this layout, so a chain of such layers copies only its first input.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local tensor = require "engine.tensor.tensor"
@@ -41,8 +41,8 @@ local function append_pair(ints, v, name, what, least)
   return ints
 end
 
--- Runs f, a function of images, on sequences [N x C x L] as images of height 1. `scalars` names the
--- options that are for the width alone; `rest` is their value for the height.
+-- Runs f, a function of images, on sequences [N x C x L] as images of height 1. The options of a
+-- sequence that HEIGHT names apply to the width; HEIGHT has their values for the height.
 local HEIGHT = { stride = 1, padding = 0, dilation = 1 }
 local function as_images(x, options, name, f)
   want(x, name)
@@ -111,8 +111,8 @@ local function pool1d(x, kernel, options, name, op, known)
 end
 
 --- The largest element of each window of x [N x C x H x W] -> [N x C x P x Q]; a NaN counts as
---- largest. kernel: a number or { height, width }. Options: stride (the kernel), padding (0; at
---- most half the kernel; it never counts).
+--- largest. kernel: a number or { height, width }. Options: stride (by default the kernel's size),
+--- padding (0; at most half the kernel; padded positions are ignored).
 function methods.max_pool2d(x, kernel, options)
   return pool2d(x, kernel, options, "max_pool2d", "max_pool2d", POOL)
 end
@@ -147,11 +147,11 @@ end
 local BATCH_NORM = "eps mean variance over"
 
 --- Batch norm of x [N x C x ..]: each channel less its mean, divided by sqrt(variance + eps), times
---- weight [C], plus bias [C] (either may be nil). Returns the result, and the mean and the variance
---- [C] of this batch in f32 (the variance divided by the number of elements), and the number of
---- elements of a channel. Options: eps (1e-5); mean and variance [C]: normalise by these instead,
---- and return the result alone; over: a group of ranks (engine.ranks.group()), each with a part of
---- the batch, whose mean and variance all use.
+--- weight [C], plus bias [C] (either may be nil). Returns the result, this batch's mean and biased
+--- variance [C] in f32, and the number of elements of a channel. Options: eps (1e-5); mean and
+--- variance [C]: normalise by these instead, and return the result alone; over: a group of ranks
+--- (engine.ranks.group()) that each have a part of the batch; all normalise by the mean and the
+--- variance of the whole batch.
 function methods.batch_norm(x, weight, bias, options)
   options = read_named(options, "batch_norm", BATCH_NORM)
   local eps = arguments.want_number(options.eps or 1e-5, "batch_norm", "eps")
@@ -167,7 +167,7 @@ function methods.batch_norm(x, weight, bias, options)
   return channels_second(y), mean, variance, x.count / mean.count
 end
 
---- Group norm of x [N x C x ..]: of each sample, every group of C / groups neighbouring channels is
+--- Group norm of x [N x C x ..]: in each sample, every group of C / groups neighbouring channels is
 --- normalised by its mean and variance; weight and bias [C] or nil; eps 1e-5.
 function methods.group_norm(x, groups, weight, bias, eps)
   return channels_second((run("group_norm", { channels_last(x, "group_norm", 2), weight or false,

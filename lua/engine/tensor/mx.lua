@@ -1,5 +1,5 @@
--- Microscaling by hand: blocks of small numbers with a scale of one byte each (OCP MX, NVFP4), to
--- the bit of torchao and Transformer Engine. core/base/mx.h defines formats and rules.
+-- Microscaling by hand: blocks of small numbers with a scale of one byte each (OCP MX, NVFP4). The
+-- bits are those of torchao and Transformer Engine. core/base/mx.h defines formats and rules.
 --
 --   local q = engine.mx.quantize(x, { format = "e4m3", rule = "rceil" })       -- x [.. x K]
 --   local w = engine.mx.quantize(weight, { rule = "nvfp4", block = "16x16", transposed = true })
@@ -26,8 +26,8 @@ M.formats, M.rules, M.nonfinite, M.hadamards = FORMATS, RULES, NONFINITE, HADAMA
 local methods = {}
 local Quantized = { __index = methods }
 
---- code * scale as a tensor of x's shape, f32 unless another float dtype is named. NVFP4: times
---- the tensor's amax / 2688.
+--- code * scale as a tensor of x's shape, f32 unless another float dtype is named. For NVFP4
+--- also multiplied by the tensor's amax / 2688.
 function methods.dequantize(x, dtype)
   return run("mx_dequantize", { x.q, x.scale, x.rule == "nvfp4" and x.amax },
     { arguments.dtype_number(dtype or "f32"), tonumber(FORMATS[x.format]), x.block[1], x.block[2],
@@ -48,13 +48,13 @@ local QUANTIZE = "format rule block nonfinite sr_bits transposed amax hadamard s
 --- ("e4m3", "e5m2", "e2m1", "e2m3", "e3m2", "mxint8"; "e2m1" for the rule nvfp4, else "e4m3"), rule
 --- ("floor", "ceil", "even", "rceil": scales are powers of two; "nvfp4": ue4m3 and one f32 for the
 --- tensor), block ("1x32", for nvfp4 "1x16"; "16x16", { rows, columns }), nonfinite ("torchao": Inf
---- or NaN makes its block NaN; "te": NaN does not count for the scale), sr_bits (bits of stochastic
---- rounding, 0 to 24; 0 rounds to nearest even), transposed (also quantizes x transposed, from x),
---- amax (the tensor's amax for nvfp4, f32 [1], if not x's own), hadamard (16, 32, 64 or 128: the
+--- or NaN makes its block NaN; "te": the scale ignores NaN), sr_bits (bits of stochastic rounding, 0
+--- to 24; 0 rounds to nearest even), transposed (also quantizes the transposed x, not its codes),
+--- amax (for nvfp4: used instead of x's own amax, f32 [1]), hadamard (16, 32, 64 or 128: the
 --- transposed copy is that of x times diag(s) H / sqrt(hadamard) along the first dimension, rounded
---- to bf16, as in NVFP4's recipe), signs (0: s as in Transformer Engine; "none": all 1; a number:
---- random by seed and number). Fields of the result: q (u8 codes,
---- two to a byte in e2m1, the even element in the low half), scale (u8 codes, ue8m0 or ue4m3), amax
+--- to bf16, as in NVFP4's recipe), signs (0: s as in Transformer Engine; "none": all 1; another
+--- number: random, drawn from the seed and this number). Fields of the result: q (u8 codes, two to
+--- a byte in e2m1, the even element in the low half), scale (u8 codes, ue8m0 or ue4m3), amax
 --- (f32 []), nan (i64 []: how many elements of x are NaN), shape, block, format, rule, transposed.
 function M.quantize(x, options)
   want(x, "mx.quantize")
@@ -92,7 +92,7 @@ function M.dequantize(x, dtype)
   return x:dequantize(dtype)
 end
 
--- The scales of x, those of blocks with several rows for each row.
+-- The scales of x. Those of a block with several rows are repeated for each of its rows.
 local function scales_by_row(x, rows)
   local scale, high = x.scale, x.block[1]
   local down, across = scale.shape[1], scale.shape[2]
@@ -127,9 +127,9 @@ local function padded(x, d, size)
 end
 
 --- The scales of a quantized tensor in the order that cuBLASLt's block-scaled products read
---- (VEC32_UE8M0, VEC16_UE4M3): u8 [tiles down x tiles across x 32 x 4 x 4], tiles of 128 rows x 4
---- blocks padded with zeros, the scale of row r and block c at (r % 32) * 16 + (r % 128 / 32) * 4 +
---- c % 4 of its tile. Scales of blocks with several rows are repeated for each row.
+--- (VEC32_UE8M0, VEC16_UE4M3): u8 [tiles down x tiles across x 32 x 4 x 4], in tiles of 128 rows x 4
+--- blocks, padded with zeros. In its tile, the scale of row r and block c is at (r % 32) * 16 +
+--- (r % 128 / 32) * 4 + c % 4. Scales of blocks with several rows are repeated for each row.
 function M.gemm_scales(x)
   expect(getmetatable(x) == Quantized, x, "mx.gemm_scales: expected a result of mx.quantize")
   local rows = 1

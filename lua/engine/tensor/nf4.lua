@@ -1,4 +1,4 @@
--- NF4, the format of QLoRA's frozen weights, to the bit of bitsandbytes. core/base/nf4.h defines
+-- NF4, the format of QLoRA's frozen weights, with the bits of bitsandbytes. core/base/nf4.h defines
 -- it.
 --
 --   local q = engine.nf4.quantize(weight)                  -- 4.13 bits a number
@@ -35,9 +35,9 @@ local OPTIONS = { block = true, double = true, offset = true }
 
 --- Quantizes x to NF4: 16 quantiles of a normal distribution, and an absmax for each block of
 --- elements, row by row. No gradient passes through it. Options: block (64; 32 to 4096, a power of
---- two), double (true: absmaxes are stored in 8 bits), offset (f32 [1], what is subtracted from
---- absmaxes before that; their mean unless it is given). The codes are those of bitsandbytes
---- 0.50 on a CPU for the same offset; it sums the mean in another order. Fields of the result: q
+--- two), double (true: absmaxes are stored in 8 bits), offset (f32 [1]: subtracted from the
+--- absmaxes before they are stored in 8 bits; by default their mean). The codes are those of bitsandbytes
+--- 0.50 on a CPU for the same offset; its mean is summed in another order. Fields of the result: q
 --- (u8, two codes to a byte, the even element in the high half), absmax (f32, or u8 codes), group
 --- and offset (with double), shape, count, block.
 function M.quantize(x, options)

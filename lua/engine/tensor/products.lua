@@ -107,9 +107,8 @@ local ATTENTION = "causal scale entropy logit_max site"
 
 --- softmax(scale q k^T) v: q [B x T x H x D], k and v [B x S x G x D] -> [B x T x H x D]; H is a
 --- multiple of G. Options: causal, scale (1 / sqrt(D)), entropy (a second result: the entropy of
---- each row's weights in nats, [B x H x T]), logit_max (instead of the entropy, each row's largest
---- score, scaled; on the CPU), site (the FP8 site of the layer that reads the
---- result).
+--- each row's weights in nats, [B x H x T]), logit_max (instead of the entropy: each row's largest
+--- scaled score; only on the CPU), site (the FP8 site of the layer that reads the result).
 function functions.attention(q, k, v, options)
   options = read_named(options, "attention", ATTENTION)
   local a, name = call.fp8_attention, options.site and "fp8_attention" or "attention"
@@ -147,7 +146,7 @@ local CROSS_ENTROPY = "label_smoothing ignore_index reduction z_loss soft_cap"
 
 --- Cross entropy of logits [.. x V] and targets [..], class ids from 0. Options: label_smoothing
 --- (0), ignore_index (-100: such targets do not count), reduction "mean" | "sum" | "none", soft_cap
---- (0: none; c: of c * tanh(logits / c)), z_loss (0: a factor; adds factor * logsumexp^2 to each
+--- (0: none; c: logits become c * tanh(logits / c)), z_loss (0; adds z_loss * logsumexp^2 to each
 --- target's loss).
 function functions.cross_entropy(logits, targets, options)
   options = read_named(options, "cross_entropy", CROSS_ENTROPY)

@@ -180,7 +180,7 @@ end
 function functions.concat(list, d)
   want_list(list, "concat")
   local k = dimension(list[1], d or 1, "concat")
-  while #list > C.ENG_OP_INPUTS do   -- more than one operation can join
+  while #list > C.ENG_OP_INPUTS do   -- more tensors than an operation has inputs
     local joined, most = {}, tonumber(C.ENG_OP_INPUTS)
     for i = 1, #list, most do
       local part = { unpack(list, i, math.min(i + most - 1, #list)) }
