@@ -127,8 +127,9 @@ end
 M.null, M.no_fields = cjson.null, {}
 
 --- Data as JSON for other programs: keys are sorted, inf and nan are strings (show.json_number),
---- and unsafe characters are written as \xNN. A table without string keys is a list; if its elements
---- may be nil, its field n is its length. number_of(x): the text of a number (show.json_number).
+--- and unsafe characters are written as \xNN. A table without string keys is a list; if its
+--- elements may be nil, its field n is its length. number_of(x): the text of a number (by
+--- default show.json_number).
 function M.plain(value, number_of)
   if value == nil or value == cjson.null then return "null" end
   if value == M.no_fields then return "{}" end

@@ -54,9 +54,9 @@ function M.jsonl(field)
   end
 end
 
--- The parts of a conversation by a tokenizer's chat template. An assistant's message is what the
--- template adds to the text of the messages before it, with the beginning of an answer, as far as
--- the text of the whole conversation has it, too.
+-- The parts of a conversation by a tokenizer's chat template. An assistant's message begins after
+-- the text of the messages before it and the template's beginning of an answer. It ends where the
+-- text of the messages up to it no longer agrees with the text of the whole conversation.
 local function by_template(tokenizer, messages)
   local parts, done = {}, 0
   local function text(n, prompt)
@@ -207,8 +207,8 @@ end
 
 -- ------------------------------------------------------------------ tokens
 
--- A function from a text to its ids. encode: a function, an object with such a method, or false:
--- the text's bytes are the ids.
+-- A function from a text to its ids. encode: such a function, an object with a method encode, or
+-- false: the text's bytes are the ids.
 local function encoder(name, encode)
   if not encode then return function(text) return text end end
   if type(encode) == "function" then return encode end
@@ -236,7 +236,7 @@ local function text_problem(text, bytes)
   if bytes and text:find("%z") then return "holds a NUL byte, which ends documents" end
 end
 
--- Copies the ids of a part into memory. list: of encode, or the text itself for bytes.
+-- Copies the ids of a part into memory. list: the result of encode, or the text itself for bytes.
 local function put(self, ids, list)
   if self.bytes then
     for i = 1, #list do ids[i - 1] = list:byte(i) end
@@ -252,8 +252,8 @@ local function put(self, ids, list)
   end
 end
 
--- The sequence of all parts: { ids = int32_t[n], counts = uint8_t[n]: whether it is a target that
--- counts, n = }. Or nil, what is wrong, and whether the script is wrong and not the file.
+-- The sequence of all parts: { ids = int32_t[n], counts = uint8_t[n]: whether each id counts as a
+-- target, n = }. Or nil, what is wrong, and whether the script is at fault and not the file.
 local function tokens_of(self, parts)
   local lists, n = {}, 0
   for k, part in ipairs(parts) do
@@ -278,7 +278,8 @@ local function tokens_of(self, parts)
   return { ids = ids, counts = counts, n = n }
 end
 
--- Cuts a sequence to `most` tokens: an answer loses its end, and before that the prompt its start.
+-- Cuts a sequence to `most` tokens, at its end. With `answers`, it first cuts the start of the
+-- prompt, down to one token.
 local function cut(sequence, most, answers)
   if sequence.n <= most then return sequence end
   local from = 0

@@ -42,7 +42,7 @@ local function scan(path)
   return classes, list, others
 end
 
--- The image as f32 [1 x C x size x size]: its middle square, in means of its pixels.
+-- The image as f32 [1 x C x size x size]: its middle square, scaled by averaging pixels.
 local function square(path, o)
   local pixels, width, height = files.read(path, o.channels)
   if not pixels then raise("data.images: %s", width) end

@@ -282,7 +282,7 @@ local function rows(o, kind, x, y, n)
   local x_options, y_options = { dtype = x.dtype, keep = false }, { dtype = y.dtype, keep = false }
   return loader {
     kind = kind, batch = B, seed = o.seed, shuffle = o.shuffle, examples = n, width = width,
-    unit = "examples",                                   -- of a batch's `tokens`
+    unit = "examples",                                   -- what `tokens` of a batch counts
     text = ("%s: %d rows of %d"):format(kind, n, width),
     read = function(self, at)
       for b = 0, B - 1 do
@@ -431,13 +431,13 @@ end
 -- ------------------------------------------------------------------ images
 
 --- A folder of PNG and JPEG images with a folder for each class. x [B x channels x size x size]
---- f32: the middle square of each image, scaled to size x size by means of its pixels, less `mean`,
+--- f32: the middle square of each image, scaled to size x size by averaging pixels, less `mean`,
 --- divided by `std`; y [B] i64: the number of the class, in the order of the folders' names
 --- (loader.classes). Options:
 ---   path              the folder
 ---   size, channels    pixels of a side (32); 3, or 1 for gray
 ---   mean, std         of pixels in 0..1: a number or one for each channel (0.5, 0.25)
----   flip              true: mirrors every second image, by chance
+---   flip              true: mirrors each image with probability 1/2
 ---   from, to          the share of the images to use (0, 1), a random choice that stays the same
 ---   bad               "stop": files that are not images are an error; "skip": they are left out
 ---   batch, shuffle, seed   (32, true, 1234)
@@ -493,21 +493,21 @@ end
 ---   bad               "stop": an invalid record is an error that names its line; "skip": it is
 ---                     left out
 ---   check             true: reads and encodes every document now, not when it is used
---- And of this one: field, the name of the text ("text").
+--- And of this loader: field, the name of the field with the text ("text").
 function M.jsonl(given)
   local o = options_of("jsonl", given, document_options { field = "text" })
   return of_documents("jsonl", o, records.open("jsonl", o.path, "lines"), documents.jsonl(o.field))
 end
 
---- Documents from plain text. by = "line": every line is one; "paragraph": blank lines are between
---- them. The other options are those of engine.data.jsonl.
+--- Documents from plain text. by = "line": every line is a document; "paragraph": blank lines
+--- separate them. The other options are those of engine.data.jsonl.
 function M.lines(given)
   local o = options_of("lines", given, document_options { by = "line" })
   return of_documents("lines", o, records.open("lines", o.path, o.by .. "s"), documents.lines())
 end
 
 --- Documents from a column of CSV files (RFC 4180), whose first line names the columns. column:
---- its name ("text"). The other options are those of engine.data.jsonl.
+--- the column's name ("text"). The other options are those of engine.data.jsonl.
 function M.csv_text(given)
   local o = options_of("csv_text", given, document_options { column = "text", separator = "," })
   local read = records.open("csv_text", o.path, "csv")
@@ -528,9 +528,9 @@ function M.chat(given)
 end
 
 --- Preferences from JSON lines: { "prompt":, "chosen":, "rejected": }, texts. x and y are
---- [2 batch x context]: the preferred sequences, then the rejected ones. Only answers count. Of a
---- pair that is too long, the prompt loses its start. prompt, chosen, rejected: the fields' names.
---- The other options are those of engine.data.jsonl, without pack.
+--- [2 batch x context]: the preferred sequences, then the rejected ones. Only answers count. A
+--- sequence that is too long loses the start of its prompt, then its end. prompt, chosen, rejected:
+--- the fields' names. The other options are those of engine.data.jsonl, without pack.
 function M.preferences(given)
   local known = document_options { prompt = "prompt", chosen = "chosen", rejected = "rejected" }
   known.pack = nil
@@ -542,9 +542,9 @@ end
 
 -- ------------------------------------------------------------------ mixtures
 
---- A mixture: each draw takes the next batch of one loader, chosen with its weight by seed and
---- number. loaders: a list; weights: a number for each, by default equal; batch: draws that are
---- joined along the first dimension (1).
+--- A mixture: each draw takes the next batch of one loader. Which one is random, by weight, and
+--- depends only on the seed and the number of the draw. loaders: a list; weights: a number for
+--- each, by default equal; batch: how many draws are joined along the first dimension (1).
 function M.mix(given)
   return mix.new(options_of("mix", given, { loaders = NEEDED, weights = false, batch = 1,
     seed = 1234 }))

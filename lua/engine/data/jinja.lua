@@ -1,15 +1,15 @@
 -- The part of the template language Jinja that chat templates use, with the settings of
 -- transformers (trim_blocks and lstrip_blocks). A template becomes a function from variables to a
 -- text. Statements: for (with if, else, loop, break, continue), if, set (of a name, a namespace's
--- field, a block), generation. Expressions: those of Jinja without **, calls of the methods,
--- filters and tests in the tables below. Everything else is refused with the line in the template.
--- Values are Lua's; a list is a table with the metatable List, None is the value NONE, and
--- undefined is nil. Called by chat_template.lua.
+-- field, a block), generation. Expressions: those of Jinja except **; of methods,
+-- filters and tests, those in the tables below. Everything else is refused with the line in the
+-- template. Values are Lua's; a list is a table with the metatable List, None is the value NONE,
+-- and undefined is nil. Called by chat_template.lua.
 local M = {}
 
 local List, NONE = {}, setmetatable({}, { __tostring = function() return "None" end })
 M.NONE = NONE
--- A file must not hang or fill the memory of the process: the most operations, and bytes of a text.
+-- Limits, so that a file cannot hang the process or fill its memory: operations; bytes of a text.
 local OPERATIONS, BYTES = 1e6, 2 ^ 24
 local operations, printed
 
@@ -67,7 +67,7 @@ local function characters(s)
   return all
 end
 
--- What Python's strip() removes, besides ASCII's.
+-- The characters that Python's strip() removes, in ASCII and beyond.
 local SPACES = {}
 for c in (" \t\n\v\f\r\28\29\30\31"):gmatch "." do SPACES[c] = true end
 for _, c in ipairs { "\194\133", "\194\160", "\225\154\128", "\226\128\168", "\226\128\169",
@@ -703,8 +703,8 @@ local function guarded(state, f, ...)
   return nil, ("line %d: %s"):format(state.running or 1, tostring(result):gsub("^[^:]+:%d+: ", ""))
 end
 
---- Reads a template: function(variables) -> the text, or nil and why not. Or nil and why it cannot
---- be read.
+--- Reads a template. Returns a function(variables) -> the text, or nil and what went wrong; returns
+--- nil and the reason if the template cannot be read.
 function M.read(source)
   local state = { at = 0 }
   local body, problem = guarded(state, function()

@@ -102,7 +102,7 @@ function Mix:state()
   return state
 end
 
---- Moves to a saved position. Refuses one of another mixture, and what its loaders refuse.
+--- Moves to a saved position. Refuses one of another mixture, or one that a loader refuses.
 function Mix:restore(state)
   local at = position.check(state, self, IDENTITY)
   for k, loader in ipairs(self.loaders) do

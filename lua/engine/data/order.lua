@@ -32,7 +32,7 @@ end
 -- The rounds' numbers for the latest n, seed and epoch: K, and two keys of the hash.
 local latest = { sum = {}, first = {}, second = {} }
 
--- Both halves of a whole number of up to 53 bits.
+-- Mixes a whole number of up to 53 bits into a key, in two halves.
 local function absorb(key, x)
   return mix(tobit(mix(bxor(key, tobit(x % 2 ^ 32))) + tobit(math.floor(x / 2 ^ 32)) + 0x3C6EF372))
 end

@@ -47,8 +47,9 @@ local function chunks(handle, size)
   end
 end
 
--- Adds the records of a file. A record begins at a line that is not blank: at each of them (lines),
--- at the first one after a blank line (paragraphs), or at one whose start is outside quotes (csv).
+-- Adds the records of a file. A record begins at a line that is not blank: at every such line
+-- (lines), at the first one after a blank line (paragraphs), or at every one that does not start
+-- inside quotes (csv).
 local function scan(self, handle, f)
   local every, quote = self.kind ~= "paragraphs", self.kind == "csv" and QUOTE or -1
   local matters = self.kind == "csv" and '["\n]' or "\n"

@@ -6,7 +6,7 @@ local M_ffi = require "engine.base.ffi"
 local ffi, C, check, raise = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise
 
 local M = {}
-local CHUNK = 2 ^ 20      -- bytes of text encoded at once, where lines may be encoded apart
+local CHUNK = 2 ^ 20      -- bytes of text encoded at once, if the text may be cut at lines
 local HEADER = 128
 
 local function header(dtype, count)
@@ -15,8 +15,8 @@ local function header(dtype, count)
     .. (" "):rep(HEADER - 10 - #text - 1) .. "\n"
 end
 
--- The end of the piece of text that begins at `at`: after a line, at which the tokenizer may be
--- interrupted (eng_tokenizer_splits_lines), or the end of the text.
+-- The end of the piece of text that begins at `at`: the end of a line where the text may be cut
+-- (eng_tokenizer_splits_lines), or the end of the text.
 local function piece_end(bytes, at, size, apart)
   if not apart then return size end
   for i = at + CHUNK, size - 2 do

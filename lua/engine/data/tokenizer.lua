@@ -53,7 +53,7 @@ local function model_type(model)
   return given(model.continuing_subword_prefix) and "WordPiece" or "WordLevel"
 end
 
--- Calls with fail(format, ...), whose messages name the file and the part.
+-- Returns fail(format, ...), which raises an error that names the file and the part.
 local function failing(path, part)
   return function(message, ...)
     raise("tokenizer: %s: %s: %s", path, part, (message):format(...))
@@ -243,7 +243,8 @@ end
 --- the folder of the tokenizer: the text that transformers' method of this name gives. Options:
 --- add_generation_prompt (false; true: with the beginning of the assistant's answer), and
 --- whatever else the template reads. A template that uses more of Jinja than the engine has is an
---- error of one line. The text has its special tokens: encode(text, { special = false }).
+--- error of one line. The text already has its special tokens: use encode(text, { special = false
+--- }).
 function Tokenizer:apply_chat_template(messages, options)
   self.chat = self.chat
     or require("engine.data.chat_template").of(self.path:match("^(.*)/[^/]*$") or ".")

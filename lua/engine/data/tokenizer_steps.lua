@@ -44,7 +44,7 @@ function M.add(to, part, table_of)
   local kind = type(part) == "table" and part.type
   if type(kind) ~= "string" then to.fail("expected an object with a type, got a %s", type(part)) end
   to.depth = (to.depth or 0) + 1
-  if to.depth > 20 then to.fail("more than 20 Sequences in each other") end
+  if to.depth > 20 then to.fail("more than 20 Sequences inside each other") end
   local add = table_of[kind] or to.fail("the engine has no '%s'%s", kind,
     nearest.hint(kind, nearest.keys(table_of)))
   add(to, part)
@@ -91,7 +91,7 @@ local function pattern(to, part)
   if type(expression) ~= "string" then
     to.fail("%s.pattern: expected String or Regex", part.type)
   end
-  expression = expression:gsub("\r", "\\r"):gsub("\n", "\\n")      -- some files write them out
+  expression = expression:gsub("\r", "\\r"):gsub("\n", "\\n")      -- some files hold these characters
   return "", SCANS[expression] or to.fail("%s: the engine knows the expressions of GPT-2, Llama 3, "
     .. "Qwen2, DeepSeek-V3 and a few simple ones, but not %s", part.type, expression)
 end

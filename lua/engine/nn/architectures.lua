@@ -5,15 +5,16 @@
 --
 --   classes    the architectures of config.json that are supported, the default first
 --   build      the model of models.lua
---   prefix     what begins the names that are written with a leading dot below; a file may leave it
---              out, as those of base models do
+--   prefix     stands before the names that begin with a dot below; a file may leave it out, as
+--              the files of base models do
 --   fields     field = { default, option, range }: transformers' default (false: null), the option
 --              of the model (none: only the default is supported) and, for numbers, the range.
 --              Fields that are not listed do not shape the model
 --   rules      functions of hf_config.lua that read several fields together
 --   options    further options of the model
 --   names      the engine's module or parameter -> that of the file, with %d for the numbers, which
---              count from 0 in files. Several names are joined by rows. T: the weight is transposed
+--              count from 0 in files. Several names: their tensors are joined by rows. T: the
+--              weight is transposed
 --   old        endings of names in old files -> their present form
 --   ignored    patterns of names that a file may have and the model does not need
 local function is_whole(x) return x >= 1 and x % 1 == 0 and x < 2 ^ 31 end
@@ -158,7 +159,8 @@ local BERT = {
 M.of = { gpt2 = GPT2, llama = LLAMA, smollm = LLAMA, mistral = MISTRAL, mixtral = MIXTRAL,
   qwen2 = QWEN2, qwen3 = QWEN3, bert = BERT }
 
--- The names in files of the parameter `name`, without prefix, and whether it is stored transposed.
+-- The list of names in an entry of `names`, each with the ending `leaf`, and whether the weight is
+-- stored transposed.
 local function split(names, leaf)
   local list, transposed = {}, names:find(" T$") ~= nil
   for word in names:gsub(" T$", ""):gmatch("%S+") do list[#list + 1] = word .. leaf end
@@ -208,8 +210,8 @@ function M.plan(model, arch, prefix)
   return list
 end
 
---- The linear layers that make up the layer at `path` in the files of a model for training:
---- { { name, rows } .. }; nil if it has no name there. rows: the outputs of the layer.
+--- The linear layers of Hugging Face's files that make up the layer at `path`, by their names with
+--- the prefix: { { name, rows } .. }; nil if it has no name there. rows: the outputs of the layer.
 function M.layer_names(model, arch, path, rows)
   local good, names = pcall(file_names, arch, path .. ".weight", arch.prefix .. ".")
   if not good then return nil end

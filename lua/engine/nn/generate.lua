@@ -19,8 +19,8 @@ local want_whole = arguments.want_whole
 local Cache = {}
 Cache.__index = Cache
 
---- Appends k and v [R x T x G x D]. Returns all keys and values so far. Before there is memory it
---- only notes their dtype.
+--- Appends k and v [R x T x G x D]. Returns all keys and values so far. A cache without memory only
+--- notes their dtype.
 function Cache:append(k, v)
   local first, last = self.length + 1, self.length + k:size(2)
   if not self.k then
@@ -33,13 +33,13 @@ function Cache:append(k, v)
   return self.k:slice(2, 1, last), self.v:slice(2, 1, last)
 end
 
--- Their memory is freed when the scope ends.
+-- Removes the caches from the model. Their memory is freed when the scope ends.
 local function drop_caches(model)
   rawset(model, "cached", nil)
   model:apply(function(m) rawset(m, "cache", nil) end)
 end
 
--- Makes caches for R sequences of up to `room` tokens. One token is run first, for the dtypes.
+-- Makes caches for R sequences of up to `room` tokens. One token is run first, to learn the dtypes.
 local function make_caches(model, R, room, token)
   local caches = {}
   model:apply(function(m)
@@ -61,8 +61,8 @@ end
 
 local FEW = 1024   -- candidates that usually contain the top_p share
 
--- The index of a number drawn from the probabilities p, of which the first ones that add up to
--- `share` count.
+-- Draws an index with the probabilities p, from the first ones only: as many as it takes to add up
+-- to `share`.
 local function draw(p, share)
   local sum, count, kept = 0, 0, 0
   while count < #p and (kept < share or count == 0) do
@@ -77,14 +77,14 @@ local function draw(p, share)
   return count
 end
 
-local COLDEST = 1e-30   -- below, quotients of logits and the temperature would overflow f32
+local COLDEST = 1e-30   -- below this, logits / temperature would overflow f32
 
 -- One id, drawn from logits [1 x V] f32; temperature 0 takes the most likely one.
 local function sample(logits, o)
   if o.temperature < COLDEST then return logits:argmax(-1):item() end
   local V, top, ids = logits:size(-1), logits / o.temperature, nil
   local k = math.min(o.top_k or V, V)
-  if o.top_p < 1 and k > FEW then   -- the sum over all tokens, so that few have to be sorted
+  if o.top_p < 1 and k > FEW then   -- softmax over all tokens first: then few have to be sorted
     local chance, some = top:softmax():topk(FEW)
     if chance:sum():item() >= o.top_p then
       return some:view(-1):totable()[draw(chance:view(-1):totable(), o.top_p)]
@@ -166,9 +166,9 @@ end
 
 --- model:generate(tokens, { max_tokens, temperature = 1, top_k = nil, top_p = 1, stop = nil, seed =
 --- nil, cache = true }): the list `tokens` followed by up to max_tokens sampled tokens, in
---- evaluation mode. Of a list of lists, each is continued; those of equal length run as one batch.
---- temperature 0 takes the most likely token. top_p: only the most likely tokens that add up to
---- this probability are drawn. stop: a token, or a list of them, that ends a sequence; a loaded
+--- evaluation mode. Given a list of lists, it continues each; those of equal length run as one
+--- batch. temperature 0 takes the most likely token. top_p: only the most likely tokens that add up
+--- to this probability are drawn. stop: a token, or a list of them, that ends a sequence; a loaded
 --- model stops at its eos_token_id unless `stop` is given. Draws from the engine's generator, or
 --- with `seed` from one of its own.
 local function generate(model, tokens, options, more)

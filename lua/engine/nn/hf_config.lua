@@ -25,7 +25,7 @@ local function value_of(fields, key, default)
   return value
 end
 
--- A number of `fields` in the range; nil without it, unless it is `required`.
+-- The field `key`, a number above 0. Without the field: nil, or an error if it is `required`.
 local function number(fields, key, where, required)
   local value = value_of(fields, key)
   if value == nil and not required then return nil end
@@ -68,7 +68,8 @@ function rules.kv_heads(o) o.kv_heads = o.kv_heads or o.heads end
 function rules.out_bias(o) o.out_bias = o.bias end
 function rules.qk_norm(o) o.qk_norm = o.eps end
 
--- Qwen's sliding windows: those of layer_types, or of the layers from max_window_layers on.
+-- Qwen's sliding windows: in the layers that layer_types names, or without it in the layers from
+-- max_window_layers on (counted from 0).
 function rules.windows(o, fields, where)
   if value_of(fields, "use_sliding_window") ~= true then return end
   local window = number(fields, "sliding_window", where) or 4096

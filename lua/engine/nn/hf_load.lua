@@ -26,7 +26,7 @@ local function fail(...) error(string.format(...), 0) end
 
 -- ------------------------------------------------------------------ the files of a folder
 
--- name -> file of an index.
+-- The weight_map of an index: name -> file.
 local function read_index(path)
   local text, problem = files.read(path)
   if not text then fail("cannot read %s", problem) end

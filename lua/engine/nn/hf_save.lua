@@ -50,7 +50,7 @@ local function parts_of(model, source, dtype)
   return list
 end
 
--- Divides the parts into shards of at most `limit` bytes, but one tensor at least.
+-- Divides the parts into shards of at most `limit` bytes, but of at least one tensor each.
 local function shards_of(parts, limit)
   local shards, room = {}, -1
   for _, part in ipairs(parts) do
@@ -138,9 +138,10 @@ local OPTIONS = "dtype shard_bytes"
 
 --- model:save(folder [, { dtype = nil, shard_bytes = 5e9 }]): writes config.json and
 --- model.safetensors for this engine and for Hugging Face's transformers, or shards of up to
---- shard_bytes bytes with an index. dtype converts the weights; otherwise they keep the
---- parameters'. Copies the tokenizer and the other files of the folder the model was loaded from.
---- For models of engine.load_model and engine.new_model; engine.save writes the weights of others.
+--- shard_bytes bytes with an index. dtype converts the weights; without it they keep the dtypes of
+--- the parameters. Copies the tokenizer and the other files of the folder the model was loaded
+--- from. Models of engine.load_model and engine.new_model have this method; for others there is
+--- engine.save.
 return function(model, folder, options)
   if type(folder) ~= "string" or folder == "" then
     error("save: expected a folder, got " .. tostring(folder), 2)

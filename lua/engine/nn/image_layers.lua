@@ -17,7 +17,7 @@ local function ones(x) x:fill(1) end
 local CONV = { stride = true, padding = true, dilation = true, groups = true, bias = true,
   std = true }
 
--- The class of nn.conv1d and nn.conv2d, which differ in the number of a kernel's sizes.
+-- The class of nn.conv1d or nn.conv2d, whose kernels have 1 or 2 dimensions.
 local function convolution(name, dimensions)
   local Conv, title = class(name), "nn." .. name
   function Conv:init(inputs, outputs, kernel, options)
@@ -87,8 +87,8 @@ function BatchNorm:init(channels, options)
   self:buffer("num_batches_tracked", new_parameter {})
 end
 
--- Moves the buffers towards the statistics of a batch of n numbers per channel. The variance of the
--- buffer is divided by n - 1, as in PyTorch.
+-- Moves the buffers towards the statistics of a batch of n numbers per channel. running_var follows
+-- the variance with the divisor n - 1, as in PyTorch.
 local function follow(self, mean, variance, n)
   if n < 2 then raise("expected more than one number for each channel in training mode") end
   local m = self.momentum
@@ -97,7 +97,8 @@ local function follow(self, mean, variance, n)
   self.num_batches_tracked:copy(self.num_batches_tracked + 1)
 end
 
--- By the batch's own statistics, which come as further results, or by those given.
+-- Batch norm by the given mean and variance. Without them: by those of the batch, which are then
+-- returned too.
 local function normalised(self, x, mean, variance)
   return x:batch_norm(rawget(self, "weight"), rawget(self, "bias"),
     { eps = self.eps, mean = mean, variance = variance, over = rawget(self, "over") })

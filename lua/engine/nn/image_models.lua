@@ -120,7 +120,7 @@ function Attention:forward(x)
   return self.out_proj(tensor.attention(q:squeeze(3), k:squeeze(3), v:squeeze(3)):view(N, T, C))
 end
 
--- The feed-forward part; torchvision's numbers count its dropouts.
+-- The feed-forward part. torchvision also numbers its GELU and dropouts, hence 0 and 3.
 local MLP = class("mlp")
 function MLP:init(width, hidden, dropout)
   local std = math.sqrt(2 / (width + hidden))

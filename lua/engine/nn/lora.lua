@@ -3,10 +3,10 @@
 -- themselves.
 --
 -- A layer of this engine may be several of Hugging Face's, joined by rows: qkv of nn.llama is
--- q_proj, k_proj and v_proj. An adapter of such a layer is saved as one of each part, with the same
--- A and the part's rows of B. PEFT trains an A for each part; these are stacked when they are
--- loaded, and each part's B takes the columns of its A. The layer then computes the same with a
--- rank that is the sum of the parts', and loses nothing.
+-- q_proj, k_proj and v_proj. The adapter of such a layer is saved as one adapter for each part,
+-- with the same A and the part's rows of B. PEFT trains a separate A for each part. Loading stacks
+-- these A, and each part's B gets the columns that belong to its A. The layer then computes the
+-- same as the parts; its rank is the sum of their ranks.
 -- Shapes: K inputs, N outputs, R rank; A [R x K], B [N x R].
 local M_ffi = require "engine.base.ffi"
 local adapters = require "engine.nn.lora_layers"
@@ -25,7 +25,7 @@ local M = { new = adapters.new, disabled = adapters.disabled, merge = adapters.m
 
 -- ------------------------------------------------------------------ names
 
--- The architectures of models made by nn.gpt and nn.llama; a loaded model has its own class.
+-- A model's class -> its name in architectures.lua, where the two differ.
 local MADE_AS = { gpt = "gpt2" }
 
 local function known_names(path, layer, model)
@@ -35,10 +35,11 @@ end
 
 local SAVE, LOAD = { names = true, base_model = true }, { names = true }
 
--- Returns a function of a layer { path, layer }. It returns two values: the tensors of the files
--- that hold the layer's weight, { { name =, first =, last = } .. }, and whether the files
--- store weights as [in x out], as GPT-2's Conv1D does. Adapters are always stored [out x in].
--- Names come from options.names, else from architectures.lua, else they are the layer's path.
+-- Returns two values. The first is a function: for a layer { path, layer } it gives the tensors of
+-- the files that hold the layer's weight, { { name =, first =, last = } .. }. The second is whether
+-- the files store weights as [in x out], as GPT-2's Conv1D does. Adapters are always stored
+-- [out x in]. Names come from options.names, else from architectures.lua; else the name is the
+-- layer's path.
 local function namer(model, options, caller)
   local own, class = options.names, MADE_AS[model._class] or model._class
   expect(own == nil or type(own) == "function", own,
@@ -107,9 +108,9 @@ end
 
 --- lora.save(model, folder [, { names = nil, base_model = nil }]): writes the adapters as PEFT
 --- does, adapter_config.json and adapter_model.safetensors, in f32. names(path, layer) returns
---- Hugging Face's name of a layer, or a list of { name, rows } for a layer that is several there,
---- joined by rows; those of nn.gpt, nn.llama and engine.load_model are known. base_model:
---- base_model_name_or_path.
+--- Hugging Face's name of a layer, or a list of { name, rows } if the layer joins several of
+--- Hugging Face's by rows; the names for nn.gpt, nn.llama and engine.load_model are known.
+--- base_model: the field base_model_name_or_path.
 function M.save(model, folder, options)
   local list = adapters.adapted(model, "lora.save")
   folder = want_folder(folder, "lora.save")
@@ -120,7 +121,7 @@ end
 
 -- ------------------------------------------------------------------ loading
 
--- What this engine has only one value for.
+-- Fields of adapter_config.json of which this engine supports only one value.
 local ONLY = { peft_type = "LORA", bias = "none", use_rslora = false, lora_bias = false,
   modules_to_save = false, layer_replication = false, trainable_token_indices = false,
   target_parameters = false, use_qalora = false, alora_invocation_tokens = false }
@@ -165,8 +166,8 @@ local function alpha_of(config, name, used)
   return config.lora_alpha
 end
 
--- The parts of the model's layers that the file has: a list of { path, layer, count = of all parts
--- of the layer, { first, last, alpha, entries = { ending = name in the file } } .. }.
+-- The parts of the model's layers that the file has: a list of { path, layer, count = how many
+-- parts the layer has in all, { first, last, alpha, entries = { ending = name in the file } } .. }.
 local function find(model, file, config, name_of, fail)
   local by_name, names, list, used = {}, {}, {}, {}
   for _, l in ipairs(adapters.linears(model)) do
@@ -200,8 +201,8 @@ local function find(model, file, config, name_of, fail)
   return list
 end
 
--- Checks the shapes of a layer's parts and sets its `rank` and `alpha`. `joined`: all parts share
--- one A.
+-- Checks the shapes of a layer's parts and sets its `rank` and `alpha`, and `joined`: whether all
+-- parts share one A.
 local function measure(l, file, dora, fail)
   local a = file.entries[l[1].entries[A]]
   local rank = math.max(1, a and #a.shape == 2 and a.shape[1] or 0)
@@ -235,7 +236,7 @@ local function measure(l, file, dora, fail)
   end
 end
 
--- Refuses a file with other adapters than the model's.
+-- Refuses a file whose adapters differ from the model's. Returns whether the model has adapters.
 local function compare(model, list, dora, fail)
   local of_file, count = {}, 0
   for _, l in ipairs(list) do of_file[l.layer] = l end
@@ -294,9 +295,9 @@ local function load(model, file, config, name_of)
 end
 
 --- lora.load(model, folder [, { names = nil }]): reads adapters that PEFT or lora.save wrote; names
---- as in lora.save. A model without adapters gets those of the file, as by nn.lora; otherwise the
---- file must have the model's. A file that does not fit is an error, and nothing has changed.
---- Returns the model.
+--- as in lora.save. A model without adapters gets those of the file, as if by nn.lora; otherwise
+--- the file must have the same adapters as the model. A file that does not fit is an error and
+--- changes nothing. Returns the model.
 function M.load(model, folder, options)
   adapters.want_model(model, "lora.load")
   adapters.want_no_tape "lora.load"

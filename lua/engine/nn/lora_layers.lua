@@ -1,6 +1,6 @@
 -- Layers with low-rank adapters: adding, switching off and merging them. An adapter belongs to its
--- linear layer, which keeps its place and name; all other parameters are frozen, so that
--- optimizers, checkpoints and ranks hold adapters as they hold any parameter. A layer computes
+-- linear layer, which keeps its place and name, so optimizers, checkpoints and ranks treat adapters
+-- like any parameters. All other parameters are frozen. A layer computes
 --   LoRA:  y = x W^T + b + s (drop(x) A^T) B^T                          s = alpha / rank
 --   DoRA:  y = m / |V| * (x V^T) + b,  V = W + s B A, |V| the norm of each row, without a gradient
 -- Shapes: K inputs, N outputs, R rank; W [N x K], b and m [N], A [R x K], B [N x R].
@@ -122,7 +122,7 @@ function M.want_no_tape(name)
   end
 end
 
---- The layers with an adapter: { path, layer }. None is an error.
+--- The layers with an adapter: { path, layer }. Raises an error if there are none.
 function M.adapted(model, name, hint)
   M.want_model(model, name)
   local list = {}
@@ -158,7 +158,8 @@ function M.text_of_paths(list)
   return table.concat(paths, " ", 1, math.min(#paths, 8)) .. (#paths > 8 and " .." or "")
 end
 
--- Refuses a pattern that matches no linear layer: the nearest path or part of one, and the layers.
+-- Refuses a pattern that matches no linear layer. The message suggests the nearest path or part of
+-- a path, and lists the layers.
 local function refuse_unmatched(pattern, all)
   local names = {}
   for _, l in ipairs(all) do
@@ -224,7 +225,8 @@ local function refuse(l, rank)
   end
 end
 
--- Stores the frozen weight in another format, and frees it unless something else may hold it.
+-- Stores the frozen weight in another format, and frees the old one unless something else may hold
+-- it.
 local function convert(layer, format, shared)
   local weight = layer.weight
   if format == weight.dtype then return end
@@ -313,13 +315,13 @@ local function shared_tensors(model)
   return shared
 end
 
---- nn.lora(model [, { match, rank = 8, alpha = 16, dropout = 0, dora = false, base }]): gives the
---- linear layers whose path matches a low-rank adapter and freezes every other parameter; returns
---- the model. match: a Lua pattern or a list of them ("attn%.qkv$"); without it, all linear layers
---- but the head. dropout acts on the adapter's input. dora: a trained magnitude for each output
---- (DoRA). base: the format that stores the frozen weights of these layers, "bf16", "f16", "e4m3"
---- (with a power-of-two scale for each row) or "nf4" (engine.nf4, with double quantization: QLoRA);
---- they keep theirs otherwise. An adapter changes nothing until it is trained.
+--- nn.lora(model [, { match, rank = 8, alpha = 16, dropout = 0, dora = false, base }]): gives
+--- each linear layer with a matching path a low-rank adapter, and freezes every other parameter;
+--- returns the model. match: a Lua pattern or a list of them ("attn%.qkv$"); without it, all linear
+--- layers but the head. dropout acts on the adapter's input. dora: a trained magnitude for each
+--- output (DoRA). base: the format that stores the frozen weights of these layers, "bf16", "f16",
+--- "e4m3" (with a power-of-two scale for each row) or "nf4" (engine.nf4, with double quantization:
+--- QLoRA); without `base` they keep their format. An adapter changes nothing until it is trained.
 function M.new(model, options)
   M.want_model(model, "nn.lora")
   M.want_no_tape "nn.lora"
@@ -344,8 +346,8 @@ end
 
 -- ------------------------------------------------------------------ off, merged
 
---- lora.disabled(model, f, ...): runs f(...) with all adapters off and returns its results: the
---- model is the frozen one, such as the reference of engine.losses.dpo.
+--- lora.disabled(model, f, ...): runs f(...) with all adapters off and returns its results. The
+--- model is then the frozen one, for example as the reference of engine.losses.dpo.
 function M.disabled(model, f, ...)
   local list = M.adapted(model, "lora.disabled", ", or give losses.dpo a reference")
   M.want_unmerged(model, "lora.disabled")

@@ -219,7 +219,7 @@ M.llama = Llama
 --- gelu = "erf", dropout = 0, attention_dropout = 0, types = 0, eps = 1e-12 }: ids [B x T] ->
 --- logits [B x T x V] that predict the masked tokens. Post-norm blocks as in BERT. With `types` > 0
 --- there are embeddings of token types, and a call takes the types [B x T] as its second argument
---- (all 0 without) and options as its third. The targets of loss are -100 at every token that is
+--- (by default all 0) and options as its third. The targets of loss are -100 at every token that is
 --- not masked.
 local Bert = class("bert")
 function Bert:init(options)

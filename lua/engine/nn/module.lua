@@ -134,7 +134,7 @@ local function leave(good, ...)
   return pass(good, ...)
 end
 
--- While a coroutine is suspended inside a forward, other modules run as if it were in no call.
+-- While a coroutine is suspended inside a forward, calls of other modules count as outermost calls.
 local function call_in_coroutine(self, ...)
   local scale, from = 1, M_ffi.script_line()
   return within(function()
@@ -173,7 +173,7 @@ local function assign(self, key, value)
   end
   if is_module(value) or is_tensor(value) then
     local order, known = self._order, false
-    for _, k in ipairs(order) do known = known or k == key end   -- removed, assigned again
+    for _, k in ipairs(order) do known = known or k == key end   -- a removed key keeps its place
     if not known then order[#order + 1] = key end
   elseif type(value) == "table" and is_module(value[1]) then
     raise("%s.%s: a plain table hides its modules; hint: nn.list{ ... } or nn.sequential{ ... }",

@@ -19,9 +19,9 @@ local KNOWN = "width hidden experts top_k expert std experts_over dispatch combi
 --- std }: x [.. x C] -> [.. x C]. Over several ranks: experts_over = engine.ranks.group() (all
 --- ranks) or .group(n), and the formats dispatch ("own" | "fp32" | "bf16" | "fp8") and combine
 --- ("own" | "fp32" | "bf16") of what the ranks exchange.
---- After a forward pass `counts` holds the tokens of each expert (over all ranks of its group), and
---- `balance` is a scalar to add to the loss with a small weight: E * the sum over the experts of
---- (share of tokens * mean probability), 1 when all experts get equal shares.
+--- After a forward pass `counts` holds each expert's number of tokens (over all ranks of its
+--- group), and `balance` is a scalar to add to the loss with a small weight: E * the sum over the
+--- experts of (share of tokens * mean probability), 1 when all experts get equal shares.
 local MoE = module.class("moe")
 function MoE:init(options)
   options = tensor.read_named(options, "nn.moe", KNOWN)
@@ -91,8 +91,8 @@ local function outputs(self, rows, tokens, counts)
   return #parts > 1 and tensor.concat(parts, 1) or parts[1]
 end
 
--- The outputs [N x k x C] of the chosen experts for rows [N x C], and a list with each expert's
--- share of the tokens times E. Sets `counts`.
+-- The outputs [N x k x C] of the chosen experts for rows [N x C], and [E]: each expert's share of
+-- the tokens, times E. Sets `counts`.
 local function run_experts(self, rows, chosen)
   local tokens, back = route(chosen, self.total, self.k)
   local counts, share = {}, {}

@@ -31,7 +31,8 @@ end
 
 -- ------------------------------------------------------------------ attention
 
--- The options of tensor:rope for a base or a table of them; attention sets `position` in its own.
+-- The options of tensor:rope, from a base or from a table of options, in a new table: each
+-- attention sets `position` in its own.
 local function rope_options(rope)
   if type(rope) == "number" then return { base = rope } end
   return arguments.merged(rope)
@@ -40,12 +41,13 @@ end
 --- Self-attention: nn.attention(width, heads [, options]), x [B x T x C] -> [B x T x C]. Options:
 --- causal (true), kv_heads (heads), head_width (width / heads), rope (base of the rotary positions,
 --- or a table of options of tensor:rope), bias (true), out_bias (bias), std and out_std (of the
---- initial weights), qk_norm (eps of an RMS norm of every head's q and k before the rotation;
---- none), window (a query sees this many keys at most, itself included; all), dropout (of the
---- attention weights in training mode). With dropout, and with more keys than the window, the
---- weights are stored in full instead of computed row by row. If `watch_entropy` is set, each call
---- stores the entropy of each row of attention weights in `entropy`, in nats, [B x H x T]; if
---- `watch_logits` is set instead, each row's largest scaled score in `logits`, on the CPU.
+--- initial weights), qk_norm (eps of an RMS norm of every head's q and k before the rotation; by
+--- default none), window (a query sees at most this many keys, itself included; by default all),
+--- dropout (of the attention weights in training mode). With dropout, or with more keys than the
+--- window, the weights are stored in full instead of computed row by row. If `watch_entropy` is
+--- set, each call stores the entropy of each row of attention weights in `entropy`, in nats, [B x H
+--- x T]; if `watch_logits` is set instead, each row's largest scaled score in `logits` (only on the
+--- CPU).
 local Attention = class("attention")
 local ATTENTION = "causal kv_heads head_width rope bias out_bias std out_std qk_norm window dropout"
 function Attention:init(width, heads, options)
@@ -108,7 +110,8 @@ function Attention:watch_maps(on)
   end
 end
 
---- The attention weights of the last call, [B x H x T x T] in f32, before dropout. Once.
+--- The attention weights of the last call, [B x H x T x T] in f32, before dropout. A second
+--- call returns nil.
 function Attention:take_maps()
   local maps = rawget(self, "maps")
   rawset(self, "maps", nil)
@@ -140,7 +143,7 @@ local function explicit_attention(self, q, k, v, first)
     self.watch_logits and scores:detach():max(-1):view(B, H, T)
 end
 
--- The same for blocks of queries as long as the window, each with the keys that its window reaches.
+-- The same in blocks of queries as long as the window, each with the keys that its queries can see.
 local function windowed_attention(self, q, k, v)
   local T, S, parts, logits = q:size(2), k:size(2), {}, {}
   local window = self.window or T
