@@ -30,8 +30,8 @@ function M.shape_table(what)
   return shape
 end
 
---- The number of the dtype called `name`. An unknown name raises an error that lists the dtypes,
---- and also `devices` where the caller accepts a device's name.
+--- The number of the dtype called `name`. An unknown name raises an error that lists the dtypes.
+--- devices: names of devices that the caller accepts too; the error then lists them as well.
 function M.dtype_number(name, devices)
   local number = M_ffi.dtype[name]
   if number then return number end

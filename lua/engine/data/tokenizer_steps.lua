@@ -12,7 +12,8 @@ local M = {}
 
 local function given(value) return value ~= nil and value ~= cjson.null end
 
--- A field of a component, of the wanted type; default: for a missing one (nil: required).
+-- A field of a component, checked to have the type `kind`. default: its value if it is missing;
+-- nil: it is required.
 local function field(to, part, name, kind, default)
   local value = part[name]
   if not given(value) then
@@ -91,7 +92,7 @@ local function pattern(to, part)
   if type(expression) ~= "string" then
     to.fail("%s.pattern: expected String or Regex", part.type)
   end
-  expression = expression:gsub("\r", "\\r"):gsub("\n", "\\n")      -- some files hold these characters
+  expression = expression:gsub("\r", "\\r"):gsub("\n", "\\n")   -- some files hold the bytes
   return "", SCANS[expression] or to.fail("%s: the engine knows the expressions of GPT-2, Llama 3, "
     .. "Qwen2, DeepSeek-V3 and a few simple ones, but not %s", part.type, expression)
 end

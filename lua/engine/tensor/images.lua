@@ -129,8 +129,8 @@ function methods.avg_pool1d(x, kernel, options)
   return pool1d(x, kernel, options, "avg_pool1d", "avg_pool2d", AVERAGE)
 end
 
---- Means over windows that divide x [N x C x H x W] into `size` (a number or { height, width }) ->
---- [N x C x size]. size 1 is the mean of each channel.
+--- Divides x [N x C x H x W] into size windows (a number or { height, width }) and takes the mean
+--- of each -> [N x C x size]. With size 1 that is the mean of each channel.
 function methods.adaptive_avg_pool2d(x, size)
   local ints = append_pair({ 0, 0, 1, 1, 0, 0, 0 }, size, "adaptive_avg_pool2d", "the size", 1)
   return channels_second(run("avg_pool2d", { channels_last(x, "adaptive_avg_pool2d", 4, 4) }, ints))

@@ -48,8 +48,8 @@ local QUANTIZE = "format rule block nonfinite sr_bits transposed amax hadamard s
 --- ("e4m3", "e5m2", "e2m1", "e2m3", "e3m2", "mxint8"; "e2m1" for the rule nvfp4, else "e4m3"), rule
 --- ("floor", "ceil", "even", "rceil": scales are powers of two; "nvfp4": ue4m3 and one f32 for the
 --- tensor), block ("1x32", for nvfp4 "1x16"; "16x16", { rows, columns }), nonfinite ("torchao": Inf
---- or NaN makes its block NaN; "te": the scale ignores NaN), sr_bits (bits of stochastic rounding, 0
---- to 24; 0 rounds to nearest even), transposed (also quantizes the transposed x, not its codes),
+--- or NaN makes its block NaN; "te": the scale ignores NaN), sr_bits (bits of stochastic rounding,
+--- 0 to 24; 0 rounds to nearest even), transposed (also quantizes the transposed x, not its codes),
 --- amax (for nvfp4: used instead of x's own amax, f32 [1]), hadamard (16, 32, 64 or 128: the
 --- transposed copy is that of x times diag(s) H / sqrt(hadamard) along the first dimension, rounded
 --- to bf16, as in NVFP4's recipe), signs (0: s as in Transformer Engine; "none": all 1; another
@@ -127,8 +127,8 @@ local function padded(x, d, size)
 end
 
 --- The scales of a quantized tensor in the order that cuBLASLt's block-scaled products read
---- (VEC32_UE8M0, VEC16_UE4M3): u8 [tiles down x tiles across x 32 x 4 x 4], in tiles of 128 rows x 4
---- blocks, padded with zeros. In its tile, the scale of row r and block c is at (r % 32) * 16 +
+--- (VEC32_UE8M0, VEC16_UE4M3): u8 [tiles down x tiles across x 32 x 4 x 4], in tiles of 128 rows x
+--- 4 blocks, padded with zeros. In its tile, the scale of row r and block c is at (r % 32) * 16 +
 --- (r % 128 / 32) * 4 + c % 4. Scales of blocks with several rows are repeated for each row.
 function M.gemm_scales(x)
   expect(getmetatable(x) == Quantized, x, "mx.gemm_scales: expected a result of mx.quantize")

@@ -36,10 +36,10 @@ local OPTIONS = { block = true, double = true, offset = true }
 --- Quantizes x to NF4: 16 quantiles of a normal distribution, and an absmax for each block of
 --- elements, row by row. No gradient passes through it. Options: block (64; 32 to 4096, a power of
 --- two), double (true: absmaxes are stored in 8 bits), offset (f32 [1]: subtracted from the
---- absmaxes before they are stored in 8 bits; by default their mean). The codes are those of bitsandbytes
---- 0.50 on a CPU for the same offset; its mean is summed in another order. Fields of the result: q
---- (u8, two codes to a byte, the even element in the high half), absmax (f32, or u8 codes), group
---- and offset (with double), shape, count, block.
+--- absmaxes before they are stored in 8 bits; by default their mean). The codes are those of
+--- bitsandbytes 0.50 on a CPU for the same offset; bitsandbytes sums the mean in another order.
+--- Fields of the result: q (u8, two codes to a byte, the even element in the high half), absmax
+--- (f32, or u8 codes), group and offset (with double), shape, count, block.
 function M.quantize(x, options)
   arguments.want(x, "nf4.quantize")
   options = arguments.read_named(options, "nf4.quantize", OPTIONS)
