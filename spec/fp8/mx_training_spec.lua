@@ -202,7 +202,7 @@ describe("a linear layer under microscaling", function()
       assert.is_false(good)
       return tostring(text)
     end
-    assert.matches("all microscaled or all FP8", message { w = { rule = "deepgemm" } }, 1, true)
+    assert.matches("all microscaling or all FP8", message { w = { rule = "deepgemm" } }, 1, true)
     assert.matches("got 'e2m'; did you mean 'e2m1'",
       message { w = { rule = "rceil", format = "e2m" } }, 1, true)
     assert.matches("multiplies in bf16", message { forward = { promotion = 32 } }, 1, true)

@@ -64,7 +64,7 @@ local function publish(self, what, path, value)
   self.most[name], signals[name], signal_rules[name] = most, most, "max"
 end
 
---- f(...), the forward pass of micro-batch i, with its modules measured.
+--- Runs f(...), the forward pass of micro-batch i, and measures the modules' outputs.
 function Activations:during(i, f, ...)
   if i == 1 then self.most = {} end
   return within(function()

@@ -1,7 +1,7 @@
 -- Functions with a precision of their own inside engine.autocast, in the shape of apex's amp:
 --   engine.amp.register_float_function(mylib, "energy")     runs in f32
 --   engine.amp.register_half_function(mylib, "score")       runs in the scope's low format
---   engine.amp.register_promote_function(mylib, "blend")    floats of the widest format among them
+--   engine.amp.register_promote_function(mylib, "blend")    casts floats to the widest among them
 -- The function is replaced in its table. Outside of autocast it runs as before. Which format each
 -- built-in operation has is part of the precision recipe (precision.lua).
 local M_ffi = require "engine.base.ffi"

@@ -69,8 +69,8 @@ function Logits:read(i)
   end
 end
 
--- The factors on the rows of qkv [(H + 2G) D x C], by which head h's logits shrink to factor[h].
--- Heads that share keys (H > G) share the root of their smallest factor there.
+-- The factors on the rows of qkv [(H + 2G) D x C] that multiply head h's logits by factor[h]. Keys
+-- that several heads share (H > G) get the root of the smallest of these heads' factors.
 local function rows_of(module, factor)
   local H, G, D = module.heads, module.kv_heads, module.head_width
   local rows, keys = {}, {}

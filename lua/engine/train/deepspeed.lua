@@ -6,9 +6,9 @@
 --     print(model_engine:step().loss)
 --   end
 --   model_engine:close()
--- The configuration's fp16 block becomes the policy (policy/deepspeed_config.lua), its optimizer
--- and gradient_clipping those of the session, gradient_accumulation_steps the calls of step() for
--- one update.
+-- The configuration's fp16 block becomes the policy (policy/deepspeed_config.lua). Its optimizer
+-- and gradient_clipping go to the session. gradient_accumulation_steps is the number of calls of
+-- step() for one update.
 local M_ffi = require "engine.base.ffi"
 local config_of = require "engine.policy.deepspeed_config"
 local nearest = require "engine.base.nearest"
@@ -55,7 +55,8 @@ end
 
 local function enabled(block) return type(block) == "table" and block.enabled ~= false end
 
--- Keys that are used here. Those of the batch size are accepted; the loop decides it.
+-- Keys that are used here, and those of the batch size, which are accepted but have no effect: the
+-- loop decides the batch size.
 local USED = { optimizer = true, scheduler = true, fp16 = true, bf16 = true, bfloat16 = true,
   gradient_clipping = true, gradient_accumulation_steps = true, train_batch_size = true,
   train_micro_batch_size_per_gpu = true }
@@ -132,12 +133,13 @@ function Engine:__call(...)
   return self.session:autocast(self.model, ...)
 end
 
---- The backward pass of a loss, with the loss scale, divided by gradient_accumulation_steps.
+--- The backward pass of loss / gradient_accumulation_steps, with the loss scale.
 function Engine:backward(loss)
   self.session:backward(self.every > 1 and tensor.is_tensor(loss) and loss / self.every or loss)
 end
 
---- After the last micro-batch, the update. The step's tensors end with it; the result has the loss.
+--- After the last micro-batch, makes the update and frees the step's tensors. The result has the
+--- loss.
 function Engine:step()
   self.micro = self.micro + 1
   if self.micro < self.every then return { skipped = false, action = "accumulate" } end

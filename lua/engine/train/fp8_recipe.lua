@@ -140,7 +140,7 @@ function M.structure(layer, where)
   end
   for r = 1, 2 do
     if (recipe.role[r].mx > 0) ~= (recipe.role[0].mx > 0) then
-      raise("%s: expected x, w and dy to be all microscaled or all FP8 (their rules)", where)
+      raise("%s: expected the rules of x, w and dy to be all microscaling or all FP8", where)
     end
   end
   return recipe

@@ -25,8 +25,8 @@ local roles = fp8_recipe.roles
 
 local M = {}
 
--- The recipes of a layer: its own, and those of the rungs of `ladder`, each a recipe's name or
--- changes of the layer's fields.
+-- The recipes of a layer: its own, and one for each rung of `ladder`. A rung is a recipe's name or
+-- changes to the layer's fields.
 local function rungs_of(fp8, layer, where)
   local list = { fp8_recipe.structure(layer, where) }
   for i, rung in ipairs(fp8.ladder or {}) do
@@ -76,7 +76,7 @@ end
 local Sites = {}
 Sites.__index = Sites
 
-local SUMS, MAXIMA = 7, 5      -- numbers of each role (read)
+local SUMS, MAXIMA = 7, 5      -- how many of each a role has; see read()
 
 local function load_policies(names, where)
   local list = {}
@@ -90,7 +90,7 @@ local function load_policies(names, where)
 end
 
 -- Refuses a user's pattern that matches no module, because a typo would silently change nothing.
--- Patterns of the shipped recipes (heads, which may be tied) may match nothing.
+-- The shipped recipes' patterns for heads may match nothing: a tied head is no module.
 local function refuse_unmet(model, full, linears)
   local own, where = full.own_fp8 or {}, ("precision '%s': fp8"):format(full.name)
   local function met(pattern, of)
@@ -254,7 +254,7 @@ end
 
 --- Runs the policies on the measured step and applies their decisions. `gradient`: the factor on
 --- the gradients of the next step. `logs`: what the loss-scaling policy logged, { name = number },
---- or nil. Returns it with what these policies logged added; a name that is taken becomes
+--- or nil. Returns `logs` with what these policies logged added; a name that is taken becomes
 --- POLICY.NAME. verdict: the step's verdict or nil; a policy that fails here marks it as failed.
 function Sites:decide(record, gradient, logs, verdict)
   if #self.policies == 0 then return logs end
@@ -317,8 +317,8 @@ function Sites:apply(gradient)
   end
 end
 
---- state() is for checkpoints, and restore() brings it back. gradient: the factor on the next
---- step's gradients. restore() returns a line about a policy that starts fresh, or nil.
+--- state() returns what a checkpoint keeps, and restore() takes it back. gradient: the factor on
+--- the next step's gradients. restore() returns a line about a policy that starts fresh, or nil.
 function Sites:state()
   local list = {}
   for i, policy in ipairs(self.policies) do

@@ -11,7 +11,8 @@ local M = {}
 local State = {}
 State.__index = State
 
---- `kind`: ENG_SGD and so on. The optimizer has its parameters, groups and moments' dtype.
+--- `kind`: ENG_SGD and so on. The optimizer must already have its parameters, groups and moments'
+--- dtype.
 function M.new(optimizer, kind)
   local handle = ffi.new("eng_optimizer *[1]")
   check(C.eng_optimizer_new(handle, optimizer.params, kind, M_ffi.dtype[optimizer.moments],
@@ -53,8 +54,8 @@ local function split_groups(self, lr, lr_muls)
   return own, total
 end
 
--- Fills the hyperparameters of the groups. Where `lr_muls` [n] gives a parameter its own factor on
--- the rate, it moves to a group of its own rate for this update. Returns the number of groups.
+-- Fills the hyperparameters of the groups. For this update, parameters to which `lr_muls` [n] gives
+-- a factor other than 1 move to groups of their own. Returns the number of groups.
 local function fill_groups(self, lr, lr_muls)
   local groups, of = self.optimizer.groups, self.optimizer._group_of
   for i, group in ipairs(groups) do fill(self.hyper[i - 1], group, lr * group.lr_mul) end
@@ -115,7 +116,7 @@ end
 --- Keeps only this rank's elements of the moments (ZeRO).
 function State:shard() check(C.eng_optimizer_shard(self.handle)) end
 
---- Called after a load: the next update uses the optimizer's own count.
+--- Called after a load: the next update uses the loaded number of updates.
 function State:restart() C.eng_optimizer_restart(self.handle) end
 
 return M

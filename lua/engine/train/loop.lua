@@ -1,7 +1,7 @@
 -- The loop around training steps: Trainer:run. Progress lines, evaluation, checkpoints, signals,
 -- what to do after an error, and the summary at the end.
--- Called by trainer.lua, where the step itself is, and by session.lua, where the user's loop is in
--- the place of steps() below.
+-- Called by trainer.lua, which has the step itself, and by session.lua, where the user's loop
+-- replaces steps() below.
 local M_ffi = require "engine.base.ffi"
 local machine = require "engine.base.machine"
 local policies = require "engine.policy.policy"
@@ -12,8 +12,8 @@ local C, check = M_ffi.C, M_ffi.check
 
 local M = {}
 
--- How a run ended: the exit status of the script, if it then goes on to its end (docs/runs.md). The
--- signal's number is added to INTERRUPTED.
+-- How a run ended. This is the script's exit status if the script then reaches its end
+-- (docs/runs.md). The signal's number is added to INTERRUPTED.
 local FINISHED, STOPPED, POLICY_FAILED, DIVERGED, RESULTS_LOST, DRIFTED, INTERRUPTED = 0, 2, 3, 4,
   5, 6, 128
 
@@ -154,8 +154,8 @@ function M.show(self, last, record, verdict, rate)
   if self.on_step then self.on_step(self, record, verdict) end
 end
 
--- Carries out a verdict of `rollback`: back to the weights of an earlier checkpoint, with the
--- policy's state as it is, and past the next steps of data.
+-- Carries out a verdict of `rollback`: goes back to the weights of an earlier checkpoint, keeps the
+-- policy's state, and leaves out the next steps of data.
 local function roll_back(self, last)
   local wish, files, step = last.rollback, self.run_files, self.steps_done
   last.rollback = nil
@@ -254,7 +254,7 @@ local function rescue(self, problem)
   files:close()
 end
 
--- Whether no loss of the last steps was finite, or some weights are not.
+-- Whether the run diverged: the losses of the last steps, or some weights, were not finite.
 local function diverged(self, made)
   return made > 0 and (self.lost or 0) >= math.min(LOST_STEPS, made) or self.run_files.nonfinite
 end
@@ -311,7 +311,7 @@ function M.start(self)
   self.progress = progress.new { total = self.steps, json = self.log == "json",
     quiet = self.log == "quiet", silent = self.reducer.rank > 0,
     unscaled = not self.precision.scaled and policy.name == "static" and policy:scale() == 1 }
-  local problem = policies.unusable(policy, #self.groups.groups)   -- its own, or a checkpoint's
+  local problem = policies.unusable(policy, #self.groups.groups)   -- also with restored scales
   if problem then M_ffi.raise("trainer: %s", problem) end
   files:reopen()
   self.control:open()

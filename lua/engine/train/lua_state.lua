@@ -5,7 +5,7 @@
 --
 -- Everything inside update runs in f32, unrecorded, and in a scope of its own, so temporary tensors
 -- are freed after each parameter. With ZeRO a rank updates whole parameters and has the buffers of
--- these alone.
+-- those parameters only.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local autograd = require "engine.tensor.autograd"
@@ -40,8 +40,8 @@ local function reclaim()
   for _, x in ipairs(list) do release(x) end
 end
 
---- `spec`: a checked specification (optim_register.lua). The optimizer has its parameters, groups
---- and moments' dtype.
+--- `spec`: a checked specification (optim_register.lua). The optimizer must already have its
+--- parameters, groups and moments' dtype.
 function M.new(optimizer, spec)
   local self = setmetatable({ optimizer = optimizer, spec = spec, kept = 0, buffers = {},
     known = {} }, State)
@@ -56,18 +56,19 @@ function M.new(optimizer, spec)
   return self
 end
 
--- The group's values of parameter i.
+-- The options of parameter i's group.
 local function group_of(self, i)
   return self.optimizer.groups[self.optimizer._group_of[i - 1] + 1]
 end
 
--- The buffers of parameter i if it had this shape: a list of { key =, name =, dtype =, size = its
--- shape, shape = function }, ordered by key. A parameter without elements has none.
+-- The buffers of parameter i if its shape were `shape`: a list of { key =, name =, dtype =, size =
+-- the buffer's shape, shape = function(parameter's shape) -> the buffer's shape }, ordered by key.
+-- A parameter without elements has none.
 function State:layout(i, shape)
   local p, list, group = self.optimizer.list[i], {}, group_of(self, i)
   if count_of(shape) == 0 then return list end
   for _, buffer in ipairs(self.spec.buffers) do
-    local function size_of(whole)      -- also whether it is the parameter's own shape
+    local function size_of(whole)      -- the buffer's shape, and whether it is the parameter's
       if not buffer.shape then return whole, true end
       local given = { unpack(whole) }
       local size = buffer.shape(given, p, group)
@@ -94,7 +95,7 @@ function State:layout(i, shape)
   return list
 end
 
--- A buffer in the memory of the parameter p.
+-- A buffer for parameter p, in the memory (CPU or card) that holds p.
 local function zeros(p, size, dtype)
   local x = M_ffi.Tensor()
   check(C.eng_new(x, M_ffi.dtype[dtype], #size, ffi.new("int64_t[?]", #size + 1, size), C.ENG_KEEP))
@@ -149,8 +150,8 @@ local function assigned(self, fields, key, x)
   return value
 end
 
--- Stores what update assigned: into[key] is where fields[key] was, or the bf16 buffer that it was
--- widened from.
+-- Stores what update assigned. into[key] is the tensor that fields[key] was before the update, or,
+-- if that was a buffer widened to f32, the buffer itself.
 local function store(self, fields, before, into)
   local new = {}
   for key, x in pairs(before) do
@@ -253,8 +254,8 @@ end
 
 --- The buffers of parameter i: a list of { name = "w.momentum", x = tensor or nil where another
 --- rank has it, dtype, shape = function(parameter's shape) -> the buffer's shape, whole = true }.
---- `shape`: that of the whole parameter, if ranks hold parts of it. `torn`: also after an update
---- that failed halfway.
+--- `shape`: that of the whole parameter, if ranks hold parts of it. `torn`: allowed even after an
+--- update that failed halfway.
 function State:of(i, shape, torn)
   if not torn then self:refuse_torn() end
   local own, list = buffers_of(self, i), {}
@@ -273,8 +274,8 @@ function State:bytes(i)
   return sum
 end
 
---- Keeps only the buffers of the parameters that this rank updates (ZeRO). `parted`: and only the
---- weights of these (ZeRO-3).
+--- Keeps only the buffers of the parameters that this rank updates (ZeRO). `parted`: the rank also
+--- holds the weights of these parameters only (ZeRO-3).
 function State:shard(reduction, parted)
   local from, to = ffi.new("int64_t[1]"), ffi.new("int64_t[1]")
   self.owns, self.parted = {}, parted and reduction or nil

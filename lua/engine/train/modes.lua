@@ -21,7 +21,8 @@ local C = M_ffi.C
 
 local M = {}
 
--- What a run lacks for a need of a policy: name = why(trainer), a sentence or nil.
+-- Why a run cannot meet a need of a policy: name = function(trainer) that returns the reason, if
+-- there is one.
 local LACKS = {
   lagged = function(t)
     return t.delay == 1 and "mode=lagged updates before the policy decides; hint: mode=sync"
@@ -48,11 +49,12 @@ local LACKS = {
       (t.reducer.zero and "; hint: zero=0" or "")
   end,
 }
--- Shadows read these too; their verdicts change nothing.
+-- The needs of a shadow that the run must meet. A shadow's verdicts change nothing, so its other
+-- needs do not matter.
 local STATISTICS = bit.bor(C.ENG_NEED_UPDATE_NORMS, C.ENG_NEED_LOGIT_MAX,
   C.ENG_NEED_ACTIVATIONS)
 local UPDATE = { "lagged", "fused", "whole" }
--- The needs that only some runs fulfil, and what they must not lack.
+-- The needs that only some runs can meet: name, bit, and the entries of LACKS that apply.
 local NEEDS = {
   { "update_norm", C.ENG_NEED_UPDATE_NORM, UPDATE },
   { "weight_norm", C.ENG_NEED_WEIGHT_NORM, UPDATE }, { "m_norm", C.ENG_NEED_M_NORM, UPDATE },
@@ -68,7 +70,7 @@ local NEEDS = {
   { "logit_muls", C.ENG_NEED_LOGIT_MULS, { "heads", "scalable", "lagged", "card", "whole" } },
 }
 
---- Why a scaler of an explicit loop cannot use a policy: it makes no updates itself. Or nil.
+--- Why a scaler of an explicit loop, which makes no updates itself, cannot use a policy; or nil.
 function M.scaler_refusal(policy)
   for _, need in ipairs(NEEDS) do
     if bit.band(policy.needs, need[2]) ~= 0 then
@@ -82,7 +84,8 @@ end
 local function session_refusal(policy)
   local what = bit.band(policy.needs, C.ENG_NEED_NORM_REF) ~= 0
     and "needs reference backward passes, which run the loss function again"
-    or policy:scales_groups() and "sets scales per layer, but all gradients of a session carry one"
+    or policy:scales_groups()
+      and "sets scales per layer, but all gradients of a session carry one scale"
   for _, need in ipairs(NEEDS) do
     if bit.band(policy.needs, need[2]) ~= 0 then
       what = ("needs %s, which a session does not have"):format(need[1])
@@ -91,7 +94,7 @@ local function session_refusal(policy)
   return what and ("session: policy %s %s; hint: engine.trainer"):format(policy.name, what) or nil
 end
 
--- Why this run cannot fulfil what a policy needs, of the needs in `mask`, or nil.
+-- The first need of a policy, among those in `mask`, that this run cannot meet, and why; or nil.
 local function unfulfilled(trainer, policy, mask)
   for _, need in ipairs(policy.needs >= C.ENG_NEED_UPDATE_NORM and NEEDS or {}) do
     for _, lack in ipairs(bit.band(policy.needs, need[2], mask) ~= 0 and need[3] or {}) do
@@ -102,7 +105,7 @@ local function unfulfilled(trainer, policy, mask)
 end
 
 --- Why a policy cannot be used in this run, or nil: scales outside f32's range, statistics or
---- verdict fields that this run has not, scales per layer in lagged mode.
+--- verdict fields that this run lacks, scales per layer in lagged mode.
 function M.policy_refusal(trainer, policy)
   local unusable = policies.unusable(policy, #trainer.groups.groups)
   if unusable then return unusable end
@@ -124,7 +127,7 @@ function M.policy_refusal(trainer, policy)
     :format(option, policy.name, trainer.delay == 1 and "mode=sync" or "graph=false")
 end
 
--- What ZeRO-3 cannot do, or nil.
+-- Why this run cannot use ZeRO-3, or nil.
 local function parted_refusal(trainer)
   local reducer, fp8 = trainer.reducer, trainer.optimizer.fp8
   if not reducer.parted then return nil end

@@ -1,8 +1,8 @@
 -- Optimizers over a module's parameters: their options, groups, step and state. An optimizer owns
 -- the parameter set (flat weights and gradients) and the state that its update keeps. For sgd,
 -- adam, adamw and lion, one fused kernel unscales, clips, updates and refreshes the low-precision
--- weights in a single pass (fused_state.lua). The others are written in Lua: lua/engine/optim, and
--- what register() is given (optim_register.lua, lua_state.lua).
+-- weights in a single pass (fused_state.lua). The others are written in Lua: those in
+-- lua/engine/optim, and those that scripts register (optim_register.lua, lua_state.lua).
 --   local opt = engine.optim.adamw(model, { lr = 3e-4, weight_decay = 0.1, decay = "matrices" })
 --   opt:step()
 local M_ffi = require "engine.base.ffi"
@@ -19,8 +19,8 @@ local ffi, C, check, expect, raise = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.expe
 
 local M = {}
 
--- name -> { kind = the core's number, or spec = what register() made; defaults = options and their
--- values }
+-- name -> { kind = ENG_SGD and so on, or spec = a checked specification (optim_register.lua);
+-- defaults = options and their default values }
 local KINDS = {
   sgd   = { kind = C.ENG_SGD,   defaults = { lr = 1e-2, momentum = 0, dampening = 0,
     nesterov = false, weight_decay = 0 } },
@@ -142,7 +142,7 @@ local function parameter_list(name, model)
   return trainable
 end
 
-local loose = {}   -- slot -> the set of a parameter that no module owns
+local loose = {}   -- slot of a parameter that no module owns -> the set of this parameter
 
 local function set_of(p)
   if p.owner then return rawget(p.owner, "_set") end
@@ -246,26 +246,28 @@ end
 ---   adamw    as adam, with decoupled weight decay (1e-2); lr 1e-3
 ---   lion     more options: beta1 (0.9), beta2 (0.99); the sign of the moment moves the
 ---            weights; lr 1e-4
----   muon     matrices: more options: momentum (0.95), nesterov (true), adjust_lr (original,
----            match_rms_adamw, spectral_unclamped or none), ns_steps (5), ns_dtype (bf16 or f32),
----            ns_a, ns_b, ns_c, ns_eps. Embeddings, vectors and groups with adamw = true: AdamW
----            with beta1, beta2, eps at lr * adamw_lr_mul (1); weight decay 0.1; lr 1e-3
+---   muon     for matrices; embeddings, vectors and groups with adamw = true are updated by AdamW
+---            at the rate lr * adamw_lr_mul (1). More options: momentum (0.95), nesterov (true),
+---            adjust_lr (original, match_rms_adamw, spectral_unclamped or none), ns_steps (5),
+---            ns_dtype (bf16 or f32), ns_a, ns_b, ns_c, ns_eps; beta1, beta2, eps of AdamW;
+---            weight decay 0.1; lr 1e-3
 ---   adafactor  more options: beta2_decay (-0.8), eps1 (2^-23), eps2 (1e-3), d (1); the rate is
 ---            min(lr, 1/sqrt(t)) times the RMS of the weights; lr 1e-2
 ---   coat     as adamw, with moments in FP8 whose range is expanded by groups of 128 elements
 ---            (COAT): 2.2 bytes of state an element
 ---   stableadamw  as adamw, with beta2 0.99 and eps 1e-6; divides the rate by the RMS of a
 ---            tensor's update where that is above 1; lr 1e-3
----   lamb     as adam, with eps 1e-6 and without bias correction; more options: limit (10), the
----            largest norm of weights that counts; lr 1e-3
+---   lamb     as adam, with eps 1e-6 and without bias correction; more options: limit (10), which
+---            caps the norm of the weights; lr 1e-3
 for name in pairs(KINDS) do
   M[name] = function(model, options) return new(name, model, options) end
 end
 
-local registered = {}   -- those of scripts: name -> constructor
+local registered = {}   -- optimizers that scripts registered: name -> constructor
 
---- engine.optim.register(name, spec): an optimizer written in Lua, from then on
---- engine.optim.NAME(model, options). docs/write-an-optimizer.md has examples. Fields of spec:
+--- engine.optim.register(name, spec): registers an optimizer written in Lua, which scripts then
+--- call as engine.optim.NAME(model, options). docs/write-an-optimizer.md has examples. Fields of
+--- spec:
 ---   doc         one line about it, which tostring shows
 ---   defaults    hyperparameters with their defaults: numbers, booleans or strings; lr is one of
 ---               them. Groups, decay = "matrices" (where there is a weight_decay), precision and
@@ -280,7 +282,7 @@ local registered = {}   -- those of scripts: name -> constructor
 ---               p.NAME. Assign new values to p.weight and the buffers, or write in place. ctx.t is
 ---               the number of the update, from 1; ctx.lr the rate with schedule and lr_mul; ctx
 ---               has every other hyperparameter by its name
----   check       function(values): why these values of the hyperparameters cannot be, or nil
+---   check       function(values): what is wrong with these hyperparameters, as text, or nil
 --- A parameter without gradient is not updated. A skipped step calls no update. Checkpoints hold
 --- the buffers. With ZeRO each rank updates whole parameters.
 function M.register(name, spec)
@@ -375,7 +377,7 @@ function Optimizer:step(options)
   self._clip, self._clip_value = nil, nil
 end
 
--- `torn`: also after an update that failed halfway.
+-- All moments or buffers by name. `torn`: allowed even after an update that failed halfway.
 local function tensors_of(self, torn)
   local tensors = {}
   for i in ipairs(self.list) do
@@ -384,8 +386,8 @@ local function tensors_of(self, torn)
   return tensors
 end
 
---- The moments or buffers, for checkpoints: { ["name.moment1"] = tensor } over the optimizer's own
---- memory.
+--- The moments or buffers, for checkpoints: { ["name.moment1"] = tensor }. The tensors share the
+--- optimizer's memory.
 function Optimizer:state_tensors() return tensors_of(self) end
 
 --- Sets the moments or buffers of a parameter (its number in the list, from 1), or of all, to 0.

@@ -1,5 +1,5 @@
 -- What engine.optim.register accepts: checks a specification and returns it in one form. Called by
--- optim.lua; lua_state.lua runs it.
+-- optim.lua; lua_state.lua runs the specification's update.
 local M_ffi = require "engine.base.ffi"
 local nearest = require "engine.base.nearest"
 
@@ -9,7 +9,8 @@ local M = {}
 
 local FIELDS = { doc = "string", defaults = "table", buffers = "table", update = "function",
   check = "function" }
--- Names that every optimizer has as options, or that its context or its parameters have.
+-- TAKEN: options of every optimizer, fields of a group, and `t` of the context. OF_PARAMETER:
+-- fields of every parameter.
 local TAKEN = { betas = true, groups = true, decay = true, precision = true, moments = true,
   match = true, label = true, lr_mul = true, t = true }
 local OF_PARAMETER = { name = true, role = true, weight = true, grad = true }
@@ -60,8 +61,8 @@ local function buffers_in_order(name, given)
   return list
 end
 
---- A checked copy of what register(name, given) was given: { name, doc, defaults, buffers = { {
---- name, shape } ... }, update, check }.
+--- A checked copy of the specification `given`: { name, doc, defaults, buffers = { { name, shape,
+--- dtype } ... }, update, check }.
 function M.read(name, given)
   expect(is_name(name), name, "optim.register: expected a name of letters, digits and _")
   expect(type(given) == "table", given, "optim.register: expected a table for '%s'", name)

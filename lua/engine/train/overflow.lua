@@ -159,7 +159,7 @@ function Overflows:look(record, verdict)
   local culprit = trainer.reducer:culprits()[1]
   -- only the rank whose batches overflowed looks
   local mine = trainer.reducer.rank == (culprit and culprit.rank or 0)
-  -- experts run on all ranks, and ZeRO-3 brings the weights from all
+  -- with divided experts or ZeRO-3, every rank takes part in running the step again
   if not mine and not trainer.reducer.apart and not trainer.reducer.parted then return end
   local step = tonumber(record.step)
   if self.last ~= step - 1 then self.in_row, self.stuck = 0, 0 end

@@ -48,9 +48,9 @@ M.recipes = {
 --               accumulator device (that of a card's tensor cores, else fp32), fp32, exact, hopper,
 --                           e4m3
 --               promotion   steps of K between promotions to f32; 0: none
---             microscaling (docs/microscaling.md), for all of x, w and dy: the rules floor, ceil,
---             even, rceil (blocks of 1x32) and nvfp4 (1x16, 16x16), the formats also e2m1, e2m3,
---             e3m2, mxint8. Products run in bf16, where they are exact. x and dy:
+--             for microscaling (docs/microscaling.md), x, w and dy all have one of the rules floor,
+--             ceil, even, rceil (blocks of 1x32) and nvfp4 (1x16, 16x16). Formats may also be e2m1,
+--             e2m3, e3m2, mxint8. Products run in bf16, where they are exact. Fields of x and dy:
 --               hadamard    16, 32, 64, 128: transforms both factors of dW along the tokens (0)
 --               signs       fixed (Transformer Engine's), layer, step (drawn for each), none
 --   high_first, high_last   blocks of the model that stay in high precision (0)
@@ -58,8 +58,8 @@ M.recipes = {
 --             norms, embeddings and attention itself always do
 --   layers    { { match = pattern, high =, x =, w =, .. } .. }: changes for some layers; the last
 --             match wins
---   forward   of microscaling: high = true multiplies in high precision; the backward pass is
---             quantized as ever
+--   forward   with microscaling: high = true multiplies in high precision; the backward pass is
+--             quantized as before
 --   ladder    recipes between a layer's own and high precision, lowest first, for policies: names
 --             ("mxfp8"), or changes such as { forward = { high = true } }
 --   policy    an FP8 policy or a list of them (fp8_sites.lua): fp8_delayed, fp8_fallback,

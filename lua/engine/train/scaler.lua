@@ -8,9 +8,9 @@
 --   opt:zero_grad()
 -- With model = the trained module, a policy may scale its layers separately
 -- (policies/layerwise.lua). Each optimizer decides on its own whether to skip; update() reports an
--- overflow to the policy if any optimizer had one. Of the verdict, the scaler applies the scale. An
--- action, clip or lr_mul comes after the update, so update() refuses it; engine.session and
--- engine.trainer carry out whole verdicts.
+-- overflow to the policy if any optimizer had one. The scaler applies only the verdict's scale. An
+-- action, clip or lr_mul would come after the optimizers' steps, so update() refuses it;
+-- engine.session and engine.trainer carry out whole verdicts.
 local M_ffi = require "engine.base.ffi"
 local autograd = require "engine.tensor.autograd"
 local groups = require "engine.policy.groups"

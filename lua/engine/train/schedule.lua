@@ -73,13 +73,13 @@ define("cosine", { lr = 1e-3, warmup = 0, total = 1000, floor = 0 }, function(o)
     (1 + math.cos(math.pi * progress(u, o))) end)
 end)
 
---- lr * gamma ^ floor(u / every).
+--- lr * gamma ^ floor(u / every), where u counts updates since the warm-up.
 define("step", { lr = 1e-3, warmup = 0, every = 1000, gamma = 0.1 }, function(o)
   return with_warmup(o.lr, o.warmup,
     function(u) return o.lr * o.gamma ^ math.floor((u - o.warmup) / o.every) end)
 end)
 
---- lr * gamma ^ u.
+--- lr * gamma ^ u, where u counts updates since the warm-up.
 define("exponential", { lr = 1e-3, warmup = 0, gamma = 0.999 }, function(o)
   return with_warmup(o.lr, o.warmup, function(u) return o.lr * o.gamma ^ (u - o.warmup) end)
 end)

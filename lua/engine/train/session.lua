@@ -39,8 +39,8 @@ Session.by_hand = true
 
 -- ------------------------------------------------------------------ several optimizers as one
 
--- What the trainer's parts read of an optimizer, over several optimizers. The parameters of the
--- optimizer `d` are called "d.NAME". `active`: the one that takes the current step.
+-- Several optimizers that the trainer's parts can use as one. The parameters of the optimizer `d`
+-- are called "d.NAME". `active`: the one that takes the current step.
 local Several = {}
 Several.__index = Several
 
@@ -166,7 +166,7 @@ local function new(given)
     raise("session: there is no data to leave out; hint: data = the loop's loader") end }
   local self = trainer.assemble(o, Session, function(self)
     self.entries, self.own_data, self.turn = entries, o.own_data, 0
-    self.retain = #entries > 1             -- losses of one turn share parts of the tape
+    self.retain = #entries > 1             -- losses of one turn may share parts of the tape
   end)
   return self
 end
@@ -183,8 +183,9 @@ end
 ---                                booleans, kept tensors and tables of these, in every checkpoint
 --- and, as in engine.trainer: precision policy policy_options clip clip_value run resume
 --- checkpoint_every keep log on_policy_error on_lost rollbacks stats_every history config shadow
---- watch attach tensorboard. With several optimizers, record.signals.optimizer is the number of the
---- one that takes the step, in the order of their names, and `engine attach` sets lr for all.
+--- watch attach tensorboard. Several optimizers are numbered in the order of their names.
+--- record.signals.optimizer is the number of the one that takes the step, and `engine attach` sets
+--- lr for all.
 function M.new(given)
   if type(given) ~= "table" then
     error("session: expected a table of options, got " .. type(given), 2)
@@ -254,7 +255,7 @@ function Session:turns(n)
 end
 
 --- Ends the run: writes the last checkpoint and closes the files. Returns the summary, as
---- trainer:run() does. The loop's end calls it; after `break` the script does.
+--- trainer:run() does. A loop that ends by itself calls it; after `break` the script must.
 function Session:close()
   if not self.last then return self.summary end
   local last = self.last
@@ -423,8 +424,8 @@ function Session:loop_state()
   return state
 end
 
---- Restores the optimizers' counts, and their learning rates unless the script now begins with
---- another one. Several:load_state then restores the moments.
+--- Restores the optimizers' numbers of updates. Restores a learning rate too, unless the script now
+--- begins with another rate. Several:load_state then restores the moments.
 function Session:restore_loop(state)
   for _, e in ipairs(self.entries) do
     local saved = state and state.optimizers[e.name]

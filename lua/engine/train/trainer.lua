@@ -68,7 +68,7 @@ function Trainer:step()
     due, self.pending = self.pending, s
   end
   local record, verdict
-  if due then record, verdict = self:settle(due) end       -- nothing is due at the first
+  if due then record, verdict = self:settle(due) end       -- nothing is due at the first step
   self.current = nil
   check(C.eng_step_end())                                  -- the step's memory is free again
   return record, verdict
@@ -107,7 +107,7 @@ function Trainer:begin()
   return self:attempt()
 end
 
---- The part of begin that a session repeats after each update of the same step.
+--- The part of begin that a session repeats after each step of the same turn.
 function Trainer:attempt()
   local opt, policy = self.optimizer, self.policy
   local s = { step = self.steps_done, updates = self.updates, scale = policy:scale(), tokens = 0,
@@ -168,7 +168,7 @@ function Trainer:backward(s, i, loss, ...)
     M_ffi.raise("loss scaler '%s': expected one scale for all micro-batches of a step, got %g " ..
       "and then %g", policy.name, s.scale, policy:scale())
   end
-  self.reducer:backward_begins(i)                          -- reduced as backward completes them
+  self.reducer:backward_begins(i)                          -- reduces gradients as they complete
   if scaled then
     s.scale = policy:scale()
     scaled:backward { scale = 1 / self.accumulate, retain = self.retain }
@@ -428,7 +428,7 @@ local function plainly(f, ...)
 end
 
 --- An object of a class (Trainer, or Session of session.lua) from checked options. prepare, if
---- given, is called with it before files are opened.
+--- given, is called with the object before files are opened.
 function M.assemble(o, class, prepare)
   local full = precision.resolve(o.precision or o.optimizer.precision)
   local self = setmetatable({
@@ -511,8 +511,8 @@ end
 ---   on_policy_error              "hold": continue with the last good verdict, but end the run
 ---                                if each of the first 20 steps failed; "stop": end the run
 ---   on_lost                      what happens when the loss has been inf or nan for 10 steps, or
----                                the weights are at a checkpoint, which is then not written:
----                                "stop" ends the run, "continue" does not
+---                                when a checkpoint is due and weights are inf or nan (it is then
+---                                not written): "stop" ends the run, "continue" does not
 ---   rollbacks                    how often a policy may return the run to a checkpoint (3)
 ---   history                      false: a run with `run` writes no history.db
 ---   stats_every                  steps between rows of per-tensor statistics (100; also at every
@@ -536,7 +536,7 @@ end
 ---                                "a,b" (run/shadow.lua)
 ---   watch                        false: saving the policy's file changes nothing (run/swap.lua)
 ---   trap                         "overflow": every overflowed step runs again to name the
----                                operation it began in (overflow.lua)
+---                                operation in which the overflow began (overflow.lua)
 ---   tensorboard                  true: event files for TensorBoard in the run's directory; or a
 ---                                directory for them
 ---   attach                       false: `engine attach` cannot reach this run (run/control.lua)
