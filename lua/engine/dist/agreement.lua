@@ -6,7 +6,7 @@
 --   scalars   steps, updates, the optimizer's updates and lr, the loss scale, the policy's state,
 --             the seed and counter of random numbers
 --   tensors   master weights, low-precision weights, and moments where ZeRO does not divide them
---             (ZeRO-3 divides all); experts among the ranks that hold the same ones
+--             (ZeRO-3 divides all). Only ranks that hold the same experts compare experts
 -- Each rank sends one message of three numbers. Only if these numbers differ do the ranks exchange
 -- the checksum of each value, to name the first value that differs and the ranks.
 --
@@ -72,7 +72,7 @@ local function items(trainer)
       add(buffer.name, buffer.x, p.name)
     end
   end
-  for _, p in ipairs(trainer.model:parameters()) do          -- frozen ones
+  for _, p in ipairs(trainer.model:parameters()) do          -- frozen parameters
     if not trained[p.name] and p.role ~= "buffer" then add(p.name, p.tensor, p.name) end
   end
   table.insert(list, 1, { name = "the number of compared values", value = tostring(#list) })

@@ -1,10 +1,10 @@
 -- The cost model of a job on many ranks: the memory of each rank, and the share of a step spent on
 -- messages. Its inputs are the seconds of a message (alpha), of a byte (beta) and of one rank's own
 -- step. The core counts messages and bytes, because it knows the buckets (eng_parallel_predict).
--- For each bucket, every rank sends a piece to every other rank and later sends its sum back (with
--- ZeRO: the updated weights). ZeRO-2 does this in every micro-batch. ZeRO-3 sends no updated
--- weights, but each block's weights before its forward and its backward pass. The record takes
--- log2(ranks) messages.
+-- For each bucket, every rank sends a piece to every other rank, sums the pieces that it receives,
+-- and sends the sum back (with ZeRO: the updated weights). ZeRO-2 does this in every micro-batch.
+-- ZeRO-3 sends no updated weights, but each block's weights before its forward and its backward
+-- pass. The record takes log2(ranks) messages.
 --
 -- On separate machines, messages overlap the rest of the backward pass, except those of the last
 -- bucket. Ranks that share a machine (cost.cores) copy messages with the cores that compute, so
@@ -35,11 +35,11 @@ function M.sizes(params, options, rank, ranks)
   return sizes
 end
 
---- job: { parameters, tensors, weight_bytes, moment_bytes (of all), step (seconds), handling
+--- job: { parameters, tensors, weight_bytes, moment_bytes (undivided), step (seconds), handling
 --- (seconds of packing and summing gradients, or nil), zero, accumulate, histogram,
 --- sizes = function(ranks) -> the result of M.sizes }. cost: { alpha, beta }; for ranks on one
---- machine also cores = n, slowed = how much longer a step takes with a process on every core,
---- times = measured seconds of such steps.
+--- machine also cores = n, slowed = the time of a step with a process on every core, divided by its
+--- time alone, times = measured seconds of steps on every core.
 --- Returns { ranks, memory = { weights, gradients, moments, messages, all } (bytes),
 --- sent = { messages, bytes }, compute, messages, exposed, waited, record, weights, step (seconds),
 --- efficiency }.

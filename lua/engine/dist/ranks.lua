@@ -8,8 +8,8 @@
 --   ranks.say("...")             a line from any rank; print() works only on rank 0
 --   ranks.text()                 "Open MPI v4.1.4, 4 ranks, 4 of them here", and the link of cards
 --   ranks.group(4)               this rank's group of four neighbours (for nn.moe's experts)
--- Every rank runs the same script and must make the same calls. If a rank misses one, an error
--- names it and the job ends (core/dist/comm.c).
+-- Every rank runs the same script and must make the same calls. If a rank misses a call, the job
+-- ends with an error that names the rank (core/dist/comm.c).
 local M_ffi = require "engine.base.ffi"
 
 local C, check, ffi, expect = M_ffi.C, M_ffi.check, M_ffi.ffi, M_ffi.expect

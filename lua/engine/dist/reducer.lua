@@ -139,7 +139,7 @@ end
 function M.whole(optimizer, zero) return optimizer.whole or zero == 3 and optimizer.fp8 ~= nil end
 
 --- The core's options for a reduction, made from those of a trainer. o.whole: with ZeRO, ranks
---- update whole parameters (M.whole). o.units: those of ZeRO-3, which the caller keeps.
+--- update whole parameters (M.whole). o.units: what M.units returned, which the caller must keep.
 function M.options(o, apart, holders)
   return ffi.new("eng_parallel_options", { bucket = math.floor((o.bucket or M.BUCKET) * MIB),
     comm_dtype = COMM_DTYPES[o.comm_dtype or "own"], zero = o.zero or 0,
@@ -322,7 +322,8 @@ end
 
 -- ------------------------------------------------------------------ ZeRO-3: divided weights
 
---- Drops the weights of other ranks; from now on they come and go with the operations.
+--- Drops the weights that other ranks own. From now on, each operation on weights fetches what it
+--- needs.
 function Reducer:leave()
   check(C.eng_params_refresh(self.trainer.optimizer.params))
   check(C.eng_parallel_leave(self.reduction))
@@ -650,8 +651,8 @@ function Reducer:find_culprits()
   return found
 end
 
---- What find_culprits() found for the step of the last record; empty without an overflow or other
---- ranks.
+--- What find_culprits() found for the step of the last record; empty without an overflow and on a
+--- single rank.
 function Reducer:culprits() return self.found or {} end
 
 return M
