@@ -17,12 +17,12 @@
 --                                   tensors. With tensors, update's third argument is
 --                                   { name = eng_tensor_stats }, magnitudes as stored (times
 --                                   record.scale); otherwise it is nil
---   scale_loss(loss, ...)           returns the scaled loss, instead of seeding backward with the
---                                   scale; get_scale() must then return the scale it used. The
---                                   further arguments are those of scaler:scale() and
---                                   session:backward(), or what else the trainer's loss function
---                                   returned, such as the attention maps of model:loss(x, y,
---                                   { attention_maps = true })
+--   scale_loss(loss, ...)           returns the scaled loss; the scale then does not seed the
+--                                   backward pass. get_scale() must return the scale it used. The
+--                                   further arguments are those of scaler:scale() or
+--                                   session:backward(). In a trainer they are the further results
+--                                   of the loss function, such as the attention maps of
+--                                   model:loss(x, y, { attention_maps = true })
 --   unscale_gradients(optimizer)    engine.scaler calls it instead of its own unscaling
 --   state_dict()                    returns the state for checkpoints, plain data
 --   load_state_dict(state)          restores it; without these two the object's fields are saved

@@ -84,8 +84,9 @@ function M.translate(block, stage, where)
         value = 2 ^ value
       end
       if options[option] ~= nil and options[option] ~= value then
-        error(("%sfp16 gives %s twice, by two of %s"):format(where(key), option,
-          "loss_scale_window and scale_window, or min_loss_scale and min_scale"), 0)
+        error(("%sfp16 gives %s twice, with different values; keys that mean the same: %s"):format(
+          where(key), option,
+          "loss_scale_window and scale_window, min_loss_scale and min_scale"), 0)
       end
       options[option] = value
     end

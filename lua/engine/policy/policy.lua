@@ -58,8 +58,8 @@ end
 
 --- Runs the policy on a step: an eng_record and, if the policy needs them, the statistics per
 --- tensor (eng_tensor_stats[n]). The verdict belongs to the policy and changes with the next call.
---- If it has caps, cap(...) applies them to the gradients and to the record's norms, where there
---- are gradients, and the policy decides again.
+--- If the verdict has caps, cap(...), if given, applies them to the gradients and the record's
+--- norms. The policy then decides again.
 function Policy:decide(record, stats, cap, ...)
   record.capped = 0
   local verdict = decide(self, record, stats)
@@ -210,7 +210,7 @@ function M.names(kind)
   return names
 end
 
--- The source, the display name and the path of a policy, which `name` gives by name or by path.
+-- The source, the display name and the path of a policy. `name`: a policy's name or a path.
 local function find(name, kind)
   if name:find("[/\\]") or name:find("%.lua$") then
     local text, why = files.read(name)
@@ -275,9 +275,9 @@ local function compile(source, file, options, path)
   return setmetatable(self, Policy)
 end
 
---- What is wrong with the next scales of a policy or a class, or nil. If float32 cannot represent a
---- scale or the inverse of a scale exactly, the scale would corrupt the weights silently. groups:
---- how many groups may have separate scales.
+--- What is wrong with the next scales of a policy or a class, or nil. A scale that is not a normal
+--- number of f32 would corrupt the weights silently. groups: how many groups may have separate
+--- scales.
 function M.unusable(policy, groups)
   for group = 0, groups or 0 do
     local scale = group == 0 and policy:scale() or policy:group_scale(group)
