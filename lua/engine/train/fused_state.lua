@@ -55,7 +55,7 @@ local function split_groups(self, lr, lr_muls)
 end
 
 -- Fills the hyperparameters of the groups. For this update, parameters to which `lr_muls` [n] gives
--- a factor other than 1 move to groups of their own. Returns the number of groups.
+-- a factor other than 1 move to additional groups. Returns the number of groups.
 local function fill_groups(self, lr, lr_muls)
   local groups, of = self.optimizer.groups, self.optimizer._group_of
   for i, group in ipairs(groups) do fill(self.hyper[i - 1], group, lr * group.lr_mul) end

@@ -311,7 +311,7 @@ function M.start(self)
   self.progress = progress.new { total = self.steps, json = self.log == "json",
     quiet = self.log == "quiet", silent = self.reducer.rank > 0,
     unscaled = not self.precision.scaled and policy.name == "static" and policy:scale() == 1 }
-  local problem = policies.unusable(policy, #self.groups.groups)   -- also with restored scales
+  local problem = policies.unusable(policy, #self.groups.groups)   -- also after a resume
   if problem then M_ffi.raise("trainer: %s", problem) end
   files:reopen()
   self.control:open()
