@@ -275,8 +275,8 @@ local function compile(source, file, options, path)
   return setmetatable(self, Policy)
 end
 
---- What is wrong with the next scales of a policy or a class, or nil. A scale that is not a normal
---- number of f32 would corrupt the weights silently. groups: how many groups may have separate
+--- What is wrong with the next scales of a policy or a class, or nil. A scale outside the range of
+--- normal f32 numbers would corrupt the weights silently. groups: how many groups may have separate
 --- scales.
 function M.unusable(policy, groups)
   for group = 0, groups or 0 do
