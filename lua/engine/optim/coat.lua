@@ -3,8 +3,8 @@
 -- nonzero magnitude b and middle c = sqrt(a b) is stored as e4m3 numbers
 --   sign(x) (|x| / c)^k / s,   k = floor(16 log2(448^2 / 2) / log2(a / b)) / 16,
 --                              s = (a / c)^k / 448
--- so that it fills the format's range. COAT does not limit k, which grows without bound as a / b
--- nears 1; here k is at most 16.5625.
+-- so that it fills the format's range. COAT does not say what k is for a / b near 1; here k is at
+-- most 16.5625.
 -- Called through engine.optim.coat.
 local steps = require "engine.optim.steps"
 
