@@ -7,7 +7,7 @@
 --   local c = compare.read(list, { "loss", "scale" }, { points = 240, group = "policy" })
 --   c.x, c.width, c.first, c.last, c.first_step, c.overflows     as of curves.read, over all runs
 --   c.curves[k].label, .group                    a run, or a group (group: its list of runs)
---   c.curves[k].column.loss                      the key of its curve; nil: it has none
+--   c.curves[k].column.loss                      the key of its loss in c; nil: it has no loss
 --   c[key].mean[i], .min[i], .max[i]             a run: as in curves.read; a group: as in band
 --   c.notes                                      what is left out and why, a line each
 -- Used by cli/plot.lua, cli/report.lua, report/views.lua and report/report_compare.lua.
@@ -133,9 +133,10 @@ end
 -- ------------------------------------------------------------------ curves
 
 --- The mean of several curves { mean = { ... } } on one grid of n columns, and one standard
---- deviation on either side as min and max; with `log` the geometric mean and deviation. Only
---- where every curve has a value (with `log`: a positive one), so that a run that ends early or
---- diverges ends the mean instead of shifting it. A single curve is its own mean, without spread.
+--- deviation on either side as min and max; with `log` the geometric mean and deviation. A column
+--- has a mean only if every curve has a value there (with `log`: a positive one). Thus a run that
+--- ends early or diverges ends the mean instead of shifting it. A single curve is its own mean,
+--- without spread.
 function M.band(list, n, log)
   local put, back = function(x) return x end, function(x) return x end
   if log then
@@ -182,8 +183,8 @@ local function groups_of(list, key)
   return groups
 end
 
--- A run's curve on the grid of n columns from `start`; Without one: nil, the reason, and whether
--- the run can never have one.
+-- A run's curve on the grid of n columns from `start`. If the run has no such curve: nil, the
+-- reason, and whether it can never have one.
 local function read_run(run, name, options, start, n)
   local good, c = pcall(curves.read, run.history, { name }, options)
   if not good then return nil, tostring(c), true end

@@ -27,7 +27,8 @@ local function job_text(job)
   return table.concat(parts, " ") .. " threads=" .. job.threads
 end
 
--- Reads or writes contest.json. Runs of other settings or of an edited script are not comparable.
+-- Compares this contest with contest.json, if it exists, and writes the file. Runs with other
+-- settings or of an edited script are not comparable.
 local function agree(self)
   local path = self.path .. "/contest.json"
   local before
@@ -159,8 +160,8 @@ function M.progress(run)
   end) or 0
 end
 
---- Starts or resumes a run. Returns false while another process has it: the run of a killed contest
---- ends a moment later.
+--- Starts or resumes a run. Returns false while another process has it: when a contest is killed,
+--- its runs end only a moment later.
 function Contest:start(run)
   if runs.holder(run.path) then return false end
   if self:look(run).final then return true end

@@ -47,8 +47,8 @@ end
 ---   underflow, mass_lost   on a run, over the steps with an update: mean share of nonzero elements
 ---                          below the smallest normal number; mean share of gradient mass lost
 ---   costs                  { elements, mass, skipped }: mean shares of elements that underflow, of
----                          mass lost, and of steps without an update. At such a step every share
----                          is 1
+---                          mass lost, and of steps without an update. A step without an update
+---                          counts as 1 in all three
 function M.run(trace, source, options, look)
   local loaded, policy = pcall(require("engine.policy.policy").load, source, options)
   if not loaded then error(policy, 0) end

@@ -149,7 +149,7 @@ local function spread(trainer, c)
 end
 
 -- Restores what training changes: weights, moments, trainer.state, random numbers, FP8 scales, the
--- position in the data, the number of updates. Of several ranks, spread() sends the tensors.
+-- position in the data, the number of updates. With several ranks, spread() sends the tensors.
 -- Returns a line about FP8 layers, or nil.
 local function restore(trainer, c)
   local state, optimizer = c.state, trainer.optimizer
@@ -173,9 +173,9 @@ local function restore(trainer, c)
     trainer.accumulate) or nil
 end
 
--- Raises if the data of a resumed run would silently begin again. Returns a line where the script
--- accepts it (restart_data), and the position to continue from otherwise. The loop of a session
--- without `data` keeps its own place.
+-- Raises if the data of a resumed run would silently begin again. Returns a line if the script
+-- accepts this (restart_data); otherwise nil and the position to continue from. The loop of a
+-- session without `data` keeps its own place.
 local function place_of_data(trainer, path, place)
   if trainer.own_data == false then return nil, nil end
   if trainer.restart_data then return "the data begin at their first batch (restart_data)", nil end
@@ -186,7 +186,7 @@ local function place_of_data(trainer, path, place)
     .. "with both (docs/data.md), or restart_data = true to accept it"):format(path, problem), 0)
 end
 
--- Moves the evaluation's data to their position. Returns a line if it does not fit them.
+-- Moves the evaluation's data to the position `place`. Returns a line if the data refuse it.
 local function restore_evaluation(trainer, place)
   local data = trainer.evaluate and trainer.evaluate.data
   if not (place and data and data.restore) then return nil end
@@ -667,7 +667,7 @@ end
 function Run:due()
   local every = self.checkpoint_every
   local done = self.trainer.steps_done
-  -- a session is between two steps only after all of its optimizers' updates
+  -- a session comes here only at the end of a turn, which may have had several steps
   local before = self.trainer.turn_began_at or done - 1
   return self.path ~= nil and every > 0 and math.floor(done / every) > math.floor(before / every)
 end

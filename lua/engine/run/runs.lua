@@ -87,7 +87,7 @@ function M.info(path, history)
     info.parameters, info.steps, info.engine = tonumber(meta.parameters), tonumber(meta.steps),
       meta.engine
     for key, value in pairs(h:totals()) do info[key] = value end
-    local last = h:last(1)[1]      -- nil with totals: a damaged file
+    local last = h:last(1)[1]      -- nil although there are rows: a damaged file
     if info.rows > 0 and last then
       info.updates, info.loss, info.scale = last.updates + (last.action == "step" and 1 or 0),
         last.loss, last.next_scale

@@ -96,7 +96,7 @@ local function trial(self, copy)
   trainer:prepare(copy)
   copy:take_over(trainer.policy)
   for name, value in pairs(trainer.reducer.signals) do copy:signal(name, value) end
-  local needs = bit.band(copy.needs, C.ENG_NEED_NORM_REF - 1)   -- without these a record is no use
+  local needs = bit.band(copy.needs, C.ENG_NEED_NORM_REF - 1)   -- what a usable record has
   local began = C.eng_clock()
   for i = math.max(0, self.seen - RING), self.seen - 1 do
     local at = i % RING
@@ -134,8 +134,8 @@ local function put(self, fresh, by, as_it_is)
     { by = by, from = described(old), to = described(fresh), scale = fresh:scale() })
 end
 
--- Loads rank 0's bytes on every rank; a policy without a source, such as a class, is loaded by each
--- rank itself. Returns what pcall returns.
+-- Loads rank 0's policy text on every rank. If the policy has no text (a class), each rank loads it
+-- by itself. Returns what pcall returns.
 local function load_together(self, source, options)
   local json, ranks, load = require "engine.base.json", require "engine.dist.ranks",
     require("engine.policy.policy").load
@@ -162,7 +162,7 @@ local function load_together(self, source, options)
   return good, fresh
 end
 
--- The first rank's reason to refuse, or nil; the same on all ranks.
+-- The reason of the first rank that refuses, or nil; the same on all ranks.
 local function objection(self, problem)
   if not self.trainer.reducer.many then return problem end
   for rank, text in ipairs(require("engine.dist.ranks").from_all(problem and tostring(problem)

@@ -79,8 +79,8 @@ local function scalar_value(tag, x)
   return bytes_field(1, bytes_field(1, show.shown(tag)) .. float_field(2, x))
 end
 
---- HistogramProto from exponents: a bucket for each binade, on both sides of zero because the
---- counts have no sign, and one for zero. s: { count, zeros, amax, norm } as stored.
+--- HistogramProto of magnitudes, from exponents: a bucket for zero, and one for each binade.
+--- s: { count, zeros, amax, norm } as stored.
 function M.histogram_proto(hist, s)
   local least, most = math.huge, -math.huge
   for e, n in pairs(hist) do

@@ -96,8 +96,8 @@ function M.run(path)
     local n = history:query("SELECT count(*) AS n FROM steps")[1].n
     if n == 0 then error(("%s has no steps"):format(history.path), 0) end
     local format = formats.of(history:meta().gradients) or formats.of "f16"
-    -- settled: the steps that began after the previous step's verdict, also in lagged mode
-    local meta, config = history:meta(), history:config()   -- old histories: only settings
+    -- settled: the steps that began after the previous step's verdict even in lagged mode
+    local meta, config = history:meta(), history:config()   -- old histories: only in config
     local self = setmetatable({ n = n, rows = Rows(n), hists = {}, format = format, name = path,
       accumulate = tonumber(meta.accumulate or config.accumulate) or 1,
       settled = {}, lagged = (meta.mode or config.mode) == "lagged" }, Run)

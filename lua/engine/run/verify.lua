@@ -21,8 +21,8 @@ local M = {}
 --- Steps that are verified unless another number is given.
 M.STEPS = 100
 
---- What is compared at each step, in this order. Decisions must be equal. Of the numbers that the
---- weights determine, `loose` ones may differ by the tolerance: another scale rounds differently.
+--- What is compared at each step, in this order. Decisions must be equal. `loose` numbers depend on
+--- the weights and may differ by the tolerance, because another scale rounds differently.
 M.COLUMNS = { { "scale" }, { "overflow" }, { "action" }, { "next_scale" }, { "lr" },
   { "loss", loose = true }, { "amax", loose = true }, { "norm", loose = true } }
 
