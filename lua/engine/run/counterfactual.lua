@@ -202,7 +202,7 @@ function M.move(record, scale, o)
   local function reads(...) return bit.band(o.needs, bit.bor(...)) ~= 0 end
   if reads(C.ENG_NEED_AMAX) and not sizes
     or reads(C.ENG_NEED_NORM, C.ENG_NEED_ZEROS, C.ENG_NEED_UNDERFLOW, C.ENG_NEED_HIST)
-    and not counts or reads(C.ENG_NEED_TENSORS) then         -- single tensors are estimates
+    and not counts or reads(C.ENG_NEED_TENSORS) then         -- tensors' statistics: estimates
     known = "bound"
   end
   return known, elements, mass

@@ -49,7 +49,7 @@ M.recipes = {
 --                           e4m3
 --               promotion   steps of K between promotions to f32; 0: none
 --             for microscaling (docs/microscaling.md), x, w and dy all have one of the rules floor,
---             ceil, even, rceil (blocks of 1x32) and nvfp4 (1x16, 16x16). Formats may also be e2m1,
+--             ceil, even, rceil (blocks of 1x32) or nvfp4 (1x16, 16x16). Formats may also be e2m1,
 --             e2m3, e3m2, mxint8. Products run in bf16, where they are exact. Fields of x and dy:
 --               hadamard    16, 32, 64, 128: transforms both factors of dW along the tokens (0)
 --               signs       fixed (Transformer Engine's), layer, step (drawn for each), none

@@ -341,7 +341,7 @@ end
 --- number. Returns a line about the change, or nil.
 function Trainer:share_as_before(ranks, accumulate)
   local before, size = ranks * accumulate, self.reducer.size
-  local same = "with the same steps except for rounding"       -- sums are divided differently
+  local same = "with the same steps except for rounding"       -- ranks share the sums differently
   if before == size * self.accumulate then
     return ranks ~= size and ("%d ranks continue a run of %d, %s"):format(size, ranks, same) or nil
   end
@@ -505,8 +505,9 @@ end
 ---                                in any case (docs/runs.md)
 ---   state                        trainer.state at the start ({}): the script's own numbers,
 ---                                strings, booleans, kept tensors and tables of these. Every
----                                checkpoint holds it; resume and rollback restore it in place. Of
----                                several ranks, rank 0's is written, and all ranks get it
+---                                checkpoint holds it; resume and rollback restore it in place.
+---                                With several ranks, rank 0's table is written, and every rank
+---                                gets it back
 ---   on_step                      function(trainer, record, verdict)
 ---   on_policy_error              "hold": continue with the last good verdict, but end the run
 ---                                if each of the first 20 steps failed; "stop": end the run
