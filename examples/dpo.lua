@@ -1,9 +1,9 @@
 -- Direct preference optimization in fp16 on synthetic preferences: of two sequences, the one that
 -- counts upward is preferred. The loss is -log sigmoid(beta * (margin of the policy - margin of the
 -- frozen reference)); log-probabilities are sums over tokens, so its gradients are violent. The
--- example compares policy=guarded (x0.3 with a floor, pauses, clipping at 1) with dynamic. KL, the
--- distance of the policy from the reference, is the mean of log pi - log pi_ref over the tokens of
--- preferred and rejected sequences.
+-- example compares policy=guarded (backs off by x0.3 to a floor, pauses growth, clips at 1) with
+-- dynamic. KL, the distance of the trained model pi from the reference, is estimated as
+-- |log pi - log pi_ref| of a sequence per token, averaged over preferred and rejected sequences.
 --
 --   ./engine examples/dpo.lua
 --   ./engine examples/dpo.lua policy=dynamic

@@ -30,8 +30,8 @@ if cfg.width % 32 ~= 0 or cfg.batch * cfg.context % 32 ~= 0 then
     .. "and %d", cfg.width, cfg.batch * cfg.context)
 end
 
--- What is quantized: forward, dgrad, wgrad; sr: gradients round stochastically; hadamard: 32 with
--- `signs` on the factors of wgrad.
+-- forward, dgrad, wgrad: products whose factors are quantized; sr: gradients round stochastically;
+-- hadamard, signs: the size and the signs of a transform of wgrad's factors.
 local SR = { forward = true, dgrad = true, wgrad = true, sr = true }
 local VARIANTS = { { "bf16" }, { "forward", forward = true }, { "dgrad", dgrad = true },
   { "wgrad", wgrad = true }, { "dgrad, stochastic", dgrad = true, sr = true },
@@ -127,7 +127,7 @@ for _, o in ipairs(VARIANTS) do
 end
 lab.table({ "in MXFP4", "held-out loss", "relative to bf16, by seed" }, rows)
 
--- One variant is better than another only if it is with every seed.
+-- One variant counts as better than another only if it is better with every seed.
 local function verdict(a, b)
   local less, more = true, true
   for seed = 1, cfg.seeds do

@@ -3,14 +3,15 @@
 -- numbers and finds large differences: promotion and block scales raise the signal-to-noise ratio
 -- from about 1 dB to 28 dB.
 --
--- Part 1 is the study as printed. Its numerics are not a tensor core's, and its errors are kept
--- unless slips=false:
+-- Part 1 is the study as printed. Its numerics are not a tensor core's:
 --   - an IEEE-like E4M3 with infinities and a largest number of 240; ties away from zero;
 --     products and running sums rounded to it
---   - values in (0.013672, 0.015625) round one subnormal step too low (a bug of its simfloat)
---   - "chunk none" of block scaling is 128; its sets of 2048 and 4096 have length 1024 (here the
---     lengths are true)
---   - in its figure of correlations "none" has the fixed factor 64
+--   - values in (0.013672, 0.015625) round one subnormal step too low, a bug of its simfloat;
+--     slips=false corrects this
+-- Some of the study's labels are wrong, and part 1 does not repeat these errors:
+--   - its "chunk none" of block scaling means chunks of 128
+--   - its data sets called 2048 and 4096 have length 1024
+--   - in its figure of correlations, "none" has the fixed factor 64
 -- Part 2 repeats it with Hopper's numerics: E4M3 with 448, ties to even, saturating, scales of 448
 -- / amax, products summed as wgmma does, with 13 fraction bits, truncated.
 --
@@ -65,10 +66,10 @@ local function study(x)
   end
   return y
 end
--- its context (8, 8) of block scaling
+-- the study's context (8, 8), which its block scaling uses: 8 fraction bits
 local function wide(x) return rounded(x, 8, -126, math.huge) end
 
---- Factor 64 (or `factor`), products and sums in E4M3, chunks of `chunk` added in doubles.
+--- The fixed factor `factor`; products and sums in E4M3, chunks of `chunk` added in doubles.
 local function fixed(a, b, at, n, factor, chunk)
   local total, sum = 0, 0
   for i = 0, n - 1 do
@@ -78,7 +79,8 @@ local function fixed(a, b, at, n, factor, chunk)
   return (total + sum) / factor / factor
 end
 
---- Factors of 224 / max for each chunk and operand, products and sums in (8, 8), chunks in doubles.
+--- Factors of 224 / max for each chunk and operand; products and sums in (8, 8), chunks added in
+--- doubles.
 local function blocks(a, b, at, n, chunk)
   local total = 0
   for from = 0, n - 1, chunk do
@@ -149,8 +151,8 @@ local function text(db)
   return db == math.huge and "exact" or db == -math.huge and "inf" or ("%.2f"):format(db)
 end
 
--- For each method: the share of products below 0 dB in each column, and a histogram of the longest
--- ones of independent numbers.
+-- For each method: the share of products below 0 dB in each column, and a histogram for the longest
+-- products of independent numbers.
 local EDGES = { 0, 10, 20, 30, 40, 50, math.huge }
 local below, histograms = {}, {}
 local function count(name, column, db, at)

@@ -7,14 +7,15 @@
 --   ./engine examples/fp8_train.lua model=moe recipes=bf16,fp8_block seeds=5 threads=1
 --   ./engine examples/fp8_train.lua data=book.txt width=256 layers=4 steps=3000 svg=train.svg
 --
--- Measured with the second command, at whose end the loss, 5.5 at first, has long been flat: the
--- held-out loss and its distance from bf16's, seed by seed, as mean +- standard deviation. On the
--- left the CPU multiplies bf16 in pairs, on the right in f32 (`engine doctor` shows which):
+-- Measured with the second command. Its loss begins at 5.5 and is flat long before the end. The
+-- columns: the held-out loss and its distance from bf16's, seed by seed, as mean +- standard
+-- deviation. On the left the CPU multiplied bf16 in pairs, on the right in f32 (`engine doctor`
+-- shows which):
 --   bf16         0.3918 +- 0.0012                         0.3919 +- 0.0015
 --   fp8_block    0.3919 +- 0.0011    +0.029 +- 0.198 %    0.3926 +- 0.0017    +0.185 +- 0.122 %
 --   fp8_delayed  0.3925 +- 0.0013    +0.178 +- 0.285 %    0.3926 +- 0.0018    +0.178 +- 0.209 %
--- The means are within 0.25 % and 1 % of bf16's, and no further from it than bf16's own seeds are
--- from each other (0.4 %). After 300 steps, where the loss still falls fast, runs are further
+-- The means are within 0.25 % of bf16's, which is less than the difference between bf16's own seeds
+-- (0.4 %). After 300 steps, where the loss still falls fast, runs are further
 -- apart: +0.929 +- 1.626 % and +1.738 +- 1.447 %. Measured with model=moe, seeds=2, steps=300, also
 -- while the loss falls; two seeds do not establish an order:
 --   fp32         0.5970 +- 0.0066    -1.019 +- 0.427 %

@@ -56,7 +56,7 @@ local function small_llama()
   return folder
 end
 
--- The text to learn: the tokenizer of the model is not needed for bytes.
+-- The text to learn. The model reads it as bytes, so it needs no tokenizer.
 local text
 if cfg.text ~= "" then
   local file, problem = io.open(cfg.text, "rb")

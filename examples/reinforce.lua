@@ -67,7 +67,7 @@ local function play(model, jackpots)
   return list
 end
 
--- Batches are numbers from which the episodes are drawn, so that a resumed run draws the same.
+-- A batch is only a number. It seeds the batch's episodes, so that a resumed run draws the same.
 local function numbers(first)
   local loader = { at = first }
   function loader:next()

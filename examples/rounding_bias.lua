@@ -1,6 +1,7 @@
--- Projects round to E2M1 stochastically in different ways. Each is exact, biased low or biased
--- high, here to the last random bit: every byte of random bits is tried, or many are drawn with
--- several seeds. The rules, for the fraction f of the step above the lower neighbour:
+-- Projects round to E2M1 stochastically in different ways: exact, biased low or biased high. This
+-- study measures the bias of each, by trying every byte of random bits or by drawing many with
+-- several seeds. The rules, where f is the distance from the lower neighbour as a fraction of the
+-- grid's step:
 --   te      Transformer Engine's software path: P(up) = floor(256 f) / 256
 --   te amd  its AMD port, r < f: P(up) = ceil(256 f) / 256
 --   mslk    adds 22 random bits to the f32, also below 1, where the grid is wider

@@ -32,8 +32,8 @@ continue instead of beginning again; with log, they print less.
 
 seeds     runs of each policy (5)
 jobs      runs at a time; by default the usable cores / threads, on a GPU 1
-threads   OpenMP threads of a run; by default all cores if there are fewer runs than cores. Part of
-          the contest: the number of threads changes the last digits of a run
+threads   OpenMP threads of a run; by default the cores divided by the number of runs. The same for
+          all runs of a contest, because it changes the last digits of a run
 name      the contest's folder under runs/
 
 --csv     every run's numbers            --latex   the table for a paper (booktabs)
@@ -117,7 +117,7 @@ end
 -- ------------------------------------------------------------------ the command line
 
 local TAKEN = { policy = "--policy", seed = "seeds=", run = "name=", resume = "the same command",
-  log = "the files output in its folder" }
+  log = "the file `output` in the run's folder" }
 
 local OUTPUTS = { "csv", "latex", "svg", "png" }
 

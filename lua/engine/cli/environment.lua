@@ -1,6 +1,6 @@
--- Reports, on stderr, environment variables that begin with ENGINE_ but do not exist, and switches
--- that are set to a value they do not have. docs/environment.md lists the variables. Called by
--- main.c with the names that are set.
+-- Reports on stderr which variables in the environment begin with ENGINE_ but are unknown to the
+-- engine, and which switches have an unknown value. docs/environment.md lists the variables. Called
+-- by main.c with the names that are set.
 local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
 local source = require "engine.docs.source"

@@ -2,7 +2,7 @@
 --   engine -e 'require("engine.cli.live")("JOB.json")'
 -- The script runs as before, but its trainer or session of the recorded name gets the policy, the
 -- checkpoint and the number of steps of the job (run/verify.lua), and writes to the job's folder.
--- Others write no run. The process ends after that run.
+-- Other trainers and sessions write no run. The process ends after the job's run.
 local engine = require "engine"
 local files = require "engine.base.file"
 local json = require "engine.base.json"
@@ -19,8 +19,8 @@ local function options_of(given, job, kind)
   return o
 end
 
--- The trainer of the job: its run ends this process, and it writes only the checkpoints that are
--- due, because a policy may return to them.
+-- Prepares the job's trainer: the process ends with its run. It writes only the checkpoints that
+-- are due; it needs those because a policy may roll back to them.
 local function prepare(trainer, job)
   if job.state then trainer.policy:restore(job.state) end
   local run_files, ending = trainer.run_files, trainer.by_hand and "close" or "run"

@@ -1,5 +1,5 @@
 -- engine plan SCRIPT checkpoint=block: what activation checkpointing would save and cost, predicted
--- from a trainer without it and measured in processes of their own. Called by plan.lua.
+-- from a trainer without it and measured in separate processes. Called by plan.lua.
 local M_ffi = require "engine.base.ffi"
 local measure = require "engine.cli.plan_measure"
 local module = require "engine.nn.module"
@@ -30,8 +30,9 @@ local function forward(trainer, watched)
   return bytes, most, seconds
 end
 
---- Peaks of activations and their gradients in bytes, and the factor on the time of a step, of a
---- trainer that checkpoints nothing: { plain =, block =, time = }. `which`: as in checkpoint=.
+--- Predicts, from a trainer that checkpoints nothing, what checkpointing `which` (as in
+--- checkpoint=) would change: { plain = the peak of activations and their gradients in bytes
+--- without it, block = that peak with it, time = the factor on the time of a step }.
 function M.predict(trainer, which)
   local step, model, watched = measure.step(trainer), trainer.model, {}
   local peak = require("engine").memory().step.peak
@@ -40,7 +41,8 @@ function M.predict(trainer, which)
   local left = forward(trainer)
   model:checkpoint(false)
   local all, most, seconds = forward(trainer, watched)
-  -- The plain peak is at the loss, and checkpointing keeps what the loss and its gradient take.
+  -- The plain peak is at the loss; checkpointing does not change what the loss and its gradient
+  -- take.
   return { plain = peak, block = left + math.max(peak - all, most),
     time = 1 + trainer.accumulate * seconds / step }
 end

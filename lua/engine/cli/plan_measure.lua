@@ -3,9 +3,10 @@
 -- ranks with one thread each, to compare with the predictions.
 --
 -- A job is this program again (`engine plan SCRIPT ... role=rank`) under mpirun. It runs the script
--- up to its trainer, makes steps with that trainer and prints a line for each rank. Without mpirun,
--- one process by itself is timed first and then one process on every core at once: the times give
--- the step that predictions start from, and the slowdown by shared caches and memory.
+-- up to its trainer, makes steps with that trainer and prints a line for each rank. Before the
+-- jobs, one process is timed by itself, and then one process on every core at once, both started
+-- without mpirun. The times give the step that predictions start from, and the slowdown by shared
+-- caches and memory.
 local M_ffi = require "engine.base.ffi"
 
 local C, check, ffi = M_ffi.C, M_ffi.check, M_ffi.ffi
@@ -160,7 +161,8 @@ local function rank_command(script, settings, given)
   return table.concat(words, " ")
 end
 
--- The lines that n processes of jobs of `size` ranks each printed.
+-- The measurements that n processes printed in `text`. Each process is a rank of a job of `size`
+-- ranks. Raises if any is missing.
 local function read_ranks(text, n, size)
   local list, seen = {}, {}
   for line in text:gmatch("planned (rank=%d+ of=%d+ step=[^\n]+)") do

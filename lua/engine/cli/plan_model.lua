@@ -14,8 +14,8 @@ M.USES = {
   { "train, precision fp16", 6, 2, 8, "fp16" },
 }
 
---- { class, parameters, tensors, extra, context, token = elements of the cache for one token } of
---- the fields of a config.json; `where` begins messages.
+--- Reads the fields of a config.json: { class, parameters, tensors, extra, context, token =
+--- elements of the cache for one token }. `where` begins error messages.
 function M.facts(fields, where)
   return require("engine").scope(function()
     local model = hf.shapes(fields, where)

@@ -9,7 +9,7 @@ usage: engine plot RUN... [--columns NAME,NAME...] [--group SETTING] [--from STE
 
 Draws runs in the terminal or into a file; a million steps take no longer than a thousand. RUN is
 a name under runs/ or a directory. Each column of dots spans the values of its steps; marks below a
-curve are named under it. --width counts characters; of --svg and --png, pixels.
+curve are named under it. --width counts characters, or pixels with --svg or --png.
 
   engine plot a                                   loss and loss scale
   engine plot a --columns amax,stored,underflow   other numbers, named below

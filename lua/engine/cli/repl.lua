@@ -318,8 +318,8 @@ local words = {
   exit = false, quit = false,
 }
 
--- Globals of the REPL. runs prints as the table of `engine runs`, runs "FOLDER" as that of a
--- folder, runs[1].loss is a number of the first run.
+-- Globals of the REPL. `runs` prints the table of `engine runs`, runs "FOLDER" prints the table of
+-- that folder, and runs[1].loss is the loss of the first run.
 local function listed(dir) return require("engine.cli.runs").list(dir) end
 local provided = {
   bits = function(x) return package.loaded["engine"].bits(x) end,

@@ -20,10 +20,11 @@ FILE is a policy file, the name of a policy that comes with the engine (engine p
 or a DeepSpeed JSON. name=value sets an option of the policy before it.
 
 On a run, each policy meets the overflows of its own scale, computed from the step's largest fp16
-gradient and its exponent histogram. A verdict is exact as long as these determine all verdicts so
-far, and these made the run's own updates. From then on it is a bound, because the recorded
-gradients may no longer be the policy's: "at least 1, about 3" skipped steps means that 1 is certain
-and 3 is the estimate (lua/engine/run/counterfactual.lua has the rules).
+gradient and its exponent histogram. A verdict is exact as long as these two determine all verdicts
+so far, and all those verdicts led to the run's own updates. After that, verdicts are bounds,
+because under the policy the gradients might differ from the recorded ones: "at least 1, about 3"
+skipped steps means that 1 is certain and 3 is the estimate (lua/engine/run/counterfactual.lua has
+the rules).
 
   skipped      steps without an update, and their share
   underflow    share of the nonzero gradients that lose bits or vanish
@@ -39,8 +40,8 @@ On a run it adds "verdicts" (exact or bound), "skipped_at_least", "bound_from" (
 
 --verify runs the script live under the policy, and shows step by step where the replay and the live
 run differ. The live run begins at the newest checkpoint before the first verdict that is a bound or
-differs from the run's, with the policy's state of the replay; without one, it begins at the start.
-It writes to a folder of its own; the recorded run is not touched.
+differs from the run's, with the policy's state from the replay. If there is no such checkpoint, it
+begins at the start. It writes to a folder of its own; the recorded run is not touched.
 
 --steps N      steps to run, at most the recorded ones (100)
 --from STEP    begin at the newest checkpoint up to this step

@@ -97,7 +97,7 @@ local function find(word, state)
   end
 end
 
--- refresh() of a run that may be about to begin: for a moment its history has no tables yet.
+-- Calls refresh(), which may fail while a run begins: for a moment its history has no tables yet.
 local function try(path, names, state)
   local good, ended = pcall(refresh, path, names, state)
   if good then

@@ -54,7 +54,7 @@ function M.number(x)
   return size >= 1000 and show.grouped(math.floor(x + 0.5)) or ("%.4g"):format(x)
 end
 
--- 65536 -> "65,536"; larger powers of two as 2ⁿ.
+-- 8192 -> "8,192"; powers of two above 8192 or below 1 as 2ⁿ.
 function M.scale(x)
   if x and x > 0 and x < math.huge then
     local mantissa, exponent = math.frexp(x)

@@ -17,8 +17,9 @@ local COLUMNS = {
   { "first_bad", "t" }, { "reason", "t" }, { "elapsed", "r" }, { "tokens", "r" },
 }
 
--- Calls visit(row, signals) for each step, oldest first. first_bad is a parameter's name, or nil;
--- signals: current values by name, including logs as "log.NAME".
+-- Calls visit(row, signals) for each step, oldest first. first_bad is a parameter's name, its id if
+-- the history lacks the name, or nil. signals: current values by name, including logs as
+-- "log.NAME".
 local function each_step(h, visit)
   local parts = {}
   for i, column in ipairs(COLUMNS) do parts[i] = "s." .. column[1] end

@@ -22,9 +22,9 @@ local M = {}
 
 local ROWS = 2                -- rows read for a column, and as many again with overflow
 
---- The groups of a history's parameters: the row number of each parameter id (from 0), and the
---- rows' names. `only`: the tensors inside that layer, or those whose names contain this text, one
---- by one; `tensors`: all tensors one by one.
+--- The rows of a picture, by default one for each layer: the row number of each parameter id (from
+--- 0), and the rows' names. With `tensors`, every tensor has its own row. With `only`, the tensors
+--- inside that layer, and those whose names contain this text, have their own rows.
 function M.rows(h, options)
   local list = h:parameters()
   local row_of, names = {}, {}

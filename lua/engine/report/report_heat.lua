@@ -1,7 +1,7 @@
 -- The report's heat maps: layers over the steps, layers by exponent, exponents over the steps, FP8
--- layers over the steps. A column spans exactly the steps that it represents. Where nothing was
--- recorded, the hatched background shows. Each function returns HTML and the data for the script
--- (report_page.lua). Used by report.lua.
+-- layers over the steps. A column spans exactly the steps that it represents. Cells without a
+-- record are left empty, and the background there is hatched. Each function returns HTML and the
+-- data for the script (report_page.lua). Used by report.lua.
 local chart = require "engine.report.chart"
 local html = require "engine.report.report_html"
 local layers = require "engine.report.layers"
@@ -25,7 +25,8 @@ local function f(x) return (("%.2f"):format(x):gsub("%.?0+$", "")) end
 -- Pixels of a row.
 local function row_height(n) return n > 90 and 6 or n > 60 and 9 or n > 24 and 14 or 20 end
 
--- The columns { from, to } of `width` steps from each of `starts`.
+-- For each of `starts`, the x coordinates { from, to } of the column of `width` steps that begins
+-- there.
 local function columns_of(axis, starts, width)
   local list = {}
   for i, start in ipairs(starts) do
@@ -103,7 +104,8 @@ local function map(o, data)
       behind)), data
 end
 
--- The paths of the lists of cells lists[1..n]; form(key, path) makes the element.
+-- The HTML of lists[1..n], each a list of cells or nil. form(key, path) makes the element of one
+-- list.
 local function paths_of(lists, n, form, columns, row)
   local out = {}
   for key = 1, n do

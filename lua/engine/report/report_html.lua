@@ -19,14 +19,14 @@ local function number_text(x)
   return (("%.5g"):format(x):gsub("e%+?(-?)0*", "e%1"))
 end
 
---- A list whose elements may be nil, with its length for js().
+--- A list whose elements may be nil, with its length for json.plain.
 function M.with_length(list, n)
   list.n = n
   return list
 end
 
---- Adds to the script's `data` the curves of c (from curves.read or compare.read) called `names`,
---- along an axis of chart.lua.
+--- Adds the curves `names` of c (from curves.read or compare.read), along an axis of chart.lua, to
+--- the script's `data`.
 function M.curve_data(c, axis, names, data)
   data.first, data.last, data.end_step = axis.first, axis.last, c.last
   data.left, data.right = chart.left, chart.right

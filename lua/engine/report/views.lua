@@ -50,8 +50,8 @@ end
 
 local FILE_POINTS = 600          -- columns of a picture in a file
 
---- The curves of a result of curves.read or compare.read as panels, for `write`; `drawn` takes
---- those of compare.read. options: log, height.
+--- The panels of c, a result of curves.read or compare.read, for `write`. `drawn` needs panels of
+--- compare.read. options: log, height.
 function M.panels(c, names, options, marked)
   local panels = {}
   for i, name in ipairs(names) do
@@ -112,8 +112,8 @@ end
 
 --- history:plot("loss"), history:plot("amax", { log = true }), history:plot { "loss", "scale" },
 --- history:plot("loss", { svg = "loss.svg" }). options: log (true, 2, 10, false), from, to (steps),
---- points, width, height, ascii; svg, png: files to draw into instead (width and height are then
---- pixels, of an SVG's panel or of the PNG).
+--- points, width, height, ascii; svg, png: files to draw into instead. Then width and height are
+--- the picture's size in pixels, but for an SVG, height is that of one panel.
 function M.plot(h, names, options)
   options = read_named(options, "plot", PLOT)
   if names == nil then names = { "loss", "scale" } end
