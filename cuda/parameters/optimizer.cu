@@ -12,7 +12,7 @@
 //
 // Norms of the change, the weights and the moments are sums of squares in f64: of a thread's
 // elements, of lanes, of warps, of a tensor's chunks, in this order on every card. The host waits
-// for them. Kernels without norms and limits on updates have none of that code.
+// for them. Updates without norms and limits have their own kernels, without this code.
 #include "passes.h"
 #include "runtime/runtime.h"
 #include "spans.h"
@@ -209,7 +209,7 @@ __device__ static inline piece piece_of(const device_span &s)
   return p;
 }
 
-/// `advance`, then the change of the weight is shrunk and squares are added to `sum`, if MORE.
+/// Calls `advance`. If MORE, then shrinks the change of the weight and adds the squares to `sum`.
 template <int LOOP, bool MORE>
 __device__ static inline void advance_one(const rule &r, const numbers *u, bool momentum,
                                           bool starts, float &w, float g, float &m, float &v,

@@ -2,7 +2,7 @@
 // broadcasting. f32, f16 and bf16 compute in f32 (map.h), f64 and integers in double and int64, one
 // element a thread. Called through the device's table.
 //
-//   maximum, minimum   a NaN on either side gives NaN; of equal ones (-0, +0) the first
+//   maximum, minimum   a NaN on either side gives NaN; of equal inputs (-0, +0) the first wins
 //   clamp              NaN stays
 //   integers           wrap; affine with integral factors is exact, else it goes through double
 #include "kernel/map.h"

@@ -5,7 +5,7 @@
 //   relu        NaN stays; the slope at 0 and below is 0 even where dy is not finite, and 1 at NaN
 //   gelu, silu  forward as in the formula: NaN at -inf (-inf * 0), as in PyTorch; their slopes at
 //               infinite x are 0 and 1
-//   hardswish   slope 0 at -3 and below, dy itself at 3, above and at NaN, as in PyTorch
+//   hardswish   the gradient is 0 for x <= -3, and dy for x >= 3 and for NaN, as in PyTorch
 //   sigmoids    from z = exp(-|x|): no overflow, no cancellation, gradual underflow
 //   dropout     a dropped element is 0, NaN and Inf included
 #include "kernel/map.h"

@@ -8,7 +8,7 @@
 // codes of the other result, which the tile keeps.
 //
 // The amax of the tensor and the number of NaN are integer maxima and sums, which do not depend on
-// order. NVFP4 needs the amax first, so a pass of its own finds it; for other rules the tiles do.
+// order. NVFP4 needs the amax first, so a separate pass finds it; for other rules the tiles do.
 // A Hadamard transform writes x transposed and transformed to scratch memory, in bf16, and the
 // transposed copy is quantized from there. Its sums are in f64 and in the CPU's order.
 #include "kernel/element.h"
@@ -47,7 +47,7 @@ struct side {
   int64_t  length;                     // of a row of the result
   int64_t  random;                     // Philox block of the first element
   bool     turned;
-  bool     same;                       // takes the codes of the side before
+  bool     same;                       // has the codes of the previous side
   bool     aligned;                    // four elements are one access
 };
 
@@ -136,8 +136,8 @@ __global__ void finish(const survey *seen, const float *given, bool finite, floa
 
 // ------------------------------------------------------------------ tiles
 
-/// Finds the scales of a tile's blocks. `block`: the factor on the elements of each, and the value
-/// of its scale. `again`: another side with these scales, or NULL.
+/// Finds the scales of a tile's blocks. Sets block[b] to the factor on the elements of block b and
+/// the value of its scale. `again`: another side that gets the same scales, or NULL.
 template <int FORMAT>
 __device__ inline void find_scales(float2 *block, const float *tile, int pitch, const job &p,
                                    const side &s, const side *again, int64_t r0, int64_t c0,
@@ -408,7 +408,7 @@ eng_status run(job *p, int64_t format)
   }
 }
 
-/// The transposed copy by way of `y`: x transposed and transformed, in scratch memory.
+/// Writes x, transposed and transformed, to `y` (scratch memory) and quantizes it from there.
 eng_status quantize_rotated(const op_call *call, job p, uint16_t *y, survey *seen)
 {
   const auto &a = call->mx_quantize;

@@ -1,6 +1,6 @@
 // NF4: nf4_quantize and nf4_dequantize, bit-equal to core/cpu/reference_nf4.c, with the tables of
-// core/base/nf4.h. A warp quantizes a block. The mean of the absmaxes is one sum in f64 in the
-// CPU's order, by one thread: weights are quantized once.
+// core/base/nf4.h. A warp quantizes a block. One thread computes the mean of the absmaxes, a sum in
+// f64 in the CPU's order. This is slow, but weights are quantized only once.
 #include "kernel/element.h"
 
 extern "C" {
@@ -40,7 +40,7 @@ quantize_blocks(const void *x, int dtype, int64_t count, int64_t size,
                 lane = threadIdx.x % 32;
   if (from >= count) return;
   const int64_t n = min(size, count - from);
-  uint32_t top = 0;   // as bits, among which those of NaN are the largest
+  uint32_t top = 0;   // the bits of the largest magnitude; those of a NaN are larger than any other
   for (int64_t i = lane; i < n; i += 32)
     top = max(top, __float_as_uint((float)load_double(x, dtype, from + i)) & 0x7FFFFFFFu);
   const float largest = __uint_as_float(__reduce_max_sync(0xFFFFFFFFu, top)),
@@ -90,7 +90,7 @@ quantize_absmaxes(const float *absmax, int64_t n, const float *offset,
   const float largest = __uint_as_float(top);
   if (threadIdx.x == 0) group[blockIdx.x] = largest;
   if (at >= n) return;
-  // the first of the 256 that is nearest, by bisection
+  // finds the nearest number of the map by bisection; of two equally near, the first
   const float v = nf4_bin_number(nf4_bin(x * (1.0f / largest)));
   int low = 0, high = NF4_GROUP - 1;
   while (low < high) {
@@ -103,7 +103,7 @@ quantize_absmaxes(const float *absmax, int64_t n, const float *offset,
 
 struct unscaling {
   const uint8_t *q, *code;
-  const float   *absmax, *group, *offset;   // with `group`, absmax is in `code`
+  const float   *absmax, *group, *offset;   // with `group`, `code` holds the absmaxes
   void          *y;
   int64_t        count, size;
 };

@@ -271,7 +271,8 @@ static void launch_losses(const op_call *call, int64_t rows, int classes, double
     logits, targets->data, targets->dtype, rows, classes, ignored, smoothing,                    \
     call->cross_entropy.z_loss, cap, losses, loss_data, loss_dtype, lse_data, lse_dtype,         \
     cuda_fault())
-  // smoothing of 0 adds 0 times the mean of finite capped logits
+  // With a cap there is only the kernel with smoothing. At smoothing 0 it adds 0 times the mean of
+  // the capped logits, which is finite.
   if (classes <= SHORT_ROW && cap > 0) ROW_LOSSES(32, true, true);
   else if (cap > 0) ROW_LOSSES(THREADS, true, true);
   else if (classes <= SHORT_ROW && smoothing != 0) ROW_LOSSES(32, true, false);

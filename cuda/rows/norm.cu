@@ -323,8 +323,8 @@ __device__ static inline void load_row(norm_row<T, V> &to, const norm_call &p, i
   to.rstd = ((const float *)p.rstds)[row];
 }
 
-/// Whether the next row, if read element by element, is loaded only after the current one. So many
-/// loads at once would take more registers than f16 has left.
+/// Whether the next row, if read element by element, is loaded only after the current one. Its many
+/// loads in flight would take more registers than the f16 kernels have left.
 template <typename T> constexpr bool PARTS_LATE = false;
 template <> constexpr bool PARTS_LATE<f16_t> = true;
 
