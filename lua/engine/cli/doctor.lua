@@ -128,7 +128,7 @@ local function programs()
   local good, machine = pcall(require, "engine.base.machine")
   if good then
     local nccl, why = machine.nccl()
-    local use = machine.gpus() > 0 and "ranks with a card each send gradients from card to card" or
+    local use = machine.gpus() > 0 and "ranks with their own cards send gradients card to card" or
       "used where there are cards"
     line("note", "NCCL", nccl and ("%s; %s"):format(nccl, use) or why ..
       "; between cards, gradients go through the host")

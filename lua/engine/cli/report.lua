@@ -11,7 +11,7 @@ Pointing at a curve shows its values; the colours follow the reader's system, li
 the page fits a telephone. A run in progress is reported up to its last step, and one without steps
 by its ending and settings.
 
-Of several runs it writes a page that compares them: the settings that differ, steps, losses,
+For several runs it writes a page that compares them: the settings that differ, steps, losses,
 skipped steps, overflows, how each ended, and the curves of loss and loss scale over each other. It
 links to the runs' own pages that exist.
 

@@ -17,7 +17,8 @@ local EVENTS = 5              -- lines of events
 local WINDOW = 100            -- steps that the speed is measured over
 local PATIENCE = 5            -- seconds until an error of a run in progress ends the view
 
--- The progress line of a run, as the run itself shows it, and the share of its steps or nil.
+-- The progress line of a run, as the run itself shows it, and the percentage of its steps that are
+-- done, or nil if their number is unknown.
 local function progress_of(h, last)
   local since = h:query("SELECT min(step) AS step, min(elapsed) AS elapsed, sum(tokens) AS " ..
     "tokens FROM steps WHERE step > ?", last.step - WINDOW)[1]

@@ -165,8 +165,8 @@ function M.each(h, options, visit)
   end)
 end
 
---- See the top of the file. options: points (120), only, tensors (rows), from, to (steps), hists
---- (false: no exponents).
+--- See the top of the file. options: points (120), only and tensors (as in M.rows), from and to
+--- (steps), hists (false: no exponents).
 function M.read(h, options)
   local row_of, names = M.rows(h, options)
   local result = { names = names, x = {}, cells = {}, hists = {}, rows = 0, steps = {},

@@ -12,7 +12,7 @@
 --            no colour, each is drawn as a letter. Values may be missing. plot.legend names them.
 --   sparse   true: values may be missing, and are not counted
 --   log      10 or 2: a logarithmic y axis; values that are not positive are left out
---   marks    x values to mark below the curve; mark_count if there were more
+--   marks    x values to mark below the curve; mark_count: their true number, if some are left out
 --   marked   further marks, a row for each: { { name =, symbol = "s", at = { x ... }, count = } }
 --   x_name   the name of the x axis: "step"
 --   width, height   in characters; by default the width of the terminal, and 12
@@ -160,8 +160,9 @@ local function coloured(i, text)
   return ("\27[38;5;%dm%s\27[0m"):format(COLOURS[plot.style(i)], text)
 end
 
--- Several curves as one grid of texts. In colour, a cell of several curves has the dots of all and
--- the colour of the last; in letters it is a *, and edges of bands are dots.
+-- Several curves as one grid of texts. In colour, a cell that several curves share has the dots of
+-- all of them and the colour of the last. In letters, such a cell is a *, and the edges of bands
+-- are dots.
 local function merged(curves, grids, edges, colour)
   local grid = {}
   for row = 1, #grids[1] do
@@ -353,7 +354,7 @@ function plot.draw(options)
 end
 
 --- Loss and loss scale of a run, as one text. rows: { step, loss, scale, overflow } each;
---- rows.overflows: their total, if the rows hold only some of the steps.
+--- rows.overflows: the number of overflows, if the rows hold only some of the steps.
 function plot.run(rows, options)
   if type(rows) ~= "table" then
     error("plot.run: expected a list of rows, as trainer:run().rows, got " .. tostring(rows), 2)

@@ -86,8 +86,9 @@ local function duration(seconds)
   return ("%d d %d h"):format(seconds / 86400, seconds / 3600 % 24)
 end
 
--- The name of the layer whose gradients came nearest to the top of their format, its distance in
--- bits, the largest number of columns with inf or nan, and the layer's formats.
+-- The layer with the most columns of inf or nan or, if no layer has any, the layer whose gradients
+-- came nearest to the top of their format: its name, the distance in bits, the number of those
+-- columns (nil for none), and its formats.
 local function nearest_layer(l)
   local name, room, bad, formats
   for k = 1, #l.names do
@@ -216,8 +217,8 @@ local function curve_sections(h, info, l)
   local scaled = info.precision == nil or c.scale.max[1] ~= 1 or c.scale.max[#c.x] ~= 1
     or overflowed or #shadows > 0
   local _, underflow = curves.range(c, "underflow")
-  local band = c.width > 1 and ("The line is the mean of %s steps, the band spans from their " ..
-    "least to their largest value."):format(grouped(c.width)) or nil
+  local band = c.width > 1 and ("Each point is the mean of %s steps; the band spans from the " ..
+    "smallest to the largest value in those steps."):format(grouped(c.width)) or nil
   local top = l.format.top < 64 and { { l.format.limit, l.format.name .. " ends" } } or nil
   local loss = curve("loss", { height = 210, first = "training",
     series = #evaluations > 0 and { { points = evaluations, name = "evaluation" } } or nil })

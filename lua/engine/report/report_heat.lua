@@ -89,9 +89,9 @@ local NONE = { shape = '<rect class="none" width="24" height="12"/>', text = "no
 local BAD = { shape = '<path class="bad" d="M8 0h8v12h-8z"/><path class="bar" d="M8 6h8"/>',
   text = "inf or nan" }
 
--- A map. o: kind, title, legend, n rows of `row` pixels, their names, columns, cells (data for the
--- script), paths, texts; hatched: its background. Returns HTML and the script's data: o's cells and
--- sizes, and `data`.
+-- Draws a map. o: kind, title, legend; n (the number of rows), row (their height in pixels), names
+-- (of the rows), columns, cells (data for the script), paths, texts, hatched (whether the
+-- background is). Returns HTML, and the script's data: `data` with o's cells and sizes.
 local function map(o, data)
   local height = o.n * o.row
   local behind = o.hatched and ('<rect class="none" width="100%%" height="%s"/>'):format(f(height))

@@ -159,8 +159,8 @@ function M.compare(list, names, options)
     return M.write(table.concat(run_names, ", "), panels, options), c.notes
   end
   local parts = { M.drawn(panels, width, options.height) }
-  parts[2] = options.group and show.wrap("a line is the mean of a group's runs where all have a " ..
-    "value, the dots beside it are one standard deviation away", width) or nil
+  parts[2] = options.group and show.wrap("a line is the mean of a group's runs, where all of " ..
+    "them have a value; the dots beside it are one standard deviation away", width) or nil
   parts[#parts + 1] = span_note(c, "each column of dots is the mean of %s steps", width)
   return text_of(table.concat(parts, "\n\n"), { curves = c }), c.notes
 end
@@ -187,8 +187,8 @@ local function summary(l, k)
 end
 M.layer_summary = summary
 
--- The note at the end of a layer's row: the distance of its largest gradient from the top, and the
--- loss at the bottom.
+-- The note at the end of a layer's row: its largest gradient, the distance of that from the top of
+-- the format, and the share of subnormal gradients.
 local function note(l, k)
   local s = summary(l, k)
   local parts = {}
