@@ -148,8 +148,8 @@ describe("lagged updates", function()
       assert.same(want, late:weights(2))
       plain:free()
       late:free()
-      -- after a restart the caller's t counts: weights and moments of an earlier update, restored
-      -- into the same optimizer
+      -- After a restart the caller's t counts. Here the weights and moments of an earlier update
+      -- are restored into the same optimizer.
       local set = fresh()
       updated(set, 1, 2, SIZES)
       local kept = { (set:weights(2)), (sets.read(set:moment(1, 2))),

@@ -69,7 +69,8 @@ describe("vector functions (" .. table.concat(SETS, ", ") .. ")", function()
     it(("%s is within %g ulp"):format(name, bound),
       function() compare(name, inputs(), nil, within_ulp(bound)) end)
   end
-  -- the floors: below 1e-30 the factor of x is subnormal; the tanh form cancels in double, too
+  -- The floors are needed because the factor of x is subnormal below 1e-30, and because the tanh
+  -- form cancels even in double.
   for name, rule in pairs { gelu = { 8, 1e-36 }, silu = { 3.5, 1e-36 },
     gelu_tanh = { 130, 2e-15 } } do
     it(("%s is within %g ulp"):format(name, rule[1]),

@@ -345,7 +345,7 @@ typedef struct asked {
   bool adds;
 } asked;
 
-/// Whether there is a scale for every row, or for every 128 numbers of one.
+/// Whether there is a scale for every row, or for every 128 numbers of a row.
 static bool has_rows(const product *p, int side)
 {
   return p->mode[side] == CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F ||
@@ -400,7 +400,7 @@ static void run(const void *what)
   const layout *a = &x->a, *b = &x->b, *c = &x->c;
   const int64_t inner = p->op[0] == CUBLAS_OP_T ? a->rows : a->columns;
   const int tc = dtype_of(c->type);
-  // the workspace must still be valid, and no other product may use it
+  // overwrites the workspace, which must still be valid and which no other product may be using
   memset(x->workspace, 0xFF, x->workspace_bytes);
   const bool hopper = card.hopper && dtype_of(a->type) >= ENG_e4m3,
              whole = card.sample == 1 && !hopper;

@@ -138,7 +138,7 @@ describe("the host", function()
     for i = 1, 11 do assert(behind[i] > 50, "step " .. i .. ": " .. behind[i]) end
   end)
 
-  it("does not wait for an optimizer whose first update is special, after that update", function()
+  it("does not wait after the first update, even if the optimizer treats that specially", function()
     local folder = helper.folder()
     local job = helper.write(folder .. "/job.lua", [[
       local engine = require "engine"
@@ -155,14 +155,14 @@ describe("the host", function()
 
   it("never waits for a captured step", function()
     local behind, others = waits("mode=lagged graph=true", 12)
-    others[13] = others[13] - 1   -- when the graph is freed
+    others[13] = others[13] - 1   -- one wait, when the graph is freed
     assert.same(NONE, others)
     for i = 1, 11 do assert(behind[i] > 10, "step " .. i .. ": " .. behind[i]) end
   end)
 end)
 
 describe("kernels", function()
-  it("compute the same bits for any order of threads, and without waits", function()
+  it("compute the same bits in any order of threads, run early or late", function()
     for _, job in ipairs { "precision=fp32 dropout=0.1", "precision=fp16 accumulate=2",
       "precision=fp8_block", "precision=bf16 mode=lagged graph=true" } do
       local want = numbers("order=forwards", "steps=3 " .. job)

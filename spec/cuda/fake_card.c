@@ -409,7 +409,7 @@ static int pack_run(const wire_run *r, int wire, int dtype, uint32_t *flags)
     memset((char *)r->packed + r->n * eng_dtype_size(wire), 0,
            (size_t)((comm_padded(r->n) - r->n) * eng_dtype_size(wire)));
   if (r->scales) memcpy(r->scales, piece + padded, (size_t)scales_bytes(r->n));
-  // element by element: finite before, inf after
+  // overflow: an element is finite before and inf after
   for (int64_t i = 0; good && there && wire == ENG_f16 && dtype != ENG_f16 && i < r->n; i++) {
     if (wire_flags((const char *)numbers + i * size, dtype, 1) == 0 &&
         wire_flags(piece + i * 2, ENG_f16, 1))
@@ -486,7 +486,7 @@ static eng_status push_wire(void *lane, wire_task what, int (*run)(fake_task *),
   if (!t) return error_set(ENG_ERR_MEMORY, "fake card: out of memory for %s", name);
   *t = what;
   if (lane) fake_lane_push(lane, &t->task, run, name);
-  else {                                  // in order with everything else: now
+  else {                                  // no lane: runs now, in order with everything else
     open_memory();
     int good = run(&t->task);
     close_memory();

@@ -53,7 +53,7 @@ describe("FP8 on the card", function()
   end)
 
   --- Mean relative error of the accumulator's sums over K against exact sums of the same codes.
-  -- `unit`: the sums' size instead; sqrt(K) for normal numbers.
+  -- `unit`: divides the errors by this size of a sum instead: sqrt(K) for normal numbers.
   local function lost(law, k, promotion, unit)
     local want = product("cpu", law, 20, k,
       { block_a = "row", block_b = "row", accumulator = "exact", dtype = "f64" })
@@ -64,7 +64,7 @@ describe("FP8 on the card", function()
     return sum / #want
   end
 
-  it("has the errors of examples/fp8_promotion.lua in long sums, few with promotions", function()
+  it("errs like examples/fp8_promotion.lua in long sums, and less with promotions", function()
     for k, expected in pairs { [1024] = 0.0152, [4096] = 0.0746, [16384] = 0.251 } do
       local all, some = lost(uniform, k, 0), lost(uniform, k, 128)
       assert(math.abs(all / expected - 1) < 0.05,

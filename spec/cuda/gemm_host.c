@@ -198,8 +198,7 @@ static void products(void)
   CHECK(through > 15000 && card.finished > 500,
         "%d products went through cuBLASLt, %d through gemm_plain", through, plain);
 
-  // Batch rows of x become rows of one product. Heads between tokens become one batch per token
-  // block.
+  // The rows of all batches of x become rows of one product.
   int64_t shape_x[] = {3, 5, 8}, shape_w[] = {8, 4}, shape_y[] = {3, 5, 4};
   tensor x = make(ENG_bf16, 3, shape_x, 0, false), w = make(ENG_bf16, 2, shape_w, 0, false),
          y = make(ENG_bf16, 3, shape_y, 0, false);
@@ -248,7 +247,7 @@ static void bias_apart(void)
   card.offered = 4;
   card.no_bias = true;
   for (int i = 0; i < 200; i++) random_linear(i);
-  // gemm_plain does K = 0
+  // gemm_plain computes the products with K = 0
   CHECK(card.plain < 60 && card.finished > 60, "%d by gemm_plain, %d finished", card.plain,
         card.finished);
 }

@@ -329,7 +329,7 @@ describe("a captured step", function()
     local graph, captured = losses(true, options(plain))
     assert.is_true(captured)
     assert.same(losses(false, options(plain)), graph)
-    -- what the captured step would read of the first batch only
+    -- batches with parts that the captured step would read from the first batch every time
     for words, shape in pairs {
       ["the field 'list', a table with tensors"] = function(batch)
         return { x = batch[1], list = batch }

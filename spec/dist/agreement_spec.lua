@@ -1,7 +1,7 @@
 -- Ranks that drift apart: a change on one rank ends the job at the next comparison, before a
 -- checkpoint is written, and the job resumes from the last one. The jobs are spec/dist/job.lua and
--- spec/dist/experts.lua, which compare the ranks after every step unless told otherwise; so do the
--- jobs of the other specs of ranks, which would show false alarms.
+-- spec/dist/experts.lua, which compare the ranks after every step unless told otherwise. Other
+-- specs of ranks use the same jobs, so a false alarm would fail them.
 local engine = require "engine"
 local helper = require "spec.helper"
 local json = require "engine.base.json"
@@ -124,7 +124,7 @@ describe("ranks that drift apart", function()
       weight)
   end)
 
-  it("are not seen where the data draws random numbers, and such a job resumes exactly", function()
+  it("are not reported when the data draws random numbers, and the job resumes exactly", function()
     for _, settings in ipairs { { "accumulate=2" }, { "mode=lagged", "precision=fp16" } } do
       local run = folder .. "/" .. #settings
       table.insert(settings, "noise=true")
@@ -138,7 +138,7 @@ describe("ranks that drift apart", function()
     end
   end)
 
-  it("are not seen where nothing differs, in the modes of an example", function()
+  it("are not reported in any mode of an example when nothing differs", function()
     for _, settings in ipairs { { "precision=fp16", "mode=lagged" },
       { "precision=fp8_block", "zero=2", "accumulate=2" },
       { "precision=bf16", "zero=1", "shadow=megatron", "dropout=0.1" },

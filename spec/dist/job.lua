@@ -8,7 +8,7 @@ local cfg = engine.config({
   steps = 6, batch = 4, accumulate = 1, precision = "fp32", wire = "own", zero = 0, run = "",
   resume = "", bucket = 0.05, clip = 0.0, dropout = 0.0,
   checkpoint_every = 0, policy = "", timeout = 60, optimizer = "adamw", width = 32, log = "quiet",
-  tied = true, lora = 0,  -- the rank of adapters (DoRA); 0: none
+  tied = true, lora = 0,  -- size r of DoRA adapters; 0: no adapters
   -- inf or nan in a gradient of one rank
   plant = "", plant_rank = 0, plant_step = 2, plant_tensor = "blocks.2.mlp.up.weight",
   -- one rank with settings that differ from the others'
@@ -17,8 +17,8 @@ local cfg = engine.config({
   swap_step = -1, swap = "", few_rank = -1, threads_rank = -1, signal = "",
   agree_every = 1, mode = "sync",
   noise = false,          -- data that draws random numbers for each batch
-  -- a change on one rank after a step: flip, moment or low (a bit of drift_tensor), lr, scale,
-  -- random, updates
+  -- what drift_rank changes after drift_step: a bit of drift_tensor (flip), of its second moment
+  -- (moment) or of its low-precision copy (low); or lr, scale, random, updates
   drift = "", drift_rank = 1, drift_step = 2, drift_tensor = "blocks.2.mlp.up.weight",
   device = "cpu",
   -- for spec/chaos.lua: the least seconds of a step, and a file in which rank 0 notes the step

@@ -12,7 +12,7 @@
 --     the checkpoint on, and the weights at the end
 --   - two ranks with two micro-batches each do the same: bit for bit in f32 (the order of sums
 --     is the same without tied weights, clipping and ZeRO-2), else losses within 1e-5 (0.1
---     with fp16 gradients, which round where sums are made); one rank: within the same limits
+--     with fp16 gradients, whose sums are rounded); one rank: within the same limits
 --   - the history has every step once
 -- Prints a line per kill and a summary; the exit code is 1 when a check fails.
 local engine = require "engine"

@@ -92,7 +92,7 @@ describe("NCCL", function()
   end)
 
   if start.there then
-    it("yields to mpirun inside a torchrun shell of one process", function()
+    it("gives way to mpirun in a shell that torchrun started as its only process", function()
       local result = start.run(2, "spec/dist/world.lua", {},
         { environment = "TORCHELASTIC_RUN_ID=x RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1" })
       assert(result.code == 0, result.err)
@@ -226,7 +226,8 @@ describe("NCCL", function()
     local began = os.time()
     local job = alone(3, JOB, { "hang_rank=1", "timeout=2", "agree_every=0" })
     assert.equal(70, job.code)
-    -- The first of ranks 0 and 2 to give up ends; the other may notice its end before its own wait.
+    -- Rank 0 or 2 gives up first. The other may notice that before its own time is over, and then
+    -- prints another message.
     assert.matches("rank [02] of 3 has waited 2 s at the sum of gradients", job.err)
     assert.not_matches("rank 1 of 3", job.err, 1, true)
     job = alone(3, JOB, { "die_rank=1", "timeout=40", "agree_every=0" })

@@ -1,7 +1,8 @@
 -- A rank of spec/dist/plantings.lua, which starts it: performs all runs planned for this number of
--- ranks (alone=1: all runs, each by this one process with the batches of all its ranks). A run
--- trains a fresh model for a few steps and puts one inf or NaN into the gradient of one parameter,
--- on one rank, in one micro-batch of one step. A run depends only on the seed and its number.
+-- ranks. With alone=1, one process performs all runs, each with the batches of all ranks of the
+-- run. A run trains a fresh model for a few steps and puts one inf or NaN into the gradient of one
+-- parameter, on one rank, in one micro-batch of one step. It depends only on the seed and its
+-- number.
 --
 -- Every rank writes OUT.RANK: a line of JSON per run with what it saw and holds. The comparison is
 -- in plantings.lua.
@@ -32,13 +33,13 @@ local AGAIN = [[return { name = "again", init = function() return { scale = 64 }
 local sizes = {}
 for n in cfg.ranks:gmatch("%d+") do sizes[#sizes + 1] = tonumber(n) end
 
--- What a policy can need that only adam and adamw have, and only without ZeRO.
+-- Needs of a policy that only adam and adamw meet, and needs that only jobs without ZeRO meet.
 local OF_ADAM = C.ENG_NEED_SPIKE_CLIP
 local WHOLE = bit.bor(C.ENG_NEED_UPDATE_NORMS, C.ENG_NEED_UPDATE_CLIP, C.ENG_NEED_LOGIT_MULS,
   C.ENG_NEED_CAPS)
 
--- Policies with their needs and the option that sets their first scale. It is kept small, so that
--- nothing overflows unless planted.
+-- Policies with their needs and the option that sets their first scale. That scale is kept small,
+-- so that nothing overflows unless planted.
 local policies = {}
 for _, name in ipairs(engine.policy.names()) do
   local policy, first = engine.policy.load(name), nil

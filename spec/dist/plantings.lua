@@ -43,7 +43,7 @@ end
 -- gradient's magnitude: a gradient that is pure rounding error (the bias of keys) then moves its
 -- weight by a full step whose direction depends on the order of sums.
 local NEAR = { sgd = 1e-5, adam = 1e-4, adamw = 1e-4, lion = 1e-4 }
-local COARSE = 0.05        -- for formats that round where sums are made
+local COARSE = 0.05        -- for formats in which sums are rounded
 
 local function same_rows(a, b)
   if #a.rows ~= #b.rows then return ("%d steps against %d"):format(#a.rows, #b.rows) end

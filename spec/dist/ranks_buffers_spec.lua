@@ -1,6 +1,6 @@
 -- Several ranks with an optimizer written in Lua: with ZeRO each rank has the buffers of whole
--- parameters, training gives the bits of a job without ZeRO, and a checkpoint resumes on any number
--- of ranks, with trainer.state. The job is spec/dist/buffers.lua.
+-- parameters, training equals a job without ZeRO bit for bit, and a checkpoint resumes on any
+-- number of ranks, with trainer.state. The job is spec/dist/buffers.lua.
 local helper = require "spec.helper"
 local json = require "engine.base.json"
 local start = require "spec.dist.start"
@@ -50,7 +50,7 @@ describe("optimizers written in Lua on several ranks", function()
           assert.is_true(rank.elements < 0.8 * plain[1].elements)
         end
         assert.equal(plain[1].elements, sum)
-        if settings[#settings] ~= "accumulate=1" then     -- else it has fewer batches
+        if settings[#settings] ~= "accumulate=1" then     -- with it, the job has fewer batches
           assert.equal(plain[1].weights, shared[1].weights)
         end
       end

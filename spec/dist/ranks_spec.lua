@@ -126,7 +126,7 @@ describe("ranks", function()
     same_with_zero(3, { "wire=bf16", "tied=false" })
   end)
 
-  it("with ZeRO-2 sum micro-batches as ranks that sum before they send", function()
+  it("with ZeRO-2, which sends every micro-batch, train as one rank does", function()
     local one = job(0, { "accumulate=6", "clip=1" })
     local two, weights = job(2, { "accumulate=3", "clip=1", "zero=2", "bucket=0.01" })
     near(one, two)
@@ -176,7 +176,7 @@ describe("ranks", function()
       local a, scale, action = numbers(one[i])
       local b, scale_b, action_b = numbers(two[i])
       assert.same({ scale, action }, { scale_b, action_b })
-      assert.is_true(math.abs(a - b) < 1e-3 * a)          -- fp16 rounds where the sum is made
+      assert.is_true(math.abs(a - b) < 1e-3 * a)          -- fp16 sums are rounded
     end
   end)
 
@@ -373,7 +373,7 @@ describe("ranks", function()
     alike(weights, 2)
   end)
 
-  it("treat a nan of one replica as all replicas', as tf_keras does", function()
+  it("treat a nan on one replica like a nan on all, as tf_keras does", function()
     local lines, weights = job(2, { "precision=fp16", "policy=tensorflow:initial_loss_scale=2",
       "plant=nan", "plant_rank=1", "plant_step=0", "steps=2" })
     assert.matches("^0 %S+ 2 skip", lines[1])
@@ -434,7 +434,7 @@ describe("ranks", function()
     alike(weights, 2)
   end)
 
-  it("receive nothing in memory whose exchange was interrupted, and communicate no more", function()
+  it("receive nothing after an interrupted exchange, and communicate no more", function()
     local script = helper.write(folder .. "/interrupted.lua", [[
       local M_ffi = require "engine.base.ffi"
       local ranks, file = require("engine").ranks, require "engine.base.file"

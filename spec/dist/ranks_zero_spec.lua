@@ -68,7 +68,7 @@ describe("ranks with ZeRO-2", function()
     assert.equal(whole, most(2, "zero=1", "width=96"))
     assert.is_true(two < 0.8 * whole, two / whole)
     assert.is_true(four < 0.55 * whole, four / whole)
-    -- Twice the layers add half of their gradients; the buffers stay the same size.
+    -- Of the gradients of additional layers, each of two ranks holds half; the buffers do not grow.
     local more, of_two = most(0, "zero=2", "width=96", "layers=6") - whole,
       most(2, "zero=2", "width=96", "layers=6") - two
     assert.is_true(of_two < 0.6 * more, of_two / more)

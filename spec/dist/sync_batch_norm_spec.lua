@@ -21,7 +21,7 @@ local model = nn.sequential { nn.sequential { nn.conv2d(2, 3, 3),
 if cfg.sync and size > 1 then nn.sync_batch_norm(model, engine.ranks.group()) end
 if cfg.checkpoint then model:checkpoint(".") end
 engine.seed(4)
-local share, batches, at = 12 / size, {}, -1    -- drawn here: in a step, ranks' numbers differ
+local share, batches, at = 12 / size, {}, -1    -- drawn here: in a step, each rank draws its own
 for i = 1, 4 do
   local offset = engine.arange(1, 12):to("f32"):view(12, 1, 1, 1)
   batches[i] = (engine.randn(12, 2, 6, 6) + offset):keep()

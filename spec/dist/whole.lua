@@ -34,7 +34,7 @@ for name, f in pairs {
   load_state = function() return model:load_state(model:state()) end,
 } do
   for _, when in ipairs { "absent", "here" } do
-    if when == "here" then w:sum():item() end          -- an operation brings it, on all ranks
+    if when == "here" then w:sum():item() end          -- an operation brings w to every rank
     local good, message = pcall(f)
     assert(not good and message:find("have divided", 1, true)
       and message:find("(zero=3)", 1, true) and message:find("trainer:whole", 1, true),
@@ -75,8 +75,8 @@ local sums = ranks.from_all(trainer:whole(function()
 end))
 assert(sums[1] == sums[2])
 
--- One rank runs an operation on weights that it holds whole, which no other rank notices at once.
--- The comparison at the end of the next step finds it.
+-- One rank alone runs an operation on a weight that it holds whole. No other rank notices at once,
+-- but the comparison at the end of the next step does.
 local parallel, found = trainer.reducer.reduction, false
 for i, p in ipairs(optimizer.list) do
   local unit, alone = trainer.reducer.units[i - 1], p.tensor.count <= 512   -- a short message

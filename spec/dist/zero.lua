@@ -16,8 +16,8 @@ engine.seed(3)
 
 -- ------------------------------------------------------------------ models
 
--- Layers registered in the order of their use and in reverse, used by rank 0 only, by the other
--- ranks only, by all ranks; and a weight that is never used.
+-- Some layers are registered in the order of their use, others in reverse. Some are used by rank 0
+-- only, some by the other ranks only, some by all ranks. One weight is never used.
 local Forked = engine.nn.class("Forked")
 
 function Forked:init(W)
@@ -86,7 +86,7 @@ options.on_step = function(t, record, verdict)
     tonumber(record.inf), verdict:what() }
   local peak = cfg.resident and record.step == 0 and io.open("/proc/self/clear_refs", "w")
   if peak then
-    peak:write("5")        -- VmHWM begins again
+    peak:write("5")        -- resets the peak, VmHWM
     cfg.resident = peak:close() ~= nil
   end
   if not cfg.ask or record.step > 1 then return end

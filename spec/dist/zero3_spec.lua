@@ -63,7 +63,7 @@ describe("ranks with ZeRO-3", function()
       assert.same(plain[1].steps, shared[1].steps, table.concat(case, " "))
       assert.equal(plain[1].weights, shared[1].weights, table.concat(case, " "))
     end
-    -- Several micro-batches are summed as by ZeRO-2, which reduces each of them.
+    -- ZeRO-3 reduces every micro-batch, as ZeRO-2 does, so their sums have the same bits.
     assert.equal(told(2, "accumulate=3", "precision=bf16", "zero=2")[1].weights,
       told(2, "accumulate=3", "precision=bf16", "zero=3")[1].weights)
   end)
@@ -86,7 +86,7 @@ describe("ranks with ZeRO-3", function()
     -- 1.8 million weights in f32 take 7.2 MB, and in bf16 half of that
     assert.is_true(held.bf16 < 0.65 * 10.8e6, held.bf16)
     assert.is_true(held.fp32 < 0.5 * 7.2e6, held.fp32)
-    -- codes of one byte where bf16 weights have two
+    -- fp8_block sends one byte per weight of a layer, bf16 two
     local function sent(precision)
       local bytes = 0
       for _, rank in ipairs(told(2, "zero=3", "width=128", "layers=4", "steps=2",
@@ -109,7 +109,7 @@ describe("ranks with ZeRO-3", function()
       return mib
     end
     local two, three = most(2), most(3)
-    -- 10.8 million weights take 62 MiB: half of them, less a block, are elsewhere
+    -- 10.8 million weights take 62 MiB, and a rank returns half of that, less one block
     assert.is_true(two == 0 or two - three > 20, two .. " " .. three)
   end)
 

@@ -80,7 +80,7 @@ describe("activations", function()
     assert.is_true(published["activation_kurtosis.1"] ~= published["activation_kurtosis.1"])
   end)
 
-  it("reach the history without a policy that needs them, and end with the option", function()
+  it("reach the history even if no policy needs them, and stop without the option", function()
     local folder = helper.folder()
     train { activations = "^2$", run = folder .. "/r" }
     assert.is_nil(published["activation_amax.1"])

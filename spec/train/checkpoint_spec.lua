@@ -151,7 +151,7 @@ describe("a checkpointed module", function()
     y:sum():backward()
   end)
 
-  it("reads what it read before, or backward says that it changed", function()
+  it("must find its inputs unchanged, or backward says that one was modified", function()
     local net = blocks(function(m, x) return x:linear(m.weight):exp() end)
     local x = engine.randn { 8, 4 }
     local loss = net(x):sum()

@@ -72,7 +72,7 @@ describe("lagged training", function()
     return trainer, lr
   end
 
-  it("keeps records in step after a step that failed", function()
+  it("gives each step its own record after a step that failed", function()
     local trainer, lr = by_hand()
     local t, losses = trainer("lagged"), {}
     local computed = {}
@@ -145,8 +145,8 @@ describe("lagged training", function()
     options.steps, options.resume = 24, "auto"
     local second = train(options)
     for step = 17, 22 do assert.equal(whole.loss[step], second.loss[step]) end
-    -- And in the same process, with the optimizer that has trained meanwhile; without a checkpoint
-    -- after step 16, where records are complete.
+    -- The same in one process, with an optimizer that has trained past the checkpoint. This job
+    -- writes no checkpoint at step 16, where records would be complete.
     options.run, options.resume, options.of = nil, folder .. "/whole/checkpoints/step-00000008",
       trainer
     local third = train(options)

@@ -352,14 +352,14 @@ end)
 
 -- ------------------------------------------------------------------ against the originals
 
-describe("the numbers of the original", function()
+describe("an optimizer with an original", function()
   local golden = json.decode(helper.read "spec/golden/optimizers.json")
   local runs = dofile "spec/parity/optim_runs.lua"
   local function tensor_of(key)
     return engine.tensor(golden.start[key]):view(golden.shapes[key])
   end
   for name, expected in pairs(golden.runs) do
-    it(name .. " has", helper.in_step(function()
+    it("gives the original's numbers: " .. name, helper.in_step(function()
       local list = {}
       for key in pairs(expected) do
         list[#list + 1] = { name = key, tensor = tensor_of("w." .. key):keep():requires_grad() }
@@ -382,7 +382,8 @@ describe("the numbers of the original", function()
     end))
   end
 
-  it("Muon gives embeddings, vectors and chosen groups to AdamW", function()
+  it("may leave parameters to another: Muon gives embeddings, vectors and chosen groups to AdamW",
+    function()
     engine.seed(1)
     local net = nn.sequential { nn.linear(3, 4), nn.embedding(5, 3), nn.linear(4, 2) }
     local opt = optim.muon(net, { groups = { { match = "^3", adamw = true } } })

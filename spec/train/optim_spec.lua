@@ -98,7 +98,7 @@ describe("the formula of", function()
     end
   end
 
-  it("all of them follows lr as the script sets it", function()
+  it("every optimizer follows lr as the script sets it", function()
     for kind in pairs(cases) do
       local w = vector(START)
       local opt = optim[kind]({ w }, { lr = 0.5 })

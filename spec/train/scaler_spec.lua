@@ -442,7 +442,7 @@ describe("a registered loss scaler", function()
     assert.are.same(weights(plain), weights(model))
   end)
 
-  it("gets what else the loss comes with, and may change its scale there", function()
+  it("gets the further arguments of scale(), and may change its scale in scale_loss", function()
     local given = {}
     local Entropy = { get_scale = function(self) return self.scale end, update = function() end }
     Entropy.__index = Entropy

@@ -142,7 +142,7 @@ describe("a session", function()
       function(_, _, of_d, of_g)
         for _, r in ipairs { of_d, of_g } do
           assert.equal(steps, r.step)
-          assert.equal(scale, r.scale)              -- a scale serves at once
+          assert.equal(scale, r.scale)              -- a new scale applies at once
           steps, scale = steps + 1, r.skipped and scale / 2 or scale
           if r.reason and not r.skipped then scale = scale * 2 end
         end
@@ -181,7 +181,7 @@ describe("a session", function()
       assert.same(wanted, sums(d2, g2))
       assert.same(rows(folder .. "/whole"), rows(run))
     end
-    -- checkpoints fall due at the first turn's end after so many steps
+    -- A checkpoint that falls due within a turn is written at the end of the turn.
     assert.equal(0, helper.shell("ls -d " .. folder .. "/whole/checkpoints/step-00000018").code)
   end)
 

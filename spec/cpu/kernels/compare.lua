@@ -17,7 +17,7 @@
 --   zeros     the signs of zeros must agree, too
 --   card      on a card, and in f16 and bf16: eps in the format's own units instead, for kernels
 --             that round intermediate values for the matrix units
---   pairs     the same in bf16 where the processor multiplies pairs of bf16, with `card`'s figure
+--   pairs     `card` applies on a processor that multiplies pairs of bf16, too, in bf16
 --   card_ulp  on a card: units in the last place allowed in any format, if the card's library
 --             multiplies two factors in another order
 --   fails     both raise an error that matches this pattern
@@ -203,7 +203,7 @@ local function first_difference(call, output, dtype, expected, actual, n, bound,
       local top = largest(format)
       local function shrink(x) return abs(x) == inf and (x > 0 and top or -top) or x end
       if abs(a) == inf or abs(b) == inf then a, b = shrink(a), shrink(b) end
-      -- one was infinite: the threshold lies half a unit above
+      -- One was infinite; its threshold lies half a unit above the largest number.
       if abs(a) == top and abs(b) == top and a == b then
         fine = (ulps > 0 or eps > 0)
       else

@@ -165,7 +165,7 @@ local function indices(shape, groups)
 end
 local function finite(v) return v < inf and v > -inf and math.abs(v) or 0 end
 
---- Sums of magnitudes by statistic or channel: {[k] = most}, and the number of elements of each.
+--- The largest magnitude for each statistic, and the sum of magnitudes for each channel.
 local function tops_of(x, index)
   local values, n = values_of(x)
   local tops, sums = {}, {}

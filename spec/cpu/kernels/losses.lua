@@ -75,7 +75,7 @@ generators.cross_entropy_grad = function(try)
       or float(wide, {}, "large")
     run { inputs = { logits, targets, lse, dloss }, ints = ints, floats = floats, ulp = 4,
       eps = 32, bound = function()
-      -- a probability, with the rounding error of lse, minus the target's share, times dloss
+      -- dloss times (probability - target's share); the probability has lse's rounding error
       local slopes, n = values_of(dloss)
       local top = compare.largest_of(slopes, 0, n - 1)
         / (ints[2] == 1 and shape_of(targets)[1] or 1)

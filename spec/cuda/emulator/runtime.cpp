@@ -213,8 +213,8 @@ static cudaError_t push(CUstream_st *s, const char *what, std::function<void()> 
   return sticky == cudaSuccess ? cudaSuccess : failed(sticky);
 }
 
-/// Whether a stream is being captured, which the current call does not allow; the capture is then
-/// lost.
+/// For calls that are not allowed during a capture: whether the stream is being captured. If so,
+/// the capture is lost.
 static bool spoils(CUstream_st *s)
 {
   if (!s->capture) return false;
@@ -457,7 +457,7 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t *out, unsigned)
 cudaError_t (cudaEventCreate)(cudaEvent_t *out) { return cudaEventCreateWithFlags(out, 0); }
 cudaError_t cudaEventDestroy(cudaEvent_t e)
 {
-  if (e->on) drain(e->on, e->ticket);   // its mark is not written yet
+  if (e->on) drain(e->on, e->ticket);   // the stream still has to mark the event
   delete e;
   return cudaSuccess;
 }

@@ -230,7 +230,7 @@ static int turn(int i, int n, uint64_t salt)
 {
   if (set().order == FORWARDS) return i;
   if (set().order == BACKWARDS) return n - 1 - i;
-  // odd steps for powers of two; for other sizes any starting point
+  // shuffled: an odd step if n is a power of two, otherwise another starting point
   uint64_t step = (salt * 0x9E3779B97F4A7C15u >> 33) % (uint64_t)n;
   if ((n & (n - 1)) == 0) return (int)(((uint64_t)i * (2 * step + 1) + salt) % (uint64_t)n);
   return (int)(((uint64_t)i + step) % (uint64_t)n);
@@ -253,7 +253,7 @@ static void nobody_ready(void)
       if (threads[i].state == AT_BLOCK) threads[i].state = READY;
     return;
   }
-  // exchanges whose missing members have returned in the meantime
+  // completes exchanges whose missing members have returned in the meantime
   for (int i = 0; i < n_threads; i++) {
     thread *t = &threads[i];
     const int warps = t->state == AT_WARPGROUP ? WARPGROUP / WARP : 1;
@@ -387,7 +387,7 @@ void copy_start(void *to, const void *from, uint32_t bytes, bool there)
   shared_offset(to);
   if (now->copies.empty()) now->copies.emplace_back();
   now->copies.back().push_back({to, there ? from : nullptr, bytes});
-  memset(to, 0xFF, bytes);   // until the copy is waited for
+  memset(to, 0xFF, bytes);   // NaN until the copy is waited for
 }
 
 void copy_close(void)
@@ -409,7 +409,7 @@ void copy_finish(int left)
 }
 
 struct asked { product what; void (*run)(const product &); };
-// in flight per warpgroup, like copies
+// The products in flight of each warpgroup, in groups like copies.
 static std::vector<std::vector<asked>> products[MOST_THREADS / WARPGROUP];
 
 static std::vector<std::vector<asked>> &own_products(void)
