@@ -100,7 +100,7 @@ for name, columns in pairs(TABLES) do
   TABLES[name] = list
 end
 table.sort(names)
--- a damaged step is the likeliest to matter
+-- damage to the table of steps is the most likely to matter
 for _ = 1, 4 do names[#names + 1] = "steps" end
 
 local VALUES = { "NULL", "'text'", "''", "x'00ff'", "zeroblob(300)", "-1", "0", "7", "-9e999",

@@ -192,7 +192,7 @@ function plans.rms_norm_grad()
   return { float(s), chance(60) and float { s[#s] } or false, float(outer(s)), float(s) },
     { float_number(), draw(2) }, {}, 2
 end
--- with a residual: `branch` belongs to x, `dsum` to dy
+-- A norm's plan with one more input: `branch` of x's shape, or, for a gradient, `dsum` of dy's.
 local function added(plan, at, more)
   return function()
     local inputs, ints, floats, n_out = plan()

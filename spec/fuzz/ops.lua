@@ -244,7 +244,7 @@ local function compare_card(name, number)
   for k, one in pairs(values[1]) do
     local tolerance = EXACT[name] and 0 or precision
       and PRECISION[precision == "fp16" and "f16" or "bf16"] or PRECISION[one.dtype] or 0
-    -- For outputs from the second on: an entropy is a difference of numbers near 1.
+    -- Attention's entropy, its third output, is a difference of numbers near 1.
     local least = name == "attention" and k == 4 and 1 or 0
     local text = difference(one.numbers, values[2][k].numbers, one.n, tolerance, least)
     if text then

@@ -65,7 +65,7 @@ describe("the modules of engine.nn", function()
 end)
 
 describe("a sum that is left open", function()
-  it("is computed by an unchanged norm, else before it", helper.in_step(function()
+  it("is computed by a norm, or before a norm that has another forward", helper.in_step(function()
     local x, branch = engine.randn(3, 8), engine.randn(3, 8)
     local norm, other = nn.rms_norm(8), nn.rms_norm(8)
     rawset(other, "forward", function(self, y) return nn.rms_norm.forward(self, y) end)
@@ -80,7 +80,7 @@ describe("a sum that is left open", function()
     end
   end))
 
-  it("adds numbers and shapes that broadcast at once", helper.in_step(function()
+  it("is computed at once if a term is a number or broadcasts", helper.in_step(function()
     local x = engine.randn(3, 8)
     for _, branch in ipairs { 2, engine.randn(8) } do
       local sum = fuse.sum(x) + branch

@@ -221,7 +221,7 @@ describe("load_model", function()
     assert.same(both, model:generate({ prompt, { 1 } }, { max_tokens = 3, stop = {}, seed = 1 }))
   end)
 
-  it("takes a width that heads of their own width do not divide", function()
+  it("takes a width that head_dim does not divide", function()
     local model = engine.new_model { model_type = "mistral", hidden_size = 18, head_dim = 4,
       num_attention_heads = 4, num_key_value_heads = 2, num_hidden_layers = 1,
       intermediate_size = 8, vocab_size = 9 }
@@ -230,7 +230,7 @@ describe("load_model", function()
     assert.equal(3, #model:generate({ 1 }, { max_tokens = 2 }))
   end)
 
-  it("generates with one row a token, and one more for the dtypes", function()
+  it("embeds each token once when it generates, and one more to find the dtypes", function()
     local model = engine.load_model(variant("llama"))
     local rows, forward = 0, model.embed.forward
     rawset(model.embed, "forward", function(self, ids)

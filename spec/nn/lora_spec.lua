@@ -152,7 +152,7 @@ describe("nn.lora", function()
     assert.equal(2, again.blocks[1].mlp.up._lora.scale)
   end)
 
-  it("saves and loads under names of the caller's", function()
+  it("saves and loads under names that the caller chooses", function()
     local model = nn.lora(tiny(), { dora = true })
     train(model, 3)
     local function names(path) return "model." .. path end
@@ -169,7 +169,7 @@ describe("nn.lora", function()
     end
   end)
 
-  it("divides layers that are several of Hugging Face's, and joins them", function()
+  it("divides a layer that is several layers of Hugging Face's, and joins them again", function()
     local function llama()
       engine.seed(3)
       return nn.llama { vocab = 32, context = 8, width = 32, heads = 4, kv_heads = 2, layers = 1,

@@ -7,9 +7,9 @@ limit.
 
 torch's Muon computes Newton-Schulz steps in bf16, where another order of sums moves a result by a
 whole bf16. So its own code runs with f32 in place of bf16, and once as it is, with a wider limit.
-The cosine of pytorch_optimizer's SPAM is a step ahead of the authors', so it runs with theirs. Its
-StableSPAM counts a reset differently for each tensor, so resets are compared with the authors' rule
-as restated here.
+The cosine of pytorch_optimizer's SPAM is a step ahead of the authors', so that SPAM runs with the
+authors' cosine. The package's StableSPAM counts a reset differently for each tensor, so resets are
+compared with the authors' rule as restated here.
 
 Without a package its rows are left out. With --golden FILE it writes a short run of the originals,
 which lua_optim_spec.lua compares with: spec/golden/optimizers.json.

@@ -1,12 +1,13 @@
 -- The engine's side of stability.py: reads a file of cases, one JSON object a line (policy,
--- options, steps), and prints a line for each step. Steps are [loss, norm, inf, nan], and give the
--- action, the clip and the logged numbers; for fp8_lm they are [amax, clipped], and give the amax
--- that scales the tensor. For adagc they are the norms of two tensors, and give the factors on
--- their gradients. For update_clip the first is the norm of the update, and gives the factor on it.
--- For spam they count for nothing, and give the factor on the rate, whether moments are reset, and
--- the threshold. For stable_spam they are the gradients of two tensors with one element each, and
--- give what the update reads of them, whether moments are reset, and the number for bias
--- corrections.
+-- options, steps), and prints a line for each step. A step is [loss, norm, inf, nan], and its line
+-- has the action, the clip and the logged numbers. Other policies have other steps and lines:
+--   fp8_lm        [amax, clipped] -> the amax that scales the tensor
+--   adagc         the norms of two tensors -> the factors on their gradients
+--   update_clip   the norm of the update first -> the factor on the update
+--   spam          numbers that nothing reads -> the factor on the rate, whether moments are reset,
+--                 and the threshold
+--   stable_spam   the gradients of two tensors with one element each -> what the update reads of
+--                 them, whether moments are reset, and the number for bias corrections
 local json = require "cjson"
 local engine = require "engine"
 local ffi = require "ffi"

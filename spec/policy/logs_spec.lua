@@ -129,7 +129,7 @@ describe("what a policy logs and prints in a run", function()
   end)
 end)
 
-it("policies of FP8 layers log and print like others; a name that is taken gets theirs before it",
+it("policies of FP8 layers log and print like others, and prefix their name to a log's taken name",
   function()
   local function fp8(name, body)
     return { file = name .. ".lua", source = ([[return { name = "%s", kind = "fp8",

@@ -51,7 +51,7 @@ describe("patterns in a policy", function()
     end
   end)
 
-  -- LuaJIT built with the 5.2 extensions answers nil here; policies do so nowhere.
+  -- LuaJIT built with the 5.2 extensions answers nil here; policies never do.
   it("match the empty text after the end", function()
     assert.are.equal(4, decide(with("return { scale = string.find('abc', '', 10) }")).scale)
   end)

@@ -1,8 +1,8 @@
--- The policies that guard updates (zclip, skip_step, norm_skip, rerun; what all have in common also
--- with adagc, update_clip, spam, stable_spam and qk_clip) and fp8_lm: traces with numbers worked
--- out here, first steps, zeros, NaN and overflow, resuming at any step, live runs.
--- spec/parity/stability.py compares them with the originals; update_policies_spec.lua has what acts
--- on the update.
+-- The policies zclip, skip_step, norm_skip and rerun, which guard updates, and fp8_lm: traces with
+-- numbers worked out here, first steps, zeros, NaN and overflow, resuming at any step, live runs.
+-- What all guards have in common is also tested with adagc, update_clip, spam, stable_spam and
+-- qk_clip; the rest of these is in update_policies_spec.lua. spec/parity/stability.py compares the
+-- policies with the originals.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local helper = require "spec.helper"
@@ -187,7 +187,7 @@ describe("policy zclip", function()
     assert.are.equal(2, run({ skip_update_on_spike = true }, 10, 2)[6].log.mean)
   end)
 
-  it("limits every norm, also at first, without telling the statistics", function()
+  it("limits every norm, also at first, and leaves its statistics unlimited", function()
     local r = run({ max_grad_norm = 1.5 }, 10, 2)
     assert.are.same(times(6, 1.5), field(r, "clip"))
     assert.are.equal(run({}, 10, 2)[6].log.mean, r[6].log.mean)
@@ -260,7 +260,7 @@ describe("policy skip_step", function()
     return list
   end
 
-  it("judges from half a window on, by the values before this one", function()
+  it("judges a value by those before it, from half a window on", function()
     local function last(n, x) return drive("skip_step", join(swing(n), { x }))[n + 1] end
     assert.are.equal("step", last(62, { loss = 1e9, norm = 1e9 }).action)
     local r = last(64, { loss = 2 + 6 * math.sqrt(64 / 63) + 1e-9, norm = 1 })
@@ -359,7 +359,7 @@ describe("policy rerun", function()
     assert.are.equal("stop", run({}, 1, 2, 4, 3, 50, 50 + 2 ^ -47)[6].action)
   end)
 
-  it("goes on after one with on_fault=step, unless the second loss is bad as well", function()
+  it("with on_fault=step goes on after a fault, unless the second loss is bad as well", function()
     local function second(x) return run({ on_fault = "step" }, 1, 2, 4, 3, 50, x)[6].action end
     assert.are.same({ "step", "skip", "skip" }, { second(2.5), second(60), second(nan) })
   end)
@@ -371,7 +371,7 @@ describe("policy rerun", function()
     assert.are.same({ 65536, 32768 }, { r[5].scale, r[6].scale })
   end)
 
-  it("expects no second result where the step was updated after all", function()
+  it("expects no second result if the weights were updated despite its retry", function()
     local p = engine.policy.load("rerun", { samples = 3 })
     local record = M_ffi.new("eng_record")
     local actions = {}

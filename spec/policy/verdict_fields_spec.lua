@@ -69,7 +69,7 @@ describe("a verdict", function()
     made.fails(policy_with("record.update_norm", ""), "")
   end)
 
-  it("refuses heads that publish no logit, by example", function()
+  it("refuses heads that publish no logit, and names one that does", function()
     local p = policy_with("{ scale = 8, logit_muls = { ['attn.5'] = 0.5 } }", '"logit_muls"')
     p:signal("logit_max.attn.4", 1)
     made.fails(p, "'logit_muls' for the unknown head 'attn.5'; heads are named like 'attn.4'")

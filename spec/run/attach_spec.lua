@@ -141,7 +141,7 @@ describe("engine attach", function()
     assert.equal(0, C.eng_file_kind(run .. "/attach.sock"))
   end)
 
-  it("pauses and steps; a pause ends when its client leaves, unless it is to stay", function()
+  it("pauses and steps; a pause ends when its client leaves, except with stay = true", function()
     local run = folder .. "/run"
     local pid = start(run)
     local result = attach(run, "run:pause()", "a = run:status().step", "run:step(5)",
@@ -281,7 +281,7 @@ describe("the socket", function()
     assert.matches("expected a JSON object", second.receive())
     assert.matches("there is no command 'fly'", second.receive())
     assert.matches("there is no command 'nil'", second.receive())
-    -- entries that are not ids are left out
+    -- the reply leaves out an id that is neither a string nor a number
     second.send('{"do":"status","id":null}\n{"do":"status","id":{"$pairs":[[[1],2]]}}\n')
     for _ = 1, 2 do assert.matches('"ok":', second.receive()) end
     for _, client in ipairs(nine) do client.leave() end

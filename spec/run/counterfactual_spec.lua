@@ -44,7 +44,7 @@ describe("a step at another scale", function()
     end
   end)
 
-  it("is a bound at a smaller scale than one that overflowed, unless the loss was lost", function()
+  it("is a bound below a scale that overflowed, unless the loss itself was inf or nan", function()
     local around = { around = function() return 40 end }     -- 40960 at the record's scale
     assert.same({ "good", "bound" }, { moved(record(60000, true), 0.25, around) })
     around = { around = function() return 400 end }
@@ -54,7 +54,7 @@ describe("a step at another scale", function()
     assert.equal("exact", select(2, moved(record(60000, true, 0 / 0), 2 ^ -30)))
   end)
 
-  it("decides by fp16 gradients only, and knows when a history does not tell them", function()
+  it("overflows by fp16 gradients only, and is a bound if a history does not tell them", function()
     local r = record(30000, false)
     r.amax_f16 = 10                                          -- the larger gradient is in f32
     assert.same({ "good", "hidden" }, { moved(r, 4) })
@@ -66,14 +66,15 @@ describe("a step at another scale", function()
     assert.same({ "good", "hidden" }, { moved(r, 4, { format = formats.of "bf16" }) })
   end)
 
-  it("asks more of a sum of micro-batches, and of layers with scales of their own", function()
+  it("is harder to know for a sum of micro-batches, and for layers with scales of their own",
+    function()
     assert.same({ "overflow", "bound" }, { moved(record(30000, false), 4, { accumulate = 4 }) })
     assert.same({ "overflow", "exact" }, { moved(record(30000, false), 16, { accumulate = 4 }) })
     assert.same({ "overflow", "bound" }, { moved(record(30000, false), 1, { reach = 1e6 }) })
     assert.same({ "good", "bound" }, { moved(record(30000, false), 1, { reach = 10 }) })
   end)
 
-  it("is only estimated where the policy reads what is only estimated", function()
+  it("is a bound if the policy reads statistics that are estimated", function()
     assert.equal("exact", (select(2, moved(record(100, false), 0.5, { needs = C.ENG_NEED_AMAX }))))
     assert.equal("bound", (select(2, moved(record(100, false), 2 ^ 12,
       { needs = C.ENG_NEED_AMAX }))))

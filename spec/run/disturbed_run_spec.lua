@@ -261,7 +261,7 @@ describe("another run in the same directory", function()
     pipe:close()
   end)
 
-  it("whose process number is missing is an unknown one", function()
+  it("is called an unknown process if the lock holds no process number", function()
     local path, taken = folder .. "/lock", M_ffi.new("int[2]")
     M_ffi.check(C.eng_file_lock(taken, path))
     for _, text in ipairs { "", "nobody\n", "-3" } do

@@ -205,7 +205,7 @@ describe("overwritten values", function()
     end)
   end)
 
-  it("shifted by themselves behave as if copied first", function()
+  it("shifted within their own tensor behave as if copied first", function()
     local n = 300000
     local x = engine.arange(1, n, 1, "f32")
     x:slice(1, 2, n):copy(x:slice(1, 1, n - 1))
@@ -336,7 +336,7 @@ end)
 describe("memory", function()
   after_each(function() engine.memory { limit = 0 } end)
 
-  it("that ran out once serves smaller work, whatever its chunks", function()
+  it("that ran out once can be used again, in one piece as well", function()
     local function reserved()
       local sum = 0
       for _, row in ipairs(engine.memory()) do sum = sum + row.reserved end

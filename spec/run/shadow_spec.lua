@@ -169,7 +169,7 @@ describe("a shadow", function()
     assert.matches("at least 1, about 1000 of 1000", lines[3], 1, true)
   end)
 
-  it("that keeps to the run's updates is exact for as long, and its verdicts come true", function()
+  it("is exact while its updates are the run's, and those verdicts come true", function()
     local losses, skips = {}, {}
     local function keep(list) return function(_, r, v)
       table.insert(list, ("%.17g %s"):format(r.loss, v:what()))
