@@ -13,7 +13,7 @@ local FORMATS = { f16 = { digits = 11, least = -24, max = 65504, precision = "fp
   bf16 = { digits = 8, least = -133, max = (2 - 2 ^ -7) * 2 ^ 127, precision = "bf16" } }
 
 -- Errors allowed beyond one rounding, in units in the last place of the largest gradient of the
--- tensor. `plain`: outside autocast, where the output these rules read is in the low format too.
+-- tensor. `plain`: only outside autocast, where the output that the rule reads is rounded, too.
 local TWICE = {
   mlp_gelu = { units = 4, why = "two linear layers: u, h and du are rounded between them" },
   fp8_linear = { units = 4, why = "with SwiGLU before it: its output and gradient are rounded" },

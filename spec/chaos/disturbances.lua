@@ -1,10 +1,15 @@
 -- What spec/chaos.lua does to a job while it runs, and what docs/runs.md says about it.
 --
--- A kind is { fits(plan) -> whether it can happen to such a job, several: it needs several ranks,
--- draw(random, plan) -> parameters, act(job, parameters): a coroutine beside the job (process.lua),
--- disk: the run is on a disk of its own, mpirun: options for it }. act calls job:may_end(statuses,
--- ends) for what it allows, and job:wrong for what it finds wrong. A moment is { step = } or
--- { time = }: mostly a step of the run, sometimes a time, which may lie before the run or after it.
+-- A kind is a table:
+--   fits(plan)             whether it can happen to such a job
+--   several                whether it needs several ranks
+--   draw(random, plan)     returns the parameters
+--   act(job, parameters)   runs as a coroutine beside the job (process.lua)
+--   disk                   whether the run is on a disk of its own
+--   mpirun                 options for mpirun
+-- act calls job:may_end(statuses, ends) for the endings that it allows, and job:wrong for what it
+-- finds wrong. A moment is { step = } or { time = }: mostly a step of the run, sometimes a time,
+-- which may lie before the run or after it.
 local ffi = require "ffi"
 local helper = require "spec.helper"
 local process = require "spec.chaos.process"
@@ -289,7 +294,7 @@ M["policy swapped"] = {
     os.rename(new, p.plan.policy)
     if p.hangup and step > 0 then job:signal("HUP", 0) end
     job.did[#job.did + 1] = ("policy file: %s at step %d"):format(p.what, step)
-    if step == 0 then job:may_end { 1, 3 } end          -- the script may read it
+    if step == 0 then job:may_end { 1, 3 } end          -- the script may begin with it
     if job:mid() then job.swapped = p.what end
   end,
 }

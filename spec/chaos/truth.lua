@@ -73,7 +73,7 @@ function M.check(job, plan, reference)
   table.sort(allowed)
   -- mpirun's own process may crash when it is interrupted, or when its output has no reader
   if text:find(("%%[%%S+:0*%s%%] Signal"):format(job.mpirun)) then job.unknown = true end
-  if job.unknown then code = -1          -- mpirun's, which says nothing about the job
+  if job.unknown then code = -1          -- mpirun's own status says nothing about the job
   elseif not job.codes[code] and (job.ends or code ~= 0) then
     wrong("ended with %d, expected %s", code, table.concat(allowed, " or "))
   end
@@ -98,7 +98,7 @@ function M.check(job, plan, reference)
       break
     end
   end
-  -- a job that ended before its first step leaves the damage that was done before it
+  -- a job that ended before its first step has not replaced a checkpoint damaged before
   local damaged = job.damaged and job:step() == 0
   if newest_step ~= intact and not damaged then
     wrong("the checkpoint of step %d is not intact", newest_step)
@@ -124,9 +124,9 @@ function M.check(job, plan, reference)
   local may_lose = damaged or code == 5 or job.unknown and job.disk_was_full
   if how == "finished" and not whole and not may_lose then wrong("finished, but %s", summary()) end
   if how == "stopped" then
-    -- lost output counts more than a policy that failed
+    -- lost output (status 5) takes precedence over a failed policy (3)
     local failed = code == 3 or code == 5 and tostring(info.ended):find "the policy failed in"
-    -- a job that ended before its first step leaves the end of the job before it
+    -- after a job that ended before its first step, the history shows how the last one ended
     local before = job:step() == 0 and (code == 70 or code == 1 and job.disk_was_full)
     if not (job.interrupted or failed or before) then
       wrong("stopped by nothing: %s", summary())

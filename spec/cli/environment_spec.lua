@@ -46,11 +46,11 @@ describe("variables that begin with ENGINE_", function()
     assert.equal(0, result.code)
   end)
 
-  it("and are known are not", function()
+  it("and are known are not reported", function()
     assert.equal("", started("ENGINE_RANKS=off ENGINE_ISA=plain ENGINE_TEST_DEVICE=cpu").err)
   end)
 
-  it("and are switches are reported if they have another value", function()
+  it("and are switches are reported unless they are 0, 1 or empty", function()
     assert.equal("engine: ENGINE_TF32: expected 0 or 1, got 'yes', which is ignored\n",
       started("ENGINE_TF32=yes ENGINE_CUBLASLT_SEARCH=1 ENGINE_MLP_IN_ONE=").err)
     assert.equal("", started("ENGINE_RANK_TIMEOUT=5 ENGINE_CACHE=yes ENGINE_FP8_FORMULA=0").err)

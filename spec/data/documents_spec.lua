@@ -100,7 +100,7 @@ describe("data of documents", function()
     assert.equal("h|>|_", first[8])
   end)
 
-  it("encode is a function or an object, and end_token is its own", function()
+  it("encode is a function or an object, and the caller gives end_token", function()
     local path = file("a.jsonl", jsonl { "a b", "c" })
     local words = { a = 65, b = 66, c = 67 }
     local function encode(text)

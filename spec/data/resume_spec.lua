@@ -129,7 +129,7 @@ describe("resuming with a loader of the script's own", function()
     assert.same({ 1 }, read)
   end)
 
-  it("also continues the data of evaluations, unless they are others now", function()
+  it("also continues the data of evaluations, unless the data have changed", function()
     local function evaluated(steps, text)
       local held_out, seen = engine.data.text { text = text, batch = 1, context = 1,
         shuffle = false }, {}

@@ -341,7 +341,7 @@ describe("engine data tokenize", function()
     assert.matches("^usage: engine data tokenize", run("--help").out)
   end)
 
-  it("is the encode of documents, whose end token may be a text", function()
+  it("can be the `encode` of documents; then end_token may be a text", function()
     local t = open(text_of(BYTES, { pre_tokenizer = splitter(PATTERNS.gpt2) }))
     local path = helper.write(folder .. "/lines.txt", "hello\nhell\n")
     local function first(ending)

@@ -60,7 +60,7 @@ if not sanitized and helper.shell("test -f " .. CARD).code == 0
       assert.equal("true\ntrue\ntrue\n", ran.out)
     end)
 
-    it("has parameters that no other device accepts, and accepts no others", function()
+    it("has parameters that no other device accepts, and accepts no other's", function()
       local file = helper.folder() .. "/away.lua"
       helper.write(file, [[
         local engine, F = require "engine", require "engine.base.ffi"

@@ -215,7 +215,7 @@ describe("FP8 quantizers", function()
     assert.equal(2 * fp8.quantize(x).scale:item(), fp8.quantize(x, { margin = 1 }).scale:item())
     assert.equal(2 ^ -1, fp8.quantize(x, { rule = "deepseek", eps = 448 * 2 ^ -1,
       block = "1x1" }).scale:select(2, 1):select(1, 1):item())
-    -- not checked in a tensor, which may be on a card
+    -- a factor in a tensor is not checked, because it may be on a card
     for _, bad in ipairs { 0, -1, 1 / 0, 0 / 0 } do
       assert.error_matches(function() fp8.quantize(x, { factor = bad }) end,
         "expected factor to be a positive finite number, got [^\n]+$")

@@ -379,7 +379,7 @@ describe("training in FP8", function()
     run { precision = { base = "fp8_current",
       fp8 = { sample = 1, policy = "fp8_fallback:snr=28,pause=3" } }, steps = 8,
       on_step = function(t) on[#on + 1] = t.optimizer.fp8.list[1].on and 1 or 0 end }
-    -- e5m2 gradients have about 25 dB: out after the first step, back for the fifth
+    -- e5m2 gradients have about 25 dB: FP8 ends after the first step and is back for the fifth
     assert.are.equal("0 0 0 1 0 0 0 0", table.concat(on, " "))
   end)
 end)
@@ -441,7 +441,7 @@ describe("memory", function()
     local plain = { base = "fp8_block",
       fp8 = { layers = { { match = "%.down$", x = { keep = "swiglu" } } } } }
     local packed, codes = bytes_of "fp8_block", bytes_of(plain)
-    -- for each of 2 layers, 256 rows of 128: 1.5 bytes instead of 1 and of bf16's 2
+    -- 2 layers, 256 rows of 128 numbers: each takes 1.5 bytes, not 1 in codes and 2 in bf16
     assert.are.equal(2 * 256 * 128 * 1.5,
       codes["kept for backward"].measured - packed["kept for backward"].measured)
     local function gradients(precision)
@@ -488,7 +488,7 @@ describe("memory", function()
     y = x + 1
     flat = y:view(-1)
     loss = loss + flat:log():sum()
-    flat:done() y:done()                 -- log's rule reads it: nothing happens
+    flat:done() y:done()                 -- log's rule reads its input: nothing happens
     assert.are.equal(64, (y * 1).count)
     loss:backward()
     assert.is_true(relative(x.grad, (x:detach() + 1):exp() + 2 + 1 / (x:detach() + 1)) < 1e-6)
@@ -522,7 +522,7 @@ describe("SwiGLU in FP8", function()
     C.eng_fp8_measure(false)
     local fp8_bytes = M_ffi.new("int64_t[1]")
     C.eng_tape_bytes(fp8_bytes)
-    -- x once, and down's input: codes and a scale for each 128 of them
+    -- x once, and down's input: codes, and a scale for every 128 codes
     assert.are.equal(32 * (128 + 4 + 256 + 8), tonumber(fp8_bytes[0]))
     y:to("f32"):sum():backward()
     local want = x:detach():abs():max():item()
@@ -545,7 +545,7 @@ describe("SwiGLU in FP8", function()
       local x, fp8_bytes = engine.randn(32, 128):requires_grad(true), M_ffi.new("int64_t[1]")
       local y = engine.autocast("fp8_block", function() return mlp(x) end)
       C.eng_tape_bytes(fp8_bytes)
-      -- 32 scales each, of x transposed 128
+      -- Three copies have 32 scales each; a transposed copy of x has 128.
       assert.are.equal(3 * 32 * (128 + 4) + (case[2].keep and 4 * (128 - 32) or 0),
         tonumber(fp8_bytes[0]))
       y:to("f32"):sum():backward()
@@ -611,8 +611,8 @@ describe("SwiGLU in FP8", function()
       for i = 1, #apart do assert.is_true(apart[i] == at_once[i], name .. ": number " .. i) end
     end
   end)
-  it("writes h where it is kept in e5m6, where meters read it, and where another reader is " ..
-    "possible", with_gradient(function()
+  it("writes h if it is kept in e5m6, if meters read it, and if something else may read it",
+    with_gradient(function()
     local e5m6 = { base = "fp8_block",
       fp8 = { layers = { { match = "^down$", x = { keep = "e5m6" } } } } }
     local mlp = nn.swiglu(128, 256, {})

@@ -101,7 +101,7 @@ describe("microscaling", function()
     local x, y = engine.randn(256, 24):to("bf16"), engine.randn(256, 8):to("bf16")
     for n = 16, 128 do
       if n == 16 or n == 32 or n == 64 or n == 128 then
-        -- H by the parity of common bits, and the signs repeated
+        -- H is -1 where i and j have an odd number of common bits; the signs repeat
         local h = {}
         for i = 0, n - 1 do
           h[i + 1] = {}
@@ -123,7 +123,7 @@ describe("microscaling", function()
           assert.same(bytes(plain.q), bytes(q.q))
           assert.same(bytes(plain.scale), bytes(q.scale))
           assert.equal(plain.amax:item(), q.amax:item())
-          -- finer elements: both factors of a sum over rows, with any signs
+          -- finer elements: a product of two transformed factors is the product, with any signs
           local fine = { format = "mxint8", rule = "rceil", transposed = true, hadamard = n,
             signs = ({ 0, "none", 7 })[n % 3 + 1] }
           local a = engine.mx.quantize(x, fine).transposed

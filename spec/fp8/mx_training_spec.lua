@@ -143,7 +143,7 @@ describe("a linear layer under microscaling", function()
       local sites = whole.optimizer.fp8
       assert.equal(0, sites.policies[1]:failures())
       local high = tostring(sites):find("now in high precision", 1, true) ~= nil
-      assert.equal(base ~= "mxfp8", high)             -- 4 bits fall below its signal-to-noise ratio
+      assert.equal(base ~= "mxfp8", high)             -- 4 bits are too noisy for the policy
     end)
   end
 
@@ -161,7 +161,7 @@ describe("a linear layer under microscaling", function()
       assert.equal(0, whole.optimizer.fp8.policies[1]:failures())
       trained("nvfp4", 3, folder .. "/run", nil, fp8)
       assert.same(weights(whole), weights(trained("nvfp4", 5, folder .. "/run", nil, fp8)))
-      if policy:find("^layer") then                  -- after two steps on the ladder, down again
+      if policy:find("^layer") then                  -- down again after 3 steps
         assert.is_nil(tostring(trained("nvfp4", 3, nil, nil, fp8).optimizer.fp8):find("rung 1"))
       end
       helper.remove(folder)

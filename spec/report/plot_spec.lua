@@ -54,7 +54,7 @@ describe("plot", function()
     assert.matches("\n +× *\n +s *\n +=\n", text)
   end)
 
-  it("puts a single step in the middle, and no step between two", function()
+  it("puts a single step in the middle, and no label between two neighbouring steps", function()
     local drawn = lines(plot.draw { y = { 5 }, x = { 7 }, x_name = "step", width = 40, height = 3,
       ascii = true })
     assert.matches("^ +step 7$", drawn[#drawn])

@@ -155,7 +155,7 @@ describe("a rollback", function()
       to[event.step] = require("engine.base.json").decode(event.data).to
     end
     for i, row in ipairs(rows) do
-      if to[row.step] then updates = nil end                 -- known from the row
+      if to[row.step] then updates = nil end                 -- rolled back: this row says how many
       assert.equal(i - 1, row.step)
       if updates then assert.equal(updates, row.updates) end
       updates = row.updates + (row.action == "step" and 1 or 0)

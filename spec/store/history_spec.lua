@@ -441,7 +441,7 @@ describe("a damaged history", function()
     h:close()
   end)
 
-  it("whose tables have lost their keys gives one line for what they hold then", function()
+  it("whose tables have lost their keys gives one line for values that keys exclude", function()
     local function reads(sql, pattern, method, ...)
       after(sql)
       local h = history.open(dir)

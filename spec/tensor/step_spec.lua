@@ -128,7 +128,7 @@ describe("the step", function()
       assert.equal("f32", y.dtype)
       y:sum():backward()
       assert.same({ { 4, 4 }, { 4, 4 } }, x.grad:totable())
-      if around == engine.no_grad then    -- resumed, it returns what it is given
+      if around == engine.no_grad then    -- a resumed no_grad returns what resume passes
         assert.same({ true, 7 }, { coroutine.resume(routine, 7) })
         assert.equal("dead", coroutine.status(routine))
       end
