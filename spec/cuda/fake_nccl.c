@@ -135,7 +135,7 @@ EXPORT unsigned ncclCommSplit(nccl_comm comm, int color, int key, nccl_comm *par
 {
   char name[160];
   if (color != 0 || key != comm->rank || config)
-    return refuse(INVALID_ARGUMENT, "the stand-in splits into the same ranks alone", "");
+    return refuse(INVALID_ARGUMENT, "the stand-in can only split into the same ranks", "");
   snprintf(name, sizeof name, "%.100s+%d", comm->name, comm->splits++);
   return meet(part, name, comm->rank, comm->size);
 }

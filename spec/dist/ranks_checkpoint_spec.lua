@@ -165,7 +165,7 @@ describe("checkpoints of several ranks", function()
     end
   end)
 
-  it("are read in pieces, which need not end where tensors or parts of ranks do", function()
+  it("are read in pieces, which need not end where a tensor or a rank's part ends", function()
     job(2, { "steps=2", "zero=1", "run=" .. folder .. "/run" })
     local small = helper.write(folder .. "/small.lua", [[
       local M_ffi = require "engine.base.ffi"

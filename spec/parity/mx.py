@@ -158,8 +158,8 @@ ELEMENTS = {
     "e2m1": (torch.float4_e2m1fn_x2, 6.0),
 }
 # torchao 0.18 and older differ from its later versions, from Transformer Engine and from the
-# hardware in blocks with NaN or Inf or, in even, close to it, in blocks whose scale has code 0, and in
-# rceil where a float log2 rounds to a whole number. Such blocks are left out there.
+# hardware in three kinds of blocks, which are left out for them: with NaN or Inf (under `even` also
+# close to Inf); whose scale has code 0; under `rceil`, where a float log2 rounds to a whole number.
 OLD = not hasattr(mx_tensor, "_f32_to_e8m0_rceil")
 
 
