@@ -215,8 +215,8 @@ static void fp8_matmul_one(int64_t m, int64_t n, int64_t k, const int64_t *block
           "fp8_matmul [%lld x %lld], K %lld, transposed %d %d: element %lld is %g, expected %g",
           (long long)m, (long long)n, (long long)k, ta, tb, (long long)i, got, want[i]);
   }
-  // The formula computes the accumulators that tensor cores lack. With one scale per tensor,
-  // promotion 0 selects the fast mode.
+  // The formula computes the accumulators and promotions that tensor cores lack. With one scale per
+  // tensor, promotion 0 selects the fast mode.
   for (int model = ENG_ACCUMULATE_FP32; model < ENG_ACCUMULATORS; model++)
     for (int promotion = 0; promotion <= 256; promotion += 32) {
       bool blocks = blocks_a[1] == 128,
