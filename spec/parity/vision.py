@@ -223,25 +223,32 @@ def per_step(times):
 
 
 def check_resnet(engine, folder):
+    torch.manual_seed(1)
+    state = {k: v.clone() for k, v in ResNet18(64).state_dict().items()}
     x, y = torch.randn(4 * BATCH, 3, SIDE, SIDE), torch.randint(0, CLASSES, (4 * BATCH,))
+    states = {64: state, 16: {k: v.clone() for k, v in ResNet18(16).state_dict().items()}}
     print("\nresnet18, %d steps at batch %d, %d x %d, %d threads; load %.1f" % (
         STEPS, BATCH, SIDE, SIDE, torch.get_num_threads(), os.getloadavg()[0]))
     print("precision  first 8 losses  all losses  ms engine  ms torch  ms torch nhwc  speed ratios")
     good = True
     for precision, (dtype, width) in PRECISIONS.items():
-        torch.manual_seed(1)
-        state = {k: v.clone() for k, v in ResNet18(width).state_dict().items()}
+        state = states[width]
         save_file({**state, "data.x": x, "data.y": y}, folder + "/in")
         ours = engine.ask(request="train", model=dict(classes=CLASSES, width=width), batch=BATCH,
                           precision=precision, scale=SCALE, lr=2e-4, steps=STEPS)
         losses, times, logits, after = train_torch(state, x, y, 2e-4, dtype, STEPS)
-        _, last, _, _ = train_torch(state, x, y, 2e-4, dtype, 12, True)
+        _, last, other, _ = train_torch(state, x, y, 2e-4, dtype, STEPS if dtype is None else 12,
+                                        True)
         gaps = [abs(a - b) / max(b, 0.1) for a, b in zip(ours["losses"], losses)]
         early, apart = max(gaps[:8]), max(gaps)
         got = load_file(folder + "/out")
         if dtype is None:
             good &= compare(got["variance"], after["layer4.1.bn2.running_var"], torch.float32) < 500
-            good &= (got["logits"] - logits).abs().max().item() < 0.02
+            # Rounding errors grow over the steps: PyTorch differs from itself in another layout.
+            own, ours_apart = ((z - logits).abs().max().item() for z in (other, got["logits"]))
+            print("fp32 logits after training: %.2g from PyTorch's; its own in another layout %.2g"
+                  % (ours_apart, own))
+            good &= ours_apart < max(0.02, 3 * own)
         good &= early <= (1e-3 if dtype is None else 0.05)
         good &= apart <= (0.02 if dtype is None else 0.3)
         engine_ms, torch_ms, last_ms = (1e3 * per_step(t) for t in (ours["times"], times, last))
