@@ -22,11 +22,14 @@ local engine = require "engine"
 local lab = require "engine.report.lab"
 
 local cfg = engine.config({ seeds = 2, steps = 150, batch = 8, context = 64, width = 64, layers = 4,
-  lr = 2e-3, recipes = "" }, { seeds = "runs of each, with seeds from 1",
+  lr = 2e-3, recipes = "", data = "", svg = "" }, { seeds = "runs of each, with seeds from 1",
   steps = "steps of each run", batch = "sequences per step", context = "bytes per sequence",
   width = "features per byte, a multiple of 32", layers = "blocks, 3 or more",
-  lr = "peak learning rate", recipes = "a Lua pattern of recipes to run beside bf16; empty: all" },
-  { count = "seeds steps batch context width layers", positive = "lr" })
+  lr = "peak learning rate", recipes = "a Lua pattern of recipes to run beside bf16; empty: all",
+  data = "a text file; empty: generated sentences (engine.lab)",
+  svg = "a file for the curves of training" },
+  { count = "seeds steps batch context width layers", positive = "lr", file = "data",
+    output = "svg" })
 if cfg.width % 32 ~= 0 or cfg.layers < 3 then
   engine.config.fail("expected a width that is a multiple of 32, and 3 or more layers, got %d " ..
     "and %d", cfg.width, cfg.layers)
@@ -39,13 +42,17 @@ local RECIPES = { "bf16", "mxfp8", "mxfp4", "nvfp4",
     dy = { format = "e2m1", rule = "floor", stochastic = true } }),
   fp4("mxfp4, nearest", "mxfp4", { dy = { format = "e2m1", rule = "rceil" } }),
   fp4("nvfp4, nearest", "nvfp4", { dy = { rule = "nvfp4", hadamard = 16 } }),
-  fp4("nvfp4, ends bf16", "nvfp4", { high_first = 1, high_last = 1 }) }
+  fp4("nvfp4, ends bf16", "nvfp4", { high_first = 1, high_last = 1 }),
+  fp4("nvfp4, forward bf16 late", "nvfp4", { policy = "forward_high_before_decay",
+    ladder = { { forward = { high = true } } } }) }
 
-local text = lab.text(120000)
-local cut = #text - 12000
+local text = lab.corpus(cfg.data, 120000)
+local cut = math.floor(0.9 * #text)
 local train_text, test_text = text:sub(1, cut), text:sub(cut + 1)
+local PLACES = math.min(20, cfg.steps)
 
-local function run(recipe, seed)
+-- Returns the held-out loss. Adds the training losses of each of PLACES parts of the run to curve.
+local function run(recipe, seed, curve)
   engine.seed(seed)
   local model = engine.nn.gpt { vocab = 256, context = cfg.context, width = cfg.width, heads = 2,
     layers = cfg.layers }
@@ -55,24 +62,29 @@ local function run(recipe, seed)
   local trainer = engine.trainer { model = model, steps = cfg.steps, clip = 1, log = "quiet",
     data = data(train_text, seed),
     optimizer = engine.optim.adamw(model, { lr = cfg.lr, decay = "matrices", precision = recipe }),
-    schedule = engine.schedule.cosine { lr = cfg.lr, warmup = math.ceil(cfg.steps / 20),
-      total = cfg.steps },
-    loss = function(m, batch) return m:loss(batch.x, batch.y) end }
+    schedule = engine.schedule.wsd { lr = cfg.lr, warmup = math.ceil(cfg.steps / 20),
+      decay = math.ceil(cfg.steps / 5), total = cfg.steps },
+    loss = function(m, batch) return m:loss(batch.x, batch.y) end,
+    on_step = function(at, record)
+      local place = math.ceil(at.steps_done * PLACES / cfg.steps)
+      curve[place] = (curve[place] or 0) + record.loss
+    end }
   trainer:run()
   return trainer:evaluate_on(data(test_text, 1), 20)
 end
 
-local rows, base, results = {}, {}, {}
+local rows, base, results, curves = {}, {}, {}, {}
 for _, recipe in ipairs(RECIPES) do
   local name = recipe.name or recipe
   if name == "bf16" or name:find(cfg.recipes) then
-    local held, apart = {}, {}
+    local held, apart, curve = {}, {}, {}
     for seed = 1, cfg.seeds do
-      held[seed] = run(recipe, seed)
+      held[seed] = run(recipe, seed, curve)
       base[seed] = base[seed] or held[seed]
       apart[seed] = 100 * (held[seed] / base[seed] - 1)
     end
     results[#results + 1] = { name = name, held = held, apart = apart }
+    curves[#curves + 1] = { name = name, values = curve }
     rows[#rows + 1] = { name, lab.mean_text(held, "%.4f"), lab.mean_text(apart, "%+.2f") .. " %" }
   end
 end
@@ -91,4 +103,13 @@ print(("Conclusion: seeds of bf16 are %.2f %% apart; %s."):format(spread, cfg.se
   and "one seed does not tell recipes apart" or #worse == 0
   and "no recipe is worse than bf16 by more in every seed"
   or "worse by more in every seed: " .. table.concat(worse, "; ")))
+if cfg.svg ~= "" then
+  local places, bf16 = {}, { unpack(curves[1].values) }
+  for i = 1, PLACES do
+    places[i] = tostring(math.floor(i * cfg.steps / PLACES))
+    for _, c in ipairs(curves) do c.values[i] = 100 * (c.values[i] / bf16[i] - 1) end
+  end
+  print(lab.svg(cfg.svg, { title = "training loss beyond bf16's, %, all seeds", x = places,
+    y = "step", series = curves }))
+end
 return results

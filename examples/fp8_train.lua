@@ -49,12 +49,7 @@ end
 
 if cfg.threads > 0 then engine.threads(cfg.threads) end
 
-local text
-if cfg.data ~= "" then
-  local file = assert(io.open(cfg.data, "rb"))
-  text = file:read("*a")
-  file:close()
-else text = lab.text(160000) end
+local text = lab.corpus(cfg.data, 160000)
 
 -- Every tenth kilobyte is held out.
 local train_text, test_text = {}, {}

@@ -137,6 +137,11 @@ describe("the FP8 laboratory", function()
     assert.equal(0, result.code, result.err)
     assert.matches("\nbf16 +[%d.]+ .-\nnvfp4, ends bf16 +[%d.]+ .-\nConclusion: .-one seed",
       result.out)
+    result = helper.run { root .. "/examples/fp4_train.lua", "seeds=1", "steps=10", "layers=3",
+      "width=32", "context=16", "batch=2", "recipes=late$", "data=" .. root .. "/README.md",
+      "svg=" .. folder .. "/late.svg" }
+    assert.matches("\nnvfp4, forward bf16 late +[%d.]+ ", result.out)
+    assert.matches("^<svg.*nvfp4, forward bf16 late.*</svg>", helper.read(folder .. "/late.svg"))
     result = helper.run { root .. "/examples/fp4_train.lua", "layers=2" }
     assert.equal(1, result.code)
     assert.matches("expected a width", result.err, 1, true)

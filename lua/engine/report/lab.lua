@@ -76,6 +76,16 @@ function M.text(bytes, seed)
   return table.concat(parts)
 end
 
+--- The text to train on: the file at `path` or, if that is empty, generated text of about `bytes`
+--- bytes.
+function M.corpus(path, bytes)
+  if path == "" then return M.text(bytes) end
+  local file = assert(io.open(path, "rb"))
+  local text = file:read("*a")
+  file:close()
+  return text
+end
+
 -- ------------------------------------------------------------------ curves
 
 --- Writes curves over named x positions into a file; values that are not finite are left out.
