@@ -24,7 +24,8 @@ local cfg = engine.config({ seeds = 3, steps = 120, batch = 8, context = 64, wid
   width = "features per byte, a multiple of 32", layers = "blocks", lr = "peak learning rate",
   variants = "a Lua pattern of variants to run beside bf16; empty: all",
   svg = "a file for the curves" },
-  { count = "seeds steps batch context width layers", positive = "lr", output = "svg" })
+  { count = "seeds steps batch context width layers", positive = "lr", output = "svg",
+    pattern = "variants" })
 if cfg.width % 32 ~= 0 or cfg.batch * cfg.context % 32 ~= 0 then
   engine.config.fail("expected a width and a batch * context that are multiples of 32, got %d "
     .. "and %d", cfg.width, cfg.batch * cfg.context)

@@ -28,8 +28,8 @@ local cfg = engine.config({ seeds = 2, steps = 150, batch = 8, context = 64, wid
   lr = "peak learning rate", recipes = "a Lua pattern of recipes to run beside bf16; empty: all",
   data = "a text file; empty: generated sentences (engine.lab)",
   svg = "a file for the curves of training" },
-  { count = "seeds steps batch context width layers", positive = "lr", file = "data",
-    output = "svg" })
+  { count = "seeds steps batch context width layers", positive = "lr", pattern = "recipes",
+    file = "data", output = "svg" })
 if cfg.width % 32 ~= 0 or cfg.layers < 3 then
   engine.config.fail("expected a width that is a multiple of 32, and 3 or more layers, got %d " ..
     "and %d", cfg.width, cfg.layers)

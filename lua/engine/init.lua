@@ -188,7 +188,8 @@ return setmetatable(engine, {
     if not part then
       local names = nearest.keys(parts)
       for name in pairs(t) do names[#names + 1] = name end
-      error(("engine has no '%s'%s"):format(tostring(key), nearest.hint(tostring(key), names)), 2)
+      error(("engine has no '%s'%s"):format(tostring(key),
+        nearest.hint(tostring(key), names, true)), 2)
     end
     if part.first then require(part.first) end
     local module = require(part[1])

@@ -99,10 +99,24 @@ describe("config", function()
       assert.is_false(good)
       assert.matches(text, tostring(why), 1, true)
     end
+    local _, cpu = pcall(config.parse, defaults(), { "precision=cpu" }, docs)
+    assert.equal("config: precision: expected one of fp32, fp16, got 'cpu'", tostring(cpu))
     local ok, problem = pcall(config.parse, defaults(), { "precision=fp61" }, docs)
     assert.is_false(ok)
     assert.equal("config: precision: expected one of fp32, fp16, got 'fp61'; did you mean 'fp16'?",
       tostring(problem))
+  end)
+
+  it("cuts long values", function()
+    local long = ("7"):rep(3000)
+    for _, argument in ipairs { "lr=" .. long .. "a", "lr=" .. long .. "=", long .. "=1", long,
+      "steps=" .. long, "precision=" .. long, "on=" .. long, "lr=1" .. (" "):rep(3000) .. "1",
+      "lr=" .. ("+"):rep(3000) } do
+      local good, why = pcall(config.parse, { lr = 1, steps = 1, precision = "a", on = true },
+        { argument }, { precision = { "", choices = { "a" } } }, { count = "steps" })
+      assert.is_false(good, argument)
+      assert.is_true(#tostring(why) < 500, tostring(why))
+    end
   end)
 
   it("checks fields against their named ranges, in a file too", function()
@@ -263,8 +277,37 @@ describe("a script with settings", function()
     local result = helper.run { script, "lrr=1" }
     assert.equal(1, result.code)
     assert.equal("", result.out)
-    assert.equal("engine: config: no field 'lrr'; did you mean 'lr'?; fields: lr steps\n",
+    assert.equal("engine: config: no field 'lrr'; did you mean 'lr'?; fields: device lr steps\n",
       result.err)
+  end)
+end)
+
+describe("a script's device", function()
+  local folder, script
+  setup(function()
+    folder = helper.folder()
+    script = helper.write(folder .. "/device.lua", [[
+      local engine = require "engine"
+      local cfg = engine.config { steps = 10 }
+      print(engine.device(), cfg.device, cfg.steps)]])
+  end)
+  teardown(function() helper.remove(folder) end)
+
+  it("is given on the command line or in a file; the later one wins", function()
+    local file = helper.write(folder .. "/a.json", '{"device": "reference", "steps": 3}')
+    assert.equal("reference\tnil\t10\n", helper.run({ script, "--device=reference" }).out)
+    assert.equal("reference\tnil\t3\n", helper.run({ script, "config=" .. file }).out)
+    assert.equal("cpu\tnil\t3\n", helper.run({ script, "config=" .. file, "device=cpu" }).out)
+  end)
+
+  it("has a hint for a misspelt field, and a line for an unknown device", function()
+    for word, text in pairs { ["devices=cpu"] = "no field 'devices'; did you mean 'device'?",
+      ["Device=cpu"] = "no field 'Device'; did you mean 'device'?",
+      ["device=zz"] = "unknown device 'zz'; devices: cpu, reference, cuda, auto" } do
+      local result = helper.run { script, word }
+      assert.equal(1, result.code)
+      assert.matches(text, result.err, 1, true)
+    end
   end)
 end)
 

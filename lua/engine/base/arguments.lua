@@ -2,6 +2,7 @@
 -- and by every function that takes a table of options.
 local M_ffi = require "engine.base.ffi"
 local nearest = require "engine.base.nearest"
+local pattern = require "engine.base.pattern"
 
 local ffi, C, check, expect, raise, value_text = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.expect,
   M_ffi.raise, M_ffi.value_text
@@ -65,6 +66,27 @@ function M.want_whole(v, name, what, least)
   end
   expect(v <= 2 ^ 53 and v >= -2 ^ 53, v, "%s: expected %s within +-2^53", name, what)
   return v
+end
+
+--- Raises an error unless v is a Lua pattern. name: the function; what: what to expect.
+function M.want_pattern(v, name, what)
+  expect(type(v) == "string", v, "%s: expected %s", name, what)
+  local problem = pattern.problem(v)
+  if problem then raise("%s: expected %s, got %s: %s", name, what, value_text(v), problem) end
+end
+
+--- Raises an error unless v is a list without holes. name: the function; what: the option; example:
+--- such a list.
+function M.want_list(v, name, what, example)
+  expect(type(v) == "table", v, "%s: expected %s to be a list, such as %s", name, what, example)
+  local count = 0
+  for _ in pairs(v) do count = count + 1 end
+  for key in pairs(v) do
+    if type(key) ~= "number" or key % 1 ~= 0 or key < 1 or key > count then
+      raise("%s: expected %s to be a list, such as %s, got a table with the field %s", name, what,
+        example, value_text(key))
+    end
+  end
 end
 
 --- The arguments of f(1, 2, 3) or of f { 1, 2, 3 } as a list, and their count. Entries may be nil.
@@ -147,7 +169,7 @@ function M.read_named(options, name, known)
   expect(type(options) == "table", options, "%s: expected a table of options", name)
   for key in pairs(options) do
     if known[key] == nil then
-      raise("%s: unknown option '%s'%s", name, tostring(key),
+      raise("%s: unknown option %s%s", name, value_text(key),
         nearest.choices(key, known, "options"))
     end
   end

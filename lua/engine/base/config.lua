@@ -10,6 +10,8 @@
 --   engine train.lua config=small.lua lr=1e-3             a file, then a field; the later one wins
 --   engine train.lua help                                 every field, its default and its text
 --
+-- Every script also takes device=NAME, on the command line or in a file, unless it has a field of
+-- that name.
 -- A field has the type of its default: number (an expression like 3e-4 or 2^15), boolean (true or
 -- false), string, or list (a,b,c). config.optional "number" declares a field without a default. A
 -- field whose text is { "...", hidden = true } is not in the help or in messages. Fields that hold
@@ -23,12 +25,14 @@
 --   share       0 to 1                              part          above 0, up to 1
 --   file        an existing file                    output        a file in an existing folder
 --   folder      a folder, or nothing yet            policy        a policy that loads
+--   pattern     a well-formed Lua pattern
 -- A default that the user does not change may be out of range. A list field with choices takes one
 -- or more of the choices.
 local expression = require "engine.base.expression"
 local files = require "engine.base.file"
 local machine = require "engine.base.machine"
 local nearest = require "engine.base.nearest"
+local pattern = require "engine.base.pattern"
 local show = require "engine.base.show"
 
 local config = {}
@@ -115,8 +119,12 @@ local function shown(fields, docs)
   return names
 end
 
+-- A value as part of a message.
+local function quoted(value) return "'" .. show.cut(tostring(value), 200) .. "'" end
+
 local function unknown(name, fields, rules, where)
-  fail("%sno field '%s'%s", where, name, nearest.choices(name, shown(fields, rules.docs), "fields"))
+  fail("%sno field %s%s", where, quoted(name),
+    nearest.choices(name, shown(fields, rules.docs), "fields"))
 end
 
 local function copy(value)
@@ -151,11 +159,11 @@ end
 local function to_number(name, text, where)
   local value, why = expression(text)
   if not value then
-    fail("%s%s: expected a number (or an expression like 3e-4 or 2^15), got '%s' (%s)", where, name,
-      text, why)
+    fail("%s%s: expected a number (or an expression like 3e-4 or 2^15), got %s (%s)", where, name,
+      quoted(text), why)
   end
   if value ~= value then
-    fail("%s%s: expected a number, got '%s', which is NaN", where, name, text)
+    fail("%s%s: expected a number, got %s, which is NaN", where, name, quoted(text))
   end
   return value
 end
@@ -165,7 +173,7 @@ local function from_text(name, field, text)
   if field.kind == "number" then return to_number(name, text, "") end
   if field.kind == "boolean" then
     local value = booleans[text:lower()]
-    if value == nil then fail("%s: expected true or false, got '%s'", name, text) end
+    if value == nil then fail("%s: expected true or false, got %s", name, quoted(text)) end
     return value
   end
   if field.kind == "string" then return text end
@@ -180,8 +188,8 @@ end
 local function from_file(name, field, value, where)
   local expected = field.kind == "list" and "table" or field.kind
   if type(value) ~= expected then
-    fail("%s%s: expected a %s, got the %s '%s'", where, name, field.kind, type(value),
-      value_text(value))
+    fail("%s%s: expected a %s, got the %s %s", where, name, field.kind, type(value),
+      quoted(value_text(value)))
   end
   if field.kind == "number" and value ~= value then
     fail("%s%s: expected a number, got NaN", where, name)
@@ -225,6 +233,10 @@ local RANGES = {
   folder = { problem = function(name)
     return files.is_file(name) and ("expected a folder, '%s' is a file"):format(name) or nil
   end },
+  pattern = { problem = function(text)
+    local problem = pattern.problem(text)
+    return problem and ("expected a Lua pattern, got %s: %s"):format(quoted(text), problem)
+  end },
 }
 
 --- The ranges by name. Modules of later folders add more: policy/policy.lua adds `policy`.
@@ -251,7 +263,7 @@ local function check_choice(name, value, choices)
   end
   local texts = {}
   for i, choice in ipairs(choices) do texts[i] = tostring(choice) end
-  fail("%s: expected one of %s, got '%s'%s", name, table.concat(texts, ", "), tostring(value),
+  fail("%s: expected one of %s, got %s%s", name, table.concat(texts, ", "), quoted(value),
     nearest.hint(tostring(value), texts))
 end
 
@@ -336,7 +348,7 @@ function config.parse(defaults, args, docs, kinds)
   for _, argument in ipairs(args) do
     local name, text = argument:match("^%-*([%w_.%-]+)=(.*)$")
     if not name then
-      fail("expected name=value, got '%s'; fields: %s", argument,
+      fail("expected name=value, got %s; fields: %s", quoted(argument),
         table.concat(shown(fields, rules.docs), ", "))
     end
     local field = fields[name] or fields[(name:gsub("-", "_"))]
@@ -403,22 +415,6 @@ end
 
 local asks_help = { help = true, ["--help"] = true, ["-h"] = true }
 
--- Every script takes device=NAME, unless it has a field of that name.
-local function choose_device(defaults, args)
-  if defaults.device ~= nil then return args end
-  local rest = {}
-  for _, argument in ipairs(args) do
-    local name = type(argument) == "string" and argument:match("^%-*device=(.*)$")
-    if name then
-      local good, message = machine.try_device(name)
-      if not good then fail("%s", message) end
-    else
-      rest[#rest + 1] = argument
-    end
-  end
-  return rest
-end
-
 -- engine.config(defaults, docs, kinds): reads the script's own arguments; `help` prints the fields
 -- and exits.
 local function from_command_line(_, defaults, docs, kinds)
@@ -429,7 +425,16 @@ local function from_command_line(_, defaults, docs, kinds)
       os.exit(0)
     end
   end
-  return config.parse(defaults, choose_device(defaults, args), docs, kinds)
+  if defaults.device ~= nil then return config.parse(defaults, args, docs, kinds) end
+  local fields = { device = config.optional "string" }     -- every script has this field
+  for key, value in pairs(defaults) do fields[key] = value end
+  local result = config.parse(fields, args, docs, kinds)
+  if result.device then
+    local good, message = machine.try_device(result.device)
+    if not good then fail("%s", message) end
+    result.device = nil
+  end
+  return result
 end
 
 return setmetatable(config, { __call = from_command_line })

@@ -2,6 +2,8 @@
 --   expression("2^15") -> 32768;  expression("2^") -> nil, "unexpected symbol near the end"
 -- The text is split into numbers, operators, brackets and the two constants, so that nothing else
 -- can run. LuaJIT then evaluates it, with the precedence of Lua.
+local show = require "engine.base.show"
+
 local NUMBERS = { "^0[xX]%x+", "^%d+%.?%d*[eE][+-]?%d+", "^%.%d+[eE][+-]?%d+", "^%d+%.?%d*",
   "^%.%d+" }
 local CONSTANTS = { inf = true, pi = true }
@@ -21,7 +23,7 @@ return function(text)
   while at <= #text do
     local token = token_at(text, at)
     if not token then
-      return nil, ("expected a number or an operator at '%s'"):format(text:sub(at))
+      return nil, ("expected a number or an operator at '%s'"):format(show.cut(text:sub(at), 40))
     end
     at = text:match("^%s*()", at + #token)
     -- Lua has no unary '+'
@@ -34,5 +36,5 @@ return function(text)
     if good and type(value) == "number" then return value end
     problem = "expected a number"
   end
-  return nil, (problem:gsub("^.*:1: ", ""):gsub("'<eof>'", "the end"))
+  return nil, show.cut(problem:gsub("^.*:1: ", ""):gsub("'<eof>'", "the end"), 100)
 end

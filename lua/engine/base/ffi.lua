@@ -111,10 +111,13 @@ function M.check(status, bare)
   M.raise(M.message())
 end
 
---- A value as text, for messages: "'text'", "5", "a table", "nothing".
+--- A value as text, for messages: "'text'" (up to 200 bytes of it), "5", "a table", "nothing".
 function M.value_text(v)
   if v == nil then return "nothing" end
-  if type(v) == "string" then return "'" .. v .. "'" end
+  if type(v) == "string" then      -- cut before a character of UTF-8, not inside it
+    return "'" .. (#v > 200 and v:sub(1, 200):gsub("[\192-\255]?[\128-\191]*$", "") .. "..." or v)
+      .. "'"
+  end
   if type(v) == "number" or type(v) == "boolean" then return tostring(v) end
   return type(v) == "cdata" and ffi.istype(M.Tensor, v) and "a tensor" or "a " .. type(v)
 end

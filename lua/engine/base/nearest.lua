@@ -59,6 +59,7 @@ end
 
 --- The nearest name, or nil when none is near (see eng_nearest in core/engine.h).
 function nearest.find(name, names)
+  if type(name) ~= "string" then return nil end
   local ours = nearest.elsewhere(name, names)
   if ours then return ours end
   local found, M_ffi = pcall(require, "engine.base.ffi")
@@ -69,9 +70,10 @@ function nearest.find(name, names)
   return list[C.eng_nearest(tostring(name), array, #texts) + 1]
 end
 
---- "; did you mean 'NAME'?", "; write ... instead", or "".
-function nearest.hint(name, names)
-  local found, instead = nearest.find(name, names), INSTEAD[tostring(name):lower()]
+--- "; did you mean 'NAME'?" or "". code: the name is one of a function or a method; the hint may
+--- then be "; write ... instead".
+function nearest.hint(name, names, code)
+  local found, instead = nearest.find(name, names), code and INSTEAD[tostring(name):lower()]
   if instead and (not found or found == "to") then return "; write " .. instead .. " instead" end
   return found and ("; did you mean '%s'?"):format(tostring(found)) or ""
 end
@@ -94,14 +96,15 @@ function nearest.guard_elsewhere(class, what)
       return nil
     end
     require("engine.base.ffi").raise("%s has no '%s'%s", what, key,
-      nearest.hint(key, nearest.keys(t)))
+      nearest.hint(key, nearest.keys(t), true))
   end })
 end
 
 --- A module in which a missing name is an error that suggests the nearest one.
 function nearest.guard(module, what)
   return setmetatable(module, { __index = function(t, key)
-    error(("%s has no '%s'%s"):format(what, tostring(key), nearest.hint(key, nearest.keys(t))), 2)
+    error(("%s has no '%s'%s"):format(what, tostring(key),
+      nearest.hint(key, nearest.keys(t), true)), 2)
   end })
 end
 

@@ -129,7 +129,7 @@ function Index:hint(name)
       end
     end
   end
-  return nearest.hint(name, names)
+  return nearest.hint(name, names, true)
 end
 
 --- An entry as text for the terminal.

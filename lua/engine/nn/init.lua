@@ -22,6 +22,7 @@ return setmetatable(nn, {
         return hf.new(all)
       end })
     end
-    error(("engine.nn has no '%s'%s"):format(tostring(key), nearest.hint(key, nearest.keys(t))), 2)
+    error(("engine.nn has no '%s'%s"):format(tostring(key),
+      nearest.hint(key, nearest.keys(t), true)), 2)
   end,
 })

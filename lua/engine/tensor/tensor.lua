@@ -195,7 +195,7 @@ ffi.metatype(Tensor, {
     for _, names in ipairs { methods, getters } do
       for name in pairs(names) do known[name] = true end
     end
-    raise("a tensor has no method '%s'%s", tostring(key), nearest.hint(tostring(key), known))
+    raise("a tensor has no method '%s'%s", tostring(key), nearest.hint(tostring(key), known, true))
   end,
   __newindex = no_assignment,
   __tostring = describe,

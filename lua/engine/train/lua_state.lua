@@ -129,7 +129,8 @@ local function guarded(t, what, known)
     if known[key] then return nil end
     local names = nearest.keys(known)
     for name in pairs(t) do names[#names + 1] = tostring(name) end
-    error(("%s has no '%s'%s"):format(what, tostring(key), nearest.hint(tostring(key), names)), 2)
+    error(("%s has no '%s'%s"):format(what, tostring(key),
+      nearest.hint(tostring(key), names, true)), 2)
   end })
 end
 
