@@ -211,9 +211,60 @@ describe("an FP8 recipe", function()
       ["x: expected a table, got 'e4m3'"] = { base = "fp8_block", fp8 = { x = "e4m3" } },
       ["{ rows, columns }, got '1x0'"] = { base = "fp8_block", fp8 = { x = { block = "1x0" } } },
       ["w: keep is only for x"] = { base = "fp8_block", fp8 = { w = { keep = "transposed" } } },
-      ["expected match to be a pattern"] = { base = "fp8_block",
+      ["match: expected a Lua pattern of module paths, got nothing"] = { base = "fp8_block",
         fp8 = { layers = { { x = {} } } } },
+      ["unknown field 1;"] = { base = "fp8_block", fp8 = { "x" } },
+      ["expected name to be a string, got a table"] = { name = {}, base = "fp8_block" },
+      ["expected base to be a string, got 3"] = { base = 3 },
+      ["expected scaled to be true or false (whether it needs a loss scale), got 'no'"] = {
+        base = "fp8_block", scaled = "no" },
     } do assert.is_truthy(message(of):find(text, 1, true), message(of)) end
+  end)
+  it("with a bad ladder is refused before a model has it", function()
+    for text, rung in pairs {
+      ["x: expected a table, got 'e5m2'"] = { x = "e5m2" },
+      ["x: unknown field 'formt'; did you mean 'format'?"] = { x = { formt = 1 } },
+      ["forward: expected a table, got true"] = { forward = true },
+      ["unknown field 'match'; fields: dgrad dy forward w wgrad x"] = { match = "mlp" },
+      ["unknown field 'high'"] = { high = true }, ["unknown field 'base'"] = { base = "mxfp8" },
+      ["mxfp8, nvfp4, got 'mxfp9'; did you mean 'mxfp"] = "mxfp9",
+      ["a table of changes or the name fp8_block, fp8_current"] = "bf16",
+      ["nvfp4, got 3"] = 3,
+    } do
+      local why = message { name = "mine", base = "fp8_current", fp8 = { ladder = { rung } } }
+      assert.is_truthy(why:find("precision 'mine': fp8: ladder[1]: ", 1, true), why)
+      assert.is_truthy(why:find(text, 1, true), why)
+    end
+    -- the core's own checks of a rung: at the start, not at the step that chooses it
+    local good, why = pcall(engine.optim.sgd, nn.sequential { nn.linear(64, 64) }, { lr = 0.1,
+      precision = { base = "fp8_current", fp8 = { ladder = { { forward = { high = true } } } } } })
+    assert.is_false(good)
+    assert.is_truthy(why:find("1: ladder[1]: ", 1, true)
+      and why:find("only microscaling's forward product", 1, true), why)
+  end)
+  it("with a map or a gap in the place of a list is refused, with an example", function()
+    for name, of in pairs { layers = { match = "mlp", x = {} }, high = { a = "b" },
+      ladder = { forward = { high = true } }, policy = { name = "fp8_delayed" } } do
+      for _, value in ipairs { of, { [2] = of }, 3 } do
+        local why = message { base = "fp8_current", fp8 = { [name] = value } }
+        assert.is_truthy(why:find("expected " .. name, 1, true), why)
+        assert.is_truthy(value == 3 or why:find("to be a list, such as {", 1, true), why)
+      end
+    end
+  end)
+  it("is a copy: changes reach neither the shipped recipe nor the given one", function()
+    local resolve = engine.precision.resolve
+    local given = { base = "fp8_current", fp8 = { x = { format = "e5m2" } } }
+    for _, recipe in ipairs { "mxfp8", "fp8_current", given } do
+      local full = resolve(recipe)
+      assert.is_true(engine.precision.same(full, resolve(recipe)))
+      full.fp8.dy.format, full.fp8.x.format, full.fp8.high[1] = "e2m1", "e2m1", "all"
+      assert.is_false(engine.precision.same(full, resolve(recipe)))
+    end
+    assert.equal("e4m3", resolve("mxfp8").fp8.dy.format)
+    assert.equal("e5m2", resolve("fp8_delayed").fp8.dy.format)
+    assert.equal("^head", resolve("fp8_block").fp8.high[1])
+    assert.equal("e5m2", given.fp8.x.format)
   end)
   it("with blocks that do not nest, or a promotion not divisible by 32, is refused by layer",
     function()

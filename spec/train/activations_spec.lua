@@ -103,7 +103,7 @@ describe("activations", function()
     end
     refused("activations: no module of the model matches activations = 'attn'", train,
       { activations = "attn" })
-    refused("expected activations to be a pattern of module names, got 3", train,
+    refused("expected activations to be a Lua pattern of module names, got 3", train,
       { activations = 3 })
     local lone = engine.nn.linear(2, 1)
     refused("needs activations: no module of the model matches", engine.trainer, { model = lone,

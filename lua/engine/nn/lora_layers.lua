@@ -174,9 +174,11 @@ end
 local function chosen(model, match)
   local all, list, taken = M.linears(model), {}, {}
   if #all == 0 then raise("nn.lora: the model has no linear layer") end
+  if type(match) == "table" then
+    arguments.want_list(match, "nn.lora", "match", '{ "attn", "mlp" }')
+  end
   for _, pattern in ipairs(match == nil and {} or type(match) == "table" and match or { match }) do
-    expect(type(pattern) == "string" and pcall(string.find, "", pattern), pattern,
-      "nn.lora: expected match to be a pattern or a list of patterns")
+    arguments.want_pattern(pattern, "nn.lora", "match to be a Lua pattern or a list of patterns")
     local found = false
     for _, l in ipairs(all) do
       if l.path:find(pattern) then found, taken[l] = true, true end

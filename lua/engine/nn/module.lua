@@ -6,6 +6,7 @@
 --   local net = Net(32); net(x)
 -- A parameter's name is the path of the assignments: "blocks.3.attn.qkv.weight".
 local M_ffi = require "engine.base.ffi"
+local arguments = require "engine.base.arguments"
 local tensor = require "engine.tensor.tensor"
 local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
@@ -310,6 +311,7 @@ function Module:checkpoint(which)
       M_ffi.value_text(which))
   end
   local pattern, found = which == "block" and "%f[^%z.]blocks%.%d+$" or which, not which
+  if pattern then arguments.want_pattern(pattern, "checkpoint", "a Lua pattern of module paths") end
   self:apply(function(module, path)
     local matches = pattern and path:find(pattern) and true or nil
     rawset(module, "_checkpoint", matches)

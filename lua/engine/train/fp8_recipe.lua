@@ -8,7 +8,8 @@ local mx = require "engine.tensor.mx"
 local nearest = require "engine.base.nearest"
 
 local ffi, C, expect, raise = M_ffi.ffi, M_ffi.C, M_ffi.expect, M_ffi.raise
-local choose = arguments.choose
+local choose, want_list, want_pattern = arguments.choose, arguments.want_list,
+  arguments.want_pattern
 
 local M = {}
 
@@ -27,7 +28,7 @@ local function known(t, fields, where)
   expect(type(t) == "table", t, "%s: expected a table", where)
   for key in pairs(t) do
     if fields[key] == nil then
-      raise("%s: unknown field '%s'%s", where, tostring(key),
+      raise("%s: unknown field %s%s", where, M_ffi.value_text(key),
         nearest.choices(key, fields, "fields"))
     end
   end
@@ -98,11 +99,10 @@ local function read_product(to, product, where, scaled)
   to.accumulator, to.promotion = number, whole(product.promotion or 128, where, "promotion")
 end
 
-local LAYER = { match = true, high = true, x = true, w = true, dy = true, forward = true,
-  dgrad = true, wgrad = true }
-local FP8 = { x = true, w = true, dy = true, forward = true, dgrad = true, wgrad = true,
-  high = true, high_first = true, high_last = true, layers = true, policy = true, sample = true,
-  ladder = true }
+local FIELDS = { x = true, w = true, dy = true, forward = true, dgrad = true, wgrad = true }
+local LAYER = arguments.merged(FIELDS, { match = true, high = true })
+local FP8 = arguments.merged(FIELDS, { high = true, high_first = true, high_last = true,
+  layers = true, policy = true, sample = true, ladder = true })
 
 --- The fields of each role and product of the layer at `path`: those of the table `fp8`, overridden
 --- by every matching entry of `layers`. Returns false for high precision. blocks: the number of
@@ -112,8 +112,8 @@ function M.layer(fp8, path, blocks)
   if block and (block <= (fp8.high_first or 0) or block > blocks - (fp8.high_last or 0)) then
     return false
   end
-  for _, pattern in ipairs(fp8.high or {}) do
-    if path:find(pattern) then return false end
+  for _, match in ipairs(fp8.high or {}) do
+    if path:find(match) then return false end
   end
   local layer = {}
   for _, name in ipairs(M.fields) do layer[name] = fp8[name] or {} end
@@ -146,47 +146,61 @@ function M.structure(layer, where)
   return recipe
 end
 
---- Raises an error if `fp8` is not a valid table; `where` begins the message.
-function M.check(fp8, where)
-  known(fp8, FP8, where)
-  for _, list in ipairs { "high", "layers" } do
-    expect(fp8[list] == nil or type(fp8[list]) == "table", fp8[list],
-      "%s: expected %s to be a list", where, list)
-  end
-  for _, pattern in ipairs(fp8.high or {}) do
-    expect(type(pattern) == "string" and pcall(string.find, "", pattern), pattern,
-      "%s: high: expected patterns of module paths", where)
-  end
-  local layer = {}
+-- The fields of `layer` with the changes of the table `over`.
+local function changed(layer, over, where)
+  local own = {}
   for _, name in ipairs(M.fields) do
-    expect(fp8[name] == nil or type(fp8[name]) == "table", fp8[name],
+    expect(over[name] == nil or type(over[name]) == "table", over[name],
       "%s: %s: expected a table", where, name)
-    layer[name] = fp8[name] or {}
+    own[name] = arguments.merged(layer[name], over[name])
   end
-  M.structure(layer, where)
+  return own
+end
+
+--- The core's recipes of a layer: its own, and one for each rung of `ladder`. A rung is the name of
+--- a recipe or changes to the layer's fields. named: the `fp8` tables of recipes by name.
+function M.rungs(fp8, layer, named, where)
+  local list = { M.structure(layer, where) }
+  for i, rung in ipairs(fp8.ladder or {}) do
+    local at, changes = ("%s: ladder[%d]"):format(where, i), type(rung) == "table"
+    if changes then known(rung, FIELDS, at) end
+    list[i + 1] = M.structure(changes and changed(layer, rung, at)
+      or changed({}, choose(named, rung, at, "a table of changes or the name"), at), at)
+  end
+  return list
+end
+
+local EXAMPLES = { high = '{ "^blocks%.1%." }', ladder = '{ "mxfp8", { x = { format = "e5m2" } } }',
+  layers = '{ { match = "mlp", x = { format = "e5m2" } } }', policy = '{ "fp8_delayed" }' }
+local PATTERN = "a Lua pattern of module paths"
+
+--- Raises an error if `fp8` is not a valid table; `where` begins the message. named: as in rungs().
+function M.check(fp8, named, where)
+  known(fp8, FP8, where)
+  local policy = fp8.policy
+  expect(policy == nil or type(policy) == "string" or type(policy) == "table", policy,
+    "%s: expected policy to be a name or a list of names", where)
+  for _, name in ipairs { "high", "ladder", "layers", "policy" } do
+    local file = name == "policy" and (type(policy) == "string"
+      or policy and (policy.source or policy.decide))
+    if fp8[name] ~= nil and not file then want_list(fp8[name], where, name, EXAMPLES[name]) end
+  end
+  for i, match in ipairs(fp8.high or {}) do
+    want_pattern(match, ("%s: high[%d]"):format(where, i), PATTERN)
+  end
+  local layer = changed({}, fp8, where)
+  M.rungs(fp8, layer, named, where)
   for i, over in ipairs(fp8.layers or {}) do
     local at = ("%s: layers[%d]"):format(where, i)
     known(over, LAYER, at)
-    expect(type(over.match) == "string" and pcall(string.find, "", over.match), over.match,
-      "%s: expected match to be a pattern of module paths", at)
+    want_pattern(over.match, at .. ": match", PATTERN)
     boolean(over.high, at, "high")
-    local own = {}
-    for _, name in ipairs(M.fields) do
-      expect(over[name] == nil or type(over[name]) == "table", over[name],
-        "%s: %s: expected a table", at, name)
-      own[name] = arguments.merged(layer[name], over[name])
-    end
-    M.structure(own, at)
+    M.rungs(fp8, changed(layer, over, at), named, at)
   end
   for _, name in ipairs { "high_first", "high_last" } do
     expect(fp8[name] == nil or whole(fp8[name], where, name) >= 0, fp8[name],
       "%s: expected %s to be a number of blocks", where, name)
   end
-  expect(fp8.ladder == nil or type(fp8.ladder) == "table", fp8.ladder,
-    "%s: expected ladder to be a list of recipes", where)
-  local policy = fp8.policy
-  expect(policy == nil or type(policy) == "string" or type(policy) == "table", policy,
-    "%s: expected policy to be a name or a list of names", where)
   expect(fp8.sample == nil or whole(fp8.sample, where, "sample") >= 0, fp8.sample,
     "%s: expected sample to be a number of steps between measurements (0: none)", where)
 end

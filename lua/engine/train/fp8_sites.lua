@@ -20,26 +20,10 @@ local mx = require "engine.tensor.mx"
 local policy_files = require "engine.policy.policy"
 local precision = require "engine.train.precision"
 
-local ffi, C, check, expect, raise = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.expect, M_ffi.raise
+local ffi, C, check, raise = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.raise
 local roles = fp8_recipe.roles
 
 local M = {}
-
--- The recipes of a layer: its own, and one for each rung of `ladder`. A rung is a recipe's name or
--- changes to the layer's fields.
-local function rungs_of(fp8, layer, where)
-  local list = { fp8_recipe.structure(layer, where) }
-  for i, rung in ipairs(fp8.ladder or {}) do
-    local other, at = {}, ("%s: ladder[%d]"):format(where, i)
-    local given = type(rung) == "string" and precision.resolve(rung).fp8 or rung
-    expect(type(given) == "table", rung, "%s: expected an FP8 recipe or a table", at)
-    for _, name in ipairs(fp8_recipe.fields) do
-      other[name] = rung == given and arguments.merged(layer[name], rung[name]) or given[name] or {}
-    end
-    list[i + 1] = fp8_recipe.structure(other, at)
-  end
-  return list
-end
 
 local FACTORS = { forward = { "x", "w" }, dgrad = { "dy", "w" }, wgrad = { "dy", "x" } }
 
@@ -127,13 +111,19 @@ function M.attach(model, full)
     local layer = fp8_recipe.layer(fp8, path, blocks)
     if not layer then return end
     local where = ("precision '%s': %s"):format(full.name, path ~= "" and path or "linear")
-    local rungs = rungs_of(fp8, layer, where)
+    local rungs = fp8_recipe.rungs(fp8, layer, precision.fp8_tables(), where)
     local recipe = rungs[1]
     refuse_formula(layer, recipe, where)
     check(C.eng_fp8_site_new(number, path ~= "" and path or "linear"))
     local id = number[0]
     local holder = ffi.gc(ffi.new("int64_t[1]", id), function(x) C.eng_fp8_site_free(x[0]) end)
-    check(C.eng_fp8_site_set(id, recipe))
+    for i = #rungs, 1, -1 do     -- a bad rung is refused now and not when a policy chooses it
+      local status = C.eng_fp8_site_set(id, rungs[i])
+      if status ~= 0 and i > 1 then
+        raise("%s: ladder[%d]: %s", where, i - 1, M_ffi.message())
+      end
+      check(status)
+    end
     rawset(module, "_fp8", tonumber(id))
     rawset(module, "_fp8_site", holder)
     self.list[#self.list + 1] = { path = path ~= "" and path or "linear", id = id, holder = holder,
@@ -346,6 +336,9 @@ end
 --- amax, least (without the loss scale), range (binades), scale_min, scale_max }. match: a pattern
 --- of module paths.
 function Sites:meters(match)
+  if match ~= nil then
+    arguments.want_pattern(match, "meters", "match to be a Lua pattern of module paths")
+  end
   local rows = {}
   for _, site in ipairs(self.list) do
     for _, role in ipairs(roles) do

@@ -6,6 +6,7 @@
 --   local opt = engine.optim.adamw(model, { lr = 3e-4, weight_decay = 0.1, decay = "matrices" })
 --   opt:step()
 local M_ffi = require "engine.base.ffi"
+local arguments = require "engine.base.arguments"
 local fp8_sites = require "engine.train.fp8_sites"
 local fused_state = require "engine.train.fused_state"
 local lua_state = require "engine.train.lua_state"
@@ -101,10 +102,16 @@ local function make_groups(name, list, options, defaults)
   local base = add({}, "all")
   local plain = options.decay == "matrices" and add({ weight_decay = 0 }, "no decay") or nil
   local user = {}
+  arguments.want_list(options.groups or {}, "optim." .. name, "groups",
+    '{ { match = "bias", weight_decay = 0 } }')
   for i, group in ipairs(options.groups or {}) do
     if type(group) ~= "table" or (type(group.match) ~= "string"
       and type(group.match) ~= "function") then
       raise("optim.%s: group %d needs match = a pattern or a function(name, tensor)", name, i)
+    end
+    if type(group.match) == "string" then
+      arguments.want_pattern(group.match, ("optim.%s: group %d"):format(name, i),
+        "match to be a Lua pattern of parameter names")
     end
     user[i] = add(group, group.label or ("group " .. i))
   end

@@ -2,6 +2,7 @@
 -- and messages for what is wrong. trainer.lua and session.lua document them for users.
 local M_ffi = require "engine.base.ffi"
 local nearest = require "engine.base.nearest"
+local pattern = require "engine.base.pattern"
 local reducer = require "engine.dist.reducer"
 local renamed = require "engine.base.renamed"
 
@@ -38,6 +39,7 @@ end
 local function whole(v) return type(v) == "number" and v % 1 == 0 and v >= 1 end
 local function not_negative(v) return type(v) == "number" and v >= 0 end
 local function is(kind) return function(v) return type(v) == kind end end
+local function is_pattern(v) return type(v) == "string" and not pattern.problem(v) end
 local function path(v) return type(v) == "string" and not v:find("%z") end
 local function one_of(words)
   local set = list_of(words)
@@ -67,8 +69,8 @@ local OPTIONAL = {
   { "keep", "a whole number of 1 or more", whole },
   { "stats_every", "a whole number of 1 or more", whole },
   { "ref_every", "a whole number of 1 or more", whole },
-  { "ref_layers", "a pattern of parameter names", is "string" },
-  { "activations", "a pattern of module names", is "string" },
+  { "ref_layers", "a Lua pattern of parameter names", is_pattern },
+  { "activations", "a Lua pattern of module names", is_pattern },
   { "on_step", "a function", is "function" },
   { "state", "a table", is "table" },
   { "evaluate", "{ data = a loader, every = steps }",
@@ -106,8 +108,9 @@ end
 local function check_names(o, known)
   for key in pairs(o) do
     if not known[key] then
-      error(("%s: unknown option '%s'%s"):format(who, tostring(key), known == SESSION and KNOWN[key]
-        and "; only engine.trainer has it" or nearest.hint(tostring(key), nearest.keys(known))), 0)
+      error(("%s: unknown option %s%s"):format(who, M_ffi.value_text(key),
+        known == SESSION and KNOWN[key] and "; only engine.trainer has it"
+          or nearest.hint(key, nearest.keys(known), true)), 0)
     end
   end
 end

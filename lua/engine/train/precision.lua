@@ -120,14 +120,38 @@ local FORMATS = {
   weight_gradients = "f32 f16 bf16", norm_gradients = "f32 f16 bf16", moments = "f32 bf16",
 }
 
-local names_of = nearest.keys
-
 local function find(name)
   local found = M.recipes[name]
   if found then return found end
-  local names = names_of(M.recipes)
-  raise("there is no precision '%s'%s; precisions: %s", tostring(name),
-    nearest.hint(tostring(name), names), table.concat(names, " "))
+  raise("there is no precision %s%s", value_text(name),
+    nearest.choices(name, M.recipes, "precisions"))
+end
+
+--- The `fp8` tables of the recipes that have one, by name.
+function M.fp8_tables()
+  local tables = {}
+  for name, recipe in pairs(M.recipes) do tables[name] = recipe.fp8 end
+  return tables
+end
+
+-- A copy of a value with the plain tables in it, so that a change does not reach the original. An
+-- object (a table with a metatable) is not copied. seen: the copies made so far; a table may hold
+-- itself.
+local function copy(value, seen)
+  if type(value) ~= "table" or getmetatable(value) then return value end
+  if not seen[value] then
+    seen[value] = {}
+    for key, part in pairs(value) do seen[value][key] = copy(part, seen) end
+  end
+  return seen[value]
+end
+
+local function equal(a, b)
+  if type(a) ~= "table" or type(b) ~= "table" then return a == b end
+  for key in pairs(arguments.merged(a, b)) do
+    if not equal(a[key], b[key]) then return false end
+  end
+  return true
 end
 
 -- The formats of operations (eng_precision) under each recipe made by resolve; false: a recipe that
@@ -152,27 +176,34 @@ function M.resolve(recipe)
   elseif type(recipe) ~= "table" then
     raise("precision: expected a name or a recipe table, got %s", value_text(recipe))
   end
+  for _, field in ipairs { "name", "base" } do
+    expect(recipe[field] == nil or type(recipe[field]) == "string", recipe[field],
+      "precision: expected %s to be a string", field)
+  end
   local base = find(recipe.base or "fp32")
   local full = { name = recipe.name or "custom", scaled = base.scaled, usual_high = HYBRID.high }
-  if recipe.scaled ~= nil then full.scaled = recipe.scaled end
+  if recipe.scaled ~= nil then
+    expect(type(recipe.scaled) == "boolean", recipe.scaled,
+      "precision '%s': expected scaled to be true or false (whether it needs a loss scale)",
+      full.name)
+    full.scaled = recipe.scaled
+  end
   for role in pairs(FORMATS) do full[role] = recipe[role] or base[role] end
   if recipe.fp8 == false then full.fp8 = nil
   elseif recipe.fp8 ~= nil then
     expect(type(recipe.fp8) == "table", recipe.fp8,
       "precision '%s': expected fp8 to be a table, or false for none", full.name)
-    full.fp8 = {}
-    for key, value in pairs(base.fp8 or {}) do full.fp8[key] = value end
-    for key, value in pairs(recipe.fp8) do full.fp8[key] = value end
-    full.own_fp8 = recipe.fp8
-  else full.fp8 = base.fp8 end
+    full.own_fp8 = copy(recipe.fp8, {})
+    full.fp8 = arguments.merged(copy(base.fp8, {}), full.own_fp8)
+  else full.fp8 = copy(base.fp8, {}) end
   if full.fp8 then
-    fp8_recipe.check(full.fp8, ("precision '%s': fp8"):format(full.name))
+    fp8_recipe.check(full.fp8, M.fp8_tables(), ("precision '%s': fp8"):format(full.name))
   end
   for key, value in pairs(recipe) do
     if key ~= "name" and key ~= "base" and key ~= "scaled" and key ~= "fp8" then
       if not FORMATS[key] then
-        raise("precision '%s': unknown role '%s'%s; roles: %s", full.name, tostring(key),
-          nearest.hint(tostring(key), names_of(FORMATS)), table.concat(names_of(FORMATS), " "))
+        raise("precision '%s': unknown role %s%s", full.name, value_text(key),
+          nearest.choices(key, FORMATS, "roles"))
       end
       if not (" " .. FORMATS[key] .. " "):find(" " .. tostring(value) .. " ", 1, true) then
         raise("precision '%s': %s cannot be %s; formats: %s", full.name, key, value_text(value),
@@ -189,7 +220,7 @@ function M.same(a, b)
   for role in pairs(FORMATS) do
     if a[role] ~= b[role] then return false end
   end
-  return a.fp8 == b.fp8
+  return equal(a.fp8, b.fp8)
 end
 
 --- Runs f(...) with a recipe and returns its results. Scopes nest.

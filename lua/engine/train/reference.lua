@@ -4,6 +4,7 @@
 -- in the data. It costs time, and memory for a second set of f32 gradients. Called by the trainer
 -- for policies that need "norm_ref".
 local M_ffi = require "engine.base.ffi"
+local arguments = require "engine.base.arguments"
 local machine = require "engine.base.machine"
 local optim = require "engine.train.optim"
 local precision = require "engine.train.precision"
@@ -20,6 +21,7 @@ Reference.__index = Reference
 --- parameters to cover ("": all). Other parameters take no part in the backward pass.
 function M.new(trainer, every, layers)
   local list, spared = trainer.optimizer.list, {}
+  arguments.want_pattern(layers, "ref_layers", "a Lua pattern of parameter names")
   for _, p in ipairs(list) do
     if layers ~= "" and not p.name:find(layers) then spared[#spared + 1] = p.tensor end
   end

@@ -1,0 +1,89 @@
+-- The syntax of Lua patterns: what pattern.problem accepts never raises an error in string.find,
+-- and everything that takes a pattern refuses a malformed one in one line.
+local engine = require "engine"
+local pattern = require "engine.base.pattern"
+
+local nn = engine.nn
+
+describe("a Lua pattern", function()
+  it("is accepted or refused with its mistake", function()
+    for text, problem in pairs {
+      ["blocks("] = "its '(' has no ')'", ["a)"] = "its ')' has no '('",
+      ["b["] = "its '[' has no ']'", ["b[]"] = "its '[' has no ']'",
+      ["b[^]"] = "its '[' has no ']'", ["[%]"] = "its '[' has no ']'",
+      ["b%"] = "it ends with '%'", ["b%1"] = "its %1 names no finished capture",
+      ["(%1)"] = "its %1 names no finished capture", ["(a)%2"] = "its %2 names no finished capture",
+      ["(a)%0"] = "its %0 names no finished capture", ["a%b("] = "its %b needs two characters",
+      ["%fa"] = "its %f needs a set in brackets", [("()"):rep(33)] = "it has more than 32 captures",
+      [("a?"):rep(200)] = "it is too complex",
+    } do assert.equal(problem, pattern.problem(text), text) end
+    for _, text in ipairs { "", "^blocks%.%d+%.", "[]]", "[^]]", "[%]]", "((a)%2)%1", "%b()",
+      "%f[%w]a", "a*(b-)$", "()%(", "a%%", "[(]", "x\0(", ("a?"):rep(199) } do
+      assert.is_nil(pattern.problem(text), text)
+    end
+  end)
+
+  it("that is accepted raises no error, whatever the subject", function()
+    math.randomseed(1)
+    local signs = { "a", "b", "f", "1", "2", "(", ")", "[", "]", "%", "^", "$", "*", "-", "?", "+",
+      ".", "\0" }
+    local function made(most)
+      local parts = {}
+      for i = 1, math.random(0, most) do parts[i] = signs[math.random(#signs)] end
+      return table.concat(parts)
+    end
+    local subjects, refused = {}, 0
+    for i = 1, 40 do subjects[i] = made(8) end
+    for _ = 1, 20000 do
+      local text = made(8)
+      local problem, raised = pattern.problem(text)
+      for _, subject in ipairs(subjects) do
+        raised = raised or not pcall(string.find, subject, text)
+      end
+      assert.is_false(raised and not problem, text)
+      refused = refused + (raised and 1 or 0)
+    end
+    assert.is_true(refused > 1000)
+  end)
+end)
+
+describe("a malformed pattern", function()
+  local function model() return nn.sequential { nn.linear(4, 4), nn.linear(4, 4) } end
+  local function trainer(more)
+    local net = model()
+    local options = { model = net, steps = 1, log = "quiet", attach = false,
+      optimizer = engine.optim.sgd(net, { lr = 0.1 }), loss = function() end,
+      data = { next = function() return {} end } }
+    for key, value in pairs(more) do options[key] = value end
+    return engine.trainer(options)
+  end
+  local function recipe(fp8) return engine.precision.resolve { base = "fp8_current", fp8 = fp8 } end
+  for place, call in pairs {
+    ["a recipe's high"] = function(p) recipe { high = { p } } end,
+    ["a recipe's layers"] = function(p) recipe { layers = { { match = p } } } end,
+    ["the meters"] = function(p)
+      engine.optim.sgd(model(), { lr = 0.1, precision = "fp8_current" }).fp8:meters(p)
+    end,
+    ["nn.lora"] = function(p) nn.lora(model(), { match = { p } }) end,
+    ["checkpoint"] = function(p) model():checkpoint(p) end,
+    ["an optimizer's group"] = function(p)
+      engine.optim.sgd(model(), { lr = 0.1, groups = { { match = p } } })
+    end,
+    ["the trainer's ref_layers"] = function(p) trainer { ref_layers = p } end,
+    ["the trainer's activations"] = function(p) trainer { activations = p } end,
+    ["a script's setting"] = function(p)
+      engine.config.parse({ only = "" }, { "only=" .. p }, nil, { pattern = "only" })
+    end,
+  } do
+    it("is refused by " .. place, function()
+      for _, text in ipairs { "1(", "x[", "1%", "x%1", ("x"):rep(3000) .. "(" } do
+        local good, message = pcall(call, text)
+        message = tostring(message)
+        assert.is_false(good, text)
+        assert.matches("Lua pattern", message, 1, true)
+        assert.is_true(#message < 400 and not message:find("\n")
+          and not message:find("/lua/engine/", 1, true), message)
+      end
+    end)
+  end
+end)
