@@ -48,7 +48,7 @@ typedef enum eng_dtype {
   ENG_DTYPE_COUNT
 } eng_dtype;
 
-/// "f16"; "?" for an unknown number.
+/// The name of a dtype, such as "f16"; "?" for an unknown number.
 const char *eng_dtype_name(int dtype);
 /// Bytes per element.
 int eng_dtype_size(int dtype);
@@ -91,7 +91,7 @@ typedef struct eng_tensor_info {
   int32_t contiguous;         // 1: row-major without gaps
   int64_t step;               // the step in which the tensor was made
   int32_t space;              // memory space: 0 the host's, 1 a CUDA card's
-  int32_t divided;            // 1: a weight that ranks have divided; only operations read it
+  int32_t divided;            // 1: a weight divided among ranks; only operations can read it
   void   *data;               // first element; NULL if divided or not in host memory
 } eng_tensor_info;
 
@@ -157,9 +157,9 @@ eng_status eng_step_end(void);
 /// The number of the current step, counted from 0.
 int64_t eng_step_count(void);
 
-/// Marks a position in the step's tensors, for instance around evaluation or sampling.
-/// eng_scope_end drops the tensors created since then, except kept ones. The tape must not refer to
-/// the dropped ones. Scopes nest; every begin needs an end, even after an error.
+/// A scope, for instance around evaluation or sampling. eng_scope_begin stores the scope's start in
+/// `mark`; eng_scope_end drops the tensors created since then, except kept ones. The tape must not
+/// refer to a dropped tensor. Scopes nest; every begin needs an end, even after an error.
 eng_status eng_scope_begin(int64_t *mark);
 eng_status eng_scope_end(int64_t mark);
 
@@ -215,22 +215,23 @@ typedef struct eng_op_call {
 /// records it on the tape if a gradient may be needed. Outputs are returned in call->out.
 eng_status eng_run(eng_op_call *call);
 
-/// Runs an operation such as matmul (ENG_ADDS of output 0 in ops.def) and writes or adds output 0
-/// into the caller's tensor `target`. The call is not recorded. `target` has the output's shape and
-/// any floating-point dtype, is contiguous, and shares no memory with an input.
+/// Runs an operation that has ENG_ADDS for output 0 in ops.def, such as matmul. Output 0 is written
+/// into the caller's tensor `target`, or added to it if the call's attribute `add` says so. The
+/// call is not recorded. `target` has the output's shape and any floating-point dtype, is
+/// contiguous, and shares no memory with an input.
 eng_status eng_run_into(eng_op_call *call, const eng_tensor *target);
 
 /// A row of ops.def. Bit k of a mask is input or output k.
 typedef struct eng_op_info {
   const char *name, *layout, *cast, *shape, *gradient;
-  const char *ints, *floats;          // "(mask, keep)"; "(no_ints)", "(no_floats)"
+  const char *ints, *floats;          // "(mask, keep)"; if none, "(no_ints)", "(no_floats)"
   int32_t n_in, n_out;                // -1: any number
   int32_t optional, reads, saves;     // masks of inputs, inputs, outputs
   int32_t unary;                      // 1: one elementwise input, no attributes
 } eng_op_info;
-/// NULL past the end.
+/// The row of operation `op`; NULL past the end.
 const eng_op_info *eng_op_describe(int op);
-/// "matmul"; NULL past the end.
+/// The name of operation `op`, such as "matmul"; NULL past the end.
 const char *eng_op_name(int op);
 bool eng_op_differentiable(int op);
 /// Whether device `device` ("cpu", "reference") has a kernel for this operation or needs none.
@@ -238,9 +239,9 @@ bool eng_op_supported(const char *device, int op);
 
 // ------------------------------------------------------------------ FP8
 
-/// Arguments of the operations quantize, dequantize and fp8_matmul (ops.def).
+/// A format of the operations quantize and dequantize (ops.def).
 enum { ENG_FORMAT_E5M6 = 12 };   // in addition to the dtypes e4m3 and e5m2
-/// Elements of mx_quantize, in addition to these dtypes (core/base/mx.h).
+/// Formats of the elements of mx_quantize, in addition to e4m3 and e5m2 (core/base/mx.h).
 enum {
   ENG_FORMAT_E2M1 = 13,
   ENG_FORMAT_E2M3 = 14,
@@ -281,7 +282,7 @@ enum {
 /// (toward zero; mode 1: up; mode 4: nearest, ties up), "ue4m3" (of |x|), "e4m3_ieee" (with Inf),
 /// "f16", "bf16", "tf32", and the formats that always saturate: "e2m1", "e2m3", "e3m2", "int8",
 /// "mxint8" (units of 1/64). mode: 1 saturates, 2 rounds stochastically by `random` (e4m3 and
-/// e5m2). -1: unknown format.
+/// e5m2). Returns -1 for an unknown format.
 int64_t eng_small_encode(const char *format, double x, int mode, uint32_t random);
 /// The number of a code; NaN for an unknown format.
 double eng_small_decode(const char *format, uint32_t code);
@@ -304,7 +305,8 @@ enum {
   ENG_FP8_KEEP_SWIGLU = 3
 };
 
-/// Signs of a Hadamard transform: none; Transformer Engine's; drawn for each layer; for each step.
+/// Signs of a Hadamard transform. NONE: all positive. FIXED: Transformer Engine's. LAYER: drawn for
+/// each layer. STEP: drawn for each layer and each step.
 enum { ENG_FP8_SIGNS_NONE = -1, ENG_FP8_SIGNS_FIXED, ENG_FP8_SIGNS_LAYER, ENG_FP8_SIGNS_STEP };
 
 /// How one role of a layer (its input, weight or output gradient) becomes FP8.
@@ -318,7 +320,7 @@ typedef struct eng_fp8_role {
   double  eps;                        // negative: the rule's default
 } eng_fp8_role;
 /// How a product of a layer sums along K: `accumulator` and `promotion` as in fp8_matmul.
-/// high: in high precision; only the forward product of microscaling.
+/// high: 1: computed in high precision; allowed only for the forward product of microscaling.
 typedef struct eng_fp8_product { int32_t accumulator, promotion, high; } eng_fp8_product;
 /// How a layer computes in FP8: a role for each of its tensors, a product for each of its passes.
 typedef struct eng_fp8_recipe {
@@ -330,10 +332,10 @@ typedef struct eng_fp8_recipe {
 eng_status eng_fp8_site_new(int64_t *site, const char *name);
 void       eng_fp8_site_free(int64_t site);
 /// Sets the recipe of a site; NULL: high precision. Allowed only between steps. Errors: VALUE,
-/// SHAPE, DTYPE (no product has these formats), STATE.
+/// SHAPE, DTYPE (a format that is not allowed for its role), STATE.
 eng_status eng_fp8_site_set(int64_t site, const eng_fp8_recipe *recipe);
 /// Delayed scaling of a role that is one block: computes its scale as if `amax` were the largest
-/// |x|; 0: uses the measured amax again. Errors: VALUE.
+/// |x|. `amax` 0: uses the measured amax again. Errors: VALUE.
 eng_status eng_fp8_delay(int64_t site, int role, double amax);
 /// Largest |x| of each role since the last call, inf and nan included; -1: nothing was quantized.
 /// Waits for the device. Only the last 4,096 unread amaxes are kept, so call this function once
@@ -373,10 +375,10 @@ eng_status eng_requires_grad(const eng_tensor *x, bool on);
 /// Turns recording on or off; returns the previous setting.
 bool eng_grad_enabled(bool on);
 
-/// Activation checkpointing. What is recorded between these calls keeps the memory of its `results`
-/// [n] only; the backward pass computes the rest again, to the same bits, before it needs it.
-/// eng_checkpoint_begin returns false, and there is nothing to end, if recording is off or inside
-/// another pair. n = -1, after an error: nothing is freed.
+/// Activation checkpointing. Of the tensors computed between these calls, only `results` [n] keep
+/// their memory; the backward pass computes the others again, to the same bits, before it needs
+/// them. eng_checkpoint_begin returns false if recording is off or another pair is open; then do
+/// not call eng_checkpoint_end. n = -1, after an error: nothing is freed.
 bool       eng_checkpoint_begin(void);
 eng_status eng_checkpoint_end(const eng_tensor *results, int n);
 
@@ -437,7 +439,7 @@ void eng_autocast(const eng_precision *now, eng_precision *previous);
 // ------------------------------------------------------------------ parameter sets and optimizers
 
 /// The parameters of a model: one flat buffer each for weights (f32 master), gradients and, if the
-/// precision requires it, low-precision weights. Parameters have the order of checkpoints.
+/// precision requires it, low-precision weights. Checkpoints store parameters in the same order.
 /// Statistics, unscaling and updates need a current device that uses the set's memory (else
 /// DEVICE).
 typedef struct eng_params eng_params;
@@ -512,8 +514,8 @@ eng_status eng_params_reference_end(double *norm, double *norms, eng_params *set
 void eng_params_bytes(int64_t bytes[4], const eng_params *set);
 /// Number of elements in all parameters.
 int64_t eng_params_count(const eng_params *set);
-/// Checksum of the master weights: the XXH64 hash of every parameter's eng_checksum. 0 if the
-/// device fails, or while the weights are divided among the ranks (zero=3).
+/// Checksum of the master weights: the XXH64 hash of the eng_checksum values of all parameters, in
+/// order. 0 if the device fails, or while the weights are divided among the ranks (zero=3).
 uint64_t eng_params_checksum(const eng_params *set);
 /// Checksum of only those parameters i for which which[i] equals `value`.
 uint64_t eng_params_checksum_of(const eng_params *set, const uint8_t *which, int value);
@@ -554,9 +556,9 @@ typedef struct eng_update {
   // it from its own statistics.
   double  norm;
   const double *clips;          // [n] factor on each parameter's gradient; NULL: 1 each
-  // [n][ENG_NORMS] sums of squares, added up in a fixed order, or NULL. A parameter without a
-  // gradient gets 0 for its update and keeps its other entries. On a card the call waits for them,
-  // and a lagged update has none.
+  // [n][ENG_NORMS] sums of squares, added up in a fixed order, or NULL. For a parameter without a
+  // gradient, the entry of its update is 0 and the other entries are not written. On a card the
+  // call waits for the sums, and a lagged update cannot compute them.
   double *norms;
   double  update_clip;          // limit on the norm of the change of all weights; 0: none
   double  spike_clip;           // adam, adamw: g becomes sign(g) sqrt(spike_clip v) where g^2 >
@@ -697,10 +699,10 @@ int  eng_interrupted(void);
 /// Records the number of the signal that interrupts, if above 0. Returns the number recorded last;
 /// 0: none yet.
 int  eng_interrupt_signal(int number);
-/// What Ctrl-C, SIGTERM, SIGUSR1, SIGUSR2 and SIGXCPU do first. 0, the default: level 2, and the
-/// script is stopped. 1: level 1 only, for a training loop that ends at the end of a step and then
-/// sets 0 again. 2: level 2 only, for a caller that waits inside a call; the call then returns, and
-/// the caller prints its own message. -1 only queries. Returns the previous value.
+/// What the first Ctrl-C, SIGTERM, SIGUSR1, SIGUSR2 or SIGXCPU does. 0, the default: level 2, and
+/// the script is stopped. 1: level 1 only, for a training loop that ends at the end of a step and
+/// then sets 0 again. 2: level 2 only, for a caller that waits inside a call; the call then
+/// returns, and the caller prints its own message. -1 only queries. Returns the previous value.
 int  eng_interrupt_policy(int policy);
 /// SIGHUP asks a run to read its policy's file again. The signal handler calls eng_hangup;
 /// eng_hangups returns the number of signals since its last call.

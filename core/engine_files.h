@@ -107,8 +107,8 @@ void       eng_safetensors_abort(eng_safetensors_writer *writer);
 typedef struct eng_attach eng_attach;
 // limits in bytes: one line from a client; the unread replies to one client
 enum { ENG_ATTACH_LINE = 65536, ENG_ATTACH_ANSWER = 1 << 20 };
-/// Opens the socket at `path`, of any length. A socket without a listener is replaced. Errors:
-/// STATE (another process listens), IO.
+/// Opens the socket at `path`; the path may have any length. A socket without a listener is
+/// replaced. Errors: STATE (another process listens), IO.
 eng_status eng_attach_open(eng_attach **out, const char *path);
 /// Disconnects all clients and removes the socket. NULL is allowed.
 void       eng_attach_close(eng_attach *server);
@@ -204,7 +204,7 @@ eng_status  eng_query_bind_int(eng_query *query, int parameter, int64_t value);
 eng_status  eng_query_bind_double(eng_query *query, int parameter, double value);
 eng_status  eng_query_bind_text(eng_query *query, int parameter, const char *value, int64_t bytes);
 /// Sets `row` if there is another row. Errors: FORMAT (a value whose type is not its column's, a
-/// negative step, more work than the file's size explains), INTERRUPTED, IO.
+/// negative step, more work than a sound file of this size can need), INTERRUPTED, IO.
 eng_status  eng_query_next(bool *row, eng_query *query);
 int         eng_query_columns(const eng_query *query);
 const char *eng_query_name(const eng_query *query, int column);

@@ -61,7 +61,7 @@ typedef struct eng_tensor_stats {
   int64_t measured;           // elements measured; 0: none, or this is a gradient
   int64_t clipped;            // measured elements above the format's largest number
   double  snr;                // signal-to-noise ratio of the quantized numbers, dB
-  double  norms[4];           // ENG_NORM_*; meaningful where those of the record are
+  double  norms[4];           // ENG_NORM_*; [k] is valid unless the record's norms[k] is NaN
 } eng_tensor_stats;
 
 /// Computes statistics of a contiguous f32, f16 or bf16 tensor in one pass, by the same definitions
@@ -149,8 +149,7 @@ typedef struct eng_policy_option {
 
 /// Limits of policies loaded from now on: bytes of Lua memory (default 8 MiB), Lua instructions per
 /// call (1,000,000; a library call is charged by its work) and, as a second limit per call, seconds
-/// (2).
-/// 0 leaves a limit unchanged.
+/// (2). 0 leaves a limit unchanged.
 void eng_policy_limits(int64_t memory, int64_t instructions, double seconds);
 
 /// Compiles and checks a policy. `file` is the name shown in messages. Options are given as `n`
@@ -185,7 +184,7 @@ bool       eng_policy_scales_groups(const eng_policy *policy);
 enum { ENG_EACH_CLIP = 0, ENG_EACH_LR = 1, ENG_EACH_RESET = 2, ENG_EACH_CAP = 3, ENG_EACH = 4 };
 /// What the last verdict sets for tensor `index`: the factor on its gradient because of `clips` or
 /// `grad_norms` (1: none), the factor on its learning rate (1: none), 1 to reset its moments (0:
-/// not), or its entry in `caps` (inf: none). Of a failed decision: none.
+/// not), or its entry in `caps` (inf: none). After a failed decision: none of these.
 double     eng_policy_each(const eng_policy *policy, int what, int index);
 /// Entry `index` of the last verdict's `logit_muls`: returns "MODULE.HEAD", heads counted from 1,
 /// and the factor; NULL past the end.

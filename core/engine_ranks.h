@@ -95,8 +95,9 @@ typedef struct eng_parallel_options {
   /// contributes to it.
   const uint8_t *apart;
   eng_comm *holders;
-  /// With zero = 3: the unit of each parameter. Parameters of a unit, such as a block's, have small
-  /// numbers from 0 on in common; their weights are on a rank together, while it uses them.
+  /// With zero = 3: units[i], from 0 to the number of parameters - 1, is the unit of parameter i.
+  /// Parameters with the same unit are used together, such as those of a block. A rank receives
+  /// and drops the weights of a unit together.
   const int32_t *units;
 } eng_parallel_options;
 /// A set has at most one eng_parallel. With `zero` the set's optimizers must be divided as well
@@ -172,8 +173,8 @@ typedef struct eng_parallel_facts {
 void eng_parallel_last(eng_parallel_facts *out, const eng_parallel *parallel);
 /// Predicts, without starting ranks, what rank `rank` of `size` (-1: the rank that sums the most)
 /// would keep and send: bytes of memory, of messages in a reduction and, with zero, of updated
-/// weights. All figures are exact, except that `rooms` and, with zero = 3, all figures of weights
-/// assume that the operations on the tape are those of a step. `apart` must be NULL.
+/// weights. All figures are exact, but `rooms` and, with zero = 3, the figures of weights are exact
+/// only if the operations on the tape are those of a step. `apart` must be NULL.
 typedef struct eng_parallel_sizes {
   int64_t buckets, messages, bytes, weight_messages, weight_bytes;
   int64_t own;                  // elements that this rank sums

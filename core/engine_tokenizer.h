@@ -32,22 +32,23 @@ enum {
   ENG_STEP_NMT = 8,             // SentencePiece's control characters and spaces
   ENG_STEP_CLEAN = 9,           // BERT: no control characters, every white space a space
   ENG_STEP_CHINESE = 10,        // BERT: spaces around Chinese characters
-  ENG_STEP_REPLACE = 11,        // a: text to find; b: its replacement; flags: 1 + SCAN, 0 for a
+  ENG_STEP_REPLACE = 11,        // a: text to find; b: its replacement; flags: 0 finds a,
+                                //    1 + ENG_SCAN_* finds that instead
   ENG_STEP_PREPEND = 12,        // a; flags: 0 always, 1 unless present, 2 unless present and only
                                 //    at the start of the text
   ENG_STEP_BYTES = 13,          // every byte becomes GPT-2's character for it
   ENG_STEP_CHARSMAP = 14,       // a: SentencePiece's compiled character map
-  ENG_STEP_SPLIT = 15,          // a: text to find; flags: SPLIT behavior + 8 if inverted
-                                //    + 16 * (1 + SCAN), 0 for a
+  ENG_STEP_SPLIT = 15,          // a: text to find; flags: ENG_SPLIT_* + 8 if inverted
+                                //    + 16 * (1 + ENG_SCAN_*) to find that instead of a
   ENG_STEP_FROM_BYTES = 32,     // decoding: characters back to bytes, joined
   ENG_STEP_FROM_FALLBACK = 33,  // <0xE2> to bytes
   ENG_STEP_FROM_METASPACE = 34, // a: the character that stands for a space; flags: 1 the first
-                                //    token's leading one is dropped
+                                //    token loses this character
   ENG_STEP_FROM_WORDPIECE = 35, // a: prefix of continuing pieces; flags: 1 clean up
   ENG_STEP_FROM_SUFFIX = 36,    // a: suffix of a word's last piece
   ENG_STEP_FUSE = 37,
-  ENG_STEP_CUT = 38             // a: character; flags: up to flags & 255 at the start of a
-                                //    token, up to flags >> 8 at its end
+  ENG_STEP_CUT = 38             // a: character to remove; flags & 255: at most how many at the
+                                //    start of a token; flags >> 8: at most how many at its end
 };
 /// The stages of eng_tokenizer_step.
 enum { ENG_STAGE_NORMALIZE = 0, ENG_STAGE_SPLIT = 1, ENG_STAGE_DECODE = 2 };
@@ -84,8 +85,8 @@ void       eng_tokenizer_free(eng_tokenizer *tokenizer);
 /// range or taken, text taken, not UTF-8 or too long, score not finite).
 eng_status eng_tokenizer_token(eng_tokenizer *tokenizer, int64_t id, const char *text, int64_t size,
                                double score);
-/// A merge of two tokens, which must exist as their concatenation must; later merges rank lower.
-/// Errors: FORMAT.
+/// A merge of two tokens. Both must exist, and so must their concatenation, in which the right one
+/// loses `prefix`. Later merges rank lower. Errors: FORMAT.
 eng_status eng_tokenizer_merge(eng_tokenizer *tokenizer, const char *left, int64_t left_size,
                                const char *right, int64_t right_size);
 /// A token that is found in the text before anything else. `flags`: ENG_ADDED_LSTRIP and so on.
@@ -96,10 +97,11 @@ eng_status eng_tokenizer_added(eng_tokenizer *tokenizer, int64_t id, const char 
 /// (a malformed text or character map).
 eng_status eng_tokenizer_step(eng_tokenizer *tokenizer, int stage, int step, int64_t flags,
                               const char *a, int64_t a_size, const char *b, int64_t b_size);
-/// Appends an id to what encoding with special tokens adds, after the text if `after`.
-/// Errors: FORMAT (no such token).
+/// Encoding with special tokens adds ids before and after the text. Appends an id to those after
+/// the text if `after`, else to those before it. Errors: FORMAT (no such token).
 eng_status eng_tokenizer_frame(eng_tokenizer *tokenizer, int64_t id, bool after);
-/// Ends the building. Errors: FORMAT (an empty vocabulary; an `unknown` without a token), MEMORY.
+/// Completes the tokenizer. Errors: FORMAT (an empty vocabulary; an `unknown` without a token),
+/// MEMORY.
 eng_status eng_tokenizer_ready(eng_tokenizer *tokenizer);
 
 /// The ids of a text, valid until the next call. `special`: with the tokens of eng_tokenizer_frame.
@@ -112,8 +114,9 @@ eng_status eng_tokenizer_encode(const uint32_t **ids, int64_t *count, eng_tokeni
 /// are an error: VALUE.
 eng_status eng_tokenizer_decode(const char **text, int64_t *size, eng_tokenizer *tokenizer,
                                 const uint32_t *ids, int64_t count, bool skip);
-/// Whether encoding two texts gives the ids of their concatenation if the first ends with a line
-/// feed, its only trailing white space, and the second begins with a visible ASCII character.
+/// Whether two texts, encoded one after the other, give the ids of their concatenation. The first
+/// text must end with a line feed that is its only trailing white space, and the second must begin
+/// with a visible ASCII character.
 bool       eng_tokenizer_splits_lines(const eng_tokenizer *tokenizer);
 /// One more than the largest id.
 int64_t    eng_tokenizer_size(const eng_tokenizer *tokenizer);
