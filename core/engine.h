@@ -439,7 +439,7 @@ void eng_autocast(const eng_precision *now, eng_precision *previous);
 // ------------------------------------------------------------------ parameter sets and optimizers
 
 /// The parameters of a model: one flat buffer each for weights (f32 master), gradients and, if the
-/// precision requires it, low-precision weights. Checkpoints store parameters in the same order.
+/// precision requires it, low-precision weights. Parameters keep the order of eng_params_new.
 /// Statistics, unscaling and updates need a current device that uses the set's memory (else
 /// DEVICE).
 typedef struct eng_params eng_params;

@@ -21,7 +21,7 @@ bool eng_checkpoint_begin(void)
   return true;
 }
 
-/// Frees what nodes from `first` on computed for their segment.
+/// Frees the memory that the nodes of the segment computed; `first` is its first node.
 static void free_segment(int first)
 {
   int segment = first + 1;
@@ -93,7 +93,7 @@ static eng_status run_node(int i)
                                          eng_op_name(node->call.op));
 }
 
-/// Bit `mask >> k & 1`, or all if a Lua gradient may read anything.
+/// Whether bit k of `mask` is set. Always true if `all`, because a Lua gradient may read anything.
 static bool listed(int32_t mask, int k, bool all) { return all || (mask >> k & 1); }
 
 /// Computes the freed tensors of nodes first .. last that gradient rules read.

@@ -3,7 +3,7 @@
 
 #include "tape.h"
 
-/// Called by the backward pass when nodes from `cursor` on are done. If the node before is the last
-/// of a segment, computes the tensors again that the segment's gradient rules read. Frees those of
-/// the segment that begins at the cursor.
+/// Called by the backward pass when the nodes from `cursor` on are done. If node cursor - 1 is the
+/// last of a segment, computes again the tensors that the gradient rules of that segment read. If a
+/// segment begins at the cursor, frees its tensors.
 eng_status checkpoint_reach(int cursor);

@@ -182,8 +182,9 @@ static bool is_elementwise(op_call *c)
   }
 }
 
-/// Whether the inputs have one shape and lie in memory in one order, without gaps, that is not
-/// row-major: images, which conv2d leaves channels last. Sets the dimensions in that order.
+/// Whether the inputs of an elementwise call have one shape and one order in memory, without gaps,
+/// and that order is not row-major. An example is images, which conv2d leaves channels last. Sets
+/// `order` to the dimensions in that order.
 static bool in_one_order(op_call *c, int *order)
 {
   const tensor *x = c->in[0];
@@ -203,8 +204,8 @@ static bool in_one_order(op_call *c, int *order)
   return true;
 }
 
-/// Computes an elementwise call on views in which the inputs are row-major; the output gets their
-/// order.
+/// Computes an elementwise call on views in which the inputs are row-major. The output gets the
+/// inputs' order in memory.
 static eng_status run_in_order(op_call *c, const op_shape *shape, const int *order)
 {
   const int n = c->in[0]->ndim;

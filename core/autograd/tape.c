@@ -88,7 +88,8 @@ static eng_status give_memory(const op_call *call)
   return ENG_OK;
 }
 
-/// Marks the memory that a call made, and not the memory that Lua's gradients read.
+/// Marks the memory that a call computed as part of the open segment. Outputs of a Lua gradient are
+/// not part of it.
 static void mark_segment(const op_call *call)
 {
   for (int k = 0; k < call->n_out; k++) {

@@ -48,8 +48,8 @@ bool tape_reaches(int mark);
 void tape_freeze(bool on);
 /// Empties the tape and drops the gradients of its outputs.
 void tape_clear(void);
-/// Whether the gradient rule of a node from `first` up to, not including, `last` may read this
-/// memory, or running the node again (tape_bytes.c).
+/// Whether a node from `first` up to, not including, `last` may read this memory, in its gradient
+/// rule or when it runs again (tape_bytes.c).
 bool tape_reads(const storage *store, int first, int last);
 /// Grows a list of `length` items by at least one, if it is full.
 eng_status tape_grow(void **items, int length, int *capacity, size_t size);

@@ -88,8 +88,8 @@ bool eng_format_get(eng_format *out, const char *name)
   return true;
 }
 
-// The code of x in a format of the table, to nearest even. NaN becomes the quiet one without sign,
-// or the largest number where the format has none, as in the cvt instructions of the hardware.
+// The code of x in a format of the table, rounded to nearest even. NaN becomes the positive quiet
+// NaN, or in a format without NaN the largest number, as in the cvt instructions of the hardware.
 static int64_t encode(const format *f, double x, int mode)
 {
   uint64_t magnitude = f64_bits(x) & 0x7FFFFFFFFFFFFFFFull;
@@ -118,7 +118,7 @@ static double decode(const format *f, uint32_t code)
 }
 
 // The rounding of float8_e8m0fnu in ml_dtypes: nearest, ties up; subnormal f32 above 2^-127 become
-// 2^-126; NaN for numbers past 2^127, 0 and negative ones.
+// 2^-126; 0, negative numbers and numbers that round past 2^127 become NaN.
 static uint8_t ue8m0_nearest(double x)
 {
   if (!(x > 0) || x >= 0x1.8p127) return 0xFF;

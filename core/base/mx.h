@@ -14,7 +14,7 @@
 // Rules of MX, from the amax a of a block in f32 (e: the exponent of the scale):
 //   floor   e = floor(log2 a) - emax                   OCP MX 1.0, section 6.3
 //   ceil    e = ceil(log2 a) - emax                    torchao
-//   even    floor, of a rounded to the bits of an element first, halves up (torchao)
+//   even    a is rounded to the bits of an element, halves up; then as floor (torchao)
 //   rceil   e = ceil(log2(a * f32(1 / largest)))       Transformer Engine, cuBLAS, torchao
 // Codes are 127 + e, bounded by 0 and 254; a zero block has code 0. An element is
 // round(x * 2^-e), saturating.
@@ -96,7 +96,7 @@ ENG_INLINE float nvfp4_factor(uint8_t scale, float encode)
   return factor > most ? most : factor;
 }
 
-/// The factor on a whole tensor's values: g / 2688, or 1 where S is 1 for g = 0.
+/// The factor on a whole tensor's values: g / 2688, or 1 if g = 0 (then S is 1 as well).
 ENG_INLINE float nvfp4_decode_scale(float amax) { return amax == 0 ? 1.0f : amax / 2688.0f; }
 
 // ---- random Hadamard transform

@@ -8,9 +8,9 @@
 //
 // The accumulator c is one more term. E is the largest exponent; every term is truncated to a
 // multiple of 2^(E - 25), for mxf4nvf4 2^(E - 35); the exact sum is truncated to f32, and -0
-// becomes +0. Subnormal numbers have the smallest normal exponent. A zero term has the exponent
-// -133, in mxf4nvf4 -139, and counts for E; there a term is zero if all its products are, or a
-// scale. A NaN gives 0x7FFFFFFF. ue4m3 scales have no sign.
+// becomes +0. Subnormal numbers have the smallest normal exponent. A zero term counts for E with
+// the exponent -133, in mxf4nvf4 with -139. A term of mxf4nvf4 is zero if all its products or one
+// of its scales are zero. A NaN gives 0x7FFFFFFF. ue4m3 scales have no sign.
 #pragma once
 
 #include "mx.h"
@@ -54,13 +54,14 @@ ENG_INLINE float blackwell_round(double sum, int exponent)
   return nearest + 0.0f;
 }
 
-/// The scale of a code, NaN for a NaN, and the smallest exponent of its format.
+/// The scale that a code stands for (NaN for the code of NaN), and the smallest exponent of its
+/// format.
 ENG_INLINE float blackwell_scale(uint8_t code, int rule)
 { return rule == ENG_MX_NVFP4 ? e4m3_to_f32(code & 0x7F) : ue8m0_to_f32(code); }
 ENG_INLINE int blackwell_least(int rule) { return rule == ENG_MX_NVFP4 ? -6 : -127; }
 
-/// c + the sum of 32 products (64 if both formats are e2m1) of the numbers a and b, whose scales
-/// are those of each 16 of them.
+/// c + the sum of 32 products (64 if both formats are e2m1) of the numbers a and b. scale_a[i] and
+/// scale_b[i] are the scales of numbers 16 i to 16 i + 15.
 ENG_INLINE float blackwell_group(const float *a, mx_format fa, const float *scale_a, const float *b,
                                  mx_format fb, const float *scale_b, int rule, float c)
 {

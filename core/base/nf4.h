@@ -1,28 +1,29 @@
 // NF4 as bitsandbytes 0.50 stores it on a CPU, number by number. Inline, so that gcc and nvcc
 // compile the same code. Called by the kernels of nf4_quantize and nf4_dequantize.
 //
-// The elements of a tensor, row by row, form blocks. An element is the nearest of 16 numbers to x
-// over the block's absmax a: x * (1 / max(a, 1e-38)); in the last block, if it is not full, x /
-// max(a, 1e-38). Halfway between two of them it is the lower. NaN has code 15 and makes its block
-// NaN.
+// The elements of a tensor, row by row, form blocks. An element x is divided by the absmax a of
+// its block and becomes the nearest of 16 numbers; of two that are equally near, the lower. The
+// quotient is computed as x * (1 / max(a, 1e-38)), but in a last block that is not full as x /
+// max(a, 1e-38). NaN has code 15 and makes its block NaN.
 //
 // Double quantization: `offset` is the mean of all absmaxes. Each group of 256 values absmax -
-// offset has its own largest magnitude g. A value over g is rounded to the nearest of 2^16 numbers
-// from -1 to 1, then to the nearest of the 256 of nf4_map. absmax is then map[code] * g + offset.
+// offset has its own largest magnitude g. Each value is divided by g and rounded to the nearest of
+// 2^16 numbers from -1 to 1, then to the nearest of the 256 numbers of nf4_map. absmax is then
+// map[code] * g + offset.
 #pragma once
 
 #include "numerics.h"
 
 enum { NF4_GROUP = 256 };
 
-// The quantiles of a normal distribution, over the largest (QLoRA, arXiv 2305.14314, appendix E).
+// Quantiles of a normal distribution, divided by the largest (QLoRA, arXiv 2305.14314, appendix E).
 static const float nf4_number[16] = {
   -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f,
   -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f,
   0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f,
   0.7229568362236023f, 1.0f};
 
-/// What divides the elements of a block.
+/// The divisor of a block's elements.
 ENG_INLINE float nf4_divisor(float absmax) { return absmax < 1e-38f ? 1e-38f : absmax; }
 
 ENG_INLINE float nf4_within_one(float x) { return x < -1.0f ? -1.0f : x > 1.0f ? 1.0f : x; }

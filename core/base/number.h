@@ -1,4 +1,5 @@
-// Numbers as text, exactly. Writing, eng_number_text, is public: see engine.h. Called by policy/.
+// Reads numbers from text, exactly. eng_number_text, which writes them, is public: see engine.h.
+// Called by policy/.
 #pragma once
 
 #include "engine.h"

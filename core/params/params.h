@@ -134,7 +134,7 @@ static inline bool params_sums_terms(const parameter *p)
   return !set->kept && set->term_dtype[p->index] != set->gradient_dtype[p->index];
 }
 
-/// Brings those of the weights x[n] (NULL allowed) that are absent; the others of them stay. All
+/// Brings the absent ones of the weights x[n] (entries may be NULL); those already here stay. All
 /// ranks call it at the same operations. Errors: STATE.
 eng_status params_bring(tensor *const *x, int n);
 /// Whether ZeRO-3 divides p among the ranks now. If so, the rank that owns all of p (option

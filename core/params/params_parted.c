@@ -91,7 +91,8 @@ static eng_status find_pages(params_parted *q, const eng_params *set, const int6
   return to ? add_pages(q, unit, form, from, to) : ENG_OK;
 }
 
-/// The same for a derived copy, which has its own memory and stays where all of the parameter is.
+/// The same for a derived copy, which has its own memory. The rank that owns the parameter keeps
+/// its copy.
 static eng_status find_derived_pages(params_parted *q, const eng_params *set, const int64_t *own,
                                      int i)
 {

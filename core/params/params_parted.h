@@ -53,7 +53,8 @@ bool parted_holds(int *form, const parameter *p, const storage *store);
 /// Bytes of weights that stay on this rank.
 int64_t parted_kept(const eng_params *set, const params_parted *q);
 
-/// Divides the weights of a set, which takes the table, also after an error. Drops nothing yet.
+/// Divides the weights of a set. The set takes ownership of the table, also after an error. Drops
+/// nothing yet.
 eng_status params_part(eng_params *set, params_parted *q);
 /// Drops what is not this rank's own.
 eng_status params_leave(eng_params *set);

@@ -54,8 +54,9 @@ void arena_free_in(int space, arena_id id, void *piece, int64_t bytes);
 /// Frees a piece of `bytes` bytes; a later request of the same size reuses it. NULL is allowed.
 void arena_free(arena_id id, void *piece, int64_t bytes);
 
-/// Gives whole pages of the host's memory, inside a lasting piece, back to the system while the
-/// piece stays allocated, and takes them back, contents undefined. Both count in the arena's use.
+/// arena_pages_give returns whole pages inside a lasting piece of host memory to the system; the
+/// piece stays allocated. arena_pages_take makes these pages usable again, contents undefined. Both
+/// adjust the arena's use.
 void arena_pages_give(arena_id id, void *pages, int64_t bytes);
 void arena_pages_take(arena_id id, void *pages, int64_t bytes);
 int64_t arena_page_size(void);
