@@ -375,10 +375,10 @@ eng_status eng_requires_grad(const eng_tensor *x, bool on);
 /// Turns recording on or off; returns the previous setting.
 bool eng_grad_enabled(bool on);
 
-/// Activation checkpointing. Of the tensors computed between these calls, only `results` [n] keep
-/// their memory; the backward pass computes the others again, to the same bits, before it needs
-/// them. eng_checkpoint_begin returns false if recording is off or another pair is open; then do
-/// not call eng_checkpoint_end. n = -1, after an error: nothing is freed.
+/// Activation checkpointing. Of the tensors that recorded operations compute between these calls,
+/// only `results` [n] keep their memory; the backward pass computes the others again, to the same
+/// bits, before it needs them. eng_checkpoint_begin returns false if recording is off or another
+/// pair is open; then do not call eng_checkpoint_end. n = -1, after an error: nothing is freed.
 bool       eng_checkpoint_begin(void);
 eng_status eng_checkpoint_end(const eng_tensor *results, int n);
 

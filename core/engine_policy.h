@@ -72,7 +72,7 @@ eng_status eng_stats(eng_tensor_stats *out, const eng_tensor *x, unsigned needs)
 /// What a policy reads about a step. amax and norm are true (unscaled) magnitudes of the finite
 /// values; the fields are those of the policy contract (policies/README.md).
 typedef struct eng_record {
-  int64_t step, updates;      // attempts and applied updates before this one
+  int64_t step, updates;      // attempts before this one; updates applied before it
   double  scale;              // loss scale this backward pass used
   double  loss, lr;
   int64_t count, inf, nan, zeros, underflow;
@@ -165,7 +165,7 @@ eng_status eng_policy_option_get(eng_policy_option *out, const eng_policy *polic
 
 /// Creates a fresh state and drops earlier verdicts. Errors: POLICY.
 eng_status eng_policy_init(eng_policy *policy);
-/// The current loss scale: of the fresh state, then of the last good verdict.
+/// The current loss scale: first that of the fresh state, then that of the last good verdict.
 double     eng_policy_scale(const eng_policy *policy);
 /// Sets the current scale, and state.scale if the state has that number. The rest of the state,
 /// including its counters, is unchanged. Errors: VALUE (not a positive finite number), STATE.

@@ -3,9 +3,9 @@
 // tensor.gradient is never modified in place: a second contribution creates a new tensor with the
 // sum. Gradients of parameters go into their flat buffer.
 //
-// Each node has a relative scale. The gradients of its outputs are multiplied by it, and so are the
-// results of its rule. grad_emit then rescales each result from the node's relative scale to that
-// of the input. Rules and kernels therefore ignore per-layer scaling.
+// Each node has a relative scale, which multiplies the gradients of the node's outputs and hence
+// the results of its rule. grad_emit then rescales each result from the node's relative scale to
+// that of the input. Rules and kernels therefore ignore per-layer scaling.
 #include "gradient.h"
 
 #include "base/error.h"

@@ -4,9 +4,9 @@
 // scalar, for gcc and nvcc: the reference for fp8_matmul's accumulator `hopper`. (mma.sync keeps 25
 // bits.)
 //
-//   1. each product is exact: the significands are multiplied, to [1, 4) for normal inputs, and the
-//      exponents added; a subnormal input has the smallest normal exponent, a zero product is
-//      ignored; the accumulator c is one more term
+//   1. each product is exact: the significands are multiplied (the result is in [1, 4) for normal
+//      inputs), and the exponents added; a subnormal input has the smallest normal exponent, a zero
+//      product is ignored; the accumulator c is one more term
 //   2. E is the largest of these exponents; every term is truncated to a multiple of 2^(E - 13)
 //   3. the exact sum of the terms is truncated to 13 fraction bits
 //

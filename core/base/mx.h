@@ -16,7 +16,7 @@
 //   ceil    e = ceil(log2 a) - emax                    torchao
 //   even    a is rounded to the bits of an element, halves up; then as floor (torchao)
 //   rceil   e = ceil(log2(a * f32(1 / largest)))       Transformer Engine, cuBLAS, torchao
-// Codes are 127 + e, bounded by 0 and 254; a zero block has code 0. An element is
+// The code of a scale is 127 + e, bounded by 0 and 254; a zero block has code 0. An element is
 // round(x * 2^-e), saturating.
 //
 // NVFP4 as in Transformer Engine: S = min(2688 / g, FLT_MAX) for the amax g of the tensor, 1 if g

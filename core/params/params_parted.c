@@ -250,7 +250,7 @@ eng_status params_bring_all(eng_params *set)
   if (q->whole) return ENG_OK;
   if (!q->fetch)
     return error_set(ENG_ERR_STATE, "the ranks that have the other weights are gone");
-  ENG_TRY(params_leave(set));      // so that all ranks bring the same
+  ENG_TRY(params_leave(set));      // so that all ranks bring the same units
   for (int u = 0; u < q->n_units; u++)
     for (int f = 0; f < PARTED_FORMS; f++) {
       move_pages(q, u, f, true);
