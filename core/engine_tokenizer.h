@@ -97,8 +97,8 @@ eng_status eng_tokenizer_added(eng_tokenizer *tokenizer, int64_t id, const char 
 /// (a malformed text or character map).
 eng_status eng_tokenizer_step(eng_tokenizer *tokenizer, int stage, int step, int64_t flags,
                               const char *a, int64_t a_size, const char *b, int64_t b_size);
-/// Encoding with special tokens adds ids before and after the text. Appends an id to those after
-/// the text if `after`, else to those before it. Errors: FORMAT (no such token).
+/// Appends an id to those that encoding with special tokens adds: after the text if `after`, else
+/// before it. Errors: FORMAT (no such token).
 eng_status eng_tokenizer_frame(eng_tokenizer *tokenizer, int64_t id, bool after);
 /// Completes the tokenizer. Errors: FORMAT (an empty vocabulary; an `unknown` without a token),
 /// MEMORY.
