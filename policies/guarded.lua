@@ -17,7 +17,8 @@ return {
     bad_row         = 5,      -- overflows in a row after which growth pauses
     pause           = 2000,   -- steps
     clip            = 1,      -- largest norm of an update's gradient; inf: none
-    -- growth keeps stored gradients below this; above twice this it backs off; inf: no limit
+    -- the scale grows only if stored gradients stay below this, and halves if they exceed twice
+    -- this; inf: no limit
     ahead           = 2^14,
     patience        = 50,     -- overflows in a row at the floor that stop the run
   },

@@ -123,7 +123,7 @@ ENG_INLINE uint8_t mx_code(float x, mx_format f)
   uint32_t bits = f32_bits(x), magnitude = bits & 0x7FFFFFFFu;
   uint32_t unit = (uint32_t)(127 + 24 - f.bias - f.fraction) << 23,
            drop = (uint32_t)(23 - f.fraction);
-  // the normal numbers of mxint8 begin at 1, its last binade
+  // mxint8 is fixed point: `high` encodes its last binade, from 1 up, and `low` all below
   uint32_t low = f32_bits(f32_from(magnitude) + f32_from(unit)) - unit,
            high = ((magnitude + (1u << (drop - 1)) - 1 + (magnitude >> drop & 1)) >> drop) -
                   ((uint32_t)(127 - f.bias) << f.fraction),

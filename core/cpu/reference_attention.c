@@ -3,7 +3,8 @@
 // reference.h.
 //
 // Edge cases: a row that sees no key has y = 0, lse = -inf and entropy 0, and gives no gradient to
-// k and v. An infinite or NaN score makes its row NaN.
+// k and v. A score that is inf or NaN makes y and lse of its row NaN, as do scores that are all
+// -inf; a single -inf only gets the weight 0.
 #include "reference.h"
 
 #include <math.h>

@@ -193,8 +193,8 @@ static eng_status check_mx_role(const fp8_site *s, const eng_fp8_recipe *recipe,
                         : r->hadamard != other->hadamard || r->signs != other->signs ||
                             (r->hadamard && fp8_is_square(r)))
     return error_set(ENG_ERR_VALUE,
-                     "%s: %s: expected the same Hadamard transform for x and dy, in blocks that "
-                     "are not square, and none for w", s->name, fp8_role_name[role]);
+                     "%s: %s: expected the same Hadamard transform for x and dy, without square "
+                     "blocks, and none for w", s->name, fp8_role_name[role]);
   int keep = fp8_is_square(r) ? ENG_FP8_KEEP_CODES : ENG_FP8_KEEP_TRANSPOSED;
   if (role == ENG_FP8_X && r->keep != keep)
     return error_set(ENG_ERR_VALUE, "%s: x: in these blocks, microscaling keeps x as `%s`", s->name,

@@ -142,8 +142,8 @@ static void heap_add(merge *heap, int64_t n, merge item)
   heap[at] = item;
 }
 
-// The same with a heap of candidates. It starts with fewer than n. Each merge removes one candidate
-// and one symbol and adds at most two candidates, so 2n places are enough.
+// merge_short for longer words, with a heap of candidates: fewer than n at first. Each merge
+// removes one candidate and one symbol and adds at most two candidates, so 2n places are enough.
 static eng_status merge_long(eng_tokenizer *t, uint32_t *id, int64_t *count)
 {
   int64_t n = *count, heap_n = 0;

@@ -325,7 +325,7 @@ static eng_status added_ready(eng_tokenizer *t)
     first[(unsigned char)*text] = true;
     if (!trie_add(tokens, text, size, (int32_t)i)) return no_memory();
   }
-  for (int64_t i = 0; i < t->size; i++) {      // found by text: a vocabulary may repeat one
+  for (int64_t i = 0; i < t->size; i++) {   // by text, because several ids may have the same text
     decoded *d = &t->by_id[i];
     d->special = d->at >= 0 &&
                  texts_find(&t->special, t->names.data + d->shown, d->shown_size) >= 0;

@@ -133,8 +133,8 @@ __device__ static inline void recall(float (&to)[8], const float4 *kept, int pie
 }
 
 /// Returns the sum over the threads of a row to every thread. `room` is shared memory with one
-/// number per warp, for rows that take a block. A sum has only one barrier, so two sums with the
-/// same room must have another sum between them.
+/// number per warp, for rows that take a block. A sum has only one barrier, so between two calls
+/// with the same `room` there must be a call with another.
 template <int ROW, class A> __device__ static inline A row_sum(A x, A *room)
 {
 #pragma unroll
@@ -148,8 +148,8 @@ template <int ROW, class A> __device__ static inline A row_sum(A x, A *room)
   return x;
 }
 
-/// Two sums at once, with one barrier; two pairs with the same room must have another pair between
-/// them.
+/// Two sums at once, with one barrier: between two calls with the same `room` there must be a call
+/// with another.
 template <int ROW> __device__ static inline void row_sums(float &a, float &b, float2 *room)
 {
 #pragma unroll

@@ -47,7 +47,7 @@ local function train(steps, wire)
   end
 end
 
--- The record of a step is a few doubles per tensor of the model, in one message.
+-- Times a message of 8 bytes and one of a step's record, here 7 doubles for each of 76 tensors.
 local function messages()
   local world = engine.ranks.world()
   local function time(bytes, n)

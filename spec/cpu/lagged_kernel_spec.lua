@@ -85,8 +85,8 @@ describe("lagged updates", function()
     end
   end))
 
-  --- Weights of parameter 2 after updates from gradients of the given sizes; a size that is not a
-  --- number is the bad value.
+  --- Weights of parameter 2 after updates from gradients of the given sizes. A size of NaN stands
+  --- for gradients of size 1 with one NaN.
   local function updated(set, from, to, sizes)
     for number = from, to do
       local size = sizes[number]

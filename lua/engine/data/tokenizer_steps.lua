@@ -43,7 +43,7 @@ end
 function M.add(to, part, table_of)
   if not given(part) then return end
   local kind = type(part) == "table" and part.type
-  if type(kind) ~= "string" then to.fail("expected an object with a type, got a %s", type(part)) end
+  if type(kind) ~= "string" then to.fail("expected an object whose 'type' is a string") end
   to.depth = (to.depth or 0) + 1
   if to.depth > 20 then to.fail("more than 20 Sequences inside each other") end
   local add = table_of[kind] or to.fail("the engine has no '%s'%s", kind,
