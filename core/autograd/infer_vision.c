@@ -230,7 +230,8 @@ eng_status infer_batch_norm(op_call *c, op_shape *s)
   if (!c->in[3] != !c->in[4])
     return error_set(ENG_ERR_VALUE, "batch_norm: expected a mean and a variance, or neither");
   put_like(s, 0, x->dtype, x);
-  for (int k = 1; k < 3; k++) put_out(s, k, statistics_of(x), 1, x->shape + x->ndim - 1);
+  int dtype = c->batch_norm.wide ? ENG_f64 : statistics_of(x);
+  for (int k = 1; k < 3; k++) put_out(s, k, dtype, 1, x->shape + x->ndim - 1);
   return ENG_OK;
 }
 

@@ -3,21 +3,23 @@
 // nothing.
 //
 // Rows are cut into blocks that stay in the second-level cache; the blocks depend on the shape
-// alone. A block yields the mean and the squared deviations of each channel (backward: the sums of
-// dy and of dy * (x - mean)) in f32; blocks and the channels of a group are combined in double, in
-// a fixed order. Where f32 overflows, a group is computed entirely in double.
+// alone. A block yields the mean, its rounding error and the squared deviations of each channel
+// (backward: the sums of dy and of dy * (x - mean)) in f32; blocks and the channels of a group are
+// combined in double, in a fixed order. Where f32 overflows, a group is computed entirely in
+// double.
 #include "rows.h"
 #include "simd.h"
 #include "tasks.h"
 
 // Rows of a block: few enough for f32 sums.
-enum { BLOCK_ELEMENTS = 16384, ROWS_LEAST = 16, ROWS_MOST = 128 };
+enum { BLOCK_ELEMENTS = 16384, ROWS_LEAST = 16, ROWS_MOST = 128,
+       PARTS = 3 };                            // numbers that a block yields for a channel
 
 typedef struct channel_norm {
   const tensor *x, *dy, *out;
   int64_t samples, rows, channels, groups;     // rows of a sample
   int64_t block_rows, blocks;                  // blocks of a sample
-  float  *partial;                             // [samples x blocks x 2 x channels]
+  float  *partial;                             // [samples x blocks x PARTS x channels]
   float  *factor;                              // [samples x 4 x channels]: see apply_row
   bool    given;                               // backward: the statistics are constants
 } channel_norm;
@@ -60,14 +62,14 @@ static void add_products(float *restrict a, const float *restrict x, const float
   for (int i = 0; i < n; i++) a[i] += dy[i] * (x[i] - m[i]);
 }
 
-/// Forward: the mean and the squared deviations of a block's channels. The deviations also correct
-/// the rounding errors of the mean.
+/// Forward: the mean, the squared deviations and the mean's rounding error of a block's channels.
 static void measure(const void *context, int64_t task)
 {
   const channel_norm *s = context;
   int64_t sample = task / s->blocks, row = task % s->blocks * s->block_rows, n = s->channels,
           end = smaller(s->rows, row + s->block_rows);
-  float *mean = s->partial + task * 2 * n, *squares = mean + n, buffer[TILE], sum[TILE];
+  float *mean = s->partial + task * PARTS * n, *squares = mean + n, *error = squares + n,
+        buffer[TILE], sum[TILE];
   const float count = (float)(end - row);
   memset(mean, 0, (size_t)(2 * n) * sizeof *mean);
   for (int64_t c = 0; c < n; c += TILE) {
@@ -82,7 +84,7 @@ static void measure(const void *context, int64_t task)
                                                  first_of(s, sample, r) + c, length),
                      mean + c, length);
     for (int i = 0; i < length; i++) {
-      mean[c + i] += sum[i] / count;
+      error[c + i] = sum[i] / count;
       float rest = squares[c + i] - sum[i] * (sum[i] / count);
       squares[c + i] = rest < 0.0f ? 0.0f : rest;
     }
@@ -96,7 +98,7 @@ static void measure_grad(const void *context, int64_t task)
   int64_t sample = task / s->blocks, row = task % s->blocks * s->block_rows, n = s->channels,
           end = smaller(s->rows, row + s->block_rows);
   const float *mean = s->factor + sample * 4 * n;
-  float *sum = s->partial + task * 2 * n, *product = sum + n, buffer[2][TILE];
+  float *sum = s->partial + task * PARTS * n, *product = sum + n, buffer[2][TILE];
   memset(sum, 0, (size_t)(2 * n) * sizeof *sum);
   for (int64_t r = row; r < end; r++)
     for (int64_t c = 0; c < n; c += TILE) {
@@ -145,7 +147,7 @@ static void apply_rows(const void *context, int64_t task)
 
 static eng_status open(channel_norm *s, int64_t *bytes)
 {
-  int64_t partial = padded(s->samples * s->blocks * 2 * s->channels);
+  int64_t partial = padded(s->samples * s->blocks * PARTS * s->channels);
   *bytes = (partial + s->samples * 4 * s->channels) * (int64_t)sizeof(float);
   s->partial = arena_alloc(ARENA_SCRATCH, *bytes);
   s->factor = s->partial + partial;
@@ -180,15 +182,15 @@ static void wide_group(const channel_norm *s, int64_t sample, int64_t from, int6
 static void combine(const channel_norm *s, int64_t sample, int64_t from, int64_t to, double *mean,
                     double *variance)
 {
-  const float *partial = s->partial + sample * s->blocks * 2 * s->channels;
+  const float *partial = s->partial + sample * s->blocks * PARTS * s->channels;
   double sum = 0.0, squares = 0.0, count = (double)(s->rows * (to - from));
   for (int pass = 0; pass < 2; pass++) {
     for (int64_t b = 0; b < s->blocks; b++) {
-      const float *block = partial + b * 2 * s->channels;
+      const float *block = partial + b * PARTS * s->channels, *error = block + 2 * s->channels;
       double n = (double)smaller(s->block_rows, s->rows - b * s->block_rows);
       for (int64_t c = from; c < to; c++) {
-        double d = block[c] - *mean;
-        if (pass == 0) sum += n * block[c];
+        double m = (double)block[c] + error[c], d = m - *mean;
+        if (pass == 0) sum += n * m;
         else squares += block[s->channels + c] + n * d * d;
       }
     }
@@ -198,6 +200,13 @@ static void combine(const channel_norm *s, int64_t sample, int64_t from, int64_t
   *variance = squares / count;
 }
 
+static void put_statistic(const tensor *x, int64_t i, double value)
+{
+  if (!x) return;
+  if (x->dtype == ENG_f64) ((double *)x->data)[i] = value;
+  else put(x->data, x->dtype, i, value);
+}
+
 static double number_at(const tensor *x, int64_t i, double absent)
 {
   return x ? (double)get(x->data, x->dtype, i) : absent;
@@ -205,7 +214,9 @@ static double number_at(const tensor *x, int64_t i, double absent)
 
 static eng_status norm(const op_call *call, bool batch)
 {
-  if (!all_fast(call) || call->in[0]->count == 0) return forward_to_reference(call);
+  op_call y = *call;
+  y.n_out = 1;                                 // statistics may be f64
+  if (!all_fast(&y) || call->in[0]->count == 0) return forward_to_reference(call);
   channel_norm s = shape_of(call->in[0], batch, batch ? 0 : call->group_norm.groups);
   const tensor *weight = call->in[1], *bias = call->in[2], *given = batch ? call->in[3] : NULL;
   double eps = batch ? call->batch_norm.eps : call->group_norm.eps;
@@ -219,8 +230,7 @@ static eng_status norm(const op_call *call, bool batch)
     double mean, variance;
     if (given) mean = number_at(given, k, 0), variance = number_at(call->in[4], k, 0);
     else combine(&s, sample, from, from + width, &mean, &variance);
-    if (!given && call->out[1]) put(call->out[1]->data, ENG_f32, k, mean);
-    if (!given && call->out[2]) put(call->out[2]->data, ENG_f32, k, variance);
+    if (!given) put_statistic(call->out[1], k, mean), put_statistic(call->out[2], k, variance);
     double rstd = 1.0 / sqrt(variance + eps);
     for (int64_t c = from; c < from + width; c++) {
       f[c] = (float)mean;
@@ -238,9 +248,9 @@ static eng_status norm(const op_call *call, bool batch)
 /// The sums over all blocks of a sample: of dy, and of dy * (x - mean).
 static void sums_of(const channel_norm *s, int64_t sample, int64_t c, double *sum, double *product)
 {
-  const float *block = s->partial + sample * s->blocks * 2 * s->channels + c;
+  const float *block = s->partial + sample * s->blocks * PARTS * s->channels + c;
   *sum = *product = 0.0;
-  for (int64_t b = 0; b < s->blocks; b++, block += 2 * s->channels) {
+  for (int64_t b = 0; b < s->blocks; b++, block += PARTS * s->channels) {
     *sum += block[0];
     *product += block[s->channels];
   }

@@ -269,8 +269,8 @@ local function small() return { one_of { 0, 1e-5, 1 } } end
 function plans.batch_norm()
   local s, c = channels()
   local given = chance(30)
-  return { float(s), vector(c), vector(c), given and float { c }, given and float { c } }, {},
-    small(), 3
+  return { float(s), vector(c), vector(c), given and float { c }, given and float { c } },
+    { draw(2) }, small(), 3
 end
 function plans.batch_norm_grad()
   local s, c = channels()

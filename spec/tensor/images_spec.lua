@@ -40,6 +40,17 @@ describe("images", function()
     near(golden.group_norm, x:group_norm(2, counted(4), counted(4)), 1e-5)
   end)
 
+  it("have a variance that numbers far from 0 do not disturb", function()
+    for _, far in ipairs { 1e3, 1e5, 1e7 } do
+      local x = engine.randn(2000, 3, 2) + far
+      local _, mean, variance = x:batch_norm()
+      local _, wide_mean, wide_variance = x:to("f64"):batch_norm()
+      assert.same(wide_mean:to("f32"):totable(), mean:totable())
+      local difference = (variance:to "f64" - wide_variance) / wide_variance
+      assert.is_true(difference:abs():max():item() < 1e-6)
+    end
+  end)
+
   it("stay channels last in memory through elementwise operations", function()
     local function strides_agree(a, b)
       return not a:is_contiguous() and a:permute(1, 3, 4, 2):is_contiguous()

@@ -271,6 +271,8 @@ function generators.batch_norm(try)
     call(x, float("f32", { n }, "normal"), vector(), float("f32", { n }, "normal"),
       float("f32", { n }, "positive"))
     if dtype ~= "f64" then call(x, float("f32", { n }, "normal"), false, false, false) end
+    try { inputs = { x, false, false, false, false }, ints = { 1 }, floats = { eps }, outputs = 3,
+      ulp = 2, eps = 32, bound = forward_bound(eps), flush = 2 ^ -120 }   -- squares in f32
   end)
 end
 
