@@ -87,7 +87,8 @@ describe("nn.moe over ranks", function()
       "expected dispatch to be 'own', 'fp32', 'bf16' or 'fp8', got 'f8'")
     assert.error_matches(moe { combine = "fp8" },
       "expected combine to be 'own', 'fp32' or 'bf16', got 'fp8'")
-    assert.error_matches(moe { experts = 3, experts_over = { size = 2, rank = 0, across = {} } },
+    local two = { comm = engine.ranks.group().comm, size = 2, rank = 0, across = {} }
+    assert.error_matches(moe { experts = 3, experts_over = two },
       "3 experts cannot be divided evenly among 2 ranks")
     assert.error_matches(function() engine.ranks.group(2) end,
       "expected a size that divides the number of ranks, 1, got 2")

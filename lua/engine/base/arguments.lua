@@ -54,6 +54,11 @@ function M.want(x, name)
   expect(is_tensor(x), x, "%s: expected a tensor", name)
 end
 
+--- Whether v is a group of ranks, engine.ranks.group().
+function M.is_group(v)
+  return type(v) == "table" and ffi.istype("eng_comm *", v.comm) and type(v.size) == "number"
+end
+
 function M.want_number(v, name, what)
   expect(type(v) == "number", v, "%s: expected %s to be a number", name, what)
   return v

@@ -178,7 +178,10 @@ function M.run(name, inputs, ints, floats, n_out)
   ffi.fill(call, ffi.sizeof(call))
   call.op, call.n_in, call.n_out = op, #inputs, n_out or 1
   for k, x in ipairs(inputs) do
-    if x then call["in"][k - 1] = x end
+    if x then
+      M.expect(ffi.istype(M.Tensor, x), x, "%s: expected input %d to be a tensor", name, k)
+      call["in"][k - 1] = x
+    end
   end
   for k, v in ipairs(ints) do call.ints[k - 1] = v end
   for k, v in ipairs(floats) do call.floats[k - 1] = v end

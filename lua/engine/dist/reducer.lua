@@ -10,6 +10,7 @@
 -- random numbers. Owned by the trainer. A single process has a reducer of one rank, which costs
 -- nothing.
 local M_ffi = require "engine.base.ffi"
+local batch_norm_over = require "engine.tensor.batch_norm_over"
 local nearest = require "engine.base.nearest"
 local random = require "engine.base.random"
 local ranks = require "engine.dist.ranks"
@@ -381,6 +382,7 @@ end
 --- position in the data.
 function Reducer:begin()
   if self.many then self.reduction = reduction(self.trainer.optimizer, self.options) end
+  batch_norm_over.begin()
   skip(self.trainer.data, self.rank * self.trainer.accumulate)
 end
 
@@ -442,10 +444,10 @@ function Reducer:finish(s)
   continue_numbers(s, self.drawn)
 end
 
---- Keeps what the record needs and the next step may overwrite: the signals and, with a delay, the
---- tensors that overflowed on each rank.
+--- Keeps what the record needs and the next step may overwrite: the signals, when this rank gave
+--- batch norms inf or nan and, with a delay, the tensors that overflowed on each rank.
 function Reducer:remember(s, delayed)
-  s.signals = signals
+  s.signals, s.first_bad = signals, batch_norm_over.first_bad()
   if not delayed then return end
   s.signals = {}
   for name, value in pairs(signals) do s.signals[name] = value end
@@ -547,10 +549,11 @@ function Reducer:record(record, stats, s)
   take_signals(self)
   if maxima[MAXIMA.unknown] > 0 then agree_on_signals(self, s.signals) end
   s.signals = self.signals
-  if record.overflow == 0 then self.found = nil
+  if record.overflow == 0 then self.found, self.origin = nil, nil
   else
     if self.apart then check(C.eng_parallel_gather_flags(self.reduction)) end
     self.found = s.culprits or self:find_culprits()
+    self:find_origin(s.first_bad)
   end
   -- Histograms of single tensors make a large message, so they are reduced only if something reads
   -- them. All ranks make the same choice here.
@@ -649,6 +652,26 @@ function Reducer:find_culprits()
     end
   end
   return found
+end
+
+--- Puts the cause first among the culprits. Inf and nan spread to other ranks through synchronized
+--- batch norms: ranks that were the first to give them to one (first_bad of batch_norm_over.lua)
+--- come first, and `origin` says so. Among the others, inf comes before nan.
+function Reducer:find_origin(first_bad)
+  local of, first, ranks_of, key = ffi.new("double[?]", self.size), math.huge, {}, {}
+  check(C.eng_comm_all_gather(ranks.world(), of, ffi.new("double[1]", first_bad), 8))
+  for rank = 0, self.size - 1 do first = math.min(first, of[rank]) end
+  for rank = 0, self.size - 1 do
+    if of[rank] == first then ranks_of[#ranks_of + 1] = rank end
+  end
+  self.origin = first < math.huge and ("inf or nan spread to other ranks through a batch norm, " ..
+    "from the %s of %s"):format(first % 2 == 0 and "input" or "gradients", ranks.names(ranks_of))
+    or nil
+  for i, c in ipairs(self.found) do
+    key[c] = (of[c.rank] == first and 0 or 2) + (c.what == "nan" and 1 or 0)
+      + i / (#self.found + 1)
+  end
+  table.sort(self.found, function(a, b) return key[a] < key[b] end)
 end
 
 --- What find_culprits() found for the step of the last record; empty without an overflow and on a

@@ -37,7 +37,7 @@ function M.new(count, options)
     "nn.moe: expected dispatch to be 'own', 'fp32', 'bf16' or 'fp8'")
   expect(COMBINE[combine], combine, "nn.moe: expected combine to be 'own', 'fp32' or 'bf16'")
   if group == nil then return nil end
-  expect(type(group) == "table" and group.across, group,
+  expect(arguments.is_group(group) and group.across, group,
     "nn.moe: expected experts_over to be a group of ranks, engine.ranks.group()")
   if count % group.size ~= 0 then
     raise("nn.moe: %d experts cannot be divided evenly among %d ranks", count, group.size)

@@ -90,7 +90,10 @@ end
 -- Moves the buffers towards the statistics of a batch of n numbers per channel. running_var follows
 -- the variance with the divisor n - 1, as in PyTorch.
 local function follow(self, mean, variance, n)
-  if n < 2 then raise("expected more than one number for each channel in training mode") end
+  if n < 2 then
+    raise("nn.batch_norm: expected more than one number for each channel in training mode, got %g",
+      n)
+  end
   local m = self.momentum
   self.running_mean:copy(self.running_mean * (1 - m) + mean * m)
   self.running_var:copy(self.running_var * (1 - m) + variance * (m * n / (n - 1)))
@@ -118,7 +121,8 @@ M.batch_norm = BatchNorm
 --- batch on one rank. Every rank must run the same layers. Returns the model. PyTorch:
 --- SyncBatchNorm.convert_sync_batchnorm.
 function M.sync_batch_norm(model, group)
-  expect(type(group) == "table" and group.comm, group,
+  expect(module.is_module(model), model, "nn.sync_batch_norm: expected a module")
+  expect(arguments.is_group(group), group,
     "nn.sync_batch_norm: expected a group of ranks, engine.ranks.group()")
   model:apply(function(m)
     if m._class == "batch_norm" then rawset(m, "over", group.size > 1 and group or nil) end

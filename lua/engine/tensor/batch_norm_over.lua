@@ -1,26 +1,50 @@
 -- Batch norm over several ranks: each rank has a part of the batch's rows, and all normalise by the
 -- mean and variance of the whole batch. Every rank of the group must make the same calls, in the
--- forward pass and in the backward pass. Called by images.lua.
+-- forward pass and in the backward pass. Called by images.lua; dist/reducer.lua asks first_bad().
 --
--- Forward, the ranks exchange their number of rows and the mean and variance of each channel.
--- Backward, they exchange the sums of dy and of dy * (x - mean) / sqrt(variance + eps), on which
--- every dx depends; the gradients of weight and bias stay those of this rank's rows, since the
--- optimizer's reduction adds them up. Numbers are combined in double and in the order of ranks, so
--- all ranks have the same bits.
+-- Forward, the ranks exchange their number of rows and the mean and variance of each channel in
+-- double. Backward, they exchange the sums of dy and of dy * (x - mean) / sqrt(variance + eps), on
+-- which every dx depends; the gradients of weight and bias stay those of this rank's rows, since
+-- the optimizer's reduction adds them up. Numbers are combined in double and in the order of ranks,
+-- so all ranks have the same bits. If no rank has rows, the results are those of one rank without
+-- rows: mean and variance nan, gradients of weight and bias 0.
 local M_ffi = require "engine.base.ffi"
 local autograd = require "engine.tensor.autograd"
 local tensor = require "engine.tensor.tensor"
 
 local C, check, ffi, run = M_ffi.C, M_ffi.check, M_ffi.ffi, M_ffi.run
 
+local M = {}
+
+-- The number of exchanges since begin(), and the result of first_bad().
+local exchanges, bad = 0, math.huge
+
+--- Counts exchanges from 0 again. Called at the beginning of a step.
+function M.begin() exchanges, bad = 0, math.huge end
+
+--- Twice the number of the first exchange since begin() to which this rank itself gave inf or nan,
+--- plus 1 in a backward pass; inf if there is none. Inf and nan reach the other ranks through an
+--- exchange, so the rank with the lowest number is where they came from.
+function M.first_bad() return bad end
+
+-- Counts an exchange, to which this rank gives the n numbers `own`.
+local function count(own, n, backward)
+  exchanges = exchanges + 1
+  for i = 0, n - 1 do
+    if own[i] - own[i] ~= 0 then bad = math.min(bad, 2 * exchanges + (backward and 1 or 0)) end
+  end
+end
+
 -- Combines the ranks' statistics of their parts of the batch (Chan, Golub and LeVeque, 1979). mean,
--- variance [channels] and rows: of this rank's part. Returns all three for the whole batch.
-local function combine(group, mean, variance, rows)
+-- variance [channels, f64] and rows: of this rank's part; dtype: of the results. Returns all three
+-- for the whole batch.
+local function combine(group, mean, variance, rows, dtype)
   local n = mean.count
   local own, all = ffi.new("double[?]", 2 * n + 1), ffi.new("double[?]", (2 * n + 1) * group.size)
   own[0] = rows
   for c, value in ipairs(mean:totable()) do own[c] = value end
   for c, value in ipairs(variance:totable()) do own[n + c] = value end
+  count(own, rows > 0 and 2 * n + 1 or 0)
   check(C.eng_comm_all_gather(group.comm, all, own, ffi.sizeof(own)))
   local total, means, variances = 0, {}, {}
   for p = 0, group.size - 1 do total = total + all[p * (2 * n + 1)] end
@@ -34,10 +58,10 @@ local function combine(group, mean, variance, rows)
       local part = all + p * (2 * n + 1)
       if part[0] > 0 then squares = squares + part[0] * (part[n + c] + (part[c] - m) ^ 2) end
     end
-    means[c], variances[c] = m, squares / total
+    means[c], variances[c] = total > 0 and m or 0 / 0, squares / total
   end
-  return tensor.tensor(means, { dtype = mean.dtype, keep = false }),
-    tensor.tensor(variances, { dtype = mean.dtype, keep = false }), total
+  return tensor.tensor(means, { dtype = dtype, keep = false }),
+    tensor.tensor(variances, { dtype = dtype, keep = false }), total
 end
 
 -- The sums of `dweight` and `dbias` [channels] over the ranks: [2 x channels].
@@ -47,6 +71,7 @@ local function over_ranks(group, dweight, dbias)
   for k, x in ipairs { dweight, dbias } do
     for c, value in ipairs(x:totable()) do sums[(k - 1) * n + c - 1] = value end
   end
+  count(sums, 2 * n, true)
   check(C.eng_comm_all_reduce(group.comm, sums, 2 * n, M_ffi.dtype.f64, C.ENG_SUM))
   local rows = { {}, {} }
   for k = 1, 2 do
@@ -57,11 +82,12 @@ end
 
 -- `call`: { group, eps }. forward adds to it the results without a gradient: mean, variance, rows.
 local function forward(saved, call, x, weight, bias)
-  local channels = x:size(-1)
-  local own, mean, variance = run("batch_norm", { x, false, false, false, false }, {},
+  local rows = x.count / math.max(x:size(-1), 1)
+  local own, mean, variance = run("batch_norm", { x, false, false, false, false }, { 1 },
     { call.eps }, 3)
   own:done()
-  call.mean, call.variance, call.rows = combine(call.group, mean, variance, x.count / channels)
+  call.mean, call.variance, call.rows = combine(call.group, mean, variance, rows,
+    x.dtype == "f64" and "f64" or "f32")
   saved.call, saved.x, saved.weight, saved.bias = call, x, weight, bias
   return (run("batch_norm", { x, weight or false, bias or false, call.mean, call.variance }, {},
     { call.eps }, 3))
@@ -74,7 +100,7 @@ local function backward(saved, dy)
   local own, dweight, dbias = run("batch_norm_grad", inputs, { wide, 1, 1 }, { call.eps }, 3)
   own:done()
   inputs[6] = over_ranks(call.group, dweight, dbias)
-  local dx = run("batch_norm_grad", inputs, { wide, 0, 0, call.rows }, { call.eps }, 3)
+  local dx = run("batch_norm_grad", inputs, { wide, 0, 0, math.max(call.rows, 1) }, { call.eps }, 3)
   local gradients = { dx }
   if saved.weight then gradients[#gradients + 1] = dweight:to(saved.weight.dtype) end
   if saved.bias then gradients[#gradients + 1] = dbias:to(saved.bias.dtype) end
@@ -85,7 +111,9 @@ local normalise = autograd.custom { forward = forward, backward = backward }
 
 --- Batch norm of x [.. x C] over the ranks of `group` (engine.ranks.group()); weight and bias: [C]
 --- or nil. Returns the result, and the mean, the variance [C] and the number of rows of the batch.
-return function(group, x, weight, bias, eps)
+function M.batch_norm(group, x, weight, bias, eps)
   local call = { group = group, eps = eps }
   return normalise(call, x, weight, bias), call.mean, call.variance, call.rows
 end
+
+return M

@@ -6,9 +6,10 @@
 -- operations keep this layout, so a chain of such layers copies only its first input.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
+local batch_norm_over = require "engine.tensor.batch_norm_over"
 local tensor = require "engine.tensor.tensor"
 
-local raise, run, value_text = M_ffi.raise, M_ffi.run, M_ffi.value_text
+local expect, raise, run, value_text = M_ffi.expect, M_ffi.raise, M_ffi.run, M_ffi.value_text
 local want, want_whole, read_named = arguments.want, arguments.want_whole, arguments.read_named
 local methods = tensor.methods
 
@@ -155,10 +156,13 @@ local BATCH_NORM = "eps mean variance over"
 function methods.batch_norm(x, weight, bias, options)
   options = read_named(options, "batch_norm", BATCH_NORM)
   local eps = arguments.want_number(options.eps or 1e-5, "batch_norm", "eps")
-  local last = channels_last(x, "batch_norm", 2)
-  if options.over and not options.mean then
-    local y, mean, variance, n = require "engine.tensor.batch_norm_over"(options.over, last, weight,
-      bias, eps)
+  local last, over = channels_last(x, "batch_norm", 2), options.over
+  if over then
+    expect(arguments.is_group(over), over,
+      "batch_norm: expected over to be a group of ranks, engine.ranks.group()")
+  end
+  if over and not options.mean and not options.variance then
+    local y, mean, variance, n = batch_norm_over.batch_norm(over, last, weight, bias, eps)
     return channels_second(y), mean, variance, n
   end
   local y, mean, variance = run("batch_norm", { last, weight or false, bias or false,

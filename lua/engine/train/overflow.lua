@@ -52,7 +52,7 @@ function Overflows:text(record, stats, reason)
     parts[#parts + 1] = ("%s from rank %d, first in %s"):format(c.what, c.rank, c.tensor)
   end
   if #culprits > 4 then parts[#parts + 1] = ("%d more"):format(#culprits - 4) end
-  parts[#parts + 1] = of_sum(self.trainer)
+  parts[#parts + 1] = of_sum(self.trainer) or self.trainer.reducer.origin
   local text = table.concat(parts, "; ") .. (reason ~= "" and "; " .. reason or "")
   return text, json.encode { inf = tonumber(record.inf), nan = tonumber(record.nan),
     first_inf = first.inf, first_nan = first.nan,
@@ -76,6 +76,7 @@ end
 
 -- Runs the step's forward and backward pass again with the trap set, from the same batches and
 -- random numbers. Returns a finding (trap.lua), or nil and a message. Restores the random numbers.
+-- Every rank calls it, since a model may exchange data between ranks in both passes.
 local function run_again(trainer, scale)
   local place = random.place()
   trainer.optimizer:zero_grad()
@@ -114,7 +115,8 @@ local function advice(self, record, finding)
   local inf, nan = first_with(self, stats, "inf"), first_with(self, stats, "nan")
   say("first tensor with inf: %s; with nan: %s", inf or "none", nan or "none")
   local sum = of_sum(trainer)
-  if sum then say("%s", sum) end
+  local spread = sum or trainer.reducer.origin
+  if spread then say("%s", spread) end
   for _, line in ipairs(finding and finding:lines() or {}) do lines[#lines + 1] = "  " .. line end
   local held, forward, weight
   for _, kind in ipairs { "inf", "nan" } do
@@ -153,14 +155,12 @@ end
 --- Handles a step that overflowed. Runs the step again if every overflow is to be trapped, or if
 --- the run is stuck: the policy stops it, or keeps the scale through repeated overflows. A stuck
 --- run gets advice. The advice has no finding if the step cannot run again (with a delay of 1), or
---- if only the sum over ranks overflowed.
+--- if only the sum over ranks overflowed. Every rank runs the step again; the one whose batches
+--- overflowed reports.
 function Overflows:look(record, verdict)
   local trainer = self.trainer
   local culprit = trainer.reducer:culprits()[1]
-  -- only the rank whose batches overflowed looks
   local mine = trainer.reducer.rank == (culprit and culprit.rank or 0)
-  -- with divided experts or ZeRO-3, every rank takes part in running the step again
-  if not mine and not trainer.reducer.apart and not trainer.reducer.parted then return end
   local step = tonumber(record.step)
   if self.last ~= step - 1 then self.in_row, self.stuck = 0, 0 end
   self.last, self.in_row = step, self.in_row + 1
@@ -176,10 +176,7 @@ function Overflows:look(record, verdict)
   -- with a delay the batches are gone by now; a session never had them
   if not text and trainer.delay == 0 and trainer.batches[1] then
     local problem
-    trainer.reducer:whole(function()
-      if not mine and not trainer.reducer.apart then return end
-      finding, problem = run_again(trainer, record.scale)
-    end)
+    trainer.reducer:whole(function() finding, problem = run_again(trainer, record.scale) end)
     text = finding and tostring(finding) or "the step could not be run again: " .. tostring(problem)
   end
   if not mine then return end

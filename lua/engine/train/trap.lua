@@ -90,6 +90,22 @@ local function tensor_text(t)
   return text .. " " .. table.concat(more, ", ")
 end
 
+-- Inputs of batch norms over several ranks that come from an exchange between the ranks.
+local EXCHANGED = { batch_norm = { [4] = "the mean", [5] = "the variance" },
+  batch_norm_grad = { [6] = "the sums over all ranks" } }
+
+-- What input `t` of a site is, if no operation made it.
+local function given_text(s, t)
+  if t.name then return "parameter " .. t.name end
+  local what = EXCHANGED[s.kernel] and EXCHANGED[s.kernel][s.held_by]
+  if what then
+    return ("%s, which another rank's part of the batch%s gave"):format(what,
+      s.backward and "" or ", or running statistics,")
+  end
+  return ("its input %d, which no operation made (%s)"):format(s.held_by, s.backward
+    and "the loss scale, the seed of the backward pass?" or "data, a mask, a constant")
+end
+
 --- One site in words.
 function M.site_text(s)
   local where = s.module ~= "" and "in " .. s.module or "outside of every module"
@@ -102,12 +118,8 @@ function M.site_text(s)
   end
   local from = table.concat(inputs, "; ")
   if s.held_by then
-    local t = s.inputs[s.held_by]
-    local made_by = s.backward and "the loss scale, the seed of the backward pass?"
-      or "data, a mask, a constant"
-    local source = t.name and "parameter " .. t.name
-      or ("its input %d, which no operation made (%s)"):format(s.held_by, made_by)
-    return ("%s entered %s, %s, through %s: %s"):format(s.kind, what, where, source, from)
+    return ("%s entered %s, %s, through %s: %s"):format(s.kind, what, where,
+      given_text(s, s.inputs[s.held_by]), from)
   end
   return ("first %s in %s, %s: %s, from %s"):format(s.kind, what, where,
     table.concat(outputs, "; "), from)
