@@ -208,7 +208,7 @@ describe("batch norm over several ranks", function()
     end
   end)
 
-  it("refuses what is not a group of ranks, or not a module", function()
+  it("refuses what is not a group of ranks, or not a module", helper.in_step(function()
     local engine = require "engine"
     local nn, x, group = engine.nn, engine.randn(4, 2), engine.ranks.group()
     local sync = nn.sync_batch_norm
@@ -232,5 +232,5 @@ describe("batch norm over several ranks", function()
       assert.matches(case[1], message, 1, true)
       assert.is_nil(message:find("\n"))
     end
-  end)
+  end))
 end)
