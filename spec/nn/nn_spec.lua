@@ -528,6 +528,38 @@ describe("generate", function()
     assert.same(first, model:generate({ 0 }, 30))
   end)
 
+  it("draws from the top_p of the top_k's probability, however many tokens there are", function()
+    engine.seed(10)
+    local V = 3000
+    local model = nn.gpt(with { vocab = V, tied = false, layers = 1, context = 1 })
+    model.head.weight:fill(0)
+    model.norm.weight:fill(0)
+    model.norm.bias:fill(0)
+    model.norm.bias:select(1, 1):fill(1)
+    local logits = engine.randn(V, { keep = true }) * 2
+    logits = logits:keep()
+    local order = select(2, logits:topk(V)):totable()
+    local function draws(set, options)
+      model.head.weight:select(2, 1):copy(set)
+      options.max_tokens, options.seed = 20, 3
+      return model:generate({ 0 }, options)
+    end
+    for _, k in ipairs { 1, 2, 50, 1024, 1025, 2000, V } do
+      local rest, drop = logits:totable(), -100              -- only the top k, without top_k
+      for i = k + 1, V do rest[order[i] + 1] = drop end
+      for _, p in ipairs { 0.02, 0.3, 0.9, 0.999 } do
+        assert.same(draws(engine.tensor(rest), { top_p = p }),
+          draws(logits, { top_p = p, top_k = k }), ("top_k = %d, top_p = %g"):format(k, p))
+      end
+    end
+    -- the likeliest token has 0.4 of all tokens' probability, and half of that of the top 2000
+    local flat = engine.zeros(V):totable()
+    flat[7] = math.log(0.4 / 0.6 * (V - 1))
+    for _, id in ipairs { unpack(draws(engine.tensor(flat), { top_p = 0.45, top_k = 2000 }), 2) } do
+      assert.equal(6, id)
+    end
+  end)
+
   it("restores modes, tape and memory", function()
     local model = nn.gpt(with { dropout = 0.5 })
     model.blocks[1]:eval()

@@ -79,12 +79,13 @@ end
 
 local COLDEST = 1e-30   -- below this, logits / temperature would overflow f32
 
--- One id, drawn from logits [1 x V] f32; temperature 0 takes the most likely one.
+-- One id, drawn from logits [1 x V] f32; temperature 0 takes the most likely one. top_p is a share
+-- of the top_k's probability.
 local function sample(logits, o)
   if o.temperature < COLDEST then return logits:argmax(-1):item() end
   local V, top, ids = logits:size(-1), logits / o.temperature, nil
   local k = math.min(o.top_k or V, V)
-  if o.top_p < 1 and k > FEW then   -- softmax over all tokens first: then few have to be sorted
+  if o.top_p < 1 and k == V and V > FEW then   -- sorts few tokens where they hold the share
     local chance, some = top:softmax():topk(FEW)
     if chance:sum():item() >= o.top_p then
       return some:view(-1):totable()[draw(chance:view(-1):totable(), o.top_p)]
@@ -167,10 +168,10 @@ end
 --- model:generate(tokens, { max_tokens, temperature = 1, top_k = nil, top_p = 1, stop = nil, seed =
 --- nil, cache = true }): the list `tokens` followed by up to max_tokens sampled tokens, in
 --- evaluation mode. Given a list of lists, it continues each; those of equal length run as one
---- batch. temperature 0 takes the most likely token. top_p: only the most likely tokens that add up
---- to this probability are drawn. stop: a token, or a list of them, that ends a sequence; a loaded
---- model stops at its eos_token_id unless `stop` is given. Draws from the engine's generator, or
---- with `seed` from one of its own.
+--- batch. temperature 0 takes the most likely token. top_p: only the most likely of the top_k
+--- tokens that add up to this share of their probability are drawn. stop: a token, or a list of
+--- them, that ends a sequence; a loaded model stops at its eos_token_id unless `stop` is given.
+--- Draws from the engine's generator, or with `seed` from one of its own.
 local function generate(model, tokens, options, more)
   if type(options) == "number" and more ~= nil then   -- generate(tokens, count, options)
     local count = options
