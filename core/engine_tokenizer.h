@@ -5,8 +5,9 @@
 // ------------------------------------------------------------------ tokenizers
 
 /// A tokenizer, as Hugging Face's tokenizer.json describes it. It is built by these calls, in any
-/// order, from what lua/engine/data/tokenizer.lua reads in that file, and is complete after
-/// eng_tokenizer_ready. One thread at a time may use it.
+/// order, from what lua/engine/data/tokenizer.lua reads in that file. eng_tokenizer_ready ends the
+/// building. Encoding and decoding before it are errors (STATE), and so are the building calls
+/// after it. One thread at a time may use it.
 typedef struct eng_tokenizer eng_tokenizer;
 /// The model: byte-pair encoding, unigram (the most probable pieces), WordPiece (the longest
 /// pieces from the left), or whole words.

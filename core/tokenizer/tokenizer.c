@@ -97,10 +97,22 @@ void eng_tokenizer_free(eng_tokenizer *t)
   free(t);
 }
 
+static eng_status building(const eng_tokenizer *t)
+{
+  return !t->ready ? ENG_OK : error_set(ENG_ERR_STATE, "tokenizer: eng_tokenizer_ready ended its "
+    "building, and it can no longer change; hint: build another one with eng_tokenizer_new");
+}
+
+static eng_status built(const eng_tokenizer *t)
+{
+  return t->ready ? ENG_OK : error_set(ENG_ERR_STATE, "tokenizer: it cannot encode or decode while "
+    "it is being built; hint: call eng_tokenizer_ready first");
+}
+
 // Checks an id and a token's text, and makes room for the id.
 static eng_status accept(eng_tokenizer *t, int64_t id, const char *text, int64_t size)
 {
-  if (t->ready) return error_set(ENG_ERR_STATE, "tokenizer: it is complete");
+  ENG_TRY(building(t));
   if (id < 0 || id > ENG_TOKENS_MAX_ID)
     return error_set(ENG_ERR_FORMAT, "tokenizer: token '%.*s' has the id %lld, expected 0 to %d",
                      shown(size), text, (long long)id, (int)ENG_TOKENS_MAX_ID);
@@ -196,6 +208,7 @@ eng_status eng_tokenizer_token(eng_tokenizer *t, int64_t id, const char *text, i
 eng_status eng_tokenizer_merge(eng_tokenizer *t, const char *left, int64_t left_size,
                                const char *right, int64_t right_size)
 {
+  ENG_TRY(building(t));
   int64_t a = texts_find(&t->vocab, left, left_size);
   int64_t b = texts_find(&t->vocab, right, right_size);
   int64_t skip = b >= 0 && right_size >= t->prefix_size ? t->prefix_size : 0;
@@ -257,6 +270,7 @@ static bool step_fits(int stage, int kind)
 eng_status eng_tokenizer_step(eng_tokenizer *t, int stage, int kind, int64_t flags, const char *a,
                               int64_t a_size, const char *b, int64_t b_size)
 {
+  ENG_TRY(building(t));
   if (stage < ENG_STAGE_NORMALIZE || stage > ENG_STAGE_DECODE || !step_fits(stage, kind))
     return error_set(ENG_ERR_VALUE, "tokenizer: stage %d has no step %d", stage, kind);
   steps *list = stage == ENG_STAGE_NORMALIZE ? &t->normalize
@@ -280,6 +294,7 @@ eng_status eng_tokenizer_step(eng_tokenizer *t, int stage, int kind, int64_t fla
 
 eng_status eng_tokenizer_frame(eng_tokenizer *t, int64_t id, bool after)
 {
+  ENG_TRY(building(t));
   if (id < 0 || id >= t->size || t->by_id[id].at < 0)
     return error_set(ENG_ERR_FORMAT, "tokenizer: the template names the id %lld, which no token "
                      "has", (long long)id);
@@ -335,6 +350,7 @@ static eng_status added_ready(eng_tokenizer *t)
 
 eng_status eng_tokenizer_ready(eng_tokenizer *t)
 {
+  ENG_TRY(building(t));
   if (t->vocab.count == 0) return error_set(ENG_ERR_FORMAT, "tokenizer: the vocabulary is empty");
   if (t->unknown >= t->size || (t->unknown >= 0 && t->by_id[t->unknown].at < 0))
     return error_set(ENG_ERR_FORMAT, "tokenizer: the token for unknown text has the id %lld, which "
@@ -419,7 +435,7 @@ static eng_status section(eng_tokenizer *t, const char *text, int64_t size, bool
 eng_status eng_tokenizer_encode(const uint32_t **out, int64_t *count, eng_tokenizer *t,
                                 const char *text, int64_t size, bool special)
 {
-  if (!t->ready) return error_set(ENG_ERR_STATE, "tokenizer: it is not complete");
+  ENG_TRY(built(t));
   t->out.size = 0;
   t->out.failed = t->repaired.failed = false;
   for (int64_t i = 0; special && i < t->before.size; i++) ids_add(&t->out, t->before.data[i]);
@@ -440,7 +456,7 @@ eng_status eng_tokenizer_encode(const uint32_t **out, int64_t *count, eng_tokeni
 eng_status eng_tokenizer_decode(const char **text, int64_t *size, eng_tokenizer *t,
                                 const uint32_t *list, int64_t count, bool skip)
 {
-  if (!t->ready) return error_set(ENG_ERR_STATE, "tokenizer: it is not complete");
+  ENG_TRY(built(t));
   ENG_TRY(decode_run(t, list, count, skip));
   *text = t->text_out.size ? t->text_out.data : "";
   *size = t->text_out.size;

@@ -352,3 +352,31 @@ describe("engine data tokenize", function()
     assert.error_matches(function() first "zz" end, "the tokenizer has no token 'zz'", 1, true)
   end)
 end)
+
+describe("the core's tokenizer", function()
+  it("refuses to encode before it is built, and to change afterwards", function()
+    local M_ffi = require "engine.base.ffi"
+    local ffi, C = M_ffi.ffi, M_ffi.C
+    local out = ffi.new("eng_tokenizer *[1]")
+    M_ffi.check(C.eng_tokenizer_new(out, C.ENG_TOKENS_WORDS, 0, -1, "", "", 100))
+    local t = ffi.gc(out[0], C.eng_tokenizer_free)
+    local list, text, size = ffi.new("const uint32_t *[1]"), ffi.new("const char *[1]"),
+      ffi.new("int64_t[1]")
+    local function refused(status, hint)
+      assert.equal(C.ENG_ERR_STATE, status)
+      assert.matches(hint, M_ffi.message(), 1, true)
+    end
+    refused(C.eng_tokenizer_encode(list, size, t, "a", 1, true), "call eng_tokenizer_ready first")
+    refused(C.eng_tokenizer_decode(text, size, t, ffi.new("uint32_t[1]"), 1, true),
+      "call eng_tokenizer_ready first")
+    M_ffi.check(C.eng_tokenizer_token(t, 0, "a", 1, 0))
+    M_ffi.check(C.eng_tokenizer_ready(t))
+    for _, status in ipairs { C.eng_tokenizer_token(t, 1, "b", 1, 0),
+      C.eng_tokenizer_added(t, 1, "b", 1, 0), C.eng_tokenizer_merge(t, "a", 1, "a", 1),
+      C.eng_tokenizer_step(t, 0, C.ENG_STEP_NFC, 0, "", 0, "", 0),
+      C.eng_tokenizer_frame(t, 0, true), C.eng_tokenizer_ready(t) } do
+      refused(status, "hint: build another one with eng_tokenizer_new")
+    end
+    assert.equal(0, C.eng_tokenizer_encode(list, size, t, "a", 1, true))
+  end)
+end)
