@@ -31,13 +31,14 @@ local cfg = engine.config({ model = "", data = "", method = "sft", from = "", ou
     seed = "seed for adapters and data", run = "name of the run; empty: not stored",
     log = { "how progress is shown", choices = { "line", "json", "quiet" } } },
   { count = "rank steps batch context", positive = "lr beta", natural = "seed",
-    not_negative = "alpha", policy = "policy" })
+    not_negative = "alpha", policy = "policy", pattern = "match" })
 
 for _, name in ipairs { "model", "data" } do
   if cfg[name] == "" then engine.config.fail("%s: expected a path; see help", name) end
 end
 engine.seed(cfg.seed)
-local tokenizer, model = engine.tokenizer(cfg.model), engine.load_model(cfg.model)
+local model = engine.load_model(cfg.model)   -- first: it says what the folder must hold
+local tokenizer = engine.tokenizer(cfg.model)
 local has_template = pcall(tokenizer.apply_chat_template, tokenizer,
   { { role = "user", content = "?" } })
 

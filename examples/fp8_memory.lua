@@ -11,7 +11,7 @@
 --   FP8 copies               0.00        4.88
 --   gradients               20.01       20.01
 --   moments                 40.03       20.01
---   kept for backward       58.65       37.32   of it FP8: 14.67
+--   kept for backward       58.65       37.32   of which in FP8: 14.67
 --   all                    148.70      102.49
 -- fp8_block stores each layer's input once, as codes, and quantizes it along the other dimension in
 -- the backward pass; gate and up of a SwiGLU share one copy. The output of attention is stored only
@@ -64,7 +64,7 @@ local function memory_of(precision)
   local all = opt:memory(function() return model:loss(ids, ids) end)
   if precision:find("^fp8") or precision == "bf16" then
     all["kept for backward"].predicted = rest(opt.fp8,
-      precision == "fp8_block") + all["of it FP8"].predicted
+      precision == "fp8_block") + all["of which in FP8"].predicted
   end
   return all
 end

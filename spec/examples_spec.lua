@@ -313,6 +313,12 @@ describe("the example", function()
     end)
   end
 
+  it("finetune.lua says what a folder without a model lacks", function()
+    local result = helper.run { "examples/finetune.lua", "model=" .. folder .. "/none", "data=x" }
+    assert.equal(1, result.code)
+    assert.matches("expected a folder with config.json and model.safetensors", result.err, 1, true)
+  end)
+
   it("data files are found beside the script, whatever the working directory is", function()
     local engine = helper.engine:sub(1, 1) == "/" and helper.engine or root .. "/" .. helper.engine
     local result = helper.shell(

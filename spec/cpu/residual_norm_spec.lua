@@ -143,9 +143,10 @@ describe("layer norm of rows far from 0", function()
           local rstd = 1 / math.sqrt(((wide - mean) * (wide - mean)):mean(-1):min():item())
           for k, got in ipairs(both(x, 1e-9)) do
             local off = (got.y:to("f64") - want):abs():max():item()
-            -- half a unit, and the f32 error of the rest; beyond NARROW (cuda/rows/norm.cu) the
-            -- error of its sums, too
-            local allowed = (2 ^ -11 * (steps < 512 and 1.05 or 4)) * rstd * 2 + 1e-4
+            -- the mean's rounding to f32, which is up to 2^-11 here, times rstd and the weight; and
+            -- the f32 errors of the rest. Sums have no part: such rows, whose variance is small for
+            -- their mean, are summed in f64
+            local allowed = 2 ^ -11 * rstd * 2 + 1e-5
             assert(off <= allowed, ("%s: %d numbers in %d steps, form %d: off by %g, %g is " ..
               "allowed"):format(set, n, steps, k, off, allowed))
           end

@@ -121,7 +121,7 @@ describe("the FP8 laboratory", function()
       local result = run("memory", "width=64", "layers=2", "context=32", settings[1], settings[2])
       assert.equal(0, result.code, result.err)
       for _, role in ipairs { "masters", "low%-precision copies", "FP8 copies", "gradients",
-        "moments", "kept for backward", "  of it FP8" } do
+        "moments", "kept for backward", "  of which in FP8" } do
         local a, b, c, d = result.out:match("\n" .. role ..
           " +([%d.]+) +([%d.]+) +([%d.]+) +([%d.]+)")
         assert.is_true(math.abs(a - b) <= 0.011 and math.abs(c - d) <= 0.011, result.out)

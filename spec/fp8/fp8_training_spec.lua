@@ -485,7 +485,7 @@ describe("memory", function()
         end
       end
     end
-    assert.is_truthy(tostring(low):find("of it FP8"))
+    assert.is_truthy(tostring(low):find("of which in FP8"))
   end)
   it("of attention's output under fp8_block is 12 bits a number, with gradients close to those " ..
     "of the unquantized output", function()

@@ -133,7 +133,7 @@ function M.new(opt, loss)
   }
   if loss then
     rows[#rows + 1] = { role = "kept for backward", measured = kept_all }
-    rows[#rows + 1] = { role = "  of it FP8", predicted = kept(opt, rows_of),
+    rows[#rows + 1] = { role = "  of which in FP8", predicted = kept(opt, rows_of),
       measured = tonumber(fp8_bytes[0]) }
   end
   for _, row in ipairs(rows) do rows[row.role:match("^%s*(.*)$")] = row end
