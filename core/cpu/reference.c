@@ -156,13 +156,6 @@ int64_t elements_before(const tensor *x, int dimension)
   return n;
 }
 
-int64_t elements_after(const tensor *x, int dimension)
-{
-  int64_t n = 1;
-  for (int d = dimension + 1; d < x->ndim; d++) n *= x->shape[d];
-  return n;
-}
-
 int64_t rows_of(const tensor *x)
 {
   return x->ndim ? elements_before(x, x->ndim - 1) : 1;

@@ -74,9 +74,8 @@ static inline int dimension_of(int64_t dimension, int ndim)
 /// Size of the last dimension (1 for a scalar) and number of rows before it.
 static inline int64_t columns_of(const tensor *x) { return x->ndim ? x->shape[x->ndim - 1] : 1; }
 int64_t rows_of(const tensor *x);
-/// Elements in the dimensions before `dimension`, and in those after it.
+/// Elements in the dimensions before `dimension`.
 int64_t elements_before(const tensor *x, int dimension);
-int64_t elements_after(const tensor *x, int dimension);
 
 /// log(sum(exp(x[0..n)))), with the largest value subtracted first. Infinite only where the plain
 /// formula is; an infinite maximum makes it NaN (inf - inf).

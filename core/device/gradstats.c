@@ -41,11 +41,6 @@ void gradstats_sum(eng_record *record, const eng_tensor_stats *stats, int n, dou
   record->norm = sqrt(sum_squares) / scale;
 }
 
-void gradstats_total(eng_record *record, const eng_tensor_stats *stats, int n, double scale)
-{
-  gradstats_sum(record, stats, n, scale, ENG_NEED_HIST);
-}
-
 eng_status eng_stats(eng_tensor_stats *out, const eng_tensor *handle, unsigned needs)
 {
   tensor *x;

@@ -12,11 +12,8 @@ static inline double gradstats_relative_scale(const eng_tensor_stats *s)
   return s->relative_scale > 0 ? s->relative_scale : 1;
 }
 
-/// Sums the statistics of `n` tensors into one record: counts, sums of squares, maxima, histogram.
-/// `scale` is the gradients' loss scale: amax and norm in the record are true magnitudes.
-void gradstats_total(eng_record *record, const eng_tensor_stats *stats, int n, double scale);
-
-/// Sums the statistics of a pass that computed only `needs` (ENG_NEED_*); skips the histogram if it
-/// is not among them.
+/// Sums the statistics of `n` tensors into one record: counts, sums of squares, maxima, and the
+/// histogram if it is among the `needs` (ENG_NEED_*) that the pass computed. `scale` is the
+/// gradients' loss scale: amax and norm in the record are true magnitudes.
 void gradstats_sum(eng_record *record, const eng_tensor_stats *stats, int n, double scale,
                    unsigned needs);

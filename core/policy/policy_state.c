@@ -277,11 +277,6 @@ static const char *decode(lua_State *L, const char *at)
   return at;
 }
 
-void policy_decode(eng_policy *p, const char *at)
-{
-  decode(p->L, at);
-}
-
 static void state_task(eng_policy *p, void *at)
 {
   // Collects the garbage of a failed call first, because it may occupy all the memory.

@@ -205,8 +205,5 @@ bool policy_encode(eng_policy *policy, int index, const char *root, data_blob *o
 /// Copies the state after a good call into `good`. False, with `good` unchanged, if the state is
 /// not plain data.
 bool policy_snapshot(eng_policy *policy, char *error, size_t error_size);
-/// Pushes the value of a blob. Raises an error when memory runs out: call it under
-/// policy_protected.
-void policy_decode(eng_policy *policy, const char *at);
 /// Restores the state from after the last good call.
 eng_status policy_roll_back(eng_policy *policy);

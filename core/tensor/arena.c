@@ -398,11 +398,6 @@ void arena_free(arena_id id, void *piece, int64_t bytes)
   arena_free_in(in_force, id, piece, bytes);
 }
 
-void arena_reset(arena_id id)
-{
-  for (int space = 0; space < SPACE_COUNT; space++) rewind_chunks(space, id);
-}
-
 int eng_memory(eng_memory_row *rows, int capacity)
 {
   int n = 0;

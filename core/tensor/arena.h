@@ -61,5 +61,3 @@ void arena_pages_give(arena_id id, void *pages, int64_t bytes);
 void arena_pages_take(arena_id id, void *pages, int64_t bytes);
 int64_t arena_page_size(void);
 
-/// Frees everything handed out since the last reset, in all spaces.
-void arena_reset(arena_id id);
