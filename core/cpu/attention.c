@@ -48,8 +48,7 @@ typedef struct sizes {
   bool    causal, pairs;
 } sizes;
 
-static int64_t ceiling(int64_t a, int64_t b) { return (a + b - 1) / b; }
-static int64_t whole_vectors(int64_t n)      { return ceiling(n, VF_LANES) * VF_LANES; }
+static int64_t whole_vectors(int64_t n) { return ceiling(n, VF_LANES) * VF_LANES; }
 
 static sizes sizes_of(const op_call *call)
 {

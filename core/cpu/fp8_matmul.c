@@ -64,7 +64,6 @@ typedef struct product {
   int64_t  scale_a_row, scale_b_row;
 } product;
 
-static int64_t ceiling(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // ------------------------------------------------------------------ packing
 
@@ -327,15 +326,6 @@ VF_INLINE vi vb_quarter_(const int8_t *p)
 #endif
 }
 
-VF_INLINE vi vi_most_(vi a, vi b)
-{
-#if defined(ENG_ISA_avx512)
-  return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b);
-#else
-  return vi_select(vi_gt(a, b), a, b);
-#endif
-}
-
 // Updates part for one row and one panel of finite numbers. The accumulator takes HOPPER_GROUP
 // products at a time.
 static void hopper_row(const float *a, const int8_t *ea, const float *b, const int8_t *eb,
@@ -358,7 +348,7 @@ static void hopper_row(const float *a, const int8_t *ea, const float *b, const i
       c[v] = vf_load(part + v * VF_LANES);
       // the exponents of c; -127 for zero
       vi exponent = vi_sub(vi_and(vi_shr((vi)c[v], 23), vi_set1(0xFF)), vi_set1(127));
-      top[v] = vi_most_(vb_quarter_(quarters + v * VF_LANES), exponent);
+      top[v] = vi_larger_(vb_quarter_(quarters + v * VF_LANES), exponent);
       scale[v] = (vf)vi_shl(vi_sub(vi_set1(127 + HOPPER_BITS), top[v]), 23);
       sum[v] = vf_to_vi(vf_mul(c[v], scale[v]));
     }

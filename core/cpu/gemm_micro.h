@@ -6,6 +6,7 @@
 // next whole vector hold zeros; columns beyond it are never read.
 #pragma once
 
+#include "rows.h"
 #include "simd.h"
 
 // The tile of C held in registers: MR rows of NV vectors, in addition to NV registers for B and one
@@ -86,13 +87,6 @@ static micro_kernel *const micro[GEMM_MR][GEMM_NV] = {
 #endif
 
 // ------------------------------------------------------------------ reading operands
-
-VF_INLINE float element(const void *data, int dtype, int64_t at)
-{
-  if (dtype == ENG_f32) return ((const float *)data)[at];
-  uint16_t half = ((const uint16_t *)data)[at];
-  return dtype == ENG_f16 ? f16_to_f32(half) : bf16_to_f32(half);
-}
 
 VF_INLINE vf vector(const void *data, int dtype, int64_t at, int n)
 {
@@ -185,7 +179,7 @@ VF_INLINE void lay_out_typed(float *to, int64_t to_row, const void *source, cons
   for (int64_t p = 0; p < rows; p++)
     for (int64_t j = 0; j < padded; j++)
       to[p * to_row + j] =
-        j < columns ? element(source, dtype, first + p * row + j * column) : 0.0f;
+        j < columns ? get(source, dtype, first + p * row + j * column) : 0.0f;
 }
 
 static void lay_out(float *to, int64_t to_row, const void *source, int dtype, int64_t first,

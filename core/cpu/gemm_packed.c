@@ -34,7 +34,6 @@ enum {
   GEMM_PAIRS_K = 128,
 };
 
-static int64_t ceiling(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // ------------------------------------------------------------------ one rectangle of C
 

@@ -51,16 +51,6 @@ VF_INLINE vh vh_load(const uint16_t *p) { vh a; memcpy(&a, p, sizeof a); return 
 
 #if defined(ENG_ISA_avx512)
 typedef __mmask32 vhm;
-VF_INLINE vi vi_max(vi a, vi b)         { return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b); }
-VF_INLINE vm vi_below(vi a, int32_t x)
-{
-  return _mm512_cmplt_epi32_mask((__m512i)a, _mm512_set1_epi32(x));
-}
-VF_INLINE vm vi_equal(vi a, int32_t x)
-{
-  return _mm512_cmpeq_epi32_mask((__m512i)a, _mm512_set1_epi32(x));
-}
-VF_INLINE vi vi_keep(vm m, vi a)        { return (vi)_mm512_maskz_mov_epi32(m, (__m512i)a); }
 VF_INLINE vi vi_tick(vi count, vm m)
 {
   return (vi)_mm512_mask_add_epi32((__m512i)count, m, (__m512i)count, _mm512_set1_epi32(1));
@@ -79,26 +69,23 @@ VF_INLINE vh vh_tick(vh count, vhm m)
 {
   return (vh)_mm512_mask_add_epi16((__m512i)count, m, (__m512i)count, _mm512_set1_epi16(1));
 }
-VF_INLINE vhm vhm_not(vhm m)            { return ~m; }
 #else
 typedef vh vhm;
 #if defined(ENG_ISA_avx2)
-VF_INLINE vi vi_max(vi a, vi b)         { return (vi)_mm256_max_epi32((__m256i)a, (__m256i)b); }
 VF_INLINE vh vh_max(vh a, vh b)         { return (vh)_mm256_max_epi16((__m256i)a, (__m256i)b); }
 #else
-VF_INLINE vi vi_max(vi a, vi b)         { vi m = a > b; return (m & a) | (~m & b); }
 VF_INLINE vh vh_max(vh a, vh b)         { vh m = a > b; return (m & a) | (~m & b); }
 #endif
-VF_INLINE vm vi_below(vi a, int32_t x)  { return a < x; }
-VF_INLINE vm vi_equal(vi a, int32_t x)  { return a == x; }
-VF_INLINE vi vi_keep(vm m, vi a)        { return m & a; }
 VF_INLINE vi vi_tick(vi count, vm m)    { return count - m; }
 VF_INLINE vhm vh_below(vh a, int16_t x) { return a < x; }
 VF_INLINE vhm vh_equal(vh a, int16_t x) { return a == x; }
 VF_INLINE vh vh_keep(vhm m, vh a)       { return m & a; }
 VF_INLINE vh vh_tick(vh count, vhm m)   { return count - m; }
-VF_INLINE vhm vhm_not(vhm m)            { return ~m; }
 #endif
+VF_INLINE vhm vhm_not(vhm m)            { return ~m; }
+VF_INLINE vm vi_below(vi a, int32_t x)  { return vi_gt(vi_set1(x), a); }
+VF_INLINE vm vi_equal(vi a, int32_t x)  { return vi_eq(a, vi_set1(x)); }
+VF_INLINE vi vi_keep(vm m, vi a)        { return vi_select(m, a, vi_set1(0)); }
 
 VF_INLINE int32_t vi_total(vi a)
 {
@@ -118,7 +105,7 @@ VF_INLINE int32_t vi_largest(vi a)
 
 /// Folds 16-bit lanes in pairs into 32-bit lanes, by sum or by maximum; all values are below 2^15.
 VF_INLINE vi vh_pairs_sum(vh a) { return ((vi)a & 0xFFFF) + vi_shr((vi)a, 16); }
-VF_INLINE vi vh_pairs_max(vh a) { return vi_max((vi)a & 0xFFFF, vi_shr((vi)a, 16)); }
+VF_INLINE vi vh_pairs_max(vh a) { return vi_larger_((vi)a & 0xFFFF, vi_shr((vi)a, 16)); }
 
 // ------------------------------------------------------------------ chunks
 
@@ -166,7 +153,7 @@ VF_INLINE tally chunk_f32(const float *g, int n, bool careful)
           inf = vi_tick(inf, vi_equal(a, F32_INF));
           a = vi_keep(sound, a);
         }
-        top[v] = vi_max(top[v], a);
+        top[v] = vi_larger_(top[v], a);
         vf x = (vf)vi_keep(vm_not(vi_below(a, F32_FAINT)), a);
         square[v] = vf_add(square[v], vf_mul(x, x));
       }
@@ -176,7 +163,7 @@ VF_INLINE tally chunk_f32(const float *g, int n, bool careful)
   float lane[LANES];
   for (int v = 0; v < V; v++) {
     vf_store(lane + v * VF_LANES, total[v]);
-    top[0] = vi_max(top[0], top[v]);
+    top[0] = vi_larger_(top[0], top[v]);
   }
   tally t = {.sum_squares = fold(lane), .zeros = vi_total(zeros), .tiny = vi_total(tiny),
              .amax = (uint32_t)vi_largest(top[0])};
@@ -372,23 +359,9 @@ VF_INLINE int32_t vb_total(vb a)
 {
   return (int32_t)_mm512_reduce_add_epi64(_mm512_sad_epu8((__m512i)a, _mm512_setzero_si512()));
 }
-/// Exponent bits of four vectors of f32, in any order.
-VF_INLINE vb vb_exponents(vf a, vf b, vf c, vf d)
-{
-  __m512i low =
-    _mm512_packus_epi32(_mm512_srli_epi32((__m512i)a, 23), _mm512_srli_epi32((__m512i)b, 23));
-  __m512i high =
-    _mm512_packus_epi32(_mm512_srli_epi32((__m512i)c, 23), _mm512_srli_epi32((__m512i)d, 23));
-  __m512i unsign = _mm512_set1_epi16(0xFF);
-  return (vb)_mm512_packus_epi16(_mm512_and_si512(low, unsign), _mm512_and_si512(high, unsign));
-}
-/// vb_exponents for two vectors of bf16.
-VF_INLINE vb vb_exponents_bf16(vh a, vh b)
-{
-  __m512i unsign = _mm512_set1_epi16(0xFF);
-  return (vb)_mm512_packus_epi16(_mm512_and_si512(_mm512_srli_epi16((__m512i)a, 7), unsign),
-                                 _mm512_and_si512(_mm512_srli_epi16((__m512i)b, 7), unsign));
-}
+/// The lanes of a and b, which fit half the width, in any order.
+VF_INLINE vh vh_narrowed(vi a, vi b) { return (vh)_mm512_packus_epi32((__m512i)a, (__m512i)b); }
+VF_INLINE vb vb_narrowed(vh a, vh b) { return (vb)_mm512_packus_epi16((__m512i)a, (__m512i)b); }
 #elif defined(ENG_ISA_avx2)
 VF_INLINE vb vb_tick(vb count, vb key, uint8_t x) { return count - (vb)(key == x); }
 VF_INLINE uint64_t vb_find(vb key, uint8_t high)
@@ -401,22 +374,21 @@ VF_INLINE int32_t vb_total(vb a)
   __m128i two = _mm_add_epi64(_mm256_castsi256_si128(four), _mm256_extracti128_si256(four, 1));
   return (int32_t)(_mm_cvtsi128_si64(two) + _mm_extract_epi64(two, 1));
 }
-VF_INLINE vb vb_exponents(vf a, vf b, vf c, vf d)
-{
-  __m256i low =
-    _mm256_packus_epi32(_mm256_srli_epi32((__m256i)a, 23), _mm256_srli_epi32((__m256i)b, 23));
-  __m256i high =
-    _mm256_packus_epi32(_mm256_srli_epi32((__m256i)c, 23), _mm256_srli_epi32((__m256i)d, 23));
-  __m256i unsign = _mm256_set1_epi16(0xFF);
-  return (vb)_mm256_packus_epi16(_mm256_and_si256(low, unsign), _mm256_and_si256(high, unsign));
-}
+VF_INLINE vh vh_narrowed(vi a, vi b) { return (vh)_mm256_packus_epi32((__m256i)a, (__m256i)b); }
+VF_INLINE vb vb_narrowed(vh a, vh b) { return (vb)_mm256_packus_epi16((__m256i)a, (__m256i)b); }
+#endif
+
+/// Exponent bits of two vectors of bf16, in any order.
 VF_INLINE vb vb_exponents_bf16(vh a, vh b)
 {
-  __m256i unsign = _mm256_set1_epi16(0xFF);
-  return (vb)_mm256_packus_epi16(_mm256_and_si256(_mm256_srli_epi16((__m256i)a, 7), unsign),
-                                 _mm256_and_si256(_mm256_srli_epi16((__m256i)b, 7), unsign));
+  return vb_narrowed((a >> 7) & 0xFF, (b >> 7) & 0xFF);
 }
-#endif
+/// Exponent bits of four vectors of f32, in any order.
+VF_INLINE vb vb_exponents(vf a, vf b, vf c, vf d)
+{
+  return vb_narrowed(vh_narrowed(vi_shr((vi)a, 23), vi_shr((vi)b, 23)) & 0xFF,
+                     vh_narrowed(vi_shr((vi)c, 23), vi_shr((vi)d, 23)) & 0xFF);
+}
 
 /// Writes to `key` the exponent bits that n numbers have as f32, in any order, padded with zeros to
 /// whole vectors. Returns the number of keys, padding included. f16 is widened exactly: its

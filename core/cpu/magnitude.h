@@ -5,14 +5,6 @@
 #include "simd.h"
 
 VF_INLINE vi magnitudes(vf x) { return vi_and((vi)x, vi_set1(0x7FFFFFFF)); }
-VF_INLINE vi vi_larger_(vi a, vi b)
-{
-#if defined(ENG_ISA_avx512)
-  return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b);
-#else
-  return vi_select(vi_gt(a, b), a, b);
-#endif
-}
 
 // The largest lane.
 VF_INLINE uint32_t across(vi a)

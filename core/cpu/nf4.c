@@ -35,7 +35,7 @@ static void quantize_task(const void *context, int64_t t)
   for (int64_t j = t * CHUNK; j < (t + 1) * CHUNK && j * b->size < b->x->count; j++) {
     int64_t from = j * b->size;
     int n = (int)smaller(b->size, b->x->count - from);
-    const float *x = row_load(buffer, b->x->data, b->x->dtype, from, n);
+    const float *x = tile_load(buffer, b->x->data, b->x->dtype, from, n);
     int32_t top = 0;
     for (int i = 0; i < n; i++) {
       int32_t bits = (int32_t)(f32_bits(x[i]) & 0x7FFFFFFFu);

@@ -21,7 +21,7 @@ enum {
 /// `absent` if v is NULL.
 static const float *vector_f32(float *buffer, const tensor *v, int64_t n, float absent)
 {
-  if (v) return row_load(buffer, v->data, v->dtype, 0, n);
+  if (v) return tile_load(buffer, v->data, v->dtype, 0, n);
   for (int64_t i = 0; i < n; i++) buffer[i] = absent;
   return buffer;
 }
@@ -176,7 +176,7 @@ eng_status norm(const op_call *call, bool centred, bool adds)
   for (int64_t row = 0; row < rows; row++) {
     float *own = scratch + (2 + omp_get_thread_num()) * room;
     const float *in = adds ? add_row(own, call->out[1], x, call->in[1], row * n, n)
-                           : row_load(own, x->data, x->dtype, row * n, n);
+                           : tile_load(own, x->data, x->dtype, row * n, n);
     float mean = centred ? (float)(row_sum(in, n) / (double)n) : 0.0f;
     double variance = row_squares(in, n, mean) / (double)n;
     if (!f64_is_finite(variance) || variance < NARROW * mean * mean)
@@ -309,8 +309,8 @@ eng_status norm_grad(const op_call *call, bool centred, bool adds)
     if (columns) memset(sum_w, 0, (size_t)(2 * room) * sizeof(float));
     int64_t end = smaller(rows, (block + 1) * block_rows);
     for (int64_t row = block * block_rows; row < end; row++) {
-      const float *in = row_load(own, x->data, x->dtype, row * n, n);
-      const float *d = row_load(own + room, dy->data, dy->dtype, row * n, n);
+      const float *in = tile_load(own, x->data, x->dtype, row * n, n);
+      const float *d = tile_load(own + room, dy->data, dy->dtype, row * n, n);
       float mean = means ? get(means->data, means->dtype, row) : 0.0f,
             rstd = get(rstds->data, rstds->dtype, row);
       row_means sums = !columns ? backward_sums(in, d, weight, mean, rstd, n, NULL, NULL)

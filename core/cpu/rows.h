@@ -1,6 +1,5 @@
 // Helpers shared by the row kernels: the rows of a tensor, rows of any fast dtype as f32, sums in a
-// fixed order. Included by norm.c, softmax.c, loss.c, index.c and gemm.c, once per instruction set.
-// Owns nothing.
+// fixed order. Included by kernel files and gemm_micro.h, once per instruction set. Owns nothing.
 //
 // Order of a sum: lanes within a tile of TILE elements, a fixed tree over the lanes, then the tiles
 // in order, in double. The order depends on the length of a row and the lanes of the instruction
@@ -42,6 +41,8 @@ static inline eng_status forward_to_reference(const op_call *call)
 
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t larger(int64_t a, int64_t b)  { return a > b ? a : b; }
+/// a / b, rounded up.
+static inline int64_t ceiling(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 /// `count` rounded up to whole cache lines of floats, so that the buffers of two threads share no
 /// line.
@@ -59,16 +60,6 @@ static inline void put(void *data, int dtype, int64_t i, double value)
 {
   if (dtype == ENG_f32) ((float *)data)[i] = (float)value;
   else ((uint16_t *)data)[i] = dtype == ENG_f16 ? f16_from_f64(value) : bf16_from_f64(value);
-}
-
-/// n contiguous elements as f32: the source itself when it is f32, else converted into `buffer`
-/// [n].
-static inline const float *row_load(float *buffer, const void *source, int dtype, int64_t first,
-                                    int64_t n)
-{
-  if (dtype == ENG_f32) return (const float *)source + first;
-  floats_from(buffer, source, dtype, first, n);
-  return buffer;
 }
 
 /// The last n < VF_LANES elements of a row; the other lanes hold `fill`.

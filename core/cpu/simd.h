@@ -82,13 +82,28 @@ VF_INLINE vi vi_sar(vi a, int n) { return a >> n; }             // shifts in the
 VF_INLINE vi vi_load(const int32_t *p)     { vi a; memcpy(&a, p, sizeof a); return a; }
 VF_INLINE void vi_store(int32_t *p, vi a)  { memcpy(p, &a, sizeof a); }
 
+VF_INLINE vm vm_and(vm a, vm b)            { return a & b; }
+VF_INLINE vm vm_or(vm a, vm b)             { return a | b; }
+VF_INLINE vm vm_not(vm a)                  { return (vm)~a; }
+
+#if !defined(ENG_ISA_avx512)
+VF_INLINE vm vi_gt(vi a, vi b)             { return a > b; }
+VF_INLINE vm vi_eq(vi a, vi b)             { return a == b; }
+VF_INLINE vi vi_select(vm m, vi a, vi b)   { return (m & a) | (~m & b); }
+VF_INLINE vi vi_larger_(vi a, vi b)
+{
+#if defined(ENG_ISA_avx2)
+  return (vi)_mm256_max_epi32((__m256i)a, (__m256i)b);
+#else
+  return vi_select(a > b, a, b);
+#endif
+}
+#endif
+
 #if defined(ENG_ISA_avx512)
 // ------------------------------------------------------------------ AVX-512
 
 VF_INLINE vm vm_first(int n)               { return (vm)((1u << n) - 1u); }
-VF_INLINE vm vm_and(vm a, vm b)            { return a & b; }
-VF_INLINE vm vm_or(vm a, vm b)             { return a | b; }
-VF_INLINE vm vm_not(vm a)                  { return (vm)~a; }
 /// One bit per lane, lane 0 lowest.
 VF_INLINE uint32_t vm_bits(vm a)           { return a; }
 
@@ -120,6 +135,8 @@ VF_INLINE vi vi_select(vm m, vi a, vi b)
 {
   return (vi)_mm512_mask_blend_epi32(m, (__m512i)b, (__m512i)a);
 }
+/// The larger of each pair of lanes.
+VF_INLINE vi vi_larger_(vi a, vi b) { return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b); }
 
 VF_INLINE float vf_sum(vf a)
 {
@@ -190,9 +207,6 @@ VF_INLINE void vf_store_bf16_n(uint16_t *p, vf a, int n)
 // ------------------------------------------------------------------ AVX2 with FMA and F16C
 
 VF_INLINE vm vm_first(int n)               { return (vi){0, 1, 2, 3, 4, 5, 6, 7} < n; }
-VF_INLINE vm vm_and(vm a, vm b)            { return a & b; }
-VF_INLINE vm vm_or(vm a, vm b)             { return a | b; }
-VF_INLINE vm vm_not(vm a)                  { return ~a; }
 VF_INLINE uint32_t vm_bits(vm a)           { return (uint32_t)_mm256_movemask_ps((__m256)a); }
 
 VF_INLINE vf vf_load(const float *p)                { return _mm256_loadu_ps(p); }
@@ -220,10 +234,7 @@ VF_INLINE vm vf_gt(vf a, vf b)             { return (vm)_mm256_cmp_ps(a, b, _CMP
 VF_INLINE vm vf_ge(vf a, vf b)             { return (vm)_mm256_cmp_ps(a, b, _CMP_GE_OQ); }
 VF_INLINE vm vf_eq(vf a, vf b)             { return (vm)_mm256_cmp_ps(a, b, _CMP_EQ_OQ); }
 VF_INLINE vm vf_ne(vf a, vf b)             { return (vm)_mm256_cmp_ps(a, b, _CMP_NEQ_UQ); }
-VF_INLINE vm vi_gt(vi a, vi b)             { return a > b; }
-VF_INLINE vm vi_eq(vi a, vi b)             { return a == b; }
 VF_INLINE vf vf_select(vm m, vf a, vf b)   { return _mm256_blendv_ps(b, a, (__m256)m); }
-VF_INLINE vi vi_select(vm m, vi a, vi b)   { return (m & a) | (~m & b); }
 
 VF_INLINE float vf_sum(vf a)
 {
@@ -298,9 +309,6 @@ VF_INLINE void vf_store_bf16_n(uint16_t *p, vf a, int n)
 // ------------------------------------------------------------------ plain C, any processor
 
 VF_INLINE vm vm_first(int n)               { return (vi){0, 1, 2, 3} < n; }
-VF_INLINE vm vm_and(vm a, vm b)            { return a & b; }
-VF_INLINE vm vm_or(vm a, vm b)             { return a | b; }
-VF_INLINE vm vm_not(vm a)                  { return ~a; }
 VF_INLINE uint32_t vm_bits(vm a)
 {
   return (uint32_t)((a[0] & 1) | (a[1] & 2) | (a[2] & 4) | (a[3] & 8));
@@ -317,15 +325,12 @@ VF_INLINE vf vf_load_n(const float *p, int n)
 VF_INLINE void vf_store_n(float *p, vf a, int n)    { for (int i = 0; i < n; i++) p[i] = a[i]; }
 
 VF_INLINE vf vf_select(vm m, vf a, vf b)   { return (vf)((m & (vi)a) | (~m & (vi)b)); }
-VF_INLINE vi vi_select(vm m, vi a, vi b)   { return (m & a) | (~m & b); }
 VF_INLINE vm vf_lt(vf a, vf b)             { return (vm)(a < b); }
 VF_INLINE vm vf_le(vf a, vf b)             { return (vm)(a <= b); }
 VF_INLINE vm vf_gt(vf a, vf b)             { return (vm)(a > b); }
 VF_INLINE vm vf_ge(vf a, vf b)             { return (vm)(a >= b); }
 VF_INLINE vm vf_eq(vf a, vf b)             { return (vm)(a == b); }
 VF_INLINE vm vf_ne(vf a, vf b)             { return (vm)(a != b); }
-VF_INLINE vm vi_gt(vi a, vi b)             { return a > b; }
-VF_INLINE vm vi_eq(vi a, vi b)             { return a == b; }
 
 VF_INLINE vf vf_fma(vf a, vf b, vf c)      { return a * b + c; }
 VF_INLINE vf vf_max(vf a, vf b)            { return vf_select(a > b, a, b); }
@@ -464,10 +469,10 @@ VF_INLINE void floats_to(void *restrict dst, int dtype, int64_t first, const flo
   }
 }
 
-/// n (<= TILE) contiguous elements of `src` as floats, beginning with element `first`: the source
-/// itself when it is f32, else converted into `buffer`.
+/// n contiguous elements of `src` as floats, beginning with element `first`: the source itself when
+/// it is f32, else converted into `buffer` [n].
 static inline __attribute__((unused))
-const float *tile_load(float *buffer, const void *src, int dtype, int64_t first, int n)
+const float *tile_load(float *buffer, const void *src, int dtype, int64_t first, int64_t n)
 {
   if (dtype == ENG_f32) return (const float *)src + first;
   floats_from(buffer, src, dtype, first, n);

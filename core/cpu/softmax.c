@@ -37,7 +37,7 @@ static void exp_tile(const float *x, float max, float factor, void *y, int dtype
 static void softmax_short(const tensor *x, const tensor *y, int64_t first, int n)
 {
   float row[SHORT] __attribute__((aligned(64)));
-  const float *in = row_load(row, x->data, x->dtype, first, n);
+  const float *in = tile_load(row, x->data, x->dtype, first, n);
   float max = tile_max(in, n);
   double sum = 0.0;
   for (int at = 0; at < n; at += TILE)
@@ -67,58 +67,6 @@ static eng_status softmax(const op_call *call)
   for (int64_t row = 0; row < rows; row++) {
     if (n <= SHORT) softmax_short(x, y, row * n, (int)n);
     else softmax_long(x, y, row * n, n);
-  }
-  return ENG_OK;
-}
-
-/// dx = y * (dy - sum(y * dy)).
-static void softmax_grad_tile(const float *y, const float *dy, double sum, void *dx, int dtype,
-                              int64_t first, int64_t n)
-{
-  float buffer[TILE] __attribute__((aligned(64)));
-  float *out = tile_target(buffer, dx, dtype, first);
-  vf s = vf_set1((float)sum);
-  MAP2(out, y, dy, n, vf_mul(a, vf_sub(b, s)));
-  tile_store(dx, dtype, first, out, (int)n);
-}
-
-static double tile_dot(const float *a, const float *b, int n)
-{
-  vf p = vf_zero(), q = p;
-  int i = 0;
-  for (; i + 2 * VF_LANES <= n; i += 2 * VF_LANES) {
-    p = vf_fma(vf_load(a + i), vf_load(b + i), p);
-    q = vf_fma(vf_load(a + i + VF_LANES), vf_load(b + i + VF_LANES), q);
-  }
-  for (; i + VF_LANES <= n; i += VF_LANES) p = vf_fma(vf_load(a + i), vf_load(b + i), p);
-  if (i < n) q = vf_fma(vf_load_n(a + i, n - i), vf_load_n(b + i, n - i), q);
-  return vf_sum(vf_add(p, q));
-}
-
-static eng_status softmax_grad(const op_call *call)
-{
-  if (!all_fast(call)) return forward_to_reference(call);
-  const tensor *y = call->in[0], *dy = call->in[1], *dx = call->out[0];
-  int64_t n = row_length(y), rows = row_count(y);
-#pragma omp parallel for schedule(static) if (y->count > PARALLEL_ELEMENTS)
-  for (int64_t row = 0; row < rows; row++) {
-    float y_buffer[TILE] __attribute__((aligned(64))), dy_buffer[TILE] __attribute__((aligned(64)));
-    const float *p = NULL, *d = NULL;
-    double sum = 0.0;
-    for (int64_t at = 0; at < n; at += TILE) {
-      int length = (int)smaller(TILE, n - at);
-      p = tile_load(y_buffer, y->data, y->dtype, row * n + at, length);
-      d = tile_load(dy_buffer, dy->data, dy->dtype, row * n + at, length);
-      sum += tile_dot(p, d, length);
-    }
-    for (int64_t at = 0; at < n; at += TILE) {
-      int length = (int)smaller(TILE, n - at);
-      if (n > TILE) {   // the buffers still hold a single tile
-        p = tile_load(y_buffer, y->data, y->dtype, row * n + at, length);
-        d = tile_load(dy_buffer, dy->data, dy->dtype, row * n + at, length);
-      }
-      softmax_grad_tile(p, d, sum, dx->data, dx->dtype, row * n + at, length);
-    }
   }
   return ENG_OK;
 }
@@ -155,18 +103,34 @@ static eng_status log_softmax(const op_call *call)
   return ENG_OK;
 }
 
-/// dx = dy - exp(y) * sum(dy).
-static void log_softmax_grad_tile(const float *y, const float *dy, double sum, void *dx, int dtype,
-                                  int64_t first, int n)
+// ------------------------------------------------------------------ gradients
+
+static double tile_dot(const float *a, const float *b, int n)
+{
+  vf p = vf_zero(), q = p;
+  int i = 0;
+  for (; i + 2 * VF_LANES <= n; i += 2 * VF_LANES) {
+    p = vf_fma(vf_load(a + i), vf_load(b + i), p);
+    q = vf_fma(vf_load(a + i + VF_LANES), vf_load(b + i + VF_LANES), q);
+  }
+  for (; i + VF_LANES <= n; i += VF_LANES) p = vf_fma(vf_load(a + i), vf_load(b + i), p);
+  if (i < n) q = vf_fma(vf_load_n(a + i, n - i), vf_load_n(b + i, n - i), q);
+  return vf_sum(vf_add(p, q));
+}
+
+/// dx = y * (dy - sum(y * dy)) or, for the logarithm, dx = dy - exp(y) * sum(dy); `sum` is the sum.
+static void grad_tile(const float *y, const float *dy, double sum, bool logarithm, void *dx,
+                      int dtype, int64_t first, int n)
 {
   float buffer[TILE] __attribute__((aligned(64)));
   float *out = tile_target(buffer, dx, dtype, first);
-  vf s = vf_set1((float)-sum);
-  MAP2(out, y, dy, n, vf_fma(vf_exp(a), s, b));
+  vf s = vf_set1((float)sum);
+  if (logarithm) MAP2(out, y, dy, n, vf_fma(vf_exp(a), vf_neg(s), b));
+  else MAP2(out, y, dy, n, vf_mul(a, vf_sub(b, s)));
   tile_store(dx, dtype, first, out, n);
 }
 
-static eng_status log_softmax_grad(const op_call *call)
+static eng_status grad(const op_call *call, bool logarithm)
 {
   if (!all_fast(call)) return forward_to_reference(call);
   const tensor *y = call->in[0], *dy = call->in[1], *dx = call->out[0];
@@ -174,20 +138,28 @@ static eng_status log_softmax_grad(const op_call *call)
 #pragma omp parallel for schedule(static) if (y->count > PARALLEL_ELEMENTS)
   for (int64_t row = 0; row < rows; row++) {
     float y_buffer[TILE] __attribute__((aligned(64))), dy_buffer[TILE] __attribute__((aligned(64)));
+    const float *p = NULL, *d = NULL;
     double sum = 0.0;
     for (int64_t at = 0; at < n; at += TILE) {
       int length = (int)smaller(TILE, n - at);
-      sum += tile_sum(tile_load(dy_buffer, dy->data, dy->dtype, row * n + at, length), length);
+      d = tile_load(dy_buffer, dy->data, dy->dtype, row * n + at, length);
+      if (!logarithm) p = tile_load(y_buffer, y->data, y->dtype, row * n + at, length);
+      sum += logarithm ? tile_sum(d, length) : tile_dot(p, d, length);
     }
     for (int64_t at = 0; at < n; at += TILE) {
       int length = (int)smaller(TILE, n - at);
-      const float *p = tile_load(y_buffer, y->data, y->dtype, row * n + at, length);
-      const float *d = tile_load(dy_buffer, dy->data, dy->dtype, row * n + at, length);
-      log_softmax_grad_tile(p, d, sum, dx->data, dx->dtype, row * n + at, length);
+      // The buffers still hold a single tile.
+      if (n > TILE) d = tile_load(dy_buffer, dy->data, dy->dtype, row * n + at, length);
+      if (n > TILE || logarithm)
+        p = tile_load(y_buffer, y->data, y->dtype, row * n + at, length);
+      grad_tile(p, d, sum, logarithm, dx->data, dx->dtype, row * n + at, length);
     }
   }
   return ENG_OK;
 }
+
+static eng_status softmax_grad(const op_call *call)     { return grad(call, false); }
+static eng_status log_softmax_grad(const op_call *call) { return grad(call, true); }
 
 // ------------------------------------------------------------------ logsumexp
 
