@@ -268,6 +268,8 @@ describe("nn.lora", function()
         .. "blocks.1.attn.qkv blocks.1.attn.out"] = { match = "atn.qkv" },
       ["the pattern 'wte' matches no linear layer"] = { match = { "mlp", "wte" } },
       ["match is empty; linear layers: blocks.1"] = { match = {} },
+      ['expected match to be a list, such as { "attn", "mlp" }, got a table with the field \'a\'']
+        = { match = { a = "mlp" } },
       ["expected match to be a Lua pattern or a list of patterns, got '('"] = { match = "(" },
       ["expected rank to be a whole number of 1 or more, got 0"] = { rank = 0 },
       ["expected rank to be a whole number of 1 or more, got 2.5"] = { rank = 2.5 },

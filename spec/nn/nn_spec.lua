@@ -190,7 +190,14 @@ describe("a module", function()
         "nn.sequential: expected entry 2 to be a module, got nothing" },
       { "nn.sequential(nil, nn.relu())",
         "nn.sequential: expected entry 1 to be a module, got nothing" },
-      { "nn.list(5)", "nn.list: expected modules, got 5" },
+      { "nn.list(5)", "nn.list: expected the modules to be a list, such as { nn.linear(4, 4), "
+        .. "nn.layer_norm(4) }, got 5" },
+      { "nn.sequential { up = nn.linear(2, 2) }", "nn.sequential: expected the modules to be a "
+        .. "list, such as { nn.linear(4, 4), nn.layer_norm(4) }, got a table with the field 'up'" },
+      { "gpt:generate({ 1, 2, last = 3 }, 5)", "generate: expected the tokens to be a list, such "
+        .. "as { 1, 2, 3 }, got a table with the field 'last'" },
+      { "gpt:generate({ 1 }, 5, { stop = { eos = 3 } })", "generate: expected stop to be a list, "
+        .. "such as { 0, 2 }, got a table with the field 'eos'" },
       { "nn.list { nn.relu }", "nn.list: expected entry 1 to be a module, got a table" },
       { "nn.class('Empty')()(x)", "In Empty: Empty has no forward method" },
       { "assign()", "Empty.parts: a plain table hides its modules; hint: nn.list{ ... } or "

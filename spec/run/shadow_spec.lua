@@ -116,6 +116,7 @@ describe("a shadow", function()
     refused({ "dynamc" }, "shadow: there is no policy 'dynamc'; did you mean 'dynamic'?")
     refused("dynamic:growth=2", "has no option 'growth'")
     refused(5, "expected shadow to be a list of policies, got 5")
+    refused({ a = "dynamic" }, "expected shadow to be a list, such as { \"dynamic\", ")
   end)
 
   it("asks for the statistics it needs", function()

@@ -60,6 +60,8 @@ describe("a mistake with tensors", function()
     { "engine.full({ 2 }, 'a')", "full: expected the value to be a number, got 'a'" },
     { "engine.tensor()", "tensor: expected a number or a table of numbers, got nothing" },
     { "engine.tensor { 1, 'a' }", "tensor: expected a number, got 'a'" },
+    { "engine.tensor { x = 1 }", "tensor: expected the table to be a list, such as { 1, 2, 3 }, "
+      .. "got a table with the field 'x'" },
     { "engine.tensor { { 1, 2 }, { 3 } }",
       "tensor: the table is ragged: expected 2 entries at depth 2, got 1" },
     { "engine.tensor { { 1, 2 }, 3 }",

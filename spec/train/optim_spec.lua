@@ -414,6 +414,8 @@ describe("an optimizer refuses", function()
       "the low-precision copies" },
     { "optim.sgd(net, { groups = { { lr_mul = 2 } } })",
       "optim.sgd: group 1 needs match = a pattern or a function(name, tensor)" },
+    { "optim.sgd(net, { groups = { match = 'x' } })", "optim.sgd: expected groups to be a list, " ..
+      "such as { { match = \"bias\", weight_decay = 0 } }, got a table with the field 'match'" },
     { "optim.sgd(net, { groups = { { match = 'x', lr = 2 } } })",
       "optim.sgd: a group has no lr; hint: lr_mul, a factor on the common rate" },
     { "optim.sgd(net, { groups = { { match = 'x', momentun = 2 } } })",

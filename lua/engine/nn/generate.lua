@@ -145,7 +145,9 @@ local function read(options, default_stop)
   expect(type(o.top_p) == "number" and o.top_p > 0 and o.top_p <= 1, o.top_p,
     "generate: expected top_p in (0, 1]")
   local stop = options.stop or default_stop or {}
-  for _, id in ipairs(type(stop) == "table" and stop or { stop }) do
+  if type(stop) ~= "table" then stop = { stop } end
+  arguments.want_list(stop, "generate", "stop", "{ 0, 2 }")
+  for _, id in ipairs(stop) do
     o.stop[want_whole(id, "generate", "a stop token", 0)] = true
   end
   if options.seed ~= nil then want_whole(options.seed, "generate", "seed", 0) end
@@ -160,6 +162,7 @@ local function rows_of(tokens)
     local row = list[i]
     expect(type(row) == "table" and #row ~= 0, row,
       "generate: expected a list of at least one token to begin with")
+    arguments.want_list(row, "generate", "the tokens", "{ 1, 2, 3 }")
     for _, id in ipairs(row) do want_whole(id, "generate", "a token", 0) end
   end
   return list

@@ -137,7 +137,8 @@ function Sequential:init(...)
   local list, n = { ... }, select("#", ...)
   if n == 1 and not module.is_module(list[1]) then
     list = list[1]
-    expect(type(list) == "table", list, "nn.%s: expected modules", self._class)
+    arguments.want_list(list, "nn." .. self._class, "the modules",
+      "{ nn.linear(4, 4), nn.layer_norm(4) }")
     n = #list
   end
   for i = 1, n do

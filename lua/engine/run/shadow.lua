@@ -4,6 +4,7 @@
 -- changes. The summary counts the steps that a shadow would have skipped and how far its scale is
 -- from the run's. Made by the trainer from its option `shadow`.
 local M_ffi = require "engine.base.ffi"
+local arguments = require "engine.base.arguments"
 local counterfactual = require "engine.run.counterfactual"
 local formats = require "engine.base.formats"
 
@@ -40,7 +41,9 @@ end
 --- shadow: "a,b", or a list of what engine.policy.load takes. Returns nil if there are no shadows.
 function M.new(trainer, shadow)
   if type(shadow) == "string" then shadow = split(shadow) end
-  if not shadow or #shadow == 0 then return nil end
+  if not shadow then return nil end
+  arguments.want_list(shadow, "trainer", "shadow", '{ "dynamic", "max_value" }')
+  if #shadow == 0 then return nil end
   local self = setmetatable({ trainer = trainer, list = {}, steps = 0, skipped = 0,
     needs = bit.bor(C.ENG_NEED_AMAX, C.ENG_NEED_HIST), record = ffi.new("eng_record"),
     format = formats.of(trainer.precision.weight_gradients) or formats.of "f16" }, Shadows)

@@ -144,6 +144,7 @@ local function table_shape(value, shape, depth)
   -- The depth limit also ends the walk of a table that contains itself.
   if type(value) ~= "table" or depth > C.ENG_MAX_DIMS + 1 then return end
   if shape[depth] == nil then shape[depth] = maxn(value) end
+  if shape[depth] == 0 then arguments.want_list(value, "tensor", "the table", "{ 1, 2, 3 }") end
   if shape[depth] > 0 then table_shape(value[1], shape, depth + 1) end
 end
 
