@@ -100,10 +100,8 @@ local function check_script(contest)
   end
   local load = require("engine.policy.policy").load       -- adds the range `policy`
   contest.resumes, contest.quiet = defaults.resume ~= nil, defaults.log ~= nil
-  local words = { "seed=1" }
-  for _, setting in ipairs(contest.settings) do
-    if defaults.device ~= nil or not setting:find("^device=") then words[#words + 1] = setting end
-  end
+  local words = { "seed=1", unpack(contest.settings) }
+  if defaults.device == nil then defaults.device = config.optional "string" end   -- as every script
   contest.sources = {}
   for _, policy in ipairs(contest.policies) do
     words[#contest.settings + 2] = nil
