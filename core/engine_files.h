@@ -167,9 +167,12 @@ eng_status eng_history_tensors(eng_history *history, int64_t step, const eng_ten
 eng_status eng_history_shadow(eng_history *history, int64_t step, const char *name,
                               const eng_verdict *verdict, bool overflow, bool bound);
 /// A meter of an FP8 layer's role, in `fp8`: snr (dB), underflow, overflow and zeros (shares),
-/// amax, least, scale_min, scale_max (without the loss scale), count.
+/// amax, least, scale_min, scale_max (without the loss scale), count; and what a replay of a policy
+/// reads: peak (the largest magnitude of all elements, not only of the measured ones; inf or nan if
+/// an element is), power (the sum of squares) and asked (the amax by which the policies scale the
+/// role in the next step, 0: by its own, NaN: no policy can).
 eng_status eng_history_fp8(eng_history *history, int64_t step, const char *site, const char *role,
-                           const double value[9]);
+                           const double value[12]);
 /// A value that the script published as `name` (record.signals), in `signals`. Writes a row only if
 /// the value differs from the previous row of that name.
 eng_status eng_history_signal(eng_history *history, int64_t step, const char *name, double value);

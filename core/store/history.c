@@ -257,11 +257,11 @@ eng_status eng_history_shadow(eng_history *history, int64_t step, const char *na
 }
 
 eng_status eng_history_fp8(eng_history *history, int64_t step, const char *site, const char *role,
-                           const double value[9])
+                           const double value[12])
 {
-  cell row[12] = {of_int(step), of_text(site), of_text(role)};
-  for (int i = 0; i < 9; i++) row[3 + i] = of_number(value[i]);
-  return append(history, HISTORY_FP8, row, 12);
+  cell row[15] = {of_int(step), of_text(site), of_text(role)};
+  for (int i = 0; i < 12; i++) row[3 + i] = of_number(value[i]);
+  return append(history, HISTORY_FP8, row, 15);
 }
 
 eng_status eng_history_signal(eng_history *history, int64_t step, const char *name, double value)

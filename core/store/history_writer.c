@@ -39,6 +39,7 @@ static const char schema_shadows[] =
 static const char schema_fp8[] =
   "CREATE TABLE IF NOT EXISTS fp8(step INTEGER, site TEXT, role TEXT, snr REAL, underflow REAL,"
   " overflow REAL, zeros REAL, amax REAL, least REAL, scale_min REAL, scale_max REAL, count REAL,"
+  " peak REAL, power REAL, asked REAL,"
   " PRIMARY KEY(site, role, step)) WITHOUT ROWID;";
 
 static const char schema_signals[] =
@@ -81,7 +82,7 @@ static const char *const sql[HISTORY_STATEMENTS] = {
     " VALUES(?,?,?,?,?,?,?,?)",
   [HISTORY_FP8] =
     "INSERT OR REPLACE INTO fp8(step, site, role, snr, underflow, overflow, zeros, amax, least,"
-    " scale_min, scale_max, count) VALUES(?,?,?,?,?,?,?,?,?,?,?,?)",
+    " scale_min, scale_max, count, peak, power, asked) VALUES(?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
   [HISTORY_SIGNAL] = "INSERT OR REPLACE INTO signals(step, name, value) VALUES(?,?,?)",
   [HISTORY_DELETE_SIGNALS] = "DELETE FROM signals WHERE step >= ?",
   [HISTORY_DELETE_FP8] = "DELETE FROM fp8 WHERE step >= ?",
@@ -157,13 +158,17 @@ static eng_status make_schema(eng_history *history)
 }
 
 // Columns that older histories lack: the format of each parameter's gradient; whether a shadow's
-// scale overflows, and whether its decision is a bound (NULL in the rows of an older engine).
+// scale overflows, and whether its decision is a bound (NULL in the rows of an older engine); what
+// replays of FP8 policies read.
 static eng_status add_columns(eng_history *history)
 {
   static const char *const added[][3] = {
     { "parameters", "gradient", "ALTER TABLE parameters ADD COLUMN gradient TEXT" },
     { "shadows", "overflow", "ALTER TABLE shadows ADD COLUMN overflow INTEGER" },
     { "shadows", "bound", "ALTER TABLE shadows ADD COLUMN bound INTEGER" },
+    { "fp8", "peak", "ALTER TABLE fp8 ADD COLUMN peak REAL" },
+    { "fp8", "power", "ALTER TABLE fp8 ADD COLUMN power REAL" },
+    { "fp8", "asked", "ALTER TABLE fp8 ADD COLUMN asked REAL" },
   };
   for (size_t i = 0; i < sizeof added / sizeof *added; i++) {
     if (sqlite3_table_column_metadata(history->db, NULL, added[i][0], added[i][1], NULL, NULL, NULL,

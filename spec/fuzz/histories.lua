@@ -88,7 +88,8 @@ local TABLES = {
   tensor_stats = "step stats", events = "id step time kind text data", meta = "key value",
   config = "key value", policies = "hash name source", parameters = "id name shape",
   shadows = "name step scale action failed reason", signals = "name step value",
-  fp8 = "step site role snr underflow overflow zeros amax least scale_min scale_max count",
+  fp8 = "step site role snr underflow overflow zeros amax least scale_min scale_max count peak " ..
+    "power asked",
   blocks = "block rows first last overflows skipped failed tokens seconds loss_n loss_min " ..
     "loss_max loss_sum scale_n scale_min scale_max scale_sum amax_n stored_max zeros_sum",
 }

@@ -23,9 +23,10 @@ owner. With -e it runs CODE and ends. While the run is alive:
   run:set("lr", 1e-4)           lr clip clip_value scale steps checkpoint_every stats_every;
                                 run:set("lr", "schedule") returns to the schedule
   run:checkpoint()  run:stop()
-  policy:swap("mine.lua")       another policy, tried first; or "dynamic:growth_interval=500"
-  policy:undo()                 back to the previous policy
-  policy:show()                 its options and its state     (also: policy)
+  policy:swap("mine.lua")       another policy, tried first; or "dynamic:growth_interval=500";
+                                one of FP8 layers, as "layer_ladder", replaces theirs
+  policy:undo()                 takes the last swap back
+  policy:show()                 options and state of the policies     (also: policy)
 
 and always:
 

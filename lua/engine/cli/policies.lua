@@ -8,7 +8,8 @@ return options.command {
 usage: engine policies
 
 Lists the policies that come with the engine, with what each does: those that choose the loss scale
-of each step, and those that choose the scales and formats of FP8 layers.
+of each step, and those that choose the scales and formats of FP8 layers. Both can be swapped into a
+run (engine help attach), run as its shadows (shadow=NAME) and replayed.
 
   engine train.lua policy=dynamic:growth_interval=500     train with one
   engine replay runs/a --policy dynamic                   what it would have done on a recorded run
@@ -26,7 +27,8 @@ policies/README.md explains how to write one. Name your own file by its path: po
         show.table(rows, true))
     end
     print("\nnext: engine replay RUN --policy NAME shows what one would have done; policy=NAME " ..
-      "trains with it")
+      "trains\nwith it, and precision = { base = \"nvfp4\", fp8 = { policy = NAME } } with one " ..
+      "of the\nsecond list")
     return 0
   end,
 }

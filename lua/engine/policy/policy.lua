@@ -195,7 +195,7 @@ local folders = {}
 for i, share in ipairs(M_ffi.shares) do folders[i] = share .. "/policies" end
 
 --- Names of the policies that come with the engine, sorted. kind: "fp8" for FP8 policies (whose
---- text has kind = "fp8"), otherwise those that choose a loss scale.
+--- text has kind = "fp8"), "any" for all, otherwise those that choose a loss scale.
 function M.names(kind)
   local names = {}
   for _, folder in ipairs(folders) do
@@ -203,7 +203,7 @@ function M.names(kind)
       local name = entry:match("^(.+)%.lua$")
       local text = name and files.read(folder .. "/" .. entry)
       local fp8 = text and text:find('\n%s*kind%s*=%s*"fp8"') ~= nil
-      if text and fp8 == (kind == "fp8") then names[#names + 1] = name end
+      if text and (kind == "any" or fp8 == (kind == "fp8")) then names[#names + 1] = name end
     end
     if #names > 0 then break end
   end
@@ -347,7 +347,7 @@ end
 --- fp16 = { ... } }. A name or a path may carry options: "dynamic:growth_interval=500". A policy
 --- object is returned as it is. options: values for the policy's options, also as text; for
 --- `deepspeed` they may be keys of DeepSpeed's fp16 block. kind: "fp8" for an FP8 policy
---- (fp8_sites.lua), nil for one that chooses a loss scale.
+--- (fp8_sites.lua), "any" for either, nil for one that chooses a loss scale.
 function M.load(source, options, kind)
   options = options or {}
   local good, result = pcall(function()
@@ -382,11 +382,11 @@ function M.load(source, options, kind)
     return self
   end)
   if not good then error(result, 2) end
-  if kind == "fp8" and result.needs >= C.ENG_NEED_UPDATE_NORM then
+  if result.fp8 and result.needs >= C.ENG_NEED_UPDATE_NORM then
     error(("policy %s works on FP8 layers, and its 'needs' list statistics or verdict fields of " ..
       "the optimizer's update"):format(result.name), 2)
   end
-  if (result.fp8 or false) ~= (kind == "fp8") then
+  if kind ~= "any" and (result.fp8 or false) ~= (kind == "fp8") then
     local wrong = "policy %s works on FP8 layers and chooses no loss scale; hint: precision = { " ..
       "base = \"fp8_current\", fp8 = { policy = \"%s\" } }"
     if kind == "fp8" then

@@ -68,7 +68,7 @@ local function shadows_of(h, axis)
       overflows = s.overflows, bounds = s.bounds, failed = s.failed, scale = s.scale,
       style = chart.style_of(i + 1) }
     for k = 1, i - 1 do
-      if not list[i].same and same_points(list[i].points, list[k].points) then
+      if not list[i].same and s.scale and same_points(list[i].points, list[k].points) then
         list[i].same = list[k].name
       end
     end

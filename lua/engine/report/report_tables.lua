@@ -61,7 +61,7 @@ function M.shadows_section(shadows, info)
       s.same and (" (the same scales as <code>%s</code>)"):format(escape(s.same)) or ""),
       ("%s (%s)"):format(grouped(s.skipped), percent(s.skipped, info.rows)),
       s.overflows and grouped(s.overflows) or "–", s.bounds and percent(info.rows - s.bounds,
-      info.rows) or "–", chart.scale(s.scale), grouped(s.failed) }
+      info.rows) or "–", s.scale and chart.scale(s.scale) or "–", grouped(s.failed) }
   end
   local about = ("Policies that saw every step at their own loss scale and decided nothing. " ..
     "Where not all verdicts are exact, the numbers are estimates: what the gradients would have " ..
@@ -94,7 +94,7 @@ function M.settings_sections(h, info)
   for _, key in ipairs(nearest.keys(meta)) do
     local value = meta[key]
     local is_default = key == "zero" and value == "0" or (key == "comm_dtype" or key == "wire")
-      and value == "own"
+      and value == "own" or key == "fp8"
     if not is_default then
       run[#run + 1] = { key == "policy" and "policy at the start" or escape(key),
         escape(tonumber(value) and number(tonumber(value)) or value) }

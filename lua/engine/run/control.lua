@@ -113,6 +113,15 @@ local function tell(self, kind, text)
   return text
 end
 
+-- "the policy is static now, loss scale 1; for FP8 layers: sqrt3"
+local function policies_text(t, is)
+  local sites = t.optimizer.fp8
+  local names = {}
+  for i, policy in ipairs(sites and sites.policies or {}) do names[i] = policy.name end
+  return ("the policy %s, loss scale %.10g%s"):format(is:format(t.policy.name), t.policy:scale(),
+    #names > 0 and "; for FP8 layers: " .. table.concat(names, ", ") or "")
+end
+
 local commands = {}
 
 function commands.status() return "" end
@@ -126,30 +135,32 @@ function commands.swap(self, request)
   local good, problem = self.trainer.swaps:swap(source, type(request.options) == "table"
     and request.options or nil, "attached")
   if not good then return nil, problem end
-  return ("the policy is %s now, loss scale %.10g"):format(self.trainer.policy.name,
-    self.trainer.policy:scale())
+  return policies_text(self.trainer, "is %s now")
 end
 
--- Describes the current policy: its options and its state.
+-- Describes the current policies: their options and their states.
 function commands.policy(self)
-  local policy, lines = self.trainer.policy, {}
-  lines[1] = ("policy %s, loss scale %.10g"):format(require("engine.run.swap").label(policy),
-    policy:scale())
-  local names = nearest.keys(policy.options)
-  for i, name in ipairs(names) do
-    names[i] = name .. "=" .. M_ffi.value_text(policy.options[name])
+  local lines, sites = {}, self.trainer.optimizer.fp8
+  for _, policy in ipairs { self.trainer.policy, unpack(sites and sites.policies or {}) } do
+    local label = require("engine.run.swap").label(policy)
+    lines[#lines + 1] = policy.fp8 and "policy of FP8 layers " .. label
+      or ("policy %s, loss scale %.10g"):format(label, policy:scale())
+    local names = nearest.keys(policy.options)
+    for i, name in ipairs(names) do
+      names[i] = name .. "=" .. M_ffi.value_text(policy.options[name])
+    end
+    lines[#lines + 1] = "options " .. (#names > 0 and table.concat(names, " ") or "(none)")
+    local good, state = pcall(policy.save, policy)
+    lines[#lines + 1] = "state " .. (good and state
+      or "(cannot be saved: " .. tostring(state) .. ")")
   end
-  lines[2] = "options " .. (#names > 0 and table.concat(names, " ") or "(none)")
-  local good, state = pcall(policy.save, policy)
-  lines[3] = "state " .. (good and state or "(cannot be saved: " .. tostring(state) .. ")")
   return table.concat(lines, "\n")
 end
 
 function commands.undo(self)
   local good, problem = self.trainer.swaps:undo("attached")
   if not good then return nil, problem end
-  return ("the policy is %s again, loss scale %.10g"):format(self.trainer.policy.name,
-    self.trainer.policy:scale())
+  return policies_text(self.trainer, "is %s again")
 end
 
 -- stay: the run stays paused when the client that asked for it leaves

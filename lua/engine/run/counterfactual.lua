@@ -231,7 +231,7 @@ end
 -- Whether a policy's action changes the weights, or the position in the data, differently from the
 -- run's action.
 local function departs(own, run)
-  if own.action ~= run.action then return true end
+  if own.action ~= run.action or own.departs then return true end
   return (own.action == C.ENG_ACTION_STEP or own.action == C.ENG_ACTION_ROLLBACK)
     and (own.clip ~= run.clip or own.lr_mul ~= run.lr_mul)
 end
@@ -242,6 +242,7 @@ local WHY = {
   bound = "its statistics at its own scale are only estimated",
   departs = "its updates differ from the run's",
   late = "an older engine recorded the steps before",
+  unmeasured = "the history lacks amaxes that it reads",
 }
 
 --- A policy's certainty before its first step, as plain data. exact, bounds: the numbers of exact
@@ -253,8 +254,9 @@ function M.certainty(late)
     why = late and WHY.late }
 end
 
---- Adds a step: what is known of it (M.move), and what the policy and the run do to it
---- (M.carried_out). Returns whether the policy's verdict is exact.
+--- Adds a step: what is known of it (M.move, or "unmeasured"), and what the policy and the run do
+--- to it (M.carried_out; own.departs: something else that changes the weights). Returns whether the
+--- policy's verdict is exact.
 ---
 --- `least` counts the skips among the exact verdicts. After an overflow that may be hidden, the
 --- next known overflow still counts, as the last one: the policy skips either there or at the
@@ -269,7 +271,7 @@ function M.judge(certainty, step, known, own, run)
   if not exact and not c.from then c.from, c.why = step, WHY[known] end
   local apart = departs(own, run)
   if apart and not c.from then c.from, c.why = step + 1, WHY.departs end
-  c.closed = c.closed or apart or known == "bound"
+  c.closed = c.closed or apart or known == "bound" or known == "unmeasured"
   return exact
 end
 

@@ -114,13 +114,14 @@ function Writing:append_signal(step, name, value)
 end
 
 M.meters = { "snr", "underflow", "overflow", "zeros", "amax", "least", "scale_min", "scale_max",
-  "count" }
-local meter_values = ffi.new("double[9]")
+  "count", "peak", "power", "asked" }
+local MEASURED = 9                                       -- of them describe the measured elements
+local meter_values = ffi.new("double[12]")
 
 --- Meters of FP8 layers (fp8_sites.lua) of a step.
 function Writing:append_fp8(step, rows)
   for _, row in ipairs(rows) do
-    for i, name in ipairs(M.meters) do meter_values[i - 1] = row[name] end
+    for i, name in ipairs(M.meters) do meter_values[i - 1] = row[name] or 0 / 0 end
     local good, message = told(C.eng_history_fp8(handle(self), step, row.site, row.role,
       meter_values))
     if not good then return nil, message end
@@ -570,7 +571,9 @@ end }
 
 --- Meters of the FP8 layers whose path begins with `site` (default: all), of all measured steps or
 --- of `step`: rows { step, site, role, snr, underflow, overflow, zeros, amax, least, scale_min,
---- scale_max, count }, which print as a table. Without rows, `problem` gives the reason.
+--- scale_max, count }, which print as a table; and for replays peak (the largest magnitude of all
+--- elements), power (the sum of squares), asked (the amax by which policies scale the role next; 0:
+--- by its own, nil: they cannot). Without rows, `problem` gives the reason.
 function History:fp8(site, step)
   if type(site or "") ~= "string" then
     error("fp8: expected the beginning of a layer's name, got " .. M_ffi.value_text(site), 2)
@@ -582,8 +585,10 @@ function History:fp8(site, step)
   local rows = step and self:query("SELECT *" .. where, #site, site, step)
     or self:query("SELECT *" .. where, #site, site)
   for _, row in ipairs(rows) do
-    for _, meter in ipairs(M.meters) do
-      if meter ~= "snr" and meter ~= "least" then row[meter] = row[meter] or 0 / 0 end
+    for i, meter in ipairs(M.meters) do
+      if meter ~= "snr" and meter ~= "least" and i <= MEASURED then
+        row[meter] = row[meter] or 0 / 0
+      end
     end
   end
   if #rows == 0 then rows.problem = no_fp8(self, site, step) end

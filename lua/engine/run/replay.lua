@@ -2,11 +2,13 @@
 --   local trace = engine.replay.trace("4. x 2. 3x")             -- or "runs/a"
 --   local r = engine.replay.run(trace, "dynamic", { init_scale = 256 })
 --   r.scales, r.actions, r.skipped, r.stopped_at ...            -- print(engine.replay.table { r })
--- The subcommand is cli/replay.lua. trace.lua reconstructs the record of a step at another scale.
+-- The subcommand is cli/replay.lua. replay_fp8.lua replays policies of FP8 layers; trace.lua
+-- reconstructs the record of a step at another scale.
 local M_ffi = require "engine.base.ffi"
 local counterfactual = require "engine.run.counterfactual"
 local json = require "engine.base.json"
 local nearest = require "engine.base.nearest"
+local replay_fp8 = require "engine.run.replay_fp8"
 local show = require "engine.base.show"
 local trace_of = require "engine.run.trace"
 
@@ -49,9 +51,22 @@ end
 ---   costs                  { elements, mass, skipped }: mean shares of elements that underflow, of
 ---                          mass lost, and of steps without an update. A step without an update
 ---                          counts as 1 in all three
+--- Of a policy of FP8 layers, on a run only: name, file, options, marks, logs, certainty, steps,
+--- failures and failure as above, and
+---   fp8                    true
+---   moves                  { step, layers = { [path] = rung }, reason, text } for each verdict
+---                          that moves layers; rung 1 is the recipe, the last one high precision
+---   layers, of             how many layers it moves in the run, of how many
+---   high                   mean share of the layers that are not as in the recipe
+---   apart                  verdicts under which some layer computes differently than in the run
 function M.run(trace, source, options, look)
-  local loaded, policy = pcall(require("engine.policy.policy").load, source, options)
+  local loaded, policy = pcall(require("engine.policy.policy").load, source, options, "any")
   if not loaded then error(policy, 0) end
+  if policy.fp8 and not look then return replay_fp8.run(trace, policy) end
+  if policy.fp8 then
+    error(("policy %s works on FP8 layers, and --verify compares loss scales; hint: a shadow of " ..
+      "a live run (shadow=%s)"):format(policy.name, policy.name), 0)
+  end
   local record = ffi.new("eng_record")
   local scales, actions, marks = {}, {}, {}
   local result = { name = policy.name, file = policy.config or policy.file,
@@ -165,8 +180,8 @@ local COLUMNS = {
   { "exact", function(r) return percent(r.certainty.exact / r.steps) end, run = true },
 }
 
---- A list of results as a table.
-function M.table(results)
+-- A list of results of policies that choose a loss scale as a table.
+local function scale_table(results)
   local on_run, rows = results[1] and results[1].marks ~= nil, { {} }
   for _, column in ipairs(COLUMNS) do
     if on_run or not column.run then
@@ -183,6 +198,33 @@ function M.table(results)
   return show.table(rows, { true, true })
 end
 
+local FP8_COLUMNS = {
+  { "policy", function(r) return r.name end },
+  { "options", changed },
+  { "steps", function(r) return tostring(r.steps) end },
+  { "moves in", function(r) return ("%d steps"):format(#r.moves) end },
+  { "layers", function(r) return ("%d of %d"):format(r.layers, r.of) end },
+  { "not as in the recipe", function(r) return percent(r.high) end },
+  { "differs in", function(r) return ("%d steps"):format(r.apart) end },
+  { "exact", function(r) return percent(r.certainty.exact / r.steps) end },
+}
+
+--- A list of results as a table, and one of the policies of FP8 layers.
+function M.table(results)
+  local layers, rest, rows = {}, {}, { {} }
+  for _, r in ipairs(results) do table.insert(r.fp8 and layers or rest, r) end
+  for c, column in ipairs(FP8_COLUMNS) do
+    rows[1][c] = column[1]
+    for i, r in ipairs(layers) do
+      rows[i + 1] = rows[i + 1] or {}
+      rows[i + 1][c] = (r.failures < r.steps or c <= 2) and column[2](r) or "failed"
+    end
+  end
+  local text = #layers > 0 and show.table(rows, { true, true }) or nil
+  if text and #rest == 0 then return text end
+  return scale_table(rest) .. (text and "\n\n" .. text or "")
+end
+
 -- ------------------------------------------------------------------ as JSON
 
 local function list_text(list)
@@ -195,13 +237,26 @@ local function value_text(value)
   return (value == nil or type(value) == "number") and show.json_number(value) or json.encode(value)
 end
 
+local SUMS = { "underflow", "mass_lost", "mean_log2_scale", "recover" }
+
+local function fp8_parts(r)
+  local moves = {}
+  for i, move in ipairs(r.moves) do
+    moves[i] = ('{"step":%d,"layers":%s,"reason":%s}'):format(move.step, json.encode(move.layers),
+      value_text(move.reason))
+  end
+  return ('"steps":%d,"moves":[%s]'):format(r.steps, table.concat(moves, ","))
+end
+
 --- Results as JSON:
 --- {"policies":[{"name","file","options","scales","actions","skipped","stopped_at","reason"}]}. A
 --- policy that logs also has "log":{name:[a number or null for each step]}. On a run each policy
 --- also has "verdicts" ("exact" or "bound", for each step), "skipped_at_least", "bound_from" (the
 --- first step, as record.step counts, whose verdict is a bound) and "bound_why" (null if all are
 --- exact), "underflow", "mass_lost", "mean_log2_scale" and "recover". A policy that failed has
---- "failures", how often it failed, and "failure", the first reason.
+--- "failures", how often it failed, and "failure", the first reason. Instead of scales, actions and
+--- what follows from them, a policy of FP8 layers has "steps" and
+--- "moves":[{"step","layers","reason"}].
 function M.json(results)
   local objects = {}
   for i, r in ipairs(results) do
@@ -210,14 +265,17 @@ function M.json(results)
       options[k] = json.encode(name) .. ":" .. value_text(r.options[name])
     end
     local parts = { '"name":' .. value_text(r.name), '"file":' .. value_text(r.file),
-      '"options":{' .. table.concat(options, ",") .. "}",
-      '"scales":' .. list_text(r.scales), '"actions":' .. list_text(r.actions), '"skipped":' ..
-      value_text(r.skipped),
-      '"stopped_at":' .. value_text(r.stopped_at), '"reason":' .. value_text(r.reason) }
+      '"options":{' .. table.concat(options, ",") .. "}" }
+    if r.fp8 then parts[4] = fp8_parts(r)
+    else
+      parts[4] = ('"scales":%s,"actions":%s,"skipped":%s,"stopped_at":%s,"reason":%s'):format(
+        list_text(r.scales), list_text(r.actions), value_text(r.skipped),
+        value_text(r.stopped_at), value_text(r.reason))
+    end
     local logs = {}
     for _, name in ipairs(r.logs and nearest.keys(r.logs) or {}) do
       local values = {}
-      for k = 1, #r.scales do values[k] = value_text(r.logs[name][k]) end
+      for k = 1, r.steps do values[k] = value_text(r.logs[name][k]) end
       logs[#logs + 1] = json.encode(name) .. ":[" .. table.concat(values, ",") .. "]"
     end
     if r.logs then parts[#parts + 1] = '"log":{' .. table.concat(logs, ",") .. "}" end
@@ -228,9 +286,10 @@ function M.json(results)
     if r.marks then
       local c, all = r.certainty, r.certainty.bounds == 0
       parts[#parts + 1] = '"verdicts":' .. list_text(r.marks)
-      parts[#parts + 1] = ('"skipped_at_least":%d,"bound_from":%s,"bound_why":%s'):format(c.least,
+      parts[#parts + 1] = ('"bound_from":%s,"bound_why":%s'):format(
         value_text(not all and c.from or nil), value_text(not all and c.why or nil))
-      for _, key in ipairs { "underflow", "mass_lost", "mean_log2_scale", "recover" } do
+      if not r.fp8 then parts[#parts + 1] = '"skipped_at_least":' .. c.least end
+      for _, key in ipairs(r.fp8 and {} or SUMS) do
         parts[#parts + 1] = ('"%s":'):format(key) .. value_text(r[key])
       end
     end

@@ -39,6 +39,8 @@ local function state_of(trainer, user)
   local elapsed = require("engine.base.machine").clock() - trainer.began
   local last, evaluated = trainer.last_verdict, published.evaluation_loss
   local held_out = trainer.evaluate and trainer.evaluate.data
+  local fp8 = trainer.optimizer.fp8 and trainer.optimizer.fp8:state()
+  for i, of in ipairs(fp8 and fp8.policies or {}) do of.swapped = trainer.swaps:state(i + 1) end
   return {
     user = user, evaluation_loss = evaluated and show.exact(evaluated) or nil,
     rollbacks = trainer.rollbacks_made, lr_factor = trainer.lr_factor,
@@ -48,15 +50,14 @@ local function state_of(trainer, user)
     optimizer = { name = trainer.optimizer.name, updates = trainer.optimizer.updates },
     update_norms = trainer.norms:state(),
     policy = { name = trainer.policy.name, file = trainer.policy.file,
-      state = trainer.policy:save(), swapped = trainer.swaps:state() },
+      state = trainer.policy:save(), swapped = trainer.swaps:state(1) },
     shadows = trainer.shadows and trainer.shadows:state() or nil, set = trainer.control:state(),
     rng = { seed = uint64_text(place.seed), counter = uint64_text(place.counter) },
       accumulate = trainer.accumulate, ranks = trainer.reducer.size,
     last_verdict = trainer.delay == 1 and last and { clip = last.clip, lr_mul = last.lr_mul }
       or nil,
     data = trainer.data.state and trainer.data:state() or nil, evaluation = held_out
-      and held_out.state and held_out:state() or nil, fp8 = trainer.optimizer.fp8
-      and trainer.optimizer.fp8:state() or nil,
+      and held_out.state and held_out:state() or nil, fp8 = fp8,
     precision = trainer.precision.name, schedule = trainer.schedule and tostring(trainer.schedule)
       or nil,
     threads = tonumber(C.eng_threads(0)), engine = M_ffi.version,
@@ -65,10 +66,36 @@ end
 
 -- Lets `policy` take over from a checkpoint's policy; false if that policy no longer exists.
 local function follow(policy, saved)
-  local load = require("engine.policy.policy").load
-  local good, old = pcall(load, saved.name)
-  if not good or old.file ~= saved.file then good, old = pcall(load, saved.file) end
+  local load, kind = require("engine.policy.policy").load, policy.fp8 and "fp8" or nil
+  local good, old = pcall(load, saved.name, nil, kind)
+  if not good or old.file ~= saved.file then good, old = pcall(load, saved.file, nil, kind) end
   return good and pcall(old.restore, old, saved.state) and pcall(policy.take_over, policy, old)
+end
+
+-- Gives the policies of a checkpoint's state, or their states, back to the trainer's seats
+-- (swap.lua), and adds lines about what differs to `notes`.
+local function take_policies(trainer, state, notes)
+  local same = state.precision == trainer.precision.name
+  local fp8 = type(state.fp8) == "table" and state.fp8.policies
+  for i, of in ipairs(trainer.swaps.seats) do
+    local saved = i == 1 and state.policy or type(fp8) == "table" and fp8[i - 1]
+    saved = type(saved) == "table" and type(saved.state) == "string" and saved or nil
+    if saved and saved.swapped then
+      notes[#notes + 1] = trainer.swaps:resume(i, saved.swapped)
+    end
+    local policy = of.seat.policy
+    local what = policy.fp8 and "FP8 policy" or "policy"
+    if saved and saved.name == policy.name then policy:restore(saved.state)
+    elseif saved then
+      local took = same and follow(policy, saved)
+      notes[#notes + 1] = ("the %s is %s now and was %s; it %s"):format(what, policy.name,
+        tostring(saved.name), not took and "starts fresh" or policy.fp8 and "takes over"
+        or ("takes over at the scale %g"):format(policy:scale()))
+    elseif not policy.idle then
+      notes[#notes + 1] = ("the FP8 policy %s starts fresh: the checkpoint has no state for it")
+        :format(policy.name)
+    end
+  end
 end
 
 -- What a checkpoint's state lacks, or nil.
@@ -150,7 +177,6 @@ end
 
 -- Restores what training changes: weights, moments, trainer.state, random numbers, FP8 scales, the
 -- position in the data, the number of updates. With several ranks, spread() sends the tensors.
--- Returns a line about FP8 layers, or nil.
 local function restore(trainer, c)
   local state, optimizer = c.state, trainer.optimizer
   if trainer.by_hand then trainer:restore_loop(state.loop) end
@@ -169,8 +195,9 @@ local function restore(trainer, c)
   if trainer.data.restore and state.data then trainer.data:restore(state.data) end
   random.go { seed = uint64_of(state.rng.seed), counter = uint64_of(state.rng.counter) }
   trainer.last_verdict = state.last_verdict
-  return optimizer.fp8 and optimizer.fp8:restore(state.fp8, trainer.policy:scale() /
-    trainer.accumulate) or nil
+  if optimizer.fp8 then
+    optimizer.fp8:restore(state.fp8, trainer.policy:scale() / trainer.accumulate)
+  end
 end
 
 -- Raises if the data of a resumed run would silently begin again. Returns a line if the script
@@ -213,17 +240,10 @@ local function take_over(trainer, c, config)
     error(("resume: %s was written by another model: %s%s"):format(c.path, other,
       changed_settings(c.path, config)), 0)
   end
-  if state.policy.swapped then notes[#notes + 1] = trainer.swaps:resume(state.policy.swapped) end
-  if state.policy.name == trainer.policy.name then trainer.policy:restore(state.policy.state)
-  else
-    local took = state.precision == trainer.precision.name and follow(trainer.policy, state.policy)
-    notes[#notes + 1] = ("the policy is %s now and was %s; it %s"):format(trainer.policy.name,
-      state.policy.name,
-      took and ("takes over at the scale %g"):format(trainer.policy:scale()) or "starts fresh")
-  end
+  take_policies(trainer, state, notes)
   if trainer.shadows then trainer.shadows:restore(state.shadows) end
   notes[#notes + 1] = trainer.control:restore(state.set)
-  notes[#notes + 1] = restore(trainer, c)
+  restore(trainer, c)
   notes[#notes + 1] = restore_evaluation(trainer, state.evaluation)
   trainer.steps_done, trainer.skipped = state.steps, state.skipped
   trainer.rollbacks_made, trainer.lr_factor = state.rollbacks or 0, state.lr_factor or 1
@@ -488,19 +508,29 @@ function Run:describe()
       comm_dtype = trainer.reducer.comm_dtype } do
     self:complain(history:set_meta(key, value))
   end
+  local sites = trainer.optimizer.fp8
+  if sites then
+    self:complain(history:set_meta("fp8", require("engine.base.json").encode { layers = sites.paths,
+      sample = sites.sample, rungs = sites.rungs }))
+  end
   local command = command_text(self)
   if command then self:complain(history:set_meta("command", command)) end
   for _, setting in ipairs(self.config and require("engine.base.config").flatten(self.config)
     or {}) do
     self:complain(history:set_config(setting[1], setting[2]))
   end
-  local source = trainer.policy.source
-  if source then
-    self:complain(history:add_policy(trainer.policy:hash(), trainer.policy.name, source))
-  end
   local swap = require "engine.run.swap"
-  self:event(trainer.steps_done, "policy", swap.label(trainer.policy),
-    require("engine.base.json").encode(swap.described(trainer.policy)))
+  for i, of in ipairs(trainer.swaps.seats) do
+    local policy = of.seat.policy
+    if policy.source and not policy.idle then
+      self:complain(history:add_policy(policy:hash(), policy.name, policy.source))
+    end
+    if not policy.idle then
+      self:event(trainer.steps_done, i == 1 and "policy" or "fp8_policy", swap.label(policy),
+        require("engine.base.json").encode(swap.described(policy)))
+    end
+  end
+  self:layers(trainer.steps_done - 1, trainer.steps_done > 0)
 end
 
 -- ------------------------------------------------------------------ while it runs
@@ -572,6 +602,15 @@ end
 function Run:fp8(step, rows)
   if not self.history then return end
   self:complain(self.history:append_fp8(step, rows))
+end
+
+--- Records which FP8 layers changed their rung (fp8_sites.lua) with the verdict on a step. all: the
+--- rungs of all layers.
+function Run:layers(step, all)
+  local sites = self.trainer.optimizer.fp8
+  local moved, text
+  if sites and self.history then moved, text = sites:moves(all) end
+  if moved then self:event(step, "layers", text, require("engine.base.json").encode(moved)) end
 end
 
 function Run:event(step, kind, text, data)

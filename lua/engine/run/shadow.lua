@@ -3,9 +3,13 @@
 -- says which verdicts are exact and which are bounds). The history records a verdict when it
 -- changes. The summary counts the steps that a shadow would have skipped and how far its scale is
 -- from the run's. Made by the trainer from its option `shadow`.
+--
+-- A shadow of FP8 layers sees their meters as the run's own policies do. The history has an event
+-- `shadow_layers` where it would have moved layers.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local counterfactual = require "engine.run.counterfactual"
+local fp8_verdict = require "engine.policy.fp8_verdict"
 local formats = require "engine.base.formats"
 
 local C, ffi = M_ffi.C, M_ffi.ffi
@@ -44,20 +48,30 @@ function M.new(trainer, shadow)
   if not shadow then return nil end
   arguments.want_list(shadow, "trainer", "shadow", '{ "dynamic", "max_value" }')
   if #shadow == 0 then return nil end
-  local self = setmetatable({ trainer = trainer, list = {}, steps = 0, skipped = 0,
-    needs = bit.bor(C.ENG_NEED_AMAX, C.ENG_NEED_HIST), record = ffi.new("eng_record"),
+  local sites = trainer.optimizer.fp8
+  local self = setmetatable({ trainer = trainer, list = {}, layers = {}, steps = 0, skipped = 0,
+    needs = 0, record = ffi.new("eng_record"),
     format = formats.of(trainer.precision.weight_gradients) or formats.of "f16" }, Shadows)
   local taken = {}
-  for i, source in ipairs(shadow) do
-    local loaded, policy = pcall(require("engine.policy.policy").load, source)
+  for _, source in ipairs(shadow) do
+    local loaded, policy = pcall(require("engine.policy.policy").load, source, nil,
+      sites and "any" or nil)
     if not loaded then error("shadow: " .. policy, 0) end
     if policy == trainer.policy then
       error("trainer: a shadow must be a separate policy, not the current one", 0)
     end
-    trainer:prepare(policy)
-    self.needs = bit.bor(self.needs, policy.needs)
-    self.list[i] = { name = name_of(source, policy, taken), policy = policy, skipped = 0,
+    local one = { name = name_of(source, policy, taken), policy = policy, skipped = 0,
       overflows = 0, failed = 0, apart = 0, most = 0, certainty = counterfactual.certainty() }
+    if policy.fp8 then
+      sites.seats[1]:prepare(policy)
+      sites:use(true)
+      one.rungs = fp8_verdict.places({}, sites.names, sites.rungs).rungs
+      self.layers[#self.layers + 1] = one
+    else
+      trainer:prepare(policy)
+      self.needs = bit.bor(self.needs, policy.needs, C.ENG_NEED_AMAX, C.ENG_NEED_HIST)
+      self.list[#self.list + 1] = one
+    end
   end
   return self
 end
@@ -140,6 +154,40 @@ function Shadows:observe(s, record, stats, verdict, updated, run)
   end
 end
 
+local STEP = { action = C.ENG_ACTION_STEP }
+
+--- Passes a step to the shadows of FP8 layers, after the run's own policies have decided.
+function Shadows:observe_layers(step, record, sites, run)
+  if #self.layers == 0 then return end
+  local places = sites:places()
+  local function scaled(k) return sites:scaled(k) end
+  for _, one in ipairs(self.layers) do
+    local own = sites.seats[1]:ask(one.policy, record)
+    local wanted, problem = fp8_verdict.places({ one.policy }, sites.names, sites.rungs)
+    local moved = fp8_verdict.moved(sites.paths, one.rungs, wanted.rungs)
+    local departs = fp8_verdict.differs(wanted, places, scaled)
+    local bound = not counterfactual.judge(one.certainty, step, "exact",
+      { action = C.ENG_ACTION_STEP, departs = departs }, STEP)
+    local reason = own.failed == 0 and problem or own:why()
+    if own.failed ~= 0 or problem then
+      own.failed, one.failed, one.why = 1, one.failed + 1, reason
+    end
+    one.rungs, one.apart = wanted.rungs, one.apart + (departs and 1 or 0)
+    if moved then
+      run:event(step, "shadow_layers", ("shadow %s: %s%s"):format(one.name,
+        fp8_verdict.text(moved, sites.rungs), reason ~= "" and " (" .. reason .. ")" or ""),
+        require("engine.base.json").encode { shadow = one.name, layers = moved })
+    end
+    if run.history and (moved or own.failed ~= one.was_failed or bound ~= one.bound) then
+      own.scale, own.action = 0 / 0, C.ENG_ACTION_STEP     -- it chooses neither
+      own.reason = ("%s%s"):format(fp8_verdict.off(sites.paths, one.rungs, sites.rungs),
+        reason ~= "" and " (" .. reason .. ")" or ""):sub(1, 255)
+      run:complain(run.history:append_shadow(step, one.name, own, false, bound))
+    end
+    one.was_failed, one.bound = own.failed, bound
+  end
+end
+
 -- 1 -> "equal", 2 -> "x2", 0.25 -> "x0.25", 2^20 -> "x2^20"
 local function factor_text(x)
   local _, exponent = math.frexp(x)
@@ -152,7 +200,13 @@ end
 --- For the progress line: each shadow's scale as a multiple of the current one, and how often it
 --- would have skipped.
 function Shadows:text()
-  local parts = {}
+  local parts, places = {}, {}
+  local sites = self.trainer.optimizer.fp8
+  for i = 1, math.min(3, #self.layers) do
+    local moved = fp8_verdict.moved(sites.paths, sites:places().rungs, self.layers[i].rungs)
+    places[i] = ("shadow %s: %d layers elsewhere"):format(self.layers[i].name,
+      #require("engine.base.nearest").keys(moved or {}))
+  end
   for i = 1, math.min(3, #self.list) do
     local s = self.list[i]
     local skips = s.skipped - self.skipped
@@ -160,7 +214,10 @@ function Shadows:text()
       (skips ~= 0 and (" %+d skipped"):format(skips) or "")
   end
   if #self.list > 3 then parts[4] = ("%d more"):format(#self.list - 3) end
-  return "shadow scales relative to the run's: " .. table.concat(parts, ", ")
+  if #parts > 0 then
+    table.insert(places, 1, "shadow scales relative to the run's: " .. table.concat(parts, ", "))
+  end
+  return table.concat(places, ", ")
 end
 
 --- A line for each shadow, for the end of a run.
@@ -182,17 +239,31 @@ function Shadows:lines()
     if s.failed > 0 then text = text .. ("; it failed %d times: %s"):format(s.failed, s.why) end
     lines[i] = text
   end
+  local sites = self.trainer.optimizer.fp8
+  for _, s in ipairs(self.layers) do
+    local bounds = counterfactual.why_text(s.certainty)
+    lines[#lines + 1] = ("shadow %s: would have computed FP8 layers differently in %d of %d steps; "
+      .. "at the end %s%s%s"):format(s.name, s.apart, self.steps,
+      fp8_verdict.off(sites.paths, s.rungs, sites.rungs), bounds and "; " .. bounds or "",
+      s.failed > 0 and ("; it failed %d times: %s"):format(s.failed, s.why) or "")
+  end
   return lines
 end
 
 -- What a checkpoint keeps of a shadow, beside the policy's state.
 local KEPT = { "skipped", "overflows", "failed", "why", "apart", "most", "scale", "action",
-  "was_failed", "over", "bound", "certainty" }
+  "was_failed", "over", "bound", "certainty", "rungs" }
+
+local function all(self)
+  local list = { unpack(self.list) }
+  for _, s in ipairs(self.layers) do list[#list + 1] = s end
+  return list
+end
 
 --- The state for checkpoints.
 function Shadows:state()
   local state = { steps = self.steps, skipped = self.skipped, largest = self.largest, list = {} }
-  for i, s in ipairs(self.list) do
+  for i, s in ipairs(all(self)) do
     local kept = { name = s.name, policy = s.policy.name, state = s.policy:save() }
     for _, key in ipairs(KEPT) do kept[key] = s[key] end
     state.list[i] = kept
@@ -203,8 +274,8 @@ end
 --- Restores the shadows that a checkpoint knows; others start fresh.
 function Shadows:restore(saved)
   if type(saved) ~= "table" or type(saved.list) ~= "table" then return end
-  local all = true
-  for _, s in ipairs(self.list) do
+  local complete = true
+  for _, s in ipairs(all(self)) do
     local found
     for _, old in ipairs(saved.list) do
       if old.name == s.name and old.policy == s.policy.name and pcall(s.policy.restore, s.policy,
@@ -218,9 +289,9 @@ function Shadows:restore(saved)
     if found and not found.certainty then      -- until here it saw the run's overflows
       s.certainty = counterfactual.certainty(saved.steps)
     end
-    all = all and found ~= nil
+    complete = complete and found ~= nil
   end
-  if all then self.steps, self.skipped = saved.steps, saved.skipped end
+  if complete then self.steps, self.skipped = saved.steps, saved.skipped end
   self.largest = tonumber(saved.largest)
 end
 

@@ -1,11 +1,21 @@
--- Swaps of the policy during a run. A swap is requested by saving the policy's file, by SIGHUP, by
+-- Swaps of policies during a run. A swap is requested by saving the policy's file, by SIGHUP, by
 -- the script (policy:swap(file)) or by `engine attach`. Between two steps the new policy is
 -- compiled, tried on the records of the last steps, and takes over from the old one (its
 -- `migrate`). If anything fails, the old policy stays and the history says why. A policy that fails
 -- its first decision is replaced at once, and the old one decides that step. All ranks swap at the
 -- same step to the policy text of rank 0, or none does: each rank compiles and tries this text, and
--- if one rank refuses, all do. Owned by the trainer: observe() sees every record after the
--- decision, between() runs between steps.
+-- if one rank refuses, all do.
+--
+-- A seat holds a policy. The first seat is the trainer, whose policy chooses the loss scale; the
+-- others are those of FP8 layers (train/fp8_sites.lua). A new policy goes to the seat of its kind.
+-- A seat has
+--   policy, kind                  the current policy; "fp8" or nil
+--   prepare(policy)               tells a policy the names of its tensors
+--   use_policy(policy, trainer)   makes a prepared policy the current one
+--   ask(policy, record)           its verdict on a record, with the last statistics per tensor
+--   refuses(policy, trainer)      why this run cannot use a policy, or nil
+-- Owned by the trainer: observe() sees every record after the decision, between() runs between
+-- steps.
 local M_ffi = require "engine.base.ffi"
 
 local C, ffi = M_ffi.C, M_ffi.ffi
@@ -22,24 +32,32 @@ local MOST_UNDO = 20
 function M.new(trainer, options)
   local self = setmetatable({ trainer = trainer, watching = options.watch ~= false,
     ring = ffi.new("eng_record[?]", RING), ring_needs = {}, seen = 0,
-    former = {}, queue = {}, swaps = 0 }, Swap)
-  self:hold(trainer.policy)
-  self.asked = { name = trainer.policy.name, file = trainer.policy.file }   -- what the script wants
+    seats = {}, former = {}, queue = {}, swaps = 0 }, Swap)
+  local sites = trainer.optimizer.fp8
+  for i, seat in ipairs { trainer, unpack(sites and sites.seats or {}) } do
+    -- asked: what the script wants; swaps, probation, stamp, pending_stamp, gone: of this seat
+    self.seats[i] = { seat = seat, swaps = 0, asked = M.described(seat.policy) }
+    self:hold(self.seats[i])
+  end
   return self
 end
 
 local read = require("engine.base.file").read
 
--- Gives a policy its methods swap and undo, and begins to watch its file. as_it_is: the file's
--- current text is known and may differ from the policy's.
-function Swap:hold(policy, as_it_is)
-  policy.swap = function(_, source, options) return self:swap(source, options, "the script") end
-  policy.undo = function() return self:undo("the script") end
-  self.stamp = policy.path and C.eng_file_stamp(policy.path) or nil
-  self.pending_stamp = nil
+-- Gives the policy of a seat its methods swap and undo, and begins to watch its file. as_it_is: the
+-- file's current text is known and may differ from the policy's.
+function Swap:hold(of, as_it_is)
+  local policy = of.seat.policy
+  local own = of.seat.kind and of or nil
+  policy.swap = function(_, source, options)
+    return self:swap(source, options, "the script", own)
+  end
+  policy.undo = function() return self:undo("the script", of) end
+  of.stamp = policy.path and C.eng_file_stamp(policy.path) or nil
+  of.pending_stamp = nil
   -- the file was saved after the policy was read: a stamp of 0 makes the next check read it again
-  if self.stamp and not as_it_is and self.stamp ~= 0 and read(policy.path) ~= policy.source then
-    self.stamp = 0
+  if of.stamp and not as_it_is and of.stamp ~= 0 and read(policy.path) ~= policy.source then
+    of.stamp = 0
   end
 end
 
@@ -48,6 +66,7 @@ end
 --- A policy as data for the history: its name, file, hash of its source, and the options that are
 --- not its defaults.
 function M.described(policy)
+  if policy.idle then return { name = policy.name } end
   local options = require("engine.run.replay").changed(policy)
   return { name = policy.name, file = policy.file, hash = policy.hash and policy:hash() or nil,
     options = options ~= "" and options or nil }
@@ -69,10 +88,12 @@ local function tell(self, kind, text, data)
   trainer:note(("step %d: %s"):format(trainer.steps_done, text))
 end
 
-local function refuse(self, what, by, problem)
+local function refuse(self, of, what, by, problem)
   problem = tostring(problem)
-  tell(self, "swap_refused", ("%s stays, %s is not used: %s"):format(self.trainer.policy.name, what,
-    problem), { by = by, what = what, problem = problem, policy = described(self.trainer.policy) })
+  local policy = of.seat.policy
+  tell(self, "swap_refused", ("%s%s is not used: %s"):format(policy.idle and ""
+    or policy.name .. " stays, ", what, problem),
+    { by = by, what = what, problem = problem, policy = described(policy) })
   return nil, problem
 end
 
@@ -91,22 +112,24 @@ end
 -- Tries a copy of a candidate on the records of the last steps. Returns what is wrong with the
 -- candidate, or nil. Leaves out records that lack a statistic the candidate needs. Per-tensor
 -- statistics are always those of the last step.
-local function trial(self, copy)
-  local trainer = self.trainer
-  trainer:prepare(copy)
-  copy:take_over(trainer.policy)
-  for name, value in pairs(trainer.reducer.signals) do copy:signal(name, value) end
+local function trial(self, of, copy)
+  local trainer, seat = self.trainer, of.seat
+  seat:prepare(copy)
+  copy:take_over(seat.policy)
+  for name, value in pairs(not seat.kind and trainer.reducer.signals or {}) do
+    copy:signal(name, value)
+  end
   local needs = bit.band(copy.needs, C.ENG_NEED_NORM_REF - 1)   -- what a usable record has
+  if seat.kind then needs = bit.band(needs, bit.bnot(C.ENG_NEED_TENSORS)) end
   local began = C.eng_clock()
   for i = math.max(0, self.seen - RING), self.seen - 1 do
     local at = i % RING
     if bit.band(needs, bit.bnot(self.ring_needs[at])) == 0 then
-      local verdict = copy:decide(self.ring[at], bit.band(needs, C.ENG_NEED_TENSORS) ~= 0
-        and trainer.stats or nil)
+      local verdict = seat:ask(copy, self.ring[at])
       if C.eng_clock() - began > PATIENCE then
         return ("tried on the last steps, it took more than %d s"):format(PATIENCE)
       end
-      local refused = trainer:refuses(copy)
+      local refused = seat:refuses(copy, trainer)
       if refused then return refused end
       if verdict.failed ~= 0 then
         return ("tried on step %d: %s"):format(tonumber(self.ring[at].step),
@@ -118,30 +141,32 @@ end
 
 -- ------------------------------------------------------------------ swapping
 
--- Makes `fresh` the current policy.
-local function put(self, fresh, by, as_it_is)
-  local trainer = self.trainer
-  local old = trainer.policy
+-- Makes `fresh` the current policy of a seat.
+local function put(self, of, fresh, by, as_it_is)
+  local old, trainer = of.seat.policy, self.trainer
   local files = trainer.run_files
-  trainer:use_policy(fresh)
-  self:hold(fresh, as_it_is)
-  self.swaps = self.swaps + 1
+  of.seat:use_policy(fresh, trainer)
+  self:hold(of, as_it_is)
+  self.swaps, of.swaps = self.swaps + 1, of.swaps + 1
   if files.history and fresh.source then
     files:complain(files.history:add_policy(fresh:hash(), fresh.name, fresh.source))
   end
-  tell(self, "swap", ("policy %s -> %s (%s), loss scale %.10g"):format(label(old), label(fresh), by,
-    fresh:scale()),
-    { by = by, from = described(old), to = described(fresh), scale = fresh:scale() })
+  local fp8 = of.seat.kind == "fp8"
+  tell(self, fp8 and "fp8_swap" or "swap", ("%spolicy %s -> %s (%s)%s"):format(fp8 and "FP8 " or "",
+    label(old), label(fresh), by, fp8 and "" or (", loss scale %.10g"):format(fresh:scale())),
+    { by = by, from = described(old), to = described(fresh),
+    scale = not fp8 and fresh:scale() or nil })
+  files:layers(trainer.steps_done - 1)                     -- of FP8, from this step on
 end
 
 -- Loads rank 0's policy text on every rank. If the policy has no text (a class), each rank loads it
 -- by itself. Returns what pcall returns.
-local function load_together(self, source, options)
+local function load_together(source, options, kind)
   local json, ranks, load = require "engine.base.json", require "engine.dist.ranks",
     require("engine.policy.policy").load
   local news, good, fresh = nil, true, nil
   if ranks.rank() == 0 then
-    good, fresh = pcall(load, source, options)
+    good, fresh = pcall(load, source, options, kind)
     if not good then news = { problem = tostring(fresh) }
     elseif fresh.source then
       news = { source = fresh.source, file = fresh.file, path = fresh.path, options = fresh.given,
@@ -153,8 +178,8 @@ local function load_together(self, source, options)
   if ranks.rank() > 0 then
     if news.source then
       good, fresh = pcall(load, { source = news.source, file = news.file, path = news.path },
-        news.options or {})
-    else good, fresh = pcall(load, source, options) end
+        news.options or {}, kind)
+    else good, fresh = pcall(load, source, options, kind) end
     if good and news.crc and fresh:hash() ~= news.crc then
       good, fresh = false, "its source was damaged on the way from rank 0"
     end
@@ -171,133 +196,174 @@ local function objection(self, problem)
   end
 end
 
-local function attempt(self, source, options, by)
+-- The seat for a policy: the only one of its kind, or the one whose policy has its name; else nil
+-- and a message.
+local function seat_for(self, fresh)
+  local names = {}
+  for _, of in ipairs(self.seats) do
+    if (of.seat.kind == "fp8") == (fresh.fp8 or false) then
+      if not fresh.fp8 or #self.seats == 2 or of.seat.policy.name == fresh.name then return of end
+      names[#names + 1] = of.seat.policy.name
+    end
+  end
+  return nil, ("the run has %d FP8 policies (%s), and a swap replaces the one of the same name; "
+    .. "hint: give the new one that name, or swap the policy in trainer.optimizer.fp8.policies")
+    :format(#names, table.concat(names, ", "))
+end
+
+-- of: the seat, or nil for the one that seat_for finds.
+local function attempt(self, source, options, by, of)
   local load = require("engine.policy.policy").load
   local what = type(source) == "table" and (source.file or source.name) or tostring(source)
-  local many = self.trainer.reducer.many
+  local kind = self.seats[2] and "any" or nil
+  if of then kind = of.seat.kind end
   local good, fresh
-  if many then good, fresh = load_together(self, source, options)
-  else good, fresh = pcall(load, source, options) end
-  local obstacle = objection(self, not good and fresh or nil)
-  if obstacle then return refuse(self, what, by, obstacle) end
-  local old = self.trainer.policy
+  if self.trainer.reducer.many then good, fresh = load_together(source, options, kind)
+  else good, fresh = pcall(load, source, options, kind) end
+  local obstacle = not good and fresh or nil
+  if good and not of then of, obstacle = seat_for(self, fresh) end
+  obstacle = objection(self, obstacle)
+  if obstacle then return refuse(self, of or self.seats[1], what, by, obstacle) end
+  local seat, old = of.seat, of.seat.policy
   if fresh == old then return true end
   local ready, problem = pcall(function()
     if not fresh.is_class then
-      local found = trial(self, load({ source = fresh.source, file = fresh.file }, fresh.given))
+      local found = trial(self, of, load({ source = fresh.source, file = fresh.file }, fresh.given,
+        seat.kind))
       if found then return found end
     end
-    self.trainer:prepare(fresh)
+    seat:prepare(fresh)
     fresh:take_over(old)
-    return self.trainer:refuses(fresh)
+    return seat:refuses(fresh, self.trainer)
   end)
   problem = objection(self, problem or not ready and "it cannot take over" or nil)
-  if problem then return refuse(self, what, by, problem) end
-  put(self, fresh, by, type(source) == "table" and not source.of_the_file)
-  self.former[#self.former + 1] = old
+  if problem then return refuse(self, of, what, by, problem) end
+  put(self, of, fresh, by, type(source) == "table" and not source.of_the_file)
+  self.former[#self.former + 1] = { of = of, policy = old }
   if #self.former > MOST_UNDO then table.remove(self.former, 1) end
-  self.probation = old
+  of.probation = old
   return true
 end
 
 --- Swaps in another policy: a name, a path or { source =, file = }, as engine.policy.load takes
---- them, with options for it. Returns true, or nil and what is wrong with it. Inside a step the
---- swap waits for the step's end.
-function Swap:swap(source, options, by)
+--- them, with options for it. A policy of FP8 layers replaces theirs. Returns true, or nil and what
+--- is wrong with it. Inside a step the swap waits for the step's end. of: an entry of `seats`, or
+--- nil.
+function Swap:swap(source, options, by, of)
   if source == nil then error("swap: expected the name or the file of a policy, got nothing", 3) end
+  by = by or "the script"
   if self.trainer.current then
-    self.queue[#self.queue + 1] = function() attempt(self, source, options, by or "the script") end
+    self.queue[#self.queue + 1] = function() attempt(self, source, options, by, of) end
     return true
   end
-  return attempt(self, source, options, by or "the script")
+  return attempt(self, source, options, by, of)
 end
 
---- Returns to the policy before the last swap, with the state that it had then. Returns true, or
---- nil and a message.
-function Swap:undo(by)
-  if #self.former == 0 then return nil, "there is no swap to undo" end
+--- Returns to the policy before the last swap (of that entry of `seats`, if given), with the state
+--- that it had then. Returns true, or nil and a message.
+function Swap:undo(by, of)
+  local at = #self.former
+  while at > 0 and of and self.former[at].of ~= of do at = at - 1 end
+  if at == 0 then return nil, "there is no swap to undo" end
   if self.trainer.current then
-    self.queue[#self.queue + 1] = function() self:undo(by) end
+    self.queue[#self.queue + 1] = function() self:undo(by, of) end
     return true
   end
-  self.probation = nil
-  put(self, table.remove(self.former), "undone by " .. (by or "the script"), true)
+  local last = table.remove(self.former, at)
+  last.of.probation = nil
+  put(self, last.of, last.policy, "undone by " .. (by or "the script"), true)
   return true
 end
 
---- After a decision: remembers the record. The first decision after a swap is the new policy's
---- probation: if it fails, the old policy becomes current again and decides this step. Returns the
---- verdict that counts.
-function Swap:observe(record, stats, verdict)
+--- After a decision: remembers the record, then judge().
+function Swap:observe(record, verdict)
   self:remember(record)
-  local old = self.probation
+  return self:judge(self.trainer, record, verdict)
+end
+
+--- The first decision after a swap is the new policy's probation: if it fails, the old policy of
+--- the seat becomes current again and decides this step. Returns the verdict that counts.
+function Swap:judge(seat, record, verdict)
+  local of
+  for _, own in ipairs(self.seats) do of = own.seat == seat and own or of end
+  local old = of and of.probation
   if not old then return verdict end
-  self.probation = nil
-  local policy = self.trainer.policy
-  local problem = verdict.failed ~= 0 and ffi.string(verdict.reason) or self.trainer:refuses(policy)
+  of.probation = nil
+  local policy = seat.policy
+  local problem = verdict.failed ~= 0 and ffi.string(verdict.reason)
+    or seat:refuses(policy, self.trainer)
   problem = objection(self, problem == "" and "it failed" or problem)
   if not problem then return verdict end
-  self.trainer:use_policy(old)
-  self:hold(old, true)
-  if self.former[#self.former] == old then self.former[#self.former] = nil end
-  refuse(self, label(policy), "its first decision", problem)
-  return old:decide(record, stats)
+  seat:use_policy(old, self.trainer)
+  self:hold(of, true)
+  local last = self.former[#self.former]
+  if last and last.policy == old then self.former[#self.former] = nil end
+  refuse(self, of, label(policy), "its first decision", problem)
+  return seat:ask(old, record)
 end
 
 -- ------------------------------------------------------------------ watching
 
--- Reads the current policy's file again and swaps if its text changed.
-local function reread(self, by)
-  local policy = self.trainer.policy
+-- Reads the file of a seat's policy again and swaps if its text changed.
+local function reread(self, of, by)
+  local policy = of.seat.policy
   local text, why = read(policy.path)
   if self.trainer.reducer.many then text = require("engine.dist.ranks").from_first(text) end
-  if not text then return refuse(self, policy.file, by, why or policy.path .. " cannot be read") end
+  if not text then
+    return refuse(self, of, policy.file, by, why or policy.path .. " cannot be read")
+  end
   if text == policy.source then return false end
   return attempt(self, { source = text, file = policy.file, path = policy.path,
-    of_the_file = true }, policy.given, by)
+    of_the_file = true }, policy.given, by, of)
 end
 
--- Whether the policy's file was saved. A new time stamp must be seen twice, because the writer may
--- not have finished at the first.
-local function was_saved(self)
-  local policy = self.trainer.policy
+-- Whether the file of a seat's policy was saved. A new time stamp must be seen twice, because the
+-- writer may not have finished at the first.
+local function was_saved(self, of)
+  local policy = of.seat.policy
   if not self.watching or not policy.path then return false end
   local stamp = C.eng_file_stamp(policy.path)
-  if stamp == 0 and self.pending_stamp == 0 and self.gone ~= policy then
-    self.gone = policy
+  if stamp == 0 and of.pending_stamp == 0 and of.gone ~= policy then
+    of.gone = policy
     self.trainer:note(("step %d: the policy's file %s is gone; the policy stays as it was " ..
       "read"):format(self.trainer.steps_done, policy.path))
   end
-  if stamp == self.stamp then
-    self.pending_stamp = nil
-  elseif stamp ~= 0 and stamp == self.pending_stamp then
-    self.stamp, self.pending_stamp = stamp, nil
+  if stamp == of.stamp then
+    of.pending_stamp = nil
+  elseif stamp ~= 0 and stamp == of.pending_stamp then
+    of.stamp, of.pending_stamp = stamp, nil
     return true
   else
-    self.pending_stamp = stamp
+    of.pending_stamp = stamp
   end
   return false
 end
 
-local SAVED = "its file was saved"
-
---- Why the policy's file must be read again, or nil.
+--- The number of a seat whose policy's file was saved and must be read again, or nil.
 function Swap:wish()
-  return was_saved(self) and SAVED or nil
+  for i, of in ipairs(self.seats) do
+    if was_saved(self, of) then return i end
+  end
 end
 
---- Reads the policy's file again. by: the reason, for messages.
+--- Reads the file of a policy again. by: the seat's number, because the file was saved; or another
+--- reason, for messages and all seats.
 function Swap:grant(by)
-  local policy = self.trainer.policy
-  if not policy.path then
-    self.trainer:note(("%s: policy %s has no file to read again"):format(by, policy.name))
-  elseif reread(self, by) == false and by ~= SAVED then
-    self.trainer:note(("%s: %s has not changed"):format(by, policy.file))
+  if self.seats[by] then return reread(self, self.seats[by], "its file was saved") end
+  for _, of in ipairs(self.seats) do
+    local policy = of.seat.policy
+    if not policy.path then
+      if not policy.idle then
+        self.trainer:note(("%s: policy %s has no file to read again"):format(by, policy.name))
+      end
+    elseif reread(self, of, by) == false then
+      self.trainer:note(("%s: %s has not changed"):format(by, policy.file))
+    end
   end
 end
 
 --- Called between two steps: handles swaps requested inside the last step, then SIGHUP, then a
---- change of the policy's file. With several ranks, the step's record announces SIGHUP, and rank 0
+--- change of a policy's file. With several ranks, the step's record announces SIGHUP, and rank 0
 --- announces file changes (control.lua).
 function Swap:between()
   while self.queue[1] do table.remove(self.queue, 1)() end
@@ -306,34 +372,47 @@ function Swap:between()
     if parallel.hangup then self:grant("SIGHUP") end
     parallel.hangup = false
   elseif C.eng_hangups() > 0 then self:grant("SIGHUP")
-  elseif was_saved(self) then self:grant(SAVED) end
+  else
+    local wish = self:wish()
+    if wish then self:grant(wish) end
+  end
 end
 
 -- ------------------------------------------------------------------ checkpoints
 
---- For checkpoints: the current policy, unless it is the one that the script asked for.
-function Swap:state()
-  local policy = self.trainer.policy
-  if self.swaps == 0 or policy.is_class or policy.file == self.asked.file then return nil end
-  return { asked = self.asked, name = policy.name, file = policy.file, path = policy.path,
+--- For checkpoints: the current policy of seat i, unless it is the one that the script asked for.
+function Swap:state(i)
+  local of = self.seats[i]
+  local policy, asked = of.seat.policy, of.asked
+  local now = described(policy)
+  if of.swaps == 0 or policy.is_class or policy.idle
+    or now.file == asked.file and now.options == asked.options then
+    return nil
+  end
+  return { asked = asked, name = policy.name, file = policy.file, path = policy.path,
     source = policy.source, options = policy.given }
 end
 
---- Makes a checkpoint's policy current again, if the script still asks for the same policy as
---- before. Returns a line about it.
-function Swap:resume(saved)
+--- Makes a checkpoint's policy current again in seat i, if the script still asks for the same
+--- policy as before. Returns a line about it.
+function Swap:resume(i, saved)
+  local of = self.seats[i]
   local asked = type(saved) == "table" and type(saved.asked) == "table" and saved.asked or {}
-  if asked.name ~= self.asked.name or asked.file ~= self.asked.file then return nil end
+  if asked.name ~= of.asked.name or asked.file ~= of.asked.file
+    or asked.options ~= of.asked.options then
+    return nil
+  end
   local good, policy = pcall(require("engine.policy.policy").load,
-    { source = saved.source, file = saved.file, path = saved.path }, saved.options)
+    { source = saved.source, file = saved.file, path = saved.path }, saved.options, of.seat.kind)
   if not good then
     return ("the policy that was swapped in, %s, can no longer be used: %s"):format(
       tostring(saved.file), tostring(policy))
   end
-  self.trainer:use_policy(policy)
-  self:hold(policy, true)
-  self.swaps = 1
-  return ("the policy is %s, which was swapped in for %s"):format(label(policy), self.asked.name)
+  of.seat:prepare(policy)
+  of.seat:use_policy(policy, self.trainer)
+  self:hold(of, true)
+  of.swaps = 1
+  return ("the policy is %s, which was swapped in for %s"):format(label(policy), of.asked.name)
 end
 
 return M

@@ -15,6 +15,7 @@
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local fp8_recipe = require "engine.train.fp8_recipe"
+local fp8_verdict = require "engine.policy.fp8_verdict"
 local machine = require "engine.base.machine"
 local mx = require "engine.tensor.mx"
 local policy_files = require "engine.policy.policy"
@@ -62,6 +63,14 @@ Sites.__index = Sites
 
 local SUMS, MAXIMA = 7, 5      -- how many of each a role has; see read()
 
+local role_number = {}
+for i, role in ipairs(roles) do role_number[role] = i end
+
+-- Whether a role has one scale for the tensor, which a policy may choose.
+local function whole(site, r)
+  return site.on and site.recipe.role[r].block_rows == 0 and site.recipe.role[r].block_columns == 0
+end
+
 local function load_policies(names, where)
   local list = {}
   if type(names) ~= "table" or names.source or names.decide then names = { names } end
@@ -96,7 +105,7 @@ end
 --- earlier recipe. Returns nil for a recipe without FP8.
 function M.attach(model, full)
   local fp8 = full.fp8
-  local self = setmetatable({ list = {}, recipe = full, step = 0, policies = {},
+  local self = setmetatable({ list = {}, recipe = full, step = 0, policies = {}, by_path = {},
     amax = ffi.new("double[3]"), meter = ffi.new("eng_fp8_meter[3]") }, Sites)
   local number, linears, blocks = ffi.new("int64_t[1]"), {}, 0
   model:apply(function(module, path)
@@ -128,46 +137,100 @@ function M.attach(model, full)
     rawset(module, "_fp8_site", holder)
     self.list[#self.list + 1] = { path = path ~= "" and path or "linear", id = id, holder = holder,
       module = module, recipe = recipe, rungs = rungs, rung = 1, on = true, meters = {} }
+    local site = self.list[#self.list]
+    site.asked = {}
+    for r = 0, 2 do site.asked[r + 1] = whole(site, r) and 0 or 0 / 0 end
+    self.by_path[site.path] = site
   end)
   if not fp8 then return nil end
   if #self.list == 0 then
     raise("precision '%s': no linear layer is in FP8: the model has none, `high` " ..
       "excludes all of them, or nn.lora stores them in e4m3 or nf4", full.name)
   end
-  self.sample = fp8.sample or 100
+  self.sample, self.rungs, self.paths = fp8.sample or 100, #(fp8.ladder or {}) + 2, {}
+  for i, site in ipairs(self.list) do self.paths[i] = site.path end
+  self.told = self:places().rungs
   self:prepare(fp8.policy and load_policies(fp8.policy, ("precision '%s': fp8"):format(full.name))
     or {})
   return self
 end
 
+-- ------------------------------------------------------------------ the places of policies
+
+-- A seat holds an FP8 policy; run/swap.lua puts another policy into it as it does with the trainer,
+-- which holds the policy that chooses the loss scale.
+local Seat = { kind = "fp8" }
+Seat.__index = Seat
+
+-- In the seat of a recipe without a policy. The field `idle` of the loaded policy marks it, and the
+-- step does not ask it.
+local NONE = { file = "none", source = [[return { name = "none", kind = "fp8",
+  init = function() return { scale = 1 } end, decide = function() return 1 end }]] }
+
+--- Tells a policy the layers' tensors.
+function Seat:prepare(policy) fp8_verdict.prepare(policy, self.sites.paths) end
+
+--- Makes a policy, which was prepared, the current one.
+function Seat:use_policy(policy, trainer)
+  self.policy = policy
+  self.sites:use()
+  self.sites:apply(trainer.policy:scale() / trainer.accumulate)
+end
+
+--- Runs a policy on a step's record and the meters of the last step.
+function Seat:ask(policy, record)
+  local own = self.sites.record
+  ffi.copy(own, record, ffi.sizeof "eng_record")
+  own.scale = 1
+  return policy:decide(own, self.sites.stats)
+end
+
+--- Why a policy cannot be used, or nil.
+function Seat:refuses(policy, trainer)
+  local _, problem = fp8_verdict.places({ policy }, self.sites.names, self.sites.rungs)
+  return not policy.idle and trainer:refuses_fp8()
+    or problem and ("policy %s: %s"):format(policy.name, problem) or nil
+end
+
 --- Makes `policies` the current FP8 policies.
 function Sites:prepare(policies)
-  local names, groups, group_of = {}, {}, {}
-  for _, site in ipairs(self.list) do
-    for _, role in ipairs(roles) do
-      names[#names + 1] = site.path .. ":" .. role
-      groups[#groups + 1], group_of[#names] = names[#names], #names
-    end
+  self.seats, self.names = {}, nil
+  if #policies == 0 then
+    policies = { policy_files.load(NONE, nil, "fp8") }
+    policies[1].idle = true
   end
-  for _, site in ipairs(self.list) do groups[#groups + 1] = site.path .. ":high" end
-  for _, policy in ipairs(policies) do
+  for i, policy in ipairs(policies) do
     if not policy.handle then
       raise("an FP8 policy is a file (policies/README.md), not a class: %s", tostring(policy.name))
     end
-    policy:tensors(names, group_of, groups, true)
+    self.names = fp8_verdict.prepare(policy, self.paths)
+    self.seats[i] = setmetatable({ sites = self, policy = policy }, Seat)
   end
-  -- the core keeps amaxes from now on
-  if #policies > 0 then check(C.eng_fp8_amax(self.amax, self.list[1].id)) end
-  self.policies, self.names = policies, names
-  self.stats, self.record = ffi.new("eng_tensor_stats[?]", #names), ffi.new("eng_record")
-  self.sums, self.maxima = ffi.new("double[?]", SUMS * #names),
-    ffi.new("double[?]", MAXIMA * #names)
+  self.stats, self.record = ffi.new("eng_tensor_stats[?]", #self.names), ffi.new("eng_record")
+  self.sums, self.maxima = ffi.new("double[?]", SUMS * #self.names),
+    ffi.new("double[?]", MAXIMA * #self.names)
+  self:use()
+end
+
+--- The policies in the seats take effect. watched: shadows read every step, too.
+function Sites:use(watched)
+  self.policies, self.watched = {}, watched or self.watched
+  for _, seat in ipairs(self.seats) do
+    if not seat.policy.idle then self.policies[#self.policies + 1] = seat.policy end
+  end
+  if #self.policies > 0 or self.watched then self:forget() end
+end
+
+--- Forgets the amaxes of the steps so far. The core keeps amaxes from now on.
+function Sites:forget()
+  for _, site in ipairs(self.list) do check(C.eng_fp8_amax(self.amax, site.id)) end
 end
 
 --- Before a step's forward passes: decides whether this step is measured.
 function Sites:begin(step)
   C.eng_fp8_step(step)
   self.looking = self.sample > 0 and step % self.sample == 0
+  if self.looking and #self.policies == 0 and not self.watched then self:forget() end
   C.eng_fp8_measure(self.looking)
 end
 
@@ -200,6 +263,7 @@ local function inverse(x) return x > 0 and 1 / x or 0 end
 -- Fills the statistics for policies and the site's meters. gradient: the factor on dy.
 local function tell(self, site, gradient, first)
   for r = 0, 2 do
+
     local s, unit, name = self.stats[first + r], r == 2 and gradient or 1, roles[r + 1]
     local sums, maxima = self.sums + SUMS * (first + r), self.maxima + MAXIMA * (first + r)
     ffi.fill(s, ffi.sizeof("eng_tensor_stats"))
@@ -216,7 +280,9 @@ local function tell(self, site, gradient, first)
         amax = maxima[1] / unit, least = least / unit, range = least > 0
           and math.log(maxima[1] / least) / math.log(2) or 0,
         scale_min = inverse(maxima[4]) / unit, scale_max = maxima[3] / unit, count = count,
-          nonfinite = sums[4] }
+          nonfinite = sums[4],
+        peak = amax < 0 and 0 or amax / unit,
+        power = s.sum_squares, asked = site.asked[r + 1] }
     end
   end
 end
@@ -228,7 +294,7 @@ end
 function Sites:measure(step, gradient, world)
   self.step = step
   C.eng_fp8_measure(false)
-  if #self.policies == 0 and not self.looking then return nil end
+  if #self.policies == 0 and not self.watched and not self.looking then return nil end
   local n = #self.names
   for i, site in ipairs(self.list) do read(self, site, 3 * (i - 1)) end
   if world then
@@ -239,30 +305,40 @@ function Sites:measure(step, gradient, world)
     end
   end
   for i, site in ipairs(self.list) do tell(self, site, gradient, 3 * (i - 1)) end
-  return self.looking and self:meters() or nil
+  self.rows = self.looking and self:meters(nil, step) or nil
+  return self.rows
 end
 
 --- Runs the policies on the measured step and applies their decisions. `gradient`: the factor on
 --- the gradients of the next step. `logs`: what the loss-scaling policy logged, { name = number },
 --- or nil. Returns `logs` with what these policies logged added; a name that is taken becomes
 --- POLICY.NAME. verdict: the step's verdict or nil; a policy that fails here marks it as failed.
-function Sites:decide(record, gradient, logs, verdict)
+--- swaps: of run/swap.lua, which may put an earlier policy back, or nil.
+function Sites:decide(record, gradient, logs, verdict, swaps)
   if #self.policies == 0 then return logs end
-  ffi.copy(self.record, record, ffi.sizeof("eng_record"))
-  self.record.scale = 1
-  for _, policy in ipairs(self.policies) do
-    local own = policy:decide(self.record, self.stats)
-    if own.failed ~= 0 and verdict and verdict.failed == 0 then
-      verdict.failed = 1
-      verdict.reason = ("FP8 policy %s: %s"):format(policy.name, M_ffi.string(own.reason))
-        :sub(1, 255)
+  local function fail(text)
+    if verdict and verdict.failed == 0 then
+      verdict.failed, verdict.reason = 1, ("FP8 policy %s"):format(text):sub(1, 255)
     end
-    for name, value in pairs(policy:logs() or {}) do
+  end
+  self.reasons = {}
+  for _, seat in ipairs(self.seats) do
+    local own = not seat.policy.idle and seat:ask(seat.policy, record)
+    if own and swaps then own = swaps:judge(seat, record, own) end
+    local policy = seat.policy                             -- judge() may have changed it
+    local reason = not policy.idle and policy.name .. ": " .. own:why()
+    if reason and own.failed ~= 0 then fail(reason)
+    elseif reason and own:why() ~= "" then table.insert(self.reasons, reason) end
+    for name, value in pairs(not policy.idle and policy:logs() or {}) do
       logs = logs or {}
       logs[logs[name] and policy.name .. "." .. name or name] = value
     end
   end
-  self:apply(gradient)
+  local problem = self:apply(gradient)
+  if problem then fail(problem) end
+  for _, row in ipairs(self.rows or {}) do
+    row.asked = self.by_path[row.site].asked[role_number[row.role]]
+  end
   return logs
 end
 
@@ -275,67 +351,87 @@ function Sites:observe(record, gradient, next_gradient)
   return self:decide(record, next_gradient or gradient)
 end
 
---- Applies the policies' last decisions. gradient: the factor on the next step's gradients.
+--- Applies the policies' last decisions. gradient: the factor on the next step's gradients. Returns
+--- what is wrong with them, or nil.
 function Sites:apply(gradient)
-  if #self.policies == 0 then return end
-  local n = #self.names
+  if #self.policies == 0 and not self.placed then return end
+  self.placed = #self.policies > 0
+  local places, problem = fp8_verdict.places(self.policies, self.names, self.rungs)
   for i, site in ipairs(self.list) do
-    local rung = 1
-    for _, policy in ipairs(self.policies) do
-      local own = policy:group_scale(n + i)
-      if own ~= policy:scale() then rung = math.max(rung, 2, math.floor(own)) end
-    end
-    rung = math.min(rung, #site.rungs + 1)
+    local rung = places.rungs[i]
     if rung ~= site.rung then
       local recipe = site.rungs[rung]
       check(C.eng_fp8_site_set(site.id, recipe))
       site.rung, site.on, site.recipe = rung, recipe ~= nil, recipe or site.recipe
+      self.moved = true
     end
     for r = 0, 2 do
-      local whole_side = site.recipe.role[r].block_rows == 0
-        and site.recipe.role[r].block_columns == 0
-      if site.on and whole_side then
-        local amax
-        for _, policy in ipairs(self.policies) do
-          local own = policy:group_scale(3 * (i - 1) + r + 1)
-          if own ~= policy:scale() then amax = own end
-        end
+      site.asked[r + 1] = 0 / 0
+      if whole(site, r) then
         -- a role that no policy names is scaled by its own amax
-        check(C.eng_fp8_delay(site.id, r, amax and amax * (r == 2 and gradient or 1) or 0))
+        local amax = places.amaxes[3 * (i - 1) + r + 1] or 0
+        local stored = amax * (r == 2 and gradient or 1)
+        site.asked[r + 1] = amax
+        check(C.eng_fp8_delay(site.id, r, stored < 2 ^ 128 - 2 ^ 103 and stored or 0))
       end
     end
   end
+  return problem
 end
 
---- state() returns what a checkpoint keeps, and restore() takes it back. gradient: the factor on
---- the next step's gradients. restore() returns a line about a policy that starts fresh, or nil.
+--- What the layers do in the next step: { rungs, amaxes } as fp8_verdict.places gives them.
+function Sites:places()
+  local places = { rungs = {}, amaxes = {} }
+  for i, site in ipairs(self.list) do
+    places.rungs[i] = site.rung
+    for r = 1, 3 do
+      places.amaxes[3 * (i - 1) + r] = site.asked[r] > 0 and site.asked[r] or nil
+    end
+  end
+  return places
+end
+
+--- Whether a policy may choose the scale of tensor k (from 1) in the next step.
+function Sites:scaled(k)
+  local asked = self.list[math.floor((k - 1) / 3) + 1].asked[(k - 1) % 3 + 1]
+  return asked == asked
+end
+
+--- The layers whose rung has changed since the last call, { [path] = rung }, and a line about them;
+--- nil if none has. all: every layer.
+function Sites:moves(all)
+  if not self.moved and not all then return nil end
+  local now = self:places().rungs
+  local moved = fp8_verdict.moved(self.paths, all and {} or self.told, now)
+  local reasons = table.concat(self.reasons or {}, "; ")
+  self.told, self.moved, self.reasons = now, false, nil
+  return moved, moved and fp8_verdict.text(moved, self.rungs)
+    .. (reasons ~= "" and " (" .. reasons .. ")" or "")
+end
+
+--- state() returns what a checkpoint keeps. restore() takes it back for policies of the same names.
+--- gradient: the factor on the next step's gradients.
 function Sites:state()
   local list = {}
-  for i, policy in ipairs(self.policies) do
-    list[i] = { name = policy.name, state = policy:save() }
+  for i, seat in ipairs(self.seats) do
+    list[i] = { name = seat.policy.name, file = seat.policy.file, state = seat.policy:save() }
   end
   return { policies = list }
 end
 function Sites:restore(saved, gradient)
-  local note
-  for i, policy in ipairs(self.policies) do
+  for i, seat in ipairs(self.seats) do
     local own = type(saved) == "table" and type(saved.policies) == "table" and saved.policies[i]
-    if own and own.name == policy.name then policy:restore(own.state)
-    else
-      note = ("the FP8 policy %s starts fresh: the checkpoint has no state for it"):format(
-        policy.name)
-    end
+    if own and own.name == seat.policy.name then seat.policy:restore(own.state) end
   end
   self:apply(gradient)
-  return note
 end
 
 -- ------------------------------------------------------------------ meters
 
 --- The last meters: a list of { site, role, step, snr (dB), underflow, overflow, zeros (fractions),
 --- amax, least (without the loss scale), range (binades), scale_min, scale_max }. match: a pattern
---- of module paths.
-function Sites:meters(match)
+--- of module paths. step: only the meters of this step.
+function Sites:meters(match, step)
   if match ~= nil then
     arguments.want_pattern(match, "meters", "match to be a Lua pattern of module paths")
   end
@@ -343,7 +439,7 @@ function Sites:meters(match)
   for _, site in ipairs(self.list) do
     for _, role in ipairs(roles) do
       local m = site.meters[role]
-      if m and (not match or site.path:find(match)) then
+      if m and (not match or site.path:find(match)) and (not step or m.step == step) then
         rows[#rows + 1] = arguments.merged(m, { site = site.path, role = role })
       end
     end

@@ -127,6 +127,15 @@ function M.policy_refusal(trainer, policy)
     :format(option, policy.name, trainer.delay == 1 and "mode=sync" or "graph=false")
 end
 
+--- Why a run cannot use policies of FP8 layers, or nil.
+function M.fp8_refusal(trainer)
+  local lagged = trainer.delay == 1
+  if not lagged and not trainer.graph then return nil end
+  return ("%s: FP8 policies wait for the device to read each step's amaxes; hint: %s, "
+    .. "or precision=fp8_current"):format(lagged and "mode=lagged" or "graph=true",
+    lagged and "mode=sync" or "graph=false")
+end
+
 -- Why this run cannot use ZeRO-3, or nil.
 local function parted_refusal(trainer)
   local reducer, fp8 = trainer.reducer, trainer.optimizer.fp8
@@ -154,11 +163,8 @@ function M.refusal(trainer)
   end
   if problem then return problem end
   local sites, lagged = trainer.optimizer.fp8, trainer.delay == 1
-  if (lagged or trainer.graph) and sites and #sites.policies > 0 then
-    return ("%s: FP8 policies wait for the device to read each step's amaxes; hint: %s, "
-      .. "or precision=fp8_current"):format(lagged and "mode=lagged" or "graph=true",
-      lagged and "mode=sync" or "graph=false")
-  end
+  local fp8 = sites and (#sites.policies > 0 or sites.watched) and M.fp8_refusal(trainer)
+  if fp8 then return fp8 end
   if lagged and trainer.overflows.every_time then
     return "mode=lagged: trap runs an overflowed step again, but the next step has begun by then; "
       .. "hint: mode=sync"

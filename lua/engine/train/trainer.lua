@@ -248,14 +248,14 @@ end
 function Trainer:decide(s, record)
   local policy, stats, sites = self.policy, self.stats, self.optimizer.fp8
   for name, value in pairs(s.signals) do policy:signal(name, value) end
-  local verdict = self.swaps:observe(record, stats, policy:decide(record, stats,
-    update_norms.cap, self, s, record))
+  local verdict = self.swaps:observe(record, policy:decide(record, stats, update_norms.cap, self, s,
+    record))
   s.logs = self.policy:logs()
   local problem = self:refuses(self.policy)
   if problem then verdict.reason, verdict.action = problem:sub(1, 255), C.ENG_ACTION_STOP end
   self.reducer:decide(record, verdict)
   if sites then
-    s.logs = sites:decide(record, verdict.scale / self.accumulate, s.logs, verdict)
+    s.logs = sites:decide(record, verdict.scale / self.accumulate, s.logs, verdict, self.swaps)
   end
   self.last_verdict = verdict
   return verdict
@@ -263,6 +263,12 @@ end
 
 --- Why a policy cannot be used in this run (modes.lua), or nil.
 function Trainer:refuses(policy) return modes.policy_refusal(self, policy) end
+
+--- Why no policy of FP8 layers can be used in this run, or nil.
+function Trainer:refuses_fp8() return modes.fp8_refusal(self) end
+
+--- A policy's verdict on a record, with the last statistics per tensor.
+function Trainer:ask(policy, record) return policy:decide(record, self.stats) end
 
 --- Unscales, clips and updates in one pass if the verdict is to step. With a delay of 1 there is no
 --- record: the device decides by its own statistics, and `verdict` (of the step before, or nil)
@@ -294,8 +300,10 @@ function Trainer:finish(s, record, verdict)
   end
   if self.shadows then
     self.shadows:observe(s, record, stats, verdict, s.updated and not overflow_skipped, files)
+    self.shadows:observe_layers(s.step, record, self.optimizer.fp8, files)
   end
   if s.meters then files:fp8(s.step, s.meters) end
+  files:layers(s.step)
   if overflow_skipped or not s.updated then
     self.skipped = self.skipped + 1
     if record.overflow ~= 0 then self.overflows:look(record, verdict) end
@@ -377,9 +385,8 @@ local function all_needs(self)
     self.run_files and self.run_files:wants_hist() and C.ENG_NEED_HIST or 0)
 end
 
---- Makes a policy the current one (swap.lua changes it during the run).
+--- Makes a prepared policy the current one (swap.lua changes it during the run).
 function Trainer:use_policy(policy)
-  self:prepare(policy)
   self.policy = policy
   self.needs = all_needs(self)
   local wanted = bit.band(self.needs, C.ENG_NEED_NORM_REF) ~= 0
@@ -467,6 +474,7 @@ function M.assemble(o, class, prepare)
     n = #opt.list } })
   self.shadows = plainly(shadow.new, self, o.shadow)
   self.reducer = reducer.new(self, o)
+  self:prepare(self.policy)
   self:use_policy(self.policy)
   self.swaps, self.control = swap.new(self, o), control.new(self, o)
   self.overflows = overflow.new(self, o.trap == "overflow")
@@ -534,7 +542,7 @@ end
 ---                                launched as one piece (captured.lua)
 ---   config                       the script's settings, to be recorded
 ---   shadow                       policies that see every record and decide nothing: a list, or
----                                "a,b" (run/shadow.lua)
+---                                "a,b" (run/shadow.lua); also policies of FP8 layers
 ---   watch                        false: saving the policy's file changes nothing (run/swap.lua)
 ---   trap                         "overflow": every overflowed step runs again to name the
 ---                                operation in which the overflow began (overflow.lua)

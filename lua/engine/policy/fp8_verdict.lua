@@ -1,0 +1,104 @@
+-- What policies of FP8 layers decide (policies/README.md, section FP8), without the layers
+-- themselves: `places`, the rung of each layer and the amax of each role for the next step.
+--   rung   1 is the recipe, 2 and more are the rungs of its ladder, and `most` is high precision
+--   amax   by which the role is scaled; nil: by its own
+-- Called by train/fp8_sites.lua, which applies places, run/shadow.lua and run/replay_fp8.lua, which
+-- compare them with the run's.
+local M = {}
+
+M.roles = { "x", "w", "dy" }
+
+local LARGEST = (2 - 2 ^ -23) * 2 ^ 127      -- of f32
+
+--- Tells a policy the tensors and groups of the layers `paths`. Returns the tensors' names.
+function M.prepare(policy, paths)
+  local names, groups, group_of = {}, {}, {}
+  for _, path in ipairs(paths) do
+    for _, role in ipairs(M.roles) do
+      names[#names + 1] = path .. ":" .. role
+      groups[#groups + 1], group_of[#names] = names[#names], #names
+    end
+  end
+  for _, path in ipairs(paths) do groups[#groups + 1] = path .. ":high" end
+  policy:tensors(names, group_of, groups, true)
+  return names
+end
+
+--- The places that the last verdicts of `list` give layers together: the highest rung, up to
+--- `most`; the amax of the last policy that names one. names: the layers' tensors, of prepare().
+--- Also returns what is wrong, or nil: amaxes beyond f32's largest number, which do not count.
+function M.places(list, names, most)
+  local n, rungs, amaxes, problem = #names / 3, {}, {}, nil
+  for i = 1, n do rungs[i] = 1 end
+  for _, policy in ipairs(list) do
+    local none, any = policy:scale(), policy:scales_groups()
+    for i = 1, any and n or 0 do
+      local own = policy:group_scale(3 * n + i)
+      if own ~= none then rungs[i] = math.min(math.max(rungs[i], 2, math.floor(own)), most) end
+    end
+    for k = 1, any and 3 * n or 0 do
+      local own = policy:group_scale(k)
+      if own > LARGEST then
+        problem = ("scales['%s'] = %g; expected an amax of up to 3.4e38"):format(names[k], own)
+      elseif own ~= none then amaxes[k] = own end
+    end
+  end
+  return { rungs = rungs, amaxes = amaxes }, problem
+end
+
+--- Whether a policy alone would compute differently than the run's places: another rung of a layer,
+--- or another amax of a role that it scales. scaled(k): whether the run lets policies scale role k.
+function M.differs(own, run, scaled)
+  for i, rung in ipairs(own.rungs) do
+    if rung ~= run.rungs[i] then return true end
+  end
+  for k, amax in pairs(own.amaxes) do
+    if amax ~= run.amaxes[k] and scaled(k) then return true end
+  end
+  return false
+end
+
+--- The layers whose rung differs between two lists of rungs, as { [path] = rung in `after` }, or
+--- nil.
+function M.moved(paths, before, after)
+  local moved
+  for i, path in ipairs(paths) do
+    if before[i] ~= after[i] then
+      moved = moved or {}
+      moved[path] = after[i]
+    end
+  end
+  return moved
+end
+
+local MOST_LAYERS = 4
+
+--- "high precision: a, b; rung 1 of the ladder: c; the recipe: d, e and 5 more": layers by rung.
+function M.text(moved, most)
+  local by, parts = {}, {}
+  for path, rung in pairs(moved) do
+    by[rung] = by[rung] or {}
+    table.insert(by[rung], path)
+  end
+  for rung = most, 1, -1 do
+    local list = by[rung]
+    if list then
+      table.sort(list)
+      parts[#parts + 1] = ("%s: %s%s"):format(rung == 1 and "the recipe"
+        or rung == most and "high precision" or ("rung %d of the ladder"):format(rung - 1),
+        table.concat(list, ", ", 1, math.min(#list, MOST_LAYERS)),
+        #list > MOST_LAYERS and (" and %d more"):format(#list - MOST_LAYERS) or "")
+    end
+  end
+  return table.concat(parts, "; ")
+end
+
+--- The layers that are not as in the recipe, as text(), or "all layers as in the recipe".
+function M.off(paths, rungs, most)
+  local ones = {}
+  for i = 1, #paths do ones[i] = 1 end
+  local moved = M.moved(paths, ones, rungs)
+  return moved and M.text(moved, most) or "all layers as in the recipe"
+end
+
+return M

@@ -1,0 +1,396 @@
+-- Policies of FP8 layers in the roles that loss-scaling policies have: swapped during a run, as
+-- shadows, replayed on a recorded run, and in checkpoints. A bad policy changes nothing.
+local engine = require "engine"
+local helper = require "spec.helper"
+local M_ffi = require "engine.base.ffi"
+
+local C = M_ffi.C
+local TEXT = ("the quick brown fox jumps over the lazy dog "):rep(60)
+
+local folder
+before_each(function() folder = helper.folder() end)
+after_each(function() helper.remove(folder) end)
+
+-- A tiny job. o.fp8: fields of the recipe; each(trainer, step) runs between the steps.
+local function job(o, each)
+  engine.seed(7)
+  local model = engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2, layers = 1 }
+  local fp8 = { sample = 1, ladder = { "mxfp8" } }
+  if o.base == "fp8_current" then fp8.ladder = nil end
+  for key, value in pairs(o.fp8 or {}) do fp8[key] = value end
+  local all = { model = model, steps = 8, log = "quiet",
+    data = engine.data.text { text = TEXT, batch = 4, context = 16, seed = 3 },
+    optimizer = engine.optim.adamw(model, { lr = 2e-3, precision = { name = "mine",
+      base = o.base or "nvfp4", fp8 = fp8 } }) }
+  local lines = {}
+  all.on_step = function(t, record)
+    lines[#lines + 1] = ("%.17g"):format(record.loss)
+    if each then each(t, t.steps_done) end
+  end
+  for key, value in pairs(o) do if key ~= "base" and key ~= "fp8" then all[key] = value end end
+  local t = engine.trainer(all)
+  t:run()
+  return tostring(C.eng_params_checksum(t.optimizer.params)), t, table.concat(lines, " ")
+end
+
+local function with(run, f)
+  local history = engine.history.open(run)
+  local result = f(history)
+  history:close()
+  return result
+end
+local function events(kind, run)
+  return with(run or folder .. "/run", function(h) return h:events(kind) end)
+end
+-- The moves of layers in a run as "step data" lines, up to the first that `last` steps include.
+local function moves(kind, run, last)
+  local lines = {}
+  for _, e in ipairs(events(kind or "layers", run)) do
+    local data = require("cjson").decode(e.data)
+    local names = {}
+    for path, rung in pairs(data.layers or data) do names[#names + 1] = path .. "=" .. rung end
+    table.sort(names)
+    if not last or e.step <= last then
+      lines[#lines + 1] = e.step .. " " .. table.concat(names, " ")
+    end
+  end
+  return lines
+end
+
+local function policy_file(text, name) return helper.write(folder .. "/" .. (name or "p.lua"), text)
+end
+
+-- What moves layers every few steps, for each base.
+local MOVING = { nvfp4 = "layer_ladder:snr=17.5,snr_high=5,pause=2",
+  fp8_current = "fp8_fallback:snr=28,pause=2" }
+local OTHER = { nvfp4 = "sqrt3:ratio=1000", fp8_current = "fp8_delayed:history=2" }
+
+describe("swapping a policy of FP8 layers", function()
+  for base, moving in pairs(MOVING) do
+    it("equals a run that resumes with the new one at that step: " .. base, function()
+      local plain = job { base = base, fp8 = { policy = moving } }
+      local swapped, t = job({ base = base, fp8 = { policy = moving }, run = folder .. "/swapped" },
+        function(trainer, step)
+        if step == 4 then
+          assert(trainer.policy:swap(OTHER[base]))
+          trainer.run_files.checkpoint_every = 6
+        end
+      end)
+      assert.equal(OTHER[base]:match("^%w+"), t.optimizer.fp8.policies[1].name:match("^%w+"))
+      job { base = base, fp8 = { policy = moving }, run = folder .. "/run", steps = 4 }
+      local resumed = job { base = base, fp8 = { policy = OTHER[base] }, run = folder .. "/run",
+        resume = "auto" }
+      assert.equal(resumed, swapped)
+      assert.not_equal(plain, swapped)
+      -- the script still asks for the first policy; the checkpoint brings the second
+      helper.shell(("rm -r %s/swapped/checkpoints/step-00000008"):format(folder))
+      local after, again = job { base = base, fp8 = { policy = moving }, run = folder .. "/swapped",
+        resume = "auto" }
+      assert.equal(swapped, after)
+      assert.equal(t.optimizer.fp8.policies[1].name, again.optimizer.fp8.policies[1].name)
+    end)
+  end
+
+  it("hands over the state by migrate, and is recorded with sources", function()
+    local source = [[return { name = "heir", kind = "fp8", options = { init_scale = 1 },
+      migrate = function(old, name) return { scale = 1, from = name, step = old.step } end,
+      decide = function(state)
+        if state.from ~= "layer_ladder" or state.step ~= 4 then error("state") end
+        return 1
+      end }]]
+    local _, t = job({ fp8 = { policy = MOVING.nvfp4 }, run = folder .. "/run" },
+      function(trainer, step)
+      if step == 4 then assert(trainer.policy:swap { source = source, file = "heir.lua" }) end
+    end)
+    assert.equal(0, t.optimizer.fp8.policies[1]:failures())
+    local list = events "fp8_swap"
+    assert.equal(1, #list)
+    assert.equal(4, list[1].step)
+    assert.matches("^FP8 policy layer_ladder %x+ %(.*snr=17.5.*%) %-> heir %x+ %(the script%)$",
+      list[1].text)
+    assert.matches("^layer_ladder %x+ %(", events("fp8_policy")[1].text)
+    local sources = with(folder .. "/run", function(h) return h:policies() end)
+    assert.equal(3, #sources)                              -- static, layer_ladder, heir
+  end)
+
+  it("by saving its file keeps the state", function()
+    local text = helper.read "policies/layer_ladder.lua"
+    local path = policy_file(text)
+    local options = MOVING.nvfp4:match(":.*")
+    local plain = job { steps = 12, fp8 = { policy = path .. options } }
+    local swapped, t = job({ steps = 12, fp8 = { policy = path .. options } }, function(_, step)
+      if step == 4 then policy_file("-- second version\n" .. text) end
+    end)
+    assert.equal(plain, swapped)
+    assert.equal(1, t.swaps.swaps)
+    assert.equal("-- second version\n" .. text, t.optimizer.fp8.policies[1].source)
+  end)
+
+  it("into a recipe without a policy works, and undo leaves no trace", function()
+    local plain = job {}
+    local undone, after = job({ run = folder .. "/run" }, function(t, step)
+      if step ~= 3 then return end
+      assert(t.policy:swap(MOVING.nvfp4))
+      assert.is_nil((t.policy:undo()))                     -- the loss scale's was not swapped
+      assert.is_true(t.optimizer.fp8.policies[1]:undo())
+      assert.equal(0, #t.optimizer.fp8.policies)
+    end)
+    assert.equal(plain, undone)
+    assert.equal(2, after.swaps.swaps)
+    assert.matches("^FP8 policy none %-> layer_ladder", events("fp8_swap")[1].text)
+    local moved = job({}, function(t, step)
+      if step == 3 then assert(t.policy:swap(MOVING.nvfp4)) end
+    end)
+    assert.not_equal(plain, moved)
+  end)
+
+  it("of several replaces the one of the same name", function()
+    job({ base = "fp8_current", fp8 = { policy = { "fp8_delayed", "fp8_fallback" } } },
+      function(t, step)
+      if step ~= 2 then return end
+      assert(t.policy:swap "fp8_fallback:snr=1")
+      local list = t.optimizer.fp8.policies
+      assert.equal(1, list[2].options.snr)
+      assert(list[1]:swap "fp8_lm")
+      assert.equal("fp8_lm", t.optimizer.fp8.policies[1].name)
+      local done, why = t.policy:swap "sqrt3"
+      assert.is_nil(done)
+      assert.matches("has 2 FP8 policies (fp8_lm, fp8_fallback)", why, 1, true)
+      done, why = list[2]:swap "dynamic"
+      assert.is_nil(done)
+      assert.matches("chooses a loss scale and does not work on FP8 layers", why, 1, true)
+    end)
+  end)
+
+  it("is refused where the run has no FP8 layers, and in lagged mode", function()
+    engine.seed(1)
+    local model = engine.nn.linear(4, 4)
+    local t = engine.trainer { model = model, steps = 1, log = "quiet", loss = function() end,
+      data = { next = function() return {} end }, optimizer = engine.optim.sgd(model, { lr = 1 }) }
+    local _, why = t.policy:swap "layer_ladder"
+    assert.matches("works on FP8 layers and chooses no loss scale", why, 1, true)
+    job({ mode = "lagged" }, function(trainer, step)
+      if step == 2 then _, why = trainer.policy:swap "layer_ladder" end
+    end)
+    assert.matches("^mode=lagged: FP8 policies wait for the device", why)
+    local good, text = pcall(job, { mode = "lagged", shadow = "layer_ladder" })
+    assert.is_false(good)
+    assert.matches("mode=lagged: FP8 policies wait", text, 1, true)
+  end)
+end)
+
+local HEAD = 'return { name = "bad", kind = "fp8", needs = { "tensors" },\n '
+local HOSTILE = {
+  ["that raises"] = { "decide = function() error('no') end }", "bad.lua:2: no" },
+  ["that loops"] = { "decide = function() while true do end end }", "instruction budget" },
+  ["that eats memory"] = { "decide = function() local t = {} for i = 1, 1e9 do t[i] = {} end end }",
+    "bad.lua" },
+  ["that returns text"] = { "decide = function() return 'high' end }", "bad.lua" },
+  ["that scales by text"] = { "decide = function(s, r) return { scale = 1, scales = " ..
+    "{ ['blocks.1.mlp.up:high'] = 'yes' } } end }", "bad.lua" },
+  ["that names no layer"] = { "decide = function() return { scale = 1, scales = { a = 2 } } end }",
+    "bad.lua" },
+  ["with an amax beyond f32"] = { "decide = function() return { scale = 1, scales = " ..
+    "{ ['blocks.1.mlp.up:x'] = 1e300 } } end }", "= 1e+300; expected an amax of up to 3.4e38" },
+}
+
+describe("a policy of FP8 layers", function()
+  local plain, moved
+  setup(function()
+    plain = job { base = "fp8_current" }
+    moved = job { base = "fp8_current", fp8 = { policy = MOVING.fp8_current } }
+  end)
+  for name, bad in pairs(HOSTILE) do
+    local source = { source = HEAD .. "init = function() return { scale = 1 } end,\n" .. bad[1],
+      file = "bad.lua" }
+    local text = bad[2]:gsub("bad.lua:2", "bad.lua:3")
+    it(name .. " is not swapped in", function()
+      local weights = job({ base = "fp8_current", fp8 = { policy = MOVING.fp8_current },
+        run = folder .. "/run" }, function(t, step)
+        if step == 3 then assert.is_nil((t.policy:swap(source))) end
+      end)
+      assert.equal(moved, weights)
+      local list = events "swap_refused"
+      assert.equal(1, #list)
+      assert.matches("^fp8_fallback stays, bad.lua is not used: .*", list[1].text)
+      assert.matches(text, list[1].text, 1, true)
+    end)
+
+    it(name .. " harms nothing as a shadow", function()
+      local weights, t = job { base = "fp8_current", shadow = { source }, run = folder .. "/run" }
+      assert.equal(plain, weights)
+      assert.equal(8, t.shadows.layers[1].failed)
+      assert.matches("it failed 8 times: .*" .. text:gsub("%p", "%%%0"), t.shadows:lines()[1])
+    end)
+
+    it(name .. " is one line of a replay", function()
+      job { base = "fp8_current", run = folder .. "/run" }
+      local r = engine.replay.run(engine.replay.trace(folder .. "/run"), source)
+      assert.equal(8, r.failures)
+      assert.matches(text, r.failure, 1, true)
+      assert.matches("failed", engine.replay.table { r })
+    end)
+
+    it(name .. " as the run's own leaves the weights as without it", function()
+      local weights, t = job { base = "fp8_current", fp8 = { policy = source } }
+      assert.equal(plain, weights)
+      assert.equal(8, t.policy_errors)
+    end)
+  end
+
+  it("that fails only at its first decision is removed at once", function()
+    local late = HEAD .. [[init = function() return { scale = 1 } end,
+      decide = function(_, r) if r.step >= 2 then error("late") end return 1 end }]]
+    local weights, t = job({ base = "fp8_current", fp8 = { policy = MOVING.fp8_current },
+      run = folder .. "/run" }, function(t, step)
+      if step == 2 then assert(t.policy:swap { source = late, file = "late.lua" }) end
+    end)
+    assert.equal("fp8_fallback", t.optimizer.fp8.policies[1].name)
+    assert.matches("fp8_fallback stays, bad %x+ is not used: late.lua:3: late",
+      events("swap_refused")[1].text)
+    -- the swap put the layers back into FP8 for one step
+    assert.not_equal(moved, weights)
+    assert.equal(0, t.policy_errors)
+  end)
+end)
+
+describe("a shadow of FP8 layers", function()
+  for base, moving in pairs(MOVING) do
+    it("changes nothing, and decides as a live policy as long as they agree: " .. base, function()
+      local plain = job { base = base }
+      local weights, t = job { base = base, shadow = { moving, "dynamic" },
+        run = folder .. "/shadow" }
+      assert.equal(plain, weights)
+      job { base = base, fp8 = { policy = moving }, run = folder .. "/live" }
+      local live = moves("layers", folder .. "/live")
+      local first = tonumber(live[1]:match("^%d+"))
+      assert.equal(live[1], moves("shadow_layers", folder .. "/shadow", first)[1])
+      local c = t.shadows.layers[1].certainty
+      assert.same({ first + 1, 8 - first - 1 }, { c.exact, c.bounds })
+      local text = table.concat(t.shadows:lines(), "\n")
+      assert.matches("would have computed FP8 layers differently in %d of 8 steps; at the end " ..
+        ".*; its verdicts are bounds from step " .. first + 1 .. " on: its updates differ", text)
+      local row = with(folder .. "/shadow", function(h) return h:shadows() end)[2]
+      assert.same({ moving, c.bounds, 0 }, { row.name, row.bounds, row.failed })
+      assert.matches("The shadow " .. moving:gsub("%p", "%%%0") .. " of FP8 layers had .*blocks.1",
+        tostring(with(folder .. "/shadow", function(h) return h:why(first) end)))
+    end)
+
+    it("equal to the run's policy decides the same at every step: " .. base, function()
+      local _, t = job { base = base, fp8 = { policy = moving }, shadow = { moving },
+        run = folder .. "/run" }
+      local list = moves "layers"
+      assert.is_true(#list > 1)
+      assert.same(list, moves "shadow_layers")
+      assert.same({ 0, 8 }, { t.shadows.layers[1].apart, t.shadows.layers[1].certainty.exact })
+    end)
+  end
+
+  it("continues when the run resumes", function()
+    local function run(steps, path)
+      local _, t = job { shadow = { MOVING.nvfp4 }, steps = steps, run = folder .. path,
+        resume = "auto" }
+      return moves("shadow_layers", folder .. path), t.shadows:lines()
+    end
+    local whole, lines = run(8, "/whole")
+    run(5, "/run")
+    local rest, rest_lines = run(8, "/run")
+    assert.same(whole, rest)
+    assert.same(lines, rest_lines)
+  end)
+end)
+
+describe("a replay of a policy of FP8 layers", function()
+  local function replayed(policy, run)
+    return engine.replay.run(engine.replay.trace(run or folder .. "/run"), policy)
+  end
+  local function lines_of(r)
+    local lines = {}
+    for i, move in ipairs(r.moves) do
+      local names = {}
+      for path, rung in pairs(move.layers) do names[#names + 1] = path .. "=" .. rung end
+      table.sort(names)
+      lines[i] = move.step .. " " .. table.concat(names, " ")
+    end
+    return lines
+  end
+
+  for _, policy in ipairs { MOVING.nvfp4, "sqrt3:ratio=8,decay=0.5",
+    "fp8_fallback:snr=17.5,pause=2", "forward_high_before_decay:at=3" } do
+    it("equals what the run recorded: nvfp4, " .. policy, function()
+      for _, sample in ipairs { 1, 2 } do
+        local run = folder .. "/run" .. sample
+        job { fp8 = { policy = policy, sample = sample }, run = run }
+        local r = replayed(policy, run)
+        assert.same(moves("layers", run), lines_of(r))
+        assert.same({ 8, 8, 0, 0 }, { r.steps, r.certainty.exact, r.apart, r.failures })
+        with(run, function(h)
+          local at = h:signals_at()
+          for step = 0, policy:find("sqrt3") and 7 or -1 do
+            local logged = at(step)["log.gradient_to_noise"]
+            assert.is_true(logged > 1)
+            assert.equal(logged, r.logs.gradient_to_noise[step + 1])
+          end
+        end)
+      end
+    end)
+  end
+
+  it("equals the run's amaxes with sample=1, and is a bound where they are missing", function()
+    local fp8 = { policy = { "fp8_delayed:history=2", "fp8_lm" } }
+    job { base = "fp8_current", fp8 = fp8, run = folder .. "/run" }
+    local r = replayed "fp8_lm"
+    assert.same({ 8, 0 }, { r.certainty.exact, r.apart })
+    r = replayed "fp8_delayed:history=3"
+    assert.equal("its updates differ from the run's", r.certainty.why)
+    fp8 = { policy = "fp8_delayed:history=2" }
+    job { base = "fp8_current", fp8 = fp8, run = folder .. "/one" }
+    assert.equal(8, replayed("fp8_delayed:history=2", folder .. "/one").certainty.exact)
+    fp8.sample = 3
+    job { base = "fp8_current", fp8 = fp8, run = folder .. "/three" }
+    r = replayed("fp8_delayed:history=2", folder .. "/three")
+    assert.same({ 1, 1, "the history lacks amaxes that it reads" },
+      { r.certainty.exact, r.certainty.from, r.certainty.why })
+    assert.equal(8, replayed("fp8_fallback:snr=1", folder .. "/three").certainty.exact)
+  end)
+
+  it("follows swaps of the run, and labels what comes after another verdict", function()
+    job({ fp8 = { policy = MOVING.nvfp4 }, run = folder .. "/run" }, function(t, step)
+      if step == 4 then assert(t.policy:swap(OTHER.nvfp4)) end
+    end)
+    local r = replayed(MOVING.nvfp4)
+    assert.equal("exact", r.marks[4])
+    assert.equal("bound", r.marks[8])
+    assert.is_true(r.apart > 0)
+  end)
+
+  it("is a command, with tables, JSON and refusals in one line", function()
+    job { fp8 = { policy = MOVING.nvfp4 }, run = folder .. "/run" }
+    local result = helper.run { "replay", folder .. "/run", "--policy", MOVING.nvfp4, "--policy",
+      "dynamic" }
+    assert.equal(0, result.code, result.err)
+    assert.matches("layer_ladder .* 8 +%d steps +%d of 4 .* 0 steps +100 %%", result.out)
+    assert.matches("mass lost", result.out)
+    result = helper.run { "replay", folder .. "/run", "--policy", MOVING.nvfp4, "--json" }
+    local data = require("cjson").decode(result.out).policies[1]
+    assert.same({ "layer_ladder", 8, 8 }, { data.name, data.steps, #data.verdicts })
+    assert.equal(#moves "layers", #data.moves)
+    local function refused(text, ...)
+      local out = helper.run { "replay", ... }
+      assert.equal(1, out.code)
+      assert.matches(text, out.err, 1, true)
+      assert.equal(1, select(2, out.err:gsub("\n", "")))
+    end
+    refused("expected a run, because a string of verdicts has no layers", "4. x", "--policy",
+      "sqrt3")
+    refused("--verify compares loss scales", folder .. "/run", "--policy", "sqrt3", "--verify")
+    engine.seed(1)
+    local model = engine.nn.linear(4, 4)
+    engine.trainer { model = model, steps = 1, log = "quiet", run = folder .. "/plain",
+      loss = function(m, b) return m(b.x):sum() end,
+      data = { next = function() return { x = engine.ones(1, 4) } end },
+      optimizer = engine.optim.sgd(model, { lr = 1 }) }:run()
+    refused("has no record of such layers: its precision is fp32", folder .. "/plain", "--policy",
+      "sqrt3")
+  end)
+end)
