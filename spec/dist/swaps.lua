@@ -7,8 +7,11 @@
 --   - a file for which one random rank lacks the memory to load it, or the instructions to run it,
 --     on the last records or after the swap
 --   - a file saved again, or a SIGHUP to one rank, while a policy from that file is current
+--   - a policy of the model's NVFP4 layers, which then moves them: another file on one rank, saved
+--     again, or refused by one rank
 -- All ranks load rank 0's bytes, whatever file other ranks have under that name. Checks:
---   - in every step all ranks have the same policy (name, hash, scale) and the same weights
+--   - in every step all ranks have the same policies (names, hash, scale), the same layers in FP4
+--     and the same weights
 --   - that is the new policy if every rank accepts it, else the one before
 --   - the history has a `swap` or a `swap_refused` for each, and a refusal names the rank
 --     that cannot switch
@@ -146,6 +149,36 @@ function cases.undone(t, number)
   return before
 end
 
+-- Moves layers at every step, by what it sees.
+local function fp8_text(number, more)
+  return ([[return { name = "layers%d", kind = "fp8", needs = { "tensors" },
+    init = function() return { scale = 1 } end, decide = function(s, r)
+      %s
+      local scales = {}
+      for name, t in pairs(r.tensors) do
+        if t.measured and t.snr < 18.5 then scales[string.match(name, "^(.*):") .. ":high"] = 2 end
+      end
+      return { scale = 1, scales = scales }
+    end }]]):format(number, more or "")
+end
+
+function cases.fp8_other_text(t, number, victim)
+  t.policy:swap(file_of(number, fp8_text(rank == victim and number + 1000 or number)))
+  return "layers" .. number + (victim == 0 and 1000 or 0)
+end
+
+function cases.fp8_no_time(t, number, victim)
+  limited(rank == victim and { instructions = 2e4 } or {},
+    function() t.policy:swap(file_of(number, fp8_text(number, "for i = 1, 1e5 do end"))) end)
+  return nil, ("rank %d: tried on step"):format(victim)
+end
+
+function cases.fp8_saved(t, number)
+  t.policy:swap(file_of(number, fp8_text(number)))
+  if rank == 0 then file_of(number, fp8_text(number + 2000)) end
+  return "layers" .. number + 2000
+end
+
 local names = {}
 for name in pairs(cases) do names[#names + 1] = name end
 table.sort(names)
@@ -155,7 +188,12 @@ local function worker()
   local text = {}
   for i = 1, 3000 do text[i] = string.char(32 + i * i % 89) end
   local model = engine.nn.gpt { vocab = 256, context = 8, width = 32, heads = 2, layers = 1 }
-  local optimizer = engine.optim.adamw(model, { lr = 1e-4 })
+  local optimizer = engine.optim.adamw(model, { lr = 1e-4, precision = { name = "four",
+    base = "nvfp4", fp8 = { sample = 2, ladder = { "mxfp8" } } } })
+  local sites = optimizer.fp8
+  local function current(t)
+    return t.policy.name, sites.policies[1] and sites.policies[1].name or "none"
+  end
   local out = assert(io.open(("%s/told.%d"):format(cfg.folder, rank), "w"))
   math.randomseed(cfg.seed)
   engine.trainer { model = model, optimizer = optimizer,
@@ -164,15 +202,20 @@ local function worker()
     rank_timeout = 20, attach = false, zero = cfg.seed % 3, agree_every = 1,
     on_step = function(t, record)
       local step = tonumber(record.step)
-      local line = { step = step, policy = t.policy.name, hash = t.policy.hash and t.policy:hash(),
+      local line = { step = step, policy = ("%s %s"):format(current(t)),
+        hash = t.policy.hash and t.policy:hash(), rungs = table.concat(sites:places().rungs),
         scale = ("%.17g"):format(record.scale),
         weights = tostring(M_ffi.C.eng_params_checksum(optimizer.params)) }
       if step % EVERY == 1 and step > EVERY then
         local number = (step - 1) / EVERY
         local case, victim = names[number <= #names and number or math.random(#names)],
           math.random(0, ranks.size() - 1)
-        line.case, line.victim, line.before = case, victim, t.policy.name
-        line.expected, line.refusal = cases[case](t, number, victim, step)
+        line.case, line.victim, line.before = case, victim, line.policy
+        local own, layers = current(t)
+        local expected
+        expected, line.refusal = cases[case](t, number, victim, step)
+        if case:find "^fp8" then layers = expected or layers else own = expected or own end
+        line.expected = expected and own .. " " .. layers
       end
       out:write(json.encode(line), "\n")
       out:flush()
@@ -196,12 +239,12 @@ local function look(folder)
     wrong("%d steps, expected %d", #of[0], (cfg.swaps + 1) * EVERY + 1)
   end
   local history = engine.history.open(folder .. "/run")
-  local events = history:query("SELECT step, kind, text FROM events WHERE kind LIKE 'swap%' " ..
+  local events = history:query("SELECT step, kind, text FROM events WHERE kind LIKE '%swap%' " ..
     "ORDER BY id")
   history:close()
   for i, first in ipairs(of[0]) do
     for r = 1, cfg.ranks - 1 do
-      for _, key in ipairs { "step", "policy", "hash", "scale", "weights" } do
+      for _, key in ipairs { "step", "policy", "hash", "scale", "rungs", "weights" } do
         local own = of[r][i] and of[r][i][key]
         if own ~= first[key] then
           wrong("step %d: %s is %s on rank 0, %s on rank %d", first.step, key, tostring(first[key]),
