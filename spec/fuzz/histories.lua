@@ -28,7 +28,8 @@ local function write_template()
   h:set_parameters { { name = "blocks.0.w", shape = { 4, 8 } }, { name = "blocks.1.w",
     shape = { 8 } }, { name = "head.w", shape = { 8, 2 } } }
   for key, value in pairs { created = "2026-11-20T19:47:26Z", precision = "fp8_block", steps = 600,
-    device = "cpu", policy = "dynamic", gradients = "f16", parameters = 56, ranks = 2 } do
+    device = "cpu", policy = "dynamic", gradients = "f16", parameters = 56, ranks = 2,
+    fp8 = '{"layers":["blocks.0","blocks.1"],"sample":25,"rungs":3}' } do
     h:set_meta(key, value)
   end
   h:set_config("lr", "0.001")
@@ -57,11 +58,13 @@ local function write_template()
       for _, site in ipairs { "blocks.0", "blocks.1" } do
         for _, role in ipairs { "x", "w", "dy" } do
           rows[#rows + 1] = { site = site, role = role, snr = 30, underflow = 0.01, overflow = 0,
-            zeros = 0.1, amax = 2, least = 1e-3, scale_min = 0.5, scale_max = 1, count = 64 }
+            zeros = 0.1, amax = 2, least = 1e-3, scale_min = 0.5, scale_max = 1, count = 64,
+            peak = 2.5, power = 9, asked = 0 }
         end
       end
       h:append_fp8(step, rows)
       h:append_signal(step, "entropy", step / 7)
+      h:event(step, "layers", "high precision", ('{"blocks.1":%d}'):format(step % 2 + 1))
       h:append_shadow(step, "static", verdict)
       h:append_shadow(step, "deepspeed", verdict)
     end
@@ -176,7 +179,7 @@ local COMMANDS = {
   { "report", dir, "-o", root .. "/a.html" },
   { "export", dir, "--csv", root .. "/a.csv", "--jsonl", root .. "/a.jsonl" },
   { "export", dir, "--tensorboard", root .. "/tb" },
-  { "replay", dir, "--policy", "dynamic", "--policy", "max_value" },
+  { "replay", dir, "--policy", "dynamic", "--policy", "max_value", "--policy", "layer_ladder" },
   { "attach", dir, "-e", "print(history) print(history:why(57))" },
   { "plot", dir, other, "--columns", "loss" },
   { "report", dir, other, "-o", root .. "/b.html" },

@@ -40,6 +40,20 @@ local summary = trainer:run()
 print(summary.stopped, summary.steps)
 ]]
 
+-- The same with a linear layer in FP4, whose policy is the file arg[3].
+local FP4_JOB = [[
+local engine = require "engine"
+engine.seed(1)
+local model = engine.nn.linear(32, 32)
+local data = { next = function() return { x = engine.ones(16, 32), y = engine.ones(16, 32) } end }
+local summary = engine.trainer { model = model, data = data,
+  loss = function(m, b) return engine.mse(m(b.x):to("f32"), b.y) end,
+  optimizer = engine.optim.sgd(model, { lr = 1e-9, precision = { name = "four", base = "nvfp4",
+    fp8 = { sample = 1, policy = arg[3] } } }),
+  steps = tonumber(arg[2]), run = arg[1], log = "quiet", restart_data = true }:run()
+print(summary.stopped, summary.steps)
+]]
+
 -- A client written by hand: sends text and returns the line of the reply, or nil.
 local function raw(run)
   local out = ffi.new("eng_attach_link *[1]")
@@ -58,10 +72,11 @@ local function raw(run)
 end
 
 -- Starts a run in the background and waits until its socket is open. Returns the process number.
-local function start(run, steps, resume)
-  local script = helper.write(folder .. "/job.lua", JOB)
+-- `more`: a third argument of the script.
+local function start(run, steps, more, text)
+  local script = helper.write(folder .. "/job.lua", text or JOB)
   local pipe = io.popen(("%s %s %s %s %s >%s 2>&1 </dev/null & echo $!"):format(
-    quote(helper.engine), quote(script), quote(run), steps or "1e9", resume or "",
+    quote(helper.engine), quote(script), quote(run), steps or "1e9", more or "",
     quote(folder .. "/out")))
   local pid = pipe:read("*n")
   pipe:close()
@@ -139,6 +154,35 @@ describe("engine attach", function()
     assert.matches("attached", events(run, "swap")[1].text)
     assert.matches("enough", events(run, "stopped")[1].text)
     assert.equal(0, C.eng_file_kind(run .. "/attach.sock"))
+  end)
+
+  it("swaps the policy of FP8 layers; so do its saved file and SIGHUP", function()
+    local run, text = folder .. "/run", helper.read "policies/layer_ladder.lua"
+    local path = helper.write(folder .. "/mine.lua", text)
+    local pid = start(run, nil, path, FP4_JOB)
+    local result = attach(run, "policy:show()", ('policy:swap(%q)'):format(path .. ":pause=7"),
+      'policy:swap("sqrt3:ratio=1e9")', "policy:undo()", 'policy:swap("layer_lader")')
+    assert.matches("policy static %x+, loss scale 1\n.-policy of FP8 layers layer_ladder %x+\n" ..
+      "options .*pause=200 .*\nstate {", result.out)
+    assert.matches("loss scale 1; for FP8 layers: sqrt3\n.*for FP8 layers: layer_ladder\n",
+      result.out)
+    assert.matches("did you mean 'layer_ladder'?", result.err, 1, true)
+    -- the run may also see a file that is half written
+    local function wait_for_event(kind, match)
+      wait_for(kind .. match, function()
+        local list = events(run, kind)
+        return #list > 0 and (list[#list].text .. list[#list].data):find(match)
+      end)
+    end
+    helper.write(path, "-- saved\n" .. text)
+    wait_for_event("fp8_swap", "its file was saved")
+    helper.write(path, "return {")
+    wait_for_event("swap_refused",
+      "^layer_ladder stays, .*mine.lua is not used: .*mine.lua:1.*its file was saved")
+    helper.shell("kill -HUP " .. pid)
+    wait_for_event("swap_refused", "^layer_ladder stays, .*mine.lua is not used: .*SIGHUP")
+    stop(run)
+    ended(pid)
   end)
 
   it("pauses and steps; a pause ends when its client leaves, except with stay = true", function()

@@ -90,8 +90,12 @@ local function identity(self, o)
     lines[#lines + 1] = ("setting %s=%s"):format(setting[1], tostring(setting[2]))
   end
   lines[#lines + 1] = "policy " .. policy_text(trainer.policy)
-  for _, s in ipairs(trainer.shadows and trainer.shadows.list or {}) do
-    lines[#lines + 1] = "shadow " .. policy_text(s.policy)
+  local shadows, sites = trainer.shadows or { list = {}, layers = {} }, trainer.optimizer.fp8
+  for _, list in ipairs { shadows.list, shadows.layers } do
+    for _, s in ipairs(list) do lines[#lines + 1] = "shadow " .. policy_text(s.policy) end
+  end
+  for _, policy in ipairs(sites and sites.policies or {}) do
+    lines[#lines + 1] = "FP8 policy " .. policy_text(policy)
   end
   lines[#lines + 1] = ("model %s, %d parameters, %s"):format(tostring(trainer.model._class),
     #parameters, crc(table.concat(parameters, "\n")))
