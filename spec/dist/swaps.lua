@@ -242,7 +242,9 @@ local function look(folder)
   local events = history:query("SELECT step, kind, text FROM events WHERE kind LIKE '%swap%' " ..
     "ORDER BY id")
   history:close()
+  local moved = false
   for i, first in ipairs(of[0]) do
+    moved = moved or first.rungs:find "2" ~= nil
     for r = 1, cfg.ranks - 1 do
       for _, key in ipairs { "step", "policy", "hash", "scale", "rungs", "weights" } do
         local own = of[r][i] and of[r][i][key]
@@ -275,6 +277,7 @@ local function look(folder)
       end
     end
   end
+  if not moved then wrong("no policy of FP8 layers moved a layer") end
   return problems, counts
 end
 

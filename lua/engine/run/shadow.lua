@@ -198,14 +198,15 @@ local function factor_text(x)
 end
 
 --- For the progress line: each shadow's scale as a multiple of the current one, and how often it
---- would have skipped.
+--- would have skipped; of a shadow of FP8 layers, how many layers are not where it has them.
 function Shadows:text()
   local parts, places = {}, {}
   local sites = self.trainer.optimizer.fp8
   for i = 1, math.min(3, #self.layers) do
     local moved = fp8_verdict.moved(sites.paths, sites:places().rungs, self.layers[i].rungs)
-    places[i] = ("shadow %s: %d layers elsewhere"):format(self.layers[i].name,
-      #require("engine.base.nearest").keys(moved or {}))
+    local n = #require("engine.base.nearest").keys(moved or {})
+    places[i] = ("shadow %s: %d layer%s elsewhere"):format(self.layers[i].name, n,
+      n == 1 and "" or "s")
   end
   for i = 1, math.min(3, #self.list) do
     local s = self.list[i]
