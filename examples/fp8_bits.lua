@@ -3,7 +3,7 @@
 --
 --   ./engine examples/fp8_bits.lua
 --   ./engine examples/fp8_bits.lua format=e5m2 numbers=true      every code
---   ./engine examples/fp8_bits.lua value=0.1 svg=spacing.svg     a number in each; relative spacing
+--   ./engine examples/fp8_bits.lua value=0.1 svg=spacing.svg     a number in each format; spacing
 local engine = require "engine"
 local lab = require "engine.report.lab"
 local fp8 = engine.fp8

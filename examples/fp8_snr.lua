@@ -69,7 +69,8 @@ end
 -- the study's context (8, 8), which its block scaling uses: 8 fraction bits
 local function wide(x) return rounded(x, 8, -126, math.huge) end
 
---- The fixed factor `factor`; products and sums in E4M3, chunks of `chunk` added in doubles.
+--- The dot product from `at` on of numbers times `factor`: products and sums in E4M3, sums of
+--- `chunk` products added in doubles.
 local function fixed(a, b, at, n, factor, chunk)
   local total, sum = 0, 0
   for i = 0, n - 1 do
@@ -79,8 +80,8 @@ local function fixed(a, b, at, n, factor, chunk)
   return (total + sum) / factor / factor
 end
 
---- Factors of 224 / max for each chunk and operand; products and sums in (8, 8), chunks added in
---- doubles.
+--- The dot product from `at` on with a factor of 224 / max for each chunk of each operand: products
+--- and sums in the context (8, 8), sums of chunks added in doubles.
 local function blocks(a, b, at, n, chunk)
   local total = 0
   for from = 0, n - 1, chunk do

@@ -59,7 +59,7 @@ for at = 1, #text, 1024 do
 end
 train_text, test_text = table.concat(train_text), table.concat(test_text)
 
---- A GPT; in a mixture the feed-forward parts are experts.
+--- A GPT; with model=moe its feed-forward modules are mixtures of experts.
 local function model_of()
   local model = engine.nn.gpt { vocab = 256, context = cfg.context, width = cfg.width,
     heads = cfg.heads, layers = cfg.layers }

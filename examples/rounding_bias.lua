@@ -36,8 +36,8 @@ local function bytes(x, weight)
   return up(x, p)
 end
 
--- The bytes of f32 numbers k / 2^24: byte 3 is sign and exponent, byte 2 its last bit and the
--- leading fraction bits.
+-- One byte of an f32 number u in [0, 1): byte 3 has the sign and the first seven bits of the
+-- exponent, byte 2 its last bit and the leading fraction bits.
 local function byte_of(u, which)
   if u == 0 then return 0 end
   local m, e = math.frexp(u)
@@ -60,7 +60,7 @@ local RULES = {
   { "te", function(x) return bytes(x, function() return 1 / 256 end) end },
   { "te amd", function(x) return up(x, math.ceil(256 * fraction(x)) / 256) end },
   { "mslk", function(x)
-    -- noise below the last kept bit of an f32, which is 2^e / 2 wide; the sum is cut to E2M1
+    -- adds noise below the last bit of the f32 that E2M1 keeps, 2^(e - 2); cuts the sum to E2M1
     local _, e = math.frexp(x)
     local width, mean = 2 ^ (e - 2), 0
     for k = 0, 1023 do
@@ -74,7 +74,7 @@ local RULES = {
 }
 for _, rule in ipairs(RULES) do rule.draws = rule[1]:find("^floats") ~= nil end
 
--- The engine's own rounding with 8 bits, which is te's, and with 24.
+-- The mean of x under the engine's rounding with `bits` random bits; 8 bits round as te does.
 local function engine_mean(x, bits, seed)
   engine.seed(seed)
   return engine.scope(function()

@@ -9,7 +9,7 @@ return {
   options = {
     loss_scale        = 2^20,   -- the first scale; BMTrain has no default, its examples use this
     loss_scale_factor = 2,      -- growth multiplies, overflow divides
-    loss_scale_steps  = 1024,   -- good steps in a row
+    loss_scale_steps  = 1024,   -- good steps in a row until the scale grows
     min_loss_scale    = 1,
     strict            = true,   -- false: accept settings that are probably mistakes
   },

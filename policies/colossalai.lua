@@ -9,7 +9,7 @@ return {
     initial_scale   = 2^16,
     growth_factor   = 2,
     backoff_factor  = 0.5,
-    growth_interval = 1000,   -- good steps in a row
+    growth_interval = 1000,   -- good steps in a row until the scale grows
     min_scale       = 0,      -- 0: none. ColossalAI's own fp16 plug-in sets 1
     max_scale       = 0,      -- 0: none. ColossalAI's own fp16 plug-in sets 2^32
     hysteresis      = 2,      -- the first overflow that backs off, counted since the last growth

@@ -11,7 +11,7 @@ return {
   options = {
     init_scale               = 2^16,    -- 2 ^ initial_scale_power
     scale_factor             = 2,
-    scale_window             = 1000,    -- good steps
+    scale_window             = 1000,    -- good steps between two growths
     hysteresis               = 2,       -- overflows until a backoff; also called delayed_shift
     consecutive_hysteresis   = false,   -- true: good steps refill hysteresis; false: only growth
     min_scale                = 1,

@@ -9,7 +9,7 @@ return {
   options = {
     init_scale   = 2^16,    -- 2 ^ initial_scale_power
     scale_factor = 2,
-    scale_window = 1000,    -- good steps
+    scale_window = 1000,    -- good steps between two growths
     min_scale    = 1,
     strict       = true,    -- false: accept settings that are probably mistakes
   },

@@ -11,7 +11,7 @@ return {
   options = {
     init_scale     = 2^15,
     scale_factor   = 2,
-    scale_window   = 2000,    -- good steps; fairseq's optimizer sets 2^14 / ranks / update_freq
+    scale_window   = 2000,    -- good steps between growths; in fairseq 2^14 / ranks / update_freq
     tolerance      = 0,       -- share of overflows since the last change of scale, 0 to 1
     threshold      = 0,       -- the scale never falls below this; 0: none
     min_loss_scale = 1e-4,    -- a scale that would fall to this stops the run

@@ -9,7 +9,7 @@ return {
     init_scale      = 2^16,
     backoff_factor  = 0.25,
     growth_factor   = 1.8,
-    growth_interval = 1500,   -- good steps in a row
+    growth_interval = 1500,   -- good steps in a row until the scale grows
     min_scale       = 1,
     max_scale       = 2^24,
     patience        = 50,     -- overflows in a row at the smallest scale that stop the run

@@ -10,7 +10,7 @@ return {
     scale           = 65536,      -- the first scale
     growth_factor   = 2,
     backoff_factor  = 0.5,
-    growth_interval = 2000,       -- good steps in a row, minus one
+    growth_interval = 2000,       -- good steps in a row until the scale grows, minus one
     minimum_scale   = 2^-126,     -- float32's smallest normal number
     strict          = true,       -- false: accept settings that are probably mistakes
   },

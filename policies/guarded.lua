@@ -11,7 +11,7 @@ return {
     init_scale      = 2^16,
     backoff_factor  = 0.3,
     growth_factor   = 1.6,
-    growth_interval = 1000,   -- good steps in a row
+    growth_interval = 1000,   -- good steps in a row until the scale grows
     floor           = 2^12,
     max_scale       = 2^24,
     bad_row         = 5,      -- overflows in a row after which growth pauses

@@ -8,7 +8,7 @@ return {
 
   options = {
     loss_scale     = 2^15,   -- the first scale; jmp has no default, its examples use this
-    period         = 2000,   -- good steps in a row
+    period         = 2000,   -- good steps in a row until the scale grows
     factor         = 2,      -- growth multiplies, overflow divides
     min_loss_scale = 1,
     strict         = true,   -- false: accept settings that are probably mistakes

@@ -8,7 +8,7 @@ return {
 
   options = {
     initial_scale        = 2^15,
-    dynamic_growth_steps = 2000,   -- good steps in a row
+    dynamic_growth_steps = 2000,   -- good steps in a row until the scale grows
     strict               = true,   -- false: accept settings that are probably mistakes
   },
 

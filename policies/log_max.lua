@@ -11,9 +11,9 @@ return {
   options = {
     init_scale = 2^14,
     log_max    = 16,      -- log2 of the format's largest number
-    beta1      = 0.99,    -- of the mean
-    beta2      = 0.999,   -- of the square
-    sigmas     = 3.09,    -- one step in a thousand would overflow
+    beta1      = 0.99,    -- decay of the moving mean of log2(amax)
+    beta2      = 0.999,   -- decay of the moving mean of its square
+    sigmas     = 3.09,    -- at 3.09, one step in a thousand would overflow
     warmup     = 10,      -- steps before the scale may grow
     min_scale  = 2^-10,
     max_scale  = 2^24,

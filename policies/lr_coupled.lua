@@ -9,8 +9,8 @@ return {
 
   options = {
     init_scale      = 2^16,
-    growth_interval = 2000,   -- good steps in a row at the highest rate seen
-    least           = 50,     -- good steps in a row at rates near zero
+    growth_interval = 2000,   -- good steps in a row until growth, at the highest rate seen
+    least           = 50,     -- good steps in a row until growth, at rates near zero
     jump            = 2,      -- growth of the rate in one step that halves the scale
     min_scale       = 2^-10,
     max_scale       = 2^32,

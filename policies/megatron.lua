@@ -11,7 +11,7 @@ return {
     min_scale       = 1,
     growth_factor   = 2,
     backoff_factor  = 0.5,
-    growth_interval = 1000,   -- good steps in a row
+    growth_interval = 1000,   -- good steps in a row until the scale grows
     -- the first overflow that backs off, counted since the last growth
     hysteresis      = 2,
     strict          = true,   -- false: accept settings that are probably mistakes

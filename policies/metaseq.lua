@@ -10,7 +10,7 @@ return {
   options = {
     init_scale     = 4,
     scale_factor   = 2,
-    scale_window   = 256,     -- good steps, at first
+    scale_window   = 256,     -- good steps between two growths, at first
     tolerance      = 0,       -- share of overflows since the last change of scale, 0 to 1
     threshold      = 0,       -- the scale never falls below it; 0: none
     min_loss_scale = 2^-5,

@@ -10,7 +10,7 @@ return {
   options = {
     init_loss_scale = 2^24,
     scale_factor    = 2,      -- growth multiplies, overflow divides
-    scale_window    = 2000,   -- good steps
+    scale_window    = 2000,   -- good steps between two growths
     strict          = true,   -- false: accept settings that are probably mistakes
   },
 

@@ -8,7 +8,7 @@ return {
   options = {
     init_scale      = 2^16,
     max_loss_scale  = 2^24,
-    scale_seq_len   = 2000,   -- good steps in a row
+    scale_seq_len   = 2000,   -- good steps in a row until the scale grows
     strict          = true,   -- false: accept settings that are probably mistakes
   },
 

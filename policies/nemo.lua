@@ -11,7 +11,7 @@ return {
     init_scale      = 2^16,
     growth_factor   = 2,
     backoff_factor  = 0.5,
-    growth_interval = 2000,   -- good steps in a row
+    growth_interval = 2000,   -- good steps in a row until the scale grows
     hysteresis      = 1,      -- overflows in a row until one backs off
     strict          = true,   -- false: accept settings that are probably mistakes
   },

@@ -9,7 +9,7 @@ return {
     scale_min   = 1,
     scale_max   = 2^14,
     step_factor = 2,       -- growth multiplies, overflow divides
-    step_window = 2000,    -- good steps
+    step_window = 2000,    -- good steps between two growths
     strict      = true,    -- false: accept settings that are probably mistakes
   },
 

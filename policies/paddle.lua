@@ -12,7 +12,7 @@ return {
     init_loss_scaling        = 2^15,
     incr_ratio               = 2,
     decr_ratio               = 0.5,
-    incr_every_n_steps       = 1000,    -- good steps in a row
+    incr_every_n_steps       = 1000,    -- good steps in a row until the scale grows
     -- overflows in a row. In other releases of Paddle this default is 1, init_loss_scaling is 2^16
     -- and incr_every_n_steps 2000.
     decr_every_n_nan_or_inf  = 2,

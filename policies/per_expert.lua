@@ -13,9 +13,9 @@ return {
     experts         = "experts%.%d+$",   -- pattern of the groups that are experts
     -- an expert's largest stored gradient, between target/4 and target
     target          = 2^13,
-    -- share of its distance to amax, in octaves, that the peak falls per step
+    -- the peak falls by this share of its octaves above amax per step
     forget          = 0.005,
-    growth_interval = 500,               -- good steps in a row, for the common scale
+    growth_interval = 500,               -- good steps in a row until the common scale grows
     min_scale       = 2^-20,
     max_scale       = 2^40,
   },

@@ -10,9 +10,9 @@ return {
   options = {
     init_scale = 2^14,
     target     = 8192,
-    kp         = 0.05,    -- octaves per octave that the error changes
-    ki         = 0.05,    -- octaves per step and octave of error
-    kd         = 0,       -- octaves per octave of the error's second difference
+    kp         = 0.05,    -- octaves of scale for each octave that the error changes
+    ki         = 0.05,    -- octaves of scale per step for each octave of error
+    kd         = 0,       -- octaves of scale for each octave of the error's second difference
     shock      = 1,       -- octaves that an overflow removes
     most       = 1,       -- largest change in octaves per step
     min_scale  = 2^-10,

@@ -25,7 +25,7 @@ local function judge(window, name, x, options, log)
     local std = math.sqrt(squares / (n - 1))
     log[name .. "_mean"], log[name .. "_std"], log[name .. "_z"] = mean, std, (x - mean) / std
     if n + 1 >= math.floor(options.rolling_interval_length / 2) then
-      fine = fine and x - mean <= options.sigma_factor * std     -- false if one of them is NaN
+      fine = fine and x - mean <= options.sigma_factor * std     -- false if x or std is NaN
     end
   end
   if finite or options.keep_nan then

@@ -17,9 +17,9 @@ return {
     warmup          = 50,     -- steps before the first step can be bad
     skips           = 3,      -- bad steps in a row that are skipped
     patience        = 10,     -- bad steps in a row before the rollback
-    slow            = 0.5,    -- factor on the learning rate between these two
+    slow            = 0.5,    -- factor on the learning rate after the skips, until the rollback
     back            = 100,    -- steps that a rollback goes back
-    leave_out       = 200,    -- steps of data that it leaves out
+    leave_out       = 200,    -- steps of data that a rollback leaves out
     lr_mul          = 0.5,    -- factor on the learning rate after a rollback
     cooldown        = 50,     -- steps after a rollback during which no step is bad
   },

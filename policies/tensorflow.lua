@@ -7,7 +7,7 @@ return {
 
   options = {
     initial_loss_scale = 2^15,
-    increment_period   = 2000,   -- good steps in a row
+    increment_period   = 2000,   -- good steps in a row until the scale grows
     multiplier         = 2,      -- growth multiplies, overflow divides
     strict             = true,   -- false: accept settings that are probably mistakes
   },

@@ -30,12 +30,12 @@ return {
 
   options = {
     alpha                = 0.97,    -- of the moving means
-    z_thresh             = 2.5,     -- deviations
+    z_thresh             = 2.5,     -- z-score above which a norm is clipped
     max_grad_norm        = 1,       -- largest norm of any step; inf: none
     eps                  = 1e-6,    -- added to the deviation
     warmup_steps         = 25,
     clip_option          = "adaptive_scaling",   -- or mean, percentile
-    clip_factor          = 1,       -- on the norm that adaptive_scaling clips to
+    clip_factor          = 1,       -- factor on the norm that adaptive_scaling clips to
     skip_update_on_spike = false,   -- true: a clipped step leaves the statistics alone
     keep_nan             = false,   -- true: norms of steps that overflow enter the statistics
     loss_scale           = 0,       -- a fixed loss scale; 0: a dynamic one

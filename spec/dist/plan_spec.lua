@@ -121,7 +121,7 @@ describe("a plan", function()
       return result.out
     end
     local out = printed "zero=2"
-    assert.matches("\nmessages: only those of gradients. not hidden: also the updated weights",
+    assert.matches("\n'messages' counts only gradients; 'not hidden' also counts the weights",
       out, 1, true)
     local bucket, less, now, one = out:match(
       "\nbucket=(%S+) would take (%S+ %S+) of memory a rank instead of " ..
@@ -130,7 +130,7 @@ describe("a plan", function()
     assert.matches("\n      8 +" .. less:gsub("%.", "%%."), printed("zero=2", "bucket=" .. bucket))
     assert.matches("\n      8 +" .. one:gsub("%.", "%%."), printed "zero=1")
     assert.is_nil(printed("bucket=0.02"):find("would take", 1, true))
-    assert.is_nil(printed("zero=0"):find("not hidden: also counts", 1, true))
+    assert.is_nil(printed("zero=0"):find("'not hidden' also counts", 1, true))
   end)
 
   it("predicts activation checkpointing, beside the measurement", function()

@@ -133,8 +133,8 @@ end
 
 local BLOCKS = { tensor = { 0, 0 }, row = { 1, 0 }, column = { 0, 1 } }
 
---- "tensor", "row", "column", "1x128" or { 1, 128 } -> rows, columns; 0 is the whole side. `where`:
---- the function, for the message.
+--- The rows and columns of a block given as "tensor", "row", "column", "1x128" or { 1, 128 }; 0
+--- stands for all rows or all columns. `where`: the function, for the message.
 function M.read_block(block, where)
   if type(block) == "table" and #block == 2 then
     return M.want_whole(block[1], where, "the rows of a block", 0),

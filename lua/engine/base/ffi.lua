@@ -36,7 +36,7 @@ local function places()
     list[#list + 1] = host.library:match("^(.*)/[^/]*$")
   end
   list[#list + 1] = os.getenv("ENGINE_LIBRARY_DIR")
-  -- the tree; `make install`; LuaRocks
+  -- where the source tree, `make install` and LuaRocks have the library
   for _, relative in ipairs { "/../../build", "/../../../../lib/engine",
     "/../../../../lib/lua/5.1/engine" } do
     list[#list + 1] = home .. relative

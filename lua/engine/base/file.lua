@@ -35,7 +35,8 @@ function file.read(path)
   return text
 end
 
---- A file in memory, as an eng_mapping { data, size }, until it is collected.
+--- Maps a file into memory. Returns an eng_mapping { data, size }; the file stays mapped until this
+--- object is collected.
 function file.map(path)
   local mapping = M_ffi.new("eng_mapping")
   M_ffi.check(C.eng_file_map(mapping, path))
@@ -56,7 +57,7 @@ end
 
 --- Removes a file, or a folder with all that it holds; links in it are removed, not followed.
 function file.remove(path)
-  if C.eng_file_remove(path) == 0 then return end          -- also a link, whatever it names
+  if C.eng_file_remove(path) == 0 then return end          -- removes a link, not its target
   for _, name in ipairs(file.is_folder(path) and file.names(path) or {}) do
     file.remove(path .. "/" .. name)
   end

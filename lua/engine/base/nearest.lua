@@ -63,15 +63,15 @@ function nearest.find(name, names)
   local ours = nearest.elsewhere(name, names)
   if ours then return ours end
   local found, M_ffi = pcall(require, "engine.base.ffi")
-  if not found then return nil end  -- without the library: `engine doctor`, command names
+  if not found then return nil end  -- `engine doctor` and the command line work without the library
   local list, texts = list_of(names), {}
   for i, candidate in ipairs(list) do texts[i] = tostring(candidate) end
   local C, array = M_ffi.C, M_ffi.new("const char *[?]", #texts + 1, texts)
   return list[C.eng_nearest(tostring(name), array, #texts) + 1]
 end
 
---- "; did you mean 'NAME'?" or "". code: the name is one of a function or a method; the hint may
---- then be "; write ... instead".
+--- "; did you mean 'NAME'?" or "". code: true if the name stands for a function or a method; the
+--- hint may then be "; write ... instead".
 function nearest.hint(name, names, code)
   local found, instead = nearest.find(name, names), code and INSTEAD[tostring(name):lower()]
   if instead and (not found or found == "to") then return "; write " .. instead .. " instead" end

@@ -33,7 +33,7 @@ next: engine plan FOLDER shows the memory that a model takes; docs/hugging-face.
 
 local NUMBERS = { "temperature", "top_k", "top_p", "seed" }
 
--- The token ids that a list of texts gives: numbers or, with a tokenizer, the texts of tokens.
+-- The token ids of a list of words. Each word is an id or, with a tokenizer, the text of a token.
 local function ids_of(list, what, tokenizer)
   local ids = {}
   for i, text in ipairs(list) do

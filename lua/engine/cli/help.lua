@@ -58,7 +58,7 @@ local function overview()
   return text:format(table.concat(lines, "\n"))
 end
 
-local MOST_SHOWN, MOST_LISTED = 3, 12   -- entries printed in full, and named
+local MOST_SHOWN, MOST_LISTED = 3, 12   -- most entries printed in full, most entries listed
 
 -- The title, then one line per entry: its name and summary.
 local function listing(title, entries)
@@ -102,7 +102,7 @@ end
 local help = { doc = "this text, or that of a command, a function, a policy, ...: engine help NAME",
   help = usage, commands = names }
 
--- --html or --types
+-- Writes the pages (--html) or the types (--types) to `target`. Returns the exit code.
 local function write(switch, target)
   if not target then
     io.stderr:write(("engine help %s: expected a path\n%s\n"):format(switch, usage))
@@ -127,7 +127,7 @@ function help.main(name, target, ...)
     print(overview() .. "\n\n" .. usage)
     return 0
   end
-  for _, command in ipairs(names) do                    -- without reading the rest of the reference
+  for _, command in ipairs(names) do           -- needs no other part of the reference
     if command == name then
       local module = require("engine.cli." .. name)
       print(module.help or ("engine %s: %s"):format(name, module.doc))

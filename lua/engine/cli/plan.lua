@@ -244,9 +244,9 @@ local function table_of(job, cost, source, given)
     x[i], y[i] = math.log(ranks) / math.log(2), 100 * p.efficiency
   end
   if job.zero > 0 then
-    print(job.zero < 3 and "\nmessages: only those of gradients. not hidden: also the updated " ..
-      "weights, which are sent after the update" or "\nmessages: only those of gradients. not " ..
-      "hidden: also the weights, for which each block waits in both passes")
+    print(job.zero < 3 and "\n'messages' counts only gradients; 'not hidden' also counts the " ..
+      "weights, which are sent after the update" or "\n'messages' counts only gradients; " ..
+      "'not hidden' also counts the weights, for which each block waits in both passes")
   end
   if job.advice then print((job.zero > 0 and "" or "\n") .. job.advice) end
   if #x > 2 then

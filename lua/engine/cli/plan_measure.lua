@@ -73,7 +73,8 @@ local function output(command)
   return text
 end
 
--- Run by two processes of this machine. The sum of a million numbers sends each of its bytes once.
+-- Two processes of this machine run this script. Summing 2^20 floats sends each of their 2^22 bytes
+-- once.
 local MESSAGES = [[local e, f = require("engine"), require("engine.base.ffi")
 local C, w, v = f.C, e.ranks.world(), f.new("float[?]", 2^20)
 local function time(g, n)

@@ -14,8 +14,9 @@ M.USES = {
   { "train, precision fp16", 6, 2, 8, "fp16" },
 }
 
---- Reads the fields of a config.json: { class, parameters, tensors, extra, context, token =
---- elements of the cache for one token }. `where` begins error messages.
+--- The facts about the model that the fields of a config.json describe: { class, parameters,
+--- tensors, extra, context, token = elements of the cache for one token }. `where` begins error
+--- messages.
 function M.facts(fields, where)
   return require("engine").scope(function()
     local model = hf.shapes(fields, where)

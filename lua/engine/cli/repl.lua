@@ -67,7 +67,7 @@ end
 
 local function shown(text) return require("engine.base.show").shown(text, true) end
 
--- The same, but the colours of heat maps and curves stay.
+-- Like shown(), but keeps the colours of heat maps and curves.
 local function coloured(text)
   return (text:gsub("([^\27]*)(\27?%[?[%d;]*m?)", function(before, colour)
     local good = colour == "\27[0m" or colour:find("^\27%[[34]8;5;[%d;]+m$")

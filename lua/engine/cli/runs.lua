@@ -55,7 +55,7 @@ local function table_of(list, dir)
     rows[i + 1] = row_of(run)
     several = several or (run.ranks or 1) > 1
   end
-  if several then  -- a column before the last, where any run had several ranks
+  if several then  -- adds a column before the last
     table.insert(rows[1], #HEAD, "ranks")
     for i, run in ipairs(list) do
       local job = run.ranks and run.ranks > 1 and require("engine.dist.ranks").job_text(run.ranks,
@@ -86,7 +86,8 @@ local command = options.command {
   help = help, options = { json = "switch" }, main = main,
 }
 
---- The runs of a folder (default "runs"), newest last: runs.list, which prints as this table.
+--- The runs of a folder (default "runs"), newest last, as runs.list returns them. The list prints
+--- as the table of `engine runs`.
 function command.list(dir)
   dir = dir or "runs"
   local list = require("engine.run.runs").list(dir)

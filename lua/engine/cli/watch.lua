@@ -59,7 +59,8 @@ local function draw(lines, columns, rows, first)
   return io.stdout:write(table.concat(out)) and io.stdout:flush()
 end
 
--- Shows a run once. Returns nil while it runs, how it ended, or false if stdout is closed.
+-- Shows a run once. Returns nil while the run goes on, else how it ended; false if stdout is
+-- closed.
 local function refresh(path, names, state)
   local runs, machine = require "engine.run.runs", require "engine.base.machine"
   local h = require("engine.run.history").open(path)

@@ -141,9 +141,9 @@ end
 local OF_STEP = { keep = false }   -- a batch lives as long as its step, even outside engine.steps
 
 -- Windows of T+1 tokens from `tokens` (a pointer to n tokens). With shuffling, each epoch cuts the
--- file at another offset and visits the pieces in another order. Without, row b of step i starts at
--- token (i*B + b)*T; where the next batch would not fit, reading starts from the beginning again,
--- as in llm.c's loader.
+-- file at another offset and visits the pieces in another order. Without shuffling, row b of step i
+-- starts at token (i*B + b)*T. When too few tokens are left for a batch, reading starts again from
+-- the beginning, as in llm.c's loader.
 local function windows(o, kind, tokens, n, keep)
   local B, T = o.batch, o.context
   if n < T + 1 then
@@ -455,7 +455,7 @@ end
 
 --- Images of eight shapes in random places, sizes and colours, drawn when the loader is made: x
 --- [B x 3 x size x size] f32 in about -1..1, y [B] i64. Options: count (1024), size (32), noise
---- (its largest value is three times this; 0.1), batch, shuffle, seed (also of the images).
+--- (0.1; a value changes by at most three times this), batch, shuffle, seed (also of the images).
 function M.shapes(given)
   local o = options_of("shapes", given or {}, { count = 1024, size = 32, noise = 0.1, batch = 32,
     shuffle = true, seed = 1234 })
@@ -482,8 +482,9 @@ end
 --- Documents from JSON lines: a text field of the object on each line. Options of every loader of
 --- documents, whose batches are x and y [batch x context] i32:
 ---   path              a file, or a list of files
----   encode            a function from a text to a list of token ids, or an object with such a
----                     method, called with { special = false }; by default bytes are the tokens
+---   encode            a function from a text to a list of token ids, or an object whose method
+---                     `encode` is one (called with { special = false }); by default bytes are the
+---                     tokens
 ---   end_token         the token that ends a document (0 for bytes); false: none. With an
 ---                     engine.tokenizer as encode also its text, such as "<|endoftext|>"
 ---   pack              true: documents follow each other in the rows; false: a row holds one, and

@@ -1,10 +1,10 @@
 -- The part of the template language Jinja that chat templates use, with the settings of
 -- transformers (trim_blocks and lstrip_blocks). A template becomes a function from variables to a
 -- text. Statements: for (with if, else, loop, break, continue), if, set (of a name, a namespace's
--- field, a block), generation. Expressions: those of Jinja except **; of methods,
--- filters and tests, those in the tables below. Everything else is refused with the line in the
--- template. Values are Lua's; a list is a table with the metatable List, None is the value NONE,
--- and undefined is nil. Called by chat_template.lua.
+-- field, a block), generation. Expressions: those of Jinja except **. Methods, filters and tests:
+-- those in the tables below. Everything else is refused with the line in the template. Values are
+-- Lua's; a list is a table with the metatable List, None is the value NONE, and undefined is nil.
+-- Called by chat_template.lua.
 local M = {}
 
 local List, NONE = {}, setmetatable({}, { __tostring = function() return "None" end })
@@ -246,7 +246,7 @@ local WORDS = { ["and"] = true, ["or"] = true, ["not"] = true, ["in"] = true, ["
 local CONSTANTS = { ["true"] = true, ["True"] = true, ["false"] = false, ["False"] = false,
   none = NONE, None = NONE }
 
--- The tokens of a tag's inside: { kind, value }, kinds name, op, text, number.
+-- The tokens inside a tag, as { kind, value }; the kinds are name, op, text and number.
 local function tokens_of(source)
   local all, at = {}, 1
   while true do
@@ -306,7 +306,8 @@ function Parser:name()
   return token[2]
 end
 
--- Arguments until `close`: functions of the scope; named ones in a second table.
+-- Parses arguments up to `close`. Each becomes a function that takes the scope and returns the
+-- value. Returns the positional arguments, the named ones, and the number of positional ones.
 function Parser:arguments(close)
   local plain, named, n = {}, {}, 0
   while not self:accept(close) do
@@ -559,7 +560,7 @@ local function parts_of(source)
     line = line + select(2, source:sub(at, from - 1):gsub("\n", ""))
     local i, quote = from + 2 + (sign and 1 or 0), nil
     local first = i
-    while quote or source:sub(i, i + 1) ~= close do                -- not inside a text
+    while quote or source:sub(i, i + 1) ~= close do      -- `close` in a quoted text does not count
       local c = source:sub(i, i)
       if c == "" then error({ template = "a tag without an end", line = line }, 0) end
       if quote and c == "\\" then i = i + 1

@@ -22,7 +22,7 @@ local function chosen(self, n)
   return self.last
 end
 
--- Refuses a batch that lacks a field of another.
+-- Raises an error if `other`, a batch of loader l, lacks a field of `part`, a batch of loader k.
 local function want_fields(part, other, k, l)
   for key, value in pairs(part) do
     if type(other[key]) ~= type(value) then

@@ -36,7 +36,7 @@ local function open(name, path)
   return handle or raise("data.%s: %s", name, why)
 end
 
--- The chunks of a file from its start, each with its offset; only the first `size` bytes.
+-- Iterates over the first `size` bytes of a file (nil: all) in chunks, each with its offset.
 local function chunks(handle, size)
   local at = 0
   return function()

@@ -34,7 +34,7 @@ local function number(to, part, name, default)
   return value
 end
 
--- Runs the step of each component of a list.
+-- Adds each component of the list `name` of a component.
 local function list_of(to, part, name, table_of)
   for _, inner in ipairs(field(to, part, name, "table")) do M.add(to, inner, table_of) end
 end
@@ -59,7 +59,7 @@ local LINES = [[|\s*[\r\n]+|\s+(?!\S)|\s+]]
 local WORDS = "(?i:" .. CONTRACTIONS .. [[)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*]]
   .. LINES
 
--- Expression -> the scanner that finds the same.
+-- Regular expression -> the core's scanner that splits a text in the same way.
 local SCANS = {
   [CONTRACTIONS .. [[| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+]]] = C.ENG_SCAN_GPT2,
   [WORDS:format([[\p{N}{1,3}]])] = C.ENG_SCAN_LLAMA3,
@@ -265,7 +265,8 @@ local function template(to, part)
   if not after then to.fail("TemplateProcessing.single has no sequence") end
 end
 
--- BertProcessing and RobertaProcessing: cls TEXT sep, each { token, id }.
+-- BertProcessing and RobertaProcessing put `cls` before and `sep` after a text; both fields are
+-- { token, id }.
 local function around(to, part)
   for name, after in pairs { cls = false, sep = true } do
     to.frame(field(to, part, name, "table")[2], after)

@@ -129,7 +129,7 @@ function M.units(optimizer)
     quantized[tonumber(site.module.weight.slot)] = true
   end
   for i, p in ipairs(list) do
-    -- ranks use different experts, but all use some
+    -- one unit for all experts: ranks use different experts, but every rank uses some of them
     local name = quantized[tonumber(p.tensor.slot)] and p.name
       or p.name:match("^(.*%f[^%z.]blocks%.%d+)%.") or p.name:match("^(.*%f[^%z.]experts)%.%d+%.")
       or p.name:match("^(.*)%.[^.]*$") or ""
@@ -176,7 +176,8 @@ local function reduction(optimizer, options)
   return handle
 end
 
---- Adds the norms of parameters that only other ranks hold to those of a reference backward.
+--- Completes the norms of a reference backward: parameters that only other ranks hold get the norms
+--- that these ranks computed, and norm[0] becomes the norm over all parameters.
 function Reducer:share_norms(norm, norms, n)
   if not self.apart then return end
   check(C.eng_comm_all_reduce(ranks.world(), norms, n, M_ffi.dtype.f64, C.ENG_MAX))
@@ -229,8 +230,8 @@ function M.new(trainer, o)
   self.many = self.size > 1
   self.own_pass = self.many and o.mode ~= "lagged"   -- record() makes the pass over the gradients
   self.comm_dtype = self.many and o.comm_dtype or "own"
-  -- zero: each rank updates its part of the weights; divided: it also keeps only that part's
-  -- gradients; parted: and only that part of the weights
+  -- zero: each rank updates only its part of the weights; divided: it also keeps only that part's
+  -- gradients; parted: it also keeps only that part of the weights
   self.zero, self.divided = (o.zero or 0) > 0 and self.many, (o.zero or 0) > 1 and self.many
   self.parted = o.zero == 3 and self.many
   if not self.many then return self end

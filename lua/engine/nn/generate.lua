@@ -15,7 +15,8 @@ local want_whole = arguments.want_whole
 
 -- ------------------------------------------------------------------ the cache
 
--- The keys and values of one attention module, [R x room x G x D] both, of which `length` are set.
+-- The keys and values of one attention module, each [R x room x G x D]; the first `length` of the
+-- `room` positions are set.
 local Cache = {}
 Cache.__index = Cache
 
@@ -61,8 +62,8 @@ end
 
 local FEW = 1024   -- candidates that usually contain the top_p share
 
--- Draws an index with the probabilities p, from the first ones only: as many as it takes to add up
--- to `share`.
+-- Draws an index with the probabilities p, which are in falling order unless `share` is 1. Draws
+-- only among the first indices whose probabilities add up to `share`.
 local function draw(p, share)
   local sum, count, kept = 0, 0, 0
   while count < #p and (kept < share or count == 0) do
@@ -85,7 +86,7 @@ local function sample(logits, o)
   if o.temperature < COLDEST then return logits:argmax(-1):item() end
   local V, top, ids = logits:size(-1), logits / o.temperature, nil
   local k = math.min(o.top_k or V, V)
-  if o.top_p < 1 and k == V and V > FEW then   -- sorts few tokens where they hold the share
+  if o.top_p < 1 and k == V and V > FEW then   -- finds the top_p share without a full sort
     local chance, some = top:softmax():topk(FEW)
     if chance:sum():item() >= o.top_p then
       return some:view(-1):totable()[draw(chance:view(-1):totable(), o.top_p)]
@@ -110,7 +111,8 @@ local function next_logits(model, rows, n)
   return logits:to("f32")
 end
 
--- Appends tokens to `rows`, lists of equal length, each up to a stop.
+-- Appends up to o.max_tokens tokens to each of `rows`, lists of equal length. A row ends at its
+-- first stop token.
 local function extend(model, rows, o)
   local n, open, ends = #rows[1], #rows, {}
   if o.cache and n <= model.context then

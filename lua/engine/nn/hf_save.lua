@@ -94,14 +94,15 @@ end
 
 -- ------------------------------------------------------------------ other files
 
--- Weights in any format, and the files written here.
+-- Whether a file of the source folder is not to be copied: weights in any format, and config.json,
+-- which this file writes.
 local function is_weights(name)
   return name == "config.json" or name:find("%.safetensors$") or name:find("%.index%.json$")
     or name:find("%.bin$") or name:find("%.pth?$") or name:find("%.h5$") or name:find("%.gguf$")
     or name:find("%.msgpack$") or name:find("%.onnx$") or name:find("%.ot$")
 end
 
--- Writes under another name first: `from` and `to` may be one file.
+-- Copies a file. Writes the copy under another name first, because `from` and `to` may be one file.
 local function copy(from, to)
   local source, why = io.open(from, "rb")
   if not source then error("cannot read " .. why, 0) end

@@ -32,7 +32,7 @@ end
 -- the classes y [N]. Options are those of cross_entropy.
 local function loss(self, x, y, options) return tensor.cross_entropy(self(x), y, options) end
 
--- Modules counted from 0, as torchvision counts them: applied one after the other.
+-- A chain of modules, applied one after the other. Their names count from 0, as in torchvision.
 local Chain = class("chain")
 function Chain:init(list)
   rawset(self, "length", #list)
@@ -45,7 +45,7 @@ end
 
 -- ------------------------------------------------------------------ ResNet
 
--- He's initialization for ReLU, by the number of outputs.
+-- A convolution without bias, with He's initialization for ReLU by the number of outputs.
 local function conv(inputs, outputs, kernel, stride)
   return image_layers.conv2d(inputs, outputs, kernel, { stride = stride, bias = false,
     padding = (kernel - 1) / 2, std = math.sqrt(2 / (outputs * kernel * kernel)) })

@@ -77,9 +77,9 @@ local function read_forward(self, options)
 end
 
 -- model:loss(x, y [, options]): the mean cross entropy of the model's predictions for ids x [B x T]
--- against the ids y [B x T], and the attention maps, if asked for. Options: attention_maps, and
--- those of cross_entropy; z_loss and soft_cap are the model's own by default. A target of -100 does
--- not count.
+-- against the ids y [B x T]; a target of -100 does not count. The second result is the attention
+-- maps, if asked for. Options: attention_maps, and those of cross_entropy; z_loss and soft_cap are
+-- the model's own by default.
 local function loss(self, x, y, options)
   local own, forward = { z_loss = self.config.z_loss, soft_cap = self.config.soft_cap }, nil
   for key, value in pairs(options or {}) do
@@ -93,8 +93,8 @@ local function loss(self, x, y, options)
   return fuse.last_use(tensor.cross_entropy, predicted, nil, y, own), maps
 end
 
--- token(ids) + position(0 ... T-1) (+ type(types), 0 unless given): ids [B x T] -> [B x T x C].
--- With a cache, positions follow those in it.
+-- The sum of the embeddings of ids [B x T], of their positions and, if the model has types, of
+-- `types` (0 unless given) -> [B x T x C]. Positions begin at 0, or with a cache after those in it.
 local function embed(self, ids, types)
   local T, first = ids:size(-1), rawget(self, "cached") or 0
   if first + T > self.context then
@@ -178,8 +178,8 @@ M.gpt = GPT
 --- = 688, rope = 10000, eps = 1e-6, tied = false, dropout = 0 }: ids [B x T] -> logits [B x T x V].
 --- `rope`, head_width, bias (false), out_bias, qk_norm (an eps), window and attention_dropout are
 --- options of nn.attention; a list of windows has one for each layer (false: none). mlp_bias adds
---- biases to the feed-forward modules. With `experts` these are mixtures of that many experts, of
---- which each token uses top_k (2). Methods: loss, generate.
+--- biases to the feed-forward modules. With `experts`, each of these modules is a mixture of that
+--- many experts, and each token uses top_k (2) of them. Methods: loss, generate.
 local Llama = class("llama")
 function Llama:init(options)
   local c = configure(self, "nn.llama", options, { vocab = 256, context = 256, width = 256,

@@ -31,8 +31,8 @@ end
 
 -- ------------------------------------------------------------------ attention
 
--- The options of tensor:rope, from a base or from a table of options, in a new table: each
--- attention sets `position` in its own.
+-- The options of tensor:rope, from a base or from a table of options. The table is always new,
+-- because each attention module sets `position` in it.
 local function rope_options(rope)
   if type(rope) == "number" then return { base = rope } end
   return arguments.merged(rope)
@@ -45,9 +45,9 @@ end
 --- default none), window (a query sees at most this many keys, itself included; by default all),
 --- dropout (of the attention weights in training mode). With dropout, or with more keys than the
 --- window, the weights are stored in full instead of computed row by row. If `watch_entropy` is
---- set, each call stores the entropy of each row of attention weights in `entropy`, in nats, [B x H
---- x T]; if `watch_logits` is set instead, each row's largest scaled score in `logits` (only on the
---- CPU).
+--- set, each call that does not store the weights keeps the entropy of each row of weights, in
+--- nats, in `entropy` [B x H x T]. If `watch_logits` is set instead, each call keeps each row's
+--- largest scaled score in `logits` (only on the CPU).
 local Attention = class("attention")
 local ATTENTION = "causal kv_heads head_width rope bias out_bias std out_std qk_norm window dropout"
 function Attention:init(width, heads, options)
@@ -143,7 +143,8 @@ local function explicit_attention(self, q, k, v, first)
     self.watch_logits and scores:detach():max(-1):view(B, H, T)
 end
 
--- The same in blocks of queries as long as the window, each with the keys that its queries can see.
+-- Explicit attention in blocks of as many queries as the window is long (without a window, in one
+-- block). A block reads only the keys that its queries can see.
 local function windowed_attention(self, q, k, v)
   local T, S, parts, logits = q:size(2), k:size(2), {}, {}
   local window = self.window or T

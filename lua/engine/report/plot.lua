@@ -10,7 +10,7 @@
 --   curves   several curves instead of y: { { name =, y =, low =, high =, style = 1 } ... }, each
 --            with the edges of its band. They differ in colour and dashes; where the terminal has
 --            no colour, each is drawn as a letter. Values may be missing. plot.legend names them.
---   sparse   true: values may be missing, and are not counted
+--   sparse   true: values may be missing, and the title does not count those left out
 --   log      10 or 2: a logarithmic y axis; values that are not positive are left out
 --   marks    x values to mark below the curve; mark_count: their true number, if some are left out
 --   marked   further marks, a row for each: { { name =, symbol = "s", at = { x ... }, count = } }
@@ -135,7 +135,7 @@ local function rasterise(points, columns, rows, x_low, x_high, y_low, y_high, da
   return grid
 end
 
--- A cell is a bit mask of Braille dots, or a string.
+-- A row of the grid as text. A cell is a bit mask of Braille dots, a string, or nil.
 local function row_text(row, columns, ascii)
   local parts = {}
   for column = 1, columns do
@@ -229,7 +229,7 @@ local function y_labels(rows, y_low, y_high, log)
   return labels, width
 end
 
--- Steps are written in full: 1000000, not 1e6.
+-- An x as a label. Steps are written in full: 1000000, not 1e6.
 local function x_text(x, span)
   if span >= 10 and math.abs(x) < 1e10 then return ("%.0f"):format(x) end
   return number_text(x)

@@ -361,7 +361,7 @@ end
 --- The record of a parameter's gradients: { name, shape, steps = { { step, amax, norm, inf, nan,
 --- zeros, underflow, hist, scale, relative_scale } ... } }, at most `points` (200) of the recorded
 --- steps.
---- Prints as a curve of its largest stored value and its last histogram.
+--- Prints as a curve of the largest stored value, followed by the last histogram.
 function M.tensor(h, name, options)
   options = read_named(options, "tensor", TENSOR)
   local found

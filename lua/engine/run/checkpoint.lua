@@ -34,7 +34,7 @@ local function names_in(directory)
   return disk.names(directory) or M_ffi.raise(M_ffi.message())
 end
 
--- A checkpoint holds files only; anything else in the directory stops the removal.
+-- Removes the directory of a checkpoint, which holds only files. A folder in it stops the removal.
 local function remove(directory)
   if not disk.is_folder(directory) then return end
   for _, name in ipairs(names_in(directory)) do
@@ -104,7 +104,8 @@ local function write_state(directory, step, format, files, state)
   check(C.eng_file_write(directory .. "/state.json", text, #text))
 end
 
--- A step saved again, after a resume at an earlier step, replaces the old checkpoint.
+-- Renames a complete checkpoint to its final name. A checkpoint of the same step, from before a
+-- resume at an earlier step, is replaced.
 local function put_in_place(temporary, final)
   if not disk.exists(final) then
     check(C.eng_file_rename(temporary, final))

@@ -9,8 +9,8 @@
 --     ratio > 1    An overflow, exact, if the largest fp16 gradient then rounds past the largest
 --                  fp16 number (from 65520 on). With accumulate > 1 the record describes the f32
 --                  sum of the micro-batches' gradients, and one of those surely overflows only if
---                  the sum passes accumulate * 65520. Otherwise none is assumed ("hidden"): an
---                  intermediate result may overflow where no parameter's gradient does.
+--                  the sum passes accumulate * 65520. Otherwise no overflow is assumed ("hidden":
+--                  an intermediate result may overflow where no parameter's gradient does).
 --   the step overflowed
 --     ratio >= 1, or a loss of inf or nan: an overflow, exact.
 --     ratio < 1    A bound: the true magnitude behind an inf is unknown. The largest gradients of
@@ -18,9 +18,10 @@
 --                  the histogram's tail, extrapolated. If the finite gradients end six binades or
 --                  more below the largest fp16 number, the scale was not the cause, and the
 --                  overflow remains.
--- Two scales whose ratio is no power of two round differently. Then a magnitude within 1/64 of the
--- limit, or a ratio within 1/64 of 1, decides nothing. Neither do layers with scales of their own,
--- whose ratios are not one number, nor histories too old to tell fp16 gradients from others.
+-- A result may be only a bound in three more cases: the ratio is no power of two, so that the
+-- scales round differently, and a magnitude is within 1/64 of the limit or the ratio within 1/64 of
+-- 1; layers have scales of their own, whose ratios are not one number; or the history is too old to
+-- tell fp16 gradients from others.
 --
 -- For a policy that reads more than the overflow: amax is exact if the ratio is a power of two.
 -- norm and counts are exact if, in addition, no gradient is subnormal or lost at either scale. The
@@ -146,7 +147,8 @@ local function is_power_of_two(x) return (math.frexp(x)) == 0.5 end
 local function overflows(record, ratio, o, s)
   local format, amax, known = o.format, record.amax_f16, not o.reach
   if amax <= 0 then
-    amax, known = record.amax * record.scale, known and amax < 0   -- none is fp16, or unknown
+    -- amax_f16 < 0: no gradient is fp16; 0: not recorded
+    amax, known = record.amax * record.scale, known and amax < 0
   end
   if o.reach then ratio = amax > 0 and o.reach / amax or ratio end
   local away = is_power_of_two(ratio) and 1 or 1 + MARGIN
@@ -202,7 +204,7 @@ function M.move(record, scale, o)
   local function reads(...) return bit.band(o.needs, bit.bor(...)) ~= 0 end
   if reads(C.ENG_NEED_AMAX) and not sizes
     or reads(C.ENG_NEED_NORM, C.ENG_NEED_ZEROS, C.ENG_NEED_UNDERFLOW, C.ENG_NEED_HIST)
-    and not counts or reads(C.ENG_NEED_TENSORS) then         -- tensors' statistics: estimates
+    and not counts or reads(C.ENG_NEED_TENSORS) then   -- statistics of tensors are estimates
     known = "bound"
   end
   return known, elements, mass

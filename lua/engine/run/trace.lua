@@ -51,7 +51,7 @@ function M.verdicts(text)
   return setmetatable({ n = #steps, overflow = steps, first = 0, name = text }, Verdicts)
 end
 
--- A trace has no norms of updates.
+-- Sets the norms of an update to NaN, because a trace has none.
 local function without_update(record)
   for k = 0, C.ENG_NORMS - 1 do record.norms[k] = 0 / 0 end
 end

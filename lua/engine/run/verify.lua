@@ -131,10 +131,11 @@ local function start_of(path, trace, target)
 end
 
 --- Prepares a verification of a policy (source, options: as in replay.run) on the run at `path`.
---- wish: { from = a step: the live run starts at the newest checkpoint up to there, steps, script
---- }. run: the folder of the live run. Returns { job = what cli/live.lua needs, rows = the replay's
---- steps from there on, result, from, to (the step after the last), open (the first open step, or
---- nil), notes, meta, config }. Raises an error if the job cannot be run again.
+--- wish: { from, steps, script }; with `from`, a step, the live run starts at the newest checkpoint
+--- of that step or before. run: the folder of the live run. Returns { job = what cli/live.lua
+--- needs, rows = the replay's steps from its start on, result, from (the start), to (the step after
+--- the last), open (the first open step, or nil), notes, meta, config }. Raises an error if the job
+--- cannot be run again.
 function M.plan(path, source, options, wish, run)
   local trace = replay.trace(path)
   if not trace.rows then error("--verify needs a run, not a string of verdicts", 0) end

@@ -44,7 +44,8 @@ local function answer(rule)
   end
 end
 
--- A backward function that yields would leave the pass open, and no other pass could begin.
+-- Calls a rule's backward function, which must not yield: that would leave the pass open, and no
+-- other pass could begin.
 local function answer_at_once(rule)
   local thread, is_main = coroutine.running()
   if not thread or is_main then return finish(pcall(answer, rule)) end

@@ -143,7 +143,8 @@ for number, name in ipairs(M_ffi.op_names) do   -- the unary operations of ops.d
   end
 end
 
---- Computed as above, except that contiguous copies the bits.
+--- Computed in f32 (f64 for an f64 tensor) and rounded once into x's dtype, or into the dtype that
+--- autocast sets; contiguous copies the bits.
 ---   contiguous         a row-major copy
 ---   softmax            e^x / sum(e^x) over the last dimension
 ---   log_softmax        log(softmax(x)) over the last dimension

@@ -36,7 +36,7 @@ local function cast(format, n, ...)
   return unpack(list, 1, n)
 end
 
--- f without autocast, as f32.
+-- f run without autocast, its f16 and bf16 arguments cast to f32.
 local function as_float(f)
   return function(...)
     local now, n = current(), select("#", ...)

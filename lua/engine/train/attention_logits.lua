@@ -52,7 +52,8 @@ function M.clear()
   end
 end
 
---- Called before and after a forward pass whose logits count.
+--- Switches the measurement of logits on (before a forward pass whose logits count) or off (after
+--- it).
 function Logits:watch(on)
   for _, module in pairs(self.modules) do rawset(module, "watch_logits", on) end
 end

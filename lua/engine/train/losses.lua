@@ -68,7 +68,8 @@ local function log_probability(model, x, targets)
   return -tensor.cross_entropy(model(x), targets, { reduction = "none" }):sum(-1)
 end
 
--- The same by the reference model, without a gradient or dropout.
+-- The log-probability of each row under the reference model, without a gradient or dropout. Without
+-- a reference, the model itself with its adapters off.
 local function reference_log_probability(model, reference, x, targets)
   local function of(m)
     return autograd.no_grad(m.evaluating, m, log_probability, m, x, targets)

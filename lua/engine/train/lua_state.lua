@@ -86,7 +86,7 @@ function State:layout(i, shape)
     end
     local size, own = size_of(shape)
     if size then
-      -- bf16 is for buffers as large as the weights
+      -- the option `moments` applies only to buffers of the parameter's shape
       list[#list + 1] = { key = buffer.name, name = p.name .. "." .. buffer.name, size = size,
         shape = function(whole) return (size_of(whole)) end,
         dtype = buffer.dtype or own and self.optimizer.moments or "f32" }

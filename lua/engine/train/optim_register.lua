@@ -9,8 +9,9 @@ local M = {}
 
 local FIELDS = { doc = "string", defaults = "table", buffers = "table", update = "function",
   check = "function" }
--- TAKEN: options of every optimizer, fields of a group, and `t` of the context. OF_PARAMETER:
--- fields of every parameter.
+-- TAKEN: names that a hyperparameter cannot have, because every optimizer has an option, a group a
+-- field, or the context a `t` of that name. OF_PARAMETER: names that a buffer cannot have, because
+-- every parameter has such a field.
 local TAKEN = { betas = true, groups = true, decay = true, precision = true, moments = true,
   match = true, label = true, lr_mul = true, t = true }
 local OF_PARAMETER = { name = true, role = true, weight = true, grad = true }

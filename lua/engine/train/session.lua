@@ -361,7 +361,8 @@ function Session:step(opt, o)
   end
   s.first, s.entry = entry.first, entry
   s.lr, s.tokens = self.fixed_lr or entry.opt.lr, o.tokens or 0
-  self.losses[0] = self.loss_sum or tensor.full({}, 0 / 0)      -- Session.fetch refuses the latter
+  -- without a loss, Session.fetch raises an error below
+  self.losses[0] = self.loss_sum or tensor.full({}, 0 / 0)
   self:ask_statistics(s)
   local clip, tokens = self.clip, self.tokens
   if o.clip then self.clip = o.clip > 0 and o.clip or nil end

@@ -53,8 +53,8 @@ Trainer.run, Trainer.loss_note, Trainer.summary_text = loop.run, loop.loss_note,
 --- delay of 0 (mode = "sync") both are this step's, and the policy decides before the update. With
 --- a delay of 1 ("lagged") both are those of the step before, so that the host never waits for work
 --- that was queued in this step; the device itself skips an update that overflowed.
---- * On several ranks in sync mode, each rank makes this pass over its part of the gradients inside
---- reducer:record, in (5).
+--- * On several ranks in sync mode, the pass (4) is part of (5): in reducer:record, each rank makes
+--- it over its part of the gradients.
 function Trainer:step()
   local s = self:begin()                                   -- scale, lr, arena, groups, FP8, place
   for i = 1, self.accumulate do

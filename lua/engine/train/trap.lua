@@ -106,7 +106,7 @@ local function given_text(s, t)
     and "the loss scale, the seed of the backward pass?" or "data, a mask, a constant")
 end
 
---- One site in words.
+--- Where an inf or nan began, or entered from outside, in words. s: a site of a finding.
 function M.site_text(s)
   local where = s.module ~= "" and "in " .. s.module or "outside of every module"
   local what = s.backward and (s.kernel == s.op and "backward of " ..
