@@ -14,7 +14,7 @@ return {
   needs = { "norm", "tensors", "clips" },
 
   options = {
-    beta            = 0.98,    -- of the moving means
+    beta            = 0.98,    -- decay of the moving means
     lambda_abs      = 1,       -- largest global norm while warming up
     lambda_rel      = 1.05,    -- largest norm of a tensor, as a factor on its mean
     warmup_steps    = 100,

@@ -12,9 +12,9 @@ return {
     init_scale      = 2^13,   -- first base
     gain            = 2,
     least           = 0.25,   -- smallest factor
-    low             = 0.1,    -- limits on the entropy, in nats
+    low             = 0.1,    -- the entropy is clamped to low..high, in nats
     high            = 2,
-    decay           = 0.95,   -- of the moving mean of the entropy
+    decay           = 0.95,   -- decay of the moving mean of the entropy
     growth_interval = 500,    -- good steps in a row until the base doubles
     min_scale       = 2^-10,
     max_scale       = 2^32,

@@ -13,7 +13,7 @@ return {
     rate       = 1,       -- octaves per step at full push
     momentum   = 0.8,
     share      = 0.01,    -- share of subnormal gradients that pushes with half the force
-    price      = 5,       -- of an overflow, relative to a step with all gradients lost
+    price      = 5,       -- cost of an overflow; a step that loses all gradients costs 1
     edge       = 16384,   -- a larger stored gradient pushes down by its octaves above the edge
     min_scale  = 2^-10,
     max_scale  = 2^32,

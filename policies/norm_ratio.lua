@@ -12,9 +12,9 @@ return {
     init_scale = 2^12,
     ref_every  = 50,      -- steps between two reference passes
     ref_layers = "",      -- "": all layers
-    high       = 8,       -- ratio of underflow; 1.05 reacts to the smallest loss of gradients
-    low        = 0.125,   -- ratio of overflow
-    decay      = 0.5,     -- of the moving mean of log2(ratio)
+    high       = 8,       -- a larger ratio means underflow; 1.05 reacts to the smallest loss
+    low        = 0.125,   -- a smaller ratio means saturation
+    decay      = 0.5,     -- decay of the moving mean of log2(ratio)
     growth     = 2,
     backoff    = 0.5,
     min_scale  = 2^-10,

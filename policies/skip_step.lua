@@ -41,8 +41,8 @@ return {
   needs = { "norm" },
 
   options = {
-    rolling_interval_length = 128,     -- steps of the window
-    sigma_factor            = 6,       -- deviations above the mean
+    rolling_interval_length = 128,     -- steps in the window
+    sigma_factor            = 6,       -- deviations above the mean beyond which a step is skipped
     keep_nan                = false,   -- true: numbers that are not finite enter the window
     loss_scale              = 0,       -- a fixed loss scale; 0: a dynamic one
     init_scale              = 2^16,

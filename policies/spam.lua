@@ -18,8 +18,8 @@ return {
     interval        = 500,     -- updates between resets
     threshold       = 5000,    -- largest g^2 / v; 0: elements are not limited
     grad_accu_steps = 20,      -- updates until elements are limited
-    warmup_epoch    = 150,     -- updates of the cosine after a reset
-    death_rate      = 0.99,    -- share of the rate that is missing at a reset
+    warmup_epoch    = 150,     -- updates after a reset over which the rate rises
+    death_rate      = 0.99,    -- share by which a reset lowers the rate at first
     loss_scale      = 0,       -- a fixed loss scale; 0: a dynamic one
     init_scale      = 2^16,
     growth_interval = 2000,    -- good steps in a row until the scale doubles

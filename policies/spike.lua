@@ -13,7 +13,7 @@ return {
     init_scale      = 2^16,
     growth_interval = 2000,   -- good steps in a row after which the loss scale doubles
     sigmas          = 6,
-    decay           = 0.98,   -- of the moving mean and variance of the loss
+    decay           = 0.98,   -- decay of the moving mean and variance of the loss
     warmup          = 50,     -- steps before the first step can be bad
     skips           = 3,      -- bad steps in a row that are skipped
     patience        = 10,     -- bad steps in a row before the rollback

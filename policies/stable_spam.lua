@@ -14,9 +14,9 @@ return {
   needs = { "amax", "norm", "tensors", "caps", "grad_norms", "reset_moments", "bias_step" },
 
   options = {
-    gamma1          = 0.7,     -- of the moving mean of norms
-    gamma2          = 0.9,     -- of the moving mean of their squares
-    theta           = 0.999,   -- of the moving mean of the largest magnitudes
+    gamma1          = 0.7,     -- decay of the moving mean of norms
+    gamma2          = 0.9,     -- decay of the moving mean of their squares
+    theta           = 0.999,   -- decay of the moving mean of the largest magnitudes
     interval        = 1000,    -- updates between resets; 0: none
     eps             = 1e-8,
     loss_scale      = 0,       -- a fixed loss scale; 0: a dynamic one

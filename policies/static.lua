@@ -21,6 +21,6 @@ return {
   end,
 
   migrate = function(_, _, options)
-    return { scale = options.loss_scale }    -- not the old policy's scale
+    return { scale = options.loss_scale }    -- ignores the old policy's scale
   end,
 }

@@ -12,8 +12,8 @@ return {
   needs = { "update_norm", "update_clip" },
 
   options = {
-    rolling_interval_length = 128,     -- updates of the window
-    sigma_factor            = 3,       -- deviations above the mean
+    rolling_interval_length = 128,     -- updates in the window
+    sigma_factor            = 3,       -- deviations above the mean to which updates are clipped
     loss_scale              = 0,       -- a fixed loss scale; 0: a dynamic one
     init_scale              = 2^16,
     growth_interval         = 2000,    -- good steps in a row until the scale doubles

@@ -29,7 +29,7 @@ return {
   needs = { "norm" },
 
   options = {
-    alpha                = 0.97,    -- of the moving means
+    alpha                = 0.97,    -- decay of the moving means
     z_thresh             = 2.5,     -- z-score above which a norm is clipped
     max_grad_norm        = 1,       -- largest norm of any step; inf: none
     eps                  = 1e-6,    -- added to the deviation

@@ -13,7 +13,7 @@ local C, check, ffi = M_ffi.C, M_ffi.check, M_ffi.ffi
 
 local M = {}
 
-local STEPS, FIRST = 14, 4         -- of a job; timing starts at the fourth
+local STEPS, FIRST = 14, 4         -- a job makes 14 steps; timing starts at the fourth
 
 -- ------------------------------------------------------------------ the script's trainer
 

@@ -8,7 +8,7 @@ local jinja = require "engine.data.jinja"
 local raise, value_text = M_ffi.raise, M_ffi.value_text
 
 local M = {}
-local MOST_BYTES = 2 ^ 20      -- of a template
+local MOST_BYTES = 2 ^ 20      -- largest template
 local TOKENS = { "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token",
   "mask_token" }
 

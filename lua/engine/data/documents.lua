@@ -291,7 +291,8 @@ local function cut(sequence, most, answers)
   return { ids = sequence.ids + from, counts = sequence.counts + from, n = most, whole = sequence }
 end
 
--- Whether a target counts: tokens from place `first` on can be targets.
+-- Whether any target of a sequence counts in the loss. Its targets are the tokens from place
+-- `first` on.
 local function learns(sequence, first)
   for i = first, sequence.n - 1 do
     if sequence.counts[i] ~= 0 then return true end

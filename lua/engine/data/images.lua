@@ -9,7 +9,7 @@ local tensor = require "engine.tensor.tensor"
 local ffi, C, raise, value_text = M_ffi.ffi, M_ffi.C, M_ffi.raise, M_ffi.value_text
 local M = {}
 
-local DIRECTORY = 2   -- of eng_file_kind
+local DIRECTORY = 2   -- what eng_file_kind returns for a folder
 
 -- A number for each channel: v is one for all, or a list.
 local function per_channel(v, channels, what)

@@ -272,7 +272,8 @@ end
 
 -- ------------------------------------------------------------------ rows of features
 
---- Batches of `batch` rows. x and y: { get = function(i) -> element i, shape = of a row, dtype = }.
+--- A loader of batches of `batch` rows, out of n. x and y: { get = function(i) -> element i, shape
+--- = the shape of a row, dtype = }.
 local function rows(o, kind, x, y, n)
   local B, width, y_width = o.batch, 1, 1
   for _, size in ipairs(x.shape) do width = width * size end
@@ -282,7 +283,7 @@ local function rows(o, kind, x, y, n)
   local x_options, y_options = { dtype = x.dtype, keep = false }, { dtype = y.dtype, keep = false }
   return loader {
     kind = kind, batch = B, seed = o.seed, shuffle = o.shuffle, examples = n, width = width,
-    unit = "examples",                                   -- what `tokens` of a batch counts
+    unit = "examples",                                   -- batch.tokens is a number of these
     text = ("%s: %d rows of %d"):format(kind, n, width),
     read = function(self, at)
       for b = 0, B - 1 do

@@ -145,7 +145,8 @@ function Packed:__tostring()
     self.documents:left_out())
 end
 
---- A loader of documents (documents.lua). sequences: rows of a document, 2 for preferences.
+--- A loader of documents (documents.lua). sequences: how many rows a document takes, 2 for
+--- preferences.
 function M.new(kind, documents, o, sequences)
   local records = documents.records
   local size = o.batch * sequences * o.context

@@ -24,8 +24,8 @@ M.EVERY = 1000          -- steps between comparisons, by default
 local Agreement = {}
 Agreement.__index = Agreement
 
---- Created when the ranks have loaded the same state (Reducer:start). A single process compares
---- nothing, and neither does a job with agree_every=0.
+--- The comparisons of a trainer; made when the ranks have loaded the same state (Reducer:start). A
+--- single process compares nothing, and neither does a job with agree_every=0.
 function M.new(trainer, o)
   local every = o.agree_every or M.EVERY
   return setmetatable({ trainer = trainer, every = every, agreed_at = trainer.steps_done,
@@ -36,9 +36,9 @@ end
 
 local seed, counter = ffi.new("uint64_t[1]"), ffi.new("uint64_t[1]")
 
--- What must be equal on all ranks, in the same order on each rank. A scalar: { name =, value = text
--- }. A tensor: { name =, x = tensor, apart = whether only some ranks hold it, held = whether this
--- rank is one of them }.
+-- A list of what must be equal on all ranks; its order is the same on each rank. A scalar is
+-- { name =, value = text }, a tensor { name =, x = tensor, apart = whether only some ranks hold it,
+-- held = whether this rank is one of them }.
 local function items(trainer)
   local optimizer, reducer, list = trainer.optimizer, trainer.reducer, {}
   local function scalar(name, value) list[#list + 1] = { name = name, value = tostring(value) } end
@@ -72,7 +72,7 @@ local function items(trainer)
       add(buffer.name, buffer.x, p.name)
     end
   end
-  for _, p in ipairs(trainer.model:parameters()) do          -- frozen parameters
+  for _, p in ipairs(trainer.model:parameters()) do     -- adds frozen parameters
     if not trained[p.name] and p.role ~= "buffer" then add(p.name, p.tensor, p.name) end
   end
   table.insert(list, 1, { name = "the number of compared values", value = tostring(#list) })

@@ -100,8 +100,8 @@ local function follow(self, mean, variance, n)
   self.num_batches_tracked:copy(self.num_batches_tracked + 1)
 end
 
--- Batch norm by the given mean and variance. Without them: by those of the batch, which are then
--- returned too.
+-- Batch norm by the given mean and variance. Without them it uses the mean and variance of the
+-- batch, and returns these too.
 local function normalised(self, x, mean, variance)
   return x:batch_norm(rawget(self, "weight"), rawget(self, "bias"),
     { eps = self.eps, mean = mean, variance = variance, over = rawget(self, "over") })

@@ -112,7 +112,7 @@ end
 function Dropout:extra() return ("%g"):format(self.p) end
 M.dropout = Dropout
 
---- nn.relu(), nn.silu() ...: an activation as a module, the tensor method of the same name.
+--- nn.relu(), nn.silu() ...: a module that applies the tensor method of the same name.
 for _, name in ipairs { "relu", "silu", "sigmoid", "tanh", "softplus", "softmax", "log_softmax",
   "log_sigmoid" } do
   local Activation = class(name)

@@ -116,8 +116,8 @@ local function results(self, y, options)
   return y, maps
 end
 
--- The results for x [B x T x C], by the model's head or its token embedding (tied). With a cache,
--- those of the last token.
+-- A model's results for the blocks' output x [B x T x C], through its head or, if that is tied, its
+-- token embedding. With a cache, only the results for the last token.
 local function logits(self, x, embedding, options)
   local head = rawget(self, "head")
   if rawget(self, "cached") then x = x:slice(2, -1) end

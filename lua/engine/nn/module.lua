@@ -49,7 +49,8 @@ local function left(around, ...)
   return ...
 end
 
--- Ends a checkpointed call: the tape keeps the tensors among the results, and those in tables.
+-- Ends a checkpointed call with these results. The tape keeps the tensors among them, also those
+-- inside tables.
 local function end_checkpoint(...)
   local kept = {}
   for i = 1, select("#", ...) do

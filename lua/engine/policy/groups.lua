@@ -49,7 +49,7 @@ function M.of(list, model)
   return names, group_of, groups
 end
 
---- The groups of a list of parameters { name = }, and the groups' modules in `model` (or nil).
+--- The groups of a list of parameters { name = }, with the groups' modules in `model` (nil: none).
 --- `sets`: the parameter sets that make up the list, in order, as { params =, n = }.
 function M.new(model, list, sets)
   local at = modules_of(model)

@@ -156,7 +156,7 @@ function M.jsonl(h, path)
   end)
 end
 
-local HISTOGRAMS = 200           -- for each layer, at most
+local HISTOGRAMS = 200           -- most histograms of a layer
 
 --- Event files for TensorBoard: numbers of each step (or of every `every`-th step and all
 --- overflows), histograms of the layers' stored gradients for the steps with statistics, and

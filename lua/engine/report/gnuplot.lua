@@ -109,7 +109,7 @@ function M.png(path, title, panels, options)
   M.need()
   local width, height = options.width or 1200, options.height or 120 + 260 * #panels
   local log_file = os.tmpname()
-  if files.is_file(path) then os.remove(path) end    -- else an old picture hides a failure
+  if files.is_file(path) then os.remove(path) end    -- an old picture would hide a failure
   local pipe = assert(io.popen("gnuplot > " .. quote(log_file) .. " 2>&1", "w"))
   local function say(format, ...) pipe:write(format:format(...), "\n") end
   say("set terminal pngcairo size %d,%d font 'sans,11' background rgb 'white'", width, height)

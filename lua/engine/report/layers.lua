@@ -109,8 +109,8 @@ local function each_row(h, first, last, width, points, visit)
   end
 end
 
---- The first and last exponent of a picture of histograms: those that occur, extended to the ends
---- of the format if these are near. nil without a nonzero element.
+--- The first and last exponent of a picture of histograms. They span the exponents that occur and
+--- reach to the ends of the format if these are near. nil without a nonzero element.
 function M.exponents(hists, format)
   local least, most = math.huge, -math.huge
   for _, hist in ipairs(hists) do

@@ -100,7 +100,7 @@ end
 
 -- The dash styles: how many dots are set, then how many are left out.
 local DASHES = { { 1, 0 }, { 6, 3 }, { 2, 2 }, { 10, 3 }, { 4, 4 }, { 1, 2 } }
-local EDGE = { 1, 4 }                -- of the edges of a band
+local EDGE = { 1, 4 }                -- dashes of a band's edges
 
 -- Sets the dots of a curve in a grid of `columns` x `rows` characters: grid[row][column] = bits.
 local function rasterise(points, columns, rows, x_low, x_high, y_low, y_high, dash)

@@ -16,7 +16,7 @@ local views = require "engine.report.views"
 
 local M = {}
 
-local COLUMNS = 480             -- of the curves
+local COLUMNS = 480             -- columns of a curve
 local escape, number, grouped, percent = chart.escape, chart.number, show.grouped, show.percent
 local counted, section = show.counted, parts.section
 local shortened, with_length = parts.shortened, parts.with_length
@@ -29,7 +29,7 @@ local function events_of(h)
     "'checkpoint', 'evaluation') ORDER BY id")
 end
 
-local MOST_POINTS = 600          -- of a shadow's curve
+local MOST_POINTS = 600          -- points of a shadow's curve
 
 -- A shadow's verdicts, { step, scale, action } each: all, or those in force at MOST_POINTS evenly
 -- spaced steps.

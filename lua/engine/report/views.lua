@@ -379,7 +379,7 @@ function M.tensor(h, name, options)
   local l = layers.read(h, { only = found.name, from = options.from, to = options.to,
     points = points, hists = false })
   local steps = l.steps
-  if #steps > points then                  -- of each column, the step with the largest value
+  if #steps > points then                  -- keeps the step with the largest value of each column
     steps = {}
     for k, row_name in ipairs(l.names) do
       for i = 1, row_name == found.name and #l.x or 0 do

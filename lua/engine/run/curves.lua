@@ -210,7 +210,7 @@ local function direct_sql(wanted, counts)
   return table.concat(parts)
 end
 
--- SQL that does the same for many blocks at once, grouped by picture column.
+-- SQL that sums up many blocks at once, with a row for each picture column.
 local function blocks_sql(wanted)
   local parts = { [[SELECT (block - ?) / ? AS at, sum(rows) AS rows, sum(overflows) AS overflows,
       sum(skipped) AS skipped, sum(failed) AS failed,

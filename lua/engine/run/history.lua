@@ -96,7 +96,8 @@ function Writing:append_tensors(step, stats, n)
   return told(C.eng_history_tensors(handle(self), step, stats, n))
 end
 
---- kind: "overflow", "swap", "error", "checkpoint" ...; data: JSON for programs, or nil.
+--- Records an event. kind: "overflow", "swap", "error", "checkpoint" ...; data: JSON for programs,
+--- or nil.
 function Writing:event(step, kind, text, data)
   return told(C.eng_history_event(handle(self), step, kind, text, data))
 end

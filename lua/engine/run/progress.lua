@@ -52,9 +52,9 @@ local function put(self, ...)
   self:warn(("stdout cannot be written (%s): the run goes on without it"):format(why))
 end
 
---- total: steps of the run (0 or nil: unknown); unscaled: no loss scale in the line; json: objects
---- on stdout and nothing else there; quiet: only warnings; silent: no output. Specs set stream,
---- columns (false: no terminal) and clock.
+--- A new display. Options: total (steps of the run; 0 or nil: unknown), unscaled (no loss scale in
+--- the line), json (objects on stdout and nothing else there), quiet (only warnings), silent (no
+--- output). Specs set stream, columns (false: no terminal) and clock.
 function progress.new(options)
   local self = setmetatable({}, progress)
   self.total = options.total and options.total > 0 and options.total < math.huge and options.total

@@ -12,7 +12,7 @@ local published = require "engine.policy.signals"
 local user_state = require "engine.run.user_state"
 
 local ffi, C = M_ffi.ffi, M_ffi.C
-local DIRECTORY = 2   -- of eng_file_kind
+local DIRECTORY = 2   -- what eng_file_kind returns for a folder
 
 local M = {}
 
@@ -33,7 +33,8 @@ local function uint64_of(text)
   return x
 end
 
--- `user`: the plain part of trainer.state (user_state.lua).
+-- The trainer's state for a checkpoint, without tensors. `user`: the plain part of trainer.state
+-- (user_state.lua).
 local function state_of(trainer, user)
   local place = random.place()
   local elapsed = require("engine.base.machine").clock() - trainer.began
@@ -147,7 +148,7 @@ end
 
 -- "; layers was 1, is 2": the settings that differ from those of the checkpoint's run, if its
 -- history has them.
-local NO_PART = { resume = true, run = true, steps = true, log = true }   -- no part of a model
+local NO_PART = { resume = true, run = true, steps = true, log = true }   -- not of the model
 local function changed_settings(path, config)
   local before = require("engine.run.history").with((path:match("^(.*)/checkpoints/") or path) ..
     "/history.db", function(h) return h:config() end)

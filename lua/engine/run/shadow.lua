@@ -42,7 +42,8 @@ local function name_of(source, policy, taken)
   return name
 end
 
---- shadow: "a,b", or a list of what engine.policy.load takes. Returns nil if there are no shadows.
+--- Loads a trainer's shadows. shadow: "a,b", or a list of what engine.policy.load takes. Returns
+--- nil if there are no shadows.
 function M.new(trainer, shadow)
   if type(shadow) == "string" then shadow = split(shadow) end
   if not shadow then return nil end

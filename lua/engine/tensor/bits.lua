@@ -68,7 +68,7 @@ local function neighbour(format, code, up)
   local sign = power(width)
   local negative, magnitude = code >= sign, code % sign
   if magnitude == 0 then return decode(format, up and 1ULL or sign + 1) end
-  local away = negative ~= up                               -- from zero
+  local away = negative ~= up                               -- the neighbour is farther from zero
   if away and magnitude + 1 == sign then return nil end
   local next_magnitude = away and magnitude + 1 or magnitude - 1
   local value = decode(format, next_magnitude + (negative and sign or 0ULL))
@@ -98,7 +98,7 @@ local function describe(format, x)
     local gradual = m > 0 and e > 0                         -- has subnormals
     r.subnormal = gradual and field == 0 and value ~= 0
     r.power = math.max(field, gradual and 1 or 0) - format.bias
-    if e == 0 then r.power = format.top - 6 end             -- of the lowest bit
+    if e == 0 then r.power = format.top - 6 end             -- the power of the lowest bit
   end
   return r
 end

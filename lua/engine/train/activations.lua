@@ -30,7 +30,8 @@ function M.modules(model, pattern)
   return some and found or nil
 end
 
---- Measures a model's modules. Withdraws the signals of other models.
+--- An object that measures the outputs of a model's modules (those of M.modules). Withdraws the
+--- signals of other models.
 function M.new(model, pattern)
   M.clear()
   return setmetatable({ modules = M.modules(model, pattern), most = {} }, Activations)

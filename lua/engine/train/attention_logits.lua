@@ -40,7 +40,7 @@ function M.fixed(model)
   end
 end
 
---- Measures a model's logits.
+--- An object that measures the attention logits of a model.
 function M.new(model)
   return setmetatable({ modules = M.modules(model) or {}, most = {} }, Logits)
 end

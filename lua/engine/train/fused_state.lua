@@ -11,8 +11,8 @@ local M = {}
 local State = {}
 State.__index = State
 
---- `kind`: ENG_SGD and so on. The optimizer must already have its parameters, groups and moments'
---- dtype.
+--- The state of an optimizer, which must already have its parameters, groups and the dtype of its
+--- moments. `kind`: ENG_SGD and so on.
 function M.new(optimizer, kind)
   local handle = ffi.new("eng_optimizer *[1]")
   check(C.eng_optimizer_new(handle, optimizer.params, kind, M_ffi.dtype[optimizer.moments],

@@ -12,8 +12,8 @@ local C, check = M_ffi.C, M_ffi.check
 
 local M = {}
 
--- How a run ended. This is the script's exit status if the script then reaches its end
--- (docs/runs.md). The signal's number is added to INTERRUPTED.
+-- How a run ended. If the script then reaches its end, this is its exit status (docs/runs.md). For
+-- an interrupted run the status is INTERRUPTED plus the signal's number.
 local FINISHED, STOPPED, POLICY_FAILED, DIVERGED, RESULTS_LOST, DRIFTED, INTERRUPTED = 0, 2, 3, 4,
   5, 6, 128
 
@@ -62,11 +62,12 @@ local function lose(self, last, step, why)
   elseif not last.stopped then last.stopped, last.status = "lost: " .. why, DIVERGED end
 end
 
-local UNDECIDED_STEPS = 20   -- after which a policy that has failed at every step ends the run
+local UNDECIDED_STEPS = 20   -- a policy that fails at each of these first steps ends the run
 
 local SHOWN_FAILURES = 5
 
--- A line when the policy failed, for the first few failures, or when it stops the run.
+-- The line that reports a failure of the policy (only the first few) or that the policy stops the
+-- run; else nil.
 local function verdict_note(self, record, verdict)
   local reason = M_ffi.string(verdict.reason)
   self.decided = self.decided or verdict.failed == 0
@@ -244,7 +245,7 @@ local function rescue(self, problem)
     tell(DRIFTED)
     files:event(self.steps_done, "drift", drift.summary, require("engine.base.json").encode(drift))
   else files:event(self.steps_done, "error", tostring(problem):match("^[^\n]*")) end
-  local alone = not self.reducer.zero and not self.reducer.apart     -- else all ranks are needed
+  local alone = not self.reducer.zero and not self.reducer.apart     -- else saving needs all ranks
   local note = self.steps_done > 0 and alone and not drift and files:after_step(true, true)
   if note then self.progress:note(note)
   elseif files.saved_at == self.steps_done then

@@ -40,8 +40,8 @@ local function reclaim()
   for _, x in ipairs(list) do release(x) end
 end
 
---- `spec`: a checked specification (optim_register.lua). The optimizer must already have its
---- parameters, groups and moments' dtype.
+--- The state of an optimizer, which must already have its parameters, groups and the dtype of its
+--- moments. `spec`: a checked specification (optim_register.lua).
 function M.new(optimizer, spec)
   local self = setmetatable({ optimizer = optimizer, spec = spec, kept = 0, buffers = {},
     known = {} }, State)
@@ -192,7 +192,7 @@ local function update_one(self, i, factor, limit, ctx)
     before[key], into[key] = x.dtype == "f32" and x or x:to("f32"), x
     fields[key] = before[key]
   end
-  self.torn = true                 -- until all parameters are updated
+  self.torn = true                 -- cleared when all parameters are updated
   self.spec.update(guarded(fields, "a parameter", self.known), ctx)
   store(self, fields, before, into)
   return true

@@ -17,8 +17,9 @@ local M = {}
 local Reference = {}
 Reference.__index = Reference
 
---- every: steps between two reference backwards. layers: a Lua pattern for the names of the
---- parameters to cover ("": all). Other parameters take no part in the backward pass.
+--- The reference backwards of a trainer. every: steps between two of them. layers: a Lua pattern
+--- for the names of the parameters to cover ("": all); other parameters take no part in the
+--- backward pass.
 function M.new(trainer, every, layers)
   local list, spared = trainer.optimizer.list, {}
   arguments.want_pattern(layers, "ref_layers", "a Lua pattern of parameter names")

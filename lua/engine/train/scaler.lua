@@ -52,8 +52,8 @@ Scaler.__index = Scaler
 
 local READY, UNSCALED, STEPPED = "ready", "unscaled", "stepped"
 
---- options: policy (name, path, Policy; "dynamic"), enabled (true), model (for scales per layer),
---- and the policy's own options.
+--- engine.scaler { ... }: a scaler for an explicit loop. Options: policy (name, path, Policy;
+--- "dynamic"), enabled (true), model (for scales per layer), and the policy's own options.
 function M.new(options)
   options = options or {}
   if type(options) ~= "table" then

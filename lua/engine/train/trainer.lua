@@ -206,7 +206,7 @@ function Trainer:ask_statistics(s)
   local opt, own_pass = self.optimizer, self.reducer.own_pass
   s.elapsed = machine.clock() - self.began
   s.together = not own_pass and together(self)
-  if not own_pass then                                     -- else reducer:record makes that pass
+  if not own_pass then                                     -- if own_pass, reducer:record makes it
     check(C.eng_params_stats_start(opt.params, self.needs, self.losses,
       s.together and self.accumulate or 0))
     s.asked = true
@@ -575,7 +575,7 @@ function M.new(given)
   end)
 end
 
---- Returns what make() returns. A message for the user gets the script's line.
+--- Calls make() and returns its result. An error message for the user gets the script's line.
 function M.made(make)
   local good, result = pcall(make)
   if not good then

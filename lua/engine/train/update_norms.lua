@@ -12,7 +12,8 @@ local M = {}
 local Norms = {}
 Norms.__index = Norms
 
---- For n parameters. `known`: whether the step before made an update that computed norms.
+--- The norms of n parameters. The field `known` says whether the step before made an update that
+--- computed norms.
 function M.new(n)
   return setmetatable({ n = n, known = false }, Norms)
 end
