@@ -73,7 +73,8 @@ function M.want_whole(v, name, what, least)
   return v
 end
 
---- Raises an error unless v is a Lua pattern. name: the function; what: what to expect.
+--- Raises an error unless v is a Lua pattern. name: the function; what: the pattern, in words for
+--- the message.
 function M.want_pattern(v, name, what)
   expect(type(v) == "string", v, "%s: expected %s", name, what)
   local problem = pattern.problem(v)
@@ -157,7 +158,7 @@ function M.merged(...)
   return all
 end
 
--- The words of a string as a set.
+-- sets["a b"]: the words of a string as a set, which is made once.
 local sets = setmetatable({}, { __index = function(all, words)
   all[words] = {}
   for word in words:gmatch("%S+") do all[words][word] = true end

@@ -79,7 +79,8 @@ local function kind_of(default)
   return is_list(default) and "list" or "table"
 end
 
--- fields[name] = { kind, default, element (kind of a list's elements) }, with dotted names.
+-- Adds the fields of `defaults`, with dotted names: fields[name] = { kind, default, element (kind
+-- of a list's elements) }.
 local function collect(defaults, prefix, fields)
   for key, default in pairs(defaults) do
     local kind = kind_of(default)
@@ -242,7 +243,7 @@ local RANGES = {
 --- The ranges by name. Modules of later folders add more: policy/policy.lua adds `policy`.
 config.ranges = RANGES
 
--- name -> range, from { count = "steps width", ... }.
+-- The range of each field by its name, from { count = "steps width", ... }.
 local function ranges_of(kinds, fields)
   local ranges = {}
   for kind, names in pairs(kinds or {}) do

@@ -12,7 +12,7 @@ function file.exists(path) return C.eng_file_kind(path) ~= C.ENG_FILE_NONE end
 function file.is_file(path) return C.eng_file_kind(path) == C.ENG_FILE_REGULAR end
 function file.is_folder(path) return C.eng_file_kind(path) == C.ENG_FILE_FOLDER end
 
---- An absolute path.
+--- A path made absolute.
 function file.absolute(path)
   return path:sub(1, 1) == "/" and path or (os.getenv("PWD") or ".") .. "/" .. path
 end

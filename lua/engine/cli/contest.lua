@@ -177,7 +177,7 @@ local function again(words)
   return table.concat(parts, " ")
 end
 
--- Lines about the runs on stderr, and a live line on a terminal.
+-- Reports on the runs: lines on stderr and, on a terminal, a live line.
 local function progress_of(contest, waiting)
   local machine = require "engine.base.machine"
   local bar = require("engine.run.progress").new { stream = io.stderr,
@@ -230,7 +230,7 @@ end
 
 local POLL, LIVE = 0.05, 1     -- seconds between polls, and between live lines
 
--- Runs what is missing; false if a signal ended it.
+-- Makes the runs that are missing. Returns false if a signal ended this.
 local function make_runs(contest)
   local C = require("engine.base.ffi").C
   local waiting, running, count, at = {}, {}, 0, 1

@@ -46,8 +46,8 @@ local function unknown(word, spec)
     names, "options"))
 end
 
--- A word without a dash: an option of the policy before it, a policy file, or one of the command's
--- words.
+-- Stores a word without a dash: as an option of the policy before it, as a policy file, or as one
+-- of the command's words.
 local function plain_word(word, given, spec)
   if spec.word and spec.word(word, given) then return end
   local policies = given.policies
@@ -64,8 +64,8 @@ local function plain_word(word, given, spec)
   end
 end
 
---- The values of a command line: { words = { ... }, name = value, policies = { ... }, line = all of
---- it }.
+--- The values of a command line: { words = { ... }, name = value, policies = { ... }, line = the
+--- whole command line }.
 function M.parse(words, spec)
   local given = { words = {}, policies = spec.policies and {} or nil, line = words }
   local known = spec.options or {}

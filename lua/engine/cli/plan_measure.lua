@@ -87,7 +87,7 @@ local a = time(function() C.eng_comm_all_reduce(w, v, 1, f.dtype.f32, C.ENG_SUM)
 local b = time(function() C.eng_comm_all_reduce(w, v, 2^20, f.dtype.f32, C.ENG_SUM) end, 20)
 print(("measured %.9g %.9g"):format(a, b / 2^22))]]
 
---- Seconds of a message and of a byte between two processes here; nil without mpirun.
+--- The seconds that a message and a byte take between two processes here; nil without mpirun.
 function M.messages()
   local text = output(("%s %s -e %s 2>/dev/null"):format(mpirun(2),
     quote(require("engine.host").executable), quote(MESSAGES)))

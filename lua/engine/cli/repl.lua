@@ -75,7 +75,7 @@ local function coloured(text)
   end))
 end
 
--- A text of several lines, such as h:why() returns, is shown unquoted.
+-- A value as the REPL shows it. A text of several lines, such as h:why() returns, is unquoted.
 function repl.show(value)
   if type(value) == "string" and value:find("\n", 1, true) then return coloured(value) end
   local ok, text = pcall(show, value, "", 1, {})

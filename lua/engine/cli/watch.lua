@@ -32,7 +32,7 @@ local function progress_of(h, last)
   return text, line.total and math.floor(100 * (last.step + 1) / line.total)
 end
 
--- The lines of a terminal of `columns` x `rows` characters.
+-- What the command shows, as lines for a terminal of `columns` x `rows` characters.
 local function frame(h, names, first_line, columns, rows)
   local height = math.floor((rows - EVENTS - 3) / #names) - 5
   local text = tostring(require("engine.report.views").plot(h, names, { width = columns - 1,

@@ -40,10 +40,10 @@ local function object_of(line)
   return object
 end
 
---- The record's text is the document.
+--- The format of plain text: the record's text is the document.
 function M.lines() return function(text) return { { text, true } } end end
 
---- One field of a JSON object.
+--- The format of JSON lines: the document is one field of an object.
 function M.jsonl(field)
   return function(line)
     local object, problem = object_of(line)
@@ -94,9 +94,9 @@ local function by_template(tokenizer, messages)
   return nil, (tostring(problem):gsub("^[^\n:]+:%d+: ", ""))
 end
 
---- A list of messages { role =, content = } in a JSON object. template(role) -> the text before and
---- after a message of that role; or a tokenizer with a chat template. The assistant's messages
---- count, with the text after them.
+--- The format of conversations: a list of messages { role =, content = } in a JSON object.
+--- template(role) -> the text before and after a message of that role; or a tokenizer with a chat
+--- template. The assistant's messages count, with the text after them.
 function M.chat(field, template)
   return function(line)
     local object, problem = object_of(line)
@@ -133,8 +133,9 @@ end
 --- The default template, ChatML.
 function M.chatml(role) return "<|im_start|>" .. role .. "\n", "<|im_end|>\n" end
 
---- A prompt, and the preferred and the rejected answer to it, in the fields of a JSON object. Only
---- the answers count. The document has a list `rejected` beside its own parts.
+--- The format of preferences: a prompt, and the preferred and the rejected answer to it, in the
+--- fields of a JSON object. Only the answers count. The parts are those of the preferred sequence;
+--- their field `rejected` has those of the rejected one.
 function M.preferences(fields)
   return function(line)
     local object, problem = object_of(line)
@@ -180,7 +181,7 @@ local function cells_of(text, separator)
   return cells
 end
 
---- One column of CSV, found by its name in the header of each file.
+--- The format of CSV: the document is one column, found by its name in the header of each file.
 function M.csv_text(column, separator, records)
   local columns, places = {}, {}  -- for each file: the number of columns, the column's index
   for _, f in ipairs(records.files) do

@@ -113,7 +113,7 @@ end
 --- other data, another batch size or another order.
 function Loader:restore(state) self.at, self.order = position.check(state, self, IDENTITY) end
 
---- Batches until every example has been seen once.
+--- The number of batches in an epoch. Examples left over that do not fill a batch are not in it.
 function Loader:batches_per_epoch() return math.max(1, math.floor(self.examples / self.batch)) end
 
 function Loader:__tostring()
@@ -470,7 +470,7 @@ end
 
 -- ------------------------------------------------------------------ documents
 
--- The options of every loader of documents, and those of one format.
+-- The options of every loader of documents with their defaults, and `own`, those of one format.
 local function document_options(own)
   return arguments.merged({ path = NEEDED, encode = false, end_token = NEEDED, pack = true,
     bad = "stop", check = false, batch = 8, context = 128, shuffle = true, seed = 1234 }, own)

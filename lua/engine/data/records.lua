@@ -169,7 +169,7 @@ function Records:identity()
   return list
 end
 
---- Raises unless the files are those of an identity.
+--- Raises unless the files are those that identity() described.
 function Records:check(identity)
   local n = type(identity) == "table" and #identity or 0
   if n ~= #self.files then

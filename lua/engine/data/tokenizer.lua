@@ -45,7 +45,7 @@ end
 local MODELS = { BPE = C.ENG_TOKENS_BPE, Unigram = C.ENG_TOKENS_UNIGRAM,
   WordPiece = C.ENG_TOKENS_WORDPIECE, WordLevel = C.ENG_TOKENS_WORDS }
 
--- Old files leave the type out.
+-- The type of the file's model. Old files leave it out, so it follows from other fields.
 local function model_type(model)
   if given(model.type) then return model.type end
   if given(model.merges) then return "BPE" end

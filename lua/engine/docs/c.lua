@@ -7,7 +7,7 @@ local M = {}
 local HEADERS = { "core/engine.h", "core/engine_policy.h", "core/engine_ranks.h",
   "core/engine_files.h", "core/engine_tokenizer.h" }
 
--- A comment applies to the declarations below it, up to an empty line.
+-- Adds the declarations of a header. A comment applies to those below it, up to an empty line.
 local function header(path, add)
   local lines = source.lines(path)
   local text, declaration, started, below = "", nil, nil, false
@@ -51,9 +51,9 @@ local function arguments(text)
   return list
 end
 
--- core/ops.def: its first comment names the arguments of each macro, ENG_OP(name, inputs, ...).
--- ENG_OP and ENG_UNARY make an operation, the other macros add facts to it. The text of an
--- operation is the comment above its group.
+-- Adds the operations of core/ops.def. Its first comment names the arguments of each macro,
+-- ENG_OP(name, inputs, ...). ENG_OP and ENG_UNARY make an operation, the other macros add facts to
+-- it. The text of an operation is the comment above its group.
 local function operations(add)
   local path = "core/ops.def"
   local lines, columns, made = source.lines(path), {}, {}

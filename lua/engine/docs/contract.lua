@@ -89,7 +89,7 @@ local function guides(add)
   end
 end
 
--- The terms of the glossary, and the precision recipes.
+-- Adds the terms of the glossary, and the precision recipes.
 local function words(add_word)
   for _, row in ipairs(source.table_rows("docs/glossary.md", "# Glossary")) do
     for term in row[1]:gmatch("[^,]+") do

@@ -9,7 +9,7 @@ local M = {}
 local Index = {}
 Index.__index = Index
 
---- Reads everything. `commands`, a list of { name, doc, help, where }, comes from the command line.
+--- Reads the whole reference. `commands`: the subcommands, a list of { name, doc, help, where }.
 function M.new(commands)
   local self = setmetatable({ entries = {}, words = {}, by_name = {} }, Index)
   local function add(entry)
@@ -42,7 +42,7 @@ function M.new(commands)
   return self
 end
 
--- docs/snippets.md: each block of code is the example of the names in the text above it.
+-- Reads docs/snippets.md: each block of code is the example of the names in the text above it.
 function Index:read_examples()
   local names, block = {}, nil
   for _, line in ipairs(source.lines("docs/snippets.md") or {}) do

@@ -5,7 +5,7 @@ local source = require "engine.docs.source"
 
 local M = {}
 
--- name -> type, from text in two columns.
+-- Reads text in two columns into a table name -> type.
 local function columns(text)
   local map = {}
   for name, value in text:gmatch("(%S+) +([^\n]+)\n") do map[name] = value end

@@ -187,7 +187,7 @@ local function file_names(arch, name, prefix)
   return list, transposed
 end
 
--- The parts of a fused parameter: the rows of q, k and v, or all rows.
+-- The numbers of rows of a parameter's parts: those of q, k and v, or all rows for a single part.
 local function rows_of(rows, model, parts)
   if parts == 1 then return { rows } end
   local o = model.config

@@ -39,7 +39,7 @@ end
 
 local rules = {}
 
--- rope_theta and rope_scaling, or rope_parameters, which holds both.
+-- Reads rope_theta and rope_scaling, or rope_parameters, which holds both.
 function rules.rope(o, fields, where, arch)
   local p = value_of(fields, "rope_parameters") or value_of(fields, "rope_scaling") or {}
   if type(p) ~= "table" then fail(where, "expected rope_scaling to be an object") end
@@ -68,8 +68,8 @@ function rules.kv_heads(o) o.kv_heads = o.kv_heads or o.heads end
 function rules.out_bias(o) o.out_bias = o.bias end
 function rules.qk_norm(o) o.qk_norm = o.eps end
 
--- Qwen's sliding windows: in the layers that layer_types names, or without it in the layers from
--- max_window_layers on (counted from 0).
+-- Reads Qwen's sliding windows. They apply to the layers that layer_types names or, without it, to
+-- the layers from max_window_layers on (counted from 0).
 function rules.windows(o, fields, where)
   if value_of(fields, "use_sliding_window") ~= true then return end
   local window = number(fields, "sliding_window", where) or 4096

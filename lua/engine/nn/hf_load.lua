@@ -154,7 +154,7 @@ end
 
 -- ------------------------------------------------------------------ values
 
--- One parameter from its parts, in the dtype `dtype` (nil: the file's).
+-- Reads one parameter from its parts, in the dtype `dtype` (nil: the file's).
 local function read(item, weights, dtype)
   local parts = item.parts
   local first = weights.entries[parts[1].name]

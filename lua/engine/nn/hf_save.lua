@@ -17,7 +17,7 @@ local INDEX = "model.safetensors.index.json"
 
 -- ------------------------------------------------------------------ config.json
 
--- A loaded model keeps the text it was loaded with, except for the dtype.
+-- The text of config.json. A loaded model keeps the text it was loaded with, except for the dtype.
 local function config_text(source, dtype)
   if not source.text then
     source.fields.dtype = HF_NAMES[dtype]

@@ -16,7 +16,7 @@ local raise, want_whole = M_ffi.raise, arguments.want_whole
 local class, new_parameter = module.class, module.new_parameter
 local M = {}
 
--- The options with their defaults; all are whole numbers but those in `others`.
+-- The options with their defaults. All must be whole numbers, except those in `others`.
 local function configure(self, name, options, defaults, others)
   local config = {}
   for key, value in pairs(defaults) do config[key] = value end

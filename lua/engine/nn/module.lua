@@ -136,7 +136,8 @@ local function leave(good, ...)
   return pass(good, ...)
 end
 
--- While a coroutine is suspended inside a forward, calls of other modules count as outermost calls.
+-- Calls a module in a coroutine. While the coroutine is suspended, calls of other modules count as
+-- outermost calls.
 local function call_in_coroutine(self, ...)
   local scale, from = 1, M_ffi.script_line()
   return within(function()

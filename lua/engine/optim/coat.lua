@@ -17,7 +17,7 @@ local function groups_of(shape)
   return math.ceil(n / GROUP), n
 end
 local CODES = { dtype = "e4m3", shape = function(shape) return { groups_of(shape), GROUP } end }
--- k, c and s of each group
+-- the shape of a moment's scales: k, c and s of each group
 local function scales(shape) return { (groups_of(shape)), 3 } end
 
 local function sign_of(x) return x:gt(0):to("f32") - x:lt(0):to("f32") end

@@ -18,7 +18,7 @@ local M = {}
 local ACTIONS, verdict_methods = {}, {}
 for number = 0, C.ENG_ACTIONS - 1 do ACTIONS[number] = ffi.string(C.eng_action_name(number)) end
 
---- "step", "skip", "retry", "stop" or "rollback".
+--- The action: "step", "skip", "retry", "stop" or "rollback".
 function verdict_methods.what(v) return ACTIONS[v.action] end
 
 --- The reason as text, "" if the policy gave none.
@@ -170,7 +170,7 @@ end
 
 local info = ffi.new("eng_policy_info")
 
---- Failed decisions since the start.
+--- The number of decisions that have failed since the start.
 function Policy:failures()
   C.eng_policy_describe(info, self.handle)
   return tonumber(info.failures)

@@ -40,7 +40,7 @@ local function power(base, exponent)
 end
 M.power = power
 
---- 1234567 -> "1,234,567"; 0.00012 -> "1.2×10⁻⁴"; 0.25 -> "0.25".
+--- A number as text: 1234567 -> "1,234,567"; 0.00012 -> "1.2×10⁻⁴"; 0.25 -> "0.25".
 function M.number(x)
   if x == nil then return "–" end
   if x ~= x then return "NaN" end
@@ -54,7 +54,7 @@ function M.number(x)
   return size >= 1000 and show.grouped(math.floor(x + 0.5)) or ("%.4g"):format(x)
 end
 
--- 8192 -> "8,192"; powers of two above 8192 or below 1 as 2ⁿ.
+-- A loss scale as text: 8192 -> "8,192"; powers of two above 8192 or below 1 as 2ⁿ.
 function M.scale(x)
   if x and x > 0 and x < math.huge then
     local mantissa, exponent = math.frexp(x)

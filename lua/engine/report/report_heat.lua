@@ -125,7 +125,7 @@ end
 
 local function shaded(shade, d) return ('<path fill="%s" d="%s"/>'):format(RAMP[shade], d) end
 
--- The cells { row, column } with inf or nan: their colour, and a bar through each.
+-- Draws the cells { row, column } with inf or nan: in one colour, with a bar through each.
 local function bad_path(bad, columns, row)
   if #bad == 0 then return "" end
   local colour, bars = cells_path(bad, columns, row), {}

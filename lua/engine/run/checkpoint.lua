@@ -77,7 +77,7 @@ local function prune(dir, keep)
 end
 M.prune = prune
 
--- state.json ends with a checksum of the text before it.
+-- The text of state.json: `body`, with a checksum of the text before it at the end.
 local function seal(body)
   local crc = C.eng_crc32c(0, body, #body)
   return body .. ',"crc32c":"' .. crc_text(crc) .. '"}\n'

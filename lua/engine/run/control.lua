@@ -126,8 +126,8 @@ local commands = {}
 
 function commands.status() return "" end
 
--- request.file: a name, a path or "path:option=value". request.source: the policy's text;
--- request.file is then its name.
+-- Swaps the policy. request.file: a name, a path or "path:option=value". request.source: the
+-- policy's text; request.file is then its name.
 function commands.swap(self, request)
   local source = request.file
   if type(source) ~= "string" then return nil, "swap: expected the name or the file of a policy" end
@@ -163,7 +163,7 @@ function commands.undo(self)
   return policies_text(self.trainer, "is %s again")
 end
 
--- stay: the run stays paused when the client that asked for it leaves
+-- Pauses the run. request.stay: it stays paused when the client that asked for it leaves.
 function commands.pause(self, request, number)
   self.steps_left = nil
   if self.paused then return "the run is already paused" end
