@@ -160,7 +160,7 @@ function M.options_of(fields, where)
   return arch, o
 end
 
---- The model_type's fields with transformers' defaults, for a new config.json.
+--- The fields of a new config.json: the given ones, and transformers' defaults for the others.
 function M.complete(fields)
   local where = "engine.new_model"
   local arch = M.options_of(fields, where)

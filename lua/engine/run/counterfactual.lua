@@ -277,14 +277,16 @@ function M.judge(certainty, step, known, own, run)
   return exact
 end
 
---- "3", or where some of the verdicts are bounds "at least 1", or "at least 1, about 3".
+--- The number of skipped steps as text: "3" or, if some verdicts are bounds, "at least 1" or "at
+--- least 1, about 3".
 function M.count_text(certainty, skipped)
   if certainty.bounds == 0 then return tostring(skipped) end
   local least = ("at least %d"):format(certainty.least)
   return skipped == certainty.least and least or ("%s, about %d"):format(least, skipped)
 end
 
---- "its verdicts are bounds from step 12 on: ...", or nil if all are exact.
+--- Why verdicts are bounds, "its verdicts are bounds from step 12 on: ...", or nil if all are
+--- exact.
 function M.why_text(certainty)
   if certainty.bounds == 0 then return nil end
   return ("its verdicts are bounds from step %d on: %s"):format(certainty.from, certainty.why)

@@ -31,8 +31,8 @@ local Writing = setmetatable({}, { __index = History })
 Writing.__index = Writing
 function Writing:__tostring() return History.__tostring(self) end
 
--- A read-only history hides the methods that write from Tab completion; calling one returns nil
--- and a message.
+-- What a read-only history has instead of the method `key`, if that method writes: a function that
+-- returns nil and a message. Tab completion does not offer it.
 local function refused(key)
   return rawget(Writing, key) and function(h)
     return nil, ("history %s is open for reading only"):format(h.path)
@@ -79,19 +79,19 @@ end
 
 -- ------------------------------------------------------------------ appending
 
--- Appending never stops a run. The first failure (disk full) is returned as nil and a message; rows
--- then wait in memory until there is space.
+-- What a method that appends returns. Appending never stops a run: the first failure (disk full) is
+-- returned as nil and a message, and rows then wait in memory until there is space.
 local function told(status)
   if status == 0 then return true end
   return nil, M_ffi.message()
 end
 
---- One step: the core's eng_record and eng_verdict, and the number of tokens trained on.
+--- Appends a step: the core's eng_record and eng_verdict, and the number of tokens trained on.
 function Writing:append(record, verdict, tokens)
   return told(C.eng_history_step(handle(self), record, verdict, tokens or 0))
 end
 
---- Statistics per tensor of a step: an array of n eng_tensor_stats.
+--- Appends a step's statistics per tensor, an array of n eng_tensor_stats.
 function Writing:append_tensors(step, stats, n)
   return told(C.eng_history_tensors(handle(self), step, stats, n))
 end
@@ -102,14 +102,15 @@ function Writing:event(step, kind, text, data)
   return told(C.eng_history_event(handle(self), step, kind, text, data))
 end
 
---- A shadow's verdict at a step, whether gradients overflow at the shadow's scale, and whether the
---- verdict is a bound (counterfactual.lua); holds until the next row of the same name.
+--- Appends a shadow's verdict at a step, whether gradients overflow at the shadow's scale, and
+--- whether the verdict is a bound (counterfactual.lua). It holds until the next row of the same
+--- name.
 function Writing:append_shadow(step, name, verdict, overflow, bound)
   return told(C.eng_history_shadow(handle(self), step, name, verdict, overflow or false,
     bound or false))
 end
 
---- A value the script published; it holds until the next row of the same name.
+--- Appends a value that the script published; it holds until the next row of the same name.
 function Writing:append_signal(step, name, value)
   return told(C.eng_history_signal(handle(self), step, name, value))
 end
@@ -119,7 +120,7 @@ M.meters = { "snr", "underflow", "overflow", "zeros", "amax", "least", "scale_mi
 local MEASURED = 9                                       -- of them describe the measured elements
 local meter_values = ffi.new("double[12]")
 
---- Meters of FP8 layers (fp8_sites.lua) of a step.
+--- Appends a step's meters of FP8 layers (fp8_sites.lua).
 function Writing:append_fp8(step, rows)
   for _, row in ipairs(rows) do
     for i, name in ipairs(M.meters) do meter_values[i - 1] = row[name] or 0 / 0 end
@@ -142,8 +143,8 @@ function Writing:add_policy(hash, name, source)
   return told(C.eng_history_policy(handle(self), hash, name, source))
 end
 
---- The model's parameters in order: a list of { name = ..., shape = { ... }, gradient = "f16" },
---- the format of its gradient.
+--- Stores the model's parameters, in order: a list of { name =, shape = { ... }, gradient = the
+--- format of its gradient, such as "f16" }.
 function Writing:set_parameters(list)
   for i, p in ipairs(list) do
     local shape = ffi.new("int64_t[?]", C.ENG_MAX_DIMS, p.shape)
@@ -319,8 +320,9 @@ function step_meta.__tostring(row)
   return show.shown(table.concat(parts, "  "))
 end
 
--- NaN is stored as NULL. norm_ref stays nil, because most steps have none. The file may come from
--- anywhere, so a column that holds no number reads as missing.
+-- Completes a row of steps: NULL, which stands for NaN, becomes NaN. norm_ref stays nil, because
+-- most steps have none. The file may come from anywhere, so a column that holds no number reads as
+-- missing.
 local function step_row(row)
   for _, name in ipairs(reals) do
     if type(row[name]) ~= "number" then row[name] = NAN end

@@ -103,7 +103,7 @@ function progress:line(row, now)
   return table.concat(parts, "  ")
 end
 
---- Called once a step.
+--- Shows a step; called once for each step.
 function progress:update(row)
   if self.quiet then return end
   if self.json_mode then

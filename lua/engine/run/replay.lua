@@ -131,7 +131,7 @@ end
 
 -- ------------------------------------------------------------------ as text
 
---- "256x3 512" for { 256, 256, 256, 512 }.
+--- A list as text, with repeated values counted: "256x3 512" for { 256, 256, 256, 512 }.
 function M.runs_of(list)
   local words, i = {}, 1
   while i <= #list do

@@ -19,7 +19,7 @@ local M = {}
 local Run = {}
 Run.__index = Run
 
---- A name becomes runs/<name>; anything with a slash is a path.
+--- The directory of a run: runs/<name> for a name; anything with a slash is a path already.
 function M.directory(name)
   return name:find("/", 1, true) and name or "runs/" .. name
 end

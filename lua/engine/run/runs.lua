@@ -32,7 +32,7 @@ local function seconds_of(stamp)
 end
 
 --- The process that holds a run's directory, and its state from /proc ("T": stopped by a signal);
---- nil if there is no such process, or a zombie.
+--- nil if there is no such process, or if it is a zombie.
 function M.holder(path)
   local file = io.open(path .. "/lock")
   local pid = file and file:read("*n")

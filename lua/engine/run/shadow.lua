@@ -91,7 +91,7 @@ function Shadows:reach(policy, stats, ratio)
   return apart and largest or nil
 end
 
--- A tensor's statistics at a shadow's scale, for policies that read them.
+-- The statistics of all tensors at a shadow's scale, for policies that read them.
 function Shadows:tensors(stats, ratio)
   local n = #self.trainer.optimizer.list
   self.stats = self.stats or ffi.new("eng_tensor_stats[?]", n)

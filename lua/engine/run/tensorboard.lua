@@ -128,7 +128,8 @@ function M.open(dir, wall_time)
   return self
 end
 
--- A full disk is reported once, as the history does; the run continues.
+-- Notes the first write that failed. A full disk is reported once, as by the history, and the run
+-- continues.
 local function noted(self, good, why)
   if not good and not self.trouble then
     self.trouble = ("tensorboard: cannot write %s: %s"):format(self.path, tostring(why))
@@ -154,13 +155,13 @@ function Writer:scalars(step, values, wall_time)
   end
 end
 
---- One histogram from exponent counts; s: { count, zeros, amax, norm }.
+--- Writes a histogram from exponent counts; s: { count, zeros, amax, norm }.
 function Writer:histogram(step, tag, hist, s, wall_time)
   return self:put(event(wall_time or os.time(), step, SUMMARY,
     bytes_field(1, bytes_field(1, show.shown(tag)) .. bytes_field(5, M.histogram_proto(hist, s)))))
 end
 
---- A text for TensorBoard's text tab (Markdown; four spaces before each line make it code).
+--- Writes a text for TensorBoard's text tab (Markdown; four spaces before each line make it code).
 function Writer:text(step, tag, text, wall_time)
   local dim = bytes_field(2, int_field(1, 1))  -- TensorShapeProto.Dim { size = 1 }
   text = show.shown(text, true)                -- protobuf's strings must be UTF-8
@@ -225,7 +226,7 @@ end
 
 local function known(x) return x == x and x or nil end
 
---- The core's record and verdict of a step, and the signals their policy saw.
+--- Writes a step: the core's record and verdict, and the signals that the policy saw.
 function Live:step(record, verdict, tokens, signals)
   local now = self.base + self.clock()
   local step = tonumber(record.step)
@@ -242,7 +243,7 @@ function Live:step(record, verdict, tokens, signals)
   end
 end
 
---- The core's statistics per tensor of a step, as a histogram for each layer.
+--- Writes a step's statistics per tensor as a histogram for each layer.
 function Live:tensors(step, stats)
   local hists = {}
   for i = 1, self.n do
@@ -263,7 +264,7 @@ end
 function Live:text(step, tag, text) self.writer:text(step, tag, text) end
 function Live:close() self.writer:close() end
 
---- A message about the first failed write, once. lost(): that message, or nil.
+--- lost() returns the message about the first failed write, or nil. trouble() returns it only once.
 function Live:lost() return self.writer.trouble end
 function Live:trouble()
   local trouble = self.writer.trouble

@@ -23,7 +23,7 @@ M.objectives = {
 local GRID = { 17, 7, 5, 4, 3 }   -- grid points for each range, by the number of ranges
 local REFINEMENTS, FINER = 3, 5
 
--- "growth_interval=100..5000" -> { name, from, to, log, whole } or { name, values }.
+-- Reads a range: "growth_interval=100..5000" -> { name, from, to, log, whole } or { name, values }.
 local function read_range(text, policy)
   local name, range = text:match("^([%a_][%w_]*)=(.+)$")
   if not name then error(("over '%s': expected name=from..to or name=a,b,c"):format(text), 0) end

@@ -115,7 +115,7 @@ local function row_at(path, rows, step)
     rows[#rows].step), 0)
 end
 
--- The row from which to start, and the checkpoint there; 1 and nil without one.
+-- The row from which to start, and the checkpoint there; 1 and nil without a checkpoint.
 local function start_of(path, trace, target)
   local row_of = {}
   for i = trace.n, 1, -1 do row_of[tonumber(trace.rows[i - 1].step)] = i end

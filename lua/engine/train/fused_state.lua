@@ -30,8 +30,9 @@ local function fill(h, group, lr)
   h.dampening, h.nesterov = group.dampening or 0, group.nesterov and 1 or 0
 end
 
--- Adds groups behind the optimizer's for parameters whose factor in lr_muls [n] is not 1: one for
--- each pair of group and factor. Returns the group of each parameter and the number of groups.
+-- Appends groups to those of the optimizer, for parameters whose factor in lr_muls [n] is not 1:
+-- one for each pair of group and factor. Returns the group of each parameter and the number of
+-- groups.
 local function split_groups(self, lr, lr_muls)
   local groups, of, count = self.optimizer.groups, self.optimizer._group_of, #self.optimizer.list
   local own, total, known = ffi.new("int32_t[?]", count), #groups, {}

@@ -17,7 +17,7 @@ local M = {}
 local FINISHED, STOPPED, POLICY_FAILED, DIVERGED, RESULTS_LOST, DRIFTED, INTERRUPTED = 0, 2, 3, 4,
   5, 6, 128
 
--- Without the binary (require "engine" in another Lua) there is no exit status to set.
+-- tell() sets the exit status. Without the binary (require "engine" in another Lua) there is none.
 local hosted, host = pcall(require, "engine.host")
 local function tell(status)
   if hosted then host.run_status(status) end
@@ -43,7 +43,8 @@ end
 
 local LOST_STEPS = 10   -- steps in a row with a loss of inf or nan before a line reports it
 
--- A line when the loss itself has been inf or nan for a while, which no loss scale can fix.
+-- The line that reports that the loss itself has been inf or nan for LOST_STEPS steps, which no
+-- loss scale can fix; else nil.
 function M.loss_note(self, record)
   self.lost = record.loss - record.loss ~= 0 and (self.lost or 0) + 1 or 0
   if self.lost ~= LOST_STEPS then return nil end

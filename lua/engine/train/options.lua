@@ -55,7 +55,7 @@ local function any_of(...)
   end
 end
 
--- name, what it must be, a test; options that are nil are not tested. Checked in this order.
+-- Options that may be nil: name, what the value must be, a test. They are checked in this order.
 local OPTIONAL = {
   { "accumulate", "a whole number of 1 or more", whole },
   { "clip", "a number (0: none)", not_negative },

@@ -115,7 +115,7 @@ local function entry_of(self, opt, what)
   return entry
 end
 
--- One read-only pass over the optimizer's gradients.
+-- Takes the statistics of an optimizer's gradients in one read-only pass.
 local function inspect(self, entry)
   local opt, scale = entry.opt, self:get_scale()
   if bit.band(self.policy.needs, C.ENG_NEED_TENSORS) ~= 0 and not entry.stats then
@@ -204,7 +204,7 @@ function Scaler:step(opt, options)
   return { skipped = false }
 end
 
--- One record for all optimizers of the step.
+-- Makes one record for all optimizers of the step.
 local function add_up(self)
   local total = self.total
   ffi.fill(total, ffi.sizeof("eng_record"))

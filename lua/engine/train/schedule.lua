@@ -21,8 +21,8 @@ function Schedule:values(n)
   return list
 end
 
--- Rises linearly from 0 over `warmup` updates, then is after(u). The factor is (u + 1) / warmup, so
--- that the first update already moves the weights.
+-- A rate that rises linearly to lr over `warmup` updates, and then is after(u). While it rises, the
+-- factor is (u + 1) / warmup, so that the first update already moves the weights.
 local function with_warmup(lr, warmup, after)
   return function(u)
     if u < warmup then return lr * (u + 1) / warmup end
@@ -84,7 +84,8 @@ define("exponential", { lr = 1e-3, warmup = 0, gamma = 0.999 }, function(o)
   return with_warmup(o.lr, o.warmup, function(u) return o.lr * o.gamma ^ (u - o.warmup) end)
 end)
 
---- lr * sqrt(warmup / u): "Attention is all you need" (Vaswani et al. 2017), lr being the peak.
+--- lr * sqrt(warmup / u), where u counts updates from 1 and lr is the peak: "Attention is all you
+--- need" (Vaswani et al. 2017).
 define("inverse_sqrt", { lr = 1e-3, warmup = 100 }, function(o)
   return with_warmup(o.lr, o.warmup,
     function(u) return o.lr * math.sqrt(math.max(1, o.warmup) / math.max(1, u + 1)) end)

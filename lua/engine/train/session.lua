@@ -271,7 +271,7 @@ function Session:close()
   return self.summary
 end
 
---- A session has no loop of its own.
+--- Raises an error, because a session has no loop of its own.
 function Session.run()
   raise("session:run: the loop is the script's: for turn in s:turns(n) do ... end")
 end
