@@ -1,9 +1,9 @@
--- QK-clip of MuonClip (Kimi K2, 2025, arXiv 2507.20534): after an update, the query and key weights
--- of each attention head whose largest logit of this step was above `threshold` each shrink by the
--- root of threshold / logit, so that the same inputs would give the threshold. Source: section 2.1
--- of the paper and Megatron-LM's qk_clip (qk_clip_alpha = 0.5) for heads with rotary positions
--- applied to the whole head. The loss scale follows dynamic.lua's rule, or is fixed (bf16:
--- qk_clip:loss_scale=1).
+-- QK-clip of MuonClip (Kimi K2, 2025, arXiv 2507.20534). It acts after an update on attention heads
+-- whose largest logit of this step was above `threshold`: the query weights and the key weights of
+-- such a head are both multiplied by the root of threshold / logit, so that the same inputs would
+-- give the threshold. Source: section 2.1 of the paper and Megatron-LM's qk_clip (qk_clip_alpha =
+-- 0.5) for heads with rotary positions applied to the whole head. The loss scale follows
+-- dynamic.lua's rule, or is fixed (bf16: qk_clip:loss_scale=1).
 --
 -- Differences: biases of queries and keys shrink too. Keys that heads share shrink by the root of
 -- the smallest factor, and each head's queries by the rest of that head's factor. A logit that is

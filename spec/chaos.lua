@@ -31,7 +31,7 @@ local can_mount = helper.shell(("mount -t tmpfs -o size=8m tmpfs %s"):format(dis
 if not can_mount then print "full disks: left out, a tmpfs cannot be mounted here" end
 if not start.there then print "several ranks: left out, there is no mpirun or no MPI here" end
 
--- Draws from a seed: random() in [0, 1), random(n) in 1 .. n, random(list) one of it.
+-- Draws from a seed: random() in [0, 1), random(n) in 1 .. n, random(list) an element of it.
 local function random(of)
   if type(of) == "table" then return of[math.random(#of)] end
   return of and math.random(of) or math.random()
@@ -179,7 +179,7 @@ local function messages(text)
   return table.concat(lines, "\n")
 end
 
--- The first job after a damage names the checkpoint that it skips.
+-- Checks that the first job after a damage mentions the checkpoint that it skips.
 local function mentioned(job, damaged)
   if not job.text:find("is skipped", 1, true) and not job.reader_gone then
     job:wrong("the damaged checkpoint is not mentioned (%s)", damaged)

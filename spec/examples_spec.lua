@@ -131,7 +131,7 @@ local entries = {
         "data=" .. folder .. "/tokens.bin", "context=32", "batch=4",
         "steps=2", "shuffle=false", "log=json" }
       assert.equal(0, again.code, again.err)
-      -- it continues where the other ended
+      -- the second run continues where the first ended
       assert.near(losses[#losses], json_losses(again)[1], 0.3)
     end },
   ["llama.lua"] = { arguments = function() return small("kv_heads=2", "hidden=96", "steps=80",
@@ -157,7 +157,7 @@ local entries = {
     end, falls = 0.5,
     check = function(result)
       assert.matches("policy +skipped +underflow +log2 scale +loss\n", result.out)
-      -- it begins at 2^32
+      -- megatron begins at 2^32, so it skips more steps
       assert.is_true(tonumber(result.out:match("megatron +([%d.]+)")) > tonumber(
         result.out:match("dynamic +([%d.]+)")))
       assert.is_true(tonumber(result.out:match("static.lua +[%d.]+ +([%d.]+)%%")) > tonumber(

@@ -57,8 +57,8 @@ function helper.children(pid)
 end
 
 -- Runs a shell command and returns its exit status; the shell reports signal n as 128 + n.
--- os.execute returns the wait status, or true or nil, a word and the exit status if LuaJIT was
--- built with the 5.2 extensions.
+-- os.execute returns the wait status; if LuaJIT was built with the 5.2 extensions, it returns true
+-- or nil, a word and the exit status.
 function helper.execute(command)
   local status, _, code = os.execute(command)
   if code then return code end

@@ -203,7 +203,8 @@ describe("the folders of the CUDA device", function()
 end)
 
 describe("comments", function()
-  -- Files of users, of other projects, and made by the build.
+  -- Names that comments may mention although the tree has no such file: files of users, of other
+  -- projects, and files that the build makes.
   local ELSEWHERE = {}
   for name in ([[train.lua script.lua small.lua mine.lua careful.lua my/policy.lua nowhere.lua
       a_spec.lua NAME.lua cdef.h engine.d.lua nccl.h lua.h float8.h llm.c a.b.c

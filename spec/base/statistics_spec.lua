@@ -2,7 +2,7 @@
 local statistics = require "engine.base.statistics"
 
 -- The share of Student's t distribution between -q and q, by Simpson's rule on the density with
--- t = tan(angle), whose normalization is the same integral over the whole line.
+-- t = tan(angle). The same integral over the whole line normalizes it.
 local function share(q, degrees)
   local function integral(to)
     local n, sum = 2000, 0

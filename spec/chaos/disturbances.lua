@@ -128,7 +128,7 @@ M["stopped for longer than the others wait"] = {
 
 local LOSES = { 5 }
 
--- Fills the disk of the run's directory. Another file then holds all the space.
+-- Fills the disk of the run's directory to the last byte, with other files.
 local function fill(plan)
   helper.shell(("dd if=/dev/zero of=%s/filler bs=4k; dd if=/dev/zero of=%s/filler2 bs=1")
     :format(plan.disk, plan.disk))

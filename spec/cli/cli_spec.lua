@@ -193,7 +193,7 @@ describe("the REPL", function()
       "kept = 41 local own, string = 6, 'mine' local function twice(x) return 2 * x end " ..
       "error('stop')")
     local result = run({ "-i", path }, "kept + 1\nown + 1\ntype(string)\n")
-    -- so are its locals, but they never replace existing globals
+    -- the script's locals are kept too, but they never replace existing globals
     assert.matches("> 42\n> 7\n> \"table\"\n", result.out, 1, true)
     assert.matches("stop", result.err, 1, true)
     helper.write(path, "#!/usr/bin/env engine\nlocal own = 41\nlocal function twice(x) return x " ..

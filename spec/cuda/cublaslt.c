@@ -364,7 +364,7 @@ static double hopper_sum(const asked *x, int64_t z, int64_t i, int64_t j, int64_
   const bool blocks = x->p.mode[0] >= CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F ||
                       x->p.mode[1] >= CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F;
   // Real cuBLASLt does not document which scale is multiplied first; here it is as in the formula
-  // (cuda/quantized/fp8_plain.cu), whose b is A.
+  // (cuda/quantized/fp8_plain.cu), whose factor b is A here.
   const bool a_first = has_rows(&x->p, 0) && !has_rows(&x->p, 1);
   float total = 0, sum = 0;
   for (int64_t at = 0; at < inner; at += every) {

@@ -1,7 +1,7 @@
 -- A rank of spec/dist/plantings.lua, which starts it: performs all runs planned for this number of
 -- ranks. With alone=1, one process performs all runs, each with the batches of all ranks of the
 -- run. A run trains a fresh model for a few steps and puts one inf or NaN into the gradient of one
--- parameter, on one rank, in one micro-batch of one step. It depends only on the seed and its
+-- parameter, on one rank, in one micro-batch of one step. A run depends only on the seed and its
 -- number.
 --
 -- Every rank writes OUT.RANK: a line of JSON per run with what it saw and holds. The comparison is

@@ -123,7 +123,8 @@ describe("microscaling", function()
           assert.same(bytes(plain.q), bytes(q.q))
           assert.same(bytes(plain.scale), bytes(q.scale))
           assert.equal(plain.amax:item(), q.amax:item())
-          -- finer elements: a product of two transformed factors is the product, with any signs
+          -- with finer elements: transforming both factors leaves their product the same, whatever
+          -- the signs are
           local fine = { format = "mxint8", rule = "rceil", transposed = true, hadamard = n,
             signs = ({ 0, "none", 7 })[n % 3 + 1] }
           local a = engine.mx.quantize(x, fine).transposed

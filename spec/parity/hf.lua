@@ -1,6 +1,6 @@
 -- The engine's side of hf.py: hf.lua ROOT STEPS TOKENS NAME ... For each folder ROOT/NAME, with a
--- model and in.bin (x, y, tokens): writes out.bin (logits, losses, tokens), the model as it was
--- loaded to saved/, in the dtype of its files, and the trained model to trained/. For each
+-- model and in.bin (x, y, tokens): writes out.bin (logits, losses, tokens), saves the model as it
+-- was loaded, in the dtype of its files, to saved/, and the trained model to trained/. For each
 -- architecture a new model goes to ROOT/new/TYPE with its logits.
 local engine = require "engine"
 local root, steps, count = arg[1], tonumber(arg[2]), tonumber(arg[3])

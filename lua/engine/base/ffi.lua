@@ -5,9 +5,10 @@ local ffi = require "ffi"
 
 local M = { ffi = ffi }
 
--- LuaJIT's compiler for x86 (2.1, at least until August 2026) fuses the load of a C field with the
--- instruction that uses it, past a call that changes the field: after `n = a.ndim; m = b.ndim`, n
--- held b's number of dimensions. So fusing is off, also after a script sets other optimizations.
+-- LuaJIT's compiler for x86 (2.1, at least until August 2026) can fuse the load of a C field with
+-- the instruction that uses the value, and so move the load past a call that changes the field:
+-- after `n = a.ndim; m = b.ndim`, n held b's number of dimensions. So fusing is switched off, and
+-- stays off when a script sets other optimizations.
 local optimizer = require "jit.opt"
 local start = optimizer.start
 optimizer.start = function(...)

@@ -1,6 +1,6 @@
--- The measurements of `engine plan` on this machine: the cost of a message and of a byte between
--- two processes, a step of the script's trainer, and, with measure=, whole jobs of 1, 2, 4 ...
--- ranks with one thread each, to compare with the predictions.
+-- The measurements of `engine plan` on this machine: what a message and a byte cost between two
+-- processes, and the time of a step of the script's trainer. With measure=, it also measures whole
+-- jobs of 1, 2, 4 ... ranks with one thread each, to compare them with the predictions.
 --
 -- A job is this program again (`engine plan SCRIPT ... role=rank`) under mpirun. It runs the script
 -- up to its trainer, makes steps with that trainer and prints a line for each rank. Before the

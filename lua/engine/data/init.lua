@@ -236,9 +236,9 @@ local function header_of(path, base, bytes)
   return nil, 0, nil
 end
 
---- A file of tokens: bare uint16 as nanoGPT writes it (or uint32 with dtype = "u32"), llm.c's with
---- a header of 256 int32, or .npy of u16 or u32, as `engine data tokenize` writes it. vocab: tokens
---- from this number on are an error.
+--- A file of tokens in one of three formats: bare uint16 as nanoGPT writes it (or uint32 with dtype
+--- = "u32"); llm.c's, with a header of 256 int32; or .npy of u16 or u32, as `engine data tokenize`
+--- writes it. vocab: tokens from this number on are an error.
 function M.tokens(given)
   local o = options_of("tokens", given, { path = NEEDED, batch = 8, context = 128, shuffle = true,
     seed = 1234, vocab = false, dtype = "u16" })
@@ -544,7 +544,7 @@ end
 
 -- ------------------------------------------------------------------ mixtures
 
---- A mixture: each draw takes the next batch of one loader. Which one is random, by weight, and
+--- A mixture: each draw takes the next batch of one loader, chosen at random by weight. The choice
 --- depends only on the seed and the number of the draw. loaders: a list; weights: a number for
 --- each, by default equal; batch: how many draws are joined along the first dimension (1).
 function M.mix(given)

@@ -119,9 +119,9 @@ end
 
 -- ------------------------------------------------------------------ making
 
---- The units of ZeRO-3 for the parameters of an optimizer, as the core's option: each block of the
---- model is one, and so are all experts of a layer together, every other module that has parameters
---- and every weight in FP8.
+--- The units of ZeRO-3 for the parameters of an optimizer, as the core's option. A unit is a block
+--- of the model, all experts of a layer together, any other module that has parameters, or a single
+--- weight in FP8.
 function M.units(optimizer)
   local list, quantized = optimizer.list, {}
   local units, numbers, n = ffi.new("int32_t[?]", #list), {}, 0

@@ -27,10 +27,10 @@ local function comment_above(lines, line, mark)
   return lines[first] and lines[first]:find("^%s*" .. mark) and text or ""
 end
 
--- The doc comment of the function `name`: above the line that creates its class (class("linear")),
--- that registers it (define("cosine", ...)) or that exports it (M.backward = backward); else above
--- its definition, or above the loop that defines several functions. If the comment lists functions
--- in two columns, only the function's line is used.
+-- The doc comment of the function `name`. It is above the line that creates the function's class
+-- (class("linear")), registers it (define("cosine", ...)) or exports it (M.backward = backward);
+-- else above its definition, or above the loop that defines several functions. If the comment lists
+-- functions in two columns, only the function's line is used.
 local function text_of(at, name)
   local lines, line, options = source.lines(at.path), at.line, nil
   for i, candidate in ipairs(lines) do

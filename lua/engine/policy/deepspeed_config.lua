@@ -1,11 +1,13 @@
 -- A DeepSpeed configuration as a policy: `policy=ds_config.json`, or `policy = "deepspeed"` with
 -- the keys of its fp16 block as options. Called by policy.lua.
 --
--- The policy is static with the value of loss_scale if that is not 0; static with scale 1 if fp16
--- is not enabled (or bf16 is); deepspeed_fused if zero_optimization.stage is 0, because DeepSpeed
--- then ignores hysteresis; otherwise, and for a bare fp16 block, deepspeed. The value "auto", which
--- transformers replaces at run time, counts as absent. A block without `enabled` counts as enabled,
--- since the user chose it as the policy.
+-- The policy is the first of these that applies:
+--   static with scale 1          if fp16 is disabled, or if bf16 is enabled and fp16 is not
+--   static with loss_scale       if loss_scale is not 0
+--   deepspeed_fused              if zero_optimization.stage is 0: DeepSpeed then ignores hysteresis
+--   deepspeed                    otherwise, also for a bare fp16 block
+-- The value "auto", which transformers replaces at run time, counts as absent. Without bf16, a
+-- block without `enabled` counts as enabled, since the user chose it as the policy.
 local cjson = require "cjson.safe"
 local expression = require "engine.base.expression"
 local nearest = require "engine.base.nearest"

@@ -87,8 +87,8 @@ local function duration(seconds)
 end
 
 -- The layer with the most columns of inf or nan or, if no layer has any, the layer whose gradients
--- came nearest to the top of their format: its name, the distance in bits, the number of those
--- columns (nil for none), and its formats.
+-- came nearest to the top of their format. Returns its name, its distance from the top in bits, the
+-- number of its columns with inf or nan (nil for none), and its formats.
 local function nearest_layer(l)
   local name, room, bad, formats
   for k = 1, #l.names do

@@ -137,8 +137,8 @@ local function bad_path(bad, columns, row)
 end
 
 -- A map of named rows over the steps, in the colours of the ramp from o.low to o.high. o: kind,
--- title, names, starts and width (of columns, in steps), none (what a gap means), and
--- cell(k, i) -> data for the script (nil: a gap), and the place on the ramp, 0 to 1, or "bad".
+-- title, names, starts and width (of columns, in steps), none (what a gap means), and cell(k, i),
+-- which returns data for the script (nil: a gap) and the place on the ramp: 0 to 1, or "bad".
 local function over_steps(o, axis, data)
   local n, row = #o.starts, row_height(#o.names)
   local columns = columns_of(axis, o.starts, o.width)

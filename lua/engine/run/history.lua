@@ -411,10 +411,11 @@ local NAMES = [[WITH RECURSIVE names(name) AS (SELECT min(name) FROM shadows
   UNION ALL SELECT (SELECT min(name) FROM shadows WHERE name > names.name) FROM names
       WHERE names.name IS NOT NULL)]]
 
---- The shadows of the run: { name, skipped, overflows, bounds, failed, scale, action }: the steps
---- each would have skipped, those that overflow at its own scale, those whose verdict is a bound
---- (counterfactual.lua), those at which it failed, and its last verdict. overflows and bounds are
---- nil in a history of an older engine, whose shadows saw the run's overflows instead.
+--- The shadows of the run: { name, skipped, overflows, bounds, failed, scale, action }. These are
+--- numbers of steps: skipped (which it would have skipped), overflows (which overflow at its own
+--- scale), bounds (whose verdict is a bound, counterfactual.lua) and failed (at which it failed).
+--- scale and action are its last verdict. overflows and bounds are nil in a history of an older
+--- engine, whose shadows saw the run's overflows instead.
 function History:shadows()
   if not self:has "shadows" then
     return setmetatable({}, { __tostring = function() return "(no shadows)" end })

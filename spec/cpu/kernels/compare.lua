@@ -17,10 +17,10 @@
 --   zeros     the signs of zeros must agree, too
 --   card      on a card, and in f16 and bf16: eps in the format's own units instead, for kernels
 --             that round intermediate values for the matrix units
---   pairs     `card` applies on a processor that multiplies pairs of bf16, too, in bf16
+--   pairs     in bf16, `card` also applies on a processor that multiplies pairs of bf16
 --   card_ulp  on a card: units in the last place allowed in any format, if the card's library
 --             multiplies two factors in another order
---   fails     both raise an error that matches this pattern
+--   fails     the reference and the kernels raise an error that matches this pattern
 --   note      for the message
 local v = require "spec.cpu.kernels.values"
 local engine = require "engine.base.ffi"

@@ -79,7 +79,8 @@ function M.wrap(leaves, names)
   return setmetatable({ params = out[0], leaf = leaves, names = names, n = n }, Set)
 end
 
---- options: gradient and shadow, each the name of a format or a list with one for each parameter.
+--- A set of new parameters of these shapes. options: gradient and shadow, each the name of a format
+--- or a list with one for each parameter.
 function M.new(shapes, options)
   options = options or {}
   local leaves, names = {}, {}
@@ -184,8 +185,9 @@ function Set:optimizer(kind, moments, group_of)
   self.state, self.kind = out[0], KINDS[kind] or kind
 end
 
---- options: hyper (one table of hyperparameters, or a list of them), t, factor, clip, kind, lagged,
---- clip_norm; norms (an array that receives the sums of squares), update_clip, spike_clip, clips.
+--- Makes an update. options: hyper (one table of hyperparameters, or a list of them), t, factor,
+--- clip, kind, lagged, clip_norm; norms (an array that receives the sums of squares), update_clip,
+--- spike_clip, clips.
 function Set:update(options)
   local list = #options.hyper > 0 and options.hyper or { options.hyper }
   local groups = ffi.new("eng_hyper[?]", #list)
