@@ -102,7 +102,7 @@ function M.open(name, paths, kind)
   return self
 end
 
--- The file of record i (from 0): the last one that begins at it or before.
+-- The file of record i (from 0): the last file whose first record is not after it.
 local function file_of(self, i)
   local low, high = 1, #self.files
   while low < high do

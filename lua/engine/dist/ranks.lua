@@ -105,7 +105,7 @@ local function crc_of(path)
     or "that cannot be read"
 end
 
--- A line for each Lua file below `folder`.
+-- Adds a line for each Lua file below `folder`.
 local function add_modules(lines, folder, below)
   local names = require("engine.base.file").names(folder .. below)
   if not names then return end

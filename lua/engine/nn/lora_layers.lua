@@ -114,8 +114,8 @@ function M.want_model(model, name)
   expect(module.is_module(model), model, "%s: expected a module", name)
 end
 
---- Raises an error if operations are recorded: weights are replaced and freed, which the backward
---- pass of a recorded loss would not survive.
+--- Raises an error if operations are recorded, because the caller replaces and frees weights that
+--- the backward pass of a recorded loss would still need.
 function M.want_no_tape(name)
   if C.eng_tape_length() > 0 then
     raise("%s: there are recorded operations; hint: call it between two steps", name)

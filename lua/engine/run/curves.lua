@@ -265,8 +265,8 @@ local function fill(h, cells, wanted, start, width, n, last, done, counts)
   end
 end
 
---- The steps in a column of a picture of first..last with at most `points` (240) columns, for
---- M.read's `width`.
+--- The number of steps in a column of a picture of the steps first..last, if it has at most
+--- `points` (240) columns; for M.read's `width`.
 function M.width(first, last, points)
   local width = math.max(1, math.ceil((last - first + 1) / (points or 240)))
   return width > BLOCK and math.ceil(width / BLOCK) * BLOCK or width

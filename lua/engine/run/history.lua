@@ -244,8 +244,8 @@ local function expect(h, row, kind, fields, optional)
   return row
 end
 
---- Rows of numbers, computed by SQL from columns that may hold anything: each value that is not nil
---- must be a number, and those of `fields` must not be nil.
+--- Iterates over rows of numbers that SQL computes from columns that may hold anything. Each value
+--- that is not nil must be a number, and the values of `fields` must not be nil.
 function History:numbers(fields, sql, ...)
   local following, names = each(self, 2, nil, sql, ...)
   return function()

@@ -291,7 +291,7 @@ function State:shard(reduction, parted)
   end
 end
 
---- Called after a load.
+--- Called after a load: forgets an update that failed halfway.
 function State:restart() self.torn = nil end
 
 return M
