@@ -67,7 +67,8 @@ local function patiently(f, ...)
   return status
 end
 
--- The status of eng_attach_receive for the next line. Waits without a limit.
+-- Receives the next line, however long that takes, and returns the status of eng_attach_receive. If
+-- nothing comes within `patience` seconds, a line on stderr says why, and the wait goes on.
 local function receive(self, patience)
   local status = patiently(C.eng_attach_receive, line, length, self.handle, patience)
   if status ~= C.ENG_ERR_STATE then return status end

@@ -21,7 +21,7 @@ next: a trainer with engine.data.tokens { path = FILE }; docs/tokenizers.md, doc
 
 local SECONDS = { terminal = 0.1, plain = 5 }      -- between two lines
 
--- Shows bytes done, speed and the time left on stderr.
+-- Returns a function (done, all) that shows on stderr the bytes done, the speed and the time left.
 local function display()
   local machine, show = require "engine.base.machine", require "engine.base.show"
   local terminal = machine.terminal(2)

@@ -142,7 +142,8 @@ local function counts_of(texts)
   return counts
 end
 
--- The command's own settings, and those that go to the script.
+-- Separates the words of the command line into the command's own settings, checked, and the
+-- settings that go to the script.
 local function read(words)
   local own, settings, role = {}, {}, nil
   for _, word in ipairs(words) do

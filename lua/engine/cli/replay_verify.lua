@@ -16,7 +16,8 @@ local M = {}
 -- Exit statuses.
 local AGREE, FAILED, DIFFER, INTERRUPTED = 0, 1, 2, 130
 
-local POLL, LIVE, PATIENCE = 0.05, 1, 10     -- seconds between polls, live lines, signals
+-- Seconds between polls, between live lines, and from the first signal until it is repeated.
+local POLL, LIVE, PATIENCE = 0.05, 1, 10
 
 -- ------------------------------------------------------------------ the live run
 

@@ -106,7 +106,8 @@ end
 
 -- ------------------------------------------------------------------ drawn images
 
--- Whether the point (u, v), within the unit circle, belongs to a shape.
+-- The shapes: a name, and a function that says whether a point (u, v) belongs to the shape. The
+-- shapes are centred at 0 and about as large as the unit circle.
 local SHAPES = { { "disc", function(u, v) return u * u + v * v < 1 end },
   { "ring", function(u, v)
     local r = u * u + v * v

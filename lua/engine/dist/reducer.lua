@@ -273,8 +273,9 @@ end
 --- The group of all ranks, or nil for one process.
 function Reducer:comm() return self.many and ranks.world() or nil end
 
---- Called when the number of micro-batches has changed since the reducer was made. With ZeRO the
---- gradients keep their format, because each rank's part of the gradients depends on it.
+--- Tells the optimizer whether gradients of several micro-batches add up (Optimizer:accumulates),
+--- when their number has changed since the reducer was made. With ZeRO the gradients keep their
+--- format, because each rank's part of the gradients depends on it.
 function Reducer:accumulates(on)
   if not self.zero then self.trainer.optimizer:accumulates(on) end
 end
@@ -407,8 +408,8 @@ function Reducer:draw(s, i)
   random.go { seed = place.seed + number * 0x9E3779B97F4A7C15ULL, counter = place.counter }
 end
 
---- Called before micro-batch i's backward pass. Gradients are reduced during the last micro-batch;
---- with ZeRO-2, during each.
+--- Called before micro-batch i's backward pass: begins the reduction of the gradients over all
+--- ranks, before the last micro-batch only or, from ZeRO-2 on, before each.
 function Reducer:backward_begins(i)
   if not self.many then return end
   if self.divided and i > 1 then

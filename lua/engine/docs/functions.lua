@@ -14,7 +14,7 @@ local function upvalue(f, wanted)
   end
 end
 
--- A function of this tree: { path, line }, else nil.
+-- Where a function is defined, { path, line }, if it is in this tree; else nil.
 local function definition(f)
   local info = debug.getinfo(f, "S")
   local path = info.source:match("^@(.*)$")

@@ -9,7 +9,8 @@ local C = M_ffi.C
 
 local M = {}
 
--- Titles of the areas, in the order of the index; areas of modules have the module's name.
+-- The areas with their titles, in the order of the index. Other areas follow; each is named after a
+-- module.
 local AREAS = {
   { "commands", "Commands" },
   { "engine", "engine: steps, scopes, machine" },

@@ -114,7 +114,7 @@ function M.text(class, x, y, dx, dy, anchor, text)
     class, f(100 * x), f(y), f(dx), f(dy), anchor, text)
 end
 
---- Grid lines and texts of the steps, for a panel of `height` pixels.
+--- Grid lines of the x axis and their labels (steps or names), for a panel of `height` pixels.
 function M.x_axis(axis, height)
   local paths, texts, list = {}, {}, {}
   local places = axis.places or {}

@@ -64,7 +64,7 @@ local function differences_table(results)
     show.table(rows, { true, true, false, false, true }) or nil
 end
 
--- A line for each reason why runs of a policy failed.
+-- Adds a line for each reason why runs of a policy failed.
 local function add_failures(lines, row)
   local seeds, first = {}, #lines + 1
   for _, run in ipairs(row.failed) do

@@ -314,7 +314,8 @@ local function pause(self)
   end
 end
 
---- Called between two steps. Returns a reason if a client ended the run.
+--- Called between two steps: answers clients, and waits while the run is paused. Returns a reason
+--- if a client ended the run.
 function Control:between()
   self.trainer.swaps:between()
   if self.many and self.trainer.reducer.wish then together(self) end

@@ -223,7 +223,7 @@ local function each(h, level, make, sql, ...)
   return following, names
 end
 
--- The first row or nil.
+-- The first row of a query, or nil.
 local function one(h, sql, ...)
   local following = each(h, 4, nil, sql, ...)
   local row = following()

@@ -74,15 +74,15 @@ end
 local OPTIONS = "model config optimizer run resume checkpoint_every steps log policy data state"
 local PASSED = { "run", "resume", "checkpoint_every", "log", "data", "state" }
 
---- engine.deepspeed.initialize { model =, config = }: config is the path of a DeepSpeed JSON
---- (comments and trailing commas are allowed) or such a table. More options: optimizer (instead of
---- the configuration's), policy (instead of its fp16 block), steps (updates to make, for the
---- progress line and for `engine attach`), and those of engine.session: run resume checkpoint_every
---- log data state. Returns an engine and its optimizer. engine(...) calls the model in the
---- configured precision; engine:backward(loss); engine:step() returns what session:step returns,
---- with action "accumulate" between updates; engine:close() ends the run. One rank; a `scheduler`
---- is refused, since the loop assigns optimizer.lr. A line of output names the configuration's keys
---- that have no effect here.
+--- engine.deepspeed.initialize { model =, config = }: config is the path of DeepSpeed's JSON file,
+--- in which comments and trailing commas are allowed, or a table with its contents. More options:
+--- optimizer (instead of the configuration's), policy (instead of its fp16 block), steps (updates
+--- to make, for the progress line and for `engine attach`), and those of engine.session: run resume
+--- checkpoint_every log data state. Returns an engine and its optimizer. engine(...) calls the
+--- model in the configured precision; engine:backward(loss); engine:step() returns what
+--- session:step returns, with action "accumulate" between updates; engine:close() ends the run. It
+--- runs on one rank only. A `scheduler` is refused, since the loop assigns optimizer.lr. A line of
+--- output names the configuration's keys that have no effect here.
 function M.initialize(given)
   local o = tensor.read_named(given, "deepspeed.initialize", OPTIONS)
   expect(type(o.model) == "table" and o.model.parameters, o.model,

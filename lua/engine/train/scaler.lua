@@ -38,7 +38,7 @@ function Scaled:backward(options)
   autograd.backward(self.loss, { scale = self.seed, retain = options and options.retain })
 end
 
---- The scaled value.
+--- The loss times the scale, as a number.
 function Scaled:item() return self.loss:item() * self.seed end
 
 function Scaled:__tostring()
@@ -234,7 +234,8 @@ local function add_up(self)
   return total
 end
 
--- Names the tensors once per set of optimizers, and joins their statistics.
+-- Joins the statistics per tensor of all optimizers. Tells the policy the names of the tensors when
+-- the set of optimizers has changed.
 local function stats_of(self)
   local wanted = bit.band(self.policy.needs, C.ENG_NEED_TENSORS) ~= 0
   if not wanted and not self.model then return nil end

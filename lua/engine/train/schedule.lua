@@ -14,7 +14,7 @@ local Schedule = {}
 Schedule.__index = Schedule
 function Schedule:__call(updates) return self.rate(updates) end
 function Schedule:__tostring() return self.text end
---- The first n rates.
+--- The rates of the first n updates, as a list.
 function Schedule:values(n)
   local list = {}
   for i = 1, n do list[i] = self.rate(i - 1) end

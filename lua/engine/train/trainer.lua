@@ -206,7 +206,7 @@ function Trainer:ask_statistics(s)
   local opt, own_pass = self.optimizer, self.reducer.own_pass
   s.elapsed = machine.clock() - self.began
   s.together = not own_pass and together(self)
-  if not own_pass then                                     -- if own_pass, reducer:record makes it
+  if not own_pass then                                     -- otherwise reducer:record takes them
     check(C.eng_params_stats_start(opt.params, self.needs, self.losses,
       s.together and self.accumulate or 0))
     s.asked = true
@@ -625,12 +625,12 @@ end
 --- Every rank calls it, between two steps: trainer:whole(function() model:save("model") end).
 function Trainer:whole(f) return self.reducer:whole(f) end
 
---- A line for the user.
+--- Prints a line for the user, or keeps it until the progress display begins.
 function Trainer:note(text)
   if self.progress then self.progress:note(text) else table.insert(self.run_files.notes, text) end
 end
 
---- A line about something lost.
+--- Prints a warning about something lost.
 function Trainer:warn(text)
   require("engine.run.progress").warn(self.progress or { silent = self.reducer.rank > 0 }, text)
 end
