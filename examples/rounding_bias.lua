@@ -24,7 +24,8 @@ local cfg = engine.config({ draws = 20000, seeds = 5, svg = "" },
 
 local floor = math.floor
 local function step(x) return x < 2 and 0.5 or x < 4 and 1 or 2 end
-local function up(x, p) return floor(x / step(x)) * step(x) + p * step(x) end      -- the mean
+-- The mean of x rounded, if it rounds up with probability p.
+local function up(x, p) return floor(x / step(x)) * step(x) + p * step(x) end
 local function fraction(x) return x / step(x) - floor(x / step(x)) end
 
 -- The mean of x rounded with all 256 bytes weighted by `weight`.

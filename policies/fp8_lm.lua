@@ -11,8 +11,8 @@
 --   - Elements are counted only at the steps that the recipe samples. At such a step mu grows for
 --     all steps since the last count. sample=1 is the paper's rule; with sample=0 gradients are
 --     scaled by their own amax, as if there were no policy.
---  - An element counts as saturated if it is beyond the largest number; in the paper also if it is
---    equal to it.
+--   - An element counts as saturated if it is beyond the largest number; in the paper also if it is
+--     equal to that number.
 -- A step with inf or nan in a tensor, or with nothing but zeros, changes nothing for that tensor.
 return {
   name    = "fp8_lm",
@@ -21,7 +21,7 @@ return {
   needs   = { "amax", "tensors" },
   options = {
     threshold       = 1e-5,   -- share of saturated elements
-    growth_interval = 1000,   -- steps in which mu doubles
+    growth_interval = 1000,   -- steps that mu takes to double
   },
   init = function(options)
     check.share(options, "threshold")

@@ -15,7 +15,7 @@ return {
     floor           = 2^12,
     max_scale       = 2^24,
     bad_row         = 5,      -- overflows in a row after which growth pauses
-    pause           = 2000,   -- steps
+    pause           = 2000,   -- steps without growth
     clip            = 1,      -- largest norm of an update's gradient; inf: none
     -- the scale grows only if stored gradients stay below this, and halves if they exceed twice
     -- this; inf: no limit

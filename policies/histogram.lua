@@ -11,7 +11,7 @@ return {
   options = {
     init_scale = 2^12,
     threshold  = 1e-7,    -- share of gradients that may be large
-    edge       = 13,      -- exponent of large stored gradients: 2^13 is an eighth of 2^16
+    edge       = 13,      -- stored gradients from 2^edge on are large; 2^13 is an eighth of 2^16
     period     = 10,      -- steps between two decisions
     wait       = 100,     -- steps without growth after an overflow
     min_scale  = 2^-10,

@@ -2,7 +2,7 @@
 -- sigma_factor standard deviations (unbiased) above the mean of the last rolling_interval_length
 -- steps, the current step not included. It judges steps once half of the window is full. Skipped
 -- steps enter the window, so a lasting new level is accepted after a while. Source:
--- olmo_core/optim/ skip_step_optimizer.py, version 3.0.0; an earlier version also skipped values
+-- olmo_core/optim/skip_step_optimizer.py, version 3.0.0; an earlier version also skipped values
 -- far below the mean. The loss scale follows dynamic.lua's rule, or is fixed (bf16:
 -- skip_step:loss_scale=1).
 --

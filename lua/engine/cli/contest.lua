@@ -98,7 +98,7 @@ local function check_script(contest)
         "} and use it: %s", contest.script, name, NEEDED[name])
     end
   end
-  local load = require("engine.policy.policy").load       -- adds the range `policy`
+  local load = require("engine.policy.policy").load     -- registers the range `policy`
   contest.resumes, contest.quiet = defaults.resume ~= nil, defaults.log ~= nil
   local words = { "seed=1", unpack(contest.settings) }
   if defaults.device == nil then defaults.device = config.optional "string" end   -- as every script

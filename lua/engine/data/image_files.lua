@@ -52,7 +52,7 @@ local function read_png(bytes, size, channels)
   image.format = channels == 3 and 2 or 0          -- PNG_FORMAT_RGB, PNG_FORMAT_GRAY
   local width, height = image.width, image.height
   local pixels = ffi.new("uint8_t[?]", width * height * channels)
-  want(png.png_image_finish_read(image, ffi.new("uint8_t[3]"), pixels, 0, nil))   -- over black
+  want(png.png_image_finish_read(image, ffi.new("uint8_t[3]"), pixels, 0, nil))  -- alpha over black
   return pixels, width, height
 end
 

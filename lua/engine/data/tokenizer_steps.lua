@@ -92,7 +92,7 @@ local function pattern(to, part)
   if type(expression) ~= "string" then
     to.fail("%s.pattern: expected String or Regex", part.type)
   end
-  expression = expression:gsub("\r", "\\r"):gsub("\n", "\\n")   -- some files hold the bytes
+  expression = expression:gsub("\r", "\\r"):gsub("\n", "\\n")   -- some files have the characters
   return "", SCANS[expression] or to.fail("%s: the engine knows the expressions of GPT-2, Llama 3, "
     .. "Qwen2, DeepSeek-V3 and a few simple ones, but not %s", part.type, expression)
 end

@@ -85,7 +85,7 @@ local function loss(self, x, y, options)
   for key, value in pairs(options or {}) do
     if key == "attention_maps" then forward = { attention_maps = value } else own[key] = value end
   end
-  if self.config.soft_cap ~= 0 then        -- the loss applies own.soft_cap
+  if self.config.soft_cap ~= 0 then        -- cross_entropy applies own.soft_cap
     forward = forward or {}
     forward.uncapped = true
   end

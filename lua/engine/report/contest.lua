@@ -220,7 +220,7 @@ end
 function M.draw(contest, options)
   local panels = panels_of(contest)
   if not panels then error("no run has finished, so there is nothing to draw", 0) end
-  local one = #contest.policies == 1 and contest.policies[1] .. ", " or ""   -- has no legend
+  local one = #contest.policies == 1 and contest.policies[1] .. ", " or ""   -- no legend names it
   local title = show.cut(contest.path:match("([^/]+)/*$") .. ": " .. one .. job_text(contest), 90)
   views.write(title, panels, options)
 end

@@ -8,7 +8,7 @@
 --     ratio <= 1   No overflow: exact. Every magnitude of the backward pass is smaller.
 --     ratio > 1    An overflow, exact, if the largest fp16 gradient then rounds past the largest
 --                  fp16 number (from 65520 on). With accumulate > 1 the record describes the f32
---                  sum of the micro-batches' gradients, and one of those surely overflows only if
+--                  sum of the micro-batches' gradients; one of these is sure to overflow only if
 --                  the sum passes accumulate * 65520. Otherwise no overflow is assumed ("hidden":
 --                  an intermediate result may overflow where no parameter's gradient does).
 --   the step overflowed

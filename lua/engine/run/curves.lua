@@ -12,7 +12,7 @@ local nearest = require "engine.base.nearest"
 
 local M = {}
 
-local BLOCK = C.ENG_HISTORY_BLOCK   -- steps
+local BLOCK = C.ENG_HISTORY_BLOCK   -- steps of a block
 
 -- The numbers that can be drawn: SQL, whether blocks hold it (`summed`), whether only some steps
 -- have it (`sparse`), the base of its logarithmic axis, and its title.
@@ -272,10 +272,10 @@ function M.width(first, last, points)
   return width > BLOCK and math.ceil(width / BLOCK) * BLOCK or width
 end
 
---- See the top of the file. options: from, to (steps; default: the whole run), points (240: most
---- columns), or width (of M.width: columns begin at multiples of it, so that those of several runs
---- agree). If a column is wider than a block, columns begin at multiples of 256 steps, so the first
---- may begin a little before `from`.
+--- Reads the columns of numbers; the top of the file describes the result. options: from, to
+--- (steps; default: the whole run), points (240: most columns), or width (of M.width: columns begin
+--- at multiples of it, so that those of several runs agree). If a column is wider than a block,
+--- columns begin at multiples of 256 steps, so the first may begin a little before `from`.
 function M.read(h, wanted_names, options)
   options = options or {}
   local summed, other, of_layers = {}, {}, {}

@@ -288,7 +288,7 @@ function Shadows:restore(saved)
     for _, key in ipairs(KEPT) do              -- a checkpoint of an older engine lacks some
       if found and found[key] ~= nil then s[key] = found[key] end
     end
-    if found and not found.certainty then      -- saved when shadows saw the run's overflows
+    if found and not found.certainty then      -- an engine whose shadows saw the run's overflows
       s.certainty = counterfactual.certainty(saved.steps)
     end
     complete = complete and found ~= nil

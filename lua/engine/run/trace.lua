@@ -97,7 +97,7 @@ function M.run(path)
     if n == 0 then error(("%s has no steps"):format(history.path), 0) end
     local format = formats.of(history:meta().gradients) or formats.of "f16"
     -- settled: the steps that began after the previous step's verdict even in lagged mode
-    local meta, config = history:meta(), history:config()   -- old histories: only in config
+    local meta, config = history:meta(), history:config()   -- old histories lack meta.mode
     local self = setmetatable({ n = n, rows = Rows(n), hists = {}, format = format, name = path,
       accumulate = tonumber(meta.accumulate or config.accumulate) or 1,
       settled = {}, lagged = (meta.mode or config.mode) == "lagged" }, Run)

@@ -16,7 +16,7 @@ local FORMATS = { e4m3 = M_ffi.dtype.e4m3, e5m2 = M_ffi.dtype.e5m2, e2m1 = C.ENG
   e2m3 = C.ENG_FORMAT_E2M3, e3m2 = C.ENG_FORMAT_E3M2, mxint8 = C.ENG_FORMAT_MXINT8 }
 local RULES = { floor = C.ENG_MX_FLOOR, ceil = C.ENG_MX_CEIL, even = C.ENG_MX_EVEN,
   rceil = C.ENG_MX_RCEIL, nvfp4 = C.ENG_MX_NVFP4 }
-local NONFINITE = { torchao = 0, te = 32 }     -- MX_FINITE
+local NONFINITE = { torchao = 0, te = 32 }     -- 32: the flag MX_FINITE (core/ops.def)
 local TRANSPOSED = 8
 local HADAMARDS = { [0] = 0, [16] = 16, [32] = 32, [64] = 64, [128] = 128 }
 M.formats, M.rules, M.nonfinite, M.hadamards = FORMATS, RULES, NONFINITE, HADAMARDS
