@@ -284,7 +284,7 @@ enum {
 /// "mxint8" (units of 1/64). mode: 1 saturates, 2 rounds stochastically by `random` (e4m3 and
 /// e5m2). Returns -1 for an unknown format.
 int64_t eng_small_encode(const char *format, double x, int mode, uint32_t random);
-/// The number of a code; NaN for an unknown format.
+/// The number that a code stands for; NaN for an unknown format.
 double eng_small_decode(const char *format, uint32_t code);
 
 /// A site is one linear layer under an FP8 recipe: it holds the recipe, and the amaxes and meters
@@ -377,8 +377,9 @@ bool eng_grad_enabled(bool on);
 
 /// Activation checkpointing. Of the tensors that recorded operations compute between these calls,
 /// only `results` [n] keep their memory; the backward pass computes the others again, to the same
-/// bits, before it needs them. eng_checkpoint_begin returns false if recording is off or another
-/// pair is open; then do not call eng_checkpoint_end. n = -1, after an error: nothing is freed.
+/// bits, before it needs them. eng_checkpoint_begin returns false if recording is off or an earlier
+/// begin has not ended; then do not call eng_checkpoint_end. n = -1, after an error: nothing is
+/// freed.
 bool       eng_checkpoint_begin(void);
 eng_status eng_checkpoint_end(const eng_tensor *results, int n);
 
@@ -473,9 +474,9 @@ eng_status eng_params_zero_grad(eng_params *set);
 /// step, loss and the others.
 eng_status eng_params_stats(eng_record *record, eng_tensor_stats *stats, eng_params *set,
                             double scale, unsigned needs);
-/// The same without waiting, for lagged mode. `start` requests the statistics and the values of
-/// `losses` (n_losses <= ENG_STATS_LOSSES tensors of one f32 element). `fetch` returns the oldest
-/// request, waiting only if it is not complete; `loss` is the sum of the losses. Up to
+/// eng_params_stats without waiting, for lagged mode. `start` requests the statistics and the
+/// values of `losses` (n_losses <= ENG_STATS_LOSSES tensors of one f32 element). `fetch` returns
+/// the oldest request, waiting only if it is not complete; `loss` is the sum of the losses. Up to
 /// ENG_STATS_ON_THEIR_WAY requests may be pending. An update with eng_update.lagged uses the newest
 /// request. Errors: STATE (nothing to fetch, too many pending), DTYPE.
 enum { ENG_STATS_ON_THEIR_WAY = 4, ENG_STATS_LOSSES = 64 };
@@ -652,8 +653,8 @@ int eng_profile_rows(eng_profile_row *rows, int capacity);
 /// Finds where inf and nan arise. `on` begins to check the outputs of every operation, which is
 /// slow; off ends it and keeps the findings. Choosing a device ends it too.
 void eng_trap(bool on);
-/// Labels the following operations with a module number of the caller's; 0: none. Operations of the
-/// backward pass have the label of the operation whose gradient they compute.
+/// Labels the following operations with the number of a module, which the caller chooses; 0: none.
+/// Operations of the backward pass have the label of the operation whose gradient they compute.
 void eng_trap_module(int module);
 enum { ENG_TRAP_INPUTS = 6, ENG_TRAP_OUTPUTS = 3 };
 /// A tensor at the moment of the finding. `text`: dtype and shape; `name`: the parameter's name, or

@@ -16,7 +16,7 @@ enum {
   ENG_NEED_UNDERFLOW = 8,
   ENG_NEED_HIST = 16,
   ENG_NEED_TENSORS = 32,  // the record also has the statistics per tensor and per group
-  ENG_NEED_NORM_REF = 64, // the host runs a reference backward now and then; the pass ignores it
+  ENG_NEED_NORM_REF = 64, // the host sometimes runs a reference backward; the pass ignores this
   // The optimizer's update computes these four together (eng_update.norms).
   ENG_NEED_UPDATE_NORM = 128,
   ENG_NEED_WEIGHT_NORM = 256,
@@ -160,7 +160,7 @@ eng_status eng_policy_load(eng_policy **out, const char *source, int64_t bytes, 
 /// NULL is allowed.
 void       eng_policy_free(eng_policy *policy);
 void       eng_policy_describe(eng_policy_info *out, const eng_policy *policy);
-/// Errors: VALUE (unknown option).
+/// Describes option `index`, counted from 0. Errors: VALUE (no such option).
 eng_status eng_policy_option_get(eng_policy_option *out, const eng_policy *policy, int index);
 
 /// Creates a fresh state and drops earlier verdicts. Errors: POLICY.

@@ -1,10 +1,10 @@
 // Activation checkpointing. A segment is a part of the tape, such as a block of a model, whose
 // tensors are freed when it ends, except its results and tensors of up to SMALL bytes. Before the
 // backward pass enters the segment, its operations run again with the inputs, attributes, random
-// numbers and precision of their nodes; so every tensor gets the bits that it had. Operations whose
-// outputs no gradient rule needs are left out, and so are gradients written in Lua, whose outputs
-// are kept. Owns nothing: tape.h has the nodes and the segment that is open. Called by Lua and by
-// backward.c.
+// numbers and precision of their nodes; so every tensor gets the bits that it had. An operation
+// does not run again if no gradient rule needs its outputs, or if its gradient is written in Lua:
+// the outputs of such an operation are kept. Owns nothing: tape.h has the nodes and the segment
+// that is open. Called by Lua and by backward.c.
 #include "checkpoint.h"
 
 #include "base/error.h"
@@ -47,7 +47,7 @@ eng_status eng_checkpoint_end(const eng_tensor *results, int n)
   if (!segment || n < 0) return ENG_OK;
   for (int i = segment - 1; i < tensor_tape_length; i++) {
     const op_call *call = tape_call(i);
-    for (int k = 0; k < call->n_in; k++)   // views made without recording stay valid
+    for (int k = 0; k < call->n_in; k++)   // keeps inputs that no recorded operation made
       if (call->in[k] && !tape_holds(call->in[k]) && call->in[k]->store->segment == segment)
         call->in[k]->store->segment = 0;
     for (int k = 0; k < call->n_out; k++)

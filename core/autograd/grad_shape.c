@@ -59,7 +59,7 @@ static eng_status side_by_side(tensor **out, const grad_call *g)
     if (memcmp(dy->stride, first->stride, (size_t)x->ndim * sizeof *dy->stride) != 0) return ENG_OK;
     next += dy->shape[dim] * dy->stride[dim] * eng_dtype_size(dy->dtype);
   }
-  int64_t stride = 1;   // must be row-major, so that the next operation need not copy
+  int64_t stride = 1;   // the whole must be row-major, so that no later operation copies it
   for (int d = x->ndim - 1; d >= 0; stride *= x->shape[d--])
     if (first->stride[d] != stride) return ENG_OK;
   return tensor_view(out, g->dy[0], 0, x->ndim, x->shape, first->stride);

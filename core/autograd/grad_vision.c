@@ -41,7 +41,7 @@ eng_status grad_max_pool2d(grad_call *g)
   const tensor *x = y->in[0];
   op_call c = {.op = ENG_OP_max_pool2d_grad, .in = {g->dy[0], y->out[1]},
                .max_pool2d_grad = {.size = {x->shape[1], x->shape[2]}, .dtype = grad_dtype(g, 0)}};
-  memcpy(&c.max_pool2d_grad, &y->max_pool2d, sizeof(int64_t[6]));   // as far as `padding`
+  memcpy(&c.max_pool2d_grad, &y->max_pool2d, sizeof(int64_t[6]));   // attributes up to `padding`
   return grad_emit_op(g, 0, c);
 }
 
@@ -50,7 +50,7 @@ eng_status grad_avg_pool2d(grad_call *g)
   const op_call *y = g->call;
   const tensor *x = y->in[0];
   op_call c = {.op = ENG_OP_avg_pool2d_grad, .in = {g->dy[0]}};
-  memcpy(&c.avg_pool2d_grad, &y->avg_pool2d, sizeof(int64_t[7]));   // as far as `counted`
+  memcpy(&c.avg_pool2d_grad, &y->avg_pool2d, sizeof(int64_t[7]));   // attributes up to `counted`
   for (int d = 0; d < 2; d++) c.avg_pool2d_grad.input[d] = x->shape[1 + d];
   c.avg_pool2d_grad.dtype = grad_dtype(g, 0);
   return grad_emit_op(g, 0, c);

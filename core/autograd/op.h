@@ -16,8 +16,8 @@ typedef struct op_info {
   op_cast   cast;
   bool      differentiable;
   bool      takes_codes;        // accepts FP8 tensors; other operations refuse them
-  // `later`: the outputs after the first that have a gradient if an input in `later_from` requires
-  // one
+  // `later`: mask of outputs after the first. They have a gradient if an input in the mask
+  // `later_from` requires a gradient.
   int32_t   later, later_from;
   int32_t   codes;              // saved outputs that are FP8 codes and scales
 } op_info;

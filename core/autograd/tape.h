@@ -34,8 +34,8 @@ const op_call *tape_call(int i);
 void tape_note(const eng_precision *precision);
 /// The segment whose operations are being recorded; 0: none. Changed by checkpoint.c.
 extern int tape_segment;
-/// While `node` >= 0, an operation that would be recorded gives the memory of its outputs to the
-/// outputs of this node instead, where those have none. -1: recording as usual.
+/// While `node` >= 0, an operation that would be recorded instead gives the memory of its outputs
+/// to those outputs of `node` that have no memory. -1: recording as usual.
 void tape_again(int node);
 /// Chooses whether a node of a segment runs again.
 void tape_choose(int node, bool on);

@@ -9,7 +9,7 @@
 /// strided.
 static bool reshape_strides(const tensor *x, int ndim, const int64_t *shape, int64_t *stride)
 {
-  int64_t size[ENG_MAX_DIMS], step[ENG_MAX_DIMS];   // x without its dimensions of 1
+  int64_t size[ENG_MAX_DIMS], step[ENG_MAX_DIMS];   // x without its dimensions of size 1
   int n = 0;
   for (int d = 0; d < x->ndim; d++)
     if (x->shape[d] != 1) {
@@ -32,7 +32,7 @@ static bool reshape_strides(const tensor *x, int ndim, const int64_t *shape, int
     from = from_end;
     to = to_end;
   }
-  int64_t next = 1;   // row-major; after the loop only dimensions of 1 are left
+  int64_t next = 1;   // row-major strides for the rest: all of `shape`, or dimensions of size 1
   for (int d = ndim - 1; d >= to; d--) {
     stride[d] = next;
     next *= shape[d];

@@ -9,7 +9,8 @@
 
 // 2^(1 - bias) is the smallest normal number and 2^(1 - bias - fraction_bits) the smallest
 // subnormal. `last` is the fraction of the largest finite number, in units of 2^-fraction_bits.
-// `above` is the code after it: Inf, the only NaN, or none, in formats that always saturate.
+// `above` says what the next code is: Inf, the only NaN, or, in formats that always saturate, no
+// code.
 enum { INF, NOT, NONE };
 typedef struct format {
   const char *name;

@@ -37,7 +37,7 @@ ENG_INLINE float f32_odd_from_f64(double x)
   float nearest = (float)x;
   if (!f64_is_finite(x) || (double)nearest == x) return nearest;
   uint32_t bits = f32_bits(nearest);
-  // it was rounded away from zero
+  // `nearest` was rounded away from zero: takes the next number toward zero
   bits -= (nearest < 0 ? -(double)nearest : (double)nearest) > (x < 0 ? -x : x);
   return f32_from(bits | 1u);
 }
@@ -107,8 +107,8 @@ ENG_INLINE uint32_t fp8_code_f32(uint32_t magnitude, int fraction)
          ((uint32_t)(127 - bias) << fraction);
 }
 
-/// The same with stochastic rounding. Magnitudes below the smallest subnormal are first truncated
-/// to a multiple of 2^-20 or 2^-21 of it.
+/// fp8_code_f32 with stochastic rounding. Magnitudes below the smallest subnormal are first
+/// truncated to a multiple of 2^-20 or 2^-21 of it.
 ENG_INLINE uint32_t fp8_code_stochastic(uint32_t magnitude, int fraction, uint32_t random)
 {
   int bias = fraction == 3 ? 7 : 15, drop = 23 - fraction;

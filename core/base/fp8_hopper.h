@@ -81,7 +81,7 @@ ENG_INLINE float hopper_group(const uint8_t *a, int64_t a_stride, int a_fraction
     sum += c_bits >> 31 ? -term : term;
   }
   if (sum == 0) return 0.0f;
-  // below 2^21, so exact as a float; the factor is a power of two within range
+  // |sum| is below 2^21, so it is exact as a float; the factor is a power of two in f32's range
   float value = (float)sum * f32_from((uint32_t)(127 + largest - HOPPER_BITS) << 23);
   return f32_from(f32_bits(value) & ~((1u << (23 - HOPPER_BITS)) - 1u));
 }

@@ -52,8 +52,8 @@ FP8_LAYOUT_INLINE int64_t fp8_round_up(int64_t n, int64_t multiple)
 { return (n + multiple - 1) / multiple * multiple; }
 
 /// A side of an operand, padded for a product on the GPU. A multiple of 16 satisfies every rule:
-/// rows of 16 bytes (`inner`), M and N multiples of 8, and both rules again for the transposed
-/// copy, whose inner dimension is `rows`. The CPU's products need no padding.
+/// `inner` is a multiple of 16 bytes, M and N are multiples of 8, and both rules hold again for the
+/// transposed copy, whose inner dimension is `rows`. The CPU's products need no padding.
 FP8_LAYOUT_INLINE int64_t fp8_padded(int64_t n) { return fp8_round_up(n, FP8_PAD); }
 
 /// The scales of an operand. Element (r, k) has scale[(r / row_block) * row_stride + (k /
@@ -66,8 +66,8 @@ typedef struct fp8_scales {
 } fp8_scales;
 
 /// Sizes and strides of the scales (an fp8_scaling) of an operand [rows x inner], both at least 1.
-/// For a padded operand pass the padded sizes, so that every block has a scale; the scale of a
-/// block of padding alone is 0 or 1, as its quantizer chooses.
+/// For a padded operand pass the padded sizes, so that every block has a scale; a block that holds
+/// only padding gets the scale 0 or 1, depending on the quantizer.
 FP8_LAYOUT_INLINE fp8_scales fp8_scales_of(int scaling, int64_t rows, int64_t inner)
 {
   fp8_scales s;

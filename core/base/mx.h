@@ -31,8 +31,8 @@
 typedef struct mx_format {
   int   fraction, bias, emax;
   int   top;          // code of the largest number
-  int   nan;          // code of NaN; the largest number or 0 in formats without NaN
-  int   sign;         // the bit of the sign; 0: two's complement
+  int   nan;          // what NaN becomes: the code of NaN or, if there is none, `top` or 0
+  int   sign;         // mask of the sign bit; 0: two's complement
   float largest;
 } mx_format;
 
@@ -89,7 +89,7 @@ ENG_INLINE uint8_t nvfp4_scale(float amax, float encode)
   return e4m3_from_f32(amax * (encode * (1.0f / 6.0f)), FP8_SATURATE);
 }
 
-/// The factor on the elements of a block.
+/// The factor by which the elements of a block are multiplied before rounding.
 ENG_INLINE float nvfp4_factor(uint8_t scale, float encode)
 {
   float factor = 1.0f / (e4m3_to_f32(scale) * (1.0f / encode)), most = f32_from(0x7F7FFFFFu);
@@ -101,8 +101,9 @@ ENG_INLINE float nvfp4_decode_scale(float amax) { return amax == 0 ? 1.0f : amax
 
 // ---- random Hadamard transform
 
-/// The sign of element i of 128: `signs` < 0: all 1; 0: Transformer Engine's 16, repeated; above:
-/// the bits of Philox block `signs`, whose four words are `word`.
+/// The sign, 1 or -1, of element i of 128. `signs` < 0: always 1. `signs` 0: Transformer Engine's
+/// 16 signs, repeated. `signs` > 0: given by the bits of Philox block `signs`, whose four words are
+/// `word`.
 ENG_INLINE float mx_sign(int64_t signs, const uint32_t word[4], int i)
 {
   uint32_t negative = signs < 0 ? 0 : signs == 0 ? 0xD7E8u >> i % 16 : word[i / 32] >> i % 32;
@@ -123,7 +124,7 @@ ENG_INLINE uint8_t mx_code(float x, mx_format f)
   uint32_t bits = f32_bits(x), magnitude = bits & 0x7FFFFFFFu;
   uint32_t unit = (uint32_t)(127 + 24 - f.bias - f.fraction) << 23,
            drop = (uint32_t)(23 - f.fraction);
-  // mxint8 is fixed point: `high` encodes its last binade, from 1 up, and `low` all below
+  // mxint8 is fixed point: `high` encodes magnitudes from 1 up, and `low` all smaller ones
   uint32_t low = f32_bits(f32_from(magnitude) + f32_from(unit)) - unit,
            high = ((magnitude + (1u << (drop - 1)) - 1 + (magnitude >> drop & 1)) >> drop) -
                   ((uint32_t)(127 - f.bias) << f.fraction),
@@ -151,7 +152,7 @@ ENG_INLINE uint8_t mx_code_stochastic(float x, float u, mx_format f)
   return mx_signed(code, bits, f);
 }
 
-/// The number of a code.
+/// The number that a code stands for.
 ENG_INLINE float mx_value(uint8_t code, mx_format f)
 {
   if (!f.sign) return (float)(int8_t)code * 0x1p-6f;

@@ -20,7 +20,7 @@ enum { BLACKWELL_MOST = 64 };
 /// A number as significand * 2^exponent, 1 <= |significand| < 2 unless it is subnormal or 0.
 typedef struct mx_parts { double significand; int exponent; } mx_parts;
 
-/// least: the smallest normal exponent of x's format.
+/// Splits x into significand and exponent. least: the smallest normal exponent of x's format.
 ENG_INLINE mx_parts mx_parts_of(float x, int least)
 {
   int e = (int)(f64_bits((double)x) >> 52 & 0x7FF) - 1023;

@@ -3,7 +3,7 @@
 //
 // The elements of a tensor, row by row, form blocks. An element x is divided by the absmax a of
 // its block and becomes the nearest of 16 numbers; of two that are equally near, the lower. The
-// quotient is computed as x * (1 / max(a, 1e-38)), but in a last block that is not full as x /
+// quotient is computed as x * (1 / max(a, 1e-38)), or, in a last block that is not full, as x /
 // max(a, 1e-38). NaN has code 15 and makes its block NaN.
 //
 // Double quantization: `offset` is the mean of all absmaxes. Each group of 256 values absmax -
@@ -47,7 +47,8 @@ static inline void nf4_map(float map[NF4_GROUP])
   }
 }
 
-/// The number of the 2^16 from -1 to 1 that is nearest to x; 0 for NaN.
+/// The index of the number nearest to x among 2^16 numbers at equal distances from -1 to 1; 0 for
+/// NaN.
 ENG_INLINE int nf4_bin(float x)
 {
   return x == x ? (int)(uint16_t)((nf4_within_one(x) + 1.0f) * 0.5f * 65535.0f + 0.5f) : 0;

@@ -485,7 +485,7 @@ static void gradient_row(float *p, float *ds, int64_t n, float scale, float lse)
     vf_store(ds + j, vf_mul(vf_load(p + j), vf_sub(vf_load(ds + j), total)));
   if (rest) {
     x = vf_mul(vf_load_n(p + whole, rest), vf_sub(vf_load_n(ds + whole, rest), total));
-    vf_store(ds + whole, vf_select(vm_first(rest), x, vf_zero()));   // other lanes: 0 * NaN
+    vf_store(ds + whole, vf_select(vm_first(rest), x, vf_zero()));   // other lanes may hold 0 * NaN
   }
 }
 

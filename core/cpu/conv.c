@@ -194,7 +194,7 @@ static eng_status run(const op_call *call, conv_kind kind, tensor *const *part, 
   if (!all_fast(call) || empty) return forward_to_reference(call);
   conv_call g = describe(call, kind, part);
   const int result = (int)conv_result(kind);
-  bool one_format = true;      // of the inputs; oneDNN also yields f32 for low-precision inputs
+  bool one_format = true;      // of both inputs; the result may differ: oneDNN also writes f32
   for (int i = 0; i < CONV_BIAS; i++)
     one_format &= i == result || g.dtype[i] == g.dtype[result == CONV_X ? CONV_W : CONV_X];
   bool f32 = g.dtype[CONV_X] == ENG_f32 && g.dtype[CONV_W] == ENG_f32;

@@ -152,7 +152,7 @@ static bool is_slow(const_dnnl_primitive_desc_t conv)
 /// The description of the convolution: channels last if oneDNN has a fast kernel for it.
 static dnnl_status_t choose(dnnl_primitive_desc_t *out, const key *k)
 {
-  key plain = *k;              // a gradient's result may be f32 where the rest is narrower
+  key plain = *k;              // for the forward hint: a gradient written in f32 does not count
   plain.dtype[CONV_X] = plain.dtype[CONV_W] = plain.dtype[CONV_Y];
   for (int any = 0; any < 2; any++) {
     dnnl_primitive_desc_t forward = NULL, found = NULL;

@@ -24,7 +24,7 @@
 
 enum {
   STRIP = 1024,        // columns of a tile, at most, except for wider blocks
-  TALL = 256,          // rows of a block that a tile can hold
+  TALL = 256,          // the most rows of a block that fits a tile
   CHUNK = 64,          // rows of a piece of a taller block
   LINE = 64,           // bytes in a cache line
   TURN = LINE,         // rows transposed at a time

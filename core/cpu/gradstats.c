@@ -126,8 +126,8 @@ VF_INLINE void prefetch(const void *p)
   __builtin_prefetch((const void *)((uintptr_t)p + 8192));
 }
 
-// n is a multiple of LANES, at most CHUNK. With `careful`, inf and nan are counted and excluded
-// from the sums; without, they show only in amax.
+// The tally of n numbers of f32; n is a multiple of LANES, at most CHUNK. With `careful`, inf and
+// nan are counted and excluded from the sums; otherwise they show only in amax.
 VF_INLINE tally chunk_f32(const float *g, int n, bool careful)
 {
   enum { V = LANES / VF_LANES };
@@ -320,7 +320,8 @@ VF_INLINE uint32_t exponent_f16(uint32_t a)
                        : 0;
 }
 
-/// n: at most CHUNK. t: the chunk's tally. Four tables, because neighbours often share a bin.
+/// Adds the exponents of a chunk of n numbers to `hist`. n: at most CHUNK. t: the chunk's tally.
+/// Counts in four tables, because neighbours often share a bin.
 static void chunk_histogram(const void *g, int dtype, int n, const tally *t, int64_t *hist)
 {
   uint32_t table[4][256] = {0};
@@ -331,7 +332,7 @@ static void chunk_histogram(const void *g, int dtype, int n, const tally *t, int
                                        : ((const word *)g)[i] >> 23;
     table[i & 3][key & 255]++;
   }
-  // Key 0: zeros and f32 subnormals; 255: inf and nan.
+  // Skips key 0 (zeros and f32 subnormals) and key 255 (inf and nan).
   for (int k = 1; k < 255; k++)
     hist[HIST_F32 + k] += table[0][k] + table[1][k] + table[2][k] + table[3][k];
   if (dtype != ENG_f16 && t->tiny > t->zeros) count_subnormals(g, n, dtype == ENG_bf16, hist);
@@ -455,12 +456,13 @@ static void count_keys(const uint8_t *key, int n, int high, int left, int64_t *b
   }
 }
 
-/// n: a multiple of LANES, at most CHUNK. t: the chunk's tally.
+/// Adds the exponents of a chunk of n numbers to `hist`. n: a multiple of LANES, at most CHUNK. t:
+/// the chunk's tally.
 VF_INLINE void chunk_histogram(const void *g, int dtype, int n, const tally *t, int64_t *hist)
 {
   uint8_t key[CHUNK + VB_LANES] __attribute__((aligned(64)));
   int filled = exponents(key, g, dtype, n);
-  // Key 0: zeros and f32 subnormals.
+  // Key 0, which count_keys leaves out, is that of zeros and of f32 subnormals.
   int subnormal = dtype == ENG_f16 ? 0 : t->tiny - t->zeros;
   count_keys(key, filled, (int)(t->amax >> 23), n - t->zeros - subnormal - t->inf - t->nan,
              hist + HIST_F32);

@@ -167,16 +167,16 @@ static eng_status scatter_rows(const tensor *dx, around a, const tensor *dy, con
                                bool add)
 {
   int64_t bytes = (a.size + 1 + ids->n) * (int64_t)sizeof(int64_t);
-  // [size + 1], [n]
+  // start [size + 1]: where the positions of each v begin in `order` [n]
   int64_t *start = arena_alloc(ARENA_SCRATCH, bytes), *order = start + a.size + 1;
   if (!start) return ENG_ERR_MEMORY;
   memset(start, 0, (size_t)(a.size + 1) * sizeof(int64_t));
   for (int64_t k = 0; k < ids->n; k++) start[ids->at[k]]++;
-  for (int64_t v = 0, sum = 0; v <= a.size; v++) {   // counts become ends
+  for (int64_t v = 0, sum = 0; v <= a.size; v++) {   // turns the counts in `start` into ends
     sum += start[v];
     start[v] = sum;
   }
-  // Ends become starts.
+  // Fills `order` from the back and so turns the ends into starts.
   for (int64_t k = ids->n - 1; k >= 0; k--) order[--start[ids->at[k]]] = k;
 
   // With few rows, each row is cut into narrow columns, so that several threads share a frequent
@@ -193,7 +193,7 @@ static eng_status scatter_rows(const tensor *dx, around a, const tensor *dy, con
     while (v < end) {
       int64_t first = (outer * a.size + v) * a.inner, same = v;
       while (same < end && start[same] == start[same + 1]) same++;
-      if (same > v) {   // rows never selected; adjacent unless cut into columns
+      if (same > v) {   // rows that no index selects; adjacent in dx unless cut into columns
         if (!add) set_zero(dx, first + left, (same - v - 1) * a.inner + right - left);
         v = same;
         continue;

@@ -160,7 +160,7 @@ static inline __attribute__((always_inline))
 eng_status norm(const op_call *call, bool centred, bool adds)
 {
   if (!all_fast(call)) return forward_to_reference(call);
-  const int next = adds ? 2 : 1;   // after x and branch, y and sum
+  const int next = adds ? 2 : 1;   // first input after x and branch, output after y and sum
   const tensor *x = call->in[0], *bias = centred ? call->in[next + 1] : NULL, *y = call->out[0];
   tensor *means = centred ? call->out[next] : NULL, *rstds = call->out[next + centred];
   int64_t n = row_length(x), rows = row_count(x), room = padded(n);
@@ -200,7 +200,8 @@ static eng_status add_rms_norm(const op_call *call)   { return norm(call, false,
 /// Means of g and of g * xhat over a row, with g = dy * weight and xhat = (x - mean) * rstd.
 typedef struct row_means { float g, gx; } row_means;
 
-/// Also adds dy * xhat to dweight [n] and dy to dbias [n] unless they are NULL.
+/// Returns the means of a row. Also adds dy * xhat to dweight [n] and dy to dbias [n] unless they
+/// are NULL.
 static inline __attribute__((always_inline)) row_means
 backward_sums(const float *x, const float *dy, const float *weight, float mean, float rstd,
               int64_t n, float *dweight, float *dbias)

@@ -42,7 +42,7 @@ typedef struct onednn_entry {
   unsigned char    key[ONEDNN_KEY];
   dnnl_primitive_t primitive[ONEDNN_PRIMITIVES];
   dnnl_memory_t    memory[ONEDNN_MEMORIES];
-  int64_t          bytes[ONEDNN_MEMORIES];   // of those that the owner allocates for a call
+  int64_t          bytes[ONEDNN_MEMORIES];   // of memory that the owner allocates for a call
 } onednn_entry;
 
 extern dnnl_engine_t onednn_engine;

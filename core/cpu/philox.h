@@ -52,7 +52,7 @@ VF_INLINE void philox_vectors(uint32_t *word, uint64_t seed, uint64_t counter)
   vu place;
   for (int l = 0; l < VF_LANES; l++) place[l] = (uint32_t)(PARTS * (l % 4) + l / 4);
   vu w0 = place + (uint32_t)counter, w2 = {0}, w3 = {0};
-  vu w1 = (uint32_t)(counter >> 32) - (vu)(w0 < (uint32_t)counter);   // a carry is -1
+  vu w1 = (uint32_t)(counter >> 32) - (vu)(w0 < (uint32_t)counter);   // < yields -1 on a carry
   uint32_t key0 = (uint32_t)seed, key1 = (uint32_t)(seed >> 32);
   for (int round = 0; round < 10; round++) {
     vu low_a, high_a, low_b, high_b;

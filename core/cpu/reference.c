@@ -172,7 +172,7 @@ double row_logsumexp(const double *x, int64_t n)
 
 double silu_slope(double x)
 {
-  if (isinf(x)) return x > 0;   // the limits
+  if (isinf(x)) return x > 0;   // the slope's limits: 1 at +inf, 0 at -inf
   double s = sigmoid_of(x);
   return s * (1.0 + x * (1.0 - s));
 }

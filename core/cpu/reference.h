@@ -77,8 +77,8 @@ int64_t rows_of(const tensor *x);
 /// Elements in the dimensions before `dimension`.
 int64_t elements_before(const tensor *x, int dimension);
 
-/// log(sum(exp(x[0..n)))), with the largest value subtracted first. Infinite only where the plain
-/// formula is; an infinite maximum makes it NaN (inf - inf).
+/// log(sum(exp(x[0..n)))), with the largest value subtracted first. -inf for n = 0; NaN if the
+/// largest value is infinite (inf - inf).
 double row_logsumexp(const double *x, int64_t n);
 
 static inline double sigmoid_of(double x)  { return 1.0 / (1.0 + __builtin_exp(-x)); }

@@ -100,7 +100,7 @@ eng_status reference_quantize(const op_call *call)
 
 eng_status reference_swiglu_quantize(const op_call *call)
 {
-  tensor h = *call->in[0];   // gate is contiguous
+  tensor h = *call->in[0];   // in[0] is gate, contiguous and of h's shape
   int64_t bytes = h.count * eng_dtype_size(h.dtype);
   if (!(h.data = arena_alloc(ARENA_SCRATCH, bytes))) return ENG_ERR_MEMORY;
   op_call swiglu = {.op = ENG_OP_swiglu, .n_in = 2, .n_out = 1, .in = {call->in[0], call->in[1]},
@@ -147,7 +147,7 @@ typedef struct matrix {
   fp8_scales     at;
 } matrix;
 
-// along_k: the product sums over the second stored dimension.
+// q as an operand. along_k: the product sums over the second stored dimension, else over the first.
 static matrix matrix_of(const tensor *q, const tensor *scale, bool along_k, int64_t block_rows,
                         int64_t block_columns)
 {

@@ -208,7 +208,7 @@ static eng_status find_extreme(const op_call *call, int sign)
   int dimension = dimension_of(call->argmax.dim, x->ndim);
   int64_t n = x->shape[dimension], step = x->stride[dimension];
   int64_t shape[ENG_MAX_DIMS], stride[ENG_MAX_DIMS];
-  // Every dimension except the searched one, which y may keep or drop.
+  // Walks over every dimension except the searched one, which y has with size 1 or lacks.
   for (int d = 0; d < x->ndim; d++) {
     int own = y->ndim == x->ndim || d < dimension ? d : d - 1;
     shape[d] = d == dimension ? 1 : x->shape[d];

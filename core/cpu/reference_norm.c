@@ -73,7 +73,7 @@ static eng_status normalise_grad(const op_call *call, bool layer)
 eng_status reference_layer_norm_grad(const op_call *call) { return normalise_grad(call, true); }
 eng_status reference_rms_norm_grad(const op_call *call)   { return normalise_grad(call, false); }
 
-// With a residual: the two operations, one after the other.
+// With a residual: runs the addition, then the norm.
 static eng_status add_normalise(const op_call *call, bool layer)
 {
   op_call add = {.op = ENG_OP_add, .n_in = 2, .n_out = 1, .in = {call->in[0], call->in[1]},

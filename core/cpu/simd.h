@@ -372,7 +372,8 @@ VF_INLINE vi vf_narrow_f16_(vf a)
 {
   vi bits = (vi)a, magnitude = bits & 0x7FFFFFFF, sign = vi_shr(bits, 16) & 0x8000;
   vi normal = vi_shr(vi_add(magnitude, (vi_shr(magnitude, 13) & 1) + (0xFFF - 0x38000000)), 13);
-  // The last place of 0.5 is 2^-24, so the sum rounds there.
+  // An f32 from 0.5 to 1 is a multiple of 2^-24, so the addition rounds to the step of f16's
+  // subnormals.
   vi subnormal = (vi)((vf)magnitude + 0.5f) - 0x3F000000;
   vi nan = (vi_shr(magnitude, 13) & 0x3FF) | 0x7E00;
   vi result =

@@ -232,7 +232,7 @@ VF_INLINE __m512i vf_pair_codes_(vf even, vf odd, __m512i w, const int fraction)
   return _mm512_ternarylogic_epi32(_mm512_srli_epi16(w, 8), code, _mm512_set1_epi16(0x7F), 0xD8);
 }
 
-// Does not saturate.
+// Stores 32 bf16 numbers as FP8 codes; does not saturate.
 VF_INLINE void vf_store_fp8_of_bf16_(uint8_t *p, const uint16_t *x, const int fraction)
 {
   __m512i w = _mm512_loadu_si512(x), magnitude = _mm512_and_si512(w, _mm512_set1_epi16(0x7FFF));

@@ -23,7 +23,7 @@ void gradstats_sum(eng_record *record, const eng_tensor_stats *stats, int n, dou
     nan += s->nan;
     zeros += s->zeros;
     underflow += s->underflow;
-    // exact where a layer's scale is a power of two
+    // the divisions are exact if the relative scale is a power of two
     double relative = gradstats_relative_scale(s);
     if (s->amax / relative > amax) amax = s->amax / relative;
     sum_squares += s->sum_squares / relative / relative;

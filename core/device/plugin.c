@@ -108,7 +108,7 @@ const backend *plugin_cuda(void)
   }
   const char *other = getenv("ENGINE_CUDA_PLUGIN");   // specs select a device that needs no card
   if (other && !*other) other = NULL;
-  // must be a path: dlopen searches the loader's path for a bare name
+  // Adds "./" to a bare name, which dlopen would look for only in the loader's folders.
   if (other) snprintf(path, sizeof path, "%s%s", strchr(other, '/') ? "" : "./", other);
   else snprintf(path, sizeof path, "%s/libengine_cuda.so", folder);
   if (access(path, R_OK) != 0) {

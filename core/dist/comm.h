@@ -106,8 +106,8 @@ eng_status comm_wait(eng_comm *comm, void *exchange, const char *what);
 eng_status comm_exchange(eng_comm *comm, const comm_message *messages, int n, int tag,
                          const char *what);
 /// Sets work that comm_wait repeats while it waits. Other ranks may need this work to progress
-/// before they can reach the exchange that this rank waits for: gradient buckets, while backward
-/// exchanges tokens. NULL: no work.
+/// before they can reach the exchange that this rank waits for. An example is the work on gradient
+/// buckets while backward exchanges tokens. NULL: no work.
 void comm_meanwhile(eng_status (*work)(void *data), void *data);
 /// One iteration of a caller's own wait loop, which began at `since` (eng_clock): yields the core,
 /// and ends the job after the timeout, as comm_wait does. If this process was stopped, advances

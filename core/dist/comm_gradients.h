@@ -28,7 +28,7 @@ typedef struct bucket {
                               // in `in` of each rank's sum. A message is a packed piece and n flag
                               // bytes
   int64_t  packed;            // bytes of this rank's piece in the comm dtype
-  int64_t  bytes;             // the same with the n flag bytes
+  int64_t  bytes;             // `packed` and the n flag bytes
   int64_t  in_bytes;          // size of `in`
   int64_t  need;              // total size of `out`, `in` and `sum`
   char    *out, *in;          // while in flight, else NULL. out: messages to each rank; in:

@@ -44,8 +44,8 @@ static int run_status;         // the most serious status of the runs that have 
 enum { RESULTS_LOST = 5, DRIFTED = 6 };   // as in lua/engine/train/loop.lua
 
 // Ranks usually fail with the same error: rank 0 prints it and ends the job. Other ranks print
-// theirs a little later, unless the job has ended by then. Ranks that have drifted apart all have
-// the same error, and end the job together.
+// theirs a little later, unless the job has ended by then. If the ranks have drifted apart, all
+// have the same error, only rank 0 prints it, and they end the job together.
 static void complain(const char *message)
 {
   static char text[1 << 16];              // of the main thread

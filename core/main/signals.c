@@ -38,9 +38,9 @@ static void say(const char *text)
 }
 
 // SIGINT, SIGTERM, SIGUSR1, SIGUSR2, SIGXCPU. The first signal: the trainer stops at the end of its
-// step, a waiting call returns, or the script is stopped. A second SIGINT or SIGTERM exits. The
-// other signals do not count as a first one, because SIGXCPU comes every second, and a batch system
-// sends SIGTERM after SIGUSR1.
+// step, a waiting call returns, or the script is stopped. Only the second of the signals SIGINT and
+// SIGTERM exits. The other signals are not counted, because SIGXCPU comes every second, and a batch
+// system sends SIGTERM after SIGUSR1.
 static void on_signal(int signal_number)
 {
   static volatile sig_atomic_t endings;                  // SIGINTs and SIGTERMs since the interrupt

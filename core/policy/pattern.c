@@ -116,7 +116,7 @@ static bool fits(const match *m, const char *s, const char *p, const char *end)
 
 // ------------------------------------------------------------------ special items
 
-// %bxy, p at x
+// The item %bxy: the end of its match at s, or NULL. p points at x.
 static const char *balanced(const match *m, const char *s, const char *p)
 {
   if (!p[0] || !p[1]) return refuse(m, "unbalanced pattern");
@@ -131,7 +131,7 @@ static const char *balanced(const match *m, const char *s, const char *p)
   return NULL;
 }
 
-// %1
+// An item such as %1: the end of a repetition of capture `index` at s, or NULL.
 static const char *same_again(const match *m, const char *s, int index)
 {
   if (index < 0 || index >= m->captures || m->capture[index].length == OPEN)

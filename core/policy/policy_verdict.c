@@ -178,7 +178,7 @@ static bool read_norms(eng_policy *p, eng_verdict *out, bool exactly, char *why,
   return true;
 }
 
-// `lr_muls` or `caps`: a number for each tensor.
+// Reads `lr_muls` or `caps`: a number for each tensor.
 static bool read_numbers(eng_policy *p, eng_verdict *out, int what, char *why, size_t size)
 {
   lua_State *L = p->L;
@@ -241,7 +241,7 @@ static bool read_reset(eng_policy *p, eng_verdict *out, char *why, size_t size)
   return true;
 }
 
-// Heads are named as the signals logit_max.MODULE.HEAD.
+// Reads `logit_muls`. Heads are named like the signals logit_max.MODULE.HEAD.
 static bool read_logit_muls(eng_policy *p, char *why, size_t size)
 {
   static const char prefix[] = "logit_max.";
@@ -297,7 +297,7 @@ const char *eng_policy_logit_mul(double *factor, const eng_policy *p, int index)
   return p->logit_muls[index].name;
 }
 
-// Checks a name only if it differs from the name at the same place of the last `log`.
+// Reads `log`. Checks a name only if it differs from the name at the same place of the last `log`.
 static bool read_log(eng_policy *p, char *why, size_t size)
 {
   lua_State *L = p->L;

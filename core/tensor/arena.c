@@ -374,7 +374,7 @@ int64_t arena_page_size(void)
 
 void arena_pages_give(arena_id id, void *pages, int64_t bytes)
 {
-  madvise(pages, (size_t)bytes, MADV_NOHUGEPAGE);   // else the system fills the gap again
+  madvise(pages, (size_t)bytes, MADV_NOHUGEPAGE);   // else a huge page could fill the gap again
   madvise(pages, (size_t)bytes, MADV_DONTNEED);
   CLOSE(pages, bytes);
   arenas[SPACE_HOST][id].used -= bytes;

@@ -14,7 +14,7 @@ typedef struct storage {
   int32_t  arena;           // arena_id; -1: memory owned elsewhere
   int32_t  space;           // memory space: SPACE_HOST, SPACE_CUDA
   uint32_t writes;          // number of writes by scripts (fill, copy, random numbers)
-  int32_t  done;            // number of these tensors with `done`
+  int32_t  done;            // how many of the tensors that use it have `done`
   int32_t  segment;         // checkpointed part of the tape that computes it (tape.h); 0: none
   bool     awaited;         // an operation that runs again reads it (checkpoint.c)
   // ZeRO-3 (params/params_parted.c): the parameter whose weights these are, or NULL; whether they
@@ -49,7 +49,7 @@ typedef struct tensor {
 /// Resolves a handle. The message of ENG_ERR_STALE gives the tensor's shape, its step and a hint.
 /// Errors: STATE for weights that come and go (ZeRO-3).
 eng_status tensor_get(tensor **out, const eng_tensor *handle);
-/// The same for callers that do not touch the values, or bring absent weights first.
+/// tensor_get for callers that do not touch the values, or that first bring absent weights.
 eng_status tensor_find(tensor **out, const eng_tensor *handle);
 eng_tensor tensor_handle(const tensor *x);
 

@@ -207,7 +207,7 @@ int        char_byte(uint32_t code);
 
 /// Finds the next match at or after `at`; false: there is none.
 bool scan_next(int scan, const char *text, int64_t size, int64_t at, int64_t *start, int64_t *end);
-/// The same for a fixed text.
+/// scan_next for a fixed text, `what`.
 bool find_next(const char *what, int64_t length, const char *text, int64_t size, int64_t at,
                int64_t *start, int64_t *end);
 

@@ -45,13 +45,13 @@ typedef struct attention_problem {
 /// the true width; input rows are 16-byte aligned; factor > 0. `stored` is the number of columns of
 /// y, dq, dk and dv (the true width). These outputs also have `dtype`.
 eng_status attention_forward(const attention_problem *p, int dtype, int stored);
-/// The same on Hopper, for D 64 and 128.
+/// attention_forward on Hopper, for D 64 and 128.
 eng_status attention_forward_hopper(const attention_problem *p, int dtype, int stored);
 /// Computes the gradients. y is the forward pass's result in rows as wide as q's.
 eng_status attention_backward(const attention_problem *p, int dtype, int stored);
 
-/// The same in plain arithmetic. Inputs have `dtype`, f32 or f64, and any width; outputs have any
-/// float dtype. In the backward pass y, if given, also has `dtype`.
+/// Forward and backward in plain arithmetic. Inputs have `dtype`, f32 or f64, and any width;
+/// outputs have any float dtype. In the backward pass y, if given, also has `dtype`.
 eng_status attention_plain_forward(const attention_problem *p, int dtype);
 eng_status attention_plain_backward(const attention_problem *p, int dtype);
 

@@ -167,7 +167,7 @@ __device__ static inline void product_of_rows(float (&c)[MT][2 * N][4], const la
   }
 }
 
-/// The same with `a` in registers.
+/// product_of_rows with `a` in registers.
 template <class T, int D, int MT, int N>
 __device__ static inline void product_of_rows(float (&c)[MT][2 * N][4],
                                               const uint32_t (&a)[MT][D / 16][4],
