@@ -226,7 +226,7 @@ typedef struct eng_op_info {
   const char *name, *layout, *cast, *shape, *gradient;
   const char *ints, *floats;          // "(mask, keep)"; if none, "(no_ints)", "(no_floats)"
   int32_t n_in, n_out;                // -1: any number
-  int32_t optional, reads, saves;     // masks of inputs, inputs, outputs
+  int32_t optional, reads, saves;     // masks: of inputs, of inputs, of outputs
   int32_t unary;                      // 1: one elementwise input, no attributes
 } eng_op_info;
 /// The row of operation `op`; NULL past the end.

@@ -75,7 +75,7 @@ static eng_status give_memory(const op_call *call)
     tensor *to = node->out[k], *from = call->out[k];
     if (!to || !from || to == from) continue;
     if (to->store == from->store) {
-      to->data = from->data;   // a view of memory that is at a new address
+      to->data = from->data;   // a view: its memory is at a new address
     } else if (!to->store->memory) {
       to->data = from->data;
       to->store->memory = from->store->memory;

@@ -10,10 +10,10 @@ typedef struct tape_node {
   int64_t lua_id;       // >= 0: a Lua gradient; call.op is -1
   // relative scale of the outputs' gradients (eng_gradient_relative_scale)
   double  relative_scale;
-  // storage.writes at recording
+  // storage.writes of each input and output when the call was recorded
   uint32_t in_writes[ENG_OP_INPUTS], out_writes[ENG_OP_OUTPUTS];
-  // to run the operation again (checkpoint.c): the segment, which is its first node + 1 (0: none),
-  // autocast's settings, and the Philox blocks that were drawn before
+  // The rest is for running the operation again (checkpoint.c). segment: the segment's first node +
+  // 1; 0: none. precision: autocast's settings. drawn: the Philox blocks drawn before.
   int32_t       segment;
   bool          chosen;
   eng_precision precision;

@@ -13,7 +13,7 @@ static int64_t sizes_of(int64_t *n, const tensor *x)
   return x->count;
 }
 
-/// The call's geometry, from the tensors of each part.
+/// Describes a call: its sizes, and the memory and formats of its parts.
 static conv_call describe(const op_call *call, conv_kind kind, tensor *const *part)
 {
   conv_call g = {.kind = kind, .groups = call->conv2d.groups};

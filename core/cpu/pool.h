@@ -33,8 +33,8 @@ static inline pool_range pool_windows(const pool_side *s, int64_t i)
                       pool_least((i + s->padding) / s->stride + 1, s->m)};
 }
 
-/// The divisor of a window's mean, for one side: with `counted`, padding counts up to the padded
-/// edge.
+/// The number of cells that a window's mean counts along one side. With `counted`, cells of padding
+/// count as well, up to the padded edge.
 static inline int64_t pool_divisor(const pool_side *s, pool_range cells, int64_t start,
                                    bool counted)
 {

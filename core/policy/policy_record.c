@@ -639,7 +639,7 @@ eng_status eng_policy_tensors(eng_policy *p, const char *const *names, const int
     size_t before = p->used;
     ENG_TRY(policy_protected(p, name_task, &naming));
     lua_settop(p->L, SLOT_COUNT);
-    if (p->used > before) p->limit += p->used - before;      // memory of the host, not the policy
+    if (p->used > before) p->limit += p->used - before;      // the policy need not pay for views
   }
   eng_policy made = {
     .n_tensors = n,

@@ -99,7 +99,8 @@ eng_status cuda_mlp_gelu(const op_call *call)
   return y->count > 0 ? cuda_linear(&down) : ENG_OK;
 }
 
-// du = gelu'(u) * (dy W). If the two run separately, the product is kept in f32 (f64 for f64).
+// du = gelu'(u) * (dy W). If the product and the slope run separately, the product is kept in f32
+// (f64 for f64).
 eng_status cuda_matmul_gelu_grad(const op_call *call)
 {
   tensor *dy = call->in[0], *w = call->in[1], *u = call->in[2], *du = call->out[0];

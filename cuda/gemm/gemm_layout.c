@@ -74,7 +74,7 @@ void gemm_simplify(gemm_product *p)
   }
   while (p->batch_dims > 0) {
     int d = p->batch_dims - 1;
-    bool one = p->m == 1;   // a single row does not use its stride, so the batch can
+    bool one = p->m == 1;   // then the matrices of the batch become the rows, at any stride
     if (p->b.batch[d] != 0 ||
         (!one && (p->c.batch[d] != p->m * p->c.row || p->a.batch[d] != p->m * p->a.row)))
       break;

@@ -143,7 +143,8 @@ __device__ static inline void apply(const Rule &rule, bool low, float (&y)[M][V]
   }
 }
 
-/// The first M tensors of the walk are outputs (NULL if absent); the next N are inputs.
+/// Applies a rule to a walk. Its first M tensors are outputs (NULL if absent), the next N are
+/// inputs.
 template <class IO, int M, int N, class Rule>
 static __global__ void __launch_bounds__(WALK_THREADS)
   map_kernel(const walk<M + N> w, const Rule rule)

@@ -236,7 +236,7 @@ __device__ static double unary_double(int op, double x)
 
 __device__ static double silu_slope_double(double x)
 {
-  if (isinf(x)) return x > 0;   // the limits
+  if (isinf(x)) return x > 0;   // the slope's limits: 1 at +inf, 0 at -inf
   double s = sigmoid_double(x);
   return s * (1.0 + x * (1.0 - s));
 }
@@ -256,8 +256,8 @@ __device__ static double slope_double(int op, double v)
     case ENG_OP_sigmoid:     return sigmoid_double(v) * sigmoid_double(-v);
     case ENG_OP_log_sigmoid: return sigmoid_double(-v);
     case ENG_OP_softplus:    return sigmoid_double(v);
-    case ENG_OP_relu:        return 1.0;   // dy is 0 where v <= 0
-    case ENG_OP_hardswish:   return v > -3 && v < 3 ? (2 * v + 3) / 6 : 1.0;   // dy is 0 below
+    case ENG_OP_relu:        return 1.0;   // slope_body clears dy where v <= 0
+    case ENG_OP_hardswish:   return v > -3 && v < 3 ? (2 * v + 3) / 6 : 1.0;   // and where v <= -3
     case ENG_OP_gelu:
       if (isinf(v)) return v > 0;
       return 0.5 * erfc(-v * 0.70710678118654752440) +

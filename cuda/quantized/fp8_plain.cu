@@ -117,7 +117,8 @@ __global__ void __launch_bounds__(SIDE *SIDE) multiply(const __grid_constant__ p
   }
 }
 
-/// along_k: the product sums over the second stored dimension.
+/// q as an operand. along_k: the product sums over the second stored dimension, else over the
+/// first.
 operand operand_of(const tensor *q, const tensor *scale, bool along_k, int64_t block_rows,
                    int64_t block_columns)
 {

@@ -26,7 +26,7 @@ namespace {
 enum {
   THREADS = 256,
   WARPS = THREADS / 32,
-  SIDE = 64,               // of a tile, unless the size of a block does not divide it
+  SIDE = 64,               // of a tile, if whole blocks of scales fill it
   EACH = 4,                // neighbours of a row that a thread reads or writes at once
   MOST = 128,              // rows of the largest Hadamard matrix
   WIDE = 32,               // columns of x that a block of `rotate` transforms
@@ -171,7 +171,7 @@ __device__ inline void find_scales(float2 *block, const float *tile, int pitch, 
   }
 }
 
-/// Writes n elements from element `at` of a result.
+/// Writes n elements of a result, beginning with element `at`.
 template <int FORMAT>
 __device__ inline void store_four(const job &p, const side &s, int64_t at,
                                   const uint8_t (&code)[EACH], const uint16_t (&value)[EACH], int n)
@@ -339,7 +339,7 @@ int tile_side(int block)
 
 bool is_aligned(const void *p, int bytes) { return (uintptr_t)p % (uintptr_t)bytes == 0; }
 
-/// `turned`: the result is that of p->x transposed.
+/// Describes a result of the call. `turned`: it is the result of p->x transposed.
 side side_of(const op_call *call, tensor *q, tensor *scale, const job *p, bool turned,
              int64_t random)
 {

@@ -56,12 +56,12 @@ struct job {
   // bits of the largest magnitude, NaN when the input contains one; NULL: not wanted
   uint32_t *amax;
   uint64_t seed;
-  int     wide;                        // reads eight numbers of x at a time, 16-byte aligned
-  int     turned_wide;                 // rows of the transposed copy are 16-byte aligned
-  int     tiles;                       // processed by tiles
+  int     wide;                        // 1: groups of eight numbers of x are 16-byte aligned
+  int     turned_wide;                 // 1: rows of the transposed copy are 16-byte aligned
+  int     tiles;                       // 1: x is processed by tiles
   unsigned across;                     // tiles in a row of tiles
   int     height, width;               // rows and columns as int
-  int     same;                        // the transposed copy has the same codes and scales
+  int     same;                        // 1: the transposed copy has the same codes and scales
 };
 
 __device__ static inline fp8_scale scale_of(const scaling_rule &r, float amax)

@@ -374,7 +374,7 @@ __device__ static inline void receive(eight<T> (&v)[DOWN], const uint4 *stage, c
     }
 }
 
-/// 16-byte quads of a tile being loaded.
+/// The number of 16-byte quads in a tile that is being loaded.
 template <typename T> struct stage_of { enum { QUADS = TILE * TILE * sizeof(T) / sizeof(uint4) }; };
 
 /// Starts loading a tile of x and, with SWIGLU, a tile of up behind it.

@@ -75,7 +75,7 @@ static __global__ void __launch_bounds__(WALK_THREADS) rows_kernel(const row_cop
   }
 }
 
-// The same with a change of format. A unit is V elements.
+// Copies rows and converts their format. A unit is V elements.
 template <int V>
 static __global__ void __launch_bounds__(WALK_THREADS) converted_rows_kernel(const row_copy r)
 {
@@ -442,7 +442,7 @@ static eng_status scatter_sums(const op_call *call, scatter s, walk<3> w, int64_
   return ENG_OK;
 }
 
-// Picks of whole rows: index [n].
+// The picks are whole rows: the index is [n].
 static eng_status scatter_rows(const op_call *call, around a, bool add)
 {
   const tensor *index = call->in[1];
@@ -467,7 +467,7 @@ extern "C" eng_status cuda_index_select_grad(const op_call *call)
   return scatter_rows(call, around_of(dx, dimension_of(call->index_select_grad.dim, dx)), false);
 }
 
-// Picks of single elements: every element of dx is a place, every element of dy a pick.
+// The picks are single elements: every element of dx is a place, every element of dy is a pick.
 extern "C" eng_status cuda_gather_grad(const op_call *call)
 {
   const tensor *dx = call->out[0], *dy = call->in[0];

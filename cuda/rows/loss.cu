@@ -83,7 +83,7 @@ template <int LANES, typename A> __device__ static inline A row_largest(A x)
   __syncthreads();
   x = warps[0];
   for (int w = 1; w < LANES / 32; w++) x = larger(x, warps[w]);
-  __syncthreads();   // before the next use
+  __syncthreads();   // ends all reads of `warps` before its next use
   return x;
 }
 
@@ -312,7 +312,7 @@ extern "C" eng_status cuda_cross_entropy(const op_call *call)
 
 // ------------------------------------------------------------------ its gradient
 
-/// As in vector.h, for two doubles.
+/// narrow_words of vector.h, for two doubles.
 __device__ static inline void narrow_words(words<double, 2> &to, const double (&from)[2])
 {
   memcpy(to.w, from, sizeof to.w);

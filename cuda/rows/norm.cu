@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (FORWARD_BLOCKS<T, V, ROW,
       mean = row_sum<ROW>(sum, room[turn][0]) / count;
 #pragma unroll
       for (int v = 0; v < V; v++)
-        if (column_of<ROW>(v) + 8 > p.n)   // columns beyond the row must not deviate
+        if (column_of<ROW>(v) + 8 > p.n)   // columns beyond the row get the mean: no deviation
 #pragma unroll
           for (int i = 0; i < 8; i++) x[v][i] = column_of<ROW>(v) + i < p.n ? x[v][i] : mean;
     }
@@ -674,7 +674,7 @@ static eng_status forward(const op_call *call, bool centred, bool adds)
 {
   ENG_TRY(check_length(call));
   norm_call p = call_of(call, centred);
-  const int next = adds ? 2 : 1;   // after x and branch, y and sum
+  const int next = adds ? 2 : 1;   // first input after x and branch, output after y and sum
   const tensor *branch = adds ? call->in[1] : NULL, *sum = adds ? call->out[1] : NULL;
   int32_t branch_dtype, sum_dtype;
   bool fast = true;

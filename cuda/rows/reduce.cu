@@ -35,7 +35,7 @@ __device__ static inline float better(float a, float b, int rule)
   return (rule == MAX ? b > a : b < a) || b != b ? b : a;
 }
 
-/// f32, f16 and bf16, V at a time.
+/// How elements of f32, f16 and bf16 are read and combined, V at a time.
 template <int RULE, int V_> struct floats {
   enum { V = V_, EVEN_ROWS = 0 };
   typedef typename mixed<V>::raw raw;

@@ -69,14 +69,14 @@ struct rows_call {
   int32_t x_dtype, dy_dtype, y_dtype, op;
 };
 
-/// A row's largest element, its sum of exp(x - largest), the sum's logarithm, and whether the row
-/// contains a NaN. The result of every element follows from these.
+/// A row's largest element, the sum of exp(x - largest) or, for softmax, its inverse, the sum's
+/// logarithm, and whether the row contains a NaN. The result of every element follows from these.
 template <typename T> struct row_result {
   T    largest, sum, log_sum;
   bool nan;
 };
 
-/// x: for softmax the element's exp, for log softmax the element.
+/// Stores V results. x: for softmax the elements' exps, for log softmax the elements.
 template <class L>
 __device__ static inline void finish(const rows_call &c, int64_t at,
                                      const typename L::number (&x)[L::V],

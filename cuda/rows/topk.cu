@@ -162,7 +162,7 @@ template <int HELD> static __global__ void __launch_bounds__(128) warp_row_kerne
   int lane = threadIdx.x % 32;
   if (row >= c.rows) return;   // the whole warp leaves
   uint64_t order[HELD];
-  uint32_t left = 0;           // elements not taken yet
+  uint32_t left = 0;           // bit mask of this lane's elements that are not taken yet
 #pragma unroll
   for (int j = 0; j < HELD; j++) {
     bool inside = lane + 32 * j < c.n;
