@@ -65,8 +65,8 @@ typedef struct eng_safetensors_entry {
   int64_t begin, end;
 } eng_safetensors_entry;
 
-/// Errors: IO (missing, unreadable), FORMAT (a header that violates the format), DTYPE (a dtype
-/// that this engine lacks; the text names it).
+/// Opens a file. Errors: IO (missing, unreadable), FORMAT (a header that violates the format),
+/// DTYPE (a dtype that this engine lacks; the text names it).
 eng_status  eng_safetensors_open(eng_safetensors **out, const char *path);
 /// NULL is allowed.
 void        eng_safetensors_close(eng_safetensors *file);
@@ -123,7 +123,7 @@ void       eng_attach_answer(eng_attach *server, int client, const char *text, i
 bool       eng_attach_here(eng_attach *server, int client);
 int        eng_attach_count(const eng_attach *server);
 
-/// The client's side. Errors: STATE (no listener), IO.
+/// A client's connection to a run. Errors: STATE (no listener), IO.
 typedef struct eng_attach_link eng_attach_link;
 eng_status eng_attach_connect(eng_attach_link **out, const char *path);
 /// Sends text; waits while the run does not read. Errors: as above, and INTERRUPTED, after which
@@ -206,8 +206,9 @@ int         eng_query_parameters(const eng_query *query);
 eng_status  eng_query_bind_int(eng_query *query, int parameter, int64_t value);
 eng_status  eng_query_bind_double(eng_query *query, int parameter, double value);
 eng_status  eng_query_bind_text(eng_query *query, int parameter, const char *value, int64_t bytes);
-/// Sets `row` if there is another row. Errors: FORMAT (a value whose type is not its column's, a
-/// negative step, more work than a sound file of this size can need), INTERRUPTED, IO.
+/// Goes to the next row; `row` is false if there is none. Errors: FORMAT (a value whose type is not
+/// its column's, a negative step, more work than a sound file of this size can need), INTERRUPTED,
+/// IO.
 eng_status  eng_query_next(bool *row, eng_query *query);
 int         eng_query_columns(const eng_query *query);
 const char *eng_query_name(const eng_query *query, int column);

@@ -35,7 +35,7 @@ eng_status eng_comm_nccl(const char **text);
 /// Splits a group: the ranks that pass the same color form a part, ordered by key and rank. Color
 /// -1: in no part (NULL in out).
 eng_status eng_comm_split(eng_comm **out, eng_comm *parent, int color, int key);
-/// NULL and the world are allowed.
+/// Frees a group. NULL and the world are allowed.
 void eng_comm_free(eng_comm *comm);
 /// How long a rank waits for others (300 s by default) before it ends the job with a message that
 /// names the missing ranks. 0 only queries. Returns the previous value.

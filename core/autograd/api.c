@@ -229,7 +229,8 @@ eng_status eng_copy(const eng_tensor *target, const eng_tensor *source)
   tensor *between = NULL, *spread = NULL;
   eng_status status = ENG_OK;
   bool recording = eng_grad_enabled(false);
-  // Kernels copy in parallel and in blocks, so they copy overlapping memory through a temporary.
+  // Kernels copy in parallel and in blocks. So if x and y may overlap, x is first copied to a new
+  // tensor.
   if (x != y && x->store == y->store) {
     status = op_run1(&between, (op_call){.op = ENG_OP_contiguous, .in = {x}});
     x = between;

@@ -120,8 +120,8 @@ static void drop_collected(const op_call *call)
     if (call->out[k]) gradient_drop(call->out[k]);
 }
 
-/// Errors: GRADIENT if a tensor that the rule reads was modified after the operation ran. The rule
-/// would silently compute a wrong gradient.
+/// Errors: GRADIENT if a tensor that the rule reads was modified after the operation ran, because
+/// the rule would then silently compute a wrong gradient.
 static eng_status check_unwritten(const tape_node *node)
 {
   const op_call *call = &node->call;

@@ -185,7 +185,7 @@ eng_status grad_emit(grad_call *g, int k, tensor *dx)
   if (!tensor_same_shape(dx, x)) ENG_TRY(unbroadcast(&dx, x));
   double relative = gradient_relative_scale(x);
   if (relative != g->relative_scale) {
-    tensor *scaled;   // adding -0 keeps the sign of zeros
+    tensor *scaled;   // the term is -0, because adding 0 would turn -0 into 0
     eng_status status = op_affine(&scaled, dx, relative / g->relative_scale, -0.0);
     tensor_drop(dx);
     if (status != ENG_OK) return status;

@@ -57,7 +57,7 @@ static eng_status read_inputs(graph_input *input, const eng_tensor *tensors, int
   if (n < 0 || n > MOST_INPUTS)
     return error_set(ENG_ERR_VALUE, "graph: expected 0 to %d tensors in a batch, got %d",
                      MOST_INPUTS, n);
-  memset(input, 0, MOST_INPUTS * sizeof *input);   // compared as bytes
+  memset(input, 0, MOST_INPUTS * sizeof *input);   // clears padding: inputs are compared as bytes
   for (int i = 0; i < n; i++) {
     tensor *x;
     ENG_TRY(tensor_get(&x, &tensors[i]));

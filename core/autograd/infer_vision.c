@@ -40,7 +40,7 @@ static eng_status windows(const op_call *c, int64_t *out, int64_t size, int64_t 
 
 // ---- convolution
 
-/// The shape of y for x [n x size x channels] and a weight of this shape.
+/// The shape of y for x [n x size x channels] and a weight of shape w.
 static eng_status conv_output(const op_call *c, int64_t *y, int64_t n, const int64_t *size,
                               int64_t channels, const int64_t *w)
 {

@@ -170,7 +170,7 @@ static eng_status take_numbers(op_call *c)
 
 // ---- elements in another order
 
-/// Whether output element i depends on element i of each input alone, whatever the order.
+/// Whether output element i depends only on element i of each input, in any order of the elements.
 static bool is_elementwise(op_call *c)
 {
   switch (c->op) {

@@ -51,7 +51,7 @@ static eng_status sync_parent(const char *path)
 eng_status eng_file_map(eng_mapping *out, const char *path)
 {
   *out = (eng_mapping){ NULL, 0 };
-  int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);     // a pipe does not block
+  int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);     // opening a pipe does not block
   if (fd < 0) return io_error("open", path);
   struct stat stat_now;
   eng_status status = ENG_OK;

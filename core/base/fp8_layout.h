@@ -43,7 +43,7 @@ enum {
   FP8_BLOCK = 128,       // elements that share a scale, in one direction or in both
   // on the GPU, rows and inner of a product's operands are padded with zeros to a multiple of this
   FP8_PAD = 16,
-  FP8_SCALE_PAD = 4,     // floats
+  FP8_SCALE_PAD = 4,     // rows of scales are padded to a multiple of this many
 };
 
 FP8_LAYOUT_INLINE int64_t fp8_blocks(int64_t n)

@@ -17,10 +17,10 @@ enum { BLOCK_ELEMENTS = 16384, ROWS_LEAST = 16, ROWS_MOST = 128,
 
 typedef struct channel_norm {
   const tensor *x, *dy, *out;
-  int64_t samples, rows, channels, groups;     // rows of a sample
-  int64_t block_rows, blocks;                  // blocks of a sample
+  int64_t samples, rows, channels, groups;     // rows: of one sample
+  int64_t block_rows, blocks;                  // blocks: of one sample
   float  *partial;                             // [samples x blocks x PARTS x channels]
-  float  *factor;                              // [samples x 4 x channels]: see apply_row
+  float  *factor;                              // [samples x 4 x channels]: see apply_rows
   bool    given;                               // backward: the statistics are constants
 } channel_norm;
 

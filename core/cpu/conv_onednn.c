@@ -1,5 +1,5 @@
 // Convolutions through oneDNN 2.6 to 3.x. x and y stay channels last in memory unless oneDNN has no
-// fast kernel for that; weights are reordered into the format that oneDNN asks for on every call.
+// fast kernel for that; on every call, weights are reordered into the format that oneDNN asks for.
 // Called by conv.c.
 //
 // Numerics: products and sums in f32, rounded once. bf16 products take subnormals as zero and
@@ -14,7 +14,7 @@
 #include <omp.h>
 #include <string.h>
 
-// oneDNN computes sizes in 32 bits in places.
+// The largest size passed to oneDNN, which computes some products of sizes in 32 bits.
 enum { LARGEST = 1 << 24 };
 
 // Memories of an entry: the caller's parts, the parts as oneDNN wants them, the workspace.
@@ -152,7 +152,7 @@ static bool is_slow(const_dnnl_primitive_desc_t conv)
 /// The description of the convolution: channels last if oneDNN has a fast kernel for it.
 static dnnl_status_t choose(dnnl_primitive_desc_t *out, const key *k)
 {
-  key plain = *k;              // for the forward hint: a gradient written in f32 does not count
+  key plain = *k;              // for the forward hint: y's format throughout
   plain.dtype[CONV_X] = plain.dtype[CONV_W] = plain.dtype[CONV_Y];
   for (int any = 0; any < 2; any++) {
     dnnl_primitive_desc_t forward = NULL, found = NULL;

@@ -133,8 +133,8 @@ static eng_status clamp(const op_call *call)
                      (numbers){.a = (float)call->clamp.low, .b = (float)call->clamp.high});
 }
 
-// The square root as pow(a, 0.5) defines it: +0 for -0, and +inf for -inf. pow_tile computes common
-// exponents without pow.
+// The square root as pow(a, 0.5) defines it: +0 for -0, and +inf for -inf. pow_tile uses it to
+// compute common exponents without pow.
 static inline vf vf_root_(vf a)
 {
   return vf_select(vf_eq(a, vf_set1(-INFINITY)), vf_set1(INFINITY), vf_add(vf_sqrt(a), vf_zero()));

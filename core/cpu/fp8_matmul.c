@@ -59,7 +59,7 @@ typedef struct product {
   int64_t  m, n, k, stretch, promotion;
   int      model;
   bool     pairs;                    // the fp32 model multiplies pairs of bf16
-  bool     b_first;                  // scale_b is multiplied first
+  bool     b_first;                  // scale_b is multiplied before scale_a
   float   *scale_a, *scale_b;        // [stretches][m], [stretches][n rounded up to panels]
   int64_t  scale_a_row, scale_b_row;
 } product;

@@ -61,8 +61,8 @@ static int format_of(int dtype)
   return dtype == ENG_f16 ? dnnl_data_type_undef : onednn_format(dtype);
 }
 
-// Whether oneDNN accepts the matrix: one dimension has stride 1, and the other's stride is at least
-// that dimension's size.
+// Whether oneDNN accepts the matrix: one dimension has stride 1, and the stride of the other is at
+// least the size of the first.
 static bool plain(const gemm_operand *o, int64_t rows, int64_t columns)
 {
   return (o->column == 1 && o->row >= columns) || (o->row == 1 && o->column >= rows);

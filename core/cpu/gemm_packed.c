@@ -169,7 +169,7 @@ VF_INLINE void finish_gelu(const part *p, const int dtype, const bool slope, con
       }
     }
 #pragma GCC unroll 4
-    for (int v = 0; v < GEMM_NV; v++)   // interleaved, as each is a long dependency chain
+    for (int v = 0; v < GEMM_NV; v++)   // unrolled: the long dependency chains overlap
       y[v] = slope ? vf_mul(vf_gelu_tanh_derivative(y[v]), x[v]) : vf_gelu_tanh(x[v]);
 #pragma GCC unroll 4
     for (int v = 0; v < GEMM_NV; v++) store(slope ? c : side, dtype, to + v * VF_LANES, y[v], n[v]);
@@ -263,7 +263,7 @@ static void multiply(const part *p, int64_t i0, int64_t rows, int64_t first, int
 
 // How a product is cut. Each thread has room for its part of A (a_floats).
 typedef struct layout {
-  int64_t k_span, n_span;            // packed at once
+  int64_t k_span, n_span;            // steps and columns packed at once
   int64_t rows, row_blocks;          // rows of a rectangle; rectangles below each other
   int64_t column_groups;             // rectangles next to each other
   int64_t a_floats, b_floats, carried_floats;

@@ -299,8 +299,8 @@ VF_INLINE tally chunk_tally(const void *g, int dtype, int n)
 
 typedef uint32_t word __attribute__((may_alias));
 
-/// Counts the subnormals of f32 or bf16. Their exponent bits are zero; the leading one gives the
-/// binade.
+/// Counts the subnormals of f32 or bf16. Their exponent bits are zero; the highest bit that is set
+/// gives the binade.
 static __attribute__((noinline)) void count_subnormals(const void *g, int n, bool bf16,
                                                        int64_t *hist)
 {

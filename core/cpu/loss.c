@@ -47,7 +47,7 @@ static double sum_of(const void *x, int dtype, int64_t first, int64_t n)
 
 static bool logits_fast(const op_call *call)
 {
-  for (int k = 0; k < call->n_in; k++)   // targets are integers
+  for (int k = 0; k < call->n_in; k++)   // input 1 is the targets, integers
     if (k != 1 && call->in[k] && !dtype_is_fast(call->in[k]->dtype)) return false;
   for (int k = 0; k < call->n_out; k++)
     if (call->out[k] && !dtype_is_fast(call->out[k]->dtype)) return false;

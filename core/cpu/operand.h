@@ -169,7 +169,7 @@ static inline __attribute__((unused)) void formula_body(const work *w, int64_t f
   tile_store(y->data, y->dtype, first, t.y, n);
 }
 
-/// Runs a call with up to three inputs and one output by a formula.
+/// Applies a formula to a call with up to three inputs and one output.
 static inline __attribute__((unused)) eng_status elementwise(const op_call *call,
                                                              void (*formula)(const tile *t),
                                                              numbers with)

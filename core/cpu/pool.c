@@ -41,7 +41,7 @@ static void add_where(float *restrict sum, const float *restrict x, const int32_
   for (int i = 0; i < n; i++) sum[i] += at[i] == cell ? x[i] : 0.0f;
 }
 
-/// One window's channels [c, c + length).
+/// Pools channels [c, c + length) of one window.
 static void pool_window(const pooling *p, int64_t n, int64_t i, int64_t j, int64_t c, int length)
 {
   float buffer[TILE] __attribute__((aligned(64))), out[TILE] __attribute__((aligned(64)));
@@ -67,7 +67,7 @@ static void pool_window(const pooling *p, int64_t n, int64_t i, int64_t j, int64
   floats_to(p->small->data, p->small->dtype, to, out, length);
 }
 
-/// The gradient of one cell's channels [c, c + length).
+/// Computes the gradient of channels [c, c + length) of one cell.
 static void pool_cell(const pooling *p, int64_t n, int64_t h, int64_t w, int64_t c, int length)
 {
   float buffer[TILE] __attribute__((aligned(64))), out[TILE] __attribute__((aligned(64))) = {0};

@@ -54,7 +54,7 @@ static eng_status normalise_grad(const op_call *call, bool layer)
       double h = (row[i] - (means ? means[r] : 0.0)) * rstds[r];
       dweight[i] += slope[i] * h;
       dbias[i] += slope[i];
-      slope[i] *= weight ? weight[i] : 1.0;   // g from here on
+      slope[i] *= weight ? weight[i] : 1.0;   // `slope` is g from here on
       row[i] = h;
       mean_g += slope[i] / (double)n;
       mean_gh += slope[i] * h / (double)n;

@@ -218,7 +218,7 @@ static eng_status norm_grad(const op_call *call, bool batch)
   const tensor *tx = call->in[0];
   grouped g = groups_of(tx, batch, batch ? 0 : call->group_norm_grad.groups);
   bool given = batch && call->batch_norm_grad.given;
-  const tensor *part = batch ? call->in[5] : NULL;   // given if x is only a part of the rows
+  const tensor *part = batch ? call->in[5] : NULL;   // sums over all rows, if x has only some
   double count = (double)(part ? call->batch_norm_grad.rows : g.rows * g.width);
   double eps = batch ? call->batch_norm_grad.eps : call->group_norm_grad.eps;
   workspace space = {0};

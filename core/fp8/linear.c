@@ -68,8 +68,8 @@ static eng_status quantize_mx(copies *out, int64_t number, fp8_site *s, int role
 }
 
 /// Quantizes x in a role's format and blocks, into the copies passed in `out` if any. `transposed`:
-/// also quantizes x transposed. `swiglu`: x has no memory; its codes are computed from that call's
-/// inputs.
+/// also quantizes x transposed. `swiglu`, unless NULL: the call that computes x. Then x has no
+/// memory, and its codes are computed from that call's inputs.
 static eng_status quantize(copies *out, int64_t number, fp8_site *s, int role, tensor *x,
                            const op_call *swiglu, bool transposed)
 {

@@ -309,7 +309,7 @@ static int64_t price(lua_State *L, int index)
                 ? (int64_t)lua_objlen(L, index) / BYTES_PER_INSTRUCTION : 0);
 }
 
-static void charge_values(lua_State *L)                // all on the stack
+static void charge_values(lua_State *L)                // charges for all values on the stack
 {
   int64_t work = 0;
   for (int i = lua_gettop(L); i > 0; --i) work += price(L, i);

@@ -143,7 +143,7 @@ static void put_table(data_blob *text, const char *at)
   qsort(entries, (size_t)n, sizeof *entries, by_key);
   int first = 0;
   while (first < n && entries[first].key.tag == 'n' && entries[first].key.number < 1) ++first;
-  int last = first;                                   // the sequence 1..last-first
+  int last = first;                                   // the keys 1, 2 .. are entries [first, last)
   while (last < n && entries[last].key.tag == 'n' && entries[last].key.number == last - first + 1)
     ++last;
 

@@ -28,7 +28,7 @@ void policy_copy_reason(char *out, size_t size, const char *text, size_t length)
   eng_text_shown(out, (int64_t)size, text, (int64_t)length, false);
 }
 
-// Writes to `why` why the verdict is refused. Returns false.
+// Writes the reason for refusing the verdict to `why`. Returns false.
 __attribute__((format(printf, 3, 4)))
 static bool refuse(char *why, size_t size, const char *format, ...)
 {

@@ -355,7 +355,7 @@ static eng_status open_header(eng_safetensors **out, const char *path, int fd)
 eng_status eng_safetensors_open(eng_safetensors **out, const char *path)
 {
   *out = NULL;
-  int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);     // a pipe does not block
+  int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);     // opening a pipe does not block
   if (fd < 0) return error_set(ENG_ERR_IO, "%s: cannot open: %s", path, strerror(errno));
   eng_status status = open_header(out, path, fd);
   if (status == ENG_OK) (*out)->fd = fd;

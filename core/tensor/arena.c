@@ -55,7 +55,7 @@ typedef struct arena {
   int64_t chunk_size;      // the minimum taken from the system, in bytes
   chunk  *first, *current;
   free_list lists[FREE_LISTS];
-  int     lists_used;      // of lists[]
+  int     lists_used;      // entries of lists[] in use
   int64_t used, peak, reserved, allocations, pieces;
 } arena;
 

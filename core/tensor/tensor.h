@@ -25,7 +25,7 @@ typedef struct storage {
 
 typedef struct tensor {
   void     *data;                    // first element of this view
-  int64_t   shape[ENG_MAX_DIMS];     // elements
+  int64_t   shape[ENG_MAX_DIMS];     // sizes
   int64_t   stride[ENG_MAX_DIMS];    // elements; 0 where broadcast
   int64_t   count;                   // product of shape
   int32_t   ndim;

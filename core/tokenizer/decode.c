@@ -59,7 +59,7 @@ static int hex(char c)
          : c >= 'a' && c <= 'f' ? c - 'a' + 10 : -1;
 }
 
-// The byte of a token such as <0xE2>, -1: another token.
+// The byte of a token such as <0xE2>; -1 for any other token.
 static int fallback_byte(const char *text, int64_t size)
 {
   if (size != 6 || memcmp(text, "<0x", 3) != 0 || text[5] != '>') return -1;
@@ -137,7 +137,7 @@ static bool starts(const char *text, int64_t size, const step *s)
   return size >= s->a_size && memcmp(text, s->a, (size_t)s->a_size) == 0;
 }
 
-// Runs a step on one text of the list. For steps that change each text by itself.
+// Runs a step that changes each text by itself on one text of the list.
 static eng_status each(eng_tokenizer *t, step *s, const char *text, int64_t size, bool first,
                        bool last, buffer *out)
 {

@@ -101,7 +101,8 @@ static bool chinese(uint32_t c)
          (c >= 0xF900 && c <= 0xFAFF) || (c >= 0x2F800 && c <= 0x2FA1F);
 }
 
-// The lower case of a character. The numbers above 0x80 are of letters added after Unicode 15.
+// The lower case of a character. The cases above 0x80 are letters added after Unicode 15, which
+// libutf8proc does not know.
 static uint32_t lower_case(uint32_t c)
 {
   if (c < 0x80) return c + (c >= 'A' && c <= 'Z' ? 32 : 0);

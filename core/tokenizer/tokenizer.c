@@ -155,8 +155,9 @@ static eng_status name_token(eng_tokenizer *t, int64_t id, const char *text, int
   return texts_add(&t->all, text, size, (uint32_t)id) ? ENG_OK : no_memory();
 }
 
-// The score as the package reads it: the digits are read as an integer, which is then multiplied or
-// divided by a power of ten, and each step rounds. Ties between paths depend on the last bit.
+// The score as the package `tokenizers` reads it: the digits are read as an integer, which is then
+// multiplied or divided by a power of ten, and each step rounds. Ties between paths depend on the
+// last bit.
 static double score_of(double score)
 {
   char text[32];

@@ -22,7 +22,7 @@ __device__ static inline float reciprocal_fast(float x)
   return y;
 }
 
-// Round two numbers to FP8 with saturation. `low` goes to the low byte.
+// These functions round two numbers to FP8 with saturation. `low` goes to the low byte.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
 #define PTX_FP8 1
 __device__ static inline uint32_t pack_e4m3(float low, float high)

@@ -169,7 +169,8 @@ __device__ static inline float look_at(uint4 raw, __half2 &top, __half2 &zeros, 
                                        histogram *bins)
 {
   // Read as f16, the magnitudes of either format keep their order. A number that reads as NaN is
-  // neither zero nor tiny. If `top` misses it, its square is out of range, so careful() runs.
+  // neither zero nor tiny. If `top` misses such a number, its square is out of range, so careful()
+  // runs.
   const __half2 normal = as_halves((uint32_t)layout<T>::normal * 0x00010001u), zero = as_halves(0);
   const uint32_t w[4] = {raw.x, raw.y, raw.z, raw.w};
   float part[4];
@@ -365,7 +366,8 @@ __device__ static inline void flush_bins(histogram *h, int dtype, unsigned long 
   __syncthreads();
 }
 
-/// A block takes `run` neighbouring chunks at a time.
+/// Fills the tallies of all chunks and, with HIST, the histograms of the tensors. A block takes
+/// `run` neighbouring chunks at a time.
 template <bool HIST>
 __global__ static void __launch_bounds__(SPAN_THREADS, HIST ? RESIDENT_HIST : RESIDENT)
   read_gradients(const device_span *spans, const int32_t *chunk, int chunks, int run,
@@ -401,8 +403,8 @@ __global__ static void __launch_bounds__(SPAN_THREADS, HIST ? RESIDENT_HIST : RE
 
 // ------------------------------------------------------------------ tensors and the total
 
-/// One block per slab of a tensor. The last block to finish sums the slabs and the tensors.
-/// `counter` is 0 between launches.
+/// Adds up the tallies, with one block per slab of a tensor. The last block to finish sums the
+/// slabs and the tensors. `counter` is 0 between launches.
 __global__ static void __launch_bounds__(SPAN_THREADS, 2)
   sum_up(const device_span *spans, int n, int slabs, const tally *tallies, tally *partial,
          span_result *results, cuda_step_total *total, unsigned *counter,

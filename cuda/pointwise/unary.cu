@@ -91,8 +91,9 @@ template <int V> __device__ static inline void unary_low(int op, float (&y)[V], 
   }
 }
 
-/// OP: a kernel for this operation alone, for those that models spend time in, because a kernel of
-/// many formulas needs as many registers as the longest formula. -1: `op` selects the formula.
+/// OP >= 0: a kernel for this operation alone. Operations that models spend time in get one,
+/// because a kernel of many formulas needs as many registers as the longest formula. -1: `op`
+/// selects the formula.
 template <int OP = -1> struct unary_rule {
   int op;
   template <int V>
