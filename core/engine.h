@@ -439,19 +439,25 @@ void eng_autocast(const eng_precision *now, eng_precision *previous);
 
 // ------------------------------------------------------------------ parameter sets and optimizers
 
-/// The parameters of a model: one flat buffer each for weights (f32 master), gradients and, if the
-/// precision requires it, low-precision weights. Parameters keep the order of eng_params_new.
-/// Statistics, unscaling and updates need a current device that uses the set's memory (else
-/// DEVICE).
+/// The parameters of a model: one flat buffer each for master weights (f32 or bf16), gradients and,
+/// if the precision requires it, low-precision weights. Parameters keep the order of
+/// eng_params_new. Statistics, unscaling and updates need a current device that uses the set's
+/// memory (else DEVICE).
 typedef struct eng_params eng_params;
 
-/// Takes over `n` f32 leaves and moves their values into the flat buffer. Their handles stay valid.
-/// `names` are used in messages and records. Errors: DTYPE, VALUE (a tensor is listed twice).
+/// Takes over `n` leaves in f32 or bf16 and moves their values into the flat buffer. Their handles
+/// stay valid. `names` are used in messages and records. Errors: DTYPE, VALUE (a tensor is listed
+/// twice).
 eng_status eng_params_new(eng_params **out, const eng_tensor *tensors, const char *const *names,
                           int n);
 /// Frees buffers and tensors. NULL is allowed.
 void eng_params_free(eng_params *set);
 
+/// Changes the master weights of parameter i to dtype[i], f32 or bf16, rounded to nearest. Their
+/// handles stay valid. If one changes, all low-precision weights and gradients are dropped, so call
+/// eng_params_precision afterwards; bf16 masters have no low-precision weights. Errors: DTYPE;
+/// STATE (the tape has operations, a view of the weights exists, zero=3).
+eng_status eng_params_masters(eng_params *set, const int32_t *dtype);
 /// Gives parameter i weights of format shadow[i] for the forward pass (ENG_f32: none, the master is
 /// used) and gradients of format gradient[i]. Gradients are cleared.
 eng_status eng_params_precision(eng_params *set, const int32_t *shadow, const int32_t *gradient);
@@ -524,6 +530,11 @@ uint64_t eng_params_checksum_of(const eng_params *set, const uint8_t *which, int
 /// The kinds of optimizers.
 enum { ENG_SGD = 0, ENG_ADAM = 1, ENG_ADAMW = 2, ENG_LION = 3 };
 
+/// How an update rounds new weights to bf16 masters. nearest: to even. stochastic: by 16 random
+/// bits that are a function of the seed, eng_update.draw, the parameter and the element. kahan: to
+/// nearest; what that loses is kept in bf16 and added to the weight in the next update.
+enum { ENG_ROUND_NEAREST = 0, ENG_ROUND_STOCHASTIC = 1, ENG_ROUND_KAHAN = 2 };
+
 /// Hyperparameters of one group of parameters. An optimizer ignores the fields it does not use.
 typedef struct eng_hyper {
   double lr, beta1, beta2, eps, weight_decay;
@@ -568,6 +579,10 @@ typedef struct eng_update {
   // pass that computes norms and writes nothing.
   double  factor;
   int32_t dry;
+  // Of bf16 masters. rounding: set by eng_optimizer_step. draw: the number of this update for its
+  // random numbers, which no other update has. Lagged: ignored; the device counts.
+  int32_t rounding;
+  int64_t draw;
 } eng_update;
 
 /// An optimizer's state for a parameter set: moments in one flat buffer each, zero at first.
@@ -579,14 +594,16 @@ eng_status eng_optimizer_new(eng_optimizer **out, eng_params *set, int kind, int
 void eng_optimizer_free(eng_optimizer *state);
 /// Changes each parameter's index into eng_update.groups. Errors: VALUE.
 eng_status eng_optimizer_groups(eng_optimizer *state, const int32_t *group_of);
+/// Sets how updates round bf16 masters (ENG_ROUND_*); nearest at first. Errors: VALUE.
+eng_status eng_optimizer_rounding(eng_optimizer *state, int rounding);
 /// Updates every parameter that has a gradient. Errors: VALUE; DEVICE (norms of a lagged update on
 /// a card).
 eng_status eng_optimizer_step(eng_optimizer *state, const eng_update *update);
 /// Makes the next update use the caller's t, even after lagged updates. Call this after restoring
 /// moments.
 void eng_optimizer_restart(eng_optimizer *state);
-/// Moment `which` (1 or 2) of parameter `index`, as a tensor over the optimizer's memory. For
-/// checkpoints. Its slot is 0 if this optimizer has no such moment.
+/// Moment `which` (1 or 2) of parameter `index`, or 3 for its Kahan compensation, as a tensor over
+/// the optimizer's memory. For checkpoints. Its slot is 0 if this optimizer has no such moment.
 eng_status eng_optimizer_moment(eng_tensor *out, eng_optimizer *state, int which, int index);
 
 // ------------------------------------------------------------------ captured steps

@@ -122,7 +122,8 @@ static void add_pass(int pass, double seconds, const param_span *spans, int n, b
   for (int i = 0; i < n; i++) {
     double each = (double)eng_dtype_size(spans[i].gradient_dtype);
     if (moments) {   // read and written
-      each += 8;
+      each += 2.0 * (double)eng_dtype_size(spans[i].master_dtype);
+      if (spans[i].compensation) each += 4;
       if (spans[i].moment1) each += 2.0 * (double)eng_dtype_size(spans[i].moment_dtype);
       if (spans[i].moment2) each += 2.0 * (double)eng_dtype_size(spans[i].moment_dtype);
       if (spans[i].shadow) each += (double)eng_dtype_size(spans[i].shadow_dtype);

@@ -46,5 +46,24 @@ static inline void philox_block(uint32_t word[4], uint64_t counter)
   philox_of(word, rng_seed(), counter);
 }
 
+/// The random words for elements 8 * block to 8 * block + 7 of parameter `index` in an optimizer's
+/// update number `update`: 16 bits each. Their counters (word 3 is not 0) never meet those of
+/// philox_of.
+ENG_INLINE void rng_of_update(uint32_t word[4], uint64_t seed, int64_t update, int32_t index,
+                              int64_t block)
+{
+  word[0] = (uint32_t)block;
+  word[1] = (uint32_t)(block >> 32);
+  word[2] = (uint32_t)update;
+  word[3] = (uint32_t)index + 1u;
+  philox4x32(word, (uint32_t)seed, (uint32_t)(seed >> 32));
+}
+
+/// The 16 bits of element i in its block's words.
+ENG_INLINE uint32_t rng_half(const uint32_t word[4], int64_t i)
+{
+  return word[i % 8 / 2] >> 16 * (i % 2) & 0xFFFFu;
+}
+
 /// Maps a word to one of the 2^24 floats k / 2^24 in [0, 1).
 ENG_INLINE float rng_unit(uint32_t word) { return (float)(word >> 8) * 0x1p-24f; }

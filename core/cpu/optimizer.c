@@ -5,13 +5,16 @@
 // Formulas and the order of operations are those of PyTorch's single-tensor optimizers. No product
 // is fused with a sum, so that every instruction set gives the same bits. Moments in bf16 are
 // widened to f32. The update uses their new values unrounded and rounds them once to store them.
+// Masters in bf16 likewise; see backend.optimize for their rounding.
 //
 // On request the pass also adds up the squares of the change of the weights, the new weights and
 // moments. The sums have a fixed order, so they do not depend on the number of threads. Only these
 // sums use vf_fma, so in the plain build they differ in the last bits.
 #include "simd.h"
 
+#include "base/rng.h"
 #include "blocks.h"
+#include "philox.h"
 
 #include <math.h>
 #include <string.h>
@@ -272,9 +275,52 @@ static void total(double (*sums)[LANES], const param_span *s, int64_t first, int
     double sum = 0;
     for (int i = 0; i < LANES; i++) sum += sums[k][i];
     if (values[k] && !dry && !is_sound(sum))
-      norms[k] = sum_exactly(values[k], k > ENG_NORM_WEIGHT ? s->moment_dtype : ENG_f32, first, n);
+      norms[k] =
+        sum_exactly(values[k], k > ENG_NORM_WEIGHT ? s->moment_dtype : s->master_dtype, first, n);
     else norms[k] = sum / (units[k] * units[k]);
   }
+}
+
+// ------------------------------------------------------------------ masters in bf16
+
+/// Weights [at, at + n) for the loops: f32 masters in place, or bf16 masters and what they lost in
+/// `buffer`.
+static float *load_masters(float *buffer, const param_span *s, int64_t at, int n)
+{
+  float lost[TILE] __attribute__((aligned(64)));
+  float *p = (float *)tile_load(buffer, s->master, s->master_dtype, at, n);
+  if (!s->compensation) return p;
+  floats_from(lost, s->compensation, ENG_bf16, at, n);
+  for (int i = 0; i < n; i++) p[i] += lost[i];
+  return p;
+}
+
+/// Rounds weights [at, at + n) of a span to bf16 stochastically, in place.
+static void round_randomly(float *p, const param_span *s, const eng_update *u, int64_t at, int n)
+{
+  enum { EACH = 8 * VF_LANES };   // random numbers of a call of philox_vectors_at
+  uint16_t random[TILE + 2 * EACH] __attribute__((aligned(64)));
+  const uint64_t first = (uint64_t)(s->first + at), lead = first % 8, seed = rng_seed();
+  for (int i = 0; i < (int)lead + n; i += EACH)
+    philox_vectors_at((uint32_t *)(void *)(random + i), seed, (first - lead + (uint64_t)i) / 8,
+                      (uint32_t)u->draw, (uint32_t)s->index + 1u);
+  for (int i = 0; i < n; i++) {
+    uint32_t bits = f32_bits(p[i]), rounded = (bits + random[(int)lead + i]) & 0xFFFF0000u;
+    p[i] = f32_from((bits & 0x7FFFFFFFu) > 0x7F800000u ? bits : rounded);
+  }
+}
+
+/// Stores what load_masters gave and an update changed.
+static void store_masters(const param_span *s, const eng_update *u, int64_t at, float *p, int n)
+{
+  if (s->master_dtype == ENG_bf16 && u->rounding == ENG_ROUND_STOCHASTIC)
+    round_randomly(p, s, u, at, n);
+  tile_store(s->master, s->master_dtype, at, p, n);
+  if (!s->compensation) return;
+  float kept[TILE] __attribute__((aligned(64)));
+  floats_from(kept, s->master, ENG_bf16, at, n);
+  for (int i = 0; i < n; i++) p[i] = f32_is_finite(kept[i]) ? p[i] - kept[i] : 0.0f;
+  floats_to(s->compensation, ENG_bf16, at, p, n);
 }
 
 // ------------------------------------------------------------------ blocks
@@ -292,10 +338,10 @@ static void update_block(const param_span *s, const rule *given, const eng_updat
   squares some = {0};
   double sums[ENG_NORMS][LANES] = {0};
   float gradient[TILE] __attribute__((aligned(64))), moment1[TILE] __attribute__((aligned(64))),
-    moment2[TILE] __attribute__((aligned(64)));
+    moment2[TILE] __attribute__((aligned(64))), weight[TILE] __attribute__((aligned(64)));
   for (int64_t at = first, end = first + count; at < end; at += TILE) {
     int n = end - at < TILE ? (int)(end - at) : TILE;
-    float *p = s->master + at;
+    float *p = load_masters(weight, s, at, n);
     const float *g = tile_load(gradient, s->gradient, s->gradient_dtype, at, n);
     float *m = NULL, *v = NULL;
     // For f32 moments, m and v point to the moments themselves, else to copies in a tile, which
@@ -309,13 +355,15 @@ static void update_block(const param_span *s, const rule *given, const eng_updat
     if (s->moment1) tile_store(s->moment1, s->moment_dtype, at, m, n);
     if (s->moment2) tile_store(s->moment2, s->moment_dtype, at, v, n);
     if (s->shadow) tile_store(s->shadow, s->shadow_dtype, at, p, n);
+    store_masters(s, u, at, p, n);
   }
   if (norms) total(sums, s, first, count, r->dry, norms);
 }
 
 static bool span_is_fast(const param_span *s)
 {
-  return dtype_is_fast(s->gradient_dtype) && (!s->shadow || dtype_is_fast(s->shadow_dtype)) &&
+  return dtype_is_fast(s->gradient_dtype) && dtype_is_fast(s->master_dtype) &&
+         (!s->shadow || dtype_is_fast(s->shadow_dtype)) &&
          (!s->moment1 || dtype_is_fast(s->moment_dtype));
 }
 

@@ -1,5 +1,5 @@
 // Philox 4x32-10 (rng.h) over vectors: the random words of consecutive blocks, in the order of the
-// elements that use them. Included by elementwise.c, once per instruction set. Owns nothing.
+// elements that use them. Included by kernels, once per instruction set. Owns nothing.
 #pragma once
 
 #include "simd.h"
@@ -44,14 +44,16 @@ VF_INLINE vu low64_(vu a, vu b)  { return (vu){a[0], a[1], b[0], b[1]}; }
 VF_INLINE vu high64_(vu a, vu b) { return (vu){a[2], a[3], b[2], b[3]}; }
 #endif
 
-/// The words of VF_LANES consecutive blocks from `counter` on: 4 * VF_LANES words in order.
-VF_INLINE void philox_vectors(uint32_t *word, uint64_t seed, uint64_t counter)
+/// The words of VF_LANES consecutive blocks from `counter` on: 4 * VF_LANES words in order. `high2`
+/// and `high3` are words 2 and 3 of Philox's counter.
+VF_INLINE void philox_vectors_at(uint32_t *word, uint64_t seed, uint64_t counter, uint32_t high2,
+                                 uint32_t high3)
 {
   // Lane l computes the block that the final interleaving moves to that lane's words.
   enum { PARTS = VF_LANES / 4 };
   vu place;
   for (int l = 0; l < VF_LANES; l++) place[l] = (uint32_t)(PARTS * (l % 4) + l / 4);
-  vu w0 = place + (uint32_t)counter, w2 = {0}, w3 = {0};
+  vu w0 = place + (uint32_t)counter, w2 = high2 + (vu){0}, w3 = high3 + (vu){0};
   vu w1 = (uint32_t)(counter >> 32) - (vu)(w0 < (uint32_t)counter);   // < yields -1 on a carry
   uint32_t key0 = (uint32_t)seed, key1 = (uint32_t)(seed >> 32);
   for (int round = 0; round < 10; round++) {
@@ -68,4 +70,10 @@ VF_INLINE void philox_vectors(uint32_t *word, uint64_t seed, uint64_t counter)
   vu a = low32_(w0, w1), b = high32_(w0, w1), c = low32_(w2, w3), d = high32_(w2, w3);
   vu out[4] = {low64_(a, c), high64_(a, c), low64_(b, d), high64_(b, d)};
   memcpy(word, out, sizeof out);
+}
+
+/// The same in the stream of philox_of.
+VF_INLINE void philox_vectors(uint32_t *word, uint64_t seed, uint64_t counter)
+{
+  philox_vectors_at(word, seed, counter, 0, 0);
 }

@@ -6,6 +6,8 @@
 // passes through unchanged: the policy decides whether to step at all.
 #include "reference.h"
 
+#include "base/rng.h"
+
 #include <math.h>
 #include <string.h>
 
@@ -121,6 +123,19 @@ static float lion(float w, float g, moments *m, const eng_hyper *h)
   return w - (float)h->lr * sign;
 }
 
+/// Stores a new weight: an f32 master, or a bf16 one and what it lost.
+static void store_weight(const param_span *s, const eng_update *u, int64_t i, float w)
+{
+  if (s->master_dtype == ENG_bf16 && u->rounding == ENG_ROUND_STOCHASTIC) {
+    uint32_t word[4];
+    rng_of_update(word, rng_seed(), u->draw, s->index, (s->first + i) / 8);
+    ((uint16_t *)s->master)[i] = bf16_stochastic(w, rng_half(word, s->first + i));
+  } else tensor_store(s->master, s->master_dtype, i, w);
+  if (!s->compensation) return;
+  float kept = (float)tensor_load(s->master, s->master_dtype, i);
+  tensor_store(s->compensation, ENG_bf16, i, f32_is_finite(kept) ? w - kept : 0.0f);
+}
+
 eng_status reference_optimize(const param_span *spans, int n, const eng_update *update)
 {
   float limit = (float)update->clip_value, spike = (float)update->spike_clip;
@@ -129,7 +144,9 @@ eng_status reference_optimize(const param_span *spans, int n, const eng_update *
     const eng_hyper *h = &update->groups[span->group];
     if (span->norms) memset(span->norms, 0, ENG_NORMS * sizeof *span->norms);
     for (int64_t i = 0; i < span->count; i++) {
-      float w = span->master[i], before = w;
+      float w = (float)tensor_load(span->master, span->master_dtype, i);
+      if (span->compensation) w += (float)tensor_load(span->compensation, ENG_bf16, i);
+      float before = w;
       float g = times_factor((float)tensor_load(span->gradient, span->gradient_dtype, i),
                              update->gradient_factor / span->scale);
       if (limit > 0) g = g > limit ? limit : g < -limit ? -limit : g;   // NaN stays
@@ -152,7 +169,7 @@ eng_status reference_optimize(const param_span *spans, int n, const eng_update *
       for (int k = 0; span->norms && k < ENG_NORMS; k++)
         span->norms[k] += (double)normed[k] * normed[k];
       if (update->dry) continue;
-      span->master[i] = w;
+      store_weight(span, update, i, w);
       if (span->moment1) tensor_store(span->moment1, span->moment_dtype, i, m.first);
       if (span->moment2) tensor_store(span->moment2, span->moment_dtype, i, m.second);
       if (span->shadow) tensor_store(span->shadow, span->shadow_dtype, i, w);

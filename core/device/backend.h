@@ -66,12 +66,15 @@ enum {
 typedef struct param_span {
   const char *name;
   int64_t  count;       // elements
-  float   *master;      // f32 weights
+  void    *master;      // weights in master_dtype: f32, or bf16 without a shadow
+  void    *compensation;   // of bf16 masters: what rounding took from them, in bf16; or NULL
   void    *shadow;      // the same weights in shadow_dtype, or NULL
   void    *gradient;    // in gradient_dtype
   void    *moment1, *moment2;   // in moment_dtype; NULL where the optimizer has none
-  int32_t  shadow_dtype, gradient_dtype, moment_dtype;
+  int32_t  master_dtype, shadow_dtype, gradient_dtype, moment_dtype;
   int32_t  group;       // index of its eng_hyper
+  int32_t  index;       // of the parameter in its set
+  int64_t  first;       // the number of the first element in its parameter
   // the relative scale of the gradient (a factor in addition to the loss scale), usually 1;
   // optimize and unscale divide by it
   double   scale;
@@ -91,7 +94,8 @@ typedef struct backend {
   eng_status (*gradstats)(const param_span *spans, int n, unsigned needs, eng_tensor_stats *stats);
 
   /// One pass: multiplies gradients by gradient_factor (unscale and clip), updates the weights, and
-  /// rounds them into the shadow.
+  /// rounds them into the shadow. Rounds new bf16 masters by update->rounding; a compensation is
+  /// first added to the weight, and then holds what the new one lost (0 if that is inf or nan).
   eng_status (*optimize)(const param_span *spans, int n, const eng_update *update);
 
   /// Writes gradient * factor in f32 to target[i] for each span (target[i] may be the gradient

@@ -32,7 +32,8 @@ static eng_status count_bucket(eng_parallel_sizes *out, int64_t *longest, eng_pa
     }
     if (zero == 0 || zero == 3 || n == 0) continue;
     out->weight_messages += others;
-    out->weight_bytes += n * (int64_t)sizeof(float) * others;
+    out->weight_bytes +=
+      n * eng_dtype_size(p->set->member[b->member[k]].value->dtype) * others;
   }
   return ENG_OK;
 }

@@ -97,10 +97,11 @@ eng_status eng_parallel_histograms(eng_tensor_stats *stats, eng_parallel *p)
 // ------------------------------------------------------------------ pieces of weights and moments
 
 /// Sends this rank's piece of member `index` to every other rank that holds the member, and
-/// receives the pieces of these ranks. `host`: all elements of the member as f32 in host memory.
+/// receives the pieces of these ranks. `host`: all elements of the member in host memory.
 /// Between cards, `host` is device memory, and the messages are only enqueued.
-static eng_status round_pieces(eng_parallel *p, int index, float *host, const char *what)
+static eng_status round_pieces(eng_parallel *p, int index, void *host, const char *what)
 {
+  int64_t size = eng_dtype_size(p->set->member[index].value->dtype);
   eng_comm *comm = p->buckets[p->bucket_of[index]].comm;
   int n = 0, own = comm->rank;
   int64_t from, to, a, b;
@@ -110,12 +111,12 @@ static eng_status round_pieces(eng_parallel *p, int index, float *host, const ch
     member_owned(&a, &b, p, index, peer);
     if (to > from) {
       p->messages[n++] =
-        (comm_message){host + from, (to - from) * (int64_t)sizeof *host, peer, true};
+        (comm_message){(char *)host + from * size, (to - from) * size, peer, true};
       p->facts.weight_messages++;
-      p->facts.weight_bytes += (to - from) * (int64_t)sizeof *host;
+      p->facts.weight_bytes += (to - from) * size;
     }
     if (b > a)
-      p->messages[n++] = (comm_message){host + a, (b - a) * (int64_t)sizeof *host, peer, false};
+      p->messages[n++] = (comm_message){(char *)host + a * size, (b - a) * size, peer, false};
   }
   return p->cards ? comm_stream_exchange(STREAM_GRADIENTS, comm, p->messages, n, what)
                   : comm_exchange(comm, p->messages, n, comm_tag(comm), what);
@@ -148,8 +149,8 @@ eng_status eng_parallel_gather(eng_parallel *p)
     if (!member->has_gradient) continue;          // not updated in this step
     params_written(member);
     if (set->parted && !p->apart[i]) continue;    // other ranks fetch it when they use it
-    int64_t bytes = member->value->count * (int64_t)sizeof(float);
-    float *host = set->space == SPACE_HOST ? member->value->data : p->values;
+    int64_t bytes = member->value->count * eng_dtype_size(member->value->dtype);
+    void *host = set->space == SPACE_HOST ? member->value->data : p->values;
     if (set->space != SPACE_HOST)
       ENG_TRY(transfer_to_host(host, set->space, member->value->data, bytes));
     ENG_TRY(round_pieces(p, i, host, "the updated weights"));

@@ -13,7 +13,7 @@
 
 struct eng_optimizer {
   eng_params  *set;
-  int32_t      kind, moment_dtype;
+  int32_t      kind, moment_dtype, rounding;
   int32_t     *group;        // [set->n]
   // the device's counter of lagged updates that belongs to this optimizer; -1: none yet
   int32_t      slot;
@@ -21,9 +21,11 @@ struct eng_optimizer {
   int64_t      lagged_t;     // number of the next lagged update, on devices that compute at once
   // [set->n] storage.writes of moment 1 when it was first seen nonzero; -1: not yet
   int64_t     *begun;
-  // NULL until the first update creates them (SGD's only with momentum)
-  flat_buffer *moment[2];
+  // NULL until the first update creates them (SGD's only with momentum). The third one: what bf16
+  // masters lost, without parts for f32 masters
+  flat_buffer *moment[3];
 };
+enum { COMPENSATION = 2, BUFFERS };
 
 static const struct { const char *name; int moments;
 } kinds[] = {
@@ -58,11 +60,21 @@ static eng_status take_slot(eng_optimizer *state)
   return ENG_OK;
 }
 
+/// The dtypes of a buffer's parts; -1: no part.
+static int32_t *dtypes_of(const eng_optimizer *state, int which)
+{
+  int32_t *dtype = state->set->which;   // unused between passes
+  for (int i = 0; i < state->set->n; i++) {
+    bool low = state->set->member[i].value->dtype == ENG_bf16;
+    dtype[i] = which != COMPENSATION ? state->moment_dtype : low ? ENG_bf16 : -1;
+  }
+  return dtype;
+}
+
 static eng_status moment_new(eng_optimizer *state, int which)
 {
   if (state->moment[which] || state->set->n == 0) return ENG_OK;
-  int32_t *dtype = state->set->which;   // unused between passes
-  for (int i = 0; i < state->set->n; i++) dtype[i] = state->moment_dtype;
+  const int32_t *dtype = dtypes_of(state, which);
   if (state->set->sharded)
     ENG_TRY(flat_new_own(&state->moment[which], ARENA_OPTIMIZER, state->set, dtype));
   else ENG_TRY(flat_new(&state->moment[which], ARENA_OPTIMIZER, state->set, dtype));
@@ -130,8 +142,7 @@ eng_status eng_optimizer_new(eng_optimizer **out, eng_params *set, int kind, int
 void eng_optimizer_free(eng_optimizer *state)
 {
   if (!state) return;
-  flat_release(state->moment[0]);
-  flat_release(state->moment[1]);
+  for (int which = 0; which < BUFFERS; which++) flat_release(state->moment[which]);
   params_release(state->set);
   if (state->slot >= 0) slots_taken &= ~(1ull << state->slot);
   free(state->group);
@@ -145,7 +156,8 @@ void eng_optimizer_restart(eng_optimizer *state) { state->in_a_row = false; }
 static bool is_divided(const flat_buffer *moment, const eng_params *set)
 {
   for (int i = 0; i < set->n; i++)
-    if (moment->part[i]->count != set->own[2 * i + 1] - set->own[2 * i]) return false;
+    if (moment->part[i] && moment->part[i]->count != set->own[2 * i + 1] - set->own[2 * i])
+      return false;
   return true;
 }
 
@@ -156,14 +168,14 @@ eng_status eng_optimizer_shard(eng_optimizer *state)
   if (!set->sharded)
     return error_set(ENG_ERR_STATE, "%s: the parameters are not divided among ranks",
                      kinds[state->kind].name);
-  int size = eng_dtype_size(state->moment_dtype);
-  for (int which = 0; which < kinds[state->kind].moments; which++) {
+  for (int which = 0; which < BUFFERS; which++) {
     flat_buffer *whole = state->moment[which], *part;
     if (!whole || is_divided(whole, set)) continue;
-    for (int i = 0; i < set->n; i++) set->which[i] = state->moment_dtype;   // unused between passes
-    ENG_TRY(flat_new_own(&part, ARENA_OPTIMIZER, set, set->which));
+    ENG_TRY(flat_new_own(&part, ARENA_OPTIMIZER, set, dtypes_of(state, which)));
     eng_status status = ENG_OK;
     for (int i = 0; i < set->n && status == ENG_OK; i++) {
+      if (!whole->part[i]) continue;
+      int size = eng_dtype_size(whole->part[i]->dtype);
       const char *from = (const char *)whole->part[i]->data + set->own[2 * i] * size;
       status = transfer_inside(set->space, part->part[i]->data, from, part->part[i]->count * size);
     }
@@ -171,6 +183,18 @@ eng_status eng_optimizer_shard(eng_optimizer *state)
     ENG_TRY(status);
     state->moment[which] = part;
   }
+  return ENG_OK;
+}
+
+eng_status eng_optimizer_rounding(eng_optimizer *state, int rounding)
+{
+  ENG_TRY(check_alive(state));
+  if (rounding < ENG_ROUND_NEAREST || rounding > ENG_ROUND_KAHAN)
+    return error_set(ENG_ERR_VALUE, "%s: unknown rounding number %d", kinds[state->kind].name,
+                     rounding);
+  state->rounding = rounding;
+  flat_release(state->moment[COMPENSATION]);   // the masters may have another format now
+  state->moment[COMPENSATION] = NULL;
   return ENG_OK;
 }
 
@@ -251,12 +275,13 @@ eng_status eng_optimizer_step(eng_optimizer *state, const eng_update *update)
   for (int g = 0; g < update->n_groups; g++) momentum = momentum || update->groups[g].momentum != 0;
   for (int which = 0; which < kinds[state->kind].moments; which++)
     if (state->kind != ENG_SGD || momentum) ENG_TRY(moment_new(state, which));
+  if (state->rounding == ENG_ROUND_KAHAN) ENG_TRY(moment_new(state, COMPENSATION));
 
   eng_params *set = state->set;
   eng_update here = *update;
   const bool lagged = update->lagged != 0;
   if (update->lagged && !device->gradstats_start) {   // a GPU would decide this itself
-    here.t = state->in_a_row ? state->lagged_t : update->t;
+    here.t = here.draw = state->in_a_row ? state->lagged_t : update->t;
     here.lagged = 0;
     state->lagged_t = here.t;
     state->in_a_row = true;
@@ -273,6 +298,7 @@ eng_status eng_optimizer_step(eng_optimizer *state, const eng_update *update)
   here.statistics = set->newest ? set->newest->ticket : 0;
   here.factor = 1;
   here.dry = 0;
+  here.rounding = state->rounding;
   update = &here;
   for (int i = 0; update->norms && i < set->n; i++)
     update->norms[ENG_NORMS * i + ENG_NORM_UPDATE] = 0;
@@ -288,6 +314,8 @@ eng_status eng_optimizer_step(eng_optimizer *state, const eng_update *update)
     if (state->moment[0] && !(state->kind == ENG_SGD && h->momentum == 0))
       span->moment1 = state->moment[0]->part[i]->data;
     if (state->moment[1]) span->moment2 = state->moment[1]->part[i]->data;
+    const tensor *lost = state->moment[COMPENSATION] ? state->moment[COMPENSATION]->part[i] : NULL;
+    if (lost && span->master_dtype == ENG_bf16) span->compensation = lost->data;
     // Without dampening the first update needs no exception: momentum * 0 + gradient equals the
     // gradient.
     span->starts =
@@ -315,10 +343,14 @@ eng_status eng_optimizer_moment(eng_tensor *out, eng_optimizer *state, int which
   *out = (eng_tensor){0, 0};
   ENG_TRY(check_alive(state));
   ENG_TRY(params_index(state->set, index));
-  if (which < 1 || which > 2)
-    return error_set(ENG_ERR_VALUE, "expected moment 1 or 2, got %d", which);
-  if (which > kinds[state->kind].moments) return ENG_OK;
+  if (which < 1 || which > BUFFERS)
+    return error_set(ENG_ERR_VALUE, "expected moment 1 or 2, or 3 for the compensation, got %d",
+                     which);
+  if (which == COMPENSATION + 1 ? state->rounding != ENG_ROUND_KAHAN
+                                : which > kinds[state->kind].moments)
+    return ENG_OK;
   ENG_TRY(moment_new(state, which - 1));
-  *out = tensor_handle(state->moment[which - 1]->part[index]);
+  const tensor *part = state->moment[which - 1]->part[index];
+  if (part) *out = tensor_handle(part);
   return ENG_OK;
 }

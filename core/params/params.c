@@ -28,10 +28,10 @@ static eng_status check_member(tensor **out, const eng_tensor *handle, const cha
       "parameter %s: this tensor %s is already parameter %s of a set; hint: a second "
       "optimizer of a model must train exactly the same parameters",
       name, tensor_text(x), x->parameter->name);
-  if (x->dtype != ENG_f32)
+  if (x->dtype != ENG_f32 && x->dtype != ENG_bf16)
     return error_set(
       ENG_ERR_DTYPE,
-      "parameter %s: expected f32 master weights, got %s; hint: the precision recipe makes "
+      "parameter %s: expected f32 or bf16 master weights, got %s; hint: the precision recipe makes "
       "the low-precision copies",
       name, tensor_text(x));
   if (x->node >= 0)
@@ -90,18 +90,14 @@ static eng_params *set_allocate(int n, const char *const *names)
   return NULL;
 }
 
-static float *next_part(float *at, const tensor *x)
-{
-  return at + params_part_bytes(x->count, ENG_f32) / (int64_t)sizeof *at;
-}
-
 /// Copies the members' values, whatever their strides, into the flat buffer.
 static eng_status copy_values(eng_params *set)
 {
-  float *at = set->masters->memory;
+  char *at = set->masters->memory;
   for (int i = 0; i < set->n; i++) {
-    ENG_TRY(transfer_rows(at, set->member[i].value));
-    at = next_part(at, set->member[i].value);
+    const tensor *x = set->member[i].value;
+    ENG_TRY(transfer_rows(at, x));
+    at += params_part_bytes(x->count, x->dtype);
   }
   return ENG_OK;
 }
@@ -109,7 +105,7 @@ static eng_status copy_values(eng_params *set)
 /// Makes the members views of their copies; cannot fail.
 static void adopt(eng_params *set)
 {
-  float *at = set->masters->memory;
+  char *at = set->masters->memory;
   for (int i = 0; i < set->n; i++) {
     tensor *x = set->member[i].value;
     tensor_rehome(x, at);
@@ -118,7 +114,7 @@ static void adopt(eng_params *set)
     x->parameter = &set->member[i];
     set->masters->part[i] = x;
     set->count += x->count;
-    at = next_part(at, x);
+    at += params_part_bytes(x->count, x->dtype);
   }
 }
 
@@ -141,7 +137,7 @@ eng_status eng_params_new(eng_params **out, const eng_tensor *tensors, const cha
     parameter *p = &set->member[i];
     status = check_member(&p->value, &tensors[i], p->name);
     if (status != ENG_OK) break;
-    bytes += params_part_bytes(p->value->count, ENG_f32);
+    bytes += params_part_bytes(p->value->count, p->value->dtype);
     if (i == 0) set->space = p->value->store->space;
     if (p->value->store->space != set->space)
       status =
@@ -205,6 +201,27 @@ void eng_params_free(eng_params *set)
   flat_release(set->reference);
   set->masters = set->shadows = set->gradients = set->unscaled = set->reference = NULL;
   params_release(set);
+}
+
+static void *past(const tensor *x, int64_t elements)
+{
+  return (char *)x->data + elements * eng_dtype_size(x->dtype);
+}
+
+/// The device that computes with the set's memory: the current device if it uses that memory space.
+static const backend *set_device(const eng_params *set)
+{
+  return set->space == backend_current()->space ? backend_current() : backend_of_space(set->space);
+}
+
+/// Elements [from, to) of a contiguous tensor, as one dimension.
+static tensor narrowed(const tensor *x, int64_t from, int64_t to)
+{
+  tensor part = *x;
+  part.data = past(x, from);
+  part.ndim = part.stride[0] = 1;
+  part.count = part.shape[0] = to - from;
+  return part;
 }
 
 // ---- precision
@@ -305,6 +322,72 @@ static eng_status fixed_format(void)
                                   "cannot change their format; hint: create a new optimizer");
 }
 
+/// Whether the masters of a set can change their format; an error names the reason.
+static eng_status masters_can_change(const eng_params *set)
+{
+  if (set->parted)
+    return error_set(ENG_ERR_STATE, "these weights are divided among ranks (zero=3) and cannot "
+                                    "change their format; hint: create a new optimizer");
+  if (tensor_tape_length > 0)
+    return error_set(ENG_ERR_STATE, "master weights cannot change their format while the tape has "
+                                    "operations; hint: change the precision between steps");
+  for (int i = 0; i < set->n; i++)
+    if (set->member[i].value->store->references > 1)
+      return error_set(ENG_ERR_STATE, "parameter %s: its format cannot change while a view of it "
+                                      "exists; hint: make views inside a step",
+                       set->member[i].name);
+  return ENG_OK;
+}
+
+eng_status eng_params_masters(eng_params *set, const int32_t *dtype)
+{
+  ENG_TRY(check_alive(set));
+  bool same = true;
+  int64_t bytes = 0;
+  for (int i = 0; i < set->n; i++) {
+    const parameter *p = &set->member[i];
+    if (dtype[i] != ENG_f32 && dtype[i] != ENG_bf16)
+      return error_set(ENG_ERR_DTYPE,
+                       "parameter %s: expected master weights in f32 or bf16, got %s", p->name,
+                       eng_dtype_name(dtype[i]));
+    same = same && p->value->dtype == dtype[i];
+    bytes += params_part_bytes(p->value->count, dtype[i]);
+  }
+  if (same) return ENG_OK;
+  ENG_TRY(masters_can_change(set));
+  flat_buffer *fresh;
+  ENG_TRY(flat_memory(&fresh, set->space, ARENA_PARAMETER, set->n, bytes));
+  char *at = fresh->memory;
+  eng_status status = ENG_OK;
+  for (int i = 0; i < set->n && status == ENG_OK; i++) {
+    tensor from = narrowed(set->member[i].value, 0, set->member[i].value->count), to = from;
+    to.data = at;
+    to.dtype = dtype[i];
+    op_call c = {.op = ENG_OP_cast, .n_in = 1, .n_out = 1, .in = {&from}, .out = {&to},
+                 .cast = {.dtype = to.dtype}};
+    if (to.count > 0) status = set_device(set)->kernel[c.op](&c);
+    at += params_part_bytes(to.count, to.dtype);
+  }
+  flat_buffer *unused = status == ENG_OK ? set->masters : fresh;
+  at = fresh->memory;
+  for (int i = 0; i < set->n && status == ENG_OK; i++) {   // no view uses the old memory
+    tensor *x = fresh->part[i] = set->member[i].value;
+    x->dtype = dtype[i];
+    x->data = x->store->memory = at;
+    x->store->bytes = params_part_bytes(x->count, x->dtype);
+    x->store->writes++;
+    at += x->store->bytes;
+  }
+  unused->n = 0;   // its parts, if any, live on in the other buffer
+  flat_release(unused);
+  ENG_TRY(status);
+  set->masters = fresh;
+  flat_release(set->shadows);
+  set->shadows = NULL;
+  link_parts(set);
+  return ENG_OK;
+}
+
 // shadow or gradient NULL: f32 throughout.
 eng_status eng_params_precision(eng_params *set, const int32_t *shadow, const int32_t *gradient)
 {
@@ -321,7 +404,12 @@ eng_status eng_params_precision(eng_params *set, const int32_t *shadow, const in
   // Allocates the new buffer first, so that a failure leaves the set unchanged.
   flat_buffer *fresh_shadows = NULL;
   int32_t *wanted = set->which;   // unused between passes
-  for (int i = 0; i < set->n; i++) wanted[i] = shadow && shadow[i] != ENG_f32 ? shadow[i] : -1;
+  for (int i = 0; i < set->n; i++) {
+    wanted[i] = shadow && shadow[i] != ENG_f32 ? shadow[i] : -1;
+    if (wanted[i] >= 0 && set->member[i].value->dtype != ENG_f32)
+      return error_set(ENG_ERR_DTYPE, "parameter %s: its bf16 master cannot have weights in %s",
+                       set->member[i].name, eng_dtype_name(wanted[i]));
+  }
   bool new_shadows = !same_formats(set->shadows, wanted, set->n);
   if (new_shadows && set->parted)
     return error_set(ENG_ERR_STATE, "these weights are divided among ranks (zero=3) and cannot "
@@ -353,27 +441,6 @@ eng_status eng_params_accumulate(eng_params *set, bool on)
   }
   renew_gradients(set, set->term_dtype);
   return ENG_OK;
-}
-
-static void *past(const tensor *x, int64_t elements)
-{
-  return (char *)x->data + elements * eng_dtype_size(x->dtype);
-}
-
-/// The device that computes with the set's memory: the current device if it uses that memory space.
-static const backend *set_device(const eng_params *set)
-{
-  return set->space == backend_current()->space ? backend_current() : backend_of_space(set->space);
-}
-
-/// Elements [from, to) of a contiguous tensor, as one dimension.
-static tensor narrowed(const tensor *x, int64_t from, int64_t to)
-{
-  tensor part = *x;
-  part.data = past(x, from);
-  part.ndim = part.stride[0] = 1;
-  part.count = part.shape[0] = to - from;
-  return part;
 }
 
 static eng_status refresh(parameter *p)
@@ -475,6 +542,9 @@ static int spans(eng_params *set, const int64_t *own)
       .name = p->name,
       .count = to - from,
       .master = past(p->value, from),
+      .master_dtype = p->value->dtype,
+      .index = i,
+      .first = from,
       .shadow = p->shadow ? past(p->shadow, from) : NULL,
       .shadow_dtype = p->shadow ? p->shadow->dtype : ENG_f32,
       .gradient = past(gradient, p->gradient ? from : from - set->own[2 * i]),
@@ -744,7 +814,7 @@ uint64_t eng_params_checksum_of(const eng_params *set, const uint8_t *which, int
     const tensor *x = set->member[i].value;
     good = !x->store->closed &&
            transfer_checksum(&sum[n++], set->space, x->data,
-                             x->count * (int64_t)sizeof(float)) == ENG_OK;
+                             x->count * eng_dtype_size(x->dtype)) == ENG_OK;
   }
   if (good) hash = eng_hash64(sum, n * (int64_t)sizeof *sum);
   free(sum);

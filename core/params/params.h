@@ -30,7 +30,7 @@ typedef struct parameter {
   eng_params *set;
   int32_t     index;
   char       *name;
-  tensor     *value;          // the f32 master, the leaf that scripts hold
+  tensor     *value;          // the master in f32 or bf16, the leaf that scripts hold
   // low-precision weights, a leaf whose gradient goes to this parameter; or NULL
   tensor     *shadow;
   // the gradient in the flat buffer, in the gradient dtype (f32 once unscaled). NULL: no memory yet

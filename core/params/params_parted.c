@@ -201,8 +201,9 @@ eng_status params_part(eng_params *set, params_parted *q)
   if (!q->piece) return error_set(ENG_ERR_MEMORY, "out of memory for the table of weights");
   for (int i = 0; i < set->n; i++) {
     int64_t from = set->own[2 * i], count = set->own[2 * i + 1] - from;
-    ENG_TRY(tensor_wrap(&q->piece[i], set->space, (float *)set->member[i].value->data + from,
-                        ENG_f32, 1, &count));
+    const tensor *x = set->member[i].value;
+    ENG_TRY(tensor_wrap(&q->piece[i], set->space,
+                        (char *)x->data + from * eng_dtype_size(x->dtype), x->dtype, 1, &count));
   }
   return ENG_OK;
 }

@@ -1,5 +1,6 @@
 // The fused optimizer update, one launch over all parameters: gradient * factor, clamp, moments,
-// f32 master weights, low-precision weights. Also unscaling gradients into f32.
+// master weights, low-precision weights. Also unscaling gradients into f32. Updates of bf16 masters
+// have kernels of their own.
 //
 // Formulas and the order of operations are those of core/cpu/reference_optimizer.c, to the bit: f32
 // with one rounding per operation, no fused multiply-adds (see the build flags), IEEE division and
@@ -20,6 +21,10 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+
+extern "C" {
+#include "base/rng.h"
+}
 
 /// A group's hyperparameters as the loops use them.
 typedef struct rule {
@@ -50,6 +55,10 @@ typedef struct numbers {
   int32_t dry;
   // for lagged updates: the index of the update counter, and whether the counter restarts at t
   int32_t counter, fresh;
+  // of bf16 masters: ENG_ROUND_*, and the seed and number of the random numbers
+  int32_t rounding;
+  uint64_t seed;
+  int64_t draw;
 } numbers;
 
 enum { NUMBERS = (sizeof(numbers) + 15) / 16 * 16 };
@@ -182,9 +191,9 @@ enum { BATCH = 2 };   // groups of four elements that a thread has in flight
 
 /// The block's piece of a tensor, with arrays offset to the piece.
 struct piece {
-  float *master;
-  char  *shadow, *gradient, *moment1, *moment2;
-  int    shadow_dtype, gradient_dtype, moment_dtype, n, quads;
+  char   *master, *compensation, *shadow, *gradient, *moment1, *moment2;
+  int     master_dtype, shadow_dtype, gradient_dtype, moment_dtype, n, quads, index;
+  int64_t first;             // the number of the piece's first element in its parameter
 };
 
 __device__ static inline char *moved(void *p, int dtype, int64_t elements)
@@ -199,7 +208,11 @@ __device__ static inline piece piece_of(const device_span &s)
   p.shadow_dtype = s.shadow_dtype;
   p.gradient_dtype = s.gradient_dtype;
   p.moment_dtype = s.moment_dtype;
-  p.master = s.master + first;
+  p.master_dtype = s.master_dtype;
+  p.index = s.index;
+  p.first = s.first + first;
+  p.master = moved(s.master, s.master_dtype, first);
+  p.compensation = moved(s.compensation, ENG_bf16, first);
   p.shadow = moved(s.shadow, s.shadow_dtype, first);
   p.gradient = moved(s.gradient, s.gradient_dtype, first);
   p.moment1 = moved(s.moment1, s.moment_dtype, first);
@@ -224,6 +237,25 @@ __device__ static inline void advance_one(const rule &r, const numbers *u, bool 
   for (int k = 0; k < ENG_NORMS; k++) sum[k] += (double)of[k] * of[k];
 }
 
+/// Rounds the N new weights from element i of the piece on to the master's format. lost: what that
+/// takes from them.
+template <int N> __device__ static inline void
+round_masters(const piece &p, const numbers *u, int i, float *w, float *lost)
+{
+  uint32_t word[4] = {0, 0, 0, 0};
+  int64_t have = -1;
+  for (int k = 0; k < N && p.master_dtype == ENG_bf16; k++) {
+    const int64_t element = p.first + i + k;
+    const float whole = w[k];
+    if (u->rounding == ENG_ROUND_STOCHASTIC) {
+      if (element / 8 != have)
+        rng_of_update(word, u->seed, u->draw, p.index, have = element / 8);
+      w[k] = bf16_to_f32(bf16_stochastic(whole, rng_half(word, element)));
+    } else w[k] = bf16_to_f32(bf16_from_f32(whole));
+    lost[k] = f32_is_finite(w[k]) ? whole - w[k] : 0.0f;
+  }
+}
+
 /// Adds up the sums of a block's threads; thread k < ENG_NORMS gets sum k.
 __device__ static inline double block_sums(const double (&sum)[ENG_NORMS])
 {
@@ -240,9 +272,10 @@ __device__ static inline double block_sums(const double (&sum)[ENG_NORMS])
   return total;
 }
 
-/// MORE: with norms or limits. `partial` [chunks][ENG_NORMS]: each chunk's sums of squares; NULL:
-/// not wanted.
-template <int LOOP, bool MORE> __global__ static void __launch_bounds__(SPAN_THREADS, MORE ? 2 : 3)
+/// MORE: with norms or limits. LOW: some masters are bf16. `partial` [chunks][ENG_NORMS]: each
+/// chunk's sums of squares; NULL: not wanted.
+template <int LOOP, bool MORE, bool LOW> __global__ static void
+__launch_bounds__(SPAN_THREADS, MORE || LOW ? 2 : 3)
 advance_all(const device_span *spans, const int32_t *chunk, const numbers *u, double *partial)
 {
   if (!u->go) return;
@@ -255,13 +288,14 @@ advance_all(const device_span *spans, const int32_t *chunk, const numbers *u, do
   const bool has_m = LOOP != LOOP_SGD || (p.moment1 && r.momentum != 0), has_v = LOOP == LOOP_ADAM;
 
   for (int first = threadIdx.x; first < p.quads; first += BATCH * SPAN_THREADS) {
-    uint4 g[BATCH], w[BATCH], m[BATCH], v[BATCH];
+    uint4 g[BATCH], w[BATCH], m[BATCH], v[BATCH], c[BATCH];
 #pragma unroll
     for (int k = 0; k < BATCH; k++) {
       // past the end, the last quad is read again but not written
       int quad = min(first + k * SPAN_THREADS, p.quads - 1);
       g[k] = load_raw(p.gradient, p.gradient_dtype, quad);
-      w[k] = load_raw(p.master, ENG_f32, quad);
+      w[k] = load_raw(p.master, LOW ? p.master_dtype : ENG_f32, quad);
+      if (LOW && p.compensation) c[k] = load_raw(p.compensation, ENG_bf16, quad);
       m[k] = has_m ? load_raw(p.moment1, p.moment_dtype, quad) : make_uint4(0, 0, 0, 0);
       v[k] = has_v ? load_raw(p.moment2, p.moment_dtype, quad) : make_uint4(0, 0, 0, 0);
     }
@@ -269,28 +303,38 @@ advance_all(const device_span *spans, const int32_t *chunk, const numbers *u, do
     for (int k = 0; k < BATCH; k++) {
       int quad = first + k * SPAN_THREADS;
       if (quad >= p.quads) break;
-      float weight[4], gradient[4], first_moment[4], second_moment[4];
+      float weight[4], gradient[4], first_moment[4], second_moment[4], lost[4];
       widen_raw(gradient, g[k], p.gradient_dtype);
-      widen_raw(weight, w[k], ENG_f32);
+      widen_raw(weight, w[k], LOW ? p.master_dtype : ENG_f32);
+      if (LOW && p.compensation) {
+        widen_raw(lost, c[k], ENG_bf16);
+        for (int e = 0; e < 4; e++) weight[e] += lost[e];
+      }
       widen_raw(first_moment, m[k], p.moment_dtype);
       widen_raw(second_moment, v[k], p.moment_dtype);
       for (int e = 0; e < 4; e++)
         advance_one<LOOP, MORE>(r, u, has_m, starts, weight[e], scaled(scale, gradient[e]),
                                 first_moment[e], second_moment[e], sum);
       if (!writes) continue;
-      store_quad(p.master, ENG_f32, quad, weight);
+      if (LOW) round_masters<4>(p, u, 4 * quad, weight, lost);
+      store_quad(p.master, LOW ? p.master_dtype : ENG_f32, quad, weight);
+      if (LOW && p.compensation) store_quad(p.compensation, ENG_bf16, quad, lost);
       if (has_m) store_quad(p.moment1, p.moment_dtype, quad, first_moment);
       if (has_v) store_quad(p.moment2, p.moment_dtype, quad, second_moment);
       if (p.shadow) store_quad(p.shadow, p.shadow_dtype, quad, weight);
     }
   }
   for (int i = 4 * p.quads + threadIdx.x; i < p.n; i += SPAN_THREADS) {
-    float w = p.master[i], g = load_one(p.gradient, p.gradient_dtype, i);
+    float w = load_one(p.master, LOW ? p.master_dtype : ENG_f32, i), lost;
+    const float g = load_one(p.gradient, p.gradient_dtype, i);
+    if (LOW && p.compensation) w += load_one(p.compensation, ENG_bf16, i);
     float m = has_m ? load_one(p.moment1, p.moment_dtype, i) : 0.0f,
           v = has_v ? load_one(p.moment2, p.moment_dtype, i) : 0.0f;
     advance_one<LOOP, MORE>(r, u, has_m, starts, w, scaled(scale, g), m, v, sum);
     if (!writes) continue;
-    p.master[i] = w;
+    if (LOW) round_masters<1>(p, u, i, &w, &lost);
+    store_one(p.master, LOW ? p.master_dtype : ENG_f32, i, w);
+    if (LOW && p.compensation) store_one(p.compensation, ENG_bf16, i, lost);
     if (has_m) store_one(p.moment1, p.moment_dtype, i, m);
     if (has_v) store_one(p.moment2, p.moment_dtype, i, v);
     if (p.shadow) store_one(p.shadow, p.shadow_dtype, i, w);
@@ -319,7 +363,7 @@ __global__ static void decide(numbers *u, const cuda_step_total *total, int64_t 
   __shared__ int64_t t;
   if (threadIdx.x == 0) {
     bool go = total->bad == 0;
-    t = u->fresh ? u->t : counters[u->counter];
+    u->draw = t = u->fresh ? u->t : counters[u->counter];
     counters[u->counter] = t + (go ? 1 : 0);
     double norm = sqrt(total->sum_squares) * fabs(u->factor);
     u->factor = clip_factor(u->factor, norm, u->clip_norm);
@@ -361,7 +405,7 @@ scale_gradients(const device_span *spans, const int32_t *chunk, double factor, i
   for (int i = 4 * p.quads + threadIdx.x; i < p.n; i += SPAN_THREADS) {
     float x = scaled(scale, load_one(p.gradient, p.gradient_dtype, i));
     bad |= !f32_is_finite(x);
-    p.master[i] = x;
+    ((float *)p.master)[i] = x;
   }
   if (__syncthreads_or(bad) && threadIdx.x == 0) *found = 1;
 }
@@ -435,7 +479,8 @@ static eng_status check_spans(const param_span *spans, int n, const eng_update *
       return error_set(ENG_ERR_VALUE,
                        "optimize: parameter %s lacks moments for optimizer number %d", s->name,
                        kind);
-    if (!dtype_fits(s->gradient_dtype) || (s->shadow && !dtype_fits(s->shadow_dtype)) ||
+    if ((s->master_dtype != ENG_f32 && s->master_dtype != ENG_bf16) ||
+        !dtype_fits(s->gradient_dtype) || (s->shadow && !dtype_fits(s->shadow_dtype)) ||
         (s->moment1 && !dtype_fits(s->moment_dtype)))
       return error_set(ENG_ERR_DTYPE,
                        "optimize: parameter %s: expected f32, f16 or bf16 throughout, got "
@@ -473,6 +518,9 @@ static eng_status prepare(const param_span *spans, int n, const eng_update *upda
   u->dry = update->dry;
   u->counter = update->slot;
   u->fresh = update->fresh;
+  u->rounding = update->rounding;
+  u->seed = rng_seed();
+  u->draw = update->draw;
   for (int g = 0; g < update->n_groups; g++) rules_of(u)[g] = rule_of(update, &update->groups[g]);
   return ring_send(&pass.ring, pass.numbers, bytes);
 }
@@ -494,17 +542,27 @@ static eng_status fetch_norms(const param_span *spans, int n)
   return status;
 }
 
-template <int LOOP>
-static eng_status launch_advance(const numbers *u, bool more, double *partial)
+template <int LOOP, bool MORE>
+static eng_status launch_advance(const numbers *u, bool low, double *partial)
 {
   const span_table *t = &pass.table;
   const unsigned chunks = (unsigned)t->chunks;
   cudaStream_t stream = cuda_stream();
-  if (more)
-    advance_all<LOOP, true><<<chunks, SPAN_THREADS, 0, stream>>>(t->span, t->chunk, u, partial);
-  else advance_all<LOOP, false><<<chunks, SPAN_THREADS, 0, stream>>>(t->span, t->chunk, u, partial);
+  if (low)
+    advance_all<LOOP, MORE, true><<<chunks, SPAN_THREADS, 0, stream>>>(t->span, t->chunk, u,
+                                                                       partial);
+  else
+    advance_all<LOOP, MORE, false><<<chunks, SPAN_THREADS, 0, stream>>>(t->span, t->chunk, u,
+                                                                        partial);
   CUDA_LAUNCHED("optimize");
   return ENG_OK;
+}
+
+template <int LOOP>
+static eng_status launch(const numbers *u, bool more, bool low, double *partial)
+{
+  return more ? launch_advance<LOOP, true>(u, low, partial)
+              : launch_advance<LOOP, false>(u, low, partial);
 }
 
 eng_status cuda_optimize(const param_span *spans, int n, const eng_update *update)
@@ -526,10 +584,12 @@ eng_status cuda_optimize(const param_span *spans, int n, const eng_update *updat
     ENG_TRY(device_grow(&pass.norms, &pass.norms_bytes,
                         (n + pass.table.chunks) * (int64_t)sizeof(double[ENG_NORMS])));
   const bool more = norms || update->spike_clip > 0;
+  bool low = false;
+  for (int k = 0; k < n; k++) low = low || spans[k].master_dtype != ENG_f32;
   double *partial = norms ? (double *)pass.norms + (int64_t)n * ENG_NORMS : NULL;
-  ENG_TRY(update->kind == ENG_SGD  ? launch_advance<LOOP_SGD>(u, more, partial) :
-          update->kind == ENG_LION ? launch_advance<LOOP_LION>(u, more, partial) :
-                                     launch_advance<LOOP_ADAM>(u, more, partial));
+  ENG_TRY(update->kind == ENG_SGD  ? launch<LOOP_SGD>(u, more, low, partial) :
+          update->kind == ENG_LION ? launch<LOOP_LION>(u, more, low, partial) :
+                                     launch<LOOP_ADAM>(u, more, low, partial));
   return norms ? fetch_norms(spans, n) : ENG_OK;
 }
 

@@ -84,6 +84,10 @@ eng_status spans_ready(span_table *table, const param_span *spans, int n, float 
     const param_span *s = &spans[k];
     device_span *d = &table->fresh[k];
     d->master = target ? target[k] : s->master;
+    d->master_dtype = target ? ENG_f32 : s->master_dtype;
+    d->compensation = s->compensation;
+    d->first = s->first;
+    d->index = s->index;
     d->shadow = s->shadow;
     d->gradient = s->gradient;
     d->moment1 = s->moment1;
@@ -96,7 +100,7 @@ eng_status spans_ready(span_table *table, const param_span *spans, int n, float 
     d->group = s->group;
     d->starts = s->starts;
     d->aligned = is_aligned(d->master) && is_aligned(d->shadow) && is_aligned(d->gradient) &&
-                 is_aligned(d->moment1) && is_aligned(d->moment2);
+                 is_aligned(d->moment1) && is_aligned(d->moment2) && is_aligned(d->compensation);
     d->first_chunk = (int32_t)chunks;
     d->chunks = (int32_t)((s->count + SPAN_CHUNK - 1) / SPAN_CHUNK);
     chunks += d->chunks;

@@ -15,11 +15,11 @@ enum {
 
 /// A param_span as kernels see it.
 typedef struct device_span {
-  float   *master;               // master weights; or the target when gradients are unscaled
-  void    *shadow, *gradient, *moment1, *moment2;
-  int64_t  count;
+  void    *master;               // master weights; or the f32 target when gradients are unscaled
+  void    *compensation, *shadow, *gradient, *moment1, *moment2;
+  int64_t  count, first;
   double   scale;
-  int32_t  shadow_dtype, gradient_dtype, moment_dtype, group, starts;
+  int32_t  master_dtype, shadow_dtype, gradient_dtype, moment_dtype, group, starts, index;
   int32_t  aligned;              // every array is 16-byte aligned
   int32_t  first_chunk, chunks;
 } device_span;

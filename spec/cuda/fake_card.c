@@ -271,7 +271,7 @@ static eng_status optimize(const param_span *spans, int n, const eng_update *upd
     int slot = (int)((update->statistics - 1) % RING);
     if (update->fresh) *t = update->t;
     if (ring[slot].bad) return ENG_OK;
-    here.t = (*t)++;
+    here.t = here.draw = (*t)++;
     double norm = sqrt(ring[slot].sum_squares) * update->gradient_factor;
     here.gradient_factor = clip_factor(update->gradient_factor, norm, update->clip_norm);
     here.lagged = 0;

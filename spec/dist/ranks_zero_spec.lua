@@ -40,7 +40,8 @@ describe("ranks with ZeRO-2", function()
     for _, case in ipairs { { 2, "zero=2" }, { 4, "zero=2", "precision=fp16" },
       { 3, "zero=2", "wire=fp8", "bucket=0.01" }, { 3, "zero=1", "wire=bf16" },
       { 2, "zero=0", "wire=fp8", "bucket=0.2" }, { 3, "zero=2", "optimizer=muon" },
-      { 2, "zero=1", "optimizer=muon", "bucket=0.02" } } do
+      { 2, "zero=1", "optimizer=muon", "bucket=0.02" }, { 3, "zero=1", "precision=bf16_kahan" },
+      { 2, "zero=2", "precision=bf16_stochastic" } } do
       local n = table.remove(case, 1)
       for _, rank in ipairs(job(n, case)) do
         local p, at = rank.predicted, ("rank %d of %d, %s"):format(rank.rank, n,
@@ -77,7 +78,8 @@ describe("ranks with ZeRO-2", function()
   it("train bit for bit as without it when ranks use different layers in any order", function()
     for _, settings in ipairs { { "bucket=0.004" },
       { "bucket=0.03", "precision=fp16", "policy=dynamic" },
-      { "bucket=0.004", "optimizer=muon" },
+      { "bucket=0.004", "optimizer=muon" }, { "bucket=0.03", "precision=bf16_stochastic" },
+      { "bucket=0.004", "precision=bf16_kahan", "clip=0.5" },
       { "bucket=0.03", "precision=fp16", "policy=dynamic", "optimizer=adafactor" } } do
       local plain = job(3, { "model=forked", unpack(settings) })
       for zero = 1, 2 do

@@ -55,7 +55,8 @@ describe("ranks with ZeRO-3", function()
   it("train bit for bit as without it", function()
     for _, case in ipairs { { 2, "precision=fp16", "clip=1" }, { 4, "checkpoint=true" },
       { 3, "precision=bf16", "wire=fp8", "optimizer=muon" },
-      { 2, "precision=fp8_delayed", "width=64" },
+      { 2, "precision=fp8_delayed", "width=64" }, { 3, "precision=bf16_stochastic" },
+      { 2, "precision=bf16_kahan" },
       { 4, "precision=fp8_block", "width=64", "checkpoint=true" } } do
       local plain = told(unpack(case))
       case[#case + 1] = "zero=3"
@@ -71,6 +72,7 @@ describe("ranks with ZeRO-3", function()
   it("hold the weights that are predicted, and send the messages that are", function()
     local held = {}
     for _, case in ipairs { { 2, "bf16", "false" }, { 4, "fp32", "true" },
+      { 2, "bf16_kahan", "false" },
       { 2, "fp8_rowwise", "true" } } do
       local n, precision = case[1], case[2]
       for _, rank in ipairs(told(n, "zero=3", "width=192", "layers=4", "steps=2",

@@ -410,8 +410,8 @@ describe("an optimizer refuses", function()
     { "optim.sgd { engine.zeros(2) }",
       "optim.sgd: nothing to train: no parameter requires a gradient" },
     { "optim.sgd { engine.zeros(2, { dtype = 'f16', requires_grad = true }) }",
-      "parameter p1: expected f32 master weights, got f16 [2]; hint: the precision recipe makes " ..
-      "the low-precision copies" },
+      "parameter p1: expected f32 or bf16 master weights, got f16 [2]; hint: the precision " ..
+      "recipe makes the low-precision copies" },
     { "optim.sgd(net, { groups = { { lr_mul = 2 } } })",
       "optim.sgd: group 1 needs match = a pattern or a function(name, tensor)" },
     { "optim.sgd(net, { groups = { match = 'x' } })", "optim.sgd: expected groups to be a list, " ..

@@ -139,16 +139,15 @@ describe("a precision recipe", function()
   end))
 
   it("reports mistakes in one line at the script's position", function()
+    local unknown = "there is no precision 'fp61'; did you mean 'fp16'?; precisions: bf16 " ..
+      "bf16_kahan bf16_stochastic fp16 fp32 fp8_block fp8_current fp8_delayed fp8_rowwise mxfp4 " ..
+      "mxfp8 nvfp4"
     local cases = {
-      { "'fp61'", "there is no precision 'fp61'; did you mean 'fp16'?; precisions: bf16 fp16 " ..
-        "fp32 fp8_block fp8_current fp8_delayed fp8_rowwise mxfp4 mxfp8 nvfp4" },
-      { "{ base = 'fp61' }", "there is no precision 'fp61'; did you mean 'fp16'?; precisions: " ..
-        "bf16 fp16 fp32 fp8_block fp8_current fp8_delayed fp8_rowwise mxfp4 mxfp8 nvfp4" },
+      { "'fp61'", unknown }, { "{ base = 'fp61' }", unknown },
       { "5", "precision: expected a name or a recipe table, got 5" },
       { "{ name = 'a', weight = 'f16' }",
         "precision 'a': unknown role 'weight'; did you mean 'weights'?; roles: activations " ..
-        "moments norm "
-        .. "norm_gradients residual weight_gradients weights wide" },
+        "masters moments norm norm_gradients residual rounding weight_gradients weights wide" },
       { "{ weights = 'f64' }", "precision 'custom': weights cannot be 'f64'; formats: f32 f16 " ..
         "bf16" },
       { "{ moments = 'f16' }", "precision 'custom': moments cannot be 'f16'; formats: f32 bf16" },

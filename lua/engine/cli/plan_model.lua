@@ -7,11 +7,13 @@ local hf = require "engine.nn.hf_load"
 local M = {}
 
 -- Bytes for each parameter: weights with the copies that products read, gradients, moments of
--- AdamW. eng_params_bytes measures them; norms and biases have no copies.
+-- AdamW, and compensations. eng_params_bytes measures them; norms and biases have no copies.
 M.USES = {
   { "evaluate, f32", 4, 0, 0 }, { "evaluate, bf16 or f16", 2, 0, 0 },
   { "train, precision fp32", 4, 4, 8, "fp32" }, { "train, precision bf16", 6, 4, 8, "bf16" },
   { "train, precision fp16", 6, 2, 8, "fp16" },
+  { "train, bf16_stochastic", 2, 4, 8, "bf16_stochastic" },
+  { "train, bf16_kahan", 2, 4, 10, "bf16_kahan" },
 }
 
 --- The facts about the model that the fields of a config.json describe: { class, parameters,
@@ -49,7 +51,8 @@ function M.print(folder)
     rows[#rows + 1] = row
   end
   print(show.table(rows, { true }))
-  print("\nmoments: those of AdamW. Activations come on top and grow with the batch and its length")
+  print("\nmoments: of AdamW, and compensations. Activations come on top and grow with the " ..
+    "batch and its length")
   if facts.token then
     print(("generating keeps %s for each token in bf16, %s for a sequence of %s tokens"):format(
       show.bytes(2 * facts.token), show.bytes(2 * facts.token * facts.context),

@@ -5,6 +5,7 @@
 -- Called only by trainers and sessions. Owns the order in which a run's parts are restored.
 local M_ffi = require "engine.base.ffi"
 local checkpoint = require "engine.run.checkpoint"
+local masters = require "engine.run.masters"
 local random = require "engine.base.random"
 local shards = require "engine.run.shards"
 local show = require "engine.base.show"
@@ -244,7 +245,8 @@ local function take_over(trainer, c, config)
   take_policies(trainer, state, notes)
   if trainer.shadows then trainer.shadows:restore(state.shadows) end
   notes[#notes + 1] = trainer.control:restore(state.set)
-  restore(trainer, c)
+  notes[#notes + 1] = c.parts and masters.fit(trainer.optimizer, c)
+  notes[#notes + 1] = restore(trainer, c)
   notes[#notes + 1] = restore_evaluation(trainer, state.evaluation)
   trainer.steps_done, trainer.skipped = state.steps, state.skipped
   trainer.rollbacks_made, trainer.lr_factor = state.rollbacks or 0, state.lr_factor or 1

@@ -30,10 +30,10 @@ local function predicted(opt)
   local sums = { masters = 0, copies = 0, gradients = 0, fp8 = 0, moments = 0 }
   local site_of = {}
   for _, site in ipairs(opt.fp8 and opt.fp8.list or {}) do site_of[site.module] = site end
-  local shadow, gradient = precision.parameter_formats(opt.precision, opt.list)
+  local shadow, gradient, masters = precision.parameter_formats(opt.precision, opt.list)
   for i, p in ipairs(opt.list) do
     local n, low = p.tensor.count, M_ffi.dtype_name[shadow[i - 1]]
-    sums.masters = sums.masters + padded(4 * n, 64)
+    sums.masters = sums.masters + padded(SIZE[M_ffi.dtype_name[masters[i - 1]]] * n, 64)
     if low ~= "f32" then sums.copies = sums.copies + padded(SIZE[low] * n, 64) end
     local stored = opt._accumulates and "f32" or M_ffi.dtype_name[gradient[i - 1]]
     sums.gradients = sums.gradients + padded(SIZE[stored] * n, 64)

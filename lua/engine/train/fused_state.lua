@@ -1,6 +1,6 @@
 -- The state of the optimizers whose update is one fused kernel of the core (core/params/
--- optimizer.c): sgd, adam, adamw, lion. Owns the moments. Called by optim.lua; lua_state.lua has
--- the same methods for optimizers written in Lua.
+-- optimizer.c): sgd, adam, adamw, lion. Owns the moments and compensations. Called by optim.lua;
+-- lua_state.lua has the same methods for optimizers written in Lua.
 local M_ffi = require "engine.base.ffi"
 local show = require "engine.base.show"
 
@@ -68,6 +68,14 @@ local function fill_groups(self, lr, lr_muls)
   return n
 end
 
+local ROUNDING = { nearest = C.ENG_ROUND_NEAREST, stochastic = C.ENG_ROUND_STOCHASTIC,
+  kahan = C.ENG_ROUND_KAHAN }
+
+--- Follows the optimizer's precision recipe; drops Kahan's compensation.
+function State:set_rounding()
+  check(C.eng_optimizer_rounding(self.handle, ROUNDING[self.optimizer.precision.rounding]))
+end
+
 --- One update. `lr`: the rate before a group's lr_mul. `options`: those of Optimizer:step, with
 --- clip_norm and norm.
 function State:update(lr, options)
@@ -75,7 +83,8 @@ function State:update(lr, options)
   update.n_groups = fill_groups(self, lr, options.lr_muls)
   update.kind, update.groups = self.kind, self.hyper
   update.gradient_factor, update.clip_value = options.gradient_factor, options.clip_value
-  update.t = options.bias_step or self.optimizer.updates + 1
+  update.draw = self.optimizer.updates + 1
+  update.t = options.bias_step or update.draw
   update.lagged = options.lagged and 1 or 0
   update.clip_norm, update.norm, update.clips = options.clip_norm, options.norm, options.clips
   update.norms, update.update_clip, update.spike_clip = options.norms, options.update_clip or 0,
@@ -94,24 +103,33 @@ end
 
 local function same(shape) return shape end
 
+-- Whether parameter i has a Kahan compensation.
+local function compensates(self, i)
+  local optimizer = self.optimizer
+  return optimizer.precision.rounding == "kahan" and optimizer.list[i].tensor.dtype == "bf16"
+end
+
 --- The buffers of parameter i: a list of { name = "w.moment1", x = tensor, dtype, shape =
 --- function(parameter's shape) -> the buffer's shape }. With ZeRO, x has the elements of the
 --- parameter that this rank updates.
 function State:of(i)
   local list = {}
-  for which = 1, self:moments() do
+  local function add(which, name, dtype)
     local x = M_ffi.Tensor()
     check(C.eng_optimizer_moment(x, self.handle, which, i - 1))
-    list[which] = { name = ("%s.moment%d"):format(self.optimizer.list[i].name, which), x = x,
-      dtype = self.optimizer.moments, shape = same }
+    list[#list + 1] = { name = self.optimizer.list[i].name .. "." .. name, x = x, dtype = dtype,
+      shape = same }
   end
+  for which = 1, self:moments() do add(which, "moment" .. which, self.optimizer.moments) end
+  if compensates(self, i) then add(3, "compensation", "bf16") end
   return list
 end
 
---- The bytes of the buffers of a parameter with `count` elements.
-function State:bytes(_, count)
+--- The bytes of the buffers of parameter i, which has `count` elements.
+function State:bytes(i, count)
   local each = self.optimizer.moments == "bf16" and 2 or 4
   return self:moments() * math.ceil(count * each / 64) * 64
+    + (compensates(self, i) and math.ceil(count * 2 / 64) * 64 or 0)
 end
 
 --- Keeps only this rank's elements of the moments (ZeRO).

@@ -188,6 +188,18 @@ function M.requires_grad(x)
   return info.requires_grad ~= 0
 end
 
+-- Gives the parameters the formats of the optimizer's recipe.
+local function set_formats(self)
+  local full = self.precision
+  if full.masters ~= "f32" and KINDS[self.name].spec then
+    raise("optim.%s: precision '%s' has bf16 masters, and only sgd, adam, adamw and lion round " ..
+      "their updates to them", self.name, full.name)
+  end
+  local shadow, gradient, masters = precision.parameter_formats(full, self.list)
+  check(C.eng_params_masters(self.params, masters))
+  check(C.eng_params_precision(self.params, shadow, gradient))
+end
+
 local function new(name, model, options)
   local kind = KINDS[name]
   options = options or {}
@@ -237,16 +249,17 @@ local function new(name, model, options)
     moments = moments, whole = kind.spec ~= nil,   -- whole: an update needs whole parameters
     _record = M_ffi.new("eng_record"), _group_of = group_of, _clip = nil,
   }, Optimizer)
-  local shadow, gradient = precision.parameter_formats(full, list)
-  check(C.eng_params_precision(self.params, shadow, gradient))
+  set_formats(self)
   self.state = kind.spec and lua_state.new(self, kind.spec) or fused_state.new(self, kind.kind)
+  if self.state.set_rounding then self.state:set_rounding() end
   return self
 end
 
 --- engine.optim.adamw(model [, options]): an optimizer over the parameters of a module, or of a
 --- list of tensors. Options of every optimizer: lr, weight_decay, precision (a recipe), moments
 --- ("f32", "bf16"), groups, decay ("matrices": no weight decay on vectors). One update unscales,
---- clips, moves the weights and rounds them.
+--- clips, moves the weights and rounds them. With precision "bf16_stochastic" or "bf16_kahan" (sgd,
+--- adam, adamw, lion) the weights are bf16 themselves, without f32 masters (docs/numerics.md).
 ---   sgd      more options: momentum (0), dampening (0), nesterov (false); lr 1e-2
 ---   adam     more options: beta1 (0.9), beta2 (0.999), eps (1e-8); weight decay adds to the
 ---            gradient; lr 1e-3
@@ -313,10 +326,17 @@ function Optimizer:set_precision(recipe)
     raise("set_precision: FP8 needs a module with linear layers, but this optimizer was made " ..
       "from a list of tensors")
   end
+  local before = self.precision
+  local other = full.masters ~= before.masters or full.rounding ~= before.rounding
+  if other and self.updates > 0 then
+    raise("set_precision: the masters of this optimizer have had updates in %s (%s) and cannot " ..
+      "change to %s (%s); hint: give the recipe to engine.optim.%s", before.masters,
+      before.rounding, full.masters, full.rounding, self.name)
+  end
   self.precision = full
   self.fp8 = self.model and fp8_sites.attach(self.model, full) or nil
-  local shadow, gradient = precision.parameter_formats(self.precision, self.list)
-  check(C.eng_params_precision(self.params, shadow, gradient))
+  set_formats(self)
+  if other then self.state:set_rounding() end
 end
 
 --- Says whether the gradients of several backward passes add up before a step (as in a trainer with

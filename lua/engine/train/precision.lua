@@ -13,7 +13,12 @@ local dtype, expect, raise, value_text = M_ffi.dtype, M_ffi.expect, M_ffi.raise,
 
 local M = {}
 
--- weights            format the forward pass reads parameters in (masters stay f32); norms keep f32
+-- weights            format the forward pass reads parameters in; norms keep f32
+-- masters            the weights that the optimizer updates (sgd, adam, adamw, lion). bf16: the
+--                    forward pass reads them too, and no f32 copy exists; norms keep f32
+-- rounding           of new weights to bf16 masters. stochastic: up or down, with exact
+--                    probabilities; kahan: to nearest, and a bf16 buffer keeps what that loses for
+--                    the next update; nearest: small updates are lost, and training stalls
 -- activations        inputs and outputs of matrix products and attention
 -- residual           the residual stream: the output of an embedding
 -- norm               the output of layer and RMS norm (their statistics are always f32)
@@ -33,6 +38,12 @@ M.recipes = {
   fp16 = { weights = "f16", activations = "f16", residual = "f16", norm = "f16", wide = "f32",
     weight_gradients = "f16", norm_gradients = "f32", moments = "f32", scaled = true },
 }
+
+-- Weights in bf16 alone: 2 bytes a weight instead of 6, or 4 with Kahan's compensation.
+for _, rounding in ipairs { "stochastic", "kahan" } do
+  M.recipes["bf16_" .. rounding] = arguments.merged(M.recipes.bf16, { masters = "bf16",
+    rounding = rounding })
+end
 
 -- FP8: linear layers multiply FP8 numbers; everything else is as in bf16. The fields of `fp8`:
 --   x, w, dy  how a layer's input, its weight and the gradient of its output are quantized:
@@ -118,6 +129,7 @@ local FORMATS = {
   weights = "f32 f16 bf16", activations = "f32 f16 bf16", residual = "f32 f16 bf16",
     norm = "f32 f16 bf16", wide = "f32 f16 bf16",
   weight_gradients = "f32 f16 bf16", norm_gradients = "f32 f16 bf16", moments = "f32 bf16",
+  masters = "f32 bf16", rounding = "nearest stochastic kahan",
 }
 
 local function find(name)
@@ -189,6 +201,8 @@ function M.resolve(recipe)
     full.scaled = recipe.scaled
   end
   for role in pairs(FORMATS) do full[role] = recipe[role] or base[role] end
+  full.masters = full.masters or "f32"
+  full.rounding = full.rounding or full.masters == "bf16" and "stochastic" or "nearest"
   if recipe.fp8 == false then full.fp8 = nil
   elseif recipe.fp8 ~= nil then
     expect(type(recipe.fp8) == "table", recipe.fp8,
@@ -211,6 +225,12 @@ function M.resolve(recipe)
       end
     end
   end
+  if full.masters == "bf16" and full.weights ~= "bf16" then
+    raise("precision '%s': masters in bf16 need weights in bf16, got %s", full.name, full.weights)
+  elseif full.masters == "f32" and full.rounding ~= "nearest" then
+    raise("precision '%s': rounding = '%s' is for masters = 'bf16', and these are f32", full.name,
+      full.rounding)
+  end
   formats_of[full] = operation_formats(full)
   return full
 end
@@ -231,25 +251,27 @@ function M.autocast(recipe, f, ...)
 end
 
 --- For each parameter in a list of { role = }, the format of its low-precision copy and of its
---- gradient: two int32_t arrays for eng_params_precision.
+--- gradient, int32_t arrays for eng_params_precision, and of its masters, for eng_params_masters.
 function M.parameter_formats(full, list)
-  local shadow, gradient = M_ffi.new("int32_t[?]", #list), M_ffi.new("int32_t[?]", #list)
+  local function array() return M_ffi.new("int32_t[?]", #list) end
+  local shadow, gradient, masters = array(), array(), array()
   for i, p in ipairs(list) do
     local norm = p.role == "norm"
     -- an FP8 layer reads an FP8 copy of its matrix and needs no other low-precision copy
     local fp8 = full.fp8 and p.owner and rawget(p.owner, "_fp8") and p.tensor.ndim == 2
-    shadow[i - 1] = (norm or fp8) and dtype.f32 or dtype[full.weights]
+    masters[i - 1] = dtype[norm and "f32" or full.masters]
+    shadow[i - 1] = (norm or fp8 or full.masters == "bf16") and dtype.f32 or dtype[full.weights]
     gradient[i - 1] = dtype[norm and full.norm_gradients or full.weight_gradients]
   end
-  return shadow, gradient
+  return shadow, gradient, masters
 end
 
 --- Describes a recipe in a few lines.
 function M.describe(recipe)
   local full = M.resolve(recipe)
   local lines = { "precision " .. full.name }
-  for _, role in ipairs { "weights", "activations", "residual", "norm", "wide", "weight_gradients",
-    "norm_gradients", "moments" } do
+  for _, role in ipairs { "weights", "masters", "rounding", "activations", "residual", "norm",
+    "wide", "weight_gradients", "norm_gradients", "moments" } do
     lines[#lines + 1] = ("  %-17s %s"):format(role, full[role])
   end
   for _, role in ipairs(full.fp8 and { "x", "w", "dy" } or {}) do

@@ -79,16 +79,25 @@ function M.wrap(leaves, names)
   return setmetatable({ params = out[0], leaf = leaves, names = names, n = n }, Set)
 end
 
---- A set of new parameters of these shapes. options: gradient and shadow, each the name of a format
---- or a list with one for each parameter.
+--- A set of new parameters of these shapes. options: gradient, shadow and master, each the name of a
+--- format or a list with one for each parameter.
 function M.new(shapes, options)
   options = options or {}
   local leaves, names = {}, {}
   for i, shape in ipairs(shapes) do leaves[i], names[i] = kept(shape), "p" .. i end
   local set = assert(M.wrap(leaves, names))
   set.shapes = shapes
+  if options.master then set:masters(options.master) end
   set:precision(options.shadow, options.gradient)
   return set
+end
+
+function Set:masters(format)
+  local masters = ffi.new("int32_t[?]", math.max(self.n, 1))
+  for i = 1, self.n do
+    masters[i - 1] = engine.dtype[type(format) == "table" and format[i] or format]
+  end
+  return check(C.eng_params_masters(self.params, masters))
 end
 
 function Set:precision(shadow, gradient)
@@ -197,8 +206,12 @@ function Set:update(options)
     gradient_factor = options.factor or 1, clip_value = options.clip or 0, t = options.t or 1,
     lagged = options.lagged and 1 or 0, clip_norm = options.clip_norm or 0,
     norms = options.norms, update_clip = options.update_clip or 0, clips = options.clips,
-    spike_clip = options.spike_clip or 0 })))
+    spike_clip = options.spike_clip or 0, draw = options.draw or options.t or 1 })))
 end
+
+local ROUNDING = { nearest = C.ENG_ROUND_NEAREST, stochastic = C.ENG_ROUND_STOCHASTIC,
+  kahan = C.ENG_ROUND_KAHAN }
+function Set:rounding(name) check(C.eng_optimizer_rounding(self.state, ROUNDING[name] or name)) end
 
 --- A moment as an eng_tensor[1], or nil if the optimizer has none.
 function Set:moment(which, i)

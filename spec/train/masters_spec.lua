@@ -1,0 +1,188 @@
+-- Training with bf16 master weights (precision bf16_stochastic, bf16_kahan): how close it comes to
+-- f32 masters, what it saves, checkpoints, and what is refused.
+local engine = require "engine"
+local helper = require "spec.helper"
+local M_ffi = require "engine.base.ffi"
+
+local C = M_ffi.C
+local TEXT = require("engine.report.lab").text(20000)
+local NEAREST = { name = "nearest", base = "bf16", masters = "bf16", rounding = "nearest" }
+
+-- A trainer of a small GPT.
+local function trainer_of(precision, options)
+  engine.seed(options.seed or 5)
+  local model = engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2, layers = 1,
+    dropout = options.dropout }
+  local o = { model = model, precision = precision, log = "quiet", attach = false,
+    data = engine.data.text { text = TEXT, batch = 4, context = 16, seed = 3 },
+    optimizer = engine.optim[options.optimizer or "adamw"](model, { lr = options.lr or 1e-3 }) }
+  for key, value in pairs(options) do
+    if key ~= "seed" and key ~= "lr" and key ~= "dropout" and key ~= "optimizer" then
+      o[key] = value
+    end
+  end
+  return engine.trainer(o)
+end
+
+-- Trains; returns the mean loss of the last `tail` steps, a checksum of weights and optimizer
+-- state, and the trainer.
+local function train(precision, options, tail)
+  local losses, sum = {}, 0
+  options.on_step = function(_, record) losses[#losses + 1] = record.loss end
+  local trainer = trainer_of(precision, options)
+  trainer:run()
+  for i = #losses - (tail or 0) + 1, #losses do sum = sum + losses[i] end
+  local state, all, one = trainer.optimizer:state_tensors(), {}, M_ffi.new("uint64_t[1]")
+  for name, x in pairs(state) do
+    M_ffi.check(C.eng_checksum(one, x))
+    all[#all + 1] = name .. " " .. tostring(one[0])
+  end
+  table.sort(all)
+  table.insert(all, 1, tostring(C.eng_params_checksum(trainer.optimizer.params)))
+  return sum / (tail or 1), table.concat(all, "\n"), trainer
+end
+
+describe("bf16 masters", function()
+  it("train like f32 ones, except when rounded to nearest", function()
+    for optimizer, lr in pairs { adamw = 1e-4, lion = 5e-5 } do
+      local function loss(precision)
+        return (train(precision, { steps = 200, lr = lr, optimizer = optimizer }, 20))
+      end
+      local want, worse = loss "bf16", loss(NEAREST)
+      local lost = worse - want
+      assert.is_true(lost > 0.05, ("%s: nearest %g, f32 %g"):format(optimizer, worse, want))
+      for _, precision in ipairs { "bf16_stochastic", "bf16_kahan" } do
+        local got = loss(precision)
+        assert.is_true(math.abs(got - want) < 0.1 * lost, ("%s: %s %g, nearest %g, f32 %g"):format(
+          optimizer, precision, got, worse, want))
+      end
+    end
+  end)
+
+  it("take 2 bytes a weight, or 4 with a compensation; norms keep f32", function()
+    local rows, weights, norms = {}, 0, 0
+    for _, precision in ipairs { "bf16", "bf16_stochastic", "bf16_kahan" } do
+      local _, _, trainer = train(precision, { steps = 1 })
+      local m = trainer.optimizer:memory()
+      for _, role in ipairs { "masters", "low-precision copies", "moments" } do
+        assert.equal(m[role].predicted, m[role].measured, precision .. ": " .. role)
+      end
+      rows[precision] = m
+      weights, norms = 0, 0
+      for _, p in ipairs(trainer.optimizer.list) do
+        local norm = p.role == "norm"
+        assert.equal((norm or precision == "bf16") and "f32" or "bf16", p.tensor.dtype)
+        if norm then norms = norms + p.tensor.count else weights = weights + p.tensor.count end
+      end
+    end
+    -- all shapes here are multiples of 64 bytes
+    assert.equal(4 * (weights + norms), rows.bf16.masters.measured)
+    assert.equal(2 * weights, rows.bf16["low-precision copies"].measured)
+    for _, precision in ipairs { "bf16_stochastic", "bf16_kahan" } do
+      assert.equal(2 * weights + 4 * norms, rows[precision].masters.measured)
+      assert.equal(0, rows[precision]["low-precision copies"].measured)
+    end
+    assert.equal(2 * weights, rows.bf16_kahan.moments.measured - rows.bf16.moments.measured)
+  end)
+
+  it("resume bit for bit, with other threads, in both modes", function()
+    local folder = helper.folder()
+    for i, case in ipairs { { "bf16_stochastic", "sync", "adamw" }, { "bf16_kahan", "sync", "sgd" },
+      { "bf16_stochastic", "lagged", "lion" }, { "bf16_kahan", "lagged", "adam" } } do
+      local function run(steps, to, resume)
+        local _, bits = train(case[1], { steps = steps, mode = case[2], optimizer = case[3],
+          run = to and folder .. "/" .. i, resume = resume, dropout = 0.1, clip = 0.5,
+          accumulate = 2 })
+        return bits
+      end
+      local want = run(10)
+      C.eng_threads(1)
+      run(6, true)
+      C.eng_threads(2)
+      local got = run(10, true, "auto")
+      C.eng_threads(0)
+      assert.equal(want, got, table.concat(case, " "))
+    end
+    helper.remove(folder)
+  end)
+
+  it("convert checkpoints of runs with other masters, and say so", function()
+    local folder = helper.folder()
+    local function run(precision, name, from, steps)
+      local trainer = trainer_of(precision, { steps = steps, run = folder .. "/" .. name,
+        resume = from and folder .. "/" .. from })
+      local notes = table.concat(trainer.run_files.notes, "\n")
+      trainer:run()
+      return trainer.optimizer, notes
+    end
+    -- the first weight, with what the compensation keeps of it unless `bare`
+    local function weight(opt, bare)
+      local p = opt.list[1]
+      local lost = not bare and opt:state_tensors()[p.name .. ".compensation"]
+      return lost and p.tensor:to("f32") + lost:to("f32") or p.tensor:to("f32")
+    end
+    local function most(f) return engine.scope(function() return f():abs():max():item() end) end
+    local wide = run("bf16", "wide", nil, 6)
+    local kahan, notes = run("bf16_kahan", "kahan", "wide", 6)
+    assert.matches("master weights are bf16 now and were f32 in the checkpoint", notes, 1, true)
+    local largest = most(function() return weight(wide) end)
+    assert.is_true(most(function() return weight(wide) - weight(kahan) end) < largest * 2 ^ -16)
+    assert.is_true(most(function() return weight(wide) - weight(kahan, true) end)
+      > largest * 2 ^ -12)
+    kahan = run("bf16_kahan", "more", "wide", 9)
+    local back
+    back, notes = run("bf16", "back", "more", 9)
+    assert.matches("master weights are f32 now and were bf16 in the checkpoint", notes, 1, true)
+    assert.equal(0, most(function() return weight(kahan) - weight(back) end))
+    assert.equal("bf16", run("bf16_stochastic", "random", "more", 10).list[1].tensor.dtype)
+    helper.remove(folder)
+  end)
+
+  it("work in loops and sessions written by hand, and with FP8 layers", function()
+    for _, precision in ipairs { "bf16_kahan", { base = "fp8_current", masters = "bf16" },
+      { base = "mxfp8", masters = "bf16", rounding = "kahan" } } do
+      engine.seed(2)
+      local model = engine.nn.gpt { vocab = 64, context = 8, width = 32, heads = 2, layers = 1 }
+      local opt = engine.optim.adamw(model, { lr = 1e-2, precision = precision })
+      local x, losses = engine.tensor({ { 1, 2, 3, 4, 5 } }, "i32"):keep(), {}
+      for i = 1, 6 do
+        engine.begin_step()
+        opt:zero_grad()
+        local loss = engine.autocast(opt.precision, function() return model:loss(x, x) end)
+        loss:backward()
+        losses[i] = loss:item()
+        opt:clip_grad_norm(1)
+        opt:step()
+        engine.end_step()
+      end
+      assert.is_true(losses[6] < losses[1] - 0.3)
+      assert.equal("bf16", model.wte.weight.dtype)
+    end
+    local model = engine.nn.linear(4, 3)
+    local session = engine.session { precision = "bf16_kahan", log = "quiet",
+      optimizers = { a = engine.optim.sgd(model, { lr = 0.1 }) } }
+    assert.equal("bf16", model.weight.dtype)
+    assert.is_true(session ~= nil)
+  end)
+
+  it("are refused where they cannot work, in one line", function()
+    local function refused(want, precision, optimizer)
+      local model = engine.nn.linear(4, 3)
+      local good, message = pcall(engine.optim[optimizer or "adamw"], model,
+        { precision = precision })
+      assert.is_false(good)
+      assert.matches(want, message, 1, true)
+    end
+    refused("masters cannot be 'f16'; formats: f32 bf16", { base = "fp16", masters = "f16" })
+    refused("masters in bf16 need weights in bf16, got f16", { base = "fp16", masters = "bf16" })
+    refused("rounding = 'kahan' is for masters = 'bf16', and these are f32",
+      { base = "bf16", rounding = "kahan" })
+    refused("rounding cannot be 'up'; formats: nearest stochastic kahan",
+      { base = "bf16", masters = "bf16", rounding = "up" })
+    refused("has bf16 masters, and only sgd, adam, adamw and lion round their updates to them",
+      "bf16_kahan", "muon")
+    local _, _, trainer = train("bf16_kahan", { steps = 1 })
+    assert.error_matches(function() trainer.optimizer:set_precision "bf16" end,
+      "have had updates in bf16 %(kahan%) and cannot change to f32 %(nearest%)")
+  end)
+end)
