@@ -255,7 +255,9 @@ enum {
   ENG_MX_EVEN = 2,
   ENG_MX_RCEIL = 3,
   ENG_MX_NVFP4 = 4,
-  ENG_MX_RULES = 5
+  ENG_MX_FOUR_OVER_SIX = 5,
+  ENG_MX_FOUR_OVER_SIX_MSE = 6,
+  ENG_MX_RULES = 7
 };
 /// How a block's amax becomes its scale: the rules of these projects (core/base/fp8_scale.h).
 enum {
@@ -313,15 +315,21 @@ enum { ENG_FP8_SIGNS_NONE = -1, ENG_FP8_SIGNS_FIXED, ENG_FP8_SIGNS_LAYER, ENG_FP
 typedef struct eng_fp8_role {
   int32_t format;                     // ENG_e4m3, ENG_e5m2; microscaling: also ENG_FORMAT_*
   int32_t block_rows, block_columns;  // 0: the whole side
-  int32_t rule, pow2, margin, stochastic;   // as in quantize
+  int32_t rule, pow2, margin;         // as in quantize
+  int32_t stochastic;                 // as in quantize; microscaling: sr_bits of mx_quantize
   int32_t keep;                       // only for x: ENG_FP8_KEEP_*
   int32_t mx;                         // microscaling: ENG_MX_* + 1, instead of `rule`; else 0
-  int32_t hadamard, signs;            // of x and dy, as in mx_quantize; ENG_FP8_SIGNS_*
   double  eps;                        // negative: the rule's default
+  double  factor;                     // microscaling: as in mx_quantize; products are divided by it
 } eng_fp8_role;
 /// How a product of a layer sums along K: `accumulator` and `promotion` as in fp8_matmul.
 /// high: 1: computed in high precision; allowed only for the forward product of microscaling.
-typedef struct eng_fp8_product { int32_t accumulator, promotion, high; } eng_fp8_product;
+/// hadamard: both factors are transformed along the summed dimension before they are quantized, as
+/// by the operation hadamard with n = hadamard (0: not), and ENG_FP8_SIGNS_* as signs; only
+/// microscaling.
+typedef struct eng_fp8_product {
+  int32_t accumulator, promotion, high, hadamard, signs;
+} eng_fp8_product;
 /// How a layer computes in FP8: a role for each of its tensors, a product for each of its passes.
 typedef struct eng_fp8_recipe {
   eng_fp8_role role[3];               // ENG_FP8_X, W, DY

@@ -37,11 +37,11 @@ end
 
 local function fp4(name, base, fp8) return { name = name, base = base, fp8 = fp8 } end
 local FLOOR = { format = "e2m1", rule = "floor" }
-local RECIPES = { "bf16", "mxfp8", "mxfp4", "nvfp4",
+local RECIPES = { "bf16", "mxfp8", "mxfp4", "mxfp4_tseng", "nvfp4", "nvfp4_four_over_six",
   fp4("mxfp4, floor", "mxfp4", { x = FLOOR, w = FLOOR,
     dy = { format = "e2m1", rule = "floor", stochastic = true } }),
   fp4("mxfp4, nearest", "mxfp4", { dy = { format = "e2m1", rule = "rceil" } }),
-  fp4("nvfp4, nearest", "nvfp4", { dy = { rule = "nvfp4", hadamard = 16 } }),
+  fp4("nvfp4, nearest", "nvfp4", { dy = { rule = "nvfp4" } }),
   fp4("nvfp4, ends bf16", "nvfp4", { high_first = 1, high_last = 1 }),
   fp4("nvfp4, forward bf16 late", "nvfp4", { policy = "forward_high_before_decay",
     ladder = { { forward = { high = true } } } }) }

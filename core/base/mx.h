@@ -23,6 +23,12 @@
 // or S is 0; a block's scale s = e4m3(min(a * (S * f32(1/6)), FLT_MAX)), saturating; an element is
 // round(x * min(1 / (s * (1 / S)), FLT_MAX)). Its value is code * s * (g / 2688). A block much
 // smaller than the tensor gets the scale 0.
+//
+// Four over six (Transformer Engine's 4over6): NVFP4 with 1536 = 256 * 6 in place of 2688, whose
+// blocks choose between two scales, s6 = e4m3((a / 6) * S) and s4 = e4m3((a / 6) * S * 1.5). The
+// scale with the smaller error is used, s6 if they are equal. The error of a row of a block is the
+// sum of |code * s * g / 1536 - x|, under the rule four_over_six_mse of its square, in f32 and in
+// order. Rows of a block are added in pairs, the most distant first: of 16 rows, r and r + 8.
 #pragma once
 
 #include "engine.h"
@@ -75,18 +81,28 @@ ENG_INLINE float mx_inverse(uint8_t code)
                        : f32_from((uint32_t)(254 - code) << 23);
 }
 
+/// Whether blocks are scaled as in NVFP4, by one of two scales or not.
+ENG_INLINE int mx_is_nvfp4(int64_t rule)
+{ return rule >= ENG_MX_NVFP4 && rule <= ENG_MX_FOUR_OVER_SIX_MSE; }
+ENG_INLINE int mx_is_four_over_six(int64_t rule)
+{ return rule > ENG_MX_NVFP4 && mx_is_nvfp4(rule); }
+
+/// The largest magnitude of the codes times the scales of a tensor.
+ENG_INLINE float nvfp4_top(int64_t rule) { return rule == ENG_MX_NVFP4 ? 2688.0f : 1536.0f; }
+
 /// S, for NVFP4.
-ENG_INLINE float nvfp4_encode_scale(float amax)
+ENG_INLINE float nvfp4_encode_scale(float amax, int64_t rule)
 {
-  float s = 2688.0f / amax, most = f32_from(0x7F7FFFFFu);
+  float s = nvfp4_top(rule) / amax, most = f32_from(0x7F7FFFFFu);
   if (s > most) s = most;
   return amax == 0 || s == 0 ? 1.0f : s;
 }
 
-/// The ue4m3 code of a block's scale; NaN if its amax or S is NaN.
-ENG_INLINE uint8_t nvfp4_scale(float amax, float encode)
+/// The ue4m3 code of a block's scale; NaN if its amax or S is NaN. stretch: 1.5 for s4, else 1.
+ENG_INLINE uint8_t nvfp4_scale(float amax, float encode, int64_t rule, float stretch)
 {
-  return e4m3_from_f32(amax * (encode * (1.0f / 6.0f)), FP8_SATURATE);
+  float scale = rule == ENG_MX_NVFP4 ? amax * (encode * (1.0f / 6.0f)) : amax / 6.0f * encode;
+  return e4m3_from_f32(scale * stretch, FP8_SATURATE);
 }
 
 /// The factor by which the elements of a block are multiplied before rounding.
@@ -96,8 +112,17 @@ ENG_INLINE float nvfp4_factor(uint8_t scale, float encode)
   return factor > most ? most : factor;
 }
 
-/// The factor on a whole tensor's values: g / 2688, or 1 if g = 0 (then S is 1 as well).
-ENG_INLINE float nvfp4_decode_scale(float amax) { return amax == 0 ? 1.0f : amax / 2688.0f; }
+/// The factor on a whole tensor's values: g / 2688 or g / 1536, or 1 if g = 0 (then S is 1, too).
+ENG_INLINE float nvfp4_decode_scale(float amax, int64_t rule)
+{ return amax == 0 ? 1.0f : amax / nvfp4_top(rule); }
+
+/// Four over six: the error of an element x whose code times its scale is `value`, in a tensor
+/// with this amax.
+ENG_INLINE float nvfp4_error(float x, float value, float amax, int64_t rule)
+{
+  float off = value * amax / nvfp4_top(rule) - x;
+  return rule == ENG_MX_FOUR_OVER_SIX_MSE ? off * off : __builtin_fabsf(off);
+}
 
 // ---- random Hadamard transform
 

@@ -57,8 +57,8 @@ ENG_INLINE float blackwell_round(double sum, int exponent)
 /// The scale that a code stands for (NaN for the code of NaN), and the smallest exponent of its
 /// format.
 ENG_INLINE float blackwell_scale(uint8_t code, int rule)
-{ return rule == ENG_MX_NVFP4 ? e4m3_to_f32(code & 0x7F) : ue8m0_to_f32(code); }
-ENG_INLINE int blackwell_least(int rule) { return rule == ENG_MX_NVFP4 ? -6 : -127; }
+{ return mx_is_nvfp4(rule) ? e4m3_to_f32(code & 0x7F) : ue8m0_to_f32(code); }
+ENG_INLINE int blackwell_least(int rule) { return mx_is_nvfp4(rule) ? -6 : -127; }
 
 /// c + the sum of 32 products (64 if both formats are e2m1) of the numbers a and b. scale_a[i] and
 /// scale_b[i] are the scales of numbers 16 i to 16 i + 15.

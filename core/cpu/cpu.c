@@ -23,7 +23,7 @@
 #define KERNEL_FILES(FILE)                                                                  \
   FILE(elementwise) FILE(unary) FILE(copy) FILE(rope) FILE(reduce) FILE(norm) FILE(softmax) \
   FILE(loss) FILE(index) FILE(gemm) FILE(attention) FILE(optimizer) FILE(gradstats)         \
-  FILE(fp8_quantize) FILE(fp8_dequantize) FILE(fp8_matmul) FILE(mx_quantize)                \
+  FILE(fp8_quantize) FILE(fp8_dequantize) FILE(fp8_matmul) FILE(mx_quantize) FILE(hadamard) \
   FILE(mx_matmul) FILE(nf4) FILE(conv) FILE(pool) FILE(channel_norm)
 
 #define REGISTER_CALL(file, isa) cpu_register_##file##_##isa(b);

@@ -130,7 +130,8 @@ static void columns_task(const void *context, int64_t t)
       for (int j = 0; j < wide; j++) {
         float y = c[i][j];
         for (int g = 4; g < 6; g++)
-          if (p->call->in[g]) y *= nvfp4_decode_scale(((const float *)p->call->in[g]->data)[0]);
+          if (p->call->in[g])
+            y *= nvfp4_decode_scale(((const float *)p->call->in[g]->data)[0], m->rule);
         ((float *)p->call->out[0]->data)[(i0 + i) * p->N + j0 + j] = y;
       }
   }

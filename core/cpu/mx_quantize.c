@@ -6,8 +6,7 @@
 // as bf16 values. The buffer is copied to the result. If blocks are square, its transpose is the
 // transposed copy. Otherwise the transposed copy is quantized from transposed tiles of x (but see
 // quantize_columns). NVFP4 needs the tensor's amax first: unless the caller gives it, another pass
-// over x finds it. A Hadamard transform writes x, transposed and transformed, to scratch in bf16,
-// from which the transposed copy is quantized. f64 goes to the reference.
+// over x finds it. f64 goes to the reference.
 #include "base/mx.h"
 #include "base/rng.h"
 #include "magnitude.h"
@@ -199,7 +198,8 @@ typedef struct side {
   uint8_t *turn_scale, *turn_q;   // square blocks: the transposed copy, of the same elements
   uint64_t random;           // the Philox block of element 0
   mx_format format;
-  float    encode;           // S of NVFP4
+  float    encode, amax;     // S of NVFP4; the amax of the tensor
+  float    factor;
   found   *found;            // of each task; or NULL
 } side;
 
@@ -228,14 +228,15 @@ static float block_amax(const float *x, int64_t stride, int rows, int columns, b
 
 // Computes the scales of n blocks: their codes, their values (`unit`), and what multiplies the
 // blocks' elements before rounding (`factor`). amax, factor and unit have room for whole vectors.
+// stretch: as in nvfp4_scale.
 static void scales_of(const side *s, const float *amax, int n, uint8_t *code, float *factor,
-                      float *unit)
+                      float *unit, float stretch)
 {
   const typeof(s->call->mx_quantize) *a = &s->call->mx_quantize;
-  if (a->rule != ENG_MX_NVFP4) {
+  if (!mx_is_nvfp4(a->rule)) {
     for (int k = 0; k < n; k++) {
       code[k] = mx_scale(amax[k], s->format, (int)a->rule, (a->flags & MX_FINITE) != 0);
-      factor[k] = mx_inverse(code[k]);
+      factor[k] = mx_inverse(code[k]) * s->factor;
       unit[k] = ue8m0_to_f32(code[k]);
     }
     return;
@@ -244,11 +245,90 @@ static void scales_of(const side *s, const float *amax, int n, uint8_t *code, fl
      most = vf_from_bits(vi_set1(0x7F7FFFFF));
   for (int k = 0; k < n; k += VF_LANES) {   // nvfp4_scale, nvfp4_factor
     uint8_t bytes[16];
-    vf_put_bytes_(bytes, vf_to_fp8(vf_mul(vf_load(amax + k), by), 3, true));
+    vf top = vf_load(amax + k), wanted = vf_mul(top, by);
+    if (mx_is_four_over_six(a->rule))
+      wanted = vf_mul(vf_mul(vf_div(top, vf_set1(6)), vf_set1(s->encode)), vf_set1(stretch));
+    vf_put_bytes_(bytes, vf_to_fp8(wanted, 3, true));
     vf scale = vf_load_fp8(bytes, 3), inverse = vf_div(vf_set1(1.0f), vf_mul(scale, back));
     vf_store(unit + k, scale);
-    vf_store(factor + k, vf_select(vf_gt(inverse, most), most, inverse));
+    vf_store(factor + k, vf_mul(vf_select(vf_gt(inverse, most), most, inverse),
+                                vf_set1(s->factor)));
     memcpy(code + k, bytes, (size_t)smaller(VF_LANES, n - k));
+  }
+}
+
+// nvfp4_error of elements of e2m1.
+VF_INLINE vf errors_of(vf x, vf factor, vf unit, vf amax, bool squared)
+{
+  vf value;
+  vi code;
+  encode(vf_mul(x, factor), vf_zero(), false, mx_format_of(ENG_FORMAT_E2M1), &code, &value);
+  vf off = vf_sub(vf_div(vf_mul(vf_mul(value, unit), amax), vf_set1(1536)), x);
+  return squared ? vf_mul(off, off) : vf_abs(off);
+}
+
+// Four over six, for n blocks of `wide` columns side by side, with `rows` rows of x: their scales,
+// as scales_of gives them.
+static void choose_scales(const side *s, const float *x, int64_t stride, int rows, int columns,
+                          const float *amax, int n, uint8_t *code, float *factor, float *unit)
+{
+  const typeof(s->call->mx_quantize) *a = &s->call->mx_quantize;
+  int wide = (int)a->block_columns;
+  uint8_t four_code[WIDE];
+  float four_factor[WIDE], four_unit[WIDE], sum[2][MOST * MOST / 2],
+        off[MOST];
+  scales_of(s, amax, n, code, factor, unit, 1);
+  scales_of(s, amax, n, four_code, four_factor, four_unit, 1.5f);
+  for (int four = 0; four < 2; four++) {
+    for (int r = 0; r < rows; r++)
+      for (int j = 0; j < n; j++) {
+        int c0 = j * wide, deep = (int)smaller(wide, columns - c0);
+        vf by = vf_set1((four ? four_factor : factor)[j]),
+           scale = vf_set1((four ? four_unit : unit)[j]);
+        for (int c = 0; c < deep; c += VF_LANES) {
+          const float *from = x + r * stride + c0 + c;
+          vf_store(off + c, errors_of(deep - c >= VF_LANES ? vf_load(from)
+                                                           : vf_load_n(from, deep - c),
+                                      by, scale, vf_set1(s->amax),
+                                      a->rule == ENG_MX_FOUR_OVER_SIX_MSE));
+        }
+        float error = 0;
+        for (int c = 0; c < deep; c++) error += off[c];
+        sum[four][r * n + j] = error;
+      }
+    for (int half = MOST / 2; half > 0; half /= 2)
+      for (int i = 0; i < half * n && i + half * n < rows * n; i++)
+        sum[four][i] += sum[four][i + half * n];
+  }
+  for (int j = 0; j < n; j++)
+    if (sum[1][j] < sum[0][j])
+      code[j] = four_code[j], factor[j] = four_factor[j], unit[j] = four_unit[j];
+}
+
+// The same for n blocks of one column each and `deep` rows, MOST elements apart.
+static void choose_columns(const side *s, const float *x, int deep, const float *amax, int n,
+                           uint8_t *code, float *factor, float *unit)
+{
+  uint8_t four_code[MOST];
+  float four_factor[MOST], four_unit[MOST];
+  bool squared = s->call->mx_quantize.rule == ENG_MX_FOUR_OVER_SIX_MSE;
+  scales_of(s, amax, n, code, factor, unit, 1);
+  scales_of(s, amax, n, four_code, four_factor, four_unit, 1.5f);
+  for (int c = 0; c < n; c += VF_LANES) {
+    vf six = vf_zero(), four = vf_zero(), whole = vf_set1(s->amax), by = vf_load(factor + c),
+       scale = vf_load(unit + c), by4 = vf_load(four_factor + c), scale4 = vf_load(four_unit + c);
+    for (int k = 0; k < deep; k++) {
+      vf value = vf_load(x + k * MOST + c);
+      six = vf_add(six, errors_of(value, by, scale, whole, squared));
+      four = vf_add(four, errors_of(value, by4, scale4, whole, squared));
+    }
+    vm better = vf_lt(four, six);
+    vf_store(factor + c, vf_select(better, by4, by));
+    vf_store(unit + c, vf_select(better, scale4, scale));
+    float fours[VF_LANES], sixes[VF_LANES];
+    vf_store(fours, four), vf_store(sixes, six);
+    for (int k = 0; k < VF_LANES && c + k < n; k++)
+      if (fours[k] < sixes[k]) code[c + k] = four_code[c + k];
   }
 }
 
@@ -275,7 +355,9 @@ static void quantize_tile(const side *s, found *all, const void *x, int64_t firs
                          a->flags & MX_FINITE, all);
   int64_t i = r0 / a->block_rows, j0 = c0 / wide;
   uint8_t *code = s->scale + i * s->wide + j0;
-  scales_of(s, amax, blocks, code, factor, unit);
+  if (mx_is_four_over_six(a->rule))
+    choose_scales(s, tile, stride, rows, columns, amax, blocks, code, factor, unit);
+  else scales_of(s, amax, blocks, code, factor, unit, 1);
   for (int j = 0; s->turn_scale && j < blocks; j++) s->turn_scale[(j0 + j) * s->down + i] = code[j];
   for (int r = 0; r < rows; r++) {
     uint32_t words[WIDE + 4 * VF_LANES + 4];
@@ -297,22 +379,6 @@ static void put_row(const side *s, uint8_t *q, int64_t at, const uint8_t *from, 
     for (int i = 0; i < n / 2; i++)
       q[at / 2 + i] = (uint8_t)(from[2 * i] | from[2 * i + 1] << 4);
   else memcpy(q + element_bytes(s) * at, from, (size_t)(element_bytes(s) * n));
-}
-
-// y [columns x rows] = x [rows x columns] transposed, of elements of 1, 2 or 4 bytes. The rows of
-// both are MOST elements apart. Transposes whole blocks of 4 to 16 rows and columns.
-static void turn_tile(void *y, const void *x, int rows, int columns, int size)
-{
-  uint8_t *y8 = y;
-  uint16_t *y16 = y;
-  uint32_t *y32 = y;
-  for (int c = 0; c < columns; c += 16 / size)
-    for (int r = 0; r < rows; r += 16 / size) {
-      int to = c * MOST + r, from = r * MOST + c;
-      if (size == 1) turn_bytes(y8 + to, MOST, (const uint8_t *)x + from, MOST);
-      else if (size == 2) turn_halves(y16 + to, MOST, (const uint16_t *)x + from, MOST);
-      else turn_words(y32 + to, MOST, (const uint32_t *)x + from, MOST);
-    }
 }
 
 // Columns of a tile: whole blocks.
@@ -338,7 +404,7 @@ static void band_task(const void *context, int64_t t)
       for (int r = 0; r < rows; r++)
         put_row(s, s->q, (top + r) * s->columns + c0, tile + r * line, columns);
       if (!s->turn_q) continue;
-      turn_tile(turn, tile, rows, columns, size);
+      turn_tile(turn, MOST, tile, MOST, rows, columns, size);
       for (int c = 0; c < columns; c++)
         put_row(s, s->turn_q, (c0 + c) * s->rows + top, turn + c * line, rows);
     }
@@ -373,7 +439,9 @@ static void quantize_columns(const side *s, int64_t r0, int rows, int64_t c0, in
       }
       vf_store(amax + c, (vf)top);
     }
-    scales_of(s, amax, rows, code[j], factor, unit);
+    if (mx_is_four_over_six(a->rule))
+      choose_columns(s, x, deep, amax, rows, code[j], factor, unit);
+    else scales_of(s, amax, rows, code[j], factor, unit, 1);
     for (int k = 0; k < deep; k++)
       encode_as(to + (j * wide + k) * MOST * element_bytes(s), x + k * MOST, NULL, 0, factor, unit,
                 rows, 0, a->flags & MX_VALUES, a->format);
@@ -395,7 +463,7 @@ static void turned_task(const void *context, int64_t t)
     int rows = (int)smaller(step, s->rows - r0);
     if (high == 1 && !a->sr_bits) {
       quantize_columns(s, r0, rows, first, columns, line);
-      turn_tile(turn, line, columns, rows, element_bytes(s));
+      turn_tile(turn, MOST, line, MOST, columns, rows, element_bytes(s));
       for (int r = 0; r < rows; r++)
         put_row(s, s->q, (r0 + r) * s->columns + first,
                 turn + r * element_bytes(s) * MOST, columns);
@@ -404,7 +472,7 @@ static void turned_task(const void *context, int64_t t)
     for (int k = 0; k < columns; k++)
       memcpy(tile + k * MOST * size, (const char *)s->x + ((first + k) * s->rows + r0) * size,
              (size_t)(rows * size));
-    turn_tile(turn, tile, columns, rows, size);
+    turn_tile(turn, MOST, tile, MOST, columns, rows, size);
     for (int r = 0; r < rows; r += (int)high) {
       int deep = (int)smaller(high, rows - r);
       quantize_tile(s, &none, turn, r * MOST, MOST, r0 + r, deep, first, columns, line,
@@ -414,95 +482,6 @@ static void turned_task(const void *context, int64_t t)
                 columns);
     }
   }
-}
-
-// ------------------------------------------------------------------ Hadamard transform
-
-typedef struct rotation {
-  const tensor *x;
-  uint16_t *y;               // [columns x rows]
-  int64_t   rows, columns;
-  int       n;
-  float     sign[MOST];
-  found    *found;           // in each task's part of y
-} rotation;
-
-enum { LINE = 32 };          // columns of x at a time
-
-// Rounds LINE numbers from f64 to bf16, without rounding to f32 in between. If one of them is not a
-// normal f32, the second loop rounds all of them again.
-static void round_line(uint16_t *to, const double *x)
-{
-  uint64_t odd = 0;
-  for (int c = 0; c < LINE; c++) {
-    uint64_t bits = f64_bits(x[c]), exponent = bits >> 52 & 0x7FF,
-             nearest = (bits + ((1ull << 44) - 1) + (bits >> 45 & 1)) & ~((1ull << 45) - 1);
-    odd |= bits << 1 != 0 && exponent - 897 > 253;         // outside of 2^-126 to 2^128
-    to[c] = (uint16_t)(f32_bits((float)f64_from(nearest)) >> 16);
-  }
-  for (int c = 0; odd && c < LINE; c++) to[c] = bf16_from_f64(x[c]);
-}
-
-// Transforms n rows of x [n x LINE] into y, in bf16; the rows of y are MOST apart.
-VF_INLINE void transform(uint16_t *y, double (*x)[LINE], const int n)
-{
-  for (int half = 1; half < n; half *= 2)
-    for (int r = 0; r < n; r += 2 * half)
-      for (int k = r; k < r + half; k++)
-        for (int c = 0; c < LINE; c++) {
-          double one = x[k][c], other = x[k + half][c];
-          x[k][c] = one + other;
-          x[k + half][c] = one - other;
-        }
-  double root = sqrt(1.0 / n);
-  for (int k = 0; k < n; k++) {
-    for (int c = 0; c < LINE; c++) x[k][c] *= root;
-    round_line(y + k * MOST, x[k]);
-  }
-}
-
-// Transforms MOST rows of x. The rows after the last whole group are only rounded.
-static void rotate_task(const void *context, int64_t t)
-{
-  const rotation *o = context;
-  int64_t r0 = t * MOST;
-  int rows = (int)smaller(MOST, o->rows - r0), size = o->x->dtype == ENG_f32 ? 4 : 2;
-  uint16_t tile[MOST * MOST], turn[MOST * MOST];
-  double wide[MOST][LINE];
-  for (int64_t c0 = 0; c0 < o->columns; c0 += MOST) {
-    int columns = (int)smaller(MOST, o->columns - c0);
-    for (int r = 0; r < rows; r += o->n)
-      for (int c = 0; c < columns; c += LINE) {
-        float x[LINE] = {0};
-        int n = (int)smaller(o->n, rows - r), some = (int)smaller(LINE, columns - c);
-        for (int k = 0; k < n; k++) {
-          int64_t first = (r0 + r + k) * o->columns + c0 + c;
-          // the next group's rows are too far apart for the hardware to foresee
-          __builtin_prefetch((const char *)o->x->data + size * (first + o->n * o->columns));
-          floats_from(x, o->x->data, o->x->dtype, first, some);
-          float sign = n == o->n ? o->sign[k] : 1;
-          for (int l = 0; l < LINE; l++) wide[k][l] = x[l] * sign;
-        }
-        if (n == o->n) transform(tile + r * MOST + c, wide, n);
-        for (int k = 0; k < n && n < o->n; k++) round_line(tile + (r + k) * MOST + c, wide[k]);
-      }
-    for (int r = 0; r < rows; r++)
-      add_elements(&o->found[t], tile + r * MOST, ENG_bf16, 0, columns);
-    turn_tile(turn, tile, rows, columns, 2);
-    for (int c = 0; c < columns; c++)
-      memcpy(o->y + (c0 + c) * o->rows + r0, turn + c * MOST, (size_t)(2 * rows));
-  }
-}
-
-static void rotate(uint16_t *y, found *part, const op_call *call)
-{
-  const typeof(call->mx_quantize) *a = &call->mx_quantize;
-  rotation o = {.x = call->in[0], .y = y, .rows = row_count(call->in[0]),
-                .columns = row_length(call->in[0]), .n = (int)a->hadamard, .found = part};
-  uint32_t word[4] = {0};
-  if (a->signs > 0) philox_block(word, (uint64_t)a->signs);
-  for (int i = 0; i < o.n; i++) o.sign[i] = mx_sign(a->signs, word, i);
-  run_tasks((o.rows + MOST - 1) / MOST, o.x->count >= PARALLEL_ELEMENTS, rotate_task, &o);
 }
 
 // ------------------------------------------------------------------ the operations
@@ -523,32 +502,17 @@ static void set_shape(side *s, int64_t rows, int64_t columns)
   s->band = larger(1, BAND / a->block_rows) * a->block_rows;
 }
 
-// Quantizes x transposed, in blocks that are not square. part: scratch, one for each task.
-static eng_status quantize_turned(side *s, const op_call *call, found *part, bool together)
+// Quantizes x transposed, in blocks that are not square.
+static void quantize_turned(side *s, const op_call *call, bool together)
 {
   const typeof(call->mx_quantize) *a = &call->mx_quantize;
   const tensor *x = call->in[0];
-  float *amax = call->out[6]->data;
   set_shape(s, row_length(x), row_count(x));
   s->scale = call->out[4]->data, s->q = call->out[3]->data;
   s->random += (uint64_t)((x->count + 3) / 4);
   s->found = NULL;
-  if (!a->hadamard) {
-    s->band = tile_columns(MOST, a->block_columns);
-    run_tasks((s->columns + s->band - 1) / s->band, together, turned_task, s);
-    return ENG_OK;
-  }
-  uint16_t *y = arena_alloc(ARENA_SCRATCH, 2 * x->count);
-  if (!y) return ENG_ERR_MEMORY;
-  int64_t parts = (s->columns + MOST - 1) / MOST;
-  memset(part, 0, (size_t)parts * sizeof *part);
-  rotate(y, part, call);
-  *amax = amax_of(call, total(part, parts));
-  s->x = y, s->dtype = ENG_bf16;
-  s->encode = nvfp4_encode_scale(*amax);
-  run_tasks((s->rows + s->band - 1) / s->band, together, band_task, s);
-  arena_free(ARENA_SCRATCH, y, 2 * x->count);
-  return ENG_OK;
+  s->band = tile_columns(MOST, a->block_columns);
+  run_tasks((s->columns + s->band - 1) / s->band, together, turned_task, s);
 }
 
 static eng_status mx_quantize(const op_call *call)
@@ -560,7 +524,7 @@ static eng_status mx_quantize(const op_call *call)
   if (!dtype_is_fast(x->dtype) || x->count == 0) return forward_to_reference(call);
   side s = {.call = call, .x = x->data, .dtype = x->dtype, .scale = call->out[1]->data,
             .q = call->out[0]->data, .format = mx_format_of(a->format),
-            .random = (uint64_t)a->counter};
+            .random = (uint64_t)a->counter, .factor = a->factor != 0 ? (float)a->factor : 1};
   set_shape(&s, row_count(x), row_length(x));
   if (turned && square) s.turn_scale = call->out[4]->data, s.turn_q = call->out[3]->data;
   int64_t pieces = (x->count + PART - 1) / PART, bands = (s.rows + s.band - 1) / s.band,
@@ -571,7 +535,7 @@ static eng_status mx_quantize(const op_call *call)
   float *amax = call->out[2]->data;
   int64_t *nan = call->out[5]->data;
   // NVFP4's scales need the amax of the whole tensor; with the other rules, the same pass finds it.
-  bool before = a->rule == ENG_MX_NVFP4 && !call->in[1];
+  bool before = mx_is_nvfp4(a->rule) && !call->in[1];
   if (before) {
     run_tasks(pieces, together, survey_task, &(survey){.x = x, .part = part});
     found all = total(part, pieces);
@@ -580,7 +544,7 @@ static eng_status mx_quantize(const op_call *call)
     s.found = part;
     *amax = call->in[1] ? ((const float *)call->in[1]->data)[0] : 0;
   }
-  s.encode = nvfp4_encode_scale(*amax);
+  s.amax = *amax, s.encode = nvfp4_encode_scale(*amax, a->rule);
   run_tasks(bands, together, band_task, &s);
   if (s.found) {
     found all = total(part, bands);
@@ -588,10 +552,9 @@ static eng_status mx_quantize(const op_call *call)
     *nan = all.nan;
   }
   if (turned) ((float *)call->out[6]->data)[0] = *amax;
-  eng_status status =
-    turned && !square ? quantize_turned(&s, call, part, together) : ENG_OK;
+  if (turned && !square) quantize_turned(&s, call, together);
   arena_free(ARENA_SCRATCH, part, bytes);
-  return status;
+  return ENG_OK;
 }
 
 typedef struct back { const op_call *call; int64_t columns; float whole, value[256]; } back;
@@ -607,7 +570,7 @@ static void back_task(const void *context, int64_t row)
     int64_t i = row * b->columns + c;
     uint8_t code = mx_packed(a->format) ? q[i / 2] >> i % 2 * 4 & 15 : q[i],
             s = scale[c / a->block_columns];
-    float value = a->rule == ENG_MX_NVFP4 ? b->value[code] * e4m3_to_f32(s) * b->whole
+    float value = mx_is_nvfp4(a->rule) ? b->value[code] * e4m3_to_f32(s) * b->whole
                                           : b->value[code] * ue8m0_to_f32(s);
     put(y->data, y->dtype, i, value);
   }
@@ -618,7 +581,8 @@ static eng_status mx_dequantize(const op_call *call)
   const tensor *y = call->out[0];
   if (!dtype_is_fast(y->dtype) || y->count == 0) return forward_to_reference(call);
   back b = {.call = call, .columns = row_length(y), .whole = 1};
-  if (call->in[2]) b.whole = nvfp4_decode_scale(((const float *)call->in[2]->data)[0]);
+  if (call->in[2])
+    b.whole = nvfp4_decode_scale(((const float *)call->in[2]->data)[0], call->mx_dequantize.rule);
   for (int i = 0; i < 256; i++)
     b.value[i] = mx_value((uint8_t)i, mx_format_of(call->mx_dequantize.format));
   run_tasks(row_count(y), y->count >= PARALLEL_ELEMENTS, back_task, &b);

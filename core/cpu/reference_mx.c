@@ -1,6 +1,6 @@
-// Reference kernels for mx_quantize, mx_dequantize and mx_matmul: element by element, exponents by
-// frexp, rounding in f64. The fast kernels must agree with them bit for bit. See reference.h,
-// ops.def.
+// Reference kernels for mx_quantize, hadamard, mx_dequantize and mx_matmul: element by element,
+// exponents by frexp, rounding in f64. The fast kernels must agree with them bit for bit. See
+// reference.h, ops.def.
 #include "reference_side.h"
 
 #include "base/mx_blackwell.h"
@@ -58,6 +58,28 @@ static uint8_t code_of(double x, const mx_format *f, int sr_bits, uint32_t rando
   return (uint8_t)(f->sign ? code | (negative ? f->sign : 0) : negative ? -code : code);
 }
 
+// Four over six: 1.5 if the block's amax is better scaled to 4, else 1.
+static float stretch_of(const side *s, int64_t r0, int64_t rows, int64_t c0, int64_t columns,
+                        float amax)
+{
+  int64_t rule = s->call->mx_quantize.rule;
+  float error[2][128] = {0};
+  mx_format f = mx_format_of(ENG_FORMAT_E2M1);
+  for (int four = 0; four < 2 && mx_is_four_over_six(rule); four++) {
+    uint8_t scale = nvfp4_scale(amax, s->encode, rule, four ? 1.5f : 1);
+    float factor = nvfp4_factor(scale, s->encode);
+    for (int64_t r = 0; r < rows; r++)
+      for (int64_t c = 0; c < columns; c++) {
+        float x = x_at(s, r0 + r, c0 + c);
+        uint8_t code = code_of((double)(x * factor), &f, 0, 0);
+        error[four][r] += nvfp4_error(x, mx_value(code, f) * e4m3_to_f32(scale), s->amax, rule);
+      }
+    for (int half = 64; half > 0; half /= 2)
+      for (int r = 0; r < half; r++) error[four][r] += error[four][r + half];
+  }
+  return error[1][0] < error[0][0] ? 1.5f : 1;
+}
+
 static void store(const side *s, int64_t element, uint8_t code, double value)
 {
   if (s->call->mx_quantize.flags & MX_VALUES) {
@@ -83,8 +105,8 @@ static void quantize_side(const side *s)
       float amax = block_amax(s, r0, rows, c0, columns, !finite);
       double factor, scale;
       uint8_t code;
-      if (a->rule == ENG_MX_NVFP4) {
-        code = nvfp4_scale(amax, s->encode);
+      if (mx_is_nvfp4(a->rule)) {
+        code = nvfp4_scale(amax, s->encode, a->rule, stretch_of(s, r0, rows, c0, columns, amax));
         scale = e4m3_to_f32(code);
         factor = nvfp4_factor(code, s->encode);
       } else {
@@ -96,6 +118,7 @@ static void quantize_side(const side *s)
         scale = code == 255 ? NAN : ldexp(1, e);
         factor = code == 255 ? NAN : ldexp(1, -e);
       }
+      if (a->factor != 0) factor = (float)factor * (float)a->factor;
       *scales++ = code;
       for (int64_t r = r0; r < r0 + rows; r++)
         for (int64_t c = c0; c < c0 + columns; c++) {
@@ -103,7 +126,7 @@ static void quantize_side(const side *s)
           uint32_t word[4] = {0};
           if (a->sr_bits) philox_block(word, s->random + (uint64_t)(element / 4));
           double x = x_at(s, r, c) * factor;
-          if (a->rule == ENG_MX_NVFP4) x = (double)(float)x;
+          if (mx_is_nvfp4(a->rule) || a->factor != 0) x = (double)(float)x;
           uint8_t q = code_of(x, &f, (int)a->sr_bits, word[element % 4]);
           store(s, element, q, (double)(float)(mx_value(q, f) * scale));
         }
@@ -123,23 +146,29 @@ static void hadamard(double *x, int n)
   }
 }
 
-// x transposed, transformed along the rows of x, in bf16.
-static void rotate(uint16_t *y, const side *x, const op_call *call)
+eng_status reference_hadamard(const op_call *call)
 {
-  int n = (int)call->mx_quantize.hadamard;
-  int64_t signs = call->mx_quantize.signs, whole = x->rows / n * n;
+  const tensor *x = call->in[0], *y = call->out[0];
+  bool turned = call->hadamard.turned;
+  int n = (int)call->hadamard.n;
+  int64_t rows = rows_of(x), columns = columns_of(x), along = turned ? rows : columns,
+          whole = along / n * n;
+  side of = {.call = call, .row = turned ? 1 : columns, .column = turned ? columns : 1};
   uint32_t word[4] = {0};
   double a[128];
-  if (signs > 0) philox_block(word, (uint64_t)signs);
-  for (int64_t c = 0; c < x->columns; c++) {
-    for (int64_t r = 0; r < whole; r += n) {
-      for (int i = 0; i < n; i++) a[i] = x_at(x, r + i, c) * mx_sign(signs, word, i);
+  if (call->hadamard.signs > 0) philox_block(word, (uint64_t)call->hadamard.signs);
+  for (int64_t r = 0; r < (turned ? columns : rows); r++) {
+    for (int64_t c = 0; c < whole; c += n) {
+      for (int i = 0; i < n; i++)
+        a[i] = x_at(&of, r, c + i) * mx_sign(call->hadamard.signs, word, i);
       hadamard(a, n);
-      for (int i = 0; i < n; i++) y[c * x->rows + r + i] = bf16_from_f64(a[i] * sqrt(1.0 / n));
+      for (int i = 0; i < n; i++)
+        tensor_store(y->data, y->dtype, r * along + c + i, a[i] * sqrt(1.0 / n));
     }
-    for (int64_t r = whole; r < x->rows; r++)
-      y[c * x->rows + r] = bf16_from_f64(x_at(x, r, c));
+    for (int64_t c = whole; c < along; c++)
+      tensor_store(y->data, y->dtype, r * along + c, x_at(&of, r, c));
   }
+  return ENG_OK;
 }
 
 eng_status reference_mx_quantize(const op_call *call)
@@ -156,27 +185,13 @@ eng_status reference_mx_quantize(const op_call *call)
     for (int64_t c = 0; c < columns; c++) nan += x_at(&own, r, c) != x_at(&own, r, c);
   ((float *)call->out[2]->data)[0] = amax;
   ((int64_t *)call->out[5]->data)[0] = nan;
-  own.encode = nvfp4_encode_scale(amax);
+  own.amax = amax, own.encode = nvfp4_encode_scale(amax, call->mx_quantize.rule);
   quantize_side(&own);
   if (!call->out[3]) return ENG_OK;
   side turned = {.call = call, .rows = columns, .columns = rows, .row = 1, .column = columns,
-                 .q = call->out[3], .scale = call->out[4], .encode = own.encode,
+                 .q = call->out[3], .scale = call->out[4], .encode = own.encode, .amax = amax,
                  .random = own.random + (uint64_t)((x->count + 3) / 4)};
-  if (call->mx_quantize.hadamard) {
-    tensor y = {.dtype = ENG_bf16, .count = x->count,
-                .data = arena_alloc(ARENA_SCRATCH, 2 * x->count)};
-    if (!y.data) return ENG_ERR_MEMORY;
-    rotate(y.data, &own, call);
-    op_call copy = *call;
-    copy.in[0] = &y;
-    turned.call = &copy, turned.row = rows, turned.column = 1;
-    amax = block_amax(&turned, 0, columns, 0, rows, !finite);
-    turned.encode = nvfp4_encode_scale(amax);
-    quantize_side(&turned);
-    arena_free(ARENA_SCRATCH, y.data, 2 * x->count);
-  } else {
-    quantize_side(&turned);
-  }
+  quantize_side(&turned);
   ((float *)call->out[6]->data)[0] = amax;
   // With square blocks, the transposed copy has the same elements, even if rounding was stochastic.
   if (call->mx_quantize.block_rows == call->mx_quantize.block_columns)
@@ -202,12 +217,13 @@ eng_status reference_mx_dequantize(const op_call *call)
   mx_format f = mx_format_of(a->format);
   int64_t rows = rows_of(y), columns = columns_of(y),
           across = (columns + a->block_columns - 1) / a->block_columns;
-  float whole = call->in[2] ? nvfp4_decode_scale(((const float *)call->in[2]->data)[0]) : 1;
+  float whole = 1;
+  if (call->in[2]) whole = nvfp4_decode_scale(((const float *)call->in[2]->data)[0], a->rule);
   for (int64_t i = 0; i < rows * columns; i++) {
     uint8_t s = scale[i / columns / a->block_rows * across + i % columns / a->block_columns];
     float value = mx_value(mx_packed(a->format) ? q[i / 2] >> i % 2 * 4 & 15 : q[i], f);
-    value *= a->rule == ENG_MX_NVFP4 ? e4m3_to_f32(s) : ue8m0_to_f32(s);
-    tensor_store(y->data, y->dtype, i, a->rule == ENG_MX_NVFP4 ? value * whole : value);
+    value *= mx_is_nvfp4(a->rule) ? e4m3_to_f32(s) : ue8m0_to_f32(s);
+    tensor_store(y->data, y->dtype, i, mx_is_nvfp4(a->rule) ? value * whole : value);
   }
   return ENG_OK;
 }
@@ -243,7 +259,7 @@ eng_status reference_mx_matmul(const op_call *call)
                               mx_format_of(m->format_b), scale[1], (int)m->rule, sum);
       }
       for (int g = 4; g < 6; g++)
-        if (call->in[g]) sum *= nvfp4_decode_scale(((const float *)call->in[g]->data)[0]);
+        if (call->in[g]) sum *= nvfp4_decode_scale(((const float *)call->in[g]->data)[0], m->rule);
       y[i * b->shape[0] + j] = sum;
     }
   return ENG_OK;

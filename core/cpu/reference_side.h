@@ -12,7 +12,7 @@ typedef struct side {
   int64_t  row, column;             // strides of x in elements
   tensor  *q, *scale;
   uint64_t random;                  // Philox block of the first element
-  float    encode;                  // S of NVFP4
+  float    encode, amax;            // S of NVFP4; the amax of the tensor
 } side;
 
 static inline float x_at(const side *s, int64_t r, int64_t c)

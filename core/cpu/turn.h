@@ -1,5 +1,5 @@
 // Transposes of whole blocks in 16-byte registers: 4 x 4 words, 8 x 8 half words, 16 x 16 bytes.
-// Strides are in elements. Included by copy.c and fp8_quantize.c. Owns nothing.
+// Strides are in elements. Included by copy.c and the quantizers. Owns nothing.
 #pragma once
 
 #include <stdint.h>
@@ -51,4 +51,21 @@ static inline void turn_bytes(uint8_t *y, int64_t y_stride, const uint8_t *x, in
     for (int k = 0; k < 16; k++) row[k] = next[k];
   }
   for (int k = 0; k < 16; k++) *(bytes *)(y + k * y_stride) = row[k];
+}
+
+/// y [columns x rows] = x [rows x columns] transposed, of elements of 1, 2 or 4 bytes. Transposes
+/// whole blocks of 4 to 16 rows and columns, so both tiles have room for these.
+static inline void turn_tile(void *y, int64_t y_stride, const void *x, int64_t x_stride, int rows,
+                             int columns, int size)
+{
+  uint8_t *y8 = y;
+  uint16_t *y16 = y;
+  uint32_t *y32 = y;
+  for (int c = 0; c < columns; c += 16 / size)
+    for (int r = 0; r < rows; r += 16 / size) {
+      int64_t to = c * y_stride + r, from = r * x_stride + c;
+      if (size == 1) turn_bytes(y8 + to, y_stride, (const uint8_t *)x + from, x_stride);
+      else if (size == 2) turn_halves(y16 + to, y_stride, (const uint16_t *)x + from, x_stride);
+      else turn_words(y32 + to, y_stride, (const uint32_t *)x + from, x_stride);
+    }
 }

@@ -1,6 +1,7 @@
 // Shape and dtype rules of quantize, dequantize, mx_*, nf4_* and fp8_matmul (ops.def).
 #include "base/error.h"
 #include "base/fp8_layout.h"
+#include "base/mx.h"
 #include "base/nf4.h"
 #include "autograd/infer.h"
 
@@ -153,8 +154,8 @@ static eng_status want_mx(const op_call *c, int64_t format, int64_t rows, int64_
                      "%s: expected the format e4m3, e5m2, e2m1, e2m3, e3m2 or mxint8, got number "
                      "%lld", name, (long long)format);
   ENG_TRY(want_between(c, "a scale rule", rule, 0, ENG_MX_RULES - 1));
-  if (rule == ENG_MX_NVFP4 && format != ENG_FORMAT_E2M1)
-    return error_set(ENG_ERR_VALUE, "%s: the rule nvfp4 needs the format e2m1", name);
+  if (mx_is_nvfp4(rule) && format != ENG_FORMAT_E2M1)
+    return error_set(ENG_ERR_VALUE, "%s: the rules of nvfp4 need the format e2m1", name);
   if (rows < 1 || rows > 128 || columns < 1 || columns > 128)
     return error_set(ENG_ERR_VALUE,
                      "%s: expected blocks of 1 to 128 rows and columns, got %lld x %lld", name,
@@ -190,14 +191,13 @@ static eng_status infer_mx_quantize(op_call *c, op_shape *s)
     return error_set(ENG_ERR_VALUE, "mx_quantize: expected the flags 8, 16 and 32, got %lld",
                      (long long)a->flags);
   ENG_TRY(want_between(c, "sr_bits", a->sr_bits, 0, 24));
-  if (a->hadamard && a->hadamard != 16 && a->hadamard != 32 && a->hadamard != 64 &&
-      a->hadamard != 128)
-    return error_set(ENG_ERR_VALUE, "mx_quantize: expected a Hadamard transform of 16, 32, 64 or "
-                     "128 elements, or 0 for none, got %lld", (long long)a->hadamard);
-  if (a->hadamard && (!turned || a->block_rows == a->block_columns))
-    return error_set(ENG_ERR_VALUE,
-                     "mx_quantize: a Hadamard transform is for the transposed copy in blocks that "
-                     "are not square");
+  if (a->sr_bits && mx_is_four_over_six(a->rule))
+    return error_set(ENG_ERR_VALUE, "mx_quantize: four_over_six compares errors of rounding to "
+                     "nearest, so expected sr_bits = 0, got %lld", (long long)a->sr_bits);
+  if (!(a->factor >= 0 && a->factor <= 1) ||
+      (a->factor != 0 && a->factor != 1 && mx_is_four_over_six(a->rule)))
+    return error_set(ENG_ERR_VALUE, "mx_quantize: expected a factor above 0 and up to 1, with "
+                     "four_over_six none, got %g", a->factor);
   int64_t rows, columns;
   matrix_of(x, &rows, &columns);
   if (packed && (columns % 2 || (turned && rows % 2)))
@@ -215,6 +215,23 @@ static eng_status infer_mx_quantize(op_call *c, op_shape *s)
                                        blocks_in(rows, a->block_columns)});
   put_out(s, 5, ENG_i64, 0, NULL);
   put_out(s, 6, ENG_f32, 0, NULL);
+  return ENG_OK;
+}
+
+static eng_status infer_hadamard(op_call *c, op_shape *s)
+{
+  const typeof(c->hadamard) *a = &c->hadamard;
+  const tensor *x = c->in[0];
+  ENG_TRY(want_float(c, 0));
+  ENG_TRY(want_ndim(c, 0, 1));
+  ENG_TRY(want_float_attribute(c, a->dtype));
+  if (a->n != 16 && a->n != 32 && a->n != 64 && a->n != 128)
+    return error_set(ENG_ERR_VALUE, "hadamard: expected a transform of 16, 32, 64 or 128 elements, "
+                     "got %lld", (long long)a->n);
+  int64_t rows, columns;
+  matrix_of(x, &rows, &columns);
+  if (a->turned) put_out(s, 0, (int)a->dtype, 2, (int64_t[]){columns, rows});
+  else put_out(s, 0, (int)a->dtype, x->ndim, x->shape);
   return ENG_OK;
 }
 
@@ -254,10 +271,10 @@ static eng_status infer_mx_matmul(op_call *c, op_shape *s)
     return error_set(ENG_ERR_DTYPE,
                      "mx_matmul: expected e4m3 and e5m2, or e2m1 twice, got formats %lld and %lld",
                      (long long)a->format_a, (long long)a->format_b);
-  if (a->rule < 0 || a->rule >= ENG_MX_RULES || (a->rule == ENG_MX_NVFP4 && !four))
+  if (a->rule < 0 || a->rule >= ENG_MX_RULES || (mx_is_nvfp4(a->rule) && !four))
     return error_set(ENG_ERR_VALUE, "mx_matmul: expected a scale rule of 0 to %d, nvfp4 for e2m1 "
                      "alone, got %lld", ENG_MX_RULES - 1, (long long)a->rule);
-  int64_t K = 0, block = a->rule == ENG_MX_NVFP4 ? 16 : 32;
+  int64_t K = 0, block = mx_is_nvfp4(a->rule) ? 16 : 32;
   for (int k = 0; k < 4; k += 2) {
     const tensor *q = c->in[k], *scale = c->in[k + 1];
     int64_t columns = q->ndim == 2 ? q->shape[1] * (four ? 2 : 1) : -1;
@@ -383,6 +400,7 @@ static void __attribute__((constructor)) register_rules(void)
   op_register(ENG_OP_swiglu_quantize, infer_swiglu_quantize, NULL);
   op_register(ENG_OP_dequantize, infer_dequantize, NULL);
   op_register(ENG_OP_mx_quantize, infer_mx_quantize, NULL);
+  op_register(ENG_OP_hadamard, infer_hadamard, NULL);
   op_register(ENG_OP_mx_dequantize, infer_mx_dequantize, NULL);
   op_register(ENG_OP_mx_matmul, infer_mx_matmul, NULL);
   op_register(ENG_OP_nf4_quantize, infer_nf4_quantize, NULL);

@@ -62,9 +62,8 @@ static eng_status quantize_mx(copies *out, int64_t number, fp8_site *s, int role
   tensor_drop(slot);
   if (status != ENG_OK) return error_prefix(status, "%s: FP8 of %s", s->name, fp8_role_name[role]);
   *out = (copies){all.q, all.amax, all.q_t, all.amax_t};
-  if (fp8_measuring()) status = fp8_mx_measure(s, role, x, all.q, all.scale, all.amax);
   tensor_drop(all.scale);
-  return status;
+  return ENG_OK;
 }
 
 /// Quantizes x in a role's format and blocks, into the copies passed in `out` if any. `transposed`:
@@ -108,11 +107,10 @@ static eng_status multiply(tensor **y, const fp8_site *s, int product, const fac
     static const int roles[][2] = {{ENG_FP8_X, ENG_FP8_W}, {ENG_FP8_DY, ENG_FP8_W},
                                    {ENG_FP8_DY, ENG_FP8_X}};
     const eng_fp8_role *role = s->recipe.role;
-    bool whole_a = role[roles[product][0]].mx - 1 == ENG_MX_NVFP4,
-         whole_b = role[roles[product][1]].mx - 1 == ENG_MX_NVFP4;
-    status = fp8_mx_multiply(y, &(fp8_mx_factor){qa, whole_a ? a->scale : NULL, a->turned},
-                             &(fp8_mx_factor){qb, whole_b ? b->scale : NULL, b->turned}, bias,
-                             *y ? (*y)->dtype : dtype, add);
+    status = fp8_mx_multiply(
+      y, &(fp8_mx_factor){qa, a->scale, &role[roles[product][0]], a->turned},
+      &(fp8_mx_factor){qb, b->scale, &role[roles[product][1]], b->turned}, bias,
+      *y ? (*y)->dtype : dtype, add);
     if (status != ENG_OK)
       status = error_prefix(status, "%s: %s", s->name, fp8_product_name[product]);
     tensor_drop(qb);
@@ -154,6 +152,7 @@ typedef struct fp8_weight {
   params_derived derived;
   int64_t  site;
   uint32_t recipe, seen;       // version of the site's recipe; storage.writes of the source
+  int64_t  step;               // of the signs of its Hadamard transforms, if they change
   const tensor *source;        // the master, or its low-precision copy
   double   factor;
   tensor  *q, *scale, *q_t, *scale_t;   // q_t: only if blocks are not square, for the gradient of x
@@ -266,20 +265,21 @@ static eng_status weight_copies(copies *out, bool *kept, int64_t number, fp8_sit
     p->derived = &c->derived;
   }
   *out = (copies){c->q, c->scale, c->q_t, c->scale_t};
-  if (same && c->seen == source->store->writes && c->factor == s->factor[ENG_FP8_W] &&
-      !fp8_measuring())
-    return ENG_OK;
+  int64_t step = fp8_mx_step(s);
+  bool current = same && c->seen == source->store->writes && c->step == step &&
+                 c->factor == s->factor[ENG_FP8_W];
+  if (current && !fp8_measuring()) return ENG_OK;
   c->site = 0;   // invalid until the copy is complete
   if (params_comes_and_goes(p)) ENG_TRY(quantize_own(out, number, s, p, source, transposed));
   else ENG_TRY(quantize(out, number, s, ENG_FP8_W, source, NULL, transposed));
-  bool stale = same && (c->seen != source->store->writes || c->factor != s->factor[ENG_FP8_W]);
-  if (stale) {   // backward will refuse a tape that read the old numbers
+  if (same && !current) {   // backward will refuse a tape that read the old numbers
     c->q->store->writes++;
     if (c->q_t) c->q_t->store->writes++;
   }
   *c = (fp8_weight){.derived = c->derived,
                     .site = number,
                     .recipe = s->version,
+                    .step = step,
                     .seen = source->store->writes,
                     .source = source,
                     .factor = s->factor[ENG_FP8_W],

@@ -1,8 +1,8 @@
 // Linear layers under a microscaling recipe. A role's copies do not hold codes but, in bf16, the
 // numbers that the codes stand for. An ordinary matmul multiplies them; the product of two such
 // numbers is exact. NVFP4's scale of the whole tensor, amax / 2688, is not part of the copies,
-// because bf16 would round the scaled numbers. It multiplies the f32 sums. Called by linear.c; see
-// its head.
+// because bf16 would round the scaled numbers. It multiplies the f32 sums, and so does the inverse
+// of a role's `factor`. Called by linear.c; see its head.
 #include "sites.h"
 
 #include "base/error.h"
@@ -12,9 +12,6 @@
 #include <math.h>
 #include <stdlib.h>
 
-/// Bits of stochastic rounding, as in Transformer Engine.
-enum { SR_BITS = 8 };
-
 static eng_status copy_into(tensor **out, tensor *x)
 {
   op_call c = {.op = ENG_OP_contiguous, .n_in = 1, .n_out = 1, .in = {x}, .out = {*out}};
@@ -23,22 +20,73 @@ static eng_status copy_into(tensor **out, tensor *x)
   return status;
 }
 
-// The signs of a role's Hadamard transform, as mx_quantize takes them. x and dy have the same.
-static int64_t signs_of(const fp8_site *s, const eng_fp8_role *r)
+// fp8_measure for microscaling. x: what was quantized.
+static eng_status measure(fp8_site *s, int role, tensor *x, tensor *q, const tensor *scale,
+                          const tensor *amax)
 {
-  if (r->signs <= ENG_FP8_SIGNS_FIXED) return r->signs;
+  const eng_fp8_role *r = &s->recipe.role[role];
+  int64_t columns = x->shape[x->ndim - 1], rows = columns ? x->count / columns : 0;
+  if (x->count == 0) return ENG_OK;
+  int64_t every = fp8_measured_every(rows, columns), taken = (rows + every - 1) / every,
+          across = scale->shape[1];
+  float *values = malloc((size_t)(2 * taken * columns + scale->count) * sizeof *values), whole = 1;
+  if (!values) return error_set(ENG_ERR_MEMORY, "out of memory for the FP8 meters");
+  float *numbers = values + taken * columns, *codes = numbers + taken * columns;
+  eng_status status = fp8_read_rows(values, x, every);
+  if (status == ENG_OK) status = fp8_read_rows(numbers, q, every);
+  if (status == ENG_OK) status = transfer_read(codes, ENG_f32, scale);
+  if (status == ENG_OK && mx_is_nvfp4(r->mx - 1)) {
+    status = transfer_read(&whole, ENG_f32, amax);
+    whole = nvfp4_decode_scale(whole, r->mx - 1);
+  }
+  if (r->factor != 0) whole /= (float)r->factor;
+  mx_format f = mx_format_of(r->format);
+  // half a step above the largest number
+  float limit = 1.5f * f.largest - 0.5f * mx_value((uint8_t)(f.top - 1), f);
+  for (int64_t i = 0; i < taken && status == ENG_OK; i++)
+    for (int64_t k = 0; k < columns; k++) {
+      uint8_t code = (uint8_t)codes[i * every / r->block_rows * across + k / r->block_columns];
+      float unit = mx_is_nvfp4(r->mx - 1) ? e4m3_to_f32(code) : ue8m0_to_f32(code),
+            number = numbers[i * columns + k];
+      fp8_meter_element(&s->meter[role], values[i * columns + k], unit > 0 ? number / unit : 0,
+                        unit * whole, f.largest, limit);
+    }
+  free(values);
+  return status;
+}
+
+// The signs of a product's Hadamard transform, as the operation takes them.
+static int64_t signs_of(const fp8_site *s, const eng_fp8_product *p)
+{
+  if (p->signs <= ENG_FP8_SIGNS_FIXED) return p->signs;
   uint64_t hash = 0xCBF29CE484222325u;
   for (const char *c = s->name; *c; c++) hash = (hash ^ (uint8_t)*c) * 0x100000001B3u;
-  if (r->signs == ENG_FP8_SIGNS_STEP) hash = (hash ^ (uint64_t)fp8_step()) * 0x9E3779B97F4A7C15u;
+  if (p->signs == ENG_FP8_SIGNS_STEP) hash = (hash ^ (uint64_t)fp8_step()) * 0x9E3779B97F4A7C15u;
   return (int64_t)(hash >> 2) + 1;
 }
 
-eng_status fp8_mx_quantize(fp8_mx_copies *to, tensor *slot, const fp8_site *s, int role, tensor *x,
-                           bool transposed)
+static bool changes(const eng_fp8_product *p)
+{ return p->hadamard && p->signs == ENG_FP8_SIGNS_STEP; }
+
+int64_t fp8_mx_step(const fp8_site *s)
 {
-  const eng_fp8_role *r = &s->recipe.role[role];
-  if (r->hadamard && r->signs == ENG_FP8_SIGNS_STEP)
+  const eng_fp8_product *p = s->recipe.product;
+  return changes(&p[ENG_FP8_FORWARD]) || changes(&p[ENG_FP8_DGRAD]) ? fp8_step() : 0;
+}
+
+// x, or its transpose, under a product's Hadamard transform.
+static eng_status rotate(tensor **y, const fp8_site *s, const eng_fp8_product *p, tensor *x,
+                         bool turned)
+{
+  if (changes(p))
     ENG_TRY(backend_forbids("a Hadamard transform with new signs in each step"));
+  return op_run1(y, (op_call){.op = ENG_OP_hadamard, .in = {x},
+                              .hadamard = {.n = p->hadamard, .signs = signs_of(s, p),
+                                           .turned = turned, .dtype = ENG_bf16}});
+}
+
+static eng_status encode(fp8_mx_copies *to, const eng_fp8_role *r, tensor *x, bool transposed)
+{
   op_call c = {.op = ENG_OP_mx_quantize, .n_in = 2, .n_out = 7,
                .in = {x},
                .out = {to->q, NULL, to->amax, to->q_t, NULL, NULL, to->amax_t},
@@ -47,23 +95,70 @@ eng_status fp8_mx_quantize(fp8_mx_copies *to, tensor *slot, const fp8_site *s, i
                                .block_columns = r->block_columns,
                                .rule = r->mx - 1,
                                .flags = MX_VALUES | (transposed ? QUANTIZE_TRANSPOSED : 0),
-                               .sr_bits = r->stochastic ? SR_BITS : 0,
-                               .hadamard = transposed ? r->hadamard : 0,
-                               .signs = signs_of(s, r)}};
+                               .sr_bits = r->stochastic,
+                               .factor = r->factor}};
   ENG_TRY(op_run(&c));
-  to->q = c.out[0], to->scale = c.out[1], to->amax = c.out[2], to->q_t = c.out[3];
-  to->amax_t = c.out[6];
+  *to = (fp8_mx_copies){c.out[0], c.out[1], c.out[2], c.out[3], c.out[6]};
   tensor_drop(c.out[5]);
   if (c.out[4]) tensor_drop(c.out[4]);
-  return copy_into(&slot, to->amax);
+  return ENG_OK;
 }
 
-// *y times amax / 2688.
-static eng_status scale_by(tensor **y, tensor *amax)
+// The copy for the product that sums over the rows of x, from x itself.
+static eng_status encode_turned(fp8_mx_copies *to, const fp8_site *s, const eng_fp8_role *r,
+                                const eng_fp8_product *p, tensor *x)
+{
+  fp8_mx_copies made = {0};
+  tensor *y = NULL;
+  if (p->hadamard) {
+    made.q = to->q_t, made.amax = to->amax_t;
+    ENG_TRY(rotate(&y, s, p, x, true));
+  } else {
+    made.q_t = to->q_t, made.amax_t = to->amax_t;
+  }
+  eng_status status = encode(&made, r, y ? y : x, !y);
+  if (y) tensor_drop(y);
+  if (status != ENG_OK) return status;
+  to->q_t = y ? made.q : made.q_t, to->amax_t = y ? made.amax : made.amax_t;
+  tensor_drop(made.scale);
+  if (!y) tensor_drop(made.q), tensor_drop(made.amax);
+  return ENG_OK;
+}
+
+eng_status fp8_mx_quantize(fp8_mx_copies *to, tensor *slot, fp8_site *s, int role, tensor *x,
+                           bool transposed)
+{
+  // the products that read a role's copy and its transposed copy
+  static const int readers[][2] = {{ENG_FP8_FORWARD, ENG_FP8_WGRAD},
+                                   {ENG_FP8_FORWARD, ENG_FP8_DGRAD},
+                                   {ENG_FP8_DGRAD, ENG_FP8_WGRAD}};
+  const eng_fp8_role *r = &s->recipe.role[role];
+  const eng_fp8_product *along = &s->recipe.product[readers[role][0]],
+                        *across = &s->recipe.product[readers[role][1]];
+  bool apart = transposed && (along->hadamard || across->hadamard);
+  tensor *y = NULL;
+  fp8_mx_copies made = *to;
+  if (apart) made.q_t = made.amax_t = NULL;
+  if (along->hadamard) ENG_TRY(rotate(&y, s, along, x, false));
+  eng_status status = encode(&made, r, y ? y : x, transposed && !apart);
+  if (status == ENG_OK) {
+    to->q = made.q, to->scale = made.scale, to->amax = made.amax;
+    if (!apart) to->q_t = made.q_t, to->amax_t = made.amax_t;
+    if (fp8_measuring()) status = measure(s, role, y ? y : x, to->q, to->scale, to->amax);
+  }
+  if (y) tensor_drop(y);
+  if (status == ENG_OK && apart) status = encode_turned(to, s, r, across, x);
+  return status == ENG_OK ? copy_into(&slot, to->amax) : status;
+}
+
+// *y times NVFP4's factor for the tensor `of`, if it has one.
+static eng_status scale_by(tensor **y, const fp8_mx_factor *of)
 {
   tensor *factor, *scaled;
-  ENG_TRY(op_run1(&factor, (op_call){.op = ENG_OP_affine, .n_out = 1, .in = {amax},
-                                     .affine = {.factor = 1.0 / 2688}}));
+  int rule = of->role->mx - 1;
+  if (!mx_is_nvfp4(rule)) return ENG_OK;
+  ENG_TRY(op_run1(&factor, (op_call){.op = ENG_OP_affine, .n_out = 1, .in = {of->amax},
+                                     .affine = {.factor = 1.0 / (double)nvfp4_top(rule)}}));
   eng_status status =
     op_run1(&scaled, (op_call){.op = ENG_OP_mul, .n_out = 1, .in = {*y, factor}});
   tensor_drop(factor);
@@ -76,7 +171,9 @@ static eng_status scale_by(tensor **y, tensor *amax)
 eng_status fp8_mx_multiply(tensor **y, const fp8_mx_factor *a, const fp8_mx_factor *b, tensor *bias,
                            int dtype, bool add)
 {
-  bool after = a->amax || b->amax || bias;
+  double factor = (a->role->factor != 0 ? a->role->factor : 1) *
+                  (b->role->factor != 0 ? b->role->factor : 1);
+  bool after = mx_is_nvfp4(a->role->mx - 1) || mx_is_nvfp4(b->role->mx - 1) || factor != 1 || bias;
   op_call c = {.op = ENG_OP_matmul, .n_in = 2, .n_out = 1,
                .in = {a->q, b->q},
                .out = {after ? NULL : *y},
@@ -90,8 +187,13 @@ eng_status fp8_mx_multiply(tensor **y, const fp8_mx_factor *a, const fp8_mx_fact
     return ENG_OK;
   }
   tensor *sum = c.out[0], *more;
-  eng_status status = a->amax ? scale_by(&sum, a->amax) : ENG_OK;
-  if (status == ENG_OK && b->amax) status = scale_by(&sum, b->amax);
+  eng_status status = scale_by(&sum, a);
+  if (status == ENG_OK) status = scale_by(&sum, b);
+  if (status == ENG_OK && factor != 1) {
+    status = op_run1(&more, (op_call){.op = ENG_OP_affine, .in = {sum},
+                                      .affine = {.factor = 1 / factor}});
+    if (status == ENG_OK) tensor_drop(sum), sum = more;
+  }
   for (int k = 0; k < 2 && status == ENG_OK; k++) {   // the bias, then what *y holds
     tensor *term = k == 0 ? bias : add ? *y : NULL;
     if (!term) continue;
@@ -107,38 +209,5 @@ eng_status fp8_mx_multiply(tensor **y, const fp8_mx_factor *a, const fp8_mx_fact
     if (status == ENG_OK) *y = round.out[0];
   }
   tensor_drop(sum);
-  return status;
-}
-
-eng_status fp8_mx_measure(fp8_site *s, int role, tensor *x, tensor *q, const tensor *scale,
-                          const tensor *amax)
-{
-  const eng_fp8_role *r = &s->recipe.role[role];
-  int64_t columns = x->shape[x->ndim - 1], rows = columns ? x->count / columns : 0;
-  if (x->count == 0) return ENG_OK;
-  int64_t every = fp8_measured_every(rows, columns), taken = (rows + every - 1) / every,
-          across = scale->shape[1];
-  float *values = malloc((size_t)(2 * taken * columns + scale->count) * sizeof *values), whole = 1;
-  if (!values) return error_set(ENG_ERR_MEMORY, "out of memory for the FP8 meters");
-  float *numbers = values + taken * columns, *codes = numbers + taken * columns;
-  eng_status status = fp8_read_rows(values, x, every);
-  if (status == ENG_OK) status = fp8_read_rows(numbers, q, every);
-  if (status == ENG_OK) status = transfer_read(codes, ENG_f32, scale);
-  if (status == ENG_OK && r->mx - 1 == ENG_MX_NVFP4) {
-    status = transfer_read(&whole, ENG_f32, amax);
-    whole = nvfp4_decode_scale(whole);
-  }
-  mx_format f = mx_format_of(r->format);
-  // half a step above the largest number
-  float limit = 1.5f * f.largest - 0.5f * mx_value((uint8_t)(f.top - 1), f);
-  for (int64_t i = 0; i < taken && status == ENG_OK; i++)
-    for (int64_t k = 0; k < columns; k++) {
-      uint8_t code = (uint8_t)codes[i * every / r->block_rows * across + k / r->block_columns];
-      float unit = r->mx - 1 == ENG_MX_NVFP4 ? e4m3_to_f32(code) : ue8m0_to_f32(code),
-            number = numbers[i * columns + k];
-      fp8_meter_element(&s->meter[role], values[i * columns + k], unit > 0 ? number / unit : 0,
-                        unit * whole, f.largest, limit);
-    }
-  free(values);
   return status;
 }

@@ -6,6 +6,7 @@
 #include "base/error.h"
 #include "base/fp8_layout.h"
 #include "base/fp8_scale.h"
+#include "base/mx.h"
 #include "device/transfer.h"
 
 #include <math.h>
@@ -180,7 +181,7 @@ static eng_status check_mx_role(const fp8_site *s, const eng_fp8_recipe *recipe,
        known = r->format == ENG_e4m3 || r->format == ENG_e5m2 ||
                (r->format >= ENG_FORMAT_E2M1 && r->format <= ENG_FORMAT_MXINT8);
   if (!known || r->mx < 0 || r->mx > ENG_MX_RULES ||
-      (r->mx - 1 == ENG_MX_NVFP4 && r->format != ENG_FORMAT_E2M1))
+      (mx_is_nvfp4(r->mx - 1) && r->format != ENG_FORMAT_E2M1))
     return error_set(ENG_ERR_DTYPE, "%s: %s: microscaling has no format number %d with rule %d",
                      s->name, fp8_role_name[role], r->format, r->mx - 1);
   if (!fits)
@@ -188,13 +189,12 @@ static eng_status check_mx_role(const fp8_site *s, const eng_fp8_recipe *recipe,
                      "%s: %s: expected blocks of 1 to 128 rows and columns, for e2m1 an even "
                      "number of columns, got %d x %d",
                      s->name, fp8_role_name[role], r->block_rows, r->block_columns);
-  const eng_fp8_role *other = &recipe->role[role == ENG_FP8_X ? ENG_FP8_DY : ENG_FP8_X];
-  if (role == ENG_FP8_W ? r->hadamard
-                        : r->hadamard != other->hadamard || r->signs != other->signs ||
-                            (r->hadamard && fp8_is_square(r)))
+  if (r->stochastic < 0 || r->stochastic > 24 || !(r->factor >= 0 && r->factor <= 1) ||
+      (mx_is_four_over_six(r->mx - 1) && (r->stochastic || r->factor != 0)))
     return error_set(ENG_ERR_VALUE,
-                     "%s: %s: expected the same Hadamard transform for x and dy, without square "
-                     "blocks, and none for w", s->name, fp8_role_name[role]);
+                     "%s: %s: expected up to 24 bits of stochastic rounding and a factor up to 1, "
+                     "for four_over_six neither, got %d and %g",
+                     s->name, fp8_role_name[role], r->stochastic, r->factor);
   int keep = fp8_is_square(r) ? ENG_FP8_KEEP_CODES : ENG_FP8_KEEP_TRANSPOSED;
   if (role == ENG_FP8_X && r->keep != keep)
     return error_set(ENG_ERR_VALUE, "%s: x: in these blocks, microscaling keeps x as `%s`", s->name,
@@ -235,6 +235,22 @@ static eng_status check_role(const fp8_site *s, const eng_fp8_recipe *recipe, in
   return ENG_OK;
 }
 
+static eng_status check_hadamard(const fp8_site *s, const eng_fp8_recipe *recipe, int product)
+{
+  const eng_fp8_product *p = &recipe->product[product];
+  const eng_fp8_role *a = &recipe->role[product == ENG_FP8_FORWARD ? ENG_FP8_X : ENG_FP8_DY],
+                     *b = &recipe->role[product == ENG_FP8_WGRAD ? ENG_FP8_X : ENG_FP8_W];
+  int n = p->hadamard;
+  if (!n) return ENG_OK;
+  if ((n != 16 && n != 32 && n != 64 && n != 128) || p->signs < ENG_FP8_SIGNS_NONE ||
+      p->signs > ENG_FP8_SIGNS_STEP || p->high || !a->mx || fp8_is_square(a) || fp8_is_square(b))
+    return error_set(ENG_ERR_VALUE,
+                     "%s: %s: a Hadamard transform has 16, 32, 64 or 128 elements, and is for "
+                     "microscaled products whose factors have blocks that are not square, got %d",
+                     s->name, fp8_product_name[product], n);
+  return ENG_OK;
+}
+
 /// Along the dimension that a product sums over, the block size of one operand must be a multiple
 /// of the other's.
 static eng_status check_nesting(const fp8_site *s, int product, const char *a_name, int64_t a,
@@ -265,6 +281,7 @@ eng_status eng_fp8_site_set(int64_t site, const eng_fp8_recipe *recipe)
         return error_set(ENG_ERR_VALUE,
                          "%s: %s: only microscaling's forward product can be in high precision",
                          s->name, fp8_product_name[p]);
+      ENG_TRY(check_hadamard(s, recipe, p));
       if (of->accumulator < 0 || of->accumulator >= ENG_ACCUMULATORS)
         return error_set(ENG_ERR_VALUE, "%s: %s: unknown accumulator %d", s->name,
                          fp8_product_name[p], of->accumulator);

@@ -71,17 +71,20 @@ static inline op_call fp8_quantize_call(const eng_fp8_role *r, tensor *x, tensor
 /// x rows] and amax_t, which are NULL unless they are asked for. If q, amax, q_t or amax_t is not
 /// NULL before the call, the result is written into that tensor.
 typedef struct fp8_mx_copies { tensor *q, *scale, *amax, *q_t, *amax_t; } fp8_mx_copies;
-/// Quantizes x as a role says. slot: receives the amax.
-eng_status fp8_mx_quantize(fp8_mx_copies *to, tensor *slot, const fp8_site *s, int role, tensor *x,
+/// Quantizes x as a role says, and measures it if meters are on. slot: receives the amax.
+eng_status fp8_mx_quantize(fp8_mx_copies *to, tensor *slot, fp8_site *s, int role, tensor *x,
                            bool transposed);
-/// A factor of a product: bf16 [M x K], or [K x M] if turned; amax: NVFP4's, else NULL.
-typedef struct fp8_mx_factor { tensor *q, *amax; bool turned; } fp8_mx_factor;
+/// What the signs of w's Hadamard transforms depend on: the step, or 0 if they do not change.
+int64_t fp8_mx_step(const fp8_site *s);
+/// A factor of a product, quantized as its role says: bf16 [M x K], or [K x M] if turned.
+typedef struct fp8_mx_factor {
+  tensor *q, *amax;
+  const eng_fp8_role *role;
+  bool turned;
+} fp8_mx_factor;
 /// y = a b + bias in `dtype`, or added onto *y.
 eng_status fp8_mx_multiply(tensor **y, const fp8_mx_factor *a, const fp8_mx_factor *b, tensor *bias,
                            int dtype, bool add);
-/// fp8_measure for microscaling.
-eng_status fp8_mx_measure(fp8_site *s, int role, tensor *x, tensor *q, const tensor *scale,
-                          const tensor *amax);
 
 /// Runs fp8_linear of an active site. `swiglu` is the call that computes x if x has no memory, else
 /// NULL.

@@ -33,7 +33,7 @@ template <typename T> __global__ void __launch_bounds__(THREADS) multiply_codes(
   if (at >= groups * p.rows) return;
   const int64_t r = at / groups, c = at % groups * EIGHT, first = r * p.columns + c;
   const int there = (int)min((int64_t)EIGHT, p.columns - c);
-  const float whole = p.amax ? nvfp4_decode_scale(*p.amax) : 1.0f;
+  const float whole = p.amax ? nvfp4_decode_scale(*p.amax, p.rule) : 1.0f;
   const int64_t across = (p.columns + p.block_columns - 1) / p.block_columns;
   int64_t block = c / p.block_columns, next = (block + 1) * p.block_columns;
   const uint8_t *of_row = p.scale + r / p.block_rows * across;
@@ -45,8 +45,8 @@ template <typename T> __global__ void __launch_bounds__(THREADS) multiply_codes(
     }
     const int64_t i = first + k;
     const uint8_t code = mx_packed(p.format) ? p.q[i / 2] >> i % 2 * 4 & 15 : p.q[i];
-    put(y[k], p.rule == ENG_MX_NVFP4 ? number[code] * e4m3_to_f32(of_row[block]) * whole :
-                                       number[code] * ue8m0_to_f32(of_row[block]));
+    put(y[k], mx_is_nvfp4(p.rule) ? number[code] * e4m3_to_f32(of_row[block]) * whole :
+                                      number[code] * ue8m0_to_f32(of_row[block]));
   }
 }
 
@@ -100,8 +100,8 @@ multiply(const operand a, const operand b, int64_t K, int rule, float *y)
                               rule, sum);
     }
     if (i >= a.rows || j >= b.rows) continue;
-    if (a.amax) sum *= nvfp4_decode_scale(*a.amax);
-    if (b.amax) sum *= nvfp4_decode_scale(*b.amax);
+    if (a.amax) sum *= nvfp4_decode_scale(*a.amax, rule);
+    if (b.amax) sum *= nvfp4_decode_scale(*b.amax, rule);
     y[i * b.rows + j] = sum;
   }
 }

@@ -9,8 +9,6 @@
 //
 // The amax of the tensor and the number of NaN are integer maxima and sums, which do not depend on
 // order. NVFP4 needs the amax first, so a separate pass finds it; for other rules the tiles do.
-// A Hadamard transform writes x transposed and transformed to scratch memory, in bf16, and the
-// transposed copy is quantized from there. Its sums are in f64 and in the CPU's order.
 #include "kernel/element.h"
 #include "kernel/walk.h"
 
@@ -28,8 +26,6 @@ enum {
   WARPS = THREADS / 32,
   SIDE = 64,               // of a tile, if whole blocks of scales fill it
   EACH = 4,                // neighbours of a row that a thread reads or writes at once
-  MOST = 128,              // rows of the largest Hadamard matrix
-  WIDE = 32,               // columns of x that a block of `rotate` transforms
 };
 
 /// The bits of a matrix's largest magnitude other than NaN, and the number of NaN in it.
@@ -64,6 +60,7 @@ struct job {
   const float *amax;                   // of the tensor, for NVFP4
   survey  *seen;                       // NULL: not wanted
   uint64_t seed;
+  float    factor;                     // on elements
 };
 
 // ------------------------------------------------------------------ numbers of x
@@ -136,6 +133,35 @@ __global__ void finish(const survey *seen, const float *given, bool finite, floa
 
 // ------------------------------------------------------------------ tiles
 
+/// Four over six: 1.5 if the amax of the block at (r0, c0) is better scaled to 4, else 1. A lane
+/// takes every 32nd row of the block, as the result has it. All lanes of a warp must call it.
+__device__ inline float stretch_of(const float *tile, int pitch, const job &p, const side &s,
+                                   int r0, int c0, int rows, int columns, float amax)
+{
+  const mx_format f = mx_format_of(ENG_FORMAT_E2M1);
+  const float encode = nvfp4_encode_scale(*p.amax, p.rule);
+  const int high = min(s.high, rows - r0), wide = min(s.wide, columns - c0),
+            lines = s.turned ? wide : high, along = s.turned ? high : wide;
+  float total[2];
+  for (int four = 0; four < 2; four++) {
+    const uint8_t scale = nvfp4_scale(amax, encode, p.rule, four ? 1.5f : 1.0f);
+    const float factor = nvfp4_factor(scale, encode), unit = e4m3_to_f32(scale);
+    float error[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      const int line = k * 32 + (int)threadIdx.x % 32;
+      for (int i = 0; i < along && line < lines; i++) {
+        const float x = tile[(r0 + (s.turned ? i : line)) * pitch + c0 + (s.turned ? line : i)];
+        error[k] += nvfp4_error(x, mx_value(mx_code(x * factor, f), f) * unit, *p.amax, p.rule);
+      }
+    }
+    float sum = error[0] + error[2] + (error[1] + error[3]);
+    for (int half = 16; half > 0; half /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, half);
+    total[four] = sum;
+  }
+  return total[1] < total[0] ? 1.5f : 1.0f;
+}
+
 /// Finds the scales of a tile's blocks. Sets block[b] to the factor on the elements of block b and
 /// the value of its scale. `again`: another side that gets the same scales, or NULL.
 template <int FORMAT>
@@ -155,16 +181,18 @@ __device__ inline void find_scales(float2 *block, const float *tile, int pitch, 
       top = max(top, p.finite && bits > 0x7F800000u ? 0u : bits);
     }
     top = __reduce_max_sync(0xFFFFFFFFu, top);
-    if (threadIdx.x % 32) continue;
     const float amax = __uint_as_float(top);
+    const float stretch = FORMAT == ENG_FORMAT_E2M1 && mx_is_four_over_six(p.rule) ?
+      stretch_of(tile, pitch, p, s, r, c, rows, columns, amax) : 1.0f;
+    if (threadIdx.x % 32) continue;
     uint8_t code;
-    if (FORMAT == ENG_FORMAT_E2M1 && p.rule == ENG_MX_NVFP4) {
-      const float encode = nvfp4_encode_scale(*p.amax);
-      code = nvfp4_scale(amax, encode);
-      block[b] = make_float2(nvfp4_factor(code, encode), e4m3_to_f32(code));
+    if (FORMAT == ENG_FORMAT_E2M1 && mx_is_nvfp4(p.rule)) {
+      const float encode = nvfp4_encode_scale(*p.amax, p.rule);
+      code = nvfp4_scale(amax, encode, p.rule, stretch);
+      block[b] = make_float2(nvfp4_factor(code, encode) * p.factor, e4m3_to_f32(code));
     } else {
       code = mx_scale(amax, mx_format_of(FORMAT), p.rule, p.finite);
-      block[b] = make_float2(mx_inverse(code), ue8m0_to_f32(code));
+      block[b] = make_float2(mx_inverse(code) * p.factor, ue8m0_to_f32(code));
     }
     s.scale[(i0 + i) * s.scale_row + (j0 + j) * s.scale_column] = code;
     if (again) again->scale[(i0 + i) * again->scale_row + (j0 + j) * again->scale_column] = code;
@@ -283,52 +311,6 @@ __global__ void __launch_bounds__(THREADS, 4) quantize_tile(const __grid_constan
   }
 }
 
-// ------------------------------------------------------------------ Hadamard transform
-
-/// y [columns x rows] = x transposed, each group of n rows of x times diag(s) H * root, in bf16;
-/// rows after the last whole group are only rounded. A block takes one group and WIDE columns.
-__global__ void __launch_bounds__(THREADS)
-rotate(const void *x, int dtype, int64_t rows, int64_t columns, int n, int64_t signs,
-       uint64_t seed, double root, uint16_t *y, survey *seen)
-{
-  __shared__ double a[MOST][WIDE + 1];
-  __shared__ float sign[MOST];
-  const int64_t across = (columns + WIDE - 1) / WIDE, r0 = blockIdx.x / across * n,
-                c0 = blockIdx.x % across * WIDE;
-  const int high = (int)min((int64_t)n, rows - r0), wide = (int)min((int64_t)WIDE, columns - c0);
-  const bool whole = high == n;
-  if ((int)threadIdx.x < n) {
-    uint32_t word[4] = {0, 0, 0, 0};
-    if (signs > 0) philox_of(word, seed, (uint64_t)signs);
-    sign[threadIdx.x] = whole ? mx_sign(signs, word, (int)threadIdx.x) : 1.0f;
-  }
-  __syncthreads();
-  for (int t = threadIdx.x; t < high * WIDE; t += THREADS) {
-    const int r = t / WIDE, c = t % WIDE;
-    if (c < wide) a[r][c] = (float)load_double(x, dtype, (r0 + r) * columns + c0 + c) * sign[r];
-  }
-  for (int half = 1; half < n && whole; half *= 2) {
-    __syncthreads();
-    for (int t = threadIdx.x; t < n / 2 * WIDE; t += THREADS) {
-      const int j = t / WIDE, c = t % WIDE, r = (j & ~(half - 1)) * 2 + (j & (half - 1));
-      const double one = a[r][c], other = a[r + half][c];
-      a[r][c] = one + other;
-      a[r + half][c] = one - other;
-    }
-  }
-  __syncthreads();
-  uint32_t top = 0;
-  int nan = 0;
-  for (int t = threadIdx.x; t < n * wide; t += THREADS) {
-    const int c = t / n, r = t % n;
-    if (r >= high) continue;
-    const uint16_t rounded = bf16_from_f64(whole ? a[r][c] * root : a[r][c]);
-    y[(c0 + c) * rows + r0 + r] = rounded;
-    top = max(top, magnitude_of(bf16_to_f32(rounded), nan));
-  }
-  report(seen, top, nan);
-}
-
 // ------------------------------------------------------------------ the host's side
 
 int64_t parts(int64_t n, int64_t each) { return (n + each - 1) / each; }
@@ -408,42 +390,12 @@ eng_status run(job *p, int64_t format)
   }
 }
 
-/// Writes x, transposed and transformed, to `y` (scratch memory) and quantizes it from there.
-eng_status quantize_rotated(const op_call *call, job p, uint16_t *y, survey *seen)
-{
-  const auto &a = call->mx_quantize;
-  const int64_t rows = p.rows, columns = p.columns, count = rows * columns;
-  const int64_t groups = parts(rows, a.hadamard) * parts(columns, WIDE);
-  if (groups > INT32_MAX)
-    return error_set(ENG_ERR_VALUE, "mx_quantize: %lld x %lld numbers are too many for one call",
-                     (long long)rows, (long long)columns);
-  if (groups > 0) {
-    rotate<<<(unsigned)groups, THREADS, 0, cuda_stream()>>>(
-      p.x, p.dtype, rows, columns, (int)a.hadamard, a.signs, p.seed, sqrt(1.0 / (double)a.hadamard),
-      y, seen);
-    CUDA_LAUNCHED("mx_quantize");
-  }
-  float *amax = (float *)call->out[6]->data;
-  finish<<<1, 1, 0, cuda_stream()>>>(seen, nullptr, p.finite, amax, nullptr, nullptr);
-  CUDA_LAUNCHED("mx_quantize");
-  p.x = y;
-  p.dtype = ENG_bf16;
-  p.rows = columns;
-  p.columns = rows;
-  p.amax = amax;
-  p.seen = NULL;
-  p.sides = 1;
-  p.of[0] = side_of(call, call->out[3], call->out[4], &p, false, a.counter + parts(count, 4));
-  return run(&p, a.format);
-}
-
 /// Writes the amax of x and the number of NaN.
 eng_status finish_x(const op_call *call, const survey *seen, bool finite)
 {
-  const bool again = call->out[3] && !call->mx_quantize.hadamard;
   finish<<<1, 1, 0, cuda_stream()>>>(
     seen, call->in[1] ? (const float *)call->in[1]->data : nullptr, finite,
-    (float *)call->out[2]->data, again ? (float *)call->out[6]->data : nullptr,
+    (float *)call->out[2]->data, call->out[3] ? (float *)call->out[6]->data : nullptr,
     (int64_t *)call->out[5]->data);
   CUDA_LAUNCHED("mx_quantize");
   return ENG_OK;
@@ -453,9 +405,9 @@ eng_status quantize(const op_call *call, job p, survey *seen)
 {
   const auto &a = call->mx_quantize;
   const tensor *x = call->in[0];
-  const bool turned = call->out[3] && !a.hadamard, square = a.block_rows == a.block_columns,
-             nvfp4 = a.rule == ENG_MX_NVFP4;
-  CUDA_TRY(cudaMemsetAsync(seen, 0, 2 * sizeof *seen, cuda_stream()));
+  const bool turned = call->out[3], square = a.block_rows == a.block_columns,
+             nvfp4 = mx_is_nvfp4(a.rule);
+  CUDA_TRY(cudaMemsetAsync(seen, 0, sizeof *seen, cuda_stream()));
   if (nvfp4) {   // the other rules do not read the amax
     const int64_t most = 8LL * cuda_multiprocessors(), needed = parts(x->count, THREADS * EACH);
     if (needed > 0)
@@ -488,7 +440,6 @@ extern "C" eng_status cuda_mx_quantize(const op_call *call)
 {
   const auto &a = call->mx_quantize;
   const tensor *x = call->in[0];
-  const bool rotated = call->out[3] && a.hadamard;
   job p = {};
   p.x = x->data;
   p.dtype = x->dtype;
@@ -500,13 +451,10 @@ extern "C" eng_status cuda_mx_quantize(const op_call *call)
   p.finite = (a.flags & MX_FINITE) != 0;
   p.values = (a.flags & MX_VALUES) != 0;
   p.seed = rng_seed();
-  // scratch: the surveys of x and of y, followed by y
-  const int64_t bytes = 2 * (int64_t)sizeof(survey) + (rotated ? 2 * x->count : 0);
-  survey *seen = (survey *)scratch_take(bytes);
+  p.factor = a.factor != 0 ? (float)a.factor : 1.0f;
+  survey *seen = (survey *)scratch_take(sizeof *seen);
   if (!seen) return ENG_ERR_MEMORY;
-  eng_status status = quantize(call, p, seen);
-  if (status == ENG_OK && rotated)
-    status = quantize_rotated(call, p, (uint16_t *)(seen + 2), seen + 1);
-  scratch_give(seen, bytes);
+  const eng_status status = quantize(call, p, seen);
+  scratch_give(seen, sizeof *seen);
   return status;
 }

@@ -78,7 +78,7 @@ describe("training on the card", function()
   end
 
   -- the quantizers give the CPU's bits, but sums of products are added in another order
-  for _, name in ipairs { "mxfp8", "mxfp4", "nvfp4" } do
+  for _, name in ipairs { "mxfp8", "mxfp4", "mxfp4_tseng", "nvfp4", "nvfp4_four_over_six" } do
     it("follows the CPU's losses in " .. name, function()
       local card = train(CARD, { precision = name })
       same_within(train("cpu", { precision = name }), card, STEPS > 6 and 2e-2 or 2e-3)
@@ -371,10 +371,9 @@ describe("a captured step", function()
   end)
 
   it("refuses microscaling that changes from step to step", function()
-    local role = { format = "e2m1", rule = "nvfp4", block = "1x16", hadamard = 16, signs = "step" }
     for words, precision in pairs { ["random numbers"] = "nvfp4",
       ["a Hadamard transform with new signs in each step"] = { name = "mine", base = "nvfp4",
-        fp8 = { dy = role, x = role } } } do
+        fp8 = { dy = { rule = "nvfp4" }, wgrad = { hadamard = 16, signs = "step" } } } } do
       local message = losses(true, { precision = precision, policy = "static", steps = 7 })
       assert(tostring(message):find(words, 1, true), tostring(message))
     end

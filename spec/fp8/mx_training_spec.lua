@@ -2,6 +2,7 @@
 -- called by hand, to the bit; meters, accumulation, blocks in high precision, resumed runs and
 -- invalid recipes.
 local engine = require "engine"
+local arguments = require "engine.base.arguments"
 local helper = require "spec.helper"
 local M_ffi = require "engine.base.ffi"
 
@@ -23,20 +24,38 @@ end
 local function product(a, b, turned_a, turned_b)
   local y = M_ffi.run("matmul", { values(a), values(b) },
     { turned_a and 1 or 0, turned_b and 1 or 0, M_ffi.dtype.f32 + 1, 0 })
-  if a.rule ~= "nvfp4" then return y end
-  return y * (a.amax * (1 / 2688)) * (b.amax * (1 / 2688))
+  for _, q in ipairs { a, b } do
+    if mx.nvfp4[q.rule] then y = y * (q.amax * (1 / (q.rule == "nvfp4" and 2688 or 1536))) end
+  end
+  local factor = a.factor * b.factor
+  return factor == 1 and y or y * (1 / factor)
 end
 
-local FORMATS = { mxfp8 = "e4m3", mxfp4 = "e2m1", nvfp4 = "e2m1" }
+-- What a product reads of a matrix in a role.
+local function operand(x, role, turned, hadamard)
+  local o = { format = role.format, rule = role.rule, block = role.block, factor = role.factor }
+  if hadamard then
+    return mx.quantize(mx.hadamard(x, hadamard, { transposed = turned, dtype = "bf16" }), o)
+  end
+  o.transposed = turned and o.block ~= "16x16"
+  local q = mx.quantize(x, o)
+  return q.transposed or q
+end
+
+local RECIPES = { "mxfp8", "mxfp4", "mxfp4_tseng", "nvfp4", "nvfp4_four_over_six" }
 
 describe("a linear layer under microscaling", function()
-  for name, format in pairs(FORMATS) do
+  for _, name in ipairs(RECIPES) do
     it(name .. " is what mx.quantize and matmul give by hand, to the bit", with_gradient(function()
-      local width, rows, out = 96, 48, 64
-      local hadamard = name == "nvfp4" and 16 or 0
-      local dy_role = { format = format, rule = name == "nvfp4" and name or "rceil",
-        hadamard = hadamard }
-      local recipe = { base = name, activations = "f32", fp8 = { sample = 0, dy = dy_role } }
+      local width, rows, out = 96, 80, 64
+      local fp8 = { sample = 0 }                    -- the recipe without random numbers
+      for key, part in pairs(engine.precision.resolve(name).fp8) do
+        if type(part) == "table" and not part[1] then
+          fp8[key] = arguments.merged(part, part.stochastic and { stochastic = false },
+            part.signs and { signs = "fixed" })
+        end
+      end
+      local recipe = { base = name, activations = "f32", fp8 = fp8 }
       engine.seed(5)
       local layer = nn.linear(width, out)
       engine.optim.sgd(layer, { lr = 0.1, precision = recipe })
@@ -45,18 +64,22 @@ describe("a linear layer under microscaling", function()
       local y = engine.autocast(recipe, function() return layer(x) end)
       ;(y:to("f32") * dy):sum():backward()
 
-      local function q(of, block)
-        return mx.quantize(of, { format = format, rule = dy_role.rule, block = block,
-          transposed = true, hadamard = block and 0 or hadamard })
+      local flat_x, flat_dy, w = x:detach():view(rows, width), dy:view(rows, out),
+        layer.weight:detach()
+      local function size(of) return fp8[of] and fp8[of].hadamard end
+      local forward = product(operand(flat_x, fp8.x), operand(w, fp8.w), false, true)
+        + layer.bias:detach():to("bf16")
+      if fp8.forward and fp8.forward.high then
+        forward = engine.autocast({ base = "bf16", activations = "f32" }, function()
+          return flat_x:linear(layer.weight:detach(), layer.bias:detach())
+        end)
       end
-      local xq, dyq = q(x:detach():view(rows, width)), q(dy:view(rows, out))
-      local wq = q(layer.weight:detach(), name == "nvfp4" and "16x16" or nil)
-      assert.equal(bytes(product(xq, wq, false, true) + layer.bias:detach():to("bf16")), bytes(y))
-      local square = name == "nvfp4"
-      assert.equal(bytes(product(dyq, square and wq or wq.transposed, false, not square)),
-        bytes(x.grad))
-      assert.equal(bytes(product(dyq.transposed, xq.transposed, false, true)),
-        bytes(layer.weight.grad))
+      assert.equal(bytes(forward), bytes(y))
+      local wq = operand(w, fp8.w, true, size "dgrad")
+      assert.equal(bytes(product(operand(flat_dy, fp8.dy, false, size "dgrad"), wq, false,
+        wq.shape[1] == width)), bytes(x.grad))
+      assert.equal(bytes(product(operand(flat_dy, fp8.dy, true, size "wgrad"),
+        operand(flat_x, fp8.x, true, size "wgrad"), false, true)), bytes(layer.weight.grad))
     end))
 
     it(name .. " adds up micro-batches in the parameter's gradient", with_gradient(function()
@@ -132,7 +155,7 @@ describe("a linear layer under microscaling", function()
     return list
   end
 
-  for base in pairs(FORMATS) do
+  for _, base in ipairs(RECIPES) do
     it("resumes bit for bit, lags and obeys fp8_fallback: " .. base, function()
       local folder = helper.folder()
       local whole = trained(base, 6)
@@ -184,8 +207,10 @@ describe("a linear layer under microscaling", function()
     local layer, x = nn.linear(64, 48), engine.randn(128, 64):keep()
     local grads = {}
     for _, o in ipairs { { 0 }, { 16 }, { 32, "none" }, { 64, "layer" }, { 128, "step" } } do
-      local mxint8 = { format = "mxint8", rule = "rceil", hadamard = o[1], signs = o[2] }
-      local recipe = { name = "mine", base = "mxfp8", fp8 = { x = mxint8, dy = mxint8 } }
+      local mxint8, transform = { format = "mxint8", rule = "rceil" },
+        { hadamard = o[1], signs = o[2] }
+      local recipe = { name = "mine", base = "mxfp8", fp8 = { x = mxint8, dy = mxint8, w = mxint8,
+        forward = transform, dgrad = transform, wgrad = transform } }
       engine.optim.adamw(layer, { lr = 1, precision = recipe })
       layer:zero_grad()
       engine.seed(1)
@@ -209,9 +234,21 @@ describe("a linear layer under microscaling", function()
     assert.matches("no option pow2", message { x = { rule = "floor", pow2 = true } }, 1, true)
     assert.matches("number of blocks", message { high_first = -1 }, 1, true)
     assert.matches("expected hadamard to be 0, 16, 32, 64 or 128, got 8",
-      message { x = { rule = "rceil", hadamard = 8 } }, 1, true)
+      message { wgrad = { hadamard = 8 } }, 1, true)
     assert.matches("signs fixed, layer, none, step, got 'fixd'; did you mean 'fixed'",
-      message { dy = { rule = "rceil", signs = "fixd" } }, 1, true)
+      message { wgrad = { signs = "fixd" } }, 1, true)
+    assert.matches("blocks that are not square, but w has 16x16",
+      message { dgrad = { hadamard = 16 } }, 1, true)
+    assert.matches("forward: a product in high precision has no",
+      message { forward = { high = true, hadamard = 16 } }, 1, true)
+    assert.matches("no Hadamard transform; only", select(2, pcall(engine.precision.resolve,
+      { base = "fp8_block", fp8 = { wgrad = { hadamard = 16 } } })), 1, true)
+    assert.matches("no options stochastic and factor",
+      message { x = { rule = "four_over_six", stochastic = true } }, 1, true)
+    assert.matches("expected factor to be a number above 0",
+      message { dy = { rule = "floor", factor = 2 } }, 1, true)
+    assert.matches("true (8 bits) or 1 to 24", message { dy = { rule = "floor", stochastic = 30 } },
+      1, true)
     assert.matches("ladder to be a list", message { ladder = "mxfp8" }, 1, true)
   end)
 end)

@@ -350,14 +350,18 @@ function plans.dequantize()
 end
 local MX = { 10, 11, 13, 14, 15, 16 }
 local function mx_ints()
-  local rule = draw(5)
-  return rule == 4 and 13 or one_of(MX), one_of { 1, 2, 16 }, one_of { 2, 16, 32, 3 }, rule
+  local rule = draw(7)
+  return rule >= 4 and 13 or one_of(MX), one_of { 1, 2, 16 }, one_of { 2, 16, 32, 3 }, rule
 end
 function plans.mx_quantize()
   local format, high, wide, rule = mx_ints()
   return { float(shape_of(1, 4)), chance(20) and tensor_of({ 1 }, "f32") or false },
-    { format, high, wide, rule, 8 * draw(8), chance(30) and draw(26) or 0, draw(100), 1,
-      chance(40) and one_of { 16, 32, 64, 128, 8 } or 0, draw(5) - 1 }, {}, 7
+    { format, high, wide, rule, 8 * draw(8), chance(30) and draw(26) or 0, draw(100), 1 },
+    { chance(30) and draw(12) / 10 or 0 }, 7
+end
+function plans.hadamard()
+  return { float(shape_of(1, 4)) }, { one_of { 16, 32, 64, 128, 8 }, draw(5) - 1, draw(2),
+    float_number() }
 end
 function plans.mx_dequantize()
   local format, high, wide, rule = mx_ints()
@@ -368,17 +372,17 @@ function plans.mx_dequantize()
   return { q, scale, chance(50) and amax or false }, { float_number(), format, high, wide, rule }
 end
 function plans.mx_matmul()
-  local rule = draw(5)
-  local four = rule == 4 or chance(40)
+  local rule = draw(7)
+  local four = rule >= 4 or chance(40)
   local k, formats = 64 * draw(3), four and { 13, 13 } or { one_of { 10, 11 }, one_of { 10, 11 } }
   local inputs = {}
   for side = 1, 2 do
     local q, scale, amax = M_ffi.run("mx_quantize", { float({ draw(5), k }), false },
-      { formats[side], 1, rule == 4 and 16 or 32, rule, 0, 0, 0, 1 }, {}, 7)
+      { formats[side], 1, rule >= 4 and 16 or 32, rule, 0, 0, 0, 1 }, {}, 7)
     inputs[2 * side - 1], inputs[2 * side] = q, scale
     inputs[4 + side] = chance(50) and amax or false
   end
-  return inputs, { formats[1], formats[2], chance(90) and rule or draw(6) }
+  return inputs, { formats[1], formats[2], chance(90) and rule or draw(8) }
 end
 function plans.nf4_quantize()
   return { float(shape_of(1, 4)), chance(20) and tensor_of({ 1 }, "f32") or false },

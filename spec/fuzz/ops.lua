@@ -146,7 +146,7 @@ local EXACT = {}
 for name in ("add sub mul maximum minimum eq ne lt le gt ge neg abs relu contiguous cast where " ..
   "clamp concat gather index_select embedding argmax argmin "
   .. "topk max min reshape permute expand slice split dequantize mx_quantize mx_dequantize "
-  .. "mx_matmul nf4_quantize nf4_dequantize"
+  .. "hadamard mx_matmul nf4_quantize nf4_dequantize"
   ):gmatch("%a[%w_]*") do
     EXACT[name] = true
   end

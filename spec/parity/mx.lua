@@ -1,8 +1,8 @@
 -- mx.lua FOLDER: the engine's side of mx.py. Reads requests from standard input, one per line:
 -- "encode FORMAT MODE" writes the codes (i32) of the f32 in FOLDER/a.in to FOLDER/a.out, and
--- "decode FORMAT" the values (f64) of the codes (i32) there. "quantize FORMAT RULE BLOCK NONFINITE"
--- quantizes x of FOLDER/x.in (safetensors) and its transpose to FOLDER/x.out. Then it prints
--- "done".
+-- "decode FORMAT" the values (f64) of the codes (i32) there. "quantize FORMAT RULE BLOCK NONFINITE
+-- [SR_BITS FACTOR]" quantizes x of FOLDER/x.in (safetensors) and its transpose to FOLDER/x.out.
+-- Then it prints "done".
 local engine = require "engine"
 local ffi = require "ffi"
 local folder = assert(arg[1], "usage: engine spec/parity/mx.lua FOLDER")
@@ -37,11 +37,12 @@ local function decode(format)
   write(values, 8 * n)
 end
 
-local function quantize(format, rule, block, nonfinite)
+local function quantize(format, rule, block, nonfinite, sr_bits, factor)
   engine.begin_step()
   local x = engine.load(folder .. "/x.in").x
   local y = engine.mx.quantize(x, { format = format, rule = rule, block = block,
-    nonfinite = nonfinite, transposed = true })
+    nonfinite = nonfinite, transposed = true, sr_bits = tonumber(sr_bits),
+    factor = tonumber(factor) })
   local t = y.transposed
   engine.save(folder .. "/x.out", { q = y.q, scale = y.scale, amax = y.amax, nan = y.nan,
     back = y:dequantize(), q_t = t.q, scale_t = t.scale, layout = engine.mx.gemm_scales(y) })

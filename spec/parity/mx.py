@@ -239,21 +239,45 @@ def mx(engine):
     return bad
 
 
-def nvfp4_formula(x, amax, high):
-    """Transformer Engine's scales and codes of x in blocks of high x 16."""
+def nvfp4_formula(x, amax, high, rule="nvfp4"):
+    """Transformer Engine's scales and codes of x in blocks of high x 16. Four over six: the scale
+    with the smaller error, of two."""
     most = torch.tensor(torch.finfo(torch.float32).max)
-    encode = torch.minimum(torch.tensor(2688.0) / amax, most)
+    largest = torch.tensor(2688.0 if rule == "nvfp4" else 1536.0)
+    encode = torch.minimum(largest / amax, most)
     if amax == 0 or encode == 0:
         encode = torch.tensor(1.0)
     down, across = x.shape[0] // high, x.shape[1] // 16
     top = x.float().abs().view(down, high, across, 16).amax((1, 3))
-    s = torch.minimum(top * (encode * torch.tensor(1 / 6, dtype=torch.float32)), most)
-    scale = s.clamp(max=448).to(torch.float8_e4m3fn)
-    factor = torch.minimum(1 / (scale.float() * (1 / encode)), most)
-    factor = factor.repeat_interleave(high, 0).repeat_interleave(16, 1)
-    values = (x.float() * factor).numpy()
-    codes = torch.from_numpy(values.astype(ml_dtypes.float4_e2m1fn).view(np.uint8))
-    return scale.view(torch.uint8), codes[:, ::2] | codes[:, 1::2] << 4
+
+    def spread(of_blocks):
+        return of_blocks.repeat_interleave(high, 0).repeat_interleave(16, 1)
+
+    def attempt(s):
+        scale = s.clamp(max=448).to(torch.float8_e4m3fn)
+        factor = torch.minimum(1 / (scale.float() * (1 / encode)), most)
+        codes = (x.float() * spread(factor)).numpy().astype(ml_dtypes.float4_e2m1fn)
+        value = torch.from_numpy(codes.astype(np.float32)) * spread(scale.float())
+        off = value * amax / largest - x.float()
+        off = (off * off if rule.endswith("mse") else off.abs()).view(down, high, across, 16)
+        error = torch.zeros(down, high, across)
+        for i in range(16):                                # in order, in f32
+            error = error + off[..., i]
+        while error.shape[1] > 1:                          # rows in pairs, the most distant first
+            half = error.shape[1] // 2
+            error = error[:, :half] + error[:, half:]
+        return scale.view(torch.uint8), torch.from_numpy(codes.view(np.uint8)), error[:, 0]
+
+    if rule == "nvfp4":
+        s = torch.minimum(top * (encode * torch.tensor(1 / 6, dtype=torch.float32)), most)
+        scale, codes, _ = attempt(s)
+    else:
+        (scale, codes, error), (four, four_codes, four_error) = (
+            attempt(top / 6.0 * encode * stretch) for stretch in (1.0, 1.5))
+        better = four_error < error
+        scale, codes = torch.where(better, four, scale), torch.where(spread(better), four_codes,
+                                                                     codes)
+    return scale, codes[:, ::2] | codes[:, 1::2] << 4
 
 
 def nvfp4(engine):
@@ -271,23 +295,55 @@ def nvfp4(engine):
         for scale in (1e-3, 1, 2.0**120):
             tensors.append((torch.from_numpy(rng.normal(0, 1, (4096, 64)) * scale)).to(dtype))
         tensors.append(torch.zeros(16, 64, dtype=dtype))
-        for block, high in (("1x16", 1), ("16x16", 16)):
+        for block, high, rule in (("1x16", 1, "nvfp4"), ("16x16", 16, "nvfp4"),
+                                  ("1x16", 1, "four_over_six"), ("16x16", 16, "four_over_six"),
+                                  ("1x16", 1, "four_over_six_mse"),
+                                  ("16x16", 16, "four_over_six_mse")):
             wrong = count = 0
             for x in tensors:
                 amax = x.float().abs().amax()
-                got = engine.quantize(x.contiguous(), "e2m1", "nvfp4", block, "te")
-                for y, q, scale in ((x, got["q"], got["scale"]),
-                                    (x.T.contiguous(), got["q_t"], got["scale_t"])):
-                    want_scale, want = nvfp4_formula(y, amax, high)
+                got = engine.quantize(x.contiguous(), "e2m1", rule, block, "te")
+                both = [(x, got["q"], got["scale"])]
+                if high == 1 or rule == "nvfp4":
+                    both.append((x.T.contiguous(), got["q_t"], got["scale_t"]))
+                else:   # the codes of x; errors of the transpose have another order
+                    wrong += int((got["scale_t"] != got["scale"].T).sum())
+                for y, q, scale in both:
+                    want_scale, want = nvfp4_formula(y, amax, high, rule)
                     wrong += int((scale != want_scale).sum()) + int((q != want).sum())
-                    if nvfp4_reference_quantize:
+                    if nvfp4_reference_quantize and rule == "nvfp4":
                         other = nvfp4_reference_quantize(y, amax, block=block)
                         wrong += int((scale != other.block_scale.view(torch.uint8)).sum())
                         wrong += int((q != other.codes).sum())
                     count += scale.numel()
-            print(f"  {str(dtype)[6:]:8} nvfp4 {block:5} {count} blocks: {wrong} differ")
+            print(f"  {str(dtype)[6:]:8} {rule:17} {block:5} {count} blocks: {wrong} differ")
             bad += wrong
     return bad
+
+
+def unclipped(engine):
+    """Tseng et al.: 3 x / 2^(e + 2) for the exponent e of OCP's rule, rounded stochastically with
+    24 bits. The numbers lie between the two neighbours, no block saturates, and the mean is x."""
+    bad, rng = 0, np.random.default_rng(4)
+    grid = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    x = blocks(rng, 32, torch.float32)
+    x = x[torch.isfinite(x).all(1) & (x.abs().amax(1) > 1e-30) & (x.abs().amax(1) < 1e37)]
+    amax = x.abs().amax(1, keepdim=True).numpy().astype(np.float64)
+    unit = np.exp2(np.floor(np.log2(amax)) - 2)
+    scaled = np.abs(x.numpy().astype(np.float64)) * 3 / (unit * 4)
+    below = grid[np.searchsorted(grid, scaled, "right") - 1]
+    above = grid[np.minimum(np.searchsorted(grid, scaled, "left"), 7)]
+    total, draws = 0.0, 64
+    for _ in range(draws):
+        got = engine.quantize(x, "e2m1", "floor", "1x32", "te", "24", "0.75")["back"].numpy()
+        got = np.abs(got.astype(np.float64)) / unit * 0.75
+        # dequantized numbers were rounded to f32
+        near = np.minimum(np.abs(got - below), np.abs(got - above)) <= 1e-6 * got
+        bad += int(np.count_nonzero(~near)) + int(np.count_nonzero(scaled >= 6))
+        total = total + got
+    off = (total / draws - scaled).mean() / scaled.mean()
+    print(f"  unclipped, {x.numel()} numbers, {draws} draws: {bad} off the grid, bias {off:.1e}")
+    return bad + (abs(off) > 1e-4)
 
 
 def main():
@@ -303,6 +359,8 @@ def main():
         print("NVFP4 quantizer against Transformer Engine's formulas"
               + (" and torchao's reference" if nvfp4_reference_quantize else ""))
         bad += nvfp4(engine)
+        print("stochastic rounding without clipping")
+        bad += unclipped(engine)
     sys.exit(1 if bad else 0)
 
 

@@ -15,11 +15,14 @@ local M = {}
 local FORMATS = { e4m3 = M_ffi.dtype.e4m3, e5m2 = M_ffi.dtype.e5m2, e2m1 = C.ENG_FORMAT_E2M1,
   e2m3 = C.ENG_FORMAT_E2M3, e3m2 = C.ENG_FORMAT_E3M2, mxint8 = C.ENG_FORMAT_MXINT8 }
 local RULES = { floor = C.ENG_MX_FLOOR, ceil = C.ENG_MX_CEIL, even = C.ENG_MX_EVEN,
-  rceil = C.ENG_MX_RCEIL, nvfp4 = C.ENG_MX_NVFP4 }
+  rceil = C.ENG_MX_RCEIL, nvfp4 = C.ENG_MX_NVFP4, four_over_six = C.ENG_MX_FOUR_OVER_SIX,
+  four_over_six_mse = C.ENG_MX_FOUR_OVER_SIX_MSE }
+-- The rules whose scales are ue4m3 and one f32 for the tensor.
+local NVFP4 = { nvfp4 = true, four_over_six = true, four_over_six_mse = true }
 local NONFINITE = { torchao = 0, te = 32 }     -- 32: the flag MX_FINITE (core/ops.def)
 local TRANSPOSED = 8
 local HADAMARDS = { [0] = 0, [16] = 16, [32] = 32, [64] = 64, [128] = 128 }
-M.formats, M.rules, M.nonfinite, M.hadamards = FORMATS, RULES, NONFINITE, HADAMARDS
+M.formats, M.rules, M.nvfp4, M.hadamards = FORMATS, RULES, NVFP4, HADAMARDS
 
 -- ------------------------------------------------------------------ quantized tensors
 
@@ -27,61 +30,90 @@ local methods = {}
 local Quantized = { __index = methods }
 
 --- code * scale as a tensor of x's shape, f32 unless another float dtype is named. For NVFP4
---- also multiplied by the tensor's amax / 2688.
+--- also multiplied by the tensor's amax / 2688, for four over six by amax / 1536.
 function methods.dequantize(x, dtype)
-  return run("mx_dequantize", { x.q, x.scale, x.rule == "nvfp4" and x.amax },
-    { arguments.dtype_number(dtype or "f32"), tonumber(FORMATS[x.format]), x.block[1], x.block[2],
-      tonumber(RULES[x.rule]) })
+  local scaled = x.factor ~= 1
+  local y = run("mx_dequantize", { x.q, x.scale, NVFP4[x.rule] and x.amax or false },
+    { arguments.dtype_number(not scaled and dtype or "f32"), tonumber(FORMATS[x.format]),
+      x.block[1], x.block[2], tonumber(RULES[x.rule]) })
+  return scaled and (y / x.factor):to(dtype or "f32") or y
 end
 
 --- The bytes of codes and scales.
-function methods.bytes(x) return x.q.count + x.scale.count + (x.rule == "nvfp4" and 4 or 0) end
+function methods.bytes(x) return x.q.count + x.scale.count + (NVFP4[x.rule] and 4 or 0) end
 
 function Quantized.__tostring(x)
   return ("%s %s in blocks of %d x %d (%s), %d bytes"):format(x.format,
     arguments.shape_text(x.shape), x.block[1], x.block[2], x.rule, x:bytes())
 end
 
-local QUANTIZE = "format rule block nonfinite sr_bits transposed amax hadamard signs"
+--- x [.. x K] times diag(s) H / sqrt(n), each group of n = 16, 32, 64 or 128 neighbours of a row by
+--- itself; the elements after the last whole group stay as they are. H is Sylvester's matrix. Sums
+--- are in f64, rounded once. No gradient passes through it. Options: signs (0: s as in Transformer
+--- Engine, repeated; "none": all 1; another number: random, drawn from the seed and this number),
+--- transposed (x, as rows x K, is transposed first: groups are in columns, the result is [K x
+--- rows]), dtype (of the result; that of x).
+function M.hadamard(x, n, options)
+  want(x, "mx.hadamard")
+  options = arguments.read_named(options, "mx.hadamard", "signs transposed dtype")
+  local signs = options.signs == "none" and -1
+    or want_whole(options.signs or 0, "mx.hadamard", "signs", 0)
+  return run("hadamard", { x }, { want_whole(n, "mx.hadamard", "n", 0), signs,
+    options.transposed and 1 or 0, arguments.dtype_number(options.dtype or x.dtype) })
+end
+
+local QUANTIZE = "format rule block nonfinite sr_bits factor transposed amax hadamard signs"
 
 --- Quantizes x [.. x K] to codes and scales. No gradient passes through it. Options: format
 --- ("e4m3", "e5m2", "e2m1", "e2m3", "e3m2", "mxint8"; "e2m1" for the rule nvfp4, else "e4m3"), rule
 --- ("floor", "ceil", "even", "rceil": scales are powers of two; "nvfp4": ue4m3 and one f32 for the
---- tensor), block ("1x32", for nvfp4 "1x16"; "16x16", { rows, columns }), nonfinite ("torchao": Inf
---- or NaN makes its block NaN; "te": the scale ignores NaN), sr_bits (bits of stochastic rounding,
---- 0 to 24; 0 rounds to nearest even), transposed (also quantizes the transposed x, not its codes),
---- amax (for nvfp4: used instead of x's own amax, f32 [1]), hadamard (16, 32, 64 or 128: the
---- transposed copy is that of x times diag(s) H / sqrt(hadamard) along the first dimension, rounded
---- to bf16, as in NVFP4's recipe), signs (0: s as in Transformer Engine; "none": all 1; another
---- number: random, drawn from the seed and this number). Fields of the result: q (u8 codes, two to
---- a byte in e2m1, the even element in the low half), scale (u8 codes, ue8m0 or ue4m3), amax
---- (f32 []), nan (i64 []: how many elements of x are NaN), shape, block, format, rule, transposed.
+--- tensor; "four_over_six": nvfp4, but each block's largest element becomes 6 or 4, whichever has
+--- the smaller mean absolute error; "four_over_six_mse": the smaller squared error), block ("1x32",
+--- for nvfp4 "1x16"; "16x16", { rows, columns }), nonfinite ("torchao": Inf or NaN makes its block
+--- NaN; "te": the scale ignores NaN), sr_bits (bits of stochastic rounding, 0 to 24; 0 rounds to
+--- nearest even), factor (above 0, up to 1: multiplies the elements before rounding, and dequantize
+--- divides by it), transposed (also quantizes the transposed x, not its codes), amax (for nvfp4:
+--- used instead of x's own amax, f32 [1]), hadamard, signs (16, 32, 64 or 128: the transposed copy
+--- is that of x transformed along the first dimension, rounded to bf16; see mx.hadamard). Fields of
+--- the result: q (u8 codes, two to a byte in e2m1, the even element in the low half), scale (u8
+--- codes, ue8m0 or ue4m3), amax (f32 []), nan (i64 []: how many elements of x are NaN), shape,
+--- block, format, rule, factor, transposed.
 function M.quantize(x, options)
   want(x, "mx.quantize")
   options = arguments.read_named(options, "mx.quantize", QUANTIZE)
   local rule = options.rule or "floor"
   local rule_number = arguments.choose(RULES, rule, "mx.quantize", "rule")
-  local format = options.format or (rule == "nvfp4" and "e2m1" or "e4m3")
+  local format = options.format or (NVFP4[rule] and "e2m1" or "e4m3")
   local number = arguments.choose(FORMATS, format, "mx.quantize", "format")
-  local block = options.block or (rule == "nvfp4" and "1x16" or "1x32")
+  local block = options.block or (NVFP4[rule] and "1x16" or "1x32")
   local rows, columns = arguments.read_block(block, "mx.quantize")
   local flags = arguments.choose(NONFINITE, options.nonfinite or "torchao", "mx.quantize",
-    "nonfinite") + (options.transposed and TRANSPOSED or 0)
+    "nonfinite")
   if options.amax ~= nil then want(options.amax, "mx.quantize") end
   local hadamard = options.hadamard or 0
   expect(HADAMARDS[hadamard], hadamard,
     "mx.quantize: expected hadamard to be 0, 16, 32, 64 or 128")
-  local signs = options.signs == "none" and -1
-    or want_whole(options.signs or 0, "mx.quantize", "signs", 0)
-  local q, scale, amax, q_t, scale_t, nan, amax_t = run("mx_quantize",
-    { x, options.amax or false }, { number, rows, columns, rule_number, flags,
-      want_whole(options.sr_bits or 0, "mx.quantize", "sr_bits", 0), 0, 0, hadamard, signs }, {}, 7)
+  expect(hadamard == 0 or options.transposed and rows ~= columns, hadamard, "mx.quantize: " ..
+    "a Hadamard transform is for the transposed copy in blocks that are not square")
+  local bits = want_whole(options.sr_bits or 0, "mx.quantize", "sr_bits", 0)
+  local factor = options.factor or 1
+  expect(type(factor) == "number", factor, "mx.quantize: expected a number as factor")
+  local function quantized(of, amax, more)
+    return run("mx_quantize", { of, amax or false }, { number, rows, columns, rule_number,
+      flags + more, bits, 0, 0 }, { factor }, 7)
+  end
+  local q, scale, amax, q_t, scale_t, nan, amax_t = quantized(x, options.amax,
+    options.transposed and hadamard == 0 and TRANSPOSED or 0)
+  if hadamard > 0 then
+    q_t, scale_t, amax_t = quantized(M.hadamard(x, hadamard, { signs = options.signs,
+      transposed = true, dtype = "bf16" }), nil, 0)
+  end
   local y = setmetatable({ q = q, scale = scale, amax = amax, nan = nan, shape = x.shape,
-    block = { rows, columns }, format = format, rule = rule }, Quantized)
+    block = { rows, columns }, format = format, rule = rule, factor = factor }, Quantized)
   if q_t then
     local k, n = x.shape[#x.shape], x.count / x.shape[#x.shape]
     y.transposed = setmetatable({ q = q_t, scale = scale_t, amax = amax_t, nan = nan,
-      shape = { k, n }, block = y.block, format = format, rule = rule }, Quantized)
+      shape = { k, n }, block = y.block, format = format, rule = rule, factor = factor }, Quantized)
   end
   return y
 end
@@ -110,12 +142,14 @@ function M.matmul(a, b)
     expect(getmetatable(x) == Quantized and #x.shape == 2, x ~= 0 and x or nil,
       "mx.matmul: expected two quantized matrices")
     inputs[2 * k - 1], inputs[2 * k] = x.q, scales_by_row(x, x.shape[1])
-    inputs[4 + k] = x.rule == "nvfp4" and x.amax or false
+    inputs[4 + k] = NVFP4[x.rule] and x.amax or false
   end
-  expect((a.rule == "nvfp4") == (b.rule == "nvfp4"), b.rule,
-    "mx.matmul: expected nvfp4 for both matrices or for neither")
-  return run("mx_matmul", inputs, { tonumber(FORMATS[a.format]), tonumber(FORMATS[b.format]),
+  expect(not (NVFP4[a.rule] or NVFP4[b.rule]) or a.rule == b.rule, b.rule,
+    "mx.matmul: expected the rule %s for both matrices", a.rule)
+  local y = run("mx_matmul", inputs, { tonumber(FORMATS[a.format]), tonumber(FORMATS[b.format]),
     tonumber(RULES[a.rule]) })
+  local factor = a.factor * b.factor
+  return factor == 1 and y or y / factor
 end
 
 local function padded(x, d, size)

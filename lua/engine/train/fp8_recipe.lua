@@ -14,6 +14,8 @@ local choose, want_list, want_pattern = arguments.choose, arguments.want_list,
 local M = {}
 
 M.roles, M.products = { "x", "w", "dy" }, { "forward", "dgrad", "wgrad" }
+--- The roles that a product multiplies.
+M.factors = { forward = { "x", "w" }, dgrad = { "dy", "w" }, wgrad = { "dy", "x" } }
 --- ENG_ACCUMULATE_* by name; `device` (-1): the one of the current device.
 M.accumulators = arguments.merged(fp8_codes.accumulators, { device = -1 })
 --- The roles and the products: the fields of a layer.
@@ -46,7 +48,7 @@ local function boolean(v, where, what)
 end
 
 local ROLE = { format = true, block = true, rule = true, pow2 = true, margin = true, eps = true,
-  stochastic = true, keep = true, hadamard = true, signs = true }
+  stochastic = true, keep = true, factor = true }
 local function read_role(to, role, where, name)
   known(role, ROLE, where)
   expect(role.keep == nil or name == "x", role.keep,
@@ -57,31 +59,35 @@ local function read_role(to, role, where, name)
   local scaled = mx.rules[rule]                     -- microscaling
   to.mx = scaled and tonumber(scaled) + 1 or 0
   to.format = choose(scaled and mx.formats or FORMATS,
-    role.format or rule == "nvfp4" and "e2m1" or "e4m3", where, "format")
+    role.format or mx.nvfp4[rule] and "e2m1" or "e4m3", where, "format")
   local rows, columns = arguments.read_block(role.block
-    or scaled and (rule == "nvfp4" and "1x16" or "1x32") or "tensor", where)
+    or scaled and (mx.nvfp4[rule] and "1x16" or "1x32") or "tensor", where)
   to.block_rows, to.block_columns = whole(rows, where, "the rows of a block"),
     whole(columns, where, "the columns of a block")
   to.rule = not scaled and choose(fp8_codes.rules, rule, where, "rule") or 0
   for _, field in ipairs(scaled and { "pow2", "margin", "eps" } or {}) do
     if role[field] ~= nil then raise("%s: the rule %s has no option %s", where, rule, field) end
   end
-  to.pow2, to.stochastic = boolean(role.pow2, where, "pow2"),
-    boolean(role.stochastic, where, "stochastic")
+  to.pow2 = boolean(role.pow2, where, "pow2")
+  if scaled and type(role.stochastic) == "number" then
+    expect(role.stochastic >= 1 and role.stochastic <= 24, role.stochastic,
+      "%s: expected stochastic to be true (8 bits) or 1 to 24 bits", where)
+    to.stochastic = whole(role.stochastic, where, "stochastic")
+  else to.stochastic = boolean(role.stochastic, where, "stochastic") * (scaled and 8 or 1) end
+  expect(role.factor == nil or scaled and type(role.factor) == "number" and role.factor > 0
+    and role.factor <= 1, role.factor,
+    "%s: expected factor to be a number above 0 and up to 1, with a rule of microscaling", where)
+  to.factor = role.factor or 0
+  if rule:find("^four_over_six") and (to.stochastic > 0 or role.factor) then
+    raise("%s: the rule %s rounds to nearest and has no options stochastic and factor", where, rule)
+  end
   local turned = scaled and name == "x" and rows ~= columns
   to.margin, to.keep = whole(role.margin or 0, where, "margin"),
     choose(KEEPS, role.keep or (turned and "transposed" or "codes"), where, "keep")
   to.eps = role.eps or -1
-  if not scaled and (role.hadamard or role.signs) then
-    raise("%s: the rule %s has no Hadamard transform", where, rule)
-  end
-  expect(mx.hadamards[role.hadamard or 0], role.hadamard,
-    "%s: expected hadamard to be 0, 16, 32, 64 or 128", where)
-  to.hadamard = role.hadamard or 0
-  to.signs = choose(SIGNS, role.signs or "fixed", where, "signs")
 end
 
-local PRODUCT = { accumulator = true, promotion = true, high = true }
+local PRODUCT = { accumulator = true, promotion = true, high = true, hadamard = true, signs = true }
 local function read_product(to, product, where, scaled)
   known(product, PRODUCT, where)
   for _, field in ipairs(scaled and { "accumulator", "promotion" } or {}) do
@@ -90,6 +96,16 @@ local function read_product(to, product, where, scaled)
     end
   end
   to.high = boolean(product.high, where, "high")
+  if not scaled and (product.hadamard or product.signs) then
+    raise("%s: products of FP8 have no Hadamard transform; only microscaling's have one", where)
+  end
+  expect(mx.hadamards[product.hadamard or 0], product.hadamard,
+    "%s: expected hadamard to be 0, 16, 32, 64 or 128", where)
+  to.hadamard = product.hadamard or 0
+  to.signs = choose(SIGNS, product.signs or "fixed", where, "signs")
+  if product.high and to.hadamard > 0 then
+    raise("%s: a product in high precision has no Hadamard transform", where)
+  end
   local number = choose(M.accumulators, product.accumulator or "device", where, "accumulator")
   -- `device`: the accumulator of the tensor cores on a card, f32 sums elsewhere
   if number < 0 then
@@ -137,6 +153,15 @@ function M.structure(layer, where)
   for i, name in ipairs(M.products) do
     read_product(recipe.product[i - 1], layer[name], ("%s: %s"):format(where, name),
       recipe.role[0].mx > 0)
+  end
+  for i, name in ipairs(M.products) do
+    for _, role in ipairs(M.factors[name]) do
+      local r = recipe.role[role == "x" and 0 or role == "w" and 1 or 2]
+      if recipe.product[i - 1].hadamard > 0 and r.block_rows == r.block_columns then
+        raise("%s: %s: a Hadamard transform needs blocks that are not square, but %s has %dx%d",
+          where, name, role, r.block_rows, r.block_columns)
+      end
+    end
   end
   for r = 1, 2 do
     if (recipe.role[r].mx > 0) ~= (recipe.role[0].mx > 0) then

@@ -26,8 +26,6 @@ local roles = fp8_recipe.roles
 
 local M = {}
 
-local FACTORS = { forward = { "x", "w" }, dgrad = { "dy", "w" }, wgrad = { "dy", "x" } }
-
 -- Refuses products that a card can only emulate by a formula, many times slower than high
 -- precision, unless the user asked for the formula.
 local function refuse_formula(layer, recipe, where)
@@ -37,7 +35,7 @@ local function refuse_formula(layer, recipe, where)
     local whole_tensors = true
     for k, role in ipairs(roles) do
       local r = recipe.role[k - 1]
-      if role == FACTORS[name][1] or role == FACTORS[name][2] then
+      if role == fp8_recipe.factors[name][1] or role == fp8_recipe.factors[name][2] then
         whole_tensors = whole_tensors and r.block_rows == 0 and r.block_columns == 0
       end
     end

@@ -60,9 +60,12 @@ end
 --                           e4m3
 --               promotion   steps of K between promotions to f32; 0: none
 --             for microscaling (docs/microscaling.md), x, w and dy all have one of the rules floor,
---             ceil, even, rceil (blocks of 1x32) or nvfp4 (1x16, 16x16). Formats may also be e2m1,
---             e2m3, e3m2, mxint8. Products run in bf16, where they are exact. Fields of x and dy:
---               hadamard    16, 32, 64, 128: transforms both factors of dW along the tokens (0)
+--             ceil, even, rceil (blocks of 1x32), nvfp4, four_over_six, four_over_six_mse (1x16,
+--             16x16). Formats may also be e2m1, e2m3, e3m2, mxint8. Products run in bf16, where
+--             they are exact. stochastic may be a number of random bits (true: 8). Roles also have
+--               factor      multiplies elements before rounding; the product is divided by it
+--             and products
+--               hadamard    16, 32, 64, 128: transforms both factors along the summed dimension (0)
 --               signs       fixed (Transformer Engine's), layer, step (drawn for each), none
 --   high_first, high_last   blocks of the model that stay in high precision (0)
 --   high      patterns of modules that stay in high precision. Tied heads, the gates of nn.moe,
@@ -113,17 +116,29 @@ M.recipes.fp8_block = like_bf16({
 
 -- OCP's MX formats under the rule of cuBLAS and Transformer Engine, and NVFP4 as in Transformer
 -- Engine, with its Hadamard transform. Gradients in FP4 round stochastically.
-local function microscaled(x, w, dy)
-  return like_bf16 { x = x, w = w, dy = dy, high = HYBRID.high }
+local function microscaled(x, w, dy, more)
+  return like_bf16(arguments.merged({ x = x, w = w, dy = dy, high = HYBRID.high }, more))
 end
+local function e2m1(rule, block, more)
+  return arguments.merged({ format = "e2m1", rule = rule, block = block }, more)
+end
+local STOCHASTIC = { stochastic = true }
 local MXFP8 = { format = "e4m3", block = "1x32", rule = "rceil" }
 M.recipes.mxfp8 = microscaled(MXFP8, MXFP8, MXFP8)
-local MXFP4 = { format = "e2m1", block = "1x32", rule = "rceil" }
-M.recipes.mxfp4 = microscaled(MXFP4, MXFP4,
-  { format = "e2m1", block = "1x32", rule = "rceil", stochastic = true })
-M.recipes.nvfp4 = microscaled({ format = "e2m1", block = "1x16", rule = "nvfp4", hadamard = 16 },
-  { format = "e2m1", block = "16x16", rule = "nvfp4" },
-  { format = "e2m1", block = "1x16", rule = "nvfp4", stochastic = true, hadamard = 16 })
+local MXFP4 = e2m1("rceil", "1x32")
+M.recipes.mxfp4 = microscaled(MXFP4, MXFP4, e2m1("rceil", "1x32", STOCHASTIC))
+local NVFP4_DY = e2m1("nvfp4", "1x16", STOCHASTIC)
+M.recipes.nvfp4 = microscaled(e2m1("nvfp4", "1x16"), e2m1("nvfp4", "16x16"), NVFP4_DY,
+  { wgrad = { hadamard = 16 } })
+-- Transformer Engine's 4over6 of inputs and weights, which excludes its Hadamard transform
+M.recipes.nvfp4_four_over_six = microscaled(e2m1("four_over_six", "1x16"),
+  e2m1("four_over_six", "16x16"), NVFP4_DY)
+-- Tseng et al. (arXiv 2502.20586): the forward product in bf16, the others in MXFP4 with stochastic
+-- rounding that cannot saturate, under a random Hadamard transform
+local UNCLIPPED = e2m1("floor", "1x32", { stochastic = 24, factor = 0.75 })
+local RANDOM = { hadamard = 64, signs = "step" }
+M.recipes.mxfp4_tseng = microscaled(UNCLIPPED, UNCLIPPED, UNCLIPPED,
+  { forward = { high = true }, dgrad = RANDOM, wgrad = RANDOM })
 
 local FORMATS = {
   weights = "f32 f16 bf16", activations = "f32 f16 bf16", residual = "f32 f16 bf16",

@@ -263,14 +263,17 @@ do
   memory_line("  by products, not quotients", 4 * h.count, quantize(1, 128, 8, 2))
   -- bf16 values, also of x transposed, as in the recipes: 24 = QUANTIZE_TRANSPOSED | MX_VALUES
   local mx = require "engine.tensor.mx"
-  for _, case in ipairs { { "mxfp8", "e4m3", 32, "rceil", 0, 0 },
-    { "nvfp4", "e2m1", 16, "nvfp4", 0, 16 },
-    { "nvfp4, stochastic", "e2m1", 16, "nvfp4", 8, 16 } } do
+  for _, case in ipairs { { "mxfp8", "e4m3", 32, "rceil", 0 },
+    { "nvfp4", "e2m1", 16, "nvfp4", 0 }, { "four over six", "e2m1", 16, "four_over_six", 0 },
+    { "nvfp4, stochastic", "e2m1", 16, "nvfp4", 8 } } do
     memory_line("bf16 to values of " .. case[1], 6 * h.count, function()
       raw.run("mx_quantize", { h, false }, { tonumber(mx.formats[case[2]]), 1, case[3],
-        tonumber(mx.rules[case[4]]), 24, case[5], 0, 0, case[6], 0 }, {}, 7)
+        tonumber(mx.rules[case[4]]), 24, case[5], 0, 0 }, { 0 }, 7)
     end)
   end
+  memory_line("bf16 transposed, Hadamard 16", 4 * h.count, function()
+    raw.run("hadamard", { h }, { 16, 0, 1, raw.dtype.bf16 })
+  end)
   memory_line("bf16 to e4m3, blocks 128 x 128", 3 * h.count, quantize(128, 128, 0))
   local up = engine.randn(unpack(h.shape)):to("bf16"):keep()
   memory_line("silu(gate) * up to e4m3, blocks 1 x 128", 5 * h.count, function()

@@ -18,21 +18,18 @@ generators.mx_quantize = function(try)
   local n = 0
   for _, dtype in ipairs { "f32", "bf16", "f16", "f64" } do
     for _, shape in ipairs(SHAPES) do
-      for rule = 0, 4 do
-        for _, format in ipairs(rule == 4 and { 13 } or FORMATS) do
+      for rule = 0, 6 do
+        for _, format in ipairs(rule >= 4 and { 13 } or FORMATS) do
           n = n + 1
           local block = BLOCKS[n % #BLOCKS + 1]
           local flags = (n % 3 == 0 and shape[1] % 2 == 0 and TURNED or 0)
             + (n % 5 < 2 and VALUES or 0) + (n % 7 < 3 and FINITE or 0)
-          local bits = n % 11 < 3 and ({ 8, 1, 24 })[n % 3 + 1] or 0
+          local bits = rule < 5 and n % 11 < 3 and ({ 8, 1, 24 })[n % 3 + 1] or 0
           local x = float(dtype, shape, KINDS[n % 4 + 1], n % 13 == 0 and "transposed" or "plain")
-          local square = block[1] == block[2]
-          local hadamard = flags % 16 == TURNED and not square and n % 2 == 0
-            and ({ 16, 32, 64, 128 })[n % 8 / 2 + 1] or 0
           try { inputs = { x, n % 9 == 0 and tensors.listed("f32", { 1 }, { 3.5 }) or false },
-            ints = { format, block[1], block[2], rule, flags, bits, n, 1, hadamard, n % 3 - 1 },
-            outputs = 7,
-            zeros = true, note = KINDS[n % 4 + 1] }
+            ints = { format, block[1], block[2], rule, flags, bits, n, 1 },
+            floats = { rule < 5 and n % 4 == 0 and 0.75 or n % 6 == 0 and rule < 5 and 0.9 or 0 },
+            outputs = 7, zeros = true, note = KINDS[n % 4 + 1] }
         end
       end
     end
@@ -41,8 +38,8 @@ generators.mx_quantize = function(try)
       { 6, 5, 2.5, 3.5 }, { 448, 449, 464, 465 }, { 3.4e38, 1, 0, 1 }, { 1e-44, 0, 1e-45, 0 },
       { 2 ^ -126, 2 ^ -127, 2 ^ -128, 0 }, { 2 ^ -126 * 1.99, 1e-39, 0, 0 },
       { 511.99997, 512, 1, -1 }, { 7, 7.5, 7.999, 1 }, { 1.75, 1.9375, 1.96875, 1.99 } } do
-      for rule = 0, 4 do
-        for _, format in ipairs(rule == 4 and { 13 } or FORMATS) do
+      for rule = 0, 6 do
+        for _, format in ipairs(rule >= 4 and { 13 } or FORMATS) do
           for flags = 0, FINITE, FINITE do
             for _, wide in ipairs { 2, 32 } do
               try { inputs = { tensors.listed(dtype, { 1, 4 }, list), false },
@@ -55,15 +52,18 @@ generators.mx_quantize = function(try)
     end
   end
   -- more than one task and tile
-  for k, block in ipairs { { 1, 32 }, { 16, 16 }, { 1, 16 }, { 1, 16 }, { 1, 32 } } do
-    try { inputs = { float("bf16", { 130, 300 }, k == 5 and "rare" or "normal"), false },
-      ints = { 13, block[1], block[2], k == 1 and 3 or 4, TURNED, k == 3 and 8 or 0, 5, 1,
-        ({ 0, 0, 0, 16, 64 })[k], k }, outputs = 7, zeros = true }
+  for k, block in ipairs { { 1, 32 }, { 16, 16 }, { 1, 16 }, { 1, 32 }, { 16, 16 }, { 1, 16 },
+    { 64, 32 }, { 48, 6 } } do
+    try { inputs = { float("bf16", { 130, 300 }, k == 4 and "rare" or "normal"), false },
+      ints = { 13, block[1], block[2], k == 1 and 3 or k < 5 and 4 or 5 + k % 2, TURNED,
+        k == 3 and 8 or 0, 5, 1 }, outputs = 7, zeros = true }
   end
   -- a given amax much smaller than x: elements saturate
   for _, amax in ipairs { 1e-38, 1e-3, 0, 1 / 0, 0 / 0, -1 } do
     try { inputs = { float("f32", { 4, 32 }, "normal"), tensors.listed("f32", { 1 }, { amax }) },
       ints = { 13, 1, 16, 4, VALUES, 8, -1, 1 }, outputs = 7, zeros = true }
+    try { inputs = { float("f32", { 4, 32 }, "normal"), tensors.listed("f32", { 1 }, { amax }) },
+      ints = { 13, 1, 16, 5, VALUES }, outputs = 7, zeros = true }
   end
   for k, block in ipairs { { 1, 32 }, { 1, 64 }, { 3, 6 }, { 128, 2 }, { 48, 48 }, { 1, 1 },
     { 2, 128 }, { 64, 64 } } do
@@ -72,28 +72,50 @@ generators.mx_quantize = function(try)
       if format == 13 and block[2] == 1 then format = 16 end
       try { inputs = { float(dtype, { 136, 260 }, KINDS[(k + j) % 4 + 1]), false },
         ints = { format, block[1], block[2], (k + j) % 4,
-          TURNED + k % 2 * VALUES + j % 2 * FINITE, k % 3 == 0 and 8 or 0, 7, 1,
-          block[1] ~= block[2] and ({ 0, 0, 32, 128 })[j] or 0, k }, outputs = 7, zeros = true }
+          TURNED + k % 2 * VALUES + j % 2 * FINITE, k % 3 == 0 and 8 or 0, 7, 1 }, outputs = 7,
+        floats = { k % 2 * 0.75 }, zeros = true }
     end
   end
   local x = float("f32", { 3, 3 }, "normal")
-  for _, bad in ipairs { { { 0, 1, 32, 0 }, "the format" }, { { 10, 1, 32, 5 }, "rule of" },
-    { { 10, 1, 16, 4 }, "needs the format e2m1" }, { { 10, 0, 32, 0 }, "blocks of 1 to 128" },
+  for _, bad in ipairs { { { 0, 1, 32, 0 }, "the format" }, { { 10, 1, 32, 7 }, "rule of" },
+    { { 10, 1, 16, 4 }, "need the format e2m1" }, { { 10, 0, 32, 0 }, "blocks of 1 to 128" },
     { { 13, 1, 5, 0 }, "even number of columns" }, { { 13, 1, 4, 0 }, "even length" },
     { { 10, 1, 32, 0, 1 }, "flags" }, { { 10, 1, 32, 0, 0, 25 }, "sr_bits" },
-    { { 10, 1, 32, 0, TURNED, 0, 0, 0, 8 }, "Hadamard transform of" },
-    { { 10, 1, 32, 0, 0, 0, 0, 0, 16 }, "not square" },
-    { { 10, 32, 32, 0, TURNED, 0, 0, 0, 16 }, "not square" } } do
+    { { 13, 1, 16, 5, 0, 8 }, "compares errors" } } do
     try { inputs = { x, false }, ints = bad[1], outputs = 7, fails = bad[2] }
   end
   try { inputs = { x, x }, ints = { 10, 1, 32, 0 }, outputs = 7, fails = "one f32 amax" }
+  for _, factor in ipairs { -1, 1.5, 0 / 0 } do
+    try { inputs = { x, false }, ints = { 10, 1, 32, 0 }, floats = { factor }, outputs = 7,
+      fails = "expected a factor" }
+  end
+end
+
+generators.hadamard = function(try)
+  local n = 0
+  for _, dtype in ipairs { "f32", "bf16", "f16", "f64" } do
+    for _, shape in ipairs { { 16 }, { 3, 130 }, { 70, 64 }, { 2, 80, 33 }, { 0, 32 },
+      { 140, 260 } } do
+      for _, kind in ipairs(KINDS) do
+        for k, size in ipairs { 16, 32, 64, 128 } do
+          n = n + 1
+          try { inputs = { float(dtype, shape, kind) }, ints = { size, n % 3 - 1, n % 2,
+            engine.dtype[({ "bf16", "f32", "f16", "f64" })[(n + k) % 4 + 1]] }, zeros = true,
+            note = kind }
+        end
+      end
+    end
+  end
+  local x = float("f32", { 3, 32 }, "normal")
+  try { inputs = { x }, ints = { 8, 0, 0, 0 }, fails = "transform of 16, 32, 64 or 128" }
+  try { inputs = { x }, ints = { 16, 0, 0, engine.dtype.i32 }, fails = "floating" }
 end
 
 generators.mx_dequantize = function(try)
   local n = 0
   for _, shape in ipairs(SHAPES) do
-    for rule = 0, 4 do
-      for _, format in ipairs(rule == 4 and { 13 } or FORMATS) do
+    for rule = 0, 6 do
+      for _, format in ipairs(rule >= 4 and { 13 } or FORMATS) do
         n = n + 1
         local block = BLOCKS[n % #BLOCKS + 1]
         local q, scale, amax = engine.run("mx_quantize",
@@ -116,17 +138,17 @@ local EIGHT = { 10, 11 }
 generators.mx_matmul = function(try)
   local n = 0
   local function codes(rows, k, format, rule, kind)
-    local wide = rule == 4 and 16 or 32
+    local wide = rule >= 4 and 16 or 32
     return engine.run("mx_quantize", { float("f32", { rows, k }, kind), false },
       { format, 1, wide, rule, n % 2 * FINITE, 0, 0, 1 }, {}, 7)
   end
   for _, shape in ipairs { { 1, 1, 64 }, { 3, 20, 128 }, { 9, 33, 192 }, { 0, 3, 64 },
     { 2, 3, 0 } } do
     for _, kind in ipairs(KINDS) do
-      for rule = 0, 4 do
-        for pair = 1, rule == 4 and 1 or 3 do
+      for rule = 0, 6 do
+        for pair = 1, rule >= 4 and 1 or 3 do
           n = n + 1
-          local fa = rule == 4 and 13 or pair == 3 and 13 or EIGHT[n % 2 + 1]
+          local fa = rule >= 4 and 13 or pair == 3 and 13 or EIGHT[n % 2 + 1]
           local fb = fa == 13 and 13 or EIGHT[pair]
           local a, sa, ga = codes(shape[1], shape[3], fa, rule, kind)
           local b, sb, gb = codes(shape[2], shape[3], fb, rule, kind)
