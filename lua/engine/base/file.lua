@@ -43,16 +43,24 @@ function file.map(path)
   return M_ffi.ffi.gc(mapping, C.eng_file_unmap)
 end
 
---- Writes a file; "-" is standard output. Raises an error that says what went wrong.
+--- Writes a file; "-" is standard output. text: a string, or a function(put) that calls put(string)
+--- for each piece; returns that function's result. Raises an error that says what went wrong.
 function file.write(path, text)
   local target, why = io.stdout, nil
   if path ~= "-" then target, why = io.open(path, "wb") end
   if not target then error("cannot write " .. tostring(why), 0) end
-  local good, problem = target:write(text)
-  local closed = path == "-" and target:flush() or path ~= "-" and target:close()
-  if not good or not closed then
-    error(("cannot write %s: %s"):format(path, tostring(problem or "is the disk full?")), 0)
+  local problem
+  local function put(piece)
+    local good, message = target:write(piece)
+    if not good then problem = problem or message end
   end
+  local result
+  if type(text) == "function" then result = text(put) else put(text) end
+  local closed, message = target[path == "-" and "flush" or "close"](target)
+  if problem or not closed then
+    error(("cannot write %s: %s"):format(path, tostring(problem or message)), 0)
+  end
+  return result
 end
 
 --- Removes a file, or a folder with all that it holds; links in it are removed, not followed.

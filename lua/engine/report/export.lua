@@ -1,5 +1,6 @@
 -- A recorded run in the formats of other tools: CSV and JSON Lines with a line for each step, and
 -- TensorBoard's event files. Called by `engine export`.
+local files = require "engine.base.file"
 local json = require "engine.base.json"
 local show = require "engine.base.show"
 local history = require "engine.run.history"
@@ -56,23 +57,6 @@ local function fp8_of(h)
   end
 end
 
-local function to_file(path, write)
-  local file, why = io.stdout, nil
-  if path ~= "-" then file, why = io.open(path, "wb") end
-  if not file then error("cannot write " .. tostring(why), 0) end
-  local problem
-  local count = write(function(text)
-    local good, message = file:write(text)
-    if not good and not problem then problem = message end
-  end)
-  local good, message
-  if path == "-" then good, message = file:flush() else good, message = file:close() end
-  if problem or not good then
-    error(("cannot write %s: %s"):format(path, tostring(problem or message)), 0)
-  end
-  return count
-end
-
 local function csv_text(text)
   text = show.shown(text, true)
   return text:find('[,"\r\n]') and '"' .. text:gsub('"', '""') .. '"' or text
@@ -84,7 +68,7 @@ M.csv_text = csv_text
 --- column log.NAME, and a meter of an FP8 layer the column fp8.LAYER:ROLE.NAME, filled at measured
 --- steps.
 function M.csv(h, path)
-  return to_file(path, function(put)
+  return files.write(path, function(put)
     local names = {}
     for i, column in ipairs(COLUMNS) do names[i] = column[1] end
     local signals = h:signals()
@@ -127,7 +111,7 @@ end
 --- logged; "fp8" the meters of a measured step, by "layer:role".
 function M.jsonl(h, path)
   local _, meters_at = fp8_of(h)
-  return to_file(path, function(put)
+  return files.write(path, function(put)
     return each_step(h, function(row, held)
       local parts, signals, logs, fp8 = {}, {}, {}, {}
       for i, column in ipairs(COLUMNS) do

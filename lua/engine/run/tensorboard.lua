@@ -2,7 +2,7 @@
 -- protobuf messages Event and Summary, as tensorflow/core/util/event.proto and
 -- framework/summary.proto define them.
 --   local w = tensorboard.open("runs/a/tensorboard")
---   w:scalars(step, { ["train/loss"] = 2.5, ... })            w:scalars(step, list, wall_time)
+--   w:scalars(step, { { "train/loss", 2.5 }, ... }, wall_time)
 --   w:histogram(step, "gradients/blocks.3", hist, stats)      hist[exponent] = elements
 --   w:text(0, "policy", source)
 --   w:close()
@@ -10,7 +10,6 @@
 -- truncated file up to the last whole frame.
 local M_ffi = require "engine.base.ffi"
 local formats = require "engine.base.formats"
-local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
 
 local C, ffi = M_ffi.C, M_ffi.ffi
@@ -139,16 +138,12 @@ end
 
 function Writer:put(bytes) return noted(self, self.file:write(bytes)) end
 
---- Writes a step's numbers: a list of { tag, number }, or a table by tag. nil is left out; NaN and
---- infinities are written.
+--- Writes a step's numbers, a list of { tag, number }. nil is left out; NaN and infinities are
+--- written.
 function Writer:scalars(step, values, wall_time)
   local parts = {}
-  if values[1] then
-    for _, pair in ipairs(values) do
-      if pair[2] ~= nil then parts[#parts + 1] = scalar_value(pair[1], pair[2]) end
-    end
-  else
-    for i, tag in ipairs(nearest.keys(values)) do parts[i] = scalar_value(tag, values[tag]) end
+  for _, pair in ipairs(values) do
+    if pair[2] ~= nil then parts[#parts + 1] = scalar_value(pair[1], pair[2]) end
   end
   if #parts > 0 then
     return self:put(event(wall_time or os.time(), step, SUMMARY, table.concat(parts)))
@@ -261,7 +256,6 @@ function Live:tensors(step, stats)
   end
 end
 
-function Live:text(step, tag, text) self.writer:text(step, tag, text) end
 function Live:close() self.writer:close() end
 
 --- lost() returns the message about the first failed write, or nil. trouble() returns it only once.
