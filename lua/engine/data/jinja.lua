@@ -450,11 +450,17 @@ function Parser:unary()
   return self:postfix()
 end
 
--- Operators from the loosest to the tightest.
-local LEVELS = { { "==", "!=", "<", ">", "<=", ">=", "in", "not" }, { "+", "-" }, { "~" },
-  { "*", "//", "%" } }
+-- Operators from the loosest to the tightest. `not` before an operand binds between `and` and the
+-- comparisons; after one it begins `not in`.
+local LEVELS = { { "or" }, { "and" }, { "==", "!=", "<", ">", "<=", ">=", "in", "not" },
+  { "+", "-" }, { "~" }, { "*", "//", "%" } }
+local COMPARISONS = 3
 function Parser:binary(level)
   if not LEVELS[level] then return self:unary() end
+  if level == COMPARISONS and self:accept "not" then
+    local x = self:binary(level)
+    return function(scope) return not truth(x(scope)) end
+  end
   local a = self:binary(level + 1)
   while true do
     local op
@@ -467,43 +473,16 @@ function Parser:binary(level)
       op = "not in"
     end
     local f, x, y = BINARY[op], a, self:binary(level + 1)
-    a = function(scope) return f(x(scope), y(scope)) end
+    a = f and function(scope) return f(x(scope), y(scope)) end
+      or function(scope)                         -- `and` and `or` may not need y
+        local value = x(scope)
+        if truth(value) == (op == "or") then return value end
+        return y(scope)
+      end
   end
 end
 
-function Parser:negation()
-  if self:accept "not" then
-    local x = self:negation()
-    return function(scope) return not truth(x(scope)) end
-  end
-  return self:binary(1)
-end
-
-function Parser:both()
-  local a = self:negation()
-  while self:accept "and" do
-    local x, y = a, self:negation()
-    a = function(scope)
-      local value = x(scope)
-      if truth(value) then return y(scope) end
-      return value
-    end
-  end
-  return a
-end
-
-function Parser:either()
-  local a = self:both()
-  while self:accept "or" do
-    local x, y = a, self:both()
-    a = function(scope)
-      local value = x(scope)
-      if truth(value) then return value end
-      return y(scope)
-    end
-  end
-  return a
-end
+function Parser:either() return self:binary(1) end
 
 function Parser:expression()
   local a = self:either()
