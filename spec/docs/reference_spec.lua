@@ -76,7 +76,7 @@ describe("the reference", function()
   it("has every option of a trainer", function()
     local known, missing = {}, {}
     local text = helper.read("lua/engine/train/options.lua")
-    for name in text:match("local KNOWN = list_of %[%[(.-)%]%]"):gmatch("%S+") do
+    for name in text:match("local KNOWN = set_of %[%[(.-)%]%]"):gmatch("%S+") do
       known[#known + 1] = name
       if not entry("trainer." .. name, "trainer option") then missing[#missing + 1] = name end
     end

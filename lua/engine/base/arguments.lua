@@ -158,12 +158,14 @@ function M.merged(...)
   return all
 end
 
--- sets["a b"]: the words of a string as a set, which is made once.
 local sets = setmetatable({}, { __index = function(all, words)
   all[words] = {}
   for word in words:gmatch("%S+") do all[words][word] = true end
   return all[words]
 end })
+
+--- The words of a string as a set: "a b" -> { a = true, b = true }. Not to be changed.
+function M.set_of(words) return sets[words] end
 
 local NO_OPTIONS = {}
 
@@ -171,7 +173,7 @@ local NO_OPTIONS = {}
 --- and returns the options ({} for nil).
 function M.read_named(options, name, known)
   if options == nil then return NO_OPTIONS end
-  if type(known) == "string" then known = sets[known] end
+  if type(known) == "string" then known = M.set_of(known) end
   expect(type(options) == "table", options, "%s: expected a table of options", name)
   for key in pairs(options) do
     if known[key] == nil then

@@ -6,11 +6,11 @@
 local engine = require "engine"
 local files = require "engine.base.file"
 local json = require "engine.base.json"
+local merged = require("engine.base.arguments").merged
 
 -- What the trainer or session is given instead of the script's options.
 local function options_of(given, job, kind)
-  local o = {}
-  for key, value in pairs(given) do o[key] = value end
+  local o = merged(given)
   o.run, o.resume, o.log = job.run, job.resume or false, "quiet"
   o.steps = kind == "trainer" and job.steps or nil
   o.policy, o.policy_options = job.policy, job.policy_options
@@ -46,8 +46,7 @@ return function(path)
         found = true
         return prepare(new(options_of(given, job, kind)), job)
       end
-      local o = {}
-      for key, value in pairs(given) do o[key] = value end
+      local o = merged(given)
       o.run, o.resume, o.tensorboard = nil, nil, nil
       return new(o)
     end

@@ -24,7 +24,7 @@ local function convolution(name, dimensions)
     want_whole(inputs, title, "inputs", 1)
     want_whole(outputs, title, "outputs", 1)
     options = tensor.read_named(options, title, CONV)
-    local groups, shape, fan_in = options.groups or 1, { outputs }, 1
+    local groups, shape = options.groups or 1, { outputs }
     want_whole(groups, title, "groups", 1)
     if inputs % groups ~= 0 or outputs % groups ~= 0 then
       raise("%s: expected groups to divide %d inputs and %d outputs, got %d", title, inputs,
@@ -35,15 +35,9 @@ local function convolution(name, dimensions)
       shape[2 + d] = want_whole(type(kernel) == "table" and kernel[d] or kernel, title,
         "the kernel", 1)
     end
-    for d = 2, #shape do fan_in = fan_in * shape[d] end
-    local bound, std = 1 / math.sqrt(fan_in), options.std
-    local function uniform(x) x:uniform(-bound, bound) end
     rawset(self, "options", { stride = options.stride, padding = options.padding,
       dilation = options.dilation, groups = groups })
-    self:parameter("weight", new_parameter(shape, std and function(x) x:normal(0, std) end
-      or uniform), "linear")
-    if options.bias == false then return end
-    self:parameter("bias", new_parameter({ outputs }, not std and uniform), "linear")
+    module.add_linear(self, shape, options)
   end
   function Conv:forward(x) return x[name](x, self.weight, rawget(self, "bias"), self.options) end
   function Conv:extra()

@@ -18,9 +18,7 @@ local M = {}
 
 -- The options with their defaults. All must be whole numbers, except those in `others`.
 local function configure(self, name, options, defaults, others)
-  local config = {}
-  for key, value in pairs(defaults) do config[key] = value end
-  for key, value in pairs(tensor.read_named(options, name, defaults)) do config[key] = value end
+  local config = arguments.merged(defaults, tensor.read_named(options, name, defaults))
   for key, value in pairs(config) do
     if not others[key] then want_whole(value, name, key, 1) end
   end

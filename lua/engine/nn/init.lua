@@ -17,9 +17,7 @@ return setmetatable(nn, {
       require "engine.base.renamed"("engine.nn.gpt2", "engine.load_model and engine.new_model")
       local hf = require "engine.nn.hf_load"
       return setmetatable({ load = hf.load }, { __call = function(_, fields)
-        local all = { model_type = "gpt2" }
-        for name, value in pairs(fields or {}) do all[name] = value end
-        return hf.new(all)
+        return hf.new(require("engine.base.arguments").merged({ model_type = "gpt2" }, fields))
       end })
     end
     error(("engine.nn has no '%s'%s"):format(tostring(key),

@@ -26,12 +26,7 @@ function Linear:init(inputs, outputs, options)
   options = tensor.read_named(options, "nn.linear", LINEAR)
   rawset(self, "inputs", inputs)
   rawset(self, "outputs", outputs)
-  local std, bound = options.std, 1 / math.sqrt(inputs)
-  local function uniform(x) x:uniform(-bound, bound) end
-  self:parameter("weight", new_parameter({ outputs, inputs },
-    std and function(x) x:normal(0, std) end or uniform), "linear")
-  if options.bias == false then return end
-  self:parameter("bias", new_parameter({ outputs }, not std and uniform), "linear")
+  module.add_linear(self, { outputs, inputs }, options)
 end
 function Linear:forward(x) return fuse.linear(self, x) end
 function Linear:extra()

@@ -229,6 +229,20 @@ function M.new_parameter(shape, set_values)
   return x
 end
 
+--- Registers the weight [outputs x inputs ..] of a linear layer or a convolution and, unless
+--- options.bias is false, its bias. Initial values: uniform within +-1/sqrt(weights of an output),
+--- or with options.std a normal weight and a zero bias.
+function M.add_linear(self, shape, options)
+  local std, fan_in = options.std, 1
+  for d = 2, #shape do fan_in = fan_in * shape[d] end
+  local bound = 1 / math.sqrt(fan_in)
+  local function uniform(x) x:uniform(-bound, bound) end
+  self:parameter("weight", M.new_parameter(shape,
+    std and function(x) x:normal(0, std) end or uniform), "linear")
+  if options.bias == false then return end
+  self:parameter("bias", M.new_parameter({ shape[1] }, not std and uniform), "linear")
+end
+
 --- Runs make(...), which builds modules, and returns its results. The parameters have shapes, but
 --- no memory of their own and no values; they live until the step or the scope ends.
 function M.build_shapes(make, ...)

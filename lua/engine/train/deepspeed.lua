@@ -64,10 +64,9 @@ local USED = { optimizer = true, scheduler = true, fp16 = true, bf16 = true, bfl
 -- The other keys of a configuration, sorted.
 local function unused(config)
   local keys = {}
-  for key in pairs(config) do
-    if not USED[key] then keys[#keys + 1] = tostring(key) end
+  for _, key in ipairs(nearest.keys(config)) do
+    if not USED[key] then keys[#keys + 1] = key end
   end
-  table.sort(keys)
   return table.concat(keys, ", ")
 end
 

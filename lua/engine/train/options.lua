@@ -1,27 +1,23 @@
 -- The options of engine.trainer{ ... } and engine.session{ ... }: their names, what each must be,
 -- and messages for what is wrong. trainer.lua and session.lua document them for users.
 local M_ffi = require "engine.base.ffi"
+local arguments = require "engine.base.arguments"
 local nearest = require "engine.base.nearest"
 local pattern = require "engine.base.pattern"
 local reducer = require "engine.dist.reducer"
 local renamed = require "engine.base.renamed"
 
+local set_of = arguments.set_of
 local M = {}
 
-local function list_of(words)
-  local set = {}
-  for word in words:gmatch("%S+") do set[word] = true end
-  return set
-end
-
-local KNOWN = list_of [[model data loss optimizer schedule precision policy policy_options steps
+local KNOWN = set_of [[model data loss optimizer schedule precision policy policy_options steps
   clip clip_value accumulate checkpoint run resume restart_data checkpoint_every keep log state
   on_step
   on_policy_error on_lost rollbacks stats_every history config evaluate mode graph ref_every
   ref_layers shadow trap watch attach tensorboard comm_dtype bucket zero rank_timeout
   agree_every activations]]
 
-local SESSION = list_of [[optimizer optimizers data precision policy policy_options clip clip_value
+local SESSION = set_of [[optimizer optimizers data precision policy policy_options clip clip_value
   run resume checkpoint_every keep log state on_policy_error on_lost rollbacks stats_every history
   config shadow watch attach tensorboard]]
 
@@ -42,7 +38,7 @@ local function is(kind) return function(v) return type(v) == kind end end
 local function is_pattern(v) return type(v) == "string" and not pattern.problem(v) end
 local function path(v) return type(v) == "string" and not v:find("%z") end
 local function one_of(words)
-  local set = list_of(words)
+  local set = set_of(words)
   return function(v) return set[v] == true end
 end
 local function any_of(...)
@@ -95,8 +91,7 @@ local OPTIONAL = {
 
 --- A copy of the options with the names of version 0.1 replaced.
 function M.current(given)
-  local o = {}
-  for key, value in pairs(given) do o[key] = value end
+  local o = arguments.merged(given)
   if o.wire ~= nil then
     renamed("the trainer's option 'wire'", "'comm_dtype'")
     if o.comm_dtype == nil then o.comm_dtype = o.wire end
