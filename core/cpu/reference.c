@@ -34,6 +34,15 @@ void walk_add(walk *w, const tensor *x)
   walk_add_strides(w, stride);
 }
 
+walk walk_call(const op_call *call)
+{
+  const tensor *y = call->out[0];
+  walk w = walk_over(y->ndim, y->shape);
+  for (int k = 0; k < call->n_in; k++) walk_add(&w, call->in[k]);
+  walk_add(&w, y);
+  return w;
+}
+
 void walk_next(walk *w)
 {
   w->position++;

@@ -26,10 +26,7 @@ static eng_status map_two(const op_call *call, binary_float *float_rule, binary_
   const tensor *a = call->in[0], *b = call->in[1], *y = call->out[0];
   bool integers = dtype_is_integer(compares ? a->dtype : y->dtype) &&
                   dtype_is_integer(compares ? b->dtype : y->dtype);
-  walk w = walk_over(y->ndim, y->shape);
-  walk_add(&w, a);
-  walk_add(&w, b);
-  walk_add(&w, y);
+  walk w = walk_call(call);
   for (; !walk_ended(&w); walk_next(&w)) {
     if (integers && int_rule)
       tensor_store_int(y->data, y->dtype, w.at[2],
@@ -77,11 +74,7 @@ eng_status reference_pow(const op_call *call) { return map_two(call, power, NULL
 eng_status reference_where(const op_call *call)
 {
   const tensor *condition = call->in[0], *a = call->in[1], *b = call->in[2], *y = call->out[0];
-  walk w = walk_over(y->ndim, y->shape);
-  walk_add(&w, condition);
-  walk_add(&w, a);
-  walk_add(&w, b);
-  walk_add(&w, y);
+  walk w = walk_call(call);
   for (; !walk_ended(&w); walk_next(&w)) {
     if (tensor_load(condition->data, condition->dtype, w.at[0]) != 0)
       element_copy(y->data, y->dtype, w.at[3], a->data, a->dtype, w.at[1]);
@@ -100,9 +93,7 @@ static eng_status map_one(const op_call *call, unary_rule *rule, int64_t (*int_r
 {
   const tensor *x = call->in[0], *y = call->out[0];
   bool integers = int_rule && dtype_is_integer(x->dtype) && dtype_is_integer(y->dtype);
-  walk w = walk_over(y->ndim, y->shape);
-  walk_add(&w, x);
-  walk_add(&w, y);
+  walk w = walk_call(call);
   for (; !walk_ended(&w); walk_next(&w)) {
     if (integers)
       tensor_store_int(y->data, y->dtype, w.at[1],
@@ -151,9 +142,7 @@ eng_status reference_affine(const op_call *call)
   bool whole =
     factor == rint(factor) && fabs(factor) < 0x1p63 && shift == rint(shift) && fabs(shift) < 0x1p63;
   bool integers = dtype_is_integer(x->dtype) && dtype_is_integer(y->dtype) && whole;
-  walk w = walk_over(y->ndim, y->shape);
-  walk_add(&w, x);
-  walk_add(&w, y);
+  walk w = walk_call(call);
   for (; !walk_ended(&w); walk_next(&w)) {
     if (integers) {
       uint64_t value = (uint64_t)tensor_load_int(x->data, x->dtype, w.at[0]);
@@ -170,9 +159,7 @@ eng_status reference_affine(const op_call *call)
 eng_status reference_pow_scalar(const op_call *call)
 {
   const tensor *x = call->in[0], *y = call->out[0];
-  walk w = walk_over(y->ndim, y->shape);
-  walk_add(&w, x);
-  walk_add(&w, y);
+  walk w = walk_call(call);
   for (; !walk_ended(&w); walk_next(&w))
     tensor_store(y->data, y->dtype, w.at[1],
                  pow(tensor_load(x->data, x->dtype, w.at[0]), call->pow_scalar.exponent));
@@ -183,9 +170,7 @@ eng_status reference_clamp(const op_call *call)
 {
   const tensor *x = call->in[0], *y = call->out[0];
   double low = call->clamp.low, high = call->clamp.high;
-  walk w = walk_over(y->ndim, y->shape);
-  walk_add(&w, x);
-  walk_add(&w, y);
+  walk w = walk_call(call);
   for (; !walk_ended(&w); walk_next(&w)) {
     double value = tensor_load(x->data, x->dtype, w.at[0]);
     double bounded = value < low ? low : value;
@@ -218,10 +203,7 @@ eng_status reference_unary_grad(const op_call *call)
 {
   const tensor *x = call->in[0], *dy = call->in[1], *dx = call->out[0];
   int64_t of = call->unary_grad.of;
-  walk w = walk_over(dx->ndim, dx->shape);
-  walk_add(&w, x);
-  walk_add(&w, dy);
-  walk_add(&w, dx);
+  walk w = walk_call(call);
   for (; !walk_ended(&w); walk_next(&w)) {
     double v = tensor_load(x->data, x->dtype, w.at[0]),
            g = tensor_load(dy->data, dy->dtype, w.at[1]), slope;
@@ -259,10 +241,7 @@ eng_status reference_unary_grad(const op_call *call)
 eng_status reference_swiglu(const op_call *call)
 {
   const tensor *gate = call->in[0], *up = call->in[1], *y = call->out[0];
-  walk w = walk_over(y->ndim, y->shape);
-  walk_add(&w, gate);
-  walk_add(&w, up);
-  walk_add(&w, y);
+  walk w = walk_call(call);
   for (; !walk_ended(&w); walk_next(&w))
     tensor_store(y->data, y->dtype, w.at[2],
                  silu_of(tensor_load(gate->data, gate->dtype, w.at[0])) *
@@ -298,9 +277,7 @@ eng_status reference_dropout(const op_call *call)
 {
   const tensor *x = call->in[0], *y = call->out[0];
   double p = call->dropout.p;
-  walk w = walk_over(y->ndim, y->shape);
-  walk_add(&w, x);
-  walk_add(&w, y);
+  walk w = walk_call(call);
   for (; !walk_ended(&w); walk_next(&w)) {
     uint32_t words[4];
     philox_block(words, (uint64_t)call->dropout.counter + (uint64_t)(w.position / 4));
@@ -314,9 +291,7 @@ eng_status reference_dropout(const op_call *call)
 static eng_status copy_elements(const op_call *call)
 {
   const tensor *x = call->in[0], *y = call->out[0];
-  walk w = walk_over(y->ndim, y->shape);
-  walk_add(&w, x);
-  walk_add(&w, y);
+  walk w = walk_call(call);
   for (; !walk_ended(&w); walk_next(&w))
     element_copy(y->data, y->dtype, w.at[1], x->data, x->dtype, w.at[0]);
   return ENG_OK;
@@ -326,9 +301,7 @@ static eng_status copy_elements(const op_call *call)
 static eng_status cast_by_mode(const op_call *call, int mode)
 {
   const tensor *x = call->in[0], *y = call->out[0];
-  walk w = walk_over(y->ndim, y->shape);
-  walk_add(&w, x);
-  walk_add(&w, y);
+  walk w = walk_call(call);
   for (; !walk_ended(&w); walk_next(&w)) {
     double value = dtype_is_integer(x->dtype)
                      ? double_from_int(tensor_load_int(x->data, x->dtype, w.at[0]), y->dtype)
