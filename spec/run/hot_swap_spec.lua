@@ -71,6 +71,21 @@ describe("swapping a policy", function()
     assert.equal(plain, swapped)
   end)
 
+  it("for one of the same name keeps the scales of layers", function()
+    local text = helper.read "policies/layerwise.lua"
+    local scales = {}
+    trace({ steps = 6, policy = policy_file(text) }, function(t, step)
+      if step ~= 5 then return end
+      for k = 1, 2 do
+        scales[k] = {}
+        for i = 1, #t.groups.groups do scales[k][i] = t.policy:group_scale(i) end
+        assert.is_true(t.policy:scales_groups())
+        assert(t.policy:swap { source = "-- again\n" .. text, file = folder .. "/p.lua" })
+      end
+    end)
+    assert.same(scales[1], scales[2])
+  end)
+
   it("keeps the scale, or the state that migrate returns", function()
     local scales = {}
     trace({ steps = 6, policy = "static:loss_scale=1024" }, function(t, step)
@@ -254,6 +269,18 @@ describe("a checkpoint", function()
     local second, again = trace { steps = 16, run = folder .. "/run", resume = "auto",
       policy = "static:loss_scale=1024" }
     assert.equal("b", again.policy.name)
+    assert.equal(whole, first:gsub("\n%d+ULL$", "") .. "\n" .. second)
+  end)
+
+  it("resumes with options that a swap changed", function()
+    local function swap(t, step)
+      if step == 2 then assert(t.policy:swap "dynamic:growth_interval=2") end
+    end
+    local whole = trace({ steps = 10, policy = "dynamic" }, swap)
+    local first = trace({ steps = 4, run = folder .. "/run", policy = "dynamic" }, swap)
+    local second, trainer = trace { steps = 10, run = folder .. "/run", resume = "auto",
+      policy = "dynamic" }
+    assert.equal(2, trainer.policy.options.growth_interval)
     assert.equal(whole, first:gsub("\n%d+ULL$", "") .. "\n" .. second)
   end)
 
