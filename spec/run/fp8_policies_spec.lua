@@ -66,28 +66,32 @@ local MOVING = { nvfp4 = "layer_ladder:snr=17.5,snr_high=5,pause=2",
 local OTHER = { nvfp4 = "sqrt3:ratio=1000", fp8_current = "fp8_delayed:history=2" }
 
 describe("swapping a policy of FP8 layers", function()
-  for base, moving in pairs(MOVING) do
-    it("equals a run that resumes with the new one at that step: " .. base, function()
-      local plain = job { base = base, fp8 = { policy = moving } }
-      local swapped, t = job({ base = base, fp8 = { policy = moving }, run = folder .. "/swapped" },
+  for _, case in ipairs { { "nvfp4", MOVING.nvfp4, 1 }, { "fp8_current", MOVING.fp8_current, 1 },
+    { "fp8_current", nil, 0 } } do
+    local base, fp8 = case[1], { policy = case[2], sample = case[3] }
+    it(("equals a run that resumes with the new one at that step: %s, %s"):format(base,
+      tostring(case[2])), function()
+      local plain = job { base = base, fp8 = fp8 }
+      local swapped, t = job({ base = base, fp8 = fp8, run = folder .. "/swapped" },
         function(trainer, step)
         if step == 4 then
           assert(trainer.policy:swap(OTHER[base]))
           trainer.run_files.checkpoint_every = 6
         end
       end)
-      assert.equal(OTHER[base]:match("^%w+"), t.optimizer.fp8.policies[1].name:match("^%w+"))
-      job { base = base, fp8 = { policy = moving }, run = folder .. "/run", steps = 4 }
-      local resumed = job { base = base, fp8 = { policy = OTHER[base] }, run = folder .. "/run",
-        resume = "auto" }
+      local name = t.optimizer.fp8.policies[1].name
+      assert.equal(name, OTHER[base]:match("^[%w_]+"))
+      job { base = base, fp8 = fp8, run = folder .. "/run", steps = 4 }
+      local resumed = job { base = base, fp8 = { policy = OTHER[base], sample = case[3] },
+        run = folder .. "/run", resume = "auto" }
       assert.equal(resumed, swapped)
       assert.not_equal(plain, swapped)
       -- the script still asks for the first policy; the checkpoint brings the second
       helper.shell(("rm -r %s/swapped/checkpoints/step-00000008"):format(folder))
-      local after, again = job { base = base, fp8 = { policy = moving }, run = folder .. "/swapped",
+      local after, again = job { base = base, fp8 = fp8, run = folder .. "/swapped",
         resume = "auto" }
       assert.equal(swapped, after)
-      assert.equal(t.optimizer.fp8.policies[1].name, again.optimizer.fp8.policies[1].name)
+      assert.equal(name, again.optimizer.fp8.policies[1].name)
     end)
   end
 
@@ -352,6 +356,21 @@ describe("a replay of a policy of FP8 layers", function()
     assert.same({ 1, 1, "the history lacks amaxes that it reads" },
       { r.certainty.exact, r.certainty.from, r.certainty.why })
     assert.equal(8, replayed("fp8_fallback:snr=1", folder .. "/three").certainty.exact)
+  end)
+
+  it("reads the amaxes of single steps, also of a run without a policy", function()
+    local peaks = {}
+    for i, policy in ipairs { false, "fp8_fallback:snr=1" } do
+      local run = folder .. "/run" .. i
+      job { base = "fp8_current", fp8 = { policy = policy or nil, sample = 3 }, run = run }
+      peaks[i] = {}
+      for k, row in ipairs(with(run, function(h) return h:fp8() end)) do
+        peaks[i][k] = row.peak
+        assert.is_true(row.peak >= row.amax and row.power > 0 and row.asked == 0)
+      end
+    end
+    assert.equal(4 * 3 * 3, #peaks[1])
+    assert.same(peaks[1], peaks[2])
   end)
 
   it("follows swaps of the run, and labels what comes after another verdict", function()
