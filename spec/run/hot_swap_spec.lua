@@ -80,7 +80,7 @@ describe("swapping a policy", function()
         scales[k] = {}
         for i = 1, #t.groups.groups do scales[k][i] = t.policy:group_scale(i) end
         assert.is_true(t.policy:scales_groups())
-        assert(t.policy:swap { source = "-- again\n" .. text, file = folder .. "/p.lua" })
+        assert(t.policy:swap { file = folder .. "/p.lua", source = "-- again\n" .. text })
       end
     end)
     assert.same(scales[1], scales[2])
