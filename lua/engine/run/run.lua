@@ -246,7 +246,7 @@ local function take_over(trainer, c, config)
   if trainer.shadows then trainer.shadows:restore(state.shadows) end
   notes[#notes + 1] = trainer.control:restore(state.set)
   notes[#notes + 1] = c.parts and masters.fit(trainer.optimizer, c)
-  notes[#notes + 1] = restore(trainer, c)
+  restore(trainer, c)
   notes[#notes + 1] = restore_evaluation(trainer, state.evaluation)
   trainer.steps_done, trainer.skipped = state.steps, state.skipped
   trainer.rollbacks_made, trainer.lr_factor = state.rollbacks or 0, state.lr_factor or 1
