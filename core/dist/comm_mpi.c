@@ -17,6 +17,7 @@ typedef struct exchange {
   int          n, receives, capacity;
   MPI_Request *request;
   MPI_Status  *status;      // of each request, with its error
+  comm_message *message;    // of each request
 } exchange;
 
 static const comm_host *core;
@@ -25,13 +26,37 @@ static exchange *spare;
 static eng_status failed(const char *what, int code)
 {
   char text[MPI_MAX_ERROR_STRING + 128], reason[MPI_MAX_ERROR_STRING];
-  int length = 0, class = 0;
+  int length = 0;
   MPI_Error_string(code, reason, &length);
-  MPI_Error_class(code, &class);
-  snprintf(text, sizeof text, "ranks: %s: %.*s%s", what, length, reason,
-           class == MPI_ERR_TRUNCATE ? "; hint: the ranks make different calls; is the script, "
-                                       "model or setting different on one of them?"
-                                     : "");
+  snprintf(text, sizeof text, "ranks: %s: %.*s", what, length, reason);
+  return core->error(ENG_ERR_LIBRARY, text);
+}
+
+static MPI_Comm everybody;
+
+/// The world number of a group's rank; -1 if MPI does not tell.
+static int world_number(MPI_Comm comm, int rank)
+{
+  MPI_Group part = MPI_GROUP_NULL, world = MPI_GROUP_NULL;
+  int number = -1;
+  if (MPI_Comm_group(comm, &part) == MPI_SUCCESS &&
+      MPI_Comm_group(everybody, &world) == MPI_SUCCESS)
+    MPI_Group_translate_ranks(part, 1, &rank, world, &number);
+  if (part != MPI_GROUP_NULL) MPI_Group_free(&part);
+  if (world != MPI_GROUP_NULL) MPI_Group_free(&world);
+  return number;
+}
+
+/// The ranks' messages have different lengths. `got`: bytes that arrived; -1: more than expected.
+static eng_status wrong_length(const exchange *e, const comm_message *m, int got)
+{
+  char text[512], number[32] = "more";
+  if (got >= 0) snprintf(number, sizeof number, "%d", got);
+  snprintf(text, sizeof text,
+           "ranks: expected a message of %lld bytes from rank %d, got %s; hint: the ranks make "
+           "different calls, or the same call with different lengths; compare the script, the "
+           "model, the settings and the shapes of the data on these ranks",
+           (long long)m->bytes, world_number(e->comm, m->peer), number);
   return core->error(ENG_ERR_LIBRARY, text);
 }
 
@@ -49,9 +74,11 @@ static exchange *take(int n)
   e->capacity = n < 8 ? 8 : n;
   e->request = malloc((size_t)e->capacity * sizeof *e->request);
   e->status = malloc((size_t)e->capacity * sizeof *e->status);
-  if (e->request && e->status) return e;
+  e->message = malloc((size_t)e->capacity * sizeof *e->message);
+  if (e->request && e->status && e->message) return e;
   free(e->request);
   free(e->status);
+  free(e->message);
   free(e);
   return NULL;
 }
@@ -91,7 +118,7 @@ static eng_status start(void **out, void *group, const comm_message *messages, i
         cancel(e);
         return failed(m->send ? "sending" : "receiving", code);
       }
-      e->n++;
+      e->message[e->n++] = *m;
       e->receives += !m->send;
     }
   *out = e;
@@ -104,10 +131,19 @@ static eng_status test(bool *done, void *under_way)
   int flag = 0;
   int code = MPI_Testall(e->n, e->request, &flag, e->status);
   *done = flag != 0;
-  for (int i = 0; code == MPI_ERR_IN_STATUS && i < e->n; i++)
-    if (e->status[i].MPI_ERROR != MPI_SUCCESS && e->status[i].MPI_ERROR != MPI_ERR_PENDING)
-      code = e->status[i].MPI_ERROR;
+  for (int i = 0; code == MPI_ERR_IN_STATUS && i < e->n; i++) {
+    int own = e->status[i].MPI_ERROR, class = MPI_SUCCESS;
+    if (own == MPI_SUCCESS || own == MPI_ERR_PENDING) continue;
+    MPI_Error_class(own, &class);
+    if (class == MPI_ERR_TRUNCATE) return wrong_length(e, &e->message[i], -1);
+    code = own;
+  }
   if (code != MPI_SUCCESS) return failed("a message", code);
+  for (int i = 0; flag && i < e->receives; i++) {
+    int bytes = 0;
+    MPI_Get_count(&e->status[i], MPI_BYTE, &bytes);
+    if (bytes != e->message[i].bytes) return wrong_length(e, &e->message[i], bytes);
+  }
   if (flag) give(e);
   return ENG_OK;
 }
@@ -149,7 +185,6 @@ static void release(void *group)
 static void end_all(int code) { MPI_Abort(MPI_COMM_WORLD, code); }
 static void finish(void) { MPI_Finalize(); }
 
-static MPI_Comm everybody;
 static comm_transport transport;
 
 static const char *describe(void)

@@ -246,7 +246,8 @@ eng_status comm_wait(eng_comm *comm, void *exchange, const char *what)
     if (status == ENG_OK) status = idle(&spins, &since, what);
     if (status == ENG_OK) continue;
     comm_cancel(comm, exchange, what);
-    return status;
+    return status == ENG_ERR_LIBRARY
+             ? error_prefix(status, "rank %d, at %s", comm_world.rank, what) : status;
   }
 }
 

@@ -486,6 +486,21 @@ describe("ranks", function()
     end
   end)
 
+  it("name rank, operation and bytes when they exchange different lengths", function()
+    local script = helper.write(folder .. "/lengths.lua", [[
+      local engine = require "engine"
+      local M_ffi = require "engine.base.ffi"
+      local n = engine.ranks.rank() == 0 and 16 or tonumber(arg[1])
+      M_ffi.check(M_ffi.C.eng_comm_broadcast(engine.ranks.world(), M_ffi.new("char[24]"), n, 0))]])
+    for bytes, got in pairs { [8] = "more", [24] = "16" } do
+      local result = start.run(2, script, { bytes }, { limit = LIMIT })
+      assert.not_equal(0, result.code)
+      assert.matches(("rank 1, at a broadcast: ranks: expected a message of %d bytes from " ..
+        "rank 0, got %s; hint: the ranks make different calls"):format(bytes, got), result.err, 1,
+        true)
+    end
+  end)
+
   it("end when one of them raises, dies or hangs, and the message names it", function()
     local _, _, result = job(2, { "raise_rank=1" })
     assert.are_not.equal(0, result.code)
