@@ -247,6 +247,18 @@ describe("an update", function()
     assert.same({ { -2.5, 4.5 }, { 0.25, 1 } }, net[1].weight:totable())
   end)
 
+  it("says what a step's options must be", function()
+    local net = nn.linear(2, 2)
+    for _, case in ipairs {
+      { { lr_muls = 3 }, "lr_muls to be an array of doubles, one for each parameter, got 3" },
+      { { clips = { 1 } }, "clips to be an array of doubles, one for each parameter, got" },
+      { { clip_norm = "a" }, "clip_norm to be a number, got 'a'" },
+      { { lagged = 1 }, "lagged to be true or false, got 1" } } do
+      local opt = optim.sgd(net, { lr = 0.1 })
+      assert.error_matches(function() opt:step(case[1]) end, "step: expected " .. case[2])
+    end
+  end)
+
   it("sums backward passes until zero_grad clears the gradients", function()
     local net = model()
     local opt = optim.sgd(net, { lr = 1 })

@@ -165,7 +165,9 @@ describe("a precision recipe", function()
       end
     end
     assert.error_matches(function() engine.autocast("fp16") end,
-      "autocast: expected a recipe and a function, got no function")
+      "autocast: expected a function, got nothing; hint: engine.autocast%(")
+    assert.error_matches(function() engine.autocast("bf16", 3) end,
+      "autocast: expected a function, got 3; hint: engine.autocast%(")
   end)
 
   it("resolves to itself, and describes itself", function()

@@ -54,6 +54,14 @@ function M.want(x, name)
   expect(is_tensor(x), x, "%s: expected a tensor", name)
 end
 
+--- Raises an error unless f can be called. `name`: the function that calls it; `example`: a call of
+--- that function, for the message.
+function M.want_function(f, name, example)
+  local meta = type(f) ~= "cdata" and getmetatable(f)
+  if type(f) == "function" or type(meta) == "table" and meta.__call then return end
+  raise("%s: expected a function, got %s; hint: %s", name, value_text(f), example)
+end
+
 --- Whether v is a group of ranks, engine.ranks.group().
 function M.is_group(v)
   return type(v) == "table" and ffi.istype("eng_comm *", v.comm) and type(v.size) == "number"

@@ -353,6 +353,7 @@ end
 function M.disabled(model, f, ...)
   local list = M.adapted(model, "lora.disabled", ", or give losses.dpo a reference")
   M.want_unmerged(model, "lora.disabled")
+  arguments.want_function(f, "lora.disabled", "lora.disabled(model, function() ... end)")
   return within(function() for _, l in ipairs(list) do switch(l.layer, false) end end,
     function() for _, l in ipairs(list) do switch(l.layer, true) end end, f, ...)
 end

@@ -306,6 +306,7 @@ function Module:is_training() return self._training end
 
 --- Runs f(...) in evaluation mode, restores every module's mode and returns f's results.
 function Module:evaluating(f, ...)
+  arguments.want_function(f, "evaluating", "model:evaluating(function() ... end)")
   local was
   return within(function()
     was = {}

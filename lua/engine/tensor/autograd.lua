@@ -3,6 +3,7 @@
 -- C never calls a Lua gradient: the core's backward pass stops at the node, Lua computes the
 -- gradient, and the pass resumes.
 local M_ffi = require "engine.base.ffi"
+local arguments = require "engine.base.arguments"
 local tensor = require "engine.tensor.tensor"
 local within = require "engine.base.within"
 
@@ -86,9 +87,7 @@ M.backward = backward
 
 --- Runs f(...) without recording and returns its results.
 function M.no_grad(f, ...)
-  if f == nil then
-    raise("no_grad: expected a function, got nothing; hint: engine.no_grad(function() ... end)")
-  end
+  arguments.want_function(f, "no_grad", "engine.no_grad(function() ... end)")
   local before
   return within(function() before = C.eng_grad_enabled(false) end,
     function() C.eng_grad_enabled(before) end, f, ...)
@@ -109,6 +108,7 @@ local mark = M_ffi.new("int64_t[1]")
 --- Runs f(...) without recording, frees the tensors that f made except kept ones, and returns f's
 --- results. For evaluation and sampling.
 function M.scope(f, ...)
+  arguments.want_function(f, "scope", "engine.scope(function() ... end)")
   check(C.eng_scope_begin(mark))
   local at = mark[0]
   local function close(good, ...)

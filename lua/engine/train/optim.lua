@@ -379,8 +379,11 @@ function Optimizer:clip_grad_value(limit)
   self._clip_value = limit
 end
 
-local STEP = "gradient_factor clip_value lr_mul lagged clip_norm norm clips lr_muls norms " ..
-  "update_clip spike_clip bias_step"
+local STEP = { gradient_factor = "number", clip_value = "number", lr_mul = "number",
+  lagged = "boolean", clip_norm = "number", norm = "number", clips = "cdata", lr_muls = "cdata",
+  norms = "cdata", update_clip = "number", spike_clip = "number", bias_step = "number" }
+local EXPECTED = { number = "a number", boolean = "true or false",
+  cdata = "an array of doubles, one for each parameter" }
 
 --- One update. options: gradient_factor (1; 1/scale to unscale), clip_value, lr_mul, clip_norm (the
 --- limit for `norm`), norm (the norm of the gradients times gradient_factor), lagged (the device
@@ -391,6 +394,11 @@ local STEP = "gradient_factor clip_value lr_mul lagged clip_norm norm clips lr_m
 --- update_clip and spike_clip (eng_update).
 function Optimizer:step(options)
   options = tensor.read_named(options, "step", STEP)
+  for name, value in pairs(options) do
+    local kind = STEP[name]
+    expect(type(value) == kind and (kind ~= "cdata" or pcall(ffi.cast, "const double *", value)),
+      value, "step: expected %s to be %s", name, EXPECTED[kind])
+  end
   expect(type(self.lr) == "number" and self.lr >= 0 and self.lr < math.huge, self.lr,
     "optim.%s: expected lr to be a finite number >= 0", self.name)
   self.state:update(self.lr * (options.lr_mul or 1), {

@@ -261,7 +261,7 @@ end
 --- Runs f(...) with a recipe and returns its results. Scopes nest.
 function M.autocast(recipe, f, ...)
   local full = M.resolve(recipe)
-  if f == nil then raise("autocast: expected a recipe and a function, got no function") end
+  arguments.want_function(f, "autocast", [[engine.autocast("bf16", function() ... end)]])
   return autograd.in_formats(formats_of[full] or nil, f, ...)
 end
 
