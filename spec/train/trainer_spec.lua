@@ -136,6 +136,35 @@ describe("the trainer", function()
     assert.equal(3, summary.retries)
   end)
 
+  it("a reference backward and a step run again for the trap leave running statistics alone",
+    function()
+      local nn, x = engine.nn, engine.randn(8, 2, 4):keep()
+      local function statistics(needs, trap)
+        engine.seed(3)
+        local model, at, references = nn.sequential { nn.linear(4, 4), nn.batch_norm(2) }, 0, 0
+        engine.trainer { model = model, steps = 4, log = "quiet", attach = false, ref_every = 1,
+          precision = "fp16", trap = trap, restart_data = true,
+          policy = { file = "sees.lua", source = ([[return { name = "sees", needs = { %s },
+            init = function() return { scale = 64 } end,
+            decide = function() return { scale = 64 } end }]]):format(needs) },
+          optimizer = engine.optim.sgd(model, { lr = 0.1 }),
+          data = { next = function()
+            at = at + 1
+            return { x = x, tokens = 8, factor = at == 2 and 1e9 or 1 }
+          end },
+          on_step = function(_, r) references = references + (r.norm_ref > 0 and 1 or 0) end,
+          loss = function(m, b) return m(b.x):to("f32"):square():mean() * b.factor end }:run()
+        return { model[2].running_mean:totable(), model[2].running_var:totable(),
+          model[2].num_batches_tracked:item() }, references
+      end
+      local plain = statistics ""
+      assert.equal(4, plain[3])
+      assert.same(plain, (statistics("", "overflow")))
+      local with_references, references = statistics '"norm_ref"'
+      assert.same(plain, with_references)
+      assert.equal(4, references)
+    end)
+
   it("stop ends the run with the policy's reason", function()
     local source = [[return { name = "enough", init = function() return { scale = 1 } end,
       decide = function(_, record)

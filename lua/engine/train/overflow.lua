@@ -82,12 +82,14 @@ local function run_again(trainer, scale)
   trainer.optimizer:zero_grad()
   local mark = M_ffi.new("int64_t[1]")
   check(C.eng_scope_begin(mark))
-  local finding, message = trap.watch(trainer.model, function()
-    for i = 1, trainer.accumulate do
-      random.go(trainer.drawn_from[i])
-      local loss = trainer:forward(trainer.batches[i])
-      trainer.reducer:alone(function() loss:backward { scale = scale / trainer.accumulate } end)
-    end
+  local finding, message = trainer:keeping_buffers(function()
+    return trap.watch(trainer.model, function()
+      for i = 1, trainer.accumulate do
+        random.go(trainer.drawn_from[i])
+        local loss = trainer:forward(trainer.batches[i])
+        trainer.reducer:alone(function() loss:backward { scale = scale / trainer.accumulate } end)
+      end
+    end)
   end)
   C.eng_backward_abort()
   -- an error if the pass ended early; the step's end then drops the rest

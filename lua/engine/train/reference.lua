@@ -1,8 +1,8 @@
 -- Reference backwards: at intervals the step's own batches also go through the model in f32, with
 -- the same dropout, so that a policy can compare the norm of its low-precision gradients with the
--- true one (record.norm_ref). This does not change the step's gradients, random numbers or position
--- in the data. It costs time, and memory for a second set of f32 gradients. Called by the trainer
--- for policies that need "norm_ref".
+-- true one (record.norm_ref). This leaves the gradients of the step, the buffers of the model, the
+-- random numbers and the position in the data as they are. It costs time, and memory for a second
+-- set of f32 gradients. Called by the trainer for policies that need "norm_ref".
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local machine = require "engine.base.machine"
@@ -63,7 +63,7 @@ function Reference:batches(s)
   end
   local good, message = pcall(function()
     check(C.eng_params_reference_begin(params))
-    backward(self, s, batches)
+    trainer:keeping_buffers(function() backward(self, s, batches) end)
     if trainer.reducer.many then check(C.eng_parallel_reference(trainer.reducer.reduction)) end
   end)
   local status = C.eng_params_reference_end(norm, self.norms, params, 1)

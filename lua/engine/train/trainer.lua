@@ -344,6 +344,25 @@ function Trainer:remember_batch(i, batch)
   self.batches[i], self.drawn_from[i] = batch, random.place()
 end
 
+--- Runs f, which passes the step's batches through the model once more, and restores the model's
+--- buffers, such as the running statistics of batch norm. Returns f's results.
+function Trainer:keeping_buffers(f)
+  local buffers = {}
+  for _, p in ipairs(self.model:parameters()) do
+    if p.role == "buffer" then
+      buffers[#buffers + 1] = { now = p.tensor, was = p.tensor:keep() }
+    end
+  end
+  local function restored(...)
+    for _, b in ipairs(buffers) do
+      b.now:copy(b.was)
+      b.was:free()
+    end
+    return ...
+  end
+  return restored(f())
+end
+
 --- Called when a run resumes. `ranks` and `accumulate` are those that the run had before. Keeps the
 --- number of batches in a step the same if that is possible and the script does not ask for another
 --- number. Returns a line about the change, or nil.
