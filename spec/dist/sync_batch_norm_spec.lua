@@ -208,6 +208,20 @@ describe("batch norm over several ranks", function()
     end
   end)
 
+  it("tells in the trap's findings that nan came from another rank", function()
+    local result = run([[
+      local engine = require "engine"
+      local trap, model = require "engine.train.trap", engine.nn.batch_norm(3)
+      engine.nn.sync_batch_norm(model, engine.ranks.group())
+      local x = engine.randn(4, 3, 2)
+      if engine.ranks.rank() == 1 then x:fill(0 / 0) end
+      engine.ranks.say("%s", trap.watch(model, function() model(x):sum():backward() end))]], 2)
+    assert.matches("rank 0: nan entered batch_norm, in batch_norm, through the mean (from " ..
+      "another rank's part of the batch, or from running statistics): ", result.err, 1, true)
+    assert.matches("rank 1: nan entered [^\n]*through its input 1, which no operation made",
+      result.err)
+  end)
+
   it("refuses what is not a group of ranks, or not a module", helper.in_step(function()
     local engine = require "engine"
     local nn, x, group = engine.nn, engine.randn(4, 2), engine.ranks.group()

@@ -152,7 +152,7 @@ local BATCH_NORM = "eps mean variance over"
 --- variance [C] in f32, and the number of elements of a channel. Options: eps (1e-5); mean and
 --- variance [C]: normalise by these instead, and return the result alone; over: a group of ranks
 --- (engine.ranks.group()) that each have a part of the batch; all normalise by the mean and the
---- variance of the whole batch.
+--- variance of the whole batch. The mean and the variance of a batch without elements are nan.
 function methods.batch_norm(x, weight, bias, options)
   options = read_named(options, "batch_norm", BATCH_NORM)
   local eps = arguments.want_number(options.eps or 1e-5, "batch_norm", "eps")

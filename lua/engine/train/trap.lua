@@ -99,8 +99,8 @@ local function given_text(s, t)
   if t.name then return "parameter " .. t.name end
   local what = EXCHANGED[s.kernel] and EXCHANGED[s.kernel][s.held_by]
   if what then
-    return ("%s, which another rank's part of the batch%s gave"):format(what,
-      s.backward and "" or ", or running statistics,")
+    return ("%s (from another rank's part of the batch%s)"):format(what,
+      s.backward and "" or ", or from running statistics")
   end
   return ("its input %d, which no operation made (%s)"):format(s.held_by, s.backward
     and "the loss scale, the seed of the backward pass?" or "data, a mask, a constant")
