@@ -29,8 +29,8 @@ static inline bool tape_empty(void) { return tensor_tape_length == 0; }
 /// Node i, and its call; call.op is -1 for a Lua gradient.
 const tape_node *tape_at(int i);
 const op_call *tape_call(int i);
-/// Notes the circumstances of the operation that is about to run, for its node: autocast's settings
-/// and the position in the random numbers.
+/// Notes, for the node of the operation that is about to run, autocast's settings and the position
+/// in the random numbers.
 void tape_note(const eng_precision *precision);
 /// The segment whose operations are being recorded; 0: none. Changed by checkpoint.c.
 extern int tape_segment;

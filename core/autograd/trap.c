@@ -132,7 +132,7 @@ static void describe(eng_trap_site *site, const op_call *c, const eng_trap_tenso
 static eng_status watched_kernel(const op_call *c)
 {
   ENG_TRY(inner->kernel[c->op](c));
-  if (tape_runs_again()) return ENG_OK;   // checked when it ran first
+  if (tape_runs_again()) return ENG_OK;   // its first run was checked
   const int pass = backward_node(NULL) >= 0 ? BACKWARD : FORWARD;
   eng_trap_tensor out[ENG_TRAP_OUTPUTS] = {0};
   const int n_out = c->n_out < ENG_TRAP_OUTPUTS ? c->n_out : ENG_TRAP_OUTPUTS;

@@ -81,7 +81,8 @@ eng_status file_writer_open(file_writer *writer, const char *path)
 {
   static unsigned serial;
   *writer = (file_writer){ .fd = -1 };
-  // Checked first, because the rename would silently replace a device such as /dev/null.
+  // The kind of file is checked first, because the rename would silently replace a device such as
+  // /dev/null.
   int kind = eng_file_kind(path);
   if (kind == ENG_FILE_FOLDER)
     return error_set(ENG_ERR_IO, "%s: expected a file to write, got a directory", path);

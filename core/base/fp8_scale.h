@@ -29,7 +29,7 @@
 #include "engine.h"
 #include "numerics.h"
 
-/// What a block is quantized with.
+/// The two numbers with which a block is quantized and restored.
 typedef struct fp8_scale {
   float factor;   // q = x * factor, or x / factor in rules that divide
   float scale;    // x = q * scale

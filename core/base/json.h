@@ -12,7 +12,7 @@ typedef struct json_reader {
   const char *name;                // name of the input, for messages
 } json_reader;
 
-/// `text` must be valid UTF-8; this call checks all of it.
+/// Begins to read `text`. It must be valid UTF-8; this call checks all of it.
 eng_status json_open(json_reader *reader, const char *name, char *text, int64_t size);
 /// The next character must be `c`, after white space.
 eng_status json_expect(json_reader *reader, char c);

@@ -15,8 +15,8 @@ enum {
 };
 
 typedef struct block {
-  int64_t first;     // element of the span at which it starts
-  int64_t before;    // elements in all blocks before it
+  int64_t first;     // element of the span at which the block starts
+  int64_t before;    // elements in all earlier blocks
   int32_t span, count;
 } block;
 

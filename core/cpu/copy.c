@@ -121,7 +121,7 @@ static void copy_block(const relayout *r, int k, int64_t to, int64_t from, int m
           turn_halves((uint16_t *)target + i * r->to[k] + j, r->to[k],
                       (const uint16_t *)source + j * r->from[0] + i, r->from[0]);
       }
-    for (i = 0; i < m; i++) {   // the rest at the edges
+    for (i = 0; i < m; i++) {   // the elements outside whole squares
       int done = i < whole_m ? whole_n : 0;
       move(target + (i * r->to[k] + done) * r->target_size, r->to[0],
            source + (i + done * r->from[0]) * r->source_size, r->from[0], n - done, r->source_size);

@@ -359,7 +359,7 @@ static void turn(uint8_t *to, int64_t to_row, const uint8_t *from, int64_t rows,
                  bool far)
 {
   uint8_t lines[TILE_ROW][LINE] __attribute__((aligned(64)));
-  for (int64_t c = 0; c < columns; c += 16) {   // past the last column it transposes unused bytes
+  for (int64_t c = 0; c < columns; c += 16) {   // may transpose unused bytes at the end
     int64_t r = 0;
     for (; r + 16 <= rows; r += 16)
       turn_bytes(lines[c] + r, LINE, from + r * TILE_ROW + c, TILE_ROW);

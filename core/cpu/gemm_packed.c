@@ -231,7 +231,7 @@ static void multiply(const part *p, int64_t i0, int64_t rows, int64_t first, int
         vectors = (columns + VF_LANES - 1) / VF_LANES;
     bool direct = plain && columns % VF_LANES == 0;
     float *c = tile;
-    int64_t ldc = GEMM_NR, step = 0;   // step: floats between rows of c; 0: they reuse the tile
+    int64_t ldc = GEMM_NR, step = 0;   // step: as ldc, or 0 if all groups of rows use `tile`
     if (direct) {
       c = (float *)g->c + p->at.c + i0 * g->c_row + j0;
       ldc = step = g->c_row;

@@ -15,7 +15,8 @@ typedef struct product {
   int     four, n, bits;
 } product;
 
-// A group of a row: numbers and scales as significands and exponents.
+// The numbers of one row that a group of products needs, and their scales, also as significands and
+// exponents.
 typedef struct group {
   float  value[BLACKWELL_MOST], scale[BLACKWELL_MOST / 16];
   double significand[BLACKWELL_MOST], scale_significand[BLACKWELL_MOST / 16];
@@ -45,7 +46,7 @@ static void decode(group *g, const product *p, int side, int64_t row, int64_t k)
   }
 }
 
-// The same group of LANES rows of b; the last index is the row.
+// The numbers of LANES rows of b for the same group; the last index of an array is the row.
 typedef struct panel {
   float  value[BLACKWELL_MOST][LANES];
   double significand[BLACKWELL_MOST][LANES], scale_significand[BLACKWELL_MOST / 16][LANES];

@@ -9,7 +9,7 @@
 enum { CHUNK = 16, MOST = 4096 };
 
 typedef struct blocks {
-  const tensor *x;          // or the result of nf4_dequantize
+  const tensor *x;          // what nf4_quantize reads or nf4_dequantize writes
   int64_t  size;
   uint8_t *q;
   float   *absmax;

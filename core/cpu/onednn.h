@@ -38,7 +38,7 @@ enum { ONEDNN_KEY = 256, ONEDNN_PRIMITIVES = 4, ONEDNN_MEMORIES = 8 };
 /// What was built for one key. The owner of the key decides which index means what.
 typedef struct onednn_entry {
   bool             taken;
-  bool             refused;       // oneDNN does not support it
+  bool             refused;       // oneDNN does not support this key
   unsigned char    key[ONEDNN_KEY];
   dnnl_primitive_t primitive[ONEDNN_PRIMITIVES];
   dnnl_memory_t    memory[ONEDNN_MEMORIES];

@@ -88,7 +88,7 @@ eng_status reference_where(const op_call *call)
 
 typedef double unary_rule(double x);
 
-// y = rule(x) for floats; int_rule, if there is one, for integers that stay integers.
+// y = rule(x); int_rule(x) instead if there is an int_rule and both x and y are integers.
 static eng_status map_one(const op_call *call, unary_rule *rule, int64_t (*int_rule)(int64_t))
 {
   const tensor *x = call->in[0], *y = call->out[0];

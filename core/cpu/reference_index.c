@@ -201,7 +201,7 @@ eng_status reference_topk(const op_call *call)
   return workspace_close(&space);
 }
 
-// sign 1: argmax, -1: argmin.
+// Stores in y the index of each largest element (sign 1: argmax) or smallest one (sign -1: argmin).
 static eng_status find_extreme(const op_call *call, int sign)
 {
   const tensor *x = call->in[0], *y = call->out[0];

@@ -27,7 +27,8 @@ typedef struct comm_message {
 
 enum { COMM_LARGEST = 1 << 30 };
 
-/// A transport: the functions that move bytes. `group` is the transport's own.
+/// A transport: the functions that move bytes. `group` is the transport's own description of a
+/// group of ranks.
 typedef struct comm_transport {
   int32_t abi;                // COMM_ABI
   int32_t rank, size;         // in the world

@@ -46,8 +46,8 @@ struct eng_parallel {
   eng_comm   *comm, *holders; // all ranks; the ranks that hold the same `apart` parameters, or NULL
   uint8_t    *apart;          // [set->n] 1: not all ranks hold this parameter
   int32_t    *holder;         // [size of holders] the holders' ranks in `comm`
-  // 0; 1: updates are divided among ranks; 2: gradients as well; with ZeRO-3 it is 2, and
-  // set->parted has the weights
+  // 0: nothing is divided among ranks; 1: updates are; 2: gradients are as well. With ZeRO-3 it is
+  // 2, and set->parted has the weights.
   int32_t     zero;
   bool        whole;          // pieces are whole parameters
   int32_t     n_buckets;
@@ -66,7 +66,7 @@ struct eng_parallel {
                               // begun, or packed already
   bool       *had;  // ZeRO-2: [set->n] earlier passes of this step left a sum in the piece
   int32_t    *bucket_of;      // [set->n]
-  bool       *complete;       // [set->n] as reported by the tape
+  bool       *complete;       // [set->n] backward has completed the gradient
   uint8_t    *rank_flags;     // [ranks][set->n] flags of each rank in the last reduction
   int64_t     n_values;
   float      *values;         // [n_values] holds all ranks' pieces of a bucket (not with `cards`),

@@ -33,7 +33,7 @@ static struct {
   nccl_comm      comm[COMM_STREAMS];
   void          *stream[COMM_STREAMS];
   bool           talk;              // comm_cards_decide enabled card-to-card messages
-  char           how[640];          // whether and why, as text for messages
+  char           how[640];          // whether cards talk, and why, as text
 } nccl;
 
 // ------------------------------------------------------------------ the library
@@ -196,8 +196,8 @@ typedef enum nccl_wish { WISH_AUTO, WISH_ON, WISH_OFF, WISH_UNKNOWN } nccl_wish;
 /// What each rank reports before the ranks decide.
 typedef struct card_note {
   int32_t wish, wanted, can;
-  char    card[96];               // its unique name
-  char    why[156];               // if it cannot: the reason
+  char    card[96];               // the unique name of the rank's card
+  char    why[156];               // the reason if `can` is 0
 } card_note;
 
 static nccl_wish wish_of_process(void)

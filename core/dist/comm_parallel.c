@@ -70,7 +70,7 @@ void eng_parallel_free(eng_parallel *p)
   for (int i = 0; p->place && i < p->set->n; i++) tensor_drop(p->place[i]);
   cards_free(p);
   if (p->set->parted) p->set->parted->fetch = NULL;
-  if (p->under_way == 0) {      // else messages in flight still use it
+  if (p->under_way == 0) {      // else messages in flight still use this memory
     pool_free(&p->messages_pool);
     arena_free_in(SPACE_HOST, ARENA_MESSAGE, p->values, p->n_values * (int64_t)sizeof(float));
   }

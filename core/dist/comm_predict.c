@@ -78,7 +78,7 @@ static eng_status count_rooms(int64_t *bytes, eng_parallel *p, int64_t block_byt
     for (int k = 0; call && k < call->n_in; k++) {
       parameter *member = read_here(p, call, k);
       if (!member || first[member->index] != node) continue;
-      first[member->index] = -1;  // an operation may read it twice
+      first[member->index] = -1;  // counts it once, even if the operation reads it twice
       p->buckets[p->bucket_of[member->index]].left--;
     }
     for (; next < p->n_buckets && p->buckets[p->order[next]].left == 0; next++) {

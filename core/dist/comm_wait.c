@@ -167,7 +167,7 @@ static void lost(const char *what)
   if (notes) {
     int first = 0;
     exchange_alarms(notes, what);
-    while (!notes[(size_t)first * NOTE]) first++;      // stops at this rank's own at the latest
+    while (!notes[(size_t)first * NOTE]) first++;      // stops at this rank's own note, or earlier
     if (first == comm_world.rank) report_missing(notes, what);
     else sleep(2);
   } else {

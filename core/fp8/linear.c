@@ -483,7 +483,7 @@ static eng_status run_linear(op_call *c)
 
 // ---- backward
 
-/// Makes x an operand of dW, a product that sums over the rows of x.
+/// Makes the kept x an operand of the product dW, which sums over the rows of x.
 static eng_status kept_x(factor *out, copies *made, int64_t number, fp8_site *s,
                          const op_call *node)
 {

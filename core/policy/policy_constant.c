@@ -3,7 +3,7 @@
 // such a constant. Called by policy_box.c, policy_checks.c and policy_vm.c.
 #include "policy_vm.h"
 
-static int constant_assigned(lua_State *L)                 // upvalue: its name
+static int constant_assigned(lua_State *L)                 // upvalue: the constant's name
 {
   return luaL_error(L, "cannot assign '%s': %s are constant; keep values that change in 'state'",
                     lua_type(L, 2) == LUA_TSTRING ? lua_tostring(L, 2) : luaL_typename(L, 2),

@@ -14,8 +14,8 @@ typedef enum arena_id {
   ARENA_OPTIMIZER,   // moments
   ARENA_MESSAGE,     // gradients between ranks: buckets in flight
   ARENA_KEPT,        // tensors made outside a step or by keep()
-  ARENA_STEP,        // activations and gradients of the step; reset at its end
-  ARENA_SCRATCH,     // a kernel's work space, freed when it returns
+  ARENA_STEP,        // activations and gradients of a step; reset at the step's end
+  ARENA_SCRATCH,     // a kernel's work space, freed when the kernel returns
   ARENA_COUNT
 } arena_id;
 

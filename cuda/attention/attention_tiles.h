@@ -44,7 +44,8 @@ template <> constexpr int RAISE<f16_t> = 15;
 template <class T> __device__ static inline float lift_of(const backward_room &r, int64_t pair)
 {
   if (RAISE<T> == 0) return 1.0f;
-  // 0 only if the largest |dy| is 0 (f16 values are normal in f32); at most 127 + 15
+  // The exponent bits are 0 only if the largest |dy| is 0, because f16 values are normal in f32.
+  // They are at most 127 + 15.
   uint32_t exponent = r.largest[pair] >> 23;
   return exponent ? __uint_as_float((254 + 4 - exponent) << 23) : 1.0f;
 }

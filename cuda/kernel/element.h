@@ -93,7 +93,7 @@ ELEMENT double double_from_int(int64_t value, int target_dtype)
   int drop = 11 - __clzll((long long)magnitude);
   uint64_t kept = magnitude >> drop;
   if (kept << drop != magnitude) kept |= 1;
-  double odd = (double)kept * (double)(1ull << drop);   // both exact
+  double odd = (double)kept * (double)(1ull << drop);   // both factors are exact
   return value < 0 ? -odd : odd;
 }
 

@@ -308,8 +308,8 @@ static eng_status map(const op_call *call, const Rule &rule)
   return ENG_OK;
 }
 
-/// Runs body(w, at) for one element per thread. `at` holds the offsets of element `index` (in
-/// row-major order) in every tensor.
+/// Runs body(w, at) for one element per thread. `at` holds the offset of the element in every
+/// tensor.
 template <int K, class Body>
 static __global__ void __launch_bounds__(WALK_THREADS) each_kernel(const walk<K> w, const Body body)
 {

@@ -258,7 +258,7 @@ __device__ static double slope_double(int op, double v)
     case ENG_OP_log_sigmoid: return sigmoid_double(-v);
     case ENG_OP_softplus:    return sigmoid_double(v);
     case ENG_OP_relu:        return 1.0;   // slope_body clears dy where v <= 0
-    case ENG_OP_hardswish:   return v > -3 && v < 3 ? (2 * v + 3) / 6 : 1.0;   // and where v <= -3
+    case ENG_OP_hardswish:   return v > -3 && v < 3 ? (2 * v + 3) / 6 : 1.0;   // dy is 0 if v <= -3
     case ENG_OP_gelu:
       if (isinf(v)) return v > 0;
       return 0.5 * erfc(-v * 0.70710678118654752440) +

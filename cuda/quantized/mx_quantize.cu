@@ -24,7 +24,7 @@ namespace {
 enum {
   THREADS = 256,
   WARPS = THREADS / 32,
-  SIDE = 64,               // of a tile, if whole blocks of scales fill it
+  SIDE = 64,               // side of a tile, roughly: see tile_side
   EACH = 4,                // neighbours of a row that a thread reads or writes at once
 };
 

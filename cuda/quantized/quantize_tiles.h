@@ -185,7 +185,7 @@ __device__ static inline void divide_all(shared_tile &t, const eight<T> (&of)[DO
       continue;
     }
 #pragma unroll
-    // shifts, so that register indices stay constant
+    // shifts the words, so that v[0] has the next number: register indices must be constant
     for (int i = 0; i < DOWN * WORDS - 1; i++) v[i] = v[i + 1];
   }
 }

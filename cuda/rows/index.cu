@@ -37,7 +37,7 @@ struct row_copy {
   cuda_fault_record *fault;
 };
 
-struct row_place { int64_t from; bool fine; };   // from: unit of x
+struct row_place { int64_t from; bool fine; };   // from: index of a unit of x
 
 __device__ static inline row_place place_of(const row_copy &r, int64_t at)
 {
@@ -288,7 +288,7 @@ static __global__ void __launch_bounds__(WALK_THREADS)
   if (last + 1 >= s.n) return;
   uint64_t place = s.word[last] >> s.shift;
   if (place != s.word[last + 1] >> s.shift || place >= (uint64_t)s.a.size) return;
-  if (chunk > 0 && place == s.word[chunk * RUN - 1] >> s.shift) return;   // not the first chunk
+  if (chunk > 0 && place == s.word[chunk * RUN - 1] >> s.shift) return;   // the place began earlier
   int64_t low = last + 1, high = s.n;   // the next place begins in (low, high]
   while (low + 1 < high) {
     int64_t middle = low + (high - low) / 2;
