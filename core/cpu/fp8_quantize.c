@@ -31,7 +31,7 @@ enum {
   TILE_ROW = 256,       // columns transposed at a time
   FAR = 1 << 21,       // bytes of a transposed copy above which it bypasses the caches
   ROW_BLOCKS = 16,     // blocks of 1 x 128 measured and written at a time
-  VERTICAL = 64,       // narrower blocks are measured per column first
+  VERTICAL = 64,       // in blocks with fewer columns, each column is measured first
 };
 
 /// One of the two results: the codes and scales of x, untransposed or transposed. Blocks are

@@ -496,7 +496,7 @@ VF_INLINE tally block_tally(const void *gradient, int dtype, int64_t first, int 
     if (hist) chunk_histogram(g + (int64_t)i * size, dtype, n, &t, hist);
     i += n;
   }
-  if (i < count) {   // the last few, padded with zeros
+  if (i < count) {   // the rest, padded with zeros
     char rest[LANES * 4] = {0};
     memcpy(rest, g + (int64_t)i * size, (size_t)(count - i) * (size_t)size);
     tally t = chunk_tally(rest, dtype, LANES);

@@ -503,7 +503,7 @@ static eng_status kept_x(factor *out, copies *made, int64_t number, fp8_site *s,
                                            .block_rows = packed ? 1 : r->block_rows,
                                            .block_columns = packed ? FP8_BLOCK : r->block_columns,
                                            .format = packed ? ENG_FORMAT_E5M6 : 0}}));
-  // quantizes once more, in blocks along the other dimension, without recording an amax or a
+  // quantizes x again, now in blocks along the other dimension, without recording an amax or a
   // measurement
   bool turn = !fp8_is_square(r);
   tensor *factor = s->factor[ENG_FP8_X] != 0 ? s->factor_of[ENG_FP8_X] : NULL;

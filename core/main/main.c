@@ -608,7 +608,7 @@ static int run(lua_State *L, int argc, char **argv)
     else ok = call_loaded(L, luaL_loadfile(L, NULL));
   }
   bool interrupted = signals_clear(L);
-  // also after an error: the script's variables help to debug it
+  // starts also after an error: the variables of the script help to debug it
   if (o.interactive) {
     ok = run_repl(L);
     run_status = 0;

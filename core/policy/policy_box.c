@@ -326,7 +326,7 @@ static int box_charged(lua_State *L)                   // upvalues: see wrap
   return n;
 }
 
-// Calls a library function that reads its arguments to the end.
+// Calls a library function that reads its arguments to the end, and charges for their length.
 static int box_reading(lua_State *L)                   // upvalues: see wrap
 {
   charge_values(L);

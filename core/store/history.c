@@ -159,7 +159,8 @@ static eng_status append(eng_history *history, history_statement statement, cons
     return error_set(ENG_ERR_VALUE, "history %s: a row of %lld bytes is larger than %d",
                      history->path, (long long)need, HISTORY_QUEUE / 2);
   pthread_mutex_lock(&history->lock);
-  if (history->head == history->tail) history->head = history->tail = 0;      // touches fewer pages
+  // an empty ring starts at its front again, so that it touches fewer pages
+  if (history->head == history->tail) history->head = history->tail = 0;
   bool room = false;
   while (!room) {
     uint64_t place = history->head % HISTORY_QUEUE,

@@ -270,7 +270,7 @@ __global__ void __launch_bounds__(THREADS, 2)
   const int group = of.h / p.shared;
   const uint32_t shared = shared_address(room);
   constexpr uint32_t TILE = KEYS * D * 2, KEEP = ROWS * D * 2;
-  const uint32_t staged = shared + 2 * KEEP;   // k, v, k, v
+  const uint32_t staged = shared + 2 * KEEP;   // two stages, each k and v
   const T *k = row_of<T>(p.k, of.b, 0, group), *v = row_of<T>(p.v, of.b, 0, group);
 
   load_tile<D, ROWS>(shared, row_of<T>(p.q, of.b, 0, of.h), p.q.time, of.first, p.queries);

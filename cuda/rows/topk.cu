@@ -74,7 +74,7 @@ struct extreme_call {
   const void *x;
   void   *y;
   int64_t size, inner, results;
-  int32_t x_dtype, y_dtype, lanes, least;   // lanes: threads that share a result; least: for argmin
+  int32_t x_dtype, y_dtype, lanes, least;   // lanes: threads per result; least: argmin
 };
 
 __device__ static found best_of(const extreme_call &c, int64_t result, int64_t first, int64_t step)
