@@ -134,7 +134,7 @@ __device__ static inline void recall(float (&to)[8], const float4 *kept, int pie
 
 /// Returns the sum over the threads of a row to every thread. `room` is shared memory with one
 /// number per warp, for rows that take a block. A sum has only one barrier, so between two calls
-/// with the same `room` there must be a call with another.
+/// with the same `room` there must be a call with another room.
 template <int ROW, class A> __device__ static inline A row_sum(A x, A *room)
 {
 #pragma unroll
@@ -149,7 +149,7 @@ template <int ROW, class A> __device__ static inline A row_sum(A x, A *room)
 }
 
 /// Two sums at once, with one barrier: between two calls with the same `room` there must be a call
-/// with another.
+/// with another room.
 template <int ROW> __device__ static inline void row_sums(float &a, float &b, float2 *room)
 {
 #pragma unroll
