@@ -16,7 +16,7 @@
 #include <unistd.h>
 
 enum { SPINS = 2000 };               // tests before yielding the core: ranks can outnumber cores
-static const double STOPPED = 1;     // seconds between two tests after which the process was stopped
+static const double STOPPED = 1;     // seconds; see look_at_clock
 
 eng_comm comm_world = { .size = 1 };
 static double timeout = 300;        // seconds

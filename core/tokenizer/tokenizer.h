@@ -148,8 +148,8 @@ typedef struct word_cache {
   ids     values;
 } word_cache;
 
-/// A token's two texts, as offsets in `names` and sizes. `at` is the text as the file has it, `shown`
-/// the text from which decoding starts.
+/// A token's two texts, as offsets in `names` and sizes. `at` is the text as the file has it;
+/// `shown` is the text from which decoding starts.
 typedef struct decoded { int64_t at, shown; int32_t size, shown_size; bool special; } decoded;
 
 struct eng_tokenizer {

@@ -14,7 +14,7 @@ enum { COLUMN_BLOCKS = 3, PIECE_BLOCKS = 3, MULTIPROCESSORS = 132 };
 
 /// A reduction as two walks over x: over the dimensions kept, and over those reduced.
 struct reduction {
-  walk<1> kept, gone;            // data of both: x
+  walk<1> kept, gone;            // both read x
   int64_t results, each;         // number of results; elements in each
   double  divisor;               // of a mean, else 1
   void   *y;                     // dense
