@@ -17,8 +17,8 @@ typedef struct storage {
   int32_t  done;            // how many of the tensors that use it have `done`
   int32_t  segment;         // checkpointed part of the tape that computes it (tape.h); 0: none
   bool     awaited;         // an operation that runs again reads it (checkpoint.c)
-  // ZeRO-3 (params/params_parted.c): the parameter whose weights these are, or NULL; whether they
-  // come and go, so that only operations may read them; whether they are gone now
+  // ZeRO-3 (params/params_parted.c). parted: the parameter whose weights these are, or NULL;
+  // closed: the weights come and go, so only operations may read them; absent: they are gone now
   struct parameter *parted;
   bool     closed, absent;
 } storage;

@@ -28,7 +28,8 @@ enum { WARPS = 4, THREADS = 32 * WARPS };
 
 constexpr float LOG2_E = 1.44269504088896340736f;
 
-/// True on Hopper for widths that have their own kernels there. The kernels here are then empty.
+/// True on Hopper for the widths that attention_hopper*.cu computes. In code for Hopper, the bodies
+/// of the common kernels for these widths are empty.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 template <int D> constexpr bool NOT_HERE = D % 64 == 0;
 #else
