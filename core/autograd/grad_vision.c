@@ -1,4 +1,4 @@
-// Gradient rules of convolution, pooling, batch norm and group norm. The kernels NAME_grad compute.
+// Gradient rules of convolution, pooling, batch norm and group norm. The work is done by the kernels NAME_grad.
 #include "base/error.h"
 #include "op.h"
 #include "gradient.h"

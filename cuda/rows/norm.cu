@@ -297,8 +297,8 @@ __global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (FORWARD_BLOCKS<T, V, ROW,
 // ---- backward
 
 /// How many blocks fit on a multiprocessor at once: GRAD_RESIDENT of 128 threads, or GRAD_BLOCKS of
-/// the size that the kernel uses. MULTIPROCESSORS: those of an H200. BLOCK_LEAST: the fewest rows of
-/// a group, if there are enough rows.
+/// the size that the kernel uses. MULTIPROCESSORS: those of an H200. BLOCK_LEAST: the fewest rows
+/// of a group, if there are enough rows.
 constexpr int GRAD_RESIDENT[5] = {0, 6, 4, 3, 2};   // [V]
 template <int V, int ROW>
 constexpr int GRAD_BLOCKS = GRAD_RESIDENT[V] * 128 / BLOCK_THREADS<ROW>;
