@@ -1,5 +1,5 @@
-// Gradient rules of convolution, pooling, batch norm and group norm. The work is done by the kernels
-// whose names end in _grad.
+// Gradient rules of convolution, pooling, batch norm and group norm. The work is done by the
+// kernels whose names end in _grad.
 #include "base/error.h"
 #include "op.h"
 #include "gradient.h"
