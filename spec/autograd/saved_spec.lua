@@ -8,7 +8,7 @@ local M_ffi = require "engine.base.ffi"
 local values = require "spec.cpu.kernels.values"
 local C, ffi = M_ffi.C, M_ffi.ffi
 
-local MOST_CALLS = 6            -- by operation
+local MOST_CALLS = 6            -- tried of an operation
 local FLOAT = { f32 = true, f64 = true, f16 = true, bf16 = true }
 
 local generators = {}

@@ -167,7 +167,7 @@ function Job:watch(disturbances)
     while not self:over() do M.nap(0.02) end
   end
   self.seconds = self:age()
-  for _ = 1, #threads do step() end              -- they learn that the job is over
+  for _ = 1, #threads do step() end              -- the disturbances see that the job is over
   for _, f in ipairs(self.finally) do f() end
   for _ = 1, 500 do
     if helper.read(self.folder .. "/done") then break end

@@ -136,7 +136,7 @@ describe("engine contest", function()
     end
     local a, b = of.lossdynamic, of["loss" .. HIGH]
     local mean = (b[1] - a[1] + b[2] - a[2]) / 2
-    local half = 12.7062 * math.abs(b[1] - a[1] - mean)      -- t of 1 degree; spread / sqrt 2
+    local half = 12.7062 * math.abs(b[1] - a[1] - mean)      -- t of one degree of freedom
     local difference, low, high, verdict = result.out:match(
       "\n" .. pattern(HIGH) .. " +loss +(%S+) +(%S+) to (%S+) +([^\n]+)")
     local place = 10 ^ -#difference:match("%.?(%d*)$")

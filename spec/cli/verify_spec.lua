@@ -178,7 +178,7 @@ describe("engine replay --verify", function()
     h = engine.history.open(folder .. "/runs/gone", { write = true })
     h:set_meta("command", "")
     h:close()
-    v = verified("gone", OWN .. " --script job.lua --steps 5")          -- by its settings
+    v = verified("gone", OWN .. " --script job.lua --steps 5")          -- the settings suffice
     assert.equal(0, #v.differences)
     h = engine.history.open(folder .. "/runs/gone", { write = true })
     h:set_meta("ranks", 4)

@@ -109,7 +109,8 @@ describe("ranks", function()
     alike(four_weights, 4)
   end)
 
-  -- The same with sharded moments, and with sharded gradients as well.
+  -- Expects the same training with sharded moments (ZeRO-1), and with sharded gradients as well
+  -- (ZeRO-2).
   local function same_with_zero(n, settings)
     local plain, weights = job(n, settings)
     for zero = 1, 2 do

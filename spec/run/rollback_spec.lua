@@ -95,7 +95,7 @@ describe("a rollback", function()
   it("is the same run after an interruption and a resume", function()
     local whole = job { run = folder .. "/a", policy = policy(34, "back = 10, skip = 3") }
     whole:run()
-    for _, stop in ipairs { 27, 38, 52 } do                   -- before, just after, later
+    for _, stop in ipairs { 27, 38, 52 } do      -- before the rollback, just after, later
       local run = folder .. "/b" .. stop
       local clock = 0
       local first = job { run = run, policy = policy(34, "back = 10, skip = 3"),

@@ -346,7 +346,7 @@ describe("the trainer", function()
       assert.equal(6, #engine.history.open(a):steps())
       assert.same({ 2, 4, 6 }, engine.checkpoint.steps(a .. "/checkpoints"))
     end
-    -- one that names this run, or one of its checkpoints, continues it
+    -- a path that leads to this run, or to one of its checkpoints, continues the run
     helper.shell(("ln -s %s %s/link"):format(helper.quote(a), helper.quote(folder)))
     for i, from in ipairs { a .. "/checkpoints/step-00000004/", a .. "/checkpoints",
       folder .. "/./a/", folder .. "/link" } do

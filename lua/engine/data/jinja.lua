@@ -117,7 +117,7 @@ local function sequence(x)
     table.sort(keys, function(a, b) return tostring(a) < tostring(b) end)
     return list(keys)
   end
-  return fail("cannot go through %s", kind(x))
+  return fail("cannot loop over %s", kind(x))
 end
 
 local METHODS = {
@@ -178,7 +178,7 @@ local TESTS = {
 -- ------------------------------------------------------------------ values
 
 local function item_of(x, key)
-  if x == nil then fail("'%s' of an undefined value", tostring(key)) end
+  if x == nil then fail("cannot read '%s' of an undefined value", tostring(key)) end
   if is_dict(x) then return x[key] end
   if type(key) == "number" and (is_list(x) or type(x) == "string") then
     local all = sequence(x)
@@ -210,7 +210,9 @@ local function contains(a, x)
 end
 
 local function numbers(what, a, b)
-  if type(a) ~= "number" or type(b) ~= "number" then fail("%s %s %s", kind(a), what, kind(b)) end
+  if type(a) ~= "number" or type(b) ~= "number" then
+    fail("cannot compute %s %s %s", kind(a), what, kind(b))
+  end
 end
 
 local BINARY = {
@@ -431,7 +433,9 @@ function Parser:postfix()
       local f = FILTERS[name] or fail("the filter '%s' is not supported", name)
       local named
       if self:accept "(" then plain, named, n = self:arguments ")" end
-      if named and next(named) then fail("'%s' of the filter '%s'", next(named), name) end
+      if named and next(named) then
+        fail("the argument '%s' of the filter '%s' is not supported", next(named), name)
+      end
       x = function(scope) return f(of(scope), unpack(evaluate(plain, n, scope), 1, n)) end
     elseif self:accept "is" then
       local negated = self:accept "not"

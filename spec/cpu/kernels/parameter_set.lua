@@ -40,7 +40,7 @@ function M.everywhere(f)
   on("reference", nil, 1)
   if compare.CARD then
     on(compare.CARD, nil, 1)
-    on(compare.CARD, nil, 2)   -- the same bits again
+    on(compare.CARD, nil, 2)   -- must repeat the first call's bits
     return
   end
   for _, set in ipairs(M.SETS) do
