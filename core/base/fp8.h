@@ -136,8 +136,6 @@ ENG_INLINE uint8_t fp8_from_f32(float x, int fraction, int mode, uint32_t random
 
 ENG_INLINE uint8_t e4m3_from_f32(float x, int mode)
 { return fp8_from_f32(x, 3, mode & FP8_SATURATE, 0); }
-ENG_INLINE uint8_t e5m2_from_f32(float x, int mode)
-{ return fp8_from_f32(x, 2, mode & FP8_SATURATE, 0); }
 ENG_INLINE uint16_t e5m6_from_f32(float x, int mode) { return e5m6_from_f64((double)x, mode); }
 
 /// TileKernels' cast to e5m6 (quant/per_token_cast_to_e5m6_kernel.py): truncates to f16, then

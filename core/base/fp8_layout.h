@@ -46,8 +46,6 @@ enum {
   FP8_SCALE_PAD = 4,     // rows of scales are padded to a multiple of this many
 };
 
-FP8_LAYOUT_INLINE int64_t fp8_blocks(int64_t n)
-{ return (n + FP8_BLOCK - 1) / FP8_BLOCK; }
 FP8_LAYOUT_INLINE int64_t fp8_round_up(int64_t n, int64_t multiple)
 { return (n + multiple - 1) / multiple * multiple; }
 

@@ -19,7 +19,6 @@ ENG_INLINE double   f64_from(uint64_t u) { union { double f; uint64_t u; } v; v.
 
 // Tests exponent bits instead of comparing: the compiler cannot optimize the test away.
 ENG_INLINE int f32_is_nan(float x)    { return (f32_bits(x) & 0x7FFFFFFFu) > 0x7F800000u; }
-ENG_INLINE int f32_is_inf(float x)    { return (f32_bits(x) & 0x7FFFFFFFu) == 0x7F800000u; }
 ENG_INLINE int f32_is_finite(float x) { return (f32_bits(x) & 0x7F800000u) != 0x7F800000u; }
 ENG_INLINE int f64_is_nan(double x)
 { return (f64_bits(x) & 0x7FFFFFFFFFFFFFFFull) > 0x7FF0000000000000ull; }
@@ -62,8 +61,6 @@ ENG_INLINE uint16_t f16_from_f64(double x)
   uint32_t biased = exponent < -14 ? 0u : (uint32_t)(exponent + 14) << 10;
   return (uint16_t)(sign | (biased + (uint32_t)kept));
 }
-
-ENG_INLINE uint16_t f16_from_f32(float x) { return f16_from_f64((double)x); }
 
 // ---- bf16: the top half of an f32, 1-8-7 ----
 

@@ -3,9 +3,9 @@
 // their limits at the infinities, and underflow gradually.
 //
 // Largest errors measured, in units in the last place (ulp), over 70 million f32
-// (spec/cpu/vmath_spec.lua repeats a part of them): exp 1.0, log 0.8, tanh 1.3, erf 1.2, sigmoid
-// 2.4, softplus 2.0, the derivatives of tanh and sigmoid 4.8. Where the result is above 1e-30: silu
-// 3.1, gelu 8, gelu_tanh 125. gelu_tanh has its largest error at -8.9, where exp magnifies the
+// (spec/cpu/vmath_spec.lua repeats a part of them): exp 1.0, log 0.8, tanh 1.3, sigmoid 2.4,
+// softplus 2.0, the derivatives of tanh and sigmoid 4.8. Where the result is above 1e-30: silu 3.1,
+// gelu 8, gelu_tanh 125. gelu_tanh has its largest error at -8.9, where exp magnifies the
 // rounding error of 2u; 0.5 (1 + tanh) in f32 would have no correct digit left there. The
 // derivatives of silu, gelu and gelu_tanh cross zero; their absolute error is 2e-7.
 //
@@ -161,39 +161,6 @@ VF_INLINE vf vf_normal_cdf(vf x, vf *bell)
   *bell = vf_bell_(a);
   vf tail = vf_mul(*bell, vf_tail_factor_(a));
   return vf_select(vf_lt(x, vf_zero()), tail, vf_sub(VF_C(1.0f), tail));
-}
-
-VF_INLINE vf vf_erf(vf x)
-{
-  vf a = vf_abs(x), t = vf_mul(x, x);
-  vf p = VF_C(7.853862885e-5f);
-  p = vf_fma(p, t, VF_C(-0.0008010194105f));
-  p = vf_fma(p, t, VF_C(0.005188327742f));
-  p = vf_fma(p, t, VF_C(-0.02685381196f));
-  p = vf_fma(p, t, VF_C(0.1128358515f));
-  p = vf_fma(p, t, VF_C(-0.3761262582f));
-  p = vf_fma(p, t, VF_C(0.128379166f));
-  vf near = vf_fma(a, p, a);                                 // 2/sqrt(pi) = 1 + 0.128...
-  vf b = vf_min(VF_C(15.0f), vf_mul(a, VF_C(1.41421356f)));
-  vf far = vf_fma(vf_mul(vf_bell_(b), vf_tail_factor_(b)), VF_C(-2.0f), VF_C(1.0f));
-  return vf_copysign(vf_select(vf_lt(a, VF_C(1.0f)), near, far), x);
-}
-
-// sin and cos are off the hot path; libm reduces huge arguments correctly.
-VF_INLINE vf vf_sin(vf x)
-{
-  float v[VF_LANES];
-  vf_store(v, x);
-  for (int i = 0; i < VF_LANES; i++) v[i] = sinf(v[i]);
-  return vf_load(v);
-}
-
-VF_INLINE vf vf_cos(vf x)
-{
-  float v[VF_LANES];
-  vf_store(v, x);
-  for (int i = 0; i < VF_LANES; i++) v[i] = cosf(v[i]);
-  return vf_load(v);
 }
 
 // ----------------------------------------------------------- activations and their derivatives
