@@ -165,6 +165,25 @@ describe("bf16 masters", function()
     assert.is_true(session ~= nil)
   end)
 
+  it("have reference backwards in f32", function()
+    local function norm_of(precision, field, options)
+      local norm
+      options.steps, options.on_step = 1, function(_, record) norm = record[field] end
+      local trainer = trainer_of(precision, options)
+      for _, p in ipairs(precision == "fp32" and trainer.optimizer.list or {}) do
+        if p.role ~= "norm" then p.tensor:copy(engine.no_grad(function()
+          return p.tensor:to("bf16")
+        end)) end
+      end
+      trainer:run()
+      return norm
+    end
+    local want = norm_of("fp32", "norm", {})
+    local got = norm_of("bf16_kahan", "norm_ref", { policy = "norm_ratio" })
+    assert.is_true(math.abs(got - want) < 1e-6 * want, ("%.9g, not %.9g"):format(got, want))
+    assert.is_true(math.abs(norm_of("bf16_kahan", "norm", {}) - want) > 1e-6 * want)
+  end)
+
   it("are refused where they cannot work, in one line", function()
     local function refused(want, precision, optimizer)
       local model = engine.nn.linear(4, 3)

@@ -265,6 +265,14 @@ function M.autocast(recipe, f, ...)
   return autograd.in_formats(formats_of[full] or nil, f, ...)
 end
 
+--- Runs f(...) in f32 and returns its results. `full`: the recipe of the parameters; operations
+--- convert weights whose masters are bf16.
+function M.in_f32(full, f, ...)
+  local f32 = dtype.f32
+  return autograd.in_formats(full.masters == "bf16"
+    and M_ffi.new("eng_precision", { f32, f32, f32, f32, 0 }) or nil, f, ...)
+end
+
 --- For each parameter in a list of { role = }, the format of its low-precision copy and of its
 --- gradient, int32_t arrays for eng_params_precision, and of its masters, for eng_params_masters.
 function M.parameter_formats(full, list)

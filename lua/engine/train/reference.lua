@@ -40,7 +40,7 @@ local function backward(self, s, batches)
     trainer.reducer:draw(s, i)
     check(C.eng_scope_begin(mark))
     local good, message = pcall(function()
-      precision.autocast("fp32", trainer.loss, trainer.model,
+      precision.in_f32(trainer.precision, trainer.loss, trainer.model,
         batch):backward { scale = 1 / #batches }
     end)
     local status = C.eng_scope_end(mark[0])
