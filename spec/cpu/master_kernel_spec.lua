@@ -164,6 +164,35 @@ describe("bf16 masters", function()
       assert.not_same(a, ups(7))
     end))
 
+  it("draw in lagged updates by the number of updates that the device made", with_seed(function()
+    sets.everywhere(function()
+      local function run(lagged)
+        local set, t = sets.new({ { 3001 } }, { master = "bf16" }), 1
+        set:optimizer("adamw")
+        set:rounding("stochastic")
+        for step, bad in ipairs { false, inf, false, nan, false } do
+          local g = ffi.new("float[3001]")
+          for i = 0, 3000 do g[i] = math.sin(i + step) end
+          g[77] = bad or g[77]
+          set:write_gradients({ g }, "f32")
+          if lagged then
+            check(C.eng_params_stats_start(set.params, C.ENG_NEED_NORM, nil, 0))
+            set:update { hyper = KINDS.adamw, t = 1, draw = 99, lagged = true }
+            check(C.eng_params_stats_fetch(ffi.new("eng_record"), nil, ffi.new("double[1]"),
+              set.params, 1))
+          elseif not bad then
+            set:update { hyper = KINDS.adamw, t = t }
+            t = t + 1
+          end
+        end
+        local sum = tostring(set:checksum())
+        set:free()
+        return sum
+      end
+      assert.equal(run(false), run(true))
+    end)
+  end))
+
   it("keep with Kahan what rounding to nearest loses", with_seed(function()
     for rounding, want in pairs { kahan = 1 + 2 ^ -6, nearest = 1 } do
       sets.everywhere(function()
