@@ -299,13 +299,13 @@ static float *load_masters(float *buffer, const param_span *s, int64_t at, int n
 static void round_randomly(float *p, const param_span *s, const eng_update *u, int64_t at, int n)
 {
   enum { EACH = 8 * VF_LANES };   // random numbers of a call of philox_vectors_at
-  uint16_t random[TILE + 2 * EACH] __attribute__((aligned(64)));
-  const uint64_t first = (uint64_t)(s->first + at), lead = first % 8, seed = rng_seed();
-  for (int i = 0; i < (int)lead + n; i += EACH)
-    philox_vectors_at((uint32_t *)(void *)(random + i), seed, (first - lead + (uint64_t)i) / 8,
-                      (uint32_t)u->draw, (uint32_t)s->index + 1u);
+  uint16_t random[TILE + EACH] __attribute__((aligned(64)));
+  for (int i = 0; i < n; i += EACH)
+    philox_vectors_at((uint32_t *)(void *)(random + i), rng_seed(),
+                      (uint64_t)(s->first + at + i) / 8, (uint32_t)u->draw,
+                      (uint32_t)s->index + 1u);
   for (int i = 0; i < n; i++) {
-    uint32_t bits = f32_bits(p[i]), rounded = (bits + random[(int)lead + i]) & 0xFFFF0000u;
+    uint32_t bits = f32_bits(p[i]), rounded = (bits + random[i]) & 0xFFFF0000u;
     p[i] = f32_from((bits & 0x7FFFFFFFu) > 0x7F800000u ? bits : rounded);
   }
 }

@@ -74,7 +74,7 @@ typedef struct param_span {
   int32_t  master_dtype, shadow_dtype, gradient_dtype, moment_dtype;
   int32_t  group;       // index of its eng_hyper
   int32_t  index;       // of the parameter in its set
-  int64_t  first;       // the number of the first element in its parameter
+  int64_t  first;       // number of the first element in its parameter: a multiple of 4096
   // the relative scale of the gradient (a factor in addition to the loss scale), usually 1;
   // optimize and unscale divide by it
   double   scale;

@@ -142,6 +142,18 @@ describe("ranks with ZeRO-2", function()
     assert.equal(0, result.code, result.out .. result.err)
   end)
 
+  it("resume with bf16 master weights from f32 ones, and back", function()
+    local weights = {}
+    for zero = 0, 2, 2 do
+      local run = folder .. "/masters" .. zero
+      for i, precision in ipairs { "bf16", "bf16_kahan", "bf16" } do
+        weights[zero] = job(2, { "zero=" .. zero, "precision=" .. precision, "run=" .. run,
+          "resume=auto", "steps=" .. 2 * i })[1].weights
+      end
+    end
+    assert.equal(weights[0], weights[2])
+  end)
+
   it("work with parameters that have no elements", function()
     local whole = job(2, { "model=forked", "zero=2", "steps=4" })
     for from = 1, 2 do
