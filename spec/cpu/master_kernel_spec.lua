@@ -147,6 +147,19 @@ describe("bf16 masters", function()
     end)
   end))
 
+  it("keep nan, whatever its bits", with_seed(function()
+    sets.everywhere(function()
+      local set, g = sets.new({ { 100 } }, { master = "bf16" }), ffi.new("float[100]")
+      for i = 0, 99 do ffi.cast("uint32_t *", g)[i] = i % 2 * 2 ^ 31 + 0x7FFFFFFF end
+      set:write_gradients({ g }, "f32")
+      set:optimizer("sgd")
+      set:rounding("stochastic")
+      set:update { hyper = { lr = 1 } }
+      for _, x in ipairs(set:weights(1)) do assert.is_true(x ~= x) end
+      set:free()
+    end)
+  end))
+
   it("draw other numbers for each update, and the same ones for the same update", with_seed(
     function()
       local n = 4096
