@@ -61,6 +61,41 @@ describe("microscaling", function()
     assert.equal(0x7D, bytes(q.scale)[1])
   end)
 
+  it("scales a block's largest element to 6 or 4, whichever has the smaller error", function()
+    local blocks = {   -- the last has equal absolute errors, and a smaller squared error with 4
+      { 6, 4, 3, 2, 1.5, 1, .5, 0, -6, -4, -3, -2, -1.5, -1, -.5, 0 },
+      { 10, 8, 5, 5, 5, -5, 8, -8, 3, 3, 3, 0, 0, 8, 5, 5 },
+      { 6, 5, 1, 1, .25, .25, .25, .25, 1.7, 1.7, 0, 0, 0, 0, 0, 0 } }
+    for rule, want in pairs {
+      four_over_six = "70 76543210FEDCBA90 7A 65444C5D22200544 70 7622000033000000",
+      four_over_six_mse = "70 76543210FEDCBA90 7A 65444C5D22200544 74 6511000022000000" } do
+      local q = engine.mx.quantize(engine.tensor(blocks), { rule = rule,
+        amax = engine.tensor { 12 } })
+      local text, codes = {}, bytes(q.q)
+      for i, scale in ipairs(bytes(q.scale)) do
+        text[2 * i - 1], text[2 * i] = ("%02X"):format(scale), ""
+        for k = 8 * i - 7, 8 * i do
+          text[2 * i] = text[2 * i] .. ("%X%X"):format(codes[k] % 16, math.floor(codes[k] / 16))
+        end
+      end
+      assert.equal(want, table.concat(text, " "))
+    end
+  end)
+
+  it("leaves room for stochastic rounding on request", function()
+    local function quantized(x, factor)
+      return engine.mx.quantize(x, { format = "e2m1", sr_bits = 24, factor = factor })
+    end
+    engine.seed(8)
+    local x = engine.full({ 512, 64 }, 7.5)                      -- the scale is 1
+    assert.equal(6, quantized(x):dequantize():max():item())
+    assert.near(7.5, quantized(x, 0.75):dequantize():mean():item(), 0.05)
+    local q = quantized(engine.randn(16, 64), 0.75)              -- the product is divided by 0.75^2
+    local product = engine.mx.matmul(q, q)
+    local exact = q:dequantize():matmul(q:dequantize(), false, true)
+    assert.is_true(((product - exact):norm() / exact:norm()):item() < 1e-5)
+  end)
+
   it("counts NaN, and follows the rule for Inf and NaN", function()
     local x = engine.tensor { { 1, nan, 2, 0 }, { 1, inf, 2, 0 }, { 1, 3, 2, 0 } }
     local q = engine.mx.quantize(x, {})

@@ -328,12 +328,13 @@ def unclipped(engine):
     grid = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     x = blocks(rng, 32, torch.float32)
     x = x[torch.isfinite(x).all(1) & (x.abs().amax(1) > 1e-30) & (x.abs().amax(1) < 1e37)]
+    x = x[:len(x) // 2 * 2]
     amax = x.abs().amax(1, keepdim=True).numpy().astype(np.float64)
     unit = np.exp2(np.floor(np.log2(amax)) - 2)
     scaled = np.abs(x.numpy().astype(np.float64)) * 3 / (unit * 4)
     below = grid[np.searchsorted(grid, scaled, "right") - 1]
     above = grid[np.minimum(np.searchsorted(grid, scaled, "left"), 7)]
-    total, draws = 0.0, 64
+    total, draws = 0.0, 32
     for _ in range(draws):
         got = engine.quantize(x, "e2m1", "floor", "1x32", "te", "24", "0.75")["back"].numpy()
         got = np.abs(got.astype(np.float64)) / unit * 0.75
@@ -343,7 +344,7 @@ def unclipped(engine):
         total = total + got
     off = (total / draws - scaled).mean() / scaled.mean()
     print(f"  unclipped, {x.numel()} numbers, {draws} draws: {bad} off the grid, bias {off:.1e}")
-    return bad + (abs(off) > 1e-4)
+    return bad + (abs(off) > 3e-4)
 
 
 def main():
