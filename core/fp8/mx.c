@@ -55,12 +55,14 @@ static eng_status measure(fp8_site *s, int role, tensor *x, tensor *q, const ten
   return status;
 }
 
-// The signs of a product's Hadamard transform, as the operation takes them.
+// The signs of a product's Hadamard transform, as the operation takes them. Each product of a layer
+// draws its own.
 static int64_t signs_of(const fp8_site *s, const eng_fp8_product *p)
 {
   if (p->signs <= ENG_FP8_SIGNS_FIXED) return p->signs;
   uint64_t hash = 0xCBF29CE484222325u;
   for (const char *c = s->name; *c; c++) hash = (hash ^ (uint8_t)*c) * 0x100000001B3u;
+  hash = (hash ^ (uint64_t)(p - s->recipe.product)) * 0x100000001B3u;
   if (p->signs == ENG_FP8_SIGNS_STEP) hash = (hash ^ (uint64_t)fp8_step()) * 0x9E3779B97F4A7C15u;
   return (int64_t)(hash >> 2) + 1;
 }
