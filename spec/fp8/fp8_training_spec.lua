@@ -227,9 +227,9 @@ describe("an FP8 recipe", function()
       ["forward: expected a table, got true"] = { forward = true },
       ["unknown field 'match'; fields: dgrad dy forward w wgrad x"] = { match = "mlp" },
       ["unknown field 'high'"] = { high = true }, ["unknown field 'base'"] = { base = "mxfp8" },
-      ["mxfp8, nvfp4, got 'mxfp9'; did you mean 'mxfp"] = "mxfp9",
+      ["nvfp4, nvfp4_four_over_six, got 'mxfp9'; did you mean 'mxfp"] = "mxfp9",
       ["a table of changes or the name fp8_block, fp8_current"] = "bf16",
-      ["nvfp4, got 3"] = 3,
+      ["nvfp4_four_over_six, got 3"] = 3,
     } do
       local why = message { name = "mine", base = "fp8_current", fp8 = { ladder = { rung } } }
       assert.is_truthy(why:find("precision 'mine': fp8: ladder[1]: ", 1, true), why)

@@ -24,6 +24,7 @@ M.fields = { "x", "w", "dy", "forward", "dgrad", "wgrad" }
 local FORMATS = { e4m3 = M_ffi.dtype.e4m3, e5m2 = M_ffi.dtype.e5m2 }
 local SIGNS = { none = C.ENG_FP8_SIGNS_NONE, fixed = C.ENG_FP8_SIGNS_FIXED,
   layer = C.ENG_FP8_SIGNS_LAYER, step = C.ENG_FP8_SIGNS_STEP }
+local RULES = arguments.merged(fp8_codes.rules, mx.rules)
 local KEEPS = { codes = 0, transposed = 1, e5m6 = 2, swiglu = 3 }
 
 local function known(t, fields, where)
@@ -64,7 +65,7 @@ local function read_role(to, role, where, name)
     or scaled and (mx.nvfp4[rule] and "1x16" or "1x32") or "tensor", where)
   to.block_rows, to.block_columns = whole(rows, where, "the rows of a block"),
     whole(columns, where, "the columns of a block")
-  to.rule = not scaled and choose(fp8_codes.rules, rule, where, "rule") or 0
+  to.rule = not scaled and choose(RULES, rule, where, "rule") or 0
   for _, field in ipairs(scaled and { "pow2", "margin", "eps" } or {}) do
     if role[field] ~= nil then raise("%s: the rule %s has no option %s", where, rule, field) end
   end
