@@ -79,8 +79,8 @@ function M.wrap(leaves, names)
   return setmetatable({ params = out[0], leaf = leaves, names = names, n = n }, Set)
 end
 
---- A set of new parameters of these shapes. options: gradient, shadow and master, each the name of a
---- format or a list with one for each parameter.
+--- A set of new parameters of these shapes. options: gradient, shadow and master, each the name of
+--- a format or a list with one for each parameter.
 function M.new(shapes, options)
   options = options or {}
   local leaves, names = {}, {}
