@@ -9,11 +9,22 @@ local nearest = require "engine.base.nearest"
 
 local C, check, expect = M_ffi.C, M_ffi.check, M_ffi.expect
 
--- A history's methods plot, heatmap and tensor are in report/views.lua, which loads at the first
--- call.
-local history = require("engine.run.history").methods
-for _, picture in ipairs { "plot", "heatmap", "tensor" } do
-  history[picture] = function(...) return require("engine.report.views")[picture](...) end
+-- A history's methods plot, heatmap and tensor are in report/views.lua. Both modules load at their
+-- first use.
+local HISTORY = "engine.run.history"
+local function add_pictures(history)
+  for _, picture in ipairs { "plot", "heatmap", "tensor" } do
+    history.methods[picture] = function(...)
+      return require("engine.report.views")[picture](...)
+    end
+  end
+  return history
+end
+if package.loaded[HISTORY] then add_pictures(package.loaded[HISTORY])
+else
+  package.preload[HISTORY] = function()
+    return add_pictures(assert(loadfile(assert(package.searchpath(HISTORY, package.path))))())
+  end
 end
 
 -- All modules of version 0.1 were in one folder. `require "engine.history"` therefore still finds
