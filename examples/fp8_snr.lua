@@ -69,8 +69,8 @@ end
 -- the study's context (8, 8), which its block scaling uses: 8 fraction bits
 local function wide(x) return rounded(x, 8, -126, math.huge) end
 
---- The dot product from `at` on of numbers times `factor`: products and sums in E4M3, sums of
---- `chunk` products added in doubles.
+--- The dot product of n elements from `at` on, which are multiplied by `factor` first: products and
+--- sums in E4M3; with `chunk`, the sums of `chunk` products each are added in doubles.
 local function fixed(a, b, at, n, factor, chunk)
   local total, sum = 0, 0
   for i = 0, n - 1 do

@@ -6,8 +6,8 @@
 --   ./engine examples/scale_rules.lua format=e4m3 seeds=5 svg=rules.svg
 --
 -- Measured with the first command, as mean +- standard deviation over three seeds. The first two
--- columns are the shares of blocks whose largest element is clipped, where these maxima are
--- log-uniform and where the blocks hold normal numbers; the SNR is that of the normal numbers:
+-- columns are the shares of blocks whose largest element is clipped: of blocks with log-uniform
+-- maxima, and of blocks of normally distributed numbers. The SNR is that of the latter:
 --   e2m1   maxima clipped  of normal blocks  SNR, dB  loss beyond bf16's
 --   floor          41.1 %            29.1 %    18.80     +1.22 +- 0.74 %
 --   even           22.0 %            12.7 %    19.03     +0.72 +- 1.16 %
@@ -32,7 +32,7 @@ if cfg.width % 32 ~= 0 then
 end
 local RULES = { "floor", "even", "ceil", "rceil" }
 
--- Part 1: blocks whose largest element is log-uniform, and blocks of normal numbers.
+-- Part 1: blocks whose largest element is log-uniform, and blocks of normally distributed numbers.
 local function clipped(x, rule)
   return engine.scope(function()
     local q = engine.mx.quantize(x, { format = cfg.format, rule = rule })

@@ -6,10 +6,10 @@
 // quotient is computed as x * (1 / max(a, 1e-38)), or, in a last block that is not full, as x /
 // max(a, 1e-38). NaN has code 15 and makes its block NaN.
 //
-// Double quantization: `offset` is the mean of all absmaxes. Each group of 256 values absmax -
-// offset has its own largest magnitude g. Each value is divided by g and rounded to the nearest of
-// 2^16 numbers from -1 to 1, then to the nearest of the 256 numbers of nf4_map. absmax is then
-// map[code] * g + offset.
+// Double quantization: `offset` is the mean of all absmaxes. The differences absmax - offset
+// form groups of 256, and each group has its own largest magnitude g. Each difference is divided by
+// g and rounded to the nearest of 2^16 numbers from -1 to 1, then to the nearest of the 256 numbers
+// of nf4_map. absmax is then map[code] * g + offset.
 #pragma once
 
 #include "numerics.h"

@@ -123,7 +123,7 @@ static float lion(float w, float g, moments *m, const eng_hyper *h)
   return w - (float)h->lr * sign;
 }
 
-/// Stores a new weight: an f32 master, or a bf16 one and what it lost.
+/// Stores a new weight as an f32 or bf16 master, and its rounding error if there is a compensation.
 static void store_weight(const param_span *s, const eng_update *u, int64_t i, float w)
 {
   if (s->master_dtype == ENG_bf16 && u->rounding == ENG_ROUND_STOCHASTIC) {

@@ -98,7 +98,7 @@ struct eng_params {
   struct params_parted *parted;   // other ranks' weights come and go (ZeRO-3); NULL: all stay
   pending_stats pending[ENG_STATS_ON_THEIR_WAY];   // a ring: lagged statistics, oldest first
   int32_t      first_pending, n_pending;
-  // the statistics that decide the next lagged update, on devices that compute at once; NULL: none
+  // the statistics requested last, which decide the next lagged update; NULL: none
   pending_stats *newest;
 };
 

@@ -1,8 +1,9 @@
 // Weights that come and go (ZeRO-3). The flat buffers of weights keep their addresses, so that
-// tensors, views and the tape stay valid; pages that hold no element of this rank's own return to
-// the system. Weights that are used together form a unit. An operation that reads an absent
-// weight brings its whole unit (`fetch`, in dist/) and drops the units that it does not read. So a
-// forward pass holds one unit after the other, and the backward pass the same in reverse.
+// tensors, views and the tape stay valid; pages that hold none of this rank's own elements are
+// given back to the system. Weights that are used together form a unit. An operation that reads an
+// absent weight brings its whole unit (`fetch`, in dist/) and drops the units that it does not
+// read. So a forward pass holds one unit after the other, and the backward pass the same in
+// reverse.
 //
 // Absent weights are marked in their storage, so that nothing reads or writes them by mistake
 // (tensor_get). Owns the table and the marks. Called by op.c, params.c and dist/.

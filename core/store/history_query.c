@@ -170,8 +170,8 @@ eng_status eng_query_next(bool *row, eng_query *query)
     return error_set(ENG_ERR_INTERRUPTED, "interrupted");
   if (code == SQLITE_INTERRUPT)
     return error_set(ENG_ERR_FORMAT,
-                     "history %s: a query exceeded %lld operations; hint: is the file damaged? the "
-                     "limit grows with its size; in: %.*s",
+                     "history %s: a query exceeded %lld operations: %.*s; hint: is the file "
+                     "damaged? the limit grows with the file's size",
                      query->path, (long long)most_operations(query->path),
                      first_line(sqlite3_sql(query->statement)), sqlite3_sql(query->statement));
   for (int i = 0; code == SQLITE_ROW && i < sqlite3_column_count(query->statement); i++) {

@@ -198,8 +198,8 @@ struct scatter {
   int64_t     n, chunks;    // number of picks, and of chunks of RUN picks
   int64_t     columns;      // a.outer * a.inner
   const uint64_t *word;     // [n], sorted
-  // [2 * chunks x columns]: for each chunk, the sum of the place that began before the chunk, and
-  // the sum of the place that continues after it
+  // [2 * chunks x columns]: for each chunk, its sum for the place that began in an earlier chunk,
+  // and its sum for the place that begins in it and continues after it
   void       *part;
 };
 

@@ -20,7 +20,7 @@ struct reduction {
   void   *y;                     // dense
   int32_t y_dtype;
   int32_t lanes;                 // threads that share a result, when fewer than a block
-  int64_t pieces, length;        // pieces of a result; groups (rows) of a piece
+  int64_t pieces, length;        // pieces of a result; groups in a piece (columns_kernel: rows)
 };
 
 // ------------------------------------------------------------------ combining elements

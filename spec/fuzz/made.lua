@@ -64,7 +64,7 @@ end
 function M.tensor_of(shape, dtype)
   local n = #shape
   local how = M.draw(8)
-  if how == 0 and n > 0 then                                  -- every other element of a larger one
+  if how == 0 and n > 0 then                                  -- every other element of a tensor
     local d, larger = M.draw(n) + 1, {}
     for i = 1, n do larger[i] = shape[i] end
     larger[d] = 2 * shape[d] + 1

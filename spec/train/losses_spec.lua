@@ -1,5 +1,5 @@
--- engine.losses: supervised fine-tuning and DPO against their formulas, written out over the
--- numbers of log_softmax, with masks, references and wrong batches.
+-- engine.losses: supervised fine-tuning and DPO, compared with their formulas, which are computed
+-- here from log_softmax; with masks, references and wrong batches.
 local engine = require "engine"
 
 local losses, lora, nn = engine.losses, engine.lora, engine.nn

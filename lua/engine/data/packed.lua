@@ -34,7 +34,8 @@ local function current(self)
     end
     if not self.document then self.place, self.token = self.place + 1, 0 end
     tried = tried + 1
-    -- If only one document counts, it may be the first of an epoch and the last of the next.
+    -- The only document that counts may be the first of an epoch and the last of the next: 2 n - 1
+    -- tries from one to the other.
     if tried > 2 * self.examples then
       raise("data.%s: none of the %d documents has a token that counts in the loss%s%s", self.kind,
         self.examples, self.documents:left_out(), self.kind ~= "chat" and ""

@@ -2,8 +2,8 @@
 -- themselves: `places`, the rung of each layer and the amax of each role for the next step.
 --   rung   1 is the recipe, 2 and more are the rungs of its ladder, and `most` is high precision
 --   amax   by which the role is scaled; nil: by its own
--- Called by train/fp8_sites.lua, which applies places, run/shadow.lua and run/replay_fp8.lua, which
--- compare them with the run's.
+-- Called by train/fp8_sites.lua, which applies the places, and by run/shadow.lua and
+-- run/replay_fp8.lua, which compare them with the run's.
 local M = {}
 
 M.roles = { "x", "w", "dy" }

@@ -401,7 +401,7 @@ end
 
 -- The range `policy` of engine.config: a policy that can be loaded.
 require("engine.base.config").ranges.policy = { problem = function(name)
-  local good, message = pcall(M.load, name)     -- a place in the message is one in the policy
+  local good, message = pcall(M.load, name)     -- FILE:LINE in the message is a line of the policy
   return not good and (tostring(message):gsub("^policy: ", "")) or nil
 end }
 

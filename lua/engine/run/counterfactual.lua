@@ -49,8 +49,8 @@ local shifted = ffi.new("int64_t[?]", BINS)
 -- Changes the statistics of gradients stored at one scale to those at `ratio` times that scale;
 -- `over`: whether gradients overflow at the new scale. Returns the share of nonzero elements that
 -- underflow (below the smallest normal number) and the share of the sum of magnitudes lost: the
--- whole magnitude of an element that becomes zero, and the mean rounding error, half a spacing, of
--- an element that becomes subnormal.
+-- whole magnitude of an element that becomes zero, and the mean rounding error, a quarter of the
+-- spacing, of an element that becomes subnormal.
 local function restate(s, ratio, over, format)
   local shift = log2(ratio)
   local whole = math.floor(shift + 1e-9)
@@ -256,13 +256,13 @@ function M.certainty(late)
     why = late and WHY.late }
 end
 
---- Adds a step: what is known of it (M.move, or "unmeasured"), and what the policy and the run do
---- to it (M.carried_out; own.departs: something else that changes the weights). Returns whether the
---- policy's verdict is exact.
+--- Adds a step: what is known of it (M.move, or "unmeasured"), and what the policy and the run did
+--- with it (M.carried_out; own.departs: something else that changes the weights). Returns whether
+--- the policy's verdict is exact.
 ---
---- `least` counts the skips among the exact verdicts. After an overflow that may be hidden, the
---- next known overflow still counts, as the last one: the policy skips either there or at the
---- hidden one.
+--- `least` counts the skips among the exact verdicts, and the first known skip after an overflow
+--- that may be hidden: the policy skips either there or at the hidden overflow. Later skips do not
+--- count.
 function M.judge(certainty, step, known, own, run)
   local c = certainty
   local exact = not c.from and known == "exact"

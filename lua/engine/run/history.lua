@@ -31,8 +31,8 @@ local Writing = setmetatable({}, { __index = History })
 Writing.__index = Writing
 function Writing:__tostring() return History.__tostring(self) end
 
--- What a read-only history has instead of the method `key`, if that method writes: a function that
--- returns nil and a message. Tab completion does not offer it.
+-- What History[key] is if the method `key` writes and the history is read-only: a function that
+-- returns nil and a message. Otherwise nil. Tab completion does not offer it.
 local function refused(key)
   return rawget(Writing, key) and function(h)
     return nil, ("history %s is open for reading only"):format(h.path)
@@ -79,8 +79,8 @@ end
 
 -- ------------------------------------------------------------------ appending
 
--- What a method that appends returns. Appending never stops a run: the first failure (disk full) is
--- returned as nil and a message, and rows then wait in memory until there is space.
+-- The result of every method that appends. Appending never stops a run: the first failure (disk
+-- full) is returned as nil and a message, and later rows then wait in memory until there is space.
 local function told(status)
   if status == 0 then return true end
   return nil, M_ffi.message()
@@ -411,11 +411,11 @@ local NAMES = [[WITH RECURSIVE names(name) AS (SELECT min(name) FROM shadows
   UNION ALL SELECT (SELECT min(name) FROM shadows WHERE name > names.name) FROM names
       WHERE names.name IS NOT NULL)]]
 
---- The shadows of the run: { name, skipped, overflows, bounds, failed, scale, action }. These are
---- numbers of steps: skipped (which it would have skipped), overflows (which overflow at its own
---- scale), bounds (whose verdict is a bound, counterfactual.lua) and failed (at which it failed).
---- scale and action are its last verdict. overflows and bounds are nil in a history of an older
---- engine, whose shadows saw the run's overflows instead.
+--- The shadows of the run: { name, skipped, overflows, bounds, failed, scale, action }. Four fields
+--- are numbers of steps: skipped (that the shadow would have skipped), overflows (that overflow at
+--- its own scale), bounds (whose verdict is a bound, counterfactual.lua) and failed (at which it
+--- failed). scale and action are those of its last verdict. overflows and bounds are nil in a
+--- history of an older engine, whose shadows saw the run's overflows instead.
 function History:shadows()
   if not self:has "shadows" then
     return setmetatable({}, { __tostring = function() return "(no shadows)" end })

@@ -1,5 +1,5 @@
--- Checkpoints of runs with other master weights: in f32, in bf16, or in bf16 with Kahan's
--- compensation, which is a buffer of the optimizer (NAME.compensation). Called by run.lua.
+-- Fits checkpoints to runs whose master weights have another format: f32, bf16, or bf16 with
+-- Kahan's compensation, which is a buffer of the optimizer (NAME.compensation). Called by run.lua.
 local autograd = require "engine.tensor.autograd"
 
 local M = {}

@@ -209,7 +209,8 @@ local FP8_COLUMNS = {
   { "exact", function(r) return percent(r.certainty.exact / r.steps) end },
 }
 
---- A list of results as a table, and one of the policies of FP8 layers.
+--- Results as text: a table of the policies that choose a loss scale and, below it, one of the
+--- policies of FP8 layers, if there are any.
 function M.table(results)
   local layers, rest, rows = {}, {}, { {} }
   for _, r in ipairs(results) do table.insert(r.fp8 and layers or rest, r) end

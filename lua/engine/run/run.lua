@@ -74,8 +74,9 @@ local function follow(policy, saved)
   return good and pcall(old.restore, old, saved.state) and pcall(policy.take_over, policy, old)
 end
 
--- Gives the policies of a checkpoint's state, or their states, back to the trainer's seats
--- (swap.lua), and adds lines about what differs to `notes`.
+-- Restores the policies of the trainer's seats (swap.lua) from a checkpoint's state: a policy that
+-- was swapped in returns, the same policy gets its saved state, and another takes over from the
+-- saved one or starts fresh. Adds lines about what differs to `notes`.
 local function take_policies(trainer, state, notes)
   local same = state.precision == trainer.precision.name
   local fp8 = type(state.fp8) == "table" and state.fp8.policies

@@ -131,8 +131,8 @@ end
 function M.fp8_refusal(trainer)
   local lagged = trainer.delay == 1
   if not lagged and not trainer.graph then return nil end
-  return ("%s: FP8 policies wait for the device to read each step's amaxes; hint: %s, "
-    .. "or precision=fp8_current"):format(lagged and "mode=lagged" or "graph=true",
+  return ("%s: FP8 policies wait for the device, because they read each step's amaxes; "
+    .. "hint: %s, or precision=fp8_current"):format(lagged and "mode=lagged" or "graph=true",
     lagged and "mode=sync" or "graph=false")
 end
 

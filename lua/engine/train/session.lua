@@ -389,8 +389,8 @@ function Session:fetch(s)
   M_ffi.ffi.fill(stats, M_ffi.ffi.sizeof("eng_tensor_stats") * #self.optimizer.list)
   local record = Trainer.fetch(self, s)
   if record.count == 0 then
-    raise("session:step: the optimizer%s has no gradients; hint: s:backward(loss) before, with " ..
-      "a loss that reaches its parameters", #self.entries > 1 and " " .. s.entry.name or "")
+    raise("session:step: the optimizer%s has no gradients; hint: first call s:backward(loss) " ..
+      "with a loss that depends on its parameters", #self.entries > 1 and " " .. s.entry.name or "")
   elseif not self.loss_sum then
     raise("session:step: the gradients of this turn do not carry the loss scale; hint: " ..
       "s:backward(loss) instead of loss:backward()")

@@ -472,7 +472,7 @@ function M.assemble(o, class, prepare)
     record = M_ffi.new("eng_record"),
     stats = M_ffi.new("eng_tensor_stats[?]", #o.optimizer.list),
     began = machine.clock(), rows = {},
-    batches = {}, drawn_from = {},   -- of the step's micro-batches: what overflow.lua runs again
+    batches = {}, drawn_from = {},   -- the step's micro-batches, which overflow.lua may run again
     current = nil,                   -- the step that has begun and not ended
     pending = nil,                   -- with a delay: the step before it, whose record is due
     last_verdict = nil,
