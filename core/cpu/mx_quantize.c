@@ -420,8 +420,9 @@ static void quantize_columns(const side *s, int64_t r0, int rows, int64_t c0, in
   const typeof(s->call->mx_quantize) *a = &s->call->mx_quantize;
   int wide = (int)a->block_columns, blocks = (columns + wide - 1) / wide,
       size = s->dtype == ENG_f32 ? 4 : 2;
-  vi least = vi_set1(a->flags & MX_FINITE ? INFINITE : INT32_MAX);   // a magnitude above is NaN
-  uint8_t code[MOST][MOST];                                          // of each block and row
+  // larger magnitudes do not count in amax: NaN with MX_FINITE, otherwise none
+  vi most = vi_set1(a->flags & MX_FINITE ? INFINITE : INT32_MAX);
+  uint8_t code[MOST][MOST];                             // of each block and row
   for (int j = 0; j < blocks; j++) {
     int deep = (int)smaller(wide, columns - j * wide);
     int64_t first = (c0 + j * wide) * s->rows + r0;
@@ -435,7 +436,7 @@ static void quantize_columns(const side *s, int64_t r0, int rows, int64_t c0, in
       vi top = {0};
       for (int k = 0; k < deep; k++) {
         vi one = magnitudes(vf_load(x + k * MOST + c));
-        top = vi_larger_(top, vi_select(vi_gt(one, least), vi_set1(0), one));
+        top = vi_larger_(top, vi_select(vi_gt(one, most), vi_set1(0), one));
       }
       vf_store(amax + c, (vf)top);
     }
