@@ -385,6 +385,17 @@ describe("low-precision weights", function()
       "set_precision: the recipe 'custom' has moments in bf16, but this optimizer has them in " ..
       "f32; hint")
   end))
+
+  it("do not change where set_precision raises", step(function()
+    local model = engine.nn.linear(32, 32)
+    local opt = engine.optim.muon(model, { precision = "mxfp8" })
+    local site, fp8 = rawget(model, "_fp8"), opt.fp8
+    for _, recipe in ipairs { "bf16_kahan", { base = "mxfp8", fp8 = { high = { "" } } } } do
+      assert.is_false(pcall(opt.set_precision, opt, recipe))
+      assert.equal("mxfp8", opt.precision.name)
+      assert.is_true(site ~= nil and site == rawget(model, "_fp8") and fp8 == opt.fp8)
+    end
+  end))
 end)
 
 describe("engine.amp", function()

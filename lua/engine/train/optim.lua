@@ -333,10 +333,23 @@ function Optimizer:set_precision(recipe)
       "change to %s (%s); hint: give the recipe to engine.optim.%s", before.masters,
       before.rounding, full.masters, full.rounding, self.name)
   end
+  local fp8, sites = self.fp8, {}
+  if self.model then
+    self.model:apply(function(m) sites[m] = { rawget(m, "_fp8"), rawget(m, "_fp8_site") } end)
+  end
   self.precision = full
-  self.fp8 = self.model and fp8_sites.attach(self.model, full) or nil
-  set_formats(self)
-  if other then self.state:set_rounding() end
+  local good, message = pcall(function()
+    self.fp8 = self.model and fp8_sites.attach(self.model, full) or nil
+    set_formats(self)
+    if other then self.state:set_rounding() end
+  end)
+  if good then return end
+  self.precision, self.fp8 = before, fp8
+  for m, site in pairs(sites) do
+    rawset(m, "_fp8", site[1])
+    rawset(m, "_fp8_site", site[2])
+  end
+  error(message, 0)
 end
 
 --- Says whether the gradients of several backward passes add up before a step (as in a trainer with
