@@ -470,14 +470,15 @@ describe("memory", function()
   end
   it("is less under fp8_block than under bf16, for weights, moments and the tape, and as predicted",
     function()
-    local low, high = bytes_of "fp8_block", bytes_of "bf16"
+    local low, high, all = bytes_of "fp8_block", bytes_of "bf16", {}
     local function weights(m)
       return m.masters.measured + m["low-precision copies"].measured + m["FP8 copies"].measured
     end
     assert.is_true(weights(low) < weights(high))
     assert.are.equal(high.moments.measured / 2, low.moments.measured)
     assert.is_true(low["kept for backward"].measured < 0.8 * high["kept for backward"].measured)
-    for _, m in ipairs { low, high } do
+    for i, name in ipairs { "mxfp8", "nvfp4", "mxfp4_tseng" } do all[i] = bytes_of(name) end
+    for _, m in ipairs { low, high, unpack(all) } do
       for _, row in ipairs(m) do
         if row.predicted then
           assert.is_true(math.abs(row.predicted - row.measured) <= 0.01 * row.measured,

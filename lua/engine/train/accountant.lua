@@ -26,6 +26,11 @@ local function scales(role, rows, columns)
   return down * padded(across, 4)
 end
 
+-- The bytes of a quantized matrix: codes and scales, or microscaling's values in bf16.
+local function matrix(role, rows, columns)
+  return role.mx > 0 and 2 * rows * columns or rows * columns + 4 * scales(role, rows, columns)
+end
+
 local function predicted(opt)
   local sums = { masters = 0, copies = 0, gradients = 0, fp8 = 0, moments = 0 }
   local site_of = {}
@@ -41,8 +46,7 @@ local function predicted(opt)
     if site then
       local role, N, K = site.recipe.role[1], p.tensor:size(1), p.tensor:size(2)
       local square = role.block_rows == role.block_columns
-      sums.fp8 = sums.fp8 + n + 4 * scales(role, N, K) + (square and 0 or n + 4 * scales(role, K,
-        N))
+      sums.fp8 = sums.fp8 + matrix(role, N, K) + (square and 0 or matrix(role, K, N))
     end
   end
   sums.moments = 0
@@ -57,12 +61,12 @@ local function kept(opt, rows_of)
   local bytes = 0
   for _, site in ipairs(opt.fp8 and opt.fp8.list or {}) do
     local role, K, rows = site.recipe.role[0], site.module.inputs, rows_of[site.path] or 0
-    local codes = rows * K + 4 * scales(role, rows, K)
+    local codes = matrix(role, rows, K)
     if rows == 0 then codes = 0
     elseif role.keep == C.ENG_FP8_KEEP_E5M6 then
       codes = 1.5 * rows * K + 4 * scales({ block_rows = 1, block_columns = 128 }, rows, K)
     elseif role.keep == C.ENG_FP8_KEEP_TRANSPOSED and role.block_rows ~= role.block_columns then
-      codes = rows * K + 4 * scales(role, K, rows)
+      codes = matrix(role, K, rows)
     elseif role.keep == C.ENG_FP8_KEEP_SWIGLU and rows_of.swiglu then codes = 2 * codes end
     bytes = bytes + codes
   end
