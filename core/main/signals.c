@@ -15,6 +15,7 @@
 static lua_State *main_state;
 static pthread_t main_thread;
 static int rank;
+static bool has_run;                                    // whether a trainer has begun a run
 static bool (*is_own_place)(const char *place, size_t length);
 
 // The error names the script's line, wherever in the engine the signal arrived.
@@ -68,12 +69,16 @@ static void on_signal(int signal_number)
   }
 }
 
-// Runs one second after a signal: compiled Lua loops and long operations check no hook.
+// Runs one second after a signal: compiled Lua loops and long operations check no hook. A terminal
+// decides after Ctrl-C; the other signals end a script that has begun no run.
 static void on_alarm(int signal_number)
 {
   (void)signal_number;
-  if (eng_interrupted() && rank == 0)
-    say("\nstill busy in one call; interrupt again to stop at once\n");
+  if (!eng_interrupted()) return;
+  int number = eng_interrupt_signal(0);
+  bool stuck = main_state && lua_gethook(main_state) == stop_hook;
+  if (stuck && !has_run && number != SIGINT) _exit(128 + number);
+  if (rank == 0) say("\nstill busy in one call; interrupt again to stop at once\n");
 }
 
 // A mapped file was truncated while in use. The missing data cannot be read, so this exits with the
@@ -85,8 +90,7 @@ static void on_bus(int signal_number)
   _exit(128 + signal_number);
 }
 
-static bool hangup_ignored;      // by nohup
-static bool has_run;             // whether a trainer has begun a run
+static bool hangup_ignored;                            // by nohup
 
 void signals_run_begun(void) { has_run = true; }
 

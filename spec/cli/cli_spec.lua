@@ -323,6 +323,15 @@ describe("signals", function()
     assert.matches("code 130", text, 1, true)
   end)
 
+  it("SIGTERM ends a compiled loop after a second, in a script without a run", function()
+    local pipe = io.popen(("exec 2>&1; %s -e 'while true do end' & p=$!; sleep 0.4; " ..
+      "kill -TERM $p; sleep 3; kill -KILL $p 2>/dev/null; wait $p; echo code $?"):format(engine))
+    local text = pipe:read("*a")
+    pipe:close()
+    assert.matches("code 143", text, 1, true)
+    assert.not_matches("still busy", text, 1, true)
+  end)
+
   it("a second SIGINT ends at once, even if the script swallowed the first", function()
     local code = interrupted("io.write('ready\\n') io.flush() jit.off() while true do " ..
       "pcall(function() while true do end end) end", { "INT", "INT" })
