@@ -245,6 +245,13 @@ describe("config files", function()
     assert.matches("expected Lua source, got bytecode",
       refused("h.lua", string.dump(function() return {} end)), 1, true)
     assert.matches("item 2 is a string", refused("i.json", '{"layers": [1, "b"]}'), 1, true)
+    refused("j.lua", "return { layers = { 1, nil, 3 } }")
+    assert.matches("expected a list without gaps, got one with the field 'a'",
+      refused("k.lua", "return { layers = { 1, a = 2 } }"), 1, true)
+    assert.matches("lr: expected a number, got a table", refused("l.lua", "return { lr = {} }"), 1,
+      true)
+    assert.matches("lr: expected a number, got a function",
+      refused("m.lua", "return { lr = function() end }"), 1, true)
     assert.matches("cannot read", message("config=" .. folder .. "/none.lua"), 1, true)
     assert.matches("cannot read", message("config=" .. folder), 1, true)
   end)

@@ -187,16 +187,23 @@ end
 
 -- The value of a field from a config file. This value already has a type.
 local function from_file(name, field, value, where)
-  local expected = field.kind == "list" and "table" or field.kind
-  if type(value) ~= expected then
-    fail("%s%s: expected a %s, got the %s %s", where, name, field.kind, type(value),
-      quoted(value_text(value)))
+  local got, list = type(value), field.kind == "list"
+  if got ~= (list and "table" or field.kind) then
+    fail("%s%s: expected a %s, got %s", where, name, field.kind, (got == "table"
+      or got == "function") and "a " .. got or "the " .. got .. " " .. quoted(value_text(value)))
+  end
+  for key in pairs(list and value or {}) do
+    if type(key) ~= "number" or key % 1 ~= 0 or key < 1 or key > #value then
+      fail("%s%s: expected a list without gaps, got one with the field %s", where, name,
+        quoted(tostring(key)))
+    end
   end
   if field.kind == "number" and value ~= value then
     fail("%s%s: expected a number, got NaN", where, name)
   end
   if field.kind == "list" then
-    for i, item in ipairs(value) do
+    for i = 1, #value do
+      local item = value[i]
       if type(item) ~= field.element then
         fail("%s%s: expected a list of %ss, item %d is a %s", where, name, field.element, i,
           type(item))
