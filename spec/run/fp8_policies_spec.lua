@@ -413,3 +413,38 @@ describe("a replay of a policy of FP8 layers", function()
       "sqrt3")
   end)
 end)
+
+describe("a checkpoint's state of an FP8 policy", function()
+  local START = 'return { name = "mine", kind = "fp8", init = function() return { scale = 1 } end, '
+  local OLD = START .. "decide = function(s) s.n = (s.n or 0) + 1 return 1 end }"
+  local NEW = START .. [[migrate = function(old)
+      return { scale = 1, seen = { old.n or old.seen[1] } }
+    end, decide = function(s) s.seen[1] = s.seen[1] + 1 return 1 end }]]
+
+  it("is handed over to another source of the same name, after a resume and a rollback", function()
+    local path = policy_file(OLD)
+    job { fp8 = { policy = path }, steps = 4, run = folder .. "/run" }
+    policy_file(NEW)
+    local _, t = job { fp8 = { policy = path }, run = folder .. "/run", resume = "auto" }
+    local list = t.optimizer.fp8.policies
+    assert.equal(0, list[1]:failures())
+    assert.matches("seen={8}", list[1]:save():gsub("%s", ""), 1, true)
+    policy_file(OLD)
+    local notes = {}
+    _, t = job({ fp8 = { policy = path }, run = folder .. "/back", checkpoint_every = 4,
+      policy = { source = [[return { init = function() return { scale = 1 } end,
+        decide = function(s, r)
+          return { scale = 1, action = r.step == 6 and "rollback" or nil }
+        end }]] } },
+      function(trainer, step)
+        trainer.note = function(_, text) notes[#notes + 1] = text end
+        if step == 5 then policy_file(NEW) end
+      end)
+    assert.equal(1, #events("rollback", folder .. "/back"))
+    assert.equal(NEW, t.optimizer.fp8.policies[1].source)
+    assert.equal(0, t.policy_errors)
+    assert.matches("the source of the policy mine has changed since the checkpoint; it takes over",
+      table.concat(notes, "\n"), 1, true)
+    assert.matches("seen={5}", t.optimizer.fp8.policies[1]:save():gsub("%s", ""), 1, true)
+  end)
+end)

@@ -92,7 +92,7 @@ function Policy:reset() check(C.eng_policy_init(self.handle)) end
 --- Takes over the state of another policy. From a registered class, only the scale is taken over.
 function Policy:take_over(old)
   if old.handle then
-    check(C.eng_policy_migrate(self.handle, old.handle))
+    check(C.eng_policy_migrate(self.handle, old.handle), true)
   else
     self:reset()
     self:set_scale(old:scale())

@@ -52,7 +52,8 @@ local function state_of(trainer, user)
     optimizer = { name = trainer.optimizer.name, updates = trainer.optimizer.updates },
     update_norms = trainer.norms:state(),
     policy = { name = trainer.policy.name, file = trainer.policy.file,
-      state = trainer.policy:save(), swapped = trainer.swaps:state(1) },
+      hash = trainer.policy.hash and trainer.policy:hash(), state = trainer.policy:save(),
+      swapped = trainer.swaps:state(1) },
     shadows = trainer.shadows and trainer.shadows:state() or nil, set = trainer.control:state(),
     rng = { seed = uint64_text(place.seed), counter = uint64_text(place.counter) },
       accumulate = trainer.accumulate, ranks = trainer.reducer.size,
@@ -66,12 +67,28 @@ local function state_of(trainer, user)
   }
 end
 
--- Lets `policy` take over from a checkpoint's policy; false if that policy no longer exists.
-local function follow(policy, saved)
-  local load, kind = require("engine.policy.policy").load, policy.fp8 and "fp8" or nil
-  local good, old = pcall(load, saved.name, nil, kind)
-  if not good or old.file ~= saved.file then good, old = pcall(load, saved.file, nil, kind) end
-  return good and pcall(old.restore, old, saved.state) and pcall(policy.take_over, policy, old)
+-- Lets a seat's policy take over from a checkpoint's policy, which has the text of `source` (what
+-- policy.load takes). Returns false and the reason if it cannot.
+local function follow(seat, saved, source)
+  return pcall(function()
+    local old = require("engine.policy.policy").load(source, nil, seat.policy.fp8 and "fp8" or nil)
+    seat:prepare(old)
+    old:restore(saved.state)
+    seat.policy:take_over(old)
+  end)
+end
+
+-- Gives a seat's policy the state that a checkpoint has of one of the same name. If the source was
+-- another, the policy takes over from it as at a swap; then returns a line about it.
+local function regain(seat, saved)
+  local policy = seat.policy
+  if not saved.hash or not policy.hash or saved.hash == policy:hash() then
+    policy:restore(saved.state)
+    return nil
+  end
+  local took, why = follow(seat, saved, { source = policy.source, file = policy.file })
+  return ("the source of the policy %s has changed since the checkpoint; it %s"):format(policy.name,
+    took and "takes over the state" or "does not take over the state: " .. tostring(why))
 end
 
 -- Restores the policies of the trainer's seats (swap.lua) from a checkpoint's state: a policy that
@@ -88,9 +105,10 @@ local function take_policies(trainer, state, notes)
     end
     local policy = of.seat.policy
     local what = policy.fp8 and "FP8 policy" or "policy"
-    if saved and saved.name == policy.name then policy:restore(saved.state)
+    if saved and saved.name == policy.name then notes[#notes + 1] = regain(of.seat, saved)
     elseif saved then
-      local took = same and follow(policy, saved)
+      local took = same and (follow(of.seat, saved, saved.name)
+        or saved.file and follow(of.seat, saved, saved.file))
       notes[#notes + 1] = ("the %s is %s now and was %s; it %s"):format(what, policy.name,
         tostring(saved.name), not took and "starts fresh" or policy.fp8 and "takes over"
         or ("takes over at the scale %g"):format(policy:scale()))
@@ -198,9 +216,7 @@ local function restore(trainer, c)
   if trainer.data.restore and state.data then trainer.data:restore(state.data) end
   random.go { seed = uint64_of(state.rng.seed), counter = uint64_of(state.rng.counter) }
   trainer.last_verdict = state.last_verdict
-  if optimizer.fp8 then
-    optimizer.fp8:restore(state.fp8, trainer.policy:scale() / trainer.accumulate)
-  end
+  if optimizer.fp8 then optimizer.fp8:apply(trainer.policy:scale() / trainer.accumulate) end
 end
 
 -- Raises if the data of a resumed run would silently begin again. Returns a line if the script
@@ -696,6 +712,13 @@ function Run:go_back(step)
     if news.state then c = c or news end
   end
   if not c then return nil, why end
+  local fp8 = type(c.state.fp8) == "table" and c.state.fp8.policies
+  for i, seat in ipairs(trainer.optimizer.fp8 and trainer.optimizer.fp8.seats or {}) do
+    local saved = type(fp8) == "table" and fp8[i]
+    local line = saved and saved.name == seat.policy.name and type(saved.state) == "string"
+      and regain(seat, saved)
+    if line then trainer:note(("step %d: %s"):format(trainer.steps_done, line)) end
+  end
   restore(trainer, c)
   if reducer.many then reducer:start(function() spread(trainer, c) end) end
   self.last_checkpoint = c.path

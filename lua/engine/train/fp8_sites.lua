@@ -407,21 +407,15 @@ function Sites:moves(all)
     .. (reasons ~= "" and " (" .. reasons .. ")" or "")
 end
 
---- state() returns what a checkpoint keeps. restore() takes it back for policies of the same names.
---- gradient: the factor on the next step's gradients.
+--- What a checkpoint keeps of the policies (run/run.lua takes it back).
 function Sites:state()
   local list = {}
   for i, seat in ipairs(self.seats) do
-    list[i] = { name = seat.policy.name, file = seat.policy.file, state = seat.policy:save() }
+    local policy = seat.policy
+    list[i] = { name = policy.name, file = policy.file, hash = policy:hash(),
+      state = policy:save() }
   end
   return { policies = list }
-end
-function Sites:restore(saved, gradient)
-  for i, seat in ipairs(self.seats) do
-    local own = type(saved) == "table" and type(saved.policies) == "table" and saved.policies[i]
-    if own and own.name == seat.policy.name then seat.policy:restore(own.state) end
-  end
-  self:apply(gradient)
 end
 
 -- ------------------------------------------------------------------ meters
