@@ -284,6 +284,19 @@ describe("a checkpoint", function()
     assert.equal(whole, first:gsub("\n%d+ULL$", "") .. "\n" .. second)
   end)
 
+  it("resumes with a policy given as source, which was swapped in for such a one", function()
+    local function inline(scale) return { source = ([[return { options = { init_scale = %d },
+      decide = function() return %d end }]]):format(scale, scale) } end
+    trace({ steps = 4, run = folder .. "/run", policy = inline(4) }, function(t, step)
+      if step == 2 then assert(t.policy:swap(inline(64))) end
+    end)
+    local _, same = trace { steps = 6, run = folder .. "/run", resume = "auto", policy = inline(4) }
+    assert.equal(inline(64).source, same.policy.source)
+    local _, other = trace { steps = 8, run = folder .. "/run", resume = "auto",
+      policy = inline(2) }
+    assert.equal(inline(2).source, other.policy.source)
+  end)
+
   it("yields when the script asks for another policy than before", function()
     trace({ steps = 4, run = folder .. "/run", policy = "static:loss_scale=1024" },
       function(t, step) if step == 2 then t.policy:swap("deepspeed") end end)

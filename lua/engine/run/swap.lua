@@ -37,6 +37,7 @@ function M.new(trainer, options)
   for i, seat in ipairs { trainer, unpack(sites and sites.seats or {}) } do
     -- asked: what the script wants; swaps, probation, stamp, pending_stamp, gone: of this seat
     self.seats[i] = { seat = seat, swaps = 0, asked = M.described(seat.policy) }
+    if seat.policy.path then self.seats[i].asked.hash = nil end      -- the file may change
     self:hold(self.seats[i])
   end
   return self
@@ -386,7 +387,8 @@ function Swap:state(i)
   local policy, asked = of.seat.policy, of.asked
   local now = described(policy)
   if of.swaps == 0 or policy.is_class or policy.idle
-    or now.file == asked.file and now.options == asked.options then
+    or now.file == asked.file and now.options == asked.options
+    and (not asked.hash and policy.path or now.hash == asked.hash) then
     return nil
   end
   return { asked = asked, name = policy.name, file = policy.file, path = policy.path,
@@ -399,7 +401,7 @@ function Swap:resume(i, saved)
   local of = self.seats[i]
   local asked = type(saved) == "table" and type(saved.asked) == "table" and saved.asked or {}
   if asked.name ~= of.asked.name or asked.file ~= of.asked.file
-    or asked.options ~= of.asked.options then
+    or asked.options ~= of.asked.options or of.asked.hash and asked.hash ~= of.asked.hash then
     return nil
   end
   local good, policy = pcall(require("engine.policy.policy").load,
