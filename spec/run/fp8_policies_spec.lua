@@ -148,6 +148,25 @@ describe("swapping a policy of FP8 layers", function()
     assert.not_equal(plain, moved)
   end)
 
+  it("that is refused leaves nothing to undo, also with another swap in its step", function()
+    local good = { source = "return { decide = function() return 1 end, options = " ..
+      "{ init_scale = 1 } }" }
+    local late = { source = [[return { name = "late", kind = "fp8", options = { init_scale = 1 },
+      decide = function(_, r) if r.step >= 3 then error("late") end return 1 end }]] }
+    job({ fp8 = { policy = MOVING.nvfp4 } }, function(t, step)
+      local seats = t.optimizer.fp8.seats
+      if step == 3 then
+        assert(t.policy:swap(late))
+        assert(t.policy:swap(good))
+      elseif step == 5 then
+        assert.equal("layer_ladder", seats[1].policy.name)
+        assert.is_nil((seats[1].policy:undo()))
+        assert(t.policy:undo())
+        assert.equal("static", t.policy.name)
+      end
+    end)
+  end)
+
   it("of several replaces the one of the same name", function()
     job({ base = "fp8_current", fp8 = { policy = { "fp8_delayed", "fp8_fallback" } } },
       function(t, step)

@@ -297,8 +297,13 @@ function Swap:judge(seat, record, verdict)
   if not problem then return verdict end
   seat:use_policy(old, self.trainer)
   self:hold(of, true)
-  local last = self.former[#self.former]
-  if last and last.policy == old then self.former[#self.former] = nil end
+  for i = #self.former, 1, -1 do
+    local entry = self.former[i]
+    if entry.of == of and entry.policy == old then
+      table.remove(self.former, i)
+      break
+    end
+  end
   refuse(self, of, label(policy), "its first decision", problem)
   return seat:ask(old, record)
 end
