@@ -258,7 +258,8 @@ function M.same(a, b)
   return equal(a.fp8, b.fp8)
 end
 
---- Runs f(...) with a recipe and returns its results. Scopes nest.
+--- Runs f(...) with a recipe and returns its results. Scopes nest. "fp32" converts nothing: what
+--- reads bf16 masters, such as an embedding, computes in bf16 (in_f32 computes in f32).
 function M.autocast(recipe, f, ...)
   local full = M.resolve(recipe)
   arguments.want_function(f, "autocast", [[engine.autocast("bf16", function() ... end)]])
