@@ -194,9 +194,9 @@ static eng_status infer_mx_quantize(op_call *c, op_shape *s)
   if (a->sr_bits && mx_is_four_over_six(a->rule))
     return error_set(ENG_ERR_VALUE, "mx_quantize: four_over_six compares errors of rounding to "
                      "nearest, so expected sr_bits = 0, got %lld", (long long)a->sr_bits);
-  if (!(a->factor >= 0 && a->factor <= 1) ||
+  if ((a->factor != 0 && !(a->factor >= 0.5 && a->factor <= 1)) ||
       (a->factor != 0 && a->factor != 1 && mx_is_four_over_six(a->rule)))
-    return error_set(ENG_ERR_VALUE, "mx_quantize: expected a factor above 0 and up to 1, with "
+    return error_set(ENG_ERR_VALUE, "mx_quantize: expected a factor from 0.5 to 1, with "
                      "four_over_six none, got %g", a->factor);
   int64_t rows, columns;
   matrix_of(x, &rows, &columns);

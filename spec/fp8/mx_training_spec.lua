@@ -245,8 +245,16 @@ describe("a linear layer under microscaling", function()
       { base = "fp8_block", fp8 = { wgrad = { hadamard = 16 } } })), 1, true)
     assert.matches("no options stochastic and factor",
       message { x = { rule = "four_over_six", stochastic = true } }, 1, true)
-    assert.matches("expected factor to be a number above 0",
-      message { dy = { rule = "floor", factor = 2 } }, 1, true)
+    for _, factor in ipairs { 2, 0.49, 1e-300, 0 / 0 } do
+      assert.matches("expected factor to be a number from 0.5 to 1",
+        message { dy = { rule = "floor", factor = factor } }, 1, true)
+      assert.matches("expected a factor from 0.5 to 1", select(2, pcall(engine.mx.quantize,
+        engine.ones(1, 32), { factor = factor })), 1, true)
+    end
+    for _, role in ipairs { { factor = 0.75 }, { stochastic = 16 } } do
+      assert.matches("microscaling; a role's table replaces the base's, so give rule = ... as well",
+        message { dy = role }, 1, true)
+    end
     assert.matches("true (8 bits) or 1 to 24", message { dy = { rule = "floor", stochastic = 30 } },
       1, true)
     assert.matches("ladder to be a list", message { ladder = "mxfp8" }, 1, true)

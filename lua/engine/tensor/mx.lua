@@ -71,7 +71,7 @@ local QUANTIZE = "format rule block nonfinite sr_bits factor transposed amax had
 --- the smaller mean absolute error; "four_over_six_mse": the smaller squared error), block ("1x32",
 --- for nvfp4 "1x16"; "16x16", { rows, columns }), nonfinite ("torchao": Inf or NaN makes its block
 --- NaN; "te": the scale ignores NaN), sr_bits (bits of stochastic rounding, 0 to 24; 0 rounds to
---- nearest even), factor (above 0, up to 1: multiplies the elements before rounding, and dequantize
+--- nearest even), factor (0.5 to 1: multiplies the elements before rounding, and dequantize
 --- divides by it), transposed (also quantizes the transposed x, not its codes), amax (for nvfp4:
 --- used instead of x's own amax, f32 [1]), hadamard, signs (16, 32, 64 or 128: the transposed copy
 --- is that of x transformed along the first dimension, rounded to bf16; see mx.hadamard). Fields of

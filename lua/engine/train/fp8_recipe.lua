@@ -50,6 +50,7 @@ end
 
 local ROLE = { format = true, block = true, rule = true, pow2 = true, margin = true, eps = true,
   stochastic = true, keep = true, factor = true }
+local REPLACES = "; a role's table replaces the base's, so give rule = ... as well"
 local function read_role(to, role, where, name)
   known(role, ROLE, where)
   expect(role.keep == nil or name == "x", role.keep,
@@ -69,15 +70,20 @@ local function read_role(to, role, where, name)
   for _, field in ipairs(scaled and { "pow2", "margin", "eps" } or {}) do
     if role[field] ~= nil then raise("%s: the rule %s has no option %s", where, rule, field) end
   end
+  if not role.rule and type(role.stochastic) == "number" then
+    raise("%s: a number of random bits as stochastic needs a rule of microscaling%s", where,
+      REPLACES)
+  end
   to.pow2 = boolean(role.pow2, where, "pow2")
   if scaled and type(role.stochastic) == "number" then
     expect(role.stochastic >= 1 and role.stochastic <= 24, role.stochastic,
       "%s: expected stochastic to be true (8 bits) or 1 to 24 bits", where)
     to.stochastic = whole(role.stochastic, where, "stochastic")
   else to.stochastic = boolean(role.stochastic, where, "stochastic") * (scaled and 8 or 1) end
-  expect(role.factor == nil or scaled and type(role.factor) == "number" and role.factor > 0
+  expect(role.factor == nil or scaled and type(role.factor) == "number" and role.factor >= 0.5
     and role.factor <= 1, role.factor,
-    "%s: expected factor to be a number above 0 and up to 1, with a rule of microscaling", where)
+    "%s: expected factor to be a number from 0.5 to 1, with a rule of microscaling%s", where,
+    role.rule and "" or REPLACES)
   to.factor = role.factor or 0
   if rule:find("^four_over_six") and (to.stochastic > 0 or role.factor) then
     raise("%s: the rule %s rounds to nearest and has no options stochastic and factor", where, rule)
