@@ -385,11 +385,12 @@ static eng_status adopt(eng_policy *p, const char *maker, double scale)
   return ENG_OK;
 }
 
-// Between policies of the same name the last verdict is handed over as well: clip, factor on the
-// learning rate, scales of groups.
+// Between policies of the same name, and between policies of FP8 layers, the last verdict is handed
+// over as well: clip, factor on the learning rate, scales of groups. So FP8 layers stay where they
+// are until the new policy's first decision.
 static void keep_verdict(eng_policy *p, const eng_policy *old)
 {
-  if (strcmp(p->name, old->name) != 0) return;
+  if (!p->fp8 && strcmp(p->name, old->name) != 0) return;
   p->last.clip = old->last.clip;
   p->last.lr_mul = old->last.lr_mul;
   for (int i = 0; i < p->n_groups && p->scalable; ++i)
