@@ -164,7 +164,8 @@ describe("engine attach", function()
       'policy:swap("sqrt3:ratio=1e9")', "policy:undo()", 'policy:swap("layer_lader")')
     assert.matches("policy static %x+, loss scale 1\n.-policy of FP8 layers layer_ladder %x+\n" ..
       "options .*pause=200 .*\nstate {", result.out)
-    assert.matches("loss scale 1; for FP8 layers: sqrt3\n.*for FP8 layers: layer_ladder\n",
+    assert.matches("loss scale 1; for FP8 layers: sqrt3\n.*for FP8 layers: layer_ladder %x+ " ..
+      "%(pause=7%) again\n",
       result.out)
     assert.matches("did you mean 'layer_ladder'?", result.err, 1, true)
     -- the run may also see a file that is half written

@@ -135,12 +135,16 @@ describe("swapping a policy of FP8 layers", function()
     local undone, after = job({ run = folder .. "/run" }, function(t, step)
       if step ~= 3 then return end
       assert(t.policy:swap(MOVING.nvfp4))
-      assert.is_nil((t.policy:undo()))                     -- the loss scale's was not swapped
-      assert.is_true(t.optimizer.fp8.policies[1]:undo())
+      assert.is_true(t.policy:undo())                      -- undo reverts what swap did
       assert.equal(0, #t.optimizer.fp8.policies)
+      assert(t.policy:swap(MOVING.nvfp4))
+      assert(t.policy:swap "dynamic")
+      assert.is_true(t.optimizer.fp8.policies[1]:undo())
+      assert.equal("dynamic", t.policy.name)
+      assert.is_true(t.policy:undo())
     end)
     assert.equal(plain, undone)
-    assert.equal(2, after.swaps.swaps)
+    assert.equal(6, after.swaps.swaps)
     assert.matches("^FP8 policy none %-> layer_ladder", events("fp8_swap")[1].text)
     local moved = job({}, function(t, step)
       if step == 3 then assert(t.policy:swap(MOVING.nvfp4)) end

@@ -290,7 +290,15 @@ describe("a checkpoint", function()
     trace({ steps = 4, run = folder .. "/run", policy = inline(4) }, function(t, step)
       if step == 2 then assert(t.policy:swap(inline(64))) end
     end)
-    local _, same = trace { steps = 6, run = folder .. "/run", resume = "auto", policy = inline(4) }
+    local _, same = trace({ steps = 6, run = folder .. "/run", resume = "auto",
+      policy = inline(4) }, function(t, step)
+      if step == 5 then
+        local notes = {}
+        t.note = function(_, text) notes[1] = text end
+        assert.is_nil((t.policy:undo()))
+        assert.matches("a swap made before the run was resumed cannot be undone", notes[1], 1, true)
+      end
+    end)
     assert.equal(inline(64).source, same.policy.source)
     local _, other = trace { steps = 8, run = folder .. "/run", resume = "auto",
       policy = inline(2) }

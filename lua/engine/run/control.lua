@@ -158,8 +158,12 @@ function commands.policy(self)
 end
 
 function commands.undo(self)
-  local good, problem = self.trainer.swaps:undo("attached")
-  if not good then return nil, problem end
+  local good, seat = self.trainer.swaps:undo("attached")
+  if not good then return nil, seat end
+  if seat and seat.kind then
+    return ("the policy for FP8 layers: %s again"):format(require("engine.run.swap").label(
+      seat.policy))
+  end
   return policies_text(self.trainer, "is %s again")
 end
 

@@ -53,7 +53,7 @@ function Swap:hold(of, as_it_is)
   policy.swap = function(_, source, options)
     return self:swap(source, options, "the script", own)
   end
-  policy.undo = function() return self:undo("the script", of) end
+  policy.undo = function() return self:undo("the script", own) end
   of.stamp = policy.path and C.eng_file_stamp(policy.path) or nil
   of.pending_stamp = nil
   -- the file was saved after the policy was read: a stamp of 0 makes the next check read it again
@@ -261,11 +261,17 @@ function Swap:swap(source, options, by, of)
 end
 
 --- Returns to the policy before the last swap (of that entry of `seats`, if given), with the state
---- that it had then. Returns true, or nil and a message.
+--- that it had then. Returns true and the seat, unless the undo waits for the step's end; or nil
+--- and a message.
 function Swap:undo(by, of)
   local at = #self.former
   while at > 0 and of and self.former[at].of ~= of do at = at - 1 end
-  if at == 0 then return nil, "there is no swap to undo" end
+  if at == 0 then
+    local problem = "there is no swap to undo" .. (self.resumed and
+      "; a swap made before the run was resumed cannot be undone" or "")
+    self.trainer:note(("step %d: undo: %s"):format(self.trainer.steps_done, problem))
+    return nil, problem
+  end
   if self.trainer.current then
     self.queue[#self.queue + 1] = function() self:undo(by, of) end
     return true
@@ -273,7 +279,7 @@ function Swap:undo(by, of)
   local last = table.remove(self.former, at)
   last.of.probation = nil
   put(self, last.of, last.policy, "undone by " .. (by or "the script"), true)
-  return true
+  return true, last.of.seat
 end
 
 --- After a decision: remembers the record, then judge().
@@ -418,7 +424,7 @@ function Swap:resume(i, saved)
   of.seat:prepare(policy)
   of.seat:use_policy(policy, self.trainer)
   self:hold(of, true)
-  of.swaps = 1
+  of.swaps, self.resumed = 1, true
   return ("the policy is %s, which was swapped in for %s"):format(label(policy), of.asked.name)
 end
 
