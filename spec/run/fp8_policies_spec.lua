@@ -206,6 +206,34 @@ describe("swapping a policy of FP8 layers", function()
   end)
 end)
 
+describe("a message about a policy of FP8 layers", function()
+  it("names the policy and its seat", function()
+    job({ fp8 = { policy = MOVING.nvfp4 }, run = folder .. "/run" }, function(t, step)
+      if step ~= 2 then return end
+      t.policy:swap { source = "return {" }
+      t.policy:swap { source = [[return { name = "wrong", kind = "fp8",
+        options = { init_scale = 1 }, decide = function() error("no") end }]] }
+    end)
+    local list = events "swap_refused"
+    assert.matches("^the policy given as source is not used: ", list[1].text)
+    assert.matches("^layer_ladder stays, wrong is not used: ", list[2].text)
+    local _, why = pcall(job, { fp8 = { policy = { 5 } } })
+    assert.matches("fp8: policy: expected a name", why, 1, true)
+  end)
+
+  it("refuses to replay damaged meters", function()
+    local run = folder .. "/run"
+    job { run = run }
+    for _, case in ipairs { { "UPDATE fp8 SET snr = 'abc'",
+      "is damaged: a value of the column 'snr' is not a number" },
+      { "DROP TABLE fp8", "is damaged: it has FP8 layers and no table fp8" } } do
+      helper.shell(("sqlite3 %s/history.db %s"):format(run, helper.quote(case[1])))
+      local _, why = pcall(engine.replay.run, engine.replay.trace(run), "layer_ladder")
+      assert.matches(case[2], why, 1, true)
+    end
+  end)
+end)
+
 local HEAD = 'return { name = "bad", kind = "fp8", needs = { "tensors" },\n '
 local HOSTILE = {
   ["that raises"] = { "decide = function() error('no') end }", "bad.lua:2: no" },

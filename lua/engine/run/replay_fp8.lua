@@ -27,6 +27,10 @@ local function facts_of(h, policy)
       "is %s%s"):format(policy.name, h.path, tostring(meta.precision),
       older and ", and an older engine wrote it" or ""), 0)
   end
+  if not h:has "fp8" then
+    error(("history %s: is damaged: it has FP8 layers and no table fp8 with their meters"):format(
+      h.path), 0)
+  end
   return facts
 end
 
@@ -41,9 +45,8 @@ local function fill(s, row)
   s.sum_squares, s.snr = row.power or 0, row.snr or 0 / 0
 end
 
--- The file may come from anywhere: what is no number reads as 0.
+-- h:each refuses a column that holds anything but numbers.
 local COLUMNS = { "count", "zeros", "underflow", "overflow", "snr", "peak", "power", "asked" }
-for i, name in ipairs(COLUMNS) do COLUMNS[i] = ("CAST(%s AS REAL) AS %s"):format(name, name) end
 local METERS = "SELECT CAST(step AS INTEGER) AS step, site, role, " ..
   table.concat(COLUMNS, ", ") .. " FROM fp8 ORDER BY step, site, role"
 

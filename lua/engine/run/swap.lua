@@ -91,10 +91,10 @@ end
 
 local function refuse(self, of, what, by, problem)
   problem = tostring(problem)
-  local policy = of.seat.policy
-  tell(self, "swap_refused", ("%s%s is not used: %s"):format(policy.idle and ""
+  local policy = of and of.seat.policy                     -- nil: for which seat is not known
+  tell(self, "swap_refused", ("%s%s is not used: %s"):format((not policy or policy.idle) and ""
     or policy.name .. " stays, ", what, problem),
-    { by = by, what = what, problem = problem, policy = described(policy) })
+    { by = by, what = what, problem = problem, policy = policy and described(policy) })
   return nil, problem
 end
 
@@ -215,16 +215,19 @@ end
 -- of: the seat, or nil for the one that seat_for finds.
 local function attempt(self, source, options, by, of)
   local load = require("engine.policy.policy").load
-  local what = type(source) == "table" and (source.file or source.name) or tostring(source)
+  local what = type(source) ~= "table" and tostring(source) or source.file or source.name
   local kind = self.seats[2] and "any" or nil
   if of then kind = of.seat.kind end
   local good, fresh
   if self.trainer.reducer.many then good, fresh = load_together(source, options, kind)
   else good, fresh = pcall(load, source, options, kind) end
+  what = what or good and fresh.name or "the policy given as source"
   local obstacle = not good and fresh or nil
   if good and not of then of, obstacle = seat_for(self, fresh) end
   obstacle = objection(self, obstacle)
-  if obstacle then return refuse(self, of or self.seats[1], what, by, obstacle) end
+  if obstacle then
+    return refuse(self, of or not kind and self.seats[1], what, by, obstacle)
+  end
   local seat, old = of.seat, of.seat.policy
   if fresh == old then return true end
   local ready, problem = pcall(function()

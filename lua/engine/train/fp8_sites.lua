@@ -74,7 +74,7 @@ local function load_policies(names, where)
   if type(names) ~= "table" or names.source or names.decide then names = { names } end
   for i, name in ipairs(names) do
     local good, result = pcall(policy_files.load, name, nil, "fp8")
-    if not good then raise("%s: policy: %s", where, result) end
+    if not good then raise("%s: policy: %s", where, (result:gsub("^policy: ", ""))) end
     list[i] = result
   end
   return list
