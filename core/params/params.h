@@ -121,6 +121,8 @@ void flat_reclaim(void);
 /// to the master since the last rounding.
 eng_status params_shadow(tensor **out, parameter *p);
 
+/// The tensor of a member's gradient between passes; NULL if there is none.
+tensor *params_resting_place(const eng_params *set, int i);
 /// Allocates the gradients of a set that has none yet. Errors: MEMORY; STATE if they are divided.
 eng_status params_gradients(eng_params *set);
 /// From now on the set keeps only this rank's elements of gradients, in the given buffer
@@ -161,6 +163,8 @@ static inline void params_drop_gradient(parameter *p)
 /// are then out of date.
 void params_written(parameter *p);
 
+/// Checks that there is a set whose parameters were not freed. Errors: STATE.
+eng_status params_alive(const eng_params *set);
 /// Checks that the set has a member `index`. Errors: VALUE.
 eng_status params_index(const eng_params *set, int index);
 
