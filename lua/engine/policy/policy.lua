@@ -162,6 +162,17 @@ function Policy:logs()
   return values
 end
 
+--- Adds what the last verdict logged to `all` as all[name][i]. Returns `all`, which may be nil as
+--- long as the policy has logged nothing.
+function Policy:add_logs(all, i)
+  for name, value in pairs(self:logs() or {}) do
+    all = all or {}
+    all[name] = all[name] or {}
+    all[name][i] = value
+  end
+  return all
+end
+
 --- What the policy has printed since the last call, lines "file:line: text", or nil.
 function Policy:printed()
   local text = C.eng_policy_printed(self.handle)

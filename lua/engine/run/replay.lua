@@ -92,11 +92,7 @@ function M.run(trace, source, options, look)
     local verdict = policy:decide(record, stats)
     local action = verdict:what()
     scales[i], actions[i] = verdict.scale, action
-    for name, value in pairs(policy:logs() or {}) do
-      result.logs = result.logs or {}
-      result.logs[name] = result.logs[name] or {}
-      result.logs[name][i] = value
-    end
+    result.logs = policy:add_logs(result.logs, i)
     if trace.names then
       marks[i] = counterfactual.judge(result.certainty, tonumber(record.step), known,
         counterfactual.carried_out(verdict, record.overflow ~= 0, trace.lagged), trace:did(i))

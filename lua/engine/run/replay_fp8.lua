@@ -81,6 +81,24 @@ local function layers_at(h, number)
   end
 end
 
+-- Shows a policy what the run measured in a step: fills `stats` [n] and the run's amaxes from rows
+-- of `fp8`. tensor: the index of each tensor. Returns which tensors the run let policies scale.
+local function show(stats, n, run, rows, tensor)
+  local asked = {}
+  ffi.fill(stats, ffi.sizeof("eng_tensor_stats") * n)
+  for k = 0, n - 1 do stats[k].relative_scale = 1 end
+  run.amaxes = {}
+  for _, row in ipairs(rows) do
+    local k = tensor[tostring(row.site) .. ":" .. tostring(row.role)]
+    if k then
+      fill(stats[k - 1], row)
+      asked[k] = row.asked ~= nil
+      run.amaxes[k] = row.asked and row.asked > 0 and row.asked or nil
+    end
+  end
+  return asked
+end
+
 local STEP = { action = C.ENG_ACTION_STEP }
 
 local function replay(h, trace, policy)
@@ -102,18 +120,7 @@ local function replay(h, trace, policy)
   for i = 1, trace.n do
     local row = trace.rows[i - 1]
     local step = tonumber(row.step)
-    local asked = {}
-    ffi.fill(stats, ffi.sizeof("eng_tensor_stats") * #names)
-    for k = 0, #names - 1 do stats[k].relative_scale = 1 end
-    run.amaxes = {}
-    for _, meter in ipairs(meters(step)) do
-      local k = tensor[tostring(meter.site) .. ":" .. tostring(meter.role)]
-      if k then
-        fill(stats[k - 1], meter)
-        asked[k] = meter.asked ~= nil
-        run.amaxes[k] = meter.asked and meter.asked > 0 and meter.asked or nil
-      end
-    end
+    local asked = show(stats, #names, run, meters(step), tensor)
     trace:at(record, i, row.scale, needs)
     record.scale = 1
     local verdict = policy:decide(record, stats)
@@ -122,11 +129,7 @@ local function replay(h, trace, policy)
       result.failures = result.failures + 1
       result.failure = result.failure or problem or verdict:why()
     end
-    for name, value in pairs(policy:logs() or {}) do
-      result.logs = result.logs or {}
-      result.logs[name] = result.logs[name] or {}
-      result.logs[name][i] = value
-    end
+    result.logs = policy:add_logs(result.logs, i)
     move(run.rungs, step)
     local departs = fp8_verdict.differs(wanted, run, function(k) return asked[k] end)
     local measured = facts.sample > 0 and step % facts.sample == 0
