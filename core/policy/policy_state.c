@@ -370,9 +370,10 @@ static eng_status adopt(eng_policy *p, const char *maker, double scale)
     eng_number_text(number, scale);
     lua_settop(L, SLOT_COUNT);
     return error_set(ENG_ERR_POLICY,
-                     "%s:%d: %s sets no initial loss scale: expected a positive finite "
-                     "number in state.scale%s, got %s",
+                     "%s:%d: %s sets no initial %s: expected a positive finite number in "
+                     "state.scale%s, got %s",
                      p->file, policy_line_of(p, p->has_init ? maker : "options"), maker,
+                     p->fp8 ? "scale (1 if the policy uses none)" : "loss scale",
                      p->has_init ? "" : " or the option init_scale", number);
   }
   swap_blobs(p);

@@ -46,6 +46,9 @@ describe("a policy file", function()
     refused("return { decide = function() end }",
       "p.lua:1: init sets no initial loss scale: expected a positive finite " ..
       "number in state.scale or the option init_scale, got 0")
+    refused("return { kind = 'fp8', decide = function() end, init = function() return {} end }",
+      "p.lua:1: init sets no initial scale (1 if the policy uses none): expected a positive " ..
+      "finite number in state.scale, got 0")
     refused("return { decide = function() end,\n init = function() return 5 end }",
       "p.lua:2: init must return the state as a table, got number")
     refused("return { decide = function() end, init = function()\n error('no') end }",

@@ -97,7 +97,8 @@ function M.quantize(x, options)
     "a Hadamard transform is for the transposed copy in blocks that are not square")
   local bits = want_whole(options.sr_bits or 0, "mx.quantize", "sr_bits", 0)
   local factor = options.factor or 1
-  expect(type(factor) == "number", factor, "mx.quantize: expected a number as factor")
+  expect(type(factor) == "number" and factor >= 0.5 and factor <= 1, factor,
+    "mx.quantize: expected factor to be a number from 0.5 to 1")
   local function quantized(of, amax, more)
     return run("mx_quantize", { of, amax or false }, { number, rows, columns, rule_number,
       flags + more, bits, 0, 0 }, { factor }, 7)
