@@ -25,24 +25,55 @@ typedef struct rotation {
   float    sign[MOST];
 } rotation;
 
-// Rounds LINE numbers from f64 to bf16, without rounding to f32 in between. If one of them is not a
-// normal f32, the second loop rounds all of them again.
-static void round_line(uint16_t *to, const double *x)
+typedef double doubles __attribute__((vector_size(64), may_alias, aligned(8)));
+enum { DOUBLES = 8 };
+
+// Rounds LINE numbers times `root` from f64 to bf16, without rounding to f32 in between: adding a
+// number 2^45 times as large rounds to the 8 bits of bf16. If a result is not a normal number,
+// all of them are rounded again.
+static void round_line(uint16_t *to, const double *x, double root)
 {
-  uint64_t odd = 0;
+  uint32_t bits[LINE], odd = 0;
   for (int c = 0; c < LINE; c++) {
-    uint64_t bits = f64_bits(x[c]), exponent = bits >> 52 & 0x7FF,
-             nearest = (bits + ((1ull << 44) - 1) + (bits >> 45 & 1)) & ~((1ull << 45) - 1);
-    odd |= bits << 1 != 0 && exponent - 897 > 253;         // outside of 2^-126 to 2^128
-    to[c] = (uint16_t)(f32_bits((float)f64_from(nearest)) >> 16);
+    double y = x[c] * root;
+    uint64_t sign_exponent = f64_bits(y) & 0xFFF0000000000000u;
+    double far = f64_from(sign_exponent + (45ull << 52));
+    bits[c] = f32_bits((float)__builtin_copysign((y + far) - far, y));
   }
-  for (int c = 0; odd && c < LINE; c++) to[c] = bf16_from_f64(x[c]);
+  for (int c = 0; c < LINE; c++) {
+    uint32_t magnitude = bits[c] & 0x7FFFFFFFu;
+    odd |= (magnitude - 1 < 0x007FFFFFu) | (magnitude >= 0x7F800000u);
+    to[c] = (uint16_t)(bits[c] >> 16);
+  }
+  for (int c = 0; odd && c < LINE; c++) to[c] = bf16_from_f64(x[c] * root);
 }
 
-// Transforms the n rows of x. A constant n lets the compiler unroll the loops.
-VF_INLINE void transform(double (*x)[LINE], const int n)
+// Transforms groups of 16 rows of x, in registers.
+static void transform_16(double (*x)[LINE])
 {
-  for (int half = 1; half < n; half *= 2)
+  for (int c = 0; c < LINE; c += DOUBLES) {
+    doubles v[16];
+#pragma GCC unroll 16
+    for (int k = 0; k < 16; k++) v[k] = *(const doubles *)&x[k][c];
+#pragma GCC unroll 4
+    for (int half = 1; half < 16; half *= 2)
+#pragma GCC unroll 16
+      for (int k = 0; k < 16; k++)
+        if (!(k & half)) {
+          doubles one = v[k], other = v[k + half];
+          v[k] = one + other;
+          v[k + half] = one - other;
+        }
+#pragma GCC unroll 16
+    for (int k = 0; k < 16; k++) *(doubles *)&x[k][c] = v[k];
+  }
+}
+
+// Transforms the n rows of x, without the factor sqrt(1/n).
+static void transform(double (*x)[LINE], int n)
+{
+  for (int r = 0; r < n; r += 16) transform_16(x + r);
+  for (int half = 16; half < n; half *= 2)
     for (int r = 0; r < n; r += 2 * half)
       for (int k = r; k < r + half; k++)
         for (int c = 0; c < LINE; c++) {
@@ -50,9 +81,6 @@ VF_INLINE void transform(double (*x)[LINE], const int n)
           x[k][c] = one + other;
           x[k + half][c] = one - other;
         }
-  double root = sqrt(1.0 / n);
-  for (int k = 0; k < n; k++)
-    for (int c = 0; c < LINE; c++) x[k][c] *= root;
 }
 
 // to[k][l]: element first + k of `some` lines from `line` on, times its sign; zeros in other lines.
@@ -61,14 +89,15 @@ static void load_group(double (*to)[LINE], const rotation *o, int64_t first, int
 {
   float x[LINE > MOST ? LINE : MOST] = {0};
   int size = o->x->dtype == ENG_f32 ? 4 : 2;
-  memset(to, 0, (size_t)deep * sizeof *to);
   for (int k = 0; o->turned && k < deep; k++) {
     int64_t from = (first + k) * o->columns + line;
     // the next group's rows are too far apart for the hardware to foresee
     __builtin_prefetch((const char *)o->x->data + size * (from + o->n * o->columns));
     floats_from(x, o->x->data, o->x->dtype, from, some);
-    for (int l = 0; l < some; l++) to[k][l] = x[l] * (whole ? o->sign[k] : 1);
+    float sign = whole ? o->sign[k] : 1;
+    for (int l = 0; l < LINE; l++) to[k][l] = x[l] * sign;
   }
+  if (!o->turned) memset(to, 0, (size_t)deep * sizeof *to);
   for (int l = 0; !o->turned && l < some; l++) {
     floats_from(x, o->x->data, o->x->dtype, (line + l) * o->columns + first, deep);
     for (int k = 0; k < deep; k++) to[k][l] = x[k] * (whole ? o->sign[k] : 1);
@@ -87,16 +116,12 @@ static void rotate_task(const void *context, int64_t t)
     for (int l = 0; l < lines; l += LINE) {
       int n = (int)smaller(o->n, deep - a);
       load_group(wide, o, a0 + a, n, l0 + l, (int)smaller(LINE, lines - l), n == o->n);
-      if (n == o->n) switch (n) {
-          case 16: transform(wide, 16); break;
-          case 32: transform(wide, 32); break;
-          case 64: transform(wide, 64); break;
-          default: transform(wide, 128); break;
-        }
+      double root = n == o->n ? sqrt(1.0 / n) : 1;      // a last incomplete group stays as it is
+      if (n == o->n) transform(wide, n);
       for (int k = 0; k < n; k++)
-        if (size == 2) round_line((uint16_t *)tile + (a + k) * MOST + l, wide[k]);
+        if (size == 2) round_line((uint16_t *)tile + (a + k) * MOST + l, wide[k], root);
         else for (int c = 0; c < LINE; c++)
-          ((float *)tile)[(a + k) * MOST + l + c] = (float)wide[k][c];
+          ((float *)tile)[(a + k) * MOST + l + c] = (float)(wide[k][c] * root);
     }
   turn_tile(turn, MOST, tile, MOST, deep, lines, size);
   for (int l = 0; l < lines; l++)

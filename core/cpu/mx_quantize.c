@@ -2,7 +2,7 @@
 // scratch during a call.
 //
 // A task takes a band of rows and quantizes it tile by tile. A tile lies within one row of blocks:
-// its blocks are measured, get scales from core/base/mx.h, and are written to a buffer as codes or
+// its blocks are measured, get scales as in core/base/mx.h, and are written to a buffer as codes or
 // as bf16 values. The buffer is copied to the result. If blocks are square, its transpose is the
 // transposed copy. Otherwise the transposed copy is quantized from transposed tiles of x (but see
 // quantize_columns). NVFP4 needs the tensor's amax first: unless the caller gives it, another pass
@@ -24,6 +24,9 @@ enum {
   BAND = 64,           // rows of a task, at least
   INFINITE = 0x7F800000,
 };
+
+// Every format's code times a scale of at least this is a bf16 number.
+#define EXACT_UNIT 0x1p-110f
 
 // ------------------------------------------------------------------ what x holds
 
@@ -70,11 +73,22 @@ static void survey_task(const void *context, int64_t t)
 
 // ------------------------------------------------------------------ rounding
 
+// Elements first .. first + n - 1 of x, n <= VF_LANES, and zeros.
+VF_INLINE vf lanes_of(const void *x, int dtype, int64_t first, int n)
+{
+  const float *f = (const float *)x + first;
+  const uint16_t *h = (const uint16_t *)x + first;
+  if (dtype == ENG_bf16) return n == VF_LANES ? vf_load_bf16(h) : vf_load_bf16_n(h, n);
+  if (dtype == ENG_f32) return n == VF_LANES ? vf_load(f) : vf_load_n(f, n);
+  return n == VF_LANES ? vf_load_f16(h) : vf_load_f16_n(h, n);
+}
+
 /// The codes of y and their values, rounded to nearest even; with `random`, stochastically by u in
-/// [0, 1), as mx_code_stochastic does. Let 2^e be the power of two at or below |y|, or that of the
-/// lowest normal number for subnormals. Adding 2^(e + drop) rounds at the format's step and leaves
-/// the significand in the last bits of the sum.
-VF_INLINE void encode(vf y, vf u, const bool random, const mx_format f, vi *code, vf *value)
+/// [0, 1), as mx_code_stochastic does. `nan` says whether y may hold NaN. Let 2^e be the power of
+/// two at or below |y|, or that of the lowest normal number for subnormals. Adding 2^(e + drop)
+/// rounds at the format's step and leaves the significand in the last bits of the sum.
+VF_INLINE void encode(vf y, vf u, const bool random, bool nan, const mx_format f, vi *code,
+                      vf *value)
 {
   const int drop = 23 - f.fraction, least = (128 - f.bias) << 23, step = f.fraction << 23;
   vi magnitude = magnitudes(y);
@@ -94,93 +108,147 @@ VF_INLINE void encode(vf y, vf u, const bool random, const mx_format f, vi *code
     c = vi_select(above, vi_sub(c, vi_set1(1)), c);
   }
   c = vi_and(c, vi_set1(f.sign ? f.sign - 1 : 127));
-  vm nan = vi_gt(magnitude, vi_set1(INFINITE));
   if (f.sign) c = vi_or(c, vi_and(vi_shr((vi)y, 31 - __builtin_ctz((unsigned)f.sign)),
                                   vi_set1(f.sign)));
   else c = vi_select(vi_gt(vi_set1(0), (vi)y), vi_sub(vi_set1(0), c), c);
-  *code = vi_select(nan, vi_set1(f.nan), c);
   v = vf_copysign(v, y);
   if (!f.sign) v = vf_add(v, vf_zero());             // two's complement has no -0
-  *value = vf_select(nan, vf_set1(mx_value((uint8_t)f.nan, f)), v);
+  if (nan) {
+    vm is_nan = vi_gt(magnitude, vi_set1(INFINITE));
+    c = vi_select(is_nan, vi_set1(f.nan), c);
+    v = vf_select(is_nan, vf_set1(mx_value((uint8_t)f.nan, f)), v);
+  }
+  *code = c;
+  *value = v;
 }
 
-/// Encodes a row of a tile, in blocks of `wide` columns: as codes, a byte each, or with `values` as
-/// code * scale in bf16. factor: multiplies a block's elements before rounding; unit: the value of
-/// its scale. With `each`, factor and unit hold one number per column instead of one per block.
-/// word: random words, or NULL.
-VF_INLINE void encode_row(void *to, const float *x, const uint32_t *word, int sr_bits,
-                          const float *factor, const float *unit, int columns, int wide,
-                          const bool values, const bool each, const bool random,
-                          const mx_format f)
+/// Elements that encode_strip turns into codes: a row of x within a tile.
+typedef struct strip {
+  const void *x;             // its elements first .. first + columns - 1
+  int      dtype;            // of x
+  int64_t  first;
+  int      columns, wide;    // wide: of a block; 0: each column is a block
+  const float *factor;       // per block: multiplies its elements before rounding
+  const float *unit;         // per block: the value of its scale
+  const uint32_t *word;      // random words, or NULL
+  int      sr_bits;
+  bool     nan;              // an element or a factor is NaN
+  bool     exact;            // each code * scale is a bf16 number
+} strip;
+
+/// Encodes n columns of a strip from column c on, n <= VF_LANES: as codes of a byte each or, with
+/// `values`, as code * scale in bf16.
+VF_INLINE void encode_lanes(void *to, const strip *s, int c, const int n, vf by, vf scale,
+                            const bool values, const bool random, const mx_format f)
 {
-  for (int j = 0, c = 0; c < columns; j++) {
-    vf by = vf_set1(factor[j]), scale = vf_set1(unit[j]);
-    int end = !each && c + wide < columns ? c + wide : columns;
-    while (c < end) {
-      int n = end - c < VF_LANES ? end - c : VF_LANES;
-      if (each) by = vf_load(factor + c), scale = vf_load(unit + c);
-      vf y = vf_mul(n == VF_LANES ? vf_load(x + c) : vf_load_n(x + c, n), by), u = vf_zero(), v;
-      vi code;
-      if (random)   // mx_uniform
-        u = vf_mul(vi_to_vf(vi_shr(vi_load((const int32_t *)word + c), 32 - sr_bits)),
-                   vf_from_bits(vi_set1((127 - sr_bits) << 23)));
-      encode(y, u, random, f, &code, &v);
-      if (values && n == VF_LANES) vf_store_bf16((uint16_t *)to + c, vf_mul(v, scale));
-      else if (values) vf_store_bf16_n((uint16_t *)to + c, vf_mul(v, scale), n);
-      else if (n == VF_LANES) vf_put_bytes_((uint8_t *)to + c, code);
-      else vf_put_bytes_n_((uint8_t *)to + c, code, n);
-      c += n;
+  vf y = vf_mul(lanes_of(s->x, s->dtype, s->first + c, n), by), u = vf_zero(), v;
+  vi code;
+  if (random)   // mx_uniform
+    u = vf_mul(vi_to_vf(vi_shr(vi_load((const int32_t *)s->word + c), 32 - s->sr_bits)),
+               vf_from_bits(vi_set1((127 - s->sr_bits) << 23)));
+  encode(y, u, random, s->nan, f, &code, &v);
+  if (!values && n == VF_LANES) vf_put_bytes_((uint8_t *)to + c, code);
+  else if (!values) vf_put_bytes_n_((uint8_t *)to + c, code, n);
+  else if (n == VF_LANES && s->exact) vf_store_bf16_exact((uint16_t *)to + c, vf_mul(v, scale));
+  else if (n == VF_LANES) vf_store_bf16((uint16_t *)to + c, vf_mul(v, scale));
+  else vf_store_bf16_n((uint16_t *)to + c, vf_mul(v, scale), n);
+}
+
+/// The numbers (factors or units) for the even and the odd elements of HALVES columns from c on.
+/// They come from block j, from blocks j and j + 1 or, with `each`, from the columns.
+VF_INLINE void pair_of(vf pair[2], const float *number, int j, int c, int wide, const bool each)
+{
+  if (each) vf_deinterleave(pair, number + c);
+  else pair[0] = pair[1] = 2 * wide == HALVES ? vf_set2(number[j], number[j + 1])
+                                              : vf_set1(number[j]);
+}
+
+/// encode_strip for HALVES columns at a time, of bf16; with `values`, the results must be exact.
+/// Returns the number of columns that it has encoded.
+VF_INLINE int encode_pairs(void *to, const strip *s, const bool values, const bool each,
+                           const mx_format f)
+{
+  const vi high = vi_set1((int32_t)0xFFFF0000);
+  int c = 0, wide = s->wide;
+  if (!each && wide % HALVES != 0 && 2 * wide != HALVES) return 0;
+  for (int j = 0; c + HALVES <= s->columns; j += 2 * wide == HALVES ? 2 : 1) {
+    vf by[2], scale[2], v[2];
+    vi code[2];
+    pair_of(by, s->factor, j, c, wide, each);
+    if (values) pair_of(scale, s->unit, j, c, wide, each);
+    int end = each || wide < HALVES ? c + HALVES : (int)smaller(c + wide, s->columns);
+    for (; c + HALVES <= end; c += HALVES) {
+      vi both = (vi)vh_load((const uint16_t *)s->x + s->first + c);
+      encode(vf_mul((vf)vi_shl(both, 16), by[0]), vf_zero(), false, s->nan, f, &code[0], &v[0]);
+      encode(vf_mul((vf)vi_and(both, high), by[1]), vf_zero(), false, s->nan, f, &code[1], &v[1]);
+      if (values) {
+        v[0] = vf_mul(v[0], scale[0]), v[1] = vf_mul(v[1], scale[1]);
+        vh_store((uint16_t *)to + c, (vh)vi_or(vi_shr((vi)v[0], 16), vi_and((vi)v[1], high)));
+      } else {
+        vi low = vi_and(code[0], vi_set1(0xFF));
+        vh_put_bytes((uint8_t *)to + c, (vh)vi_or(low, vi_shl(code[1], 16)));
+      }
     }
+    if (c < end) break;              // a last incomplete block
+  }
+  return c;
+}
+
+/// Encodes a strip to nearest even or, with `random`, stochastically. each: columns are blocks.
+VF_INLINE void encode_strip(void *to, const strip *s, const bool values, const bool each,
+                            const bool random, const mx_format f)
+{
+  const float *factor = s->factor, *unit = s->unit;
+  bool pairs = s->dtype == ENG_bf16 && !random && (!values || s->exact);
+  int first = pairs ? encode_pairs(to, s, values, each, f) : 0;
+  for (int j = each ? 0 : first / s->wide, c = first; c < s->columns; j++) {
+    vf by = vf_set1(factor[j]), scale = vf_set1(unit[j]);
+    int end = each ? s->columns : (int)smaller(c + s->wide, s->columns);
+    for (; c + VF_LANES <= end; c += VF_LANES) {
+      if (each) by = vf_load(factor + c), scale = vf_load(unit + c);
+      encode_lanes(to, s, c, VF_LANES, by, scale, values, random, f);
+    }
+    if (c == end) continue;
+    if (each) by = vf_load(factor + c), scale = vf_load(unit + c);
+    encode_lanes(to, s, c, end - c, by, scale, values, random, f);
+    c = end;
   }
 }
 
 // The plain build has no fused multiply-add of vectors.
 #if !defined(ENG_ISA_avx512) && !defined(ENG_ISA_avx2)
-static void encode_randomly(void *to, const float *x, const uint32_t *word, int sr_bits,
-                            const float *factor, const float *unit, int columns, int wide,
-                            bool values, mx_format f)
+static void encode_randomly(void *to, const strip *s, bool values, mx_format f)
 {
-  for (int c = 0; c < columns; c++) {
-    uint8_t code = mx_code_stochastic(x[c] * factor[c / wide], mx_uniform(word[c], sr_bits), f);
-    if (values) ((uint16_t *)to)[c] = bf16_from_f32(mx_value(code, f) * unit[c / wide]);
+  for (int c = 0; c < s->columns; c++) {
+    float y = get(s->x, s->dtype, s->first + c) * s->factor[c / s->wide];
+    uint8_t code = mx_code_stochastic(y, mx_uniform(s->word[c], s->sr_bits), f);
+    if (values) ((uint16_t *)to)[c] = bf16_from_f32(mx_value(code, f) * s->unit[c / s->wide]);
     else ((uint8_t *)to)[c] = code;
   }
 }
 #endif
 
-// wide 0: a factor for each column.
-static void encode_as(void *to, const float *x, const uint32_t *word, int sr_bits,
-                      const float *factor, const float *unit, int columns, int wide, bool values,
-                      int64_t format)
+static void encode_as(void *to, const strip *s, bool values, int64_t format)
 {
 #if !defined(ENG_ISA_avx512) && !defined(ENG_ISA_avx2)
-  if (word) {
-    encode_randomly(to, x, word, sr_bits, factor, unit, columns, wide, values,
-                    mx_format_of(format));
+  if (s->word) {
+    encode_randomly(to, s, values, mx_format_of(format));
     return;
   }
 #endif
-#define ENCODE(values, each, random, format)                                          \
-  encode_row(to, x, word, sr_bits, factor, unit, columns, wide, values, each, random, \
-             mx_format_of(format))
-#define BY_FORMAT(f)                                        \
-  case f:                                                   \
-    if (values && word) ENCODE(true, false, true, f);       \
-    else if (values && wide) ENCODE(true, false, false, f); \
-    else if (values) ENCODE(true, true, false, f);          \
-    else if (word) ENCODE(false, false, true, f);           \
-    else if (wide) ENCODE(false, false, false, f);          \
-    else ENCODE(false, true, false, f);                     \
-    break
-  switch (format) {
-    BY_FORMAT(ENG_e4m3);
-    BY_FORMAT(ENG_e5m2);
-    BY_FORMAT(ENG_FORMAT_E2M3);
-    BY_FORMAT(ENG_FORMAT_E3M2);
-    BY_FORMAT(ENG_FORMAT_MXINT8);
-    BY_FORMAT(ENG_FORMAT_E2M1);
-  }
-#undef BY_FORMAT
+#define ENCODE(f)                                                           \
+  do {                                                                      \
+    if (values && s->word) encode_strip(to, s, true, false, true, f);       \
+    else if (values && s->wide) encode_strip(to, s, true, false, false, f); \
+    else if (values) encode_strip(to, s, true, true, false, f);             \
+    else if (s->word) encode_strip(to, s, false, false, true, f);           \
+    else if (s->wide) encode_strip(to, s, false, false, false, f);          \
+    else encode_strip(to, s, false, true, false, f);                        \
+  } while (0)
+  // as constants, the parameters of the two most used formats fold into the arithmetic
+  if (format == ENG_e4m3) ENCODE(mx_format_of(ENG_e4m3));
+  else if (format == ENG_FORMAT_E2M1) ENCODE(mx_format_of(ENG_FORMAT_E2M1));
+  else ENCODE(mx_format_of(format));
 #undef ENCODE
 }
 
@@ -203,27 +271,55 @@ typedef struct side {
   found   *found;            // of each task; or NULL
 } side;
 
-static float block_amax(const float *x, int64_t stride, int rows, int columns, bool finite,
-                        found *all)
+// The largest magnitude of each block in a row, compared by bits: NaN is the largest.
+VF_INLINE void measure_typed(float *amax, const void *x, const int dtype, int64_t first,
+                             int columns, const int wide)
 {
-  vi a = {0};
+  int j = 0, c = 0;
+  for (; c + wide <= columns; j++, c += wide)
+    amax[j] = f32_from(largest_magnitude(x, dtype, first + c, wide));
+  if (c < columns) amax[j] = f32_from(largest_magnitude(x, dtype, first + c, columns - c));
+}
+
+static void measure_row(float *amax, const void *x, int dtype, int64_t first, int columns,
+                        int wide)
+{
+#define MEASURE(wide)                                                               \
+  if (dtype == ENG_bf16) measure_typed(amax, x, ENG_bf16, first, columns, wide);    \
+  else if (dtype == ENG_f32) measure_typed(amax, x, ENG_f32, first, columns, wide); \
+  else measure_typed(amax, x, ENG_f16, first, columns, wide)
+  if (wide == 16) { MEASURE(16); }
+  else if (wide == 32) { MEASURE(32); }
+  else { MEASURE(wide); }
+#undef MEASURE
+}
+
+// The amax of a block, in a tile that holds NaN: NaN if the block does, unless `finite` leaves NaN
+// out. Counts the NaN.
+static float amax_of_block(found *all, const void *x, int dtype, int64_t first, int64_t stride,
+                             int rows, int columns, bool finite)
+{
+  found block = {0};
   for (int r = 0; r < rows; r++)
-    for (int c = 0; c < columns; c += VF_LANES)
-      a = vi_larger_(a, magnitudes(columns - c >= VF_LANES
-                                     ? vf_load(x + r * stride + c)
-                                     : vf_load_n(x + r * stride + c, columns - c)));
-  uint32_t top = across(a);
-  if (top > INFINITE) {
-    found block = {0};
-    for (int r = 0; r < rows; r++)
-      for (int c = 0; c < columns; c++) add_element(&block, x[r * stride + c]);
-    if (block.top > all->top) all->top = block.top;
-    all->nan += block.nan;
-    if (finite) top = block.top;
-  } else if (top > all->top) {
-    all->top = top;
-  }
-  return f32_from(top);
+    for (int c = 0; c < columns; c++) add_element(&block, get(x, dtype, first + r * stride + c));
+  if (block.top > all->top) all->top = block.top;
+  all->nan += block.nan;
+  return f32_from(finite || !block.nan ? block.top : 0x7FC00000u);
+}
+
+/// mx_scale of whole vectors. Returns false if an amax is near the limits of f32, or NaN.
+VF_INLINE bool mx_scales(vi amax, mx_format f, int64_t rule, vi *code)
+{
+  vi bits = amax;
+  if (rule == ENG_MX_EVEN) bits = vi_add(bits, vi_set1(1 << (22 - f.fraction)));
+  if (rule == ENG_MX_RCEIL) bits = (vi)vf_mul((vf)bits, vf_set1(1.0f / f.largest));
+  vm large = vi_gt(amax, vi_set1(0x7E000000)), small = vi_gt(vi_set1(0x01000000), bits);
+  if (vm_any(vm_or(large, small))) return false;
+  if (rule == ENG_MX_CEIL || rule == ENG_MX_RCEIL) bits = vi_add(bits, vi_set1(0x7FFFFF));
+  vi exponent = vi_shr(bits, 23);
+  if (rule != ENG_MX_RCEIL) exponent = vi_sub(exponent, vi_set1(f.emax));
+  *code = vi_larger_(exponent, vi_set1(0));
+  return true;
 }
 
 // Computes the scales of n blocks: their codes, their values (`unit`), and what multiplies the
@@ -234,10 +330,23 @@ static void scales_of(const side *s, const float *amax, int n, uint8_t *code, fl
 {
   const typeof(s->call->mx_quantize) *a = &s->call->mx_quantize;
   if (!mx_is_nvfp4(a->rule)) {
-    for (int k = 0; k < n; k++) {
-      code[k] = mx_scale(amax[k], s->format, (int)a->rule, (a->flags & MX_FINITE) != 0);
-      factor[k] = mx_inverse(code[k]) * s->factor;
-      unit[k] = ue8m0_to_f32(code[k]);
+    for (int k = 0; k < n; k += VF_LANES) {
+      int lanes = (int)smaller(VF_LANES, n - k);
+      vi codes;
+      if (mx_scales((vi)vf_load(amax + k), s->format, a->rule, &codes)) {
+        uint8_t bytes[VF_LANES];
+        vf_put_bytes_(bytes, codes);
+        memcpy(code + k, bytes, (size_t)lanes);
+        vf inverse = (vf)vi_shl(vi_sub(vi_set1(254), codes), 23);
+        vf_store(factor + k, vf_mul(inverse, vf_set1(s->factor)));
+        vf_store(unit + k, (vf)vi_larger_(vi_shl(codes, 23), vi_set1(0x00400000)));
+        continue;
+      }
+      for (int l = k; l < k + lanes; l++) {
+        code[l] = mx_scale(amax[l], s->format, (int)a->rule, (a->flags & MX_FINITE) != 0);
+        factor[l] = mx_inverse(code[l]) * s->factor;
+        unit[l] = ue8m0_to_f32(code[l]);
+      }
     }
     return;
   }
@@ -262,15 +371,17 @@ VF_INLINE vf errors_of(vf x, vf factor, vf unit, vf amax, bool squared)
 {
   vf value;
   vi code;
-  encode(vf_mul(x, factor), vf_zero(), false, mx_format_of(ENG_FORMAT_E2M1), &code, &value);
+  encode(vf_mul(x, factor), vf_zero(), false, true, mx_format_of(ENG_FORMAT_E2M1), &code,
+         &value);
   vf off = vf_sub(vf_div(vf_mul(vf_mul(value, unit), amax), vf_set1(1536)), x);
   return squared ? vf_mul(off, off) : vf_abs(off);
 }
 
 // Four over six, for n blocks of `wide` columns side by side, with `rows` rows of x: their scales,
 // as scales_of gives them.
-static void choose_scales(const side *s, const float *x, int64_t stride, int rows, int columns,
-                          const float *amax, int n, uint8_t *code, float *factor, float *unit)
+static void choose_scales(const side *s, const void *x, int64_t first, int64_t stride, int rows,
+                          int columns, const float *amax, int n, uint8_t *code, float *factor,
+                          float *unit)
 {
   const typeof(s->call->mx_quantize) *a = &s->call->mx_quantize;
   int wide = (int)a->block_columns;
@@ -286,10 +397,9 @@ static void choose_scales(const side *s, const float *x, int64_t stride, int row
         vf by = vf_set1((four ? four_factor : factor)[j]),
            scale = vf_set1((four ? four_unit : unit)[j]);
         for (int c = 0; c < deep; c += VF_LANES) {
-          const float *from = x + r * stride + c0 + c;
-          vf_store(off + c, errors_of(deep - c >= VF_LANES ? vf_load(from)
-                                                           : vf_load_n(from, deep - c),
-                                      by, scale, vf_set1(s->amax),
+          vf elements = lanes_of(x, s->dtype, first + r * stride + c0 + c,
+                                 (int)smaller(VF_LANES, deep - c));
+          vf_store(off + c, errors_of(elements, by, scale, vf_set1(s->amax),
                                       a->rule == ENG_MX_FOUR_OVER_SIX_MSE));
         }
         float error = 0;
@@ -305,8 +415,8 @@ static void choose_scales(const side *s, const float *x, int64_t stride, int row
       code[j] = four_code[j], factor[j] = four_factor[j], unit[j] = four_unit[j];
 }
 
-// The same for n blocks of one column each and `deep` rows, MOST elements apart.
-static void choose_columns(const side *s, const float *x, int deep, const float *amax, int n,
+// The same for n blocks that are columns of x, of `deep` elements each.
+static void choose_columns(const side *s, int64_t first, int deep, const float *amax, int n,
                            uint8_t *code, float *factor, float *unit)
 {
   uint8_t four_code[MOST];
@@ -318,7 +428,7 @@ static void choose_columns(const side *s, const float *x, int deep, const float 
     vf six = vf_zero(), four = vf_zero(), whole = vf_set1(s->amax), by = vf_load(factor + c),
        scale = vf_load(unit + c), by4 = vf_load(four_factor + c), scale4 = vf_load(four_unit + c);
     for (int k = 0; k < deep; k++) {
-      vf value = vf_load(x + k * MOST + c);
+      vf value = lanes_of(s->x, s->dtype, first + k * s->rows + c, (int)smaller(VF_LANES, n - c));
       six = vf_add(six, errors_of(value, by, scale, whole, squared));
       four = vf_add(four, errors_of(value, by4, scale4, whole, squared));
     }
@@ -340,44 +450,64 @@ static void quantize_tile(const side *s, found *all, const void *x, int64_t firs
                           int64_t r0, int rows, int64_t c0, int columns, uint8_t *to, int64_t line)
 {
   const typeof(s->call->mx_quantize) *a = &s->call->mx_quantize;
-  float buffer[MOST * MOST];
   float amax[WIDE], factor[WIDE], unit[WIDE];
-  const float *tile = (const float *)x + first;
-  if (s->dtype != ENG_f32) {
-    for (int r = 0; r < rows; r++)
-      floats_from(buffer + r * columns, x, s->dtype, first + r * stride, columns);
-    tile = buffer, stride = columns;
-  }
   int wide = (int)a->block_columns, blocks = (columns + wide - 1) / wide;
-  amax[0] = 0;
-  for (int j = 0; j < blocks; j++)
-    amax[j] = block_amax(tile + j * wide, stride, rows, (int)smaller(wide, columns - j * wide),
-                         a->flags & MX_FINITE, all);
+  int nan = 0, inexact = 0;
+  measure_row(amax, x, s->dtype, first, columns, wide);
+  for (int r = 1; r < rows; r++) {
+    measure_row(factor, x, s->dtype, first + r * stride, columns, wide);
+    for (int j = 0; j < blocks; j++)
+      amax[j] = f32_from((uint32_t)larger(f32_bits(amax[j]), f32_bits(factor[j])));
+  }
+  uint32_t top = 0;
+  for (int j = 0; j < blocks; j++) top = (uint32_t)larger(top, f32_bits(amax[j]));
+  for (int j = blocks; j % VF_LANES; j++) amax[j] = 1;       // fills the last vector
+  if (top > INFINITE) {
+    nan = 1;
+    for (int j = 0; j < blocks; j++)
+      amax[j] = amax_of_block(all, x, s->dtype, first + j * wide, stride, rows,
+                              (int)smaller(wide, columns - j * wide), a->flags & MX_FINITE);
+  } else if (top > all->top) {
+    all->top = top;
+  }
   int64_t i = r0 / a->block_rows, j0 = c0 / wide;
   uint8_t *code = s->scale + i * s->wide + j0;
   if (mx_is_four_over_six(a->rule))
-    choose_scales(s, tile, stride, rows, columns, amax, blocks, code, factor, unit);
+    choose_scales(s, x, first, stride, rows, columns, amax, blocks, code, factor, unit);
   else scales_of(s, amax, blocks, code, factor, unit, 1);
   for (int j = 0; s->turn_scale && j < blocks; j++) s->turn_scale[(j0 + j) * s->down + i] = code[j];
+  for (int j = 0; j < blocks; j++)
+    nan |= factor[j] != factor[j], inexact |= !(unit[j] >= EXACT_UNIT);
   for (int r = 0; r < rows; r++) {
     uint32_t words[WIDE + 4 * VF_LANES + 4];
     int64_t element = (r0 + r) * s->columns + c0, lead = element % 4;
     for (int i = 0; a->sr_bits && i < columns + lead; i += 4 * VF_LANES)
       philox_vectors(words + i, rng_seed(), s->random + (uint64_t)((element - lead + i) / 4));
-    encode_as(to + r * line, tile + r * stride, a->sr_bits ? words + lead : NULL, (int)a->sr_bits,
-              factor, unit, columns, wide, a->flags & MX_VALUES, a->format);
+    encode_as(to + r * line,
+              &(strip){.x = x, .dtype = s->dtype, .first = first + r * stride, .columns = columns,
+                       .wide = wide, .factor = factor, .unit = unit,
+                       .word = a->sr_bits ? words + lead : NULL, .sr_bits = (int)a->sr_bits,
+                       .nan = nan, .exact = !inexact},
+              a->flags & MX_VALUES, a->format);
   }
 }
 
 // Bytes of an element in a tile.
 static int element_bytes(const side *s) { return s->call->mx_quantize.flags & MX_VALUES ? 2 : 1; }
 
+// Whether the result holds two elements to a byte.
+static bool is_packed(const side *s)
+{ return element_bytes(s) == 1 && mx_packed(s->call->mx_quantize.format); }
+
 // Writes a row of a tile to elements [at, at + n) of a result. In e2m1, `at` is even.
 static void put_row(const side *s, uint8_t *q, int64_t at, const uint8_t *from, int n)
 {
-  if (element_bytes(s) == 1 && mx_packed(s->call->mx_quantize.format))
-    for (int i = 0; i < n / 2; i++)
-      q[at / 2 + i] = (uint8_t)(from[2 * i] | from[2 * i + 1] << 4);
+  if (is_packed(s))
+    for (int i = 0; i < n / 2; i++) {
+      uint16_t two;
+      memcpy(&two, from + 2 * i, 2);
+      q[at / 2 + i] = (uint8_t)(two | two >> 4);
+    }
   else memcpy(q + element_bytes(s) * at, from, (size_t)(element_bytes(s) * n));
 }
 
@@ -394,20 +524,58 @@ static void band_task(const void *context, int64_t t)
           step = tile_columns(deep == 1 ? WIDE : MOST, a->block_columns);
   uint8_t tile[2 * MOST * MOST], turn[2 * MOST * MOST];
   int size = element_bytes(s), line = MOST * size;
+  bool direct = !s->turn_q && !is_packed(s);       // without the buffer
   found none, *all = s->found ? &s->found[t] : &none;
   for (int64_t top = t * s->band; top < end; top += deep)
     for (int64_t c0 = 0; c0 < s->columns; c0 += step) {
       int columns = (int)smaller(step, s->columns - c0), rows = (int)smaller(deep, end - top);
+      int64_t first = top * s->columns + c0;
+      if (direct) {
+        quantize_tile(s, all, s->x, first, s->columns, top, rows, c0, columns,
+                      s->q + size * first, size * s->columns);
+        continue;
+      }
       for (int r = 0; r < rows; r += (int)high)
-        quantize_tile(s, all, s->x, (top + r) * s->columns + c0, s->columns, top + r,
+        quantize_tile(s, all, s->x, first + r * s->columns, s->columns, top + r,
                       (int)smaller(high, rows - r), c0, columns, tile + r * line, line);
       for (int r = 0; r < rows; r++)
-        put_row(s, s->q, (top + r) * s->columns + c0, tile + r * line, columns);
+        put_row(s, s->q, first + r * s->columns, tile + r * line, columns);
       if (!s->turn_q) continue;
       turn_tile(turn, MOST, tile, MOST, rows, columns, size);
       for (int c = 0; c < columns; c++)
         put_row(s, s->turn_q, (c0 + c) * s->rows + top, turn + c * line, rows);
     }
+}
+
+// The largest magnitudes of n columns of x, of `deep` elements each, without NaN under MX_FINITE;
+// fills whole vectors. Returns whether there are NaN.
+static bool measure_columns(float *amax, const side *s, int64_t first, int deep, int n)
+{
+  bool finite = s->call->mx_quantize.flags & MX_FINITE, nan = false, f32 = s->dtype == ENG_f32;
+  uint16_t halves[MOST];
+  int c = 0;
+  for (; !f32 && c + HALVES <= n; c += HALVES) {
+    vh top = {0};
+    const uint16_t *x = (const uint16_t *)s->x + first + c;
+    for (int k = 0; k < deep; k++) top = vh_larger(top, vh_load(x + k * s->rows) & 0x7FFF);
+    vh_store(halves + c, top);
+  }
+  for (int done = 0; done < c; done += VF_LANES)
+    vf_store(amax + done, lanes_of(halves, s->dtype, done, VF_LANES));
+  for (; c < n; c += VF_LANES) {
+    vi top = {0};
+    for (int k = 0; k < deep; k++)
+      top = vi_larger_(top, magnitudes(lanes_of(s->x, s->dtype, first + k * s->rows + c,
+                                                (int)smaller(VF_LANES, n - c))));
+    vf_store(amax + c, (vf)top);
+  }
+  for (c = 0; c < n; c++) {
+    if (f32_bits(amax[c]) <= INFINITE) continue;
+    found none = {0};
+    nan = true;
+    amax[c] = amax_of_block(&none, s->x, s->dtype, first + c, s->rows, deep, 1, finite);
+  }
+  return nan;
 }
 
 // quantize_tile for blocks of one row of the result, which are columns of x. Measures and rounds
@@ -418,37 +586,35 @@ static void quantize_columns(const side *s, int64_t r0, int rows, int64_t c0, in
                              uint8_t *to)
 {
   const typeof(s->call->mx_quantize) *a = &s->call->mx_quantize;
-  int wide = (int)a->block_columns, blocks = (columns + wide - 1) / wide,
-      size = s->dtype == ENG_f32 ? 4 : 2;
-  // larger magnitudes do not count in amax: NaN with MX_FINITE, otherwise none
-  vi most = vi_set1(a->flags & MX_FINITE ? INFINITE : INT32_MAX);
+  int wide = (int)a->block_columns, blocks = (columns + wide - 1) / wide;
   uint8_t code[MOST][MOST];                             // of each block and row
   for (int j = 0; j < blocks; j++) {
     int deep = (int)smaller(wide, columns - j * wide);
     int64_t first = (c0 + j * wide) * s->rows + r0;
-    float x[MOST * MOST], amax[MOST], factor[MOST], unit[MOST];
-    for (int k = 0; k < deep; k++) {
-      floats_from(x + k * MOST, s->x, s->dtype, first + k * s->rows, rows);
-      const char *next = (const char *)s->x + (first + (wide + k) * s->rows) * size;
-      for (int at = 0; at < rows * size; at += 64) __builtin_prefetch(next + at);
-    }
-    for (int c = 0; c < rows; c += VF_LANES) {
-      vi top = {0};
-      for (int k = 0; k < deep; k++) {
-        vi one = magnitudes(vf_load(x + k * MOST + c));
-        top = vi_larger_(top, vi_select(vi_gt(one, most), vi_set1(0), one));
-      }
-      vf_store(amax + c, (vf)top);
-    }
+    float amax[MOST], factor[MOST], unit[MOST];
+    int nan = measure_columns(amax, s, first, deep, rows), inexact = 0;
     if (mx_is_four_over_six(a->rule))
-      choose_columns(s, x, deep, amax, rows, code[j], factor, unit);
+      choose_columns(s, first, deep, amax, rows, code[j], factor, unit);
     else scales_of(s, amax, rows, code[j], factor, unit, 1);
+    for (int r = 0; r < rows; r++)
+      nan |= factor[r] != factor[r], inexact |= !(unit[r] >= EXACT_UNIT);
     for (int k = 0; k < deep; k++)
-      encode_as(to + (j * wide + k) * MOST * element_bytes(s), x + k * MOST, NULL, 0, factor, unit,
-                rows, 0, a->flags & MX_VALUES, a->format);
+      encode_as(to + (j * wide + k) * MOST * element_bytes(s),
+                &(strip){.x = s->x, .dtype = s->dtype, .first = first + k * s->rows,
+                         .columns = rows, .factor = factor, .unit = unit, .nan = nan,
+                         .exact = !inexact},
+                a->flags & MX_VALUES, a->format);
   }
   for (int r = 0; r < rows; r++)
     for (int j = 0; j < blocks; j++) s->scale[(r0 + r) * s->wide + c0 / wide + j] = code[j][r];
+}
+
+// Packs rows 2k and 2k + 1 of a tile of codes into row k.
+static void pack_rows(uint8_t *tile, int rows)
+{
+  for (int k = 0; k < rows / 2; k++)
+    for (int c = 0; c < MOST; c++)
+      tile[k * MOST + c] = (uint8_t)(tile[2 * k * MOST + c] | tile[(2 * k + 1) * MOST + c] << 4);
 }
 
 // A band of rows of x, which become columns of the result.
@@ -463,11 +629,14 @@ static void turned_task(const void *context, int64_t t)
   for (int64_t r0 = 0; r0 < s->rows; r0 += step) {
     int rows = (int)smaller(step, s->rows - r0);
     if (high == 1 && !a->sr_bits) {
+      int bits = is_packed(s) ? 4 : 8 * element_bytes(s), bytes = columns * bits / 8;
       quantize_columns(s, r0, rows, first, columns, line);
-      turn_tile(turn, MOST, line, MOST, columns, rows, element_bytes(s));
+      if (is_packed(s)) pack_rows(line, columns);
+      turn_tile(turn, MOST, line, MOST, is_packed(s) ? columns / 2 : columns, rows,
+                element_bytes(s));
       for (int r = 0; r < rows; r++)
-        put_row(s, s->q, (r0 + r) * s->columns + first,
-                turn + r * element_bytes(s) * MOST, columns);
+        memcpy(s->q + ((r0 + r) * s->columns + first) * bits / 8,
+               turn + r * element_bytes(s) * MOST, (size_t)bytes);
       continue;
     }
     for (int k = 0; k < columns; k++)

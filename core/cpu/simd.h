@@ -13,6 +13,7 @@
 //   vf_fma(a, b, c)              a*b + c; rounded once on avx2 and avx512, twice in the plain build
 //                                (which is therefore not bit-equal to the others)
 //   comparisons                  false where either side is NaN, except vf_ne: true
+//   vf_store_bf16_exact          for numbers that bf16 holds, and NaN
 //   *_n(pointer, n)              touches the first n lanes only, 0 <= n <= VF_LANES; a load fills
 //                                the other lanes with 0
 //   vf_sum, vf_maxall            a fixed order: halves are folded onto each other
@@ -203,6 +204,11 @@ VF_INLINE void vf_store_bf16_n(uint16_t *p, vf a, int n)
   _mm256_mask_storeu_epi16(p, vm_first(n), vf_narrow_bf16_(a));
 }
 
+VF_INLINE void vf_store_bf16_exact(uint16_t *p, vf a)
+{
+  _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)a, 16)));
+}
+
 #elif defined(ENG_ISA_avx2)
 // ------------------------------------------------------------------ AVX2 with FMA and F16C
 
@@ -286,15 +292,19 @@ VF_INLINE vf vf_load_bf16(const uint16_t *p)
   return vf_widen_bf16_(_mm_loadu_si128((const __m128i *)p));
 }
 VF_INLINE vf vf_load_bf16_n(const uint16_t *p, int n) { return vf_widen_bf16_(vf_halves_(p, n)); }
+VF_INLINE __m128i vf_narrow_words_(vi a)
+{
+  // lanes 0123 0123 | 4567 4567
+  __m256i packed = _mm256_packus_epi32((__m256i)a, (__m256i)a);
+  return _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
+}
 VF_INLINE __m128i vf_narrow_bf16_(vf a)
 {
   vi u = (vi)a, top = vi_shr(u, 16);
   vi rounded = vi_shr(vi_add(u, (top & 1) + 0x7FFF), 16);
   vi nan = (vi)_mm256_cmp_ps(a, a, _CMP_UNORD_Q);
   rounded = vi_select(nan, top | 0x40, rounded);
-  // lanes 0123 0123 | 4567 4567
-  __m256i packed = _mm256_packus_epi32((__m256i)rounded, (__m256i)rounded);
-  return _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
+  return vf_narrow_words_(rounded);
 }
 VF_INLINE void vf_store_bf16(uint16_t *p, vf a)
 {
@@ -303,6 +313,10 @@ VF_INLINE void vf_store_bf16(uint16_t *p, vf a)
 VF_INLINE void vf_store_bf16_n(uint16_t *p, vf a, int n)
 {
   vf_put_halves_(p, vf_narrow_bf16_(a), n);
+}
+VF_INLINE void vf_store_bf16_exact(uint16_t *p, vf a)
+{
+  _mm_storeu_si128((__m128i *)p, vf_narrow_words_(vi_shr((vi)a, 16)));
 }
 
 #else
@@ -409,6 +423,7 @@ VF_INLINE void vf_store_bf16_n(uint16_t *p, vf a, int n)
   vi h = vf_narrow_bf16_(a);
   for (int l = 0; l < n; l++) p[l] = (uint16_t)h[l];
 }
+VF_INLINE void vf_store_bf16_exact(uint16_t *p, vf a)    { vf_put_halves_(p, vi_shr((vi)a, 16)); }
 #endif
 
 VF_INLINE bool vm_any(vm a)                { return vm_bits(a) != 0; }

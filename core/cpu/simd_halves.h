@@ -1,0 +1,81 @@
+// Vectors of 16-bit numbers, HALVES at a time: f16 and bf16 compared as integers, and bf16 numbers
+// split into the even and the odd ones, which are two vectors of floats. Included by the
+// quantizers, once per instruction set. Owns nothing.
+#pragma once
+
+#include "simd.h"
+
+enum { HALVES = 2 * VF_LANES };
+typedef uint16_t vh __attribute__((vector_size(4 * VF_LANES), may_alias));
+VF_INLINE vh vh_load(const uint16_t *p)    { vh a; memcpy(&a, p, sizeof a); return a; }
+VF_INLINE void vh_store(uint16_t *p, vh a) { memcpy(p, &a, sizeof a); }
+// The first n halves, 0 <= n < HALVES, and zeros.
+VF_INLINE vh vh_load_n(const uint16_t *p, int64_t n)
+{
+#if defined(ENG_ISA_avx512)
+  return (vh)_mm512_maskz_loadu_epi16((1u << n) - 1, p);
+#else
+  vh a = {0};
+  memcpy(&a, p, (size_t)n * sizeof *p);
+  return a;
+#endif
+}
+VF_INLINE vh vh_larger(vh a, vh b)
+{
+#if defined(ENG_ISA_avx512)
+  return (vh)_mm512_max_epu16((__m512i)a, (__m512i)b);
+#elif defined(ENG_ISA_avx2)
+  return (vh)_mm256_max_epu16((__m256i)a, (__m256i)b);
+#else
+  vh m = (vh)(a > b);
+  return (m & a) | (~m & b);
+#endif
+}
+VF_INLINE uint16_t vh_across(vh a)
+{
+#if defined(ENG_ISA_avx512) || defined(ENG_ISA_avx2)
+#if defined(ENG_ISA_avx512)
+  __m256i x =
+    _mm256_max_epu16(_mm512_castsi512_si256((__m512i)a), _mm512_extracti64x4_epi64((__m512i)a, 1));
+#else
+  __m256i x = (__m256i)a;
+#endif
+  __m128i y = _mm_max_epu16(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+  return (uint16_t)~_mm_extract_epi16(_mm_minpos_epu16(_mm_xor_si128(y, _mm_set1_epi16(-1))), 0);
+#else
+  uint16_t most = 0;
+  for (int l = 0; l < HALVES; l++) most = a[l] > most ? a[l] : most;
+  return most;
+#endif
+}
+
+/// Stores the low byte of each half.
+VF_INLINE void vh_put_bytes(uint8_t *p, vh code)
+{
+#if defined(ENG_ISA_avx512)
+  _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi16_epi8((__m512i)code));
+#else
+  for (int l = 0; l < HALVES; l++) p[l] = (uint8_t)code[l];
+#endif
+}
+
+/// a in the lower half of the lanes, b in the upper.
+VF_INLINE vf vf_set2(float a, float b)
+{
+  return vf_select(vm_first(VF_LANES / 2), vf_set1(a), vf_set1(b));
+}
+/// The even and the odd ones of 2 * VF_LANES floats.
+VF_INLINE void vf_deinterleave(vf to[2], const float *p)
+{
+  vf a = vf_load(p), b = vf_load(p + VF_LANES);
+#if defined(ENG_ISA_avx512)
+  to[0] = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  to[1] = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+#elif defined(ENG_ISA_avx2)
+  to[0] = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14);
+  to[1] = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
+#else
+  to[0] = __builtin_shufflevector(a, b, 0, 2, 4, 6);
+  to[1] = __builtin_shufflevector(a, b, 1, 3, 5, 7);
+#endif
+}
