@@ -73,16 +73,6 @@ static void survey_task(const void *context, int64_t t)
 
 // ------------------------------------------------------------------ rounding
 
-// Elements first .. first + n - 1 of x, n <= VF_LANES, and zeros.
-VF_INLINE vf lanes_of(const void *x, int dtype, int64_t first, int n)
-{
-  const float *f = (const float *)x + first;
-  const uint16_t *h = (const uint16_t *)x + first;
-  if (dtype == ENG_bf16) return n == VF_LANES ? vf_load_bf16(h) : vf_load_bf16_n(h, n);
-  if (dtype == ENG_f32) return n == VF_LANES ? vf_load(f) : vf_load_n(f, n);
-  return n == VF_LANES ? vf_load_f16(h) : vf_load_f16_n(h, n);
-}
-
 /// The codes of y and their values, rounded to nearest even; with `random`, stochastically by u in
 /// [0, 1), as mx_code_stochastic does. `nan` says whether y may hold NaN. Let 2^e be the power of
 /// two at or below |y|, or that of the lowest normal number for subnormals. Adding 2^(e + drop)
@@ -141,7 +131,7 @@ typedef struct strip {
 VF_INLINE void encode_lanes(void *to, const strip *s, int c, const int n, vf by, vf scale,
                             const bool values, const bool random, const mx_format f)
 {
-  vf y = vf_mul(lanes_of(s->x, s->dtype, s->first + c, n), by), u = vf_zero(), v;
+  vf y = vf_mul(vf_read(s->x, s->dtype, s->first + c, n), by), u = vf_zero(), v;
   vi code;
   if (random)   // mx_uniform
     u = vf_mul(vi_to_vf(vi_shr(vi_load((const int32_t *)s->word + c), 32 - s->sr_bits)),
@@ -397,7 +387,7 @@ static void choose_scales(const side *s, const void *x, int64_t first, int64_t s
         vf by = vf_set1((four ? four_factor : factor)[j]),
            scale = vf_set1((four ? four_unit : unit)[j]);
         for (int c = 0; c < deep; c += VF_LANES) {
-          vf elements = lanes_of(x, s->dtype, first + r * stride + c0 + c,
+          vf elements = vf_read(x, s->dtype, first + r * stride + c0 + c,
                                  (int)smaller(VF_LANES, deep - c));
           vf_store(off + c, errors_of(elements, by, scale, vf_set1(s->amax),
                                       a->rule == ENG_MX_FOUR_OVER_SIX_MSE));
@@ -428,7 +418,7 @@ static void choose_columns(const side *s, int64_t first, int deep, const float *
     vf six = vf_zero(), four = vf_zero(), whole = vf_set1(s->amax), by = vf_load(factor + c),
        scale = vf_load(unit + c), by4 = vf_load(four_factor + c), scale4 = vf_load(four_unit + c);
     for (int k = 0; k < deep; k++) {
-      vf value = lanes_of(s->x, s->dtype, first + k * s->rows + c, (int)smaller(VF_LANES, n - c));
+      vf value = vf_read(s->x, s->dtype, first + k * s->rows + c, (int)smaller(VF_LANES, n - c));
       six = vf_add(six, errors_of(value, by, scale, whole, squared));
       four = vf_add(four, errors_of(value, by4, scale4, whole, squared));
     }
@@ -561,11 +551,11 @@ static bool measure_columns(float *amax, const side *s, int64_t first, int deep,
     vh_store(halves + c, top);
   }
   for (int done = 0; done < c; done += VF_LANES)
-    vf_store(amax + done, lanes_of(halves, s->dtype, done, VF_LANES));
+    vf_store(amax + done, vf_read(halves, s->dtype, done, VF_LANES));
   for (; c < n; c += VF_LANES) {
     vi top = {0};
     for (int k = 0; k < deep; k++)
-      top = vi_larger_(top, magnitudes(lanes_of(s->x, s->dtype, first + k * s->rows + c,
+      top = vi_larger_(top, magnitudes(vf_read(s->x, s->dtype, first + k * s->rows + c,
                                                 (int)smaller(VF_LANES, n - c))));
     vf_store(amax + c, (vf)top);
   }

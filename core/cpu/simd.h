@@ -5,7 +5,7 @@
 // elementary functions are in vmath.h. Included by the kernel files of cpu/ only. Owns nothing.
 //
 // vf   VF_LANES floats           vi   as many int32
-// vm   a mask, one flag per lane
+// vm   a mask, one flag per lane   vf16 VF_LANES numbers of 16 bits
 //
 // Rules that hold on every instruction set:
 //   vf_min(a, b), vf_max(a, b)   give b where either is NaN, and where both are zero: a value whose
@@ -13,9 +13,9 @@
 //   vf_fma(a, b, c)              a*b + c; rounded once on avx2 and avx512, twice in the plain build
 //                                (which is therefore not bit-equal to the others)
 //   comparisons                  false where either side is NaN, except vf_ne: true
-//   vf_store_bf16_exact          for numbers that bf16 holds, and NaN
 //   *_n(pointer, n)              touches the first n lanes only, 0 <= n <= VF_LANES; a load fills
-//                                the other lanes with 0
+//                                the other lanes with 0; n = VF_LANES costs no more than a plain
+//                                load or store
 //   vf_sum, vf_maxall            a fixed order: halves are folded onto each other
 #pragma once
 
@@ -90,6 +90,12 @@ VF_INLINE vm vm_not(vm a)                  { return (vm)~a; }
 #if !defined(ENG_ISA_avx512)
 VF_INLINE vm vi_gt(vi a, vi b)             { return a > b; }
 VF_INLINE vm vi_eq(vi a, vi b)             { return a == b; }
+VF_INLINE vm vf_lt(vf a, vf b)             { return (vm)(a < b); }
+VF_INLINE vm vf_le(vf a, vf b)             { return (vm)(a <= b); }
+VF_INLINE vm vf_gt(vf a, vf b)             { return (vm)(a > b); }
+VF_INLINE vm vf_ge(vf a, vf b)             { return (vm)(a >= b); }
+VF_INLINE vm vf_eq(vf a, vf b)             { return (vm)(a == b); }
+VF_INLINE vm vf_ne(vf a, vf b)             { return (vm)(a != b); }
 VF_INLINE vi vi_select(vm m, vi a, vi b)   { return (m & a) | (~m & b); }
 VF_INLINE vi vi_larger_(vi a, vi b)
 {
@@ -101,6 +107,23 @@ VF_INLINE vi vi_larger_(vi a, vi b)
 }
 #endif
 
+#if !defined(ENG_ISA_plain)
+// Halves are folded onto each other.
+VF_INLINE float sum8_(__m256 a)
+{
+  __m128 y = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  y = _mm_add_ps(y, _mm_movehl_ps(y, y));
+  return _mm_cvtss_f32(_mm_add_ss(y, _mm_movehdup_ps(y)));
+}
+
+VF_INLINE float max8_(__m256 a)
+{
+  __m128 y = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  y = _mm_max_ps(y, _mm_movehl_ps(y, y));
+  return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
+}
+#endif
+
 #if defined(ENG_ISA_avx512)
 // ------------------------------------------------------------------ AVX-512
 
@@ -108,8 +131,8 @@ VF_INLINE vm vm_first(int n)               { return (vm)((1u << n) - 1u); }
 /// One bit per lane, lane 0 lowest.
 VF_INLINE uint32_t vm_bits(vm a)           { return a; }
 
-VF_INLINE vf vf_load(const float *p)                { return _mm512_loadu_ps(p); }
-VF_INLINE void vf_store(float *p, vf a)             { _mm512_storeu_ps(p, a); }
+VF_INLINE vf vf_load(const float *p)       { return _mm512_loadu_ps(p); }
+VF_INLINE void vf_store(float *p, vf a)    { _mm512_storeu_ps(p, a); }
 VF_INLINE vf vf_load_n(const float *p, int n) { return _mm512_maskz_loadu_ps(vm_first(n), p); }
 VF_INLINE void vf_store_n(float *p, vf a, int n)    { _mm512_mask_storeu_ps(p, vm_first(n), a); }
 
@@ -139,53 +162,32 @@ VF_INLINE vi vi_select(vm m, vi a, vi b)
 /// The larger of each pair of lanes.
 VF_INLINE vi vi_larger_(vi a, vi b) { return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b); }
 
-VF_INLINE float vf_sum(vf a)
-{
-  __m256 x = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
-  __m128 y = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
-  y = _mm_add_ps(y, _mm_movehl_ps(y, y));
-  return _mm_cvtss_f32(_mm_add_ss(y, _mm_movehdup_ps(y)));
-}
+VF_INLINE __m256 low_(vf a)                { return _mm512_castps512_ps256(a); }
+VF_INLINE __m256 high_(vf a)               { return _mm512_extractf32x8_ps(a, 1); }
+VF_INLINE float vf_sum(vf a)               { return sum8_(_mm256_add_ps(low_(a), high_(a))); }
+VF_INLINE float vf_maxall(vf a)            { return max8_(_mm256_max_ps(low_(a), high_(a))); }
 
-VF_INLINE float vf_maxall(vf a)
+typedef __m256i vf16;
+VF_INLINE vf16 vf16_of_words_(vi a)        { return _mm512_cvtepi32_epi16((__m512i)a); }
+VF_INLINE vf16 vf16_load_n_(const uint16_t *p, int n)
 {
-  __m256 x = _mm256_max_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
-  __m128 y = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
-  y = _mm_max_ps(y, _mm_movehl_ps(y, y));
-  return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
+  return _mm256_maskz_loadu_epi16(vm_first(n), p);
 }
-
-VF_INLINE vf vf_load_f16(const uint16_t *p)
+VF_INLINE void vf16_store_n_(uint16_t *p, vf16 h, int n)
 {
-  return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+  _mm256_mask_storeu_epi16(p, vm_first(n), h);
 }
-VF_INLINE vf vf_load_f16_n(const uint16_t *p, int n)
+VF_INLINE vf vf_widen_f16_(vf16 h)       { return _mm512_cvtph_ps(h); }
+VF_INLINE vf16 vf_narrow_f16_(vf a)
 {
-  return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(vm_first(n), p));
+  return _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT);
 }
-VF_INLINE void vf_store_f16(uint16_t *p, vf a)
-{
-  _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
-}
-VF_INLINE void vf_store_f16_n(uint16_t *p, vf a, int n)
-{
-  _mm256_mask_storeu_epi16(p, vm_first(n), _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
-}
-
-VF_INLINE vf vf_widen_bf16_(__m256i h)
+VF_INLINE vf vf_widen_bf16_(vf16 h)
 {
   return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16);
 }
-VF_INLINE vf vf_load_bf16(const uint16_t *p)
-{
-  return vf_widen_bf16_(_mm256_loadu_si256((const __m256i *)p));
-}
-VF_INLINE vf vf_load_bf16_n(const uint16_t *p, int n)
-{
-  return vf_widen_bf16_(_mm256_maskz_loadu_epi16(vm_first(n), p));
-}
 // The processor's own conversion, vcvtneps2bf16, is not used: it flushes subnormals to zero.
-VF_INLINE __m256i vf_narrow_bf16_(vf a)
+VF_INLINE vf16 vf_narrow_bf16_(vf a)
 {
   __m512i u = (__m512i)a, top = _mm512_srli_epi32(u, 16);
   __m512i even =
@@ -193,20 +195,7 @@ VF_INLINE __m256i vf_narrow_bf16_(vf a)
   __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(u, even), 16);
   rounded = _mm512_mask_or_epi32(rounded, _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), top,
                                  _mm512_set1_epi32(0x40));
-  return _mm512_cvtepi32_epi16(rounded);
-}
-VF_INLINE void vf_store_bf16(uint16_t *p, vf a)
-{
-  _mm256_storeu_si256((__m256i *)p, vf_narrow_bf16_(a));
-}
-VF_INLINE void vf_store_bf16_n(uint16_t *p, vf a, int n)
-{
-  _mm256_mask_storeu_epi16(p, vm_first(n), vf_narrow_bf16_(a));
-}
-
-VF_INLINE void vf_store_bf16_exact(uint16_t *p, vf a)
-{
-  _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)a, 16)));
+  return vf16_of_words_((vi)rounded);
 }
 
 #elif defined(ENG_ISA_avx2)
@@ -215,15 +204,16 @@ VF_INLINE void vf_store_bf16_exact(uint16_t *p, vf a)
 VF_INLINE vm vm_first(int n)               { return (vi){0, 1, 2, 3, 4, 5, 6, 7} < n; }
 VF_INLINE uint32_t vm_bits(vm a)           { return (uint32_t)_mm256_movemask_ps((__m256)a); }
 
-VF_INLINE vf vf_load(const float *p)                { return _mm256_loadu_ps(p); }
-VF_INLINE void vf_store(float *p, vf a)             { _mm256_storeu_ps(p, a); }
+VF_INLINE vf vf_load(const float *p)       { return _mm256_loadu_ps(p); }
+VF_INLINE void vf_store(float *p, vf a)    { _mm256_storeu_ps(p, a); }
 VF_INLINE vf vf_load_n(const float *p, int n)
 {
-  return _mm256_maskload_ps(p, (__m256i)vm_first(n));
+  return n == VF_LANES ? vf_load(p) : _mm256_maskload_ps(p, (__m256i)vm_first(n));
 }
 VF_INLINE void vf_store_n(float *p, vf a, int n)
 {
-  _mm256_maskstore_ps(p, (__m256i)vm_first(n), a);
+  if (n == VF_LANES) vf_store(p, a);
+  else _mm256_maskstore_ps(p, (__m256i)vm_first(n), a);
 }
 
 VF_INLINE vf vf_fma(vf a, vf b, vf c)      { return _mm256_fmadd_ps(a, b, c); }
@@ -234,89 +224,52 @@ VF_INLINE vf vf_rint(vf a)                 { return _mm256_round_ps(a, 8); }
 VF_INLINE vi vf_to_vi(vf a)                { return (vi)_mm256_cvttps_epi32(a); }
 VF_INLINE vf vi_to_vf(vi a)                { return _mm256_cvtepi32_ps((__m256i)a); }
 
-VF_INLINE vm vf_lt(vf a, vf b)             { return (vm)_mm256_cmp_ps(a, b, _CMP_LT_OQ); }
-VF_INLINE vm vf_le(vf a, vf b)             { return (vm)_mm256_cmp_ps(a, b, _CMP_LE_OQ); }
-VF_INLINE vm vf_gt(vf a, vf b)             { return (vm)_mm256_cmp_ps(a, b, _CMP_GT_OQ); }
-VF_INLINE vm vf_ge(vf a, vf b)             { return (vm)_mm256_cmp_ps(a, b, _CMP_GE_OQ); }
-VF_INLINE vm vf_eq(vf a, vf b)             { return (vm)_mm256_cmp_ps(a, b, _CMP_EQ_OQ); }
-VF_INLINE vm vf_ne(vf a, vf b)             { return (vm)_mm256_cmp_ps(a, b, _CMP_NEQ_UQ); }
 VF_INLINE vf vf_select(vm m, vf a, vf b)   { return _mm256_blendv_ps(b, a, (__m256)m); }
 
-VF_INLINE float vf_sum(vf a)
-{
-  __m128 y = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-  y = _mm_add_ps(y, _mm_movehl_ps(y, y));
-  return _mm_cvtss_f32(_mm_add_ss(y, _mm_movehdup_ps(y)));
-}
+VF_INLINE float vf_sum(vf a)               { return sum8_(a); }
+VF_INLINE float vf_maxall(vf a)            { return max8_(a); }
 
-VF_INLINE float vf_maxall(vf a)
-{
-  __m128 y = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-  y = _mm_max_ps(y, _mm_movehl_ps(y, y));
-  return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
-}
-
-VF_INLINE __m128i vf_halves_(const uint16_t *p, int n)
-{
-  uint16_t lane[8] = {0};
-  for (int i = 0; i < n; i++) lane[i] = p[i];
-  return _mm_loadu_si128((const __m128i *)lane);
-}
-VF_INLINE void vf_put_halves_(uint16_t *p, __m128i h, int n)
-{
-  uint16_t lane[8];
-  _mm_storeu_si128((__m128i *)lane, h);
-  for (int i = 0; i < n; i++) p[i] = lane[i];
-}
-
-VF_INLINE vf vf_load_f16(const uint16_t *p)
-{
-  return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
-}
-VF_INLINE vf vf_load_f16_n(const uint16_t *p, int n) { return _mm256_cvtph_ps(vf_halves_(p, n)); }
-VF_INLINE void vf_store_f16(uint16_t *p, vf a)
-{
-  _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
-}
-VF_INLINE void vf_store_f16_n(uint16_t *p, vf a, int n)
-{
-  vf_put_halves_(p, _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT), n);
-}
-
-VF_INLINE vf vf_widen_bf16_(__m128i h)
-{
-  return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16);
-}
-VF_INLINE vf vf_load_bf16(const uint16_t *p)
-{
-  return vf_widen_bf16_(_mm_loadu_si128((const __m128i *)p));
-}
-VF_INLINE vf vf_load_bf16_n(const uint16_t *p, int n) { return vf_widen_bf16_(vf_halves_(p, n)); }
-VF_INLINE __m128i vf_narrow_words_(vi a)
+typedef __m128i vf16;
+// The low halves of words below 2^16.
+VF_INLINE vf16 vf16_of_words_(vi a)
 {
   // lanes 0123 0123 | 4567 4567
   __m256i packed = _mm256_packus_epi32((__m256i)a, (__m256i)a);
   return _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
 }
-VF_INLINE __m128i vf_narrow_bf16_(vf a)
+VF_INLINE vf16 vf16_load_n_(const uint16_t *p, int n)
+{
+  if (n == VF_LANES) return _mm_loadu_si128((const __m128i *)p);
+  uint16_t lane[8] = {0};
+  for (int i = 0; i < n; i++) lane[i] = p[i];
+  return _mm_loadu_si128((const __m128i *)lane);
+}
+VF_INLINE void vf16_store_n_(uint16_t *p, vf16 h, int n)
+{
+  uint16_t lane[8];
+  if (n == VF_LANES) {
+    _mm_storeu_si128((__m128i *)p, h);
+    return;
+  }
+  _mm_storeu_si128((__m128i *)lane, h);
+  for (int i = 0; i < n; i++) p[i] = lane[i];
+}
+VF_INLINE vf vf_widen_f16_(vf16 h)       { return _mm256_cvtph_ps(h); }
+VF_INLINE vf16 vf_narrow_f16_(vf a)
+{
+  return _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT);
+}
+VF_INLINE vf vf_widen_bf16_(vf16 h)
+{
+  return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16);
+}
+VF_INLINE vf16 vf_narrow_bf16_(vf a)
 {
   vi u = (vi)a, top = vi_shr(u, 16);
   vi rounded = vi_shr(vi_add(u, (top & 1) + 0x7FFF), 16);
   vi nan = (vi)_mm256_cmp_ps(a, a, _CMP_UNORD_Q);
   rounded = vi_select(nan, top | 0x40, rounded);
-  return vf_narrow_words_(rounded);
-}
-VF_INLINE void vf_store_bf16(uint16_t *p, vf a)
-{
-  _mm_storeu_si128((__m128i *)p, vf_narrow_bf16_(a));
-}
-VF_INLINE void vf_store_bf16_n(uint16_t *p, vf a, int n)
-{
-  vf_put_halves_(p, vf_narrow_bf16_(a), n);
-}
-VF_INLINE void vf_store_bf16_exact(uint16_t *p, vf a)
-{
-  _mm_storeu_si128((__m128i *)p, vf_narrow_words_(vi_shr((vi)a, 16)));
+  return vf16_of_words_(rounded);
 }
 
 #else
@@ -328,23 +281,22 @@ VF_INLINE uint32_t vm_bits(vm a)
   return (uint32_t)((a[0] & 1) | (a[1] & 2) | (a[2] & 4) | (a[3] & 8));
 }
 
-VF_INLINE vf vf_load(const float *p)                { vf a; memcpy(&a, p, sizeof a); return a; }
-VF_INLINE void vf_store(float *p, vf a)             { memcpy(p, &a, sizeof a); }
+VF_INLINE vf vf_load(const float *p)       { vf a; memcpy(&a, p, sizeof a); return a; }
+VF_INLINE void vf_store(float *p, vf a)    { memcpy(p, &a, sizeof a); }
 VF_INLINE vf vf_load_n(const float *p, int n)
 {
+  if (n == VF_LANES) return vf_load(p);
   vf a = {0};
   for (int i = 0; i < n; i++) a[i] = p[i];
   return a;
 }
-VF_INLINE void vf_store_n(float *p, vf a, int n)    { for (int i = 0; i < n; i++) p[i] = a[i]; }
+VF_INLINE void vf_store_n(float *p, vf a, int n)
+{
+  if (n == VF_LANES) vf_store(p, a);
+  else for (int i = 0; i < n; i++) p[i] = a[i];
+}
 
 VF_INLINE vf vf_select(vm m, vf a, vf b)   { return (vf)((m & (vi)a) | (~m & (vi)b)); }
-VF_INLINE vm vf_lt(vf a, vf b)             { return (vm)(a < b); }
-VF_INLINE vm vf_le(vf a, vf b)             { return (vm)(a <= b); }
-VF_INLINE vm vf_gt(vf a, vf b)             { return (vm)(a > b); }
-VF_INLINE vm vf_ge(vf a, vf b)             { return (vm)(a >= b); }
-VF_INLINE vm vf_eq(vf a, vf b)             { return (vm)(a == b); }
-VF_INLINE vm vf_ne(vf a, vf b)             { return (vm)(a != b); }
 
 VF_INLINE vf vf_fma(vf a, vf b, vf c)      { return a * b + c; }
 VF_INLINE vf vf_max(vf a, vf b)            { return vf_select(a > b, a, b); }
@@ -366,12 +318,20 @@ VF_INLINE float vf_maxall(vf a)
   return x > y ? x : y;
 }
 
-VF_INLINE vi vf_halves_(const uint16_t *p)               { return (vi){p[0], p[1], p[2], p[3]}; }
-VF_INLINE void vf_put_halves_(uint16_t *p, vi h)
+typedef vi vf16;   // each in the low half of a lane
+VF_INLINE vf16 vf16_of_words_(vi a)        { return a; }
+VF_INLINE vf16 vf16_load_n_(const uint16_t *p, int n)
 {
-  for (int l = 0; l < VF_LANES; l++) p[l] = (uint16_t)h[l];
+  if (n == VF_LANES) return (vi){p[0], p[1], p[2], p[3]};
+  uint16_t lane[4] = {0};
+  for (int l = 0; l < n; l++) lane[l] = p[l];
+  return (vi){lane[0], lane[1], lane[2], lane[3]};
 }
-VF_INLINE vf vf_widen_f16_(vi h)
+VF_INLINE void vf16_store_n_(uint16_t *p, vf16 h, int n)
+{
+  for (int l = 0; l < n; l++) p[l] = (uint16_t)h[l];
+}
+VF_INLINE vf vf_widen_f16_(vf16 h)
 {
   vi magnitude = h & 0x7FFF, sign = vi_shl(h & 0x8000, 16);
   vi normal = vi_shl(magnitude, 13) + 0x38000000;
@@ -382,7 +342,7 @@ VF_INLINE vf vf_widen_f16_(vi h)
     vi_select(magnitude < 0x0400, (vi)subnormal, vi_select(magnitude >= 0x7C00, special, normal));
   return (vf)(result | sign);
 }
-VF_INLINE vi vf_narrow_f16_(vf a)
+VF_INLINE vf16 vf_narrow_f16_(vf a)
 {
   vi bits = (vi)a, magnitude = bits & 0x7FFFFFFF, sign = vi_shr(bits, 16) & 0x8000;
   vi normal = vi_shr(vi_add(magnitude, (vi_shr(magnitude, 13) & 1) + (0xFFF - 0x38000000)), 13);
@@ -395,36 +355,60 @@ VF_INLINE vi vf_narrow_f16_(vf a)
               vi_select(magnitude >= 0x477FF000, (vi){0x7C00, 0x7C00, 0x7C00, 0x7C00}, normal));
   return vi_select(magnitude > 0x7F800000, nan, result) | sign;
 }
-VF_INLINE vi vf_narrow_bf16_(vf a)
+VF_INLINE vf vf_widen_bf16_(vf16 h)      { return (vf)vi_shl(h, 16); }
+VF_INLINE vf16 vf_narrow_bf16_(vf a)
 {
   vi bits = (vi)a, top = vi_shr(bits, 16), rounded = vi_shr(vi_add(bits, (top & 1) + 0x7FFF), 16);
   return vi_select((bits & 0x7FFFFFFF) > 0x7F800000, top | 0x40, rounded);
 }
-VF_INLINE vi vf_halves_n_(const uint16_t *p, int n)
-{
-  uint16_t h[4] = {0};
-  for (int l = 0; l < n; l++) h[l] = p[l];
-  return vf_halves_(h);
-}
+#endif
 
-VF_INLINE vf vf_load_f16(const uint16_t *p)              { return vf_widen_f16_(vf_halves_(p)); }
-VF_INLINE vf vf_load_f16_n(const uint16_t *p, int n) { return vf_widen_f16_(vf_halves_n_(p, n)); }
-VF_INLINE void vf_store_f16(uint16_t *p, vf a)           { vf_put_halves_(p, vf_narrow_f16_(a)); }
+// ------------------------------------------------------------------ any format
+
+VF_INLINE vf vf_load_f16_n(const uint16_t *p, int n) { return vf_widen_f16_(vf16_load_n_(p, n)); }
+VF_INLINE vf vf_load_bf16_n(const uint16_t *p, int n)
+{
+  return vf_widen_bf16_(vf16_load_n_(p, n));
+}
 VF_INLINE void vf_store_f16_n(uint16_t *p, vf a, int n)
 {
-  vi h = vf_narrow_f16_(a);
-  for (int l = 0; l < n; l++) p[l] = (uint16_t)h[l];
+  vf16_store_n_(p, vf_narrow_f16_(a), n);
 }
-VF_INLINE vf vf_load_bf16(const uint16_t *p)             { return (vf)vi_shl(vf_halves_(p), 16); }
-VF_INLINE vf vf_load_bf16_n(const uint16_t *p, int n) { return (vf)vi_shl(vf_halves_n_(p, n), 16); }
-VF_INLINE void vf_store_bf16(uint16_t *p, vf a)          { vf_put_halves_(p, vf_narrow_bf16_(a)); }
 VF_INLINE void vf_store_bf16_n(uint16_t *p, vf a, int n)
 {
-  vi h = vf_narrow_bf16_(a);
-  for (int l = 0; l < n; l++) p[l] = (uint16_t)h[l];
+  vf16_store_n_(p, vf_narrow_bf16_(a), n);
 }
-VF_INLINE void vf_store_bf16_exact(uint16_t *p, vf a)    { vf_put_halves_(p, vi_shr((vi)a, 16)); }
-#endif
+/// Stores numbers that bf16 holds, or NaN.
+VF_INLINE void vf_store_bf16_exact(uint16_t *p, vf a)
+{
+  vf16_store_n_(p, vf16_of_words_(vi_shr((vi)a, 16)), VF_LANES);
+}
+VF_INLINE vf vf_load_f16(const uint16_t *p)           { return vf_load_f16_n(p, VF_LANES); }
+VF_INLINE vf vf_load_bf16(const uint16_t *p)          { return vf_load_bf16_n(p, VF_LANES); }
+VF_INLINE void vf_store_f16(uint16_t *p, vf a)        { vf_store_f16_n(p, a, VF_LANES); }
+VF_INLINE void vf_store_bf16(uint16_t *p, vf a)       { vf_store_bf16_n(p, a, VF_LANES); }
+
+/// n numbers of f32, f16 or bf16, from element `at` of `data` on. For speed, callers pass a
+/// constant dtype.
+VF_INLINE vf vf_read(const void *data, const int dtype, int64_t at, int n)
+{
+  if (dtype == ENG_f32) return vf_load_n((const float *)data + at, n);
+  const uint16_t *half = (const uint16_t *)data + at;
+  return dtype == ENG_f16 ? vf_load_f16_n(half, n) : vf_load_bf16_n(half, n);
+}
+/// The reverse, rounded to nearest even.
+VF_INLINE void vf_write(void *data, const int dtype, int64_t at, vf x, int n)
+{
+  if (dtype == ENG_f32) vf_store_n((float *)data + at, x, n);
+  else if (dtype == ENG_f16) vf_store_f16_n((uint16_t *)data + at, x, n);
+  else vf_store_bf16_n((uint16_t *)data + at, x, n);
+}
+
+/// x with `fill` in the lanes from n on.
+VF_INLINE vf vf_padded(vf x, int n, vf fill)
+{
+  return n == VF_LANES ? x : vf_select(vm_first(n), x, fill);
+}
 
 VF_INLINE bool vm_any(vm a)                { return vm_bits(a) != 0; }
 VF_INLINE vm vf_isnan(vf a)
@@ -438,6 +422,42 @@ VF_INLINE vm vf_isinf(vf a)
 
 #include "simd_fp8.h"
 
+/// Runs the statements for each vector of n elements. `i` is the vector's first element. `lanes` is
+/// the number of its elements: the constant VF_LANES, except in an incomplete last vector.
+#define FOR_VECTORS(i, n, ...)                                                              \
+  do {                                                                                      \
+    int64_t i = 0, n_ = (n);                                                                \
+    for (; i + VF_LANES <= n_; i += VF_LANES) {                                             \
+      enum { lanes = VF_LANES };                                                            \
+      __VA_ARGS__                                                                           \
+    }                                                                                       \
+    if (i < n_) {                                                                           \
+      const int lanes = (int)(n_ - i);                                                      \
+      __VA_ARGS__                                                                           \
+    }                                                                                       \
+  } while (0)
+
+/// y[0..n) = expression, in which a (and b) stand for the vectors of pa (and pb).
+#define MAP1(y, pa, n, expression)                                                          \
+  do {                                                                                      \
+    float *y_ = (y);                                                                        \
+    const float *pa_ = (pa);                                                                \
+    FOR_VECTORS(i_, n, {                                                                    \
+      vf a = vf_load_n(pa_ + i_, lanes);                                                    \
+      vf_store_n(y_ + i_, expression, lanes);                                               \
+    });                                                                                     \
+  } while (0)
+
+#define MAP2(y, pa, pb, n, expression)                                                      \
+  do {                                                                                      \
+    float *y_ = (y);                                                                        \
+    const float *pa_ = (pa), *pb_ = (pb);                                                   \
+    FOR_VECTORS(i_, n, {                                                                    \
+      vf a = vf_load_n(pa_ + i_, lanes), b = vf_load_n(pb_ + i_, lanes);                    \
+      vf_store_n(y_ + i_, expression, lanes);                                               \
+    });                                                                                     \
+  } while (0)
+
 // ------------------------------------------------------------------ tiles
 
 enum { TILE = 512 };   // floats in a tile buffer: 2 KiB, so that several fit in the L1 cache
@@ -448,20 +468,14 @@ VF_INLINE bool dtype_is_fast(int d) { return d == ENG_f32 || d == ENG_f16 || d =
 VF_INLINE void floats_from(float *restrict to, const void *restrict src, int dtype, int64_t first,
                            int64_t n)
 {
-  int64_t i = 0;
-  if (dtype == ENG_f16) {
-    const uint16_t *p = (const uint16_t *)src + first;
-    for (; i + VF_LANES <= n; i += VF_LANES) vf_store(to + i, vf_load_f16(p + i));
-    if (i < n) vf_store_n(to + i, vf_load_f16_n(p + i, (int)(n - i)), (int)(n - i));
-  } else if (dtype == ENG_bf16) {
-    const uint16_t *p = (const uint16_t *)src + first;
-    for (; i + VF_LANES <= n; i += VF_LANES) vf_store(to + i, vf_load_bf16(p + i));
-    if (i < n) vf_store_n(to + i, vf_load_bf16_n(p + i, (int)(n - i)), (int)(n - i));
-  } else if (dtype == ENG_f32) {
+  if (dtype == ENG_f16)
+    FOR_VECTORS(i, n, vf_store_n(to + i, vf_read(src, ENG_f16, first + i, lanes), lanes););
+  else if (dtype == ENG_bf16)
+    FOR_VECTORS(i, n, vf_store_n(to + i, vf_read(src, ENG_bf16, first + i, lanes), lanes););
+  else if (dtype == ENG_f32)
     memcpy(to, (const float *)src + first, (size_t)n * sizeof(float));
-  } else {
+  else
     fp8_decode(to, (const uint8_t *)src + first, dtype, n);
-  }
 }
 
 /// Converts n floats to contiguous elements of `dst` (fast dtype, or FP8: not saturating), rounded
@@ -469,20 +483,14 @@ VF_INLINE void floats_from(float *restrict to, const void *restrict src, int dty
 VF_INLINE void floats_to(void *restrict dst, int dtype, int64_t first, const float *restrict from,
                          int64_t n)
 {
-  int64_t i = 0;
-  if (dtype == ENG_f16) {
-    uint16_t *p = (uint16_t *)dst + first;
-    for (; i + VF_LANES <= n; i += VF_LANES) vf_store_f16(p + i, vf_load(from + i));
-    if (i < n) vf_store_f16_n(p + i, vf_load_n(from + i, (int)(n - i)), (int)(n - i));
-  } else if (dtype == ENG_bf16) {
-    uint16_t *p = (uint16_t *)dst + first;
-    for (; i + VF_LANES <= n; i += VF_LANES) vf_store_bf16(p + i, vf_load(from + i));
-    if (i < n) vf_store_bf16_n(p + i, vf_load_n(from + i, (int)(n - i)), (int)(n - i));
-  } else if (dtype == ENG_f32) {
+  if (dtype == ENG_f16)
+    FOR_VECTORS(i, n, vf_write(dst, ENG_f16, first + i, vf_load_n(from + i, lanes), lanes););
+  else if (dtype == ENG_bf16)
+    FOR_VECTORS(i, n, vf_write(dst, ENG_bf16, first + i, vf_load_n(from + i, lanes), lanes););
+  else if (dtype == ENG_f32)
     memcpy((float *)dst + first, from, (size_t)n * sizeof(float));
-  } else {
+  else
     fp8_encode((uint8_t *)dst + first, dtype, from, n, false, NULL);
-  }
 }
 
 /// n contiguous elements of `src` as floats, beginning with element `first`: the source itself when
@@ -536,36 +544,5 @@ void tile_store(void *dst, int dtype, int64_t first, const float *values, int n)
   if (dtype == ENG_f32 && values == (const float *)dst + first) return;
   floats_to(dst, dtype, first, values, n);
 }
-
-/// y[0..n) = expression, in which a (and b) stand for the vectors of pa (and pb).
-#define MAP1(y, pa, n, expression)                                                          \
-  do {                                                                                      \
-    float *y_ = (y);                                                                        \
-    const float *pa_ = (pa);                                                                \
-    int n_ = (int)(n), i_ = 0;                                                              \
-    for (; i_ + VF_LANES <= n_; i_ += VF_LANES) {                                           \
-      vf a = vf_load(pa_ + i_);                                                             \
-      vf_store(y_ + i_, expression);                                                        \
-    }                                                                                       \
-    if (i_ < n_) {                                                                          \
-      vf a = vf_load_n(pa_ + i_, n_ - i_);                                                  \
-      vf_store_n(y_ + i_, expression, n_ - i_);                                             \
-    }                                                                                       \
-  } while (0)
-
-#define MAP2(y, pa, pb, n, expression)                                                      \
-  do {                                                                                      \
-    float *y_ = (y);                                                                        \
-    const float *pa_ = (pa), *pb_ = (pb);                                                   \
-    int n_ = (int)(n), i_ = 0;                                                              \
-    for (; i_ + VF_LANES <= n_; i_ += VF_LANES) {                                           \
-      vf a = vf_load(pa_ + i_), b = vf_load(pb_ + i_);                                      \
-      vf_store(y_ + i_, expression);                                                        \
-    }                                                                                       \
-    if (i_ < n_) {                                                                          \
-      vf a = vf_load_n(pa_ + i_, n_ - i_), b = vf_load_n(pb_ + i_, n_ - i_);                \
-      vf_store_n(y_ + i_, expression, n_ - i_);                                             \
-    }                                                                                       \
-  } while (0)
 
 #include "vmath.h"
