@@ -136,7 +136,8 @@ describe("lagged updates", function()
         set:optimizer("adamw")
         return set
       end
-      -- after a first overflow t is 1, although the caller, which does not know yet, passes 2 next
+      -- The first update overflows and is skipped, so the second one has t = 1. The caller does not
+      -- know this yet and passes 2.
       local plain, late = fresh(), fresh()
       local want = updated(plain, 1, 1, { 3 })
       late:write_gradients(gradients(9, 1, inf), "f32")

@@ -118,7 +118,7 @@ describe("layer norm of rows far from 0", function()
               assert(least == 0 and most == 0,
                 ("%s: dweight is %g to %g in form %d"):format(context, least, most, k))
             end
-            if n < 1000 then   -- without eps: 0 times 1 / 0, as in the formula
+            if n < 1000 then   -- with an eps of 0 the formula is 0 * (1 / 0), which is NaN
               for _, got in ipairs(both(x, 0)) do
                 assert(got.y:eq(got.y):to("f32"):sum():item() == 0,
                   context .. ": a number came of 0 / 0")
@@ -143,9 +143,9 @@ describe("layer norm of rows far from 0", function()
           local rstd = 1 / math.sqrt(((wide - mean) * (wide - mean)):mean(-1):min():item())
           for k, got in ipairs(both(x, 1e-9)) do
             local off = (got.y:to("f64") - want):abs():max():item()
-            -- the mean's rounding to f32, which is up to 2^-11 here, times rstd and the weight; and
-            -- the f32 errors of the rest. Sums have no part: such rows, whose variance is small for
-            -- their mean, are summed in f64
+            -- The mean's rounding to f32, up to 2^-11 here, times rstd and the weight, plus the f32
+            -- errors of the other steps. The sums add no error: rows whose variance is small
+            -- compared with their mean are summed in f64.
             local allowed = 2 ^ -11 * rstd * 2 + 1e-5
             assert(off <= allowed, ("%s: %d numbers in %d steps, form %d: off by %g, %g is " ..
               "allowed"):format(set, n, steps, k, off, allowed))

@@ -1,4 +1,4 @@
--- Runs the engine's commands in this process or as processes, and says what is wrong with their
+-- Runs the engine's commands, in this process or as processes, and reports what is wrong with their
 -- output. Used by the fuzzers of this folder.
 local M_ffi = require "engine.base.ffi"
 local helper = require "spec.helper"
@@ -24,7 +24,7 @@ local function text_problem(text)
 end
 
 local room = ffi.new("char[?]", 2 ^ 22)
---- What a terminal would execute in a text, or nil.
+--- Describes the first place in a text that a terminal would execute, or returns nil.
 function M.unsafe(text)
   text = text:gsub("\27%[[%d;]*[mKG]", "")             -- the engine's own colours
   local length = tonumber(C.eng_text_shown(room, 2 ^ 22, text, #text, true))
@@ -34,9 +34,9 @@ function M.unsafe(text)
   return ("unsafe text at byte %d: %q"):format(at, text:sub(math.max(1, at - 40), at + 40))
 end
 
---- Runs f with stdout and stderr caught; returns nil, or what is wrong with the output. A message
---- may begin with a position in a policy's file. If `arguments` contain "attempt to", a message may
---- look like a Lua error.
+--- Runs f with stdout and stderr caught; returns what is wrong with the output, or nil. A message
+--- may begin with a position in a policy's file. If `arguments` contains "attempt to", so may a
+--- message.
 function M.problem_of(f, arguments)
   shown, said = {}, {}
   local began, out, err, write = os.clock(), io.stdout, io.stderr, io.write
@@ -60,7 +60,7 @@ function M.problem_of(f, arguments)
     or not (arguments and arguments:find("attempt to")) and text_problem(text) or nil
 end
 
---- Prints the counts of a fuzzer and ends it: status 1 if something was wrong.
+--- Prints a fuzzer's counts and ends the process, with status 1 if something was wrong.
 function M.finish(name, rounds, wrong)
   print(("%s: %d rounds, %d commands, %d with an error in one line; slowest %.2f s; %d wrong")
     :format(name, rounds, M.count, M.failures, M.slowest, wrong))

@@ -164,7 +164,8 @@ generators.unary_grad = function(try)
   for _, unary in ipairs(UNARY) do
     for _, dtype in ipairs(FLOATS) do
       local function call(x, dy, out)
-        -- slopes are of order one or have a relative error: the error is that of dy
+        -- A slope is near one, or its error is relative to it, so the result's error is measured
+        -- against dy.
         try { inputs = { x, dy }, ints = { engine.op[unary], engine.dtype[out or dtype] }, ulp = 4,
           eps = 4,
           bound = "input", bound_input = 2, note = unary }
@@ -173,8 +174,7 @@ generators.unary_grad = function(try)
       call(listed(dtype, { #list }, list), float(dtype, { #list }, "normal"))
       call(float(dtype, { #list }, "positive"), listed(dtype, { #list }, list))
       for k, kind in ipairs { "normal", "wide", "special", "range" } do
-        -- where the slope alone overflows f32 but is multiplied by a small dy, only double stays
-        -- finite
+        -- These slopes overflow f32. Times a small dy, the reference's result in double is finite.
         if (kind == "range" and unary == "exp") or (kind == "wide" and unary == "rsqrt") then
           kind = "positive"
         end

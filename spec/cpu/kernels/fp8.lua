@@ -86,7 +86,7 @@ generators.quantize = function(try)
       end
     end
   end
-  -- a transposed copy that is written past the caches
+  -- a transposed copy so large that the kernel writes it past the caches
   try { inputs = { float("bf16", { 1536, 1408 }, "normal"), false },
     ints = { engine.dtype.e4m3, 1, 128, 0, 8 }, floats = { -1, 0 }, outputs = 5 }
   if os.getenv("ENGINE_TEST_DEVICE") then   -- more tiles than blocks that fit on a card

@@ -54,12 +54,13 @@ generators.cross_entropy = function(try)
     ints = { -100, 1 }, floats = { 0 }, fails = "5" }
   try { inputs = { float("f16", { 3, 5 }, "normal"), listed("i32", { 3 }, { 0, -100, -1 }) },
     ints = { -100, 1 }, floats = { 0 }, fails = "%-1" }
-  -- a kernel that reads only 32 bits takes 2^32 for 0, and writes rows where one number fits
   for _, floats in ipairs { { 0, -1, 0 }, { 0, 0 / 0, 0 }, { 0, 2e6, 0 }, { 0, 0, -1 },
     { 0, 0, 1e-4 }, { 0, 0, 1e7 }, { 0, 0, 0 / 0 } } do
     try { inputs = { float("f16", { 3, 5 }, "normal"), listed("i32", { 3 }, { 0, 1, 2 }) },
       ints = { -100, 1 }, floats = floats, outputs = 2, fails = "expected [zs]" }
   end
+  -- A kernel that read only the low 32 bits of 2^32 would see 0, no reduction, and write a loss for
+  -- each row into an output with room for one.
   for _, reduction in ipairs { 3, -1, 2 ^ 32 } do
     try { inputs = { float("f16", { 3, 5 }, "normal"), listed("i32", { 3 }, { 0, 1, 2 }) },
       ints = { -100, reduction }, floats = { 0 }, outputs = 2,
