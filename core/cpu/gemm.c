@@ -1,6 +1,6 @@
 // The operations matmul, linear, mlp_gelu and their gradients' products on the CPU. Turns tensors
 // into a gemm_call: transposes become strides, and batch dimensions that B lacks become rows of A.
-// Then gemm_run picks the path. gemm.h lists the paths and their guarantees. Registered by cpu.c,
+// Then `run` picks the path. gemm.h lists the paths and their guarantees. Registered by cpu.c,
 // called through the backend table; owns nothing.
 //
 // oneDNN runs bf16 only with AMX, because without AMX it was no faster. On Intel's AVX-512
@@ -25,18 +25,12 @@ static void finish_apart(const gemm_call *g, const float *sums, int64_t i0, int6
     for (int64_t j = 0; j < g->n; j += TILE) {
       int64_t at = (i0 + i) * g->c_row + j;
       const float *x = sums + i * g->n + j;
-      int n = (int)(g->n - j < TILE ? g->n - j : TILE);
+      int n = (int)smaller(TILE, g->n - j);
       bool slope = g->after == GEMM_GELU_GRAD;
       if (!slope) floats_to(g->c, g->c_dtype, at, x, n);
       const float *from = tile_load(u, slope ? g->side : g->c, g->c_dtype, at, n);
-      for (int v = 0; v < n; v += VF_LANES) {
-        int lanes = n - v < VF_LANES ? n - v : VF_LANES;
-        vf a = vf_load_n(from + v, lanes);
-        vf_store_n(out + v,
-                   slope ? vf_mul(vf_gelu_tanh_derivative(a), vf_load_n(x + v, lanes))
-                         : vf_gelu_tanh(a),
-                   lanes);
-      }
+      if (slope) MAP2(out, from, x, n, vf_mul(vf_gelu_tanh_derivative(a), b));
+      else MAP1(out, from, n, vf_gelu_tanh(a));
       floats_to(slope ? g->c : g->side, g->c_dtype, at, out, n);
     }
   }
@@ -47,9 +41,7 @@ static void finish_apart(const gemm_call *g, const float *sums, int64_t i0, int6
 static eng_status onednn_and_after(bool *done, const gemm_call *g)
 {
   if (g->after == GEMM_AS_IT_IS) return gemm_onednn(done, g);
-  int64_t step = APART_FLOATS / (g->n > 0 ? g->n : 1) / 64 * 64;
-  if (step < 64) step = 64;
-  if (step > g->m) step = g->m;
+  int64_t step = smaller(g->m, larger(64, APART_FLOATS / larger(1, g->n) / 64 * 64));
   int64_t bytes = step * g->n * (int64_t)sizeof(float);
   float *sums = arena_alloc(ARENA_SCRATCH, bytes);
   if (!sums) return ENG_ERR_MEMORY;
@@ -60,7 +52,7 @@ static eng_status onednn_and_after(bool *done, const gemm_call *g)
   piece.c_row = g->n;
   eng_status status = ENG_OK;
   for (int64_t i = 0; i < g->m && status == ENG_OK; i += step) {
-    piece.m = g->m - i < step ? g->m - i : step;
+    piece.m = smaller(step, g->m - i);
     piece.a.data = (const char *)g->a.data + i * g->a.row * eng_dtype_size(g->a.dtype);
     status = gemm_onednn(done, &piece);
     if (status == ENG_OK && !*done) break;
@@ -68,16 +60,6 @@ static eng_status onednn_and_after(bool *done, const gemm_call *g)
   }
   arena_free(ARENA_SCRATCH, sums, bytes);
   return status;
-}
-
-eng_status ISA_NAME(gemm_run)(const gemm_call *call)
-{
-  if (gemm_onednn_prefers(call)) {
-    bool done;
-    ENG_TRY(onednn_and_after(&done, call));
-    if (done) return ENG_OK;
-  }
-  return ISA_NAME(gemm_packed)(call);
 }
 
 // ------------------------------------------------------------------ matmul
@@ -111,6 +93,18 @@ static void simplify(gemm_call *g)
   if (g->n == 1 && g->b.row != 1) g->b.column = 1;
 }
 
+// Computes a product by the faster path.
+static eng_status run(gemm_call g)
+{
+  simplify(&g);
+  if (gemm_onednn_prefers(&g)) {
+    bool done;
+    ENG_TRY(onednn_and_after(&done, &g));
+    if (done) return ENG_OK;
+  }
+  return ISA_NAME(gemm_packed)(&g);
+}
+
 static gemm_operand operand_of(const tensor *x, bool transposed, int batch_dims)
 {
   int64_t last = x->stride[x->ndim - 1], before = x->stride[x->ndim - 2];
@@ -128,8 +122,8 @@ static eng_status matmul(const op_call *call)
   int64_t c_column = c->stride[c->ndim - 1];
   bool fast = dtype_is_fast(a->dtype) && dtype_is_fast(b->dtype) && dtype_is_fast(c->dtype) &&
               (c_column == 1 || c->shape[c->ndim - 1] <= 1);
-  if (!fast) return backend_reference()->kernel[call->op](call);
-  gemm_call g = {.batch_dims = c->ndim - 2, .alpha = 1, .beta = call->matmul.add ? 1 : 0};
+  if (!fast) return forward_to_reference(call);
+  gemm_call g = {.batch_dims = c->ndim - 2, .add = call->matmul.add != 0};
   g.m = c->shape[c->ndim - 2];
   g.n = c->shape[c->ndim - 1];
   g.k = a->shape[a->ndim - (call->matmul.transpose_a ? 2 : 1)];
@@ -142,8 +136,7 @@ static eng_status matmul(const op_call *call)
     g.batch[d] = c->shape[d];
     g.c_batch[d] = c->stride[d];
   }
-  simplify(&g);
-  return ISA_NAME(gemm_run)(&g);
+  return run(g);
 }
 
 // Views a contiguous tensor [.. x columns] as a matrix.
@@ -167,7 +160,7 @@ static gemm_call product_of_rows(const tensor *c, const gemm_operand *a, const g
 {
   int64_t n = c->shape[c->ndim - 1];
   gemm_call g = {.m = rows, .n = n, .k = k, .a = *a, .b = *b, .c = c->data, .c_dtype = c->dtype,
-                 .c_row = n, .alpha = 1};
+                 .c_row = n};
   if (bias) {
     g.bias = bias->data;
     g.bias_dtype = bias->dtype;
@@ -181,12 +174,6 @@ static gemm_call product_of_linear(const tensor *y, const tensor *x, const tenso
 {
   gemm_operand a = rows_operand(x), b = turned(rows_operand(w));
   return product_of_rows(y, &a, &b, row_count(x), w->shape[1], bias);
-}
-
-static eng_status run(gemm_call g)
-{
-  simplify(&g);
-  return ISA_NAME(gemm_run)(&g);
 }
 
 static eng_status linear(const op_call *call)
@@ -227,16 +214,6 @@ enum {
   SUM_COLUMNS = SUM_VECTORS * VF_LANES,
 };
 
-VF_INLINE vf row_piece(const void *data, const int dtype, int64_t at, int n)
-{
-  if (dtype == ENG_f32)
-    return n == VF_LANES ? vf_load((const float *)data + at)
-                         : vf_load_n((const float *)data + at, n);
-  const uint16_t *half = (const uint16_t *)data + at;
-  if (dtype == ENG_f16) return n == VF_LANES ? vf_load_f16(half) : vf_load_f16_n(half, n);
-  return n == VF_LANES ? vf_load_bf16(half) : vf_load_bf16_n(half, n);
-}
-
 // sums [n] = the sum of rows [first, first+rows) of dy [.. x n]; dtype is constant where this is
 // inlined
 VF_INLINE void sum_rows(float *sums, const void *dy, const int dtype, int64_t first, int64_t rows,
@@ -250,16 +227,16 @@ VF_INLINE void sum_rows(float *sums, const void *dy, const int dtype, int64_t fi
     for (int64_t i = first; i < first + rows; i++) {
 #pragma GCC unroll 4
       for (int v = 0; v < SUM_VECTORS; v++)
-        sum[v] = vf_add(sum[v], row_piece(dy, dtype, i * n + j + v * VF_LANES, VF_LANES));
+        sum[v] = vf_add(sum[v], vf_read(dy, dtype, i * n + j + v * VF_LANES, VF_LANES));
     }
 #pragma GCC unroll 4
     for (int v = 0; v < SUM_VECTORS; v++) vf_store(sums + j + v * VF_LANES, sum[v]);
   }
   for (; j < n; j += VF_LANES) {
-    int left = (int)(n - j < VF_LANES ? n - j : VF_LANES);
+    int left = (int)smaller(VF_LANES, n - j);
     vf sum = vf_zero();
     for (int64_t i = first; i < first + rows; i++)
-      sum = vf_add(sum, row_piece(dy, dtype, i * n + j, left));
+      sum = vf_add(sum, vf_read(dy, dtype, i * n + j, left));
     vf_store_n(sums + j, sum, left);
   }
 }
@@ -269,18 +246,15 @@ VF_INLINE void sum_rows(float *sums, const void *dy, const int dtype, int64_t fi
 static eng_status bias_grad(const op_call *call)
 {
   const tensor *dy = call->in[0], *db = call->out[0];
-  if (!dtype_is_fast(dy->dtype) || !dtype_is_fast(db->dtype))
-    return backend_reference()->kernel[call->op](call);
-  int64_t n = dy->shape[dy->ndim - 1], rows = row_count(dy);
-  if (n == 0) return ENG_OK;
-  int64_t blocks = (rows + SUM_ROWS - 1) / SUM_ROWS,
+  if (!all_fast(call)) return forward_to_reference(call);
+  int64_t n = dy->shape[dy->ndim - 1], rows = row_count(dy), blocks = ceiling(rows, SUM_ROWS),
           bytes = (blocks + 1) * n * (int64_t)sizeof(float);
   float *partial = arena_alloc(ARENA_SCRATCH, bytes);
   if (!partial) return ENG_ERR_MEMORY;
   float *total = partial + blocks * n;
 #pragma omp parallel for schedule(static) if (rows * n > 1 << 16)
   for (int64_t block = 0; block < blocks; block++) {
-    int64_t first = block * SUM_ROWS, count = rows - first < SUM_ROWS ? rows - first : SUM_ROWS;
+    int64_t first = block * SUM_ROWS, count = smaller(SUM_ROWS, rows - first);
     if (dy->dtype == ENG_f32) sum_rows(partial + block * n, dy->data, ENG_f32, first, count, n);
     else if (dy->dtype == ENG_f16)
       sum_rows(partial + block * n, dy->data, ENG_f16, first, count, n);
@@ -289,7 +263,7 @@ static eng_status bias_grad(const op_call *call)
   sum_rows(total, partial, ENG_f32, 0, blocks, n);
   float old[TILE];
   for (int64_t j = 0; call->bias_grad.add && j < n; j += TILE) {
-    int count = (int)(n - j < TILE ? n - j : TILE);
+    int count = (int)smaller(TILE, n - j);
     const float *before = tile_load(old, db->data, db->dtype, j, count);
     for (int i = 0; i < count; i++) total[j + i] += before[i];
   }
@@ -305,7 +279,7 @@ static eng_status linear_grad(const op_call *call)
   const tensor *dy = call->in[0], *x = call->in[1], *dw = call->out[0];
   gemm_operand a = turned(rows_operand(dy)), b = rows_operand(x);
   gemm_call g = product_of_rows(dw, &a, &b, dw->shape[0], row_count(dy), NULL);
-  g.beta = call->linear_grad.add[0] ? 1 : 0;
+  g.add = call->linear_grad.add[0] != 0;
   ENG_TRY(run(g));
   op_call bias = {.op = ENG_OP_bias_grad, .n_in = 1, .n_out = 1, .in = {call->in[0]},
                   .out = {call->out[1]}, .bias_grad = {.dtype = call->linear_grad.dtype[1],

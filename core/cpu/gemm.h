@@ -1,5 +1,5 @@
-// Matrix products inside the CPU device. gemm.c (operations, choice of a path) calls gemm_run.
-// The two paths behind it are our own (gemm_packed.c) and oneDNN (gemm_onednn.c).
+// Matrix products inside the CPU device. gemm.c turns operations into calls and chooses one of two
+// paths: our own (gemm_packed.c) or oneDNN (gemm_onednn.c).
 //
 //   packed  any mix of f32, f16 and bf16. Operands become f32 while they are packed. Every element
 //           of the result is a chain of f32 fused multiply-adds over k in rising order, rounded
@@ -36,9 +36,9 @@ typedef enum gemm_after {
   GEMM_GELU_GRAD,   // C = gelu_tanh'(side) * x, rounded once
 } gemm_after;
 
-/// C = alpha * A B + beta * C + bias, for every batch: A [m x k], B [k x n], C [m x n], rows of C
-/// contiguous. Sums are f32 and are rounded once into C. With beta 0, C is not read, so a NaN there
-/// does not matter. k = 0 gives beta * C + bias.
+/// C = A B + bias or, with `add`, A B + bias + C, for every batch: A [m x k], B [k x n], C [m x n],
+/// rows of C contiguous. Sums are f32 and are rounded once into C. Without `add`, C is not read, so
+/// a NaN there does not matter. With k = 0, A B is zero.
 typedef struct gemm_call {
   int64_t      m, n, k;
   gemm_operand a, b;
@@ -50,18 +50,13 @@ typedef struct gemm_call {
   int64_t      batch[GEMM_BATCH_DIMS];  // sizes, outermost first
   const void  *bias;                    // [n] contiguous, or NULL
   int32_t      bias_dtype;
-  float        alpha, beta;
-  gemm_after   after;                   // GELU needs batch_dims 0, alpha 1, beta 0
+  bool         add;
+  gemm_after   after;                   // GELU needs batch_dims 0 and no `add`
   void        *side;
 } gemm_call;
 
-/// Computes a product by the faster path. Called from the main thread (it takes scratch memory and
-/// starts threads). Errors: MEMORY, LIBRARY.
-eng_status gemm_run_plain(const gemm_call *call);
-eng_status gemm_run_avx2(const gemm_call *call);
-eng_status gemm_run_avx512(const gemm_call *call);
-
-/// Our own path, one function per instruction set.
+/// Our own path, one function per instruction set. Called from the main thread (it takes scratch
+/// memory and starts threads). Errors: MEMORY.
 eng_status gemm_packed_plain(const gemm_call *call);
 eng_status gemm_packed_avx2(const gemm_call *call);
 eng_status gemm_packed_avx512(const gemm_call *call);

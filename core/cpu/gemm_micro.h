@@ -22,10 +22,17 @@ enum { GEMM_NR = GEMM_NV * VF_LANES };   // columns of a panel of B
 
 // ------------------------------------------------------------------ micro-kernel
 
+// sum + *a * row: one element of A times a vector of a panel.
+typedef vf micro_product(vf sum, const float *a, vf row);
+
+VF_INLINE vf float_product(vf sum, const float *a, vf row) { return vf_fma(vf_set1(*a), row, sum); }
+
 // c[mr x nv*VF_LANES] (rows ldc apart) = a b over k steps; += with `resume`. Element (i, p) of a is
-// at i*a_row + p*a_step. b is a packed panel, GEMM_NR floats per step.
-VF_INLINE void micro_body(const int mr, const int nv, int64_t k, const float *a, int64_t a_row,
-                          int64_t a_step, const float *b, float *c, int64_t ldc, bool resume)
+// at i*a_row + p*a_step. b is a packed panel, GEMM_NR floats per step. mr, nv and product are
+// constant where this is inlined.
+VF_INLINE void micro_body(const int mr, const int nv, micro_product *product, int64_t k,
+                          const float *a, int64_t a_row, int64_t a_step, const float *b, float *c,
+                          int64_t ldc, bool resume)
 {
   vf sum[GEMM_MR][GEMM_NV];
 #pragma GCC unroll 16
@@ -39,9 +46,8 @@ VF_INLINE void micro_body(const int mr, const int nv, int64_t k, const float *a,
     for (int j = 0; j < nv; j++) row[j] = vf_load(b + j * VF_LANES);
 #pragma GCC unroll 16
     for (int i = 0; i < mr; i++) {
-      vf x = vf_set1(a[i * a_row]);
 #pragma GCC unroll 4
-      for (int j = 0; j < nv; j++) sum[i][j] = vf_fma(x, row[j], sum[i][j]);
+      for (int j = 0; j < nv; j++) sum[i][j] = product(sum[i][j], a + i * a_row, row[j]);
     }
     a += a_step;
     b += GEMM_NR;
@@ -62,7 +68,7 @@ typedef void micro_kernel(int64_t k, const float *a, int64_t a_row, int64_t a_st
 #define MICRO(mr, nv)                                                                     \
   static void micro_##mr##x##nv(int64_t k, const float *a, int64_t a_row, int64_t a_step, \
                                 const float *b, float *c, int64_t ldc, bool resume)       \
-  { micro_body(mr, nv, k, a, a_row, a_step, b, c, ldc, resume); }
+  { micro_body(mr, nv, float_product, k, a, a_row, a_step, b, c, ldc, resume); }
 #if defined(ENG_ISA_avx512)
 #define MICRO_ROW(mr) MICRO(mr, 1) MICRO(mr, 2) MICRO(mr, 3)
 #define MICRO_NAMES(mr) {micro_##mr##x1, micro_##mr##x2, micro_##mr##x3}
@@ -87,18 +93,6 @@ static micro_kernel *const micro[GEMM_MR][GEMM_NV] = {
 #endif
 
 // ------------------------------------------------------------------ reading operands
-
-VF_INLINE vf vector(const void *data, int dtype, int64_t at, int n)
-{
-  if (n == VF_LANES) {
-    if (dtype == ENG_f32) return vf_load((const float *)data + at);
-    if (dtype == ENG_f16) return vf_load_f16((const uint16_t *)data + at);
-    return vf_load_bf16((const uint16_t *)data + at);
-  }
-  if (dtype == ENG_f32) return vf_load_n((const float *)data + at, n);
-  if (dtype == ENG_f16) return vf_load_f16_n((const uint16_t *)data + at, n);
-  return vf_load_bf16_n((const uint16_t *)data + at, n);
-}
 
 VF_INLINE int least(int64_t a, int64_t b) { return (int)(a < b ? a : b); }
 
@@ -145,9 +139,9 @@ VF_INLINE void lay_out_typed(float *to, int64_t to_row, const void *source, cons
     int64_t whole = columns / VF_LANES * VF_LANES;
     for (int64_t p = 0; p < rows; p++, first += row, to += to_row) {
       for (int64_t j = 0; j < whole; j += VF_LANES)
-        vf_store(to + j, vector(source, dtype, first + j, VF_LANES));
+        vf_store(to + j, vf_read(source, dtype, first + j, VF_LANES));
       if (whole < columns)
-        vf_store(to + whole, vector(source, dtype, first + whole, (int)(columns - whole)));
+        vf_store(to + whole, vf_read(source, dtype, first + whole, (int)(columns - whole)));
     }
     return;
   }
@@ -160,14 +154,14 @@ VF_INLINE void lay_out_typed(float *to, int64_t to_row, const void *source, cons
         if (wide == VF_LANES && deep == VF_LANES) {
 #pragma GCC unroll 16
           for (int i = 0; i < VF_LANES; i++)
-            square[i] = vector(source, dtype, first + p + (j + i) * column, VF_LANES);
+            square[i] = vf_read(source, dtype, first + p + (j + i) * column, VF_LANES);
           turn_square(square);
 #pragma GCC unroll 16
           for (int i = 0; i < VF_LANES; i++) vf_store(to + (p + i) * to_row + j, square[i]);
         } else {
           for (int i = 0; i < VF_LANES; i++)
             square[i] =
-              i < wide ? vector(source, dtype, first + p + (j + i) * column, deep) : vf_zero();
+              i < wide ? vf_read(source, dtype, first + p + (j + i) * column, deep) : vf_zero();
           turn_square(square);
           for (int i = 0; i < deep; i++) vf_store(to + (p + i) * to_row + j, square[i]);
         }

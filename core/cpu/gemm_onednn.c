@@ -74,8 +74,7 @@ static bool describable(const gemm_call *g)
   if (!plain(&g->a, g->m, g->k) || !plain(&g->b, g->k, g->n)) return false;
   for (int d = 0; d < g->batch_dims; d++)
     if (g->batch[d] == 0) return false;
-  return g->alpha == 1 && (g->beta == 0 || g->beta == 1) &&
-         format_of(g->c_dtype) != dnnl_data_type_undef &&
+  return format_of(g->c_dtype) != dnnl_data_type_undef &&
          (!g->bias || format_of(g->bias_dtype) != dnnl_data_type_undef);
 }
 
@@ -94,7 +93,7 @@ static key key_of(const gemm_call *g)
   }
   k.a_dtype = g->a.dtype, k.b_dtype = g->b.dtype, k.c_dtype = g->c_dtype;
   k.bias_dtype = g->bias ? g->bias_dtype : -1;
-  k.add = g->beta != 0;
+  k.add = g->add;
   return k;
 }
 

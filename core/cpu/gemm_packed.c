@@ -7,8 +7,8 @@
 // widening f16 or transposing a matrix costs one pass over B, not one per use. Threads own
 // rectangles of C. A thread copies its rows of A as f32 unless they already are f32. Then it runs
 // the micro-kernel, which holds GEMM_MR x GEMM_NR results in registers. Sums stay in f32 until the
-// next piece of k. After the last piece, they are scaled, bias, GELU or the old C is applied, and
-// the results are rounded and stored.
+// next piece of k. After the last piece, bias, GELU or the old C is applied, and the results are
+// rounded and stored.
 //
 // If the processor multiplies pairs of bf16 at full speed and both operands are bf16, panels and A
 // hold such pairs instead (gemm_pairs.h). Every sum stays within one thread, so results do not
@@ -33,7 +33,6 @@ enum {
   // alone, and so does the order of the sums.
   GEMM_PAIRS_K = 128,
 };
-
 
 // ------------------------------------------------------------------ one rectangle of C
 
@@ -87,20 +86,6 @@ static rows_of_a read_rows(const part *p, int64_t i0, int64_t rows, float *a_cop
   return (rows_of_a){a_copy, straight, 1};
 }
 
-VF_INLINE void store(void *to, const int dtype, int64_t at, vf x, int n)
-{
-  if (dtype == ENG_f32) {
-    if (n == VF_LANES) vf_store((float *)to + at, x);
-    else vf_store_n((float *)to + at, x, n);
-  } else if (dtype == ENG_f16) {
-    if (n == VF_LANES) vf_store_f16((uint16_t *)to + at, x);
-    else vf_store_f16_n((uint16_t *)to + at, x, n);
-  } else {
-    if (n == VF_LANES) vf_store_bf16((uint16_t *)to + at, x);
-    else vf_store_bf16_n((uint16_t *)to + at, x, n);
-  }
-}
-
 // sums + bias, rounded into whole panels of C: the common case. dtype is constant where this is
 // inlined.
 VF_INLINE void finish_plain(const part *p, const int dtype, const float *sums, int64_t ld,
@@ -111,17 +96,17 @@ VF_INLINE void finish_plain(const part *p, const int dtype, const float *sums, i
 #pragma GCC unroll 4
   for (int j = 0; j < GEMM_NV; j++)   // -0: adding it changes nothing
     bias[j] =
-      g->bias ? vector(g->bias, g->bias_dtype, j0 + j * VF_LANES, VF_LANES) : vf_set1(-0.0f);
+      g->bias ? vf_read(g->bias, g->bias_dtype, j0 + j * VF_LANES, VF_LANES) : vf_set1(-0.0f);
   int64_t to = p->at.c + i0 * g->c_row + j0;
   for (int64_t i = 0; i < rows; i++, to += g->c_row, sums += ld) {
 #pragma GCC unroll 4
     for (int j = 0; j < GEMM_NV; j++)
-      store(g->c, dtype, to + j * VF_LANES, vf_add(vf_load(sums + j * VF_LANES), bias[j]),
+      vf_write(g->c, dtype, to + j * VF_LANES, vf_add(vf_load(sums + j * VF_LANES), bias[j]),
             VF_LANES);
   }
 }
 
-// alpha * sums + bias + beta * C, rounded into rows [i0, i0+rows), columns [j0, j0+columns).
+// sums + bias + C, as far as wanted, rounded into rows [i0, i0+rows), columns [j0, j0+columns).
 static void finish_any(const part *p, const float *sums, int64_t ld, int64_t i0, int64_t rows,
                        int64_t j0, int columns)
 {
@@ -131,13 +116,9 @@ static void finish_any(const part *p, const float *sums, int64_t ld, int64_t i0,
     for (int j = 0; j < columns; j += VF_LANES) {
       int n = least(columns - j, VF_LANES);
       vf x = vf_load(sums + i * ld + j);
-      if (g->alpha != 1) x = vf_mul(vf_set1(g->alpha), x);
-      if (g->bias) x = vf_add(x, vector(g->bias, g->bias_dtype, j0 + j, n));
-      if (g->beta != 0) {
-        vf old = vector(g->c, g->c_dtype, to + j, n);
-        x = g->beta == 1 ? vf_add(x, old) : vf_add(x, vf_mul(vf_set1(g->beta), old));
-      }
-      store(g->c, g->c_dtype, to + j, x, n);
+      if (g->bias) x = vf_add(x, vf_read(g->bias, g->bias_dtype, j0 + j, n));
+      if (g->add) x = vf_add(x, vf_read(g->c, g->c_dtype, to + j, n));
+      vf_write(g->c, g->c_dtype, to + j, x, n);
     }
   }
 }
@@ -161,18 +142,19 @@ VF_INLINE void finish_gelu(const part *p, const int dtype, const bool slope, con
       if (!whole && n[v] < 0) n[v] = 0;
       x[v] = whole ? vf_load(sums + v * VF_LANES) : vf_load_n(sums + v * VF_LANES, n[v]);
       if (slope) {
-        y[v] = vector(side, dtype, to + v * VF_LANES, n[v]);
+        y[v] = vf_read(side, dtype, to + v * VF_LANES, n[v]);
       } else {
-        if (g->bias) x[v] = vf_add(x[v], vector(g->bias, g->bias_dtype, j0 + v * VF_LANES, n[v]));
-        store(c, dtype, to + v * VF_LANES, x[v], n[v]);
-        if (dtype != ENG_f32) x[v] = vector(c, dtype, to + v * VF_LANES, n[v]);
+        if (g->bias) x[v] = vf_add(x[v], vf_read(g->bias, g->bias_dtype, j0 + v * VF_LANES, n[v]));
+        vf_write(c, dtype, to + v * VF_LANES, x[v], n[v]);
+        if (dtype != ENG_f32) x[v] = vf_read(c, dtype, to + v * VF_LANES, n[v]);
       }
     }
 #pragma GCC unroll 4
     for (int v = 0; v < GEMM_NV; v++)   // unrolled: the long dependency chains overlap
       y[v] = slope ? vf_mul(vf_gelu_tanh_derivative(y[v]), x[v]) : vf_gelu_tanh(x[v]);
 #pragma GCC unroll 4
-    for (int v = 0; v < GEMM_NV; v++) store(slope ? c : side, dtype, to + v * VF_LANES, y[v], n[v]);
+    for (int v = 0; v < GEMM_NV; v++)
+      vf_write(slope ? c : side, dtype, to + v * VF_LANES, y[v], n[v]);
   }
 }
 
@@ -197,8 +179,7 @@ static void finish(const part *p, const float *sums, int64_t ld, int64_t i0, int
   const gemm_call *g = p->call;
   if (g->after == GEMM_GELU) finish_with_gelu(p, sums, ld, i0, rows, j0, columns);
   else if (g->after == GEMM_GELU_GRAD) finish_with_slope(p, sums, ld, i0, rows, j0, columns);
-  else if (columns < GEMM_NR || g->alpha != 1 || g->beta != 0)
-    finish_any(p, sums, ld, i0, rows, j0, columns);
+  else if (columns < GEMM_NR || g->add) finish_any(p, sums, ld, i0, rows, j0, columns);
   else if (g->c_dtype == ENG_f32) finish_plain(p, ENG_f32, sums, ld, i0, rows, j0);
   else if (g->c_dtype == ENG_f16) finish_plain(p, ENG_f16, sums, ld, i0, rows, j0);
   else finish_plain(p, ENG_bf16, sums, ld, i0, rows, j0);
@@ -222,8 +203,7 @@ static void multiply(const part *p, int64_t i0, int64_t rows, int64_t first, int
   rows_of_a a = read_rows(p, i0, rows, a_copy);
   // Whole panels of f32 with nothing to add go straight into C; others pass through a tile in the
   // first-level cache.
-  bool plain =
-    g->c_dtype == ENG_f32 && g->alpha == 1 && g->beta == 0 && !g->bias && g->after == GEMM_AS_IT_IS;
+  bool plain = g->c_dtype == ENG_f32 && !g->add && !g->bias && g->after == GEMM_AS_IT_IS;
   float tile[GEMM_MR * GEMM_NR] __attribute__((aligned(64)));
   for (int64_t panel = first; panel < end; panel++) {
     int64_t j0 = p->n0 + panel * GEMM_NR;
@@ -381,7 +361,7 @@ static void run_batched(const gemm_call *g, const layout *l, int64_t members, in
   }
 }
 
-// K = 0: the sums are zero; only bias and beta * C remain.
+// K = 0: the sums are zero; only bias and the old C remain.
 static void run_empty(const gemm_call *g, int64_t members)
 {
   const float zero[GEMM_NR] = {0};

@@ -21,41 +21,20 @@
 
 // ------------------------------------------------------------------ micro-kernel
 
-// micro_body over n words. a: word (i, p) is at i*a_row + p*a_step.
-#define PAIRS_BODY(mr, nv)                                                              \
-  __attribute__((target("avx512bf16"))) static void pairs_##mr##x##nv(                  \
-    int64_t n, const float *a, int64_t a_row, int64_t a_step, const float *b, float *c, \
-    int64_t ldc, bool resume)                                                           \
-  {                                                                                     \
-    vf sum[mr][nv];                                                                     \
-    _Pragma("GCC unroll 16") for (int i = 0; i < mr; i++) {                             \
-      _Pragma("GCC unroll 4") for (int j = 0; j < nv; j++) sum[i][j] = (vf){0};         \
-    }                                                                                   \
-    for (int64_t p = 0; p < n; p++) {                                                   \
-      vi row[nv];                                                                       \
-      _Pragma("GCC unroll 4") for (int j = 0; j < nv; j++)                              \
-        memcpy(&row[j], b + j * VF_LANES, sizeof row[j]);                               \
-      _Pragma("GCC unroll 16") for (int i = 0; i < mr; i++) {                           \
-        int32_t word;                                                                   \
-        memcpy(&word, a + i * a_row, sizeof word);                                      \
-        vi x = word + (vi){0};                                                          \
-        _Pragma("GCC unroll 4") for (int j = 0; j < nv; j++)                            \
-          sum[i][j] = _mm512_dpbf16_ps(sum[i][j], (__m512bh)x, (__m512bh)row[j]);       \
-      }                                                                                 \
-      a += a_step;                                                                      \
-      b += GEMM_NR;                                                                     \
-    }                                                                                   \
-    _Pragma("GCC unroll 16") for (int i = 0; i < mr; i++) {                             \
-      _Pragma("GCC unroll 4") for (int j = 0; j < nv; j++) {                            \
-        float *at = c + i * ldc + j * VF_LANES;                                         \
-        vf before;                                                                      \
-        memcpy(&before, at, sizeof before);                                             \
-        if (resume) sum[i][j] = before + sum[i][j];                                     \
-        memcpy(at, &sum[i][j], sizeof before);                                          \
-      }                                                                                 \
-    }                                                                                   \
-  }
-#define PAIRS_ROW(mr) PAIRS_BODY(mr, 1) PAIRS_BODY(mr, 2) PAIRS_BODY(mr, 3)
+// sum + a[1] row[1] + a[0] row[0], for a word of A and a vector of words.
+__attribute__((target("avx512bf16"))) VF_INLINE vf pair_product(vf sum, const float *a, vf row)
+{
+  int32_t word;
+  memcpy(&word, a, sizeof word);
+  return _mm512_dpbf16_ps(sum, (__m512bh)(word + (vi){0}), (__m512bh)row);
+}
+
+#define PAIRS(mr, nv)                                                                       \
+  __attribute__((target("avx512bf16"))) static void pairs_##mr##x##nv(                      \
+    int64_t n, const float *a, int64_t a_row, int64_t a_step, const float *b, float *c,     \
+    int64_t ldc, bool resume)                                                               \
+  { micro_body(mr, nv, pair_product, n, a, a_row, a_step, b, c, ldc, resume); }
+#define PAIRS_ROW(mr) PAIRS(mr, 1) PAIRS(mr, 2) PAIRS(mr, 3)
 #define PAIRS_NAMES(mr) {pairs_##mr##x1, pairs_##mr##x2, pairs_##mr##x3}
 PAIRS_ROW(1) PAIRS_ROW(2) PAIRS_ROW(3) PAIRS_ROW(4)
 PAIRS_ROW(5) PAIRS_ROW(6) PAIRS_ROW(7) PAIRS_ROW(8)
