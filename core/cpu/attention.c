@@ -281,9 +281,9 @@ static void round_gradients(const sizes *s, float *p, float *ds, float *ds_turne
 // mask ends in such lanes.
 VF_INLINE vf exp_first(vf *difference, const float *x, float scale, float shift, int n)
 {
-  *difference =
-    vf_select(vm_first(n), vf_fma(vf_load_n(x, n), vf_set1(scale), vf_set1(-shift)), vf_zero());
-  return vf_select(vm_first(n), vf_exp_low(*difference), vf_zero());
+  vf shifted = vf_fma(vf_load_n(x, n), vf_set1(scale), vf_set1(-shift));
+  *difference = vf_padded(shifted, n, vf_zero());
+  return vf_padded(vf_exp_low(*difference), n, vf_zero());
 }
 
 VF_INLINE vf entropy_part(vf e, vf x)
@@ -298,55 +298,46 @@ VF_INLINE float softmax_row(float *row, int64_t n, float scale, float *lse, floa
                             const int which)
 {
   const bool with_entropy = which == ENG_ROW_ENTROPY;
-  int64_t whole = n / VF_LANES * VF_LANES;
-  int rest = (int)(n - whole);
   vf top = vf_set1(-INFINITY), x;
-  for (int64_t j = 0; j < whole; j += VF_LANES)
-    top = vf_max(vf_mul(vf_load(row + j), vf_set1(scale)), top);
-  if (rest)
-    top = vf_max(vf_select(vm_first(rest), vf_mul(vf_load_n(row + whole, rest), vf_set1(scale)),
-                           vf_set1(-INFINITY)),
-                 top);
+  FOR_VECTORS(j, n, {
+    vf scaled = vf_mul(vf_load_n(row + j, lanes), vf_set1(scale));
+    top = vf_max(vf_padded(scaled, lanes, vf_set1(-INFINITY)), top);
+  });
   float max = vf_maxall(top);
   if (which == ENG_ROW_LOGIT_MAX) *extra = max;
   if (max == -INFINITY) max = 0;   // makes the sum 0, not exp(inf - inf)
   vf sum = vf_zero(), weighted = vf_zero();
-  for (int64_t j = 0; j < whole; j += VF_LANES) {
-    x = vf_fma(vf_load(row + j), vf_set1(scale), vf_set1(-max));
-    vf e = vf_exp_low(x);
+  FOR_VECTORS(j, n, {
+    vf e = exp_first(&x, row + j, scale, max, lanes);
     vf_store(row + j, e);
     sum = vf_add(sum, e);
     if (with_entropy) weighted = vf_add(weighted, entropy_part(e, x));
-  }
-  if (rest) {
-    vf e = exp_first(&x, row + whole, scale, max, rest);
-    vf_store(row + whole, e);
-    sum = vf_add(sum, e);
-    if (with_entropy) weighted = vf_add(weighted, entropy_part(e, x));
-  }
+  });
   float total = vf_sum(sum);
   *lse = total == 0 ? NAN : max + logf(total);
   if (with_entropy) *extra = total == 0 ? NAN : logf(total) - vf_sum(weighted) / total;
   return total;
 }
 
-typedef struct forward_room { float *turned_k, *v, *q, *scores, *y; } forward_room;
+// The buffers of a thread, and their floats in all.
+typedef struct forward_room { float *turned_k, *v, *q, *scores, *y; int64_t floats; } forward_room;
 
-static int64_t forward_floats(const sizes *s)
+// Takes the next `floats` floats of a room, of which *taken are taken. A room of NULL only counts.
+static float *take(int64_t *taken, float *room, int64_t floats)
 {
-  int64_t keys =
-    panel_floats(s->width, s->keys, GEMM_NR) + panel_floats(s->keys, s->width, s->span);
-  return keys + ROWS * (2 * s->padded + s->key_row);
+  float *piece = room ? room + *taken : NULL;
+  *taken += floats;
+  return piece;
 }
 
-static forward_room forward_room_at(const sizes *s, float *at)
+static forward_room forward_room_at(const sizes *s, float *room)
 {
-  forward_room r;
-  r.turned_k = at;
-  r.v = r.turned_k + panel_floats(s->width, s->keys, GEMM_NR);
-  r.q = r.v + panel_floats(s->keys, s->width, s->span);
-  r.scores = r.q + ROWS * s->padded;
-  r.y = r.scores + ROWS * s->key_row;
+  forward_room r = {.floats = 0};
+  r.turned_k = take(&r.floats, room, panel_floats(s->width, s->keys, GEMM_NR));
+  r.v = take(&r.floats, room, panel_floats(s->keys, s->width, s->span));
+  r.q = take(&r.floats, room, ROWS * s->padded);
+  r.scores = take(&r.floats, room, ROWS * s->key_row);
+  r.y = take(&r.floats, room, ROWS * s->padded);
   return r;
 }
 
@@ -386,26 +377,21 @@ static void forward_tile(const op_call *call, const sizes *s, const forward_room
   }
 }
 
-static bool fast_call(const op_call *call)
-{
-  for (int k = 0; k < call->n_in; k++)
-    if (call->in[k] && !dtype_is_fast(call->in[k]->dtype)) return false;
-  return call->in[0]->shape[3] > 0;
-}
+// With a width of 0, lse still has elements.
+static bool fast_call(const op_call *call) { return all_fast(call) && call->in[0]->shape[3] > 0; }
 
 static eng_status attention(const op_call *call)
 {
-  if (!fast_call(call)) return backend_reference()->kernel[call->op](call);
+  if (!fast_call(call)) return forward_to_reference(call);
   sizes s = sizes_of(call);
   int64_t pairs = s.batch * s.groups, units = s.shared * s.tiles;
-  if (pairs == 0 || units == 0) return ENG_OK;
   double work =
     (double)s.batch * (double)s.heads * (double)s.queries * (double)s.keys * (double)s.width;
   int threads = work < 1 << 16 ? 1 : omp_get_max_threads();
   int64_t shares = pairs >= 2 * threads ? 1 : ceiling(2 * threads, pairs);
   if (shares > units) shares = units;
   if (threads > pairs * shares) threads = (int)(pairs * shares);
-  int64_t floats = ceiling(forward_floats(&s), 16) * 16,
+  int64_t floats = padded(forward_room_at(&s, NULL).floats),
           bytes = threads * floats * (int64_t)sizeof(float);
   float *scratch = arena_alloc(ARENA_SCRATCH, bytes);
   if (!scratch) return ENG_ERR_MEMORY;
@@ -436,30 +422,24 @@ typedef struct backward_room {
   float *p, *ds, *dq;
   // With pairs: ds in words of two queries. The words of `ds` pack two keys.
   float *ds_turned;
+  int64_t floats;                                  // in all
 } backward_room;
 
-static int64_t backward_floats(const sizes *s)
+static backward_room backward_room_at(const sizes *s, float *room)
 {
-  int64_t keys =
-    2 * panel_floats(s->width, s->keys, GEMM_NR) + panel_floats(s->keys, s->width, s->span);
-  return keys + 2 * panel_floats(ROWS, s->width, s->span) + ROWS * (3 * s->padded + 2 * s->key_row);
-}
-
-static backward_room backward_room_at(const sizes *s, float *at)
-{
-  backward_room r;
-  r.turned_k = at;
-  r.turned_v = r.turned_k + panel_floats(s->width, s->keys, GEMM_NR);
-  r.k = r.turned_v + panel_floats(s->width, s->keys, GEMM_NR);
-  r.q = r.k + panel_floats(s->keys, s->width, s->span);
-  r.dy = r.q + ROWS * s->padded;
-  r.dq = r.dy + ROWS * s->padded;
-  r.q_panels = r.dq + ROWS * s->padded;
-  r.dy_panels = r.q_panels + panel_floats(ROWS, s->width, s->span);
-  r.p = r.dy_panels + panel_floats(ROWS, s->width, s->span);
-  r.ds = r.p + ROWS * s->key_row;
+  backward_room r = {.floats = 0};
+  r.turned_k = take(&r.floats, room, panel_floats(s->width, s->keys, GEMM_NR));
+  r.turned_v = take(&r.floats, room, panel_floats(s->width, s->keys, GEMM_NR));
+  r.k = take(&r.floats, room, panel_floats(s->keys, s->width, s->span));
+  r.q = take(&r.floats, room, ROWS * s->padded);
+  r.dy = take(&r.floats, room, ROWS * s->padded);
+  r.dq = take(&r.floats, room, ROWS * s->padded);
+  r.q_panels = take(&r.floats, room, panel_floats(ROWS, s->width, s->span));
+  r.dy_panels = take(&r.floats, room, panel_floats(ROWS, s->width, s->span));
+  r.p = take(&r.floats, room, ROWS * s->key_row);
+  r.ds = take(&r.floats, room, ROWS * s->key_row);
   // A word of p packs two queries and is in the first one's row, so the second row is free.
-  r.ds_turned = r.p + s->key_row;
+  r.ds_turned = room ? r.p + s->key_row : NULL;
   return r;
 }
 
@@ -467,26 +447,17 @@ static backward_room backward_room_at(const sizes *s, float *at)
 // (dp - sum of p * dp), padded with zeros to a whole vector.
 static void gradient_row(float *p, float *ds, int64_t n, float scale, float lse)
 {
-  int64_t whole = n / VF_LANES * VF_LANES;
-  int rest = (int)(n - whole);
   vf sum = vf_zero(), x;
-  for (int64_t j = 0; j < whole; j += VF_LANES) {
-    vf e = vf_exp_low(vf_fma(vf_load(p + j), vf_set1(scale), vf_set1(-lse)));
+  FOR_VECTORS(j, n, {
+    vf e = exp_first(&x, p + j, scale, lse, lanes);
     vf_store(p + j, e);
-    sum = vf_fma(e, vf_load(ds + j), sum);
-  }
-  if (rest) {
-    vf e = exp_first(&x, p + whole, scale, lse, rest);
-    vf_store(p + whole, e);
-    sum = vf_fma(e, vf_load_n(ds + whole, rest), sum);
-  }
+    sum = vf_fma(e, vf_load_n(ds + j, lanes), sum);
+  });
   vf total = vf_set1(vf_sum(sum));
-  for (int64_t j = 0; j < whole; j += VF_LANES)
-    vf_store(ds + j, vf_mul(vf_load(p + j), vf_sub(vf_load(ds + j), total)));
-  if (rest) {
-    x = vf_mul(vf_load_n(p + whole, rest), vf_sub(vf_load_n(ds + whole, rest), total));
-    vf_store(ds + whole, vf_select(vm_first(rest), x, vf_zero()));   // other lanes may hold 0 * NaN
-  }
+  FOR_VECTORS(j, n, {
+    x = vf_mul(vf_load_n(p + j, lanes), vf_sub(vf_load_n(ds + j, lanes), total));
+    vf_store(ds + j, vf_padded(x, lanes, vf_zero()));   // other lanes may hold 0 * NaN
+  });
 }
 
 // Adds the contribution of queries [t0, t0+rows) to dk and dv [S x padded], and stores their dq.
@@ -555,10 +526,9 @@ static void store_keys(const tensor *d, const sizes *s, float *sums, int64_t sha
 
 static eng_status attention_grad(const op_call *call)
 {
-  if (!fast_call(call)) return backend_reference()->kernel[call->op](call);
+  if (!fast_call(call)) return forward_to_reference(call);
   sizes s = sizes_of(call);
   int64_t pairs = s.batch * s.groups, units = s.shared * s.tiles;
-  if (pairs == 0) return ENG_OK;
   // The number of shares decides the order of the sums, so it must depend on the shape, not on the
   // threads.
   int64_t shares = pairs >= FEW_TASKS ? 1 : ceiling(FEW_TASKS, pairs);
@@ -567,7 +537,7 @@ static eng_status attention_grad(const op_call *call)
     (double)s.batch * (double)s.heads * (double)s.queries * (double)s.keys * (double)s.width;
   int threads = work < 1 << 15 ? 1 : omp_get_max_threads();
   if (threads > pairs * shares) threads = (int)(pairs * shares);
-  int64_t floats = ceiling(backward_floats(&s), 16) * 16, key_floats = s.keys * s.padded;
+  int64_t floats = padded(backward_room_at(&s, NULL).floats), key_floats = s.keys * s.padded;
   int64_t held = shares > 1 ? pairs * shares : threads;   // pairs of dk and dv in memory at a time
   int64_t bytes = (threads * floats + held * 2 * key_floats) * (int64_t)sizeof(float);
   float *scratch = arena_alloc(ARENA_SCRATCH, bytes);

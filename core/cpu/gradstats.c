@@ -259,39 +259,27 @@ static __attribute__((noinline)) double squares_wide(const void *g, int n, bool 
   return lane[0];
 }
 
-static __attribute__((noinline)) tally careful_f32(const float *g, int n)
+static __attribute__((noinline)) tally careful(const void *g, int dtype, int n)
 {
-  return chunk_f32(g, n, true);
-}
-static __attribute__((noinline)) tally careful_f16(const uint16_t *g, int n)
-{
-  return chunk_half(g, n, false, true);
-}
-static __attribute__((noinline)) tally careful_bf16(const uint16_t *g, int n)
-{
-  return chunk_half(g, n, true, true);
+  return dtype == ENG_f32   ? chunk_f32(g, n, true)
+         : dtype == ENG_f16 ? chunk_half(g, n, false, true)
+                            : chunk_half(g, n, true, true);
 }
 
 /// The tally of one chunk of any content; amax in f32 bits.
 VF_INLINE tally chunk_tally(const void *g, int dtype, int n)
 {
-  tally t;
+  const bool bf16 = dtype == ENG_bf16;
+  const uint32_t infinity = dtype == ENG_f32 ? F32_INF : bf16 ? BF16_INF : F16_INF;
+  tally t = dtype == ENG_f32 ? chunk_f32(g, n, false) : chunk_half(g, n, bf16, false);
+  if (t.amax >= infinity) t = careful(g, dtype, n);
   if (dtype == ENG_f16) {
-    t = chunk_half(g, n, false, false);
-    if (t.amax >= F16_INF) t = careful_f16(g, n);
     t.amax = f32_bits(f16_to_f32((uint16_t)t.amax));
     return t;
   }
-  if (dtype == ENG_bf16) {
-    t = chunk_half(g, n, true, false);
-    if (t.amax >= BF16_INF) t = careful_bf16(g, n);
-    t.amax <<= 16;
-  } else {
-    t = chunk_f32(g, n, false);
-    if (t.amax >= F32_INF) t = careful_f32(g, n);
-  }
+  if (bf16) t.amax <<= 16;
   bool extreme = t.amax >= F32_SQUARES_TO || (t.amax < F32_SQUARES_FROM && t.amax > 0);
-  if (extreme) t.sum_squares = squares_wide(g, n, dtype == ENG_bf16);
+  if (extreme) t.sum_squares = squares_wide(g, n, bf16);
   return t;
 }
 
@@ -482,6 +470,7 @@ VF_INLINE void tally_add(tally *sum, const tally *t)
   if (t->amax > sum->amax) sum->amax = t->amax;
 }
 
+/// The tally of elements [first, first + count); dtype is constant where this is inlined.
 VF_INLINE tally block_tally(const void *gradient, int dtype, int64_t first, int count,
                             int64_t *hist)
 {
@@ -508,19 +497,6 @@ VF_INLINE tally block_tally(const void *gradient, int dtype, int64_t first, int 
   return sum;
 }
 
-static tally block_f32(const void *g, int64_t first, int n, int64_t *hist)
-{
-  return block_tally(g, ENG_f32, first, n, hist);
-}
-static tally block_f16(const void *g, int64_t first, int n, int64_t *hist)
-{
-  return block_tally(g, ENG_f16, first, n, hist);
-}
-static tally block_bf16(const void *g, int64_t first, int n, int64_t *hist)
-{
-  return block_tally(g, ENG_bf16, first, n, hist);
-}
-
 /// Moves a thread's counts into a tensor's; other threads may do so at the same time.
 static void flush_histogram(int64_t *from, int64_t *to)
 {
@@ -540,10 +516,10 @@ static void work(const block_list *list, int64_t from, int64_t to, const param_s
     const param_span *span = &spans[at->span];
     int64_t *bins = histogram ? hist : NULL;
     if (span->gradient_dtype == ENG_f16)
-      result[b] = block_f16(span->gradient, at->first, at->count, bins);
+      result[b] = block_tally(span->gradient, ENG_f16, at->first, at->count, bins);
     else if (span->gradient_dtype == ENG_bf16)
-      result[b] = block_bf16(span->gradient, at->first, at->count, bins);
-    else result[b] = block_f32(span->gradient, at->first, at->count, bins);
+      result[b] = block_tally(span->gradient, ENG_bf16, at->first, at->count, bins);
+    else result[b] = block_tally(span->gradient, ENG_f32, at->first, at->count, bins);
     if (histogram && (b + 1 == to || list->at[b + 1].span != at->span))
       flush_histogram(hist, stats[at->span].hist);
   }

@@ -55,65 +55,41 @@ static void normalise(const float *x, const float *weight, const float *bias, fl
   float buffer[TILE] __attribute__((aligned(64)));
   vf m = vf_set1(mean), r = vf_set1(rstd);
   for (int64_t at = 0; at < n; at += TILE) {
-    int length = (int)smaller(TILE, n - at), i = 0;
+    int length = (int)smaller(TILE, n - at);
     const float *in = x + at, *w = weight + at, *b = bias + at;
     float *out = tile_target(buffer, y, dtype, first + at);
-    for (; i + VF_LANES <= length; i += VF_LANES) {
-      vf t = vf_mul(vf_sub(vf_load(in + i), m), r);
-      vf_store(out + i, vf_fma(t, vf_load(w + i), vf_load(b + i)));
-    }
-    if (i < length) {
-      int rest = length - i;
-      vf t = vf_mul(vf_sub(vf_load_n(in + i, rest), m), r);
-      vf_store_n(out + i, vf_fma(t, vf_load_n(w + i, rest), vf_load_n(b + i, rest)), rest);
-    }
+    FOR_VECTORS(i, length, {
+      vf t = vf_mul(vf_sub(vf_load_n(in + i, lanes), m), r);
+      vf_store_n(out + i, vf_fma(t, vf_load_n(w + i, lanes), vf_load_n(b + i, lanes)), lanes);
+    });
     tile_store(y, dtype, first + at, out, length);
   }
 }
 
-// Additions with intermediate rounding, for each narrow format. Storing a number and loading it
-// again rounds it to the format.
-//   sum_f16      sum = a + b; `row` is that sum in f32
-//   added_f16    y = a + b with b rounded first
-#define NARROW_ADDITIONS(format)                                                                   \
-  static inline void sum_##format(float *row, uint16_t *sum, const uint16_t *a, const uint16_t *b, \
-                                  int64_t n)                                                       \
-  {                                                                                                \
-    int64_t i = 0;                                                                                 \
-    for (; i + VF_LANES <= n; i += VF_LANES) {                                                     \
-      vf_store_##format(sum + i, vf_add(vf_load_##format(a + i), vf_load_##format(b + i)));        \
-      vf_store(row + i, vf_load_##format(sum + i));                                                \
-    }                                                                                              \
-    int rest = (int)(n - i);                                                                       \
-    if (rest == 0) return;                                                                         \
-    vf_store_##format##_n(                                                                         \
-      sum + i, vf_add(vf_load_##format##_n(a + i, rest), vf_load_##format##_n(b + i, rest)),       \
-      rest);                                                                                       \
-    vf_store_n(row + i, vf_load_##format##_n(sum + i, rest), rest);                                \
-  }                                                                                                \
-  static inline void added_##format(uint16_t *y, const uint16_t *a, const float *b, int64_t n)     \
-  {                                                                                                \
-    int64_t i = 0;                                                                                 \
-    for (; i + VF_LANES <= n; i += VF_LANES) {                                                     \
-      vf_store_##format(y + i, vf_load(b + i));                                                    \
-      vf_store_##format(y + i, vf_add(vf_load_##format(a + i), vf_load_##format(y + i)));          \
-    }                                                                                              \
-    int rest = (int)(n - i);                                                                       \
-    if (rest == 0) return;                                                                         \
-    vf_store_##format##_n(y + i, vf_load_n(b + i, rest), rest);                                    \
-    vf_store_##format##_n(                                                                         \
-      y + i, vf_add(vf_load_##format##_n(a + i, rest), vf_load_##format##_n(y + i, rest)), rest);  \
-  }
-NARROW_ADDITIONS(f16)
-NARROW_ADDITIONS(bf16)
+// Additions of n elements from `first` on in one narrow format, a constant, with intermediate
+// rounding: what is stored and loaded again is rounded to the format.
 
-static inline void add_floats(float *y, const float *p, const float *q, int64_t n)
+/// sum = a + b; `row` [n] receives that sum in f32.
+VF_INLINE void sum_narrow(float *row, void *sum, const void *a, const void *b, const int dtype,
+                          int64_t first, int64_t n)
 {
-  MAP2(y, p, q, n, vf_add(a, b));
+  FOR_VECTORS(i, n, {
+    vf q = vf_read(b, dtype, first + i, lanes), p = vf_read(a, dtype, first + i, lanes);
+    vf_write(sum, dtype, first + i, vf_add(p, q), lanes);
+    vf_store_n(row + i, vf_read(sum, dtype, first + i, lanes), lanes);
+  });
 }
 
-/// Element i of a tensor of a narrow format.
-static inline uint16_t *narrow_at(const tensor *x, int64_t i) { return (uint16_t *)x->data + i; }
+/// y = a + b, with b [n] rounded first.
+VF_INLINE void add_rounded(void *y, const void *a, const float *b, const int dtype, int64_t first,
+                           int64_t n)
+{
+  FOR_VECTORS(i, n, {
+    vf_write(y, dtype, first + i, vf_load_n(b + i, lanes), lanes);
+    vf rounded = vf_read(y, dtype, first + i, lanes);
+    vf_write(y, dtype, first + i, vf_add(vf_read(a, dtype, first + i, lanes), rounded), lanes);
+  });
+}
 
 /// Writes a row of sum = x + branch. Returns that row, as rounded, in f32: the memory of `sum`, or
 /// `buffer` [n].
@@ -122,16 +98,15 @@ static const float *add_row(float *buffer, const tensor *sum, const tensor *x, c
 {
   float *row = tile_target(buffer, sum->data, sum->dtype, first);
   if (x->dtype == branch->dtype && sum->dtype == x->dtype && x->dtype != ENG_f32) {
-    uint16_t *to = narrow_at(sum, first);
-    if (x->dtype == ENG_f16) sum_f16(row, to, narrow_at(x, first), narrow_at(branch, first), n);
-    else sum_bf16(row, to, narrow_at(x, first), narrow_at(branch, first), n);
+    if (x->dtype == ENG_f16) sum_narrow(row, sum->data, x->data, branch->data, ENG_f16, first, n);
+    else sum_narrow(row, sum->data, x->data, branch->data, ENG_bf16, first, n);
     return row;
   }
   float tx[TILE] __attribute__((aligned(64))), tb[TILE] __attribute__((aligned(64)));
   for (int64_t at = 0; at < n; at += TILE) {
     int length = (int)smaller(TILE, n - at);
-    add_floats(row + at, tile_load(tx, x->data, x->dtype, first + at, length),
-               tile_load(tb, branch->data, branch->dtype, first + at, length), length);
+    MAP2(row + at, tile_load(tx, x->data, x->dtype, first + at, length),
+         tile_load(tb, branch->data, branch->dtype, first + at, length), length, vf_add(a, b));
     if (sum->dtype == ENG_f32) continue;
     floats_to(sum->data, sum->dtype, first + at, row + at, length);
     floats_from(row + at, sum->data, sum->dtype, first + at, length);
@@ -143,8 +118,8 @@ static const float *add_row(float *buffer, const tensor *sum, const tensor *x, c
 static void add_gradient(const tensor *dx, const tensor *dsum, float *values, int64_t first, int n)
 {
   if (dx->dtype == dsum->dtype && dx->dtype != ENG_f32) {
-    if (dx->dtype == ENG_f16) added_f16(narrow_at(dx, first), narrow_at(dsum, first), values, n);
-    else added_bf16(narrow_at(dx, first), narrow_at(dsum, first), values, n);
+    if (dx->dtype == ENG_f16) add_rounded(dx->data, dsum->data, values, ENG_f16, first, n);
+    else add_rounded(dx->data, dsum->data, values, ENG_bf16, first, n);
     return;
   }
   float buffer[TILE] __attribute__((aligned(64)));
@@ -152,7 +127,7 @@ static void add_gradient(const tensor *dx, const tensor *dsum, float *values, in
     floats_to(dx->data, dx->dtype, first, values, n);
     floats_from(values, dx->data, dx->dtype, first, n);
   }
-  add_floats(values, tile_load(buffer, dsum->data, dsum->dtype, first, n), values, n);
+  MAP2(values, tile_load(buffer, dsum->data, dsum->dtype, first, n), values, n, vf_add(a, b));
   tile_store(dx->data, dx->dtype, first, values, n);
 }
 
@@ -209,25 +184,17 @@ backward_sums(const float *x, const float *dy, const float *weight, float mean, 
   vf m = vf_set1(mean), r = vf_set1(rstd);
   double sum_g = 0.0, sum_gx = 0.0;
   for (int64_t at = 0; at < n; at += TILE) {
-    int64_t end = smaller(n, at + TILE), i = at;
     vf g_lanes = vf_zero(), gx_lanes = vf_zero();
-    for (; i + VF_LANES <= end; i += VF_LANES) {
-      vf d = vf_load(dy + i), xhat = vf_mul(vf_sub(vf_load(x + i), m), r),
-         g = vf_mul(d, vf_load(weight + i));
+    FOR_VECTORS(k, smaller(TILE, n - at), {
+      int64_t i = at + k;
+      vf d = vf_load_n(dy + i, lanes), g = vf_mul(d, vf_load_n(weight + i, lanes)),
+         xhat = vf_mul(vf_sub(load_padded(x + i, lanes, mean), m), r);
       g_lanes = vf_add(g_lanes, g);
       gx_lanes = vf_fma(g, xhat, gx_lanes);
-      if (dweight) vf_store(dweight + i, vf_fma(d, xhat, vf_load(dweight + i)));
-      if (dbias) vf_store(dbias + i, vf_add(d, vf_load(dbias + i)));
-    }
-    if (i < end) {
-      int rest = (int)(end - i);
-      vf d = vf_load_n(dy + i, rest), xhat = vf_mul(vf_sub(load_tail(x + i, rest, mean), m), r);
-      vf g = vf_mul(d, vf_load_n(weight + i, rest));
-      g_lanes = vf_add(g_lanes, g);
-      gx_lanes = vf_fma(g, xhat, gx_lanes);
-      if (dweight) vf_store_n(dweight + i, vf_fma(d, xhat, vf_load_n(dweight + i, rest)), rest);
-      if (dbias) vf_store_n(dbias + i, vf_add(d, vf_load_n(dbias + i, rest)), rest);
-    }
+      if (dweight)
+        vf_store_n(dweight + i, vf_fma(d, xhat, vf_load_n(dweight + i, lanes)), lanes);
+      if (dbias) vf_store_n(dbias + i, vf_add(d, vf_load_n(dbias + i, lanes)), lanes);
+    });
     sum_g += vf_sum(g_lanes);
     sum_gx += vf_sum(gx_lanes);
   }
@@ -244,19 +211,14 @@ static inline __attribute__((always_inline)) void backward_row(
   vf m = vf_set1(mean), r = vf_set1(rstd), mean_g = vf_set1(centred ? means.g : 0.0f),
      minus_gx = vf_set1(-means.gx);
   for (int64_t at = 0; at < n; at += TILE) {
-    int length = (int)smaller(TILE, n - at), i = 0;
+    int length = (int)smaller(TILE, n - at);
     const float *in = x + at, *d = dy + at, *w = weight + at;
     float *out = tile_target(buffer, dx->data, dx->dtype, first + at);
-    for (; i + VF_LANES <= length; i += VF_LANES) {
-      vf xhat = vf_mul(vf_sub(vf_load(in + i), m), r), g = vf_mul(vf_load(d + i), vf_load(w + i));
-      vf_store(out + i, vf_mul(vf_fma(xhat, minus_gx, vf_sub(g, mean_g)), r));
-    }
-    if (i < length) {
-      int rest = length - i;
-      vf xhat = vf_mul(vf_sub(vf_load_n(in + i, rest), m), r),
-         g = vf_mul(vf_load_n(d + i, rest), vf_load_n(w + i, rest));
-      vf_store_n(out + i, vf_mul(vf_fma(xhat, minus_gx, vf_sub(g, mean_g)), r), rest);
-    }
+    FOR_VECTORS(i, length, {
+      vf xhat = vf_mul(vf_sub(vf_load_n(in + i, lanes), m), r),
+         g = vf_mul(vf_load_n(d + i, lanes), vf_load_n(w + i, lanes));
+      vf_store_n(out + i, vf_mul(vf_fma(xhat, minus_gx, vf_sub(g, mean_g)), r), lanes);
+    });
     if (dsum) add_gradient(dx, dsum, out, first + at, length);
     else tile_store(dx->data, dx->dtype, first + at, out, length);
   }

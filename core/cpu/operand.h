@@ -1,7 +1,7 @@
 // Operands of elementwise kernels: any strides and broadcasting, read as tiles of f32 in the order
 // of the (contiguous) output. A tile of a dense f32 tensor is the tensor's own memory; everything
-// else is converted or gathered into a buffer that stays in the L1 cache. Included by the
-// elementwise kernel files, once per instruction set. Owns nothing.
+// else is converted or gathered into a buffer that stays in the L1 cache. Included by kernel files
+// that take any strides, once per instruction set. Owns nothing.
 #pragma once
 
 #include "rows.h"
@@ -12,33 +12,43 @@
 typedef struct operand {
   const void *data;
   int     dtype, ndim;
-  // element i of the output is element i of data
-  bool    dense;
+  bool    dense;                                        // element i of the output is data[i]
   int64_t shape[ENG_MAX_DIMS], stride[ENG_MAX_DIMS];    // elements
 } operand;
+
+/// Adds a dimension outside the others, merged with the last one if they are contiguous.
+static inline __attribute__((unused)) void operand_append(operand *o, int64_t size, int64_t stride)
+{
+  int k = o->ndim - 1;
+  if (size == 1) return;
+  if (k >= 0 && stride == o->stride[k] * o->shape[k]) {
+    o->shape[k] *= size;
+  } else {
+    o->shape[o->ndim] = size;
+    o->stride[o->ndim++] = stride;
+  }
+}
+
+/// Called after the last operand_append.
+static inline __attribute__((unused)) void operand_finish(operand *o)
+{
+  if (o->ndim == 0) {
+    o->ndim = 1;
+    o->shape[0] = 1;
+    o->stride[0] = 1;
+  }
+  o->dense = o->ndim == 1 && o->stride[0] == 1;
+}
 
 /// x broadcast to the shape of y; dimensions align from the last one.
 static inline __attribute__((unused)) operand operand_of(const tensor *x, const tensor *y)
 {
   operand o = {.data = x->data, .dtype = x->dtype};
   for (int d = 1; d <= y->ndim; d++) {
-    int64_t size = y->shape[y->ndim - d];
-    if (size == 1) continue;
     int64_t stride = d <= x->ndim && x->shape[x->ndim - d] != 1 ? x->stride[x->ndim - d] : 0;
-    int k = o.ndim - 1;
-    if (k >= 0 && stride == o.stride[k] * o.shape[k]) {
-      o.shape[k] *= size;
-    } else {
-      o.shape[o.ndim] = size;
-      o.stride[o.ndim++] = stride;
-    }
+    operand_append(&o, y->shape[y->ndim - d], stride);
   }
-  if (o.ndim == 0) {
-    o.shape[0] = 1;
-    o.stride[0] = 1;
-    o.ndim = 1;
-  }
-  o.dense = o.ndim == 1 && o.stride[0] == 1;
+  operand_finish(&o);
   return o;
 }
 

@@ -144,34 +144,28 @@ VF_INLINE void add_square(vf *sum, vf x) { *sum = vf_fma(x, x, *sum); }
 VF_INLINE void step_at(int loop, int extra, const rule *r, float *p, const float *g, float *m,
                        float *v, int count, squares *sum, int lane)
 {
-  const bool has_m = loop != LOOP_SGD, has_v = loop == LOOP_ADAM, whole = count == VF_LANES;
-  vf weight = whole ? vf_load(p) : vf_load_n(p, count), first = vf_zero(), second = vf_zero();
-  if (has_m) first = whole ? vf_load(m) : vf_load_n(m, count);
-  if (has_v) second = whole ? vf_load(v) : vf_load_n(v, count);
-  vf gradient = whole ? vf_load(g) : vf_load_n(g, count), before = weight;
+  const bool has_m = loop != LOOP_SGD, has_v = loop == LOOP_ADAM;
+  vf weight = vf_load_n(p, count), gradient = vf_load_n(g, count), before = weight,
+     first = has_m ? vf_load_n(m, count) : vf_zero(),
+     second = has_v ? vf_load_n(v, count) : vf_zero();
   advance(loop, extra, r, &weight, gradient, &first, &second);
   if (extra != PLAIN) {
     vf change = vf_sub(weight, before);
     if (extra == LIMITED && r->factor != 1)
       weight = vf_add(before, vf_mul(vf_set1(r->factor), change));
-    if (!whole) {                      // the missing elements: an infinite factor makes them NaN
-      change = vf_select(vm_first(count), change, vf_zero());
-      weight = vf_select(vm_first(count), weight, vf_zero());
-      first = vf_select(vm_first(count), first, vf_zero());
-      second = vf_select(vm_first(count), second, vf_zero());
-    }
+    change = vf_padded(change, count, vf_zero());   // an infinite factor makes missing lanes NaN
+    weight = vf_padded(weight, count, vf_zero());
+    first = vf_padded(first, count, vf_zero());
+    second = vf_padded(second, count, vf_zero());
     add_square(&sum->of[ENG_NORM_UPDATE][lane], change);
     add_square(&sum->of[ENG_NORM_WEIGHT][lane], weight);
     if (has_m) add_square(&sum->of[ENG_NORM_M][lane], first);
     if (has_v) add_square(&sum->of[ENG_NORM_V][lane], vf_mul(second, vf_set1(V_UNIT)));
     if (extra == LIMITED && r->dry) return;
   }
-  if (whole) vf_store(p, weight);
-  else vf_store_n(p, weight, count);
-  if (has_m && whole) vf_store(m, first);
-  else if (has_m) vf_store_n(m, first, count);
-  if (has_v && whole) vf_store(v, second);
-  else if (has_v) vf_store_n(v, second, count);
+  vf_store_n(p, weight, count);
+  if (has_m) vf_store_n(m, first, count);
+  if (has_v) vf_store_n(v, second, count);
 }
 
 /// Updates n <= TILE elements, all in f32. m and v may be NULL where the loop does not use them.
@@ -367,24 +361,10 @@ static bool span_is_fast(const param_span *s)
          (!s->moment1 || dtype_is_fast(s->moment_dtype));
 }
 
-static eng_status check_span(const param_span *s, const eng_update *update)
-{
-  bool adam = update->kind == ENG_ADAM || update->kind == ENG_ADAMW,
-       lion = update->kind == ENG_LION;
-  if (update->kind < ENG_SGD || update->kind > ENG_LION)
-    return error_set(ENG_ERR_VALUE, "optimize: unknown optimizer number %d", update->kind);
-  if (((adam || lion) && !s->moment1) || (adam && !s->moment2))
-    return error_set(ENG_ERR_VALUE, "optimize: parameter %s lacks moments for optimizer number %d",
-                     s->name, update->kind);
-  return ENG_OK;
-}
-
 static eng_status optimize(const param_span *spans, int n, const eng_update *update)
 {
-  for (int k = 0; k < n; k++) {
-    ENG_TRY(check_span(&spans[k], update));
+  for (int k = 0; k < n; k++)
     if (!span_is_fast(&spans[k])) return backend_reference()->optimize(spans, n, update);
-  }
   block_list list;
   ENG_TRY(blocks_open(&list, spans, n));
   int64_t bytes = update->n_groups * (int64_t)sizeof(rule);
@@ -426,23 +406,18 @@ static bool unscale_block(const param_span *s, const scaling *scale, float *targ
   float buffer[TILE] __attribute__((aligned(64)));
   vi bad = vi_set1(0);
   for (int64_t at = first, end = first + count; at < end; at += TILE) {
-    int n = end - at < TILE ? (int)(end - at) : TILE, i = 0;
+    int n = end - at < TILE ? (int)(end - at) : TILE;
     const float *g = tile_load(buffer, s->gradient, s->gradient_dtype, at, n);
     float *to = target + at;
     // Inf and nan have all exponent bits set, so adding 1 to the lowest exponent bit carries into
     // the sign bit.
-    for (; i + VF_LANES <= n; i += VF_LANES) {
-      vf x = scaled(scale, vf_load(g + i));
+    FOR_VECTORS(i, n, {
+      vf x = scaled(scale, vf_load_n(g + i, lanes));
       ahead(g + i);
-      vf_store(to + i, x);
-      bad = vi_or(bad, vi_add(vi_and(vf_bits(x), vi_set1(0x7FFFFFFF)), vi_set1(0x00800000)));
-    }
-    if (i < n) {
-      vf x = scaled(scale, vf_load_n(g + i, n - i));
-      vf_store_n(to + i, x, n - i);
+      vf_store_n(to + i, x, lanes);
       vi high = vi_add(vi_and(vf_bits(x), vi_set1(0x7FFFFFFF)), vi_set1(0x00800000));
-      bad = vi_or(bad, vi_select(vm_first(n - i), high, vi_set1(0)));
-    }
+      bad = vi_or(bad, vf_bits(vf_padded(vf_from_bits(high), lanes, vf_zero())));
+    });
   }
   return vm_any(vi_gt(vi_set1(0), bad));
 }

@@ -24,30 +24,8 @@ typedef struct reduction {
   double  divisor;               // for a mean, else 1
   const tensor *y;
   int64_t rows, pieces;          // elements or rows per piece; pieces per result
-  double *part;                  // results of the pieces, if there are several
+  double *part;                  // [pieces x results], if there are several pieces
 } reduction;
-
-static void append(operand *o, int64_t size, int64_t stride)
-{
-  int k = o->ndim - 1;
-  if (size == 1) return;
-  if (k >= 0 && stride == o->stride[k] * o->shape[k]) {
-    o->shape[k] *= size;
-  } else {
-    o->shape[o->ndim] = size;
-    o->stride[o->ndim++] = stride;
-  }
-}
-
-static void finish(operand *o)
-{
-  if (o->ndim == 0) {
-    o->ndim = 1;
-    o->shape[0] = 1;
-    o->stride[0] = 1;
-  }
-  o->dense = o->ndim == 1 && o->stride[0] == 1;
-}
 
 static reduction reduction_of(const op_call *call)
 {
@@ -58,12 +36,12 @@ static reduction reduction_of(const op_call *call)
                  .divisor = 1, .y = call->out[0]};
   for (int d = x->ndim - 1; d >= 0; d--) {
     bool gone = mask >> d & 1;
-    append(gone ? &r.gone : &r.kept, x->shape[d], x->stride[d]);
+    operand_append(gone ? &r.gone : &r.kept, x->shape[d], x->stride[d]);
     if (gone) r.each *= x->shape[d];
     else r.results *= x->shape[d];
   }
-  finish(&r.kept);
-  finish(&r.gone);
+  operand_finish(&r.kept);
+  operand_finish(&r.gone);
   return r;
 }
 
@@ -126,27 +104,11 @@ static double reduce_piece(const reduction *r, int64_t base, int64_t first, int6
 static void single_task(const void *context, int64_t task)
 {
   const reduction *r = context;
-  int64_t result = task / r->pieces, first = task % r->pieces * r->rows;
+  int64_t result = task / r->pieces, piece = task % r->pieces, first = piece * r->rows;
   double total =
     reduce_piece(r, cursor_at(&r->kept, result).offset, first, smaller(r->rows, r->each - first));
-  if (r->part) r->part[task] = total;
+  if (r->part) r->part[piece * r->results + result] = total;
   else put(r->y->data, r->y->dtype, result, total / r->divisor);
-}
-
-// Combines the pieces of a result. In r->part, its pieces are `apart` elements from each other;
-// neighbouring results are `next` elements from each other.
-static void combine_pieces(const reduction *r, int64_t result, int64_t next, int64_t apart)
-{
-  double total = r->part[result * next];
-  for (int64_t k = 1; k < r->pieces; k++)
-    total = combine(total, r->part[result * next + k * apart], r->rule);
-  put(r->y->data, r->y->dtype, result, total / r->divisor);
-}
-
-static void single_combine(const void *context, int64_t result)
-{
-  const reduction *r = context;
-  combine_pieces(r, result, r->pieces, 1);
 }
 
 // ----------------------------------------- adjacent results in x: a tile of columns at a time
@@ -191,10 +153,13 @@ static void columns_task(const void *context, int64_t task)
     for (int i = 0; i < width; i++) put(r->y->data, r->y->dtype, result + i, total[i] / r->divisor);
 }
 
-static void columns_combine(const void *context, int64_t result)
+static void combine_task(const void *context, int64_t result)
 {
   const reduction *r = context;
-  combine_pieces(r, result, 1, r->results);
+  double total = r->part[result];
+  for (int64_t k = 1; k < r->pieces; k++)
+    total = combine(total, r->part[k * r->results + result], r->rule);
+  put(r->y->data, r->y->dtype, result, total / r->divisor);
 }
 
 // ------------------------------------------------------------------ the operations
@@ -211,8 +176,7 @@ static eng_status reduce_by(reduction *r, bool columns)
   if (r->pieces > 1 && !(r->part = arena_alloc(ARENA_SCRATCH, bytes))) return ENG_ERR_MEMORY;
   run_tasks(groups * r->pieces, together, columns ? columns_task : single_task, r);
   if (r->part) {
-    run_tasks(r->results, r->results * r->pieces >= PARALLEL_ELEMENTS,
-              columns ? columns_combine : single_combine, r);
+    run_tasks(r->results, r->results * r->pieces >= PARALLEL_ELEMENTS, combine_task, r);
     arena_free(ARENA_SCRATCH, r->part, bytes);
   }
   return ENG_OK;
@@ -222,10 +186,7 @@ static eng_status reduce(const op_call *call)
 {
   if (!all_fast(call)) return forward_to_reference(call);
   reduction r = reduction_of(call);
-  if (r.results == 0) return ENG_OK;
-  bool extremes = call->op == ENG_OP_max || call->op == ENG_OP_min;
-  if (r.each == 0) {
-    if (extremes) return forward_to_reference(call);   // which reports the error
+  if (r.each == 0) {   // sum or mean: max and min have at least one element
     for (int64_t i = 0; i < r.results; i++)
       put(r.y->data, r.y->dtype, i, call->op == ENG_OP_mean ? NAN : 0.0);
     return ENG_OK;
@@ -296,7 +257,7 @@ static eng_status extreme_grad(const op_call *call)
   target.in[0] = call->out[0];
   extreme_call e = {.call = call, .from = reduction_of(call), .into = reduction_of(&target)};
   int64_t count = e.from.results * e.from.each;
-  if (count > 0) run_tasks(e.from.results, count >= PARALLEL_ELEMENTS, extreme_grad_task, &e);
+  run_tasks(e.from.results, count >= PARALLEL_ELEMENTS, extreme_grad_task, &e);
   return ENG_OK;
 }
 

@@ -61,23 +61,12 @@ static void angle_task(const void *context, int64_t task)
 static void rotate(float *ya, float *yb, const float *xa, const float *xb, const float *c,
                    const float *s, int n)
 {
-  for (int i = 0; i < n; i += VF_LANES) {
-    int m = n - i;
-    bool whole = m >= VF_LANES;
-    vf a = whole ? vf_load(xa + i) : vf_load_n(xa + i, m),
-       b = whole ? vf_load(xb + i) : vf_load_n(xb + i, m);
-    vf cosine = whole ? vf_load(c + i) : vf_load_n(c + i, m),
-       sine = whole ? vf_load(s + i) : vf_load_n(s + i, m);
-    vf first = vf_fma(a, cosine, vf_neg(vf_mul(b, sine))),
-       second = vf_fma(b, cosine, vf_mul(a, sine));
-    if (whole) {
-      vf_store(ya + i, first);
-      vf_store(yb + i, second);
-    } else {
-      vf_store_n(ya + i, first, m);
-      vf_store_n(yb + i, second, m);
-    }
-  }
+  FOR_VECTORS(i, n, {
+    vf a = vf_load_n(xa + i, lanes), b = vf_load_n(xb + i, lanes);
+    vf cosine = vf_load_n(c + i, lanes), sine = vf_load_n(s + i, lanes);
+    vf_store_n(ya + i, vf_fma(a, cosine, vf_neg(vf_mul(b, sine))), lanes);
+    vf_store_n(yb + i, vf_fma(b, cosine, vf_mul(a, sine)), lanes);
+  });
 }
 
 // Rotates all heads of one position of one sequence.
@@ -115,7 +104,6 @@ static eng_status rope(const op_call *call)
 {
   if (!all_fast(call)) return forward_to_reference(call);
   const tensor *x = call->in[0], *y = call->out[0];
-  if (y->count == 0) return ENG_OK;
   int64_t T = x->shape[1], half = x->shape[3] / 2;
   int64_t bytes = 3 * half * (int64_t)sizeof(double) + 2 * T * half * (int64_t)sizeof(float);
   double *scratch = arena_alloc(ARENA_SCRATCH, bytes);
@@ -128,7 +116,7 @@ static eng_status rope(const op_call *call)
   r.sine = r.cosine + T * half;
   fill_frequencies(&r, &(rope_scaling){call->rope.base, call->rope.factor, call->rope.low,
                                        call->rope.high, call->rope.context});
-  run_tasks((T + RESTART - 1) / RESTART, T * half >= PARALLEL_ELEMENTS / 4, angle_task, &r);
+  run_tasks(ceiling(T, RESTART), T * half >= PARALLEL_ELEMENTS / 4, angle_task, &r);
   run_tasks(x->shape[0] * T, y->count >= PARALLEL_ELEMENTS, rotate_task, &r);
   arena_free(ARENA_SCRATCH, scratch, bytes);
   return ENG_OK;

@@ -34,6 +34,14 @@ static inline bool all_fast(const op_call *call)
   return true;
 }
 
+/// all_fast for a call whose input number `input` is not a float.
+static inline bool all_fast_except(const op_call *call, int input)
+{
+  op_call floats = *call;
+  floats.in[input] = NULL;
+  return all_fast(&floats);
+}
+
 static inline eng_status forward_to_reference(const op_call *call)
 {
   return backend_reference()->kernel[call->op](call);
@@ -62,10 +70,10 @@ static inline void put(void *data, int dtype, int64_t i, double value)
   else ((uint16_t *)data)[i] = dtype == ENG_f16 ? f16_from_f64(value) : bf16_from_f64(value);
 }
 
-/// The last n < VF_LANES elements of a row; the other lanes hold `fill`.
-VF_INLINE vf load_tail(const float *source, int n, float fill)
+/// The first n lanes from `source`, and `fill` in the others.
+VF_INLINE vf load_padded(const float *source, int n, float fill)
 {
-  return vf_select(vm_first(n), vf_load_n(source, n), vf_set1(fill));
+  return vf_padded(vf_load_n(source, n), n, vf_set1(fill));
 }
 
 /// The sum of one tile in double, element by element: for a tile whose f32 sum overflows, or that
@@ -77,20 +85,26 @@ static __attribute__((noinline, unused)) double wide_sum(const float *x, int n)
   return sum;
 }
 
+/// Folds a tile into one vector, in four chains; `fill` stands for missing lanes.
+VF_INLINE vf tile_fold(const float *x, int n, float fill, vf (*fold)(vf, vf))
+{
+  vf a = vf_set1(fill), b = a, c = a, d = a;
+  int i = 0;
+  for (; i + 4 * VF_LANES <= n; i += 4 * VF_LANES) {
+    a = fold(a, vf_load(x + i));
+    b = fold(b, vf_load(x + i + VF_LANES));
+    c = fold(c, vf_load(x + i + 2 * VF_LANES));
+    d = fold(d, vf_load(x + i + 3 * VF_LANES));
+  }
+  for (; i + VF_LANES <= n; i += VF_LANES) a = fold(a, vf_load(x + i));
+  if (i < n) b = fold(b, load_padded(x + i, n - i, fill));
+  return fold(fold(a, b), fold(c, d));
+}
+
 /// Sum of one tile.
 static inline double tile_sum(const float *x, int n)
 {
-  vf a = vf_set1(0.0f), b = a, c = a, d = a;
-  int i = 0;
-  for (; i + 4 * VF_LANES <= n; i += 4 * VF_LANES) {
-    a = vf_add(a, vf_load(x + i));
-    b = vf_add(b, vf_load(x + i + VF_LANES));
-    c = vf_add(c, vf_load(x + i + 2 * VF_LANES));
-    d = vf_add(d, vf_load(x + i + 3 * VF_LANES));
-  }
-  for (; i + VF_LANES <= n; i += VF_LANES) a = vf_add(a, vf_load(x + i));
-  if (i < n) b = vf_add(b, vf_load_n(x + i, n - i));
-  float sum = vf_sum(vf_add(vf_add(a, b), vf_add(c, d)));
+  float sum = vf_sum(tile_fold(x, n, 0.0f, vf_add));
   return f32_is_finite(sum) ? sum : wide_sum(x, n);
 }
 
@@ -123,7 +137,7 @@ static inline double row_squares(const float *x, int64_t n, float centre)
       a = vf_fma(p, p, a);
     }
     if (i < length) {
-      vf p = vf_sub(load_tail(t + i, length - i, centre), m);
+      vf p = vf_sub(load_padded(t + i, length - i, centre), m);
       b = vf_fma(p, p, b);
     }
     sum += vf_sum(vf_add(vf_add(a, b), vf_add(c, d)));
@@ -134,17 +148,7 @@ static inline double row_squares(const float *x, int64_t n, float centre)
 /// The largest element of a tile. When the tile holds a NaN, the result is arbitrary.
 static inline float tile_max(const float *x, int n)
 {
-  vf a = vf_set1(-INFINITY), b = a, c = a, d = a;
-  int i = 0;
-  for (; i + 4 * VF_LANES <= n; i += 4 * VF_LANES) {
-    a = vf_max(a, vf_load(x + i));
-    b = vf_max(b, vf_load(x + i + VF_LANES));
-    c = vf_max(c, vf_load(x + i + 2 * VF_LANES));
-    d = vf_max(d, vf_load(x + i + 3 * VF_LANES));
-  }
-  for (; i + VF_LANES <= n; i += VF_LANES) a = vf_max(a, vf_load(x + i));
-  if (i < n) b = vf_max(b, load_tail(x + i, n - i, -INFINITY));
-  return vf_maxall(vf_max(vf_max(a, b), vf_max(c, d)));
+  return vf_maxall(tile_fold(x, n, -INFINITY, vf_max));
 }
 
 /// Sum of exp(x - shift) over a tile; the exp of each element goes to `keep` [n] unless that is
@@ -164,12 +168,9 @@ VF_INLINE double tile_exp_sum(const float *x, int n, float shift, float *keep)
     b = vf_add(b, q);
   }
   for (; i < n; i += VF_LANES) {   // at most twice: a whole vector, then the rest
-    bool whole = i + VF_LANES <= n;
-    vf p = vf_exp_low(vf_sub(whole ? vf_load(x + i) : load_tail(x + i, n - i, -INFINITY), m));
-    if (keep) {
-      if (whole) vf_store(keep + i, p);
-      else vf_store_n(keep + i, p, n - i);
-    }
+    int lanes = n - i < VF_LANES ? n - i : VF_LANES;
+    vf p = vf_exp_low(vf_sub(load_padded(x + i, lanes, -INFINITY), m));
+    if (keep) vf_store_n(keep + i, p, lanes);
     a = vf_add(a, p);
   }
   return vf_sum(vf_add(a, b));

@@ -13,25 +13,21 @@ enum { SHORT = 4096 };   // floats, 16 KiB of stack
 
 // ------------------------------------------------------------------ softmax
 
-/// y = exp * factor for one tile; `from` holds the exps.
-static void scale_tile(const float *from, float factor, void *y, int dtype, int64_t first, int n)
+/// y = exp(x - max) * second or, for the logarithm, (x - max) - second, for a row. The logarithm
+/// takes two steps because max may be large and `second`, the log of the sum, small.
+static void map_row(const tensor *x, const tensor *y, int64_t first, int64_t n, float max,
+                    float second, bool logarithm)
 {
-  float buffer[TILE] __attribute__((aligned(64)));
-  float *out = tile_target(buffer, y, dtype, first);
-  vf f = vf_set1(factor);
-  MAP1(out, from, n, vf_mul(a, f));
-  tile_store(y, dtype, first, out, n);
-}
-
-/// y = exp(x - max) * factor for one tile.
-static void exp_tile(const float *x, float max, float factor, void *y, int dtype, int64_t first,
-                     int n)
-{
-  float buffer[TILE] __attribute__((aligned(64)));
-  float *out = tile_target(buffer, y, dtype, first);
-  vf m = vf_set1(max), f = vf_set1(factor);
-  MAP1(out, x, n, vf_mul(vf_exp_low(vf_sub(a, m)), f));
-  tile_store(y, dtype, first, out, n);
+  float buffer[TILE] __attribute__((aligned(64))), to[TILE] __attribute__((aligned(64)));
+  vf m = vf_set1(max), s = vf_set1(second);
+  for (int64_t at = first; at < first + n; at += TILE) {
+    int length = (int)smaller(TILE, first + n - at);
+    const float *in = tile_load(buffer, x->data, x->dtype, at, length);
+    float *out = tile_target(to, y->data, y->dtype, at);
+    if (logarithm) MAP1(out, in, length, vf_sub(vf_sub(a, m), s));
+    else MAP1(out, in, length, vf_mul(vf_exp_low(vf_sub(a, m)), s));
+    tile_store(y->data, y->dtype, at, out, length);
+  }
 }
 
 static void softmax_short(const tensor *x, const tensor *y, int64_t first, int n)
@@ -42,19 +38,13 @@ static void softmax_short(const tensor *x, const tensor *y, int64_t first, int n
   double sum = 0.0;
   for (int at = 0; at < n; at += TILE)
     sum += tile_exp_sum(in + at, (int)smaller(TILE, n - at), max, row + at);
-  for (int at = 0; at < n; at += TILE)
-    scale_tile(row + at, (float)(1.0 / sum), y->data, y->dtype, first + at,
-               (int)smaller(TILE, n - at));
-}
-
-static void softmax_long(const tensor *x, const tensor *y, int64_t first, int64_t n)
-{
-  float buffer[TILE] __attribute__((aligned(64)));
-  row_exponents row = row_exponents_of(x->data, x->dtype, first, n);
-  for (int64_t at = 0; at < n; at += TILE) {
+  vf factor = vf_set1((float)(1.0 / sum));
+  for (int at = 0; at < n; at += TILE) {
+    float buffer[TILE] __attribute__((aligned(64)));
     int length = (int)smaller(TILE, n - at);
-    const float *in = tile_load(buffer, x->data, x->dtype, first + at, length);
-    exp_tile(in, row.max, (float)(1.0 / row.sum), y->data, y->dtype, first + at, length);
+    float *out = tile_target(buffer, y->data, y->dtype, first + at);
+    MAP1(out, row + at, length, vf_mul(a, factor));
+    tile_store(y->data, y->dtype, first + at, out, length);
   }
 }
 
@@ -65,24 +55,17 @@ static eng_status softmax(const op_call *call)
   int64_t n = row_length(x), rows = row_count(x);
 #pragma omp parallel for schedule(static) if (x->count > PARALLEL_ELEMENTS)
   for (int64_t row = 0; row < rows; row++) {
-    if (n <= SHORT) softmax_short(x, y, row * n, (int)n);
-    else softmax_long(x, y, row * n, n);
+    if (n <= SHORT) {
+      softmax_short(x, y, row * n, (int)n);
+    } else {
+      row_exponents e = row_exponents_of(x->data, x->dtype, row * n, n);
+      map_row(x, y, row * n, n, e.max, (float)(1.0 / e.sum), false);
+    }
   }
   return ENG_OK;
 }
 
 // ------------------------------------------------------------------ log softmax
-
-/// y = (x - max) - log(sum): two steps, because max may be large and log(sum) small.
-static void log_softmax_tile(const float *x, float max, float log_sum, void *y, int dtype,
-                             int64_t first, int n)
-{
-  float buffer[TILE] __attribute__((aligned(64)));
-  float *out = tile_target(buffer, y, dtype, first);
-  vf m = vf_set1(max), l = vf_set1(log_sum);
-  MAP1(out, x, n, vf_sub(vf_sub(a, m), l));
-  tile_store(y, dtype, first, out, n);
-}
 
 static eng_status log_softmax(const op_call *call)
 {
@@ -91,14 +74,8 @@ static eng_status log_softmax(const op_call *call)
   int64_t n = row_length(x), rows = row_count(x);
 #pragma omp parallel for schedule(static) if (x->count > PARALLEL_ELEMENTS)
   for (int64_t row = 0; row < rows; row++) {
-    float buffer[TILE] __attribute__((aligned(64)));
     row_exponents e = row_exponents_of(x->data, x->dtype, row * n, n);
-    float log_sum = (float)log(e.sum);
-    for (int64_t at = 0; at < n; at += TILE) {
-      int length = (int)smaller(TILE, n - at);
-      const float *in = tile_load(buffer, x->data, x->dtype, row * n + at, length);
-      log_softmax_tile(in, e.max, log_sum, y->data, y->dtype, row * n + at, length);
-    }
+    map_row(x, y, row * n, n, e.max, (float)log(e.sum), true);
   }
   return ENG_OK;
 }

@@ -1,5 +1,6 @@
 // Transposes of whole blocks in 16-byte registers: 4 x 4 words, 8 x 8 half words, 16 x 16 bytes.
-// Strides are in elements. Included by copy.c and the quantizers. Owns nothing.
+// Strides are in elements. Included by copy.c and by the FP8, MX and Hadamard
+// kernels. Owns nothing.
 #pragma once
 
 #include <stdint.h>

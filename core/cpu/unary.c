@@ -94,9 +94,7 @@ static eng_status unary(const op_call *call)
 
 static eng_status unary_grad(const op_call *call)
 {
-  int op = (int)call->unary_grad.of;
-  if (!op_is_unary(op)) return forward_to_reference(call);
-  return elementwise(call, slope_tile, (numbers){.op = op});
+  return elementwise(call, slope_tile, (numbers){.op = (int)call->unary_grad.of});
 }
 
 // ------------------------------------------------------------------ swiglu
