@@ -7,31 +7,24 @@
 // of the rows, so the result does not depend on threads.
 #include "simd.h"
 #include "rows.h"
-#include "vmath.h"
 
 enum { MSE_BLOCK = 32 * TILE };   // elements a thread sums at a time
 
 // ------------------------------------------------------------------ cross entropy
 
-/// Checks the targets before any work and counts those that are not ignored.
-static eng_status check_targets(const op_call *call, const tensor *targets, int64_t rows,
-                                int64_t classes, int64_t *counted)
+/// Whether every target is a class or ignored; *counted: the rows that are not ignored.
+static bool targets_fit(const op_call *call, int64_t *counted)
 {
-  int64_t ignored = call->cross_entropy.ignore, n = 0;
+  const tensor *targets = call->in[1];
+  int64_t classes = row_length(call->in[0]), rows = row_count(call->in[0]);
+  *counted = 0;
   for (int64_t row = 0; row < rows; row++) {
     int64_t t = tensor_load_int(targets->data, targets->dtype, row);
-    if (t == ignored) continue;
-    if (t < 0 || t >= classes)
-      return error_set(
-        ENG_ERR_VALUE,
-        "%s: expected targets in 0..%lld (or %lld, ignored), got %lld at row %lld of %s; "
-        "hint: does the vocabulary of the data fit the model?",
-        eng_op_name(call->op), (long long)classes - 1, (long long)ignored, (long long)t,
-        (long long)row, tensor_text(targets));
-    n++;
+    if (t == call->cross_entropy.ignore) continue;
+    if (t < 0 || t >= classes) return false;
+    ++*counted;
   }
-  *counted = n;
-  return ENG_OK;
+  return true;
 }
 
 static double sum_of(const void *x, int dtype, int64_t first, int64_t n)
@@ -43,15 +36,6 @@ static double sum_of(const void *x, int dtype, int64_t first, int64_t n)
     sum += tile_sum(tile_load(buffer, x, dtype, first + at, length), length);
   }
   return sum;
-}
-
-static bool logits_fast(const op_call *call)
-{
-  for (int k = 0; k < call->n_in; k++)   // input 1 is the targets, integers
-    if (k != 1 && call->in[k] && !dtype_is_fast(call->in[k]->dtype)) return false;
-  for (int k = 0; k < call->n_out; k++)
-    if (call->out[k] && !dtype_is_fast(call->out[k]->dtype)) return false;
-  return true;
 }
 
 /// A row's logits, capped: cap * tanh(x / cap), in f32.
@@ -68,13 +52,14 @@ static void cap_row(float *out, const tensor *x, int64_t first, int64_t classes,
 
 static eng_status cross_entropy(const op_call *call)
 {
-  if (!logits_fast(call)) return forward_to_reference(call);
+  int64_t counted;
+  // The reference reports a target that does not fit.
+  if (!all_fast_except(call, 1) || !targets_fit(call, &counted)) return forward_to_reference(call);
   const tensor *x = call->in[0], *targets = call->in[1], *loss = call->out[0], *lse = call->out[1];
   int64_t classes = row_length(x), rows = row_count(x), ignored = call->cross_entropy.ignore,
-          reduction = call->cross_entropy.reduction, counted = 0;
+          reduction = call->cross_entropy.reduction;
   double smoothing = call->cross_entropy.smoothing, z_loss = call->cross_entropy.z_loss,
          cap = call->cross_entropy.soft_cap;
-  ENG_TRY(check_targets(call, targets, rows, classes, &counted));
   int64_t width = cap > 0 ? padded(classes) : 0, bytes = rows * (int64_t)sizeof(double),
           capped_bytes = omp_get_max_threads() * width * (int64_t)sizeof(float);
   double *losses = arena_alloc(ARENA_SCRATCH, bytes);
@@ -148,14 +133,14 @@ static void gradient_tile(const float *x, const row_slope *r, float cap, float *
 
 static eng_status cross_entropy_grad(const op_call *call)
 {
-  if (!logits_fast(call)) return forward_to_reference(call);
+  int64_t counted;
+  if (!all_fast_except(call, 1) || !targets_fit(call, &counted)) return forward_to_reference(call);
   const tensor *x = call->in[0], *targets = call->in[1], *lse = call->in[2], *dloss = call->in[3],
                *dx = call->out[0];
   int64_t classes = row_length(x), rows = row_count(x), ignored = call->cross_entropy.ignore,
-          reduction = call->cross_entropy.reduction, counted = 0;
+          reduction = call->cross_entropy.reduction;
   double smoothing = call->cross_entropy.smoothing, floor = smoothing / (double)classes,
          z_loss = call->cross_entropy.z_loss, cap = call->cross_entropy.soft_cap;
-  ENG_TRY(check_targets(call, targets, rows, classes, &counted));
 
 #pragma omp parallel for schedule(static) if (x->count > PARALLEL_ELEMENTS)
   for (int64_t row = 0; row < rows; row++) {

@@ -80,7 +80,7 @@ double *workspace_load(workspace *w, const tensor *x)
   if (!values) return NULL;
   walk at = walk_over(x->ndim, x->shape);
   for (walk_add(&at, x); !walk_ended(&at); walk_next(&at))
-    values[at.position] = tensor_load(x->data, x->dtype, at.at[0]);
+    values[at.position] = load_at(x, at.at[0]);
   return values;
 }
 
@@ -90,7 +90,7 @@ int64_t *workspace_load_ints(workspace *w, const tensor *x)
   if (!values) return NULL;
   walk at = walk_over(x->ndim, x->shape);
   for (walk_add(&at, x); !walk_ended(&at); walk_next(&at))
-    values[at.position] = tensor_load_int(x->data, x->dtype, at.at[0]);
+    values[at.position] = load_int_at(x, at.at[0]);
   return values;
 }
 
@@ -99,9 +99,8 @@ void values_store(const tensor *x, const double *values, bool add)
   if (!x) return;
   walk at = walk_over(x->ndim, x->shape);
   for (walk_add(&at, x); !walk_ended(&at); walk_next(&at)) {
-    double before = add ? tensor_load(x->data, x->dtype, at.at[0]) : 0.0;
-    tensor_store(x->data, x->dtype, at.at[0],
-                 add ? before + values[at.position] : values[at.position]);
+    double value = values[at.position];
+    store_at(x, at.at[0], add ? load_at(x, at.at[0]) + value : value);
   }
 }
 
@@ -130,44 +129,37 @@ double double_from_int(int64_t value, int target_dtype)
   return value < 0 ? -odd : odd;
 }
 
-void element_copy(void *to, int to_dtype, int64_t to_at, const void *from, int from_dtype,
-                  int64_t from_at)
+void element_copy(const tensor *to, int64_t to_at, const tensor *from, int64_t from_at)
 {
-  if (to_dtype == from_dtype) {
-    size_t size = (size_t)eng_dtype_size(to_dtype);
-    memcpy((char *)to + to_at * (int64_t)size, (const char *)from + from_at * (int64_t)size, size);
-  } else if (!dtype_is_integer(from_dtype)) {
-    tensor_store(to, to_dtype, to_at, tensor_load(from, from_dtype, from_at));
-  } else if (!dtype_is_integer(to_dtype)) {
-    tensor_store(to, to_dtype, to_at,
-                 double_from_int(tensor_load_int(from, from_dtype, from_at), to_dtype));
+  if (to->dtype == from->dtype) {
+    int64_t size = eng_dtype_size(to->dtype);
+    memcpy((char *)to->data + to_at * size, (const char *)from->data + from_at * size,
+           (size_t)size);
+  } else if (!dtype_is_integer(from->dtype)) {
+    store_at(to, to_at, load_at(from, from_at));
+  } else if (!dtype_is_integer(to->dtype)) {
+    store_at(to, to_at, double_from_int(load_int_at(from, from_at), to->dtype));
   } else {
-    tensor_store_int(to, to_dtype, to_at, tensor_load_int(from, from_dtype, from_at));
+    store_int_at(to, to_at, load_int_at(from, from_at));
   }
 }
 
-int element_compare(const tensor *x, int64_t a, int64_t b)
+bool element_beats(const tensor *x, int64_t a, int64_t b, int sign)
 {
   if (dtype_is_integer(x->dtype)) {
-    int64_t left = tensor_load_int(x->data, x->dtype, a),
-            right = tensor_load_int(x->data, x->dtype, b);
-    return (left > right) - (left < right);
+    int64_t left = load_int_at(x, a), right = load_int_at(x, b);
+    return sign > 0 ? left > right : left < right;
   }
-  double left = tensor_load(x->data, x->dtype, a), right = tensor_load(x->data, x->dtype, b);
-  if (f64_is_nan(left) || f64_is_nan(right)) return f64_is_nan(left) - f64_is_nan(right);
-  return (left > right) - (left < right);
-}
-
-int64_t elements_before(const tensor *x, int dimension)
-{
-  int64_t n = 1;
-  for (int d = 0; d < dimension; d++) n *= x->shape[d];
-  return n;
+  double left = load_at(x, a), right = load_at(x, b);
+  if (f64_is_nan(left) || f64_is_nan(right)) return !f64_is_nan(right);
+  return sign > 0 ? left > right : left < right;
 }
 
 int64_t rows_of(const tensor *x)
 {
-  return x->ndim ? elements_before(x, x->ndim - 1) : 1;
+  int64_t n = 1;
+  for (int d = 0; d < x->ndim - 1; d++) n *= x->shape[d];
+  return n;
 }
 
 double row_logsumexp(const double *x, int64_t n)

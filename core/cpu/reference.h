@@ -58,26 +58,34 @@ eng_status workspace_close(workspace *w);
 
 // ------------------------------------------------------------------ elements
 
-/// Copies one element from one tensor to another: bit for bit when the formats agree, else rounded
-/// once.
-void element_copy(void *to, int to_dtype, int64_t to_at, const void *from, int from_dtype,
-                  int64_t from_at);
-/// Compares two elements of x: positive when the one at offset a is greater. NaN is greater than
-/// every number and equal to itself; -0 equals +0.
-int  element_compare(const tensor *x, int64_t a, int64_t b);
+/// Element `at` of x, counted in memory.
+static inline double load_at(const tensor *x, int64_t at)
+{
+  return tensor_load(x->data, x->dtype, at);
+}
+static inline int64_t load_int_at(const tensor *x, int64_t at)
+{
+  return tensor_load_int(x->data, x->dtype, at);
+}
+static inline void store_at(const tensor *x, int64_t at, double value)
+{
+  tensor_store(x->data, x->dtype, at, value);
+}
+static inline void store_int_at(const tensor *x, int64_t at, int64_t value)
+{
+  tensor_store_int(x->data, x->dtype, at, value);
+}
+/// Copies one element: bit for bit when the formats agree, else rounded once.
+void element_copy(const tensor *to, int64_t to_at, const tensor *from, int64_t from_at);
+/// Whether the element of x at offset a is greater (sign 1) or less (sign -1) than the one at b.
+/// Either way a NaN beats every number; -0 equals +0.
+bool element_beats(const tensor *x, int64_t a, int64_t b, int sign);
 /// A double that rounds to every float format as the integer itself would.
 double double_from_int(int64_t value, int target_dtype);
 
-/// A dimension attribute as an index; negative ones count from the end.
-static inline int dimension_of(int64_t dimension, int ndim)
-{
-  return (int)(dimension < 0 ? dimension + ndim : dimension);
-}
 /// Size of the last dimension (1 for a scalar) and number of rows before it.
 static inline int64_t columns_of(const tensor *x) { return x->ndim ? x->shape[x->ndim - 1] : 1; }
 int64_t rows_of(const tensor *x);
-/// Elements in the dimensions before `dimension`.
-int64_t elements_before(const tensor *x, int dimension);
 
 /// log(sum(exp(x[0..n)))), with the largest value subtracted first. -inf for n = 0; NaN if the
 /// largest value is infinite (inf - inf).

@@ -29,13 +29,9 @@ static eng_status map_two(const op_call *call, binary_float *float_rule, binary_
   walk w = walk_call(call);
   for (; !walk_ended(&w); walk_next(&w)) {
     if (integers && int_rule)
-      tensor_store_int(y->data, y->dtype, w.at[2],
-                       int_rule(tensor_load_int(a->data, a->dtype, w.at[0]),
-                                tensor_load_int(b->data, b->dtype, w.at[1])));
+      store_int_at(y, w.at[2], int_rule(load_int_at(a, w.at[0]), load_int_at(b, w.at[1])));
     else
-      tensor_store(y->data, y->dtype, w.at[2],
-                   float_rule(tensor_load(a->data, a->dtype, w.at[0]),
-                              tensor_load(b->data, b->dtype, w.at[1])));
+      store_at(y, w.at[2], float_rule(load_at(a, w.at[0]), load_at(b, w.at[1])));
   }
   return ENG_OK;
 }
@@ -76,10 +72,8 @@ eng_status reference_where(const op_call *call)
   const tensor *condition = call->in[0], *a = call->in[1], *b = call->in[2], *y = call->out[0];
   walk w = walk_call(call);
   for (; !walk_ended(&w); walk_next(&w)) {
-    if (tensor_load(condition->data, condition->dtype, w.at[0]) != 0)
-      element_copy(y->data, y->dtype, w.at[3], a->data, a->dtype, w.at[1]);
-    else
-      element_copy(y->data, y->dtype, w.at[3], b->data, b->dtype, w.at[2]);
+    bool yes = load_at(condition, w.at[0]) != 0;
+    element_copy(y, w.at[3], yes ? a : b, w.at[yes ? 1 : 2]);
   }
   return ENG_OK;
 }
@@ -95,95 +89,29 @@ static eng_status map_one(const op_call *call, unary_rule *rule, int64_t (*int_r
   bool integers = int_rule && dtype_is_integer(x->dtype) && dtype_is_integer(y->dtype);
   walk w = walk_call(call);
   for (; !walk_ended(&w); walk_next(&w)) {
-    if (integers)
-      tensor_store_int(y->data, y->dtype, w.at[1],
-                       int_rule(tensor_load_int(x->data, x->dtype, w.at[0])));
-    else
-      tensor_store(y->data, y->dtype, w.at[1], rule(tensor_load(x->data, x->dtype, w.at[0])));
+    if (integers) store_int_at(y, w.at[1], int_rule(load_int_at(x, w.at[0])));
+    else store_at(y, w.at[1], rule(load_at(x, w.at[0])));
   }
   return ENG_OK;
 }
 
-#define UNARY(name, formula)                                        \
-  static double name##_value(double x) { return formula; }          \
+// `formula` is y for x; `gradient` is dx for x and dy.
+#define UNARY_RULES(name, formula, gradient)                                         \
+  static double name##_value(double x) { return formula; }                           \
+  static double name##_gradient(double x, double dy) { return (void)x, (gradient); }
+
+#define UNARY(name, formula, gradient)      \
+  UNARY_RULES(name, formula, gradient)      \
   eng_status reference_##name(const op_call *call) { return map_one(call, name##_value, NULL); }
 
-#define UNARY_INT(name, formula, int_formula)                  \
-  static double name##_value(double x) { return formula; }     \
+#define UNARY_INT(name, formula, gradient, int_formula)        \
+  UNARY_RULES(name, formula, gradient)                         \
   static int64_t name##_int(int64_t x) { return int_formula; } \
   eng_status reference_##name(const op_call *call)             \
   { return map_one(call, name##_value, name##_int); }
 
 static const double GELU_K = 0.79788456080286535588;   // sqrt(2 / pi)
 static const double GELU_C = 0.044715;
-
-UNARY_INT(neg, -x, wrap(0 - (uint64_t)x))
-UNARY_INT(abs, fabs(x), x < 0 ? wrap(0 - (uint64_t)x) : x)
-UNARY_INT(relu, x <= 0 ? 0.0 : x, x > 0 ? x : 0)
-UNARY(exp, exp(x))
-UNARY(log, log(x))
-UNARY(sqrt, sqrt(x))
-UNARY(rsqrt, 1.0 / sqrt(x))
-UNARY(sin, sin(x))
-UNARY(cos, cos(x))
-UNARY(tanh, tanh(x))
-UNARY(sigmoid, sigmoid_of(x))
-UNARY(log_sigmoid, (x < 0 ? x : 0.0) - log1p(exp(-fabs(x))))
-UNARY(softplus, (x > 0 ? x : 0.0) + log1p(exp(-fabs(x))))
-UNARY(gelu, 0.5 * x * erfc(-x * M_SQRT1_2))
-UNARY(gelu_tanh, 0.5 * x * (1.0 + tanh(GELU_K * (x + GELU_C * x * x * x))))
-UNARY(silu, silu_of(x))
-UNARY(hardswish, x * (fmin(fmax(x + 3.0, 0.0), 6.0) / 6.0))
-
-eng_status reference_affine(const op_call *call)
-{
-  const tensor *x = call->in[0], *y = call->out[0];
-  double factor = call->affine.factor, shift = call->affine.term;
-  bool whole =
-    factor == rint(factor) && fabs(factor) < 0x1p63 && shift == rint(shift) && fabs(shift) < 0x1p63;
-  bool integers = dtype_is_integer(x->dtype) && dtype_is_integer(y->dtype) && whole;
-  walk w = walk_call(call);
-  for (; !walk_ended(&w); walk_next(&w)) {
-    if (integers) {
-      uint64_t value = (uint64_t)tensor_load_int(x->data, x->dtype, w.at[0]);
-      tensor_store_int(y->data, y->dtype, w.at[1],
-                       wrap(value * (uint64_t)(int64_t)factor + (uint64_t)(int64_t)shift));
-    } else {
-      tensor_store(y->data, y->dtype, w.at[1],
-                   tensor_load(x->data, x->dtype, w.at[0]) * factor + shift);
-    }
-  }
-  return ENG_OK;
-}
-
-eng_status reference_pow_scalar(const op_call *call)
-{
-  const tensor *x = call->in[0], *y = call->out[0];
-  walk w = walk_call(call);
-  for (; !walk_ended(&w); walk_next(&w))
-    tensor_store(y->data, y->dtype, w.at[1],
-                 pow(tensor_load(x->data, x->dtype, w.at[0]), call->pow_scalar.exponent));
-  return ENG_OK;
-}
-
-eng_status reference_clamp(const op_call *call)
-{
-  const tensor *x = call->in[0], *y = call->out[0];
-  double low = call->clamp.low, high = call->clamp.high;
-  walk w = walk_call(call);
-  for (; !walk_ended(&w); walk_next(&w)) {
-    double value = tensor_load(x->data, x->dtype, w.at[0]);
-    double bounded = value < low ? low : value;
-    bounded = bounded > high ? high : bounded;
-    if (bounded != value && !f64_is_nan(value))
-      tensor_store(y->data, y->dtype, w.at[1], bounded);
-    else   // keeps every bit of untouched elements, also of wide integers
-      element_copy(y->data, y->dtype, w.at[1], x->data, x->dtype, w.at[0]);
-  }
-  return ENG_OK;
-}
-
-// ------------------------------------------------------------------ gradients
 
 static double gelu_slope(double x)
 {
@@ -199,53 +127,96 @@ static double gelu_tanh_slope(double x)
   return 0.5 * (1.0 + t) + bend;
 }
 
+static double sign_of(double x) { return f64_is_nan(x) ? x : (x > 0) - (x < 0); }
+
+UNARY_INT(neg, -x, -1.0 * dy, wrap(0 - (uint64_t)x))
+UNARY_INT(abs, fabs(x), sign_of(x) * dy, x < 0 ? wrap(0 - (uint64_t)x) : x)
+UNARY_INT(relu, x <= 0 ? 0.0 : x, x <= 0 ? 0.0 : dy, x > 0 ? x : 0)
+UNARY(exp, exp(x), exp(x) * dy)
+UNARY(log, log(x), 1.0 / x * dy)
+UNARY(sqrt, sqrt(x), 0.5 / sqrt(x) * dy)
+UNARY(rsqrt, 1.0 / sqrt(x), -0.5 / (x * sqrt(x)) * dy)
+UNARY(sin, sin(x), cos(x) * dy)
+UNARY(cos, cos(x), -sin(x) * dy)
+UNARY(tanh, tanh(x), 1.0 / (cosh(x) * cosh(x)) * dy)
+UNARY(sigmoid, sigmoid_of(x), sigmoid_of(-x) * sigmoid_of(x) * dy)
+UNARY(log_sigmoid, (x < 0 ? x : 0.0) - log1p(exp(-fabs(x))), sigmoid_of(-x) * dy)
+UNARY(softplus, (x > 0 ? x : 0.0) + log1p(exp(-fabs(x))), sigmoid_of(x) * dy)
+UNARY(gelu, 0.5 * x * erfc(-x * M_SQRT1_2), gelu_slope(x) * dy)
+UNARY(gelu_tanh, 0.5 * x * (1.0 + tanh(GELU_K * (x + GELU_C * x * x * x))),
+      gelu_tanh_slope(x) * dy)
+UNARY(silu, silu_of(x), silu_slope(x) * dy)
+UNARY(hardswish, x * (fmin(fmax(x + 3.0, 0.0), 6.0) / 6.0),
+      x <= -3 ? 0.0 : x < 3 ? (2 * x + 3) / 6 * dy : dy)
+
+static double (*const gradients[ENG_OP_COUNT])(double x, double dy) = {
+#define ENG_UNARY(name, ...) [ENG_OP_##name] = name##_gradient,
+#include "ops.def"
+};
+
 eng_status reference_unary_grad(const op_call *call)
 {
   const tensor *x = call->in[0], *dy = call->in[1], *dx = call->out[0];
-  int64_t of = call->unary_grad.of;
+  walk w = walk_call(call);
+  for (; !walk_ended(&w); walk_next(&w))
+    store_at(dx, w.at[2],
+             gradients[call->unary_grad.of](load_at(x, w.at[0]), load_at(dy, w.at[1])));
+  return ENG_OK;
+}
+
+// ------------------------------------------------------------------ one input and numbers
+
+eng_status reference_affine(const op_call *call)
+{
+  const tensor *x = call->in[0], *y = call->out[0];
+  double factor = call->affine.factor, shift = call->affine.term;
+  bool whole =
+    factor == rint(factor) && fabs(factor) < 0x1p63 && shift == rint(shift) && fabs(shift) < 0x1p63;
+  bool integers = dtype_is_integer(x->dtype) && dtype_is_integer(y->dtype) && whole;
   walk w = walk_call(call);
   for (; !walk_ended(&w); walk_next(&w)) {
-    double v = tensor_load(x->data, x->dtype, w.at[0]),
-           g = tensor_load(dy->data, dy->dtype, w.at[1]), slope;
-    switch (of) {
-      case ENG_OP_neg:         slope = -1.0; break;
-      case ENG_OP_abs:         slope = f64_is_nan(v) ? v : (v > 0) - (v < 0); break;
-      case ENG_OP_exp:         slope = exp(v); break;
-      case ENG_OP_log:         slope = 1.0 / v; break;
-      case ENG_OP_sqrt:        slope = 0.5 / sqrt(v); break;
-      case ENG_OP_rsqrt:       slope = -0.5 / (v * sqrt(v)); break;
-      case ENG_OP_sin:         slope = cos(v); break;
-      case ENG_OP_cos:         slope = -sin(v); break;
-      case ENG_OP_tanh:        slope = 1.0 / (cosh(v) * cosh(v)); break;
-      case ENG_OP_sigmoid:     slope = sigmoid_of(v) * sigmoid_of(-v); break;
-      case ENG_OP_log_sigmoid: slope = sigmoid_of(-v); break;
-      case ENG_OP_softplus:    slope = sigmoid_of(v); break;
-      case ENG_OP_relu:        slope = 1.0; g = v <= 0 ? 0.0 : g; break;
-      case ENG_OP_gelu:        slope = gelu_slope(v); break;
-      case ENG_OP_gelu_tanh:   slope = gelu_tanh_slope(v); break;
-      case ENG_OP_silu:        slope = silu_slope(v); break;
-      case ENG_OP_hardswish:
-        slope = v > -3 && v < 3 ? (2 * v + 3) / 6 : 1.0;
-        g = v <= -3 ? 0.0 : g;
-        break;
-      default:
-        return error_set(
-          ENG_ERR_VALUE, "unary_grad: expected an elementwise operation of one input, got %s",
-          eng_op_name((int)of) ? eng_op_name((int)of) : "a number that is not an operation");
+    if (integers) {
+      uint64_t value = (uint64_t)load_int_at(x, w.at[0]);
+      store_int_at(y, w.at[1], wrap(value * (uint64_t)(int64_t)factor + (uint64_t)(int64_t)shift));
+    } else {
+      store_at(y, w.at[1], load_at(x, w.at[0]) * factor + shift);
     }
-    tensor_store(dx->data, dx->dtype, w.at[2], slope * g);
   }
   return ENG_OK;
 }
+
+eng_status reference_pow_scalar(const op_call *call)
+{
+  const tensor *x = call->in[0], *y = call->out[0];
+  walk w = walk_call(call);
+  for (; !walk_ended(&w); walk_next(&w))
+    store_at(y, w.at[1], pow(load_at(x, w.at[0]), call->pow_scalar.exponent));
+  return ENG_OK;
+}
+
+eng_status reference_clamp(const op_call *call)
+{
+  const tensor *x = call->in[0], *y = call->out[0];
+  double low = call->clamp.low, high = call->clamp.high;
+  walk w = walk_call(call);
+  for (; !walk_ended(&w); walk_next(&w)) {
+    double value = load_at(x, w.at[0]);
+    double bounded = value < low ? low : value;
+    bounded = bounded > high ? high : bounded;
+    if (bounded != value && !f64_is_nan(value)) store_at(y, w.at[1], bounded);
+    else element_copy(y, w.at[1], x, w.at[0]);   // every bit, also of wide integers
+  }
+  return ENG_OK;
+}
+
+// ------------------------------------------------------------------ swiglu
 
 eng_status reference_swiglu(const op_call *call)
 {
   const tensor *gate = call->in[0], *up = call->in[1], *y = call->out[0];
   walk w = walk_call(call);
   for (; !walk_ended(&w); walk_next(&w))
-    tensor_store(y->data, y->dtype, w.at[2],
-                 silu_of(tensor_load(gate->data, gate->dtype, w.at[0])) *
-                   tensor_load(up->data, up->dtype, w.at[1]));
+    store_at(y, w.at[2], silu_of(load_at(gate, w.at[0])) * load_at(up, w.at[1]));
   return ENG_OK;
 }
 
@@ -260,11 +231,9 @@ eng_status reference_swiglu_grad(const op_call *call)
   walk_add(&w, dgate ? dgate : dy);
   walk_add(&w, dup ? dup : dy);
   for (; !walk_ended(&w); walk_next(&w)) {
-    double a = tensor_load(gate->data, gate->dtype, w.at[0]),
-           b = tensor_load(up->data, up->dtype, w.at[1]);
-    double g = tensor_load(dy->data, dy->dtype, w.at[2]);
-    if (dgate) tensor_store(dgate->data, dgate->dtype, w.at[3], g * b * silu_slope(a));
-    if (dup) tensor_store(dup->data, dup->dtype, w.at[4], g * silu_of(a));
+    double a = load_at(gate, w.at[0]), b = load_at(up, w.at[1]), g = load_at(dy, w.at[2]);
+    if (dgate) store_at(dgate, w.at[3], g * b * silu_slope(a));
+    if (dup) store_at(dup, w.at[4], g * silu_of(a));
   }
   return ENG_OK;
 }
@@ -282,8 +251,7 @@ eng_status reference_dropout(const op_call *call)
     uint32_t words[4];
     philox_block(words, (uint64_t)call->dropout.counter + (uint64_t)(w.position / 4));
     bool keep = (words[w.position % 4] >> 8) * 0x1p-24 >= p;
-    tensor_store(y->data, y->dtype, w.at[1],
-                 keep ? tensor_load(x->data, x->dtype, w.at[0]) / (1.0 - p) : 0.0);
+    store_at(y, w.at[1], keep ? load_at(x, w.at[0]) / (1.0 - p) : 0.0);
   }
   return ENG_OK;
 }
@@ -293,7 +261,7 @@ static eng_status copy_elements(const op_call *call)
   const tensor *x = call->in[0], *y = call->out[0];
   walk w = walk_call(call);
   for (; !walk_ended(&w); walk_next(&w))
-    element_copy(y->data, y->dtype, w.at[1], x->data, x->dtype, w.at[0]);
+    element_copy(y, w.at[1], x, w.at[0]);
   return ENG_OK;
 }
 
@@ -304,8 +272,8 @@ static eng_status cast_by_mode(const op_call *call, int mode)
   walk w = walk_call(call);
   for (; !walk_ended(&w); walk_next(&w)) {
     double value = dtype_is_integer(x->dtype)
-                     ? double_from_int(tensor_load_int(x->data, x->dtype, w.at[0]), y->dtype)
-                     : tensor_load(x->data, x->dtype, w.at[0]);
+                     ? double_from_int(load_int_at(x, w.at[0]), y->dtype)
+                     : load_at(x, w.at[0]);
     uint32_t words[4] = {0};
     if (mode & FP8_STOCHASTIC)
       philox_block(words, (uint64_t)call->cast.counter + (uint64_t)(w.position / 4));

@@ -130,7 +130,7 @@ eng_status reference_dequantize(const op_call *call)
     } else {
       value = fp8_to_f32(((const uint8_t *)q->data)[i], q->dtype == ENG_e4m3 ? 3 : 2);
     }
-    tensor_store(y->data, y->dtype, i, value * scale[fp8_scale_at(&at, i / columns, i % columns)]);
+    store_at(y, i, value * scale[fp8_scale_at(&at, i / columns, i % columns)]);
   }
   return ENG_OK;
 }
@@ -228,14 +228,14 @@ eng_status reference_fp8_matmul(const op_call *call)
         total = fmaf(sum * first, second, total);
       }
       int64_t place = i * y->stride[0] + j * y->stride[1];
-      double addend = bias ? tensor_load(bias->data, bias->dtype, j * bias->stride[0]) : 0;
+      double addend = bias ? load_at(bias, j * bias->stride[0]) : 0;
       double value = model == ENG_ACCUMULATE_EXACT ? exact + addend
                      : bias                        ? (double)(total + (float)addend)
                                                    : (double)total;
-      double before = call->fp8_matmul.add ? tensor_load(y->data, y->dtype, place) : 0;
-      tensor_store(y->data, y->dtype, place, value);
+      double before = call->fp8_matmul.add ? load_at(y, place) : 0;
+      store_at(y, place, value);
       if (call->fp8_matmul.add)
-        tensor_store(y->data, y->dtype, place, before + tensor_load(y->data, y->dtype, place));
+        store_at(y, place, before + load_at(y, place));
     }
   return ENG_OK;
 }

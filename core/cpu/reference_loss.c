@@ -8,19 +8,22 @@
 #include <math.h>
 
 // Checks every target and counts the rows that are not ignored.
-static eng_status count_targets(int64_t *counted, const op_call *call, const int64_t *targets,
-                                int64_t rows, int64_t classes)
+static eng_status count_targets(int64_t *counted, const op_call *call)
 {
+  const tensor *targets = call->in[1];
+  int64_t rows = rows_of(call->in[0]), last = columns_of(call->in[0]) - 1,
+          ignored = call->cross_entropy.ignore;
   *counted = 0;
   for (int64_t r = 0; r < rows; r++) {
-    if (targets[r] == call->cross_entropy.ignore) continue;
-    if (targets[r] < 0 || targets[r] >= classes)
+    int64_t t = tensor_load_int(targets->data, targets->dtype, r);
+    if (t == ignored) continue;
+    if (t < 0 || t > last)
       return error_set(
         ENG_ERR_VALUE,
-        "%s: expected targets in 0..%lld or the ignored value %lld, got %lld at position %lld "
-        "of %s",
-        eng_op_name(call->op), (long long)classes - 1, (long long)call->cross_entropy.ignore,
-        (long long)targets[r], (long long)r, tensor_text(call->in[1]));
+        "%s: expected targets in 0..%lld (or %lld, ignored), got %lld at row %lld of %s; "
+        "hint: does the vocabulary of the data fit the model?",
+        eng_op_name(call->op), (long long)last, (long long)ignored, (long long)t, (long long)r,
+        tensor_text(targets));
     ++*counted;
   }
   return ENG_OK;
@@ -46,14 +49,14 @@ eng_status reference_cross_entropy(const op_call *call)
           mode = call->cross_entropy.reduction, ignored = call->cross_entropy.ignore;
   double smoothing = call->cross_entropy.smoothing, z_loss = call->cross_entropy.z_loss,
          total = 0.0;
+  ENG_TRY(count_targets(&counted, call));
   workspace space = {0};
   double *x = workspace_load(&space, logits), *losses = workspace_doubles(&space, rows),
          *lses = workspace_doubles(&space, rows);
   int64_t *targets = workspace_load_ints(&space, call->in[1]);
   if (space.failed) return workspace_close(&space);
   apply_cap(x, NULL, rows * classes, call->cross_entropy.soft_cap);
-  eng_status status = count_targets(&counted, call, targets, rows, classes);
-  for (int64_t r = 0; status == ENG_OK && r < rows; r++) {
+  for (int64_t r = 0; r < rows; r++) {
     const double *row = x + r * classes;
     lses[r] = row_logsumexp(row, classes);
     if (targets[r] == ignored) continue;
@@ -63,13 +66,10 @@ eng_status reference_cross_entropy(const op_call *call)
       losses[r] += smoothing * (lses[r] - row[v]) / (double)classes;
     total += losses[r];
   }
-  if (status == ENG_OK) {
-    if (mode == 1) total /= (double)counted;   // the mean over no rows is NaN: 0 / 0
-    values_store(call->out[0], mode ? &total : losses, false);
-    values_store(call->out[1], lses, false);
-  }
-  workspace_close(&space);
-  return status;
+  if (mode == 1) total /= (double)counted;   // the mean over no rows is NaN: 0 / 0
+  values_store(call->out[0], mode ? &total : losses, false);
+  values_store(call->out[1], lses, false);
+  return workspace_close(&space);
 }
 
 // dlogits = ((1 + 2 z_loss lse) softmax - (1 - smoothing) * onehot - smoothing / V) * dloss,
@@ -80,14 +80,14 @@ eng_status reference_cross_entropy_grad(const op_call *call)
   int64_t rows = rows_of(logits), classes = columns_of(logits), counted,
           mode = call->cross_entropy.reduction, ignored = call->cross_entropy.ignore;
   double smoothing = call->cross_entropy.smoothing, z_loss = call->cross_entropy.z_loss;
+  ENG_TRY(count_targets(&counted, call));
   workspace space = {0};
   double *x = workspace_load(&space, logits), *dloss = workspace_load(&space, call->in[3]),
          *slopes = workspace_doubles(&space, rows * classes);
   int64_t *targets = workspace_load_ints(&space, call->in[1]);
   if (space.failed) return workspace_close(&space);
   apply_cap(x, slopes, rows * classes, call->cross_entropy.soft_cap);
-  eng_status status = count_targets(&counted, call, targets, rows, classes);
-  for (int64_t r = 0; status == ENG_OK && r < rows; r++) {
+  for (int64_t r = 0; r < rows; r++) {
     double *row = x + r * classes, lse = row_logsumexp(row, classes);
     double weight = z_loss > 0 ? 1.0 + 2.0 * z_loss * lse : 1.0;
     double slope = mode == 0 ? dloss[r] : mode == 1 ? dloss[0] / (double)counted : dloss[0];
@@ -97,9 +97,8 @@ eng_status reference_cross_entropy_grad(const op_call *call)
         (exp(row[v] - lse) * weight - wanted) * slope * slopes[r * classes + v];
     }
   }
-  if (status == ENG_OK) values_store(call->out[0], x, false);
-  workspace_close(&space);
-  return status;
+  values_store(call->out[0], x, false);
+  return workspace_close(&space);
 }
 
 eng_status reference_mse(const op_call *call)

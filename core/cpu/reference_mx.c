@@ -163,10 +163,10 @@ eng_status reference_hadamard(const op_call *call)
         a[i] = x_at(&of, r, c + i) * mx_sign(call->hadamard.signs, word, i);
       hadamard(a, n);
       for (int i = 0; i < n; i++)
-        tensor_store(y->data, y->dtype, r * along + c + i, a[i] * sqrt(1.0 / n));
+        store_at(y, r * along + c + i, a[i] * sqrt(1.0 / n));
     }
     for (int64_t c = whole; c < along; c++)
-      tensor_store(y->data, y->dtype, r * along + c, x_at(&of, r, c));
+      store_at(y, r * along + c, x_at(&of, r, c));
   }
   return ENG_OK;
 }
@@ -223,7 +223,7 @@ eng_status reference_mx_dequantize(const op_call *call)
     uint8_t s = scale[i / columns / a->block_rows * across + i % columns / a->block_columns];
     float value = mx_value(mx_packed(a->format) ? q[i / 2] >> i % 2 * 4 & 15 : q[i], f);
     value *= mx_is_nvfp4(a->rule) ? e4m3_to_f32(s) : ue8m0_to_f32(s);
-    tensor_store(y->data, y->dtype, i, mx_is_nvfp4(a->rule) ? value * whole : value);
+    store_at(y, i, mx_is_nvfp4(a->rule) ? value * whole : value);
   }
   return ENG_OK;
 }

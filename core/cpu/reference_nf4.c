@@ -16,7 +16,7 @@ static uint8_t nearest(float x, const float *number, int n)
   return (uint8_t)k;
 }
 
-static float at(const tensor *x, int64_t i) { return (float)tensor_load(x->data, x->dtype, i); }
+static float at(const tensor *x, int64_t i) { return (float)load_at(x, i); }
 
 static void quantize_absmaxes(const op_call *call)
 {
@@ -73,7 +73,7 @@ eng_status reference_nf4_dequantize(const op_call *call)
     float absmax = at(call->in[1], j);
     if (call->in[2])
       absmax = map[(int)absmax] * at(call->in[2], j / NF4_GROUP) + at(call->in[3], 0);
-    tensor_store(y->data, y->dtype, i, nf4_number[q[i / 2] >> (i % 2 ? 0 : 4) & 15] * absmax);
+    store_at(y, i, nf4_number[q[i / 2] >> (i % 2 ? 0 : 4) & 15] * absmax);
   }
   return ENG_OK;
 }

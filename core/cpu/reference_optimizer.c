@@ -158,10 +158,7 @@ eng_status reference_optimize(const param_span *spans, int n, const eng_update *
         case ENG_ADAM:  w = adam(w, g, &m, h, update->t, false, spike); break;
         case ENG_ADAMW: w = adam(w, g, &m, h, update->t, true, spike); break;
         case ENG_LION:  w = lion(w, g, &m, h); break;
-        default:
-          return error_set(ENG_ERR_VALUE, "optimize: unknown optimizer number %d",
-                           update->kind);
-        }
+      }
       float change = w - before;
       if (update->factor != 1) w = before + (float)update->factor * change;
       const float normed[ENG_NORMS] = {change, w, span->moment1 ? m.first : 0,

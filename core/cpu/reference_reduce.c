@@ -24,21 +24,20 @@ static int64_t reduced_strides(int64_t *stride, const tensor *x, uint64_t mask)
 
 // ------------------------------------------------------------------ sums
 
-// The sums of x over the dimensions in `mask`, dense, as doubles. *each receives the number of
-// elements in one sum.
-static double *float_sums(workspace *space, const tensor *x, uint64_t mask, int64_t *each)
+static eng_status float_sum(const op_call *call, double divisor)
 {
-  int64_t stride[ENG_MAX_DIMS], n = reduced_strides(stride, x, mask);
-  double *sums = workspace_doubles(space, n);
-  if (!sums) return NULL;
-  *each = 1;
-  for (int d = 0; d < x->ndim; d++)
-    if (mask >> d & 1) *each *= x->shape[d];
+  const tensor *x = call->in[0];
+  int64_t stride[ENG_MAX_DIMS], n = reduced_strides(stride, x, (uint64_t)call->sum.mask);
+  workspace space = {0};
+  double *sums = workspace_doubles(&space, n);
+  if (space.failed) return workspace_close(&space);
   walk w = walk_over(x->ndim, x->shape);
   walk_add(&w, x);
   walk_add_strides(&w, stride);
-  for (; !walk_ended(&w); walk_next(&w)) sums[w.at[1]] += tensor_load(x->data, x->dtype, w.at[0]);
-  return sums;
+  for (; !walk_ended(&w); walk_next(&w)) sums[w.at[1]] += load_at(x, w.at[0]);
+  for (int64_t i = 0; i < n; i++) sums[i] /= divisor;
+  values_store(call->out[0], sums, false);
+  return workspace_close(&space);
 }
 
 static eng_status integer_sum(const op_call *call)
@@ -52,35 +51,22 @@ static eng_status integer_sum(const op_call *call)
   walk_add(&w, x);
   walk_add_strides(&w, stride);
   for (; !walk_ended(&w); walk_next(&w))
-    sums[w.at[1]] =
-      (int64_t)((uint64_t)sums[w.at[1]] + (uint64_t)tensor_load_int(x->data, x->dtype, w.at[0]));
+    sums[w.at[1]] = (int64_t)((uint64_t)sums[w.at[1]] + (uint64_t)load_int_at(x, w.at[0]));
   walk result = walk_over(y->ndim, y->shape);
   for (walk_add(&result, y); !walk_ended(&result); walk_next(&result))
-    tensor_store_int(y->data, y->dtype, result.at[0], sums[result.position]);
+    store_int_at(y, result.at[0], sums[result.position]);
   return workspace_close(&space);
 }
 
 eng_status reference_sum(const op_call *call)
 {
-  if (dtype_is_integer(call->in[0]->dtype) && dtype_is_integer(call->out[0]->dtype))
-    return integer_sum(call);
-  workspace space = {0};
-  int64_t each;
-  double *sums = float_sums(&space, call->in[0], (uint64_t)call->sum.mask, &each);
-  if (!space.failed) values_store(call->out[0], sums, false);
-  return workspace_close(&space);
+  bool integers = dtype_is_integer(call->in[0]->dtype) && dtype_is_integer(call->out[0]->dtype);
+  return integers ? integer_sum(call) : float_sum(call, 1);
 }
 
 eng_status reference_mean(const op_call *call)
 {
-  workspace space = {0};
-  int64_t each;
-  double *sums = float_sums(&space, call->in[0], (uint64_t)call->mean.mask, &each);
-  if (!space.failed) {
-    for (int64_t i = 0; i < call->out[0]->count; i++) sums[i] /= (double)each;
-    values_store(call->out[0], sums, false);
-  }
-  return workspace_close(&space);
+  return float_sum(call, (double)(call->in[0]->count / call->out[0]->count));
 }
 
 // ------------------------------------------------------------------ extremes
@@ -91,9 +77,6 @@ static eng_status extreme(const op_call *call, int sign)
 {
   const tensor *x = call->in[0], *y = call->out[0];
   int64_t stride[ENG_MAX_DIMS], n = reduced_strides(stride, x, (uint64_t)call->sum.mask);
-  if (x->count == 0 && n > 0)
-    return error_set(ENG_ERR_VALUE, "%s: expected at least one element to reduce, got %s",
-                     eng_op_name(call->op), tensor_text(x));
   workspace space = {0};
   int64_t *best = workspace_ints(&space, n);   // 1 + offset; 0: not found yet
   if (space.failed) return workspace_close(&space);
@@ -102,19 +85,11 @@ static eng_status extreme(const op_call *call, int sign)
   walk_add_strides(&w, stride);
   for (; !walk_ended(&w); walk_next(&w)) {
     int64_t *found = &best[w.at[1]];
-    bool better = *found == 0;
-    if (!better) {
-      bool nan = dtype_is_float(x->dtype) && f64_is_nan(tensor_load(x->data, x->dtype, w.at[0]));
-      bool found_nan =
-        dtype_is_float(x->dtype) && f64_is_nan(tensor_load(x->data, x->dtype, *found - 1));
-      better =
-        nan || found_nan ? nan && !found_nan : sign * element_compare(x, w.at[0], *found - 1) > 0;
-    }
-    if (better) *found = w.at[0] + 1;
+    if (*found == 0 || element_beats(x, w.at[0], *found - 1, sign)) *found = w.at[0] + 1;
   }
   walk result = walk_over(y->ndim, y->shape);
   for (walk_add(&result, y); !walk_ended(&result); walk_next(&result))
-    element_copy(y->data, y->dtype, result.at[0], x->data, x->dtype, best[result.position] - 1);
+    element_copy(y, result.at[0], x, best[result.position] - 1);
   return workspace_close(&space);
 }
 

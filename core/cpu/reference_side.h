@@ -17,8 +17,7 @@ typedef struct side {
 
 static inline float x_at(const side *s, int64_t r, int64_t c)
 {
-  const tensor *x = s->call->in[0];
-  return (float)tensor_load(x->data, x->dtype, r * s->row + c * s->column);
+  return (float)load_at(s->call->in[0], r * s->row + c * s->column);
 }
 
 // The largest magnitude of a block. With `nans`, the result is NaN when the block holds one.
