@@ -422,7 +422,7 @@ VF_INLINE vm vf_isinf(vf a)
 
 #include "simd_fp8.h"
 
-/// Runs the statements for each vector of n elements. `i` is the vector's first element. `lanes` is
+/// Runs a block for each vector of n elements. `i` is the first element of the vector. `lanes` is
 /// the number of its elements: the constant VF_LANES, except in an incomplete last vector.
 #define FOR_VECTORS(i, n, ...)                                                              \
   do {                                                                                      \
@@ -469,9 +469,9 @@ VF_INLINE void floats_from(float *restrict to, const void *restrict src, int dty
                            int64_t n)
 {
   if (dtype == ENG_f16)
-    FOR_VECTORS(i, n, vf_store_n(to + i, vf_read(src, ENG_f16, first + i, lanes), lanes););
+    FOR_VECTORS(i, n, { vf_store_n(to + i, vf_read(src, ENG_f16, first + i, lanes), lanes); });
   else if (dtype == ENG_bf16)
-    FOR_VECTORS(i, n, vf_store_n(to + i, vf_read(src, ENG_bf16, first + i, lanes), lanes););
+    FOR_VECTORS(i, n, { vf_store_n(to + i, vf_read(src, ENG_bf16, first + i, lanes), lanes); });
   else if (dtype == ENG_f32)
     memcpy(to, (const float *)src + first, (size_t)n * sizeof(float));
   else
@@ -484,9 +484,9 @@ VF_INLINE void floats_to(void *restrict dst, int dtype, int64_t first, const flo
                          int64_t n)
 {
   if (dtype == ENG_f16)
-    FOR_VECTORS(i, n, vf_write(dst, ENG_f16, first + i, vf_load_n(from + i, lanes), lanes););
+    FOR_VECTORS(i, n, { vf_write(dst, ENG_f16, first + i, vf_load_n(from + i, lanes), lanes); });
   else if (dtype == ENG_bf16)
-    FOR_VECTORS(i, n, vf_write(dst, ENG_bf16, first + i, vf_load_n(from + i, lanes), lanes););
+    FOR_VECTORS(i, n, { vf_write(dst, ENG_bf16, first + i, vf_load_n(from + i, lanes), lanes); });
   else if (dtype == ENG_f32)
     memcpy((float *)dst + first, from, (size_t)n * sizeof(float));
   else
