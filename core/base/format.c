@@ -93,16 +93,12 @@ bool eng_format_get(eng_format *out, const char *name)
 // NaN, or in a format without NaN the largest number, as in the cvt instructions of the hardware.
 static int64_t encode(const format *f, double x, int mode)
 {
-  uint64_t magnitude = f64_bits(x) & 0x7FFFFFFFFFFFFFFFull;
-  uint32_t infinite = ((1u << f->exponent_bits) - 1) << f->fraction_bits,
-           largest = (f->above == INF ? infinite - (1u << f->fraction_bits) : infinite) +
-                     (uint32_t)f->last,
-           sign = f->has_sign && signbit(x) ? 1u << (f->exponent_bits + f->fraction_bits) : 0;
-  if (magnitude > 0x7FF0000000000000ull)
-    return f->above == INF ? infinite | 1u << (f->fraction_bits - 1)
-                           : largest + (f->above == NOT);
-  return sign | small_bound(small_code(magnitude, f->fraction_bits, f->bias), largest, largest + 1,
-                            f->above == NONE ? FP8_SATURATE : mode);
+  int code_bits = f->exponent_bits + f->fraction_bits;
+  uint32_t unit = 1u << f->fraction_bits, infinite = (1u << code_bits) - unit,
+           largest = (f->above == INF ? infinite - unit : infinite) + (uint32_t)f->last,
+           nan = f->above == INF ? infinite + unit / 2 : largest + (f->above == NOT);
+  return small_from_f64(x, f->fraction_bits, f->bias, largest, f->has_sign ? 1u << code_bits : 0,
+                        nan, f->above == NONE ? FP8_SATURATE : mode);
 }
 
 static double decode(const format *f, uint32_t code)

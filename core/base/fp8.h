@@ -42,54 +42,32 @@ ENG_INLINE float f32_odd_from_f64(double x)
   return f32_from(bits | 1u);
 }
 
-/// Rounds |x|, the bits of a finite or infinite double, to nearest even in a format with `fraction`
-/// bits and this bias. Returns its code; past the format's largest number the codes simply
-/// continue.
-ENG_INLINE uint32_t small_code(uint64_t magnitude, int fraction, int bias)
-{
-  int exponent = (int)(magnitude >> 52) - 1023, least = 1 - bias;
-  // below half of the smallest subnormal
-  if (exponent < least - fraction - 1) return 0;
-  uint64_t significand = (magnitude & 0xFFFFFFFFFFFFFull) | 0x10000000000000ull;
-  int drop = 52 - fraction + (exponent < least ? least - exponent : 0);
-  uint64_t kept = significand >> drop, rest = significand & ((1ull << drop) - 1),
-           half = 1ull << (drop - 1);
-  kept += rest > half || (rest == half && (kept & 1));
-  return (exponent < least ? 0u : (uint32_t)(exponent - least) << fraction) + (uint32_t)kept;
-}
-
-/// Bounds a rounded magnitude: past `largest` returns `largest` when saturating, else `over`.
-ENG_INLINE uint32_t small_bound(uint32_t code, uint32_t largest, uint32_t over, int mode)
+/// Bounds a rounded magnitude: past `largest` returns `largest` when saturating, else the next code,
+/// which is Inf, or NaN in formats without Inf.
+ENG_INLINE uint32_t small_bound(uint32_t code, uint32_t largest, int mode)
 {
   if (code <= largest) return code;
-  return mode & FP8_SATURATE ? largest : over;
+  return mode & FP8_SATURATE ? largest : largest + 1;
 }
 
 // ---- the reference, from double: also serves f32, f16 and bf16, which double represents exactly
 
+/// The code of x. largest: the code of the largest number; sign: the bit of the sign, 0 for none;
+/// nan: what NaN becomes.
+ENG_INLINE uint32_t small_from_f64(double x, int fraction, int bias, uint32_t largest,
+                                   uint32_t sign, uint32_t nan, int mode)
+{
+  uint64_t bits = f64_bits(x), magnitude = bits & 0x7FFFFFFFFFFFFFFFull;
+  if (magnitude > 0x7FF0000000000000ull) return nan;
+  return (bits >> 63 ? sign : 0) | small_bound(small_code(magnitude, fraction, bias), largest, mode);
+}
+
 ENG_INLINE uint8_t e4m3_from_f64(double x, int mode)
-{
-  uint64_t bits = f64_bits(x), magnitude = bits & 0x7FFFFFFFFFFFFFFFull;
-  if (magnitude > 0x7FF0000000000000ull) return 0x7F;
-  return (uint8_t)((bits >> 56 & 0x80) |
-                   small_bound(small_code(magnitude, 3, 7), E4M3_MAX_CODE, 0x7F, mode));
-}
-
+{ return (uint8_t)small_from_f64(x, 3, 7, E4M3_MAX_CODE, 0x80, 0x7F, mode); }
 ENG_INLINE uint8_t e5m2_from_f64(double x, int mode)
-{
-  uint64_t bits = f64_bits(x), magnitude = bits & 0x7FFFFFFFFFFFFFFFull;
-  if (magnitude > 0x7FF0000000000000ull) return 0x7F;
-  return (uint8_t)((bits >> 56 & 0x80) |
-                   small_bound(small_code(magnitude, 2, 15), E5M2_MAX_CODE, 0x7C, mode));
-}
-
+{ return (uint8_t)small_from_f64(x, 2, 15, E5M2_MAX_CODE, 0x80, 0x7F, mode); }
 ENG_INLINE uint16_t e5m6_from_f64(double x, int mode)
-{
-  uint64_t bits = f64_bits(x), magnitude = bits & 0x7FFFFFFFFFFFFFFFull;
-  if (magnitude > 0x7FF0000000000000ull) return 0x7E0;
-  return (uint16_t)((bits >> 52 & 0x800) |
-                    small_bound(small_code(magnitude, 6, 15), E5M6_MAX_CODE, 0x7C0, mode));
-}
+{ return (uint16_t)small_from_f64(x, 6, 15, E5M6_MAX_CODE, 0x800, 0x7E0, mode); }
 
 // ---- from float, without doubles: used by kernels
 
@@ -129,9 +107,8 @@ ENG_INLINE uint8_t fp8_from_f32(float x, int fraction, int mode, uint32_t random
   uint32_t code = magnitude >= 0x47800000u ? 0xFFu // 65536 and above
                   : mode & FP8_STOCHASTIC  ? fp8_code_stochastic(magnitude, fraction, random)
                                            : fp8_code_f32(magnitude, fraction);
-  if (fraction == 3) code = small_bound(code, E4M3_MAX_CODE, 0x7F, mode);
-  else code = small_bound(code, E5M2_MAX_CODE, 0x7C, mode);
-  return (uint8_t)((bits >> 24 & 0x80u) | code);
+  uint32_t largest = fraction == 3 ? E4M3_MAX_CODE : E5M2_MAX_CODE;
+  return (uint8_t)((bits >> 24 & 0x80u) | small_bound(code, largest, mode));
 }
 
 ENG_INLINE uint8_t e4m3_from_f32(float x, int mode)
@@ -152,7 +129,7 @@ ENG_INLINE uint16_t e5m6_from_f32_tilekernels(float x)
   else half = (uint32_t)(f32_from(magnitude) * 16777216.0f);
   uint32_t code = half >> 4;
   code += (code & 1u) + (bits & 0x1FFFFu) > 0x10000u;
-  return (uint16_t)((bits >> 20 & 0x800u) | small_bound(code, E5M6_MAX_CODE, 0x7C0, FP8_SATURATE));
+  return (uint16_t)((bits >> 20 & 0x800u) | small_bound(code, E5M6_MAX_CODE, FP8_SATURATE));
 }
 
 // ---- back to float, exact

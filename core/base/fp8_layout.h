@@ -1,6 +1,5 @@
 // The memory layout of FP8 operands and their scales, for quantizers and products on the CPU and
-// the GPU alike. No other file computes it. Inline and without dependencies, so that gcc and nvcc
-// compile the same code.
+// the GPU alike. No other file computes it. Inline, so that gcc and nvcc compile the same code.
 //
 // An operand is a matrix [rows x inner] of FP8 bytes, row-major. `inner` is the dimension that the
 // product sums over: y [M x N] = x [M x K] W^T with W [N x K]. So x has M rows, W has N, and both
@@ -24,13 +23,9 @@
 // Transposing a BLK128 operand keeps its blocks: its grid of scales is transposed, then padded.
 #pragma once
 
-#include <stdint.h>
+#include "numerics.h"
 
-#if defined(__CUDACC__)
-#define FP8_LAYOUT_INLINE static inline __host__ __device__
-#else
-#define FP8_LAYOUT_INLINE static inline
-#endif
+#include <stddef.h>
 
 typedef enum fp8_scaling {
   FP8_TENSOR = 0,
@@ -46,13 +41,13 @@ enum {
   FP8_SCALE_PAD = 4,     // rows of scales are padded to a multiple of this many
 };
 
-FP8_LAYOUT_INLINE int64_t fp8_round_up(int64_t n, int64_t multiple)
+ENG_INLINE int64_t fp8_round_up(int64_t n, int64_t multiple)
 { return (n + multiple - 1) / multiple * multiple; }
 
 /// A side of an operand, padded for a product on the GPU. A multiple of 16 satisfies every rule:
 /// `inner` is a multiple of 16 bytes, M and N are multiples of 8, and both rules hold again for the
 /// transposed copy, whose inner dimension is `rows`. The CPU's products need no padding.
-FP8_LAYOUT_INLINE int64_t fp8_padded(int64_t n) { return fp8_round_up(n, FP8_PAD); }
+ENG_INLINE int64_t fp8_padded(int64_t n) { return fp8_round_up(n, FP8_PAD); }
 
 /// The scales of an operand. Element (r, k) has scale[(r / row_block) * row_stride + (k /
 /// inner_block) * inner_stride].
@@ -63,39 +58,12 @@ typedef struct fp8_scales {
   int64_t count;                      // floats in all, padding included
 } fp8_scales;
 
-/// Sizes and strides of the scales (an fp8_scaling) of an operand [rows x inner], both at least 1.
-/// For a padded operand pass the padded sizes, so that every block has a scale; a block that holds
-/// only padding gets the scale 0 or 1, depending on the quantizer.
-FP8_LAYOUT_INLINE fp8_scales fp8_scales_of(int scaling, int64_t rows, int64_t inner)
-{
-  fp8_scales s;
-  s.row_block = scaling == FP8_TENSOR ? rows : scaling == FP8_BLK128 ? (int64_t)FP8_BLOCK : 1;
-  s.inner_block = scaling == FP8_TENSOR || scaling == FP8_ROW ? inner : (int64_t)FP8_BLOCK;
-  s.row_count = (rows + s.row_block - 1) / s.row_block;
-  s.inner_count = (inner + s.inner_block - 1) / s.inner_block;
-  if (scaling == FP8_BLK128) {
-    s.inner_stride = 1;
-    s.row_stride = fp8_round_up(s.inner_count, FP8_SCALE_PAD);
-    s.count = s.row_stride * s.row_count;
-  } else if (scaling == FP8_VEC128) {
-    s.row_stride = 1;
-    s.inner_stride = fp8_round_up(rows, FP8_SCALE_PAD);
-    s.count = s.inner_stride * s.inner_count;
-  } else {
-    s.row_stride = scaling == FP8_ROW;
-    s.inner_stride = 0;
-    s.count = s.row_count;
-  }
-  return s;
-}
-
-/// Like fp8_scales_of, for blocks of any shape; 0 means the whole side. The four scalings of
-/// fp8_scales_of are (0, 0), (1, 0), (1, 128) and (128, 128). Blocks of one row have VEC128's
-/// layout, all others BLK128's. So the scales of an operand's (128, 1) blocks lie where its
-/// transpose has its VEC128 scales. `shape` [2], unless NULL, receives the shape of a row-major
-/// array of the scales.
-FP8_LAYOUT_INLINE fp8_scales fp8_scales_for(int64_t block_rows, int64_t block_inner, int64_t rows,
-                                            int64_t inner, int64_t *shape)
+/// Sizes and strides of the scales of an operand [rows x inner] in blocks of any shape; 0 means the
+/// whole side. Blocks of one row have VEC128's layout, all others BLK128's. So the scales of an
+/// operand's (128, 1) blocks lie where its transpose has its VEC128 scales. `shape` [2], unless
+/// NULL, receives the shape of a row-major array of the scales.
+ENG_INLINE fp8_scales fp8_scales_for(int64_t block_rows, int64_t block_inner, int64_t rows,
+                                     int64_t inner, int64_t *shape)
 {
   fp8_scales s;
   s.row_block = block_rows ? block_rows : rows ? rows : 1;
@@ -106,18 +74,25 @@ FP8_LAYOUT_INLINE fp8_scales fp8_scales_for(int64_t block_rows, int64_t block_in
   int by_rows = block_rows == 1 && block_inner != 0, whole = !block_inner && block_rows <= 1;
   s.row_stride = by_rows ? 1 : whole ? block_rows : fp8_round_up(s.inner_count, FP8_SCALE_PAD);
   s.inner_stride = by_rows ? fp8_round_up(s.row_count, FP8_SCALE_PAD) : whole ? 0 : 1;
-  if (shape) {
-    shape[0] = by_rows ? s.inner_count : whole ? 1 : s.row_count;
-    shape[1] = by_rows ? s.inner_stride : whole ? s.row_count : s.row_stride;
-  }
-  s.count = by_rows ? s.inner_stride * s.inner_count
-            : whole ? s.row_count
-                    : s.row_stride * s.row_count;
+  int64_t outer = by_rows ? s.inner_count : whole ? 1 : s.row_count,
+          length = by_rows ? s.inner_stride : whole ? s.row_count : s.row_stride;
+  if (shape) shape[0] = outer, shape[1] = length;
+  s.count = outer * length;
   return s;
 }
 
+/// fp8_scales_for the blocks of an fp8_scaling; rows and inner are at least 1. For a padded operand
+/// pass the padded sizes, so that every block has a scale; a block that holds only padding gets the
+/// scale 0 or 1, depending on the quantizer.
+ENG_INLINE fp8_scales fp8_scales_of(int scaling, int64_t rows, int64_t inner)
+{
+  int64_t block_rows = scaling == FP8_BLK128 ? FP8_BLOCK : scaling != FP8_TENSOR,
+          block_inner = scaling == FP8_VEC128 || scaling == FP8_BLK128 ? FP8_BLOCK : 0;
+  return fp8_scales_for(block_rows, block_inner, rows, inner, NULL);
+}
+
 /// Index of the scale of element (r, k).
-FP8_LAYOUT_INLINE int64_t fp8_scale_at(const fp8_scales *s, int64_t r, int64_t k)
+ENG_INLINE int64_t fp8_scale_at(const fp8_scales *s, int64_t r, int64_t k)
 {
   return r / s->row_block * s->row_stride + k / s->inner_block * s->inner_stride;
 }

@@ -32,13 +32,9 @@ static void skip_space(json_reader *reader)
 eng_status json_open(json_reader *reader, const char *name, char *text, int64_t size)
 {
   *reader = (json_reader){ text, text, text + size, name };
-  for (int64_t i = 0; i < size;) {
-    int n = utf8_length(text + i, size - i);
-    if (n == 0)
-      return error_set(ENG_ERR_FORMAT, "%s: invalid UTF-8 at byte %lld", name, (long long)i);
-    i += n;
-  }
-  return ENG_OK;
+  int64_t valid = utf8_valid(text, size);
+  if (valid == size) return ENG_OK;
+  return error_set(ENG_ERR_FORMAT, "%s: invalid UTF-8 at byte %lld", name, (long long)valid);
 }
 
 eng_status json_expect(json_reader *reader, char c)
@@ -66,35 +62,11 @@ static int hex4(const char *p, const char *end)
   int value = 0;
   if (end - p < 4) return -1;
   for (int i = 0; i < 4; i++) {
-    int c = p[i];
-    int digit = c >= '0' && c <= '9'   ? c - '0'
-                : c >= 'a' && c <= 'f' ? c - 'a' + 10
-                : c >= 'A' && c <= 'F' ? c - 'A' + 10
-                                       : -1;
+    int digit = hex_digit(p[i]);
     if (digit < 0) return -1;
     value = 16 * value + digit;
   }
   return value;
-}
-
-static char *put_utf8(char *to, unsigned c)
-{
-  if (c < 0x80) {
-    *to++ = (char)c;
-  } else if (c < 0x800) {
-    *to++ = (char)(0xC0 | (c >> 6));
-    *to++ = (char)(0x80 | (c & 63));
-  } else if (c < 0x10000) {
-    *to++ = (char)(0xE0 | (c >> 12));
-    *to++ = (char)(0x80 | ((c >> 6) & 63));
-    *to++ = (char)(0x80 | (c & 63));
-  } else {
-    *to++ = (char)(0xF0 | (c >> 18));
-    *to++ = (char)(0x80 | ((c >> 12) & 63));
-    *to++ = (char)(0x80 | ((c >> 6) & 63));
-    *to++ = (char)(0x80 | (c & 63));
-  }
-  return to;
 }
 
 // Decodes the escape after a backslash at reader->now. An escape is never shorter than its decoded
@@ -126,7 +98,7 @@ static eng_status unescape(json_reader *reader, char **to)
                      : c == 0 ? "a NUL character"
                               : "half a surrogate pair",
                      position(reader));
-  *to = put_utf8(*to, (unsigned)c);
+  *to += utf8_put(*to, (uint32_t)c);
   reader->now = p + used;
   return ENG_OK;
 }
@@ -194,14 +166,8 @@ eng_status json_close(json_reader *reader)
 
 bool json_is_text(const char *text)
 {
-  int64_t left = (int64_t)strlen(text);
-  while (left > 0) {
-    int n = utf8_length(text, left);
-    if (n == 0) return false;
-    text += n;
-    left -= n;
-  }
-  return true;
+  int64_t size = (int64_t)strlen(text);
+  return utf8_valid(text, size) == size;
 }
 
 void json_put_string(FILE *to, const char *text)

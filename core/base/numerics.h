@@ -25,6 +25,24 @@ ENG_INLINE int f64_is_nan(double x)
 ENG_INLINE int f64_is_finite(double x)
 { return (f64_bits(x) & 0x7FF0000000000000ull) != 0x7FF0000000000000ull; }
 
+// ---- formats of few bits
+
+/// Rounds |x|, the bits of a finite or infinite double, to nearest even in a format with `fraction`
+/// bits and this bias. Returns its code; past the format's largest number the codes simply
+/// continue.
+ENG_INLINE uint32_t small_code(uint64_t magnitude, int fraction, int bias)
+{
+  int exponent = (int)(magnitude >> 52) - 1023, least = 1 - bias;
+  // below half of the smallest subnormal
+  if (exponent < least - fraction - 1) return 0;
+  uint64_t significand = (magnitude & 0xFFFFFFFFFFFFFull) | 0x10000000000000ull;
+  int drop = 52 - fraction + (exponent < least ? least - exponent : 0);
+  uint64_t kept = significand >> drop, rest = significand & ((1ull << drop) - 1),
+           half = 1ull << (drop - 1);
+  kept += rest > half || (rest == half && (kept & 1));
+  return (exponent < least ? 0u : (uint32_t)(exponent - least) << fraction) + (uint32_t)kept;
+}
+
 // ---- f16: IEEE binary16, 1-5-10, bias 15, largest 65504, smallest subnormal 2^-24 ----
 
 ENG_INLINE float f16_to_f32(uint16_t h)
@@ -43,23 +61,11 @@ ENG_INLINE float f16_to_f32(uint16_t h)
 ENG_INLINE uint16_t f16_from_f64(double x)
 {
   uint64_t bits = f64_bits(x), magnitude = bits & 0x7FFFFFFFFFFFFFFFull;
-  uint16_t sign = (uint16_t)((bits >> 48) & 0x8000u);
-  if (magnitude >= 0x7FF0000000000000ull) {
-    if (magnitude == 0x7FF0000000000000ull) return (uint16_t)(sign | 0x7C00u);
+  uint32_t sign = (uint32_t)(bits >> 48) & 0x8000u, inf = 0x7C00u;
+  if (magnitude > 0x7FF0000000000000ull)
     return (uint16_t)(sign | 0x7E00u | ((magnitude >> 42) & 0x3FFu));
-  }
-  int exponent = (int)(magnitude >> 52) - 1023;
-  if (exponent < -25) return sign;                        // below half of the smallest subnormal
-  if (exponent > 15) return (uint16_t)(sign | 0x7C00u);
-  uint64_t significand = (magnitude & 0xFFFFFFFFFFFFFull) | 0x10000000000000ull;   // 53 bits
-  // bits below the f16 unit in the last place
-  int drop = 42 + (exponent < -14 ? -14 - exponent : 0);
-  uint64_t kept = significand >> drop, rest = significand & ((1ull << drop) - 1),
-           half = 1ull << (drop - 1);
-  kept += rest > half || (rest == half && (kept & 1));
-  // A carry out of the fraction correctly moves into the exponent, up to infinity.
-  uint32_t biased = exponent < -14 ? 0u : (uint32_t)(exponent + 14) << 10;
-  return (uint16_t)(sign | (biased + (uint32_t)kept));
+  uint32_t code = small_code(magnitude, 10, 15);
+  return (uint16_t)(sign | (code < inf ? code : inf));
 }
 
 // ---- bf16: the top half of an f32, 1-8-7 ----

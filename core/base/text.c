@@ -16,13 +16,46 @@ int utf8_length(const char *text, int64_t left)
           : *at >= 0xE0 && *at < 0xF0 ? 3
           : *at >= 0xF0 && *at < 0xF5 ? 4
                                       : 0;
-  if (n == 0 || n > left) return 0;
-  for (int i = 1; i < n; i++)
-    if ((at[i] & 0xC0) != 0x80) return 0;
-  if ((*at == 0xE0 && at[1] < 0xA0) || (*at == 0xED && at[1] > 0x9F) ||
-      (*at == 0xF0 && at[1] < 0x90) || (*at == 0xF4 && at[1] > 0x8F))
-    return 0;
+  if (n == 0 || left < 2 || (at[1] & 0xC0) != 0x80 || (*at == 0xE0 && at[1] < 0xA0) ||
+      (*at == 0xED && at[1] > 0x9F) || (*at == 0xF0 && at[1] < 0x90) ||
+      (*at == 0xF4 && at[1] > 0x8F))
+    return -1;
+  for (int i = 2; i < n; i++)
+    if (i >= left || (at[i] & 0xC0) != 0x80) return -i;
   return n;
+}
+
+int64_t utf8_valid(const char *text, int64_t size)
+{
+  int64_t i = 0;
+  while (i < size) {
+    uint64_t eight;
+    if (size - i >= 8 && (memcpy(&eight, text + i, 8), !(eight & 0x8080808080808080ull))) {
+      i += 8;
+      continue;
+    }
+    int n = utf8_length(text + i, size - i);
+    if (n < 0) break;
+    i += n;
+  }
+  return i;
+}
+
+int utf8_put(char *out, uint32_t c)
+{
+  static const unsigned char first[] = {0, 0, 0xC0, 0xE0, 0xF0};   // by the number of bytes
+  int n = c < 0x80 ? 1 : c < 0x800 ? 2 : c < 0x10000 ? 3 : 4;
+  for (int i = n - 1; i > 0; i--, c >>= 6) out[i] = (char)(0x80 | (c & 0x3F));
+  out[0] = (char)(first[n] | c);
+  return n;
+}
+
+int hex_digit(char c)
+{
+  return c >= '0' && c <= '9'   ? c - '0'
+         : c >= 'a' && c <= 'f' ? c - 'a' + 10
+         : c >= 'A' && c <= 'F' ? c - 'A' + 10
+                                : -1;
 }
 
 // Whether a terminal executes a character, or shows the characters after it in another order or on
@@ -42,12 +75,12 @@ int64_t eng_text_shown(char *out, int64_t room, const char *text, int64_t size, 
   int64_t whole = 0, written = 0, left = size;
   bool fits = room > 0;
   while (left > 0) {
-    int n = utf8_length((const char *)from, left), used = n ? n : 1;
+    int n = utf8_length((const char *)from, left), used = n > 0 ? n : 1;
     char piece[20];
     size_t length = 0;
     if (n == 1 && (*from == '\n' || *from == '\t')) {
       piece[length++] = lines ? (char)*from : ' ';
-    } else if (n == 0 || acts(from, n)) {
+    } else if (n < 0 || acts(from, n)) {
       for (int i = 0; i < used; i++)
         length += (size_t)snprintf(piece + length, sizeof piece - length, "\\x%02X", from[i]);
     } else {

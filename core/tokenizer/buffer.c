@@ -1,6 +1,5 @@
 // Growing buffers of bytes and of ids, the model's scratch memory, and the repair of malformed
 // UTF-8. See tokenizer.h.
-#include "base/text.h"
 #include "tokenizer.h"
 
 #include <stdlib.h>
@@ -55,43 +54,9 @@ void *scratch_of(eng_tokenizer *t, int64_t bytes)
   return t->scratch;
 }
 
-// The length of the malformed sequence at `at` that one U+FFFD replaces: the bytes that could begin
-// a character, or 1.
-static int64_t malformed(const unsigned char *at, int64_t left)
-{
-  int n = *at >= 0xC2 && *at < 0xE0   ? 2
-          : *at >= 0xE0 && *at < 0xF0 ? 3
-          : *at >= 0xF0 && *at < 0xF5 ? 4
-                                      : 1;
-  if (n == 1 || left < 2 || (at[1] & 0xC0) != 0x80 || (*at == 0xE0 && at[1] < 0xA0) ||
-      (*at == 0xED && at[1] > 0x9F) || (*at == 0xF0 && at[1] < 0x90) ||
-      (*at == 0xF4 && at[1] > 0x8F))
-    return 1;
-  int64_t i = 2;
-  while (i < n && i < left && (at[i] & 0xC0) == 0x80) i++;
-  return i;
-}
-
-// The number of bytes, from the start, that are UTF-8.
-static int64_t valid_bytes(const char *text, int64_t size)
-{
-  int64_t i = 0;
-  while (i < size) {
-    uint64_t eight;
-    if (size - i >= 8 && (memcpy(&eight, text + i, 8), !(eight & 0x8080808080808080ull))) {
-      i += 8;
-      continue;
-    }
-    int n = utf8_length(text + i, size - i);
-    if (n == 0) break;
-    i += n;
-  }
-  return i;
-}
-
 bool utf8_repair(buffer *out, const char *text, int64_t size)
 {
-  int64_t good = valid_bytes(text, size);
+  int64_t good = utf8_valid(text, size);
   if (good == size) return false;
   while (size > 0) {
     buffer_add(out, text, good);
@@ -99,10 +64,10 @@ bool utf8_repair(buffer *out, const char *text, int64_t size)
     size -= good;
     if (size == 0) break;
     buffer_add(out, "\xEF\xBF\xBD", 3);
-    int64_t bad = malformed((const unsigned char *)text, size);
+    int bad = -utf8_length(text, size);
     text += bad;
     size -= bad;
-    good = valid_bytes(text, size);
+    good = utf8_valid(text, size);
   }
   return true;
 }

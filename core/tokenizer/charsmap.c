@@ -41,10 +41,7 @@ eng_status charsmap_new(struct charsmap **out, const char *data, int64_t size)
   memcpy(map->units, data + 4, bytes);
   memcpy(map->texts, data + 4 + bytes, (size_t)map->size);
   map->texts[map->size] = 0;
-  buffer check = { 0 };
-  bool bad = utf8_repair(&check, map->texts, map->size);
-  buffer_free(&check);
-  if (bad) {
+  if (utf8_valid(map->texts, map->size) < map->size) {
     charsmap_free(map);
     return error_set(ENG_ERR_FORMAT, "tokenizer: a compiled character map has texts that are not "
                      "UTF-8");

@@ -53,17 +53,11 @@ static void clean_up(eng_tokenizer *t, buffer *out, int64_t from)
   }
 }
 
-static int hex(char c)
-{
-  return c >= '0' && c <= '9' ? c - '0' : c >= 'A' && c <= 'F' ? c - 'A' + 10
-         : c >= 'a' && c <= 'f' ? c - 'a' + 10 : -1;
-}
-
 // The byte of a token such as <0xE2>; -1 for any other token.
 static int fallback_byte(const char *text, int64_t size)
 {
   if (size != 6 || memcmp(text, "<0x", 3) != 0 || text[5] != '>') return -1;
-  int high = hex(text[3]), low = hex(text[4]);
+  int high = hex_digit(text[3]), low = hex_digit(text[4]);
   return high < 0 || low < 0 ? -1 : high * 16 + low;
 }
 

@@ -66,7 +66,7 @@ static eng_status compose(step *s, buffer *out, const char *text, int64_t size, 
         got = utf8proc_normalize_utf32((utf8proc_int32_t *)s->b, got, (utf8proc_option_t)options);
         for (utf8proc_ssize_t i = 0; i < got; i++) {
           char *to = buffer_more(out, 4);
-          if (to) out->size += code_put(to, (uint32_t)((utf8proc_int32_t *)s->b)[i]);
+          if (to) out->size += utf8_put(to, (uint32_t)((utf8proc_int32_t *)s->b)[i]);
         }
       }
       if (got < 0)
@@ -147,20 +147,20 @@ static void per_char(const step *s, buffer *out, const char *text, int64_t size)
     case ENG_STEP_CHINESE:
       if (!chinese(c)) break;
       *to++ = ' ';
-      n = code_put(to, c);
+      n = utf8_put(to, c);
       to[n] = ' ';
       out->size += n + 2;
       continue;
     case ENG_STEP_BYTES:
       for (int i = 0; i < n; i++) {
-        int put = code_put(to, byte_char((unsigned char)text[at - n + i]));
+        int put = utf8_put(to, byte_char((unsigned char)text[at - n + i]));
         to += put;
         out->size += put;
       }
       continue;
     default: break;
     }
-    out->size += code_put(to, c);
+    out->size += utf8_put(to, c);
   }
 }
 

@@ -119,10 +119,7 @@ static eng_status accept(eng_tokenizer *t, int64_t id, const char *text, int64_t
   if (size > ENG_TOKENS_MAX_BYTES)
     return error_set(ENG_ERR_FORMAT, "tokenizer: token %lld has %lld bytes, expected at most %d",
                      (long long)id, (long long)size, (int)ENG_TOKENS_MAX_BYTES);
-  buffer bad = { 0 };
-  bool malformed = utf8_repair(&bad, text, size);
-  buffer_free(&bad);
-  if (malformed)
+  if (utf8_valid(text, size) < size)
     return error_set(ENG_ERR_FORMAT, "tokenizer: the text of token %lld is not UTF-8",
                      (long long)id);
   if (id >= t->room_ids) {

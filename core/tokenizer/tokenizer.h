@@ -5,6 +5,7 @@
 #pragma once
 
 #include "base/error.h"
+#include "base/text.h"
 #include "engine.h"
 
 #include <string.h>
@@ -45,8 +46,6 @@ static inline const char *char_before(const char *from, const char *at)
   do at--; while (at > from && (*at & 0xC0) == 0x80);
   return at;
 }
-/// Writes a code point as UTF-8; returns the number of bytes.
-int code_put(char *out, uint32_t code);
 
 // ---- buffer.c: growing buffers. A buffer that cannot grow sets `failed` and keeps its contents.
 // The caller checks `failed` once, at the end.

@@ -58,24 +58,3 @@ void unicode_start(void)
     for (uint32_t c = 0; c <= unicode_ranges[i].more; c++)
       unicode_class[unicode_ranges[i].first + c] = unicode_ranges[i].bits;
 }
-
-int code_put(char *out, uint32_t c)
-{
-  if (c < 0x80) { out[0] = (char)c; return 1; }
-  if (c < 0x800) {
-    out[0] = (char)(0xC0 | c >> 6);
-    out[1] = (char)(0x80 | (c & 0x3F));
-    return 2;
-  }
-  if (c < 0x10000) {
-    out[0] = (char)(0xE0 | c >> 12);
-    out[1] = (char)(0x80 | (c >> 6 & 0x3F));
-    out[2] = (char)(0x80 | (c & 0x3F));
-    return 3;
-  }
-  out[0] = (char)(0xF0 | c >> 18);
-  out[1] = (char)(0x80 | (c >> 12 & 0x3F));
-  out[2] = (char)(0x80 | (c >> 6 & 0x3F));
-  out[3] = (char)(0x80 | (c & 0x3F));
-  return 4;
-}
