@@ -29,8 +29,7 @@ static eng_status io_error(const char *what, const char *path)
   return error_set(ENG_ERR_IO, "%s: cannot %s: %s%s", path, what, strerror(code), hint);
 }
 
-// The directory part of a path, in new memory; "." if the path has none.
-static char *parent_of(const char *path)
+char *file_parent(const char *path)
 {
   const char *slash = strrchr(path, '/');
   if (slash == NULL) return strdup(".");
@@ -39,7 +38,7 @@ static char *parent_of(const char *path)
 
 static eng_status sync_parent(const char *path)
 {
-  char *parent = parent_of(path);
+  char *parent = file_parent(path);
   if (parent == NULL) return error_set(ENG_ERR_MEMORY, "%s: out of memory", path);
   eng_status status = eng_file_sync(parent);
   free(parent);
@@ -48,23 +47,35 @@ static eng_status sync_parent(const char *path)
 
 // ---- maps
 
+eng_status file_open(int *out, int64_t *size, const char *path)
+{
+  struct stat now;
+  int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);     // opening a pipe does not block
+  *out = -1;
+  if (fd < 0) return io_error("open", path);
+  eng_status status = ENG_OK;
+  if (fstat(fd, &now) != 0) status = io_error("examine", path);
+  else if (!S_ISREG(now.st_mode))
+    status = error_set(ENG_ERR_IO, "%s: expected a file, got a %s", path,
+                       S_ISDIR(now.st_mode) ? "directory" : "device or pipe");
+  if (status != ENG_OK) {
+    close(fd);
+    return status;
+  }
+  *out = fd;
+  *size = now.st_size;
+  return ENG_OK;
+}
+
 eng_status eng_file_map(eng_mapping *out, const char *path)
 {
+  int fd;
+  int64_t size;
   *out = (eng_mapping){ NULL, 0 };
-  int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);     // opening a pipe does not block
-  if (fd < 0) return io_error("open", path);
-  struct stat stat_now;
-  eng_status status = ENG_OK;
-  if (fstat(fd, &stat_now) != 0) {
-    status = io_error("examine", path);
-  } else if (!S_ISREG(stat_now.st_mode)) {
-    status = error_set(ENG_ERR_IO, "%s: expected a file, got a %s", path,
-                       S_ISDIR(stat_now.st_mode) ? "directory" : "device or pipe");
-  } else if (stat_now.st_size > 0) {
-    void *data = mmap(NULL, (size_t)stat_now.st_size, PROT_READ, MAP_SHARED, fd, 0);
-    if (data == MAP_FAILED) status = io_error("map", path);
-    else *out = (eng_mapping){ data, stat_now.st_size };
-  }
+  ENG_TRY(file_open(&fd, &size, path));
+  void *data = size > 0 ? mmap(NULL, (size_t)size, PROT_READ, MAP_SHARED, fd, 0) : NULL;
+  eng_status status = data == MAP_FAILED ? io_error("map", path) : ENG_OK;
+  if (status == ENG_OK) *out = (eng_mapping){ data, size };
   close(fd);
   return status;
 }
@@ -84,10 +95,9 @@ eng_status file_writer_open(file_writer *writer, const char *path)
   // The kind of file is checked first, because the rename would silently replace a device such as
   // /dev/null.
   int kind = eng_file_kind(path);
-  if (kind == ENG_FILE_FOLDER)
-    return error_set(ENG_ERR_IO, "%s: expected a file to write, got a directory", path);
-  if (kind == ENG_FILE_OTHER)
-    return error_set(ENG_ERR_IO, "%s: expected a file to write, got a device or pipe", path);
+  if (kind == ENG_FILE_FOLDER || kind == ENG_FILE_OTHER)
+    return error_set(ENG_ERR_IO, "%s: expected a file to write, got a %s", path,
+                     kind == ENG_FILE_FOLDER ? "directory" : "device or pipe");
   size_t room = strlen(path) + 48;
   writer->path = strdup(path);
   writer->temporary = malloc(room);
@@ -187,10 +197,11 @@ eng_status file_read_at(int fd, const char *path, void *target, int64_t size, in
 
 eng_status eng_file_checksum(uint32_t *crc, int64_t *size, const char *path)
 {
+  int fd;
+  int64_t expected;
   *crc = 0;
   *size = 0;
-  int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-  if (fd < 0) return io_error("open", path);
+  ENG_TRY(file_open(&fd, &expected, path));
   char *block = malloc(BLOCK);
   eng_status status = block == NULL ? error_set(ENG_ERR_MEMORY, "%s: out of memory", path) : ENG_OK;
   while (status == ENG_OK) {
@@ -298,19 +309,15 @@ eng_status eng_file_rename(const char *from, const char *to)
 {
   if (eng_file_kind(to) == ENG_FILE_OTHER)
     return error_set(ENG_ERR_IO, "%s: expected a file to write, got a device or pipe", to);
-  if (rename(from, to) != 0) {
-    int code = errno;
-    return error_set(ENG_ERR_IO, "%s: cannot rename to %s: %s", from, to, strerror(code));
-  }
+  if (rename(from, to) != 0)
+    return error_set(ENG_ERR_IO, "%s: cannot rename to %s: %s", from, to, strerror(errno));
   return sync_parent(to);
 }
 
 eng_status eng_file_exchange(const char *a, const char *b)
 {
-  if (renameat2(AT_FDCWD, a, AT_FDCWD, b, RENAME_EXCHANGE) != 0) {
-    int code = errno;
-    return error_set(ENG_ERR_IO, "%s: cannot swap with %s: %s", a, b, strerror(code));
-  }
+  if (renameat2(AT_FDCWD, a, AT_FDCWD, b, RENAME_EXCHANGE) != 0)
+    return error_set(ENG_ERR_IO, "%s: cannot swap with %s: %s", a, b, strerror(errno));
   return sync_parent(b);
 }
 
@@ -321,64 +328,41 @@ eng_status eng_file_remove(const char *path)
 }
 
 struct eng_listing {
-  char **names;
-  int    count, room;
+  struct dirent **entries;
+  int             count;
 };
 
-static int by_bytes(const void *a, const void *b)
+static int is_listed(const struct dirent *entry)
 {
-  return strcmp(*(char *const *)a, *(char *const *)b);
+  return strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0;
 }
 
-static bool listing_add(eng_listing *listing, const char *name)
+static int by_bytes(const struct dirent **a, const struct dirent **b)
 {
-  if (listing->count == listing->room) {
-    int room = listing->room ? 2 * listing->room : 16;
-    char **names = realloc(listing->names, (size_t)room * sizeof *names);
-    if (names == NULL) return false;
-    listing->names = names;
-    listing->room = room;
-  }
-  listing->names[listing->count] = strdup(name);
-  return listing->names[listing->count++] != NULL;
+  return strcmp((*a)->d_name, (*b)->d_name);
 }
 
 eng_status eng_file_list(eng_listing **out, const char *path)
 {
+  *out = calloc(1, sizeof **out);
+  if (*out == NULL) return error_set(ENG_ERR_MEMORY, "%s: out of memory", path);
+  (*out)->count = scandir(path, &(*out)->entries, is_listed, by_bytes);
+  if ((*out)->count >= 0) return ENG_OK;
+  eng_status status = io_error("list", path);
+  free(*out);
   *out = NULL;
-  DIR *directory = opendir(path);
-  if (directory == NULL) return io_error("list", path);
-  eng_listing *listing = calloc(1, sizeof *listing);
-  bool fits = listing != NULL;
-  const struct dirent *entry;
-  errno = 0;
-  while (fits && (entry = readdir(directory)) != NULL) {
-    if (strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0)
-      fits = listing_add(listing, entry->d_name);
-    errno = 0;
-  }
-  eng_status status = !fits ? error_set(ENG_ERR_MEMORY, "%s: out of memory", path)
-                    : errno != 0 ? io_error("list", path) : ENG_OK;
-  closedir(directory);
-  if (status != ENG_OK) {
-    eng_listing_free(listing);
-    return status;
-  }
-  if (listing->count > 1)
-    qsort(listing->names, (size_t)listing->count, sizeof *listing->names, by_bytes);
-  *out = listing;
-  return ENG_OK;
+  return status;
 }
 
 const char *eng_listing_name(const eng_listing *listing, int i)
 {
-  return i >= 0 && i < listing->count ? listing->names[i] : NULL;
+  return i >= 0 && i < listing->count ? listing->entries[i]->d_name : NULL;
 }
 
 void eng_listing_free(eng_listing *listing)
 {
   if (listing == NULL) return;
-  for (int i = 0; i < listing->count; i++) free(listing->names[i]);
-  free(listing->names);
+  for (int i = 0; i < listing->count; i++) free(listing->entries[i]);
+  free(listing->entries);
   free(listing);
 }

@@ -22,5 +22,12 @@ eng_status file_writer_commit(file_writer *writer);
 /// Removes the temporary file. Harmless after an error or a commit.
 void       file_writer_abort(file_writer *writer);
 
+/// The directory part of a path, in new memory; "." if the path has none. NULL: no memory.
+char *file_parent(const char *path);
+
+/// Opens a regular file for reading; `size` receives its bytes. Errors: IO, also for a directory, a
+/// device or a pipe. The caller closes *fd.
+eng_status file_open(int *fd, int64_t *size, const char *path);
+
 /// Reads exactly `size` bytes at `offset`. A shorter file is an IO error that names `path`.
 eng_status file_read_at(int fd, const char *path, void *target, int64_t size, int64_t offset);

@@ -7,10 +7,11 @@
 #include <math.h>
 #include <string.h>
 
-// 2^(1 - bias) is the smallest normal number and 2^(1 - bias - fraction_bits) the smallest
-// subnormal. `last` is the fraction of the largest finite number, in units of 2^-fraction_bits.
-// `above` says what the next code is: Inf, the only NaN, or, in formats that always saturate, no
-// code.
+// With exponent bits, 2^(1 - bias) is the smallest normal number and 2^(1 - bias - fraction_bits)
+// the smallest subnormal, `last` is the fraction of the largest finite number in units of
+// 2^-fraction_bits, and `above` says what the next code is: Inf, the only NaN, or, in formats that
+// always saturate, no code. Without exponent bits, codes are two's complement in units of
+// 2^-fraction_bits, from -last to 127.
 enum { INF, NOT, NONE };
 typedef struct format {
   const char *name;
@@ -33,12 +34,8 @@ static const format formats[] = {
   { "e3m2", 3, 2, 3, 3, NONE, true },
   { "e2m3", 2, 3, 1, 7, NONE, true },
   { "e2m1", 2, 1, 1, 1, NONE, true },
-};
-
-// Two's complement, in units of 2^-fraction_bits. The codes of mxint8 are symmetric: -128 is never
-// encoded.
-static const struct { const char *name; int fraction_bits; double least; } integers[] = {
-  { "int8", 0, -128 }, { "mxint8", 6, -127 },
+  { "int8", 0, 0, 0, 128, NONE, true },
+  { "mxint8", 0, 6, 0, 127, NONE, true },
 };
 
 static const format *find_format(const char *name)
@@ -46,13 +43,6 @@ static const format *find_format(const char *name)
   for (size_t i = 0; i < sizeof formats / sizeof *formats; i++)
     if (strcmp(formats[i].name, name) == 0) return &formats[i];
   return NULL;
-}
-
-static int find_integer(const char *name)
-{
-  for (int i = 0; i < (int)(sizeof integers / sizeof *integers); i++)
-    if (strcmp(integers[i].name, name) == 0) return i;
-  return -1;
 }
 
 bool eng_format_get(eng_format *out, const char *name)
@@ -63,18 +53,16 @@ bool eng_format_get(eng_format *out, const char *name)
                          .smallest = 0x1p-127 };
     return true;
   }
-  int i = find_integer(name);
-  if (i >= 0) {
-    int fraction = integers[i].fraction_bits;
+  const format *f = find_format(name);
+  if (!f) return false;
+  int fraction = f->fraction_bits, bias = f->bias;
+  if (f->exponent_bits == 0) {
     double unit = ldexp(1, -fraction);
     *out = (eng_format){ .fraction_bits = 7, .max_exponent = 6 - fraction,
                          .min_exponent = -fraction, .is_signed = 1, .largest = 127 * unit,
                          .overflow = INFINITY, .normal = unit, .smallest = unit };
     return true;
   }
-  const format *f = find_format(name);
-  if (!f) return false;
-  int fraction = f->fraction_bits, bias = f->bias;
   // exponent of the largest number
   int top = (1 << f->exponent_bits) - 1 - bias - (f->above == INF);
   double unit = ldexp(1, top - fraction), largest = ldexp(1, top) + (double)f->last * unit;
@@ -93,6 +81,10 @@ bool eng_format_get(eng_format *out, const char *name)
 // NaN, or in a format without NaN the largest number, as in the cvt instructions of the hardware.
 static int64_t encode(const format *f, double x, int mode)
 {
+  if (f->exponent_bits == 0) {   // saturates; NaN becomes 0
+    double units = rint(ldexp(x, f->fraction_bits));
+    return (uint8_t)(int8_t)(units != units ? 0 : fmin(fmax(units, -(double)f->last), 127));
+  }
   int code_bits = f->exponent_bits + f->fraction_bits;
   uint32_t unit = 1u << f->fraction_bits, infinite = (1u << code_bits) - unit,
            largest = (f->above == INF ? infinite - unit : infinite) + (uint32_t)f->last,
@@ -103,6 +95,7 @@ static int64_t encode(const format *f, double x, int mode)
 
 static double decode(const format *f, uint32_t code)
 {
+  if (f->exponent_bits == 0) return ldexp((int8_t)(uint8_t)code, -f->fraction_bits);
   int fraction = f->fraction_bits, field = (int)(code >> fraction) & ((1 << f->exponent_bits) - 1);
   uint64_t part = code & ((1u << fraction) - 1);
   double value = ldexp((double)(part | (uint64_t)(field > 0) << fraction),
@@ -125,6 +118,23 @@ static uint8_t ue8m0_nearest(double x)
   return (uint8_t)(exponent + 126 + (fraction >= 0.75));
 }
 
+// TileKernels' cast to e5m6 (quant/per_token_cast_to_e5m6_kernel.py): truncates to f16, then
+// rounds up by a rule that equals nearest even only for normal results. Matches it for |x| <=
+// 65024, a range that its scales guarantee; larger values saturate.
+static uint16_t e5m6_tilekernels(float x)
+{
+  uint32_t bits = f32_bits(x), magnitude = bits & 0x7FFFFFFFu, half;
+  if (magnitude > 0x7F800000u) return 0x7E0;
+  // 65536 and above
+  if (magnitude >= 0x47800000u) half = 0x7BFFu;
+  else if (magnitude >= 0x38800000u) half = (magnitude >> 13) - (112u << 10);
+  // in units of 2^-24
+  else half = (uint32_t)(f32_from(magnitude) * 16777216.0f);
+  uint32_t code = half >> 4;
+  code += (code & 1u) + (bits & 0x1FFFFu) > 0x10000u;
+  return (uint16_t)((bits >> 20 & 0x800u) | small_bound(code, E5M6_MAX_CODE, FP8_SATURATE));
+}
+
 int64_t eng_small_encode(const char *format, double x, int mode, uint32_t random)
 {
   float f = f32_odd_from_f64(x);
@@ -134,16 +144,11 @@ int64_t eng_small_encode(const char *format, double x, int mode, uint32_t random
   if (strcmp(format, "e5m2") == 0)
     return stochastic ? fp8_from_f32(f, 2, mode, random) : e5m2_from_f64(x, mode);
   if (strcmp(format, "e5m6") == 0) return e5m6_from_f64(x, mode);
-  if (strcmp(format, "e5m6_tilekernels") == 0) return e5m6_from_f32_tilekernels((float)x);
+  if (strcmp(format, "e5m6_tilekernels") == 0) return e5m6_tilekernels((float)x);
   if (strcmp(format, "ue8m0") == 0)
     return mode & 4 ? ue8m0_nearest(x) : ue8m0_from_f32(f, mode & 1);
   if (strcmp(format, "f16") == 0) return f16_from_f64(x);
   if (strcmp(format, "bf16") == 0) return bf16_from_f64(x);
-  int i = find_integer(format);
-  if (i >= 0) {   // saturates; NaN becomes 0
-    double units = rint(ldexp(x, integers[i].fraction_bits));
-    return (uint8_t)(int8_t)(units != units ? 0 : fmin(fmax(units, integers[i].least), 127));
-  }
   const struct format *found = find_format(format);
   return found && found->fraction_bits <= 10 ? encode(found, x, mode) : -1;
 }
@@ -156,9 +161,6 @@ double eng_small_decode(const char *format, uint32_t code)
   if (strcmp(format, "ue8m0") == 0) return ue8m0_to_f32((uint8_t)code);
   if (strcmp(format, "f16") == 0) return f16_to_f32((uint16_t)code);
   if (strcmp(format, "bf16") == 0) return bf16_to_f32((uint16_t)code);
-  int i = find_integer(format);
-  if (i >= 0) return ldexp((int8_t)(uint8_t)code, -integers[i].fraction_bits);
   const struct format *found = find_format(format);
-  if (found && found->fraction_bits <= 10) return decode(found, code);
-  return f64_from(0x7FF8000000000000ull);
+  return found && found->fraction_bits <= 10 ? decode(found, code) : NAN;
 }

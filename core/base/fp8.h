@@ -42,8 +42,8 @@ ENG_INLINE float f32_odd_from_f64(double x)
   return f32_from(bits | 1u);
 }
 
-/// Bounds a rounded magnitude: past `largest` returns `largest` when saturating, else the next code,
-/// which is Inf, or NaN in formats without Inf.
+/// Bounds a rounded magnitude: past `largest` returns `largest` when saturating, else the next
+/// code, which is Inf, or NaN in formats without Inf.
 ENG_INLINE uint32_t small_bound(uint32_t code, uint32_t largest, int mode)
 {
   if (code <= largest) return code;
@@ -59,7 +59,8 @@ ENG_INLINE uint32_t small_from_f64(double x, int fraction, int bias, uint32_t la
 {
   uint64_t bits = f64_bits(x), magnitude = bits & 0x7FFFFFFFFFFFFFFFull;
   if (magnitude > 0x7FF0000000000000ull) return nan;
-  return (bits >> 63 ? sign : 0) | small_bound(small_code(magnitude, fraction, bias), largest, mode);
+  uint32_t code = small_bound(small_code(magnitude, fraction, bias), largest, mode);
+  return bits >> 63 ? code | sign : code;
 }
 
 ENG_INLINE uint8_t e4m3_from_f64(double x, int mode)
@@ -114,23 +115,6 @@ ENG_INLINE uint8_t fp8_from_f32(float x, int fraction, int mode, uint32_t random
 ENG_INLINE uint8_t e4m3_from_f32(float x, int mode)
 { return fp8_from_f32(x, 3, mode & FP8_SATURATE, 0); }
 ENG_INLINE uint16_t e5m6_from_f32(float x, int mode) { return e5m6_from_f64((double)x, mode); }
-
-/// TileKernels' cast to e5m6 (quant/per_token_cast_to_e5m6_kernel.py): truncates to f16, then
-/// rounds up by a rule that equals nearest even only for normal results. Matches it for |x| <=
-/// 65024, a range that its scales guarantee; larger values saturate.
-ENG_INLINE uint16_t e5m6_from_f32_tilekernels(float x)
-{
-  uint32_t bits = f32_bits(x), magnitude = bits & 0x7FFFFFFFu, half;
-  if (magnitude > 0x7F800000u) return 0x7E0;
-  // 65536 and above
-  if (magnitude >= 0x47800000u) half = 0x7BFFu;
-  else if (magnitude >= 0x38800000u) half = (magnitude >> 13) - (112u << 10);
-  // in units of 2^-24
-  else half = (uint32_t)(f32_from(magnitude) * 16777216.0f);
-  uint32_t code = half >> 4;
-  code += (code & 1u) + (bits & 0x1FFFFu) > 0x10000u;
-  return (uint16_t)((bits >> 20 & 0x800u) | small_bound(code, E5M6_MAX_CODE, FP8_SATURATE));
-}
 
 // ---- back to float, exact
 

@@ -27,12 +27,7 @@
 
 #include <stddef.h>
 
-typedef enum fp8_scaling {
-  FP8_TENSOR = 0,
-  FP8_ROW = 1,
-  FP8_VEC128 = 2,
-  FP8_BLK128 = 3
-} fp8_scaling;
+typedef enum fp8_scaling { FP8_TENSOR, FP8_ROW, FP8_VEC128, FP8_BLK128 } fp8_scaling;
 
 enum {
   FP8_BLOCK = 128,       // elements that share a scale, in one direction or in both

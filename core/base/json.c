@@ -37,23 +37,19 @@ eng_status json_open(json_reader *reader, const char *name, char *text, int64_t 
   return error_set(ENG_ERR_FORMAT, "%s: invalid UTF-8 at byte %lld", name, (long long)valid);
 }
 
-eng_status json_expect(json_reader *reader, char c)
-{
-  skip_space(reader);
-  if (reader->now < reader->end && *reader->now == c) {
-    reader->now++;
-    return ENG_OK;
-  }
-  return error_set(ENG_ERR_FORMAT, "%s: expected '%c' at byte %lld, got %s", reader->name, c,
-                   position(reader), found(reader));
-}
-
 bool json_accept(json_reader *reader, char c)
 {
   skip_space(reader);
   if (reader->now >= reader->end || *reader->now != c) return false;
   reader->now++;
   return true;
+}
+
+eng_status json_expect(json_reader *reader, char c)
+{
+  if (json_accept(reader, c)) return ENG_OK;
+  return error_set(ENG_ERR_FORMAT, "%s: expected '%c' at byte %lld, got %s", reader->name, c,
+                   position(reader), found(reader));
 }
 
 // The value of four hex digits at p; -1 if there are fewer.

@@ -29,22 +29,23 @@ static void become(const char *const *words, int output, int tell, pid_t parent)
 eng_status eng_process_start(int *process, const char *const *words, const char *log)
 {
   *process = 0;
-  int tell[2], problem = 0, output = open(log, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
+  int tell[2] = {-1, -1}, problem = 0;
+  int output = open(log, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
   if (output < 0) return error_set(ENG_ERR_IO, "%s: cannot open: %s", log, strerror(errno));
   pid_t parent = getpid(), child = pipe2(tell, O_CLOEXEC) == 0 ? fork() : -1;
   if (child == 0) become(words, output, tell[1], parent);
   if (child < 0) problem = errno;
   close(output);
+  if (tell[1] >= 0) close(tell[1]);
   if (child > 0) {
     // Waits until the program has begun, which closes the pipe. Until then the new process still
     // has this process's signal handlers.
-    close(tell[1]);
     ssize_t size;
     do size = read(tell[0], &problem, sizeof problem);
     while (size < 0 && errno == EINTR);
-    close(tell[0]);
     if (problem) waitpid(child, NULL, 0);
   }
+  if (tell[0] >= 0) close(tell[0]);
   if (problem)
     return error_set(ENG_ERR_IO, "%s: cannot start: %s", words[0], strerror(problem));
   *process = child;

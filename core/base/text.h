@@ -3,9 +3,9 @@
 
 #include <stdint.h>
 
-/// Bytes of the UTF-8 character at `text`, which has `left` > 0 bytes. Negative if the character is
-/// malformed (cut off, an overlong form, a surrogate, or above U+10FFFF): minus the bytes that could
-/// begin a character, at least 1, which one U+FFFD replaces.
+/// Bytes of the UTF-8 character at `text`, which has `left` > 0 bytes. Negative if it is malformed
+/// (cut off, an overlong form, a surrogate, or above U+10FFFF): minus the number of bytes that
+/// could begin a character, at least 1, which one U+FFFD replaces.
 int utf8_length(const char *text, int64_t left);
 /// The number of bytes, from the start, that are UTF-8.
 int64_t utf8_valid(const char *text, int64_t size);

@@ -1,0 +1,18 @@
+// See array.h.
+#include "array.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+bool array_grow(void *items, int64_t *room, int64_t needed, size_t size)
+{
+  if (needed <= *room) return true;
+  int64_t more = needed < 32 ? 64 : 2 * needed;
+  void *array;
+  memcpy(&array, items, sizeof array);   // a pointer of any type
+  array = realloc(array, (size_t)more * size);
+  if (array == NULL) return false;
+  memcpy(items, &array, sizeof array);
+  *room = more;
+  return true;
+}

@@ -1,0 +1,13 @@
+// Growing arrays. Called by every folder that appends to a list.
+#pragma once
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+/// Makes room for `needed` elements in `items`, an array from malloc or NULL; `room` (int64_t) is
+/// the number of elements it has room for. False: out of memory, and nothing has changed.
+#define ARRAY_GROW(items, room, needed) array_grow(&(items), &(room), needed, sizeof *(items))
+
+/// ARRAY_GROW. `items` is the address of the array's pointer, `size` the bytes of an element.
+bool array_grow(void *items, int64_t *room, int64_t needed, size_t size);
