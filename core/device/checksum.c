@@ -3,7 +3,6 @@
 // Memory of a device is copied to the host 4 MiB at a time. Called by autograd/api.c and params/.
 #include "transfer.h"
 
-#include "backend.h"
 #include "base/error.h"
 
 #include <stdlib.h>

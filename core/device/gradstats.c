@@ -12,17 +12,17 @@
 void gradstats_sum(eng_record *record, const eng_tensor_stats *stats, int n, double scale,
                    unsigned needs)
 {
-  int64_t count = 0, inf = 0, nan = 0, zeros = 0, underflow = 0;
   double amax = 0, sum_squares = 0;
   record->first_bad = -1;
+  record->count = record->inf = record->nan = record->zeros = record->underflow = 0;
   memset(record->hist, 0, sizeof record->hist);
   for (int k = 0; k < n; k++) {
     const eng_tensor_stats *s = &stats[k];
-    count += s->count;
-    inf += s->inf;
-    nan += s->nan;
-    zeros += s->zeros;
-    underflow += s->underflow;
+    record->count += s->count;
+    record->inf += s->inf;
+    record->nan += s->nan;
+    record->zeros += s->zeros;
+    record->underflow += s->underflow;
     // the divisions are exact if the relative scale is a power of two
     double relative = gradstats_relative_scale(s);
     if (s->amax / relative > amax) amax = s->amax / relative;
@@ -31,12 +31,7 @@ void gradstats_sum(eng_record *record, const eng_tensor_stats *stats, int n, dou
     if (needs & ENG_NEED_HIST)
       for (int b = 0; b < ENG_HIST_BINS; b++) record->hist[b] += s->hist[b];
   }
-  record->count = count;
-  record->inf = inf;
-  record->nan = nan;
-  record->zeros = zeros;
-  record->underflow = underflow;
-  record->overflow = inf + nan > 0;
+  record->overflow = record->inf + record->nan > 0;
   record->amax = amax / scale;
   record->norm = sqrt(sum_squares) / scale;
 }
@@ -60,8 +55,7 @@ eng_status eng_stats(eng_tensor_stats *out, const eng_tensor *handle, unsigned n
   return device->gradstats(&span, 1, needs, out);
 }
 
-static const char *const actions[ENG_ACTIONS] = { "step", "skip", "retry", "stop",
-                                                   "rollback" };
+static const char *const actions[ENG_ACTIONS] = {"step", "skip", "retry", "stop", "rollback"};
 
 const char *eng_action_name(int action)
 {

@@ -53,24 +53,21 @@ void *plugin_library(const char *name, int mode)
   void *library = dlopen(name, RTLD_NOW | mode);
   if (library) return library;
   const char *home = getenv("CUDA_HOME");
-  char patterns[6][512];
-  snprintf(patterns[0], sizeof patterns[0], "%s/lib64/%s", home ? home : "/usr/local/cuda", name);
-  snprintf(patterns[1], sizeof patterns[1], "/usr/local/cuda/lib64/%s", name);
-  snprintf(patterns[2], sizeof patterns[2], "/usr/local/cuda-*/lib64/%s", name);
-  snprintf(patterns[3], sizeof patterns[3], "/usr/local/cuda*/targets/x86_64-linux/lib/%s", name);
-  snprintf(patterns[4], sizeof patterns[4], "/usr/lib/python3*/dist-packages/nvidia/*/lib/%s",
-           name);
-  snprintf(patterns[5], sizeof patterns[5],
-           "/opt/*/.venv/lib/python3*/site-packages/nvidia/*/lib/%s", name);
-  for (int i = 0; i < 6; i++) {
+  char in_home[512], pattern[1024];
+  snprintf(in_home, sizeof in_home, "%s/lib64", home ? home : "/usr/local/cuda");
+  const char *const folders[] = {
+    in_home, "/usr/local/cuda/lib64", "/usr/local/cuda-*/lib64",
+    "/usr/local/cuda*/targets/x86_64-linux/lib", "/usr/lib/python3*/dist-packages/nvidia/*/lib",
+    "/opt/*/.venv/lib/python3*/site-packages/nvidia/*/lib"};
+  for (size_t i = 0; i < sizeof folders / sizeof *folders && !library; i++) {
     glob_t found;
-    if (glob(patterns[i], 0, NULL, &found) == 0)
+    snprintf(pattern, sizeof pattern, "%s/%s", folders[i], name);
+    if (glob(pattern, 0, NULL, &found) == 0)
       for (size_t k = 0; k < found.gl_pathc && !library; k++)
         library = dlopen(found.gl_pathv[k], RTLD_NOW | mode);
     globfree(&found);
-    if (library) return library;
   }
-  return NULL;
+  return library;
 }
 
 /// Why a file must not be passed to dlopen, or NULL. Opening a pipe would block, and mapping a

@@ -54,40 +54,38 @@ eng_status transfer_clear(const tensor *x)
 
 eng_status transfer_set(const tensor *x, double value)
 {
-  if (x->store->space == SPACE_HOST) {
-    tensor_store(x->data, x->dtype, 0, value);
-    return ENG_OK;
-  }
-  char cell[8] = {0};
+  char cell[8];
   tensor_store(cell, x->dtype, 0, value);
   return transfer_from_host(x->store->space, x->data, cell, eng_dtype_size(x->dtype));
 }
 
 // ---- elements on the host
 
-/// Converts elements between a row-major buffer and a tensor of any strides, both in host memory.
+/// Copies elements between a row-major buffer and a tensor of any strides, both in host memory.
+/// Converts unless the dtypes are the same.
 static void convert(void *buffer, int format, const tensor *x, bool into_tensor)
 {
-  bool exact_ints = dtype_is_integer(format) && dtype_is_integer(x->dtype);
-  if (format == x->dtype && tensor_contiguous(x)) {
-    size_t bytes = (size_t)bytes_of(x);
-    if (bytes == 0) return;
-    if (into_tensor) memcpy(x->data, buffer, bytes);
-    else memcpy(buffer, x->data, bytes);
+  char *to = into_tensor ? x->data : buffer;
+  const char *from = into_tensor ? buffer : x->data;
+  const int to_dtype = into_tensor ? x->dtype : format,
+            from_dtype = into_tensor ? format : x->dtype;
+  const bool same = format == x->dtype,
+             integers = dtype_is_integer(format) && dtype_is_integer(x->dtype);
+  const int64_t size = eng_dtype_size(x->dtype);
+  if (same && tensor_contiguous(x)) {
+    memcpy(to, from, (size_t)bytes_of(x));
     return;
   }
-  int64_t index[ENG_MAX_DIMS] = {0}, at = 0;
+  int64_t index[ENG_MAX_DIMS] = {0}, place = 0;
   for (int64_t i = 0; i < x->count; i++) {
-    if (into_tensor && exact_ints)
-      tensor_store_int(x->data, x->dtype, at, tensor_load_int(buffer, format, i));
-    else if (into_tensor) tensor_store(x->data, x->dtype, at, tensor_load(buffer, format, i));
-    else if (exact_ints)
-      tensor_store_int(buffer, format, i, tensor_load_int(x->data, x->dtype, at));
-    else tensor_store(buffer, format, i, tensor_load(x->data, x->dtype, at));
+    const int64_t a = into_tensor ? place : i, b = into_tensor ? i : place;
+    if (same) memcpy(to + a * size, from + b * size, (size_t)size);
+    else if (integers) tensor_store_int(to, to_dtype, a, tensor_load_int(from, from_dtype, b));
+    else tensor_store(to, to_dtype, a, tensor_load(from, from_dtype, b));
     for (int d = x->ndim - 1; d >= 0; d--) {
-      at += x->stride[d];
+      place += x->stride[d];
       if (++index[d] < x->shape[d]) break;
-      at -= x->stride[d] * x->shape[d];
+      place -= x->stride[d] * x->shape[d];
       index[d] = 0;
     }
   }
@@ -95,9 +93,11 @@ static void convert(void *buffer, int format, const tensor *x, bool into_tensor)
 
 // ---- elements on a device
 
-/// A row-major tensor of x's shape over the given memory.
-static tensor rows_over(const tensor *x, storage *store, void *memory)
+/// A row-major tensor of x's shape over the given memory; fills `store`, which must outlive it.
+static tensor rows_over(const tensor *x, int space, void *memory, storage *store)
 {
+  *store = (storage){
+    .memory = memory, .bytes = bytes_of(x), .references = 1, .arena = -1, .space = space};
   tensor y = {.data = memory,
               .count = x->count,
               .ndim = x->ndim,
@@ -128,9 +128,8 @@ eng_status transfer_rows(void *to, const tensor *x)
     convert(to, x->dtype, x, false);
     return ENG_OK;
   }
-  storage nobody = {
-    .memory = to, .bytes = bytes_of(x), .references = 1, .arena = -1, .space = x->store->space};
-  tensor y = rows_over(x, &nobody, to);
+  storage store;
+  tensor y = rows_over(x, x->store->space, to, &store);
   return copy_strided(&y, x);
 }
 
@@ -146,15 +145,13 @@ static eng_status through_host(void *buffer, int format, const tensor *x, bool i
   if (!rows)
     status = error_set(ENG_ERR_MEMORY, "out of memory for a host copy of %s", tensor_text(x));
   else if (!piece) status = ENG_ERR_MEMORY;
-  storage nobody = {.references = 1, .arena = -1, .space = SPACE_HOST};
-  tensor host = rows_over(x, &nobody, rows);
+  storage store, host_store;
+  tensor host = rows_over(x, SPACE_HOST, rows, &host_store);
   if (status == ENG_OK && into_tensor) {
     if (converts) convert(buffer, format, &host, true);
     status = transfer_from_host(space, piece, rows, bytes);
     if (status == ENG_OK && gathers) {
-      storage there = {
-        .memory = piece, .bytes = bytes, .references = 1, .arena = -1, .space = space};
-      tensor y = rows_over(x, &there, piece);
+      tensor y = rows_over(x, space, piece, &store);
       status = copy_strided(x, &y);
     }
   } else if (status == ENG_OK) {
@@ -167,18 +164,20 @@ static eng_status through_host(void *buffer, int format, const tensor *x, bool i
   return status;
 }
 
-eng_status transfer_read(void *buffer, int format, const tensor *x)
+static eng_status transfer(void *buffer, int format, const tensor *x, bool into_tensor)
 {
   if (x->count == 0) return ENG_OK;
-  if (x->store->space != SPACE_HOST) return through_host(buffer, format, x, false);
-  convert(buffer, format, x, false);
+  if (x->store->space != SPACE_HOST) return through_host(buffer, format, x, into_tensor);
+  convert(buffer, format, x, into_tensor);
   return ENG_OK;
+}
+
+eng_status transfer_read(void *buffer, int format, const tensor *x)
+{
+  return transfer(buffer, format, x, false);
 }
 
 eng_status transfer_write(const tensor *x, const void *buffer, int format)
 {
-  if (x->count == 0) return ENG_OK;
-  if (x->store->space != SPACE_HOST) return through_host((void *)buffer, format, x, true);
-  convert((void *)buffer, format, x, true);
-  return ENG_OK;
+  return transfer((void *)buffer, format, x, true);
 }

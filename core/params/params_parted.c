@@ -12,6 +12,7 @@
 #include "base/error.h"
 
 #include <stdlib.h>
+#include <unistd.h>
 
 int parted_tensors(tensor *out[PARAMS_DERIVED], const eng_params *set, int i, int form)
 {
@@ -47,7 +48,8 @@ int64_t parted_kept(const eng_params *set, const params_parted *q)
 /// Adds the whole pages between two addresses to a unit.
 static eng_status add_pages(params_parted *q, int unit, int form, char *from, char *to)
 {
-  uintptr_t size = (uintptr_t)arena_page_size(), low = ((uintptr_t)from + size - 1) / size * size,
+  uintptr_t size = (uintptr_t)sysconf(_SC_PAGESIZE),
+            low = ((uintptr_t)from + size - 1) / size * size,
             high = (uintptr_t)to / size * size;
   if (high <= low) return ENG_OK;
   parted_unit *u = &q->unit[unit];

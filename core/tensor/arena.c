@@ -365,13 +365,6 @@ void arena_free_in(int space, arena_id id, void *piece, int64_t bytes)
   list->first = node;
 }
 
-int64_t arena_page_size(void)
-{
-  static int64_t known;
-  if (!known) known = sysconf(_SC_PAGESIZE);
-  return known;
-}
-
 void arena_pages_give(arena_id id, void *pages, int64_t bytes)
 {
   madvise(pages, (size_t)bytes, MADV_NOHUGEPAGE);   // else a huge page could fill the gap again

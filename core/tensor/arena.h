@@ -59,5 +59,3 @@ void arena_free(arena_id id, void *piece, int64_t bytes);
 /// adjust the arena's use.
 void arena_pages_give(arena_id id, void *pages, int64_t bytes);
 void arena_pages_take(arena_id id, void *pages, int64_t bytes);
-int64_t arena_page_size(void);
-

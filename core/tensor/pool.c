@@ -2,21 +2,11 @@
 // (buckets of gradients), so a scan of all gaps costs little compared with the use of a piece.
 #include "pool.h"
 
+#include "base/array.h"
 #include "base/error.h"
 
 #include <stdlib.h>
 #include <string.h>
-
-static eng_status grow(void **items, int32_t needed, int32_t *room, size_t size)
-{
-  if (needed <= *room) return ENG_OK;
-  int32_t more = needed < 16 ? 16 : 2 * needed;
-  void *grown = realloc(*items, (size_t)more * size);
-  if (!grown) return error_set(ENG_ERR_MEMORY, "out of memory for a table of %d pieces", more);
-  *items = grown;
-  *room = more;
-  return ENG_OK;
-}
 
 static void insert(pool *p, int at, pool_gap gap)
 {
@@ -34,7 +24,8 @@ static void erase(pool *p, int at)
 /// Appends an empty block.
 static eng_status add_block(pool *p, int64_t bytes)
 {
-  ENG_TRY(grow((void **)&p->block, p->n_blocks + 1, &p->room_blocks, sizeof *p->block));
+  if (!ARRAY_GROW(p->block, p->room_blocks, p->n_blocks + 1))
+    return error_set(ENG_ERR_MEMORY, "out of memory for a table of %d blocks", p->n_blocks + 1);
   void *memory = p->imagined ? (void *)((uintptr_t)(p->n_blocks + 1) << 44)
                              : arena_alloc_in(p->space, p->arena, bytes);
   if (!memory) return ENG_ERR_MEMORY;
@@ -49,7 +40,8 @@ eng_status pool_take(void **out, pool *p, int64_t bytes)
   bytes = pool_rounded(bytes);
   // Reserves table entries for the most gaps that are possible, one for each piece and block, so
   // that pool_give cannot fail.
-  ENG_TRY(grow((void **)&p->gap, p->pieces + p->n_blocks + 3, &p->room_gaps, sizeof *p->gap));
+  if (!ARRAY_GROW(p->gap, p->room_gaps, p->pieces + p->n_blocks + 3))
+    return error_set(ENG_ERR_MEMORY, "out of memory for a table of %d pieces", p->pieces + 1);
   int k = 0;
   while (k < p->n_gaps && p->gap[k].bytes < bytes) k++;
   if (k == p->n_gaps) {
@@ -105,5 +97,6 @@ void pool_free(pool *p)
   free(p->gap);
   p->block = NULL;
   p->gap = NULL;
-  p->n_blocks = p->n_gaps = p->room_blocks = p->room_gaps = p->pieces = 0;
+  p->n_blocks = p->n_gaps = p->pieces = 0;
+  p->room_blocks = p->room_gaps = 0;
 }

@@ -15,7 +15,8 @@ typedef struct pool {
   int32_t     most_blocks;        // 0: no limit
   // no memory is allocated; only the positions of pieces are computed
   bool        imagined;
-  int32_t     n_blocks, n_gaps, room_gaps, room_blocks, pieces;
+  int32_t     n_blocks, n_gaps, pieces;
+  int64_t     room_blocks, room_gaps;
   pool_block *block;
   pool_gap   *gap;                // sorted by block and position
 } pool;

@@ -5,6 +5,7 @@
 // are recognised.
 #include "tensor.h"
 
+#include "base/array.h"
 #include "base/error.h"
 
 #include <stdio.h>
@@ -25,7 +26,8 @@ static storage *free_storages;    // linked through .memory
 
 // tensors of the step, in order of creation; NULL where dropped early
 static tensor **step_list;
-static int step_length, step_capacity;
+static int step_length;
+static int64_t step_room;
 int tensor_tape_length;
 static int64_t step_count;
 
@@ -139,13 +141,8 @@ eng_tensor tensor_handle(const tensor *x)
 
 static eng_status enter_step_list(tensor *x)
 {
-  if (step_length == step_capacity) {
-    int capacity = step_capacity ? 2 * step_capacity : 4096;
-    tensor **list = realloc(step_list, (size_t)capacity * sizeof *list);
-    if (!list) return error_set(ENG_ERR_MEMORY, "out of memory for the list of the step's tensors");
-    step_list = list;
-    step_capacity = capacity;
-  }
+  if (!ARRAY_GROW(step_list, step_room, step_length + 1))
+    return error_set(ENG_ERR_MEMORY, "out of memory for the list of the step's tensors");
   x->of_step = true;
   x->step_index = step_length;
   step_list[step_length++] = x;
@@ -286,18 +283,16 @@ void tensor_drop(tensor *x)
 
 void tensor_rehome(tensor *x, void *memory)
 {
-  storage *old = x->store, *s = storage_take();
+  storage *old = x->store, *own = old->references > 1 ? storage_take() : old;
   old->done -= x->done;
   x->done = false;
-  if (s) {
-    *s = (storage){
-      .memory = memory, .bytes = old->bytes, .references = 1, .arena = -1, .space = old->space};
-    x->store = s;
-    storage_release(old);
-  } else if (old->references == 1) {   // out of memory: reuses the old storage
+  if (own == old && old->arena >= 0)
     arena_free_in(old->space, (arena_id)old->arena, old->memory, old->bytes);
-    *old = (storage){
+  if (own) {   // without memory for a storage, x shares that of its views
+    *own = (storage){
       .memory = memory, .bytes = old->bytes, .references = 1, .arena = -1, .space = old->space};
+    x->store = own;
+    if (own != old) storage_release(old);
   }
   x->data = memory;
   x->held = true;
