@@ -4,8 +4,9 @@
 // (lua/engine/run/control.lua, lua/engine/cli/attach.lua). This file has both the server and the
 // client side. Called by Lua: the trainer between steps, and `engine attach`.
 #define _GNU_SOURCE   // accept4, struct ucred
-#include "engine.h"
+#include "base/array.h"
 #include "base/error.h"
+#include "base/file.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -21,7 +22,7 @@
 enum { CLIENTS = 8, CHUNK = 4096 };
 
 /// Bytes in a buffer; `from` is the first byte not yet consumed.
-typedef struct bytes { char *data; size_t from, size, capacity; } bytes;
+typedef struct bytes { char *data; int64_t from, size, room; } bytes;
 
 typedef struct client {
   int   fd;                  // -1: free
@@ -31,49 +32,43 @@ typedef struct client {
 
 struct eng_attach {
   int    fd, folder;         // the socket and its directory
-  dev_t  device;  // of the socket's file, so that another process's file is never removed
+  dev_t  device;             // of the socket's file, so that another's file is never removed
   ino_t  inode;
   int    count, last_number, turn;   // turn: the client whose line is returned next
   char  *name;               // within the folder
-  char  *line;               // the line returned last
   client clients[CLIENTS];
 };
 
 // ---- bytes
 
-static bool bytes_add(bytes *b, const char *data, size_t size, size_t limit)
+static bool bytes_add(bytes *b, const char *data, int64_t size, int64_t limit)
 {
   if (b->from > 0) {
-    memmove(b->data, b->data + b->from, b->size - b->from);
+    memmove(b->data, b->data + b->from, (size_t)(b->size - b->from));
     b->size -= b->from;
     b->from = 0;
   }
-  if (b->size + size > limit) return false;
-  if (b->size + size > b->capacity) {
-    size_t capacity = b->capacity ? b->capacity : CHUNK;
-    while (capacity < b->size + size) capacity *= 2;
-    char *grown = realloc(b->data, capacity);
-    if (!grown) return false;
-    b->data = grown;
-    b->capacity = capacity;
-  }
-  memcpy(b->data + b->size, data, size);
+  if (b->size + size > limit || !ARRAY_GROW(b->data, b->room, b->size + size)) return false;
+  memcpy(b->data + b->size, data, (size_t)size);
   b->size += size;
   return true;
 }
 
-/// Returns the first complete line as a separate string; NULL if there is none (or no memory).
-static char *bytes_line(bytes *b, int64_t *length)
+/// The end of the first complete line, NULL if there is none.
+static char *line_end(const bytes *b)
 {
-  if (b->size == b->from) return NULL;
-  char *start = b->data + b->from, *end = memchr(start, '\n', b->size - b->from);
+  return b->size > b->from ? memchr(b->data + b->from, '\n', (size_t)(b->size - b->from)) : NULL;
+}
+
+/// Consumes the first complete line and returns it, without its newline and valid until more bytes
+/// are added; NULL if there is none.
+static const char *bytes_line(bytes *b, int64_t *length)
+{
+  char *end = line_end(b), *line = b->data + b->from;
   if (!end) return NULL;
-  char *line = malloc((size_t)(end - start) + 1);
-  if (!line) return NULL;
-  *length = end - start;
-  memcpy(line, start, (size_t)*length);
-  line[*length] = 0;
-  b->from += (size_t)*length + 1;
+  *end = 0;
+  *length = end - line;
+  b->from += *length + 1;
   return line;
 }
 
@@ -106,7 +101,7 @@ static eng_status open_folder(int *folder, const char **name, const char *path)
 {
   const char *slash = strrchr(path, '/');
   *name = slash ? slash + 1 : path;
-  char *parent = slash ? strndup(path, slash == path ? 1 : (size_t)(slash - path)) : strdup(".");
+  char *parent = file_parent(path);
   if (!parent) return error_set(ENG_ERR_MEMORY, "%s: out of memory", path);
   *folder = open(parent, O_PATH | O_DIRECTORY | O_CLOEXEC);
   eng_status status =
@@ -201,7 +196,6 @@ void eng_attach_close(eng_attach *server)
   if (server->fd >= 0) close(server->fd);
   if (server->folder >= 0) close(server->folder);
   free(server->name);
-  free(server->line);
   free(server);
 }
 
@@ -233,10 +227,10 @@ static void accept_clients(eng_attach *server)
 static bool push_out(client *c)
 {
   while (c->out.from < c->out.size) {
-    ssize_t sent = send(c->fd, c->out.data + c->out.from, c->out.size - c->out.from,
+    ssize_t sent = send(c->fd, c->out.data + c->out.from, (size_t)(c->out.size - c->out.from),
                         MSG_NOSIGNAL | MSG_DONTWAIT);
     if (sent < 0) return errno == EAGAIN || errno == EINTR;
-    c->out.from += (size_t)sent;
+    c->out.from += sent;
   }
   return true;
 }
@@ -248,17 +242,17 @@ static bool pull_in(client *c)
   ssize_t got = recv(c->fd, chunk, sizeof chunk, MSG_DONTWAIT);
   if (got < 0) return errno == EAGAIN || errno == EINTR;
   if (got == 0) return false;
-  if (bytes_add(&c->in, chunk, (size_t)got, ENG_ATTACH_LINE)) return true;
+  if (bytes_add(&c->in, chunk, got, ENG_ATTACH_LINE)) return true;
   static const char answer[] = "{\"ok\":false,\"error\":\"the line is too long\"}\n";
-  return bytes_add(&c->out, answer, sizeof answer - 1, ENG_ATTACH_ANSWER) && push_out(c) && false;
+  if (bytes_add(&c->out, answer, sizeof answer - 1, ENG_ATTACH_ANSWER)) push_out(c);
+  return false;
 }
 
 /// Whether to read more from a client: no, if complete lines are waiting and fill half the line
 /// buffer.
 static bool has_room(const client *c)
 {
-  size_t waiting = c->in.size - c->in.from;
-  return waiting < ENG_ATTACH_LINE / 2 || !memchr(c->in.data + c->in.from, '\n', waiting);
+  return c->in.size - c->in.from < ENG_ATTACH_LINE / 2 || !line_end(&c->in);
 }
 
 static bool next_line(const char **line, int64_t *length, int *number, eng_attach *server)
@@ -266,11 +260,10 @@ static bool next_line(const char **line, int64_t *length, int *number, eng_attac
   for (int i = 0; i < CLIENTS; i++) {
     int place = (server->turn + i) % CLIENTS;
     client *c = &server->clients[place];
-    char *text = c->fd >= 0 ? bytes_line(&c->in, length) : NULL;
+    const char *text = c->fd >= 0 ? bytes_line(&c->in, length) : NULL;
     if (!text) continue;
     server->turn = place + 1;    // so that a client that keeps sending does not block the others
-    free(server->line);
-    *line = server->line = text;
+    *line = text;
     *number = c->number;
     return true;
   }
@@ -290,8 +283,7 @@ bool eng_attach_poll(const char **line, int64_t *length, int *number, eng_attach
     wanted[n++] = (struct pollfd){
       .fd = c->fd,
       .events = (short)((has_room(c) ? POLLIN : 0) | (c->out.from < c->out.size ? POLLOUT : 0))};
-    if (c->in.size > c->in.from && memchr(c->in.data + c->in.from, '\n', c->in.size - c->in.from))
-      milliseconds = 0;
+    if (line_end(&c->in)) milliseconds = 0;
   }
   if (poll(wanted, (nfds_t)n, milliseconds) <= 0)
     return server->count > 0 && next_line(line, length, number, server);
@@ -321,7 +313,7 @@ void eng_attach_answer(eng_attach *server, int number, const char *text, int64_t
 {
   client *c = find(server, number);
   if (!c) return;
-  if (!bytes_add(&c->out, text, (size_t)size, ENG_ATTACH_ANSWER) ||
+  if (!bytes_add(&c->out, text, size, ENG_ATTACH_ANSWER) ||
       !bytes_add(&c->out, "\n", 1, ENG_ATTACH_ANSWER) || !push_out(c))
     disconnect(server, c);
 }
@@ -338,7 +330,7 @@ int eng_attach_count(const eng_attach *server)
 
 // ---- the client side
 
-struct eng_attach_link { int fd; bytes in; char *line; };
+struct eng_attach_link { int fd; bytes in; };
 
 eng_status eng_attach_connect(eng_attach_link **out, const char *path)
 {
@@ -393,12 +385,8 @@ eng_status eng_attach_receive(const char **line, int64_t *length, eng_attach_lin
   const double until = eng_clock() + seconds;
   char chunk[CHUNK];
   for (;;) {
-    char *text = bytes_line(&link->in, length);
-    if (text) {
-      free(link->line);
-      *line = link->line = text;
-      return ENG_OK;
-    }
+    *line = bytes_line(&link->in, length);
+    if (*line) return ENG_OK;
     double left = until - eng_clock();
     if (eng_interrupted() > 0) return error_set(ENG_ERR_INTERRUPTED, "interrupted");
     if (left <= 0) return error_set(ENG_ERR_STATE, "the run has not answered yet");
@@ -407,7 +395,7 @@ eng_status eng_attach_receive(const char **line, int64_t *length, eng_attach_lin
     ssize_t got = recv(link->fd, chunk, sizeof chunk, 0);
     if (got < 0 && (errno == EAGAIN || errno == EINTR)) continue;
     if (got <= 0) return error_set(ENG_ERR_IO, "the run has ended");
-    if (!bytes_add(&link->in, chunk, (size_t)got, ENG_ATTACH_ANSWER + CHUNK))
+    if (!bytes_add(&link->in, chunk, got, ENG_ATTACH_ANSWER + CHUNK))
       return error_set(ENG_ERR_IO, "the answer is too long");
   }
 }
@@ -417,6 +405,5 @@ void eng_attach_leave(eng_attach_link *link)
   if (!link) return;
   close(link->fd);
   bytes_free(&link->in);
-  free(link->line);
   free(link);
 }

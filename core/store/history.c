@@ -122,7 +122,7 @@ eng_status eng_history_close(eng_history *history)
 
 // ---- the queue
 
-static eng_status trouble_told(eng_history *history)
+static eng_status report_trouble(eng_history *history)
 {
   history->news = false;
   if (history->moved) return moved_error(history);
@@ -190,7 +190,7 @@ static eng_status append(eng_history *history, history_statement statement, cons
     history->head += need;
     history->appended++;
   } else history->dropped++;
-  eng_status status = history->news ? trouble_told(history) : ENG_OK;
+  eng_status status = history->news ? report_trouble(history) : ENG_OK;
   pthread_mutex_unlock(&history->lock);
   return status;
 }
@@ -224,7 +224,11 @@ eng_status eng_history_step(eng_history *history, const eng_record *record,
   uint8_t *blob = used ? malloc((size_t)history_pack_bound(1)) : NULL;
   if (used && !blob) return error_set(ENG_ERR_MEMORY, "history %s: out of memory", history->path);
   cell hist = {.type = FIELD_NULL};
-  if (used) hist = of_blob(blob, history_pack_hist(blob, r->hist, r->amax_f16));
+  if (used) {
+    eng_tensor_stats all = {.amax = r->amax_f16};
+    memcpy(all.hist, r->hist, sizeof all.hist);
+    hist = of_blob(blob, history_pack(blob, &all, 1));
+  }
   eng_status status = APPEND(
     history, HISTORY_STEP, of_int(r->step), of_int(r->updates), of_number(r->loss),
     of_number(r->lr), of_number(r->scale), of_number(verdict->scale), of_int(r->overflow),
@@ -273,10 +277,7 @@ eng_status eng_history_signal(eng_history *history, int64_t step, const char *na
 eng_status eng_history_event(eng_history *history, int64_t step, const char *kind, const char *text,
                              const char *data)
 {
-  struct timespec now;
-  clock_gettime(CLOCK_REALTIME, &now);
-  return APPEND(history, HISTORY_EVENT, of_int(step),
-                of_number((double)now.tv_sec + 1e-9 * (double)now.tv_nsec), of_text(kind),
+  return APPEND(history, HISTORY_EVENT, of_int(step), of_number(history_time()), of_text(kind),
                 of_text(text), of_text(data));
 }
 
@@ -335,7 +336,7 @@ eng_status eng_history_flush(eng_history *history)
   if (!history->writing) return ENG_OK;
   const bool all = history_wait(history);
   pthread_mutex_lock(&history->lock);
-  eng_status status = !all || history->news ? trouble_told(history) : ENG_OK;
+  eng_status status = !all || history->news ? report_trouble(history) : ENG_OK;
   pthread_mutex_unlock(&history->lock);
   return status;
 }

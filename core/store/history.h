@@ -1,11 +1,6 @@
 // The run history: a run appends rows to a queue in memory, a thread commits them to SQLite, and
-// other connections read the file.
-//   history_open.c    opening a file and checking that it is a history
-//   history_pack.c    statistics as blobs
-//   history_writer.c  the schema and the thread
-//   history.c         the queue and the rows that a run appends
-//   history_query.c   queries
-// The public functions are in engine_files.h.
+// other connections read the file. README.md lists the parts; the public functions are in
+// engine_files.h.
 //
 // A message in the queue is one statement with its parameters in order, so the thread need not know
 // the meaning of a row, except for `attempt` and `resume`.
@@ -51,17 +46,20 @@ typedef enum history_statement {
 // bytes: the whole message, a multiple of 8
 typedef struct history_message { uint32_t bytes; uint16_t statement, fields; } history_message;
 typedef enum history_type {
-  FIELD_NULL,
-  FIELD_INT,
-  FIELD_DOUBLE,
-  FIELD_TEXT,
-  FIELD_BLOB
+  FIELD_NULL, FIELD_INT, FIELD_DOUBLE, FIELD_TEXT, FIELD_BLOB
 } history_type;
 // the value follows, padded to 8 bytes
 typedef struct history_field { uint32_t type, bytes; } history_field;
 
 // Indices of the fields that the thread reads in a HISTORY_STEP message.
 enum { STEP_FIELD_STEP = 0, STEP_FIELD_ACTION = 7 };
+
+// Where the rows in `steps` end.
+typedef struct history_position {
+  int64_t step, attempt;            // step -1: there are no rows
+  bool    retry;                    // the row's action is a retry
+  int64_t next_block;               // the first block without a row in `blocks`
+} history_position;
 
 struct eng_history {
   char *path;
@@ -89,9 +87,7 @@ struct eng_history {
   pthread_t     thread;  // only the thread uses the following, except `reader` and `next`
   sqlite3      *db;
   sqlite3_stmt *statements[HISTORY_STATEMENTS];
-  int64_t       last_step, last_attempt;
-  bool          last_retry;
-  int64_t       next_block;         // the first block without a row in `blocks`
+  history_position last;            // of the last row in `steps`
 
   sqlite3            *reader;       // opened by the first query
   struct eng_history *next;         // histories open for writing, closed at exit
@@ -113,7 +109,7 @@ eng_status history_check(sqlite3 *db, const char *path, bool *fresh);
 
 /// The largest number of bytes that the packed statistics of n tensors can take.
 int64_t history_pack_bound(int n);
-/// Packs statistics; returns the bytes used. history_pack_hist packs the statistics of one tensor
-/// of which only the histogram and amax are given; the other fields are written as 0.
+/// Packs statistics; returns the bytes used.
 int64_t history_pack(uint8_t *blob, const eng_tensor_stats *stats, int n);
-int64_t history_pack_hist(uint8_t *blob, const int64_t *hist, double amax);
+/// The time of events: seconds since 1970.
+double  history_time(void);

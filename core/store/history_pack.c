@@ -64,19 +64,6 @@ int64_t history_pack(uint8_t *blob, const eng_tensor_stats *stats, int n)
   return to - blob;
 }
 
-int64_t history_pack_hist(uint8_t *blob, const int64_t *hist, double amax)
-{
-  uint8_t *to = blob;
-  *to++ = PACK_VERSION;
-  to = put_number(to, 1);
-  for (int i = 0; i < 5; i++) to = put_number(to, 0);
-  to = put_double(to, amax);
-  to = put_double(to, 0);
-  to = put_hist(to, hist);
-  to = put_double(to, 0);
-  return put_double(to, 0) - blob;
-}
-
 typedef struct reader { const uint8_t *now, *end; bool bad; } reader;
 
 static int64_t get_number(reader *from)

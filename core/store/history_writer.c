@@ -30,22 +30,6 @@ static const char schema[] =
   " data TEXT);"
   "CREATE INDEX events_step ON events(step);";
 
-// Added in later versions: created if missing, so that an older history can continue.
-static const char schema_shadows[] =
-  "CREATE TABLE IF NOT EXISTS shadows(name TEXT, step INTEGER, scale REAL, action TEXT,"
-  " failed INTEGER, reason TEXT, overflow INTEGER, bound INTEGER, PRIMARY KEY(name, step))"
-  " WITHOUT ROWID;";
-
-static const char schema_fp8[] =
-  "CREATE TABLE IF NOT EXISTS fp8(step INTEGER, site TEXT, role TEXT, snr REAL, underflow REAL,"
-  " overflow REAL, zeros REAL, amax REAL, least REAL, scale_min REAL, scale_max REAL, count REAL,"
-  " peak REAL, power REAL, asked REAL,"
-  " PRIMARY KEY(site, role, step)) WITHOUT ROWID;";
-
-static const char schema_signals[] =
-  "CREATE TABLE IF NOT EXISTS signals(name TEXT, step INTEGER, value REAL,"
-  " PRIMARY KEY(name, step)) WITHOUT ROWID;";
-
 // Since schema 2: summaries for plotting and counting long runs. Block b summarizes steps b * 256
 // to b * 256 + 255 once a later step exists; newer steps are only in `steps`. For each number: the
 // count, minimum, maximum and sum of its finite values.
@@ -59,7 +43,17 @@ static const char schema_signals[] =
   ", max(" FINITE(value) "), total(" FINITE(value) ")"
 _Static_assert(ENG_HISTORY_BLOCK == 256, "the statements below say 256");
 
-static const char schema_blocks[] =
+// Added in later versions: created if missing, so that an older history can continue.
+static const char later_tables[] =
+  "CREATE TABLE IF NOT EXISTS shadows(name TEXT, step INTEGER, scale REAL, action TEXT,"
+  " failed INTEGER, reason TEXT, overflow INTEGER, bound INTEGER, PRIMARY KEY(name, step))"
+  " WITHOUT ROWID;"
+  "CREATE TABLE IF NOT EXISTS fp8(step INTEGER, site TEXT, role TEXT, snr REAL, underflow REAL,"
+  " overflow REAL, zeros REAL, amax REAL, least REAL, scale_min REAL, scale_max REAL, count REAL,"
+  " peak REAL, power REAL, asked REAL,"
+  " PRIMARY KEY(site, role, step)) WITHOUT ROWID;"
+  "CREATE TABLE IF NOT EXISTS signals(name TEXT, step INTEGER, value REAL,"
+  " PRIMARY KEY(name, step)) WITHOUT ROWID;"
   "CREATE TABLE IF NOT EXISTS blocks(block INTEGER PRIMARY KEY, rows INTEGER, first INTEGER,"
   " last INTEGER, overflows INTEGER, skipped INTEGER, failed INTEGER, tokens REAL, seconds REAL"
   EACH_SUMMED(SUMMED_COLUMNS) ");";
@@ -105,6 +99,11 @@ static eng_status sqlite_error(sqlite3 *db, const char *path, const char *what)
   return error_set(ENG_ERR_IO, "history %s: cannot %s: %s", path, what, sqlite3_errmsg(db));
 }
 
+static bool exec(const eng_history *history, const char *statements)
+{
+  return sqlite3_exec(history->db, statements, NULL, NULL, NULL) == SQLITE_OK;
+}
+
 // ---- opening
 
 static int64_t block_of(int64_t step)
@@ -115,26 +114,19 @@ static int64_t block_of(int64_t step)
 static eng_status read_position(eng_history *history)
 {
   sqlite3_stmt *query;
-  history->last_step = -1;
-  if (sqlite3_prepare_v2(
-        history->db,
-        "SELECT step, attempt, action FROM steps ORDER BY step DESC, attempt DESC LIMIT 1", -1,
-        &query, NULL) != SQLITE_OK)
+  if (sqlite3_prepare_v2(history->db,
+                         "SELECT step, attempt, action, (SELECT max(block) + 1 FROM blocks)"
+                         " FROM steps ORDER BY step DESC, attempt DESC LIMIT 1",
+                         -1, &query, NULL) != SQLITE_OK)
     return sqlite_error(history->db, history->path, "read");
-  history->last_attempt = 0;
-  history->last_retry = false;
+  history->last = (history_position){.step = -1};
   if (sqlite3_step(query) == SQLITE_ROW) {
     const char *action = (const char *)sqlite3_column_text(query, 2);
-    history->last_step = sqlite3_column_int64(query, 0);
-    history->last_attempt = sqlite3_column_int64(query, 1);
-    history->last_retry = action != NULL && strcmp(action, "retry") == 0;
+    history->last = (history_position){
+      .step = sqlite3_column_int64(query, 0), .attempt = sqlite3_column_int64(query, 1),
+      .retry = action != NULL && strcmp(action, "retry") == 0,
+      .next_block = sqlite3_column_int64(query, 3)};
   }
-  sqlite3_finalize(query);
-  history->next_block = 0;
-  if (sqlite3_prepare_v2(history->db, "SELECT max(block) + 1 FROM blocks", -1, &query, NULL) !=
-      SQLITE_OK)
-    return sqlite_error(history->db, history->path, "read");
-  if (sqlite3_step(query) == SQLITE_ROW) history->next_block = sqlite3_column_int64(query, 0);
   sqlite3_finalize(query);
   return ENG_OK;
 }
@@ -150,9 +142,7 @@ static eng_status make_schema(eng_history *history)
                    "PRAGMA application_id = %d; PRAGMA user_version = %d; INSERT INTO meta "
                    "VALUES('schema', '%d'), ('created', %Q), ('engine', %Q); COMMIT;",
                    HISTORY_APPLICATION, HISTORY_SCHEMA, HISTORY_SCHEMA, stamp, eng_version());
-  if (sqlite3_exec(history->db, "BEGIN IMMEDIATE", NULL, NULL, NULL) != SQLITE_OK ||
-      sqlite3_exec(history->db, schema, NULL, NULL, NULL) != SQLITE_OK ||
-      sqlite3_exec(history->db, text, NULL, NULL, NULL) != SQLITE_OK)
+  if (!exec(history, "BEGIN IMMEDIATE") || !exec(history, schema) || !exec(history, text))
     return sqlite_error(history->db, history->path, "create the tables");
   return ENG_OK;
 }
@@ -170,12 +160,11 @@ static eng_status add_columns(eng_history *history)
     { "fp8", "power", "ALTER TABLE fp8 ADD COLUMN power REAL" },
     { "fp8", "asked", "ALTER TABLE fp8 ADD COLUMN asked REAL" },
   };
-  for (size_t i = 0; i < sizeof added / sizeof *added; i++) {
+  for (size_t i = 0; i < sizeof added / sizeof *added; i++)
     if (sqlite3_table_column_metadata(history->db, NULL, added[i][0], added[i][1], NULL, NULL, NULL,
                                       NULL, NULL) != SQLITE_OK &&
-        sqlite3_exec(history->db, added[i][2], NULL, NULL, NULL) != SQLITE_OK)
+        !exec(history, added[i][2]))
       return sqlite_error(history->db, history->path, "add a column");
-  }
   return ENG_OK;
 }
 
@@ -190,21 +179,16 @@ eng_status history_writer_open(eng_history *history)
   ENG_TRY(history_check(history->db, history->path, &fresh));
   // With NORMAL a commit reaches the operating system, not the disk: it survives a crash of the
   // process, but not always one of the machine.
-  if (sqlite3_exec(history->db, "PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL", NULL,
-                   NULL, NULL) != SQLITE_OK)
+  if (!exec(history, "PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL"))
     return sqlite_error(history->db, history->path, "write");
   if (fresh) ENG_TRY(make_schema(history));
-  if (sqlite3_exec(history->db, schema_shadows, NULL, NULL, NULL) != SQLITE_OK ||
-      sqlite3_exec(history->db, schema_fp8, NULL, NULL, NULL) != SQLITE_OK ||
-      sqlite3_exec(history->db, schema_signals, NULL, NULL, NULL) != SQLITE_OK ||
-      sqlite3_exec(history->db, schema_blocks, NULL, NULL, NULL) != SQLITE_OK)
+  if (!exec(history, later_tables))
     return sqlite_error(history->db, history->path, "create the tables");
   ENG_TRY(add_columns(history));
   // A history of schema 1 is a history of schema 2 without blocks. The next row creates the blocks.
   char version[64];
   snprintf(version, sizeof version, "PRAGMA user_version = %d", HISTORY_SCHEMA);
-  if (sqlite3_exec(history->db, version, NULL, NULL, NULL) != SQLITE_OK)
-    return sqlite_error(history->db, history->path, "write");
+  if (!exec(history, version)) return sqlite_error(history->db, history->path, "write");
   for (int i = 0; i < HISTORY_STATEMENTS; i++)
     if (sqlite3_prepare_v3(history->db, sql[i], -1, SQLITE_PREPARE_PERSISTENT,
                            &history->statements[i], NULL) != SQLITE_OK)
@@ -256,7 +240,7 @@ static const history_field *field_at(const history_message *message, int index)
   return field;
 }
 
-static double seconds_now(void)
+double history_time(void)
 {
   struct timespec now;
   clock_gettime(CLOCK_REALTIME, &now);
@@ -267,7 +251,7 @@ static int add_event(eng_history *history, int64_t step, const char *kind, const
 {
   sqlite3_stmt *statement = history->statements[HISTORY_EVENT];
   sqlite3_bind_int64(statement, 1, step);
-  sqlite3_bind_double(statement, 2, seconds_now());
+  sqlite3_bind_double(statement, 2, history_time());
   sqlite3_bind_text(statement, 3, kind, -1, SQLITE_STATIC);
   sqlite3_bind_text(statement, 4, text, -1, SQLITE_STATIC);
   return execute(statement);
@@ -295,16 +279,16 @@ static int resume_at(eng_history *history, int64_t step)
 static int sum_up(eng_history *history, int64_t step)
 {
   const int64_t block = block_of(step);
-  if (block == history->next_block) return SQLITE_OK;
+  if (block == history->last.next_block) return SQLITE_OK;
   sqlite3_stmt *statement =
-    history->statements[block < history->next_block ? HISTORY_DELETE_BLOCKS : HISTORY_SUM_UP];
-  if (block < history->next_block) {
+    history->statements[block < history->last.next_block ? HISTORY_DELETE_BLOCKS : HISTORY_SUM_UP];
+  if (block < history->last.next_block) {
     sqlite3_bind_int64(statement, 1, step);
   } else {
-    sqlite3_bind_int64(statement, 1, history->next_block);
+    sqlite3_bind_int64(statement, 1, history->last.next_block);
     sqlite3_bind_int64(statement, 2, block);
   }
-  history->next_block = block;
+  history->last.next_block = block;
   return execute(statement);
 }
 
@@ -322,11 +306,11 @@ static int do_message(eng_history *history, const history_message *message)
   // A retry is a further attempt, whether or not the run counts it as a separate step.
   int64_t step = *(const int64_t *)(field_at(message, STEP_FIELD_STEP) + 1);
   const history_field *action = field_at(message, STEP_FIELD_ACTION);
-  history->last_attempt =
-    history->last_retry || step == history->last_step ? history->last_attempt + 1 : 1;
-  history->last_step = step;
-  history->last_retry = action->bytes == 5 && memcmp(action + 1, "retry", 5) == 0;
-  sqlite3_bind_int64(statement, STEP_PARAMETER_ATTEMPT, history->last_attempt);
+  history->last.attempt =
+    history->last.retry || step == history->last.step ? history->last.attempt + 1 : 1;
+  history->last.step = step;
+  history->last.retry = action->bytes == 5 && memcmp(action + 1, "retry", 5) == 0;
+  sqlite3_bind_int64(statement, STEP_PARAMETER_ATTEMPT, history->last.attempt);
   int code = execute(statement);
   return code == SQLITE_OK ? sum_up(history, step) : code;
 }
@@ -336,9 +320,7 @@ static int do_message(eng_history *history, const history_message *message)
 static bool commit_round(eng_history *history, uint64_t tail, uint64_t head, int64_t dropped,
                          char *trouble, size_t room)
 {
-  const int64_t step = history->last_step, attempt = history->last_attempt,
-                block = history->next_block;
-  const bool retry = history->last_retry;
+  const history_position before = history->last;
   int64_t left_out = 0;
   int code = sqlite3_exec(history->db, "BEGIN IMMEDIATE", NULL, NULL, NULL);
   while (code == SQLITE_OK && tail != head) {
@@ -357,7 +339,7 @@ static bool commit_round(eng_history *history, uint64_t tail, uint64_t head, int
     char text[120];
     snprintf(text, sizeof text, "%lld rows were lost while the file could not be written",
              (long long)dropped);
-    code = add_event(history, history->last_step, "history", text);
+    code = add_event(history, history->last.step, "history", text);
   }
   if (code == SQLITE_OK) code = sqlite3_exec(history->db, "COMMIT", NULL, NULL, NULL);
   if (code == SQLITE_OK) {
@@ -365,11 +347,8 @@ static bool commit_round(eng_history *history, uint64_t tail, uint64_t head, int
     return true;
   }
   snprintf(trouble, room, "%s", sqlite3_errmsg(history->db));
-  if (!sqlite3_get_autocommit(history->db)) sqlite3_exec(history->db, "ROLLBACK", NULL, NULL, NULL);
-  history->last_step = step;
-  history->last_attempt = attempt;
-  history->last_retry = retry;
-  history->next_block = block;
+  if (!sqlite3_get_autocommit(history->db)) exec(history, "ROLLBACK");
+  history->last = before;
   return false;
 }
 

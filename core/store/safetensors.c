@@ -1,22 +1,20 @@
 // Reads and writes safetensors files. See safetensors.h.
 #include "safetensors.h"
 
+#include "base/array.h"
 #include "base/error.h"
 #include "base/file.h"
 #include "base/json.h"
+#include "device/transfer.h"
 
-#include <errno.h>
-#include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 enum {
   PREFIX = 8,                  // bytes of the header's length
-  HEADER_MOST = 100000000,     // bytes; the format's own limit
-  GATHER_BYTES = 16384         // bytes of a non-contiguous tensor gathered at once
+  HEADER_MOST = 100000000      // bytes; the format's own limit
 };
 
 static const struct { const char *name; int dtype;
@@ -27,7 +25,7 @@ static const struct { const char *name; int dtype;
 };
 enum { FORMATS = sizeof formats / sizeof *formats };
 
-typedef struct pair { const char *key, *value; } pair;
+typedef struct pair { char *key, *value; } pair;
 
 struct eng_safetensors {
   char                  *path;
@@ -35,31 +33,9 @@ struct eng_safetensors {
   char                  *header;      // owns the strings below
   eng_safetensors_entry *entries;     // ordered by position in the file
   int64_t                count, room;
-  const eng_safetensors_entry **by_name;
   pair                  *metadata;    // in file order
   int64_t                metadata_count, metadata_room;
 };
-
-// Bytes of an element, from the table of dtypes.
-static int64_t bytes_of(int dtype)
-{
-  static const int64_t size[] = {
-#define ENG_DTYPE(name, number, bytes, kind) [number] = bytes,
-#include "dtypes.def"
-#undef ENG_DTYPE
-  };
-  return size[dtype];
-}
-
-// Makes room for one more element of `size` bytes in a growing array.
-static void *grown(void *array, int64_t count, int64_t *room, size_t size)
-{
-  if (count < *room) return array;
-  int64_t more = *room ? 2 * *room : 64;
-  void *bigger = realloc(array, (size_t)more * size);
-  if (bigger != NULL) *room = more;
-  return bigger;
-}
 
 // ---- the header
 
@@ -93,7 +69,7 @@ static eng_status read_shape(json_reader *json, eng_safetensors_entry *entry)
 // bits even if one dimension is 0, because strides are computed from it.
 static eng_status size_of(int64_t *bytes, const eng_safetensors_entry *entry)
 {
-  int64_t product = bytes_of(entry->dtype);
+  int64_t product = eng_dtype_size(entry->dtype);
   bool empty = false;
   for (int d = 0; d < entry->ndim; d++) {
     if (entry->shape[d] == 0) empty = true;
@@ -169,10 +145,8 @@ static eng_status read_metadata(json_reader *json, eng_safetensors *file)
     ENG_TRY(json_string(json, &key));
     ENG_TRY(json_expect(json, ':'));
     ENG_TRY(json_string(json, &value));
-    pair *bigger =
-      grown(file->metadata, file->metadata_count, &file->metadata_room, sizeof *bigger);
-    if (bigger == NULL) return error_set(ENG_ERR_MEMORY, "out of memory reading the metadata");
-    file->metadata = bigger;
+    if (!ARRAY_GROW(file->metadata, file->metadata_room, file->metadata_count + 1))
+      return error_set(ENG_ERR_MEMORY, "out of memory reading the metadata");
     file->metadata[file->metadata_count++] = (pair){ key, value };
   } while (json_accept(json, ','));
   return json_expect(json, '}');
@@ -186,35 +160,42 @@ static int by_place(const void *a, const void *b)
   return strcmp(x->name, y->name);
 }
 
-static int by_name(const void *a, const void *b)
-{
-  return strcmp((*(const eng_safetensors_entry *const *)a)->name,
-                (*(const eng_safetensors_entry *const *)b)->name);
-}
-
-static int by_key(const void *a, const void *b)
+static int by_bytes(const void *a, const void *b)
 {
   return strcmp(*(const char *const *)a, *(const char *const *)b);
 }
 
-// Names must be unique; the ranges must tile the data.
+// Finds a name that two of `count` items have, NULL if there is none. An item takes `size` bytes
+// and begins with a pointer to its name.
+static eng_status find_repeated(const char **out, const void *items, int64_t count, size_t size)
+{
+  *out = NULL;
+  if (count < 2) return ENG_OK;
+  const char **names = malloc((size_t)count * sizeof *names);
+  if (names == NULL)
+    return error_set(ENG_ERR_MEMORY, "out of memory for %lld names", (long long)count);
+  for (int64_t i = 0; i < count; i++)
+    names[i] = *(const char *const *)((const char *)items + (size_t)i * size);
+  qsort(names, (size_t)count, sizeof *names, by_bytes);
+  for (int64_t i = 1; i < count && *out == NULL; i++)
+    if (strcmp(names[i - 1], names[i]) == 0) *out = names[i];
+  free(names);
+  return ENG_OK;
+}
+
+// Names and keys must be unique; the ranges must tile the data.
 static eng_status check_together(eng_safetensors *file, int64_t data_size)
 {
   eng_safetensors_entry *e = file->entries;
   int64_t reached = 0;
-  if (file->count > 0) {
-    qsort(e, (size_t)file->count, sizeof *e, by_place);
-    file->by_name = malloc((size_t)file->count * sizeof *file->by_name);
-    if (file->by_name == NULL)
-      return error_set(ENG_ERR_MEMORY, "out of memory reading %lld tensors",
-                       (long long)file->count);
-    for (int64_t i = 0; i < file->count; i++) file->by_name[i] = &e[i];
-    qsort(file->by_name, (size_t)file->count, sizeof *file->by_name, by_name);
-  }
-  for (int64_t i = 1; i < file->count; i++)
-    if (strcmp(file->by_name[i - 1]->name, file->by_name[i]->name) == 0)
-      return error_set(ENG_ERR_FORMAT, "two tensors have the name %s",
-                       json_show(file->by_name[i]->name));
+  const char *twice;
+  ENG_TRY(find_repeated(&twice, file->metadata, file->metadata_count, sizeof *file->metadata));
+  if (twice != NULL)
+    return error_set(ENG_ERR_FORMAT, "two metadata entries have the key %s", json_show(twice));
+  ENG_TRY(find_repeated(&twice, e, file->count, sizeof *e));
+  if (twice != NULL)
+    return error_set(ENG_ERR_FORMAT, "two tensors have the name %s", json_show(twice));
+  if (file->count > 0) qsort(e, (size_t)file->count, sizeof *e, by_place);
   for (int64_t i = 0; i < file->count; i++) {
     if (e[i].begin < reached)
       return error_set(ENG_ERR_FORMAT, "tensors %s and %s overlap", json_show(e[i - 1].name),
@@ -228,22 +209,6 @@ static eng_status check_together(eng_safetensors *file, int64_t data_size)
     return error_set(ENG_ERR_FORMAT, "%lld unused bytes after the last tensor",
                      (long long)(data_size - reached));
   return ENG_OK;
-}
-
-static eng_status check_metadata(const eng_safetensors *file)
-{
-  if (file->metadata_count < 2) return ENG_OK;
-  pair *sorted = malloc((size_t)file->metadata_count * sizeof *sorted);
-  if (sorted == NULL) return error_set(ENG_ERR_MEMORY, "out of memory reading the metadata");
-  memcpy(sorted, file->metadata, (size_t)file->metadata_count * sizeof *sorted);
-  qsort(sorted, (size_t)file->metadata_count, sizeof *sorted, by_key);
-  eng_status status = ENG_OK;
-  for (int64_t i = 1; i < file->metadata_count && status == ENG_OK; i++)
-    if (strcmp(sorted[i - 1].key, sorted[i].key) == 0)
-      status =
-        error_set(ENG_ERR_FORMAT, "two metadata entries have the key %s", json_show(sorted[i].key));
-  free(sorted);
-  return status;
 }
 
 static eng_status read_header(eng_safetensors *file, int64_t size, int64_t data_size)
@@ -266,12 +231,9 @@ static eng_status read_header(eng_safetensors *file, int64_t size, int64_t data_
         ENG_TRY(read_metadata(&json, file));
         continue;
       }
-      eng_safetensors_entry *bigger =
-        grown(file->entries, file->count, &file->room, sizeof *bigger);
-      if (bigger == NULL)
+      if (!ARRAY_GROW(file->entries, file->room, file->count + 1))
         return error_set(ENG_ERR_MEMORY, "out of memory reading %lld tensors",
                          (long long)file->count);
-      file->entries = bigger;
       eng_safetensors_entry *entry = &file->entries[file->count];
       *entry = (eng_safetensors_entry){ .name = name };
       eng_status status = read_entry(&json, entry, data_size);
@@ -281,7 +243,6 @@ static eng_status read_header(eng_safetensors *file, int64_t size, int64_t data_
     ENG_TRY(json_expect(&json, '}'));
   }
   ENG_TRY(json_close(&json));
-  ENG_TRY(check_metadata(file));
   ENG_TRY(check_together(file, data_size));
   for (int64_t i = 0; i < file->count; i++) {
     file->entries[i].begin += PREFIX + size;
@@ -315,15 +276,8 @@ eng_status safetensors_parse(eng_safetensors **out, const char *path, char *head
 
 // ---- reading
 
-static eng_status open_header(eng_safetensors **out, const char *path, int fd)
+static eng_status open_header(eng_safetensors **out, const char *path, int fd, int64_t total)
 {
-  struct stat stat_now;
-  if (fstat(fd, &stat_now) != 0)
-    return error_set(ENG_ERR_IO, "%s: cannot examine: %s", path, strerror(errno));
-  if (!S_ISREG(stat_now.st_mode))
-    return error_set(ENG_ERR_IO, "%s: expected a file, got a %s", path,
-                     S_ISDIR(stat_now.st_mode) ? "directory" : "device or pipe");
-  int64_t total = stat_now.st_size;
   if (total < PREFIX)
     return error_set(ENG_ERR_FORMAT,
                      "%s: expected at least 8 bytes, found %lld; hint: is this a safetensors file?",
@@ -354,10 +308,11 @@ static eng_status open_header(eng_safetensors **out, const char *path, int fd)
 
 eng_status eng_safetensors_open(eng_safetensors **out, const char *path)
 {
+  int fd;
+  int64_t total;
   *out = NULL;
-  int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);     // opening a pipe does not block
-  if (fd < 0) return error_set(ENG_ERR_IO, "%s: cannot open: %s", path, strerror(errno));
-  eng_status status = open_header(out, path, fd);
+  ENG_TRY(file_open(&fd, &total, path));
+  eng_status status = open_header(out, path, fd, total);
   if (status == ENG_OK) (*out)->fd = fd;
   else close(fd);
   return status;
@@ -370,7 +325,6 @@ void eng_safetensors_close(eng_safetensors *file)
   free(file->path);
   free(file->header);
   free(file->entries);
-  free(file->by_name);
   free(file->metadata);
   free(file);
 }
@@ -440,13 +394,11 @@ typedef struct item {
   eng_tensor  tensor;
 } item;
 
-typedef struct note { char *key, *value; } note;
-
 struct eng_safetensors_writer {
   char    *path;
   item    *items;
   int64_t  count, room;
-  note    *notes;
+  pair    *notes;
   int64_t  note_count, note_room;
 };
 
@@ -489,10 +441,8 @@ eng_status eng_safetensors_add(eng_safetensors_writer *writer, const char *name,
   if (strcmp(name, "__metadata__") == 0)
     return error_set(ENG_ERR_VALUE, "%s: __metadata__ is reserved and cannot name a tensor",
                      writer->path);
-  item *bigger = grown(writer->items, writer->count, &writer->room, sizeof *bigger);
   char *own = strdup(name);
-  if (bigger != NULL) writer->items = bigger;
-  if (bigger == NULL || own == NULL) {
+  if (own == NULL || !ARRAY_GROW(writer->items, writer->room, writer->count + 1)) {
     free(own);
     return error_set(ENG_ERR_MEMORY, "%s: out of memory", writer->path);
   }
@@ -510,32 +460,15 @@ eng_status eng_safetensors_annotate(eng_safetensors_writer *writer, const char *
     if (strcmp(writer->notes[i].key, key) == 0)
       return error_set(ENG_ERR_VALUE, "%s: duplicate metadata key %s", writer->path,
                        json_show(key));
-  note *bigger = grown(writer->notes, writer->note_count, &writer->note_room, sizeof *bigger);
-  note own = { strdup(key), strdup(value) };
-  if (bigger != NULL) writer->notes = bigger;
-  if (bigger == NULL || own.key == NULL || own.value == NULL) {
+  pair own = { strdup(key), strdup(value) };
+  if (own.key == NULL || own.value == NULL ||
+      !ARRAY_GROW(writer->notes, writer->note_room, writer->note_count + 1)) {
     free(own.key);
     free(own.value);
     return error_set(ENG_ERR_MEMORY, "%s: out of memory", writer->path);
   }
   writer->notes[writer->note_count++] = own;
   return ENG_OK;
-}
-
-static eng_status check_names(const eng_safetensors_writer *writer)
-{
-  if (writer->count < 2) return ENG_OK;
-  const char **names = malloc((size_t)writer->count * sizeof *names);
-  if (names == NULL) return error_set(ENG_ERR_MEMORY, "%s: out of memory", writer->path);
-  for (int64_t i = 0; i < writer->count; i++) names[i] = writer->items[i].name;
-  qsort(names, (size_t)writer->count, sizeof *names, by_key);
-  eng_status status = ENG_OK;
-  for (int64_t i = 1; i < writer->count && status == ENG_OK; i++)
-    if (strcmp(names[i - 1], names[i]) == 0)
-      status = error_set(ENG_ERR_VALUE, "%s: two tensors have the name %s", writer->path,
-                         json_show(names[i]));
-  free(names);
-  return status;
 }
 
 static const char *format_name(int dtype)
@@ -574,7 +507,7 @@ static eng_status put_header(FILE *to, const eng_safetensors_writer *writer)
     fprintf(to, ":{\"dtype\":\"%s\",\"shape\":[", format);
     for (int d = 0; d < info.ndim; d++)
       fprintf(to, "%s%lld", d ? "," : "", (long long)info.shape[d]);
-    int64_t next = offset + info.count * bytes_of(info.dtype);
+    int64_t next = offset + info.count * eng_dtype_size(info.dtype);
     fprintf(to, "],\"data_offsets\":[%lld,%lld]}", (long long)offset, (long long)next);
     offset = next;
   }
@@ -603,52 +536,20 @@ static eng_status make_header(char **header, size_t *size, const eng_safetensors
   return status;
 }
 
-static void copy_run(char *to, const char *from, int64_t count, int64_t stride, int64_t size)
+// Writes the elements in row-major order: directly, or through a copy if they have gaps or are in a
+// card's memory.
+static eng_status put_tensor(file_writer *out, const eng_tensor *handle)
 {
-  for (int64_t i = 0; i < count; i++) memcpy(to + i * size, from + i * stride * size, (size_t)size);
-}
-
-// Writes elements in row-major order, a bounded number at a time.
-static eng_status put_tensor(file_writer *out, const eng_tensor_info *info)
-{
-  const int64_t size = bytes_of(info->dtype);
-  if (info->count == 0) return ENG_OK;
-  if (info->contiguous || info->ndim == 0)
-    return file_writer_put(out, info->data, info->count * size);
-  char piece[GATHER_BYTES];
-  int64_t filled = 0, index[ENG_MAX_DIMS] = { 0 };
-  const int last = info->ndim - 1;
-  for (;;) {
-    int64_t row = 0;
-    for (int d = 0; d < last; d++) row += index[d] * info->stride[d];
-    for (int64_t at = 0; at < info->shape[last];) {
-      int64_t fits = (GATHER_BYTES - filled) / size,
-              run = info->shape[last] - at < fits ? info->shape[last] - at : fits;
-      copy_run(piece + filled, (const char *)info->data + (row + at * info->stride[last]) * size,
-               run, info->stride[last], size);
-      filled += run * size;
-      at += run;
-      if (filled == GATHER_BYTES) {
-        ENG_TRY(file_writer_put(out, piece, filled));
-        filled = 0;
-      }
-    }
-    int d = last - 1;
-    while (d >= 0 && ++index[d] == info->shape[d]) index[d--] = 0;
-    if (d < 0) break;
-  }
-  return file_writer_put(out, piece, filled);
-}
-
-/// Writes a tensor in a card's memory.
-static eng_status put_from_card(file_writer *out, const eng_tensor *x, const eng_tensor_info *info)
-{
-  int64_t bytes = info->count * bytes_of(info->dtype);
-  void *host = malloc(bytes > 0 ? (size_t)bytes : 1);
-  if (!host) return error_set(ENG_ERR_MEMORY, "out of memory for %lld bytes", (long long)bytes);
-  eng_status status = eng_read(host, info->dtype, info->count, x);
-  if (status == ENG_OK) status = file_writer_put(out, host, bytes);
-  free(host);
+  tensor *x;
+  ENG_TRY(tensor_get(&x, handle));
+  int64_t bytes = x->count * eng_dtype_size(x->dtype);
+  if (x->store->space == SPACE_HOST && tensor_contiguous(x))
+    return file_writer_put(out, x->data, bytes);
+  void *copy = malloc((size_t)bytes + 1);
+  if (!copy) return error_set(ENG_ERR_MEMORY, "out of memory for %lld bytes", (long long)bytes);
+  eng_status status = transfer_read(copy, x->dtype, x);
+  if (status == ENG_OK) status = file_writer_put(out, copy, bytes);
+  free(copy);
   return status;
 }
 
@@ -657,20 +558,19 @@ static eng_status write_file(const eng_safetensors_writer *writer, uint32_t *crc
   char *header;
   size_t size = 0;
   file_writer out;
-  ENG_TRY(check_names(writer));
+  const char *twice;
+  ENG_TRY(find_repeated(&twice, writer->items, writer->count, sizeof *writer->items));
+  if (twice != NULL)
+    return error_set(ENG_ERR_VALUE, "%s: two tensors have the name %s", writer->path,
+                     json_show(twice));
   ENG_TRY(make_header(&header, &size, writer));
   uint64_t length = size;
   eng_status status = file_writer_open(&out, writer->path);
   if (status == ENG_OK) status = file_writer_put(&out, &length, PREFIX);
   if (status == ENG_OK) status = file_writer_put(&out, header, (int64_t)size);
   free(header);
-  for (int64_t i = 0; i < writer->count && status == ENG_OK; i++) {
-    eng_tensor_info info;
-    status = eng_info(&info, &writer->items[i].tensor);
-    if (status == ENG_OK)
-      status = info.space == 0 ? put_tensor(&out, &info)
-                               : put_from_card(&out, &writer->items[i].tensor, &info);
-  }
+  for (int64_t i = 0; i < writer->count && status == ENG_OK; i++)
+    status = put_tensor(&out, &writer->items[i].tensor);
   if (status == ENG_OK) status = file_writer_commit(&out);
   if (status == ENG_OK && crc != NULL) *crc = out.crc;
   file_writer_abort(&out);

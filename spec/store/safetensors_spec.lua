@@ -80,6 +80,20 @@ describe("safetensors", function()
     end
   end)
 
+  it("reads and writes transposed tensors of every dtype bit for bit", function()
+    for name, pattern in pairs(patterns) do
+      local size = C.eng_dtype_size(M_ffi.dtype[name])
+      local turned = tensor_of(name, { 2, 3 }, pattern):transpose(1, 2)
+      local expected = ""
+      for _, i in ipairs { 0, 3, 1, 4, 2, 5 } do
+        expected = expected .. pattern:sub(i * size + 1, (i + 1) * size)
+      end
+      assert.are.equal(expected, bytes_of(turned), name)
+      engine.save(dir .. "/" .. name, { x = turned })
+      assert.are.equal(expected, bytes_of(engine.load(dir .. "/" .. name).x), name)
+    end
+  end)
+
   it("writes tensors of any stride row-major", function()
     local x = engine.arange(1, 2 * 3 * 50 * 70):view(2, 3, 50, 70)
     local views = { whole = x, turned = x:transpose(2, 4), sliced = x:slice(3, 3, 40, 3):slice(4, 1,
