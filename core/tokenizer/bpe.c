@@ -19,7 +19,7 @@ static bool join_pairs(eng_tokenizer *t, const char *text, int64_t size)
   uint64_t before = 0;
   for (int64_t at = 0; at < size;) {
     int n;
-    uint32_t c = t->byte_mode ? (n = 1, (unsigned char)text[at]) : code_at(text + at, &n);
+    uint32_t c = char_at(t, text + at, &n);
     if (at > 0 && !pairs_set(&t->bigrams, before << 32 | c, 0, 0)) return false;
     before = c;
     at += n;
@@ -27,17 +27,15 @@ static bool join_pairs(eng_tokenizer *t, const char *text, int64_t size)
   return true;
 }
 
-// A token's text in GPT-2's characters as bytes, into `out`; false if it has other characters.
-static bool bytes_of(buffer *out, const char *text, int64_t size)
+// A token's text as encoding sees it: in byte mode the bytes that it stands for. False: no text has
+// such a token.
+static bool as_encoded(eng_tokenizer *t, const char **text, int64_t *size)
 {
-  out->size = 0;
-  for (int64_t at = 0; at < size;) {
-    int n, byte = char_byte(code_at(text + at, &n));
-    if (byte < 0) return false;
-    char b = (char)byte;
-    buffer_add(out, &b, 1);
-    at += n;
-  }
+  if (!t->byte_mode) return true;
+  t->text_out.size = 0;
+  if (!bytes_of(&t->text_out, *text, *size)) return false;
+  *text = t->text_out.data;
+  *size = t->text_out.size;
   return true;
 }
 
@@ -53,17 +51,10 @@ eng_status bpe_ready(eng_tokenizer *t)
   for (int64_t i = 0; ok && i < v->count; i++) {
     const char *text = v->pool.data + v->at[i];
     int64_t size = v->size[i];
-    if (size == 0) continue;             // an empty token is never found in a text
-    if (t->byte_mode) {
-      if (!bytes_of(&t->text_out, text, size)) continue;
-      text = t->text_out.data;
-      size = t->text_out.size;
-      ok = texts_add(&t->raw, text, size, v->value[i]);
-      if (size == 1) t->char_id[(unsigned char)*text] = 1 + v->value[i];
-      continue;
-    }
+    if (size == 0 || !as_encoded(t, &text, &size)) continue;   // no text has an empty token
+    if (t->byte_mode) ok = texts_set(&t->raw, text, size, v->value[i]);
     int n;
-    uint32_t c = code_at(text, &n);
+    uint32_t c = char_at(t, text, &n);
     if (n == size) t->char_id[c] = 1 + v->value[i];
   }
   for (int64_t i = 0; ok && t->cuts && i < t->merges.room; i++) {
@@ -71,14 +62,9 @@ eng_status bpe_ready(eng_tokenizer *t)
     if (p->key == ~0ull) continue;
     const char *text = t->names.data + t->by_id[p->id].at;
     int64_t size = t->by_id[p->id].size;
-    if (t->byte_mode) {
-      if (!bytes_of(&t->text_out, text, size)) continue;
-      text = t->text_out.data;
-      size = t->text_out.size;
-    }
-    ok = join_pairs(t, text, size);
+    if (as_encoded(t, &text, &size)) ok = join_pairs(t, text, size);
   }
-  return ok ? ENG_OK : error_set(ENG_ERR_MEMORY, "tokenizer: out of memory");
+  return ok ? ENG_OK : no_memory();
 }
 
 // ---- merging
@@ -91,16 +77,20 @@ static inline const pair *merge_of(const eng_tokenizer *t, uint32_t a, uint32_t 
   return pairs_find(&t->merges, (uint64_t)a << 32 | b);
 }
 
+typedef struct ranked { uint32_t rank, id; } ranked;  // rank UINT32_MAX: no merge
+
+static inline ranked rank_of(const eng_tokenizer *t, uint32_t a, uint32_t b)
+{
+  const pair *p = merge_of(t, a, b);
+  return p ? (ranked){ p->rank, p->id } : (ranked){ UINT32_MAX, 0 };
+}
+
 // Applies the merge of the lowest rank, the leftmost among equals, until none applies. Returns the
 // number of ids.
 static int merge_short(const eng_tokenizer *t, uint32_t *id, int n)
 {
-  struct { uint32_t rank, id; } next[SHORT_WORD];      // of the pair (i, i + 1)
-  for (int i = 0; i + 1 < n; i++) {
-    const pair *p = merge_of(t, id[i], id[i + 1]);
-    next[i].rank = p ? p->rank : UINT32_MAX;
-    next[i].id = p ? p->id : 0;
-  }
+  ranked next[SHORT_WORD];                             // of the pair (i, i + 1)
+  for (int i = 0; i + 1 < n; i++) next[i] = rank_of(t, id[i], id[i + 1]);
   while (n > 1) {
     int best = 0;
     for (int i = 1; i + 1 < n; i++)
@@ -110,11 +100,8 @@ static int merge_short(const eng_tokenizer *t, uint32_t *id, int n)
     memmove(id + best + 1, id + best + 2, (size_t)(n - best - 2) * sizeof *id);
     memmove(next + best, next + best + 1, (size_t)(n - best - 2) * sizeof *next);
     n--;
-    for (int i = best > 0 ? best - 1 : 0; i <= best && i + 1 < n; i++) {
-      const pair *p = merge_of(t, id[i], id[i + 1]);
-      next[i].rank = p ? p->rank : UINT32_MAX;
-      next[i].id = p ? p->id : 0;
-    }
+    for (int i = best > 0 ? best - 1 : 0; i <= best && i + 1 < n; i++)
+      next[i] = rank_of(t, id[i], id[i + 1]);
   }
   return n;
 }
@@ -148,7 +135,7 @@ static eng_status merge_long(eng_tokenizer *t, uint32_t *id, int64_t *count)
 {
   int64_t n = *count, heap_n = 0;
   symbol *s = scratch_of(t, n * (int64_t)(sizeof(symbol) + 2 * sizeof(merge)));
-  if (!s) return error_set(ENG_ERR_MEMORY, "tokenizer: out of memory");
+  if (!s) return no_memory();
   merge *heap = (merge *)(s + n);
   for (int64_t i = 0; i < n; i++) {
     s[i] = (symbol){ id[i], (int32_t)i - 1, i + 1 < n ? (int32_t)i + 1 : -1 };
@@ -198,15 +185,6 @@ static int64_t affixed(eng_tokenizer *t, const char *at, int n, bool first, bool
   return b->failed ? -1 : texts_find(&t->vocab, b->data, b->size);
 }
 
-// Appends the tokens of n bytes (<0xE2> and so on); false if one of them is missing.
-static bool fall_back(eng_tokenizer *t, const char *at, int64_t n)
-{
-  for (int64_t i = 0; i < n; i++)
-    if (t->byte_id[(unsigned char)at[i]] < 0) return false;
-  for (int64_t i = 0; i < n; i++) ids_add(&t->out, (uint32_t)t->byte_id[(unsigned char)at[i]]);
-  return true;
-}
-
 eng_status bpe_word(eng_tokenizer *t, const char *word, int64_t size)
 {
   if (t->flags & ENG_TOKENS_IGNORE_MERGES) {
@@ -216,14 +194,14 @@ eng_status bpe_word(eng_tokenizer *t, const char *word, int64_t size)
   int64_t first = t->out.size;
   bool affixes = t->prefix_size || t->suffix_size, fuse = false;
   for (int64_t at = 0; at < size;) {
-    int n = 1;
-    uint32_t c = t->byte_mode ? (unsigned char)word[at] : code_at(word + at, &n);
+    int n;
+    uint32_t c = char_at(t, word + at, &n);
     int64_t id = affixes ? affixed(t, word + at, n, at == 0, at + n == size)
                          : (int64_t)t->char_id[c] - 1;
     if (id >= 0) {
       ids_add(&t->out, (uint32_t)id);
       fuse = false;
-    } else if ((t->flags & ENG_TOKENS_BYTE_FALLBACK) && fall_back(t, word + at, n)) {
+    } else if (fall_back(t, word + at, n)) {
       // the tokens of its bytes are appended
     } else if (t->unknown < -1) {
       return unknown_missing(word + at, n);
@@ -233,7 +211,7 @@ eng_status bpe_word(eng_tokenizer *t, const char *word, int64_t size)
     }
     at += n;
   }
-  if (t->out.failed) return error_set(ENG_ERR_MEMORY, "tokenizer: out of memory");
+  if (t->out.failed) return no_memory();
   int64_t n = t->out.size - first;
   if (n <= SHORT_WORD) n = merge_short(t, t->out.data + first, (int)n);
   else ENG_TRY(merge_long(t, t->out.data + first, &n));

@@ -7,15 +7,14 @@
 // Steps can blow a text up; 2 GiB are more than any text needs.
 static const int64_t LARGEST = (int64_t)1 << 31;
 
+eng_status no_memory(void) { return error_set(ENG_ERR_MEMORY, "tokenizer: out of memory"); }
+
 char *buffer_more(buffer *b, int64_t bytes)
 {
-  if (!b->data || b->room - b->size < bytes) {
-    if (b->size + bytes > LARGEST) { b->failed = true; return NULL; }
-    int64_t room = (b->size + bytes) * 3 / 2 + 64;
-    char *data = realloc(b->data, (size_t)room);
-    if (!data) { b->failed = true; return NULL; }
-    b->data = data;
-    b->room = room;
+  int64_t needed = b->size + bytes > 0 ? b->size + bytes : 1;
+  if (needed > LARGEST || !ARRAY_GROW(b->data, b->room, needed)) {
+    b->failed = true;
+    return NULL;
   }
   return b->data + b->size;
 }
@@ -36,12 +35,7 @@ void buffer_free(buffer *b)
 
 void ids_grow(ids *list, int64_t more)
 {
-  if (list->room - list->size >= more) return;
-  int64_t room = (list->size + more) * 3 / 2 + 64;
-  uint32_t *data = realloc(list->data, (size_t)room * sizeof *data);
-  if (!data) { list->failed = true; return; }
-  list->data = data;
-  list->room = room;
+  if (!ARRAY_GROW(list->data, list->room, list->size + more)) list->failed = true;
 }
 
 void *scratch_of(eng_tokenizer *t, int64_t bytes)

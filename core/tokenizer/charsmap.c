@@ -36,7 +36,7 @@ eng_status charsmap_new(struct charsmap **out, const char *data, int64_t size)
   }
   if (!map || !map->units || !map->texts) {
     charsmap_free(map);
-    return error_set(ENG_ERR_MEMORY, "tokenizer: out of memory");
+    return no_memory();
   }
   memcpy(map->units, data + 4, bytes);
   memcpy(map->texts, data + 4 + bytes, (size_t)map->size);

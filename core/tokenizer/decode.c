@@ -21,16 +21,12 @@ static const char *list_at(const list *l, int64_t i, int64_t *size)
   return l->bytes->data + start;
 }
 
-static void add_replaced(buffer *out, const char *text, int64_t size, const char *what,
-                         int64_t length, const char *with, int64_t with_size)
+// Appends a text in which `with` replaces every s->a.
+static void add_replaced(buffer *out, const char *text, int64_t size, const step *s,
+                         const char *with)
 {
-  int64_t at = 0, start, end;
-  while (find_next(what, length, text, size, at, &start, &end)) {
-    buffer_add(out, text + at, start - at);
-    buffer_add(out, with, with_size);
-    at = end;
-  }
-  buffer_add(out, text + at, size - at);
+  if (!pattern_replace(out, text, size, 0, s->a, s->a_size, with, (int64_t)strlen(with)))
+    buffer_add(out, text, size);
 }
 
 // BERT's clean-up: no space before punctuation and contractions.
@@ -42,12 +38,11 @@ static void clean_up(eng_tokenizer *t, buffer *out, int64_t from)
   };
   buffer *work = &t->repaired;
   for (size_t r = 0; r < sizeof rules / sizeof *rules; r++) {
-    int64_t start, end, length = (int64_t)strlen(rules[r].what);
-    if (!find_next(rules[r].what, length, out->data + from, out->size - from, 0, &start, &end))
-      continue;
     work->size = 0;
-    add_replaced(work, out->data + from, out->size - from, rules[r].what, length, rules[r].with,
-                 (int64_t)strlen(rules[r].with));
+    const char *what = rules[r].what, *with = rules[r].with;
+    if (!pattern_replace(work, out->data + from, out->size - from, 0, what, (int64_t)strlen(what),
+                         with, (int64_t)strlen(with)))
+      continue;
     out->size = from;
     buffer_add(out, work->data, work->size);
   }
@@ -93,42 +88,18 @@ static void from_fallback(eng_tokenizer *t, const list *from, list *to)
   end_bytes(t, to, pending);
 }
 
-// Appends the bytes that GPT-2's characters in a token stand for. A token that has any other
-// character is appended as it is.
-static void add_bytes(buffer *out, const char *text, int64_t size)
-{
-  int64_t start = out->size;
-  for (int64_t at = 0; at < size;) {
-    int n, byte = char_byte(code_at(text + at, &n));
-    if (byte < 0) {
-      out->size = start;
-      buffer_add(out, text, size);
-      return;
-    }
-    char b = (char)byte;
-    buffer_add(out, &b, 1);
-    at += n;
-  }
-}
-
 // Removes s->a from the start of a text up to flags & 255 times, and from its end up to flags >> 8
 // times.
 static void cut(const step *s, const char **text, int64_t *size)
 {
-  for (int64_t i = s->flags & 255; i > 0 && *size >= s->a_size; i--) {
-    if (memcmp(*text, s->a, (size_t)s->a_size) != 0) break;
+  for (int64_t i = s->flags & 255; i > 0 && step_begins(s, *text, *size); i--) {
     *text += s->a_size;
     *size -= s->a_size;
   }
   for (int64_t i = s->flags >> 8; i > 0 && *size >= s->a_size; i--) {
-    if (memcmp(*text + *size - s->a_size, s->a, (size_t)s->a_size) != 0) break;
+    if (!step_begins(s, *text + *size - s->a_size, s->a_size)) break;
     *size -= s->a_size;
   }
-}
-
-static bool starts(const char *text, int64_t size, const step *s)
-{
-  return size >= s->a_size && memcmp(text, s->a, (size_t)s->a_size) == 0;
 }
 
 // Runs a step that changes each text by itself on one text of the list.
@@ -138,10 +109,10 @@ static eng_status each(eng_tokenizer *t, step *s, const char *text, int64_t size
   int64_t from = out->size;
   switch (s->kind) {
   case ENG_STEP_FROM_METASPACE:
-    add_replaced(out, text, size, s->a, s->a_size, " ", first && (s->flags & 1) ? 0 : 1);
+    add_replaced(out, text, size, s, first && (s->flags & 1) ? "" : " ");
     break;
   case ENG_STEP_FROM_WORDPIECE:
-    if (!first && starts(text, size, s)) {
+    if (!first && step_begins(s, text, size)) {
       text += s->a_size;
       size -= s->a_size;
     } else if (!first) {
@@ -151,7 +122,7 @@ static eng_status each(eng_tokenizer *t, step *s, const char *text, int64_t size
     if (s->flags & 1) clean_up(t, out, from);
     break;
   case ENG_STEP_FROM_SUFFIX:
-    add_replaced(out, text, size, s->a, s->a_size, " ", last ? 0 : 1);
+    add_replaced(out, text, size, s, last ? "" : " ");
     break;
   case ENG_STEP_CUT:
     cut(s, &text, &size);
@@ -176,7 +147,7 @@ static eng_status decode_step(eng_tokenizer *t, step *s, const list *from, list 
   case ENG_STEP_FROM_BYTES:
     for (int64_t i = 0; i < n; i++) {
       const char *text = list_at(from, i, &size);
-      add_bytes(to->bytes, text, size);
+      if (!bytes_of(to->bytes, text, size)) buffer_add(to->bytes, text, size);
     }
     t->repaired.size = 0;
     if (utf8_repair(&t->repaired, to->bytes->data, to->bytes->size)) {
@@ -220,9 +191,9 @@ eng_status decode_run(eng_tokenizer *t, const uint32_t *ids, int64_t count, bool
     to = other;
   }
   for (int i = 0; i < 4; i++)
-    if (t->decode_work[i].failed) return error_set(ENG_ERR_MEMORY, "tokenizer: out of memory");
+    if (t->decode_work[i].failed) return no_memory();
   t->text_out.size = 0;
   buffer_add(&t->text_out, from.bytes->data, from.bytes->size);
-  if (t->text_out.failed) return error_set(ENG_ERR_MEMORY, "tokenizer: out of memory");
+  if (t->text_out.failed) return no_memory();
   return ENG_OK;
 }

@@ -12,18 +12,34 @@ static bool printable(unsigned b)
   return (b >= 0x21 && b <= 0x7E) || (b >= 0xA1 && b <= 0xAC) || b >= 0xAE;
 }
 
-uint32_t byte_char(unsigned char byte)
+static uint32_t byte_char(unsigned char byte)
 {
   if (printable(byte)) return byte;
   return 0x100 + (byte <= 0x20 ? byte : byte <= 0xA0 ? byte - 0x7Fu + 33 : 67);
 }
 
-int char_byte(uint32_t c)
+static int char_byte(uint32_t c)
 {
   if (c < 0x100) return printable(c) ? (int)c : -1;
   if (c <= 0x120) return (int)c - 0x100;
   if (c <= 0x142) return (int)c - 0x100 - 33 + 0x7F;
   return c == 0x143 ? 0xAD : -1;
+}
+
+bool bytes_of(buffer *out, const char *text, int64_t size)
+{
+  int64_t start = out->size;
+  for (int64_t at = 0; at < size;) {
+    int n, byte = char_byte(code_at(text + at, &n));
+    if (byte < 0) {
+      out->size = start;
+      return false;
+    }
+    char b = (char)byte;
+    buffer_add(out, &b, 1);
+    at += n;
+  }
+  return true;
 }
 
 // ---- Unicode normalization
@@ -52,12 +68,8 @@ static eng_status compose(step *s, buffer *out, const char *text, int64_t size, 
     }
     int64_t room = (end - start) * 2 + 32;
     for (;;) {
-      if (s->b_size < room * (int64_t)sizeof(utf8proc_int32_t)) {
-        char *more = realloc(s->b, (size_t)room * sizeof(utf8proc_int32_t));
-        if (!more) return error_set(ENG_ERR_MEMORY, "tokenizer: out of memory");
-        s->b = more;
-        s->b_size = room * (int64_t)sizeof(utf8proc_int32_t);
-      }
+      if (!ARRAY_GROW(s->b, s->b_size, room * (int64_t)sizeof(utf8proc_int32_t)))
+        return no_memory();
       utf8proc_ssize_t got = utf8proc_decompose((const utf8proc_uint8_t *)text + start, end - start,
                                               (utf8proc_int32_t *)s->b, room,
                                               (utf8proc_option_t)options);
@@ -70,8 +82,7 @@ static eng_status compose(step *s, buffer *out, const char *text, int64_t size, 
         }
       }
       if (got < 0)
-        return error_set(ENG_ERR_LIBRARY, "tokenizer: utf8proc: %s",
-                         utf8proc_errmsg(got));
+        return error_set(ENG_ERR_LIBRARY, "tokenizer: utf8proc: %s", utf8proc_errmsg(got));
       break;
     }
     buffer_add(out, text + end, at - end);
@@ -178,21 +189,22 @@ static void trim(const step *s, const char **text, int64_t *size)
   *size = to - from;
 }
 
-// Returns false if there is nothing to replace.
-static bool replace(const step *s, buffer *out, const char *text, int64_t size)
+bool pattern_replace(buffer *out, const char *text, int64_t size, int scan, const char *what,
+                     int64_t length, const char *with, int64_t with_size)
 {
   int64_t at = 0, start, end;
-  bool some = false;
-  while (at < size &&
-         (s->flags ? scan_next((int)s->flags - 1, text, size, at, &start, &end)
-                   : find_next(s->a, s->a_size, text, size, at, &start, &end))) {
+  while (pattern_next(scan, what, length, text, size, at, &start, &end)) {
     buffer_add(out, text + at, start - at);
-    buffer_add(out, s->b, s->b_size);
+    buffer_add(out, with, with_size);
     at = end;
-    some = true;
   }
-  if (some) buffer_add(out, text + at, size - at);
-  return some;
+  if (at > 0) buffer_add(out, text + at, size - at);
+  return at > 0;
+}
+
+bool step_begins(const step *s, const char *text, int64_t size)
+{
+  return size >= s->a_size && memcmp(text, s->a, (size_t)s->a_size) == 0;
 }
 
 static bool ascii_only(const char *text, int64_t size)
@@ -216,13 +228,12 @@ eng_status step_run(step *s, const char **text, int64_t *size)
   case ENG_STEP_NFKD: options |= UTF8PROC_DECOMPOSE | UTF8PROC_COMPAT; break;
   case ENG_STEP_TRIM: trim(s, text, size); return ENG_OK;
   case ENG_STEP_REPLACE:
-    if (!replace(s, out, *text, *size)) return ENG_OK;
+    if (!pattern_replace(out, *text, *size, (int)s->flags, s->a, s->a_size, s->b, s->b_size))
+      return ENG_OK;
     options = 0;
     break;
   case ENG_STEP_PREPEND:
-    if (*size == 0) return ENG_OK;
-    if (s->flags && *size >= s->a_size && memcmp(*text, s->a, (size_t)s->a_size) == 0)
-      return ENG_OK;
+    if (*size == 0 || (s->flags && step_begins(s, *text, *size))) return ENG_OK;
     buffer_add(out, s->a, s->a_size);
     buffer_add(out, *text, *size);
     options = 0;
@@ -235,7 +246,7 @@ eng_status step_run(step *s, const char **text, int64_t *size)
     status = compose(s, out, *text, *size, options);
   }
   if (status == ENG_OK && out->failed)
-    status = error_set(ENG_ERR_MEMORY, "tokenizer: out of memory");
+    status = no_memory();
   *text = out->size ? out->data : "";
   *size = out->size;
   return status;

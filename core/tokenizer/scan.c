@@ -187,24 +187,22 @@ static int64_t match_at(int scan, text t, int64_t at)
   }
 }
 
-bool scan_next(int scan, const char *data, int64_t size, int64_t at, int64_t *start, int64_t *end)
+bool pattern_next(int scan, const char *what, int64_t length, const char *data, int64_t size,
+                  int64_t at, int64_t *start, int64_t *end)
 {
+  if (scan == 0) {
+    const char *found = length > 0 && size - at >= length
+      ? memmem(data + at, (size_t)(size - at), what, (size_t)length) : NULL;
+    if (!found) return false;
+    *start = found - data;
+    *end = *start + length;
+    return true;
+  }
   text t = { data, size };
   for (int n; at < size; at += n) {
-    *end = match_at(scan, t, at);
+    *end = match_at(scan - 1, t, at);
     if (*end > at) { *start = at; return true; }
     code_at(data + at, &n);
   }
   return false;
-}
-
-bool find_next(const char *what, int64_t length, const char *data, int64_t size, int64_t at,
-               int64_t *start, int64_t *end)
-{
-  if (length == 0 || size - at < length) return false;
-  const char *found = memmem(data + at, (size_t)(size - at), what, (size_t)length);
-  if (!found) return false;
-  *start = found - data;
-  *end = *start + length;
-  return true;
 }

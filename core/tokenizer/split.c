@@ -15,9 +15,8 @@ typedef struct cursor {
 static void cursor_find(cursor *c)
 {
   const step *s = c->s;
-  int scan = (int)(s->flags >> 4);
-  c->found = scan ? scan_next(scan - 1, c->text, c->size, c->at, &c->start, &c->end)
-                  : find_next(s->a, s->a_size, c->text, c->size, c->at, &c->start, &c->end);
+  c->found = pattern_next((int)(s->flags >> 4), s->a, s->a_size, c->text, c->size, c->at, &c->start,
+                          &c->end);
 }
 
 // The next stretch, matched and unmatched in turn; false at the end.

@@ -26,13 +26,6 @@ int64_t texts_find(const texts *table, const char *text, int64_t size)
   return number < 0 ? -1 : (int64_t)table->value[number];
 }
 
-bool texts_set(texts *table, const char *text, int64_t size, uint32_t value)
-{
-  int64_t number = number_of(table, text, size);
-  if (number >= 0) table->value[number] = value;
-  return number >= 0;
-}
-
 static bool texts_grow(texts *table)
 {
   int64_t room = table->room ? table->room * 2 : 1024;
@@ -55,24 +48,24 @@ static bool texts_grow(texts *table)
 // Makes room for one more number in the lists.
 static bool lists_grow(texts *table)
 {
-  if (table->count < table->numbers) return true;
-  int64_t n = table->numbers ? table->numbers * 2 : 512;
-  int64_t *at = realloc(table->at, (size_t)n * sizeof *at);
-  if (at) table->at = at;
-  int32_t *size = realloc(table->size, (size_t)n * sizeof *size);
-  if (size) table->size = size;
-  uint32_t *value = realloc(table->value, (size_t)n * sizeof *value);
-  if (value) table->value = value;
-  if (!at || !size || !value) return false;
-  table->numbers = n;
+  int64_t needed = table->count + 1, room = table->numbers, size_room = room, value_room = room;
+  if (!ARRAY_GROW(table->at, room, needed) || !ARRAY_GROW(table->size, size_room, needed) ||
+      !ARRAY_GROW(table->value, value_room, needed))
+    return false;
+  table->numbers = room;
   return true;
 }
 
-bool texts_add(texts *table, const char *text, int64_t size, uint32_t value)
+bool texts_set(texts *table, const char *text, int64_t size, uint32_t value)
 {
+  int64_t number = number_of(table, text, size);
+  if (number >= 0) {
+    table->value[number] = value;
+    return true;
+  }
   if (table->count * 2 >= table->room && !texts_grow(table)) return false;
-  int64_t number = table->count;
   if (!lists_grow(table)) return false;
+  number = table->count;
   table->at[number] = table->pool.size;
   table->size[number] = (int32_t)size;
   table->value[number] = value;
@@ -140,13 +133,7 @@ void pairs_free(pairs *table)
 // A new node's number, or -1.
 static int64_t trie_node(trie *t)
 {
-  if (t->nodes == t->room) {
-    int64_t room = t->room ? t->room * 2 : 1024;
-    int32_t *value = realloc(t->value, (size_t)room * sizeof *value);
-    if (!value) return -1;
-    t->value = value;
-    t->room = room;
-  }
+  if (!ARRAY_GROW(t->value, t->room, t->nodes + 1)) return -1;
   t->value[t->nodes] = -1;
   return t->nodes++;
 }
@@ -167,6 +154,19 @@ bool trie_add(trie *t, const char *text, int64_t size, int32_t value)
   }
   t->value[node] = value;
   return true;
+}
+
+int32_t trie_longest(const trie *t, int64_t node, const char *text, int64_t size, int64_t at,
+                     int64_t *end)
+{
+  int32_t found = -1;
+  while (at < size && node >= 0) {
+    node = trie_step(t, node, (unsigned char)text[at++]);
+    if (node < 0 || t->value[node] < 0) continue;
+    found = t->value[node];
+    *end = at;
+  }
+  return found;
 }
 
 void trie_free(trie *t)

@@ -8,8 +8,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-static eng_status no_memory(void) { return error_set(ENG_ERR_MEMORY, "tokenizer: out of memory"); }
-
 // How many bytes of a text a message shows.
 static int shown(int64_t size) { return (int)(size < 60 ? size : 60); }
 
@@ -123,14 +121,10 @@ static eng_status accept(eng_tokenizer *t, int64_t id, const char *text, int64_t
     return error_set(ENG_ERR_FORMAT, "tokenizer: the text of token %lld is not UTF-8",
                      (long long)id);
   if (id >= t->room_ids) {
-    int64_t room = id * 3 / 2 + 1024;
-    decoded *by_id = realloc(t->by_id, (size_t)room * sizeof *by_id);
-    if (by_id) t->by_id = by_id;
-    double *score = realloc(t->score, (size_t)room * sizeof *score);
-    if (score) t->score = score;
-    int32_t *added_of = realloc(t->added_of, (size_t)room * sizeof *added_of);
-    if (added_of) t->added_of = added_of;
-    if (!by_id || !score || !added_of) return no_memory();
+    int64_t room = t->room_ids, score_room = room, added_room = room;
+    if (!ARRAY_GROW(t->by_id, room, id + 1) || !ARRAY_GROW(t->score, score_room, id + 1) ||
+        !ARRAY_GROW(t->added_of, added_room, id + 1))
+      return no_memory();
     for (int64_t i = t->room_ids; i < room; i++) {
       t->by_id[i] = (decoded){ .at = -1 };
       t->score[i] = 0;
@@ -148,8 +142,7 @@ static eng_status name_token(eng_tokenizer *t, int64_t id, const char *text, int
                             .shown_size = (int32_t)size };
   buffer_add(&t->names, text, size);
   if (t->names.failed) return no_memory();
-  if (texts_set(&t->all, text, size, (uint32_t)id)) return ENG_OK;
-  return texts_add(&t->all, text, size, (uint32_t)id) ? ENG_OK : no_memory();
+  return texts_set(&t->all, text, size, (uint32_t)id) ? ENG_OK : no_memory();
 }
 
 // The score as the package `tokenizers` reads it: the digits are read as an integer, which is then
@@ -182,8 +175,7 @@ eng_status eng_tokenizer_token(eng_tokenizer *t, int64_t id, const char *text, i
 {
   ENG_TRY(accept(t, id, text, size));
   int64_t other = texts_find(&t->vocab, text, size);
-  bool again = other >= 0 && t->model == ENG_TOKENS_UNIGRAM;   // repeated text: the last id counts
-  if (other >= 0 && !again)
+  if (other >= 0 && t->model != ENG_TOKENS_UNIGRAM)   // in unigram the last id of a text counts
     return error_set(ENG_ERR_FORMAT, "tokenizer: token '%.*s' has two ids, %lld and %lld",
                      shown(size), text, (long long)other, (long long)id);
   if (t->by_id[id].at >= 0)
@@ -194,8 +186,7 @@ eng_status eng_tokenizer_token(eng_tokenizer *t, int64_t id, const char *text, i
     return error_set(ENG_ERR_FORMAT, "tokenizer: the score of token '%.*s' is not finite",
                      shown(size), text);
   ENG_TRY(name_token(t, id, text, size));
-  if (!again && !texts_add(&t->vocab, text, size, (uint32_t)id)) return no_memory();
-  if (again) texts_set(&t->vocab, text, size, (uint32_t)id);
+  if (!texts_set(&t->vocab, text, size, (uint32_t)id)) return no_memory();
   if (t->model == ENG_TOKENS_UNIGRAM) {
     t->score[id] = score_of(score);
     if (t->score[id] < t->least) t->least = t->score[id];
@@ -243,13 +234,7 @@ eng_status eng_tokenizer_added(eng_tokenizer *t, int64_t id, const char *text, i
   if (t->added_of[id])
     return error_set(ENG_ERR_FORMAT, "tokenizer: token '%.*s' is added twice", shown(size), text);
   if (known < 0) ENG_TRY(name_token(t, id, text, size));
-  if (t->n_added == t->room_added) {
-    int64_t room = t->room_added * 2 + 64;
-    added *more = realloc(t->added, (size_t)room * sizeof *more);
-    if (!more) return no_memory();
-    t->added = more;
-    t->room_added = room;
-  }
+  if (!ARRAY_GROW(t->added, t->room_added, t->n_added + 1)) return no_memory();
   added *a = &t->added[t->n_added];
   *a = (added){ .id = id, .text = copied(text, size), .size = size, .flags = flags };
   if (!a->text) return no_memory();
@@ -328,7 +313,7 @@ static eng_status added_ready(eng_tokenizer *t)
       buffer_add(&t->names, text, size);
       if (t->names.failed) return no_memory();
     }
-    if ((a->flags & ENG_ADDED_SPECIAL) && !texts_add(&t->special, a->text, a->size, 0))
+    if ((a->flags & ENG_ADDED_SPECIAL) && !texts_set(&t->special, a->text, a->size, 0))
       return no_memory();
     if (size == 0)
       return error_set(ENG_ERR_FORMAT, "tokenizer: the normalizer leaves nothing of the added "
@@ -361,23 +346,6 @@ eng_status eng_tokenizer_ready(eng_tokenizer *t)
 
 // ---- encoding
 
-// The longest added token that begins at `at`; its number, or -1.
-static int32_t added_at(const trie *tokens, const char *text, int64_t size, int64_t at,
-                        int64_t *end)
-{
-  int32_t found = -1;
-  int64_t node = 0;
-  for (int64_t i = at; i < size; i++) {
-    node = trie_step(tokens, node, (unsigned char)text[i]);
-    if (node < 0) break;
-    if (tokens->value[node] >= 0) {
-      found = tokens->value[node];
-      *end = i + 1;
-    }
-  }
-  return found;
-}
-
 static bool word_char(const char *at)
 {
   int n;
@@ -396,7 +364,8 @@ static eng_status extract(eng_tokenizer *t, const char *text, int64_t size, bool
     if ((at & 0xFFFF) == 0 && eng_interrupted() > 0)
       return error_set(ENG_ERR_INTERRUPTED, "tokenizer: interrupted");
     int64_t stop;
-    int32_t number = begins[(unsigned char)text[at]] ? added_at(tokens, text, size, at, &stop) : -1;
+    int32_t number =
+      begins[(unsigned char)text[at]] ? trie_longest(tokens, 0, text, size, at, &stop) : -1;
     if (number < 0) { at++; continue; }
     const added *a = &t->added[number];
     int64_t start = at, next = stop;

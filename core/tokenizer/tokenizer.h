@@ -1,9 +1,8 @@
-// The structure of a tokenizer, and the parts that encode and decode: Unicode classes (unicode.c),
-// tables of texts (table.c), steps on text (normalize.c, charsmap.c), splitting into words (scan.c,
-// split.c), models (words.c, bpe.c, unigram.c), decoding (decode.c). tokenizer.c builds and drives
-// them.
+// The structure of a tokenizer, and what the parts that encode and decode export to each other.
+// tokenizer.c builds and drives them.
 #pragma once
 
+#include "base/array.h"
 #include "base/error.h"
 #include "base/text.h"
 #include "engine.h"
@@ -14,7 +13,7 @@
 
 /// Classes of code points: bits. PUNCTUATION, MARK and NONSPACING are those of BERT and
 /// StripAccents, which follow an old Unicode; *_NOW are those of regular expressions, which follow
-/// a new one. INERT: normalization leaves it alone. See unicode_versions.c.
+/// a new one. INERT: normalization does not change the character. See unicode_versions.c.
 enum {
   UC_LETTER = 1, UC_NUMBER = 2, UC_SPACE = 4, UC_PUNCTUATION = 8, UC_MARK = 16, UC_NONSPACING = 32,
   UC_CONTROL = 64, UC_WORD = 128, UC_SYMBOL = 256, UC_PUNCTUATION_NOW = 512, UC_MARK_NOW = 1024,
@@ -50,6 +49,8 @@ static inline const char *char_before(const char *from, const char *at)
 // ---- buffer.c: growing buffers. A buffer that cannot grow sets `failed` and keeps its contents.
 // The caller checks `failed` once, at the end.
 
+/// Sets the error MEMORY and returns it.
+eng_status no_memory(void);
 typedef struct buffer { char *data; int64_t size, room; bool failed; } buffer;
 char *buffer_more(buffer *b, int64_t bytes);      // room for `bytes` more; NULL: none
 void  buffer_add(buffer *b, const char *data, int64_t size);
@@ -81,9 +82,7 @@ typedef struct texts {
 } texts;
 /// The value of a text, or -1.
 int64_t texts_find(const texts *table, const char *text, int64_t size);
-/// Adds a text that is not in the table. False: no memory.
-bool    texts_add(texts *table, const char *text, int64_t size, uint32_t value);
-/// Changes the value of a text; false if it is not in the table.
+/// Sets the value of a text and adds the text if it is new. False: no memory.
 bool    texts_set(texts *table, const char *text, int64_t size, uint32_t value);
 void    texts_free(texts *table);
 
@@ -118,6 +117,10 @@ static inline int64_t trie_step(const trie *t, int64_t node, unsigned char byte)
   return p ? (int64_t)p->id : -1;
 }
 bool trie_add(trie *t, const char *text, int64_t size, int32_t value);
+/// The value of the longest text that begins at `at` and continues from `node`; *end is where it
+/// ends. -1, and *end unchanged: there is none.
+int32_t trie_longest(const trie *t, int64_t node, const char *text, int64_t size, int64_t at,
+                     int64_t *end);
 void trie_free(trie *t);
 
 // ---- the tokenizer
@@ -187,6 +190,14 @@ struct eng_tokenizer {
   bool      ready;
 };
 
+/// The character of a word at `at`, and the number of its bytes in *n: in byte mode, a byte.
+static inline uint32_t char_at(const eng_tokenizer *t, const char *at, int *n)
+{
+  if (!t->byte_mode) return code_at(at, n);
+  *n = 1;
+  return (unsigned char)*at;
+}
+
 /// Scratch memory of at least `bytes`; NULL: none.
 void *scratch_of(eng_tokenizer *t, int64_t bytes);
 
@@ -198,17 +209,22 @@ eng_status step_run(step *s, const char **text, int64_t *size);
 eng_status charsmap_new(struct charsmap **out, const char *data, int64_t size);
 void       charsmap_free(struct charsmap *map);
 void       charsmap_run(const struct charsmap *map, buffer *out, const char *text, int64_t size);
-/// GPT-2's character for a byte, and back (-1: none).
-uint32_t   byte_char(unsigned char byte);
-int        char_byte(uint32_t code);
+/// Whether a text begins with s->a.
+bool       step_begins(const step *s, const char *text, int64_t size);
+/// Appends a text in which every match of a pattern is replaced by `with`. The pattern: scanner
+/// `scan` - 1, or with scan = 0 the text `what`. False, and appends nothing: there is no match.
+bool       pattern_replace(buffer *out, const char *text, int64_t size, int scan, const char *what,
+                           int64_t length, const char *with, int64_t with_size);
+/// Appends the bytes that GPT-2's characters in a text stand for. False, and appends nothing: the
+/// text has other characters.
+bool       bytes_of(buffer *out, const char *text, int64_t size);
 
 // ---- scan.c
 
-/// Finds the next match at or after `at`; false: there is none.
-bool scan_next(int scan, const char *text, int64_t size, int64_t at, int64_t *start, int64_t *end);
-/// scan_next for a fixed text, `what`.
-bool find_next(const char *what, int64_t length, const char *text, int64_t size, int64_t at,
-               int64_t *start, int64_t *end);
+/// Finds the next match of a pattern at or after `at`; false: there is none. The pattern: scanner
+/// `scan` - 1 (ENG_SCAN_*), or with scan = 0 the text `what` of `length` bytes.
+bool pattern_next(int scan, const char *what, int64_t length, const char *text, int64_t size,
+                  int64_t at, int64_t *start, int64_t *end);
 
 // ---- split.c
 
@@ -216,7 +232,7 @@ bool find_next(const char *what, int64_t length, const char *text, int64_t size,
 /// of the whole input.
 eng_status split_run(eng_tokenizer *t, int from, const char *text, int64_t size, bool first);
 
-// ---- words.c, bpe.c, unigram.c: they append the ids of one word to t->out
+// ---- words.c, bpe.c, unigram.c: append the ids of one word to t->out
 
 /// Prepares what encoding needs, once all tokens and merges are known.
 eng_status words_ready(eng_tokenizer *t);
@@ -228,6 +244,9 @@ eng_status bpe_word(eng_tokenizer *t, const char *word, int64_t size);
 eng_status unigram_word(eng_tokenizer *t, const char *word, int64_t size);
 eng_status wordpiece_word(eng_tokenizer *t, const char *word, int64_t size);
 eng_status unknown_missing(const char *word, int64_t size);
+/// Appends the tokens of unknown text's bytes (<0xE2> and so on). False: the tokenizer has no
+/// BYTE_FALLBACK, or one of these tokens is missing.
+bool       fall_back(eng_tokenizer *t, const char *text, int64_t size);
 
 // ---- decode.c
 

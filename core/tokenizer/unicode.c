@@ -25,12 +25,9 @@ static uint16_t class_of(uint32_t c)
   switch (utf8proc_category((utf8proc_int32_t)c)) {
   case UTF8PROC_CATEGORY_LU: case UTF8PROC_CATEGORY_LL: case UTF8PROC_CATEGORY_LT:
   case UTF8PROC_CATEGORY_LM: case UTF8PROC_CATEGORY_LO: bits = UC_LETTER | UC_WORD; break;
-  case UTF8PROC_CATEGORY_ND: bits = UC_NUMBER | UC_WORD; break;
-  case UTF8PROC_CATEGORY_NL: bits = UC_NUMBER | UC_WORD; break;
+  case UTF8PROC_CATEGORY_ND: case UTF8PROC_CATEGORY_NL: bits = UC_NUMBER | UC_WORD; break;
   case UTF8PROC_CATEGORY_NO: bits = UC_NUMBER; break;
-  case UTF8PROC_CATEGORY_MN:
-    bits = UC_MARK | UC_MARK_NOW | UC_NONSPACING | UC_WORD;
-    break;
+  case UTF8PROC_CATEGORY_MN: bits = UC_MARK | UC_MARK_NOW | UC_NONSPACING | UC_WORD; break;
   case UTF8PROC_CATEGORY_MC: case UTF8PROC_CATEGORY_ME:
     bits = UC_MARK | UC_MARK_NOW | UC_WORD; break;
   case UTF8PROC_CATEGORY_PC: bits = UC_PUNCTUATION | UC_WORD; break;

@@ -9,16 +9,27 @@ eng_status pieces_ready(eng_tokenizer *t)
   const texts *v = &t->vocab;
   for (int64_t i = 0; i < v->count; i++)
     if (!trie_add(&t->pieces, v->pool.data + v->at[i], v->size[i], (int32_t)v->value[i]))
-      return error_set(ENG_ERR_MEMORY, "tokenizer: out of memory");
+      return no_memory();
   for (int64_t i = 0; i < t->prefix_size && t->continuing >= 0; i++)
     t->continuing = trie_step(&t->pieces, t->continuing, (unsigned char)t->prefix[i]);
   return ENG_OK;
 }
 
+// ---- unknown text, in every model
+
 eng_status unknown_missing(const char *word, int64_t size)
 {
   return error_set(ENG_ERR_VALUE, "tokenizer: the vocabulary has no token for '%.*s' and no token "
                    "for unknown text", (int)(size < 40 ? size : 40), word);
+}
+
+bool fall_back(eng_tokenizer *t, const char *text, int64_t size)
+{
+  if (!(t->flags & ENG_TOKENS_BYTE_FALLBACK)) return false;
+  for (int64_t i = 0; i < size; i++)
+    if (t->byte_id[(unsigned char)text[i]] < 0) return false;
+  for (int64_t i = 0; i < size; i++) ids_add(&t->out, (uint32_t)t->byte_id[(unsigned char)text[i]]);
+  return true;
 }
 
 // ---- unigram
@@ -35,20 +46,14 @@ static void better(best *end, double score, int64_t from, int64_t id)
 static void put_unknown(eng_tokenizer *t, const char *text, int64_t size)
 {
   int64_t id = texts_find(&t->vocab, text, size);
-  if (id < 0 && (t->flags & ENG_TOKENS_BYTE_FALLBACK)) {
-    bool all = true;
-    for (int64_t i = 0; i < size; i++) all = all && t->byte_id[(unsigned char)text[i]] >= 0;
-    for (int64_t i = 0; all && i < size; i++)
-      ids_add(&t->out, (uint32_t)t->byte_id[(unsigned char)text[i]]);
-    if (all) return;
-  }
+  if (id < 0 && fall_back(t, text, size)) return;
   ids_add(&t->out, (uint32_t)(id >= 0 ? id : t->unknown));
 }
 
 eng_status unigram_word(eng_tokenizer *t, const char *word, int64_t size)
 {
   best *end_at = scratch_of(t, (size + 1) * (int64_t)(sizeof(best) + sizeof(int32_t)));
-  if (!end_at) return error_set(ENG_ERR_MEMORY, "tokenizer: out of memory");
+  if (!end_at) return no_memory();
   end_at[0] = (best){ 0, 0, 0 };
   for (int64_t i = 1; i <= size; i++) end_at[i] = (best){ 0, -1, 0 };
   double unknown = t->least - UNKNOWN_PENALTY;
@@ -88,7 +93,7 @@ eng_status unigram_word(eng_tokenizer *t, const char *word, int64_t size)
     ids_add(&t->out, (uint32_t)id);
   }
   if (start >= 0) put_unknown(t, word + start, size - start);
-  return t->out.failed ? error_set(ENG_ERR_MEMORY, "tokenizer: out of memory") : ENG_OK;
+  return t->out.failed ? no_memory() : ENG_OK;
 }
 
 // ---- WordPiece
@@ -99,18 +104,9 @@ eng_status wordpiece_word(eng_tokenizer *t, const char *word, int64_t size)
   for (int64_t i = 0; i < size; i++) chars += (word[i] & 0xC0) != 0x80;
   bool bad = chars > t->longest;
   while (!bad && at < size) {
-    int64_t node = at == 0 ? 0 : t->continuing, end = at;
-    int32_t id = -1;
-    for (int64_t i = at; i < size && node >= 0; i++) {
-      node = trie_step(&t->pieces, node, (unsigned char)word[i]);
-      if (node >= 0 && t->pieces.value[node] >= 0) {
-        id = t->pieces.value[node];
-        end = i + 1;
-      }
-    }
+    int32_t id = trie_longest(&t->pieces, at == 0 ? 0 : t->continuing, word, size, at, &at);
     bad = id < 0;
     if (!bad) ids_add(&t->out, (uint32_t)id);
-    at = end;
   }
   if (!bad) return ENG_OK;
   if (t->unknown < 0) return unknown_missing(word, size);

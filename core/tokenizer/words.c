@@ -20,7 +20,7 @@ eng_status words_ready(eng_tokenizer *t)
     t->byte_id[b] = texts_find(&t->vocab, name, 6);
   }
   t->cache.slots = calloc(CACHE_SLOTS, sizeof *t->cache.slots);
-  if (!t->cache.slots) return error_set(ENG_ERR_MEMORY, "tokenizer: out of memory");
+  if (!t->cache.slots) return no_memory();
   if (t->model == ENG_TOKENS_BPE) return bpe_ready(t);
   return t->model == ENG_TOKENS_WORDS ? ENG_OK : pieces_ready(t);
 }
@@ -79,8 +79,8 @@ eng_status word_encode(eng_tokenizer *t, const char *word, int64_t size)
   uint64_t before = 0;
   bool known_before = false;
   for (int64_t at = 0; at < size;) {
-    int n = 1;
-    uint32_t c = t->byte_mode ? (unsigned char)word[at] : code_at(word + at, &n);
+    int n;
+    uint32_t c = char_at(t, word + at, &n);
     bool known = t->char_id[c] != 0;          // no cut beside an unknown character
     if (known && known_before && !pairs_find(&t->bigrams, before << 32 | c)) {
       ENG_TRY(word_cached(t, word + start, at - start));
