@@ -141,10 +141,7 @@ line_result line_read(const char **text, const char *prompt, line_completer *com
       if (was_interrupted) el_reset(editor);
       putchar('\n');
     } else {
-      size_t length = strcspn(line, "\n");
-      if (length >= sizeof edited) length = sizeof edited - 1;
-      memcpy(edited, line, length);
-      edited[length] = 0;
+      snprintf(edited, sizeof edited, "%.*s", (int)strcspn(line, "\n"), line);
       *text = edited;
       result = LINE_OK;
     }

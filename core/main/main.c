@@ -178,34 +178,31 @@ static bool call_loaded(lua_State *L, int load_status)
   return false;
 }
 
-// ------------------------------------------------------------------ functions for Lua's REPL
-
-static lua_State *completing;  // the Lua completer is on top of its stack while a line is read
-
-static void copy_text(char *target, size_t size, lua_State *L, int index)
+// Calls `require(name)` and leaves the module on the stack. On an error prints the message and
+// returns false.
+static bool require(lua_State *L, const char *name)
 {
-  size_t length;
-  const char *text = lua_tolstring(L, index, &length);
-  if (!text) return;
-  if (length >= size) length = size - 1;
-  memcpy(target, text, length);
-  target[length] = 0;
+  lua_getglobal(L, "require");
+  lua_pushstring(L, name);
+  return call(L, 1, 1);
 }
 
+// ------------------------------------------------------------------ functions for Lua's REPL
+
+// data: the state of l_read, whose second argument is the Lua completer.
 static void complete(void *data, const char *before, char *insert, size_t insert_size, char *list,
                      size_t list_size)
 {
-  (void)data;
-  lua_State *L = completing;
+  lua_State *L = data;
+  int top = lua_gettop(L);
   lua_pushvalue(L, 2);
   lua_pushstring(L, before);
   if (lua_pcall(L, 1, 2, 0) == 0) {
-    copy_text(insert, insert_size, L, -2);
-    copy_text(list, list_size, L, -1);
-    lua_pop(L, 2);
-  } else {
-    lua_pop(L, 1);
+    const char *to_insert = lua_tostring(L, -2), *to_show = lua_tostring(L, -1);
+    if (to_insert) snprintf(insert, insert_size, "%s", to_insert);
+    if (to_show) snprintf(list, list_size, "%s", to_show);
   }
+  lua_settop(L, top);
 }
 
 // read(prompt, completer) -> line, or nil and "end" or "interrupted". The completer receives the
@@ -214,9 +211,7 @@ static int l_read(lua_State *L)
 {
   const char *prompt = luaL_checkstring(L, 1), *text;
   lua_settop(L, 2);
-  bool can_complete = lua_isfunction(L, 2);
-  completing = L;
-  line_result result = line_read(&text, prompt, can_complete ? complete : NULL, NULL);
+  line_result result = line_read(&text, prompt, lua_isfunction(L, 2) ? complete : NULL, L);
   if (result == LINE_OK) {
     lua_pushstring(L, text);
     return 1;
@@ -328,17 +323,21 @@ static bool find_places(const char *argv0)
   return false;
 }
 
+// Puts `first`, in the folder of Lua modules, before the entry `name` of package, which is on top.
+static void put_first(lua_State *L, const char *name, const char *first)
+{
+  lua_getfield(L, -1, name);
+  lua_pushfstring(L, "%s/%s;%s", root, first, lua_tostring(L, -1));
+  lua_setfield(L, -3, name);
+  lua_pop(L, 1);
+}
+
 static void set_path(lua_State *L)
 {
   lua_getglobal(L, "package");
-  lua_getfield(L, -1, "path");
-  lua_pushfstring(L, "%s/?.lua;%s/?/init.lua;%s", root, root, lua_tostring(L, -1));
-  lua_setfield(L, -3, "path");
-  lua_pop(L, 1);
-  lua_getfield(L, -1, "cpath");   // a folder made by `make dist` has its own modules
-  lua_pushfstring(L, "%s/../lib/lua/?.so;%s", root, lua_tostring(L, -1));
-  lua_setfield(L, -3, "cpath");
-  lua_pop(L, 1);
+  put_first(L, "path", "?/init.lua");
+  put_first(L, "path", "?.lua");
+  put_first(L, "cpath", "../lib/lua/?.so");   // a folder made by `make dist` has its own modules
   lua_getfield(L, -1, "preload");
   lua_pushcfunction(L, open_host);
   lua_setfield(L, -2, "engine.host");
@@ -402,15 +401,14 @@ static bool jit_command(lua_State *L, const char *text)
 {
   const char *equals = strchr(text, '=');
   lua_getglobal(L, "jit");
-  lua_pushlstring(L, text, equals ? (size_t)(equals - text) : strlen(text));
+  lua_pushlstring(L, text, strcspn(text, "="));
   lua_gettable(L, -2);
   if (!lua_isfunction(L, -1)) {
     lua_settop(L, 0);
-    lua_getglobal(L, "require");
     lua_pushliteral(L, "jit.");
-    lua_pushlstring(L, text, equals ? (size_t)(equals - text) : strlen(text));
+    lua_pushlstring(L, text, strcspn(text, "="));
     lua_concat(L, 2);
-    if (!call(L, 1, 1)) return false;
+    if (!require(L, lua_tostring(L, 1))) return false;
     lua_getfield(L, -1, "start");
   }
   bool ok = call(L, equals ? push_words(L, equals + 1) : 0, 0);
@@ -420,9 +418,7 @@ static bool jit_command(lua_State *L, const char *text)
 
 static bool jit_optimise(lua_State *L, const char *options)
 {
-  lua_getglobal(L, "require");
-  lua_pushliteral(L, "jit.opt");
-  if (!call(L, 1, 1)) return false;
+  if (!require(L, "jit.opt")) return false;
   lua_getfield(L, -1, "start");
   bool ok = call(L, push_words(L, options[0] ? options : "3"), 0);
   lua_settop(L, 0);
@@ -440,9 +436,8 @@ static bool run_options(lua_State *L, const options *o, char **argv)
     if (kind == 'e') {
       ok = call_loaded(L, luaL_loadbuffer(L, value, strlen(value), "=(command line)"));
     } else if (kind == 'l') {
-      lua_getglobal(L, "require");
-      lua_pushstring(L, value);
-      ok = call(L, 1, 0);
+      ok = require(L, value);
+      lua_settop(L, 0);
     } else if (kind == 'j') {
       ok = jit_command(L, value);
     } else if (kind == 'O') {
@@ -511,9 +506,7 @@ static bool run_script(lua_State *L, int argc, char **argv, int script)
 // require("engine.cli")(name, arguments ...) -> exit code
 static int run_command(lua_State *L, const char *name, int argc, char **argv, int first)
 {
-  lua_getglobal(L, "require");
-  lua_pushliteral(L, "engine.cli");
-  if (!call(L, 1, 1)) return EXIT_FAILURE;
+  if (!require(L, "engine.cli")) return EXIT_FAILURE;
   lua_pushstring(L, name);
   for (int i = first; i < argc; i++) lua_pushstring(L, argv[i]);
   if (!call(L, 1 + (argc > first ? argc - first : 0), 1)) return EXIT_FAILURE;
@@ -538,14 +531,6 @@ static void check_variables(lua_State *L)
   }
   if (n > 0) lua_pcall(L, n, 0, 0);
   lua_settop(L, top);
-}
-
-static bool run_repl(lua_State *L)
-{
-  lua_getglobal(L, "require");
-  lua_pushliteral(L, "engine.cli.repl");
-  if (!call(L, 1, 1)) return false;
-  return call(L, 0, 0);
 }
 
 static bool run_environment(lua_State *L)
@@ -581,10 +566,10 @@ static bool is_command(const char *word)
 
 static int run(lua_State *L, int argc, char **argv)
 {
-  if (argc > 1 && (strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0))
+  const char *first = argc > 1 ? argv[1] : "";
+  if (strcmp(first, "--help") == 0 || strcmp(first, "-h") == 0)
     return run_command(L, "help", argc, argv, 2);
-  if (argc > 1 && strcmp(argv[1], "--version") == 0)
-    return run_command(L, "version", argc, argv, 2);
+  if (strcmp(first, "--version") == 0) return run_command(L, "version", argc, argv, 2);
 
   options o = {0};
   if (!parse(&o, argc, argv)) { usage(); return EXIT_FAILURE; }
@@ -610,7 +595,7 @@ static int run(lua_State *L, int argc, char **argv)
   bool interrupted = signals_clear(L);
   // starts also after an error: the variables of the script help to debug it
   if (o.interactive) {
-    ok = run_repl(L);
+    ok = require(L, "engine.cli.repl") && call(L, 0, 0);
     run_status = 0;
   } else if (!ok && interrupted) {
     return 128 + eng_interrupt_signal(0);
