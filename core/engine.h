@@ -117,7 +117,7 @@ eng_status eng_info(eng_tensor_info *out, const eng_tensor *x);
 eng_status eng_write(const eng_tensor *x, const void *source, int from, int64_t count);
 
 /// Copies all elements in row-major order into host memory in format `to`, with the same
-/// conversions. In f64, a negative NaN loses its payload.
+/// conversions. In f64, a negative NaN loses its payload, which LuaJIT would take for a type.
 eng_status eng_read(void *target, int to, int64_t count, const eng_tensor *x);
 
 /// A 64-bit checksum of the bits of a contiguous tensor in any memory: the XXH64 hash of the XXH64
@@ -243,41 +243,24 @@ bool eng_op_supported(const char *device, int op);
 enum { ENG_FORMAT_E5M6 = 12 };   // in addition to the dtypes e4m3 and e5m2
 /// Formats of the elements of mx_quantize, in addition to e4m3 and e5m2 (core/base/mx.h).
 enum {
-  ENG_FORMAT_E2M1 = 13,
-  ENG_FORMAT_E2M3 = 14,
-  ENG_FORMAT_E3M2 = 15,
-  ENG_FORMAT_MXINT8 = 16
+  ENG_FORMAT_E2M1 = 13, ENG_FORMAT_E2M3 = 14, ENG_FORMAT_E3M2 = 15, ENG_FORMAT_MXINT8 = 16
 };
 /// How mx_quantize scales a block (core/base/mx.h).
 enum {
-  ENG_MX_FLOOR = 0,
-  ENG_MX_CEIL = 1,
-  ENG_MX_EVEN = 2,
-  ENG_MX_RCEIL = 3,
-  ENG_MX_NVFP4 = 4,
-  ENG_MX_FOUR_OVER_SIX = 5,
-  ENG_MX_FOUR_OVER_SIX_MSE = 6,
-  ENG_MX_RULES = 7
+  ENG_MX_FLOOR = 0, ENG_MX_CEIL = 1, ENG_MX_EVEN = 2, ENG_MX_RCEIL = 3, ENG_MX_NVFP4 = 4,
+  ENG_MX_FOUR_OVER_SIX = 5, ENG_MX_FOUR_OVER_SIX_MSE = 6, ENG_MX_RULES = 7
 };
 /// How a block's amax becomes its scale: the rules of these projects (core/base/fp8_scale.h).
 enum {
-  ENG_SCALE_TRANSFORMER_ENGINE = 0,
-  ENG_SCALE_DEEPSEEK = 1,
-  ENG_SCALE_DEEPGEMM = 2,
-  ENG_SCALE_TORCHAO = 3,
-  ENG_SCALE_MSAMP = 4,
-  ENG_SCALES = 5
+  ENG_SCALE_TRANSFORMER_ENGINE = 0, ENG_SCALE_DEEPSEEK = 1, ENG_SCALE_DEEPGEMM = 2,
+  ENG_SCALE_TORCHAO = 3, ENG_SCALE_MSAMP = 4, ENG_SCALES = 5
 };
 /// How fp8_matmul sums along K. FP32: in f32, in order. EXACT: in f64. HOPPER: as Hopper's tensor
 /// cores do (13 fraction bits, 32 products at a time, truncated). E4M3: products and running sum
 /// are rounded to e4m3, saturating. DEVICE: the device's own method; allowed only in a recipe.
-enum { ENG_ACCUMULATE_DEVICE = -1 };
 enum {
-  ENG_ACCUMULATE_FP32 = 0,
-  ENG_ACCUMULATE_EXACT = 1,
-  ENG_ACCUMULATE_HOPPER = 2,
-  ENG_ACCUMULATE_E4M3 = 3,
-  ENG_ACCUMULATORS = 4
+  ENG_ACCUMULATE_DEVICE = -1, ENG_ACCUMULATE_FP32 = 0, ENG_ACCUMULATE_EXACT = 1,
+  ENG_ACCUMULATE_HOPPER = 2, ENG_ACCUMULATE_E4M3 = 3, ENG_ACCUMULATORS = 4
 };
 
 /// The code of x in a small format, by name: "e4m3", "e5m2", "e5m6", "e5m6_tilekernels", "ue8m0"
@@ -301,9 +284,7 @@ enum { ENG_FP8_FORWARD = 0, ENG_FP8_DGRAD = 1, ENG_FP8_WGRAD = 2, ENG_FP8_PRODUC
 /// SWIGLU: nothing, if x is the output of an fp8_swiglu of this site; that operation keeps its
 /// inputs as codes in x's format, and x is recomputed from these codes.
 enum {
-  ENG_FP8_KEEP_CODES = 0,
-  ENG_FP8_KEEP_TRANSPOSED = 1,
-  ENG_FP8_KEEP_E5M6 = 2,
+  ENG_FP8_KEEP_CODES = 0, ENG_FP8_KEEP_TRANSPOSED = 1, ENG_FP8_KEEP_E5M6 = 2,
   ENG_FP8_KEEP_SWIGLU = 3
 };
 
@@ -361,7 +342,7 @@ typedef struct eng_fp8_meter {
   double  amax, least;                // largest |x|; smallest nonzero |x|; 0: none
   double  scale_min, scale_max;
 } eng_fp8_meter;
-/// Says which step comes next, for signs that are drawn for each step.
+/// Sets the number of the next step, from which ENG_FP8_SIGNS_STEP draws its signs.
 void       eng_fp8_step(int64_t step);
 /// Turns meters on or off; returns the previous setting. Meters copy the measured rows to the host.
 bool       eng_fp8_measure(bool on);
@@ -722,13 +703,14 @@ void eng_rng_set(uint64_t seed, uint64_t counter);
 /// stops at the step's end; 2: the next operation fails with ENG_ERR_INTERRUPTED.
 void eng_interrupt(int level);
 int  eng_interrupted(void);
-/// Records the number of the signal that interrupts, if above 0. Returns the number recorded last;
-/// 0: none yet.
+/// Records the number of a signal that interrupts, unless it is 0. Returns the number recorded
+/// last; 0: none yet.
 int  eng_interrupt_signal(int number);
-/// What the first Ctrl-C, SIGTERM, SIGUSR1, SIGUSR2 or SIGXCPU does. 0, the default: level 2, and
-/// the script is stopped. 1: level 1 only, for a training loop that ends at the end of a step and
-/// then sets 0 again. 2: level 2 only, for a caller that waits inside a call; the call then
-/// returns, and the caller prints its own message. -1 only queries. Returns the previous value.
+/// Sets what the first Ctrl-C, SIGTERM, SIGUSR1, SIGUSR2 or SIGXCPU does. 0, the default: sets
+/// level 2 and stops the script. 1: sets level 1, for a training loop that ends at the end of a
+/// step and then sets 0 again. 2: sets level 2, for a caller that waits inside a call; the call
+/// then returns, and the caller prints its own message. -1 only queries. Returns the previous
+/// value.
 int  eng_interrupt_policy(int policy);
 /// SIGHUP asks a run to read its policy's file again. The signal handler calls eng_hangup;
 /// eng_hangups returns the number of signals since its last call.

@@ -5,7 +5,7 @@
 
 // ------------------------------------------------------------------ statistics, records, verdicts
 
-/// Which number of each row an attention call returns besides its lse (its attribute `entropy`).
+/// Values of attention's attribute `entropy`: the number that it returns for each row besides lse.
 enum { ENG_ROW_ENTROPY = 1, ENG_ROW_LOGIT_MAX = 2 };
 
 /// Statistics a pass can compute; a policy's `needs` chooses. Inf and nan are always counted.
@@ -90,14 +90,10 @@ typedef struct eng_record {
   double  amax_f16;
 } eng_record;
 
-/// What a verdict does with the step.
+/// What a verdict does with the step. ROLLBACK: the run goes back to an earlier checkpoint.
 enum {
-  ENG_ACTION_STEP = 0,
-  ENG_ACTION_SKIP = 1,
-  ENG_ACTION_RETRY = 2,
-  ENG_ACTION_STOP = 3,
-  ENG_ACTION_ROLLBACK = 4,    // back to an earlier checkpoint
-  ENG_ACTIONS = 5
+  ENG_ACTION_STEP = 0, ENG_ACTION_SKIP = 1, ENG_ACTION_RETRY = 2, ENG_ACTION_STOP = 3,
+  ENG_ACTION_ROLLBACK = 4, ENG_ACTIONS = 5
 };
 /// "step", "skip", "retry", "stop" or "rollback"; "?" for any other number.
 const char *eng_action_name(int action);

@@ -22,8 +22,6 @@ bool eng_comm_launched(int *rank, int *size);
 eng_status eng_comm_world(eng_comm **out);
 int eng_comm_rank(const eng_comm *comm);
 int eng_comm_size(const eng_comm *comm);
-/// The number of ranks of the world on this machine.
-int eng_comm_local_size(void);
 /// Threads for each rank of this machine: its cores divided by its ranks.
 int eng_comm_threads(void);
 /// "Open MPI v4.1.4, 4 ranks, 4 of them here". Once gradients on cards are to be reduced, the text

@@ -24,7 +24,7 @@ enum {
   ENG_ADDED_SPECIAL = 16
 };
 /// The steps of a stage: normalization (of whole texts), splitting (into words), decoding. Some
-/// steps serve several stages. `a` and `b` are texts, `flags` numbers, as the lines say.
+/// steps serve several stages. `a` and `b` are texts, and `flags` is a number; see each step.
 enum {
   ENG_STEP_NFC = 1, ENG_STEP_NFD = 2, ENG_STEP_NFKC = 3, ENG_STEP_NFKD = 4,
   ENG_STEP_LOWERCASE = 5,
@@ -64,7 +64,7 @@ enum {
   ENG_SCAN_GPT2 = 0, ENG_SCAN_LLAMA3 = 1, ENG_SCAN_QWEN2 = 2, ENG_SCAN_SPACE = 3,
   ENG_SCAN_SPACES = 4, ENG_SCAN_NUMERIC = 5, ENG_SCAN_PUNCTUATION = 6, ENG_SCAN_WORDS = 7,
   ENG_SCAN_BLANKS = 8, ENG_SCAN_DIGITS3 = 9, ENG_SCAN_DIGITS = 10, ENG_SCAN_CJK = 11,
-  ENG_SCAN_DEEPSEEK = 12, ENG_SCAN_COUNT = 13
+  ENG_SCAN_DEEPSEEK = 12
 };
 /// Limits: the largest id; bytes of a token; bytes of a word, which is what the model gets; steps
 /// of a stage.

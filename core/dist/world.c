@@ -280,14 +280,10 @@ eng_status eng_comm_world(eng_comm **out)
   return ENG_OK;
 }
 
-int eng_comm_local_size(void)
-{
-  return comm_world.transport ? comm_world.transport->local_size : 1;
-}
-
 int eng_comm_threads(void)
 {
-  long cores = sysconf(_SC_NPROCESSORS_ONLN) / eng_comm_local_size();
+  int ranks = comm_world.transport ? comm_world.transport->local_size : 1;
+  long cores = sysconf(_SC_NPROCESSORS_ONLN) / ranks;
   return cores > 1 ? (int)cores : 1;
 }
 
