@@ -1,5 +1,6 @@
 -- The file helpers of the core: read-only maps, atomic writes, directories.
 local M_ffi = require "engine.base.ffi"
+local helper = require "spec.helper"
 local scratch = require "spec.store.scratch"
 
 local ffi, C, check = M_ffi.ffi, M_ffi.C, M_ffi.check
@@ -44,6 +45,8 @@ describe("files", function()
     check(C.eng_file_checksum(crc, size, dir .. "/a"))
     assert.are.same({ C.eng_crc32c(0, "newer", 5), 5 }, { crc[0], tonumber(size[0]) })
     fails(C.eng_file_checksum(crc, size, dir .. "/b"), "cannot open")
+    helper.shell("mkfifo " .. helper.quote(dir .. "/pipe"))
+    fails(C.eng_file_checksum(crc, size, dir .. "/pipe"), "expected a file, got a device or pipe")
   end)
 
   it("can be created, listed, renamed, swapped and removed with their directories", function()
