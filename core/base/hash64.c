@@ -30,11 +30,18 @@ uint64_t eng_hash64(const void *data, int64_t size)
   const unsigned char *at = data, *end = at + size;
   uint64_t hash = PRIME5;
   if (size >= 32) {
-    uint64_t lane[4] = {PRIME1 + PRIME2, PRIME2, 0, 0 - PRIME1};
-    while (end - at >= 32)
-      for (int i = 0; i < 4; i++, at += 8) lane[i] = mixed(lane[i], word_at(at, 8));
-    hash = rotate(lane[0], 1) + rotate(lane[1], 7) + rotate(lane[2], 12) + rotate(lane[3], 18);
-    for (int i = 0; i < 4; i++) hash = (hash ^ mixed(0, lane[i])) * PRIME1 + PRIME4;
+    uint64_t a = PRIME1 + PRIME2, b = PRIME2, c = 0, d = 0 - PRIME1;
+    for (; end - at >= 32; at += 32) {
+      a = mixed(a, word_at(at, 8));
+      b = mixed(b, word_at(at + 8, 8));
+      c = mixed(c, word_at(at + 16, 8));
+      d = mixed(d, word_at(at + 24, 8));
+    }
+    hash = rotate(a, 1) + rotate(b, 7) + rotate(c, 12) + rotate(d, 18);
+    hash = (hash ^ mixed(0, a)) * PRIME1 + PRIME4;
+    hash = (hash ^ mixed(0, b)) * PRIME1 + PRIME4;
+    hash = (hash ^ mixed(0, c)) * PRIME1 + PRIME4;
+    hash = (hash ^ mixed(0, d)) * PRIME1 + PRIME4;
   }
   hash += (uint64_t)size;
   for (; end - at >= 8; at += 8)
