@@ -1,4 +1,4 @@
-// Growing arrays. Called by every folder that appends to a list.
+// Growing arrays. Called by tensor/, store/ and tokenizer/.
 #pragma once
 
 #include <stdbool.h>

@@ -198,10 +198,10 @@ eng_status file_read_at(int fd, const char *path, void *target, int64_t size, in
 eng_status eng_file_checksum(uint32_t *crc, int64_t *size, const char *path)
 {
   int fd;
-  int64_t expected;
   *crc = 0;
   *size = 0;
-  ENG_TRY(file_open(&fd, &expected, path));
+  ENG_TRY(file_open(&fd, size, path));
+  *size = 0;   // counts what is read: the file may be growing
   char *block = malloc(BLOCK);
   eng_status status = block == NULL ? error_set(ENG_ERR_MEMORY, "%s: out of memory", path) : ENG_OK;
   while (status == ENG_OK) {
