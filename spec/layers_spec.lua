@@ -33,7 +33,9 @@ local LUA = {
 }
 
 -- Folders without a cycle between their files.
-local ACYCLIC = { "base", "tokenizer", "tensor", "device", "autograd", "dist", "store", "policy" }
+local ACYCLIC = {
+  "base", "tokenizer", "tensor", "device", "params", "autograd", "dist", "store", "policy",
+}
 
 local function ranks_of(folders)
   local rank = {}

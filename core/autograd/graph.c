@@ -131,7 +131,7 @@ eng_status eng_graph_begin(eng_graph **out, eng_params *set, const eng_tensor *b
 {
   const backend *device = backend_current();
   *out = NULL;
-  if (!set || set->freed) return error_set(ENG_ERR_STATE, "expected a parameter set, got none");
+  ENG_TRY(params_alive(set));
   if (capturing) return error_set(ENG_ERR_STATE, "graph: a capture is already running");
   ENG_TRY(params_here(set, "a capture"));
   if (!device->capture_begin)
@@ -141,11 +141,8 @@ eng_status eng_graph_begin(eng_graph **out, eng_params *set, const eng_tensor *b
   graph_input input[MOST_INPUTS];
   ENG_TRY(read_inputs(input, batch, n));
   ENG_TRY(params_gradients(set));
-  // Rounds masters that a script has written. Inside the capture, every launch would do it again.
-  for (int i = 0; i < set->n; i++) {
-    tensor *shadow;
-    if (set->member[i].shadow) ENG_TRY(params_shadow(&shadow, &set->member[i]));
-  }
+  // Inside the capture, every launch would round them again.
+  ENG_TRY(params_round_written(set));
   eng_graph *graph = calloc(1, sizeof *graph);
   size_t some = (size_t)(set->n > 0 ? set->n : 1);
   bool *has_gradient = calloc(some, sizeof *has_gradient);
@@ -210,10 +207,7 @@ eng_status eng_graph_launch(eng_graph *graph, double seed, const eng_tensor *bat
   if (!same_places(graph->places, graph->set))
     return error_set(ENG_ERR_STATE,
                      "graph: the parameters' formats changed after the capture");
-  for (int i = 0; i < graph->set->n; i++) {
-    tensor *shadow;
-    if (graph->set->member[i].shadow) ENG_TRY(params_shadow(&shadow, &graph->set->member[i]));
-  }
+  ENG_TRY(params_round_written(graph->set));
   char cell[8];
   tensor_store(cell, graph->seed_dtype, 0, seed);
   ENG_TRY(

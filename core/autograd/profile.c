@@ -168,9 +168,9 @@ void eng_profile(bool on)
   timed = *inner;
   for (int op = 0; op < ENG_OP_COUNT; op++)
     if (inner->kernel[op]) timed.kernel[op] = timed_kernel;
-  if (inner->gradstats) timed.gradstats = timed_gradstats;
-  if (inner->optimize) timed.optimize = timed_optimize;
-  if (inner->unscale) timed.unscale = timed_unscale;
+  timed.gradstats = timed_gradstats;
+  timed.optimize = timed_optimize;
+  timed.unscale = timed_unscale;
   backend_use(&timed);
 }
 

@@ -28,13 +28,11 @@ int64_t bucket_overlap(const eng_parallel *p, const bucket *b, int k, int rank, 
 void member_owned(int64_t *from, int64_t *to, const eng_parallel *p, int index, int rank)
 {
   const bucket *b = &p->buckets[p->bucket_of[index]];
-  int64_t begin = b->cut[rank], end = b->cut[rank + 1], first = 0,
-          count = p->set->member[index].value->count;
-  for (int k = 0; k < b->n; k++)
-    if (b->member[k] == index) first = b->at[k];
-  int64_t low = first > begin ? first : begin, high = first + count < end ? first + count : end;
-  *from = low < high ? low - first : 0;
-  *to = low < high ? high - first : 0;
+  int k = 0;
+  while (b->member[k] != index) k++;
+  int64_t at, n = bucket_overlap(p, b, k, rank, from, &at);
+  if (n == 0) *from = 0;
+  *to = *from + n;
 }
 
 /// Assigns members to buckets of one dtype each, in the order in which backward completes them.

@@ -84,22 +84,20 @@ static eng_status pack_member(eng_parallel *p, bucket *b, int k)
 static int tag_of(const eng_parallel *p, const bucket *b)
 { return COMM_TAG_BUCKET + (int)(b - p->buckets); }
 
-static eng_status progress(eng_parallel *p);
+static eng_status advance(eng_parallel *p, double *since);
 
 /// Takes memory for a bucket to send. If other buckets occupy all memory, backward waits for their
 /// messages.
 static eng_status take_memory(eng_parallel *p, bucket *b)
 {
   double began = 0, since = 0;
-  for (void *memory; !b->out;) {
+  while (true) {
+    void *memory;
     ENG_TRY(pool_take(&memory, &p->messages_pool, b->need));
     b->out = memory;
     if (memory) break;
-    if (since == 0) began = since = eng_clock();
-    int before = p->under_way;
-    ENG_TRY(progress(p));
-    if (p->under_way < before) since = eng_clock();
-    else ENG_TRY(comm_pause(&since, "the sum of gradients"));
+    if (began == 0) began = since = eng_clock();
+    ENG_TRY(advance(p, &since));
   }
   if (began > 0) p->facts.held += eng_clock() - began;
   b->in = b->out + b->begin[b->comm->size];
@@ -257,7 +255,6 @@ static eng_status take_sums(eng_parallel *p, bucket *b)
 static eng_status read_flags(eng_parallel *p)
 {
   int64_t n = p->set->n;
-  ENG_TRY(comm_stream_wait(STREAM_GRADIENTS, "the sum of gradients"));
   ENG_TRY(cards_exchange_flags(p));
   for (int64_t k = 0; k < p->comm->size * n; k++) p->rank_flags[k] |= p->pass_flags[k];
   for (int i = 0; i < n; i++) {
@@ -296,6 +293,7 @@ static eng_status move_on(eng_parallel *p, bucket *b)
   if (p->cards && b->state == BUCKET_OUT) {
     ENG_TRY(cards_done(&done, p, b));
     if (!done) return ENG_OK;
+    p->arrived++;
     b->state = BUCKET_DONE;
     give_memory(p, b);
     p->under_way--;
@@ -304,6 +302,7 @@ static eng_status move_on(eng_parallel *p, bucket *b)
     bool arrived = true;
     if (b->exchange) ENG_TRY(b->comm->transport->test(&arrived, b->exchange));
     if (!arrived) return ENG_OK;
+    p->arrived++;
     b->exchange = NULL;
     if (b->state == BUCKET_BACK) return take_sums(p, b);
     ENG_TRY(sum_piece(p, b));
@@ -315,9 +314,22 @@ static eng_status move_on(eng_parallel *p, bucket *b)
 
 // ------------------------------------------------------------------ during backward
 
-static eng_status progress(eng_parallel *p)
+/// Advances all buckets in flight.
+static eng_status progress(void *parallel)
 {
+  eng_parallel *p = parallel;
   for (int k = 0; p->under_way > 0 && k < p->n_buckets; k++) ENG_TRY(move_on(p, &p->buckets[k]));
+  return ENG_OK;
+}
+
+/// The body of a loop that waits for buckets since the time *since: advances them, or pauses if
+/// nothing has arrived.
+static eng_status advance(eng_parallel *p, double *since)
+{
+  int64_t before = p->arrived;
+  ENG_TRY(progress(p));
+  if (p->arrived == before) return comm_pause(since, "the sum of gradients");
+  *since = eng_clock();
   return ENG_OK;
 }
 
@@ -354,8 +366,6 @@ static eng_status member_complete(void *data, parameter *member)
   return p->alone ? ENG_OK : send_complete(p);
 }
 
-static eng_status between_operations(void *data) { return progress(data); }
-
 /// ZeRO-2: provides the memory for a gradient that backward is about to write.
 static eng_status member_begins(void *data, parameter *member)
 {
@@ -371,7 +381,7 @@ static eng_status member_begins(void *data, parameter *member)
 eng_status eng_parallel_begin(eng_parallel *p, int pass)
 {
   eng_params *set = p->set;
-  if (set->freed) return error_set(ENG_ERR_STATE, "these parameters were freed");
+  ENG_TRY(params_alive(set));
   if (p->broken)
     return error_set(ENG_ERR_STATE, "a step failed while gradients were in flight between ranks: "
                                     "this process cannot continue training");
@@ -402,8 +412,8 @@ eng_status eng_parallel_begin(eng_parallel *p, int pass)
   }
   if (p->cards) ENG_TRY(cards_begin(p));
   p->armed = true;
-  comm_meanwhile(between_operations, p);
-  backward_set_watch(&(backward_watch){pass_begins, member_complete, between_operations,
+  comm_meanwhile(progress, p);
+  backward_set_watch(&(backward_watch){pass_begins, member_complete, progress,
                                        p->zero == 2 ? member_begins : NULL, p});
   return ENG_OK;
 }
@@ -431,31 +441,8 @@ eng_status eng_parallel_finish(eng_parallel *p)
   }
   for (int k = 0; k < p->n_buckets; k++) p->buckets[k].left = 0;
   ENG_TRY(send_complete(p));
-  // Handles messages as they arrive; waits for the oldest exchange only if none has arrived.
-  while (p->under_way > 0) {
-    int before = p->under_way, oldest = -1;
-    for (int k = 0; k < p->n_buckets; k++) {
-      ENG_TRY(move_on(p, &p->buckets[k]));
-      if (oldest < 0 && p->buckets[k].exchange) oldest = k;
-    }
-    if (p->cards && p->under_way > 0) {
-      ENG_TRY(comm_stream_wait(STREAM_GRADIENTS, "the sum of gradients"));
-      continue;
-    }
-    if (p->under_way < before) since = eng_clock();
-    if (p->under_way < before || oldest < 0) continue;
-    bucket *b = &p->buckets[oldest];
-    bool done = false;
-    for (int spin = 0; spin < 64 && !done; spin++) {
-      ENG_TRY(b->comm->transport->test(&done, b->exchange));
-    }
-    if (done) {
-      b->exchange = NULL;
-      since = eng_clock();
-      continue;
-    }
-    ENG_TRY(comm_pause(&since, "the sum of gradients"));
-  }
+  if (p->cards) ENG_TRY(comm_stream_wait(STREAM_GRADIENTS, "the sum of gradients"));
+  while (p->under_way > 0) ENG_TRY(advance(p, &since));
   if (p->cards) ENG_TRY(read_flags(p));
   double now = eng_clock();
   if (p->set->parted) {

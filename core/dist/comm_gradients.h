@@ -52,6 +52,7 @@ struct eng_parallel {
   bool        whole;          // pieces are whole parameters
   int32_t     n_buckets;
   int32_t     under_way;      // buckets in flight
+  int64_t     arrived;        // exchanges of buckets that were completed
   bucket     *buckets;
   int32_t    *order;          // [n_buckets] the order in which all ranks send buckets
   int32_t     next;           // index into `order`

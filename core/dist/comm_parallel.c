@@ -41,13 +41,8 @@ static eng_status take_memory(eng_parallel *p, int64_t limit)
   }
   for (int i = 0; i < p->set->n; i++) {
     if (p->set->member[i].value->count > largest) largest = p->set->member[i].value->count;
-    bucket *b = &p->buckets[p->bucket_of[i]];
-    for (int k = 0; k < b->n; k++) {
-      int64_t from, at, n = bucket_overlap(p, b, k, b->comm->rank, &from, &at);
-      if (b->member[k] != i) continue;
-      p->set->own[2 * i] = n ? from : 0;
-      p->set->own[2 * i + 1] = n ? from + n : 0;
-    }
+    int rank = p->buckets[p->bucket_of[i]].comm->rank;
+    member_owned(&p->set->own[2 * i], &p->set->own[2 * i + 1], p, i, rank);
   }
   ENG_TRY(make_pools(p, limit));
   p->n_values = !p->cards && size * longest > largest ? size * longest : largest;
@@ -107,7 +102,7 @@ static eng_status divide(eng_parallel *p)
                         value->shape));
   }
   flat_buffer *own;
-  ENG_TRY(flat_new_own(&own, ARENA_GRADIENT, set, set->gradient_dtype));
+  ENG_TRY(flat_new(&own, ARENA_GRADIENT, set, set->gradient_dtype, true));
   params_divide(set, own);
   return ENG_OK;
 }
@@ -127,7 +122,7 @@ eng_status eng_parallel_new(eng_parallel **out, eng_params *set, eng_comm *comm,
                             const eng_parallel_options *options)
 {
   *out = NULL;
-  if (!set || set->freed) return error_set(ENG_ERR_STATE, "expected a parameter set, got none");
+  ENG_TRY(params_alive(set));
   if (set->own)
     return error_set(ENG_ERR_STATE, "these parameters are already divided among ranks");
   ENG_TRY(buckets_check(options));

@@ -8,9 +8,9 @@
 
 #include <stdlib.h>
 
-/// Counts what bucket b sends and keeps on this rank, and notes which elements this rank owns.
-static eng_status count_bucket(eng_parallel_sizes *out, int64_t *longest, eng_parallel *p,
-                               bucket *b, int zero, int64_t *own_part)
+/// Counts what bucket b sends and keeps on this rank.
+static void count_bucket(eng_parallel_sizes *out, int64_t *longest, const eng_parallel *p,
+                         const bucket *b, int zero)
 {
   int own = b->comm->rank, ranks = b->comm->size;
   int64_t others = ranks - 1;
@@ -26,16 +26,11 @@ static eng_status count_bucket(eng_parallel_sizes *out, int64_t *longest, eng_pa
     out->own += n;
     out->gradients +=
       params_part_bytes(zero >= 2 ? n : p->set->member[b->member[k]].value->count, b->dtype);
-    if (own_part) {
-      own_part[2 * b->member[k]] = n ? from : 0;
-      own_part[2 * b->member[k] + 1] = n ? from + n : 0;
-    }
     if (zero == 0 || zero == 3 || n == 0) continue;
     out->weight_messages += others;
     out->weight_bytes +=
       n * eng_dtype_size(p->set->member[b->member[k]].value->dtype) * others;
   }
-  return ENG_OK;
 }
 
 /// The parameter of the set that is input k of an operation, directly or through its low-precision
@@ -119,7 +114,7 @@ eng_status eng_parallel_predict(eng_parallel_sizes *out, eng_params *set, int ra
                                 const eng_parallel_options *options)
 {
   *out = (eng_parallel_sizes){0};
-  if (!set || set->freed) return error_set(ENG_ERR_STATE, "expected a parameter set, got none");
+  ENG_TRY(params_alive(set));
   if (size < 1 || rank < -1 || rank >= size)
     return error_set(ENG_ERR_VALUE, "expected a rank of the group, got rank %d of %d", rank,
                      size);
@@ -137,10 +132,12 @@ eng_status eng_parallel_predict(eng_parallel_sizes *out, eng_params *set, int ra
   for (int k = 0; status == ENG_OK && k < p.n_buckets; k++)
     status = bucket_cut(&p.buckets[k], k, p.whole);
   for (int k = 0; status == ENG_OK && k < p.n_buckets; k++)
-    status = count_bucket(out, &longest, &p, &p.buckets[k], options->zero, own);
+    count_bucket(out, &longest, &p, &p.buckets[k], options->zero);
   if (status == ENG_OK && size > 1) {
-    for (int i = 0; i < set->n; i++)
+    for (int i = 0; i < set->n; i++) {
       if (set->member[i].value->count > largest) largest = set->member[i].value->count;
+      member_owned(&own[2 * i], &own[2 * i + 1], &p, i, group.rank);
+    }
     buckets_bounds(&block, &room, &p, options->bucket);
     out->under_way =
       block + (size * longest > largest ? size * longest : largest) * (int64_t)sizeof(float);

@@ -97,9 +97,9 @@ eng_status eng_parallel_histograms(eng_tensor_stats *stats, eng_parallel *p)
 // ------------------------------------------------------------------ pieces of weights and moments
 
 /// Sends this rank's piece of member `index` to every other rank that holds the member, and
-/// receives the pieces of these ranks. `host`: all elements of the member in host memory.
-/// Between cards, `host` is device memory, and the messages are only enqueued.
-static eng_status round_pieces(eng_parallel *p, int index, void *host, const char *what)
+/// receives the pieces of these ranks. `value`: all elements of the member, in host memory or, with
+/// `cards`, in device memory, where the messages are only enqueued.
+static eng_status exchange_pieces(eng_parallel *p, int index, char *value, const char *what)
 {
   int64_t size = eng_dtype_size(p->set->member[index].value->dtype);
   eng_comm *comm = p->buckets[p->bucket_of[index]].comm;
@@ -110,53 +110,36 @@ static eng_status round_pieces(eng_parallel *p, int index, void *host, const cha
     if (peer == own) continue;
     member_owned(&a, &b, p, index, peer);
     if (to > from) {
-      p->messages[n++] =
-        (comm_message){(char *)host + from * size, (to - from) * size, peer, true};
+      p->messages[n++] = (comm_message){value + from * size, (to - from) * size, peer, true};
       p->facts.weight_messages++;
       p->facts.weight_bytes += (to - from) * size;
     }
-    if (b > a)
-      p->messages[n++] = (comm_message){(char *)host + a * size, (b - a) * size, peer, false};
+    if (b > a) p->messages[n++] = (comm_message){value + a * size, (b - a) * size, peer, false};
   }
   return p->cards ? comm_stream_exchange(STREAM_GRADIENTS, comm, p->messages, n, what)
                   : comm_exchange(comm, p->messages, n, comm_tag(comm), what);
 }
 
-static eng_status gather_between_cards(eng_parallel *p)
-{
-  static const char what[] = "the updated weights";
-  ENG_TRY(backend_of_space(p->set->space)->stream_follow(comm_stream_of(STREAM_GRADIENTS)));
-  for (int i = 0; i < p->set->n; i++) {
-    parameter *member = &p->set->member[i];
-    if (!member->has_gradient) continue;
-    params_written(member);
-    ENG_TRY(round_pieces(p, i, member->value->data, what));
-  }
-  return comm_stream_wait(STREAM_GRADIENTS, what);
-}
-
 eng_status eng_parallel_gather(eng_parallel *p)
 {
+  static const char what[] = "the updated weights";
   eng_params *set = p->set;
   double began = eng_clock();
-  if (p->cards) {
-    ENG_TRY(gather_between_cards(p));
-    p->facts.weights = eng_clock() - began;
-    return eng_params_refresh(set);
-  }
+  const bool staged = set->space != SPACE_HOST && !p->cards;
+  if (p->cards)
+    ENG_TRY(backend_of_space(set->space)->stream_follow(comm_stream_of(STREAM_GRADIENTS)));
   for (int i = 0; i < set->n; i++) {
     parameter *member = &set->member[i];
     if (!member->has_gradient) continue;          // not updated in this step
     params_written(member);
     if (set->parted && !p->apart[i]) continue;    // other ranks fetch it when they use it
+    char *value = member->value->data;
     int64_t bytes = member->value->count * eng_dtype_size(member->value->dtype);
-    void *host = set->space == SPACE_HOST ? member->value->data : p->values;
-    if (set->space != SPACE_HOST)
-      ENG_TRY(transfer_to_host(host, set->space, member->value->data, bytes));
-    ENG_TRY(round_pieces(p, i, host, "the updated weights"));
-    if (set->space != SPACE_HOST)
-      ENG_TRY(transfer_from_host(set->space, member->value->data, host, bytes));
+    if (staged) ENG_TRY(transfer_to_host(p->values, set->space, value, bytes));
+    ENG_TRY(exchange_pieces(p, i, staged ? (char *)p->values : value, what));
+    if (staged) ENG_TRY(transfer_from_host(set->space, value, p->values, bytes));
   }
+  if (p->cards) ENG_TRY(comm_stream_wait(STREAM_GRADIENTS, what));
   if (set->parted && !p->holders) return params_leave(set);
   p->facts.weights = eng_clock() - began;
   return eng_params_refresh(set);

@@ -86,23 +86,23 @@ static eng_status fetch(void *data, int unit, int form)
   return status;
 }
 
-eng_status weights_part(eng_parallel *p, const int32_t *units)
+static eng_status check_units(const eng_parallel *p, const int32_t *units)
 {
-  params_parted *q;
   if (!units) return error_set(ENG_ERR_VALUE, "zero=3 needs the unit of each parameter");
-  if (p->set->space != SPACE_HOST)
-    return error_set(ENG_ERR_DEVICE, "zero=3 needs the weights in CPU memory; hint: zero=2");
   for (int i = 0; i < p->set->n; i++)
     if (units[i] < 0 || units[i] >= p->set->n)
       return error_set(ENG_ERR_VALUE, "expected a unit of 0 to %d for parameter %s, got %d",
                        p->set->n - 1, p->set->member[i].name, units[i]);
-  int32_t *unit_of = calloc((size_t)p->set->n + 1, sizeof *unit_of);
-  if (!unit_of) return error_set(ENG_ERR_MEMORY, "out of memory for the table of weights");
-  // -1 for experts: the ranks have divided them already
-  for (int i = 0; i < p->set->n; i++) unit_of[i] = p->apart[i] ? -1 : units[i];
-  eng_status status = parted_new(&q, p->set, p->set->own, unit_of);
-  free(unit_of);
-  ENG_TRY(status);
+  return ENG_OK;
+}
+
+eng_status weights_part(eng_parallel *p, const int32_t *units)
+{
+  params_parted *q;
+  ENG_TRY(check_units(p, units));
+  if (p->set->space != SPACE_HOST)
+    return error_set(ENG_ERR_DEVICE, "zero=3 needs the weights in CPU memory; hint: zero=2");
+  ENG_TRY(parted_new(&q, p->set, p->set->own, units, p->apart));
   q->fetch = fetch;
   q->data = p;
   return params_part(p->set, q);
@@ -110,7 +110,7 @@ eng_status weights_part(eng_parallel *p, const int32_t *units)
 
 static eng_status check_parted(const eng_parallel *p)
 {
-  if (p->set->freed) return error_set(ENG_ERR_STATE, "these parameters were freed");
+  ENG_TRY(params_alive(p->set));
   return p->set->parted ? ENG_OK
                         : error_set(ENG_ERR_STATE, "these weights are not divided among ranks");
 }
@@ -181,8 +181,8 @@ eng_status weights_predict(eng_parallel_sizes *out, eng_parallel *p, const int64
                            const int32_t *units)
 {
   prediction a = {.p = p, .out = out};
-  if (!units) return error_set(ENG_ERR_VALUE, "zero=3 needs the unit of each parameter");
-  ENG_TRY(parted_new(&a.q, p->set, own, units));
+  ENG_TRY(check_units(p, units));
+  ENG_TRY(parted_new(&a.q, p->set, own, units, p->apart));
   a.q->imagined = true;
   a.q->fetch = count_messages;
   a.q->data = &a;

@@ -1,6 +1,6 @@
 // Flat buffers: one allocation divided into a tensor per parameter, for weights, gradients and
-// moments. A released buffer that a view or the tape still uses waits in a list. Called by
-// params.c, optimizer.c and dist/.
+// moments. A released buffer that a view or the tape still uses waits in a list. Called by this
+// folder and dist/.
 #include "params.h"
 
 #include "base/error.h"
@@ -35,9 +35,11 @@ void flat_reclaim(void)
   }
 }
 
-void flat_release(flat_buffer *flat)
+void flat_release(flat_buffer **place)
 {
+  flat_buffer *flat = *place;
   if (!flat) return;
+  *place = NULL;
   flat->next = waiting;
   waiting = flat;
   flat_reclaim();
@@ -68,15 +70,18 @@ eng_status flat_memory(flat_buffer **out, int space, arena_id arena, int n, int6
   return ENG_OK;
 }
 
-/// Divides a new buffer among the members: room for all their elements or, if `own`, for those that
-/// this rank owns.
-static eng_status flat_make(flat_buffer **out, arena_id arena, const eng_params *set,
-                            const int32_t *dtype, bool own)
+eng_status flat_new(flat_buffer **out, arena_id arena, const eng_params *set, const int32_t *dtype,
+                    bool own)
 {
   int64_t bytes = 0;
-  for (int i = 0; i < set->n; i++)
+  bool empty = true;
+  *out = NULL;
+  for (int i = 0; i < set->n; i++) {
+    empty = empty && dtype[i] < 0;
     bytes += params_part_bytes(own ? set->own[2 * i + 1] - set->own[2 * i]
                                    : set->member[i].value->count, dtype[i]);
+  }
+  if (empty) return ENG_OK;
   ENG_TRY(flat_memory(out, set->space, arena, set->n, bytes));
   char *at = (*out)->memory;
   for (int i = 0; i < set->n; i++) {
@@ -86,22 +91,10 @@ static eng_status flat_make(flat_buffer **out, arena_id arena, const eng_params 
     eng_status status = tensor_wrap(&(*out)->part[i], set->space, at, dtype[i],
                                     own ? 1 : value->ndim, own ? &count : value->shape);
     if (status != ENG_OK) {
-      flat_release(*out);
-      *out = NULL;
+      flat_release(out);
       return status;
     }
     at += params_part_bytes(count, dtype[i]);
   }
   return ENG_OK;
-}
-
-eng_status flat_new(flat_buffer **out, arena_id arena, const eng_params *set, const int32_t *dtype)
-{
-  return flat_make(out, arena, set, dtype, false);
-}
-
-eng_status flat_new_own(flat_buffer **out, arena_id arena, const eng_params *set,
-                        const int32_t *dtype)
-{
-  return flat_make(out, arena, set, dtype, true);
 }

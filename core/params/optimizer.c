@@ -73,17 +73,13 @@ static int32_t *dtypes_of(const eng_optimizer *state, int which)
 
 static eng_status moment_new(eng_optimizer *state, int which)
 {
-  if (state->moment[which] || state->set->n == 0) return ENG_OK;
-  const int32_t *dtype = dtypes_of(state, which);
-  if (state->set->sharded)
-    ENG_TRY(flat_new_own(&state->moment[which], ARENA_OPTIMIZER, state->set, dtype));
-  else ENG_TRY(flat_new(&state->moment[which], ARENA_OPTIMIZER, state->set, dtype));
-  flat_buffer *made = state->moment[which];
-  eng_status status = transfer_zero(state->set->space, made->memory, made->bytes);
-  if (status != ENG_OK) {
-    flat_release(made);
-    state->moment[which] = NULL;
-  }
+  flat_buffer **moment = &state->moment[which];
+  const eng_params *set = state->set;
+  if (*moment) return ENG_OK;
+  ENG_TRY(flat_new(moment, ARENA_OPTIMIZER, set, dtypes_of(state, which), set->sharded));
+  if (!*moment) return ENG_OK;
+  eng_status status = transfer_zero(set->space, (*moment)->memory, (*moment)->bytes);
+  if (status != ENG_OK) flat_release(moment);
   return status;
 }
 
@@ -142,7 +138,7 @@ eng_status eng_optimizer_new(eng_optimizer **out, eng_params *set, int kind, int
 void eng_optimizer_free(eng_optimizer *state)
 {
   if (!state) return;
-  for (int which = 0; which < BUFFERS; which++) flat_release(state->moment[which]);
+  for (int which = 0; which < BUFFERS; which++) flat_release(&state->moment[which]);
   params_release(state->set);
   if (state->slot >= 0) slots_taken &= ~(1ull << state->slot);
   free(state->group);
@@ -171,7 +167,7 @@ eng_status eng_optimizer_shard(eng_optimizer *state)
   for (int which = 0; which < BUFFERS; which++) {
     flat_buffer *whole = state->moment[which], *part;
     if (!whole || is_divided(whole, set)) continue;
-    ENG_TRY(flat_new_own(&part, ARENA_OPTIMIZER, set, dtypes_of(state, which)));
+    ENG_TRY(flat_new(&part, ARENA_OPTIMIZER, set, dtypes_of(state, which), true));
     eng_status status = ENG_OK;
     for (int i = 0; i < set->n && status == ENG_OK; i++) {
       if (!whole->part[i]) continue;
@@ -179,7 +175,7 @@ eng_status eng_optimizer_shard(eng_optimizer *state)
       const char *from = (const char *)whole->part[i]->data + set->own[2 * i] * size;
       status = transfer_inside(set->space, part->part[i]->data, from, part->part[i]->count * size);
     }
-    flat_release(status == ENG_OK ? whole : part);
+    flat_release(status == ENG_OK ? &whole : &part);
     ENG_TRY(status);
     state->moment[which] = part;
   }
@@ -193,8 +189,7 @@ eng_status eng_optimizer_rounding(eng_optimizer *state, int rounding)
     return error_set(ENG_ERR_VALUE, "%s: unknown rounding number %d", kinds[state->kind].name,
                      rounding);
   state->rounding = rounding;
-  flat_release(state->moment[COMPENSATION]);   // the masters may have another format now
-  state->moment[COMPENSATION] = NULL;
+  flat_release(&state->moment[COMPENSATION]);   // the masters may have another format now
   return ENG_OK;
 }
 
@@ -269,8 +264,6 @@ eng_status eng_optimizer_step(eng_optimizer *state, const eng_update *update)
   ENG_TRY(check_alive(state));
   ENG_TRY(check_update(state, update));
   ENG_TRY(params_here(state->set, "an optimizer's update"));
-  if (!device->optimize)
-    return error_set(ENG_ERR_DEVICE, "the device %s cannot run optimizers", device->name);
   bool momentum = false;
   for (int g = 0; g < update->n_groups; g++) momentum = momentum || update->groups[g].momentum != 0;
   for (int which = 0; which < kinds[state->kind].moments; which++)
@@ -350,7 +343,7 @@ eng_status eng_optimizer_moment(eng_tensor *out, eng_optimizer *state, int which
                                 : which > kinds[state->kind].moments)
     return ENG_OK;
   ENG_TRY(moment_new(state, which - 1));
-  const tensor *part = state->moment[which - 1]->part[index];
-  if (part) *out = tensor_handle(part);
+  const flat_buffer *moment = state->moment[which - 1];
+  if (moment && moment->part[index]) *out = tensor_handle(moment->part[index]);
   return ENG_OK;
 }

@@ -37,8 +37,6 @@ static eng_status check_member(tensor **out, const eng_tensor *handle, const cha
   return ENG_OK;
 }
 
-static void link_parts(eng_params *set);
-
 static void set_discard(eng_params *set)
 {
   params_forget_lagged(set);
@@ -96,12 +94,14 @@ static eng_status copy_values(eng_params *set)
   return ENG_OK;
 }
 
-/// Makes the members views of their copies; cannot fail.
+/// Makes the members views of their copies, without gradients; cannot fail.
 static void adopt(eng_params *set)
 {
   char *at = set->masters->memory;
   for (int i = 0; i < set->n; i++) {
     tensor *x = set->member[i].value;
+    tensor_drop(x->gradient);
+    x->gradient = NULL;
     tensor_rehome(x, at);
     for (int64_t d = x->ndim - 1, stride = 1; d >= 0; stride *= x->shape[d], d--)
       x->stride[d] = stride;
@@ -109,6 +109,28 @@ static void adopt(eng_params *set)
     set->masters->part[i] = x;
     set->count += x->count;
     at += params_part_bytes(x->count, x->dtype);
+  }
+}
+
+static void drop_derived(parameter *p)
+{
+  if (p->derived) params_derived_freed(p);
+  if (p->derived) p->derived->free(p->derived);
+  p->derived = NULL;
+}
+
+/// Points the members to their parts of the buffers. Clears gradients and drops derived copies.
+static void link_parts(eng_params *set)
+{
+  for (int i = 0; i < set->n; i++) {
+    parameter *p = &set->member[i];
+    p->gradient = params_resting_place(set, i);
+    p->shadow = set->shadows ? set->shadows->part[i] : NULL;
+    params_drop_gradient(p);
+    drop_derived(p);
+    if (!p->shadow) continue;
+    p->shadow->parameter = p;
+    p->shadow->requires_grad = p->value->requires_grad;
   }
 }
 
@@ -149,25 +171,14 @@ eng_status eng_params_new(eng_params **out, const eng_tensor *tensors, const cha
   if (status == ENG_OK) status = copy_values(set);
   if (status != ENG_OK) {
     if (set->masters) set->masters->n = 0;   // its parts do not exist yet
-    flat_release(set->masters);
+    flat_release(&set->masters);
     set_discard(set);
     return status;
-  }
-  for (int i = 0; i < n; i++) {
-    tensor_drop(set->member[i].value->gradient);
-    set->member[i].value->gradient = NULL;
   }
   adopt(set);
   link_parts(set);
   *out = set;
   return ENG_OK;
-}
-
-static void drop_derived(parameter *p)
-{
-  if (p->derived) params_derived_freed(p);
-  if (p->derived) p->derived->free(p->derived);
-  p->derived = NULL;
 }
 
 void params_release(eng_params *set)
@@ -188,50 +199,21 @@ void eng_params_free(eng_params *set)
     p->value = p->shadow = p->gradient = NULL;
     p->has_gradient = false;
   }
-  flat_release(set->masters);
-  flat_release(set->shadows);
-  flat_release(set->gradients);
-  flat_release(set->unscaled);
-  flat_release(set->reference);
-  set->masters = set->shadows = set->gradients = set->unscaled = set->reference = NULL;
+  flat_release(&set->masters);
+  flat_release(&set->shadows);
+  flat_release(&set->gradients);
+  flat_release(&set->unscaled);
+  flat_release(&set->reference);
   params_release(set);
 }
 
-/// The device that computes with the set's memory: the current device if it uses that memory space.
-static const backend *set_device(const eng_params *set)
-{
-  return set->space == backend_current()->space ? backend_current() : backend_of_space(set->space);
-}
-
-/// Elements [from, to) of a contiguous tensor, as one dimension.
-static tensor narrowed(const tensor *x, int64_t from, int64_t to)
-{
-  tensor part = *x;
-  part.data = (char *)x->data + from * eng_dtype_size(x->dtype);
-  part.ndim = part.stride[0] = 1;
-  part.count = part.shape[0] = to - from;
-  return part;
-}
-
-// ---- precision
-
-tensor *params_resting_place(const eng_params *set, int i)
-{
-  return set->gradients && !set->divided ? set->gradients->part[i] : NULL;
-}
+// ---- formats
 
 static bool same_formats(const flat_buffer *flat, const int32_t *dtype, int n)
 {
   for (int i = 0; i < n; i++)
     if ((flat && flat->part[i] ? flat->part[i]->dtype : -1) != dtype[i]) return false;
   return true;
-}
-
-static bool any_format(const int32_t *dtype, int n)
-{
-  for (int i = 0; i < n; i++)
-    if (dtype[i] >= 0) return true;
-  return false;
 }
 
 static eng_status check_format(const eng_params *set, int i, const char *what, int dtype)
@@ -241,81 +223,54 @@ static eng_status check_format(const eng_params *set, int i, const char *what, i
                    set->member[i].name, what, eng_dtype_name(dtype));
 }
 
-static void link_parts(eng_params *set)
-{
-  for (int i = 0; i < set->n; i++) {
-    parameter *p = &set->member[i];
-    p->gradient = params_resting_place(set, i);
-    p->shadow = set->shadows ? set->shadows->part[i] : NULL;
-    params_drop_gradient(p);
-    drop_derived(p);
-    if (!p->shadow) continue;
-    p->shadow->parameter = p;
-    p->shadow->requires_grad = p->value->requires_grad;
-  }
-}
-
-/// A buffer in these formats; NULL if it would have no parts.
-static eng_status new_unless_empty(flat_buffer **out, const eng_params *set, const int32_t *dtype)
-{
-  *out = NULL;
-  return any_format(dtype, set->n) ? flat_new(out, ARENA_PARAMETER, set, dtype) : ENG_OK;
-}
-
-eng_status params_alive(const eng_params *set)
-{
-  if (!set) return error_set(ENG_ERR_STATE, "expected a parameter set, got none");
-  return set->freed ? error_set(ENG_ERR_STATE, "these parameters were freed") : ENG_OK;
-}
-
-eng_status params_index(const eng_params *set, int index)
-{
-  if (index >= 0 && index < set->n) return ENG_OK;
-  return error_set(ENG_ERR_VALUE, "expected a parameter index of 0 to %d, got %d", set->n - 1,
-                   index);
-}
-
 /// The stored format of gradient i. gradient[i] is the format of its terms (NULL: f32).
-static int stored_dtype(const eng_params *set, const int32_t *gradient, int i)
-{ return !gradient || set->accumulates ? ENG_f32 : gradient[i]; }
+static int stored_dtype(const int32_t *gradient, bool accumulates, int i)
+{ return !gradient || accumulates ? ENG_f32 : gradient[i]; }
 
-static bool other_gradients(const eng_params *set, const int32_t *gradient)
+static bool other_gradients(const eng_params *set, const int32_t *gradient, bool accumulates)
 {
   for (int i = 0; i < set->n; i++)
-    if (set->gradient_dtype[i] != stored_dtype(set, gradient, i)) return true;
+    if (set->gradient_dtype[i] != stored_dtype(gradient, accumulates, i)) return true;
   return false;
+}
+
+/// The error for `what`, gradients or weights, that the ranks have divided.
+static eng_status fixed_format(const char *what, const char *zero)
+{
+  return error_set(ENG_ERR_STATE, "these %s are divided among ranks (zero=%s) and cannot change "
+                                  "their format; hint: create a new optimizer", what, zero);
+}
+
+/// Whether gradients can change to these formats; an error names the reason.
+static eng_status gradients_can_change(const eng_params *set, const int32_t *gradient,
+                                       bool accumulates)
+{
+  if (set->kept)
+    return error_set(ENG_ERR_STATE, "the precision cannot change while a reference backward runs");
+  return set->divided && other_gradients(set, gradient, accumulates)
+           ? fixed_format("gradients", "2 or 3") : ENG_OK;
 }
 
 /// Sets the formats of gradients. If one changes, drops their memory; the next backward pass
 /// allocates it again.
-static void renew_gradients(eng_params *set, const int32_t *gradient)
+static void renew_gradients(eng_params *set, const int32_t *gradient, bool accumulates)
 {
-  if (other_gradients(set, gradient)) {
-    flat_release(set->gradients);
-    set->gradients = NULL;
+  if (other_gradients(set, gradient, accumulates)) {
+    flat_release(&set->gradients);
   }
+  set->accumulates = accumulates;
   for (int i = 0; i < set->n; i++) {
-    set->gradient_dtype[i] = stored_dtype(set, gradient, i);
+    set->gradient_dtype[i] = stored_dtype(gradient, accumulates, i);
     set->term_dtype[i] = gradient ? gradient[i] : ENG_f32;
   }
-  flat_release(set->unscaled);
-  set->unscaled = NULL;
+  flat_release(&set->unscaled);
   link_parts(set);
-}
-
-// Divided gradients keep their format.
-static eng_status fixed_format(void)
-{
-  return error_set(ENG_ERR_STATE, "these gradients are divided among ranks (zero=2 or 3) and "
-                                  "cannot change their format; hint: create a new optimizer");
 }
 
 /// Whether the masters of a set can change their format; an error names the reason.
 static eng_status masters_can_change(const eng_params *set)
 {
-  if (set->parted)
-    return error_set(ENG_ERR_STATE, "these weights are divided among ranks (zero=3) and cannot "
-                                    "change their format; hint: create a new optimizer");
+  if (set->parted) return fixed_format("weights", "3");
   if (tensor_tape_length > 0)
     return error_set(ENG_ERR_STATE, "master weights cannot change their format while the tape has "
                                     "operations; hint: change the precision between steps");
@@ -348,12 +303,10 @@ eng_status eng_params_masters(eng_params *set, const int32_t *dtype)
   char *at = fresh->memory;
   eng_status status = ENG_OK;
   for (int i = 0; i < set->n && status == ENG_OK; i++) {
-    tensor from = narrowed(set->member[i].value, 0, set->member[i].value->count), to = from;
+    tensor *from = set->member[i].value, to = *from;
     to.data = at;
     to.dtype = dtype[i];
-    op_call c = {.op = ENG_OP_cast, .n_in = 1, .n_out = 1, .in = {&from}, .out = {&to},
-                 .cast = {.dtype = to.dtype}};
-    if (to.count > 0) status = set_device(set)->kernel[c.op](&c);
+    status = params_cast(&to, from);
     at += params_part_bytes(to.count, to.dtype);
   }
   flat_buffer *unused = status == ENG_OK ? set->masters : fresh;
@@ -367,11 +320,10 @@ eng_status eng_params_masters(eng_params *set, const int32_t *dtype)
     at += x->store->bytes;
   }
   unused->n = 0;   // its parts, if any, live on in the other buffer
-  flat_release(unused);
+  flat_release(&unused);
   ENG_TRY(status);
   set->masters = fresh;
-  flat_release(set->shadows);
-  set->shadows = NULL;
+  flat_release(&set->shadows);
   link_parts(set);
   return ENG_OK;
 }
@@ -381,14 +333,11 @@ eng_status eng_params_precision(eng_params *set, const int32_t *shadow, const in
 {
   ENG_TRY(params_alive(set));
   flat_reclaim();
-  if (set->kept)
-    return error_set(ENG_ERR_STATE, "the precision cannot change while a reference backward runs");
   for (int i = 0; i < set->n; i++) {
     if (shadow) ENG_TRY(check_format(set, i, "weights for the forward pass", shadow[i]));
     if (gradient) ENG_TRY(check_format(set, i, "gradients", gradient[i]));
   }
-  if (other_gradients(set, gradient) && set->divided)
-    return fixed_format();
+  ENG_TRY(gradients_can_change(set, gradient, set->accumulates));
   // Allocates the new buffer first, so that a failure leaves the set unchanged.
   flat_buffer *fresh_shadows = NULL;
   int32_t *wanted = set->which;   // unused between passes
@@ -399,20 +348,18 @@ eng_status eng_params_precision(eng_params *set, const int32_t *shadow, const in
                        set->member[i].name, eng_dtype_name(wanted[i]));
   }
   bool new_shadows = !same_formats(set->shadows, wanted, set->n);
-  if (new_shadows && set->parted)
-    return error_set(ENG_ERR_STATE, "these weights are divided among ranks (zero=3) and cannot "
-                                    "change their format; hint: create a new optimizer");
+  if (new_shadows && set->parted) return fixed_format("weights", "3");
   if (new_shadows && set->shadows && tensor_tape_length > 0)
     return error_set(
       ENG_ERR_STATE,
       "low-precision weights cannot change their format while the tape has operations; "
       "hint: change the precision between steps");
-  if (new_shadows) ENG_TRY(new_unless_empty(&fresh_shadows, set, wanted));
   if (new_shadows) {
-    flat_release(set->shadows);
+    ENG_TRY(flat_new(&fresh_shadows, ARENA_PARAMETER, set, wanted, false));
+    flat_release(&set->shadows);
     set->shadows = fresh_shadows;
   }
-  renew_gradients(set, gradient);
+  renew_gradients(set, gradient, set->accumulates);
   return new_shadows ? eng_params_refresh(set) : ENG_OK;
 }
 
@@ -420,28 +367,8 @@ eng_status eng_params_accumulate(eng_params *set, bool on)
 {
   ENG_TRY(params_alive(set));
   if (set->accumulates == on) return ENG_OK;
-  if (set->kept)
-    return error_set(ENG_ERR_STATE, "the precision cannot change while a reference backward runs");
-  set->accumulates = on;
-  if (other_gradients(set, set->term_dtype) && set->divided) {
-    set->accumulates = !on;
-    return fixed_format();
-  }
-  renew_gradients(set, set->term_dtype);
-  return ENG_OK;
-}
-
-static eng_status refresh(parameter *p)
-{
-  const backend *device = set_device(p->set);
-  const int64_t all[2] = {0, p->value->count};
-  const int64_t *part = params_comes_and_goes(p) ? p->set->own + 2 * p->index : all;
-  tensor from = narrowed(p->value, part[0], part[1]), to = narrowed(p->shadow, part[0], part[1]);
-  op_call c = {.op = ENG_OP_cast, .n_in = 1, .n_out = 1, .in = {&from}, .out = {&to},
-               .cast = {.dtype = to.dtype}};
-  if (from.count > 0) ENG_TRY(device->kernel[c.op](&c));
-  p->shadow->store->writes++;
-  p->seen = p->value->store->writes;
+  ENG_TRY(gradients_can_change(set, set->term_dtype, on));
+  renew_gradients(set, set->term_dtype, on);
   return ENG_OK;
 }
 
@@ -450,69 +377,6 @@ eng_status eng_params_refresh(eng_params *set)
   ENG_TRY(params_alive(set));
   if (set->parted && !set->parted->whole) ENG_TRY(params_leave(set));
   for (int i = 0; i < set->n; i++)
-    if (set->member[i].shadow) ENG_TRY(refresh(&set->member[i]));
+    if (set->member[i].shadow) ENG_TRY(params_round(&set->member[i]));
   return ENG_OK;
-}
-
-eng_status eng_params_low(eng_tensor *out, eng_params *set, int index)
-{
-  *out = (eng_tensor){0, 0};
-  ENG_TRY(params_alive(set));
-  ENG_TRY(params_index(set, index));
-  tensor *low = NULL;
-  if (set->member[index].shadow) ENG_TRY(params_shadow(&low, &set->member[index]));
-  if (low) *out = tensor_handle(low);
-  return ENG_OK;
-}
-
-eng_status params_shadow(tensor **out, parameter *p)
-{
-  *out = p->shadow;
-  return p->seen == p->value->store->writes ? ENG_OK : refresh(p);
-}
-
-void params_written(parameter *p)
-{
-  if (p->shadow) p->shadow->store->writes++;
-  if (p->seen == p->value->store->writes) p->seen++;
-  p->value->store->writes++;
-}
-
-// ---- queries
-
-void eng_params_bytes(int64_t bytes[4], const eng_params *set)
-{
-  const flat_buffer *flat[3] = {set->masters, set->shadows, set->gradients};
-  for (int k = 0; k < 3; k++) bytes[k] = flat[k] ? flat[k]->bytes : 0;
-  for (int i = 0; !set->gradients && !set->freed && i < set->n; i++)
-    bytes[2] += params_part_bytes(set->member[i].value->count, set->gradient_dtype[i]);
-  bytes[3] = 0;
-  for (int i = 0; i < set->n; i++) {
-    const params_derived *derived = set->member[i].derived;
-    if (derived) bytes[3] += derived->bytes(derived);
-  }
-}
-
-int64_t eng_params_count(const eng_params *set)
-{
-  return set->count;
-}
-
-uint64_t eng_params_checksum(const eng_params *set) { return eng_params_checksum_of(set, NULL, 0); }
-
-uint64_t eng_params_checksum_of(const eng_params *set, const uint8_t *which, int value)
-{
-  uint64_t *sum = malloc((size_t)(set->n + 1) * sizeof *sum), hash = 0;
-  int n = 0;
-  bool good = sum != NULL;
-  for (int i = 0; i < set->n && !set->freed && good; i++) {
-    if (which && which[i] != value) continue;
-    const tensor *x = set->member[i].value;
-    good = !x->store->closed &&
-           transfer_checksum(&sum[n++], set->space, x->data,
-                             x->count * eng_dtype_size(x->dtype)) == ENG_OK;
-  }
-  if (good) hash = eng_hash64(sum, n * (int64_t)sizeof *sum);
-  free(sum);
-  return hash;
 }

@@ -80,7 +80,7 @@ struct eng_params {
   flat_buffer *masters, *shadows;
   // NULL until the first backward pass; `divided`: only this rank's elements of each member
   flat_buffer *gradients;
-  // ZeRO-2: backward writes gradients into memory of comm_buckets.c until they are reduced
+  // ZeRO-2: backward writes gradients into temporary memory of dist/ until they are reduced
   bool         divided;
   int32_t     *gradient_dtype;// [n] of the stored gradients
   int32_t     *term_dtype;    // [n] of the terms that backward adds: the recipe's
@@ -92,9 +92,9 @@ struct eng_params {
   int32_t     *which;         // [n] span k is of member which[k]
   eng_tensor_stats *stats;    // [n]
   float      **target;        // [n]
-  // [n][2] elements [from, to) of each member that this rank owns; NULL: all (comm_gradients.c)
+  // [n][2] elements [from, to) of each member that this rank owns; NULL: all (comm_parallel.c)
   int64_t     *own;
-  bool         sharded;       // this rank updates only its own elements (ZeRO-1)
+  bool         sharded;       // this rank updates only its own elements (ZeRO-1 to 3)
   struct params_parted *parted;   // other ranks' weights come and go (ZeRO-3); NULL: all stay
   pending_stats pending[ENG_STATS_ON_THEIR_WAY];   // a ring: lagged statistics, oldest first
   int32_t      first_pending, n_pending;
@@ -104,29 +104,39 @@ struct eng_params {
 
 /// A buffer of `bytes` for `n` parameters; the caller fills in the parts. Contents undefined.
 eng_status flat_memory(flat_buffer **out, int space, arena_id arena, int n, int64_t bytes);
-/// A buffer with a part of dtype[i] for each parameter i; a negative dtype: no part. Contents
-/// undefined.
-eng_status flat_new(flat_buffer **out, arena_id arena, const eng_params *set, const int32_t *dtype);
-/// A buffer of this rank's elements of each member, as tensors of one dimension.
-eng_status flat_new_own(flat_buffer **out, arena_id arena, const eng_params *set,
-                        const int32_t *dtype);
+/// A buffer with a part of dtype[i] for each member i; a negative dtype: no part. `own`: a part
+/// holds only the elements that this rank owns, in one dimension. Contents undefined. *out is NULL
+/// if the buffer would have no parts.
+eng_status flat_new(flat_buffer **out, arena_id arena, const eng_params *set, const int32_t *dtype,
+                    bool own);
 /// The size of a part with `count` elements.
 int64_t params_part_bytes(int64_t count, int dtype);
-/// Frees a buffer, or postpones this while the tape or a view still uses it. NULL is allowed.
-void flat_release(flat_buffer *flat);
+/// Frees a buffer and sets the pointer to NULL. While the tape or a view still uses the buffer, its
+/// memory waits for flat_reclaim. *flat may be NULL.
+void flat_release(flat_buffer **flat);
 /// Frees the released buffers that are no longer in use.
 void flat_reclaim(void);
 
+/// Copies the numbers of a contiguous tensor into another of the same space and count, rounded to
+/// its dtype, on the device that owns the memory.
+eng_status params_cast(tensor *to, tensor *from);
+/// Rounds the low-precision weights of a member that has some; with ZeRO-3, this rank's elements.
+eng_status params_round(parameter *p);
 /// The low-precision weights of a member that has some. Rounds them again if a script has written
 /// to the master since the last rounding.
 eng_status params_shadow(tensor **out, parameter *p);
+/// Does that rounding for all members.
+eng_status params_round_written(eng_params *set);
 
 /// The tensor of a member's gradient between passes; NULL if there is none.
-tensor *params_resting_place(const eng_params *set, int i);
+static inline tensor *params_resting_place(const eng_params *set, int i)
+{
+  return set->gradients && !set->divided ? set->gradients->part[i] : NULL;
+}
+
 /// Allocates the gradients of a set that has none yet. Errors: MEMORY; STATE if they are divided.
 eng_status params_gradients(eng_params *set);
-/// From now on the set keeps only this rank's elements of gradients, in the given buffer
-/// (flat_new_own).
+/// From now on the set keeps only this rank's elements of gradients, in the given buffer.
 void params_divide(eng_params *set, flat_buffer *own);
 
 /// Whether each term of this gradient is rounded to the term dtype before it is added in f32.
@@ -171,8 +181,6 @@ eng_status params_index(const eng_params *set, int index);
 /// The checks of every pass over parameters. They must be in the memory of the current device
 /// (DEVICE). No capture may be running, because `pass` cannot be part of a captured step (STATE).
 eng_status params_here(const eng_params *set, const char *pass);
-/// The device's pass over the set's first m spans, into stats [m]. Errors: DEVICE.
-eng_status params_gradstats(eng_tensor_stats *stats, const eng_params *set, int m, unsigned needs);
 /// An error if this rank has only its own elements of the gradients (ZeRO-2).
 eng_status params_whole(const eng_params *set);
 /// Fills set->span and set->which with the members that have a gradient; returns their number.

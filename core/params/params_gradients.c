@@ -25,7 +25,7 @@ eng_status params_gradients(eng_params *set)
                                     "(zero=2 or 3): only a trainer's step can compute them; "
                                     "hint: zero=1");
   if (set->gradients || set->n == 0) return ENG_OK;
-  ENG_TRY(flat_new(&set->gradients, ARENA_GRADIENT, set, set->gradient_dtype));
+  ENG_TRY(flat_new(&set->gradients, ARENA_GRADIENT, set, set->gradient_dtype, false));
   for (int i = 0; i < set->n; i++)
     if (!set->member[i].gradient) set->member[i].gradient = set->gradients->part[i];
   return ENG_OK;
@@ -33,7 +33,7 @@ eng_status params_gradients(eng_params *set)
 
 void params_divide(eng_params *set, flat_buffer *own)
 {
-  flat_release(set->gradients);
+  flat_release(&set->gradients);
   set->gradients = own;
   set->divided = true;
   for (int i = 0; i < set->n; i++) {
@@ -105,15 +105,6 @@ eng_status params_whole(const eng_params *set)
                                   "hint: zero=1");
 }
 
-eng_status params_gradstats(eng_tensor_stats *stats, const eng_params *set, int m, unsigned needs)
-{
-  const backend *device = backend_current();
-  if (!device->gradstats)
-    return error_set(ENG_ERR_DEVICE, "the device %s cannot compute gradient statistics",
-                     device->name);
-  return device->gradstats(set->span, m, needs, stats);
-}
-
 eng_status eng_params_stats(eng_record *record, eng_tensor_stats *stats, eng_params *set,
                             double scale, unsigned needs)
 {
@@ -121,7 +112,7 @@ eng_status eng_params_stats(eng_record *record, eng_tensor_stats *stats, eng_par
   ENG_TRY(params_here(set, "gradient statistics"));
   ENG_TRY(params_whole(set));
   int m = params_spans(set);
-  ENG_TRY(params_gradstats(set->stats, set, m, needs));
+  ENG_TRY(backend_current()->gradstats(set->span, m, needs, set->stats));
   for (int k = 0; k < m; k++) set->stats[k].relative_scale = set->span[k].scale;
   params_record(record, stats, set, set->stats, set->which, m, scale, needs);
   return ENG_OK;
@@ -144,7 +135,7 @@ eng_status params_own_stats(eng_tensor_stats *stats, eng_params *set, unsigned n
   ENG_TRY(params_alive(set));
   ENG_TRY(params_here(set, "gradient statistics"));
   int m = params_own_spans(set);
-  ENG_TRY(params_gradstats(set->stats, set, m, needs));
+  ENG_TRY(backend_current()->gradstats(set->span, m, needs, set->stats));
   memset(stats, 0, (size_t)set->n * sizeof *stats);
   for (int k = 0; k < m; k++) stats[set->which[k]] = set->stats[k];
   for (int i = 0; i < set->n; i++)
@@ -167,14 +158,10 @@ void params_total(eng_record *record, eng_params *set, const eng_tensor_stats *s
 /// Allocates the f32 buffer for unscaled low-precision gradients, once.
 static eng_status unscaled_buffer(eng_params *set)
 {
-  if (set->unscaled) return ENG_OK;
   int32_t *dtype = set->which;   // unused between passes
-  bool low = false;
-  for (int i = 0; i < set->n; i++) {
-    dtype[i] = set->gradient_dtype[i] == ENG_f32 ? -1 : ENG_f32;
-    low |= dtype[i] >= 0;
-  }
-  return low ? flat_new(&set->unscaled, ARENA_GRADIENT, set, dtype) : ENG_OK;
+  if (set->unscaled) return ENG_OK;
+  for (int i = 0; i < set->n; i++) dtype[i] = set->gradient_dtype[i] == ENG_f32 ? -1 : ENG_f32;
+  return flat_new(&set->unscaled, ARENA_GRADIENT, set, dtype, false);
 }
 
 eng_status eng_params_unscale(int *found_inf, eng_params *set, double factor)
@@ -182,9 +169,6 @@ eng_status eng_params_unscale(int *found_inf, eng_params *set, double factor)
   *found_inf = 0;
   ENG_TRY(params_alive(set));
   ENG_TRY(params_here(set, "unscaling"));
-  const backend *device = backend_current();
-  if (!device->unscale)
-    return error_set(ENG_ERR_DEVICE, "the device %s cannot unscale gradients", device->name);
   ENG_TRY(params_whole(set));
   ENG_TRY(unscaled_buffer(set));
   int m = params_spans(set);
@@ -193,7 +177,7 @@ eng_status eng_params_unscale(int *found_inf, eng_params *set, double factor)
     set->target[k] =
       p->gradient->dtype == ENG_f32 ? p->gradient->data : set->unscaled->part[p->index]->data;
   }
-  ENG_TRY(device->unscale(set->span, m, factor, set->target, found_inf));
+  ENG_TRY(backend_current()->unscale(set->span, m, factor, set->target, found_inf));
   for (int k = 0; k < m; k++) {
     parameter *p = &set->member[set->which[k]];
     if (p->gradient->dtype != ENG_f32) p->gradient = set->unscaled->part[p->index];
@@ -233,12 +217,9 @@ eng_status eng_params_true_gradient(int *has, const eng_tensor *into, eng_params
     return error_set(ENG_ERR_STATE,
                      "parameter %s: this rank has %lld of its %lld elements; hint: zero=0", p->name,
                      (long long)span->count, (long long)p->value->count);
-  const backend *device = backend_current();
-  if (!device->unscale)
-    return error_set(ENG_ERR_DEVICE, "the device %s cannot unscale gradients", device->name);
   int found_inf;
   float *to = target->data;
-  ENG_TRY(device->unscale(span, 1, factor, &to, &found_inf));
+  ENG_TRY(backend_current()->unscale(span, 1, factor, &to, &found_inf));
   target->store->writes++;
   *has = 1;
   return ENG_OK;
@@ -274,7 +255,7 @@ eng_status eng_params_reference_begin(eng_params *set)
                        "a reference backward must run before the gradients are unscaled");
   for (int i = 0; i < set->n; i++) set->which[i] = ENG_f32;
   if (!set->reference && set->n > 0)
-    ENG_TRY(flat_new(&set->reference, ARENA_GRADIENT, set, set->which));
+    ENG_TRY(flat_new(&set->reference, ARENA_GRADIENT, set, set->which, false));
   set->kept = calloc((size_t)set->n + 1, sizeof *set->kept);
   if (!set->kept) return error_set(ENG_ERR_MEMORY, "out of memory for a reference backward");
   for (int i = 0; i < set->n; i++) {
@@ -293,7 +274,8 @@ eng_status eng_params_reference_end(double *norm, double *norms, eng_params *set
   if (!set->kept) return error_set(ENG_ERR_STATE, "no reference backward is running");
   int m = params_spans(set);
   eng_status status = params_here(set, "the end of a reference backward");
-  if (status == ENG_OK) status = params_gradstats(set->stats, set, m, ENG_NEED_NORM);
+  if (status == ENG_OK)
+    status = backend_current()->gradstats(set->span, m, ENG_NEED_NORM, set->stats);
   double sum_squares = 0;
   for (int i = 0; norms && i < set->n; i++) norms[i] = 0;
   for (int k = 0; k < m && status == ENG_OK; k++) {

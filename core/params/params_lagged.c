@@ -21,26 +21,26 @@ static eng_status room_for(pending_stats *p, const eng_params *set, bool on_host
   return error_set(ENG_ERR_MEMORY, "out of memory for the statistics of %d parameters", set->n);
 }
 
-void eng_params_stats_forget(eng_params *set)
+static eng_status want_pending(const eng_params *set)
 {
-  const backend *device = backend_of_space(set->space);
-  for (; set->n_pending > 0; set->n_pending--) {
-    const pending_stats *p = &set->pending[set->first_pending];
-    if (device && device->gradstats_fetch) device->gradstats_fetch(p->ticket, NULL, 0, NULL, 0);
-    set->first_pending = (set->first_pending + 1) % ENG_STATS_ON_THEIR_WAY;
-  }
+  if (set->n_pending > 0) return ENG_OK;
+  return error_set(ENG_ERR_STATE, "lagged statistics: none are pending; hint: start them first");
 }
 
 eng_status eng_params_stats_withdraw(eng_params *set)
 {
   const backend *device = backend_of_space(set->space);
-  if (set->n_pending == 0)
-    return error_set(ENG_ERR_STATE, "lagged statistics: none are pending; hint: start them first");
+  ENG_TRY(want_pending(set));
   const pending_stats *p =
     &set->pending[(set->first_pending + --set->n_pending) % ENG_STATS_ON_THEIR_WAY];
   if (set->newest == p) set->newest = NULL;
   return device && device->gradstats_fetch ? device->gradstats_fetch(p->ticket, NULL, 0, NULL, 0)
                                            : ENG_OK;
+}
+
+void eng_params_stats_forget(eng_params *set)
+{
+  while (set->n_pending > 0) eng_params_stats_withdraw(set);
 }
 
 void params_forget_lagged(eng_params *set)
@@ -77,7 +77,7 @@ static eng_status check_losses(tensor **loss, const eng_tensor *losses, int n)
 eng_status eng_params_stats_start(eng_params *set, unsigned needs, const eng_tensor *losses,
                                   int n_losses)
 {
-  if (!set || set->freed) return error_set(ENG_ERR_STATE, "expected a parameter set, got none");
+  ENG_TRY(params_alive(set));
   if (set->n_pending == ENG_STATS_ON_THEIR_WAY)
     return error_set(ENG_ERR_STATE,
                      "lagged statistics: %d are already pending; hint: fetch the oldest first",
@@ -97,7 +97,7 @@ eng_status eng_params_stats_start(eng_params *set, unsigned needs, const eng_ten
   if (device->gradstats_start) {
     ENG_TRY(device->gradstats_start(&p->ticket, set->span, p->m, needs, loss, n_losses));
   } else {
-    ENG_TRY(params_gradstats(p->stats, set, p->m, needs | ENG_NEED_NORM));
+    ENG_TRY(device->gradstats(set->span, p->m, needs | ENG_NEED_NORM, p->stats));
     p->loss = p->sum_squares = 0;
     p->overflow = false;
     for (int i = 0; i < n_losses; i++) p->loss += tensor_load(loss[i]->data, ENG_f32, 0);
@@ -115,9 +115,8 @@ eng_status eng_params_stats_start(eng_params *set, unsigned needs, const eng_ten
 eng_status eng_params_stats_fetch(eng_record *record, eng_tensor_stats *stats, double *loss,
                                   eng_params *set, double scale)
 {
-  if (!set || set->freed) return error_set(ENG_ERR_STATE, "expected a parameter set, got none");
-  if (set->n_pending == 0)
-    return error_set(ENG_ERR_STATE, "lagged statistics: none are pending; hint: start them first");
+  ENG_TRY(params_alive(set));
+  ENG_TRY(want_pending(set));
   ENG_TRY(params_here(set, "gradient statistics"));
   const backend *device = backend_current();
   pending_stats *p = &set->pending[set->first_pending];

@@ -108,14 +108,14 @@ static eng_status find_derived_pages(params_parted *q, const eng_params *set, co
 }
 
 eng_status parted_new(params_parted **out, const eng_params *set, const int64_t *own,
-                      const int32_t *unit_of)
+                      const int32_t *units, const uint8_t *apart)
 {
   params_parted *q = calloc(1, sizeof *q);
   *out = NULL;
   if (q) q->unit_of = calloc((size_t)set->n + 1, sizeof *q->unit_of);
   for (int i = 0; q && q->unit_of && i < set->n; i++) {
-    q->unit_of[i] = unit_of[i];
-    if (unit_of[i] >= q->n_units) q->n_units = unit_of[i] + 1;
+    q->unit_of[i] = apart[i] ? -1 : units[i];
+    if (q->unit_of[i] >= q->n_units) q->n_units = q->unit_of[i] + 1;
   }
   if (q && q->unit_of) q->unit = calloc((size_t)q->n_units + 1, sizeof *q->unit);
   eng_status status =
@@ -237,10 +237,7 @@ eng_status params_leave(eng_params *set)
   params_parted *q = set->parted;
   bool was_whole = q->whole;
   q->whole = false;
-  for (int i = 0; was_whole && i < set->n; i++) {   // a script may have written to the masters
-    tensor *low;
-    if (set->member[i].shadow) ENG_TRY(params_shadow(&low, &set->member[i]));
-  }
+  if (was_whole) ENG_TRY(params_round_written(set));   // a script may have written to masters
   for (int u = 0; u < q->n_units; u++)
     for (int f = 0; f < PARTED_FORMS; f++) move_pages(q, u, f, false);
   mark(set);
@@ -289,18 +286,6 @@ void params_forget_parts(eng_params *set)
 }
 
 // ---- derived copies
-
-bool params_comes_and_goes(const parameter *p)
-{
-  const params_parted *q = p->set->parted;
-  return q && !q->whole && q->unit_of[p->index] >= 0;
-}
-
-bool params_owns(const parameter *p)
-{
-  const int64_t *own = p->set->own + 2 * p->index;
-  return own[1] - own[0] == p->value->count;
-}
 
 void params_derived_freed(parameter *p)
 {

@@ -40,9 +40,10 @@ typedef struct params_parted {
 } params_parted;
 
 /// A table for the members of a set of which this rank owns the elements own[2 * i] up to
-/// own[2 * i + 1]; everything is still here. unit_of [n]: the unit of each member, or -1.
+/// own[2 * i + 1]; everything is still here. units [n]: the unit of each member. apart [n]: members
+/// that stay, such as experts, which the ranks have divided already.
 eng_status parted_new(params_parted **out, const eng_params *set, const int64_t *own,
-                      const int32_t *unit_of);
+                      const int32_t *units, const uint8_t *apart);
 void parted_free(params_parted *q);
 /// Brings the forms form[n] of the units unit[n], and drops the others.
 eng_status parted_need(params_parted *q, const int *unit, const int *form, int n);
