@@ -9,22 +9,21 @@
 
 #include <string.h>
 
+/// Gives a script the tensor that was made with this status; drops the tensor after an error.
+static eng_status hand_over(eng_tensor *out, tensor *x, eng_status status)
+{
+  if (status == ENG_OK) *out = tensor_handle(x);
+  else tensor_drop(x);
+  return status;
+}
+
 eng_status eng_new(eng_tensor *out, int dtype, int ndim, const int64_t *shape, int home)
 {
   tensor *x;
   *out = (eng_tensor){0, 0};
-  ENG_TRY(tensor_make(&x,
-                      home == ENG_KEEP   ? ARENA_KEPT
-                      : home == ENG_STEP ? ARENA_STEP
-                                         : step_home(true),
-                      dtype, ndim, shape));
-  eng_status status = transfer_clear(x);
-  if (status != ENG_OK) {
-    tensor_drop(x);
-    return status;
-  }
-  *out = tensor_handle(x);
-  return ENG_OK;
+  arena_id arena = home == ENG_KEEP ? ARENA_KEPT : home == ENG_STEP ? ARENA_STEP : step_home();
+  ENG_TRY(tensor_make(&x, arena, dtype, ndim, shape));
+  return hand_over(out, x, transfer_clear(x));
 }
 
 /// Copies x into y, broadcasting, without recording.
@@ -55,13 +54,7 @@ eng_status eng_keep(eng_tensor *out, const eng_tensor *handle)
   *out = (eng_tensor){0, 0};
   ENG_TRY(tensor_get(&x, handle));
   ENG_TRY(tensor_make_in(&y, x->store->space, ARENA_KEPT, x->dtype, x->ndim, x->shape));
-  eng_status status = copy(y, x);
-  if (status != ENG_OK) {
-    tensor_drop(y);
-    return status;
-  }
-  *out = tensor_handle(y);
-  return ENG_OK;
+  return hand_over(out, y, copy(y, x));
 }
 
 eng_status eng_free(const eng_tensor *handle)
@@ -90,7 +83,7 @@ eng_status eng_to_device(eng_tensor *out, const eng_tensor *handle, const char *
   ENG_TRY(tensor_get(&x, handle));
   const backend *device = backend_find(name);
   if (!device) return ENG_ERR_DEVICE;
-  ENG_TRY(tensor_make_in(&y, device->space, step_home(true), x->dtype, x->ndim, x->shape));
+  ENG_TRY(tensor_make_in(&y, device->space, step_home(), x->dtype, x->ndim, x->shape));
   int64_t bytes = y->count * eng_dtype_size(y->dtype);
   eng_status status;
   if (x->store->space == y->store->space) status = transfer_rows(y->data, x);
@@ -103,12 +96,7 @@ eng_status eng_to_device(eng_tensor *out, const eng_tensor *handle, const char *
     if (status == ENG_OK) status = transfer_from_host(y->store->space, y->data, rows, bytes);
     arena_free_in(SPACE_HOST, ARENA_SCRATCH, rows, bytes);
   }
-  if (status != ENG_OK) {
-    tensor_drop(y);
-    return status;
-  }
-  *out = tensor_handle(y);
-  return ENG_OK;
+  return hand_over(out, y, status);
 }
 
 eng_status eng_info(eng_tensor_info *out, const eng_tensor *handle)
@@ -121,9 +109,7 @@ eng_status eng_info(eng_tensor_info *out, const eng_tensor *handle)
     .dtype = x->dtype,
     .requires_grad = x->requires_grad,
     .is_leaf = !tape_holds(x),
-    .owner = x->held      ? 2
-             : x->of_step ? 0
-                          : 1,
+    .owner = x->held ? 2 : x->of_step ? 0 : 1,
     .contiguous = tensor_contiguous(x),
     .step = x->step,
     .space = x->store->space,

@@ -124,15 +124,8 @@ static void drop_collected(const op_call *call)
 /// the rule would then silently compute a wrong gradient.
 static eng_status check_unwritten(const tape_node *node)
 {
-  const op_call *call = &node->call;
-  const eng_op_info *info = &op_table[call->op].about;
-  const tensor *changed = NULL;
-  for (int k = 0; k < call->n_in; k++)
-    if (info->reads >> k & 1 && call->in[k] && call->in[k]->store->writes != node->in_writes[k])
-      changed = call->in[k];
-  for (int k = 0; k < call->n_out; k++)
-    if (info->saves >> k & 1 && call->out[k] && call->out[k]->store->writes != node->out_writes[k])
-      changed = call->out[k];
+  const eng_op_info *info = &op_table[node->call.op].about;
+  const tensor *changed = tape_modified(node, info->reads, info->saves);
   if (!changed) return ENG_OK;
   return error_set(
     ENG_ERR_GRADIENT,
@@ -224,8 +217,7 @@ eng_status eng_backward_output(eng_tensor *gradient, int output)
   tensor *y = call->out[output];
   if (!pass.pending.dy[output]) {
     tensor *zero;
-    ENG_TRY(tensor_make(&zero, ARENA_STEP, y->dtype, y->ndim, y->shape));
-    ENG_TRY(transfer_clear(zero));
+    ENG_TRY(grad_zeros(&zero, y->dtype, y->ndim, y->shape));
     gradient_hang(y, zero);
     pass.pending.dy[output] = zero;
   }
@@ -263,7 +255,6 @@ eng_status eng_backward_resume(void)
   pass.pending_id = -1;
   return walk();
 }
-
 
 // ---- the end of a step
 

@@ -60,15 +60,12 @@ eng_status eng_checkpoint_end(const eng_tensor *results, int n)
 
 static eng_status check_unwritten(const tape_node *node)
 {
-  for (int k = 0; k < node->call.n_in; k++) {
-    const tensor *x = node->call.in[k];
-    if (x && x->store->writes != node->in_writes[k])
-      return error_set(ENG_ERR_GRADIENT,
-                       "%s was modified after a checkpointed operation (%s) read it; hint: write "
-                       "into a copy, x:keep()",
-                       tensor_text(x), eng_op_name(node->call.op));
-  }
-  return ENG_OK;
+  const tensor *changed = tape_modified(node, ~0, 0);
+  if (!changed) return ENG_OK;
+  return error_set(ENG_ERR_GRADIENT,
+                   "%s was modified after a checkpointed operation (%s) read it; hint: write into "
+                   "a copy, x:keep()",
+                   tensor_text(changed), eng_op_name(node->call.op));
 }
 
 static eng_status run_node(int i)

@@ -5,7 +5,6 @@
 #include "base/error.h"
 #include "op.h"
 #include "gradient.h"
-#include "device/transfer.h"
 
 // These functions run an operation into a new tensor.
 static eng_status binary(tensor **out, int op, tensor *a, tensor *b)
@@ -22,13 +21,9 @@ static eng_status wide_affine(tensor **out, tensor *x, double factor, double ter
 static eng_status masked(tensor **out, tensor *condition, tensor *x)
 {
   tensor *zero;
-  eng_status status = tensor_make(&zero, ARENA_STEP, x->dtype, 0, NULL);
-  if (status == ENG_OK) {
-    status = transfer_clear(zero);
-    if (status == ENG_OK)
-      status = op_run1(out, (op_call){.op = ENG_OP_where, .in = {condition, x, zero}});
-    tensor_drop(zero);
-  }
+  ENG_TRY(grad_zeros(&zero, x->dtype, 0, NULL));
+  eng_status status = op_run1(out, (op_call){.op = ENG_OP_where, .in = {condition, x, zero}});
+  tensor_drop(zero);
   tensor_drop(condition);
   return status;
 }
@@ -98,8 +93,7 @@ static eng_status emit_where_nonzero(grad_call *g, int k, tensor *p, tensor *q, 
 eng_status grad_pow(grad_call *g)
 {
   tensor *a = g->call->in[0], *b = g->call->in[1], *zero;
-  ENG_TRY(tensor_make(&zero, ARENA_STEP, b->dtype, 0, NULL));
-  ENG_TRY(transfer_clear(zero));
+  ENG_TRY(grad_zeros(&zero, b->dtype, 0, NULL));
   if (grad_wants(g, 0)) {
     tensor *less, *power;
     ENG_TRY(wide_affine(&less, b, 1, -1));
@@ -138,14 +132,12 @@ eng_status grad_minimum(grad_call *g) { return extreme(g, ENG_OP_lt); }
 
 eng_status grad_where(grad_call *g)
 {
-  tensor *condition = g->call->in[0], *zero;
-  ENG_TRY(tensor_make(&zero, ARENA_STEP, g->dy[0]->dtype, 0, NULL));
-  ENG_TRY(transfer_clear(zero));
+  tensor *dy = g->dy[0], *zero;
+  ENG_TRY(grad_zeros(&zero, dy->dtype, 0, NULL));
   for (int k = 1; k < 3; k++) {
-    if (!grad_wants(g, k)) continue;
-    ENG_TRY(grad_emit_op(g, k, (op_call){.op = ENG_OP_where,
-                                         .in = {condition, k == 1 ? g->dy[0] : zero,
-                                                k == 1 ? zero : g->dy[0]}}));
+    op_call c = {.op = ENG_OP_where,
+                 .in = {g->call->in[0], k == 1 ? dy : zero, k == 1 ? zero : dy}};
+    if (grad_wants(g, k)) ENG_TRY(grad_emit_op(g, k, c));
   }
   return ENG_OK;
 }

@@ -8,15 +8,6 @@
 
 // ---- products
 
-/// Runs a call that writes the gradient of input k. With `direct`, the output is the parameter's
-/// gradient buffer, and a failure cancels grad_target.
-static eng_status run_into(op_call *c, grad_call *g, int k, bool direct, bool accumulate)
-{
-  eng_status status = op_run(c);
-  if (status != ENG_OK && direct) grad_target_failed(g, k, accumulate);
-  return status;
-}
-
 /// Computes the gradient of input k as the product of a and b, either of which may be transposed.
 /// Writes into the parameter's gradient buffer if grad_target returns it. The dtype is f32 if
 /// grad_emit sums the result over batch dimensions.
@@ -29,17 +20,14 @@ static eng_status product_to(grad_call *g, int k, tensor *a, tensor *b, bool tra
     .in = {a, b},
     .matmul = {
       .transpose_a = transpose_a, .transpose_b = transpose_b, .yields = grad_dtype(g, k) + 1}};
-  bool accumulate = false, batched = a->ndim > 2 || b->ndim > 2;
   op_shape s;
   ENG_TRY(op_infer(&c, &s));
   bool summed = s.out[0].ndim != x->ndim ||
                 memcmp(s.out[0].shape, x->shape, (size_t)x->ndim * sizeof *x->shape) != 0;
   if (summed && x->dtype != ENG_f64) c.matmul.yields = ENG_f32 + 1;
-  if (!batched) c.out[0] = grad_target(g, k, &accumulate);
-  bool direct = c.out[0] != NULL;
-  c.matmul.add = accumulate;
-  ENG_TRY(run_into(&c, g, k, direct, accumulate));
-  return direct ? ENG_OK : grad_emit(g, k, c.out[0]);
+  if (a->ndim == 2 && b->ndim == 2) return grad_run_to(g, k, &c, &c.matmul.add);
+  ENG_TRY(op_run(&c));
+  return grad_emit(g, k, c.out[0]);
 }
 
 eng_status grad_matmul(grad_call *g)
@@ -83,18 +71,16 @@ static eng_status weight_gradients(grad_call *g, int w, tensor *dy, tensor *x)
 {
   const int b = w + 1;
   if (!grad_wants(g, b)) return grad_wants(g, w) ? product_to(g, w, dy, x, true, false) : ENG_OK;
-  bool adds[2] = {false, false};
-  tensor *into = grad_target(g, b, &adds[1]);
   if (!grad_wants(g, w)) {
-    op_call c = {.op = ENG_OP_bias_grad, .n_in = 1, .in = {dy}, .out = {into}, 
-                 .bias_grad = {.dtype = grad_dtype(g, b), .add = adds[1]}};
-    ENG_TRY(run_into(&c, g, b, into != NULL, adds[1]));
-    return into ? ENG_OK : grad_emit(g, b, c.out[0]);
+    op_call c = {.op = ENG_OP_bias_grad, .n_in = 1, .in = {dy},
+                 .bias_grad = {.dtype = grad_dtype(g, b)}};
+    return grad_run_to(g, b, &c, &c.bias_grad.add);
   }
-  op_call c = {
-    .op = ENG_OP_linear_grad, .n_in = 2, .in = {dy, x}, .out = {grad_target(g, w, &adds[0]), into}};
-  bool direct[2] = {c.out[0] != NULL, into != NULL};
+  bool adds[2] = {false, false}, direct[2];
+  op_call c = {.op = ENG_OP_linear_grad, .n_in = 2, .in = {dy, x}};
   for (int k = 0; k < 2; k++) {
+    c.out[k] = grad_target(g, w + k, &adds[k]);
+    direct[k] = c.out[k] != NULL;
     c.linear_grad.dtype[k] = grad_dtype(g, w + k);
     c.linear_grad.add[k] = adds[k];
   }
@@ -145,16 +131,9 @@ eng_status grad_mlp_gelu(grad_call *g)
 eng_status grad_embedding(grad_call *g)
 {
   if (!grad_wants(g, 0)) return ENG_OK;
-  tensor *w = g->call->in[0];
-  bool accumulate = false;
-  op_call c = {.op = ENG_OP_embedding_grad, .n_in = 2,
-               .in = {g->dy[0], g->call->in[1]},
-               .out = {grad_target(g, 0, &accumulate)},
-               .embedding_grad = {.rows = w->shape[0], .dtype = grad_dtype(g, 0)}};
-  bool direct = c.out[0] != NULL;
-  c.embedding_grad.add = accumulate;
-  ENG_TRY(run_into(&c, g, 0, direct, accumulate));
-  return direct ? ENG_OK : grad_emit(g, 0, c.out[0]);
+  op_call c = {.op = ENG_OP_embedding_grad, .n_in = 2, .in = {g->dy[0], g->call->in[1]},
+               .embedding_grad = {.rows = g->call->in[0]->shape[0], .dtype = grad_dtype(g, 0)}};
+  return grad_run_to(g, 0, &c, &c.embedding_grad.add);
 }
 
 // ---- norms

@@ -3,7 +3,6 @@
 #include "base/error.h"
 #include "op.h"
 #include "gradient.h"
-#include "device/transfer.h"
 
 #include <string.h>
 
@@ -24,17 +23,10 @@ eng_status grad_permute(grad_call *g)
 
 eng_status grad_expand(grad_call *g) { return grad_emit_shared(g, 0, g->dy[0]); }
 
-/// A zero tensor like x in the dtype of dy.
-static eng_status zeros_like(tensor **out, const tensor *x, int dtype)
-{
-  ENG_TRY(tensor_make(out, ARENA_STEP, dtype, x->ndim, x->shape));
-  return transfer_clear(*out);
-}
-
 eng_status grad_slice(grad_call *g)
 {
   tensor *x = g->call->in[0], *dx, *place;
-  ENG_TRY(zeros_like(&dx, x, g->dy[0]->dtype));
+  ENG_TRY(grad_zeros(&dx, g->dy[0]->dtype, x->ndim, x->shape));
   ENG_TRY(op_run1(&place, (op_call){.op = ENG_OP_slice, .in = {dx}, .slice = g->call->slice}));
   op_call copy = {.op = ENG_OP_cast, .n_in = 1, .n_out = 1, .in = {g->dy[0]}, .out = {place},
                   .cast = {.dtype = place->dtype}};
@@ -73,8 +65,9 @@ eng_status grad_split(grad_call *g)
   op_call c = {
     .op = ENG_OP_concat, .n_in = g->call->n_out, .concat = {.dim = g->call->split.dim}};
   for (int k = 0; k < g->call->n_out; k++) {
+    const tensor *part = g->call->out[k];
     c.in[k] = g->dy[k];
-    if (!c.in[k]) ENG_TRY(zeros_like(&c.in[k], g->call->out[k], g->call->out[k]->dtype));
+    if (!c.in[k]) ENG_TRY(grad_zeros(&c.in[k], part->dtype, part->ndim, part->shape));
   }
   ENG_TRY(op_run(&c));
   return grad_emit(g, 0, c.out[0]);

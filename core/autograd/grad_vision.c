@@ -19,17 +19,11 @@ eng_status grad_conv2d(grad_call *g)
     ENG_TRY(grad_emit(g, 0, c.out[0]));
   }
   if (grad_wants(g, 1)) {
-    bool accumulate = false;
     op_call c = {.op = ENG_OP_conv2d_grad_w, .n_in = 2, .in = {dy, x},
-                 .out = {grad_target(g, 1, &accumulate)},
                  .conv2d_grad_w = {.kernel = {w->shape[2], w->shape[3]},
-                                   .dtype = grad_dtype(g, 1), .add = accumulate}};
+                                   .dtype = grad_dtype(g, 1)}};
     memcpy(&c.conv2d_grad_w, &y->conv2d, shared);
-    bool direct = c.out[0] != NULL;
-    eng_status status = op_run(&c);
-    if (status != ENG_OK && direct) grad_target_failed(g, 1, accumulate);
-    if (status == ENG_OK && !direct) status = grad_emit(g, 1, c.out[0]);
-    ENG_TRY(status);
+    ENG_TRY(grad_run_to(g, 1, &c, &c.conv2d_grad_w.add));
   }
   if (!grad_wants(g, 2)) return ENG_OK;
   op_call c = {.op = ENG_OP_bias_grad, .in = {dy}, .bias_grad = {.dtype = grad_dtype(g, 2)}};

@@ -10,6 +10,7 @@
 
 #include "base/error.h"
 #include "op.h"
+#include "device/transfer.h"
 #include "params/params.h"
 
 #include <string.h>
@@ -99,79 +100,80 @@ void grad_target_failed(grad_call *g, int k, bool accumulate)
   g->call->in[k]->parameter->has_gradient = accumulate;
 }
 
+/// Replaces *x by the result of an operation and drops the tensor that it was. *x is NULL after an
+/// error.
+static eng_status replace(tensor **x, op_call c)
+{
+  tensor *before = *x;
+  eng_status status = op_run1(x, c);
+  tensor_drop(before);
+  return status;
+}
+
+static eng_status round_to(tensor **x, int dtype)
+{
+  if ((*x)->dtype == dtype) return ENG_OK;
+  return replace(x, (op_call){.op = ENG_OP_cast, .in = {*x}, .cast = {.dtype = dtype}});
+}
+
 /// Sums dx over the dimensions in which x was broadcast. Consumes dx and returns a tensor of x's
 /// shape.
 static eng_status unbroadcast(tensor **dx, const tensor *x)
 {
-  tensor *from = *dx;
-  int lead = from->ndim - x->ndim;
+  int lead = (*dx)->ndim - x->ndim;
   int64_t mask = 0;
-  for (int d = 0; d < from->ndim; d++)
-    if (d < lead || (x->shape[d - lead] == 1 && from->shape[d] != 1)) mask |= 1ll << d;
-  tensor *summed = NULL, *shaped = NULL;
-  eng_status status = ENG_OK;
-  if (mask) {
-    status = op_run1(
-      &summed, (op_call){.op = ENG_OP_sum, .in = {from}, .sum = {.mask = mask, .keep = 1}});
-    tensor_drop(from);
-  } else summed = from;
-  if (status == ENG_OK) status = op_reshape(&shaped, summed, x->ndim, x->shape);
-  tensor_drop(summed);
-  *dx = shaped;
-  return status;
+  for (int d = 0; d < (*dx)->ndim; d++)
+    if (d < lead || (x->shape[d - lead] == 1 && (*dx)->shape[d] != 1)) mask |= 1ll << d;
+  if (mask)
+    ENG_TRY(
+      replace(dx, (op_call){.op = ENG_OP_sum, .in = {*dx}, .sum = {.mask = mask, .keep = 1}}));
+  op_call shaped = {.op = ENG_OP_reshape, .in = {*dx}, .reshape = {.ndim = x->ndim}};
+  memcpy(shaped.reshape.shape, x->shape, (size_t)x->ndim * sizeof *x->shape);
+  return replace(dx, shaped);
 }
 
 /// Adds dx to a parameter's gradient in the flat buffer. Consumes dx.
 static eng_status add_to_parameter(parameter *p, tensor *dx)
 {
   eng_status status = place(p);
-  int term = p->set->term_dtype[p->index];
-  if (status == ENG_OK && params_sums_terms(p) && dx->dtype != term) {
-    tensor *rounded;
-    status = op_cast_to(&rounded, &(bool){false}, dx, term);
-    if (status == ENG_OK) {
-      tensor_drop(dx);
-      dx = rounded;
-    }
+  if (status == ENG_OK && params_sums_terms(p))
+    status = round_to(&dx, p->set->term_dtype[p->index]);
+  if (status == ENG_OK) {
+    op_call c = {.op = ENG_OP_cast, .n_in = 1, .n_out = 1, .in = {dx}, .out = {p->gradient},
+                 .cast = {.dtype = p->gradient->dtype}};
+    if (p->has_gradient)
+      c = (op_call){
+        .op = ENG_OP_add, .n_in = 2, .n_out = 1, .in = {p->gradient, dx}, .out = {p->gradient}};
+    status = op_run(&c);
   }
-  if (status != ENG_OK) {
-    tensor_drop(dx);
-    return status;
-  }
-  op_call c = {.op = ENG_OP_cast, .n_in = 1, .n_out = 1, .in = {dx}, .out = {p->gradient},
-               .cast = {.dtype = p->gradient->dtype}};
-  if (p->has_gradient)
-    c = (op_call){
-      .op = ENG_OP_add, .n_in = 2, .n_out = 1, .in = {p->gradient, dx}, .out = {p->gradient}};
-  status = op_run(&c);
   if (status == ENG_OK) p->has_gradient = true;
   tensor_drop(dx);
   return status;
 }
 
+/// Makes dx the gradient of a leaf outside parameter sets. Consumes dx.
+static eng_status note_leaf(tensor *x, tensor *dx)
+{
+  eng_status status =
+    tape_grow((void **)&leaves.items, leaves.length, &leaves.capacity, sizeof *leaves.items);
+  if (status != ENG_OK) {
+    tensor_drop(dx);
+    return status;
+  }
+  leaves.items[leaves.length++] = (leaf){x, x->generation};
+  gradient_hang(x, dx);
+  return ENG_OK;
+}
+
 static eng_status accumulate(tensor *x, tensor *dx)
 {
   if (x->parameter) return add_to_parameter(x->parameter, dx);
-  if (!x->gradient) {
-    if (x->node < 0) {
-      eng_status status =
-        tape_grow((void **)&leaves.items, leaves.length, &leaves.capacity, sizeof *leaves.items);
-      if (status != ENG_OK) {
-        tensor_drop(dx);
-        return status;
-      }
-    }
-    gradient_hang(x, dx);
-    if (x->node >= 0) return ENG_OK;
-    leaves.items[leaves.length++] = (leaf){x, x->generation};
-    return ENG_OK;
+  if (!x->gradient && x->node < 0) return note_leaf(x, dx);
+  if (x->gradient) {
+    ENG_TRY(replace(&dx, (op_call){.op = ENG_OP_add, .in = {x->gradient, dx}}));
+    tensor_drop(x->gradient);
   }
-  tensor *sum;
-  eng_status status = op_run1(&sum, (op_call){.op = ENG_OP_add, .in = {x->gradient, dx}});
-  tensor_drop(dx);
-  if (status != ENG_OK) return status;
-  tensor_drop(x->gradient);
-  gradient_hang(x, sum);
+  gradient_hang(x, dx);
   return ENG_OK;
 }
 
@@ -184,21 +186,11 @@ eng_status grad_emit(grad_call *g, int k, tensor *dx)
   }
   if (!tensor_same_shape(dx, x)) ENG_TRY(unbroadcast(&dx, x));
   double relative = gradient_relative_scale(x);
-  if (relative != g->relative_scale) {
-    tensor *scaled;   // the term is -0, because adding 0 would turn -0 into 0
-    eng_status status = op_affine(&scaled, dx, relative / g->relative_scale, -0.0);
-    tensor_drop(dx);
-    if (status != ENG_OK) return status;
-    dx = scaled;
-  }
-  if (dx->dtype != x->dtype && !x->parameter) {
-    tensor *rounded;
-    eng_status status = op_run1(
-      &rounded, (op_call){.op = ENG_OP_cast, .in = {dx}, .cast = {.dtype = x->dtype}});
-    tensor_drop(dx);
-    if (status != ENG_OK) return status;
-    dx = rounded;
-  }
+  if (relative != g->relative_scale)   // the term is -0, because adding 0 would turn -0 into 0
+    ENG_TRY(replace(&dx, (op_call){
+      .op = ENG_OP_affine, .in = {dx},
+      .affine = {.factor = relative / g->relative_scale, .term = -0.0}}));
+  if (!x->parameter) ENG_TRY(round_to(&dx, x->dtype));
   return accumulate(x, dx);
 }
 
@@ -207,6 +199,22 @@ eng_status grad_emit_op(grad_call *g, int k, op_call c)
   tensor *dx;
   ENG_TRY(op_run1(&dx, c));
   return grad_emit(g, k, dx);
+}
+
+eng_status grad_run_to(grad_call *g, int k, op_call *c, int64_t *add)
+{
+  bool accumulate = false;
+  tensor *target = c->out[0] = grad_target(g, k, &accumulate);
+  *add = accumulate;
+  eng_status status = op_run(c);
+  if (status != ENG_OK && target) grad_target_failed(g, k, accumulate);
+  return status != ENG_OK || target ? status : grad_emit(g, k, c->out[0]);
+}
+
+eng_status grad_zeros(tensor **out, int dtype, int ndim, const int64_t *shape)
+{
+  ENG_TRY(tensor_make(out, ARENA_STEP, dtype, ndim, shape));
+  return transfer_clear(*out);
 }
 
 eng_status grad_emit_shared(grad_call *g, int k, tensor *dx)

@@ -40,6 +40,12 @@ int grad_dtype(const grad_call *g, int k);
 tensor *grad_target(grad_call *g, int k, bool *accumulate);
 /// Cancels grad_target after the rule failed to write.
 void grad_target_failed(grad_call *g, int k, bool accumulate);
+/// Runs an operation whose output is the gradient of input k: into grad_target's buffer if there is
+/// one, else emits the result. `add` is the attribute of `c` that makes its kernel add.
+eng_status grad_run_to(grad_call *g, int k, op_call *c, int64_t *add);
+
+/// A tensor of zeros.
+eng_status grad_zeros(tensor **out, int dtype, int ndim, const int64_t *shape);
 
 /// Runs an operation that has one output, for a rule that uses the result as an intermediate value.
 /// The output is f64 if an input is, else f32: a narrower format could round the value or overflow.

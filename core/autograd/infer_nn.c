@@ -133,7 +133,7 @@ static eng_status norm(op_call *c, op_shape *s, bool layer, bool adds)
   if (!(c->layer_norm.eps >= 0))
     return error_set(ENG_ERR_VALUE, "%s: expected eps >= 0, got %g", op_name(c), c->layer_norm.eps);
   int dtype = adds ? dtype_promote(x->dtype, c->in[1]->dtype) : x->dtype,
-      statistics = dtype == ENG_f64 ? ENG_f64 : ENG_f32;
+      statistics = wide_of(dtype);
   put_like(s, 0, dtype, x);
   if (adds) put_like(s, 1, dtype, x);
   put_outer(s, next, statistics, x, 1);
@@ -195,7 +195,7 @@ eng_status infer_attention(op_call *c, op_shape *s)
                      "%s: the device %s does not measure the largest logits; hint: "
                      "engine.device('cpu')",
                      op_name(c), backend_current()->name);
-  int statistics = q->dtype == ENG_f64 ? ENG_f64 : ENG_f32;
+  int statistics = wide_of(q->dtype);
   int64_t rows[3] = {q->shape[0], q->shape[2], q->shape[1]};
   put_like(s, 0, q->dtype, q);
   put_out(s, 1, statistics, 3, rows);
@@ -212,7 +212,7 @@ eng_status infer_attention_grad(op_call *c, op_shape *s)
   ENG_TRY(want_shape(c, 3, 4, q->shape, "q"));
   ENG_TRY(want_shape(c, 4, 3, rows, "the rows of q"));
   ENG_TRY(want_shape(c, 5, 4, q->shape, "q"));
-  if (c->in[4]->dtype != (q->dtype == ENG_f64 ? ENG_f64 : ENG_f32) || !tensor_contiguous(c->in[4]))
+  if (c->in[4]->dtype != wide_of(q->dtype) || !tensor_contiguous(c->in[4]))
     return error_set(ENG_ERR_DTYPE,
                      "attention_grad: expected the lse that attention returned, got %s",
                      tensor_text(c->in[4]));

@@ -221,8 +221,6 @@ static eng_status want_groups(const op_call *c, int64_t groups)
                    "%lld", op_name(c), (long long)channels, (long long)groups);
 }
 
-static int statistics_of(const tensor *x) { return x->dtype == ENG_f64 ? ENG_f64 : ENG_f32; }
-
 eng_status infer_batch_norm(op_call *c, op_shape *s)
 {
   const tensor *x = c->in[0];
@@ -230,7 +228,7 @@ eng_status infer_batch_norm(op_call *c, op_shape *s)
   if (!c->in[3] != !c->in[4])
     return error_set(ENG_ERR_VALUE, "batch_norm: expected a mean and a variance, or neither");
   put_like(s, 0, x->dtype, x);
-  int dtype = c->batch_norm.wide ? ENG_f64 : statistics_of(x);
+  int dtype = c->batch_norm.wide ? ENG_f64 : wide_of(x->dtype);
   for (int k = 1; k < 3; k++) put_out(s, k, dtype, 1, x->shape + x->ndim - 1);
   return ENG_OK;
 }
@@ -242,7 +240,7 @@ eng_status infer_group_norm(op_call *c, op_shape *s)
   ENG_TRY(want_groups(c, c->group_norm.groups));
   int64_t shape[2] = {x->shape[0], c->group_norm.groups};
   put_like(s, 0, x->dtype, x);
-  for (int k = 1; k < 3; k++) put_out(s, k, statistics_of(x), 2, shape);
+  for (int k = 1; k < 3; k++) put_out(s, k, wide_of(x->dtype), 2, shape);
   return ENG_OK;
 }
 

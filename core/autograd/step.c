@@ -9,10 +9,7 @@
 static bool in_step;
 static int n_scopes;   // open scopes; tensors created in one are dropped with it
 
-arena_id step_home(bool factory)
-{
-  return in_step || n_scopes > 0 || !factory ? ARENA_STEP : ARENA_KEPT;
-}
+arena_id step_home(void) { return in_step || n_scopes > 0 ? ARENA_STEP : ARENA_KEPT; }
 
 eng_status eng_step_begin(void)
 {

@@ -3,6 +3,6 @@
 
 #include "tensor/arena.h"
 
-/// The arena of a new tensor: ARENA_STEP inside a step or scope. Outside, tensors from a factory
-/// (such as engine.zeros) get ARENA_KEPT, others ARENA_STEP.
-arena_id step_home(bool factory);
+/// The arena of a tensor that a script creates, as by engine.zeros: ARENA_STEP inside a step or
+/// scope, ARENA_KEPT outside.
+arena_id step_home(void);

@@ -170,9 +170,16 @@ const op_call *tape_call(int i)
   return &tape.nodes[i].call;
 }
 
-bool tape_unwritten(int i, int k)
+const tensor *tape_modified(const tape_node *node, int reads, int saves)
 {
-  return tape.nodes[i].call.in[k]->store->writes == tape.nodes[i].in_writes[k];
+  const op_call *call = &node->call;
+  for (int k = 0; k < call->n_in; k++)
+    if (reads >> k & 1 && call->in[k] && call->in[k]->store->writes != node->in_writes[k])
+      return call->in[k];
+  for (int k = 0; k < call->n_out; k++)
+    if (saves >> k & 1 && call->out[k] && call->out[k]->store->writes != node->out_writes[k])
+      return call->out[k];
+  return NULL;
 }
 
 bool tape_reaches(int mark)

@@ -40,8 +40,9 @@ void tape_again(int node);
 /// Chooses whether a node of a segment runs again.
 void tape_choose(int node, bool on);
 bool tape_runs_again(void);
-/// Whether input k of a node is unmodified since the node was recorded.
-bool tape_unwritten(int node, int k);
+/// A tensor among the inputs in the mask `reads` and the outputs in the mask `saves` of a node that
+/// a script has modified since the node was recorded; NULL: none.
+const tensor *tape_modified(const tape_node *node, int reads, int saves);
 /// Whether a node refers to a tensor at index `mark` or later in the step's list.
 bool tape_reaches(int mark);
 /// While frozen, the tape records nothing. Used by backward, which holds pointers to nodes.

@@ -40,13 +40,8 @@ void eng_trap_module(int module)
   int node = eng_tape_length();
   if (node == 0) n_starts = 0;             // a new tape
   if (n_starts > 0 && starts[n_starts - 1].node == node) n_starts--;
-  if (n_starts == starts_capacity) {
-    int more = starts_capacity ? 2 * starts_capacity : 256;
-    module_start *grown = realloc(starts, (size_t)more * sizeof *grown);
-    if (!grown) return;                    // the report will name an enclosing module
-    starts = grown;
-    starts_capacity = more;
-  }
+  // without memory, the report will name an enclosing module
+  if (tape_grow((void **)&starts, n_starts, &starts_capacity, sizeof *starts) != ENG_OK) return;
   starts[n_starts++] = (module_start){node, module};
 }
 
