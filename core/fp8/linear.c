@@ -386,7 +386,8 @@ static const op_call *same_codes(const fp8_site *s, const tensor *x)
     if (!other || other->factor[ENG_FP8_X] != 0 || s->factor[ENG_FP8_X] != 0 ||
         !same_role(&other->recipe.role[ENG_FP8_X], role))
       continue;
-    if (fp8_amax_can_share(c->fp8_linear.round) && !tape_modified(tape_at(i), 1 << IN_X, 0)) return c;
+    if (fp8_amax_can_share(c->fp8_linear.round) && !tape_modified(tape_at(i), 1 << IN_X, 0))
+      return c;
   }
   return NULL;
 }

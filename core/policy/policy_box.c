@@ -158,37 +158,30 @@ static void charge_walk(eng_policy *p, int64_t n)
   policy_charge(p, n + (int64_t)(p->largest / 1024));
 }
 
-typedef struct key { int rank; size_t length; double number; const char *text; } key;
-
-static int by_key(const void *left, const void *right)
+static data_item read_key(lua_State *L, int index)
 {
-  const key *a = left, *b = right;
-  if (a->rank != b->rank) return a->rank - b->rank;
-  if (a->rank != 1) return (a->number > b->number) - (a->number < b->number);
-  size_t common = a->length < b->length ? a->length : b->length;
-  int order = memcmp(a->text, b->text, common);
-  return order ? order : (a->length > b->length) - (a->length < b->length);
-}
-
-static key read_key(lua_State *L, int index)
-{
-  key k = {0};
+  size_t length;
+  data_item key = {.tag = 'n'};
   switch (lua_type(L, index)) {
-    case LUA_TNUMBER:  k.number = lua_tonumber(L, index); break;
-    case LUA_TSTRING:  k.rank = 1; k.text = lua_tolstring(L, index, &k.length); break;
-    case LUA_TBOOLEAN: k.rank = 2; k.number = lua_toboolean(L, index); break;
+    case LUA_TNUMBER: key.number = lua_tonumber(L, index); break;
+    case LUA_TSTRING:
+      key.tag = 's';
+      key.string = lua_tolstring(L, index, &length);
+      key.length = (uint32_t)length;
+      break;
+    case LUA_TBOOLEAN: key.tag = lua_toboolean(L, index) ? 't' : 'f'; break;
     default:
       luaL_error(L, "a %s as a key has no fixed order; use numbers, strings or booleans",
                  luaL_typename(L, index));
-    }
-  return k;
+  }
+  return key;
 }
 
-static void push_key(lua_State *L, const key *k)
+static void push_key(lua_State *L, const data_item *key)
 {
-  if (k->rank == 1) lua_pushlstring(L, k->text, k->length);
-  else if (k->rank == 2) lua_pushboolean(L, k->number != 0);
-  else lua_pushnumber(L, k->number);
+  if (key->tag == 's') lua_pushlstring(L, key->string, key->length);
+  else if (key->tag == 'n') lua_pushnumber(L, key->number);
+  else lua_pushboolean(L, key->tag == 't');
 }
 
 // Upvalues: the table, its sorted keys, the index of the current key.
@@ -223,10 +216,10 @@ static int box_pairs(lua_State *L)
   for (lua_pushnil(L); lua_next(L, 1); lua_pop(L, 1)) ++n;
   charge_walk(policy_of(L), (int64_t)n * 8);
   lua_pushvalue(L, 1);
-  key *keys = lua_newuserdata(L, (n + 1) * sizeof *keys);
+  data_item *keys = lua_newuserdata(L, (n + 1) * sizeof *keys);
   size_t i = 0;
   for (lua_pushnil(L); lua_next(L, 1); lua_pop(L, 1)) keys[i++] = read_key(L, -2);
-  qsort(keys, n, sizeof *keys, by_key);
+  qsort(keys, n, sizeof *keys, data_by_key);
   lua_createtable(L, (int)n, 0);
   for (i = 0; i < n; ++i) {
     push_key(L, &keys[i]);
@@ -246,14 +239,14 @@ static int box_next(lua_State *L)
   luaL_checktype(L, 1, LUA_TTABLE);
   lua_settop(L, 2);
   policy_open_constant(L, 1);
-  key after = {0}, best = {0};
+  data_item after = {0}, best = {0};
   bool first = lua_isnil(L, 2), found = false;
   if (!first) after = read_key(L, 2);
   int64_t n = 0;
   for (lua_pushnil(L); lua_next(L, 1); lua_pop(L, 1), ++n) {
-    key k = read_key(L, -2);
-    if ((first || by_key(&k, &after) > 0) && (!found || by_key(&k, &best) < 0))
-      best = k, found = true;
+    data_item key = read_key(L, -2);
+    if ((first || data_by_key(&key, &after) > 0) && (!found || data_by_key(&key, &best) < 0))
+      best = key, found = true;
   }
   charge_walk(policy_of(L), n);
   if (!found) { lua_pushnil(L); return 1; }

@@ -129,8 +129,8 @@ static double number_field(lua_State *L, int index, const char *name)
 
 static double scale_of(lua_State *L) { return number_field(L, 1, "scale"); }   // of the state
 
-// Sets the scale in the state and builds the verdict { scale =, reason = the text on top of the
-// stack, action = "stop" }.
+// Sets the scale in the state and builds the verdict { scale = ..., reason = the text or nil on top
+// of the stack }, with action = "stop" if `stop`.
 static int verdict(lua_State *L, double scale, bool stop)
 {
   lua_pushnumber(L, scale);
@@ -202,12 +202,8 @@ static int rescale(lua_State *L)
   }
   lua_settop(L, 1);
   if (fixed > 0 || (!overflow && !grows)) {
-    lua_pushnumber(L, scale);
-    lua_setfield(L, 1, "scale");
-    lua_createtable(L, 0, 2);
-    lua_pushnumber(L, scale);
-    lua_setfield(L, -2, "scale");
-    return 1;
+    lua_pushnil(L);
+    return verdict(L, scale, false);
   }
   lua_pushnumber(L, (float)(overflow ? scale / 2 : scale * 2));
   if (overflow) return back_off(L);

@@ -79,16 +79,14 @@ const char *data_find(const char *at, const char *key)
 
 // ------------------------------------------------------------------ blob to text
 
-typedef struct entry { data_item key; const char *value; } entry;
-
 static int rank(char tag)
 {
   return tag == 'n' ? 0 : tag == 's' ? 1 : tag == 'f' ? 2 : 3;
 }
 
-static int by_key(const void *left, const void *right)
+int data_by_key(const void *left, const void *right)
 {
-  const data_item *a = &((const entry *)left)->key, *b = &((const entry *)right)->key;
+  const data_item *a = left, *b = right;
   if (a->tag != b->tag) return rank(a->tag) - rank(b->tag);
   if (a->tag == 'n') return (a->number > b->number) - (a->number < b->number);
   if (a->tag != 's') return 0;
@@ -130,6 +128,8 @@ static bool is_identifier(const char *s, size_t length)
 
 static void put_value(data_blob *text, const char *at);
 
+typedef struct entry { data_item key; const char *value; } entry;   // sorted by the key
+
 static void put_table(data_blob *text, const char *at)
 {
   int n = 0;
@@ -140,7 +140,7 @@ static void put_table(data_blob *text, const char *at)
     entries[i].value = data_read(&entries[i].key, at);
     at = data_skip(entries[i].value);
   }
-  qsort(entries, (size_t)n, sizeof *entries, by_key);
+  qsort(entries, (size_t)n, sizeof *entries, data_by_key);
   int first = 0;
   while (first < n && entries[first].key.tag == 'n' && entries[first].key.number < 1) ++first;
   int last = first;                                   // the keys 1, 2 .. are entries [first, last)

@@ -1,7 +1,7 @@
 // Plain data outside of Lua: numbers, strings, booleans and trees of tables as a sequence of bytes
 // (a blob), and blobs as canonical text. A policy's state is copied into a blob after every
 // decision; checkpoints hold the text. Independent of Lua states.
-// Called by policy_state.c.
+// Called by policy_state.c and, for the order of keys, by policy_box.c.
 #pragma once
 
 #include <stdbool.h>
@@ -19,6 +19,7 @@ typedef struct data_blob {
 } data_blob;
 
 void data_free(data_blob *b);
+static inline void data_clear(data_blob *b) { b->size = 0; b->failed = false; }
 bool data_grow(data_blob *b, size_t room);
 void data_append(data_blob *b, const char *bytes, size_t size);
 
@@ -69,9 +70,12 @@ const char *data_skip(const char *at);
 /// The value of the string key `key` in the table at `at`, or NULL.
 const char *data_find(const char *at, const char *key);
 
-/// Appends the canonical text of the value at `at`: 1..n first, then other keys in order (numbers,
-/// strings by bytes, booleans). Doubles have the fewest digits that restore them; inf, nan and -0
-/// are written as such.
+/// Compares two keys for qsort: numbers, then strings by bytes, then booleans.
+int data_by_key(const void *left, const void *right);
+
+/// Appends the canonical text of the value at `at`: the keys 1..n first, then others in the
+/// order of data_by_key. Doubles have the fewest digits that restore them; inf, nan and -0 are
+/// written as such.
 void data_text(data_blob *text, const char *at);
 /// Reads such text (spaces allowed). False with a message in `error`.
 bool data_parse(data_blob *out, const char *text, size_t size, char *error, size_t error_size);

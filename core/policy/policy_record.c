@@ -34,10 +34,6 @@ static const char *const view_names[VIEW_KINDS] = {
 
 typedef struct view { int32_t kind, index; } view;
 
-
-// Indices in the registry; policy_run.c and policy_vm.c use 1 and 2.
-enum { KEEP_RECORD_FIELDS = 3, KEEP_STATS_FIELDS, KEEP_TENSORS, KEEP_GROUPS };
-
 /// How a field is read. For the kinds before VIEW, `at` is the offset of the structure's member.
 typedef enum field_kind {
   INTEGER,
@@ -347,26 +343,27 @@ static int hist_index(lua_State *L)                          // upvalue: hist_su
 
 // ------------------------------------------------------------------ signals
 
+static policy_signal *find_signal(const eng_policy *p, const char *name)
+{
+  for (int i = 0; i < p->n_signals; ++i)
+    if (strcmp(p->signals[i].name, name) == 0) return &p->signals[i];
+  return NULL;
+}
+
 static int signals_index(lua_State *L)
 {
-  eng_policy *p = policy_of(L);
-  const char *name = luaL_checkstring(L, 2);
-  for (int i = 0; i < p->n_signals; ++i)
-    if (strcmp(p->signals[i].name, name) == 0) {
-      lua_pushnumber(L, p->signals[i].value);
-      return 1;
-    }
-  lua_pushnil(L);
+  const policy_signal *signal = find_signal(policy_of(L), luaL_checkstring(L, 2));
+  push_unless(L, !signal, signal ? signal->value : 0);
   return 1;
 }
 
 eng_status eng_policy_signal(eng_policy *p, const char *name, double value)
 {
-  for (int i = 0; i < p->n_signals; ++i)
-    if (strcmp(p->signals[i].name, name) == 0) {
-      p->signals[i].value = value;
-      return ENG_OK;
-    }
+  policy_signal *known = find_signal(p, name);
+  if (known) {
+    known->value = value;
+    return ENG_OK;
+  }
   policy_signal *more = realloc(p->signals, (size_t)(p->n_signals + 1) * sizeof *more);
   char *copy = strdup(name);
   if (more) p->signals = more;

@@ -245,7 +245,7 @@ static int open_state(lua_State *L)
   lua_gc(L, LUA_GCSETPAUSE, 150);
   lua_sethook(L, budget_hook, LUA_MASKCOUNT, HOOK_INTERVAL);
   lua_pushcfunction(L, run_task);
-  lua_rawseti(L, LUA_REGISTRYINDEX, 1);
+  lua_rawseti(L, LUA_REGISTRYINDEX, KEEP_TASK);
   return 0;
 }
 
@@ -257,6 +257,6 @@ bool policy_open(eng_policy *p)
   p->L = lua_newstate(allocate, p);
   if (!p->L || lua_cpcall(p->L, open_state, NULL) != 0) return false;
   for (int slot = 1; slot < SLOT_COUNT; ++slot) lua_pushnil(p->L);
-  lua_rawgeti(p->L, LUA_REGISTRYINDEX, 1);                               // SLOT_TASK
+  lua_rawgeti(p->L, LUA_REGISTRYINDEX, KEEP_TASK);                       // SLOT_TASK
   return true;
 }

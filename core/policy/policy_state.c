@@ -116,58 +116,46 @@ static bool encode(walk *w, int table, int depth)
   return true;
 }
 
-// Writes a path such as "state.groups["a b"][3]" from the keys on the stack above `base`.
-static void write_path(char *out, size_t size, lua_State *L, int base, const char *root)
-{
-  char number[32];
-  size_t used = (size_t)snprintf(out, size, "%s", root);
-  for (int i = base; i < lua_gettop(L) && used < size; i += 2) {
-    if (lua_type(L, i) == LUA_TSTRING)
-      used += (size_t)snprintf(out + used, size - used, ".%.60s", lua_tostring(L, i));
-    else if (lua_type(L, i) == LUA_TNUMBER) {
-      eng_number_text(number, lua_tonumber(L, i));
-      used += (size_t)snprintf(out + used, size - used, "[%s]", number);
-    } else used += (size_t)snprintf(out + used, size - used, "[%s]", luaL_typename(L, i));
-  }
-}
-
-bool policy_encode(eng_policy *p, int index, const char *root, data_blob *out, char *error,
-                   size_t error_size)
+// Refuses with a path such as state.groups["a b"][3], from the keys on the stack above `base`.
+static void refuse_path(eng_policy *p, int base, const char *why)
 {
   lua_State *L = p->L;
-  out->size = 0;
-  out->failed = false;
-  walk w;
+  char path[160] = "state", number[32];
+  size_t used = strlen(path), size = sizeof path;
+  for (int i = base; i < lua_gettop(L) && used < size; i += 2) {
+    if (lua_type(L, i) == LUA_TSTRING)
+      used += (size_t)snprintf(path + used, size - used, ".%.60s", lua_tostring(L, i));
+    else if (lua_type(L, i) == LUA_TNUMBER) {
+      eng_number_text(number, lua_tonumber(L, i));
+      used += (size_t)snprintf(path + used, size - used, "[%s]", number);
+    } else used += (size_t)snprintf(path + used, size - used, "[%s]", luaL_typename(L, i));
+  }
+  bool is_type = *why && strchr(why, ' ') == NULL;
+  policy_refuse(p, is_type ? "%s is a %s; only numbers, strings, booleans and tables can be saved"
+                           : "%s: %s", path, why);
+}
+
+bool policy_encode(eng_policy *p, int index)
+{
+  walk w;                                 // met.few stays uninitialized, because this runs often
   w.policy = p;
-  w.out = out;
+  w.out = &p->next;
   w.root = index;
-  w.base = lua_gettop(L);
+  w.base = lua_gettop(p->L);
   w.refusal = "";
   w.met.n = w.met.capacity = 0;
   w.met.table = NULL;
+  data_clear(&p->next);
+  p->n_flat = 0;
   bool fine = encode(&w, index, 1);
-  if (fine && out->failed) {
-    fine = false;
-    snprintf(error, error_size, "out of memory");
-  } else if (!fine) {
-    char path[160];
-    write_path(path, sizeof path, L, w.base + 1, root);
-    bool is_type = w.refusal[0] && strchr(w.refusal, ' ') == NULL;
-    if (is_type)
-      snprintf(error, error_size,
-               "%s is a %s; only numbers, strings, booleans and tables can be saved", path,
-               w.refusal);
-    else snprintf(error, error_size, "%s: %s", path, w.refusal);
-  }
-  if (!fine) lua_settop(L, w.base);
+  if (!fine) refuse_path(p, w.base + 1, w.refusal);
+  else if (p->next.failed) fine = policy_refuse(p, "out of memory");
+  if (!fine) lua_settop(p->L, w.base);
   free(w.met.table);
   return fine;
 }
 
 // ------------------------------------------------------------------ the copy after every decision
-
-// registry index; policy_run.c, policy_vm.c and policy_record.c use smaller ones
-enum { KEEP_FLAT_KEYS = 7 };
 
 static void swap_blobs(eng_policy *p)
 {
@@ -210,8 +198,7 @@ static void learn_layout(eng_policy *p)
   int i = 0;
   for (lua_pushnil(L); lua_next(L, SLOT_STATE); lua_pop(L, 1))
     p->flat[i++].key = lua_topointer(L, -2);
-  p->next.size = 0;
-  p->next.failed = false;
+  data_clear(&p->next);
   data_append(&p->next, p->good.bytes, p->good.size);
   if (!p->next.failed) p->n_flat = n;
 }
@@ -237,23 +224,34 @@ static bool snapshot_flat(eng_policy *p)
   return i == p->n_flat;
 }
 
-bool policy_snapshot(eng_policy *p, char *error, size_t error_size)
+bool policy_snapshot(eng_policy *p)
 {
-  if (p->n_flat > 0) {
-    if (snapshot_flat(p)) {
-      swap_blobs(p);
-      return true;
-    }
-    p->n_flat = 0;
+  if (p->n_flat > 0 && snapshot_flat(p)) {
+    swap_blobs(p);
+    return true;
   }
   lua_settop(p->L, SLOT_COUNT);
-  if (!policy_encode(p, SLOT_STATE, "state", &p->next, error, error_size)) return false;
+  if (!policy_encode(p, SLOT_STATE)) return false;
   swap_blobs(p);
   learn_layout(p);
   return true;
 }
 
 // ------------------------------------------------------------------ blobs to Lua tables
+
+static const char *decode(lua_State *L, const char *at);
+
+// Sets the fields at `at`, up to the table's '}', in the table on top of the stack. Returns the
+// position after the '}'.
+static const char *put_fields(lua_State *L, const char *at)
+{
+  while (*at != '}') {
+    at = decode(L, at);
+    at = decode(L, at);
+    lua_rawset(L, -3);
+  }
+  return at + 1;
+}
 
 static const char *decode(lua_State *L, const char *at)
 {
@@ -267,12 +265,7 @@ static const char *decode(lua_State *L, const char *at)
     default:
       luaL_checkstack(L, 8, "state");
       lua_newtable(L);
-      while (*at != '}') {
-        at = decode(L, at);
-        at = decode(L, at);
-        lua_rawset(L, -3);
-      }
-      ++at;
+      at = put_fields(L, at);
   }
   return at;
 }
@@ -322,53 +315,69 @@ static double option_number(const eng_policy *p, const char *name)
   return 0;
 }
 
+static void put_scale(lua_State *L, double scale)         // into the state on top of the stack
+{
+  lua_pushnumber(L, scale);
+  lua_setfield(L, -2, "scale");
+}
+
 static void default_state_task(eng_policy *p, void *argument)   // { scale = options.init_scale }
 {
   (void)argument;
   double scale = option_number(p, "init_scale");
   lua_newtable(p->L);
-  if (scale == 0) return;
-  lua_pushnumber(p->L, scale);
-  lua_setfield(p->L, -2, "scale");
+  if (scale != 0) put_scale(p->L, scale);
+}
+
+// Calls init or migrate, below its `n` arguments; leaves the state that it returns on the stack.
+static eng_status call_maker(eng_policy *p, const char *maker, int n)
+{
+  ENG_TRY(policy_call(p, n));
+  if (lua_istable(p->L, -1)) return ENG_OK;
+  error_set(ENG_ERR_POLICY, "%s:%d: %s must return the state as a table, got %s", p->file,
+            policy_line_of(p, maker), maker, luaL_typename(p->L, -1));
+  lua_settop(p->L, SLOT_COUNT);
+  return ENG_ERR_POLICY;
 }
 
 // Leaves init's state on top of the stack.
 static eng_status fresh_state(eng_policy *p)
 {
-  lua_State *L = p->L;
   p->random_key = ~0ull;
   p->random_count = 0;
-  if (!p->has_init) {
-    return policy_protected(p, default_state_task, NULL);
-  }
-  lua_getfield(L, SLOT_POLICY, "init");
-  lua_pushvalue(L, SLOT_OPTIONS);
-  ENG_TRY(policy_call(p, 1));
-  if (lua_istable(L, -1)) return ENG_OK;
-  error_set(ENG_ERR_POLICY, "%s:%d: init must return the state as a table, got %s",
-            p->file, policy_line_of(p, "init"), luaL_typename(L, -1));
-  lua_settop(L, SLOT_COUNT);
-  return ENG_ERR_POLICY;
+  if (!p->has_init) return policy_protected(p, default_state_task, NULL);
+  lua_getfield(p->L, SLOT_POLICY, "init");
+  lua_pushvalue(p->L, SLOT_OPTIONS);
+  return call_maker(p, "init", 1);
+}
+
+// Copies the state on top of the stack into `next`.
+static eng_status copy_out(eng_policy *p, const char *maker)
+{
+  if (policy_encode(p, lua_gettop(p->L))) return ENG_OK;
+  lua_settop(p->L, SLOT_COUNT);
+  return error_set(ENG_ERR_POLICY, "%s:%d: %s made a state that is not plain data: %s", p->file,
+                   policy_line_of(p, maker), maker, p->why);
+}
+
+// Makes the state on top of the stack, which is in `next`, the policy's.
+static void take_state(eng_policy *p)
+{
+  swap_blobs(p);
+  lua_replace(p->L, SLOT_STATE);
+  lua_settop(p->L, SLOT_COUNT);
 }
 
 // Makes the state on top of the stack current: copy, scale, verdict. Uses `scale` if the state has
 // no scale.
 static eng_status adopt(eng_policy *p, const char *maker, double scale)
 {
-  lua_State *L = p->L;
-  int top = lua_gettop(L);
-  char why[256];
-  p->n_flat = 0;
-  if (!policy_encode(p, top, "state", &p->next, why, sizeof why)) {
-    lua_settop(L, SLOT_COUNT);
-    return error_set(ENG_ERR_POLICY, "%s:%d: %s made a state that is not plain data: %s",
-                     p->file, policy_line_of(p, maker), maker, why);
-  }
+  ENG_TRY(copy_out(p, maker));
   find_number(&scale, p->next.bytes, "scale");
   if (!policy_is_scale(scale)) {
     char number[32];
     eng_number_text(number, scale);
-    lua_settop(L, SLOT_COUNT);
+    lua_settop(p->L, SLOT_COUNT);
     return error_set(ENG_ERR_POLICY,
                      "%s:%d: %s sets no initial %s: expected a positive finite number in "
                      "state.scale%s, got %s",
@@ -376,10 +385,7 @@ static eng_status adopt(eng_policy *p, const char *maker, double scale)
                      p->fp8 ? "scale (1 if the policy uses none)" : "loss scale",
                      p->has_init ? "" : " or the option init_scale", number);
   }
-  swap_blobs(p);
-  p->n_flat = 0;
-  lua_replace(L, SLOT_STATE);
-  lua_settop(L, SLOT_COUNT);
+  take_state(p);
   p->last = (eng_verdict){ .scale = scale, .lr_mul = 1 };
   if (p->n_groups) memset(p->group_scale, 0, (size_t)p->n_groups * sizeof *p->group_scale);
   p->ready = true;
@@ -411,9 +417,7 @@ eng_status eng_policy_init(eng_policy *p)
 static void scale_task(eng_policy *p, void *scale)
 {
   decode(p->L, p->good.bytes);
-  lua_pushliteral(p->L, "scale");
-  lua_pushnumber(p->L, *(double *)scale);
-  lua_rawset(p->L, -3);
+  put_scale(p->L, *(double *)scale);
 }
 
 eng_status eng_policy_set_scale(eng_policy *p, double scale)
@@ -426,16 +430,12 @@ eng_status eng_policy_set_scale(eng_policy *p, double scale)
                      scale);
   double present;
   if (find_number(&present, p->good.bytes, "scale")) {
-    char why[256];
-    p->n_flat = 0;
     ENG_TRY(policy_protected(p, scale_task, &scale));
-    if (!policy_encode(p, lua_gettop(p->L), "state", &p->next, why, sizeof why)) {
+    if (!policy_encode(p, lua_gettop(p->L))) {
       lua_settop(p->L, SLOT_COUNT);
-      return error_set(ENG_ERR_MEMORY, "policy %s: %s", p->name, why);
+      return error_set(ENG_ERR_MEMORY, "policy %s: %s", p->name, p->why);
     }
-    swap_blobs(p);
-    p->n_flat = 0;
-    lua_replace(p->L, SLOT_STATE);
+    take_state(p);
   }
   p->last.scale = scale;
   return ENG_OK;
@@ -456,8 +456,7 @@ eng_status eng_policy_save(const char **text, int64_t *bytes, eng_policy *p)
   if (!p->ready) return error_set(ENG_ERR_STATE, "policy %s: save only after init or restore",
                                   p->name);
   data_blob *b = &p->envelope;
-  b->size = 0;
-  b->failed = false;
+  data_clear(b);
   data_tag(b, '{');
   put_number(b, "clip", p->last.clip);
   put_number(b, "failures", (double)p->failures);
@@ -550,43 +549,24 @@ eng_status eng_policy_restore(eng_policy *p, const char *text, int64_t bytes)
 
 // ------------------------------------------------------------------ handing over
 
-struct handing { const eng_policy *old; double scale; };
-
-static void arguments_task(eng_policy *p, void *argument)   // returns { old state, old name }
+static void arguments_task(eng_policy *p, void *old)        // returns { old state, old name }
 {
-  const struct handing *handing = argument;
   lua_createtable(p->L, 2, 0);
-  decode(p->L, handing->old->good.bytes);
+  decode(p->L, ((const eng_policy *)old)->good.bytes);
   lua_rawseti(p->L, -2, 1);
-  lua_pushstring(p->L, handing->old->name);
+  lua_pushstring(p->L, ((const eng_policy *)old)->name);
   lua_rawseti(p->L, -2, 2);
 }
 
 // Returns the fresh state (in `next`) with all fields of the old state written over it. From a
-// policy of another name (handing->old is NULL) it takes only the scale.
+// policy of another name it takes only the scale.
 static void merge_task(eng_policy *p, void *argument)
 {
-  const struct handing *handing = argument;
-  lua_State *L = p->L;
-  decode(L, p->next.bytes);
-  if (handing->old) {
-    const char *at = handing->old->good.bytes + 1;
-    while (*at != '}') {
-      at = decode(L, at);
-      at = decode(L, at);
-      lua_rawset(L, -3);
-    }
-  } else {
-    lua_pushliteral(L, "scale");
-    lua_rawget(L, -2);
-    bool named = lua_type(L, -1) == LUA_TNUMBER;
-    lua_pop(L, 1);
-    if (named) {
-      lua_pushliteral(L, "scale");
-      lua_pushnumber(L, handing->scale);
-      lua_rawset(L, -3);
-    }
-  }
+  const eng_policy *old = argument;
+  double scale;
+  decode(p->L, p->next.bytes);
+  if (strcmp(p->name, old->name) == 0) put_fields(p->L, old->good.bytes + 1);
+  else if (find_number(&scale, p->next.bytes, "scale")) put_scale(p->L, old->last.scale);
 }
 
 eng_status eng_policy_migrate(eng_policy *p, const eng_policy *old)
@@ -596,37 +576,20 @@ eng_status eng_policy_migrate(eng_policy *p, const eng_policy *old)
     return error_set(ENG_ERR_STATE, "policy %s: cannot take over from %s, which has no state yet",
                      p->name, old->name);
   lua_settop(L, SLOT_COUNT);
-  double scale = old->last.scale;
-  struct handing handing = { old, scale };
   if (p->has_migrate) {
-    ENG_TRY(policy_protected(p, arguments_task, &handing));
+    ENG_TRY(policy_protected(p, arguments_task, (void *)old));
     lua_getfield(L, SLOT_POLICY, "migrate");
     lua_rawgeti(L, SLOT_COUNT + 1, 1);
     lua_rawgeti(L, SLOT_COUNT + 1, 2);
     lua_pushvalue(L, SLOT_OPTIONS);
-    ENG_TRY(policy_call(p, 3));
-    if (!lua_istable(L, -1)) {
-      error_set(ENG_ERR_POLICY, "%s:%d: migrate must return the state as a table, got %s",
-                p->file, policy_line_of(p, "migrate"), luaL_typename(L, -1));
-      lua_settop(L, SLOT_COUNT);
-      return ENG_ERR_POLICY;
-    }
-    ENG_TRY(adopt(p, "migrate", scale));
-    keep_verdict(p, old);
-    return ENG_OK;
-  }
-  char why[256];
-  ENG_TRY(fresh_state(p));
-  p->n_flat = 0;
-  if (!policy_encode(p, lua_gettop(L), "state", &p->next, why, sizeof why)) {
+    ENG_TRY(call_maker(p, "migrate", 3));
+  } else {
+    ENG_TRY(fresh_state(p));
+    ENG_TRY(copy_out(p, "init"));
     lua_settop(L, SLOT_COUNT);
-    return error_set(ENG_ERR_POLICY, "%s:%d: init made a state that is not plain data: %s",
-                     p->file, policy_line_of(p, "init"), why);
+    ENG_TRY(policy_protected(p, merge_task, (void *)old));
   }
-  lua_settop(L, SLOT_COUNT);
-  if (strcmp(p->name, old->name) != 0) handing.old = NULL;
-  ENG_TRY(policy_protected(p, merge_task, &handing));
-  ENG_TRY(adopt(p, "init", scale));
+  ENG_TRY(adopt(p, p->has_migrate ? "migrate" : "init", old->last.scale));
   keep_verdict(p, old);
   return ENG_OK;
 }

@@ -9,115 +9,191 @@
 
 #include <math.h>
 #include <stdarg.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-const char *const policy_verdict_fields[VERDICT_FIELDS] = {
-  "scale", "action", "clip", "lr_mul", "reason", "scales", "log", "back", "skip", "clips",
-  "lr_muls", "reset_moments", "update_clip", "spike_clip", "logit_muls",
-  "caps", "grad_norms", "bias_step"};
-// The word that `needs` must list for a field.
-static const unsigned field_needs[VERDICT_FIELDS] = {
-  [9] = ENG_NEED_CLIPS,        ENG_NEED_LR_MULS,    ENG_NEED_RESET_MOMENTS,
-  ENG_NEED_UPDATE_CLIP, ENG_NEED_SPIKE_CLIP, ENG_NEED_LOGIT_MULS, ENG_NEED_CAPS,
-  ENG_NEED_GRAD_NORMS, ENG_NEED_BIAS_STEP};
+/// A field of a verdict, and how its value, on top of the stack, is read.
+typedef struct verdict_field verdict_field;
+struct verdict_field {
+  const char *name;
+  unsigned    need;       // the word that `needs` must list for the field
+  bool      (*read)(eng_policy *p, eng_verdict *out, const verdict_field *field);
+  const char *expected;   // in messages: the value
+  const char *entry;      // in messages: a value in the field's table; NULL if it need not be one
+  size_t      at;         // numbers: offset in eng_verdict; numbers for tensors: ENG_EACH_*
+};
 
 void policy_copy_reason(char *out, size_t size, const char *text, size_t length)
 {
   eng_text_shown(out, (int64_t)size, text, (int64_t)length, false);
 }
 
-// Writes the reason for refusing the verdict to `why`. Returns false.
-__attribute__((format(printf, 3, 4)))
-static bool refuse(char *why, size_t size, const char *format, ...)
+bool policy_refuse(eng_policy *p, const char *format, ...)
 {
   va_list arguments;
   va_start(arguments, format);
-  vsnprintf(why, size, format, arguments);
+  vsnprintf(p->why, sizeof p->why, format, arguments);
   va_end(arguments);
   return false;
 }
 
-// Writes to `why` that the value on top of the stack is invalid for `field`: "scale = nan; expected
-// ...". Returns false.
-static bool bad_value(lua_State *L, char *why, size_t size, const char *field, const char *expected)
+// Refuses the value on top of the stack: "scale = nan; expected ...".
+static bool bad_value(eng_policy *p, const char *field, const char *expected)
 {
+  lua_State *L = p->L;
   char number[32];
   switch (lua_type(L, -1)) {
     case LUA_TNUMBER:
       eng_number_text(number, lua_tonumber(L, -1));
-      return refuse(why, size, "%s = %s; expected %s", field, number, expected);
+      return policy_refuse(p, "%s = %s; expected %s", field, number, expected);
     case LUA_TSTRING:
-      return refuse(why, size, "%s = '%.40s'; expected %s", field, lua_tostring(L, -1), expected);
+      return policy_refuse(p, "%s = '%.40s'; expected %s", field, lua_tostring(L, -1), expected);
     case LUA_TBOOLEAN:
-      return refuse(why, size, "%s = %s; expected %s", field,
-                    lua_toboolean(L, -1) ? "true" : "false", expected);
+      return policy_refuse(p, "%s = %s; expected %s", field,
+                           lua_toboolean(L, -1) ? "true" : "false", expected);
     default:
-      return refuse(why, size, "%s = %s; expected %s", field, luaL_typename(L, -1), expected);
+      return policy_refuse(p, "%s = %s; expected %s", field, luaL_typename(L, -1), expected);
   }
 }
 
-// Finds what the key below the top of the stack names: returns the number of a tensor or, from
-// n_tensors on, of a group; -1 for a pattern, whose matches are in p->matched; -2, with `why`, if
-// nothing has that name. Groups go before tensors if `groups`.
-static int find_named(eng_policy *p, const char *field, bool groups, char *why, size_t size)
+// Refuses the value on top of the stack, which belongs to the key below it.
+static bool bad_entry(eng_policy *p, const verdict_field *f)
+{
+  char place[100];
+  snprintf(place, sizeof place, "%s[\"%.60s\"]", f->name, lua_tostring(p->L, -2));
+  return bad_value(p, place, f->entry);
+}
+
+static bool bad_key(eng_policy *p, const char *field, const char *expected)
+{
+  return policy_refuse(p, "'%s' with a %s as a key; expected %s", field, luaL_typename(p->L, -2),
+                       expected);
+}
+
+// The number on top of the stack; NaN for another value.
+static double number(lua_State *L)
+{
+  return lua_type(L, -1) == LUA_TNUMBER ? lua_tonumber(L, -1) : f64_from(0x7FF8000000000000ull);
+}
+
+// Finds what the key below the top of the stack names: *named is the number of a tensor or, from
+// n_tensors on, of a group; -1 for a pattern, whose matches are in p->matched. Groups go before
+// tensors.
+static bool find_named(eng_policy *p, const char *field, int *named)
 {
   lua_State *L = p->L;
-  if (lua_type(L, -2) != LUA_TSTRING) {
-    snprintf(why, size, "'%s' with a %s as a key; expected names or patterns", field,
-             luaL_typename(L, -2));
-    return -2;
-  }
-  if (p->n_tensors + p->n_groups == 0) return -1;            // a replay without a model
-  for (int pass = 0; pass < 2; pass++) {
-    bool group = (pass == 0) == groups;
-    int found = policy_named(p, group, lua_gettop(L) - 1);
-    if (found >= 0) return group ? p->n_tensors + found : found;
-  }
+  *named = -1;
+  if (lua_type(L, -2) != LUA_TSTRING) return bad_key(p, field, "names or patterns");
+  if (p->n_tensors + p->n_groups == 0) return true;          // a replay without a model
+  int key = lua_gettop(L) - 1, group = policy_named(p, true, key);
+  *named = group >= 0 ? p->n_tensors + group : policy_named(p, false, key);
+  if (*named >= 0) return true;
   const char *name = lua_tostring(L, -2);
   lua_pushvalue(L, -2);
-  if (policy_match_names(p) != ENG_OK) {
-    snprintf(why, size, "'%s' with the pattern '%.60s': %s", field, name, eng_error_message());
-    return -2;
-  }
+  if (policy_match_names(p) != ENG_OK)
+    return policy_refuse(p, "'%s' with the pattern '%.60s': %s", field, name, eng_error_message());
   for (int i = 0; i < p->n_tensors + p->n_groups; i++)
-    if (p->matched[i]) return -1;
+    if (p->matched[i]) return true;
   const char *hint = nearest_hint(name, (const char *const *)p->groups, p->n_groups);
   if (!*hint) hint = nearest_hint(name, (const char *const *)p->tensors, p->n_tensors);
   char example[100] = "";
   if (!*hint && p->n_tensors > 0)
     snprintf(example, sizeof example, "; one tensor is called '%.60s'", p->tensors[0]);
-  snprintf(why, size, "'%s' for '%.60s', which matches no group and no tensor%s%s", field, name,
-           hint, example);
-  return -2;
+  return policy_refuse(p, "'%s' for '%.60s', which matches no group and no tensor%s%s", field,
+                       name, hint, example);
 }
 
-static bool bad_entry(lua_State *L, char *why, size_t size, const char *field, const char *expected)
+// Whether find_named found tensor i, its group, or a pattern that matches its name.
+static bool names_tensor(const eng_policy *p, int named, int i)
 {
-  char place[100];
-  snprintf(place, sizeof place, "%s[\"%.60s\"]", field, lua_tostring(L, -2));
-  return bad_value(L, why, size, place, expected);
+  if (named < 0) return p->matched[i];
+  return named < p->n_tensors ? i == named : p->group_of[i] == named - p->n_tensors;
 }
 
-static bool read_scales(eng_policy *p, char *why, size_t size)
+// ------------------------------------------------------------------ single values
+
+static double *number_at(eng_verdict *out, const verdict_field *f)
+{
+  return (double *)((char *)out + f->at);
+}
+
+static bool read_scale(eng_policy *p, eng_verdict *out, const verdict_field *f)
+{
+  out->scale = number(p->L);
+  return policy_is_scale(out->scale) || bad_value(p, f->name, f->expected);
+}
+
+// A limit; infinity means none.
+static bool read_limit(eng_policy *p, eng_verdict *out, const verdict_field *f)
+{
+  double limit = number(p->L);
+  if (!(limit > 0)) return bad_value(p, f->name, f->expected);
+  *number_at(out, f) = f64_is_finite(limit) ? limit : 0;
+  return true;
+}
+
+static bool read_factor(eng_policy *p, eng_verdict *out, const verdict_field *f)
+{
+  double factor = *number_at(out, f) = number(p->L);
+  return (f64_is_finite(factor) && factor >= 0) || bad_value(p, f->name, f->expected);
+}
+
+static bool read_whole(eng_policy *p, eng_verdict *out, const verdict_field *f, double least)
+{
+  double x = number(p->L);
+  if (!(x >= least && x <= 1e9 && x == floor(x))) return bad_value(p, f->name, f->expected);
+  *(int64_t *)((char *)out + f->at) = (int64_t)x;
+  return true;
+}
+
+static bool read_steps(eng_policy *p, eng_verdict *out, const verdict_field *f)
+{ return read_whole(p, out, f, 0); }
+
+static bool read_update_number(eng_policy *p, eng_verdict *out, const verdict_field *f)
+{ return read_whole(p, out, f, 1); }
+
+static bool read_reason(eng_policy *p, eng_verdict *out, const verdict_field *f)
+{
+  if (lua_type(p->L, -1) != LUA_TSTRING) return bad_value(p, f->name, f->expected);
+  size_t length;
+  const char *reason = lua_tolstring(p->L, -1, &length);
+  policy_copy_reason(out->reason, sizeof out->reason, reason, strnlen(reason, length));
+  return true;
+}
+
+static bool read_action(eng_policy *p, eng_verdict *out, const verdict_field *f)
+{
+  if (lua_type(p->L, -1) != LUA_TSTRING) return bad_value(p, f->name, f->expected);
+  const char *action = lua_tostring(p->L, -1), *names[ENG_ACTIONS];
+  out->action = eng_action_from_name(action);
+  if (out->action >= 0) return true;
+  for (int i = 0; i < ENG_ACTIONS; ++i) names[i] = eng_action_name(i);
+  const char *hint = nearest_hint(action, names, ENG_ACTIONS);
+  if (!*hint) return bad_value(p, f->name, f->expected);
+  return policy_refuse(p, "action = '%.40s'%s", action, hint);
+}
+
+// ------------------------------------------------------------------ tables
+
+static bool read_scales(eng_policy *p, eng_verdict *out, const verdict_field *f)
 {
   lua_State *L = p->L;
-  if (!lua_istable(L, -1)) return bad_value(L, why, size, "scales", "a table { group = scale }");
+  (void)out;
   if (!p->scalable)
-    return refuse(why, size, "'scales', but this run has a single scale for all gradients");
+    return policy_refuse(p, "'scales', but this run has a single scale for all gradients");
   for (lua_pushnil(L); lua_next(L, -2); lua_pop(L, 1)) {
-    int named = find_named(p, "scales", true, why, size);
-    if (named == -2) return false;
-    if (lua_type(L, -1) != LUA_TNUMBER || !policy_is_scale(lua_tonumber(L, -1)))
-      return bad_entry(L, why, size, "scales", "a positive finite number");
-    double scale = lua_tonumber(L, -1);
+    int named;
+    double scale = number(L);
+    if (!find_named(p, f->name, &named)) return false;
+    if (!policy_is_scale(scale)) return bad_entry(p, f);
     for (int i = 0; i < p->n_tensors + p->n_groups; ++i) {
       if (named < 0 ? !p->matched[i] : i != named) continue;
       int group = i < p->n_tensors ? p->group_of[i] : i - p->n_tensors;
       if (group < 0) continue;
       if (p->group_next[group] > 0 && p->group_next[group] != scale)
-        return refuse(why, size, "two scales for the group '%.60s'", p->groups[group]);
+        return policy_refuse(p, "two scales for the group '%.60s'", p->groups[group]);
       p->group_next[group] = scale;
     }
   }
@@ -153,24 +229,18 @@ static void begin_each(eng_policy *p, eng_verdict *out, int what, double none)
   for (int i = 0; i < p->n_tensors; ++i) p->each[what][i] = none;
 }
 
-static bool read_norms(eng_policy *p, eng_verdict *out, bool exactly, char *why, size_t size)
+// Reads `clips` or `grad_norms`.
+static bool read_norms(eng_policy *p, eng_verdict *out, const verdict_field *f)
 {
   lua_State *L = p->L;
-  const char *field = exactly ? "grad_norms" : "clips";
-  if (!lua_istable(L, -1)) return bad_value(L, why, size, field, "a table { name = norm }");
-  if (out->each >> ENG_EACH_CLIP & 1) {
-    snprintf(why, size, "both 'clips' and 'grad_norms'");
-    return false;
-  }
+  const bool exactly = f->need == ENG_NEED_GRAD_NORMS;
+  if (out->each >> ENG_EACH_CLIP & 1) return policy_refuse(p, "both 'clips' and 'grad_norms'");
   begin_each(p, out, ENG_EACH_CLIP, 1);
   for (lua_pushnil(L); lua_next(L, -2); lua_pop(L, 1)) {
-    int named = find_named(p, field, true, why, size);
-    if (named == -2) return false;
-    double limit = lua_tonumber(L, -1);
-    if (lua_type(L, -1) != LUA_TNUMBER || !(limit > 0) || (exactly && !f64_is_finite(limit)))
-      return bad_entry(L, why, size, field,
-                       exactly ? "a positive finite number, the gradient norm"
-                               : "a positive number, the largest gradient norm");
+    int named;
+    double limit = number(L);
+    if (!find_named(p, f->name, &named)) return false;
+    if (!(limit > 0) || (exactly && !f64_is_finite(limit))) return bad_entry(p, f);
     for (int i = 0; i < p->n_tensors; ++i)
       if (named < 0 ? p->matched[i] : i == named) limit_norm(p, i, -1, limit, exactly);
     if (named >= p->n_tensors) limit_norm(p, -1, named - p->n_tensors, limit, exactly);
@@ -179,55 +249,44 @@ static bool read_norms(eng_policy *p, eng_verdict *out, bool exactly, char *why,
 }
 
 // Reads `lr_muls` or `caps`: a number for each tensor.
-static bool read_numbers(eng_policy *p, eng_verdict *out, int what, char *why, size_t size)
+static bool read_numbers(eng_policy *p, eng_verdict *out, const verdict_field *f)
 {
   lua_State *L = p->L;
-  const bool cap = what == ENG_EACH_CAP;
-  const char *field = cap ? "caps" : "lr_muls";
-  if (!lua_istable(L, -1))
-    return bad_value(L, why, size, field,
-                     cap ? "a table { name = magnitude }" : "a table { name = factor }");
-  begin_each(p, out, what, -1);
-  double *factor = p->each[what];
+  const bool cap = f->at == ENG_EACH_CAP;
+  double *values = p->each[f->at];
+  begin_each(p, out, (int)f->at, -1);
   for (lua_pushnil(L); lua_next(L, -2); lua_pop(L, 1)) {
-    int named = find_named(p, field, true, why, size);
-    if (named == -2) return false;
-    double value = lua_tonumber(L, -1);
-    if (lua_type(L, -1) != LUA_TNUMBER || !f64_is_finite(value) || value < 0)
-      return bad_entry(L, why, size, field,
-                       cap ? "a finite magnitude, 0 or more" : "a finite factor, 0 or more");
+    int named;
+    double value = number(L);
+    if (!find_named(p, f->name, &named)) return false;
+    if (!f64_is_finite(value) || value < 0) return bad_entry(p, f);
     for (int i = 0; i < p->n_tensors; ++i) {
-      bool hit = named < 0 ? p->matched[i]
-                           : i == named || p->group_of[i] == named - p->n_tensors;
-      if (!hit) continue;
-      if (factor[i] >= 0 && factor[i] != value)
-        return refuse(why, size, "two %s in '%s' for the tensor '%.60s'", cap ? "caps" : "factors",
-                      field, p->tensors[i]);
-      factor[i] = value;
+      if (!names_tensor(p, named, i)) continue;
+      if (values[i] >= 0 && values[i] != value)
+        return policy_refuse(p, "two %s in '%s' for the tensor '%.60s'", cap ? "caps" : "factors",
+                             f->name, p->tensors[i]);
+      values[i] = value;
     }
   }
   for (int i = 0; i < p->n_tensors; ++i)
-    if (factor[i] < 0) factor[i] = cap ? HUGE_VAL : 1;
+    if (values[i] < 0) values[i] = cap ? HUGE_VAL : 1;
   return true;
 }
 
 // Marks the tensors that the name or pattern on top of the stack means.
-static bool mark_reset(eng_policy *p, char *why, size_t size)
+static bool mark_reset(eng_policy *p, const verdict_field *f)
 {
-  lua_State *L = p->L;
-  if (lua_type(L, -1) != LUA_TSTRING)
-    return bad_value(L, why, size, "reset_moments", "true, a name, a pattern, or a list of these");
-  lua_pushnil(L);                                            // find_named reads below the top
-  int named = find_named(p, "reset_moments", true, why, size);
-  if (named == -2) return false;
-  lua_pop(L, 1);
+  int named;
+  if (lua_type(p->L, -1) != LUA_TSTRING) return bad_value(p, f->name, f->expected);
+  lua_pushnil(p->L);                                         // find_named reads below the top
+  if (!find_named(p, f->name, &named)) return false;
+  lua_pop(p->L, 1);
   for (int i = 0; i < p->n_tensors; ++i)
-    if (named < 0 ? p->matched[i] : i == named || p->group_of[i] == named - p->n_tensors)
-      p->each[ENG_EACH_RESET][i] = 1;
+    if (names_tensor(p, named, i)) p->each[ENG_EACH_RESET][i] = 1;
   return true;
 }
 
-static bool read_reset(eng_policy *p, eng_verdict *out, char *why, size_t size)
+static bool read_reset(eng_policy *p, eng_verdict *out, const verdict_field *f)
 {
   lua_State *L = p->L;
   if (lua_isboolean(L, -1)) {
@@ -235,28 +294,30 @@ static bool read_reset(eng_policy *p, eng_verdict *out, char *why, size_t size)
     return true;
   }
   begin_each(p, out, ENG_EACH_RESET, 0);
-  if (!lua_istable(L, -1)) return mark_reset(p, why, size);
+  if (!lua_istable(L, -1)) return mark_reset(p, f);
   for (lua_pushnil(L); lua_next(L, -2); lua_pop(L, 1))
-    if (!mark_reset(p, why, size)) return false;
+    if (!mark_reset(p, f)) return false;
   return true;
 }
 
+// The list for `most` values of `field`, made at its first use; NULL, refused: no memory.
+static policy_logged *list_of(eng_policy *p, policy_logged **list, int most, const char *field)
+{
+  if (!*list) *list = calloc((size_t)most, sizeof **list);
+  if (!*list) policy_refuse(p, "'%s', but memory is exhausted", field);
+  return *list;
+}
+
 // Reads `logit_muls`. Heads are named like the signals logit_max.MODULE.HEAD.
-static bool read_logit_muls(eng_policy *p, char *why, size_t size)
+static bool read_logit_muls(eng_policy *p, eng_verdict *out, const verdict_field *f)
 {
   static const char prefix[] = "logit_max.";
   const size_t length = sizeof prefix - 1;
   lua_State *L = p->L;
-  if (!lua_istable(L, -1))
-    return bad_value(L, why, size, "logit_muls", "a table { head = factor }");
-  if (!p->logit_muls) p->logit_muls = calloc(ENG_POLICY_LOGIT_MULS, sizeof *p->logit_muls);
-  if (!p->logit_muls) return refuse(why, size, "'logit_muls', but memory is exhausted");
+  (void)out;
+  if (!list_of(p, &p->logit_muls, ENG_POLICY_LOGIT_MULS, f->name)) return false;
   for (lua_pushnil(L); lua_next(L, -2); lua_pop(L, 1)) {
-    if (lua_type(L, -2) != LUA_TSTRING) {
-      snprintf(why, size, "'logit_muls' with a %s as a key; expected names of heads",
-               luaL_typename(L, -2));
-      return false;
-    }
+    if (lua_type(L, -2) != LUA_TSTRING) return bad_key(p, f->name, "names of heads");
     const char *name = lua_tostring(L, -2), *nearest = "";
     bool known = false;
     for (int i = 0; i < p->n_signals && !known; ++i) {
@@ -265,21 +326,118 @@ static bool read_logit_muls(eng_policy *p, char *why, size_t size)
       known = strcmp(signal + length, name) == 0;
       nearest = signal + length;
     }
-    if (!known || strlen(name) > ENG_NAME_BYTES) {
-      snprintf(why, size, "'logit_muls' for the unknown head '%.60s'%s%.60s%s", name,
-               *nearest ? "; heads are named like '" : "", nearest, *nearest ? "'" : "");
-      return false;
-    }
-    double value = lua_tonumber(L, -1);
-    if (lua_type(L, -1) != LUA_TNUMBER || !policy_is_scale(value))
-      return bad_entry(L, why, size, "logit_muls", "a positive finite factor");
+    if (!known || strlen(name) > ENG_NAME_BYTES)
+      return policy_refuse(p, "'logit_muls' for the unknown head '%.60s'%s%.60s%s", name,
+                           *nearest ? "; heads are named like '" : "", nearest,
+                           *nearest ? "'" : "");
+    if (!policy_is_scale(number(L))) return bad_entry(p, f);
     if (p->n_logit_muls == ENG_POLICY_LOGIT_MULS)
-      return refuse(why, size, "'logit_muls' for more than %d heads", ENG_POLICY_LOGIT_MULS);
+      return policy_refuse(p, "'logit_muls' for more than %d heads", ENG_POLICY_LOGIT_MULS);
     policy_logged *to = &p->logit_muls[p->n_logit_muls++];
     snprintf(to->name, sizeof to->name, "%s", name);
-    to->value = value;
+    to->value = lua_tonumber(L, -1);
   }
   return true;
+}
+
+// Reads `log`. Checks a name only if it differs from the name at the same place of the last `log`.
+static bool read_log(eng_policy *p, eng_verdict *out, const verdict_field *f)
+{
+  lua_State *L = p->L;
+  (void)out;
+  if (!list_of(p, &p->logs, ENG_POLICY_LOGS, f->name)) return false;
+  for (lua_pushnil(L); lua_next(L, -2); lua_pop(L, 1)) {
+    if (lua_type(L, -2) != LUA_TSTRING) return bad_key(p, f->name, "names");
+    if (p->n_logs == ENG_POLICY_LOGS)
+      return policy_refuse(p, "a 'log' of more than %d values", ENG_POLICY_LOGS);
+    size_t length;
+    const char *name = lua_tolstring(L, -2, &length);
+    policy_logged *to = &p->logs[p->n_logs];
+    if (strlen(name) != length || strcmp(name, to->name) != 0) {
+      const char *problem = eng_name_problem(name, (int64_t)length);
+      if (problem) return policy_refuse(p, "'log' with a name that %s", problem);
+      memcpy(to->name, name, length + 1);
+    }
+    if (lua_type(L, -1) != LUA_TNUMBER) {
+      char field[80];
+      snprintf(field, sizeof field, "log.%.60s", name);
+      return bad_value(p, field, f->entry);
+    }
+    to->value = lua_tonumber(L, -1);
+    p->n_logs++;
+  }
+  return true;
+}
+
+// ------------------------------------------------------------------ the verdict
+
+#define AT(member) offsetof(eng_verdict, member)
+static const verdict_field fields[VERDICT_FIELDS] = {
+  {"scale", 0, read_scale, "a positive finite number", NULL, AT(scale)},
+  {"action", 0, read_action, "'step', 'skip', 'retry', 'stop' or 'rollback'", NULL, 0},
+  {"clip", 0, read_limit, "a positive number, the largest gradient norm", NULL, AT(clip)},
+  {"lr_mul", 0, read_factor, "a finite factor, 0 or more", NULL, AT(lr_mul)},
+  {"reason", 0, read_reason, "a string", NULL, 0},
+  {"scales", 0, read_scales, "a table { group = scale }", "a positive finite number", 0},
+  {"log", 0, read_log, "a table { name = number }", "a number", 0},
+  {"back", 0, read_steps, "a whole number of steps, 0 or more", NULL, AT(back)},
+  {"skip", 0, read_steps, "a whole number of steps, 0 or more", NULL, AT(skip)},
+  {"clips", ENG_NEED_CLIPS, read_norms, "a table { name = norm }",
+   "a positive number, the largest gradient norm", 0},
+  {"lr_muls", ENG_NEED_LR_MULS, read_numbers, "a table { name = factor }",
+   "a finite factor, 0 or more", ENG_EACH_LR},
+  {"reset_moments", ENG_NEED_RESET_MOMENTS, read_reset,
+   "true, a name, a pattern, or a list of these", NULL, 0},
+  {"update_clip", ENG_NEED_UPDATE_CLIP, read_limit, "a positive number", NULL, AT(update_clip)},
+  {"spike_clip", ENG_NEED_SPIKE_CLIP, read_limit, "a positive number", NULL, AT(spike_clip)},
+  {"logit_muls", ENG_NEED_LOGIT_MULS, read_logit_muls, "a table { head = factor }",
+   "a positive finite factor", 0},
+  {"caps", ENG_NEED_CAPS, read_numbers, "a table { name = magnitude }",
+   "a finite magnitude, 0 or more", ENG_EACH_CAP},
+  {"grad_norms", ENG_NEED_GRAD_NORMS, read_norms, "a table { name = norm }",
+   "a positive finite number, the gradient norm", 0},
+  {"bias_step", ENG_NEED_BIAS_STEP, read_update_number, "a whole number, 1 or more", NULL,
+   AT(bias_step)},
+};
+#undef AT
+
+void policy_verdict_open(eng_policy *p)
+{
+  lua_State *L = p->L;
+  lua_createtable(L, VERDICT_FIELDS, 0);
+  for (int i = 0; i < VERDICT_FIELDS; ++i) {
+    lua_pushstring(L, fields[i].name);
+    p->verdict_key[i] = lua_tostring(L, -1);
+    lua_rawseti(L, -2, i + 1);
+  }
+  lua_rawseti(L, LUA_REGISTRYINDEX, KEEP_VERDICT_FIELDS);
+}
+
+bool policy_read_verdict(eng_policy *p, eng_verdict *out)
+{
+  lua_State *L = p->L;
+  int table = lua_gettop(L);
+  for (lua_pushnil(L); lua_next(L, table); lua_pop(L, 1)) {
+    if (lua_type(L, -2) != LUA_TSTRING)
+      return policy_refuse(p, "a table with a %s as a key; expected { scale = ..., action = ... }",
+                           luaL_typename(L, -2));
+    const char *key = lua_tostring(L, -2);
+    int i = 0;
+    while (i < VERDICT_FIELDS && key != p->verdict_key[i]) ++i;
+    if (i == VERDICT_FIELDS)
+      return policy_refuse(p, "an unknown field '%.60s'%s", key,
+                           nearest_hint(key, p->verdict_key, VERDICT_FIELDS));
+    const verdict_field *f = &fields[i];
+    if (f->need & ~p->needs)
+      return policy_refuse(
+        p, "'%s', which this policy does not announce: add \"%s\" to its 'needs'", key, key);
+    if (f->entry && !lua_istable(L, -1)) return bad_value(p, key, f->expected);
+    if (!f->read(p, out, f)) return false;
+  }
+  if (out->back + out->skip > 0 && out->action != ENG_ACTION_ROLLBACK)
+    return policy_refuse(p, "'back' or 'skip' without action = 'rollback'");
+  return out->scale > 0 ||
+         policy_refuse(p, "a table without 'scale', the loss scale of the next step");
 }
 
 double eng_policy_each(const eng_policy *p, int what, int index)
@@ -297,163 +455,9 @@ const char *eng_policy_logit_mul(double *factor, const eng_policy *p, int index)
   return p->logit_muls[index].name;
 }
 
-// Reads `log`. Checks a name only if it differs from the name at the same place of the last `log`.
-static bool read_log(eng_policy *p, char *why, size_t size)
-{
-  lua_State *L = p->L;
-  if (!lua_istable(L, -1)) return bad_value(L, why, size, "log", "a table { name = number }");
-  if (!p->logs) p->logs = calloc(ENG_POLICY_LOGS, sizeof *p->logs);
-  if (!p->logs) return refuse(why, size, "'log', but memory is exhausted");
-  for (lua_pushnil(L); lua_next(L, -2); lua_pop(L, 1)) {
-    if (lua_type(L, -2) != LUA_TSTRING) {
-      snprintf(why, size, "'log' with a %s as a key; expected names", luaL_typename(L, -2));
-      return false;
-    }
-    if (p->n_logs == ENG_POLICY_LOGS)
-      return refuse(why, size, "a 'log' of more than %d values", ENG_POLICY_LOGS);
-    size_t length;
-    const char *name = lua_tolstring(L, -2, &length);
-    policy_logged *to = &p->logs[p->n_logs];
-    if (strlen(name) != length || strcmp(name, to->name) != 0) {
-      const char *problem = eng_name_problem(name, (int64_t)length);
-      if (problem) return refuse(why, size, "'log' with a name that %s", problem);
-      memcpy(to->name, name, length + 1);
-    }
-    if (lua_type(L, -1) != LUA_TNUMBER) {
-      char field[80];
-      snprintf(field, sizeof field, "log.%.60s", name);
-      return bad_value(L, why, size, field, "a number");
-    }
-    to->value = lua_tonumber(L, -1);
-    p->n_logs++;
-  }
-  return true;
-}
-
 const char *eng_policy_logged(double *value, const eng_policy *p, int index)
 {
   if (index < 0 || index >= p->n_logs) return NULL;
   *value = p->logs[index].value;
   return p->logs[index].name;
-}
-
-static bool read_action(eng_verdict *out, lua_State *L, char *why, size_t size)
-{
-  const char *expected = "'step', 'skip', 'retry', 'stop' or 'rollback'";
-  if (lua_type(L, -1) != LUA_TSTRING) return bad_value(L, why, size, "action", expected);
-  const char *action = lua_tostring(L, -1);
-  int known = eng_action_from_name(action);
-  if (known >= 0) {
-    out->action = known;
-    return true;
-  }
-  const char *names[ENG_ACTIONS];
-  for (int i = 0; i < ENG_ACTIONS; ++i) names[i] = eng_action_name(i);
-  const char *hint = nearest_hint(action, names, ENG_ACTIONS);
-  if (!*hint) return bad_value(L, why, size, "action", expected);
-  snprintf(why, size, "action = '%.40s'%s", action, hint);
-  return false;
-}
-
-// in the order of policy_verdict_fields
-enum { V_SCALE, V_ACTION, V_CLIP, V_LR_MUL, V_REASON, V_SCALES, V_LOG, V_BACK, V_SKIP,
-       V_CLIPS, V_LR_MULS, V_RESET_MOMENTS, V_UPDATE_CLIP, V_SPIKE_CLIP, V_LOGIT_MULS, V_CAPS,
-       V_GRAD_NORMS, V_BIAS_STEP };
-
-bool policy_read_verdict(eng_policy *p, eng_verdict *out, char *why, size_t size)
-{
-  lua_State *L = p->L;
-  int table = lua_gettop(L);
-  bool has_scale = false;
-  for (lua_pushnil(L); lua_next(L, table); lua_pop(L, 1)) {
-    if (lua_type(L, -2) != LUA_TSTRING) {
-      snprintf(why, size, "a table with a %s as a key; expected { scale = ..., action = ... }",
-               luaL_typename(L, -2));
-      return false;
-    }
-    const char *key = lua_tostring(L, -2);
-    int field = 0;
-    while (field < VERDICT_FIELDS && key != p->verdict_key[field]) ++field;
-    double number =
-      lua_type(L, -1) == LUA_TNUMBER ? lua_tonumber(L, -1) : f64_from(0x7FF8000000000000ull);
-    if (field < VERDICT_FIELDS && field_needs[field] & ~p->needs)
-      return refuse(why, size,
-                    "'%s', which this policy does not announce: add \"%s\" to its 'needs'", key,
-                    key);
-    switch (field) {
-      case V_SCALE:
-        if (!policy_is_scale(number))
-          return bad_value(L, why, size, "scale", "a positive finite number");
-        out->scale = number;
-        has_scale = true;
-        break;
-      case V_ACTION:
-        if (!read_action(out, L, why, size)) return false;
-        break;
-      case V_CLIP:
-        if (f64_is_nan(number) || !(number > 0))
-          return bad_value(L, why, size, "clip", "a positive number, the largest gradient norm");
-        out->clip = f64_is_finite(number) ? number : 0;
-        break;
-      case V_LR_MUL:
-        if (!f64_is_finite(number) || number < 0)
-          return bad_value(L, why, size, "lr_mul", "a finite factor, 0 or more");
-        out->lr_mul = number;
-        break;
-      case V_REASON: {
-        if (lua_type(L, -1) != LUA_TSTRING) return bad_value(L, why, size, "reason", "a string");
-        size_t length;
-        const char *reason = lua_tolstring(L, -1, &length);
-        policy_copy_reason(out->reason, sizeof out->reason, reason, strnlen(reason, length));
-        break;
-      }
-      case V_SCALES:
-        if (!read_scales(p, why, size)) return false;
-        break;
-      case V_BACK:
-      case V_SKIP:
-        if (!(number >= 0 && number <= 1e9 && number == floor(number)))
-          return bad_value(L, why, size, key, "a whole number of steps, 0 or more");
-        *(field == V_BACK ? &out->back : &out->skip) = (int64_t)number;
-        break;
-      case V_LOG:
-        if (!read_log(p, why, size)) return false;
-        break;
-      case V_CLIPS:
-      case V_GRAD_NORMS:
-        if (!read_norms(p, out, field == V_GRAD_NORMS, why, size)) return false;
-        break;
-      case V_LR_MULS:
-      case V_CAPS:
-        if (!read_numbers(p, out, field == V_CAPS ? ENG_EACH_CAP : ENG_EACH_LR, why, size))
-          return false;
-        break;
-      case V_BIAS_STEP:
-        if (!(number >= 1 && number <= 1e9 && number == floor(number)))
-          return bad_value(L, why, size, key, "a whole number, 1 or more");
-        out->bias_step = (int64_t)number;
-        break;
-      case V_RESET_MOMENTS:
-        if (!read_reset(p, out, why, size)) return false;
-        break;
-      case V_LOGIT_MULS:
-        if (!read_logit_muls(p, why, size)) return false;
-        break;
-      case V_UPDATE_CLIP:
-      case V_SPIKE_CLIP:
-        if (f64_is_nan(number) || !(number > 0))
-          return bad_value(L, why, size, key, "a positive number");
-        *(field == V_UPDATE_CLIP ? &out->update_clip : &out->spike_clip) =
-          f64_is_finite(number) ? number : 0;
-        break;
-      default:
-        snprintf(why, size, "an unknown field '%.60s'%s", key,
-                 nearest_hint(key, policy_verdict_fields, VERDICT_FIELDS));
-        return false;
-    }
-  }
-  if (out->back + out->skip > 0 && out->action != ENG_ACTION_ROLLBACK)
-    return refuse(why, size, "'back' or 'skip' without action = 'rollback'");
-  if (!has_scale) snprintf(why, size, "a table without 'scale', the loss scale of the next step");
-  return has_scale;
 }

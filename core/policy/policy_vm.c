@@ -208,26 +208,29 @@ static bool read_number(double *out, const char *text)
   return true;
 }
 
-static void set_option(eng_policy *p, const char *name, const char *value)
+// "; did you mean ..." for a misspelt name of an option.
+static const char *option_hint(const eng_policy *p, const char *name)
 {
   const char *names[64];
+  int n = p->n_options < COUNT(names) ? p->n_options : COUNT(names);
+  for (int i = 0; i < n; ++i) names[i] = p->options[i].name;
+  return nearest_hint(name, names, n);
+}
+
+static void set_option(eng_policy *p, const char *name, const char *value)
+{
   policy_option *option = NULL;
-  for (int i = 0; i < p->n_options; ++i) {
-    if (i < COUNT(names)) names[i] = p->options[i].name;
+  for (int i = 0; i < p->n_options && !option; ++i)
     if (strcmp(p->options[i].name, name) == 0) option = &p->options[i];
-  }
   if (!option) {
     char all[256] = "";
     for (int i = 0; i < p->n_options; ++i) {
       size_t used = strlen(all);
       snprintf(all + used, sizeof all - used, "%s%s", i ? ", " : "; it has ", p->options[i].name);
     }
-    const char *hint =
-      nearest_hint(name, names, p->n_options < COUNT(names) ? p->n_options : COUNT(names));
+    const char *hint = option_hint(p, name);
     fail(p, NULL, "policy '%s' has no option '%s'%s", p->name, name,
-         *hint          ? hint
-         : p->n_options ? all
-                        : "; it has none");
+         *hint ? hint : p->n_options ? all : "; it has none");
   }
   double number;
   if (option->type == ENG_OPTION_NUMBER && !read_number(&number, value))
@@ -245,11 +248,8 @@ static void set_option(eng_policy *p, const char *name, const char *value)
 static int unknown_option(lua_State *L)
 {
   const eng_policy *p = policy_of(L);
-  const char *names[64],
-    *name = lua_type(L, 2) == LUA_TSTRING ? lua_tostring(L, 2) : luaL_typename(L, 2);
-  int n = p->n_options < COUNT(names) ? p->n_options : COUNT(names);
-  for (int i = 0; i < n; ++i) names[i] = p->options[i].name;
-  return luaL_error(L, "unknown option '%s'%s", name, nearest_hint(name, names, n));
+  const char *name = lua_type(L, 2) == LUA_TSTRING ? lua_tostring(L, 2) : luaL_typename(L, 2);
+  return luaL_error(L, "unknown option '%s'%s", name, option_hint(p, name));
 }
 
 static void push_options(eng_policy *p)
@@ -305,14 +305,7 @@ static void load_task(eng_policy *p, void *argument)
   read_options(p);
   for (int i = 0; i < load->n; ++i) set_option(p, load->names[i], load->values[i]);
 
-  lua_createtable(L, VERDICT_FIELDS, 0);  // keeps the interned names alive
-  for (int i = 0; i < VERDICT_FIELDS; ++i) {
-    lua_pushstring(L, policy_verdict_fields[i]);
-    p->verdict_key[i] = lua_tostring(L, -1);
-    lua_rawseti(L, -2, i + 1);
-  }
-  lua_rawseti(L, LUA_REGISTRYINDEX, 2);
-
+  policy_verdict_open(p);
   lua_createtable(L, 4, 0);
   lua_pushvalue(L, 1);
   lua_rawseti(L, -2, 1);
@@ -421,17 +414,18 @@ bool eng_policy_scales_groups(const eng_policy *p)
 
 // ------------------------------------------------------------------ verdicts
 
-// After a failed call: gives the last good verdict and restores the state from before the call.
-static void fall_back(eng_verdict *out, eng_policy *p, const eng_record *record, const char *reason,
-                      bool with_position)
+// After a failed call: gives the last good verdict and restores the state from before the call. The
+// reason follows the position of decide and `what`, unless `what` is NULL.
+static void fall_back(eng_verdict *out, eng_policy *p, const eng_record *record, const char *what,
+                      const char *reason)
 {
   char text[512];
-  if (with_position) {
+  if (what) {
     lua_Debug where = {0};
     lua_settop(p->L, SLOT_COUNT);
     lua_pushvalue(p->L, SLOT_DECIDE);
     lua_getinfo(p->L, ">S", &where);
-    snprintf(text, sizeof text, "%s:%d: decide returned %s", p->file, where.linedefined, reason);
+    snprintf(text, sizeof text, "%s:%d: decide %s%s", p->file, where.linedefined, what, reason);
   } else snprintf(text, sizeof text, "%s", reason);
   lua_settop(p->L, SLOT_COUNT);
   ++p->failures;
@@ -447,6 +441,24 @@ static void fall_back(eng_verdict *out, eng_policy *p, const eng_record *record,
     snprintf(out->reason, sizeof out->reason, "%.120s: its state was lost: %.100s", p->file,
              eng_error_message());
   }
+}
+
+// Reads what decide returned: one scale or one table. False with the reason in p->why.
+static bool read_result(eng_policy *p, eng_verdict *out)
+{
+  lua_State *L = p->L;
+  if (lua_gettop(L) != SLOT_COUNT + 1)
+    return policy_refuse(p, "%s; expected one scale or one table",
+                         lua_gettop(L) == SLOT_COUNT ? "nothing" : "several values");
+  if (lua_istable(L, -1)) return policy_read_verdict(p, out);
+  if (lua_type(L, -1) != LUA_TNUMBER)
+    return policy_refuse(p, "a %s; expected the next scale or a table { scale = ..., ... }",
+                         luaL_typename(L, -1));
+  out->scale = lua_tonumber(L, -1);
+  if (policy_is_scale(out->scale)) return true;
+  char number[32];
+  eng_number_text(number, out->scale);
+  return policy_refuse(p, "scale = %s; expected a positive finite number", number);
 }
 
 eng_status eng_policy_decide(eng_verdict *out, eng_policy *p, const eng_record *record,
@@ -473,38 +485,23 @@ eng_status eng_policy_decide(eng_verdict *out, eng_policy *p, const eng_record *
   p->record = NULL;
   p->stats = NULL;
 
-  char why[320];
   if (failed || p->killed) {
-    fall_back(out, p, record, failed ? policy_error_text(p) : p->killed, !failed);
+    if (failed) fall_back(out, p, record, NULL, policy_error_text(p));
+    else fall_back(out, p, record, "was ended: ", p->killed);
     return ENG_OK;
   }
   p->judged = record;
   p->judged_stats = stats;
   *out = (eng_verdict){.action = record->overflow ? ENG_ACTION_SKIP : ENG_ACTION_STEP, .lr_mul = 1};
   if (p->n_groups) memset(p->group_next, 0, (size_t)p->n_groups * sizeof *p->group_next);
-  bool good = false;
-  if (lua_gettop(L) != SLOT_COUNT + 1) {
-    snprintf(why, sizeof why, "%s; expected one scale or one table",
-             lua_gettop(L) == SLOT_COUNT ? "nothing" : "several values");
-  } else if (lua_type(L, -1) == LUA_TNUMBER) {
-    out->scale = lua_tonumber(L, -1);
-    good = policy_is_scale(out->scale);
-    if (!good) {
-      char number[32];
-      eng_number_text(number, out->scale);
-      snprintf(why, sizeof why, "scale = %s; expected a positive finite number", number);
-    }
-  } else if (lua_istable(L, -1)) good = policy_read_verdict(p, out, why, sizeof why);
-  else
-    snprintf(why, sizeof why, "a %s; expected the next scale or a table { scale = ..., ... }",
-             luaL_typename(L, -1));
-  char field[256];
-  if (good && !policy_snapshot(p, field, sizeof field)) {
-    snprintf(why, sizeof why, "a state that is not plain data: %s", field);
+  const char *what = "returned ";
+  bool good = read_result(p, out);
+  if (good && !policy_snapshot(p)) {
+    what = "returned a state that is not plain data: ";
     good = false;
   }
   if (!good) {
-    fall_back(out, p, record, why, true);
+    fall_back(out, p, record, what, p->why);
     return ENG_OK;
   }
   lua_settop(L, SLOT_COUNT);

@@ -30,6 +30,12 @@ enum {
   SLOT_COUNT = SLOT_TASK
 };
 
+// Indices in Lua's registry.
+enum {
+  KEEP_TASK = 1, KEEP_VERDICT_FIELDS, KEEP_RECORD_FIELDS, KEEP_STATS_FIELDS, KEEP_TENSORS,
+  KEEP_GROUPS, KEEP_FLAT_KEYS
+};
+
 enum { FIELD_BUCKETS = 64, VERDICT_FIELDS = 18, FLAT_FIELDS = 24 };
 
 typedef struct policy_option {
@@ -85,6 +91,7 @@ struct eng_policy {
   int      n_signals;
 
   // State and verdict.
+  char     why[320];             // why a verdict or a state was refused (policy_refuse)
   bool     ready;                // init or restore has set a state
   data_blob good;                // the state after the last good call
   data_blob next;                // buffer for the state after the next call
@@ -168,9 +175,13 @@ void policy_box_open(eng_policy *policy);
 void policy_checks_open(lua_State *L);
 
 // ---- policy_verdict.c
-extern const char *const policy_verdict_fields[VERDICT_FIELDS];
-/// Reads the table on top of the stack. False with the reason in `why`.
-bool policy_read_verdict(eng_policy *policy, eng_verdict *out, char *why, size_t size);
+/// Interns the names of a verdict's fields.
+void policy_verdict_open(eng_policy *policy);
+/// Reads the table on top of the stack. False with the reason in policy->why.
+bool policy_read_verdict(eng_policy *policy, eng_verdict *out);
+/// Writes policy->why. Returns false.
+__attribute__((format(printf, 2, 3)))
+bool policy_refuse(eng_policy *policy, const char *format, ...);
 /// Copies text meant for terminals and web pages: at most size - 1 bytes, never part of a UTF-8
 /// character. Invalid bytes and control characters become question marks, newlines and tabs spaces.
 void policy_copy_reason(char *out, size_t size, const char *text, size_t length);
@@ -198,12 +209,11 @@ static inline int field_map_find(const field_map *map, const char *key)
 }
 
 // ---- policy_state.c
-/// Copies the table at `index` into `out`. False, with the offending field's path in `error`, for a
-/// function, a table in two places, or nesting past DATA_DEPTH.
-bool policy_encode(eng_policy *policy, int index, const char *root, data_blob *out, char *error,
-                   size_t error_size);
-/// Copies the state after a good call into `good`. False, with `good` unchanged, if the state is
-/// not plain data.
-bool policy_snapshot(eng_policy *policy, char *error, size_t error_size);
+/// Copies the state at `index` into `next`. False, with the offending field's path in policy->why,
+/// for a function, a table in two places, or nesting past DATA_DEPTH.
+bool policy_encode(eng_policy *policy, int index);
+/// Copies the state after a good call into `good`. False, with `good` unchanged and the reason in
+/// policy->why, if the state is not plain data.
+bool policy_snapshot(eng_policy *policy);
 /// Restores the state from after the last good call.
 eng_status policy_roll_back(eng_policy *policy);

@@ -94,6 +94,19 @@ describe("a verdict", function()
     end
   end)
 
+  it("acts on the last tensor alone if the tensors are in no group", function()
+    local into = M_ffi.new("double[3]")
+    for verdict, kind in pairs { ["lr_muls = { ['b.w'] = 0 }"] = C.ENG_EACH_LR,
+      ["caps = { ['b.w'] = 0 }"] = C.ENG_EACH_CAP, ["reset_moments = 'b.w'"] = C.ENG_EACH_RESET } do
+      local p = policy_with("{ scale = 8, " .. verdict .. " }", '"' .. verdict:match "%S+" .. '"')
+      p:tensors(TENSORS)
+      assert.are.equal(0, made.decide(p).failed)
+      assert.truthy(p:each(kind, into, 3))
+      assert.are_not.equal(into[2], into[0], verdict)
+      assert.are_not.equal(into[2], into[1], verdict)
+    end
+  end)
+
   it("scales groups by patterns of groups and of tensors", function()
     local p = policy_with("{ scale = 8, scales = { ['.*%.b'] = 4 } }", "")
     assert.are.equal(0, made.decide(p).failed)
