@@ -54,25 +54,19 @@ static eng_status pack_member(eng_parallel *p, bucket *b, int k)
   if (member->has_gradient) {
     ENG_TRY(on_host(&values, p, member->gradient));
     flags = HAS_GRADIENT | wire_flags(values, b->dtype, member->value->count);
-  }
+  } else memset(p->values, 0, (size_t)member->value->count * sizeof *p->values);
   for (int rank = 0; rank < ranks; rank++) {
     int64_t from, at, n = bucket_overlap(p, b, k, rank, &from, &at);
     if (n == 0) continue;
     char *piece = b->out + b->begin[rank];
     int64_t count = bucket_piece(b, rank);
-    if (values) {
-      ENG_TRY(comm_pack(piece, b->comm_dtype, count, at,
-                        (const char *)values + from * eng_dtype_size(b->dtype), b->dtype, n,
-                        p->values));
-      if (b->comm_dtype == ENG_f16 && b->dtype != ENG_f16 && !(flags & WIRE_INF) &&
-          wire_flags(piece + at * 2, ENG_f16, n) & WIRE_INF)
-        flags |= WIRE_OVERFLOW;
-    } else if (b->comm_dtype == ENG_e4m3) {
-      memset(p->values, 0, (size_t)n * sizeof *p->values);
-      ENG_TRY(comm_pack(piece, b->comm_dtype, count, at, p->values, ENG_f32, n, NULL));
-    } else
-      memset(piece + at * eng_dtype_size(b->comm_dtype), 0,
-             (size_t)(n * eng_dtype_size(b->comm_dtype)));
+    const void *part = p->values;
+    if (values) part = (const char *)values + from * eng_dtype_size(b->dtype);
+    ENG_TRY(comm_pack(piece, b->comm_dtype, count, at, part, values ? b->dtype : ENG_f32, n,
+                      p->values));
+    if (b->comm_dtype == ENG_f16 && b->dtype != ENG_f16 && !(flags & WIRE_INF) &&
+        wire_flags(piece + at * 2, ENG_f16, n) & WIRE_INF)
+      flags |= WIRE_OVERFLOW;
   }
   clear_padding(b, k, b->at[k] + member->value->count);
   for (int rank = 0; rank < ranks; rank++)

@@ -505,22 +505,13 @@ static void push_hist(lua_State *L, view_kind kind, int place)
   push_view(L, kind, place, hist_index, NULL);
 }
 
-static void keep_names(lua_State *L, field_map *map, const field *fields, int n, int place)
-{
-  lua_createtable(L, n, 0);
-  for (int i = 0; i < n; ++i) {
-    lua_pushstring(L, fields[i].name);
-    field_map_add(map, lua_tostring(L, -1), i);
-    lua_rawseti(L, -2, i + 1);
-  }
-  lua_rawseti(L, LUA_REGISTRYINDEX, place);
-}
-
 void policy_record_open(eng_policy *p)
 {
   lua_State *L = p->L;
-  keep_names(L, &p->record_map, record_fields, COUNT(record_fields), KEEP_RECORD_FIELDS);
-  keep_names(L, &p->stats_map, stats_fields, COUNT(stats_fields), KEEP_STATS_FIELDS);
+  for (int i = 0; i < COUNT(record_fields); ++i)
+    field_map_add(&p->record_map, policy_intern(L, record_fields[i].name), i);
+  for (int i = 0; i < COUNT(stats_fields); ++i)
+    field_map_add(&p->stats_map, policy_intern(L, stats_fields[i].name), i);
   for (int place = KEEP_TENSORS; place <= KEEP_GROUPS; ++place) {
     lua_newtable(L);
     lua_rawseti(L, LUA_REGISTRYINDEX, place);
@@ -638,35 +629,26 @@ eng_status eng_policy_tensors(eng_policy *p, const char *const *names, const int
     lua_settop(p->L, SLOT_COUNT);
     if (p->used > before) p->limit += p->used - before;      // the policy need not pay for views
   }
-  eng_policy made = {
-    .n_tensors = n,
-    .n_groups = n_groups,
-    .tensors = copy_names(names, n),
-    .groups = copy_names(groups, n_groups),
-    .group_of = calloc((size_t)n + 1, sizeof *made.group_of),
-    .group_stats = calloc((size_t)n_groups + 1, sizeof *made.group_stats),
-    .group_scale = calloc((size_t)n_groups + 1, sizeof *made.group_scale),
-    .group_next = calloc((size_t)n_groups + 1, sizeof *made.group_next),
-    .each[0] = calloc((size_t)n * ENG_EACH + 1, sizeof *made.each[0]),
-    .matched = calloc((size_t)n + (size_t)n_groups + 1, sizeof *made.matched),
-  };
+  eng_policy made = *p;
+  made.n_tensors = n;
+  made.n_groups = n_groups;
+  made.tensors = copy_names(names, n);
+  made.groups = copy_names(groups, n_groups);
+  made.group_of = calloc((size_t)n + 1, sizeof *made.group_of);
+  made.group_stats = calloc((size_t)n_groups + 1, sizeof *made.group_stats);
+  made.group_scale = calloc((size_t)n_groups + 1, sizeof *made.group_scale);
+  made.group_next = calloc((size_t)n_groups + 1, sizeof *made.group_next);
+  made.each[0] = calloc((size_t)n * ENG_EACH + 1, sizeof *made.each[0]);
+  made.matched = calloc((size_t)n + (size_t)n_groups + 1, sizeof *made.matched);
   bool whole = made.tensors && made.groups && made.group_of && made.group_stats &&
                made.group_scale && made.group_next && made.each[0] && made.matched;
   free_tensors(whole ? p : &made);
   if (!whole)
     return error_set(ENG_ERR_MEMORY, "policy %s: out of memory for the names of %d tensors",
                      p->name, n);
-  for (int i = 0; i < n; ++i) made.group_of[i] = group_of ? group_of[i] : -1;
-  for (int k = 0; k < ENG_EACH; k++) p->each[k] = made.each[0] + (size_t)n * (size_t)k;
-  p->tensors = made.tensors;
-  p->groups = made.groups;
-  p->group_of = made.group_of;
-  p->group_stats = made.group_stats;
-  p->group_scale = made.group_scale;
-  p->group_next = made.group_next;
-  p->matched = made.matched;
-  p->n_tensors = n;
-  p->n_groups = n_groups;
+  *p = made;
+  for (int i = 0; i < n; ++i) p->group_of[i] = group_of ? group_of[i] : -1;
+  for (int k = 1; k < ENG_EACH; k++) p->each[k] = p->each[0] + (size_t)n * (size_t)k;
   p->each_set = 0;
   p->scalable = scalable;
   return ENG_OK;

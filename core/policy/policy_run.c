@@ -196,31 +196,18 @@ static int run_task(lua_State *L)
   return lua_gettop(L) > 0 ? 1 : 0;
 }
 
-static eng_status protect(eng_policy *p, int with_state, void (*task)(eng_policy *, void *),
-                          void *argument)
+eng_status policy_protected(eng_policy *p, void (*task)(eng_policy *, void *), void *argument)
 {
   p->task = task;
   p->task_argument = argument;
   lua_pushvalue(p->L, SLOT_TASK);
-  if (with_state) lua_pushvalue(p->L, SLOT_STATE);
-  int failed = lua_pcall(p->L, with_state, 1, 0);
+  int failed = lua_pcall(p->L, 0, 1, 0);
   policy_leave(p);
   if (!failed) return ENG_OK;
   eng_status status = failed == LUA_ERRMEM && p->used < p->limit ? ENG_ERR_MEMORY : ENG_ERR_POLICY;
   error_set(status, "%s", policy_error_text(p));
   lua_settop(p->L, SLOT_COUNT);
   return status;
-}
-
-eng_status policy_protected(eng_policy *p, void (*task)(eng_policy *, void *), void *argument)
-{
-  return protect(p, 0, task, argument);
-}
-
-eng_status policy_protected_on_state(eng_policy *p, void (*task)(eng_policy *, void *),
-                                     void *argument)
-{
-  return protect(p, 1, task, argument);
 }
 
 eng_status policy_call(eng_policy *p, int n)
@@ -237,6 +224,15 @@ eng_status policy_call(eng_policy *p, int n)
 }
 
 // ------------------------------------------------------------------ the state
+
+const char *policy_intern(lua_State *L, const char *name)
+{
+  lua_pushstring(L, name);
+  const char *address = lua_tostring(L, -1);
+  lua_pushboolean(L, 1);
+  lua_rawset(L, LUA_REGISTRYINDEX);
+  return address;
+}
 
 static int open_state(lua_State *L)
 {

@@ -164,16 +164,20 @@ static void swap_blobs(eng_policy *p)
   p->next = swap;
 }
 
-// Keeps the keys alive, so that an address keeps identifying the same string.
+// Notes the addresses of the keys in `good`. Keeps the keys alive, so that an address keeps
+// identifying the same string.
 static void keep_keys_task(eng_policy *p, void *argument)
 {
   (void)argument;
   lua_State *L = p->L;
   lua_createtable(L, FLAT_FIELDS, 0);
   int n = 0;
-  for (lua_pushnil(L); lua_next(L, 1); lua_pop(L, 1)) {
-    lua_pushvalue(L, -2);
-    lua_rawseti(L, 2, ++n);
+  for (const char *at = p->good.bytes + 1; *at != '}'; at = data_skip(at)) {
+    data_item key;
+    at = data_read(&key, at);
+    lua_pushlstring(L, key.string, key.length);
+    p->flat[n++].key = lua_topointer(L, -1);
+    lua_rawseti(L, -2, n);
   }
   lua_rawseti(L, LUA_REGISTRYINDEX, KEEP_FLAT_KEYS);
 }
@@ -182,7 +186,6 @@ static void keep_keys_task(eng_policy *p, void *argument)
 // and later snapshots write only the values.
 static void learn_layout(eng_policy *p)
 {
-  lua_State *L = p->L;
   int n = 0;
   const char *at = p->good.bytes + 1;
   while (*at != '}') {
@@ -193,11 +196,8 @@ static void learn_layout(eng_policy *p)
     p->flat[n++].offset = (uint32_t)(at - p->good.bytes) + (*at == 'n');
     at = data_skip(at);
   }
-  if (policy_protected_on_state(p, keep_keys_task, NULL) != ENG_OK) return;
-  lua_settop(L, SLOT_COUNT);
-  int i = 0;
-  for (lua_pushnil(L); lua_next(L, SLOT_STATE); lua_pop(L, 1))
-    p->flat[i++].key = lua_topointer(L, -2);
+  if (policy_protected(p, keep_keys_task, NULL) != ENG_OK) return;
+  lua_settop(p->L, SLOT_COUNT);
   data_clear(&p->next);
   data_append(&p->next, p->good.bytes, p->good.size);
   if (!p->next.failed) p->n_flat = n;

@@ -25,11 +25,6 @@ struct verdict_field {
   size_t      at;         // numbers: offset in eng_verdict; numbers for tensors: ENG_EACH_*
 };
 
-void policy_copy_reason(char *out, size_t size, const char *text, size_t length)
-{
-  eng_text_shown(out, (int64_t)size, text, (int64_t)length, false);
-}
-
 bool policy_refuse(eng_policy *p, const char *format, ...)
 {
   va_list arguments;
@@ -159,7 +154,7 @@ static bool read_reason(eng_policy *p, eng_verdict *out, const verdict_field *f)
   if (lua_type(p->L, -1) != LUA_TSTRING) return bad_value(p, f->name, f->expected);
   size_t length;
   const char *reason = lua_tolstring(p->L, -1, &length);
-  policy_copy_reason(out->reason, sizeof out->reason, reason, strnlen(reason, length));
+  eng_text_shown(out->reason, sizeof out->reason, reason, (int64_t)strnlen(reason, length), false);
   return true;
 }
 
@@ -403,14 +398,8 @@ static const verdict_field fields[VERDICT_FIELDS] = {
 
 void policy_verdict_open(eng_policy *p)
 {
-  lua_State *L = p->L;
-  lua_createtable(L, VERDICT_FIELDS, 0);
-  for (int i = 0; i < VERDICT_FIELDS; ++i) {
-    lua_pushstring(L, fields[i].name);
-    p->verdict_key[i] = lua_tostring(L, -1);
-    lua_rawseti(L, -2, i + 1);
-  }
-  lua_rawseti(L, LUA_REGISTRYINDEX, KEEP_VERDICT_FIELDS);
+  for (int i = 0; i < VERDICT_FIELDS; ++i)
+    p->verdict_key[i] = policy_intern(p->L, fields[i].name);
 }
 
 bool policy_read_verdict(eng_policy *p, eng_verdict *out)

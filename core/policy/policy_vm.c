@@ -433,7 +433,7 @@ static void fall_back(eng_verdict *out, eng_policy *p, const eng_record *record,
   p->n_logs = p->n_logit_muls = 0;
   out->failed = 1;
   out->action = record->overflow ? ENG_ACTION_SKIP : ENG_ACTION_STEP;
-  policy_copy_reason(out->reason, sizeof out->reason, text, strlen(text));
+  eng_text_shown(out->reason, sizeof out->reason, text, (int64_t)strlen(text), false);
   if (policy_roll_back(p) != ENG_OK) {
     // There is not enough memory to rebuild the old state: the policy decides nothing until it is
     // restored.

@@ -31,10 +31,7 @@ enum {
 };
 
 // Indices in Lua's registry.
-enum {
-  KEEP_TASK = 1, KEEP_VERDICT_FIELDS, KEEP_RECORD_FIELDS, KEEP_STATS_FIELDS, KEEP_TENSORS,
-  KEEP_GROUPS, KEEP_FLAT_KEYS
-};
+enum { KEEP_TASK = 1, KEEP_TENSORS, KEEP_GROUPS, KEEP_FLAT_KEYS };
 
 enum { FIELD_BUCKETS = 64, VERDICT_FIELDS = 18, FLAT_FIELDS = 24 };
 
@@ -128,9 +125,6 @@ bool policy_open(eng_policy *policy);
 /// Runs `task` in protected mode, without limits. The task may raise Lua errors and leave one
 /// result on the stack. Errors: POLICY with the Lua message; MEMORY.
 eng_status policy_protected(eng_policy *policy, void (*task)(eng_policy *, void *), void *argument);
-/// Runs `task` with the state at index 1 of its stack.
-eng_status policy_protected_on_state(eng_policy *policy, void (*task)(eng_policy *, void *),
-                                     void *argument);
 /// Called before and after the policy's own code runs (init, decide, migrate, the file itself).
 void policy_enter(eng_policy *policy);
 void policy_leave(eng_policy *policy);
@@ -142,6 +136,8 @@ void policy_check_stack(eng_policy *policy);
 void policy_kill(eng_policy *policy, const char *why);
 /// The policy that a Lua state belongs to.
 eng_policy *policy_of(lua_State *L);
+/// The address of a name in the state, which stays valid as long as the state.
+const char *policy_intern(lua_State *L, const char *name);
 /// Calls the policy's function below its `n` arguments on the stack, under its limits, and leaves
 /// one result. Errors: POLICY; the stack is then back at rest.
 eng_status policy_call(eng_policy *policy, int n);
@@ -182,9 +178,6 @@ bool policy_read_verdict(eng_policy *policy, eng_verdict *out);
 /// Writes policy->why. Returns false.
 __attribute__((format(printf, 2, 3)))
 bool policy_refuse(eng_policy *policy, const char *format, ...);
-/// Copies text meant for terminals and web pages: at most size - 1 bytes, never part of a UTF-8
-/// character. Invalid bytes and control characters become question marks, newlines and tabs spaces.
-void policy_copy_reason(char *out, size_t size, const char *text, size_t length);
 static inline bool policy_is_scale(double x) { return f64_is_finite(x) && x > 0; }
 
 // ---- policy_record.c
