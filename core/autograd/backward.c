@@ -67,7 +67,7 @@ static eng_status expect_gradients(void)
 }
 
 /// Reports the gradients that are complete now that the walk has reached the cursor.
-static eng_status tell_complete(void)
+static eng_status report_complete(void)
 {
   while (watch.length > 0 && watch.items[watch.length - 1].node >= pass.cursor)
     ENG_TRY(watch.on.ready(watch.on.data, watch.items[--watch.length].p));
@@ -137,7 +137,7 @@ static eng_status walk(void)
 {
   eng_status status = ENG_OK;
   while (status == ENG_OK) {
-    if (watch.on.ready && (status = tell_complete()) != ENG_OK) break;
+    if (watch.on.ready && (status = report_complete()) != ENG_OK) break;
     if ((status = checkpoint_reach(pass.cursor)) != ENG_OK) break;
     if (pass.cursor == 0) break;
     const tape_node *node = tape_at(--pass.cursor);

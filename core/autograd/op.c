@@ -99,8 +99,7 @@ static eng_status check_inputs(op_call *c)
   if (info->n_out >= 0) c->n_out = info->n_out;
   for (int k = 0; k < 2; k++)
     if (!c->out[k] && op_adds_onto(c, k))
-      return error_set(ENG_ERR_VALUE, "%s: cannot add onto a missing output",
-                       info->name);
+      return error_set(ENG_ERR_VALUE, "%s: cannot add onto a missing output", info->name);
   return ENG_OK;
 }
 
@@ -183,8 +182,8 @@ static bool is_elementwise(op_call *c)
 }
 
 /// Whether the inputs of an elementwise call have one shape and one order in memory, without gaps,
-/// and that order is not row-major. An example is images, which conv2d leaves channels last. Sets
-/// `order` to the dimensions in that order.
+/// other than row-major; the outputs of conv2d are an example. Sets `order` to the dimensions in
+/// that order.
 static bool in_one_order(op_call *c, int *order)
 {
   const tensor *x = c->in[0];

@@ -75,7 +75,7 @@ eng_status eng_done(const eng_tensor *handle)
   ENG_TRY(tensor_get(&x, handle));
   storage *s = x->store;
   bool computed = tape_holds(x);
-  if (tape_segment) return ENG_OK;   // the segment's end frees more
+  if (tape_segment) return ENG_OK;   // the end of the segment frees the tensor
   if (s->arena != ARENA_STEP || !s->memory || (x->requires_grad && !computed)) return ENG_OK;
   if (!x->done) s->done++;
   x->done = true;

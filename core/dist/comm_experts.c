@@ -238,15 +238,15 @@ static eng_status run_between_cards(exchange *e)
   wire_run *runs = buffer[ROOM].memory;
   list_runs(runs, &longest, e, e->from, e->send, there[THERE_OUT].memory);
   list_runs(runs + n_out, &longest_in, e, e->to, e->receive, there[THERE_IN].memory);
-  const wire_run *told = (const wire_run *)there[THERE_TABLE].memory;
-  // the flags are never read: inf and nan in rows show in the results
-  uint32_t *unwanted = (uint32_t *)(there[THERE_TABLE].memory + bytes);
+  const wire_run *runs_there = (const wire_run *)there[THERE_TABLE].memory;
+  // nothing reads the flags: inf and nan in rows show in the results
+  uint32_t *flags_there = (uint32_t *)(there[THERE_TABLE].memory + bytes);
   if (bytes > 0) ENG_TRY(card->move(there[THERE_TABLE].memory, runs, bytes, COPY_TO_DEVICE));
   if (n_out > 0)
     ENG_TRY(
-      card->wire_pack(NULL, told, (int)n_out, longest, e->comm_dtype, e->from->dtype, unwanted));
+      card->wire_pack(NULL, runs_there, (int)n_out, longest, e->comm_dtype, e->from->dtype, flags_there));
   ENG_TRY(send_all(e, there[THERE_OUT].memory, there[THERE_IN].memory, NULL, true));
-  return n_in > 0 ? card->wire_unpack(NULL, told + n_out, (int)n_in, longest_in, e->comm_dtype,
+  return n_in > 0 ? card->wire_unpack(NULL, runs_there + n_out, (int)n_in, longest_in, e->comm_dtype,
                                       e->to->dtype)
                   : ENG_OK;
 }

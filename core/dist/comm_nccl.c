@@ -32,8 +32,8 @@ static struct {
   int32_t        rank, size, local_size;
   nccl_comm      comm[COMM_STREAMS];
   void          *stream[COMM_STREAMS];
-  bool           talk;              // comm_cards_decide enabled card-to-card messages
-  char           how[640];          // whether cards talk, and why, as text
+  bool           direct;            // comm_cards_decide enabled card-to-card messages
+  char           how[640];          // how data on cards travels, and why, as text
 } nccl;
 
 // ------------------------------------------------------------------ the library
@@ -189,7 +189,7 @@ eng_status comm_stream_wait(comm_stream stream, const char *what)
   }
 }
 
-// ------------------------------------------------------------------ whether cards talk
+// ------------------------------------------------------------------ from card to card, or not
 
 typedef enum nccl_wish { WISH_AUTO, WISH_ON, WISH_OFF, WISH_UNKNOWN } nccl_wish;
 
@@ -263,7 +263,7 @@ eng_status comm_cards_decide(bool *cards, eng_comm *everybody, bool wanted)
 {
   char why[320] = "";
   bool any, must;
-  *cards = nccl.talk = false;
+  *cards = nccl.direct = false;
   // alone, or a rehearsal (comm_predict.c)
   if (!everybody->transport || !everybody->transport->test) return ENG_OK;
   card_note own, *notes = calloc((size_t)everybody->size, sizeof *notes);
@@ -295,11 +295,11 @@ eng_status comm_cards_decide(bool *cards, eng_comm *everybody, bool wanted)
   if (status != ENG_OK) return status;
   snprintf(nccl.how, sizeof nccl.how, "from card to card over NCCL %.*s",
            (int)strcspn(nccl.text, ","), nccl.text);
-  *cards = nccl.talk = true;
+  *cards = nccl.direct = true;
   return ENG_OK;
 }
 
-bool comm_cards(void) { return nccl.talk; }
+bool comm_cards(void) { return nccl.direct; }
 const char *comm_cards_text(void) { return nccl.how[0] ? nccl.how : NULL; }
 
 // ------------------------------------------------------------------ host messages over the cards
@@ -412,16 +412,16 @@ static eng_status count_local(void)
   eng_status status =
     names && m ? ENG_OK : error_set(ENG_ERR_MEMORY, "out of memory for %d ranks", nccl.size);
   int n = 0;
-  void *letters;
+  void *names_exchange;
   bool done = false;
   for (int peer = 0; status == ENG_OK && peer < nccl.size; peer++) {
     if (peer == nccl.rank) continue;
     m[n++] = (comm_message){own, NAME, peer, true};
     m[n++] = (comm_message){names + (size_t)peer * NAME, NAME, peer, false};
   }
-  if (status == ENG_OK) status = start(&letters, NULL, m, n, 0);
+  if (status == ENG_OK) status = start(&names_exchange, NULL, m, n, 0);
   // no timeout here: world.c has set the watchdog (comm_watch)
-  while (status == ENG_OK && !done) status = test(&done, letters);
+  while (status == ENG_OK && !done) status = test(&done, names_exchange);
   nccl.local_size = 1;
   for (int peer = 0; status == ENG_OK && peer < nccl.size; peer++)
     nccl.local_size += peer != nccl.rank && strcmp(names + (size_t)peer * NAME, own) == 0;

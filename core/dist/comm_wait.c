@@ -103,24 +103,24 @@ static void exchange_alarms(char *notes, const char *what)
   int n = comm_world.size;
   char *own = notes + (size_t)comm_world.rank * NOTE;
   comm_message *messages = calloc((size_t)n, sizeof *messages);
-  void **letters = calloc((size_t)n, sizeof *letters);
+  void **receives = calloc((size_t)n, sizeof *receives);
   snprintf(own, NOTE, "%s", what);
-  for (int r = 0; messages && letters && r < n; r++) {
+  for (int r = 0; messages && receives && r < n; r++) {
     if (r == comm_world.rank) continue;
     void *sent;
     messages[r] = (comm_message){own, NOTE, r, true};
     if (t->start(&sent, comm_world.group, &messages[r], 1, COMM_TAG_ALARM) != ENG_OK) continue;
     messages[r] = (comm_message){notes + (size_t)r * NOTE, NOTE, r, false};
-    if (t->start(&letters[r], comm_world.group, &messages[r], 1, COMM_TAG_ALARM) != ENG_OK)
-      letters[r] = NULL;
+    if (t->start(&receives[r], comm_world.group, &messages[r], 1, COMM_TAG_ALARM) != ENG_OK)
+      receives[r] = NULL;
   }
   bool open = true;
-  for (int ms = 0; letters && open && ms < GRACE_MS; ms += 10) {
+  for (int ms = 0; receives && open && ms < GRACE_MS; ms += 10) {
     open = false;
     for (int r = 0; r < n; r++) {
       bool done = false;
-      if (letters[r] && t->test(&done, letters[r]) == ENG_OK && done) letters[r] = NULL;
-      open = open || letters[r];
+      if (receives[r] && t->test(&done, receives[r]) == ENG_OK && done) receives[r] = NULL;
+      open = open || receives[r];
     }
     usleep(10000);
   }

@@ -146,8 +146,8 @@ static inline bool params_sums_terms(const parameter *p)
   return !set->kept && set->term_dtype[p->index] != set->gradient_dtype[p->index];
 }
 
-/// Brings the absent ones of the weights x[n] (entries may be NULL); those already here stay. All
-/// ranks call it at the same operations. Errors: STATE.
+/// Brings the absent weights among x[n] (entries may be NULL). All ranks call it at the same
+/// operations. Errors: STATE.
 eng_status params_bring(tensor *const *x, int n);
 /// Whether ZeRO-3 divides p among the ranks now. If so, the rank that owns all of p (option
 /// `whole`) makes its derived copy and sends it to the others.
@@ -159,7 +159,7 @@ bool params_owns(const parameter *p);
 eng_status params_derived_outdated(parameter *p);
 /// Call this before freeing a member's derived copy.
 void params_derived_freed(parameter *p);
-/// Ends the exchange of weights: this rank keeps its own, and those of other ranks are lost.
+/// Ends the exchange of weights: this rank keeps its own elements; the others are lost.
 void params_forget_parts(eng_params *set);
 
 /// Marks a member as having no gradient.

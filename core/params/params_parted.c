@@ -179,7 +179,7 @@ eng_status parted_need(params_parted *q, const int *unit, const int *form, int n
   return ENG_OK;
 }
 
-/// Marks in the storages of a set's members what comes and goes and what is gone.
+/// Marks the storages of members whose weights come and go, and of those whose weights are absent.
 static void mark(eng_params *set)
 {
   const params_parted *q = set->parted;

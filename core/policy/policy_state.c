@@ -15,40 +15,40 @@ enum { TEXT_VERSION = 1, STATE_DEPTH = DATA_DEPTH - 2 };   // save wraps the sta
 
 // ------------------------------------------------------------------ Lua tables to blobs
 
-// The tables visited so far: a state must be a tree, because a copy would duplicate a shared table.
+// The tables seen so far: a state must be a tree, because a copy would duplicate a shared table.
 // Only few[0..n) is initialized.
-typedef struct met { size_t n, capacity; const void **table, *few[16]; } met;
+typedef struct visited { size_t n, capacity; const void **table, *few[16]; } visited;
 
-static bool meet(met *m, const void *table)
+static bool visit(visited *v, const void *table)
 {
-  if (m->capacity == 0) {
-    for (size_t i = 0; i < m->n; ++i)
-      if (m->few[i] == table) return false;
-    if (m->n < sizeof m->few / sizeof *m->few) {
-      m->few[m->n++] = table;
+  if (v->capacity == 0) {
+    for (size_t i = 0; i < v->n; ++i)
+      if (v->few[i] == table) return false;
+    if (v->n < sizeof v->few / sizeof *v->few) {
+      v->few[v->n++] = table;
       return true;
     }
   }
-  if (m->n * 2 >= m->capacity) {                            // an open-addressing hash from here on
-    size_t capacity = m->capacity ? m->capacity * 4 : 64;
+  if (v->n * 2 >= v->capacity) {                            // an open-addressing hash from here on
+    size_t capacity = v->capacity ? v->capacity * 4 : 64;
     const void **wider = calloc(capacity, sizeof *wider);
     if (!wider) return true;
-    for (size_t i = 0, old = m->capacity ? m->capacity : m->n; i < old; ++i) {
-      const void *t = m->capacity ? m->table[i] : m->few[i];
+    for (size_t i = 0, old = v->capacity ? v->capacity : v->n; i < old; ++i) {
+      const void *t = v->capacity ? v->table[i] : v->few[i];
       if (!t) continue;
       size_t at = ((uintptr_t)t >> 4) % capacity;
       while (wider[at]) at = (at + 1) % capacity;
       wider[at] = t;
     }
-    free(m->table);
-    m->table = wider;
-    m->capacity = capacity;
+    free(v->table);
+    v->table = wider;
+    v->capacity = capacity;
   }
-  size_t at = ((uintptr_t)table >> 4) % m->capacity;
-  for (; m->table[at]; at = (at + 1) % m->capacity)
-    if (m->table[at] == table) return false;
-  m->table[at] = table;
-  ++m->n;
+  size_t at = ((uintptr_t)table >> 4) % v->capacity;
+  for (; v->table[at]; at = (at + 1) % v->capacity)
+    if (v->table[at] == table) return false;
+  v->table[at] = table;
+  ++v->n;
   return true;
 }
 
@@ -58,7 +58,7 @@ typedef struct walk {
   int         root, base;     // stack indices. root: the outermost table; base: the level below all
                               // keys and values
   const char *refusal;
-  met         met;
+  visited     seen;
 } walk;
 
 static void room_task(eng_policy *p, void *argument)
@@ -107,8 +107,8 @@ static bool encode(walk *w, int table, int depth)
       return refuse(w, "parts of the record cannot be stored; copy the numbers");
     if (lua_type(L, -1) != LUA_TTABLE) return refuse(w, luaL_typename(L, -1));
     if (depth == STATE_DEPTH) return refuse(w, "tables nest too deeply");
-    if (w->met.n == 0) meet(&w->met, lua_topointer(L, w->root));
-    if (!meet(&w->met, lua_topointer(L, -1)))
+    if (w->seen.n == 0) visit(&w->seen, lua_topointer(L, w->root));
+    if (!visit(&w->seen, lua_topointer(L, -1)))
       return refuse(w, "the same table is in two places");
     if (!encode(w, w->base + 2 * depth, depth + 1)) return false;
   }
@@ -137,21 +137,21 @@ static void refuse_path(eng_policy *p, int base, const char *why)
 
 bool policy_encode(eng_policy *p, int index)
 {
-  walk w;                                 // met.few stays uninitialized, because this runs often
+  walk w;                                 // seen.few stays uninitialized, because this runs often
   w.policy = p;
   w.out = &p->next;
   w.root = index;
   w.base = lua_gettop(p->L);
   w.refusal = "";
-  w.met.n = w.met.capacity = 0;
-  w.met.table = NULL;
+  w.seen.n = w.seen.capacity = 0;
+  w.seen.table = NULL;
   data_clear(&p->next);
   p->n_flat = 0;
   bool fine = encode(&w, index, 1);
   if (!fine) refuse_path(p, w.base + 1, w.refusal);
   else if (p->next.failed) fine = policy_refuse(p, "out of memory");
   if (!fine) lua_settop(p->L, w.base);
-  free(w.met.table);
+  free(w.seen.table);
   return fine;
 }
 

@@ -8,7 +8,7 @@ local M_ffi = require "engine.base.ffi"
 local values = require "spec.cpu.kernels.values"
 local C, ffi = M_ffi.C, M_ffi.ffi
 
-local MOST_CALLS = 6            -- tried of an operation
+local MOST_CALLS = 6            -- of one operation
 local FLOAT = { f32 = true, f64 = true, f16 = true, bf16 = true }
 
 local generators = {}
@@ -84,7 +84,7 @@ local function gradients(name, call, spoil, checkpoint)
   for k = 1, call.outputs or 1 do
     local y = outputs[k]
     if y and FLOAT[y.dtype] and not y.is_leaf then
-      local scaled = (y * 1):to("f32")               -- rules that do not read y
+      local scaled = (y * 1):to("f32")               -- the rules of * and to do not read y
       local part = (scaled * engine.rand(y.shape)):sum()
       loss = loss and loss + part or part
     end
@@ -151,7 +151,7 @@ describe("the backward pass reads only what ops.def lists", function()
         M_ffi.check(C.eng_step_end())
         if not good and why ~= stop then error(why, 0) end
         assert.is_true(count > 0)
-        -- only an operation that reads everything has nothing to fill
+        -- an operation that reads everything leaves nothing to fill
         assert(filled > 0 or has(info.saves, 0), name .. ": no tensor was filled")
       end)
     end

@@ -60,7 +60,7 @@ describe("ranks that drift apart", function()
     assert.equal("spec/dist/job.lua", table.remove(words, 1))
     assert.equal("resume=" .. newest, words[#words])
     assert.equal("run=" .. run, words[#words - 1])
-    words[1] = "drift="                                   -- the cause is gone
+    words[1] = "drift="                         -- without the change that made the ranks drift
     local resumed, rest, rest_weights = job(4, words)
     assert.equal(0, resumed.code, resumed.err)
     assert.same({ unpack(whole, 3) }, rest)
@@ -107,7 +107,7 @@ describe("ranks that drift apart", function()
     local result, lines = job(2, { "drift=flip", "agree_every=4" })
     drifted(result, "step 4: the ranks", "all ranks agreed at step 0")
     assert.equal(4, #lines)
-    result, lines = job(2, { "drift=flip", "agree_every=1000" })        -- at the end
+    result, lines = job(2, { "drift=flip", "agree_every=1000" })        -- compares at the end
     drifted(result, "step 6: the ranks")
     assert.equal(6, #lines)
     result = job(2, { "drift=flip", "agree_every=0", "checkpoint_every=2", "run=" .. folder ..

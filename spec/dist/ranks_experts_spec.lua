@@ -31,7 +31,7 @@ describe("rows between ranks", function()
       local signal, error = x:square():sum():item(), (x - y):square():sum():item()
       assert.near(1, facts.signal / signal, 1e-5)
       assert.near(1, facts.error / error, 1e-3)
-      assert.equal(0, tonumber(facts.bytes))  -- no other rank received any
+      assert.equal(0, tonumber(facts.bytes))  -- nothing went to another rank
       assert.same(x:to("bf16"):to("f32"):totable(), exchanged(x, "ENG_COMM_BF16"):totable())
       for _, dtype in ipairs { "f32", "f16", "bf16", "f64" } do
         assert.same(x:to(dtype):totable(), exchanged(x:to(dtype), "ENG_COMM_OWN"):totable())

@@ -149,7 +149,7 @@ function cases.undone(t, number)
   return before
 end
 
--- Moves layers at every step, by what it sees.
+-- A policy that moves layers at every step, depending on the statistics it reads.
 local function fp8_text(number, more)
   return ([[return { name = "layers%d", kind = "fp8", needs = { "tensors" },
     init = function() return { scale = 1 } end, decide = function(s, r)

@@ -102,7 +102,7 @@ options.on_step = function(t, record, verdict)
       M_ffi.new("int32_t[?]", #optimizer.list, M_ffi.dtype.bf16, M_ffi.dtype.bf16)))
   end)
   C.eng_backward_abort()
-  -- A tensor that is not a parameter has its gradient as usual.
+  -- A tensor outside the parameter set still gets its gradient.
   local x = engine.tensor({ 1, 2, 3 }, { requires_grad = true })
   ask("leaf", function()
     x:mul(x):sum():backward()

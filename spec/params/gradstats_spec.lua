@@ -76,7 +76,7 @@ describe("gradient statistics", function()
       local shapes, masks = {}, name == "f32" and { 0xFFFFFFFF, 0xBFFFFFFF, 0x807FFFFF }
         or { 0xFFFF, 0xBFFF, name == "f16" and 0x83FF or 0x807F }
       for i, n in ipairs(lengths) do shapes[i] = { n } end
-      for _, mask in ipairs(masks) do   -- anything; no inf or nan; subnormals
+      for _, mask in ipairs(masks) do   -- all numbers; no inf or nan; subnormals only
         local bits = {}
         for i, n in ipairs(lengths) do bits[i] = random_bits(name, n, mask) end
         local truth, first

@@ -138,7 +138,7 @@ describe("a parameter set", function()
     for _, format in ipairs { "f32", "f16", "bf16" } do
       local set = sets.new({ { 3, 3 }, { 2 } }, { gradient = format, shadow = format })
       check(C.eng_params_true_gradient(has, into, set.params, 0, 1))
-      assert.equal(0, has[0])                       -- it has no gradient yet
+      assert.equal(0, has[0])                       -- the parameter has no gradient yet
       check(C.eng_params_relative_scale(set.params, ffi.new("double[2]", 4, 1)))
       set:write_gradients({ ffi.new("float[9]", values), ffi.new("float[2]") }, "f32")
       local before = sets.read(set:gradient(1))
@@ -168,7 +168,7 @@ describe("a parameter set", function()
     sets.step(function()
     check(C.eng_step_end())
     check(C.eng_step_begin())
-    sets.new({}):free()   -- releases what earlier tests left waiting
+    sets.new({}):free()   -- frees buffers that earlier tests left waiting
     local before, before_gradients, before_moments = memory("parameters"), memory("gradients"),
       memory("optimizer")
     local set = sets.new({ { 1000, 1000 }, { 7 } }, { gradient = "f16", shadow = "bf16" })

@@ -306,7 +306,7 @@ describe("a replayed run", function()
     end
     h:close()
     local result = replay.run(replay.trace(folder .. "/old.db"), "static", { loss_scale = 2 ^ 20 })
-    assert.are.equal(10, result.skipped)                   -- 2 * 2^20 is past 65504
+    assert.are.equal(10, result.skipped)      -- gradients of 2, scaled by 2^20, exceed 65504
     assert.is_nil(result.underflow)
     result = replay.run(replay.trace(folder .. "/old.db"), "static", { loss_scale = 2 ^ 12 })
     assert.are.equal(0, result.skipped)

@@ -1,7 +1,7 @@
 -- The policies zclip, skip_step, norm_skip and rerun, which guard updates, and fp8_lm: traces with
 -- numbers worked out here, first steps, zeros, NaN and overflow, resuming at any step, live runs.
 -- What all guards have in common is also tested with adagc, update_clip, spam, stable_spam and
--- qk_clip; the rest of these is in update_policies_spec.lua. spec/parity/stability.py compares the
+-- qk_clip, whose own rules update_policies_spec.lua tests. spec/parity/stability.py compares the
 -- policies with the originals.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
@@ -214,7 +214,7 @@ describe("policy zclip", function()
   it("takes norms of 0 and norms without a spread", function()
     local r = drive(engine.policy.load("zclip", { warmup_steps = 3, max_grad_norm = inf }),
       { 0, 0, 0, 5, 5 })
-    assert.are.equal(inf, r[4].clip)                         -- a mean of 0 says nothing
+    assert.are.equal(inf, r[4].clip)                         -- a mean of 0 gives no limit
     assert.near(0.15, r[5].log.mean, 1e-15)
     r = drive(engine.policy.load("zclip", { warmup_steps = 3, max_grad_norm = inf }),
       { 2, 2, 2, 2, 0, 2.1 })
