@@ -31,21 +31,18 @@ void op_register(int op, op_infer_rule *infer, op_calls *calls)
 
 // ---- precision
 
-eng_status op_cast_to(tensor **out, bool *made, tensor *x, int dtype)
+/// Whether x is a parameter with a low-precision copy in `dtype`.
+static bool has_shadow(const tensor *x, int dtype)
 {
-  *made = x->dtype != dtype;
-  *out = x;
-  if (!*made) return ENG_OK;
-  return op_run1(out, (op_call){.op = ENG_OP_cast, .in = {x}, .cast = {.dtype = dtype}});
+  return x->parameter && x->parameter->shadow && x->parameter->shadow->dtype == dtype;
 }
 
 /// x in `dtype`: a parameter's low-precision copy if it has one, else a recorded cast.
 static eng_status lowered(tensor **x, int dtype)
 {
-  if ((*x)->parameter && (*x)->parameter->shadow && (*x)->parameter->shadow->dtype == dtype)
-    return params_shadow(x, (*x)->parameter);
-  bool made;
-  return op_cast_to(x, &made, *x, dtype);
+  if (has_shadow(*x, dtype)) return params_shadow(x, (*x)->parameter);
+  if ((*x)->dtype == dtype) return ENG_OK;
+  return op_run1(x, (op_call){.op = ENG_OP_cast, .in = {*x}, .cast = {.dtype = dtype}});
 }
 
 /// Converts the inputs of a call to the current precision. *yields: the dtype that autocast wants
@@ -66,8 +63,7 @@ static eng_status apply_precision(op_call *c, int *yields)
           ENG_TRY(lowered(&c->in[k], precision.compute));
       break;
     case CAST_EMBED:
-      if (precision.residual >= 0 && c->in[0]->parameter && c->in[0]->parameter->shadow &&
-          c->in[0]->parameter->shadow->dtype == precision.residual)
+      if (has_shadow(c->in[0], precision.residual))
         ENG_TRY(params_shadow(&c->in[0], c->in[0]->parameter));
       *yields = precision.residual;
       break;

@@ -76,9 +76,6 @@ static inline eng_status op_affine(tensor **out, tensor *x, double factor, doubl
   return op_run1(out, c);
 }
 
-/// Casts x to `dtype`. If x already has this dtype, *out is x and *made is false.
-eng_status op_cast_to(tensor **out, bool *made, tensor *x, int dtype);
-
 /// The promoted dtype: floats win over integers; f16 with bf16 gives f32.
 int dtype_promote(int a, int b);
 

@@ -25,8 +25,8 @@ typedef struct module_start { int node, module; } module_start;
 
 static const backend *inner;               // the wrapped device
 static backend watching;
-static bool found_here[KINDS][PASSES], found_before[KINDS][PASSES];
-static eng_trap_site arose[KINDS][PASSES], held[KINDS][PASSES];
+// the first call with a bad result; replaced once by the first whose inputs were good
+static struct { bool found, arose; eng_trap_site site; } first[KINDS][PASSES];
 static module_start *starts;
 static int n_starts, starts_capacity, module_now;
 static char *buffer;                       // a tensor's values on the host
@@ -132,7 +132,7 @@ static eng_status watched_kernel(const op_call *c)
   eng_trap_tensor out[ENG_TRAP_OUTPUTS] = {0};
   const int n_out = c->n_out < ENG_TRAP_OUTPUTS ? c->n_out : ENG_TRAP_OUTPUTS;
   int64_t sum[KINDS] = {0};
-  if (found_here[INF][pass] && found_here[NAN_][pass]) return ENG_OK;
+  if (first[INF][pass].arose && first[NAN_][pass].arose) return ENG_OK;
   for (int k = 0; k < n_out; k++) {
     if (!c->out[k]) continue;
     look(&out[k], c->out[k]);
@@ -140,18 +140,15 @@ static eng_status watched_kernel(const op_call *c)
     sum[NAN_] += out[k].nan;
   }
   for (int kind = 0; kind < KINDS; kind++) {
-    if (sum[kind] == 0 || found_here[kind][pass]) continue;
+    if (sum[kind] == 0 || first[kind][pass].arose) continue;
     eng_trap_site site;
     describe(&site, c, out, n_out);
     site.nan = kind == NAN_;
     site.held_by = held_by(&site, c, kind);
-    if (site.held_by == 0) {
-      arose[kind][pass] = site;
-      found_here[kind][pass] = true;
-    } else if (!found_before[kind][pass]) {
-      held[kind][pass] = site;
-      found_before[kind][pass] = true;
-    }
+    if (first[kind][pass].found && site.held_by) continue;
+    first[kind][pass].found = true;
+    first[kind][pass].arose = !site.held_by;
+    first[kind][pass].site = site;
   }
   return ENG_OK;
 }
@@ -168,8 +165,7 @@ void eng_trap(bool on)
     buffer_bytes = 0;
     return;
   }
-  memset(found_here, 0, sizeof found_here);
-  memset(found_before, 0, sizeof found_before);
+  memset(first, 0, sizeof first);
   inner = backend_current();
   watching = *inner;
   for (int op = 0; op < ENG_OP_COUNT; op++)
@@ -180,7 +176,6 @@ void eng_trap(bool on)
 bool eng_trap_found(eng_trap_site *out, bool nan, bool backward)
 {
   const int kind = nan ? NAN_ : INF, pass = backward ? BACKWARD : FORWARD;
-  if (found_here[kind][pass]) *out = arose[kind][pass];
-  else if (found_before[kind][pass]) *out = held[kind][pass];
-  return found_here[kind][pass] || found_before[kind][pass];
+  if (first[kind][pass].found) *out = first[kind][pass].site;
+  return first[kind][pass].found;
 }

@@ -91,27 +91,23 @@ extern eng_comm comm_world;
 enum { COMM_TAG_OPERATION = 0, COMM_TAGS = 4096, COMM_TAG_ALARM = 8191, COMM_TAG_BUCKET = 8192 };
 int comm_tag(eng_comm *comm);
 
-/// Starts an exchange. Errors: STATE, after comm_cancel.
+/// Starts an exchange. Errors: STATE if comm_broken.
 eng_status comm_start(void **exchange, const eng_comm *comm, const comm_message *messages, int n,
                       int tag);
-/// Abandons an exchange after an error, so that its memory can be freed. Other ranks may then wait
-/// for ever for messages of that exchange. This process starts no further exchange; when it exits,
-/// the whole job ends.
-void comm_cancel(const eng_comm *comm, void *exchange, const char *what);
-extern bool comm_broken;               // comm_cancel was called
-enum { COMM_LOST_CODE = 70 };          // exit code of a job that lost a rank
-/// Waits for an exchange. After the timeout (eng_comm_timeout) ends the job with a message that
-/// names the ranks that did not reach `what`.
-eng_status comm_wait(eng_comm *comm, void *exchange, const char *what);
-/// Starts an exchange and waits for it.
+/// Starts an exchange and waits for it. After the timeout (eng_comm_timeout) ends the job with a
+/// message that names the ranks that did not reach `what`.
 eng_status comm_exchange(eng_comm *comm, const comm_message *messages, int n, int tag,
                          const char *what);
-/// Sets work that comm_wait repeats while it waits. Other ranks may need this work to progress
+/// comm_exchange abandoned an exchange after an error. Other ranks may wait for its messages for
+/// ever, so this process starts no other exchange and ends the job when it exits.
+extern bool comm_broken;
+enum { COMM_LOST_CODE = 70 };          // exit code of a job that lost a rank
+/// Sets work that comm_exchange repeats while it waits. Other ranks may need this work to progress
 /// before they can reach the exchange that this rank waits for. An example is the work on gradient
 /// buckets while backward exchanges tokens. NULL: no work.
 void comm_meanwhile(eng_status (*work)(void *data), void *data);
 /// One iteration of a caller's own wait loop, which began at `since` (eng_clock): yields the core,
-/// and ends the job after the timeout, as comm_wait does. If this process was stopped, advances
+/// and ends the job after the timeout, as comm_exchange does. If this process was stopped, advances
 /// `since` by the time it was stopped. Errors: INTERRUPTED, on a second Ctrl-C.
 eng_status comm_pause(double *since, const char *what);
 /// Callers put comm_watch and comm_watched around a library call that has no timeout of its own. If
@@ -138,6 +134,8 @@ int64_t comm_padded(int64_t count);
 int64_t comm_packed_bytes(int comm_dtype, int64_t count);
 /// Converts n numbers in host memory from one dtype to another with the CPU's kernel.
 eng_status comm_cast(void *to, int to_dtype, const void *from, int from_dtype, int64_t n);
+/// Adds n numbers in `dtype` to those at `to` in f32 and rounds the sums to `dtype`.
+eng_status comm_add(void *to, const void *numbers, int dtype, int64_t n);
 /// Packs numbers in `dtype` into elements [at, at + n) of a piece of `count` elements, and unpacks
 /// them. `at` is a multiple of WIRE_BLOCK. `room`: n floats, needed where `dtype` is not f32.
 eng_status comm_pack(char *piece, int comm_dtype, int64_t count, int64_t at, const void *from,
@@ -165,7 +163,7 @@ void *comm_stream_of(comm_stream stream);
 /// Enqueues messages between cards' memory on a stream and returns. A rank must not send to itself.
 eng_status comm_stream_exchange(comm_stream stream, const eng_comm *comm,
                                 const comm_message *messages, int n, const char *what);
-/// Waits until a stream is idle, with comm_wait's timeout.
+/// Waits until a stream is idle, with comm_exchange's timeout.
 eng_status comm_stream_wait(comm_stream stream, const char *what);
 /// At the end of the job: closes the communicators, or aborts them when `well` is false.
 void comm_streams_end(bool well);

@@ -225,7 +225,7 @@ static int64_t list_runs(wire_run *runs, int64_t *longest, const exchange *e, co
   return n_runs;
 }
 
-static eng_status run_between_cards(exchange *e)
+static eng_status run_between_cards(exchange *e, eng_exchange_facts *facts)
 {
   const backend *card = backend_of_space(SPACE_CUDA);
   int64_t longest, longest_in, n_out = list_runs(NULL, &longest, e, e->from, e->send, NULL),
@@ -243,66 +243,67 @@ static eng_status run_between_cards(exchange *e)
   uint32_t *flags_there = (uint32_t *)(there[THERE_TABLE].memory + bytes);
   if (bytes > 0) ENG_TRY(card->move(there[THERE_TABLE].memory, runs, bytes, COPY_TO_DEVICE));
   if (n_out > 0)
-    ENG_TRY(
-      card->wire_pack(NULL, runs_there, (int)n_out, longest, e->comm_dtype, e->from->dtype, flags_there));
-  ENG_TRY(send_all(e, there[THERE_OUT].memory, there[THERE_IN].memory, NULL, true));
-  return n_in > 0 ? card->wire_unpack(NULL, runs_there + n_out, (int)n_in, longest_in, e->comm_dtype,
-                                      e->to->dtype)
-                  : ENG_OK;
+    ENG_TRY(card->wire_pack(NULL, runs_there, (int)n_out, longest, e->comm_dtype, e->from->dtype,
+                            flags_there));
+  ENG_TRY(send_all(e, there[THERE_OUT].memory, there[THERE_IN].memory, facts, true));
+  if (n_in == 0) return ENG_OK;
+  return card->wire_unpack(NULL, runs_there + n_out, (int)n_in, longest_in, e->comm_dtype,
+                           e->to->dtype);
 }
 
-/// Measures on the host the packing errors of the rows that are sent, and counts the bytes sent to
-/// other ranks.
-static eng_status measure_all(exchange *e, eng_exchange_facts *facts)
+/// Packs all rows to send into OUT. Adds packing errors to `facts` unless it is NULL.
+static eng_status pack_all(exchange *e, eng_exchange_facts *facts)
 {
-  int64_t size = eng_dtype_size(e->from->dtype);
+  const tensor *x = e->from;
+  int64_t size = eng_dtype_size(x->dtype);
+  const char *from = x->data;
   ENG_TRY(reserve(OUT, all_bytes(e, e->send)));
   ENG_TRY(reserve(ROOM, 2 * e->largest * e->columns * (int64_t)sizeof(float)));
-  ENG_TRY(reserve(HOST, e->from->count * size));
-  ENG_TRY(transfer_to_host(buffer[HOST].memory, SPACE_CUDA, e->from->data, e->from->count * size));
-  const char *from = buffer[HOST].memory;
+  if (x->store->space != SPACE_HOST) {
+    ENG_TRY(reserve(HOST, x->count * size));
+    ENG_TRY(transfer_to_host(buffer[HOST].memory, x->store->space, from, x->count * size));
+    from = buffer[HOST].memory;
+  }
+  char *out = buffer[OUT].memory;
   for (int peer = 0; peer < e->comm->size; peer++) {
-    ENG_TRY(pack_rows(buffer[OUT].memory, e->comm_dtype, from, e->from->dtype, e->send[peer],
-                      e->columns, facts));
-    if (peer != e->comm->rank) facts->bytes += rows_bytes(e->comm_dtype, e->send[peer], e->columns);
+    ENG_TRY(pack_rows(out, e->comm_dtype, from, x->dtype, e->send[peer], e->columns, facts));
+    out += rows_bytes(e->comm_dtype, e->send[peer], e->columns);
     from += e->send[peer] * e->columns * size;
   }
   return ENG_OK;
 }
 
-static eng_status run(exchange *e, eng_exchange_facts *facts)
+/// Unpacks all rows received from IN.
+static eng_status unpack_all(exchange *e)
 {
-  int dtype = e->from->dtype, size = eng_dtype_size(dtype), space = e->from->store->space;
-  bool here = space == SPACE_HOST, direct = here && e->comm_dtype == dtype;
-  if (direct) return send_all(e, e->from->data, e->to->data, facts, false);
-  if (comm_cards() && space == SPACE_CUDA && dtype != ENG_f64) {
-    if (facts) ENG_TRY(measure_all(e, facts));
-    return e->comm_dtype == dtype ? send_all(e, e->from->data, e->to->data, NULL, true)
-                                  : run_between_cards(e);
-  }
-  ENG_TRY(reserve(OUT, all_bytes(e, e->send)));
-  ENG_TRY(reserve(IN, all_bytes(e, e->receive)));
-  ENG_TRY(reserve(ROOM, 2 * e->largest * e->columns * (int64_t)sizeof(float)));
-  int64_t host = (e->from->count > e->to->count ? e->from->count : e->to->count) * size;
-  if (!here) ENG_TRY(reserve(HOST, host));
-  const char *from = here ? e->from->data : buffer[HOST].memory;
-  char *to = here ? e->to->data : buffer[HOST].memory, *out = buffer[OUT].memory,
-       *in = buffer[IN].memory;
-  if (!here)
-    ENG_TRY(transfer_to_host(buffer[HOST].memory, space, e->from->data, e->from->count * size));
+  const tensor *y = e->to;
+  int64_t size = eng_dtype_size(y->dtype);
+  bool here = y->store->space == SPACE_HOST;
+  if (!here) ENG_TRY(reserve(HOST, y->count * size));
+  char *to = here ? y->data : buffer[HOST].memory;
+  const char *in = buffer[IN].memory;
   for (int peer = 0; peer < e->comm->size; peer++) {
-    ENG_TRY(pack_rows(out, e->comm_dtype, from, dtype, e->send[peer], e->columns, facts));
-    out += rows_bytes(e->comm_dtype, e->send[peer], e->columns);
-    from += e->send[peer] * e->columns * size;
-  }
-  ENG_TRY(send_all(e, buffer[OUT].memory, in, facts, false));
-  for (int peer = 0; peer < e->comm->size; peer++) {
-    ENG_TRY(unpack_rows(to, dtype, in, e->comm_dtype, e->receive[peer], e->columns));
+    ENG_TRY(unpack_rows(to, y->dtype, in, e->comm_dtype, e->receive[peer], e->columns));
     in += rows_bytes(e->comm_dtype, e->receive[peer], e->columns);
     to += e->receive[peer] * e->columns * size;
   }
   return here ? ENG_OK
-              : transfer_from_host(space, e->to->data, buffer[HOST].memory, e->to->count * size);
+              : transfer_from_host(y->store->space, y->data, buffer[HOST].memory, y->count * size);
+}
+
+static eng_status run(exchange *e, eng_exchange_facts *facts)
+{
+  int dtype = e->from->dtype, space = e->from->store->space;
+  bool cards = comm_cards() && space == SPACE_CUDA && dtype != ENG_f64;
+  if (space == SPACE_HOST && e->comm_dtype == dtype)
+    return send_all(e, e->from->data, e->to->data, facts, false);
+  if (!cards || facts) ENG_TRY(pack_all(e, facts));
+  if (cards && e->comm_dtype == dtype)
+    return send_all(e, e->from->data, e->to->data, facts, true);
+  if (cards) return run_between_cards(e, facts);
+  ENG_TRY(reserve(IN, all_bytes(e, e->receive)));
+  ENG_TRY(send_all(e, buffer[OUT].memory, buffer[IN].memory, facts, false));
+  return unpack_all(e);
 }
 
 eng_status eng_comm_exchange_rows(const eng_tensor *to, const eng_tensor *from, eng_comm *comm,

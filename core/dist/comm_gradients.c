@@ -199,8 +199,6 @@ static eng_status write_gradient(eng_parallel *p, const bucket *b, int k, int ra
 /// earlier passes of this step, adds to it in f32 and rounds the result to the gradient's dtype.
 static eng_status write_piece(eng_parallel *p, bucket *b, int k)
 {
-  enum { SOME = 1024 };
-  float term[SOME], sum[SOME];
   int i = b->member[k];
   const tensor *piece = p->set->gradients->part[i];
   int64_t from, at, n = bucket_overlap(p, b, k, b->comm->rank, &from, &at),
@@ -212,13 +210,7 @@ static eng_status write_piece(eng_parallel *p, bucket *b, int k)
   ENG_TRY(comm_unpack(values, b->dtype, n, b->sum, b->comm_dtype, bucket_piece(b, b->comm->rank),
                       at, p->values));
   if (adds && !here) ENG_TRY(transfer_to_host(to, p->set->space, piece->data, n * size));
-  for (int64_t done = 0; adds && done < n; done += SOME) {
-    int64_t some = n - done < SOME ? n - done : SOME;
-    ENG_TRY(comm_cast(term, ENG_f32, values + done * size, b->dtype, some));
-    ENG_TRY(comm_cast(sum, ENG_f32, to + done * size, b->dtype, some));
-    for (int64_t e = 0; e < some; e++) sum[e] += term[e];
-    ENG_TRY(comm_cast(to + done * size, b->dtype, sum, ENG_f32, some));
-  }
+  if (adds) ENG_TRY(comm_add(to, values, b->dtype, n));
   return here ? ENG_OK : transfer_from_host(p->set->space, piece->data, to, n * size);
 }
 

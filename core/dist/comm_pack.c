@@ -68,6 +68,22 @@ eng_status comm_unpack(void *to, int dtype, int64_t n, const char *piece, int co
   return dtype == ENG_f32 ? ENG_OK : comm_cast(to, dtype, room, ENG_f32, n);
 }
 
+eng_status comm_add(void *to, const void *numbers, int dtype, int64_t n)
+{
+  enum { SOME = 1024 };
+  float term[SOME], sum[SOME];
+  int64_t size = eng_dtype_size(dtype);
+  for (int64_t done = 0; done < n; done += SOME) {
+    int64_t some = n - done < SOME ? n - done : SOME;
+    char *at = (char *)to + done * size;
+    ENG_TRY(comm_cast(term, ENG_f32, (const char *)numbers + done * size, dtype, some));
+    ENG_TRY(comm_cast(sum, ENG_f32, at, dtype, some));
+    for (int64_t i = 0; i < some; i++) sum[i] += term[i];
+    ENG_TRY(comm_cast(at, dtype, sum, ENG_f32, some));
+  }
+  return ENG_OK;
+}
+
 eng_status eng_comm_dtype_round(float *x, int64_t n, int comm_dtype)
 {
   if (comm_dtype <= ENG_COMM_OWN || comm_dtype >= ENG_COMM_DTYPES)

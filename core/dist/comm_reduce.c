@@ -22,8 +22,8 @@ static eng_status on_host(reduction *r)
 {
   int dtype = r->x->dtype, size = eng_dtype_size(dtype);
   char *piece = malloc((size_t)r->bytes + 1), *padded = calloc((size_t)r->count, (size_t)size);
-  float *values = malloc((size_t)(r->count * (r->ranks + 2)) * sizeof *values),
-        *room = values + r->count * r->ranks, *before = room + r->count;
+  float *values = malloc((size_t)(r->count * (r->ranks + 1)) * sizeof *values),
+        *room = values + r->count * r->ranks;
   const float **terms = calloc((size_t)r->ranks, sizeof *terms);
   eng_status status =
     piece && padded && values && terms
@@ -46,13 +46,8 @@ static eng_status on_host(reduction *r)
     status = comm_pack(piece, r->comm_dtype, r->count, 0, values, ENG_f32, r->count, NULL);
   if (status == ENG_OK)
     status = comm_unpack(padded, dtype, r->n, piece, r->comm_dtype, r->count, 0, room);
-  if (status == ENG_OK && r->add) {
-    status = comm_cast(before, ENG_f32, r->out->data, dtype, r->n);
-    if (status == ENG_OK) status = comm_cast(room, ENG_f32, padded, dtype, r->n);
-    for (int64_t i = 0; i < r->n; i++) room[i] = before[i] + room[i];
-    if (status == ENG_OK) status = comm_cast(padded, dtype, room, ENG_f32, r->n);
-  }
-  if (status == ENG_OK) memcpy(r->out->data, padded, (size_t)(r->n * size));
+  if (status == ENG_OK && r->add) status = comm_add(r->out->data, padded, dtype, r->n);
+  else if (status == ENG_OK) memcpy(r->out->data, padded, (size_t)(r->n * size));
   free(piece);
   free(padded);
   free(values);

@@ -225,7 +225,8 @@ eng_status comm_start(void **exchange, const eng_comm *comm, const comm_message 
   return comm->transport->start(exchange, comm->group, messages, n, tag);
 }
 
-void comm_cancel(const eng_comm *comm, void *exchange, const char *what)
+/// Abandons an exchange, so that its memory can be freed (comm_broken).
+static void cancel(const eng_comm *comm, void *exchange, const char *what)
 {
   comm_broken = true;
   if (!comm->transport->cancel) return;
@@ -234,30 +235,25 @@ void comm_cancel(const eng_comm *comm, void *exchange, const char *what)
   comm_watched(before);
 }
 
-eng_status comm_wait(eng_comm *comm, void *exchange, const char *what)
+eng_status comm_exchange(eng_comm *comm, const comm_message *messages, int n, int tag,
+                         const char *what)
 {
+  void *exchange;
   bool done = false;
   int spins = 0;
   double since = 0;
+  if (n == 0) return ENG_OK;
+  ENG_TRY(comm_start(&exchange, comm, messages, n, tag));
   while (true) {
     eng_status status = comm->transport->test(&done, exchange);
     if (status == ENG_OK && done) return ENG_OK;
     if (status == ENG_OK && meanwhile.work) status = meanwhile.work(meanwhile.data);
     if (status == ENG_OK) status = idle(&spins, &since, what);
     if (status == ENG_OK) continue;
-    comm_cancel(comm, exchange, what);
+    cancel(comm, exchange, what);
     return status == ENG_ERR_LIBRARY
              ? error_prefix(status, "rank %d, at %s", comm_world.rank, what) : status;
   }
-}
-
-eng_status comm_exchange(eng_comm *comm, const comm_message *messages, int n, int tag,
-                         const char *what)
-{
-  void *exchange;
-  if (n == 0) return ENG_OK;
-  ENG_TRY(comm_start(&exchange, comm, messages, n, tag));
-  return comm_wait(comm, exchange, what);
 }
 
 int comm_tag(eng_comm *comm)

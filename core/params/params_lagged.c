@@ -1,7 +1,7 @@
-// Gradient statistics of lagged mode: requested in one step and read in the next, without waiting. A
-// GPU keeps the results until they are fetched. This file keeps those of a device that computes at
-// once, so that scripts see the same behaviour on both. Owns eng_params.pending. Called by Lua and,
-// for the update, by optimizer.c.
+// Gradient statistics of lagged mode: requested in one step and read in the next, without waiting.
+// A GPU keeps the results until they are fetched. This file keeps those of a device that computes
+// at once, so that scripts see the same behaviour on both. Owns eng_params.pending. Called by Lua
+// and, for the update, by optimizer.c.
 #include "params.h"
 
 #include "base/error.h"

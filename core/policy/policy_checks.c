@@ -43,12 +43,13 @@ static double option(lua_State *L, int name)
 
 typedef enum range { POSITIVE, FLOAT32, NOT_NEGATIVE, FACTOR, SHARE, STEPS } range;
 
-static const char *const wanted[] = {
-  [POSITIVE] = "a positive finite number",
-  [FLOAT32] = "a positive number that float32 can hold",
-  [NOT_NEGATIVE] = "0 or a positive finite number",
-  [FACTOR] = "greater than 1 and finite",
-  [STEPS] = "a positive number of steps",
+static const char *const wanted[] = {                      // after "NAME must"
+  [POSITIVE] = "be a positive finite number",
+  [FLOAT32] = "be a positive number that float32 can hold",
+  [NOT_NEGATIVE] = "be 0 or a positive finite number",
+  [FACTOR] = "be greater than 1 and finite",
+  [SHARE] = "lie between 0 and 1",
+  [STEPS] = "be a positive number of steps",
 };
 
 static bool within(range r, double x)
@@ -73,9 +74,7 @@ static int check_range(lua_State *L)                       // upvalue: the range
   for (int name = 2; name <= last; ++name) {
     double x = option(L, name);
     if (!within(r, x)) {
-      if (r == SHARE)
-        lua_pushfstring(L, "%s must lie between 0 and 1, got %f", lua_tostring(L, name), x);
-      else lua_pushfstring(L, "%s must be %s, got %f", lua_tostring(L, name), wanted[r], x);
+      lua_pushfstring(L, "%s must %s, got %f", lua_tostring(L, name), wanted[r], x);
       return lua_error(L);   // without a position: the error is not in a line of the policy
     }
     lua_pushnumber(L, r == FLOAT32 ? (double)(float)x : x);

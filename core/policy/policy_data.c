@@ -119,10 +119,12 @@ static bool is_letter(char c)
   return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_';
 }
 
+static bool is_digit(char c) { return c >= '0' && c <= '9'; }
+
 static bool is_identifier(const char *s, size_t length)
 {
   for (size_t i = 0; i < length; ++i)
-    if (!is_letter(s[i]) && !(i > 0 && s[i] >= '0' && s[i] <= '9')) return false;
+    if (!is_letter(s[i]) && !(i > 0 && is_digit(s[i]))) return false;
   return length > 0;
 }
 
@@ -226,10 +228,9 @@ static bool parse_string(reader *r)
     if (c == '\\') {
       c = r->at < r->size ? r->text[r->at++] : '\0';
       if (c == 'n') c = '\n';
-      else if (c >= '0' && c <= '9') {
+      else if (is_digit(c)) {
         int code = c - '0';
-        for (int i = 0; i < 2 && r->at < r->size && r->text[r->at] >= '0' && r->text[r->at] <= '9';
-             ++i)
+        for (int i = 0; i < 2 && r->at < r->size && is_digit(r->text[r->at]); ++i)
           code = code * 10 + (r->text[r->at++] - '0');
         if (code > 255) { free(copy); return refuse(r, "an escape above \\255"); }
         c = (char)code;
@@ -250,13 +251,12 @@ static bool parse_string(reader *r)
 
 static size_t word_length(const reader *r)
 {
-  size_t n = 0;
-  while (r->at + n < r->size &&
-         (is_letter(r->text[r->at + n]) ||
-          (r->text[r->at + n] >= '0' && r->text[r->at + n] <= '9') || r->text[r->at + n] == '.' ||
-          r->text[r->at + n] == '-' || r->text[r->at + n] == '+'))
-    ++n;
-  return n;
+  size_t end = r->at;
+  for (; end < r->size; ++end) {
+    char c = r->text[end];
+    if (!is_letter(c) && !is_digit(c) && (c == 0 || !strchr(".-+", c))) break;
+  }
+  return end - r->at;
 }
 
 static bool parse_table(reader *r, int depth)

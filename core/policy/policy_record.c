@@ -104,12 +104,20 @@ static const field stats_fields[] = {
 };
 #undef AT
 
-void field_map_add(field_map *map, const char *key, int field)
+static void field_map_add(field_map *map, const char *key, int field)
 {
   unsigned i = (unsigned)((uintptr_t)key >> 3) % FIELD_BUCKETS;
   while (map->key[i]) i = (i + 1) % FIELD_BUCKETS;
   map->key[i] = key;
   map->field[i] = (int8_t)field;
+}
+
+static int field_map_find(const field_map *map, const char *key)
+{
+  for (unsigned i = (unsigned)((uintptr_t)key >> 3) % FIELD_BUCKETS;; i = (i + 1) % FIELD_BUCKETS) {
+    if (map->key[i] == key) return map->field[i];
+    if (!map->key[i]) return -1;
+  }
 }
 
 static const eng_record *record_in_view(eng_policy *p)

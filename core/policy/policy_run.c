@@ -59,7 +59,9 @@ static void *allocate(void *owner, void *piece, size_t old, size_t size)
 
 static void budget_hook(lua_State *L, lua_Debug *at);
 
-static void kill_at(eng_policy *p, const char *why, int level)
+// Ends the policy's call with an error that it cannot catch, at the position of the function at
+// `level` of the stack. Does not return.
+static void end_call(eng_policy *p, const char *why, int level)
 {
   // From now on the hook raises at every instruction, so that no pcall in the policy can continue.
   p->killed = why;
@@ -68,11 +70,6 @@ static void kill_at(eng_policy *p, const char *why, int level)
   lua_pushstring(p->L, why);
   lua_concat(p->L, 2);
   lua_error(p->L);
-}
-
-void policy_kill(eng_policy *p, const char *why)
-{
-  kill_at(p, why, 1);
 }
 
 static const char out_of_budget[] = "the policy exceeded its instruction budget; a decision "
@@ -91,28 +88,24 @@ static const char *overrun(eng_policy *p)
   return eng_interrupted() == 2 ? "interrupted" : NULL;
 }
 
+static void spend(eng_policy *p, int64_t work, int level)
+{
+  if (!p->running) return;
+  if (p->killed) end_call(p, p->killed, level);
+  p->budget -= work;
+  if (p->budget < 0) end_call(p, out_of_budget, level);
+  p->unclocked += work;
+  const char *why = p->unclocked < HOOK_INTERVAL ? NULL : overrun(p);
+  if (why) end_call(p, why, level);
+}
+
 static void budget_hook(lua_State *L, lua_Debug *at)
 {
   (void)at;
-  eng_policy *p = policy_of(L);
-  if (!p->running) return;
-  if (p->killed) kill_at(p, p->killed, 0);
-  p->budget -= HOOK_INTERVAL;
-  if (p->budget < 0) kill_at(p, out_of_budget, 0);
-  const char *why = overrun(p);
-  if (why) kill_at(p, why, 0);
+  spend(policy_of(L), HOOK_INTERVAL, 0);
 }
 
-void policy_charge(eng_policy *p, int64_t work)
-{
-  if (!p->running) return;
-  if (p->killed) policy_kill(p, p->killed);
-  p->budget -= work;
-  if (p->budget < 0) policy_kill(p, out_of_budget);
-  p->unclocked += work;
-  const char *why = p->unclocked < HOOK_INTERVAL ? NULL : overrun(p);
-  if (why) policy_kill(p, why);
-}
+void policy_charge(eng_policy *p, int64_t work) { spend(p, work, 1); }
 
 void policy_check_stack(eng_policy *p)
 {

@@ -135,7 +135,9 @@ static void refuse_path(eng_policy *p, int base, const char *why)
                            : "%s: %s", path, why);
 }
 
-bool policy_encode(eng_policy *p, int index)
+// Copies the state at `index` into `next`. False, with the offending field's path in p->why, for a
+// function, a table in two places, or nesting past DATA_DEPTH.
+static bool copy_state(eng_policy *p, int index)
 {
   walk w;                                 // seen.few stays uninitialized, because this runs often
   w.policy = p;
@@ -231,7 +233,7 @@ bool policy_snapshot(eng_policy *p)
     return true;
   }
   lua_settop(p->L, SLOT_COUNT);
-  if (!policy_encode(p, SLOT_STATE)) return false;
+  if (!copy_state(p, SLOT_STATE)) return false;
   swap_blobs(p);
   learn_layout(p);
   return true;
@@ -354,7 +356,7 @@ static eng_status fresh_state(eng_policy *p)
 // Copies the state on top of the stack into `next`.
 static eng_status copy_out(eng_policy *p, const char *maker)
 {
-  if (policy_encode(p, lua_gettop(p->L))) return ENG_OK;
+  if (copy_state(p, lua_gettop(p->L))) return ENG_OK;
   lua_settop(p->L, SLOT_COUNT);
   return error_set(ENG_ERR_POLICY, "%s:%d: %s made a state that is not plain data: %s", p->file,
                    policy_line_of(p, maker), maker, p->why);
@@ -431,7 +433,7 @@ eng_status eng_policy_set_scale(eng_policy *p, double scale)
   double present;
   if (find_number(&present, p->good.bytes, "scale")) {
     ENG_TRY(policy_protected(p, scale_task, &scale));
-    if (!policy_encode(p, lua_gettop(p->L))) {
+    if (!copy_state(p, lua_gettop(p->L))) {
       lua_settop(p->L, SLOT_COUNT);
       return error_set(ENG_ERR_MEMORY, "policy %s: %s", p->name, p->why);
     }

@@ -1,15 +1,6 @@
-// A policy's internals: its Lua state, and declarations shared by the files of this folder:
-//   policy_data.c      plain data as bytes and as text (policy_data.h)
-//   policy_run.c       running a policy's code: memory, budget, protected calls
-//   policy_constant.c  tables that a policy can read and not write
-//   policy_record.c    the record a policy reads
-//   policy_checks.c    checks of a policy's options, changes of the scale
-//   pattern.c          string.find, match, gmatch, gsub with bounded work
-//   policy_box.c       the library it sees
-//   policy_verdict.c   the verdict it returns
-//   policy_state.c     its state: roll back, save, restore, hand over
-//   policy_vm.c        loading and deciding
-// Only this folder and main/ include Lua's headers. Hosts use engine.h, section "policies".
+// A policy's internals: its Lua state, and declarations shared by the files of this folder, which
+// README.md lists. Only this folder and main/ include Lua's headers. Hosts use engine.h, section
+// "policies".
 #pragma once
 
 #include "engine.h"
@@ -132,8 +123,6 @@ void policy_leave(eng_policy *policy);
 void policy_charge(eng_policy *policy, int64_t work);
 /// Raises an error if C calls and Lua calls nest too deeply.
 void policy_check_stack(eng_policy *policy);
-/// Ends the policy's call with an error that it cannot catch. Does not return.
-void policy_kill(eng_policy *policy, const char *why);
 /// The policy that a Lua state belongs to.
 eng_policy *policy_of(lua_State *L);
 /// The address of a name in the state, which stays valid as long as the state.
@@ -192,19 +181,8 @@ bool policy_record_pairs(lua_State *L, int index);
 bool policy_record_ipairs(lua_State *L, int index);
 /// "record.hist" and the like for a view at `index`; NULL if the value is not a view.
 const char *policy_record_name(lua_State *L, int index);
-void field_map_add(field_map *map, const char *key, int field);
-static inline int field_map_find(const field_map *map, const char *key)
-{
-  for (unsigned i = (unsigned)((uintptr_t)key >> 3) % FIELD_BUCKETS;; i = (i + 1) % FIELD_BUCKETS) {
-    if (map->key[i] == key) return map->field[i];
-    if (!map->key[i]) return -1;
-  }
-}
 
 // ---- policy_state.c
-/// Copies the state at `index` into `next`. False, with the offending field's path in policy->why,
-/// for a function, a table in two places, or nesting past DATA_DEPTH.
-bool policy_encode(eng_policy *policy, int index);
 /// Copies the state after a good call into `good`. False, with `good` unchanged and the reason in
 /// policy->why, if the state is not plain data.
 bool policy_snapshot(eng_policy *policy);
