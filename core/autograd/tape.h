@@ -40,8 +40,8 @@ void tape_again(int node);
 /// Chooses whether a node of a segment runs again.
 void tape_choose(int node, bool on);
 bool tape_runs_again(void);
-/// A tensor among the inputs in the mask `reads` and the outputs in the mask `saves` of a node that
-/// a script has modified since the node was recorded; NULL: none.
+/// A tensor that a script has modified since the node was recorded, among the node's inputs in the
+/// mask `reads` and its outputs in the mask `saves`; NULL: none.
 const tensor *tape_modified(const tape_node *node, int reads, int saves);
 /// Whether a node refers to a tensor at index `mark` or later in the step's list.
 bool tape_reaches(int mark);

@@ -9,9 +9,7 @@
 // for i < n - p, then pairs of neighbours, pairs of these pairs and so on: ((x0 + x1) + (x2 + x3))
 // for four ranks.
 //
-// From the bottom up: comm_wait.c (waiting), comm.c (collectives), comm_nccl.c (cards), comm_pack.c
-// (comm dtypes); comm_buckets.c, comm_cards.c, comm_gradients.c, comm_parallel.c (gradients);
-// world.c (start and end). Called by Lua through engine.h. Everything below backend.h is
+// README.md lists the files. Called by Lua through engine.h. Everything below backend.h is
 // independent of ranks.
 #pragma once
 

@@ -1,7 +1,5 @@
-// A parameter set whose gradients are reduced over ranks, shared by the files that work on it:
-// comm_parallel.c makes and frees it, comm_buckets.c lays the buckets out, comm_gradients.c and
-// comm_cards.c reduce them in a step, comm_weights.c brings ZeRO-3's weights, comm_record.c reduces
-// the record, comm_predict.c predicts sizes.
+// A parameter set whose gradients are reduced over ranks, shared by the files that work on it
+// (README.md).
 #pragma once
 
 #include "comm.h"

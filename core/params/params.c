@@ -114,8 +114,9 @@ static void adopt(eng_params *set)
 
 static void drop_derived(parameter *p)
 {
-  if (p->derived) params_derived_freed(p);
-  if (p->derived) p->derived->free(p->derived);
+  if (!p->derived) return;
+  params_derived_freed(p);
+  p->derived->free(p->derived);
   p->derived = NULL;
 }
 
