@@ -78,11 +78,6 @@ static graph_places places_of(const parameter *p)
                         p->derived ? p->derived->stamp(p->derived) : (params_stamp){0}};
 }
 
-static void note_places(graph_places *places, const eng_params *set)
-{
-  for (int i = 0; i < set->n; i++) places[i] = places_of(&set->member[i]);
-}
-
 static bool same_places(const graph_places *places, const eng_params *set)
 {
   for (int i = 0; i < set->n; i++) {
@@ -183,9 +178,10 @@ eng_status eng_graph_end(eng_graph *graph, const eng_tensor *loss)
                      tensor_text(x));
   if (!graph->seed) return error_set(ENG_ERR_STATE, "graph: no backward pass was captured");
   ENG_TRY(tensor_wrap(&graph->loss, graph->device->space, x->data, ENG_f32, 0, NULL));
-  for (int i = 0; i < graph->set->n; i++)
+  for (int i = 0; i < graph->set->n; i++) {
     graph->has_gradient[i] = graph->set->member[i].has_gradient;
-  note_places(graph->places, graph->set);
+    graph->places[i] = places_of(&graph->set->member[i]);
+  }
   capturing = NULL;
   backend_capturing(false);
   outdate_copies(graph->set);

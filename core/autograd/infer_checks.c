@@ -98,7 +98,7 @@ eng_status want_float_attribute(const op_call *c, int64_t dtype)
 }
 
 eng_status want_shape(const op_call *c, int k, int ndim, const int64_t *shape,
-                             const char *what)
+                      const char *what)
 {
   const tensor *x = c->in[k];
   if (x->ndim == ndim && memcmp(x->shape, shape, (size_t)ndim * sizeof *shape) == 0) return ENG_OK;

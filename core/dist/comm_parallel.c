@@ -126,7 +126,8 @@ eng_status eng_parallel_new(eng_parallel **out, eng_params *set, eng_comm *comm,
   if (set->own)
     return error_set(ENG_ERR_STATE, "these parameters are already divided among ranks");
   ENG_TRY(buckets_check(options));
-  if (set->kept) return error_set(ENG_ERR_STATE, "these parameters are in a reference backward");
+  if (set->kept)
+    return error_set(ENG_ERR_STATE, "a reference backward of these parameters is running");
   eng_parallel *p = calloc(1, sizeof *p);
   if (!p) return error_set(ENG_ERR_MEMORY, "out of memory for gradient buckets");
   size_t n = (size_t)set->n + 1;

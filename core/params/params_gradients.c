@@ -24,7 +24,7 @@ eng_status params_gradients(eng_params *set)
     return error_set(ENG_ERR_STATE, "the gradients of these parameters are divided among ranks "
                                     "(zero=2 or 3): only a trainer's step can compute them; "
                                     "hint: zero=1");
-  if (set->gradients || set->n == 0) return ENG_OK;
+  if (set->gradients) return ENG_OK;
   ENG_TRY(flat_new(&set->gradients, ARENA_GRADIENT, set, set->gradient_dtype, false));
   for (int i = 0; i < set->n; i++)
     if (!set->member[i].gradient) set->member[i].gradient = set->gradients->part[i];
@@ -249,12 +249,13 @@ eng_status eng_params_reference_begin(eng_params *set)
 {
   ENG_TRY(params_alive(set));
   if (set->kept) return error_set(ENG_ERR_STATE, "a reference backward is already running");
-  for (int i = 0; i < set->n; i++)
+  for (int i = 0; i < set->n; i++) {
     if (set->member[i].unscaled)
       return error_set(ENG_ERR_STATE,
                        "a reference backward must run before the gradients are unscaled");
-  for (int i = 0; i < set->n; i++) set->which[i] = ENG_f32;
-  if (!set->reference && set->n > 0)
+    set->which[i] = ENG_f32;         // the dtypes of the buffer
+  }
+  if (!set->reference)
     ENG_TRY(flat_new(&set->reference, ARENA_GRADIENT, set, set->which, false));
   set->kept = calloc((size_t)set->n + 1, sizeof *set->kept);
   if (!set->kept) return error_set(ENG_ERR_MEMORY, "out of memory for a reference backward");
