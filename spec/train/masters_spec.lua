@@ -138,6 +138,24 @@ describe("bf16 masters", function()
     helper.remove(folder)
   end)
 
+  it("go back to a checkpoint with other masters", function()
+    local folder = helper.folder()
+    local function run(precision, steps, policy)
+      local trainer = trainer_of(precision, { steps = steps, run = folder .. "/run",
+        policy = policy, resume = "auto", checkpoint_every = 4 })
+      return trainer, trainer:run()
+    end
+    run("bf16", 4)
+    local trainer, result = run("bf16_kahan", 6, { file = "back.lua", source = [[return {
+      init = function() return { scale = 1 } end,
+      decide = function(_, record)
+        return { scale = 1, action = record.step == 5 and "rollback" or "step" }
+      end }]] })
+    assert.same({ 1, 6 }, { trainer.rollbacks_made, result.steps })
+    assert.truthy(trainer.optimizer:state_tensors()["wte.weight.compensation"])
+    helper.remove(folder)
+  end)
+
   it("work in loops and sessions written by hand, and with FP8 layers", function()
     for _, precision in ipairs { "bf16_kahan", { base = "fp8_current", masters = "bf16" },
       { base = "mxfp8", masters = "bf16", rounding = "kahan" } } do

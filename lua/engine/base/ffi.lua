@@ -105,6 +105,9 @@ function M.raise(message, ...)
   error(M.script_line() .. message, 0)
 end
 
+--- A message without the script's line that raise() puts in front.
+function M.without_line(message) return (tostring(message):gsub("^[^:\n]+:%d+: ", "")) end
+
 --- Raises the core's error text unless status is 0; `bare` leaves out the script's line.
 function M.check(status, bare)
   if status == 0 then return end

@@ -24,7 +24,7 @@ local ranks = require "engine.dist.ranks"
 local safetensors = require "engine.tensor.safetensors"
 local shards = require "engine.run.shards"
 
-local C, check, ffi = M_ffi.C, M_ffi.check, M_ffi.ffi
+local C, check, ffi, plain = M_ffi.C, M_ffi.check, M_ffi.ffi, M_ffi.without_line
 
 local M = {}
 
@@ -147,9 +147,6 @@ local function finish(place, step, format, files, state, options)
   local pruned, problem = pcall(prune, place.dir, keep)
   return place.final, not pruned and problem or nil
 end
-
--- The message without the position in the script.
-local function plain(message) return (tostring(message):gsub("^[^:\n]+:%d+: ", "")) end
 
 local function abandon(place) pcall(remove, place.temporary) end
 
@@ -360,10 +357,11 @@ local function file_of(self, name)
   return self.files[name]
 end
 
---- Reads a tensor, whole and kept.
-function Checkpoint:read(part, name)
-  local entry = self.parts[part] and self.parts[part][name]
+--- Reads a tensor, whole and kept. entry: what `parts` had of it, if that was replaced since.
+function Checkpoint:read(part, name, entry)
+  entry = entry or self.parts[part] and self.parts[part][name]
     or error(("%s has no %s '%s'"):format(self.path, part, name), 2)
+  if entry.make then return autograd.scope(function() return entry.make():keep() end) end
   if entry.pieces then return shards.read(entry, function(file) return file_of(self, file) end) end
   return file_of(self, part .. ".safetensors"):read(name)
 end
@@ -376,7 +374,8 @@ end
 --- Opens a checkpoint: `dir` itself if it is one, else the newest intact one in `dir` (`last`: of
 --- this step or before). Returns { step, path, state, skipped = { messages }, parts = { model = {
 --- name = { dtype =, shape =, count = } } ... }, read(part, name), close() }, or nil, the reason,
---- and whether there are damaged checkpoints.
+--- and whether there are damaged checkpoints. `parts` may be changed: read() skips the files for an
+--- entry with `make`, a function that returns the tensor (masters.lua).
 function M.open(dir, last)
   local path, header, skipped
   if disk.is_file(dir .. "/state.json") or dir:match("step%-%d+/*$") then

@@ -1,5 +1,6 @@
 -- The runs of a folder: their settings, their progress and how they ended. Used by `engine runs`
 -- and the report.
+local M_ffi = require "engine.base.ffi"
 local files = require "engine.base.file"
 
 local M = {}
@@ -96,7 +97,7 @@ function M.info(path, history)
     end
     if not history then h:close() end
   end)
-  if not good then info.problem = tostring(message):gsub("^[^:\n]+:%d+: ", "") end
+  if not good then info.problem = M_ffi.without_line(message) end
   return info
 end
 

@@ -177,7 +177,7 @@ function Shadows:observe_layers(step, record, sites, run)
     if moved then
       run:event(step, "shadow_layers", ("shadow %s: %s%s"):format(one.name,
         fp8_verdict.text(moved, sites.rungs), reason ~= "" and " (" .. reason .. ")" or ""),
-        require("engine.base.json").encode { shadow = one.name, layers = moved })
+        { shadow = one.name, layers = moved })
     end
     if run.history and (moved or own.failed ~= one.was_failed or bound ~= one.bound) then
       own.scale, own.action = 0 / 0, C.ENG_ACTION_STEP     -- it chooses neither

@@ -84,8 +84,7 @@ local described, label = M.described, M.label
 
 local function tell(self, kind, text, data)
   local trainer = self.trainer
-  trainer.run_files:event(trainer.steps_done, kind, text,
-    data and require("engine.base.json").encode(data) or nil)
+  trainer.run_files:event(trainer.steps_done, kind, text, data)
   trainer:note(("step %d: %s"):format(trainer.steps_done, text))
 end
 
@@ -149,9 +148,7 @@ local function put(self, of, fresh, by, as_it_is)
   of.seat:use_policy(fresh, trainer)
   self:hold(of, as_it_is)
   self.swaps, of.swaps = self.swaps + 1, of.swaps + 1
-  if files.history and fresh.source then
-    files:complain(files.history:add_policy(fresh:hash(), fresh.name, fresh.source))
-  end
+  files:add_policy(fresh)
   local fp8 = of.seat.kind == "fp8"
   tell(self, fp8 and "fp8_swap" or "swap", ("%spolicy %s -> %s (%s)%s"):format(fp8 and "FP8 " or "",
     label(old), label(fresh), by, fp8 and "" or (", loss scale %.10g"):format(fresh:scale())),

@@ -1,8 +1,8 @@
 -- trainer.state: the user's own table, which is part of every checkpoint. pack() splits it into
 -- plain data, for state.json, and tensors; restore() puts them back into the same table, so that
 -- what the script has taken from it (a table, a tensor of unchanged shape) stays valid. With
--- several ranks, rank 0's table is written and every rank gets it. Called by run.lua and
--- trainer.lua.
+-- several ranks, rank 0's table is written and every rank gets it. Called by run.lua,
+-- restore.lua and trainer.lua.
 local M_ffi = require "engine.base.ffi"
 local json = require "engine.base.json"
 local tensor = require "engine.tensor.tensor"
@@ -46,7 +46,7 @@ local function split(t, path, trail, above, found)
     if tensor.is_tensor(value) then
       local good, shape = pcall(function() return value.shape end)
       if not good then
-        error(("%s: %s"):format(at, tostring(shape):gsub("^[^:\n]+:%d+: ", "")), 0)
+        error(("%s: %s"):format(at, M_ffi.without_line(shape)), 0)
       end
       found[#found + 1] = { path = inside, x = value, shape = shape, dtype = value.dtype }
     elseif type(value) == "table" and getmetatable(value) == nil then

@@ -407,7 +407,7 @@ function Sites:moves(all)
     .. (reasons ~= "" and " (" .. reasons .. ")" or "")
 end
 
---- What a checkpoint keeps of the policies (run/run.lua takes it back).
+--- What a checkpoint keeps of the policies (run/restore.lua takes it back).
 function Sites:state()
   local list = {}
   for i, seat in ipairs(self.seats) do

@@ -175,8 +175,8 @@ local function roll_back(self, last)
     path, wish.skip, wish.lr_mul ~= 1 and (", learning rate x%g"):format(self.lr_factor) or "",
     wish.reason ~= "" and ": " .. wish.reason or "")
   self.progress:note(("step %d: %s"):format(step, text))
-  files:event(step, "rollback", text, require("engine.base.json").encode { to = found, path = path,
-    skip = wish.skip, lr_factor = self.lr_factor })
+  files:event(step, "rollback", text, { to = found, path = path, skip = wish.skip,
+    lr_factor = self.lr_factor })
 end
 
 local function evaluate(self)
@@ -244,7 +244,7 @@ local function rescue(self, problem)
   if not self.reducer.many then pcall(self.drain, self) end    -- other ranks may be gone
   if drift then
     tell(DRIFTED)
-    files:event(self.steps_done, "drift", drift.summary, require("engine.base.json").encode(drift))
+    files:event(self.steps_done, "drift", drift.summary, drift)
   else files:event(self.steps_done, "error", tostring(problem):match("^[^\n]*")) end
   local alone = not self.reducer.zero and not self.reducer.apart     -- else saving needs all ranks
   local note = self.steps_done > 0 and alone and not drift and files:after_step(true, true)

@@ -183,7 +183,7 @@ function Overflows:look(record, verdict)
   end
   if not mine then return end
   if text then
-    trainer.run_files:event(step, "trap", text, finding and json.encode(finding:data()) or nil)
+    trainer.run_files:event(step, "trap", text, finding and finding:data() or nil)
     local place = finding and finding:place() or text
     if self.every_time and not self.told[place] then
       say(("step %d: overflow: %s"):format(step, (text:gsub("\n", "\n  "))))

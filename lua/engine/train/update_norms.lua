@@ -1,6 +1,7 @@
 -- What passes between a policy and the optimizer's update beyond scale, clip and lr_mul: the norms
 -- that an update computes for the next step's record, and the verdict's entries for single tensors.
--- Owns the norms' sums of squares, which checkpoints hold. Called by trainer.lua and run/run.lua.
+-- Owns the norms' sums of squares, which checkpoints hold. Called by trainer.lua and
+-- run/restore.lua.
 local autograd = require "engine.tensor.autograd"
 local M_ffi = require "engine.base.ffi"
 local show = require "engine.base.show"

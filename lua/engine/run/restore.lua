@@ -1,0 +1,298 @@
+-- The state of a trainer in a checkpoint, besides tensors; and how a trainer takes a checkpoint
+-- over: all of it at a resume, at a rollback only what training changes. Owns the order in which
+-- the parts are restored. Called by run.lua, which opens and writes the files.
+local M_ffi = require "engine.base.ffi"
+local masters = require "engine.run.masters"
+local published = require "engine.policy.signals"
+local random = require "engine.base.random"
+local shape_text = require("engine.tensor.tensor").shape_text
+local shards = require "engine.run.shards"
+local show = require "engine.base.show"
+local user_state = require "engine.run.user_state"
+
+local C = M_ffi.C
+
+local M = {}
+
+-- ------------------------------------------------------------------ the state as plain data
+
+local function uint64_text(x) return (tostring(x):gsub("ULL$", "")) end
+local function uint64_of(text)
+  local x = 0ULL
+  for digit in text:gmatch("%d") do x = x * 10ULL + tonumber(digit) end
+  return x
+end
+
+-- Settings that change the losses of a resumed run, as text.
+local function numerics_of(trainer)
+  return { precision = trainer.precision.name, threads = tonumber(C.eng_threads(0)),
+    schedule = trainer.schedule and tostring(trainer.schedule) or nil }
+end
+
+--- The trainer's state for a checkpoint, without tensors. `user`: the plain part of trainer.state
+--- (user_state.lua).
+function M.state_of(trainer, user)
+  local place, policy, optimizer = random.place(), trainer.policy, trainer.optimizer
+  local last, evaluated = trainer.last_verdict, published.evaluation_loss
+  local held_out = trainer.evaluate and trainer.evaluate.data
+  local fp8, numerics = optimizer.fp8 and optimizer.fp8:state(), numerics_of(trainer)
+  for i, of in ipairs(fp8 and fp8.policies or {}) do of.swapped = trainer.swaps:state(i + 1) end
+  return {
+    engine = M_ffi.version, user = user,
+    steps = trainer.steps_done, updates = trainer.updates, skipped = trainer.skipped,
+    retries = trainer.retries, tokens = trainer.tokens,
+    elapsed = require("engine.base.machine").clock() - trainer.began,
+    rollbacks = trainer.rollbacks_made, lr_factor = trainer.lr_factor,
+    loop = trainer.by_hand and trainer:loop_state() or nil,
+    optimizer = { name = optimizer.name, updates = optimizer.updates },
+    update_norms = trainer.norms:state(), fp8 = fp8,
+    policy = { name = policy.name, file = policy.file, hash = policy.hash and policy:hash(),
+      state = policy:save(), swapped = trainer.swaps:state(1) },
+    last_verdict = trainer.delay == 1 and last and { clip = last.clip, lr_mul = last.lr_mul }
+      or nil,
+    shadows = trainer.shadows and trainer.shadows:state() or nil, set = trainer.control:state(),
+    rng = { seed = uint64_text(place.seed), counter = uint64_text(place.counter) },
+    data = trainer.data.state and trainer.data:state() or nil,
+    evaluation = held_out and held_out.state and held_out:state() or nil,
+    evaluation_loss = evaluated and show.exact(evaluated) or nil,
+    accumulate = trainer.accumulate, ranks = trainer.reducer.size,
+    precision = numerics.precision, schedule = numerics.schedule, threads = numerics.threads,
+  }
+end
+
+-- Lets a seat's policy take over from a checkpoint's policy, which has the text of `source` (what
+-- policy.load takes). Returns false and the reason if it cannot.
+local function follow(seat, saved, source)
+  return pcall(function()
+    local old = require("engine.policy.policy").load(source, nil, seat.policy.fp8 and "fp8" or nil)
+    seat:prepare(old)
+    old:restore(saved.state)
+    seat.policy:take_over(old)
+  end)
+end
+
+-- Gives a seat's policy the state that a checkpoint has of a policy of the same name. If the source
+-- has changed since, the policy takes over from that state as at a swap; then returns a line about
+-- it.
+local function regain(seat, saved)
+  local policy = seat.policy
+  if not saved.hash or not policy.hash or saved.hash == policy:hash() then
+    policy:restore(saved.state)
+    return nil
+  end
+  local took, why = follow(seat, saved, { source = policy.source, file = policy.file })
+  return ("the source of the policy %s has changed since the checkpoint; it %s"):format(policy.name,
+    took and "takes over the state" or "does not take over the state: " .. tostring(why))
+end
+
+-- The saved state of the policy in seat i, if a checkpoint's state has one.
+local function saved_policy(state, i)
+  local fp8 = type(state.fp8) == "table" and state.fp8.policies
+  local saved = i == 1 and state.policy or type(fp8) == "table" and fp8[i - 1]
+  return type(saved) == "table" and type(saved.state) == "string" and saved or nil
+end
+
+-- Restores the policies of the trainer's seats (swap.lua) from a checkpoint's state: a policy that
+-- was swapped in returns, the same policy gets its saved state, and another takes over from the
+-- saved one or starts fresh. Adds lines about what differs to `notes`.
+local function take_policies(trainer, state, notes)
+  local same = state.precision == trainer.precision.name
+  for i, of in ipairs(trainer.swaps.seats) do
+    local saved = saved_policy(state, i)
+    if saved and saved.swapped then
+      notes[#notes + 1] = trainer.swaps:resume(i, saved.swapped)
+    end
+    local policy = of.seat.policy
+    local what = policy.fp8 and "FP8 policy" or "policy"
+    if saved and saved.name == policy.name then notes[#notes + 1] = regain(of.seat, saved)
+    elseif saved then
+      local took = same and (follow(of.seat, saved, saved.name)
+        or saved.file and follow(of.seat, saved, saved.file))
+      notes[#notes + 1] = ("the %s is %s now and was %s; it %s"):format(what, policy.name,
+        tostring(saved.name), not took and "starts fresh" or policy.fp8 and "takes over"
+        or ("takes over at the scale %g"):format(policy:scale()))
+    elseif not policy.idle then
+      notes[#notes + 1] = ("the FP8 policy %s starts fresh: the checkpoint has no state for it")
+        :format(policy.name)
+    end
+  end
+end
+
+-- What a checkpoint's state lacks, or nil.
+local function state_problem(state)
+  if type(state) ~= "table" then return "it has no state" end
+  for _, key in ipairs { "steps", "updates", "skipped", "retries", "tokens", "elapsed" } do
+    if type(state[key]) ~= "number" then return ("its state has no number '%s'"):format(key) end
+  end
+  for part, keys in pairs { optimizer = { name = "string", updates = "number" },
+    policy = { name = "string", state = "string" },
+    rng = { seed = "string", counter = "string" } } do
+    for key, kind in pairs(keys) do
+      if type(state[part]) ~= "table" or type(state[part][key]) ~= kind then
+        return ("its state has no '%s.%s'"):format(part, key)
+      end
+    end
+  end
+end
+
+-- Calls f with all tensors of a checkpoint's part, { name = tensor }, and frees them.
+local function take_tensors(c, part, f)
+  local tensors = {}
+  local good, message = pcall(function()
+    for name in pairs(c.parts[part]) do tensors[name] = c:read(part, name) end
+    f(tensors)
+  end)
+  for _, x in pairs(tensors) do x:free() end
+  if not good then error(message, 0) end
+end
+
+-- The first parameter that differs between the trainer's model and a checkpoint, or nil.
+local function difference(trainer, c)
+  local saved, known = c.parts.model, {}
+  for _, p in ipairs(trainer.model:parameters()) do
+    local now, entry = shape_text(p.tensor.shape), saved[p.name]
+    known[p.name] = true
+    if not entry then return ("%s, %s here, is not in the checkpoint"):format(p.name, now) end
+    if shape_text(entry.shape) ~= now then
+      return ("%s is %s in the checkpoint and %s here"):format(p.name, shape_text(entry.shape), now)
+    end
+  end
+  for _, name in ipairs(require("engine.base.nearest").keys(saved)) do
+    if not known[name] then
+      return ("%s, %s in the checkpoint, is not here"):format(name, shape_text(saved[name].shape))
+    end
+  end
+end
+
+-- "; layers was 1, is 2": the settings that differ from those of the checkpoint's run, if its
+-- history has them.
+local NO_PART = { resume = true, run = true, steps = true, log = true }   -- may differ
+local function changed_settings(path, config)
+  local before = require("engine.run.history").with((path:match("^(.*)/checkpoints/") or path) ..
+    "/history.db", function(h) return h:config() end)
+  local changes = {}
+  for _, setting in ipairs(before and config and require("engine.base.config").flatten(config)
+    or {}) do
+    local name, was, is = setting[1], before[setting[1]], tostring(setting[2])
+    if was ~= nil and tostring(was) ~= is and not NO_PART[name] then
+      changes[#changes + 1] = ("%s was %s, is %s"):format(name, was, is)
+    end
+  end
+  return #changes > 0 and "; " .. table.concat(changes, "; ", 1, math.min(#changes, 6)) or ""
+end
+
+--- Sends the tensors of a checkpoint from rank 0 to every rank. `c`: open on rank 0; elsewhere it
+--- has only its state.
+function M.spread(trainer, c)
+  shards.spread(trainer.reducer, c.parts and c)
+  if not c.state.user then return end
+  user_state.restore(trainer.state, c.state.user, function(item)
+    local x = c.parts and c:read("user", item.name)
+      or require("engine.tensor.tensor").zeros(item.shape, { dtype = item.dtype, keep = true })
+    M_ffi.check(C.eng_comm_broadcast_tensor(require("engine.dist.ranks").world(), x, 0))
+    return x
+  end)
+end
+
+-- Restores what training changes: weights, moments, trainer.state, random numbers, FP8 scales, the
+-- position in the data, the number of updates. With several ranks, spread() sends the tensors.
+-- Returns a line if the master weights had another format.
+local function take_training(trainer, c)
+  local state, optimizer = c.state, trainer.optimizer
+  local note = c.parts and masters.fit(optimizer, c) or nil
+  if trainer.by_hand then trainer:restore_loop(state.loop) end
+  if not trainer.reducer.many then
+    take_tensors(c, "optimizer", function(moments) optimizer:load_state(moments,
+      state.optimizer.updates) end)
+    take_tensors(c, "model", function(weights) trainer.model:load_state(weights) end)
+    if state.user then
+      user_state.restore(trainer.state, state.user,
+        function(item) return c:read("user", item.name) end)
+    end
+  end
+  optimizer.updates, trainer.updates = state.optimizer.updates, state.updates
+  trainer.norms:restore(state.update_norms)
+  M_ffi.check(C.eng_params_refresh(optimizer.params))
+  if trainer.data.restore and state.data then trainer.data:restore(state.data) end
+  random.go { seed = uint64_of(state.rng.seed), counter = uint64_of(state.rng.counter) }
+  trainer.last_verdict = state.last_verdict
+  if optimizer.fp8 then optimizer.fp8:apply(trainer.policy:scale() / trainer.accumulate) end
+  return note
+end
+
+-- Raises if the data of a resumed run would silently begin again. Returns a line if the script
+-- accepts this (restart_data); otherwise nil and the position to continue from. The loop of a
+-- session without `data` keeps its own place.
+local function place_of_data(trainer, path, place)
+  if trainer.own_data == false then return nil, nil end
+  if trainer.restart_data then return "the data begin at their first batch (restart_data)", nil end
+  local problem = not trainer.data.restore and "the loader has no state() and restore()"
+    or not place and "the checkpoint holds no position in the data"
+  if not problem then return nil, place end
+  error(("resume: %s: %s, so the data would begin at their first batch again; hint: a loader "
+    .. "with both (docs/data.md), or restart_data = true to accept it"):format(path, problem), 0)
+end
+
+-- Moves the evaluation's data to the position `place`. Returns a line if the data refuse it.
+local function restore_evaluation(trainer, place)
+  local data = trainer.evaluate and trainer.evaluate.data
+  if not (place and data and data.restore) then return nil end
+  local good, why = pcall(data.restore, data, place)
+  return not good and "evaluations begin at the first batch of their data: " .. tostring(why) or nil
+end
+
+--- Restores all of a trainer from a checkpoint (`c` as in M.spread). Returns lines about what
+--- differs now. config: the settings of this run.
+function M.take_over(trainer, c, config)
+  local notes, state = {}, c.state
+  local problem = state_problem(state) or c.parts and (not c.parts.model and "it has no weights"
+    or not c.parts.optimizer and "it has no optimizer state")
+  if problem then
+    error(("resume: %s is not a checkpoint of a trainer: %s"):format(c.path, problem), 0)
+  end
+  if state.optimizer.name ~= trainer.optimizer.name then
+    error(("resume: %s was written with the optimizer %s, this run has %s"):format(c.path,
+      state.optimizer.name, trainer.optimizer.name), 0)
+  end
+  notes[1], state.data = place_of_data(trainer, c.path, state.data)
+  local other = not trainer.reducer.many and difference(trainer, c)
+  if other then
+    error(("resume: %s was written by another model: %s%s"):format(c.path, other,
+      changed_settings(c.path, config)), 0)
+  end
+  take_policies(trainer, state, notes)
+  if trainer.shadows then trainer.shadows:restore(state.shadows) end
+  notes[#notes + 1] = trainer.control:restore(state.set)
+  notes[#notes + 1] = take_training(trainer, c)
+  notes[#notes + 1] = restore_evaluation(trainer, state.evaluation)
+  trainer.steps_done, trainer.skipped = state.steps, state.skipped
+  trainer.rollbacks_made, trainer.lr_factor = state.rollbacks or 0, state.lr_factor or 1
+  published.evaluation_loss = tonumber(state.evaluation_loss)
+  trainer.retries, trainer.tokens = state.retries, state.tokens
+  trainer.turn = state.loop and state.loop.turn or state.steps
+  trainer.began = trainer.began - state.elapsed
+  notes[#notes + 1] = trainer:share_as_before(state.ranks or 1,
+    state.accumulate or trainer.accumulate)
+  local now = numerics_of(trainer)
+  for _, what in ipairs { "precision", "schedule", "threads" } do
+    if state[what] ~= now[what] then
+      notes[#notes + 1] = ("%s is %s now and was %s, so the losses will differ"):format(what,
+        tostring(now[what]), tostring(state[what]))
+    end
+  end
+  return notes
+end
+
+--- Returns a trainer to a checkpoint of its own run (`c` as in M.spread), at a rollback. The policy
+--- that chooses the loss scale and the counters of steps stay.
+function M.go_back(trainer, c)
+  for i, of in ipairs(trainer.swaps.seats) do
+    local saved, seat = i > 1 and saved_policy(c.state, i), of.seat
+    local line = saved and saved.name == seat.policy.name and regain(seat, saved)
+    if line then trainer:note(("step %d: %s"):format(trainer.steps_done, line)) end
+  end
+  take_training(trainer, c)
+  if trainer.reducer.many then trainer.reducer:start(function() M.spread(trainer, c) end) end
+end
+
+return M
