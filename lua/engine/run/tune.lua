@@ -4,6 +4,7 @@
 --   local best = engine.tune { runs = { "runs/a" }, policy = "dynamic",
 --     over = { "growth_interval=100..5000" } }
 -- The subcommand is cli/tune.lua.
+local arguments = require "engine.base.arguments"
 local expression = require "engine.base.expression"
 local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
@@ -23,48 +24,49 @@ M.objectives = {
 local GRID = { 17, 7, 5, 4, 3 }   -- grid points for each range, by the number of ranges
 local REFINEMENTS, FINER = 3, 5
 
--- Reads a range: "growth_interval=100..5000" -> { name, from, to, log, whole } or { name, values }.
+-- Loss scales are usually powers of two: a range between two powers steps by powers.
+local function is_power(x) return x > 0 and math.frexp(x) == 0.5 end
+
+-- The range { name, from, to, log, whole, powers } of "growth_interval=100..5000"; its two ends are
+-- expressions, and `preset` is the option's default.
+local function span_of(text, name, preset, from_text, to_text)
+  if type(preset) ~= "number" then
+    error(("over '%s': %s is a %s; expected values, such as %s=a,b"):format(text, name,
+      type(preset), name), 0)
+  end
+  local from, to = expression(from_text), expression(to_text)
+  if not from or not to or not (from < to) or to == math.huge or from == -math.huge then
+    error(("over '%s': expected two numbers, the smaller one first, such as 100..5000"):format(
+      text), 0)
+  end
+  local powers = is_power(from) and is_power(to) and is_power(preset) and name:find("scal") ~= nil
+  -- A factor such as 0.5 is not a count, even if its range has whole ends.
+  local whole = preset % 1 == 0 and from % 1 == 0 and to % 1 == 0
+  return { name = name, from = from, to = to, log = from > 0, whole = whole, powers = powers }
+end
+
+-- The range of `text`, "name=from..to" or "name=a,b,c" ({ name, values }), for a policy's option.
 local function read_range(text, policy)
+  local function malformed()
+    error(("over '%s': expected name=from..to or name=a,b,c"):format(text), 0)
+  end
   local name, range = text:match("^([%a_][%w_]*)=(.+)$")
-  if not name then error(("over '%s': expected name=from..to or name=a,b,c"):format(text), 0) end
+  if not name then malformed() end
   local preset = policy.defaults[name]
   if preset == nil then
     error(("policy '%s' has no option '%s'%s"):format(policy.name, name,
       nearest.hint(name, policy.option_names)), 0)
   end
-  local from_text, to_text = range:match("^(.-)%.%.(.+)$")
-  if not from_text then
-    local values = {}
-    for word in range:gmatch("[^,]+") do
-      local value = type(preset) == "number" and expression(word) or word
-      if type(preset) == "number" and type(value) ~= "number" then
-        error(("over '%s': expected numbers, such as %s=100..5000 or %s=1,2,4, got '%s'"):format(
-          text, name, name, word), 0)
-      end
-      values[#values + 1] = value
-    end
-    if #values == 0 then
-      error(("over '%s': expected name=from..to or name=a,b,c"):format(text), 0)
-    end
-    return { name = name, values = values }
+  local from, to = range:match("^(.-)%.%.(.+)$")
+  if from then return span_of(text, name, preset, from, to) end
+  local values, numeric = {}, type(preset) == "number"
+  for word in range:gmatch("[^,]+") do
+    values[#values + 1] = not numeric and word or expression(word)
+      or error(("over '%s': expected numbers, such as %s=100..5000 or %s=1,2,4, got '%s'"):format(
+        text, name, name, word), 0)
   end
-  local from, to = expression(from_text), expression(to_text)
-  if type(preset) ~= "number" then
-    error(("over '%s': %s is a %s; expected values, such as %s=a,b"):format(text, name,
-      type(preset), name), 0)
-  end
-  if not from or not to or not (from < to) or to == math.huge or from == -math.huge then
-    error(("over '%s': expected two numbers, the smaller one first, such as 100..5000"):format(
-      text), 0)
-  end
-  -- A factor such as 0.5 is not a count, even if its range has whole ends.
-  local whole = preset % 1 == 0 and from % 1 == 0 and to % 1 == 0
-  -- Loss scales are usually powers of two: a range between two powers steps by powers.
-  local function is_power(x) return x > 0 and math.frexp(x) == 0.5 end
-  local powers = is_power(from) and is_power(to) and preset > 0 and math.frexp(preset) == 0.5
-    and name:find("scal")
-  return { name = name, from = from, to = to, log = from > 0, whole = whole and not powers,
-    powers = powers ~= nil and powers ~= false }
+  if #values == 0 then malformed() end
+  return { name = name, values = values }
 end
 
 -- n points from a to b, spaced as the range asks, without repetitions.
@@ -83,21 +85,110 @@ local function points(range, a, b, n)
   return list
 end
 
--- Calls f with every combination, as { name = value }.
-local function each_setting(ranges, lists, f)
+local function value_text(value)
+  return type(value) == "number" and show.exact(value) or tostring(value)
+end
+
+-- ------------------------------------------------------------------ the search
+
+-- Checks the options of a search; returns { traces, policy, ranges, objective, source, fixed } and
+-- what evaluate() adds: rows, seen, refused.
+local function read(o)
+  local s = { traces = {}, ranges = {}, objective = o.objective or "elements", source = o.policy,
+    fixed = o.options or {}, rows = {}, seen = {} }
+  if not M.objectives[s.objective] then
+    error(("there is no objective '%s'%s"):format(tostring(s.objective),
+      nearest.choices(s.objective, M.objectives, "objectives")), 0)
+  end
+  for i, run in ipairs(o.runs) do
+    s.traces[i] = type(run) == "string" and replay.trace(run) or run
+    if not s.traces[i].names and s.objective ~= "skipped" then
+      error(("'%s' has verdicts and no gradients; its only objective is --objective " ..
+        "skipped"):format(s.traces[i].name), 0)
+    end
+  end
+  if #s.traces == 0 then error("expected at least one run", 0) end
+  local loaded, policy = pcall(require("engine.policy.policy").load, s.source, s.fixed)
+  if not loaded then error(policy, 0) end
+  s.policy = policy
+  for i, text in ipairs(o.over or {}) do s.ranges[i] = read_range(text, policy) end
+  if #s.ranges == 0 then error("expected a range: over name=from..to", 0) end
+  if #s.ranges > 6 then error("expected up to 6 ranges, got " .. #s.ranges, 0) end
+  return s
+end
+
+-- Replays a run under the policy with `options`. Returns the result, or nil and why the policy
+-- refuses these options.
+local function replayed(s, trace, options)
+  local good, r = pcall(replay.run, trace, s.source, options)
+  if not good and C.eng_interrupted() ~= 0 then error(r, 0) end
+  if good and r.failures == r.steps then
+    return nil, ("%s failed at every step: %s"):format(r.name, r.failure)
+  end
+  return good and r or nil, r
+end
+
+-- The row of a setting { name = value }, whose cost is infinite if the policy refuses the setting.
+-- A setting that was tried before is not replayed again.
+local function evaluate(s, setting)
+  local options, words = arguments.merged(s.fixed, setting), {}
+  for _, range in ipairs(s.ranges) do
+    local value = setting[range.name]
+    if value ~= nil then words[#words + 1] = range.name .. "=" .. value_text(value) end
+  end
+  local key, total = table.concat(words, ","), 0
+  if s.seen[key] then return s.seen[key] end
+  local row = { options = arguments.merged(setting), text = key, place = #s.rows + 1, cost = 0,
+    skipped = 0, steps = 0, underflow = 0, mass_lost = 0 }
+  s.rows[row.place], s.seen[key] = row, row
+  for _, trace in ipairs(s.traces) do
+    local r, why = replayed(s, trace, options)
+    if not r then
+      s.refused, row.cost = s.refused or why, math.huge
+      return row
+    end
+    total = total + trace.n
+    row.cost = row.cost + r.costs[s.objective] * trace.n
+    row.underflow = row.underflow + (r.underflow or 0) * trace.n
+    row.mass_lost = row.mass_lost + (r.mass_lost or 0) * trace.n
+    row.skipped, row.steps = row.skipped + r.skipped, row.steps + r.steps
+    row.stopped = row.stopped or r.stopped_at and true
+  end
+  row.cost, row.underflow, row.mass_lost = row.cost / total, row.underflow / total,
+    row.mass_lost / total
+  return row
+end
+
+-- Tries every combination of lists[k], values of the k-th range.
+local function try_all(s, lists)
   local setting = {}
   local function go(k)
-    if k > #ranges then return f(setting) end
+    if k > #s.ranges then return evaluate(s, setting) end
     for _, value in ipairs(lists[k]) do
-      setting[ranges[k].name] = value
+      setting[s.ranges[k].name] = value
       go(k + 1)
     end
   end
   go(1)
 end
 
-local function value_text(value)
-  return type(value) == "number" and show.exact(value) or tostring(value)
+-- The row of the least cost; among equal costs, the one that was tried first.
+local function best_of(rows)
+  local best = rows[1]
+  for _, row in ipairs(rows) do
+    if row.cost < best.cost then best = row end
+  end
+  return best
+end
+
+-- Points of a range around `value`, from the value before it in `list` to the one after it.
+local function around(range, list, value)
+  if range.values then return { value } end
+  local at = 1
+  for i, x in ipairs(list) do
+    if x == value then at = i end
+  end
+  return points(range, list[math.max(1, at - 1)], list[math.min(#list, at + 1)], FINER)
 end
 
 --- Searches. Options:
@@ -105,118 +196,33 @@ end
 ---   policy      name or path; options: fixed settings
 ---   over        list of "name=from..to" and "name=a,b,c"
 ---   objective   "elements" (the default), "mass" or "skipped", as in engine.tune.objectives
---- Returns { best = row, default = row, rows = all, best first, objective =, evaluations = }. A row
---- has `options` (the searched ones), `cost`, `skipped`, `steps`, `underflow`, `stopped`. Among
---- equal costs the first one tried wins.
-local function search(o)
-  local objective = o.objective or "elements"
-  if not M.objectives[objective] then
-    error(("there is no objective '%s'%s"):format(tostring(objective),
-      nearest.choices(objective, M.objectives, "objectives")), 0)
+--- Returns { best = row, default = row, rows = all, best first, objective =, evaluations =,
+--- policy = }. A row has `options` (the searched ones), `text` ("name=value,..." of these), `cost`,
+--- `skipped`, `steps`, `underflow`, `mass_lost`, `stopped`. Among equal costs the first one tried
+--- wins.
+local function search(_, o)
+  local s, lists = read(o), {}
+  local default = evaluate(s, {})
+  for k, range in ipairs(s.ranges) do
+    lists[k] = points(range, range.from, range.to, GRID[math.min(#s.ranges, #GRID)])
   end
-  local traces = {}
-  for i, run in ipairs(o.runs) do
-    traces[i] = type(run) == "string" and replay.trace(run) or run
-    if not traces[i].names and objective ~= "skipped" then
-      error(("'%s' has verdicts and no gradients; its only objective is --objective " ..
-        "skipped"):format(traces[i].name), 0)
-    end
-  end
-  if #traces == 0 then error("expected at least one run", 0) end
-  local fixed = o.options or {}
-  local loaded, policy = pcall(require("engine.policy.policy").load, o.policy, fixed)
-  if not loaded then error(policy, 0) end
-  local ranges = {}
-  for i, text in ipairs(o.over or {}) do ranges[i] = read_range(text, policy) end
-  if #ranges == 0 then error("expected a range: over name=from..to", 0) end
-  if #ranges > 6 then error("expected up to 6 ranges, got " .. #ranges, 0) end
-
-  local rows, seen, refused = {}, {}, nil
-  local function evaluate(setting)
-    local options, words = {}, {}
-    for name, value in pairs(fixed) do options[name] = value end
-    for _, range in ipairs(ranges) do
-      local value = setting[range.name]
-      if value ~= nil then
-        options[range.name] = value
-        words[#words + 1] = range.name .. "=" .. value_text(value)
-      end
-    end
-    local key = table.concat(words, ",")
-    if seen[key] then return seen[key] end
-    local row = { options = {}, text = key, cost = 0, skipped = 0, steps = 0, underflow = 0,
-      mass_lost = 0, place = #rows + 1 }
-    for name, value in pairs(setting) do row.options[name] = value end
-    local total = 0
-    for _, trace in ipairs(traces) do
-      local good, r = pcall(replay.run, trace, o.policy, options)
-      if not good and C.eng_interrupted() ~= 0 then error(r, 0) end
-      if good and r.failures == r.steps then
-        good, r = false, ("%s failed at every step: %s"):format(r.name, r.failure)
-      end
-      if not good then
-        refused = refused or r
-        row.cost = math.huge                               -- the policy refuses this combination
-        break
-      end
-      total = total + trace.n
-      row.cost = row.cost + r.costs[objective] * trace.n
-      row.skipped, row.steps = row.skipped + r.skipped, row.steps + r.steps
-      row.underflow, row.mass_lost = row.underflow + (r.underflow or 0) * trace.n,
-        row.mass_lost + (r.mass_lost or 0) * trace.n
-      if r.stopped_at then row.stopped = true end
-    end
-    if row.cost < math.huge then
-      row.cost, row.underflow, row.mass_lost = row.cost / total, row.underflow / total,
-        row.mass_lost / total
-    end
-    rows[#rows + 1], seen[key] = row, row
-    return row
-  end
-
-  local function best()
-    local found
-    for _, row in ipairs(rows) do
-      if not found or row.cost < found.cost then found = row end
-    end
-    return found
-  end
-
-  local default = evaluate {}
-  local lists = {}
-  for k, range in ipairs(ranges) do
-    lists[k] = points(range, range.from, range.to, GRID[math.min(#ranges, #GRID)])
-  end
-  each_setting(ranges, lists, evaluate)
+  try_all(s, lists)
   for _ = 1, REFINEMENTS do
-    local centre = best()
+    local centre = best_of(s.rows)
     if centre == default then break end
-    local finer = {}
-    for k, range in ipairs(ranges) do
-      local list, value, at = lists[k], centre.options[range.name], 1
-      for i, x in ipairs(list) do
-        if x == value then at = i end
-      end
-      if range.values then finer[k] = { value }
-      else
-        finer[k] = points(range, list[math.max(1, at - 1)], list[math.min(#list, at + 1)], FINER)
-      end
+    for k, range in ipairs(s.ranges) do
+      lists[k] = around(range, lists[k], centre.options[range.name])
     end
-    each_setting(ranges, finer, evaluate)
-    lists = finer
+    try_all(s, lists)
   end
-  if best().cost == math.huge then error(refused or "the policy refused every setting", 0) end
-
-  table.sort(rows, function(a, b)
+  table.sort(s.rows, function(a, b)
     if a.cost ~= b.cost then return a.cost < b.cost end
     return a.place < b.place
   end)
-  return { best = rows[1], default = default, rows = rows, objective = objective,
-    evaluations = #rows, policy = policy }
+  local best = s.rows[1]
+  if best.cost == math.huge then error(s.refused or "the policy refused every setting", 0) end
+  return { best = best, default = default, rows = s.rows, objective = s.objective,
+    evaluations = #s.rows, policy = s.policy }
 end
 
-return setmetatable(M, { __call = function(_, o)
-  local good, result = pcall(search, o)
-  if not good then error(result, 0) end
-  return result
-end })
+return setmetatable(M, { __call = search })
