@@ -51,6 +51,27 @@ local function arguments(text)
   return list
 end
 
+-- The call of a macro that begins in line i, as one line; and the number of its last line.
+local function call_at(lines, i)
+  local call = lines[i]
+  while not call:find("%)%s*$") and not call:find("%)%s*//") and lines[i + 1] do
+    i = i + 1
+    call = call .. " " .. lines[i]:match("^%s*(.-)%s*$")
+  end
+  return call, i
+end
+
+-- The arguments of a call after its name, as "inputs 2, layout ANY". columns: their names.
+local function facts_of(values, columns)
+  local facts = {}
+  for k = 2, #values do
+    if not values[k]:find("^%(no_") then
+      facts[#facts + 1] = ("%s %s"):format(columns[k - 1] or "", values[k])
+    end
+  end
+  return table.concat(facts, ", ")
+end
+
 -- Adds the operations of core/ops.def. Its first comment names the arguments of each macro,
 -- ENG_OP(name, inputs, ...). ENG_OP and ENG_UNARY make an operation, the other macros add facts to
 -- it. The text of an operation is the comment above its group.
@@ -67,22 +88,11 @@ local function operations(add)
       if below then text = "" end
       text, below = text .. line:gsub("^// ?", "") .. "\n", false
     elseif macro then
-      while not line:find("%)%s*$") and not line:find("%)%s*//") and lines[i + 1] do
-        i = i + 1
-        line = line .. " " .. lines[i]:match("^%s*(.-)%s*$")
-      end
+      line, i = call_at(lines, i)
       local body, beside = line:match("%((.*)%)%s*//%s*(.*)$")
       local values = arguments(body or line:match("%((.*)%)"))
-      local name, facts = table.remove(values, 1), {}
-      for k, value in ipairs(values) do
-        if not value:find("^%(no_") then
-          facts[k] = ("%s %s"):format((columns[macro] or {})[k] or "", value)
-        end
-      end
-      for k = #values, 1, -1 do
-        if not facts[k] then table.remove(facts, k) end
-      end
-      facts, below = table.concat(facts, ", "), true
+      local name, facts = values[1], facts_of(values, columns[macro] or {})
+      below = true
       if macro == "OP" or macro == "UNARY" then
         made[name] = { name = "op." .. name, kind = "operation", area = "operations",
           signature = name .. ": " .. facts,

@@ -99,7 +99,7 @@ local function words(add_word)
     end
   end
   local precision = require "engine.train.precision"
-  for name in pairs(precision.recipes) do
+  for _, name in ipairs(nearest.keys(precision.recipes)) do
     add_word { name = name, kind = "precision recipe", signature = "precision=" .. name,
       text = precision.describe(name), where = "lua/engine/train/precision.lua:1" }
   end

@@ -94,93 +94,113 @@ local function classes_of(functions)
   return found
 end
 
---- Adds an entry for each public function and each module. `engine`: what `require "engine"`
---- returns.
-function M.read(engine, add)
-  local known = {}   -- function -> entry: engine.matmul and tensor:matmul share one
+-- Reads functions into entries: { add, known = { [function] = its entry } }. A function with two
+-- names, such as engine.matmul and tensor:matmul, has one entry.
+local Reader = {}
+Reader.__index = Reader
 
-  local function enter(name, f, area, skip)
-    local at = definition(f)
-    if not at then return end
-    local signature = name .. parameters(f, skip or 0)
-    if known[f] then
-      known[f].signature = known[f].signature .. "\n" .. signature
-      table.insert(known[f].names, name)
-      return
-    end
-    local text = text_of(at, name:match("[^.:]+$"))   -- sets `at` to the text's position
-    known[f] = { name = name, names = { name }, kind = "Lua function", area = area,
-      signature = signature, text = text, where = ("%s:%d"):format(at.path, at.line) }
-    add(known[f])
+-- Adds the function f, or one more name of it. skip: how many of its first parameters the signature
+-- leaves out.
+function Reader:enter(name, f, area, skip)
+  local at, entry = definition(f), self.known[f]
+  if not at then return end
+  local signature = name .. parameters(f, skip or 0)
+  if entry then
+    entry.signature = entry.signature .. "\n" .. signature
+    table.insert(entry.names, name)
+    return
   end
+  local text = text_of(at, name:match("[^.:]+$"))   -- sets `at` to the text's position
+  self.known[f] = { name = name, names = { name }, kind = "Lua function", area = area,
+    signature = signature, text = text, where = ("%s:%d"):format(at.path, at.line) }
+  self.add(self.known[f])
+end
 
-  local function enter_classes(functions, area)
-    for _, class in ipairs(classes_of(functions)) do
-      for _, name in ipairs(nearest.keys(class.methods)) do
-        local f = rawget(class.methods, name)
-        local at = type(f) == "function" and name:sub(1, 1) ~= "_" and definition(f)
-        if at and text_of(at, name) ~= "" then enter(class.name .. ":" .. name, f, area, 1) end
+-- Adds the documented methods of the objects that `functions` create.
+function Reader:enter_classes(functions, area)
+  for _, class in ipairs(classes_of(functions)) do
+    for _, name in ipairs(nearest.keys(class.methods)) do
+      local f = rawget(class.methods, name)
+      local at = type(f) == "function" and name:sub(1, 1) ~= "_" and definition(f)
+      if at and text_of(at, name) ~= "" then
+        self:enter(class.name .. ":" .. name, f, area, 1)
       end
     end
   end
+end
 
-  local function enter_module(full, module, area, functions)
-    for _, key in ipairs(nearest.keys(module)) do
-      local value, name = rawget(module, key), ("%s.%s"):format(full, key)
-      if type(value) == "function" and key:sub(1, 1) ~= "_" then
-        functions[#functions + 1] = value
-        enter(name, value, area)
-      elseif type(value) == "table" and rawget(value, "_class") then
-        enter(name, rawget(value, "init") or rawget(value, "forward"), area,
-          rawget(value, "init") and 1 or math.huge)
-      elseif type(value) == "table" and key:find("^%u") then                   -- a class
-        for _, method in ipairs(nearest.keys(value)) do
-          if type(value[method]) == "function" then
-            enter(key:lower() .. ":" .. method, value[method], area, 1)
-          end
+-- Adds the functions and classes of a module. Returns its functions.
+function Reader:enter_module(full, module, area)
+  local functions = {}
+  for _, key in ipairs(nearest.keys(module)) do
+    local value, name = rawget(module, key), ("%s.%s"):format(full, key)
+    if type(value) == "function" and key:sub(1, 1) ~= "_" then
+      functions[#functions + 1] = value
+      self:enter(name, value, area)
+    elseif type(value) == "table" and rawget(value, "_class") then
+      local init = rawget(value, "init")
+      self:enter(name, init or rawget(value, "forward"), area, init and 1 or math.huge)
+    elseif type(value) == "table" and key:find("^%u") then                   -- a class
+      for _, method in ipairs(nearest.keys(value)) do
+        if type(value[method]) == "function" then
+          self:enter(key:lower() .. ":" .. method, value[method], area, 1)
         end
       end
     end
   end
+  return functions
+end
 
+-- Adds the methods and fields of tensors. Some methods are also functions of `engine`.
+function Reader:enter_tensor(engine)
   local tensor = require "engine.tensor.tensor"
-  for _, name in ipairs(nearest.keys(engine)) do
-    if type(engine[name]) == "function" and not tensor.methods[name] then
-      enter("engine." .. name, engine[name], "engine")
-    end
-  end
   for _, name in ipairs(nearest.keys(tensor.methods)) do
-    enter("tensor:" .. name, tensor.methods[name], "tensor", 1)
-    if rawget(engine, name) == tensor.methods[name] then
-      enter("engine." .. name, engine[name], "tensor")
-    end
+    local method = tensor.methods[name]
+    self:enter("tensor:" .. name, method, "tensor", 1)
+    if rawget(engine, name) == method then self:enter("engine." .. name, method, "tensor") end
   end
   for _, name in ipairs(nearest.keys(tensor.getters)) do
     local at = definition(tensor.getters[name])
-    add { name = "tensor." .. name, kind = "field", area = "tensor", signature = "tensor." .. name,
-      text = text_of(at, name), where = ("%s:%d"):format(at.path, at.line) }
+    self.add { name = "tensor." .. name, kind = "field", area = "tensor",
+      signature = "tensor." .. name, text = text_of(at, name),
+      where = ("%s:%d"):format(at.path, at.line) }
   end
+end
 
+-- Adds a part of the engine: a function or a module that init.lua loads when it is first used.
+-- file: the name that `require` takes.
+function Reader:enter_part(name, part, file)
+  local full, functions = "engine." .. name, { part }
+  local area = type(part) == "function" and name ~= "trainer" and "engine" or name
+  if type(part) == "function" then self:enter(full, part, area)
+  else
+    functions = self:enter_module(full, part, name)
+    local path = "lua/" .. file:gsub("%.", "/")
+    path = source.lines(path .. ".lua") and path .. ".lua" or path .. "/init.lua"
+    self.add { name = full, kind = "Lua module", area = name, signature = full,
+      where = path .. ":1", text = source.header(path, "%-%-%-?") }
+  end
+  self:enter_classes(functions, area)
+end
+
+--- Adds an entry for each public function and each module. `engine`: what `require "engine"`
+--- returns.
+function M.read(engine, add)
+  local reader = setmetatable({ add = add, known = {} }, Reader)
+  local methods = require("engine.tensor.tensor").methods
+  for _, name in ipairs(nearest.keys(engine)) do
+    if type(engine[name]) == "function" and not methods[name] then
+      reader:enter("engine." .. name, engine[name], "engine")
+    end
+  end
+  reader:enter_tensor(engine)
   local parts = upvalue(getmetatable(engine).__index, "parts")
   for _, name in ipairs(nearest.keys(parts)) do
-    local module, full = engine[name], "engine." .. name
-    local functions = {}
-    local path = "lua/" .. parts[name][1]:gsub("%.", "/")
-    path = source.lines(path .. ".lua") and path .. ".lua" or path .. "/init.lua"
-    local area = type(module) == "function" and name ~= "trainer" and "engine" or name
-    if type(module) == "function" then
-      enter(full, module, area)
-      functions[1] = module
-    else
-      enter_module(full, module, name, functions)
-      add { name = full, kind = "Lua module", area = name, signature = full, where = path .. ":1",
-        text = source.header(path, "%-%-%-?") }
-    end
-    enter_classes(functions, area)
+    reader:enter_part(name, engine[name], parts[name][1])
   end
-  for name, path in pairs { generate = "engine.nn.generate", save = "engine.nn.hf_save" } do
-    enter("model:" .. name, require(path), "nn", 1)      -- methods that only some models have
-  end
+  -- methods that only some models have
+  reader:enter("model:generate", require "engine.nn.generate", "nn", 1)
+  reader:enter("model:save", require "engine.nn.hf_save", "nn", 1)
 end
 
 return M

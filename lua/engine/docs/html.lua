@@ -88,90 +88,102 @@ local function areas_of(index)
   return list
 end
 
---- Writes the pages into a folder; returns a list of warnings: entries without documentation,
---- broken links.
-function M.write(index, folder)
-  M_ffi.check(C.eng_file_mkdir(folder))
-  local warnings, links, anchors, pending = {}, {}, {}, {}
-  for _, entry in ipairs(index:gaps()) do
-    warnings[#warnings + 1] = ("%s: %s has no documentation"):format(entry.where, entry.name)
-  end
-  for _, entry in ipairs(index.entries) do
-    for _, name in ipairs(entry.names) do links[name] = links[name] or address(entry) end
-  end
+-- ------------------------------------------------------------------ the folder
 
-  local function publish(name, title, body)
-    if anchors[name] then
-      warnings[#warnings + 1] = ("two pages are called %s: %s"):format(name, title)
-    end
-    for id in body:gmatch('id="([^"]*)"') do anchors[name .. "#" .. id] = true end
-    anchors[name] = true
-    file.write(folder .. "/" .. name, page.frame(title, body))
-  end
+-- The pages in the making: { index, folder, guides, warnings, links = addresses by name, anchors =
+-- the pages so far and their anchors, pending = links to check: { path, target, address } }.
+local Site = {}
+Site.__index = Site
 
-  local guides = {}
-  for _, entry in ipairs(index.entries) do
-    if entry.kind == "guide" then
-      guides[#guides + 1] = entry
-      local path = entry.where:match("^(.*):%d+$")
-      local function resolve(target)
-        if target:find("^%a+:") then return target end
-        local name, anchor = target:match("^([^#]*)(#?.*)$")
-        local full = name == "" and path or path:match("^(.-)[^/]*$") .. name
-        repeat local n; full, n = full:gsub("[^/]+/%.%./", "", 1) until n == 0
-        for _, other in ipairs(index.entries) do
-          if other.kind == "guide" and other.where == full .. ":1" then
-            pending[#pending + 1] = { path, target, page_of(other) .. anchor }
-            return page_of(other) .. anchor
-          end
-        end
-        if not source.path(full) then pending[#pending + 1] = { path, target, "" } end
-      end
-      publish(page_of(entry), entry.signature, page.markdown(path, links, resolve))
+-- Writes a page.
+function Site:publish(name, title, body)
+  if self.anchors[name] then self:warn("two pages are called %s: %s", name, title) end
+  for id in body:gmatch('id="([^"]*)"') do self.anchors[name .. "#" .. id] = true end
+  self.anchors[name] = true
+  file.write(self.folder .. "/" .. name, page.frame(title, body))
+end
+
+function Site:warn(format, ...) self.warnings[#self.warnings + 1] = format:format(...) end
+
+-- The address of a link in the guide at `path`, or nil if the link leads to no page.
+function Site:resolve(path, target)
+  if target:find("^%a+:") then return target end
+  local name, anchor = target:match("^([^#]*)(#?.*)$")
+  local full = name == "" and path or path:match("^(.-)[^/]*$") .. name
+  repeat local n; full, n = full:gsub("[^/]+/%.%./", "", 1) until n == 0
+  for _, other in ipairs(self.guides) do
+    if other.where == full .. ":1" then
+      table.insert(self.pending, { path, target, page_of(other) .. anchor })
+      return page_of(other) .. anchor
     end
   end
+  if not source.path(full) then table.insert(self.pending, { path, target, "" }) end
+end
 
-  -- Guides are in the order of the table in docs/README.md, which is the first page.
+-- Writes a page for each guide, and sorts the guides by the table in docs/README.md, which is the
+-- first page.
+function Site:publish_guides()
+  for _, entry in ipairs(self.guides) do
+    local path = entry.where:match("^(.*):%d+$")
+    local function resolve(target) return self:resolve(path, target) end
+    self:publish(page_of(entry), entry.signature, page.markdown(path, self.links, resolve))
+  end
   local contents = file.read(source.path "docs/README.md")
   local function place(entry)
     return contents:find(entry.where:match("([^/]*/?[^/]*):%d+$"):gsub("^docs/", ""), 1, true) or 0
   end
-  table.sort(guides, function(a, b) return place(a) < place(b) end)
+  table.sort(self.guides, function(a, b) return place(a) < place(b) end)
+end
 
-  local body, rows = { "<h1>engine</h1>", "" }, {}
-  body[#body + 1] = "<h2>Guides</h2><ul>"
-  for _, entry in ipairs(guides) do
-    body[#body + 1] = ('<li><a href="%s">%s</a></li>'):format(page_of(entry),
-      page.escape(entry.signature))
+-- Writes a page for each area, and the index of all pages, with a search.
+function Site:publish_reference()
+  local body, rows = { "<h1>engine</h1>", "", "<h2>Guides</h2><ul>" }, {}
+  local function item(address_of, text)
+    body[#body + 1] = ('<li><a href="%s">%s</a></li>'):format(address_of, page.escape(text))
   end
+  for _, entry in ipairs(self.guides) do item(page_of(entry), entry.signature) end
   body[#body + 1] = "</ul>"
-  for _, area in ipairs(areas_of(index)) do
-    local html, name = { ("<h1>%s</h1>"):format(page.escape(area.title)) },
-      "ref-" .. area.name .. ".html"
-    body[#body + 1] = ('<h2><a href="%s">%s</a></h2><ul class="names">'):format(name,
-      page.escape(area.title))
+  for _, area in ipairs(areas_of(self.index)) do
+    local title, name = page.escape(area.title), "ref-" .. area.name .. ".html"
+    local html = { ("<h1>%s</h1>"):format(title) }
+    body[#body + 1] = ('<h2><a href="%s">%s</a></h2><ul class="names">'):format(name, title)
     for _, entry in ipairs(area.entries) do
-      html[#html + 1] = entry_html(entry, links)
-      body[#body + 1] = ('<li><a href="%s">%s</a></li>'):format(address(entry),
-        page.escape(entry.name))
+      html[#html + 1] = entry_html(entry, self.links)
+      item(address(entry), entry.name)
       for _, own in ipairs(entry.names) do
         rows[#rows + 1] = ("[%q,%q,%q]"):format(own, address(entry),
           source.summary(entry.text)):gsub("\\?\n", " ")
       end
     end
     body[#body + 1] = "</ul>"
-    publish(name, area.title, table.concat(html, "\n"))
+    self:publish(name, area.title, table.concat(html, "\n"))
   end
   local list = ("[%s]"):format(table.concat(rows, ",\n")):gsub("</", "<\\/")
   body[2] = (SEARCH:gsub("%%s", function() return list end))
-  publish("index.html", "reference", table.concat(body, "\n"))
+  self:publish("index.html", "reference", table.concat(body, "\n"))
+end
 
-  for _, link in ipairs(pending) do
-    if not anchors[link[3]] then
-      warnings[#warnings + 1] = ("%s: the link to %s is broken"):format(link[1], link[2])
+--- Writes the pages into a folder; returns a list of warnings: entries without documentation,
+--- broken links.
+function M.write(index, folder)
+  M_ffi.check(C.eng_file_mkdir(folder))
+  local site = setmetatable({ index = index, folder = folder, warnings = {}, links = {},
+    anchors = {}, pending = {}, guides = {} }, Site)
+  for _, entry in ipairs(index:gaps()) do
+    site:warn("%s: %s has no documentation", entry.where, entry.name)
+  end
+  for _, entry in ipairs(index.entries) do
+    if entry.kind == "guide" then table.insert(site.guides, entry) end
+    for _, name in ipairs(entry.names) do site.links[name] = site.links[name] or address(entry) end
+  end
+  site:publish_guides()
+  site:publish_reference()
+  for _, link in ipairs(site.pending) do
+    if not site.anchors[link[3]] then
+      site:warn("%s: the link to %s is broken", link[1], link[2])
     end
   end
-  return warnings
+  return site.warnings
 end
 
 return M

@@ -71,15 +71,16 @@ local function last_part(name) return name:match("([^.:]+)$") or name end
 -- A name without case, spaces, '-' and '_'.
 local function plain(name) return (name:lower():gsub("[ _]", "-")) end
 
+-- The entries with the full name `name`, and those whose name ends in it; or, without the former,
+-- the latter and nothing.
 local function search(list, name)
   local full, parts = {}, {}
-  local wanted = name:gsub("%(.*$", "")
-  for pass = 1, 2 do                                   -- the second one compares plain names
+  for _, form in ipairs { tostring, plain } do         -- the names as written, then plain names
+    local asked = form((name:gsub("%(.*$", "")))
     for _, entry in ipairs(list) do
       local is_full, is_part
       for _, own in ipairs(entry.names) do
-        local same = pass == 1 and own or plain(own)
-        local asked = pass == 1 and wanted or plain(wanted)
+        local same = form(own)
         is_full = is_full or same == asked or same:gsub(":", ".") == asked
           or same == "engine." .. asked
         is_part = is_part or last_part(same) == asked

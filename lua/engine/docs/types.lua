@@ -95,7 +95,7 @@ end
 
 -- LuaLS accepts unknown fields in a table constructor, even of an exact class. This entry gives
 -- every other field a type without values, so that LuaLS marks it.
-local NO_OTHER = "---@field [string] engine.NoSuchField"
+local NO_OTHER = "---@field [string] engine.NoSuchField\n"
 
 local PREAMBLE = [[
 ---@meta engine
@@ -150,71 +150,79 @@ local function declaration(signature)
   return loadstring(code) and code or nil
 end
 
---- Writes the types into a file; returns a list of warnings.
-function M.write(index, path)
-  local out = { PREAMBLE }
-  local function class(title, name, kind, rest)
-    out[#out + 1] = ("--- %s\n---@class %s"):format(title, name)
+-- Calls put(text) for each class of fields: what policies and the trainer's options hold, and the
+-- fields of tensors.
+local function classes(index, put)
+  -- belongs(entry): whether the class has the field; by default every entry of that kind
+  local function class(title, name, kind, belongs, rest)
+    put(("--- %s\n---@class %s"):format(title, name))
     for _, entry in ipairs(index.entries) do
-      if entry.kind == kind and (type(rest) ~= "function" or rest(entry)) then
-        out[#out + 1] = field(entry)
-      end
+      if entry.kind == kind and (not belongs or belongs(entry)) then put(field(entry)) end
     end
-    out[#out + 1] = (type(rest) == "string" and rest or "") .. "\n"
+    put(rest or "\n")
   end
   local shared = {}                                      -- fields of records, tensors and groups
   for name in ([[overflow inf nan count zeros underflow amax norm norm_ref hist
     update_norm weight_norm m_norm v_norm scale]]):gmatch("%S+") do
     shared["record." .. name] = true
   end
-  local function is_shared(entry) return shared[entry.name] ~= nil end
-  class("Statistics of gradients.", "(exact) engine.RecordStatistics", "record field", is_shared)
+  class("Statistics of gradients.", "(exact) engine.RecordStatistics", "record field",
+    function(entry) return shared[entry.name] end)
   class("What a policy reads about a step; read-only.",
     "(exact) engine.Record: engine.RecordStatistics", "record field",
-    function(entry) return not is_shared(entry) end)
-  class("What `decide` returns.", "(exact) engine.Verdict", "verdict field", NO_OTHER)
-  class("What a policy file returns.", "(exact) engine.Policy", "policy field", NO_OTHER)
-  class("The options of engine.trainer.", "(exact) engine.TrainerOptions", "trainer option",
+    function(entry) return not shared[entry.name] end)
+  class("What `decide` returns.", "(exact) engine.Verdict", "verdict field", nil, NO_OTHER)
+  class("What a policy file returns.", "(exact) engine.Policy", "policy field", nil, NO_OTHER)
+  class("The options of engine.trainer.", "(exact) engine.TrainerOptions", "trainer option", nil,
     NO_OTHER)
-  class("A tensor: a handle that is valid until its step ends.", "engine.Tensor", "field")
-  out[#out] = nil
-  for _, operator in ipairs { "add", "sub", "mul", "div", "pow" } do
-    out[#out + 1] = ("---@operator %s(engine.Tensor|number): engine.Tensor"):format(operator)
+  local operators = {}
+  for i, operator in ipairs { "add", "sub", "mul", "div", "pow" } do
+    operators[i] = ("---@operator %s(engine.Tensor|number): engine.Tensor"):format(operator)
   end
-  out[#out + 1] = "---@operator unm: engine.Tensor\nlocal tensor = {}\n\nlocal engine = {}\n"
+  class("A tensor: a handle that is valid until its step ends.", "engine.Tensor", "field", nil,
+    table.concat(operators, "\n") .. "\n---@operator unm: engine.Tensor\nlocal tensor = {}\n\n" ..
+    "local engine = {}\n")
+end
 
-  local made = {}
+-- Calls put(text) for each module, function and method.
+local function functions(index, put)
   for _, entry in ipairs(index.entries) do
     if entry.kind == "Lua module" then
-      out[#out + 1] = comment(source.summary(entry.text)) .. "\n" .. entry.name .. " = {}\n"
+      put(comment(source.summary(entry.text)) .. "\n" .. entry.name .. " = {}\n")
     end
   end
+  local made = { tensor = true }                         -- the objects that are declared
   for _, entry in ipairs(index.entries) do
     for signature in (entry.kind == "Lua function" and entry.signature or ""):gmatch("[^\n]+") do
       local name = signature:match("^[^(]*")
-      local object = name:match("^(%w+):")
+      local object, code = name:match("^(%w+):"), declaration(signature)
       if object and not made[object] then
-        if object ~= "tensor" then
-          local class_name = object:gsub("^%l", string.upper)
-          out[#out + 1] = ("---@class engine.%s\nlocal %s = {}\n"):format(class_name, object)
-        end
+        put(("---@class engine.%s\nlocal %s = {}\n"):format(object:gsub("^%l", string.upper),
+          object))
         made[object] = true
       end
-      local code = declaration(signature)
       if code then
-        out[#out + 1] = comment(entry.text)
+        put(comment(entry.text))
         if name == "engine.trainer" then
           code = code:gsub("%(.*%)", "(options)")
-          out[#out + 1] = "---@param options engine.TrainerOptions"
+          put("---@param options engine.TrainerOptions")
         end
         local result = RETURNS[name] or entry.name:find("^tensor:") and "engine.Tensor"
-        if result then out[#out + 1] = "---@return " .. result end
-        out[#out + 1] = code .. "\n"
+        if result then put("---@return " .. result) end
+        put(code .. "\n")
       end
     end
   end
-  out[#out + 1] = "return engine"
-  file.write(path, table.concat(out, "\n") .. "\n")
+end
+
+--- Writes the types into a file; returns a list of warnings.
+function M.write(index, path)
+  local out = { PREAMBLE }
+  local function put(text) out[#out + 1] = text end
+  classes(index, put)
+  functions(index, put)
+  put("return engine\n")
+  file.write(path, table.concat(out, "\n"))
   return {}
 end
 
