@@ -180,8 +180,7 @@ end
 -- Reports on the runs: lines on stderr and, on a terminal, a live line.
 local function progress_of(contest, waiting)
   local machine = require "engine.base.machine"
-  local bar = require("engine.run.progress").new { stream = io.stderr,
-    columns = machine.terminal(2) or false }
+  local bar = require("engine.run.progress").on_stderr()
   local began, ended, total = machine.clock(), 0, #waiting
   local before = {}                    -- the fraction of a resumed run that was done earlier
   local progress = require("engine.run.contest").progress
@@ -196,7 +195,6 @@ local function progress_of(contest, waiting)
       " left" or ""
   end
   local self = {}
-  function bar.line(_, row) return row.text end
   function self.note(text) bar:note(text) end
   function self.live(running)
     if not bar:columns() then return end

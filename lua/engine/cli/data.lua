@@ -19,23 +19,21 @@ if the vocabulary is larger. engine.data.tokens reads it; numpy.load does, too.
 
 next: a trainer with engine.data.tokens { path = FILE }; docs/tokenizers.md, docs/data.md]==]
 
-local SECONDS = { terminal = 0.1, plain = 5 }      -- between two lines
-
 -- Returns a function (done, all) that shows on stderr the bytes done, the speed and the time left.
 local function display()
-  local machine, show = require "engine.base.machine", require "engine.base.show"
-  local terminal = machine.terminal(2)
-  local began, shown = machine.clock(), machine.clock()
-  return function(done, all)
-    local now = machine.clock()
-    if now - shown < (terminal and SECONDS.terminal or SECONDS.plain) and done < all then return end
-    shown = now
+  local clock, show = require("engine.base.machine").clock, require "engine.base.show"
+  local bar, began = require("engine.run.progress").on_stderr(), clock()
+  bar.shown_at = began                             -- the first line comes after a while
+  function bar.line(_, row, now)
     local took = math.max(now - began, 1e-6)
-    local line = ("%s of %s bytes  %s bytes/s%s"):format(show.count(done), show.count(all),
-      show.count(done / took), done < all and done > 0
-      and "  ETA " .. show.duration(took / done * (all - done)) or "")
-    if terminal then io.stderr:write("\r", line, "\27[K", done == all and "\n" or "")
-    else io.stderr:write(line, "\n") end
+    return ("%s of %s bytes  %s bytes/s%s"):format(show.count(row.step), show.count(row.all),
+      show.count(row.step / took), row.step < row.all and row.step > 0
+      and "  ETA " .. show.duration(took / row.step * (row.all - row.step)) or "")
+  end
+  return function(done, all)
+    bar.total = all
+    bar:update { step = done, all = all }
+    if done == all then bar:finish() end
   end
 end
 

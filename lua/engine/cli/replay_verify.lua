@@ -27,10 +27,8 @@ local function last_step(run)
 end
 
 local function progress_of(plan)
-  local bar = require("engine.run.progress").new { stream = io.stderr,
-    columns = machine.terminal(2) or false }
+  local bar = require("engine.run.progress").on_stderr()
   local began, count = machine.clock(), plan.to - plan.from
-  function bar.line(_, row) return row.text end
   return {
     live = function()
       local made = (last_step(plan.job.run) or plan.from - 1) + 1 - plan.from

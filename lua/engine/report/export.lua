@@ -166,11 +166,9 @@ function M.tensorboard(h, dir, options)
     end
     w:scalars(row.step, values, began + (row.elapsed or 0))
   end)
-  local _, names = layers.rows(h, {})
-  layers.each(h, { points = HISTOGRAMS }, function(step, hists)
-    for k, s in pairs(hists) do
-      w:histogram(step, "stored_gradients/" .. names[k], s.hist, s, began)
-    end
+  local layer_of, names = layers.rows(h, {})
+  layers.each(h, HISTOGRAMS, function(step, stats, count)
+    w:layers(step, tensorboard.layer_sums(stats, count, layer_of), names, began)
   end)
   for _, policy in ipairs(h:policies()) do
     w:text(0, ("policy/%s %s"):format(policy.name, policy.hash),

@@ -124,45 +124,28 @@ end
 
 local room = ffi.new("int[1]")
 
--- Returns a function that unpacks a blob: it returns the statistics of the tensors and their
--- number, or nil for a damaged blob.
-local function unpacker()
+-- Calls visit(column, step, stats, n) for the rows that each_row visits, except damaged ones, with
+-- the statistics of their n tensors.
+local function each_stats(h, first, last, width, points, visit)
   local stats, capacity = nil, 0
-  return function(blob)
-    if not blob or C.eng_history_unpack(room, stats, capacity, blob, #blob) ~= 0 then return nil end
+  each_row(h, first, last, width, points, function(column, step, blob)
+    if not blob or C.eng_history_unpack(room, stats, capacity, blob, #blob) ~= 0 then return end
     if room[0] > capacity then
       capacity = room[0]
       stats = ffi.new("eng_tensor_stats[?]", capacity)
       C.eng_history_unpack(room, stats, capacity, blob, #blob)
     end
-    return stats, room[0]
-  end
+    visit(column, step, stats, room[0])
+  end)
 end
 
---- Calls visit(step, { [k] = { hist, zeros, amax, norm } }) for up to about `points` recorded
---- steps; k is a layer, whose tensors are summed.
-function M.each(h, options, visit)
-  local row_of = M.rows(h, options)
+--- Calls visit(step, stats, n) with the statistics of the n tensors, for up to about `points`
+--- recorded steps.
+function M.each(h, points, visit)
   local first, last = h:range()
   if not first then return end
-  local unpack_blob = unpacker()
-  local width = math.ceil((last - first + 1) / options.points)
-  each_row(h, first, last, width, options.points, function(_, step, blob)
-    local stats, n = unpack_blob(blob)
-    local sums = {}
-    for id = 0, stats and n - 1 or -1 do
-      local k, s = row_of[id], stats[id]
-      if k then
-        local sum = sums[k] or { hist = {}, zeros = 0, amax = 0, squares = 0 }
-        sums[k] = sum
-        sum.zeros, sum.amax, sum.squares = sum.zeros + tonumber(s.zeros),
-          math.max(sum.amax, s.amax), sum.squares + s.sum_squares
-        sum.norm = math.sqrt(sum.squares)
-        formats.add_histogram(sum.hist, s.hist)
-      end
-    end
-    if next(sums) then visit(step, sums) end
-  end)
+  each_stats(h, first, last, math.ceil((last - first + 1) / points), points,
+    function(_, ...) visit(...) end)
 end
 
 --- See the top of the file. options: points (120), only and tensors (as in M.rows), from and to
@@ -180,10 +163,7 @@ function M.read(h, options)
   local width = math.ceil((last - first + 1) / points)
   result.width = width
   for from = first, last, width do result.x[#result.x + 1] = from end
-  local unpack_blob = unpacker()
-  each_row(h, first, last, width, points, function(column, step, blob)
-    local stats, n = unpack_blob(blob)
-    if not stats then return end
+  each_stats(h, first, last, width, points, function(column, step, stats, n)
     result.rows = result.rows + 1
     result.steps[result.rows] = step
     for id = 0, n - 1 do

@@ -123,6 +123,13 @@ local function need_signal(h, name)
     or "; engine.signal(name, value) publishes one"), 0)
 end
 
+-- Adds n values of a number, their sum and their range, to the cell of a picture column.
+local function gather(cell, name, n, sum, low, high)
+  local v = cell[name] or { n = 0, sum = 0, min = math.huge, max = -math.huge }
+  v.n, v.sum, v.min, v.max = v.n + n, v.sum + sum, math.min(v.min, low), math.max(v.max, high)
+  cell[name] = v
+end
+
 local PER_COLUMN = 2                 -- rows of statistics read for a picture column
 
 -- Fills the cells with a layer's own loss scale, from the steps with statistics per tensor. A layer
@@ -142,10 +149,7 @@ local function fill_layer(h, cells, metric, start, width, n, last)
     local from = start + at * width
     for _, scale in h:layer_scales(first, from, math.min(from + width - 1, last), PER_COLUMN) do
       cells[at] = cells[at] or {}
-      local v = cells[at][metric[1]] or { n = 0, sum = 0, min = math.huge, max = -math.huge }
-      v.n, v.sum = v.n + 1, v.sum + scale
-      v.min, v.max = math.min(v.min, scale), math.max(v.max, scale)
-      cells[at][metric[1]] = v
+      gather(cells[at], metric[1], 1, scale, scale, scale)
     end
   end
 end
@@ -165,23 +169,24 @@ local function only(following)
   return row
 end
 
-local TOTALS = [[sum(overflow) AS overflows, sum(action <> 'step') AS skipped,
-    sum(policy_failed) AS failed, sum(tokens) AS tokens,
-  max(elapsed) AS seconds FROM steps]]
+local SUMMED = { "rows", "overflows", "skipped", "failed", "tokens" }
+-- The same sums over rows of `steps` and over rows of `blocks`.
+local STEP_SUMS = [[count(*) AS rows, sum(overflow) AS overflows, sum(action <> 'step') AS skipped,
+  sum(policy_failed) AS failed, sum(tokens) AS tokens, max(elapsed) AS seconds]]
+local BLOCK_SUMS = [[sum(rows) AS rows, sum(overflows) AS overflows, sum(skipped) AS skipped,
+  sum(failed) AS failed, sum(tokens) AS tokens, max(seconds) AS seconds]]
 
 --- Totals of the run: { rows, first, last, overflows, skipped, failed, tokens, seconds }; rows is 0
 --- without steps.
 function M.totals(h)
   local done = blocks_end(h)
-  local a = done > 0 and only(h:numbers({}, [[SELECT sum(rows) AS rows, min(first) AS first,
-      max(last) AS last, sum(overflows) AS overflows,
-    sum(skipped) AS skipped, sum(failed) AS failed, sum(tokens) AS tokens, max(seconds) AS seconds
-        FROM blocks]])) or {}
-  local b = only(h:numbers({}, "SELECT count(*) AS rows, min(step) AS first, max(step) AS last, "
-    .. TOTALS .. " WHERE step >= ?", done))
+  local a = done > 0 and only(h:numbers({}, "SELECT min(first) AS first, max(last) AS last, " ..
+    BLOCK_SUMS .. " FROM blocks")) or {}
+  local b = only(h:numbers({}, "SELECT min(step) AS first, max(step) AS last, " .. STEP_SUMS ..
+    " FROM steps WHERE step >= ?", done))
   local sum = { first = a.first or b.first, last = b.last or a.last,
     seconds = math.max(a.seconds or 0, b.seconds or 0) }
-  for _, key in ipairs { "rows", "overflows", "skipped", "failed", "tokens" } do
+  for _, key in ipairs(SUMMED) do
     sum[key] = (a[key] or 0) + (b[key] or 0)
     if not (sum[key] >= 0 and sum[key] < math.huge) then
       error(("history %s: is damaged: the blocks' '%s' sum to %g"):format(h.path, key, sum[key]), 0)
@@ -199,8 +204,7 @@ end
 -- SQL that sums up one picture column of steps, under the names that the columns of `blocks` have.
 -- `counts`: also counts overflows, skipped steps and so on.
 local function direct_sql(wanted, counts)
-  local parts = { "SELECT count(*) AS rows" .. (counts and ", " .. TOTALS:gsub(" FROM steps$", "")
-    or "") }
+  local parts = { "SELECT " .. (counts and STEP_SUMS or "count(*) AS rows") }
   for i, metric in ipairs(wanted) do
     local f = finite(metric)
     parts[#parts + 1] = (", count(%s) AS n%d, min(%s) AS low%d, max(%s) AS high%d, total(%s) AS " ..
@@ -212,9 +216,7 @@ end
 
 -- SQL that sums up many blocks at once, with a row for each picture column.
 local function blocks_sql(wanted)
-  local parts = { [[SELECT (block - ?) / ? AS at, sum(rows) AS rows, sum(overflows) AS overflows,
-      sum(skipped) AS skipped, sum(failed) AS failed,
-    sum(tokens) AS tokens, max(seconds) AS seconds]] }
+  local parts = { "SELECT (block - ?) / ? AS at, " .. BLOCK_SUMS }
   for i, metric in ipairs(wanted) do
     local n = metric[1]
     parts[#parts + 1] = (", sum(%s_n) AS n%d, min(%s_min) AS low%d, max(%s_max) AS high%d, " ..
@@ -225,18 +227,11 @@ local function blocks_sql(wanted)
 end
 
 local function merge(cell, row, wanted)
-  cell.rows = (cell.rows or 0) + row.rows
-  for _, key in ipairs { "overflows", "skipped", "failed", "tokens" } do
-    cell[key] = (cell[key] or 0) + (row[key] or 0)
-  end
+  for _, key in ipairs(SUMMED) do cell[key] = (cell[key] or 0) + (row[key] or 0) end
   cell.seconds = math.max(cell.seconds or 0, row.seconds or 0)
   for i, metric in ipairs(wanted) do
-    if (row["n" .. i] or 0) > 0 and row["low" .. i] and row["high" .. i] then
-      local v = cell[metric[1]] or { n = 0, sum = 0, min = math.huge, max = -math.huge }
-      v.n, v.sum = v.n + row["n" .. i], v.sum + row["sum" .. i]
-      v.min, v.max = math.min(v.min, row["low" .. i]), math.max(v.max, row["high" .. i])
-      cell[metric[1]] = v
-    end
+    local n, low, high = row["n" .. i] or 0, row["low" .. i], row["high" .. i]
+    if n > 0 and low and high then gather(cell, metric[1], n, row["sum" .. i], low, high) end
   end
 end
 
@@ -290,8 +285,7 @@ function M.read(h, wanted_names, options)
     result[name] = { min = {}, max = {}, mean = {}, n = {} }
   end
   local first, last = h:range(options.from, options.to)
-  if not first then return result end
-  if first > last then return result end
+  if not first or first > last then return result end
   local done = blocks_end(h)
   local width = math.max(1, math.ceil((last - first + 1) / (options.points or 240)))
   local start = first

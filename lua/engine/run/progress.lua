@@ -38,9 +38,6 @@ function progress.json(row)
   return "{" .. table.concat(parts, ",") .. "}"
 end
 
-progress.count_text, progress.scale_text, progress.duration_text = show.count, show.scale,
-  show.duration
-
 -- Writes to stdout. The first failure (a full disk, a pipe without a reader) is reported on stderr;
 -- the run goes on without this output.
 local function put(self, ...)
@@ -69,6 +66,15 @@ function progress.new(options)
     self.fixed_columns = false
   end
   self.first_step, self.shown, self.unscaled = nil, 0, options.unscaled
+  return self
+end
+
+--- A display on stderr of a command that waits for something else: update { step =, text = } shows
+--- the text.
+function progress.on_stderr()
+  local self = progress.new { stream = io.stderr,
+    columns = require("engine.base.machine").terminal(2) or false }
+  function self.line(_, row) return row.text end
   return self
 end
 
@@ -103,6 +109,11 @@ function progress:line(row, now)
   return table.concat(parts, "  ")
 end
 
+-- The live line, cut at the width of the terminal, which may have changed.
+local function fitted(self, row, now)
+  return show.cut(self:line(row, now), (self:columns() or 80) - 1, "")
+end
+
 --- Shows a step; called once for each step.
 function progress:update(row)
   if self.quiet then return end
@@ -114,24 +125,15 @@ function progress:update(row)
   if not self.started then self.started, self.first_step = now, row.step end
   self.last = row
   local last_step = self.total and row.step >= self.total
-  local columns = self.live
-  if columns == nil then columns = self:columns() end
-  self.live = columns
-  if columns then
-    if self.shown_at and now - self.shown_at < REWRITE_SECONDS and not last_step then
-      self.pending = true
-      return
-    end
-    columns = self:columns() or 80                  -- the window may have been resized
-    put(self, "\r", show.cut(self:line(row, now), columns - 1, ""), "\27[K")
-    self.on_line = true
-  else
-    if self.shown_at and now - self.shown_at < PLAIN_SECONDS and not last_step then
-      self.pending = true
-      return
-    end
-    put(self, self:line(row, now), "\n")
+  if self.live == nil then self.live = self:columns() ~= false end
+  local every = self.live and REWRITE_SECONDS or PLAIN_SECONDS
+  if self.shown_at and now - self.shown_at < every and not last_step then
+    self.pending = true
+    return
   end
+  if self.live then put(self, "\r", fitted(self, row, now), "\27[K")
+  else put(self, self:line(row, now), "\n") end
+  self.on_line = self.live
   self.shown_at, self.pending = now, false
 end
 
@@ -145,7 +147,7 @@ function progress:note(text, matters)
     return
   end
   put(self, self.on_line and "\r\27[K" or "", text, "\n", self.on_line and self.last
-    and show.cut(self:line(self.last, self.clock()), (self:columns() or 80) - 1, "") or "")
+    and fitted(self, self.last, self.clock()) or "")
 end
 
 --- Prints a line about something lost, on stderr, whatever `log` is.
@@ -160,9 +162,8 @@ function progress:finish()
   if self.quiet or self.json_mode or not self.last then return end
   if self.pending then
     self.shown_at = nil
-    local text = self:line(self.last, self.clock())
-    if self.on_line then put(self, "\r", show.cut(text, (self:columns() or 80) - 1, ""), "\27[K")
-    else put(self, text, "\n") end
+    if self.on_line then put(self, "\r", fitted(self, self.last, self.clock()), "\27[K")
+    else put(self, self:line(self.last, self.clock()), "\n") end
   end
   if self.on_line then put(self, "\n") end
   self.on_line, self.pending, self.last = false, false, nil

@@ -140,7 +140,7 @@ function M.runs_of(list)
   return table.concat(words, " ")
 end
 
---- The options that differ from the file's defaults: "growth_interval=500".
+--- The options that differ from the policy file's defaults: "growth_interval=500".
 local function changed(r)
   local words = {}
   for _, name in ipairs(r.option_names or {}) do
@@ -156,6 +156,7 @@ M.changed = changed
 
 local function percent(x) return x and (x == 0 and "0 %" or ("%.3g %%"):format(100 * x)) or "-" end
 
+-- The columns of a table: the heading, and a result's cell; `run`: only for a run.
 local COLUMNS = {
   { "policy", function(r) return r.name end },
   { "options", changed },
@@ -176,50 +177,39 @@ local COLUMNS = {
   { "exact", function(r) return percent(r.certainty.exact / r.steps) end, run = true },
 }
 
--- A list of results of policies that choose a loss scale as a table.
-local function scale_table(results)
+local FP8_COLUMNS = { COLUMNS[1], COLUMNS[2], COLUMNS[3],
+  { "moves in", function(r) return ("%d steps"):format(#r.moves) end },
+  { "layers", function(r) return ("%d of %d"):format(r.layers, r.of) end },
+  { "not as in the recipe", function(r) return percent(r.high) end },
+  { "differs in", function(r) return ("%d steps"):format(r.apart) end },
+  COLUMNS[#COLUMNS],
+}
+
+local function table_of(results, columns)
   local on_run, rows = results[1] and results[1].marks ~= nil, { {} }
-  for _, column in ipairs(COLUMNS) do
+  for _, column in ipairs(columns) do
     if on_run or not column.run then
       local c = #rows[1] + 1
       rows[1][c] = column[1]
       for i, r in ipairs(results) do
         rows[i + 1] = rows[i + 1] or {}
-        -- A policy that failed at every step has no figures.
-        rows[i + 1][c] = (r.failures < r.steps or c <= 2) and column[2](r) or column[1] == "skipped"
-          and "failed" or "-"
+        -- a policy that failed at every step has no figures
+        rows[i + 1][c] = (r.failures < r.steps or c <= 2) and column[2](r) or c == 4 and "failed"
+          or "-"
       end
     end
   end
   return show.table(rows, { true, true })
 end
 
-local FP8_COLUMNS = {
-  { "policy", function(r) return r.name end },
-  { "options", changed },
-  { "steps", function(r) return tostring(r.steps) end },
-  { "moves in", function(r) return ("%d steps"):format(#r.moves) end },
-  { "layers", function(r) return ("%d of %d"):format(r.layers, r.of) end },
-  { "not as in the recipe", function(r) return percent(r.high) end },
-  { "differs in", function(r) return ("%d steps"):format(r.apart) end },
-  { "exact", function(r) return percent(r.certainty.exact / r.steps) end },
-}
-
 --- Results as text: a table of the policies that choose a loss scale and, below it, one of the
 --- policies of FP8 layers, if there are any.
 function M.table(results)
-  local layers, rest, rows = {}, {}, { {} }
+  local layers, rest, texts = {}, {}, {}
   for _, r in ipairs(results) do table.insert(r.fp8 and layers or rest, r) end
-  for c, column in ipairs(FP8_COLUMNS) do
-    rows[1][c] = column[1]
-    for i, r in ipairs(layers) do
-      rows[i + 1] = rows[i + 1] or {}
-      rows[i + 1][c] = (r.failures < r.steps or c <= 2) and column[2](r) or "failed"
-    end
-  end
-  local text = #layers > 0 and show.table(rows, { true, true }) or nil
-  if text and #rest == 0 then return text end
-  return scale_table(rest) .. (text and "\n\n" .. text or "")
+  if #rest > 0 or #layers == 0 then texts[1] = table_of(rest, COLUMNS) end
+  if #layers > 0 then texts[#texts + 1] = table_of(layers, FP8_COLUMNS) end
+  return table.concat(texts, "\n\n")
 end
 
 -- ------------------------------------------------------------------ as JSON

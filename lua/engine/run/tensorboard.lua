@@ -156,6 +156,13 @@ function Writer:histogram(step, tag, hist, s, wall_time)
     bytes_field(1, bytes_field(1, show.shown(tag)) .. bytes_field(5, M.histogram_proto(hist, s)))))
 end
 
+--- Writes a histogram for each layer. sums: of M.layer_sums; names: of the layers.
+function Writer:layers(step, sums, names, wall_time)
+  for layer, sum in pairs(sums) do
+    self:histogram(step, "stored_gradients/" .. names[layer], sum.hist, sum, wall_time)
+  end
+end
+
 --- Writes a text for TensorBoard's text tab (Markdown; four spaces before each line make it code).
 function Writer:text(step, tag, text, wall_time)
   local dim = bytes_field(2, int_field(1, 1))  -- TensorShapeProto.Dim { size = 1 }
@@ -197,6 +204,24 @@ function M.step_values(s, signals)
   return values
 end
 
+--- Sums the statistics of n tensors over layers: { [layer] = { hist, zeros, amax, norm } }.
+--- layer_of: a tensor's layer by its id, from 0; nil leaves the tensor out.
+function M.layer_sums(stats, n, layer_of)
+  local sums = {}
+  for id = 0, n - 1 do
+    local layer, s = layer_of[id], stats[id]
+    if layer then
+      local sum = sums[layer] or { hist = {}, zeros = 0, amax = 0, squares = 0 }
+      sums[layer] = sum
+      sum.zeros, sum.amax, sum.squares = sum.zeros + tonumber(s.zeros),
+        math.max(sum.amax, s.amax), sum.squares + s.sum_squares
+      sum.norm = math.sqrt(sum.squares)
+      formats.add_histogram(sum.hist, s.hist)
+    end
+  end
+  return sums
+end
+
 -- ------------------------------------------------------------------ live
 
 local Live = {}
@@ -209,9 +234,9 @@ local FLUSH_SECONDS = 2
 --- on.
 function M.live(dir, list, first)
   local _, group_of, groups = require("engine.policy.groups").of(list)
-  local self = setmetatable({ writer = M.open(dir), n = #list, group_of = group_of, groups = groups,
-    flushed = 0,
-    clock = require("engine.base.machine").clock }, Live)
+  local self = setmetatable({ writer = M.open(dir), n = #list, layer_of = {}, layers = groups,
+    flushed = 0, clock = require("engine.base.machine").clock }, Live)
+  for i, layer in ipairs(group_of) do self.layer_of[i - 1] = layer end
   self.base = os.time() - self.clock()
   if first > 0 then
     self.writer:put(event(os.time(), first, SESSION_LOG, int_field(1, SESSION_START)))
@@ -240,20 +265,7 @@ end
 
 --- Writes a step's statistics per tensor as a histogram for each layer.
 function Live:tensors(step, stats)
-  local hists = {}
-  for i = 1, self.n do
-    local g = self.group_of[i]
-    local h = hists[g] or { zeros = 0, amax = 0, squares = 0, bins = {} }
-    hists[g] = h
-    local s = stats[i - 1]
-    h.zeros, h.amax, h.squares = h.zeros + tonumber(s.zeros), math.max(h.amax, s.amax),
-      h.squares + s.sum_squares
-    formats.add_histogram(h.bins, s.hist)
-  end
-  for g, h in pairs(hists) do
-    self.writer:histogram(step, "stored_gradients/" .. self.groups[g], h.bins,
-      { zeros = h.zeros, amax = h.amax, norm = math.sqrt(h.squares) })
-  end
+  self.writer:layers(step, M.layer_sums(stats, self.n, self.layer_of), self.layers)
 end
 
 function Live:close() self.writer:close() end

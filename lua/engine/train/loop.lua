@@ -6,6 +6,7 @@ local M_ffi = require "engine.base.ffi"
 local machine = require "engine.base.machine"
 local policies = require "engine.policy.policy"
 local progress = require "engine.run.progress"
+local show = require "engine.base.show"
 local signals = require "engine.policy.signals"
 
 local C, check = M_ffi.C, M_ffi.check
@@ -282,7 +283,7 @@ function M.summary_text(self, s)
   if s.made > 0 then parts[2] = ("loss %.4f"):format(s.loss)
   else parts[1] = ("nothing to do: %d of %d steps were made before"):format(s.steps, self.steps) end
   if self.precision.scaled or s.scale ~= 1 then
-    parts[#parts + 1] = "scale " .. progress.scale_text(s.scale)
+    parts[#parts + 1] = "scale " .. show.scale(s.scale)
   end
   if self.reference then
     local share = self.reference.seconds / math.max(machine.clock() - self.began, 1e-9)

@@ -3,7 +3,7 @@
 -- left the weights unchanged.
 local M_ffi = require "engine.base.ffi"
 local json = require "engine.base.json"
-local progress = require "engine.run.progress"
+local show = require "engine.base.show"
 local random = require "engine.base.random"
 local ranks = require "engine.dist.ranks"
 local trap = require "engine.train.trap"
@@ -71,7 +71,7 @@ function Overflows:line(record, verdict)
   return ("overflow: %s, first in %s; %sloss scale %s -> %s"):format(table.concat(counts, " and "),
     culprit and ("%s (rank %d)"):format(culprit.tensor, culprit.rank) or first and first.name
     or "the sum over ranks", verdict.action == C.ENG_ACTION_STEP and "" or "step skipped, ",
-    progress.scale_text(record.scale), progress.scale_text(verdict.scale))
+    show.scale(record.scale), show.scale(verdict.scale))
 end
 
 -- Runs the step's forward and backward pass again with the trap set, from the same batches and
