@@ -253,18 +253,11 @@ end
 
 -- ------------------------------------------------------------------ loading
 
-local function read_text(path)
-  local file, message = io.open(path, "rb")
-  if not file then return nil, message end
-  local text = file:read("*a")
-  file:close()
-  return text
-end
-
 local function read_state(directory)
-  local path = directory .. "/state.json"
-  local text, problem = read_text(path)
-  if not text then return nil, "state.json is missing: " .. problem end
+  local file, problem = io.open(directory .. "/state.json", "rb")
+  if not file then return nil, "state.json is missing: " .. problem end
+  local text = file:read("*a") or ""
+  file:close()
   local body, crc = text:match('^(.*),"crc32c":"(%x+)"}\n$')
   if not body then return nil, "state.json is incomplete" end
   if crc_text(C.eng_crc32c(0, body, #body)) ~= crc then
@@ -279,8 +272,8 @@ local function read_state(directory)
   if type(header.files) ~= "table" or type(header.step) ~= "number" then
     return nil, "state.json is damaged: it names no files or no step"
   end
-  for name, file in pairs(header.files) do
-    if not name:match("^[%w_%-]+%.safetensors$") or type(file) ~= "table" then
+  for name, entry in pairs(header.files) do
+    if not name:match("^[%w_%-]+%.safetensors$") or type(entry) ~= "table" then
       return nil, "state.json is damaged: it names an unexpected file"
     end
   end
@@ -296,9 +289,9 @@ local function contents(path, header)
     local file, part = safetensors.open(path .. "/" .. name), {}
     file:close()
     for _, tensor in ipairs(file.names) do
-      local entry, count = file.entries[tensor], 1
-      for _, n in ipairs(entry.shape) do count = count * n end
-      part[tensor] = { dtype = entry.dtype, shape = entry.shape, count = count }
+      local entry = file.entries[tensor]
+      part[tensor] = { dtype = entry.dtype, shape = entry.shape,
+        count = shards.elements(entry.shape) }
     end
     parts[name:match("^(.*)%.safetensors$")] = part
   end

@@ -56,6 +56,18 @@ local function positive(x) return type(x) == "number" and x > 0 and x < math.hug
 local function not_negative(x) return type(x) == "number" and x >= 0 and x < math.huge end
 local function count(x) return type(x) == "number" and x >= 0 and x % 1 == 0 and x < 2 ^ 53 end
 
+-- The setting of a trainer's field that limits something; 0: no limit.
+local function limit(field)
+  return { "a number, 0 for none", not_negative, function(t) return t[field] or 0 end,
+    function(t, x) t[field] = x > 0 and x or nil end, kept = true }
+end
+
+-- The setting of a field of the run's files (run.lua).
+local function of_files(field, what, test)
+  return { what, test, function(t) return t.run_files[field] end,
+    function(t, x) t.run_files[field] = x end }
+end
+
 -- name -> what the value must be, a test of the value, and functions that read and set the setting;
 -- `kept`: checkpoints store it
 local settings = {
@@ -65,10 +77,7 @@ local settings = {
       t.fixed_lr = x ~= "schedule" and x or nil
       if not t.schedule and t.fixed_lr then t.optimizer.lr = x end
     end, kept = true },
-  clip = { "a number, 0 for none", not_negative, function(t) return t.clip or 0 end,
-    function(t, x) t.clip = x > 0 and x or nil end, kept = true },
-  clip_value = { "a number, 0 for none", not_negative, function(t) return t.clip_value or 0 end,
-    function(t, x) t.clip_value = x > 0 and x or nil end, kept = true },
+  clip = limit "clip", clip_value = limit "clip_value",
   scale = { policies.USABLE, function(x) return type(x) == "number" and policies.usable(x) end,
     function(t) return t.policy:scale() end,
     function(t, x) t.policy:set_scale(x) end },
@@ -76,12 +85,10 @@ local settings = {
     t.steps = x
     if t.progress then t.progress:expect(x) end
   end },
-  checkpoint_every = { "a whole number, 0 to save only at the end", count,
-    function(t) return t.run_files.checkpoint_every end,
-    function(t, x) t.run_files.checkpoint_every = x end },
-  stats_every = { "a whole number of 1 or more", function(x) return count(x) and x >= 1 end,
-    function(t) return t.run_files.stats_every end,
-    function(t, x) t.run_files.stats_every = x end },
+  checkpoint_every = of_files("checkpoint_every", "a whole number, 0 to save only at the end",
+    count),
+  stats_every = of_files("stats_every", "a whole number of 1 or more",
+    function(x) return count(x) and x >= 1 end),
 }
 
 local function setting_text(x) return type(x) == "number" and ("%.10g"):format(x) or tostring(x) end
@@ -91,11 +98,11 @@ local function setting_text(x) return type(x) == "number" and ("%.10g"):format(x
 function Control:status()
   local t, record = self.trainer, self.trainer.record
   return { run = t.run_files.path, step = t.steps_done, steps = t.steps, updates = t.updates,
-    skipped = t.skipped, loss = record.loss, lr = record.lr,
-    scale = t.policy:scale(), policy = t.policy.name, policy_file = t.policy.file,
-      policy_hash = t.policy.hash and t.policy:hash() or nil,
-    paused = self.paused ~= nil, attached = self.socket and C.eng_attach_count(self.socket) or 0,
-      elapsed = require("engine.base.machine").clock() - t.began,
+    skipped = t.skipped, loss = record.loss, lr = record.lr, scale = t.policy:scale(),
+    policy = t.policy.name, policy_file = t.policy.file,
+    policy_hash = t.policy.hash and t.policy:hash() or nil, paused = self.paused ~= nil,
+    attached = self.socket and C.eng_attach_count(self.socket) or 0,
+    elapsed = require("engine.base.machine").clock() - t.began,
     shadows = t.shadows and t.shadows:text() or nil }
 end
 
@@ -279,41 +286,43 @@ function Control:wishes()
   return #self.heard > 0 or self.wish ~= nil
 end
 
+-- Whether the client that paused the run has disconnected.
+local function is_abandoned(self)
+  return self.paused and self.paused.by and self.socket ~= nil
+    and not C.eng_attach_here(self.socket, self.paused.by)
+end
+
+local function end_abandoned_pause(self)
+  self.paused = nil
+  tell(self, "resumed by attach", "resumed: the client that paused it disconnected")
+end
+
 -- Rank 0 sends its requests, and every rank carries them out. Returns whether rank 0 was
 -- interrupted.
 local function together(self)
   local json, ranks = require "engine.base.json", require "engine.dist.ranks"
   local news = { heard = self.heard, wish = self.wish, interrupted = C.eng_interrupted(),
-    left = self.paused and self.paused.by and self.socket ~= nil
-      and not C.eng_attach_here(self.socket,
-      self.paused.by) }
+    left = is_abandoned(self) }
   self.heard, self.wish = {}, nil
   news = json.decode(ranks.from_first(not self.follows and json.encode(news) or nil))
   if news.wish then self.trainer.swaps:grant(news.wish) end
   for _, item in ipairs(news.heard or {}) do serve(self, item.number, item.line, true) end
-  if self.paused and news.left then
-    self.paused = nil
-    tell(self, "resumed by attach", "resumed: the client that paused it disconnected")
-  end
+  if self.paused and news.left then end_abandoned_pause(self) end
   return news.interrupted > 0
 end
 
-local function pause_together(self)
-  local interrupted = false
+-- Waits while the run is paused.
+local function pause(self)
+  local interrupted = not self.many and C.eng_interrupted() > 0
   while self.paused and not self.stopping and not interrupted do
     if self.socket then listen(self, PAUSE_MS) end
-    self:wishes()
-    interrupted = together(self)
-  end
-end
-
-local function pause(self)
-  while self.paused and not self.stopping and C.eng_interrupted() == 0 do
-    listen(self, PAUSE_MS)
-    self.trainer.swaps:between()
-    if self.paused and self.paused.by and not C.eng_attach_here(self.socket, self.paused.by) then
-      self.paused = nil
-      tell(self, "resumed by attach", "resumed: the client that paused it disconnected")
+    if self.many then
+      self:wishes()
+      interrupted = together(self)
+    else
+      self.trainer.swaps:between()
+      if is_abandoned(self) then end_abandoned_pause(self) end
+      interrupted = C.eng_interrupted() > 0
     end
   end
 end
@@ -337,8 +346,7 @@ function Control:between()
     end
   end
   if self.socket then listen(self, 0) end
-  if self.paused and self.many then pause_together(self)
-  elseif self.paused then pause(self) end
+  pause(self)
   local reason = self.stopping
   self.stopping = nil
   return reason

@@ -19,6 +19,13 @@ local sorted = require("engine.base.nearest").keys      -- one order on all rank
 
 local M = {}
 
+--- The number of elements of a shape.
+function M.elements(shape)
+  local count = 1
+  for _, n in ipairs(shape) do count = count * n end
+  return count
+end
+
 -- ------------------------------------------------------------------ cutting
 
 --- Cuts tensors { { name =, x = } ... }, laid end to end, into `size` equal parts: calls f(name, x,
@@ -165,11 +172,9 @@ function M.spread(reducer, c)
   local state = trainer.model:state()
   local list, wanted = {}, { model = {}, optimizer = {} }
   local function want(part, name, shape, x, from, dtype)
-    local count = 1
-    for _, n in ipairs(shape) do count = count * n end
     wanted[part][name] = shape
     list[#list + 1] = { part = part, name = name, x = x, dtype = dtype or x.dtype,
-      count = count, from = from }
+      count = M.elements(shape), from = from }
   end
   local own = own_weights(reducer)
   for _, name in ipairs(sorted(state)) do
@@ -208,15 +213,13 @@ function M.index(path, names)
       if not shape_text then
         error(("%s: '%s' is not a piece of a tensor"):format(name, entry_name), 0)
       end
-      local shape, count = {}, 1
-      for n in shape_text:gmatch("%d+") do
-        shape[#shape + 1], count = tonumber(n), count * tonumber(n)
-      end
+      local shape = {}
+      for n in shape_text:gmatch("%d+") do shape[#shape + 1] = tonumber(n) end
       parts[part] = parts[part] or {}
       local whole = parts[part][tensor_name]
-        or { dtype = entry.dtype, shape = shape, count = count, pieces = {} }
+        or { dtype = entry.dtype, shape = shape, count = M.elements(shape), pieces = {} }
       parts[part][tensor_name] = whole
-      if whole.dtype ~= entry.dtype or whole.count ~= count then
+      if whole.dtype ~= entry.dtype or whole.count ~= M.elements(shape) then
         error(("%s: '%s' differs from the other shards"):format(name, entry_name), 0)
       end
       table.insert(whole.pieces, { file = name, name = entry_name, from = tonumber(from),
