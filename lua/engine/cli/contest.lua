@@ -1,5 +1,5 @@
--- engine contest SCRIPT --policy A --policy B ... [seeds=5] [jobs=N] [threads=N] [name=NAME]
--- [setting=value ...] [--csv FILE] [--latex FILE] [--svg FILE] [--png FILE] [--json]
+-- engine contest: reads the command line, checks the script, and keeps `jobs` runs going
+-- (run/contest.lua) until all have ended; then prints the results (report/contest.lua).
 local config = require "engine.base.config"
 local files = require "engine.base.file"
 local options = require "engine.cli.options"

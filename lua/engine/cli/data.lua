@@ -1,4 +1,4 @@
--- engine data tokenize TEXT... --tokenizer FOLDER -o FILE.npy
+-- engine data tokenize: text files to files of tokens (data/tokenize.lua).
 local options = require "engine.cli.options"
 
 local help = [==[

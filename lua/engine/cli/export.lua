@@ -1,4 +1,4 @@
--- engine export RUN --csv FILE | --jsonl FILE | --tensorboard FOLDER
+-- engine export: a recorded run in the formats of other tools (report/export.lua).
 local options = require "engine.cli.options"
 
 local help = [==[

@@ -1,5 +1,4 @@
--- engine generate FOLDER --prompt TEXT [options]: continues texts or token ids with a model in
--- Hugging Face's files.
+-- engine generate: continues texts or token ids with a model in Hugging Face's files.
 local files = require "engine.base.file"
 local options = require "engine.cli.options"
 local nearest = require "engine.base.nearest"

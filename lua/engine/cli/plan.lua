@@ -47,12 +47,9 @@ measure      also runs the job with these numbers of ranks on this machine, one 
 
 -- The settings of `engine plan` itself. plan_measure.lua adds role=rank to the command of each rank
 -- it starts.
-local OWN = { ranks = config.optional "number", alpha = config.optional "number",
-  beta = config.optional "number",
-  step = config.optional "number", comm_dtype = config.optional "string",
-  zero = config.optional "number",
-  bucket = config.optional "number",
-  checkpoint = config.optional "string", measure = config.optional "list" }
+local NUMBER, TEXT = config.optional "number", config.optional "string"
+local OWN = { ranks = NUMBER, alpha = NUMBER, beta = NUMBER, step = NUMBER, zero = NUMBER,
+  bucket = NUMBER, comm_dtype = TEXT, checkpoint = TEXT, measure = config.optional "list" }
 local RANGES = { positive = "alpha beta step" }
 local MIB = 2 ^ 20
 local FALLBACK = { alpha = 5e-6, beta = 1 / 10e9 }

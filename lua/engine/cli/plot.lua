@@ -1,5 +1,4 @@
--- engine plot RUN... [--columns loss,scale] [--group SETTING] [--svg FILE] [--png FILE]
--- [--heatmap exponent|time] [--from N] [--to N] ...
+-- engine plot: curves and heat maps of recorded runs (report/views.lua).
 local options = require "engine.cli.options"
 
 local help = [==[

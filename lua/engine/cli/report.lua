@@ -1,4 +1,4 @@
--- engine report RUN... [-o FILE]
+-- engine report: the HTML page of a run, or of several (report/report.lua, report_compare.lua).
 local options = require "engine.cli.options"
 
 local help = [==[

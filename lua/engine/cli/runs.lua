@@ -1,4 +1,4 @@
--- engine runs [FOLDER] [--json]
+-- engine runs: the runs of a folder as a table (run/runs.lua).
 local options = require "engine.cli.options"
 local show = require "engine.base.show"
 

@@ -1,5 +1,4 @@
--- engine tune RUN... --policy FILE [name=value ...] --over name=from..to [--over ...] [--objective
--- NAME] [--json]
+-- engine tune: searches the options of a policy on recorded runs (run/tune.lua).
 local json = require "engine.base.json"
 local options = require "engine.cli.options"
 local show = require "engine.base.show"

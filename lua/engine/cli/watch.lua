@@ -1,4 +1,4 @@
--- engine watch RUN [--columns loss,scale] [--every SECONDS]
+-- engine watch: redraws the curves and the progress of a run until it ends.
 local options = require "engine.cli.options"
 
 local help = [==[

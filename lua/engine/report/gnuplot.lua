@@ -15,10 +15,7 @@ end
 
 --- True if gnuplot is installed.
 function M.installed()
-  local pipe = io.popen("command -v gnuplot 2>/dev/null")
-  local found = pipe and pipe:read("*l")
-  if pipe then pipe:close() end
-  return found ~= nil and found ~= ""
+  return os.execute("command -v gnuplot >/dev/null 2>&1") == 0
 end
 
 -- Each kind of mark: its style for gnuplot, and its height in the panel, 0 to 1.
@@ -103,7 +100,7 @@ function M.need()
   end
 end
 
---- Writes a PNG of the panels that chart.file draws. options: width, height (dots). Raises when
+--- Writes a PNG of the panels that chart.file draws. options: width, height (dots). Raises if
 --- gnuplot is missing or fails.
 function M.png(path, title, panels, options)
   M.need()
@@ -121,9 +118,7 @@ function M.png(path, title, panels, options)
   for _, panel in ipairs(panels) do draw(say, panel) end
   say("unset multiplot")
   pipe:close()
-  local file = io.open(log_file)
-  local said = file and file:read("*a") or ""
-  if file then file:close() end
+  local said = files.read(log_file) or ""
   os.remove(log_file)
   local written = io.open(path, "rb")
   local size = written and written:seek("end") or 0
@@ -132,7 +127,6 @@ function M.png(path, title, panels, options)
     error(("gnuplot did not write %s: %s"):format(path, said:match("%S[^\n]*")
       or "no reason given"), 0)
   end
-  return size
 end
 
 return M

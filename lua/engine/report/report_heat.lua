@@ -12,7 +12,8 @@ local M = {}
 M.columns = 160
 local LEVELS = 14               -- levels of opacity for shares
 local TOP, BOTTOM = 6, 40
-local escape, power, log2, with_length = chart.escape, chart.power, html.log2, html.with_length
+local escape, power, with_length = chart.escape, chart.power, html.with_length
+local log2 = function(x) return math.log(x) / math.log(2) end
 
 -- Viridis without its darkest tenth. The brightness rises throughout, so that the map is readable
 -- without colour vision.

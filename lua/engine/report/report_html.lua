@@ -10,8 +10,6 @@ local M = {}
 
 local escape = chart.escape
 
-function M.log2(x) return math.log(x) / math.log(2) end
-
 -- A number in the script's data, to five digits.
 local function number_text(x)
   if x - x ~= 0 then return '"' .. chart.number(x) .. '"' end

@@ -358,88 +358,90 @@ end
 
 -- ------------------------------------------------------------------ one tensor
 
---- The record of a parameter's gradients: { name, shape, steps = { { step, amax, norm, inf, nan,
---- zeros, underflow, hist, scale, relative_scale } ... } }, at most `points` (200) of the recorded
---- steps.
---- Prints as a curve of the largest stored value, followed by the last histogram.
-function M.tensor(h, name, options)
-  options = read_named(options, "tensor", TENSOR)
-  local found
+-- The parameter of that name; raises if there is none.
+local function parameter_of(h, name)
   local all = {}
   for i, p in ipairs(h:parameters()) do
+    if p.name == name then return p end
     all[i] = p.name
-    if p.name == name then found = p end
   end
-  if not found then
-    error(#all == 0 and "the history names no parameters"
-      or ("no parameter is called '%s'%s; history:parameters() lists all %d"):format(
-      tostring(name), nearest.hint(tostring(name), all), #all), 0)
-  end
-  local points = options.points or 200
-  local l = layers.read(h, { only = found.name, from = options.from, to = options.to,
+  error(#all == 0 and "the history names no parameters"
+    or ("no parameter is called '%s'%s; history:parameters() lists all %d"):format(
+    tostring(name), nearest.hint(tostring(name), all), #all), 0)
+end
+
+-- The recorded steps to show of a parameter: of more than `points`, for each column the step with
+-- the largest value.
+local function steps_of(h, parameter, points, options)
+  local l = layers.read(h, { only = parameter.name, from = options.from, to = options.to,
     points = points, hists = false })
-  local steps = l.steps
-  if #steps > points then                  -- keeps the step with the largest value of each column
-    steps = {}
-    for k, row_name in ipairs(l.names) do
-      for i = 1, row_name == found.name and #l.x or 0 do
-        local cell = l.cells[k][i]
-        if cell then steps[#steps + 1] = cell.step end
-      end
+  if #l.steps <= points then return l.steps end
+  local steps = {}
+  for k, name in ipairs(l.names) do
+    for i = 1, name == parameter.name and #l.x or 0 do
+      local cell = l.cells[k][i]
+      if cell then steps[#steps + 1] = cell.step end
     end
   end
-  local format = formats.of(found.gradient)
-  local rows = {}
-  for i, step in ipairs(steps) do
-    local t = (h:tensors(step) or {})[found.id + 1]
-    if not t then
-      error(("history %s: is damaged: step %d has no statistics of %s"):format(h.path, step,
-        found.name), 0)
-    end
-    t.step, t.name = step, nil
-    local at = h:query("SELECT scale FROM steps WHERE step = ? ORDER BY attempt DESC LIMIT 1",
-      step)[1]
-    t.scale = at and at.scale
-    rows[i] = t
+  return steps
+end
+
+-- A parameter's statistics at a step (as in h:tensors), with the step and the loss scale.
+local function tensor_at(h, parameter, step)
+  local t = (h:tensors(step) or {})[parameter.id + 1]
+  if not t then
+    error(("history %s: is damaged: step %d has no statistics of %s"):format(h.path, step,
+      parameter.name), 0)
   end
-  local title = ("%s %s"):format(found.name, found.shape)
-  if #rows == 0 then
-    return text_of(title .. ": no statistics are recorded",
-      { name = found.name, shape = found.shape, steps = rows })
+  local at = h:query("SELECT scale FROM steps WHERE step = ? ORDER BY attempt DESC LIMIT 1",
+    step)[1]
+  t.step, t.name, t.scale = step, nil, at and at.scale
+  return t
+end
+
+-- A histogram of exponents as bars of at most `most` characters; nil without elements.
+local function bars(hist, most)
+  local exponents, total, lines = {}, 0, {}
+  for e, n in pairs(hist) do exponents[#exponents + 1], total = e, total + n end
+  if total == 0 then return nil end
+  table.sort(exponents)
+  local bar, high = require("engine.base.machine").ascii() and "#" or "█", exponents[#exponents]
+  for e = high, math.max(exponents[1], high - 39), -1 do
+    local share = (hist[e] or 0) / total
+    lines[#lines + 1] = ("%6s %s"):format("2^" .. e, bar:rep(math.floor(most * share + 0.5)) ..
+      (share > 0 and " " .. percent(share, 1) or ""))
   end
+  return table.concat(lines, "\n")
+end
+
+--- The record of a parameter's gradients: { name, shape, steps = { { step, amax, norm, inf, nan,
+--- zeros, underflow, hist, scale, relative_scale } ... } }, at most `points` (200) of the recorded
+--- steps. Prints as a curve of the largest stored value, followed by the last histogram.
+function M.tensor(h, name, options)
+  options = read_named(options, "tensor", TENSOR)
+  local parameter = parameter_of(h, name)
+  local title, rows = ("%s %s"):format(parameter.name, parameter.shape), {}
+  local data = { name = parameter.name, shape = parameter.shape, steps = rows }
   local x, y, bad_steps = {}, {}, {}
-  for i, t in ipairs(rows) do
-    x[i], y[i] = t.step, t.amax > 0 and t.amax or 0 / 0
-    if t.inf + t.nan > 0 then bad_steps[#bad_steps + 1] = t.step end
+  for i, step in ipairs(steps_of(h, parameter, options.points or 200, options)) do
+    local t = tensor_at(h, parameter, step)
+    rows[i], x[i], y[i] = t, step, t.amax > 0 and t.amax or 0 / 0
+    if t.inf + t.nan > 0 then bad_steps[#bad_steps + 1] = step end
   end
-  local last = rows[#rows]
+  if #rows == 0 then return text_of(title .. ": no statistics are recorded", data) end
+  local last, format = rows[#rows], formats.of(parameter.gradient)
   local parts = { title, plot.draw { title = ("largest gradient as stored (%s reaches %g)"):format(
     format.name, format.largest), x = x, y = y, log = 2,
     width = options.width, height = 8, marks = #bad_steps > 0 and bad_steps or nil,
     mark_name = "inf or nan", x_name = "step" } }
-  parts[#parts + 1] = ("step %s: largest %s, norm %s, %s zero, %s below 2^%d, %d inf, %d nan of " ..
+  parts[3] = ("step %s: largest %s, norm %s, %s zero, %s below 2^%d, %d inf, %d nan of " ..
     "%s; %d recorded steps, %d with inf or nan"):format(
     grouped(last.step), plot.number_text(last.amax), plot.number_text(last.norm),
     percent(last.zeros, last.count), percent(last.underflow, last.count),
     format.normal, last.inf, last.nan, grouped(last.count), #rows, #bad_steps)
-  local exponents, total = {}, 0
-  for e, n in pairs(last.hist) do
-    exponents[#exponents + 1] = e
-    total = total + n
-  end
-  if total > 0 then
-    table.sort(exponents)
-    local lines, bar = {}, require("engine.base.machine").ascii() and "#" or "█"
-    local most = math.min(50, (options.width or 80) - 20)
-    for e = exponents[#exponents], math.max(exponents[1], exponents[#exponents] - 39), -1 do
-      local share = (last.hist[e] or 0) / total
-      lines[#lines + 1] = ("%6s %s"):format("2^" .. e, bar:rep(math.floor(most * share + 0.5)) ..
-        (share > 0 and " " .. percent(share, 1) or ""))
-    end
-    parts[#parts + 1] = "its exponents at that step:\n" .. table.concat(lines, "\n")
-  end
-  return text_of(table.concat(parts, "\n\n"), { name = found.name, shape = found.shape,
-    steps = rows })
+  local exponents = bars(last.hist, math.min(50, (options.width or 80) - 20))
+  parts[4] = exponents and "its exponents at that step:\n" .. exponents
+  return text_of(table.concat(parts, "\n\n"), data)
 end
 
 return M

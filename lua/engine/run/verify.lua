@@ -18,8 +18,7 @@ local C = require("engine.base.ffi").C
 
 local M = {}
 
---- Steps that are verified unless another number is given.
-M.STEPS = 100
+local STEPS = 100            -- steps that are verified unless another number is given
 
 --- What is compared at each step, in this order. Decisions must be equal. `loose` numbers depend on
 --- the weights and may differ by the tolerance, because another scale rounds differently.
@@ -157,7 +156,7 @@ function M.plan(path, source, options, wish, run)
   local first, from = start_of(path, trace, wish.from and row_at(path, rows, wish.from) or open
     or 1)
   local result, _, state = replayed(trace, source, options, first)
-  local count = math.min(wish.steps or M.STEPS, #rows - first + 1)
+  local count = math.min(wish.steps or STEPS, #rows - first + 1)
   local part = {}
   for i = first, first + count - 1 do part[#part + 1] = rows[i] end
   local policy = require("engine.policy.policy").load(source, options)
