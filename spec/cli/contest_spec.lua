@@ -292,8 +292,10 @@ describe("engine contest", function()
     helper.write(folder .. "/job.lua", JOB)
     assert.equal("engine contest: job.lua has changed since the contest runs/o began; hint: " ..
       "name=ANOTHER starts a new contest\n", result.err)
-    helper.write(folder .. "/runs/o/contest.json", "[")
-    assert.equal("engine contest: runs/o/contest.json is damaged; hint: name=ANOTHER starts a " ..
-      "new contest\n", contest(words).err)
+    for _, text in ipairs { "[", "{}", '{"script":"job.lua","settings":[],"sources":1}' } do
+      helper.write(folder .. "/runs/o/contest.json", text)
+      assert.equal("engine contest: runs/o/contest.json is damaged; hint: name=ANOTHER starts a " ..
+        "new contest\n", contest(words).err)
+    end
   end)
 end)

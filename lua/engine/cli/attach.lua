@@ -195,11 +195,9 @@ local function execute(code)
   local repl = require "engine.cli.repl"
   local chunk, problem = repl.compile(code)
   if not chunk then error(problem, 0) end
-  local results = { pcall(chunk) }
-  if not results[1] then error(results[2], 0) end
-  if results[2] ~= nil or results[3] ~= nil then
-    print(repl.show_all(unpack(results, 2, results[3] ~= nil and 3 or 2)))
-  end
+  local value, more = chunk()
+  if more ~= nil then print(repl.show_all(value, more))
+  elseif value ~= nil then print(repl.show_all(value)) end
 end
 
 local function main(given)

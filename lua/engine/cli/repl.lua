@@ -191,17 +191,10 @@ end
 -- The beginning of the string literal that is still open at the end of a line, and what is before
 -- it; or nil.
 local function open_text(line)
-  local quote, from
-  local i = 1
-  while i <= #line do
-    local c = line:sub(i, i)
-    if quote and c == "\\" then i = i + 1
-    elseif quote then
-      if c == quote then quote = nil end
-    elseif c == "'" or c == '"' then quote, from = c, i + 1 end
-    i = i + 1
-  end
-  if quote then return line:sub(from), line:sub(1, from - 2) end
+  local blank = line:gsub("\\.", "\1\1")                -- escaped characters, then whole literals
+    :gsub("([\"'])(.-)%1", function(_, inside) return ("\1"):rep(#inside + 2) end)
+  local quote = blank:find("[\"']")
+  if quote then return line:sub(quote + 1), line:sub(1, quote - 1) end
 end
 
 -- The names that the string literal after `code` may be: columns in h:plot(", runs in open "; or

@@ -1,6 +1,6 @@
 -- What happened at single steps of a run, as marks on its curves: overflows, skipped steps,
 -- checkpoints, swaps and so on, each kind with a name for the legend. Used by views.lua, report.lua
--- and cli/plot.lua.
+-- and report_compare.lua.
 --   for _, m in ipairs(marks.read(history, c)) do ... end      c: from curves.read
 --   m.kind, m.name, m.symbol, m.count
 --   m.at[i]      its steps, or the middles of the columns that hold them; an event after the last

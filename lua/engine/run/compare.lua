@@ -10,7 +10,7 @@
 --   c.curves[k].column.loss                      the key of its loss in c; nil: it has no loss
 --   c[key].mean[i], .min[i], .max[i]             a run: as in curves.read; a group: as in band
 --   c.notes                                      what is left out and why, a line each
--- Used by cli/plot.lua, cli/report.lua, report/views.lua and report/report_compare.lua.
+-- Used by cli/options.lua, report/views.lua, report/report_compare.lua and report/contest.lua.
 local curves = require "engine.run.curves"
 local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"

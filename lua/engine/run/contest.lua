@@ -27,21 +27,24 @@ local function job_text(job)
   return table.concat(parts, " ") .. " threads=" .. job.threads
 end
 
+-- What contest.json says of an earlier start.
+local function read_job(path)
+  local good, job = pcall(json.decode, (files.read(path)))
+  if good and type(job) == "table" and type(job.script) == "string"
+    and type(job.settings) == "table" and type(job.sources) == "table"
+    and type(job.threads) == "number" then
+    return job
+  end
+  error(path .. " is damaged; hint: name=ANOTHER starts a new contest", 0)
+end
+
 -- Compares this contest with contest.json, if it exists, and writes the file. Runs with other
 -- settings or of an edited script are not comparable.
 local function agree(self)
-  local path = self.path .. "/contest.json"
-  local before
+  local path, sources = self.path .. "/contest.json", self.sources
   if files.exists(path) then
-    local good, found = pcall(json.decode, (files.read(path)))
-    if not good or type(found) ~= "table" then
-      error(path .. " is damaged; hint: name=ANOTHER starts a new contest", 0)
-    end
-    before = found
-  end
-  if before then
+    local before, hint = read_job(path), "hint: name=ANOTHER starts a new contest"
     self.threads = self.threads or before.threads
-    local hint = "hint: name=ANOTHER starts a new contest"
     if job_text(before) ~= job_text(self) then
       error(("%s is a contest of '%s', this one is of '%s'; %s"):format(self.path,
         job_text(before), job_text(self), hint), 0)
@@ -54,10 +57,11 @@ local function agree(self)
     if changed then
       error(("%s has changed since the contest %s began; %s"):format(changed, self.path, hint), 0)
     end
+    sources = before.sources
   end
   self.threads = self.threads or self.default_threads
   local text = json.encode { script = self.script, settings = self.settings, source = self.source,
-    threads = self.threads, sources = before and before.sources or self.sources }
+    threads = self.threads, sources = sources }
   check(C.eng_file_write(path, text, #text))
 end
 

@@ -13,6 +13,7 @@ local M_ffi = require "engine.base.ffi"
 local nearest = require "engine.base.nearest"
 local policies = require "engine.policy.policy"
 local show = require "engine.base.show"
+local swap = require "engine.run.swap"
 
 local C, ffi = M_ffi.C, M_ffi.ffi
 
@@ -149,7 +150,7 @@ end
 function commands.policy(self)
   local lines, sites = {}, self.trainer.optimizer.fp8
   for _, policy in ipairs { self.trainer.policy, unpack(sites and sites.policies or {}) } do
-    local label = require("engine.run.swap").label(policy)
+    local label = swap.label(policy)
     lines[#lines + 1] = policy.fp8 and "policy of FP8 layers " .. label
       or ("policy %s, loss scale %.10g"):format(label, policy:scale())
     local names = nearest.keys(policy.options)
@@ -168,8 +169,7 @@ function commands.undo(self)
   local good, seat = self.trainer.swaps:undo("attached")
   if not good then return nil, seat end
   if seat and seat.kind then
-    return ("the policy for FP8 layers: %s again"):format(require("engine.run.swap").label(
-      seat.policy))
+    return ("the policy for FP8 layers: %s again"):format(swap.label(seat.policy))
   end
   return policies_text(self.trainer, "is %s again")
 end
@@ -220,11 +220,7 @@ function commands.set(self, request)
     setting_text(request.value)))
 end
 
-function commands.checkpoint(self)
-  local path, problem = self.trainer.run_files:save()
-  if not path then return nil, problem end
-  return path
-end
+function commands.checkpoint(self) return self.trainer.run_files:save() end
 
 function commands.stop(self, request)
   self.stopping = type(request.reason) == "string" and show.cut(show.shown(request.reason), 200)

@@ -1,5 +1,5 @@
 -- The record that a step would have had at another loss scale. Shadows and replayed policies read
--- it. Called by shadow.lua (live records) and trace.lua (recorded ones).
+-- it. Called by shadow.lua (live records), trace.lua (recorded ones) and the replays.
 --
 -- What is known of a step at `ratio` times its scale. A record has the largest fp16 gradient as it
 -- was stored, the exponent histogram, and whether anything was inf or nan. It says nothing about

@@ -6,7 +6,7 @@
 --   c.x[i], c.width                          the middle of column i, and steps in a column
 --   c.rows[i], c.overflows[i], c.skipped[i]  rows, overflows, steps without update in column i
 --   c.loss.min[i], .max[i], .mean[i]         nil if no value of the column is finite
--- Used by history.lua, compare.lua, the reports and the exports.
+-- Used by history.lua, compare.lua, contest.lua, the pictures and the reports.
 local C = require("engine.base.ffi").C
 local nearest = require "engine.base.nearest"
 

@@ -235,15 +235,9 @@ local function fp8_parts(r)
   return ('"steps":%d,"moves":[%s]'):format(r.steps, table.concat(moves, ","))
 end
 
---- Results as JSON:
---- {"policies":[{"name","file","options","scales","actions","skipped","stopped_at","reason"}]}. A
---- policy that logs also has "log":{name:[a number or null for each step]}. On a run each policy
---- also has "verdicts" ("exact" or "bound", for each step), "skipped_at_least", "bound_from" (the
---- first step, as record.step counts, whose verdict is a bound) and "bound_why" (null if all are
---- exact), "underflow", "mass_lost", "mean_log2_scale" and "recover". A policy that failed has
---- "failures", how often it failed, and "failure", the first reason. Instead of scales, actions and
---- what follows from them, a policy of FP8 layers has "steps" and
---- "moves":[{"step","layers","reason"}].
+--- Results as JSON, in the form that `engine help replay` describes under --json. A policy that logs
+--- also has "log":{name:[a number or null for each step]}, and one that failed "failures", how often
+--- it failed, and "failure", the first reason. "bound_why" is null if all verdicts are exact.
 function M.json(results)
   local objects = {}
   for i, r in ipairs(results) do

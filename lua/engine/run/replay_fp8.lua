@@ -159,11 +159,9 @@ function M.run(trace, policy)
     error(("policy %s works on FP8 layers; expected a run, because a string of verdicts has no " ..
       "layers"):format(policy.name), 0)
   end
-  local history = require("engine.run.history").open(trace.name)
-  local good, result = pcall(replay, history, trace, policy)
-  history:close()
-  if not good then error(result, 0) end
-  return result
+  local result, why = require("engine.run.history").with(trace.name,
+    function(h) return replay(h, trace, policy) end)
+  return result or error(why, 0)
 end
 
 return M

@@ -182,7 +182,7 @@ end
 
 --- Opens a trainer's run: nothing without a name, else a new directory or the one to resume.
 function M.open(trainer, options)
-  local self = setmetatable({ trainer = trainer, notes = {}, warnings = {},
+  local self = setmetatable({ trainer = trainer, notes = {}, warnings = {}, complained = {},
     checkpoint_every = options.checkpoint_every or 0, keep = options.keep or 3,
     stats_every = options.stats_every or 100, config = options.config, name = options.run,
     wants_history = options.history ~= false, wants_tensorboard = options.tensorboard }, Run)
@@ -291,12 +291,12 @@ function Run:add_policy(policy)
   self:complain(self.history:add_policy(policy:hash(), policy.name, policy.source))
 end
 
---- Reports a failure to write the history, once; the run continues.
+--- Reports a failure to write a file, unless `good`; each message once. The run continues.
 function Run:complain(good, message)
-  if good ~= nil and good ~= false then return end
+  if good then return end
   local line = M_ffi.without_line(message)
-  if self.complained == line then return end
-  self.complained = line
+  if self.complained[line] then return end
+  self.complained[line] = true
   self.trainer:warn(line)
 end
 
@@ -338,8 +338,7 @@ function Run:append(record, verdict, stats, tokens, signals, logs)
     if record.overflow ~= 0 or tonumber(record.step) % self.stats_every == 0 then
       events:tensors(tonumber(record.step), stats)
     end
-    local trouble = events:trouble()
-    if trouble then self:complain(nil, trouble) end
+    self:complain(not events:trouble(), events:trouble())
   end
   if not history then return end
   self:complain(history:append(record, verdict, tokens))
@@ -489,7 +488,7 @@ function Run:close()
   end
   if self.events then
     self.events:close()
-    local trouble = self.events:lost()
+    local trouble = self.events:trouble()
     self:complain(not trouble, trouble)
     lost = lost or trouble and "TensorBoard events"
   end

@@ -6,7 +6,7 @@
 -- "model/wte.weight@4096" holds consecutive elements of the model's wte.weight, from element 4096
 -- on (row-major, from 0); the metadata has the whole shape, "model/wte.weight" = "256 32". Readers
 -- join the pieces of all ranks, so any number of ranks can resume from them.
--- Called by checkpoint.lua, which writes and reads the files, and run.lua.
+-- Called by checkpoint.lua, which writes and reads the files, run.lua and restore.lua.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local autograd = require "engine.tensor.autograd"

@@ -17,6 +17,7 @@
 -- Owned by the trainer: observe() sees every record after the decision, between() runs between
 -- steps.
 local M_ffi = require "engine.base.ffi"
+local read = require("engine.base.file").read
 
 local C, ffi = M_ffi.C, M_ffi.ffi
 
@@ -35,15 +36,15 @@ function M.new(trainer, options)
     seats = {}, former = {}, queue = {}, swaps = 0 }, Swap)
   local sites = trainer.optimizer.fp8
   for i, seat in ipairs { trainer, unpack(sites and sites.seats or {}) } do
-    -- asked: what the script wants; swaps, probation, stamp, pending_stamp, gone: of this seat
+    -- asked: the script's policy; swaps: of this seat; probation: the policy before one that has
+    -- not decided yet; stamp: of the policy's file; pending_stamp: one that was seen only once;
+    -- gone: the policy whose missing file was reported
     self.seats[i] = { seat = seat, swaps = 0, asked = M.described(seat.policy) }
     if seat.policy.path then self.seats[i].asked.hash = nil end      -- the file may change
     self:hold(self.seats[i])
   end
   return self
 end
-
-local read = require("engine.base.file").read
 
 -- Gives the policy of a seat its methods swap and undo, and begins to watch its file. as_it_is: the
 -- file's current text is known and may differ from the policy's.

@@ -6,7 +6,7 @@
 --   w:histogram(step, "gradients/blocks.3", hist, stats)      hist[exponent] = elements
 --   w:text(0, "policy", source)
 --   w:close()
--- Used by the trainer (live) and `engine export`. A reader sees what was flushed, and reads a
+-- Used by run.lua (live) and `engine export`. A reader sees what was flushed, and reads a
 -- truncated file up to the last whole frame.
 local M_ffi = require "engine.base.ffi"
 local formats = require "engine.base.formats"
@@ -270,14 +270,7 @@ end
 
 function Live:close() self.writer:close() end
 
---- lost() returns the message about the first failed write, or nil. trouble() returns it only once.
-function Live:lost() return self.writer.trouble end
-function Live:trouble()
-  local trouble = self.writer.trouble
-  if trouble and not self.told then
-    self.told = true
-    return trouble
-  end
-end
+--- The message about the first failed write, or nil.
+function Live:trouble() return self.writer.trouble end
 
 return M

@@ -1,6 +1,6 @@
 -- The input of a replay: a string of verdicts such as "4. x 2. 3x" (. is a good step, x an
 -- overflow, a number repeats what follows it), or the recorded history of a run. A trace gives the
--- record that a step would have had at any loss scale. Called by replay.lua and tune.lua.
+-- record that a step would have had at any loss scale. Called by replay.lua.
 --
 -- In a string of verdicts, an overflow happens at every scale, and gradients all have magnitude 1.
 --
@@ -91,16 +91,15 @@ local COLUMNS = { "clip", "lr_mul", unpack(FIELDS) }
 
 --- The trace of a run: its directory, or its history.db.
 function M.run(path)
-  local history = require("engine.run.history").open(path)
-  local good, result = pcall(function()
+  local result, why = require("engine.run.history").with(path, function(history)
     local n = history:query("SELECT count(*) AS n FROM steps")[1].n
     if n == 0 then error(("%s has no steps"):format(history.path), 0) end
-    local format = formats.of(history:meta().gradients) or formats.of "f16"
-    -- settled: the steps that began after the previous step's verdict even in lagged mode
     local meta, config = history:meta(), history:config()   -- old histories lack meta.mode
-    local self = setmetatable({ n = n, rows = Rows(n), hists = {}, format = format, name = path,
+    -- settled: the steps that began after the previous step's verdict even in lagged mode
+    local self = setmetatable({ n = n, rows = Rows(n), hists = {}, name = path, settled = {},
+      format = formats.of(meta.gradients) or formats.of "f16",
       accumulate = tonumber(meta.accumulate or config.accumulate) or 1,
-      settled = {}, lagged = (meta.mode or config.mode) == "lagged" }, Run)
+      lagged = (meta.mode or config.mode) == "lagged" }, Run)
     local i = 0
     for row in history:each("SELECT " .. table.concat(COLUMNS, ", ") ..
       ", action, hist FROM steps ORDER BY step, attempt") do
@@ -111,8 +110,7 @@ function M.run(path)
       i = i + 1
     end
     self.n, self.first = i, tonumber(self.rows[0].step)
-    self.names, self.tensors = {}, {}
-    for k, p in ipairs(history:parameters()) do self.names[k] = p end
+    self.names, self.tensors = history:parameters(), {}
     self.signals = {}  -- by row: the signals that changed there; they hold until they change again
     local held, at = {}, history:signals_at()
     for k = 1, i do
@@ -133,9 +131,7 @@ function M.run(path)
     end
     return self
   end)
-  history:close()
-  if not good then error(result, 0) end
-  return result
+  return result or error(why, 0)
 end
 
 local cell, room = ffi.new("eng_tensor_stats[1]"), ffi.new("int[1]")
