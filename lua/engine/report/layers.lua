@@ -23,16 +23,15 @@ local M = {}
 local ROWS = 2                -- rows read for a column, and as many again with overflow
 
 --- The rows of a picture, by default one for each layer: the row number of each parameter id (from
---- 0), and the rows' names. With `tensors`, every tensor has its own row. With `only`, the tensors
---- inside that layer, and those whose names contain this text, have their own rows.
+--- 0), and the rows' names. With `tensors`, every tensor has its own row; with `only`, each tensor
+--- whose name contains this text.
 function M.rows(h, options)
   local list = h:parameters()
   local row_of, names = {}, {}
   local only = options.only
   if only or options.tensors then
     for _, p in ipairs(list) do
-      if not only or p.name == only or p.name:sub(1, #only + 1) == only .. "."
-        or p.name:find(only, 1, true) then
+      if not only or p.name:find(only, 1, true) then
         names[#names + 1] = p.name
         row_of[p.id] = #names
       end
@@ -41,7 +40,7 @@ function M.rows(h, options)
       local known = {}
       for i, p in ipairs(list) do known[i] = p.name end
       error(("no parameter's name contains '%s'%s"):format(tostring(only),
-        require("engine.base.nearest").hint(tostring(only), known)), 0)
+        nearest.hint(tostring(only), known)), 0)
     end
     return row_of, names
   end

@@ -5,29 +5,28 @@ local M = {}
 local COLUMNS, WORST = 160, 12
 
 --- Meters of a history along an axis of steps { first, last }: { rows = { name =, cells = {
---- [column] = row } }, steps = the step that each column shows, starts = the first step of each
---- column, width = steps per column (at least the steps between two measurements), worst = rows by
---- their lowest SNR, low, high = dB }. nil without meters.
+--- [column] = row } }, starts = the first step of each column, width = steps per column (at least
+--- the steps between two measurements), looks = the number of measured steps, worst = rows by their
+--- lowest SNR, low, high = dB }. A cell is the column's first measurement. nil without meters.
 function M.read(h, axis)
   if not h:has "fp8" then return nil end
   local first = math.ceil(axis.first)
   local apart = h:query("SELECT min(step - before) AS steps FROM (SELECT step, lag(step) OVER " ..
     "(ORDER BY step) AS before FROM (SELECT DISTINCT step FROM fp8))")[1].steps
   local width = math.max(tonumber(apart) or 1, math.ceil((axis.last - first + 1) / COLUMNS))
-  local m = { width = width, rows = {}, steps = {}, starts = {}, low = math.huge,
-    high = -math.huge, looks = 0 }
+  local m = { width = width, rows = {}, starts = {}, low = math.huge, high = -math.huge, looks = 0 }
   local column_of, row_of, before = {}, {}, nil
   for s in h:each("SELECT DISTINCT step FROM fp8 ORDER BY step") do
     m.looks = m.looks + 1
     local at = math.floor((s.step - first) / width)
     if at ~= before then
-      m.steps[#m.steps + 1], m.starts[#m.starts + 1] = s.step, first + at * width
-      column_of[s.step], before = #m.steps, at
+      m.starts[#m.starts + 1] = first + at * width
+      column_of[s.step], before = #m.starts, at
     end
   end
   if m.looks == 0 then return nil end
   -- x of all layers in the model's order, then w, then dy
-  for r in h:each([[SELECT site, role, count(*) AS looks, min(snr) AS least,
+  for r in h:each([[SELECT site, role, min(snr) AS least,
       max(underflow) AS underflow, max(overflow) AS overflow,
       min(scale_min) AS scale_min, max(scale_max) AS scale_max,
       (SELECT id FROM parameters p WHERE p.name = site || '.weight') AS place FROM fp8

@@ -13,7 +13,7 @@ local section, counted = html.section, show.counted
 function M.overflow_sections(h)
   local rows, most = {}, 0
   local counts = h:query([[SELECT coalesce(p.name, 'parameter ' || s.first_bad) AS name,
-      count(*) AS n, max(step) AS last, sum(nan > 0) AS nans
+      count(*) AS n, max(step) AS last
     FROM steps s LEFT JOIN parameters p ON p.id = s.first_bad WHERE overflow GROUP BY s.first_bad
         ORDER BY n DESC, name]])
   for _, row in ipairs(counts) do most = math.max(most, row.n) end
@@ -24,10 +24,8 @@ function M.overflow_sections(h)
       grouped(row.last) }
   end
   local last = {}
-  for _, row in ipairs(h:query([[SELECT s.step, scale, next_scale, inf, nan, coalesce(p.name,
-      '') AS name FROM steps s
-    LEFT JOIN parameters p ON p.id = s.first_bad WHERE overflow ORDER BY s.step DESC,
-        s.attempt DESC LIMIT 12]])) do
+  for _, row in ipairs(h:query("SELECT step, scale, next_scale, inf, nan FROM steps WHERE " ..
+    "overflow ORDER BY step DESC, attempt DESC LIMIT 12")) do
     last[#last + 1] = { grouped(row.step), chart.scale(row.scale), chart.scale(row.next_scale),
       grouped(row.inf or 0 / 0), grouped(row.nan or 0 / 0) }
   end

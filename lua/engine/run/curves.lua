@@ -169,24 +169,24 @@ local function only(following)
   return row
 end
 
-local SUMMED = { "rows", "overflows", "skipped", "failed", "tokens" }
--- The same sums over rows of `steps` and over rows of `blocks`.
-local STEP_SUMS = [[count(*) AS rows, sum(overflow) AS overflows, sum(action <> 'step') AS skipped,
-  sum(policy_failed) AS failed, sum(tokens) AS tokens, max(elapsed) AS seconds]]
-local BLOCK_SUMS = [[sum(rows) AS rows, sum(overflows) AS overflows, sum(skipped) AS skipped,
-  sum(failed) AS failed, sum(tokens) AS tokens, max(seconds) AS seconds]]
+-- The same numbers of steps from rows of `steps` and from rows of `blocks`.
+local COUNTS = { "rows", "overflows", "skipped" }
+local STEP_COUNTS = "count(*) AS rows, sum(overflow) AS overflows, sum(action <> 'step') AS skipped"
+local BLOCK_COUNTS = "sum(rows) AS rows, sum(overflows) AS overflows, sum(skipped) AS skipped"
 
 --- Totals of the run: { rows, first, last, overflows, skipped, failed, tokens, seconds }; rows is 0
 --- without steps.
 function M.totals(h)
   local done = blocks_end(h)
-  local a = done > 0 and only(h:numbers({}, "SELECT min(first) AS first, max(last) AS last, " ..
-    BLOCK_SUMS .. " FROM blocks")) or {}
-  local b = only(h:numbers({}, "SELECT min(step) AS first, max(step) AS last, " .. STEP_SUMS ..
-    " FROM steps WHERE step >= ?", done))
+  local a = done > 0 and only(h:numbers({}, "SELECT " .. BLOCK_COUNTS .. [[, min(first) AS first,
+    max(last) AS last, sum(failed) AS failed, sum(tokens) AS tokens, max(seconds) AS seconds
+    FROM blocks]])) or {}
+  local b = only(h:numbers({}, "SELECT " .. STEP_COUNTS .. [[, min(step) AS first,
+    max(step) AS last, sum(policy_failed) AS failed, sum(tokens) AS tokens,
+    max(elapsed) AS seconds FROM steps WHERE step >= ?]], done))
   local sum = { first = a.first or b.first, last = b.last or a.last,
     seconds = math.max(a.seconds or 0, b.seconds or 0) }
-  for _, key in ipairs(SUMMED) do
+  for _, key in ipairs { "rows", "overflows", "skipped", "failed", "tokens" } do
     sum[key] = (a[key] or 0) + (b[key] or 0)
     if not (sum[key] >= 0 and sum[key] < math.huge) then
       error(("history %s: is damaged: the blocks' '%s' sum to %g"):format(h.path, key, sum[key]), 0)
@@ -202,9 +202,9 @@ local function finite(metric)
 end
 
 -- SQL that sums up one picture column of steps, under the names that the columns of `blocks` have.
--- `counts`: also counts overflows, skipped steps and so on.
+-- `counts`: also counts overflows and skipped steps.
 local function direct_sql(wanted, counts)
-  local parts = { "SELECT " .. (counts and STEP_SUMS or "count(*) AS rows") }
+  local parts = { "SELECT " .. (counts and STEP_COUNTS or "count(*) AS rows") }
   for i, metric in ipairs(wanted) do
     local f = finite(metric)
     parts[#parts + 1] = (", count(%s) AS n%d, min(%s) AS low%d, max(%s) AS high%d, total(%s) AS " ..
@@ -216,7 +216,7 @@ end
 
 -- SQL that sums up many blocks at once, with a row for each picture column.
 local function blocks_sql(wanted)
-  local parts = { "SELECT (block - ?) / ? AS at, " .. BLOCK_SUMS }
+  local parts = { "SELECT (block - ?) / ? AS at, " .. BLOCK_COUNTS }
   for i, metric in ipairs(wanted) do
     local n = metric[1]
     parts[#parts + 1] = (", sum(%s_n) AS n%d, min(%s_min) AS low%d, max(%s_max) AS high%d, " ..
@@ -227,8 +227,7 @@ local function blocks_sql(wanted)
 end
 
 local function merge(cell, row, wanted)
-  for _, key in ipairs(SUMMED) do cell[key] = (cell[key] or 0) + (row[key] or 0) end
-  cell.seconds = math.max(cell.seconds or 0, row.seconds or 0)
+  for _, key in ipairs(COUNTS) do cell[key] = (cell[key] or 0) + (row[key] or 0) end
   for i, metric in ipairs(wanted) do
     local n, low, high = row["n" .. i] or 0, row["low" .. i], row["high" .. i]
     if n > 0 and low and high then gather(cell, metric[1], n, row["sum" .. i], low, high) end
@@ -280,10 +279,8 @@ function M.read(h, wanted_names, options)
     table.insert(metric.layer and of_layers or metric.summed and summed or other, metric)
   end
   local result = { names = wanted_names, x = {}, first_step = {}, width = 1, rows = {},
-    overflows = {}, skipped = {}, failed = {}, tokens = {}, seconds = {} }
-  for _, name in ipairs(wanted_names) do
-    result[name] = { min = {}, max = {}, mean = {}, n = {} }
-  end
+    overflows = {}, skipped = {} }
+  for _, name in ipairs(wanted_names) do result[name] = { min = {}, max = {}, mean = {} } end
   local first, last = h:range(options.from, options.to)
   if not first or first > last then return result end
   local done = blocks_end(h)
@@ -310,12 +307,10 @@ function M.read(h, wanted_names, options)
       local i = #result.x + 1
       result.first_step[i] = start + at * width
       result.x[i] = (result.first_step[i] + math.min(result.first_step[i] + width - 1, last)) / 2
-      for _, key in ipairs { "rows", "overflows", "skipped", "failed", "tokens", "seconds" } do
-        result[key][i] = cell[key]
-      end
+      for _, key in ipairs(COUNTS) do result[key][i] = cell[key] end
       for _, name in ipairs(wanted_names) do
         local v, to = cell[name] or (more[at] and more[at][name]), result[name]
-        if v then to.min[i], to.max[i], to.mean[i], to.n[i] = v.min, v.max, v.sum / v.n, v.n end
+        if v then to.min[i], to.max[i], to.mean[i] = v.min, v.max, v.sum / v.n end
       end
     end
   end

@@ -235,9 +235,9 @@ local function fp8_parts(r)
   return ('"steps":%d,"moves":[%s]'):format(r.steps, table.concat(moves, ","))
 end
 
---- Results as JSON, in the form that `engine help replay` describes under --json. A policy that logs
---- also has "log":{name:[a number or null for each step]}, and one that failed "failures", how often
---- it failed, and "failure", the first reason. "bound_why" is null if all verdicts are exact.
+--- Results as JSON, in the form that `engine help replay` describes under --json. A policy that
+--- logs also has "log":{name:[a number or null for each step]}, and one that failed "failures", how
+--- often it failed, and "failure", the first reason. "bound_why" is null if all verdicts are exact.
 function M.json(results)
   local objects = {}
   for i, r in ipairs(results) do

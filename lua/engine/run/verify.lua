@@ -169,7 +169,7 @@ function M.plan(path, source, options, wish, run)
   end
   return { rows = part, result = result, from = part[1].step, to = part[#part].step + 1,
     open = open and rows[open].step, checkpoint = from, notes = notes, meta = meta,
-    config = config, path = path,
+    config = config,
     job = { script = command.script, folder = command.folder, crc32c = command.crc32c,
       arguments = arguments_of(command, run), name = command.run, run = run,
       resume = from and files.absolute(from), steps = part[#part].step + 1, state = state,
