@@ -387,6 +387,9 @@ describe("engine tune", function()
     assert.are.equal(4, refused)
     local broken = helper.write(folder .. "/broken.lua",
       "return { options = { init_scale = 4 }, decide = function() return 'x' end }")
+    assert.matches("tune: expected runs to be a list", fails(engine.tune, {}))
+    assert.matches("trace: expected a run or a string of verdicts", fails(replay.trace))
+    assert.matches("replay.run: expected a trace", fails(replay.run, "9.", "dynamic"))
     assert.matches("broken failed at every step",
       fails(engine.tune, { runs = { "9." }, policy = broken, over = { "init_scale=1,2" },
       objective = "skipped" }), 1, true)

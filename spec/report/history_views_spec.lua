@@ -113,6 +113,14 @@ describe("views of a history", function()
     end
     fails("no number of the history is called 'los'; did you mean 'loss'?", "los")
     fails("plot: unknown option 'logg'; did you mean 'log'?", "loss", { logg = true })
+    for problem, options in pairs { ["a whole number of 1 or more, got 0"] = { height = 0 },
+      ["width to be a whole number of 1 or more, got -5"] = { width = -5 },
+      ["points to be a whole number of 1 or more, got 0"] = { points = 0 },
+      ["width to be at most 2000, got 1e+09"] = { width = 1e9 },
+      ["from to be a number, got 'x'"] = { from = "x" } } do
+      fails("plot: expected ", "loss", options)
+      fails(problem, "loss", options)
+    end
   end)
 
   it("draw layers by exponent and over time", function()

@@ -170,6 +170,17 @@ describe("history", function()
     assert.are.equal(10, #h:steps())
   end)
 
+  it("refuses calls without arguments", function()
+    for _, method in ipairs { "query", "each", "append", "append_tensors", "event", "append_shadow",
+      "append_signal", "set_meta", "set_config", "add_policy" } do
+      assert.error_matches(function() h[method](h) end, "expected")
+    end
+    assert.error_matches(function() h:set_parameters { {} } end, "expected more arguments")
+    assert.error_matches(function() h:append_fp8(1, { {} }) end, "expected more arguments")
+    assert.error_matches(function() history.open() end,
+      "history.open: expected the directory of a run, got nothing")
+  end)
+
   it("is not blocked by an unfinished iterator", function()
     for step = 0, 9 do append(h, step) end
     local left = h:each("SELECT step FROM steps")

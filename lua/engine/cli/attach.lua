@@ -195,7 +195,8 @@ local function execute(code)
   local repl = require "engine.cli.repl"
   local chunk, problem = repl.compile(code)
   if not chunk then error(problem, 0) end
-  local value, more = chunk()
+  local good, value, more = pcall(chunk)
+  if not good then error(value, 0) end
   if more ~= nil then print(repl.show_all(value, more))
   elseif value ~= nil then print(repl.show_all(value)) end
 end

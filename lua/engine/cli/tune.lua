@@ -25,7 +25,7 @@ The gradients are those of the recorded runs. The effect of a setting on the tra
 new run to measure.]==]
 
 local function percent(x)
-  return x == math.huge and "refused" or x == 0 and "0 %" or ("%.3g %%"):format(100 * x)
+  return x == 0 and "0 %" or ("%.3g %%"):format(100 * x)
 end
 
 local function row_data(row)
@@ -44,9 +44,13 @@ local function print_result(result, source)
   if not has_default then shown[#shown + 1] = result.default end
   local lines = {}
   for i, row in ipairs(shown) do
-    lines[i] = { "", row.text == "" and "the policy's own" or row.text,
-      "lost " .. percent(row.cost), ("skipped %d of %d"):format(row.skipped, row.steps),
-      ("underflow %s%s"):format(percent(row.underflow), row.stopped and "  (stops)" or "") }
+    lines[i] = { "", row.text == "" and "the policy's own" or row.text, "refused", "", "" }
+    if row.cost < math.huge then
+      lines[i][3], lines[i][4] = "lost " .. percent(row.cost),
+        ("skipped %d of %d"):format(row.skipped, row.steps)
+      lines[i][5] = ("underflow %s%s"):format(percent(row.underflow),
+        row.stopped and "  (stops)" or "")
+    end
   end
   print(show.table(lines, true))
   print(("%d settings tried"):format(result.evaluations))

@@ -7,7 +7,7 @@ local layers = require "engine.report.layers"
 local marks = require "engine.report.marks"
 local formats = require "engine.base.formats"
 local nearest = require "engine.base.nearest"
-local read_named = require("engine.base.arguments").read_named
+local arguments = require "engine.base.arguments"
 local show = require "engine.base.show"
 local plot = require "engine.report.plot"
 
@@ -20,6 +20,29 @@ local grouped, percent, text_of = show.grouped, show.percent, show.text
 local PLOT = "log from to points width height ascii marks svg png"
 local HEATMAP = "by only tensors from to width"
 local TENSOR = "points from to width"
+
+local MOST_CHARACTERS, MOST_PIXELS = 2000, 20000
+
+-- Raises unless the sizes of a picture can be drawn, and its range is of numbers.
+local function check_sizes(options, name)
+  local most = (options.svg or options.png) and MOST_PIXELS or MOST_CHARACTERS
+  for _, size in ipairs { "width", "height", "points" } do
+    local value = options[size]
+    if value ~= nil then arguments.want_whole(value, name, size, 1) end
+    if (value or 1) > most then
+      error(("%s: expected %s to be at most %d, got %g"):format(name, size, most, value), 0)
+    end
+  end
+  for _, bound in ipairs { "from", "to" } do
+    if options[bound] ~= nil then arguments.want_number(options[bound], name, bound) end
+  end
+  return options
+end
+
+-- The options of a method of histories, checked.
+local function read_options(options, name, known)
+  return check_sizes(arguments.read_named(options, name, known), name)
+end
 
 --- One curve of curves.read's result. options: log, width, height, ascii, marks (false: no overflow
 --- marks), marked (of marks.read).
@@ -115,7 +138,7 @@ end
 --- points, width, height, ascii; svg, png: files to draw into instead. Then width and height are
 --- the picture's size in pixels, but for an SVG, height is that of one panel.
 function M.plot(h, names, options)
-  options = read_named(options, "plot", PLOT)
+  options = read_options(options, "plot", PLOT)
   if names == nil then names = { "loss", "scale" } end
   if type(names) ~= "table" then names = { names } end
   local width, to_file = width_of(options), options.svg or options.png
@@ -148,6 +171,7 @@ end
 --- each value of that setting. Other options: as of history:plot. Returns a text, and the notes of
 --- compare.read.
 function M.compare(list, names, options)
+  check_sizes(options, "plot")
   local width, to_file = width_of(options), options.svg or options.png
   local c = compare.read(list, names, { from = options.from, to = options.to,
     group = options.group, log = options.log, points = to_file and FILE_POINTS or 2 * width })
@@ -342,7 +366,7 @@ end
 --- Options: only (a layer, or part of a name), which shows a row for each tensor that matches;
 --- tensors = true, a row for each tensor; from, to (steps); width (characters).
 function M.heatmap(h, options)
-  options = read_named(options, "heatmap", HEATMAP)
+  options = read_options(options, "heatmap", HEATMAP)
   local by = options.by or "exponent"
   if by ~= "exponent" and by ~= "time" then
     error(("heatmap: expected by to be 'exponent' or 'time', got '%s'"):format(tostring(by)), 0)
@@ -418,7 +442,7 @@ end
 --- zeros, underflow, hist, scale, relative_scale } ... } }, at most `points` (200) of the recorded
 --- steps. Prints as a curve of the largest stored value, followed by the last histogram.
 function M.tensor(h, name, options)
-  options = read_named(options, "tensor", TENSOR)
+  options = read_options(options, "tensor", TENSOR)
   local parameter = parameter_of(h, name)
   local title, rows = ("%s %s"):format(parameter.name, parameter.shape), {}
   local data = { name = parameter.name, shape = parameter.shape, steps = rows }

@@ -49,6 +49,7 @@ local function crc_text(crc) return ("%08x"):format(tonumber(crc)) end
 
 -- Checkpoint directories by step, oldest first: { { step, path } ... }.
 local function list(dir)
+  M_ffi.expect(type(dir) == "string", dir, "checkpoint: expected a directory")
   local found = {}
   if not disk.is_folder(dir) then return found end
   for _, name in ipairs(names_in(dir)) do
@@ -158,6 +159,8 @@ function M.save(dir, step, parts, options)
   if type(step) ~= "number" or step < 0 or step % 1 ~= 0 then
     error("checkpoint.save: expected a step of 0 or more, got " .. tostring(step), 2)
   end
+  M_ffi.expect(type(dir) == "string", dir, "checkpoint.save: expected a directory")
+  M_ffi.expect(type(parts) == "table", parts, "checkpoint.save: expected a table of parts")
   local keep = options and options.keep
   if keep and (type(keep) ~= "number" or keep < 1) then
     error("checkpoint.save: expected keep to be 1 or more, got " .. tostring(keep), 2)
@@ -370,6 +373,7 @@ end
 --- and whether there are damaged checkpoints. `parts` may be changed: read() skips the files for an
 --- entry with `make`, a function that returns the tensor (masters.lua).
 function M.open(dir, last)
+  M_ffi.expect(type(dir) == "string", dir, "checkpoint: expected a directory")
   local path, header, skipped
   if disk.is_file(dir .. "/state.json") or dir:match("step%-%d+/*$") then
     local problem

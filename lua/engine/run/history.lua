@@ -45,6 +45,7 @@ setmetatable(History, { __index = function(_, key) return refused(key) end })
 --- Opens the history of a run's directory, or a database file. options.write: open for appending;
 --- created when missing.
 function M.open(path, options)
+  M_ffi.expect(type(path) == "string", path, "history.open: expected the directory of a run")
   local write = options and options.write or false
   local file = files.is_folder(path) and path .. "/history.db" or path
   local out = ffi.new("eng_history *[1]")
@@ -86,19 +87,29 @@ local function told(status)
   return nil, M_ffi.message()
 end
 
+-- Raises unless all these arguments of a method are given: the core would follow a null pointer.
+local function need(method, ...)
+  for i = 1, select("#", ...) do
+    if (select(i, ...)) == nil then M_ffi.raise("history:%s: expected more arguments", method) end
+  end
+end
+
 --- Appends a step: the core's eng_record and eng_verdict, and the number of tokens trained on.
 function Writing:append(record, verdict, tokens)
+  need("append", record, verdict)
   return told(C.eng_history_step(handle(self), record, verdict, tokens or 0))
 end
 
 --- Appends a step's statistics per tensor, an array of n eng_tensor_stats.
 function Writing:append_tensors(step, stats, n)
+  need("append_tensors", step, stats)
   return told(C.eng_history_tensors(handle(self), step, stats, n))
 end
 
 --- Records an event. kind: "overflow", "swap", "error", "checkpoint" ...; data: JSON for programs,
 --- or nil.
 function Writing:event(step, kind, text, data)
+  need("event", step, kind)
   return told(C.eng_history_event(handle(self), step, kind, text, data))
 end
 
@@ -106,12 +117,14 @@ end
 --- whether the verdict is a bound (counterfactual.lua). It holds until the next row of the same
 --- name.
 function Writing:append_shadow(step, name, verdict, overflow, bound)
+  need("append_shadow", step, name, verdict)
   return told(C.eng_history_shadow(handle(self), step, name, verdict, overflow or false,
     bound or false))
 end
 
 --- Appends a value that the script published; it holds until the next row of the same name.
 function Writing:append_signal(step, name, value)
+  need("append_signal", step, name, value)
   return told(C.eng_history_signal(handle(self), step, name, value))
 end
 
@@ -123,6 +136,7 @@ local meter_values = ffi.new("double[12]")
 --- Appends a step's meters of FP8 layers (fp8_sites.lua).
 function Writing:append_fp8(step, rows)
   for _, row in ipairs(rows) do
+    need("append_fp8", row.site, row.role)
     for i, name in ipairs(M.meters) do meter_values[i - 1] = row[name] or 0 / 0 end
     local good, message = told(C.eng_history_fp8(handle(self), step, row.site, row.role,
       meter_values))
@@ -131,15 +145,17 @@ function Writing:append_fp8(step, rows)
   return true
 end
 
---- Stores a fact of the run, or a setting.
-function Writing:set_meta(key, value)
-  return told(C.eng_history_text(handle(self), "meta", key, tostring(value)))
-end
-function Writing:set_config(key, value)
-  return told(C.eng_history_text(handle(self), "config", key, tostring(value)))
+local function set(self, what, key, value)
+  need("set_" .. what, key)
+  return told(C.eng_history_text(handle(self, 2), what, key, tostring(value)))
 end
 
+--- Stores a fact of the run, or a setting.
+function Writing:set_meta(key, value) return set(self, "meta", key, value) end
+function Writing:set_config(key, value) return set(self, "config", key, value) end
+
 function Writing:add_policy(hash, name, source)
+  need("add_policy", hash, name, source)
   return told(C.eng_history_policy(handle(self), hash, name, source))
 end
 
@@ -147,6 +163,7 @@ end
 --- format of its gradient, such as "f16" }.
 function Writing:set_parameters(list)
   for i, p in ipairs(list) do
+    need("set_parameters", p.name, p.shape)
     local shape = ffi.new("int64_t[?]", C.ENG_MAX_DIMS, p.shape)
     local good, message = told(C.eng_history_parameter(handle(self), i - 1, p.name, #p.shape,
       shape, p.gradient))
@@ -196,6 +213,9 @@ end
 
 -- An iterator over rows, each a new table passed through `make`, and the names of the columns.
 local function each(h, level, make, sql, ...)
+  if type(sql) ~= "string" then
+    error("query: expected SQL as a string, got " .. M_ffi.value_text(sql), level + 1)
+  end
   local out = ffi.new("eng_query *[1]")
   check(C.eng_query_open(out, handle(h, level + 1), sql))
   local q = ffi.gc(out[0], C.eng_query_close)

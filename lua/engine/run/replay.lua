@@ -60,6 +60,8 @@ end
 ---   high                   mean share of the layers that are not as in the recipe
 ---   apart                  verdicts under which some layer computes differently than in the run
 function M.run(trace, source, options, look)
+  M_ffi.expect(type(trace) == "table" and trace.at, trace,
+    "replay.run: expected a trace, such as engine.replay.trace(\"runs/a\")")
   local loaded, policy = pcall(require("engine.policy.policy").load, source, options, "any")
   if not loaded then error(policy, 0) end
   if policy.fp8 and not look then return replay_fp8.run(trace, policy) end

@@ -216,6 +216,7 @@ end
 
 --- A trace from text: a run's directory or history, the name of a run, or a string of verdicts.
 function M.open(text)
+  M_ffi.expect(type(text) == "string", text, "trace: expected a run or a string of verdicts")
   if files.exists(text .. "/history.db") then return M.run(text) end
   if M.is_verdicts(text) then return M.verdicts(text) end
   if files.is_folder(text) then

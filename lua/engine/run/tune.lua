@@ -10,7 +10,9 @@ local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
 local replay = require "engine.run.replay"
 
-local C = require("engine.base.ffi").C
+local M_ffi = require "engine.base.ffi"
+
+local C = M_ffi.C
 
 local M = {}
 
@@ -94,6 +96,9 @@ end
 -- Checks the options of a search; returns { traces, policy, ranges, objective, source, fixed } and
 -- what evaluate() adds: rows, seen, refused.
 local function read(o)
+  M_ffi.expect(type(o) == "table", o, "tune: expected a table of options")
+  arguments.want_list(o.runs, "tune", "runs", '{ "runs/a" }')
+  arguments.want_list(o.over, "tune", "over", '{ "growth_interval=100..5000" }')
   local s = { traces = {}, ranges = {}, objective = o.objective or "elements", source = o.policy,
     fixed = o.options or {}, rows = {}, seen = {} }
   if not M.objectives[s.objective] then
@@ -111,7 +116,7 @@ local function read(o)
   local loaded, policy = pcall(require("engine.policy.policy").load, s.source, s.fixed)
   if not loaded then error(policy, 0) end
   s.policy = policy
-  for i, text in ipairs(o.over or {}) do s.ranges[i] = read_range(text, policy) end
+  for i, text in ipairs(o.over) do s.ranges[i] = read_range(text, policy) end
   if #s.ranges == 0 then error("expected a range: over name=from..to", 0) end
   if #s.ranges > 6 then error("expected up to 6 ranges, got " .. #s.ranges, 0) end
   return s
