@@ -168,7 +168,8 @@ it("a picture that gnuplot does not draw is an error, also with an old one in it
 end)
 
 describe("results that cannot be written", function()
-  -- The output and "code N". Through a pipe, because the limit also holds for the file of stderr.
+  -- The output of a command and "code N". It goes through a pipe, because a limit on the size of
+  -- files also holds for the file of stderr.
   local function piped(command)
     return helper.shell(("{ %s; echo code $?; } 2>&1 | cat"):format(command)).out
   end

@@ -42,7 +42,7 @@ end
 local function events(kind, run)
   return with(run or folder .. "/run", function(h) return h:events(kind) end)
 end
--- The moves of layers in a run as "step data" lines, up to the first that `last` steps include.
+-- The moves of layers in a run, a line "step path=rung ..." each. last: later steps are left out.
 local function moves(kind, run, last)
   local lines = {}
   for _, e in ipairs(events(kind or "layers", run)) do
@@ -60,7 +60,7 @@ end
 local function policy_file(text, name) return helper.write(folder .. "/" .. (name or "p.lua"), text)
 end
 
--- What moves layers every few steps, for each base.
+-- For each base recipe, a policy that moves layers every few steps, and another policy.
 local MOVING = { nvfp4 = "layer_ladder:snr=17.5,snr_high=5,pause=2",
   fp8_current = "fp8_fallback:snr=28,pause=2" }
 local OTHER = { nvfp4 = "sqrt3:ratio=1000", fp8_current = "fp8_delayed:history=2" }

@@ -80,7 +80,8 @@ end
 --- bytes.
 function M.corpus(path, bytes)
   if path == "" then return M.text(bytes) end
-  local file = assert(io.open(path, "rb"))
+  local file, why = io.open(path, "rb")
+  if not file then error("cannot read " .. why, 0) end
   local text = file:read("*a")
   file:close()
   return text

@@ -103,7 +103,8 @@ local DASHES = { { 1, 0 }, { 6, 3 }, { 2, 2 }, { 10, 3 }, { 4, 4 }, { 1, 2 } }
 local EDGE = { 1, 4 }                -- dashes of a band's edges
 
 -- Sets the dots of a curve in a grid of `columns` x `rows` characters: grid[row][column] = bits.
-local function rasterise(points, columns, rows, x_low, x_high, y_low, y_high, dash)
+-- range: of the axes (ranges_of).
+local function rasterise(points, columns, rows, range, dash)
   local grid, count = {}, -1
   for row = 1, rows do grid[row] = {} end
   local wide, high = columns * 2 - 1, rows * 4 - 1
@@ -116,8 +117,8 @@ local function rasterise(points, columns, rows, x_low, x_high, y_low, y_high, da
     if math.floor(bits / bit_value) % 2 == 0 then grid[row][column] = bits + bit_value end
   end
   local function place(point)
-    return math.floor((point[1] - x_low) / (x_high - x_low) * wide + 0.5),
-           high - math.floor((point[2] - y_low) / (y_high - y_low) * high + 0.5)
+    return math.floor((point[1] - range.x_low) / (range.x_high - range.x_low) * wide + 0.5),
+      high - math.floor((point[2] - range.y_low) / (range.y_high - range.y_low) * high + 0.5)
   end
   local last_x, last_y
   for _, point in ipairs(points) do
@@ -197,7 +198,8 @@ function plot.legend(curves, width)
     local sample = letter(curve.style)
     if colour then
       local _, dash = plot.style(curve.style)
-      local row = rasterise({ { 0, 0 }, { 1, 0 } }, 5, 1, 0, 1, -0.5, 0.5, DASHES[dash])
+      local row = rasterise({ { 0, 0 }, { 1, 0 } }, 5, 1,
+        { x_low = 0, x_high = 1, y_low = -0.5, y_high = 0.5 }, DASHES[dash])
       sample = coloured(curve.style, row_text(row[1], 5))
     end
     lines[i] = sample .. " " .. show.cut(show.shown(curve.name), math.max(10, width - 6))
@@ -207,8 +209,8 @@ function plot.legend(curves, width)
 end
 
 -- Labels of the y axis by row, and their width.
-local function y_labels(rows, y_low, y_high, log)
-  local labels, width = {}, 0
+local function y_labels(rows, range, log)
+  local y_low, y_high, labels, width = range.y_low, range.y_high, {}, 0
   local function put(row, value)
     labels[row] = label(value, log)
     width = math.max(width, #labels[row])
@@ -237,11 +239,11 @@ end
 
 -- Labels of the first, middle and last x. The middle is left out if it is between two steps. A
 -- single x has its label in the middle.
-local function x_axis(columns, x_low, x_high, one, name)
-  local span = x_high - x_low
+local function x_axis(columns, range, name)
+  local x_low, x_high, span = range.x_low, range.x_high, range.x_high - range.x_low
   local prefix = name and name .. " " or ""
-  if one then
-    local text = prefix .. x_text(one, 10)
+  if range.one then
+    local text = prefix .. x_text(range.one, 10)
     return (" "):rep(math.max(0, math.floor((columns - #text) / 2))) .. text
   end
   local left, right = prefix .. x_text(x_low, span), x_text(x_high, span)
@@ -256,13 +258,12 @@ local function x_axis(columns, x_low, x_high, one, name)
 end
 
 -- A row with a symbol in every column that holds a marked x, or nil.
-local function mark_row(marks, columns, x_low, x_high, symbol)
-  local cells = {}
+local function mark_row(marks, columns, range, symbol)
+  local cells, any, low, high = {}, false, range.x_low, range.x_high
   for column = 1, columns do cells[column] = " " end
-  local any = false
   for _, x in ipairs(marks) do
-    if x >= x_low and x <= x_high then
-      cells[math.floor((x - x_low) / (x_high - x_low) * (columns - 1) + 0.5) + 1] = symbol
+    if x >= low and x <= high then
+      cells[math.floor((x - low) / (high - low) * (columns - 1) + 0.5) + 1] = symbol
       any = true
     end
   end
@@ -271,32 +272,24 @@ end
 
 plot.number_text = number_text
 
---- The plot as text, without a final newline.
-function plot.draw(options)
-  local ascii = options.ascii
-  if ascii == nil then ascii = machine.ascii() end
-  local width = options.width or math.min(terminal_width(), 120)
-  local several = options.curves ~= nil
-  local curves = options.curves or { { y = options.y, stroke = options.low } }
-  local points, left_out, strokes, edges = {}, 0, {}, {}
+-- The points of curves: strokes[k] and edges[k] (the outline of a band) of each curve; all points
+-- in one list; and the number of values of the last curve that cannot be drawn.
+local function gather(options, curves)
+  local strokes, edges, all, left_out = {}, {}, {}, 0
   for k, curve in ipairs(curves) do
     strokes[k], left_out = points_of(options, curve.y, curve.stroke)
     edges[k] = points_of(options, curve.low or {})
     local upper = points_of(options, curve.high or {})
     for i = #upper, 1, -1 do edges[k][#edges[k] + 1] = upper[i] end     -- closes the outline
     for _, list in ipairs { strokes[k], edges[k] } do
-      for _, point in ipairs(list) do points[#points + 1] = point end
+      for _, point in ipairs(list) do all[#all + 1] = point end
     end
   end
-  local title = show.shown(options.title or "")
-  if options.log then title = title .. (title == "" and "" or " ") .. "(log)" end
-  if left_out > 0 and not options.sparse and not several then
-    title = ("%s  [%d of %d points not drawn: inf, nan%s]"):format(title, left_out, #options.y,
-      options.log and " or not positive" or "")
-  end
-  title = show.wrap(title, width)
-  if #points == 0 then return title .. "\n  (nothing to draw)" end
+  return strokes, edges, all, left_out
+end
 
+-- The ranges of the axes: { x_low, x_high, y_low, y_high, one = the only x, or nil }.
+local function ranges_of(options, points)
   local x_low, x_high = range_of(points, 1)
   x_low, x_high = math.min(options.x_low or x_low, x_low),
     math.max(options.x_high or x_high, x_high)
@@ -312,16 +305,53 @@ function plot.draw(options)
     if margin < 1e-300 then margin = 1 end
     y_low, y_high = y_low - margin, y_high + margin
   end
-  local rows = options.height or 12
-  local labels, label_width = y_labels(rows, y_low, y_high, options.log)
-  local columns = math.max(10, width - label_width - 3)
-  local function dots_of(list, dash)
-    return rasterise(list, columns, rows, x_low, x_high, y_low, y_high, dash)
+  return { x_low = x_low, x_high = x_high, y_low = y_low, y_high = y_high, one = one }
+end
+
+-- The text below the axis: rows of marks, the axis's labels, and what the marks mean.
+local function below_axis(options, columns, range, ascii)
+  local lines, legend = {}, {}
+  local function mark(at, symbol, name, count)
+    local row = mark_row(at, columns, range, symbol)
+    if not row then return end
+    lines[#lines + 1] = row
+    legend[#legend + 1] = ("%s %s (%d)"):format(symbol, name, count)
   end
+  if options.marks then
+    mark(options.marks, ascii and "x" or "×", options.mark_name or "marked",
+      options.mark_count or #options.marks)
+  end
+  for _, m in ipairs(options.marked or {}) do mark(m.at, m.symbol, m.name, m.count) end
+  lines[#lines + 1] = x_axis(columns, range, options.x_name)
+  if #legend > 0 then lines[#lines + 1] = show.wrap(table.concat(legend, "   "), columns + 1) end
+  return table.concat(lines, "\n")
+end
+
+--- The plot as text, without a final newline.
+function plot.draw(options)
+  local ascii = options.ascii
+  if ascii == nil then ascii = machine.ascii() end
+  local width = options.width or math.min(terminal_width(), 120)
+  local several = options.curves ~= nil
+  local curves = options.curves or { { y = options.y, stroke = options.low } }
+  local strokes, edges, points, left_out = gather(options, curves)
+  local title = show.shown(options.title or "")
+  if options.log then title = title .. (title == "" and "" or " ") .. "(log)" end
+  if left_out > 0 and not options.sparse and not several then
+    title = ("%s  [%d of %d points not drawn: inf, nan%s]"):format(title, left_out, #options.y,
+      options.log and " or not positive" or "")
+  end
+  title = show.wrap(title, width)
+  if #points == 0 then return title .. "\n  (nothing to draw)" end
+
+  local range, rows = ranges_of(options, points), options.height or 12
+  local labels, label_width = y_labels(rows, range, options.log)
+  local columns = math.max(10, width - label_width - 3)
   local colour, grids, bands = several and in_colour(), {}, {}
   for k, curve in ipairs(curves) do
     local _, dash = plot.style(curve.style or 1)
-    grids[k], bands[k] = dots_of(strokes[k], colour and DASHES[dash]), dots_of(edges[k], EDGE)
+    grids[k] = rasterise(strokes[k], columns, rows, range, colour and DASHES[dash])
+    bands[k] = rasterise(edges[k], columns, rows, range, EDGE)
   end
   local grid = several and merged(curves, grids, bands, colour) or grids[1]
 
@@ -333,23 +363,8 @@ function plot.draw(options)
   end
   local margin = (" "):rep(label_width + 1)
   lines[#lines + 1] = margin .. (ascii and "+" or "└") .. (ascii and "-" or "─"):rep(columns)
-  local legend = {}
-  local function mark(at, symbol, name, count)
-    local row = mark_row(at, columns, x_low, x_high, symbol)
-    if not row then return end
-    lines[#lines + 1] = margin .. " " .. row
-    legend[#legend + 1] = ("%s %s (%d)"):format(symbol, name, count)
-  end
-  if options.marks then
-    mark(options.marks, ascii and "x" or "×", options.mark_name or "marked",
-      options.mark_count or #options.marks)
-  end
-  for _, m in ipairs(options.marked or {}) do mark(m.at, m.symbol, m.name, m.count) end
-  lines[#lines + 1] = margin .. " " .. x_axis(columns, x_low, x_high, one, options.x_name)
-  if #legend > 0 then
-    local text = show.wrap(table.concat(legend, "   "), math.max(10, width - label_width - 2))
-    lines[#lines + 1] = margin .. " " .. text:gsub("\n", "\n" .. margin .. " ")
-  end
+  lines[#lines + 1] = margin .. " " ..
+    below_axis(options, columns, range, ascii):gsub("\n", "\n" .. margin .. " ")
   return table.concat(lines, "\n")
 end
 

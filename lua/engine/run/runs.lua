@@ -20,18 +20,6 @@ function M.find(text)
   error(("there is no run '%s'%s"):format(text, M.hint(text)), 0)
 end
 
--- Seconds since 1970 of "2026-11-20T19:47:26Z".
-local function seconds_of(stamp)
-  local y, mo, d, h, mi, s = tostring(stamp):match("^(%d+)-(%d+)-(%d+)T(%d+):(%d+):(%d+)Z")
-  if not y then return nil end
-  local fields = { year = tonumber(y), month = tonumber(mo), day = tonumber(d), hour = tonumber(h),
-    min = tonumber(mi), sec = tonumber(s), isdst = false }
-  local as_local = os.time(fields)
-  local utc = os.date("!*t", as_local)
-  utc.isdst = false
-  return as_local + (as_local - os.time(utc))
-end
-
 --- The process that holds a run's directory, and its state from /proc ("T": stopped by a signal);
 --- nil if there is no such process, or if it is a zombie.
 function M.holder(path)
@@ -80,7 +68,9 @@ function M.info(path, history)
   local good, message = pcall(function()
     local h = history or require("engine.run.history").open(path)
     local meta = h:meta()
-    info.created = seconds_of(meta.created)
+    local created = h:query("SELECT strftime('%s', value) AS seconds FROM meta WHERE key = " ..
+      "'created'")[1]
+    info.created = created and tonumber(created.seconds)
     info.precision, info.device, info.optimizer, info.schedule = meta.precision, meta.device,
       meta.optimizer, meta.schedule
     info.ranks, info.zero = tonumber(meta.ranks) or 1, tonumber(meta.zero) or 0
