@@ -104,7 +104,6 @@ local function check_script(contest)
   if defaults.device == nil then defaults.device = config.optional "string" end   -- as every script
   contest.sources = {}
   for _, policy in ipairs(contest.policies) do
-    words[#contest.settings + 2] = nil
     parse(defaults, { "policy=" .. policy, unpack(words) }, docs, kinds)
     -- a script may register policies under its own names
     local good, loaded = pcall(load, policy)

@@ -22,9 +22,7 @@ end
 local needed_missing = false
 
 local function line(state, what, text)
-  if text then
-    print(("%-8s %-14s %s"):format(state, what, text))
-  else print(("%-8s %s"):format(state, what)) end
+  print(text and ("%-8s %-14s %s"):format(state, what, text) or ("%-8s %s"):format(state, what))
 end
 
 local function need(found, what, text, advice)
@@ -46,9 +44,8 @@ local function cpu()
   local flags = " " .. (info:match("flags%s*:%s*([^\n]+)") or "") .. " "
   local sets = {}
   for _, pair in ipairs { { "avx2", "AVX2" }, { "f16c", "F16C" }, { "avx512f", "AVX-512" },
-    { "avx512_bf16", "AVX-512 BF16" },
-                          { "avx512_fp16", "AVX-512 FP16" }, { "amx_bf16", "AMX BF16" },
-                          { "amx_fp16", "AMX FP16" }, { "amx_int8", "AMX INT8" } } do
+    { "avx512_bf16", "AVX-512 BF16" }, { "avx512_fp16", "AVX-512 FP16" },
+    { "amx_bf16", "AMX BF16" }, { "amx_fp16", "AMX FP16" }, { "amx_int8", "AMX INT8" } } do
     if flags:find(" " .. pair[1] .. " ", 1, true) then sets[#sets + 1] = pair[2] end
   end
   line("ok", "instructions", #sets > 0 and table.concat(sets, ", ") or "baseline only")
@@ -115,12 +112,8 @@ local function programs()
   local missing = {}
   for _, row in ipairs(optional) do
     local path = output("command -v " .. row[1])
-    if path then
-      line("ok", row[1], path)
-    else
-      line("missing", row[1], row[3])
-      missing[#missing + 1] = row[2]
-    end
+    line(path and "ok" or "missing", row[1], path or row[3])
+    if not path then missing[#missing + 1] = row[2] end
   end
   local mpi = output("command -v mpirun")
   line("note", "MPI", mpi and mpi .. "; mpirun -np N engine SCRIPT trains on N ranks" or

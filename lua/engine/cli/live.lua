@@ -14,8 +14,8 @@ local function options_of(given, job, kind)
   o.run, o.resume, o.log = job.run, job.resume or false, "quiet"
   o.steps = kind == "trainer" and job.steps or nil
   o.policy, o.policy_options = job.policy, job.policy_options
-  o.shadow, o.tensorboard, o.attach, o.watch, o.history = nil, nil, false, false, nil
-  o.trap = nil
+  o.shadow, o.tensorboard, o.history, o.trap = nil, nil, nil, nil
+  o.attach, o.watch = false, false
   return o
 end
 

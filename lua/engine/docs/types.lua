@@ -5,93 +5,63 @@ local source = require "engine.docs.source"
 
 local M = {}
 
--- Reads text in two columns into a table name -> type.
-local function columns(text)
+-- Reads lines "NAME NAME ...: TYPE" into a table name -> type.
+local function types_of(text)
   local map = {}
-  for name, value in text:gmatch("(%S+) +([^\n]+)\n") do map[name] = value end
+  for names, value in text:gmatch("([^\n]-): ([^\n]+)\n") do
+    for name in names:gmatch("%S+") do map[name] = value end
+  end
   return map
 end
 
 -- Types that the reference does not give. All other fields are `number` in records and `any` in
 -- options.
-local TYPE = columns [[
-policy.name                string
-policy.doc                 string
-policy.kind                "scale"|"fp8"
-policy.options             table<string, number|boolean|string>
-policy.needs               engine.Statistic[]
-policy.init                fun(options: table): table
-policy.decide              engine.Decide
-policy.migrate             fun(old_state: table, old_name: string, options: table): table
-record.overflow            boolean
-record.capped              boolean
-record.first_bad           string?
-record.norm_ref            number?
-record.hist                engine.Histogram
-record.tensors             table<string|integer, engine.TensorRecord>?
-record.groups              table<string|integer, engine.TensorRecord>?
-record.signals             table<string, number?>
-verdict.action             "step"|"skip"|"retry"|"stop"|"rollback"
-verdict.reason             string
-record.update_norm         number?
-record.weight_norm         number?
-record.m_norm              number?
-record.v_norm              number?
-verdict.scales             table<string, number>
-verdict.clips              table<string, number>
-verdict.lr_muls            table<string, number>
-verdict.caps               table<string, number>
-verdict.grad_norms         table<string, number>
-verdict.logit_muls         table<string, number>
-verdict.reset_moments      boolean|string|string[]
-trainer.steps              integer
-trainer.accumulate         integer
-trainer.checkpoint_every   integer
-trainer.keep               integer
-trainer.stats_every        integer
-trainer.ref_every          integer
-trainer.activations        string
-trainer.clip               number
-trainer.clip_value         number
-trainer.bucket             number
-trainer.rank_timeout       number
-trainer.agree_every        integer
-trainer.graph              boolean
-trainer.run                string
-trainer.log                "line"|"json"|"quiet"
-trainer.mode               "sync"|"lagged"
-trainer.on_policy_error    "hold"|"stop"
-trainer.rollbacks          integer
-trainer.on_lost            "stop"|"continue"
-trainer.loss               fun(model: table, batch: table): engine.Tensor
-tensor.shape               integer[]
-tensor.ndim                integer
-tensor.count               integer
-tensor.dtype               string
-tensor.device              string
-tensor.is_leaf             boolean
-tensor.grad                engine.Tensor?
+local TYPE = types_of [[
+policy.name policy.doc verdict.reason trainer.activations trainer.run tensor.dtype: string
+tensor.device: string
+trainer.steps trainer.accumulate trainer.checkpoint_every trainer.keep trainer.stats_every: integer
+trainer.ref_every trainer.agree_every trainer.rollbacks tensor.ndim tensor.count: integer
+tensor.shape: integer[]
+trainer.clip trainer.clip_value trainer.bucket trainer.rank_timeout: number
+record.norm_ref record.update_norm record.weight_norm record.m_norm record.v_norm: number?
+record.overflow record.capped trainer.graph tensor.is_leaf: boolean
+record.first_bad: string?
+record.hist: engine.Histogram
+record.tensors record.groups: table<string|integer, engine.TensorRecord>?
+record.signals: table<string, number?>
+verdict.scales verdict.clips verdict.lr_muls verdict.caps verdict.grad_norms: table<string, number>
+verdict.logit_muls: table<string, number>
+verdict.action: "step"|"skip"|"retry"|"stop"|"rollback"
+verdict.reset_moments: boolean|string|string[]
+policy.kind: "scale"|"fp8"
+policy.options: table<string, number|boolean|string>
+policy.needs: engine.Statistic[]
+policy.init: fun(options: table): table
+policy.decide: engine.Decide
+policy.migrate: fun(old_state: table, old_name: string, options: table): table
+trainer.log: "line"|"json"|"quiet"
+trainer.mode: "sync"|"lagged"
+trainer.on_policy_error: "hold"|"stop"
+trainer.on_lost: "stop"|"continue"
+trainer.loss: fun(model: table, batch: table): engine.Tensor
+tensor.grad: engine.Tensor?
 ]]
 local REQUIRED = { ["policy.decide"] = true, ["verdict.scale"] = true, ["trainer.model"] = true,
   ["trainer.data"] = true, ["trainer.optimizer"] = true, ["trainer.steps"] = true }
 
 -- The result types of functions. A tensor method that is not listed returns a tensor.
-local RETURNS = columns [[
-tensor:item                number
-tensor:size                integer
-tensor:is_contiguous       boolean
-tensor:totable             table
-tensor:read                ffi.cdata*, integer
-tensor:free                nil
-tensor:done                nil
-tensor:backward            nil
-engine.trainer             engine.Trainer
-engine.is_tensor           boolean
+local RETURNS = types_of [[
+tensor:item: number
+tensor:size: integer
+tensor:is_contiguous engine.is_tensor: boolean
+tensor:totable: table
+tensor:read: ffi.cdata*, integer
+tensor:free tensor:done tensor:backward: nil
+engine.trainer: engine.Trainer
+engine.zeros engine.ones engine.full engine.rand engine.randn engine.randint: engine.Tensor
+engine.arange engine.tensor engine.from_memory engine.concat engine.stack: engine.Tensor
+engine.attention engine.cross_entropy engine.mse: engine.Tensor
 ]]
-for name in ([[zeros ones full rand randn randint arange tensor from_memory concat stack attention
-  cross_entropy mse]]):gmatch("[%w_]+") do
-  RETURNS["engine." .. name] = "engine.Tensor"
-end
 
 -- LuaLS accepts unknown fields in a table constructor, even of an exact class. This entry gives
 -- every other field a type without values, so that LuaLS marks it.

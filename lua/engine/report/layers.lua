@@ -159,7 +159,6 @@ function M.read(h, options)
   for k = 1, #names do result.cells[k], result.hists[k] = {}, {} end
   local first, last = h:range(options.from, options.to)
   if not first then return result end
-  result.first, result.last = first, last
   local points = options.points or 120
   local width = math.ceil((last - first + 1) / points)
   result.width = width

@@ -162,12 +162,12 @@ end
 
 -- The groups of runs by a setting, in the order of their first runs.
 local function groups_of(list, key)
-  local known, groups, by_value = keys_of(list), {}, {}
-  for _, name in ipairs(known) do by_value[name] = true end
-  if not by_value[key] then
-    error(("no run has a setting '%s'%s"):format(key, nearest.choices(key, known, "settings")), 0)
+  local known, groups, by_value = false, {}, {}
+  for _, run in ipairs(list) do known = known or run.settings[key] ~= nil end
+  if not known then
+    error(("no run has a setting '%s'%s"):format(key,
+      nearest.choices(key, keys_of(list), "settings")), 0)
   end
-  by_value = {}
   for _, run in ipairs(list) do
     local value = value_of(run, key)
     if not by_value[value] then

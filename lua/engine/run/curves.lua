@@ -278,8 +278,7 @@ function M.read(h, wanted_names, options)
     if metric.signal then need_signal(h, metric.signal) end
     table.insert(metric.layer and of_layers or metric.summed and summed or other, metric)
   end
-  local result = { names = wanted_names, x = {}, first_step = {}, width = 1, rows = {},
-    overflows = {}, skipped = {} }
+  local result = { x = {}, first_step = {}, width = 1, rows = {}, overflows = {}, skipped = {} }
   for _, name in ipairs(wanted_names) do result[name] = { min = {}, max = {}, mean = {} } end
   local first, last = h:range(options.from, options.to)
   if not first or first > last then return result end

@@ -50,8 +50,8 @@ function M.open(path, options)
   local file = files.is_folder(path) and path .. "/history.db" or path
   local out = ffi.new("eng_history *[1]")
   check(C.eng_history_open(out, file, write))
-  return setmetatable({ path = file, writing = write,
-    handle = ffi.gc(out[0], C.eng_history_close) }, write and Writing or History)
+  return setmetatable({ path = file, handle = ffi.gc(out[0], C.eng_history_close) }, write
+    and Writing or History)
 end
 
 --- Calls f(h) with the history at `path` open, and closes it. Returns f's result, or nil and the

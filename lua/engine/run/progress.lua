@@ -38,6 +38,9 @@ function progress.json(row)
   return "{" .. table.concat(parts, ",") .. "}"
 end
 
+progress.count_text, progress.scale_text, progress.duration_text = show.count, show.scale,
+  show.duration
+
 -- Writes to stdout. The first failure (a full disk, a pipe without a reader) is reported on stderr;
 -- the run goes on without this output.
 local function put(self, ...)
@@ -65,7 +68,7 @@ function progress.new(options)
   elseif options.stream then
     self.fixed_columns = false
   end
-  self.first_step, self.shown, self.unscaled = nil, 0, options.unscaled
+  self.unscaled = options.unscaled
   return self
 end
 

@@ -73,15 +73,15 @@ function M.run(trace, source, options, look)
   local scales, actions, marks = {}, {}, {}
   local result = { name = policy.name, file = policy.config or policy.file,
     options = policy.options, option_names = policy.option_names,
-    defaults = policy.defaults, scales = scales, actions = actions, skipped = 0,
-    failures = 0, initial = policy:scale() }
+    defaults = policy.defaults, scales = scales, actions = actions, skipped = 0, failures = 0 }
   if trace.names then
     result.marks, result.certainty = marks, counterfactual.certainty()
     policy:tensors(require("engine.policy.groups").of(trace.names))
   end
   local needs, updates = policy.needs or 0, trace.rows and trace.rows[0].updates or 0
   local logs, elements, masses, applied = 0, 0, 0, 0
-  local before = policy:scale()
+  local initial = policy:scale()
+  local before = initial
   for i = 1, trace.n do
     local scale = trace.lagged and trace:early(i) and before or policy:scale()
     before = policy:scale()
@@ -119,7 +119,7 @@ function M.run(trace, source, options, look)
   end
   result.steps = #scales
   result.mean_log2_scale = logs / #scales
-  result.recover, result.unrecovered = recovery(scales, result.initial)
+  result.recover, result.unrecovered = recovery(scales, initial)
   if applied > 0 then result.underflow, result.mass_lost = elements / applied, masses / applied end
   local without = result.skipped + trace.n - #scales       -- a stopped run makes no further steps
   result.costs = { elements = (without + elements) / trace.n, mass = (without + masses) / trace.n,
