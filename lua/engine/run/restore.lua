@@ -3,6 +3,7 @@
 -- the parts are restored. Called by run.lua, which opens and writes the files.
 local M_ffi = require "engine.base.ffi"
 local masters = require "engine.run.masters"
+local merged = require("engine.base.arguments").merged
 local published = require "engine.policy.signals"
 local random = require "engine.base.random"
 local shape_text = require("engine.tensor.tensor").shape_text
@@ -23,7 +24,7 @@ local function uint64_of(text)
   return x
 end
 
--- Settings that change the losses of a resumed run, as text.
+-- Settings whose change makes the losses of a resumed run differ.
 local function numerics_of(trainer)
   return { precision = trainer.precision.name, threads = tonumber(C.eng_threads(0)),
     schedule = trainer.schedule and tostring(trainer.schedule) or nil }
@@ -35,9 +36,9 @@ function M.state_of(trainer, user)
   local place, policy, optimizer = random.place(), trainer.policy, trainer.optimizer
   local last, evaluated = trainer.last_verdict, published.evaluation_loss
   local held_out = trainer.evaluate and trainer.evaluate.data
-  local fp8, numerics = optimizer.fp8 and optimizer.fp8:state(), numerics_of(trainer)
+  local fp8 = optimizer.fp8 and optimizer.fp8:state()
   for i, of in ipairs(fp8 and fp8.policies or {}) do of.swapped = trainer.swaps:state(i + 1) end
-  return {
+  return merged(numerics_of(trainer), {
     engine = M_ffi.version, user = user,
     steps = trainer.steps_done, updates = trainer.updates, skipped = trainer.skipped,
     retries = trainer.retries, tokens = trainer.tokens,
@@ -56,8 +57,7 @@ function M.state_of(trainer, user)
     evaluation = held_out and held_out.state and held_out:state() or nil,
     evaluation_loss = evaluated and show.exact(evaluated) or nil,
     accumulate = trainer.accumulate, ranks = trainer.reducer.size,
-    precision = numerics.precision, schedule = numerics.schedule, threads = numerics.threads,
-  }
+  })
 end
 
 -- Lets a seat's policy take over from a checkpoint's policy, which has the text of `source` (what
