@@ -1,4 +1,5 @@
--- Child processes. Used by contests and by `engine replay --verify`.
+-- Child processes. Used by contests, `engine replay --verify`, `engine plan` and writers that run
+-- other programs.
 local M_ffi = require "engine.base.ffi"
 
 local C, check = M_ffi.C, M_ffi.check
@@ -24,6 +25,17 @@ end
 
 --- Sends SIGTERM to a program.
 function M.stop(process) C.eng_process_signal(process, 15) end
+
+--- A word as the shell reads it back, whatever characters it has.
+function M.quoted(word) return "'" .. tostring(word):gsub("'", "'\\''") .. "'" end
+
+--- What a shell command prints on its standard output.
+function M.output(command)
+  local pipe = io.popen(command)
+  local text = pipe and pipe:read("*a") or ""
+  if pipe then pipe:close() end
+  return text
+end
 
 --- The last line of an output file that reports an error ("engine: ..."), else its last line; nil
 --- without output.

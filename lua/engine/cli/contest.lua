@@ -164,7 +164,7 @@ end
 -- ------------------------------------------------------------------ running
 
 local function quoted(word)
-  return word:find("[^%w_./=:,+-]") and "'" .. word:gsub("'", "'\\''") .. "'" or word
+  return word:find("[^%w_./=:,+-]") and process.quoted(word) or word
 end
 
 -- The command that continues the contest.

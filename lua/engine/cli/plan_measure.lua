@@ -8,8 +8,10 @@
 -- without mpirun. The times give the step that predictions start from, and the slowdown by shared
 -- caches and memory.
 local M_ffi = require "engine.base.ffi"
+local process = require "engine.base.process"
 
 local C, check, ffi = M_ffi.C, M_ffi.check, M_ffi.ffi
+local output, quote = process.output, process.quoted
 
 local M = {}
 
@@ -57,20 +59,11 @@ end
 
 -- ------------------------------------------------------------------ processes
 
-local function quote(word) return "'" .. tostring(word):gsub("'", "'\\''") .. "'" end
-
 local function mpirun(n)
   return ("env -u ENGINE_RANKS -u RANK -u WORLD_SIZE OMP_NUM_THREADS=1 "
     .. "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 " ..
       "OMPI_MCA_mpi_yield_when_idle=1 timeout 600 "
     .. "mpirun --oversubscribe --bind-to none -np %d"):format(n)
-end
-
-local function output(command)
-  local pipe = io.popen(command)
-  local text = pipe and pipe:read("*a") or ""
-  if pipe then pipe:close() end
-  return text
 end
 
 -- Two processes of this machine run this script. Summing 2^20 floats sends each of their 2^22 bytes

@@ -1,5 +1,6 @@
 -- One HTML page of the reference: its frame and style, text with links to entries, and Markdown
 -- through cmark-gfm. Used by html.lua.
+local process = require "engine.base.process"
 local source = require "engine.docs.source"
 
 local M = {}
@@ -82,10 +83,8 @@ end
 --- A Markdown file as HTML. Every heading has an anchor. resolve(address) returns the address of a
 --- link on the page, or nil if the link is to become plain text.
 function M.markdown(path, links, resolve)
-  local quoted = source.path(path):gsub("'", "'\\''")
-  local pipe = assert(io.popen(("cmark-gfm -e table '%s' 2>&1"):format(quoted)))
-  local html = pipe:read("*a")
-  pipe:close()
+  local html = process.output(("cmark-gfm -e table %s 2>&1"):format(
+    process.quoted(source.path(path))))
   if html ~= "" and not html:find("^<") then
     error("cmark-gfm, which renders the guides, does not run here; hint: make deps", 0)
   end

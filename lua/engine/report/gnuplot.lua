@@ -2,12 +2,12 @@
 -- cli/contest.lua asks beforehand whether it is installed.
 local chart = require "engine.report.chart"
 local files = require "engine.base.file"
+local quoted = require("engine.base.process").quoted
 local show = require "engine.base.show"
 
 local M = {}
 local exact = show.exact
 
-local function quote(text) return "'" .. tostring(text):gsub("'", "'\\''") .. "'" end
 -- A text in gnuplot's own quotes, where '' is a quote.
 local function plain(text)
   return "'" .. show.shown(text):gsub("'", "''"):gsub("[\n\\]", " ") .. "'"
@@ -107,7 +107,7 @@ function M.png(path, title, panels, options)
   local width, height = options.width or 1200, options.height or 120 + 260 * #panels
   local log_file = os.tmpname()
   if files.is_file(path) then os.remove(path) end    -- an old picture would hide a failure
-  local pipe = assert(io.popen("gnuplot > " .. quote(log_file) .. " 2>&1", "w"))
+  local pipe = assert(io.popen("gnuplot > " .. quoted(log_file) .. " 2>&1", "w"))
   local function say(format, ...) pipe:write(format:format(...), "\n") end
   say("set terminal pngcairo size %d,%d font 'sans,11' background rgb 'white'", width, height)
   say("set output %s", plain(path))

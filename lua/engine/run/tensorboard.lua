@@ -85,23 +85,19 @@ function M.histogram_proto(hist, s)
   for e, n in pairs(hist) do
     if n > 0 then least, most = math.min(least, e), math.max(most, e) end
   end
-  local limits, counts, sum, num = {}, {}, 0, 0
+  local limits, counts, sum, num, zeros = {}, {}, 0, 0, s.zeros or 0
   local function put(limit, n)
     limits[#limits + 1], counts[#counts + 1] = double_bytes(limit), double_bytes(n)
     num = num + n
   end
-  if (s.zeros or 0) > 0 or least > most then
-    put(least <= most and 2 ^ least or 2 ^ -149, s.zeros or 0)
+  local any = least <= most
+  put(any and 2 ^ least or 2 ^ -149, zeros)
+  for e = least, most do
+    local n = hist[e] or 0
+    put(2 ^ (e + 1), n)
+    sum = sum + n * 1.5 * 2 ^ e
   end
-  if least <= most then
-    if (s.zeros or 0) == 0 then put(2 ^ least, 0) end
-    for e = least, most do
-      local n = hist[e] or 0
-      put(2 ^ (e + 1), n)
-      sum = sum + n * 1.5 * 2 ^ e
-    end
-  end
-  local low = (s.zeros or 0) > 0 and 0 or least <= most and 2 ^ least or 0
+  local low = zeros == 0 and any and 2 ^ least or 0
   return double_field(1, low) .. double_field(2, s.amax or 0) .. double_field(3, num) ..
     double_field(4, sum) .. double_field(5, (s.norm or 0) ^ 2) ..
     bytes_field(6, table.concat(limits)) .. bytes_field(7, table.concat(counts))
