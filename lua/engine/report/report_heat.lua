@@ -207,6 +207,14 @@ local function each_limit(format, least, most, visit)
   end
 end
 
+-- The shares of a histogram's elements, by exponent from least to most.
+local function shares_of(hist, least, most)
+  local total, list = 0, with_length({}, most - least + 1)
+  for _, count in pairs(hist) do total = total + count end
+  for i = 1, list.n do list[i] = (hist[least + i - 1] or 0) / math.max(total, 1) end
+  return list
+end
+
 --- Layers by exponent, over the whole record; nil without nonzero gradients.
 function M.layers_by_exponent(l)
   local least, most = layers.exponents(l.hists, l.format)
@@ -216,17 +224,10 @@ function M.layers_by_exponent(l)
   for i = 1, n do columns[i] = { (i - 1) * chart.span / n, i * chart.span / n } end
   local by_level, cells = {}, {}
   for k = 1, #l.names do
-    local total, list = 0, with_length({}, n)
-    for _, count in pairs(l.hists[k]) do total = total + count end
-    for i = 1, n do list[i] = 0 end
-    for e, count in pairs(l.hists[k]) do
-      local i = e - least + 1
-      if i >= 1 and i <= n then
-        list[i] = count / total
-        put(by_level, level_of(count / total), { k, i })
-      end
+    cells[k] = shares_of(l.hists[k], least, most)
+    for i, share in ipairs(cells[k]) do
+      if share > 0 then put(by_level, level_of(share), { k, i }) end
     end
-    cells[k] = list
   end
   local height = #l.names * row
   local paths, texts = { paths_of(by_level, LEVELS, levelled, columns, row) }, {}
@@ -273,17 +274,11 @@ function M.exponents_over_time(h, l, axis)
   local columns = columns_of(axis, starts, width)
   local by_level, cells, seen = {}, {}, {}
   for i, hist in ipairs(hists) do
-    local list, total = with_length({}, rows), 0
-    for _, count in pairs(hist) do total = total + count end
-    for k = 1, rows do list[k], seen[#seen + 1] = 0, { k, i } end
-    for e, count in pairs(hist) do
-      if e >= least and e <= most then
-        local share = count / total
-        list[e - least + 1] = share
-        put(by_level, level_of(share), { most - e + 1, i })
-      end
+    cells[i] = shares_of(hist, least, most)
+    for k, share in ipairs(cells[i]) do
+      seen[#seen + 1] = { k, i }
+      if share > 0 then put(by_level, level_of(share), { rows + 1 - k, i }) end
     end
-    cells[i] = list
   end
   local gaps = #hists < math.ceil((last - first + 1) / width)
   local grid, ticks = chart.x_axis(axis, rows * row)
