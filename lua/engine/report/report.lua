@@ -19,7 +19,7 @@ local M = {}
 local COLUMNS = 480             -- columns of a curve
 local escape, number, grouped, percent = chart.escape, chart.number, show.grouped, show.percent
 local counted, section = show.counted, parts.section
-local shortened, with_length = parts.shortened, parts.with_length
+local shortened = parts.shortened
 
 -- ------------------------------------------------------------------ curves
 
@@ -60,17 +60,14 @@ local function same_points(a, b)
   return true
 end
 
--- The shadows; `same`: an earlier shadow with the same scale at every step.
+-- The shadows (h:shadows) with `points`, `style`, and `same`: an earlier shadow with the same scale
+-- at every step.
 local function shadows_of(h, axis)
-  local list = {}
-  for i, s in ipairs(h:shadows()) do
-    list[i] = { name = s.name, points = points_of(h, s.name, axis), skipped = s.skipped,
-      overflows = s.overflows, bounds = s.bounds, failed = s.failed, scale = s.scale,
-      style = chart.style_of(i + 1) }
-    for k = 1, i - 1 do
-      if not list[i].same and s.scale and same_points(list[i].points, list[k].points) then
-        list[i].same = list[k].name
-      end
+  local list = h:shadows()
+  for i, s in ipairs(list) do
+    s.points, s.style = points_of(h, s.name, axis), chart.style_of(i + 1)
+    for k = 1, s.scale and i - 1 or 0 do
+      if same_points(s.points, list[k].points) then s.same = s.same or list[k].name end
     end
   end
   return list
@@ -121,16 +118,13 @@ local function lead(info, l, c)
     said[#said + 1] = ("The loss ended at %s; its lowest was %s."):format(number(info.loss),
       number(least))
   end
+  local name, room, bad, formats = nearest_layer(l)
   if info.overflows > 0 then
-    local name, _, bad = nearest_layer(l)
     said[#said + 1] = ("The gradients overflowed in %s%s."):format(counted(info.overflows, "step"),
       bad and (", most often in <code>%s</code>"):format(escape(name)) or "")
-  elseif l.rows > 0 then
-    local name, room, _, formats = nearest_layer(l)
-    if name and room < 40 then
-      said[#said + 1] = ("No gradient overflowed; <code>%s</code> came nearest to the top of " ..
-        "%s, %.1f bits below it."):format(escape(name), formats, room)
-    end
+  elseif name and room < 40 then
+    said[#said + 1] = ("No gradient overflowed; <code>%s</code> came nearest to the top of " ..
+      "%s, %.1f bits below it."):format(escape(name), formats, room)
   end
   return '<p class="lead">' .. table.concat(said, " ") .. "</p>"
 end
@@ -201,46 +195,42 @@ local function curve_sections(h, info, l)
     if point[2] - point[2] == 0 then evaluations[#evaluations + 1] = point end
   end
   local shadows = shadows_of(h, axis)
-  local function curve(name, o)
+  -- a section with one curve; "" if there is nothing to draw
+  local function curve(title, about, name, o)
     o.c, o.axis, o.marks, o.title = c, axis, marked, TITLES[name]
     o.name = o.name or TITLES[name]
     o.series = o.series or {}
     table.insert(o.series, 1, { column = name, name = o.first or "in use" })
-    return parts.panel(o)
+    local panel = parts.panel(o)
+    return section(title, about, panel == "" and o.empty or panel)
   end
   local scale_series = {}
   for i, s in ipairs(shadows) do
     scale_series[i] = { points = s.points, name = s.same and ("%s (= %s)"):format(s.name, s.same)
       or s.name }
   end
-  local overflowed = info.overflows > 0
   local scaled = info.precision == nil or c.scale.max[1] ~= 1 or c.scale.max[#c.x] ~= 1
-    or overflowed or #shadows > 0
-  local _, underflow = curves.range(c, "underflow")
-  local band = c.width > 1 and ("Each point is the mean of %s steps; the band spans from the " ..
-    "smallest to the largest value in those steps."):format(grouped(c.width)) or nil
-  local top = l.format.top < 64 and { { l.format.limit, l.format.name .. " ends" } } or nil
-  local loss = curve("loss", { height = 210, first = "training",
-    series = #evaluations > 0 and { { points = evaluations, name = "evaluation" } } or nil })
-  if loss == "" then loss = "<p>No step has a finite loss.</p>" end
+    or info.overflows > 0 or #shadows > 0
   local list = {
-    first = section("Loss", band, loss) .. (scaled
-      and section("Loss scale", "The factor on the loss before the backward pass" ..
-      (#shadows > 0 and ", and what each shadow would have chosen." or "."),
-      curve("scale", { log = 2, height = 190, hold = true, series = scale_series })) or "") ..
-      section("Largest gradient, as stored",
-      ("Multiplied by the loss scale, as stored in %s."):format(escape(l.formats_text)),
-      curve("stored", { log = 2, height = 150, limits = top, name = "magnitude" })),
-    last = ((underflow or 0) > 0 and section("Gradients that lose bits",
+    first = curve("Loss", parts.band_text(c), "loss", { height = 210, first = "training",
+      series = #evaluations > 0 and { { points = evaluations, name = "evaluation" } } or nil,
+      empty = "<p>No step has a finite loss.</p>" }) ..
+      (scaled and curve("Loss scale", "The factor on the loss before the backward pass" ..
+      (#shadows > 0 and ", and what each shadow would have chosen." or "."), "scale",
+      { log = 2, height = 190, hold = true, series = scale_series }) or "") ..
+      curve("Largest gradient, as stored",
+      ("Multiplied by the loss scale, as stored in %s."):format(escape(l.formats_text)), "stored",
+      { log = 2, height = 150, name = "magnitude", limits = l.format.top < 64
+        and { { l.format.limit, l.format.name .. " ends" } } or nil }),
+    last = curve("Gradients that lose bits",
       "The share below the smallest normal number of their format. Gaps are steps without any.",
-      curve("underflow", { log = 10, height = 110, name = "share of all gradients" })) or "") ..
-      section("Gradient norm", "Of the true gradients, without the loss scale.",
-      curve("norm", { log = 10, height = 130 })) ..
-      section("Learning rate", nil, curve("lr", { height = 80 })),
+      "underflow", { log = 10, height = 110, name = "share of all gradients" }) ..
+      curve("Gradient norm", "Of the true gradients, without the loss scale.", "norm",
+      { log = 10, height = 130 }) .. curve("Learning rate", nil, "lr", { height = 80 }),
   }
-  local shadow_data, lines = with_length({}, #shadows), {}
+  local shadow_data, lines = {}, {}
   for i, s in ipairs(shadows) do
-    shadow_data[i] = { name = escape(s.name), points = with_length(s.points, #s.points) }
+    shadow_data[i] = { name = escape(s.name), points = s.points }
   end
   for _, m in ipairs(marked) do
     for i, step in ipairs(m.texts and m.at or {}) do
@@ -248,7 +238,7 @@ local function curve_sections(h, info, l)
     end
   end
   return list, parts.curve_data(c, axis, NAMES, { names = NAMES, titles = TITLES,
-    events = with_length(lines, #lines), shadows = shadow_data }), c, axis, shadows
+    events = lines, shadows = shadow_data }), c, axis, shadows
 end
 
 --- The page as text. For a run without steps, it has only the ending, events and settings.

@@ -120,9 +120,7 @@ local function curve_sections(list)
       end
     end
     groups[name] = group
-    local about = c.width > 1 and ("Each point is the mean of %s steps; the band spans from " ..
-      "the smallest to the largest value in those steps."):format(grouped(c.width)) or nil
-    body[i] = parts.section(TITLES[name], i == 1 and about or nil, parts.panel {
+    body[i] = parts.section(TITLES[name], i == 1 and parts.band_text(c) or nil, parts.panel {
       title = metric.title, name = metric.title, data = name, c = c, axis = axis, series = series,
       marks = i == #NAMES and marks.overflows(c, "overflow in any run") or nil,
       log = metric.log, height = i == 1 and 240 or 190, hold = name == "scale" })

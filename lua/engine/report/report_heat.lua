@@ -209,9 +209,9 @@ end
 
 -- The shares of a histogram's elements, by exponent from least to most.
 local function shares_of(hist, least, most)
-  local total, list = 0, with_length({}, most - least + 1)
+  local total, list = 0, {}
   for _, count in pairs(hist) do total = total + count end
-  for i = 1, list.n do list[i] = (hist[least + i - 1] or 0) / math.max(total, 1) end
+  for e = least, most do list[#list + 1] = (hist[e] or 0) / math.max(total, 1) end
   return list
 end
 

@@ -73,6 +73,12 @@ function M.panel(o)
       ('<line class="cross" y1="0" y2="%d"/>'):format(body.height)))
 end
 
+--- What the points and the band of the curves c show; nil if each point is one step.
+function M.band_text(c)
+  return c.width > 1 and ("Each point is the mean of %s steps; the band spans from the smallest " ..
+    "to the largest value in those steps."):format(show.grouped(c.width)) or nil
+end
+
 --- The head of the page: its title as HTML, the line below it, the button.
 function M.header(title, sub)
   return ('<header><div><h1>%s</h1><p class="sub">%s</p></div>' ..
