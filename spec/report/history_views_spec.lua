@@ -191,12 +191,15 @@ describe("views of a history", function()
       append(other, step, step == 30 and { action = C.ENG_ACTION_SKIP } or nil)
     end
     other:event(50, "swap", "a -> b")
+    other:event(55, "swap", "the beginning " .. ("x"):rep(300))
     other:event(60, "set", "lr = 1")
     other:event(61, "set", "lr = 2")
     other:event(70, "paused", "by an attached client")
     local text = tostring(other:plot("scale", { width = 120 }))
-    assert.matches("× overflow (2)   o skipped without overflow (1)   s policy swapped (1)   " ..
+    assert.matches("× overflow (2)   o skipped without overflow (1)   s policy swapped (2)   " ..
       "= setting changed (2)   p paused (1)", text, 1, true)
+    local page = require("engine.report.report").html(other, dir2)
+    assert.matches('"policy swapped: the beginning x', page, 1, true)
     other:close()
     scratch.remove(dir2)
   end)

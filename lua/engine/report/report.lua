@@ -19,7 +19,6 @@ local M = {}
 local COLUMNS = 480             -- columns of a curve
 local escape, number, grouped, percent = chart.escape, chart.number, show.grouped, show.percent
 local counted, section = show.counted, parts.section
-local shortened = parts.shortened
 
 -- ------------------------------------------------------------------ curves
 
@@ -176,7 +175,7 @@ local function header(info)
   say("%s", info.ranks > 1 and escape(require("engine.dist.ranks").job_text(info.ranks, info.zero,
     info.comm_dtype)) or nil)
   local kind = info.failed == 0 and ({ finished = "good", running = "live" })[info.how] or "bad"
-  local how = escape(shortened(info.how == "broken" and "broken off" or info.how, 60))
+  local how = info.how == "broken" and "broken off" or info.how
   return parts.header(('%s<span class="badge %s">%s%s</span>'):format(escape(info.name), kind, how,
     info.failed > 0 and ", the policy failed" or ""), table.concat(sub, " · "))
 end
@@ -234,7 +233,7 @@ local function curve_sections(h, info, l)
   end
   for _, m in ipairs(marked) do
     for i, step in ipairs(m.texts and m.at or {}) do
-      lines[#lines + 1] = { step, escape(shortened(m.texts[i], 160)) }
+      lines[#lines + 1] = { step, escape(show.cut(m.texts[i], 160)) }
     end
   end
   return list, parts.curve_data(c, axis, NAMES, { names = NAMES, titles = TITLES,

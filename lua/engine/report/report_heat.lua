@@ -65,8 +65,8 @@ local function row_labels(names, row)
   for k, name in ipairs(names) do
     if (k - 1) % each == 0 then
       out[#out + 1] = chart.text("label", 0, (k - 0.5) * row, -8, 4, "end",
-        escape((html.shortened(name, 12):gsub("^…[%._]+", "…"))) .. "<title>" .. escape(name) ..
-        "</title>")
+        escape(#name > 12 and "…" .. name:sub(-11):gsub("^[%._]+", "") or name) .. "<title>" ..
+        escape(name) .. "</title>")
     end
   end
   return table.concat(out)

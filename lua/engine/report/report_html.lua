@@ -39,11 +39,6 @@ function M.curve_data(c, axis, names, data)
   return data
 end
 
---- A text, or the last `most` bytes of a longer one.
-function M.shortened(text, most)
-  return #text > most and "…" .. text:sub(-(most - 1)) or text
-end
-
 --- The SVG of a panel or a heat map as wide as the page: `height` pixels between its margins.
 function M.svg(class, data, label, top, height, bottom, content)
   return ('<svg class="%s" %s role="img" aria-label="%s" style="height:%dpx;padding:%dpx %dpx ' ..
