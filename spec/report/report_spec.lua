@@ -7,11 +7,11 @@ local M_ffi = require "engine.base.ffi"
 local script = [[
   local engine = require "engine"
   local cfg = engine.config { run = "", steps = 60, policy = "dynamic:init_scale=2^22",
-    tensorboard = false, shadow = "" }
+    tensorboard = false, shadow = "", factor = 1 }
   engine.seed(1)
   local model = engine.nn.sequential { engine.nn.linear(8, 16), engine.nn.relu(),
     engine.nn.linear(16, 4) }
-  local x, y = engine.randn(32, 8):keep(), engine.randint(0, 4, 32):keep()
+  local x, y = (engine.randn(32, 8) * cfg.factor):keep(), engine.randint(0, 4, 32):keep()
   engine.trainer {
     model = model, data = { next = function() return { x = x, y = y, tokens = 32 } end },
     loss = function(m, b) return engine.cross_entropy(m(b.x), b.y) end,
@@ -125,6 +125,8 @@ describe("a run's commands", function()
     assert.matches("\nbroken .*is not a history", result.out)
     local first = inside("runs --json").out:match('{"[^\n]*"name":"a"[^\n]*}')
     assert.equal(60, require("cjson").decode(first).rows)
+    inside "train.lua run=lost steps=2 factor=1e38*10"
+    assert.matches('"loss":"nan","name":"lost"', inside("runs --json").out, 1, true)
     assert.equal("no runs in runs/; a script makes one with run=NAME\n",
       shell("cd / && " .. engine .. " runs").out)
     assert.equal("engine runs: there is no folder nowhere\n", inside("runs nowhere").err)

@@ -10,7 +10,7 @@ without an update, the policy, when the run began, how long it took and how it e
 
   engine runs
   engine runs /scratch/me/runs
-  engine runs --json          one JSON object for each run
+  engine runs --json          one JSON object for each run; inf and nan are strings
 
 next: engine plot RUN, engine report RUN, engine attach RUN, engine replay RUN --policy FILE]==]
 
@@ -74,7 +74,7 @@ local function main(given)
   end
   local list = require("engine.run.runs").list(dir)
   if given.json then
-    for _, run in ipairs(list) do print(require("engine.base.json").encode(run)) end
+    for _, run in ipairs(list) do print(require("engine.base.json").plain(run)) end
     return 0
   end
   print(table_of(list, dir))
