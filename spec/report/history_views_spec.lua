@@ -116,8 +116,9 @@ describe("views of a history", function()
     for problem, options in pairs { ["a whole number of 1 or more, got 0"] = { height = 0 },
       ["width to be a whole number of 1 or more, got -5"] = { width = -5 },
       ["points to be a whole number of 1 or more, got 0"] = { points = 0 },
-      ["width to be at most 2000, got 1e+09"] = { width = 1e9 },
-      ["from to be a number, got 'x'"] = { from = "x" } } do
+      ["width to be at most 2000, got 1000000000"] = { width = 1e9 },
+      ["from to be a number, got 'x'"] = { from = "x" },
+      ["log to be true, false or a base above 1, got -1"] = { log = -1 } } do
       fails("plot: expected ", "loss", options)
       fails(problem, "loss", options)
     end

@@ -200,6 +200,12 @@ describe("progress", function()
     assert.equal("\n", text:sub(-1))
   end)
 
+  it("refuses sizes that cannot be drawn", function()
+    for _, options in ipairs { 5, { y = { 1 }, height = 0 }, { y = { 1 }, width = 1e9 } } do
+      assert.error_matches(function() plot.draw(options) end, "plot.draw: expected ")
+    end
+  end)
+
   it("marks overflow, and abbreviates numbers", function()
     local out = sink()
     local p = progress.new { stream = out, clock = function() return 0 end }

@@ -35,8 +35,8 @@ end
 -- What the command shows, as lines for a terminal of `columns` x `rows` characters.
 local function frame(h, names, first_line, columns, rows)
   local height = math.floor((rows - EVENTS - 3) / #names) - 5
-  local text = tostring(require("engine.report.views").plot(h, names, { width = columns - 1,
-    height = math.max(3, math.min(14, height)) }))
+  local text = tostring(require("engine.report.views").plot(h, names, {
+    width = math.max(1, columns - 1), height = math.max(3, math.min(14, height)) }))
   local lines = { first_line, "" }
   for line in (text .. "\n"):gmatch("(.-)\n") do lines[#lines + 1] = line end
   lines[#lines + 1] = ""

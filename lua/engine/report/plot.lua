@@ -18,10 +18,26 @@
 --   width, height   in characters; by default the width of the terminal, and 12
 --   ascii    true: * instead of braille (by default where the terminal shows only ASCII)
 -- Inf and NaN do not fit on an axis: they are left out and counted in the title.
+local M_ffi = require "engine.base.ffi"
+local arguments = require "engine.base.arguments"
 local machine = require "engine.base.machine"
 local show = require "engine.base.show"
 
 local plot = {}
+
+local MOST = 2000          -- characters in either direction
+
+--- Raises unless the sizes in a table of options can be drawn. name: of the function, for the
+--- message; most: the largest size (2000).
+function plot.check_sizes(options, name, most)
+  M_ffi.expect(type(options) == "table", options, "%s: expected a table of options", name)
+  for _, size in ipairs { "width", "height", "points" } do
+    local value = options[size]
+    if value ~= nil then arguments.want_whole(value, name, size, 1) end
+    M_ffi.expect((value or 1) <= (most or MOST), value, "%s: expected %s to be at most %d", name,
+      size, most or MOST)
+  end
+end
 
 local FIRST_BRAILLE = 0x2800
 -- Bit of the dot in column 0..1, row 0..3 of a character.
@@ -329,6 +345,7 @@ end
 
 --- The plot as text, without a final newline.
 function plot.draw(options)
+  plot.check_sizes(options, "plot.draw")
   local ascii = options.ascii
   if ascii == nil then ascii = machine.ascii() end
   local width = options.width or math.min(terminal_width(), 120)

@@ -1,6 +1,7 @@
 -- Pictures of a history: curves, heat maps, one tensor. init.lua makes them methods of histories
 -- (h:plot, h:heatmap, h:tensor); each returns text that prints as it is. compare() draws several
 -- histories.
+local M_ffi = require "engine.base.ffi"
 local compare = require "engine.run.compare"
 local curves = require "engine.run.curves"
 local layers = require "engine.report.layers"
@@ -21,27 +22,23 @@ local PLOT = "log from to points width height ascii marks svg png"
 local HEATMAP = "by only tensors from to width"
 local TENSOR = "points from to width"
 
-local MOST_CHARACTERS, MOST_PIXELS = 2000, 20000
+local MOST_PIXELS = 20000
 
--- Raises unless the sizes of a picture can be drawn, and its range is of numbers.
-local function check_sizes(options, name)
-  local most = (options.svg or options.png) and MOST_PIXELS or MOST_CHARACTERS
-  for _, size in ipairs { "width", "height", "points" } do
-    local value = options[size]
-    if value ~= nil then arguments.want_whole(value, name, size, 1) end
-    if (value or 1) > most then
-      error(("%s: expected %s to be at most %d, got %g"):format(name, size, most, value), 0)
-    end
-  end
+-- Raises unless the options of a picture can be drawn.
+local function check(options, name)
+  plot.check_sizes(options, name, (options.svg or options.png) and MOST_PIXELS)
   for _, bound in ipairs { "from", "to" } do
     if options[bound] ~= nil then arguments.want_number(options[bound], name, bound) end
   end
+  local log = options.log
+  M_ffi.expect(log == nil or type(log) == "boolean" or type(log) == "number" and log > 1, log,
+    "%s: expected log to be true, false or a base above 1", name)
   return options
 end
 
 -- The options of a method of histories, checked.
 local function read_options(options, name, known)
-  return check_sizes(arguments.read_named(options, name, known), name)
+  return check(arguments.read_named(options, name, known), name)
 end
 
 --- One curve of curves.read's result. options: log, width, height, ascii, marks (false: no overflow
@@ -171,7 +168,7 @@ end
 --- each value of that setting. Other options: as of history:plot. Returns a text, and the notes of
 --- compare.read.
 function M.compare(list, names, options)
-  check_sizes(options, "plot")
+  check(options, "plot")
   local width, to_file = width_of(options), options.svg or options.png
   local c = compare.read(list, names, { from = options.from, to = options.to,
     group = options.group, log = options.log, points = to_file and FILE_POINTS or 2 * width })

@@ -15,6 +15,7 @@ end
 --- The directory (or history file) of a run, from its path or its name under runs/. If there is no
 --- such run, raises an error that suggests the nearest name.
 function M.find(text)
+  M_ffi.expect(type(text) == "string", text, "expected the name or the directory of a run")
   if files.is_file(text) or files.exists(text .. "/history.db") then return text end
   if files.exists("runs/" .. text .. "/history.db") then return "runs/" .. text end
   error(("there is no run '%s'%s"):format(text, M.hint(text)), 0)
