@@ -4,13 +4,12 @@
 --   local best = engine.tune { runs = { "runs/a" }, policy = "dynamic",
 --     over = { "growth_interval=100..5000" } }
 -- The subcommand is cli/tune.lua.
+local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local expression = require "engine.base.expression"
 local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
 local replay = require "engine.run.replay"
-
-local M_ffi = require "engine.base.ffi"
 
 local C = M_ffi.C
 
@@ -106,7 +105,7 @@ local function read(o)
       nearest.choices(s.objective, M.objectives, "objectives")), 0)
   end
   for i, run in ipairs(o.runs) do
-    s.traces[i] = type(run) == "string" and replay.trace(run) or run
+    s.traces[i] = type(run) == "table" and run or replay.trace(run)
     if not s.traces[i].names and s.objective ~= "skipped" then
       error(("'%s' has verdicts and no gradients; its only objective is --objective " ..
         "skipped"):format(s.traces[i].name), 0)
@@ -116,7 +115,7 @@ local function read(o)
   local loaded, policy = pcall(require("engine.policy.policy").load, s.source, s.fixed)
   if not loaded then error(policy, 0) end
   s.policy = policy
-  for i, text in ipairs(o.over) do s.ranges[i] = read_range(text, policy) end
+  for i, text in ipairs(o.over) do s.ranges[i] = read_range(tostring(text), policy) end
   if #s.ranges == 0 then error("expected a range: over name=from..to", 0) end
   if #s.ranges > 6 then error("expected up to 6 ranges, got " .. #s.ranges, 0) end
   return s
