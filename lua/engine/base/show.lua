@@ -15,6 +15,9 @@ function show.exact(x)
   return ffi.string(buffer)
 end
 
+--- A value for people: a number in up to ten digits, anything else as it is.
+function show.value(x) return type(x) == "number" and ("%.10g"):format(x) or tostring(x) end
+
 --- A number as JSON that other tools read. JSON has no infinity and no NaN, so these become the
 --- strings "inf", "-inf" and "nan", which Python's float() accepts. nil and false become null.
 function show.json_number(x)

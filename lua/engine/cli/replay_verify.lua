@@ -80,11 +80,6 @@ end
 
 -- ------------------------------------------------------------------ words
 
-local function value_text(value)
-  if type(value) == "number" then return ("%.10g"):format(value) end
-  return tostring(value)
-end
-
 local MOST_LINES = 20
 
 -- The report of a comparison, in lines.
@@ -101,22 +96,22 @@ local function lines_of(plan, c, interrupted)
     return lines
   end
   say("they first differ at step %d: %s is %s in the replay and %s live; the replay calls its " ..
-    "verdict %s", first.step, first.column, value_text(first.replay), value_text(first.live),
+    "verdict %s", first.step, first.column, show.value(first.replay), show.value(first.live),
     first.mark == "exact" and "exact" or "a bound")
   local rows = { { "column", "differs in", "first at", "replay", "live", "largest difference" } }
   for _, column in ipairs(verify.COLUMNS) do
     local sum, at = c.columns[column[1]], nil
     for _, d in ipairs(c.list) do at = at or d.column == column[1] and d or nil end
     rows[#rows + 1] = { column[1], ("%d steps"):format(sum.differ),
-      at and tostring(at.step) or "-", at and value_text(at.replay) or "-",
-      at and value_text(at.live) or "-",
+      at and tostring(at.step) or "-", at and show.value(at.replay) or "-",
+      at and show.value(at.live) or "-",
       sum.largest and ("%.2g %%"):format(100 * sum.largest) or "-" }
   end
   lines[#lines + 1] = show.table(rows, { true })
   say("step by step, replay and live run:")
   local steps, parts = 0, {}
   for i, d in ipairs(c.list) do
-    parts[#parts + 1] = ("%s %s and %s"):format(d.column, value_text(d.replay), value_text(d.live))
+    parts[#parts + 1] = ("%s %s and %s"):format(d.column, show.value(d.replay), show.value(d.live))
     if not c.list[i + 1] or c.list[i + 1].step ~= d.step then
       steps = steps + 1
       if steps <= MOST_LINES then

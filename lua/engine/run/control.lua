@@ -92,8 +92,6 @@ local settings = {
     function(x) return count(x) and x >= 1 end),
 }
 
-local function setting_text(x) return type(x) == "number" and ("%.10g"):format(x) or tostring(x) end
-
 -- ------------------------------------------------------------------ commands
 
 function Control:status()
@@ -216,8 +214,8 @@ function commands.set(self, request)
   local before = setting[3](self.trainer)
   setting[4](self.trainer, request.value)
   if setting.kept then self.set[request.name] = request.value end
-  return tell(self, "set", ("%s %s -> %s (attached)"):format(request.name, setting_text(before),
-    setting_text(request.value)))
+  return tell(self, "set", ("%s %s -> %s (attached)"):format(request.name, show.value(before),
+    show.value(request.value)))
 end
 
 function commands.checkpoint(self) return self.trainer.run_files:save() end
@@ -361,7 +359,7 @@ function Control:restore(saved)
     if setting and setting.kept and setting[2](value) then
       setting[4](self.trainer, value)
       self.set[name] = value
-      parts[#parts + 1] = name .. "=" .. setting_text(value)
+      parts[#parts + 1] = name .. "=" .. show.value(value)
     end
   end
   table.sort(parts)

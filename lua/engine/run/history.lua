@@ -302,6 +302,11 @@ local function collect(iterator, columns)
   return setmetatable(rows, { __tostring = function(list) return table_text(list, columns) end })
 end
 
+-- An empty list that prints as `text`.
+local function nothing(text)
+  return setmetatable({}, { __tostring = function() return text end })
+end
+
 --- Rows of any SELECT as tables by column name; values for `?` follow. NULL is nil.
 function History:query(sql, ...) return collect(each(self, 2, nil, sql, ...)) end
 
@@ -437,9 +442,7 @@ local NAMES = [[WITH RECURSIVE names(name) AS (SELECT min(name) FROM shadows
 --- failed). scale and action are those of its last verdict. overflows and bounds are nil in a
 --- history of an older engine, whose shadows saw the run's overflows instead.
 function History:shadows()
-  if not self:has "shadows" then
-    return setmetatable({}, { __tostring = function() return "(no shadows)" end })
-  end
+  if not self:has "shadows" then return nothing "(no shadows)" end
   -- Reads only the verdicts other than plain `step`, and the last ones: a shadow whose scale moves
   -- has a row for every step.
   local function whole(row) return expect(self, row, "number", { "skipped", "failed" }) end
@@ -486,9 +489,7 @@ function History:shadows_at(step)
 end
 
 local function published(self, condition, none)
-  if not self:has "signals" then
-    return setmetatable({}, { __tostring = function() return none end })
-  end
+  if not self:has "signals" then return nothing(none) end
   local function whole(row) return expect(self, row, "string", { "name" }) end
   return collect(each(self, 3, whole, [[SELECT name, count(*) AS changes, min(value) AS least,
       max(value) AS most,

@@ -63,11 +63,8 @@ function progress.new(options)
   self.quiet = options.quiet or self.silent
   self.stream = options.stream or io.stdout
   self.clock = options.clock or require("engine.base.machine").clock
-  if options.columns ~= nil then
-    self.fixed_columns = options.columns
-  elseif options.stream then
-    self.fixed_columns = false
-  end
+  self.fixed_columns = options.columns
+  if options.columns == nil and options.stream then self.fixed_columns = false end
   self.unscaled = options.unscaled
   return self
 end

@@ -135,8 +135,7 @@ function M.runs_of(list)
   while i <= #list do
     local n = 1
     while list[i + n] == list[i] do n = n + 1 end
-    local text = type(list[i]) == "number" and ("%.10g"):format(list[i]) or list[i]
-    words[#words + 1] = n > 1 and text .. "x" .. n or text
+    words[#words + 1] = show.value(list[i]) .. (n > 1 and "x" .. n or "")
     i = i + n
   end
   return table.concat(words, " ")
@@ -148,8 +147,7 @@ local function changed(r)
   for _, name in ipairs(r.option_names or {}) do
     local value, preset = r.options[name], r.defaults[name]
     if value ~= preset and (value == value or preset == preset) then
-      words[#words + 1] = name .. "=" .. (type(value) == "number" and ("%.10g"):format(value)
-        or tostring(value))
+      words[#words + 1] = name .. "=" .. show.value(value)
     end
   end
   return table.concat(words, " ")

@@ -222,6 +222,13 @@ function Shadows:text()
   return table.concat(places, ", ")
 end
 
+-- The end of a shadow's line: why its verdicts are bounds, and why it failed.
+local function doubts(s)
+  local bounds = counterfactual.why_text(s.certainty)
+  return (bounds and "; " .. bounds or "") ..
+    (s.failed > 0 and ("; it failed %d times: %s"):format(s.failed, s.why) or "")
+end
+
 --- A line for each shadow, for the end of a run.
 function Shadows:lines()
   local lines = {}
@@ -236,18 +243,13 @@ function Shadows:lines()
       text = text .. (" and differed from the run's by a factor of 2^%.2f on " ..
         "average, 2^%.2f at most"):format(s.apart / self.steps, s.most)
     end
-    local bounds = counterfactual.why_text(s.certainty)
-    if bounds then text = text .. "; " .. bounds end
-    if s.failed > 0 then text = text .. ("; it failed %d times: %s"):format(s.failed, s.why) end
-    lines[i] = text
+    lines[i] = text .. doubts(s)
   end
   local sites = self.trainer.optimizer.fp8
   for _, s in ipairs(self.layers) do
-    local bounds = counterfactual.why_text(s.certainty)
     lines[#lines + 1] = ("shadow %s: would have computed FP8 layers differently in %d of %d steps; "
-      .. "at the end %s%s%s"):format(s.name, s.apart, self.steps,
-      fp8_verdict.off(sites.paths, s.rungs, sites.rungs), bounds and "; " .. bounds or "",
-      s.failed > 0 and ("; it failed %d times: %s"):format(s.failed, s.why) or "")
+      .. "at the end %s%s"):format(s.name, s.apart, self.steps,
+      fp8_verdict.off(sites.paths, s.rungs, sites.rungs), doubts(s))
   end
   return lines
 end
