@@ -3,24 +3,21 @@
 local M = {}
 
 M.style = [[
-:root{color-scheme:light dark;--sans:system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",
-sans-serif;
+:root{color-scheme:light dark;
+--sans:system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",sans-serif;
 --mono:ui-monospace,"SF Mono",Menlo,Consolas,monospace}
 *{box-sizing:border-box}
 body{margin:0;background:var(--page);color:var(--text);font:15px/1.55 var(--sans);
 -webkit-font-smoothing:antialiased}
 main{max-width:1120px;margin:0 auto;padding:36px 24px 64px}
-header{display:flex;align-items:flex-start;gap:16px;margin-bottom:8px}
-header div{flex:1;min-width:0}
+header{display:flex;align-items:flex-start;gap:16px;margin-bottom:8px}header div{flex:1;min-width:0}
 h1{font-size:26px;line-height:1.2;letter-spacing:-.015em;margin:0 0 4px;overflow-wrap:anywhere}
 h2{font-size:16px;letter-spacing:-.005em;margin:0 0 2px}
 .badge{display:inline-block;font:600 12px/1 var(--sans);padding:5px 9px;border-radius:99px;
-vertical-align:4px;margin-left:10px;white-space:nowrap;
-letter-spacing:0}
+vertical-align:4px;margin-left:10px;white-space:nowrap;letter-spacing:0}
 .badge.good{background:var(--good-soft);color:var(--good)}
-.badge.bad{background:var(--bad-soft);color:var(--bad)}.badge.live{background:var(--live-soft);
-color:var(--live)}
-.sub{color:var(--muted);margin:0}
+.badge.bad{background:var(--bad-soft);color:var(--bad)}
+.badge.live{background:var(--live-soft);color:var(--live)}.sub{color:var(--muted);margin:0}
 .lead{font-size:16.5px;line-height:1.6;margin:18px 0 24px;max-width:76ch}
 button{font:500 13px var(--sans);color:var(--muted);background:var(--card);
 border:1px solid var(--edge);border-radius:8px;padding:6px 11px;cursor:pointer}
@@ -41,8 +38,7 @@ svg.panel,svg.heat{display:block;box-sizing:border-box;width:100%;overflow:visib
 touch-action:pan-y}
 svg.heat path{shape-rendering:crispEdges}
 svg.sign{width:24px;height:12px;margin-right:7px;vertical-align:-1px;overflow:visible}
-.label{fill:var(--text);font:12px var(--sans)}
-.none{fill:url(#none)}.blank{fill:var(--card)}
+.label{fill:var(--text);font:12px var(--sans)}.none{fill:url(#none)}.blank{fill:var(--card)}
 path.bad{fill:var(--bad);stroke:var(--bad);stroke-width:1;vector-effect:non-scaling-stroke}
 path.bar{stroke:var(--card);stroke-width:3;vector-effect:non-scaling-stroke}
 .cross{stroke:var(--muted);stroke-width:1;pointer-events:none;visibility:hidden}
@@ -50,37 +46,32 @@ path.bar{stroke:var(--card);stroke-width:3;vector-effect:non-scaling-stroke}
 .legend{display:flex;flex-wrap:wrap;gap:6px 18px;font-size:13px;color:var(--muted);margin:2px 0 6px;
 align-items:center}
 .ramp{display:inline-flex;height:12px;border-radius:3px;overflow:hidden;vertical-align:middle;
-margin:0 8px}.ramp u{width:7px;height:12px}
+margin:0 8px}
+.ramp u{width:7px;height:12px}
 table{border-collapse:collapse;width:100%;font-size:13.5px;font-variant-numeric:tabular-nums}
 th{text-align:left;font-weight:600;color:var(--muted);font-size:12.5px;padding:6px 14px 6px 0;
 border-bottom:1px solid var(--edge);white-space:nowrap}
 td{padding:6px 14px 6px 0;border-bottom:1px solid var(--grid);vertical-align:top}
-tr:last-child td{border-bottom:0}
-td.n,th.n{text-align:right;white-space:nowrap}
-td:first-child code{white-space:nowrap}
-.scroll{overflow-x:auto}.whole{white-space:nowrap}
+tr:last-child td{border-bottom:0}td.n,th.n{text-align:right;white-space:nowrap}
+td:first-child code{white-space:nowrap}.scroll{overflow-x:auto}.whole{white-space:nowrap}
 .pair{display:grid;grid-template-columns:1fr 1fr;gap:0 16px;align-items:start}
-.pair section{min-width:0}
-@media(max-width:860px){.pair{grid-template-columns:minmax(0,1fr)}}
+.pair section{min-width:0}@media(max-width:860px){.pair{grid-template-columns:minmax(0,1fr)}}
 @media(max-width:600px){main{padding:20px 10px 40px}section{padding:14px 12px 10px}
 h1{font-size:22px}}
 .bar{height:8px;margin-top:6px;border-radius:4px;background:var(--bad);min-width:2px;opacity:.75}
-code{overflow-wrap:anywhere}
-code,pre{font-family:var(--mono);font-size:12.5px}
+code{overflow-wrap:anywhere}code,pre{font-family:var(--mono);font-size:12.5px}
 pre{margin:6px 0 10px;padding:14px 16px;background:var(--page);border:1px solid var(--edge);
 border-radius:10px;overflow:auto;line-height:1.5;max-height:560px}
 .k{color:var(--c4)}.s{color:var(--c3)}.c{color:var(--muted);font-style:italic}.u{color:var(--c1)}
-a{color:var(--c1)}
-details summary{cursor:pointer;padding:4px 0;font-weight:600}
+a{color:var(--c1)}details summary{cursor:pointer;padding:4px 0;font-weight:600}
 details summary span{color:var(--muted);font-weight:400}
 #tip{position:fixed;z-index:9;pointer-events:none;background:var(--tip);color:var(--tip-text);
 border-radius:10px;padding:9px 12px;font:12.5px/1.5 var(--sans);
 box-shadow:0 6px 24px rgb(0 0 0/.22);max-width:340px;opacity:0;transition:opacity .08s;
 font-variant-numeric:tabular-nums}
-#tip.on{opacity:1}
-#tip b{font-weight:640}#tip table{font-size:12.5px;width:auto}
-#tip td{border:0;padding:0 0 0 14px;text-align:right}#tip td:first-child{padding:0;text-align:left;
-opacity:.75}
+#tip.on{opacity:1}#tip b{font-weight:640}#tip table{font-size:12.5px;width:auto}
+#tip td{border:0;padding:0 0 0 14px;text-align:right}
+#tip td:first-child{padding:0;text-align:left;opacity:.75}
 #tip em{font-style:normal;color:var(--tip-bad);font-weight:600}
 footer{color:var(--muted);font-size:13px;margin-top:28px}
 @media print{button{display:none}body{background:#fff}section,.tile{break-inside:avoid}}
