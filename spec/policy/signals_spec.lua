@@ -3,7 +3,7 @@
 local json = require "cjson"
 local engine = require "engine"
 local helper = require "spec.helper"
-local published = require "engine.policy.signals"
+local published = require("engine.policy.signals").values
 
 local folder
 setup(function() folder = helper.folder() end)

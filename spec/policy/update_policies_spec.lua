@@ -3,7 +3,7 @@
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local helper = require "spec.helper"
-local published = require "engine.policy.signals"
+local published = require("engine.policy.signals").values
 
 local inf = 1 / 0
 

@@ -2,7 +2,7 @@
 local engine = require "engine"
 local helper = require "spec.helper"
 local made = require "spec.policy.made"
-local published = require "engine.policy.signals"
+local published = require("engine.policy.signals").values
 
 local READS = [[return { needs = { "activations" }, options = { init_scale = 1 },
   decide = function(state, record)

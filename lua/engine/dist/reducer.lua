@@ -225,7 +225,7 @@ end
 --- Connects the ranks and compares how they were started. Called before files are opened.
 function M.new(trainer, o)
   local self = setmetatable({ trainer = trainer, rank = ranks.rank(), size = ranks.size(),
-    signals = signals,
+    signals = signals.values,
     ended_by = 0, decided = "", names = {} }, Reducer)
   self.many = self.size > 1
   self.own_pass = self.many and o.mode ~= "lagged"   -- record() makes the pass over the gradients
@@ -453,14 +453,14 @@ end
 --- Keeps what the record needs and the next step may overwrite: the signals, when this rank gave
 --- batch norms inf or nan and, with a delay, the tensors that overflowed on each rank.
 function Reducer:remember(s, delayed)
-  s.signals, s.first_bad = signals, batch_norm_over.first_bad()
+  s.signals, s.first_bad = signals.values, batch_norm_over.first_bad()
   if not delayed then return end
   s.signals = {}
-  for name, value in pairs(signals) do s.signals[name] = value end
+  for name, value in pairs(signals.values) do s.signals[name] = value end
   if self.many then s.culprits = self:find_culprits() end
 end
 
-local RULES = require("engine.policy.signals_rules")
+local RULES = signals.rules
 
 local function put_signals(self, own)
   self.maxima[MAXIMA.unknown] = 0

@@ -1,3 +1,41 @@
--- Numbers that a script publishes for policies, by name: engine.signal(name, value). The trainer
--- reads them at each step.
-return {}
+-- Signals: numbers that a script publishes for policies, by name (engine.signal). The trainer, the
+-- reducer and scalers read them at each step.
+local show = require "engine.base.show"
+local value_text = require("engine.base.ffi").value_text
+
+local M = {
+  values = {},
+  rules = {},      -- how the values of several ranks become one: "mean" if absent, "max" or "sum"
+}
+
+local RULES = { mean = true, max = true, sum = true }
+
+--- Publishes a number that policies read as record.signals[name], for example an attention
+--- entropy. `rule`: how the numbers of several ranks become one, "mean" (the default), "max" or
+--- "sum"; ranks that published none do not count.
+function M.publish(name, value, rule)
+  if type(name) ~= "string" or type(value) ~= "number" then
+    error(("signal: expected a name and a number, got %s and %s"):format(type(name),
+      type(value)), 2)
+  end
+  local problem = M.values[name] == nil and (show.name_problem(name) or name:find("^log%.")
+    and "begins with 'log.', as a policy's logs do")
+  if problem then error(("signal: the name %s: '%s'"):format(problem, show.cut(name, 100)), 2) end
+  if rule ~= nil and not RULES[rule] then
+    error(("signal '%s': expected 'mean', 'max' or 'sum', got %s"):format(name,
+      value_text(rule)), 2)
+  end
+  M.values[name], M.rules[name] = value, rule or M.rules[name]
+end
+
+--- Publishes the largest value of all ranks, under a name that is known to be valid.
+function M.publish_largest(name, value) M.values[name], M.rules[name] = value, "max" end
+
+--- Withdraws the signals whose names match a Lua pattern.
+function M.withdraw(pattern)
+  for name in pairs(M.values) do
+    if name:find(pattern) then M.values[name] = nil end
+  end
+end
+
+return M

@@ -4,7 +4,7 @@
 local M_ffi = require "engine.base.ffi"
 local masters = require "engine.run.masters"
 local merged = require("engine.base.arguments").merged
-local published = require "engine.policy.signals"
+local published = require("engine.policy.signals").values
 local random = require "engine.base.random"
 local shape_text = require("engine.tensor.tensor").shape_text
 local shards = require "engine.run.shards"

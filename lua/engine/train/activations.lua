@@ -6,7 +6,6 @@
 local autograd = require "engine.tensor.autograd"
 local module = require "engine.nn.module"
 local precision = require "engine.train.precision"
-local signal_rules = require "engine.policy.signals_rules"
 local signals = require "engine.policy.signals"
 local tensor = require "engine.tensor.tensor"
 local within = require "engine.base.within"
@@ -38,11 +37,7 @@ function M.new(model, pattern)
 end
 
 --- Withdraws the signals of all models.
-function M.clear()
-  for name in pairs(signals) do
-    if name:find "^activation_" then signals[name] = nil end
-  end
-end
+function M.clear() signals.withdraw "^activation_" end
 
 -- amax and kurtosis of an output. The kurtosis is NaN where the output is constant, or has inf or
 -- NaN.
@@ -62,7 +57,8 @@ local function publish(self, what, path, value)
   -- NaN compares false, so it stays the largest
   local most = self.most[name]
   if not most or most == most and not (value <= most) then most = value end
-  self.most[name], signals[name], signal_rules[name] = most, most, "max"
+  self.most[name] = most
+  signals.publish_largest(name, most)
 end
 
 --- Runs f(...), the forward pass of micro-batch i, and measures the modules' outputs.

@@ -4,7 +4,6 @@
 local M_ffi = require "engine.base.ffi"
 local autograd = require "engine.tensor.autograd"
 local precision = require "engine.train.precision"
-local signal_rules = require "engine.policy.signals_rules"
 local signals = require "engine.policy.signals"
 local tensor = require "engine.tensor.tensor"
 
@@ -46,11 +45,7 @@ function M.new(model)
 end
 
 --- Withdraws the signals of all models.
-function M.clear()
-  for name in pairs(signals) do
-    if name:find "^logit_max%." then signals[name] = nil end
-  end
-end
+function M.clear() signals.withdraw "^logit_max%." end
 
 --- Switches the measurement of logits on (before a forward pass whose logits count) or off (after
 --- it).
@@ -65,7 +60,8 @@ function Logits:read(i)
     for head, most in ipairs(rows and rows:max(3):max(1):totable() or {}) do
       local name = ("logit_max.%s.%d"):format(path, head)
       most = i > 1 and math.max(self.most[name] or most, most) or most
-      self.most[name], signals[name], signal_rules[name] = most, most, "max"
+      self.most[name] = most
+      signals.publish_largest(name, most)
     end
   end
 end

@@ -187,7 +187,7 @@ local function evaluate(self)
   local value = self:evaluate_on(e.data, e.batches or 10)
   self.progress:note(("step %d: evaluation loss %.4f"):format(self.steps_done, value))
   self.run_files:event(self.steps_done, "evaluation", ("loss %.6g"):format(value))
-  signals.evaluation_loss = value
+  signals.values.evaluation_loss = value
 end
 
 -- ------------------------------------------------------------------ running

@@ -307,7 +307,7 @@ function Scaler:update(new_scale)
       error("scaler:update: no gradients were checked for inf and nan since the last update(); " ..
         "call step() or unscale() before", 2)
     end
-    for name, value in pairs(signals) do self.policy:signal(name, value) end
+    for name, value in pairs(signals.values) do self.policy:signal(name, value) end
     verdict = self.policy:decide(add_up(self), stats_of(self))
     if self.groups then self.groups:apply(self.policy) end
     self.attempts = self.attempts + 1

@@ -357,7 +357,7 @@ function Session:step(opt, o)
   local union, last = self.optimizer, self.last
   if union.activate then
     union:activate(entry)
-    signals.optimizer = entry.number
+    signals.values.optimizer = entry.number
   end
   s.first, s.entry = entry.first, entry
   s.lr, s.tokens = self.fixed_lr or entry.opt.lr, o.tokens or 0

@@ -30,9 +30,6 @@ local reducer = require "engine.dist.reducer"
 local reference = require "engine.train.reference"
 local run_files = require "engine.run.run"
 local shadow = require "engine.run.shadow"
-local show = require "engine.base.show"
-local signals = require "engine.policy.signals"
-local signal_rules = require "engine.policy.signals_rules"
 local swap = require "engine.run.swap"
 local tensor = require "engine.tensor.tensor"
 local update_norms = require "engine.train.update_norms"
@@ -602,28 +599,6 @@ function M.made(make)
     M_ffi.raise(result)
   end
   return result
-end
-
--- ------------------------------------------------------------------ signals
-
-M.signals = signals
-
---- Publishes a number that policies read as record.signals[name], for example an attention
---- entropy. `rule`: how the numbers of several ranks become one, "mean" (the default), "max" or
---- "sum"; ranks that published none do not count.
-function M.signal(name, value, rule)
-  if type(name) ~= "string" or type(value) ~= "number" then
-    error(("signal: expected a name and a number, got %s and %s"):format(type(name),
-      type(value)), 2)
-  end
-  local problem = signals[name] == nil and (show.name_problem(name) or name:find("^log%.")
-    and "begins with 'log.', as a policy's logs do")
-  if problem then error(("signal: the name %s: '%s'"):format(problem, show.cut(name, 100)), 2) end
-  if rule ~= nil and rule ~= "mean" and rule ~= "max" and rule ~= "sum" then
-    error(("signal '%s': expected 'mean', 'max' or 'sum', got %s"):format(name,
-      M_ffi.value_text(rule)), 2)
-  end
-  signals[name], signal_rules[name] = value, rule or signal_rules[name]
 end
 
 -- ------------------------------------------------------------------ evaluating, describing
