@@ -14,6 +14,7 @@
 -- steps. Owned by the trainer.
 local M_ffi = require "engine.base.ffi"
 local exact = require("engine.base.show").exact
+local random = require "engine.base.random"
 local ranks = require "engine.dist.ranks"
 
 local C, check, ffi = M_ffi.C, M_ffi.check, M_ffi.ffi
@@ -34,15 +35,13 @@ end
 
 -- ------------------------------------------------------------------ what is compared
 
-local seed, counter = ffi.new("uint64_t[1]"), ffi.new("uint64_t[1]")
-
 -- A list of what must be equal on all ranks; its order is the same on each rank. A scalar is
 -- { name =, value = text }, a tensor { name =, x = tensor, apart = whether only some ranks hold it,
 -- held = whether this rank is one of them }.
 local function items(trainer)
   local optimizer, reducer, list = trainer.optimizer, trainer.reducer, {}
   local function scalar(name, value) list[#list + 1] = { name = name, value = tostring(value) } end
-  C.eng_rng_get(seed, counter)
+  local place = random.place()
   scalar("steps", trainer.steps_done)
   scalar("updates", trainer.updates)
   scalar("the optimizer's updates", optimizer.updates)
@@ -50,8 +49,8 @@ local function items(trainer)
   scalar("the loss scale", exact(trainer.policy:scale()))
   scalar("the state of policy " .. trainer.policy.name, select(2, pcall(trainer.policy.save,
     trainer.policy)))
-  scalar("the random numbers", (("seed %s, counter %s"):format(tostring(seed[0]),
-    tostring(counter[0])):gsub("ULL", "")))
+  scalar("the random numbers", (("seed %s, counter %s"):format(tostring(place.seed),
+    tostring(place.counter)):gsub("ULL", "")))
 
   local function add(name, x, of)
     local apart = reducer.apart and reducer.apart[of]

@@ -205,13 +205,11 @@ function ClassPolicy:by_name(stats)
   return self.table
 end
 
--- A class reads the script's variables directly, so it gets no signals and no groups.
-function ClassPolicy:signal() end
--- A class logs with engine.signal, and prints as the script does.
-function ClassPolicy:logs() end
-function ClassPolicy:each() end
-function ClassPolicy:logit_muls() end
-function ClassPolicy:printed() end
+-- A class reads the script's variables directly, logs with engine.signal and prints as the script
+-- does. It has one scale and no verdict fields for single tensors.
+for _, name in ipairs { "signal", "logs", "printed", "each", "logit_muls" } do
+  ClassPolicy[name] = function() end
+end
 function ClassPolicy:group_scale() return self.last end
 function ClassPolicy:scales_groups() return false end
 

@@ -5,6 +5,10 @@
 --   local verdict = p:decide(record)                                  -- an eng_verdict
 --   local text = p:save(); p:restore(text)
 local M_ffi = require "engine.base.ffi"
+local arguments = require "engine.base.arguments"
+local class_scaler = require "engine.policy.class_scaler"
+local deepspeed_config = require "engine.policy.deepspeed_config"
+local expression = require "engine.base.expression"
 local files = require "engine.base.file"
 local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
@@ -138,29 +142,25 @@ function Policy:each(what, into, n)
   return into
 end
 
-local logged = ffi.new("double[1]")
+local number = ffi.new("double[1]")
+
+-- The entries of the last verdict that `entry`, a function of the core, returns one by one:
+-- { name = number }, or nil if there are none.
+local function entries(self, entry)
+  local name, values, i = entry(number, self.handle, 0), nil, 0
+  while name ~= nil do
+    values = values or {}
+    values[ffi.string(name)], i = number[0], i + 1
+    name = entry(number, self.handle, i)
+  end
+  return values
+end
 
 --- The factors on attention logits of the last verdict: { ["MODULE.HEAD"] = factor }, or nil.
-function Policy:logit_muls()
-  local name, values, i = C.eng_policy_logit_mul(logged, self.handle, 0), nil, 0
-  while name ~= nil do
-    values = values or {}
-    values[ffi.string(name)], i = logged[0], i + 1
-    name = C.eng_policy_logit_mul(logged, self.handle, i)
-  end
-  return values
-end
+function Policy:logit_muls() return entries(self, C.eng_policy_logit_mul) end
 
 --- What the last verdict logged, { name = number }, or nil.
-function Policy:logs()
-  local name, values, i = C.eng_policy_logged(logged, self.handle, 0), nil, 0
-  while name ~= nil do
-    values = values or {}
-    values[ffi.string(name)], i = logged[0], i + 1
-    name = C.eng_policy_logged(logged, self.handle, i)
-  end
-  return values
-end
+function Policy:logs() return entries(self, C.eng_policy_logged) end
 
 --- Adds what the last verdict logged to `all` as all[name][i]. Returns `all`, which may be nil as
 --- long as the policy has logged nothing.
@@ -286,9 +286,13 @@ local function compile(source, file, options, path)
   return setmetatable(self, Policy)
 end
 
---- What is wrong with the next scales of a policy or a class, or nil. A scale outside the range of
---- normal f32 numbers would corrupt the weights silently. groups: how many groups may have separate
---- scales.
+--- Whether gradients in f32 can carry a loss scale; M.USABLE gives the range. A scale outside the
+--- range of normal f32 numbers would corrupt the weights silently.
+function M.usable(scale) return scale >= 2 ^ -126 and scale <= (2 - 2 ^ -23) * 2 ^ 127 end
+M.USABLE = "scales from 2^-126 to 3.4e38"
+
+--- What is wrong with the next scales of a policy or a class, or nil. groups: how many groups may
+--- have separate scales.
 function M.unusable(policy, groups)
   for group = 0, groups or 0 do
     local scale = group == 0 and policy:scale() or policy:group_scale(group)
@@ -298,9 +302,6 @@ function M.unusable(policy, groups)
     end
   end
 end
---- Whether gradients in f32 can carry a loss scale; M.USABLE gives the range.
-function M.usable(scale) return scale >= 2 ^ -126 and scale <= (2 - 2 ^ -23) * 2 ^ 127 end
-M.USABLE = "scales from 2^-126 to 3.4e38"
 
 --- Classes registered by name (engine.register_loss_scaler).
 M.classes = {}
@@ -311,7 +312,7 @@ function M.register(name, class)
     error("register_loss_scaler: expected a name of letters, digits, '_' and '-', got " ..
       tostring(name), 2)
   end
-  require("engine.policy.class_scaler").check(name, class, 2)
+  class_scaler.check(name, class, 2)
   for _, folder in ipairs(folders) do
     if files.exists(folder .. "/" .. name .. ".lua") then
       error(("register_loss_scaler '%s': a policy that comes with the engine has this name"):format(
@@ -326,8 +327,7 @@ end
 local function with_settings(source, options)
   local name, settings = source:match("^(.-):([%a_][%w_]*=.*)$")
   if not name then return source, options end
-  local all = {}
-  for key, value in pairs(options) do all[key] = value end
+  local all = arguments.merged(options)
   for setting in settings:gmatch("[^,]+") do
     local key, value = setting:match("^([%a_][%w_]*)=(.*)$")
     if not key then
@@ -346,52 +346,50 @@ local function values_of(options)
   for key, value in pairs(options) do
     if type(value) == "string" then
       if value == "true" or value == "false" then value = value == "true"
-      else value = require("engine.base.expression")(value) or value end
+      else value = expression(value) or value end
     end
     all[key] = value
   end
   return all
 end
 
---- Loads a policy. source: the name of a shipped policy or of a registered class, a path, { source
---- = text, file = name, path = of the file }, or a DeepSpeed configuration, as a .json file or {
---- fp16 = { ... } }. A name or a path may carry options: "dynamic:growth_interval=500". A policy
+-- M.load without the check of the kind.
+local function loaded(source, options, kind)
+  if type(source) == "table" and source.decide and source.scale then return source end
+  if type(source) == "table" and type(source.source) == "string" then
+    return compile(source.source, source.file or "policy", options, source.path)
+  end
+  if type(source) == "table" and (source.fp16 or source.bf16 or source.bfloat16) then
+    source, options = deepspeed_config.from_table(source, options,
+      function() return "policy: " end)
+  end
+  if type(source) ~= "string" then
+    error("policy: expected a name, a path or { source =, file = }, got a " .. type(source), 0)
+  end
+  source, options = with_settings(source, options)
+  local json = source:find("%.json$") and source or nil
+  if json then
+    source, options = deepspeed_config.read(json, options)
+  elseif source == "deepspeed" and deepspeed_config.is_block(options) then
+    source, options = deepspeed_config.translate(options)
+  end
+  local class = M.classes[source]
+  if class then return class_scaler.new(source, class, values_of(options)) end
+  local text, file, path = find(source, kind)
+  local made, self = pcall(compile, text, file, options, path)
+  if not made then error(json and json .. ": " .. self or self, 0) end
+  self.config = json
+  return self
+end
+
+--- Loads a policy. source: the name of a shipped policy or of a registered class; a path;
+--- { source = text, file = name, path = of the file }; or a DeepSpeed configuration, as a .json file
+--- or as { fp16 = { ... } }. A name or a path may carry options: "dynamic:growth_interval=500". A policy
 --- object is returned as it is. options: values for the policy's options, also as text; for
 --- `deepspeed` they may be keys of DeepSpeed's fp16 block. kind: "fp8" for an FP8 policy
 --- (fp8_sites.lua), "any" for either, nil for one that chooses a loss scale.
 function M.load(source, options, kind)
-  options = options or {}
-  local good, result = pcall(function()
-    if type(source) == "table" and source.decide and source.scale then return source end
-    if type(source) == "table" and type(source.source) == "string" then
-      return compile(source.source, source.file or "policy", options, source.path)
-    end
-    local json
-    if type(source) == "table" and (source.fp16 or source.bf16 or source.bfloat16) then
-      source, options = require("engine.policy.deepspeed_config").from_table(source, options,
-        function() return "policy: " end)
-    end
-    if type(source) ~= "string" then
-      error("policy: expected a name, a path or { source =, file = }, got a " .. type(source), 0)
-    end
-    source, options = with_settings(source, options)
-    if source:find("%.json$") then
-      json = source
-      source, options = require("engine.policy.deepspeed_config").read(json, options)
-    elseif source == "deepspeed" and require("engine.policy.deepspeed_config").is_block(
-      options) then
-      source, options = require("engine.policy.deepspeed_config").translate(options)
-    end
-    local class = M.classes[source]
-    if class then
-      return require("engine.policy.class_scaler").new(source, class, values_of(options))
-    end
-    local text, file, path = find(source, kind)
-    local made, self = pcall(compile, text, file, options, path)
-    if not made then error(json and json .. ": " .. self or self, 0) end
-    self.config = json
-    return self
-  end)
+  local good, result = pcall(loaded, source, options or {}, kind)
   if not good then error(result, 2) end
   if result.fp8 and result.needs >= C.ENG_NEED_UPDATE_NORM then
     error(("policy %s works on FP8 layers, and its 'needs' list statistics or verdict fields of " ..
