@@ -81,8 +81,7 @@ Optimizer.__index = nearest.guard_elsewhere(Optimizer, "an optimizer")
 local function make_groups(name, list, options, defaults)
   local groups, group_of = {}, M_ffi.new("int32_t[?]", math.max(#list, 1))
   local function add(overrides, label)
-    local values = { lr_mul = 1, label = label }
-    for key, value in pairs(defaults) do values[key] = value end
+    local values = arguments.merged({ lr_mul = 1, label = label }, defaults)
     for key, value in pairs(overrides) do
       if key ~= "match" and key ~= "label" then
         if key == "lr" then
@@ -119,8 +118,7 @@ local function make_groups(name, list, options, defaults)
     local chosen = plain and p.tensor.ndim < 2 and plain or base
     for k, group in ipairs(options.groups or {}) do
       local hit
-      if type(group.match) == "string" then
-        hit = p.name:find(group.match) ~= nil
+      if type(group.match) == "string" then hit = p.name:find(group.match)
       else hit = group.match(p.name, p.tensor) end
       if hit then chosen = user[k] break end
     end
@@ -181,12 +179,8 @@ local function parameter_set(list)
   return set
 end
 
-local info = M_ffi.new("eng_tensor_info")
 --- Whether backward() computes the gradient of x.
-function M.requires_grad(x)
-  check(C.eng_info(info, x))
-  return info.requires_grad ~= 0
-end
+function M.requires_grad(x) return arguments.info(x).requires_grad ~= 0 end
 
 -- Gives the parameters the formats of the optimizer's recipe.
 local function set_formats(self)
@@ -204,8 +198,7 @@ local function new(name, model, options)
   local kind = KINDS[name]
   options = options or {}
   expect(type(options) == "table", options, "optim.%s: expected a table of options", name)
-  local defaults = {}
-  for key, value in pairs(kind.defaults) do defaults[key] = value end
+  local defaults = arguments.merged(kind.defaults)
   for key, value in pairs(options) do
     if key == "betas" and defaults.beta1 then
       if type(value) ~= "table" or #value ~= 2 then

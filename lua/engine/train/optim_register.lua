@@ -1,6 +1,7 @@
 -- What engine.optim.register accepts: checks a specification and returns it in one form. Called by
 -- optim.lua; lua_state.lua runs the specification's update.
 local M_ffi = require "engine.base.ffi"
+local arguments = require "engine.base.arguments"
 local nearest = require "engine.base.nearest"
 
 local expect, raise = M_ffi.expect, M_ffi.raise
@@ -78,11 +79,10 @@ function M.read(name, given)
     expect(type(given[field]) == kind or optional and given[field] == nil, given[field],
       "optim.register: expected %s of '%s' to be a %s", field, name, kind)
   end
-  local defaults = {}
   check_defaults(name, given.defaults)
-  for key, value in pairs(given.defaults) do defaults[key] = value end
-  return { name = name, doc = given.doc, defaults = defaults, update = given.update,
-    check = given.check, buffers = buffers_in_order(name, given.buffers or {}) }
+  return { name = name, doc = given.doc, defaults = arguments.merged(given.defaults),
+    update = given.update, check = given.check,
+    buffers = buffers_in_order(name, given.buffers or {}) }
 end
 
 --- Raises an error unless the values of an optimizer's hyperparameters have their defaults' types

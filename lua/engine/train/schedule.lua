@@ -21,16 +21,10 @@ function Schedule:values(n)
   return list
 end
 
--- A rate that rises linearly to lr over `warmup` updates, and then is after(u). While it rises, the
--- factor is (u + 1) / warmup, so that the first update already moves the weights.
-local function with_warmup(lr, warmup, after)
-  return function(u)
-    if u < warmup then return lr * (u + 1) / warmup end
-    return after(u)
-  end
-end
-
-local function define(name, defaults, build)
+-- Defines M[name]: the rate rises linearly to o.lr over o.warmup updates; from then on it is
+-- after(u, o) in update u. While it rises, the factor is (u + 1) / warmup, so that the first update
+-- already moves the weights.
+local function define(name, defaults, after)
   M[name] = function(options)
     options = options or {}
     if type(options) == "number" then options = { lr = options } end
@@ -46,7 +40,11 @@ local function define(name, defaults, build)
     local parts = {}
     for key, value in pairs(o) do parts[#parts + 1] = ("%s=%g"):format(key, value) end
     table.sort(parts)
-    return setmetatable({ name = name, options = o, rate = build(o),
+    local function rate(u)
+      if u < o.warmup then return o.lr * (u + 1) / o.warmup end
+      return after(u, o)
+    end
+    return setmetatable({ name = name, options = o, rate = rate,
       text = ("schedule.%s{ %s }"):format(name, table.concat(parts, ", ")) }, Schedule)
   end
 end
@@ -56,49 +54,40 @@ local function progress(u, o)
 end
 
 --- lr after the warm-up.
-define("constant", { lr = 1e-3, warmup = 0 }, function(o)
-  return with_warmup(o.lr, o.warmup, function() return o.lr end)
-end)
+define("constant", { lr = 1e-3, warmup = 0 }, function(_, o) return o.lr end)
 
 --- Linear from lr down to floor at `total`.
-define("linear", { lr = 1e-3, warmup = 0, total = 1000, floor = 0 }, function(o)
-  return with_warmup(o.lr, o.warmup,
-    function(u) return o.lr + (o.floor - o.lr) * progress(u, o) end)
+define("linear", { lr = 1e-3, warmup = 0, total = 1000, floor = 0 }, function(u, o)
+  return o.lr + (o.floor - o.lr) * progress(u, o)
 end)
 
 --- Half a cosine from lr to floor at `total` (Loshchilov and Hutter 2017, without restarts).
-define("cosine", { lr = 1e-3, warmup = 0, total = 1000, floor = 0 }, function(o)
-  return with_warmup(o.lr, o.warmup,
-    function(u) return o.floor + (o.lr - o.floor) * 0.5 *
-    (1 + math.cos(math.pi * progress(u, o))) end)
+define("cosine", { lr = 1e-3, warmup = 0, total = 1000, floor = 0 }, function(u, o)
+  return o.floor + (o.lr - o.floor) * 0.5 * (1 + math.cos(math.pi * progress(u, o)))
 end)
 
 --- lr * gamma ^ floor(u / every), where u counts updates since the warm-up.
-define("step", { lr = 1e-3, warmup = 0, every = 1000, gamma = 0.1 }, function(o)
-  return with_warmup(o.lr, o.warmup,
-    function(u) return o.lr * o.gamma ^ math.floor((u - o.warmup) / o.every) end)
+define("step", { lr = 1e-3, warmup = 0, every = 1000, gamma = 0.1 }, function(u, o)
+  return o.lr * o.gamma ^ math.floor((u - o.warmup) / o.every)
 end)
 
 --- lr * gamma ^ u, where u counts updates since the warm-up.
-define("exponential", { lr = 1e-3, warmup = 0, gamma = 0.999 }, function(o)
-  return with_warmup(o.lr, o.warmup, function(u) return o.lr * o.gamma ^ (u - o.warmup) end)
+define("exponential", { lr = 1e-3, warmup = 0, gamma = 0.999 }, function(u, o)
+  return o.lr * o.gamma ^ (u - o.warmup)
 end)
 
 --- lr * sqrt(warmup / u), where u counts updates from 1 and lr is the peak: "Attention is all you
 --- need" (Vaswani et al. 2017).
-define("inverse_sqrt", { lr = 1e-3, warmup = 100 }, function(o)
-  return with_warmup(o.lr, o.warmup,
-    function(u) return o.lr * math.sqrt(math.max(1, o.warmup) / math.max(1, u + 1)) end)
+define("inverse_sqrt", { lr = 1e-3, warmup = 100 }, function(u, o)
+  return o.lr * math.sqrt(math.max(1, o.warmup) / math.max(1, u + 1))
 end)
 
 --- Warm-up, stable, decay: lr until `decay` updates before `total`, then linear down to floor (Hu
 --- et al. 2024, MiniCPM).
-define("wsd", { lr = 1e-3, warmup = 0, total = 1000, decay = 200, floor = 0 }, function(o)
-  return with_warmup(o.lr, o.warmup, function(u)
-    local left = o.total - u
-    if left >= o.decay then return o.lr end
-    return o.floor + (o.lr - o.floor) * math.max(0, left / o.decay)
-  end)
+define("wsd", { lr = 1e-3, warmup = 0, total = 1000, decay = 200, floor = 0 }, function(u, o)
+  local left = o.total - u
+  if left >= o.decay then return o.lr end
+  return o.floor + (o.lr - o.floor) * math.max(0, left / o.decay)
 end)
 
 return nearest.guard(M, "engine.schedule")
