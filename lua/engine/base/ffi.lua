@@ -169,9 +169,9 @@ function M.run_call()
   return first, second, Tensor(call.out[2])
 end
 
---- Runs any operation by name. inputs: tensors, with false for an absent input; ints and floats:
---- the attributes that ops.def lists. Returns the outputs; an absent output is nil.
-function M.run(name, inputs, ints, floats, n_out)
+--- Fills M.call with any operation by name. inputs: tensors, with false for an absent input; ints
+--- and floats: the attributes that ops.def lists; n_out: the number of outputs (1).
+function M.prepare(name, inputs, ints, floats, n_out)
   local op = M.op[name] or M.raise("there is no operation '%s'", tostring(name))
   ints, floats = ints or {}, floats or {}
   if #inputs > C.ENG_OP_INPUTS or #ints > C.ENG_OP_INTS or #floats > C.ENG_OP_FLOATS then
@@ -189,6 +189,12 @@ function M.run(name, inputs, ints, floats, n_out)
   end
   for k, v in ipairs(ints) do call.ints[k - 1] = v end
   for k, v in ipairs(floats) do call.floats[k - 1] = v end
+end
+
+--- Runs an operation; the arguments are those of M.prepare. Returns the outputs; an absent output
+--- is nil.
+function M.run(name, inputs, ints, floats, n_out)
+  M.prepare(name, inputs, ints, floats, n_out)
   M.check(C.eng_run(call))
   local out = {}
   for k = 0, call.n_out - 1 do

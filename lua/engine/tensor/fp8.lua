@@ -9,8 +9,9 @@
 --   print(qx, fp8.bits(0.1, "e4m3"))
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
+local formats = require "engine.base.formats"
 
-local ffi, C, check, expect, raise = M_ffi.ffi, M_ffi.C, M_ffi.check, M_ffi.expect, M_ffi.raise
+local C, check, expect, raise = M_ffi.C, M_ffi.check, M_ffi.expect, M_ffi.raise
 local run, read_named = M_ffi.run, arguments.read_named
 local choose = arguments.choose
 local want, want_number, want_whole = arguments.want, arguments.want_number, arguments.want_whole
@@ -141,7 +142,7 @@ function M.matmul(a, b, options)
   local ints = { options.transpose_a and 1 or 0, options.transpose_b and 1 or 0, a.block[1],
     a.block[2], b.block[1], b.block[2],
     options.dtype and want_float(options.dtype, "fp8.matmul") + 1 or 0,
-      choose(M.accumulators, options.accumulator or "fp32", "fp8.matmul", "accumulator"),
+    choose(M.accumulators, options.accumulator or "fp32", "fp8.matmul", "accumulator"),
     want_whole(options.promotion or 128, "fp8.matmul", "promotion", 0), options.add and 1 or 0 }
   local inputs = { qa, a.scale, qb, b.scale, options.bias or false }
   if not options.into then
@@ -149,24 +150,24 @@ function M.matmul(a, b, options)
     return run("fp8_matmul", inputs, ints)
   end
   want(options.into, "fp8.matmul")
-  local call = M_ffi.call
-  ffi.fill(call, ffi.sizeof(call))
-  call.op, call.n_in, call.n_out = M_ffi.op.fp8_matmul, #inputs, 1
-  for k, x in ipairs(inputs) do
-    if x then call["in"][k - 1] = x end
-  end
-  for k, v in ipairs(ints) do call.ints[k - 1] = v end
-  check(C.eng_run_into(call, options.into))
+  M_ffi.prepare("fp8_matmul", inputs, ints)
+  check(C.eng_run_into(M_ffi.call, options.into))
   return options.into
 end
 
 -- ------------------------------------------------------------------ single numbers
 
-local SMALL = { e4m3 = { 4, 3 }, e5m2 = { 5, 2 }, e5m6 = { 5, 6 }, e5m6_tilekernels = { 5, 6 },
-  f16 = { 5, 10 }, bf16 = { 8, 7 }, tf32 = { 8, 10 }, e4m3_ieee = { 4, 3 }, e3m2 = { 3, 2 },
-  e2m3 = { 2, 3 }, e2m1 = { 2, 1 }, int8 = { 0, 7 }, mxint8 = { 0, 7 },
-  ue4m3 = { 4, 3, unsigned = true }, ue8m0 = { 8, 0, unsigned = true } }
+local SMALL = { e5m6_tilekernels = formats.of "e5m6" }
+for name in pairs(arguments.set_of("e4m3 e5m2 e5m6 f16 bf16 tf32 e4m3_ieee e3m2 e2m3 e2m1 int8 " ..
+  "mxint8 ue4m3 ue8m0")) do
+  SMALL[name] = formats.of(name)
+end
 local ENCODE = "saturate up nearest"
+
+-- The bits of a number in a format.
+local function width_of(format)
+  return format.exponent_bits + format.fraction_bits + (format.signed and 1 or 0)
+end
 
 --- The code of a number in a small format: e4m3, e5m2, e5m6, e5m6_tilekernels, ue8m0, ue4m3, f16,
 --- bf16, tf32, e4m3_ieee, e3m2, e2m3, e2m1, int8, mxint8. Options: saturate (numbers that are too
@@ -181,8 +182,7 @@ end
 
 --- The number that a code stands for.
 function M.decode(code, format)
-  local parts = choose(SMALL, format, "fp8.decode", "format")
-  local codes = 2 ^ (parts[1] + parts[2] + (parts.unsigned and 0 or 1))
+  local codes = 2 ^ width_of(choose(SMALL, format, "fp8.decode", "format"))
   if want_whole(code, "fp8.decode", "the code", 0) >= codes then
     raise("fp8.decode: expected a code of %s below %g, got %g", format, codes, code)
   end
@@ -194,10 +194,12 @@ end
 function M.bits(value, format)
   format = format or "e4m3"
   local parts, code, text = choose(SMALL, format, "fp8.bits", "format"), M.encode(value, format), {}
-  local digits = parts[1] + parts[2] + (parts.unsigned and 0 or 1)
+  local digits, fraction = width_of(parts), parts.fraction_bits
   for k = digits - 1, 0, -1 do
     text[#text + 1] = math.floor(code / 2 ^ k) % 2 == 1 and "1" or "0"
-    if k == parts[2] + parts[1] or (k == parts[2] and k > 0) then text[#text + 1] = " " end
+    if k == fraction + parts.exponent_bits or k == fraction and k > 0 then
+      text[#text + 1] = " "
+    end
   end
   return ("%s %s  0x%0" .. math.ceil(digits / 4) .. "x  %.9g"):format(format, table.concat(text),
     code, M.decode(code, format))
