@@ -133,7 +133,7 @@ if trainer.reducer.many then
   end
   check(C.eng_step_begin())
   trainer:forward(data:next())
-  options.whole = require("engine.dist.reducer").whole(optimizer, cfg.zero)
+  options.whole = require("engine.dist.reduction").whole(optimizer, cfg.zero)
   options.units = trainer.reducer.units
   result.predicted = require("engine.dist.plan").sizes(optimizer.params, options, ranks.rank(),
     ranks.size())

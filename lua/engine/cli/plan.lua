@@ -3,7 +3,7 @@
 -- measurements. engine plan FOLDER: the memory of a model (plan_model.lua).
 local config = require "engine.base.config"
 local nearest = require "engine.base.nearest"
-local reducer = require "engine.dist.reducer"
+local reduction = require "engine.dist.reduction"
 local renamed = require "engine.base.renamed"
 local show = require "engine.base.show"
 
@@ -72,7 +72,7 @@ local function smaller_bucket(job, params, options, ranks)
     return plan.predict(other, { alpha = 0, beta = 0 }, ranks)
   end
   if ranks == 1 then return nil end
-  local bucket = options.bucket or require("engine.dist.reducer").BUCKET
+  local bucket = options.bucket or reduction.BUCKET
   local now, best, found = with(bucket), with(bucket), bucket
   -- buckets this large all hold every gradient, so they cost the same
   while found / 2 * MIB >= job.gradient_bytes do found = found / 2 end
@@ -98,7 +98,7 @@ local function job_of(trainer, options, records, wanted, measured, step)
     comm_dtype = options.comm_dtype or "own", zero = options.zero or 0,
     model = tostring(trainer.model._class), step = step }
   local bytes = M_ffi.new("int64_t[4]")
-  options.whole = reducer.whole(optimizer, options.zero)
+  options.whole = reduction.whole(optimizer, options.zero)
   C.eng_params_bytes(bytes, optimizer.params)
   job.weight_bytes, job.gradient_bytes = tonumber(bytes[0] + bytes[1] + bytes[3]),
     tonumber(bytes[2])
@@ -108,7 +108,7 @@ local function job_of(trainer, options, records, wanted, measured, step)
   end
   -- From ZeRO-2 on: the operations of a step determine which gradients, and with ZeRO-3 which
   -- weights, exist at the same time.
-  options.units = job.zero == 3 and reducer.units(optimizer) or nil
+  options.units = job.zero == 3 and reduction.units(optimizer) or nil
   if job.zero >= 2 then
     M_ffi.check(C.eng_step_begin())
     trainer:forward(trainer:next_batch())
@@ -155,7 +155,7 @@ local function read(words)
   end
   local given = config.parse(OWN, own, nil, RANGES)
   given.role = role
-  local key, expected = reducer.wrong { comm_dtype = given.comm_dtype, zero = given.zero,
+  local key, expected = reduction.wrong { comm_dtype = given.comm_dtype, zero = given.zero,
     bucket = given.bucket }
   if key then
     error(("expected %s to be %s, got %s"):format(key, expected, tostring(given[key])), 0)

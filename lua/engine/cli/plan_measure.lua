@@ -27,7 +27,7 @@ function M.trainer(script, settings, given)
   local chunk, problem = loadfile(script)
   if not chunk then error(problem, 0) end
   local reached, show, trainer, records, options = {}, print, nil, nil, {}
-  local new = require("engine.train.trainer").new
+  local new = require("engine.train.assemble").new
   arg = { [0] = script, unpack(settings) }
   engine.trainer = function(o)
     if type(o) ~= "table" then return new(o) end      -- raises the error
@@ -109,7 +109,7 @@ local FACTS = { "waited", "held", "record", "weights", "messages", "bytes", "wei
 --- Makes steps as one rank of a job, or as a single process, and prints the measurements.
 function M.rank(script, settings, given)
   local trainer, options = M.trainer(script, settings, given)
-  options.whole = require("engine.dist.reducer").whole(trainer.optimizer, options.zero)
+  options.whole = require("engine.dist.reduction").whole(trainer.optimizer, options.zero)
   local ranks, facts, times, seen = require "engine.dist.ranks", ffi.new("eng_parallel_facts"), {},
     {}
   for step = 1, STEPS do
@@ -140,7 +140,7 @@ function M.rank(script, settings, given)
   if not trainer.reducer.many then
     local seconds = ffi.new("double[1]")
     check(C.eng_parallel_rehearse(seconds, trainer.optimizer.params, 2,
-      require("engine.dist.reducer").options(options)))
+      require("engine.dist.reduction").options(options)))
     parts[#parts + 1] = ("handling=%.9g"):format(seconds[0])
   end
   io.stdout:write("planned ", table.concat(parts, " "), "\n")

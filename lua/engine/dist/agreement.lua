@@ -113,16 +113,13 @@ local function gathered(own, n)
   return all
 end
 
--- A number that is equal for all ranks that hold the same parameters as rank r.
-local function holder(reducer, r) return r % (reducer.size / reducer.holders.size) end
-
 -- Groups the ranks by their checksum of an item: lists of ranks, the largest first, one list for
--- each checksum. For an expert, only the ranks that hold it count: those whose holder() is `held`
--- (nil: all ranks). Returns the lists, and whether the first list is larger than any other.
+-- each checksum. For an expert, only the ranks that hold it count: those whose Reducer:holder() is
+-- `held` (nil: all ranks). Returns the lists, and whether the first list is larger than any other.
 local function grouped(reducer, at, held)
   local of, lists = {}, {}
   for r = 0, reducer.size - 1 do
-    if not held or holder(reducer, r) == held then
+    if not held or reducer:holder(r) == held then
       local key = tostring(at(r))
       if not of[key] then
         of[key] = {}
@@ -224,7 +221,7 @@ function Agreement:check()
     local all = gathered(summary(list, sums), 3)
     local same, n = true, #list
     for r = 0, reducer.size - 1 do
-      local like = reducer.apart and holder(reducer, r) or 0
+      local like = reducer:holder(r)
       same = same and all[3 * r] == all[0] and all[3 * r + 1] == all[3 * like + 1]
       n = math.min(n, tonumber(all[3 * r + 2]))
     end

@@ -11,6 +11,7 @@
 -- nothing overlaps. Each step then waits for the slowest rank, and ranks beyond the number of cores
 -- take turns. Used by `engine plan`; cli/plan_measure.lua measures.
 local M_ffi = require "engine.base.ffi"
+local reduction = require "engine.dist.reduction"
 
 local C, check = M_ffi.C, M_ffi.check
 
@@ -25,8 +26,7 @@ local BACKWARD = 2 / 3
 --- those of a step.
 function M.sizes(params, options, rank, ranks)
   local out = M_ffi.new("eng_parallel_sizes")
-  check(C.eng_parallel_predict(out, params, rank, ranks,
-    require("engine.dist.reducer").options(options)))
+  check(C.eng_parallel_predict(out, params, rank, ranks, reduction.options(options)))
   local sizes = {}
   for _, name in ipairs { "buckets", "messages", "bytes", "weight_messages", "weight_bytes", "own",
     "gradients", "rooms", "under_way", "weights" } do

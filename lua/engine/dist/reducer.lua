@@ -11,9 +11,12 @@
 -- nothing.
 local M_ffi = require "engine.base.ffi"
 local batch_norm_over = require "engine.tensor.batch_norm_over"
+local identity = require "engine.dist.identity"
+local machine = require "engine.base.machine"
 local nearest = require "engine.base.nearest"
 local random = require "engine.base.random"
 local ranks = require "engine.dist.ranks"
+local reduction = require "engine.dist.reduction"
 local show = require "engine.base.show"
 local signals = require "engine.policy.signals"
 
@@ -24,173 +27,14 @@ local M = {}
 local Reducer = {}
 Reducer.__index = Reducer
 
-local COMM_DTYPES = { own = 0, fp32 = 1, bf16 = 2, fp16 = 3, fp8 = 4 }
-local MIB = 2 ^ 20
-M.BUCKET = 2            -- MiB of gradients sent together, by default
-
---- The name of the first invalid option that concerns ranks, and what the option must be; or nil.
-function M.wrong(o)
-  if o.comm_dtype ~= nil and not COMM_DTYPES[o.comm_dtype] then
-    return "comm_dtype", "own, fp32, bf16, fp16 or fp8"
-  end
-  if o.bucket ~= nil and not (type(o.bucket) == "number" and o.bucket > 0 and o.bucket < 1024) then
-    return "bucket", "a number of MiB above 0 and below 1024"
-  end
-  if o.zero ~= nil and o.zero ~= 0 and o.zero ~= 1 and o.zero ~= 2 and o.zero ~= 3 then
-    return "zero", "0, 1, 2 or 3"
-  end
-  if o.rank_timeout ~= nil and not (type(o.rank_timeout) == "number" and o.rank_timeout > 0) then
-    return "rank_timeout", "a positive number of seconds"
-  end
-end
-
--- ------------------------------------------------------------------ comparing the ranks
-
-local function crc(text) return ("%08x"):format(C.eng_crc32c(0, text, #text)) end
-
--- Adds a line for each module that the script required, except the engine's.
-local function add_modules(lines)
-  local names = {}
-  for name in pairs(package.loaded) do
-    if type(name) == "string" and not name:find("^engine") then names[#names + 1] = name end
-  end
-  table.sort(names)
-  for _, name in ipairs(names) do
-    local path = package.searchpath(name, package.path)
-    if path then lines[#lines + 1] = ranks.file_line("module", path) end
-  end
-end
-
--- The position in the data, as text. It is not compared where each rank has its own data.
-local function data_text(data)
-  if data.sharded then return "of each rank's own" end
-  local good, state = pcall(function() return require("engine.base.json").encode(data:state()) end)
-  return good and state or "of the script"
-end
-
-local function policy_text(policy)
-  local options = {}
-  for _, name in ipairs(policy.option_names or {}) do
-    options[#options + 1] = name .. "=" .. tostring(policy.options[name])
-  end
-  return ("%s %s %s"):format(policy.name, policy.hash and policy:hash() or "a class",
-    table.concat(options, " "))
-end
-
--- What must be the same on every rank besides the code (ranks.lua): a line for each.
-local function identity(self, o)
-  local trainer = self.trainer
-  local opt, parameters, place = trainer.optimizer, {}, random.place()
-  for i, p in ipairs(opt.list) do
-    parameters[i] = p.name .. " " .. table.concat(self:shape(p), "x")
-  end
-  local lines = {}
-  add_modules(lines)
-  for _, setting in ipairs(o.config and require("engine.base.config").flatten(o.config) or {}) do
-    lines[#lines + 1] = ("setting %s=%s"):format(setting[1], tostring(setting[2]))
-  end
-  lines[#lines + 1] = "policy " .. policy_text(trainer.policy)
-  local shadows, sites = trainer.shadows or { list = {}, layers = {} }, trainer.optimizer.fp8
-  for _, list in ipairs { shadows.list, shadows.layers } do
-    for _, s in ipairs(list) do lines[#lines + 1] = "shadow " .. policy_text(s.policy) end
-  end
-  for _, policy in ipairs(sites and sites.policies or {}) do
-    lines[#lines + 1] = "FP8 policy " .. policy_text(policy)
-  end
-  lines[#lines + 1] = ("model %s, %d parameters, %s"):format(tostring(trainer.model._class),
-    #parameters, crc(table.concat(parameters, "\n")))
-  lines[#lines + 1] = "precision " .. trainer.precision.name
-  lines[#lines + 1] = "optimizer " .. (self.apart and tostring(opt):gsub(", %d+ elements", "", 1)
-    or tostring(opt))
-  lines[#lines + 1] = "schedule " .. (getmetatable(trainer.schedule) and tostring(trainer.schedule)
-    or type(trainer.schedule))
-  lines[#lines + 1] = ("steps %d, accumulate %d, clip %s %s"):format(trainer.steps,
-    trainer.accumulate, tostring(trainer.clip), tostring(trainer.clip_value))
-  lines[#lines + 1] = "data " .. data_text(trainer.data)
-  lines[#lines + 1] = ("random numbers %s %s"):format(tostring(place.seed), tostring(place.counter))
-  lines[#lines + 1] = ("comm_dtype %s, zero %s, bucket %s"):format(tostring(o.comm_dtype),
-    tostring(o.zero), tostring(o.bucket))
-  lines[#lines + 1] = ("checkpoint_every %s, agree_every %s, stats_every %s, evaluate every %s, " ..
-    "ref_every %s %s"):format(tostring(o.checkpoint_every), tostring(o.agree_every),
-    tostring(o.stats_every), tostring(o.evaluate and o.evaluate.every), tostring(o.ref_every),
-    tostring(o.ref_layers))
-  return lines
-end
-
 -- ------------------------------------------------------------------ making
-
---- The units of ZeRO-3 for the parameters of an optimizer, as the core's option. A unit is a block
---- of the model, all experts of a layer together, any other module that has parameters, or a single
---- weight in FP8.
-function M.units(optimizer)
-  local list, quantized = optimizer.list, {}
-  local units, numbers, n = ffi.new("int32_t[?]", #list), {}, 0
-  for _, site in ipairs(optimizer.fp8 and optimizer.fp8.list or {}) do
-    quantized[tonumber(site.module.weight.slot)] = true
-  end
-  for i, p in ipairs(list) do
-    -- one unit for all experts: ranks use different experts, but every rank uses some of them
-    local name = quantized[tonumber(p.tensor.slot)] and p.name
-      or p.name:match("^(.*%f[^%z.]blocks%.%d+)%.") or p.name:match("^(.*%f[^%z.]experts)%.%d+%.")
-      or p.name:match("^(.*)%.[^.]*$") or ""
-    if not numbers[name] then numbers[name], n = n, n + 1 end
-    units[i - 1] = numbers[name]
-  end
-  return units
-end
-
---- Whether ranks update whole parameters: for optimizers that need them, and for ZeRO-3 in FP8,
---- where one rank quantizes a weight for all.
-function M.whole(optimizer, zero) return optimizer.whole or zero == 3 and optimizer.fp8 ~= nil end
-
---- The core's options for a reduction, made from those of a trainer. o.whole: with ZeRO, ranks
---- update whole parameters (M.whole). o.units: what M.units returned, which the caller must keep.
-function M.options(o, apart, holders)
-  return ffi.new("eng_parallel_options", { bucket = math.floor((o.bucket or M.BUCKET) * MIB),
-    comm_dtype = COMM_DTYPES[o.comm_dtype or "own"], zero = o.zero or 0,
-    whole = (o.zero or 0) > 0 and o.whole and 1 or 0, units = o.units,
-    apart = apart, holders = holders })
-end
-
--- parameter set -> { key =, handle =, zero = }: the reduction, which all trainers of the set share
-local of_set = setmetatable({}, { __mode = "k" })
-
--- The parameter set's reduction with these options. Frees a reduction with other options. If
--- another trainer of the set used the freed one, that trainer's next step makes a new one.
-local function reduction(optimizer, options)
-  local params = optimizer.params
-  local key = ("%d %d %d %d %s %s"):format(tonumber(options.bucket), options.comm_dtype,
-    options.zero, options.whole, tostring(options.holders), tostring(optimizer._accumulates))
-  local had = of_set[params]
-  if had and had.key == key then return had.handle end
-  if had and had.zero then
-    error("a trainer with ZeRO has divided this optimizer's state among the ranks; hint: " ..
-      "give its trainers the same bucket, comm_dtype, zero and accumulate", 0)
-  end
-  of_set[params] = nil
-  if had then C.eng_parallel_free(ffi.gc(had.handle, nil)) end
-  local out = ffi.new("eng_parallel *[1]")
-  check(C.eng_parallel_new(out, params, ranks.world(), options))
-  local handle = ffi.gc(out[0], C.eng_parallel_free)
-  of_set[params] = { key = key, handle = handle, zero = options.zero > 0 }
-  return handle
-end
-
---- Completes the norms of a reference backward: parameters that only other ranks hold get the norms
---- that these ranks computed, and norm[0] becomes the norm over all parameters.
-function Reducer:share_norms(norm, norms, n)
-  if not self.apart then return end
-  check(C.eng_comm_all_reduce(ranks.world(), norms, n, M_ffi.dtype.f64, C.ENG_MAX))
-  local squares = 0
-  for i = 0, n - 1 do squares = squares + norms[i] * norms[i] end
-  norm[0] = math.sqrt(squares)
-end
 
 -- Positions in the sums and in the maxima of a record's message.
 local NUMBERS = { loss = 0, tokens = 1 }
 local MAXIMA = { elapsed = 0, hash = 1, minus_hash = 2, interrupted = 3, hangup = 4, wish = 5,
   drawn = 6, unknown = 7, order = 8, minus_order = 9 }
 local N_SUMS, N_MAXIMA = 2, 10
+local RULES = signals.rules          -- how ranks combine a signal
 
 -- Finds the parameters that only some ranks hold. Modules such as nn.moe declare them in `_apart`.
 -- Returns { [name] = { held =, shape = } }, an array that marks these parameters in the optimizer's
@@ -222,6 +66,9 @@ function Reducer:shape(p)
   return apart and apart.shape or p.tensor.shape
 end
 
+--- A number that is equal for all ranks that hold the same parameters as rank r.
+function Reducer:holder(r) return self.apart and r % (self.size / self.holders.size) or 0 end
+
 --- Connects the ranks and compares how they were started. Called before files are opened.
 function M.new(trainer, o)
   local self = setmetatable({ trainer = trainer, rank = ranks.rank(), size = ranks.size(),
@@ -239,12 +86,12 @@ function M.new(trainer, o)
   ranks.world()
   self.signals = {}
   self.apart, self.marks, self.holders = find_apart(trainer.model, trainer.optimizer.list)
-  ranks.compare(identity(self, o))       -- settings, policies and models must match
-  self.units = self.parted and M.units(trainer.optimizer) or nil
-  self.options = M.options({ bucket = o.bucket, comm_dtype = o.comm_dtype, zero = o.zero,
-    whole = M.whole(trainer.optimizer, o.zero), units = self.units }, self.marks,
+  ranks.compare(identity(trainer, o, function(p) return self:shape(p) end, self.apart))
+  self.units = self.parted and reduction.units(trainer.optimizer) or nil
+  self.options = reduction.options({ bucket = o.bucket, comm_dtype = o.comm_dtype, zero = o.zero,
+    whole = reduction.whole(trainer.optimizer, o.zero), units = self.units }, self.marks,
     self.holders and self.holders.comm)
-  self.reduction = reduction(trainer.optimizer, self.options)
+  self.reduction = reduction.of(trainer.optimizer, self.options)
   if self.zero then trainer.optimizer.state:shard(self.reduction, self.parted) end
   self:make_room()
   return self
@@ -252,8 +99,7 @@ end
 
 --- The link between ranks that train on cards, as text; nil on the CPU.
 function Reducer:text()
-  return self.many and require("engine.base.machine").device() == "cuda" and "ranks: " ..
-    ranks.text() or nil
+  return self.many and machine.device() == "cuda" and "ranks: " .. ranks.text() or nil
 end
 
 function Reducer:level_of_zero()
@@ -317,8 +163,7 @@ function Reducer:start(spread)
   local others = ranks.from_all(sum .. " " .. own)
   for i, text in ipairs(others) do
     local other, other_own = text:match("^(%S+) (%S*)$")
-    local alike = self.apart and (i - 1) % (self.size / self.holders.size) == self.rank % (
-      self.size / self.holders.size)
+    local alike = self:holder(i - 1) == self:holder(self.rank)
     if other ~= sum or alike and other_own ~= own then
       error(("rank %d's weights (checksum %s) differ from rank %d's (%s), although both " ..
         "received the same"):format(i - 1, text, self.rank, others[self.rank + 1]), 0)
@@ -387,7 +232,7 @@ end
 --- Begins a step: skips the batches of lower ranks. Between two steps all ranks are at the same
 --- position in the data.
 function Reducer:begin()
-  if self.many then self.reduction = reduction(self.trainer.optimizer, self.options) end
+  if self.many then self.reduction = reduction.of(self.trainer.optimizer, self.options) end
   batch_norm_over.begin()
   skip(self.trainer.data, self.rank * self.trainer.accumulate)
 end
@@ -433,6 +278,16 @@ function Reducer:alone(f)
   check(C.eng_parallel_finish(self.reduction))
 end
 
+--- Completes the norms of a reference backward: parameters that only other ranks hold get the norms
+--- that these ranks computed, and norm[0] becomes the norm over all parameters.
+function Reducer:share_norms(norm, norms, n)
+  if not self.apart then return end
+  check(C.eng_comm_all_reduce(ranks.world(), norms, n, M_ffi.dtype.f64, C.ENG_MAX))
+  local squares = 0
+  for i = 0, n - 1 do squares = squares + norms[i] * norms[i] end
+  norm[0] = math.sqrt(squares)
+end
+
 -- Moves the random numbers past those of the micro-batch that drew the most.
 local function continue_numbers(s, drawn)
   random.go { seed = s.place.seed, counter = s.place.counter + drawn }
@@ -459,8 +314,6 @@ function Reducer:remember(s, delayed)
   for name, value in pairs(signals.values) do s.signals[name] = value end
   if self.many then s.culprits = self:find_culprits() end
 end
-
-local RULES = signals.rules
 
 local function put_signals(self, own)
   self.maxima[MAXIMA.unknown] = 0
@@ -591,8 +444,9 @@ function Reducer:decide(record, verdict)
         math.floor(i / C.ENG_EACH)))
     end
     numbers[3] = show.exact(bias_step)
-    parts[#parts + 1] = ("update clip %s, spike clip %s, single tensors %s"):format(numbers[1],
-      numbers[2], crc(table.concat(numbers, " ")))
+    local text = table.concat(numbers, " ")
+    parts[#parts + 1] = ("update clip %s, spike clip %s, single tensors %08x"):format(numbers[1],
+      numbers[2], C.eng_crc32c(0, text, #text))
   end
   self.decided = ("%s (policy %s%s)"):format(table.concat(parts, ", "), policy.name,
     policy.hash and " " .. policy:hash() or "")

@@ -383,10 +383,10 @@ local function loaded(source, options, kind)
 end
 
 --- Loads a policy. source: the name of a shipped policy or of a registered class; a path;
---- { source = text, file = name, path = of the file }; or a DeepSpeed configuration, as a .json file
---- or as { fp16 = { ... } }. A name or a path may carry options: "dynamic:growth_interval=500". A policy
---- object is returned as it is. options: values for the policy's options, also as text; for
---- `deepspeed` they may be keys of DeepSpeed's fp16 block. kind: "fp8" for an FP8 policy
+--- { source = text, file = name, path = of the file }; a DeepSpeed configuration, as a .json file
+--- or as { fp16 = { ... } }; or a policy object, which is returned as it is. A name or a path may
+--- carry options: "dynamic:growth_interval=500". options: values for the policy's options, also as
+--- text; for `deepspeed` they may be keys of DeepSpeed's fp16 block. kind: "fp8" for an FP8 policy
 --- (fp8_sites.lua), "any" for either, nil for one that chooses a loss scale.
 function M.load(source, options, kind)
   local good, result = pcall(loaded, source, options or {}, kind)

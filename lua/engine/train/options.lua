@@ -1,10 +1,10 @@
 -- The options of engine.trainer{ ... } and engine.session{ ... }: their names, what each must be,
--- and messages for what is wrong. trainer.lua and session.lua document them for users.
+-- and messages for what is wrong. assemble.lua and session.lua document them for users.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local nearest = require "engine.base.nearest"
 local pattern = require "engine.base.pattern"
-local reducer = require "engine.dist.reducer"
+local reduction = require "engine.dist.reduction"
 local renamed = require "engine.base.renamed"
 
 local set_of = arguments.set_of
@@ -142,7 +142,7 @@ function M.check(o)
     "a function(model, batch), because this model has no loss", o.loss)
   want(o.checkpoint == nil or o.model.checkpoint, "model", "a module, which checkpoint needs",
     o.model)
-  local key, expected = reducer.wrong(o)
+  local key, expected = reduction.wrong(o)
   if key then want(false, key, expected, o[key]) end
 end
 
