@@ -183,6 +183,13 @@ describe("an update", function()
     end
   end)
 
+  it("reports its memory with a loss, also for a list of tensors", function()
+    local x = engine.zeros(4, 64, { requires_grad = true })
+    local rows = optim.sgd({ x }):memory(function() return x:exp():exp():sum() end)
+    assert.equal(4 * 64 * 4, rows.masters.measured)
+    assert.is_true(rows["kept for backward"].measured > 0)
+  end)
+
   it("uses groups chosen by pattern or function; the first match wins", function()
     local net = model()
     local opt = optim.sgd(net, { lr = 0.1, groups = {

@@ -31,10 +31,12 @@ local function matrix(role, rows, columns)
   return role.mx > 0 and 2 * rows * columns or rows * columns + 4 * scales(role, rows, columns)
 end
 
+local function sites_of(opt) return opt.fp8 and opt.fp8.list or {} end
+
 local function predicted(opt)
   local sums = { masters = 0, copies = 0, gradients = 0, fp8 = 0, moments = 0 }
   local site_of = {}
-  for _, site in ipairs(opt.fp8 and opt.fp8.list or {}) do site_of[site.module] = site end
+  for _, site in ipairs(sites_of(opt)) do site_of[site.module] = site end
   local shadow, gradient, masters = precision.parameter_formats(opt.precision, opt.list)
   for i, p in ipairs(opt.list) do
     local n, low = p.tensor.count, M_ffi.dtype_name[shadow[i - 1]]
@@ -48,10 +50,7 @@ local function predicted(opt)
       local square = role.block_rows == role.block_columns
       sums.fp8 = sums.fp8 + matrix(role, N, K) + (square and 0 or matrix(role, K, N))
     end
-  end
-  sums.moments = 0
-  for i, p in ipairs(opt.list) do
-    sums.moments = sums.moments + opt.state:bytes(i, p.tensor.count)
+    sums.moments = sums.moments + opt.state:bytes(i, n)
   end
   return sums
 end
@@ -59,7 +58,7 @@ end
 -- Bytes that FP8 layers keep of their inputs, from the number of rows that went through each layer.
 local function kept(opt, rows_of)
   local bytes = 0
-  for _, site in ipairs(opt.fp8 and opt.fp8.list or {}) do
+  for _, site in ipairs(sites_of(opt)) do
     local role, K, rows = site.recipe.role[0], site.module.inputs, rows_of[site.path] or 0
     local codes = matrix(role, rows, K)
     if rows == 0 then codes = 0
@@ -83,46 +82,59 @@ local meta = { __tostring = function(rows)
   return table.concat(lines, "\n")
 end }
 
+-- Makes the FP8 layers count the rows that go through them. Returns the counts by path, and a
+-- function that ends the counting.
+local function count_rows(opt)
+  local rows_of, before, seen = {}, {}, {}
+  for _, site in ipairs(sites_of(opt)) do
+    local m, path, role = site.module, site.path, site.recipe.role[0]
+    local sharing = path
+    -- layers that keep the codes of x in the same way share one copy
+    if role.keep == C.ENG_FP8_KEEP_CODES and role.stochastic == 0 then
+      sharing = ("%d %d %d %d %d %d %g"):format(role.format, role.block_rows,
+        role.block_columns, role.rule, role.pow2, role.margin, role.eps)
+    end
+    local forward = m.forward
+    before[m] = rawget(m, "forward") or false
+    rawset(m, "forward", function(self, x)
+      local key = ("%d.%d %s"):format(x.slot, x.generation, sharing)
+      if not seen[key] then rows_of[path] = (rows_of[path] or 0) + x.count / self.inputs end
+      seen[key] = true
+      return forward(self, x)
+    end)
+  end
+  if opt.fp8 then
+    opt.model:apply(function(m) if m._class == "swiglu" then rows_of.swiglu = true end end)
+  end
+  return rows_of, function()
+    for m, forward in pairs(before) do rawset(m, "forward", forward or nil) end
+  end
+end
+
+-- Computes a loss. Returns the bytes that its tape keeps, those of them in FP8, and the rows of
+-- each FP8 layer. Ends the step.
+local function measured(opt, loss)
+  local fp8_bytes, mark, all = M_ffi.new("int64_t[1]"), M_ffi.new("int64_t[1]"), nil
+  local rows_of, end_counting = count_rows(opt)
+  check(C.eng_scope_begin(mark))
+  local good, message = pcall(function()
+    precision.autocast(opt.precision, loss)
+    all = tonumber(C.eng_tape_bytes(fp8_bytes))
+  end)
+  end_counting()
+  -- fails while operations are on the tape; the step's end empties it
+  C.eng_scope_end(mark[0])
+  check(C.eng_step_end())
+  if not good then error(message, 0) end
+  return all, tonumber(fp8_bytes[0]), rows_of
+end
+
 --- Rows { role, predicted, measured } in bytes. loss: a function that returns a loss, or nil. With
 --- a loss, the call ends the step.
 function M.new(opt, loss)
-  local bytes, fp8_bytes, kept_all = M_ffi.new("int64_t[4]"), M_ffi.new("int64_t[1]"), nil
-  local rows_of = {}
-  if loss then
-    local paths = {}
-    -- layers that keep the codes of x in the same way share one copy
-    local inputs, seen, sharing = {}, {}, {}
-    for _, site in ipairs(opt.fp8 and opt.fp8.list or {}) do
-      local role = site.recipe.role[0]
-      paths[site.module] = site.path
-      if role.keep == C.ENG_FP8_KEEP_CODES and role.stochastic == 0 then
-        sharing[site.module] = ("%d %d %d %d %d %d %g"):format(role.format, role.block_rows,
-          role.block_columns, role.rule, role.pow2, role.margin, role.eps)
-      end
-    end
-    opt.model:apply(function(m) if m._class == "swiglu" then rows_of.swiglu = true end end)
-    for m, path in pairs(paths) do
-      inputs[m] = rawget(m, "forward")
-      local forward = m.forward
-      rawset(m, "forward", function(self, x)
-        local key = ("%d.%d %s"):format(x.slot, x.generation, sharing[self] or path)
-        if not seen[key] then rows_of[path] = (rows_of[path] or 0) + x.count / self.inputs end
-        seen[key] = true
-        return forward(self, x)
-      end)
-    end
-    local mark = M_ffi.new("int64_t[1]")
-    check(C.eng_scope_begin(mark))
-    local good, message = pcall(function()
-      precision.autocast(opt.precision, loss)
-      kept_all = tonumber(C.eng_tape_bytes(fp8_bytes))
-    end)
-    for m in pairs(paths) do rawset(m, "forward", inputs[m]) end
-    -- fails while operations are on the tape; the step's end empties it
-    C.eng_scope_end(mark[0])
-    check(C.eng_step_end())
-    if not good then error(message, 0) end
-  end
+  local kept_all, kept_fp8, rows_of
+  if loss then kept_all, kept_fp8, rows_of = measured(opt, loss) end
+  local bytes = M_ffi.new("int64_t[4]")
   C.eng_params_bytes(bytes, opt.params)
   local want, moments = predicted(opt), 0
   for _, x in pairs(opt:state_tensors()) do
@@ -138,7 +150,7 @@ function M.new(opt, loss)
   if loss then
     rows[#rows + 1] = { role = "kept for backward", measured = kept_all }
     rows[#rows + 1] = { role = "  of which in FP8", predicted = kept(opt, rows_of),
-      measured = tonumber(fp8_bytes[0]) }
+      measured = kept_fp8 }
   end
   for _, row in ipairs(rows) do rows[row.role:match("^%s*(.*)$")] = row end
   return setmetatable(rows, meta)
