@@ -16,6 +16,7 @@
 -- attached clients and checkpoints (loop.lua).
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
+local assemble = require "engine.train.assemble"
 local autograd = require "engine.tensor.autograd"
 local loop = require "engine.train.loop"
 local machine = require "engine.base.machine"
@@ -26,10 +27,9 @@ local precision = require "engine.train.precision"
 local ranks = require "engine.dist.ranks"
 local signals = require "engine.policy.signals"
 local tensor = require "engine.tensor.tensor"
-local trainer = require "engine.train.trainer"
 
 local C, check, expect, raise = M_ffi.C, M_ffi.check, M_ffi.expect, M_ffi.raise
-local Trainer = trainer.Trainer
+local Trainer = require("engine.train.trainer").Trainer
 
 local M = {}
 
@@ -162,13 +162,10 @@ local function new(given)
     error(("session: precision '%s' quantizes linear layers, and a session does not; hint: "
       .. "engine.trainer, or fp32, bf16 or fp16"):format(recipe.name), 0)
   end
-  o.own_data, o.data = o.data ~= nil, o.data or { next = function()
+  o.data = o.data or { next = function()
     raise("session: there is no data to leave out; hint: data = the loop's loader") end }
-  local self = trainer.assemble(o, Session, function(self)
-    self.entries, self.own_data, self.turn = entries, o.own_data, 0
-    self.retain = #entries > 1             -- losses of one turn may share parts of the tape
-  end)
-  return self
+  return assemble.assemble(o, Session, { entries = entries, own_data = given.data ~= nil, turn = 0,
+    retain = #entries > 1 })                -- losses of one turn may share parts of the tape
 end
 
 --- engine.session{ ... }: history, policies with shadows and hot swaps, attached clients, progress
@@ -190,7 +187,7 @@ function M.new(given)
   if type(given) ~= "table" then
     error("session: expected a table of options, got " .. type(given), 2)
   end
-  return trainer.made(function() return new(given) end)
+  return assemble.made(function() return new(given) end)
 end
 
 -- ------------------------------------------------------------------ the loop
