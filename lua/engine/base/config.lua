@@ -157,21 +157,19 @@ local function value_text(value)
   return table.concat(parts, ",")
 end
 
-local function to_number(name, text, where)
+local function to_number(name, text)
   local value, why = expression(text)
   if not value then
-    fail("%s%s: expected a number (or an expression like 3e-4 or 2^15), got %s (%s)", where, name,
+    fail("%s: expected a number (or an expression like 3e-4 or 2^15), got %s (%s)", name,
       quoted(text), why)
   end
-  if value ~= value then
-    fail("%s%s: expected a number, got %s, which is NaN", where, name, quoted(text))
-  end
+  if value ~= value then fail("%s: expected a number, got %s, which is NaN", name, quoted(text)) end
   return value
 end
 
 -- The value of a field from the text on the command line.
 local function from_text(name, field, text)
-  if field.kind == "number" then return to_number(name, text, "") end
+  if field.kind == "number" then return to_number(name, text) end
   if field.kind == "boolean" then
     local value = booleans[text:lower()]
     if value == nil then fail("%s: expected true or false, got %s", name, quoted(text)) end
@@ -180,7 +178,7 @@ local function from_text(name, field, text)
   if field.kind == "string" then return text end
   local list = {}
   for item in (text == "" and "" or text .. ","):gmatch("(.-),") do
-    list[#list + 1] = field.element == "number" and to_number(name, item, "") or item
+    list[#list + 1] = field.element == "number" and to_number(name, item) or item
   end
   return list
 end
@@ -192,26 +190,21 @@ local function from_file(name, field, value, where)
     fail("%s%s: expected a %s, got %s", where, name, field.kind, (got == "table"
       or got == "function") and "a " .. got or "the " .. got .. " " .. quoted(value_text(value)))
   end
-  for key in pairs(list and value or {}) do
+  if value ~= value then fail("%s%s: expected a number, got NaN", where, name) end
+  if not list then return value end
+  for key in pairs(value) do
     if type(key) ~= "number" or key % 1 ~= 0 or key < 1 or key > #value then
       fail("%s%s: expected a list without gaps, got one with the field %s", where, name,
         quoted(tostring(key)))
     end
   end
-  if field.kind == "number" and value ~= value then
-    fail("%s%s: expected a number, got NaN", where, name)
-  end
-  if field.kind == "list" then
-    for i = 1, #value do
-      local item = value[i]
-      if type(item) ~= field.element then
-        fail("%s%s: expected a list of %ss, item %d is a %s", where, name, field.element, i,
-          type(item))
-      end
+  for i, item in ipairs(value) do
+    if type(item) ~= field.element then
+      fail("%s%s: expected a list of %ss, item %d is a %s", where, name, field.element, i,
+        type(item))
     end
-    return copy(value)
   end
-  return value
+  return copy(value)
 end
 
 local function finite(x) return x > -math.huge and x < math.huge end
@@ -265,12 +258,17 @@ local function ranges_of(kinds, fields)
   return ranges
 end
 
+local function texts_of(list)
+  local texts = {}
+  for i, value in ipairs(list) do texts[i] = tostring(value) end
+  return texts
+end
+
 local function check_choice(name, value, choices)
   for _, choice in ipairs(choices) do
     if choice == value then return end
   end
-  local texts = {}
-  for i, choice in ipairs(choices) do texts[i] = tostring(choice) end
+  local texts = texts_of(choices)
   fail("%s: expected one of %s, got %s%s", name, table.concat(texts, ", "), quoted(value),
     nearest.hint(tostring(value), texts))
 end
@@ -359,9 +357,9 @@ function config.parse(defaults, args, docs, kinds)
       fail("expected name=value, got %s; fields: %s", quoted(argument),
         table.concat(shown(fields, rules.docs), ", "))
     end
-    local field = fields[name] or fields[(name:gsub("-", "_"))]
+    if not fields[name] and fields[(name:gsub("-", "_"))] then name = name:gsub("-", "_") end
+    local field = fields[name]
     if field then
-      if not fields[name] then name = name:gsub("-", "_") end
       assign(result, name, check(name, from_text(name, field, text), field, rules))
     elseif name == "config" then
       apply_file(result, fields, rules, text)
@@ -398,9 +396,7 @@ function config.help(defaults, docs, script)
     local field, doc = fields[name], docs[name]
     local text = type(doc) == "table" and (doc[1] or "") or doc or ""
     if type(doc) == "table" and doc.choices then
-      local choices = {}
-      for i, choice in ipairs(doc.choices) do choices[i] = tostring(choice) end
-      text = text .. (text == "" and "" or ": ") .. table.concat(choices, ", ")
+      text = text .. (text == "" and "" or ": ") .. table.concat(texts_of(doc.choices), ", ")
     end
     local default = field.default ~= nil and value_text(field.default) or "-"
     rows[#rows + 1] = { name, field.kind, default == "" and "''" or default, text }
@@ -429,7 +425,7 @@ local function from_command_line(_, defaults, docs, kinds)
   local args = rawget(_G, "arg") or {}
   for _, argument in ipairs(args) do
     if asks_help[argument] then
-      require("engine.base.show").print(config.help(defaults, docs, args[0]))
+      show.print(config.help(defaults, docs, args[0]))
       os.exit(0)
     end
   end

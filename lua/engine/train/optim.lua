@@ -39,30 +39,28 @@ end
 
 local names_of = nearest.keys
 
+local function within(v, least, below) return type(v) == "number" and v >= least and v < below end
+
+-- What hyperparameters must be: their names, words for messages, and a test.
+local RULES = {
+  { { "lr", "lr_mul", "weight_decay", "momentum", "dampening" }, "to be a number >= 0",
+    function(v) return within(v, 0, math.huge) end },
+  { { "beta1", "beta2" }, "to be in [0, 1)", function(v) return within(v, 0, 1) end },
+  { { "eps" },
+    "to be a number no smaller than 2^-126 (the optimizer's f32 state would round it to 0)",
+    function(v) return within(v, 2 ^ -126, math.huge) end },
+  { { "nesterov" }, "to be true or false", function(v) return type(v) == "boolean" end },
+}
+
 local function check_hyper(name, values)
   local spec = KINDS[name].spec
-  local function bad(key, expected)
-    raise("optim.%s: expected %s %s, got %s", name, key, expected, M_ffi.value_text(values[key]))
-  end
-  for _, key in ipairs { "lr", "lr_mul", "weight_decay", "momentum", "dampening" } do
-    local v = values[key]
-    if v ~= nil and not (type(v) == "number" and v >= 0 and v < math.huge) then
-      bad(key, "to be a number >= 0")
+  for _, rule in ipairs(RULES) do
+    for _, key in ipairs(rule[1]) do
+      local v = values[key]
+      if v ~= nil and not rule[3](v) then
+        raise("optim.%s: expected %s %s, got %s", name, key, rule[2], M_ffi.value_text(v))
+      end
     end
-  end
-  for _, key in ipairs { "beta1", "beta2" } do
-    local v = values[key]
-    if v ~= nil and not (type(v) == "number" and v >= 0 and v < 1) then
-      bad(key, "to be in [0, 1)")
-    end
-  end
-  local eps = values.eps
-  if eps ~= nil and not (type(eps) == "number" and eps >= 2 ^ -126 and eps < math.huge) then
-    bad("eps",
-      "to be a number no smaller than 2^-126 (the optimizer's f32 state would round it to 0)")
-  end
-  if values.nesterov ~= nil and type(values.nesterov) ~= "boolean" then
-    bad("nesterov", "to be true or false")
   end
   if spec then return optim_register.check_values(spec, values) end
   if values.nesterov and (values.momentum == 0 or values.dampening ~= 0) then
