@@ -3,6 +3,9 @@
 -- rule decides for `period` steps; then the rule with the lowest cost minus an exploration bonus
 -- takes over. Old costs are discounted, because training changes. Source: discounted UCB1 (Auer et
 -- al., 2002).
+
+-- Each rule moves a scale of its own. `dynamic` looks at overflows; the others aim the largest
+-- stored gradient at a number.
 local rules = {
   { name = "dynamic", next = function(s, r)
     s.good = r.overflow and 0 or (s.good or 0) + 1
@@ -51,7 +54,7 @@ return {
       -- A rule with a smaller scale might not have overflowed, so it gets no cost for this step.
       if not record.overflow or i == state.arm or a.scale >= record.scale then
         local wanted = rules[i].next(a, record)
-        if i ~= 1 and not record.overflow then
+        if i ~= 1 and not record.overflow then              -- moves a fifth of the octaves
           wanted = a.scale * math.max(0.5, math.min(2, wanted / a.scale))^0.2
         end
         a.scale = math.max(options.min_scale, math.min(options.max_scale, wanted))

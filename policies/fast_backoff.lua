@@ -1,6 +1,6 @@
 -- Divides the scale by four at every overflow and recovers slowly. Meant for fine-tuning large
--- models, where one overflow announces more. Source: the QLoRA recipe for custom scalers in
--- ms-swift's guides.
+-- models, where one overflow is often followed by others. Source: the QLoRA recipe for custom
+-- scalers in ms-swift's guides.
 return {
   name = "fast_backoff",
   doc  = "Quarters the scale at an overflow and grows by 1.8 every 1500 good steps.",

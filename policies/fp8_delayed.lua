@@ -3,11 +3,11 @@
 -- pass over the tensor. The scale is computed, by the recipe's margin, format and rule, from the
 -- largest of the last `history` amaxes (algorithm=max) or from the last amax (most_recent).
 --
--- An amax that is 0, inf or nan leaves the scale unchanged and does not enter the history. In
--- Transformer Engine it does, so that an inf from a skipped step holds the scale for the length of
--- the history. Amaxes of gradients are stored without the loss scale and multiplied by the next
--- one, so a moving loss scale does not look like a moving gradient. Before its first amax is known,
--- a tensor is scaled by its own current amax; in Transformer Engine, by 1.
+-- An amax that is 0, inf or nan leaves the scale unchanged and stays out of the history. In
+-- Transformer Engine such an amax enters the history, so that an inf from a skipped step holds the
+-- scale for the length of the history. Amaxes of gradients are stored without the loss scale and
+-- multiplied by the next one, so a moving loss scale does not look like a moving gradient. Before
+-- its first amax is known, a tensor is scaled by its own current amax; in Transformer Engine, by 1.
 return {
   name    = "fp8_delayed",
   doc     = "Scales FP8 tensors by the amaxes of the last steps (delayed scaling).",

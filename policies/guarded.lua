@@ -1,7 +1,7 @@
 -- For losses with violent gradients, such as DPO's log-sigmoid. An overflow multiplies the scale by
 -- 0.3, but never takes it below 2^12. After five overflows in a row, growth pauses. The gradient
--- norm is clipped at 1. `ahead` lowers the scale before growing gradients overflow. Source: the DPO
--- recipe for custom scalers in ms-swift's guides.
+-- norm is clipped at 1. When stored gradients grow beyond twice `ahead`, the scale falls before
+-- they overflow. Source: the DPO recipe for custom scalers in ms-swift's guides.
 return {
   name = "guarded",
   doc  = "Backs off by 0.3 to a floor, pauses growth after repeated overflows, clips; for DPO.",
@@ -17,8 +17,8 @@ return {
     bad_row         = 5,      -- overflows in a row after which growth pauses
     pause           = 2000,   -- steps without growth
     clip            = 1,      -- largest norm of an update's gradient; inf: none
-    -- the scale grows only if stored gradients stay below this, and halves if they exceed twice
-    -- this; inf: no limit
+    -- The scale grows only if stored gradients then stay below this, and halves if they exceed
+    -- twice this; inf: no limit.
     ahead           = 2^14,
     patience        = 50,     -- overflows in a row at the floor that stop the run
   },

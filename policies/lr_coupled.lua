@@ -33,6 +33,7 @@ return {
     local rising = lr > state.lr
     if record.overflow then
       state.scale, state.good, reason = before / 2, 0, "overflow"
+    -- In the first 100 updates a jump may be the warm-up.
     elseif state.lr > 0 and state.updates and state.updates > 100
       and lr > state.lr * options.jump then
       state.scale, state.good, reason = before / 2, 0, "the learning rate jumps"

@@ -12,8 +12,7 @@ return {
     growth_factor   = 2,
     backoff_factor  = 0.5,
     growth_interval = 1000,   -- good steps in a row until the scale grows
-    -- the first overflow that backs off, counted since the last growth
-    hysteresis      = 2,
+    hysteresis      = 2,      -- the first overflow that backs off, counted since the last growth
     strict          = true,   -- false: accept settings that are probably mistakes
   },
 

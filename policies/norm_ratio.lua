@@ -43,14 +43,16 @@ return {
         end
         norm = math.sqrt(squares)
       end
-      -- Every gradient was lost.
+      -- If every gradient was lost, the ratio counts as 2^10.
       local log_ratio = norm > 0 and math.log(record.norm_ref / norm) / math.log(2) or 10
       log_ratio = math.max(-10, math.min(10, log_ratio))
       state.log_ratio = options.decay * state.log_ratio + (1 - options.decay) * log_ratio
       local ratio = 2^state.log_ratio
-      if ratio > options.high then state.scale, state.log_ratio = state.scale * options.growth, 0
+      if ratio > options.high then
+        state.scale, state.log_ratio = state.scale * options.growth, 0
       elseif ratio < options.low then
-        state.scale, state.log_ratio = state.scale * options.backoff, 0 end
+        state.scale, state.log_ratio = state.scale * options.backoff, 0
+      end
       reason = ("f32 norm / norm = %.4g"):format(2^log_ratio)
     end
     state.scale = math.max(options.min_scale, math.min(options.max_scale, state.scale))

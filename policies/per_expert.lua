@@ -11,10 +11,8 @@ return {
   options = {
     init_scale      = 2^14,
     experts         = "experts%.%d+$",   -- pattern of the groups that are experts
-    -- an expert's largest stored gradient, between target/4 and target
-    target          = 2^13,
-    -- the peak falls by this share of its octaves above amax per step
-    forget          = 0.005,
+    target          = 2^13,    -- largest stored gradient of an expert: between target/4 and target
+    forget          = 0.005,   -- share of the octaves from the peak to amax that it falls per step
     growth_interval = 500,               -- good steps in a row until the common scale grows
     min_scale       = 2^-20,
     max_scale       = 2^40,
@@ -49,8 +47,8 @@ return {
         state.experts[group.name], scales[group.name] = expert, expert.scale
       else others = others or group.overflow end
     end
-    if record.overflow and (others or guilty == 0) then state.scale,
-      state.good = limited(state.scale / 2), 0
+    if record.overflow and (others or guilty == 0) then
+      state.scale, state.good = limited(state.scale / 2), 0
     elseif not record.overflow then
       state.good = state.good + 1
       if state.good % options.growth_interval == 0 then state.scale = limited(state.scale * 2) end

@@ -32,7 +32,7 @@ return {
 
   init = function(options)
     check.factor(options, "factor")
-    check.count(options, "samples", "is no number of steps")
+    check.count(options, "samples", "is not a count of steps")
     check.not_negative(options, "loss_scale")
     check.count(options, "growth_interval")
     if options.on_fault ~= "stop" and options.on_fault ~= "step" then

@@ -27,8 +27,8 @@ return {
 
   init = function(options)
     check.not_negative(options, "loss_scale", "threshold", "grad_accu_steps", "death_rate")
-    check.count(options, "interval", "is no number of updates")
-    check.count(options, "warmup_epoch", "is no number of updates")
+    check.count(options, "interval", "is not a count of updates")
+    check.count(options, "warmup_epoch", "is not a count of updates")
     check.count(options, "growth_interval")
     if options.death_rate > 1 then
       error("death_rate must be at most 1, got " .. options.death_rate, 0)

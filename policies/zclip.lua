@@ -10,7 +10,7 @@
 --
 -- Differences: steps that overflow stay out of the statistics. In the original a NaN stays in them
 -- for good, and from then on only max_grad_norm works (keep_nan=true does the same). A mean of 0
--- clips nothing; the original would clip to 0 for ever.
+-- clips nothing; the original would clip to 0 forever.
 
 -- The norm to clip to because of its z-score, or nil; and what to log.
 local function judge(state, norm, options)
@@ -47,7 +47,7 @@ return {
     check.share(options, "alpha")
     check.positive(options, "z_thresh", "eps", "clip_factor")
     check.not_negative(options, "loss_scale")
-    check.count(options, "warmup_steps", "is no number of steps")
+    check.count(options, "warmup_steps", "is not a count of steps")
     check.count(options, "growth_interval")
     local choice = options.clip_option
     if choice ~= "adaptive_scaling" and choice ~= "mean" and choice ~= "percentile" then

@@ -10,7 +10,7 @@ local function files(command)
   return list
 end
 
--- C without comments and the contents of strings; Lua likewise.
+-- The code of a file, without its comments.
 local function code_of(path)
   local text = helper.read(path)
   if path:match("%.lua$") then

@@ -101,6 +101,8 @@ describe("deepspeed.initialize", function()
       optimizer = adam })
     refused("expected gradient_accumulation_steps to be a whole number", { optimizer = adam,
       gradient_accumulation_steps = 0 })
+    refused("expected fp16 to be an object, got true", { optimizer = adam, fp16 = true })
+    refused("expected bf16 to be an object, got 'auto'", { optimizer = adam, bf16 = "auto" })
     refused("has no key 'hysteresys'", { optimizer = adam, fp16 = { hysteresys = 1 } })
   end)
 end)

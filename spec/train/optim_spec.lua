@@ -442,6 +442,8 @@ describe("an optimizer refuses", function()
     { "optim.sgd(net, { groups = { { match = 'x', lr_mul = -1 } } })",
       "optim.sgd: expected lr_mul to be a number >= 0, got -1" },
     { "optim.adamv(net)", "engine.optim has no 'adamv'; did you mean 'adam'?" },
+    { "opt:load_state(nil, 1)",
+      "optimizer state: expected a table { name = tensor }, got nothing" },
     { "opt:clip_grad_norm(0)", "clip_grad_norm: expected a limit > 0, got 0" },
     { "opt:clip_grad_value('a')", "clip_grad_value: expected a limit > 0, got 'a'" },
     { "opt:step { gradient_fact = 2 }",

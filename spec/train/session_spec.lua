@@ -10,7 +10,7 @@ local TEXT = require("engine.report.lab").text(20000)
 local folder
 before_each(function() folder = helper.folder() end)
 after_each(function()
-  C.eng_step_end()                      -- of a loop that an error left
+  C.eng_step_end()                      -- ends the step of a loop that an error left
   helper.remove(folder)
 end)
 

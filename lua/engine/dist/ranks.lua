@@ -11,6 +11,8 @@
 -- Every rank runs the same script and must make the same calls. If a rank misses a call, the job
 -- ends with an error that names the rank (core/dist/comm.c).
 local M_ffi = require "engine.base.ffi"
+local files = require "engine.base.file"
+local show = require "engine.base.show"
 
 local C, check, ffi, expect = M_ffi.C, M_ffi.check, M_ffi.ffi, M_ffi.expect
 
@@ -48,7 +50,7 @@ function M.text() return M_ffi.ffi.string(C.eng_comm_text()) end
 function M.say(format, ...)
   local text = select("#", ...) > 0 and format:format(...) or tostring(format)
   io.stderr:write((M.size() > 1 and ("rank %d: "):format(M.rank()) or "") ..
-    require("engine.base.show").shown(text, true) .. "\n")
+    show.shown(text, true) .. "\n")
 end
 
 local RULES = { sum = "ENG_SUM", mean = "ENG_SUM", max = "ENG_MAX" }
@@ -67,6 +69,7 @@ function M.barrier() check(C.eng_comm_barrier(M.world())) end
 
 --- Rank 0's text (or nil) on every rank.
 function M.from_first(text)
+  expect(text == nil or type(text) == "string", text, "ranks.from_first: expected a string or nil")
   local comm, length = M.world(), ffi.new("int64_t[1]", text and #text or -1)
   check(C.eng_comm_broadcast(comm, length, 8, 0))
   local n = tonumber(length[0])
@@ -79,6 +82,7 @@ end
 
 --- Every rank's text, in rank order.
 function M.from_all(text)
+  expect(type(text) == "string", text, "ranks.from_all: expected a string")
   local comm, size, most = M.world(), M.size(), 0
   local lengths, texts = ffi.new("int64_t[?]", size), {}
   check(C.eng_comm_all_gather(comm, lengths, ffi.new("int64_t[1]", #text), 8))
@@ -107,13 +111,13 @@ end
 
 -- Adds a line for each Lua file below `folder`.
 local function add_modules(lines, folder, below)
-  local names = require("engine.base.file").names(folder .. below)
+  local names = files.names(folder .. below)
   if not names then return end
   for _, name in ipairs(names) do
     local path = below .. "/" .. name
     if name:find("%.lua$") then
       lines[#lines + 1] = ("engine's %s %s"):format(path:sub(2), crc_of(folder .. path))
-    elseif C.eng_file_kind(folder .. path) == 2 then add_modules(lines, folder, path) end
+    elseif files.is_folder(folder .. path) then add_modules(lines, folder, path) end
   end
 end
 

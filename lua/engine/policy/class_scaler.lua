@@ -40,8 +40,9 @@ local NEEDS = { amax = C.ENG_NEED_AMAX, norm = C.ENG_NEED_NORM, zeros = C.ENG_NE
   underflow = C.ENG_NEED_UNDERFLOW, hist = C.ENG_NEED_HIST,
   tensors = C.ENG_NEED_TENSORS, norm_ref = C.ENG_NEED_NORM_REF }
 
-local METHODS = { "new", "get_scale", "update", "scale_loss", "unscale_gradients", "state_dict",
+local METHODS = { "get_scale", "update", "new", "scale_loss", "unscale_gradients", "state_dict",
   "load_state_dict" }
+local REQUIRED = { get_scale = true, update = true }
 
 -- The statistics that a class asks for, as bits; or nil and a message about an unknown statistic.
 local function needs_of(class)
@@ -68,19 +69,16 @@ function M.check(name, class, level)
     error(("register_loss_scaler '%s': expected a class (a table), got a %s"):format(name,
       type(class)), level)
   end
-  for _, method in ipairs { "get_scale", "update" } do
-    if type(class[method]) ~= "function" then
+  for _, method in ipairs(METHODS) do
+    local value = class[method]
+    if value == nil and REQUIRED[method] then
       local names = {}
-      for key, value in pairs(class) do
-        if type(value) == "function" then names[#names + 1] = key end
+      for key, given in pairs(class) do
+        if type(given) == "function" then names[#names + 1] = key end
       end
       error(("register_loss_scaler '%s': the class has no method %s%s"):format(name, method,
         nearest.hint(method, names)), level)
-    end
-  end
-  for _, method in ipairs(METHODS) do
-    local value = class[method]
-    if value ~= nil and type(value) ~= "function" then
+    elseif value ~= nil and type(value) ~= "function" then
       error(("register_loss_scaler '%s': %s must be a function, got a %s"):format(name, method,
         type(value)), level)
     end

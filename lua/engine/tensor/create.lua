@@ -67,34 +67,29 @@ end
 --- an operation, until the step ends. By default it belongs to the open step, if there is one, and
 --- otherwise lives until it is freed.
 function M.zeros(...)
-  local ndim, options = read_shape("zeros", ...)
-  return (make("zeros", ndim, options))
+  return (make("zeros", read_shape("zeros", ...)))
 end
 
 --- engine.ones(2, 3 [, options]): a tensor of ones.
 function M.ones(...)
-  local ndim, options = read_shape("ones", ...)
-  return (M.fill_with(make("ones", ndim, options), 1, "ones"))
+  return (M.fill_with(make("ones", read_shape("ones", ...)), 1, "ones"))
 end
 
 --- engine.full({ 2, 3 }, 7 [, options]): a tensor with every element set to a number.
 function M.full(shape, value, options)
-  local ndim = read_shape("full", shape)
-  return (M.fill_with(make("full", ndim, options), value, "full"))
+  return (M.fill_with(make("full", read_shape("full", shape), options), value, "full"))
 end
 
 --- engine.rand(2, 3 [, options]): uniform in [0, 1), from the engine's generator.
 function M.rand(...)
-  local ndim, options = read_shape("rand", ...)
-  local x = make("rand", ndim, options)
+  local x = make("rand", read_shape("rand", ...))
   check(C.eng_uniform(x, 0, 1))
   return x
 end
 
 --- engine.randn(2, 3 [, options]): normal with mean 0 and standard deviation 1.
 function M.randn(...)
-  local ndim, options = read_shape("randn", ...)
-  local x = make("randn", ndim, options)
+  local x = make("randn", read_shape("randn", ...))
   check(C.eng_normal(x, 0, 1))
   return x
 end
@@ -186,8 +181,7 @@ end
 function M.from_memory(pointer, from, shape, options)
   expect(type(pointer) == "cdata", pointer,
     "from_memory: expected a pointer or an array of ffi.new")
-  local ndim = read_shape("from_memory", shape)
-  local x = make("from_memory", ndim, options, from)
+  local x = make("from_memory", read_shape("from_memory", shape), options, from)
   check(C.eng_write(x, pointer, dtype_number(from), info(x).count))
   return x
 end

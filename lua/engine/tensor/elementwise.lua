@@ -5,12 +5,12 @@ local arguments = require "engine.base.arguments"
 local calls = require "engine.tensor.calls"
 
 local C, check, expect, Tensor = M_ffi.C, M_ffi.check, M_ffi.expect, M_ffi.Tensor
-local op, call, run_call = M_ffi.op, M_ffi.call, M_ffi.run_call
-local inputs, ints, floats = call["in"], call.ints, call.floats
+local call = M_ffi.call
+local ints, floats = call.ints, call.floats
 local is_tensor, info, want = arguments.is_tensor, arguments.info, arguments.want
 local dtype_number, read_named = arguments.dtype_number, arguments.read_named
-local methods, run1, run2, want_number = calls.methods, calls.run1, calls.run2,
-  arguments.want_number
+local methods, run1, run2, run_many = calls.methods, calls.run1, calls.run2, calls.run_many
+local want_number = arguments.want_number
 local huge = math.huge
 local STEP = C.ENG_STEP
 local item_buffer = M_ffi.new("double[1]")
@@ -187,11 +187,7 @@ function methods.where(condition, a, b)
   if type(b) == "number" then
     b = scalar(b, is_tensor(a) and dtype_beside(info(a).dtype, b) or M_ffi.dtype.f32)
   end
-  want(condition, "where")
-  want(a, "where")
-  want(b, "where")
-  call.op, call.n_in, call.n_out, inputs[0], inputs[1], inputs[2] = op.where, 3, 1, condition, a, b
-  return run_call()
+  return run_many("where", 1, 3, condition, a, b)
 end
 
 --- Sets elements to zero with probability p and scales the others by 1 / (1 - p).

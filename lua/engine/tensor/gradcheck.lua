@@ -1,6 +1,7 @@
 -- Finite-difference checks of gradients, in f64: engine.gradcheck(f, inputs) compares what
 -- backward() computes with central differences of the scalar sum(f(inputs) * w) for fixed random
 -- weights w.
+local arguments = require "engine.base.arguments"
 local autograd = require "engine.tensor.autograd"
 local tensor = require "engine.tensor.tensor"
 
@@ -17,13 +18,15 @@ local function weighted_sum(f, inputs, weights)
   return total
 end
 
+local OPTIONS = { eps = 1e-6, tolerance = 1e-6, samples = 64 }
+
 --- Checks the gradients of f with respect to every f64 input. Options: eps (1e-6), tolerance (1e-6,
 --- relative to 1 + |gradient|), samples (64: elements per input that are checked). Returns the
 --- largest error, or raises an error that names the element.
 function M.check(f, inputs, options)
-  options = options or {}
-  local eps, tolerance, samples = options.eps or 1e-6, options.tolerance or 1e-6,
-    options.samples or 64
+  arguments.want_function(f, "gradcheck", "engine.gradcheck(f, { x })")
+  local o = arguments.merged(OPTIONS, arguments.read_named(options, "gradcheck", OPTIONS))
+  for name in pairs(OPTIONS) do arguments.want_number(o[name], "gradcheck", name) end
   local weights, worst = {}, 0
   for _, x in ipairs(inputs) do
     if x.dtype == "f64" then x:requires_grad(true) end
@@ -34,7 +37,7 @@ function M.check(f, inputs, options)
       local gradient = x.grad
       local analytic = gradient and gradient:view(-1):totable() or {}
       local values, shape = x:view(-1):totable(), x.shape
-      local stride = math.max(1, math.floor(#values / samples))
+      local stride = math.max(1, math.floor(#values / o.samples))
       for i = 1, #values, stride do
         local function at(value)
           local before = values[i]
@@ -44,11 +47,11 @@ function M.check(f, inputs, options)
           values[i] = before
           return result
         end
-        local numeric = (at(values[i] + eps) - at(values[i] - eps)) / (2 * eps)
+        local numeric = (at(values[i] + o.eps) - at(values[i] - o.eps)) / (2 * o.eps)
         x:copy(tensor.tensor(values, "f64"):view(shape))
         local got = analytic[i] or 0
         local difference = math.abs(got - numeric) / (1 + math.abs(numeric))
-        if not (difference <= tolerance) then
+        if not (difference <= o.tolerance) then
           error(("gradcheck: input %d, element %d of %s: backward %.10g, finite differences %.10g")
             :format(k, i, tensor.shape_text(shape), got, numeric), 2)
         end

@@ -2,6 +2,7 @@
 --   print(engine.contest { policies = { "dynamic", "layerwise" }, seeds = 5,
 --     run = function(policy, seed) ... return { loss = 0.31, skipped = 4 } end })
 local M_ffi = require "engine.base.ffi"
+local arguments = require "engine.base.arguments"
 local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
 local statistics = require "engine.base.statistics"
@@ -47,14 +48,16 @@ function M.new(options)
     M_ffi.raise("contest: expected { policies = { \"dynamic\", ... }, seeds = 5, run = " ..
       "function(policy, seed) ... end }")
   end
+  local seeds = arguments.want_whole(options.seeds or 5, "contest", "seeds", 1)
   local result, columns = {}, {}
   for p, policy in ipairs(with(options.policies, options.also)) do
     local row = { policy = tostring(policy) }
-    for seed = 1, options.seeds or 5 do
+    for seed = 1, seeds do
       local numbers = options.run(policy, seed)
       M_ffi.expect(type(numbers) == "table", numbers,
         "contest: expected run to return a table of numbers")
       for name, value in pairs(numbers) do
+        arguments.want_number(value, "contest", ("'%s' of run's result"):format(tostring(name)))
         row[name], columns[name] = row[name] or { values = {} }, true
         table.insert(row[name].values, value)
       end

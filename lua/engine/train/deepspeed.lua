@@ -11,6 +11,7 @@
 -- step() for one update.
 local M_ffi = require "engine.base.ffi"
 local config_of = require "engine.policy.deepspeed_config"
+local json = require "engine.base.json"
 local nearest = require "engine.base.nearest"
 local optim = require "engine.train.optim"
 local session = require "engine.train.session"
@@ -96,6 +97,10 @@ function M.initialize(given)
     "deepspeed.initialize: expected config to be the path of a JSON or a table")
   if type(config.scheduler) == "table" then
     raise("deepspeed: a scheduler is not carried out; hint: assign optimizer.lr before step()")
+  end
+  for _, key in ipairs { "fp16", "bf16", "bfloat16" } do
+    expect(config[key] == nil or config[key] == json.null or type(config[key]) == "table",
+      config[key], "deepspeed: expected %s to be an object", key)
   end
   local half = config.bf16 or config.bfloat16
   local precision = enabled(half) and "bf16" or enabled(config.fp16) and "fp16" or "fp32"

@@ -5,9 +5,9 @@
 --     ...
 --     return loss
 --   end
--- A batch holds ids x [R x T] and the next tokens y [R x T]; only tokens that count are learned:
--- those where `mask` [R x T], if it is there, is not 0, and y is not -100. Shapes: R rows of a
--- batch, T time, P pairs.
+-- A batch holds ids x [R x T], the next tokens y [R x T] and perhaps `mask` [R x T]. Only tokens
+-- that count are learned: those whose y is not -100 and whose mask, if there is one, is not 0.
+-- Shapes: R rows of a batch, T tokens of a row, P pairs.
 local M_ffi = require "engine.base.ffi"
 local autograd = require "engine.tensor.autograd"
 local lora = require "engine.nn.lora"

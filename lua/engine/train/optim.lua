@@ -442,6 +442,7 @@ end
 --- Restores moments and the number of updates. If these do not fit, raises an error before anything
 --- changes.
 function Optimizer:load_state(tensors, updates)
+  expect(type(tensors) == "table", tensors, "optimizer state: expected a table { name = tensor }")
   expect(type(updates) == "number" and updates >= 0 and updates % 1 == 0, updates,
     "optimizer state: expected the number of updates to be a whole number of 0 or more")
   local own, names = tensors_of(self, true), {}
