@@ -13,6 +13,7 @@
 -- 0.056. On a task as small as this one the losses hardly differ, because underflowed gradients
 -- still hold some bits. The skipped steps differ.
 local engine = require "engine"
+local lab = require "engine.report.lab"
 
 local cfg = engine.config({ policies = { "all" }, steps = 300, window = 50, seeds = 1, data = "",
   batch = 8, context = 32, width = 64, layers = 2, heads = 4, lr = 3e-3 },
@@ -39,7 +40,7 @@ local function text_of(path)
   file:close()
   return text
 end
-local text = cfg.data ~= "" and text_of(cfg.data) or require("engine.report.lab").text(40000)
+local text = cfg.data ~= "" and text_of(cfg.data) or lab.text(40000)
 
 -- The names of the option for the number of good steps before a growth.
 local WINDOWS = { "growth_interval", "scale_window", "increment_period", "dynamic_growth_steps",
@@ -59,9 +60,8 @@ local function run(name, options, seed)
   engine.seed(seed)
   local model = engine.nn.gpt { vocab = 256, context = cfg.context, width = cfg.width,
     heads = cfg.heads, layers = cfg.layers }
-  local few = math.max(1, math.floor(cfg.steps / 20))
-  local r = { first = 0, last = 0, skipped = 0, underflow = 0, log2 = 0 }
-  local applied = 0
+  local few, applied = math.max(1, math.floor(cfg.steps / 20)), 0
+  local r = { first = 0, last = 0, underflow = 0, log2 = 0 }
   local summary = engine.trainer {
     model = model, data = engine.data.text { text = text, batch = cfg.batch, context = cfg.context,
       seed = seed },
@@ -84,11 +84,11 @@ local function run(name, options, seed)
   return r
 end
 
-local function mean(rows, field)
-  local sum, square = 0, 0
-  for _, r in ipairs(rows) do sum = sum + r[field] / #rows end
-  for _, r in ipairs(rows) do square = square + (r[field] - sum) ^ 2 / math.max(1, #rows - 1) end
-  return sum, math.sqrt(square)
+-- The mean and the standard deviation of a field of the runs.
+local function mean(runs, field)
+  local values = {}
+  for i, r in ipairs(runs) do values[i] = r[field] end
+  return lab.mean(values)
 end
 
 print(("%-16s %9s %11s %11s %17s"):format("policy", "skipped", "underflow", "log2 scale", "loss"))
@@ -104,7 +104,7 @@ for _, name in ipairs(cfg.policies[1] == "all" and engine.policy.names() or cfg.
   print(("%-16s %9.1f %10.3f%% %11.2f %8.4f -> %.4f%s%s"):format(name, mean(rows, "skipped"),
     100 * mean(rows, "underflow"), mean(rows, "log2"), first, last,
     cfg.seeds > 1 and (" +- %.4f"):format(spread) or "",
-      stopped and "  stopped: " .. stopped or ""))
+    stopped and "  stopped: " .. stopped or ""))
   results[#results + 1] = { name = name, loss = last, rows = rows }
 end
 return results

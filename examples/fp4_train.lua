@@ -70,7 +70,6 @@ local function run(recipe, seed, curve)
     optimizer = engine.optim.adamw(model, { lr = cfg.lr, decay = "matrices", precision = recipe }),
     schedule = engine.schedule.wsd { lr = cfg.lr, warmup = math.ceil(cfg.steps / 20),
       decay = math.ceil(cfg.steps / 5), total = cfg.steps },
-    loss = function(m, batch) return m:loss(batch.x, batch.y) end,
     on_step = function(at, record)
       local place = math.ceil(at.steps_done * PLACES / cfg.steps)
       curve[place] = (curve[place] or 0) + record.loss

@@ -28,7 +28,7 @@ for i, f in ipairs(FORMATS) do
   rows[i] = { name, f[2], f[3], ("%.6g"):format(largest), power(least), power(tiny),
     ("%.1f"):format(math.log(largest / tiny) / math.log(2)),
     ("2^-%d"):format(f[4] + 1), ("0x%x"):format(fp8.encode(1 / 0, name)),
-      ("0x%x"):format(fp8.encode(0 / 0, name)),
+    ("0x%x"):format(fp8.encode(0 / 0, name)),
     ("%g"):format(fp8.decode(fp8.encode(largest * 1.2, name, { saturate = true }), name)) }
 end
 lab.table({ "format", "bits", "bias", "largest", "normal", "subnormal", "binades", "error <=",

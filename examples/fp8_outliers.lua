@@ -28,7 +28,7 @@ local K = 4096
 local KINDS = { { "tensor scale", { block = "tensor" } }, { "1x128", { block = "1x128" } },
   { "1x128 pow2", { block = "1x128", pow2 = true } },
   { "128x128", { block = "128x128" } }, { "row", { block = "row" } },
-    { "e5m2, tensor", { format = "e5m2" } } }
+  { "e5m2, tensor", { format = "e5m2" } } }
 local SIZES = { 0, 4, 8, 10, 12, 14, 16 }
 
 engine.seed(cfg.seed)
@@ -39,8 +39,8 @@ end
 for column, s in ipairs(SIZES) do
   heads[column + 1] = s == 0 and "none" or "x 2^" .. s
   engine.scope(function()
-    local plain, chosen = engine.randn(cfg.rows, K),
-      engine.rand(cfg.rows, K):lt(cfg.share):to("f32")
+    local plain = engine.randn(cfg.rows, K)
+    local chosen = engine.rand(cfg.rows, K):lt(cfg.share):to("f32")
     local x = plain * (chosen * (2 ^ s - 1) + 1)
     local others = chosen:neg() + 1
     for i, kind in ipairs(KINDS) do
@@ -59,8 +59,6 @@ print(("%g %% of the numbers are outliers, larger by the factor above (none: 1);
 if cfg.svg ~= "" then
   local places = {}
   for i = 1, #SIZES do places[i] = heads[i + 1] end
-  print(lab.svg(cfg.svg,
-    { title = "SNR of the elements that are not outliers, dB", x = places,
+  print(lab.svg(cfg.svg, { title = "SNR of the elements that are not outliers, dB", x = places,
     y = ("size of %g %% outliers"):format(100 * cfg.share), series = series }))
 end
-

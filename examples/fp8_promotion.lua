@@ -17,13 +17,11 @@
 -- independent signs the error is far below that of the codes themselves (2^-4 each).
 local engine = require "engine"
 local lab = require "engine.report.lab"
-local M_ffi = require "engine.base.ffi"
 local fp8 = engine.fp8
 
 local cfg = engine.config({ draws = 400, seed = 1, svg = "" },
   { draws = "dot products of each kind", seed = "seed for the numbers",
-    svg = "a file for the curves" },
-    { count = "draws", natural = "seed", output = "svg" })
+    svg = "a file for the curves" }, { count = "draws", natural = "seed", output = "svg" })
 
 local DATA = {
   { "U[0,1)", { 1024, 4096, 16384 }, function(m, k) return engine.rand(m, k) end },
@@ -31,13 +29,6 @@ local DATA = {
   { "N(0,1)", { 4096 }, function(m, k) return engine.randn(m, k) end, true },
 }
 local PROMOTIONS = { 0, 512, 128 }
-
-local function values(x)
-  local n = x.count
-  local list = M_ffi.new("double[?]", n)
-  M_ffi.check(M_ffi.C.eng_read(list, M_ffi.dtype.f64, n, x))
-  return list, n
-end
 
 engine.seed(cfg.seed)
 local rows, curves = {}, {}
@@ -49,11 +40,11 @@ for _, data in ipairs(DATA) do
     engine.scope(function()
       local a, b = fp8.quantize(data[3](rows_of_a, k), { block = "row" }),
         fp8.quantize(data[3](rows_of_b, k), { block = "row" })
-      local want, n = values(fp8.matmul(a, b,
-        { transpose_b = true, accumulator = "exact", dtype = "f64" }))
+      local want, n = fp8.matmul(a, b,
+        { transpose_b = true, accumulator = "exact", dtype = "f64" }):read()
       for p, promotion in ipairs(PROMOTIONS) do
-        local got = values(fp8.matmul(a, b,
-          { transpose_b = true, accumulator = "hopper", promotion = promotion }))
+        local got = fp8.matmul(a, b,
+          { transpose_b = true, accumulator = "hopper", promotion = promotion }):read()
         local unit, sum, most = data[4] and math.sqrt(k), 0, 0
         for i = 0, n - 1 do
           local off = math.abs(got[i] - want[i]) / (unit or math.abs(want[i]))

@@ -29,29 +29,28 @@
 -- Share below 0 dB at r 0: factor 64 14.7, 39.3 and 50.0 %; with Hopper's numbers 2.0 to 3.0 %.
 local engine = require "engine"
 local lab = require "engine.report.lab"
-local M_ffi = require "engine.base.ffi"
-local ffi, fp8 = M_ffi.ffi, engine.fp8
+local fp8 = engine.fp8
 
 local cfg = engine.config({ samples = 200, seed = 1, slips = true, svg = "" },
   { samples = "dot products of each kind", seed = "seed for the numbers",
     slips = "false: without the study's simfloat bug", svg = "a file for the curves" },
   { count = "samples", natural = "seed", output = "svg" })
-local LENGTHS, RHOS = { 128, 1024, 4096 }, { 0, 0.01, 0.1, 0.2 }
+local LENGTHS, COLUMNS = { 128, 1024, 4096 }, {}
+for _, rho in ipairs { 0, 0.01, 0.1, 0.2 } do
+  for _, n in ipairs(LENGTHS) do COLUMNS[#COLUMNS + 1] = { rho = rho, n = n } end
+end
 
 -- ------------------------------------------------------------------ the study's arithmetic
 
 local floor, abs, log = math.floor, math.abs, math.log
-local frexp = math.frexp
 
 -- x rounded to `fraction` bits with smallest exponent `least`, ties away from zero; infinite from
 -- `over` on.
 local function rounded(x, fraction, least, over)
   local size = abs(x)
   if size == 0 or size ~= size or size == math.huge then return x end
-  local _, e = frexp(size)
-  e = e - 1
-  if e < least then e = least end
-  local unit = 2 ^ (e - fraction)
+  local _, e = math.frexp(size)
+  local unit = 2 ^ (math.max(e - 1, least) - fraction)
   local y = floor(size / unit + 0.5) * unit
   if y >= over then y = math.huge end
   return x < 0 and -y or y
@@ -125,15 +124,15 @@ local HOPPER = {
 }
 
 --- Dot products of the rows of a and b [samples x n]: the diagonal of small products.
-local function hopper(a, b, kind, samples)
+local function hopper(a, b, method, samples)
   local list = {}
   for from = 1, samples, 16 do
     local to = math.min(from + 15, samples)
     engine.scope(function()
-      local qa, qb = fp8.quantize(a:slice(1, from, to), kind[2]),
-        fp8.quantize(b:slice(1, from, to), kind[2])
+      local qa = fp8.quantize(a:slice(1, from, to), method[2])
+      local qb = fp8.quantize(b:slice(1, from, to), method[2])
       local y = fp8.matmul(qa, qb,
-        { transpose_b = true, accumulator = "hopper", promotion = kind[3] }):totable()
+        { transpose_b = true, accumulator = "hopper", promotion = method[3] }):totable()
       for i = 1, to - from + 1 do list[#list + 1] = y[i][i] end
     end)
   end
@@ -141,12 +140,6 @@ local function hopper(a, b, kind, samples)
 end
 
 -- ------------------------------------------------------------------ both
-
-local function numbers(x)
-  local values = ffi.new("double[?]", x.count)
-  M_ffi.check(M_ffi.C.eng_read(values, M_ffi.dtype.f64, x.count, x))
-  return values
-end
 
 local function text(db)
   return db == math.huge and "exact" or db == -math.huge and "inf" or ("%.2f"):format(db)
@@ -175,21 +168,14 @@ local function count(name, column, db, at)
 end
 
 engine.seed(cfg.seed)
-local heads, first, second = { "median dB" }, {}, {}
-local curves = {}
-for column, pair in ipairs((function()
-  local list = {}
-  for _, rho in ipairs(RHOS) do
-    for _, n in ipairs(LENGTHS) do list[#list + 1] = { rho, n } end
-  end
-  return list
-end)()) do
-  local rho, n, S = pair[1], pair[2], cfg.samples
+local heads, first, second, curves = { "median dB" }, {}, {}, {}
+for column, kind in ipairs(COLUMNS) do
+  local rho, n, S = kind.rho, kind.n, cfg.samples
   heads[column + 1] = ("r%g n%d"):format(rho, n)
   engine.scope(function()
     local z = engine.randn(S, n) * 0.01
     local w = z * rho + engine.randn(S, n) * 0.01 * (1 - rho)
-    local a, b, want = numbers(z), numbers(w), {}
+    local a, b, want = z:read("f64"), w:read("f64"), {}
     for s = 0, S - 1 do
       local sum = 0
       for i = s * n, s * n + n - 1 do sum = sum + a[i] * b[i] end
@@ -202,13 +188,13 @@ end)()) do
       first[m][column + 1] = text(lab.median(db))
       count(method[1], column, db, m)
     end
-    for m, kind in ipairs(HOPPER) do
-      local got, db = hopper(z, w, kind, S), {}
+    for m, method in ipairs(HOPPER) do
+      local got, db = hopper(z, w, method, S), {}
       for s = 1, S do db[s] = decibel(want[s], got[s]) end
-      second[m] = second[m] or { kind[1] }
+      second[m] = second[m] or { method[1] }
       second[m][column + 1] = text(lab.median(db))
-      count(kind[1], column, db, #METHODS + m)
-      curves[m] = curves[m] or { name = kind[1], values = {} }
+      count(method[1], column, db, #METHODS + m)
+      curves[m] = curves[m] or { name = method[1], values = {} }
       curves[m].values[column] = lab.median(db)
     end
   end)
@@ -236,8 +222,8 @@ print(("\nThe study's conclusions hold in part: promotion matters once many prod
   .. "(r %g, n %d: %.1f dB), and block scales lose nothing. They do not hold for independent\n"
   .. "numbers (r 0): the variants differ by %.1f dB at most, all between %.1f and %.1f dB; the\n"
   .. "running sum in e4m3, which caused the difference, is not what the hardware does. Block\n"
-  .. "scales help with outliers instead (fp8_outliers.lua)."):format(RHOS[#RHOS], LENGTHS[#LENGTHS],
-  curves[3].values[last] - curves[1].values[last], apart, least, most))
+  .. "scales help with outliers instead (fp8_outliers.lua)."):format(COLUMNS[last].rho,
+  COLUMNS[last].n, curves[3].values[last] - curves[1].values[last], apart, least, most))
 if cfg.svg ~= "" then
   print(lab.svg(cfg.svg, { title = "Hopper's numbers: median SNR in dB", x = { unpack(heads, 2) },
     y = "correlation and length", series = curves }))

@@ -63,7 +63,6 @@ end
 
 local summary = engine.trainer {
   model = net, data = train, steps = cfg.steps, clip = 1.0, log = cfg.log,
-  loss = function(model, batch) return model:loss(batch.x, batch.y) end,
   optimizer = engine.optim.adamw(net,
     { lr = cfg.lr, precision = cfg.precision, decay = "matrices" }),
   schedule = engine.schedule.cosine { lr = cfg.lr, warmup = math.ceil(cfg.steps / 20),

@@ -1,28 +1,24 @@
 -- A mixture of experts in fp16 in which one expert would hold the scale down for all others. Tokens
 -- come from eight domains, each half as frequent as the one before, and the gate sends each domain
--- to its expert. Occasionally a token of the most frequent domain is an outlier, `large` times
--- larger than the others, and its expert's weight gradients overflow. Under one scale each outlier
--- costs a step and halves the range of all experts. With policy=per_expert only that expert backs
--- off, and it remembers the peak.
+-- to its expert. Now and then a token of the most frequent domain is `large` times larger, and its
+-- expert's weight gradients overflow. Under one scale each such outlier costs a step and halves the
+-- range of all experts. With policy=per_expert only that expert backs off, and remembers the peak.
 --
 --   ./engine examples/moe.lua
 --   ./engine examples/moe.lua policy=dynamic
 --   ./engine examples/moe.lua seeds=5                    compares the policies
 --   mpirun -np 2 ./engine examples/moe.lua batch=128 experts_over=2 dispatch=fp8 combine=bf16
---
--- The last line puts half of the experts on each rank.
+--                                                        half of the experts on each rank
 --
 -- Measured with seeds=5 (steps skipped of 300, share of the third expert's gradients that lost
 -- bits): dynamic 6.6 +- 0.6, 3.1e-4 +- 1.8e-4; dynamic with growth_interval=50 8.8 +- 2.3, 1.9e-4
 -- +- 1.0e-4; max_value 6.2 +- 0.8, 3.6e-4 +- 4.9e-4; per_expert 5.0 +- 1.2, 1.2e-5 +- 1.3e-5. The
--- losses, 0.24 +- 0.05, do not differ from fp32's, 0.25 +- 0.02: subnormal numbers still hold some
--- bits.
+-- losses, 0.24 +- 0.05, do not differ from fp32's, 0.25 +- 0.02: subnormals still hold some bits.
 --
 -- Measured over ranks (last loss; batch=256 / ranks): precision=fp32 policy=static gives 0.2799 on
--- one, two and four ranks. With dispatch=fp8 combine=bf16 it gives 0.2826 on two and four: the SNR
--- is 31 dB on the way to the experts and 56 dB on the way back. In fp16 the losses are 0.30, 0.29
--- and 0.29, and with fp8 and bf16 messages 0.30 and 0.29. With two ranks in fp32, rank 0 sends 1.4
--- KB per step to experts and 11.3 KB back from them; in fp8 and bf16, 0.4 and 5.7 KB.
+-- one, two and four ranks; with dispatch=fp8 combine=bf16, 0.2826 on two and four (SNR 31 dB to the
+-- experts, 56 dB back). fp16 gives 0.30, 0.29 and 0.29; with those messages 0.30 and 0.29. On two
+-- ranks, rank 0 sends 1.4 KB per step to experts and 11.3 KB back in fp32, else 0.4 and 5.7 KB.
 local engine = require "engine"
 local nn, ranks = engine.nn, engine.ranks
 
@@ -30,31 +26,28 @@ local cfg = engine.config({ policy = "per_expert", seeds = 0, seed = 1, steps = 
   batch = 256, hidden = 48, large = 8000, every = 800,
   lr = 3e-3, precision = "fp16", experts_over = 1, dispatch = "own", combine = "own", run = "" },
   { policy = "loss-scaling policy", seeds = "compare policies over this many seeds; 0: train once",
-    seed = "seed for weights and data", steps = "training steps",
-    experts = "experts, and domains", batch = "tokens per step, of each rank",
-    hidden = "hidden features of an expert", large = "size of an outlier",
-    every = "tokens of the first domain for one outlier", lr = "learning rate",
-    precision = { "recipe", choices = { "fp32", "bf16", "bf16_stochastic", "bf16_kahan",
-      "fp16", "fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_block", "mxfp8", "mxfp4",
-      "mxfp4_tseng", "nvfp4", "nvfp4_four_over_six" } },
+    seed = "seed for weights and data", steps = "training steps", experts = "experts, and domains",
+    batch = "tokens per step, of each rank", hidden = "hidden features of an expert",
+    large = "size of an outlier", every = "tokens of the first domain for one outlier",
+    lr = "learning rate",
+    precision = { "recipe", choices = { "fp32", "bf16", "bf16_stochastic", "bf16_kahan", "fp16",
+      "fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_block", "mxfp8", "mxfp4", "mxfp4_tseng",
+      "nvfp4", "nvfp4_four_over_six" } },
     experts_over = "ranks that the experts are divided over; 1: each has all",
-    dispatch = { "format of tokens sent to experts",
-      choices = { "own", "fp32", "bf16", "fp8" } },
+    dispatch = { "format of tokens sent to experts", choices = { "own", "fp32", "bf16", "fp8" } },
     combine = { "format of the outputs sent back", choices = { "own", "fp32", "bf16" } },
     run = "name of the run; empty: not stored" },
   { count = "steps experts batch hidden every experts_over", natural = "seeds seed",
     positive = "lr large", policy = "policy" })
 if cfg.experts < 3 then
-  engine.config.fail("experts: expected 3 or more, because the third one is measured, got %d",
-    cfg.experts)
+  engine.config.fail("experts: expected 3 or more (the third is measured), got %d", cfg.experts)
 end
 if ranks.size() % cfg.experts_over ~= 0 or cfg.experts % cfg.experts_over ~= 0 then
   engine.config.fail("experts_over: expected a divisor of the %d ranks and the %d experts, got %d",
     ranks.size(), cfg.experts, cfg.experts_over)
 end
 
-local TOKENS, FEATURES, CLASSES = 4096, 16, 8
-local WIDTH = FEATURES + cfg.experts
+local TOKENS, FEATURES, CLASSES, WIDTH = 4096, 16, 8, 16 + cfg.experts
 
 local Classes = nn.class("classes")
 function Classes:init() self.linear = nn.linear(WIDTH, CLASSES) end
@@ -67,13 +60,9 @@ function Net:init()
   self.moe = nn.moe { width = WIDTH, hidden = cfg.hidden, experts = cfg.experts, top_k = 1,
     experts_over = ranks.group(cfg.experts_over), dispatch = cfg.dispatch, combine = cfg.combine }
   self.classes = Classes()
-  -- At first the gate sends each domain to its expert.
-  local gate = {}
-  for e = 1, cfg.experts do
-    gate[e] = {}
-    for k = 1, WIDTH do gate[e][k] = k == FEATURES + e and 1 or 0 end
-  end
-  self.moe.gate.weight:copy(engine.tensor(gate))
+  -- At first the gate [experts x WIDTH] sends each domain to its expert.
+  local domains = engine.arange(1, cfg.experts):view(-1, 1) + FEATURES
+  self.moe.gate.weight:copy(engine.arange(1, WIDTH):eq(domains))
 end
 -- The loss of each token.
 function Net:forward(x, y) return self.classes(x + self.moe(x), y) end
@@ -81,8 +70,8 @@ function Net:forward(x, y) return self.classes(x + self.moe(x), y) end
 -- Tokens: features and the domain, one-hot times 16. Signs of features determine the class, in a
 -- different way for each domain.
 local function drawn(n)
-  local features, uniform, x, y = engine.randn(n, FEATURES):totable(), engine.rand(n):totable(),
-    {}, {}
+  local features, uniform = engine.randn(n, FEATURES):totable(), engine.rand(n):totable()
+  local x, y = {}, {}
   for i = 1, n do
     local domain = math.min(cfg.experts, 1 + math.floor(-math.log(1 - uniform[i]) / math.log(2)))
     local class, f = 0, features[i]
@@ -98,15 +87,14 @@ local function drawn(n)
   return engine.tensor(x, { keep = true }), engine.tensor(y, { dtype = "i64", keep = true })
 end
 
--- Trains once. Returns the mean loss of the rarer domains (all but the first) over the last steps,
--- the steps skipped, and the share of the third expert's gradients that lost bits to underflow.
+-- Trains once. Returns the mean loss of all domains but the first over the last steps, the steps
+-- skipped, and the share of the third expert's gradients that lost bits; and the network.
 local function train(policy, precision, seed, tell)
   engine.seed(seed)
   local x, y = drawn(TOKENS)
-  local net, rare, made, result = Net(), 0, 0, { loss = 0, lost = 0, skipped = 0 }
-  net.moe:sent()
-  local optimizer, third = engine.optim.adam(net,
-    { lr = cfg.lr, eps = 1e-20, precision = precision }), nil
+  local net, rare, made, result, third = Net(), 0, 0, { loss = 0, lost = 0 }, nil
+  net.moe:sent()                                            -- counts from here
+  local optimizer = engine.optim.adam(net, { lr = cfg.lr, eps = 1e-20, precision = precision })
   for i, p in ipairs(optimizer.list) do
     if p.name == "moe.experts.3.up.weight" then third = i - 1 end
   end
@@ -149,16 +137,14 @@ if cfg.seeds == 0 then
   print("tokens of each expert in the last held-out batch: " .. table.concat(net.moe.counts, " "))
   local sent = net.moe:sent()
   for _, way in ipairs(sent and { "out", "back" } or {}) do
-    print(("%s experts: %.1f KB per step from rank 0 to other ranks, signal to noise %.1f dB " ..
-      "after rounding"):format(
-      way == "out" and "to" or "from",
-      sent[way].bytes / cfg.steps / 1024, sent[way].snr))
+    print(("%s experts: %.1f KB per step from rank 0 to other ranks, SNR %.1f dB"):format(
+      way == "out" and "to" or "from", sent[way].bytes / cfg.steps / 1024, sent[way].snr))
   end
 else
   print(engine.contest { policies = { "dynamic", "dynamic:growth_interval=50", "max_value",
     "per_expert", "fp32" }, also = cfg.policy, seeds = cfg.seeds,
     run = function(policy, seed)
-      if policy == "fp32" then return (train("static", "fp32", seed)) end
-      return (train(policy, "fp16", seed))
+      if policy == "fp32" then return train("static", "fp32", seed) end
+      return train(policy, "fp16", seed)
     end })
 end

@@ -1,6 +1,6 @@
 -- What does the rule of a block's scale cost? OCP's `floor` clips the largest element of 41.5 % of
 -- blocks of E2M1 whose maxima are log-uniform. The same small GPT trains in MXFP4 under each rule,
--- beside bf16; meters tell how much is clipped, and the signal-to-noise ratio.
+-- beside bf16. The table also shows the share of clipped maxima and the signal-to-noise ratio.
 --
 --   ./engine examples/scale_rules.lua
 --   ./engine examples/scale_rules.lua format=e4m3 seeds=5 svg=rules.svg
@@ -76,8 +76,7 @@ local function run(rule, seed)
     optimizer = engine.optim.adamw(model, { lr = cfg.lr, decay = "matrices",
       precision = precision }),
     schedule = engine.schedule.cosine { lr = cfg.lr, warmup = math.ceil(cfg.steps / 20),
-      total = cfg.steps },
-    loss = function(m, batch) return m:loss(batch.x, batch.y) end }
+      total = cfg.steps } }
   trainer:run()
   return trainer:evaluate_on(data(text:sub(cut + 1), 1), 20)
 end

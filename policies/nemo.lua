@@ -1,8 +1,8 @@
 -- Dynamic loss scaling of NeMo's GradScaler and of the Apex kernel update_scale_hysteresis that it
 -- calls, number for number: PyTorch's GradScaler with a hysteresis that every good step refills.
--- The scale is a float32. Differences: where NeMo's scale would become 0 for good, the run stops.
--- NeMo's checkpoints lose the hysteresis through a misspelt name; here a resumed run continues as
--- if it had not been interrupted.
+-- The scale is a float32. Differences: where NeMo's scale would become 0 permanently, the run
+-- stops. NeMo's checkpoints lose the hysteresis through a misspelt name; here a resumed run
+-- continues as if it had not been interrupted.
 return {
   name = "nemo",
   doc  = "NeMo's GradScaler: PyTorch's with hysteresis that every good step refills.",

@@ -9,7 +9,7 @@
 -- dynamic.lua's rule, or is fixed (bf16: zclip:loss_scale=1).
 --
 -- Differences: steps that overflow stay out of the statistics. In the original a NaN stays in them
--- for good, and from then on only max_grad_norm works (keep_nan=true does the same). A mean of 0
+-- permanently, and from then on only max_grad_norm works (keep_nan=true does the same). A mean of 0
 -- clips nothing; the original would clip to 0 forever.
 
 -- The norm to clip to because of its z-score, or nil; and what to log.

@@ -1,4 +1,4 @@
--- `engine.losses`: the losses of fine-tuning, for a trainer's `loss` or a loop of one's own.
+-- `engine.losses`: the losses of fine-tuning, for a trainer's `loss` or a loop written by hand.
 --   engine.trainer { loss = engine.losses.sft, ... }
 --   loss = function(model, batch)
 --     local loss, rewards = engine.losses.dpo(model, batch, { beta = 0.1 })
