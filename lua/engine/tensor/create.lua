@@ -176,13 +176,21 @@ function M.tensor(value, options)
   return x
 end
 
---- A tensor filled from memory: `pointer` is a cdata pointer to row-major elements of the dtype
---- `from` that fill `shape`. The result has that dtype unless options say otherwise.
+--- A tensor filled from memory: `pointer` is an array of ffi.new, or a cdata pointer to row-major
+--- elements of the dtype `from` that fill `shape`. The result has that dtype unless options say
+--- otherwise. An array that is too short is an error; the memory behind a pointer is not checked.
 function M.from_memory(pointer, from, shape, options)
-  expect(type(pointer) == "cdata", pointer,
-    "from_memory: expected a pointer or an array of ffi.new")
-  local x = make("from_memory", read_shape("from_memory", shape), options, from)
-  check(C.eng_write(x, pointer, dtype_number(from), info(x).count))
+  local kind = type(pointer) == "cdata" and tostring(ffi.typeof(pointer)):match("[*%[]")
+  expect(kind, pointer, "from_memory: expected a pointer or an array of ffi.new")
+  local x, number = make("from_memory", read_shape("from_memory", shape), options, from),
+    dtype_number(from)
+  local count = tonumber(info(x).count)
+  local bytes = count * C.eng_dtype_size(number)
+  if kind == "[" and ffi.sizeof(pointer) < bytes then
+    raise("from_memory: expected an array of %d bytes or more for %d elements of %s, got %d bytes",
+      bytes, count, from, ffi.sizeof(pointer))
+  end
+  check(C.eng_write(x, pointer, number, count))
   return x
 end
 

@@ -53,7 +53,8 @@ end
 
 -- Options that may be nil: name, what the value must be, a test. They are checked in this order.
 local OPTIONAL = {
-  { "accumulate", "a whole number of 1 or more", whole },
+  { "accumulate", "a whole number from 1 to 2^20",
+    function(v) return whole(v) and v <= 2 ^ 20 end },
   { "clip", "a number (0: none)", not_negative },
   { "clip_value", "a number (0: none)", not_negative },
   { "checkpoint", '"block", a pattern of module paths or false',
@@ -68,9 +69,12 @@ local OPTIONAL = {
   { "ref_layers", "a Lua pattern of parameter names", is_pattern },
   { "activations", "a Lua pattern of module names", is_pattern },
   { "on_step", "a function", is "function" },
-  { "state", "a table", is "table" },
-  { "evaluate", "{ data = a loader, every = steps }",
-    function(v) return type(v) == "table" and type(v.data) == "table" and whole(v.every) end },
+  { "state", "a table", is "table" }, { "config", "a table", is "table" },
+  { "evaluate", "{ data = a loader, every = steps, batches = how many (10) }",
+    function(v)
+      return type(v) == "table" and type(v.data) == "table" and v.data.next and whole(v.every)
+        and (v.batches == nil or whole(v.batches))
+    end },
   { "log", "line, json or quiet", one_of "line json quiet" },
   { "graph", "true or false", is "boolean" },
   { "mode", "sync or lagged", one_of "sync lagged" },

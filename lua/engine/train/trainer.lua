@@ -96,8 +96,10 @@ end
 --- The part of begin that a session repeats after each step of the same turn.
 function Trainer:attempt()
   local opt, policy = self.optimizer, self.policy
+  local lr = self.fixed_lr or not self.schedule and opt.lr or self.schedule(self.updates)
+  expect(type(lr) == "number", lr, "trainer: expected the schedule to return a number")
   local s = { step = self.steps_done, updates = self.updates, scale = policy:scale(), tokens = 0,
-    lr = self.fixed_lr or self.schedule and self.schedule(self.updates) or opt.lr }
+    lr = lr }
   self.groups:apply(policy)
   if opt.fp8 then opt.fp8:begin(s.step) end
   s.shadow_scales = self.shadows and self.shadows:scales()
