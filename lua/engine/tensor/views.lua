@@ -91,6 +91,15 @@ function methods.select(x, d, i)
   return methods.slice(x, d, at, at):view(shape)
 end
 
+local MOST_PARTS = 7000      -- LuaJIT's limit on the results of a function is slightly higher
+
+-- Raises an error if a function cannot return so many parts.
+local function want_parts(n, name)
+  if n > MOST_PARTS then
+    raise("%s: expected up to %d parts, got %.0f; hint: x:slice() in a loop", name, MOST_PARTS, n)
+  end
+end
+
 --- Splits x along dimension d (the last unless given) into parts of the given sizes, returned as
 --- several results. If `sizes` is a number, every part has that size, but the last may be smaller.
 function methods.split(x, sizes, d)
@@ -99,9 +108,11 @@ function methods.split(x, sizes, d)
   local n = tonumber(what.shape[k])
   if type(sizes) ~= "table" then
     local size, list = want_whole(sizes, "split", "the size of a part", 1), {}
+    want_parts(n / size, "split")
     for at = 1, n, size do list[#list + 1] = math.min(size, n - at + 1) end
     sizes = #list > 0 and list or { 0 }
   end
+  want_parts(#sizes, "split")
   local sum = 0
   for _, size in ipairs(sizes) do sum = sum + want_whole(size, "split", "the size of a part", 0) end
   if sum ~= n then
@@ -126,7 +137,7 @@ end
 --- n equal parts along dimension d (the last unless given), as several results.
 function methods.chunk(x, n, d)
   want(x, "chunk")
-  want_whole(n, "chunk", "the number of parts", 1)
+  want_parts(want_whole(n, "chunk", "the number of parts", 1), "chunk")
   local k, what = dimension(x, d or -1, "chunk")
   local size, sizes = tonumber(what.shape[k]), {}
   if size % n ~= 0 then
