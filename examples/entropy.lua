@@ -77,6 +77,5 @@ else
   -- Both begin at 2^13 and grow after 50 good steps, so that only the entropy differs.
   print(engine.contest { policies = { "dynamic:init_scale=2^13,growth_interval=50",
     "entropy:init_scale=2^13,growth_interval=50", "max_value" },
-    also = cfg.policy, seeds = cfg.seeds,
-      run = function(policy, seed) return train(policy, seed) end })
+    also = cfg.policy, seeds = cfg.seeds, run = train })
 end

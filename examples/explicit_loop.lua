@@ -6,8 +6,8 @@
 local engine = require "engine"
 
 local cfg = engine.config({ steps = 100, batch = 8, context = 64, width = 64, layers = 2,
-  heads = 4, lr = 2e-3, clip = 1.0, accumulate = 1,
-  precision = "fp16", policy = "dynamic", seed = 1 },
+  heads = 4, lr = 2e-3, clip = 1.0, accumulate = 1, precision = "fp16", policy = "dynamic",
+  seed = 1 },
   { steps = "training steps", batch = "rows of a batch", context = "bytes per row",
     width = "features per byte", layers = "blocks", heads = "attention heads",
     lr = "peak learning rate", seed = "seed for weights and the order of the data",
@@ -42,7 +42,6 @@ for step in engine.steps(cfg.steps) do
   scaler:update()                                      -- the policy moves the scale
   if step % 10 == 0 or result.skipped then
     print(("step %3d  loss %.4f  norm %.3f  scale %g%s"):format(step, loss:item(), norm,
-      scaler:get_scale(),
-      result.skipped and "  skipped: " .. result.reason or ""))
+      scaler:get_scale(), result.skipped and "  skipped: " .. result.reason or ""))
   end
 end

@@ -31,8 +31,8 @@ local lab = require "engine.report.lab"
 local RECIPES = { "fp32", "bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_block" }
 
 local cfg = engine.config({ model = "gpt", recipes = RECIPES, seeds = 3, steps = 300, data = "",
-  batch = 16, context = 64,
-  width = 128, layers = 2, heads = 4, experts = 4, lr = 1e-3, threads = 0, svg = "" },
+  batch = 16, context = 64, width = 128, layers = 2, heads = 4, experts = 4, lr = 1e-3,
+  threads = 0, svg = "" },
   { model = { "the model", choices = { "gpt", "moe" } },
     recipes = { "precisions, separated by commas", choices = RECIPES },
     seeds = "runs of each, with seeds from 1", steps = "steps of each run",
@@ -114,8 +114,7 @@ lab.table({ cfg.model, "held-out loss", "relative to " .. base.name .. ", by see
 if cfg.svg ~= "" then
   local places = {}
   for i = 1, 40 do places[i] = tostring(math.ceil(i * cfg.steps / 40)) end
-  print(lab.svg(cfg.svg, { title = cfg.seeds == 1 and "training loss" or "training loss, mean of "
-    .. cfg.seeds .. " seeds",
-    x = places, y = "step", series = series }))
+  print(lab.svg(cfg.svg, { title = "training loss" .. (cfg.seeds == 1 and "" or ", mean of "
+    .. cfg.seeds .. " seeds"), x = places, y = "step", series = series }))
 end
 return of

@@ -11,13 +11,11 @@ local engine = require "engine"
 
 local cfg = engine.config({
   data = "", steps = 300, batch = 16, context = 64, layers = 4, width = 128, heads = 4,
-  dropout = 0.0,
-  lr = 2e-3, warmup = 20, floor = 0.1, weight_decay = 0.1, clip = 1.0, accumulate = 1,
-  precision = "fp16", policy = "",
-  shadow = "", trap = "", seed = 1, threads = 0, run = "", resume = "", checkpoint_every = 0,
-  keep = 3, evaluate_every = 0, log = "line", tensorboard = false,
-  mode = "sync", graph = false, sample = 200, temperature = 0.8,
-  top_k = 40, zero = 0, comm_dtype = "own", wire = "", bucket = 2, agree_every = 1000,
+  dropout = 0.0, lr = 2e-3, warmup = 20, floor = 0.1, weight_decay = 0.1, clip = 1.0,
+  accumulate = 1, precision = "fp16", policy = "", shadow = "", trap = "", seed = 1, threads = 0,
+  run = "", resume = "", checkpoint_every = 0, keep = 3, evaluate_every = 0, log = "line",
+  tensorboard = false, mode = "sync", graph = false, sample = 200, temperature = 0.8, top_k = 40,
+  zero = 0, comm_dtype = "own", wire = "", bucket = 2, agree_every = 1000,
 }, {
   data = "a text file; empty: this project's own source", steps = "training steps",
   batch = "rows of a batch", context = "bytes per row",
@@ -26,8 +24,7 @@ local cfg = engine.config({
   lr = "peak learning rate", weight_decay = "decay of matrices",
   seed = "seed for weights, dropout, data order and sampling",
   warmup = "updates until the peak learning rate", floor = "last learning rate as a share of lr",
-  clip = "largest norm of the gradient; 0: none",
-  accumulate = "micro-batches per step",
+  clip = "largest norm of the gradient; 0: none", accumulate = "micro-batches per step",
   precision = { "recipe", choices = { "fp32", "bf16", "bf16_stochastic", "bf16_kahan",
     "fp16", "fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_block", "mxfp8", "mxfp4",
     "mxfp4_tseng", "nvfp4", "nvfp4_four_over_six" } },
@@ -44,9 +41,8 @@ local cfg = engine.config({
   checkpoint_every = "steps between checkpoints; 0: at the end", keep = "checkpoints to keep",
   evaluate_every = "steps between evaluations on held-out text; 0: none",
   log = { "what to show", choices = { "line", "json", "quiet" } },
-  sample = "bytes to write at the end; 0: none", temperature =
-    "temperature of the sample; 0: always the most likely byte",
-    top_k = "sample from the k most likely; 0: all",
+  sample = "bytes to write at the end; 0: none", top_k = "sample from the k most likely; 0: all",
+  temperature = "temperature of the sample; 0: always the most likely byte",
   zero = "several ranks divide 1: the optimizer's state, 2: gradients, 3: weights as well",
   comm_dtype = { "several ranks: the format in which gradients are sent",
     choices = { "own", "fp32", "bf16", "fp16", "fp8" } },
@@ -71,12 +67,10 @@ local text = cfg.data
 if text == "" then
   local root = (arg and arg[0] or ""):match("^(.*)examples/[^/]*$") or ""
   text = {}
-  for _, name in ipairs { "core/autograd/op.c", "core/autograd/tape.c", "core/tensor/tensor.c",
-    "core/autograd/infer.c", "core/autograd/grad_nn.c", "core/autograd/grad_shape.c",
-    "core/autograd/grad_elementwise.c",
-    "core/tensor/arena.c", "core/autograd/api.c", "core/autograd/view.c",
-      "core/store/safetensors.c", "core/params/params.c" } do
-    text[#text + 1] = root .. name
+  for i, name in ipairs { "autograd/op", "autograd/tape", "tensor/tensor", "autograd/infer",
+    "autograd/grad_nn", "autograd/grad_shape", "autograd/grad_elementwise", "tensor/arena",
+    "autograd/api", "autograd/view", "store/safetensors", "params/params" } do
+    text[i] = root .. "core/" .. name .. ".c"
   end
 end
 local data = engine.data.text { path = text, batch = cfg.batch, context = cfg.context,
@@ -120,8 +114,7 @@ if cfg.log == "line" then
   if cfg.sample > 0 then
     local prompt = "static eng_status "
     local ids = engine.autocast(cfg.precision, model.generate, model, { prompt:byte(1, -1) },
-      cfg.sample,
-      { temperature = cfg.temperature, top_k = cfg.top_k > 0 and cfg.top_k or nil })
+      cfg.sample, { temperature = cfg.temperature, top_k = cfg.top_k > 0 and cfg.top_k or nil })
     for i, id in ipairs(ids) do ids[i] = string.char(id) end
     print("\na sample:\n" .. table.concat(ids):gsub("[^\n\t -~]", "?"))
   end

@@ -70,8 +70,7 @@ else
     resid_pdrop = cfg.dropout, embd_pdrop = cfg.dropout, attn_pdrop = cfg.dropout }
 end
 local data = engine.data.tokens { path = cfg.data, batch = cfg.batch, context = cfg.context,
-  shuffle = cfg.shuffle, seed = cfg.seed,
-  vocab = model.config.vocab }
+  shuffle = cfg.shuffle, seed = cfg.seed, vocab = model.config.vocab }
 
 -- ------------------------------------------------------------------ training
 

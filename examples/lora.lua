@@ -20,8 +20,8 @@ local cfg = engine.config({ policy = "fast_backoff", seeds = 0, seed = 1, steps 
   layers = 2, context = 32, batch = 8, lr = 5e-3, run = "" },
   { policy = "loss-scaling policy", seeds = "compare policies over this many seeds; 0: train once",
     seed = "seed for weights and data", steps = "fine-tuning steps",
-    pretrain = "steps on the first text", base = { "format of the frozen matrices",
-      choices = { "bf16", "f16", "f32", "e4m3" } }, rank = "rank of the adapters",
+    pretrain = "steps on the first text", rank = "rank of the adapters",
+    base = { "format of the frozen matrices", choices = { "bf16", "f16", "f32", "e4m3" } },
     alpha = "adapters are scaled by alpha / rank", dora = "train a magnitude for each output too",
     width = "features per byte", layers = "blocks",
     context = "bytes per row", batch = "rows per step",
@@ -65,8 +65,7 @@ local function train(policy, seed, tell)
   local summary = engine.trainer {
     model = model, policy = policy, steps = cfg.steps, clip = 1, log = "quiet",
     data = text(SECOND, seed), optimizer = optimizer, config = cfg,
-    run = cfg.seeds == 0 and cfg.run or nil,
-    loss = engine.losses.sft,
+    run = cfg.seeds == 0 and cfg.run or nil, loss = engine.losses.sft,
     evaluate = { data = text(HELD_OUT, seed), every = cfg.steps },
     on_step = function(t, record)
       local last = math.ceil(cfg.steps / 10)
@@ -93,7 +92,5 @@ if cfg.seeds == 0 then
     result.skipped, 100 * result.lost))
 else
   print(engine.contest { policies = { "dynamic:init_scale=2^24", "fast_backoff:init_scale=2^24",
-    "max_value:init_scale=2^24" },
-    also = cfg.policy, seeds = cfg.seeds,
-    run = function(policy, seed) return train(policy, seed) end })
+    "max_value:init_scale=2^24" }, also = cfg.policy, seeds = cfg.seeds, run = train })
 end

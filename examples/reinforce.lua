@@ -106,8 +106,7 @@ local model = nn.sequential { nn.embedding(CELLS, cfg.hidden), nn.relu(),
   nn.linear(cfg.hidden, cfg.hidden), nn.relu(), nn.linear(cfg.hidden, #MOVES) }
 local trainer = engine.trainer { model = model, loss = loss, policy = cfg.policy,
   steps = cfg.steps, data = numbers(0), config = cfg, run = cfg.run, resume = cfg.resume,
-  log = cfg.log,
-  optimizer = engine.optim.adam(model, { lr = cfg.lr, precision = cfg.precision }),
+  log = cfg.log, optimizer = engine.optim.adam(model, { lr = cfg.lr, precision = cfg.precision }),
   evaluate = { data = numbers(1e6), every = cfg.evaluate_every, batches = 8 } }
 local summary = trainer:run()
 if cfg.log == "line" then
