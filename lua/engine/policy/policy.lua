@@ -389,7 +389,11 @@ end
 --- text; for `deepspeed` they may be keys of DeepSpeed's fp16 block. kind: "fp8" for an FP8 policy
 --- (fp8_sites.lua), "any" for either, nil for one that chooses a loss scale.
 function M.load(source, options, kind)
-  local good, result = pcall(loaded, source, options or {}, kind)
+  options = options or {}
+  if type(options) ~= "table" then
+    error("policy: expected a table of options, got a " .. type(options), 2)
+  end
+  local good, result = pcall(loaded, source, options, kind)
   if not good then error(result, 2) end
   if result.fp8 and result.needs >= C.ENG_NEED_UPDATE_NORM then
     error(("policy %s works on FP8 layers, and its 'needs' list statistics or verdict fields of " ..

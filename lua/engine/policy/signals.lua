@@ -20,7 +20,9 @@ function M.publish(name, value, rule)
   end
   local problem = M.values[name] == nil and (show.name_problem(name) or name:find("^log%.")
     and "begins with 'log.', as a policy's logs do")
-  if problem then error(("signal: the name %s: '%s'"):format(problem, show.cut(name, 100)), 2) end
+  if problem then
+    error(("signal: the name %s: '%s'"):format(problem, show.cut(show.shown(name), 100)), 2)
+  end
   if rule ~= nil and not RULES[rule] then
     error(("signal '%s': expected 'mean', 'max' or 'sum', got %s"):format(name,
       value_text(rule)), 2)
