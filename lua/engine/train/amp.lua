@@ -67,31 +67,20 @@ local function as_widest(f)
   end
 end
 
-local function register(what, wrap, place, name)
-  local f = type(place) == "table" and place[name]
-  if type(f) ~= "function" then
-    raise("amp.%s: expected a table and the name of a function in it, got %s and %s", what,
-      M_ffi.value_text(place), M_ffi.value_text(name))
+--- engine.amp.NAME(place, name): replaces the function place[name]. Inside autocast,
+---   register_float_function     it runs in f32; its f16 and bf16 arguments are cast
+---   register_half_function      its f32 arguments are cast to the low format of the scope
+---   register_promote_function   its floating-point arguments are cast to the widest format among
+---                               them
+for kind, wrap in pairs { float = as_float, half = as_half, promote = as_widest } do
+  M[("register_%s_function"):format(kind)] = function(place, name)
+    local f = type(place) == "table" and place[name]
+    if type(f) ~= "function" then
+      raise("amp.register_%s_function: expected a table and the name of a function in it, " ..
+        "got %s and %s", kind, M_ffi.value_text(place), M_ffi.value_text(name))
+    end
+    place[name] = wrap(f)
   end
-  place[name] = wrap(f)
-end
-
---- engine.amp.register_float_function(place, name): inside autocast, place[name] runs in f32; its
---- f16 and bf16 arguments are cast.
-function M.register_float_function(place, name)
-  register("register_float_function", as_float, place, name)
-end
-
---- engine.amp.register_half_function(place, name): inside autocast, the f32 arguments of
---- place[name] are cast to the low format of the scope.
-function M.register_half_function(place, name)
-  register("register_half_function", as_half, place, name)
-end
-
---- engine.amp.register_promote_function(place, name): inside autocast, the floating-point arguments
---- of place[name] are cast to the widest format among them.
-function M.register_promote_function(place, name)
-  register("register_promote_function", as_widest, place, name)
 end
 
 return M

@@ -31,7 +31,7 @@ end
 
 --- An object of a class (Trainer of trainer.lua, or Session of session.lua) from checked options.
 --- fields: further fields of the object, or nil.
-function M.assemble(o, class, fields)
+function M.object(o, class, fields)
   local full = precision.resolve(o.precision or o.optimizer.precision)
   local self = setmetatable({
     model = o.model, data = o.data, loss = o.loss or trainer.default_loss, optimizer = o.optimizer,
@@ -166,7 +166,7 @@ function M.new(given)
     local o = options.current(given)
     options.check(o)
     if o.checkpoint ~= nil then o.model:checkpoint(o.checkpoint) end
-    return M.assemble(o, Trainer)
+    return M.object(o, Trainer)
   end)
 end
 

@@ -164,7 +164,7 @@ local function new(given)
   end
   o.data = o.data or { next = function()
     raise("session: there is no data to leave out; hint: data = the loop's loader") end }
-  return assemble.assemble(o, Session, { entries = entries, own_data = given.data ~= nil, turn = 0,
+  return assemble.object(o, Session, { entries = entries, own_data = given.data ~= nil, turn = 0,
     retain = #entries > 1 })                -- losses of one turn may share parts of the tape
 end
 

@@ -6,9 +6,9 @@
 --   }
 --   trainer:run()
 --
--- assemble.lua puts a trainer together and documents its options. loop.lua runs the steps.
--- modes.lua says what a mode rules out. session.lua gives the parts to loops written by hand.
--- run/run.lua writes history and checkpoints. run/swap.lua changes the policy between steps.
+-- assemble.lua puts a trainer together and documents its options; loop.lua runs the steps;
+-- modes.lua says what a mode rules out; session.lua gives the step's parts to loops written by
+-- hand; run/run.lua writes history and checkpoints; run/swap.lua changes the policy between steps.
 local M_ffi = require "engine.base.ffi"
 local activations = require "engine.train.activations"
 local attention_logits = require "engine.train.attention_logits"
