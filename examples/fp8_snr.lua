@@ -79,12 +79,12 @@ local function fixed(a, b, at, n, factor, chunk)
   return (total + sum) / factor / factor
 end
 
---- The dot product from `at` on with a factor of 224 / max for each chunk of each operand: products
---- and sums in the context (8, 8), sums of chunks added in doubles.
+--- The dot product from `at` on with a factor of 224 / max for each chunk of each operand (nil: one
+--- chunk): products and sums in the context (8, 8), sums of chunks added in doubles.
 local function blocks(a, b, at, n, chunk)
   local total = 0
-  for from = 0, n - 1, chunk do
-    local to, la, lb, sum = math.min(from + chunk, n) - 1, 0, 0, 0
+  for from = 0, n - 1, chunk or n do
+    local to, la, lb, sum = math.min(from + (chunk or n), n) - 1, 0, 0, 0
     for i = from, to do
       la, lb = math.max(la, abs(a[at + i])), math.max(lb, abs(b[at + i]))
     end
@@ -102,16 +102,11 @@ local function decibel(want, got)
   return 10 * log(want * want / (off * off)) / log(10)
 end
 
-local METHODS = {
-  { "factor 1", function(a, b, at, n) return fixed(a, b, at, n, 1) end },
-  { "factor 64", function(a, b, at, n) return fixed(a, b, at, n, 64) end },
-  { "  chunks of 512", function(a, b, at, n) return fixed(a, b, at, n, 64, 512) end },
-  { "  chunks of 128", function(a, b, at, n) return fixed(a, b, at, n, 64, 128) end },
-  { "block scale, whole", function(a, b, at, n) return blocks(a, b, at, n, n) end },
-  { "  of 512", function(a, b, at, n) return blocks(a, b, at, n, 512) end },
-  { "  of 128", function(a, b, at, n) return blocks(a, b, at, n, 128) end },
-  { "  of 64", function(a, b, at, n) return blocks(a, b, at, n, 64) end },
-}
+-- Each with its arguments after n.
+local METHODS = { { "factor 1", fixed, 1 }, { "factor 64", fixed, 64 },
+  { "  chunks of 512", fixed, 64, 512 }, { "  chunks of 128", fixed, 64, 128 },
+  { "block scale, whole", blocks }, { "  of 512", blocks, 512 }, { "  of 128", blocks, 128 },
+  { "  of 64", blocks, 64 } }
 
 -- ------------------------------------------------------------------ Hopper's
 
@@ -183,7 +178,9 @@ for column, kind in ipairs(COLUMNS) do
     end
     for m, method in ipairs(METHODS) do
       local db = {}
-      for s = 0, S - 1 do db[s + 1] = decibel(want[s + 1], method[2](a, b, s * n, n)) end
+      for s = 0, S - 1 do
+        db[s + 1] = decibel(want[s + 1], method[2](a, b, s * n, n, method[3], method[4]))
+      end
       first[m] = first[m] or { method[1] }
       first[m][column + 1] = text(lab.median(db))
       count(method[1], column, db, m)

@@ -7,7 +7,6 @@
 --
 -- Differences: steps that overflow stay out of the means and of the count. A norm of 0 stays out of
 -- a mean; in the original it makes the mean 0, and the tensor is never updated again.
-
 return {
   name  = "adagc",
   doc   = "AdaGC: clips each tensor's gradient against a moving mean of its own norm.",

@@ -7,7 +7,6 @@
 -- A skipped step counts as a good one for the loss scale, as in Megatron-LM. The scale follows
 -- dynamic.lua's rule (Megatron-LM's own is megatron.lua), or is fixed (bf16:
 -- norm_skip:loss_scale=1). Skipping needs mode=sync.
-
 return {
   name  = "norm_skip",
   doc   = "Megatron-LM's grad_norm_skip_threshold: skips updates with too large a gradient norm.",

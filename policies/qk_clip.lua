@@ -9,7 +9,6 @@
 -- the smallest factor, and each head's queries by the rest of that head's factor. A logit that is
 -- not finite scales nothing; Megatron-LM stops. A head whose largest logit is below 0 stays as it
 -- is; Megatron-LM takes the root of a negative number and makes the head's weights NaN.
-
 return {
   name  = "qk_clip",
   doc   = "MuonClip's QK-clip: shrinks query and key weights of heads with large logits.",

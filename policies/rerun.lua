@@ -14,7 +14,6 @@
 -- pass. FP8 scales that follow the last steps make it differ, because they change between the two
 -- passes. A replay of a recorded run cannot compute a step again; it takes the next recorded step
 -- for the rerun. The scale follows dynamic.lua's rule, or is fixed (bf16: rerun:loss_scale=1).
-
 return {
   name = "rerun",
   doc  = "Megatron-LM's rerun machine: repeats a step with a huge loss to find transient faults.",

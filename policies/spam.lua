@@ -8,7 +8,6 @@
 -- As in the original, the count that bias corrections read goes on after a reset, and in the first
 -- updates of a run the rate does not rise. Difference: the factor on the learning rate also acts on
 -- decoupled weight decay. Steps that overflow are not counted.
-
 return {
   name  = "spam",
   doc   = "SPAM: resets Adam's moments now and then, and limits spikes of single elements.",

@@ -7,7 +7,6 @@
 --
 -- As in the original, a reset keeps the moving means. Difference: steps that overflow are not
 -- counted.
-
 return {
   name  = "stable_spam",
   doc   = "Stable-SPAM: moving limits on elements and norms, resets Adam's moments now and then.",

@@ -5,7 +5,6 @@
 -- scale follows dynamic.lua's rule, or is fixed (bf16: update_clip:loss_scale=1).
 --
 -- Difference: the statistics are in double; in levanter in float32.
-
 return {
   name  = "update_clip",
   doc   = "levanter's update clipping: limits the update's norm by those of the last updates.",

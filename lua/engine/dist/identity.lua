@@ -68,6 +68,7 @@ return function(trainer, o, shape_of, apart)
   end
   add("model", model_text(trainer.model, opt.list, shape_of))
   add("precision", trainer.precision.name)
+  -- ranks with different experts may have different numbers of elements
   add("optimizer", apart and tostring(opt):gsub(", %d+ elements", "", 1) or tostring(opt))
   add("schedule", getmetatable(schedule) and tostring(schedule) or type(schedule))
   add("steps", trainer.steps)
