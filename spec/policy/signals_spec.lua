@@ -43,6 +43,12 @@ describe("signals", function()
     scales = train(run)
   end)
 
+  it("have names that a message can show", function()
+    local good, why = pcall(engine.signal, "a\nb", 1)
+    assert.is_false(good)
+    assert.matches("the name has a control character, [^\n]*: 'a b'$", why)
+  end)
+
   it("are stored in the history where they change", function()
     local history = engine.history.open(run)
     local list = history:signals()
