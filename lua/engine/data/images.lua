@@ -1,15 +1,13 @@
 -- engine.data.images: folders of PNG and JPEG images, a folder for each class; engine.data.shapes:
 -- images that are drawn. Called by init.lua, which documents both.
 local M_ffi = require "engine.base.ffi"
-local files = require "engine.data.image_files"
-local names_in = require("engine.base.file").names
+local file = require "engine.base.file"
+local image_files = require "engine.data.image_files"
 local order = require "engine.data.order"
 local tensor = require "engine.tensor.tensor"
 
-local ffi, C, raise, value_text = M_ffi.ffi, M_ffi.C, M_ffi.raise, M_ffi.value_text
+local ffi, raise, value_text = M_ffi.ffi, M_ffi.raise, M_ffi.value_text
 local M = {}
-
-local DIRECTORY = 2   -- what eng_file_kind returns for a folder
 
 -- A number for each channel: v is one for all, or a list.
 local function per_channel(v, channels, what)
@@ -28,14 +26,14 @@ end
 -- the files that are no images.
 local function scan(path)
   local classes, list, others = {}, {}, {}
-  for _, class in ipairs(names_in(path) or raise("data.images: %s", M_ffi.message())) do
+  for _, class in ipairs(file.names(path) or raise("data.images: %s", M_ffi.message())) do
     local folder = path .. "/" .. class
-    if C.eng_file_kind(folder) == DIRECTORY then
+    if file.is_folder(folder) then
       classes[#classes + 1] = class
-      for _, name in ipairs(names_in(folder) or {}) do
-        local file = folder .. "/" .. name
-        local into = files.is_image(file) and list or others
-        into[#into + 1] = { file, #classes - 1 }
+      for _, name in ipairs(file.names(folder) or {}) do
+        local image = folder .. "/" .. name
+        local into = image_files.is_image(image) and list or others
+        into[#into + 1] = { image, #classes - 1 }
       end
     end
   end
@@ -44,7 +42,7 @@ end
 
 -- The image as f32 [1 x C x size x size]: its middle square, scaled by averaging pixels.
 local function square(path, o)
-  local pixels, width, height = files.read(path, o.channels)
+  local pixels, width, height = image_files.read(path, o.channels)
   if not pixels then raise("data.images: %s", width) end
   local x = tensor.from_memory(pixels, "u8", { 1, height, width, o.channels }, { keep = false })
   local side = math.min(width, height)

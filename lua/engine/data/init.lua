@@ -3,7 +3,9 @@
 --   local data = engine.data.text { path = "input.txt", batch = 8, context = 256 }
 --   local batch = data:next()       batch.x [8 x 256] i32, batch.y [8 x 256] i32, batch.tokens 2048
 --   local place = data:state()      data:restore(place)
--- Files are mapped, not read: a loader costs no memory beyond a batch.
+-- Files of tokens, of bytes and of idx images are mapped, so that their loaders need no memory
+-- beyond a batch. Documents are read one at a time (records.lua). Tables of CSV and lists of text
+-- files are read into memory.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local files = require "engine.base.file"
@@ -141,9 +143,9 @@ end
 local OF_STEP = { keep = false }   -- a batch lives as long as its step, even outside engine.steps
 
 -- Windows of T+1 tokens from `tokens` (a pointer to n tokens). With shuffling, each epoch cuts the
--- file at another offset and visits the pieces in another order. Without shuffling, row b of step i
--- starts at token (i*B + b)*T. When too few tokens are left for a batch, reading starts again from
--- the beginning, as in llm.c's loader.
+-- file at another offset and visits the pieces in another order. Without shuffling, row b of batch
+-- i (both from 0) starts at token (i*B + b)*T. When too few tokens are left for a batch, reading
+-- starts again from the beginning, as in llm.c's loader.
 local function windows(o, kind, tokens, n, keep)
   local B, T = o.batch, o.context
   if n < T + 1 then

@@ -1,13 +1,13 @@
 -- The part of the template language Jinja that chat templates use, with the settings of
 -- transformers (trim_blocks and lstrip_blocks). A template becomes a function from variables to a
 -- text. Statements: for (with if, else, loop, break, continue), if, set (of a name, a namespace's
--- field, a block), generation. Expressions: those of Jinja except **. Methods, filters and tests:
--- those in the tables below. Everything else is refused with the line in the template. Values are
--- Lua's; a list is a table with the metatable List, None is the value NONE, and undefined is nil.
--- Called by chat_template.lua.
+-- field, a block), generation. Expressions: those of Jinja except ** and /. Methods, filters and
+-- tests: those in the tables below. Everything else is refused with the line in the template.
+-- Values are Lua's; a list is a table with the metatable List, None is the value NONE, and
+-- undefined is nil. Called by chat_template.lua.
 local M = {}
 
-local List, NONE = {}, setmetatable({}, { __tostring = function() return "None" end })
+local List, NONE = {}, {}
 M.NONE = NONE
 -- Limits, so that a file cannot hang the process or fill its memory: operations; bytes of a text.
 local OPERATIONS, BYTES = 1e6, 2 ^ 24
@@ -150,19 +150,20 @@ local function joined(x, with)
 end
 
 local FILTERS = {
-  trim = function(s) return strip(text_of(s), true, true) end, length = length, count = length,
-  upper = function(s) return text_of(s):upper() end,
-  lower = function(s) return text_of(s):lower() end,
-  string = text_of, safe = function(s) return s end, list = sequence, join = joined,
+  length = length, count = length, string = text_of, safe = function(s) return s end,
+  list = sequence, join = joined,
   first = function(x) return sequence(x)[1] end,
   last = function(x) local all = sequence(x) return all[#all] end,
-  replace = function(s, old, new) return replace(text_of(s), old, new) end,
   default = function(x, other, falsy)
     if x == nil or falsy and not truth(x) then return other end
     return x
   end,
 }
 FILTERS.d = FILTERS.default
+for filter, method in pairs { trim = "strip", upper = "upper", lower = "lower",
+  replace = "replace" } do
+  FILTERS[filter] = function(x, ...) return METHODS[method](text_of(x), ...) end
+end
 
 local TESTS = {
   defined = function(x) return x ~= nil end, undefined = function(x) return x == nil end,
@@ -308,10 +309,22 @@ function Parser:name()
   return token[2]
 end
 
--- Parses arguments up to `close`. Each becomes a function that takes the scope and returns the
--- value. Returns the positional arguments, the named ones, and the number of positional ones.
-function Parser:arguments(close)
-  local plain, named, n = {}, {}, 0
+-- An expression is a function from the scope to its value. This one applies f to the values of n
+-- expressions; `args` may have holes, whose values are nil.
+local function applied(f, args, n)
+  return function(scope)
+    local values = {}
+    for i = 1, n do values[i] = args[i] and args[i](scope) end
+    return f(unpack(values, 1, n))
+  end
+end
+
+local function constant(value) return function() return value end end
+
+-- Parses arguments up to `close`. Returns the positional ones after `first`, if given, and their
+-- number; and the named ones.
+function Parser:arguments(close, first)
+  local args, n, named = { first }, first and 1 or 0, {}
   while not self:accept(close) do
     local after = self[self.at + 1]
     if self[self.at] and self[self.at][1] == "name" and after and after[1] == "op"
@@ -321,17 +334,43 @@ function Parser:arguments(close)
       named[key] = self:expression()
     else
       n = n + 1
-      plain[n] = self:expression()
+      args[n] = self:expression()
     end
     if not self:is(close) then self:want "," end
   end
-  return plain, named, n
+  return args, n, named
 end
 
-local function evaluate(plain, n, scope)
-  local values = {}
-  for i = 1, n do values[i] = plain[i](scope) end
-  return values
+local function list_of(...) return list { ... } end
+
+function Parser:dict()
+  local keys, values = {}, {}
+  while not self:accept "}" do
+    keys[#keys + 1] = self:expression()
+    self:want ":"
+    values[#keys] = self:expression()
+    if not self:is "}" then self:want "," end
+  end
+  return function(scope)
+    local dict = {}
+    for i, key in ipairs(keys) do dict[key(scope)] = values[i](scope) end
+    return dict
+  end
+end
+
+-- A call of a function of the scope, or of `namespace`.
+function Parser:call(name)
+  local args, n, named = self:arguments ")"
+  return function(scope)
+    if name == "namespace" then
+      local space = {}
+      for key, value in pairs(named) do space[key] = value(scope) end
+      return space
+    end
+    local f = scope[name]
+    if type(f) ~= "function" then fail("there is no function '%s'", name) end
+    return applied(f, args, n)(scope)
+  end
 end
 
 function Parser:primary()
@@ -343,7 +382,7 @@ function Parser:primary()
       value = value .. self[self.at][2]              -- texts side by side are one
       self.at = self.at + 1
     end
-    return function() return value end
+    return constant(value)
   elseif value == "(" then
     local items, n = { self:expression() }, 1
     local is_tuple = self:is ","
@@ -352,69 +391,48 @@ function Parser:primary()
       items[n] = self:expression()
     end
     self:want ")"
-    return is_tuple and function(scope) return list(evaluate(items, n, scope)) end or items[1]
+    return is_tuple and applied(list_of, items, n) or items[1]
   elseif value == "[" then
-    local items, _, n = self:arguments "]"
-    return function(scope) return list(evaluate(items, n, scope)) end
-  elseif value == "{" then
-    local keys, values = {}, {}
-    while not self:accept "}" do
-      keys[#keys + 1] = self:expression()
-      self:want ":"
-      values[#keys] = self:expression()
-      if not self:is "}" then self:want "," end
-    end
-    return function(scope)
-      local dict = {}
-      for i, key in ipairs(keys) do dict[key(scope)] = values[i](scope) end
-      return dict
-    end
+    return applied(list_of, self:arguments "]")
+  elseif value == "{" then return self:dict()
   elseif what ~= "name" or WORDS[value] then fail("unexpected '%s'", tostring(value)) end
-  if CONSTANTS[value] ~= nil then
-    local constant = CONSTANTS[value]
-    return function() return constant end
-  end
-  if self:accept "(" then
-    local plain, named, n = self:arguments ")"
-    if value == "namespace" then
-      return function(scope)
-        local space = {}
-        for key, f in pairs(named) do space[key] = f(scope) end
-        return space
-      end
-    end
-    return function(scope)
-      local f = scope[value]
-      if type(f) ~= "function" then fail("there is no function '%s'", value) end
-      return f(unpack(evaluate(plain, n, scope), 1, n))
-    end
-  end
+  if CONSTANTS[value] ~= nil then return constant(CONSTANTS[value]) end
+  if self:accept "(" then return self:call(value) end
   return function(scope) return scope[value] end
 end
 
 function Parser:method(x, name)
-  local plain, _, n = self:arguments ")"
-  return function(scope)
-    local self_, given = x(scope), evaluate(plain, n, scope)
-    local f = type(self_) == "string" and METHODS[name] or is_dict(self_) and DICT_METHODS[name]
-    if not f then fail("%s has no method '%s' here", kind(self_), name) end
-    return f(self_, unpack(given, 1, n))
-  end
+  return applied(function(object, ...)
+    local f = type(object) == "string" and METHODS[name] or is_dict(object) and DICT_METHODS[name]
+    if not f then fail("%s has no method '%s' here", kind(object), name) end
+    return f(object, ...)
+  end, self:arguments(")", x))
 end
 
 function Parser:subscript(x)
-  local parts, n, colon = {}, 1, false
+  local args, n = { x }, 2
   while not self:accept "]" do
-    if self:accept ":" then n, colon = n + 1, true else parts[n] = self:expression() end
+    if self:accept ":" then n = n + 1 else args[n] = self:expression() end
   end
-  if not colon then
-    local key = parts[1] or fail "expected an index"
-    return function(scope) return item_of(x(scope), key(scope)) end
+  if n > 2 then return applied(slice_of, args, n) end
+  return applied(item_of, args[2] and args or fail "expected an index", n)
+end
+
+function Parser:filter(x)
+  local name = self:name()
+  local f = FILTERS[name] or fail("the filter '%s' is not supported", name)
+  if not self:accept "(" then return applied(f, { x }, 1) end
+  local args, n, named = self:arguments(")", x)
+  if next(named) then
+    fail("the argument '%s' of the filter '%s' is not supported", next(named), name)
   end
-  return function(scope)
-    return slice_of(x(scope), parts[1] and parts[1](scope), parts[2] and parts[2](scope),
-      parts[3] and parts[3](scope))
-  end
+  return applied(f, args, n)
+end
+
+function Parser:test(x)
+  local negated, name = self:accept "not", self:name()
+  local f = TESTS[name] or fail("the test '%s' is not supported", name)
+  return applied(function(value) return (f(value) and true or false) ~= negated end, { x }, 1)
 end
 
 function Parser:postfix()
@@ -422,36 +440,17 @@ function Parser:postfix()
   while true do
     if self:accept "." then
       local name = self:name()
-      if self:accept "(" then x = self:method(x, name)
-      else
-        local of = x
-        x = function(scope) return item_of(of(scope), name) end
-      end
+      x = self:accept "(" and self:method(x, name) or applied(item_of, { x, constant(name) }, 2)
     elseif self:accept "[" then x = self:subscript(x)
-    elseif self:accept "|" then
-      local name, of, plain, n = self:name(), x, {}, 0
-      local f = FILTERS[name] or fail("the filter '%s' is not supported", name)
-      local named
-      if self:accept "(" then plain, named, n = self:arguments ")" end
-      if named and next(named) then
-        fail("the argument '%s' of the filter '%s' is not supported", next(named), name)
-      end
-      x = function(scope) return f(of(scope), unpack(evaluate(plain, n, scope), 1, n)) end
-    elseif self:accept "is" then
-      local negated = self:accept "not"
-      local name, of = self:name(), x
-      local f = TESTS[name] or fail("the test '%s' is not supported", name)
-      x = function(scope) return (f(of(scope)) and true or false) ~= negated end
+    elseif self:accept "|" then x = self:filter(x)
+    elseif self:accept "is" then x = self:test(x)
     else return x end
   end
 end
 
 function Parser:unary()
-  if self:accept "-" then
-    local x = self:unary()
-    return function(scope) return -x(scope) end
-  end
-  return self:postfix()
+  if not self:accept "-" then return self:postfix() end
+  return applied(function(x) return -x end, { self:unary() }, 1)
 end
 
 -- Operators from the loosest to the tightest. `not` before an operand binds between `and` and the
@@ -462,8 +461,7 @@ local COMPARISONS = 3
 function Parser:binary(level)
   if not LEVELS[level] then return self:unary() end
   if level == COMPARISONS and self:accept "not" then
-    local x = self:binary(level)
-    return function(scope) return not truth(x(scope)) end
+    return applied(function(x) return not truth(x) end, { self:binary(level) }, 1)
   end
   local a = self:binary(level + 1)
   while true do
@@ -477,12 +475,11 @@ function Parser:binary(level)
       op = "not in"
     end
     local f, x, y = BINARY[op], a, self:binary(level + 1)
-    a = f and function(scope) return f(x(scope), y(scope)) end
-      or function(scope)                         -- `and` and `or` may not need y
-        local value = x(scope)
-        if truth(value) == (op == "or") then return value end
-        return y(scope)
-      end
+    a = f and applied(f, { x, y }, 2) or function(scope)     -- `and` and `or` may not need y
+      local value = x(scope)
+      if truth(value) == (op == "or") then return value end
+      return y(scope)
+    end
   end
 end
 
@@ -584,20 +581,22 @@ function STATEMENTS.set(state, p)
   end
 end
 
+local ALWAYS = constant(true)
+
 STATEMENTS["if"] = function(state, p)
-  local cases, otherwise = { { p:expression() } }, nil
+  local cases, condition = {}, p:expression()
+  local tag
   p:finished()
-  while true do
-    local body, tag, rest = block(state, { ["elif"] = true, ["else"] = true, endif = true })
-    if otherwise == nil then cases[#cases][2] = body else otherwise = body end
-    if tag == "endif" then break end
-    if tag == "elif" then cases[#cases + 1] = { rest:expression() } else otherwise = false end
-  end
+  repeat
+    local case = { condition = condition }
+    case.body, tag, p = block(state, { ["elif"] = condition ~= ALWAYS or nil,
+      ["else"] = condition ~= ALWAYS or nil, endif = true })
+    cases[#cases + 1], condition = case, tag == "elif" and p:expression() or ALWAYS
+  until tag == "endif"
   return function(scope, out)
     for _, case in ipairs(cases) do
-      if truth(case[1](scope)) then return case[2](scope, out) end
+      if truth(case.condition(scope)) then return case.body(scope, out) end
     end
-    if otherwise then return otherwise(scope, out) end
   end
 end
 
@@ -615,18 +614,19 @@ STATEMENTS["for"] = function(state, p)
     for k, name in ipairs(names) do scope[name] = item[k] end
   end
   return function(scope, out)
-    local all = {}
+    local all, scopes = {}, {}
     for _, item in ipairs(sequence(items(scope))) do
       local own = setmetatable({}, { __index = scope })
       bind(own, item)
-      if not condition or truth(condition(own)) then all[#all + 1] = item end
+      if not condition or truth(condition(own)) then
+        all[#all + 1] = item
+        scopes[#all] = own
+      end
     end
-    for i, item in ipairs(all) do
+    for i, own in ipairs(scopes) do
       spend(1)
-      local own = setmetatable({ loop = { index = i, index0 = i - 1, first = i == 1,
-        last = i == #all, length = #all, previtem = all[i - 1], nextitem = all[i + 1] } },
-        { __index = scope })
-      bind(own, item)
+      own.loop = { index = i, index0 = i - 1, first = i == 1, last = i == #all, length = #all,
+        previtem = all[i - 1], nextitem = all[i + 1] }
       if body(own, out) == "break" then break end
     end
     if #all == 0 and otherwise then return otherwise(scope, out) end
