@@ -230,6 +230,14 @@ describe("load_model", function()
     assert.equal(3, #model:generate({ 1 }, { max_tokens = 2 }))
   end)
 
+  it("takes a null as no sliding window, and a missing field as transformers' default", function()
+    local fields = { model_type = "mistral", hidden_size = 8, num_attention_heads = 2,
+      num_key_value_heads = 2, num_hidden_layers = 1, intermediate_size = 8, vocab_size = 9 }
+    assert.equal(4096, engine.new_model(fields).blocks[1].attn.window)
+    fields.sliding_window = cjson.null
+    assert.is_nil(engine.new_model(fields).blocks[1].attn.window)
+  end)
+
   it("embeds each token once when it generates, and one more to find the dtypes", function()
     local model = engine.load_model(variant("llama"))
     local rows, forward = 0, model.embed.forward

@@ -93,6 +93,7 @@ end
 
 local function read_field(fields, key, field, where)
   local default, option, range = unpack(field, 1, 3)
+  if option == "window" and fields[key] == NULL then return nil end   -- null: no window
   local value = value_of(fields, key, default)
   if not option then
     if value ~= default then fail(where, "%s %s is not supported", key, text_of(value)) end

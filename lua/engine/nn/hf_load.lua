@@ -17,6 +17,7 @@ local architectures = require "engine.nn.architectures"
 local config = require "engine.nn.hf_config"
 local models = require "engine.nn.models"
 local module = require "engine.nn.module"
+local within = require "engine.base.within"
 
 local C = M_ffi.C
 
@@ -219,7 +220,7 @@ local function load(folder, options)
     end
   end
   local weights = open_weights(folder)
-  local good, result = pcall(function()
+  return within(function() end, weights.close, function()
     if o.layers > #weights.names then
       fail("%s: it has %d layers, and %s has %d tensors", path, o.layers, weights.where,
         #weights.names)
@@ -237,9 +238,6 @@ local function load(folder, options)
       return model
     end)
   end)
-  weights.close()
-  if not good then error(result, 0) end
-  return result
 end
 
 --- engine.load_model(folder [, { dtype = "f32", dropout = p }]): a model with the weights of

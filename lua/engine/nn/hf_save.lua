@@ -107,20 +107,12 @@ local function copy(from, to)
   local source, why = io.open(from, "rb")
   if not source then error("cannot read " .. why, 0) end
   local part = to .. ".part"
-  local target, problem = io.open(part, "wb")
-  local good = target ~= nil
-  while good do
-    local block = source:read(2 ^ 20)
-    if not block then break end
-    good, problem = target:write(block)
-  end
+  local good, problem = pcall(files.write, part, function(put)
+    for block in function() return source:read(2 ^ 20) end do put(block) end
+  end)
   source:close()
-  if target then
-    local closed, reason = target:close()
-    good, problem = good and closed, problem or reason
-  end
-  if good then good, problem = os.rename(part, to) end
-  if not good then error(("cannot write %s: %s"):format(to, tostring(problem)), 0) end
+  if not good then error(problem, 0) end
+  check(C.eng_file_rename(part, to), true)
 end
 
 -- Copies the other files of the source folder, if it still exists.

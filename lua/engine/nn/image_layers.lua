@@ -14,8 +14,7 @@ local function ones(x) x:fill(1) end
 
 -- ------------------------------------------------------------------ convolution
 
-local CONV = { stride = true, padding = true, dilation = true, groups = true, bias = true,
-  std = true }
+local CONV = "stride padding dilation groups bias std"
 
 -- The class of nn.conv1d or nn.conv2d, whose kernels have 1 or 2 dimensions.
 local function convolution(name, dimensions)
@@ -35,8 +34,8 @@ local function convolution(name, dimensions)
       shape[2 + d] = want_whole(type(kernel) == "table" and kernel[d] or kernel, title,
         "the kernel", 1)
     end
-    rawset(self, "options", { stride = options.stride, padding = options.padding,
-      dilation = options.dilation, groups = groups })
+    self.options = { stride = options.stride, padding = options.padding,
+      dilation = options.dilation, groups = groups }
     module.add_linear(self, shape, options)
   end
   function Conv:forward(x) return x[name](x, self.weight, rawget(self, "bias"), self.options) end
@@ -58,7 +57,7 @@ M.conv1d = convolution("conv1d", 1)
 
 -- ------------------------------------------------------------------ norms
 
-local BATCH_NORM = { eps = true, momentum = true, affine = true }
+local BATCH_NORM = "eps momentum affine"
 
 --- nn.batch_norm(channels [, { eps = 1e-5, momentum = 0.1, affine = true }]): x [N x C x ..] -> the
 --- same shape. In training mode it normalises by the batch's mean and variance, and moves its
@@ -69,9 +68,8 @@ local BatchNorm = class("batch_norm")
 function BatchNorm:init(channels, options)
   want_whole(channels, "nn.batch_norm", "channels", 1)
   options = tensor.read_named(options, "nn.batch_norm", BATCH_NORM)
-  rawset(self, "eps", options.eps or 1e-5)
-  rawset(self, "momentum", arguments.want_number(options.momentum or 0.1, "nn.batch_norm",
-    "momentum"))
+  self.eps = options.eps or 1e-5
+  self.momentum = arguments.want_number(options.momentum or 0.1, "nn.batch_norm", "momentum")
   if options.affine ~= false then
     self:parameter("weight", new_parameter({ channels }, ones), "norm")
     self:parameter("bias", new_parameter { channels }, "norm")
@@ -124,7 +122,7 @@ function M.sync_batch_norm(model, group)
   return model
 end
 
-local GROUP_NORM = { eps = true, affine = true }
+local GROUP_NORM = "eps affine"
 
 --- nn.group_norm(groups, channels [, { eps = 1e-5, affine = true }]): x [N x C x ..] -> the same
 --- shape; normalises each group of neighbouring channels of each sample.
@@ -136,9 +134,7 @@ function GroupNorm:init(groups, channels, options)
     raise("nn.group_norm: expected groups to divide %d channels, got %d", channels, groups)
   end
   options = tensor.read_named(options, "nn.group_norm", GROUP_NORM)
-  rawset(self, "eps", options.eps or 1e-5)
-  rawset(self, "groups", groups)
-  rawset(self, "channels", channels)
+  self.groups, self.channels, self.eps = groups, channels, options.eps or 1e-5
   if options.affine == false then return end
   self:parameter("weight", new_parameter({ channels }, ones), "norm")
   self:parameter("bias", new_parameter { channels }, "norm")
@@ -161,8 +157,7 @@ for _, name in ipairs { "max_pool2d", "max_pool1d", "avg_pool2d", "avg_pool1d",
     if options ~= nil and type(options) ~= "table" then
       raise("nn.%s: expected a table of options, got %s", name, value_text(options))
     end
-    rawset(self, "size", size)
-    rawset(self, "options", options)
+    self.size, self.options = size, options
   end
   function Pool:forward(x) return x[name](x, self.size, self.options) end
   function Pool:extra()

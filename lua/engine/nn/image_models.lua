@@ -22,7 +22,7 @@ local function configure(self, name, options, defaults, others)
   for key, value in pairs(config) do
     if not others[key] then want_whole(value, name, key, 1) end
   end
-  rawset(self, "config", config)
+  self.config = config
   return config
 end
 
@@ -33,7 +33,7 @@ local function loss(self, x, y, options) return tensor.cross_entropy(self(x), y,
 -- A chain of modules, applied one after the other. Their names count from 0, as in torchvision.
 local Chain = class("chain")
 function Chain:init(list)
-  rawset(self, "length", #list)
+  self.length = #list
   for i, child in ipairs(list) do self[i - 1] = child end
 end
 function Chain:forward(x)
@@ -105,7 +105,7 @@ M.resnet18 = ResNet
 local Attention = class("self_attention")
 function Attention:init(width, heads)
   local bound = math.sqrt(6 / (4 * width))
-  rawset(self, "heads", heads)
+  self.heads = heads
   self:parameter("in_proj_weight", new_parameter({ 3 * width, width },
     function(x) x:uniform(-bound, bound) end), "linear")
   self:parameter("in_proj_bias", new_parameter { 3 * width }, "linear")

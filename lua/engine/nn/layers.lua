@@ -24,8 +24,7 @@ function Linear:init(inputs, outputs, options)
   want_whole(inputs, "nn.linear", "inputs", 1)
   want_whole(outputs, "nn.linear", "outputs", 1)
   options = tensor.read_named(options, "nn.linear", LINEAR)
-  rawset(self, "inputs", inputs)
-  rawset(self, "outputs", outputs)
+  self.inputs, self.outputs = inputs, outputs
   module.add_linear(self, { outputs, inputs }, options)
 end
 function Linear:forward(x) return fuse.linear(self, x) end
@@ -45,8 +44,7 @@ function Embedding:init(count, width, options)
   want_whole(count, "nn.embedding", "the number of rows", 1)
   want_whole(width, "nn.embedding", "the width", 1)
   options = tensor.read_named(options, "nn.embedding", EMBEDDING)
-  rawset(self, "rows", count)
-  rawset(self, "width", width)
+  self.rows, self.width = count, width
   self:parameter("weight", new_parameter({ count, width },
     function(x) x:normal(0, options.std or 1) end), "embedding")
 end
@@ -56,7 +54,7 @@ M.embedding = Embedding
 
 -- ------------------------------------------------------------------ norms
 
-local LAYER_NORM, RMS_NORM = { eps = true, bias = true }, { eps = true }
+local LAYER_NORM, RMS_NORM = "eps bias", "eps"
 local function ones(x) x:fill(1) end
 
 --- nn.layer_norm(width [, { eps = 1e-5, bias = true }]): x [.. x C] -> [.. x C]. norm(x, branch)
@@ -65,7 +63,7 @@ local LayerNorm = class("layer_norm")
 function LayerNorm:init(width, options)
   want_whole(width, "nn.layer_norm", "the width", 1)
   options = tensor.read_named(options, "nn.layer_norm", LAYER_NORM)
-  rawset(self, "eps", options.eps or 1e-5)
+  self.eps = options.eps or 1e-5
   self:parameter("weight", new_parameter({ width }, ones), "norm")
   if options.bias ~= false then self:parameter("bias", new_parameter { width }, "norm") end
 end
@@ -81,7 +79,7 @@ M.layer_norm = LayerNorm
 local RMSNorm = class("rms_norm")
 function RMSNorm:init(width, options)
   want_whole(width, "nn.rms_norm", "the width", 1)
-  rawset(self, "eps", tensor.read_named(options, "nn.rms_norm", RMS_NORM).eps or 1e-6)
+  self.eps = tensor.read_named(options, "nn.rms_norm", RMS_NORM).eps or 1e-6
   self:parameter("weight", new_parameter({ width }, ones), "norm")
 end
 function RMSNorm:forward(x, branch) return fuse.rms_norm(x, branch, self.weight, self.eps) end
@@ -98,7 +96,7 @@ function Dropout:init(p)
   p = p or 0.5
   expect(type(p) == "number" and p >= 0 and p <= 1, p,
     "nn.dropout: expected a probability in [0, 1]")
-  rawset(self, "p", p)
+  self.p = p
 end
 function Dropout:forward(x)
   if not self._training or self.p == 0 then return x end
@@ -119,7 +117,7 @@ end
 local GELU = class("gelu")
 function GELU:init(form)
   expect(form == nil or form == "tanh" or form == "erf", form, "nn.gelu: expected 'erf' or 'tanh'")
-  rawset(self, "form", form)
+  self.form = form
 end
 function GELU:forward(x) return x:gelu(self.form) end
 M.gelu = GELU

@@ -49,8 +49,7 @@ local function configure(self, name, options, defaults)
     expect(not p or type(p) == "number" and p >= 0 and p < 1, p,
       "%s: expected %s in [0, 1)", name, key)
   end
-  rawset(self, "config", config)
-  rawset(self, "context", config.context)
+  self.config, self.context = config, config.context
   return config
 end
 
@@ -129,7 +128,7 @@ local function begin(self, options)
   options = read_forward(self, options)
   if options.attention_maps or rawget(self, "_maps") then
     for _, block in ipairs(self.blocks) do block.attn:watch_maps(options.attention_maps) end
-    rawset(self, "_maps", options.attention_maps)
+    self._maps = options.attention_maps
   end
   return options
 end

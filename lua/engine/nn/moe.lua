@@ -37,9 +37,7 @@ function MoE:init(options)
   local make = options.expert or function()
     return transformer.mlp(width, options.hidden or 4 * width, { std = options.std })
   end
-  rawset(self, "width", width)
-  rawset(self, "k", k)
-  rawset(self, "total", count)
+  self.width, self.k, self.total = width, k, count
   self.gate = layers.linear(width, count, { bias = false, std = options.std })
   rawset(self.gate, "_high", true)                            -- FP8 recipes skip the gate
   local experts, over = {}, divided.new(count, options)
@@ -48,7 +46,7 @@ function MoE:init(options)
     rawset(experts[e], "_group", true)
     if over then over:made(e, experts[e]) end
   end
-  rawset(self, "_apart", over)
+  self._apart = over
   self.experts = layers.list(experts)
 end
 
@@ -98,7 +96,7 @@ local function run_experts(self, rows, chosen)
   local counts, share = {}, {}
   for e, list in ipairs(tokens) do counts[e], share[e] = #list, #list / #back * self.total end
   local y = outputs(self, rows, tokens, counts):index_select(1, index(back))
-  rawset(self, "counts", counts)
+  self.counts = counts
   return y:view(rows:size(1), self.k, self.width), tensor.tensor(share, { keep = false })
 end
 

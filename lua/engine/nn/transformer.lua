@@ -63,15 +63,10 @@ function Attention:init(width, heads, options)
   if options.window and options.causal == false then
     raise("nn.attention: a window needs causal attention, got causal = false")
   end
-  rawset(self, "heads", heads)
-  rawset(self, "kv_heads", kv_heads)
-  rawset(self, "head_width", D)
-  rawset(self, "causal", options.causal ~= false)
-  rawset(self, "rope", options.rope and rope_options(options.rope))
-  rawset(self, "window", options.window)
-  rawset(self, "dropout", dropout)
-  rawset(self, "watch_entropy", false)
-  rawset(self, "watch_logits", false)
+  self.heads, self.kv_heads, self.head_width = heads, kv_heads, D
+  self.causal, self.window, self.dropout = options.causal ~= false, options.window, dropout
+  self.rope = options.rope and rope_options(options.rope)
+  self.watch_entropy, self.watch_logits = false, false
   local out_std = options.out_std or options.std
   if out_bias == nil then out_bias = options.bias end
   self.qkv = layers.linear(width, (heads + 2 * kv_heads) * D,
@@ -105,9 +100,7 @@ end
 
 --- Whether the calls from now on also compute the attention weights, which take_maps() returns.
 function Attention:watch_maps(on)
-  if (on or false) ~= (rawget(self, "maps_wanted") or false) then
-    rawset(self, "maps_wanted", on or nil)
-  end
+  self.maps_wanted = on or nil
 end
 
 --- The attention weights of the last call, [B x H x T x T] in f32, before dropout. A second
@@ -199,7 +192,7 @@ function MLP:init(width, hidden, options)
   local bias, std, out_std = options.bias, options.std, options.out_std or options.std
   self.up = layers.linear(width, hidden, { bias = bias, std = std })
   self.down = layers.linear(hidden, width, { bias = bias, std = out_std })
-  rawset(self, "form", options.gelu or "tanh")
+  self.form = options.gelu or "tanh"
 end
 function MLP:forward(x) return fuse.gelu_mlp(x, self.up, self.form, self.down) end
 M.mlp = MLP
