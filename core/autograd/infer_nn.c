@@ -237,6 +237,10 @@ eng_status infer_rope(op_call *c, op_shape *s)
     return error_set(ENG_ERR_VALUE,
                      "rope: expected a context > 0 and 0 < low < high, got context %lld, low %g "
                      "and high %g", (long long)c->rope.context, low, high);
+  if (c->rope.context == 0 && high != 0 && !(0 <= low && low < high))
+    return error_set(ENG_ERR_VALUE,
+                     "rope: expected 0 <= low < high without a context, got low %g and high %g",
+                     low, high);
   // positions are computed in f64
   if (c->rope.position > 1ll << 52 || c->rope.position < -(1ll << 52))
     return error_set(ENG_ERR_VALUE, "rope: expected a position within +-2^52, got %lld",

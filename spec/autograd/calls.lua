@@ -217,6 +217,7 @@ local cases = {
     check(method("rope", { position = 3 }), { random(1, 3, 2, 4) })
     check(method("rope", { interleaved = true, base = 100 }), { random(2, 3, 1, 6) })
     check(method("rope", { factor = 8, context = 16, low = 1, high = 4 }), { random(2, 3, 1, 8) })
+    check(method("rope", { factor = 8, low = 1, high = 3 }), { random(1, 3, 2, 8) })
   end,
   cross_entropy = function(check)
     for _, options in ipairs { {}, { label_smoothing = 0.1 },

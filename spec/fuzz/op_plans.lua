@@ -310,7 +310,8 @@ end
 function plans.rope()
   return { float { draw(3), one_of { 0, 1, 3, 70 }, draw(4), 2 * draw(9) } },
     { one_of(WILD_INTS), draw(2), draw(2), one_of { 0, 0, 1, 8192, -3 } },
-    { one_of { 10000, 1, 0.5, 1e300 }, one_of { 0, 8, 0.3 }, one_of { 1, 4 }, 4 }
+    { one_of { 10000, 1, 0.5, 1e300 }, one_of { 0, 8, 0.3 }, one_of { 1, 4 },
+      one_of { 0, 4 } }
 end
 function plans.cross_entropy()
   local s, v = shape_of(0, 3), 1 + draw(12)

@@ -128,10 +128,11 @@ generators.rope = function(try)
               ints = { position, neighbours, back },
               floats = { k == 3 and 500000 or 10000 }, ulp = 1, eps = 8, bound = "largest" }
           end
-          for _, context in ipairs { 0, 16 } do   -- linear scaling, Llama 3's
+          -- linear scaling, Llama 3's, YaRN's
+          for _, s in ipairs { { 0 }, { 16, 1, 4 }, { 0, 0, 5.001 } } do
             try { inputs = { float(dtype, shape, "normal") },
-              ints = { 7, neighbours, back, context }, floats = { 100, 8, 1, 4 }, ulp = 1, eps = 8,
-              bound = "largest" }
+              ints = { 7, neighbours, back, s[1] }, floats = { 100, 8, s[2] or 0, s[3] or 0 },
+              ulp = 1, eps = 8, bound = "largest" }
           end
         end
       end
