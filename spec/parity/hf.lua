@@ -1,9 +1,25 @@
 -- The engine's side of hf.py: hf.lua ROOT STEPS TOKENS NAME ... For each folder ROOT/NAME, with a
--- model and in.bin (x, y, tokens): writes out.bin (logits, losses, tokens), saves the model as it
--- was loaded, in the dtype of its files, to saved/, and the trained model to trained/. For each
--- architecture a new model goes to ROOT/new/TYPE with its logits.
+-- model and in.bin (x, y, tokens, masks): writes out.bin (logits, losses, tokens), saves the model
+-- as it was loaded, in the dtype of its files, to saved/, and the trained model to trained/. For
+-- each architecture a new model goes to ROOT/new/TYPE with its logits.
 local engine = require "engine"
 local root, steps, count = arg[1], tonumber(arg[2]), tonumber(arg[3])
+
+local PROMPTS = { 7, 4, 2 }      -- tokens of the prompts of unequal length, which end at token 7
+
+local function losses_of(model, x, y, options)
+  model:train()
+  local opt = engine.optim.adamw(model, { lr = 1e-3, weight_decay = 0.1, decay = "matrices" })
+  local losses = {}
+  for step in engine.steps(steps) do
+    opt:zero_grad()
+    local loss = model:loss(x, y, options)
+    loss:backward()
+    opt:step()
+    losses[step] = loss:item()
+  end
+  return engine.tensor(losses, { dtype = "f64", keep = true })
+end
 
 for i = 4, #arg do
   local folder = root .. "/" .. arg[i]
@@ -12,21 +28,25 @@ for i = 4, #arg do
 
   local model = engine.load_model(folder):eval()
   local out = { logits = engine.scope(function() return model(given.x):keep() end) }
+  for _, side in ipairs { "right", "left" } do
+    local mask = given[side]
+    out[side .. "_logits"] = engine.scope(function()
+      return (model(given.x, { mask = mask }) * mask:to("f32"):unsqueeze(3)):keep()
+    end)
+  end
   if given.tokens then
-    out.tokens = engine.tensor(model:generate(given.x:slice(2, 1, 7):totable(),
-      { max_tokens = count, temperature = 0 }), { dtype = "i32", keep = true })
+    local prompts = given.x:slice(2, 1, 7):totable()
+    local function greedy()
+      return model:generate(prompts, { max_tokens = count, temperature = 0 })
+    end
+    out.tokens = engine.tensor(greedy(), { dtype = "i32", keep = true })
+    for r, n in ipairs(PROMPTS) do prompts[r] = { unpack(prompts[r], 8 - n) } end
+    local lists = greedy()
+    for r, list in ipairs(lists) do lists[r] = { unpack(list, PROMPTS[r] + 1) } end
+    out.unequal = engine.tensor(lists, { dtype = "i32", keep = true })
   end
-  model:train()
-  local opt = engine.optim.adamw(model, { lr = 1e-3, weight_decay = 0.1, decay = "matrices" })
-  local losses = {}
-  for step in engine.steps(steps) do
-    opt:zero_grad()
-    local loss = model:loss(given.x, given.y)
-    loss:backward()
-    opt:step()
-    losses[step] = loss:item()
-  end
-  out.losses = engine.tensor(losses, { dtype = "f64", keep = true })
+  out.losses = losses_of(model, given.x, given.y)
+  out.padded_losses = losses_of(engine.load_model(folder), given.x, given.y, { mask = given.left })
   engine.save(folder .. "/out.bin", out)
   model:save(folder .. "/trained", { shard_bytes = 30000 })
 end

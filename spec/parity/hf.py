@@ -1,8 +1,9 @@
 """make parity: Hugging Face's models in and out, against transformers itself. For each architecture
-a tiny random model: logits, 30 steps of AdamW, 200 greedy tokens, and the files that the engine
-saves, read by AutoModel. `hf.py --golden` writes spec/golden/hf.json for spec/nn/hf_spec.lua.
+a tiny random model: logits, 30 steps of AdamW, 200 greedy tokens, the same for padded batches, and
+the files that the engine saves, read by AutoModel. `hf.py --golden` writes spec/golden/hf.json for spec/nn/hf_spec.lua.
 """
 import argparse
+import copy
 import json
 import os
 import subprocess
@@ -18,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 VOCAB, CONTEXT, STEPS, TOKENS = 61, 256, 30, 200
+LENGTHS, PROMPTS = (24, 17, 5), (7, 4, 2)      # of the sequences of a padded batch
 
 DECODER = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
                num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=CONTEXT,
@@ -37,6 +39,14 @@ MODELS = {
     "llama_linear": ("Llama", dict(DECODER, head_dim=12, attention_bias=True, mlp_bias=True,
                                    rope_parameters=dict(rope_type="linear", rope_theta=10000.0,
                                                         factor=4.0))),
+    "llama_yarn": ("Llama", dict(DECODER, rope_parameters=dict(
+        rope_type="yarn", rope_theta=10000.0, factor=8.0, beta_fast=16.0,
+        original_max_position_embeddings=32))),
+    "llama_yarn_mscale": ("Llama", dict(DECODER, rope_parameters=dict(
+        rope_type="yarn", rope_theta=1000.0, factor=4.0, mscale=1.0, mscale_all_dim=0.5,
+        truncate=False, original_max_position_embeddings=64))),
+    "llama_dynamic": ("Llama", dict(DECODER, max_position_embeddings=8, rope_parameters=dict(
+        rope_type="dynamic", rope_theta=10000.0, factor=32.0))),
     "mistral": ("Mistral", dict(DECODER, sliding_window=6)),
     "qwen2": ("Qwen2", dict(DECODER, use_sliding_window=True, sliding_window=5,
                             max_window_layers=1)),
@@ -77,7 +87,7 @@ def reload(folder, **more):
     return kind.from_pretrained(folder, attn_implementation="eager", **more).eval()
 
 
-def train(model, x, y, steps, lr=1e-3):
+def train(model, x, y, steps, lr=1e-3, mask=None):
     model.train()
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
@@ -85,7 +95,7 @@ def train(model, x, y, steps, lr=1e-3):
                             lr=lr, weight_decay=0.1)
     losses = []
     for _ in range(steps):
-        logits = model(x).logits
+        logits = model(x, attention_mask=mask).logits
         loss = torch.nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]),
                                                  y.reshape(-1).long())
         opt.zero_grad()
@@ -103,11 +113,21 @@ def batch_of(kind, length=24):
     return x, y
 
 
-def greedy(model, prompts, count):
+def greedy(model, prompts, count, mask=None):
+    mask = torch.ones_like(prompts) if mask is None else mask
     with torch.no_grad():
-        return model.generate(prompts, attention_mask=torch.ones_like(prompts),
-                              max_new_tokens=count, do_sample=False, use_cache=True,
-                              eos_token_id=None, pad_token_id=0)
+        return model.generate(prompts, attention_mask=mask, max_new_tokens=count, do_sample=False,
+                              use_cache=True, eos_token_id=None, pad_token_id=0)
+
+
+def mask_of(lengths, length, left):
+    """[B x length]: 1 at the tokens of sequences of these lengths, 0 at padding before or after."""
+    mask = (torch.arange(length)[None] < torch.tensor(lengths)[:, None]).long()
+    return mask.flip(-1) if left else mask
+
+
+def without_padding(logits, mask):
+    return torch.where(mask[..., None] > 0, logits, 0.0).detach().contiguous()
 
 
 def apart(a, b):
@@ -138,9 +158,21 @@ def prepare(folder, kind, fields, dtype):
     model = reload(folder, dtype=torch.float32)
     x, y = batch_of(kind)
     out = {"x": x.int(), "y": y.int(), "logits": model(x).logits.detach().contiguous()}
+    for side in ("right", "left"):
+        out[side] = mask_of(LENGTHS, x.shape[1], side == "left").int()
+        out[f"{side}_logits"] = without_padding(model(x, attention_mask=out[side]).logits,
+                                                out[side])
     if kind != "Bert":
         out["tokens"] = greedy(model, x[:, :7], TOKENS).int().contiguous()
+        out["unequal"] = greedy(model, x[:, :7], TOKENS, mask_of(PROMPTS, 7, True)) \
+            [:, 7:].int().contiguous()
     save_file(out, f"{folder}/in.bin")
+    out["padded_losses"] = torch.tensor(
+        train(reload(folder, dtype=torch.float32), x,
+              torch.where(out["left"] > 0, y, torch.tensor(-100)), STEPS, mask=out["left"]),
+        dtype=torch.float64)
+    # With dynamic scaling a model of transformers keeps the base of its longest sequence so far.
+    model = reload(folder, dtype=torch.float32)
     out["losses"] = torch.tensor(train(model, x, y, STEPS), dtype=torch.float64)
     out["model"] = model
     return out
@@ -176,9 +208,14 @@ def check(engine, root):
         got = load_file(f"{folder}/out.bin")
         row(key, "logits", apart(got["logits"], want["logits"]), 2e-6)
         row(key, f"losses of {STEPS} AdamW steps", apart(got["losses"], want["losses"]), 1e-4)
-        if "tokens" in want:
-            row(key, f"greedy tokens that differ ({TOKENS})",
-                int((got["tokens"] != want["tokens"]).sum()), 0)
+        for side in ("right", "left"):
+            row(key, f"logits, padded on the {side}",
+                apart(got[f"{side}_logits"], want[f"{side}_logits"]), 2e-6)
+        row(key, f"losses of {STEPS} AdamW steps, padded",
+            apart(got["padded_losses"], want["padded_losses"]), 1e-4)
+        for tokens in ("tokens", "unequal") if "tokens" in want else ():
+            row(key, f"greedy tokens that differ, {tokens} ({TOKENS})",
+                int((got[tokens] != want[tokens]).sum()), 0)
         row(key, "tensors whose bits differ", len(bits_differ(folder, f"{folder}/saved")), 0)
         texts = {open(f"{path}/tokenizer.json").read() for path in (folder, f"{folder}/saved")}
         row(key, "other files that differ", len(texts) - 1, 0)
@@ -227,9 +264,15 @@ def golden(path):
                  "shapes": {k: list(v.shape) for k, v in files.items()}, "ids": ids.tolist(),
                  "logits": [round(v, 7) for v in model(x).logits[0, -1].tolist()],
                  "sum": float(f"{model(x).logits.abs().sum().item():.7g}")}
+        untouched = copy.deepcopy(model)
+        for side in ("right", "left"):
+            mask = mask_of((10, 4), 10, side == "left")
+            padded = without_padding(model(x, attention_mask=mask).logits, mask)
+            entry[side] = float(f"{padded.abs().sum().item():.7g}")
         if kind != "Bert":
             entry["tokens"] = greedy(model, x[:, :4], 16).tolist()
-        entry["losses"] = [round(v, 7) for v in train(model, x, y, 4, 1e-2)]
+            entry["unequal"] = greedy(model, x[:, :4], 12, mask_of((4, 2), 4, True))[:, 4:].tolist()
+        entry["losses"] = [round(v, 7) for v in train(untouched, x, y, 4, 1e-2)]
         out["models"][name] = entry
     with open(path, "w") as f:
         json.dump(out, f, separators=(",", ":"))

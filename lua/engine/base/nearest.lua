@@ -23,6 +23,7 @@ local ELSEWHERE = {
   use_dora = "dora", torch_dtype = "dtype", tokenizer = "encode", packing = "pack",
   eos_token_id = "end_token stop", eos_token = "end_token stop", batch_size = "batch",
   max_length = "context max_tokens", seq_len = "context", block_size = "context",
+  attention_mask = "mask",
 }
 
 -- What to write instead of a name from another framework, where one name of the engine is not

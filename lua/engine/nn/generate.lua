@@ -1,12 +1,14 @@
--- Sampling from decoders: model:generate. The keys and values of past tokens are kept in a cache,
--- so that each new token costs one row instead of a whole sequence. While tokens are generated,
--- each attention module has a field `cache`, and the model has the field `cached`, the number of
--- tokens in it; transformer.lua and models.lua read them. Called through the models of models.lua.
+-- Sampling from decoders: model:generate. The keys and values of past tokens are kept in caches, so
+-- that each new token costs one row instead of a whole sequence. While tokens are generated, each
+-- attention module has a list `caches`, with one cache for all sequences or, if their lengths
+-- differ, one for each; the model has the field `cached`, the number of tokens in the longest.
+-- transformer.lua and models.lua read them. Called through the models of models.lua.
 -- Shapes: R sequences, T tokens, G key/value heads, D their width, V vocabulary.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local random = require "engine.base.random"
 local autograd = require "engine.tensor.autograd"
+local padding = require "engine.nn.padding"
 local tensor = require "engine.tensor.tensor"
 local within = require "engine.base.within"
 
@@ -15,8 +17,8 @@ local want_whole = arguments.want_whole
 
 -- ------------------------------------------------------------------ the cache
 
--- The keys and values of one attention module, each [R x room x G x D]; the first `length` of the
--- `room` positions are set.
+-- Keys and values of one attention module, each [R x room x G x D] or [1 x room x G x D]; the first
+-- `length` of the `room` positions are set.
 local Cache = {}
 Cache.__index = Cache
 
@@ -37,23 +39,27 @@ end
 -- Removes the caches from the model. Their memory is freed when the scope ends.
 local function drop_caches(model)
   rawset(model, "cached", nil)
-  model:apply(function(m) rawset(m, "cache", nil) end)
+  model:apply(function(m) rawset(m, "caches", nil) end)
 end
 
--- Makes caches for R sequences of up to `room` tokens. One token is run first, to learn the dtypes.
-local function make_caches(model, R, room, token)
-  local caches = {}
+-- Makes caches for R sequences of up to `room` tokens; `apart`: one for each. One token is run
+-- first, to learn the dtypes.
+local function make_caches(model, R, room, token, apart)
+  local attentions = {}
   model:apply(function(m)
     if m._class == "attention" then
-      caches[m] = setmetatable({ length = 0 }, Cache)
-      rawset(m, "cache", caches[m])
+      attentions[#attentions + 1] = m
+      rawset(m, "caches", { setmetatable({ length = 0 }, Cache) })
     end
   end)
   autograd.scope(model, tensor.tensor({ { token } }, { dtype = "i32", keep = false }))
-  for m, cache in pairs(caches) do
-    local options = { dtype = cache.dtype, keep = false }
-    cache.k = tensor.zeros(R, room, m.kv_heads, m.head_width, options)
-    cache.v = tensor.zeros(R, room, m.kv_heads, m.head_width, options)
+  for _, m in ipairs(attentions) do
+    local options, rows = { dtype = m.caches[1].dtype, keep = false }, apart and 1 or R
+    for i = 1, R / rows do
+      m.caches[i] = setmetatable({ length = 0,
+        k = tensor.zeros(rows, room, m.kv_heads, m.head_width, options),
+        v = tensor.zeros(rows, room, m.kv_heads, m.head_width, options) }, Cache)
+    end
   end
   rawset(model, "cached", 0)
 end
@@ -99,31 +105,40 @@ end
 
 -- ------------------------------------------------------------------ generation
 
--- The next token's logits [R x V] f32 for `rows`, R lists of n tokens. With a cache, only the
--- tokens that are not in it are read. If n exceeds the context, the cache is dropped and only the
--- last tokens are read.
-local function next_logits(model, rows, n)
+-- The next token's logits [R x V] f32 for `rows`, R lists of tokens, the longest of n tokens. With
+-- a cache, only the tokens that are not in it are read. If n exceeds the context, the cache is
+-- dropped and only the last tokens of each list are read. Lists of unequal length (`apart`) are
+-- padded at their beginning.
+local function next_logits(model, rows, n, apart)
   if n > model.context and rawget(model, "cached") then drop_caches(model) end
-  local first, part = math.max(rawget(model, "cached") or 0, n - model.context), {}
-  for r, row in ipairs(rows) do part[r] = { unpack(row, first + 1, n) } end
-  local logits = model(tensor.tensor(part, { dtype = "i32", keep = false })):select(2, -1)
-  if rawget(model, "cached") then rawset(model, "cached", n) end
+  local cached, part, lengths, first = rawget(model, "cached"), {}, {}, {}
+  for r, row in ipairs(rows) do
+    local start = math.max((cached or 0) > 0 and #row - 1 or 0, #row - model.context)
+    part[r], lengths[r], first[r] = { unpack(row, start + 1) }, #row - start, cached and start or 0
+  end
+  for _, row in ipairs(part) do
+    for _ = #row + 1, math.max(unpack(lengths)) do table.insert(row, 1, 0) end
+  end
+  local logits = model(tensor.tensor(part, { dtype = "i32", keep = false }),
+    { mask = apart and padding.ending_together(lengths, first) or nil }):select(2, -1)
+  if cached then rawset(model, "cached", n) end
   return logits:to("f32")
 end
 
--- Appends up to o.max_tokens tokens to each of `rows`, lists of equal length. A row ends at its
--- first stop token.
+-- Appends up to o.max_tokens tokens to each of `rows`, lists of tokens. A row ends at its first
+-- stop token.
 local function extend(model, rows, o)
-  local n, open, ends = #rows[1], #rows, {}
+  local n, open, ends, apart = 0, #rows, {}, false
+  for _, row in ipairs(rows) do n, apart = math.max(n, #row), apart or #row ~= #rows[1] end
   if o.cache and n <= model.context then
-    make_caches(model, #rows, math.min(model.context, n + o.max_tokens), rows[1][1])
+    make_caches(model, #rows, math.min(model.context, n + o.max_tokens), rows[1][1], apart)
   end
   for i = n, n + o.max_tokens - 1 do
     autograd.scope(function()
-      local logits = next_logits(model, rows, i)
+      local logits = next_logits(model, rows, i, apart)
       for r, row in ipairs(rows) do
-        row[i + 1] = sample(logits:slice(1, r, r), o)
-        if not ends[r] and o.stop[row[i + 1]] then ends[r], open = i + 1, open - 1 end
+        row[#row + 1] = sample(logits:slice(1, r, r), o)
+        if not ends[r] and o.stop[row[#row]] then ends[r], open = #row, open - 1 end
       end
     end)
     if open == 0 or C.eng_interrupted() > 0 then break end
@@ -172,7 +187,7 @@ end
 
 --- model:generate(tokens, { max_tokens, temperature = 1, top_k = nil, top_p = 1, stop = nil, seed =
 --- nil, cache = true }): the list `tokens` followed by up to max_tokens sampled tokens, in
---- evaluation mode. Given a list of lists, it continues each; those of equal length run as one
+--- evaluation mode. Given a list of lists, of equal length or not, it continues all of them as one
 --- batch. temperature 0 takes the most likely token. top_p: only the most likely of the top_k
 --- tokens that add up to this share of their probability are drawn. stop: a token, or a list of
 --- them, that ends a sequence; a loaded model stops at its eos_token_id unless `stop` is given.
@@ -186,28 +201,16 @@ local function generate(model, tokens, options, more)
     end
   end
   local o, seed = read(options, rawget(model, "stop"))
-  local given, by_length, results = rows_of(tokens), {}, {}
-  for i, row in ipairs(given) do
-    by_length[#row] = by_length[#row] or {}
-    table.insert(by_length[#row], i)
-  end
-  local lengths, place = {}, random.place()
-  for n in pairs(by_length) do lengths[#lengths + 1] = n end
-  table.sort(lengths)
+  local given, rows, place = rows_of(tokens), {}, random.place()
+  for r, row in ipairs(given) do rows[r] = { unpack(row) } end
   within(function() end, function()
     drop_caches(model)
     if seed then random.go(place) end
   end, function()
     if seed then C.eng_seed(seed) end
-    for _, n in ipairs(lengths) do
-      local rows = {}
-      for k, i in ipairs(by_length[n]) do rows[k] = { unpack(given[i]) } end
-      model:evaluating(autograd.scope, extend, model, rows, o)
-      drop_caches(model)
-      for k, i in ipairs(by_length[n]) do results[i] = rows[k] end
-    end
+    model:evaluating(autograd.scope, extend, model, rows, o)
   end)
-  return given[1] == tokens and results[1] or results
+  return given[1] == tokens and rows[1] or rows
 end
 
 return generate

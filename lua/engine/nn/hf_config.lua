@@ -35,6 +35,59 @@ local function number(fields, key, where, required)
   return value
 end
 
+-- ------------------------------------------------------------------ scaled rotary positions
+
+-- Each function completes `rope`, the option of nn.attention, which has base and factor, from
+-- rope_scaling p and the model's options o. context: the length that the model was first trained
+-- on. The formulas are those of transformers' modeling_rope_utils.py.
+local SCALINGS, ORIGINAL = {}, "original_max_position_embeddings"
+
+function SCALINGS.linear() end
+
+function SCALINGS.llama3(rope, p, _, where, context)
+  rope.low = number(p, "low_freq_factor", where, true)
+  rope.high = number(p, "high_freq_factor", where, true)
+  rope.context = context
+  if rope.low >= rope.high then
+    fail(where, "expected low_freq_factor < high_freq_factor, got %g and %g", rope.low, rope.high)
+  end
+end
+
+-- Beyond max_position_embeddings the base grows with the length of the sequences, up to `factor`
+-- times that length.
+function SCALINGS.dynamic(rope, _, o, where)
+  if o.head_width == 2 or o.width == 2 * o.heads then
+    fail(where, "rope type 'dynamic' is not supported with a head width of 2")
+  end
+  rope.dynamic = o.context
+  o.context = math.floor(o.context * math.max(rope.factor, 1))
+end
+
+-- The attention factor of YaRN with a weight of the logarithm.
+local function yarn_attention(factor, weight)
+  return factor > 1 and 0.1 * weight * math.log(factor) + 1 or 1
+end
+
+-- Pairs of features that turn beta_fast times or more within the context keep their frequency;
+-- those that turn beta_slow times or fewer have theirs divided by factor.
+function SCALINGS.yarn(rope, p, o, where, context)
+  local D = o.head_width or o.width / o.heads
+  local function pair(turns)             -- the number, from 0, of the pair that turns so often
+    return D * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope.base))
+  end
+  local low = pair(number(p, "beta_fast", where) or 32)
+  local high = pair(number(p, "beta_slow", where) or 1)
+  if value_of(p, "truncate", true) then low, high = math.floor(low), math.ceil(high) end
+  low, high = math.max(low, 0), math.min(high, D - 1)
+  local weight, divisor = value_of(p, "mscale", 0), value_of(p, "mscale_all_dim", 0)
+  local both = weight ~= 0 and divisor ~= 0
+  rope.attention_factor = number(p, "attention_factor", where)
+    or yarn_attention(rope.factor, both and number(p, "mscale", where) or 1)
+    / (both and yarn_attention(rope.factor, number(p, "mscale_all_dim", where)) or 1)
+  if low > high then rope.factor = nil   -- every pair turns less than beta_slow times
+  else rope.low, rope.high = low, low == high and high + 0.001 or high end
+end
+
 -- ------------------------------------------------------------------ rules of several fields
 
 local rules = {}
@@ -46,18 +99,12 @@ function rules.rope(o, fields, where, arch)
   local kind = value_of(p, "rope_type") or value_of(p, "type") or "default"
   local rope = { base = number(p, "rope_theta", where) or number(fields, "rope_theta", where)
     or arch.theta or 10000 }
-  if kind == "linear" or kind == "llama3" then
-    rope.factor = number(p, "factor", where, true)
-  elseif kind ~= "default" then
-    fail(where, "rope type '%s' is not supported; supported: default linear llama3", text_of(kind))
-  end
-  if kind == "llama3" then
-    rope.low = number(p, "low_freq_factor", where, true)
-    rope.high = number(p, "high_freq_factor", where, true)
-    rope.context = number(p, "original_max_position_embeddings", where, true)
-    if rope.low >= rope.high then
-      fail(where, "expected low_freq_factor < high_freq_factor, got %g and %g", rope.low, rope.high)
-    end
+  if kind ~= "default" then
+    local scaling = SCALINGS[kind] or fail(where, "rope type '%s' is not supported; supported: "
+      .. "default dynamic linear llama3 yarn", text_of(kind))
+    local context = number(fields, ORIGINAL, where) or number(p, ORIGINAL, where) or o.context
+    rope.factor = number(p, "factor", where, kind ~= "yarn") or o.context / context
+    scaling(rope, p, o, where, context)
   end
   local part = value_of(p, "partial_rotary_factor") or value_of(fields, "partial_rotary_factor", 1)
   if part ~= 1 then fail(where, "partial_rotary_factor %s is not supported", text_of(part)) end

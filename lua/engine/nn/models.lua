@@ -5,12 +5,14 @@
 -- generate.lua samples from the decoders. Options of every model: soft_cap (0: none; c: logits
 -- become c * tanh(logits / c)) and z_loss (0; see cross_entropy). Called with { attention_maps =
 -- true }, a model also returns the attention weights, a list of [B x H x T x T] f32, one for each
--- block. Shapes: B batch, T time, C width, V vocabulary.
+-- block. With { mask = a tensor [B x T] }, tokens where it is 0 are padding (padding.lua).
+-- Shapes: B batch, T time, C width, V vocabulary.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local fuse = require "engine.nn.fuse"
 local layers = require "engine.nn.layers"
 local module = require "engine.nn.module"
+local padding = require "engine.nn.padding"
 local show = require "engine.base.show"
 local tensor = require "engine.tensor.tensor"
 local transformer = require "engine.nn.transformer"
@@ -69,38 +71,41 @@ end
 
 -- ------------------------------------------------------------------ parts of models
 
--- Checks the options of model(ids, options).
-local FORWARD = "attention_maps uncapped"
-local function read_forward(self, options)
-  return tensor.read_named(options, self._class, FORWARD)
-end
+-- The options of model(ids, options).
+local FORWARD = { attention_maps = true, mask = true, uncapped = true }
 
 -- model:loss(x, y [, options]): the mean cross entropy of the model's predictions for ids x [B x T]
--- against the ids y [B x T]; a target of -100 does not count. The second result is the attention
--- maps, if asked for. Options: attention_maps, and those of cross_entropy; z_loss and soft_cap are
--- the model's own by default.
+-- against the ids y [B x T]; a target of -100 does not count, nor does one at padding. The second
+-- result is the attention maps, if asked for. Options: attention_maps, mask, and those of
+-- cross_entropy; z_loss and soft_cap are the model's own by default.
 local function loss(self, x, y, options)
-  local own, forward = { z_loss = self.config.z_loss, soft_cap = self.config.soft_cap }, nil
+  local own, forward = { z_loss = self.config.z_loss, soft_cap = self.config.soft_cap }, {}
   for key, value in pairs(options or {}) do
-    if key == "attention_maps" then forward = { attention_maps = value } else own[key] = value end
+    (FORWARD[key] and forward or own)[key] = value
   end
-  if self.config.soft_cap ~= 0 then        -- cross_entropy applies own.soft_cap
-    forward = forward or {}
-    forward.uncapped = true
-  end
+  forward.uncapped = self.config.soft_cap ~= 0 or nil        -- cross_entropy applies own.soft_cap
   local predicted, maps = self(x, forward)
+  if forward.mask then y = forward.mask:ne(0):where(y, own.ignore_index or -100) end
   return fuse.last_use(tensor.cross_entropy, predicted, nil, y, own), maps
 end
 
 -- The sum of the embeddings of ids [B x T], of their positions and, if the model has types, of
--- `types` (0 unless given) -> [B x T x C]. Positions begin at 0, or with a cache after those in it.
+-- `types` (0 unless given) -> [B x T x C]. Positions begin at 0, or with a cache after those in it;
+-- spans (padding.lua) may give others.
 local function embed(self, ids, types)
-  local T, first = ids:size(-1), rawget(self, "cached") or 0
+  local T, first, spans = ids:size(-1), rawget(self, "cached") or 0, rawget(self, "_spans")
   if first + T > self.context then
     raise("expected up to %d tokens of context, got %d", self.context, first + T)
   end
-  local x, wtt = self.wte(ids) + self.wpe(positions(T, first)), rawget(self, "wtt")
+  local at = spans and spans.positions or positions(T, first)
+  local x, wtt = self.wte(ids) + self.wpe(at), rawget(self, "wtt")
   return wtt and x + (types and wtt(types) or wtt.weight:select(1, 1)) or x
+end
+
+-- Tells the attention modules where a padded batch has its sequences (nil: no padding).
+local function tell(self, spans)
+  for _, block in ipairs(self.blocks) do rawset(block.attn, "spans", spans) end
+  rawset(self, "_spans", spans)
 end
 
 -- A model's results: the logits [B x T x V], with the model's soft cap, and the attention maps of
@@ -112,6 +117,7 @@ local function results(self, y, options)
     maps = {}
     for i, block in ipairs(self.blocks) do maps[i] = block.attn:take_maps() end
   end
+  if rawget(self, "_spans") then tell(self, nil) end
   return y, maps
 end
 
@@ -123,13 +129,20 @@ local function logits(self, x, embedding, options)
   return results(self, head and head(x) or x:linear(embedding.weight), options)
 end
 
--- Reads the options of a forward, and asks the blocks for attention maps or not.
-local function begin(self, options)
-  options = read_forward(self, options)
-  if options.attention_maps or rawget(self, "_maps") then
-    for _, block in ipairs(self.blocks) do block.attn:watch_maps(options.attention_maps) end
-    self._maps = options.attention_maps
+-- Reads the options of a forward of ids. Asks the blocks for attention maps or not, and tells them
+-- where a padded batch has its sequences. Returns the options.
+local function begin(self, options, ids)
+  options = tensor.read_named(options, self._class, FORWARD)
+  local maps, spans = options.attention_maps, padding.read(options.mask, ids, self._class)
+  if maps and spans then
+    raise("%s: attention maps of a padded batch are not supported; hint: a batch without padding",
+      self._class)
   end
+  if maps or rawget(self, "_maps") then
+    for _, block in ipairs(self.blocks) do block.attn:watch_maps(maps) end
+    self._maps = maps
+  end
+  if spans or rawget(self, "_spans") then tell(self, spans) end
   return options
 end
 
@@ -164,7 +177,7 @@ function GPT:init(options)
   if not c.tied then self.head = layers.linear(c.width, c.vocab, { bias = false, std = std }) end
 end
 function GPT:forward(ids, options)
-  options = begin(self, options)
+  options = begin(self, options, ids)
   local x = self.drop(embed(self, ids))                                      -- [B x T x C]
   x = fuse.stack(x, self.blocks, self.norm)
   return logits(self, x, self.wte, options)
@@ -204,7 +217,7 @@ function Llama:init(options)
   if not c.tied then self.head = layers.linear(c.width, c.vocab, { bias = false, std = std }) end
 end
 function Llama:forward(ids, options)
-  options = begin(self, options)
+  options = begin(self, options, ids)
   local x = fuse.stack(self.embed(ids), self.blocks, self.norm)              -- [B x T x C]
   return logits(self, x, self.embed, options)
 end
@@ -237,7 +250,7 @@ function Bert:init(options)
 end
 function Bert:forward(ids, types, options)
   if type(types) == "table" then types, options = nil, types end
-  options = begin(self, options)
+  options = begin(self, options, ids)
   local x = self.drop(self.norm(embed(self, ids, types)))                    -- [B x T x C]
   for _, block in ipairs(self.blocks) do x = block(x) end
   x = self.transform_norm(self.transform(x):gelu(self.config.gelu))

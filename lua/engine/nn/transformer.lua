@@ -31,23 +31,33 @@ end
 
 -- ------------------------------------------------------------------ attention
 
--- The options of tensor:rope, from a base or from a table of options. The table is always new,
--- because each attention module sets `position` in it.
-local function rope_options(rope)
-  if type(rope) == "number" then return { base = rope } end
-  return arguments.merged(rope)
+-- Reads the option `rope` of an attention module of head width D. Sets self.rope, the options of
+-- tensor:rope, self.attention_factor and self.dynamic.
+local function read_rope(self, rope, D)
+  rope = type(rope) == "number" and { base = rope } or arguments.merged(rope)
+  self.attention_factor = rope.attention_factor or 1
+  if rope.dynamic then
+    self.dynamic = { length = rope.dynamic, base = rope.base or 10000, factor = rope.factor or 1,
+      power = D / (D - 2) }
+    rope.factor = nil
+  end
+  rope.attention_factor, rope.dynamic = nil, nil
+  self.rope = rope
 end
 
 --- Self-attention: nn.attention(width, heads [, options]), x [B x T x C] -> [B x T x C]. Options:
 --- causal (true), kv_heads (heads), head_width (width / heads), rope (base of the rotary positions,
---- or a table of options of tensor:rope), bias (true), out_bias (bias), std and out_std (of the
+--- or a table of options of tensor:rope with two more: attention_factor, which multiplies the
+--- rotated q and k, and dynamic, a length: of sequences longer than it the base grows as in dynamic
+--- NTK scaling by `factor`), bias (true), out_bias (bias), std and out_std (of the
 --- initial weights), qk_norm (eps of an RMS norm of every head's q and k before the rotation; by
 --- default none), window (a query sees at most this many keys, itself included; by default all),
 --- dropout (of the attention weights in training mode). With dropout, or with more keys than the
 --- window, the weights are stored in full instead of computed row by row. If `watch_entropy` is
 --- set, each call that does not store the weights keeps the entropy of each row of weights, in
 --- nats, in `entropy` [B x H x T]. If `watch_logits` is set instead, each call keeps each row's
---- largest scaled score in `logits` (only on the CPU).
+--- largest scaled score in `logits` (only on the CPU). In a padded batch both are [1 x H x N], for
+--- the N tokens that are no padding.
 local Attention = class("attention")
 local ATTENTION = "causal kv_heads head_width rope bias out_bias std out_std qk_norm window dropout"
 function Attention:init(width, heads, options)
@@ -65,7 +75,8 @@ function Attention:init(width, heads, options)
   end
   self.heads, self.kv_heads, self.head_width = heads, kv_heads, D
   self.causal, self.window, self.dropout = options.causal ~= false, options.window, dropout
-  self.rope = options.rope and rope_options(options.rope)
+  self.attention_factor = 1
+  if options.rope then read_rope(self, options.rope, D) end
   self.watch_entropy, self.watch_logits = false, false
   local out_std = options.out_std or options.std
   if out_bias == nil then out_bias = options.bias end
@@ -87,11 +98,22 @@ local function split_heads(self, qkv)
   return self.q_norm(q), self.k_norm(k), v
 end
 
--- Rotates q and k to their positions, and puts k and v after those of a cache (generate.lua).
-local function placed(self, q, k, v)
-  local cache, rope = rawget(self, "cache"), self.rope
+-- The base of the rotary positions in a batch with positions up to reach - 1.
+local function dynamic_base(d, reach)
+  local stretch = d.factor * math.max(reach, d.length) / d.length - (d.factor - 1)
+  return d.base * stretch ^ d.power
+end
+
+-- Rotates q and k to their positions, which begin at `position` or after those in the cache, and
+-- puts k and v after those of the cache (generate.lua). The largest position of the batch is reach
+-- - 1, by default the last one of q.
+local function placed(self, q, k, v, cache, position, reach)
+  local rope = self.rope
   if rope then
-    rope.position = cache and cache.length or 0
+    rope.position = cache and cache.length or position
+    if rawget(self, "dynamic") then
+      rope.base = dynamic_base(self.dynamic, reach or rope.position + q:size(2))
+    end
     q, k = q:rope(rope), k:rope(rope)
   end
   if cache then k, v = cache:append(k, v) end
@@ -112,12 +134,14 @@ function Attention:take_maps()
 end
 
 -- softmax(q k^T / sqrt(D)) in f32: q [B x T x H x D], k [B x S x G x D] -> [B x G x H/G x T x S],
--- and the scores before the softmax. Query t is at position first + t of the keys.
+-- and the scores before the softmax. Query t is at position first + t of the keys. An attention
+-- factor f stands for q and k times f.
 local function attention_weights(self, q, k, first)
   local B, T, H, D = q:size()
   local S, G, window = k:size(2), self.kv_heads, self.window
   local rows = q:view(B, T, G, H / G, D):permute(1, 3, 4, 2, 5):view(B, G, H / G * T, D)
-  local scores = rows:matmul(k:permute(1, 3, 2, 4), false, true):to("f32") / math.sqrt(D)
+  local scores = rows:matmul(k:permute(1, 3, 2, 4), false, true):to("f32")
+    / (math.sqrt(D) / self.attention_factor ^ 2)
   scores = scores:view(B, G, H / G, T, S)
   local row, column = M.positions(T, first):view(T, 1), M.positions(S):view(1, S)
   if self.causal then scores = column:le(row):where(scores, -math.huge) end
@@ -149,14 +173,13 @@ local function windowed_attention(self, q, k, v)
     parts[n], logits[n] = explicit_attention(self, q:slice(2, t + 1, last),
       k:slice(2, from + 1, to), v:slice(2, from + 1, to), S - T + t - from)
   end
-  if self.watch_logits then rawset(self, "logits", tensor.concat(logits, 3)) end
-  return #parts > 1 and tensor.concat(parts, 2) or parts[1]
+  return #parts > 1 and tensor.concat(parts, 2) or parts[1],
+    self.watch_logits and { logits = tensor.concat(logits, 3) } or {}
 end
 
--- softmax(q k^T / sqrt(D)) v: q [B x T x H x D], k and v [B x S x G x D] -> [B x T x H x D].
+-- softmax(q k^T / sqrt(D)) v: q [B x T x H x D], k and v [B x S x G x D] -> [B x T x H x D], and
+-- what is watched, { entropy, logits } [B x H x T].
 local function attend(self, q, k, v)
-  rawset(self, "entropy", nil)
-  rawset(self, "logits", nil)
   if rawget(self, "maps_wanted") then
     local B, T, S = q:size(1), q:size(2), k:size(2)
     rawset(self, "maps", attention_weights(self, q, k, S - T):view(B, self.heads, T, S))
@@ -165,14 +188,36 @@ local function attend(self, q, k, v)
     return windowed_attention(self, q, k, v)
   end
   local y, row = fuse.attention(q, k, v, self.out,
-    { causal = self.causal, entropy = self.watch_entropy, logit_max = self.watch_logits })
-  rawset(self, self.watch_entropy and "entropy" or "logits", row)
-  return y
+    { causal = self.causal, entropy = self.watch_entropy, logit_max = self.watch_logits,
+      scale = self.attention_factor ~= 1 and self.attention_factor ^ 2 / math.sqrt(q:size(-1))
+        or nil })
+  return y, { [self.watch_entropy and "entropy" or "logits"] = row }
+end
+
+-- Attention for all rows of a batch, or with spans (padding.lua) for each sequence by itself.
+local function attend_rows(self, q, k, v)
+  local spans, caches = rawget(self, "spans"), rawget(self, "caches") or {}
+  if not spans then
+    q, k, v = placed(self, q, k, v, caches[1], 0)
+    return attend(self, q, k, v)
+  end
+  local parts, all = {}, { entropy = {}, logits = {} }
+  for i, span in ipairs(spans) do
+    local function own(x) return x:slice(1, i, i):slice(2, span.first + 1, span.last) end
+    local watched
+    parts[i], watched = attend(self, placed(self, own(q), own(k), own(v), caches[i],
+      span.position, spans.reach))
+    for name, row in pairs(watched) do all[name][i] = row end
+  end
+  for name, list in pairs(all) do all[name] = list[1] and tensor.concat(list, 3) end
+  return spans:join(parts), all
 end
 
 function Attention:forward(x)
-  local q, k, v = placed(self, split_heads(self, self.qkv(x)))
-  local y = attend(self, q, k, v)                                            -- [B x T x H x D]
+  local q, k, v = split_heads(self, self.qkv(x))
+  local y, watched = attend_rows(self, q, k, v)                              -- [B x T x H x D]
+  rawset(self, "entropy", watched.entropy)
+  rawset(self, "logits", watched.logits)
   return last_use(self.out, y:view(x:size(1), x:size(2), -1), y)
 end
 function Attention:extra()

@@ -1,0 +1,92 @@
+-- Padding: batches of sequences of unequal length. Each row [T] of a batch holds one sequence,
+-- without gaps; the other tokens of the row are padding. Attention runs on each sequence by itself,
+-- so that no query sees a key of the padding; all other layers compute padding like any token. A
+-- list of spans says where the sequences are. Made by models.lua from a mask, and by generate.lua;
+-- read by transformer.lua. Shapes: B rows, T tokens.
+local M_ffi = require "engine.base.ffi"
+local tensor = require "engine.tensor.tensor"
+
+local expect, raise = M_ffi.expect, M_ffi.raise
+
+local M = {}
+
+-- A list with an entry for each row: { first, last = its tokens first + 1 to last, position = the
+-- position of the first of them }. place [B T]: for each token of the batch its number (from 0)
+-- among the tokens of all sequences, or the number of these tokens for padding; nil if the batch
+-- has no padding. positions [B x T]: of every token; nil if they are 0 to T - 1 in each row. reach:
+-- one more than the largest position.
+local Spans = {}
+Spans.__index = Spans
+
+local function of_step(list) return tensor.tensor(list, { dtype = "i32", keep = false }) end
+
+local function new(spans, T)
+  local place, count = {}, 0
+  for _, span in ipairs(spans) do count = count + span.last - span.first end
+  local n = 0
+  for i, span in ipairs(spans) do
+    for t = 0, T - 1 do
+      local real = t >= span.first and t < span.last
+      place[(i - 1) * T + t + 1] = real and n or count
+      n = n + (real and 1 or 0)
+    end
+  end
+  spans.place, spans.reach = count < #place and of_step(place) or nil, T
+  return setmetatable(spans, Spans)
+end
+
+-- The span of row i of a mask; `row` is its list of numbers.
+local function span_of(row, i, name)
+  local first, last, count = nil, 0, 0
+  for t, value in ipairs(row) do
+    if value ~= 0 then first, last, count = first or t - 1, t, count + 1 end
+  end
+  if not first then raise("%s: expected a token in every row of the mask, got none in row %d", name,
+    i) end
+  if count < last - first then
+    raise("%s: expected the tokens of row %d of the mask without gaps, got %d tokens at places %d "
+      .. "to %d", name, i, count, first + 1, last)
+  end
+  return { first = first, last = last, position = first }
+end
+
+--- The spans for a mask [B x T] of ids [B x T]: 0 at padding, 1 at tokens. A token's position is
+--- its place in the row, as in transformers. Spans of an earlier call are returned as they are.
+--- Returns nil if there is no mask or no padding.
+function M.read(mask, ids, name)
+  if mask == nil or getmetatable(mask) == Spans then return mask end
+  expect(tensor.is_tensor(mask), mask, "%s: expected mask to be a tensor like the ids", name)
+  local shape, wanted = tensor.shape_text(mask.shape), tensor.shape_text(ids.shape)
+  if shape ~= wanted then raise("%s: expected a mask %s, got %s", name, wanted, shape) end
+  local spans, T = {}, ids:size(-1)
+  for i, row in ipairs(mask:to("i32"):view(-1, T):totable()) do spans[i] = span_of(row, i, name) end
+  spans = new(spans, T)
+  return spans.place and spans or nil
+end
+
+--- The spans of rows that end together: row i has lengths[i] tokens, and padding before them. The
+--- first of these tokens has the position first[i].
+function M.ending_together(lengths, first)
+  local T, spans, positions, reach = math.max(unpack(lengths)), {}, {}, 0
+  for i, n in ipairs(lengths) do
+    reach = math.max(reach, first[i] + n)
+    spans[i], positions[i] = { first = T - n, last = T, position = first[i] }, {}
+    for t = 1, T do positions[i][t] = first[i] + math.max(0, t - 1 - (T - n)) end
+  end
+  spans = new(spans, T)
+  spans.positions, spans.reach = of_step(positions), reach
+  return spans
+end
+
+--- Joins the results of the sequences, each [1 x L x ..], to those of the batch [B x T x ..], which
+--- are 0 at padding.
+function Spans:join(parts)
+  if not self.place then return tensor.concat(parts, 1) end
+  local shape = parts[1].shape
+  shape[2] = 1
+  parts[#parts + 1] = tensor.zeros(shape, { dtype = parts[1].dtype, keep = false })
+  shape[1], shape[2] = #self, -1
+  return tensor.concat(parts, 2):index_select(2, self.place):view(shape)
+end
+
+return M
