@@ -56,18 +56,6 @@ local function mirrored(x)
   return x:contiguous():index_select(4, columns)
 end
 
--- Joins images [1 x ..]; concat takes up to 16 tensors.
-local function join(list)
-  while #list > 1 do
-    local joined = {}
-    for i = 1, #list, 16 do
-      joined[#joined + 1] = tensor.concat({ unpack(list, i, math.min(i + 15, #list)) }, 1)
-    end
-    list = joined
-  end
-  return list[1]
-end
-
 --- The loader's fields for data.images; `example` gives the number of an example.
 function M.open(o, example)
   local classes, list, others = scan(o.path)
@@ -96,8 +84,7 @@ function M.open(o, example)
         end
       end
       for b, image in ipairs(x) do x[b] = image:contiguous() end
-      x = join(x)
-      return { x = (x / 255 - mean) / std, tokens = o.batch,
+      return { x = (tensor.concat(x, 1) / 255 - mean) / std, tokens = o.batch,
         y = tensor.from_memory(y, "i64", { o.batch }, { keep = false }) }
     end }
 end
