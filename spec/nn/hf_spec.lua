@@ -73,7 +73,7 @@ describe("load_model", function()
       local model = engine.load_model(variant(name)):eval()
       engine.scope(function()
         local logits = model(ids_of(expected, 1, 10))
-        local last = flat(logits:select(1, 1):select(1, -1))
+        local last = flat(logits:select(1, 1):view(-1, logits:size(-1)):select(1, -1))
         for i, v in ipairs(expected.logits) do assert.near(v, last[i], 2e-6 * 5) end
         assert.near(expected.sum, logits:abs():sum():item(), 2e-6 * expected.sum)
       end)
@@ -90,8 +90,9 @@ describe("load_model", function()
       model:train()
       for step in engine.steps(4) do
         opt:zero_grad()
-        local y = name == "bert" and nil or ids_of(expected, 2, 11)
-        local loss = model:loss(ids_of(expected, 1, 10), y or ids_of(expected, 2, 11))
+        local y = model.config.labels and engine.tensor({ 2, 0 }, "i64")
+          or ids_of(expected, 2, 11)
+        local loss = model:loss(ids_of(expected, 1, 10), y)
         loss:backward()
         assert.near(expected.losses[step], loss:item(), 1e-5 * expected.losses[1])
         opt:step()
@@ -105,10 +106,12 @@ describe("load_model", function()
       local whole = { 1, 1, 1, 1, 1, 1, 1, 1, 1, 1 }
       local masks = { right = { whole, { 1, 1, 1, 1, 0, 0, 0, 0, 0, 0 } },
         left = { whole, { 0, 0, 0, 0, 0, 0, 1, 1, 1, 1 } } }
+      if not expected.left then masks.left = nil end
       for side, rows in pairs(masks) do
         engine.scope(function()
           local x, mask = ids_of(expected, 1, 10), engine.tensor(rows, "i32")
-          local y = model(x, { mask = mask }) * mask:to("f32"):unsqueeze(3)
+          local y = model.config.labels and model(mask:ne(0):where(x, 0), { mask = mask })
+            or model(x, { mask = mask }) * mask:to("f32"):unsqueeze(3)
           assert.near(expected[side], y:abs():sum():item(), 2e-6 * expected[side])
         end)
       end
@@ -263,6 +266,60 @@ describe("load_model", function()
     assert.is_nil(engine.new_model(fields).blocks[1].attn.window)
   end)
 
+  it("makes a classifier of a model for tokens, and saves it as one", function()
+    for _, name in ipairs { "llama", "gpt2_untied", "bert" } do
+      local path = variant(name, function(tensors, config)
+        config.pruned = {}
+        if name ~= "bert" then return end
+        tensors["bert.pooler.dense.weight"] = engine.ones(16, 16, { keep = true })
+        tensors["bert.pooler.dense.bias"] = engine.ones(16, { keep = true })
+      end)
+      local model = engine.load_model(path, { labels = 3, pad = 1 }):eval()
+      local x = ids_of(golden.models[name], 1, 10)
+      local scores = engine.scope(function() return model(x):keep() end)
+      assert.same({ 2, 3 }, scores.shape)
+      if name == "bert" then
+        assert.equal(1, model.pooler.weight:min():item())            -- from the file
+        assert.equal(0, model.classifier.bias:abs():max():item())
+      else assert.is_true(model.score.weight:abs():max():item() > 0) end
+      model:save(path .. "/saved")
+      local config = cjson.decode(helper.read(path .. "/saved/config.json"))
+      assert.matches("ForSequenceClassification$", config.architectures[1])
+      assert.same({ ["0"] = "LABEL_0", ["1"] = "LABEL_1", ["2"] = "LABEL_2" }, config.id2label)
+      assert.same({ LABEL_0 = 0, LABEL_1 = 1, LABEL_2 = 2 }, config.label2id)
+      assert.equal(1, config.pad_token_id)
+      local again = engine.load_model(path .. "/saved"):eval()
+      assert.same(flat(scores), engine.scope(function() return flat(again(x)) end))
+    end
+  end)
+
+  it("builds new classifiers, and refuses in one line what they cannot do", function()
+    local fields = { model_type = "llama", hidden_size = 8, num_attention_heads = 2,
+      num_hidden_layers = 1, intermediate_size = 8, vocab_size = 9, num_labels = 4 }
+    local function refuses(f, pattern)
+      local good, message = pcall(f)
+      assert.is_false(good)
+      assert.matches(pattern, message)
+      assert.is_nil(message:find "\n")
+    end
+    local model = engine.new_model(fields)
+    local x = engine.tensor({ { 1, 2, 3 }, { 4, 5, 0 } }, { dtype = "i32", keep = true })
+    assert.same({ 1, 4 }, engine.scope(function() return model(x:slice(1, 1, 1)).shape end))
+    refuses(function() model(x) end,
+      "llama: expected the option pad, the id of the padding token, for a batch of 2 rows")
+    refuses(function() model:generate { 1 } end, "llama has a head for labels, not for tokens")
+    fields.num_labels = 1
+    refuses(function() engine.new_model(fields):loss(x, x) end, "one label is a number to predict")
+    fields.num_labels = 0.5
+    refuses(function() engine.new_model(fields) end, "expected from 1 to 65536 labels, got 0.5")
+    refuses(function() engine.load_model(folder, { pad = 1 }) end,
+      "pad is an option of classifiers; hint: labels")
+    local bert = engine.new_model { model_type = "bert", hidden_size = 8, num_attention_heads = 2,
+      num_hidden_layers = 1, intermediate_size = 8, vocab_size = 9, num_labels = 4 }
+    local mask = engine.tensor({ { 1, 1, 1 }, { 0, 1, 1 } }, { dtype = "i32", keep = true })
+    refuses(function() bert(x, { mask = mask }) end, "row 2 begins with padding")
+  end)
+
   it("embeds each token once when it generates, and one more to find the dtypes", function()
     local model = engine.load_model(variant("llama"))
     local rows, forward = 0, model.embed.forward
@@ -292,8 +349,8 @@ describe("load_model", function()
 
     it("what it does not support, by name", function()
       refuses(with("llama", { model_type = "mamba" }), "config.json: model_type 'mamba' is not sup")
-      refuses(with("llama", { architectures = { "LlamaForSequenceClassification" } }),
-        "architecture LlamaForSequenceClassification is not supported; supported: LlamaForCausalLM")
+      refuses(with("llama", { architectures = { "LlamaForTokenClassification" } }),
+        "architecture LlamaForTokenClassification is not supported; supported: LlamaForCausalLM")
       refuses(with("llama", { rope_parameters = { rope_type = "longrope", factor = 4 } }),
         "rope type 'longrope' is not supported; supported: default dynamic linear llama3 yarn")
       refuses(with("llama", { rope_scaling = { type = "su", factor = 2 },

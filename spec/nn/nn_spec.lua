@@ -216,7 +216,7 @@ describe("a module", function()
       { "nn.gpt { widht = 4 }",
         "nn.gpt: unknown option 'widht'; did you mean 'width'?; options: attention_dropout bias "
           .. "context dropout embedding_dropout eps "
-        .. "gelu heads hidden layers soft_cap tied vocab width z_loss" },
+        .. "gelu heads hidden labels layers pad soft_cap tied vocab width z_loss" },
       { "nn.gpt { layers = 0 }",
         "nn.gpt: expected layers to be a whole number of 1 or more, got 0" },
       { "nn.gpt { width = 10, heads = 3 }", "nn.gpt: the width 10 is not divisible by 3 heads" },

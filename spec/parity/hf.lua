@@ -1,7 +1,8 @@
 -- The engine's side of hf.py: hf.lua ROOT STEPS TOKENS NAME ... For each folder ROOT/NAME, with a
 -- model and in.bin (x, y, tokens, masks): writes out.bin (logits, losses, tokens), saves the model
 -- as it was loaded, in the dtype of its files, to saved/, and the trained model to trained/. For
--- each architecture a new model goes to ROOT/new/TYPE with its logits.
+-- each architecture a new model goes to ROOT/new/TYPE with its logits, and a classifier with that
+-- model's weights to ROOT/new/TYPE_classifier.
 local engine = require "engine"
 local root, steps, count = arg[1], tonumber(arg[2]), tonumber(arg[3])
 
@@ -29,8 +30,11 @@ for i = 4, #arg do
   local model = engine.load_model(folder):eval()
   local out = { logits = engine.scope(function() return model(given.x):keep() end) }
   for _, side in ipairs { "right", "left" } do
-    local mask = given[side]
-    out[side .. "_logits"] = engine.scope(function()
+    local mask, name = given[side], side .. "_logits"
+    out[name] = given[name] and engine.scope(function()
+      if model.config.labels then     -- padding tokens have the id 0
+        return model(mask:ne(0):where(given.x, 0), { mask = mask }):keep()
+      end
       return (model(given.x, { mask = mask }) * mask:to("f32"):unsqueeze(3)):keep()
     end)
   end
@@ -46,7 +50,10 @@ for i = 4, #arg do
     out.unequal = engine.tensor(lists, { dtype = "i32", keep = true })
   end
   out.losses = losses_of(model, given.x, given.y)
-  out.padded_losses = losses_of(engine.load_model(folder), given.x, given.y, { mask = given.left })
+  if not model.config.labels then
+    out.padded_losses = losses_of(engine.load_model(folder), given.x, given.y,
+      { mask = given.left })
+  end
   engine.save(folder .. "/out.bin", out)
   model:save(folder .. "/trained", { shard_bytes = 30000 })
 end
@@ -56,9 +63,13 @@ for _, kind in ipairs { "gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3",
     or { hidden_size = 16, num_attention_heads = 2, num_hidden_layers = 2, intermediate_size = 24 }
   fields.model_type, fields.vocab_size = kind, 40
   if kind ~= "bert" and kind ~= "gpt2" then fields.num_key_value_heads = 1 end
-  local model, folder = engine.new_model(fields):eval(), root .. "/new/" .. kind
-  model:save(folder)
-  local x = engine.tensor({ { 1, 2, 3, 4, 5, 6, 7 } }, { dtype = "i32", keep = true })
-  engine.save(folder .. "/out.bin",
-    { x = x, logits = engine.scope(function() return model(x):keep() end) })
+  local folder = root .. "/new/" .. kind
+  local function save(model, path)
+    model:eval():save(path)
+    local x = engine.tensor({ { 1, 2, 3, 4, 5, 6, 7 } }, { dtype = "i32", keep = true })
+    engine.save(path .. "/out.bin",
+      { x = x, logits = engine.scope(function() return model(x):keep() end) })
+  end
+  save(engine.new_model(fields), folder)
+  save(engine.load_model(folder, { labels = 3, pad = 0 }), folder .. "_classifier")
 end

@@ -3,7 +3,8 @@
 -- names. Read by hf_config.lua, hf_load.lua and hf_save.lua; nothing else depends on an
 -- architecture.
 --
---   classes    the architectures of config.json that are supported, the default first
+--   classes    the architectures of config.json that are supported, the default first, that of
+--              classifiers last
 --   build      the model of models.lua
 --   prefix     stands before the names that begin with a dot below; a file may leave it out, as
 --              the files of base models do
@@ -32,7 +33,8 @@ M.unsupported = { "quantization_config", "compression_config" }
 local with = require("engine.base.arguments").merged
 
 local GPT2 = {
-  classes = { "GPT2LMHeadModel", "GPT2Model" }, build = "gpt", prefix = "transformer",
+  classes = { "GPT2LMHeadModel", "GPT2Model", "GPT2ForSequenceClassification" },
+  build = "gpt", prefix = "transformer",
   fields = {
     vocab_size = { 50257, "vocab", whole }, n_positions = { 1024, "context", whole },
     n_embd = { 768, "width", whole }, n_layer = { 12, "layers", count },
@@ -46,7 +48,7 @@ local GPT2 = {
   },
   rules = {}, options = {}, old = {}, ignored = { "%.attn%.bias$", "%.attn%.masked_bias$" },
   names = {
-    wte = ".wte", wpe = ".wpe", norm = ".ln_f", head = "lm_head",
+    wte = ".wte", wpe = ".wpe", norm = ".ln_f", head = "lm_head", score = "score",
     ["blocks.%d.norm1"] = ".h.%d.ln_1", ["blocks.%d.norm2"] = ".h.%d.ln_2",
     ["blocks.%d.attn.qkv"] = ".h.%d.attn.c_attn T", ["blocks.%d.attn.out"] = ".h.%d.attn.c_proj T",
     ["blocks.%d.mlp.up"] = ".h.%d.mlp.c_fc T", ["blocks.%d.mlp.down"] = ".h.%d.mlp.c_proj T",
@@ -54,7 +56,8 @@ local GPT2 = {
 }
 
 local LLAMA = {
-  classes = { "LlamaForCausalLM", "LlamaModel" }, build = "llama", prefix = "model",
+  classes = { "LlamaForCausalLM", "LlamaModel", "LlamaForSequenceClassification" },
+  build = "llama", prefix = "model",
   fields = {
     vocab_size = { 32000, "vocab", whole }, hidden_size = { 4096, "width", whole },
     intermediate_size = { 11008, "hidden", whole }, num_hidden_layers = { 32, "layers", count },
@@ -68,7 +71,7 @@ local LLAMA = {
   rules = { "rope", "kv_heads", "out_bias" }, options = {}, old = {},
   ignored = { "%.rotary_emb%.inv_freq$" },
   names = {
-    embed = ".embed_tokens", norm = ".norm", head = "lm_head",
+    embed = ".embed_tokens", norm = ".norm", head = "lm_head", score = "score",
     ["blocks.%d.norm1"] = ".layers.%d.input_layernorm",
     ["blocks.%d.attn.qkv"] = ".layers.%d.self_attn.q_proj .layers.%d.self_attn.k_proj "
       .. ".layers.%d.self_attn.v_proj",
@@ -85,7 +88,7 @@ local LLAMA = {
 local NO_BIAS = { attention_bias = { false }, mlp_bias = { false } }
 
 local MISTRAL = with(LLAMA, {
-  classes = { "MistralForCausalLM", "MistralModel" },
+  classes = { "MistralForCausalLM", "MistralModel", "MistralForSequenceClassification" },
   fields = with(with(LLAMA.fields, NO_BIAS), {
     intermediate_size = { 14336, "hidden", whole }, num_key_value_heads = { 8, "kv_heads", whole },
     max_position_embeddings = { 131072, "context", whole },
@@ -94,7 +97,7 @@ local MISTRAL = with(LLAMA, {
 })
 
 local MIXTRAL = with(MISTRAL, {
-  classes = { "MixtralForCausalLM", "MixtralModel" },
+  classes = { "MixtralForCausalLM", "MixtralModel", "MixtralForSequenceClassification" },
   fields = with(MISTRAL.fields, {
     rms_norm_eps = { 1e-5, "eps", positive }, sliding_window = { false, "window", whole },
     num_local_experts = { 8, "experts", count }, num_experts_per_tok = { 2, "top_k", count },
@@ -108,7 +111,7 @@ local MIXTRAL = with(MISTRAL, {
 })
 
 local QWEN2 = with(LLAMA, {
-  classes = { "Qwen2ForCausalLM", "Qwen2Model" },
+  classes = { "Qwen2ForCausalLM", "Qwen2Model", "Qwen2ForSequenceClassification" },
   fields = with(with(LLAMA.fields, NO_BIAS), {
     vocab_size = { 151936, "vocab", whole }, intermediate_size = { 22016, "hidden", whole },
     num_key_value_heads = { 32, "kv_heads", whole },
@@ -118,20 +121,22 @@ local QWEN2 = with(LLAMA, {
 QWEN2.fields.attention_bias = nil   -- q, k and v always have biases
 
 local QWEN3 = with(QWEN2, {
-  classes = { "Qwen3ForCausalLM", "Qwen3Model" },
+  classes = { "Qwen3ForCausalLM", "Qwen3Model", "Qwen3ForSequenceClassification" },
   fields = with(QWEN2.fields, {
     head_dim = { 128, "head_width", whole }, attention_bias = { false, "bias" } }),
   rules = { "rope", "kv_heads", "windows", "qk_norm", "out_bias" }, options = {},
 })
 
 local BERT = {
-  classes = { "BertForMaskedLM", "BertForPreTraining" }, build = "bert", prefix = "bert",
+  classes = { "BertForMaskedLM", "BertForPreTraining", "BertForSequenceClassification" },
+  build = "bert", prefix = "bert",
   fields = {
     vocab_size = { 30522, "vocab", whole }, hidden_size = { 768, "width", whole },
     num_hidden_layers = { 12, "layers", count }, num_attention_heads = { 12, "heads", whole },
     intermediate_size = { 3072, "hidden", whole }, hidden_act = { "gelu", "gelu" },
     hidden_dropout_prob = { 0.1, "dropout", probability },
     attention_probs_dropout_prob = { 0.1, "attention_dropout", probability },
+    classifier_dropout = { false, "classifier_dropout", probability },
     max_position_embeddings = { 512, "context", whole }, type_vocab_size = { 2, "types", whole },
     layer_norm_eps = { 1e-12, "eps", positive }, position_embedding_type = { "absolute" },
     is_decoder = { false }, add_cross_attention = { false }, tie_word_embeddings = { true },
@@ -152,6 +157,7 @@ local BERT = {
     ["blocks.%d.norm2"] = ".encoder.layer.%d.output.LayerNorm",
     transform = "cls.predictions.transform.dense",
     transform_norm = "cls.predictions.transform.LayerNorm", head_bias = "cls.predictions.bias",
+    pooler = ".pooler.dense", classifier = "classifier",
   },
 }
 

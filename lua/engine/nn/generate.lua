@@ -12,7 +12,7 @@ local padding = require "engine.nn.padding"
 local tensor = require "engine.tensor.tensor"
 local within = require "engine.base.within"
 
-local C, expect = M_ffi.C, M_ffi.expect
+local C, expect, raise = M_ffi.C, M_ffi.expect, M_ffi.raise
 local want_whole = arguments.want_whole
 
 -- ------------------------------------------------------------------ the cache
@@ -199,6 +199,9 @@ local function generate(model, tokens, options, more)
     for key, value in pairs(arguments.read_named(more, "generate", OPTIONS)) do
       options[key] = value
     end
+  end
+  if model.config.labels then
+    raise("generate: %s has a head for labels, not for tokens", model._class)
   end
   local o, seed = read(options, rawget(model, "stop"))
   local given, rows, place = rows_of(tokens), {}, random.place()

@@ -35,6 +35,14 @@ local function number(fields, key, where, required)
   return value
 end
 
+local MOST_LABELS = 2 ^ 16
+
+local function want_labels(n, where)
+  if type(n) ~= "number" or n % 1 ~= 0 or n < 1 or n > MOST_LABELS then
+    fail(where, "expected from 1 to %d labels, got %s", MOST_LABELS, text_of(n))
+  end
+end
+
 -- ------------------------------------------------------------------ scaled rotary positions
 
 -- Each function completes `rope`, the option of nn.attention, which has base and factor, from
@@ -111,6 +119,21 @@ function rules.rope(o, fields, where, arch)
   o.rope = rope
 end
 
+-- Reads the number of a classifier's labels, which is that of the names in id2label (without them
+-- num_labels or, as in transformers, two), and the padding token, which nn.bert does not need.
+local function read_labels(o, fields, where, arch)
+  local names, pad = value_of(fields, "id2label"), value_of(fields, "pad_token_id")
+  if names ~= nil and type(names) ~= "table" then
+    fail(where, "expected id2label to be an object, got %s", text_of(names))
+  end
+  o.labels = names and #nearest.keys(names) or value_of(fields, "num_labels", 2)
+  want_labels(o.labels, where)
+  if pad ~= nil and type(pad) ~= "number" then
+    fail(where, "expected pad_token_id to be a number, got %s", text_of(pad))
+  end
+  if arch.build ~= "bert" then o.pad = pad end
+end
+
 function rules.kv_heads(o) o.kv_heads = o.kv_heads or o.heads end
 function rules.out_bias(o) o.out_bias = o.bias end
 function rules.qk_norm(o) o.qk_norm = o.eps end
@@ -166,7 +189,9 @@ function M.options_of(fields, where)
     fail(where, "%s%s", kind and ("model_type '%s' is not supported"):format(text_of(kind))
       or "it has no model_type", nearest.choices(text_of(kind), architectures.of, "supported"))
   end
-  local class = value_of(fields, "architectures", { arch.classes[1] })
+  local classifier, default = arch.classes[#arch.classes], arch.classes[1]
+  if value_of(fields, "num_labels") then default = classifier end
+  local class = value_of(fields, "architectures", { default })
   class = type(class) == "table" and class[1] or class
   local known = false
   for _, name in ipairs(arch.classes) do known = known or name == class end
@@ -184,6 +209,7 @@ function M.options_of(fields, where)
     if value ~= nil then o[option] = value end
   end
   for _, rule in ipairs(arch.rules) do rules[rule](o, fields, where, arch) end
+  if class == classifier then read_labels(o, fields, where, arch) end
   if o.gelu then
     o.gelu = GELU[o.gelu] or fail(where, "activation '%s' is not supported; supported: gelu_new "
       .. "gelu", text_of(o.gelu))
@@ -208,14 +234,37 @@ function M.options_of(fields, where)
   return arch, o
 end
 
+--- The fields of a classifier with n labels, from those of any class of its model_type. pad: the id
+--- of the padding token, by default that of `fields`.
+function M.classifier(fields, n, pad, where)
+  want_labels(n, where)
+  local arch, all = architectures.of[value_of(fields, "model_type")], { id2label = {},
+    label2id = {} }
+  for key, value in pairs(fields) do
+    -- an empty object cannot be told from an empty list; the default of transformers replaces it
+    local empty = type(value) == "table" and next(value) == nil
+    if all[key] == nil and key ~= "num_labels" and not empty then all[key] = value end
+  end
+  for i = 0, n - 1 do
+    all.id2label[tostring(i)], all.label2id["LABEL_" .. i] = "LABEL_" .. i, i
+  end
+  all.architectures = arch and { arch.classes[#arch.classes] }
+  if pad then all.pad_token_id = pad end
+  return all
+end
+
 --- The fields of a new config.json: the given ones, and transformers' defaults for the others.
 function M.complete(fields)
   local where = "engine.new_model"
-  local arch = M.options_of(fields, where)
+  local arch, options = M.options_of(fields, where)
+  if options.labels and value_of(fields, "id2label") == nil then
+    fields = M.classifier(fields, options.labels, nil, where)
+  end
   local all, known = { architectures = { arch.classes[1] }, dtype = "float32",
     bos_token_id = NULL, eos_token_id = NULL }, { model_type = true, rope_theta = true,
     rope_scaling = true, rope_parameters = true, use_sliding_window = true, sliding_window = true,
-    max_window_layers = true, layer_types = true, pad_token_id = true, initializer_range = true }
+    max_window_layers = true, layer_types = true, pad_token_id = true, initializer_range = true,
+    num_labels = true, id2label = true, label2id = true }
   for key, field in pairs(arch.fields) do
     known[key] = true
     if field[2] and (field[1] or not field[3]) then all[key] = field[1] end

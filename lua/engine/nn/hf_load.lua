@@ -125,8 +125,14 @@ local function want_shape(found, name, expected, where)
   end
 end
 
--- Checks that the files have every part with its shape, and nothing else.
-local function check_names(plan, weights, arch, tied)
+-- Whether the parameter belongs to the head of a classifier.
+local function of_classifier(name)
+  return name:find "^score%." or name:find "^pooler%." or name:find "^classifier%."
+end
+
+-- Checks that the files have every part with its shape, and nothing else. For a new classifier,
+-- parameters of its head may be missing; they get `new` in the plan.
+local function check_names(plan, weights, arch, tied, new_classifier)
   local wanted = {}
   for i, item in ipairs(plan) do
     for _, part in ipairs(item.parts) do
@@ -135,16 +141,21 @@ local function check_names(plan, weights, arch, tied)
       if i == 1 and tied and not weights.entries[name] and weights.entries["lm_head.weight"] then
         name = "lm_head.weight"
       end
-      local found = weights.entries[name] or fail("%s has no tensor '%s'", weights.where, part.name)
-      local shape = { unpack(item.parameter.tensor.shape) }
-      shape[1] = part.rows
-      if item.transposed then shape = { shape[2], shape[1] } end
-      want_shape(found.entry, name, shape, found.file.path)
-      wanted[name], part.name = true, name
+      local found = weights.entries[name]
+      item.new = not found and new_classifier and of_classifier(item.parameter.name)
+      if not item.new then
+        if not found then fail("%s has no tensor '%s'", weights.where, part.name) end
+        local shape = { unpack(item.parameter.tensor.shape) }
+        shape[1] = part.rows
+        if item.transposed then shape = { shape[2], shape[1] } end
+        want_shape(found.entry, name, shape, found.file.path)
+        wanted[name], part.name = true, name
+      end
     end
   end
   for _, name in ipairs(weights.names) do
     local known = wanted[name] or tied and name == "lm_head.weight"
+      or new_classifier and (name:find "^lm_head%." or name:find "^cls%.")
     for _, pattern in ipairs(arch.ignored) do known = known or name:find(pattern) end
     if not known then
       fail("%s: '%s' does not belong to this model; hint: config.json describes another one",
@@ -155,8 +166,16 @@ end
 
 -- ------------------------------------------------------------------ values
 
+-- The values of a new classifier's parameter, as in transformers: a normal weight, a bias of 0.
+local function new_values(shape, dtype, std)
+  local x = tensor.zeros(shape, { dtype = dtype or "f32", keep = true })
+  if #shape == 2 then x:normal(0, std) end
+  return x
+end
+
 -- Reads one parameter from its parts, in the dtype `dtype` (nil: the file's).
-local function read(item, weights, dtype)
+local function read(item, weights, dtype, std)
+  if item.new then return new_values(item.parameter.tensor.shape, dtype, std) end
   local parts = item.parts
   local first = weights.entries[parts[1].name]
   dtype = dtype or first.entry.dtype
@@ -179,11 +198,11 @@ local function read(item, weights, dtype)
   return x
 end
 
--- Gives every parameter its values; frees them all on an error.
-local function fill(plan, weights, dtype)
+-- Gives every parameter its values; frees them all on an error. std: of new weights.
+local function fill(plan, weights, dtype, std)
   local made = {}
   for _, item in ipairs(plan) do
-    local good, x = pcall(read, item, weights, dtype)
+    local good, x = pcall(read, item, weights, dtype, std)
     if not good then
       for _, other in ipairs(made) do C.eng_free(other) end
       error(x, 0)
@@ -208,14 +227,18 @@ local function build(arch, options, source)
   return model
 end
 
-local OPTIONS = "dtype dropout"
+local OPTIONS = "dtype dropout labels pad"
 local DTYPES = { f32 = true, bf16 = true, f16 = true, f64 = true }
 
 local function load(folder, options)
   local fields, text, path = config.read(folder)
+  if options.labels then
+    fields, text = config.classifier(fields, options.labels, options.pad, path), nil
+  end
   local arch, o = config.options_of(fields, path)
   if options.dropout then
-    for _, key in ipairs { "dropout", "embedding_dropout", "attention_dropout" } do
+    for _, key in ipairs { "dropout", "embedding_dropout", "attention_dropout",
+      "classifier_dropout" } do
       o[key] = o[key] and options.dropout
     end
   end
@@ -228,29 +251,35 @@ local function load(folder, options)
     rename_old(weights, arch.old)
     local source = { fields = fields, text = text, folder = folder,
       eos = config.eos(folder, fields), prefix = prefix_of(weights, arch),
-      tied_head = o.tied and weights.entries["lm_head.weight"] ~= nil }
+      tied_head = o.tied and not o.labels and weights.entries["lm_head.weight"] ~= nil }
     return autograd.scope(function()
       local built, model = pcall(module.build_shapes, build, arch, o, source)
       if not built then fail("%s: %s", path, (tostring(model):gsub("^[^ ]+:%d+: ", ""))) end
       local plan = architectures.plan(model, arch, source.prefix)
-      check_names(plan, weights, arch, o.tied)
-      fill(plan, weights, options.dtype ~= "auto" and (options.dtype or "f32") or nil)
+      check_names(plan, weights, arch, o.tied, options.labels)
+      fill(plan, weights, options.dtype ~= "auto" and (options.dtype or "f32") or nil,
+        tonumber(fields.initializer_range) or 0.02)
+      if options.labels then source.prefix = arch.prefix .. "." end
       return model
     end)
   end)
 end
 
---- engine.load_model(folder [, { dtype = "f32", dropout = p }]): a model with the weights of
---- Hugging Face's files, which may be f32, f16, bf16 or f64. dtype: of the parameters; "auto" keeps
---- those of the files. `dropout` replaces every probability of config.json. The model is an nn.gpt,
---- nn.llama or nn.bert with a method save. A file, field, name, shape or dtype that does not fit is
---- an error of one line.
+--- engine.load_model(folder [, { dtype = "f32", dropout, labels, pad }]): a model with the weights
+--- of Hugging Face's files, which may be f32, f16, bf16 or f64. dtype: of the parameters; "auto"
+--- keeps those of the files. `dropout` replaces every probability of config.json. labels = n makes
+--- any model a classifier with n labels, whose head is new unless the files have it; pad is the id
+--- of its padding token. The model is an nn.gpt, nn.llama or nn.bert with a method save. A file,
+--- field, name, shape or dtype that does not fit is an error of one line.
 function M.load(folder, options)
   if type(folder) ~= "string" then
     error("load_model: expected a folder, got " .. type(folder), 2)
   end
   options = tensor.read_named(options, "load_model", OPTIONS)
   local dtype = options.dtype
+  if options.pad ~= nil and not options.labels then
+    error("load_model: pad is an option of classifiers; hint: labels = the number of labels", 2)
+  end
   if dtype ~= nil and dtype ~= "auto" and not DTYPES[dtype] then
     error(("load_model: expected dtype f32, bf16, f16, f64 or auto, got '%s'%s"):format(
       tostring(dtype), require("engine.base.nearest").hint(tostring(dtype), DTYPES)), 2)

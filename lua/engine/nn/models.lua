@@ -26,8 +26,9 @@ local M = {}
 -- ------------------------------------------------------------------ options
 
 local WHOLE = { "vocab", "width", "heads", "layers", "context", "kv_heads", "hidden" }
-local PROBABILITIES = { "dropout", "embedding_dropout", "attention_dropout" }
-local HEAD = { z_loss = 0, soft_cap = 0 }   -- every model's defaults of these options
+local PROBABILITIES = { "dropout", "embedding_dropout", "attention_dropout", "classifier_dropout" }
+-- Every model's defaults of the options of its head.
+local HEAD = { z_loss = 0, soft_cap = 0, labels = false }
 
 -- Completes the options of the model `name` (such as "nn.gpt") by `defaults`, checks them and
 -- stores them as self.config. self.context is stored for generate.
@@ -42,10 +43,12 @@ local function configure(self, name, options, defaults)
   end
   transformer.want_heads(name, config.head_width and config.heads or config.width, config.heads,
     config.kv_heads or config.heads)
-  for key in pairs(HEAD) do
+  for _, key in ipairs { "z_loss", "soft_cap" } do
     expect(type(config[key]) == "number" and config[key] >= 0 and config[key] <= 1e6, config[key],
       "%s: expected %s to be a number in 0..1e6", name, key)
   end
+  if config.labels then want_whole(config.labels, name, "labels", 1) end
+  if config.pad then want_whole(config.pad, name, "pad") end
   for _, key in ipairs(PROBABILITIES) do
     local p = config[key]
     expect(not p or type(p) == "number" and p >= 0 and p < 1, p,
@@ -75,17 +78,24 @@ end
 local FORWARD = { attention_maps = true, mask = true, uncapped = true }
 
 -- model:loss(x, y [, options]): the mean cross entropy of the model's predictions for ids x [B x T]
--- against the ids y [B x T]; a target of -100 does not count, nor does one at padding. The second
--- result is the attention maps, if asked for. Options: attention_maps, mask, and those of
--- cross_entropy; z_loss and soft_cap are the model's own by default.
+-- against the ids y [B x T], or of a classifier's against the labels y [B]. A target of -100 does
+-- not count, nor does an id at padding. The second result is the attention maps, if asked for.
+-- Options: attention_maps, mask, and those of cross_entropy; z_loss and soft_cap are the model's
+-- own by default.
 local function loss(self, x, y, options)
   local own, forward = { z_loss = self.config.z_loss, soft_cap = self.config.soft_cap }, {}
   for key, value in pairs(options or {}) do
     (FORWARD[key] and forward or own)[key] = value
   end
   forward.uncapped = self.config.soft_cap ~= 0 or nil        -- cross_entropy applies own.soft_cap
+  if self.config.labels == 1 then
+    raise("%s: one label is a number to predict; hint: engine.mse(model(x):view(-1), y)",
+      self._class)
+  end
   local predicted, maps = self(x, forward)
-  if forward.mask then y = forward.mask:ne(0):where(y, own.ignore_index or -100) end
+  if forward.mask and not self.config.labels then
+    y = forward.mask:ne(0):where(y, own.ignore_index or -100)
+  end
   return fuse.last_use(tensor.cross_entropy, predicted, nil, y, own), maps
 end
 
@@ -121,10 +131,32 @@ local function results(self, y, options)
   return y, maps
 end
 
--- A model's results for the blocks' output x [B x T x C], through its head or, if that is tied, its
--- token embedding. With a cache, only the results for the last token.
-local function logits(self, x, embedding, options)
-  local head = rawget(self, "head")
+-- x [B x T x C] at the last token of each row of ids that is not the padding token -> [B x C]. As
+-- in transformers, this is the first token of a row of padding tokens alone.
+local function at_last_token(self, x, ids)
+  local B, T, C = x:size()
+  if not self.config.pad then
+    if B == 1 then return x:select(2, -1) end
+    raise("%s: expected the option pad, the id of the padding token, for a batch of %d rows",
+      self._class, B)
+  end
+  local last = (positions(T):to("f32") * ids:ne(self.config.pad):to("f32")):argmax(-1):to("i64")
+  return x:view(B * T, C):index_select(1, last + positions(B):to("i64") * T)
+end
+
+-- Adds a decoder's head: for labels, or for tokens unless the head is the token embedding.
+local function add_head(self, c, std)
+  if c.labels then self.score = layers.linear(c.width, c.labels, { bias = false, std = std })
+  elseif not c.tied then
+    self.head = layers.linear(c.width, c.vocab, { bias = false, std = std })
+  end
+end
+
+-- A decoder's results for the blocks' output x [B x T x C] of ids, through its head or, if that is
+-- tied, its token embedding. With a cache, only the results for the last token.
+local function logits(self, x, embedding, ids, options)
+  local score, head = rawget(self, "score"), rawget(self, "head")
+  if score then return results(self, score(at_last_token(self, x, ids)), options) end
   if rawget(self, "cached") then x = x:slice(2, -1) end
   return results(self, head and head(x) or x:linear(embedding.weight), options)
 end
@@ -155,12 +187,14 @@ local function deviations(depth) return 0.02, 0.02 / math.sqrt(2 * depth) end
 --- nn.gpt { vocab = 256, context = 256, width = 384, heads = 6, layers = 6, hidden = 4 * width,
 --- gelu = "tanh", dropout = 0, embedding_dropout = dropout, attention_dropout = 0, bias = true,
 --- tied = true, eps = 1e-5 }: ids [B x T] -> logits [B x T x V]. `dropout` acts on the residual
---- branches; a tied head shares the token embedding. Methods: loss, generate.
+--- branches; a tied head shares the token embedding. With `labels`, a number, the model classifies
+--- sequences: its logits are [B x labels], from the last token of each row that is not `pad`, the
+--- id of the padding token. Methods: loss, generate.
 local GPT = class("gpt")
 function GPT:init(options)
   local c = configure(self, "nn.gpt", options, { vocab = 256, context = 256, width = 384, heads = 6,
     layers = 6, hidden = false, gelu = "tanh", dropout = 0, embedding_dropout = false,
-    attention_dropout = 0, bias = true, tied = true, eps = 1e-5 })
+    attention_dropout = 0, bias = true, tied = true, eps = 1e-5, pad = false })
   local std, out_std = deviations(c.layers)
   local function norm() return layers.layer_norm(c.width, { bias = c.bias, eps = c.eps }) end
   self.wte = layers.embedding(c.vocab, c.width, { std = std })
@@ -174,13 +208,13 @@ function GPT:init(options)
     return Block(norm(), attention, norm(), mlp, c.dropout)
   end)
   self.norm = norm()
-  if not c.tied then self.head = layers.linear(c.width, c.vocab, { bias = false, std = std }) end
+  add_head(self, c, std)
 end
 function GPT:forward(ids, options)
   options = begin(self, options, ids)
   local x = self.drop(embed(self, ids))                                      -- [B x T x C]
   x = fuse.stack(x, self.blocks, self.norm)
-  return logits(self, x, self.wte, options)
+  return logits(self, x, self.wte, ids, options)
 end
 GPT.loss, GPT.generate = loss, generate
 function GPT:extra() return sizes(self, (", context %d"):format(self.context)) end
@@ -191,13 +225,14 @@ M.gpt = GPT
 --- `rope`, head_width, bias (false), out_bias, qk_norm (an eps), window and attention_dropout are
 --- options of nn.attention; a list of windows has one for each layer (false: none). mlp_bias adds
 --- biases to the feed-forward modules. With `experts`, each of these modules is a mixture of that
---- many experts, and each token uses top_k (2) of them. Methods: loss, generate.
+--- many experts, and each token uses top_k (2) of them. labels and pad are those of nn.gpt.
+--- Methods: loss, generate.
 local Llama = class("llama")
 function Llama:init(options)
   local c = configure(self, "nn.llama", options, { vocab = 256, context = 256, width = 256,
     heads = 8, kv_heads = 2, layers = 4, hidden = 688, rope = 10000, eps = 1e-6, tied = false,
     dropout = 0, attention_dropout = 0, head_width = false, bias = false, out_bias = false,
-    mlp_bias = false, qk_norm = false, window = false, experts = false, top_k = 2 })
+    mlp_bias = false, qk_norm = false, window = false, experts = false, top_k = 2, pad = false })
   local std, out_std = deviations(c.layers)
   local function norm() return layers.rms_norm(c.width, { eps = c.eps }) end
   local function mlp()
@@ -214,12 +249,12 @@ function Llama:init(options)
       experts = c.experts, top_k = c.top_k, expert = mlp } or mlp(), c.dropout)
   end)
   self.norm = norm()
-  if not c.tied then self.head = layers.linear(c.width, c.vocab, { bias = false, std = std }) end
+  add_head(self, c, std)
 end
 function Llama:forward(ids, options)
   options = begin(self, options, ids)
   local x = fuse.stack(self.embed(ids), self.blocks, self.norm)              -- [B x T x C]
-  return logits(self, x, self.embed, options)
+  return logits(self, x, self.embed, ids, options)
 end
 Llama.loss, Llama.generate = loss, generate
 function Llama:extra() return sizes(self, (" over %d"):format(self.config.kv_heads)) end
@@ -232,29 +267,50 @@ M.llama = Llama
 --- logits [B x T x V] that predict the masked tokens. Post-norm blocks as in BERT. With `types` > 0
 --- there are embeddings of token types, and a call takes the types [B x T] as its second argument
 --- (by default all 0) and options as its third. The targets of loss are -100 at every token that is
---- not masked.
+--- not masked. With `labels`, the model is a classifier as nn.gpt is one; it reads the first token
+--- of each row, and classifier_dropout (dropout) acts before the last layer.
 local Bert = class("bert")
 function Bert:init(options)
   local c = configure(self, "nn.bert", options, { vocab = 257, context = 128, width = 128,
     heads = 4, layers = 2, hidden = false, gelu = "erf", dropout = 0, attention_dropout = 0,
-    types = 0, eps = 1e-12 })
+    types = 0, eps = 1e-12, classifier_dropout = false })
   self.wte = layers.embedding(c.vocab, c.width, { std = 0.02 })
   self.wpe = layers.embedding(c.context, c.width, { std = 0.02 })
   if c.types > 0 then self.wtt = layers.embedding(c.types, c.width, { std = 0.02 }) end
   self.norm = layers.layer_norm(c.width, { eps = c.eps })
   self.drop = layers.dropout(c.dropout)
   self.blocks = repeated(c.layers, function() return transformer.post_norm_block(c) end)
+  if c.labels then
+    self.pooler = layers.linear(c.width, c.width, { std = 0.02 })
+    self.classifier = layers.linear(c.width, c.labels, { std = 0.02 })
+    self.classifier_drop = layers.dropout(c.classifier_dropout or c.dropout)
+    return
+  end
   self.transform = layers.linear(c.width, c.width, { std = 0.02 })
   self.transform_norm = layers.layer_norm(c.width, { eps = c.eps })
   self:parameter("head_bias", module.new_parameter { c.vocab }, "linear")
+end
+
+-- The logits of tokens [B x T x V], or of labels [B x K] from the first token of each row.
+local function bert_head(self, x)
+  if not self.config.labels then
+    x = self.transform_norm(self.transform(x):gelu(self.config.gelu))
+    return x:linear(self.wte.weight, self.head_bias)
+  end
+  for i, span in ipairs(rawget(self, "_spans") or {}) do
+    if span.first > 0 then
+      raise("%s: expected the first token of each row in the mask, which the classifier reads; row "
+        .. "%d begins with padding", self._class, i)
+    end
+  end
+  return self.classifier(self.classifier_drop(self.pooler(x:select(2, 1)):tanh()))
 end
 function Bert:forward(ids, types, options)
   if type(types) == "table" then types, options = nil, types end
   options = begin(self, options, ids)
   local x = self.drop(self.norm(embed(self, ids, types)))                    -- [B x T x C]
   for _, block in ipairs(self.blocks) do x = block(x) end
-  x = self.transform_norm(self.transform(x):gelu(self.config.gelu))
-  return results(self, x:linear(self.wte.weight, self.head_bias), options)
+  return results(self, bert_head(self, x), options)
 end
 Bert.loss = loss
 function Bert:extra() return sizes(self, "") end
