@@ -3,6 +3,7 @@
 local engine = require "engine"
 local helper = require "spec.helper"
 local start = require "spec.dist.start"
+local cjson = require "cjson"
 
 local lora, nn = engine.lora, engine.nn
 local requires_grad = require("engine.train.optim").requires_grad
@@ -325,6 +326,37 @@ describe("nn.lora", function()
       loss:backward()
       opt:step()
     end
+  end)
+
+  it("trains the head of a classifier beside the adapters, and saves both for PEFT", function()
+    local function classifier(labels) return tiny { labels = labels or 3, pad = 0 } end
+    local model, x = nn.lora(classifier(), { rank = 2 }), ids
+    local y = engine.tensor({ 0, 1, 2, 1 }, { dtype = "i64", keep = true })
+    assert.is_nil(rawget(model.score, "_lora"))
+    local head, opt = model.score.weight:totable(), engine.optim.adamw(model, { lr = 1e-2 })
+    for _ in engine.steps(3) do
+      opt:zero_grad()
+      model:loss(x, y):backward()
+      opt:step()
+    end
+    assert.not_same(head, model.score.weight:totable())
+    lora.save(model, folder .. "/labels")
+    local config = cjson.decode(helper.read(folder .. "/labels/adapter_config.json"))
+    assert.equal("SEQ_CLS", config.task_type)
+    assert.same({ "classifier", "score" }, config.modules_to_save)
+    local file = engine.load(folder .. "/labels/adapter_model.safetensors")
+    assert.same(model.score.weight:totable(), file["base_model.model.score.weight"]:totable())
+    local again = lora.load(classifier(), folder .. "/labels")
+    assert.equal(0, difference(logits(again, x), logits(model, x)))
+    assert.is_true(requires_grad(again.score.weight))
+    assert.matches("expected 'base_model.model.score.weight' to have shape [5 x 16], got [3 x 16]",
+      message(lora.load, classifier(5), folder .. "/labels"), 1, true)
+    assert.matches("modules_to_save = a list is not supported",
+      message(lora.load, tiny(), folder .. "/labels"), 1, true)
+    local other = helper.read(folder .. "/labels/adapter_config.json"):gsub('"score"', '"wte"')
+    helper.write(folder .. "/labels/adapter_config.json", other)
+    assert.matches("modules_to_save = a list is not supported",
+      message(lora.load, classifier(), folder .. "/labels"), 1, true)
   end)
 
   it("refuses an adapter of another model and files that are damaged", function()

@@ -1,6 +1,7 @@
 -- The engine's side of lora.py: ./engine lora.lua MODEL ADAPTER STEPS. Writes its numbers to
 -- ADAPTER/engine.safetensors and the trained adapter to ADAPTER/saved. ./engine lora.lua FOLDER
--- reads the Llama and the adapter of a folder and writes its logits and the adapter there.
+-- reads the Llama, or a classifier, and the adapter of a folder and writes its logits and the
+-- adapter there.
 local engine = require "engine"
 
 local function llama(folder)
@@ -24,7 +25,10 @@ end
 
 if not arg[2] then
   local folder = arg[1]
-  local model = engine.lora.load(llama(folder), folder .. "/adapter")
+  local text = assert(io.open(folder .. "/config.json")):read("*a")
+  local base = text:find("ForSequenceClassification", 1, true)
+    and engine.load_model(folder, { dropout = 0 }) or llama(folder)
+  local model = engine.lora.load(base:eval(), folder .. "/adapter")
   local ids = engine.load(folder .. "/ids.safetensors").ids
   engine.save(folder .. "/engine.safetensors", { logits = engine.scope(function()
     return model(ids):keep()

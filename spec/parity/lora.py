@@ -94,6 +94,40 @@ def llama_rows(engine, ids, dora):
             ("Llama, the engine's file in PEFT", again, expected)]
 
 
+def classifier_rows(engine, ids):
+    """Classifiers: the file also has the head, and the engine's file has the trained one."""
+    rows = []
+    for kind, more in (("Llama", dict(num_key_value_heads=2)), ("Bert", {}),
+                       ("GPT2", dict(n_embd=16, n_head=4, n_layer=2, n_inner=24))):
+        torch.manual_seed(4)
+        config = getattr(transformers, f"{kind}Config")(
+            **dict(dict(vocab_size=13, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+                        num_attention_heads=4) if kind != "GPT2" else dict(vocab_size=13), **more,
+                   num_labels=3, pad_token_id=0))
+        make = getattr(transformers, f"{kind}ForSequenceClassification")
+        with tempfile.TemporaryDirectory() as folder:
+            make(config).save_pretrained(folder)
+            target = {"Llama": ["q_proj", "v_proj"], "Bert": ["query", "dense"],
+                      "GPT2": ["c_attn"]}[kind]
+            model = peft.get_peft_model(make.from_pretrained(folder), peft.LoraConfig(
+                r=3, lora_alpha=5, task_type="SEQ_CLS", target_modules=target,
+                fan_in_fan_out=kind == "GPT2"))
+            with torch.no_grad():
+                for name, p in model.named_parameters():
+                    if "lora_B" in name or "modules_to_save" in name:
+                        p.normal_(0, 0.2)
+            model.save_pretrained(f"{folder}/adapter")
+            x = ids[:, :-1].long()
+            save_file({"ids": x.to(torch.int32).contiguous()}, f"{folder}/ids.safetensors")
+            subprocess.run([engine, os.path.join(HERE, "lora.lua"), folder], check=True)
+            got = load_file(f"{folder}/engine.safetensors")["logits"]
+            back = peft.PeftModel.from_pretrained(make.from_pretrained(folder), f"{folder}/saved")
+            expected = model.eval()(x).logits.detach()
+            rows += [(f"{kind} classifier", got, expected),
+                     (f"{kind} classifier, saved, in PEFT", back(x).logits.detach(), expected)]
+    return rows
+
+
 def log_probability(model, x, y):
     logits = model(x).logits.log_softmax(-1)
     return logits.gather(-1, y.unsqueeze(-1)).squeeze(-1).sum(-1)
@@ -155,6 +189,7 @@ def main():
                 ("the engine's adapter in PEFT", back(x).logits.detach(), got["after"]),
                 ("DPO, adapters off as reference", got["dpo"], dpo)]
         rows += llama_rows(args.engine, ids, kind == "dora")
+        rows += classifier_rows(args.engine, ids) if kind == "lora" else []
         for name, ours, theirs in rows:
             worst = (ours.double() - theirs.double()).abs().max().item()
             good = worst <= LIMIT

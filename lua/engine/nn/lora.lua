@@ -77,7 +77,10 @@ local function rows_of(x, part)
   return x:slice(1, part.first, part.last)
 end
 
-local function save(list, folder, name_of, base_model, conv1d)
+-- The names of the modules that PEFT trains and saves beside the adapters of classifiers.
+local HEADS = { "classifier", "score" }
+
+local function save(list, folder, name_of, base_model, conv1d, head, head_name)
   local json = require "engine.base.json"
   local first, tensors, targets, ranks, alphas = list[1].layer._lora, {}, {}, {}, {}
   for _, l in ipairs(list) do
@@ -95,8 +98,12 @@ local function save(list, folder, name_of, base_model, conv1d)
       tensors[at .. MAGNITUDE] = own.m and rows_of(own.m, part)
     end
   end
+  for _, key in ipairs(head and head._order or {}) do
+    tensors[PREFIX .. head_name .. "." .. key] = rawget(head, key)
+  end
   local function patterns(t) return next(t) and t or json.no_fields end
-  local text = json.plain { peft_type = "LORA", task_type = "CAUSAL_LM", r = first.rank,
+  local text = json.plain { peft_type = "LORA", r = first.rank,
+    task_type = head and "SEQ_CLS" or "CAUSAL_LM", modules_to_save = head and HEADS or json.null,
     lora_alpha = first.alpha, lora_dropout = first.dropout, use_dora = first.m ~= nil,
     target_modules = targets, rank_pattern = patterns(ranks), alpha_pattern = patterns(alphas),
     bias = "none", fan_in_fan_out = conv1d, inference_mode = true,
@@ -110,13 +117,14 @@ end
 --- does, adapter_config.json and adapter_model.safetensors, in f32. names(path, layer) returns
 --- Hugging Face's name of a layer, or a list of { name, rows } if the layer joins several of
 --- Hugging Face's by rows; the names for nn.gpt, nn.llama and engine.load_model are known.
---- base_model: the field base_model_name_or_path.
+--- base_model: the field base_model_name_or_path. The file of a classifier also has its head.
 function M.save(model, folder, options)
   local list = adapters.adapted(model, "lora.save")
   folder = want_folder(folder, "lora.save")
   options = tensor.read_named(options, "lora.save", SAVE)
   local name_of, conv1d = namer(model, options, "lora.save")
-  autograd.scope(save, list, folder, name_of, options.base_model, conv1d)
+  autograd.scope(save, list, folder, name_of, options.base_model, conv1d,
+    adapters.label_head(model))
 end
 
 -- ------------------------------------------------------------------ loading
@@ -126,7 +134,15 @@ local ONLY = { peft_type = "LORA", bias = "none", use_rslora = false, lora_bias 
   modules_to_save = false, layer_replication = false, trainable_token_indices = false,
   target_parameters = false, use_qalora = false, alora_invocation_tokens = false }
 
-local function read_config(path)
+-- Whether the field modules_to_save lists only the head of a classifier.
+local function saves_heads(value)
+  for _, name in ipairs(value) do
+    if name ~= HEADS[1] and name ~= HEADS[2] then return false end
+  end
+  return true
+end
+
+local function read_config(path, head)
   local text, problem = files.read(path)
   if not text then
     raise("lora.load: cannot read %s; hint: expected a folder with adapter_config.json and "
@@ -141,7 +157,9 @@ local function read_config(path)
   end
   for _, key in ipairs(nearest.keys(ONLY)) do
     local value, only = config[key], ONLY[key]
-    if value ~= nil and value ~= only and not (type(value) == "table" and next(value) == nil) then
+    local fits = type(value) == "table" and (next(value) == nil
+      or key == "modules_to_save" and head and saves_heads(value))
+    if value ~= nil and value ~= only and not fits then
       raise("lora.load: %s: %s = %s is not supported, only %s", path, key,
         type(value) == "table" and "a list" or tostring(value), tostring(only))
     end
@@ -166,9 +184,27 @@ local function alpha_of(config, name, used)
   return config.lora_alpha
 end
 
+-- The parameters of a classifier's head that the file has: a list of { parameter, name in the
+-- file }.
+local function find_head(model, file, fail)
+  local head, head_name = adapters.label_head(model)
+  local list = {}
+  for _, key in ipairs(head and head._order or {}) do
+    local name, x = PREFIX .. head_name .. "." .. key, rawget(head, key)
+    local found = file.entries[name]
+    if found and tensor.shape_text(found.shape) ~= tensor.shape_text(x.shape) then
+      fail("expected '%s' to have shape %s, got %s", name, tensor.shape_text(x.shape),
+        tensor.shape_text(found.shape))
+    end
+    if found then list[#list + 1], list[name] = { x, name }, true end
+  end
+  return list
+end
+
 -- The parts of the model's layers that the file has: a list of { path, layer, count = how many
 -- parts the layer has in all, { first, last, alpha, entries = { ending = name in the file } } .. }.
-local function find(model, file, config, name_of, fail)
+-- head: the parameters of find_head.
+local function find(model, file, config, name_of, head, fail)
   local by_name, names, list, used = {}, {}, {}, {}
   for _, l in ipairs(adapters.linears(model)) do
     local parts = name_of(l)
@@ -183,16 +219,18 @@ local function find(model, file, config, name_of, fail)
       name, ending = key:match("^base_model%.model%.(.+)%.(lora_magnitude_vector)$")
     end
     local at = name and by_name[name]
-    if not at then
+    if not at and not head[key] then
       fail("the adapter is for another model: it has '%s'%s; linear layers: %s", key,
         nearest.hint(name or key, names), adapters.text_of_paths(adapters.linears(model)))
     end
-    local l, part = at.l, at.part
-    if not l[1] then list[#list + 1] = l end
-    if not part.entries then
-      l[#l + 1], part.entries, part.alpha = part, {}, alpha_of(config, name, used)
+    if at then
+      local l, part = at.l, at.part
+      if not l[1] then list[#list + 1] = l end
+      if not part.entries then
+        l[#l + 1], part.entries, part.alpha = part, {}, alpha_of(config, name, used)
+      end
+      part.entries[ending] = key
     end
-    part.entries[ending] = key
   end
   for key in pairs(config.alpha_pattern) do
     if not used[key] then fail("the alpha_pattern '%s' names no layer", key) end
@@ -273,7 +311,8 @@ local function load(model, file, config, name_of)
   local function fail(...)
     raise("%s", "lora.load: " .. file.path .. ": " .. string.format(...))
   end
-  local dora, list = config.use_dora == true, find(model, file, config, name_of, fail)
+  local dora, head = config.use_dora == true, find_head(model, file, fail)
+  local list = find(model, file, config, name_of, head, fail)
   autograd.scope(function()
     local good, problem = pcall(function()
       for _, l in ipairs(list) do measure(l, file, dora, fail) end
@@ -284,6 +323,7 @@ local function load(model, file, config, name_of)
         end
       end
       for _, l in ipairs(list) do fill(l) end
+      for _, item in ipairs(head) do item[1]:copy(file:read(item[2], false)) end
     end)
     for _, l in ipairs(list) do
       for _, part in ipairs(l) do
@@ -304,7 +344,7 @@ function M.load(model, folder, options)
   folder = want_folder(folder, "lora.load")
   options = tensor.read_named(options, "lora.load", LOAD)
   adapters.want_unmerged(model, "lora.load")
-  local config = read_config(folder .. "/adapter_config.json")
+  local config = read_config(folder .. "/adapter_config.json", adapters.label_head(model))
   local file = safetensors.open(folder .. "/adapter_model.safetensors")
   local good, problem = pcall(load, model, file, config, (namer(model, options, "lora.load")))
   file:close()

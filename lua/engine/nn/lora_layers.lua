@@ -1,6 +1,7 @@
 -- Layers with low-rank adapters: adding, switching off and merging them. An adapter belongs to its
 -- linear layer, which keeps its place and name, so optimizers, checkpoints and ranks treat adapters
--- like any parameters. All other parameters are frozen. A layer computes
+-- like any parameters. All other parameters are frozen, except a classifier's head. A layer
+-- computes
 --   LoRA:  y = x W^T + b + s (drop(x) A^T) B^T                          s = alpha / rank
 --   DoRA:  y = m / |V| * (x V^T) + b,  V = W + s B A, |V| the norm of each row, without a gradient
 -- Shapes: K inputs, N outputs, R rank; W [N x K], b and m [N], A [R x K], B [N x R].
@@ -109,6 +110,15 @@ function M.linears(model)
   return list
 end
 
+--- The last layer of a classifier, which is trained beside the adapters, and its name; nil for
+--- other models.
+function M.label_head(model)
+  local config = rawget(model, "config")
+  if type(config) ~= "table" or not config.labels then return nil end
+  local name = rawget(model, "score") and "score" or "classifier"
+  return rawget(model, name), name
+end
+
 --- Raises an error named `name` unless `model` is a module.
 function M.want_model(model, name)
   expect(module.is_module(model), model, "%s: expected a module", name)
@@ -185,8 +195,9 @@ local function chosen(model, match)
     end
     if not found then refuse_unmatched(pattern, all) end
   end
+  local label_head = M.label_head(model)
   for _, l in ipairs(all) do
-    local head = l.path:find("^head$") or l.path:find("^lm_head$")
+    local head = l.path:find("^head$") or l.path:find("^lm_head$") or l.layer == label_head
     if taken[l] or match == nil and not head then list[#list + 1] = l end
   end
   if #list == 0 then raise("nn.lora: match is empty; linear layers: %s", M.text_of_paths(all)) end
@@ -318,12 +329,13 @@ local function shared_tensors(model)
 end
 
 --- nn.lora(model [, { match, rank = 8, alpha = 16, dropout = 0, dora = false, base }]): gives
---- each linear layer with a matching path a low-rank adapter, and freezes every other parameter;
---- returns the model. match: a Lua pattern or a list of them ("attn%.qkv$"); without it, all linear
---- layers but the head. dropout acts on the adapter's input. dora: a trained magnitude for each
---- output (DoRA). base: the format that stores the frozen weights of these layers, "bf16", "f16",
---- "e4m3" (with a power-of-two scale for each row) or "nf4" (engine.nf4, with double quantization:
---- QLoRA); without `base` they keep their format. An adapter changes nothing until it is trained.
+--- each linear layer with a matching path a low-rank adapter, and freezes every other parameter,
+--- except those of a classifier's head (the option labels of nn.gpt); returns the model. match: a
+--- Lua pattern or a list of them ("attn%.qkv$"); without it, all linear layers but the head.
+--- dropout acts on the adapter's input. dora: a trained magnitude for each output (DoRA). base:
+--- the format that stores the frozen weights of these layers, "bf16", "f16", "e4m3" (with a
+--- power-of-two scale for each row) or "nf4" (engine.nf4, with double quantization: QLoRA); without
+--- `base` they keep their format. An adapter changes nothing until it is trained.
 function M.new(model, options)
   M.want_model(model, "nn.lora")
   M.want_no_tape "nn.lora"
@@ -331,8 +343,10 @@ function M.new(model, options)
   local list = chosen(model, options and options.match)
   M.want_unmerged(model, "nn.lora")
   for _, l in ipairs(list) do refuse(l, o.rank) end
+  local label_head = M.label_head(model)
   for _, p in ipairs(model:parameters()) do
-    if not rawget(p.owner, "_is_adapter") and not p.name:find("lora_magnitude_vector$") then
+    if not rawget(p.owner, "_is_adapter") and not p.name:find("lora_magnitude_vector$")
+      and p.owner ~= label_head then
       p.tensor:requires_grad(false)
     end
   end
