@@ -333,6 +333,9 @@ describe("nn.lora", function()
     local model, x = nn.lora(classifier(), { rank = 2 }), ids
     local y = engine.tensor({ 0, 1, 2, 1 }, { dtype = "i64", keep = true })
     assert.is_nil(rawget(model.score, "_lora"))
+    assert.is_nil(rawget(nn.lora(classifier(), { match = "." }).score, "_lora"))
+    assert.matches("match names only the classifier's head",
+      message(nn.lora, classifier(), { match = "score" }), 1, true)
     local head, opt = model.score.weight:totable(), engine.optim.adamw(model, { lr = 1e-2 })
     for _ in engine.steps(3) do
       opt:zero_grad()

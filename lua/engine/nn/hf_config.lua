@@ -234,6 +234,8 @@ function M.options_of(fields, where)
   return arch, o
 end
 
+local REPLACED = { num_labels = true, torch_dtype = true }    -- by id2label, and by dtype
+
 --- The fields of a classifier with n labels, from those of any class of its model_type. pad: the id
 --- of the padding token, by default that of `fields`.
 function M.classifier(fields, n, pad, where)
@@ -243,7 +245,7 @@ function M.classifier(fields, n, pad, where)
   for key, value in pairs(fields) do
     -- an empty object cannot be told from an empty list; the default of transformers replaces it
     local empty = type(value) == "table" and next(value) == nil
-    if all[key] == nil and key ~= "num_labels" and not empty then all[key] = value end
+    if all[key] == nil and not REPLACED[key] and not empty then all[key] = value end
   end
   for i = 0, n - 1 do
     all.id2label[tostring(i)], all.label2id["LABEL_" .. i] = "LABEL_" .. i, i

@@ -180,7 +180,8 @@ local function refuse_unmatched(pattern, all)
     nearest.hint(pattern:gsub("[%^$%%]", ""), names), M.text_of_paths(all))
 end
 
--- The layers that `match` names: a pattern, a list of patterns, or nil for all but the head.
+-- The layers that `match` names: a pattern, a list of patterns, or nil for all but the head. A
+-- classifier's head is trained itself and is never among them.
 local function chosen(model, match)
   local all, list, taken = M.linears(model), {}, {}
   if #all == 0 then raise("nn.lora: the model has no linear layer") end
@@ -197,10 +198,16 @@ local function chosen(model, match)
   end
   local label_head = M.label_head(model)
   for _, l in ipairs(all) do
-    local head = l.path:find("^head$") or l.path:find("^lm_head$") or l.layer == label_head
-    if taken[l] or match == nil and not head then list[#list + 1] = l end
+    local head = l.path:find("^head$") or l.path:find("^lm_head$")
+    if l.layer ~= label_head and (taken[l] or match == nil and not head) then
+      list[#list + 1] = l
+    end
   end
-  if #list == 0 then raise("nn.lora: match is empty; linear layers: %s", M.text_of_paths(all)) end
+  if #list == 0 then
+    raise("nn.lora: match %s; linear layers: %s", next(taken)
+      and "names only the classifier's head, which is trained itself" or "is empty",
+      M.text_of_paths(all))
+  end
   return list
 end
 
