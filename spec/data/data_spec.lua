@@ -1,5 +1,5 @@
 -- Data loaders: the contents of a batch, the order of the examples (llm.c's loader, or a
--- permutation in each epoch), places to resume from, and invalid files.
+-- permutation in each epoch), positions to resume from, and invalid files.
 local engine = require "engine"
 local ffi = require("engine.base.ffi").ffi
 local helper = require "spec.helper"
@@ -195,7 +195,7 @@ describe("data", function()
     assert.not_same(with(1), with(2))
   end)
 
-  -- ---------------------------------------------------------------- places
+  -- ---------------------------------------------------------------- positions
 
   it("resumes from every place as if it had never stopped", function()
     local path = file("a.bin", u16(numbers(45)))
@@ -340,7 +340,7 @@ describe("data", function()
     assert.same({ "i64", { 7, 3 } }, { batch.y.dtype, batch.y:totable() })
   end)
 
-  -- ---------------------------------------------------------------- what is wrong
+  -- ---------------------------------------------------------------- errors
 
   it("unknown and unusable options are refused in one line", function()
     refuses("data.text { text = 'abc', contxt = 2 }",

@@ -220,7 +220,7 @@ describe("data of documents", function()
     assert.same({ "p=44|>_44|_", "cdefx>___x|", "p=5||>_5|__", "fvwxy>vwxyz" }, rows(loader, 1))
   end)
 
-  -- ---------------------------------------------------------------- places
+  -- ---------------------------------------------------------------- positions
 
   it("resumes from every place as if it had never stopped", function()
     local paths = corpus()
@@ -369,7 +369,7 @@ describe("data of documents", function()
     end
   end)
 
-  -- ---------------------------------------------------------------- what is wrong
+  -- ---------------------------------------------------------------- errors
 
   it("an invalid record is named by file, line and field", function()
     local good = '{"text":"good"}\n'
