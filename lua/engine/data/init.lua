@@ -60,13 +60,10 @@ local CHECKS = { batch = at_least(1), context = at_least(1), seed = at_least(0),
 
 -- The options with their defaults. known: option -> default, or NEEDED.
 local function options_of(name, given, known)
-  local o = {}
-  for key, value in pairs(known) do
-    if value ~= NEEDED then o[key] = value end
-  end
-  for key, value in pairs(read_named(given
-    or raise("data.%s: expected a table of options, got nothing", name), "data." .. name, known)) do
-    o[key] = value
+  local o = arguments.merged(known, read_named(given
+    or raise("data.%s: expected a table of options, got nothing", name), "data." .. name, known))
+  for key, value in pairs(o) do
+    if value == NEEDED then o[key] = nil end
   end
   for _, key in ipairs(nearest.keys(known)) do
     local check_of = CHECKS[key]

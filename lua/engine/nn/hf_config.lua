@@ -1,5 +1,6 @@
 -- Reads config.json of Hugging Face's transformers: from its fields to a model of models.lua. Every
 -- error is one line that names the file and the field. Called by hf_load.lua.
+local arguments = require "engine.base.arguments"
 local files = require "engine.base.file"
 local json = require "engine.base.json"
 local nearest = require "engine.base.nearest"
@@ -64,14 +65,15 @@ end
 -- Beyond max_position_embeddings the base grows with the length of the sequences, up to `factor`
 -- times that length.
 function SCALINGS.dynamic(rope, _, o, where)
-  if o.head_width == 2 or o.width == 2 * o.heads then
+  if (o.head_width or o.width / o.heads) == 2 then
     fail(where, "rope type 'dynamic' is not supported with a head width of 2")
   end
   rope.dynamic = o.context
   o.context = math.floor(o.context * math.max(rope.factor, 1))
 end
 
--- The attention factor of YaRN with a weight of the logarithm.
+-- 1 + 0.1 weight log(factor), the attention factor of YaRN, which transformers also gives as the
+-- ratio of two with different weights.
 local function yarn_attention(factor, weight)
   return factor > 1 and 0.1 * weight * math.log(factor) + 1 or 1
 end
@@ -87,11 +89,11 @@ function SCALINGS.yarn(rope, p, o, where, context)
   local high = pair(number(p, "beta_slow", where) or 1)
   if value_of(p, "truncate", true) then low, high = math.floor(low), math.ceil(high) end
   low, high = math.max(low, 0), math.min(high, D - 1)
-  local weight, divisor = value_of(p, "mscale", 0), value_of(p, "mscale_all_dim", 0)
-  local both = weight ~= 0 and divisor ~= 0
+  local function weight(key) return value_of(p, key) ~= 0 and number(p, key, where) end
+  local above, below = weight "mscale", weight "mscale_all_dim"
+  if not (above and below) then above, below = 1, 0 end
   rope.attention_factor = number(p, "attention_factor", where)
-    or yarn_attention(rope.factor, both and number(p, "mscale", where) or 1)
-    / (both and yarn_attention(rope.factor, number(p, "mscale_all_dim", where)) or 1)
+    or yarn_attention(rope.factor, above) / yarn_attention(rope.factor, below)
   if low > high then rope.factor = nil   -- every pair turns less than beta_slow times
   else rope.low, rope.high = low, low == high and high + 0.001 or high end
 end
@@ -202,8 +204,7 @@ function M.options_of(fields, where)
   for _, key in ipairs(architectures.unsupported) do
     if value_of(fields, key) ~= nil then fail(where, "%s is not supported", key) end
   end
-  local o = {}
-  for key, value in pairs(arch.options) do o[key] = value end
+  local o = arguments.merged(arch.options)
   for _, key in ipairs(nearest.keys(arch.fields)) do
     local value, option = read_field(fields, key, arch.fields[key], where)
     if value ~= nil then o[option] = value end

@@ -25,7 +25,7 @@ local M = {}
 
 -- ------------------------------------------------------------------ options
 
-local WHOLE = { "vocab", "width", "heads", "layers", "context", "kv_heads", "hidden" }
+local WHOLE = { "vocab", "width", "heads", "layers", "context", "kv_heads", "hidden", "labels" }
 local PROBABILITIES = { "dropout", "embedding_dropout", "attention_dropout", "classifier_dropout" }
 -- Every model's defaults of the options of its head.
 local HEAD = { z_loss = 0, soft_cap = 0, labels = false }
@@ -33,11 +33,8 @@ local HEAD = { z_loss = 0, soft_cap = 0, labels = false }
 -- Completes the options of the model `name` (such as "nn.gpt") by `defaults`, checks them and
 -- stores them as self.config. self.context is stored for generate.
 local function configure(self, name, options, defaults)
-  local config, known = {}, {}
-  for _, set in ipairs { HEAD, defaults } do
-    for key, value in pairs(set) do config[key], known[key] = value, true end
-  end
-  for key, value in pairs(tensor.read_named(options, name, known)) do config[key] = value end
+  local known = arguments.merged(HEAD, defaults)
+  local config = arguments.merged(known, tensor.read_named(options, name, known))
   for _, key in ipairs(WHOLE) do
     if defaults[key] or config[key] then want_whole(config[key], name, key, 1) end
   end
@@ -47,7 +44,6 @@ local function configure(self, name, options, defaults)
     expect(type(config[key]) == "number" and config[key] >= 0 and config[key] <= 1e6, config[key],
       "%s: expected %s to be a number in 0..1e6", name, key)
   end
-  if config.labels then want_whole(config.labels, name, "labels", 1) end
   if config.pad then want_whole(config.pad, name, "pad") end
   for _, key in ipairs(PROBABILITIES) do
     local p = config[key]
