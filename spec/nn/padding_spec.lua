@@ -86,11 +86,13 @@ describe("a padding mask", function()
     assert.equal(losses[1], losses[2])
   end)
 
-  it("takes bools, and changes no bit where nothing is padded", function()
+  it("takes bools and fractions, and changes no bit where nothing is padded", function()
     local model = made "gpt"
     for _ in engine.steps(1) do
       local ids = i32(IDS)
       assert.same(flat(model(ids)), flat(model(ids, { mask = ids:ge(0) })))
+      assert.same(flat(model(ids, { mask = i32(MASK) })),
+        flat(model(ids, { mask = i32(MASK):to("f32") * 0.5 })))
       local y = i32 { { 1, 2, -100, 4, 5, 6 }, { 1, 2, 3, 4, 5, 6 }, { 1, 2, 3, 4, 5, 6 } }
       assert.equal(model:loss(ids, y):item(), model:loss(ids, y, { mask = ids:ge(0) }):item())
     end

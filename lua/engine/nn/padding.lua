@@ -41,8 +41,9 @@ local function span_of(row, i, name)
   for t, value in ipairs(row) do
     if value ~= 0 then first, last, count = first or t - 1, t, count + 1 end
   end
-  if not first then raise("%s: expected a token in every row of the mask, got none in row %d", name,
-    i) end
+  if not first then
+    raise("%s: expected a token in every row of the mask, got none in row %d", name, i)
+  end
   if count < last - first then
     raise("%s: expected the tokens of row %d of the mask without gaps, got %d tokens at places %d "
       .. "to %d", name, i, count, first + 1, last)
@@ -50,16 +51,18 @@ local function span_of(row, i, name)
   return { first = first, last = last, position = first }
 end
 
---- The spans for a mask [B x T] of ids [B x T]: 0 at padding, 1 at tokens. A token's position is
---- its place in the row, as in transformers. Spans of an earlier call are returned as they are.
---- Returns nil if there is no mask or no padding.
+--- The spans for a mask [B x T] of ids [B x T]: 0 at padding, other numbers at tokens. The position
+--- of a token is its place in the row, as in transformers. Spans of an earlier call are returned as
+--- they are. Returns nil if there is no mask or no padding.
 function M.read(mask, ids, name)
   if mask == nil or getmetatable(mask) == Spans then return mask end
   expect(tensor.is_tensor(mask), mask, "%s: expected mask to be a tensor like the ids", name)
   local shape, wanted = tensor.shape_text(mask.shape), tensor.shape_text(ids.shape)
   if shape ~= wanted then raise("%s: expected a mask %s, got %s", name, wanted, shape) end
   local spans, T = {}, ids:size(-1)
-  for i, row in ipairs(mask:to("i32"):view(-1, T):totable()) do spans[i] = span_of(row, i, name) end
+  for i, row in ipairs(mask:ne(0):to("i32"):view(-1, T):totable()) do
+    spans[i] = span_of(row, i, name)
+  end
   spans = new(spans, T)
   return spans.place and spans or nil
 end
