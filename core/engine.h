@@ -257,7 +257,8 @@ enum {
   ENG_MX_NVFP4 = 4,
   ENG_MX_FOUR_OVER_SIX = 5,
   ENG_MX_FOUR_OVER_SIX_MSE = 6,
-  ENG_MX_RULES = 7
+  ENG_MX_QUEST = 7,
+  ENG_MX_RULES = 8
 };
 /// How a block's amax becomes its scale: the rules of these projects (core/base/fp8_scale.h).
 enum {
@@ -308,8 +309,15 @@ enum {
 };
 
 /// Signs of a Hadamard transform. NONE: all positive. FIXED: Transformer Engine's. LAYER: drawn for
-/// each layer. STEP: drawn for each layer and each step.
-enum { ENG_FP8_SIGNS_NONE = -1, ENG_FP8_SIGNS_FIXED, ENG_FP8_SIGNS_LAYER, ENG_FP8_SIGNS_STEP };
+/// each layer. STEP: drawn for each layer and each step. BACKWARD: drawn for each layer and each
+/// backward pass.
+enum {
+  ENG_FP8_SIGNS_NONE = -1,
+  ENG_FP8_SIGNS_FIXED,
+  ENG_FP8_SIGNS_LAYER,
+  ENG_FP8_SIGNS_STEP,
+  ENG_FP8_SIGNS_BACKWARD
+};
 
 /// How one role of a layer (its input, weight or output gradient) becomes FP8.
 typedef struct eng_fp8_role {
@@ -331,8 +339,14 @@ typedef struct eng_fp8_product {
   int32_t accumulator, promotion, high, hadamard, signs;
 } eng_fp8_product;
 /// How a layer computes in FP8: a role for each of its tensors, a product for each of its passes.
+/// backward: only microscaling. With mx != 0, the backward products read x and w as follows: the
+/// values that the forward product read are quantized again, as this role says, in each backward
+/// pass. The gradients of these values become those of x and w through the forward product's
+/// Hadamard transform and the gates of mx_quantize. With mx = 0, x and w are quantized for the
+/// backward products from the originals, and no gradient is gated.
 typedef struct eng_fp8_recipe {
   eng_fp8_role role[3];               // ENG_FP8_X, W, DY
+  eng_fp8_role backward[2];           // ENG_FP8_X, W
   eng_fp8_product product[3];         // ENG_FP8_FORWARD, DGRAD, WGRAD
 } eng_fp8_recipe;
 

@@ -35,7 +35,7 @@ local cfg = engine.config({
   weight_decay = "decay of matrices and embeddings", clip = "largest norm of the gradient; 0: none",
   precision = { "recipe", choices = { "fp32", "bf16", "bf16_stochastic", "bf16_kahan",
     "fp16", "fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_block", "mxfp8", "mxfp4",
-    "mxfp4_tseng", "nvfp4", "nvfp4_four_over_six" } },
+    "mxfp4_tseng", "mxfp4_quartet", "nvfp4", "nvfp4_four_over_six" } },
   policy = "loss-scaling policy, a name or a file; empty: the precision's default",
   threads = "threads to use; 0: all",
   tensorboard = "event files for TensorBoard, in the run's directory",

@@ -24,6 +24,12 @@
 // round(x * min(1 / (s * (1 / S)), FLT_MAX)). Its value is code * s * (g / 2688). A block much
 // smaller than the tensor gets the scale 0.
 //
+// QuEST, the forward pass of Quartet (arXiv 2505.14669), e2m1 alone: e = floor(log2 s) for
+// s = f32(2.92247856 / 6 * std + 1e-8), where std is the population standard deviation of the
+// block's elements. It comes from their sum and the sum of their squares, in f64 and in order.
+// Halves between two codes round toward zero. An element of magnitude 6 * 2^e or more has no
+// gradient.
+//
 // Four over six (Transformer Engine's 4over6): NVFP4 with 1536 = 256 * 6 in place of 2688, whose
 // blocks choose between two scales, s6 = e4m3((a / 6) * S) and s4 = e4m3((a / 6) * S * 1.5). The
 // scale with the smaller error is used, s6 if they are equal. The error of a row of a block is the
@@ -72,6 +78,21 @@ ENG_INLINE uint8_t mx_scale(float amax, mx_format f, int rule, int saturates)
   int code = (int)(bits >> 23) + (rule == ENG_MX_CEIL && (bits & 0x7FFFFFu)) - f.emax;
   return (uint8_t)(code < 0 ? 0 : code > 254 ? 254 : code);
 }
+
+/// QuEST: the ue8m0 code for a block of n numbers with this sum and sum of squares; 255 if Inf or
+/// NaN is among them.
+ENG_INLINE uint8_t quest_scale(double sum, double squares, int n)
+{
+  double mean = sum / n, variance = squares / n - mean * mean;
+  if (!(variance - variance == 0)) return 255;
+  float scale = (float)(2.92247856 / 6 * __builtin_sqrt(variance > 0 ? variance : 0) + 1e-8);
+  return (uint8_t)(f32_bits(scale) >> 23);
+}
+
+/// Whether elements may have no gradient under this rule.
+ENG_INLINE int mx_is_gated(int64_t rule) { return rule == ENG_MX_QUEST; }
+/// QuEST: whether an element has a gradient, from its quotient by the scale.
+ENG_INLINE int quest_gate(float y) { return __builtin_fabsf(y) < 6; }
 
 /// 2^-e of a ue8m0 code; NaN for 255.
 ENG_INLINE float mx_inverse(uint8_t code)
@@ -156,6 +177,15 @@ ENG_INLINE uint8_t mx_code(float x, mx_format f)
            code = magnitude < (uint32_t)(128 - f.bias) << 23 ? low : high;
   code = code > (uint32_t)f.top ? (uint32_t)f.top : code;
   return magnitude > 0x7F800000u ? (uint8_t)f.nan : mx_signed(code, bits, f);
+}
+
+/// The code of x in e2m1, rounded to nearest. Halves between two codes round toward zero (QuEST).
+ENG_INLINE uint8_t e2m1_code_down(float x)
+{
+  float a = __builtin_fabsf(x);
+  int code = (a > 0.25f) + (a > 0.75f) + (a > 1.25f) + (a > 1.75f) + (a > 2.5f) + (a > 3.5f) +
+             (a > 5);
+  return (uint8_t)(a != a ? 7 : code | (int)(f32_bits(x) >> 31) << 3);
 }
 
 /// Stochastic rounding as in Transformer Engine's software path: adds u * (the step of x's binade)

@@ -58,6 +58,33 @@ static uint8_t code_of(double x, const mx_format *f, int sr_bits, uint32_t rando
   return (uint8_t)(f->sign ? code | (negative ? f->sign : 0) : negative ? -code : code);
 }
 
+// QuEST: sets the exponent of a block's scale, or returns false if the block holds Inf or NaN.
+static bool quest_exponent(int *e, const side *s, int64_t r, int64_t c0, int64_t columns)
+{
+  double sum = 0, squares = 0;
+  for (int64_t c = c0; c < c0 + columns; c++) {
+    double x = x_at(s, r, c);
+    sum += x, squares += x * x;
+  }
+  double mean = sum / (double)columns, variance = fmax(squares / (double)columns - mean * mean, 0);
+  if (!isfinite(squares)) return false;
+  frexp((float)(2.92247856 / 6 * sqrt(variance) + 1e-8), e);
+  (*e)--;
+  return true;
+}
+
+// The e2m1 code nearest to x; of two, the one closer to zero.
+static uint8_t nearest_of(double x)
+{
+  mx_format f = mx_format_of(ENG_FORMAT_E2M1);
+  int best = 0;
+  if (x != x) return 7;
+  for (int code = 1; code < 8; code++)
+    if (fabs(mx_value((uint8_t)code, f) - fabs(x)) < fabs(mx_value((uint8_t)best, f) - fabs(x)))
+      best = code;
+  return (uint8_t)(best | (signbit(x) ? 8 : 0));
+}
+
 // Four over six: 1.5 if the block's amax is better scaled to 4, else 1.
 static float stretch_of(const side *s, int64_t r0, int64_t rows, int64_t c0, int64_t columns,
                         float amax)
@@ -113,7 +140,9 @@ static void quantize_side(const side *s)
         // from this amax on, the rule `even` rounds to Inf
         bool inf = a->rule == ENG_MX_EVEN && amax >= 0x1p128 - ldexp(1, 126 - f.fraction);
         bool number = isfinite(amax) && (finite || !inf);
-        int e = number ? exponent_of(amax, &f, (int)a->rule) : 127;
+        int e = 127;
+        if (a->rule == ENG_MX_QUEST) number = quest_exponent(&e, s, r0, c0, columns);
+        else if (number) e = exponent_of(amax, &f, (int)a->rule);
         code = number || finite ? (uint8_t)(e + 127) : 255;
         scale = code == 255 ? NAN : ldexp(1, e);
         factor = code == 255 ? NAN : ldexp(1, -e);
@@ -127,7 +156,10 @@ static void quantize_side(const side *s)
           if (a->sr_bits) philox_block(word, s->random + (uint64_t)(element / 4));
           double x = x_at(s, r, c) * factor;
           if (mx_is_nvfp4(a->rule) || a->factor != 0) x = (double)(float)x;
-          uint8_t q = code_of(x, &f, (int)a->sr_bits, word[element % 4]);
+          uint8_t q = a->rule == ENG_MX_QUEST ? nearest_of(x)
+                                              : code_of(x, &f, (int)a->sr_bits, word[element % 4]);
+          if (s->call->out[7])
+            ((uint16_t *)s->call->out[7]->data)[element] = bf16_from_f64(fabs(x) < f.largest);
           store(s, element, q, (double)(float)(mx_value(q, f) * scale));
         }
     }

@@ -7,6 +7,7 @@
 
 #include "base/error.h"
 #include "base/mx.h"
+#include "base/rng.h"
 #include "device/transfer.h"
 
 #include <math.h>
@@ -63,12 +64,23 @@ static int64_t signs_of(const fp8_site *s, const eng_fp8_product *p)
   uint64_t hash = 0xCBF29CE484222325u;
   for (const char *c = s->name; *c; c++) hash = (hash ^ (uint8_t)*c) * 0x100000001B3u;
   hash = (hash ^ (uint64_t)(p - s->recipe.product)) * 0x100000001B3u;
-  if (p->signs == ENG_FP8_SIGNS_STEP) hash = (hash ^ (uint64_t)fp8_step()) * 0x9E3779B97F4A7C15u;
+  int64_t drawn = p->signs == ENG_FP8_SIGNS_STEP       ? fp8_step()
+                  : p->signs == ENG_FP8_SIGNS_BACKWARD ? s->pass
+                                                       : -1;
+  if (drawn >= 0) hash = (hash ^ (uint64_t)drawn) * 0x9E3779B97F4A7C15u;
   return (int64_t)(hash >> 2) + 1;
 }
 
 static bool changes(const eng_fp8_product *p)
-{ return p->hadamard && p->signs == ENG_FP8_SIGNS_STEP; }
+{ return p->hadamard && p->signs >= ENG_FP8_SIGNS_STEP; }
+
+void fp8_mx_begin_backward(fp8_site *s)
+{
+  const eng_fp8_product *p = s->recipe.product;
+  if (p[ENG_FP8_DGRAD].signs == ENG_FP8_SIGNS_BACKWARD ||
+      p[ENG_FP8_WGRAD].signs == ENG_FP8_SIGNS_BACKWARD)
+    s->pass = (int64_t)rng_take(1);
+}
 
 int64_t fp8_mx_step(const fp8_site *s)
 {
@@ -89,18 +101,19 @@ static eng_status rotate(tensor **y, const fp8_site *s, const eng_fp8_product *p
 
 static eng_status encode(fp8_mx_copies *to, const eng_fp8_role *r, tensor *x, bool transposed)
 {
-  op_call c = {.op = ENG_OP_mx_quantize, .n_in = 2, .n_out = 7,
+  op_call c = {.op = ENG_OP_mx_quantize, .n_in = 2, .n_out = 8,
                .in = {x},
-               .out = {to->q, NULL, to->amax, to->q_t, NULL, NULL, to->amax_t},
+               .out = {to->q, NULL, to->amax, to->q_t, NULL, NULL, to->amax_t, to->gate},
                .mx_quantize = {.format = r->format,
                                .block_rows = r->block_rows,
                                .block_columns = r->block_columns,
                                .rule = r->mx - 1,
-                               .flags = MX_VALUES | (transposed ? QUANTIZE_TRANSPOSED : 0),
+                               .flags = MX_VALUES | (transposed ? QUANTIZE_TRANSPOSED : 0) |
+                                        (mx_is_gated(r->mx - 1) ? MX_GATE : 0),
                                .sr_bits = r->stochastic,
                                .factor = r->factor}};
   ENG_TRY(op_run(&c));
-  *to = (fp8_mx_copies){c.out[0], c.out[1], c.out[2], c.out[3], c.out[6]};
+  *to = (fp8_mx_copies){c.out[0], c.out[1], c.out[2], c.out[3], c.out[6], c.out[7]};
   tensor_drop(c.out[5]);
   if (c.out[4]) tensor_drop(c.out[4]);
   return ENG_OK;
@@ -145,6 +158,7 @@ eng_status fp8_mx_quantize(fp8_mx_copies *to, tensor *slot, fp8_site *s, int rol
   eng_status status = encode(&made, r, y ? y : x, transposed && !apart);
   if (status == ENG_OK) {
     to->q = made.q, to->scale = made.scale, to->amax = made.amax;
+    to->gate = made.gate;
     if (!apart) to->q_t = made.q_t, to->amax_t = made.amax_t;
     if (fp8_measuring()) status = measure(s, role, y ? y : x, to->q, to->scale, to->amax);
   }
@@ -167,6 +181,40 @@ static eng_status scale_by(tensor **y, const fp8_mx_factor *of)
   if (status != ENG_OK) return status;
   tensor_drop(*y);
   *y = scaled;
+  return ENG_OK;
+}
+
+eng_status fp8_mx_requantize(fp8_mx_copies *to, const fp8_site *s, int role, tensor *q,
+                             tensor *amax)
+{
+  const eng_fp8_product *p = &s->recipe.product[role == ENG_FP8_X ? ENG_FP8_WGRAD : ENG_FP8_DGRAD];
+  tensor *values;
+  int64_t columns = q->shape[q->ndim - 1];
+  ENG_TRY(op_reshape(&values, q, 2, (int64_t[]){columns ? q->count / columns : 0, columns}));
+  eng_status status = scale_by(&values, &(fp8_mx_factor){.amax = amax,
+                                                         .role = &s->recipe.role[role]});
+  if (status == ENG_OK) status = encode_turned(to, s, &s->recipe.backward[role], p, values);
+  tensor_drop(values);
+  return status;
+}
+
+eng_status fp8_mx_through(tensor **g, const fp8_site *s, tensor *gate, int dtype)
+{
+  const eng_fp8_product *p = &s->recipe.product[ENG_FP8_FORWARD];
+  op_call steps[] = {
+    {.op = ENG_OP_mul, .n_out = 1, .in = {NULL, gate}},
+    {.op = ENG_OP_hadamard, .in = {NULL},
+     .hadamard = {.n = p->hadamard, .signs = ENG_FP8_SIGNS_NONE, .dtype = dtype}},
+  };
+  bool wanted[] = {gate != NULL, p->hadamard != 0};
+  for (int k = 0; k < 2; k++) {
+    tensor *next;
+    if (!wanted[k]) continue;
+    steps[k].in[0] = *g;
+    ENG_TRY(op_run1(&next, steps[k]));
+    tensor_drop(*g);
+    *g = next;
+  }
   return ENG_OK;
 }
 

@@ -173,15 +173,17 @@ void eng_fp8_site_free(int64_t site)
   fp8_release_orphans();
 }
 
-static eng_status check_mx_role(const fp8_site *s, const eng_fp8_recipe *recipe, int role)
+static eng_status check_mx_role(const fp8_site *s, const eng_fp8_recipe *recipe, int role,
+                                const eng_fp8_role *r)
 {
-  const eng_fp8_role *r = &recipe->role[role];
+  bool again = role != ENG_FP8_DY && recipe->backward[role].mx,
+       backward = r != &recipe->role[role];
   bool fits = r->block_rows >= 1 && r->block_rows <= 128 && r->block_columns >= 1 &&
               r->block_columns <= 128 && (r->format != ENG_FORMAT_E2M1 || !(r->block_columns % 2)),
        known = r->format == ENG_e4m3 || r->format == ENG_e5m2 ||
                (r->format >= ENG_FORMAT_E2M1 && r->format <= ENG_FORMAT_MXINT8);
   if (!known || r->mx < 0 || r->mx > ENG_MX_RULES ||
-      (mx_is_nvfp4(r->mx - 1) && r->format != ENG_FORMAT_E2M1))
+      ((mx_is_nvfp4(r->mx - 1) || r->mx - 1 == ENG_MX_QUEST) && r->format != ENG_FORMAT_E2M1))
     return error_set(ENG_ERR_DTYPE, "%s: %s: microscaling has no format number %d with rule %d",
                      s->name, fp8_role_name[role], r->format, r->mx - 1);
   if (!fits)
@@ -195,8 +197,18 @@ static eng_status check_mx_role(const fp8_site *s, const eng_fp8_recipe *recipe,
                      "%s: %s: expected up to 24 bits of stochastic rounding and a factor up to 1, "
                      "for four_over_six neither, got %d and %g",
                      s->name, fp8_role_name[role], r->stochastic, r->factor);
-  int keep = fp8_is_square(r) ? ENG_FP8_KEEP_CODES : ENG_FP8_KEEP_TRANSPOSED;
-  if (role == ENG_FP8_X && r->keep != keep)
+  if (mx_is_gated(r->mx - 1) && (!again || backward || r->block_rows != 1 || r->stochastic ||
+                                 r->factor != 0))
+    return error_set(ENG_ERR_VALUE,
+                     "%s: %s: quest is for a forward product whose backward product reads %s in a "
+                     "format of its own, in blocks of one row, rounded to nearest",
+                     s->name, fp8_role_name[role], fp8_role_name[role]);
+  if (again && fp8_is_square(r))
+    return error_set(ENG_ERR_VALUE,
+                     "%s: %s: a format for the backward product needs blocks that are not square",
+                     s->name, fp8_role_name[role]);
+  int keep = again || fp8_is_square(r) ? ENG_FP8_KEEP_CODES : ENG_FP8_KEEP_TRANSPOSED;
+  if (role == ENG_FP8_X && !backward && r->keep != keep)
     return error_set(ENG_ERR_VALUE, "%s: x: in these blocks, microscaling keeps x as `%s`", s->name,
                      keep == ENG_FP8_KEEP_CODES ? "codes" : "transposed");
   for (int k = 0; k < ENG_FP8_ROLES; k++)
@@ -210,7 +222,9 @@ static eng_status check_mx_role(const fp8_site *s, const eng_fp8_recipe *recipe,
 static eng_status check_role(const fp8_site *s, const eng_fp8_recipe *recipe, int role)
 {
   const eng_fp8_role *r = &recipe->role[role];
-  if (r->mx) return check_mx_role(s, recipe, role);
+  const eng_fp8_role *backward = role == ENG_FP8_DY ? NULL : &recipe->backward[role];
+  if (backward && backward->mx) ENG_TRY(check_mx_role(s, recipe, role, backward));
+  if (r->mx) return check_mx_role(s, recipe, role, r);
   if (r->format != ENG_e4m3 && r->format != ENG_e5m2)
     return error_set(ENG_ERR_DTYPE, "%s: FP8 format of %s: expected e4m3 or e5m2, got number %d",
                      s->name, fp8_role_name[role], r->format);
@@ -242,8 +256,18 @@ static eng_status check_hadamard(const fp8_site *s, const eng_fp8_recipe *recipe
                      *b = &recipe->role[product == ENG_FP8_WGRAD ? ENG_FP8_X : ENG_FP8_W];
   int n = p->hadamard;
   if (!n) return ENG_OK;
+  bool again = recipe->backward[ENG_FP8_X].mx, forward = product == ENG_FP8_FORWARD;
+  if (forward && again && p->signs != ENG_FP8_SIGNS_NONE)
+    return error_set(ENG_ERR_VALUE,
+                     "%s: forward: if x and w have `backward`, their gradients pass through this "
+                     "product's Hadamard transform, which needs signs = \"none\"", s->name);
+  if (p->signs == ENG_FP8_SIGNS_BACKWARD && (forward || !again))
+    return error_set(ENG_ERR_VALUE,
+                     "%s: %s: signs = \"backward\" is for the backward products of a recipe whose "
+                     "x and w have `backward`", s->name, fp8_product_name[product]);
   if ((n != 16 && n != 32 && n != 64 && n != 128) || p->signs < ENG_FP8_SIGNS_NONE ||
-      p->signs > ENG_FP8_SIGNS_STEP || p->high || !a->mx || fp8_is_square(a) || fp8_is_square(b))
+      p->signs > ENG_FP8_SIGNS_BACKWARD || p->high || !a->mx || fp8_is_square(a) ||
+      fp8_is_square(b))
     return error_set(ENG_ERR_VALUE,
                      "%s: %s: a Hadamard transform has 16, 32, 64 or 128 elements, and is for "
                      "microscaled products whose factors have blocks that are not square, got %d",
@@ -275,6 +299,9 @@ eng_status eng_fp8_site_set(int64_t site, const eng_fp8_recipe *recipe)
                      s->name);
   if (recipe) {
     for (int r = 0; r < ENG_FP8_ROLES; r++) ENG_TRY(check_role(s, recipe, r));
+    if (!recipe->backward[ENG_FP8_X].mx != !recipe->backward[ENG_FP8_W].mx)
+      return error_set(ENG_ERR_VALUE, "%s: expected `backward` in both x and w, or in neither",
+                       s->name);
     for (int p = 0; p < ENG_FP8_PRODUCTS; p++) {
       const eng_fp8_product *of = &recipe->product[p];
       if (of->high && (p != ENG_FP8_FORWARD || !recipe->role[0].mx))

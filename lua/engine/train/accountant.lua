@@ -31,6 +31,9 @@ local function matrix(role, rows, columns)
   return role.mx > 0 and 2 * rows * columns or rows * columns + 4 * scales(role, rows, columns)
 end
 
+-- The bytes of a gate: of the elements that have a gradient, under a rule that denies some one.
+local function gate(role, count) return role.mx - 1 == C.ENG_MX_QUEST and 2 * count or 0 end
+
 local function predicted(opt)
   local sums = { masters = 0, copies = 0, gradients = 0, fp8 = 0, moments = 0 }
   local site_of = {}
@@ -46,7 +49,9 @@ local function predicted(opt)
     if site then
       local role, N, K = site.recipe.role[1], p.tensor:size(1), p.tensor:size(2)
       local square = role.block_rows == role.block_columns
-      sums.fp8 = sums.fp8 + matrix(role, N, K) + (square and 0 or matrix(role, K, N))
+      local again = site.recipe.backward[1].mx > 0
+      sums.fp8 = sums.fp8 + matrix(role, N, K) + gate(role, N * K)
+        + ((square or again) and 0 or matrix(role, K, N))
     end
   end
   sums.moments = 0
@@ -68,7 +73,7 @@ local function kept(opt, rows_of)
     elseif role.keep == C.ENG_FP8_KEEP_TRANSPOSED and role.block_rows ~= role.block_columns then
       codes = matrix(role, K, rows)
     elseif role.keep == C.ENG_FP8_KEEP_SWIGLU and rows_of.swiglu then codes = 2 * codes end
-    bytes = bytes + codes
+    bytes = bytes + codes + gate(role, rows * K)
   end
   return bytes
 end
@@ -95,7 +100,7 @@ function M.new(opt, loss)
     for _, site in ipairs(opt.fp8 and opt.fp8.list or {}) do
       local role = site.recipe.role[0]
       paths[site.module] = site.path
-      if role.keep == C.ENG_FP8_KEEP_CODES and role.stochastic == 0 then
+      if role.keep == C.ENG_FP8_KEEP_CODES and role.stochastic == 0 and role.mx == 0 then
         sharing[site.module] = ("%d %d %d %d %d %d %g"):format(role.format, role.block_rows,
           role.block_columns, role.rule, role.pow2, role.margin, role.eps)
       end
