@@ -258,7 +258,8 @@ enum {
   ENG_MX_FOUR_OVER_SIX = 5,
   ENG_MX_FOUR_OVER_SIX_MSE = 6,
   ENG_MX_QUEST = 7,
-  ENG_MX_RULES = 8
+  ENG_MX_MS_EDEN = 8,
+  ENG_MX_RULES = 9
 };
 /// How a block's amax becomes its scale: the rules of these projects (core/base/fp8_scale.h).
 enum {

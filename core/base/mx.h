@@ -30,6 +30,13 @@
 // Halves between two codes round toward zero. An element of magnitude 6 * 2^e or more has no
 // gradient.
 //
+// MS-EDEN, the backward pass of Quartet II (arXiv 2601.22813): as four over six with s6 alone, but
+// with 255.99 in place of 256 and 6 / (17/16 * 0.93) in place of 6, so that the largest elements
+// saturate, and with a scale of 1 where s6 is 0. Then the scales of each group of 128 elements of a
+// row are multiplied by c = f32(sum of y^2 / sum of y * code), over the group's elements y before
+// rounding, in f64 and in order (1 if the divisor is 0). f32(s * c) is rounded to e4m3,
+// stochastically or to nearest even.
+//
 // Four over six (Transformer Engine's 4over6): NVFP4 with 1536 = 256 * 6 in place of 2688, whose
 // blocks choose between two scales, s6 = e4m3((a / 6) * S) and s4 = e4m3((a / 6) * S * 1.5). The
 // scale with the smaller error is used, s6 if they are equal. The error of a row of a block is the
@@ -103,13 +110,26 @@ ENG_INLINE float mx_inverse(uint8_t code)
 }
 
 /// Whether blocks are scaled as in NVFP4, by one of two scales or not.
-ENG_INLINE int mx_is_nvfp4(int64_t rule)
-{ return rule >= ENG_MX_NVFP4 && rule <= ENG_MX_FOUR_OVER_SIX_MSE; }
 ENG_INLINE int mx_is_four_over_six(int64_t rule)
-{ return rule > ENG_MX_NVFP4 && mx_is_nvfp4(rule); }
+{ return rule == ENG_MX_FOUR_OVER_SIX || rule == ENG_MX_FOUR_OVER_SIX_MSE; }
+ENG_INLINE int mx_is_nvfp4(int64_t rule)
+{ return rule == ENG_MX_NVFP4 || mx_is_four_over_six(rule) || rule == ENG_MX_MS_EDEN; }
+/// Whether scales depend on more of x than the largest elements of a block and of the tensor.
+ENG_INLINE int mx_is_fitted(int64_t rule)
+{ return rule == ENG_MX_QUEST || rule == ENG_MX_MS_EDEN; }
+
+enum { MX_EDEN_GROUP = 128 };   // elements that share a correction
+/// The magnitude that becomes a block's largest code, before rounding.
+ENG_INLINE float nvfp4_largest(int64_t rule)
+{ return rule == ENG_MX_MS_EDEN ? (float)(6 / (17.0 / 16 * 0.93)) : 6.0f; }
 
 /// The largest magnitude of the codes times the scales of a tensor.
-ENG_INLINE float nvfp4_top(int64_t rule) { return rule == ENG_MX_NVFP4 ? 2688.0f : 1536.0f; }
+ENG_INLINE float nvfp4_top(int64_t rule)
+{
+  return rule == ENG_MX_NVFP4     ? 2688.0f
+         : rule == ENG_MX_MS_EDEN ? (float)(255.99 * 6 / (17.0 / 16 * 0.93))
+                                  : 1536.0f;
+}
 
 /// S, for NVFP4.
 ENG_INLINE float nvfp4_encode_scale(float amax, int64_t rule)
@@ -122,7 +142,8 @@ ENG_INLINE float nvfp4_encode_scale(float amax, int64_t rule)
 /// The ue4m3 code of a block's scale; NaN if its amax or S is NaN. stretch: 1.5 for s4, else 1.
 ENG_INLINE uint8_t nvfp4_scale(float amax, float encode, int64_t rule, float stretch)
 {
-  float scale = rule == ENG_MX_NVFP4 ? amax * (encode * (1.0f / 6.0f)) : amax / 6.0f * encode;
+  float scale = rule == ENG_MX_NVFP4 ? amax * (encode * (1.0f / 6.0f))
+                                     : amax / nvfp4_largest(rule) * encode;
   return e4m3_from_f32(scale * stretch, FP8_SATURATE);
 }
 
@@ -133,7 +154,7 @@ ENG_INLINE float nvfp4_factor(uint8_t scale, float encode)
   return factor > most ? most : factor;
 }
 
-/// The factor on a whole tensor's values: g / 2688 or g / 1536, or 1 if g = 0 (then S is 1, too).
+/// The factor on a whole tensor's values: g / nvfp4_top, or 1 if g = 0 (then S is 1, too).
 ENG_INLINE float nvfp4_decode_scale(float amax, int64_t rule)
 { return amax == 0 ? 1.0f : amax / nvfp4_top(rule); }
 

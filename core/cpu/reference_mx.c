@@ -119,6 +119,46 @@ static void store(const side *s, int64_t element, uint8_t code, double value)
   }
 }
 
+// MS-EDEN, for one group of a row.
+static void quantize_group(const side *s, int64_t r, int64_t c0, int64_t columns)
+{
+  const typeof(s->call->mx_quantize) *a = &s->call->mx_quantize;
+  mx_format f = mx_format_of(a->format), e4m3 = mx_format_of(ENG_e4m3);
+  double over = 0, under = 0;
+  uint8_t code[MX_EDEN_GROUP], first[MX_EDEN_GROUP];
+  for (int64_t c = 0; c < columns; c += a->block_columns) {
+    int64_t end = c + a->block_columns < columns ? c + a->block_columns : columns;
+    first[c] = nvfp4_scale(block_amax(s, r, 1, c0 + c, end - c, true), s->encode, a->rule, 1);
+    if (first[c] == 0) first[c] = 0x38;   // 1 in e4m3
+    for (int64_t i = c; i < end; i++) {
+      double y = x_at(s, r, c0 + i) * nvfp4_factor(first[c], s->encode);
+      code[i] = code_of(y, &f, 0, 0);
+      over += y * y;
+      under += y * mx_value(code[i], f);
+    }
+  }
+  float correction = under == 0 ? 1.0f : (float)(over / under);
+  for (int64_t i = 0; i < columns; i++) {
+    int64_t c = i / a->block_columns * a->block_columns,
+            number = r * ((s->columns + a->block_columns - 1) / a->block_columns) +
+                     (c0 + c) / a->block_columns;
+    uint32_t word[4] = {0};
+    if (a->sr_bits) philox_block(word, s->random + (uint64_t)(number / 4));
+    uint8_t scale = code_of((double)(e4m3_to_f32(first[c]) * correction), &e4m3, (int)a->sr_bits,
+                            word[number % 4]);
+    ((uint8_t *)s->scale->data)[number] = scale;
+    store(s, r * s->columns + c0 + i, code[i],
+          (double)(float)(mx_value(code[i], f) * e4m3_to_f32(scale)));
+  }
+}
+
+static void quantize_groups(const side *s)
+{
+  for (int64_t r = 0; r < s->rows; r++)
+    for (int64_t c = 0; c < s->columns; c += MX_EDEN_GROUP)
+      quantize_group(s, r, c, s->columns - c < MX_EDEN_GROUP ? s->columns - c : MX_EDEN_GROUP);
+}
+
 static void quantize_side(const side *s)
 {
   const typeof(s->call->mx_quantize) *a = &s->call->mx_quantize;
@@ -218,7 +258,8 @@ eng_status reference_mx_quantize(const op_call *call)
   ((float *)call->out[2]->data)[0] = amax;
   ((int64_t *)call->out[5]->data)[0] = nan;
   own.amax = amax, own.encode = nvfp4_encode_scale(amax, call->mx_quantize.rule);
-  quantize_side(&own);
+  if (call->mx_quantize.rule == ENG_MX_MS_EDEN) quantize_groups(&own);
+  else quantize_side(&own);
   if (!call->out[3]) return ENG_OK;
   side turned = {.call = call, .rows = columns, .columns = rows, .row = 1, .column = columns,
                  .q = call->out[3], .scale = call->out[4], .encode = own.encode, .amax = amax,

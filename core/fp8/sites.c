@@ -183,7 +183,7 @@ static eng_status check_mx_role(const fp8_site *s, const eng_fp8_recipe *recipe,
        known = r->format == ENG_e4m3 || r->format == ENG_e5m2 ||
                (r->format >= ENG_FORMAT_E2M1 && r->format <= ENG_FORMAT_MXINT8);
   if (!known || r->mx < 0 || r->mx > ENG_MX_RULES ||
-      ((mx_is_nvfp4(r->mx - 1) || r->mx - 1 == ENG_MX_QUEST) && r->format != ENG_FORMAT_E2M1))
+      ((mx_is_nvfp4(r->mx - 1) || mx_is_fitted(r->mx - 1)) && r->format != ENG_FORMAT_E2M1))
     return error_set(ENG_ERR_DTYPE, "%s: %s: microscaling has no format number %d with rule %d",
                      s->name, fp8_role_name[role], r->format, r->mx - 1);
   if (!fits)
@@ -203,6 +203,13 @@ static eng_status check_mx_role(const fp8_site *s, const eng_fp8_recipe *recipe,
                      "%s: %s: quest is for a forward product whose backward product reads %s in a "
                      "format of its own, in blocks of one row, rounded to nearest",
                      s->name, fp8_role_name[role], fp8_role_name[role]);
+  if (r->mx - 1 == ENG_MX_MS_EDEN &&
+      ((role != ENG_FP8_DY && !backward) || r->block_rows != 1 || r->factor != 0 ||
+       MX_EDEN_GROUP % r->block_columns))
+    return error_set(ENG_ERR_VALUE,
+                     "%s: %s: ms_eden is for dy and for `backward` of x and w, in blocks of one "
+                     "row that divide %d, without a factor",
+                     s->name, fp8_role_name[role], MX_EDEN_GROUP);
   if (again && fp8_is_square(r))
     return error_set(ENG_ERR_VALUE,
                      "%s: %s: a format for the backward product needs blocks that are not square",
@@ -255,6 +262,11 @@ static eng_status check_hadamard(const fp8_site *s, const eng_fp8_recipe *recipe
   const eng_fp8_role *a = &recipe->role[product == ENG_FP8_FORWARD ? ENG_FP8_X : ENG_FP8_DY],
                      *b = &recipe->role[product == ENG_FP8_WGRAD ? ENG_FP8_X : ENG_FP8_W];
   int n = p->hadamard;
+  const eng_fp8_role *c = &recipe->backward[product == ENG_FP8_WGRAD ? ENG_FP8_X : ENG_FP8_W];
+  bool eden = a->mx - 1 == ENG_MX_MS_EDEN || c->mx - 1 == ENG_MX_MS_EDEN;
+  if (product != ENG_FP8_FORWARD && eden && n != MX_EDEN_GROUP)
+    return error_set(ENG_ERR_VALUE, "%s: %s: ms_eden needs hadamard = %d, got %d", s->name,
+                     fp8_product_name[product], MX_EDEN_GROUP, n);
   if (!n) return ENG_OK;
   bool again = recipe->backward[ENG_FP8_X].mx, forward = product == ENG_FP8_FORWARD;
   if (forward && again && p->signs != ENG_FP8_SIGNS_NONE)

@@ -57,6 +57,7 @@ describe("ranks with ZeRO-3", function()
       { 3, "precision=bf16", "wire=fp8", "optimizer=muon" },
       { 2, "precision=fp8_delayed", "width=64" }, { 3, "precision=bf16_stochastic" },
       { 2, "precision=bf16_kahan" }, { 2, "precision=mxfp4_quartet", "width=64" },
+      { 2, "precision=nvfp4_quartet2", "width=64" },
       { 4, "precision=fp8_block", "width=64", "checkpoint=true" } } do
       local plain = told(unpack(case))
       case[#case + 1] = "zero=3"

@@ -130,6 +130,33 @@ describe("microscaling", function()
     end
   end)
 
+  it("corrects the scales of MS-EDEN, and rounds them without bias", function()
+    -- from the formula of the public kernel
+    local rows, want = { {}, {} }, { [2] = "74 78 78 78 75 78 78 78 " ..
+      "092A3C4D5E6E6F7F6F7F78192A3C4C5D5E6E6E7F7F091A2B4C4D5D6E6E6F7F78" ..
+      "192B4C5D5E6E6F7F7F7F091A2B4C4D5D6E6E6F7F78192A3C4C5D5E6E6E7F7F09",
+      [40] = "54 54 54 54 03 03 03 03 " .. ("02456677"):rep(8) .. ("7"):rep(64) }
+    for i = 0, 127 do
+      rows[1][i + 1] = (-1) ^ i * 0.1 * (i % 21)
+      rows[2][i + 1] = i < 64 and 0.25 * (i % 8) or 0.001
+    end
+    for k, amax in ipairs { 2, 40 } do
+      local q = engine.mx.quantize(engine.tensor { rows[k] }, { rule = "ms_eden",
+        amax = engine.tensor { amax } })
+      assert.equal(want[amax], (("%02X "):rep(8)):format(unpack(bytes(q.scale))) .. digits(q.q))
+    end
+    engine.seed(3)                        -- a block is a group
+    local x, sum = engine.randn(512, 128), 0
+    local exact = x:square():sum():item()
+    local function along(bits)
+      local q = engine.mx.quantize(x, { rule = "ms_eden", block = "1x128", sr_bits = bits })
+      return (q:dequantize() * x):sum():item() / exact
+    end
+    for _ = 1, 200 do sum = sum + along(16) / 200 end
+    assert.near(1, sum, 2e-4)
+    assert.is_true(math.abs(along(0) - 1) > 4e-4)
+  end)
+
   it("leaves room for stochastic rounding on request", function()
     local function quantized(x, factor)
       return engine.mx.quantize(x, { format = "e2m1", sr_bits = 24, factor = factor })

@@ -22,7 +22,9 @@ local function values(q)
 end
 
 -- NVFP4's factor for the tensor.
-local function of_tensor(q) return q.amax * (1 / (q.rule == "nvfp4" and 2688 or 1536)) end
+local TOP = { nvfp4 = 2688, four_over_six = 1536, four_over_six_mse = 1536,
+  ms_eden = M_ffi.new("float[1]", 255.99 * 6 / (17 / 16 * 0.93))[0] }
+local function of_tensor(q) return q.amax * (1 / TOP[q.rule]) end
 
 local function product(a, b, turned_a, turned_b)
   local y = M_ffi.run("matmul", { values(a), values(b) },
@@ -67,13 +69,14 @@ local function fixed(part)
     part.backward and { backward = fixed(part.backward) })
 end
 
-local RECIPES = { "mxfp8", "mxfp4", "mxfp4_tseng", "mxfp4_quartet", "nvfp4",
-  "nvfp4_four_over_six" }
+local RECIPES = { "mxfp8", "mxfp4", "mxfp4_tseng", "mxfp4_quartet", "mxfp4_tetrajet", "nvfp4",
+  "nvfp4_four_over_six", "nvfp4_quartet2" }
 
 describe("a linear layer under microscaling", function()
   for _, name in ipairs(RECIPES) do
     it(name .. " is what mx.quantize and matmul give by hand, to the bit", with_gradient(function()
       local width, rows, out = 96, 80, 64
+      if name == "nvfp4_quartet2" then width, rows, out = 160, 144, 192 end   -- groups of 128
       local fp8 = { sample = 0 }                    -- the recipe without random numbers
       for key, part in pairs(engine.precision.resolve(name).fp8) do
         if type(part) == "table" and not part[1] then fp8[key] = fixed(part) end
@@ -284,6 +287,8 @@ describe("a linear layer under microscaling", function()
     for text, fp8 in pairs { ["needs signs = \"none\""] = { x = quest, w = quest, dy = back,
       forward = { hadamard = 32 }, wgrad = {} }, ["is for the backward products"] = { x = back,
       w = back, dy = back, wgrad = { hadamard = 32, signs = "backward" } },
+      ["ms_eden needs hadamard = 128, got 0"] = { dy = { rule = "ms_eden" } },
+      ["ms_eden is for dy and"] = { x = { rule = "ms_eden" } },
       ["in blocks of one row"] = { x = arguments.merged(quest, { block = "2x32" }), w = quest,
         dy = back, wgrad = {} } } do
       assert.matches(text, select(2, pcall(engine.optim.sgd, layer, { lr = 1,

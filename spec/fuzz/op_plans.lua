@@ -350,7 +350,7 @@ function plans.dequantize()
 end
 local MX = { 10, 11, 13, 14, 15, 16 }
 local function mx_ints()
-  local rule = draw(8)
+  local rule = draw(9)
   return rule >= 4 and 13 or one_of(MX), one_of { 1, 2, 16 }, one_of { 2, 16, 32, 3 }, rule
 end
 function plans.mx_quantize()

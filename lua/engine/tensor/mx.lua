@@ -16,9 +16,10 @@ local FORMATS = { e4m3 = M_ffi.dtype.e4m3, e5m2 = M_ffi.dtype.e5m2, e2m1 = C.ENG
   e2m3 = C.ENG_FORMAT_E2M3, e3m2 = C.ENG_FORMAT_E3M2, mxint8 = C.ENG_FORMAT_MXINT8 }
 local RULES = { floor = C.ENG_MX_FLOOR, ceil = C.ENG_MX_CEIL, even = C.ENG_MX_EVEN,
   rceil = C.ENG_MX_RCEIL, nvfp4 = C.ENG_MX_NVFP4, four_over_six = C.ENG_MX_FOUR_OVER_SIX,
-  four_over_six_mse = C.ENG_MX_FOUR_OVER_SIX_MSE, quest = C.ENG_MX_QUEST }
+  four_over_six_mse = C.ENG_MX_FOUR_OVER_SIX_MSE, quest = C.ENG_MX_QUEST,
+  ms_eden = C.ENG_MX_MS_EDEN }
 -- The rules whose scales are ue4m3 and one f32 for the tensor.
-local NVFP4 = { nvfp4 = true, four_over_six = true, four_over_six_mse = true }
+local NVFP4 = { nvfp4 = true, four_over_six = true, four_over_six_mse = true, ms_eden = true }
 local NONFINITE = { torchao = 0, te = 32 }     -- 32: the flag MX_FINITE (core/ops.def)
 -- The rules under which some elements have no gradient. They need e2m1.
 local GATED = { quest = true }
@@ -37,7 +38,7 @@ local methods = {}
 local Quantized = { __index = methods }
 
 --- code * scale as a tensor of x's shape, f32 unless another float dtype is named. For NVFP4
---- also multiplied by the tensor's amax / 2688, for four over six by amax / 1536.
+--- also multiplied by the tensor's amax / 2688 (four over six: 1536, ms_eden: 1554.4).
 function methods.dequantize(x, dtype)
   local scaled = x.factor ~= 1
   local y = run("mx_dequantize", { x.q, x.scale, NVFP4[x.rule] and x.amax or false },
@@ -76,7 +77,8 @@ local QUANTIZE = "format rule block nonfinite sr_bits factor transposed amax had
 --- ("floor", "ceil", "even", "rceil": scales are powers of two; "nvfp4": ue4m3 and one f32 for the
 --- tensor; "four_over_six": nvfp4, but each block's largest element becomes 6 or 4, whichever has
 --- the smaller mean absolute error; "four_over_six_mse": the smaller squared error; "quest": e2m1,
---- powers of two from the standard deviation of a block), block ("1x32",
+--- powers of two from the standard deviation of a block; "ms_eden": nvfp4 with scales that make up
+--- for rounding in groups of 128, and that sr_bits round instead of the elements), block ("1x32",
 --- for nvfp4 "1x16"; "16x16", { rows, columns }), nonfinite ("torchao": Inf or NaN makes its block
 --- NaN; "te": the scale ignores NaN), sr_bits (bits of stochastic rounding, 0 to 24; 0 rounds to
 --- nearest even), factor (0.5 to 1: multiplies the elements before rounding, and dequantize

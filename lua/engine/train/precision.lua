@@ -61,9 +61,9 @@ end
 --               promotion   steps of K between promotions to f32; 0: none
 --             for microscaling (docs/microscaling.md), x, w and dy all have one of the rules floor,
 --             ceil, even, rceil, quest (blocks of 1x32), nvfp4, four_over_six, four_over_six_mse
---             (1x16, 16x16). Formats may also be e2m1, e2m3, e3m2, mxint8. Products run in bf16,
---             where they are exact. stochastic may be a number of random bits (true: 8). Roles also
---             have
+--             (1x16, 16x16), ms_eden (1x16). Formats may also be e2m1, e2m3, e3m2, mxint8. Products
+--             run in bf16, where they are exact. stochastic may be a number of random bits (true:
+--             8). Roles also have
 --               factor      multiplies elements before rounding; the product is divided by it
 --               backward    of x and w: a role that says how the values which the forward product
 --                           read are quantized for the backward product, instead of the originals
@@ -149,6 +149,17 @@ local QUEST = e2m1("quest", "1x32", { backward = UNCLIPPED })
 local REDRAWN = { hadamard = 32, signs = "backward" }
 M.recipes.mxfp4_quartet = microscaled(QUEST, QUEST, UNCLIPPED,
   { forward = { hadamard = 32, signs = "none" }, dgrad = REDRAWN, wgrad = REDRAWN })
+-- Quartet II (arXiv 2601.22813): four over six by squared errors in the forward pass; in the
+-- backward pass MS-EDEN of its values and of dy
+local EDEN = e2m1("ms_eden", "1x16", { stochastic = 24 })
+local SQUARES = e2m1("four_over_six_mse", "1x16", { backward = EDEN })
+local REDRAWN_128 = { hadamard = 128, signs = "backward" }
+M.recipes.nvfp4_quartet2 = microscaled(SQUARES, SQUARES, EDEN,
+  { dgrad = REDRAWN_128, wgrad = REDRAWN_128 })
+-- TetraJet (arXiv 2502.20853): MXFP4 rounded to nearest in the forward pass; in the backward pass
+-- its values and dy rounded stochastically
+local TETRAJET = e2m1("rceil", "1x32", { backward = e2m1("rceil", "1x32", { stochastic = 24 }) })
+M.recipes.mxfp4_tetrajet = microscaled(TETRAJET, TETRAJET, TETRAJET.backward)
 
 local FORMATS = {
   weights = "f32 f16 bf16", activations = "f32 f16 bf16", residual = "f32 f16 bf16",

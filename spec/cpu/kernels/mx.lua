@@ -51,9 +51,16 @@ generators.mx_quantize = function(try)
       end
     end
   end
-  for k, dtype in ipairs { "f32", "bf16", "f16", "f64" } do    -- quest
+  for k, dtype in ipairs { "f32", "bf16", "f16", "f64" } do    -- quest and ms_eden
     for i, kind in ipairs(KINDS) do
-      for j, shape in ipairs { { 2, 2 }, { 4, 34 }, { 34, 70 }, { 0, 4 }, { 300, 96 } } do
+      for j, shape in ipairs { { 2, 2 }, { 4, 34 }, { 34, 70 }, { 0, 4 }, { 300, 96 },
+        { 40, 300 } } do
+        for given = 0, 1 do
+          try { inputs = { float(dtype, shape, kind, (i + j) % 4 == 0 and "transposed" or "plain"),
+            given == 1 and tensors.listed("f32", { 1 }, { ({ 3.5, 1e-3, 0, 1e-38 })[i] }) or
+            false }, ints = { 13, 1, ({ 16, 32, 128, 2 })[(i + j + k) % 4 + 1], 8, i % 2 * VALUES,
+            ({ 0, 24, 8 })[(i + j) % 3 + 1], i * j, 1 }, outputs = 8, zeros = true, note = kind }
+        end
         try { inputs = { float(dtype, shape, kind, (i + j) % 4 == 0 and "transposed" or "plain"),
           j == 2 and tensors.listed("f32", { 1 }, { 3.5 }) or false }, ints = { 13, 1,
           ({ 32, 16, 128, 6 })[(i + j + k) % 4 + 1], 7, i % 2 * VALUES + (i + j) % 2 * GATE },
@@ -63,8 +70,11 @@ generators.mx_quantize = function(try)
     for _, list in ipairs { { 0, -0.0, 0, 0 }, { 1, 1, 1, 1 }, { 1, 1 / 0, -2, 0 },
       { 1, 0 / 0, -2, 4 }, { 3.4e38, -3.4e38, 0, 1 }, { 1e-44, 0, 1e-45, 0 }, { 1e-7, 0, 0, 0 },
       { 2 ^ -126, 2 ^ -127, 2 ^ -128, 0 }, { .25, -.75, 1.25, -1.75, 2.5, -3.5, 5, -5 } } do
-      try { inputs = { tensors.listed(dtype, { 1, #list }, list), false }, ints = { 13, 1, 32, 7,
-        VALUES + GATE }, outputs = 8, zeros = true }
+      local x = tensors.listed(dtype, { 1, #list }, list)
+      try { inputs = { x, false }, ints = { 13, 1, 32, 7, VALUES + GATE }, outputs = 8,
+        zeros = true }
+      try { inputs = { x, false }, ints = { 13, 1, 2, 8, VALUES, 8, 3, 1 }, outputs = 8,
+        zeros = true }
     end
   end
   -- more than one task and tile
@@ -93,11 +103,13 @@ generators.mx_quantize = function(try)
     end
   end
   local x = float("f32", { 3, 3 }, "normal")
-  for _, bad in ipairs { { { 0, 1, 32, 0 }, "the format" }, { { 10, 1, 32, 8 }, "rule of" },
+  for _, bad in ipairs { { { 0, 1, 32, 0 }, "the format" }, { { 10, 1, 32, 9 }, "rule of" },
     { { 10, 1, 16, 4 }, "need the format e2m1" }, { { 10, 0, 32, 0 }, "blocks of 1 to 128" },
     { { 13, 1, 5, 0 }, "even number of columns" }, { { 13, 1, 4, 0 }, "even length" },
-    { { 10, 1, 32, 7 }, "need the format e2m1" }, { { 13, 1, 4, 7, FINITE }, "quest has" },
-    { { 13, 2, 2, 7 }, "quest has" }, { { 13, 1, 4, 7, 0, 8 }, "quest has" },
+    { { 10, 1, 32, 7 }, "need the format e2m1" }, { { 13, 1, 4, 7, FINITE }, "quest and" },
+    { { 13, 2, 2, 7 }, "quest and" }, { { 13, 1, 4, 7, 0, 8 }, "quest and" },
+    { { 13, 1, 4, 8, TURNED }, "quest and" }, { { 13, 1, 6, 8 }, "divide 128" },
+    { { 13, 1, 16, 8, GATE }, "flags" },
     { { 10, 1, 32, 0, GATE }, "flags" },
     { { 10, 1, 32, 0, 1 }, "flags" }, { { 10, 1, 32, 0, 0, 25 }, "sr_bits" },
     { { 13, 1, 16, 5, 0, 8 }, "compares errors" } } do
