@@ -261,14 +261,13 @@ static eng_status check_hadamard(const fp8_site *s, const eng_fp8_recipe *recipe
   const eng_fp8_product *p = &recipe->product[product];
   const eng_fp8_role *a = &recipe->role[product == ENG_FP8_FORWARD ? ENG_FP8_X : ENG_FP8_DY],
                      *b = &recipe->role[product == ENG_FP8_WGRAD ? ENG_FP8_X : ENG_FP8_W];
+  bool forward = product == ENG_FP8_FORWARD, again = recipe->backward[ENG_FP8_X].mx;
+  if (again && !forward) b = &recipe->backward[product == ENG_FP8_WGRAD ? ENG_FP8_X : ENG_FP8_W];
   int n = p->hadamard;
-  const eng_fp8_role *c = &recipe->backward[product == ENG_FP8_WGRAD ? ENG_FP8_X : ENG_FP8_W];
-  bool eden = a->mx - 1 == ENG_MX_MS_EDEN || c->mx - 1 == ENG_MX_MS_EDEN;
-  if (product != ENG_FP8_FORWARD && eden && n != MX_EDEN_GROUP)
+  if (n != MX_EDEN_GROUP && (a->mx - 1 == ENG_MX_MS_EDEN || b->mx - 1 == ENG_MX_MS_EDEN))
     return error_set(ENG_ERR_VALUE, "%s: %s: ms_eden needs hadamard = %d, got %d", s->name,
                      fp8_product_name[product], MX_EDEN_GROUP, n);
   if (!n) return ENG_OK;
-  bool again = recipe->backward[ENG_FP8_X].mx, forward = product == ENG_FP8_FORWARD;
   if (forward && again && p->signs != ENG_FP8_SIGNS_NONE)
     return error_set(ENG_ERR_VALUE,
                      "%s: forward: if x and w have `backward`, their gradients pass through this "
