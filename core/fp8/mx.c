@@ -2,7 +2,12 @@
 // numbers that the codes stand for. An ordinary matmul multiplies them; the product of two such
 // numbers is exact. NVFP4's scale of the whole tensor, amax / 2688, is not part of the copies,
 // because bf16 would round the scaled numbers. It multiplies the f32 sums, and so does the inverse
-// of a role's `factor`. Called by linear.c; see its head.
+// of a role's `factor`.
+//
+// A recipe may have formats of their own for what the backward products read of x and W. Then these
+// products read the forward product's numbers, quantized again, and their results are gradients of
+// these numbers, which fp8_mx_through turns into gradients of x and W. Called by linear.c; see its
+// head.
 #include "sites.h"
 
 #include "base/error.h"
@@ -26,34 +31,28 @@ static eng_status measure(fp8_site *s, int role, tensor *x, tensor *q, const ten
                           const tensor *amax)
 {
   const eng_fp8_role *r = &s->recipe.role[role];
-  int64_t columns = x->shape[x->ndim - 1], rows = columns ? x->count / columns : 0;
-  if (x->count == 0) return ENG_OK;
-  int64_t every = fp8_measured_every(rows, columns), taken = (rows + every - 1) / every,
-          across = scale->shape[1];
-  float *values = malloc((size_t)(2 * taken * columns + scale->count) * sizeof *values), whole = 1;
-  if (!values) return error_set(ENG_ERR_MEMORY, "out of memory for the FP8 meters");
-  float *numbers = values + taken * columns, *codes = numbers + taken * columns;
-  eng_status status = fp8_read_rows(values, x, every);
-  if (status == ENG_OK) status = fp8_read_rows(numbers, q, every);
-  if (status == ENG_OK) status = transfer_read(codes, ENG_f32, scale);
-  if (status == ENG_OK && mx_is_nvfp4(r->mx - 1)) {
-    status = transfer_read(&whole, ENG_f32, amax);
+  fp8_sample m;
+  float whole = 1;
+  if (mx_is_nvfp4(r->mx - 1)) {
+    ENG_TRY(transfer_read(&whole, ENG_f32, amax));
     whole = nvfp4_decode_scale(whole, r->mx - 1);
   }
   if (r->factor != 0) whole /= (float)r->factor;
+  ENG_TRY(fp8_sample_read(&m, x, q, scale));
   mx_format f = mx_format_of(r->format);
   // half a step above the largest number
   float limit = 1.5f * f.largest - 0.5f * mx_value((uint8_t)(f.top - 1), f);
-  for (int64_t i = 0; i < taken && status == ENG_OK; i++)
-    for (int64_t k = 0; k < columns; k++) {
-      uint8_t code = (uint8_t)codes[i * every / r->block_rows * across + k / r->block_columns];
+  for (int64_t i = 0; i < m.rows; i++)
+    for (int64_t k = 0; k < m.columns; k++) {
+      int64_t at = i * m.every / r->block_rows * scale->shape[1] + k / r->block_columns;
+      uint8_t code = (uint8_t)m.scale[at];
       float unit = mx_is_nvfp4(r->mx - 1) ? e4m3_to_f32(code) : ue8m0_to_f32(code),
-            number = numbers[i * columns + k];
-      fp8_meter_element(&s->meter[role], values[i * columns + k], unit > 0 ? number / unit : 0,
+            number = m.q[i * m.columns + k];
+      fp8_meter_element(&s->meter[role], m.x[i * m.columns + k], unit > 0 ? number / unit : 0,
                         unit * whole, f.largest, limit);
     }
-  free(values);
-  return status;
+  free(m.x);
+  return ENG_OK;
 }
 
 // The signs of a product's Hadamard transform, as the operation takes them. Each product of a layer

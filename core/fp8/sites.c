@@ -443,9 +443,9 @@ void fp8_meter_element(eng_fp8_meter *m, float x, float code, float scale, float
 }
 
 /// Reads every `every`-th row of x [.. x K] as f32 into host memory.
-eng_status fp8_read_rows(float *to, tensor *x, int64_t every)
+static eng_status read_rows(float *to, tensor *x, int64_t every)
 {
-  int64_t columns = x->shape[x->ndim - 1], rows = columns ? x->count / columns : 0;
+  int64_t columns = x->shape[x->ndim - 1], rows = x->count / columns;
   tensor *flat, *some;
   ENG_TRY(op_reshape(&flat, x, 2, (int64_t[]){rows, columns}));
   eng_status status = op_run1(&some, (op_call){.op = ENG_OP_slice, .in = {flat},
@@ -458,31 +458,37 @@ eng_status fp8_read_rows(float *to, tensor *x, int64_t every)
   return status;
 }
 
-int64_t fp8_measured_every(int64_t rows, int64_t columns)
+eng_status fp8_sample_read(fp8_sample *to, tensor *x, tensor *q, const tensor *scale)
 {
-  int64_t most = MOST_MEASURED / columns > 1 ? MOST_MEASURED / columns : 1;
-  return (rows + most - 1) / most;
+  *to = (fp8_sample){0};
+  if (x->count == 0) return ENG_OK;
+  int64_t columns = x->shape[x->ndim - 1], rows = x->count / columns,
+          most = MOST_MEASURED / columns > 1 ? MOST_MEASURED / columns : 1,
+          every = (rows + most - 1) / most, taken = (rows + every - 1) / every;
+  float *values = malloc((size_t)(2 * taken * columns + scale->count) * sizeof *values);
+  if (!values) return error_set(ENG_ERR_MEMORY, "out of memory for the FP8 meters");
+  *to = (fp8_sample){values, values + taken * columns, values + 2 * taken * columns, taken, every,
+                     columns};
+  eng_status status = read_rows(to->x, x, every);
+  if (status == ENG_OK) status = read_rows(to->q, q, every);
+  if (status == ENG_OK) status = transfer_read(to->scale, ENG_f32, scale);
+  if (status != ENG_OK) free(values);
+  return status;
 }
 
 eng_status fp8_measure(fp8_site *s, int role, tensor *x, tensor *q, const tensor *scale)
 {
   const eng_fp8_role *r = &s->recipe.role[role];
-  int64_t columns = x->shape[x->ndim - 1], rows = columns ? x->count / columns : 0;
-  if (x->count == 0) return ENG_OK;
-  int64_t every = fp8_measured_every(rows, columns), taken = (rows + every - 1) / every;
-  fp8_scales at = fp8_scales_for(r->block_rows, r->block_columns, rows, columns, NULL);
-  float *values = malloc((size_t)(2 * taken * columns + scale->count) * sizeof *values);
-  if (!values) return error_set(ENG_ERR_MEMORY, "out of memory for the FP8 meters");
-  float *codes = values + taken * columns, *scales = codes + taken * columns;
-  eng_status status = fp8_read_rows(values, x, every);
-  if (status == ENG_OK) status = fp8_read_rows(codes, q, every);
-  if (status == ENG_OK) status = transfer_read(scales, ENG_f32, scale);
+  fp8_sample m;
+  ENG_TRY(fp8_sample_read(&m, x, q, scale));
+  fp8_scales at = fp8_scales_for(r->block_rows, r->block_columns,
+                                 m.columns ? x->count / m.columns : 0, m.columns, NULL);
   // the smallest magnitude that overflows: half a step above the largest number (fp8.h)
   float largest = fp8_largest(r->format), limit = r->format == ENG_e4m3 ? 464.0f : 61440.0f;
-  for (int64_t i = 0; i < taken && status == ENG_OK; i++)
-    for (int64_t k = 0; k < columns; k++)
-      fp8_meter_element(&s->meter[role], values[i * columns + k], codes[i * columns + k],
-                        scales[fp8_scale_at(&at, i * every, k)], largest, limit);
-  free(values);
-  return status;
+  for (int64_t i = 0; i < m.rows; i++)
+    for (int64_t k = 0; k < m.columns; k++)
+      fp8_meter_element(&s->meter[role], m.x[i * m.columns + k], m.q[i * m.columns + k],
+                        m.scale[fp8_scale_at(&at, i * m.every, k)], largest, limit);
+  free(m.x);
+  return ENG_OK;
 }

@@ -42,11 +42,13 @@ bool fp8_measuring(void);
 int64_t fp8_step(void);
 eng_status fp8_measure(fp8_site *s, int role, tensor *x, tensor *q, const tensor *scale);
 
-/// For meters. fp8_read_rows reads every `every`-th row of x as f32. fp8_measured_every is the
-/// distance between measured rows. fp8_meter_element counts one element with its code's value and
-/// its scale. largest: the format's largest number; limit: the smallest magnitude that overflows.
-eng_status fp8_read_rows(float *to, tensor *x, int64_t every);
-int64_t fp8_measured_every(int64_t rows, int64_t columns);
+/// A sample for the meters, in host memory as f32: every `every`-th row of x, the same rows of its
+/// codes or values q, and all scales. `x` owns the memory of the three. No rows: x is empty.
+typedef struct fp8_sample { float *x, *q, *scale; int64_t rows, every, columns; } fp8_sample;
+/// Reads a sample, whose x the caller frees.
+eng_status fp8_sample_read(fp8_sample *to, tensor *x, tensor *q, const tensor *scale);
+/// Counts one element with its code's value and its scale. largest: the format's largest number;
+/// limit: the smallest magnitude that overflows.
 void fp8_meter_element(eng_fp8_meter *m, float x, float code, float scale, float largest,
                        float limit);
 
