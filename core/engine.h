@@ -340,11 +340,11 @@ typedef struct eng_fp8_product {
   int32_t accumulator, promotion, high, hadamard, signs;
 } eng_fp8_product;
 /// How a layer computes in FP8: a role for each of its tensors, a product for each of its passes.
-/// backward: only microscaling. With mx != 0, the backward products read x and w as follows: the
-/// values that the forward product read are quantized again, as this role says, in each backward
-/// pass. The gradients of these values become those of x and w through the forward product's
-/// Hadamard transform and the gates of mx_quantize. With mx = 0, x and w are quantized for the
-/// backward products from the originals, and no gradient is gated.
+/// backward: only microscaling, for both x and w or neither (mx = 0). Each backward pass quantizes
+/// the values that the forward product read again, as this role says, for the backward product. The
+/// gradients of these values pass through the gates of mx_quantize and the forward product's
+/// Hadamard transform. Without it, the originals of x and w are quantized for the backward
+/// products.
 typedef struct eng_fp8_recipe {
   eng_fp8_role role[3];               // ENG_FP8_X, W, DY
   eng_fp8_role backward[2];           // ENG_FP8_X, W

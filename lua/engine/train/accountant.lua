@@ -31,7 +31,7 @@ local function matrix(role, rows, columns)
   return role.mx > 0 and 2 * rows * columns or rows * columns + 4 * scales(role, rows, columns)
 end
 
--- The bytes of a gate: of the elements that have a gradient, under a rule that denies some one.
+-- The bytes of the gate that a role keeps: in bf16, only under quest.
 local function gate(role, count) return role.mx - 1 == C.ENG_MX_QUEST and 2 * count or 0 end
 
 local function predicted(opt)

@@ -143,21 +143,21 @@ local UNCLIPPED = e2m1("floor", "1x32", { stochastic = 24, factor = 0.75 })
 local RANDOM = { hadamard = 64, signs = "step" }
 M.recipes.mxfp4_tseng = microscaled(UNCLIPPED, UNCLIPPED, UNCLIPPED,
   { forward = { high = true }, dgrad = RANDOM, wgrad = RANDOM })
--- Quartet (arXiv 2505.14669): QuEST's scales under a Hadamard transform in the forward pass; in the
--- backward pass Tseng's rounding of its values and of dy
+-- Quartet (arXiv 2505.14669): QuEST's scales under a Hadamard transform in the forward pass. In the
+-- backward pass, dy and what the forward product read are rounded as by Tseng et al.
 local QUEST = e2m1("quest", "1x32", { backward = UNCLIPPED })
 local REDRAWN = { hadamard = 32, signs = "backward" }
 M.recipes.mxfp4_quartet = microscaled(QUEST, QUEST, UNCLIPPED,
   { forward = { hadamard = 32, signs = "none" }, dgrad = REDRAWN, wgrad = REDRAWN })
--- Quartet II (arXiv 2601.22813): four over six by squared errors in the forward pass; in the
--- backward pass MS-EDEN of its values and of dy
+-- Quartet II (arXiv 2601.22813): four over six by squared errors in the forward pass. In the
+-- backward pass, MS-EDEN rounds dy and what the forward product read.
 local EDEN = e2m1("ms_eden", "1x16", { stochastic = 24 })
 local SQUARES = e2m1("four_over_six_mse", "1x16", { backward = EDEN })
 local REDRAWN_128 = { hadamard = 128, signs = "backward" }
 M.recipes.nvfp4_quartet2 = microscaled(SQUARES, SQUARES, EDEN,
   { dgrad = REDRAWN_128, wgrad = REDRAWN_128 })
--- TetraJet (arXiv 2502.20853): MXFP4 rounded to nearest in the forward pass; in the backward pass
--- its values and dy rounded stochastically
+-- TetraJet (arXiv 2502.20853) without Q-EMA and Q-Ramping: MXFP4 rounded to nearest in the forward
+-- pass. In the backward pass, dy and what the forward product read are rounded stochastically.
 local TETRAJET = e2m1("rceil", "1x32", { backward = e2m1("rceil", "1x32", { stochastic = 24 }) })
 M.recipes.mxfp4_tetrajet = microscaled(TETRAJET, TETRAJET, TETRAJET.backward)
 
