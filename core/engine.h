@@ -248,7 +248,8 @@ enum {
 /// How mx_quantize scales a block (core/base/mx.h).
 enum {
   ENG_MX_FLOOR = 0, ENG_MX_CEIL = 1, ENG_MX_EVEN = 2, ENG_MX_RCEIL = 3, ENG_MX_NVFP4 = 4,
-  ENG_MX_FOUR_OVER_SIX = 5, ENG_MX_FOUR_OVER_SIX_MSE = 6, ENG_MX_RULES = 7
+  ENG_MX_FOUR_OVER_SIX = 5, ENG_MX_FOUR_OVER_SIX_MSE = 6, ENG_MX_QUEST = 7, ENG_MX_MS_EDEN = 8,
+  ENG_MX_RULES = 9
 };
 /// How a block's amax becomes its scale: the rules of these projects (core/base/fp8_scale.h).
 enum {
@@ -289,8 +290,12 @@ enum {
 };
 
 /// Signs of a Hadamard transform. NONE: all positive. FIXED: Transformer Engine's. LAYER: drawn for
-/// each layer. STEP: drawn for each layer and each step.
-enum { ENG_FP8_SIGNS_NONE = -1, ENG_FP8_SIGNS_FIXED, ENG_FP8_SIGNS_LAYER, ENG_FP8_SIGNS_STEP };
+/// each layer. STEP: drawn for each layer and each step. BACKWARD: drawn for each layer and each
+/// backward pass.
+enum {
+  ENG_FP8_SIGNS_NONE = -1, ENG_FP8_SIGNS_FIXED, ENG_FP8_SIGNS_LAYER, ENG_FP8_SIGNS_STEP,
+  ENG_FP8_SIGNS_BACKWARD
+};
 
 /// How one role of a layer (its input, weight or output gradient) becomes FP8.
 typedef struct eng_fp8_role {
@@ -312,8 +317,14 @@ typedef struct eng_fp8_product {
   int32_t accumulator, promotion, high, hadamard, signs;
 } eng_fp8_product;
 /// How a layer computes in FP8: a role for each of its tensors, a product for each of its passes.
+/// backward: only microscaling, for both x and w or neither (mx = 0). Each backward pass quantizes
+/// the values that the forward product read again, as this role says, for the backward product. The
+/// gradients of these values pass through the gates of mx_quantize and the forward product's
+/// Hadamard transform. Without it, the originals of x and w are quantized for the backward
+/// products.
 typedef struct eng_fp8_recipe {
   eng_fp8_role role[3];               // ENG_FP8_X, W, DY
+  eng_fp8_role backward[2];           // ENG_FP8_X, W
   eng_fp8_product product[3];         // ENG_FP8_FORWARD, DGRAD, WGRAD
 } eng_fp8_recipe;
 

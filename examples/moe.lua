@@ -32,7 +32,7 @@ local cfg = engine.config({ policy = "per_expert", seeds = 0, seed = 1, steps = 
     lr = "learning rate",
     precision = { "recipe", choices = { "fp32", "bf16", "bf16_stochastic", "bf16_kahan", "fp16",
       "fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_block", "mxfp8", "mxfp4", "mxfp4_tseng",
-      "nvfp4", "nvfp4_four_over_six" } },
+      "mxfp4_quartet", "mxfp4_tetrajet", "nvfp4", "nvfp4_four_over_six", "nvfp4_quartet2" } },
     experts_over = "ranks that the experts are divided over; 1: each has all",
     dispatch = { "format of tokens sent to experts", choices = { "own", "fp32", "bf16", "fp8" } },
     combine = { "format of the outputs sent back", choices = { "own", "fp32", "bf16" } },

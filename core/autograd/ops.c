@@ -6,7 +6,7 @@
 enum {
   ALL = ~0,
   I0 = 1, I1 = 2, I2 = 4, I3 = 8, I4 = 16, I5 = 32,
-  O0 = 1, O1 = 2, O2 = 4, O3 = 8, O4 = 16, O6 = 64,
+  O0 = 1, O1 = 2, O2 = 4, O3 = 8, O4 = 16, O5 = 32, O6 = 64, O7 = 128,
 };
 
 const op_info op_table[ENG_OP_COUNT] = {
@@ -36,12 +36,11 @@ const op_info op_table[ENG_OP_COUNT] = {
 
 int op_absent_outputs(const op_call *c)
 {
-  switch (c->op) {
+  int absent = 0;
 #define ENG_OUTPUT_IF(name, outputs, condition) \
-  case ENG_OP_##name: return condition ? 0 : outputs;
+  if (c->op == ENG_OP_##name && !(condition)) absent |= outputs;
 #include "ops.def"
-    default: return 0;
-  }
+  return absent;
 }
 
 int64_t *op_random_place(op_call *c, int *blocks)

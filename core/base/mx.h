@@ -24,6 +24,19 @@
 // round(x * min(1 / (s * (1 / S)), FLT_MAX)). Its value is code * s * (g / 2688). A block much
 // smaller than the tensor gets the scale 0.
 //
+// QuEST, the forward pass of Quartet (arXiv 2505.14669), e2m1 alone: e = floor(log2 s) for
+// s = f32(2.92247856 / 6 * std + 1e-8), where std is the population standard deviation of the
+// block's elements. It comes from their sum and the sum of their squares, in f64 and in order.
+// Halves between two codes round toward zero. An element of magnitude 6 * 2^e or more has no
+// gradient.
+//
+// MS-EDEN, the backward pass of Quartet II (arXiv 2601.22813): as four over six with s6 alone, but
+// with 255.99 in place of 256 and 6 / (17/16 * 0.93) in place of 6, so that the largest elements
+// saturate, and with a scale of 1 where s6 is 0. Then the scales of each group of 128 elements of a
+// row are multiplied by c = f32(sum of y^2 / sum of y * code), over the group's elements y before
+// rounding, in f64 and in order (1 if the divisor is 0). f32(s * c) is rounded to e4m3,
+// stochastically or to nearest even.
+//
 // Four over six (Transformer Engine's 4over6): NVFP4 with 1536 = 256 * 6 in place of 2688, whose
 // blocks choose between two scales, s6 = e4m3((a / 6) * S) and s4 = e4m3((a / 6) * S * 1.5). The
 // scale with the smaller error is used, s6 if they are equal. The error of a row of a block is the
@@ -73,6 +86,21 @@ ENG_INLINE uint8_t mx_scale(float amax, mx_format f, int rule, int saturates)
   return (uint8_t)(code < 0 ? 0 : code > 254 ? 254 : code);
 }
 
+/// QuEST: the ue8m0 code for a block of n numbers with this sum and sum of squares; 255 if Inf or
+/// NaN is among them.
+ENG_INLINE uint8_t quest_scale(double sum, double squares, int n)
+{
+  double mean = sum / n, variance = squares / n - mean * mean;
+  if (!(variance - variance == 0)) return 255;
+  float scale = (float)(2.92247856 / 6 * __builtin_sqrt(variance > 0 ? variance : 0) + 1e-8);
+  return (uint8_t)(f32_bits(scale) >> 23);
+}
+
+/// Whether elements may have no gradient under this rule.
+ENG_INLINE int mx_is_gated(int64_t rule) { return rule == ENG_MX_QUEST; }
+/// QuEST: whether an element has a gradient, from its quotient by the scale.
+ENG_INLINE int quest_gate(float y) { return __builtin_fabsf(y) < 6; }
+
 /// 2^-e of a ue8m0 code; NaN for 255.
 ENG_INLINE float mx_inverse(uint8_t code)
 {
@@ -82,13 +110,26 @@ ENG_INLINE float mx_inverse(uint8_t code)
 }
 
 /// Whether blocks are scaled as in NVFP4, by one of two scales or not.
-ENG_INLINE int mx_is_nvfp4(int64_t rule)
-{ return rule >= ENG_MX_NVFP4 && rule <= ENG_MX_FOUR_OVER_SIX_MSE; }
 ENG_INLINE int mx_is_four_over_six(int64_t rule)
-{ return rule > ENG_MX_NVFP4 && mx_is_nvfp4(rule); }
+{ return rule == ENG_MX_FOUR_OVER_SIX || rule == ENG_MX_FOUR_OVER_SIX_MSE; }
+ENG_INLINE int mx_is_nvfp4(int64_t rule)
+{ return rule == ENG_MX_NVFP4 || mx_is_four_over_six(rule) || rule == ENG_MX_MS_EDEN; }
+/// Whether scales depend on more of x than the largest elements of a block and of the tensor.
+ENG_INLINE int mx_is_fitted(int64_t rule)
+{ return rule == ENG_MX_QUEST || rule == ENG_MX_MS_EDEN; }
+
+enum { MX_EDEN_GROUP = 128 };   // elements that share a correction
+/// The magnitude that becomes a block's largest code, before rounding.
+ENG_INLINE float nvfp4_largest(int64_t rule)
+{ return rule == ENG_MX_MS_EDEN ? (float)(6 / (17.0 / 16 * 0.93)) : 6.0f; }
 
 /// The largest magnitude of the codes times the scales of a tensor.
-ENG_INLINE float nvfp4_top(int64_t rule) { return rule == ENG_MX_NVFP4 ? 2688.0f : 1536.0f; }
+ENG_INLINE float nvfp4_top(int64_t rule)
+{
+  return rule == ENG_MX_NVFP4     ? 2688.0f
+         : rule == ENG_MX_MS_EDEN ? (float)(255.99 * 6 / (17.0 / 16 * 0.93))
+                                  : 1536.0f;
+}
 
 /// S, for NVFP4.
 ENG_INLINE float nvfp4_encode_scale(float amax, int64_t rule)
@@ -101,7 +142,8 @@ ENG_INLINE float nvfp4_encode_scale(float amax, int64_t rule)
 /// The ue4m3 code of a block's scale; NaN if its amax or S is NaN. stretch: 1.5 for s4, else 1.
 ENG_INLINE uint8_t nvfp4_scale(float amax, float encode, int64_t rule, float stretch)
 {
-  float scale = rule == ENG_MX_NVFP4 ? amax * (encode * (1.0f / 6.0f)) : amax / 6.0f * encode;
+  float scale = rule == ENG_MX_NVFP4 ? amax * (encode * (1.0f / 6.0f))
+                                     : amax / nvfp4_largest(rule) * encode;
   return e4m3_from_f32(scale * stretch, FP8_SATURATE);
 }
 
@@ -112,7 +154,7 @@ ENG_INLINE float nvfp4_factor(uint8_t scale, float encode)
   return factor > most ? most : factor;
 }
 
-/// The factor on a whole tensor's values: g / 2688 or g / 1536, or 1 if g = 0 (then S is 1, too).
+/// The factor on a whole tensor's values: g / nvfp4_top, or 1 if g = 0 (then S is 1, too).
 ENG_INLINE float nvfp4_decode_scale(float amax, int64_t rule)
 { return amax == 0 ? 1.0f : amax / nvfp4_top(rule); }
 
@@ -156,6 +198,15 @@ ENG_INLINE uint8_t mx_code(float x, mx_format f)
            code = magnitude < (uint32_t)(128 - f.bias) << 23 ? low : high;
   code = code > (uint32_t)f.top ? (uint32_t)f.top : code;
   return magnitude > 0x7F800000u ? (uint8_t)f.nan : mx_signed(code, bits, f);
+}
+
+/// The code of x in e2m1, rounded to nearest. Halves between two codes round toward zero (QuEST).
+ENG_INLINE uint8_t e2m1_code_down(float x)
+{
+  float a = __builtin_fabsf(x);
+  int code = (a > 0.25f) + (a > 0.75f) + (a > 1.25f) + (a > 1.75f) + (a > 2.5f) + (a > 3.5f) +
+             (a > 5);
+  return (uint8_t)(a != a ? 7 : code | (int)(f32_bits(x) >> 31) << 3);
 }
 
 /// Stochastic rounding as in Transformer Engine's software path: adds u * (the step of x's binade)

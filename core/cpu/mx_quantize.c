@@ -6,10 +6,12 @@
 // as bf16 values. The buffer is copied to the result. If blocks are square, its transpose is the
 // transposed copy. Otherwise the transposed copy is quantized from transposed tiles of x (but see
 // quantize_columns). NVFP4 needs the tensor's amax first: unless the caller gives it, another pass
-// over x finds it. f64 goes to the reference.
+// over x finds it. mx_fitted.h has the rules whose scales depend on more than the largest element
+// of a block. f64 goes to the reference.
 #include "base/mx.h"
 #include "base/rng.h"
 #include "magnitude.h"
+#include "mx_fitted.h"
 #include "philox.h"
 #include "rows.h"
 #include "simd.h"
@@ -695,17 +697,19 @@ static eng_status mx_quantize(const op_call *call)
   float *amax = call->out[2]->data;
   int64_t *nan = call->out[5]->data;
   // NVFP4's scales need the amax of the whole tensor; with the other rules, the same pass finds it.
-  bool before = mx_is_nvfp4(a->rule) && !call->in[1];
+  bool fitted = mx_is_fitted(a->rule), before = fitted || (mx_is_nvfp4(a->rule) && !call->in[1]);
   if (before) {
     run_tasks(pieces, together, survey_task, &(survey){.x = x, .part = part});
     found all = total(part, pieces);
-    *amax = amax_of(call, all), *nan = all.nan;
+    *amax = call->in[1] ? ((const float *)call->in[1]->data)[0] : amax_of(call, all);
+    *nan = all.nan;
   } else {
     s.found = part;
     *amax = call->in[1] ? ((const float *)call->in[1]->data)[0] : 0;
   }
   s.amax = *amax, s.encode = nvfp4_encode_scale(*amax, a->rule);
-  run_tasks(bands, together, band_task, &s);
+  if (fitted) quantize_fitted(call, together);
+  else run_tasks(bands, together, band_task, &s);
   if (s.found) {
     found all = total(part, bands);
     if (!call->in[1]) *amax = amax_of(call, all);

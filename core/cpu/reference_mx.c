@@ -58,6 +58,33 @@ static uint8_t code_of(double x, const mx_format *f, int sr_bits, uint32_t rando
   return (uint8_t)(f->sign ? code | (negative ? f->sign : 0) : negative ? -code : code);
 }
 
+// QuEST: sets the exponent of a block's scale, or returns false if the block holds Inf or NaN.
+static bool quest_exponent(int *e, const side *s, int64_t r, int64_t c0, int64_t columns)
+{
+  double sum = 0, squares = 0;
+  for (int64_t c = c0; c < c0 + columns; c++) {
+    double x = x_at(s, r, c);
+    sum += x, squares += x * x;
+  }
+  double mean = sum / (double)columns, variance = fmax(squares / (double)columns - mean * mean, 0);
+  if (!isfinite(squares)) return false;
+  frexp((float)(2.92247856 / 6 * sqrt(variance) + 1e-8), e);
+  (*e)--;
+  return true;
+}
+
+// The e2m1 code nearest to x; of two, the one closer to zero.
+static uint8_t nearest_of(double x)
+{
+  mx_format f = mx_format_of(ENG_FORMAT_E2M1);
+  int best = 0;
+  if (x != x) return 7;
+  for (int code = 1; code < 8; code++)
+    if (fabs(mx_value((uint8_t)code, f) - fabs(x)) < fabs(mx_value((uint8_t)best, f) - fabs(x)))
+      best = code;
+  return (uint8_t)(best | (signbit(x) ? 8 : 0));
+}
+
 // Four over six: 1.5 if the block's amax is better scaled to 4, else 1.
 static float stretch_of(const side *s, int64_t r0, int64_t rows, int64_t c0, int64_t columns,
                         float amax)
@@ -92,6 +119,46 @@ static void store(const side *s, int64_t element, uint8_t code, double value)
   }
 }
 
+// MS-EDEN, for one group of a row.
+static void quantize_group(const side *s, int64_t r, int64_t c0, int64_t columns)
+{
+  const typeof(s->call->mx_quantize) *a = &s->call->mx_quantize;
+  mx_format f = mx_format_of(a->format), e4m3 = mx_format_of(ENG_e4m3);
+  double over = 0, under = 0;
+  uint8_t code[MX_EDEN_GROUP], first[MX_EDEN_GROUP];
+  for (int64_t c = 0; c < columns; c += a->block_columns) {
+    int64_t end = c + a->block_columns < columns ? c + a->block_columns : columns;
+    first[c] = nvfp4_scale(block_amax(s, r, 1, c0 + c, end - c, true), s->encode, a->rule, 1);
+    if (first[c] == 0) first[c] = 0x38;   // 1 in e4m3
+    for (int64_t i = c; i < end; i++) {
+      double y = x_at(s, r, c0 + i) * nvfp4_factor(first[c], s->encode);
+      code[i] = code_of(y, &f, 0, 0);
+      over += y * y;
+      under += y * mx_value(code[i], f);
+    }
+  }
+  float correction = under == 0 ? 1.0f : (float)(over / under);
+  for (int64_t i = 0; i < columns; i++) {
+    int64_t c = i / a->block_columns * a->block_columns,
+            number = r * ((s->columns + a->block_columns - 1) / a->block_columns) +
+                     (c0 + c) / a->block_columns;
+    uint32_t word[4] = {0};
+    if (a->sr_bits) philox_block(word, s->random + (uint64_t)(number / 4));
+    uint8_t scale = code_of((double)(e4m3_to_f32(first[c]) * correction), &e4m3, (int)a->sr_bits,
+                            word[number % 4]);
+    ((uint8_t *)s->scale->data)[number] = scale;
+    store(s, r * s->columns + c0 + i, code[i],
+          (double)(float)(mx_value(code[i], f) * e4m3_to_f32(scale)));
+  }
+}
+
+static void quantize_groups(const side *s)
+{
+  for (int64_t r = 0; r < s->rows; r++)
+    for (int64_t c = 0; c < s->columns; c += MX_EDEN_GROUP)
+      quantize_group(s, r, c, s->columns - c < MX_EDEN_GROUP ? s->columns - c : MX_EDEN_GROUP);
+}
+
 static void quantize_side(const side *s)
 {
   const typeof(s->call->mx_quantize) *a = &s->call->mx_quantize;
@@ -113,7 +180,9 @@ static void quantize_side(const side *s)
         // from this amax on, the rule `even` rounds to Inf
         bool inf = a->rule == ENG_MX_EVEN && amax >= 0x1p128 - ldexp(1, 126 - f.fraction);
         bool number = isfinite(amax) && (finite || !inf);
-        int e = number ? exponent_of(amax, &f, (int)a->rule) : 127;
+        int e = 127;
+        if (a->rule == ENG_MX_QUEST) number = quest_exponent(&e, s, r0, c0, columns);
+        else if (number) e = exponent_of(amax, &f, (int)a->rule);
         code = number || finite ? (uint8_t)(e + 127) : 255;
         scale = code == 255 ? NAN : ldexp(1, e);
         factor = code == 255 ? NAN : ldexp(1, -e);
@@ -127,7 +196,10 @@ static void quantize_side(const side *s)
           if (a->sr_bits) philox_block(word, s->random + (uint64_t)(element / 4));
           double x = x_at(s, r, c) * factor;
           if (mx_is_nvfp4(a->rule) || a->factor != 0) x = (double)(float)x;
-          uint8_t q = code_of(x, &f, (int)a->sr_bits, word[element % 4]);
+          uint8_t q = a->rule == ENG_MX_QUEST ? nearest_of(x)
+                                              : code_of(x, &f, (int)a->sr_bits, word[element % 4]);
+          if (s->call->out[7])
+            ((uint16_t *)s->call->out[7]->data)[element] = bf16_from_f64(fabs(x) < f.largest);
           store(s, element, q, (double)(float)(mx_value(q, f) * scale));
         }
     }
@@ -186,7 +258,8 @@ eng_status reference_mx_quantize(const op_call *call)
   ((float *)call->out[2]->data)[0] = amax;
   ((int64_t *)call->out[5]->data)[0] = nan;
   own.amax = amax, own.encode = nvfp4_encode_scale(amax, call->mx_quantize.rule);
-  quantize_side(&own);
+  if (call->mx_quantize.rule == ENG_MX_MS_EDEN) quantize_groups(&own);
+  else quantize_side(&own);
   if (!call->out[3]) return ENG_OK;
   side turned = {.call = call, .rows = columns, .columns = rows, .row = 1, .column = columns,
                  .q = call->out[3], .scale = call->out[4], .encode = own.encode, .amax = amax,

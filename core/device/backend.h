@@ -37,7 +37,7 @@ static inline bool op_is_unary(int op)
 
 /// Flags of quantize and swiglu_quantize. mx_quantize takes QUANTIZE_TRANSPOSED and the MX_* flags.
 enum { QUANTIZE_STOCHASTIC = 2, QUANTIZE_POW2 = 4, QUANTIZE_TRANSPOSED = 8 };
-enum { MX_VALUES = 16, MX_FINITE = 32 };
+enum { MX_VALUES = 16, MX_FINITE = 32, MX_GATE = 64 };
 
 typedef eng_status op_kernel(const op_call *call);
 

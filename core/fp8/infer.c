@@ -154,8 +154,9 @@ static eng_status want_mx(const op_call *c, int64_t format, int64_t rows, int64_
                      "%s: expected the format e4m3, e5m2, e2m1, e2m3, e3m2 or mxint8, got number "
                      "%lld", name, (long long)format);
   ENG_TRY(want_between(c, "a scale rule", rule, 0, ENG_MX_RULES - 1));
-  if (mx_is_nvfp4(rule) && format != ENG_FORMAT_E2M1)
-    return error_set(ENG_ERR_VALUE, "%s: the rules of nvfp4 need the format e2m1", name);
+  if ((mx_is_nvfp4(rule) || mx_is_fitted(rule)) && format != ENG_FORMAT_E2M1)
+    return error_set(ENG_ERR_VALUE,
+                     "%s: nvfp4, four_over_six, quest and ms_eden need the format e2m1", name);
   if (rows < 1 || rows > 128 || columns < 1 || columns > 128)
     return error_set(ENG_ERR_VALUE,
                      "%s: expected blocks of 1 to 128 rows and columns, got %lld x %lld", name,
@@ -186,10 +187,17 @@ static eng_status infer_mx_quantize(op_call *c, op_shape *s)
   ENG_TRY(want_mx(c, a->format, a->block_rows, a->block_columns, a->rule));
   ENG_TRY(want_amax(c, 1));
   bool turned = a->flags & QUANTIZE_TRANSPOSED, values = a->flags & MX_VALUES,
-       packed = a->format == ENG_FORMAT_E2M1 && !values;
-  if (a->flags & ~(QUANTIZE_TRANSPOSED | MX_VALUES | MX_FINITE))
-    return error_set(ENG_ERR_VALUE, "mx_quantize: expected the flags 8, 16 and 32, got %lld",
+       packed = a->format == ENG_FORMAT_E2M1 && !values, quest = a->rule == ENG_MX_QUEST;
+  if (a->flags & ~(QUANTIZE_TRANSPOSED | MX_VALUES | MX_FINITE | (quest ? MX_GATE : 0)))
+    return error_set(ENG_ERR_VALUE,
+                     "mx_quantize: expected the flags 8, 16 and 32, and 64 for quest, got %lld",
                      (long long)a->flags);
+  if (mx_is_fitted(a->rule) &&
+      (a->block_rows != 1 || turned || a->flags & MX_FINITE || (quest && a->sr_bits) ||
+       (a->factor != 0 && a->factor != 1) || (!quest && MX_EDEN_GROUP % a->block_columns)))
+    return error_set(ENG_ERR_VALUE, "mx_quantize: quest and ms_eden have blocks of one row, and no "
+                     "transposed copy, factor or flag 32; quest no sr_bits; ms_eden blocks that "
+                     "divide %d", MX_EDEN_GROUP);
   ENG_TRY(want_between(c, "sr_bits", a->sr_bits, 0, 24));
   if (a->sr_bits && mx_is_four_over_six(a->rule))
     return error_set(ENG_ERR_VALUE, "mx_quantize: four_over_six compares errors of rounding to "
@@ -215,6 +223,7 @@ static eng_status infer_mx_quantize(op_call *c, op_shape *s)
                                        blocks_in(rows, a->block_columns)});
   put_out(s, 5, ENG_i64, 0, NULL);
   put_out(s, 6, ENG_f32, 0, NULL);
+  put_out(s, 7, ENG_bf16, x->ndim, x->shape);
   return ENG_OK;
 }
 

@@ -16,10 +16,13 @@
 // copy, or the master), and only when these weights change. The operations inside are not recorded.
 //
 // Under a microscaling recipe the copies hold values in bf16, and matmul multiplies them (mx.c).
+// Such a recipe may quantize these values again for the backward products
+// (eng_fp8_recipe.backward).
 #include "sites.h"
 
 #include "base/error.h"
 #include "base/fp8_layout.h"
+#include "base/mx.h"
 #include "params/params.h"
 
 #include <stdlib.h>
@@ -35,12 +38,12 @@ typedef struct factor {
   bool    turned;
 } factor;
 
-typedef struct copies { tensor *q, *scale, *q_t, *scale_t; } copies;
+typedef struct copies { tensor *q, *scale, *q_t, *scale_t, *gate; } copies;
 
 static void drop_copies(copies *c)
 {
-  tensor *const all[] = { c->q, c->scale, c->q_t, c->scale_t };
-  for (int k = 0; k < 4; k++)
+  tensor *const all[] = { c->q, c->scale, c->q_t, c->scale_t, c->gate };
+  for (int k = 0; k < 5; k++)
     if (all[k]) tensor_drop(all[k]);
   *c = (copies){0};
 }
@@ -56,12 +59,12 @@ static eng_status quantize_mx(copies *out, int64_t number, fp8_site *s, int role
                               bool transposed)
 {
   tensor *slot;
-  fp8_mx_copies all = {out->q, NULL, out->scale, out->q_t, out->scale_t};
+  fp8_mx_copies all = {out->q, NULL, out->scale, out->q_t, out->scale_t, out->gate};
   ENG_TRY(fp8_amax_slot(&slot, number, role));
   eng_status status = fp8_mx_quantize(&all, slot, s, role, x, transposed);
   tensor_drop(slot);
   if (status != ENG_OK) return error_prefix(status, "%s: FP8 of %s", s->name, fp8_role_name[role]);
-  *out = (copies){all.q, all.amax, all.q_t, all.amax_t};
+  *out = (copies){all.q, all.amax, all.q_t, all.amax_t, all.gate};
   tensor_drop(all.scale);
   return ENG_OK;
 }
@@ -85,7 +88,7 @@ static eng_status quantize(copies *out, int64_t number, fp8_site *s, int role, t
   eng_status status = op_run(&c);
   tensor_drop(amax);
   if (status != ENG_OK) return error_prefix(status, "%s: FP8 of %s", s->name, fp8_role_name[role]);
-  *out = (copies){c.out[0], c.out[1], c.out[3], c.out[4]};
+  *out = (copies){c.out[0], c.out[1], c.out[3], c.out[4], NULL};
   return fp8_measuring() ? fp8_measure(s, role, x, out->q, out->scale) : ENG_OK;
 }
 
@@ -93,6 +96,13 @@ static eng_status flat(tensor **out, tensor *x)
 {
   int64_t columns = x->shape[x->ndim - 1];
   return op_reshape(out, x, 2, (int64_t[]){columns ? x->count / columns : 0, columns});
+}
+
+/// The role that says how a product reads x, w or dy.
+static const eng_fp8_role *role_in(const fp8_site *s, int product, int role)
+{
+  return product != ENG_FP8_FORWARD && fp8_mx_again(s, role) ? &s->recipe.backward[role]
+                                                             : &s->recipe.role[role];
 }
 
 /// y = a b. The codes of a and b may have any number of dimensions. *y is passed in or, if NULL,
@@ -106,10 +116,9 @@ static eng_status multiply(tensor **y, const fp8_site *s, int product, const fac
   if (status == ENG_OK && s->recipe.role[0].mx) {
     static const int roles[][2] = {{ENG_FP8_X, ENG_FP8_W}, {ENG_FP8_DY, ENG_FP8_W},
                                    {ENG_FP8_DY, ENG_FP8_X}};
-    const eng_fp8_role *role = s->recipe.role;
     status = fp8_mx_multiply(
-      y, &(fp8_mx_factor){qa, a->scale, &role[roles[product][0]], a->turned},
-      &(fp8_mx_factor){qb, b->scale, &role[roles[product][1]], b->turned}, bias,
+      y, &(fp8_mx_factor){qa, a->scale, role_in(s, product, roles[product][0]), a->turned},
+      &(fp8_mx_factor){qb, b->scale, role_in(s, product, roles[product][1]), b->turned}, bias,
       *y ? (*y)->dtype : dtype, add);
     if (status != ENG_OK)
       status = error_prefix(status, "%s: %s", s->name, fp8_product_name[product]);
@@ -155,7 +164,8 @@ typedef struct fp8_weight {
   int64_t  step;               // of the signs of its Hadamard transforms, if they change
   const tensor *source;        // the master, or its low-precision copy
   double   factor;
-  tensor  *q, *scale, *q_t, *scale_t;   // q_t: only if blocks are not square, for the gradient of x
+  // q_t: for the gradient of x, only if blocks are not square; gate: under a rule that has one
+  tensor  *q, *scale, *q_t, *scale_t, *gate;
 } fp8_weight;
 
 static void weight_free(params_derived *copy)
@@ -165,6 +175,7 @@ static void weight_free(params_derived *copy)
   fp8_drop_later(weight->scale);
   fp8_drop_later(weight->q_t);
   fp8_drop_later(weight->scale_t);
+  fp8_drop_later(weight->gate);
   free(weight);
   fp8_release_orphans();
 }
@@ -183,22 +194,24 @@ static void weight_outdate(params_derived *copy)
   if (weight->source) weight->seen = weight->source->store->writes - 1;
 }
 
-static int64_t weight_bytes(const params_derived *copy)
-{
-  const fp8_weight *weight = (const fp8_weight *)copy;
-  int64_t size = eng_dtype_size(weight->q->dtype);
-  return size * weight->q->count + 4 * weight->scale->count +
-         (weight->q_t ? size * weight->q_t->count + 4 * weight->scale_t->count : 0);
-}
-
 static int weight_tensors(tensor **out, const params_derived *copy)
 {
   const fp8_weight *weight = (const fp8_weight *)copy;
-  tensor *const all[PARAMS_DERIVED] = {weight->q, weight->scale, weight->q_t, weight->scale_t};
+  tensor *const all[PARAMS_DERIVED] = {weight->q, weight->scale, weight->q_t, weight->scale_t,
+                                       weight->gate};
   int n = 0;
   for (int k = 0; k < PARAMS_DERIVED; k++)
     if (all[k]) out[n++] = all[k];
   return n;
+}
+
+static int64_t weight_bytes(const params_derived *copy)
+{
+  tensor *all[PARAMS_DERIVED];
+  int64_t bytes = 0;
+  for (int k = weight_tensors(all, copy) - 1; k >= 0; k--)
+    bytes += eng_dtype_size(all[k]->dtype) * all[k]->count;
+  return bytes;
 }
 
 /// ZeRO-3: quantizes a parameter on the rank that has all of it; the others receive the copy when
@@ -225,6 +238,8 @@ static eng_status make_weight(fp8_weight *to, const eng_fp8_role *r, const tenso
                               bool transposed)
 {
   int64_t shape[2];
+  if (mx_is_gated(r->mx - 1))
+    ENG_TRY(tensor_make(&to->gate, ARENA_PARAMETER, ENG_bf16, 2, w->shape));
   int dtype = r->mx ? ENG_bf16 : r->format, n = r->mx ? 0 : 2;
   fp8_scales_for(r->block_rows, r->block_columns, w->shape[0], w->shape[1], shape);
   ENG_TRY(tensor_make(&to->q, ARENA_PARAMETER, dtype, 2, w->shape));
@@ -242,7 +257,7 @@ static eng_status weight_copies(copies *out, bool *kept, int64_t number, fp8_sit
 {
   const eng_fp8_role *r = &s->recipe.role[ENG_FP8_W];
   parameter *p = w->parameter;
-  bool transposed = !fp8_is_square(r);
+  bool transposed = !fp8_is_square(r) && !fp8_mx_again(s, ENG_FP8_W);
   *kept = p != NULL;
   tensor *source = w;
   if (p && p->shadow) ENG_TRY(params_shadow(&source, p));
@@ -264,7 +279,7 @@ static eng_status weight_copies(copies *out, bool *kept, int64_t number, fp8_sit
                                   weight_tensors};
     p->derived = &c->derived;
   }
-  *out = (copies){c->q, c->scale, c->q_t, c->scale_t};
+  *out = (copies){c->q, c->scale, c->q_t, c->scale_t, c->gate};
   int64_t step = fp8_mx_step(s);
   bool current = same && c->seen == source->store->writes && c->step == step &&
                  c->factor == s->factor[ENG_FP8_W];
@@ -286,14 +301,15 @@ static eng_status weight_copies(copies *out, bool *kept, int64_t number, fp8_sit
                     .q = c->q,
                     .scale = c->scale,
                     .q_t = c->q_t,
-                    .scale_t = c->scale_t};
+                    .scale_t = c->scale_t,
+                    .gate = c->gate};
   return ENG_OK;
 }
 
 // ---- forward
 
 enum { IN_X, IN_W, IN_BIAS };
-enum { OUT_Y, OUT_XQ, OUT_X_SCALE, OUT_WQ, OUT_W_SCALE, OUT_COUNT };
+enum { OUT_Y, OUT_XQ, OUT_X_SCALE, OUT_WQ, OUT_W_SCALE, OUT_X_GATE, OUT_W_GATE, OUT_COUNT };
 
 /// The tape node of the fp8_swiglu whose output is x, or -1.
 static int swiglu_of(const tensor *x)
@@ -443,6 +459,9 @@ static eng_status forward(op_call *c, fp8_site *s, int compute, bool record, con
       if (!kept && turned) wq.q_t = wq.scale_t = NULL;
       if (!kept && !turned) wq.q = wq.scale = NULL;
     }
+    if (x->requires_grad) c->out[OUT_X_GATE] = xq.gate, xq.gate = NULL;
+    if (keeps_x) c->out[OUT_W_GATE] = wq.gate;
+    if (keeps_x && !kept) wq.gate = NULL;
   }
   if (!other) drop_copies(&xq);
   if (!kept) drop_copies(&wq);
@@ -484,10 +503,28 @@ static eng_status run_linear(op_call *c)
 
 // ---- backward
 
+/// Makes the values of x or w that the forward product read an operand of its backward product.
+static eng_status quantize_again(factor *out, copies *made, fp8_site *s, int role,
+                                 const op_call *node)
+{
+  bool x = role == ENG_FP8_X;
+  fp8_mx_copies all = {0};
+  eng_status status = fp8_mx_requantize(&all, s, role, node->out[x ? OUT_XQ : OUT_WQ],
+                                        node->out[x ? OUT_X_SCALE : OUT_W_SCALE]);
+  if (status != ENG_OK)
+    return error_prefix(status, "%s: FP8 of %s for its backward product", s->name,
+                        fp8_role_name[role]);
+  made->q_t = all.q_t, made->scale_t = all.amax_t;
+  const eng_fp8_role *r = &s->recipe.backward[role];
+  *out = (factor){all.q_t, all.amax_t, r->block_rows, r->block_columns, true};
+  return ENG_OK;
+}
+
 /// Makes the kept x an operand of the product dW, which sums over the rows of x.
 static eng_status kept_x(factor *out, copies *made, int64_t number, fp8_site *s,
                          const op_call *node)
 {
+  if (fp8_mx_again(s, ENG_FP8_X)) return quantize_again(out, made, s, ENG_FP8_X, node);
   const eng_fp8_role *r = &s->recipe.role[ENG_FP8_X];
   tensor *q = node->out[OUT_XQ], *scale = node->out[OUT_X_SCALE], *x;
   int64_t keep = node->fp8_linear.keep;
@@ -514,7 +551,7 @@ static eng_status kept_x(factor *out, copies *made, int64_t number, fp8_site *s,
   if (status != ENG_OK)
     return error_prefix(status, "%s (site %lld): FP8 of x for dW", s->name, (long long)number);
   tensor_drop(c.out[2]);
-  *made = (copies){c.out[0], c.out[1], c.out[3], c.out[4]};
+  *made = (copies){c.out[0], c.out[1], c.out[3], c.out[4], NULL};
   out->q = turn ? made->q_t : made->q;
   out->scale = turn ? made->scale_t : made->scale;
   out->turned = turn;
@@ -529,9 +566,19 @@ static eng_status emit_dx(grad_call *g, fp8_site *s, const copies *dy)
   factor a = {dy->q, dy->scale, rd->block_rows, rd->block_columns, false},
          b = {node->out[OUT_WQ], node->out[OUT_W_SCALE], rw->block_rows, rw->block_columns,
               node->fp8_linear.turned};
-  ENG_TRY(multiply(&flat_dx, s, ENG_FP8_DGRAD, &a, &b, NULL, grad_dtype(g, IN_X), false));
-  eng_status status = op_reshape(&dx, flat_dx, x->ndim, x->shape);
+  copies made = {0};
+  bool again = fp8_mx_again(s, ENG_FP8_W);
+  if (again) ENG_TRY(quantize_again(&b, &made, s, ENG_FP8_W, node));
+  eng_status status = multiply(&flat_dx, s, ENG_FP8_DGRAD, &a, &b, NULL,
+                               again ? ENG_f32 : grad_dtype(g, IN_X), false);
+  drop_copies(&made);
+  ENG_TRY(status);
+  status = op_reshape(&dx, flat_dx, x->ndim, x->shape);
   tensor_drop(flat_dx);
+  if (status == ENG_OK && again) {
+    status = fp8_mx_through(&dx, s, node->out[OUT_X_GATE], grad_dtype(g, IN_X));
+    if (status != ENG_OK) tensor_drop(dx);
+  }
   return status == ENG_OK ? grad_emit(g, IN_X, dx) : status;
 }
 
@@ -542,13 +589,17 @@ static eng_status emit_dw(grad_call *g, fp8_site *s, const copies *dy)
   if (dy->q_t) a = (factor){dy->q_t, dy->scale_t, rd->block_rows, rd->block_columns, false};
   copies made = {0};
   ENG_TRY(kept_x(&b, &made, g->call->fp8_linear.site, s, g->call));
-  bool accumulate = false;
-  tensor *dw = grad_target(g, IN_W, &accumulate);
+  bool accumulate = false, again = fp8_mx_again(s, ENG_FP8_X);
+  tensor *dw = again ? NULL : grad_target(g, IN_W, &accumulate);
   bool direct = dw != NULL;
-  eng_status status =
-    multiply(&dw, s, ENG_FP8_WGRAD, &a, &b, NULL, grad_dtype(g, IN_W), accumulate);
+  eng_status status = multiply(&dw, s, ENG_FP8_WGRAD, &a, &b, NULL,
+                               again ? ENG_f32 : grad_dtype(g, IN_W), accumulate);
   if (status != ENG_OK && direct) grad_target_failed(g, IN_W, accumulate);
   drop_copies(&made);
+  if (status == ENG_OK && again) {
+    status = fp8_mx_through(&dw, s, g->call->out[OUT_W_GATE], grad_dtype(g, IN_W));
+    if (status != ENG_OK) tensor_drop(dw);
+  }
   return status == ENG_OK && !direct ? grad_emit(g, IN_W, dw) : status;
 }
 
@@ -577,6 +628,7 @@ static eng_status linear_grad(grad_call *g)
   bool wants_x = grad_wants(g, IN_X), wants_w = grad_wants(g, IN_W);
   if (wants_x || wants_w) {
     copies dy = {0};
+    fp8_mx_begin_backward(s);
     eng_status status = quantize(&dy, site, s, ENG_FP8_DY, g->dy[0], NULL,
                                  wants_w && !fp8_is_square(&s->recipe.role[ENG_FP8_DY]));
     if (status == ENG_OK && wants_x) status = emit_dx(g, s, &dy);

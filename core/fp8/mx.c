@@ -2,11 +2,17 @@
 // numbers that the codes stand for. An ordinary matmul multiplies them; the product of two such
 // numbers is exact. NVFP4's scale of the whole tensor, amax / 2688, is not part of the copies,
 // because bf16 would round the scaled numbers. It multiplies the f32 sums, and so does the inverse
-// of a role's `factor`. Called by linear.c; see its head.
+// of a role's `factor`.
+//
+// A recipe may have formats of their own for what the backward products read of x and W. Then these
+// products read the forward product's numbers, quantized again, and their results are gradients of
+// these numbers, which fp8_mx_through turns into gradients of x and W. Called by linear.c; see its
+// head.
 #include "sites.h"
 
 #include "base/error.h"
 #include "base/mx.h"
+#include "base/rng.h"
 #include "device/transfer.h"
 
 #include <math.h>
@@ -25,34 +31,28 @@ static eng_status measure(fp8_site *s, int role, tensor *x, tensor *q, const ten
                           const tensor *amax)
 {
   const eng_fp8_role *r = &s->recipe.role[role];
-  int64_t columns = x->shape[x->ndim - 1], rows = columns ? x->count / columns : 0;
-  if (x->count == 0) return ENG_OK;
-  int64_t every = fp8_measured_every(rows, columns), taken = (rows + every - 1) / every,
-          across = scale->shape[1];
-  float *values = malloc((size_t)(2 * taken * columns + scale->count) * sizeof *values), whole = 1;
-  if (!values) return error_set(ENG_ERR_MEMORY, "out of memory for the FP8 meters");
-  float *numbers = values + taken * columns, *codes = numbers + taken * columns;
-  eng_status status = fp8_read_rows(values, x, every);
-  if (status == ENG_OK) status = fp8_read_rows(numbers, q, every);
-  if (status == ENG_OK) status = transfer_read(codes, ENG_f32, scale);
-  if (status == ENG_OK && mx_is_nvfp4(r->mx - 1)) {
-    status = transfer_read(&whole, ENG_f32, amax);
+  fp8_sample m;
+  float whole = 1;
+  if (mx_is_nvfp4(r->mx - 1)) {
+    ENG_TRY(transfer_read(&whole, ENG_f32, amax));
     whole = nvfp4_decode_scale(whole, r->mx - 1);
   }
   if (r->factor != 0) whole /= (float)r->factor;
+  ENG_TRY(fp8_sample_read(&m, x, q, scale));
   mx_format f = mx_format_of(r->format);
   // half a step above the largest number
   float limit = 1.5f * f.largest - 0.5f * mx_value((uint8_t)(f.top - 1), f);
-  for (int64_t i = 0; i < taken && status == ENG_OK; i++)
-    for (int64_t k = 0; k < columns; k++) {
-      uint8_t code = (uint8_t)codes[i * every / r->block_rows * across + k / r->block_columns];
+  for (int64_t i = 0; i < m.rows; i++)
+    for (int64_t k = 0; k < m.columns; k++) {
+      int64_t at = i * m.every / r->block_rows * scale->shape[1] + k / r->block_columns;
+      uint8_t code = (uint8_t)m.scale[at];
       float unit = mx_is_nvfp4(r->mx - 1) ? e4m3_to_f32(code) : ue8m0_to_f32(code),
-            number = numbers[i * columns + k];
-      fp8_meter_element(&s->meter[role], values[i * columns + k], unit > 0 ? number / unit : 0,
+            number = m.q[i * m.columns + k];
+      fp8_meter_element(&s->meter[role], m.x[i * m.columns + k], unit > 0 ? number / unit : 0,
                         unit * whole, f.largest, limit);
     }
-  free(values);
-  return status;
+  free(m.x);
+  return ENG_OK;
 }
 
 // The signs of a product's Hadamard transform, as the operation takes them. Each product of a layer
@@ -63,12 +63,23 @@ static int64_t signs_of(const fp8_site *s, const eng_fp8_product *p)
   uint64_t hash = 0xCBF29CE484222325u;
   for (const char *c = s->name; *c; c++) hash = (hash ^ (uint8_t)*c) * 0x100000001B3u;
   hash = (hash ^ (uint64_t)(p - s->recipe.product)) * 0x100000001B3u;
-  if (p->signs == ENG_FP8_SIGNS_STEP) hash = (hash ^ (uint64_t)fp8_step()) * 0x9E3779B97F4A7C15u;
+  int64_t drawn = p->signs == ENG_FP8_SIGNS_STEP       ? fp8_step()
+                  : p->signs == ENG_FP8_SIGNS_BACKWARD ? s->pass
+                                                       : -1;
+  if (drawn >= 0) hash = (hash ^ (uint64_t)drawn) * 0x9E3779B97F4A7C15u;
   return (int64_t)(hash >> 2) + 1;
 }
 
 static bool changes(const eng_fp8_product *p)
-{ return p->hadamard && p->signs == ENG_FP8_SIGNS_STEP; }
+{ return p->hadamard && p->signs >= ENG_FP8_SIGNS_STEP; }
+
+void fp8_mx_begin_backward(fp8_site *s)
+{
+  const eng_fp8_product *p = s->recipe.product;
+  if (p[ENG_FP8_DGRAD].signs == ENG_FP8_SIGNS_BACKWARD ||
+      p[ENG_FP8_WGRAD].signs == ENG_FP8_SIGNS_BACKWARD)
+    s->pass = (int64_t)rng_take(1);
+}
 
 int64_t fp8_mx_step(const fp8_site *s)
 {
@@ -89,18 +100,19 @@ static eng_status rotate(tensor **y, const fp8_site *s, const eng_fp8_product *p
 
 static eng_status encode(fp8_mx_copies *to, const eng_fp8_role *r, tensor *x, bool transposed)
 {
-  op_call c = {.op = ENG_OP_mx_quantize, .n_in = 2, .n_out = 7,
+  op_call c = {.op = ENG_OP_mx_quantize, .n_in = 2, .n_out = 8,
                .in = {x},
-               .out = {to->q, NULL, to->amax, to->q_t, NULL, NULL, to->amax_t},
+               .out = {to->q, NULL, to->amax, to->q_t, NULL, NULL, to->amax_t, to->gate},
                .mx_quantize = {.format = r->format,
                                .block_rows = r->block_rows,
                                .block_columns = r->block_columns,
                                .rule = r->mx - 1,
-                               .flags = MX_VALUES | (transposed ? QUANTIZE_TRANSPOSED : 0),
+                               .flags = MX_VALUES | (transposed ? QUANTIZE_TRANSPOSED : 0) |
+                                        (mx_is_gated(r->mx - 1) ? MX_GATE : 0),
                                .sr_bits = r->stochastic,
                                .factor = r->factor}};
   ENG_TRY(op_run(&c));
-  *to = (fp8_mx_copies){c.out[0], c.out[1], c.out[2], c.out[3], c.out[6]};
+  *to = (fp8_mx_copies){c.out[0], c.out[1], c.out[2], c.out[3], c.out[6], c.out[7]};
   tensor_drop(c.out[5]);
   if (c.out[4]) tensor_drop(c.out[4]);
   return ENG_OK;
@@ -145,6 +157,7 @@ eng_status fp8_mx_quantize(fp8_mx_copies *to, tensor *slot, fp8_site *s, int rol
   eng_status status = encode(&made, r, y ? y : x, transposed && !apart);
   if (status == ENG_OK) {
     to->q = made.q, to->scale = made.scale, to->amax = made.amax;
+    to->gate = made.gate;
     if (!apart) to->q_t = made.q_t, to->amax_t = made.amax_t;
     if (fp8_measuring()) status = measure(s, role, y ? y : x, to->q, to->scale, to->amax);
   }
@@ -167,6 +180,40 @@ static eng_status scale_by(tensor **y, const fp8_mx_factor *of)
   if (status != ENG_OK) return status;
   tensor_drop(*y);
   *y = scaled;
+  return ENG_OK;
+}
+
+eng_status fp8_mx_requantize(fp8_mx_copies *to, const fp8_site *s, int role, tensor *q,
+                             tensor *amax)
+{
+  const eng_fp8_product *p = &s->recipe.product[role == ENG_FP8_X ? ENG_FP8_WGRAD : ENG_FP8_DGRAD];
+  tensor *values;
+  int64_t columns = q->shape[q->ndim - 1];
+  ENG_TRY(op_reshape(&values, q, 2, (int64_t[]){columns ? q->count / columns : 0, columns}));
+  eng_status status = scale_by(&values, &(fp8_mx_factor){.amax = amax,
+                                                         .role = &s->recipe.role[role]});
+  if (status == ENG_OK) status = encode_turned(to, s, &s->recipe.backward[role], p, values);
+  tensor_drop(values);
+  return status;
+}
+
+eng_status fp8_mx_through(tensor **g, const fp8_site *s, tensor *gate, int dtype)
+{
+  const eng_fp8_product *p = &s->recipe.product[ENG_FP8_FORWARD];
+  op_call steps[] = {
+    {.op = ENG_OP_mul, .n_out = 1, .in = {NULL, gate}},
+    {.op = ENG_OP_hadamard, .in = {NULL},
+     .hadamard = {.n = p->hadamard, .signs = ENG_FP8_SIGNS_NONE, .dtype = dtype}},
+  };
+  bool wanted[] = {gate != NULL, p->hadamard != 0};
+  for (int k = 0; k < 2; k++) {
+    tensor *next;
+    if (!wanted[k]) continue;
+    steps[k].in[0] = *g;
+    ENG_TRY(op_run1(&next, steps[k]));
+    tensor_drop(*g);
+    *g = next;
+  }
   return ENG_OK;
 }
 

@@ -173,15 +173,17 @@ void eng_fp8_site_free(int64_t site)
   fp8_release_orphans();
 }
 
-static eng_status check_mx_role(const fp8_site *s, const eng_fp8_recipe *recipe, int role)
+static eng_status check_mx_role(const fp8_site *s, const eng_fp8_recipe *recipe, int role,
+                                const eng_fp8_role *r)
 {
-  const eng_fp8_role *r = &recipe->role[role];
+  bool again = role != ENG_FP8_DY && recipe->backward[role].mx,
+       backward = r != &recipe->role[role];
   bool fits = r->block_rows >= 1 && r->block_rows <= 128 && r->block_columns >= 1 &&
               r->block_columns <= 128 && (r->format != ENG_FORMAT_E2M1 || !(r->block_columns % 2)),
        known = r->format == ENG_e4m3 || r->format == ENG_e5m2 ||
                (r->format >= ENG_FORMAT_E2M1 && r->format <= ENG_FORMAT_MXINT8);
   if (!known || r->mx < 0 || r->mx > ENG_MX_RULES ||
-      (mx_is_nvfp4(r->mx - 1) && r->format != ENG_FORMAT_E2M1))
+      ((mx_is_nvfp4(r->mx - 1) || mx_is_fitted(r->mx - 1)) && r->format != ENG_FORMAT_E2M1))
     return error_set(ENG_ERR_DTYPE, "%s: %s: microscaling has no format number %d with rule %d",
                      s->name, fp8_role_name[role], r->format, r->mx - 1);
   if (!fits)
@@ -195,8 +197,25 @@ static eng_status check_mx_role(const fp8_site *s, const eng_fp8_recipe *recipe,
                      "%s: %s: expected up to 24 bits of stochastic rounding and a factor up to 1, "
                      "for four_over_six neither, got %d and %g",
                      s->name, fp8_role_name[role], r->stochastic, r->factor);
-  int keep = fp8_is_square(r) ? ENG_FP8_KEEP_CODES : ENG_FP8_KEEP_TRANSPOSED;
-  if (role == ENG_FP8_X && r->keep != keep)
+  if (mx_is_gated(r->mx - 1) && (!again || backward || r->block_rows != 1 || r->stochastic ||
+                                 r->factor != 0))
+    return error_set(ENG_ERR_VALUE,
+                     "%s: %s: quest is for a forward product whose backward product reads %s in a "
+                     "format of its own, in blocks of one row, rounded to nearest",
+                     s->name, fp8_role_name[role], fp8_role_name[role]);
+  if (r->mx - 1 == ENG_MX_MS_EDEN &&
+      ((role != ENG_FP8_DY && !backward) || r->block_rows != 1 || r->factor != 0 ||
+       MX_EDEN_GROUP % r->block_columns))
+    return error_set(ENG_ERR_VALUE,
+                     "%s: %s: ms_eden is for dy and for `backward` of x and w, in blocks of one "
+                     "row that divide %d, without a factor",
+                     s->name, fp8_role_name[role], MX_EDEN_GROUP);
+  if (again && fp8_is_square(r))
+    return error_set(ENG_ERR_VALUE,
+                     "%s: %s: a format for the backward product needs blocks that are not square",
+                     s->name, fp8_role_name[role]);
+  int keep = again || fp8_is_square(r) ? ENG_FP8_KEEP_CODES : ENG_FP8_KEEP_TRANSPOSED;
+  if (role == ENG_FP8_X && !backward && r->keep != keep)
     return error_set(ENG_ERR_VALUE, "%s: x: in these blocks, microscaling keeps x as `%s`", s->name,
                      keep == ENG_FP8_KEEP_CODES ? "codes" : "transposed");
   for (int k = 0; k < ENG_FP8_ROLES; k++)
@@ -210,7 +229,9 @@ static eng_status check_mx_role(const fp8_site *s, const eng_fp8_recipe *recipe,
 static eng_status check_role(const fp8_site *s, const eng_fp8_recipe *recipe, int role)
 {
   const eng_fp8_role *r = &recipe->role[role];
-  if (r->mx) return check_mx_role(s, recipe, role);
+  const eng_fp8_role *backward = role == ENG_FP8_DY ? NULL : &recipe->backward[role];
+  if (backward && backward->mx) ENG_TRY(check_mx_role(s, recipe, role, backward));
+  if (r->mx) return check_mx_role(s, recipe, role, r);
   if (r->format != ENG_e4m3 && r->format != ENG_e5m2)
     return error_set(ENG_ERR_DTYPE, "%s: FP8 format of %s: expected e4m3 or e5m2, got number %d",
                      s->name, fp8_role_name[role], r->format);
@@ -240,10 +261,24 @@ static eng_status check_hadamard(const fp8_site *s, const eng_fp8_recipe *recipe
   const eng_fp8_product *p = &recipe->product[product];
   const eng_fp8_role *a = &recipe->role[product == ENG_FP8_FORWARD ? ENG_FP8_X : ENG_FP8_DY],
                      *b = &recipe->role[product == ENG_FP8_WGRAD ? ENG_FP8_X : ENG_FP8_W];
+  bool forward = product == ENG_FP8_FORWARD, again = recipe->backward[ENG_FP8_X].mx;
+  if (again && !forward) b = &recipe->backward[product == ENG_FP8_WGRAD ? ENG_FP8_X : ENG_FP8_W];
   int n = p->hadamard;
+  if (n != MX_EDEN_GROUP && (a->mx - 1 == ENG_MX_MS_EDEN || b->mx - 1 == ENG_MX_MS_EDEN))
+    return error_set(ENG_ERR_VALUE, "%s: %s: ms_eden needs hadamard = %d, got %d", s->name,
+                     fp8_product_name[product], MX_EDEN_GROUP, n);
   if (!n) return ENG_OK;
+  if (forward && again && p->signs != ENG_FP8_SIGNS_NONE)
+    return error_set(ENG_ERR_VALUE,
+                     "%s: forward: if x and w have `backward`, their gradients pass through this "
+                     "product's Hadamard transform, which needs signs = \"none\"", s->name);
+  if (p->signs == ENG_FP8_SIGNS_BACKWARD && (forward || !again))
+    return error_set(ENG_ERR_VALUE,
+                     "%s: %s: signs = \"backward\" is for the backward products of a recipe whose "
+                     "x and w have `backward`", s->name, fp8_product_name[product]);
   if ((n != 16 && n != 32 && n != 64 && n != 128) || p->signs < ENG_FP8_SIGNS_NONE ||
-      p->signs > ENG_FP8_SIGNS_STEP || p->high || !a->mx || fp8_is_square(a) || fp8_is_square(b))
+      p->signs > ENG_FP8_SIGNS_BACKWARD || p->high || !a->mx || fp8_is_square(a) ||
+      fp8_is_square(b))
     return error_set(ENG_ERR_VALUE,
                      "%s: %s: a Hadamard transform has 16, 32, 64 or 128 elements, and is for "
                      "microscaled products whose factors have blocks that are not square, got %d",
@@ -275,6 +310,9 @@ eng_status eng_fp8_site_set(int64_t site, const eng_fp8_recipe *recipe)
                      s->name);
   if (recipe) {
     for (int r = 0; r < ENG_FP8_ROLES; r++) ENG_TRY(check_role(s, recipe, r));
+    if (!recipe->backward[ENG_FP8_X].mx != !recipe->backward[ENG_FP8_W].mx)
+      return error_set(ENG_ERR_VALUE, "%s: expected `backward` in both x and w, or in neither",
+                       s->name);
     for (int p = 0; p < ENG_FP8_PRODUCTS; p++) {
       const eng_fp8_product *of = &recipe->product[p];
       if (of->high && (p != ENG_FP8_FORWARD || !recipe->role[0].mx))
@@ -405,9 +443,9 @@ void fp8_meter_element(eng_fp8_meter *m, float x, float code, float scale, float
 }
 
 /// Reads every `every`-th row of x [.. x K] as f32 into host memory.
-eng_status fp8_read_rows(float *to, tensor *x, int64_t every)
+static eng_status read_rows(float *to, tensor *x, int64_t every)
 {
-  int64_t columns = x->shape[x->ndim - 1], rows = columns ? x->count / columns : 0;
+  int64_t columns = x->shape[x->ndim - 1], rows = x->count / columns;
   tensor *flat, *some;
   ENG_TRY(op_reshape(&flat, x, 2, (int64_t[]){rows, columns}));
   eng_status status = op_run1(&some, (op_call){.op = ENG_OP_slice, .in = {flat},
@@ -420,31 +458,37 @@ eng_status fp8_read_rows(float *to, tensor *x, int64_t every)
   return status;
 }
 
-int64_t fp8_measured_every(int64_t rows, int64_t columns)
+eng_status fp8_sample_read(fp8_sample *to, tensor *x, tensor *q, const tensor *scale)
 {
-  int64_t most = MOST_MEASURED / columns > 1 ? MOST_MEASURED / columns : 1;
-  return (rows + most - 1) / most;
+  *to = (fp8_sample){0};
+  if (x->count == 0) return ENG_OK;
+  int64_t columns = x->shape[x->ndim - 1], rows = x->count / columns,
+          most = MOST_MEASURED / columns > 1 ? MOST_MEASURED / columns : 1,
+          every = (rows + most - 1) / most, taken = (rows + every - 1) / every;
+  float *values = malloc((size_t)(2 * taken * columns + scale->count) * sizeof *values);
+  if (!values) return error_set(ENG_ERR_MEMORY, "out of memory for the FP8 meters");
+  *to = (fp8_sample){values, values + taken * columns, values + 2 * taken * columns, taken, every,
+                     columns};
+  eng_status status = read_rows(to->x, x, every);
+  if (status == ENG_OK) status = read_rows(to->q, q, every);
+  if (status == ENG_OK) status = transfer_read(to->scale, ENG_f32, scale);
+  if (status != ENG_OK) free(values);
+  return status;
 }
 
 eng_status fp8_measure(fp8_site *s, int role, tensor *x, tensor *q, const tensor *scale)
 {
   const eng_fp8_role *r = &s->recipe.role[role];
-  int64_t columns = x->shape[x->ndim - 1], rows = columns ? x->count / columns : 0;
-  if (x->count == 0) return ENG_OK;
-  int64_t every = fp8_measured_every(rows, columns), taken = (rows + every - 1) / every;
-  fp8_scales at = fp8_scales_for(r->block_rows, r->block_columns, rows, columns, NULL);
-  float *values = malloc((size_t)(2 * taken * columns + scale->count) * sizeof *values);
-  if (!values) return error_set(ENG_ERR_MEMORY, "out of memory for the FP8 meters");
-  float *codes = values + taken * columns, *scales = codes + taken * columns;
-  eng_status status = fp8_read_rows(values, x, every);
-  if (status == ENG_OK) status = fp8_read_rows(codes, q, every);
-  if (status == ENG_OK) status = transfer_read(scales, ENG_f32, scale);
+  fp8_sample m;
+  ENG_TRY(fp8_sample_read(&m, x, q, scale));
+  fp8_scales at = fp8_scales_for(r->block_rows, r->block_columns,
+                                 m.columns ? x->count / m.columns : 0, m.columns, NULL);
   // the smallest magnitude that overflows: half a step above the largest number (fp8.h)
   float largest = fp8_largest(r->format), limit = r->format == ENG_e4m3 ? 464.0f : 61440.0f;
-  for (int64_t i = 0; i < taken && status == ENG_OK; i++)
-    for (int64_t k = 0; k < columns; k++)
-      fp8_meter_element(&s->meter[role], values[i * columns + k], codes[i * columns + k],
-                        scales[fp8_scale_at(&at, i * every, k)], largest, limit);
-  free(values);
-  return status;
+  for (int64_t i = 0; i < m.rows; i++)
+    for (int64_t k = 0; k < m.columns; k++)
+      fp8_meter_element(&s->meter[role], m.x[i * m.columns + k], m.q[i * m.columns + k],
+                        m.scale[fp8_scale_at(&at, i * m.every, k)], largest, limit);
+  free(m.x);
+  return ENG_OK;
 }

@@ -14,6 +14,7 @@ typedef struct fp8_site {
   tensor  *factor_of[ENG_FP8_ROLES];     // factor in device memory, f32 [1]
   double   amax[ENG_FP8_ROLES];
   eng_fp8_meter meter[ENG_FP8_ROLES];
+  int64_t  pass;                         // a number drawn for the backward pass under way
 } fp8_site;
 
 extern const char *const fp8_role_name[], *const fp8_product_name[];
@@ -41,11 +42,13 @@ bool fp8_measuring(void);
 int64_t fp8_step(void);
 eng_status fp8_measure(fp8_site *s, int role, tensor *x, tensor *q, const tensor *scale);
 
-/// For meters. fp8_read_rows reads every `every`-th row of x as f32. fp8_measured_every is the
-/// distance between measured rows. fp8_meter_element counts one element with its code's value and
-/// its scale. largest: the format's largest number; limit: the smallest magnitude that overflows.
-eng_status fp8_read_rows(float *to, tensor *x, int64_t every);
-int64_t fp8_measured_every(int64_t rows, int64_t columns);
+/// A sample for the meters, in host memory as f32: every `every`-th row of x, the same rows of its
+/// codes or values q, and all scales. `x` owns the memory of the three. No rows: x is empty.
+typedef struct fp8_sample { float *x, *q, *scale; int64_t rows, every, columns; } fp8_sample;
+/// Reads a sample, whose x the caller frees.
+eng_status fp8_sample_read(fp8_sample *to, tensor *x, tensor *q, const tensor *scale);
+/// Counts one element with its code's value and its scale. largest: the format's largest number;
+/// limit: the smallest magnitude that overflows.
 void fp8_meter_element(eng_fp8_meter *m, float x, float code, float scale, float largest,
                        float limit);
 
@@ -68,12 +71,25 @@ static inline op_call fp8_quantize_call(const eng_fp8_role *r, tensor *x, tensor
 }
 
 /// Microscaling (mx.c). Copies of a tensor [rows x K]: q in bf16, scale u8, amax f32 [], and q_t [K
-/// x rows] and amax_t, which are NULL unless they are asked for. If q, amax, q_t or amax_t is not
-/// NULL before the call, the result is written into that tensor.
-typedef struct fp8_mx_copies { tensor *q, *scale, *amax, *q_t, *amax_t; } fp8_mx_copies;
+/// x rows] and amax_t, which are NULL unless they are asked for, and the gate of a rule that has
+/// one. If one of them other than scale is not NULL before the call, the result is written into
+/// that tensor.
+typedef struct fp8_mx_copies { tensor *q, *scale, *amax, *q_t, *amax_t, *gate; } fp8_mx_copies;
+/// Whether the backward products read x or w in a format of its own (eng_fp8_recipe.backward).
+static inline bool fp8_mx_again(const fp8_site *s, int role)
+{ return role != ENG_FP8_DY && s->recipe.backward[role].mx; }
 /// Quantizes x as a role says, and measures it if meters are on. slot: receives the amax.
 eng_status fp8_mx_quantize(fp8_mx_copies *to, tensor *slot, fp8_site *s, int role, tensor *x,
                            bool transposed);
+/// Quantizes x or w again for its backward product, from the values q [rows x K] that the forward
+/// product read: to->q_t, to->amax_t.
+eng_status fp8_mx_requantize(fp8_mx_copies *to, const fp8_site *s, int role, tensor *q,
+                             tensor *amax);
+/// The gradient of x or w from that of the values which the forward product read: *g through the
+/// gate (or NULL) and the forward product's Hadamard transform, in `dtype`. Replaces *g.
+eng_status fp8_mx_through(tensor **g, const fp8_site *s, tensor *gate, int dtype);
+/// Draws the numbers that a site's backward pass needs.
+void fp8_mx_begin_backward(fp8_site *s);
 /// What the signs of w's Hadamard transforms depend on: the step, or 0 if they do not change.
 int64_t fp8_mx_step(const fp8_site *s);
 /// A factor of a product, quantized as its role says: bf16 [M x K], or [K x M] if turned.

@@ -23,7 +23,7 @@ typedef struct params_derived {
   // lists its tensors, of PARAMS_DERIVED at most; returns their number
   int          (*tensors)(tensor **out, const struct params_derived *copy);
 } params_derived;
-enum { PARAMS_DERIVED = 4 };
+enum { PARAMS_DERIVED = 5 };
 
 /// A member of a parameter set; tensor.parameter points here.
 typedef struct parameter {

@@ -440,6 +440,9 @@ extern "C" eng_status cuda_mx_quantize(const op_call *call)
 {
   const auto &a = call->mx_quantize;
   const tensor *x = call->in[0];
+  if (mx_is_fitted(a.rule))
+    return error_set(ENG_ERR_VALUE, "mx_quantize: the rule %s has no CUDA kernel; hint: device=cpu",
+                     a.rule == ENG_MX_QUEST ? "quest" : "ms_eden");
   job p = {};
   p.x = x->data;
   p.dtype = x->dtype;

@@ -78,13 +78,23 @@ describe("training on the card", function()
   end
 
   -- the quantizers give the CPU's bits, but sums of products are added in another order
-  for _, name in ipairs { "mxfp8", "mxfp4", "mxfp4_tseng", "nvfp4", "nvfp4_four_over_six" } do
+  for _, name in ipairs { "mxfp8", "mxfp4", "mxfp4_tseng", "mxfp4_tetrajet", "nvfp4",
+    "nvfp4_four_over_six" } do
     it("follows the CPU's losses in " .. name, function()
       local card = train(CARD, { precision = name })
       same_within(train("cpu", { precision = name }), card, STEPS > 6 and 2e-2 or 2e-3)
       assert.same(card.losses, train(CARD, { precision = name }).losses)
     end)
   end
+
+  it("refuses rules of microscaling that have no kernel", function()
+    for rule, name in pairs { quest = "mxfp4_quartet", ms_eden = "nvfp4_quartet2" } do
+      local done, message = pcall(train, CARD, { precision = name })
+      engine.device("cpu")
+      assert(not done and tostring(message):find("the rule " .. rule .. " has no CUDA kernel", 1,
+        true), message)
+    end
+  end)
 
   it("follows the CPU's losses of adapters over NF4", function()
     local options = { precision = "bf16", lora = { rank = 4, base = "nf4" }, lr = 1e-2 }

@@ -56,7 +56,8 @@ describe("ranks with ZeRO-3", function()
     for _, case in ipairs { { 2, "precision=fp16", "clip=1" }, { 4, "checkpoint=true" },
       { 3, "precision=bf16", "wire=fp8", "optimizer=muon" },
       { 2, "precision=fp8_delayed", "width=64" }, { 3, "precision=bf16_stochastic" },
-      { 2, "precision=bf16_kahan" },
+      { 2, "precision=bf16_kahan" }, { 2, "precision=mxfp4_quartet", "width=64" },
+      { 2, "precision=nvfp4_quartet2", "width=64" },
       { 4, "precision=fp8_block", "width=64", "checkpoint=true" } } do
       local plain = told(unpack(case))
       case[#case + 1] = "zero=3"

@@ -227,9 +227,9 @@ describe("an FP8 recipe", function()
       ["forward: expected a table, got true"] = { forward = true },
       ["unknown field 'match'; fields: dgrad dy forward w wgrad x"] = { match = "mlp" },
       ["unknown field 'high'"] = { high = true }, ["unknown field 'base'"] = { base = "mxfp8" },
-      ["nvfp4, nvfp4_four_over_six, got 'mxfp9'; did you mean 'mxfp"] = "mxfp9",
+      ["nvfp4, nvfp4_four_over_six, nvfp4_quartet2, got 'mxfp9'; did you mean 'mxfp"] = "mxfp9",
       ["a table of changes or the name fp8_block, fp8_current"] = "bf16",
-      ["nvfp4_four_over_six, got 3"] = 3,
+      ["nvfp4_quartet2, got 3"] = 3,
     } do
       local why = message { name = "mine", base = "fp8_current", fp8 = { ladder = { rung } } }
       assert.is_truthy(why:find("precision 'mine': fp8: ladder[1]: ", 1, true), why)
@@ -477,7 +477,9 @@ describe("memory", function()
     assert.is_true(weights(low) < weights(high))
     assert.are.equal(high.moments.measured / 2, low.moments.measured)
     assert.is_true(low["kept for backward"].measured < 0.8 * high["kept for backward"].measured)
-    for i, name in ipairs { "mxfp8", "nvfp4", "mxfp4_tseng" } do all[i] = bytes_of(name) end
+    for i, name in ipairs { "mxfp8", "nvfp4", "mxfp4_tseng", "mxfp4_quartet", "nvfp4_quartet2" } do
+      all[i] = bytes_of(name)
+    end
     for _, m in ipairs { low, high, unpack(all) } do
       for _, row in ipairs(m) do
         if row.predicted then

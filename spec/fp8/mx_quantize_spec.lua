@@ -82,6 +82,81 @@ describe("microscaling", function()
     end
   end)
 
+  -- A row of e2m1 codes as hexadecimal digits.
+  local function digits(q)
+    local text = {}
+    for i, pair in ipairs(bytes(q)) do
+      text[i] = ("%X%X"):format(pair % 16, math.floor(pair / 16))
+    end
+    return table.concat(text)
+  end
+
+  it("scales by QuEST's standard deviation, and gates what saturates", function()
+    local rows = { {}, {}, {}, {}, {}, {} }
+    for i = 0, 31 do
+      rows[1][i + 1], rows[2][i + 1] = (-1) ^ i * 0.1 * i, 0.25 * (i % 8)
+      rows[3][i + 1] = i == 31 and 9 or i % 2 == 0 and 0.5 or -0.5
+      rows[4][i + 1], rows[5][i + 1], rows[6][i + 1] = 1, 0, i == 3 and nan or 1
+    end
+    local q = engine.mx.quantize(engine.tensor(rows), { rule = "quest" })
+    -- from the formula of the public kernel, in f32
+    assert.same({ 126, 125, 126, 100, 100, 255 }, bytes(q.scale))
+    local once = ("7"):rep(32)
+    assert.equal("08192A2B3C4C4D5D5D6E6E6E6E7F7F7F" .. ("02456677"):rep(4) .. ("2A"):rep(15) ..
+      "27" .. once .. ("0"):rep(32) .. once, digits(q.q))
+    assert.equal(("1"):rep(30) .. "00" .. ("11111100"):rep(4) .. ("1"):rep(31) .. ("0"):rep(33) ..
+      ("1"):rep(32) .. ("0"):rep(32), table.concat(bytes(q.gate)))
+    -- the rule in numbers, with the nearest number found by distance
+    local numbers = { 0, .5, 1, 1.5, 2, 3, 4, 6 }
+    local x = engine.randn(40, 32) * engine.randn(40, 1):exp()
+    local sizes, gates = bytes(engine.mx.quantize(x, { rule = "quest" }):dequantize():abs()),
+      bytes(engine.mx.quantize(x, { rule = "quest" }).gate)
+    for r, row in ipairs(x:totable()) do
+      local mean, variance = 0, 0
+      for _, v in ipairs(row) do mean = mean + v / 32 end
+      for _, v in ipairs(row) do variance = variance + (v - mean) ^ 2 / 32 end
+      local unit = 2 ^ math.floor(math.log(2.92247856 / 6 * math.sqrt(variance) + 1e-8)
+        / math.log(2))
+      for c, v in ipairs(row) do
+        local best = 0
+        for _, number in ipairs(numbers) do
+          if math.abs(number * unit - math.abs(v)) < math.abs(best - math.abs(v)) then
+            best = number * unit
+          end
+        end
+        assert.equal(best, sizes[32 * r - 32 + c])
+        assert.equal(math.abs(v) < 6 * unit and 1 or 0, gates[32 * r - 32 + c])
+      end
+    end
+  end)
+
+  it("corrects the scales of MS-EDEN, and rounds them without bias", function()
+    -- from the formula of the public kernel
+    local rows, want = { {}, {} }, { [2] = "74 78 78 78 75 78 78 78 " ..
+      "092A3C4D5E6E6F7F6F7F78192A3C4C5D5E6E6E7F7F091A2B4C4D5D6E6E6F7F78" ..
+      "192B4C5D5E6E6F7F7F7F091A2B4C4D5D6E6E6F7F78192A3C4C5D5E6E6E7F7F09",
+      [40] = "54 54 54 54 03 03 03 03 " .. ("02456677"):rep(8) .. ("7"):rep(64) }
+    for i = 0, 127 do
+      rows[1][i + 1] = (-1) ^ i * 0.1 * (i % 21)
+      rows[2][i + 1] = i < 64 and 0.25 * (i % 8) or 0.001
+    end
+    for k, amax in ipairs { 2, 40 } do
+      local q = engine.mx.quantize(engine.tensor { rows[k] }, { rule = "ms_eden",
+        amax = engine.tensor { amax } })
+      assert.equal(want[amax], (("%02X "):rep(8)):format(unpack(bytes(q.scale))) .. digits(q.q))
+    end
+    engine.seed(3)                        -- a block is a group
+    local x, sum = engine.randn(512, 128), 0
+    local exact = x:square():sum():item()
+    local function along(bits)
+      local q = engine.mx.quantize(x, { rule = "ms_eden", block = "1x128", sr_bits = bits })
+      return (q:dequantize() * x):sum():item() / exact
+    end
+    for _ = 1, 200 do sum = sum + along(16) / 200 end
+    assert.near(1, sum, 2e-4)
+    assert.is_true(math.abs(along(0) - 1) > 4e-4)
+  end)
+
   it("leaves room for stochastic rounding on request", function()
     local function quantized(x, factor)
       return engine.mx.quantize(x, { format = "e2m1", sr_bits = 24, factor = factor })

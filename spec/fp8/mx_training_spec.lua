@@ -21,39 +21,65 @@ local function values(q)
     tonumber(mx.formats[q.format]), q.block[1], q.block[2], tonumber(mx.rules[q.rule]) }))
 end
 
+-- NVFP4's factor for the tensor.
+local TOP = { nvfp4 = 2688, four_over_six = 1536, four_over_six_mse = 1536,
+  ms_eden = M_ffi.new("float[1]", 255.99 * 6 / (17 / 16 * 0.93))[0] }
+local function of_tensor(q) return q.amax * (1 / TOP[q.rule]) end
+
 local function product(a, b, turned_a, turned_b)
   local y = M_ffi.run("matmul", { values(a), values(b) },
     { turned_a and 1 or 0, turned_b and 1 or 0, M_ffi.dtype.f32 + 1, 0 })
   for _, q in ipairs { a, b } do
-    if mx.nvfp4[q.rule] then y = y * (q.amax * (1 / (q.rule == "nvfp4" and 2688 or 1536))) end
+    if mx.nvfp4[q.rule] then y = y * of_tensor(q) end
   end
   local factor = a.factor * b.factor
   return factor == 1 and y or y * (1 / factor)
 end
 
 -- What a product reads of a matrix in a role.
-local function operand(x, role, turned, hadamard)
+local function operand(x, role, turned, transform)
   local o = { format = role.format, rule = role.rule, block = role.block, factor = role.factor }
-  if hadamard then
-    return mx.quantize(mx.hadamard(x, hadamard, { transposed = turned, dtype = "bf16" }), o)
+  if transform and transform.hadamard then
+    return mx.quantize(mx.hadamard(x, transform.hadamard, { transposed = turned, dtype = "bf16",
+      signs = transform.signs == "none" and "none" or 0 }), o)
   end
   o.transposed = turned and o.block ~= "16x16"
   local q = mx.quantize(x, o)
   return q.transposed or q
 end
 
-local RECIPES = { "mxfp8", "mxfp4", "mxfp4_tseng", "nvfp4", "nvfp4_four_over_six" }
+-- The same for a backward product. q: what the forward product reads.
+local function backward_operand(x, q, role, transform)
+  if not role.backward then return operand(x, role, true, transform) end
+  local read = values(q)
+  return operand(mx.nvfp4[q.rule] and read * of_tensor(q) or read, role.backward, true, transform)
+end
+
+-- The gradient of x or w from that of what the forward product reads.
+local function through(gradient, q, role, transform)
+  if not role.backward then return gradient end
+  if q.gate then gradient = gradient * q.gate end
+  return transform and mx.hadamard(gradient, transform.hadamard, { signs = "none" }) or gradient
+end
+
+-- A role or product of a recipe without random numbers.
+local function fixed(part)
+  return arguments.merged(part, part.stochastic and { stochastic = false },
+    part.signs and part.signs ~= "none" and { signs = "fixed" },
+    part.backward and { backward = fixed(part.backward) })
+end
+
+local RECIPES = { "mxfp8", "mxfp4", "mxfp4_tseng", "mxfp4_quartet", "mxfp4_tetrajet", "nvfp4",
+  "nvfp4_four_over_six", "nvfp4_quartet2" }
 
 describe("a linear layer under microscaling", function()
   for _, name in ipairs(RECIPES) do
     it(name .. " is what mx.quantize and matmul give by hand, to the bit", with_gradient(function()
       local width, rows, out = 96, 80, 64
+      if name == "nvfp4_quartet2" then width, rows, out = 160, 144, 192 end   -- groups of 128
       local fp8 = { sample = 0 }                    -- the recipe without random numbers
       for key, part in pairs(engine.precision.resolve(name).fp8) do
-        if type(part) == "table" and not part[1] then
-          fp8[key] = arguments.merged(part, part.stochastic and { stochastic = false },
-            part.signs and { signs = "fixed" })
-        end
+        if type(part) == "table" and not part[1] then fp8[key] = fixed(part) end
       end
       local recipe = { base = name, activations = "f32", fp8 = fp8 }
       engine.seed(5)
@@ -66,20 +92,22 @@ describe("a linear layer under microscaling", function()
 
       local flat_x, flat_dy, w = x:detach():view(rows, width), dy:view(rows, out),
         layer.weight:detach()
-      local function size(of) return fp8[of] and fp8[of].hadamard end
-      local forward = product(operand(flat_x, fp8.x), operand(w, fp8.w), false, true)
-        + layer.bias:detach():to("bf16")
+      local xq, wq = operand(flat_x, fp8.x, false, fp8.forward),
+        operand(w, fp8.w, false, fp8.forward)
+      local forward = product(xq, wq, false, true) + layer.bias:detach():to("bf16")
       if fp8.forward and fp8.forward.high then
         forward = engine.autocast({ base = "bf16", activations = "f32" }, function()
           return flat_x:linear(layer.weight:detach(), layer.bias:detach())
         end)
       end
       assert.equal(bytes(forward), bytes(y))
-      local wq = operand(w, fp8.w, true, size "dgrad")
-      assert.equal(bytes(product(operand(flat_dy, fp8.dy, false, size "dgrad"), wq, false,
-        wq.shape[1] == width)), bytes(x.grad))
-      assert.equal(bytes(product(operand(flat_dy, fp8.dy, true, size "wgrad"),
-        operand(flat_x, fp8.x, true, size "wgrad"), false, true)), bytes(layer.weight.grad))
+      local wt = backward_operand(w, wq, fp8.w, fp8.dgrad)
+      local dx = product(operand(flat_dy, fp8.dy, false, fp8.dgrad), wt, false,
+        wt.shape[1] == width)
+      assert.equal(bytes(through(dx, xq, fp8.w, fp8.forward)), bytes(x.grad))
+      local dw = product(operand(flat_dy, fp8.dy, true, fp8.wgrad),
+        backward_operand(flat_x, xq, fp8.x, fp8.wgrad), false, true)
+      assert.equal(bytes(through(dw, wq, fp8.x, fp8.forward)), bytes(layer.weight.grad))
     end))
 
     it(name .. " adds up micro-batches in the parameter's gradient", with_gradient(function()
@@ -235,7 +263,7 @@ describe("a linear layer under microscaling", function()
     assert.matches("number of blocks", message { high_first = -1 }, 1, true)
     assert.matches("expected hadamard to be 0, 16, 32, 64 or 128, got 8",
       message { wgrad = { hadamard = 8 } }, 1, true)
-    assert.matches("signs fixed, layer, none, step, got 'fixd'; did you mean 'fixed'",
+    assert.matches("signs backward, fixed, layer, none, step, got 'fixd'; did you mean 'fixed'",
       message { wgrad = { signs = "fixd" } }, 1, true)
     assert.matches("blocks that are not square, but w has 16x16",
       message { dgrad = { hadamard = 16 } }, 1, true)
@@ -245,6 +273,27 @@ describe("a linear layer under microscaling", function()
       { base = "fp8_block", fp8 = { wgrad = { hadamard = 16 } } })), 1, true)
     assert.matches("no options stochastic and factor",
       message { x = { rule = "four_over_six", stochastic = true } }, 1, true)
+    local quest, back = { rule = "quest", backward = { rule = "floor" } }, { rule = "rceil" }
+    for _, wrong in ipairs { { x = { rule = "quest" } }, { dy = quest },
+      { x = { rule = "rceil", block = "32x32", backward = back } },
+      { x = { rule = "rceil", backward = 3 } }, { x = { rule = "quest", backward = quest } } } do
+      assert.matches("expected backward to be a table with a rule of microscaling", message(wrong),
+        1, true)
+    end
+    assert.matches("in both x and w", message { x = quest, w = { rule = "nvfp4" } }, 1, true)
+    assert.matches("no options stochastic and factor",
+      message { x = arguments.merged(quest, { stochastic = true }), w = quest }, 1, true)
+    local layer = nn.linear(64, 32)
+    for text, fp8 in pairs { ["needs signs = \"none\""] = { x = quest, w = quest, dy = back,
+      forward = { hadamard = 32 }, wgrad = {} }, ["is for the backward products"] = { x = back,
+      w = back, dy = back, wgrad = { hadamard = 32, signs = "backward" } },
+      ["ms_eden needs hadamard = 128, got 0"] = { dy = { rule = "ms_eden" } },
+      ["ms_eden is for dy and"] = { x = { rule = "ms_eden" } },
+      ["in blocks of one row"] = { x = arguments.merged(quest, { block = "2x32" }), w = quest,
+        dy = back, wgrad = {} } } do
+      assert.matches(text, select(2, pcall(engine.optim.sgd, layer, { lr = 1,
+        precision = { name = "a", base = "nvfp4", fp8 = fp8 } })), 1, true)
+    end
     local wanted = "expected factor to be a number from 0.5 to 1"
     for _, factor in ipairs { 2, 0.49, 1e-300, 0, 0 / 0 } do
       assert.matches(wanted, message { dy = { rule = "floor", factor = factor } }, 1, true)

@@ -16,13 +16,21 @@ local FORMATS = { e4m3 = M_ffi.dtype.e4m3, e5m2 = M_ffi.dtype.e5m2, e2m1 = C.ENG
   e2m3 = C.ENG_FORMAT_E2M3, e3m2 = C.ENG_FORMAT_E3M2, mxint8 = C.ENG_FORMAT_MXINT8 }
 local RULES = { floor = C.ENG_MX_FLOOR, ceil = C.ENG_MX_CEIL, even = C.ENG_MX_EVEN,
   rceil = C.ENG_MX_RCEIL, nvfp4 = C.ENG_MX_NVFP4, four_over_six = C.ENG_MX_FOUR_OVER_SIX,
-  four_over_six_mse = C.ENG_MX_FOUR_OVER_SIX_MSE }
+  four_over_six_mse = C.ENG_MX_FOUR_OVER_SIX_MSE, quest = C.ENG_MX_QUEST,
+  ms_eden = C.ENG_MX_MS_EDEN }
 -- The rules whose scales are ue4m3 and one f32 for the tensor.
-local NVFP4 = { nvfp4 = true, four_over_six = true, four_over_six_mse = true }
+local NVFP4 = { nvfp4 = true, four_over_six = true, four_over_six_mse = true, ms_eden = true }
 local NONFINITE = { torchao = 0, te = 32 }     -- 32: the flag MX_FINITE (core/ops.def)
-local TRANSPOSED = 8
+-- The rules under which some elements have no gradient. They need e2m1.
+local GATED = { quest = true }
+local TRANSPOSED, GATE = 8, 64                 -- flags (core/ops.def)
 local HADAMARDS = { [0] = 0, [16] = 16, [32] = 32, [64] = 64, [128] = 128 }
-M.formats, M.rules, M.nvfp4, M.hadamards = FORMATS, RULES, NVFP4, HADAMARDS
+M.formats, M.rules, M.nvfp4, M.gated, M.hadamards = FORMATS, RULES, NVFP4, GATED, HADAMARDS
+
+--- The format and the block of a rule, unless others are named.
+function M.usual(rule)
+  return (NVFP4[rule] or GATED[rule]) and "e2m1" or "e4m3", NVFP4[rule] and "1x16" or "1x32"
+end
 
 -- ------------------------------------------------------------------ quantized tensors
 
@@ -30,7 +38,7 @@ local methods = {}
 local Quantized = { __index = methods }
 
 --- code * scale as a tensor of x's shape, f32 unless another float dtype is named. For NVFP4
---- also multiplied by the tensor's amax / 2688, for four over six by amax / 1536.
+--- also multiplied by the tensor's amax / 2688 (four over six: 1536, ms_eden: 1554.4).
 function methods.dequantize(x, dtype)
   local scaled = x.factor ~= 1
   local y = run("mx_dequantize", { x.q, x.scale, NVFP4[x.rule] and x.amax or false },
@@ -68,7 +76,9 @@ local QUANTIZE = "format rule block nonfinite sr_bits factor transposed amax had
 --- ("e4m3", "e5m2", "e2m1", "e2m3", "e3m2", "mxint8"; "e2m1" for the rule nvfp4, else "e4m3"), rule
 --- ("floor", "ceil", "even", "rceil": scales are powers of two; "nvfp4": ue4m3 and one f32 for the
 --- tensor; "four_over_six": nvfp4, but each block's largest element becomes 6 or 4, whichever has
---- the smaller mean absolute error; "four_over_six_mse": the smaller squared error), block ("1x32",
+--- the smaller mean absolute error; "four_over_six_mse": the smaller squared error; "quest": e2m1,
+--- powers of two from the standard deviation of a block; "ms_eden": nvfp4 with scales that make up
+--- for rounding in groups of 128, and that sr_bits round instead of the elements), block ("1x32",
 --- for nvfp4 "1x16"; "16x16", { rows, columns }), nonfinite ("torchao": Inf or NaN makes its block
 --- NaN; "te": the scale ignores NaN), sr_bits (bits of stochastic rounding, 0 to 24; 0 rounds to
 --- nearest even), factor (0.5 to 1: multiplies the elements before rounding, and dequantize
@@ -76,16 +86,18 @@ local QUANTIZE = "format rule block nonfinite sr_bits factor transposed amax had
 --- used instead of x's own amax, f32 [1]), hadamard, signs (16, 32, 64 or 128: the transposed copy
 --- is that of x transformed along the first dimension, rounded to bf16; see mx.hadamard). Fields of
 --- the result: q (u8 codes, two to a byte in e2m1, the even element in the low half), scale (u8
---- codes, ue8m0 or ue4m3), amax (f32 []), nan (i64 []: how many elements of x are NaN), shape,
---- block, format, rule, factor, transposed.
+--- codes, ue8m0 or ue4m3), amax (f32 []), nan (i64 []: how many elements of x are NaN), gate (of
+--- "quest": bf16, 1 where the value has x's gradient, 0 where x saturates), shape, block, format,
+--- rule, factor, transposed.
 function M.quantize(x, options)
   want(x, "mx.quantize")
   options = arguments.read_named(options, "mx.quantize", QUANTIZE)
   local rule = options.rule or "floor"
   local rule_number = arguments.choose(RULES, rule, "mx.quantize", "rule")
-  local format = options.format or (NVFP4[rule] and "e2m1" or "e4m3")
+  local usual_format, usual_block = M.usual(rule)
+  local format = options.format or usual_format
   local number = arguments.choose(FORMATS, format, "mx.quantize", "format")
-  local block = options.block or (NVFP4[rule] and "1x16" or "1x32")
+  local block = options.block or usual_block
   local rows, columns = arguments.read_block(block, "mx.quantize")
   local flags = arguments.choose(NONFINITE, options.nonfinite or "torchao", "mx.quantize",
     "nonfinite")
@@ -101,16 +113,17 @@ function M.quantize(x, options)
     "mx.quantize: expected factor to be a number from 0.5 to 1")
   local function quantized(of, amax, more)
     return run("mx_quantize", { of, amax or false }, { number, rows, columns, rule_number,
-      flags + more, bits, 0, 0 }, { factor }, 7)
+      flags + more, bits, 0, 0 }, { factor }, 8)
   end
-  local q, scale, amax, q_t, scale_t, nan, amax_t = quantized(x, options.amax,
-    options.transposed and hadamard == 0 and TRANSPOSED or 0)
+  local q, scale, amax, q_t, scale_t, nan, amax_t, gate = quantized(x, options.amax,
+    (options.transposed and hadamard == 0 and TRANSPOSED or 0) + (GATED[rule] and GATE or 0))
   if hadamard > 0 then
     q_t, scale_t, amax_t = quantized(M.hadamard(x, hadamard, { signs = options.signs,
       transposed = true, dtype = "bf16" }), nil, 0)
   end
   local y = setmetatable({ q = q, scale = scale, amax = amax, nan = nan, shape = x.shape,
-    block = { rows, columns }, format = format, rule = rule, factor = factor }, Quantized)
+    block = { rows, columns }, format = format, rule = rule, factor = factor, gate = gate },
+    Quantized)
   if q_t then
     local k, n = x.shape[#x.shape], x.count / x.shape[#x.shape]
     y.transposed = setmetatable({ q = q_t, scale = scale_t, amax = amax_t, nan = nan,

@@ -31,6 +31,9 @@ local function matrix(role, rows, columns)
   return role.mx > 0 and 2 * rows * columns or rows * columns + 4 * scales(role, rows, columns)
 end
 
+-- The bytes of the gate that a role keeps: in bf16, only under quest.
+local function gate(role, count) return role.mx - 1 == C.ENG_MX_QUEST and 2 * count or 0 end
+
 local function sites_of(opt) return opt.fp8 and opt.fp8.list or {} end
 
 local function predicted(opt)
@@ -48,7 +51,9 @@ local function predicted(opt)
     if site then
       local role, N, K = site.recipe.role[1], p.tensor:size(1), p.tensor:size(2)
       local square = role.block_rows == role.block_columns
-      sums.fp8 = sums.fp8 + matrix(role, N, K) + (square and 0 or matrix(role, K, N))
+      local again = site.recipe.backward[1].mx > 0
+      sums.fp8 = sums.fp8 + matrix(role, N, K) + gate(role, N * K)
+        + ((square or again) and 0 or matrix(role, K, N))
     end
     sums.moments = sums.moments + opt.state:bytes(i, n)
   end
@@ -67,7 +72,7 @@ local function kept(opt, rows_of)
     elseif role.keep == C.ENG_FP8_KEEP_TRANSPOSED and role.block_rows ~= role.block_columns then
       codes = matrix(role, K, rows)
     elseif role.keep == C.ENG_FP8_KEEP_SWIGLU and rows_of.swiglu then codes = 2 * codes end
-    bytes = bytes + codes
+    bytes = bytes + codes + gate(role, rows * K)
   end
   return bytes
 end
@@ -90,7 +95,7 @@ local function count_rows(opt)
     local m, path, role = site.module, site.path, site.recipe.role[0]
     local sharing = path
     -- layers that keep the codes of x in the same way share one copy
-    if role.keep == C.ENG_FP8_KEEP_CODES and role.stochastic == 0 then
+    if role.keep == C.ENG_FP8_KEEP_CODES and role.stochastic == 0 and role.mx == 0 then
       sharing = ("%d %d %d %d %d %d %g"):format(role.format, role.block_rows,
         role.block_columns, role.rule, role.pow2, role.margin, role.eps)
     end

@@ -23,7 +23,8 @@ M.fields = { "x", "w", "dy", "forward", "dgrad", "wgrad" }
 
 local FORMATS = { e4m3 = M_ffi.dtype.e4m3, e5m2 = M_ffi.dtype.e5m2 }
 local SIGNS = { none = C.ENG_FP8_SIGNS_NONE, fixed = C.ENG_FP8_SIGNS_FIXED,
-  layer = C.ENG_FP8_SIGNS_LAYER, step = C.ENG_FP8_SIGNS_STEP }
+  layer = C.ENG_FP8_SIGNS_LAYER, step = C.ENG_FP8_SIGNS_STEP,
+  backward = C.ENG_FP8_SIGNS_BACKWARD }
 local RULES = arguments.merged(fp8_codes.rules, mx.rules)
 local KEEPS = { codes = 0, transposed = 1, e5m6 = 2, swiglu = 3 }
 
@@ -49,7 +50,7 @@ local function boolean(v, where, what)
 end
 
 local ROLE = { format = true, block = true, rule = true, pow2 = true, margin = true, eps = true,
-  stochastic = true, keep = true, factor = true }
+  stochastic = true, keep = true, factor = true, backward = true }
 local REPLACES = "; a role's table replaces the base's, so give rule = ... as well"
 local function read_role(to, role, where, name)
   known(role, ROLE, where)
@@ -60,10 +61,10 @@ local function read_role(to, role, where, name)
   local rule = role.rule or "transformer_engine"
   local scaled = mx.rules[rule]                     -- microscaling
   to.mx = scaled and tonumber(scaled) + 1 or 0
-  to.format = choose(scaled and mx.formats or FORMATS,
-    role.format or mx.nvfp4[rule] and "e2m1" or "e4m3", where, "format")
-  local rows, columns = arguments.read_block(role.block
-    or scaled and (mx.nvfp4[rule] and "1x16" or "1x32") or "tensor", where)
+  local usual_format, usual_block = mx.usual(rule)
+  to.format = choose(scaled and mx.formats or FORMATS, role.format or usual_format, where, "format")
+  local rows, columns = arguments.read_block(role.block or scaled and usual_block or "tensor",
+    where)
   to.block_rows, to.block_columns = whole(rows, where, "the rows of a block"),
     whole(columns, where, "the columns of a block")
   to.rule = not scaled and choose(RULES, rule, where, "rule") or 0
@@ -85,10 +86,10 @@ local function read_role(to, role, where, name)
     "%s: expected factor to be a number from 0.5 to 1, with a rule of microscaling%s", where,
     role.rule and "" or REPLACES)
   to.factor = role.factor or 0
-  if rule:find("^four_over_six") and (to.stochastic > 0 or role.factor) then
+  if (mx.gated[rule] or rule:find("^four_over_six")) and (to.stochastic > 0 or role.factor) then
     raise("%s: the rule %s rounds to nearest and has no options stochastic and factor", where, rule)
   end
-  local turned = scaled and name == "x" and rows ~= columns
+  local turned = scaled and name == "x" and rows ~= columns and not role.backward
   to.margin, to.keep = whole(role.margin or 0, where, "margin"),
     choose(KEEPS, role.keep or (turned and "transposed" or "codes"), where, "keep")
   to.eps = role.eps or -1
@@ -151,11 +152,29 @@ function M.layer(fp8, path, blocks)
   return not layer.high and layer
 end
 
+-- x and w: how the values that the forward product read are quantized for the backward product.
+local function read_backward(recipe, i, role, where, name)
+  local own, back = recipe.role[i], role.backward
+  if back == nil and not mx.gated[role.rule] then return end
+  local turns = own.mx > 0 and own.block_rows ~= own.block_columns
+  expect(i < 2 and turns and type(back) == "table" and mx.rules[back.rule] ~= nil
+    and not back.backward and not mx.gated[back.rule], back,
+    "%s: expected backward to be a table with a rule of microscaling other than quest, for x " ..
+    "and w in blocks that are not square", where)
+  read_role(recipe.backward[i], arguments.merged({ keep = name == "x" and "codes" or nil }, back),
+    where .. ": backward", name)
+end
+
 --- The core's eng_fp8_recipe for such fields. `where` begins the messages of errors.
 function M.structure(layer, where)
   local recipe = ffi.new("eng_fp8_recipe")
   for i, name in ipairs(M.roles) do
-    read_role(recipe.role[i - 1], layer[name], ("%s: %s"):format(where, name), name)
+    local at = ("%s: %s"):format(where, name)
+    read_role(recipe.role[i - 1], layer[name], at, name)
+    read_backward(recipe, i - 1, layer[name], at, name)
+  end
+  if (recipe.backward[0].mx > 0) ~= (recipe.backward[1].mx > 0) then
+    raise("%s: expected backward in both x and w, or in neither", where)
   end
   for i, name in ipairs(M.products) do
     read_product(recipe.product[i - 1], layer[name], ("%s: %s"):format(where, name),

@@ -60,13 +60,17 @@ end
 --                           e4m3
 --               promotion   steps of K between promotions to f32; 0: none
 --             for microscaling (docs/microscaling.md), x, w and dy all have one of the rules floor,
---             ceil, even, rceil (blocks of 1x32), nvfp4, four_over_six, four_over_six_mse (1x16,
---             16x16). Formats may also be e2m1, e2m3, e3m2, mxint8. Products run in bf16, where
---             they are exact. stochastic may be a number of random bits (true: 8). Roles also have
+--             ceil, even, rceil, quest (blocks of 1x32), nvfp4, four_over_six, four_over_six_mse
+--             (1x16, 16x16), ms_eden (1x16). Formats may also be e2m1, e2m3, e3m2, mxint8. Products
+--             run in bf16, where they are exact. stochastic may be a number of random bits (true:
+--             8). Roles also have
 --               factor      multiplies elements before rounding; the product is divided by it
+--               backward    of x and w: a role that says how the values which the forward product
+--                           read are quantized for the backward product, instead of the originals
 --             and products
 --               hadamard    16, 32, 64, 128: transforms both factors along the summed dimension (0)
---               signs       fixed (Transformer Engine's), layer, step (drawn for each), none
+--               signs       fixed (Transformer Engine's), layer, step (drawn for each), backward
+--                           (drawn in each backward pass), none
 --   high_first, high_last   blocks of the model that stay in high precision (0)
 --   high      patterns of modules that stay in high precision. Tied heads, the gates of nn.moe,
 --             norms, embeddings and attention itself always do
@@ -139,6 +143,23 @@ local UNCLIPPED = e2m1("floor", "1x32", { stochastic = 24, factor = 0.75 })
 local RANDOM = { hadamard = 64, signs = "step" }
 M.recipes.mxfp4_tseng = microscaled(UNCLIPPED, UNCLIPPED, UNCLIPPED,
   { forward = { high = true }, dgrad = RANDOM, wgrad = RANDOM })
+-- Quartet (arXiv 2505.14669): QuEST's scales under a Hadamard transform in the forward pass. In the
+-- backward pass, dy and what the forward product read are rounded as by Tseng et al.
+local QUEST = e2m1("quest", "1x32", { backward = UNCLIPPED })
+local REDRAWN = { hadamard = 32, signs = "backward" }
+M.recipes.mxfp4_quartet = microscaled(QUEST, QUEST, UNCLIPPED,
+  { forward = { hadamard = 32, signs = "none" }, dgrad = REDRAWN, wgrad = REDRAWN })
+-- Quartet II (arXiv 2601.22813): four over six by squared errors in the forward pass. In the
+-- backward pass, MS-EDEN rounds dy and what the forward product read.
+local EDEN = e2m1("ms_eden", "1x16", { stochastic = 24 })
+local SQUARES = e2m1("four_over_six_mse", "1x16", { backward = EDEN })
+local REDRAWN_128 = { hadamard = 128, signs = "backward" }
+M.recipes.nvfp4_quartet2 = microscaled(SQUARES, SQUARES, EDEN,
+  { dgrad = REDRAWN_128, wgrad = REDRAWN_128 })
+-- TetraJet (arXiv 2502.20853) without Q-EMA and Q-Ramping: MXFP4 rounded to nearest in the forward
+-- pass. In the backward pass, dy and what the forward product read are rounded stochastically.
+local TETRAJET = e2m1("rceil", "1x32", { backward = e2m1("rceil", "1x32", { stochastic = 24 }) })
+M.recipes.mxfp4_tetrajet = microscaled(TETRAJET, TETRAJET, TETRAJET.backward)
 
 local FORMATS = {
   weights = "f32 f16 bf16", activations = "f32 f16 bf16", residual = "f32 f16 bf16",

@@ -6,8 +6,9 @@ local float = tensors.float
 
 local generators = {}
 
+local ON_CARD = os.getenv("ENGINE_TEST_DEVICE") ~= nil
 local FORMATS = { 10, 11, 13, 14, 15, 16 }
-local TURNED, VALUES, FINITE = 8, 16, 32
+local TURNED, VALUES, FINITE, GATE = 8, 16, 32, 64
 local BLOCKS = { { 1, 32 }, { 1, 16 }, { 16, 16 }, { 32, 32 }, { 32, 2 }, { 1, 128 }, { 128, 2 },
   { 3, 6 } }
 local SHAPES = { { 2, 2 }, { 4, 34 }, { 34, 70 }, { 2, 3, 64 }, { 64, 130 }, { 1, 300 }, { 0, 4 },
@@ -29,7 +30,7 @@ generators.mx_quantize = function(try)
           try { inputs = { x, n % 9 == 0 and tensors.listed("f32", { 1 }, { 3.5 }) or false },
             ints = { format, block[1], block[2], rule, flags, bits, n, 1 },
             floats = { rule < 5 and n % 4 == 0 and 0.75 or n % 6 == 0 and rule < 5 and 0.9 or 0 },
-            outputs = 7, zeros = true, note = KINDS[n % 4 + 1] }
+            outputs = 8, zeros = true, note = KINDS[n % 4 + 1] }
         end
       end
     end
@@ -44,11 +45,38 @@ generators.mx_quantize = function(try)
             for _, wide in ipairs { 2, 32 } do
               try { inputs = { tensors.listed(dtype, { 1, 4 }, list), false },
                 ints = { format, 1, wide, rule, flags + (wide == 2 and VALUES or 0), 0, 0, 1 },
-                outputs = 7, zeros = true }
+                outputs = 8, zeros = true }
             end
           end
         end
       end
+    end
+  end
+  -- quest and ms_eden, which have no CUDA kernels
+  for k, dtype in ipairs(ON_CARD and {} or { "f32", "bf16", "f16", "f64" }) do
+    for i, kind in ipairs(KINDS) do
+      for j, shape in ipairs { { 2, 2 }, { 4, 34 }, { 34, 70 }, { 0, 4 }, { 300, 96 },
+        { 40, 300 } } do
+        for given = 0, 1 do
+          try { inputs = { float(dtype, shape, kind, (i + j) % 4 == 0 and "transposed" or "plain"),
+            given == 1 and tensors.listed("f32", { 1 }, { ({ 3.5, 1e-3, 0, 1e-38 })[i] }) or
+            false }, ints = { 13, 1, ({ 16, 32, 128, 2 })[(i + j + k) % 4 + 1], 8, i % 2 * VALUES,
+            ({ 0, 24, 8 })[(i + j) % 3 + 1], i * j, 1 }, outputs = 8, zeros = true, note = kind }
+        end
+        try { inputs = { float(dtype, shape, kind, (i + j) % 4 == 0 and "transposed" or "plain"),
+          j == 2 and tensors.listed("f32", { 1 }, { 3.5 }) or false }, ints = { 13, 1,
+          ({ 32, 16, 128, 6 })[(i + j + k) % 4 + 1], 7, i % 2 * VALUES + (i + j) % 2 * GATE },
+          outputs = 8, zeros = true, note = kind }
+      end
+    end
+    for _, list in ipairs { { 0, -0.0, 0, 0 }, { 1, 1, 1, 1 }, { 1, 1 / 0, -2, 0 },
+      { 1, 0 / 0, -2, 4 }, { 3.4e38, -3.4e38, 0, 1 }, { 1e-44, 0, 1e-45, 0 }, { 1e-7, 0, 0, 0 },
+      { 2 ^ -126, 2 ^ -127, 2 ^ -128, 0 }, { .25, -.75, 1.25, -1.75, 2.5, -3.5, 5, -5 } } do
+      local x = tensors.listed(dtype, { 1, #list }, list)
+      try { inputs = { x, false }, ints = { 13, 1, 32, 7, VALUES + GATE }, outputs = 8,
+        zeros = true }
+      try { inputs = { x, false }, ints = { 13, 1, 2, 8, VALUES, 8, 3, 1 }, outputs = 8,
+        zeros = true }
     end
   end
   -- more than one task and tile
@@ -56,14 +84,14 @@ generators.mx_quantize = function(try)
     { 64, 32 }, { 48, 6 } } do
     try { inputs = { float("bf16", { 130, 300 }, k == 4 and "rare" or "normal"), false },
       ints = { 13, block[1], block[2], k == 1 and 3 or k < 5 and 4 or 5 + k % 2, TURNED,
-        k == 3 and 8 or 0, 5, 1 }, outputs = 7, zeros = true }
+        k == 3 and 8 or 0, 5, 1 }, outputs = 8, zeros = true }
   end
   -- a given amax much smaller than x: elements saturate
   for _, amax in ipairs { 1e-38, 1e-3, 0, 1 / 0, 0 / 0, -1 } do
     try { inputs = { float("f32", { 4, 32 }, "normal"), tensors.listed("f32", { 1 }, { amax }) },
-      ints = { 13, 1, 16, 4, VALUES, 8, -1, 1 }, outputs = 7, zeros = true }
+      ints = { 13, 1, 16, 4, VALUES, 8, -1, 1 }, outputs = 8, zeros = true }
     try { inputs = { float("f32", { 4, 32 }, "normal"), tensors.listed("f32", { 1 }, { amax }) },
-      ints = { 13, 1, 16, 5, VALUES }, outputs = 7, zeros = true }
+      ints = { 13, 1, 16, 5, VALUES }, outputs = 8, zeros = true }
   end
   for k, block in ipairs { { 1, 32 }, { 1, 64 }, { 3, 6 }, { 128, 2 }, { 48, 48 }, { 1, 1 },
     { 2, 128 }, { 64, 64 } } do
@@ -72,21 +100,26 @@ generators.mx_quantize = function(try)
       if format == 13 and block[2] == 1 then format = 16 end
       try { inputs = { float(dtype, { 136, 260 }, KINDS[(k + j) % 4 + 1]), false },
         ints = { format, block[1], block[2], (k + j) % 4,
-          TURNED + k % 2 * VALUES + j % 2 * FINITE, k % 3 == 0 and 8 or 0, 7, 1 }, outputs = 7,
+          TURNED + k % 2 * VALUES + j % 2 * FINITE, k % 3 == 0 and 8 or 0, 7, 1 }, outputs = 8,
         floats = { k % 2 * 0.75 }, zeros = true }
     end
   end
   local x = float("f32", { 3, 3 }, "normal")
-  for _, bad in ipairs { { { 0, 1, 32, 0 }, "the format" }, { { 10, 1, 32, 7 }, "rule of" },
+  for _, bad in ipairs { { { 0, 1, 32, 0 }, "the format" }, { { 10, 1, 32, 9 }, "rule of" },
     { { 10, 1, 16, 4 }, "need the format e2m1" }, { { 10, 0, 32, 0 }, "blocks of 1 to 128" },
     { { 13, 1, 5, 0 }, "even number of columns" }, { { 13, 1, 4, 0 }, "even length" },
+    { { 10, 1, 32, 7 }, "need the format e2m1" }, { { 13, 1, 4, 7, FINITE }, "quest and" },
+    { { 13, 2, 2, 7 }, "quest and" }, { { 13, 1, 4, 7, 0, 8 }, "quest and" },
+    { { 13, 1, 4, 8, TURNED }, "quest and" }, { { 13, 1, 6, 8 }, "divide 128" },
+    { { 13, 1, 16, 8, GATE }, "flags" },
+    { { 10, 1, 32, 0, GATE }, "flags" },
     { { 10, 1, 32, 0, 1 }, "flags" }, { { 10, 1, 32, 0, 0, 25 }, "sr_bits" },
     { { 13, 1, 16, 5, 0, 8 }, "compares errors" } } do
-    try { inputs = { x, false }, ints = bad[1], outputs = 7, fails = bad[2] }
+    try { inputs = { x, false }, ints = bad[1], outputs = 8, fails = bad[2] }
   end
-  try { inputs = { x, x }, ints = { 10, 1, 32, 0 }, outputs = 7, fails = "one f32 amax" }
+  try { inputs = { x, x }, ints = { 10, 1, 32, 0 }, outputs = 8, fails = "one f32 amax" }
   for _, factor in ipairs { -1, 1.5, 0 / 0 } do
-    try { inputs = { x, false }, ints = { 10, 1, 32, 0 }, floats = { factor }, outputs = 7,
+    try { inputs = { x, false }, ints = { 10, 1, 32, 0 }, floats = { factor }, outputs = 8,
       fails = "expected a factor" }
   end
 end
@@ -120,7 +153,7 @@ generators.mx_dequantize = function(try)
         local block = BLOCKS[n % #BLOCKS + 1]
         local q, scale, amax = engine.run("mx_quantize",
           { float("f32", shape, KINDS[n % 4 + 1]), false },
-          { format, block[1], block[2], rule, 0, 0, 0, 1 }, {}, 7)
+          { format, block[1], block[2], rule, 0, 0, 0, 1 }, {}, 8)
         try { inputs = { q, scale, n % 3 == 0 and amax or false }, ints = {
           engine.dtype[({ "f32", "f16", "bf16", "f64" })[n % 4 + 1]], format, block[1], block[2],
           rule }, zeros = true }
@@ -128,7 +161,7 @@ generators.mx_dequantize = function(try)
     end
   end
   local q, scale = engine.run("mx_quantize", { float("f32", { 2, 64 }, "normal"), false },
-    { 10, 1, 32, 0, 0, 0, 0, 1 }, {}, 7)
+    { 10, 1, 32, 0, 0, 0, 0, 1 }, {}, 8)
   try { inputs = { q, scale, false }, ints = { 0, 10, 1, 16, 0 }, fails = "the scales of a" }
   try { inputs = { q, float("f32", { 2, 2 }, "normal"), false }, ints = { 0, 10, 1, 32, 0 },
     fails = "in u8" }
@@ -140,7 +173,7 @@ generators.mx_matmul = function(try)
   local function codes(rows, k, format, rule, kind)
     local wide = rule >= 4 and 16 or 32
     return engine.run("mx_quantize", { float("f32", { rows, k }, kind), false },
-      { format, 1, wide, rule, n % 2 * FINITE, 0, 0, 1 }, {}, 7)
+      { format, 1, wide, rule, n % 2 * FINITE, 0, 0, 1 }, {}, 8)
   end
   for _, shape in ipairs { { 1, 1, 64 }, { 3, 20, 128 }, { 9, 33, 192 }, { 0, 3, 64 },
     { 2, 3, 0 } } do
