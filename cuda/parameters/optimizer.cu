@@ -15,6 +15,7 @@
 // elements, of lanes, of warps, of a tensor's chunks, in this order on every card. The host waits
 // for them. Updates without norms and limits have their own kernels, without this code.
 #include "passes.h"
+#include "kernel/element.h"
 #include "runtime/runtime.h"
 #include "spans.h"
 
@@ -124,19 +125,6 @@ __device__ static inline void advance(const rule &r, float limit, float spike, b
     }
     w = w - r.lr * g;
   }
-}
-
-__device__ static inline float load_one(const void *p, int dtype, int i)
-{
-  if (dtype == ENG_f32) return ((const float *)p)[i];
-  return dtype == ENG_f16 ? widen(((const f16_t *)p)[i]) : widen(((const bf16_t *)p)[i]);
-}
-
-__device__ static inline void store_one(void *p, int dtype, int i, float x)
-{
-  if (dtype == ENG_f32) ((float *)p)[i] = x;
-  else if (dtype == ENG_f16) narrow(((f16_t *)p)[i], x);
-  else narrow(((bf16_t *)p)[i], x);
 }
 
 /// Four elements as stored in memory. Loading and widening are separate, so all loads are in flight
@@ -325,19 +313,19 @@ advance_all(const device_span *spans, const int32_t *chunk, const numbers *u, do
     }
   }
   for (int i = 4 * p.quads + threadIdx.x; i < p.n; i += SPAN_THREADS) {
-    float w = load_one(p.master, LOW ? p.master_dtype : ENG_f32, i), lost;
-    const float g = load_one(p.gradient, p.gradient_dtype, i);
-    if (LOW && p.compensation) w += load_one(p.compensation, ENG_bf16, i);
-    float m = has_m ? load_one(p.moment1, p.moment_dtype, i) : 0.0f,
-          v = has_v ? load_one(p.moment2, p.moment_dtype, i) : 0.0f;
+    float w = load_as<float>(p.master, LOW ? p.master_dtype : ENG_f32, i), lost;
+    const float g = load_as<float>(p.gradient, p.gradient_dtype, i);
+    if (LOW && p.compensation) w += load_as<float>(p.compensation, ENG_bf16, i);
+    float m = has_m ? load_as<float>(p.moment1, p.moment_dtype, i) : 0.0f,
+          v = has_v ? load_as<float>(p.moment2, p.moment_dtype, i) : 0.0f;
     advance_one<LOOP, MORE>(r, u, has_m, starts, w, scaled(scale, g), m, v, sum);
     if (!writes) continue;
     if (LOW) round_masters<1>(p, u, i, &w, &lost);
-    store_one(p.master, LOW ? p.master_dtype : ENG_f32, i, w);
-    if (LOW && p.compensation) store_one(p.compensation, ENG_bf16, i, lost);
-    if (has_m) store_one(p.moment1, p.moment_dtype, i, m);
-    if (has_v) store_one(p.moment2, p.moment_dtype, i, v);
-    if (p.shadow) store_one(p.shadow, p.shadow_dtype, i, w);
+    store_as(p.master, LOW ? p.master_dtype : ENG_f32, i, w);
+    if (LOW && p.compensation) store_as(p.compensation, ENG_bf16, i, lost);
+    if (has_m) store_as(p.moment1, p.moment_dtype, i, m);
+    if (has_v) store_as(p.moment2, p.moment_dtype, i, v);
+    if (p.shadow) store_as(p.shadow, p.shadow_dtype, i, w);
   }
   if (!MORE || !partial) return;
   const double total = block_sums(sum);
@@ -403,7 +391,7 @@ scale_gradients(const device_span *spans, const int32_t *chunk, double factor, i
     }
   }
   for (int i = 4 * p.quads + threadIdx.x; i < p.n; i += SPAN_THREADS) {
-    float x = scaled(scale, load_one(p.gradient, p.gradient_dtype, i));
+    float x = scaled(scale, load_as<float>(p.gradient, p.gradient_dtype, i));
     bad |= !f32_is_finite(x);
     ((float *)p.master)[i] = x;
   }
