@@ -105,7 +105,14 @@ ELEMENT void store_as(void *data, int dtype, int64_t i, float x)
   }
 }
 ELEMENT void store_as(void *data, int dtype, int64_t i, double x)
-{ store_double(data, dtype, i, x); }
+{
+  switch (dtype) {
+    case ENG_f32:  ((float *)data)[i] = (float)x; break;
+    case ENG_f16:  ((uint16_t *)data)[i] = f16_from_f64(x); break;
+    case ENG_bf16: ((uint16_t *)data)[i] = bf16_from_f64(x); break;
+    default:       ((double *)data)[i] = x;
+  }
+}
 
 /// A double that rounds to every float format exactly as the integer itself would.
 ELEMENT double double_from_int(int64_t value, int target_dtype)
