@@ -1,10 +1,10 @@
 // Convolution of images [N x H x W x C] on the card, and its gradients, as matrix products
-// (../gemm). The pixels that each place of the result meets are collected in a matrix of one row
-// per place, in tiles of at most TILE_BYTES of scratch memory; the product of a tile and the
-// weights is rounded once. The gradient of x is the same product with dy in the place of x. The
-// gradient of the weights adds the products of the tiles in f32 (f64 for f64), in order, and rounds
-// the total once. A kernel of 1 x 1 without stride and padding needs no copy. Groups are a batch of
-// products. Called through the device's table.
+// (../gemm). The pixels that a place (a pixel of the result) meets under the kernel become one row
+// of a matrix, which is made in tiles of at most TILE_BYTES of scratch memory. The product of a
+// tile and the weights is rounded once. The gradient of x is computed in the same way, from dy
+// instead of x. The gradient of the weights adds the products of dy and the tiles in f32 (f64 for
+// f64), in order, and rounds the total once. A kernel of 1 x 1 without stride and padding needs no
+// copy. Groups are a batch of products. Called through the device's table.
 #include "conv.h"
 
 #include "runtime/device.h"
@@ -139,7 +139,7 @@ static eng_status for_groups(gemm_product *p, int64_t groups)
   return ENG_OK;
 }
 
-/// out = the pixels that its places meet, times the weights, plus the bias.
+/// out [places x O] = the pixels that the places meet, times the weights, plus the bias.
 static eng_status multiply(const conv_gather *g, const tensor *w, const tensor *bias,
                            const tensor *out, scratch *s)
 {

@@ -7,9 +7,9 @@ extern "C" {
 #endif
 #include "device/backend.h"
 
-/// For every place of one side of a convolution, the pixels of the other side that it meets: one
-/// for each tap, an element of the kernel. Places are pixels of y, which meet pixels of x; with
-/// `turned`, places are pixels of x, which meet pixels of dy.
+/// Which pixels a convolution multiplies. Under each tap (an element of the kernel) a place meets
+/// one pixel of `from`, or none. Places are the pixels of y, which meet pixels of x. For the
+/// gradient of x (`turned`), places are the pixels of x, which meet pixels of dy.
 typedef struct conv_gather {
   const void *from;                  // [N x high x wide x groups x channels]
   int32_t     dtype;
@@ -34,14 +34,15 @@ typedef struct conv_weights {
   int64_t     row, column, batch;
 } conv_weights;
 
-/// Computes elements of out [places x groups x width] that are NaN again, from the pixels that
-/// their places really meet: a weight that is Inf or NaN times the zero of a tap that meets none
-/// makes a sum NaN. Does nothing if all weights are finite. `bias` [groups x width] or NULL.
+/// Recomputes the elements of out [places x groups x width] that are NaN, from the pixels that
+/// their places meet. (In the product, a tap that meets no pixel contributes a weight times 0,
+/// which is NaN if the weight is Inf or NaN.) Does nothing if all weights are finite. `bias`
+/// [groups x width] or NULL.
 eng_status conv_repair(const tensor *out, const conv_gather *g, const conv_weights *w,
                        const tensor *bias);
 
 /// dw [O x channels x taps] = or += sum [O x taps x channels] (f32, or f64 by `dtype`), rounded
-/// once. Elements that are NaN are computed again, as in conv_repair, from x (g->from) and dy.
+/// once. Elements that are NaN are recomputed, as in conv_repair, from x (g->from) and dy.
 eng_status conv_finish_weights(const tensor *dw, const void *sum, int dtype, const conv_gather *g,
                                const tensor *dy, bool add);
 
