@@ -8,19 +8,7 @@
 #include "runtime/host.h"
 #include "runtime/runtime.h"
 
-// Linking fails if one of these operations has no kernel, except for those named here: their entry
-// is NULL, and the core refuses them on a card.
-#pragma weak cuda_conv2d
-#pragma weak cuda_conv2d_grad_x
-#pragma weak cuda_conv2d_grad_w
-#pragma weak cuda_max_pool2d
-#pragma weak cuda_max_pool2d_grad
-#pragma weak cuda_avg_pool2d
-#pragma weak cuda_avg_pool2d_grad
-#pragma weak cuda_batch_norm
-#pragma weak cuda_batch_norm_grad
-#pragma weak cuda_group_norm
-#pragma weak cuda_group_norm_grad
+// Linking fails if one of these operations has no kernel.
 #define KERNEL_ANY(name)  op_kernel cuda_##name;
 #define KERNEL_ROWS(name) op_kernel cuda_##name;
 #define KERNEL_VIEW(name)

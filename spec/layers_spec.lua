@@ -25,7 +25,8 @@ end
 local CORE = { "base", "tokenizer", "tensor", "device", "cpu", "params", "autograd", "fp8", "dist",
   "store", "policy", "main" }
 local CUDA = {
-  "runtime", "kernel", "pointwise", "rows", "gemm", "quantized", "attention", "parameters",
+  "runtime", "kernel", "pointwise", "rows", "gemm", "images", "quantized", "attention",
+  "parameters",
 }
 local LUA = {
   "base", "tensor", "nn", "data", "policy", "dist", "run", "optim", "train", "report", "docs",

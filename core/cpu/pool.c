@@ -2,7 +2,7 @@
 // output; the innermost loops run over channels. Gradients gather: an element of dx sums the
 // windows that contain it, in rising order, so nothing is written twice. Sums are f32, rounded
 // once. Registered by cpu.c; owns nothing.
-#include "pool.h"
+#include "base/pool_windows.h"
 #include "rows.h"
 #include "simd.h"
 #include "tasks.h"

@@ -1,6 +1,6 @@
 // Reference kernels for convolution, pooling, batch norm and group norm, with their gradients:
 // loops over every element, in double. Images are [N x H x W x C]. See reference.h.
-#include "pool.h"
+#include "base/pool_windows.h"
 #include "reference.h"
 
 #include <math.h>

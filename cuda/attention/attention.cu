@@ -6,118 +6,53 @@
 
 #include <math.h>
 
-// ---- copying to a suitable layout
-
-// sizes and strides of a tensor [B x time x heads x width]
-typedef struct layout4 { int64_t size[4], stride[4]; } layout4;
-
-/// Copies to [B x time x heads x padded]; columns beyond the width become zeros.
-template <class BITS>
-__global__ void __launch_bounds__(256)
-  lay_bits(BITS *to, const BITS *from, layout4 l, int64_t padded, int64_t count)
-{
-  for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < count;
-       i += (int64_t)gridDim.x * blockDim.x) {
-    int64_t row = i / padded, d = i % padded, h = row % l.size[2],
-            time = row / l.size[2] % l.size[1], b = row / l.size[2] / l.size[1];
-    to[i] = d < l.size[3] ?
-              from[b * l.stride[0] + time * l.stride[1] + h * l.stride[2] + d * l.stride[3]] :
-              (BITS)0;
-  }
-}
-
-/// Copies and converts to a wider format.
-template <class TO, class FROM>
-__global__ void __launch_bounds__(256)
-  lay_wider(TO *to, const FROM *from, layout4 l, int64_t padded, int64_t count)
-{
-  for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < count;
-       i += (int64_t)gridDim.x * blockDim.x) {
-    int64_t row = i / padded, d = i % padded, h = row % l.size[2],
-            time = row / l.size[2] % l.size[1], b = row / l.size[2] / l.size[1];
-    to[i] =
-      d < l.size[3] ?
-        (TO)widen(from[b * l.stride[0] + time * l.stride[1] + h * l.stride[2] + d * l.stride[3]]) :
-        (TO)0;
-  }
-}
-
-template <class TO>
-static void lay_any(TO *to, const tensor *x, const layout4 *l, int64_t padded, int64_t count,
-                    unsigned blocks)
-{
-  switch (x->dtype) {
-  case ENG_f32:
-    lay_wider<TO, float>
-      <<<blocks, 256, 0, cuda_stream()>>>(to, (const float *)x->data, *l, padded, count);
-    break;
-  case ENG_f16:
-    lay_wider<TO, f16_t>
-      <<<blocks, 256, 0, cuda_stream()>>>(to, (const f16_t *)x->data, *l, padded, count);
-    break;
-  case ENG_bf16:
-    lay_wider<TO, bf16_t>
-      <<<blocks, 256, 0, cuda_stream()>>>(to, (const bf16_t *)x->data, *l, padded, count);
-    break;
-  default:
-    lay_wider<TO, double>
-      <<<blocks, 256, 0, cuda_stream()>>>(to, (const double *)x->data, *l, padded, count);
-    break;
-  }
-}
-
-static eng_status lay(void *to, int dtype, const tensor *x, const layout4 *l, int64_t padded)
-{
-  int64_t count = l->size[0] * l->size[1] * l->size[2] * padded,
-          most = 32 * (int64_t)cuda_multiprocessors(), n = (count + 255) / 256;
-  unsigned blocks = (unsigned)(n < most ? n : most);
-  if (blocks == 0) return ENG_OK;
-  if (dtype == x->dtype && dtype_is_low(dtype))
-    lay_bits<uint16_t><<<blocks, 256, 0, cuda_stream()>>>((uint16_t *)to, (const uint16_t *)x->data,
-                                                          *l, padded, count);
-  else if (dtype == ENG_f64) lay_any((double *)to, x, l, padded, count, blocks);
-  else lay_any((float *)to, x, l, padded, count, blocks);
-  CUDA_LAUNCHED("attention");
-  return ENG_OK;
-}
+extern "C" op_kernel cuda_contiguous;
+extern "C" op_kernel cuda_cast;
 
 // ---- inputs as the kernels need them
 
-enum { PIECES = 6 };
-/// Scratch pieces of a call, freed together.
-typedef struct pieces { void *at[PIECES]; int64_t bytes[PIECES]; int n; } pieces;
-
-static void give_all(pieces *all)
+/// Copies x [.. x width] without gaps to `to` [.. x padded] in `dtype`. Columns beyond the width
+/// become zeros.
+static eng_status lay(void *to, int dtype, const tensor *x, int64_t padded)
 {
-  while (all->n > 0) { all->n--; scratch_give(all->at[all->n], all->bytes[all->n]); }
+  tensor y = *x;
+  int64_t step = 1;
+  y.data = to;
+  y.dtype = dtype;
+  for (int d = x->ndim - 1; d >= 0; d--) {
+    y.stride[d] = step;
+    step *= d == x->ndim - 1 ? padded : x->shape[d];
+  }
+  if (padded != x->shape[x->ndim - 1])
+    CUDA_TRY(cudaMemsetAsync(to, 0, (size_t)(step * eng_dtype_size(dtype)), cuda_stream()));
+  if (x->count == 0) return ENG_OK;
+  op_call copy = {};
+  copy.op = dtype == x->dtype ? ENG_OP_contiguous : ENG_OP_cast;
+  copy.n_in = copy.n_out = 1;
+  copy.in[0] = (tensor *)x;
+  copy.out[0] = &y;
+  return (dtype == x->dtype ? cuda_contiguous : cuda_cast)(&copy);
 }
-
-static int64_t size_of(int dtype) { return dtype == ENG_f64 ? 8 : dtype == ENG_f32 ? 4 : 2; }
 
 /// Makes a view of x as `dtype`, `padded` wide, with a contiguous width and, if `aligned`, 16-byte
 /// aligned rows. Copies x to scratch where needed.
-static eng_status input_view(attention_view *view, pieces *all, const tensor *x, int dtype,
+static eng_status input_view(attention_view *view, scratch *all, const tensor *x, int dtype,
                              int64_t padded, bool aligned)
 {
-  layout4 l;
-  for (int d = 0; d < 4; d++) { l.size[d] = x->shape[d]; l.stride[d] = x->stride[d]; }
-  bool fits = x->dtype == dtype && l.size[3] == padded && (l.stride[3] == 1 || l.size[3] == 1);
+  const int64_t *size = x->shape, *stride = x->stride, each = eng_dtype_size(dtype);
+  bool fits = x->dtype == dtype && size[3] == padded && (stride[3] == 1 || size[3] == 1);
   if (aligned) {
     fits = fits && ((uintptr_t)x->data & 15) == 0;
-    for (int d = 0; d < 3; d++)
-      fits = fits && (l.size[d] == 1 || l.stride[d] * size_of(dtype) % 16 == 0);
+    for (int d = 0; d < 3; d++) fits = fits && (size[d] == 1 || stride[d] * each % 16 == 0);
   }
   if (fits) {
-    *view = (attention_view){x->data, l.stride[0], l.stride[1], l.stride[2]};
+    *view = (attention_view){x->data, stride[0], stride[1], stride[2]};
     return ENG_OK;
   }
-  int64_t bytes = l.size[0] * l.size[1] * l.size[2] * padded * size_of(dtype);
-  void *copy = scratch_take(bytes);
+  void *copy = scratch_keep(all, size[0] * size[1] * size[2] * padded * each);
   if (!copy) return ENG_ERR_MEMORY;
-  all->at[all->n] = copy;
-  all->bytes[all->n++] = bytes;
-  *view = (attention_view){copy, l.size[1] * l.size[2] * padded, l.size[2] * padded, padded};
-  return lay(copy, dtype, x, &l, padded);
+  *view = (attention_view){copy, size[1] * size[2] * padded, size[2] * padded, padded};
+  return lay(copy, dtype, x, padded);
 }
 
 static attention_view output_view(const tensor *x)
@@ -160,7 +95,7 @@ static eng_status problem_of(attention_problem *p, int *dtype, int64_t *padded, 
   return ENG_OK;
 }
 
-static eng_status views_of(attention_problem *p, pieces *all, const op_call *call, int dtype,
+static eng_status views_of(attention_problem *p, scratch *all, const op_call *call, int dtype,
                            int64_t padded)
 {
   bool aligned = dtype_is_low(dtype);
@@ -171,7 +106,7 @@ static eng_status views_of(attention_problem *p, pieces *all, const op_call *cal
 
 // ---- the operations
 
-static eng_status forward(attention_problem *p, pieces *all, const op_call *call, int dtype,
+static eng_status forward(attention_problem *p, scratch *all, const op_call *call, int dtype,
                           int64_t padded)
 {
   int width = p->width;
@@ -190,32 +125,27 @@ static eng_status forward(attention_problem *p, pieces *all, const op_call *call
 extern "C" eng_status cuda_attention(const op_call *call)
 {
   attention_problem p;
-  pieces all = {};
+  scratch all = {};
   int dtype;
   int64_t padded;
   ENG_TRY(problem_of(&p, &dtype, &padded, call));
   eng_status status = forward(&p, &all, call, dtype, padded);
-  give_all(&all);
+  scratch_give_all(&all);
   return status;
 }
 
 /// Passes lse in the format that the kernels read. If the inputs have several formats, the forward
 /// pass may have stored another one.
-static eng_status lse_view(attention_problem *p, pieces *all, const tensor *lse, int dtype)
+static eng_status lse_view(attention_problem *p, scratch *all, const tensor *lse, int dtype)
 {
   int wanted = dtype == ENG_f64 ? ENG_f64 : ENG_f32;
   p->lse = lse->data;
   if (lse->dtype == wanted) return ENG_OK;
-  int64_t bytes = lse->count * size_of(wanted);
-  layout4 l = {{1, 1, 1, lse->count}, {0, 0, 0, 1}};
-  p->lse = scratch_take(bytes);
-  if (!p->lse) return ENG_ERR_MEMORY;
-  all->at[all->n] = p->lse;
-  all->bytes[all->n++] = bytes;
-  return lay(p->lse, wanted, lse, &l, lse->count);
+  p->lse = scratch_keep(all, lse->count * eng_dtype_size(wanted));
+  return p->lse ? lay(p->lse, wanted, lse, lse->shape[2]) : ENG_ERR_MEMORY;
 }
 
-static eng_status backward(attention_problem *p, pieces *all, const op_call *call, int dtype,
+static eng_status backward(attention_problem *p, scratch *all, const op_call *call, int dtype,
                            int64_t padded)
 {
   int width = p->width;
@@ -237,11 +167,11 @@ static eng_status backward(attention_problem *p, pieces *all, const op_call *cal
 extern "C" eng_status cuda_attention_grad(const op_call *call)
 {
   attention_problem p;
-  pieces all = {};
+  scratch all = {};
   int dtype;
   int64_t padded;
   ENG_TRY(problem_of(&p, &dtype, &padded, call));
   eng_status status = backward(&p, &all, call, dtype, padded);
-  give_all(&all);
+  scratch_give_all(&all);
   return status;
 }

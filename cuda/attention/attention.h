@@ -13,6 +13,7 @@
 // The shapes alone determine the order of sums.
 #pragma once
 
+#include "kernel/element.h"
 #include "kernel/mma.h"
 
 /// A tensor [B x time x heads x width]; the width is contiguous. Strides in elements.
@@ -55,6 +56,15 @@ eng_status attention_backward(const attention_problem *p, int dtype, int stored)
 eng_status attention_plain_forward(const attention_problem *p, int dtype);
 eng_status attention_plain_backward(const attention_problem *p, int dtype);
 
+/// Checks that n blocks (or tiles, each a block) fit into one launch. Errors: SHAPE.
+static inline eng_status check_blocks(int64_t n, const char *operation)
+{
+  if (n <= INT32_MAX) return ENG_OK;
+  return error_set(ENG_ERR_SHAPE,
+                   "%s: %lld blocks exceed the limit of a launch; hint: a smaller batch", operation,
+                   (long long)n);
+}
+
 #ifdef __CUDACC__
 
 /// The number of keys that query t sees, counted from the first.
@@ -83,22 +93,6 @@ __device__ static inline int64_t line_of(const attention_problem &p, int64_t b, 
 __device__ static inline int64_t delta_at(const attention_problem &p, int64_t b, int64_t h,
                                           int64_t t)
 { return (b * p.heads + h) * p.delta_line + t; }
-
-/// Stores x as element i of data in any float dtype, rounded once.
-__device__ static inline void store_as(void *data, int dtype, int64_t i, float x)
-{
-  if (dtype == ENG_f32) ((float *)data)[i] = x;
-  else if (dtype == ENG_f16) narrow(((f16_t *)data)[i], x);
-  else if (dtype == ENG_bf16) narrow(((bf16_t *)data)[i], x);
-  else ((double *)data)[i] = x;
-}
-__device__ static inline void store_as(void *data, int dtype, int64_t i, double x)
-{
-  if (dtype == ENG_f64) ((double *)data)[i] = x;
-  else if (dtype == ENG_f32) ((float *)data)[i] = (float)x;
-  else if (dtype == ENG_f16) ((uint16_t *)data)[i] = f16_from_f64(x);
-  else ((uint16_t *)data)[i] = bf16_from_f64(x);
-}
 
 // ---- one row by one warp. T: the tensors' type; A: the type of the arithmetic, float or double.
 // All 32 lanes must call these functions together.

@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(THREADS)
       bool sees = t < p.queries && keys_seen(p, t) > 0;
       float lse = sees ? ((const float *)p.lse)[line_of(p, b, h, t)] : 0.0f;
       ((float *)p.delta)[delta_at(p, b, h, t)] = sees ? sum : 0.0f;
-      r.shift[delta_at(p, b, h, t)] = sees ? fmaf(-lse, LOG2_E, (float)RAISE<T>) : -INFINITY;
+      r.shift[delta_at(p, b, h, t)] = sees ? fmaf(-lse, (float)LOG2_E, (float)RAISE<T>) : -INFINITY;
     }
   }
   if (RAISE<T>) {
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(THREADS, 2)
   if (left > 0) load_queries(0, left, first);
   copy_commit();
 
-  const float scale = (float)(p.factor * 1.44269504088896340736),
+  const float scale = (float)(p.factor * LOG2_E),
               held = lift_of<T>(r, (int64_t)of.b * p.groups + of.group) * exp2f((float)-RAISE<T>);
   float dk[MT][D / 8][4], dv[MT][D / 8][4];
   clear(dk);
@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(THREADS, 2)
           for (int half = 0; half < 2; half++) {
             s[m][i][2 * half] = exp2_fast(fmaf(s[m][i][2 * half], scale, shifts.x));
             s[m][i][2 * half + 1] = exp2_fast(fmaf(s[m][i][2 * half + 1], scale, shifts.y));
-            weights[m][i][half] = pack(s[m][i][2 * half], s[m][i][2 * half + 1], T());
+            weights[m][i][half] = rounded_pair(T(), s[m][i][2 * half], s[m][i][2 * half + 1]);
           }
         }
       }
@@ -204,8 +204,8 @@ __global__ void __launch_bounds__(THREADS, 2)
 #pragma unroll
           for (int half = 0; half < 2; half++)
             weights[m][i][half] =
-              pack(s[m][i][2 * half] * fmaf(held, ds[m][i][2 * half], less[0]),
-                   s[m][i][2 * half + 1] * fmaf(held, ds[m][i][2 * half + 1], less[1]), T());
+              rounded_pair(T(), s[m][i][2 * half] * fmaf(held, ds[m][i][2 * half], less[0]),
+                           s[m][i][2 * half + 1] * fmaf(held, ds[m][i][2 * half + 1], less[1]));
       }
       product_with_rows<T, D, MT, STEP / 16>(dk, weights, place_turned<D>(q_tile + at * (D * 2)));
     }
@@ -279,7 +279,7 @@ __global__ void __launch_bounds__(THREADS, 2)
   load_tile<D, KEYS>(staged + TILE, v, p.v.time, 0, p.keys);
   copy_commit();
 
-  const float scale = (float)(p.factor * 1.44269504088896340736),
+  const float scale = (float)(p.factor * LOG2_E),
               held = lift_of<T>(r, (int64_t)of.b * p.groups + group) * exp2f((float)-RAISE<T>);
   float dq[MT][D / 8][4], shift[MT][2], less[MT][2];
   clear(dq);
@@ -342,7 +342,7 @@ __global__ void __launch_bounds__(THREADS, 2)
                       fmaf(held, ds[m][i][2 * half], less[m][half]);
             float y = exp2_fast(fmaf(s[m][i][2 * half + 1], scale, shift[m][half])) *
                       fmaf(held, ds[m][i][2 * half + 1], less[m][half]);
-            weights[m][i][half] = pack(x, y, T());
+            weights[m][i][half] = rounded_pair(T(), x, y);
           }
       product_with_rows<T, D, MT, STEP / 16>(dq, weights, place_turned<D>(k_tile + at * (D * 2)));
     }
@@ -378,11 +378,8 @@ static eng_status launch(const attention_problem *p, const backward_room *r, int
           k_tiles = (p->keys + KEY_ROWS<D> - 1) / KEY_ROWS<D>;
   int64_t heads = (int64_t)p->batch * p->heads, pairs = (int64_t)p->batch * p->groups;
   int64_t delta_blocks = r->line / QUERIES * heads;
-  if (delta_blocks > INT32_MAX || k_tiles * pairs > INT32_MAX)
-    return error_set(
-      ENG_ERR_SHAPE,
-      "attention_grad: %lld tiles of queries exceed the limit of a launch; hint: a smaller batch",
-      (long long)delta_blocks);
+  ENG_TRY(check_blocks(delta_blocks, "attention_grad"));
+  ENG_TRY(check_blocks(k_tiles * pairs, "attention_grad"));
   if (r->largest)
     CUDA_TRY(cudaMemsetAsync(r->largest, 0, (size_t)pairs * sizeof(uint32_t), cuda_stream()));
   if (delta_blocks > 0) {

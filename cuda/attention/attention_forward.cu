@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(THREADS, 2)
   load_tile<D, KEYS>(tiles + TILE, v, p.v.time, 0, p.keys);
   copy_commit();
 
-  const float scale = (float)(p.factor * 1.44269504088896340736);
+  const float scale = (float)(p.factor * LOG2_E);
   uint32_t held[HOLD_Q ? MT : 1][D / 16][4];
   float y[MT][D / 8][4], top[MT][2], sum[MT][2], weighted[MT][2];
   clear(y);
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(THREADS, 2)
             part += e[c];
             if (ENTROPY) part_weighted += e[c] == 0 ? 0.0f : e[c] * fmaf(score, scale, shift);
           }
-          weights[m][i][half] = pack(e[0], e[1], T());
+          weights[m][i][half] = rounded_pair(T(), e[0], e[1]);
         }
         if (ENTROPY) {
           float moved = keep == 0 ?
@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(THREADS, 2)
       }
       if (t == 0 && row < p.queries) {
         int64_t line = line_of(p, to.b, to.h, row);
-        float log_sum = logf(total) - RAISE<T> * 0.693147180559945309f;
+        float log_sum = logf(total) - RAISE<T> * LN_2;
         if (p.lse)
           ((float *)p.lse)[line] = blind ? -INFINITY :
                                    lost  ? NAN :
@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(THREADS, 2)
         if (ENTROPY)
           ((float *)p.entropy)[line] = blind ? 0.0f :
                                        lost  ? NAN :
-                                               log_sum - 0.693147180559945309f * (entropy / total);
+                                               log_sum - LN_2 * (entropy / total);
       }
     }
   __syncwarp();

@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D, ENTROPY>)
   const int own_tiles = max(1, (own_last + KEYS - 1) / KEYS);
   const uint32_t shared = (shared_address(room) + 1023) & ~1023u;
   const uint32_t q_tile = shared, k_tiles = shared + ROWS * D * 2, v_tiles = k_tiles + 2 * TILE;
-  const float scale = (float)(p.factor * 1.44269504088896340736);
+  const float scale = (float)(p.factor * LOG2_E);
 
   // Two groups of copies: first the tiles for the first scores, then the rest of the first round.
   load_rows<D, ROWS>(q_tile, row_of<T>(p.q, b, 0, h), p.q.time, t0, p.queries);
@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D, ENTROPY>)
         rows[0][d][2 * half + c] = blind ? 0.0f : y[4 * d + 2 * half + c] * inverse;
     if (t == 0 && row < p.queries) {
       const int64_t line = line_of(p, b, h, row);
-      const float log_sum = logf(total) - RAISE<T> * 0.693147180559945309f;
+      const float log_sum = logf(total) - RAISE<T> * LN_2;
       if (p.lse)
         ((float *)p.lse)[line] = blind ? -INFINITY :
                                  lost  ? NAN :
@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D, ENTROPY>)
       if (ENTROPY)
         ((float *)p.entropy)[line] = blind ? 0.0f :
                                      lost  ? NAN :
-                                             log_sum - 0.693147180559945309f * (entropy / total);
+                                             log_sum - LN_2 * (entropy / total);
     }
   }
   uint32_t bad =

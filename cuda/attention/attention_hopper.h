@@ -63,7 +63,8 @@ __device__ static inline void round_weights(uint32_t (&weights)[N / 8][4], const
 #pragma unroll
   for (int i = 0; i < N / 8; i++)
 #pragma unroll
-    for (int c = 0; c < 4; c++) weights[i][c] = pack(s[8 * i + 2 * c], s[8 * i + 2 * c + 1], T());
+    for (int c = 0; c < 4; c++)
+      weights[i][c] = rounded_pair(T(), s[8 * i + 2 * c], s[8 * i + 2 * c + 1]);
 }
 
 /// Sets the scores of columns that a row does not see to -inf. seen0 and seen1 are the numbers of

@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
   if (total > 0) load_queries(0);
   else copy_commit();
 
-  const float scale = (float)(p.factor * 1.44269504088896340736), lift = lift_of<T>(r, pair),
+  const float scale = (float)(p.factor * LOG2_E), lift = lift_of<T>(r, pair),
               held = lift * exp2f((float)-RAISE<T>);
   const uint32_t own_k = shared + part * 64 * 128, own_v = own_k + KEEP;
   float dk[D / 2], dv[D / 2], s[QUERIES / 2], ds[QUERIES / 2];
@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(BLOCK, D == 64 ? 2 : 1)
   load_rows<D, ROWS>(shared + KEEP, row_of<T>(p.dy, b, 0, h), p.dy.time, t0, p.queries);
   load_keys(0);
 
-  const float scale = (float)(p.factor * 1.44269504088896340736),
+  const float scale = (float)(p.factor * LOG2_E),
               lift = lift_of<T>(r, (int64_t)b * p.groups + group),
               held = lift * exp2f((float)-RAISE<T>);
   const uint32_t own_q = shared + part * 64 * 128, own_dy = own_q + KEEP;
@@ -290,11 +290,7 @@ static eng_status launch(const attention_problem *p, const backward_room *r, int
   int64_t q_tiles = ((int64_t)p->queries + ROWS - 1) / ROWS,
           k_tiles = ((int64_t)p->keys + ROWS - 1) / ROWS;
   int64_t q_blocks = q_tiles * p->batch * p->heads, k_blocks = k_tiles * p->batch * p->groups;
-  if (k_blocks > INT32_MAX)
-    return error_set(
-      ENG_ERR_SHAPE,
-      "attention_grad: %lld tiles of keys exceed the limit of a launch; hint: a smaller batch",
-      (long long)k_blocks);
+  ENG_TRY(check_blocks(k_blocks, "attention_grad"));
   if (k_blocks > 0 && (p->dk.data || p->dv.data)) {
     CUDA_TRY(cudaFuncSetAttribute(hopper_grad_keys<T, D>,
                                   cudaFuncAttributeMaxDynamicSharedMemorySize, BACKWARD_BYTES<D>));

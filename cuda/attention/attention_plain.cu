@@ -315,11 +315,7 @@ template <int C> static eng_status forward_tiles(const attention_problem *p)
 {
   constexpr int ROWS = TILE_WARPS<C> * FORWARD_ROWS<C>;
   int64_t blocks = ((int64_t)p->queries + ROWS - 1) / ROWS * p->batch * p->heads;
-  if (blocks > INT32_MAX)
-    return error_set(
-      ENG_ERR_SHAPE,
-      "attention: %lld tiles of queries exceed the limit of a launch; hint: a smaller batch",
-      (long long)blocks);
+  ENG_TRY(check_blocks(blocks, "attention"));
   CUDA_TRY(cudaFuncSetAttribute(tiles_forward<C>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                 FORWARD_FLOATS<C> * 4));
   tiles_forward<C>
@@ -333,11 +329,7 @@ template <int C, bool KEYS_STAY> static eng_status backward_tiles(const attentio
   constexpr int ROWS = TILE_WARPS<C> * BACKWARD_ROWS<C>;
   int64_t rows = KEYS_STAY ? p->keys : p->queries,
           blocks = (rows + ROWS - 1) / ROWS * p->batch * (KEYS_STAY ? p->groups : p->heads);
-  if (blocks > INT32_MAX)
-    return error_set(
-      ENG_ERR_SHAPE,
-      "attention_grad: %lld tiles exceed the limit of a launch; hint: a smaller batch",
-      (long long)blocks);
+  ENG_TRY(check_blocks(blocks, "attention_grad"));
   CUDA_TRY(cudaFuncSetAttribute(tiles_backward<C, KEYS_STAY>,
                                 cudaFuncAttributeMaxDynamicSharedMemorySize,
                                 BACKWARD_FLOATS<C> * 4));
@@ -356,25 +348,15 @@ template <int C, bool KEYS_STAY> static eng_status backward_tiles(const attentio
 
 // ---- launching
 
-static eng_status blocks_for(unsigned *blocks, int64_t rows)
-{
-  int64_t n = (rows + ROW_WARPS - 1) / ROW_WARPS;
-  if (n > INT32_MAX)
-    return error_set(ENG_ERR_SHAPE,
-                     "attention: %lld rows exceed the limit of a launch; hint: a smaller batch",
-                     (long long)rows);
-  *blocks = (unsigned)n;
-  return ENG_OK;
-}
+static int64_t blocks_for(int64_t rows) { return (rows + ROW_WARPS - 1) / ROW_WARPS; }
 
 template <class A> static eng_status forward(const attention_problem *p)
 {
-  int64_t rows = (int64_t)p->batch * p->heads * p->queries;
-  unsigned blocks = 0;
-  ENG_TRY(blocks_for(&blocks, rows));
+  int64_t rows = (int64_t)p->batch * p->heads * p->queries, blocks = blocks_for(rows);
+  ENG_TRY(check_blocks(blocks, "attention"));
   if (blocks == 0) return ENG_OK;
   if (p->width > 0 && p->width <= 256 && sizeof(A) == 4) return FOR_WIDTH(p->width, forward_tiles);
-  plain_forward<A><<<blocks, 32 * ROW_WARPS, 0, cuda_stream()>>>(*p, rows);
+  plain_forward<A><<<(unsigned)blocks, 32 * ROW_WARPS, 0, cuda_stream()>>>(*p, rows);
   CUDA_LAUNCHED("attention");
   return ENG_OK;
 }
@@ -383,9 +365,9 @@ template <class A> static eng_status backward(const attention_problem *p)
 {
   int64_t q_rows = (int64_t)p->batch * p->heads * p->queries,
           k_rows = (int64_t)p->batch * p->groups * p->keys;
-  unsigned q_blocks = 0, k_blocks = 0;
-  ENG_TRY(blocks_for(&q_blocks, q_rows));
-  ENG_TRY(blocks_for(&k_blocks, k_rows));
+  ENG_TRY(check_blocks(blocks_for(q_rows), "attention_grad"));
+  ENG_TRY(check_blocks(blocks_for(k_rows), "attention_grad"));
+  unsigned q_blocks = (unsigned)blocks_for(q_rows), k_blocks = (unsigned)blocks_for(k_rows);
   if (q_blocks) {
     plain_delta<A><<<q_blocks, 32 * ROW_WARPS, 0, cuda_stream()>>>(*p, q_rows);
     CUDA_LAUNCHED("attention_grad");

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "attention.h"
+#include "kernel/vector.h"
 
 enum { QUERIES = 64 };   // queries at a time, in blocks of keys
 
@@ -26,7 +27,8 @@ eng_status attention_hopper_backward(const attention_problem *p, const backward_
 
 enum { WARPS = 4, THREADS = 32 * WARPS };
 
-constexpr float LOG2_E = 1.44269504088896340736f;
+constexpr double LOG2_E = 1.44269504088896340736;   // 1 / ln 2
+constexpr float LN_2 = 0.693147180559945309f;
 
 /// True on Hopper for the widths that attention_hopper*.cu computes. In code for Hopper, the bodies
 /// of the common kernels for these widths are empty.
@@ -62,11 +64,7 @@ static inline eng_status schedule_of(schedule *plan, const attention_problem *p,
   int64_t head_bytes = 4 * (int64_t)p->keys * width,
           together = (24 << 20) / (head_bytes + 1) * p->shared,
           heads = (int64_t)p->batch * p->heads, tiles = (p->queries + rows - 1) / rows;
-  if (tiles * heads > INT32_MAX)
-    return error_set(
-      ENG_ERR_SHAPE,
-      "attention: %lld tiles of queries exceed the limit of a launch; hint: a smaller batch",
-      (long long)(tiles * heads));
+  ENG_TRY(check_blocks(tiles * heads, "attention"));
   *plan = {(int32_t)tiles, (int32_t)heads,
            (int32_t)(together < p->shared ? p->shared : together > heads ? heads : together)};
   return ENG_OK;
@@ -247,7 +245,8 @@ __device__ static inline uint32_t store_rows(const float (&c)[MT][D / 8][4], uns
       for (int d = 0; d < D / 8; d++) {
         float x = c[m][d][2 * half], y = c[m][d][2 * half + 1];
         sum = fmaf(y, 0.0f, fmaf(x, 0.0f, sum));
-        *(uint32_t *)(tile + row * (D * 2) + piece_place<D>(row, d) * 16 + t * 4) = pack(x, y, T());
+        *(uint32_t *)(tile + row * (D * 2) + piece_place<D>(row, d) * 16 + t * 4) =
+          rounded_pair(T(), x, y);
       }
       if (!f32_is_finite(sum)) bad |= 1u << row;
     }

@@ -8,8 +8,7 @@
 // partial sums. The second pass adds the rows of all chunks, and the previous contents of the
 // output if it accumulates. Sums are in f32, or in f64 for f64 inputs. The lower bound on time is
 // one read of dy.
-#include "runtime/device.h"
-#include "gemm_element.h"
+#include "kernel/element.h"
 #include "kernel/vector.h"
 
 namespace {
@@ -123,8 +122,8 @@ __global__ void __launch_bounds__(SUM_COLUMNS *SUM_ROWS)
   __syncthreads();
   if (threadIdx.y != 0 || column >= n) return;
   for (int r = 1; r < SUM_ROWS; r++) sum += kept[r][threadIdx.x];
-  if (add) sum = element_load<SUM>(out, dtype, column) + sum;
-  element_store(out, dtype, column, sum);
+  if (add) sum = load_as<SUM>(out, dtype, column) + sum;
+  store_as(out, dtype, column, sum);
 }
 
 template <typename T, int V>
@@ -172,10 +171,5 @@ extern "C" eng_status cuda_bias_grad(const op_call *call)
 {
   const tensor *dy = call->in[0];
   const int64_t n = dy->shape[dy->ndim - 1], rows = n ? dy->count / n : 0;
-  switch (dy->dtype) {
-    case ENG_f32: return run<float>(call, rows, n);
-    case ENG_f16: return run<f16_t>(call, rows, n);
-    case ENG_bf16: return run<bf16_t>(call, rows, n);
-    default: return run<double>(call, rows, n);
-  }
+  return with_format(dy->dtype, [=](auto t) { return run<decltype(t)>(call, rows, n); });
 }

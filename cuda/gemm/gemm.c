@@ -13,30 +13,7 @@ op_kernel cuda_matmul, cuda_linear, cuda_contiguous, cuda_cast;
 
 // A batch that cuBLASLt cannot stride through takes several launches. If they would exceed
 // MOST_LAUNCHES, the operand is copied, which is cheaper.
-enum { MOST_LAUNCHES = 32, PIECES = 3 };
-
-typedef struct scratch {
-  int     n;
-  void   *piece[PIECES];
-  int64_t bytes[PIECES];
-} scratch;
-
-static void *take(scratch *s, int64_t bytes)
-{
-  void *piece = scratch_take(bytes);
-  if (!piece) return NULL;
-  s->piece[s->n] = piece;
-  s->bytes[s->n++] = bytes;
-  return piece;
-}
-
-static void give_all(scratch *s)
-{
-  while (s->n > 0) {
-    s->n--;
-    scratch_give(s->piece[s->n], s->bytes[s->n]);
-  }
-}
+enum { MOST_LAUNCHES = 32 };
 
 /// Replaces x [batch.. x rows x columns] by a copy in `dtype` without gaps and without broadcast
 /// dimensions. Contiguous rows stay contiguous, and so do contiguous columns.
@@ -67,7 +44,7 @@ static eng_status copy_operand(gemm_matrix *x, const gemm_product *p, int64_t ro
     to.stride[d] = step;
     step *= to.shape[d];
   }
-  to.data = take(s, to.count * eng_dtype_size(dtype));
+  to.data = scratch_keep(s, to.count * eng_dtype_size(dtype));
   if (!to.data) return ENG_ERR_MEMORY;
   op_call copy = {.op = dtype == x->dtype ? ENG_OP_contiguous : ENG_OP_cast,
                   .n_in = 1, .n_out = 1, .in = {&from}, .out = {&to}, .cast = {.dtype = dtype}};
@@ -112,7 +89,7 @@ static eng_status make_sum(gemm_product *q, int factors, scratch *s)
     q->c.batch[d] = step;
     step *= q->batch[d];
   }
-  q->c.data = take(s, step * eng_dtype_size(dtype));
+  q->c.data = scratch_keep(s, step * eng_dtype_size(dtype));
   q->accumulate = 0;
   q->bias = NULL;
   return q->c.data ? ENG_OK : ENG_ERR_MEMORY;
@@ -196,7 +173,7 @@ eng_status gemm_run(const gemm_product *given)
   scratch s = {0};
   eng_status status = by_library(&done, &p, &s);
   if (status == ENG_OK && !done) status = gemm_plain(&p);
-  give_all(&s);
+  scratch_give_all(&s);
   return status;
 }
 

@@ -18,13 +18,6 @@ op_kernel cuda_linear, cuda_gelu_tanh, cuda_unary_grad, cuda_bias_grad, cuda_mlp
 // The estimated cost of a separate pass: bytes per nanosecond, and a fixed cost in nanoseconds.
 enum { PASS_BYTES = 3000, PASS_START = 3000 };
 
-static int64_t rows_of(const tensor *x)
-{
-  int64_t rows = 1;
-  for (int d = 0; d + 1 < x->ndim; d++) rows *= x->shape[d];
-  return rows;
-}
-
 /// A tensor [.. x columns] without gaps as a matrix.
 static gemm_matrix matrix_of_rows(const tensor *x)
 {

@@ -1,7 +1,6 @@
 // Our own product, slower than cuBLASLt, for cases that cuBLASLt does not support; and the step
 // that rounds a product into an output that cuBLASLt cannot write. Called by gemm.c and gemm_fp8.c.
-#include "runtime/device.h"
-#include "gemm_element.h"
+#include "kernel/element.h"
 #include "gemm_plain.h"
 
 namespace {
@@ -27,9 +26,9 @@ template <typename SUM>
 __device__ inline void finish(const gemm_product &p, int64_t batch, int64_t i, int64_t j, SUM sum)
 {
   int64_t at = batch + i * p.c.row + j * p.c.column;
-  if (p.bias) sum += element_load<SUM>(p.bias, p.bias_dtype, j);
-  if (p.accumulate) sum = element_load<SUM>(p.c.data, p.c.dtype, at) + sum;
-  element_store(p.c.data, p.c.dtype, at, sum);
+  if (p.bias) sum += load_as<SUM>(p.bias, p.bias_dtype, j);
+  if (p.accumulate) sum = load_as<SUM>(p.c.data, p.c.dtype, at) + sum;
+  store_as(p.c.data, p.c.dtype, at, sum);
 }
 
 template <typename SUM>
@@ -51,12 +50,12 @@ __global__ void __launch_bounds__(TILE *ROWS)
         const int64_t m = first_m + y + r, k = first_k + x;
         a[y + r][x] =
           m < p.m && k < p.k ?
-            element_load<SUM>(p.a.data, p.a.dtype, from_a + m * p.a.row + k * p.a.column) :
+            load_as<SUM>(p.a.data, p.a.dtype, from_a + m * p.a.row + k * p.a.column) :
             SUM(0);
         const int64_t row = first_k + y + r, n = first_n + x;
         b[y + r][x] =
           row < p.k && n < p.n ?
-            element_load<SUM>(p.b.data, p.b.dtype, from_b + row * p.b.row + n * p.b.column) :
+            load_as<SUM>(p.b.data, p.b.dtype, from_b + row * p.b.row + n * p.b.column) :
             SUM(0);
       }
       __syncthreads();

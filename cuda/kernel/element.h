@@ -82,6 +82,38 @@ ELEMENT void store_int(void *data, int dtype, int64_t i, int64_t value)
   }
 }
 
+/// Loads element i of a float format as T, float or double: exactly, or rounded once from f64 to
+/// float.
+template <class T> ELEMENT T load_as(const void *data, int dtype, int64_t i)
+{
+  switch (dtype) {
+    case ENG_f32:  return (T)((const float *)data)[i];
+    case ENG_f16:  return (T)widen(((const f16_t *)data)[i]);
+    case ENG_bf16: return (T)widen(((const bf16_t *)data)[i]);
+    default:       return (T)((const double *)data)[i];
+  }
+}
+
+/// Stores x as element i of a float format, rounded once.
+ELEMENT void store_as(void *data, int dtype, int64_t i, float x)
+{
+  switch (dtype) {
+    case ENG_f32:  ((float *)data)[i] = x; break;
+    case ENG_f16:  narrow(((f16_t *)data)[i], x); break;
+    case ENG_bf16: narrow(((bf16_t *)data)[i], x); break;
+    default:       ((double *)data)[i] = x;
+  }
+}
+ELEMENT void store_as(void *data, int dtype, int64_t i, double x)
+{
+  switch (dtype) {
+    case ENG_f32:  ((float *)data)[i] = (float)x; break;
+    case ENG_f16:  ((uint16_t *)data)[i] = f16_from_f64(x); break;
+    case ENG_bf16: ((uint16_t *)data)[i] = bf16_from_f64(x); break;
+    default:       ((double *)data)[i] = x;
+  }
+}
+
 /// A double that rounds to every float format exactly as the integer itself would.
 ELEMENT double double_from_int(int64_t value, int target_dtype)
 {
@@ -123,17 +155,24 @@ ELEMENT void copy_element(void *to, int to_dtype, int64_t to_at, const void *fro
   }
 }
 
+/// The random word of element i, from a Philox block that serves four elements. (An index into the
+/// array would move it out of registers.)
+ELEMENT uint32_t word_of_element(const uint32_t (&word)[4], uint64_t i)
+{ return i & 2 ? (i & 1 ? word[3] : word[2]) : (i & 1 ? word[1] : word[0]); }
+
 /// V elements in one access of up to 16 bytes.
 template <typename T, int V> struct alignas(sizeof(T) * V) pack { T v[V]; };
 
-// The dtype that belongs to a storage type, at compile time.
-template <typename T> struct format_of;
-template <> struct format_of<float>  { enum { dtype = ENG_f32 }; };
-template <> struct format_of<f16_t>  { enum { dtype = ENG_f16 }; };
-template <> struct format_of<bf16_t> { enum { dtype = ENG_bf16 }; };
-
 /// f32, f16 and bf16: the fast kernels compute these in f32.
 static inline bool is_fast(int d) { return d == ENG_f32 || d == ENG_f16 || d == ENG_bf16; }
+
+/// Returns f(T{}) for the storage type T of a fast format.
+template <class F> static auto with_fast_format(int dtype, const F &f)
+{ return dtype == ENG_f32 ? f(float{}) : dtype == ENG_f16 ? f(f16_t{}) : f(bf16_t{}); }
+
+/// The same for a fast format or f64.
+template <class F> static auto with_format(int dtype, const F &f)
+{ return dtype == ENG_f64 ? f(double{}) : with_fast_format(dtype, f); }
 
 /// Whether every tensor of the call is f32, f16 or bf16 (absent tensors are ignored).
 static inline __attribute__((unused)) bool all_fast(const op_call *call)

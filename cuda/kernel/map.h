@@ -267,9 +267,7 @@ template <int M, int N, class Rule> static bool map_dense(const walk<M + N> &w, 
   for (int k = 0; k < M + N; k++)
     if (w.dtype[k] != w.dtype[0] || (w.data[k] && w.stride[k][0] != 1) || (uintptr_t)w.data[k] % 16)
       return false;
-  if (w.dtype[0] == ENG_f32) dense_launch<float, M, N>(w, rule);
-  else if (w.dtype[0] == ENG_f16) dense_launch<f16_t, M, N>(w, rule);
-  else dense_launch<bf16_t, M, N>(w, rule);
+  with_fast_format(w.dtype[0], [&](auto t) { dense_launch<decltype(t), M, N>(w, rule); });
   return true;
 }
 
@@ -293,9 +291,8 @@ static eng_status map(const op_call *call, const Rule &rule)
     done = same && map_dense<M, N>(w, rule);
     if (!done && same && walk_bundle(w, w.dtype[0] == ENG_f32 ? 4 : 8)) {
       done = true;
-      if (w.dtype[0] == ENG_f32) map_launch<uniform<float>, M, N>(w, rule);
-      else if (w.dtype[0] == ENG_f16) map_launch<uniform<f16_t>, M, N>(w, rule);
-      else map_launch<uniform<bf16_t>, M, N>(w, rule);
+      with_fast_format(w.dtype[0],
+                       [&](auto t) { map_launch<uniform<decltype(t)>, M, N>(w, rule); });
     }
   }
   if (done) {

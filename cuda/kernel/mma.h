@@ -68,16 +68,4 @@ __device__ static inline void multiply_add(float (&c)[4], const uint32_t (&a)[4]
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-
-/// Rounds two numbers into one register: `low` into its low half, `high` into its high half.
-__device__ static inline uint32_t pack(float low, float high, f16_t)
-{
-  __half2 pair = __floats2half2_rn(low, high);
-  return *(uint32_t *)&pair;
-}
-__device__ static inline uint32_t pack(float low, float high, bf16_t)
-{
-  __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return *(uint32_t *)&pair;
-}
 #endif

@@ -298,8 +298,8 @@ __device__ static inline tally read_chunk(uint4 (&ahead)[BATCH], const piece &no
     if (last) break;
   } while (true);
   const T *g = (const T *)now.at;
-#pragma unroll 1
   // the rest, padded with zeros
+#pragma unroll 1
   for (int i = now.whole * V + threadIdx.x * V; i < now.n; i += SPAN_THREADS * V) {
     union { uint4 raw; T x[V]; } u;
     u.raw = make_uint4(0, 0, 0, 0);

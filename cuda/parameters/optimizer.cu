@@ -15,6 +15,7 @@
 // elements, of lanes, of warps, of a tensor's chunks, in this order on every card. The host waits
 // for them. Updates without norms and limits have their own kernels, without this code.
 #include "passes.h"
+#include "kernel/lanes.h"
 #include "runtime/runtime.h"
 #include "spans.h"
 
@@ -126,64 +127,9 @@ __device__ static inline void advance(const rule &r, float limit, float spike, b
   }
 }
 
-__device__ static inline float load_one(const void *p, int dtype, int i)
-{
-  if (dtype == ENG_f32) return ((const float *)p)[i];
-  return dtype == ENG_f16 ? widen(((const f16_t *)p)[i]) : widen(((const bf16_t *)p)[i]);
-}
-
-__device__ static inline void store_one(void *p, int dtype, int i, float x)
-{
-  if (dtype == ENG_f32) ((float *)p)[i] = x;
-  else if (dtype == ENG_f16) narrow(((f16_t *)p)[i], x);
-  else narrow(((bf16_t *)p)[i], x);
-}
-
-/// Four elements as stored in memory. Loading and widening are separate, so all loads are in flight
-/// before the first wait.
-__device__ static inline uint4 load_raw(const void *p, int dtype, int quad)
-{
-  if (dtype == ENG_f32) return ((const uint4 *)p)[quad];
-  uint2 half = ((const uint2 *)p)[quad];
-  return make_uint4(half.x, half.y, 0, 0);
-}
-
-__device__ static inline void widen_raw(float x[4], uint4 raw, int dtype)
-{
-  if (dtype == ENG_f32) {
-    x[0] = __uint_as_float(raw.x);
-    x[1] = __uint_as_float(raw.y);
-    x[2] = __uint_as_float(raw.z);
-    x[3] = __uint_as_float(raw.w);
-  } else if (dtype == ENG_bf16) {
-    x[0] = __uint_as_float(raw.x << 16);
-    x[1] = __uint_as_float(raw.x & 0xFFFF0000u);
-    x[2] = __uint_as_float(raw.y << 16);
-    x[3] = __uint_as_float(raw.y & 0xFFFF0000u);
-  } else {
-    f16_t h[4] = {
-      {(uint16_t)raw.x}, {(uint16_t)(raw.x >> 16)}, {(uint16_t)raw.y}, {(uint16_t)(raw.y >> 16)}};
-    for (int k = 0; k < 4; k++) x[k] = widen(h[k]);
-  }
-}
-
-template <typename T> __device__ static inline uint32_t narrow_pair(float a, float b)
-{
-  T low, high;
-  narrow(low, a);
-  narrow(high, b);
-  return (uint32_t)low.bits | (uint32_t)high.bits << 16;
-}
-
-__device__ static inline void store_quad(void *p, int dtype, int quad, const float x[4])
-{
-  if (dtype == ENG_f32) ((float4 *)p)[quad] = make_float4(x[0], x[1], x[2], x[3]);
-  else if (dtype == ENG_f16)
-    ((uint2 *)p)[quad] = make_uint2(narrow_pair<f16_t>(x[0], x[1]), narrow_pair<f16_t>(x[2], x[3]));
-  else
-    ((uint2 *)p)[quad] =
-      make_uint2(narrow_pair<bf16_t>(x[0], x[1]), narrow_pair<bf16_t>(x[2], x[3]));
-}
+/// Four elements at a time. Loading and widening are separate, so all loads are in flight before
+/// the first wait.
+typedef float_lanes<4> quads;
 
 // ------------------------------------------------------------------ chunks
 
@@ -288,56 +234,57 @@ advance_all(const device_span *spans, const int32_t *chunk, const numbers *u, do
   const bool has_m = LOOP != LOOP_SGD || (p.moment1 && r.momentum != 0), has_v = LOOP == LOOP_ADAM;
 
   for (int first = threadIdx.x; first < p.quads; first += BATCH * SPAN_THREADS) {
-    uint4 g[BATCH], w[BATCH], m[BATCH], v[BATCH], c[BATCH];
+    quads::raw g[BATCH], w[BATCH], m[BATCH], v[BATCH], c[BATCH];
 #pragma unroll
     for (int k = 0; k < BATCH; k++) {
       // past the end, the last quad is read again but not written
-      int quad = min(first + k * SPAN_THREADS, p.quads - 1);
-      g[k] = load_raw(p.gradient, p.gradient_dtype, quad);
-      w[k] = load_raw(p.master, LOW ? p.master_dtype : ENG_f32, quad);
-      if (LOW && p.compensation) c[k] = load_raw(p.compensation, ENG_bf16, quad);
-      m[k] = has_m ? load_raw(p.moment1, p.moment_dtype, quad) : make_uint4(0, 0, 0, 0);
-      v[k] = has_v ? load_raw(p.moment2, p.moment_dtype, quad) : make_uint4(0, 0, 0, 0);
+      const int at = 4 * min(first + k * SPAN_THREADS, p.quads - 1);
+      m[k] = v[k] = {};
+      quads::fetch(g[k], p.gradient, p.gradient_dtype, at);
+      quads::fetch(w[k], p.master, LOW ? p.master_dtype : ENG_f32, at);
+      if (LOW && p.compensation) quads::fetch(c[k], p.compensation, ENG_bf16, at);
+      if (has_m) quads::fetch(m[k], p.moment1, p.moment_dtype, at);
+      if (has_v) quads::fetch(v[k], p.moment2, p.moment_dtype, at);
     }
 #pragma unroll
     for (int k = 0; k < BATCH; k++) {
-      int quad = first + k * SPAN_THREADS;
-      if (quad >= p.quads) break;
+      const int at = 4 * (first + k * SPAN_THREADS);
+      if (at >= 4 * p.quads) break;
       float weight[4], gradient[4], first_moment[4], second_moment[4], lost[4];
-      widen_raw(gradient, g[k], p.gradient_dtype);
-      widen_raw(weight, w[k], LOW ? p.master_dtype : ENG_f32);
+      quads::values(gradient, g[k], p.gradient_dtype);
+      quads::values(weight, w[k], LOW ? p.master_dtype : ENG_f32);
       if (LOW && p.compensation) {
-        widen_raw(lost, c[k], ENG_bf16);
+        quads::values(lost, c[k], ENG_bf16);
         for (int e = 0; e < 4; e++) weight[e] += lost[e];
       }
-      widen_raw(first_moment, m[k], p.moment_dtype);
-      widen_raw(second_moment, v[k], p.moment_dtype);
+      quads::values(first_moment, m[k], p.moment_dtype);
+      quads::values(second_moment, v[k], p.moment_dtype);
       for (int e = 0; e < 4; e++)
         advance_one<LOOP, MORE>(r, u, has_m, starts, weight[e], scaled(scale, gradient[e]),
                                 first_moment[e], second_moment[e], sum);
       if (!writes) continue;
-      if (LOW) round_masters<4>(p, u, 4 * quad, weight, lost);
-      store_quad(p.master, LOW ? p.master_dtype : ENG_f32, quad, weight);
-      if (LOW && p.compensation) store_quad(p.compensation, ENG_bf16, quad, lost);
-      if (has_m) store_quad(p.moment1, p.moment_dtype, quad, first_moment);
-      if (has_v) store_quad(p.moment2, p.moment_dtype, quad, second_moment);
-      if (p.shadow) store_quad(p.shadow, p.shadow_dtype, quad, weight);
+      if (LOW) round_masters<4>(p, u, at, weight, lost);
+      quads::store(p.master, LOW ? p.master_dtype : ENG_f32, at, weight);
+      if (LOW && p.compensation) quads::store(p.compensation, ENG_bf16, at, lost);
+      if (has_m) quads::store(p.moment1, p.moment_dtype, at, first_moment);
+      if (has_v) quads::store(p.moment2, p.moment_dtype, at, second_moment);
+      if (p.shadow) quads::store(p.shadow, p.shadow_dtype, at, weight);
     }
   }
   for (int i = 4 * p.quads + threadIdx.x; i < p.n; i += SPAN_THREADS) {
-    float w = load_one(p.master, LOW ? p.master_dtype : ENG_f32, i), lost;
-    const float g = load_one(p.gradient, p.gradient_dtype, i);
-    if (LOW && p.compensation) w += load_one(p.compensation, ENG_bf16, i);
-    float m = has_m ? load_one(p.moment1, p.moment_dtype, i) : 0.0f,
-          v = has_v ? load_one(p.moment2, p.moment_dtype, i) : 0.0f;
+    float w = load_as<float>(p.master, LOW ? p.master_dtype : ENG_f32, i), lost;
+    const float g = load_as<float>(p.gradient, p.gradient_dtype, i);
+    if (LOW && p.compensation) w += load_as<float>(p.compensation, ENG_bf16, i);
+    float m = has_m ? load_as<float>(p.moment1, p.moment_dtype, i) : 0.0f,
+          v = has_v ? load_as<float>(p.moment2, p.moment_dtype, i) : 0.0f;
     advance_one<LOOP, MORE>(r, u, has_m, starts, w, scaled(scale, g), m, v, sum);
     if (!writes) continue;
     if (LOW) round_masters<1>(p, u, i, &w, &lost);
-    store_one(p.master, LOW ? p.master_dtype : ENG_f32, i, w);
-    if (LOW && p.compensation) store_one(p.compensation, ENG_bf16, i, lost);
-    if (has_m) store_one(p.moment1, p.moment_dtype, i, m);
-    if (has_v) store_one(p.moment2, p.moment_dtype, i, v);
-    if (p.shadow) store_one(p.shadow, p.shadow_dtype, i, w);
+    store_as(p.master, LOW ? p.master_dtype : ENG_f32, i, w);
+    if (LOW && p.compensation) store_as(p.compensation, ENG_bf16, i, lost);
+    if (has_m) store_as(p.moment1, p.moment_dtype, i, m);
+    if (has_v) store_as(p.moment2, p.moment_dtype, i, v);
+    if (p.shadow) store_as(p.shadow, p.shadow_dtype, i, w);
   }
   if (!MORE || !partial) return;
   const double total = block_sums(sum);
@@ -385,25 +332,26 @@ scale_gradients(const device_span *spans, const int32_t *chunk, double factor, i
   const scaling scale = scaling_of(factor / s.scale);
   bool bad = false;
   for (int first = threadIdx.x; first < p.quads; first += BATCH * SPAN_THREADS) {
-    uint4 g[BATCH];
+    quads::raw g[BATCH];
 #pragma unroll
     for (int k = 0; k < BATCH; k++)
-      g[k] = load_raw(p.gradient, p.gradient_dtype, min(first + k * SPAN_THREADS, p.quads - 1));
+      quads::fetch(g[k], p.gradient, p.gradient_dtype,
+                   4 * min(first + k * SPAN_THREADS, p.quads - 1));
 #pragma unroll
     for (int k = 0; k < BATCH; k++) {
-      int quad = first + k * SPAN_THREADS;
-      if (quad >= p.quads) break;
+      const int at = 4 * (first + k * SPAN_THREADS);
+      if (at >= 4 * p.quads) break;
       float x[4];
-      widen_raw(x, g[k], p.gradient_dtype);
+      quads::values(x, g[k], p.gradient_dtype);
       for (int e = 0; e < 4; e++) {
         x[e] = scaled(scale, x[e]);
         bad |= !f32_is_finite(x[e]);
       }
-      store_quad(p.master, ENG_f32, quad, x);
+      quads::store(p.master, ENG_f32, at, x);
     }
   }
   for (int i = 4 * p.quads + threadIdx.x; i < p.n; i += SPAN_THREADS) {
-    float x = scaled(scale, load_one(p.gradient, p.gradient_dtype, i));
+    float x = scaled(scale, load_as<float>(p.gradient, p.gradient_dtype, i));
     bad |= !f32_is_finite(x);
     ((float *)p.master)[i] = x;
   }

@@ -188,13 +188,6 @@ template <typename To, typename From> static void turn_launch(const walk<2> &w, 
   turn_kernel<To, From, SIDE><<<(unsigned)blocks, 256, 0, cuda_stream()>>>(w, t);
 }
 
-template <typename To> static void turn_from(const walk<2> &w, int down)
-{
-  if (w.dtype[1] == ENG_f32) turn_launch<To, float>(w, down);
-  else if (w.dtype[1] == ENG_f16) turn_launch<To, f16_t>(w, down);
-  else turn_launch<To, bf16_t>(w, down);
-}
-
 static void turn_over(const walk<2> &w, int down)
 {
   if (w.dtype[0] == w.dtype[1]) {
@@ -204,12 +197,11 @@ static void turn_over(const walk<2> &w, int down)
       case 4:  turn_launch<uint32_t, uint32_t>(w, down); break;
       default: turn_launch<uint2, uint2>(w, down); break;
     }
-  } else if (w.dtype[0] == ENG_f32) {
-    turn_from<float>(w, down);
-  } else if (w.dtype[0] == ENG_f16) {
-    turn_from<f16_t>(w, down);
   } else {
-    turn_from<bf16_t>(w, down);
+    with_fast_format(w.dtype[0], [&](auto to) {
+      with_fast_format(w.dtype[1],
+                       [&](auto from) { turn_launch<decltype(to), decltype(from)>(w, down); });
+    });
   }
 }
 
@@ -297,12 +289,8 @@ struct mode_body {
     const uint64_t i = (uint64_t)(to - first);
     uint32_t word[4] = {};
     if (mode & FP8_STOCHASTIC) philox_of(word, seed, counter + i / 4);
-    const uint32_t chance = i % 4 == 0 ? word[0] :
-                            i % 4 == 1 ? word[1] :
-                            i % 4 == 2 ? word[2] :
-                                         word[3];
     *to = fp8_from_f32(f32_odd_from_f64(load_for_fp8(w.data[1], w.dtype[1], at[1])),
-                       w.dtype[0] == ENG_e4m3 ? 3 : 2, mode, chance);
+                       w.dtype[0] == ENG_e4m3 ? 3 : 2, mode, word_of_element(word, i));
   }
 };
 

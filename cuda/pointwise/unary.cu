@@ -465,8 +465,8 @@ static __global__ void dropout_elements(void *y, int y_dtype, const void *x, int
   if (i >= count) return;
   uint32_t word[4];
   philox_of(word, mask.seed, mask.counter + (uint64_t)i / 4);
-  uint32_t own = i & 2 ? (i & 1 ? word[3] : word[2]) : (i & 1 ? word[1] : word[0]);
-  store_double(y, y_dtype, i, (own >> 8) >= mask.least ? load_double(x, x_dtype, i) / rest : 0.0);
+  bool kept = (word_of_element(word, (uint64_t)i) >> 8) >= mask.least;
+  store_double(y, y_dtype, i, kept ? load_double(x, x_dtype, i) / rest : 0.0);
 }
 
 extern "C" eng_status cuda_dropout(const op_call *call)
@@ -479,9 +479,7 @@ extern "C" eng_status cuda_dropout(const op_call *call)
   bool aligned = ((uintptr_t)x->data | (uintptr_t)y->data) % 16 == 0;
   if (is_fast(x->dtype) && x->dtype == y->dtype && aligned) {
     float factor = (float)(1.0 / (1.0 - p));
-    if (x->dtype == ENG_f32) dropout_launch<float>(y, x, mask, factor);
-    else if (x->dtype == ENG_f16) dropout_launch<f16_t>(y, x, mask, factor);
-    else dropout_launch<bf16_t>(y, x, mask, factor);
+    with_fast_format(x->dtype, [&](auto t) { dropout_launch<decltype(t)>(y, x, mask, factor); });
   } else {
     unsigned blocks = (unsigned)((x->count + WALK_THREADS - 1) / WALK_THREADS);
     dropout_elements<<<blocks, WALK_THREADS, 0, cuda_stream()>>>(y->data, y->dtype, x->data,

@@ -19,21 +19,7 @@
 
 op_kernel cuda_contiguous, cuda_fp8_matmul;
 
-enum { PIECES = 4, EVERY = 128 /* steps between promotions */ };
-
-typedef struct scratch {
-  int     n;
-  void   *piece[PIECES];
-  int64_t bytes[PIECES];
-} scratch;
-
-static void give_all(scratch *s)
-{
-  while (s->n > 0) {
-    s->n--;
-    scratch_give(s->piece[s->n], s->bytes[s->n]);
-  }
-}
+enum { EVERY = 128 /* steps between promotions */ };
 
 /// The fp8_scaling for an operand's blocks [outer x K], or -1 if there is none.
 static int scaling_of(int64_t outer_block, int64_t k_block)
@@ -64,10 +50,8 @@ static eng_status copy(void *to, int64_t to_outer, int64_t to_k, const void *fro
 
 static eng_status take_zeros(void **piece, int64_t bytes, scratch *s)
 {
-  *piece = scratch_take(bytes);
+  *piece = scratch_keep(s, bytes);
   if (!*piece) return ENG_ERR_MEMORY;
-  s->piece[s->n] = *piece;
-  s->bytes[s->n++] = bytes;
   CUDA_TRY(cudaMemsetAsync(*piece, 0, (size_t)bytes, cuda_stream()));
   return ENG_OK;
 }
@@ -166,6 +150,6 @@ eng_status cuda_fp8_matmul(const op_call *call)
   if (status == ENG_OK)
     status = prepare(&b, call->in[2], call->in[3], tb, b_rows, b_columns, scaling_b, &s);
   if (status == ENG_OK) status = fp8_product(&result, &a, &b, fast);
-  give_all(&s);
+  scratch_give_all(&s);
   return status;
 }

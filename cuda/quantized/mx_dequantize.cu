@@ -19,9 +19,6 @@ struct unscaling {
   int            format, rule;
 };
 
-template <typename T> __device__ inline void put(T &y, float x) { narrow(y, x); }
-template <> __device__ inline void put<double>(double &y, float x) { y = (double)x; }
-
 /// Each thread takes eight neighbours of a row. A table of the format's numbers saves decoding.
 template <typename T> __global__ void __launch_bounds__(THREADS) multiply_codes(const unscaling p)
 {
@@ -45,8 +42,8 @@ template <typename T> __global__ void __launch_bounds__(THREADS) multiply_codes(
     }
     const int64_t i = first + k;
     const uint8_t code = mx_packed(p.format) ? p.q[i / 2] >> i % 2 * 4 & 15 : p.q[i];
-    put(y[k], mx_is_nvfp4(p.rule) ? number[code] * e4m3_to_f32(of_row[block]) * whole :
-                                      number[code] * ue8m0_to_f32(of_row[block]));
+    narrow(y[k], mx_is_nvfp4(p.rule) ? number[code] * e4m3_to_f32(of_row[block]) * whole :
+                                       number[code] * ue8m0_to_f32(of_row[block]));
   }
 }
 
@@ -141,12 +138,9 @@ extern "C" eng_status cuda_mx_dequantize(const op_call *call)
   p.rule = (int)a.rule;
   const unsigned blocks =
     (unsigned)((p.rows * ((p.columns + EIGHT - 1) / EIGHT) + THREADS - 1) / THREADS);
-  switch (y->dtype) {
-    case ENG_f16:  multiply_codes<f16_t><<<blocks, THREADS, 0, cuda_stream()>>>(p); break;
-    case ENG_bf16: multiply_codes<bf16_t><<<blocks, THREADS, 0, cuda_stream()>>>(p); break;
-    case ENG_f64:  multiply_codes<double><<<blocks, THREADS, 0, cuda_stream()>>>(p); break;
-    default:       multiply_codes<float><<<blocks, THREADS, 0, cuda_stream()>>>(p); break;
-  }
+  with_format(y->dtype, [&](auto t) {
+    multiply_codes<decltype(t)><<<blocks, THREADS, 0, cuda_stream()>>>(p);
+  });
   CUDA_LAUNCHED("mx_dequantize");
   return ENG_OK;
 }

@@ -258,11 +258,8 @@ __device__ inline void write_elements(float *tile, const float2 *block, const fl
         const uint64_t element = (uint64_t)(at + k), now = (uint64_t)s.random + element / 4;
         if (k == 0 || now != have) philox_of(word, p.seed, now);
         have = now;
-        const uint32_t bits = element % 4 == 0 ? word[0] :
-                              element % 4 == 1 ? word[1] :
-                              element % 4 == 2 ? word[2] :
-                                                 word[3];
-        code[k] = mx_code_stochastic(*x * of.x, mx_uniform(bits, p.sr_bits), f);
+        code[k] = mx_code_stochastic(*x * of.x,
+                                     mx_uniform(word_of_element(word, element), p.sr_bits), f);
       } else {
         code[k] = mx_code(*x * of.x, f);
       }
@@ -447,8 +444,7 @@ extern "C" eng_status cuda_mx_quantize(const op_call *call)
   p.x = x->data;
   p.dtype = x->dtype;
   p.columns = x->shape[x->ndim - 1];
-  p.rows = 1;
-  for (int d = 0; d < x->ndim - 1; d++) p.rows *= x->shape[d];
+  p.rows = rows_of(x);
   p.rule = (int)a.rule;
   p.sr_bits = (int)a.sr_bits;
   p.finite = (a.flags & MX_FINITE) != 0;

@@ -108,9 +108,6 @@ struct unscaling {
   int64_t        count, size;
 };
 
-template <typename T> __device__ inline void put(T &y, float x) { narrow(y, x); }
-template <> __device__ inline void put<double>(double &y, float x) { y = (double)x; }
-
 /// Each thread takes eight neighbours, which are in one block.
 template <typename T> __global__ void __launch_bounds__(THREADS)
 multiply_codes(const unscaling p, const __grid_constant__ four_bits four,
@@ -127,7 +124,7 @@ multiply_codes(const unscaling p, const __grid_constant__ four_bits four,
                                  p.absmax[block];
   T *y = (T *)p.y;
   for (int64_t i = first; i < first + EIGHT && i < p.count; i++)
-    put(y[i], number[p.q[i / 2] >> (i % 2 ? 0 : 4) & 15] * absmax);
+    narrow(y[i], number[p.q[i / 2] >> (i % 2 ? 0 : 4) & 15] * absmax);
 }
 
 unsigned parts(int64_t n, int64_t each) { return (unsigned)((n + each - 1) / each); }
@@ -177,13 +174,9 @@ extern "C" eng_status cuda_nf4_dequantize(const op_call *call)
   p.count = y->count;
   p.size = call->nf4_dequantize.block;
   const unsigned blocks = parts(p.count, THREADS * EIGHT);
-  cudaStream_t stream = cuda_stream();
-  switch (y->dtype) {
-    case ENG_f16:  multiply_codes<f16_t><<<blocks, THREADS, 0, stream>>>(p, four, eight); break;
-    case ENG_bf16: multiply_codes<bf16_t><<<blocks, THREADS, 0, stream>>>(p, four, eight); break;
-    case ENG_f64:  multiply_codes<double><<<blocks, THREADS, 0, stream>>>(p, four, eight); break;
-    default:       multiply_codes<float><<<blocks, THREADS, 0, stream>>>(p, four, eight); break;
-  }
+  with_format(y->dtype, [&](auto t) {
+    multiply_codes<decltype(t)><<<blocks, THREADS, 0, cuda_stream()>>>(p, four, eight);
+  });
   CUDA_LAUNCHED("nf4_dequantize");
   return ENG_OK;
 }

@@ -158,10 +158,7 @@ quantize_numbers(const T *x, const job p, bool turned)
                      block = (uint64_t)(as_own ? p.own.random : s.random) + element / 4;
       if (k == 0 || block != have) philox_of(word, p.seed, block);
       have = block;
-      chance = element % 4 == 0 ? word[0] :
-               element % 4 == 1 ? word[1] :
-               element % 4 == 2 ? word[2] :
-                                  word[3];
+      chance = word_of_element(word, element);
     }
     ((uint8_t *)s.q)[first + k] =
       fp8_from_f32(y[k], E, FP8_SATURATE | (RANDOM ? FP8_STOCHASTIC : 0), chance);
@@ -306,8 +303,7 @@ static job job_of(const op_call *call)
   const int format = (int)call->quantize.format, dtype = x->dtype;
   job p = {};
   p.columns = x->shape[x->ndim - 1];
-  p.rows = 1;
-  for (int d = 0; d < x->ndim - 1; d++) p.rows *= x->shape[d];
+  p.rows = rows_of(x);
   p.own = side_of(call, false, p.rows, p.columns);
   p.turned = side_of(call, true, p.rows, p.columns);
   p.same = call->quantize.block_rows == call->quantize.block_columns;
@@ -366,13 +362,8 @@ static eng_status run(const op_call *call, job p)
     p.turned.factor = p.same ? factors : factors + own_blocks;
   }
   uint32_t *maxima = (uint32_t *)(factors + own_blocks + turned_blocks);
-  eng_status status;
-  switch (call->in[0]->dtype) {
-    case ENG_f16:  status = quantize<f16_t>(call, &p, maxima); break;
-    case ENG_bf16: status = quantize<bf16_t>(call, &p, maxima); break;
-    case ENG_f64:  status = quantize<double>(call, &p, maxima); break;
-    default:       status = quantize<float>(call, &p, maxima); break;
-  }
+  eng_status status = with_format(
+    call->in[0]->dtype, [&](auto t) { return quantize<decltype(t)>(call, &p, maxima); });
   if (factors) scratch_give(factors, bytes);
   return status;
 }
@@ -422,9 +413,6 @@ struct unscaling {
   int          format, dtype, wide;
 };
 
-template <typename T> __device__ static inline void put(T &y, float x) { narrow(y, x); }
-template <> __device__ inline void put<double>(double &y, float x)     { y = (double)x; }
-
 /// Each thread processes eight neighbours of a row.
 template <typename T> __global__ static void __launch_bounds__(THREADS)
 multiply_codes(const unscaling p)
@@ -464,7 +452,7 @@ multiply_codes(const unscaling p)
       block++;
       next += p.at.inner_block;
     }
-    put(y.v[k], v[k] * of_row[block * p.at.inner_stride]);
+    narrow(y.v[k], v[k] * of_row[block * p.at.inner_stride]);
   }
   T *to = (T *)p.y + first;
   if (p.wide) {
@@ -494,12 +482,9 @@ extern "C" eng_status cuda_dequantize(const op_call *call)
   p.dtype = y->dtype;
   p.wide = p.columns % EIGHT == 0 && (uintptr_t)p.q % 8 == 0 && (uintptr_t)p.y % 16 == 0;
   unsigned blocks = (unsigned)grid(p.rows * grid(p.columns, EIGHT), THREADS);
-  switch (y->dtype) {
-    case ENG_f16:  multiply_codes<f16_t><<<blocks, THREADS, 0, cuda_stream()>>>(p); break;
-    case ENG_bf16: multiply_codes<bf16_t><<<blocks, THREADS, 0, cuda_stream()>>>(p); break;
-    case ENG_f64:  multiply_codes<double><<<blocks, THREADS, 0, cuda_stream()>>>(p); break;
-    default:       multiply_codes<float><<<blocks, THREADS, 0, cuda_stream()>>>(p); break;
-  }
+  with_format(y->dtype, [&](auto t) {
+    multiply_codes<decltype(t)><<<blocks, THREADS, 0, cuda_stream()>>>(p);
+  });
   CUDA_LAUNCHED("dequantize");
   return ENG_OK;
 }

@@ -184,8 +184,8 @@ __device__ static inline void divide_all(shared_tile &t, const eight<T> (&of)[DO
       v[0] >>= 16;
       continue;
     }
-#pragma unroll
     // shifts the words, so that v[0] has the next number: register indices must be constant
+#pragma unroll
     for (int i = 0; i < DOWN * WORDS - 1; i++) v[i] = v[i + 1];
   }
 }

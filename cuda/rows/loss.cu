@@ -9,6 +9,7 @@
 // NaN. A target out of range raises the fault and counts as ignored.
 #include "kernel/element.h"
 #include "kernel/ptx.h"
+#include "kernel/team.h"
 #include "kernel/vector.h"
 
 #include <math.h>
@@ -31,12 +32,10 @@ template <> struct wide_of<double>   { typedef double type; };
 __device__ static inline float  below_one(float d)  { return exp2_fast(d * 1.4426950408889634f); }
 __device__ static inline double below_one(double d) { return exp(d); }
 
-__device__ static inline float  exponent(float x)        { return expf(x); }
-__device__ static inline double exponent(double x)       { return exp(x); }
-__device__ static inline float  tangent(float x)         { return tanhf(x); }
-__device__ static inline double tangent(double x)        { return tanh(x); }
-__device__ static inline float  larger(float a, float b) { return fmaxf(a, b); }
-__device__ static inline double larger(double a, double b) { return fmax(a, b); }
+__device__ static inline float  exponent(float x)  { return expf(x); }
+__device__ static inline double exponent(double x) { return exp(x); }
+__device__ static inline float  tangent(float x)   { return tanhf(x); }
+__device__ static inline double tangent(double x)  { return tanh(x); }
 
 /// A soft cap of logits, cap * tanh(x / cap); CAPPED = false: none.
 template <typename A> struct soft_cap { A cap, inverse; };
@@ -69,36 +68,6 @@ template <typename T> union piece {
   uint4 raw;
   T     x[16 / sizeof(T)];
 };
-
-/// A thread's number within its row.
-template <int LANES> __device__ static inline int lane_of(void) { return threadIdx.x % LANES; }
-
-/// The largest value among the row's threads, and the sum over them; every thread gets the result.
-template <int LANES, typename A> __device__ static inline A row_largest(A x)
-{
-  for (int step = 16; step > 0; step /= 2) x = larger(x, __shfl_xor_sync(0xFFFFFFFFu, x, step));
-  if (LANES == 32) return x;
-  __shared__ A warps[LANES / 32];
-  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
-  __syncthreads();
-  x = warps[0];
-  for (int w = 1; w < LANES / 32; w++) x = larger(x, warps[w]);
-  __syncthreads();   // ends all reads of `warps` before its next use
-  return x;
-}
-
-template <int LANES> __device__ static inline double row_sum(double x)
-{
-  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(0xFFFFFFFFu, x, step);
-  if (LANES == 32) return x;
-  __shared__ double warps[LANES / 32];
-  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
-  __syncthreads();
-  x = warps[0];
-  for (int w = 1; w < LANES / 32; w++) x += warps[w];
-  __syncthreads();
-  return x;
-}
 
 // ------------------------------------------------------------------ cross entropy
 
@@ -133,7 +102,7 @@ __device__ static inline seen<A> read_row(const T *row, int n, soft_cap<A> limit
   enum { V = 16 / sizeof(T) };
   const cut c = cut_of(row, n);
   const uint4 *at = (const uint4 *)(row + c.head);
-  const int lane = lane_of<LANES>();
+  const int lane = team<LANES>::rank();
   seen<A> s = {-(A)INFINITY, 0, 0};
   for (int i = lane; i < c.whole; i += BATCH * LANES) {
     piece<T> p[BATCH];
@@ -172,17 +141,17 @@ __global__ static void __launch_bounds__(THREADS, sizeof(T) == 8 ? 2 : 4)
   const int64_t target = load_int(targets, target_dtype, r);
   const bool counts = target != ignored && target >= 0 && target < classes;
   double own = 0.0, total = 0.0, top = 0.0, log_sum = 0.0;
-  if (target != ignored && !counts && lane_of<LANES>() == 0)
+  if (target != ignored && !counts && team<LANES>::rank() == 0)
     raise_fault(fault, ENG_OP_cross_entropy, target, classes);
   if (counts || lse) {
     const soft_cap<A> limit = {(A)cap, (A)(1 / cap)};
     const double wanted = counts ? (double)capped<CAPPED>((A)widen(row[target]), limit) : 0.0;
     seen<A> s = read_row<LANES, PLAIN, CAPPED>(row, classes, limit);
-    A largest = row_largest<LANES>(s.top);
+    A largest = team<LANES>::largest(s.top);
     if (s.top != -(A)INFINITY) s.sum *= exponent(s.top - largest);
-    double sum = row_sum<LANES>((double)s.sum);
-    if (PLAIN) total = row_sum<LANES>(s.plain);
-    if (lane_of<LANES>() != 0) return;
+    double sum = team<LANES>::sum((double)s.sum);
+    if (PLAIN) total = team<LANES>::sum(s.plain);
+    if (team<LANES>::rank() != 0) return;
     log_sum = log(sum);
     top = (double)largest;
     if (!f64_is_finite(top)) top = f64_from(0x7FF8000000000000ull);   // NaN, as in PyTorch
@@ -193,7 +162,7 @@ __global__ static void __launch_bounds__(THREADS, sizeof(T) == 8 ? 2 : 4)
     if (z_loss != 0) own += z_loss * (top + log_sum) * (top + log_sum);
     if (!counts) own = 0.0;
   }
-  if (lane_of<LANES>() != 0) return;
+  if (team<LANES>::rank() != 0) return;
   if (losses) losses[r] = own;
   else if (loss) store_double(loss, loss_dtype, r, own);
 }
@@ -292,12 +261,8 @@ extern "C" eng_status cuda_cross_entropy(const op_call *call)
   double *losses = NULL;
   if (mode != 0 && !(losses = (double *)scratch_take(bytes))) return ENG_ERR_MEMORY;
   if (rows > 0) {
-    switch (x->dtype) {
-      case ENG_f16:  launch_losses<f16_t>(call, rows, classes, losses); break;
-      case ENG_bf16: launch_losses<bf16_t>(call, rows, classes, losses); break;
-      case ENG_f64:  launch_losses<double>(call, rows, classes, losses); break;
-      default:       launch_losses<float>(call, rows, classes, losses); break;
-    }
+    with_format(x->dtype,
+                [&](auto t) { launch_losses<decltype(t)>(call, rows, classes, losses); });
     CUDA_LAUNCHED("cross_entropy");
   }
   if (mode != 0 && loss) {
@@ -329,7 +294,7 @@ __global__ static void __launch_bounds__(THREADS, sizeof(T) == 8 ? 2 : CAPPED ? 
   enum { V = 16 / sizeof(T) };
   const int64_t r = (int64_t)blockIdx.x * (THREADS / LANES) + threadIdx.x / LANES;
   if (r >= rows) return;
-  const int lane = lane_of<LANES>();
+  const int lane = team<LANES>::rank();
   const T *row = logits + r * classes;
   T *out = gradients + r * classes;
   const int64_t target = load_int(targets, target_dtype, r);
@@ -430,12 +395,8 @@ extern "C" eng_status cuda_cross_entropy_grad(const op_call *call)
                                                      call->cross_entropy.ignore, counted);
     CUDA_LAUNCHED("cross_entropy_grad");
   }
-  switch (x->dtype) {
-    case ENG_f16:  launch_gradients<f16_t>(call, rows, classes, counted); break;
-    case ENG_bf16: launch_gradients<bf16_t>(call, rows, classes, counted); break;
-    case ENG_f64:  launch_gradients<double>(call, rows, classes, counted); break;
-    default:       launch_gradients<float>(call, rows, classes, counted); break;
-  }
+  with_format(x->dtype,
+              [&](auto t) { launch_gradients<decltype(t)>(call, rows, classes, counted); });
   CUDA_LAUNCHED("cross_entropy_grad");
   if (counted) scratch_give(counted, sizeof *counted);
   return ENG_OK;

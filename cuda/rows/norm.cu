@@ -610,15 +610,11 @@ template <typename T, bool ADDS> static norm_choice backward_kernel_of(int64_t n
 }
 template <bool ADDS> static norm_choice forward_kernel(int dtype, int64_t n)
 {
-  return dtype == ENG_f32 ? forward_kernel_of<float, ADDS>(n) :
-         dtype == ENG_f16 ? forward_kernel_of<f16_t, ADDS>(n) :
-                            forward_kernel_of<bf16_t, ADDS>(n);
+  return with_fast_format(dtype, [=](auto t) { return forward_kernel_of<decltype(t), ADDS>(n); });
 }
 template <bool ADDS> static norm_choice backward_kernel(int dtype, int64_t n)
 {
-  return dtype == ENG_f32 ? backward_kernel_of<float, ADDS>(n) :
-         dtype == ENG_f16 ? backward_kernel_of<f16_t, ADDS>(n) :
-                            backward_kernel_of<bf16_t, ADDS>(n);
+  return with_fast_format(dtype, [=](auto t) { return backward_kernel_of<decltype(t), ADDS>(n); });
 }
 
 /// Checks a tensor, if present: clears `fast` unless it is f32, f16 or bf16, and p->whole unless it
@@ -637,8 +633,7 @@ static norm_call call_of(const op_call *call, bool centred)
   const tensor *x = call->in[0];
   norm_call p = {};
   p.n = (int32_t)x->shape[x->ndim - 1];
-  p.rows = 1;
-  for (int d = 0; d + 1 < x->ndim; d++) p.rows *= x->shape[d];
+  p.rows = rows_of(x);
   p.centred = centred;
   p.whole = p.n % 8 == 0;
   p.eps = call->layer_norm.eps;

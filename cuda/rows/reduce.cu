@@ -366,9 +366,7 @@ template <int RULE> static eng_status reduce(const op_call *call)
       if (beside) launch_columns<P>(r);
       else launch_rows<P>(r);
     };
-    if (whole_pieces && x->dtype == ENG_f32) launch_packed(float{});
-    else if (whole_pieces && x->dtype == ENG_f16) launch_packed(f16_t{});
-    else if (whole_pieces) launch_packed(bf16_t{});
+    if (whole_pieces) with_fast_format(x->dtype, launch_packed);
     else if (beside && vectors) launch_columns<floats<RULE, 4>>(r);
     else if (beside && fast) launch_columns<floats<RULE, 1>>(r);
     else if (beside) launch_columns<doubles<RULE>>(r);

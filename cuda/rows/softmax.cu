@@ -8,6 +8,7 @@
 // Sums run in f32 over what a thread reads at once, then in double. Called through the device's
 // table.
 #include "kernel/lanes.h"
+#include "kernel/team.h"
 
 enum { HELD = 8 };   // groups of a row that a thread keeps
 
@@ -15,50 +16,6 @@ __device__ static inline float  exp_of(float x)  { return expf(x); }
 __device__ static inline double exp_of(double x) { return exp(x); }
 __device__ static inline float  log_of(float x)  { return logf(x); }
 __device__ static inline double log_of(double x) { return log(x); }
-// ignores NaN
-__device__ static inline float  larger(float a, float b)   { return b > a ? b : a; }
-__device__ static inline double larger(double a, double b) { return b > a ? b : a; }
-
-// ------------------------------------------------------------------ teams: a warp or block per row
-
-template <int TEAM> struct team {
-  __device__ static int rank() { return threadIdx.x % TEAM; }
-  __device__ static double sum(double x)
-  {
-#pragma unroll
-    for (int apart = 16; apart > 0; apart /= 2) x += __shfl_xor_sync(~0u, x, apart);
-    if constexpr (TEAM > 32) {
-      __shared__ double warps[TEAM / 32];
-      __syncthreads();   // all reads of the previous sum are done
-      if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
-      __syncthreads();
-      x = warps[0];
-#pragma unroll
-      for (int k = 1; k < TEAM / 32; k++) x += warps[k];
-    }
-    return x;
-  }
-  template <typename T> __device__ static T largest(T x)
-  {
-#pragma unroll
-    for (int apart = 16; apart > 0; apart /= 2) x = larger(x, __shfl_xor_sync(~0u, x, apart));
-    if constexpr (TEAM > 32) {
-      __shared__ T warps[TEAM / 32];
-      __syncthreads();
-      if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
-      __syncthreads();
-      x = warps[0];
-#pragma unroll
-      for (int k = 1; k < TEAM / 32; k++) x = larger(x, warps[k]);
-    }
-    return x;
-  }
-  __device__ static bool any(bool x)
-  {
-    if constexpr (TEAM > 32) return __syncthreads_or(x);
-    else return __any_sync(~0u, x);
-  }
-};
 
 // ------------------------------------------------------------------ forward
 
@@ -339,9 +296,8 @@ static eng_status along_rows(const op_call *call)
 {
   const tensor *x = call->in[0], *dy = call->n_in > 1 ? call->in[1] : NULL, *y = call->out[0];
   rows_call c = {
-    x->data,  dy ? dy->data : NULL, y->data,  1,       x->ndim ? x->shape[x->ndim - 1] : 1,
+    x->data,  dy ? dy->data : NULL, y->data,  rows_of(x), x->ndim ? x->shape[x->ndim - 1] : 1,
     x->dtype, dy ? dy->dtype : 0,   y->dtype, call->op};
-  for (int d = 0; d + 1 < x->ndim; d++) c.rows *= x->shape[d];
   if (c.rows >= 1ll << 31)
     return error_set(ENG_ERR_SHAPE, "%s: expected fewer than 2^31 rows, got %s",
                      eng_op_name(call->op), tensor_text(x));

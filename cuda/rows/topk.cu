@@ -249,11 +249,10 @@ extern "C" eng_status cuda_topk(const op_call *call)
                 places ? places->data : NULL,
                 x->shape[x->ndim - 1],
                 call->topk.k,
-                1,
+                rows_of(x),
                 x->dtype,
                 values ? values->dtype : 0,
                 places ? places->dtype : 0};
-  for (int d = 0; d + 1 < x->ndim; d++) c.rows *= x->shape[d];
   bool narrow_order = is_fast(x->dtype) && c.n < 1ll << 32;
   if (c.n <= 128) warp_row_kernel<4><<<(unsigned)((c.rows + 3) / 4), 128, 0, cuda_stream()>>>(c);
   else if (c.n <= WARP_ROW)

@@ -37,6 +37,39 @@ static inline void *scratch_take(int64_t bytes) { return arena_alloc(ARENA_SCRAT
 static inline void scratch_give(void *piece, int64_t bytes)
 { arena_free(ARENA_SCRATCH, piece, bytes); }
 
+/// The pieces of scratch memory that a call has taken, to be freed together.
+enum { SCRATCH_PIECES = 6 };
+typedef struct scratch {
+  int     n;
+  void   *piece[SCRATCH_PIECES];
+  int64_t bytes[SCRATCH_PIECES];
+} scratch;
+
+/// Takes a piece; NULL, with the error set, if out of memory.
+static inline void *scratch_keep(scratch *s, int64_t bytes)
+{
+  void *piece = scratch_take(bytes);
+  if (!piece) return NULL;
+  s->piece[s->n] = piece;
+  s->bytes[s->n++] = bytes;
+  return piece;
+}
+static inline void scratch_give_all(scratch *s)
+{
+  while (s->n > 0) {
+    s->n--;
+    scratch_give(s->piece[s->n], s->bytes[s->n]);
+  }
+}
+
+/// The number of rows of x [.. x columns]: the product of all sizes but the last.
+static inline int64_t rows_of(const tensor *x)
+{
+  int64_t rows = 1;
+  for (int d = 0; d + 1 < x->ndim; d++) rows *= x->shape[d];
+  return rows;
+}
+
 /// A fault reported by a kernel: the first index out of range since the last check. The record is
 /// in device memory. The host checks it whenever it waits for the device for another reason (to
 /// read a value or a step's statistics); that call then fails with ENG_ERR_VALUE.

@@ -198,29 +198,27 @@ static unsigned across_of(int64_t longest)
   return (unsigned)(blocks < 1 ? 1 : blocks < MOST_ACROSS ? blocks : (int64_t)MOST_ACROSS);
 }
 
-template <class N, class W>
-static void launch(bool out, cudaStream_t on, const wire_run *runs, int n, int64_t longest,
-                   uint32_t *flags)
+/// Calls f(W{}) for the storage type W of a comm dtype.
+template <class F> static eng_status with_comm_dtype(int comm_dtype, const char *what, const F &f)
 {
-  dim3 grid(across_of(longest), n < MOST_RUNS ? n : MOST_RUNS);
-  if (out) pack<N, W><<<grid, THREADS, 0, on>>>(runs, n, flags);
-  else unpack<N, W><<<grid, THREADS, 0, on>>>(runs, n);
+  if (comm_dtype == ENG_f32) f(float{});
+  else if (comm_dtype == ENG_f16) f(f16_t{});
+  else if (comm_dtype == ENG_bf16) f(bf16_t{});
+  else if (comm_dtype == ENG_e4m3) f(e4m3_t{});
+  else return error_set(ENG_ERR_DTYPE, "cuda: dtype number %d is not a comm dtype", comm_dtype);
+  CUDA_LAUNCHED(what);
+  return ENG_OK;
 }
-
-static eng_status refuse(int comm_dtype)
-{ return error_set(ENG_ERR_DTYPE, "cuda: dtype number %d is not a comm dtype", comm_dtype); }
 
 template <class N>
 static eng_status by_comm_dtype(bool out, cudaStream_t on, const wire_run *runs, int n,
                                 int64_t longest, int comm_dtype, uint32_t *flags)
 {
-  if (comm_dtype == ENG_f32) launch<N, float>(out, on, runs, n, longest, flags);
-  else if (comm_dtype == ENG_f16) launch<N, f16_t>(out, on, runs, n, longest, flags);
-  else if (comm_dtype == ENG_bf16) launch<N, bf16_t>(out, on, runs, n, longest, flags);
-  else if (comm_dtype == ENG_e4m3) launch<N, e4m3_t>(out, on, runs, n, longest, flags);
-  else return refuse(comm_dtype);
-  CUDA_LAUNCHED("messages between ranks");
-  return ENG_OK;
+  dim3 grid(across_of(longest), n < MOST_RUNS ? n : MOST_RUNS);
+  return with_comm_dtype(comm_dtype, "messages between ranks", [&](auto w) {
+    if (out) pack<N, decltype(w)><<<grid, THREADS, 0, on>>>(runs, n, flags);
+    else unpack<N, decltype(w)><<<grid, THREADS, 0, on>>>(runs, n);
+  });
 }
 
 static cudaStream_t stream_of(void *stream)
@@ -247,25 +245,14 @@ eng_status cuda_wire_unpack(void *stream, const wire_run *runs, int n, int64_t l
                             int comm_dtype, int dtype)
 { return by_dtype(false, stream, runs, n, longest, comm_dtype, dtype, NULL); }
 
-template <class W>
-static void launch_sum(cudaStream_t on, void *out, const void *const *terms, int n, int64_t count,
-                       float share)
-{
-  int p = 1;
-  while (2 * p <= n) p *= 2;
-  sum<<<across_of(count), THREADS, 0, on>>>((W *)out, terms, n, p, count, share);
-}
-
 eng_status cuda_wire_sum(void *stream, void *out, const void *const *terms, int n, int64_t count,
                          int comm_dtype, float share)
 {
-  cudaStream_t on = stream_of(stream);
+  int p = 1;
+  while (2 * p <= n) p *= 2;
   if (count == 0) return ENG_OK;
-  if (comm_dtype == ENG_f32) launch_sum<float>(on, out, terms, n, count, share);
-  else if (comm_dtype == ENG_f16) launch_sum<f16_t>(on, out, terms, n, count, share);
-  else if (comm_dtype == ENG_bf16) launch_sum<bf16_t>(on, out, terms, n, count, share);
-  else if (comm_dtype == ENG_e4m3) launch_sum<e4m3_t>(on, out, terms, n, count, share);
-  else return refuse(comm_dtype);
-  CUDA_LAUNCHED("the sum over ranks");
-  return ENG_OK;
+  return with_comm_dtype(comm_dtype, "the sum over ranks", [&](auto w) {
+    sum<<<across_of(count), THREADS, 0, stream_of(stream)>>>((decltype(w) *)out, terms, n, p, count,
+                                                             share);
+  });
 }

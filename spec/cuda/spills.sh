@@ -11,6 +11,8 @@ plain_(forward|delta|grad_keys|grad_queries)<   # attention of f64 and unusual f
 lanes_kernel<doubles<[12]> >                 # max and min of f64
 (held|long)_grad_kernel<float_lanes<1>       # softmax of rows not a multiple of 4: scalar
 warp_row_kernel<32>                          # topk: two words, once a row
+pool(_grad)?_kernel<                         # bounds of windows: 64-bit divisions, which are calls
+(repair|finish_weights)                      # conv2d: results that are NaN, one by one
 '
 
 [ $# -gt 0 ] && [ -e "$1" ] || {
@@ -23,7 +25,7 @@ cat "$@" | awk '
   # \047: a quote
   /Compiling entry function/ { split($0, part, "\047"); name = part[2]; card = part[4] }
   /bytes spill stores/ && name { if ($5 + $9) print $5, $9, card, name; name = "" }' |
-c++filt | sed 's/ void / /; s/(.*//' | sort | {
+c++filt | sed 's/ void / /; s/(anonymous namespace):://g; s/(.*//' | sort | {
   bad=0
   while read -r line; do
     if echo "$line" | grep -qE "$patterns"; then echo "$line  (allowed)"

@@ -228,7 +228,8 @@ end
 
 -- Shapes, and numbers of groups that divide the last size.
 local NORMS = { { { 4, 1 }, 1 }, { { 5, 3 }, 3 }, { { 2, 3, 5, 6 }, 2 }, { { 3, 4, 4, 17 }, 1 },
-  { { 2, 9, 8, 33 }, 11 }, { { 2, 30, 20, 64 }, 8 }, { { 1, 3, 2, 520 }, 4 }, { { 3, 700, 4 }, 2 } }
+  { { 2, 9, 8, 33 }, 11 }, { { 2, 30, 20, 64 }, 8 }, { { 1, 3, 2, 520 }, 4 }, { { 3, 700, 4 }, 2 },
+  { { 2, 0, 4 }, 2 } }
 
 -- Elements of channels that are ordinary, far from 0, constant, NaN, Inf, large, tiny in turn.
 local function channel_values(dtype, shape)

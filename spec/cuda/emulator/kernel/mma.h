@@ -85,15 +85,4 @@ static inline void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t 
   emulator::meet_warp(0xFFFFFFFFu, emulator::multiply_warp<T>, &mine);
 }
 
-static inline uint32_t pack(float low, float high, f16_t)
-{
-  __half2 pair = __floats2half2_rn(low, high);
-  return *(uint32_t *)&pair;
-}
-static inline uint32_t pack(float low, float high, bf16_t)
-{
-  __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return *(uint32_t *)&pair;
-}
-
 #endif

@@ -1,0 +1,46 @@
+// The windows of pooling in one dimension. Compiled by gcc and nvcc: the kernels of every device
+// and their slow twin call it. Owns nothing.
+#pragma once
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "numerics.h"
+
+/// Pooling of n input cells into m windows. kernel 0: adaptive.
+typedef struct pool_side { int64_t n, m, kernel, stride, padding; } pool_side;
+
+typedef struct pool_range { int64_t first, end; } pool_range;
+
+ENG_INLINE int64_t pool_least(int64_t a, int64_t b) { return a < b ? a : b; }
+ENG_INLINE int64_t pool_most(int64_t a, int64_t b)  { return a > b ? a : b; }
+
+/// The cells of window i; `first - start` cells of padding come before them.
+ENG_INLINE pool_range pool_cells(const pool_side *s, int64_t i, int64_t *start)
+{
+  *start = s->kernel == 0 ? i * s->n / s->m : i * s->stride - s->padding;
+  int64_t end = s->kernel == 0 ? ((i + 1) * s->n + s->m - 1) / s->m : *start + s->kernel;
+  pool_range cells = {pool_most(*start, 0), pool_least(end, s->n)};
+  return cells;
+}
+
+/// The windows that contain cell i.
+ENG_INLINE pool_range pool_windows(const pool_side *s, int64_t i)
+{
+  if (s->kernel == 0) {
+    pool_range windows = {i * s->m / s->n, ((i + 1) * s->m + s->n - 1) / s->n};
+    return windows;
+  }
+  int64_t from = i + s->padding - s->kernel + 1;
+  pool_range windows = {from <= 0 ? 0 : (from + s->stride - 1) / s->stride,
+                        pool_least((i + s->padding) / s->stride + 1, s->m)};
+  return windows;
+}
+
+/// The number of cells that a window's mean counts along one side. With `counted`, cells of padding
+/// count as well, up to the padded edge.
+ENG_INLINE int64_t pool_divisor(const pool_side *s, pool_range cells, int64_t start, bool counted)
+{
+  if (!counted || s->kernel == 0) return cells.end - cells.first;
+  return pool_least(start + s->kernel, s->n + s->padding) - start;
+}

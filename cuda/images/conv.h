@@ -1,0 +1,51 @@
+// The kernels of a convolution: what surrounds its matrix products. See conv.c, which calls them,
+// and conv_kernels.cu.
+#pragma once
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+#include "device/backend.h"
+
+/// Which pixels a convolution multiplies. Under each tap (an element of the kernel) a place meets
+/// one pixel of `from`, or none. Places are the pixels of y, which meet pixels of x. For the
+/// gradient of x (`turned`), places are the pixels of x, which meet pixels of dy.
+typedef struct conv_gather {
+  const void *from;                  // [N x high x wide x groups x channels]
+  int32_t     dtype;
+  bool        turned;
+  int64_t     places;                // N x rows x columns, below 2^31
+  int64_t     rows, columns;         // of places in an image
+  int64_t     high, wide;
+  int64_t     groups, channels;      // channels of one group
+  int64_t     kernel[2], stride[2], padding[2], dilation[2];
+} conv_gather;
+
+/// to [count x groups x taps x channels] = the pixels that places first .. first + count - 1 meet;
+/// zeros where a tap meets none.
+eng_status conv_collect(void *to, const conv_gather *g, int64_t first, int64_t count);
+
+/// The weights as matrices, one for each group: element (tap * channels + c, o) lies o * column +
+/// (tap * channels + c) * row + group * batch elements after data.
+typedef struct conv_weights {
+  const void *data;
+  int32_t     dtype;
+  int64_t     count, width;          // all elements; o < width
+  int64_t     row, column, batch;
+} conv_weights;
+
+/// Recomputes the elements of out [places x groups x width] that are NaN, from the pixels that
+/// their places meet. (In the product, a tap that meets no pixel contributes a weight times 0,
+/// which is NaN if the weight is Inf or NaN.) Does nothing if all weights are finite. `bias`
+/// [groups x width] or NULL.
+eng_status conv_repair(const tensor *out, const conv_gather *g, const conv_weights *w,
+                       const tensor *bias);
+
+/// dw [O x channels x taps] = or += sum [O x taps x channels] (f32, or f64 by `dtype`), rounded
+/// once. Elements that are NaN are recomputed, as in conv_repair, from x (g->from) and dy.
+eng_status conv_finish_weights(const tensor *dw, const void *sum, int dtype, const conv_gather *g,
+                               const tensor *dy, bool add);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,51 @@
+// The threads that share a row: a team is a warp, or a block of TEAM threads. Sums and maxima over
+// a team reach all of its threads, in an order that depends on TEAM alone. Included by kernel
+// files. Owns nothing.
+#pragma once
+
+#include "runtime/device.h"
+
+/// The larger of two numbers; a NaN is ignored.
+__device__ static inline float  larger(float a, float b)   { return fmaxf(a, b); }
+__device__ static inline double larger(double a, double b) { return fmax(a, b); }
+
+/// All threads of a team must call its functions together.
+template <int TEAM> struct team {
+  /// This thread's number in the team.
+  __device__ static int rank() { return threadIdx.x % TEAM; }
+  __device__ static double sum(double x)
+  {
+#pragma unroll
+    for (int apart = 16; apart > 0; apart /= 2) x += __shfl_xor_sync(~0u, x, apart);
+    if constexpr (TEAM > 32) {
+      __shared__ double warps[TEAM / 32];
+      __syncthreads();   // all reads of the previous sum are done
+      if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
+      __syncthreads();
+      x = warps[0];
+#pragma unroll
+      for (int k = 1; k < TEAM / 32; k++) x += warps[k];
+    }
+    return x;
+  }
+  template <typename T> __device__ static T largest(T x)
+  {
+#pragma unroll
+    for (int apart = 16; apart > 0; apart /= 2) x = larger(x, __shfl_xor_sync(~0u, x, apart));
+    if constexpr (TEAM > 32) {
+      __shared__ T warps[TEAM / 32];
+      __syncthreads();
+      if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
+      __syncthreads();
+      x = warps[0];
+#pragma unroll
+      for (int k = 1; k < TEAM / 32; k++) x = larger(x, warps[k]);
+    }
+    return x;
+  }
+  __device__ static bool any(bool x)
+  {
+    if constexpr (TEAM > 32) return __syncthreads_or(x);
+    else return __any_sync(~0u, x);
+  }
+};
