@@ -210,7 +210,7 @@ local entries = {
       return { math.log(256), plain, q }
     end,
     talk = function() return { "steps=3", "pretrain=3", "width=32", "layers=1", "seeds=1" } end,
-    words = { "QLoRA: %d+%.%d %% of LoRA's weight memory, a loss [+-]%d" } },
+    words = { "QLoRA: frozen weights take %d+%.%d %% of LoRA's; its loss differs by [+-]%d" } },
   ["finetune.lua"] = { arguments = function()
       local words = tiny_llama()
       words[#words + 1] = "log=json"

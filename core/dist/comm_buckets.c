@@ -77,8 +77,9 @@ static eng_status fill_group(eng_parallel *p, int64_t limit, int comm_dtype, boo
 static void cut(bucket *b, int number, int ranks, bool whole)
 {
   enum { STEP = 4096, PARTS = 1024 };    // STEP: elements that gradstats sums at a time
-  // a cut is rounded down if it lies within this fraction of the distance between two positions;
-  // the fraction varies with the bucket's number (633 / 1024: the golden ratio)
+  // A cut is rounded down if its distance from the lower position is at most most_down / PARTS of
+  // the distance between the two positions. most_down varies with the bucket's number, in steps of
+  // the golden ratio (633 / 1024).
   int64_t most_down = PARTS - (PARTS / 2 + (int64_t)number * 633) % PARTS;
   int64_t total = b->at[b->n];
   for (int rank = 0, k = 0; rank <= ranks; rank++) {

@@ -31,7 +31,8 @@ static eng_status reserve(int which, int64_t bytes)
   buffer[which].bytes = buffer[which].memory ? bytes : 0;
   return buffer[which].memory
            ? ENG_OK
-           : error_set(ENG_ERR_MEMORY, "out of memory for %lld bytes of rows between ranks",
+           : error_set(ENG_ERR_MEMORY,
+                       "out of memory: exchanging rows between ranks needs a buffer of %lld bytes",
                        (long long)bytes);
 }
 

@@ -7,8 +7,8 @@
 // in the same comm dtype. Both exchanges advance after every operation of backward, and while
 // backward waits for memory.
 //
-// With ZeRO-2 backward writes each gradient into temporary memory (`rooms`), which is released once
-// the gradient is packed. The sums are added to this rank's pieces.
+// With ZeRO-2 and ZeRO-3, the backward pass writes each gradient into temporary memory (`rooms`),
+// which is released once the gradient is packed. The sums are added to this rank's pieces.
 //
 // Gradients on cards that exchange messages directly take comm_cards.c's path; other gradients on a
 // device pass through a host buffer.

@@ -55,7 +55,7 @@ struct eng_parallel {
   int32_t    *order;          // [n_buckets] the order in which all ranks send buckets
   int32_t     next;           // index into `order`
   pool        messages_pool;  // buckets in flight, bounded
-  pool        rooms;          // gradients (ZeRO-2)
+  pool        rooms;          // gradients (ZeRO-2 and ZeRO-3)
   bool        cards;          // gradients go from card to card; comm_cards.c then uses:
   void       *table;          //   the device's table of a bucket
   uint32_t   *flags, *own_flags;      // [set->n] on the card, and on the host: wire.h's bits

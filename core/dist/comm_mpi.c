@@ -47,7 +47,8 @@ static int world_number(MPI_Comm comm, int rank)
   return number;
 }
 
-/// The ranks' messages have different lengths. `got`: bytes that arrived; -1: more than expected.
+/// The error for a message that does not have the expected length. `got`: bytes that arrived; -1:
+/// more than expected.
 static eng_status wrong_length(const exchange *e, const comm_message *m, int got)
 {
   char text[512], number[32] = "more";

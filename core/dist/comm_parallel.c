@@ -2,10 +2,11 @@
 // engine.h (eng_parallel) has the contract; comm_gradients.c reduces the buckets in a step.
 //
 // Messages and sums of the buckets in flight live in one block with space for a few buckets
-// (`messages_pool`); further buckets wait until messages have arrived. With ZeRO-2 backward writes
-// gradients into a second pool (`rooms`).
+// (`messages_pool`); further buckets wait until messages have arrived. With ZeRO-2 and ZeRO-3, the
+// backward pass writes gradients into a second pool (`rooms`).
 //
-// Owns eng_parallel and the set's `own`. Called by Lua, and by comm_predict.c for a rehearsal.
+// Owns eng_parallel and the set's `own`. Called by Lua, and by comm_predict.c, which measures a
+// reduction that sends nothing (eng_parallel_rehearse).
 #include "comm_gradients.h"
 
 #include "base/error.h"

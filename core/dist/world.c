@@ -159,8 +159,8 @@ static eng_status load_nccl(const comm_transport **out, const launch *l)
   if (hint) *hint = 0;
   return error_set(
     status,
-    "%s started %d process%s without MPI, which connect over NCCL and need a card "
-    "each: %s; hint: mpirun -np %d engine SCRIPT (or srun --mpi=pmix) needs no cards, "
+    "%s started %d process%s without MPI; without it, each process needs a card and connects "
+    "over NCCL: %s; hint: mpirun -np %d engine SCRIPT (or srun --mpi=pmix) needs no cards, "
     "ENGINE_RANKS=off needs no other processes, NCCL_DEBUG=WARN says more",
     l->name, l->size, l->size > 1 ? "es" : "", reason, l->size);
 }

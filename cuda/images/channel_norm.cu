@@ -78,7 +78,8 @@ __device__ inline void load_factors(typename L::number (&f)[L::V], const channel
 
 // ------------------------------------------------------------------ sums
 
-/// The values of V channels of row u, or zeros if the thread has no such row.
+/// Converts `raw`, V channels of one row, to numbers. Zeros if the thread has no such row (`there`
+/// is false).
 template <class L>
 __device__ inline void values_of(typename L::number (&x)[L::V], const typename L::raw &raw,
                                  int dtype, bool there)

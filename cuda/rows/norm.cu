@@ -173,8 +173,9 @@ template <int ROW> __device__ static inline void row_sums(float &a, float &b, fl
 // variance / mean^2 of a row below which a mean in f32 is too inexact
 static constexpr float NARROW = 1e-4f;
 
-/// Blocks that fit on a multiprocessor. Its registers hold a row twice (as words and as numbers)
-/// and 8 columns of weight and bias. A branch has as many words as x.
+/// How many blocks of 128 threads fit on a multiprocessor at once. Registers limit this number: a
+/// thread holds its part of the row as f32, its part of the next row as loaded, and 8 columns of
+/// weight and bias. With a residual (ADDS), the next row's branch takes as many registers as its x.
 constexpr int FORWARD_RESIDENT[2][2][5] = {   // [16-bit][ADDS][V]
   {{0, 8, 6, 4, 4}, {0, 8, 6, 3, 3}},
   {{0, 10, 8, 7, 6}, {0, 10, 8, 6, 4}},

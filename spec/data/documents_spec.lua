@@ -56,7 +56,7 @@ local CHAT = [[{"messages":[{"role":"system","content":"S"},{"role":"user","cont
   .. [[{"role":"assistant","content":"b"}]}]] .. "\n"
 local function plain(role) return role:sub(1, 1) .. ":", ";" end
 
--- Asserts that code raises the message in one line at the script's position.
+-- Asserts that `code` raises `expected`, in one line that begins with the position in the script.
 local function refuses(code, expected)
   local chunk = assert(loadstring("local y = " .. code .. "\nreturn y", "=script"))
   local good, message = pcall(setfenv(chunk, { data = data, folder = folder }))
@@ -190,8 +190,8 @@ describe("data of documents", function()
     end
     file("a.jsonl", nothing)
     refuses("data.chat { path = folder .. '/a.jsonl' }:next()", "data.chat: none of the 1 " ..
-      "documents has a token that counts in the loss; hint: only messages with the role " ..
-      "'assistant' do")
+      "documents has a token that counts in the loss; hint: only tokens of messages " ..
+      "with the role 'assistant' count")
   end)
 
   it("the loss of a chat is that of the assistant's tokens alone", function()

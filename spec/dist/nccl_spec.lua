@@ -187,8 +187,8 @@ describe("NCCL", function()
     } do
       local result = start.nccl(2, WORLD, {}, { folder = folder, environment = environment,
         limit = 20 })
-      local line = result.err:match("[^\n]*torchrun started 2 processes without MPI, which " ..
-        "connect over NCCL and need a card each: [^\n]*")
+      local line = result.err:match("[^\n]*torchrun started 2 processes without MPI; " ..
+        "without it, each process needs a card and connects over NCCL: [^\n]*")
       assert.are_not.equal(0, result.code)
       assert.matches(expected, line, 1, true)
       assert.matches("; hint: mpirun -np 2 engine SCRIPT", line, 1, true)

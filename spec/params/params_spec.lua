@@ -203,7 +203,8 @@ describe("a parameter set", function()
     assert.equal(before > 0, memory("parameters") > 0)
     check(C.eng_step_end())
     check(C.eng_step_begin())
-    local other = sets.new({ { 1 } })   -- frees sets that were still in use before
+    -- creating a set also frees the memory of sets that were freed while views still used it
+    local other = sets.new({ { 1 } })
     assert.error_matches(function() sets.read(set.leaf[1]) end, "freed")
     other:free()
   end))

@@ -39,7 +39,7 @@ local function current(self)
     if tried > 2 * self.examples then
       raise("data.%s: none of the %d documents has a token that counts in the loss%s%s", self.kind,
         self.examples, self.documents:left_out(), self.kind ~= "chat" and ""
-        or "; hint: only messages with the role 'assistant' do" .. (self.pack and ""
+        or "; hint: only tokens of messages with the role 'assistant' count" .. (self.pack and ""
         or (", in the first %d tokens"):format(self.context + 1)))
     end
   end

@@ -146,7 +146,7 @@ function Records:read(i)
   return read(self, f, from, to), f
 end
 
---- The header of a file of CSV.
+--- The header of a CSV file.
 function Records:header(f)
   return read(self, f, f.header, math.min(f.second or f.size, f.header + LONGEST))
 end

@@ -426,8 +426,8 @@ function M.unmerge(model)
   if not M.is_merged(model) then raise("lora.unmerge: the adapters are not merged") end
   for _, l in ipairs(list) do
     if l.layer._lora.weight and arguments.info(l.layer.weight).requires_grad ~= 0 then
-      raise("lora.unmerge: %s.weight has been unfrozen since lora.merge, and its training would be "
-        .. "lost; hint: model:freeze() first to drop it", l.path)
+      raise("lora.unmerge: %s.weight has been unfrozen since lora.merge, and lora.unmerge would "
+        .. "discard its changes; hint: to discard them, call model:freeze() first", l.path)
     end
   end
   for _, l in ipairs(list) do
