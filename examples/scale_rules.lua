@@ -13,9 +13,10 @@
 --   even           22.0 %            12.7 %    19.03     +0.72 +- 1.16 %
 --   ceil            0.0 %             0.0 %    16.83     +2.16 +- 0.62 %
 --   rceil           0.0 %             0.0 %    18.76     +1.29 +- 1.88 %
--- After 120 steps, what clipping costs is no more than what its finer grid gains: ceil, which
--- never clips but has the lowest SNR, has the largest mean. With format=e4m3 all four means are
--- between +0.68 and +1.01 %, with spreads of 0.91 to 1.57 %: no rule is better.
+-- After 120 steps, clipping costs no more than it saves: a rule that clips has smaller scales, so
+-- its grid is finer. ceil, which never clips but has the lowest SNR, has the largest mean loss.
+-- With format=e4m3 all four means are between +0.68 and +1.01 %, with spreads of 0.91 to 1.57 %: no
+-- rule is better.
 local engine = require "engine"
 local lab = require "engine.report.lab"
 

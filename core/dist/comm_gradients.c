@@ -373,7 +373,8 @@ eng_status eng_parallel_begin(eng_parallel *p, int pass)
                                     "this process cannot continue training");
   if (p->armed) return error_set(ENG_ERR_STATE, "the reduction over ranks has already begun");
   if (pass == ENG_PASS_MORE && p->zero < 2)
-    return error_set(ENG_ERR_STATE, "gradients are reduced once a step unless zero=2 or 3");
+    return error_set(ENG_ERR_STATE, "ENG_PASS_MORE needs zero=2 or 3; otherwise gradients are "
+                                    "reduced once a step");
   for (int k = 0; k < p->n_buckets; k++) {
     bucket *b = &p->buckets[k];
     if (set->gradient_dtype[b->member[0]] != b->dtype)

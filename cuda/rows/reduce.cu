@@ -326,7 +326,8 @@ template <int RULE> static eng_status reduce(const op_call *call)
   r.y_dtype = y->dtype;
   if (r.results >= 1ll << 31 || r.each >= 1ll << 40 || (r.gone.ndim > 1 && r.each >= 1ll << 31))
     return error_set(ENG_ERR_SHAPE,
-                     "%s: expected fewer than 2^31 results and reduced elements, got %s",
+                     "%s: expected fewer than 2^31 results, each of fewer than 2^31 elements "
+                     "(2^40 if they lie along one dimension), got %s",
                      eng_op_name(call->op), tensor_text(x));
   bool whole = !is_float(x->dtype) && !is_float(y->dtype), fast = is_fast(x->dtype);
   bool beside =

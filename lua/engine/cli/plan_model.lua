@@ -51,10 +51,12 @@ function M.print(folder)
     rows[#rows + 1] = row
   end
   print(show.table(rows, { true }))
-  print("\nmoments: of AdamW, and compensations. Activations come on top and grow with the " ..
-    "batch and its length")
+  print("\nThe column `moments` holds AdamW's moments and, with bf16_kahan, Kahan's " ..
+    "compensation. Activations are not counted; they grow with the batch size and the sequence " ..
+    "length.")
   if facts.token then
-    print(("generating keeps %s for each token in bf16, %s for a sequence of %s tokens"):format(
+    print(("Generating caches keys and values in bf16: %s for each token, %s for a sequence of " ..
+      "%s tokens."):format(
       show.bytes(2 * facts.token), show.bytes(2 * facts.token * facts.context),
       show.grouped(facts.context)))
   end

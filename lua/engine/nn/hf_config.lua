@@ -62,8 +62,8 @@ function SCALINGS.llama3(rope, p, _, where, context)
   end
 end
 
--- For sequences longer than max_position_embeddings, the base grows with their length. Sequences may
--- be up to `factor` times max_position_embeddings long.
+-- For sequences longer than max_position_embeddings, the base grows with their length. They may be
+-- up to `factor` times max_position_embeddings long.
 function SCALINGS.dynamic(rope, _, o, where)
   if (o.head_width or o.width / o.heads) == 2 then
     fail(where, "rope type 'dynamic' is not supported with a head width of 2")

@@ -210,8 +210,8 @@ function M.move(record, scale, o)
   return known, elements, mass
 end
 
---- Changes the statistics of n tensors to those at `ratio` times their scale. format_of(i): the
---- format of tensor i's gradient, from 1.
+--- Changes the statistics of n tensors to those at `ratio` times their scale. format_of(i), with i
+--- from 1: the format of tensor i's gradient.
 function M.move_tensors(stats, n, ratio, format_of)
   for k = 0, n - 1 do
     local s, format = stats[k], format_of(k + 1)

@@ -246,7 +246,8 @@ function M.index(path, names)
   return parts
 end
 
---- Reads a tensor of an index, whole and kept. open(file): returns the open file of that name.
+--- Reads a tensor of M.index's result: joins its pieces into one tensor, which lives until it is
+--- freed. open(file): returns the open file of that name.
 function M.read(whole, open)
   local x = M_ffi.Tensor()
   local shape = ffi.new("int64_t[?]", C.ENG_MAX_DIMS, whole.shape)
