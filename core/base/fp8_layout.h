@@ -81,8 +81,9 @@ ENG_INLINE fp8_scales fp8_scales_for(int64_t block_rows, int64_t block_inner, in
 /// scale 0 or 1, depending on the quantizer.
 ENG_INLINE fp8_scales fp8_scales_of(int scaling, int64_t rows, int64_t inner)
 {
-  int64_t block_rows = scaling == FP8_BLK128 ? FP8_BLOCK : scaling != FP8_TENSOR,
-          block_inner = scaling == FP8_VEC128 || scaling == FP8_BLK128 ? FP8_BLOCK : 0;
+  int64_t block_rows = scaling != FP8_TENSOR, block_inner = 0;
+  if (scaling == FP8_BLK128) block_rows = FP8_BLOCK;
+  if (scaling == FP8_VEC128 || scaling == FP8_BLK128) block_inner = FP8_BLOCK;
   return fp8_scales_for(block_rows, block_inner, rows, inner, NULL);
 }
 

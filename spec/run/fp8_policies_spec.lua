@@ -3,6 +3,7 @@
 local engine = require "engine"
 local helper = require "spec.helper"
 local M_ffi = require "engine.base.ffi"
+local scratch = require "spec.store.scratch"
 
 local C = M_ffi.C
 local TEXT = ("the quick brown fox jumps over the lazy dog "):rep(60)
@@ -227,7 +228,7 @@ describe("a message about a policy of FP8 layers", function()
     for _, case in ipairs { { "UPDATE fp8 SET snr = 'abc'",
       "is damaged: a value of the column 'snr' is not a number" },
       { "DROP TABLE fp8", "is damaged: it has FP8 layers and no table fp8" } } do
-      helper.shell(("sqlite3 %s/history.db %s"):format(run, helper.quote(case[1])))
+      scratch.sqlite(run .. "/history.db", case[1])
       local _, why = pcall(engine.replay.run, engine.replay.trace(run), "layer_ladder")
       assert.matches(case[2], why, 1, true)
     end
