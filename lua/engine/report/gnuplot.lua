@@ -2,7 +2,7 @@
 -- cli/contest.lua asks beforehand whether it is installed.
 local chart = require "engine.report.chart"
 local files = require "engine.base.file"
-local quoted = require("engine.base.process").quoted
+local process = require "engine.base.process"
 local show = require "engine.base.show"
 
 local M = {}
@@ -15,7 +15,7 @@ end
 
 --- True if gnuplot is installed.
 function M.installed()
-  return os.execute("command -v gnuplot >/dev/null 2>&1") == 0
+  return process.output("command -v gnuplot 2>/dev/null") ~= ""
 end
 
 -- Each kind of mark: its style for gnuplot, and its height in the panel, 0 to 1.
@@ -107,7 +107,7 @@ function M.png(path, title, panels, options)
   local width, height = options.width or 1200, options.height or 120 + 260 * #panels
   local log_file = os.tmpname()
   if files.is_file(path) then os.remove(path) end    -- an old picture would hide a failure
-  local pipe = assert(io.popen("gnuplot > " .. quoted(log_file) .. " 2>&1", "w"))
+  local pipe = assert(io.popen("gnuplot > " .. process.quoted(log_file) .. " 2>&1", "w"))
   local function say(format, ...) pipe:write(format:format(...), "\n") end
   say("set terminal pngcairo size %d,%d font 'sans,11' background rgb 'white'", width, height)
   say("set output %s", plain(path))
