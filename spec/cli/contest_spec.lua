@@ -261,6 +261,7 @@ describe("engine contest", function()
       [missing .. " --policy dynamic"] = "there is no script " .. missing,
       ["job.lua --policy dynamc"] = "policy: there is no policy 'dynamc'; did you mean 'dynamic'?",
       ["job.lua --policy dynamic seeds=0"] = "seeds: expected a whole number of 1 or more, got 0",
+      ["job.lua --policy dynamic seeds=1e9"] = "expected at most 10000 runs, got 1e+09 seeds",
       ["job.lua --policy dynamic step=3"] = "no field 'step'; did you mean 'steps'?",
       ["job.lua --policy dynamic devices=cpu"] = "no field 'devices'; did you mean 'device'?",
       ["job.lua --policy dynamic seed=3"] = "'seed' is set by the contest for each run; use seeds=",

@@ -179,6 +179,8 @@ describe("history", function()
     assert.error_matches(function() h:append_fp8(1, { {} }) end, "expected more arguments")
     assert.error_matches(function() history.open() end,
       "history.open: expected the directory of a run, got nothing")
+    assert.error_matches(function() history.with("none") end,
+      "history.with: expected a function of a history, got nothing")
   end)
 
   it("is not blocked by an unfinished iterator", function()

@@ -23,6 +23,9 @@ return options.run_command {
     if not (given.csv or given.jsonl or given.tensorboard) then
       options.fail("expected --csv FILE, --jsonl FILE or --tensorboard FOLDER")
     end
+    if given.csv and given.csv == given.jsonl and given.csv ~= "-" then
+      options.fail("--csv and --jsonl: expected two files, got %s twice", given.csv)
+    end
     local function done(steps, path)
       if path ~= "-" then print(("%s: %s steps"):format(path, show.grouped(steps))) end
     end

@@ -35,6 +35,9 @@ local function sizes_of(given)
   local sizes = { from = given.from, to = given.to, width = given.width, height = given.height,
     svg = given.svg, png = given.png, group = given.group }
   if given.log then sizes.log = true elseif given.linear then sizes.log = false end
+  if given.columns and #given.columns == 0 then
+    options.fail("--columns: expected names such as loss,scale")
+  end
   return sizes, given.columns or { "loss", "scale" }
 end
 

@@ -92,6 +92,11 @@ end
 --- Writes the panels to options.svg and options.png; returns the files' names as a text.
 function M.write(title, panels, options)
   local written = {}
+  for _, key in ipairs { "svg", "png" } do
+    local file = options[key]
+    M_ffi.expect(file == nil or type(file) == "string", file,
+      "plot: expected %s to be a file name", key)
+  end
   if options.svg then
     require("engine.base.file").write(options.svg, require("engine.report.chart").file(title,
       panels, options.width and math.max(240, options.width)))

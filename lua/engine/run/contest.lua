@@ -68,6 +68,10 @@ end
 -- The runs, all policies of a seed before the next seed, so that pairs are complete early.
 local function list_runs(self)
   local list, owner = {}, {}
+  if self.seeds * #self.policies > 10000 then
+    error(("expected at most 10000 runs, got %g seeds of %d policies"):format(self.seeds,
+      #self.policies), 0)
+  end
   for seed = 1, self.seeds do
     for _, policy in ipairs(self.policies) do
       local name = policy:gsub("[^%w_.=+-]", "-"):gsub("^[.-]+", ""):sub(1, 80)

@@ -57,6 +57,7 @@ end
 --- Calls f(h) with the history at `path` open, and closes it. Returns f's result, or nil and the
 --- reason if the history cannot be read.
 function M.with(path, f)
+  M_ffi.expect(type(f) == "function", f, "history.with: expected a function of a history")
   local h
   local good, result = pcall(function()
     h = M.open(path)
