@@ -224,7 +224,7 @@ describe("GPT-2", function()
       refuses(config('"n_layer": 2', '"n_layer": 2.5'),
         "expected n_layer to be a whole number from 1 to 16384, got 2.5")
       refuses(config('"n_layer": 2', '"n_layer": "two"'),
-        "expected n_layer to be a number, got two")
+        "expected n_layer to be a number, got 'two'")
       refuses(config('"n_head": 2', '"n_head": 3'), "the width 8 is not divisible by 3 heads")
       refuses(config('"resid_pdrop": 0.0', '"resid_pdrop": 1.5'),
         "expected resid_pdrop in %[0, 1%), got 1.5")

@@ -379,7 +379,18 @@ describe("load_model", function()
       refuses(with("llama", { vocab_size = 18 }), "expected 'model.embed_tokens.weight' to have "
         .. "shape %[18 x 16%] %(from config.json%), got %[17 x 16%]")
       refuses(with("llama3", { rope_parameters = { rope_type = "llama3", factor = "8" } }),
-        "expected factor to be a number above 0, got 8")
+        "expected factor to be a number above 0, got '8'")
+      local function rope(changes, pattern)
+        local p = { rope_type = "yarn", factor = 4 }
+        for key, value in pairs(changes) do p[key] = value end
+        refuses(with("llama", { rope_parameters = p }), pattern)
+      end
+      rope({ beta_fst = 8 }, "unknown field 'beta_fst' of rope_scaling; did you mean 'beta_fast'")
+      rope({ alpha = 8 }, "unknown field 'alpha' of rope_scaling")
+      rope({ truncate = 3 }, "expected truncate to be a boolean, got 3")
+      rope({ beta_fast = 1, beta_slow = 32 }, "expected beta_fast >= beta_slow, got 1 and 32")
+      rope({ original_max_position_embeddings = 2.5 }, "whole number from 1 to 2^31 %- 1, got 2.5")
+      rope({ rope_type = "linear", factor = cjson.null }, "number above 0, got nothing")
       refuses(with("mixtral", { num_experts_per_tok = 9 }), "expected num_experts_per_tok of at")
       refuses(variant("llama", function() return '{"model_type": "llama\255"}' end),
         "config.json: it is not UTF%-8")

@@ -11,13 +11,16 @@ local M = {}
 
 local GELU = { gelu_new = "tanh", gelu_pytorch_tanh = "tanh", gelu_fast = "tanh",
   gelu_accurate = "tanh", gelu = "erf", gelu_python = "erf" }
-local NULL = require("cjson").null
+local NULL, value_text = require("cjson").null, require("engine.base.ffi").value_text
 
 local function fail(where, ...) error(where .. ": " .. string.format(...), 0) end
 
 local function text_of(value)
   return type(value) == "table" and "a table" or show.shown(tostring(value))
 end
+
+-- A value that a message says was given.
+local function got(value) return show.shown(value_text(value)) end
 
 -- A field's value, or its default if it is absent or null.
 local function value_of(fields, key, default)
@@ -31,7 +34,16 @@ local function number(fields, key, where, required)
   local value = value_of(fields, key)
   if value == nil and not required then return nil end
   if type(value) ~= "number" or not (value > 0 and value < math.huge) then
-    fail(where, "expected %s to be a number above 0, got %s", key, text_of(value))
+    fail(where, "expected %s to be a number above 0, got %s", key, got(value))
+  end
+  return value
+end
+
+-- The same for a whole number.
+local function whole(fields, key, where)
+  local value = number(fields, key, where)
+  if value and (value % 1 ~= 0 or value >= 2 ^ 31) then
+    fail(where, "expected %s to be a whole number from 1 to 2^31 - 1, got %s", key, got(value))
   end
   return value
 end
@@ -40,7 +52,7 @@ local MOST_LABELS = 2 ^ 16
 
 local function want_labels(n, where)
   if type(n) ~= "number" or n % 1 ~= 0 or n < 1 or n > MOST_LABELS then
-    fail(where, "expected from 1 to %d labels, got %s", MOST_LABELS, text_of(n))
+    fail(where, "expected from 1 to %d labels, got %s", MOST_LABELS, got(n))
   end
 end
 
@@ -85,9 +97,16 @@ function SCALINGS.yarn(rope, p, o, where, context)
   local function pair(turns)             -- the number, from 0, of the pair that turns so often
     return D * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope.base))
   end
-  local low = pair(number(p, "beta_fast", where) or 32)
-  local high = pair(number(p, "beta_slow", where) or 1)
-  if value_of(p, "truncate", true) then low, high = math.floor(low), math.ceil(high) end
+  local fast, slow = number(p, "beta_fast", where) or 32, number(p, "beta_slow", where) or 1
+  if fast < slow then
+    fail(where, "expected beta_fast >= beta_slow, got %g and %g", fast, slow)
+  end
+  local truncate = value_of(p, "truncate", true)
+  if type(truncate) ~= "boolean" then
+    fail(where, "expected truncate to be a boolean, got %s", got(truncate))
+  end
+  local low, high = pair(fast), pair(slow)
+  if truncate then low, high = math.floor(low), math.ceil(high) end
   low, high = math.max(low, 0), math.min(high, D - 1)
   local function weight(key) return value_of(p, key) ~= 0 and number(p, key, where) end
   local above, below = weight "mscale", weight "mscale_all_dim"
@@ -102,6 +121,21 @@ end
 
 local rules = {}
 
+-- The fields of rope_scaling and rope_parameters. `finetuned` of old YaRN models has no effect.
+local ROPE = { rope_type = true, type = true, rope_theta = true, factor = true, [ORIGINAL] = true,
+  low_freq_factor = true, high_freq_factor = true, attention_factor = true, beta_fast = true,
+  beta_slow = true, mscale = true, mscale_all_dim = true, truncate = true,
+  partial_rotary_factor = true, finetuned = true }
+
+local function want_known(p, where)
+  for _, key in ipairs(nearest.keys(p)) do
+    if not ROPE[key] then
+      fail(where, "unknown field '%s' of rope_scaling%s", show.shown(key),
+        nearest.hint(key, ROPE))
+    end
+  end
+end
+
 -- Reads rope_theta and rope_scaling, or rope_parameters, which holds both.
 function rules.rope(o, fields, where, arch)
   local p = value_of(fields, "rope_parameters") or value_of(fields, "rope_scaling") or {}
@@ -112,10 +146,11 @@ function rules.rope(o, fields, where, arch)
   if kind ~= "default" then
     local scaling = SCALINGS[kind] or fail(where, "rope type '%s' is not supported; supported: "
       .. "default dynamic linear llama3 yarn", text_of(kind))
-    local context = number(fields, ORIGINAL, where) or number(p, ORIGINAL, where) or o.context
+    local context = whole(fields, ORIGINAL, where) or whole(p, ORIGINAL, where) or o.context
     rope.factor = number(p, "factor", where, kind ~= "yarn") or o.context / context
     scaling(rope, p, o, where, context)
   end
+  want_known(p, where)
   local part = value_of(p, "partial_rotary_factor") or value_of(fields, "partial_rotary_factor", 1)
   if part ~= 1 then fail(where, "partial_rotary_factor %s is not supported", text_of(part)) end
   o.rope = rope
@@ -126,12 +161,12 @@ end
 local function read_labels(o, fields, where, arch)
   local names, pad = value_of(fields, "id2label"), value_of(fields, "pad_token_id")
   if names ~= nil and type(names) ~= "table" then
-    fail(where, "expected id2label to be an object, got %s", text_of(names))
+    fail(where, "expected id2label to be an object, got %s", got(names))
   end
   o.labels = names and #nearest.keys(names) or value_of(fields, "num_labels", 2)
   want_labels(o.labels, where)
   if pad ~= nil and type(pad) ~= "number" then
-    fail(where, "expected pad_token_id to be a number, got %s", text_of(pad))
+    fail(where, "expected pad_token_id to be a number, got %s", got(pad))
   end
   if arch.build ~= "bert" then o.pad = pad end
 end
@@ -148,7 +183,7 @@ function rules.windows(o, fields, where)
   local types = value_of(fields, "layer_types")
   local first = value_of(fields, "max_window_layers", 28)
   if type(first) ~= "number" then
-    fail(where, "expected max_window_layers to be a number, got %s", text_of(first))
+    fail(where, "expected max_window_layers to be a number, got %s", got(first))
   end
   o.window = {}
   for i = 1, o.layers do
@@ -174,10 +209,10 @@ local function read_field(fields, key, field, where)
   local kind = range and "number" or type(default)
   if value == default and not value then return nil, option end
   if type(value) ~= kind then
-    fail(where, "expected %s to be a %s, got %s", key, kind, text_of(value))
+    fail(where, "expected %s to be a %s, got %s", key, kind, got(value))
   end
   if range and not range[2](value) then
-    fail(where, "expected %s %s, got %s", key, range[1], text_of(value))
+    fail(where, "expected %s %s, got %s", key, range[1], got(value))
   end
   return value, option
 end
