@@ -354,7 +354,7 @@ describe("nn.lora", function()
     assert.is_true(requires_grad(again.score.weight))
     assert.matches("expected 'base_model.model.score.weight' to have shape [5 x 16], got [3 x 16]",
       message(lora.load, classifier(5), folder .. "/labels"), 1, true)
-    assert.matches("modules_to_save = a list is not supported",
+    assert.matches("this adapter is of a classifier (SEQ_CLS); hint: load_model(folder, { labels",
       message(lora.load, tiny(), folder .. "/labels"), 1, true)
     local other = helper.read(folder .. "/labels/adapter_config.json"):gsub('"score"', '"wte"')
     helper.write(folder .. "/labels/adapter_config.json", other)

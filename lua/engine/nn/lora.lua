@@ -157,8 +157,13 @@ local function read_config(path, head)
   end
   for _, key in ipairs(nearest.keys(ONLY)) do
     local value, only = config[key], ONLY[key]
-    local fits = type(value) == "table" and (next(value) == nil
-      or key == "modules_to_save" and head and saves_heads(value))
+    local filled = type(value) == "table" and next(value) ~= nil
+    local heads = filled and key == "modules_to_save" and saves_heads(value)
+    if heads and not head then
+      raise("lora.load: %s: this adapter is of a classifier (SEQ_CLS); hint: load_model(folder, "
+        .. "{ labels = N, pad = ID })", path)
+    end
+    local fits = heads or type(value) == "table" and not filled
     if value ~= nil and value ~= only and not fits then
       raise("lora.load: %s: %s = %s is not supported, only %s", path, key,
         type(value) == "table" and "a list" or tostring(value), tostring(only))
