@@ -85,6 +85,29 @@ describe("a head", function()
     end
   end)
 
+  it("are refused in one line if they are wrong, as are ids and targets", function()
+    local model = nn.gpt { vocab = 16, context = 8, width = 16, heads = 4, layers = 1 }
+    local ids = engine.zeros(2, 4, "i32")
+    local function refuses(text, f, ...)
+      local good, why = pcall(f, ...)
+      assert.is_false(good)
+      assert.matches(text, why, 1, true)
+      assert.is_nil(why:find "\n")
+    end
+    local TABLE = "gpt: expected a table of options, got "
+    refuses(TABLE .. "a tensor", model.loss, model, ids, ids, ids)
+    refuses(TABLE .. "5", model.loss, model, ids, ids, 5)
+    refuses("gpt: expected targets, a tensor of ids, got nothing", model.loss, model, ids, nil,
+      { mask = ids })
+    refuses("gpt: unknown option 'maks'; did you mean 'mask'?", model.loss, model, ids, ids,
+      { maks = ids })
+    refuses("gpt: expected ids [rows x length], got [3]", model, engine.zeros(3, "i32"))
+    for _, name in ipairs { "gpt", "llama", "bert" } do
+      refuses("nn." .. name .. ": expected up to 16384 layers, got 1000000000", nn[name],
+        { layers = 1e9 })
+    end
+  end)
+
   it("refuses other values in one line", function()
     local x, t = engine.zeros(2, 3), engine.zeros(2, "i64")
     for option, text in pairs { z_loss = "expected z_loss in 0..1e6, got -1",

@@ -26,6 +26,7 @@ local M = {}
 -- ------------------------------------------------------------------ options
 
 local WHOLE = { "vocab", "width", "heads", "layers", "context", "kv_heads", "hidden", "labels" }
+local MOST_LAYERS = 16384
 local PROBABILITIES = { "dropout", "embedding_dropout", "attention_dropout", "classifier_dropout" }
 -- Every model's defaults of the options of its head.
 local HEAD = { z_loss = 0, soft_cap = 0, labels = false }
@@ -38,6 +39,8 @@ local function configure(self, name, options, defaults)
   for _, key in ipairs(WHOLE) do
     if defaults[key] or config[key] then want_whole(config[key], name, key, 1) end
   end
+  expect(config.layers <= MOST_LAYERS, config.layers, "%s: expected up to %d layers", name,
+    MOST_LAYERS)
   transformer.want_heads(name, config.head_width and config.heads or config.width, config.heads,
     config.kv_heads or config.heads)
   for _, key in ipairs { "z_loss", "soft_cap" } do
@@ -72,6 +75,8 @@ end
 
 -- The options of model(ids, options).
 local FORWARD = { attention_maps = true, mask = true, uncapped = true }
+-- The options of model:loss(ids, targets, options).
+local LOSS = "attention_maps mask label_smoothing ignore_index reduction z_loss soft_cap"
 
 -- model:loss(x, y [, options]): the mean cross entropy of the model's predictions for ids x [B x T]
 -- against the ids y [B x T], or of a classifier's against the labels y [B]. A target of -100 does
@@ -80,7 +85,8 @@ local FORWARD = { attention_maps = true, mask = true, uncapped = true }
 -- own by default.
 local function loss(self, x, y, options)
   local own, forward = { z_loss = self.config.z_loss, soft_cap = self.config.soft_cap }, {}
-  for key, value in pairs(options or {}) do
+  expect(tensor.is_tensor(y), y, "%s: expected targets, a tensor of ids", self._class)
+  for key, value in pairs(tensor.read_named(options, self._class, LOSS)) do
     (FORWARD[key] and forward or own)[key] = value
   end
   forward.uncapped = self.config.soft_cap ~= 0 or nil        -- cross_entropy applies own.soft_cap
@@ -161,6 +167,9 @@ end
 -- where a padded batch has its sequences. Returns the options.
 local function begin(self, options, ids)
   options = tensor.read_named(options, self._class, FORWARD)
+  if tensor.is_tensor(ids) and ids.ndim ~= 2 then
+    raise("%s: expected ids [rows x length], got %s", self._class, tensor.shape_text(ids.shape))
+  end
   local maps, spans = options.attention_maps, padding.read(options.mask, ids, self._class)
   if maps and spans then
     raise("%s: attention maps of a padded batch are not supported; hint: a batch without padding",
