@@ -470,6 +470,16 @@ describe("data", function()
     assert.matches("to have .* bytes after its header, got 0", message)
   end)
 
+  it("refuses batches that are too large", function()
+    assert.has_error(function() data.text { text = ("x"):rep(100), batch = 3e8, context = 64 } end,
+      "data.text: a batch of 300000000 rows of 64 tokens is too large; "
+      .. "expected at most 268435456 tokens")
+    local x = engine.zeros(2, 3)
+    assert.has_error(function() data.tensors { x = x, y = x, batch = 3e8 } end,
+      "data.tensors: a batch of 300000000 rows of 3 elements is too large; "
+      .. "expected at most 268435456 elements")
+  end)
+
   it("a mapped file stays mapped while the loader exists", function()
     local loader = data.text { path = file("a.txt", ("x"):rep(5000)), batch = 1, context = 1000 }
     for _ = 1, 20 do collectgarbage() end

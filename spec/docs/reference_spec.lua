@@ -166,6 +166,7 @@ describe("engine help NAME", function()
     assert.matches("nothing is called 'logit_max'; did you mean 'log_max'", result.err, 1, true)
     assert.matches("\n  verdict.logit_muls ", result.out)
     assert.are.equal("", help("%a.*").out)
+    assert.matches("'num_labels' is mentioned in\n  %w", help("num_labels").out)
   end)
 
   it("suggests the nearest name", function()

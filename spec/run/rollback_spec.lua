@@ -68,7 +68,7 @@ describe("a rollback", function()
       "back = 10, skip = 3, lr_mul = 0.5, reason = 'try'") }
     trainer:run()
     local event = events(run, "rollback")[1]
-    assert.equal(35, event.step)
+    assert.equal(35, event.step)                              -- the step that follows
     assert.matches("back to the weights of step 20 %(" .. run:gsub("%p", "%%%0") ..
       "/checkpoints/step%-0*20%), 3 steps of data left out, learning rate x0.5: try", event.text)
     assert.same({ 45, 20 + 10, 35 }, { trainer.steps_done, trainer.updates, trainer.policy and 35 })
@@ -126,7 +126,9 @@ describe("a rollback", function()
     trainer:run()
     assert.equal(2, trainer.rollbacks_made)
     local refused = events(run, "rollback_refused")
-    assert.equal("there is no checkpoint of step 3 or before", refused[1].text)
+    assert.equal(5, refused[1].step)
+    assert.equal("there is no checkpoint of step 3 or before; hint: checkpoint_every=N",
+      refused[1].text)
     assert.matches("the run went back 2 times, the most that", refused[2].text, 1, true)
     assert.has_error(function() job { rollbacks = -1 } end,
       "trainer: expected rollbacks to be a whole number of 0 or more, got -1")

@@ -102,17 +102,19 @@ function Index:find(name)
   return found, others
 end
 
---- The entries whose text has the word `name`, without guides and C functions: where an option such
---- as end_token is explained.
+--- The entries whose text has the word `name`, without C functions, guides last: where an option
+--- such as end_token is explained.
 function Index:mentions(name)
-  local list = {}
+  local list, guides = {}, {}
   local word = "%f[%w_]" .. name:gsub("%W", "%%%0") .. "%f[^%w_]"
   if not name:find("^%w[%w_.:]+%w$") then return list end
   for _, entry in ipairs(self.entries) do
-    if entry.kind ~= "guide" and entry.area ~= "c" and entry.text:find(word) then
-      list[#list + 1] = entry
+    if entry.area ~= "c" and entry.text:find(word) then
+      local into = entry.kind == "guide" and guides or list
+      into[#into + 1] = entry
     end
   end
+  for _, guide in ipairs(guides) do list[#list + 1] = guide end
   return list
 end
 

@@ -364,7 +364,9 @@ local function loaded(source, options, kind)
       function() return "policy: " end)
   end
   if type(source) ~= "string" then
-    error("policy: expected a name, a path or { source =, file = }, got a " .. type(source), 0)
+    error("policy: expected a name, a path or { source =, file = }, got a " .. type(source)
+      .. (type(source) == "table" and "; hint: save the policy in a file: policy = \"mine.lua\""
+      or ""), 0)
   end
   source, options = with_settings(source, options)
   local json = source:find("%.json$") and source or nil

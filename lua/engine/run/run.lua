@@ -436,10 +436,11 @@ function Run:go_back(step)
   local trainer, reducer = self.trainer, self.trainer.reducer
   local dir = self.path and self.path .. "/checkpoints"
   local c, why
-  if not dir then why = "a run without a name has no checkpoints"
+  if not dir then why = "a run without a name has no checkpoints; hint: run=NAME"
   elseif not self.follows then
     c, why = checkpoint.open(dir, step)
-    if not c then why = ("there is no checkpoint of step %d or before"):format(step) end
+    if not c then why = ("there is no checkpoint of step %d or before; "
+      .. "hint: checkpoint_every=N"):format(step) end
   end
   if reducer.many then
     local news = json.decode(require("engine.dist.ranks").from_first(not self.follows

@@ -151,7 +151,8 @@ function M.show(self, last, record, verdict, rate)
   if note then lose(self, last, tonumber(record.step), note) end
   if not last.stopped then last.stopped, last.status = end_of(self, verdict) end
   if verdict.action == C.ENG_ACTION_ROLLBACK then
-    last.rollback = { target = tonumber(record.step - verdict.back), lr_mul = verdict.lr_mul,
+    last.rollback = { step = tonumber(record.step),
+      target = tonumber(record.step - verdict.back), lr_mul = verdict.lr_mul,
       skip = tonumber(verdict.skip), reason = M_ffi.string(verdict.reason) }
   end
   if self.on_step then self.on_step(self, record, verdict) end
@@ -160,7 +161,7 @@ end
 -- Carries out a verdict of `rollback`: goes back to the weights of an earlier checkpoint, keeps the
 -- policy's state, and leaves out the next steps of data.
 local function roll_back(self, last)
-  local wish, files, step = last.rollback, self.run_files, self.steps_done
+  local wish, files, step = last.rollback, self.run_files, last.rollback.step
   last.rollback = nil
   local found, path = nil, ("the run went back %d times, the most that rollbacks= allows"):format(
     self.rollbacks_made)
@@ -176,7 +177,8 @@ local function roll_back(self, last)
     path, wish.skip, wish.lr_mul ~= 1 and (", learning rate x%g"):format(self.lr_factor) or "",
     wish.reason ~= "" and ": " .. wish.reason or "")
   self.progress:note(("step %d: %s"):format(step, text))
-  files:event(step, "rollback", text, { to = found, path = path, skip = wish.skip,
+  -- replay (trace.lua) needs the number of the step that follows
+  files:event(self.steps_done, "rollback", text, { to = found, path = path, skip = wish.skip,
     lr_factor = self.lr_factor })
 end
 

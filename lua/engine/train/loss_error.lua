@@ -1,6 +1,7 @@
 -- Adds to the message of an error in a loss function what a user needs to find the mistake: the
 -- place of the function if the message names no line in it (a tail call leaves none), and the
--- fields of the batch if something was nil. Called by trainer.lua.
+-- fields of the batch if something was nil. loss: the user's function, or false for the default,
+-- whose place would not help. Called by trainer.lua.
 local M_ffi = require "engine.base.ffi"
 local nearest = require "engine.base.nearest"
 
@@ -8,11 +9,11 @@ local C = M_ffi.C
 
 return function(message, loss, batch)
   local at = type(loss) == "function" and debug.getinfo(loss, "S")
-  if type(message) ~= "string" or not at or C.eng_interrupted() > 0 then return message end
+  if type(message) ~= "string" or C.eng_interrupted() > 0 then return message end
   local file, line = message:match("^([^\n]-):(%d+): ")
   local notes = {}
-  if file ~= at.short_src or tonumber(line) < at.linedefined
-    or tonumber(line) > at.lastlinedefined then
+  if at and (file ~= at.short_src or tonumber(line) < at.linedefined
+    or tonumber(line) > at.lastlinedefined) then
     notes[1] = ("in the loss function at %s:%d"):format(at.short_src, at.linedefined)
   end
   if message:find("got nothing", 1, true) or message:find("(a nil value)", 1, true) then

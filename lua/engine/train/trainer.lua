@@ -97,7 +97,8 @@ end
 function Trainer:attempt()
   local opt, policy = self.optimizer, self.policy
   local lr = self.fixed_lr or not self.schedule and opt.lr or self.schedule(self.updates)
-  expect(type(lr) == "number", lr, "trainer: expected the schedule to return a number")
+  expect(type(lr) == "number" and lr >= 0 and lr < math.huge, lr,
+    "trainer: expected the schedule to return a finite number >= 0")
   local s = { step = self.steps_done, updates = self.updates, scale = policy:scale(), tokens = 0,
     lr = lr }
   self.groups:apply(policy)
