@@ -96,9 +96,12 @@ end
 --- The part of begin that a session repeats after each step of the same turn.
 function Trainer:attempt()
   local opt, policy = self.optimizer, self.policy
-  local lr = self.fixed_lr or not self.schedule and opt.lr or self.schedule(self.updates)
-  expect(type(lr) == "number" and lr >= 0 and lr < math.huge, lr,
-    "trainer: expected the schedule to return a finite number >= 0")
+  local lr = self.fixed_lr or opt.lr
+  if self.schedule and not self.fixed_lr then
+    lr = self.schedule(self.updates)
+    expect(type(lr) == "number" and lr >= 0 and lr < math.huge, lr,
+      "trainer: expected the schedule to return a finite number >= 0")
+  end
   local s = { step = self.steps_done, updates = self.updates, scale = policy:scale(), tokens = 0,
     lr = lr }
   self.groups:apply(policy)
