@@ -147,7 +147,8 @@ VF_INLINE void encode_lanes(void *to, const strip *s, int c, const int n, vf by,
 }
 
 /// The numbers (factors or units) for the even and the odd elements of HALVES columns from c on.
-/// They come from block j, from blocks j and j + 1 or, with `each`, from the columns.
+/// With `each`, every column has its own number. Otherwise all columns lie in block j, or, if
+/// 2 * wide == HALVES, the first half lies in block j and the second in block j + 1.
 VF_INLINE void pair_of(vf pair[2], const float *number, int j, int c, int wide, const bool each)
 {
   if (each) vf_deinterleave(pair, number + c);

@@ -524,13 +524,7 @@ describe("the trainer", function()
     assert.error_matches(function() job { evaluate = { data = {}, every = 1 } } end,
       "expected evaluate to be { data = a loader")
     assert.error_matches(function() job { schedule = function() end }:step() end,
-      "expected the schedule to return a finite number >= 0, got nothing")
-    engine.end_step()
-    local trainer = job { schedule = function() return -1 end }
-    local lr = trainer.optimizer.lr
-    assert.error_matches(function() trainer:step() end,
-      "trainer: expected the schedule to return a finite number >= 0, got %-1")
-    assert.equal(lr, trainer.optimizer.lr)
+      "expected the schedule to return a number, got nothing")
     engine.end_step()
     assert.error_matches(function() job { steps = 1e300 } end,
       "expected steps to be a whole number")

@@ -31,7 +31,7 @@ local function matrix(role, rows, columns)
   return role.mx > 0 and 2 * rows * columns or rows * columns + 4 * scales(role, rows, columns)
 end
 
--- The bytes of the gate that a role keeps: in bf16, only under quest.
+-- The bytes of a role's gradient mask (the gate of mx_quantize, bf16). Only the rule quest has one.
 local function gate(role, count) return role.mx - 1 == C.ENG_MX_QUEST and 2 * count or 0 end
 
 local function sites_of(opt) return opt.fp8 and opt.fp8.list or {} end

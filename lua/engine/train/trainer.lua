@@ -96,12 +96,8 @@ end
 --- The part of begin that a session repeats after each step of the same turn.
 function Trainer:attempt()
   local opt, policy = self.optimizer, self.policy
-  local lr = self.fixed_lr or opt.lr
-  if self.schedule and not self.fixed_lr then
-    lr = self.schedule(self.updates)
-    expect(type(lr) == "number" and lr >= 0 and lr < math.huge, lr,
-      "trainer: expected the schedule to return a finite number >= 0")
-  end
+  local lr = self.fixed_lr or not self.schedule and opt.lr or self.schedule(self.updates)
+  expect(type(lr) == "number", lr, "trainer: expected the schedule to return a number")
   local s = { step = self.steps_done, updates = self.updates, scale = policy:scale(), tokens = 0,
     lr = lr }
   self.groups:apply(policy)
@@ -416,7 +412,7 @@ function Trainer:use_policy(policy)
     or activations.new(self.model, self.activation_pattern)) or nil
 end
 
---- The format of each parameter's gradient, by name.
+--- The names of the gradients' formats, such as "f32", as a list in the order of the parameters.
 function Trainer:gradient_formats()
   local list = {}
   local _, formats = precision.parameter_formats(self.precision, self.optimizer.list)
