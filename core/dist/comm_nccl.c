@@ -141,7 +141,8 @@ void *comm_stream_of(comm_stream stream) { return nccl.stream[stream]; }
 static eng_status exchange(comm_stream stream, const int32_t *of_world,
                            const comm_message *messages, int n, const char *what)
 {
-  comm_watch_mark before = comm_watch(what);  // the first connection of two ranks blocks
+  // watched, because the call blocks while NCCL connects two ranks for the first time
+  comm_watch_mark before = comm_watch(what);
   nccl_result result = nccl.call.group_start();
   for (int i = 0; i < n && result == NCCL_SUCCESS; i++) {
     const comm_message *m = &messages[i];

@@ -120,7 +120,8 @@ eng_status eng_parallel_predict(eng_parallel_sizes *out, eng_params *set, int ra
                      size);
   ENG_TRY(buckets_check(options));
   if (options->apart)
-    return error_set(ENG_ERR_VALUE, "expected parameters that all ranks hold, got some held apart");
+    return error_set(ENG_ERR_VALUE, "expected every rank to hold all parameters, got parameters "
+                                    "that only some ranks hold");
   eng_comm group = {.rank = rank < 0 ? 0 : rank, .size = size};
   eng_parallel p = {.set = set, .comm = &group};
   p.apart = calloc((size_t)set->n + 1, sizeof *p.apart);
@@ -171,7 +172,8 @@ eng_status eng_parallel_rehearse(double *seconds, eng_params *set, int size,
     return error_set(ENG_ERR_VALUE, "a rehearsal of a reduction: expected 2 ranks or more, got %d",
                      size);
   if (options->apart)
-    return error_set(ENG_ERR_VALUE, "expected parameters that all ranks hold, got some held apart");
+    return error_set(ENG_ERR_VALUE, "expected every rank to hold all parameters, got parameters "
+                                    "that only some ranks hold");
   eng_comm group = {.transport = &nowhere, .size = size};
   eng_parallel_options simple = *options;
   simple.zero = options->zero > 0;      // ZeRO-2 does the same work as ZeRO-1

@@ -14,7 +14,7 @@ typedef struct fp8_site {
   tensor  *factor_of[ENG_FP8_ROLES];     // factor in device memory, f32 [1]
   double   amax[ENG_FP8_ROLES];
   eng_fp8_meter meter[ENG_FP8_ROLES];
-  int64_t  pass;                         // a number drawn for the backward pass under way
+  int64_t  pass;                         // a random number, drawn for this backward pass
 } fp8_site;
 
 extern const char *const fp8_role_name[], *const fp8_product_name[];

@@ -51,7 +51,8 @@ eng_status bpe_ready(eng_tokenizer *t)
   for (int64_t i = 0; ok && i < v->count; i++) {
     const char *text = v->pool.data + v->at[i];
     int64_t size = v->size[i];
-    if (size == 0 || !as_encoded(t, &text, &size)) continue;   // no text has an empty token
+    // skips tokens that never match a piece of text: empty ones, and those with no encoded form
+    if (size == 0 || !as_encoded(t, &text, &size)) continue;
     if (t->byte_mode) ok = texts_set(&t->raw, text, size, v->value[i]);
     int n;
     uint32_t c = char_at(t, text, &n);

@@ -73,7 +73,7 @@ function M.open(o, example)
   local mean, std = per_channel(o.mean, o.channels, "mean"), per_channel(o.std, o.channels, "std")
   return { kind = "images", batch = o.batch, seed = o.seed, shuffle = o.shuffle,
     examples = #chosen, size = o.size, unit = "images", classes = classes, skipped = #others,
-    text = ("images: %d of %d classes, %d x %d"):format(#chosen, #classes, o.size, o.size),
+    text = ("images: %d in %d classes, %d x %d"):format(#chosen, #classes, o.size, o.size),
     read = function(self, at)
       local x, y = {}, ffi.new("int64_t[?]", o.batch)
       for b = 0, o.batch - 1 do

@@ -1,7 +1,7 @@
 -- Functions with a precision of their own inside engine.autocast, in the shape of apex's amp:
 --   engine.amp.register_float_function(mylib, "energy")     runs in f32
 --   engine.amp.register_half_function(mylib, "score")       runs in the scope's low format
---   engine.amp.register_promote_function(mylib, "blend")    casts floats to the widest among them
+--   engine.amp.register_promote_function(mylib, "blend")    casts floats to one format
 -- The function is replaced in its table. Outside of autocast it runs as before. Which format each
 -- built-in operation has is part of the precision recipe (precision.lua).
 local M_ffi = require "engine.base.ffi"
@@ -67,11 +67,11 @@ local function as_widest(f)
   end
 end
 
---- engine.amp.NAME(place, name): replaces the function place[name]. Inside autocast,
----   register_float_function     it runs in f32; its f16 and bf16 arguments are cast
----   register_half_function      its f32 arguments are cast to the low format of the scope
----   register_promote_function   its floating-point arguments are cast to the widest format among
----                               them
+--- engine.amp.NAME(place, name): replaces the function place[name]. Inside autocast to f16 or bf16,
+--- its f16, bf16 and f32 arguments are cast; f64 and integers stay.
+---   register_float_function     to f32; the function runs without autocast
+---   register_half_function      to the low format of the scope
+---   register_promote_function   to their common format if they have one, else to f32
 for kind, wrap in pairs { float = as_float, half = as_half, promote = as_widest } do
   M[("register_%s_function"):format(kind)] = function(place, name)
     local f = type(place) == "table" and place[name]
