@@ -6,7 +6,7 @@
 seconds=$1 engine=$2 specs=$3
 shift 3
 
-# KILL: after TERM busted continues, and all remaining specs fail
+# KILL, because busted goes on after TERM, and then all remaining specs fail
 run() {
   timeout -s KILL "$seconds" "$engine" spec/run.lua "$@"
   case $? in

@@ -89,7 +89,7 @@ describe("the folders of the core", function()
     assert.same({}, upward)
   end)
 
-  -- Symbols of the object files, which also reveal declarations repeated by hand.
+  -- Checks the symbols of the object files, which also show calls of functions declared by hand.
   it("call nothing in a folder above them", function()
     local upward, count = upward_calls("core", core_rank)
     if not count then return end   -- a folder made by `make dist`
@@ -131,13 +131,13 @@ describe("the folders of the core", function()
     for file in pairs(needs) do visit(file, file) end
   end)
 
-  it("keep devices below backend.h", function()
+  it("are closed to devices, except base/, tensor/ and device/", function()
     local seen = { base = true, tensor = true, device = true }
     for _, root in ipairs { "core/cpu", "cuda" } do
       for _, path in ipairs(files("find " .. root .. " -name '*.[ch]' -o -name '*.cu'")) do
         for _, name in ipairs(includes(path)) do
           local folder = name:match("^([%w_]+)/")
-          -- compares this header with NVIDIA's
+          -- nccl_check.c compares this header with NVIDIA's
           local of_ranks = path:match("nccl_check%.c$") and name == "dist/comm_nccl.h"
           assert.is_true(of_ranks or not core_rank[folder] or seen[folder]
             or helper.read("cuda/" .. name) ~= nil,
@@ -150,7 +150,7 @@ describe("the folders of the core", function()
   it("read attributes of operations by name", function()
     for _, path in ipairs(files "find core cuda -name '*.[ch]' -o -name '*.cu'") do
       assert.is_true(path == "core/autograd/op.c" or not code_of(path):find("[.>]attributes%."),
-        path .. ": call->NAME.ATTRIBUTE, as ops.def has it")
+        path .. ": expected call->NAME.ATTRIBUTE, with the names in ops.def")
     end
   end)
 
@@ -306,7 +306,7 @@ describe("the folders of Lua", function()
     assert.same({}, cycles)
   end)
 
-  it("write each of these once", function()
+  it("use each of these only where it belongs", function()
     local once = {
       { "65504", nil, "limits of formats come from base/formats.lua" },
       { "%.17g", "lua/engine/base/show.lua", "exact numbers are written by show.exact" },
@@ -328,10 +328,10 @@ describe("the folders of Lua", function()
     end
   end)
 
-  -- Other libraries than the core: the decoders of images.
+  -- The files that may load C libraries: the core, and the decoders of images.
   local LOADS = { ["lua/engine/base/ffi.lua"] = true, ["lua/engine/data/image_files.lua"] = true }
 
-  it("load the C library in one place", function()
+  it("load C libraries and declare C functions only in these files", function()
     for _, path in ipairs(lua_files) do
       local code = code_of(path)
       if not LOADS[path] then

@@ -1,7 +1,7 @@
 // Compares string.find, match, gmatch and gsub of policies with LuaJIT's on random strings and
-// patterns: results, captures and errors must be equal. Compares what a call is charged with the
-// basic blocks it executed, which the compiler counts (-fsanitize-coverage=trace-pc), and its CPU
-// time with the time limit. Run by `make fuzz`. Usage: pattern [rounds [seed]]
+// patterns: results, captures and errors must be equal. A call's charge must cover the basic blocks
+// that it executes (counted with -fsanitize-coverage=trace-pc), and its CPU time must stay within
+// the time limit. Run by `make fuzz`. Usage: pattern [rounds [seed]]
 #include "policy/pattern.c"
 
 #include <lualib.h>
@@ -132,7 +132,7 @@ UNCOUNTED static int echo(lua_State *L)
 
 // ------------------------------------------------------------------ running them
 
-// Appends the values from stack index `from` on, or the error on top, to `out`.
+// Appends the values from stack index `from` on (results, or an error) to `out`.
 UNCOUNTED static void read_results(text *out, lua_State *L, int from)
 {
   for (int i = from; i <= lua_gettop(L); ++i) {
@@ -238,7 +238,7 @@ UNCOUNTED int main(int argc, char **argv)
 {
   long rounds = argc > 1 ? atol(argv[1]) : 1000000, failed = 0, ended = 0, timed = 0;
   state = argc > 2 ? strtoull(argv[2], NULL, 10) : 1;
-  // One policy runs past its instructions, the other past its time.
+  // The first policy can exceed its instruction budget, the second only its time limit.
   eng_policy *policies[2] = {open_policy(BUDGET), open_policy(INT64_MAX / 2)};
   lua_State *plain = luaL_newstate();
   if (!policies[0] || !policies[1] || !plain) return 1;
@@ -271,7 +271,7 @@ UNCOUNTED int main(int argc, char **argv)
     most = per > most ? per : most;
     slowest = took > slowest ? took : slowest;
     if (took > time_limit + time_slack) return complain(round, &c, "ran past the time limit");
-    if (per > BLOCKS_PER_CHARGE) return complain(round, &c, "did more than it was charged");
+    if (per > BLOCKS_PER_CHARGE) return complain(round, &c, "executed more than its charge covers");
     if (p->killed) {
       ++ended;
       timed += p != policies[0];

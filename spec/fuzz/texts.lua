@@ -29,12 +29,12 @@ local function text(zeros)
   return zeros and result or (result:gsub("%z", "0"))
 end
 
--- ------------------------------------------------------------------ what commands are given
+-- ------------------------------------------------------------------ arguments of commands
 
 local root = helper.folder()
 local dir = root .. "/run"
 
--- A history with texts in every place that takes one.
+-- Writes a history with a random text in every field that holds text.
 local function write_history()
   os.execute("rm -rf " .. dir .. " && mkdir -p " .. dir)
   local h = engine.history.open(dir, { write = true })

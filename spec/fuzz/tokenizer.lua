@@ -97,7 +97,7 @@ local function guarded(round, f, ...)
   if result[1] then return unpack(result, 2) end
   local message = tostring(result[2])
   if message:find("\n") or message:find("attempt to") or message:find("bad argument") then
-    fail("an error that is not one line: " .. message, round)
+    fail("expected a one-line message for users, got: " .. message, round)
   end
 end
 
@@ -112,7 +112,7 @@ for round = 1, rounds do
       local ids = guarded(round, t.encode, t, input)
       local again = ids and t:encode(input)
       for i, id in ipairs(ids or {}) do
-        if again[i] ~= id or not t:token(id) then fail("ids of a text differ", round) end
+        if again[i] ~= id or not t:token(id) then fail("other ids, or no token", round) end
       end
       if ids then
         guarded(round, t.decode, t, ids, { special = true })
@@ -121,7 +121,7 @@ for round = 1, rounds do
         guarded(round, t.decode, t, other)
       end
     end
-    if tostring(t) == "" then fail("no text", round) end
+    if tostring(t) == "" then fail("tostring gave an empty text", round) end
   else
     refused = refused + 1
   end

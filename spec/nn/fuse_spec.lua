@@ -65,7 +65,7 @@ describe("the modules of engine.nn", function()
 end)
 
 describe("a sum that is left open", function()
-  it("is computed by a norm, or before a norm that has another forward", helper.in_step(function()
+  it("is fused into a norm, but not into one with its own forward", helper.in_step(function()
     local x, branch = engine.randn(3, 8), engine.randn(3, 8)
     local norm, other = nn.rms_norm(8), nn.rms_norm(8)
     rawset(other, "forward", function(self, y) return nn.rms_norm.forward(self, y) end)
@@ -89,7 +89,7 @@ describe("a sum that is left open", function()
     end
   end))
 
-  it("never leaves a block that is called by itself", helper.in_step(function()
+  it("is never returned by a block that is called on its own", helper.in_step(function()
     local model = nn.gpt { vocab = 8, context = 4, width = 8, heads = 2, layers = 2 }
     local x = engine.randn(1, 4, 8)
     local y = model.blocks[1](x)

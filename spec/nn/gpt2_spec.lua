@@ -152,7 +152,7 @@ describe("GPT-2", function()
       1, true))
   end)
 
-  it("still answers to nn.gpt2, the name of version 0.1", function()
+  it("can still be called nn.gpt2, its name in version 0.1", function()
     local result = helper.run { "-e", ([[
       local gpt2 = require("engine").nn.gpt2
       gpt2 { n_embd = 4, n_head = 1, n_layer = 1, vocab_size = 5, n_positions = 4 }:save(%q)

@@ -85,7 +85,7 @@ describe("a head", function()
     end
   end)
 
-  it("are refused in one line if they are wrong, as are ids and targets", function()
+  it("refuses wrong options, ids and targets in one line", function()
     local model = nn.gpt { vocab = 16, context = 8, width = 16, heads = 4, layers = 1 }
     local ids = engine.zeros(2, 4, "i32")
     local function refuses(text, f, ...)
@@ -108,7 +108,7 @@ describe("a head", function()
     end
   end)
 
-  it("refuses other values in one line", function()
+  it("refuses soft_cap and z_loss out of range", function()
     local x, t = engine.zeros(2, 3), engine.zeros(2, "i64")
     for option, text in pairs { z_loss = "expected z_loss in 0..1e6, got -1",
       soft_cap = "expected soft_cap in 1e-3..1e6 (0: none), got -1" } do
@@ -128,7 +128,7 @@ describe("attention maps", function()
     return nn[name](options)
   end
 
-  it("come with the logits: rows of softmax, with the entropy of the fused kernel", function()
+  it("come with the logits: softmax rows whose entropy is the fused kernel's", function()
     engine.seed(4)
     for name, more in pairs { gpt = { attention_dropout = 0.2 }, llama = { kv_heads = 2 },
       bert = {} } do
@@ -177,7 +177,7 @@ describe("attention maps", function()
     for _, h in ipairs(seen) do assert.is_true(h > 0 and h < math.log(8)) end
   end)
 
-  it("of unknown options are refused", function()
+  it("are refused if the option's name is misspelt", function()
     local model = model_of("gpt")
     local good, why = pcall(model, engine.zeros(1, 2, "i64"), { attention_map = true })
     assert.is_false(good)

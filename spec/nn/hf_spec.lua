@@ -80,7 +80,7 @@ describe("load_model", function()
       if expected.tokens then
         local prompts = {}
         for i, row in ipairs(expected.ids) do prompts[i] = { unpack(row, 1, 4) } end
-        -- with dynamic scaling, keys in the cache keep the base of the length at which they came
+        -- with dynamic scaling, a cached key keeps the RoPE base of the length when it was computed
         for _, cache in ipairs(name == "llama_dynamic" and { true } or { true, false }) do
           assert.same(expected.tokens, model:generate(prompts,
             { max_tokens = 16, temperature = 0, cache = cache }))
@@ -320,7 +320,7 @@ describe("load_model", function()
     refuses(function() bert(x, { mask = mask }) end, "row 2 begins with padding")
   end)
 
-  it("embeds each token once when it generates, and one more to find the dtypes", function()
+  it("with a cache embeds each token once to generate, and one more to find the dtypes", function()
     local model = engine.load_model(variant("llama"))
     local rows, forward = 0, model.embed.forward
     rawset(model.embed, "forward", function(self, ids)

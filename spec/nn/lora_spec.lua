@@ -170,7 +170,7 @@ describe("nn.lora", function()
     end
   end)
 
-  it("divides a layer that is several layers of Hugging Face's, and joins them again", function()
+  it("splits a fused layer into Hugging Face's layers, and joins them again", function()
     local function llama()
       engine.seed(3)
       return nn.llama { vocab = 32, context = 8, width = 32, heads = 4, kv_heads = 2, layers = 1,
@@ -188,7 +188,7 @@ describe("nn.lora", function()
     local again = lora.load(llama(), folder .. "/llama")
     assert.equal(3, again.blocks[1].attn.qkv._lora.rank)
     assert.equal(0, difference(logits(model, ids), logits(again, ids)))
-    -- as PEFT trains q and v: an A for each, nothing for k
+    -- an adapter of q and v as PEFT trains it: each has its own A, and k has none
     local parts = {}
     for part, rows in pairs { ["self_attn.q_proj"] = 32, ["self_attn.v_proj"] = 16 } do
       parts[name(part, "lora_A.weight")] = engine.randn(3, 32):keep()
@@ -291,7 +291,7 @@ describe("nn.lora", function()
     assert.matches("has no linear layer", message(nn.lora, nn.embedding(3, 3)), 1, true)
   end)
 
-  it("refuses adapters twice, merging twice and training a merged model", function()
+  it("refuses a second adapter, a second merge and training a merged model", function()
     local model = tiny()
     assert.matches("the model has no adapters; hint: nn.lora", message(lora.merge, model), 1, true)
     assert.matches("the model has no adapters", message(lora.save, model, folder), 1, true)

@@ -83,7 +83,7 @@ describe("engine.contest", function()
     assert.are.same({ 1, 2, 3 }, result[1].loss.values)
     assert.matches("policy +loss +n\ndynamic +2.0 %+%- 1.0 +1 %+%- 0\npid +4.0 %+%- 2.0",
       tostring(result))
-    -- a run may lack a number, as one that diverged lacks its loss
+    -- a run may lack a number: one that diverged has no loss
     result = engine.contest { policies = { "static", "dynamic" }, seeds = 3,
       run = function(policy, seed)
         if policy == "static" then return { skipped = seed } end

@@ -23,7 +23,7 @@ end
 -- ------------------------------------------------------------------ modules
 
 describe("a module", function()
-  it("names its parameters by the assignments, in their order", function()
+  it("names its parameters after the fields, in the order of assignment", function()
     local Net = nn.class("Net")
     function Net:init()
       self.last = nn.linear(2, 3)
@@ -324,7 +324,7 @@ describe("a layer", function()
     assert.is_true(entropy:max():item() <= math.log(5) + 1e-5)
   end))
 
-  it("attention with dropout is attention when nothing is dropped", step(function()
+  it("attention with dropout equals plain attention if nothing is dropped", step(function()
     for _, causal in ipairs { true, false } do
       engine.seed(3)
       local plain = nn.attention(8, 2, { causal = causal })
@@ -417,7 +417,7 @@ describe("the model", function()
               recipe .. ": token " .. change .. " changed place " .. t)
           end
           assert.not_same(base[1][change], logits[1][change])
-          -- later tokens depend on it
+          -- the last position depends on the changed token
           assert.not_same(base[1][10], logits[1][10])
           assert.same(base[2], logits[2])                             -- the other row does not
         end
@@ -535,7 +535,7 @@ describe("generate", function()
     assert.same(first, model:generate({ 0 }, 30))
   end)
 
-  it("draws from the top_p of the top_k's probability, however many tokens there are", function()
+  it("applies top_p within the top_k tokens, for small and large k", function()
     engine.seed(10)
     local V = 3000
     local model = nn.gpt(with { vocab = V, tied = false, layers = 1, context = 1 })
@@ -559,7 +559,7 @@ describe("generate", function()
           draws(logits, { top_p = p, top_k = k }), ("top_k = %d, top_p = %g"):format(k, p))
       end
     end
-    -- the likeliest token has 0.4 of all tokens' probability, and half of that of the top 2000
+    -- token 6 has 0.4 of the whole probability, and 0.5 of that of the top 2000: enough for top_p
     local flat = engine.zeros(V):totable()
     flat[7] = math.log(0.4 / 0.6 * (V - 1))
     for _, id in ipairs { unpack(draws(engine.tensor(flat), { top_p = 0.45, top_k = 2000 }), 2) } do

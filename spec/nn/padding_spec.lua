@@ -17,8 +17,9 @@ local function made(name, more)
   return model:eval()
 end
 
--- Models, and the rows that do not depend on where the sequence is in the batch: the positions of
--- nn.gpt and nn.bert are places in the row, and a dynamic base follows the length of the batch.
+-- Models, and the rows of IDS that must give what their sequence gives alone. nn.gpt and nn.bert
+-- count positions from the start of the row, so padding on the left changes them; a dynamic RoPE
+-- base depends on the length of the batch.
 local MODELS = {
   { "gpt", {}, { 1, 2 } }, { "bert", {}, { 1, 2 } }, { "llama", {}, { 1, 2, 3 } },
   { "llama", { window = 2 }, { 1, 2, 3 } }, { "llama", { experts = 3, hidden = 16 }, { 1, 2, 3 } },
@@ -70,7 +71,7 @@ describe("a padding mask", function()
     end
   end)
 
-  it("trains with checkpointed blocks to the same bits", function()
+  it("gives the same bits when it trains with checkpointed blocks", function()
     local losses = {}
     for i, which in ipairs { false, "block" } do
       local model = made("llama", { attention_dropout = 0.1 }):train():checkpoint(which)
@@ -98,7 +99,7 @@ describe("a padding mask", function()
     end
   end)
 
-  it("keeps the entropies of the tokens that are no padding", function()
+  it("limits attention entropies to the tokens that are not padding", function()
     local model = made "gpt"
     local attention = model.blocks[1].attn
     attention.watch_entropy = true

@@ -1,5 +1,6 @@
-"""Chat templates: the texts that transformers makes of conversations, beside those of the engine's
-spec (spec/golden/chat_templates.json). `--write` stores them there."""
+"""make parity: chat templates. Renders conversations with transformers and compares the texts with
+those in spec/golden/chat_templates.json, which the engine's spec expects. `--write` stores them
+there."""
 import json
 import os
 import sys

@@ -1,6 +1,7 @@
 """make parity: Hugging Face's models in and out, against transformers itself. For each architecture
 a tiny random model, for tokens and for labels: logits, 30 steps of AdamW, 200 greedy tokens, the
-same for padded batches, and the files that the engine saves, read by AutoModel. `hf.py --golden` writes spec/golden/hf.json for spec/nn/hf_spec.lua.
+same for padded batches, and the files that the engine saves, read by AutoModel. `hf.py --golden`
+writes spec/golden/hf.json for spec/nn/hf_spec.lua.
 """
 import argparse
 import copy
@@ -114,7 +115,7 @@ def train(model, x, y, steps, lr=1e-3, mask=None):
 
 
 def batch_of(kind, classifies, length=24):
-    # transformers does not train the embedding of the padding token, which is 0 in classifiers
+    # In classifiers token 0 is padding, whose embedding transformers does not train.
     ids = torch.randint(int(classifies), VOCAB, (3, length + 1))
     x, y = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
     if classifies:
@@ -138,7 +139,7 @@ def mask_of(lengths, length, left):
 
 
 def padded_logits(model, x, mask):
-    """The logits without those of padding; a classifier needs its padding token there."""
+    """Logits with those of padding set to 0. A classifier gets its padding token, 0, as padding."""
     if model.config.architectures[0].endswith("ForSequenceClassification"):
         return model(torch.where(mask > 0, x, 0), attention_mask=mask).logits.detach()
     logits = model(x, attention_mask=mask).logits
@@ -188,7 +189,7 @@ def prepare(folder, kind, fields, dtype):
             train(reload(folder, dtype=torch.float32), x,
                   torch.where(out["left"] > 0, y, torch.tensor(-100)), STEPS, mask=out["left"]),
             dtype=torch.float64)
-    # With dynamic scaling a model of transformers keeps the base of its longest sequence so far.
+    # A fresh model, because with dynamic scaling it keeps the base of its longest sequence so far.
     model = reload(folder, dtype=torch.float32)
     out["losses"] = torch.tensor(train(model, x, y, STEPS), dtype=torch.float64)
     out["model"] = model
@@ -270,7 +271,7 @@ def golden(path):
             model.save_pretrained(folder)
             files = load_file(f"{folder}/model.safetensors")
             config = json.load(open(f"{folder}/config.json"))
-            # values by the order of the names in the file, which the spec knows
+            # one seed for each tensor, by its place among the sorted names, as in the spec
             for i, (key, x) in enumerate(sorted(files.items())):
                 norm = x.ndim == 1 and "norm" in key.lower().replace("ln_", "norm") \
                     and key.endswith("weight")

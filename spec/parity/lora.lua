@@ -1,7 +1,7 @@
 -- The engine's side of lora.py: ./engine lora.lua MODEL ADAPTER STEPS. Writes its numbers to
 -- ADAPTER/engine.safetensors and the trained adapter to ADAPTER/saved. ./engine lora.lua FOLDER
--- reads the Llama, or a classifier, and the adapter of a folder and writes its logits and the
--- adapter there.
+-- reads a Llama, or a classifier, and its adapter from the folder, and writes the logits and the
+-- adapter back there.
 local engine = require "engine"
 
 local function llama(folder)

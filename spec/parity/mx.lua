@@ -1,8 +1,8 @@
 -- mx.lua FOLDER: the engine's side of mx.py. Reads requests from standard input, one per line:
--- "encode FORMAT MODE" writes the codes (i32) of the f32 in FOLDER/a.in to FOLDER/a.out, and
--- "decode FORMAT" the values (f64) of the codes (i32) there. "quantize FORMAT RULE BLOCK NONFINITE
--- [SR_BITS FACTOR]" quantizes x of FOLDER/x.in (safetensors) and its transpose to FOLDER/x.out.
--- Then it prints "done".
+-- "encode FORMAT MODE" encodes the f32 numbers in FOLDER/a.in and writes their codes (i32) to
+-- FOLDER/a.out; "decode FORMAT" decodes codes (i32) in a.in and writes the values (f64) to a.out.
+-- "quantize FORMAT RULE BLOCK NONFINITE [SR_BITS FACTOR]" quantizes x of FOLDER/x.in (safetensors)
+-- and its transpose to FOLDER/x.out. Prints "done" after each request.
 local engine = require "engine"
 local ffi = require "ffi"
 local folder = assert(arg[1], "usage: engine spec/parity/mx.lua FOLDER")

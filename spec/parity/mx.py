@@ -44,8 +44,8 @@ def integer(fraction, least):
                              127).astype(np.int64) & 0xFF
 
 
-# format: (encoding of f32, mode of eng_small_encode, codes, dtype of decoding or None, which of
-# the random numbers are compared)
+# format: (ml_dtypes' dtype or a function that encodes f32, mode of eng_small_encode, number of
+# codes, which of the random numbers are compared)
 ANY, NUMBER = (lambda x: np.ones(x.shape, bool)), (lambda x: ~np.isnan(x))
 FORMATS = {
     "e2m1": (ml_dtypes.float4_e2m1fn, 0, 16, NUMBER),       # NaN is not defined there
@@ -158,8 +158,9 @@ ELEMENTS = {
     "e2m1": (torch.float4_e2m1fn_x2, 6.0),
 }
 # torchao 0.18 and older differ from its later versions, from Transformer Engine and from the
-# hardware in three kinds of blocks, which are left out for them: with NaN or Inf (under `even` also
-# close to Inf); whose scale has code 0; under `rceil`, where a float log2 rounds to a whole number.
+# hardware in three kinds of blocks, which are not compared with these versions: blocks with NaN or
+# Inf (under `even` also close to Inf); blocks whose scale has code 0; under `rceil`, blocks where a
+# float log2 rounds to a whole number.
 OLD = not hasattr(mx_tensor, "_f32_to_e8m0_rceil")
 
 
@@ -287,7 +288,7 @@ def nvfp4(engine):
         rows = rows[torch.isfinite(rows.float()).all(1)]
         order = torch.from_numpy(rng.permutation(len(rows)))
         sizes = rows.float().abs().amax(1)
-        # tensors of rows in all sizes, of similar sizes, and of one kind
+        # tensors: rows of all magnitudes, rows of similar magnitudes, normal numbers, zeros
         tensors = [rows[:len(rows) // 16 * 16]]
         for low, high_ in ((0, 1e-38), (1e-38, 1e-20), (1e-20, 1e-5), (1e-5, 1e5), (1e5, 4e38)):
             some = rows[order][(sizes[order] >= low) & (sizes[order] < high_)]

@@ -1,6 +1,6 @@
 -- nf4.lua FOLDER BLOCK: the engine's side of nf4.py. Quantizes x of FOLDER/in (safetensors) with
--- the given offset and with its own, and writes every part and the dequantized numbers to
--- FOLDER/out.
+-- the offset given there and with the engine's own, and writes every part and the dequantized
+-- numbers to FOLDER/out.
 local engine = require "engine"
 local folder, block = assert(arg[1]), tonumber(arg[2])
 

@@ -23,7 +23,8 @@ NUMBERS = int(float(os.environ.get("NF4_NUMBERS", "1e7")))
 
 
 def numbers(n, dtype, extreme):
-    """Normal numbers, half of them of sizes that differ by block; extreme: very large and small."""
+    """Normal numbers; the first half in blocks of 64 of different magnitudes. extreme: also some
+    blocks of zeros, tiny and huge numbers."""
     x = torch.randn(n)
     size = torch.exp2(torch.randint(-12, 6, (n // 64 + 1,)).float()).repeat_interleave(64)[:n]
     x[: n // 2] *= size[: n // 2]

@@ -1,9 +1,9 @@
-"""The policy qk_clip against Megatron-LM's SelfAttention.clip_qk (megatron-core 0.16.1), which runs
-itself, in float64 and with its own logits: after each of 100 steps, the query and key weights of
-random attention layers must be the same within 1e-6 of the largest. Megatron-LM is the original
-only where each head has its own keys (policies/qk_clip.lua names the differences) and where every
-head's largest logit is above 0: it takes the root of threshold / logit. Prints a table; exits with
-1 otherwise.
+"""The policy qk_clip against Megatron-LM's SelfAttention.clip_qk (megatron-core 0.16.1), whose own
+code runs in float64 and with its own logits: after each of 100 steps, the query and key weights of
+random attention layers must be the same within 1e-6 of the largest. The two agree only where each
+head has its own keys (policies/qk_clip.lua names the differences) and where every head's largest
+logit is above 0, because Megatron-LM takes the root of threshold / logit. Prints a summary; exits
+with 1 if a weight differs by more or if no head was clipped.
 """
 import argparse
 import importlib.util
@@ -32,9 +32,8 @@ def made(folder):
 
 
 class Megatron:
-    """One layer of Megatron-LM, of which clip_qk reads these fields. Its matrix holds the queries,
-    keys and values of one head after another; the engine's holds all queries, all keys and all
-    values."""
+    """The fields of a Megatron-LM layer that clip_qk reads. Its matrix holds the queries, keys and
+    values of one head after another; the engine's holds all queries, all keys and all values."""
 
     def __init__(self, case, weight):
         import torch

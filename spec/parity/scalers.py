@@ -2,7 +2,7 @@
 scale after every step must be the engine's, bit for bit. Prints a table; exits with 1 otherwise.
 
 The references below are written from the published semantics; PyTorch's GradScaler itself is run
-where torch is installed. Only Python's standard library is needed in addition.
+where torch is installed. Everything else needs only Python's standard library.
 """
 import argparse
 import json

@@ -2,11 +2,11 @@
 every decision must be the original's, every number within 1e-6 of it. Prints a table; exits with 1
 otherwise.
 
-Two originals are run themselves, from their packages: zclip 1.0.0, which clips the gradient of a
-parameter, and the SkipStepOptimizer of ai2-olmo-core 3.0.0. Without a package its row is left out.
-The others are compared with their rules as restated here: AdaGC as in pytorch_optimizer, levanter's
-clipping of updates, SPAM's schedule as in galore_torch, Stable-SPAM, Megatron-LM's threshold and rerun machine,
-which are parts of a framework that needs CUDA, and FP8-LM's scaling, whose code is not public.
+Two originals run from their own packages: zclip 1.0.0, which clips the gradient of a parameter, and
+the SkipStepOptimizer of ai2-olmo-core 3.0.0. Without a package its row is left out. The others are
+compared with their rules as restated here: AdaGC as in pytorch_optimizer, levanter's clipping of
+updates, SPAM's schedule as in galore_torch, Stable-SPAM, Megatron-LM's threshold and rerun machine
+(parts of a framework that needs CUDA), and FP8-LM's scaling, whose code is not public.
 """
 import argparse
 import importlib.util
@@ -36,7 +36,7 @@ class Original:
         pass
 
 
-# ------------------------------------------------------------------ run themselves
+# ------------------------------------------------------------------ originals from packages
 
 class ZClip(Original):
     """Clips a parameter whose gradient is the norm itself, so the result shows the clip."""
@@ -79,7 +79,7 @@ class SkipStep(Original):
 
 
 def olmo():
-    """Only olmo_core's file, because its package imports much else."""
+    """Loads one file of olmo_core, because the package imports much else."""
     place = importlib.util.find_spec("olmo_core").submodule_search_locations[0]
     utils = types.ModuleType("olmo_core.utils")
     utils.get_default_device, utils.move_to_device = lambda: "cpu", lambda x, device: x
@@ -91,7 +91,7 @@ def olmo():
     return module
 
 
-# ------------------------------------------------------------------ restated
+# ------------------------------------------------------------------ rules restated here
 
 class NormSkip(Original):
     def start(self, grad_norm_skip_threshold):
@@ -333,7 +333,7 @@ def disagreement(line, want, norm):
 
 
 def cases(draw, policy, steps_of, choices):
-    """Half of the cases are finite: the originals let inf and nan into their statistics."""
+    """Half of the cases are finite, because inf and nan stay in the originals' statistics."""
     for i in range(CASES):
         options = {name: draw.choice(values) for name, values in choices.items()}
         if policy in ("zclip", "skip_step"):

@@ -25,7 +25,7 @@ KINDS = [("e4m3", "e4m3", RCEIL), ("e5m2", "e5m2", RCEIL), ("e5m2", "e4m3", RCEI
 
 
 def operand(name, rows, columns):
-    """Codes, two to a byte in e2m1; a tenth of the others are zeros."""
+    """Random codes: in e2m1 two to a byte; in other formats a tenth of them is zero."""
     if name == "e2m1":
         return torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8)
     x = torch.randn(rows, columns) * torch.exp2(torch.randint(-8, 8, (rows, columns)).float())
@@ -34,7 +34,7 @@ def operand(name, rows, columns):
 
 
 def product(engine, tensors, *words):
-    """What the engine makes of a, b and their scales."""
+    """The engine's product of a and b with their scales."""
     with tempfile.TemporaryDirectory() as folder:
         save_file(tensors, folder + "/in")
         subprocess.run([engine, os.path.join(HERE, "tensor_cores.lua"), folder, *map(str, words)],

@@ -21,7 +21,7 @@ local function numbers(name)
   return ffi.cast("const uint32_t *", text), #text / 4, text
 end
 
--- The texts of a file, by a file of their sizes.
+-- Splits a file into texts; another file holds their sizes in bytes (u32).
 local function texts(name, sizes_name)
   local sizes, n, keep = numbers(sizes_name)
   local text, list, at = read(name), {}, 1

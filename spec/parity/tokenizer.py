@@ -165,7 +165,7 @@ def trained(texts):
     state["normalizer"] = None
     out["bpe, unknowns fused"] = Tokenizer.from_str(json.dumps(state))
 
-    # The unigram trainer wants every character in the vocabulary.
+    # The unigram trainer puts every character into the vocabulary, so rare ones are left out.
     common = {c for c, _ in collections.Counter("".join(texts)).most_common(1200)}
     usual = ["".join(c for c in text if c in common) for text in texts]
     for name, fallback, normalizer in [
