@@ -112,7 +112,9 @@ for round = 1, rounds do
       local ids = guarded(round, t.encode, t, input)
       local again = ids and t:encode(input)
       for i, id in ipairs(ids or {}) do
-        if again[i] ~= id or not t:token(id) then fail("other ids, or no token", round) end
+        if again[i] ~= id or not t:token(id) then
+          fail("the second encode gave other ids, or an id has no token", round)
+        end
       end
       if ids then
         guarded(round, t.decode, t, ids, { special = true })

@@ -117,8 +117,8 @@ describe("every adaptive policy", function()
       end, ref_every = 20 })
       assert.is_true(r.skipped < 200, ("%s skipped %d"):format(name, r.skipped))
       local last = largest(r.scales[4000], -16)
-      -- Some policies recover only by an occasional doubling; norm_ratio stops once the norm is
-      -- above an eighth of the true one.
+      -- Some policies recover only by an occasional doubling; norm_ratio stops raising the scale
+      -- once the norm is above an eighth of the true one.
       local slow = { norm_ratio = true, fast_backoff = true, guarded = true, entropy = true,
         lr_coupled = true }
       assert.is_true(last < 65504 * 2 and last > (slow[name] and 2 ^ -30 or 2 ^ -10),
@@ -318,7 +318,7 @@ describe("policy underflow", function()
     local s = r.last[1]
     assert.is_true((s.hist[-24] or 0) / s.count <= 0.001)
     assert.is_true(s.zeros / s.count < 0.002)
-    assert.is_true(largest(r.scales[2000], -20) < 2 ^ 8, "it keeps away from overflow")
+    assert.is_true(largest(r.scales[2000], -20) < 2 ^ 8, "it comes too close to overflow")
     assert.are.equal(0, r.skipped)
   end)
   it("lowers the scale when far more is kept than needed", function()

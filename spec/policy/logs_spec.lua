@@ -129,7 +129,7 @@ describe("what a policy logs and prints in a run", function()
   end)
 end)
 
-it("policies of FP8 layers log and print like others, and prefix their name to a log's taken name",
+it("policies of FP8 layers log and print like others; their name precedes a taken log name",
   function()
   local function fp8(name, body)
     return { file = name .. ".lua", source = ([[return { name = "%s", kind = "fp8",
@@ -170,7 +170,7 @@ it("a policy may log in a run that is not kept", function()
   assert.equal(0, result.code, result.err)
 end)
 
-it("engine.signal leaves the names of logs to policies", function()
+it("engine.signal refuses the names of policies' logs", function()
   local good, why = pcall(engine.signal, "log.a", 1)
   assert.is_false(good)
   assert.matches("the name begins with 'log.', as a policy's logs do: 'log.a'", why, 1, true)

@@ -51,12 +51,12 @@ describe("patterns in a policy", function()
     end
   end)
 
-  -- LuaJIT built with the 5.2 extensions answers nil here; policies never do.
+  -- LuaJIT built with the 5.2 extensions returns nil here; in policies, find returns the position.
   it("match the empty text after the end", function()
     assert.are.equal(4, decide(with("return { scale = string.find('abc', '', 10) }")).scale)
   end)
 
-  it("refuse malformed ones", function()
+  it("are refused if malformed", function()
     for pattern, message in pairs { ["["] = "missing ']'", ["%"] = "ends with '%'",
       ["(a"] = "unfinished capture", ["(a))"] = "invalid pattern capture",
       ["%1"] = "invalid capture index", ["%f"] = "missing '['", ["%b"] = "unbalanced pattern",

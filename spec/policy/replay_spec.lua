@@ -328,7 +328,7 @@ describe("a replayed run", function()
     os.execute("cp " .. helper.quote(path .. "/history.db") .. " " ..
       helper.quote(folder .. "/newer.db"))
     local bytes = helper.read(folder .. "/newer.db")
-    -- PRAGMA user_version
+    -- PRAGMA user_version is the big-endian number at byte 60 of the file.
     helper.write(folder .. "/newer.db", bytes:sub(1, 60) .. "\0\0\0\99" .. bytes:sub(65))
     local result = helper.run { "replay", folder .. "/newer.db", "--policy", "dynamic" }
     assert.are.equal(1, result.code)

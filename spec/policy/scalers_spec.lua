@@ -184,7 +184,7 @@ describe("the ends of the range:", function()
     both("keras", { initial_scale = 2, dynamic_growth_steps = 2 }, "300.", 254)
     both("megatron", { growth_interval = 1 }, "120.", 96)
     both("colossalai", { growth_interval = 1 }, "120.", 112)
-    -- The first step never grows: 2^16 * 2^1008 is too large.
+    -- Growth begins at the second step, so step 1009 would reach 2^16 * 2^1008, which is inf.
     both("deepspeed", { scale_window = 1 }, "1100.", 1009)
     both("deepspeed_fused", { scale_window = 1 }, "1100.", 1009)
     both("fairseq", { scale_window = 1 }, "1100.", 1009)
@@ -206,7 +206,7 @@ describe("the ends of the range:", function()
     end
   end)
 
-  it("an overflow at BMTrain's smallest scale does not reset its count", function()
+  it("an overflow at BMTrain's smallest scale does not reset its count of good steps", function()
     assert.are.same(numbers "1 1 2 2 1", run("bmtrain", { loss_scale = 1, loss_scale_steps = 2 },
       ". x . . x").scales)
     assert.are.same(numbers "1 1 1 2",

@@ -43,7 +43,7 @@ describe("signals", function()
     scales = train(run)
   end)
 
-  it("have names that a message can show", function()
+  it("are refused if their name has a control character", function()
     local good, why = pcall(engine.signal, "a\nb", 1)
     assert.is_false(good)
     assert.matches("the name has a control character, [^\n]*: 'a b'$", why)

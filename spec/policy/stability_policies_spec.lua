@@ -163,7 +163,7 @@ describe("policy zclip", function()
   end
   local std = math.sqrt(0.5)
 
-  it("clips an outlier, the harder the further out, and averages what it clipped to", function()
+  it("clips an outlier harder the further out it is, and averages the clipped norm", function()
     local r = run({}, 10, 2, 2.5)
     assert.are.same(times(4, inf), { r[1].clip, r[2].clip, r[3].clip, r[4].clip })
     local z = 8 / (std + 1e-6)
@@ -187,14 +187,14 @@ describe("policy zclip", function()
     assert.are.equal(2, run({ skip_update_on_spike = true }, 10, 2)[6].log.mean)
   end)
 
-  it("limits every norm, also at first, and leaves its statistics unlimited", function()
+  it("limits every norm, also during warm-up, and ignores the limit in its statistics", function()
     local r = run({ max_grad_norm = 1.5 }, 10, 2)
     assert.are.same(times(6, 1.5), field(r, "clip"))
     assert.are.equal(run({}, 10, 2)[6].log.mean, r[6].log.mean)
     assert.are.equal(1, drive("zclip", { 7 })[1].clip)
   end)
 
-  it("keeps steps that overflow out of its statistics, also at first", function()
+  it("keeps steps that overflow out of its statistics, also during warm-up", function()
     local plain = run({}, 10, 2)
     local bad = drive(engine.policy.load("zclip", { warmup_steps = 4, max_grad_norm = inf }),
       { 1, { norm = 0, nan = 1 }, 2, 3, 2, { norm = 5, inf = 1 }, 10, { nan = 3 }, 2 })
@@ -260,7 +260,7 @@ describe("policy skip_step", function()
     return list
   end
 
-  it("judges a value by those before it, from half a window on", function()
+  it("judges a value by the values before it, once they fill half a window", function()
     local function last(n, x) return drive("skip_step", join(swing(n), { x }))[n + 1] end
     assert.are.equal("step", last(62, { loss = 1e9, norm = 1e9 }).action)
     local r = last(64, { loss = 2 + 6 * math.sqrt(64 / 63) + 1e-9, norm = 1 })
@@ -277,7 +277,7 @@ describe("policy skip_step", function()
     assert.are.equal("step", last(64, { loss = -1e9, norm = 0 }).action)   -- below is no outlier
   end)
 
-  it("forgets what is older than the window, and takes skipped values into it", function()
+  it("forgets values older than the window, and keeps skipped values in it", function()
     local p = engine.policy.load("skip_step", { rolling_interval_length = 8 })
     local r = drive(p, join(times(3, { loss = 1e6 }), swing(8), { { loss = 9 } },
       times(12, { loss = 9 })))
@@ -383,8 +383,8 @@ describe("policy rerun", function()
     assert.are.equal("step", actions[6])
   end)
 
-  -- Ten steps with dropout on data that can go back; step 7's batch is large. `broken`: the machine
-  -- computes that batch wrongly the first time.
+  -- Trains with dropout on data that can go back to an earlier batch. The loss of batch 7 is large;
+  -- with `broken` only the first time it is computed, as in a transient fault of the machine.
   local function train(broken)
     engine.seed(3)
     local place, tries, rows = 0, 0, {}
@@ -407,7 +407,7 @@ describe("policy rerun", function()
       end }:run()
     return table.concat(rows, " "), summary
   end
-  it("tells a spike of the data from one of the machine in a run", function()
+  it("tells a loss spike in the data from a fault of the machine in a run", function()
     local rows, summary = train(false)
     assert.are.equal("step step step step step step retry 1 step step step step", rows)
     assert.is_nil(summary.stopped)
@@ -420,8 +420,9 @@ end)
 describe("policy fp8_lm", function()
   local NAMES = { "a:x", "a:w", "a:dy" }
 
-  -- Decides on steps { amax, clipped of a million; measured = false, overflow = true }; returns the
-  -- amax by which a:dy is scaled after each, or "own".
+  -- Decides on steps { amax, clipped elements of a million }, which may have measured = false or
+  -- overflow = true. Returns for each the amax by which a:dy is scaled next, or "own" if the policy
+  -- sets none.
   local function tops(options, steps, save)
     local p = engine.policy.load("fp8_lm", options, "fp8")
     p:tensors(NAMES, { 1, 2, 3 }, NAMES, true)

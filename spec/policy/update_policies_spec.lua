@@ -76,9 +76,9 @@ local function norm_of(list)
   return math.sqrt(sum)
 end
 
--- The rules in double: rule(state, t, gradients) changes the gradients and may return a factor on
--- the rate, whether to reset the moments first, the largest g^2 / v, clip(state, norm) -> largest
--- norm of the update, and the number of the update for bias corrections.
+-- The rules in double: rule(state, t, gradients) changes the gradients and may return, in this
+-- order, a factor on the rate; whether to reset the moments first; the limit on g^2 / v (0: none);
+-- a function from the norm of the update to its limit; the number of updates in bias corrections.
 local RULES = {}
 function RULES.adagc(s, t, of)
   local factor = math.min(1 / (norm_of { norm_of(of[1]), norm_of(of[2]) } + 1e-8), 1)

@@ -79,7 +79,7 @@ describe("a verdict", function()
     assert.are.same({ ["attn.4"] = 0.5 }, p:logit_muls())
   end)
 
-  it("limits groups, tensors and patterns, the strictest first", function()
+  it("limits groups, tensors and patterns; the strictest limit wins", function()
     local stats = M_ffi.new("eng_tensor_stats[3]")
     for i, norm in ipairs { 3, 4, 12 } do stats[i - 1].sum_squares = (8 * norm) ^ 2 end
     local into = M_ffi.new("double[3]")

@@ -343,7 +343,7 @@ describe("several runs", function()
       h:close()
     end)
 
-    it("draw them and suggest the nearest name", function()
+    it("draw these columns, and suggest the nearest name", function()
       local result = inside "plot layers --columns scales.1,scales.3"
       assert.equal(0, result.code)
       assert.matches("^loss scale of layer 1   %S+ to %S+, at the end %S+ %(log%)\n", result.out)

@@ -147,7 +147,7 @@ describe("views of a history", function()
     local l = tostring(h:heatmap { by = "time", from = 100, to = 139, width = 100 })
     assert.matches("statistics of step 100; each column is a step", l, 1, true)
     assert.matches("blocks.2 ▏▓ +▕ 2^12.0, 4.0 bits of room", l)
-    -- 199 overflows; 150 and 200 are healthy
+    -- step 199 overflows; steps 150 and 200 do not
     local layers = require("engine.report.layers").read(h, { points = 60, from = 150, to = 209 })
     local recorded = {}
     for i = 1, #layers.x do

@@ -75,7 +75,7 @@ describe("the pictures of a run", function()
   end)
   teardown(function() helper.remove(folder) end)
 
-  it("show a layer's statistics in the steps that recorded them alone", function()
+  it("show a layer's statistics only at the steps that recorded them", function()
     local over = {}
     for i, n in ipairs(data.overflows) do over[i - 1] = n > 0 end
     local h, recorded, gaps = require("engine").history.open(folder .. "/runs/a"), 0, 0
@@ -101,7 +101,7 @@ describe("the pictures of a run", function()
     assert.matches("nothing recorded</span>", html, 1, true)
   end)
 
-  it("leave a gap between histograms of all gradients that are not recorded", function()
+  it("leave a gap where the histogram of all gradients was not recorded", function()
     shell("cd " .. quote(folder) .. " && cp -r runs/a runs/holes")
     scratch.sqlite(folder .. "/runs/holes/history.db", "UPDATE steps SET hist = NULL WHERE step " ..
       "BETWEEN 30 AND 59")
@@ -172,7 +172,7 @@ describe("the pictures of a run", function()
       assert.is_true(tonumber(size) >= 11, size)
     end
     assert.is_nil((chart.style .. page.style):find("font%-size:[%d.]*e?m"))
-    -- texts are outside of what is stretched to the page's width
+    -- no text is among the shapes that are stretched to the page's width
     for shapes in html:gmatch '<svg class="shapes".-</svg>' do
       assert.is_nil(shapes:find("<text", 1, true))
     end
@@ -195,7 +195,7 @@ describe("the pictures of a run", function()
       assert.equal(1, refused.code)
       assert.matches("^engine %a+: runs/none has no steps\n$", refused.err)
     end
-    -- sums of steps whose rows are lost
+    -- a history with the sums of a block whose rows are lost
     shell("cd " .. quote(folder) .. " && cp -r runs/a runs/lost_rows")
     scratch.sqlite(folder .. "/runs/lost_rows/history.db", "INSERT INTO blocks(block, rows) " ..
       "VALUES(0, 256); DELETE FROM steps")

@@ -89,7 +89,7 @@ local function start(run, steps, more, text)
   return pid
 end
 
--- A process that ended but has not been waited for has no command line.
+-- Whether a process runs: one that ended but has not been waited for has an empty command line.
 local function alive(pid) return (helper.read("/proc/" .. pid .. "/cmdline") or "") ~= "" end
 local function ended(pid)
   wait_for("the run's end", function() return not alive(pid) end) return helper.read(folder ..
@@ -168,7 +168,7 @@ describe("engine attach", function()
       "%(pause=7%) again\n",
       result.out)
     assert.matches("did you mean 'layer_ladder'?", result.err, 1, true)
-    -- the run may also see a file that is half written
+    -- waits until the last event matches: before it, the run may refuse a half-written file
     local function wait_for_event(kind, match)
       wait_for(kind .. match, function()
         local list = events(run, kind)

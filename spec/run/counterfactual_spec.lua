@@ -54,7 +54,7 @@ describe("a step at another scale", function()
     assert.equal("exact", select(2, moved(record(60000, true, 0 / 0), 2 ^ -30)))
   end)
 
-  it("overflows by fp16 gradients only, and is a bound if a history does not tell them", function()
+  it("overflows by fp16 gradients only, and is a bound if their amax is not recorded", function()
     local r = record(30000, false)
     r.amax_f16 = 10                                          -- the larger gradient is in f32
     assert.same({ "good", "hidden" }, { moved(r, 4) })
@@ -101,7 +101,7 @@ describe("a policy's verdicts", function()
   local function act(action, clip, lr_mul)
     return { action = action, clip = clip or 0, lr_mul = lr_mul or 1 }
   end
-  -- steps: { known, own, run } each; returns the certainty.
+  -- steps: a list of { what is known, the policy's action, the run's }. Returns the certainty.
   local function judged(steps)
     local c = counterfactual.certainty()
     for i, s in ipairs(steps) do
@@ -118,7 +118,7 @@ describe("a policy's verdicts", function()
     assert.is_nil(counterfactual.why_text(c))
   end)
 
-  it("are bounds after another update, and later skips no longer count", function()
+  it("are bounds after an update that differs from the run's; later skips do not count", function()
     for _, own in ipairs { act(SKIP), act(RETRY), act(STEP, 1), act(STEP, 0, 0.5) } do
       local c = judged { { "exact", STEP, STEP }, { "exact", own, STEP }, { "exact", SKIP, SKIP },
         { "exact", SKIP, SKIP } }
@@ -141,7 +141,7 @@ describe("a policy's verdicts", function()
     assert.equal("at least 1", counterfactual.count_text(c, 1))
   end)
 
-  it("count nothing after a step of which nothing is known", function()
+  it("count no skip from the first step that is only a bound", function()
     local c = judged { { "bound", SKIP, SKIP }, { "exact", SKIP, SKIP } }
     assert.equal(0, c.least)
     assert.equal(0, c.from)

@@ -116,7 +116,7 @@ describe("an error in the script", function()
     assert.equal(12, job {}:run().steps)
   end)
 
-  it("leaves a trainer that keeps running", function()
+  it("leaves a trainer that can be run again", function()
     local fail = true
     local trainer = job { run = folder .. "/a", on_step = function(t)
       if fail and t.steps_done == 5 then error("once") end

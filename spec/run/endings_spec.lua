@@ -76,7 +76,7 @@ describe("a signal to a run", function()
     end)
   end
 
-  it("that warns does not cut the ending short when it is repeated", function()
+  it("that is a warning, such as USR1, does not cut the ending short when repeated", function()
     local run = folder .. "/r"
     local code, err = sent(kill("XCPU", "USR1", "XCPU", "TERM"), job(run, "1000000000", "0.5"))
     assert.equal(128 + 24, code, err)
@@ -168,8 +168,8 @@ it("a picture that gnuplot does not draw is an error, also with an old one in it
 end)
 
 describe("results that cannot be written", function()
-  -- The output of a command and "code N". It goes through a pipe, because a limit on the size of
-  -- files also holds for the file of stderr.
+  -- The output of a command, then "code N". The output goes through a pipe, because the limit on
+  -- the size of files would also apply to a file that holds it.
   local function piped(command)
     return helper.shell(("{ %s; echo code $?; } 2>&1 | cat"):format(command)).out
   end

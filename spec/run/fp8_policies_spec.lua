@@ -43,7 +43,7 @@ end
 local function events(kind, run)
   return with(run or folder .. "/run", function(h) return h:events(kind) end)
 end
--- The moves of layers in a run, a line "step path=rung ..." each. last: later steps are left out.
+-- The moves of layers in a run, as lines "step path=rung ...", one a step; up to the step `last`.
 local function moves(kind, run, last)
   local lines = {}
   for _, e in ipairs(events(kind or "layers", run)) do
@@ -87,7 +87,7 @@ describe("swapping a policy of FP8 layers", function()
         run = folder .. "/run", resume = "auto" }
       assert.equal(resumed, swapped)
       assert.not_equal(plain, swapped)
-      -- the script still asks for the first policy; the checkpoint brings the second
+      -- the script still names the first policy; the checkpoint restores the second
       helper.shell(("rm -r %s/swapped/checkpoints/step-00000008"):format(folder))
       local after, again = job { base = base, fp8 = fp8, run = folder .. "/swapped",
         resume = "auto" }
@@ -172,7 +172,7 @@ describe("swapping a policy of FP8 layers", function()
     end)
   end)
 
-  it("of several replaces the one of the same name", function()
+  it("replaces, of several policies, the one of the same name", function()
     job({ base = "fp8_current", fp8 = { policy = { "fp8_delayed", "fp8_fallback" } } },
       function(t, step)
       if step ~= 2 then return end
@@ -279,7 +279,7 @@ describe("a policy of FP8 layers", function()
       assert.matches("it failed 8 times: .*" .. text:gsub("%p", "%%%0"), t.shadows:lines()[1])
     end)
 
-    it(name .. " is one line of a replay", function()
+    it(name .. " is reported by a replay", function()
       job { base = "fp8_current", run = folder .. "/run" }
       local r = engine.replay.run(engine.replay.trace(folder .. "/run"), source)
       assert.equal(8, r.failures)
@@ -287,7 +287,7 @@ describe("a policy of FP8 layers", function()
       assert.matches("failed", engine.replay.table { r })
     end)
 
-    it(name .. " as the run's own leaves the weights as without it", function()
+    it(name .. " as the run's own leaves the weights as they are without it", function()
       local weights, t = job { base = "fp8_current", fp8 = { policy = source } }
       assert.equal(plain, weights)
       assert.equal(8, t.policy_errors)
@@ -311,7 +311,7 @@ end)
 
 describe("a shadow of FP8 layers", function()
   for base, moving in pairs(MOVING) do
-    it("changes nothing, and decides as a live policy as long as they agree: " .. base, function()
+    it("changes nothing, and decides as the live policy until updates differ: " .. base, function()
       local plain = job { base = base }
       local weights, t = job { base = base, shadow = { moving, "dynamic" },
         run = folder .. "/shadow" }
@@ -424,7 +424,7 @@ describe("a replay of a policy of FP8 layers", function()
     assert.same(peaks[1], peaks[2])
   end)
 
-  it("follows swaps of the run, and labels what comes after another verdict", function()
+  it("follows swaps of the run, and marks what comes after another verdict as a bound", function()
     job({ fp8 = { policy = MOVING.nvfp4 }, run = folder .. "/run" }, function(t, step)
       if step == 4 then assert(t.policy:swap(OTHER.nvfp4)) end
     end)

@@ -150,7 +150,7 @@ describe("swapping a policy", function()
     assert.equal(64, trainer.policy:scale())
   end)
 
-  it("works for a class and back", function()
+  it("works to a loss scaler class and back", function()
     local Half = { update = function() end, get_scale = function(self) return self.scale end,
       set_scale = function(self, x) self.scale = x / 2 end, scale = 4 }
     engine.register_loss_scaler("half", Half)
@@ -284,7 +284,7 @@ describe("a checkpoint", function()
     assert.equal(whole, first:gsub("\n%d+ULL$", "") .. "\n" .. second)
   end)
 
-  it("resumes with a policy given as source, which was swapped in for such a one", function()
+  it("resumes with a policy given as source that replaced another such policy", function()
     local function inline(scale) return { source = ([[return { options = { init_scale = %d },
       decide = function() return %d end }]]):format(scale, scale) } end
     trace({ steps = 4, run = folder .. "/run", policy = inline(4) }, function(t, step)
@@ -305,7 +305,7 @@ describe("a checkpoint", function()
     assert.equal(inline(2).source, other.policy.source)
   end)
 
-  it("yields when the script asks for another policy than before", function()
+  it("yields to the script if it names another policy than before", function()
     trace({ steps = 4, run = folder .. "/run", policy = "static:loss_scale=1024" },
       function(t, step) if step == 2 then t.policy:swap("deepspeed") end end)
     local _, trainer = trace { steps = 8, run = folder .. "/run", resume = "auto",

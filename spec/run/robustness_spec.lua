@@ -240,7 +240,7 @@ describe("gradients in Lua", function()
     pass(custom())
   end)
 
-  it("that record while backward runs record nothing", function()
+  it("that switch recording on during backward record nothing", function()
     pass(custom(nil, function(_, dy)
       C.eng_grad_enabled(true)
       local z = engine.rand(2):requires_grad(true)

@@ -62,7 +62,7 @@ local function events(run, kind)
 end
 
 describe("a rollback", function()
-  it("returns weights, moments, random numbers and data, and leaves out data", function()
+  it("restores weights, moments, random numbers and the data's place, and skips data", function()
     local run = folder .. "/a"
     local trainer = job { run = run, steps = 45, policy = policy(34,
       "back = 10, skip = 3, lr_mul = 0.5, reason = 'try'") }
@@ -112,7 +112,7 @@ describe("a rollback", function()
     end
   end)
 
-  it("is refused without a checkpoint, without a run, and when there were enough", function()
+  it("is refused without a checkpoint, without a run, and after `rollbacks` of them", function()
     local source = [[return { options = { init_scale = 8 },
       decide = function(state, record)
         if record.step % 10 == 5 then return { scale = 8, action = "rollback", back = 2 } end
@@ -183,7 +183,7 @@ describe("policy spike", function()
     return sum, trainer.rollbacks_made
   end
 
-  it("recovers from data under which a run without it stays bad", function()
+  it("recovers from bad data, unlike a run without the policy", function()
     local options = { init_scale = 1, warmup = 30, back = 20, leave_out = 40, skips = 2,
       patience = 4 }
     local good, times = loss_after("spike", "spike", options)

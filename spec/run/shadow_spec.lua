@@ -119,7 +119,7 @@ describe("a shadow", function()
     refused({ a = "dynamic" }, "expected shadow to be a list, such as { \"dynamic\", ")
   end)
 
-  it("asks for the statistics it needs", function()
+  it("gets the statistics it needs", function()
     local source = [[return { name = "h", needs = { "amax", "hist", "tensors" },
       options = { init_scale = 4 },
       decide = function(s, r)
@@ -170,7 +170,7 @@ describe("a shadow", function()
     assert.matches("at least 1, about 1000 of 1000", lines[3], 1, true)
   end)
 
-  it("is exact while its updates are the run's, and those verdicts come true", function()
+  it("is exact while its updates are the run's, and equals a live run until then", function()
     local losses, skips = {}, {}
     local function keep(list) return function(_, r, v)
       table.insert(list, ("%.17g %s"):format(r.loss, v:what()))

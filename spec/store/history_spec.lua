@@ -293,7 +293,7 @@ describe("history", function()
     assert.are.equal("f32", h:parameters()[2].gradient)
   end)
 
-  it("tells a shadow's own overflows and bounds, and continues a history without them", function()
+  it("reports a shadow's own overflows and bounds, and continues a history without them", function()
     local own = ffi.new("eng_verdict")
     own.scale = 8
     for step = 0, 9 do append(h, step) end
@@ -447,14 +447,14 @@ describe("a damaged history", function()
     h:close()
   end)
 
-  it("whose blocks count what no run can have is refused where they are summed", function()
+  it("whose blocks hold impossible counts is refused where they are summed", function()
     after("UPDATE blocks SET rows = -9e999")
     local h = history.open(dir)
     fails("is damaged: the blocks' 'rows' sum to -inf", h.totals, h)
     h:close()
   end)
 
-  it("whose tables have lost their keys gives one line for values that keys exclude", function()
+  it("whose tables lack keys reports, in one line, values that the keys would exclude", function()
     local function reads(sql, pattern, method, ...)
       after(sql)
       local h = history.open(dir)

@@ -33,7 +33,7 @@ describe("the step", function()
     assert.equal("tensor (" .. text .. ")", tostring(x))
     assert.same({ 1, 2 }, kept:totable())
     assert.same({ 0, 0 }, first:totable())
-    -- an error does not leave recording off
+    -- the errors have not switched recording off
     local w = engine.tensor({ 3 }, { requires_grad = true })
     ;(w * w):sum():backward()
     assert.same({ 6 }, w.grad:totable())

@@ -213,7 +213,7 @@ describe("views of tensors", function()
     assert.same({ 4, 2, 3 }, counting(2, 1):expand(4, -1, 3).shape)
   end))
 
-  it("concat and stack join, also more than one operation takes", step(function()
+  it("concat and stack join, also more tensors than one operation takes", step(function()
     local list = {}
     for i = 1, 40 do list[i] = engine.full({ 1, i % 3 }, i) end
     local whole = engine.concat(list, 2):totable()[1]
@@ -406,7 +406,7 @@ describe("arithmetic of tensors", function()
     assert.is_true(x:to("f32") == x)
   end))
 
-  it("operations between floats and back go through every dtype", step(function()
+  it("to() keeps 0 and 1 between every pair of dtypes", step(function()
     for _, from in ipairs(ALL) do
       for _, to in ipairs(ALL) do
         assert.same({ 1, 0, 1 }, engine.tensor({ 1, 0, 1 }, from):to(to):totable(),
@@ -493,7 +493,7 @@ end)
 
 describe("compiled Lua code", function()
   -- LuaJIT reads a C field too late where it may fuse the load with its use; see base/ffi.lua.
-  it("reads the field of a tensor before it asks for the next tensor's", function()
+  it("reads a field of a tensor before it looks up the next tensor", function()
     require("jit.opt").start(3, "hotloop=2")
     local a, b = engine.zeros(2, 3), engine.zeros(3)
     local rows, wrong = {}, 0

@@ -69,7 +69,7 @@ describe("activations", function()
     end
   end)
 
-  it("are nan where an output has inf, and the kurtosis where it is constant", function()
+  it("are nan where an output has inf; of a constant output only the kurtosis is nan", function()
     local _, logs = train({ policy = made.load(READS), steps = 1, on_lost = "continue" },
       function() return engine.full({ 4, 3 }, math.huge) end)
     assert.is_true(logs.amax ~= logs.amax and logs.kurtosis ~= logs.kurtosis)

@@ -177,7 +177,7 @@ describe("a checkpointed module", function()
     net:zero_grad()
   end)
 
-  it("is named by `block`, or by a pattern of paths", function()
+  it("is chosen by \"block\", or by a pattern of module paths", function()
     local model = MODELS.bert()
     assert.has_error(function() model:checkpoint(true) end,
       'checkpoint: expected "block", a pattern of module paths or false, got true')

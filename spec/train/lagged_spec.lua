@@ -58,7 +58,8 @@ describe("lagged training", function()
     for step = 0, 22 do assert.is_true(seen.loss[step] == seen.loss[step]) end
   end)
 
-  --- Trainers of one model and optimizer, stepped by hand; `lr` may be made invalid for a step.
+  --- Returns a function that makes trainers of one model and optimizer, and a table whose first
+  --- element is the rate of the next step, which a spec may make invalid.
   local function by_hand()
     engine.seed(5)
     local model, lr = engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2,
@@ -109,7 +110,7 @@ describe("lagged training", function()
     end
   end)
 
-  it("keeps a policy that allows lagging when another is swapped in", function()
+  it("keeps its policy when one that does not allow lagging is swapped in", function()
     local folder = helper.folder()
     engine.seed(5)
     local model = engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2, layers = 1 }

@@ -110,7 +110,7 @@ describe("an optimizer written in Lua", function()
     assert.same({ 32, 32 }, w.grad:to("f32"):totable())    -- the gradient stays as it was
   end)
 
-  it("keeps the buffers that its shapes ask for, and describes itself", function()
+  it("keeps a buffer where its shape function returns a shape, and describes itself", function()
     local net = nn.sequential { nn.linear(3, 2), nn.embedding(4, 3) }
     local opt = optim.spec_inplace(net, { moments = "bf16",
       groups = { { match = "^2", how = "other" } } })

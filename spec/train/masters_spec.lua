@@ -115,7 +115,7 @@ describe("bf16 masters", function()
       trainer:run()
       return trainer.optimizer, notes
     end
-    -- the first weight, with what the compensation keeps of it unless `bare`
+    -- the first weight in f32, with its compensation added unless `bare`
     local function weight(opt, bare)
       local p = opt.list[1]
       local lost = not bare and opt:state_tensors()[p.name .. ".compensation"]

@@ -48,7 +48,8 @@ local function both(n, settings)
   return history_of("sync", n, settings), history_of("lagged", n, settings)
 end
 
--- Undoes what the lagged host does not know yet; returns the number of such rows.
+-- Subtracts from `updates` a skip that the lagged host did not know of yet; returns the number of
+-- corrected rows.
 local function settle_updates(rows)
   local changed = 0
   for i = 2, #rows do

@@ -128,7 +128,7 @@ local function model()
   return net
 end
 
--- a loss whose gradient is 1 everywhere (for all parameters, including the norm's)
+-- runs backward from a loss whose gradient is 1 in every element, without the parameter `but`
 local function ones(net, but)
   local sum
   for _, p in ipairs(net:parameters()) do
@@ -379,7 +379,7 @@ describe("the parameters of a model", function()
     near({ ["1.weight"] = -1 }, values(net))
   end)
 
-  it("outlive an optimizer given a list, too, and part of a model shares no set", function()
+  it("outlive an optimizer given a list, too; part of the model gets no set of its own", function()
     local net = model()
     do optim.sgd(net:parameters(), { lr = 1 }) end
     collectgarbage()

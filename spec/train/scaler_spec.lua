@@ -271,7 +271,7 @@ describe("scaler", function()
         opt:zero_grad()
       end)
     end
-    assert.is_true(skipped > 0, "a gradient times 2^20 does not fit fp16")
+    assert.is_true(skipped > 0, "expected an overflow of a gradient times 2^20")
     assert.is_true(scaler:get_scale() < 2 ^ 20)
     assert.are.equal(12 - skipped, opt.updates)
   end)
@@ -352,7 +352,8 @@ describe("scaler", function()
 end)
 
 describe("a registered loss scaler", function()
-  -- Reacts to the first overflow by x0.25; grows by x1.8 after an interval, up to a maximum.
+  -- Multiplies the scale by 0.25 at an overflow, and by 1.8 after `interval` good steps in a row
+  -- (up to a maximum).
   local Custom = {}
   Custom.__index = Custom
   function Custom.new(options)

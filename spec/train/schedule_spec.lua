@@ -65,7 +65,7 @@ describe("a schedule", function()
     near(0.1, s, 500)
   end)
 
-  it("is pure: the same place gives the same rate, in any order", function()
+  it("is pure: the same number of updates gives the same rate, in any order", function()
     for _, name in ipairs(NAMES) do
       local s = schedule[name] { lr = 1, warmup = 7 }
       local forward, backward = s:values(50), {}
