@@ -331,7 +331,7 @@ describe("the folders of Lua", function()
   -- The files that may load C libraries: the core, and the decoders of images.
   local LOADS = { ["lua/engine/base/ffi.lua"] = true, ["lua/engine/data/image_files.lua"] = true }
 
-  it("load C libraries and declare C functions only in these files", function()
+  it("load C libraries only in ffi.lua and image_files.lua", function()
     for _, path in ipairs(lua_files) do
       local code = code_of(path)
       if not LOADS[path] then

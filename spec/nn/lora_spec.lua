@@ -188,7 +188,7 @@ describe("nn.lora", function()
     local again = lora.load(llama(), folder .. "/llama")
     assert.equal(3, again.blocks[1].attn.qkv._lora.rank)
     assert.equal(0, difference(logits(model, ids), logits(again, ids)))
-    -- an adapter of q and v as PEFT trains it: each has its own A, and k has none
+    -- an adapter of q and v as PEFT trains it: each has its own A; k has no adapter
     local parts = {}
     for part, rows in pairs { ["self_attn.q_proj"] = 32, ["self_attn.v_proj"] = 16 } do
       parts[name(part, "lora_A.weight")] = engine.randn(3, 32):keep()
