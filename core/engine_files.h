@@ -151,6 +151,9 @@ eng_status eng_history_open(eng_history **out, const char *path, bool write);
 /// Commits queued rows and closes. Frees the history whatever the status. NULL is allowed. Errors:
 /// IO (rows of this run were lost, now or earlier).
 eng_status eng_history_close(eng_history *history);
+/// The same for a garbage collector, which runs between a failed call and the reading of its error:
+/// reports nothing and keeps the thread's error text.
+void       eng_history_free(eng_history *history);
 
 /// If the writing thread fails (disk full), the next append reports this once, as IO. Its row is
 /// still queued and is written when the disk has room again. When the queue is full, rows are

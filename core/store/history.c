@@ -18,7 +18,7 @@ static pthread_mutex_t open_lock = PTHREAD_MUTEX_INITIALIZER;
 static void close_all(void)
 {
   while (open_histories != NULL && open_histories->process == getpid())
-    eng_history_close(open_histories);
+    eng_history_free(open_histories);
 }
 
 static void enlist(eng_history *history)
@@ -94,30 +94,45 @@ static eng_status moved_error(const eng_history *history)
     history->path);
 }
 
+/// Writes what is queued and ends the writer thread.
+static void stop_writer(eng_history *history)
+{
+  delist(history);
+  pthread_mutex_lock(&history->lock);
+  history->stop = true;
+  pthread_cond_signal(&history->wake);
+  pthread_mutex_unlock(&history->lock);
+  pthread_join(history->thread, NULL);
+  pthread_cond_destroy(&history->wake);
+  pthread_cond_destroy(&history->done);
+  pthread_mutex_destroy(&history->lock);
+}
+
+/// What the run must know about its finished history: rows that never reached the file.
+static eng_status outcome(const eng_history *history)
+{
+  const int64_t lost = (int64_t)(history->appended - history->committed) + history->dropped +
+                       history->lost;
+  if (lost > 0)
+    return error_set(ENG_ERR_IO, "history %s: %lld rows are lost: %s", history->path,
+                     (long long)lost, history->trouble);
+  return history->moved ? moved_error(history) : ENG_OK;
+}
+
 eng_status eng_history_close(eng_history *history)
 {
-  if (history == NULL) return ENG_OK;
-  if (history->process != getpid()) return ENG_OK;       // a forked child has no thread to stop
-  eng_status status = ENG_OK;
-  if (history->writing) {
-    delist(history);
-    pthread_mutex_lock(&history->lock);
-    history->stop = true;
-    pthread_cond_signal(&history->wake);
-    pthread_mutex_unlock(&history->lock);
-    pthread_join(history->thread, NULL);
-    const int64_t lost = (int64_t)(history->appended - history->committed) + history->dropped +
-                         history->lost;
-    if (lost > 0)
-      status = error_set(ENG_ERR_IO, "history %s: %lld rows are lost: %s", history->path,
-                         (long long)lost, history->trouble);
-    else if (history->moved) status = moved_error(history);
-    pthread_cond_destroy(&history->wake);
-    pthread_cond_destroy(&history->done);
-    pthread_mutex_destroy(&history->lock);
-  }
+  if (!history || history->process != getpid()) return ENG_OK;  // a forked child has no thread
+  if (history->writing) stop_writer(history);
+  eng_status status = history->writing ? outcome(history) : ENG_OK;
   destroy(history);
   return status;
+}
+
+void eng_history_free(eng_history *history)
+{
+  if (!history || history->process != getpid()) return;
+  if (history->writing) stop_writer(history);
+  destroy(history);
 }
 
 // ---- the queue

@@ -100,14 +100,20 @@ describe("a padding mask", function()
   end)
 
   it("limits attention entropies to the tokens that are not padding", function()
-    local model = made "gpt"
+    local model = made "llama"
     local attention = model.blocks[1].attn
     attention.watch_entropy = true
     for _ in engine.steps(1) do
       model(i32(IDS), { mask = i32(MASK) })
-      assert.same({ 1, 2, 13 }, attention.entropy.shape)
-      model(i32(IDS))
-      assert.same({ 3, 2, 6 }, attention.entropy.shape)
+      local packed, at = attention.entropy, 0
+      assert.same({ 1, 2, 13 }, packed.shape)
+      for r, span in ipairs(SPANS) do
+        local first, last = unpack(span)
+        local n = last - first + 1
+        model(i32 { { unpack(IDS[r], first, last) } })
+        near(flat(attention.entropy), flat(packed:slice(3, at + 1, at + n)))
+        at = at + n
+      end
     end
   end)
 

@@ -144,6 +144,14 @@ describe("too little memory", function()
     return sum
   end
 
+  local function sums(model)
+    local list = {}
+    for i, p in ipairs(model:parameters()) do
+      list[i] = ("%.17g"):format((p.tensor * p.tensor):sum():item())
+    end
+    return list
+  end
+
   it("at any moment of a step leaves the weights unchanged, an empty step and a clean tape",
     function()
     for _, recipe in ipairs { "fp32", "fp16" } do
@@ -151,7 +159,7 @@ describe("too little memory", function()
       local model, opt = engine.nn.gpt { vocab = 256, context = 16, width = 32, heads = 2,
         layers = 2 }, nil
       local data = engine.data.text { text = TEXT, batch = 4, context = 16 }
-      local base, failures, successes = reserved(), 0, 0
+      local base, failures, successes, weights = reserved(), 0, 0, nil
       for k = 1, 120 do
         engine.memory { limit = base + 25000 * k }
         local good, message = pcall(function()
@@ -170,12 +178,12 @@ describe("too little memory", function()
         assert.equal(0, C.eng_tape_length())
         assert.equal(0, engine.memory().step.used)
         assert.equal(0, engine.memory().scratch.used)
+        engine.memory { limit = 0 }
+        local now = sums(model)
+        if not good and weights then assert.same(weights, now) end
+        weights = now
       end
-      engine.memory { limit = 0 }
       assert.is_true(failures > 10 and successes > 10, failures .. " " .. successes)
-      for _, p in ipairs(model:parameters()) do
-        assert.is_true(math.abs(p.tensor:sum():item()) < 1e9)
-      end
     end
   end)
 

@@ -248,6 +248,7 @@ describe("gradients in Lua", function()
       return dy
     end))
     C.eng_grad_enabled(true)
+    assert.equal(0, C.eng_tape_length())
   end)
 
   it("report what they must return", function()

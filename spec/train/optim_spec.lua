@@ -286,6 +286,16 @@ describe("an update", function()
     net[1]:freeze()
     local opt = optim.sgd(net, { lr = 1 })
     assert.equal(3, #opt.list)
+    local before = {}
+    for i, p in ipairs(net:parameters()) do before[i] = p.tensor:totable() end
+    ones(net)
+    opt:step()
+    local frozen = net[1]
+    for i, p in ipairs(net:parameters()) do
+      local own = p.tensor == frozen.weight or p.tensor == frozen.bias
+      if own then assert.same(before[i], p.tensor:totable(), p.name)
+      else assert.are_not.same(before[i], p.tensor:totable(), p.name) end
+    end
     net[1]:freeze(false)
     assert.equal(5, #net:parameters())
   end)

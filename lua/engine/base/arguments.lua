@@ -103,6 +103,17 @@ function M.want_list(v, name, what, example)
   end
 end
 
+local MOST_IN_BATCH = 2 ^ 28         -- elements
+
+--- Raises an error if a batch of data.`kind`, `rows` rows of `width` elements, is too large. unit:
+--- what the elements are, for the message.
+function M.want_batch(kind, rows, width, unit)
+  if rows * width > MOST_IN_BATCH then
+    raise("data.%s: a batch of %d rows of %d %s is too large; expected at most %d %s", kind, rows,
+      width, unit, MOST_IN_BATCH, unit)
+  end
+end
+
 --- The arguments of f(1, 2, 3) or of f { 1, 2, 3 } as a list, and their count. Entries may be nil.
 function M.numbers(...)
   local first = ...

@@ -133,8 +133,14 @@ local function programs()
   end
 end
 
-return {
-  doc = "what this machine offers, and what is missing",
+return require("engine.cli.options").command {
+  name = "doctor", doc = "what this machine offers, and what is missing", most = 0,
+  help = [==[
+usage: engine doctor
+
+Prints what this machine offers: processor, memory, LuaJIT, libraries, programs, cards and ranks.
+Each line begins with ok, missing or note, and says what to do about what is missing. The exit
+status is 1 if something is missing that the engine needs.]==],
   main = function()
     cpu()
     memory()

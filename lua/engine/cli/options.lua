@@ -3,6 +3,7 @@
 --   return options.command {
 --     name = "plot", doc = "one line for `engine help`", help = [==[usage: engine plot RUN ...]==],
 --     options = { columns = "list", svg = "text", log = "switch" }, short = { o = "svg" },
+--     most = 1,                        -- the most words it takes (0 or 1); without it, any number
 --     main = function(given) return exit_code end,     -- given.words, given.columns, given.log ...
 --   }
 -- Kinds: "text", "number" (an expression such as 2^12), "list" (a,b,c), "texts" (may be repeated),
@@ -107,6 +108,11 @@ function M.command(spec)
     local words = { ... }
     local good, result = pcall(function()
       local given = M.parse(words, spec)
+      local words = given.words
+      if spec.most and #words > spec.most then
+        fail("expected %s, got '%s'; see engine help %s", spec.most == 0 and "no arguments"
+          or "one argument", words[spec.most + 1], spec.name)
+      end
       if not given.help then return spec.main(given) end
       print(spec.help)
     end)

@@ -15,8 +15,8 @@ run (engine help attach), run as its shadows (shadow=NAME) and replayed.
   engine replay runs/a --policy dynamic                   what it would have done on a recorded run
 
 policies/README.md explains how to write one. Name your own file by its path: policy=./mine.lua]==],
-  main = function(given)
-    if #given.words > 0 then options.fail("expected no arguments, got '%s'", given.words[1]) end
+  most = 0,
+  main = function()
     local policy = require "engine.policy.policy"
     for _, kind in ipairs { "scale", "fp8" } do
       local rows = {}

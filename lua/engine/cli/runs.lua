@@ -5,7 +5,7 @@ local show = require "engine.base.show"
 local help = [==[
 usage: engine runs [FOLDER] [--json]
 
-Lists the runs under runs/ (or FOLDER), oldest first: steps, the last loss and loss scale, steps
+Lists the runs under runs/ (or FOLDER, also a contest's name), oldest first: steps, the last loss and loss scale, steps
 without an update, the policy, when the run began, how long it took and how it ended.
 
   engine runs
@@ -67,12 +67,7 @@ local function table_of(list, dir)
 end
 
 local function main(given)
-  if #given.words > 1 then options.fail("expected one folder, got %d", #given.words) end
-  local dir = given.words[1] or "runs"
-  if given.words[1] and not require("engine.base.file").is_folder(dir) then
-    options.fail("there is no folder %s", dir)
-  end
-  local list = require("engine.run.runs").list(dir)
+  local list, dir = require("engine.run.runs").list(given.words[1])
   if given.json then
     for _, run in ipairs(list) do print(require("engine.base.json").plain(run)) end
     return 0
@@ -83,14 +78,13 @@ end
 
 local command = options.command {
   name = "runs", doc = "the runs under runs/: steps, loss, scale, skipped, policy, how each ended",
-  help = help, options = { json = "switch" }, main = main,
+  help = help, options = { json = "switch" }, most = 1, main = main,
 }
 
 --- The runs of a folder (default "runs"), newest last, as runs.list returns them. The list prints
 --- as the table of `engine runs`.
-function command.list(dir)
-  dir = dir or "runs"
-  local list = require("engine.run.runs").list(dir)
+function command.list(folder)
+  local list, dir = require("engine.run.runs").list(folder)
   return setmetatable(list, { __tostring = function() return table_of(list, dir) end })
 end
 

@@ -1,10 +1,8 @@
 -- engine version
 local host = require "engine.host"
 
-return {
-  doc = "the versions of the engine and of LuaJIT",
-  main = function()
-    print(("engine %s -- %s"):format(host.version, host.luajit))
-    return 0
-  end,
+return require("engine.cli.options").command {
+  name = "version", doc = "the versions of the engine and of LuaJIT", most = 0,
+  help = "usage: engine version\n\nPrints the versions of the engine and of LuaJIT.",
+  main = function() print(("engine %s -- %s"):format(host.version, host.luajit)) end,
 }

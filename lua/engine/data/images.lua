@@ -67,8 +67,11 @@ function M.open(o, example)
   for i = math.floor(n * o.from), math.floor(n * o.to) - 1 do
     chosen[#chosen + 1] = list[order.permute(i, n, 0, 0) + 1]
   end
-  if #chosen == 0 then
+  if n == 0 then
     raise("data.images: there are no images in %s; expected a folder for each class", o.path)
+  elseif #chosen == 0 then
+    raise("data.images: from = %g, to = %g chooses none of the %d images in %s", o.from, o.to, n,
+      o.path)
   end
   local mean, std = per_channel(o.mean, o.channels, "mean"), per_channel(o.std, o.channels, "std")
   return { kind = "images", batch = o.batch, seed = o.seed, shuffle = o.shuffle,

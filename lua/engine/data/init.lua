@@ -137,7 +137,6 @@ end
 
 -- ------------------------------------------------------------------ windows of tokens
 
-local MOST = 2 ^ 28                -- elements of a batch
 local OF_STEP = { keep = false }   -- a batch lives as long as its step, even outside engine.steps
 
 -- Windows of T+1 tokens from `tokens` (a pointer to n tokens). With shuffling, each epoch cuts the
@@ -149,10 +148,7 @@ local function windows(o, kind, tokens, n, keep)
   if n < T + 1 then
     raise("data.%s: %d tokens are too few for a context of %d, which needs %d", kind, n, T, T + 1)
   end
-  if B * T > MOST then
-    raise("data.%s: a batch of %d rows of %d tokens is too large; expected at most %d tokens", kind,
-      B, T, MOST)
-  end
+  arguments.want_batch(kind, B, T, "tokens")
   local pieces = math.floor((n - 1) / T)
   local slack = n - 1 - pieces * T  -- spare tokens: an epoch may start at any of them
   local x, y = ffi.new("int32_t[?]", B * T), ffi.new("int32_t[?]", B * T)
@@ -283,10 +279,7 @@ local function rows(o, kind, x, y, n)
   for _, size in ipairs(x.shape) do width = width * size end
   for _, size in ipairs(y.shape) do y_width = y_width * size end
   if n < 1 then raise("data.%s: there are no rows", kind) end
-  if B * math.max(width, y_width) > MOST then
-    raise("data.%s: a batch of %d rows of %d elements is too large; expected at most %d elements",
-      kind, B, math.max(width, y_width), MOST)
-  end
+  arguments.want_batch(kind, B, math.max(width, y_width), "elements")
   local bx, by = ffi.new("double[?]", B * width), ffi.new("double[?]", B * y_width)
   local x_options, y_options = { dtype = x.dtype, keep = false }, { dtype = y.dtype, keep = false }
   return loader {
@@ -459,6 +452,7 @@ function M.images(given)
     raise("data.images: expected channels to be 1 or 3, got %s", value_text(o.channels))
   end
   want_share("images", o)
+  arguments.want_batch("images", o.batch, o.channels * o.size ^ 2, "pixels")
   return loader(images.open(o, example))
 end
 

@@ -4,6 +4,7 @@
 --
 -- The position is an epoch, a place in its order of the documents, and a token of that document.
 -- Made by init.lua.
+local arguments = require "engine.base.arguments"
 local M_ffi = require "engine.base.ffi"
 local order = require "engine.data.order"
 local position = require "engine.data.position"
@@ -14,7 +15,6 @@ local ffi, raise = M_ffi.ffi, M_ffi.raise
 local M = {}
 
 local IGNORED = -100                 -- cross_entropy's ignore_index
-local MOST = 2 ^ 28                  -- tokens of a batch
 local OF_STEP = { keep = false }     -- a batch lives as long as its step, even outside engine.steps
 
 local Packed = {}
@@ -151,10 +151,7 @@ end
 function M.new(kind, documents, o, sequences)
   local records = documents.records
   local size = o.batch * sequences * o.context
-  if size > MOST then
-    raise("data.%s: a batch of %d rows of %d tokens is too large; expected at most %d tokens", kind,
-      o.batch * sequences, o.context, MOST)
-  end
+  arguments.want_batch(kind, o.batch * sequences, o.context, "tokens")
   return setmetatable({ kind = kind, documents = documents, batch = o.batch, context = o.context,
     seed = o.seed, shuffle = o.shuffle, pack = o.pack, examples = records.n, sequences = sequences,
     end_token = documents.end_token, pad = documents.end_token or 0, files = records:identity(),

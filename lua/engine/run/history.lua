@@ -50,7 +50,7 @@ function M.open(path, options)
   local file = files.is_folder(path) and path .. "/history.db" or path
   local out = ffi.new("eng_history *[1]")
   check(C.eng_history_open(out, file, write))
-  return setmetatable({ path = file, handle = ffi.gc(out[0], C.eng_history_close) }, write
+  return setmetatable({ path = file, handle = ffi.gc(out[0], C.eng_history_free) }, write
     and Writing or History)
 end
 

@@ -5,10 +5,29 @@ local files = require "engine.base.file"
 
 local M = {}
 
---- A hint for the name of a run that does not exist: the nearest name under runs/.
+-- Where a name may be: a path, or a folder under runs/.
+local function places(text) return { text, "runs/" .. text } end
+
+-- The names of the folders in `dir` that hold a run.
+local function names_in(dir)
+  local names = {}
+  for _, name in ipairs(files.names(dir) or {}) do
+    if files.exists(dir .. "/" .. name .. "/history.db") then names[#names + 1] = name end
+  end
+  return names
+end
+
+--- A hint for a run that does not exist: the nearest name under runs/, or, if `text` names a folder
+--- of runs (a contest), how to list them.
 function M.hint(text)
-  local known = files.names "runs" or {}
-  return require("engine.base.nearest").hint(text:match("([^/]*)/*$"), known) ..
+  for _, dir in ipairs(places(text)) do
+    local name = names_in(dir)[1]
+    if name then
+      return ("; %s is a folder of runs; hint: `engine runs %s` lists them, and %s/%s names one")
+        :format(dir, dir, dir, name)
+    end
+  end
+  return require("engine.base.nearest").hint(text:match("([^/]*)/*$"), names_in "runs") ..
     "; hint: `engine runs` lists them"
 end
 
@@ -16,8 +35,10 @@ end
 --- such run, raises an error that suggests the nearest name.
 function M.find(text)
   M_ffi.expect(type(text) == "string", text, "expected the name or the directory of a run")
-  if files.is_file(text) or files.exists(text .. "/history.db") then return text end
-  if files.exists("runs/" .. text .. "/history.db") then return "runs/" .. text end
+  if files.is_file(text) then return text end
+  for _, dir in ipairs(places(text)) do
+    if files.exists(dir .. "/history.db") then return dir end
+  end
   error(("there is no run '%s'%s"):format(text, M.hint(text)), 0)
 end
 
@@ -92,19 +113,22 @@ function M.info(path, history)
   return info
 end
 
---- The runs of a folder (default "runs"), newest last.
-function M.list(dir)
-  dir = dir or "runs"
-  local list = {}
-  for _, name in ipairs(files.names(dir) or {}) do
-    local path = dir .. "/" .. name
-    if files.exists(path .. "/history.db") then list[#list + 1] = M.info(path) end
+--- The runs of a folder (default "runs"), newest last, and the folder: `text` or runs/`text`. A run
+--- in the place of a folder is the only one of its list. Raises if there is no such folder.
+function M.list(text)
+  local dir = text or "runs"
+  if text and not files.is_folder(text) then
+    dir = "runs/" .. text
+    if not files.is_folder(dir) then error(("there is no folder %s"):format(text), 0) end
   end
+  local list = {}
+  if files.exists(dir .. "/history.db") then list[1] = M.info(dir) end
+  for _, name in ipairs(names_in(dir)) do list[#list + 1] = M.info(dir .. "/" .. name) end
   table.sort(list, function(a, b)
     if (a.created or 0) ~= (b.created or 0) then return (a.created or 0) < (b.created or 0) end
     return a.name < b.name
   end)
-  return list
+  return list, dir
 end
 
 return M

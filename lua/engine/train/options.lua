@@ -74,7 +74,11 @@ local OPTIONAL = {
   { "state", "a table", is "table" }, { "config", "a table", is "table" },
   { "evaluate", "{ data = a loader, every = steps, batches = how many (10) }",
     function(v)
-      return type(v) == "table" and type(v.data) == "table" and v.data.next and whole(v.every)
+      if type(v) ~= "table" then return false end
+      for key in pairs(v) do
+        if key ~= "data" and key ~= "every" and key ~= "batches" then return false end
+      end
+      return type(v.data) == "table" and v.data.next and whole(v.every)
         and (v.batches == nil or whole(v.batches))
     end },
   { "log", "line, json or quiet", one_of "line json quiet" },
