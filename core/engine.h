@@ -311,17 +311,16 @@ typedef struct eng_fp8_role {
 /// How a product of a layer sums along K: `accumulator` and `promotion` as in fp8_matmul.
 /// high: 1: computed in high precision; allowed only for the forward product of microscaling.
 /// hadamard: both factors are transformed along the summed dimension before they are quantized, as
-/// by the operation hadamard with n = hadamard (0: not), and ENG_FP8_SIGNS_* as signs; only
-/// microscaling.
+/// by the operation hadamard with n = hadamard (0: no transform) and signs drawn as `signs`
+/// (ENG_FP8_SIGNS_*) says; only microscaling.
 typedef struct eng_fp8_product {
   int32_t accumulator, promotion, high, hadamard, signs;
 } eng_fp8_product;
 /// How a layer computes in FP8: a role for each of its tensors, a product for each of its passes.
-/// backward: only microscaling, for both x and w or neither (mx = 0). Each backward pass quantizes
-/// the values that the forward product read again, as this role says, for the backward product. The
-/// gradients of these values pass through the gates of mx_quantize and the forward product's
-/// Hadamard transform. Without it, the originals of x and w are quantized for the backward
-/// products.
+/// backward: only microscaling, for both x and w or neither (mx = 0). With it, the backward
+/// products read the values that the forward product read, quantized a second time by backward[];
+/// the gradients of these values pass through the gates of mx_quantize and the forward product's
+/// Hadamard transform. Without it, the backward products read x and w themselves, quantized.
 typedef struct eng_fp8_recipe {
   eng_fp8_role role[3];               // ENG_FP8_X, W, DY
   eng_fp8_role backward[2];           // ENG_FP8_X, W
@@ -532,7 +531,7 @@ enum { ENG_SGD = 0, ENG_ADAM = 1, ENG_ADAMW = 2, ENG_LION = 3 };
 
 /// How an update rounds new weights to bf16 masters. nearest: to even. stochastic: by 16 random
 /// bits that are a function of the seed, eng_update.draw, the parameter and the element. kahan: to
-/// nearest; what that loses is kept in bf16 and added to the weight in the next update.
+/// nearest; the rounding error is kept in bf16 and added to the weight in the next update.
 enum { ENG_ROUND_NEAREST = 0, ENG_ROUND_STOCHASTIC = 1, ENG_ROUND_KAHAN = 2 };
 
 /// Hyperparameters of one group of parameters. An optimizer ignores the fields it does not use.
@@ -575,12 +574,12 @@ typedef struct eng_update {
   double  update_clip;          // limit on the norm of the change of all weights; 0: none
   double  spike_clip;           // adam, adamw: g becomes sign(g) sqrt(spike_clip v) where g^2 >
                                 // spike_clip v, with v before the update; 0: off
-  // Set by eng_optimizer_step for update_clip. factor: on the change of the weights; dry: 1 for the
-  // pass that computes norms and writes nothing.
+  // Set by eng_optimizer_step for update_clip. factor: multiplies the change of the weights; dry: 1
+  // for the pass that computes norms and writes nothing.
   double  factor;
   int32_t dry;
-  // Of bf16 masters. rounding: set by eng_optimizer_step. draw: the number of this update for its
-  // random numbers, which no other update has. Lagged: ignored; the device counts.
+  // For bf16 masters. rounding: set by eng_optimizer_step. draw: a number that no other update has;
+  // it determines the random bits. Lagged: ignored; the device counts.
   int32_t rounding;
   int64_t draw;
 } eng_update;
@@ -675,7 +674,7 @@ void eng_trap(bool on);
 void eng_trap_module(int module);
 enum { ENG_TRAP_INPUTS = 6, ENG_TRAP_OUTPUTS = 3 };
 /// A tensor at the moment of the finding. `text`: dtype and shape; `name`: the parameter's name, or
-/// "" if the tensor is no parameter. count 0: the input is absent, or is not floating-point.
+/// "" if the tensor is not a parameter. count 0: the input is absent, or is not floating-point.
 typedef struct eng_trap_tensor {
   char    name[96], text[80];
   int64_t count, inf, nan;
@@ -698,7 +697,7 @@ typedef struct eng_trap_site {
 bool eng_trap_found(eng_trap_site *out, bool nan, bool backward);
 
 /// Which instruction set the CPU kernels use: "avx512", "avx2" or "plain"; `force`: the set to use
-/// from now on, NULL: only asks. Returns NULL, with an error, if the machine lacks that set.
+/// from now on, NULL: no change. Returns NULL, with an error, if the machine lacks that set.
 const char *eng_cpu_isa(const char *force);
 /// How bf16 products are computed here: "AMX" (oneDNN), "pairs" (AVX-512 BF16, where it is twice as
 /// fast as f32) or "f32". The first two treat subnormal bf16 as zero. With "pairs", attention also

@@ -155,10 +155,10 @@ eng_status eng_history_close(eng_history *history);
 /// reports nothing and keeps the thread's error text.
 void       eng_history_free(eng_history *history);
 
-/// If the writing thread fails (disk full), the next append reports this once, as IO. Its row is
-/// still queued and is written when the disk has room again. When the queue is full, rows are
-/// dropped, and an event 'history' records how many. A run can continue after the error.
-/// One row in `steps`. `tokens`: tokens this step trained on.
+/// Appends one row to `steps`. `tokens`: tokens this step trained on. Errors of this and the
+/// following appends: IO, once, if the writing thread has failed (disk full). The row is still
+/// queued and is written when the disk has room again, so a run can continue after the error. When
+/// the queue is full, rows are dropped, and an event 'history' records how many.
 eng_status eng_history_step(eng_history *history, const eng_record *record,
                             const eng_verdict *verdict, double tokens);
 /// One row in `tensor_stats`: statistics of tensors 0..n-1 in parameter order.
@@ -173,7 +173,7 @@ eng_status eng_history_shadow(eng_history *history, int64_t step, const char *na
 /// amax, least, scale_min, scale_max (without the loss scale), count; and what a replay of a policy
 /// reads: peak (the largest magnitude of all elements, not only of the measured ones; inf or nan if
 /// an element is), power (the sum of squares) and asked (the amax by which the policies scale the
-/// role in the next step, 0: by its own, NaN: no policy can).
+/// role in the next step; 0: the measured amax; NaN: policies cannot set this role's scale).
 eng_status eng_history_fp8(eng_history *history, int64_t step, const char *site, const char *role,
                            const double value[12]);
 /// A value that the script published as `name` (record.signals), in `signals`. Writes a row only if

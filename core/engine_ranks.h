@@ -160,7 +160,7 @@ void eng_parallel_own(int64_t *from, int64_t *to, const eng_parallel *parallel, 
 /// start of the first bucket to the end of the last one. waited: seconds spent waiting in
 /// eng_parallel_finish. held: seconds for which backward waited for memory that other buckets used.
 /// record: seconds of the record's message. weights: seconds of distributing updated weights (zero
-/// = 3: of bringing weights), with weight_messages and weight_bytes sent by this rank.
+/// = 3: of fetching weights), with weight_messages and weight_bytes sent by this rank.
 /// weights_memory: with zero = 3, the most bytes of weights and low-precision weights that this
 /// rank had at one time since eng_parallel_leave.
 typedef struct eng_parallel_facts {

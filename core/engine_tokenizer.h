@@ -53,7 +53,7 @@ enum {
 };
 /// The stages of eng_tokenizer_step.
 enum { ENG_STAGE_NORMALIZE = 0, ENG_STAGE_SPLIT = 1, ENG_STAGE_DECODE = 2 };
-/// What a SPLIT does with what it finds.
+/// What SPLIT does with a match.
 enum {
   ENG_SPLIT_ISOLATED = 0, ENG_SPLIT_REMOVED = 1, ENG_SPLIT_CONTIGUOUS = 2,
   ENG_SPLIT_WITH_PREVIOUS = 3, ENG_SPLIT_WITH_NEXT = 4

@@ -9,7 +9,7 @@
 
 #include <string.h>
 
-/// Gives a script the tensor that was made with this status; drops the tensor after an error.
+/// Passes a new tensor to the script; drops the tensor instead if `status` is an error.
 static eng_status hand_over(eng_tensor *out, tensor *x, eng_status status)
 {
   if (status == ENG_OK) *out = tensor_handle(x);

@@ -1,6 +1,6 @@
 // The backward pass: walks the nodes of the tape in reverse and runs the gradient rule of each. It
 // stops at a node with a Lua gradient, and Lua resumes it. Owns the pass and the table of rules.
-// Called by Lua, by dist/ (the watch) and by step.c.
+// Called by Lua, dist/ (the watch), step.c and trap.c.
 #include "backward.h"
 
 #include "base/error.h"
@@ -129,7 +129,7 @@ static eng_status check_unwritten(const tape_node *node)
   if (!changed) return ENG_OK;
   return error_set(
     ENG_ERR_GRADIENT,
-    "%s was modified after an operation read it; hint: write into a copy, x:keep()",
+    "%s was modified after an operation read it or computed it; hint: write into a copy, x:keep()",
     tensor_text(changed));
 }
 

@@ -2,9 +2,9 @@
 // tensors are freed when it ends, except its results and tensors of up to SMALL bytes. Before the
 // backward pass enters the segment, its operations run again with the inputs, attributes, random
 // numbers and precision of their nodes; so every tensor gets the bits that it had. An operation
-// does not run again if no gradient rule needs its outputs, or if its gradient is written in Lua:
-// the outputs of such an operation are kept. Owns nothing: tape.h has the nodes and the segment
-// that is open. Called by Lua and by backward.c.
+// does not run again if no gradient rule needs its outputs. The outputs of an operation whose
+// gradient is written in Lua are kept, so it does not run again either. Owns nothing: tape.h has
+// the nodes and the segment that is open. Called by Lua and by backward.c.
 #include "checkpoint.h"
 
 #include "base/error.h"

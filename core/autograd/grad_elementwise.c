@@ -77,7 +77,7 @@ eng_status grad_div(grad_call *g)
   return grad_emit(g, 0, da);
 }
 
-/// Emits p q dy where `test` is not 0, else 0, as the gradient of input k. `zero` is a tensor of 0.
+/// Emits p * q * dy where `test` is not 0, else 0, as the gradient of input k. zero: a tensor of 0.
 static eng_status emit_where_nonzero(grad_call *g, int k, tensor *p, tensor *q, tensor *test,
                                      tensor *zero)
 {

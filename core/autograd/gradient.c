@@ -100,8 +100,7 @@ void grad_target_failed(grad_call *g, int k, bool accumulate)
   g->call->in[k]->parameter->has_gradient = accumulate;
 }
 
-/// Replaces *x by the result of an operation and drops the tensor that it was. *x is NULL after an
-/// error.
+/// Replaces *x by the result of an operation and drops the old tensor. *x is NULL after an error.
 static eng_status replace(tensor **x, op_call c)
 {
   tensor *before = *x;

@@ -136,7 +136,7 @@ eng_status eng_graph_begin(eng_graph **out, eng_params *set, const eng_tensor *b
   graph_input input[MOST_INPUTS];
   ENG_TRY(read_inputs(input, batch, n));
   ENG_TRY(params_gradients(set));
-  // Inside the capture, every launch would round them again.
+  // Rounds the weights before the capture; inside it, every launch would round them again.
   ENG_TRY(params_round_written(set));
   eng_graph *graph = calloc(1, sizeof *graph);
   size_t some = (size_t)(set->n > 0 ? set->n : 1);

@@ -45,8 +45,8 @@ static eng_status lowered(tensor **x, int dtype)
   return op_run1(x, (op_call){.op = ENG_OP_cast, .in = {*x}, .cast = {.dtype = dtype}});
 }
 
-/// Converts the inputs of a call to the current precision. *yields: the dtype that autocast wants
-/// for out[0], or -1.
+/// Converts the inputs of a call to the current precision. *yields: the dtype that autocast
+/// prescribes for out[0], or -1.
 static eng_status apply_precision(op_call *c, int *yields)
 {
   *yields = -1;
@@ -177,9 +177,9 @@ static bool is_elementwise(op_call *c)
   }
 }
 
-/// Whether the inputs of an elementwise call have one shape and one order in memory, without gaps,
-/// other than row-major; the outputs of conv2d are an example. Sets `order` to the dimensions in
-/// that order.
+/// Whether the inputs of an elementwise call have the same shape and strides, without gaps, in an
+/// order of dimensions other than row-major, as outputs of conv2d do. Sets `order` to the dimensions
+/// in that order.
 static bool in_one_order(op_call *c, int *order)
 {
   const tensor *x = c->in[0];
@@ -224,7 +224,7 @@ static eng_status run_in_order(op_call *c, const op_shape *shape, const int *ord
   return status;
 }
 
-/// ZeRO-3: brings the weights that this rank does not hold.
+/// ZeRO-3: fetches the weights that this call reads and this rank does not hold.
 static eng_status bring_weights(const op_call *c)
 {
   for (int k = 0; k < c->n_in; k++)

@@ -58,7 +58,7 @@ const eng_precision *op_precision(void);
 eng_status op_view(op_call *call, const op_shape *shape);
 
 /// Runs an operation. A given output (non-NULL) is written in place: it must have the inferred
-/// shape and keeps its own dtype. Records the call if the tape wants it.
+/// shape and keeps its own dtype. Records the call if tape_wants returns true.
 eng_status op_run(op_call *call);
 
 /// Runs an operation with one output and a fixed number of inputs; op_run1 sets n_in.

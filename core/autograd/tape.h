@@ -13,7 +13,7 @@ typedef struct tape_node {
   // storage.writes of each input and output when the call was recorded
   uint32_t in_writes[ENG_OP_INPUTS], out_writes[ENG_OP_OUTPUTS];
   // The rest is for running the operation again (checkpoint.c). segment: the segment's first node +
-  // 1; 0: none. precision: autocast's settings. drawn: the Philox blocks drawn before.
+  // 1; 0: none. precision: autocast's settings. drawn: the number of Philox blocks drawn before.
   int32_t       segment;
   bool          chosen;
   eng_precision precision;
@@ -30,7 +30,7 @@ static inline bool tape_empty(void) { return tensor_tape_length == 0; }
 const tape_node *tape_at(int i);
 const op_call *tape_call(int i);
 /// Notes, for the node of the operation that is about to run, autocast's settings and the position
-/// in the random numbers.
+/// in the stream of random numbers.
 void tape_note(const eng_precision *precision);
 /// The segment whose operations are being recorded; 0: none. Changed by checkpoint.c.
 extern int tape_segment;

@@ -15,8 +15,8 @@ static int by_address(const void *a, const void *b)
   return x < y ? -1 : x > y;
 }
 
-/// Appends to `to` the memory of those tensors x[count] that belong to the step and are in the mask
-/// `read`. `codes` is the mask of tensors that hold FP8 codes or scales.
+/// Appends to `to` the memory of each tensor of x[count] that belongs to the step and is in the
+/// mask `read`. `codes` is the mask of tensors that hold FP8 codes or scales.
 static void take(piece *to, int *n, tensor *const *x, int count, int read, int codes)
 {
   for (int k = 0; k < count; k++)

@@ -40,7 +40,7 @@ void eng_trap_module(int module)
   int node = eng_tape_length();
   if (node == 0) n_starts = 0;             // a new tape
   if (n_starts > 0 && starts[n_starts - 1].node == node) n_starts--;
-  // without memory, the report will name an enclosing module
+  // if memory runs out, the report will name an enclosing module
   if (tape_grow((void **)&starts, n_starts, &starts_capacity, sizeof *starts) != ENG_OK) return;
   starts[n_starts++] = (module_start){node, module};
 }

@@ -185,8 +185,8 @@ eng_status file_read_at(int fd, const char *path, void *target, int64_t size, in
     if (got < 0) return io_error("read", path);
     if (got == 0)
       return error_set(ENG_ERR_IO,
-                       "%s: expected %lld bytes at byte %lld, found the end; hint: it was "
-                       "truncated after it was opened",
+                       "%s: expected %lld bytes at byte %lld, found the end; hint: the file "
+                       "was truncated after it was opened",
                        path, (long long)size, (long long)offset);
     p += got;
     offset += got;
@@ -239,7 +239,7 @@ eng_status eng_file_lock(int *lock, const char *path)
   }
   int length = snprintf(holder, sizeof holder, "%ld\n", (long)getpid());
   if (ftruncate(fd, 0) != 0 ||
-      pwrite(fd, holder, (size_t)length, 0) != length) { /* the number is only for people */
+      pwrite(fd, holder, (size_t)length, 0) != length) { /* harmless: the id is only informative */
   }
   *lock = fd;
   return ENG_OK;

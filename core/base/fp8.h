@@ -31,7 +31,7 @@ enum { E4M3_MAX_CODE = 0x7E, E5M2_MAX_CODE = 0x7B, E5M6_MAX_CODE = 0x7BF };
 #define E5M6_MAX 65024.0f
 
 /// Rounds a double to f32 "to odd": toward zero, with the lost bits marked in the last bit. A later
-/// rounding to fewer bits gives the same result as from the double.
+/// rounding to fewer bits gives the same result as rounding the double directly.
 ENG_INLINE float f32_odd_from_f64(double x)
 {
   float nearest = (float)x;

@@ -3,7 +3,7 @@
 //
 // An operand is a matrix [rows x inner] of FP8 bytes, row-major. `inner` is the dimension that the
 // product sums over: y [M x N] = x [M x K] W^T with W [N x K]. So x has M rows, W has N, and both
-// have K inner. A product that sums over another dimension (dgrad over N, wgrad over M) reads a
+// have inner = K. A product that sums over another dimension (dgrad over N, wgrad over M) reads a
 // transposed copy, a separate operand.
 //
 // A quantized value times its scale is the real value: the scale is amax / largest, not its
@@ -55,8 +55,8 @@ typedef struct fp8_scales {
 
 /// Sizes and strides of the scales of an operand [rows x inner] in blocks of any shape; 0 means the
 /// whole side. Blocks of one row have VEC128's layout, all others BLK128's. So the scales of an
-/// operand's (128, 1) blocks lie where its transpose has its VEC128 scales. `shape` [2], unless
-/// NULL, receives the shape of a row-major array of the scales.
+/// operand in (128, 1) blocks have the same layout as the VEC128 scales of its transpose. `shape`
+/// [2], unless NULL, receives the shape of a row-major array of the scales.
 ENG_INLINE fp8_scales fp8_scales_for(int64_t block_rows, int64_t block_inner, int64_t rows,
                                      int64_t inner, int64_t *shape)
 {

@@ -1,5 +1,6 @@
 // Flags that signal handlers set and the engine reads: requests to end, and SIGHUP.
-// Called by the handlers in signals.c (so nothing here may lock or allocate), op.c and the trainer.
+// Called by the handlers in signals.c (so nothing here may lock or allocate), by the loops that a
+// signal can interrupt, and by the trainer.
 #include "engine.h"
 
 #include <signal.h>

@@ -1,7 +1,7 @@
 // Microscaling, number by number: the element formats of blocks, the rules that turn a block's
 // largest magnitude into its scale, and rounding. Inline, so that gcc and nvcc compile the same
-// code. Called by the kernels of mx_quantize and mx_dequantize. The slow twin in reference_mx.c
-// computes the same in f64 by other formulas.
+// code. Called by the kernels of mx_quantize, mx_dequantize, mx_matmul and hadamard, and by fp8/.
+// The slow twin in reference_mx.c computes the same in f64 by other formulas.
 //
 //   element   bits    bias  largest      emax        scale of a block
 //   e4m3      1-4-3   7     448          8           a power of two, in ue8m0 (fp8.h)
@@ -40,8 +40,8 @@
 // Four over six (Transformer Engine's 4over6): NVFP4 with 1536 = 256 * 6 in place of 2688, whose
 // blocks choose between two scales, s6 = e4m3((a / 6) * S) and s4 = e4m3((a / 6) * S * 1.5). The
 // scale with the smaller error is used, s6 if they are equal. The error of a row of a block is the
-// sum of |code * s * g / 1536 - x|, under the rule four_over_six_mse of its square, in f32 and in
-// order. Rows of a block are added in pairs, the most distant first: of 16 rows, r and r + 8.
+// sum of |code * s * g / 1536 - x| or, under the rule four_over_six_mse, of its square, in f32 and
+// in order. Rows of a block are added in pairs, the most distant first: of 16 rows, r and r + 8.
 #pragma once
 
 #include "engine.h"
@@ -98,7 +98,7 @@ ENG_INLINE uint8_t quest_scale(double sum, double squares, int n)
 
 /// Whether elements may have no gradient under this rule.
 ENG_INLINE int mx_is_gated(int64_t rule) { return rule == ENG_MX_QUEST; }
-/// QuEST: whether an element has a gradient, from its quotient by the scale.
+/// QuEST: whether an element has a gradient. y: the element divided by its scale.
 ENG_INLINE int quest_gate(float y) { return __builtin_fabsf(y) < 6; }
 
 /// 2^-e of a ue8m0 code; NaN for 255.
@@ -109,21 +109,22 @@ ENG_INLINE float mx_inverse(uint8_t code)
                        : f32_from((uint32_t)(254 - code) << 23);
 }
 
-/// Whether blocks are scaled as in NVFP4, by one of two scales or not.
+/// mx_is_four_over_six: whether a block chooses between two scales. mx_is_nvfp4: whether blocks
+/// have ue4m3 scales and the tensor an f32 scale, as in NVFP4, four over six and MS-EDEN.
 ENG_INLINE int mx_is_four_over_six(int64_t rule)
 { return rule == ENG_MX_FOUR_OVER_SIX || rule == ENG_MX_FOUR_OVER_SIX_MSE; }
 ENG_INLINE int mx_is_nvfp4(int64_t rule)
 { return rule == ENG_MX_NVFP4 || mx_is_four_over_six(rule) || rule == ENG_MX_MS_EDEN; }
-/// Whether scales depend on more of x than the largest elements of a block and of the tensor.
+/// Whether scales depend on more of x than the amaxes of the block and of the tensor.
 ENG_INLINE int mx_is_fitted(int64_t rule)
 { return rule == ENG_MX_QUEST || rule == ENG_MX_MS_EDEN; }
 
 enum { MX_EDEN_GROUP = 128 };   // elements that share a correction
-/// The magnitude that becomes a block's largest code, before rounding.
+/// The magnitude to which a block's largest element is scaled before rounding (s4 aside).
 ENG_INLINE float nvfp4_largest(int64_t rule)
 { return rule == ENG_MX_MS_EDEN ? (float)(6 / (17.0 / 16 * 0.93)) : 6.0f; }
 
-/// The largest magnitude of the codes times the scales of a tensor.
+/// The product of code and block scale to which a tensor's amax is mapped.
 ENG_INLINE float nvfp4_top(int64_t rule)
 {
   return rule == ENG_MX_NVFP4     ? 2688.0f

@@ -29,7 +29,7 @@ ENG_INLINE float nf4_divisor(float absmax) { return absmax < 1e-38f ? 1e-38f : a
 ENG_INLINE float nf4_within_one(float x) { return x < -1.0f ? -1.0f : x > 1.0f ? 1.0f : x; }
 
 /// Fills in the 256 numbers of 8-bit dynamic quantization (arXiv 1511.04561), ascending: 0, 1, and
-/// for i = 0 .. 6 the middles of 2^i equal parts of [0.1, 1] times 10^(i - 6), with both signs.
+/// for i = 0 .. 6 the midpoints of 2^i equal parts of [0.1, 1] times 10^(i - 6), with both signs.
 static inline void nf4_map(float map[NF4_GROUP])
 {
   static const float power[7] = {1e-6f, 1e-5f, 1e-4f, 1e-3f, 1e-2f, 1e-1f, 1.0f};

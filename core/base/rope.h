@@ -7,17 +7,17 @@
 
 #include "numerics.h"
 
-/// What the attributes of the operation rope say about frequencies (ops.def).
+/// The attributes of the operation rope that determine the frequencies (ops.def).
 typedef struct rope_scaling {
   double  base, factor, low, high;
   int64_t context;
 } rope_scaling;
 
 /// The frequency of pair i of `half` pairs: base^(-i / half). factor 0: unscaled. context and high
-/// 0: divided by factor (linear scaling). With a context as in Llama 3: a pair that turns `high`
+/// 0: divided by factor (linear scaling). With a context, as in Llama 3, a pair that turns `high`
 /// times or more within `context` positions is unscaled, a pair that turns `low` times or fewer is
 /// divided by factor, and pairs between are interpolated linearly in the number of turns. Without
-/// a context as in YaRN (Peng et al. 2023): the pairs up to number `low` are unscaled, those from
+/// a context, as in YaRN (Peng et al. 2023), the pairs up to number `low` are unscaled, those from
 /// number `high` on are divided by factor, and pairs between are interpolated linearly in i.
 ENG_INLINE double rope_frequency(const rope_scaling *s, int64_t i, int64_t half)
 {

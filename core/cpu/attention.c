@@ -320,10 +320,10 @@ VF_INLINE float softmax_row(float *row, int64_t n, float scale, float *lse, floa
   return total;
 }
 
-// The buffers of a thread, and their floats in all.
+// The buffers of a thread, and their total size in floats.
 typedef struct forward_room { float *turned_k, *v, *q, *scores, *y; int64_t floats; } forward_room;
 
-// Takes the next `floats` floats of a room, of which *taken are taken. A room of NULL only counts.
+// Takes the next `floats` floats of `room` and adds them to *taken. If `room` is NULL, only counts.
 static float *take(int64_t *taken, float *room, int64_t floats)
 {
   float *piece = room ? room + *taken : NULL;
@@ -378,7 +378,7 @@ static void forward_tile(const op_call *call, const sizes *s, const forward_room
   }
 }
 
-// With a width of 0, lse still has elements.
+// If D is 0, lse still has elements; the reference computes them.
 static bool fast_call(const op_call *call) { return all_fast(call) && call->in[0]->shape[3] > 0; }
 
 static eng_status attention(const op_call *call)

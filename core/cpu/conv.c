@@ -1,5 +1,5 @@
 // Convolution and its gradients. oneDNN computes them (conv_onednn.c), in the tensors' formats or,
-// where it does not have those, in f32 on converted copies; the result is rounded once. Outputs
+// where it does not support these, in f32 on converted copies; the result is rounded once. Outputs
 // that are NaN are computed again here. Calls that oneDNN refuses, f64 and empty tensors go to the
 // reference. Registered by cpu.c; owns nothing.
 #include "conv.h"

@@ -1,5 +1,5 @@
 // Convolutions through oneDNN 2.6 to 3.x. x and y stay channels last in memory unless oneDNN has no
-// fast kernel for that; on every call, weights are reordered into the format that oneDNN asks for.
+// fast kernel for that; on every call, weights are reordered into the format that oneDNN chooses.
 // Called by conv.c.
 //
 // Numerics: products and sums in f32, rounded once. bf16 products take subnormals as zero and
@@ -17,7 +17,7 @@
 // The largest size passed to oneDNN, which computes some products of sizes in 32 bits.
 enum { LARGEST = 1 << 24 };
 
-// Memories of an entry: the caller's parts, the parts as oneDNN wants them, the workspace.
+// Memories of an entry: the caller's parts, the parts in oneDNN's layouts, the workspace.
 enum { WANTED = CONV_PARTS, SCRATCH = WANTED + CONV_BIAS, MEMORIES };
 // Primitives of an entry: reorders of the three parts, then the convolution.
 enum { CONVOLUTION = 3 };

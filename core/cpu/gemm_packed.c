@@ -106,7 +106,8 @@ VF_INLINE void finish_plain(const part *p, const int dtype, const float *sums, i
   }
 }
 
-// sums + bias + C, as far as wanted, rounded into rows [i0, i0+rows), columns [j0, j0+columns).
+// Adds the bias and the old C, if the call has them, to the sums and rounds the result into rows
+// [i0, i0+rows), columns [j0, j0+columns) of C.
 static void finish_any(const part *p, const float *sums, int64_t ld, int64_t i0, int64_t rows,
                        int64_t j0, int columns)
 {

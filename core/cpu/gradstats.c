@@ -38,7 +38,8 @@ typedef struct tally {
 // 2^-50 they do not affect the sum; skipping them avoids slow subnormal arithmetic.
 #define F32_FAINT  0x20000000
 #define BF16_FAINT 0x2000
-// From 2^60 on, 64 squares per lane could overflow.
+// Range of a chunk's amax in which its squares are summed in f32. From 2^60 on, the sum of a lane's
+// CHUNK / LANES squares could overflow.
 #define F32_SQUARES_FROM 0x26800000   // 2^-50
 #define F32_SQUARES_TO   0x5D800000   // 2^60
 
@@ -348,7 +349,7 @@ VF_INLINE int32_t vb_total(vb a)
 {
   return (int32_t)_mm512_reduce_add_epi64(_mm512_sad_epu8((__m512i)a, _mm512_setzero_si512()));
 }
-/// The lanes of a and b, which fit half the width, in any order.
+/// The lanes of a and b narrowed to half their width, which holds their values; in any order.
 VF_INLINE vh vh_narrowed(vi a, vi b) { return (vh)_mm512_packus_epi32((__m512i)a, (__m512i)b); }
 VF_INLINE vb vb_narrowed(vh a, vh b) { return (vb)_mm512_packus_epi16((__m512i)a, (__m512i)b); }
 #elif defined(ENG_ISA_avx2)

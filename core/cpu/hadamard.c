@@ -83,7 +83,8 @@ static void transform(double (*x)[LINE], int n)
         }
 }
 
-// to[k][l]: element first + k of `some` lines from `line` on, times its sign; zeros in other lines.
+// to[k][l] = element first + k of line `line` + l, times its sign, for k < deep and l < some. Other
+// lines get zeros.
 static void load_group(double (*to)[LINE], const rotation *o, int64_t first, int deep, int64_t line,
                        int some, bool whole)
 {
@@ -91,7 +92,7 @@ static void load_group(double (*to)[LINE], const rotation *o, int64_t first, int
   int size = o->x->dtype == ENG_f32 ? 4 : 2;
   for (int k = 0; o->turned && k < deep; k++) {
     int64_t from = (first + k) * o->columns + line;
-    // the next group's rows are too far apart for the hardware to foresee
+    // the next group's rows are too far apart for the hardware prefetcher
     __builtin_prefetch((const char *)o->x->data + size * (from + o->n * o->columns));
     floats_from(x, o->x->data, o->x->dtype, from, some);
     float sign = whole ? o->sign[k] : 1;

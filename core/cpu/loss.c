@@ -12,7 +12,7 @@ enum { MSE_BLOCK = 32 * TILE };   // elements a thread sums at a time
 
 // ------------------------------------------------------------------ cross entropy
 
-/// Whether every target is a class or ignored; *counted: the rows that are not ignored.
+/// Whether every target is a class or ignored; *counted: the number of rows not ignored.
 static bool targets_fit(const op_call *call, int64_t *counted)
 {
   const tensor *targets = call->in[1];

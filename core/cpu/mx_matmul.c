@@ -15,8 +15,8 @@ typedef struct product {
   int     four, n, bits;
 } product;
 
-// The numbers of one row that a group of products needs, and their scales, also as significands and
-// exponents.
+// The numbers of one row that a group of products reads, and their scales. Both are also split into
+// significands and exponents. odd: whether any of them is Inf or NaN.
 typedef struct group {
   float  value[BLACKWELL_MOST], scale[BLACKWELL_MOST / 16];
   double significand[BLACKWELL_MOST], scale_significand[BLACKWELL_MOST / 16];

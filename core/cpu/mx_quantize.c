@@ -27,7 +27,7 @@ enum {
   INFINITE = 0x7F800000,
 };
 
-// Every format's code times a scale of at least this is a bf16 number.
+// If a scale is at least this, its product with any code of any format is exact in bf16.
 #define EXACT_UNIT 0x1p-110f
 
 // ------------------------------------------------------------------ what x holds
@@ -45,7 +45,7 @@ static void add_element(found *all, float x)
   else if (bits > all->top) all->top = bits;
 }
 
-// n elements of x from `first` on.
+// Adds n elements of x, from `first` on.
 static void add_elements(found *all, const void *x, int dtype, int64_t first, int64_t n)
 {
   uint32_t top = largest_magnitude(x, dtype, first, n);
@@ -187,7 +187,8 @@ VF_INLINE int encode_pairs(void *to, const strip *s, const bool values, const bo
   return c;
 }
 
-/// Encodes a strip to nearest even or, with `random`, stochastically. each: columns are blocks.
+/// Encodes a strip, rounding to nearest even or, with `random`, stochastically. each: every column
+/// is a block.
 VF_INLINE void encode_strip(void *to, const strip *s, const bool values, const bool each,
                             const bool random, const mx_format f)
 {
@@ -315,9 +316,9 @@ VF_INLINE bool mx_scales(vi amax, mx_format f, int64_t rule, vi *code)
   return true;
 }
 
-// Computes the scales of n blocks: their codes, their values (`unit`), and what multiplies the
-// blocks' elements before rounding (`factor`). amax, factor and unit have room for whole vectors.
-// stretch: as in nvfp4_scale.
+// Computes the scales of n blocks: their codes, their values (`unit`), and the factors by which the
+// blocks' elements are multiplied before rounding (`factor`). amax, factor and unit have room for
+// whole vectors. stretch: as in nvfp4_scale.
 static void scales_of(const side *s, const float *amax, int n, uint8_t *code, float *factor,
                       float *unit, float stretch)
 {
@@ -359,7 +360,7 @@ static void scales_of(const side *s, const float *amax, int n, uint8_t *code, fl
   }
 }
 
-// nvfp4_error of elements of e2m1.
+// nvfp4_error of a vector of elements, rounded to e2m1.
 VF_INLINE vf errors_of(vf x, vf factor, vf unit, vf amax, bool squared)
 {
   vf value;
@@ -408,7 +409,7 @@ static void choose_scales(const side *s, const void *x, int64_t first, int64_t s
       code[j] = four_code[j], factor[j] = four_factor[j], unit[j] = four_unit[j];
 }
 
-// The same for n blocks that are columns of x, of `deep` elements each.
+// choose_scales for n blocks that are columns of x, of `deep` elements each.
 static void choose_columns(const side *s, int64_t first, int deep, const float *amax, int n,
                            uint8_t *code, float *factor, float *unit)
 {

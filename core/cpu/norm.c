@@ -66,8 +66,8 @@ static void normalise(const float *x, const float *weight, const float *bias, fl
   }
 }
 
-// Additions of n elements from `first` on in one narrow format, a constant, with intermediate
-// rounding: what is stored and loaded again is rounded to the format.
+// Additions of n elements from `first` on, in one narrow format (a constant). They round
+// intermediate values to that format by storing and loading them again.
 
 /// sum = a + b; `row` [n] receives that sum in f32.
 VF_INLINE void sum_narrow(float *row, void *sum, const void *a, const void *b, const int dtype,

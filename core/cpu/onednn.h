@@ -35,7 +35,8 @@ static inline void layout_destroy(dnnl_memory_desc_t *l)    { (void)l; }
 
 enum { ONEDNN_KEY = 256, ONEDNN_PRIMITIVES = 4, ONEDNN_MEMORIES = 8 };
 
-/// What was built for one key. The owner of the key decides which index means what.
+/// The primitives and memories built for one key. The owner of the key (gemm_onednn.c or
+/// conv_onednn.c) assigns their indices.
 typedef struct onednn_entry {
   bool             taken;
   bool             refused;       // oneDNN does not support this key

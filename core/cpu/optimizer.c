@@ -7,9 +7,9 @@
 // widened to f32. The update uses their new values unrounded and rounds them once to store them.
 // Masters in bf16 likewise; see backend.optimize for their rounding.
 //
-// On request the pass also adds up the squares of the change of the weights, the new weights and
-// moments. The sums have a fixed order, so they do not depend on the number of threads. Only these
-// sums use vf_fma, so in the plain build they differ in the last bits.
+// On request the pass also sums the squares of the weight changes, of the new weights and of the
+// new moments. The sums have a fixed order, so they do not depend on the number of threads. Only
+// these sums use vf_fma, so in the plain build they differ in the last bits.
 #include "simd.h"
 
 #include "base/rng.h"
@@ -83,7 +83,7 @@ enum { LOOP_SGD, LOOP_MOMENTUM, LOOP_MOMENTUM_STARTS, LOOP_ADAM, LOOP_LION };
 // What a loop does besides the update: nothing; norms; norms, spike_clip and update_clip.
 enum { PLAIN, WITH_NORMS, LIMITED };
 
-/// One vector of elements: weight p, gradient g, moments m and v.
+/// Updates one vector of elements: weight p, gradient g, moments m and v.
 VF_INLINE void advance(int loop, int extra, const rule *r, vf *p, vf g, vf *m, vf *v)
 {
   // If g is NaN, vf_min and vf_max return their second argument, so g stays NaN.
@@ -132,7 +132,7 @@ VF_INLINE void ahead(const void *p)
 
 /// Sums of squares, in this many lanes on every instruction set: f32 within SUM_TILES tiles, then
 /// f64. A change below 1e-19 counts as 0. Second moments are multiplied by V_UNIT, which keeps the
-/// squares of usual ones in f32's range.
+/// squares of typical values in f32's range.
 enum { LANES = 16, SUM_TILES = 4 };
 #define V_UNIT 0x1p40f
 
@@ -233,7 +233,8 @@ static int loop_of(const param_span *s, const rule *r, int kind)
 
 // ------------------------------------------------------------------ norms
 
-/// Whether an f32 sum of squares is good enough: overflow and underflow took nothing that matters.
+/// Whether an f32 sum of squares is accurate: it did not overflow, and squares that underflowed do
+/// not matter.
 static bool is_sound(double sum) { return sum >= 0x1p-90 && sum <= 0x1p120; }
 
 static double sum_exactly(const void *values, int dtype, int64_t first, int n)
@@ -277,8 +278,8 @@ static void total(double (*sums)[LANES], const param_span *s, int64_t first, int
 
 // ------------------------------------------------------------------ masters in bf16
 
-/// Weights [at, at + n) for the loops: f32 masters in place, or bf16 masters and what they lost in
-/// `buffer`.
+/// Weights [at, at + n) for the loops: f32 masters in place, or in `buffer` the bf16 masters plus
+/// their compensation (rounding errors).
 static float *load_masters(float *buffer, const param_span *s, int64_t at, int n)
 {
   float lost[TILE] __attribute__((aligned(64)));
@@ -304,7 +305,7 @@ static void round_randomly(float *p, const param_span *s, const eng_update *u, i
   }
 }
 
-/// Stores what load_masters gave and an update changed.
+/// Stores the weights that load_masters returned, after their update.
 static void store_masters(const param_span *s, const eng_update *u, int64_t at, float *p, int n)
 {
   if (s->master_dtype == ENG_bf16 && u->rounding == ENG_ROUND_STOCHASTIC)

@@ -34,7 +34,7 @@ static int exponent_of(float amax, const mx_format *f, int rule)
   return e < -127 ? -127 : e > 127 ? 127 : e;
 }
 
-// The code of an element from its f64 quotient by the scale.
+// The code of an element. x: the element divided by its scale, in f64.
 static uint8_t code_of(double x, const mx_format *f, int sr_bits, uint32_t random)
 {
   if (x != x) return (uint8_t)f->nan;
@@ -73,7 +73,7 @@ static bool quest_exponent(int *e, const side *s, int64_t r, int64_t c0, int64_t
   return true;
 }
 
-// The e2m1 code nearest to x; of two, the one closer to zero.
+// The e2m1 code nearest to x; of two equally near, the one closer to zero.
 static uint8_t nearest_of(double x)
 {
   mx_format f = mx_format_of(ENG_FORMAT_E2M1);
@@ -119,7 +119,7 @@ static void store(const side *s, int64_t element, uint8_t code, double value)
   }
 }
 
-// MS-EDEN, for one group of a row.
+// Quantizes one group of a row by MS-EDEN.
 static void quantize_group(const side *s, int64_t r, int64_t c0, int64_t columns)
 {
   const typeof(s->call->mx_quantize) *a = &s->call->mx_quantize;
@@ -205,7 +205,7 @@ static void quantize_side(const side *s)
     }
 }
 
-// x[0 .. n) times diag(s) H, by halves: H of 2n is [[H, H], [H, -H]].
+// Multiplies x[0 .. n) by H, without the factor sqrt(1/n): H of size 2n is [[H, H], [H, -H]].
 static void hadamard(double *x, int n)
 {
   if (n == 1) return;

@@ -128,7 +128,7 @@ static double row_maximum(const double *x, int64_t n)
   return largest;
 }
 
-/// Applies a rule to each row [n] of one or two inputs; the result takes the place of the first.
+/// A rule for one row [n] of one or two inputs; the result replaces the first input.
 typedef void row_rule(double *a, const double *b, int64_t n);
 
 static eng_status each_row(const op_call *call, row_rule *rule)

@@ -378,7 +378,7 @@ VF_INLINE void vf_store_bf16_n(uint16_t *p, vf a, int n)
 {
   vf16_store_n_(p, vf_narrow_bf16_(a), n);
 }
-/// Stores numbers that bf16 holds, or NaN.
+/// Stores numbers that are exact in bf16, or NaN.
 VF_INLINE void vf_store_bf16_exact(uint16_t *p, vf a)
 {
   vf16_store_n_(p, vf16_of_words_(vi_shr((vi)a, 16)), VF_LANES);
@@ -396,7 +396,7 @@ VF_INLINE vf vf_read(const void *data, const int dtype, int64_t at, int n)
   const uint16_t *half = (const uint16_t *)data + at;
   return dtype == ENG_f16 ? vf_load_f16_n(half, n) : vf_load_bf16_n(half, n);
 }
-/// The reverse, rounded to nearest even.
+/// Stores n numbers, rounded to nearest even: the inverse of vf_read.
 VF_INLINE void vf_write(void *data, const int dtype, int64_t at, vf x, int n)
 {
   if (dtype == ENG_f32) vf_store_n((float *)data + at, x, n);

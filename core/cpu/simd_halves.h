@@ -64,7 +64,7 @@ VF_INLINE vf vf_set2(float a, float b)
 {
   return vf_select(vm_first(VF_LANES / 2), vf_set1(a), vf_set1(b));
 }
-/// The even and the odd ones of 2 * VF_LANES floats.
+/// Splits 2 * VF_LANES floats into those at even and those at odd positions.
 VF_INLINE void vf_deinterleave(vf to[2], const float *p)
 {
   vf a = vf_load(p), b = vf_load(p + VF_LANES);

@@ -95,7 +95,7 @@ static double tile_dot(const float *a, const float *b, int n)
   return vf_sum(vf_add(p, q));
 }
 
-/// dx = y * (dy - sum(y * dy)) or, for the logarithm, dx = dy - exp(y) * sum(dy); `sum` is the sum.
+/// dx = y * (dy - sum(y * dy)) or, for the logarithm, dx = dy - exp(y) * sum(dy). sum: that sum.
 static void grad_tile(const float *y, const float *dy, double sum, bool logarithm, void *dx,
                       int dtype, int64_t first, int n)
 {

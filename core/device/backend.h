@@ -76,7 +76,7 @@ typedef struct param_span {
   int32_t  index;       // of the parameter in its set
   int64_t  first;       // number of the first element in its parameter: a multiple of 4096
   // the relative scale of the gradient (a factor in addition to the loss scale), usually 1;
-  // optimize and unscale divide by it
+  // optimize and unscale divide by it. For optimize: divided by the parameter's eng_update.clips
   double   scale;
   // 1: moment1 has never been updated; SGD's momentum then starts as the gradient itself
   int32_t  starts;
@@ -95,7 +95,8 @@ typedef struct backend {
 
   /// One pass: multiplies gradients by gradient_factor (unscale and clip), updates the weights, and
   /// rounds them into the shadow. Rounds new bf16 masters by update->rounding; a compensation is
-  /// first added to the weight, and then holds what the new one lost (0 if that is inf or nan).
+  /// first added to the weight, and then holds the new weight's rounding error (0 if the weight is
+  /// inf or nan).
   eng_status (*optimize)(const param_span *spans, int n, const eng_update *update);
 
   /// Writes gradient * factor in f32 to target[i] for each span (target[i] may be the gradient

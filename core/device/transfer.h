@@ -1,6 +1,5 @@
 // Transfers between host memory and tensors in any memory: reading, writing and clearing values
-// outside of operations. Called by tensor functions, autograd/, params/, dist/ and store/. See
-// transfer.c.
+// outside of operations. Called by autograd/, params/, fp8/, dist/ and store/. See transfer.c.
 #pragma once
 
 #include "tensor/tensor.h"

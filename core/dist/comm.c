@@ -4,7 +4,7 @@
 // Small reductions use recursive doubling: log2(n) exchanges, after each of which both partners
 // hold the same sum. Large ones take two exchanges: every rank receives one piece from all others
 // and sums it, then sends that sum to the others. Both methods add in the same order.
-// Owns groups; calls nothing but a group's transport and comm_wait.c.
+// Owns groups; reaches other ranks only through a group's transport and comm_wait.c.
 #include "comm.h"
 
 #include "base/error.h"

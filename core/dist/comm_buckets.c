@@ -5,8 +5,7 @@
 // one piece of a bucket, computes its statistics and, with ZeRO, updates it.
 //
 // All ranks send their buckets in the same order, so that no rank waits for memory that a different
-// bucket holds. Owns the buckets' arrays. Called by comm_parallel.c, comm_gradients.c, comm_cards.c
-// and comm_predict.c.
+// bucket holds. Owns the buckets' arrays. Called by the other files that include comm_gradients.h.
 #include "comm_gradients.h"
 
 #include "base/error.h"
@@ -36,8 +35,8 @@ void member_owned(int64_t *from, int64_t *to, const eng_parallel *p, int index, 
 }
 
 /// Assigns members to buckets of one dtype each, in the order in which backward completes them.
-/// Members on all ranks and members held apart go into separate buckets, so that a bucket of a
-/// group has the same number on all ranks of that group.
+/// `apart`: only the members that not all ranks hold, else only the others. Separate buckets give a
+/// bucket of a group the same number on all ranks of that group.
 static eng_status fill_group(eng_parallel *p, int64_t limit, int comm_dtype, bool apart)
 {
   eng_params *set = p->set;

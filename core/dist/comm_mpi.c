@@ -34,7 +34,7 @@ static eng_status failed(const char *what, int code)
 
 static MPI_Comm everybody;
 
-/// The world number of a group's rank; -1 if MPI does not tell.
+/// The world number of a group's rank; -1 if MPI fails to translate it.
 static int world_number(MPI_Comm comm, int rank)
 {
   MPI_Group part = MPI_GROUP_NULL, world = MPI_GROUP_NULL;

@@ -1,6 +1,6 @@
 // Numbers in a comm dtype, the format of messages between ranks: f32, bf16, f16, or e4m3 in blocks
-// with one power of two each. See comm.h. Called by comm_gradients.c, comm_experts.c, comm_reduce.c
-// and the fake card of the specs.
+// with one power of two each. See comm.h. Called by the other files of this folder and by the fake
+// card of the specs.
 #include "comm.h"
 
 #include "device/backend.h"

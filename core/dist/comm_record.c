@@ -51,7 +51,7 @@ eng_status eng_parallel_stats(eng_record *record, eng_tensor_stats *stats, eng_p
   for (int i = 0; i < n; i++) *at++ = stats[i].amax;
   memcpy(at, maxima, (size_t)n_maxima * sizeof *maxima);
   at += n_maxima;
-  // Only the holders of parameters held apart know whether these have gradients.
+  // Only the ranks that hold a parameter with `apart` know whether it has a gradient.
   for (int i = 0; i < n; i++)
     if (p->apart[i]) *at++ = set->member[i].has_gradient;
   double began = eng_clock();

@@ -7,7 +7,7 @@
 // messages have their own tag, so ranks that bring different units wait for each other until the
 // timeout reports them. A rank that brings units in another order has another checksum of the
 // order; the reducer compares the checksums in every step.
-// Owns the list of messages. Called by comm_parallel.c, comm_record.c and Lua.
+// Owns the list of messages. Called by comm_parallel.c, comm_predict.c and Lua.
 #include "comm_gradients.h"
 
 #include "base/error.h"

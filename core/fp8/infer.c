@@ -190,22 +190,23 @@ static eng_status infer_mx_quantize(op_call *c, op_shape *s)
        packed = a->format == ENG_FORMAT_E2M1 && !values, quest = a->rule == ENG_MX_QUEST;
   if (a->flags & ~(QUANTIZE_TRANSPOSED | MX_VALUES | MX_FINITE | (quest ? MX_GATE : 0)))
     return error_set(ENG_ERR_VALUE,
-                     "mx_quantize: expected the flags 8, 16 and 32, and 64 for quest, got %lld",
+                     "mx_quantize: expected a sum of the flags 8, 16 and 32 (with quest also 64), "
+                     "got %lld",
                      (long long)a->flags);
   if (mx_is_fitted(a->rule) &&
       (a->block_rows != 1 || turned || a->flags & MX_FINITE || (quest && a->sr_bits) ||
        (a->factor != 0 && a->factor != 1) || (!quest && MX_EDEN_GROUP % a->block_columns)))
-    return error_set(ENG_ERR_VALUE, "mx_quantize: quest and ms_eden have blocks of one row, and no "
-                     "transposed copy, factor or flag 32; quest no sr_bits; ms_eden blocks that "
-                     "divide %d", MX_EDEN_GROUP);
+    return error_set(ENG_ERR_VALUE, "mx_quantize: quest and ms_eden need blocks of one row and "
+                     "allow no transposed copy, factor or flag 32; quest also allows no sr_bits; "
+                     "ms_eden also needs a block length that divides %d", MX_EDEN_GROUP);
   ENG_TRY(want_between(c, "sr_bits", a->sr_bits, 0, 24));
   if (a->sr_bits && mx_is_four_over_six(a->rule))
     return error_set(ENG_ERR_VALUE, "mx_quantize: four_over_six compares errors of rounding to "
                      "nearest, so expected sr_bits = 0, got %lld", (long long)a->sr_bits);
   if ((a->factor != 0 && !(a->factor >= 0.5 && a->factor <= 1)) ||
       (a->factor != 0 && a->factor != 1 && mx_is_four_over_six(a->rule)))
-    return error_set(ENG_ERR_VALUE, "mx_quantize: expected a factor from 0.5 to 1, with "
-                     "four_over_six none, got %g", a->factor);
+    return error_set(ENG_ERR_VALUE, "mx_quantize: expected a factor from 0.5 to 1, or 0 for "
+                     "none (with four_over_six always none), got %g", a->factor);
   int64_t rows, columns;
   matrix_of(x, &rows, &columns);
   if (packed && (columns % 2 || (turned && rows % 2)))
@@ -281,8 +282,8 @@ static eng_status infer_mx_matmul(op_call *c, op_shape *s)
                      "mx_matmul: expected e4m3 and e5m2, or e2m1 twice, got formats %lld and %lld",
                      (long long)a->format_a, (long long)a->format_b);
   if (a->rule < 0 || a->rule >= ENG_MX_RULES || (mx_is_nvfp4(a->rule) && !four))
-    return error_set(ENG_ERR_VALUE, "mx_matmul: expected a scale rule of 0 to %d, nvfp4 for e2m1 "
-                     "alone, got %lld", ENG_MX_RULES - 1, (long long)a->rule);
+    return error_set(ENG_ERR_VALUE, "mx_matmul: expected a scale rule of 0 to %d (rules with ue4m3 "
+                     "scales only for e2m1), got %lld", ENG_MX_RULES - 1, (long long)a->rule);
   int64_t K = 0, block = mx_is_nvfp4(a->rule) ? 16 : 32;
   for (int k = 0; k < 4; k += 2) {
     const tensor *q = c->in[k], *scale = c->in[k + 1];
@@ -292,8 +293,8 @@ static eng_status infer_mx_matmul(op_call *c, op_shape *s)
         scale->ndim != 2 || scale->shape[0] != q->shape[0] || scale->shape[1] != K / block)
       return error_set(ENG_ERR_SHAPE,
                        "mx_matmul: expected u8 codes of [M x K] and [N x K] with K a multiple of "
-                       "%d and u8 scales for each %lld, got %s with scales %s", four ? 64 : 32,
-                       (long long)block, tensor_text(q), tensor_text(scale));
+                       "%d, and a u8 scale for every %lld along K, got %s with scales %s",
+                       four ? 64 : 32, (long long)block, tensor_text(q), tensor_text(scale));
   }
   ENG_TRY(want_amax(c, 4));
   ENG_TRY(want_amax(c, 5));

@@ -503,7 +503,8 @@ static eng_status run_linear(op_call *c)
 
 // ---- backward
 
-/// Makes the values of x or w that the forward product read an operand of its backward product.
+/// Quantizes the values of x or w that the forward product read a second time, for the backward
+/// product that sums over the other dimension.
 static eng_status quantize_again(factor *out, copies *made, fp8_site *s, int role,
                                  const op_call *node)
 {
@@ -520,7 +521,7 @@ static eng_status quantize_again(factor *out, copies *made, fp8_site *s, int rol
   return ENG_OK;
 }
 
-/// Makes the kept x an operand of the product dW, which sums over the rows of x.
+/// Turns the kept form of x into the operand of the product dW, which sums over the rows of x.
 static eng_status kept_x(factor *out, copies *made, int64_t number, fp8_site *s,
                          const op_call *node)
 {

@@ -4,10 +4,10 @@
 // because bf16 would round the scaled numbers. It multiplies the f32 sums, and so does the inverse
 // of a role's `factor`.
 //
-// A recipe may have formats of their own for what the backward products read of x and W. Then these
-// products read the forward product's numbers, quantized again, and their results are gradients of
-// these numbers, which fp8_mx_through turns into gradients of x and W. Called by linear.c; see its
-// head.
+// A recipe may give x and W separate formats for the backward products (eng_fp8_recipe.backward).
+// These products then read the forward product's numbers, quantized again. Their results are the
+// gradients of these numbers; fp8_mx_through turns them into the gradients of x and W. Called by
+// linear.c; see its head.
 #include "sites.h"
 
 #include "base/error.h"
@@ -26,7 +26,7 @@ static eng_status copy_into(tensor **out, tensor *x)
   return status;
 }
 
-// fp8_measure for microscaling. x: what was quantized.
+// fp8_measure for microscaling. x: the tensor that was quantized.
 static eng_status measure(fp8_site *s, int role, tensor *x, tensor *q, const tensor *scale,
                           const tensor *amax)
 {
@@ -55,8 +55,8 @@ static eng_status measure(fp8_site *s, int role, tensor *x, tensor *q, const ten
   return ENG_OK;
 }
 
-// The signs of a product's Hadamard transform, as the operation takes them. Each product of a layer
-// draws its own.
+// The attribute `signs` of the operation hadamard for a product. Each product of a layer draws its
+// own.
 static int64_t signs_of(const fp8_site *s, const eng_fp8_product *p)
 {
   if (p->signs <= ENG_FP8_SIGNS_FIXED) return p->signs;
@@ -118,7 +118,7 @@ static eng_status encode(fp8_mx_copies *to, const eng_fp8_role *r, tensor *x, bo
   return ENG_OK;
 }
 
-// The copy for the product that sums over the rows of x, from x itself.
+// Quantizes x transposed, for the product that sums over the rows of x.
 static eng_status encode_turned(fp8_mx_copies *to, const fp8_site *s, const eng_fp8_role *r,
                                 const eng_fp8_product *p, tensor *x)
 {
@@ -166,7 +166,7 @@ eng_status fp8_mx_quantize(fp8_mx_copies *to, tensor *slot, fp8_site *s, int rol
   return status == ENG_OK ? copy_into(&slot, to->amax) : status;
 }
 
-// *y times NVFP4's factor for the tensor `of`, if it has one.
+// Multiplies *y by NVFP4's scale of the whole tensor `of`, if it has one.
 static eng_status scale_by(tensor **y, const fp8_mx_factor *of)
 {
   tensor *factor, *scaled;

@@ -195,20 +195,20 @@ static eng_status check_mx_role(const fp8_site *s, const eng_fp8_recipe *recipe,
       (mx_is_four_over_six(r->mx - 1) && (r->stochastic || r->factor != 0)))
     return error_set(ENG_ERR_VALUE,
                      "%s: %s: expected up to 24 bits of stochastic rounding and a factor up to 1, "
-                     "for four_over_six neither, got %d and %g",
+                     "(with four_over_six neither), got %d and %g",
                      s->name, fp8_role_name[role], r->stochastic, r->factor);
   if (mx_is_gated(r->mx - 1) && (!again || backward || r->block_rows != 1 || r->stochastic ||
                                  r->factor != 0))
     return error_set(ENG_ERR_VALUE,
-                     "%s: %s: quest is for a forward product whose backward product reads %s in a "
-                     "format of its own, in blocks of one row, rounded to nearest",
+                     "%s: %s: quest is for the forward product of a recipe in which %s has "
+                     "`backward`, in blocks of one row, rounded to nearest, without a factor",
                      s->name, fp8_role_name[role], fp8_role_name[role]);
   if (r->mx - 1 == ENG_MX_MS_EDEN &&
       ((role != ENG_FP8_DY && !backward) || r->block_rows != 1 || r->factor != 0 ||
        MX_EDEN_GROUP % r->block_columns))
     return error_set(ENG_ERR_VALUE,
                      "%s: %s: ms_eden is for dy and for `backward` of x and w, in blocks of one "
-                     "row that divide %d, without a factor",
+                     "row whose length divides %d, without a factor",
                      s->name, fp8_role_name[role], MX_EDEN_GROUP);
   if (again && fp8_is_square(r))
     return error_set(ENG_ERR_VALUE,
