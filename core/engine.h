@@ -334,7 +334,7 @@ void       eng_fp8_site_free(int64_t site);
 /// SHAPE, DTYPE (a format that is not allowed for its role), STATE.
 eng_status eng_fp8_site_set(int64_t site, const eng_fp8_recipe *recipe);
 /// Delayed scaling of a role that is one block: computes its scale as if `amax` were the largest
-/// |x|. `amax` 0: uses the measured amax again. Errors: VALUE.
+/// |x|. `amax` 0: uses the measured amax again. Errors: VALUE, STATE (the site has no recipe).
 eng_status eng_fp8_delay(int64_t site, int role, double amax);
 /// Largest |x| of each role since the last call, inf and nan included; -1: nothing was quantized.
 /// Waits for the device. Only the last 4,096 unread amaxes are kept, so call this function once
@@ -385,7 +385,7 @@ eng_status eng_checkpoint_end(const eng_tensor *results, int n);
 /// Runs the tape backward from a loss of one element whose own gradient is `seed` (the loss scale).
 /// Adds to the gradients of leaves. Empties the tape unless `retain`. With Lua nodes on the tape it
 /// stops at each: see eng_backward_resume. Errors: GRADIENT (nothing requires a gradient, the tape
-/// was emptied).
+/// was emptied), SHAPE (more than one element), STATE (a pass is running).
 eng_status eng_backward(const eng_tensor *loss, double seed, bool retain);
 
 /// Gradients of the operations recorded from now on carry the relative scale `relative` (1
@@ -446,7 +446,7 @@ typedef struct eng_params eng_params;
 
 /// Takes over `n` leaves in f32 or bf16 and moves their values into the flat buffer. Their handles
 /// stay valid. `names` are used in messages and records. Errors: DTYPE, VALUE (a tensor is listed
-/// twice).
+/// twice), DEVICE (tensors of different devices).
 eng_status eng_params_new(eng_params **out, const eng_tensor *tensors, const char *const *names,
                           int n);
 /// Frees buffers and tensors. NULL is allowed.
@@ -614,7 +614,8 @@ typedef struct eng_graph eng_graph;
 /// Between begin and end the script runs one forward and backward pass in an open step; nothing is
 /// computed. `batch`: the tensors that the passes read and whose contents change from step to step.
 /// In between, operations that draw random numbers fail, and so does reading a value back. After an
-/// error call eng_graph_free. Errors: DEVICE (the device cannot capture), STATE.
+/// error call eng_graph_free. Errors: DEVICE (the device cannot capture), VALUE (`batch`), DTYPE
+/// (the loss is not one f32 element), STATE.
 eng_status eng_graph_begin(eng_graph **out, eng_params *set, const eng_tensor *batch, int n);
 eng_status eng_graph_end(eng_graph *graph, const eng_tensor *loss);
 /// Computes the step on the batch; `seed` is the gradient of the loss. Errors: SHAPE (the batch has

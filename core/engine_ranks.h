@@ -18,7 +18,7 @@ bool eng_comm_launched(int *rank, int *size);
 /// ENGINE_RANKS=off loads no transport; mpi or nccl loads that transport, even for one process. A
 /// process that runs alone is a world of one.
 /// Errors: LIBRARY (this build has no MPI, its MPI does not see the other ranks, or NCCL is
-/// missing), DEVICE (NCCL without a card).
+/// missing), DEVICE (NCCL without a card), VALUE (a malformed environment variable).
 eng_status eng_comm_world(eng_comm **out);
 int eng_comm_rank(const eng_comm *comm);
 int eng_comm_size(const eng_comm *comm);

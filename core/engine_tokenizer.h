@@ -66,8 +66,8 @@ enum {
   ENG_SCAN_BLANKS = 8, ENG_SCAN_DIGITS3 = 9, ENG_SCAN_DIGITS = 10, ENG_SCAN_CJK = 11,
   ENG_SCAN_DEEPSEEK = 12
 };
-/// Limits: the largest id; bytes of a token; bytes of a word, which is what the model gets; steps
-/// of a stage.
+/// Limits: the largest id; bytes of a token; bytes of a word (the text that the model splits into
+/// tokens); steps of a stage.
 enum {
   ENG_TOKENS_MAX_ID = 4194303, ENG_TOKENS_MAX_BYTES = 4096, ENG_TOKENS_MAX_WORD = 1 << 24,
   ENG_TOKENS_MAX_STEPS = 32
@@ -77,7 +77,7 @@ enum {
 /// on; `unknown`: the id of the token for unknown text, -1 if there is none (BPE leaves out what is
 /// unknown, the others refuse it), -2 if the file names one that does not exist; `prefix`: what
 /// continuing pieces begin with; `suffix`: what a word's last piece ends with ("" for neither);
-/// `longest`: WordPiece gives up on words of more characters. Errors: VALUE, MEMORY.
+/// `longest`: to WordPiece, a word of more characters is unknown. Errors: VALUE, MEMORY.
 eng_status eng_tokenizer_new(eng_tokenizer **out, int model, int flags, int64_t unknown,
                              const char *prefix, const char *suffix, int64_t longest);
 /// NULL is allowed.

@@ -178,8 +178,7 @@ static bool is_elementwise(op_call *c)
 }
 
 /// Whether the inputs of an elementwise call have the same shape and strides, without gaps, in an
-/// order of dimensions other than row-major, as outputs of conv2d do. Sets `order` to the dimensions
-/// in that order.
+/// order of dimensions other than row-major, as outputs of conv2d do. Sets `order` to that order.
 static bool in_one_order(op_call *c, int *order)
 {
   const tensor *x = c->in[0];

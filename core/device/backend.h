@@ -67,7 +67,7 @@ typedef struct param_span {
   const char *name;
   int64_t  count;       // elements
   void    *master;      // weights in master_dtype: f32, or bf16 without a shadow
-  void    *compensation;   // of bf16 masters: what rounding took from them, in bf16; or NULL
+  void    *compensation;   // of bf16 masters: their rounding errors, in bf16; or NULL
   void    *shadow;      // the same weights in shadow_dtype, or NULL
   void    *gradient;    // in gradient_dtype
   void    *moment1, *moment2;   // in moment_dtype; NULL where the optimizer has none

@@ -3,9 +3,9 @@
 // of. Every rank owns the same pieces as in ZeRO-1 and 2 and sends them straight from the weights
 // into the weights of the others, in the dtype that the operation reads.
 //
-// All ranks run the same operations, so they bring the same units in the same order. Each unit's
-// messages have their own tag, so ranks that bring different units wait for each other until the
-// timeout reports them. A rank that brings units in another order has another checksum of the
+// All ranks run the same operations, so they fetch the same units in the same order. Each unit's
+// messages have their own tag, so ranks that fetch different units wait for each other until the
+// timeout reports them. A rank that fetches units in another order has another checksum of the
 // order; the reducer compares the checksums in every step.
 // Owns the list of messages. Called by comm_parallel.c, comm_predict.c and Lua.
 #include "comm_gradients.h"
