@@ -277,9 +277,9 @@ static void round_gradients(const sizes *s, float *p, float *ds, float *ds_turne
 // ------------------------------------------------------------------ forward
 
 // exp(scale * x - shift) in the first n lanes, 0 in the others. The product is rounded, as it was
-// when the shift was found; a fused product of a huge score would differ from the shift by far more
-// than exp can take. The other lanes compute exp(0) instead of exp(-inf): a result that underflows
-// costs a hundred cycles, and every row of a causal mask ends in such lanes.
+// when the shift was found; a fused product of a huge score would differ from the shift so much
+// that exp would overflow. The other lanes compute exp(0) instead of exp(-inf): a result that
+// underflows costs a hundred cycles, and every row of a causal mask ends in such lanes.
 VF_INLINE vf exp_first(vf *difference, const float *x, float scale, float shift, int n)
 {
   vf shifted = vf_sub(vf_mul(vf_load_n(x, n), vf_set1(scale)), vf_set1(shift));

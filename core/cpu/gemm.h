@@ -3,10 +3,10 @@
 //
 //   packed  any mix of f32, f16 and bf16. Operands become f32 while they are packed. Every element
 //           of the result is a chain of f32 fused multiply-adds over k in rising order, rounded
-//           once into its dtype. If k exceeds 384, it is cut into equal pieces of at most 384
-//           steps, which are summed separately and then added. The bits of an element depend only
-//           on its row of A, its column of B and K: not on M, N, the batch, strides, alignment or
-//           the number of threads.
+//           once into its dtype. If k exceeds 384, it is cut into nearly equal pieces of at most
+//           384 steps, which are summed separately and then added. The bits of an element depend
+//           only on its row of A, its column of B and K: not on M, N, the batch, strides, alignment
+//           or the number of threads.
 //   pairs   the packed path for bf16 times bf16 with k of 128 or more, on processors that multiply
 //           pairs of bf16 at full speed (gemm_pairs.h). It adds two steps of k at a time, the later
 //           one first, and takes subnormals as zero, as AMX does. The rest is as above.

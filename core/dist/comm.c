@@ -178,9 +178,9 @@ static void combine_own(const reduction *r, const void *low, const void *high)
           ENG_MAX);
 }
 
-/// Recursive doubling among the first p ranks, p being the largest power of two. Each rank after
-/// them first sends its data to one of the p ranks, which adds the data to its own, and gets the
-/// result at the end. `room` is for incoming data.
+/// Recursive doubling among the first p ranks, where p is the largest power of two. Each remaining
+/// rank first sends its data to one of these p ranks, which adds it to its own; at the end that rank
+/// sends the result back. `room` is for incoming data.
 static eng_status reduce_small(const reduction *r, char *room, int tag)
 {
   eng_comm *c = r->comm;
