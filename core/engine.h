@@ -619,7 +619,7 @@ typedef struct eng_graph eng_graph;
 eng_status eng_graph_begin(eng_graph **out, eng_params *set, const eng_tensor *batch, int n);
 eng_status eng_graph_end(eng_graph *graph, const eng_tensor *loss);
 /// Computes the step on the batch; `seed` is the gradient of the loss. Errors: SHAPE (the batch has
-/// other addresses or shapes than the captured one: run the step without the graph), STATE
+/// other addresses, shapes or dtypes than the captured one: run the step without the graph), STATE
 /// (parameters changed their dtypes).
 eng_status eng_graph_launch(eng_graph *graph, double seed, const eng_tensor *batch, int n);
 /// The loss of the last launch: a tensor that is valid until the next launch.

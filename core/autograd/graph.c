@@ -198,7 +198,7 @@ eng_status eng_graph_launch(eng_graph *graph, double seed, const eng_tensor *bat
   ENG_TRY(read_inputs(input, batch, n));
   if (n != graph->n_inputs || memcmp(input, graph->input, (size_t)n * sizeof *input) != 0)
     return error_set(ENG_ERR_SHAPE,
-                     "graph: the batch has other shapes or addresses than the captured "
+                     "graph: the batch has other shapes, dtypes or addresses than the captured "
                      "batch");
   if (!same_places(graph->places, graph->set))
     return error_set(ENG_ERR_STATE,

@@ -7,11 +7,11 @@
 #include <math.h>
 #include <string.h>
 
-// With exponent bits, 2^(1 - bias) is the smallest normal number and 2^(1 - bias - fraction_bits)
-// the smallest subnormal, `last` is the fraction of the largest finite number in units of
-// 2^-fraction_bits, and `above` says what the next code is: Inf, the only NaN, or, in formats that
-// always saturate, no code. Without exponent bits, codes are two's complement in units of
-// 2^-fraction_bits, from -last to 127.
+// Formats with exponent bits: 2^(1 - bias) is the smallest normal number, and
+// 2^(1 - bias - fraction_bits) the smallest subnormal. `last` is the fraction of the largest finite
+// number in units of 2^-fraction_bits. `above` says what the next code is: Inf, the only NaN, or,
+// in formats that always saturate, no code. Formats without exponent bits: codes are two's
+// complement in units of 2^-fraction_bits, from -last to 127.
 enum { INF, NOT, NONE };
 typedef struct format {
   const char *name;

@@ -179,8 +179,8 @@ static void combine_own(const reduction *r, const void *low, const void *high)
 }
 
 /// Recursive doubling among the first p ranks, where p is the largest power of two. Each remaining
-/// rank first sends its data to one of these p ranks, which adds it to its own; at the end that rank
-/// sends the result back. `room` is for incoming data.
+/// rank first sends its data to one of these p ranks, which adds it to its own and sends the result
+/// back at the end. `room` is for incoming data.
 static eng_status reduce_small(const reduction *r, char *room, int tag)
 {
   eng_comm *c = r->comm;
