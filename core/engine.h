@@ -385,7 +385,7 @@ eng_status eng_checkpoint_end(const eng_tensor *results, int n);
 /// Runs the tape backward from a loss of one element whose own gradient is `seed` (the loss scale).
 /// Adds to the gradients of leaves. Empties the tape unless `retain`. With Lua nodes on the tape it
 /// stops at each: see eng_backward_resume. Errors: GRADIENT (nothing requires a gradient, the tape
-/// was emptied), SHAPE (more than one element), STATE (a pass is running).
+/// was emptied), SHAPE (not one element), STATE (a pass is running).
 eng_status eng_backward(const eng_tensor *loss, double seed, bool retain);
 
 /// Gradients of the operations recorded from now on carry the relative scale `relative` (1
