@@ -51,7 +51,7 @@ return {
     arm.cost = arm.cost + (record.overflow and 1 or kept > 0 and record.underflow / kept or 0)
     arm.steps = arm.steps + 1
     for i, a in ipairs(state.arms) do
-      -- A rule with a smaller scale might not have overflowed, so it gets no cost for this step.
+      -- A rule with a smaller scale might not have overflowed, so its scale stays as it is.
       if not record.overflow or i == state.arm or a.scale >= record.scale then
         local wanted = rules[i].next(a, record)
         if i ~= 1 and not record.overflow then              -- moves a fifth of the octaves

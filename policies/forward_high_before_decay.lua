@@ -15,7 +15,7 @@ return {
     local due = options.at > 0 and record.updates >= options.at
       or options.at == 0 and (record.lr or 0) < options.below * state.peak
     if due and not state.since then
-      state.since, why = record.step, "from here in a higher precision"
+      state.since, why = record.step, "layers move to a higher precision"
     end
     if state.since then
       for name in pairs(record.tensors) do scales[string.match(name, "^(.*):") .. ":high"] = 2 end

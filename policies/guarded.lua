@@ -50,7 +50,7 @@ return {
       local largest = record.amax * before
       if largest > 2 * options.ahead then
         state.scale, state.good, reason = math.max(before / 2, options.floor), 0,
-          "gradients grow: back off ahead"
+          "gradients grow: back off before they overflow"
       elseif state.good % options.growth_interval == 0 and state.pause == 0
         and largest * options.growth_factor <= options.ahead then
         state.scale = math.min(before * options.growth_factor, options.max_scale)

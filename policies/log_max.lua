@@ -1,7 +1,7 @@
 -- Log-max scaling: log2(amax) is modelled as normal, and the scale leaves room for mean + sigmas *
 -- deviation. Source: OpenSeq2Seq's LogMax (Kuchaiev et al., 2018), with two corrections. In LogMax
--- an overflow counted as log2 = 65536 and pinned the scale at its floor for thousands of steps.
--- Here an overflow counts as an amax just above 65504 / scale, which is all that it proves. A step
+-- an overflow counts as log2(amax) = 65536 and pins the scale at its floor for thousands of steps.
+-- Here it counts as an amax one octave above the format's limit, 2^(log_max + 1) / scale. A step
 -- with amax = 0 is ignored.
 return {
   name = "log_max",

@@ -44,7 +44,7 @@ return {
       local wanted = math.max(scale / 2, math.min(scale * 2, state.target / record.amax))
       scale = options.decay * scale + (1 - options.decay) * wanted
     elseif record.norm_ref and record.norm_ref > 0 then
-      scale, reason = scale * 16, "all gradients are zero, in f32 they are not"
+      scale, reason = scale * 16, "all gradients are zero, but not in f32"
     end
     state.scale = math.max(options.min_scale, math.min(options.max_scale, scale))
     return { scale = state.scale, reason = reason }

@@ -12,7 +12,7 @@ return {
     init_scale      = 2^14,
     experts         = "experts%.%d+$",   -- pattern of the groups that are experts
     target          = 2^13,    -- largest stored gradient of an expert: between target/4 and target
-    forget          = 0.005,   -- share of the octaves from the peak to amax that it falls per step
+    forget          = 0.005,   -- share of the octaves from peak to amax that peak falls per step
     growth_interval = 500,               -- good steps in a row until the common scale grows
     min_scale       = 2^-20,
     max_scale       = 2^40,

@@ -11,9 +11,10 @@
 -- accepted at once; Megatron-LM first repeats it on another GPU, to detect a persistent fault.
 --
 -- The rerun needs mode=sync, data that can go back (every engine.data) and a deterministic forward
--- pass. FP8 scales that follow the last steps make it differ, because they change between the two
--- passes. A replay of a recorded run cannot compute a step again; it takes the next recorded step
--- for the rerun. The scale follows dynamic.lua's rule, or is fixed (bf16: rerun:loss_scale=1).
+-- pass. With FP8 scales that depend on earlier steps the losses differ, because the scales change
+-- between the two passes. A replay of a recorded run cannot compute a step again; it takes the next
+-- recorded step for the rerun. The scale follows dynamic.lua's rule, or is fixed (bf16:
+-- rerun:loss_scale=1).
 return {
   name = "rerun",
   doc  = "Megatron-LM's rerun machine: repeats a step with a huge loss to find transient faults.",

@@ -2,9 +2,9 @@
 -- rate; finally the run returns to a checkpoint and leaves out data. A bad step has a loss that is
 -- inf or nan, or more than `sigmas` standard deviations above its moving mean, which bad steps do
 -- not enter. The loss scale follows dynamic.lua's rule. Sources: the restarts of PaLM (Chowdhery et
--- al., 2022, section 5.1: back about 100 steps, past 200 to 500 batches); the escalation is common
--- practice. Needs checkpoints: run=, checkpoint_every= and keep= must reach `back` steps into the
--- past.
+-- al., 2022, section 5.1: go back about 100 steps, skip 200 to 500 batches); the escalation is
+-- common practice. Needs checkpoints: run=, checkpoint_every= and keep= must reach `back` steps
+-- into the past.
 return {
   name = "spike",
   doc  = "Skips steps of a loss spike, lowers the rate, then goes back to a checkpoint.",
@@ -14,14 +14,14 @@ return {
     growth_interval = 2000,   -- good steps in a row after which the loss scale doubles
     sigmas          = 6,
     decay           = 0.98,   -- decay of the moving mean and variance of the loss
-    warmup          = 50,     -- steps before the first step can be bad
+    warmup          = 50,     -- first steps, of which only those with loss inf or nan are bad
     skips           = 3,      -- bad steps in a row that are skipped
     patience        = 10,     -- bad steps in a row before the rollback
     slow            = 0.5,    -- factor on the learning rate after the skips, until the rollback
     back            = 100,    -- steps that a rollback goes back
     leave_out       = 200,    -- steps of data that a rollback leaves out
     lr_mul          = 0.5,    -- factor on the learning rate after a rollback
-    cooldown        = 50,     -- steps after a rollback during which no step is bad
+    cooldown        = 50,     -- the same for the first steps after a rollback
   },
 
   init = function(options)

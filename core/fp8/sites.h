@@ -31,7 +31,8 @@ typedef struct fp8_amax_place { int64_t slot, round; } fp8_amax_place;
 eng_status fp8_amax_slot(tensor **out, int64_t site, int role);
 fp8_amax_place fp8_amax_last(void);
 /// fp8_amax_share records that another site quantizes the same x and shares the amax in a slot.
-/// fp8_amax_can_share: whether the slots of `round` are not reused yet and the record has room.
+/// fp8_amax_can_share: whether the slots of `round` have not been reused yet and there is room for
+/// another such record.
 bool fp8_amax_can_share(int64_t round);
 void fp8_amax_share(int64_t site, int64_t slot);
 
@@ -43,12 +44,13 @@ int64_t fp8_step(void);
 eng_status fp8_measure(fp8_site *s, int role, tensor *x, tensor *q, const tensor *scale);
 
 /// A sample for the meters, in host memory as f32: every `every`-th row of x, the same rows of its
-/// codes or values q, and all scales. `x` owns the memory of the three. No rows: x is empty.
+/// codes or values q, and all scales. `x` owns the memory of all three arrays. `rows` is 0 if the
+/// tensor x is empty.
 typedef struct fp8_sample { float *x, *q, *scale; int64_t rows, every, columns; } fp8_sample;
 /// Reads a sample, whose x the caller frees.
 eng_status fp8_sample_read(fp8_sample *to, tensor *x, tensor *q, const tensor *scale);
-/// Counts one element with its code's value and its scale. largest: the format's largest number;
-/// limit: the smallest magnitude that overflows.
+/// Adds an element x to a meter, with its code's value and its scale. largest: the format's largest
+/// number; limit: the smallest magnitude that overflows.
 void fp8_meter_element(eng_fp8_meter *m, float x, float code, float scale, float largest,
                        float limit);
 
@@ -70,12 +72,12 @@ static inline op_call fp8_quantize_call(const eng_fp8_role *r, tensor *x, tensor
                                 .flags = flags, .eps = r->eps, .margin = r->margin}};
 }
 
-/// Microscaling (mx.c). Copies of a tensor [rows x K]: q in bf16, scale u8, amax f32 [], and q_t [K
-/// x rows] and amax_t, which are NULL unless they are asked for, and the gate of a rule that has
-/// one. If one of them other than scale is not NULL before the call, the result is written into
-/// that tensor.
+/// Microscaling (mx.c). Copies of a tensor [rows x K]: q in bf16, scale u8 and amax f32 []; the
+/// transposed q_t [K x rows] and its amax_t, NULL unless requested; the gate, NULL if the rule has
+/// none. A member other than scale that is not NULL before the call receives the result.
 typedef struct fp8_mx_copies { tensor *q, *scale, *amax, *q_t, *amax_t, *gate; } fp8_mx_copies;
-/// Whether the backward products read x or w in a format of its own (eng_fp8_recipe.backward).
+/// Whether the backward product that reads x or w quantizes it again, in a separate format
+/// (eng_fp8_recipe.backward).
 static inline bool fp8_mx_again(const fp8_site *s, int role)
 { return role != ENG_FP8_DY && s->recipe.backward[role].mx; }
 /// Quantizes x as a role says, and measures it if meters are on. slot: receives the amax.
@@ -85,10 +87,10 @@ eng_status fp8_mx_quantize(fp8_mx_copies *to, tensor *slot, fp8_site *s, int rol
 /// product read: to->q_t, to->amax_t.
 eng_status fp8_mx_requantize(fp8_mx_copies *to, const fp8_site *s, int role, tensor *q,
                              tensor *amax);
-/// The gradient of x or w from that of the values which the forward product read: *g through the
-/// gate (or NULL) and the forward product's Hadamard transform, in `dtype`. Replaces *g.
+/// Turns *g, the gradient of the values that the forward product read, into the gradient of x or w,
+/// in `dtype`: applies the gate (or NULL) and the forward product's Hadamard transform.
 eng_status fp8_mx_through(tensor **g, const fp8_site *s, tensor *gate, int dtype);
-/// Draws the numbers that a site's backward pass needs.
+/// Draws the random number for the signs of a site's backward pass, if its recipe needs one.
 void fp8_mx_begin_backward(fp8_site *s);
 /// What the signs of w's Hadamard transforms depend on: the step, or 0 if they do not change.
 int64_t fp8_mx_step(const fp8_site *s);

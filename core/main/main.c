@@ -43,9 +43,10 @@ static bool is_own_place(const char *place, size_t length)
 static int run_status;         // the most serious status of the runs that have ended
 enum { RESULTS_LOST = 5, DRIFTED = 6 };   // as in lua/engine/train/loop.lua
 
-// Ranks usually fail with the same error: rank 0 prints it and ends the job. Other ranks print
-// theirs a little later, unless the job has ended by then. If the ranks have drifted apart, all
-// have the same error, only rank 0 prints it, and they end the job together.
+// Prints an error. Ranks usually fail with the same error, so rank 0 prints it and ends the job.
+// Other ranks wait for half a second and print their error only if the job has not ended by then.
+// After a drift of the ranks they print nothing: rank 0 has the same error, and all ranks end the
+// job together.
 static void complain(const char *message)
 {
   static char text[1 << 16];              // of the main thread
@@ -189,7 +190,7 @@ static bool require(lua_State *L, const char *name)
 
 // ------------------------------------------------------------------ functions for Lua's REPL
 
-// data: the state of l_read, whose second argument is the Lua completer.
+// data: the Lua state of l_read, with the completer, a Lua function, at stack index 2.
 static void complete(void *data, const char *before, char *insert, size_t insert_size, char *list,
                      size_t list_size)
 {
@@ -243,8 +244,8 @@ static int l_trim(lua_State *L)
 
 static int seriousness(int status) { return status >= 128 ? 1 : status; }
 
-// run_status(status): called when a run begins (0) or has ended, with a status of
-// lua/engine/train/loop.lua. The most serious status becomes the exit status.
+// run_status(status): called with 0 when a run begins, and with the run's status (as in
+// lua/engine/train/loop.lua) when it has ended. The most serious status becomes the exit status.
 static int l_run_status(lua_State *L)
 {
   int status = luaL_checkint(L, 1);
@@ -253,7 +254,7 @@ static int l_run_status(lua_State *L)
   return 0;
 }
 
-// keep(): called at the end of a script run with -i.
+// keep(): makes the script's locals global. Called at the end of a script run with -i.
 static int l_keep(lua_State *L)
 {
   keep_locals(L);
@@ -323,7 +324,8 @@ static bool find_places(const char *argv0)
   return false;
 }
 
-// Puts `first`, in the folder of Lua modules, before the entry `name` of package, which is on top.
+// Prepends the pattern `first`, in the folder of Lua modules, to the search path package[name].
+// `package` is on top of the stack.
 static void put_first(lua_State *L, const char *name, const char *first)
 {
   lua_getfield(L, -1, name);
@@ -554,8 +556,8 @@ static bool check_gc64(lua_State *L)
   return wide;
 }
 
-// Whether a word is a subcommand: lowercase letters, "_" and "-", and no file has this name. A
-// folder may have it, because a folder such as runs/ is not a script.
+// Whether a word is a subcommand: it has only lowercase letters, "_" and "-", and no file has this
+// name. A folder of this name, such as runs/, does not count, because it is not a script.
 static bool is_command(const char *word)
 {
   if (eng_file_kind(word) == ENG_FILE_REGULAR || eng_file_kind(word) == ENG_FILE_OTHER ||

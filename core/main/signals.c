@@ -39,9 +39,9 @@ static void say(const char *text)
 }
 
 // SIGINT, SIGTERM, SIGUSR1, SIGUSR2, SIGXCPU. The first signal: the trainer stops at the end of its
-// step, a waiting call returns, or the script is stopped. Only the second of the signals SIGINT and
-// SIGTERM exits. The other signals are not counted, because SIGXCPU comes every second, and a batch
-// system sends SIGTERM after SIGUSR1.
+// step, a waiting call returns, or the script is stopped. A second SIGINT or SIGTERM ends the
+// process at once. The other signals are not counted, because SIGXCPU comes every second, and a
+// batch system sends SIGTERM after SIGUSR1.
 static void on_signal(int signal_number)
 {
   static volatile sig_atomic_t endings;                  // SIGINTs and SIGTERMs since the interrupt
@@ -69,8 +69,9 @@ static void on_signal(int signal_number)
   }
 }
 
-// Runs one second after a signal: compiled Lua loops and long operations check no hook. A terminal
-// decides after Ctrl-C; the other signals end a script that has begun no run.
+// Runs one second after a signal, because compiled Lua loops and long operations check no hook. If
+// the script has not stopped, a signal other than SIGINT ends the process, unless a run has begun.
+// After Ctrl-C the user decides whether to interrupt again.
 static void on_alarm(int signal_number)
 {
   (void)signal_number;

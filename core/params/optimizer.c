@@ -21,8 +21,8 @@ struct eng_optimizer {
   int64_t      lagged_t;     // number of the next lagged update, on devices that compute at once
   // [set->n] storage.writes of moment 1 when it was first seen nonzero; -1: not yet
   int64_t     *begun;
-  // NULL until the first update creates them (SGD's only with momentum). The third one: what bf16
-  // masters lost, without parts for f32 masters
+  // NULL until the first update creates them (SGD's only with momentum). moment[COMPENSATION]:
+  // what rounding took from bf16 masters; f32 masters have no part in it
   flat_buffer *moment[3];
 };
 enum { COMPENSATION = 2, BUFFERS };
@@ -216,7 +216,7 @@ static eng_status check_update(const eng_optimizer *state, const eng_update *upd
                      "only for adam and adamw; got %g and %g",
                      name, update->update_clip, update->spike_clip);
   if (update->update_clip > 0 && !update->norms)
-    return error_set(ENG_ERR_VALUE, "%s: update_clip needs norms", name);
+    return error_set(ENG_ERR_VALUE, "%s: update_clip needs norms (eng_update.norms)", name);
   if (update->norms && update->lagged && backend_current()->gradstats_start)
     return error_set(ENG_ERR_DEVICE,
                      "%s: the device %s computes no norms of lagged updates; hint: lagged = false",

@@ -235,7 +235,7 @@ static bool other_gradients(const eng_params *set, const int32_t *gradient, bool
   return false;
 }
 
-/// The error for `what`, gradients or weights, that the ranks have divided.
+/// The error for `what` (gradients or weights) divided among the ranks.
 static eng_status fixed_format(const char *what, const char *zero)
 {
   return error_set(ENG_ERR_STATE, "these %s are divided among ranks (zero=%s) and cannot change "
@@ -345,7 +345,8 @@ eng_status eng_params_precision(eng_params *set, const int32_t *shadow, const in
   for (int i = 0; i < set->n; i++) {
     wanted[i] = shadow && shadow[i] != ENG_f32 ? shadow[i] : -1;
     if (wanted[i] >= 0 && set->member[i].value->dtype != ENG_f32)
-      return error_set(ENG_ERR_DTYPE, "parameter %s: its bf16 master cannot have weights in %s",
+      return error_set(ENG_ERR_DTYPE,
+                       "parameter %s: a bf16 master cannot have a low-precision copy, got %s",
                        set->member[i].name, eng_dtype_name(wanted[i]));
   }
   bool new_shadows = !same_formats(set->shadows, wanted, set->n);

@@ -65,7 +65,7 @@ typedef struct pending_stats {
   int64_t  ticket;            // the device's ticket, if it computes asynchronously
   eng_tensor_stats *stats;    // [n], if it computes at once; NULL on a card
   double   loss;              // sum of the losses, once computed
-  // if it computes at once: the sum over all gradients, each divided by its relative scale
+  // if it computes at once: the sum of squares of all gradients, each divided by its relative scale
   double   sum_squares;
   bool     overflow;          // if it computes at once: a gradient holds inf or nan
 } pending_stats;
@@ -154,8 +154,8 @@ eng_status params_bring(tensor *const *x, int n);
 bool params_comes_and_goes(const parameter *p);
 /// Whether this rank has the whole parameter.
 bool params_owns(const parameter *p);
-/// Records that a member has a new derived copy, or one that is out of date. Only the rank that
-/// made the copy has it. Errors: VALUE.
+/// Records that a member's derived copy is new or out of date. Ranks that do not own the member
+/// drop theirs until they fetch it. Errors: VALUE.
 eng_status params_derived_outdated(parameter *p);
 /// Call this before freeing a member's derived copy.
 void params_derived_freed(parameter *p);
@@ -169,8 +169,8 @@ static inline void params_drop_gradient(parameter *p)
   p->relative_scale = p->next_relative_scale;
 }
 
-/// Records a write to a member's values. Its low-precision weights, and any tape that read them,
-/// are then out of date.
+/// Records that an update has written a member's master and its low-precision weights. A tape that
+/// has read them is then out of date.
 void params_written(parameter *p);
 
 /// Checks that there is a set whose parameters were not freed. Errors: STATE.

@@ -63,8 +63,8 @@ static eng_status add_pages(params_parted *q, int unit, int form, char *from, ch
   return ENG_OK;
 }
 
-/// Finds the pages of a flat buffer that hold nothing of this rank's own. Parts of one unit that
-/// follow each other share their pages.
+/// Finds the pages of a flat buffer that hold nothing of this rank's own. Adjacent runs of bytes of
+/// one unit and form are merged, because a page may span several of them.
 static eng_status find_pages(params_parted *q, const eng_params *set, const int64_t *own,
                              const flat_buffer *flat)
 {
@@ -307,8 +307,8 @@ eng_status params_derived_outdated(parameter *p)
   const int64_t *own = p->set->own + 2 * p->index;
   for (int i = 0; i < p->set->n; i++)
     if (i != p->index && q->unit_of[i] == unit)
-      return error_set(ENG_ERR_VALUE, "parameter %s: zero=3 needs a unit for each weight in FP8",
-                       p->name);
+      return error_set(ENG_ERR_VALUE,
+                       "parameter %s: zero=3 needs a separate unit for each FP8 weight", p->name);
   if (own[1] > own[0] && !params_owns(p))
     return error_set(ENG_ERR_VALUE, "parameter %s: zero=3 needs whole parameters on a rank (the "
                                     "option `whole`) for weights in FP8", p->name);

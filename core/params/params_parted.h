@@ -39,9 +39,9 @@ typedef struct params_parted {
   int64_t       here, most;            // bytes of those that are here; the most at one time
 } params_parted;
 
-/// A table for the members of a set of which this rank owns the elements own[2 * i] up to
-/// own[2 * i + 1]; everything is still here. units [n]: the unit of each member. apart [n]: members
-/// that stay, such as experts, which the ranks have divided already.
+/// Makes the table of a set. This rank owns the elements [own[2 * i], own[2 * i + 1]) of member i;
+/// all weights are still here. units [n]: the unit of each member. apart [n]: whether a member
+/// stays, such as an expert, because the ranks have divided the experts already.
 eng_status parted_new(params_parted **out, const eng_params *set, const int64_t *own,
                       const int32_t *units, const uint8_t *apart);
 void parted_free(params_parted *q);

@@ -48,7 +48,7 @@ static const char *const wanted[] = {                      // after "NAME must"
   [FLOAT32] = "be a positive number that float32 can hold",
   [NOT_NEGATIVE] = "be 0 or a positive finite number",
   [FACTOR] = "be greater than 1 and finite",
-  [SHARE] = "lie between 0 and 1",
+  [SHARE] = "lie strictly between 0 and 1",
   [STEPS] = "be a positive number of steps",
 };
 

@@ -135,8 +135,8 @@ static void refuse_path(eng_policy *p, int base, const char *why)
                            : "%s: %s", path, why);
 }
 
-// Copies the state at `index` into `next`. False, with the offending field's path in p->why, for a
-// function, a table in two places, or nesting past DATA_DEPTH.
+// Copies the state at `index` into `next`. False, with the reason and the path of the offending
+// field in p->why, if the state is not a tree of plain data or nests deeper than STATE_DEPTH.
 static bool copy_state(eng_policy *p, int index)
 {
   walk w;                                 // seen.few stays uninitialized, because this runs often
@@ -362,7 +362,7 @@ static eng_status copy_out(eng_policy *p, const char *maker)
                    policy_line_of(p, maker), maker, p->why);
 }
 
-// Makes the state on top of the stack, which is in `next`, the policy's.
+// Makes the state on top of the stack, whose copy is in `next`, the policy's current state.
 static void take_state(eng_policy *p)
 {
   swap_blobs(p);

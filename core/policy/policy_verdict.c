@@ -74,8 +74,8 @@ static double number(lua_State *L)
 }
 
 // Finds what the key below the top of the stack names: *named is the number of a tensor or, from
-// n_tensors on, of a group; -1 for a pattern, whose matches are in p->matched. Groups go before
-// tensors.
+// n_tensors on, of a group; -1 for a pattern, whose matches are in p->matched. A group takes
+// precedence over a tensor of the same name.
 static bool find_named(eng_policy *p, const char *field, int *named)
 {
   lua_State *L = p->L;
@@ -295,7 +295,8 @@ static bool read_reset(eng_policy *p, eng_verdict *out, const verdict_field *f)
   return true;
 }
 
-// The list for `most` values of `field`, made at its first use; NULL, refused: no memory.
+// The list for `most` values of `field`, allocated at its first use; NULL, with the verdict
+// refused, if out of memory.
 static policy_logged *list_of(eng_policy *p, policy_logged **list, int most, const char *field)
 {
   if (!*list) *list = calloc((size_t)most, sizeof **list);

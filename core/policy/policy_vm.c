@@ -497,7 +497,7 @@ eng_status eng_policy_decide(eng_verdict *out, eng_policy *p, const eng_record *
   const char *what = "returned ";
   bool good = read_result(p, out);
   if (good && !policy_snapshot(p)) {
-    what = "returned a state that is not plain data: ";
+    what = "left a state that is not plain data: ";
     good = false;
   }
   if (!good) {

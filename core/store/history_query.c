@@ -23,8 +23,8 @@ struct eng_query {
 };
 
 // Whether a statement of this connection is unfinished. A connection sees the file as of the start
-// of its oldest unfinished statement. On such a connection, an abandoned iterator would hide new
-// rows from later queries.
+// of its oldest unfinished statement, so an abandoned iterator would hide new rows from later
+// queries on the same connection.
 static bool busy(sqlite3 *db)
 {
   sqlite3_stmt *statement = NULL;
@@ -134,8 +134,9 @@ eng_status eng_query_bind_text(eng_query *query, int parameter, const char *valu
                                    SQLITE_TRANSIENT, SQLITE_UTF8));
 }
 
-// What is wrong with a value whose type is not the one that the table declares for its column; NULL
-// if nothing is wrong. SQLite stores any type in any column. Expressions have no declared type.
+// What is wrong with a value: its type is not its column's declared type (SQLite stores any type in
+// any column), it is NULL in a column that needs a value, or it is an integer out of range. NULL if
+// nothing is wrong. Expressions have no declared type.
 static const char *damage(sqlite3_stmt *statement, int column)
 {
   const char *declared = sqlite3_column_decltype(statement, column);

@@ -5,8 +5,8 @@
 //   chunk 0 [#### used ####|      free      ]   chunk 1 [...]
 //                          ^ bump
 // A request first looks for a returned piece of its size, then bumps, then takes another chunk.
-// Chunks of the step and scratch arenas stay until the process ends; in the lasting arenas a chunk
-// that served only one large request returns to the system when that piece is freed.
+// Empty chunks stay for later requests and return to the system only when memory is short. In the
+// lasting arenas a chunk that holds one large piece returns as soon as that piece is freed.
 #include "arena.h"
 
 #include "base/error.h"

@@ -102,7 +102,7 @@ static void cut(const step *s, const char **text, int64_t *size)
   }
 }
 
-// Runs a step that changes each text by itself on one text of the list.
+// Runs a step on one text of the list. For steps that change each text on its own.
 static eng_status each(eng_tokenizer *t, step *s, const char *text, int64_t size, bool first,
                        bool last, buffer *out)
 {

@@ -43,8 +43,8 @@ static inline int64_t line_ends(text t, int64_t at)
   return at;
 }
 
-// The end of 's 't 're 've 'm 'll 'd at the apostrophe `at`; `at` if there is none. `fold`: ignores
-// upper and lower case; U+017F folds to s.
+// The end of the contraction ('s 't 're 've 'm 'll 'd) that begins at the apostrophe `at`; `at` if
+// there is none. `fold`: ignores case; U+017F folds to s.
 static int64_t contraction(text t, int64_t at, bool fold)
 {
   int64_t left = t.size - at - 1;
@@ -61,7 +61,8 @@ static int64_t contraction(text t, int64_t at, bool fold)
   return at;
 }
 
-// \s+(?!\S)|\s+ at white space: all of it at the end of the text, else all but the last character.
+// \s+(?!\S)|\s+ at white space: all of it if it ends the text or is one character, else all but the
+// last character.
 static int64_t white(text t, int64_t at)
 {
   int64_t end = run_of(t, at, UC_SPACE, 0);

@@ -97,8 +97,8 @@ void eng_tokenizer_free(eng_tokenizer *t)
 
 static eng_status building(const eng_tokenizer *t)
 {
-  return !t->ready ? ENG_OK : error_set(ENG_ERR_STATE, "tokenizer: eng_tokenizer_ready ended its "
-    "building, and it can no longer change; hint: build another one with eng_tokenizer_new");
+  return !t->ready ? ENG_OK : error_set(ENG_ERR_STATE, "tokenizer: it cannot change "
+    "after eng_tokenizer_ready; hint: build another one with eng_tokenizer_new");
 }
 
 static eng_status built(const eng_tokenizer *t)

@@ -183,8 +183,8 @@ __device__ static inline void advance_one(const rule &r, const numbers *u, bool 
   for (int k = 0; k < ENG_NORMS; k++) sum[k] += (double)of[k] * of[k];
 }
 
-/// Rounds the N new weights from element i of the piece on to the master's format. lost: what that
-/// takes from them.
+/// Rounds the N new weights, which begin at element i of the piece, to the master's format. lost:
+/// their rounding errors (unchanged for f32 masters).
 template <int N> __device__ static inline void
 round_masters(const piece &p, const numbers *u, int i, float *w, float *lost)
 {

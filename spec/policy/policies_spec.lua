@@ -103,9 +103,9 @@ describe("policy dynamic", function()
     refused({ growth_factor = 1 }, "policies/dynamic.lua: growth_factor must be greater than 1 " ..
       "and finite, got 1")
     refused({ backoff_factor = 1 },
-      "policies/dynamic.lua: backoff_factor must lie between 0 and 1, got 1")
+      "policies/dynamic.lua: backoff_factor must lie strictly between 0 and 1, got 1")
     refused({ backoff_factor = 0 },
-      "policies/dynamic.lua: backoff_factor must lie between 0 and 1, got 0")
+      "policies/dynamic.lua: backoff_factor must lie strictly between 0 and 1, got 0")
     refused({ init_scale = 0 }, "policies/dynamic.lua: init_scale must be a positive number " ..
       "that float32 can hold, got 0")
     refused({ init_scale = 1e39 }, "policies/dynamic.lua: init_scale must be a positive number " ..

@@ -511,7 +511,7 @@ describe("helpers shared by scalers", function()
         ("p.lua: scale must be %s, got %.14g"):format(case[3], case[2]))
     end
     assert.has_error(function() init("check.share(options, 'scale')", { scale = 1 }) end,
-      "p.lua: scale must lie between 0 and 1, got 1")
+      "p.lua: scale must lie strictly between 0 and 1, got 1")
     assert.has_error(function() init("check.positive(options, 'scale')", { scale = 0 / 0 }) end,
       "p.lua: scale must be a positive finite number, got nan")
     local p = load("return { options = { a = 0.1, b = 7 }, init = function(o) local a, b = " ..

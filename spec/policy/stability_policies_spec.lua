@@ -124,7 +124,7 @@ describe("a policy that guards updates", function()
   it("refuses options that must be mistakes", function()
     for _, case in ipairs { { "zclip", { clip_option = "zscore" }, "clip_option must be" },
       { "zclip", { max_grad_norm = 0 }, "max_grad_norm must be positive" },
-      { "zclip", { alpha = 1 }, "alpha must lie between" },
+      { "zclip", { alpha = 1 }, "alpha must lie strictly between" },
       { "zclip", { warmup_steps = 0 }, "warmup_steps = 0 is not a count of steps" },
       { "skip_step", { rolling_interval_length = 5 }, "whole number of 6 or more" },
       { "norm_skip", { grad_norm_skip_threshold = 0 }, "it would skip every step" },
