@@ -33,8 +33,8 @@ typedef struct fp8_result {
   int32_t     bias_dtype;   // f32, bf16 or f16
 } fp8_result;
 
-/// ENG_OK if the card and cuBLASLt support these scalings; otherwise an error that lists the
-/// supported ones.
+/// ENG_OK if the card and cuBLASLt support these scalings; otherwise an error that says what they
+/// require.
 eng_status fp8_product_supported(int scaling_x, int scaling_w);
 
 /// Queues the product. With `fast` (FP8_TENSOR and FP8_ROW only), sums stay in the tensor cores' 14

@@ -1,7 +1,7 @@
-// The operation fp8_matmul on the card. The accumulator `hopper`, in the combinations that cuBLASLt
-// supports (gemm_fp8.h), runs on Hopper's tensor cores. All other calls, and all other cards, use
-// the formula (fp8_plain.cu), which gives the same numbers but is slow. ENGINE_FP8_FORMULA=1 always
-// uses the formula, for comparison.
+// The operation fp8_matmul on the card. The accumulator `hopper` runs on the tensor cores if
+// cuBLASLt supports the call (gemm_fp8.h): with scales by tensor from sm_89 on, with other scales
+// on sm_90. All other calls use the formula (fp8_plain.cu), which is slow and gives the same
+// numbers as Hopper's tensor cores. ENGINE_FP8_FORMULA=1 always uses the formula, for comparison.
 //
 // With scales by block, the tensor cores start a new sum every 128 steps, so a promotion interval
 // of 128 or more gives the same result as no promotion. With scales by tensor or by row, promotion

@@ -95,7 +95,7 @@ __device__ inline uint32_t magnitude_of(float x, int &nan)
   return bits > 0x7F800000u ? 0 : bits;
 }
 
-/// Adds what the threads of a warp have seen. All of them must call it.
+/// Merges the maxima and NaN counts of a warp's threads into *seen. All of them must call it.
 __device__ inline void report(survey *seen, uint32_t top, int nan)
 {
   top = __reduce_max_sync(0xFFFFFFFFu, top);

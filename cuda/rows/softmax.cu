@@ -3,10 +3,11 @@
 // or +inf yields NaN, and so does a row of only -inf. For rows with +inf and rows of only -inf,
 // logsumexp gives +inf and -inf.
 //
-// Rows of up to 1024 elements belong to a warp, rows of up to 8192 to a block. Both stay in
-// registers, so that each element takes one read of memory and one exp. Longer rows are read twice.
-// Sums run in f32 over what a thread reads at once, then in double. Called through the device's
-// table.
+// Rows of up to 1024 elements belong to a warp, rows of up to 8192 to a block (256 and 2048 if they
+// cannot be read four elements at a time). Both stay in registers, so that each element takes one
+// read of memory and one exp. Longer rows, and other formats than f32, f16 and bf16, are read
+// twice. Sums run in f32 over what a thread reads at once, then in double. Called through the
+// device's table.
 #include "kernel/lanes.h"
 #include "kernel/team.h"
 
