@@ -37,6 +37,6 @@ return {
     if state.unskipped ~= options.scale_window then return scale end
     state.unskipped = 0
     return grow(state, math.min(options.max_loss_scale, scale * 2),
-      options.scale_window .. " good in a row")
+      options.scale_window .. " good steps in a row")
   end,
 }

@@ -38,6 +38,6 @@ return {
     if state.steps_since_last_scale < options.loss_scale_steps then return scale end
     state.steps_since_last_scale = 0
     return grow(state, scale * options.loss_scale_factor,
-      options.loss_scale_steps .. " good in a row", options)
+      options.loss_scale_steps .. " good steps in a row", options)
   end,
 }

@@ -53,6 +53,6 @@ return {
     state.hysteresis_step = 0
     local larger = math.f32(scale * math.f32(options.growth_factor))
     if options.max_scale ~= 0 then larger = math.min(larger, math.f32(options.max_scale)) end
-    return grow(state, larger, options.growth_interval .. " good in a row", options)
+    return grow(state, larger, options.growth_interval .. " good steps in a row", options)
   end,
 }

@@ -61,6 +61,6 @@ return {
     if stable <= 0 or math.fmod(stable, options.scale_window) ~= 0 then return scale end
     state.hysteresis = options.hysteresis
     return grow(state, scale * options.scale_factor,
-      "window of " .. options.scale_window .. " good", options)
+      "window of " .. options.scale_window .. " good steps", options)
   end,
 }

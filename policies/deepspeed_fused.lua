@@ -34,6 +34,6 @@ return {
     state.iter = state.iter + 1
     if stable <= 0 or math.fmod(stable, options.scale_window) ~= 0 then return scale end
     return grow(state, scale * options.scale_factor,
-      "window of " .. options.scale_window .. " good", options)
+      "window of " .. options.scale_window .. " good steps", options)
   end,
 }

@@ -33,6 +33,6 @@ return {
       return scale
     end
     state.growth_tracker = 0
-    return grow(state, math.f32(scale * options.growth_factor), tracker .. " good in a row")
+    return grow(state, math.f32(scale * options.growth_factor), tracker .. " good steps in a row")
   end,
 }

@@ -45,7 +45,7 @@ return {
       state.iter = state.iter + 1
       if not due then return scale end
       return grow(state, scale * options.scale_factor,
-        "window of " .. options.scale_window .. " good", options)
+        "window of " .. options.scale_window .. " good steps", options)
     end
 
     local since = state.iter - state.last_rescale_iter

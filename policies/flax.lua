@@ -41,6 +41,6 @@ return {
     state.fin_steps = 0
     local largest = (2 - 2^-23) * 2^127
     return grow(state, math.min(math.f32(scale * math.f32(options.growth_factor)), largest),
-      options.growth_interval + 1 .. " good in a row")
+      options.growth_interval + 1 .. " good steps in a row")
   end,
 }

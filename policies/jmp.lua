@@ -33,6 +33,6 @@ return {
     local due = state.counter == options.period - 1
     state.counter = math.fmod(state.counter + 1, options.period)
     if not due then return scale end
-    return grow(state, math.f32(scale * factor), options.period .. " good in a row")
+    return grow(state, math.f32(scale * factor), options.period .. " good steps in a row")
   end,
 }

@@ -29,7 +29,7 @@ return {
       return scale
     end
     state.step_counter = 0
-    return grow(state, math.f32(scale * 2), options.dynamic_growth_steps .. " good in a row",
+    return grow(state, math.f32(scale * 2), options.dynamic_growth_steps .. " good steps in a row",
       options)
   end,
 }

@@ -45,6 +45,6 @@ return {
     state.growth_tracker = 0
     state.hysteresis_tracker = options.hysteresis
     return grow(state, math.f32(scale * math.f32(options.growth_factor)),
-      options.growth_interval .. " good in a row", options)
+      options.growth_interval .. " good steps in a row", options)
   end,
 }

@@ -42,6 +42,6 @@ return {
     local since = iter - state.last_overflow_iter
     if math.fmod(since, options.scale_window) ~= 0 then return scale end
     return grow(state, scale * options.scale_factor,
-      "window of " .. options.scale_window .. " good", options)
+      "window of " .. options.scale_window .. " good steps", options)
   end,
 }

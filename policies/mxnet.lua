@@ -38,7 +38,7 @@ return {
     if state.unskipped ~= options.scale_seq_len then return scale end
     state.unskipped = 0
     state.next_scale = math.min(options.max_loss_scale, scale * 2)
-    return { scale = scale, reason = options.scale_seq_len .. " good in a row: scale " .. scale
-      .. " -> " .. state.next_scale .. " after the next step" }
+    return { scale = scale, reason = options.scale_seq_len .. " good steps in a row: scale "
+      .. scale .. " -> " .. state.next_scale .. " after the next step" }
   end,
 }

@@ -43,6 +43,6 @@ return {
     if state.growth_tracker ~= options.growth_interval then return scale end
     state.growth_tracker = 0
     return grow(state, math.f32(scale * options.growth_factor),
-      options.growth_interval .. " good in a row")
+      options.growth_interval .. " good steps in a row")
   end,
 }

@@ -32,6 +32,6 @@ return {
     local since = iteration - state.last_overflow_iteration
     if math.fmod(since, options.step_window) ~= 0 then return scale end
     return grow(state, math.min(math.f32(scale * factor), math.f32(options.scale_max)),
-      "window of " .. options.step_window .. " good")
+      "window of " .. options.step_window .. " good steps")
   end,
 }

@@ -55,7 +55,7 @@ return {
     if state.incr_count ~= options.incr_every_n_steps then return scale end
     state.incr_count = 0
     return grow(state, math.f32(scale * math.f32(options.incr_ratio)),
-      options.incr_every_n_steps .. " good in a row",
+      options.incr_every_n_steps .. " good steps in a row",
       not options.static_graph and options or nil)
   end,
 }

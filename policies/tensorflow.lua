@@ -31,6 +31,7 @@ return {
     state.good_steps = state.good_steps + 1
     if state.good_steps < options.increment_period then return scale end
     state.good_steps = 0
-    return grow(state, math.f32(scale * multiplier), options.increment_period .. " good in a row")
+    return grow(state, math.f32(scale * multiplier),
+      options.increment_period .. " good steps in a row")
   end,
 }

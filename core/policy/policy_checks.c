@@ -206,7 +206,7 @@ static int rescale(lua_State *L)
   }
   lua_pushnumber(L, (float)(overflow ? scale / 2 : scale * 2));
   if (overflow) return back_off(L);
-  lua_pushfstring(L, "%f good in a row", interval);
+  lua_pushfstring(L, "%f good steps in a row", interval);
   return grow(L);
 }
 

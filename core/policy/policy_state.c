@@ -504,7 +504,8 @@ static eng_status take_back(eng_policy *p, const char *at)
       !find_number(&failures, at, "failures"))
     return error_set(
       ENG_ERR_FORMAT,
-      "a policy's saved state must have policy, state, scale, scales, clip, lr_mul and failures");
+      "a policy's saved state must have valid values of policy, state, scale, scales, clip, lr_mul "
+      "and failures");
   data_read(&item, policy);
   if (item.tag != 's' || item.length != strlen(p->name) ||
       memcmp(item.string, p->name, item.length) != 0)

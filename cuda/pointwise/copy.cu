@@ -224,8 +224,8 @@ struct copy_rule {
   }
 };
 
-// FP8 is only copied and cast, and only in this file. Overflow becomes Inf, or NaN in formats
-// without Inf (core/base/fp8.h).
+// Of the elementwise kernels, only those of this file take FP8: they copy and cast it. Overflow
+// becomes Inf, or NaN in formats without Inf (core/base/fp8.h).
 __host__ __device__ static inline bool is_fp8(int d) { return d == ENG_e4m3 || d == ENG_e5m2; }
 
 ELEMENT double load_fp8(const void *data, int dtype, int64_t i)

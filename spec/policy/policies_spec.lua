@@ -92,7 +92,7 @@ describe("policy dynamic", function()
   it("gives a reason exactly when the scale changes", function()
     local p = engine.policy.load("dynamic", { growth_interval = 2 })
     assert.are.equal("", decide(p, 0, false):why())
-    assert.are.equal("2 good in a row: scale 65536 -> 131072", decide(p, 1, false):why())
+    assert.are.equal("2 good steps in a row: scale 65536 -> 131072", decide(p, 1, false):why())
     assert.are.equal("overflow: scale 131072 -> 65536", decide(p, 2, true):why())
   end)
 
