@@ -57,7 +57,7 @@ int64_t parted_kept(const eng_params *set, const params_parted *q);
 /// Divides the weights of a set. The set takes ownership of the table, also after an error. Drops
 /// nothing yet.
 eng_status params_part(eng_params *set, params_parted *q);
-/// Drops what is not this rank's own.
+/// Drops the weights that this rank does not own.
 eng_status params_leave(eng_params *set);
-/// Brings everything, until params_leave.
+/// Brings all weights, which stay until params_leave.
 eng_status params_bring_all(eng_params *set);
