@@ -16,10 +16,10 @@ return {
   options = { history = 1024, algorithm = "max" },
   init = function(options)
     if options.history < 1 or options.history % 1 ~= 0 then
-      error("history must be a whole number of 1 or more")
+      error("history must be a whole number of 1 or more, got " .. options.history, 0)
     end
     if options.algorithm ~= "max" and options.algorithm ~= "most_recent" then
-      error("algorithm must be max or most_recent, got " .. options.algorithm)
+      error("algorithm must be max or most_recent, got " .. options.algorithm, 0)
     end
     return { scale = 2^-126, step = 0, peaks = {} }
   end,

@@ -11,7 +11,7 @@ return {
   options = { snr = 12, snr_high = 20, rungs = 2, pause = 200, grow = 2, longest = 10000 },
   init = function(options)
     if options.pause < 1 or options.grow < 1 or options.rungs < 1 then
-      error("pause, grow and rungs must be 1 or more")
+      error("expected pause, grow and rungs >= 1", 0)
     end
     return { scale = 1, step = 0, rung = {}, pause = {}, down = {} }
   end,

@@ -11,8 +11,8 @@ static eng_status want_image(const op_call *c, int k)
   const tensor *x = c->in[k];
   ENG_TRY(want_float(c, k));
   if (x->ndim == 4 && x->shape[1] <= LARGEST && x->shape[2] <= LARGEST) return ENG_OK;
-  return error_set(ENG_ERR_SHAPE, "%s: expected images [N x H x W x C], got %s", op_name(c),
-                   tensor_text(x));
+  return error_set(ENG_ERR_SHAPE, "%s: expected images [N x H x W x C] with H and W up to 2^30, got %s",
+                   op_name(c), tensor_text(x));
 }
 
 /// Checks a pair of integer attributes.
@@ -136,7 +136,8 @@ static eng_status pool_output(const op_call *c, int64_t *y, int64_t n, const int
     ENG_TRY(windows(c, &y[1 + d], size[d], kernel[d], c->max_pool2d.stride[d], padding[d], 1));
   }
   if (kernel[0] * kernel[1] <= LARGEST) return ENG_OK;   // cells are numbered in i32
-  return error_set(ENG_ERR_VALUE, "%s: expected a kernel of up to 2^30 cells", op_name(c));
+  return error_set(ENG_ERR_VALUE, "%s: expected a kernel of up to 2^30 cells, got %lld x %lld",
+                   op_name(c), (long long)kernel[0], (long long)kernel[1]);
 }
 
 eng_status infer_max_pool2d(op_call *c, op_shape *s)

@@ -252,7 +252,8 @@ static eng_status read_timeout(void)
   double seconds = strtod(text, &end);
   if (!(seconds > 0 && seconds < 1e9) || *end)
     return error_set(ENG_ERR_VALUE,
-                     "ENGINE_RANK_TIMEOUT: expected a number of seconds above 0, got '%s'", text);
+                     "ENGINE_RANK_TIMEOUT: expected a number of seconds above 0 and below 1e9, "
+                     "got '%s'", text);
   eng_comm_timeout(seconds);
   return ENG_OK;
 }

@@ -79,7 +79,7 @@ static void on_alarm(int signal_number)
   int number = eng_interrupt_signal(0);
   bool stuck = main_state && lua_gethook(main_state) == stop_hook;
   if (stuck && !has_run && number != SIGINT) _exit(128 + number);
-  if (rank == 0) say("\nstill busy in one call; interrupt again to stop at once\n");
+  if (rank == 0) say("\nstill busy; interrupt again to stop at once\n");
 }
 
 // A mapped file was truncated while in use. The missing data cannot be read, so this exits with the

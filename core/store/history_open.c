@@ -111,8 +111,11 @@ static eng_status open_and_check(sqlite3 **out, const char *name, int flags, con
 eng_status history_reader_open(sqlite3 **out, const char *path)
 {
   *out = NULL;
-  if (eng_file_kind(path) != ENG_FILE_REGULAR)
-    return error_set(ENG_ERR_IO, "history %s: no such file", path);
+  int kind = eng_file_kind(path);
+  if (kind != ENG_FILE_REGULAR)
+    return error_set(ENG_ERR_IO, "history %s: %s", path,
+                     kind == ENG_FILE_NONE ? "no such file" : "expected a file, not a folder or "
+                     "a device");
   eng_status status = open_and_check(out, path, 0, path);
   if (status != ENG_ERR_IO) return status;
   // WAL mode needs a file next to the database. If it cannot be created (an archive, another user's

@@ -107,6 +107,9 @@ void eng_query_close(eng_query *query)
 static eng_status bound(eng_query *query, int parameter, int code)
 {
   if (code == SQLITE_OK) return ENG_OK;
+  if (code != SQLITE_RANGE)
+    return error_set(ENG_ERR_VALUE, "history %s: cannot bind parameter %d: %s", query->path,
+                     parameter + 1, sqlite3_errstr(code));
   return error_set(ENG_ERR_VALUE,
                    "history %s: the statement has %d parameters, got one numbered %d", query->path,
                    sqlite3_bind_parameter_count(query->statement), parameter + 1);

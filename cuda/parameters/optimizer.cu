@@ -432,9 +432,9 @@ static eng_status check_spans(const param_span *spans, int n, const eng_update *
         (s->moment1 && !dtype_fits(s->moment_dtype)))
       return error_set(ENG_ERR_DTYPE,
                        "optimize: parameter %s: expected a master in f32 or bf16, all else in "
-                       "f32, f16 or bf16; got gradients in %s, moments in %s and low-precision "
-                       "weights in %s",
-                       s->name, eng_dtype_name(s->gradient_dtype),
+                       "f32, f16 or bf16; got a master in %s, gradients in %s, moments in %s "
+                       "and low-precision weights in %s", s->name,
+                       eng_dtype_name(s->master_dtype), eng_dtype_name(s->gradient_dtype),
                        eng_dtype_name(s->moment_dtype), eng_dtype_name(s->shadow_dtype));
   }
   return ENG_OK;

@@ -6,7 +6,7 @@
 // results of rows are summed in double in a fixed order.
 //
 // NaN and Inf are handled as in core/cpu/reference_loss.c: an infinite largest logit makes its row
-// NaN. A target out of range raises the fault and counts as ignored.
+// NaN. A target out of range raises the fault.
 #include "kernel/element.h"
 #include "kernel/ptx.h"
 #include "kernel/team.h"

@@ -208,7 +208,7 @@ describe("NCCL", function()
       ["RANK=0 WORLD_SIZE=2 MASTER_ADDR=x MASTER_PORT=65535"] =
         "MASTER_PORT: expected a port from 1 to 65534, got '65535'",
       ["RANK=0 WORLD_SIZE=2 MASTER_ADDR=x ENGINE_RANK_TIMEOUT=-3"] =
-        "ENGINE_RANK_TIMEOUT: expected a number of seconds above 0, got '-3'",
+        "ENGINE_RANK_TIMEOUT: expected a number of seconds above 0 and below 1e9, got '-3'",
     } do
       result = start.nccl(1, WORLD, {}, { folder = folder, names = names(environment) })
       assert.are_not.equal(0, result.code)
