@@ -331,7 +331,7 @@ describe("engine data tokenize", function()
         "expected a file to write, got a folder, device or pipe",
       [pipe .. " --tokenizer " .. folder .. " -o x.npy"] = "expected a file, got a device or pipe",
       [folder .. "/a.txt --tokenizer " .. folder .. " -o " .. folder .. "/a.txt"] =
-        "expected another file to write than the text",
+        "a.txt is one of the texts; expected another output file",
     } do
       local done = run(words)
       assert.equal(1, done.code)

@@ -282,7 +282,7 @@ local function check(name, value, field, rules)
   if #items == 0 and choices then
     fail("%s: expected one or more of %s", name, table.concat(choices, ", "))
   elseif #items == 0 and range and range.problem then
-    fail("%s: expected at least one", name)
+    fail("%s: expected at least one value, got an empty list", name)
   end
   for i, item in ipairs(items) do
     local problem = range and range.problem and item ~= default[i] and range.problem(item)

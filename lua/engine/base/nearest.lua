@@ -86,8 +86,9 @@ function nearest.choices(name, names, what)
   return ("%s; %s: %s"):format(nearest.hint(name, texts), what, table.concat(texts, " "))
 end
 
---- Makes reading a field by another framework's name an error that says what to write instead.
---- Any other missing field is nil; its name is remembered, so that reading it again is fast.
+--- Makes it an error to read a field of `class` by another framework's name; the error says what to
+--- write instead. Any other missing field is nil; its name is remembered, so that reading it again
+--- is fast.
 function nearest.guard_elsewhere(class, what)
   local absent = {}
   return setmetatable(class, { __index = function(t, key)

@@ -26,7 +26,7 @@ end
 --- Sends SIGTERM to a program.
 function M.stop(process) C.eng_process_signal(process, 15) end
 
---- A word as the shell reads it back, whatever characters it has.
+--- A word quoted for the shell, whatever characters it has.
 function M.quoted(word) return "'" .. tostring(word):gsub("'", "'\\''") .. "'" end
 
 --- What a shell command prints on its standard output.

@@ -119,8 +119,8 @@ end
 
 -- ------------------------------------------------------------------ the REPL's objects
 
--- The objects `run` and `policy`, whose methods ask the run. Without a link every method raises
--- `why`.
+-- The objects `run` and `policy`, whose methods send requests to the run. Without a link every
+-- method raises `why`.
 local function objects(link, why)
   local function ask(request)
     if not link then error(why, 0) end

@@ -8,7 +8,7 @@ local files = require "engine.base.file"
 local json = require "engine.base.json"
 local merged = require("engine.base.arguments").merged
 
--- What the trainer or session is given instead of the script's options.
+-- The options of the job's trainer or session: `given`, the script's, with the job's changes.
 local function options_of(given, job, kind)
   local o = merged(given)
   o.run, o.resume, o.log = job.run, job.resume or false, "quiet"
@@ -19,8 +19,8 @@ local function options_of(given, job, kind)
   return o
 end
 
--- Prepares the job's trainer: the process ends with its run. It writes only the checkpoints that
--- are due; it needs those because a policy may roll back to them.
+-- Prepares the job's trainer: the process ends when its run ends. The trainer writes only the
+-- checkpoints that are due, because a policy may roll back to them.
 local function prepare(trainer, job)
   if job.state then trainer.policy:restore(job.state) end
   local run_files, ending = trainer.run_files, trainer.by_hand and "close" or "run"

@@ -60,8 +60,8 @@ local function time_text(s)
     or ("%.2f s"):format(s)
 end
 
--- Advice in one line when a smaller bucket would save at least a MiB and a tenth of the memory of a
--- rank, on `ranks` ranks; else nil. Halves the bucket while each halving saves 5 %.
+-- One line of advice if a smaller bucket would save, on `ranks` ranks, at least 1 MiB and a tenth
+-- of a rank's memory; else nil. Halves the bucket for as long as each halving saves 5 %.
 local function smaller_bucket(job, params, options, ranks)
   local plan = require "engine.dist.plan"
   local function with(bucket, zero)
@@ -168,7 +168,7 @@ local function read(words)
   return given, settings
 end
 
--- ------------------------------------------------------------------ beside measured jobs
+-- ------------------------------------------------------------------ comparison with measured jobs
 
 local function off(predicted, measured)
   if measured == predicted then return "exact" end

@@ -41,8 +41,8 @@ function M.predict(trainer, which)
   local left = forward(trainer)
   model:checkpoint(false)
   local all, most, seconds = forward(trainer, watched)
-  -- The plain peak is at the loss; checkpointing does not change what the loss and its gradient
-  -- take.
+  -- Without checkpointing the peak is at the loss. The loss and its gradient take peak - all bytes,
+  -- with checkpointing too.
   return { plain = peak, block = left + math.max(peak - all, most),
     time = 1 + trainer.accumulate * seconds / step }
 end
@@ -61,10 +61,12 @@ function M.print(script, settings, given)
     { "checkpoint=" .. which, "predicted", "measured" },
     { "activations and their gradients, without", mib(p.plain), mib(plain.memory_step) },
     { "activations and their gradients, with", mib(p.block), mib(block.memory_step) },
-    { "memory of these", share(p.plain, p.block), share(plain.memory_step, block.memory_step) },
+    { "memory, with / without", share(p.plain, p.block),
+      share(plain.memory_step, block.memory_step) },
     { "time of a step", times(p.time), times(block.step / plain.step) },
   }, { true }))
-  print("\npeaks of one step of one rank, with one thread; losses and gradients keep their bits")
+  print("\npeaks of one step of one rank, with one thread; losses and gradients are the same, " ..
+    "bit for bit")
 end
 
 return M

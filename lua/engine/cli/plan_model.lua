@@ -6,8 +6,9 @@ local hf = require "engine.nn.hf_load"
 
 local M = {}
 
--- Bytes for each parameter: weights with the copies that products read, gradients, moments of
--- AdamW, and compensations. eng_params_bytes measures them; norms and biases have no copies.
+-- Bytes for each parameter: weights with the low-precision copies that matrix products read;
+-- gradients; AdamW's moments with compensations. eng_params_bytes measures them; norms and biases
+-- have no copies.
 M.USES = {
   { "evaluate, f32", 4, 0, 0 }, { "evaluate, bf16 or f16", 2, 0, 0 },
   { "train, precision fp32", 4, 4, 8, "fp32" }, { "train, precision bf16", 6, 4, 8, "bf16" },
@@ -55,8 +56,8 @@ function M.print(folder)
     "compensation. Activations are not counted; they grow with the batch size and the sequence " ..
     "length.")
   if facts.token then
-    print(("Generating caches keys and values in bf16: %s for each token, %s for a sequence of " ..
-      "%s tokens."):format(
+    print(("Generation caches keys and values. In bf16 they take %s for each token and %s for a " ..
+      "sequence of %s tokens."):format(
       show.bytes(2 * facts.token), show.bytes(2 * facts.token * facts.context),
       show.grouped(facts.context)))
   end

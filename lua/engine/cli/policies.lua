@@ -26,9 +26,9 @@ policies/README.md explains how to write one. Name your own file by its path: po
       print((kind == "fp8" and "\nfor FP8 layers:\n" or "for the loss scale:\n") ..
         show.table(rows, true))
     end
-    print("\nnext: engine replay RUN --policy NAME shows what one would have done; policy=NAME " ..
-      "trains\nwith it, and precision = { base = \"nvfp4\", fp8 = { policy = NAME } } with one " ..
-      "of the\nsecond list")
+    print("\nnext: engine replay RUN --policy NAME shows what a policy would have done; " ..
+      "policy=NAME\ntrains with it. A policy for FP8 layers trains with precision = " ..
+      "{ base = \"nvfp4\",\nfp8 = { policy = NAME } }")
     return 0
   end,
 }

@@ -4,7 +4,7 @@
 -- of an entry becomes global, so that lines pasted from a script keep working on the next line.
 -- `bits` shows a number in every format; `runs` lists the runs, and open "NAME" is the history of
 -- one; after a run `history` is the history of that run. Lines are saved in ~/.engine_history.
--- Called by main.c; reads lines through engine.host.
+-- Called by main.c and attach.lua; reads lines through engine.host.
 local host = require "engine.host"
 
 local repl = {}
@@ -197,8 +197,8 @@ local function open_text(line)
   if quote then return line:sub(quote + 1), line:sub(1, quote - 1) end
 end
 
--- The names that the string literal after `code` may be: columns in h:plot(", runs in open "; or
--- nil.
+-- The names to complete in a string literal after `code`: columns after h:plot(, runs after open;
+-- nil after other code.
 local function names_after(code)
   if code:find("^%s*open[%s%(]*$") or code:find("[^%w_.:]open[%s%(]*$") then
     return require("engine.base.file").names "runs" or {}

@@ -1,4 +1,4 @@
--- Documents: what a record of a file becomes, as token ids, and which of them count in the loss.
+-- Documents: turns each record of a file into token ids, and marks those that count in the loss.
 -- A format (M.lines, M.csv_text, M.jsonl, M.chat, M.preferences) makes the parts of a document from
 -- a record's text: { { text, counts }, .. }, or nil and what is wrong with the record. Called by
 -- init.lua; packed.lua puts the documents into rows.
@@ -54,9 +54,9 @@ function M.jsonl(field)
   end
 end
 
--- The parts of a conversation by a tokenizer's chat template. An assistant's message begins after
--- the text of the messages before it and the template's beginning of an answer. It ends where the
--- text of the messages up to it no longer agrees with the text of the whole conversation.
+-- The parts of a conversation by a tokenizer's chat template. An assistant's message begins where
+-- the text of the earlier messages, with the template's beginning of an answer, ends. It ends where
+-- the text of the messages up to this one stops agreeing with the text of the whole conversation.
 local function by_template(tokenizer, messages)
   local parts, done = {}, 0
   local function text(n, prompt)
@@ -254,7 +254,7 @@ local function put(self, ids, list)
 end
 
 -- The sequence of all parts: { ids = int32_t[n], counts = uint8_t[n]: whether each id counts as a
--- target, n = }. Or nil, what is wrong, and whether the script is at fault and not the file.
+-- target, n = }. Or nil, what is wrong, and true if the script is at fault rather than the file.
 local function tokens_of(self, parts)
   local lists, n = {}, 0
   for k, part in ipairs(parts) do

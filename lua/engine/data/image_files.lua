@@ -1,5 +1,5 @@
 -- Reads PNG and JPEG files into bytes, through libpng and libjpeg-turbo (TurboJPEG). A library is
--- loaded when the first image of its kind is read, so the engine builds and runs without both.
+-- loaded when the first image of its kind is read, so the engine builds and runs without them.
 -- Called by images.lua.
 local M_ffi = require "engine.base.ffi"
 

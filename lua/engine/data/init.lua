@@ -98,7 +98,8 @@ end
 --- Skips n batches.
 function Loader:skip(n) self.at = self.at + n end
 
--- These fields must match. Otherwise a saved position would mean other batches.
+-- Fields of a saved position that must equal the loader's; otherwise the position would mean other
+-- batches.
 local IDENTITY = { "kind", "seed", "batch", "context", "shuffle", "examples" }
 
 --- The loader's position, as plain data. `order` is the version of the shuffled order.
@@ -112,7 +113,8 @@ end
 --- other data, another batch size or another order.
 function Loader:restore(state) self.at, self.order = position.check(state, self, IDENTITY) end
 
---- The number of batches in an epoch. Examples left over that do not fill a batch are not in it.
+--- The number of batches in an epoch. Leftover examples that do not fill a batch are not used in
+--- that epoch.
 function Loader:batches_per_epoch() return math.max(1, math.floor(self.examples / self.batch)) end
 
 function Loader:__tostring()
@@ -176,9 +178,9 @@ local function want_share(kind, o)
   end
 end
 
---- Text as bytes: tokens 0..255. path: a file, or a list of files read one after the other; or text
---- = a string. from, to: the share of the text to use (0 to 1), e.g. to = 0.9 for training and from
---- = 0.9 for evaluation.
+--- Text as bytes: tokens 0..255. path: a file, or a list of files, joined with a newline between
+--- them; or text = a string. from, to: the share of the text to use (0 to 1), e.g. to = 0.9 for
+--- training and from = 0.9 for evaluation.
 function M.text(given)
   local o = options_of("text", given, { path = false, text = false, batch = 8, context = 128,
     shuffle = true, seed = 1234, from = 0, to = 1 })

@@ -2,7 +2,7 @@
 -- transformers (trim_blocks and lstrip_blocks). A template becomes a function from variables to a
 -- text. Statements: for (with if, else, loop, break, continue), if, set (of a name, a namespace's
 -- field, a block), generation. Expressions: those of Jinja except ** and /. Methods, filters and
--- tests: those in the tables below. Everything else is refused with the line in the template.
+-- tests: those in the tables below. Anything else is an error that names the template's line.
 -- Values are Lua's; a list is a table with the metatable List, None is the value NONE, and
 -- undefined is nil. Called by chat_template.lua.
 local M = {}
@@ -321,8 +321,8 @@ end
 
 local function constant(value) return function() return value end end
 
--- Parses arguments up to `close`. Returns the positional ones after `first`, if given, and their
--- number; and the named ones.
+-- Parses arguments up to `close`. Returns a list of the positional ones, which begins with `first`
+-- if that is given; its length; and a table of the named ones.
 function Parser:arguments(close, first)
   local args, n, named = { first }, first and 1 or 0, {}
   while not self:accept(close) do
@@ -358,7 +358,7 @@ function Parser:dict()
   end
 end
 
--- A call of a function of the scope, or of `namespace`.
+-- A call of a function in the scope, or of namespace().
 function Parser:call(name)
   local args, n, named = self:arguments ")"
   return function(scope)

@@ -34,8 +34,8 @@ local function current(self)
     end
     if not self.document then self.place, self.token = self.place + 1, 0 end
     tried = tried + 1
-    -- The only document that counts may be the first of an epoch and the last of the next: 2 n - 1
-    -- tries from one to the other.
+    -- If only one of the n documents counts, it may be the first of an epoch and the last of the
+    -- next: 2 n - 1 tries from one to the other.
     if tried > 2 * self.examples then
       raise("data.%s: none of the %d documents has a token that counts in the loss%s%s", self.kind,
         self.examples, self.documents:left_out(), self.kind ~= "chat" and ""
@@ -93,8 +93,8 @@ local function fill_padded(self, row)
   return learnt
 end
 
--- Reads the next batch into memory. A mean over no target is NaN, so this function goes on until a
--- target counts.
+-- Reads the next batch into memory. Leaves out batches in which no target counts, because the mean
+-- over no target is NaN.
 local function fill(self)
   local put_row, learnt = self.pack and fill_packed or fill_padded, 0
   repeat
@@ -112,7 +112,8 @@ function Packed:next()
     tokens = rows * self.context }
 end
 
---- Skips n batches. Their documents are read and encoded, because only that tells where they end.
+--- Skips n batches. Their documents are read and encoded, because their lengths in tokens are not
+--- known otherwise.
 function Packed:skip(n)
   for _ = 1, n do fill(self) end
 end

@@ -42,7 +42,7 @@ function M.run(tokenizer, paths, output, options)
   for i, path in ipairs(paths) do
     maps[i] = files.map(path)
     if C.eng_file_stamp(path) == C.eng_file_stamp(output) then
-      raise("data tokenize: %s: expected another file to write than the text", output)
+      raise("data tokenize: %s is one of the texts; expected another output file", output)
     end
     all = all + tonumber(maps[i].size)
   end

@@ -200,9 +200,9 @@ end
 local out_ids, out_text = ffi.new("const uint32_t *[1]"), ffi.new("const char *[1]")
 local out_size = ffi.new("int64_t[1]")
 
---- The ids of a text, as memory of the core that the next call overwrites: pointer to uint32, and
---- count.
---- special: with the special tokens that the file puts around a text (default true).
+--- The ids of a text in the core's memory, which the next call overwrites: a pointer to uint32, and
+--- the number of ids. special: with the special tokens that the file puts around a text (default
+--- true).
 function Tokenizer:encode_memory(text, special)
   expect(type(text) == "string", text, "tokenizer: expected a text")
   check(C.eng_tokenizer_encode(out_ids, out_size, self.handle, text, #text, special ~= false))
