@@ -92,8 +92,8 @@ end
 
 -- ------------------------------------------------------------------ comparing
 
--- This rank's checksums in a message: [0] over what all ranks hold, [1] over what this rank and
--- only some others hold, [2] the number of items.
+-- This rank's message: [0] the hash of the checksums of items that all ranks hold, [1] that of the
+-- items that this rank and only some others hold, [2] the number of items.
 local function summary(list, sums)
   local parts, n = { ffi.new("uint64_t[?]", #list), ffi.new("uint64_t[?]", #list) }, { 0, 0 }
   for i, item in ipairs(list) do
@@ -160,7 +160,7 @@ local function differences(reducer, list, sums, n)
   return found
 end
 
--- ------------------------------------------------------------------ what is said
+-- ------------------------------------------------------------------ the report
 
 -- The command of this process, changed to resume the run at `path` (nil: no run) from a checkpoint.
 local function command(path, checkpoint)
@@ -208,7 +208,7 @@ local function describe(self, list, sums, n)
   return drift
 end
 
--- ------------------------------------------------------------------ when
+-- ------------------------------------------------------------------ when to compare
 
 --- Compares the ranks now; every rank calls it. If the ranks differ, raises an error, the same on
 --- all ranks, and stores what differs in `drift`.

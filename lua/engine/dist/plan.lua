@@ -21,7 +21,7 @@ local M = {}
 local BACKWARD = 2 / 3
 
 --- What one of `ranks` ranks would send and keep: the fields of eng_parallel_sizes as a table.
---- rank: its number, or -1 for the rank with the largest sums. options: a trainer's { bucket (MiB),
+--- rank: its number, or -1 for the rank that sums the most. options: a trainer's { bucket (MiB),
 --- comm_dtype (name), zero, whole, units }. For ZeRO-2 and 3, the operations on the tape must be
 --- those of a step.
 function M.sizes(params, options, rank, ranks)

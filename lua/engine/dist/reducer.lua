@@ -2,8 +2,9 @@
 -- several ranks (ranks.lua). Each rank computes its share of the step's batches. Gradients are
 -- summed over ranks as backward completes them. One message per step makes the record, and so the
 -- verdict, the same on every rank. A hash of the verdict travels with the next record; if the
--- hashes differ, the run stops. Only rank 0 prints, writes files and listens to clients. It passes
--- the clients' requests to the other ranks between two steps.
+-- hashes differ, the run stops. Only rank 0 prints, writes the run's files (except the other ranks'
+-- checkpoint shards) and listens to clients. It passes the clients' requests to the other ranks
+-- between two steps.
 --
 -- The batches of a step are numbered over all ranks; a rank's first batch has the number rank *
 -- accumulate. Jobs with the same product of ranks and accumulate therefore see the same batches and
@@ -166,7 +167,7 @@ function Reducer:start(spread)
     local alike = self:holder(i - 1) == self:holder(self.rank)
     if other ~= sum or alike and other_own ~= own then
       error(("rank %d's weights (checksum %s) differ from rank %d's (%s), although both " ..
-        "received the same"):format(i - 1, text, self.rank, others[self.rank + 1]), 0)
+        "received the same weights"):format(i - 1, text, self.rank, others[self.rank + 1]), 0)
     end
   end
   if self.parted then self:leave() end
@@ -305,8 +306,9 @@ function Reducer:finish(s)
   continue_numbers(s, self.drawn)
 end
 
---- Keeps what the record needs and the next step may overwrite: the signals, when this rank gave
---- batch norms inf or nan and, with a delay, the tensors that overflowed on each rank.
+--- Keeps what the record needs and the next step may overwrite: the signals; when this rank first
+--- gave a synchronized batch norm inf or nan (first_bad of batch_norm_over.lua); and, if the record
+--- is delayed, the tensors that overflowed on each rank.
 function Reducer:remember(s, delayed)
   s.signals, s.first_bad = signals.values, batch_norm_over.first_bad()
   if not delayed then return end
@@ -515,8 +517,8 @@ function Reducer:find_culprits()
 end
 
 --- Puts the cause first among the culprits. Inf and nan spread to other ranks through synchronized
---- batch norms: ranks that were the first to give them to one (first_bad of batch_norm_over.lua)
---- come first, and `origin` says so. Among the others, inf comes before nan.
+--- batch norms. The ranks that were the first to give inf or nan to a batch norm (first_bad of
+--- batch_norm_over.lua) come first, and `origin` names them. Otherwise inf comes before nan.
 function Reducer:find_origin(first_bad)
   local of, first, ranks_of, key = ffi.new("double[?]", self.size), math.huge, {}, {}
   check(C.eng_comm_all_gather(ranks.world(), of, ffi.new("double[1]", first_bad), 8))

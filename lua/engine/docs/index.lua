@@ -68,11 +68,11 @@ end
 
 local function last_part(name) return name:match("([^.:]+)$") or name end
 
--- A name without case, spaces, '-' and '_'.
+-- A name in lower case, with '-' for each space and '_'.
 local function plain(name) return (name:lower():gsub("[ _]", "-")) end
 
--- The entries with the full name `name`, and those whose name ends in it; or, without the former,
--- the latter and nothing.
+-- Returns two lists: the entries with the full name `name`, and those whose name ends in it. If no
+-- entry has the full name, returns the second list and an empty one.
 local function search(list, name)
   local full, parts = {}, {}
   for _, form in ipairs { tostring, plain } do         -- the names as written, then plain names

@@ -1,5 +1,5 @@
 -- The sources of the reference: files of the tree by name, the comment above a line, the tables of
--- a Markdown page. Used by the readers in this folder.
+-- a Markdown page. Used by the files of this folder, and by help.lua and environment.lua of cli/.
 local M_ffi = require "engine.base.ffi"
 local file = require "engine.base.file"
 

@@ -1,10 +1,10 @@
 -- The architectures of Hugging Face's transformers that this engine loads: for each model_type the
--- fields of its config.json and the names of its weights. Data, but for `plan`, which applies the
--- names. Read by hf_config.lua, hf_load.lua and hf_save.lua; nothing else depends on an
+-- fields of its config.json and the names of its weights. The functions at the end apply the names.
+-- Read by hf_config.lua, hf_load.lua, hf_save.lua and lora.lua; nothing else depends on an
 -- architecture.
 --
---   classes    the architectures of config.json that are supported, the default first, that of
---              classifiers last
+--   classes    the architectures of config.json that are supported: the default first, the
+--              classifier last
 --   build      the model of models.lua
 --   prefix     stands before the names that begin with a dot below; a file may leave it out, as
 --              the files of base models do
@@ -13,8 +13,8 @@
 --              Fields that are not listed do not shape the model
 --   rules      functions of hf_config.lua that read several fields together
 --   options    further options of the model
---   names      the engine's module or parameter -> that of the file, with %d for the numbers, which
---              count from 0 in files. Several names: their tensors are joined by rows. T: the
+--   names      the engine's module or parameter -> its name in files, with %d for the numbers,
+--              which count from 0 in files. Several names: their tensors are joined by rows. T: the
 --              weight is transposed
 --   old        endings of names in old files -> their present form
 --   ignored    patterns of names that a file may have and the model does not need

@@ -1,8 +1,8 @@
 -- Fusion: decides which neighbouring operations of a model run as one operation. Models say what to
 -- compute by calling the functions below; no other file of this folder names a fused operation or
 -- an FP8 site. A fused form gives the same bits as its parts, with one exception: the backward
--- pass of mlp_gelu in f16 and bf16 rounds once less. Called by layers.lua, transformer.lua and
--- models.lua.
+-- pass of mlp_gelu in f16 and bf16 rounds once less. Called by layers.lua, transformer.lua,
+-- models.lua and lora_layers.lua.
 --
 -- A module takes part in a fusion if its `forward` is the library's, not an adapter's or an
 -- override, and if it has no relative scale (`_relative_scale`, policy/groups.lua). A fused

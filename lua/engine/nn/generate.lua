@@ -42,8 +42,8 @@ local function drop_caches(model)
   model:apply(function(m) rawset(m, "caches", nil) end)
 end
 
--- Makes caches for R sequences of up to `room` tokens; `apart`: one for each. One token is run
--- first, to learn the dtypes.
+-- Makes caches for R sequences of up to `room` tokens; `apart`: one cache for each sequence. Runs
+-- one token first, to learn the dtypes.
 local function make_caches(model, R, room, token, apart)
   local attentions = {}
   model:apply(function(m)

@@ -1,5 +1,6 @@
 -- Reads config.json of Hugging Face's transformers: from its fields to a model of models.lua. Every
--- error is one line that names the file and the field. Called by hf_load.lua.
+-- error is one line that names the file and the field. Called by hf_load.lua and
+-- cli/plan_model.lua.
 local arguments = require "engine.base.arguments"
 local files = require "engine.base.file"
 local json = require "engine.base.json"
@@ -19,7 +20,7 @@ local function text_of(value)
   return type(value) == "table" and "a table" or show.shown(tostring(value))
 end
 
--- A value that a message says was given.
+-- A value as text, for the "got ..." of a message.
 local function got(value) return show.shown(value_text(value)) end
 
 -- A field's value, or its default if it is absent or null.
@@ -39,7 +40,7 @@ local function number(fields, key, where, required)
   return value
 end
 
--- The same for a whole number.
+-- Like number(), but the value must be a whole number, and the field may be missing.
 local function whole(fields, key, where)
   local value = number(fields, key, where)
   if value and (value % 1 ~= 0 or value >= 2 ^ 31) then
@@ -58,9 +59,9 @@ end
 
 -- ------------------------------------------------------------------ scaled rotary positions
 
--- Each function completes `rope`, the option of nn.attention, which has base and factor, from
--- rope_scaling p and the model's options o. context: the length that the model was first trained
--- on. The formulas are those of transformers' modeling_rope_utils.py.
+-- Each function adds its fields to `rope`, the option of nn.attention, which already has base and
+-- factor. p: rope_scaling; o: the model's options; context: the length that the model was first
+-- trained on. The formulas are those of transformers' modeling_rope_utils.py.
 local SCALINGS, ORIGINAL = {}, "original_max_position_embeddings"
 
 function SCALINGS.linear() end
@@ -84,8 +85,8 @@ function SCALINGS.dynamic(rope, _, o, where)
   o.context = math.floor(o.context * math.max(rope.factor, 1))
 end
 
--- 1 + 0.1 weight log(factor), the attention factor of YaRN, which transformers also gives as the
--- ratio of two with different weights.
+-- 1 + 0.1 weight log(factor), the attention factor of YaRN. With mscale and mscale_all_dim,
+-- transformers uses the ratio of two such factors with these weights.
 local function yarn_attention(factor, weight)
   return factor > 1 and 0.1 * weight * math.log(factor) + 1 or 1
 end
@@ -156,8 +157,8 @@ function rules.rope(o, fields, where, arch)
   o.rope = rope
 end
 
--- Reads the number of a classifier's labels, which is that of the names in id2label (without them
--- num_labels or, as in transformers, two), and the padding token, which nn.bert does not need.
+-- Reads a classifier's number of labels: the number of names in id2label, else num_labels, else two
+-- as in transformers. Also reads the padding token, which nn.bert does not need.
 local function read_labels(o, fields, where, arch)
   local names, pad = value_of(fields, "id2label"), value_of(fields, "pad_token_id")
   if names ~= nil and type(names) ~= "table" then
@@ -272,8 +273,8 @@ end
 
 local REPLACED = { num_labels = true, torch_dtype = true }    -- by id2label, and by dtype
 
---- The fields of a classifier with n labels, from those of any class of its model_type. pad: the id
---- of the padding token, by default that of `fields`.
+--- The fields of config.json for a classifier with n labels, made from `fields`, those of any class
+--- of the same model_type. pad: the id of the padding token, by default that of `fields`.
 function M.classifier(fields, n, pad, where)
   want_labels(n, where)
   local arch, all = architectures.of[value_of(fields, "model_type")], { id2label = {},

@@ -63,7 +63,7 @@ local function open_weights(folder)
     for _, name in ipairs(file.names) do
       local there = map and folder .. "/" .. tostring(map[name])
       if map and there ~= path then
-        fail("%s: '%s' is in %s, which the index does not say", index, show.shown(name), path)
+        fail("%s does not say that '%s' is in %s", index, show.shown(name), path)
       end
       weights.entries[name] = { file = file, name = name, entry = file.entries[name] }
       weights.names[#weights.names + 1] = name
@@ -93,7 +93,7 @@ end
 
 -- ------------------------------------------------------------------ names and shapes
 
--- Renames entries of old files to their present names.
+-- Gives tensors with old names, in old files, their present names.
 local function rename_old(weights, old)
   for ending, new in pairs(old) do
     for i, name in ipairs(weights.names) do
@@ -215,8 +215,8 @@ end
 
 -- ------------------------------------------------------------------ the model
 
--- The model for the options, with what hf_save.lua reads: source = { arch, prefix, fields, text,
--- folder, eos }. `stop`: the tokens at which generate stops.
+-- The model for the options. Its field `source`, { arch, prefix, fields, text, folder, eos }, is
+-- read by hf_save.lua; its field `stop` has the tokens at which generate stops.
 local function build(arch, options, source)
   local model = models[arch.build](options)
   source.arch = arch
@@ -245,8 +245,8 @@ local function load(folder, options)
   local weights = open_weights(folder)
   return within(function() end, weights.close, function()
     if o.layers > #weights.names then
-      fail("%s: it has %d layers, and %s has %d tensors", path, o.layers, weights.where,
-        #weights.names)
+      fail("%s: it has %d layers, and %s has %d tensors, too few for them", path, o.layers,
+        weights.where, #weights.names)
     end
     rename_old(weights, arch.old)
     local source = { fields = fields, text = text, folder = folder,

@@ -43,7 +43,7 @@ end
 
 -- ------------------------------------------------------------------ ResNet
 
--- A convolution without bias, with He's initialization for ReLU by the number of outputs.
+-- A convolution without bias, with He's initialization for ReLU (fan-out).
 local function conv(inputs, outputs, kernel, stride)
   return image_layers.conv2d(inputs, outputs, kernel, { stride = stride, bias = false,
     padding = (kernel - 1) / 2, std = math.sqrt(2 / (outputs * kernel * kernel)) })

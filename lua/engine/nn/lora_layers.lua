@@ -6,7 +6,7 @@
 --   DoRA:  y = m / |V| * (x V^T) + b,  V = W + s B A, |V| the norm of each row, without a gradient
 -- Shapes: K inputs, N outputs, R rank; W [N x K], b and m [N], A [R x K], B [N x R].
 -- The adapter's state is `_lora` of its layer: { rank, alpha, scale, dropout, A, B, m (DoRA),
--- weight (the frozen one, while merged) }. Called by lora.lua and by nn/init.lua.
+-- weight (the frozen one, while merged) }. Called by lora.lua, nn/init.lua and train/optim.lua.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local autograd = require "engine.tensor.autograd"
@@ -181,7 +181,7 @@ local function refuse_unmatched(pattern, all)
 end
 
 -- The layers that `match` names: a pattern, a list of patterns, or nil for all but the head. A
--- classifier's head is trained itself and is never among them.
+-- classifier's head is never among them, because it is trained without an adapter.
 local function chosen(model, match)
   local all, list, taken = M.linears(model), {}, {}
   if #all == 0 then raise("nn.lora: the model has no linear layer") end
@@ -205,7 +205,7 @@ local function chosen(model, match)
   end
   if #list == 0 then
     raise("nn.lora: match %s; linear layers: %s", next(taken)
-      and "names only the classifier's head, which is trained itself" or "is empty",
+      and "names only the classifier's head, which is trained without an adapter" or "is empty",
       M.text_of_paths(all))
   end
   return list
@@ -235,8 +235,8 @@ end
 local function refuse(l, rank)
   local layer = l.layer
   if rawget(layer, "_lora") then
-    raise("nn.lora: %s has an adapter already; hint: match other layers, or lora.load for values",
-      l.path)
+    raise("nn.lora: %s has an adapter already; hint: match other layers, or load saved values " ..
+      "with lora.load", l.path)
   end
   local most = math.min(layer.inputs, layer.outputs)
   if rank > most then

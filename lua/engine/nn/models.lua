@@ -28,7 +28,7 @@ local M = {}
 local WHOLE = { "vocab", "width", "heads", "layers", "context", "kv_heads", "hidden", "labels" }
 local MOST_LAYERS = 16384
 local PROBABILITIES = { "dropout", "embedding_dropout", "attention_dropout", "classifier_dropout" }
--- Every model's defaults of the options of its head.
+-- Defaults of the head's options, the same for every model.
 local HEAD = { z_loss = 0, soft_cap = 0, labels = false }
 
 -- Completes the options of the model `name` (such as "nn.gpt") by `defaults`, checks them and
@@ -91,7 +91,7 @@ local function loss(self, x, y, options)
   end
   forward.uncapped = self.config.soft_cap ~= 0 or nil        -- cross_entropy applies own.soft_cap
   if self.config.labels == 1 then
-    raise("%s: one label is a number to predict; hint: engine.mse(model(x):view(-1), y)",
+    raise("%s: a model with one label predicts a number; hint: engine.mse(model(x):view(-1), y)",
       self._class)
   end
   local predicted, maps = self(x, forward)
@@ -114,7 +114,7 @@ local function embed(self, ids, types)
   return wtt and x + (types and wtt(types) or wtt.weight:select(1, 1)) or x
 end
 
--- Tells the attention modules where a padded batch has its sequences (nil: no padding).
+-- Gives the attention modules the spans (padding.lua) of a padded batch (nil: no padding).
 local function tell(self, spans)
   for _, block in ipairs(self.blocks) do rawset(block.attn, "spans", spans) end
   rawset(self, "_spans", spans)
@@ -133,8 +133,8 @@ local function results(self, y, options)
   return y, maps
 end
 
--- x [B x T x C] at the last token of each row of ids that is not the padding token -> [B x C]. As
--- in transformers, this is the first token of a row of padding tokens alone.
+-- x [B x T x C] at the last token of each row of ids that is not the padding token -> [B x C]. In a
+-- row of padding tokens alone it is the first token, as in transformers.
 local function at_last_token(self, x, ids)
   local B, T, C = x:size()
   if not self.config.pad then
@@ -163,8 +163,8 @@ local function logits(self, x, embedding, ids, options)
   return results(self, head and head(x) or x:linear(embedding.weight), options)
 end
 
--- Reads the options of a forward of ids. Asks the blocks for attention maps or not, and tells them
--- where a padded batch has its sequences. Returns the options.
+-- Reads and returns the options of a forward of ids. Switches attention maps on or off in the
+-- blocks, and gives them the spans of a padded batch.
 local function begin(self, options, ids)
   options = tensor.read_named(options, self._class, FORWARD)
   if tensor.is_tensor(ids) and ids.ndim ~= 2 then

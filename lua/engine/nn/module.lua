@@ -350,7 +350,7 @@ function Module:freeze(on)
   return self
 end
 
---- The parameters as { name = tensor }, for engine.save and checkpoints.
+--- The parameters and buffers as { name = tensor }, for engine.save and checkpoints.
 function Module:state()
   local state = {}
   for _, p in ipairs(self:parameters()) do state[p.name] = p.tensor end
@@ -368,10 +368,10 @@ local function misfit(p, value)
   return got ~= expected and ("%s: expected %s, got %s"):format(p.name, expected, got) or nil
 end
 
---- Copies values from { name = tensor } into the parameters and converts dtypes. Missing names,
---- unknown names and wrong shapes raise an error that lists all of them, and nothing is copied.
---- With { strict = false } the tensors that fit are copied. Returns the module and the list of
---- problems.
+--- Copies values from { name = tensor } into the parameters and buffers, and converts dtypes.
+--- Missing names, unknown names and wrong shapes raise an error that lists them (at most twelve),
+--- and nothing is copied. With { strict = false } the tensors that fit are copied. Returns the
+--- module and the list of problems.
 function Module:load_state(state, options)
   expect(type(state) == "table", state,
     "load_state: expected a table of tensors by name, as engine.load(path) gives")

@@ -10,11 +10,11 @@ local expect, raise = M_ffi.expect, M_ffi.raise
 
 local M = {}
 
--- A list with an entry for each row: { first, last = its tokens first + 1 to last, position = the
--- position of the first of them }. place [B T]: for each token of the batch its number (from 0)
--- among the tokens of all sequences, or the number of these tokens for padding; nil if the batch
--- has no padding. positions [B x T]: of every token; nil if they are 0 to T - 1 in each row. reach:
--- one more than the largest position.
+-- A list with an entry for each row: { first, last, position }. The row's sequence is its tokens
+-- first + 1 to last (from 1), and `position` is the position of the first of them. place [B*T]: for
+-- each token of the batch, its number (from 0) among the N tokens of all sequences, or N if it is
+-- padding; nil if the batch has no padding. positions [B x T]: of every token; nil if they are 0 to
+-- T - 1 in each row. reach: one more than the largest position.
 local Spans = {}
 Spans.__index = Spans
 

@@ -48,8 +48,8 @@ end
 --- Self-attention: nn.attention(width, heads [, options]), x [B x T x C] -> [B x T x C]. Options:
 --- causal (true), kv_heads (heads), head_width (width / heads), rope (base of the rotary positions,
 --- or a table of options of tensor:rope with two more: attention_factor, which multiplies the
---- rotated q and k, and dynamic, a length: of sequences longer than it the base grows as in dynamic
---- NTK scaling by `factor`), bias (true), out_bias (bias), std and out_std (of the
+--- rotated q and k, and dynamic, a length: for longer sequences the base grows as in dynamic NTK
+--- scaling by `factor`), bias (true), out_bias (bias), std and out_std (of the
 --- initial weights), qk_norm (eps of an RMS norm of every head's q and k before the rotation; by
 --- default none), window (a query sees at most this many keys, itself included; by default all),
 --- dropout (of the attention weights in training mode). With dropout, or with more keys than the
@@ -134,8 +134,8 @@ function Attention:take_maps()
 end
 
 -- softmax(q k^T / sqrt(D)) in f32: q [B x T x H x D], k [B x S x G x D] -> [B x G x H/G x T x S],
--- and the scores before the softmax. Query t is at position first + t of the keys. An attention
--- factor f stands for q and k times f.
+-- and the scores before the softmax. Query t is at position first + t of the keys. The attention
+-- factor multiplies both q and k.
 local function attention_weights(self, q, k, first)
   local B, T, H, D = q:size()
   local S, G, window = k:size(2), self.kv_heads, self.window

@@ -1,5 +1,5 @@
 -- A DeepSpeed configuration as a policy: `policy=ds_config.json`, or `policy = "deepspeed"` with
--- the keys of its fp16 block as options. Called by policy.lua.
+-- the keys of its fp16 block as options. Called by policy.lua and train/deepspeed.lua.
 --
 -- The policy is the first of these that applies:
 --   static with scale 1          if fp16 is disabled, or if bf16 is enabled and fp16 is not
@@ -52,7 +52,7 @@ local function read(block, key, where)
   return number
 end
 
---- The policy and the options that an fp16 block asks for. `stage`: ZeRO's stage, nil if unknown;
+--- The policy and the options that an fp16 block describes. `stage`: ZeRO's stage, nil if unknown;
 --- `where(key)`: the prefix of a message about a key.
 function M.translate(block, stage, where)
   where = where or function() return "" end
@@ -80,7 +80,7 @@ function M.translate(block, stage, where)
     if option and value ~= nil then
       if key == "initial_scale_power" then
         if value < 0 or value > 1023 then
-          error(("%sfp16.initial_scale_power: expected a power of two from 0 to 1023, got " ..
+          error(("%sfp16.initial_scale_power: expected an exponent of 2 from 0 to 1023, got " ..
             "%g"):format(where(key), value), 0)
         end
         value = 2 ^ value

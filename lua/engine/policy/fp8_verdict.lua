@@ -1,7 +1,7 @@
--- What policies of FP8 layers decide (policies/README.md, section FP8), without the layers
--- themselves: `places`, the rung of each layer and the amax of each role for the next step.
---   rung   1 is the recipe, 2 and more are the rungs of its ladder, and `most` is high precision
---   amax   by which the role is scaled; nil: by its own
+-- Verdicts of FP8 policies (policies/README.md, section FP8), without the layers themselves. A
+-- verdict gives `places` = { rungs, amaxes } for the next step:
+--   rungs    of each layer: 1 is the recipe, 2 and more are its ladder, `most` is high precision
+--   amaxes   of each role of each layer: the amax that sets its scale; nil: its own amax
 -- Called by train/fp8_sites.lua, which applies the places, and by run/shadow.lua and
 -- run/replay_fp8.lua, which compare them with the run's.
 local M = {}
@@ -24,9 +24,10 @@ function M.prepare(policy, paths)
   return names
 end
 
---- The places that the last verdicts of `list` give layers together: the highest rung, up to
---- `most`; the amax of the last policy that names one. names: the layers' tensors, of prepare().
---- Also returns what is wrong, or nil: amaxes beyond f32's largest number, which do not count.
+--- Combines the last verdicts of the policies in `list` into places: for each layer the highest
+--- rung, up to `most`; for each role the amax of the last policy that names one. names: the layers'
+--- tensors, from prepare(). An amax beyond f32's largest number is ignored; the second result is a
+--- message about it, else nil.
 function M.places(list, names, most)
   local n, rungs, amaxes, problem = #names / 3, {}, {}, nil
   for i = 1, n do rungs[i] = 1 end
@@ -46,8 +47,9 @@ function M.places(list, names, most)
   return { rungs = rungs, amaxes = amaxes }, problem
 end
 
---- Whether a policy alone would compute differently than the run's places: another rung of a layer,
---- or another amax of a role that it scales. scaled(k): whether the run lets policies scale role k.
+--- Whether layers would compute differently with `own`, the places of one policy, than with the
+--- places of the run: at another rung, or with another amax for a role that the policy scales.
+--- scaled(k): whether the run lets policies scale role k.
 function M.differs(own, run, scaled)
   for i, rung in ipairs(own.rungs) do
     if rung ~= run.rungs[i] then return true end

@@ -398,8 +398,8 @@ function M.load(source, options, kind)
   local good, result = pcall(loaded, source, options, kind)
   if not good then error(result, 2) end
   if result.fp8 and result.needs >= C.ENG_NEED_UPDATE_NORM then
-    error(("policy %s works on FP8 layers, and its 'needs' list statistics or verdict fields of " ..
-      "the optimizer's update"):format(result.name), 2)
+    error(("policy %s works on FP8 layers, so its 'needs' cannot list statistics or verdict " ..
+      "fields of the optimizer's update"):format(result.name), 2)
   end
   if kind ~= "any" and (result.fp8 or false) ~= (kind == "fp8") then
     local wrong = "policy %s works on FP8 layers and chooses no loss scale; hint: precision = { " ..

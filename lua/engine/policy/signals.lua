@@ -30,7 +30,7 @@ function M.publish(name, value, rule)
   M.values[name], M.rules[name] = value, rule or M.rules[name]
 end
 
---- Publishes a number of which the largest over all ranks counts. The name must be valid.
+--- Publishes a number that ranks combine by its maximum. The name must be valid.
 function M.publish_largest(name, value) M.values[name], M.rules[name] = value, "max" end
 
 --- Withdraws the signals whose names match a Lua pattern.

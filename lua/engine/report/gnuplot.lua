@@ -1,5 +1,5 @@
 -- Curves as PNG through gnuplot, a program that may not be installed. Called by views.lua;
--- cli/contest.lua asks beforehand whether it is installed.
+-- cli/contest.lua checks beforehand that it is installed.
 local chart = require "engine.report.chart"
 local files = require "engine.base.file"
 local process = require "engine.base.process"

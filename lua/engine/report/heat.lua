@@ -4,8 +4,8 @@
 --     columns = n, wide = 1, axis = { [3] = "2^-14" }, low = "text", high = "text", bad = true,
 --     none = "nothing recorded", width = 80 })
 -- A cell is 0 to 1, nil (blank: nothing there), or "bad" (inf or nan). axis: labels below columns.
--- none: what a blank cell means; bad: some cell may be "bad". Used by views.lua; plot.lua asks for
--- the terminal's style().
+-- none: what a blank cell means; bad: some cell may be "bad". Used by views.lua; plot.lua uses only
+-- style().
 local machine = require "engine.base.machine"
 local show = require "engine.base.show"
 

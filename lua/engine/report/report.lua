@@ -277,7 +277,7 @@ function M.html(h, path)
     meters and section("FP8 layers",
       ("The signal-to-noise ratio of each layer's quantized input x, weight w and output " ..
         "gradient dy: bright where most is lost. From %s; a column is %s and shows the first " ..
-        "measurement in them. The table lists the layers that lost most."):format(
+        "measurement in it. The table lists the layers that lost most."):format(
           counted(meters.looks, "measurement"), counted(meters.width, "step")), maps.fp8,
           tables.fp8_table(meters)) or "",
     list.last, tables.overflow_sections(h),

@@ -6,7 +6,7 @@ local COLUMNS, WORST = 160, 12
 
 --- Meters of a history along an axis of steps { first, last }: { rows = { name =, cells = {
 --- [column] = row } }, starts = the first step of each column, width = steps per column (at least
---- the steps between two measurements), looks = the number of measured steps, worst = rows by their
+--- the steps between two measurements), looks = the number of measured steps, worst = the rows of
 --- lowest SNR, low, high = dB }. A cell is the column's first measurement. nil without meters.
 function M.read(h, axis)
   if not h:has "fp8" then return nil end

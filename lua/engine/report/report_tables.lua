@@ -62,8 +62,9 @@ function M.shadows_section(shadows, info)
       info.rows) or "–", s.scale and chart.scale(s.scale) or "–", grouped(s.failed) }
   end
   local about = ("Policies that saw every step at their own loss scale and decided nothing. " ..
-    "Where not all verdicts are exact, the numbers are estimates: what the gradients would have " ..
-    "been is then not fully known. The run's own policy left %s without an update; %s overflowed.")
+    "Where not all verdicts are exact, the numbers are estimates, because the gradients that " ..
+    "the policy would have met are not fully known. The run's own policy left %s without an " ..
+    "update; %s overflowed.")
     :format(counted(info.skipped, "step"), counted(info.overflows, "step"))
   return section("Shadows", about,
     html.table({ "policy", "would have skipped", "overflows at its scale", "exact verdicts",

@@ -170,7 +170,7 @@ function M.plot(h, names, options)
 end
 
 --- Several runs (compare.open's list) in one picture, a curve for each, or with options.group for
---- each value of that setting. Other options: as of history:plot. Returns a text, and the notes of
+--- each value of that setting. Other options: as in history:plot. Returns a text, and the notes of
 --- compare.read.
 function M.compare(list, names, options)
   check(options, "plot")

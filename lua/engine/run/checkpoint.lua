@@ -105,8 +105,8 @@ local function write_state(directory, step, format, files, state)
   check(C.eng_file_write(directory .. "/state.json", text, #text))
 end
 
--- Renames a complete checkpoint to its final name. A checkpoint of the same step, from before a
--- resume at an earlier step, is replaced.
+-- Renames a complete checkpoint to its final name. Replaces a checkpoint of the same step, which
+-- exists if the run was resumed from an earlier step.
 local function put_in_place(temporary, final)
   if not disk.exists(final) then
     check(C.eng_file_rename(temporary, final))

@@ -1,7 +1,7 @@
 -- A contest: one script under several policies and seeds, each run in its own process.
 --   runs/NAME/contest.json         the script, its settings, the policies' sources
 --   runs/NAME/POLICY-SEED/         a run; `output` is what it printed, `exit` its exit status
--- This file starts the runs, tells which are done, and reads their numbers. `engine contest` is the
+-- This file starts the runs, finds which are done, and reads their numbers. `engine contest` is the
 -- command; report/contest.lua prints the results.
 local M_ffi = require "engine.base.ffi"
 local curves = require "engine.run.curves"
@@ -27,7 +27,7 @@ local function job_text(job)
   return table.concat(parts, " ") .. " threads=" .. job.threads
 end
 
--- What contest.json says of an earlier start.
+-- The job of an earlier start, from contest.json.
 local function read_job(path)
   local good, job = pcall(json.decode, (files.read(path)))
   if good and type(job) == "table" and type(job.script) == "string"
@@ -168,8 +168,8 @@ function M.progress(run)
   end) or 0
 end
 
---- Starts or resumes a run. Returns false while another process has it: when a contest is killed,
---- its runs end only a moment later.
+--- Starts or resumes a run. Returns false while another process runs it: the runs of a contest that
+--- was killed end only a moment later.
 function Contest:start(run)
   if runs.holder(run.path) then return false end
   if self:look(run).final then return true end
