@@ -431,7 +431,8 @@ describe("data of documents", function()
     assert.same({ "ab|c >b|c |" }, rows_)
     for _, bad in ipairs { '"', "\n", "\r", "ab", "" } do
       assert.error_matches(function() data.csv_text { path = path, separator = bad } end,
-        "data.csv_text: expected separator to be one character, and no quote or line end, got")
+        "data.csv_text: expected separator to be one character other than a quote or a " ..
+        "line end, got")
     end
   end)
 

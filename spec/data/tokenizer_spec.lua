@@ -246,7 +246,7 @@ describe("a malformed tokenizer.json", function()
     ["with an unknown model"] = { text_of(SPM, { model = '{"type":"BPF","vocab":{}}' }),
       "did you mean 'BPE'?" },
     ["with an unknown step"] = { text_of(SPM, { normalizer = '{"type":"NFX"}' }),
-      "normalizer: the engine has no 'NFX'" },
+      "normalizer: type 'NFX' is not supported" },
     ["with an unknown expression"] = { text_of(SPM, { pre_tokenizer = splitter("a|b") }),
       "but not a|b" },
     ["with random merges"] = { text_of(SPM, { model =

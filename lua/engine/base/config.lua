@@ -110,7 +110,7 @@ local function names_of(fields)
   return names
 end
 
--- The fields that help and messages name.
+-- The names of the fields that are not hidden, for help and messages.
 local function shown(fields, docs)
   local names = {}
   for _, name in ipairs(names_of(fields)) do

@@ -52,7 +52,7 @@ local CHECKS = { batch = at_least(1), context = at_least(1), seed = at_least(0),
     return type(v) == "function" or type(v) == "table" and v.apply_chat_template ~= nil
   end },
   dtype = { "u16 or u32", function(v) return v == "u16" or v == "u32" end },
-  separator = { "one character, and no quote or line end",
+  separator = { "one character other than a quote or a line end",
     function(v) return type(v) == "string" and v:find('^[^"\r\n]$') end },
   vocab = { "a number of tokens", function(v)
     return v == false or type(v) == "number" and v >= 1

@@ -35,8 +35,8 @@ end
 
 --- Writes the ids of the files' texts to `output`. options: lines (each line is a text of its own,
 --- without its line end; empty lines are left out), special (with the ids that the tokenizer puts
---- around a text), ending (an id after each text), progress (a function of bytes done and of all).
---- Returns the numbers of texts, bytes and tokens, and the dtype.
+--- around a text), ending (an id after each text), progress (called with the bytes done and the
+--- bytes in all). Returns the numbers of texts, bytes and tokens, and the dtype.
 function M.run(tokenizer, paths, output, options)
   local maps, all = {}, 0
   for i, path in ipairs(paths) do

@@ -79,7 +79,7 @@ end
 -- Begins the core's tokenizer and gives it the model's tokens and merges.
 local function build_model(model, fail)
   local kind = model_type(model)
-  local number = MODELS[kind] or fail("the engine has no '%s'%s", tostring(kind),
+  local number = MODELS[kind] or fail("type '%s' is not supported%s", tostring(kind),
     nearest.hint(tostring(kind), nearest.keys(MODELS)))
   local vocab = want(fail, model.vocab, "table", "vocab")
   if given(model.dropout) and model.dropout ~= 0 then
@@ -252,7 +252,7 @@ function Tokenizer:apply_chat_template(messages, options)
   return self.chat(messages, options)
 end
 
---- One more than the largest id: what a model's embedding needs.
+--- One more than the largest id: the number of rows that a model's embedding needs.
 function Tokenizer:vocab_size() return tonumber(C.eng_tokenizer_size(self.handle)) end
 
 --- The id of a token by its text in the file, nil if there is none.

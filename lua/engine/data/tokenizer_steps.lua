@@ -46,7 +46,7 @@ function M.add(to, part, table_of)
   if type(kind) ~= "string" then to.fail("expected an object whose 'type' is a string") end
   to.depth = (to.depth or 0) + 1
   if to.depth > 20 then to.fail("more than 20 Sequences inside each other") end
-  local add = table_of[kind] or to.fail("the engine has no '%s'%s", kind,
+  local add = table_of[kind] or to.fail("type '%s' is not supported%s", kind,
     nearest.hint(kind, nearest.keys(table_of)))
   add(to, part)
   to.depth = to.depth - 1

@@ -6,7 +6,7 @@
 --   ranks.reduce(x, "sum")       a number over all ranks: "sum", "mean" or "max"; equal bits on all
 --   ranks.from_first(text)       rank 0's text on every rank
 --   ranks.say("...")             a line from any rank; print() works only on rank 0
---   ranks.text()                 "Open MPI v4.1.4, 4 ranks, 4 of them here", and the link of cards
+--   ranks.text()                 "Open MPI v4.1.4, 4 ranks, 4 of them here", and the cards' link
 --   ranks.group(4)               this rank's group of four neighbours (for nn.moe's experts)
 -- Every rank runs the same script and must make the same calls. If a rank misses a call, the job
 -- ends with an error that names the rank (core/dist/comm.c).

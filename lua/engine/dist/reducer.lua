@@ -127,8 +127,8 @@ function Reducer:accumulates(on)
   if not self.zero then self.trainer.optimizer:accumulates(on) end
 end
 
---- Gives every rank rank 0's buffers, such as the running statistics of batch norm, which each
---- rank updates from its own part of the data. Called before a checkpoint and an evaluation.
+--- Copies rank 0's buffers to every rank. Each rank updates its buffers, such as the running
+--- statistics of batch norm, from its own data. Called before a checkpoint and an evaluation.
 function Reducer:share_buffers()
   for _, p in ipairs(self.many and self.trainer.model:parameters() or {}) do
     if p.role == "buffer" and not (self.apart and self.apart[p.name]) then

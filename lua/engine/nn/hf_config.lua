@@ -91,8 +91,8 @@ local function yarn_attention(factor, weight)
   return factor > 1 and 0.1 * weight * math.log(factor) + 1 or 1
 end
 
--- Pairs of features that turn beta_fast times or more within the context keep their frequency;
--- those that turn beta_slow times or fewer have theirs divided by factor.
+-- Pairs of features that turn beta_fast times or more within the context keep their frequency. The
+-- frequency of pairs that turn beta_slow times or fewer is divided by factor.
 function SCALINGS.yarn(rope, p, o, where, context)
   local D = o.head_width or o.width / o.heads
   local function pair(turns)             -- the number, from 0, of the pair that turns so often

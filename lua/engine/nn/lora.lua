@@ -1,5 +1,5 @@
--- `engine.lora`: low-rank adapters for fine-tuning, and their files, which are those of Hugging
--- Face's PEFT: adapter_config.json and adapter_model.safetensors. lora_layers.lua has the adapters
+-- `engine.lora`: low-rank adapters for fine-tuning, and their files in the format of Hugging Face's
+-- PEFT: adapter_config.json and adapter_model.safetensors. lora_layers.lua has the adapters
 -- themselves.
 --
 -- A layer of this engine may be several of Hugging Face's, joined by rows: qkv of nn.llama is

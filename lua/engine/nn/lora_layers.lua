@@ -119,7 +119,7 @@ function M.label_head(model)
   return rawget(model, name), name
 end
 
---- Raises an error named `name` unless `model` is a module.
+--- Raises an error that begins with `name` unless `model` is a module.
 function M.want_model(model, name)
   expect(module.is_module(model), model, "%s: expected a module", name)
 end
@@ -276,8 +276,8 @@ local function convert(layer, format, shared)
   if not shared[tonumber(weight.slot)] and not rawget(layer, "_set") then weight:free() end
 end
 
--- Makes the model's method `save`, which knows only the frozen model's parameters, an error while
--- adapters are not merged.
+-- Makes the model's method `save` an error while adapters are not merged, because it saves only the
+-- frozen model's parameters.
 local function guard_save(model)
   local save = model.save
   if not save or rawget(model, "_guards_save") then return end

@@ -102,7 +102,7 @@ local function loss(self, x, y, options)
 end
 
 -- The sum of the embeddings of ids [B x T], of their positions and, if the model has types, of
--- `types` (0 unless given) -> [B x T x C]. Positions begin at 0, or with a cache after those in it;
+-- `types` (0 unless given) -> [B x T x C]. Positions begin at 0, or after the tokens in the cache;
 -- spans (padding.lua) may give others.
 local function embed(self, ids, types)
   local T, first, spans = ids:size(-1), rawget(self, "cached") or 0, rawget(self, "_spans")

@@ -81,8 +81,8 @@ function M.ending_together(lengths, first)
   return spans
 end
 
---- Joins the results of the sequences, each [1 x L x ..], to those of the batch [B x T x ..], which
---- are 0 at padding.
+--- Joins the sequences' results, each [1 x L x ..], into the batch's result [B x T x ..], which is
+--- 0 at padding.
 function Spans:join(parts)
   if not self.place then return tensor.concat(parts, 1) end
   local shape = parts[1].shape

@@ -12,7 +12,8 @@ local raise, want_whole = M_ffi.raise, arguments.want_whole
 local class, last_use, sum = module.class, fuse.last_use, fuse.sum
 local M = {}
 
---- Raises an error named `name` unless `width` is divisible by `heads`, and `heads` by `kv_heads`.
+--- Raises an error that begins with `name` unless `width` is divisible by `heads`, and `heads` by
+--- `kv_heads`.
 function M.want_heads(name, width, heads, kv_heads)
   if width % heads ~= 0 then
     raise("%s: the width %d is not divisible by %d heads", name, width, heads)

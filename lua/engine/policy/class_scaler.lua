@@ -44,7 +44,7 @@ local METHODS = { "get_scale", "update", "new", "scale_loss", "unscale_gradients
   "load_state_dict" }
 local REQUIRED = { get_scale = true, update = true }
 
--- The statistics that a class asks for, as bits; or nil and a message about an unknown statistic.
+-- The statistics that a class needs, as bits; or nil and a message about an unknown statistic.
 local function needs_of(class)
   local bits = C.ENG_NEED_AMAX + C.ENG_NEED_NORM
   if class.needs ~= nil and type(class.needs) ~= "table" then
@@ -156,7 +156,7 @@ function ClassPolicy:restore(text)
   local saved = json.decode(text)
   if type(saved) ~= "table" or saved.class ~= self.name or type(saved.state) ~= "table"
     or not is_scale(saved.scale) then
-    error(("loss scaler '%s': this is not a state it saved"):format(self.name), 2)
+    error(("loss scaler '%s': expected a state that this scaler saved"):format(self.name), 2)
   end
   local object = self.object
   if object.load_state_dict then

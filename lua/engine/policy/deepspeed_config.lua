@@ -167,7 +167,7 @@ function M.from_table(config, changes, where, path)
     end
     local known = false
     for key in pairs(config) do known = known or KEYS[key] ~= nil end
-    if not known then error(lead .. "it has no fp16 block", 0) end
+    if not known then error(lead .. "expected an fp16 block, found none", 0) end
     block = config
   elseif type(bf16) == "table" and bf16.enabled == true and block.enabled ~= true then
     return "static", { loss_scale = 1 }

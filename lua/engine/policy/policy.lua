@@ -105,7 +105,7 @@ end
 
 --- Names the tensors of decide's `stats`: the tensors' names, the group of each tensor (from 1, or
 --- nil), and the groups' names. `scalable`: the caller can scale groups separately, so the policy
---- may ask for that.
+--- may give them scales of their own.
 function Policy:tensors(names, group_of, groups, scalable)
   groups = groups or {}
   local c_names, c_groups = ffi.new("const char *[?]", #names + 1),

@@ -10,7 +10,7 @@
 --   l.hists[k][exponent]    elements by exponent over all rows
 --   l.format                the gradients' narrowest format (base/formats.lua)
 --   l.formats[k]            the names of a layer's formats, "f16" or "f16, f32"
---   l.formats_text          those of all: "f16", or "f16 (f32 in 5 of 16 tensors)"
+--   l.formats_text          the formats of all layers: "f16", or "f16 (f32 in 5 of 16 tensors)"
 -- Used by views.lua, the report and export.lua.
 local M_ffi = require "engine.base.ffi"
 local formats = require "engine.base.formats"

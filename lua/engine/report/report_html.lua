@@ -58,7 +58,7 @@ function M.legend(list)
 end
 
 --- The panel of chart.body(o) with its legend; "" if there is nothing to draw. o.data: its name for
---- the script (the column of its first series).
+--- the script (by default, the column of its first series).
 function M.panel(o)
   local body = chart.body(o)
   if not body then return "" end

@@ -5,7 +5,7 @@
 --   list[i].label                                "a: seed=1": its name and how it differs
 --   list.differ                                  the names of the settings that are not the same
 --   local c = compare.read(list, { "loss", "scale" }, { points = 240, group = "policy" })
---   c.x, c.width, c.first, c.last, c.first_step, c.overflows     as of curves.read, over all runs
+--   c.x, c.width, c.first, c.last, c.first_step, c.overflows     as in curves.read, over all runs
 --   c.curves[k].label, .group                    a run, or a group (group: its list of runs)
 --   c.curves[k].column.loss                      the key of its loss in c; nil: it has no loss
 --   c[key].mean[i], .min[i], .max[i]             a run: as in curves.read; a group: as in band
@@ -106,8 +106,8 @@ local function open_run(path)
 end
 
 --- Opens runs by their names under runs/, directories or history files. A run whose history cannot
---- be read is left out, with a note. Raises where there is no such run, where one is named twice,
---- and if no history can be read.
+--- be read is left out, with a note. Raises an error if a run does not exist or is named twice, or
+--- if no history can be read.
 function M.open(words)
   local list, names, paths, problem = { notes = {} }, {}, {}, nil
   for _, word in ipairs(words) do
