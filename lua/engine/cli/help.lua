@@ -99,7 +99,7 @@ local function show(name)
   return 0
 end
 
-local help = { doc = "this text, or that of a command, a function, a policy, ...: engine help NAME",
+local help = { doc = "this text; engine help NAME explains a command, a function, a policy ...",
   help = usage, commands = names }
 
 -- Writes the pages (--html) or the types (--types) to `target`. Returns the exit code.

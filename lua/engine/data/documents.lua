@@ -340,7 +340,7 @@ function Documents:get(i)
   raise("data.%s: %s: %s", self.name, self.records:where(i), show.shown(problem))
 end
 
---- A checksum of the first document's tokens: another encode, template or field changes it.
+--- A checksum of the first document's tokens, to notice another encode, template or field.
 function Documents:checksum()
   local crc = 0
   for _, sequence in ipairs(self:get(0) or {}) do

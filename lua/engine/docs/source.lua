@@ -48,7 +48,7 @@ function M.list(folder, ending)
 end
 
 --- The comment that ends in the line above `at`, without its marks ("///?" for C, "%-%-%-?" for
---- Lua); "" when the line above is not a comment.
+--- Lua), and the number of its first line; "" and `at` if the line above is not a comment.
 function M.comment(lines, at, mark)
   local first = at
   while first > 1 and lines[first - 1]:find("^%s*" .. mark) do first = first - 1 end

@@ -113,7 +113,7 @@ for _, name in ipairs { "relu", "silu", "sigmoid", "tanh", "softplus", "softmax"
   M[name] = Activation
 end
 
---- nn.gelu([form]): GELU in the "erf" form, or in the "tanh" form.
+--- nn.gelu([form]): GELU in the form "erf" (default) or "tanh".
 local GELU = class("gelu")
 function GELU:init(form)
   expect(form == nil or form == "tanh" or form == "erf", form, "nn.gelu: expected 'erf' or 'tanh'")
