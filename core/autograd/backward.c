@@ -3,6 +3,7 @@
 // Called by Lua, dist/ (the watch), step.c and trap.c.
 #include "backward.h"
 
+#include "base/array.h"
 #include "base/error.h"
 #include "checkpoint.h"
 #include "device/transfer.h"
@@ -36,7 +37,7 @@ static struct {
 // Parameters sorted by the first operation that reads them. Once the walk has passed that
 // operation, their gradient is complete.
 typedef struct due { parameter *p; int node; } due;
-static struct { backward_watch on; due *items; int length, capacity; } watch;
+static struct { backward_watch on; due *items; int length; int64_t room; } watch;
 
 // ---- the backward pass
 
@@ -56,7 +57,8 @@ static eng_status expect_gradients(void)
     for (int k = 0; k < call->n_in; k++) {
       parameter *p = call->in[k] ? call->in[k]->parameter : NULL;
       if (!p || p->expected) continue;
-      ENG_TRY(tape_grow((void **)&watch.items, watch.length, &watch.capacity, sizeof *watch.items));
+      if (!ARRAY_GROW(watch.items, watch.room, watch.length + 1))
+        return error_set(ENG_ERR_MEMORY, "out of memory for the list of expected gradients");
       watch.items[watch.length++] = (due){p, i};
       p->expected = true;
     }

@@ -8,6 +8,7 @@
 // that of the input. Rules and kernels therefore ignore per-layer scaling.
 #include "gradient.h"
 
+#include "base/array.h"
 #include "base/error.h"
 #include "op.h"
 #include "device/transfer.h"
@@ -18,7 +19,7 @@
 // Leaves outside parameter sets that got a gradient in this step. A scope may have dropped some of
 // them since then.
 typedef struct leaf { tensor *x; uint32_t generation; } leaf;
-static struct { leaf *items; int length, capacity; } leaves;
+static struct { leaf *items; int length; int64_t room; } leaves;
 
 static struct { gradient_place *place; void *data; } placing;
 
@@ -153,11 +154,9 @@ static eng_status add_to_parameter(parameter *p, tensor *dx)
 /// Makes dx the gradient of a leaf outside parameter sets. Consumes dx.
 static eng_status note_leaf(tensor *x, tensor *dx)
 {
-  eng_status status =
-    tape_grow((void **)&leaves.items, leaves.length, &leaves.capacity, sizeof *leaves.items);
-  if (status != ENG_OK) {
+  if (!ARRAY_GROW(leaves.items, leaves.room, leaves.length + 1)) {
     tensor_drop(dx);
-    return status;
+    return error_set(ENG_ERR_MEMORY, "out of memory for the gradients' tensors");
   }
   leaves.items[leaves.length++] = (leaf){x, x->generation};
   gradient_hang(x, dx);

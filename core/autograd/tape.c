@@ -5,15 +5,15 @@
 // record operations; backward.c walks them.
 #include "tape.h"
 
+#include "base/array.h"
 #include "base/error.h"
 #include "base/numerics.h"
 #include "op.h"
 
-#include <stdlib.h>
 
 static struct {
   tape_node *nodes;
-  int capacity;                // tensor_tape_length nodes are in use
+  int64_t room;                // for nodes, of which tensor_tape_length are in use
   bool off;                    // recording is switched off
   // while frozen, nothing is recorded, even if recording is on: backward holds pointers to nodes
   bool frozen;
@@ -23,17 +23,6 @@ static struct {
   uint64_t drawn;
 } tape = {.relative_scale = 1, .again = -1};
 int tape_segment;
-
-eng_status tape_grow(void **items, int length, int *capacity, size_t size)
-{
-  if (length < *capacity) return ENG_OK;
-  int more = *capacity ? 2 * *capacity : 1024;
-  void *grown = realloc(*items, (size_t)more * size);
-  if (!grown) return error_set(ENG_ERR_MEMORY, "out of memory for the tape");
-  *items = grown;
-  *capacity = more;
-  return ENG_OK;
-}
 
 // ---- recording
 
@@ -105,7 +94,8 @@ static void mark_segment(const op_call *call)
 static eng_status record(const op_call *call, int64_t lua_id)
 {
   if (tape.again >= 0) return give_memory(call);
-  ENG_TRY(tape_grow((void **)&tape.nodes, tensor_tape_length, &tape.capacity, sizeof *tape.nodes));
+  if (!ARRAY_GROW(tape.nodes, tape.room, tensor_tape_length + 1))
+    return error_set(ENG_ERR_MEMORY, "out of memory for the tape");
   int later = lua_id < 0 ? later_outputs(call) : 0;
   for (int k = 0; k < call->n_out; k++) {
     tensor *y = call->out[k];

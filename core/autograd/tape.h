@@ -52,5 +52,3 @@ void tape_clear(void);
 /// Whether a node from `first` up to, not including, `last` may read this memory, in its gradient
 /// rule or when it runs again (tape_bytes.c).
 bool tape_reads(const storage *store, int first, int last);
-/// Grows a list of `length` items by at least one, if it is full.
-eng_status tape_grow(void **items, int length, int *capacity, size_t size);

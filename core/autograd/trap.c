@@ -5,6 +5,7 @@
 // findings. Called from Lua (engine.trap), around a step that is run again.
 #include "device/backend.h"
 
+#include "base/array.h"
 #include "base/error.h"
 #include "base/numerics.h"
 #include "op.h"
@@ -28,7 +29,8 @@ static backend watching;
 // the first call with a bad result; replaced once by the first whose inputs were good
 static struct { bool found, arose; eng_trap_site site; } first[KINDS][PASSES];
 static module_start *starts;
-static int n_starts, starts_capacity, module_now;
+static int n_starts, module_now;
+static int64_t starts_room;
 static char *buffer;                       // a tensor's values on the host
 static int64_t buffer_bytes;
 
@@ -41,7 +43,7 @@ void eng_trap_module(int module)
   if (node == 0) n_starts = 0;             // a new tape
   if (n_starts > 0 && starts[n_starts - 1].node == node) n_starts--;
   // if memory runs out, the report will name an enclosing module
-  if (tape_grow((void **)&starts, n_starts, &starts_capacity, sizeof *starts) != ENG_OK) return;
+  if (!ARRAY_GROW(starts, starts_room, n_starts + 1)) return;
   starts[n_starts++] = (module_start){node, module};
 }
 

@@ -1,4 +1,4 @@
-// Growing arrays. Called by tensor/, store/ and tokenizer/.
+// Growing arrays. Called by tensor/, autograd/, store/ and tokenizer/.
 #pragma once
 
 #include <stdbool.h>

@@ -23,8 +23,11 @@ local function config_text(source, dtype)
     source.fields.dtype = HF_NAMES[dtype]
     return json.plain(source.fields) .. "\n"
   end
-  local text = source.text:gsub('("torch_dtype"%s*:%s*)"[^"]*"', '%1"' .. HF_NAMES[dtype] .. '"')
-  return (text:gsub('("dtype"%s*:%s*)"[^"]*"', '%1"' .. HF_NAMES[dtype] .. '"'))
+  local name = '"' .. HF_NAMES[dtype] .. '"'
+  local text, old = source.text:gsub('("torch_dtype"%s*:%s*)"[^"]*"', "%1" .. name)
+  local new
+  text, new = text:gsub('("dtype"%s*:%s*)"[^"]*"', "%1" .. name)
+  return old + new > 0 and text or (text:gsub("{", '{\n  "dtype": ' .. name .. ",", 1))
 end
 
 local function write(path, text) check(C.eng_file_write(path, text, #text), true) end

@@ -29,9 +29,12 @@ return {
   check = function(o)
     if o.beta2_decay > 0 then
       return "expected beta2_decay to be 0 or less, got " .. o.beta2_decay
-    elseif o.eps1 < 2 ^ -63 or o.eps2 < 0 or o.d < 1 then
-      return "expected eps1 of 2^-63 or more, so that its square is an f32, eps2 of 0 or more " ..
-        "and d of 1 or more"
+    elseif o.eps1 < 2 ^ -63 then
+      return "expected eps1 to be 2^-63 or more, so that its square is an f32, got " .. o.eps1
+    elseif o.eps2 < 0 then
+      return "expected eps2 to be 0 or more, got " .. o.eps2
+    elseif o.d < 1 then
+      return "expected d to be 1 or more, got " .. o.d
     end
   end,
   update = function(p, ctx)

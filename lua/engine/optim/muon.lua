@@ -61,8 +61,10 @@ return {
         "got '%s'"):format(o.adjust_lr)
     elseif o.momentum >= 1 then
       return "expected momentum to be in [0, 1), got " .. o.momentum
-    elseif o.ns_eps <= 0 or o.adamw_lr_mul < 0 then
-      return "expected ns_eps above 0 and adamw_lr_mul of 0 or more"
+    elseif o.ns_eps <= 0 then
+      return "expected ns_eps to be above 0, got " .. o.ns_eps
+    elseif o.adamw_lr_mul < 0 then
+      return "expected adamw_lr_mul to be 0 or more, got " .. o.adamw_lr_mul
     end
   end,
   update = function(p, ctx)
