@@ -22,8 +22,8 @@
 -- A forward pass in bf16 while the learning rate decays leaves a quarter of nvfp4's gap, and bf16
 -- in the first and the last block closes it. mxfp4_tseng, whose whole forward pass is in bf16, has
 -- none. Stochastic rounding of gradients gains nothing here. On generated sentences (no data=, 600
--- steps, loss 0.45) the gaps are 6.7 % for nvfp4, 0.9 % with the late forward and 2.1 % with the
--- high ends.
+-- steps, loss 0.45) the gaps are 6.7 % for nvfp4, 0.9 % for nvfp4 with forward bf16 late and 2.1 %
+-- for nvfp4 with ends bf16.
 --
 -- Measured with the first command (generated sentences; bf16 1.6335, its seeds 1.33 % apart):
 --   mxfp4 +2.05 +- 2.15 %, mxfp4_tseng +1.72 +- 0.41 %, mxfp4_quartet +3.24 +- 1.88 %,
@@ -101,8 +101,8 @@ for _, recipe in ipairs(RECIPES) do
 end
 lab.table({ "recipe", "held-out loss", "relative to bf16, by seed" }, rows)
 
--- A recipe counts as worse than bf16 only if it is worse with every seed, and by more than bf16's
--- own seeds differ.
+-- A recipe counts as worse than bf16 only if, with every seed, it is worse by more than the
+-- difference between bf16's own seeds.
 local spread = 0
 for _, loss in ipairs(base) do spread = math.max(spread, 100 * math.abs(loss / base[1] - 1)) end
 local worse = {}
@@ -112,8 +112,8 @@ for _, r in ipairs(results) do
 end
 print(("Conclusion: seeds of bf16 are %.2f %% apart; %s."):format(spread, cfg.seeds == 1
   and "one seed does not tell recipes apart" or #worse == 0
-  and "no recipe is worse than bf16 by more in every seed"
-  or "worse by more in every seed: " .. table.concat(worse, "; ")))
+  and "no recipe is worse than bf16 by more than that with every seed"
+  or "worse than bf16 by more than that with every seed: " .. table.concat(worse, "; ")))
 if cfg.svg ~= "" then
   local places, bf16 = {}, { unpack(curves[1].values) }
   for i = 1, PLACES do

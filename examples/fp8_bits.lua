@@ -9,8 +9,8 @@ local lab = require "engine.report.lab"
 local fp8 = engine.fp8
 
 local cfg = engine.config({ format = "e4m3", numbers = false, value = 0.1, svg = "" },
-  { format = { "whose numbers", choices = { "e4m3", "e5m2" } },
-    numbers = "print every positive number", value = "a number to look at",
+  { format = { "the format of the numbers that `numbers` prints", choices = { "e4m3", "e5m2" } },
+    numbers = "print every positive number", value = "a number to show in each format",
     svg = "a file for the spacing" }, { output = "svg" })
 
 -- name, bits, bias, fraction bits, code of the largest number, code of the smallest normal number

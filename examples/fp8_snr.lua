@@ -102,13 +102,13 @@ local function decibel(want, got)
   return 10 * log(want * want / (off * off)) / log(10)
 end
 
--- Each with its arguments after n.
+-- Each method: its name, its function, and the arguments of the function after n.
 local METHODS = { { "factor 1", fixed, 1 }, { "factor 64", fixed, 64 },
   { "  chunks of 512", fixed, 64, 512 }, { "  chunks of 128", fixed, 64, 128 },
   { "block scale, whole", blocks }, { "  of 512", blocks, 512 }, { "  of 128", blocks, 128 },
   { "  of 64", blocks, 64 } }
 
--- ------------------------------------------------------------------ Hopper's
+-- ------------------------------------------------------------------ Hopper's arithmetic
 
 local HOPPER = {
   { "tensor scale, no promotion", { block = "row" }, 0 },
@@ -134,7 +134,7 @@ local function hopper(a, b, method, samples)
   return list
 end
 
--- ------------------------------------------------------------------ both
+-- ------------------------------------------------------------------ both compared
 
 local function text(db)
   return db == math.huge and "exact" or db == -math.huge and "inf" or ("%.2f"):format(db)

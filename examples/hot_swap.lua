@@ -1,5 +1,5 @@
 -- A policy that is rewritten during a run, as in an editor: the file is saved half-written, saved
--- whole, saved with a bad idea in it, and the bad idea is undone. The run never stops. A table
+-- complete, then saved with a bad idea, and the bad idea is undone. The run never stops. A table
 -- shows the effect of each version of the file on the skipped steps and on the share of gradients
 -- that lost bits below fp16's smallest normal number; weights and data are not affected by a swap.
 --

@@ -16,7 +16,7 @@ local cfg = engine.config({ model = "resnet18", data = "", size = 24, width = 16
     size = "pixels of an image's side; for vit a multiple of 4",
     width = "channels of ResNet's first stage; ViT's width is 4 times this",
     steps = "training steps", batch = "images per step", lr = "peak learning rate",
-    flip = "mirror every second image of the folder, by chance",
+    flip = "mirror each training image of the folder with probability 1/2",
     precision = { "recipe", choices = { "fp32", "bf16", "fp16" } },
     policy = "loss-scaling policy; empty: the precision's default",
     seed = "seed for weights, drawn images and the order of the data",

@@ -17,8 +17,9 @@
 --
 -- Measured over ranks (last loss; batch=256 / ranks): precision=fp32 policy=static gives 0.2799 on
 -- one, two and four ranks; with dispatch=fp8 combine=bf16, 0.2826 on two and four (SNR 31 dB to the
--- experts, 56 dB back). fp16 gives 0.30, 0.29 and 0.29; with those messages 0.30 and 0.29. On two
--- ranks, rank 0 sends 1.4 KB per step to experts and 11.3 KB back in fp32, else 0.4 and 5.7 KB.
+-- experts, 56 dB back). fp16 gives 0.30, 0.29 and 0.29; with these two options, 0.30 and 0.29. On
+-- two ranks, rank 0 sends 1.4 KB per step to experts and 11.3 KB back in fp32, with these options
+-- 0.4 and 5.7 KB.
 local engine = require "engine"
 local nn, ranks = engine.nn, engine.ranks
 
@@ -28,8 +29,8 @@ local cfg = engine.config({ policy = "per_expert", seeds = 0, seed = 1, steps = 
   { policy = "loss-scaling policy", seeds = "compare policies over this many seeds; 0: train once",
     seed = "seed for weights and data", steps = "training steps", experts = "experts, and domains",
     batch = "tokens per step, of each rank", hidden = "hidden features of an expert",
-    large = "size of an outlier", every = "tokens of the first domain for one outlier",
-    lr = "learning rate",
+    large = "size of an outlier",
+    every = "one token in this many, if of the first domain, is an outlier", lr = "learning rate",
     precision = { "recipe", choices = { "fp32", "bf16", "bf16_stochastic", "bf16_kahan", "fp16",
       "fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_block", "mxfp8", "mxfp4", "mxfp4_tseng",
       "mxfp4_quartet", "mxfp4_tetrajet", "nvfp4", "nvfp4_four_over_six", "nvfp4_quartet2" } },

@@ -21,7 +21,7 @@ local cfg = engine.config({ model = "", text = "", save = "", policy = "fast_bac
     pretrain = "steps of the small Llama", rank = "rank of the adapters",
     alpha = "adapters are scaled by alpha / rank", batch = "sequences per step",
     context = "tokens per sequence", lr = "learning rate of the adapters",
-    width = "features per token of the small Llama", layers = "its blocks" },
+    width = "features per token of the small Llama", layers = "blocks of the small Llama" },
   { count = "seeds steps pretrain rank batch context width layers", positive = "lr",
     not_negative = "alpha", policy = "policy" })
 if cfg.width % 32 ~= 0 then

@@ -61,7 +61,7 @@ local RULES = {
   { "te", function(x) return bytes(x, function() return 1 / 256 end) end },
   { "te amd", function(x) return up(x, math.ceil(256 * fraction(x)) / 256) end },
   { "mslk", function(x)
-    -- adds noise below the last bit of the f32 that E2M1 keeps, 2^(e - 2); cuts the sum to E2M1
+    -- adds noise below the last bit of x that E2M1 keeps, 2^(e - 2), and truncates the sum to E2M1
     local _, e = math.frexp(x)
     local width, mean = 2 ^ (e - 2), 0
     for k = 0, 1023 do

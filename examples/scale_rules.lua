@@ -33,7 +33,7 @@ if cfg.width % 32 ~= 0 then
 end
 local RULES = { "floor", "even", "ceil", "rceil" }
 
--- Part 1: blocks whose largest element is log-uniform, and blocks of normally distributed numbers.
+-- Part 1: blocks whose maximum is log-uniform, and blocks of normally distributed numbers.
 local function clipped(x, rule)
   return engine.scope(function()
     local q = engine.mx.quantize(x, { format = cfg.format, rule = rule })

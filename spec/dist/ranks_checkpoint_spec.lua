@@ -49,7 +49,7 @@ describe("shards", function()
       folder .. "/" .. name) end)
     assert.same({ { 1, 2, 3 }, { 4, 5, 6 } }, x:totable())
     for message, files in pairs {
-      ["elements 2 to 3 of model's 'w' are in no shard, or in two"] =
+      ["expected a piece from element 2 on, got one from 3, in model's 'w': a shard is missing"] =
         { { ["model/w@0"] = engine.tensor { 1, 2 } },
         { ["model/w@3"] = engine.tensor { 4, 5, 6 } } },
       ["model's 'w' has 5 elements in the shards, expected 6"] =

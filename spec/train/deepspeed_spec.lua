@@ -90,14 +90,14 @@ describe("deepspeed.initialize", function()
       { optimizer = { type = "Adam", params = "x" } })
     refused("expected model to be a module, got 3", {}, { model = 3 })
     refused("unknown option 'modle'", {}, { modle = 1 })
-    refused("expected config to be the path of a JSON or a table, got nothing", nil)
+    refused("expected config to be the path of a JSON file or a table, got nothing", nil)
     refused(folder .. "/no.json", folder .. "/no.json")
     refused("bad.json:2: not JSON", helper.write(folder .. "/bad.json", '{\n "fp16": }'))
     refused("expected optimizer = { type =, params = }", {})
     refused("there is no optimizer 'AdamX'", { optimizer = { type = "AdamX" } })
     refused("optimizer Adam has no parameter 'lrr'", { optimizer = { type = "Adam",
       params = { lrr = 1 } } })
-    refused("a scheduler is not carried out", { scheduler = { type = "WarmupLR" },
+    refused("a scheduler is not supported", { scheduler = { type = "WarmupLR" },
       optimizer = adam })
     refused("expected gradient_accumulation_steps to be a whole number", { optimizer = adam,
       gradient_accumulation_steps = 0 })

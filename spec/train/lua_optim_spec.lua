@@ -516,7 +516,7 @@ describe("register refuses", function()
     { "x", spec { update = "nothing" }, "expected update of 'x' to be a function, got nothing" },
     { "x", spec { defaults = 5 }, "expected defaults of 'x' to be a table, got 5" },
     { "x", spec { defaults = {} },
-      "expected the defaults of 'x' to have a number lr, got nothing" },
+      "expected lr in the defaults of 'x' to be a number, got nothing" },
     { "x", spec { defaults = { lr = 1, f = print } },
       "expected f of 'x' to be a number, boolean or string, got a function" },
     { "x", spec { defaults = { lr = 1, groups = 1 } },

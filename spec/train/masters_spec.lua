@@ -212,7 +212,7 @@ describe("bf16 masters", function()
     end
     refused("masters cannot be 'f16'; formats: f32 bf16", { base = "fp16", masters = "f16" })
     refused("masters in bf16 need weights in bf16, got f16", { base = "fp16", masters = "bf16" })
-    refused("rounding = 'kahan' is for masters = 'bf16', and these are f32",
+    refused("rounding = 'kahan' is for masters = 'bf16', but the masters are f32",
       { base = "bf16", rounding = "kahan" })
     refused("rounding cannot be 'up'; formats: nearest stochastic kahan",
       { base = "bf16", masters = "bf16", rounding = "up" })

@@ -91,7 +91,7 @@ local function restate(s, ratio, over, format)
       put(e, e + whole + 1, above)
     end
   end
-  -- overflowed elements, at the smallest magnitude they can have had
+  -- takes overflowed elements to have the smallest magnitude that overflows
   if s.inf + s.nan > 0 and not over then
     local bad = tonumber(s.inf + s.nan)
     s.inf, s.nan = 0, 0
@@ -257,8 +257,8 @@ function M.certainty(late)
 end
 
 --- Adds a step: what is known of it (M.move, or "unmeasured"), and what the policy and the run did
---- with it (M.carried_out; own.departs: something else that changes the weights). Returns whether
---- the policy's verdict is exact.
+--- with it (M.carried_out; own.departs: true if the policy departs from the run in another way).
+--- Returns whether the policy's verdict is exact.
 ---
 --- `least` counts the skips among the exact verdicts, and the first known skip after an overflow
 --- that may be hidden: the policy skips either there or at the hidden overflow. Later skips do not

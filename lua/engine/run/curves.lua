@@ -1,5 +1,5 @@
 -- Numbers of a run over its steps, at the resolution of a picture: the least, largest and mean
--- value of each column. A run of a million steps costs no more than its blocks:
+-- value of each column. Long runs are read from their blocks, which is fast:
 -- core/store/history_writer.c sums 256 consecutive steps into a row of `blocks`. Only the newest
 -- steps, and numbers that blocks lack, are read from `steps`, with a query for each column.
 --   local c = curves.read(history, { "loss", "scale" }, { points = 120, from = 0, to = 9999 })
@@ -14,8 +14,9 @@ local M = {}
 
 local BLOCK = C.ENG_HISTORY_BLOCK   -- steps of a block
 
--- The numbers that can be drawn: SQL, whether blocks hold it (`summed`), whether only some steps
--- have it (`sparse`), the base of its logarithmic axis, and its title.
+-- The numbers that can be drawn: name, SQL, whether blocks hold the number (`summed`), whether only
+-- some steps have it (`sparse`), whether it is always finite (`finite`), the base of its
+-- logarithmic axis, and its title.
 local METRICS = {
   { "loss", sql = "loss", summed = true, title = "loss" },
   { "scale", sql = "scale", summed = true, log = 2, title = "loss scale" },

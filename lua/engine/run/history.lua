@@ -598,8 +598,9 @@ end }
 --- Meters of the FP8 layers whose path begins with `site` (default: all), of all measured steps or
 --- of `step`: rows { step, site, role, snr, underflow, overflow, zeros, amax, least, scale_min,
 --- scale_max, count }, which print as a table; and for replays peak (the largest magnitude of all
---- elements), power (the sum of squares), asked (the amax by which policies scale the role next; 0:
---- by its own, nil: they cannot). Without rows, `problem` gives the reason.
+--- elements), power (the sum of squares), asked (the amax with which policies scale the role in the
+--- next step; 0: the role's own amax; nil: policies cannot choose its scale). Without rows,
+--- `problem` gives the reason.
 function History:fp8(site, step)
   if type(site or "") ~= "string" then
     error("fp8: expected the beginning of a layer's name, got " .. M_ffi.value_text(site), 2)

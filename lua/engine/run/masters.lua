@@ -8,9 +8,10 @@ local function derived(dtype, like, make)
   return { dtype = dtype, shape = like.shape, count = like.count, make = make }
 end
 
---- Fits the open checkpoint c to an optimizer's masters. A compensation that c lacks becomes what
---- its weight loses in bf16. A compensation that this run lacks is added to its weight if that is
---- f32 now, and is otherwise left out. Returns a line about the change, or nil.
+--- Fits the open checkpoint c to an optimizer's masters. A compensation that c lacks is computed as
+--- the difference between the weight and its bf16 value. A compensation that this run does not use
+--- is added to its weight if that is f32 now, and is otherwise dropped. Returns a line about a
+--- change of the masters' format, or nil.
 function M.fit(optimizer, c)
   local model, buffers, note = c.parts.model, c.parts.optimizer, nil
   local function f32(part, name, entry)

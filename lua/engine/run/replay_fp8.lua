@@ -4,8 +4,8 @@
 --
 -- Meters are recorded at the steps that the recipe samples (its `sample`). At other steps a live
 -- policy has no meters either, but it sees amaxes, inf and nan, which the history lacks. So the
--- verdicts of a policy that needs amaxes are bounds from the first such step on; the others take
--- tensors as finite there.
+-- verdicts of a policy that needs amaxes are bounds from the first such step on. For other policies
+-- the replay assumes finite tensors at these steps.
 local M_ffi = require "engine.base.ffi"
 local counterfactual = require "engine.run.counterfactual"
 local fp8_verdict = require "engine.policy.fp8_verdict"
@@ -45,7 +45,7 @@ local function fill(s, row)
   s.sum_squares, s.snr = row.power or 0, row.snr or 0 / 0
 end
 
--- h:each refuses a column that holds anything but numbers.
+-- Columns of numbers: h:each raises an error for any other value in them.
 local COLUMNS = { "count", "zeros", "underflow", "overflow", "snr", "peak", "power", "asked" }
 local METERS = "SELECT CAST(step AS INTEGER) AS step, site, role, " ..
   table.concat(COLUMNS, ", ") .. " FROM fp8 ORDER BY step, site, role"
@@ -65,7 +65,8 @@ local function meters_at(h)
   end
 end
 
--- Returns a function that changes `rungs` to the run's after the verdict on a step.
+-- Returns a function of `rungs` and a step, which sets `rungs` to those of the run after the
+-- verdict on that step. Call it with steps that never decrease.
 local function layers_at(h, number)
   local following = h:each("SELECT CAST(step AS INTEGER) AS step, data FROM events " ..
     "WHERE kind = 'layers' ORDER BY id")

@@ -60,8 +60,8 @@ function M.state_of(trainer, user)
   })
 end
 
--- Lets a seat's policy take over from a checkpoint's policy, which has the text of `source` (what
--- policy.load takes). Returns false and the reason if it cannot.
+-- Lets a seat's policy take over from a checkpoint's policy: loads that one from `source` (as in
+-- policy.load) and restores its saved state. Returns true, or false and the reason.
 local function follow(seat, saved, source)
   return pcall(function()
     local old = require("engine.policy.policy").load(source, nil, seat.policy.fp8 and "fp8" or nil)
@@ -71,9 +71,9 @@ local function follow(seat, saved, source)
   end)
 end
 
--- Gives a seat's policy the state that a checkpoint has of a policy of the same name. If the source
--- has changed since, the policy takes over from that state as at a swap; then returns a line about
--- it.
+-- Gives a seat's policy the saved state of the checkpoint's policy of the same name. If the source
+-- has changed since, the policy takes over from that state as at a swap, and a line about the
+-- change is returned.
 local function regain(seat, saved)
   local policy = seat.policy
   if not saved.hash or not policy.hash or saved.hash == policy:hash() then
@@ -283,8 +283,8 @@ function M.take_over(trainer, c, config)
   return notes
 end
 
---- Returns a trainer to a checkpoint of its own run (`c` as in M.spread), at a rollback. The policy
---- that chooses the loss scale and the counters of steps stay.
+--- Returns a trainer to a checkpoint of its own run (`c` as in M.spread), at a rollback. The
+--- counters of steps and the loss-scaling policy stay as they are.
 function M.go_back(trainer, c)
   for i, of in ipairs(trainer.swaps.seats) do
     local saved, seat = i > 1 and saved_policy(c.state, i), of.seat

@@ -198,15 +198,15 @@ local function factor_text(x)
   return x == 1 and "equal" or ("x%.4g"):format(x)
 end
 
---- For the progress line: each shadow's scale as a multiple of the current one, and how often it
---- would have skipped; of a shadow of FP8 layers, how many layers are not where it has them.
+--- For the progress line: each shadow's scale as a multiple of the run's, and how many more steps
+--- it would have skipped; for a shadow of FP8 layers, how many layers it has on another rung.
 function Shadows:text()
   local parts, places = {}, {}
   local sites = self.trainer.optimizer.fp8
   for i = 1, math.min(3, #self.layers) do
     local moved = fp8_verdict.moved(sites.paths, sites:places().rungs, self.layers[i].rungs)
     local n = #require("engine.base.nearest").keys(moved or {})
-    places[i] = ("shadow %s: %d layer%s elsewhere"):format(self.layers[i].name, n,
+    places[i] = ("shadow %s: %d layer%s on another rung"):format(self.layers[i].name, n,
       n == 1 and "" or "s")
   end
   for i = 1, math.min(3, #self.list) do

@@ -220,7 +220,8 @@ function M.index(path, names)
         or { dtype = entry.dtype, shape = shape, count = M.elements(shape), pieces = {} }
       parts[part][tensor_name] = whole
       if whole.dtype ~= entry.dtype or whole.count ~= M.elements(shape) then
-        error(("%s: '%s' differs from the other shards"):format(name, entry_name), 0)
+        error(("%s: '%s' differs from the other shards in dtype or shape"):format(name,
+          entry_name), 0)
       end
       table.insert(whole.pieces, { file = name, name = entry_name, from = tonumber(from),
         count = entry.shape[1] })
@@ -232,8 +233,8 @@ function M.index(path, names)
       local at = 0
       for _, piece in ipairs(whole.pieces) do
         if piece.from ~= at then
-          error(("elements %d to %d of %s's '%s' are in no shard, or in two"):format(at,
-            piece.from, part, name), 0)
+          error(("expected a piece from element %d on, got one from %d, in %s's '%s': a shard " ..
+            "is missing, or two hold the same elements"):format(at, piece.from, part, name), 0)
         end
         at = at + piece.count
       end

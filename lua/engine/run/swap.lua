@@ -36,9 +36,10 @@ function M.new(trainer, options)
     seats = {}, former = {}, queue = {}, swaps = 0 }, Swap)
   local sites = trainer.optimizer.fp8
   for i, seat in ipairs { trainer, unpack(sites and sites.seats or {}) } do
-    -- asked: the script's policy; swaps: of this seat; probation: the policy before one that has
-    -- not decided yet; stamp: of the policy's file; pending_stamp: one that was seen only once;
-    -- gone: the policy whose missing file was reported
+    -- asked: the policy that the script asked for, as data; swaps: the number of swaps in this
+    -- seat; probation: the previous policy, until the new one has made a decision; stamp: the time
+    -- stamp of the policy's file; pending_stamp: a new time stamp that was seen only once; gone:
+    -- the policy whose missing file was reported
     self.seats[i] = { seat = seat, swaps = 0, asked = M.described(seat.policy) }
     if seat.policy.path then self.seats[i].asked.hash = nil end      -- the file may change
     self:hold(self.seats[i])
@@ -91,7 +92,7 @@ end
 
 local function refuse(self, of, what, by, problem)
   problem = tostring(problem)
-  local policy = of and of.seat.policy                     -- nil: for which seat is not known
+  local policy = of and of.seat.policy                     -- nil: the seat is not known
   tell(self, "swap_refused", ("%s%s is not used: %s"):format((not policy or policy.idle) and ""
     or policy.name .. " stays, ", what, problem),
     { by = by, what = what, problem = problem, policy = policy and described(policy) })
@@ -195,8 +196,8 @@ local function objection(self, problem)
   end
 end
 
--- The seat for a policy: the only one of its kind, or the one whose policy has its name; else nil
--- and a message.
+-- The entry of `seats` for a policy: the only seat of its kind, or the one whose policy has the
+-- same name; else nil and a message.
 local function seat_for(self, fresh)
   local names = {}
   for _, of in ipairs(self.seats) do
@@ -210,7 +211,7 @@ local function seat_for(self, fresh)
     :format(#names, table.concat(names, ", "))
 end
 
--- of: the seat, or nil for the one that seat_for finds.
+-- Makes a swap, as Swap:swap does. of: an entry of `seats`, or nil: seat_for chooses one.
 local function attempt(self, source, options, by, of)
   local load = require("engine.policy.policy").load
   local what = type(source) ~= "table" and tostring(source) or source.file or source.name
@@ -248,9 +249,9 @@ local function attempt(self, source, options, by, of)
 end
 
 --- Swaps in another policy: a name, a path or { source =, file = }, as engine.policy.load takes
---- them, with options for it. A policy of FP8 layers replaces theirs. Returns true, or nil and what
---- is wrong with it. Inside a step the swap waits for the step's end. of: an entry of `seats`, or
---- nil.
+--- them, with its options. A policy of FP8 layers goes to their seat. Returns true, or nil and why
+--- the policy is refused. Inside a step, returns true, and the swap is tried after the step. of: an
+--- entry of `seats`, or nil.
 function Swap:swap(source, options, by, of)
   if source == nil then error("swap: expected the name or the file of a policy, got nothing", 3) end
   by = by or "the script"
@@ -262,8 +263,8 @@ function Swap:swap(source, options, by, of)
 end
 
 --- Returns to the policy before the last swap (of that entry of `seats`, if given), with the state
---- that it had then. Returns true and the seat, unless the undo waits for the step's end; or nil
---- and a message.
+--- that it had then. Returns true and the seat, or nil and a message. Inside a step, returns true
+--- alone, and the undo follows after the step.
 function Swap:undo(by, of)
   local at = #self.former
   while at > 0 and of and self.former[at].of ~= of do at = at - 1 end
@@ -359,8 +360,8 @@ function Swap:wish()
   end
 end
 
---- Reads the file of a policy again. by: the seat's number, because the file was saved; or another
---- reason, for messages and all seats.
+--- Reads policy files again. by: the number of the seat whose file was saved; or a reason, such as
+--- "SIGHUP", for which the files of all seats are read, and which messages name.
 function Swap:grant(by)
   if self.seats[by] then return reread(self, self.seats[by], "its file was saved") end
   for _, of in ipairs(self.seats) do
@@ -407,8 +408,8 @@ function Swap:state(i)
     source = policy.source, options = policy.given }
 end
 
---- Makes a checkpoint's policy current again in seat i, if the script still asks for the same
---- policy as before. Returns a line about it.
+--- Makes the swapped-in policy of a checkpoint current again in seat i, if the script still asks
+--- for the same policy as before. Returns a line about it, or nil if the script asks for another.
 function Swap:resume(i, saved)
   local of = self.seats[i]
   local asked = type(saved) == "table" and type(saved.asked) == "table" and saved.asked or {}

@@ -4,7 +4,7 @@
 --
 -- In a string of verdicts, an overflow happens at every scale, and gradients all have magnitude 1.
 --
--- For a run, counterfactual.lua moves each recorded step to the policy's scale, and tells whether
+-- For a run, counterfactual.lua converts each recorded step to the policy's scale and says whether
 -- the result is exact or a bound. The gradients are those of the recorded run.
 local M_ffi = require "engine.base.ffi"
 local counterfactual = require "engine.run.counterfactual"
@@ -212,7 +212,7 @@ function Run:did(i)
   return counterfactual.carried_out(row, row.overflow ~= 0, self.lagged)
 end
 
--- ------------------------------------------------------------------ either
+-- ------------------------------------------------------------------ opening
 
 --- A trace from text: a run's directory or history, the name of a run, or a string of verdicts.
 function M.open(text)

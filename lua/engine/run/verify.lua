@@ -164,8 +164,9 @@ function M.plan(path, source, options, wish, run)
     error(("policy %s is a class of a script, which a replay cannot load"):format(policy.name), 0)
   end
   if open and rows[open].step > part[#part].step then
-    notes[#notes + 1] = ("the replay equals the run up to step %d; --steps %d or more, or " ..
-      "--from %d, goes beyond"):format(rows[open].step, open - first + 10, rows[open].step)
+    notes[#notes + 1] = ("the replay equals the run up to step %d; hint: --steps %d or more, or " ..
+      "--from %d, to verify later steps"):format(rows[open].step, open - first + 10,
+      rows[open].step)
   end
   return { rows = part, result = result, from = part[1].step, to = part[#part].step + 1,
     open = open and rows[open].step, checkpoint = from, notes = notes, meta = meta,

@@ -34,7 +34,7 @@ local function answer(rule)
   local dx = { rule.backward(rule.saved, unpack(dy, 1, rule.n_out)) }
   if dx[rule.n_in + 1] ~= nil then
     error(("custom: expected at most %d gradients from backward, one for each tensor that forward "
-      .. "got, found another"):format(rule.n_in), 0)
+      .. "got, but it returned more"):format(rule.n_in), 0)
   end
   for k = 1, rule.n_in do
     if dx[k] and not tensor.is_tensor(dx[k]) then
@@ -75,7 +75,8 @@ local function backward(loss, options)
     local rule = nodes.rules[id]
     if not rule then
       C.eng_backward_abort()
-      raise("backward: the tape holds a Lua gradient of an aborted pass")
+      raise("backward: the tape holds a custom operation of an aborted pass; hint: compute the " ..
+        "loss again")
     end
     answer_at_once(rule)
     check(C.eng_backward_resume())

@@ -164,7 +164,7 @@ for name in pairs(arguments.set_of("e4m3 e5m2 e5m6 f16 bf16 tf32 e4m3_ieee e3m2 
 end
 local ENCODE = "saturate up nearest"
 
--- The bits of a number in a format.
+-- The number of bits of a code in a format.
 local function width_of(format)
   return format.exponent_bits + format.fraction_bits + (format.signed and 1 or 0)
 end

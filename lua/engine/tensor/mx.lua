@@ -77,18 +77,19 @@ local QUANTIZE = "format rule block nonfinite sr_bits factor transposed amax had
 --- ("floor", "ceil", "even", "rceil": scales are powers of two; "nvfp4": ue4m3 and one f32 for the
 --- tensor; "four_over_six": nvfp4, but each block's largest element becomes 6 or 4, whichever has
 --- the smaller mean absolute error; "four_over_six_mse": the smaller squared error; "quest": e2m1,
---- powers of two from the standard deviation of a block; "ms_eden": nvfp4 with scales that make up
---- for rounding in groups of 128, and that sr_bits round instead of the elements), block ("1x32",
---- for nvfp4 "1x16"; "16x16", { rows, columns }), nonfinite ("torchao": Inf or NaN makes its block
---- NaN; "te": the scale ignores NaN), sr_bits (bits of stochastic rounding, 0 to 24; 0 rounds to
---- nearest even), factor (0.5 to 1: multiplies the elements before rounding, and dequantize
---- divides by it), transposed (also quantizes the transposed x, not its codes), amax (for nvfp4:
---- used instead of x's own amax, f32 [1]), hadamard, signs (16, 32, 64 or 128: the transposed copy
---- is that of x transformed along the first dimension, rounded to bf16; see mx.hadamard). Fields of
---- the result: q (u8 codes, two to a byte in e2m1, the even element in the low half), scale (u8
---- codes, ue8m0 or ue4m3), amax (f32 []), nan (i64 []: how many elements of x are NaN), gate (of
---- "quest": bf16, 1 where the value has x's gradient, 0 where x saturates), shape, block, format,
---- rule, factor, transposed.
+--- powers of two from the standard deviation of a block; "ms_eden": nvfp4 whose scales correct the
+--- rounding errors in groups of 128, and sr_bits applies to these scales, not to elements), block
+--- ("1x32", for nvfp4 "1x16"; "16x16", { rows, columns }), nonfinite ("torchao": Inf or NaN makes
+--- its block NaN; "te": the scale ignores NaN), sr_bits (bits of stochastic rounding, 0 to 24; 0
+--- rounds to nearest even), factor (0.5 to 1: multiplies the elements before rounding, and
+--- dequantize divides by it), transposed (also quantizes the transposed x, not its codes), amax
+--- (for nvfp4: used instead of x's own amax, f32 [1]), hadamard (16, 32, 64 or 128: the size of a
+--- transform of x along its first dimension, rounded to bf16, before the transposed copy is
+--- quantized; 0: none), signs (of this transform, as in mx.hadamard). Fields of the result: q (u8
+--- codes, two to a byte in e2m1, the even element in the low half), scale (u8 codes, ue8m0 or
+--- ue4m3), amax (f32 []), nan (i64 []: how many elements of x are NaN), gate (of "quest": bf16, 1
+--- where the value has x's gradient, 0 where x saturates), shape, block, format, rule, factor,
+--- transposed.
 function M.quantize(x, options)
   want(x, "mx.quantize")
   options = arguments.read_named(options, "mx.quantize", QUANTIZE)
@@ -106,7 +107,7 @@ function M.quantize(x, options)
   expect(HADAMARDS[hadamard], hadamard,
     "mx.quantize: expected hadamard to be 0, 16, 32, 64 or 128")
   expect(hadamard == 0 or options.transposed and rows ~= columns, hadamard, "mx.quantize: " ..
-    "a Hadamard transform is for the transposed copy in blocks that are not square")
+    "expected hadamard to be 0 without transposed = true and in square blocks")
   local bits = want_whole(options.sr_bits or 0, "mx.quantize", "sr_bits", 0)
   local factor = options.factor or 1
   expect(type(factor) == "number" and factor >= 0.5 and factor <= 1, factor,

@@ -116,8 +116,8 @@ local function count_rows(opt)
   end
 end
 
--- Computes a loss. Returns the bytes that its tape keeps, those of them in FP8, and the rows of
--- each FP8 layer. Ends the step.
+-- Computes a loss. Returns the bytes that its tape keeps, how many of these are in FP8, and the
+-- number of rows that went through each FP8 layer. Ends the step.
 local function measured(opt, loss)
   local fp8_bytes, mark, all = M_ffi.new("int64_t[1]"), M_ffi.new("int64_t[1]"), nil
   local rows_of, end_counting = count_rows(opt)
@@ -127,7 +127,7 @@ local function measured(opt, loss)
     all = tonumber(C.eng_tape_bytes(fp8_bytes))
   end)
   end_counting()
-  -- fails while operations are on the tape; the step's end empties it
+  -- this fails while operations are on the tape; the end of the step empties the tape
   C.eng_scope_end(mark[0])
   check(C.eng_step_end())
   if not good then error(message, 0) end

@@ -15,8 +15,8 @@ local M = {}
 local Activations = {}
 Activations.__index = Activations
 
---- The modules of a model whose path the pattern finds, { module = path }, or nil. Without a
---- pattern: the modules of lists, such as blocks.3.
+--- The modules of a model whose path matches the pattern, { module = path }, or nil. Without a
+--- pattern: the numbered entries of its top-level lists, such as blocks.3.
 function M.modules(model, pattern)
   local found, some = {}, false
   if model.apply then
@@ -54,7 +54,7 @@ end
 
 local function publish(self, what, path, value)
   local name = ("activation_%s.%s"):format(what, path)
-  -- NaN compares false, so it stays the largest
+  -- NaN compares false, so once seen it stays
   local most = self.most[name]
   if not most or most == most and not (value <= most) then most = value end
   self.most[name] = most

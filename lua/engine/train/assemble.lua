@@ -126,8 +126,9 @@ end
 ---                                parameters they cover (all)
 ---   activations                  a pattern of modules whose outputs are measured at each step, as
 ---                                signals activation_amax.MODULE and activation_kurtosis.MODULE,
----                                on the CPU. A policy that needs `activations` measures the
----                                modules of lists, such as blocks.3, without this option
+---                                on the CPU. Without this option, a policy that needs
+---                                `activations` gets the numbered entries of top-level lists, such
+---                                as blocks.3
 ---   evaluate                     { data =, every =, batches = }: loss on other data; policies
 ---                                read it as record.signals.evaluation_loss
 ---   mode                         "sync": the policy decides before the update, which waits for

@@ -56,8 +56,8 @@ end
 
 local function enabled(block) return type(block) == "table" and block.enabled ~= false end
 
--- Keys that are used here, and those of the batch size, which are accepted but have no effect: the
--- loop decides the batch size.
+-- Keys that are used. The keys of the batch size are accepted without effect, because the loop
+-- decides the batch size.
 local USED = { optimizer = true, scheduler = true, fp16 = true, bf16 = true, bfloat16 = true,
   gradient_clipping = true, gradient_accumulation_steps = true, train_batch_size = true,
   train_micro_batch_size_per_gpu = true }
@@ -82,7 +82,7 @@ local PASSED = { "run", "resume", "checkpoint_every", "log", "data", "state" }
 --- model in the configured precision; engine:backward(loss); engine:step() returns what
 --- session:step returns, with action "accumulate" between updates; engine:close() ends the run. It
 --- runs on one rank only. A `scheduler` is refused, since the loop assigns optimizer.lr. A line of
---- output names the configuration's keys that have no effect here.
+--- output names the keys of the configuration that have no effect.
 function M.initialize(given)
   local o = tensor.read_named(given, "deepspeed.initialize", OPTIONS)
   expect(type(o.model) == "table" and o.model.parameters, o.model,
@@ -94,9 +94,9 @@ function M.initialize(given)
     config = result
   end
   expect(type(config) == "table", config,
-    "deepspeed.initialize: expected config to be the path of a JSON or a table")
+    "deepspeed.initialize: expected config to be the path of a JSON file or a table")
   if type(config.scheduler) == "table" then
-    raise("deepspeed: a scheduler is not carried out; hint: assign optimizer.lr before step()")
+    raise("deepspeed: a scheduler is not supported; hint: assign optimizer.lr before step()")
   end
   for _, key in ipairs { "fp16", "bf16", "bfloat16" } do
     expect(config[key] == nil or config[key] == json.null or type(config[key]) == "table",

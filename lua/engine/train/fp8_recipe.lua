@@ -152,7 +152,8 @@ function M.layer(fp8, path, blocks)
   return not layer.high and layer
 end
 
--- x and w: how the values that the forward product read are quantized for the backward product.
+-- Reads the field `backward` of x or w: how the values that the forward product read are quantized
+-- for the backward product.
 local function read_backward(recipe, i, role, where, name)
   local own, back = recipe.role[i], role.backward
   if back == nil and not mx.gated[role.rule] then return end
@@ -165,7 +166,7 @@ local function read_backward(recipe, i, role, where, name)
     where .. ": backward", name)
 end
 
---- The core's eng_fp8_recipe for such fields. `where` begins the messages of errors.
+--- The core's eng_fp8_recipe for the fields of a layer (M.layer). `where` begins error messages.
 function M.structure(layer, where)
   local recipe = ffi.new("eng_fp8_recipe")
   for i, name in ipairs(M.roles) do

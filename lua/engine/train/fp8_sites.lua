@@ -80,7 +80,7 @@ local function load_policies(names, where)
   return list
 end
 
--- Refuses a user's pattern that matches no module, because a typo would silently change nothing.
+-- Refuses a user's pattern that matches no module, because a typo in a pattern would go unnoticed.
 -- The shipped recipes' patterns for heads may match nothing: a tied head is no module.
 local function refuse_unmet(model, full, linears)
   local own, where = full.own_fp8 or {}, ("precision '%s': fp8"):format(full.name)
@@ -153,22 +153,22 @@ function M.attach(model, full)
   return self
 end
 
--- ------------------------------------------------------------------ the places of policies
+-- ------------------------------------------------------------------ the seats of policies
 
 -- A seat holds an FP8 policy; run/swap.lua puts another policy into it as it does with the trainer,
 -- which holds the policy that chooses the loss scale.
 local Seat = { kind = "fp8" }
 Seat.__index = Seat
 
--- In the seat of a recipe without a policy. The field `idle` of the loaded policy marks it, and the
--- step does not ask it.
+-- The policy in the seat of a recipe without a policy. After loading, its field `idle` is set, and
+-- steps do not run it.
 local NONE = { file = "none", source = [[return { name = "none", kind = "fp8",
   init = function() return { scale = 1 } end, decide = function() return 1 end }]] }
 
---- Tells a policy the layers' tensors.
+--- Gives a policy the names of the layers' tensors.
 function Seat:prepare(policy) fp8_verdict.prepare(policy, self.sites.paths) end
 
---- Makes a policy, which was prepared, the current one.
+--- Makes a prepared policy the current one.
 function Seat:use_policy(policy, trainer)
   self.policy = policy
   self.sites:use()
@@ -210,7 +210,7 @@ function Sites:prepare(policies)
   self:use()
 end
 
---- The policies in the seats take effect. watched: shadows read every step, too.
+--- Puts the policies of the seats into effect. watched: whether shadows also read every step.
 function Sites:use(watched)
   self.policies, self.watched = {}, watched or self.watched
   for _, seat in ipairs(self.seats) do
@@ -258,7 +258,7 @@ end
 
 local function inverse(x) return x > 0 and 1 / x or 0 end
 
--- Fills the statistics for policies and the site's meters. gradient: the factor on dy.
+-- Fills the site's meters, and the statistics that policies read. gradient: the factor on dy.
 local function tell(self, site, gradient, first)
   for r = 0, 2 do
 
@@ -287,8 +287,8 @@ end
 
 --- After a step's backward passes and before the step ends: reads the meters of the layers.
 --- `gradient`: the factor on the gradients, that is, the loss scale times the seed of the backward
---- pass. `world`: the ranks that decide by the same numbers, or nil. Returns the meters as rows if
---- the step is measured.
+--- pass. `world`: the group of ranks whose meters are combined, or nil. Returns the meters as rows
+--- if the step is measured.
 function Sites:measure(step, gradient, world)
   self.step = step
   C.eng_fp8_measure(false)

@@ -71,7 +71,7 @@ end
 local ROUNDING = { nearest = C.ENG_ROUND_NEAREST, stochastic = C.ENG_ROUND_STOCHASTIC,
   kahan = C.ENG_ROUND_KAHAN }
 
---- Follows the optimizer's precision recipe; drops Kahan's compensation.
+--- Sets the rounding that the optimizer's precision recipe names; drops Kahan's compensation.
 function State:set_rounding()
   check(C.eng_optimizer_rounding(self.handle, ROUNDING[self.optimizer.precision.rounding]))
 end
@@ -135,7 +135,7 @@ end
 --- Keeps only this rank's elements of the moments (ZeRO).
 function State:shard() check(C.eng_optimizer_shard(self.handle)) end
 
---- Called after a load: the next update uses the loaded number of updates.
+--- Called after loading a state: the next update continues from the loaded number of updates.
 function State:restart() C.eng_optimizer_restart(self.handle) end
 
 return M

@@ -25,7 +25,7 @@ local function tell(status)
   return status
 end
 
--- ------------------------------------------------------------------ what a step leaves to show
+-- ------------------------------------------------------------------ what a step shows
 
 local MAX_ROWS = 2000   -- kept for the plot at the end; thinned out in longer runs
 

@@ -136,7 +136,7 @@ end
 
 local function same(a, b) return a.slot == b.slot and a.generation == b.generation end
 
--- What update assigned to `key`, where x was before: a tensor, or nil if x is still there.
+-- The tensor that update assigned to fields[key], which held x before; nil if it still holds x.
 local function assigned(self, fields, key, x)
   local value, shape = rawget(fields, key), arguments.shape_text(x.shape)
   local function bad(expected, got)
@@ -251,7 +251,7 @@ function State:refuse_torn()
   end
 end
 
--- ------------------------------------------------------------------ as fused_state.lua
+-- ------------------------------------------------------------------ methods as in fused_state.lua
 
 --- The buffers of parameter i: a list of { name = "w.momentum", x = tensor or nil where another
 --- rank has it, dtype, shape = function(parameter's shape) -> the buffer's shape, whole = true }.
@@ -291,7 +291,7 @@ function State:shard(reduction, parted)
   end
 end
 
---- Called after a load: forgets an update that failed halfway.
+--- Called after loading a state: forgets an update that failed halfway.
 function State:restart() self.torn = nil end
 
 return M

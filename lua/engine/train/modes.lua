@@ -40,8 +40,10 @@ local LACKS = {
     return not attention_logits.modules(t.model) and "the model has no nn.attention"
   end,
   modules = function(t)
-    return not activations.modules(t.model, t.activation_pattern) and ("no module of the model " ..
-      "matches activations = '%s'"):format(t.activation_pattern or "the modules of lists")
+    return not activations.modules(t.model, t.activation_pattern) and (t.activation_pattern
+      and ("no module of the model matches activations = '%s'"):format(t.activation_pattern)
+      or "the model has no list of modules, such as blocks; hint: activations = a Lua pattern " ..
+        "of module names")
   end,
   scalable = function(t) return attention_logits.fixed(t.model) end,
   whole = function(t)
@@ -145,8 +147,9 @@ local function parted_refusal(trainer)
   end
   for _, site in ipairs(fp8 and not reducer.apart and fp8.list or {}) do
     if site.path:find("%f[^%z.]experts%.%d+%.") then
-      return ("zero=3: precision %s makes each expert's weights a unit, and ranks use different " ..
-        "experts; hint: zero=2, or experts_over"):format(trainer.precision.name)
+      return ("zero=3: precision %s gathers the weights of each expert separately, which fails " ..
+        "when ranks use different experts; hint: zero=2, or experts_over"):format(
+        trainer.precision.name)
     end
   end
 end

@@ -47,7 +47,7 @@ local RULES = {
     function(v) return within(v, 0, math.huge) end },
   { { "beta1", "beta2" }, "to be in [0, 1)", function(v) return within(v, 0, 1) end },
   { { "eps" },
-    "to be a number no smaller than 2^-126 (the optimizer's f32 state would round it to 0)",
+    "to be a number no smaller than 2^-126 (smaller numbers may be 0 in f32)",
     function(v) return within(v, 2 ^ -126, math.huge) end },
   { { "nesterov" }, "to be true or false", function(v) return type(v) == "boolean" end },
 }
@@ -343,7 +343,7 @@ function Optimizer:set_precision(recipe)
   error(message, 0)
 end
 
---- Says whether the gradients of several backward passes add up before a step (as in a trainer with
+--- Sets whether the gradients of several backward passes add up before a step (as in a trainer with
 --- accumulate > 1). If so, fp16 and bf16 gradients are rounded to their format in every pass, where
 --- they can overflow, and summed in f32, as PyTorch's autocast does. Each element of a gradient
 --- then takes 4 bytes instead of 2. Gradients are cleared.
@@ -352,7 +352,7 @@ function Optimizer:accumulates(on)
   self._accumulates = on
 end
 
---- Clears all gradients.
+--- Clears all gradients, and the limits of clip_grad_norm and clip_grad_value.
 function Optimizer:zero_grad()
   self._clip, self._clip_value = nil, nil
   check(C.eng_params_zero_grad(self.params))

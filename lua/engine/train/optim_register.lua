@@ -10,9 +10,9 @@ local M = {}
 
 local FIELDS = { doc = "string", defaults = "table", buffers = "table", update = "function",
   check = "function" }
--- TAKEN: names that a hyperparameter cannot have, because every optimizer has an option, a group a
--- field, or the context a `t` of that name. OF_PARAMETER: names that a buffer cannot have, because
--- every parameter has such a field.
+-- TAKEN: names that a hyperparameter cannot have: they are options of every optimizer, fields of a
+-- group, or the context's field `t`. OF_PARAMETER: names that a buffer cannot have: they are fields
+-- of every parameter.
 local TAKEN = { betas = true, groups = true, decay = true, precision = true, moments = true,
   match = true, label = true, lr_mul = true, t = true }
 local OF_PARAMETER = { name = true, role = true, weight = true, grad = true }
@@ -23,7 +23,7 @@ local function is_name(x) return type(x) == "string" and x:find("^[%a_][%w_]*$")
 
 local function check_defaults(name, defaults)
   expect(type(defaults.lr) == "number", defaults.lr,
-    "optim.register: expected the defaults of '%s' to have a number lr", name)
+    "optim.register: expected lr in the defaults of '%s' to be a number", name)
   for key, value in pairs(defaults) do
     local kind = type(value)
     if not is_name(key) or TAKEN[key] then

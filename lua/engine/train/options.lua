@@ -57,8 +57,8 @@ end
 local OPTIONAL = {
   { "accumulate", "a whole number from 1 to 2^20",
     function(v) return whole(v) and v <= 2 ^ 20 end },
-  { "clip", "a number (0: none)", not_negative },
-  { "clip_value", "a number (0: none)", not_negative },
+  { "clip", "a number >= 0 (0: none)", not_negative },
+  { "clip_value", "a number >= 0 (0: none)", not_negative },
   { "checkpoint", '"block", a pattern of module paths or false',
     function(v) return v == false or type(v) == "string" end },
   { "checkpoint_every", "a whole number of steps (0: only at the end)",

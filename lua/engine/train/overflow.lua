@@ -30,7 +30,7 @@ local function first_with(self, stats, field)
   end
 end
 
--- The text of an overflow that only the sum over ranks has; nil for any other overflow.
+-- The text of an overflow in the sum over ranks alone; nil for any other overflow.
 local function of_sum(trainer)
   local reducer = trainer.reducer
   if not reducer.many or reducer:culprits()[1] then return nil end
@@ -92,7 +92,7 @@ local function run_again(trainer, scale)
     end)
   end)
   C.eng_backward_abort()
-  -- an error if the pass ended early; the step's end then drops the rest
+  -- this fails if the pass ended early; its tensors are then freed at the end of the step
   C.eng_scope_end(mark[0])
   random.go(place)
   return finding, message
@@ -148,17 +148,17 @@ local function advice(self, record, finding)
     say("to look closer: engine attach %s, then history:why(%d)", path, tonumber(record.step))
   end
   if path and not finding and not sum and not trainer.by_hand then
-    say("and resume=auto trap=overflow%s names the operation", trainer.delay == 1 and " mode=sync"
-      or "")
+    say("to name the operation: run again with resume=auto trap=overflow%s",
+      trainer.delay == 1 and " mode=sync" or "")
   end
   return lines
 end
 
 --- Handles a step that overflowed. Runs the step again if every overflow is to be trapped, or if
 --- the run is stuck: the policy stops it, or keeps the scale through repeated overflows. A stuck
---- run gets advice. The advice has no finding if the step cannot run again (with a delay of 1), or
---- if only the sum over ranks overflowed. Every rank runs the step again; the one whose batches
---- overflowed reports.
+--- run gets advice. The advice has no finding if the step cannot run again (with a delay of 1, or
+--- in a session), or if only the sum over ranks overflowed. Every rank runs the step again; the
+--- rank whose batches overflowed reports.
 function Overflows:look(record, verdict)
   local trainer = self.trainer
   local culprit = trainer.reducer:culprits()[1]

@@ -65,8 +65,8 @@ end
 --             run in bf16, where they are exact. stochastic may be a number of random bits (true:
 --             8). Roles also have
 --               factor      multiplies elements before rounding; the product is divided by it
---               backward    of x and w: a role that says how the values which the forward product
---                           read are quantized for the backward product, instead of the originals
+--               backward    of x and w: a role. The backward product reads the values that the
+--                           forward product read, quantized by this role, not the originals
 --             and products
 --               hadamard    16, 32, 64, 128: transforms both factors along the summed dimension (0)
 --               signs       fixed (Transformer Engine's), layer, step (drawn for each), backward
@@ -92,15 +92,16 @@ local function like_bf16(fp8, moments)
     moments = moments or "f32", scaled = false, fp8 = fp8 }
 end
 -- Transformer Engine's DelayedScaling and Float8CurrentScaling: e4m3 forward, e5m2 gradients, fast
--- accumulation in the forward product
+-- accumulation (no promotion) in the forward product.
 local FAST = { forward = { promotion = 0 }, dgrad = { promotion = 128 },
   wgrad = { promotion = 128 } }
 M.recipes.fp8_delayed = like_bf16(hybrid { policy = "fp8_delayed", forward = FAST.forward,
   dgrad = FAST.dgrad, wgrad = FAST.wgrad })
 M.recipes.fp8_current = like_bf16(hybrid { forward = FAST.forward, dgrad = FAST.dgrad,
   wgrad = FAST.wgrad })
--- torchao's rowwise scaling: e4m3 throughout, with a scale for each row of x, W and dy. Products
--- that read a transpose have a scale for each row of the transpose
+-- torchao's rowwise scaling: e4m3 throughout, with a scale for each row of x, W and dy. Where a
+-- product reads one of them transposed, the transpose is quantized by itself, with a scale for each
+-- of its rows.
 local ROW = { format = "e4m3", block = "row", rule = "torchao" }
 M.recipes.fp8_rowwise = like_bf16 { x = { format = "e4m3", block = "row", rule = "torchao",
   keep = "transposed" }, w = ROW, dy = ROW, high = HYBRID.high }
@@ -134,30 +135,32 @@ M.recipes.mxfp4 = microscaled(MXFP4, MXFP4, e2m1("rceil", "1x32", STOCHASTIC))
 local NVFP4_DY = e2m1("nvfp4", "1x16", STOCHASTIC)
 M.recipes.nvfp4 = microscaled(e2m1("nvfp4", "1x16"), e2m1("nvfp4", "16x16"), NVFP4_DY,
   { wgrad = { hadamard = 16 } })
--- Transformer Engine's 4over6 of inputs and weights, which excludes its Hadamard transform
+-- Transformer Engine's 4over6 for inputs and weights. It cannot be combined with the Hadamard
+-- transform.
 M.recipes.nvfp4_four_over_six = microscaled(e2m1("four_over_six", "1x16"),
   e2m1("four_over_six", "16x16"), NVFP4_DY)
 -- Tseng et al. (arXiv 2502.20586): the forward product in bf16, the others in MXFP4 with stochastic
--- rounding that cannot saturate, under a random Hadamard transform
+-- rounding that cannot saturate, under a random Hadamard transform.
 local UNCLIPPED = e2m1("floor", "1x32", { stochastic = 24, factor = 0.75 })
 local RANDOM = { hadamard = 64, signs = "step" }
 M.recipes.mxfp4_tseng = microscaled(UNCLIPPED, UNCLIPPED, UNCLIPPED,
   { forward = { high = true }, dgrad = RANDOM, wgrad = RANDOM })
 -- Quartet (arXiv 2505.14669): QuEST's scales under a Hadamard transform in the forward pass. In the
--- backward pass, dy and what the forward product read are rounded as by Tseng et al.
+-- backward pass, dy and the values that the forward product read are rounded as by Tseng et al.
 local QUEST = e2m1("quest", "1x32", { backward = UNCLIPPED })
 local REDRAWN = { hadamard = 32, signs = "backward" }
 M.recipes.mxfp4_quartet = microscaled(QUEST, QUEST, UNCLIPPED,
   { forward = { hadamard = 32, signs = "none" }, dgrad = REDRAWN, wgrad = REDRAWN })
 -- Quartet II (arXiv 2601.22813): four over six by squared errors in the forward pass. In the
--- backward pass, MS-EDEN rounds dy and what the forward product read.
+-- backward pass, MS-EDEN rounds dy and the values that the forward product read.
 local EDEN = e2m1("ms_eden", "1x16", { stochastic = 24 })
 local SQUARES = e2m1("four_over_six_mse", "1x16", { backward = EDEN })
 local REDRAWN_128 = { hadamard = 128, signs = "backward" }
 M.recipes.nvfp4_quartet2 = microscaled(SQUARES, SQUARES, EDEN,
   { dgrad = REDRAWN_128, wgrad = REDRAWN_128 })
 -- TetraJet (arXiv 2502.20853) without Q-EMA and Q-Ramping: MXFP4 rounded to nearest in the forward
--- pass. In the backward pass, dy and what the forward product read are rounded stochastically.
+-- pass. In the backward pass, dy and the values that the forward product read are rounded
+-- stochastically.
 local TETRAJET = e2m1("rceil", "1x32", { backward = e2m1("rceil", "1x32", { stochastic = 24 }) })
 M.recipes.mxfp4_tetrajet = microscaled(TETRAJET, TETRAJET, TETRAJET.backward)
 
@@ -206,7 +209,7 @@ end
 -- changes no operation.
 local formats_of = setmetatable({}, { __mode = "k" })
 
--- The same for one full recipe.
+-- The entry of formats_of for one full recipe.
 local function operation_formats(full)
   if not full.fp8 and full.activations == "f32" and full.residual == "f32" and full.norm == "f32"
     and full.wide == "f32" then return false end
@@ -264,8 +267,8 @@ function M.resolve(recipe)
   if full.masters == "bf16" and full.weights ~= "bf16" then
     raise("precision '%s': masters in bf16 need weights in bf16, got %s", full.name, full.weights)
   elseif full.masters == "f32" and full.rounding ~= "nearest" then
-    raise("precision '%s': rounding = '%s' is for masters = 'bf16', and these are f32", full.name,
-      full.rounding)
+    raise("precision '%s': rounding = '%s' is for masters = 'bf16', but the masters are f32",
+      full.name, full.rounding)
   end
   formats_of[full] = operation_formats(full)
   return full
@@ -279,8 +282,8 @@ function M.same(a, b)
   return equal(a.fp8, b.fp8)
 end
 
---- Runs f(...) with a recipe and returns its results. Scopes nest. "fp32" converts nothing: what
---- reads bf16 masters, such as an embedding, computes in bf16 (in_f32 computes in f32).
+--- Runs f(...) with a recipe and returns its results. Scopes nest. "fp32" converts nothing:
+--- operations that read bf16 masters, such as an embedding, compute in bf16 (under in_f32, in f32).
 function M.autocast(recipe, f, ...)
   local full = M.resolve(recipe)
   arguments.want_function(f, "autocast", [[engine.autocast("bf16", function() ... end)]])
@@ -295,8 +298,9 @@ function M.in_f32(full, f, ...)
     and M_ffi.new("eng_precision", { f32, f32, f32, f32, 0 }) or nil, f, ...)
 end
 
---- For each parameter in a list of { role = }, the format of its low-precision copy and of its
---- gradient, int32_t arrays for eng_params_precision, and of its masters, for eng_params_masters.
+--- Three int32_t arrays with a format for each parameter of `list` ({ role = } ...): that of its
+--- low-precision copy and of its gradient, for eng_params_precision, and of its master, for
+--- eng_params_masters.
 function M.parameter_formats(full, list)
   local function array() return M_ffi.new("int32_t[?]", #list) end
   local shadow, gradient, masters = array(), array(), array()

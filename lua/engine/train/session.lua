@@ -159,7 +159,7 @@ local function new(given)
   end
   local recipe = precision.resolve(o.precision or entries[1].opt.precision)
   if recipe.fp8 then
-    error(("session: precision '%s' quantizes linear layers, and a session does not; hint: "
+    error(("session: precision '%s' quantizes linear layers, which a session cannot; hint: "
       .. "engine.trainer, or fp32, bf16 or fp16"):format(recipe.name), 0)
   end
   o.data = o.data or { next = function()
@@ -244,7 +244,7 @@ end
 
 --- for turn in s:turns(n) do ... end: up to n turns, counted from 1; a resumed run goes on after
 --- the turns of its checkpoint. Each turn begins with empty gradients. The loop ends early when the
---- policy, an attached client or s:stop() asks for it, or on Ctrl-C. After `break`, call s:close().
+--- policy, an attached client or s:stop() ends it, or on Ctrl-C. After `break`, call s:close().
 function Session:turns(n)
   arguments.want_whole(n, "session:turns", "the number of turns", 0)
   self.most, self.summary = n, nil
@@ -291,11 +291,11 @@ function Session:autocast(f, ...) return precision.autocast(self.precision, f, .
 --- The loss scale of the next backward pass.
 function Session:get_scale() return self.current and self.current.scale or self.policy:scale() end
 
---- The backward pass of a loss, seeded with the loss scale. With several optimizers, what the pass
---- read is kept until the turn ends, so that a later loss may share it. Gradients of several passes
---- add up until the optimizer's step; with fp16 or bf16 gradients, call optimizer:accumulates(true)
---- before the loop, so that they add up in f32. Further arguments go to the scale_loss of a loss
---- scaler class.
+--- The backward pass of a loss, seeded with the loss scale. With several optimizers, the tape is
+--- kept until the turn ends, so that a later loss may share a part of it. Gradients of several
+--- passes add up until the optimizer's step; with fp16 or bf16 gradients, call
+--- optimizer:accumulates(true) before the loop, so that they add up in f32. Further arguments go to
+--- the scale_loss of a loss scaler class.
 function Session:backward(loss, ...)
   local s = inside(self, "backward")
   expect(tensor.is_tensor(loss), loss,
@@ -320,8 +320,8 @@ end
 
 local probe = M_ffi.new("eng_record")
 
--- The scale of the next backward pass: the policy's, or still the step's while another optimizer
--- has gradients that carry it.
+-- The scale of the next backward pass: the policy's, or that of step s as long as another optimizer
+-- has gradients with that scale.
 local function next_scale(self, s)
   if self.policy:scale() == s.scale then return s.scale end
   for _, e in ipairs(self.entries) do
@@ -343,7 +343,7 @@ function Session:step(opt, o)
   local s, entry = inside(self, "step"), entry_of(self, opt)
   o = tensor.read_named(o, "session:step", STEP)
   expect(o.clip == nil or type(o.clip) == "number" and o.clip >= 0, o.clip,
-    "session:step: expected clip to be a number (0: none)")
+    "session:step: expected clip to be a number >= 0 (0: none)")
   if o.tokens ~= nil then
     arguments.want_whole(o.tokens, "session:step", "tokens", 0)
   end

@@ -1,4 +1,4 @@
--- What passes between a policy and the optimizer's update beyond scale, clip and lr_mul: the norms
+-- The data between a policy and the optimizer's update besides scale, clip and lr_mul: the norms
 -- that an update computes for the next step's record, and the verdict's entries for single tensors.
 -- Owns the norms' sums of squares, which checkpoints hold. Called by trainer.lua and
 -- run/restore.lua.
@@ -13,7 +13,7 @@ local M = {}
 local Norms = {}
 Norms.__index = Norms
 
---- The norms of n parameters. The field `known` says whether the step before made an update that
+--- The norms of n parameters. The field `known` says whether the last step made an update that
 --- computed norms.
 function M.new(n)
   return setmetatable({ n = n, known = false }, Norms)
@@ -45,7 +45,7 @@ function Norms:state()
   return { moments = self.moments, squares = table.concat(list, " ") }
 end
 
---- Restores what state() returned; what does not fit is left out.
+--- Restores what state() returned. A state that does not fit the parameters is ignored.
 function Norms:restore(state)
   self.known = false
   if type(state) ~= "table" or type(state.squares) ~= "string" then return end
