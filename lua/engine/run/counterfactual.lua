@@ -46,11 +46,11 @@ local BINS, FIRST = C.ENG_HIST_BINS, C.ENG_HIST_FIRST
 
 local shifted = ffi.new("int64_t[?]", BINS)
 
--- Changes the statistics of gradients stored at one scale to those at `ratio` times that scale;
--- `over`: whether gradients overflow at the new scale. Returns the share of nonzero elements that
--- underflow (below the smallest normal number) and the share of the sum of magnitudes lost: the
--- whole magnitude of an element that becomes zero, and the mean rounding error, a quarter of the
--- spacing, of an element that becomes subnormal.
+-- Converts the statistics of gradients stored at one scale to `ratio` times that scale; `over`:
+-- whether gradients overflow at the new scale. Returns the share of nonzero elements that underflow
+-- (below the smallest normal number), and the share of the sum of magnitudes that is lost. An
+-- element that becomes zero loses its whole magnitude; one that becomes subnormal loses the mean
+-- rounding error, a quarter of the spacing.
 local function restate(s, ratio, over, format)
   local shift = log2(ratio)
   local whole = math.floor(shift + 1e-9)
@@ -170,14 +170,14 @@ end
 
 local cell = ffi.new("eng_tensor_stats[1]")
 
---- Changes `record`, the record of a step at the scale record.scale, to that of the same step at
---- `scale`; its field amax_f16 must be set. o: { format = of the gradients (formats.of), accumulate
---- = micro-batches, needs = what the policy reads (ENG_NEED_*), hist = whether record.hist is
---- filled, around = a function that returns the largest true gradient of good steps nearby, or nil
---- (optional), reach = the largest fp16 gradient at the other scale, where layers have scales of
---- their own (optional) }. Returns what is known of the overflow and of everything in `needs`,
---- "exact", "hidden" or "bound" (above); and, with a histogram, the shares of nonzero elements and
---- of gradient mass that underflow.
+--- Converts `record`, the record of a step at the scale record.scale, to the record of the same
+--- step at `scale`. Its field amax_f16 must be set. o: { format = that of the gradients
+--- (formats.of), accumulate = micro-batches, needs = what the policy reads (ENG_NEED_*), hist =
+--- whether record.hist is filled, around = a function that returns the largest true gradient of
+--- good steps nearby, or nil (optional), reach = the largest fp16 gradient at the other scale,
+--- where layers have scales of their own (optional) }. Returns what is known of the overflow and of
+--- everything in `needs`, "exact", "hidden" or "bound" (above); and, with a histogram, the share of
+--- nonzero elements that underflow and the share of gradient mass that is lost.
 function M.move(record, scale, o)
   local ratio, s, format = scale / record.scale, cell[0], o.format
   local same = ratio == 1 and not o.reach
@@ -210,8 +210,8 @@ function M.move(record, scale, o)
   return known, elements, mass
 end
 
---- Changes the statistics of n tensors to those at `ratio` times their scale. format_of(i), with i
---- from 1: the format of tensor i's gradient.
+--- Converts the statistics of n tensors to `ratio` times their scale. format_of(i), with i from 1:
+--- the format of tensor i's gradient.
 function M.move_tensors(stats, n, ratio, format_of)
   for k = 0, n - 1 do
     local s, format = stats[k], format_of(k + 1)

@@ -283,8 +283,8 @@ function M.take_over(trainer, c, config)
   return notes
 end
 
---- Returns a trainer to a checkpoint of its own run (`c` as in M.spread), at a rollback. The
---- counters of steps and the loss-scaling policy stay as they are.
+--- Returns a trainer to a checkpoint of its own run (`c` as in M.spread), at a rollback. Policies
+--- of FP8 layers get their saved state; the loss-scaling policy and the counters of steps stay.
 function M.go_back(trainer, c)
   for i, of in ipairs(trainer.swaps.seats) do
     local saved, seat = i > 1 and saved_policy(c.state, i), of.seat

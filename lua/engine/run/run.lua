@@ -233,8 +233,8 @@ function Run:reopen()
   self:open_history(true)
 end
 
--- How this process was started, as JSON, for `engine replay --verify`: the script and a checksum of
--- it, its arguments, the folder, the run's name in the script. Nil without a script.
+-- How this process was started, as JSON, for `engine replay --verify`: the script, its checksum and
+-- its arguments, the working folder, and the run's name in the script. Nil without a script.
 local function command_text(self)
   local script = type(arg) == "table" and arg[-1] and arg[0]
   local source = type(script) == "string" and files.read(script)
@@ -430,8 +430,8 @@ function Run:save(alone)
 end
 
 --- Returns to the newest intact checkpoint of `step` or before, and drops later ones. Every rank
---- calls it between two steps. The policy, the counters of steps and the history stay. Returns the
---- checkpoint's step and path, or nil and the reason.
+--- calls it between two steps. The loss-scaling policy, the counters of steps and the history stay.
+--- Returns the checkpoint's step and path, or nil and the reason.
 function Run:go_back(step)
   local trainer, reducer = self.trainer, self.trainer.reducer
   local dir = self.path and self.path .. "/checkpoints"

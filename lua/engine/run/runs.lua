@@ -56,7 +56,7 @@ function M.holder(path)
 end
 
 --- How a run ended: "finished", "stopped: why", "error: why", "drift: which ranks", "running", or
---- "broken off".
+--- "broken off". Returns this text, and `how` of M.info. last: the last recorded step.
 function M.ending(h, path, last)
   local event = h:query("SELECT kind, text, step FROM events WHERE kind IN ('finished', " ..
     "'stopped', 'error', 'drift', 'resumed') ORDER BY id DESC LIMIT 1")[1]

@@ -10,9 +10,10 @@
 -- others are those of FP8 layers (train/fp8_sites.lua). A new policy goes to the seat of its kind.
 -- A seat has
 --   policy, kind                  the current policy; "fp8" or nil
---   prepare(policy)               tells a policy the names of its tensors
+--   prepare(policy)               gives a policy the names of its tensors
 --   use_policy(policy, trainer)   makes a prepared policy the current one
---   ask(policy, record)           its verdict on a record, with the last statistics per tensor
+--   ask(policy, record)           the verdict of a policy on a record, with the last statistics per
+--                                 tensor
 --   refuses(policy, trainer)      why this run cannot use a policy, or nil
 -- Owned by the trainer: observe() sees every record after the decision, between() runs between
 -- steps.
@@ -394,7 +395,7 @@ end
 
 -- ------------------------------------------------------------------ checkpoints
 
---- For checkpoints: the current policy of seat i, unless it is the one that the script asked for.
+--- For checkpoints: the current policy of seat i, or nil if the script itself asked for it.
 function Swap:state(i)
   local of = self.seats[i]
   local policy, asked = of.seat.policy, of.asked

@@ -1,8 +1,8 @@
 -- trainer.state: the user's own table, which is part of every checkpoint. pack() splits it into
 -- plain data, for state.json, and tensors; restore() puts them back into the same table, so that
--- what the script has taken from it (a table, a tensor of unchanged shape) stays valid. With
--- several ranks, rank 0's table is written and every rank gets it. Called by run.lua,
--- restore.lua and trainer.lua.
+-- references of the script (to a table in it, to a tensor of unchanged shape) stay valid. With
+-- several ranks, rank 0's table is written and every rank gets it. Called by run.lua, restore.lua
+-- and assemble.lua.
 local M_ffi = require "engine.base.ffi"
 local json = require "engine.base.json"
 local tensor = require "engine.tensor.tensor"

@@ -1,6 +1,6 @@
 -- Batch norm over several ranks: each rank has a part of the batch's rows, and all normalise by the
 -- mean and variance of the whole batch. Every rank of the group must make the same calls, in the
--- forward pass and in the backward pass. Called by images.lua; dist/reducer.lua asks first_bad().
+-- forward pass and in the backward pass. Called by images.lua; dist/reducer.lua calls first_bad().
 --
 -- Forward, the ranks exchange their number of rows and the mean and variance of each channel in
 -- double. Backward, they exchange the sums of dy and of dy * (x - mean) / sqrt(variance + eps), on

@@ -1,6 +1,6 @@
 -- The largest attention logit of each head, as signals logit_max.MODULE.HEAD (heads from 1) that
--- policies read, and the factors on logits that a verdict asks for (`logit_muls`). Reads a model's
--- nn.attention modules, only while a policy needs their logits. Called by trainer.lua.
+-- policies read; and the factors on logits that a verdict may contain (`logit_muls`). Reads a
+-- model's nn.attention modules, only while a policy needs their logits. Called by trainer.lua.
 local M_ffi = require "engine.base.ffi"
 local autograd = require "engine.tensor.autograd"
 local precision = require "engine.train.precision"
@@ -67,7 +67,7 @@ function Logits:read(i)
 end
 
 -- The factors on the rows of qkv [(H + 2G) D x C] that multiply head h's logits by factor[h]. Keys
--- that several heads share (H > G) get the root of the smallest of these heads' factors.
+-- get the square root of the smallest factor of the heads that share them; queries get the rest.
 local function rows_of(module, factor)
   local H, G, D = module.heads, module.kv_heads, module.head_width
   local rows, keys = {}, {}

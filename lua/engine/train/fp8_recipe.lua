@@ -16,7 +16,7 @@ local M = {}
 M.roles, M.products = { "x", "w", "dy" }, { "forward", "dgrad", "wgrad" }
 --- The roles that a product multiplies.
 M.factors = { forward = { "x", "w" }, dgrad = { "dy", "w" }, wgrad = { "dy", "x" } }
---- ENG_ACCUMULATE_* by name; `device` (-1): the one of the current device.
+--- ENG_ACCUMULATE_* by name; `device` (-1): the accumulator of the current device.
 M.accumulators = arguments.merged(fp8_codes.accumulators, { device = -1 })
 --- The roles and the products: the fields of a layer.
 M.fields = { "x", "w", "dy", "forward", "dgrad", "wgrad" }
@@ -129,8 +129,8 @@ local FP8 = arguments.merged(FIELDS, { high = true, high_first = true, high_last
   layers = true, policy = true, sample = true, ladder = true })
 
 --- The fields of each role and product of the layer at `path`: those of the table `fp8`, overridden
---- by every matching entry of `layers`. Returns false for high precision. blocks: the number of
---- blocks of the model.
+--- by every matching entry of `layers`. Returns false if the layer stays in high precision. blocks:
+--- the number of blocks of the model.
 function M.layer(fp8, path, blocks)
   local block = tonumber(path:match("^blocks%.(%d+)%."))
   if block and (block <= (fp8.high_first or 0) or block > blocks - (fp8.high_last or 0)) then

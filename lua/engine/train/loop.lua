@@ -49,8 +49,9 @@ local LOST_STEPS = 10   -- steps in a row with a loss of inf or nan before a lin
 function M.loss_note(self, record)
   self.lost = record.loss - record.loss ~= 0 and (self.lost or 0) + 1 or 0
   if self.lost ~= LOST_STEPS then return nil end
-  return ("the loss has been %g for %d steps, which no loss scale can fix: weights or data hold "
-    .. "inf or nan; hint: a smaller learning rate, clip=1"):format(record.loss, LOST_STEPS)
+  return ("the loss has been %g for %d steps, which no loss scale can fix: the weights, the data "
+    .. "or the forward pass have inf or nan; hint: a smaller learning rate, clip=1"):format(
+    record.loss, LOST_STEPS)
 end
 
 -- Shows that the run is lost, and ends it unless on_lost is "continue".

@@ -9,8 +9,8 @@
 --     updates and moments are refused;
 --   - the learning rate follows the updates known so far and counts the one in flight as applied.
 -- A captured graph repeats the kernels of one step, so no per-layer scale or FP8 scale may change.
--- Called by trainer.lua: at the start, when a resumed run has more micro-batches, and after each
--- decision; by run/swap.lua for every policy that is swapped in; by scaler.lua.
+-- Called by assemble.lua at the start; by trainer.lua when a resumed run has more micro-batches,
+-- after each decision, and for every policy that run/swap.lua swaps in; by scaler.lua.
 local M_ffi = require "engine.base.ffi"
 local activations = require "engine.train.activations"
 local attention_logits = require "engine.train.attention_logits"

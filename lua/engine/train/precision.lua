@@ -14,7 +14,7 @@ local dtype, expect, raise, value_text = M_ffi.dtype, M_ffi.expect, M_ffi.raise,
 local M = {}
 
 -- weights            format the forward pass reads parameters in; norms keep f32
--- masters            the weights that the optimizer updates (sgd, adam, adamw, lion). bf16: the
+-- masters            the weights that the optimizer updates. bf16 (for sgd, adam, adamw, lion): the
 --                    forward pass reads them too, and no f32 copy exists; norms keep f32
 -- rounding           of new weights to bf16 masters. stochastic: up or down, with exact
 --                    probabilities; kahan: to nearest, and a bf16 buffer keeps what that loses for

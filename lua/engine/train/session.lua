@@ -39,8 +39,8 @@ Session.by_hand = true
 
 -- ------------------------------------------------------------------ several optimizers as one
 
--- Several optimizers that the trainer's parts can use as one. The parameters of the optimizer `d`
--- are called "d.NAME". `active`: the one that takes the current step.
+-- Several optimizers in the form of one, for the trainer's parts. The parameters of the optimizer
+-- `d` are called "d.NAME". `active`: the entry of the optimizer that takes the current step.
 local Several = {}
 Several.__index = Several
 

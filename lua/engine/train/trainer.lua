@@ -37,10 +37,11 @@ Trainer.run, Trainer.loss_note, Trainer.summary_text = loop.run, loop.loss_note,
 
 --- One step. Returns a record and the verdict on it, which are valid until the next step. With a
 --- delay of 0 (mode = "sync") both are this step's, and the policy decides before the update. With
---- a delay of 1 ("lagged") both are those of the step before, so that the host never waits for work
---- that was queued in this step; the device itself skips an update that overflowed.
---- * On several ranks in sync mode, the pass (4) is part of (5): in reducer:record, each rank makes
---- it over its part of the gradients.
+--- a delay of 1 ("lagged") both are those of the step before (nil at the first step), so that the
+--- host never waits for work that was queued in this step; the device itself skips an update that
+--- overflowed.
+--- * On several ranks in sync mode, (4) is part of (5): in reducer:record, each rank makes the pass
+--- over its part of the gradients.
 function Trainer:step()
   local s = self:begin()                                   -- scale, lr, arena, groups, FP8, place
   for i = 1, self.accumulate do
@@ -350,9 +351,9 @@ function Trainer:keeping_buffers(f)
   return restored(f())
 end
 
---- Called when a run resumes. `ranks` and `accumulate` are those that the run had before. Keeps the
---- number of batches in a step the same if that is possible and the script does not ask for another
---- number. Returns a line about the change, or nil.
+--- Called when a run resumes. `ranks` and `accumulate` are the run's earlier values. If the script
+--- has the same `accumulate` but the number of ranks differs, changes `accumulate` so that a step
+--- keeps its number of batches, if the ranks divide it. Returns a line about the change, or nil.
 function Trainer:share_as_before(ranks, accumulate)
   local before, size = ranks * accumulate, self.reducer.size
   local same = "with the same steps except for rounding"       -- other ranks, other order of sums

@@ -34,7 +34,8 @@ local function read_site(nan, backward, paths)
   return list
 end
 
--- Numbers the modules, and tells the core which one runs. Returns their paths by number.
+-- Numbers the modules and, from now on, reports the running module to the core. Returns the paths
+-- of the modules by number.
 local function follow(model)
   local paths, number_of = {}, {}
   local function number(m, path)

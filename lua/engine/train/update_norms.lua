@@ -89,8 +89,8 @@ function M.cap(trainer, s, record)
   for i = 0, n - 1 do stats[i].sum_squares = own[i].sum_squares end
 end
 
---- Adds to the options of an update what the verdict on its step and the policies' needs ask for,
---- and resets moments.
+--- Adds to the options of an update the entries of the verdict on its step and the norms that
+--- policies need. Resets the moments that the verdict names.
 function M.add(trainer, options, verdict)
   local norms, opt = trainer.norms, trainer.optimizer
   if bit.band(trainer.needs, C.ENG_NEED_UPDATE_NORMS) ~= 0 or verdict.update_clip > 0 then
