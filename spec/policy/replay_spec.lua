@@ -418,8 +418,8 @@ describe("engine tune", function()
     told("expected one %-%-policy FILE, got 0", path, "--over", "growth_interval=1..5")
     told("expected runs", "--policy", "dynamic", "--over", "growth_interval=1..5")
     told("expected %-%-over", path, "--policy", "dynamic")
-    told("'4. x' has verdicts and no gradients", "4. x", "--policy", "dynamic", "--over",
-      "growth_interval=1..5")
+    told("'4. x' is a string of verdicts without gradients", "4. x", "--policy", "dynamic",
+      "--over", "growth_interval=1..5")
     told("policies/dynamic.lua: growth_interval = 0 ", path, "--policy", "dynamic",
       "growth_interval=0", "--over", "init_scale=1..5")
   end)

@@ -223,7 +223,8 @@ end
 
 -- ------------------------------------------------------------------ a run at other scales
 
---- What happens to a step. In lagged mode the device skips an overflow whatever the verdict says.
+--- What happens to a step after a verdict: { action, clip, lr_mul }. In lagged mode the device
+--- skips an overflowed step whatever the verdict says.
 function M.carried_out(verdict, overflow, lagged)
   local skip = lagged and overflow and verdict.action == C.ENG_ACTION_STEP
   return { action = skip and C.ENG_ACTION_SKIP or verdict.action, clip = verdict.clip,

@@ -131,7 +131,7 @@ end
 
 M.meters = { "snr", "underflow", "overflow", "zeros", "amax", "least", "scale_min", "scale_max",
   "count", "peak", "power", "asked" }
-local MEASURED = 9                                       -- of them describe the measured elements
+local MEASURED = 9                                       -- the first 9: of measured elements
 local meter_values = ffi.new("double[12]")
 
 --- Appends a step's meters of FP8 layers (fp8_sites.lua).
@@ -282,7 +282,7 @@ local function short(value)
   return value == nil and "-" or (tostring(value):gsub("%s+", " "))
 end
 
--- Rows as a table of columns: text to the left, numbers to the right.
+-- Rows as a table in text: strings are aligned left, numbers right.
 local function table_text(rows, columns)
   local list, left = { columns }, {}
   for i, row in ipairs(rows) do
@@ -444,8 +444,8 @@ local NAMES = [[WITH RECURSIVE names(name) AS (SELECT min(name) FROM shadows
 --- history of an older engine, whose shadows saw the run's overflows instead.
 function History:shadows()
   if not self:has "shadows" then return nothing "(no shadows)" end
-  -- Reads only the verdicts other than plain `step`, and the last ones: a shadow whose scale moves
-  -- has a row for every step.
+  -- Reads only verdicts other than `step` and the last verdict of each shadow, because a shadow
+  -- whose scale moves has a row for every step.
   local function whole(row) return expect(self, row, "number", { "skipped", "failed" }) end
   local own = knows_bounds(self)
   local function sum(name, condition)

@@ -66,8 +66,8 @@ function M.run(trace, source, options, look)
   if not loaded then error(policy, 0) end
   if policy.fp8 and not look then return replay_fp8.run(trace, policy) end
   if policy.fp8 then
-    error(("policy %s works on FP8 layers, and --verify compares loss scales; hint: a shadow of " ..
-      "a live run (shadow=%s)"):format(policy.name, policy.name), 0)
+    error(("policy %s works on FP8 layers, and --verify compares loss scales; hint: try it as a " ..
+      "shadow of a live run (shadow=%s)"):format(policy.name, policy.name), 0)
   end
   local record = ffi.new("eng_record")
   local scales, actions, marks = {}, {}, {}

@@ -166,7 +166,7 @@ end
 
 -- "; layers was 1, is 2": the settings that differ from those of the checkpoint's run, if its
 -- history has them.
-local NO_PART = { resume = true, run = true, steps = true, log = true }   -- may differ
+local NO_PART = { resume = true, run = true, steps = true, log = true }   -- these may differ
 local function changed_settings(path, config)
   local before = require("engine.run.history").with((path:match("^(.*)/checkpoints/") or path) ..
     "/history.db", function(h) return h:config() end)

@@ -157,7 +157,7 @@ local function put(self, of, fresh, by, as_it_is)
     label(old), label(fresh), by, fp8 and "" or (", loss scale %.10g"):format(fresh:scale())),
     { by = by, from = described(old), to = described(fresh),
     scale = not fp8 and fresh:scale() or nil })
-  files:layers(trainer.steps_done - 1)                     -- of FP8, from this step on
+  files:layers(trainer.steps_done - 1)                     -- the FP8 rungs from this step on
 end
 
 -- Loads rank 0's policy text on every rank. If the policy has no text (a class), each rank loads it
@@ -207,8 +207,9 @@ local function seat_for(self, fresh)
       names[#names + 1] = of.seat.policy.name
     end
   end
-  return nil, ("the run has %d FP8 policies (%s), and a swap replaces the one of the same name; "
-    .. "hint: give the new one that name, or swap the policy in trainer.optimizer.fp8.policies")
+  return nil, ("the run has %d FP8 policies (%s), and a swap replaces the policy of the same name; "
+    .. "hint: give the new policy one of these names, or swap the policy in " ..
+    "trainer.optimizer.fp8.policies")
     :format(#names, table.concat(names, ", "))
 end
 

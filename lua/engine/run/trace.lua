@@ -115,7 +115,7 @@ function M.run(path)
     local held, at = {}, history:signals_at()
     for k = 1, i do
       for name, value in pairs(at(tonumber(self.rows[k - 1].step))) do
-        if held[name] ~= value and not name:find("^log%.") then   -- another policy's logs
+        if held[name] ~= value and not name:find("^log%.") then   -- not the policy's logs
           held[name] = value
           self.signals[k] = self.signals[k] or {}
           self.signals[k][name] = value

@@ -107,7 +107,7 @@ local function read(o)
   for i, run in ipairs(o.runs) do
     s.traces[i] = type(run) == "table" and run or replay.trace(run)
     if not s.traces[i].names and s.objective ~= "skipped" then
-      error(("'%s' has verdicts and no gradients; its only objective is --objective " ..
+      error(("'%s' is a string of verdicts without gradients; its only objective is --objective " ..
         "skipped"):format(s.traces[i].name), 0)
     end
   end

@@ -72,7 +72,7 @@ function M.pack(state)
     local parts = {}
     for i, key in ipairs(item.path) do parts[i] = tostring(key) end
     local name, n = table.concat(parts, "."), 1
-    while tensors[name] do      -- keys 1 and "1"
+    while tensors[name] do      -- keys 1 and "1" make one name
       n = n + 1
       name = ("%s#%d"):format(table.concat(parts, "."), n)
     end

@@ -45,7 +45,7 @@ local function measure(x)
   x = x:detach():to "f32"
   local amax = x:abs():max():item()
   if not (amax > 0 and amax < math.huge) then return amax, 0 / 0 end
-  local d = x * (1 / amax)                              -- so that no fourth power leaves f32
+  local d = x * (1 / amax)                              -- so that fourth powers fit f32
   d = d - d:mean()
   local q = d * d
   local variance = q:mean():item()

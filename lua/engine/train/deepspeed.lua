@@ -28,7 +28,7 @@ local OPTIMIZERS = { adam = "adamw", adamw = "adamw", fusedadam = "adamw", lamb 
   fusedlamb = "lamb", lion = "lion", fusedlion = "lion", sgd = "sgd", muon = "muon" }
 local PARAMS = { lr = true, betas = true, eps = true, weight_decay = true, momentum = true,
   nesterov = true, dampening = true }
-local SWITCHES = { adam_w_mode = true, torch_adam = true }   -- say which Adam it is
+local SWITCHES = { adam_w_mode = true, torch_adam = true }   -- adam_w_mode: Adam or AdamW
 
 -- The optimizer of the block { type =, params = }.
 local function optimizer_of(block, model, precision)
@@ -124,7 +124,7 @@ function M.initialize(given)
   self.turns = self.session:turns(o.steps or 2 ^ 53)
   self.turns()
   local ignored = unused(config)
-  if ignored ~= "" then self.session:note("deepspeed: without effect here: " .. ignored) end
+  if ignored ~= "" then self.session:note("deepspeed: keys without effect: " .. ignored) end
   return self, opt
 end
 

@@ -181,7 +181,7 @@ local function update_one(self, i, factor, limit, ctx)
   if has[0] == 0 then return false end
   if limit > 0 then grad = grad:clamp(-limit, limit) end
   local weight = p.tensor
-  if self.parted then            -- this rank has all of it; operations on p.tensor need all ranks
+  if self.parted then            -- the whole weight is here; operations on p.tensor need all ranks
     weight = M_ffi.Tensor()
     check(C.eng_parallel_piece(weight, self.parted, i - 1))
     weight = weight:view(shape)

@@ -216,8 +216,7 @@ local function new(name, model, options)
     raise("optim.%s: decay is 'all' or 'matrices', not '%s'", name, tostring(options.decay))
   end
   if options.decay and defaults.weight_decay == nil then
-    raise("optim.%s: decay chooses the parameters for weight_decay, which this optimizer lacks",
-      name)
+    raise("optim.%s: decay needs an optimizer with weight_decay, and this one has none", name)
   end
   check_hyper(name, defaults)
 

@@ -188,7 +188,7 @@ function Overflows:look(record, verdict)
     if self.every_time and not self.told[place] then
       say(("step %d: overflow: %s"):format(step, (text:gsub("\n", "\n  "))))
     end
-    self.told[place] = true                        -- each place once; the history has them all
+    self.told[place] = true                        -- shown once; the history has all
   end
   if stuck then
     local what = stops and ("the policy ends the run at an overflow, with the loss scale at " ..

@@ -187,8 +187,8 @@ function Scaler:step(opt, options)
     if object and object.unscale_gradients then self:unscale(opt) else inspect(self, entry) end
   end
   if not entry.checked then
-    error("scaler:step: this optimizer has no gradients, so none was checked for inf and " ..
-      "nan; did the loss reach its parameters?", 2)
+    error("scaler:step: this optimizer has no gradients to check for inf and nan; does the loss " ..
+      "depend on its parameters?", 2)
   end
   local factor = entry.stage == UNSCALED and 1 or f32(1 / self:get_scale())
   entry.stage = STEPPED

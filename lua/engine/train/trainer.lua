@@ -356,7 +356,7 @@ end
 --- keeps its number of batches, if the ranks divide it. Returns a line about the change, or nil.
 function Trainer:share_as_before(ranks, accumulate)
   local before, size = ranks * accumulate, self.reducer.size
-  local same = "with the same steps except for rounding"       -- other ranks, other order of sums
+  local same = "with the same steps except for rounding"       -- the ranks sum in another order
   if before == size * self.accumulate then
     return ranks ~= size and ("%d ranks continue a run of %d, %s"):format(size, ranks, same) or nil
   end
