@@ -48,8 +48,8 @@ function M.new(trainer, options)
   return self
 end
 
--- Gives the policy of a seat its methods swap and undo, and begins to watch its file. as_it_is: the
--- file's current text is known and may differ from the policy's.
+-- Gives the policy of a seat its methods swap and undo, and begins to watch its file. as_it_is:
+-- does not read the file, whose text may differ from the policy's until it is saved again.
 function Swap:hold(of, as_it_is)
   local policy = of.seat.policy
   local own = of.seat.kind and of or nil

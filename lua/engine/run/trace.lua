@@ -138,7 +138,8 @@ local cell, room = ffi.new("eng_tensor_stats[1]"), ffi.new("int[1]")
 local other = ffi.new("eng_tensor_stats[1]")
 local AROUND = 64  -- how many steps before and after are searched for a good one
 
--- The largest true gradient of the good steps next to step i, or nil.
+-- The largest true gradient that step i may have had: the geometric mean over the nearest good
+-- steps before and after it, or nil.
 function Run:expected(i)
   local function look(to, by)
     for j = i + by, to, by do

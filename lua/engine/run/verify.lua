@@ -103,7 +103,7 @@ local function first_open(trace, rows)
   end
 end
 
--- The last row up to a step.
+-- The last row at or before a step; raises an error if the replay does not reach the step.
 local function row_at(path, rows, step)
   local at
   for i, row in ipairs(rows) do
@@ -211,9 +211,9 @@ end
 local EXACT = 1e-12          -- tolerance of decisions and learning rates
 
 --- Compares the plan's rows with the history of the live run. Returns { steps = compared, notes =
---- settings that differ, columns = { [name] = { differ = steps that do, largest = the largest
---- relative difference, or nil } }, list = { { step, column, replay, live, mark } ... } by step }.
---- tolerance: of loss, amax and norm, relative.
+--- settings that differ, columns = { [name] = { differ = how many steps differ, largest = the
+--- largest relative difference, or nil } }, list = { { step, column, replay, live, mark } ... } by
+--- step }. tolerance: the relative tolerance of loss, amax and norm.
 function M.compare(plan, live, tolerance)
   local by_step, result = {}, { steps = 0, list = {}, columns = {} }
   for _, row in ipairs(live:steps(plan.from, plan.to - 1)) do

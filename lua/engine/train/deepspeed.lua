@@ -142,8 +142,8 @@ function Engine:backward(loss)
   self.session:backward(self.every > 1 and tensor.is_tensor(loss) and loss / self.every or loss)
 end
 
---- After the last micro-batch, makes the update and frees the step's tensors. The result has the
---- loss.
+--- Ends a micro-batch; after the last one of a step, makes the update and frees the step's tensors.
+--- The result then has the loss.
 function Engine:step()
   self.micro = self.micro + 1
   if self.micro < self.every then return { skipped = false, action = "accumulate" } end

@@ -107,7 +107,7 @@ local function unfulfilled(trainer, policy, mask)
 end
 
 --- Why a policy cannot be used in this run, or nil: scales outside f32's range, statistics or
---- verdict fields that this run lacks, scales per layer in lagged mode.
+--- verdict fields that this run lacks, what lagged mode or graph = true rules out.
 function M.policy_refusal(trainer, policy)
   local unusable = policies.unusable(policy, #trainer.groups.groups)
   if unusable then return unusable end

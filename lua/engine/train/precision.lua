@@ -105,10 +105,11 @@ M.recipes.fp8_current = like_bf16(hybrid { forward = FAST.forward, dgrad = FAST.
 local ROW = { format = "e4m3", block = "row", rule = "torchao" }
 M.recipes.fp8_rowwise = like_bf16 { x = { format = "e4m3", block = "row", rule = "torchao",
   keep = "transposed" }, w = ROW, dy = ROW, high = HYBRID.high }
--- DeepSeek-V3: e4m3 throughout, 1x128 for activations and gradients, 128x128 for weights, online
--- amaxes, promotion every 128, bf16 moments; FP8 weights in addition to the f32 masters. The input
--- of the linear after attention is kept in e5m6 with power-of-two scales. SwiGLU's inputs are kept
--- in FP8, and its output is recomputed from them.
+-- DeepSeek-V3: e4m3 throughout, blocks of 1x128 for activations and gradients and 128x128 for
+-- weights, scaled by their current amaxes; promotion after every 128 products along K; bf16
+-- moments; FP8 copies of the weights in addition to the f32 masters. The input of the linear after
+-- attention is kept in e5m6 with power-of-two scales. SwiGLU's inputs are kept in FP8, and its
+-- output is recomputed from them.
 local PROMOTED = { promotion = 128 }
 M.recipes.fp8_block = like_bf16({
   x = { format = "e4m3", block = "1x128", rule = "deepgemm" },
@@ -135,8 +136,8 @@ M.recipes.mxfp4 = microscaled(MXFP4, MXFP4, e2m1("rceil", "1x32", STOCHASTIC))
 local NVFP4_DY = e2m1("nvfp4", "1x16", STOCHASTIC)
 M.recipes.nvfp4 = microscaled(e2m1("nvfp4", "1x16"), e2m1("nvfp4", "16x16"), NVFP4_DY,
   { wgrad = { hadamard = 16 } })
--- Transformer Engine's 4over6 for inputs and weights. It cannot be combined with the Hadamard
--- transform.
+-- Transformer Engine's 4over6 for inputs and weights. Transformer Engine does not combine it with
+-- the Hadamard transform.
 M.recipes.nvfp4_four_over_six = microscaled(e2m1("four_over_six", "1x16"),
   e2m1("four_over_six", "16x16"), NVFP4_DY)
 -- Tseng et al. (arXiv 2502.20586): the forward product in bf16, the others in MXFP4 with stochastic
