@@ -159,7 +159,7 @@ local function new(given)
   end
   local recipe = precision.resolve(o.precision or entries[1].opt.precision)
   if recipe.fp8 then
-    error(("session: precision '%s' quantizes linear layers, which a session cannot; hint: "
+    error(("session: precision '%s' quantizes linear layers, which a session cannot do; hint: "
       .. "engine.trainer, or fp32, bf16 or fp16"):format(recipe.name), 0)
   end
   o.data = o.data or { next = function()
