@@ -1,19 +1,20 @@
--- Short jobs with random disturbances; each must report its end correctly, and resume to the same
--- bits.
+-- Short jobs with random disturbances; each must report its end correctly, and after a resume end
+-- with the bits of an undisturbed job.
 --   ./engine spec/chaos.lua [runs=500] [seed=1] [seconds=1800] [first=1] [only=NUMBER]
 -- A run is spec/dist/job.lua on one to four ranks, drawn from the seed and its number: precision,
--- ZeRO, mode, clipping, how often it writes a checkpoint. One or two of the kinds in
--- chaos/disturbances.lua happen to it at random moments, once or twice before it runs undisturbed,
--- and its checkpoints may be damaged in between. After each disturbed job (chaos/truth.lua):
+-- ZeRO, mode, clipping, how often it writes a checkpoint. The job is started once or twice with one
+-- or two of the kinds of disturbance in chaos/disturbances.lua, at random moments; after each of
+-- these jobs, its checkpoints may be damaged. Checks after each disturbed job (chaos/truth.lua):
 --   - all its processes have ended in time, and no message is an error of the engine's own code
 --   - the exit status is one that docs/runs.md states for what was done
 --   - the history, the checkpoints and `engine runs` agree with the status
 --   - recorded steps are those of an undisturbed job, bit for bit
 -- Then resume=auto continues it until it has finished: the weights and all recorded steps must be
 -- those of the undisturbed job. Policies that are swapped in choose only the loss scale, a power of
--- two, in formats with f32's range; so they change no bit either, and only the columns that show
--- the scale are not compared. Prints a table by kind; for a failure, the command that repeats it.
--- The drawn plan is the same each time; the exact moment depends on the machine.
+-- two, in formats with f32's range; so they change no bit of the weights, and only the columns that
+-- depend on the scale are not compared. Prints a table by kind of disturbance and, for a failure,
+-- the command that repeats it. The drawn plan is the same each time; the exact moments depend on
+-- the machine.
 local engine = require "engine"
 local C = require("engine.base.ffi").C
 local disturbances = require "spec.chaos.disturbances"
@@ -105,7 +106,7 @@ local function good_policy(p)
   if p.policy then helper.write(p.policy, disturbances.policy_text("first", "return 8")) end
 end
 
--- Runs the job undisturbed to its end or as far as it gets.
+-- Starts the job of plan p in the background; `name` names its folder.
 local function job_of(p, run, name, mpirun, pace)
   return process.start { ranks = p.ranks, settings = settings_of(p, run, pace), run = run,
     folder = fresh_folder(p.folder .. "/" .. name), mpirun = mpirun }
@@ -134,7 +135,7 @@ end
 -- ------------------------------------------------------------------ damage between two jobs
 
 -- Damages the newest checkpoint, or all. Returns nil if there is none, else what was done, and
--- whether no checkpoint is left.
+-- whether no intact checkpoint is left.
 local function damage(p, d)
   local checkpoints = p.run .. "/checkpoints"
   local steps = engine.checkpoint.steps(checkpoints)
@@ -179,10 +180,10 @@ local function messages(text)
   return table.concat(lines, "\n")
 end
 
--- Checks that the first job after a damage mentions the checkpoint that it skips.
+-- Checks that the first job after the damage prints a message about the checkpoint that it skips.
 local function mentioned(job, damaged)
   if not job.text:find("is skipped", 1, true) and not job.reader_gone then
-    job:wrong("the damaged checkpoint is not mentioned (%s)", damaged)
+    job:wrong("no message says that the damaged checkpoint is skipped (%s)", damaged)
   end
 end
 
@@ -243,7 +244,7 @@ local function run_one(p)
     last = job_of(p, p.run, "end" .. i, nil, 0):watch {}
     truth.check(last, p, reference)
     if i == 1 and skips then mentioned(last, skips) end
-    take(last, "left in peace")
+    take(last, "undisturbed")
   end
   if #problems > 0 then
     print(("run %d FAILED: %d ranks, zero=%d, %s, %s, clip=%g, checkpoint_every=%d, log=%s, " ..

@@ -2,17 +2,17 @@
 # Runs the README's two commands on fresh machines: in a clean chroot of each Debian release, with
 # warnings as errors, LANG unset and a host name that does not resolve. Prints a row for each; the
 # exit code is 1 when something failed. Needs root, debootstrap and a Debian mirror.
-# Called by `make distros`; .ci/run calls it with BUILD_ONLY=1. Tests what git has at HEAD.
+# Called by `make distros`; .ci/run calls it with BUILD_ONLY=1. Tests the commit at HEAD.
 #
 #   DISTROS="bookworm trixie sid"   the releases
 #   DISTRO_USER=1                   each release a second time, as an ordinary user with sudo;
-#                                   only: as that user alone
+#                                   DISTRO_USER=only: as that user, not as root
 #   DEMO_ARGS="steps=60"            arguments of the demo
 #   TEST_ARGS="TEST_SECONDS=3000"   arguments of `make test`
 #   BUILD_ONLY=1                    `make deps` and `make all` instead of the two commands
 #   UNABLE=0                        exit code if no chroot can be made (default 1)
 #   MIRROR=http://deb.debian.org/debian
-#   DISTROS_DIR=/var/cache/engine-distros   base systems, logs, and the chroots of what failed
+#   DISTROS_DIR=/var/cache/engine-distros   base systems, logs, and the chroots of failed runs
 set -u
 export LC_ALL=C
 tree=$(cd "$(dirname "$0")/.." && pwd) || exit 1
@@ -28,7 +28,7 @@ unshare --mount --uts --pid --fork true 2>/dev/null || unable "unshare cannot ma
 git -C "$tree" rev-parse -q --verify HEAD >/dev/null || unable "$tree is not a git clone"
 mkdir -p "$cache" || unable "cannot make the folder $cache"
 
-# A base system, made once. It is renamed into place when it is whole.
+# A base system, made once and renamed into place when it is complete.
 base() {
   [ -d "$cache/$1.base" ] && return 0
   rm -rf "$cache/$1.new"

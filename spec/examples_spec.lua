@@ -86,8 +86,8 @@ local function tiny_llama()
     table.concat(pairs_, "\n"))
 end
 
--- file -> arguments; losses: how to read them; falls: the least fall from the first to the last
--- losses; words: patterns in the text output of a run with `talk` as its arguments
+-- By file. arguments: of the run; losses: reads its losses; falls: the minimum fall from the first
+-- to the last losses; words: patterns in the text output of a run with the arguments `talk`.
 local entries = {
   ["xor.lua"] = { arguments = function() return { "steps=200" } end, losses = printed_losses,
     falls = 0,
@@ -313,13 +313,13 @@ describe("the example", function()
     end)
   end
 
-  it("finetune.lua says what a folder without a model lacks", function()
+  it("finetune.lua names the files that a model folder needs", function()
     local result = helper.run { "examples/finetune.lua", "model=" .. folder .. "/none", "data=x" }
     assert.equal(1, result.code)
     assert.matches("expected a folder with config.json and model.safetensors", result.err, 1, true)
   end)
 
-  it("data files are found beside the script, whatever the working directory is", function()
+  it("data files are found beside the script, in any working directory", function()
     local engine = helper.engine:sub(1, 1) == "/" and helper.engine or root .. "/" .. helper.engine
     local result = helper.shell(
       ("cd %s && %s %s/examples/explicit_loop.lua steps=10 width=16 layers=1 heads=2 batch=2 "

@@ -1,8 +1,8 @@
 -- Gradients in fp16 and bf16 against those of f64. The same values, representable in the low
 -- format, go through every call of calls.lua in the low format and in f64. A gradient must be the
 -- f64 one rounded once, up to the error of sums in f32, and must not overflow where the f64 one
--- fits the format. The operations that round a second time are listed below with the reason and
--- what that may cost.
+-- fits the format. TWICE lists the operations that round a second time, with the reason and the
+-- allowed error.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local calls = require "spec.autograd.calls"
@@ -13,7 +13,7 @@ local FORMATS = { f16 = { digits = 11, least = -24, max = 65504, precision = "fp
   bf16 = { digits = 8, least = -133, max = (2 - 2 ^ -7) * 2 ^ 127, precision = "bf16" } }
 
 -- Errors allowed beyond one rounding, in units in the last place of the largest gradient of the
--- tensor. `plain`: only outside autocast, where the output that the rule reads is rounded, too.
+-- tensor. `plain`: only outside autocast, where the gradient rule reads a rounded output.
 local TWICE = {
   mlp_gelu = { units = 4, why = "two linear layers: u, h and du are rounded between them" },
   fp8_linear = { units = 4, why = "with SwiGLU before it: its output and gradient are rounded" },
@@ -25,8 +25,8 @@ local TWICE = {
   log_softmax = { units = 4, plain = true, why = "reads its output" },
 }
 
--- Powers of two by which elements vary. In bf16, wider ones leave the range of f32, in which
--- kernels compute.
+-- Elements vary by factors of 2^-span to 2^span. In bf16, a wider span would leave the range of
+-- f32, in which kernels compute.
 local SPANS, TWICE_SPANS = { f16 = { 0, 3, 6 }, bf16 = { 0, 3 } }, { 0, 2 }
 
 -- Spacing of the format at x.
@@ -120,7 +120,7 @@ describe("in a low precision the gradient of", function()
     assert.near(-48.6, x.grad:item(), 0.05)
   end)
 
-  it("a layer with its own scale overflows in the scale of its input only", function()
+  it("a layer with a relative scale overflows only in the scale of its input", function()
     local before = ffi.new("double[1]")
     for _, name in ipairs { "linear", "mul", "matmul" } do
       local x = engine.tensor({ { 1 } }, { dtype = "f16", requires_grad = true })

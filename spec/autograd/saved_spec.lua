@@ -1,8 +1,8 @@
 -- What gradient rules read. For every operation with a gradient, the spec fills the tensors that
 -- ops.def does not list under `reads` and `saves` with NaN between the forward and the backward
--- pass; the gradients keep their bits. The calls are those of spec/cpu/kernels/, and a few written
--- here. A call inside a checkpointed module, which frees its tensors and runs again during the
--- backward pass, gives the same gradients, too.
+-- pass; no bit of the gradients may change. The calls are those of spec/cpu/kernels/, and a few
+-- written here. A checkpointed call, whose tensors are freed and which runs again during the
+-- backward pass, must give the same gradients, too.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local values = require "spec.cpu.kernels.values"
@@ -64,9 +64,10 @@ end
 
 local function has(mask, k) return bit.band(mask, bit.lshift(1, k)) ~= 0 end
 
---- The gradients of a call's float inputs, as strings of their bits. With `spoil`, every tensor
---- that the table lists as unread is filled with NaN; also returns the number of such tensors. With
---- `checkpoint`, the call and its inputs are checkpointed; returns the number of freed outputs.
+--- The gradients of a call's float inputs, as strings of their bits. With `spoil`, fills every
+--- tensor that ops.def does not list with NaN; the second result is the number of these tensors.
+--- With `checkpoint`, the call and its inputs are checkpointed; the second result is the number of
+--- freed outputs.
 local function gradients(name, call, spoil, checkpoint)
   local info, leaves, inputs, filled = C.eng_op_describe(M_ffi.op[name]), {}, {}, 0
   assert.equal(checkpoint or false, checkpoint and C.eng_checkpoint_begin() or false)
@@ -151,7 +152,7 @@ describe("the backward pass reads only what ops.def lists", function()
         M_ffi.check(C.eng_step_end())
         if not good and why ~= stop then error(why, 0) end
         assert.is_true(count > 0)
-        -- an operation that reads everything leaves nothing to fill
+        -- no tensor can be filled if the operation reads all of them
         assert(filled > 0 or has(info.saves, 0), name .. ": no tensor was filled")
       end)
     end

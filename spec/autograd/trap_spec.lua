@@ -12,7 +12,7 @@ local folder
 before_each(function() folder = helper.folder() end)
 after_each(function() helper.remove(folder) end)
 
--- What a test does with the hidden features of the net below; set before the trainer is made.
+-- If set, a function that a test applies to the hidden features of Net.
 local between
 
 local Net = nn.class "Net"
@@ -97,7 +97,7 @@ describe("an overflow", function()
       "(data, a mask, a constant)", events("trap")[1].text, 1, true)
   end)
 
-  it("names the first parameter with inf and the first with nan apart", function()
+  it("names the first parameter with inf, and separately the first with nan", function()
     job { policy = "dynamic:init_scale=2^20", trap = "" }:run()
     local event = events("overflow")[1]
     local data = require("cjson").decode(event.data)
@@ -150,7 +150,7 @@ describe("tracing an overflow", function()
     assert.equal(0, C.eng_tape_length())
   end)
 
-  it("reports that the step differs from one time to the next", function()
+  it("reports a step that gives another result when it runs again", function()
     local factor = 1e30
     job { policy = "dynamic:init_scale=1", steps = 1, precision = "fp32",
       loss = function(model, batch)

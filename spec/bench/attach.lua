@@ -1,8 +1,8 @@
 -- What attached clients cost a run that trains at full speed. One job, measured in alternating
 -- windows with no client, one client and two clients attached, each sending requests as fast as it
--- gets answers; and with two clients that send as many requests to another, paused run: these use
--- as much of the machine but do not touch the measured run. Prints the median step and the request
--- rate of each kind.
+-- gets answers. As a control, two clients send about as many requests to another, paused run: they
+-- load the machine, but not the measured run. Prints for each kind of window the median step time
+-- and the request rate.
 --   ./engine spec/bench/attach.lua [SECONDS [ROUNDS]]
 local engine = require "engine"
 local helper = require "spec.helper"
@@ -29,7 +29,7 @@ ffi.cdef "int usleep(unsigned);"
 while os.time() - from < %d do run:status() history:last(20) n = n + 2 ffi.C.usleep(%d) end
 print(n)]]
 
--- Starts a job in the background that accepts clients and returns its process id.
+-- Starts a job that accepts clients, in the background, and returns its process id.
 local function start(path)
   local job = io.popen(("OMP_NUM_THREADS=1 %s %s %s >%s 2>&1 </dev/null & echo $!"):format(
     quote(helper.engine), quote(helper.write(folder .. "/job.lua", JOB)),
@@ -52,7 +52,7 @@ client(other, "run:pause { stay = true }"):close()
 
 local KINDS = { { name = "no client", clients = 0, run = run },
   { name = "one client", clients = 1, run = run },
-  -- pause: microseconds, about one step
+  -- pause: microseconds between two pairs of requests, about one step
   { name = "two clients", clients = 2, run = run },
   { name = "two elsewhere", clients = 2, run = other, pause = 10000 } }
 for _, kind in ipairs(KINDS) do kind.steps, kind.asked = {}, 0 end

@@ -19,7 +19,7 @@ LARGE = dict(layers=12, width=768, heads=12, vocab=50257, context=64, batch=4)  
 TOKENS = SMALL["context"] * SMALL["batch"]
 
 
-# seconds per step: where half precision is emulated, fewer steps are measured
+# seconds: steps slower than this (emulated half precision) are measured fewer times
 SLOW = 5
 
 

@@ -1,6 +1,6 @@
 -- Activation checkpointing: memory and time of a training step of GPT-2 with and without
--- checkpoint=block, beside the prediction of `engine plan`. The times are of one process, in which
--- the two kinds of step alternate; each peak is of a process of its own.
+-- checkpoint=block, to compare with the prediction of `engine plan`. One process, in which the two
+-- kinds of step alternate, measures the times; each peak is measured in a separate process.
 --   ./engine spec/bench/checkpoint.lua [precision=bf16] [batch=1] [context=1024] [steps=3]
 local engine = require "engine"
 local helper = require "spec.helper"
@@ -67,7 +67,7 @@ print(("%s, %s, batch %d"):format(tostring(model):match("^[^\n]*"), cfg.precisio
 print(("%-36s %10s %10s"):format("MiB", "all kept", "block"))
 row("activations and their gradients, peak", none.step, block.step)
 row("resident set, peak (VmHWM)", none.most, block.most)
-row("  of it above weights before a step", none.most - none.before, block.most - block.before)
+row("  rise over the peak before any step", none.most - none.before, block.most - block.before)
 local function times(name, a, b)
   print(("%-36s %10.2f %10.2f %8.2f x"):format(name, a[middle], b[middle], b[middle] / a[middle]))
 end

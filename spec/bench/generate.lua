@@ -10,7 +10,7 @@ local model = engine.new_model { model_type = "llama", hidden_size = 256, num_hi
 local prompt = {}
 for i = 1, 512 do prompt[i] = i end
 
--- Seconds of a token, without those of the prompt.
+-- Seconds per token, without the time for the prompt.
 local function seconds(cache, tokens)
   local function run(n)
     local began = machine.clock()

@@ -57,7 +57,8 @@ local function beyond(t, n)
   return sum(from, math.pi / 2) / sum(0, math.pi / 2)
 end
 
--- "lower", "higher" or "": whether a mean difference is beyond noise among so many comparisons.
+-- "lower", "higher", "equal" (all differences are 0), or "" if the mean difference is not
+-- significant at 5 % over `among` comparisons.
 local function verdict(d, among)
   if d.n < 2 then return "" end
   if d.spread == 0 then return d.mean < 0 and "lower" or d.mean > 0 and "higher" or "equal" end

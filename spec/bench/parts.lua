@@ -77,7 +77,7 @@ local decide = {}
 for round = 0, rounds do
   local from = machine.clock()
   for i = 1, 100 * CALLS do
-    -- As in a run: a policy's options are examined when the step is 0 or a power of two.
+    -- as in a run: each decision has its own step
     record.step = i
     policy:decide(record, stats)
   end

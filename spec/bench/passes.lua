@@ -1,7 +1,7 @@
 -- The passes over all parameters compared with memory bandwidth, on one thread:
 --   ./engine spec/bench/passes.lua [MiB of gradients] [rounds]
--- Gradient statistics are compared with the C library's search for an absent word, which only reads
--- the same bytes; updates are compared with its copy, per byte read or written. Measured
+-- Gradient statistics are compared with wmemchr searching for a word that does not occur, which
+-- only reads the same bytes; updates are compared with memmove, per byte read or written. Measured
 -- alternately; the best of several rounds counts, because other load only adds time.
 local M_ffi = require "engine.base.ffi"
 local ffi, C, check = M_ffi.ffi, M_ffi.C, M_ffi.check

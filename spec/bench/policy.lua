@@ -34,8 +34,8 @@ local empty = engine.policy.load { file = "empty",
   "end }" }
 local call = best(function() for _ = 1, BATCH do C.eng_step_count() end end)
 local floor = decisions(empty)
--- From a trainer to its policy and back: the scale for a step, groups, the decision, probation,
--- checks of the verdict. A GPT of 12 layers has 15 groups.
+-- A decision as a trainer makes it: the scale for the step, groups, the decision, probation, checks
+-- of the verdict. A GPT of 12 layers has 15 groups.
 local function path()
   local model = engine.nn.gpt { vocab = 256, context = 8, width = 16, heads = 2, layers = 12 }
   local t = engine.trainer { model = model, steps = 1e9, log = "quiet", policy = empty,

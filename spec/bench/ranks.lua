@@ -2,7 +2,7 @@
 -- alternately make the same training steps of the bench GPT (6 layers, width 384, context 256, 8
 -- sequences per step); then the comm dtypes, and messages without training.
 --   ./engine spec/bench/ranks.lua [ROUNDS [STEPS]]
--- The same file is the job: with the word "job" it trains, or times messages, and rank 0 prints.
+-- This file is also the job: with the word "job" it trains or times messages, and rank 0 prints.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local machine = require "engine.base.machine"

@@ -1,6 +1,6 @@
 -- step.lua PRECISION LAYERS WIDTH HEADS VOCAB CONTEXT BATCH [DEVICE]: training steps on demand, for
--- bench.py. Reads a number of steps from a line of stdin, makes them, and prints the seconds of
--- each. torch_step.py is its counterpart.
+-- bench.py. Reads a number of steps from each line of stdin, makes them, and prints the seconds of
+-- each step. torch_step.py is its counterpart.
 local engine = require "engine"
 local machine = require "engine.base.machine"
 

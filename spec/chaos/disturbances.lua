@@ -1,15 +1,15 @@
 -- What spec/chaos.lua does to a job while it runs, and what docs/runs.md says about it.
 --
 -- A kind is a table:
---   fits(plan)             whether it can happen to such a job
+--   fits(plan)             whether a job with this plan can be disturbed in this way
 --   several                whether it needs several ranks
 --   draw(random, plan)     returns the parameters
---   act(job, parameters)   runs as a coroutine beside the job (process.lua)
---   disk                   whether the run is on a disk of its own
+--   act(job, parameters)   disturbs the job; a coroutine beside the job (process.lua)
+--   disk                   whether the run needs a disk of its own
 --   mpirun                 options for mpirun
--- act calls job:may_end(statuses, ends) for the endings that it allows, and job:wrong for what it
--- finds wrong. A moment is { step = } or { time = }: mostly a step of the run, sometimes a time,
--- which may lie before the run or after it.
+-- act calls job:may_end(statuses, ends) for the exit statuses that it allows, and job:wrong for a
+-- problem that it finds. A moment is { step = } or { time = }: mostly a step of the run, sometimes
+-- a time, which may lie before the run or after it.
 local ffi = require "ffi"
 local helper = require "spec.helper"
 local process = require "spec.chaos.process"

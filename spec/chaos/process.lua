@@ -104,7 +104,7 @@ function Job:signal(name, target)
   return sent
 end
 
---- Ranks whose process has not ended.
+--- The number of ranks whose process has not ended.
 function Job:left()
   local n = 0
   for _, pid in pairs(self.pids) do n = n + (alive(pid) and 1 or 0) end
@@ -133,7 +133,7 @@ function Job:may_end(codes, ends)
   self.ends = self.ends or ends
 end
 
---- The job must end within so many seconds from now. Only the earliest end counts.
+--- The job must end within so many seconds from now; of several deadlines the earliest counts.
 function Job:must_end(seconds, why)
   local at = C.eng_clock() + seconds
   if at < self.deadline then self.deadline, self.late = at, why end

@@ -51,7 +51,7 @@ local function listed(run)
   end
 end
 
--- The step of the newest checkpoint and whether it is intact.
+-- The step of the newest checkpoint, and the step of the newest intact one.
 local function newest(run)
   local steps = engine.checkpoint.steps(run .. "/checkpoints")
   local path = engine.checkpoint.latest(run .. "/checkpoints")
@@ -62,8 +62,8 @@ end
 local TRACES = { "lua/engine/[%w_/]+%.lua:%d+:", "attempt to ", "signal 11", "signal 6 ",
   "signal 7 ", "signal 8 ", "Segmentation", "corrupted", "double free", "Sanitizer" }
 
---- Adds what is wrong after the job to job.problems. reference: { weights =, rows = } of the
---- undisturbed job. Returns the kind of ending that `engine runs` shows.
+--- Checks a job that has ended, and adds what is wrong to job.problems. reference: { weights =,
+--- rows = } of the undisturbed job. Returns the kind of ending that `engine runs` shows.
 function M.check(job, plan, reference)
   local code, text = job.code, job.text
   local function wrong(...) job:wrong(...) end
@@ -98,7 +98,7 @@ function M.check(job, plan, reference)
       break
     end
   end
-  -- a job that ended before its first step has not replaced a checkpoint damaged before
+  -- a job that ended before its first step leaves a checkpoint that was damaged before it
   local damaged = job.damaged and job:step() == 0
   if newest_step ~= intact and not damaged then
     wrong("the checkpoint of step %d is not intact", newest_step)
@@ -118,7 +118,7 @@ function M.check(job, plan, reference)
     if whole and not job.reader_gone then wrong("status 5, but nothing is lost: %s", summary()) end
     if not (text:find "lost" or text:find "goes on without it"
       or text:find "no checkpoint was written") then
-      wrong("status 5, and no message")
+      wrong("status 5, but no message about lost output")
     end
   end
   local may_lose = damaged or code == 5 or job.unknown and job.disk_was_full
@@ -126,17 +126,17 @@ function M.check(job, plan, reference)
   if how == "stopped" then
     -- lost output (status 5) takes precedence over a failed policy (3)
     local failed = code == 3 or code == 5 and tostring(info.ended):find "the policy failed in"
-    -- after a job that ended before its first step, the history shows how the last one ended
+    -- if a job ended before its first step, the history still shows how the previous job ended
     local before = job:step() == 0 and (code == 70 or code == 1 and job.disk_was_full)
     if not (job.interrupted or failed or before) then
-      wrong("stopped by nothing: %s", summary())
+      wrong("the run stopped without a cause: %s", summary())
     end
     if intact ~= n and not may_lose then wrong("stopped, but %s", summary()) end
   end
   -- Open MPI 4's mpirun can lose the status if two ranks abort at the same time
   if how == "broken" and not (job.killed or job.interrupted or job.disk_was_full
     or code == 70 or text:find "with errorcode 70") then
-    wrong("broken off by nothing: %s", summary())
+    wrong("the run was cut short without a cause: %s", summary())
   end
   if (code == 1 or code == 70) and not text:find "engine: " and not job.interrupted then
     wrong("status %d without a message", code)
@@ -151,7 +151,7 @@ function M.check(job, plan, reference)
   if job.swapped and whole then
     local seen = false
     for _, event in ipairs(events or {}) do seen = seen or event.kind:find "^swap" ~= nil end
-    if not seen then wrong("the policy's file was saved (%s): no event says so", job.swapped) end
+    if not seen then wrong("the policy's file was saved (%s): no swap event", job.swapped) end
   end
   return how
 end

@@ -162,7 +162,7 @@ describe("subcommands", function()
     assert.equal(1, run({ "help", "nothing" }).code)
   end)
 
-  it("doctor prints one line for each thing the machine offers", function()
+  it("doctor prints one line for each capability of the machine", function()
     local result = run { "doctor" }
     assert.equal(0, result.code, result.out .. result.err)
     for _, what in ipairs { "CPU", "instructions", "memory", "LuaJIT", "kernels", "oneDNN",
@@ -187,7 +187,7 @@ describe("the REPL", function()
     assert.matches("oops", result.err, 1, true)
   end)
 
-  it("keeps what a line made, even if the line failed", function()
+  it("keeps variables that a line set, even if the line failed", function()
     local folder = helper.folder()
     local path = helper.write(folder .. "/s.lua",
       "kept = 41 local own, string = 6, 'mine' local function twice(x) return 2 * x end " ..
@@ -270,7 +270,7 @@ describe("the REPL", function()
   end)
 end)
 
-it("the process is called engine, although it executes itself a second time", function()
+it("the process is named engine, although it executes itself a second time", function()
   assert.equal("engine\n", helper.run({ "-e", "print(io.open('/proc/self/comm'):read('*l'))" }).out)
 end)
 
@@ -300,7 +300,7 @@ describe("signals", function()
     assert.matches("stack traceback", text, 1, true)
   end)
 
-  it("names the script's line where the engine's own Lua code is stopped", function()
+  it("names the script's line when it stops inside the engine's own Lua code", function()
     local code, text = interrupted([[local nn = require("engine").nn
       io.write("ready\n") io.flush() jit.off()
       while true do nn.sequential { nn.relu(), nn.relu() } end]], { "INT" })

@@ -75,7 +75,7 @@ describe("config", function()
     assert.not_matches("did you mean", message("zzzzzz=3"), 1, true)
   end)
 
-  it("names the expected type of a bad value", function()
+  it("names the expected type for a bad value", function()
     assert.matches("lr: expected a number (or an expression like 3e-4 or 2^15), got 'fast'",
       message("lr=fast"), 1, true)
     assert.matches("got 'nan'", message("lr=nan"), 1, true)
@@ -209,7 +209,7 @@ describe("config files", function()
     return helper.write(folder .. "/" .. name, text)
   end
 
-  it("may be Lua or JSON, and follow the order of the command line", function()
+  it("may be Lua or JSON; of files and settings, the later one on the command line wins", function()
     local lua = file("a.lua", "return { lr = 1/8, model = { width = 2^5 }, layers = { 1 } }")
     local json = file("b.json", '{"steps": 7, "model": {"block": {"dropout": 0}}, "resume": ' ..
       'null, "files": ["x"]}')

@@ -145,7 +145,7 @@ describe("engine contest", function()
     assert.near(mean + half, tonumber(high), place)
     assert.equal(mean - half > 0 and "higher" or mean + half < 0 and "lower"
       or "no difference beyond noise", verdict)
-    -- the files
+    -- the LaTeX, SVG and gnuplot files
     assert.matches("\n" .. pattern "dynamic:init\\_scale=2\\textasciicircum{}30" ..
       " & 2 of 2 & %$[%d.]+ \\pm [%d.]+%$ & ", helper.read(folder .. "/a.tex"))
     local svg = helper.read(folder .. "/a.svg")
@@ -163,7 +163,7 @@ describe("engine contest", function()
       "$data2 using 1:2:4 with filledcurves", "title '" .. HIGH .. "'" } do
       assert.matches(piece, commands, 1, true)
     end
-    -- again: nothing is repeated, and the JSON says the same
+    -- the same contest again: no run is repeated, and the JSON has the same numbers
     local stamp = C.eng_file_stamp(folder .. "/runs/contest/dynamic-1/history.db")
     result = contest(words .. "--json")
     assert.equal("", result.err)
@@ -171,7 +171,7 @@ describe("engine contest", function()
     local object = require("cjson").decode(result.out)
     assert.near(mean, object.policies[2].loss.difference.mean, 1e-12)
     assert.near(mean + half, object.policies[2].loss.difference.high, 1e-12)
-    -- a third seed adds two runs; the terminal has a figure
+    -- a third seed adds two runs; stdout has a figure
     result = contest((words:gsub("seeds=2", "seeds=3")))
     assert.matches("2 runs to make.*4 of 6 are done", result.err)
     assert.matches("loss scale: geometric mean, 3 seeds.*a dynamic\n.*b dynamic:init_scale",
@@ -179,7 +179,7 @@ describe("engine contest", function()
     assert.equal(stamp, C.eng_file_stamp(folder .. "/runs/contest/dynamic-1/history.db"))
   end)
 
-  it("continues after a signal; what has ended is not repeated", function()
+  it("continues after a signal, and does not repeat runs that have ended", function()
     local words = "job.lua --policy dynamic --policy pid seeds=2 jobs=1 name=k wait=0.03"
     local runs = folder .. "/runs/k/"
     -- the second run is interrupted

@@ -60,7 +60,7 @@ describe("variables that begin with ENGINE_", function()
     end
   end)
 
-  it("name an instruction set that exists, or one that is reported", function()
+  it("and name an unknown instruction set are reported", function()
     assert.matches("^engine: ENGINE_ISA: expected plain, or avx2 or avx512 where the machine " ..
       "has it, got 'avx3'; using %w+\n$", started("ENGINE_ISA=avx3").err)
   end)

@@ -5,7 +5,7 @@ local engine = require "engine"
 local helper = require "spec.helper"
 local quote = helper.quote
 
--- wait: seconds a step takes; other: a second run; by_hand: a loop without run().
+-- wait: seconds of sleep in each step; other: another run first; by_hand: a loop without run().
 local JOB = [[
 local engine = require "engine"
 local cfg = engine.config { policy = "dynamic:init_scale=2^18,growth_interval=10", run = "job",
@@ -73,7 +73,7 @@ describe("engine replay --verify", function()
     assert.equal(before, contents "own")
   end)
 
-  it("does so in lagged mode, beside other trainers, and in a loop without run()", function()
+  it("agrees also in lagged mode, after another trainer, and in a loop without run()", function()
     for name, words in pairs { lagged = "mode=lagged every=20", two = "other=true",
       hand = "by_hand=true" } do
       made(name, words)
@@ -95,7 +95,7 @@ describe("engine replay --verify", function()
       "replay calls its verdict a bound", result.out)
     assert.matches("\nloss +%d+ steps", result.out)
     local v = verified("differs", "--policy static loss_scale=2^17 --steps 40")
-    -- the live run is a run: its own history says the same
+    -- with --keep, the live run's own history has the reported values
     local live = shell(("replay differs --policy static loss_scale=2^17 --verify --steps 40 " ..
       "--keep kept"))
     assert.equal(2, live.code)
@@ -108,7 +108,7 @@ describe("engine replay --verify", function()
     h:close()
   end)
 
-  it("proves exact verdicts: a smaller scale makes the same updates", function()
+  it("confirms exact verdicts: a smaller scale makes the same updates", function()
     made("small", "policy=static:loss_scale=2^14")
     local v, code, result = verified("small", "--policy static loss_scale=2^12 --tolerance 0.05")
     assert.equal(0, code, result.out)
@@ -186,7 +186,7 @@ describe("engine replay --verify", function()
     told("was made by 4 ranks; --verify runs one process", "gone --policy static --verify")
   end)
 
-  it("compares what it has after Ctrl-C", function()
+  it("compares the steps made so far after Ctrl-C", function()
     made("stopped", "wait=0.001")
     helper.write(folder .. "/job.lua", (JOB:gsub("eng_sleep%(cfg.wait%)", "eng_sleep(0.05)")))
     -- signals the command once its live run has begun

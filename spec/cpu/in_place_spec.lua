@@ -8,7 +8,8 @@ local tensors = require "spec.cpu.kernels.values"
 local ffi, C, check = engine.ffi, engine.C, engine.check
 local float, listed, whole = tensors.float, tensors.listed, tensors.whole
 
---- Runs f on the reference, then once for each instruction set: compare_with(set, expected, got).
+--- Runs f on the reference, then on each instruction set, and calls compare_with(set, expected,
+--- got) for each result after the first.
 local function on_each(f, compare_with)
   local expected
   sets.everywhere(function(device)

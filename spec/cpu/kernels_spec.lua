@@ -5,8 +5,8 @@
 -- The library supplies the list of operations (from ops.def): an operation with a kernel but
 -- without a generator of calls in spec/cpu/kernels/ fails here, so no operation is left out. A
 -- generator is a function(try) that calls try(call) for every call to compare. The calls cover
--- every format, sizes that are multiples of nothing, memory layouts where the kernel takes any, and
--- values that are ordinary, tiny, huge, zero, infinite and NaN.
+-- every format, sizes that no vector width divides, several memory layouts where the kernel accepts
+-- any, and values that are ordinary, tiny, huge, zero, infinite and NaN.
 --
 -- ENGINE_ISA=avx512, avx2 or plain in the environment limits the spec to that instruction set.
 local engine = require "engine.base.ffi"
@@ -58,7 +58,7 @@ describe("kernels (" .. table.concat(compare.SETS, ", ") .. ")", function()
     for name in pairs(generators) do assert(known[name], name) end
   end)
 
-  -- A kernel of several operations uses the attributes' names in the first of them.
+  -- A kernel that serves several operations reads the attributes under the first one's names.
   it("serve operations that list the same attributes in the same order", function()
     for _, family in ipairs { "sum mean max min extreme_grad", "reshape expand", "argmax argmin",
       "gather index_select", "gather_grad index_select_grad", "softmax_grad log_softmax_grad",
@@ -71,7 +71,7 @@ describe("kernels (" .. table.concat(compare.SETS, ", ") .. ")", function()
         local info = C.eng_op_describe(engine.op[name])
         local ints, floats = engine.string(info.ints), engine.string(info.floats)
         first = first or { ints = ints, floats = floats }
-        -- gradients may need fewer: "(mask)" of "(mask, keep)"
+        -- a gradient may have fewer attributes: "(mask)" where the first has "(mask, keep)"
         assert.equal(first.ints:sub(1, #ints - 1), ints:sub(1, -2), name)
         assert.equal(first.floats, floats, name)
       end

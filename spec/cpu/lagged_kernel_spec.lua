@@ -1,5 +1,5 @@
--- Lagged statistics and updates: requested at one step and read later, while the device itself
--- skips, clips and counts.
+-- Lagged statistics and updates: the statistics of a step are requested and read later; the device
+-- itself skips and clips updates, and counts them.
 local engine = require "engine.base.ffi"
 local sets = require "spec.cpu.kernels.parameter_set"
 local ffi, C, check = engine.ffi, engine.C, engine.check
@@ -35,7 +35,7 @@ local function gradients(step, size, bad)
 end
 
 describe("lagged updates", function()
-  it("do what updates decided beforehand do", sets.step(function()
+  it("give the weights of updates that are decided before they run", sets.step(function()
     -- size of the gradients, and the bad value in them
     local steps = { { 1 }, { 64 }, { 1, inf }, { 0.5 }, { 2, 0 / 0 }, { 3 }, { 1 } }
     for _, format in ipairs { "f32", "f16" } do

@@ -160,7 +160,7 @@ describe("bf16 masters", function()
     end)
   end))
 
-  it("draw other numbers for each update, and the same ones for the same update", with_seed(
+  it("draw new random numbers for each update, and the same for the same update", with_seed(
     function()
       local n = 4096
       local function ups(draw)
@@ -177,7 +177,7 @@ describe("bf16 masters", function()
       assert.not_same(a, ups(7))
     end))
 
-  it("draw in lagged updates by the number of updates that the device made", with_seed(function()
+  it("draw in lagged updates by the device's own count of updates", with_seed(function()
     sets.everywhere(function()
       local function run(lagged)
         local set, t = sets.new({ { 3001 } }, { master = "bf16" }), 1

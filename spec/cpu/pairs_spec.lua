@@ -1,7 +1,7 @@
--- Products of bf16 with bf16, bit for bit against their written-out sums: in pairs, the later step
--- first, on a processor that multiplies pairs; in rising order if pairs are disabled. Also: what
--- attention makes of a key that becomes NaN. ENGINE_PAIRS is read once, so each order runs in a
--- separate process.
+-- Products of bf16 with bf16, bit for bit against sums written out here: on a processor that
+-- multiplies pairs, in pairs along K with the later element first; if pairs are disabled, in rising
+-- order of K. Also: attention when a key becomes NaN. ENGINE_PAIRS is read once, so each order runs
+-- in a separate process.
 local helper = require "spec.helper"
 
 -- Prints how many of the numbers differ from sums in rising order, how many from sums in pairs, and

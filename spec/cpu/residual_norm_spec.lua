@@ -23,7 +23,7 @@ local ENDS = {
   function(y, s, g, h) return (y * g):sum() + (s * s * h):sum() + (s:sigmoid()):sum() end,
 }
 
---- Values with some outliers: f16 overflows in the sum; some NaN and Inf.
+--- Normal values; if `wild`, with outliers whose sum overflows f16, and with NaN and Inf.
 local function rows(shape, dtype, wild)
   local x = engine.randn(shape)
   if wild then
@@ -121,7 +121,7 @@ describe("layer norm of rows far from 0", function()
             if n < 1000 then   -- with an eps of 0 the formula is 0 * (1 / 0), which is NaN
               for _, got in ipairs(both(x, 0)) do
                 assert(got.y:eq(got.y):to("f32"):sum():item() == 0,
-                  context .. ": a number came of 0 / 0")
+                  context .. ": expected NaN from 0 * (1 / 0), got a number")
               end
             end
             engine.end_step()
@@ -255,7 +255,7 @@ end)
 
 -- ------------------------------------------------------------------ models
 
---- The model with sums and norms as separate operations, whatever the library would choose.
+--- The model with sums and norms as separate operations, never add_layer_norm or add_rms_norm.
 local function apart(model)
   for _, name in ipairs { "layer_norm", "rms_norm" } do
     local class = nn[name]

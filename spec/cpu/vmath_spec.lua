@@ -8,8 +8,8 @@ local abs = math.abs
 
 local N = 200000
 
---- f32 of all exponents and signs, spread evenly over their bits, and values near zero where
---- functions bend.
+--- f32 numbers of all exponents and signs, spread evenly over the bit patterns, and values near
+--- zero, where the functions bend.
 local function inputs()
   values.seed("vmath")
   local x = values.tensor_of("f32", { N })

@@ -7,7 +7,7 @@ local C, ffi, check = M_ffi.C, M_ffi.ffi, M_ffi.check
 
 local CARD = os.getenv("ENGINE_TEST_DEVICE")
 local WIRES = { "OWN", "F32", "BF16", "F16", "FP8" }
--- ranks, numbers
+-- number of ranks, gradient elements of each
 local SIZES = { { 1, 1 }, { 2, 127 }, { 3, 129 }, { 4, 128 }, { 5, 5003 }, { 8, 4096 } }
 
 --- Numbers of every kind, the same at every call: ordinary, tiny, huge for f16, zeros of both
@@ -51,8 +51,8 @@ local function same(expected, got, what)
   end
 end
 
---- Adds the ranks past the largest power of two to the first ranks, then neighbours, pairs of
---- neighbours and so on.
+--- Sums one term per rank in the order of core/dist/comm.h: with p the largest power of two, adds
+--- the terms after the first p to the first terms; then adds neighbours, pairs of neighbours, etc.
 local function in_order(terms)
   local p = 1
   while 2 * p <= #terms do p = 2 * p end

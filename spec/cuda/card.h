@@ -17,9 +17,9 @@ typedef struct fake_card {
   bool  no_bias;                    // none for products with a bias
   bool  no_epilogue;                // none for products with a GELU, its slope or column sums
   float epilogue_time;              // extra milliseconds of an epilogue
-  float time[CARD_ALGORITHMS];      // milliseconds each takes
+  float time[CARD_ALGORITHMS];      // milliseconds that each algorithm takes
   int   reduction[CARD_ALGORITHMS]; // its reduction scheme
-  // workspace bytes it wants for each element of C; not offered above the allowed workspace
+  // workspace bytes that each needs per element of C; not offered above the allowed workspace
   int   workspace[CARD_ALGORITHMS];
   long  room;                       // bytes of scratch memory; 0: unlimited
   bool  capturing;                  // the stream is being captured
@@ -28,9 +28,9 @@ typedef struct fake_card {
   int   sample;                     // computes one in this many elements of C
   // FP8 sums as in Hopper's tensor cores (core/base/fp8_hopper.h), instead of exact ones
   bool  hopper;
-  // counters of what happened
+  // counts of calls; the last algorithm and mode
   int   matmuls, heuristics, synchronizations, plain, finished, last_algorithm, last_fast;
-  // products with a GELU, its slope or column sums; separate passes that made these
+  // products fused with a GELU, its slope or column sums; separate passes that computed these
   int   epilogues, passes;
   long  scratch_bytes;              // taken and not yet given back
   float running;                    // milliseconds of work queued so far

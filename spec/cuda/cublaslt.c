@@ -1,6 +1,6 @@
-// cuBLASLt on the host, with plain loops and checks for what the real one refuses. card.h sets what
-// it offers and how long that takes. Used by the tests of host logic (card.c, gemm_host.c,
-// gemm_fp8_host.c) and by the emulated card (emulator/).
+// cuBLASLt on the host, with plain loops and checks for what the real one refuses. `card` (card.h)
+// sets which algorithms it offers and how long each takes. Used by the tests of host logic (card.c,
+// gemm_host.c, gemm_fp8_host.c) and by the emulated card (emulator/).
 #include "card.h"
 
 #include "runtime/device.h"
@@ -256,7 +256,7 @@ static float scale_of(const layout *x, const product *p, int side, int64_t i, in
   }
 }
 
-/// Element (i, k) of op(X), i along M or N.
+/// Element (i, k) of op(X) in batch z; i is along M or N.
 static double factor(const void *data, const layout *x, const product *p, int side, int64_t z,
                      int64_t i, int64_t k)
 {
@@ -282,20 +282,20 @@ static void check_product(const product *p, const layout *a, const layout *b, co
   int ta = dtype_of(a->type), tb = dtype_of(b->type), tc = dtype_of(c->type);
   if (ta >= ENG_e4m3) {
     CHECK(tb >= ENG_e4m3 && p->op[0] == CUBLAS_OP_T && p->op[1] == CUBLAS_OP_N,
-          "FP8 takes TN alone");
+          "FP8 supports only TN");
     CHECK(a->ld % 16 == 0 && b->ld % 16 == 0 && a->rows % 16 == 0 && a->columns % 16 == 0 &&
             b->columns % 16 == 0,
-          "FP8's sizes");
+          "FP8 sizes that are no multiples of 16");
     bool blocks = p->mode[0] >= CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F;
     CHECK(!(blocks && p->fast), "fast sums with blocks");
     CHECK(p->mode[0] != CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F ||
             p->mode[1] != CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F,
-          "blocks twice");
+          "128x128 scales on both sides");
     CHECK(tc == ENG_f32 || tc == ENG_f16 || tc == ENG_bf16, "FP8's output");
     return;
   }
   CHECK(ta == tb, "factors of formats %d and %d", ta, tb);
-  CHECK((p->compute == CUBLAS_COMPUTE_64F) == (ta == ENG_f64), "sums");
+  CHECK((p->compute == CUBLAS_COMPUTE_64F) == (ta == ENG_f64), "the type of sums");
   CHECK(tc == ta || (tc == ENG_f32 && ta != ENG_f64), "output %d of factors %d", tc, ta);
   bool has_bias =
     p->epilogue == CUBLASLT_EPILOGUE_BIAS || p->epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
@@ -306,7 +306,7 @@ static void check_product(const product *p, const layout *a, const layout *b, co
   if (is_gelu(p)) {
     CHECK(p->aux && (uintptr_t)p->aux % 16 == 0 && p->aux_ld % 8 == 0 && p->aux_ld >= c->rows &&
             c->batch == 1,
-          "the matrix beside");
+          "the auxiliary matrix of a GELU");
     CHECK(tc == ta && (tc == ENG_f16 || tc == ENG_bf16), "a GELU of format %d", tc);
   }
 }
@@ -439,7 +439,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
   const layout *a = (const layout *)a_, *b = (const layout *)b_, *c = (const layout *)c_;
   const uint64_t wanted = workspace_of((int)algo->data[0], c);
   CHECK(C == D && c_ == d_ && workspace && (uintptr_t)workspace % 256 == 0, "arguments");
-  CHECK(workspace_size >= wanted, "a workspace of %zu bytes, algorithm %d wants %zu",
+  CHECK(workspace_size >= wanted, "a workspace of %zu bytes, algorithm %d needs %zu",
         workspace_size, (int)algo->data[0], (size_t)wanted);
   const void *data[3] = {A, B, C};
   for (int i = 0; i < 3; i++)

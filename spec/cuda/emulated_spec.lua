@@ -1,6 +1,6 @@
--- What only the emulated card (emulator/) shows: machines that cannot be used, how often the host
--- waits, and kernels whose result would depend on the order of threads or on missing waits. Run by
--- spec/cuda/run.lua; skipped on a real card.
+-- What only the emulated card (emulator/) can test: machines that lack something, how often the
+-- host waits, and kernels whose result would depend on the order of threads or on missing waits.
+-- Run by spec/cuda/run.lua; skipped on a real card.
 local helper = require "spec.helper"
 
 local PLUGIN = os.getenv("ENGINE_CUDA_PLUGIN") or ""
@@ -36,8 +36,8 @@ local function refused(ran, ...)
   assert.falsy(ran.out:find("traceback", 1, true))
 end
 
-describe("a machine that cannot serve", function()
-  it("has no driver, too old a driver, no card, or too old a card: one line each", function()
+describe("a machine or card with limits", function()
+  it("without a driver or card, or with too old a one, is refused in one line", function()
     refused(engine("sm=90", JOB, "ENGINE_EMULATED_DRIVER=0"),
       "this machine has no NVIDIA driver; hint: device=cpu")
     refused(engine("sm=90", JOB, "ENGINE_EMULATED_DRIVER=12040"),
@@ -47,14 +47,14 @@ describe("a machine that cannot serve", function()
     refused(engine("sm=75", JOB), "has compute capability 7.5, the kernels need 8.0 or later")
   end)
 
-  it("has too little memory: prints the arenas and what to change", function()
+  it("with too little memory makes the job print its arenas and what to change", function()
     local large = "width=256 layers=4 heads=4 batch=32 context=128 steps=2"
     refused(engine("memory=150", JOB .. large), "out of memory: the cuda", "arena needs",
       "the card has 150.0 MiB", "cuda parameters", "cuda step",
       "hint: a smaller batch or context, accumulate=N")
   end)
 
-  it("has memory for small products only: takes algorithms without a workspace", function()
+  it("with little free memory takes algorithms without a workspace", function()
     for memory, n in pairs { [40] = 4, [24] = 1200 } do   -- 1200 x 1200 in four parts wants 23 MB
       local script = [[-e 'local e = require "engine" e.device("cuda") local x = e.ones(%d, 4)
         print(x:matmul(x:transpose()):sum():item())']]
@@ -63,7 +63,7 @@ describe("a machine that cannot serve", function()
     end
   end)
 
-  it("has little pinned memory: copies go in more pieces", function()
+  it("with little pinned memory copies in more pieces", function()
     local send = [[-e 'local e = require "engine" e.seed(3)
       local small, large = e.rand(1000), e.rand(5000000)
       small:to("cuda") local there = large:to("cuda"):to("cpu")
@@ -74,14 +74,14 @@ describe("a machine that cannot serve", function()
     end
   end)
 
-  it("gets an invalid local rank", function()
+  it("with an invalid local rank is refused", function()
     for _, rank in ipairs { "-1", "one" } do
       refused(engine("sm=90", JOB, "LOCAL_RANK=" .. rank),
         "LOCAL_RANK: expected this rank's number on its machine, from 0, got " .. rank)
     end
   end)
 
-  it("lacks tensor cores for a recipe: an error, and the formula on request", function()
+  it("without tensor cores for a recipe is refused, or runs the formula on request", function()
     refused(engine("sm=80", JOB .. "precision=fp8_delayed"),
       "blocks.1.attn.qkv: forward: this card (emulated card, sm_80) has no tensor cores for FP8",
       "compute capability 8.9", "ENGINE_FP8_FORMULA=1")
@@ -92,8 +92,8 @@ describe("a machine that cannot serve", function()
 end)
 
 describe("the host", function()
-  -- The waits of a job of 12 steps, from the trace: how many tasks followed each awaited record,
-  -- and how often each step waited for anything else.
+  -- The waits of a job of 12 steps, from the trace: for each record that the host waited for, the
+  -- number of tasks queued after it; for each step, how often the host waited for anything else.
   local function waits(arguments, records, job)
     local trace = helper.folder() .. "/trace"
     local ran = engine("trace=" .. trace, (job or JOB) .. " steps=12 " .. arguments)
@@ -119,9 +119,9 @@ describe("the host", function()
     end
   end)
 
-  -- Meters (in the first step) and delayed scaling (in each) wait for the stream, so the record
-  -- that follows is ready. What the first step reads after its record counts in others[2].
-  it("in FP8 waits for nothing else but meters and the amaxes of delayed scaling", function()
+  -- Meters (in the first step) and delayed scaling (in each step) wait for the stream, so the
+  -- record that follows is ready. Waits of the first step after its record count in others[2].
+  it("in FP8 also waits for meters and the amaxes of delayed scaling, nothing else", function()
     for precision, each in pairs { fp8_block = 0, fp8_current = 0, fp8_delayed = 2 } do
       local _, others = waits("precision=" .. precision, each == 0 and 11 or 0)
       assert(others[1] > 2, "the first step has meters")

@@ -24,7 +24,7 @@ static const int64_t CAPACITY = 1ll << 31;
 static struct { char *at; int64_t bytes; } pieces[MOST_PIECES];
 static int n_pieces;
 
-// for cpu.o
+// cpu.o needs this symbol
 void backend_register(const char *name, const backend *(*get)(void)) { (void)name; (void)get; }
 static int64_t taken;
 
@@ -79,7 +79,7 @@ typedef struct act {
   void    *to;               // for a copy or zeros
   void    *from;
   int64_t  bytes;
-  // 0: operation, 1: copy inside, 2: copy of `from`, which is kept, 3: zeros
+  // 0: operation, 1: copy within the card, 2: copy of `from`, which the act owns, 3: zeros
   int      what;
 } act;
 
@@ -291,7 +291,7 @@ static eng_status unscale(const param_span *spans, int n, double factor, float *
   return status;
 }
 
-// ---- streams: a task runs only when the host asks whether it is done: as late as on any card
+// ---- streams: a task runs as late as possible, when the host asks whether it is done
 
 static eng_status lane_new(void **out)
 {
@@ -392,8 +392,8 @@ typedef struct wire_task {
 static int64_t scales_bytes(int64_t n)
 { return (n + WIRE_BLOCK - 1) / WIRE_BLOCK * (int64_t)sizeof(float); }
 
-/// A run's numbers in the form of comm_pack.c: codes and scales in one piece, whose length is a
-/// multiple of four.
+/// Packs a run's numbers with comm_pack, which writes codes and scales into one piece for a count
+/// that is a multiple of four; copies the codes and scales to the run's places.
 static int pack_run(const wire_run *r, int wire, int dtype, uint32_t *flags)
 {
   int64_t padded = (r->n + 3) / 4 * 4, size = eng_dtype_size(dtype);

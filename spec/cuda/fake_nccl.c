@@ -1,5 +1,5 @@
 // A stand-in for NCCL on machines without cards: the functions of core/dist/comm_nccl.h over memory
-// shared by the processes of one machine. It guarantees what NCCL guarantees, no more: messages
+// shared by the processes of one machine. It guarantees only what NCCL guarantees: messages
 // between two ranks of a communicator arrive in order, those of a group run concurrently, and
 // nothing runs before its stream reaches it. It refuses what NCCL refuses (two ranks on one card,
 // sizes that differ between the two sides of a message, memory outside the card) and hangs where
@@ -31,7 +31,7 @@ enum {
   INVALID_ARGUMENT = 4
 };
 
-/// Bytes from one rank to another: `head` written, `tail` read.
+/// Bytes from one rank to another: `head` counts those written, `tail` those read.
 typedef struct ring {
   _Atomic uint64_t head, tail;
   char data[RING];
@@ -176,7 +176,7 @@ typedef struct message {
   nccl_comm comm;
   fake_lane *lane;
   char     *memory;
-  // at: position in the eight bytes of the size, then in the memory
+  // at: bytes moved so far, first the eight bytes of the size, then the memory
   uint64_t  bytes, at;
   int       peer;
   bool      send, done;

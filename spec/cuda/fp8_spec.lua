@@ -6,8 +6,8 @@ local engine = require "engine"
 local CARD = os.getenv("ENGINE_TEST_DEVICE")
 if not CARD then return end
 
---- The product of two random matrices [rows x k] on a device, as a list of numbers. `options`:
--- those of engine.fp8.matmul, and block_a, block_b.
+--- The product a b^T on a device, as a list of rows x rows numbers; law(rows, k) draws a and b.
+-- `options`: block_a and block_b, and accumulator, promotion and dtype as in engine.fp8.matmul.
 local function product(device, law, rows, k, options)
   engine.device(device)
   engine.seed(3)
@@ -33,9 +33,9 @@ describe("FP8 on the card", function()
     { { 1, 128 }, { 128, 128 }, 128 }, { { 1, 128 }, { 1, 128 }, 128 },
   }
 
-  -- Where scales are constant, sums are equal to the bit. cuBLASLt does not document how it
-  -- combines two scales with the sum so far (which product is rounded first), so each stretch of K
-  -- with its own scales may differ by a unit in the last place.
+  -- cuBLASLt does not document in which order it multiplies a sum by its two scales, so each
+  -- stretch of K with its own scales may differ by a unit in the last place. The limit is the same
+  -- where the scales are constant along K, although such sums should not differ.
   it("sums like Hopper's accumulator", function()
     for _, case in ipairs(CASES) do
       for _, k in ipairs { 128, 1040 } do
@@ -53,7 +53,8 @@ describe("FP8 on the card", function()
   end)
 
   --- Mean relative error of the accumulator's sums over K against exact sums of the same codes.
-  -- `unit`: divides the errors by this size of a sum instead: sqrt(K) for normal numbers.
+  -- With `unit`, the errors are divided by this number instead of the sums (for normal numbers,
+  -- sqrt(K) is the typical size of a sum).
   local function lost(law, k, promotion, unit)
     local want = product("cpu", law, 20, k,
       { block_a = "row", block_b = "row", accumulator = "exact", dtype = "f64" })
@@ -64,7 +65,7 @@ describe("FP8 on the card", function()
     return sum / #want
   end
 
-  it("errs like examples/fp8_promotion.lua in long sums, and less with promotions", function()
+  it("has the errors of examples/fp8_promotion.lua in long sums, less with promotions", function()
     for k, expected in pairs { [1024] = 0.0152, [4096] = 0.0746, [16384] = 0.251 } do
       local all, some = lost(uniform, k, 0), lost(uniform, k, 128)
       assert(math.abs(all / expected - 1) < 0.05,

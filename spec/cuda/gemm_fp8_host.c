@@ -106,7 +106,7 @@ void fp8_products(void)
       fp8_one(16 * (1 + random_below(9)), 16, 16 * (1 + random_below(40)), pairs[p][0], pairs[p][1],
               dtype, i % 2, i % 4 == 2);
     }
-  // Every element has one scale, inside the array, and different blocks different ones.
+  // Every block's scale lies inside the array, and no two blocks share one.
   for (int scaling = FP8_TENSOR; scaling <= FP8_BLK128; scaling++)
     for (int64_t rows = 1; rows < 700; rows += 61)
       for (int64_t inner = 1; inner < 1300; inner += 127) {

@@ -227,7 +227,7 @@ static void products(void)
         card.plain);
 }
 
-/// A batch refused midway is finished without doing anything twice.
+/// If cuBLASLt refuses a batch midway, gemm_plain computes the rest, and no product is added twice.
 static void refused_late(void)
 {
   card.offered = 4;
@@ -430,16 +430,16 @@ static void fused_refused(void)
   random_fused(500);
 }
 
-/// An epilogue that is slower fused than as two kernels runs separately; it is timed once.
+/// An epilogue runs as a separate kernel if fusing it is slower; it is timed once.
 static void fused_search(void)
 {
   enum { K = 16384 };
   card.offered = 4;
   card.epilogue_time = 0.001f;
   CHECK(sums_come_along(K) && card.synchronizations > 0,
-        "the sums run separately though that takes longer");
+        "the column sums run separately, although that takes longer");
   card.epilogue_time = 0.5f;
-  CHECK(!sums_come_along(K + 8), "the sums are fused though that takes longer");
+  CHECK(!sums_come_along(K + 8), "the column sums are fused, although that takes longer");
   card.synchronizations = 0;
   card.epilogue_time = 0;
   CHECK(!sums_come_along(K + 8) && card.synchronizations == 0, "the choice is not kept");
@@ -475,8 +475,8 @@ static void set_times(float first, float second, float third, float fourth)
   card.time[0] = first, card.time[1] = second, card.time[2] = third, card.time[3] = fourth;
 }
 
-/// First run: the fastest algorithm is searched and kept. Algorithm 1 would be fastest but adds
-/// parts in place.
+/// First run: searches the fastest algorithm and keeps it. Algorithm 1 would be fastest, but it
+/// adds parts in place.
 static void search_first(void)
 {
   enum { K = 16384 };
@@ -505,8 +505,7 @@ static void search_first(void)
   CHECK(search_one(8) == 0, "too small to search: %d", card.last_algorithm);
 }
 
-/// Second run: takes the file's choice without timing, although others are faster now. Where the
-/// file names an algorithm that is not offered (algorithm 3 is gone), it searches again.
+/// Second run: takes the file's choice without timing, although others are faster now.
 static void search_again(void)
 {
   enum { K = 16384 };
@@ -517,6 +516,7 @@ static void search_again(void)
   CHECK(search_one(K + 1) == 0 && card.synchronizations == 0, "algorithm %d", card.last_algorithm);
 }
 
+/// Next run: the file names algorithm 3, which is no longer offered, so it searches again.
 static void search_gone(void)
 {
   card.offered = 3;
@@ -529,7 +529,7 @@ static void search_off(void)
   card.offered = 4;
   set_times(0.5f, 0.1f, 0.3f, 0.2f);
   CHECK(search_one(16384) == 0 && card.synchronizations == 0, "algorithm %d", card.last_algorithm);
-  CHECK(gemm_cache_path()[0] == 0, "it looked for a file: %s", gemm_cache_path());
+  CHECK(gemm_cache_path()[0] == 0, "expected no cache file, got %s", gemm_cache_path());
 }
 
 /// Workspaces: no launch takes more than is allowed, and when memory is short another algorithm

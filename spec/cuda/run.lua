@@ -1,6 +1,6 @@
 -- Every check that needs an NVIDIA card (make test-gpu): the kernel specs on the card instead of
--- the CPU, and the specs of this folder. Without a card it prints a line and succeeds. ./engine
--- spec/cuda/run.lua [busted options] [FILE...]
+-- the CPU, and the specs of this folder. Without a card it prints a line and succeeds.
+--   ./engine spec/cuda/run.lua [busted options] [FILE...]
 local engine = require "engine"
 local ffi = require "ffi"
 

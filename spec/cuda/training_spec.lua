@@ -103,7 +103,7 @@ describe("training on the card", function()
     assert.is_true(cpu.losses[#cpu.losses] < cpu.losses[1])
   end)
 
-  it("gives policies the norms of updates and applies what their verdicts limit", function()
+  it("gives policies the norms of updates and applies the limits in verdicts", function()
     local policy = { file = "limits", source = [[return {
       needs = { "amax", "norm", "update_norm", "weight_norm", "m_norm", "v_norm", "clips",
         "lr_muls", "reset_moments", "update_clip", "spike_clip", "caps" },
@@ -339,7 +339,7 @@ describe("a captured step", function()
     local graph, captured = losses(true, options(plain))
     assert.is_true(captured)
     assert.same(losses(false, options(plain)), graph)
-    -- batches with parts that the captured step would read from the first batch every time
+    -- batches with parts that each launch would read from the first batch
     for words, shape in pairs {
       ["the field 'list', a table with tensors"] = function(batch)
         return { x = batch[1], list = batch }
@@ -363,7 +363,7 @@ describe("a captured step", function()
   end) end
 
   it("quantizes its weights in every launch", function()
-    -- also computes something before the capture and between launches
+    -- runs a forward pass before the capture (step 2) and between launches (step 4)
     local function look(t, step)
       if step ~= 2 and step ~= 4 then return end
       engine.scope(function() return t:forward(t.data:next()):item() end)
@@ -389,8 +389,8 @@ describe("a captured step", function()
     end
   end)
 
-  -- Makes something large on the card that only `held` refers to. In a function of its own, because
-  -- stack slots keep their old values alive.
+  -- Makes something large on the card that only `held` refers to. A function of its own, because a
+  -- stack slot would keep its old value alive.
   local function garbage(held, what)
     -- nothing refers to its trainer, model and graph afterwards
     if what == "graph" then return losses(true, { steps = 6 }) end

@@ -1,5 +1,5 @@
 -- Chat templates give the texts that transformers gives (spec/golden/chat_templates.json, written
--- and compared by spec/parity/chat.py), and refuse what they do not know in one line.
+-- and compared by spec/parity/chat.py), and refuse unsupported constructs in one line.
 local cjson = require "cjson"
 local engine = require "engine"
 local helper = require "spec.helper"
@@ -60,7 +60,7 @@ describe("a chat template", function()
     assert.equal("yes", t:apply_chat_template({ { role = "user" } }, { think = true }))
   end)
 
-  it("makes training data of which the assistant's messages count", function()
+  it("makes training data in which only the assistant's messages are targets", function()
     local chatml = golden.templates[1]
     local t = tokenizer(chatml.template)
     helper.write(folder .. "/chats.jsonl", [[
@@ -93,7 +93,7 @@ describe("a chat template", function()
       "message 2: the chat template changes it when other messages follow")
   end)
 
-  it("is refused in one line where it needs what the engine lacks", function()
+  it("that needs what the engine lacks is refused in one line", function()
     local function refused(template, pattern)
       local t = tokenizer(template)
       local good, message = pcall(t.apply_chat_template, t, { { role = "user", content = "a" } })

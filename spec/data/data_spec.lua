@@ -34,7 +34,7 @@ local function numbers(n, from)
   return list
 end
 
--- the first token of each row of each of n batches
+-- The first token of every row of n batches.
 local function starts(loader, n)
   local list = {}
   for _ = 1, n do
@@ -89,7 +89,7 @@ describe("data", function()
     assert.equal("i", all { path = a, from = 0.8 })
   end)
 
-  it("tokens are read bare, as nanoGPT writes them, or with llm.c's header", function()
+  it("tokens are read without a header, as nanoGPT writes them, or with llm.c's", function()
     local tokens = { 1, 50256, 65535, 4, 5, 6, 7 }
     local bare = data.tokens { path = file("a.bin", u16(tokens)), batch = 1, context = 3,
       shuffle = false }
@@ -104,7 +104,7 @@ describe("data", function()
     assert.equal(7, headed.tokens)
   end)
 
-  it("tokens of 32 bits are read bare, with llm.c's header, and from .npy files", function()
+  it("tokens of 32 bits are read without a header, with llm.c's, and from .npy", function()
     local words = i32(1, 128000, 65536, 4, 5, 6, 7)
     local function npy(kind, count, bytes)
       local header = ("{'descr': '%s', 'fortran_order': False, 'shape': (%d,), }"):format(kind,
@@ -169,7 +169,7 @@ describe("data", function()
     end
   end)
 
-  it("shuffled, an epoch over a file with a rest starts at a random offset", function()
+  it("shuffled, an epoch starts at a random offset if tokens are left over", function()
     local loader = data.tokens { path = file("a.bin", u16(numbers(100))), batch = 2, context = 8 }
     local offsets = {}
     for _ = 1, 30 do
@@ -197,7 +197,7 @@ describe("data", function()
 
   -- ---------------------------------------------------------------- positions
 
-  it("resumes from every place as if it had never stopped", function()
+  it("resumes from every position as if it had never stopped", function()
     local path = file("a.bin", u16(numbers(45)))
     for _, shuffle in ipairs { true, false } do
       local function loader()
@@ -217,7 +217,7 @@ describe("data", function()
     end
   end)
 
-  it("resumes a place of an earlier engine in the order it had then", function()
+  it("resumes a position of an earlier engine in that engine's order", function()
     local path = file("a.bin", u16(numbers(45)))
     local function loader() return data.tokens { path = path, batch = 2, context = 4, seed = 3 } end
     local old, new = loader(), loader()
@@ -236,7 +236,7 @@ describe("data", function()
       "this position has version 9 of the shuffled order, but this engine knows only up to 2")
   end)
 
-  it("refuses a place of other data, another batch size or another order", function()
+  it("refuses a position of other data, another batch size or another order", function()
     local path = file("a.bin", u16(numbers(45)))
     local function loader(options)
       local o = { path = path, batch = 2, context = 4, seed = 3 }
@@ -288,7 +288,7 @@ describe("data", function()
     assert.same({ { { 2, 0 }, { -45, 1 } }, { 1, 3 } }, { batch.x:totable(), batch.y:totable() })
     batch = data.csv { path = path, batch = 2, shuffle = false, target = 2 }:next()
     assert.same({ { { 1, 0 }, { 3, 1 } }, { 2, -45 } }, { batch.x:totable(), batch.y:totable() })
-    -- more than there are: restarts at the beginning
+    -- more rows than the file has: restarts at the beginning
     batch = data.csv { path = path, batch = 3, shuffle = false, classes = true }:next()
     assert.same({ "i64", { 0, 1, 0 } }, { batch.y.dtype, batch.y:totable() })
     assert.same({ "a", "b", "label" }, data.csv { path = path }.columns)

@@ -9,7 +9,7 @@ local folder
 
 local function file(name, text) return helper.write(folder .. "/" .. name, text) end
 
--- Ids as text; _ is a target that does not count, | the end token.
+-- Ids as text: _ is a target that does not count, | the end token.
 local function text_of(row)
   local out = {}
   for i, id in ipairs(row) do
@@ -167,7 +167,7 @@ describe("data of documents", function()
     assert.same(texts, first_tokens(data.lines, "b.txt", lines, "paragraph"))
   end)
 
-  it("chat: only the assistant's messages count, with what ends them", function()
+  it("chat: only the assistant's messages and their end tokens count", function()
     local path = file("a.jsonl", CHAT)
     local o = { path = path, context = 24, template = plain, pack = false }
     assert.same({ "s:S;u:hi;a:yo;u:2;a:b;||" .. ">" .. "__________yo;_____" .. "_b;|__" },
@@ -180,7 +180,7 @@ describe("data of documents", function()
     assert.equal("yo<|im_end|>\nb<|im_end|>\n|", text_of(learnt))
   end)
 
-  it("chat: batches without a target that counts are left out", function()
+  it("chat: batches in which no target counts are left out", function()
     local nothing = '{"messages":[{"role":"user","content":"hello there"}]}\n'
     local path = file("a.jsonl", nothing .. CHAT .. nothing)
     local loader = data.chat(with { path = path, template = plain, context = 4 })
@@ -222,7 +222,7 @@ describe("data of documents", function()
 
   -- ---------------------------------------------------------------- positions
 
-  it("resumes from every place as if it had never stopped", function()
+  it("resumes from every position as if it had never stopped", function()
     local paths = corpus()
     for _, o in ipairs { { pack = true }, { pack = false }, { shuffle = false },
       { context = 37 } } do
@@ -244,7 +244,7 @@ describe("data of documents", function()
     end
   end)
 
-  it("refuses a place of other files, options or tokens", function()
+  it("refuses a position of other files, options or tokens", function()
     local path = file("a.jsonl", jsonl { "abc", "def", "ghi" })
     local function loader(o) return data.jsonl(with({ path = path }, o)) end
     local state = json.decode(json.encode(loader():state()))
@@ -490,7 +490,7 @@ describe("data of documents", function()
     assert.same({ "a|a|>|a|a" }, rows(loader, 1))
   end)
 
-  it("options and encodes that cannot work are refused in one line", function()
+  it("options and encode functions that cannot work are refused in one line", function()
     file("a.jsonl", '{"text":"ab"}')
     local function with_options(text, expected)
       refuses("data.jsonl { path = folder .. '/a.jsonl', " .. text .. " }:next()", "data.jsonl: "

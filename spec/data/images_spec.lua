@@ -72,7 +72,7 @@ describe("folders of images", function()
     assert.same({ 2, 1, 2, 2 }, { gray.x:size() })
   end)
 
-  both("share out the same images, and continue from a position", function()
+  both("are divided by from and to, and continue from a position", function()
     local function sums(data, n)
       local list = {}
       for i = 1, n do

@@ -2,8 +2,8 @@
 -- neighbours. A statistic may be five standard deviations from its mean; the seeds are fixed.
 local order = require "engine.data.order"
 
---- How many standard deviations the chi-square statistic of `cells` counts lies above (+) or below
---- its mean, when each is expected to be `mean`.
+--- How many standard deviations the chi-square statistic of `cells` counts, each with expectation
+--- `mean`, lies above its mean (negative: below).
 local function deviation(counts, cells, mean)
   local sum, seen = 0, 0
   for _, count in pairs(counts) do
@@ -31,7 +31,8 @@ local function orders(n, each, version)
   return counts, factorial
 end
 
---- Deviations of places and of the distance from an example to its successor.
+--- The deviations for the places of examples and for the distance from an example to its successor,
+--- and the counts of these distances.
 local function places_and_steps(n, epochs, version)
   local places, steps = {}, {}
   for epoch = 0, epochs - 1 do
@@ -68,7 +69,7 @@ describe("the shuffled order", function()
     end
   end)
 
-  it("is as good for a million examples", function()
+  it("is as close to chance for a million examples", function()
     local n, places, steps, near = 1e6, {}, {}, 0
     local before = order.permute(0, n, 5, 0)
     for i = 1, 50000 do
@@ -83,7 +84,7 @@ describe("the shuffled order", function()
     assert.is_true(near < 8)       -- 1 is expected
   end)
 
-  it("differs for seeds and epochs that are alike", function()
+  it("differs between similar seeds and epochs", function()
     for _, other in ipairs { { 8, 0 }, { 7, 1 }, { 0, 7 }, { 7 + 2 ^ 32, 0 }, { 7 + 2 ^ 40, 0 } } do
       local same = 0
       for i = 0, 999 do
@@ -95,7 +96,7 @@ describe("the shuffled order", function()
     end
   end)
 
-  it("visits each of 1 to 70, and of 4,097 examples once", function()
+  it("visits every example once, for 1 to 70 and for 4,097 examples", function()
     for n = 1, 71 do
       n = n == 71 and 4097 or n
       local seen = {}
@@ -110,7 +111,7 @@ describe("the shuffled order", function()
   end)
 
   -- Version 1 fails the tests above.
-  it("of version 1 is that of earlier engines, for their runs to resume", function()
+  it("in version 1 is that of earlier engines, so that their runs can resume", function()
     assert.same({ 3, 0, 4, 1, 2 }, epoch_of(5, 1234, 0, 1))
     assert.same({ 2, 3, 9, 5, 0, 7, 4, 8, 1, 6 }, epoch_of(10, 7, 3, 1))
     local counts, factorial = orders(5, 150, 1)

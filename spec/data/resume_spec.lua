@@ -1,4 +1,4 @@
--- Runs that resume: a killed run sees the batches that it would have seen, and so do jobs of
+-- Runs that resume: a killed run, once resumed, sees the batches of an uninterrupted run, also on
 -- several ranks; a loader without a position is refused.
 local engine = require "engine"
 local helper = require "spec.helper"
@@ -37,7 +37,7 @@ describe("a run with documents", function()
   after_each(function() helper.remove(folder) end)
 
   for _, pack in ipairs { "true", "false" } do
-    it("resumes after kill -9 with the bits of a run without it, pack = " .. pack, function()
+    it("resumes after kill -9 with the bits of an uninterrupted run, pack = " .. pack, function()
       local whole, all = job(0, { "pack=" .. pack })
       assert.equal(0, whole.code, whole.err)
       local run = "run=" .. folder .. "/run"
@@ -117,7 +117,7 @@ describe("resuming with a loader of the script's own", function()
     end
   end)
 
-  it("goes on where it was with a position, and begins again with restart_data", function()
+  it("continues from the position, or begins again with restart_data", function()
     train(2, true)
     train(4, true)
     assert.same({ 3, 4 }, read)

@@ -147,7 +147,7 @@ describe("a tokenizer", function()
     assert.is_false(t:splits_lines())
   end)
 
-  it("encodes a long word as a short one", function()      -- the heap, and cuts
+  it("gives a long word the pieces of a short one", function()      -- the heap, and cuts
     local t = open(text_of(SPM))
     local ids = t:encode(("ab"):rep(20000), { special = false })
     assert.equal(20000, #ids)
@@ -200,7 +200,7 @@ describe("a tokenizer", function()
     assert.equal(1, t:vocab_size())
   end)
 
-  it("says what it is", function()
+  it("describes itself: tokens, ids, special tokens", function()
     local t = open(text_of(SPM))
     assert.equal(11, t:vocab_size())
     assert.equal("▁ab", t:token(10))
@@ -259,7 +259,7 @@ describe("a malformed tokenizer.json", function()
       '{"type":"Unigram","unk_id":7,"vocab":[["a",1]]}' }), "unknown text has the id 7" },
     ["with a malformed character map"] = { text_of(UNIGRAM, { normalizer =
       '{"type":"Precompiled","precompiled_charsmap":"AAAA"}' }), "character map" },
-    ["with steps in steps without end"] = { text_of(SPM, { normalizer =
+    ["with too deeply nested steps"] = { text_of(SPM, { normalizer =
       ('{"type":"Sequence","normalizers":['):rep(30) .. ("]}"):rep(30) }), "more than 20" },
   } do
     it(what .. " is refused in one line", function()
@@ -275,7 +275,7 @@ describe("a malformed tokenizer.json", function()
     assert.has_error(function() engine.tokenizer(5) end)
   end)
 
-  it("leaves long words alone", function()
+  it("refuses a word of more than 16 MiB", function()
     local t = open(text_of(SPM, { model = '{"type":"BPE","vocab":{"▁":0,"a":1,"aa":2},"merges":'
       .. '[["a","a"]]}', added_tokens = "[]", post_processor = "null" }))
     local good, message = pcall(t.encode_memory, t, ("a"):rep(2 ^ 24 + 1))
@@ -305,7 +305,7 @@ describe("engine data tokenize", function()
     assert.same({ { 21, 23, 0, 20, 5, 26 } }, t:next().x:totable())
   end)
 
-  it("cuts long texts where that changes nothing", function()
+  it("cuts long texts where the cut changes no id", function()
     local t = open(text_of(BYTES, { pre_tokenizer = splitter(PATTERNS.llama3) }))
     local text = ("hello'S 1234 \n\n hello! \nhello\n  hell\nw\n"):rep(60000)   -- 2.3 MB
     local out = folder .. "/long.npy"

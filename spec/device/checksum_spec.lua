@@ -19,7 +19,7 @@ local function bytes_of(x)
 end
 
 describe("checksums", function()
-  it("of text are those that implementations of XXH64 publish", function()
+  it("of text equal published values of XXH64", function()
     for text, expected in pairs { [""] = "ef46db3751d8e999", a = "d24ec4f1a98c6e5b",
       abc = "44bc2cf5ad770999", ["1234"] = "d8316e61d84f6ba4", ["12345678"] = "d2d02f08cf7cfd4a",
       ["123456789012345"] = "c377d78ade001a3c",
@@ -50,7 +50,7 @@ describe("checksums", function()
     end
   end)
 
-  it("of a tensor change with each of its bits", function()
+  it("of a tensor change when one bit of it changes", function()
     local x = engine.zeros(40000)
     local data, whole = bytes_of(x), checksum(x)
     for _, at in ipairs { 0, 31, 32, 65535, 65536, 131072, 159999 } do

@@ -1,6 +1,6 @@
--- The core with a card: tensors in memory that the host cannot touch. The card is
--- spec/cuda/fake_card.c; its kernels are the CPU's, and only they may access its memory. Any other
--- access ends the process.
+-- The core with a card: tensors in memory that the host cannot access. The card is
+-- spec/cuda/fake_card.c; its kernels are the CPU's. Only they and copies may access its memory; any
+-- other access ends the process.
 local helper = require "spec.helper"
 
 local CARD = "build/fake_card.so"
@@ -60,7 +60,7 @@ if not sanitized and helper.shell("test -f " .. CARD).code == 0
       assert.equal("true\ntrue\ntrue\n", ran.out)
     end)
 
-    it("has parameters that no other device accepts, and accepts no other's", function()
+    it("has parameters that no other device accepts, and accepts no other device's", function()
       local file = helper.folder() .. "/away.lua"
       helper.write(file, [[
         local engine, F = require "engine", require "engine.base.ffi"

@@ -28,7 +28,7 @@ local function job(n, settings, script)
   return result, lines, result.err:match("rank 0: weights (%w+)")
 end
 
--- Expects that the job ended by drift, with one message that contains each of the texts.
+-- Expects that the job ended because of drift, with one message that contains each of the texts.
 local function drifted(result, ...)
   assert.equal(DRIFTED, result.code, result.out .. result.err)
   for _, text in ipairs { ... } do assert.matches(text, result.err, 1, true) end
@@ -103,7 +103,7 @@ describe("ranks that drift apart", function()
     end
   end)
 
-  it("are found every agree_every steps; 0 never looks", function()
+  it("are compared every agree_every steps; with 0 never", function()
     local result, lines = job(2, { "drift=flip", "agree_every=4" })
     drifted(result, "step 4: the ranks", "all ranks agreed at step 0")
     assert.equal(4, #lines)

@@ -1,6 +1,6 @@
 -- The job of spec/dist/ranks_buffers_spec.lua: a small GPT whose optimizer is written in Lua, with
 -- a trainer.state of numbers and tensors. Each rank writes into told.RANK the losses, the checksum
--- of the weights, its trainer.state and how many elements of buffers it has.
+-- of the weights, its trainer.state and the number of elements in its buffers.
 local engine = require "engine"
 local C = require("engine.base.ffi").C
 local json = require "engine.base.json"

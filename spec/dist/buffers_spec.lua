@@ -10,7 +10,7 @@ if not start.there then
   return
 end
 
--- The data of each rank has another mean, so the statistics of the ranks differ after a step.
+-- The data of each rank has a different mean, so the statistics of the ranks differ after a step.
 local JOB = [[
 local engine = require "engine"
 local cfg = engine.config { run = "", resume = false, evaluate = false }
@@ -40,7 +40,7 @@ describe("buffers on several ranks", function()
   before_each(function() folder = helper.folder() end)
   after_each(function() helper.remove(folder) end)
 
-  it("are rank 0's after a checkpoint and an evaluation, each rank's own in between", function()
+  it("are rank 0's after a checkpoint or an evaluation, otherwise each rank's own", function()
     local first, second = means()
     assert.is_true(math.abs(first - second) > 0.1)
     local alone = first

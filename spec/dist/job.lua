@@ -21,7 +21,7 @@ local cfg = engine.config({
   -- (moment) or of its low-precision copy (low); or lr, scale, random, updates
   drift = "", drift_rank = 1, drift_step = 2, drift_tensor = "blocks.2.mlp.up.weight",
   device = "cpu",
-  -- for spec/chaos.lua: the least seconds of a step, and a file in which rank 0 notes the step
+  -- for spec/chaos.lua: the minimum seconds of a step, and a file into which rank 0 writes the step
   pace = 0.0, marks = "",
 })
 local odd = ranks.rank() == cfg.odd_rank

@@ -4,8 +4,8 @@
 -- parameter, on one rank, in one micro-batch of one step. A run depends only on the seed and its
 -- number.
 --
--- Every rank writes OUT.RANK: a line of JSON per run with what it saw and holds. The comparison is
--- in plantings.lua.
+-- Every rank writes OUT.RANK: a line of JSON per run with the steps as this rank saw them and its
+-- state at the end. plantings.lua compares these files.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local json = require "engine.base.json"
@@ -33,7 +33,7 @@ local AGAIN = [[return { name = "again", init = function() return { scale = 64 }
 local sizes = {}
 for n in cfg.ranks:gmatch("%d+") do sizes[#sizes + 1] = tonumber(n) end
 
--- Needs of a policy that only adam and adamw meet, and needs that only jobs without ZeRO meet.
+-- Needs of policies that only adam and adamw fulfil, and needs that require a job without ZeRO.
 local OF_ADAM = C.ENG_NEED_SPIKE_CLIP
 local WHOLE = bit.bor(C.ENG_NEED_UPDATE_NORMS, C.ENG_NEED_UPDATE_CLIP, C.ENG_NEED_LOGIT_MULS,
   C.ENG_NEED_CAPS)

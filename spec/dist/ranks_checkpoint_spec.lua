@@ -173,7 +173,7 @@ describe("checkpoints of several ranks", function()
       require "engine.dist.reducer"
       local C = M_ffi.C
       local function broadcast(comm, memory, bytes, root)
-        assert(bytes <= 8000, "a message of more than a piece")
+        assert(bytes <= 8000, "a message larger than a piece")
         return C.eng_comm_broadcast(comm, memory, bytes, root)
       end
       M_ffi.C = setmetatable({ eng_comm_broadcast = broadcast }, { __index = C })
@@ -208,10 +208,10 @@ describe("checkpoints of several ranks", function()
     end
   end)
 
-  -- ---------------------------------------------------------------- what goes wrong
+  -- ---------------------------------------------------------------- failures
 
-  -- The job, with one rank's third shard cut short: it writes half of the shard and is killed, or
-  -- fails.
+  -- The job, in which rank 1 fails at its third shard. how = "killed": it writes a part of the
+  -- shard and is killed; "full": it reports a full disk.
   local function troubled(how)
     return helper.write(folder .. "/" .. how .. ".lua", ([[
       local safetensors, ranks = require "engine.tensor.safetensors", require "engine.dist.ranks"

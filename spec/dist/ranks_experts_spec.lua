@@ -161,7 +161,7 @@ describe("experts over ranks", function()
     assert.equal(experts + (one.held[1] - experts) / 4, four.held[3])  -- each rank holds its share
   end)
 
-  it("do the same with ZeRO bit for bit, and with every dtype of weights", function()
+  it("train the same with ZeRO, bit for bit, with every dtype of weights", function()
     for _, settings in ipairs { { "over=2", "optimizer=lion" }, { "over=2", "optimizer=muon" },
       { "precision=fp16", "policy=dynamic:init_scale=2^18" },
       { "over=2", "wire=bf16", "precision=bf16" },

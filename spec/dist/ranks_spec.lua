@@ -121,7 +121,7 @@ describe("ranks", function()
     return plain
   end
 
-  it("with ZeRO do the same bit for bit", function()
+  it("train the same with ZeRO, bit for bit", function()
     same_with_zero(2, { "clip=1", "optimizer=lion" })
     same_with_zero(4, { "precision=fp16", "policy=dynamic:init_scale=2^27" })
     same_with_zero(3, { "wire=bf16", "tied=false" })
@@ -212,7 +212,7 @@ describe("ranks", function()
     end
   end)
 
-  it("report once an overflow that only the sum over ranks has", function()
+  it("report an overflow that exists only in the sum over ranks, and only once", function()
     local script = helper.write(folder .. "/sum.lua", [[
       local engine = require "engine"
       local net = engine.nn.linear(1, 1)
@@ -274,7 +274,7 @@ describe("ranks", function()
     end
   end)
 
-  it("let trainers with other options for ranks take turns on one optimizer", function()
+  it("let trainers with different options take turns on one optimizer, without ZeRO", function()
     local script = helper.write(folder .. "/turns.lua", [[
       local engine = require "engine"
       local cfg = engine.config { zero_of_first = 0, zero_of_second = 0 }
@@ -327,7 +327,7 @@ describe("ranks", function()
 
   -- ---------------------------------------------------------------- differences
 
-  it("with another policy or other settings are detected at once", function()
+  it("with different policies or settings are detected at once", function()
     local _, _, result = job(2, { "odd_rank=1", "odd_policy=dynamic" })
     assert.are_not.equal(0, result.code)
     assert.matches("rank 1 differs from rank 0: policy dynamic", result.err, 1, true)
@@ -337,7 +337,7 @@ describe("ranks", function()
     assert.matches("rank 1 differs from rank 0: steps 7", result.err, 1, true)
   end)
 
-  it("with other code or an early reduction in the script are detected, too", function()
+  it("with different code or an early reduction in the script are detected, too", function()
     for _, case in ipairs { "another Lua file", "a script that reduces first",
       "a rank that is not the engine" } do
       local result = helper.run { "spec/dist/differences.lua", "only=" .. case }

@@ -36,7 +36,7 @@ describe("ranks with ZeRO-2", function()
   before_each(function() folder = helper.folder() end)
   after_each(function() helper.remove(folder) end)
 
-  it("use the memory and send the messages that are predicted, in every configuration", function()
+  it("use the predicted memory and send the predicted messages, in every configuration", function()
     for _, case in ipairs { { 2, "zero=2" }, { 4, "zero=2", "precision=fp16" },
       { 3, "zero=2", "wire=fp8", "bucket=0.01" }, { 3, "zero=1", "wire=bf16" },
       { 2, "zero=0", "wire=fp8", "bucket=0.2" }, { 3, "zero=2", "optimizer=muon" },
@@ -69,13 +69,13 @@ describe("ranks with ZeRO-2", function()
     assert.equal(whole, most(2, "zero=1", "width=96"))
     assert.is_true(two < 0.8 * whole, two / whole)
     assert.is_true(four < 0.55 * whole, four / whole)
-    -- Of the gradients of additional layers, each of two ranks holds half; the buffers do not grow.
+    -- More layers: each of two ranks holds half of the additional gradients; buffers do not grow.
     local more, of_two = most(0, "zero=2", "width=96", "layers=6") - whole,
       most(2, "zero=2", "width=96", "layers=6") - two
     assert.is_true(of_two < 0.6 * more, of_two / more)
   end)
 
-  it("train bit for bit as without it when ranks use different layers in any order", function()
+  it("train as without ZeRO, bit for bit, when ranks use different layers in any order", function()
     for _, settings in ipairs { { "bucket=0.004" },
       { "bucket=0.03", "precision=fp16", "policy=dynamic" },
       { "bucket=0.004", "optimizer=muon" }, { "bucket=0.03", "precision=bf16_stochastic" },
@@ -90,7 +90,7 @@ describe("ranks with ZeRO-2", function()
     end
   end)
 
-  it("support reference backwards and overflow traps as without it", function()
+  it("support reference backwards and overflow traps as without ZeRO", function()
     local plain = job(2, { "policy=norm_ratio:ref_every=2", "precision=fp16" })
     local shared = job(2, { "policy=norm_ratio:ref_every=2", "precision=fp16", "zero=2" })
     assert.are_not.equal("nan", plain[1].steps[1][4])

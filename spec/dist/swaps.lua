@@ -1,18 +1,18 @@
 -- Swaps policies while four ranks train: all ranks must switch at the same step, or none.
 --   ./engine spec/dist/swaps.lua [swaps=60] [ranks=4] [seed=1]
 -- One run with a swap every few steps, drawn at random:
---   - a valid file, an undo, or a class that one rank does not know
+--   - a valid file, an undo, or a loss-scaler class that one rank has not registered
 --   - a file that is broken or fails on the run's records
 --   - a file that differs, is broken or is missing on one random rank
---   - a file for which one random rank lacks the memory to load it, or the instructions to run it,
---     on the last records or after the swap
+--   - a file that exceeds one random rank's limit of memory when loaded, or of instructions when
+--     run, on the last records or after the swap
 --   - a file saved again, or a SIGHUP to one rank, while a policy from that file is current
---   - a policy of the model's NVFP4 layers, which then moves them: another file on one rank, saved
---     again, or refused by one rank
+--   - an FP8 policy that moves the model's NVFP4 layers: from a file that differs on one rank, from
+--     a file saved again, or refused by one rank
 -- All ranks load rank 0's bytes, whatever file other ranks have under that name. Checks:
 --   - in every step all ranks have the same policies (names, hash, scale), the same layers in FP4
 --     and the same weights
---   - that is the new policy if every rank accepts it, else the one before
+--   - this policy is the new one if every rank accepts it, else the one before the swap
 --   - the history has a `swap` or a `swap_refused` for each, and a refusal names the rank
 --     that cannot switch
 -- Started without mpirun, it starts the ranks and checks what they wrote; the exit code is 1 when a
@@ -47,9 +47,9 @@ local function limited(limits, f)
   engine.policy.limits(LIMITS)
 end
 
--- Each case is called on every rank at the same step: (trainer, number, victim, step). It returns
--- the name of the policy that must then be current, or nil if the old one must stay, and the text
--- that the refusal must contain.
+-- A case is a function (trainer, number, victim, step), called on every rank at the same step. It
+-- returns the name of the policy that must be current afterwards, or nil if the old one must stay,
+-- and a text that the refusal must contain.
 local cases = {}
 
 local function good_text(number)
@@ -223,7 +223,7 @@ local function worker()
   out:close()
 end
 
--- ------------------------------------------------------------------ what they wrote
+-- ------------------------------------------------------------------ what the ranks wrote
 
 local function lines_of(path)
   local list = {}

@@ -46,8 +46,8 @@ end
 io.stderr:write(("rank %d: %s\n"):format(rank, table.concat(numbers, " ")))
 ]]
 
--- The batch norm of `rows` x 3 x 2 numbers with mean / standard deviation = 2 * far. Rank r of two
--- has twice as many rows as the others. Prints the mean, the variance and the gradients.
+-- The batch norm of `rows` x 3 x 2 numbers with mean / standard deviation = 2 * far. Rank 1 has
+-- twice as many rows as each other rank. Prints the mean, the variance and the gradients.
 local OPERATION = [[
 local engine = require "engine"
 local cfg = engine.config { rows = 0, far = 1 }
@@ -149,7 +149,7 @@ describe("batch norm over several ranks", function()
     end
   end)
 
-  it("does so without weight and bias, and with activation checkpointing", function()
+  it("trains the same without weight and bias, and with activation checkpointing", function()
     local alone = train(1, "affine=false")[1]
     assert.is_true(apart(alone, train(2, "affine=false")[1]) < 2e-6)
     assert.same(train(2, "affine=false"), train(2, "affine=false", "checkpoint=true"))
@@ -172,7 +172,7 @@ describe("batch norm over several ranks", function()
     end
   end)
 
-  it("does with an empty batch what one rank does", function()
+  it("treats an empty batch as one rank does", function()
     local alone = run(OPERATION, 1, "rows=0")
     assert.matches("rank 0: 0 0 nan nan nan nan nan nan 0 0 0 0 0 0", alone.err:gsub("-nan", "nan"),
       1, true)
@@ -208,7 +208,7 @@ describe("batch norm over several ranks", function()
     end
   end)
 
-  it("tells in the trap's findings that nan came from another rank", function()
+  it("says in the trap's report that nan came from another rank", function()
     local result = run([[
       local engine = require "engine"
       local trap, model = require "engine.train.trap", engine.nn.batch_norm(3)

@@ -28,7 +28,7 @@ for r, t in ipairs(ranks.from_all("I am " .. rank)) do
 end
 assert(ranks.reduce(rank, "mean") == (size - 1) / 2 and ranks.reduce(rank, "max") == size - 1,
   "a number")
--- Groups of two neighbours, and groups across them.
+-- Groups of two neighbouring ranks, and groups of one rank from each pair.
 if size % 2 == 0 then
   local group = ranks.group(2)
   assert(group.size == 2 and group.rank == rank % 2 and group.across.size == size / 2

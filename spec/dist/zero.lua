@@ -1,7 +1,7 @@
 -- The ranks of spec/dist/ranks_zero_spec.lua and zero3_spec.lua. Trains a small GPT, or a model in
 -- which every rank uses different layers (model=forked), and writes JSON into the file told.RANK:
 -- steps, checksum of the weights, predicted and actual cost of the reduction, and the errors that a
--- script gets when it asks for sharded gradients.
+-- script gets when it accesses sharded gradients.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local json = require "engine.base.json"
@@ -112,10 +112,10 @@ end
 trainer = engine.trainer(options)
 trainer:run()
 
--- ------------------------------------------------------------------ what it took
+-- ------------------------------------------------------------------ memory and messages
 
 local facts, memory = M_ffi.new("eng_parallel_facts"), engine.memory()
--- The most memory of this process since the first step, in MiB; nil where the kernel cannot tell.
+-- The peak memory of this process since the first step, in MiB; nil if the kernel cannot report it.
 local function resident()
   for line in io.lines("/proc/self/status") do
     local kib = line:match("^VmHWM:%s+(%d+)")

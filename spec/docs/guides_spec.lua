@@ -21,7 +21,7 @@ local function blocks_of(path)
       block = { language = line:sub(4), text = "", line = number }
     end
   end
-  assert.is_nil(block, path .. ": a block without an end")
+  assert.is_nil(block, path .. ": a code block without an end")
   return list
 end
 

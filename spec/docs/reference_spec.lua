@@ -46,7 +46,7 @@ describe("the reference", function()
     assert.matches("inputs", entry("op.matmul").signature)
   end)
 
-  it("has every function of the front and every method of tensors", function()
+  it("has every public function of engine and every method of tensors", function()
     local engine, tensor = require "engine", require "engine.tensor.tensor"
     for name, value in pairs(engine) do
       if type(value) == "function" then assert.is_table(entry("engine." .. name), name) end
@@ -160,7 +160,7 @@ describe("engine help NAME", function()
     assert.matches("engine replay", helper.run({ "help" }).out)
   end)
 
-  it("lists the entries that mention a word which names nothing", function()
+  it("lists the entries that mention a word if no entry has that name", function()
     local result = help "logit_max"
     assert.are.equal(1, result.code)
     assert.matches("nothing is called 'logit_max'; did you mean 'log_max'", result.err, 1, true)

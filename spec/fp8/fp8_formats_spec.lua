@@ -18,7 +18,7 @@ local FORMATS = {
     sign = 0x800, nan = 0x7E0 },
 }
 
---- The number of a magnitude's code.
+--- The value of a code without its sign bit.
 local function number(f, code)
   local field, rest = math.floor(code / 2 ^ f.fraction), code % 2 ^ f.fraction
   if field == 0 then return rest * 2 ^ (1 - f.bias - f.fraction) end
@@ -30,7 +30,7 @@ for _, f in pairs(FORMATS) do
   for code = 0, f.top do f.numbers[code] = number(f, code) end
 end
 
---- The code of x to nearest even.
+--- The code of x, rounded to nearest even.
 local function expected(f, x, saturate)
   if x ~= x then return f.nan end
   local sign = (x < 0 or 1 / x < 0) and f.sign or 0
@@ -166,7 +166,7 @@ describe("FP8 formats (" .. table.concat(SETS, ", ") .. ")", function()
       end
     end)
 
-    it("rounds to " .. format .. " at random by distance, and keeps exact numbers", function()
+    it("rounds stochastically to " .. format .. " by distance, and keeps exact numbers", function()
       engine.seed(7)
       local n = 40000
       for _, v in ipairs { number(f, 20) * (1 + 2 ^ -f.fraction / 4), number(f, 1) * 0.3,

@@ -10,7 +10,7 @@ local fp8 = engine.fp8
 
 local FRACTION, BIAS = { e4m3 = 3, e5m2 = 2 }, { e4m3 = 7, e5m2 = 15 }
 
---- Value and exponent of a code as the accumulator sees it: subnormals have the least exponent.
+--- Value and exponent of a code in the accumulator: subnormals have the smallest normal exponent.
 local function parts(code, format)
   local field = math.floor(code % 128 / 2 ^ FRACTION[format])
   return C.eng_small_decode(format, code), math.max(field, 1) - BIAS[format]
@@ -20,7 +20,8 @@ local function cut(x, unit)
   return x >= 0 and math.floor(x / unit) * unit or -math.floor(-x / unit) * unit
 end
 
---- c and 32 products: terms truncated to 2^(E-13), the sum to 13 fraction bits.
+--- The sum of c and up to 32 products: each term truncated to a multiple of 2^(E-13), with E the
+--- largest exponent of a term, and the sum to 13 fraction bits.
 local function group(a, fa, b, fb, from, to, c)
   local largest, terms = -1000, {}
   for k = from, to do
@@ -40,7 +41,7 @@ local function group(a, fa, b, fb, from, to, c)
   return cut(sum, 2 ^ (select(2, math.frexp(sum)) - 1 - 13))
 end
 
---- The dot product of n codes from place 0, promoted every `promotion` steps.
+--- The dot product of n codes, promoted every `promotion` steps.
 local function hopper(a, fa, b, fb, n, promotion)
   local cell, total = M_ffi.ffi.new("float[1]"), nil
   for from = 0, n - 1, promotion do
@@ -202,7 +203,7 @@ describe("FP8 products (" .. table.concat(SETS, ", ") .. ")", function()
     end
   end)
 
-  it("make the three products of a linear layer", function()
+  it("compute the three products of a linear layer", function()
     engine.seed(8)
     local M, N, K = 256, 144, 272
     local x, w, dy = engine.randn { M, K }, engine.randn { N, K }, engine.randn { M, N }

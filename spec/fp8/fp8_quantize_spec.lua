@@ -1,5 +1,5 @@
 -- Quantizers against the formulas of the projects they are named after (core/base/fp8_scale.h),
--- reimplemented here in LuaJIT's f32 and f64 arithmetic, and the places of the scales against
+-- reimplemented here in LuaJIT's f32 and f64 arithmetic; the layout of the scales against
 -- core/base/fp8_layout.h.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
@@ -25,7 +25,7 @@ local FLT_MAX = f32(3.4028234663852886e38)
 local EPS = { transformer_engine = 0, deepseek = 1e-4, deepgemm = 1e-4, torchao = 1e-12, msamp = 0 }
 
 --- Each rule returns its factor, the scale, and true if the factor is a divisor. amax excludes NaN;
---- `nan` says that there was one.
+--- `nan`: whether the block has one.
 local rules = {}
 function rules.transformer_engine(amax, top, o)
   amax = math.max(amax, o.eps)
@@ -65,7 +65,7 @@ end
 
 local TOP = { e4m3 = 448, e5m2 = 57344, e5m6 = 65024 }
 
---- Place of the scale of block (i, j), from the shape of the scales.
+--- Index of the scale of block (i, j) in the memory of the scales, which have this shape.
 local function place(block, i, j, shape)
   if block[1] == 1 and block[2] ~= 0 then return j * shape[2] + i end
   if block[1] <= 1 and block[2] == 0 then return i end
@@ -171,7 +171,7 @@ describe("FP8 quantizers", function()
     end)
   end
 
-  it("return the transposed copy that the transposed matrix gives", function()
+  it("return a transposed copy equal to the quantized transposed matrix", function()
     local x = values.listed("f32", { 130, 260 }, spread(130 * 260, "turned"))
     for _, block in ipairs { "1x128", "128x1", "128x128", "tensor", "row", "column", "2x64" } do
       for _, dtype in ipairs { "f32", "f16" } do
@@ -188,7 +188,7 @@ describe("FP8 quantizers", function()
         assert.same(plain.scale:totable(), both.scale:totable())
       end
     end
-    -- 128x1 blocks of x and 1x128 blocks of its transpose have their scales in the same places
+    -- scales of 128x1 blocks of x and of 1x128 blocks of its transpose have the same layout
     local down, across = fp8.quantize(x, { block = "128x1" }),
       fp8.quantize(x:transpose():contiguous(), { block = "1x128" })
     assert.same(down.scale:totable(), across.scale:totable())

@@ -45,7 +45,7 @@ local with_gradient = helper.in_step
 
 describe("a linear layer in FP8", function()
   for name, roles in pairs(ROLES) do
-    it(name .. " is what quantize and fp8_matmul give by hand, to the bit", with_gradient(function()
+    it(name .. " equals quantize and fp8_matmul by hand, to the bit", with_gradient(function()
       local width, rows, out = 160, 24, 136
       local p = pass({ base = name, activations = "f32", fp8 = { sample = 0 } }, width, rows, out)
       local function q(x, role, more)
@@ -92,7 +92,7 @@ describe("a linear layer in FP8", function()
     end))
   end
 
-  it("keeps x in e5m6 on request, with gradients nearer to f32's than codes give",
+  it("keeps x in e5m6 on request, with gradients nearer to f32's than those of codes",
     with_gradient(function()
     local errors = {}
     for _, keep in ipairs { "e5m6", "codes" } do
@@ -161,7 +161,7 @@ describe("a linear layer in FP8", function()
     assert.has_error(function() loss:backward() end)
   end))
 
-  it("takes infinities, zeros and NaN without a crash", with_gradient(function()
+  it("accepts infinities, zeros and NaN without a crash", with_gradient(function()
     for _, value in ipairs { 0, 1 / 0, 0 / 0, 3e38, 1e-40 } do
       local layer = nn.linear(128, 64)
       engine.optim.sgd(layer, { lr = 0, precision = "fp8_block" })
@@ -220,7 +220,7 @@ describe("an FP8 recipe", function()
         base = "fp8_block", scaled = "no" },
     } do assert.is_truthy(message(of):find(text, 1, true), message(of)) end
   end)
-  it("with a bad ladder is refused before a model has it", function()
+  it("with a bad ladder is refused before training", function()
     for text, rung in pairs {
       ["x: expected a table, got 'e5m2'"] = { x = "e5m2" },
       ["x: unknown field 'formt'; did you mean 'format'?"] = { x = { formt = 1 } },
@@ -235,14 +235,14 @@ describe("an FP8 recipe", function()
       assert.is_truthy(why:find("precision 'mine': fp8: ladder[1]: ", 1, true), why)
       assert.is_truthy(why:find(text, 1, true), why)
     end
-    -- the core's own checks of a rung: at the start, not at the step that chooses it
+    -- the core checks a rung at the start, not at the step that chooses it
     local good, why = pcall(engine.optim.sgd, nn.sequential { nn.linear(64, 64) }, { lr = 0.1,
       precision = { base = "fp8_current", fp8 = { ladder = { { forward = { high = true } } } } } })
     assert.is_false(good)
     assert.is_truthy(why:find("1: ladder[1]: ", 1, true)
       and why:find("only microscaling's forward product", 1, true), why)
   end)
-  it("with a map or a gap in the place of a list is refused, with an example", function()
+  it("with a map or a list with a gap instead of a list is refused, with an example", function()
     for name, of in pairs { layers = { match = "mlp", x = {} }, high = { a = "b" },
       ladder = { forward = { high = true } }, policy = { name = "fp8_delayed" } } do
       for _, value in ipairs { of, { [2] = of }, 3 } do
@@ -354,7 +354,7 @@ describe("training in FP8", function()
     end
   end)
 
-  it("shows and records the failure of an FP8 policy as that of any policy", function()
+  it("reports and records the failure of an FP8 policy like that of any policy", function()
     local dir = os.tmpname()
     os.remove(dir)
     local broken = { source = [[return { name = "broken", kind = "fp8", needs = {}, options = {},
@@ -430,7 +430,7 @@ describe("training in FP8", function()
     run { precision = { base = "fp8_current",
       fp8 = { sample = 1, policy = "fp8_fallback:snr=28,pause=3" } }, steps = 8,
       on_step = function(t) on[#on + 1] = t.optimizer.fp8.list[1].on and 1 or 0 end }
-    -- e5m2 gradients have about 25 dB: FP8 ends after the first step and is back for the fifth
+    -- e5m2 gradients have about 25 dB: the first step ends FP8, and the fourth turns it on again
     assert.are.equal("0 0 0 1 0 0 0 0", table.concat(on, " "))
   end)
 end)
@@ -522,7 +522,7 @@ describe("memory", function()
         name .. " " .. relative(low[name], want))
     end
   end)
-  it("of a view is freed when every tensor that uses it is done", with_gradient(function()
+  it("of a view is freed after done() on every tensor that uses it", with_gradient(function()
     local x = engine.randn(8, 8):requires_grad(true)
     local y = x + 1
     local flat = y:view(-1)
@@ -605,7 +605,7 @@ describe("SwiGLU in FP8", function()
       y:to("f32"):sum():backward()
     end
   end))
-  -- Returns what nn.swiglu gives under a recipe, with its gradients, amaxes and tape memory, and
+  -- Returns the output of nn.swiglu under a recipe, its gradients, amaxes and tape memory, and
   -- whether h was quantized as it was computed. With `apart`, `down` has its own forward function
   -- (the linear layer's), so that h must be a readable tensor.
   local function whole_pass(recipe, apart, options)
@@ -665,7 +665,7 @@ describe("SwiGLU in FP8", function()
       for i = 1, #apart do assert.is_true(apart[i] == at_once[i], name .. ": number " .. i) end
     end
   end)
-  it("writes h if it is kept in e5m6, if meters read it, and if something else may read it",
+  it("writes h if it is kept in e5m6, if meters read it, or if other code may read it",
     with_gradient(function()
     local e5m6 = { base = "fp8_block",
       fp8 = { layers = { { match = "^down$", x = { keep = "e5m6" } } } } }

@@ -41,7 +41,7 @@ describe("microscaling formats", function()
     end)
   end
 
-  it("have scales of their own", function()
+  it("have the scale formats ue4m3 and ue8m0", function()
     assert.equal(0x7E, encode(448, "ue4m3"))
     assert.equal(0x7E, encode(-448, "ue4m3"))
     assert.equal(0x7F, encode(1e9, "ue4m3"))
@@ -55,7 +55,7 @@ describe("microscaling formats", function()
     end
   end)
 
-  it("include tf32, an e4m3 with inf, and two integers", function()
+  it("include tf32, an e4m3 with inf, and two integer formats", function()
     assert.equal(0x1FC00, encode(1, "tf32"))
     assert.equal(1 + 2 ^ -10, decode(0x1FC01, "tf32"))
     assert.equal(0x1FC00, encode(1 + 2 ^ -11, "tf32"))

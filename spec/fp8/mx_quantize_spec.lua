@@ -206,12 +206,13 @@ describe("microscaling", function()
       bytes(q.transposed:dequantize()))
   end)
 
-  it("transforms the transposed copy as stated, which leaves a product as it is", function()
+  it("applies the Hadamard transform to the transposed copy, which keeps products", function()
     local TE = { 1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1 }
     local x, y = engine.randn(256, 24):to("bf16"), engine.randn(256, 8):to("bf16")
     for n = 16, 128 do
       if n == 16 or n == 32 or n == 64 or n == 128 then
-        -- H is -1 where i and j have an odd number of common bits; the signs repeat
+        -- element (i, j) of H is negative if i and j have an odd number of common 1 bits; the signs
+        -- TE repeat every 16 rows
         local h = {}
         for i = 0, n - 1 do
           h[i + 1] = {}
@@ -233,8 +234,7 @@ describe("microscaling", function()
           assert.same(bytes(plain.q), bytes(q.q))
           assert.same(bytes(plain.scale), bytes(q.scale))
           assert.equal(plain.amax:item(), q.amax:item())
-          -- with finer elements: transforming both factors leaves their product the same, whatever
-          -- the signs are
+          -- with finer elements: transforming both factors keeps their product, for any signs
           local fine = { format = "mxint8", rule = "rceil", transposed = true, hadamard = n,
             signs = ({ 0, "none", 7 })[n % 3 + 1] }
           local a = engine.mx.quantize(x, fine).transposed
@@ -283,12 +283,12 @@ describe("microscaling", function()
     assert.equal(bytes(q.scale)[1], bytes(engine.mx.gemm_scales(q))[15 * 16 + 1])
   end)
 
-  it("sums as Blackwell's tensor cores: terms below the largest are cut", function()
+  it("sums like Blackwell's tensor cores: truncates terms relative to the largest", function()
     local function of(...)
       return engine.mx.quantize(engine.concat({ engine.tensor { { ... } },
         engine.zeros(1, 32 - select("#", ...)) }, 2), { format = "e5m2" })
     end
-    -- 25 bits below 2^28 keep multiples of 8: four times 8 counts, eight times 4 does not
+    -- 25 bits below 2^28 keep multiples of 8: four terms of 8 count, eight terms of 4 do not
     local a = of(2 ^ 14, 2, 2, 2, 2, 2, 2, 2, 2)
     assert.equal(2 ^ 28 + 32, engine.mx.matmul(a, of(2 ^ 14, 4, 4, 4, 4)):item())
     assert.equal(2 ^ 28, engine.mx.matmul(a, a):item())
@@ -326,7 +326,7 @@ describe("microscaling", function()
     end
   end)
 
-  it("aligns tiny terms to Blackwell's zeros, of exponent -133", function()
+  it("aligns tiny terms with zero terms, which on Blackwell have the exponent -133", function()
     local list = {}
     for i = 1, 32 do list[i] = i <= 8 and 2 ^ -76 or 0 end
     local q = engine.mx.quantize(engine.tensor { list }, {})

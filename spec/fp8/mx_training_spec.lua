@@ -15,13 +15,13 @@ local function bytes(x)
   return M_ffi.ffi.string(values, 8 * n)
 end
 
--- code * scale in bf16, without NVFP4's factor for the tensor.
+-- code * scale in bf16, without NVFP4's factor of the whole tensor.
 local function values(q)
   return (M_ffi.run("mx_dequantize", { q.q, q.scale, false }, { M_ffi.dtype.bf16,
     tonumber(mx.formats[q.format]), q.block[1], q.block[2], tonumber(mx.rules[q.rule]) }))
 end
 
--- NVFP4's factor for the tensor.
+-- NVFP4's factor of the whole tensor: amax / TOP.
 local TOP = { nvfp4 = 2688, four_over_six = 1536, four_over_six_mse = 1536,
   ms_eden = M_ffi.new("float[1]", 255.99 * 6 / (17 / 16 * 0.93))[0] }
 local function of_tensor(q) return q.amax * (1 / TOP[q.rule]) end
@@ -36,7 +36,7 @@ local function product(a, b, turned_a, turned_b)
   return factor == 1 and y or y * (1 / factor)
 end
 
--- What a product reads of a matrix in a role.
+-- The quantized matrix x that a product reads, for a role of the recipe.
 local function operand(x, role, turned, transform)
   local o = { format = role.format, rule = role.rule, block = role.block, factor = role.factor }
   if transform and transform.hadamard then
@@ -48,14 +48,14 @@ local function operand(x, role, turned, transform)
   return q.transposed or q
 end
 
--- The same for a backward product. q: what the forward product reads.
+-- The same for a backward product. q: x as quantized for the forward product.
 local function backward_operand(x, q, role, transform)
   if not role.backward then return operand(x, role, true, transform) end
   local read = values(q)
   return operand(mx.nvfp4[q.rule] and read * of_tensor(q) or read, role.backward, true, transform)
 end
 
--- The gradient of x or w from that of what the forward product reads.
+-- The gradient of x or w, from the gradient of the quantized matrix q of the forward product.
 local function through(gradient, q, role, transform)
   if not role.backward then return gradient end
   if q.gate then gradient = gradient * q.gate end
@@ -74,7 +74,7 @@ local RECIPES = { "mxfp8", "mxfp4", "mxfp4_tseng", "mxfp4_quartet", "mxfp4_tetra
 
 describe("a linear layer under microscaling", function()
   for _, name in ipairs(RECIPES) do
-    it(name .. " is what mx.quantize and matmul give by hand, to the bit", with_gradient(function()
+    it(name .. " equals mx.quantize and matmul by hand, to the bit", with_gradient(function()
       local width, rows, out = 96, 80, 64
       if name == "nvfp4_quartet2" then width, rows, out = 160, 144, 192 end   -- groups of 128
       local fp8 = { sample = 0 }                    -- the recipe without random numbers
@@ -132,7 +132,7 @@ describe("a linear layer under microscaling", function()
     end))
   end
 
-  it("measures, counts what saturates, and sees NaN", with_gradient(function()
+  it("measures the SNR, counts saturated elements, and propagates NaN", with_gradient(function()
     engine.seed(3)
     local layer = nn.linear(64, 32, { bias = false })
     local recipe = { name = "mine", base = "mxfp4", fp8 = { sample = 1,
@@ -219,7 +219,7 @@ describe("a linear layer under microscaling", function()
     end)
   end
 
-  it("multiplies the forward product in high precision on request", with_gradient(function()
+  it("computes the forward product in high precision on request", with_gradient(function()
     engine.seed(4)
     local layer = nn.linear(64, 48)
     local x = engine.randn(32, 64)

@@ -1,6 +1,6 @@
 -- NF4 against golden codes of bitsandbytes, and adapters on a base in NF4. spec/parity/nf4.py
--- compares 1e7 numbers with bitsandbytes; spec/cpu/kernels_spec.lua the kernels with their slow
--- twins.
+-- compares 1e7 numbers with bitsandbytes; spec/cpu/kernels_spec.lua compares the kernels with their
+-- slow twins.
 local engine = require "engine"
 local helper = require "spec.helper"
 
@@ -37,7 +37,7 @@ describe("NF4", function()
     return nn.gpt { vocab = 32, context = 8, width = 32, heads = 2, layers = 2 }
   end
 
-  it("stores a frozen base whose adapters get the gradients of its numbers", function()
+  it("gives adapters on a frozen base the gradients of the dequantized base", function()
     engine.seed(1)
     local ids = engine.randint(0, 32, { 4, 8 }):keep()
     local quantized = nn.lora(model(), { rank = 4, base = "nf4" })
@@ -81,7 +81,7 @@ describe("NF4", function()
     end
   end)
 
-  it("is resumed from a state, merged and unmerged", function()
+  it("can be restored from a state, merged and unmerged", function()
     local folder = helper.folder()
     local ids = engine.randint(0, 32, { 2, 8 }):keep()
     local m = nn.lora(model(), { rank = 4, base = "nf4" })

@@ -18,7 +18,7 @@ end
 local function text_problem(text)
   if text:find("%.lua:%d+:") or text:find("attempt to", 1, true)
     or text:find("stack traceback", 1, true) then
-    return "an error of Lua's: " .. text
+    return "a Lua error: " .. text
   end
   if text:gsub("\n$", ""):find("\n", 1, true) then return "several lines: " .. text end
 end
@@ -35,8 +35,8 @@ function M.unsafe(text)
 end
 
 --- Runs f with stdout and stderr caught; returns what is wrong with the output, or nil. A message
---- may begin with a position in a policy's file. If `arguments` contains "attempt to", so may a
---- message.
+--- may begin with a position in a policy's file. If `arguments` contains "attempt to", messages are
+--- not checked for Lua errors.
 function M.problem_of(f, arguments)
   shown, said = {}, {}
   local began, out, err, write = os.clock(), io.stdout, io.stderr, io.write

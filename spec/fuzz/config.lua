@@ -69,8 +69,8 @@ for round = 1, rounds do
     end
     if result.lr ~= result.lr then error(("round %d: NaN from %q"):format(round, input)) end
   elseif type(result) ~= "table" or not tostring(result):find("^config: ") then
-    error(("round %d: not an error of config's own: %s from %q"):format(round, tostring(result),
-      input))
+    error(("round %d: expected an error 'config: ...', got %s from %q"):format(round,
+      tostring(result), input))
   end
 end
 

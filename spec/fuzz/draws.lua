@@ -4,7 +4,7 @@ local M = {}
 
 local state = 1
 
---- Starts a sequence: the same one for the same seed and round.
+--- Starts a sequence of draws, which is the same for the same seed and round.
 function M.start(seed, round) state = (seed * 7919 + (round or 0) * 104729) % 2 ^ 31 end
 
 --- A number from 0 to n - 1.

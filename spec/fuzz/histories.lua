@@ -104,7 +104,7 @@ for name, columns in pairs(TABLES) do
   TABLES[name] = list
 end
 table.sort(names)
--- Damage to the table of steps matters most often, so this table is drawn more often.
+-- Commands read the table of steps most, so this table is drawn more often.
 for _ = 1, 4 do names[#names + 1] = "steps" end
 
 local VALUES = { "NULL", "'text'", "''", "x'00ff'", "zeroblob(300)", "-1", "0", "7", "-9e999",

@@ -1,6 +1,6 @@
 -- Random choices, shapes and tensors for the fuzzer of operations (ops.lua, op_plans.lua). `state`
--- is the state of the random number generator. `odd` is set when a tensor is filled with special
--- numbers only; the caller clears it.
+-- is the state of the random number generator. `odd` is set when a tensor is filled with the
+-- special numbers VALUES; the caller clears it.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 
@@ -40,8 +40,8 @@ function M.shape_of(least, most)
   return shape
 end
 
---- Fills a tensor with ordinary numbers or, one time in four, with numbers of VALUES: inf, nan,
---- extremes.
+--- Fills a tensor with ordinary numbers or, one time in four, with numbers from VALUES, such as
+--- inf, nan and extremes.
 local function fill(x)
   local kind = M.draw(4)
   M.odd = M.odd or kind == 3

@@ -1,13 +1,13 @@
 -- Runs random operations: random shapes (empty, 1, six dimensions, mismatched), all dtypes, sliced,
 -- transposed and expanded inputs, out-of-range attributes, absent and stale inputs, invalid
--- operation numbers; through engine.ffi's run, raw calls and tensor methods; with and without
+-- operation numbers; through run of engine.base.ffi, raw calls and tensor methods; with and without
 -- recording and backward; on both devices and every instruction set. Checks: a call succeeds or
 -- raises a string; both devices agree on which, and on shapes and dtypes of the outputs; the step's
 -- memory is empty after every step. Writes outside a kernel's memory are found by the sanitizer
 -- build of `make check`. With ENGINE_TEST_DEVICE=cuda the card is compared with the reference
 -- instead, including values: bit for bit for operations that round at most once, within a tolerance
--- for others where all numbers are ordinary. Round i depends only on the seed and i. Usage: engine
--- spec/fuzz/ops.lua [seconds [seed [first round [rounds]]]]
+-- for others where all numbers are ordinary. Round i depends only on the seed and i.
+-- Usage: engine spec/fuzz/ops.lua [seconds [seed [first round [rounds]]]]
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local made = require "spec.fuzz.made"
@@ -86,7 +86,7 @@ local function attempt(f, ...)
   if type(message) ~= "string" or #message < 8 then
     bug("an error that is not a string:", tostring(message))
   end
-  -- a made-up handle that names an existing tensor
+  -- a made-up handle may name an existing tensor on another device
   local elsewhere = message:find("in the memory of the current device", 1, true)
   return "error", nil, elsewhere ~= nil or message:find("out of memory", 1, true) ~= nil, message
 end
@@ -150,8 +150,8 @@ for name in ("add sub mul maximum minimum eq ne lt le gt ge neg abs relu contigu
   ):gmatch("%a[%w_]*") do
     EXACT[name] = true
   end
--- Operations that read values kept by a forward pass. The plans make these values up, so inputs may
--- contradict each other, and devices may read different inputs.
+-- Operations that read values kept by a forward pass. The plans invent these values, so inputs may
+-- contradict each other, and devices may read different ones of them.
 local KEPT = { cross_entropy_grad = true, layer_norm_grad = true, rms_norm_grad = true,
   attention_grad = true, extreme_grad = true }
 -- Tolerances, relative to the largest number. That of f64 is f32's, because inputs may be f32.

@@ -1,6 +1,6 @@
--- rates.lua [DEVICE [SIZE]]: how close the kernels come to the card's limits, on random data:
--- products against the datasheet's peak, passes over memory against a plain copy in the same run.
--- SIZE scales the problems; 1 (the default) is for a card, a fraction for a trial on a CPU.
+-- rates.lua [DEVICE [SIZE]]: rates of the kernels on random data: products in TFLOP/s, to compare
+-- with the datasheet's peak; passes over memory in GB/s and as a share of a plain copy in the same
+-- run. SIZE scales the problems; 1 (the default) is for a card, a fraction for a trial on a CPU.
 local engine = require "engine"
 local machine = require "engine.base.machine"
 
@@ -11,7 +11,7 @@ print(machine.device_text())
 
 local REPEAT = tonumber(os.getenv("REPEAT")) or device == "cuda" and 20 or 2
 
---- The median time of f() over five runs, in seconds, including the wait for the device.
+--- The mean time of f() in seconds, including the wait for the device: the median of five rounds.
 local function seconds_of(f)
   local function once()
     f()
@@ -130,8 +130,8 @@ local function random_gradients(list, format)
   end
 end
 
---- The trainer's statistics passes, read back at once or lagged: only the norm (at once), the
--- default statistics, and the default with histograms.
+--- The trainer's passes for gradient statistics: only the norm, read back at once; the default
+-- statistics, and these with histograms, each read back at once and lagged.
 local function statistics_lines(name, opt, bytes)
   local raw = require "engine.base.ffi"
   local ffi, C, check = raw.ffi, raw.C, raw.check
@@ -260,7 +260,7 @@ do
   end
   memory_line("bf16 to e4m3, blocks 1 x 128", 3 * h.count, quantize(1, 128, 0))
   memory_line("bf16 to e4m3, blocks 1 x 128, and transposed", 4 * h.count, quantize(1, 128, 8))
-  memory_line("  by products, not quotients", 4 * h.count, quantize(1, 128, 8, 2))
+  memory_line("  multiplying instead of dividing", 4 * h.count, quantize(1, 128, 8, 2))
   -- bf16 values, also of x transposed, as in the recipes: 24 = QUANTIZE_TRANSPOSED | MX_VALUES
   local mx = require "engine.tensor.mx"
   for _, case in ipairs { { "mxfp8", "e4m3", 32, "rceil", 0 },

@@ -1,5 +1,5 @@
-# run.sh [FOLDER]: measures the whole CUDA device in under ten minutes on an H200, one file per
-# part. Needs an NVIDIA card and, for the comparison, a python3 with PyTorch. PARTS lists the
+# run.sh [FOLDER]: measures the whole CUDA device in under ten minutes on an H200; writes one file
+# per part. Needs an NVIDIA card and, for the comparison, a python3 with PyTorch. PARTS lists the
 # parts to run, by default "rates step fp8 specs". There are also "more" (steps in fp16, fp32,
 # mxfp8, nvfp4) and "sanitizer" (compute-sanitizer on the quick specs; takes longer). TRIAL=1: tiny
 # sizes, to check that everything runs. Exits with 1 when a command failed or timed out, with 2 for

@@ -7,14 +7,14 @@ local shape_of, values_of = tensors.shape_of, tensors.values_of
 
 local generators = {}
 
--- B, T, S, H, G, D
+-- B, T, S, H, G, D: batch, queries, keys, heads of q, heads of k and v, width of a head
 local HEADS = { { 1, 1, 1, 1, 1, 8 }, { 2, 17, 17, 3, 3, 16 }, { 1, 33, 33, 2, 1, 64 },
   { 2, 5, 9, 4, 2, 33 }, { 1, 9, 5, 2, 2, 7 },
   { 1, 70, 70, 1, 1, 32 }, { 1, 130, 130, 2, 2, 24 }, { 1, 1, 65, 2, 1, 64 },
   { 3, 40, 40, 4, 4, 64 }, { 1, 20, 140, 2, 1, 128 }, { 1, 33, 70, 1, 1, 96 },
   { 1, 3, 901, 2, 1, 16 } }
 
---- q, k and v of a size: separate, or cut out of one projection as in a GPT.
+--- q, k and v for an entry of HEADS: separate, or (`fused`) cut out of one projection as in a GPT.
 local function heads(dtype, size, kind, fused)
   local b, t, s, h, g, d = unpack(size)
   if fused and t == s and h == g then
@@ -31,7 +31,7 @@ local function top_of(x)
   return compare.largest_of(values, 0, n - 1)
 end
 
---- Bounds the scores: the largest log(sum(exp)) of the scores computed from magnitudes, plus 1.
+--- A bound of the scores: the largest log(sum(exp)) of scores computed from magnitudes, plus 1.
 local function score_bound(call)
   local lse = compare.absolute_sums("attention",
     { inputs = { call.inputs[1], call.inputs[2], call.inputs[3] }, ints = { call.ints[1], 0 },

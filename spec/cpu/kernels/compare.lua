@@ -6,17 +6,18 @@
 --                   + eps * 2^-24 * bound
 --
 -- A call is a table: inputs (false: absent), ints, floats, outputs (their number), and
---   ulp       units in the last place allowed; if it is not 0, f16 and bf16 use 1, because rounding
---             of f32 arithmetic may move a value to the neighbour in a narrower format
---   ulp_low   the same for f16 and bf16 where that does not hold
---   eps       times 2^-24 times `bound`, the magnitude at which the f32 arithmetic inside works; a
---             function below by name, or function(name, call, want) -> function(output, element) ->
+--   ulp       units in the last place allowed; f16 and bf16 use at most 1, because rounding of f32
+--             arithmetic may move a value to the neighbour in a narrower format
+--   ulp_low   the units for f16 and bf16, where they differ from that
+--   eps       factor of 2^-24 times `bound`
+--   bound     the magnitude at which the f32 arithmetic inside works: the name of a function of
+--             `bounds` below, or function(name, call, want) -> function(output, element) ->
 --             magnitude
 --   flush     an additional absolute difference, for processors that treat subnormals as zero
 --   threads   the library's order of sums may depend on the number of threads
 --   zeros     the signs of zeros must agree, too
---   card      on a card, and in f16 and bf16: eps in the format's own units instead, for kernels
---             that round intermediate values for the matrix units
+--   card      on a card in f16 and bf16: replaces eps, in the format's own units instead of 2^-24,
+--             for kernels that round intermediate values for the matrix units
 --   pairs     in bf16, `card` also applies on a processor that multiplies pairs of bf16
 --   card_ulp  on a card: units in the last place allowed in any format, if the card's library
 --             multiplies two factors in another order
@@ -51,7 +52,7 @@ end
 local CARD = os.getenv("ENGINE_TEST_DEVICE")
 local SETS = CARD and { CARD } or instruction_sets()
 M.SETS, M.CARD = SETS, CARD
--- the set that multiplies pairs of bf16
+-- the instruction set that multiplies pairs of bf16, or false
 local PAIRS = not CARD and engine.string(C.eng_cpu_bf16()) == "pairs" and SETS[1]
 M.THREADS = C.eng_threads(0)
 
@@ -131,7 +132,7 @@ function bounds.sums(name, call)
   return function(output, i) return list[output][i] end
 end
 
---- The magnitude of input number `bound_input` (of the output's shape) at the same place.
+--- The magnitude of the same element of input number `bound_input`, which has the output's shape.
 function bounds.input(_, call)
   local values = values_of(call.inputs[call.bound_input or 1])
   return function(_, i) return abs(values[i]) end
@@ -203,7 +204,7 @@ local function first_difference(call, output, dtype, expected, actual, n, bound,
       local top = largest(format)
       local function shrink(x) return abs(x) == inf and (x > 0 and top or -top) or x end
       if abs(a) == inf or abs(b) == inf then a, b = shrink(a), shrink(b) end
-      -- One was infinite; its threshold lies half a unit above the largest number.
+      -- One was infinite. A value overflows from half a unit above the largest number on.
       if abs(a) == top and abs(b) == top and a == b then
         fine = (ulps > 0 or eps > 0)
       else
@@ -228,9 +229,9 @@ local function fail(name, call, set, output, i, n, expected, actual)
     actual[i], table.concat(from, ", ")), 0)
 end
 
---- Raises unless an operation gives, on the reference and on every device under test, the same
---- bytes as other operations run in sequence: in_steps(inputs) gets the inputs, on the current
---- device, and returns a list of the expected outputs.
+--- Raises an error unless an operation gives, on the reference and on every device under test, the
+--- same bytes as other operations run in sequence. in_steps(inputs), called with the inputs on the
+--- current device, returns a list of the expected outputs.
 function M.same_as(name, call, in_steps)
   local function both(where, inputs)
     local good, message = pcall(function()
@@ -280,8 +281,8 @@ end
 
 local calls = 0
 
---- Raises unless every instruction set agrees with the reference on this call. Every fifth call and
---- the large ones also run with three threads, which must not change a bit.
+--- Raises an error unless every instruction set agrees with the reference on this call. Every fifth
+--- call and the large ones also run with three threads, which must not change a bit.
 function M.check(name, call)
   local want = on_reference(name, call)
   if call.fails then

@@ -11,8 +11,8 @@ local inf = math.huge
 
 local generators = {}
 
---- Two inputs of any layout. `options`: keeps_integers, integers (accepted at all), and the fields
---- of a call.
+--- Two inputs of any layout. `options`: integers (whether the operation accepts them). `tolerance`:
+--- fields of a call.
 local function two_inputs(options, tolerance)
   return function(try)
     for _, dtype in ipairs(FLOATS) do

@@ -64,7 +64,7 @@ generators.quantize = function(try)
             ints = { engine.dtype.e4m3, 0, 0, 1, 8 }, floats = { -1, 0 }, outputs = 5 }
     end
   end
-  -- every rule by tiles, with numbers of every kind
+  -- every rule on a matrix of several tiles, with values of several kinds
   for _, dtype in ipairs { "bf16", "f16", "f32" } do
     for rule = 0, 4 do
       for k, block in ipairs { { 1, 128 }, { 128, 1 }, { 128, 128 }, { 0, 0 } } do
@@ -75,7 +75,7 @@ generators.quantize = function(try)
       end
     end
   end
-  -- long rows: more blocks than one measurement covers; the last one is cut
+  -- long rows: more blocks than the kernel measures at a time; the last block is cut
   for k, dtype in ipairs { "bf16", "f16", "f32" } do
     for rule = 0, 4 do
       for j, kind in ipairs { "normal", "rare", "tiny", "large" } do
@@ -146,7 +146,7 @@ generators.swiglu_quantize = function(try)
         end
       end
     end
-    -- every rule by tiles, rows of several pieces and cut blocks, values of every kind
+    -- every rule; matrices of several tiles, long rows and cut blocks; values of several kinds
     for rule = 0, 4 do
       for k, kinds in ipairs(KINDS) do
         local format = engine.dtype[FP8[(rule + k) % 2 + 1]]

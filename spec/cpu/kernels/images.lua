@@ -20,7 +20,7 @@ local CONVOLUTIONS = {
   { 2, 4, 4, 64, 64, 3, 3, 1, 1, 1, 1, 1, 1, 1 }, { 1, 10, 10, 1, 16, 5, 5, 3, 2, 0, 2, 1, 1, 1 },
   { 2, 3, 4, 0, 5, 3, 3, 1, 1, 1, 1, 1, 1, 1 }, { 0, 4, 4, 3, 5, 3, 3, 1, 1, 1, 1, 1, 1, 1 } }
 
--- bf16 products flush subnormals; f32 ones round each of the subnormal terms of a sum.
+-- Products flush subnormals in bf16; in f32 they round each subnormal term of a sum.
 local function how(dtype, more)
   return with({ ulp = 1, eps = 32, bound = "sums", threads = true,
     flush = dtype == "bf16" and 2 ^ -120 or dtype == "f32" and 2 ^ -142 or nil }, more)
@@ -153,7 +153,8 @@ end
 
 -- ------------------------------------------------------------------ norms
 
---- The index of the statistic of element i, and of its channel, for x of this shape.
+--- Returns a function of an element's index i in x of this shape: the index of the element's
+--- statistic, and of its channel.
 local function indices(shape, groups)
   local channels, rows = shape[#shape], 1
   for d = 2, #shape - 1 do rows = rows * shape[d] end

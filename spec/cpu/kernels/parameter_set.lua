@@ -140,9 +140,9 @@ function Set:gradient(i)
   return x[0].slot ~= 0 and x or nil
 end
 
---- Gives parameters their gradients: a backward pass creates them, then the wanted numbers
---- overwrite them (a list, or an array with `format`). For an entry false, the parameter gets no
---- gradient.
+--- Gives each parameter a gradient: a backward pass creates it, then the numbers of its entry in
+--- `lists` (a list, or an array with `format`) overwrite it. A parameter whose entry is false gets
+--- no gradient.
 function Set:write_gradients(lists, format)
   check(C.eng_params_zero_grad(self.params))
   local total

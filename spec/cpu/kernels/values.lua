@@ -69,7 +69,7 @@ local kinds = {
     local list = corners(dtype)
     return uniform() < 0.5 and list[integer(1, #list)] or sign() * 3 * uniform()
   end,
-  -- few enough NaN and Inf that most results stay finite
+  -- so few NaN and Inf that most results stay finite
   rare = function()
     local u = uniform()
     return u < 0.01 and nan or u < 0.02 and inf or u < 0.03 and -inf or u < 0.1 and 0
@@ -138,7 +138,8 @@ end
 --- A tensor filled from `draw()`, with the memory layout `layout`:
 ---   plain       row-major
 ---   transposed  the last two dimensions swapped in memory (plain if there is only one)
----   sliced      every second element of the last dimension of a larger tensor, from its second
+---   sliced      every second element of the last dimension of a larger tensor, starting at the
+---               second
 ---   expanded    the first dimension broadcast from size 1
 local function lay(dtype, shape, draw, layout)
   local n = #shape
@@ -207,13 +208,13 @@ local function score_rows(dtype, n, layout)
   return engine.run("permute", { tensor_of(dtype, { n, #patterns }, x) }, { 1, 0 })
 end
 
---- A call with the fields of `more` added.
+--- Adds the fields of `more` to a call, and returns the call.
 local function with(call, more)
   for key, value in pairs(more or {}) do call[key] = value end
   return call
 end
 
---- The union of two lists.
+--- A list with the items of a, then those of b.
 local function both(a, b)
   local list = { unpack(a) }
   for _, item in ipairs(b) do list[#list + 1] = item end

@@ -85,10 +85,10 @@ struct block_state {
 extern thread *now;                            // the running thread
 extern block_state block;
 
-/// Waits until all threads of the warp in `mask` that have not returned are here with the same mask
-/// and kind. Then kind(who, 32) runs once; who[lane] is NULL for the other lanes.
+/// Waits until all threads of the warp in `mask` that have not returned call this with the same
+/// mask and kind. Then kind(who, 32) runs once; who[lane] is NULL for the other lanes.
 void meet_warp(uint32_t mask, void (*kind)(thread *const *, int), void *mine);
-/// The same for the four warps of a warpgroup.
+/// meet_warp for the four warps of a warpgroup.
 void meet_warpgroup(void (*kind)(thread *const *, int), void *mine);
 /// __syncthreads; returns whether any thread voted true.
 bool meet_block(bool vote);
@@ -117,7 +117,7 @@ template <class T> struct shared_variable {
 };
 
 // ------------------------------------------------------------------ asynchronous copies
-// A copy happens when it is waited for.
+// A copy is made only when a thread waits for it.
 
 
 void copy_start(void *to, const void *from, uint32_t bytes, bool there);
@@ -128,7 +128,7 @@ void copy_finish(int left);
 
 template <class T> struct letter { T sent, got; int from; };
 
-/// A lane whose `from` has returned, or is not in the mask, gets all-ones bits.
+/// Returns lane `from`'s x; all-ones bits if that lane has returned or is not in the mask.
 template <class T> T exchange(uint32_t mask, T x, int from)
 {
   letter<T> mine = {x, x, from};
@@ -143,7 +143,7 @@ template <class T> T exchange(uint32_t mask, T x, int from)
   return mine.got;
 }
 
-/// Every lane gets op over all lanes.
+/// Every lane gets the values of all lanes in the mask, combined by Op.
 template <class T, class Op> T combine(uint32_t mask, T x, Op)
 {
   T mine = x;

@@ -1,5 +1,5 @@
-// Replaces cuda/kernel/mma.h with functions that do what its instructions do. Copies arrive when
-// they are waited for, not before. Products sum in double and round once, so they differ from a
+// Replaces cuda/kernel/mma.h with functions that do what its instructions do. Copies are made only
+// when a thread waits for them. Products sum in double and round once, so they differ from a
 // card in the last places.
 #ifndef ENG_CUDA_MMA_H
 #define ENG_CUDA_MMA_H

@@ -1,6 +1,6 @@
-// Replaces cuda/kernel/wgmma.h with functions that do what its instructions do. A product is
-// computed, and reads its operands, when it is waited for, which exposes kernels that change them
-// too early. Sums are in double, rounded once.
+// Replaces cuda/kernel/wgmma.h with functions that do what its instructions do. A product reads its
+// operands and is computed only when the kernel waits for it; this exposes kernels that change the
+// operands too early. Sums are in double, rounded once.
 #ifndef ENG_CUDA_WGMMA_H
 #define ENG_CUDA_WGMMA_H
 
