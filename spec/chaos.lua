@@ -6,7 +6,7 @@
 -- or two of the kinds of disturbance in chaos/disturbances.lua, at random moments; after each of
 -- these jobs, its checkpoints may be damaged. Checks after each disturbed job (chaos/truth.lua):
 --   - all its processes have ended in time, and no message is an error of the engine's own code
---   - the exit status is one that docs/runs.md states for what was done
+--   - the exit status is one that docs/runs.md states for these disturbances
 --   - the history, the checkpoints and `engine runs` agree with the status
 --   - recorded steps are those of an undisturbed job, bit for bit
 -- Then resume=auto continues it until it has finished: the weights and all recorded steps must be

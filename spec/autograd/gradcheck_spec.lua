@@ -1,5 +1,5 @@
 -- Every operation with a gradient rule in ops.def passes a finite-difference check. The library
--- supplies the list of operations: one without a case in calls.lua fails the spec.
+-- supplies the list of operations: an operation without a case in calls.lua fails the spec.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local calls = require "spec.autograd.calls"

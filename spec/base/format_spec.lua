@@ -33,7 +33,7 @@ describe("a format's limits", function()
     end)
   end
 
-  it("match the processor's f32 and f64; those of ue8m0 are its powers of two", function()
+  it("match the processor's f32 and f64; ue8m0's numbers are powers of two", function()
     local f = ffi.new "eng_format"
     assert.is_true(C.eng_format_get(f, "f32"))
     assert.equal(tonumber(ffi.new("float", f.overflow)), math.huge)

@@ -38,7 +38,7 @@ describe("statistics", function()
     assert.near(1.95996, statistics.t95(1e6), 1e-5)
   end)
 
-  it("pair numbers, without those that are missing or not finite", function()
+  it("pair numbers, and leave out pairs with a missing or non-finite number", function()
     local d = statistics.paired({ 1, 2, nil, 4, 5 }, { 2, 4, 9, 0 / 0, 8 }, 5)
     assert.equal(3, d.n)
     assert.equal(2, d.mean)

@@ -1,5 +1,5 @@
 -- Text of unknown origin: show.shown and the rule for names against a table of cases, then hostile
--- strings in every place from which one reaches a terminal or a page.
+-- strings in every place from which a string reaches a terminal or a page.
 local ffi = require "ffi"
 local engine = require "engine"
 local show = require "engine.base.show"

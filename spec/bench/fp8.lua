@@ -1,4 +1,4 @@
--- FP8 compared with what it replaces, on one thread, as ratios of one run:
+-- FP8 compared with the operations that it replaces, on one thread, as ratios of one run:
 --   ./engine spec/bench/fp8.lua [seconds per element in ml_dtypes]
 -- Casts and quantizers against copying, by bytes read and written; products against a bf16 product
 -- of the same shape; the bit-exact accumulator against its scalar twin; a training step of the

@@ -47,7 +47,8 @@ local function train(steps, wire)
   end
 end
 
--- Times a message of 8 bytes and one of a step's record, here 7 doubles for each of 76 tensors.
+-- Times messages of 8 bytes and of the size of a step's record, here 7 doubles for each of 76
+-- tensors.
 local function messages()
   local world = engine.ranks.world()
   local function time(bytes, n)

@@ -1,4 +1,4 @@
--- What spec/chaos.lua does to a job while it runs, and what docs/runs.md says about it.
+-- The disturbances of a running job for spec/chaos.lua, and the endings that docs/runs.md states.
 --
 -- A kind is a table:
 --   fits(plan)             whether a job with this plan can be disturbed in this way

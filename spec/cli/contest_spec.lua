@@ -240,7 +240,7 @@ describe("engine contest", function()
     end
   end)
 
-  it("goes on when a policy or a seed fails, and says why", function()
+  it("continues when a policy or a seed fails, and prints the cause", function()
     local words = "job.lua --policy dynamic --policy ./mine.lua seeds=2 name=f fail=2"
     local result = contest(words)
     assert.equal(1, result.code)

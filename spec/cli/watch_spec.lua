@@ -1,5 +1,5 @@
 -- engine watch: a run that begins, goes on and ends while it is watched, on a terminal and in a
--- pipe; and what the REPL offers for runs.
+-- pipe; and the REPL's functions for runs.
 local helper = require "spec.helper"
 local quote, shell = helper.quote, helper.shell
 

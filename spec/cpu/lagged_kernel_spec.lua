@@ -35,7 +35,7 @@ local function gradients(step, size, bad)
 end
 
 describe("lagged updates", function()
-  it("give the weights of updates that are decided before they run", sets.step(function()
+  it("give the same weights as updates that the host decides", sets.step(function()
     -- size of the gradients, and the bad value in them
     local steps = { { 1 }, { 64 }, { 1, inf }, { 0.5 }, { 2, 0 / 0 }, { 3 }, { 1 } }
     for _, format in ipairs { "f32", "f16" } do

@@ -55,7 +55,7 @@ describe("a machine or card with limits", function()
   end)
 
   it("with little free memory takes algorithms without a workspace", function()
-    for memory, n in pairs { [40] = 4, [24] = 1200 } do   -- 1200 x 1200 in four parts wants 23 MB
+    for memory, n in pairs { [40] = 4, [24] = 1200 } do   -- 1200 x 1200 in four parts needs 23 MB
       local script = [[-e 'local e = require "engine" e.device("cuda") local x = e.ones(%d, 4)
         print(x:matmul(x:transpose()):sum():item())']]
       local ran = engine("memory=" .. memory, script:format(n))

@@ -180,7 +180,7 @@ static void fp8_matmul_one(int64_t m, int64_t n, int64_t k, const int64_t *block
                            const int64_t *blocks_b, bool ta, bool tb, bool adds)
 {
   tensor a, sa, b, sb;
-  // the blocks of the factors as the call gets them
+  // block sizes as passed to the call: swapped for a transposed factor
   int64_t ra = blocks_a[ta], ca = blocks_a[!ta], rb = blocks_b[!tb], cb = blocks_b[tb],
           shape[] = {m, n};
   fp8_factor(&a, &sa, m, k, !ta, ra, ca);

@@ -538,7 +538,7 @@ static void workspaces(void)
 {
   enum { C = 64 * 64 /* elements */, SEARCHED = 20480, SMALL = 8 };
   card.offered = 2;
-  card.workspace[0] = 16, card.workspace[1] = 4;   // the third and later want none
+  card.workspace[0] = 16, card.workspace[1] = 4;   // the third and later need none
   set_times(0.1f, 0.2f, 0.1f, 0.1f);
   for (int search = 0; search < 2; search++) {
     int k = search ? SEARCHED : SMALL;

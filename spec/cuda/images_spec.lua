@@ -48,7 +48,7 @@ describe("images on the card", function()
     end)
   end
 
-  it("take several tiles for a large convolution", function()
+  it("give the CPU's results for a convolution of several tiles", function()
     engine.seed(9)
     -- 90 x 120 places, each with 9 x 200 numbers of 4 bytes: 74 MiB
     local x, w, dy = engine.randn(1, 200, 90, 120), engine.randn(2, 200, 3, 3),

@@ -1,4 +1,4 @@
--- The shuffled order against what chance gives: chi-square tests of whole orders, of places and of
+-- The shuffled order against pure chance: chi-square tests of whole orders, of places and of
 -- neighbours. A statistic may be five standard deviations from its mean; the seeds are fixed.
 local order = require "engine.data.order"
 

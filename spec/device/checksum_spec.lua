@@ -30,7 +30,7 @@ describe("checksums", function()
     end
   end)
 
-  it("of a tensor hash its pieces, whatever the number of threads", function()
+  it("of a tensor are the hash of its pieces' hashes, for any number of threads", function()
     engine.seed(1)
     for _, case in ipairs { { 0, "f32" }, { 1, "f32" }, { 16384, "f32" }, { 16385, "f32" },
       { 300001, "bf16" } } do

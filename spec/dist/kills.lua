@@ -2,9 +2,9 @@
 --   ./engine spec/dist/kills.lua [kills=20] [seed=1] [only=NUMBER] [steps=300] [timeout=3]
 -- The job: four ranks of spec/dist/job.lua with dropout, checkpoints every few steps, plain or
 -- ZeRO-1, 2 or 3, f32 or fp16 gradients. The moment lies between the start of the ranks and the
--- end of the job: while MPI starts, in a step, while a checkpoint is written. In every other
--- run mpirun is told to leave the other ranks alone (--enable-recovery), so that they must detect
--- the loss themselves. Checks:
+-- end of the job: while MPI starts, in a step, while a checkpoint is written. In every second
+-- run, mpirun does not end the other ranks (--enable-recovery), so that they must detect the loss
+-- themselves. Checks:
 --   - every process ends: within 10 s where mpirun ends the job, else within timeout + 10 s
 --   - the messages name the killed rank (before MPI has started, the other ranks only know
 --     that a rank is missing)

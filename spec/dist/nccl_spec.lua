@@ -226,7 +226,7 @@ describe("NCCL", function()
     local began = os.time()
     local job = alone(3, JOB, { "hang_rank=1", "timeout=2", "agree_every=0" })
     assert.equal(70, job.code)
-    -- Rank 0 or 2 gives up first. The other may notice that before its own time is over, and then
+    -- Rank 0 or 2 gives up first. The other one may detect this before its own timeout and then
     -- prints another message.
     assert.matches("rank [02] of 3 has waited 2 s at the sum of gradients", job.err)
     assert.not_matches("rank 1 of 3", job.err, 1, true)

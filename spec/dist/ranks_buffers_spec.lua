@@ -37,7 +37,7 @@ describe("optimizers written in Lua on several ranks", function()
   before_each(function() folder = helper.folder() end)
   after_each(function() helper.remove(folder) end)
 
-  it("divide whole parameters under ZeRO and train as without it", function()
+  it("divide whole parameters under ZeRO, and train as without ZeRO", function()
     for _, more in ipairs { { "optimizer=muon" }, { "optimizer=adafactor", "accumulate=2",
       "precision=fp16", "policy=dynamic:init_scale=2^14" } } do
       local plain = job(3, more)

@@ -191,7 +191,7 @@ describe("checkpoints of several ranks", function()
     end
   end)
 
-  it("can resume a checkpoint of one rank, and keep the dtype of moments", function()
+  it("continue a checkpoint of one rank, and keep the dtype of moments", function()
     job(0, { "steps=2", "accumulate=3", "precision=bf16", "run=" .. folder .. "/run" })
     assert.same({ "model.safetensors", "optimizer.safetensors", "state.json" },
       names(folder .. "/run/checkpoints/step-00000002"))

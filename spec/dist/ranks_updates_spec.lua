@@ -49,7 +49,7 @@ describe("policies that act on updates, on several ranks", function()
   end
 
   for _, case in ipairs { { "limits", 6 }, { "stable_spam:loss_scale=1,interval=3", 2 } } do
-    it("are those of one process: " .. case[1], function()
+    it("give the numbers of one process: " .. case[1], function()
       local policy = case[1]
       if policy == "limits" then policy = helper.write(folder .. "/limits.lua", LIMITS) end
       local one = run(0, "one", { "accumulate=4", "policy=" .. policy })

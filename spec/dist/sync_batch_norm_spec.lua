@@ -9,8 +9,8 @@ if not start.there then
   return
 end
 
--- Trains on 12 images in each step, of which every rank takes its share. Rank r prints its running
--- statistics and weights. Parts differ in mean, so statistics of a part are not those of the batch.
+-- Trains on 12 images in each step, divided among the ranks. Each rank prints its running
+-- statistics and weights. The parts differ in mean, so their statistics are not the batch's.
 local JOB = [[
 local engine = require "engine"
 local cfg = engine.config { sync = true, precision = "fp32", affine = true, checkpoint = false }

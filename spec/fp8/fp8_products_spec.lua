@@ -157,7 +157,7 @@ describe("FP8 products (" .. table.concat(SETS, ", ") .. ")", function()
     end
   end)
 
-  it("have the error of the published table, which promotion fixes", function()
+  it("have the errors of the published table, without and with promotion", function()
     engine.seed(5)
     local rows = 24
     for _, case in ipairs {   -- distribution, K, promotion -> mean relative error

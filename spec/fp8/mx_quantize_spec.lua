@@ -91,7 +91,7 @@ describe("microscaling", function()
     return table.concat(text)
   end
 
-  it("scales by QuEST's standard deviation, and gates what saturates", function()
+  it("scales by QuEST's standard deviation, and gates saturated elements", function()
     local rows = { {}, {}, {}, {}, {}, {} }
     for i = 0, 31 do
       rows[1][i + 1], rows[2][i + 1] = (-1) ^ i * 0.1 * i, 0.25 * (i % 8)

@@ -46,7 +46,7 @@ local function spoil(inputs, ints, floats)
   end
 end
 
--- ------------------------------------------------------------------ running one on every device
+-- ------------------------------------------------------------------ running a call on every device
 
 local isas = {}
 for _, name in ipairs { "plain", "avx2", "avx512" } do
@@ -273,7 +273,7 @@ local function garbage()
   if failed and #M_ffi.message() < 8 then bug("no message") end
 end
 
--- ------------------------------------------------------------------ tensor methods with anything a
+-- ------------------------------------------------------------------ methods with any arguments
 
 local names = {}
 for name in pairs(tensor.methods) do names[#names + 1] = name end

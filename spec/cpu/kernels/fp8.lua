@@ -15,7 +15,7 @@ local SHAPES = { { 1, 1 }, { 5, 3 }, { 3, 129 }, { 130, 257 }, { 7, 128 }, { 128
   { 0, 5 }, { 3, 0 }, { 64, 256 } }
 local LARGE = { { 300, 40 }, { 5, 2100 }, { 140, 1100 } }  -- more than one tile in either direction
 
---- What quantize gives for a tensor, on the current device.
+--- The outputs of quantize for a tensor, on the current device.
 local function quantized(x, format, block, flags, rule)
   return engine.run("quantize", { x, false }, { engine.dtype[format], block[1], block[2], rule or 1,
     flags or 0 }, { -1, 0 }, 5)
@@ -113,7 +113,7 @@ generators.quantize = function(try)
     fails = "expected the format" }
 end
 
--- Bit for bit what swiglu and then quantize give. The reference computes silu in f64, which may
+-- Equals swiglu followed by quantize, bit for bit. The reference computes silu in f64, which may
 -- round to another neighbour than a fast kernel's, so each device is compared with itself.
 generators.swiglu_quantize = function(try)
   local n = 0

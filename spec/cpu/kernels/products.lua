@@ -97,7 +97,7 @@ generators.linear = function(try)
     false } }, PRODUCT))
 end
 
--- ------------------------------------------------------------------ mlp_gelu and what gradients ne
+-- ------------------------------------------------------------------ mlp_gelu, gradients of linear
 
 -- u and h are rounded, and a sum near a midpoint may round to either neighbour, a unit of the
 -- format that propagates to y. A card may take the GELU of u before u is rounded, with a tanh
