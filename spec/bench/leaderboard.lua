@@ -4,7 +4,7 @@
 --   ./engine spec/bench/leaderboard.lua seeds=2 only=rl out=/tmp/rl.md
 -- The runs stay in runs/leaderboard-TASK. A difference from `dynamic` is called lower or higher
 -- only if its interval excludes 0 at a level of 95 % over all policies of the task (Bonferroni):
--- with 5 seeds and 38 policies, if it exceeds about 7 standard errors.
+-- with 5 seeds and 44 policies, if it exceeds about 8 standard errors.
 local engine = require "engine"
 local helper = require "spec.helper"
 local json = require "engine.base.json"

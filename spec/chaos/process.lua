@@ -142,7 +142,7 @@ end
 function Job:wrong(format, ...) self.problems[#self.problems + 1] = format:format(...) end
 
 --- Runs these disturbances, functions of the job, until every process has ended or the job is late.
---- Fills code, out and err.
+--- Fills code, seconds, out, err and text (out and err together).
 function Job:watch(disturbances)
   local threads = {}
   for i, f in ipairs(disturbances) do threads[i] = coroutine.create(f) end

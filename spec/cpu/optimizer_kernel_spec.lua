@@ -349,7 +349,7 @@ describe("optimizer updates", function()
         set:write_gradients { gradient }
         set:update { hyper = { lr = 1 } }
         engine.C.eng_grad_enabled(false)
-        -- [1 x 1] times [1 x 40]: the copy itself
+        -- the product of a 1 [1 x 1] and the weight [1 x 40] is the low-precision copy itself
         local one = ffi.new("eng_tensor[1]")
         engine.check(engine.C.eng_new(one, engine.dtype[format], 2, ffi.new("int64_t[2]", { 1, 1 }),
           false))

@@ -180,7 +180,8 @@ static void fp8_matmul_one(int64_t m, int64_t n, int64_t k, const int64_t *block
                            const int64_t *blocks_b, bool ta, bool tb, bool adds)
 {
   tensor a, sa, b, sb;
-  // block sizes as passed to the call: swapped for a transposed factor
+  // rows and columns of a block in memory: a is [M x K], or [K x M] if ta; b is [K x N], or [N x K]
+  // if tb
   int64_t ra = blocks_a[ta], ca = blocks_a[!ta], rb = blocks_b[!tb], cb = blocks_b[tb],
           shape[] = {m, n};
   fp8_factor(&a, &sa, m, k, !ta, ra, ca);
@@ -236,7 +237,7 @@ static void fp8_matmul_one(int64_t m, int64_t n, int64_t k, const int64_t *block
 
 void fp8_matmuls(void)
 {
-  // outer, K
+  // block sizes along the outer dimension and along K; 0: the whole dimension
   static const int64_t tensor_wide[] = {0, 0}, row[] = {1, 0}, vec[] = {1, 128}, blk[] = {128, 128};
   static const int64_t *const pairs[][2] = {
     {tensor_wide, tensor_wide}, {row, row}, {vec, blk}, {blk, vec}, {vec, vec}};

@@ -57,8 +57,10 @@ end
 
 -- ------------------------------------------------------------------ one rank differs
 
--- How the odd rank is started. `says` is the plain text that must follow "rank N differs from rank
--- 0: ".
+-- Writes a copy of the job in which `to` replaces `from`; returns its path. In the cases below,
+-- `make` returns how the odd rank and (optionally) the others are started; `inside` is code for a
+-- copy of the job; `says` is the plain text that must follow "rank N differs from rank 0: " (with
+-- `plain`: that stderr must contain).
 local function job_with(name, from, to)
   local text, n = JOB:gsub(from, to, 1)
   assert(n == 1, name)

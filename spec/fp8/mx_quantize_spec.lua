@@ -211,8 +211,8 @@ describe("microscaling", function()
     local x, y = engine.randn(256, 24):to("bf16"), engine.randn(256, 8):to("bf16")
     for n = 16, 128 do
       if n == 16 or n == 32 or n == 64 or n == 128 then
-        -- element (i, j) of H is negative if i and j have an odd number of common 1 bits; the signs
-        -- TE repeat every 16 rows
+        -- H[i][j] is -1 if i and j share an odd number of 1 bits, else 1; row i is multiplied by a
+        -- sign from TE, which repeats every 16 rows
         local h = {}
         for i = 0, n - 1 do
           h[i + 1] = {}

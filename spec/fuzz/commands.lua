@@ -36,7 +36,7 @@ end
 
 --- Runs f with stdout and stderr caught; returns what is wrong with the output, or nil. A message
 --- may begin with a position in a policy's file. If `arguments` contains "attempt to", messages are
---- not checked for Lua errors.
+--- not checked for Lua errors and line breaks.
 function M.problem_of(f, arguments)
   shown, said = {}, {}
   local began, out, err, write = os.clock(), io.stdout, io.stderr, io.write

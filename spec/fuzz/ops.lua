@@ -254,7 +254,7 @@ local function compare_card(name, number)
   end
 end
 
---- Passes a call structure of random bytes to the core.
+--- Passes a call structure with random fields to the core.
 local function garbage()
   ffi.fill(call, ffi.sizeof(call))
   local function number(most)

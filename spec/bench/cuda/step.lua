@@ -45,8 +45,8 @@ table.sort(seconds)
 local best = math.min(seconds[math.floor(timed / 2) + 1], whole)
 
 -- FLOP of a step: 6 per token and per weight that multiplies (the tied head does, the embedding
--- tables do not), and 6 * 2 * T * C per layer and token for causal attention, which needs half of
--- the T * T products.
+-- tables do not), and 6 * T * C per layer and token for attention: causal attention needs half of
+-- the T * T products, which take 12 * T * C.
 local matrices = layers * 12 * width * width + vocab * width
 local flops = (6 * matrices + 6 * layers * context * width) * batch * context
 local rate = flops / best / 1e12

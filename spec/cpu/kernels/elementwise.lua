@@ -96,7 +96,8 @@ generators.where = function(try)
     float("f32", { 33 }, "special") } }
 end
 
---- One input of every layout and kind, for each set of attributes in `sets`.
+--- One input of every layout and kind. `options`: floats (lists of attributes, each of which is
+--- tried), kinds (of values), integers (whether the operation accepts them).
 local function one_input(tolerance, options)
   options = options or {}
   return function(try)

@@ -200,7 +200,7 @@ generators.dequantize = function(try)
           zeros = true }
       end
     end
-    -- every code
+    -- all 256 codes
     local codes = {}
     for i = 0, 255 do codes[i + 1] = i end
     local bytes = tensors.listed("u8", { 16, 16 }, codes)

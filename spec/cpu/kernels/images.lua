@@ -26,7 +26,8 @@ local function how(dtype, more)
     flush = dtype == "bf16" and 2 ^ -120 or dtype == "f32" and 2 ^ -142 or nil }, more)
 end
 
---- Calls f(dtype, g, x, w, y, pairs) with the geometry g, the shapes, and the attributes.
+--- Calls f(dtype, k, x, w, y, ints) for entry k of CONVOLUTIONS: the shapes of x, w and y, and the
+--- attributes.
 local function each_convolution(f)
   for _, dtype in ipairs(FLOATS) do
     for k, g in ipairs(CONVOLUTIONS) do

@@ -79,7 +79,7 @@ generators.mx_quantize = function(try)
         zeros = true }
     end
   end
-  -- more than one task and tile
+  -- matrices of more than one task and tile
   for k, block in ipairs { { 1, 32 }, { 16, 16 }, { 1, 16 }, { 1, 32 }, { 16, 16 }, { 1, 16 },
     { 64, 32 }, { 48, 6 } } do
     try { inputs = { float("bf16", { 130, 300 }, k == 4 and "rare" or "normal"), false },

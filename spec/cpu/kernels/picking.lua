@@ -59,8 +59,8 @@ generators.gather = function(try)
   end
 end
 
---- Attributes of a gradient that scatters: dimension first, then the shape, and its length in
---- ints[13].
+--- Attributes of a gradient that scatters: the dimension, then the shape; the 14th is the number of
+--- dimensions.
 local function scatter_ints(dimension, shape)
   local ints = { dimension, unpack(shape) }
   for k = #ints + 1, 13 do ints[k] = 0 end
