@@ -261,7 +261,6 @@ local function inverse(x) return x > 0 and 1 / x or 0 end
 -- Fills the site's meters, and the statistics that policies read. gradient: the factor on dy.
 local function tell(self, site, gradient, first)
   for r = 0, 2 do
-
     local s, unit, name = self.stats[first + r], r == 2 and gradient or 1, roles[r + 1]
     local sums, maxima = self.sums + SUMS * (first + r), self.maxima + MAXIMA * (first + r)
     ffi.fill(s, ffi.sizeof("eng_tensor_stats"))
