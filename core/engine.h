@@ -602,7 +602,8 @@ eng_status eng_optimizer_step(eng_optimizer *state, const eng_update *update);
 /// moments.
 void eng_optimizer_restart(eng_optimizer *state);
 /// Moment `which` (1 or 2) of parameter `index`, or 3 for its Kahan compensation, as a tensor over
-/// the optimizer's memory. For checkpoints. Its slot is 0 if this optimizer has no such moment.
+/// the optimizer's memory; a handle with slot 0 if this optimizer has no such moment. For
+/// checkpoints.
 eng_status eng_optimizer_moment(eng_tensor *out, eng_optimizer *state, int which, int index);
 
 // ------------------------------------------------------------------ captured steps

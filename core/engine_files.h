@@ -107,8 +107,8 @@ void       eng_safetensors_abort(eng_safetensors_writer *writer);
 typedef struct eng_attach eng_attach;
 // limits in bytes: one line from a client; the unread replies to one client
 enum { ENG_ATTACH_LINE = 65536, ENG_ATTACH_ANSWER = 1 << 20 };
-/// Opens the socket at `path`; the path may have any length. A socket without a listener is
-/// replaced. Errors: STATE (another process listens), IO.
+/// Opens the socket at `path`, whose folder may have any length. A socket without a listener is
+/// replaced. Errors: STATE (another process listens), VALUE (a long file name), IO, MEMORY.
 eng_status eng_attach_open(eng_attach **out, const char *path);
 /// Disconnects all clients and removes the socket. NULL is allowed.
 void       eng_attach_close(eng_attach *server);

@@ -90,7 +90,8 @@ eng_status eng_tokenizer_token(eng_tokenizer *tokenizer, int64_t id, const char 
 /// loses `prefix`. Later merges rank lower. Errors: FORMAT.
 eng_status eng_tokenizer_merge(eng_tokenizer *tokenizer, const char *left, int64_t left_size,
                                const char *right, int64_t right_size);
-/// A token that is found in the text before anything else. `flags`: ENG_ADDED_LSTRIP and so on.
+/// A token that is found before the text is split into words, with ENG_ADDED_NORMALIZED in the
+/// normalized text. `flags`: ENG_ADDED_LSTRIP and so on.
 /// Errors: FORMAT.
 eng_status eng_tokenizer_added(eng_tokenizer *tokenizer, int64_t id, const char *text, int64_t size,
                                int flags);

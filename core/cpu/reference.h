@@ -83,7 +83,7 @@ bool element_beats(const tensor *x, int64_t a, int64_t b, int sign);
 /// A double that rounds to every float format as the integer itself would.
 double double_from_int(int64_t value, int target_dtype);
 
-/// Size of the last dimension (1 for a scalar) and number of rows before it.
+/// Size of the last dimension (1 for a scalar), and the number of rows: the product of the others.
 static inline int64_t columns_of(const tensor *x) { return x->ndim ? x->shape[x->ndim - 1] : 1; }
 int64_t rows_of(const tensor *x);
 

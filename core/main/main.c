@@ -387,7 +387,7 @@ static bool parse(options *o, int argc, char **argv)
   return true;
 }
 
-// Pushes the parts of a text between commas and returns their number.
+// Pushes the comma-separated parts of a text and returns their number.
 static int push_words(lua_State *L, const char *text)
 {
   int count = 0;

@@ -40,13 +40,13 @@ static const char *product_text(const fp8_result *y, const fp8_operand *x, const
 {
   static char text[512];
   const fp8_operand *side[2] = {x, w};
-  int n = snprintf(text, sizeof text, "fp8 product y %s [%lld x %lld], rows %lld apart%s%s =",
+  int n = snprintf(text, sizeof text, "fp8 product y %s [%lld x %lld], row stride %lld%s%s =",
                    eng_dtype_name(y->dtype), (long long)y->m, (long long)y->n, (long long)y->stride,
-                   y->accumulate ? ", added to" : "", y->bias ? ", with a bias" : "");
+                   y->accumulate ? ", accumulated" : "", y->bias ? ", with a bias" : "");
   for (int i = 0; i < 2; i++)
     n += snprintf(
       text + n, sizeof text - (size_t)n,
-      "%s %s [%lld x %lld], rows %lld apart, data %% 16 = %d, scales by %s, scale %% 16 = %d",
+      "%s %s [%lld x %lld], row stride %lld, data %% 16 = %d, scales by %s, scale %% 16 = %d",
       i ? " times transposed" : "",
       side[i]->format == ENG_e5m2 ? "E5M2" :
       side[i]->format == ENG_e4m3 ? "E4M3" :

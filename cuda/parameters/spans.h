@@ -35,7 +35,7 @@ typedef struct pinned_ring {
 
 /// The next slot, with room for `bytes`. Waits only if the card is RING_SLOTS copies behind.
 eng_status ring_take(void **slot, pinned_ring *ring, int64_t bytes);
-/// Copies the slot that was taken last to `to`, in stream order.
+/// Copies the most recently taken slot into `to`, in stream order.
 eng_status ring_send(pinned_ring *ring, void *to, int64_t bytes);
 
 /// A pass's table in device memory: span[n], then chunk[chunks], the span index of each chunk.

@@ -1,4 +1,4 @@
--- engine.config: settings on the command line and in files; engine.expression, engine.nearest.
+-- engine.config: settings on the command line and in files; base/expression.lua, base/nearest.lua.
 local config = require("engine").config
 local expression = require "engine.base.expression"
 local nearest = require "engine.base.nearest"

@@ -68,7 +68,7 @@ describe("lagged updates", function()
             local one, other = eager:weights(i), lagged:weights(i)
             for k = 1, #one, 7 do
               assert(math.abs(one[k] - other[k]) <= 1e-6 * math.abs(one[k]),
-                ("weight %d of %d: %.9g, lagged %.9g"):format(k, i, one[k], other[k]))
+                ("tensor %d, element %d: %.9g, lagged %.9g"):format(i, k, one[k], other[k]))
             end
           end
           -- An update that is not lagged restarts the count.

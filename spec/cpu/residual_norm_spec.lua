@@ -81,8 +81,8 @@ describe("layer norm of rows far from 0", function()
     engine.device("cpu")
   end)
 
-  --- Both operations on rows x, with a residual branch of zeros: y and the gradients of x and of
-  --- the weight.
+  --- layer_norm of rows x, and add_layer_norm of x and a branch of zeros. Returns of each y and the
+  --- gradients of x and of the weight.
   local function both(x, eps)
     local out = {}
     for k = 1, 2 do

@@ -111,8 +111,9 @@ describe("resuming with a loader of the script's own", function()
       local good, message = pcall(train, 4, place)
       assert.is_false(good)
       assert.equal(("resume: %s/run/checkpoints/step-00000002: %s, so the data would begin at "
-        .. "their first batch again; hint: a loader with both (docs/data.md), or restart_data = "
-        .. "true to accept it"):format(folder, problem), message:match("resume: .*"))
+        .. "their first batch again; hint: %s"):format(folder, problem, place
+        and "restart_data = true accepts it" or "add them to the loader (docs/data.md), or "
+        .. "accept it with restart_data = true"), message:match("resume: .*"))
       assert.same({}, read)
     end
   end)

@@ -67,7 +67,7 @@ describe("ranks that drift apart", function()
     assert.equal(weights, rest_weights)
   end)
 
-  it("are in the history, and engine runs says so", function()
+  it("are recorded in the history and shown by `engine runs`", function()
     local run = folder .. "/run"
     drifted(job(2, { "drift=lr", "run=" .. run }), "step 3: the ranks have drifted apart",
       "there is no checkpoint to resume from; hint: run=NAME checkpoint_every=STEPS")

@@ -142,8 +142,9 @@ describe("checkpoints of several ranks", function()
 
   it("resume on as many or fewer ranks, bit for bit like a checkpoint of one rank", function()
     local whole, weights = job(4, { "steps=6", "dropout=0.1" })
-    -- Four and two ranks read a checkpoint with another zero= than wrote it. Two ranks with two
-    -- micro-batches under ZeRO-2 are left out: they add in another order.
+    -- The jobs on four and on two ranks resume under another zero= than the job that wrote the
+    -- checkpoint. Two ranks with two micro-batches under ZeRO-2 are left out: they add gradients
+    -- in a different order than the job of one rank.
     for zero = 0, 2 do
       helper.shell(("rm -rf %s/run"):format(folder))
       job(4, { "steps=3", "dropout=0.1", "zero=" .. zero, "run=" .. folder .. "/run" })

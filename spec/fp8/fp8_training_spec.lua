@@ -490,8 +490,8 @@ describe("memory", function()
     end
     assert.is_truthy(tostring(low):find("of which in FP8"))
   end)
-  it("of attention's output under fp8_block is 12 bits a number, with gradients close to those " ..
-    "of the unquantized output", function()
+  it("of attention's output under fp8_block is 12 bits a number, and the gradients are close to " ..
+    "those of the unquantized output", function()
     local plain = { base = "fp8_block",
       fp8 = { layers = { { match = "%.down$", x = { keep = "swiglu" } } } } }
     local packed, codes = bytes_of "fp8_block", bytes_of(plain)

@@ -192,7 +192,7 @@ function plans.rms_norm_grad()
   return { float(s), chance(60) and float { s[#s] } or false, float(outer(s)), float(s) },
     { float_number(), draw(2) }, {}, 2
 end
--- A norm's plan with one more input: `branch` of x's shape, or, for a gradient, `dsum` of dy's.
+-- A norm's plan with one more input of the first input's shape: `branch`, or `dsum` of a gradient.
 local function added(plan, at, more)
   return function()
     local inputs, ints, floats, n_out = plan()

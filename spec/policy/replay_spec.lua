@@ -219,7 +219,7 @@ describe("a replayed run", function()
     history:close()
   end)
 
-  it("predicts other scales: exact verdicts are right, estimates mostly", function()
+  it("predicts runs at other scales: exact verdicts are right, most estimates too", function()
     local wrong, bounds = 0, 0
     for exponent = 12, 20, 2 do
       local overflows = record("static", { loss_scale = 2 ^ exponent }, nil, 60)

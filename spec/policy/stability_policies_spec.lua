@@ -407,7 +407,7 @@ describe("policy rerun", function()
       end }:run()
     return table.concat(rows, " "), summary
   end
-  it("tells a loss spike in the data from a fault of the machine in a run", function()
+  it("tells, in a run, a loss spike in the data from a fault of the machine", function()
     local rows, summary = train(false)
     assert.are.equal("step step step step step step retry 1 step step step step", rows)
     assert.is_nil(summary.stopped)

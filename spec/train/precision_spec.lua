@@ -10,7 +10,8 @@ local inf = math.huge
 
 local step = helper.in_step
 
--- every class of ops.def with some of its operations; `like` gives an input of a dtype
+-- Some operations of each casting class of ops.def. like(sizes ...) makes an input of that shape
+-- in the dtype of the test.
 local OPERATIONS = {
   activations = {
     matmul = function(like) return like(2, 3):matmul(like(3, 2)) end,

@@ -67,7 +67,7 @@ local function mpirun(n)
 end
 
 -- Two processes of this machine run this script. Summing 2^20 floats sends each of their 2^22 bytes
--- once.
+-- once, so the time of a byte is b / 2^22.
 local MESSAGES = [[local e, f = require("engine"), require("engine.base.ffi")
 local C, w, v = f.C, e.ranks.world(), f.new("float[?]", 2^20)
 local function time(g, n)

@@ -92,8 +92,8 @@ end
 
 -- ------------------------------------------------------------------ comparing
 
--- This rank's message: [0] the hash of the checksums of items that all ranks hold, [1] that of the
--- items that this rank and only some others hold, [2] the number of items.
+-- This rank's message: [0] the hash of the checksums of items that all ranks hold, [1] the same for
+-- this rank's items that not all ranks hold, [2] the number of items.
 local function summary(list, sums)
   local parts, n = { ffi.new("uint64_t[?]", #list), ffi.new("uint64_t[?]", #list) }, { 0, 0 }
   for i, item in ipairs(list) do

@@ -460,11 +460,11 @@ function M.tensor(h, name, options)
     format.name, format.largest), x = x, y = y, log = 2,
     width = options.width, height = 8, marks = #bad_steps > 0 and bad_steps or nil,
     mark_name = "inf or nan", x_name = "step" } }
-  parts[3] = ("step %s: largest %s, norm %s, %s zero, %s below 2^%d, %d inf, %d nan of " ..
-    "%s; %d recorded steps, %d with inf or nan"):format(
-    grouped(last.step), plot.number_text(last.amax), plot.number_text(last.norm),
-    percent(last.zeros, last.count), percent(last.underflow, last.count),
-    format.normal, last.inf, last.nan, grouped(last.count), #rows, #bad_steps)
+  parts[3] = ("step %s: largest %s, norm %s; of %s elements %s zero, %s below 2^%d, %d inf, " ..
+    "%d nan; %d recorded steps, %d with inf or nan"):format(grouped(last.step),
+    plot.number_text(last.amax), plot.number_text(last.norm), grouped(last.count),
+    percent(last.zeros, last.count), percent(last.underflow, last.count), format.normal, last.inf,
+    last.nan, #rows, #bad_steps)
   local exponents = bars(last.hist, math.min(50, (options.width or 80) - 20))
   parts[4] = exponents and "its exponents at that step:\n" .. exponents
   return text_of(table.concat(parts, "\n\n"), data)

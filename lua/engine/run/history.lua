@@ -114,9 +114,8 @@ function Writing:event(step, kind, text, data)
   return told(C.eng_history_event(handle(self), step, kind, text, data))
 end
 
---- Appends a shadow's verdict at a step, whether gradients overflow at the shadow's scale, and
---- whether the verdict is a bound (counterfactual.lua). It holds until the next row of the same
---- name.
+--- Appends a row for a shadow at a step: its verdict, whether gradients overflow at its scale, and
+--- whether the verdict is a bound (counterfactual.lua). The row holds until the shadow's next row.
 function Writing:append_shadow(step, name, verdict, overflow, bound)
   need("append_shadow", step, name, verdict)
   return told(C.eng_history_shadow(handle(self), step, name, verdict, overflow or false,

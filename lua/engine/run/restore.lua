@@ -226,11 +226,18 @@ end
 local function place_of_data(trainer, path, place)
   if trainer.own_data == false then return nil, nil end
   if trainer.restart_data then return "the data begin at their first batch (restart_data)", nil end
-  local problem = not trainer.data.restore and "the loader has no state() and restore()"
-    or not place and "the checkpoint holds no position in the data"
-  if not problem then return nil, place end
-  error(("resume: %s: %s, so the data would begin at their first batch again; hint: a loader "
-    .. "with both (docs/data.md), or restart_data = true to accept it"):format(path, problem), 0)
+  local problem, hint
+  if not trainer.data.restore then
+    problem = "the loader has no state() and restore()"
+    hint = "add them to the loader (docs/data.md), or accept it with restart_data = true"
+  elseif not place then
+    problem = "the checkpoint holds no position in the data"
+    hint = "restart_data = true accepts it"
+  else
+    return nil, place
+  end
+  error(("resume: %s: %s, so the data would begin at their first batch again; hint: %s"):format(
+    path, problem, hint), 0)
 end
 
 -- Moves the evaluation's data to the position `place`. Returns a line if the data refuse it.

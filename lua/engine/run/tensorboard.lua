@@ -226,8 +226,8 @@ Live.__index = Live
 local FLUSH_SECONDS = 2
 
 --- Writes the steps of a run as they are made; called by run.lua. list: the parameters, in order.
---- first: the first step; a reader drops what earlier files of the directory hold from this step
---- on.
+--- first: the first step; a reader discards the steps from `first` on in the directory's earlier
+--- files.
 function M.live(dir, list, first)
   local _, group_of, groups = require("engine.policy.groups").of(list)
   local self = setmetatable({ writer = M.open(dir), n = #list, layer_of = {}, layers = groups,

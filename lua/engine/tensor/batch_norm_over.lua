@@ -5,7 +5,7 @@
 -- Forward, the ranks exchange their number of rows and the mean and variance of each channel in
 -- double. Backward, they exchange the sums of dy and of dy * (x - mean) / sqrt(variance + eps), on
 -- which every dx depends; the gradients of weight and bias stay those of this rank's rows, since
--- the optimizer's reduction adds them up. Numbers are combined in double and in the order of ranks,
+-- the optimizer's reduction adds them up. Numbers are combined in double and in a fixed order,
 -- so all ranks have the same bits. If no rank has rows, the results are those of one rank without
 -- rows: mean and variance nan, gradients of weight and bias 0.
 local M_ffi = require "engine.base.ffi"

@@ -1,5 +1,5 @@
--- NF4, the format of QLoRA's frozen weights, with the bits of bitsandbytes. core/base/nf4.h defines
--- it.
+-- NF4, the format of QLoRA's frozen weights, bit-identical to bitsandbytes. core/base/nf4.h defines
+-- the format.
 --
 --   local q = engine.nf4.quantize(weight)                  -- 4.13 bits a number
 --   print(q, q:dequantize("bf16"))

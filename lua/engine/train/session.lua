@@ -407,8 +407,8 @@ function Session:decide(s, record)
   if action and not (self.own_data and #self.entries == 1) then
     verdict.action = record.overflow ~= 0 and C.ENG_ACTION_SKIP or C.ENG_ACTION_STEP
     verdict.failed = 1
-    verdict.reason = ("session: policy %s asks for a %s, which needs one optimizer and data = " ..
-      "the loop's loader"):format(self.policy.name, action)
+    verdict.reason = ("session: policy %s asks for a %s, which needs a single optimizer and " ..
+      "the option `data` (the loop's loader)"):format(self.policy.name, action)
   end
   return verdict
 end

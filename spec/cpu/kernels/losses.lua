@@ -59,7 +59,7 @@ generators.cross_entropy = function(try)
     try { inputs = { float("f16", { 3, 5 }, "normal"), listed("i32", { 3 }, { 0, 1, 2 }) },
       ints = { -100, 1 }, floats = floats, outputs = 2, fails = "expected [zs]" }
   end
-  -- A kernel that read only the low 32 bits of 2^32 would see 0, no reduction, and write a loss for
+  -- A kernel that read only the low 32 bits of 2^32 would see 0 (no reduction) and write a loss for
   -- each row into an output with room for one.
   for _, reduction in ipairs { 3, -1, 2 ^ 32 } do
     try { inputs = { float("f16", { 3, 5 }, "normal"), listed("i32", { 3 }, { 0, 1, 2 }) },

@@ -110,7 +110,7 @@ generators.mx_quantize = function(try)
     { { 13, 1, 5, 0 }, "even number of columns" }, { { 13, 1, 4, 0 }, "even length" },
     { { 10, 1, 32, 7 }, "need the format e2m1" }, { { 13, 1, 4, 7, FINITE }, "quest and" },
     { { 13, 2, 2, 7 }, "quest and" }, { { 13, 1, 4, 7, 0, 8 }, "quest and" },
-    { { 13, 1, 4, 8, TURNED }, "quest and" }, { { 13, 1, 6, 8 }, "divide 128" },
+    { { 13, 1, 4, 8, TURNED }, "quest and" }, { { 13, 1, 6, 8 }, "divides 128" },
     { { 13, 1, 16, 8, GATE }, "flags" },
     { { 10, 1, 32, 0, GATE }, "flags" },
     { { 10, 1, 32, 0, 1 }, "flags" }, { { 10, 1, 32, 0, 0, 25 }, "sr_bits" },
@@ -194,7 +194,8 @@ generators.mx_matmul = function(try)
   local a, sa = codes(2, 64, 10, 0, "normal")
   try { inputs = { a, sa, a, sa, false, false }, ints = { 10, 13, 0 }, fails = "e2m1 twice" }
   try { inputs = { a, sa, a, sa, false, false }, ints = { 10, 10, 4 }, fails = "scale rule" }
-  try { inputs = { a, sa, a, a, false, false }, ints = { 10, 10, 0 }, fails = "u8 scales" }
+  try { inputs = { a, sa, a, a, false, false }, ints = { 10, 10, 0 },
+    fails = "a u8 scale for every 32" }
   try { inputs = { a, sa, a, sa, float("f32", { 2 }, "normal"), false }, ints = { 10, 10, 0 },
     fails = "one f32 amax" }
 end
