@@ -1,8 +1,9 @@
 -- Dynamic loss scaling of metaseq's DynamicLossScaler (OPT), number for number: fairseq's scaler
 -- with a small first scale and a window that grows and shrinks with the scale. It never stops the
 -- run for a small scale: an overflow that would take the scale below min_loss_scale leaves it
--- unchanged (the window shrinks all the same). The scale is a double. Difference: metaseq's scale can reach
--- infinity; here it keeps its last finite value, or with strict=false the run stops at that step.
+-- unchanged (the window shrinks all the same). The scale is a double. Difference: metaseq's scale
+-- can reach infinity; here it keeps its last finite value, or with strict=false the run stops at
+-- that step.
 return {
   name = "metaseq",
   doc  = "metaseq's DynamicLossScaler: the window doubles and halves with the scale.",

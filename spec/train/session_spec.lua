@@ -363,7 +363,8 @@ describe("a session", function()
     local row = h:steps(0, 0)[1]
     h:close()
     assert.same({ "skip", true }, { row.action, row.policy_failed })
-    assert.matches("session: policy again asks for a retry, which needs a single optimizer", row.reason)
+    assert.matches("session: policy again asks for a retry, which needs a single optimizer",
+      row.reason)
   end)
 
   it("refuses scales per layer at the first decision", function()

@@ -97,8 +97,9 @@ function M.want_list(v, name, what, example)
   for _ in pairs(v) do count = count + 1 end
   for key in pairs(v) do
     if type(key) ~= "number" or key % 1 ~= 0 or key < 1 or key > count then
+      local gaps = type(key) == "number" and key % 1 == 0 and key > count
       raise("%s: expected %s to be a list, such as %s, got a table with the field %s%s", name, what,
-        example, value_text(key), type(key) == "number" and key > count and key % 1 == 0 and " and gaps" or "")
+        example, value_text(key), gaps and " and gaps" or "")
     end
   end
 end

@@ -108,10 +108,10 @@ function M.command(spec)
     local words = { ... }
     local good, result = pcall(function()
       local given = M.parse(words, spec)
-      local words = given.words
-      if spec.most and #words > spec.most then
+      local extra = spec.most and given.words[spec.most + 1]
+      if extra then
         fail("expected %s, got '%s'; see engine help %s", spec.most == 0 and "no arguments"
-          or "one argument", words[spec.most + 1], spec.name)
+          or "one argument", extra, spec.name)
       end
       if not given.help then return spec.main(given) end
       print(spec.help)

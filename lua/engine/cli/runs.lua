@@ -5,8 +5,9 @@ local show = require "engine.base.show"
 local help = [==[
 usage: engine runs [FOLDER] [--json]
 
-Lists the runs under runs/ (or FOLDER, also a contest's name), oldest first: steps, the last loss and loss scale, steps
-without an update, the policy, when the run began, how long it took and how it ended.
+Lists the runs under runs/ (or FOLDER, also a contest's name), oldest first: steps, the last loss
+and loss scale, steps without an update, the policy, when the run began, how long it took and how it
+ended.
 
   engine runs
   engine runs /scratch/me/runs
