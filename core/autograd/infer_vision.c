@@ -11,8 +11,8 @@ static eng_status want_image(const op_call *c, int k)
   const tensor *x = c->in[k];
   ENG_TRY(want_float(c, k));
   if (x->ndim == 4 && x->shape[1] <= LARGEST && x->shape[2] <= LARGEST) return ENG_OK;
-  return error_set(ENG_ERR_SHAPE, "%s: expected images [N x H x W x C] with H and W up to 2^30, got %s",
-                   op_name(c), tensor_text(x));
+  return error_set(ENG_ERR_SHAPE, "%s: expected images [N x H x W x C] with H and W up to 2^30, "
+                   "got %s", op_name(c), tensor_text(x));
 }
 
 /// Checks a pair of integer attributes.

@@ -183,8 +183,8 @@ eng_status eng_tokenizer_token(eng_tokenizer *t, int64_t id, const char *text, i
                      "'%.*s'", (long long)id, shown(t->by_id[id].size),
                      t->names.data + t->by_id[id].at, shown(size), text);
   if (!(fabs(score) < 1e300))
-    return error_set(ENG_ERR_FORMAT, "tokenizer: token '%.*s': expected a score within +-1e300, got %g",
-                     shown(size), text, score);
+    return error_set(ENG_ERR_FORMAT, "tokenizer: token '%.*s': expected a score within +-1e300, "
+                     "got %g", shown(size), text, score);
   ENG_TRY(name_token(t, id, text, size));
   if (!texts_set(&t->vocab, text, size, (uint32_t)id)) return no_memory();
   if (t->model == ENG_TOKENS_UNIGRAM) {
