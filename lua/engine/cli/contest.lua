@@ -119,6 +119,10 @@ local TAKEN = { policy = "--policy", seed = "seeds=", run = "name=", resume = "t
 local OUTPUTS = { "csv", "latex", "svg", "png" }
 
 local function read(given)
+  local ffi = require "engine.base.ffi"
+  if ffi.C.eng_comm_launched(ffi.new("int[1]"), ffi.new("int[1]")) then
+    fail("one process starts the runs; hint: start it without mpirun or torchrun")
+  end
   if #given.words ~= 1 then
     fail(#given.words == 0 and "expected a script; see engine help contest"
       or "expected one script, got '%s' and '%s'", unpack(given.words))
@@ -153,7 +157,7 @@ local function read(given)
     source = text, settings = settings, policies = given.policy, seeds = own.seeds,
     threads = own.threads, jobs = own.jobs }
   check_script(contest)
-  local cores = require("engine.base.ffi").C.eng_comm_threads()
+  local cores = ffi.C.eng_comm_threads()
   contest.default_threads = math.max(1, math.floor(cores / (#contest.policies * own.seeds)))
   contest = require("engine.run.contest").open(contest)
   local card = table.concat(settings, " "):find("device=[ac]u")        -- auto, cuda
