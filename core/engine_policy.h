@@ -161,7 +161,8 @@ eng_status eng_policy_option_get(eng_policy_option *out, const eng_policy *polic
 
 /// Creates a fresh state and drops earlier verdicts. Errors: POLICY.
 eng_status eng_policy_init(eng_policy *policy);
-/// The current loss scale: first that of the fresh state, then that of the last good verdict.
+/// The current loss scale: that of the fresh state, of the last good verdict, or of
+/// eng_policy_set_scale, whichever came last.
 double     eng_policy_scale(const eng_policy *policy);
 /// Sets the current scale, and state.scale if the state has that number. The rest of the state,
 /// including its counters, is unchanged. Errors: VALUE (not a positive finite number), STATE.

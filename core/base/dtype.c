@@ -1,4 +1,5 @@
-// Names of dtypes and operations; single elements of every dtype. See dtype.h, numerics.h.
+// Names of dtypes and operations; reads and writes single elements of every dtype. See dtype.h and
+// numerics.h.
 // Linked into device plug-ins as well.
 #include "dtype.h"
 

@@ -60,7 +60,7 @@ static void quest_row(const void *context, int64_t row)
   }
 }
 
-/// The codes of a block before the correction of its scale. Adds to the sums of its group. Returns
+/// Writes a block's codes; its scale is corrected later. Adds to the sums of its group. Returns
 /// the value of the scale.
 static float eden_block(const float *x, int n, float encode, uint8_t *code, double *squares,
                         double *product)

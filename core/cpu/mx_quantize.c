@@ -698,7 +698,8 @@ static eng_status mx_quantize(const op_call *call)
   memset(part, 0, (size_t)bytes);
   float *amax = call->out[2]->data;
   int64_t *nan = call->out[5]->data;
-  // NVFP4's scales need the amax of the whole tensor; with the other rules, the same pass finds it.
+  // NVFP4's scales need the amax of the whole tensor, so a pass of its own finds it first, as for
+  // the rules of mx_fitted.h. With the other rules, the quantizing pass finds it.
   bool fitted = mx_is_fitted(a->rule), before = fitted || (mx_is_nvfp4(a->rule) && !call->in[1]);
   if (before) {
     run_tasks(pieces, together, survey_task, &(survey){.x = x, .part = part});

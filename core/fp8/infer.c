@@ -386,7 +386,8 @@ static eng_status infer_fp8_matmul(op_call *c, op_shape *s)
   if (c->fp8_matmul.yields && (c->fp8_matmul.yields < 1 || c->fp8_matmul.yields > ENG_DTYPE_COUNT ||
                                !dtype_is_float((int)c->fp8_matmul.yields - 1)))
     return error_set(ENG_ERR_DTYPE,
-                     "fp8_matmul: expected the number of a floating-point dtype + 1, got %lld",
+                     "fp8_matmul: expected yields to be 0, or 1 plus the number of a "
+                     "floating-point dtype, got %lld",
                      (long long)c->fp8_matmul.yields);
   ENG_TRY(want_between(c, "an accumulator", c->fp8_matmul.accumulator, 0, ENG_ACCUMULATORS - 1));
   if (c->fp8_matmul.promotion < 0 || c->fp8_matmul.promotion % 32 ||

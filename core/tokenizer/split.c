@@ -19,7 +19,8 @@ static void cursor_find(cursor *c)
                           &c->end);
 }
 
-// The next stretch, matched and unmatched in turn; false at the end.
+// The next stretch, matched or between two matches; false at the end. Adjacent matches follow each
+// other.
 static bool cursor_next(cursor *c, stretch *out)
 {
   if (c->at >= c->size) return false;

@@ -120,7 +120,7 @@ struct histogram {
 template <bool HIST> struct histogram_room { histogram bins; };
 template <> struct histogram_room<false> { uint32_t nothing; };
 
-/// Counts one number. `bits` is its exponent field, in place within 16 bits.
+/// Counts one number. `bits`: the upper 16 bits of its encoding, with all but the exponent cleared.
 __device__ static inline void count_field(histogram *h, uint32_t bits)
 {
   atomicAdd((uint32_t *)(h->fields + (bits | threadIdx.x % 32 * 4)), 1u);

@@ -273,8 +273,8 @@ static __global__ void __launch_bounds__(WALK_THREADS)
   }
 }
 
-// Adds the parts of each place that continues after the chunk in which it begins. That chunk's
-// thread does this.
+// Adds the parts of each place that continues after the chunk in which it begins. The threads of
+// that chunk do this.
 template <class Lanes>
 static __global__ void __launch_bounds__(WALK_THREADS)
   combine_kernel(const scatter s, int64_t threads, int64_t vectors)

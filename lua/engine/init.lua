@@ -9,8 +9,8 @@ local nearest = require "engine.base.nearest"
 
 local C, check, expect = M_ffi.C, M_ffi.check, M_ffi.expect
 
--- A history's methods plot, heatmap and tensor are in report/views.lua. Both modules load at their
--- first use.
+-- A history's methods plot, heatmap and tensor are in report/views.lua. That module and
+-- engine.run.history each load at their first use.
 local HISTORY = "engine.run.history"
 local function add_pictures(history)
   for _, picture in ipairs { "plot", "heatmap", "tensor" } do

@@ -392,8 +392,8 @@ typedef struct wire_task {
 static int64_t scales_bytes(int64_t n)
 { return (n + WIRE_BLOCK - 1) / WIRE_BLOCK * (int64_t)sizeof(float); }
 
-/// Packs a run's numbers with comm_pack, which writes codes and scales into one piece for a count
-/// that is a multiple of four; copies the codes and scales to the run's places.
+/// Packs a run's numbers with comm_pack, then copies codes and scales to the run's places.
+/// comm_pack puts the scales behind the codes, so the count is rounded up to a multiple of four.
 static int pack_run(const wire_run *r, int wire, int dtype, uint32_t *flags)
 {
   int64_t padded = (r->n + 3) / 4 * 4, size = eng_dtype_size(dtype);

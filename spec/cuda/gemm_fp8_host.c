@@ -122,7 +122,7 @@ void fp8_products(void)
         CHECK(fp8_scale_at(&s, rows - 1, inner - 1) < s.count, "the last scale");
         free(seen);
       }
-  // The error names the whole product.
+  // Refused products. Most messages describe the result and both operands.
   fp8_operand x = fp8_random(32, 64, ENG_e4m3, FP8_VEC128),
               w = fp8_random(48, 64, ENG_e4m3, FP8_BLK128), t = w, u = x, z;
   float out[32 * 48];

@@ -56,7 +56,7 @@ local function mirrored(x)
   return x:contiguous():index_select(4, columns)
 end
 
---- The loader's fields for data.images; `example` gives the number of an example.
+--- The loader's fields for data.images. example(self, at, b): the index of example b of batch `at`.
 function M.open(o, example)
   local classes, list, others = scan(o.path)
   if #others > 0 and o.bad == "stop" then

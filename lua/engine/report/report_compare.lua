@@ -129,7 +129,7 @@ local function curve_sections(list)
     shadows = {} }), c
 end
 
---- See the top of the file. Also returns notes about what was left out, one per line.
+--- See the top of the file. Also returns a list of notes about what was left out.
 function M.html(list, folder)
   local names = {}
   for i, run in ipairs(list) do names[i], run.number = run.name, i end

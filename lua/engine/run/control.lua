@@ -57,7 +57,7 @@ local function positive(x) return type(x) == "number" and x > 0 and x < math.hug
 local function not_negative(x) return type(x) == "number" and x >= 0 and x < math.huge end
 local function count(x) return type(x) == "number" and x >= 0 and x % 1 == 0 and x < 2 ^ 53 end
 
--- The setting of a trainer's field that is a limit, such as clip; 0: no limit.
+-- A setting for one of the trainer's limits, such as clip; 0: no limit.
 local function limit(field)
   return { "a number, 0 for none", not_negative, function(t) return t[field] or 0 end,
     function(t, x) t[field] = x > 0 and x or nil end, kept = true }

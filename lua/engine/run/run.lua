@@ -180,7 +180,7 @@ local function open(self, resume)
   self:open_history(self.continues)
 end
 
---- Opens a trainer's run: nothing without a name, else a new directory or the one to resume.
+--- Opens a trainer's run: with a name, in a new directory or in the one to resume.
 function M.open(trainer, options)
   local self = setmetatable({ trainer = trainer, notes = {}, warnings = {}, complained = {},
     checkpoint_every = options.checkpoint_every or 0, keep = options.keep or 3,

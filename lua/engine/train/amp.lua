@@ -26,7 +26,7 @@ local function is_low(now)
   return now.compute == M_ffi.dtype.f16 or now.compute == M_ffi.dtype.bf16
 end
 
--- The arguments with every tensor of FLOAT cast to a format.
+-- The arguments, with every tensor whose dtype is in FLOAT cast to a format.
 local function cast(format, n, ...)
   local list = { ... }
   for i = 1, n do
