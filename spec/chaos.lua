@@ -1,5 +1,5 @@
--- Short jobs with random disturbances; each must report its end correctly, and after a resume end
--- with the bits of an undisturbed job.
+-- Short jobs with random disturbances. Each must report its end correctly and, once resumed, end
+-- bit-identical to an undisturbed job.
 --   ./engine spec/chaos.lua [runs=500] [seed=1] [seconds=1800] [first=1] [only=NUMBER]
 -- A run is spec/dist/job.lua on one to four ranks, drawn from the seed and its number: precision,
 -- ZeRO, mode, clipping, how often it writes a checkpoint. The job is started once or twice with one

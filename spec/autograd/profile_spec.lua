@@ -62,7 +62,7 @@ describe("engine.profile", function()
     engine.device(before)
   end)
 
-  it("passes errors on and stops", function()
+  it("passes errors on and stops profiling", function()
     assert.error_matches(function() engine.profile(function() error("oh", 0) end) end, "^oh$")
     assert.error_matches(function() engine.profile(3) end, "expected a function, got number")
     local before = #engine.profile(function() end).rows

@@ -30,7 +30,7 @@ describe("statistics", function()
     assert.equal("nan", statistics.text(0 / 0, 0 / 0, 2):gsub("-", ""))
   end)
 
-  it("take 95 % of Student's t, from a table and beyond it", function()
+  it("use the 95 % quantiles of Student's t, in the table and beyond its end", function()
     for degrees = 1, 40 do
       assert.near(0.95, share(statistics.t95(degrees), degrees), 2e-5, degrees)
     end

@@ -32,7 +32,7 @@ describe("text", function()
     assert.equal("a  b", show.shown("a\n\tb"))
   end)
 
-  it("has \\xNN for what a terminal executes or cannot read", function()
+  it("shows as \\xNN what a terminal would execute or cannot read", function()
     for text, expected in pairs {
       ["\27[31m"] = "\\x1B[31m", ["a\0b"] = "a\\x00b", ["\r"] = "\\x0D", ["\127"] = "\\x7F",
       ["\194\155"] = "\\xC2\\x9B", ["\226\128\174"] = "\\xE2\\x80\\xAE",      -- C1, U+202E

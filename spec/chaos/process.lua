@@ -127,7 +127,7 @@ function Job:rest(seconds)
   return self:wait(function() return C.eng_clock() >= until_then end)
 end
 
---- The job may end with these statuses. ends: it must not end with 0.
+--- Allows the job to end with these statuses. Status 0 is also allowed, unless `ends` is true.
 function Job:may_end(codes, ends)
   for _, code in ipairs(codes) do self.codes[code] = true end
   self.ends = self.ends or ends

@@ -98,7 +98,7 @@ function M.check(job, plan, reference)
       break
     end
   end
-  -- a job that ended before its first step leaves a checkpoint that was damaged before it
+  -- a job that ended before its first step has not replaced a checkpoint damaged before its start
   local damaged = job.damaged and job:step() == 0
   if newest_step ~= intact and not damaged then
     wrong("the checkpoint of step %d is not intact", newest_step)

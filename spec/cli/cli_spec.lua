@@ -77,7 +77,7 @@ describe("the command line", function()
     end
   end)
 
-  it("gives the exit code of os.exit and 0 at the end", function()
+  it("exits with the code given to os.exit, and with 0 at the end of the script", function()
     assert.equal(0, run({ "-e", "" }).code)
     assert.equal(7, run({ "-e", "os.exit(7)" }).code)
     assert.equal(3, run({ script "os.exit(3, true)" }).code)
@@ -293,7 +293,7 @@ describe("signals", function()
 
   local busy = "io.write('ready\\n') io.flush() jit.off() while true do end"
 
-  it("SIGINT stops a script with a traceback and 130", function()
+  it("SIGINT stops a script with a traceback and status 130", function()
     local code, text = interrupted(busy, { "INT" })
     assert.equal(130, code)
     assert.matches("interrupted!", text, 1, true)
@@ -309,7 +309,7 @@ describe("signals", function()
     assert.not_matches("lua/engine/", text, 1, true)
   end)
 
-  it("SIGTERM stops it with 143", function()
+  it("SIGTERM stops a script with status 143", function()
     assert.equal(143, (interrupted(busy, { "TERM" })))
   end)
 

@@ -167,7 +167,7 @@ describe("config", function()
     helper.remove(folder)
   end)
 
-  it("names no hidden field in its help and in messages", function()
+  it("names no hidden field in its help or in messages", function()
     local fields, docs = { older = "", new = "" }, { older = { "former name", hidden = true } }
     assert.is_nil(config.help(fields, docs):find("older"))
     assert.equal("config: no field 'oldr'; fields: new",

@@ -47,7 +47,7 @@ describe("an installed engine", function()
     assert.matches("here +3 ", result.out)
   end)
 
-  it("is required from plain luajit", function()
+  it("can be required from plain luajit", function()
     if helper.sanitized then return end   -- luajit would lack the sanitizer's library
     local path = quote(prefix .. "/share/lua/5.1/?.lua;" .. prefix .. "/share/lua/5.1/?/init.lua")
     local code = quote 'local e = require "engine" print(e.full({ 2, 3 }, 2):sum():item())'

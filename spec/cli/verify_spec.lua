@@ -5,7 +5,8 @@ local engine = require "engine"
 local helper = require "spec.helper"
 local quote = helper.quote
 
--- wait: seconds of sleep in each step; other: another run first; by_hand: a loop without run().
+-- wait: seconds of sleep in each step; other: trains another run first; by_hand: a loop without
+-- run().
 local JOB = [[
 local engine = require "engine"
 local cfg = engine.config { policy = "dynamic:init_scale=2^18,growth_interval=10", run = "job",

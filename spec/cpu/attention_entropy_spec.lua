@@ -1,6 +1,6 @@
--- Computing attention's entropies changes nothing else: y and the tensors of the backward pass keep
--- their bits. Runs on the CPU with every instruction set; with ENGINE_TEST_DEVICE=cuda on the card,
--- with each of its kernels: tensor cores for 32, 64, 96 and 128 columns, and the plain one.
+-- Computing attention's entropies changes nothing else: y and the tensors of the backward pass stay
+-- bit-identical. Runs on the CPU with every instruction set; with ENGINE_TEST_DEVICE=cuda on the
+-- card, with each of its kernels: tensor cores for 32, 64, 96 and 128 columns, and the plain one.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local devices, helper = require "spec.devices", require "spec.helper"

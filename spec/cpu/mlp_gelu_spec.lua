@@ -40,7 +40,7 @@ end
 describe("a feed-forward block", function()
   after_each(function() engine.end_step() end)
 
-  it("in one operation has the bits of the separate operations in f32", function()
+  it("in one operation is bit-identical to the separate operations in f32", function()
     for _, bias in ipairs { true, false } do
       local one, parts = pass("fp32", function(m) return m end, bias), pass("fp32", apart, bias)
       local n = 0
@@ -57,7 +57,7 @@ describe("a feed-forward block", function()
       function()
       local one, parts, truth = pass(recipe, function(m) return m end), pass(recipe, apart),
         pass("fp32", apart)
-      assert(bytes(parts.y1) == bytes(one.y1), "the forward pass has the same bits")
+      assert(bytes(parts.y1) == bytes(one.y1), "expected the same bits of y1")
       for name, want in pairs(parts) do
         assert.equal(want.dtype, one[name].dtype, name)
         assert(distance(one[name], want) < 2 * unit, ("%s: differs by %.3g"):format(name,
@@ -123,7 +123,7 @@ describe("a feed-forward block", function()
     assert.is_true(up.grad:abs():sum():item() > 0)
   end)
 
-  it("is f64 for f64 inputs, and autocast lowers it like linear", function()
+  it("returns f64 for f64 inputs, and autocast lowers it like linear", function()
     engine.begin_step()
     local function of(dtype)
       return engine.randn({ 3, 8 }, dtype):mlp_gelu(engine.randn({ 16, 8 }, dtype), nil,

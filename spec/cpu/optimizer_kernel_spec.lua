@@ -86,7 +86,7 @@ describe("optimizer updates", function()
           for i in ipairs(shapes) do
             for k, got in ipairs(set:weights(i)) do
               assert.is_true(math.abs(got - w[i][k]) <= 3e-6 * math.max(1, math.abs(w[i][k])),
-                  ("weight %d of %d: expected %.9g, got %.9g"):format(k, i, w[i][k], got))
+                  ("element %d of tensor %d: expected %.9g, got %.9g"):format(k, i, w[i][k], got))
             end
           end
           set:free()
@@ -175,8 +175,8 @@ describe("optimizer updates", function()
           end
           for i, square in ipairs(norms_of(set, #lengths, before)) do
             for k, want in ipairs(square) do
-              near(want, sums[i * 4 - 5 + k], 2e-6, ("%s, %g, norm %d of %d"):format(case.kind,
-                size, k, i))
+              near(want, sums[i * 4 - 5 + k], 2e-6, ("%s, %g, norm %d of tensor %d"):format(
+                case.kind, size, k, i))
             end
           end
           local bits = ffi.string(sums, ffi.sizeof(sums))
@@ -254,7 +254,7 @@ describe("optimizer updates", function()
       end
       for i = 1, 2 do
         for k, got in ipairs(set:weights(i)) do
-          assert.is_true(math.abs(got - w[i][k]) <= 3e-6, ("weight %d of %d"):format(k, i))
+          assert.is_true(math.abs(got - w[i][k]) <= 3e-6, ("element %d of tensor %d"):format(k, i))
         end
       end
       set:optimizer("sgd")

@@ -85,7 +85,7 @@ end
 print(n, different, nans)
 ]]
 
--- oneDNN's own switch. Without it, a processor with AMX would run most of these products there.
+-- A setting of oneDNN. Without it, a processor with AMX would run most of these products with AMX.
 local NO_AMX = "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 "
 
 local function output(pairs_, script)

@@ -81,8 +81,8 @@ describe("layer norm of rows far from 0", function()
     engine.device("cpu")
   end)
 
-  --- layer_norm of rows x, and add_layer_norm of x and a branch of zeros. Returns of each y and the
-  --- gradients of x and of the weight.
+  --- layer_norm of rows x, and add_layer_norm of x and a branch of zeros. Returns y and the
+  --- gradients of x and of the weight for each.
   local function both(x, eps)
     local out = {}
     for k = 1, 2 do
@@ -162,7 +162,7 @@ describe("a residual and its norm in one operation", function()
 
   for _, form in ipairs { "layer", "rms" } do
     for _, dtype in ipairs { "f32", "f16", "bf16", "f64" } do
-      it("has the bits of the two operations, " .. form .. " norm in " .. dtype, function()
+      it("is bit-identical to the two operations, " .. form .. " norm in " .. dtype, function()
         everywhere(function(set)
           for _, n in ipairs { 1, 7, 33, 256, 515, 1024, 1544, 2056, 4104 } do
             compare_on(set, form, { dtype, dtype }, { n < 1000 and 9 or 5, n },
@@ -173,7 +173,7 @@ describe("a residual and its norm in one operation", function()
         end)
       end)
     end
-    it("has the bits of the two operations with mixed formats, " .. form .. " norm", function()
+    it("is bit-identical to the two operations with mixed formats, " .. form .. " norm", function()
       everywhere(function(set)
         for _, pair in ipairs { { "f32", "bf16" }, { "f32", "f16" }, { "bf16", "f32" },
           { "f16", "bf16" }, { "f32", "f64" } } do
@@ -332,14 +332,14 @@ describe("models with residuals and norms in one operation", function()
     for _, recipe in ipairs { "fp32", "bf16", "fp16", "fp8_current" } do
       it(("train as with separate operations: %s in %s"):format(kind, recipe), function()
         if CARD then engine.device(CARD) end
-        -- a card without such tensor cores refuses it (cuda/training_spec)
+        -- a card without FP8 tensor cores refuses this recipe (cuda/training_spec)
         if recipe == "fp8_current" and C.eng_device_fp8() == 0 then return end
         same(kind, recipe, { dropout = 0.1 })
       end)
     end
   end
 
-  it("use it wherever a norm follows a sum", function()
+  it("use that operation wherever a norm follows a sum", function()
     local ran = same("gpt", "fp32", {})
     -- 3 blocks, 2 sums each; no sum precedes the first norm
     assert.equal(6, calls(ran, "add_layer_norm"))

@@ -69,8 +69,8 @@ describe("vector functions (" .. table.concat(SETS, ", ") .. ")", function()
     it(("%s is within %g ulp"):format(name, bound),
       function() compare(name, inputs(), nil, within_ulp(bound)) end)
   end
-  -- The floors are needed because the factor of x is subnormal below 1e-30, and because the tanh
-  -- form cancels even in double.
+  -- These need a floor (an absolute difference that is allowed): the factor of x is subnormal below
+  -- 1e-30, and the tanh form cancels even in double.
   for name, rule in pairs { gelu = { 8, 1e-36 }, silu = { 3.5, 1e-36 },
     gelu_tanh = { 130, 2e-15 } } do
     it(("%s is within %g ulp"):format(name, rule[1]),

@@ -51,8 +51,9 @@ local function same(expected, got, what)
   end
 end
 
---- Sums one term per rank in the order of core/dist/comm.h: with p the largest power of two, adds
---- the terms after the first p to the first terms; then adds neighbours, pairs of neighbours, etc.
+--- Sums one term per rank in the order of core/dist/comm.h: with p the largest power of two up
+--- to the number of terms, adds the terms after the first p to the first terms; then adds
+--- neighbours, pairs of neighbours, etc.
 local function in_order(terms)
   local p = 1
   while 2 * p <= #terms do p = 2 * p end

@@ -138,7 +138,7 @@ describe("the host", function()
     for i = 1, 11 do assert(behind[i] > 50, "step " .. i .. ": " .. behind[i]) end
   end)
 
-  it("does not wait after the first update, even if the optimizer treats that specially", function()
+  it("does not wait after the first update, even if the optimizer treats it specially", function()
     local folder = helper.folder()
     local job = helper.write(folder .. "/job.lua", [[
       local engine = require "engine"

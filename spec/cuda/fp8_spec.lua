@@ -65,7 +65,7 @@ describe("FP8 on the card", function()
     return sum / #want
   end
 
-  it("has the errors of examples/fp8_promotion.lua in long sums, less with promotions", function()
+  it("has the errors of examples/fp8_promotion.lua in long sums, less with promotion", function()
     for k, expected in pairs { [1024] = 0.0152, [4096] = 0.0746, [16384] = 0.251 } do
       local all, some = lost(uniform, k, 0), lost(uniform, k, 128)
       assert(math.abs(all / expected - 1) < 0.05,

@@ -559,7 +559,7 @@ static void workspaces(void)
   CHECK(cuda_matmul(&call) == ENG_ERR_MEMORY && strstr(card.error, "out of scratch"), "'%s'",
         card.error);
   card.room = 0;
-  CHECK(cuda_matmul(&call) == ENG_OK && card.last_algorithm == 0, "it does not recover: %s",
+  CHECK(cuda_matmul(&call) == ENG_OK && card.last_algorithm == 0, "no recovery: %s",
         card.error);
   CHECK(card.scratch_bytes == 0, "%ld bytes of scratch leaked", card.scratch_bytes);
   forget_tensors();

@@ -1,4 +1,4 @@
--- Images on the card: resnet18 trains like on the CPU, and convolutions that take several tiles of
+-- Images on the card: resnet18 trains as on the CPU, and convolutions that take several tiles of
 -- scratch memory give the CPU's results. Run by spec/cuda/run.lua only.
 local engine = require "engine"
 
@@ -50,7 +50,7 @@ describe("images on the card", function()
 
   it("give the CPU's results for a convolution of several tiles", function()
     engine.seed(9)
-    -- 90 x 120 places, each with 9 x 200 numbers of 4 bytes: 74 MiB
+    -- 90 x 120 output positions, each with 9 x 200 numbers of 4 bytes: 74 MiB
     local x, w, dy = engine.randn(1, 200, 90, 120), engine.randn(2, 200, 3, 3),
       engine.randn(1, 2, 90, 120)
     local function run(device)

@@ -77,7 +77,7 @@ describe("training on the card", function()
     end)
   end
 
-  -- the quantizers give the CPU's bits, but sums of products are added in another order
+  -- the quantizers match the CPU's bit for bit, but products are summed in another order
   for _, name in ipairs { "mxfp8", "mxfp4", "mxfp4_tseng", "mxfp4_tetrajet", "nvfp4",
     "nvfp4_four_over_six" } do
     it("follows the CPU's losses in " .. name, function()

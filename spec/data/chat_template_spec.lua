@@ -54,7 +54,7 @@ describe("a chat template", function()
     assert.equal("a!<s>", t:apply_chat_template { { role = "user", content = "a" } })
   end)
 
-  it("reads other options", function()
+  it("reads further variables that the caller gives", function()
     local t = tokenizer "{{ 'yes' if think is defined and think else 'no' }}"
     assert.equal("no", t:apply_chat_template { { role = "user" } })
     assert.equal("yes", t:apply_chat_template({ { role = "user" } }, { think = true }))

@@ -69,7 +69,7 @@ describe("the shuffled order", function()
     end
   end)
 
-  it("is as close to chance for a million examples", function()
+  it("is close to chance for a million examples, too", function()
     local n, places, steps, near = 1e6, {}, {}, 0
     local before = order.permute(0, n, 5, 0)
     for i = 1, 50000 do

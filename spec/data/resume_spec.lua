@@ -37,7 +37,7 @@ describe("a run with documents", function()
   after_each(function() helper.remove(folder) end)
 
   for _, pack in ipairs { "true", "false" } do
-    it("resumes after kill -9 with the bits of an uninterrupted run, pack = " .. pack, function()
+    it("resumes after kill -9, bit-identical to an uninterrupted run, pack = " .. pack, function()
       local whole, all = job(0, { "pack=" .. pack })
       assert.equal(0, whole.code, whole.err)
       local run = "run=" .. folder .. "/run"

@@ -147,7 +147,7 @@ describe("a tokenizer", function()
     assert.is_false(t:splits_lines())
   end)
 
-  it("gives a long word the pieces of a short one", function()      -- the heap, and cuts
+  it("splits a long word like a short one", function()      -- the heap, and cuts
     local t = open(text_of(SPM))
     local ids = t:encode(("ab"):rep(20000), { special = false })
     assert.equal(20000, #ids)

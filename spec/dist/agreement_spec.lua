@@ -1,7 +1,8 @@
 -- Ranks that drift apart: a change on one rank ends the job at the next comparison, before a
--- checkpoint is written, and the job resumes from the last one. The jobs are spec/dist/job.lua and
--- spec/dist/experts.lua, which compare the ranks after every step unless agree_every sets another
--- interval. Other specs of ranks use the same jobs, so a false alarm would fail them.
+-- checkpoint is written, and the job resumes from the last checkpoint. The jobs are
+-- spec/dist/job.lua and spec/dist/experts.lua, which compare the ranks after every step unless
+-- agree_every sets another interval. Other specs of ranks use the same jobs, so a false alarm would
+-- fail them.
 local engine = require "engine"
 local helper = require "spec.helper"
 local json = require "engine.base.json"

@@ -107,7 +107,7 @@ local odd = {
     inside = "engine.seed(5) if ranks.rank() == ODD then cfg.policy = 'dynamic' end" },
   { "other checkpoints", says = "checkpoint_every 2",
     inside = "engine.seed(5) if ranks.rank() == ODD then cfg.checkpoint_every = 2 end" },
-  { "another wire", says = "comm_dtype fp8",
+  { "another comm dtype", says = "comm_dtype fp8",
     inside = "engine.seed(5) if ranks.rank() == ODD then cfg.wire = 'fp8' end" },
   { "another library", says = "engine ", make = function()
     return { engine = another_engine("library",
@@ -164,7 +164,7 @@ local without = {
     function(here) os.remove(here .. "/build/libengine_mpi.so") end },
   { "an MPI library of garbage", "cannot load",
     function(here) helper.write(here .. "/build/libengine_mpi.so", "nothing") end },
-  { "another library instead of it", "is no transport of this engine", function(here)
+  { "another library under MPI's name", "is no transport of this engine", function(here)
     assert(helper.shell(("rm %s/build/libengine_mpi.so && cp %s/build/libengine.so " ..
       "%s/build/libengine_mpi.so"):format(here, here, here)).code == 0)
   end },

@@ -210,8 +210,8 @@ local function one(number)
   bitwise = bitwise + 1
   local _, bits = compare(kind, other, run .. "-other", expected, problems)
   if bits then bitwise = bitwise + 1 else near = near + 1 end
-  print(("kill %d: rank %d after %.2f s (%s, zero=%d, a checkpoint every %d): over %.1f s " ..
-    "later, named by %s; resumed at step %s; with %d rank%s %s"):format(number,
+  print(("kill %d: rank %d after %.2f s (%s, zero=%d, a checkpoint every %d): ended %.1f " ..
+    "s later, named by %s; resumed at step %s; with %d rank%s %s"):format(number,
     rank, moment, kind.precision, kind.zero, kind.every, result.seconds, by or "no message",
     tostring(first), other, other == 1 and "" or "s",
     #problems > 0 and "FAILED" or bits and "the same bits" or "near"))
@@ -235,6 +235,6 @@ helper.remove(folder)
 if not good then error(message, 0) end
 print(("%d kills, %d failed: the slowest end took %.1f s where mpirun ends the job, " ..
   "%.1f s where the ranks do (timeout %g s); %d resumed runs the same bit for bit, "
-  .. "%d near (farthest f32 loss %.1e); %d kills before or after MPI"):format(made, failures,
+  .. "%d near (f32 losses within %.1e); %d kills before or after MPI"):format(made, failures,
     longest[false], longest[true], cfg.timeout, bitwise, near, farthest, starts))
 if failures > 0 or made == 0 then os.exit(1) end

@@ -33,7 +33,7 @@ local AGAIN = [[return { name = "again", init = function() return { scale = 64 }
 local sizes = {}
 for n in cfg.ranks:gmatch("%d+") do sizes[#sizes + 1] = tonumber(n) end
 
--- Needs of policies that only adam and adamw fulfil, and needs that require a job without ZeRO.
+-- Needs of policies that require adam or adamw, and needs that require a job without ZeRO.
 local OF_ADAM = C.ENG_NEED_SPIKE_CLIP
 local WHOLE = bit.bor(C.ENG_NEED_UPDATE_NORMS, C.ENG_NEED_UPDATE_CLIP, C.ENG_NEED_LOGIT_MULS,
   C.ENG_NEED_CAPS)

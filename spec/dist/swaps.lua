@@ -13,8 +13,8 @@
 --   - in every step all ranks have the same policies (names, hash, scale), the same layers in FP4
 --     and the same weights
 --   - this policy is the new one if every rank accepts it, else the one before the swap
---   - the history has a `swap` or a `swap_refused` for each, and a refusal names the rank
---     that cannot switch
+--   - the history has an event `swap` or `swap_refused` for each swap, and a refusal names the
+--     rank that cannot switch
 -- Started without mpirun, it starts the ranks and checks what they wrote; the exit code is 1 when a
 -- check fails.
 local engine = require "engine"

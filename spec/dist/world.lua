@@ -6,7 +6,7 @@ local ranks, C, ffi, check = engine.ranks, M_ffi.C, M_ffi.ffi, M_ffi.check
 local world, rank, size = ranks.world(), ranks.rank(), ranks.size()
 
 assert(rank == C.eng_comm_rank(world) and size == C.eng_comm_size(world), "the starter's numbers")
--- In place, small and large, in f64 and i64.
+-- All-reduces in place: small and large buffers, f64 and i64.
 for _, n in ipairs { 1, 100, 20000 } do
   local f, i = ffi.new("double[?]", n), ffi.new("int64_t[?]", n)
   for k = 0, n - 1 do f[k], i[k] = rank + k, (rank + 1) * k end

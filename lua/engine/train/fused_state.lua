@@ -110,8 +110,8 @@ local function compensates(self, i)
 end
 
 --- The buffers of parameter i: a list of { name = "w.moment1", x = tensor, dtype, shape =
---- function(parameter's shape) -> the buffer's shape }. With ZeRO, x has the elements of the
---- parameter that this rank updates.
+--- function(parameter's shape) -> the buffer's shape }. With ZeRO, x has only the elements that
+--- this rank updates.
 function State:of(i)
   local list = {}
   local function add(which, name, dtype)

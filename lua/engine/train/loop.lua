@@ -18,7 +18,7 @@ local M = {}
 local FINISHED, STOPPED, POLICY_FAILED, DIVERGED, RESULTS_LOST, DRIFTED, INTERRUPTED = 0, 2, 3, 4,
   5, 6, 128
 
--- tell() sets the exit status. Without the binary (require "engine" in another Lua) there is none.
+-- tell() sets the exit status of the engine binary. In another Lua (require "engine") it sets none.
 local hosted, host = pcall(require, "engine.host")
 local function tell(status)
   if hosted then host.run_status(status) end

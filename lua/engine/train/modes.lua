@@ -5,8 +5,8 @@
 --   - a policy's scale applies two steps after the backward pass on whose record it was decided,
 --     not one; the device still skips an overflowed update at once;
 --   - a verdict of `skip` without an overflow, or of `retry`, comes too late and changes nothing;
---   - clip and lr_mul are those of the last verdict, one step old; the fields for single tensors,
---     updates and moments are refused;
+--   - clip and lr_mul come from the last verdict, one step old; policies that set a verdict's
+--     fields for single tensors, updates or moments are refused;
 --   - the learning rate follows the updates known so far and counts the one in flight as applied.
 -- A captured graph repeats the kernels of one step, so no per-layer scale or FP8 scale may change.
 -- Called by assemble.lua at the start; by trainer.lua when a resumed run has more micro-batches,
@@ -33,8 +33,8 @@ local LACKS = {
       :format(t.optimizer.name)
   end,
   adam = function(t)
-    return not t.optimizer.name:find "^adamw?$" and ("optimizer %s keeps no second moment that " ..
-      "the update reads; hint: adam, adamw"):format(t.optimizer.name)
+    return not t.optimizer.name:find "^adamw?$" and ("only the updates of adam and adamw " ..
+      "support it, and the optimizer is %s; hint: adam, adamw"):format(t.optimizer.name)
   end,
   heads = function(t)
     return not attention_logits.modules(t.model) and "the model has no nn.attention"

@@ -392,8 +392,8 @@ local EXPECTED = { number = "a number", boolean = "true or false",
 --- limit for `norm`), norm (the norm of the gradients times gradient_factor), lagged (the device
 --- takes the norm from the statistics that were requested last, and makes no update if a gradient
 --- is inf or nan). A limit set by clip_grad_norm replaces clip_norm. The trainer also gives clips
---- and lr_muls (an array of factors, one for each parameter's gradient and rate), bias_step (the
---- number of the update for bias corrections) and, for fused optimizers, norms,
+--- and lr_muls (arrays with a factor for each parameter, on its gradient and on its rate),
+--- bias_step (the number of the update for bias corrections) and, for fused optimizers, norms,
 --- update_clip and spike_clip (eng_update).
 function Optimizer:step(options)
   options = tensor.read_named(options, "step", STEP)

@@ -30,7 +30,7 @@ local function first_with(self, stats, field)
   end
 end
 
--- The text of an overflow in the sum over ranks alone; nil for any other overflow.
+-- The text of an overflow that occurs only in the sum over ranks; nil for any other overflow.
 local function of_sum(trainer)
   local reducer = trainer.reducer
   if not reducer.many or reducer:culprits()[1] then return nil end

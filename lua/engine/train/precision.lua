@@ -17,8 +17,8 @@ local M = {}
 -- masters            the weights that the optimizer updates. bf16 (for sgd, adam, adamw, lion): the
 --                    forward pass reads them too, and no f32 copy exists; norms keep f32
 -- rounding           of new weights to bf16 masters. stochastic: up or down, with exact
---                    probabilities; kahan: to nearest, and a bf16 buffer keeps what that loses for
---                    the next update; nearest: small updates are lost, and training stalls
+--                    probabilities; kahan: to nearest, and a bf16 buffer keeps the rounding error
+--                    for the next update; nearest: small updates are lost, and training stalls
 -- activations        inputs and outputs of matrix products and attention
 -- residual           the residual stream: the output of an embedding
 -- norm               the output of layer and RMS norm (their statistics are always f32)
@@ -51,10 +51,11 @@ end
 --               block       tensor, row, 1x128, 128x128, { rows, columns }
 --               rule        transformer_engine, deepseek, deepgemm, torchao, msamp
 --               pow2, eps, margin, stochastic
---               keep        of x only: what the tape keeps for dW. codes (quantized again along the
---                           other side where blocks are not square), transposed (quantized that way
---                           in the forward pass), e5m6, swiglu (nothing: the tape keeps the FP8
---                           inputs of the SwiGLU that made x, and x is recomputed)
+--               keep        of x only: what the tape keeps for dW. codes (the backward pass
+--                           quantizes them again along the other side if blocks are not square),
+--                           transposed (codes quantized along the other side in the forward pass),
+--                           e5m6, swiglu (no copy of x: the tape keeps the FP8 inputs of the SwiGLU
+--                           that made x, and x is recomputed)
 --   forward, dgrad, wgrad   the products:
 --               accumulator device (that of a card's tensor cores, else fp32), fp32, exact, hopper,
 --                           e4m3
@@ -299,9 +300,9 @@ function M.in_f32(full, f, ...)
     and M_ffi.new("eng_precision", { f32, f32, f32, f32, 0 }) or nil, f, ...)
 end
 
---- Three int32_t arrays with a format for each parameter of `list` ({ role = } ...): that of its
---- low-precision copy and of its gradient, for eng_params_precision, and of its master, for
---- eng_params_masters.
+--- Three int32_t arrays with an element for each parameter of `list` ({ role = } ...): the formats
+--- of its low-precision copy and of its gradient, for eng_params_precision, and the format of its
+--- master, for eng_params_masters.
 function M.parameter_formats(full, list)
   local function array() return M_ffi.new("int32_t[?]", #list) end
   local shadow, gradient, masters = array(), array(), array()

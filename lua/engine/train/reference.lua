@@ -1,8 +1,8 @@
 -- Reference backwards: at intervals the step's own batches also go through the model in f32, with
 -- the same dropout, so that a policy can compare the norm of its low-precision gradients with the
--- true one (record.norm_ref). This leaves the gradients of the step, the buffers of the model, the
--- random numbers and the position in the data as they are. It costs time, and memory for a second
--- set of f32 gradients. Called by the trainer for policies that need "norm_ref".
+-- true one (record.norm_ref). The step then uses the same batches. Its gradients, the model's
+-- buffers and the random numbers do not change. A reference backward costs time, and memory for a
+-- second set of f32 gradients. Called by the trainer for policies that need "norm_ref".
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local machine = require "engine.base.machine"

@@ -181,8 +181,8 @@ end
 --- and, as in engine.trainer: precision policy policy_options clip clip_value run resume
 --- checkpoint_every keep log on_policy_error on_lost rollbacks stats_every history config shadow
 --- watch attach tensorboard. Several optimizers are numbered in the order of their names.
---- record.signals.optimizer is the number of the one that takes the step, and `engine attach` sets
---- lr for all.
+--- record.signals.optimizer is the number of the optimizer that takes the step. An lr set in
+--- `engine attach` applies to all optimizers.
 function M.new(given)
   if type(given) ~= "table" then
     error("session: expected a table of options, got " .. type(given), 2)

@@ -1,5 +1,5 @@
--- The data between a policy and the optimizer's update besides scale, clip and lr_mul: the norms
--- that an update computes for the next step's record, and the verdict's entries for single tensors.
+-- What a policy and the optimizer's update exchange besides scale, clip and lr_mul: the norms that
+-- an update computes for the next step's record, and the verdict's entries for single tensors.
 -- Owns the norms' sums of squares, which checkpoints hold. Called by trainer.lua and
 -- run/restore.lua.
 local autograd = require "engine.tensor.autograd"

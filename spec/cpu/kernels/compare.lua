@@ -8,7 +8,7 @@
 -- A call is a table: inputs (false: absent), ints, floats, outputs (their number), and
 --   ulp       units in the last place allowed; f16 and bf16 use at most 1, because rounding of f32
 --             arithmetic may move a value to the neighbour in a narrower format
---   ulp_low   the units for f16 and bf16, where they differ from that
+--   ulp_low   the units allowed for f16 and bf16, if they differ from `ulp`
 --   eps       factor of 2^-24 times `bound`
 --   bound     the magnitude at which the f32 arithmetic inside works: the name of a function of
 --             `bounds` below, or function(name, call, want) -> function(output, element) ->
@@ -22,7 +22,7 @@
 --   card_ulp  on a card: units in the last place allowed in any format, if the card's library
 --             multiplies two factors in another order
 --   fails     the reference and the kernels raise an error that matches this pattern
---   note      for the message
+--   note      a text that error messages include
 local v = require "spec.cpu.kernels.values"
 local engine = require "engine.base.ffi"
 local C = engine.C
@@ -204,7 +204,7 @@ local function first_difference(call, output, dtype, expected, actual, n, bound,
       local top = largest(format)
       local function shrink(x) return abs(x) == inf and (x > 0 and top or -top) or x end
       if abs(a) == inf or abs(b) == inf then a, b = shrink(a), shrink(b) end
-      -- One was infinite. A value overflows from half a unit above the largest number on.
+      -- One was infinite. Values at least half a unit above the largest number overflow.
       if abs(a) == top and abs(b) == top and a == b then
         fine = (ulps > 0 or eps > 0)
       else

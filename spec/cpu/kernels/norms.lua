@@ -28,8 +28,8 @@ local function norm_rows(dtype, n)
   return listed(dtype, { #patterns, n }, values), #patterns
 end
 
---- f32 rounds at the magnitude of x times 1/std, before the weight; the means at the magnitude of
---- x, 1/std at its own. With a residual, x is the sum.
+--- f32 rounds y at the magnitude of x times 1/std, before the weight, the means at the magnitude of
+--- x, and 1/std at its own magnitude. With a residual, x is the sum.
 local function forward_bound(has_bias, adds)
   return function(_, call, want)
     local vectors = adds and 3 or 2

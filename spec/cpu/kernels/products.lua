@@ -51,7 +51,7 @@ generators.matmul = function(try)
     end
     for _, size in ipairs { { 3, 5, 4 }, { 33, 65, 32 }, { 48, 64, 64 }, { 9, 50, 161 } } do
       local m, n, inner = unpack(size)
-      -- pairs of bf16: core/cpu/gemm_pairs.h
+      -- instructions that multiply pairs of bf16 flush subnormals (core/cpu/gemm_pairs.h)
       local flush = dtype == "bf16" and inner >= 128 and inner * 2 ^ -123 or nil
       try(with({ inputs = { float(dtype, { m, inner }, "tiny"),
         float(dtype, { inner, n }, "normal") }, note = "tiny", flush = flush }, PRODUCT))
@@ -99,9 +99,9 @@ end
 
 -- ------------------------------------------------------------------ mlp_gelu, gradients of linear
 
--- u and h are rounded, and a sum near a midpoint may round to either neighbour, a unit of the
--- format that propagates to y. A card may take the GELU of u before u is rounded, with a tanh
--- precise enough for the format. In f32 there is no intermediate rounding.
+-- u and h are rounded, and a sum near a midpoint may round to either neighbour. That difference,
+-- one unit of the format, propagates to y. A card may take the GELU of u before u is rounded, with
+-- a tanh precise enough for the format. In f32 there is no intermediate rounding.
 local UNIT = { f16 = 2 ^ 14, bf16 = 2 ^ 17 }
 local function through_gelu(dtype)
   return { ulp = 1, eps = UNIT[dtype] or 64, card = 4, bound = "sums" }
