@@ -115,7 +115,7 @@ if cpu then cpu:close() end
 if text:find("avx512_bf16", 1, true) and text:find("avx512vl", 1, true)
   and not os.getenv("ENGINE_ISA") and not os.getenv("ENGINE_TEST_DEVICE") then
   describe("products of bf16", function()
-    it("add up pairs, the later step first, and flush subnormals to zero", function()
+    it("add up pairs, the later element first, and flush subnormals to zero", function()
       local n, rising, by_pairs, flushed = run("on")
       assert.equal(0, by_pairs)
       assert.is_true(rising > 0 and rising < n)

@@ -10,9 +10,10 @@
 --     that a rank is missing)
 --   - resume=auto with four ranks repeats the uninterrupted job bit for bit: every step from
 --     the checkpoint on, and the weights at the end
---   - two ranks with two micro-batches each do the same: bit for bit in f32 (the order of sums
---     is the same without tied weights, clipping and ZeRO-2), else losses within 1e-5 (0.1
---     with fp16 gradients, whose sums are rounded); one rank: within the same limits
+--   - a copy of the run, resumed on one rank or on two with two micro-batches each, does the
+--     same: bit for bit with two ranks in f32 without clipping, ZeRO-2 and ZeRO-3 (the order of
+--     sums is then the same), else losses within 1e-5 (0.1 with fp16 gradients, whose sums are
+--     rounded)
 --   - the history has every step once
 -- Prints a line per kill and a summary; the exit code is 1 when a check fails.
 local engine = require "engine"

@@ -12,8 +12,8 @@
 --     no tied weights
 --   - the history, written by rank 0, has that one overflow and names the rank, the tensor, and
 --     inf or nan
--- A policy that drives the scale to the top of fp16 may overflow in other steps, too; for those
--- only the ranks are compared with each other. Many runs share one start of mpirun. Prints a
+-- A policy that drives the scale to the top of fp16 may overflow in other steps, too; a run with
+-- such a policy is not compared with one process. Many runs share one start of mpirun. Prints a
 -- summary; each failed run is printed with the command that repeats it, and the exit code is 1.
 local engine = require "engine"
 local helper = require "spec.helper"
@@ -233,8 +233,9 @@ for optimizer, apart in pairs(farthest) do
   parts[#parts + 1] = ("%s %.1e"):format(optimizer, apart)
 end
 table.sort(parts)
-print("  largest difference of a loss from one process, f32 sums: " .. table.concat(parts, ", "))
-print(("%d runs, %d failed: %d policies, %d tensors, %d of them compared bit for bit with one " ..
+print("  largest relative difference of a loss from one process, f32 sums: "
+  .. table.concat(parts, ", "))
+print(("%d runs, %d failed: %d policies, %d tensors, %d runs compared bit for bit with one " ..
   "process; seed %d, %d s"):format(made, #failures, kinds "policy",
   kinds "tensor", bits, cfg.seed, os.time() - began))
 if #failures > 0 or made == 0 or cfg.only == 0 and made ~= cfg.runs then os.exit(1) end

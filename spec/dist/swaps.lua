@@ -12,7 +12,7 @@
 -- All ranks load rank 0's bytes, whatever file other ranks have under that name. Checks:
 --   - in every step all ranks have the same policies (names, hash, scale), the same layers in FP4
 --     and the same weights
---   - this policy is the new one if every rank accepts it, else the one before the swap
+--   - after a swap the current policy is the new one if every rank accepts it, else the old one
 --   - the history has an event `swap` or `swap_refused` for each swap, and a refusal names the
 --     rank that cannot switch
 -- Started without mpirun, it starts the ranks and checks what they wrote; the exit code is 1 when a

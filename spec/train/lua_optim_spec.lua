@@ -529,8 +529,8 @@ describe("register refuses", function()
       "'weight' cannot be the name of a buffer of 'x': every parameter has a field of that name" },
     { "x", spec { buffers = { 5 } }, "5 cannot be the name of a buffer of 'x'" },
     { "x", spec { buffers = { m = { 1 } } },
-      "expected buffer 'm' of 'x' to be a function(shape) that returns the buffer's shape, got " ..
-      "a table" },
+      "expected buffer 'm' of 'x' to be a function(shape) that returns the buffer's shape, or " ..
+      "{ shape = such a function, dtype = }, got a table" },
     { "x", spec { check = 1 }, "expected check of 'x' to be a function, got 1" },
   }
   for _, case in ipairs(cases) do
