@@ -44,7 +44,7 @@ local work = {
   { "cast f32 to e4m3", 5, function() x:to("e4m3") end },
   { "cast f32 to e5m2", 5, function() x:to("e5m2") end },
   { "cast bf16 to e4m3", 3, function() low:to("e4m3") end },
-  { "cast f32 to e4m3 at random", 5, function() x:to("e4m3", { stochastic = true }) end },
+  { "cast f32 to e4m3, stochastic", 5, function() x:to("e4m3", { stochastic = true }) end },
   { "quantize f32, 1x128", 5, function() fp8.quantize(x, { block = "1x128" }) end },
   { "quantize f32, 1x128, powers of two", 5,
     function() fp8.quantize(x, { block = "1x128", pow2 = true }) end },

@@ -5,10 +5,10 @@
 -- another number of ranks. The job must end before the first step with a line that names the
 -- differing rank and the difference. Part 2: started without MPI, or with a library that is not the
 -- engine's transport, the engine must report what is missing. Part 3: a job on a disk that is too
--- small for the history, or only for one more checkpoint, must train to its end unchanged and
--- report the full disk; once there is room, resume=auto must continue bit for bit.
--- This part needs permission to mount a tmpfs and is skipped, with a message, otherwise. Prints a
--- line per case; the exit code is 1 when a case fails.
+-- small for its history or a checkpoint must train to its end unchanged and report the full disk.
+-- On the smallest disk it may also refuse to start. Once there is room, resume=auto must continue
+-- bit for bit. This part needs permission to mount a tmpfs and is skipped, with a message,
+-- otherwise. Prints a line per case; the exit code is 1 when a case fails.
 local engine = require "engine"
 local C = require("engine.base.ffi").C
 local helper = require "spec.helper"

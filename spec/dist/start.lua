@@ -1,5 +1,5 @@
--- Starts ranks on this machine, for ranks_spec.lua and the campaigns beside this file: one thread
--- per rank, more ranks than cores.
+-- Starts ranks on this machine, for ranks_spec.lua and the campaigns beside this file. A rank has
+-- one thread; there may be more ranks than cores.
 local helper = require "spec.helper"
 
 local M = {}

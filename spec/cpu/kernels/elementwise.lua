@@ -264,7 +264,7 @@ generators.cast = function(try)
       end
     end
   end
-  -- FP8, from and to every format; the modes saturate and round at random
+  -- FP8, from and to every format; mode bits: saturation, stochastic rounding
   local function any(dtype, layout)
     if dtype == "bool" then return whole(dtype, { 5, 33 }, 0, 1, layout) end
     local low, high = unpack(INTEGERS[dtype] or { -500, 500 })

@@ -51,8 +51,8 @@ local function forward_bound(has_bias, adds)
 end
 
 --- With g = dy * weight and h = (x - mean) * rstd, by rows: dx is of the order rstd * g * (1 +
---- h^2), and dweight and dbias are sums over rows of dy * h and dy. If dsum is added, dx has been
---- rounded before and may have moved to a neighbour.
+--- h^2), and dweight and dbias are sums over rows of dy * h and of dy. If dsum is added, dx has
+--- been rounded before and may have moved to a neighbour.
 local function backward_bound(has_bias, adds)
   return function(_, call)
     local digits = FORMATS[tensors.dtype_of(call.inputs[1])].digits
