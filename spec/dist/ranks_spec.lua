@@ -75,7 +75,7 @@ describe("ranks", function()
     end
   end)
 
-  it("are named in the log, the history, `engine runs` and the report, also on resume", function()
+  it("are shown in the log, the history, `engine runs` and the report, also on resume", function()
     local run = folder .. "/run"
     local function gpt(n, ...)
       return start.run(n, "examples/gpt.lua", { "run=" .. run, "resume=auto", "layers=1",

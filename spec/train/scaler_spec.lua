@@ -307,7 +307,7 @@ describe("scaler", function()
         scaler:step(opt)
         local good, why = pcall(scaler.update, scaler)
         assert.is_false(good)
-        assert.matches("policy late gave the verdict " .. part .. ", but the optimizers", why, 1,
+        assert.matches("policy late gave the verdict " .. part .. ", which comes too", why, 1,
           true)
         assert.equal(8, scaler:get_scale())
       end)

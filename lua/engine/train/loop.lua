@@ -239,7 +239,7 @@ local function steps(self, last)
 end
 
 --- After an error: rolls back the unfinished step and writes a checkpoint of the steps before it,
---- unless the ranks hold different states.
+--- unless the ranks have drifted apart or a checkpoint needs all of them (ZeRO, divided experts).
 local function rescue(self, problem)
   local files, failed, drift = self.run_files, self.current, self.agreement.drift
   C.eng_step_end()

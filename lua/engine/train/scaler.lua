@@ -9,8 +9,8 @@
 -- With model = the trained module, a policy may scale its layers separately
 -- (policies/layerwise.lua). Each optimizer decides on its own whether to skip; update() reports an
 -- overflow to the policy if any optimizer had one. The scaler applies only the verdict's scale. An
--- action, clip or lr_mul would come after the optimizers' steps, so update() refuses it;
--- engine.session and engine.trainer carry out whole verdicts.
+-- action, clip or lr_mul would come after the optimizers' steps, so update() refuses it (a skip on
+-- an overflow is fine). engine.session and engine.trainer carry out whole verdicts.
 local M_ffi = require "engine.base.ffi"
 local autograd = require "engine.tensor.autograd"
 local groups = require "engine.policy.groups"
@@ -288,9 +288,9 @@ local function too_late(verdict, stepped, overflow)
 end
 
 --- Ends the step: the policy sees what the optimizers' gradients held and decides on the next
---- scale. Returns the policy's verdict. If `new_scale` is a number, it becomes the scale and the
---- policy's counters stay. A verdict with an action, a clip or an lr_mul raises an error, because
---- the optimizers have stepped already.
+--- scale. Returns the policy's verdict. If `new_scale` is a number, it becomes the scale, the
+--- policy's counters stay, and nil is returned. A verdict of retry, stop or rollback raises an
+--- error. Once an optimizer has stepped, a clip, an lr_mul or a skip without an overflow also does.
 function Scaler:update(new_scale)
   if not self.enabled then return nil end
   need_scale(self, "update")
@@ -326,8 +326,8 @@ function Scaler:update(new_scale)
   local late = verdict and verdict.failed == 0 and too_late(verdict, stepped,
     self.total.overflow ~= 0)
   if late then
-    error(("scaler:update: policy %s gave the verdict %s, but the optimizers have stepped " ..
-      "already; hint: engine.session and engine.trainer carry out whole verdicts"):format(
+    error(("scaler:update: policy %s gave the verdict %s, which comes too late for a scaler; " ..
+      "hint: engine.session and engine.trainer carry out whole verdicts"):format(
       self.policy.name, late), 2)
   end
   return verdict

@@ -421,7 +421,7 @@ function Trainer:gradient_formats()
   return list
 end
 
---- The fp16 gradients: their places in `stats`, from 0.
+--- The indices of the fp16 gradients in `stats`, from 0.
 function Trainer:fp16_gradients()
   if not self.fp16 then
     self.fp16 = {}
