@@ -8,8 +8,8 @@
 --   - all its processes have ended in time, and no message is an error of the engine's own code
 --   - the exit status is one that docs/runs.md states for these disturbances
 --   - the history, the checkpoints and `engine runs` agree with the status
---   - recorded steps are those of an undisturbed job, bit for bit
--- Then resume=auto continues it until it has finished: the weights and all recorded steps must be
+--   - recorded steps equal those of an undisturbed job, bit for bit
+-- Then resume=auto continues the run to its end. The weights and all recorded steps must equal
 -- those of the undisturbed job. Policies that are swapped in choose only the loss scale, a power of
 -- two, in formats with f32's range; so they change no bit of the weights, and only the columns that
 -- depend on the scale are not compared. Prints a table by kind of disturbance and, for a failure,

@@ -230,7 +230,7 @@ local cases = {
   end,
   mse = function(check) check(engine.mse, { random(3, 4), random(3, 4) }) end,
 }
--- FP8 layers outside an FP8 recipe; spec/fp8/ compares their FP8 gradients with those of f32.
+-- FP8 layers outside an FP8 recipe; spec/fp8/ compares their FP8 gradients with f32 gradients.
 local SITE = 1
 cases.fp8_linear = function(check)
   check(function(x, w, b) return x:linear(w, b, SITE) end,

@@ -1,7 +1,7 @@
--- Gradients in fp16 and bf16 against those of f64. The same values, representable in the low
--- format, go through every call of calls.lua in the low format and in f64. A gradient must be the
--- f64 one rounded once, up to the error of sums in f32, and must not overflow where the f64 one
--- fits the format. TWICE lists the operations that round a second time, with the reason and the
+-- Compares gradients in fp16 and bf16 with gradients in f64. The same values, representable in the
+-- low format, go through every call of calls.lua in the low format and in f64. A gradient must be
+-- the f64 gradient rounded once, up to the error of sums in f32, and must not overflow where the
+-- f64 gradient fits the format. TWICE lists the operations that round a second time, with the reason and the
 -- allowed error.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
@@ -97,7 +97,7 @@ describe("in a low precision the gradient of", function()
 
   for op, name in ipairs(M_ffi.op_names) do
     if C.eng_op_differentiable(op - 1) then
-      it(name .. " is that of f64, rounded once", function()
+      it(name .. " equals the gradient in f64, rounded once", function()
         devices.everywhere(function()
           for _, dtype in ipairs { "f16", "bf16" } do
             for _, precision in ipairs { FORMATS[dtype].precision, "fp32" } do

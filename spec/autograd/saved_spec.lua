@@ -1,6 +1,6 @@
 -- What gradient rules read. For every operation with a gradient, the spec fills the tensors that
 -- ops.def does not list under `reads` and `saves` with NaN between the forward and the backward
--- pass; no bit of the gradients may change. The calls are those of spec/cpu/kernels/, and a few
+-- pass; no bit of the gradients may change. The calls come from spec/cpu/kernels/; a few are
 -- written here. A checkpointed call, whose tensors are freed and which runs again during the
 -- backward pass, must give the same gradients, too.
 local engine = require "engine"

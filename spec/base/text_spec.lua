@@ -24,7 +24,7 @@ local function safe(text)
 end
 
 describe("text", function()
-  it("is shown as it is when it can be", function()
+  it("is shown unchanged when that is safe", function()
     for _, text in ipairs { "", "plain", "Zürich 漢字 🙂", "\239\191\189", "a\\x1B" } do
       assert.equal(text, show.shown(text))
     end

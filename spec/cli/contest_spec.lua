@@ -106,7 +106,7 @@ describe("engine contest", function()
     return n
   end
 
-  it("compares policies over seeds; its numbers are those of the histories", function()
+  it("compares policies over seeds; its numbers match the histories", function()
     local words = ("job.lua --policy dynamic --policy %s seeds=2 jobs=2 "):format(HIGH)
     local result = contest(words .. "--csv a.csv --latex a.tex --svg a.svg")
     assert.equal(0, result.code, result.err)
@@ -250,7 +250,7 @@ describe("engine contest", function()
       result.out, 1, true)
     assert.matches("./mine.lua: 1 of 2 runs failed (seed 1): exit status 3: stopped: the " ..
       "policy failed in each of its first 20 steps: ./mine.lua:2: on purpose", result.out, 1, true)
-    assert.matches("2 runs to make", contest(words).err)      -- those of exit status 1
+    assert.matches("2 runs to make", contest(words).err)      -- the runs with exit status 1
   end)
 
   it("refuses wrong words before anything runs", function()

@@ -1,5 +1,5 @@
--- Updates of bf16 master weights: every instruction set and number of threads gives the reference's
--- bits; stochastic rounding has exact probabilities and independent random numbers; Kahan's
+-- Updates of bf16 master weights: every instruction set and number of threads matches the reference
+-- bit for bit; stochastic rounding has exact probabilities and independent random numbers; Kahan's
 -- compensation keeps what rounding to nearest loses.
 local engine = require "engine.base.ffi"
 local sets = require "spec.cpu.kernels.parameter_set"
@@ -85,7 +85,7 @@ describe("bf16 masters", function()
     end))
   end
 
-  it("have the reference's bits, also of inf, nan, zeros and subnormals", with_seed(function()
+  it("match the reference bit for bit, also inf, nan, zeros and subnormals", with_seed(function()
     local some = { 0, -0.0, inf, -inf, nan, 2 ^ -133, -2 ^ -130, 3.3895e38, 1, -3, 2 ^ -126, 1e-3 }
     local w, g = {}, {}
     for i, x in ipairs(some) do

@@ -89,7 +89,7 @@ describe("data", function()
     assert.equal("i", all { path = a, from = 0.8 })
   end)
 
-  it("tokens are read without a header, as nanoGPT writes them, or with llm.c's", function()
+  it("tokens are read without a header, as nanoGPT writes them, or with llm.c's header", function()
     local tokens = { 1, 50256, 65535, 4, 5, 6, 7 }
     local bare = data.tokens { path = file("a.bin", u16(tokens)), batch = 1, context = 3,
       shuffle = false }
@@ -104,7 +104,7 @@ describe("data", function()
     assert.equal(7, headed.tokens)
   end)
 
-  it("tokens of 32 bits are read without a header, with llm.c's, and from .npy", function()
+  it("tokens of 32 bits are read without a header, with llm.c's header, and from .npy", function()
     local words = i32(1, 128000, 65536, 4, 5, 6, 7)
     local function npy(kind, count, bytes)
       local header = ("{'descr': '%s', 'fortran_order': False, 'shape': (%d,), }"):format(kind,

@@ -194,7 +194,7 @@ describe("data of documents", function()
       "with the role 'assistant' count")
   end)
 
-  it("the loss of a chat is that of the assistant's tokens alone", function()
+  it("the loss of a chat covers the assistant's tokens alone", function()
     local batch = data.chat(with { path = file("a.jsonl", CHAT), template = plain, context = 24,
       pack = false }):next()
     local logits = engine.randn(24, 256)

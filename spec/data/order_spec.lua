@@ -111,7 +111,7 @@ describe("the shuffled order", function()
   end)
 
   -- Version 1 fails the tests above.
-  it("in version 1 is that of earlier engines, so that their runs can resume", function()
+  it("in version 1 equals the order of earlier engines, so that their runs can resume", function()
     assert.same({ 3, 0, 4, 1, 2 }, epoch_of(5, 1234, 0, 1))
     assert.same({ 2, 3, 9, 5, 0, 7, 4, 8, 1, 6 }, epoch_of(10, 7, 3, 1))
     local counts, factorial = orders(5, 150, 1)

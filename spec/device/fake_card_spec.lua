@@ -114,7 +114,7 @@ if not sanitized and helper.shell("test -f " .. CARD).code == 0
       assert(ran.code == 0 and ran.out == "all refused\n", ran.out)
     end)
 
-    it("is a complete library in a regular file, or an error names the problem", function()
+    it("must be a complete library in a regular file; else an error names the problem", function()
       local folder = helper.folder()
       local function with(plugin)
         return helper.shell(("ENGINE_CUDA_PLUGIN=%s timeout 20 %s -e " ..

@@ -42,7 +42,7 @@ describe("ranks that drift apart", function()
   before_each(function() folder = helper.folder() end)
   after_each(function() helper.remove(folder) end)
 
-  it("end before a checkpoint is written, and resume from the one before", function()
+  it("end before a checkpoint is written, and resume from the previous checkpoint", function()
     local run = folder .. "/run"
     local settings = { "steps=6", "dropout=0.1", "checkpoint_every=2", "agree_every=1000" }
     local _, whole, weights = job(4, settings)

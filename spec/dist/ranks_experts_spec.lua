@@ -1,4 +1,4 @@
--- Experts of nn.moe divided over ranks: rows exchanged between ranks, training equal to that of one
+-- Experts of nn.moe divided over ranks: rows exchanged between ranks, the same training as on one
 -- rank, comm dtypes, attribution of overflows, and checkpoints. The job is spec/dist/experts.lua.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"

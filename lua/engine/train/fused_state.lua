@@ -30,9 +30,8 @@ local function fill(h, group, lr)
   h.dampening, h.nesterov = group.dampening or 0, group.nesterov and 1 or 0
 end
 
--- Appends groups to those of the optimizer, for parameters whose factor in lr_muls [n] is not 1:
--- one for each pair of group and factor. Returns the group of each parameter and the number of
--- groups.
+-- Adds groups for the parameters whose factor in lr_muls [n] is not 1: one for each pair of an
+-- optimizer's group and a factor. Returns the group of each parameter and the number of groups.
 local function split_groups(self, lr, lr_muls)
   local groups, of, count = self.optimizer.groups, self.optimizer._group_of, #self.optimizer.list
   local own, total, known = ffi.new("int32_t[?]", count), #groups, {}
@@ -76,8 +75,8 @@ function State:set_rounding()
   check(C.eng_optimizer_rounding(self.handle, ROUNDING[self.optimizer.precision.rounding]))
 end
 
---- One update. `lr`: the rate before a group's lr_mul. `options`: those of Optimizer:step, with
---- clip_norm and norm.
+--- One update. `lr`: the rate before a group's lr_mul. `options`: as for Optimizer:step, with
+--- gradient_factor, clip_value, clip_norm and norm set.
 function State:update(lr, options)
   local update = self.call
   update.n_groups = fill_groups(self, lr, options.lr_muls)

@@ -213,8 +213,8 @@ local function update_all(self, factor, options, contexts)
   end
 end
 
---- One update. `lr`: the rate before a group's lr_mul. `options`: those of Optimizer:step, with
---- clip_norm and norm.
+--- One update. `lr`: the rate before a group's lr_mul. `options`: as for Optimizer:step, with
+--- gradient_factor, clip_value, clip_norm and norm set.
 function State:update(lr, options)
   local name, factor = self.spec.name, options.gradient_factor
   self:refuse_torn()
@@ -255,7 +255,7 @@ end
 
 --- The buffers of parameter i: a list of { name = "w.momentum", x = tensor or nil where another
 --- rank has it, dtype, shape = function(parameter's shape) -> the buffer's shape, whole = true }.
---- `shape`: that of the whole parameter, if ranks hold parts of it. `torn`: allowed even after an
+--- `shape`: the whole parameter's shape, if ranks hold parts of it. `torn`: allowed even after an
 --- update that failed halfway.
 function State:of(i, shape, torn)
   if not torn then self:refuse_torn() end

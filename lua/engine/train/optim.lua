@@ -152,8 +152,8 @@ local function set_of(p)
   return loose[tonumber(p.tensor.slot)]
 end
 
--- The set of these parameters: the one that an earlier optimizer made, or a new one. The modules
--- hold the set, so the weights outlive the optimizer and a later optimizer can use the same set.
+-- Returns the set of these parameters, made by an earlier optimizer or new. The modules hold the
+-- set, so the weights outlive the optimizer and a later optimizer can use the same set.
 -- `loose` holds the sets of tensors without a module.
 local function parameter_set(list)
   local n, found = #list, set_of(list[1])

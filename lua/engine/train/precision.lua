@@ -57,8 +57,7 @@ end
 --                           e5m6, swiglu (no copy of x: the tape keeps the FP8 inputs of the SwiGLU
 --                           that made x, and x is recomputed)
 --   forward, dgrad, wgrad   the products:
---               accumulator device (that of a card's tensor cores, else fp32), fp32, exact, hopper,
---                           e4m3
+--               accumulator device (hopper on a card, fp32 elsewhere), fp32, exact, hopper, e4m3
 --               promotion   steps of K between promotions to f32; 0: none
 --             for microscaling (docs/microscaling.md), x, w and dy all have one of the rules floor,
 --             ceil, even, rceil, quest (blocks of 1x32), nvfp4, four_over_six, four_over_six_mse

@@ -320,8 +320,8 @@ end
 
 local probe = M_ffi.new("eng_record")
 
--- The scale of the next backward pass: the policy's, or that of step s as long as another optimizer
--- has gradients with that scale.
+-- The scale of the next backward pass: the policy's scale, or the scale of step s as long as an
+-- optimizer still has gradients with it.
 local function next_scale(self, s)
   if self.policy:scale() == s.scale then return s.scale end
   for _, e in ipairs(self.entries) do
