@@ -1,8 +1,8 @@
 -- Compares gradients in fp16 and bf16 with gradients in f64. The same values, representable in the
 -- low format, go through every call of calls.lua in the low format and in f64. A gradient must be
 -- the f64 gradient rounded once, up to the error of sums in f32, and must not overflow where the
--- f64 gradient fits the format. TWICE lists the operations that round a second time, with the reason and the
--- allowed error.
+-- f64 gradient fits the format. TWICE lists the operations that round a second time, with the
+-- reason and the allowed error.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local calls = require "spec.autograd.calls"

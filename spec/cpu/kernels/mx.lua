@@ -86,7 +86,7 @@ generators.mx_quantize = function(try)
       ints = { 13, block[1], block[2], k == 1 and 3 or k < 5 and 4 or 5 + k % 2, TURNED,
         k == 3 and 8 or 0, 5, 1 }, outputs = 8, zeros = true }
   end
-  -- a given amax much smaller than x: elements saturate
+  -- a given amax that is much smaller than the largest magnitude (elements saturate), or not valid
   for _, amax in ipairs { 1e-38, 1e-3, 0, 1 / 0, 0 / 0, -1 } do
     try { inputs = { float("f32", { 4, 32 }, "normal"), tensors.listed("f32", { 1 }, { amax }) },
       ints = { 13, 1, 16, 4, VALUES, 8, -1, 1 }, outputs = 8, zeros = true }
