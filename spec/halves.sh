@@ -1,6 +1,7 @@
 #!/bin/sh
-# Runs specs in two processes at the same time; the second one's output comes last. Files that start
-# ranks are all in the first, because two mpiruns at once can fail over Open MPI's folder in /tmp.
+# Runs specs in two processes at the same time; the second process's output comes last. Files that
+# start ranks all run in the first process, because two mpiruns at once can fail over Open MPI's
+# folder in /tmp.
 # Called by `make test`. Usage: sh spec/halves.sh SECONDS ENGINE FILE-OR-FOLDER [BUSTED OPTIONS].
 # Exit code: 0 if all specs passed.
 seconds=$1 engine=$2 specs=$3

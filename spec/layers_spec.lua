@@ -306,7 +306,7 @@ describe("the folders of Lua", function()
     assert.same({}, cycles)
   end)
 
-  it("use each of these only where it belongs", function()
+  it("use certain names and constants only in the module that owns them", function()
     local once = {
       { "65504", nil, "limits of formats come from base/formats.lua" },
       { "%.17g", "lua/engine/base/show.lua", "exact numbers are written by show.exact" },

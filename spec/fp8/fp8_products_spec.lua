@@ -256,7 +256,7 @@ describe("FP8 products (" .. table.concat(SETS, ", ") .. ")", function()
     assert.equal(448, sum(fp8.quantize(engine.full({ 1, 8 }, 100), { factor = 1 }), 8))
   end)
 
-  it("are 0 when K is 0, which only the operation itself accepts", function()
+  it("are 0 when K is 0 (only the operation itself accepts such matrices)", function()
     local function empty(rows)
       return M_ffi.run("quantize", { engine.zeros(rows, 0), false },
         { M_ffi.dtype.e4m3, 0, 0, 0, 0, 0, 0 }, { -1, 0 }, 5)

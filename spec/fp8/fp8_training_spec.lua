@@ -92,7 +92,7 @@ describe("a linear layer in FP8", function()
     end))
   end
 
-  it("keeps x in e5m6 on request, with gradients nearer to f32's than those of codes",
+  it("keeps x in e5m6 on request; gradients are nearer to f32's than with x kept as codes",
     with_gradient(function()
     local errors = {}
     for _, keep in ipairs { "e5m6", "codes" } do
@@ -171,7 +171,7 @@ describe("a linear layer in FP8", function()
     end
   end))
 
-  it("runs in high precision outside its recipe, and where the recipe asks for it",
+  it("runs in high precision outside its recipe, and where the recipe lists it under `high`",
     with_gradient(function()
     engine.seed(1)
     local model = nn.sequential { nn.linear(64, 64), nn.linear(64, 64) }
@@ -354,7 +354,7 @@ describe("training in FP8", function()
     end
   end)
 
-  it("reports and records the failure of an FP8 policy like that of any policy", function()
+  it("reports and records the failure of an FP8 policy like any policy's", function()
     local dir = os.tmpname()
     os.remove(dir)
     local broken = { source = [[return { name = "broken", kind = "fp8", needs = {}, options = {},
@@ -413,7 +413,7 @@ describe("training in FP8", function()
     os.execute("rm -rf " .. dir)
   end)
 
-  it("composes with a loss scale: delayed scales follow it, and the steps are the same to the bit",
+  it("composes with a loss scale: delayed scales follow it, and losses do not change by a bit",
     function()
     local function losses(scale)
       local list = {}
@@ -425,7 +425,7 @@ describe("training in FP8", function()
     assert.are.equal(losses(1), losses(1024))
   end)
 
-  it("excludes layers that leave their band from FP8, and tries them again", function()
+  it("takes layers out of FP8 when they leave their SNR band, and tries them again", function()
     local on = {}
     run { precision = { base = "fp8_current",
       fp8 = { sample = 1, policy = "fp8_fallback:snr=28,pause=3" } }, steps = 8,
@@ -495,7 +495,8 @@ describe("memory", function()
     local plain = { base = "fp8_block",
       fp8 = { layers = { { match = "%.down$", x = { keep = "swiglu" } } } } }
     local packed, codes = bytes_of "fp8_block", bytes_of(plain)
-    -- 2 layers, 256 rows of 128 numbers: each takes 1.5 bytes, not 1 in codes and 2 in bf16
+    -- 2 layers, 256 rows of 128 numbers: each number takes 1.5 bytes instead of 3 (1 as a code and
+    -- 2 in bf16)
     assert.are.equal(2 * 256 * 128 * 1.5,
       codes["kept for backward"].measured - packed["kept for backward"].measured)
     local function gradients(precision)
@@ -576,7 +577,7 @@ describe("SwiGLU in FP8", function()
     C.eng_fp8_measure(false)
     local fp8_bytes = M_ffi.new("int64_t[1]")
     C.eng_tape_bytes(fp8_bytes)
-    -- x once, and down's input: codes, and a scale for every 128 codes
+    -- one copy of x, and down's input: each as codes with an f32 scale for every 128 codes
     assert.are.equal(32 * (128 + 4 + 256 + 8), tonumber(fp8_bytes[0]))
     y:to("f32"):sum():backward()
     local want = x:detach():abs():max():item()

@@ -62,7 +62,8 @@ local function through(gradient, q, role, transform)
   return transform and mx.hadamard(gradient, transform.hadamard, { signs = "none" }) or gradient
 end
 
--- A role or product of a recipe without random numbers.
+-- A copy of a recipe's role or product with randomness turned off: no stochastic rounding, and
+-- fixed signs.
 local function fixed(part)
   return arguments.merged(part, part.stochastic and { stochastic = false },
     part.signs and part.signs ~= "none" and { signs = "fixed" },
@@ -184,7 +185,7 @@ describe("a linear layer under microscaling", function()
   end
 
   for _, base in ipairs(RECIPES) do
-    it("resumes bit for bit, lags and obeys fp8_fallback: " .. base, function()
+    it("resumes bit for bit, runs in lagged mode and obeys fp8_fallback: " .. base, function()
       local folder = helper.folder()
       local whole = trained(base, 6)
       trained(base, 3, folder .. "/run")
@@ -203,7 +204,7 @@ describe("a linear layer under microscaling", function()
     ["forward_high_before_decay:at=2"] = "rung 1 of the ladder",
     ["sqrt3:ratio=1000"] = "now in high precision",
   } do
-    it("is moved by a policy, and resumes: " .. policy, function()
+    it("is moved to a rung or to high precision by a policy, and resumes: " .. policy, function()
       local fp8 = { sample = 1, policy = policy,
         ladder = { policy:find("^forward") and { forward = { high = true } } or "mxfp8" } }
       local folder = helper.folder()

@@ -1,7 +1,7 @@
--- Damages histories and runs every command that reads them, in this process, and one of them as a
--- process of its own: values of other types, negative and huge numbers, missing rows and tables,
--- flipped bytes. Each command must succeed or end with one line that is not a Lua error, within
--- five seconds. Deterministic.
+-- Damages histories (values of other types, negative and huge numbers, missing rows and tables,
+-- flipped bytes), and runs every command that reads them in this process, and one command a round
+-- as a process of its own. Each command must succeed or end with one line that is not a Lua error,
+-- within five seconds. Deterministic.
 -- Usage: engine spec/fuzz/histories.lua [rounds [seed [first round [steps of the history]]]]
 local history = require("engine").history
 local M_ffi = require "engine.base.ffi"

@@ -204,7 +204,7 @@ plans.add_layer_norm, plans.add_rms_norm = added(plans.layer_norm, 2, 1),
   added(plans.rms_norm, 2, 1)
 plans.add_layer_norm_grad, plans.add_rms_norm_grad = added(plans.layer_norm_grad, nil, 0),
   added(plans.rms_norm_grad, nil, 0)
--- Images: sizes that fit mostly, and attributes that sometimes do not.
+-- Images: sizes usually fit each other; attributes are sometimes invalid.
 local function step() return chance(5) and one_of(WILD_INTS) or 1 + draw(3) end
 local function room() return chance(5) and one_of(WILD_INTS) or draw(3) end
 local function image() return { draw(4), 1 + draw(9), 1 + draw(9), one_of(SIZES) } end
@@ -412,7 +412,7 @@ function plans.fp8_matmul()
 end
 
 
--- FP8 layers: a site for every way to keep x, an invalid site, and 0.
+-- FP8 layers: a site for every way to keep x, an invalid site (99), and 0 (no site).
 local SITES = { 0, 99 }
 for keep = C.ENG_FP8_KEEP_CODES, C.ENG_FP8_KEEP_SWIGLU do
   local site, recipe = ffi.new("int64_t[1]"), ffi.new("eng_fp8_recipe")

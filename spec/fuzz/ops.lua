@@ -151,10 +151,10 @@ for name in ("add sub mul maximum minimum eq ne lt le gt ge neg abs relu contigu
     EXACT[name] = true
   end
 -- Operations that read values kept by a forward pass. The plans invent these values, so inputs may
--- contradict each other, and devices may read different ones of them.
+-- contradict each other, and each device may read different inputs.
 local KEPT = { cross_entropy_grad = true, layer_norm_grad = true, rms_norm_grad = true,
   attention_grad = true, extreme_grad = true }
--- Tolerances, relative to the largest number. That of f64 is f32's, because inputs may be f32.
+-- Tolerances, relative to the largest number. f64 has f32's tolerance, because inputs may be f32.
 local PRECISION = { f64 = 1e-5, f32 = 1e-5, f16 = 2e-2, bf16 = 0.12, e4m3 = 0.3, e5m2 = 0.6 }
 
 --- All elements of a tensor, in host memory, as double.

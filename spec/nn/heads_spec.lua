@@ -154,7 +154,7 @@ describe("attention maps", function()
     end
   end)
 
-  it("reach the scale_loss of a class through a trainer's loss function", function()
+  it("reach the scale_loss method of a class through a trainer's loss function", function()
     local seen = {}
     engine.register_loss_scaler("by-entropy", { get_scale = function(self) return self.s or 8 end,
       update = function() end, scale_loss = function(self, loss, maps)

@@ -320,7 +320,7 @@ describe("load_model", function()
     refuses(function() bert(x, { mask = mask }) end, "row 2 begins with padding")
   end)
 
-  it("with a cache embeds each token once to generate, and one more to find the dtypes", function()
+  it("with a cache embeds each token once, plus one token to find the dtypes", function()
     local model = engine.load_model(variant("llama"))
     local rows, forward = 0, model.embed.forward
     rawset(model.embed, "forward", function(self, ids)

@@ -116,7 +116,7 @@ describe("nn.lora", function()
     end
   end)
 
-  it("keeps the mean of a layer under dropout", function()
+  it("keeps the mean output of a layer under dropout", function()
     for _, dora in ipairs { false, true } do
       engine.seed(5)
       local layer, x = nn.linear(6, 4), engine.randn(1, 6):keep()

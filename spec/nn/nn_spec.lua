@@ -559,7 +559,7 @@ describe("generate", function()
           draws(logits, { top_p = p, top_k = k }), ("top_k = %d, top_p = %g"):format(k, p))
       end
     end
-    -- token 6 has 0.4 of the whole probability, but 0.5 of that of the top 2000, above top_p
+    -- token 6 has 0.4 of the total probability, but 0.5 among the top 2000, which exceeds top_p
     local flat = engine.zeros(V):totable()
     flat[7] = math.log(0.4 / 0.6 * (V - 1))
     for _, id in ipairs { unpack(draws(engine.tensor(flat), { top_p = 0.45, top_k = 2000 }), 2) } do

@@ -1,5 +1,5 @@
 -- Padded batches: a sequence gets the logits, gradients and tokens that it gets without padding.
--- hf_spec.lua compares padded batches with those of transformers.
+-- hf_spec.lua compares padded batches with transformers.
 local engine = require "engine"
 
 local IDS = { { 1, 2, 3, 4, 5, 6 }, { 7, 8, 9, 0, 0, 0 }, { 0, 0, 5, 6, 7, 8 } }
@@ -17,9 +17,9 @@ local function made(name, more)
   return model:eval()
 end
 
--- Models, and the rows of IDS that must give what their sequence gives alone. nn.gpt and nn.bert
--- count positions from the start of the row, so padding on the left changes them; a dynamic RoPE
--- base depends on the length of the batch.
+-- Models, and the rows of IDS whose results must equal those of the sequence alone. nn.gpt and
+-- nn.bert count positions from the start of the row, so padding on the left changes them; a dynamic
+-- RoPE base depends on the length of the batch.
 local MODELS = {
   { "gpt", {}, { 1, 2 } }, { "bert", {}, { 1, 2 } }, { "llama", {}, { 1, 2, 3 } },
   { "llama", { window = 2 }, { 1, 2, 3 } }, { "llama", { experts = 3, hidden = 16 }, { 1, 2, 3 } },

@@ -60,7 +60,7 @@ MODELS = {
 }
 
 
-# Not Mixtral: with so few tokens in the loss, rounding may choose another expert and change it.
+# Not Mixtral: rounding may choose another expert, which changes a loss over so few tokens.
 for base in ("gpt2", "llama_yarn", "mistral", "qwen2", "qwen3", "bert"):
     MODELS[f"{base}_classifier"] = (MODELS[base][0],
                                     dict(MODELS[base][1], num_labels=3, pad_token_id=0))
@@ -139,7 +139,7 @@ def mask_of(lengths, length, left):
 
 
 def padded_logits(model, x, mask):
-    """Logits with those of padding set to 0. A classifier gets its padding token, 0, as padding."""
+    """A language model's logits, 0 at padding. A classifier gets token 0 wherever mask is 0."""
     if model.config.architectures[0].endswith("ForSequenceClassification"):
         return model(torch.where(mask > 0, x, 0), attention_mask=mask).logits.detach()
     logits = model(x, attention_mask=mask).logits
@@ -189,7 +189,7 @@ def prepare(folder, kind, fields, dtype):
             train(reload(folder, dtype=torch.float32), x,
                   torch.where(out["left"] > 0, y, torch.tensor(-100)), STEPS, mask=out["left"]),
             dtype=torch.float64)
-    # A fresh model, because with dynamic scaling it keeps the base of its longest sequence so far.
+    # A fresh model: with dynamic scaling, a model keeps the RoPE base of its longest sequence.
     model = reload(folder, dtype=torch.float32)
     out["losses"] = torch.tensor(train(model, x, y, STEPS), dtype=torch.float64)
     out["model"] = model

@@ -95,7 +95,7 @@ def llama_rows(engine, ids, dora):
 
 
 def classifier_rows(engine, ids):
-    """Classifiers: the file also has the head, and the engine's file has the trained one."""
+    """Classifiers: PEFT's file also has the head, and so has the file that the engine writes."""
     rows = []
     for kind, more in (("Llama", dict(num_key_value_heads=2)), ("Bert", {}),
                        ("GPT2", dict(n_embd=16, n_head=4, n_layer=2, n_inner=24))):
@@ -134,7 +134,7 @@ def log_probability(model, x, y):
 
 
 def train_dpo(model, x, y, beta=0.5, smoothing=0.1):
-    """Losses and, of the last step, the rewards: the first half of the rows is chosen."""
+    """The losses, and the rewards of the last step. The first half of the rows are the chosen."""
     opt = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2,
                             weight_decay=0.1)
     result = []

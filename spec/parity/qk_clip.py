@@ -53,7 +53,7 @@ class Megatron:
         self.clip_qk = lambda: SelfAttention.clip_qk(self.layer)
 
     def weight(self):
-        """In the engine's order."""
+        """The weight of q, k and v, with rows in the engine's order."""
         heads, width = self.case["heads"], self.case["head_width"]
         by_head = self.layer.linear_qkv.weight.detach().view(heads, 3, width, heads * width)
         return by_head.transpose(0, 1).reshape(3 * heads * width, heads * width)

@@ -3,7 +3,7 @@
 -- has the action, the clip and the logged numbers. Other policies have other steps and lines:
 --   fp8_lm        [amax, clipped] -> the amax that scales the tensor
 --   adagc         the norms of two tensors -> the factors on their gradients
---   update_clip   the norm of the update first -> the factor on the update
+--   update_clip   a list that begins with the norm of the update -> the factor on the update
 --   spam          numbers that nothing reads -> the factor on the rate, whether moments are reset,
 --                 and the threshold
 --   stable_spam   the gradients of two tensors with one element each -> what the update reads of

@@ -119,8 +119,8 @@ def unit(x, dtype):
 
 
 def compare(got, want, dtype):
-    """The largest error in units of what is allowed. Sums of normal numbers may cancel: a largest
-    element below 1 counts as 1."""
+    """The largest error, as a multiple of the allowed error. Sums of normal numbers may cancel,
+    so a largest element below 1 counts as 1."""
     want = want.double()
     error, largest = (got.double() - want).abs(), want.abs().max().clamp(min=1)
     allowed = 1e-5 * largest + 1e-30
@@ -246,7 +246,7 @@ def check_resnet(engine, folder):
             good &= compare(got["variance"], after["layer4.1.bn2.running_var"], torch.float32) < 500
             # Rounding errors grow over the steps: PyTorch differs from itself in another layout.
             own, ours_apart = ((z - logits).abs().max().item() for z in (other, got["logits"]))
-            print("fp32 logits after training: %.2g from PyTorch's; its own in another layout %.2g"
+            print("fp32 logits after training: %.2g from PyTorch's; PyTorch's in two layouts: %.2g"
                   % (ours_apart, own))
             good &= ours_apart < max(0.02, 3 * own)
         good &= early <= (1e-3 if dtype is None else 0.05)
@@ -266,7 +266,7 @@ def main():
     torch.manual_seed(1)
     with tempfile.TemporaryDirectory() as folder:
         engine = Engine(arguments.engine, folder)
-        print("largest error over %d shapes, in units of what is allowed" % SHAPES)
+        print("largest error over %d shapes, as a multiple of the allowed error" % SHAPES)
         print("%-22s" % "", " ".join("%8s" % d for d in DTYPES))
         good = all([check_op(engine, folder, name) for name in OPS])
         good &= check_resnet(engine, folder)

@@ -129,7 +129,7 @@ describe("what a policy logs and prints in a run", function()
   end)
 end)
 
-it("policies of FP8 layers log and print like others; their name precedes a taken log name",
+it("policies of FP8 layers log and print like others; their name prefixes a log name in use",
   function()
   local function fp8(name, body)
     return { file = name .. ".lua", source = ([[return { name = "%s", kind = "fp8",
@@ -163,7 +163,7 @@ it("policies of FP8 layers log and print like others; their name precedes a take
     helper.run { "export", path, "--csv", "-" }.out, 1, true)
 end)
 
-it("a policy may log in a run that is not kept", function()
+it("a policy may log in a run that has no history", function()
   helper.write(folder .. "/logger.lua", POLICY)
   local result = helper.run { "examples/gpt.lua", "steps=3", "layers=1", "width=32", "context=32",
     "policy=" .. folder .. "/logger.lua" }

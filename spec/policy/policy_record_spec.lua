@@ -30,7 +30,7 @@ describe("the record", function()
     assert.are.equal("nil", decide(reads("'norm_ref'", "record.norm_ref")):why())
   end)
 
-  it("walks its lists with ipairs, as with pairs", function()
+  it("has lists that ipairs walks as pairs does", function()
     local p = load [[return { needs = { "tensors", "amax" },
       init = function() return { scale = 8 } end,
       decide = function(state, record)

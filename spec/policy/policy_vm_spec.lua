@@ -196,7 +196,7 @@ describe("the sandbox", function()
       "table.insert(t, 3) return t[1] + t[5]")).scale)
   end)
 
-  it("names the place and the function of a wrong argument", function()
+  it("names the file, the line and the function of a wrong argument", function()
     for call, text in pairs {
       ["unpack(nil)"] = "p.lua:2: bad argument #1 to 'unpack' (table expected, got nil)",
       ["('x'):rep()"] = "p.lua:2: bad argument #2 to 'rep' (number expected, got no value)",

@@ -220,7 +220,7 @@ describe("the ends of the range:", function()
     assert.are.same(numbers "64x4", run("paddle", options, "4x").scales)
   end)
 
-  it("a caller that goes on after fairseq's end is stopped again", function()
+  it("a caller that continues after fairseq's policy stopped the run is stopped again", function()
     local policy = engine.policy.load("fairseq", { init_scale = 2 ^ -13 })
     local record = require("ffi").new("eng_record", { overflow = 1, first_bad = -1 })
     for _ = 1, 3 do

@@ -11,8 +11,9 @@ local nan, inf = 0 / 0, 1 / 0
 local GUARDS = { "zclip", "skip_step", "norm_skip", "rerun", "adagc", "update_clip", "spam",
   "stable_spam", "qk_clip" }
 
--- Decides on steps { loss =, norm =, inf =, nan = } (1, 1, 0, 0; a number is the norm). `at` is
--- called before each step with the policy. Returns what each step gave.
+-- Decides on steps { loss =, norm =, inf =, nan =, update = } (defaults: 1, 1, 0, 0, nan; a number
+-- alone is the norm). `at` is called before each step with the policy and the step's number, from
+-- 1. Returns a result for each step.
 local function drive(policy, steps, at)
   if type(policy) == "string" then policy = engine.policy.load(policy) end
   local record, results, updates = M_ffi.new("eng_record"), {}, 0
@@ -407,7 +408,7 @@ describe("policy rerun", function()
       end }:run()
     return table.concat(rows, " "), summary
   end
-  it("tells, in a run, a loss spike in the data from a fault of the machine", function()
+  it("in a run, distinguishes a loss spike in the data from a fault of the machine", function()
     local rows, summary = train(false)
     assert.are.equal("step step step step step step retry 1 step step step step", rows)
     assert.is_nil(summary.stopped)

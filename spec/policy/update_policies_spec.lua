@@ -21,7 +21,7 @@ end
 
 local STEPS = 110
 
--- The gradients of step t: noise, with large ones and spikes of single elements now and then.
+-- The gradients of step t: noise, all of it larger at some steps, with spikes of single elements.
 local function gradients_at(t)
   local of = { {}, {} }
   for i, list in ipairs(of) do
@@ -52,8 +52,8 @@ local function numbers_of(model)
   return list
 end
 
--- Trains Given; options replace those of the trainer. Returns the trainer and the weights after
--- each step.
+-- Trains a Given model; `options` override the trainer options below. Returns the trainer and the
+-- weights after each step.
 local function train(options)
   local model, seen = Given(), {}
   local optimizer = engine.optim[options.kind or "adamw"](model, { lr = 1e-2,

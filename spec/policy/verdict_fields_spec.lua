@@ -164,7 +164,7 @@ describe("in a run", function()
     assert.are.same(train("sgd", "", "return 1", 1), once)
   end)
 
-  it("reset_moments empties what it names before the update", function()
+  it("reset_moments clears the moments of the tensors it names before the update", function()
     local body = "return { scale = 1, reset_moments = record.step == 2 and %s or nil }"
     for _, kind in ipairs { "adamw", "lion", "lamb" } do
       local _, whole = train(kind, '"reset_moments"', body:format "true", 3)
@@ -184,7 +184,7 @@ describe("in a run", function()
     end
   end)
 
-  it("norms are those of the weights and moments, for tensors, groups and the whole", function()
+  it("gives norms of updates, weights and moments for tensors, groups and the model", function()
     train("adamw", [["tensors", "update_norm", "weight_norm", "m_norm", "v_norm"]], [[
       if record.step == 0 then
         if record.update_norm or record.tensors[1].weight_norm then error("known too early") end

@@ -288,7 +288,7 @@ describe("several runs", function()
         helper.read(folder .. "/runs/a2/both.html"), 1, true)
     end)
 
-    it("have their curves over each other, with values for the pointer", function()
+    it("have overlaid curves, with the values that the pointer shows", function()
       for _, name in ipairs { "loss", "scale" } do
         local svg = html:match('data%-column="' .. name .. '".-</svg></svg>')
         for i = 1, 3 do assert.matches('class="line s' .. i .. '"', svg, 1, true) end

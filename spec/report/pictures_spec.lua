@@ -184,7 +184,7 @@ describe("the pictures of a run", function()
     assert.matches('viewBox="0 0 390 %d+"', svg)
   end)
 
-  it("tell the ending of a run without steps; with few steps, no axis is empty", function()
+  it("tell how a run without steps ended; with few steps, no axis is empty", function()
     assert.matches("no data", inside("train.lua run=none how=broken").err, 1, true)
     local none = report "none"
     assert.matches("The run has no steps.", none, 1, true)

@@ -40,7 +40,7 @@ local summary = trainer:run()
 print(summary.stopped, summary.steps)
 ]]
 
--- The same with a linear layer in FP4, whose policy is the file arg[3].
+-- A job like JOB with a linear layer in FP4, whose policy is the file arg[3].
 local FP4_JOB = [[
 local engine = require "engine"
 engine.seed(1)
@@ -54,7 +54,7 @@ local summary = engine.trainer { model = model, data = data,
 print(summary.stopped, summary.steps)
 ]]
 
--- A client written by hand: sends text and returns the line of the reply, or nil.
+-- A client that sends raw text; receive() returns one line of the reply, or nil after a timeout.
 local function raw(run)
   local out = ffi.new("eng_attach_link *[1]")
   M_ffi.check(C.eng_attach_connect(out, run .. "/attach.sock"))
@@ -112,7 +112,7 @@ local function events(run, kind)
   return list
 end
 
--- The run's status, requested from here.
+-- The run's status, requested by this process.
 local function status(run)
   local client = raw(run)
   client.send('{"do":"status"}\n')
@@ -156,7 +156,7 @@ describe("engine attach", function()
     assert.equal(0, C.eng_file_kind(run .. "/attach.sock"))
   end)
 
-  it("swaps the policy of FP8 layers; so do its saved file and SIGHUP", function()
+  it("swaps the policy of FP8 layers, also when its file is saved and on SIGHUP", function()
     local run, text = folder .. "/run", helper.read "policies/layer_ladder.lua"
     local path = helper.write(folder .. "/mine.lua", text)
     local pid = start(run, nil, path, FP4_JOB)
@@ -227,7 +227,7 @@ describe("engine attach", function()
     ended(pid)
   end)
 
-  it("reports that it waits for a stopped run, and gives up in one line at a signal", function()
+  it("reports that it waits for a stopped run, and on a signal gives up with one line", function()
     local run = folder .. "/run"
     local pid = start(run)
     local script = helper.write(folder .. "/wait.sh", ([[
@@ -248,7 +248,7 @@ describe("engine attach", function()
     ended(pid)
   end)
 
-  it("gives up a request that the run does not read, at an interrupt", function()
+  it("on an interrupt, gives up a request that the run does not read", function()
     local path, server = folder .. "/s", ffi.new("eng_attach *[1]")
     M_ffi.check(C.eng_attach_open(server, path))
     local out = ffi.new("eng_attach_link *[1]")

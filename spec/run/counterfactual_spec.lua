@@ -54,7 +54,7 @@ describe("a step at another scale", function()
     assert.equal("exact", select(2, moved(record(60000, true, 0 / 0), 2 ^ -30)))
   end)
 
-  it("overflows by fp16 gradients only, and is a bound if their amax is not recorded", function()
+  it("overflows in fp16 gradients only, and is a bound if their amax is not recorded", function()
     local r = record(30000, false)
     r.amax_f16 = 10                                          -- the larger gradient is in f32
     assert.same({ "good", "hidden" }, { moved(r, 4) })
@@ -101,7 +101,8 @@ describe("a policy's verdicts", function()
   local function act(action, clip, lr_mul)
     return { action = action, clip = clip or 0, lr_mul = lr_mul or 1 }
   end
-  -- steps: a list of { what is known, the policy's action, the run's }. Returns the certainty.
+  -- steps: a list of { what is known, the policy's action or verdict, the run's action or
+  -- verdict }. Returns the certainty.
   local function judged(steps)
     local c = counterfactual.certainty()
     for i, s in ipairs(steps) do
@@ -141,7 +142,7 @@ describe("a policy's verdicts", function()
     assert.equal("at least 1", counterfactual.count_text(c, 1))
   end)
 
-  it("count no skip from the first step that is only a bound", function()
+  it("do not count skips as certain from the first step whose overflow is only a bound", function()
     local c = judged { { "bound", SKIP, SKIP }, { "exact", SKIP, SKIP } }
     assert.equal(0, c.least)
     assert.equal(0, c.from)

@@ -76,7 +76,7 @@ describe("an error in the script", function()
     assert.matches("boom in the loss", message)
   end)
 
-  it("in on_step loses no step, including that one", function()
+  it("in on_step loses no step, not even the one it is raised in", function()
     disturbed { run = folder .. "/a",
       on_step = function(trainer) if trainer.steps_done == 7 then error({ odd = true }) end end }
   end)
@@ -144,7 +144,7 @@ describe("too little memory", function()
     return sum
   end
 
-  it("at any moment of a step leaves the weights unchanged, an empty step and a clean tape",
+  it("at any moment of a step leaves the weights unchanged, the step's memory and the tape empty",
     function()
     for _, recipe in ipairs { "fp32", "fp16" } do
       engine.seed(3)

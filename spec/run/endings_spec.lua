@@ -8,7 +8,8 @@ local folder
 before_each(function() folder = helper.folder() end)
 after_each(function() helper.remove(folder) end)
 
--- A job of one tiny layer. arg: the run, steps, the seconds of a step, and Lua for its options.
+-- A job of one tiny layer. arg: the run, the number of steps, the seconds a step takes, Lua code
+-- for trainer options, and Lua code to run at the end (both optional).
 local SCRIPT = [[
   local engine = require "engine"
   engine.seed(1)
@@ -155,7 +156,7 @@ describe("the output of a run", function()
   end)
 end)
 
-it("a picture that gnuplot does not draw is an error, also with an old one in its place",
+it("a picture that gnuplot does not draw is an error, also where an old picture exists",
   function()
   helper.shell(job(folder .. "/r", "300", "0"))
   helper.write(folder .. "/gnuplot", "#!/bin/sh\necho no fonts >&2; exit 1\n")
@@ -255,7 +256,7 @@ describe("the status of a run", function()
   local WEIGHTS = "schedule = function(u) return u == 11 and 1e39 or 1e-3 end, " ..
     "checkpoint_every = 5"
 
-  it("is 4 when it is lost, and names the last good checkpoint", function()
+  it("is 4 when it is lost; the history names the last good checkpoint", function()
     local run = folder .. "/r"
     assert.equal(4, status(NAN_FROM_12))
     local h = engine.history.open(run)
@@ -269,7 +270,7 @@ describe("the status of a run", function()
     assert.matches("stopped: lost: the loss has been nan", listed.out, 1, true)
   end)
 
-  it("is 4 when weights are not finite, and no such checkpoint is written", function()
+  it("is 4 when weights are not finite, and no checkpoint holds such weights", function()
     local run = folder .. "/r"
     assert.equal(4, status(WEIGHTS))
     local h = engine.history.open(run)
@@ -294,7 +295,7 @@ describe("the status of a run", function()
     h:close()
   end)
 
-  it("of several runs is that of the most serious one", function()
+  it("of several runs is the status of the most serious ending", function()
     local result = helper.shell(job(folder .. "/r", "3", "0",
       policy "if true then return { scale = 1, action = 'stop' } end",
       "local s = loadstring(io.open(arg[0]):read '*a') arg[4], arg[5] = nil, nil s()"))

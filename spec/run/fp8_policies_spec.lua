@@ -153,7 +153,7 @@ describe("swapping a policy of FP8 layers", function()
     assert.not_equal(plain, moved)
   end)
 
-  it("that is refused leaves nothing to undo, also with another swap in its step", function()
+  it("that is refused leaves nothing to undo, also with another swap in the same step", function()
     local good = { source = "return { decide = function() return 1 end, options = " ..
       "{ init_scale = 1 } }" }
     local late = { source = [[return { name = "late", kind = "fp8", options = { init_scale = 1 },
@@ -287,7 +287,7 @@ describe("a policy of FP8 layers", function()
       assert.matches("failed", engine.replay.table { r })
     end)
 
-    it(name .. " as the run's own leaves the weights as they are without it", function()
+    it(name .. " as the run's own policy gives the same weights as no policy", function()
       local weights, t = job { base = "fp8_current", fp8 = { policy = source } }
       assert.equal(plain, weights)
       assert.equal(8, t.policy_errors)

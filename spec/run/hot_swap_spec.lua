@@ -191,7 +191,7 @@ describe("a bad policy", function()
       "has no option 'growth_interval'" },
   }
   for name, bad in pairs(BAD) do
-    it(name .. " changes nothing, and the history names the place of the error", function()
+    it(name .. " changes nothing, and the history records the error", function()
       local traced, trainer = trace({ steps = 20, run = folder .. "/run",
         policy = policy_file(DYNAMIC), policy_options = OPTIONS }, function(_, step)
         if step == 6 then policy_file(bad[1]) end
@@ -220,7 +220,7 @@ describe("a bad policy", function()
     assert.matches("late.lua:2: too late", events("swap_refused")[1].text, 1, true)
   end)
 
-  it("file replaced by a pipe or a device leaves the policy unchanged", function()
+  it("file replaced by a pipe, a device or a huge file leaves the policy unchanged", function()
     for name, text in pairs { pipe = "is not a regular file",
       ["link to a device"] = "is not a regular file", ["large file"] = "is larger than 1 MiB" } do
       local path = ("%s/%s.lua"):format(folder, (name:gsub(" ", "_")))
@@ -305,7 +305,7 @@ describe("a checkpoint", function()
     assert.equal(inline(2).source, other.policy.source)
   end)
 
-  it("yields to the script if it names another policy than before", function()
+  it("yields to the script if the script names another policy than before", function()
     trace({ steps = 4, run = folder .. "/run", policy = "static:loss_scale=1024" },
       function(t, step) if step == 2 then t.policy:swap("deepspeed") end end)
     local _, trainer = trace { steps = 8, run = folder .. "/run", resume = "auto",

@@ -337,7 +337,7 @@ end)
 describe("memory", function()
   after_each(function() engine.memory { limit = 0 } end)
 
-  it("that ran out once can be used again, in one piece as well", function()
+  it("that ran out once can be used again, also for one large tensor", function()
     local function reserved()
       local sum = 0
       for _, row in ipairs(engine.memory()) do sum = sum + row.reserved end
@@ -350,7 +350,7 @@ describe("memory", function()
       end
       assert.matches("out of memory", message_of(engine.zeros, 2 ^ 24))
     end)
-    -- 80 MiB in one piece
+    -- one tensor of 80 MiB
     in_step(function() assert.equal(0, engine.zeros(20 * 2 ^ 20):sum():item()) end)
   end)
 

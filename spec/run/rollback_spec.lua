@@ -112,7 +112,7 @@ describe("a rollback", function()
     end
   end)
 
-  it("is refused without a checkpoint, without a run, and after `rollbacks` of them", function()
+  it("is refused without a checkpoint, without a run, and once `rollbacks` is reached", function()
     local source = [[return { options = { init_scale = 8 },
       decide = function(state, record)
         if record.step % 10 == 5 then return { scale = 8, action = "rollback", back = 2 } end

@@ -73,7 +73,7 @@ describe("accumulated gradients in fp16", function()
     end
   end)
 
-  it("can be had in an explicit loop", function()
+  it("are available in an explicit loop", function()
     local model = engine.nn.linear(1, 1, { bias = false })
     local opt = engine.optim.sgd(model, { lr = 1e-30, precision = "fp16" })
     opt:accumulates(true)

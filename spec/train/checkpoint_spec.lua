@@ -129,7 +129,7 @@ describe("a checkpointed module", function()
     return net
   end
 
-  it("can be passed by backward twice", function()
+  it("allows two backward passes over a retained tape", function()
     local net = blocks(function(m, x) return x:linear(m.weight):exp():tanh() end)
     local loss, weight = net(engine.randn { 8, 4 }):sum(), net.blocks[1].weight
     loss:backward { retain = true }

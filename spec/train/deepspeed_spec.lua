@@ -1,4 +1,5 @@
--- engine.deepspeed.initialize: the loop in DeepSpeed's shape, against a trainer, and its mistakes.
+-- engine.deepspeed.initialize: a loop in DeepSpeed's form, compared with a trainer; errors for
+-- misuse.
 local engine = require "engine"
 local helper = require "spec.helper"
 local C = require("engine.base.ffi").C

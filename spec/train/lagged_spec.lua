@@ -89,7 +89,7 @@ describe("lagged training", function()
       if good and record then losses[#losses + 1] = record.loss end
       engine.end_step()
     end
-    -- forward passes 1 to 7: the 4th has no record and the last one's is in flight
+    -- forward passes 1 to 7: the 4th has no record, and the record of the 7th is in flight
     assert.same({ computed[1], computed[2], computed[3], computed[5], computed[6] }, losses)
   end)
 

@@ -54,7 +54,7 @@ describe("per-layer scales", function()
     end
   end)
 
-  it("do so on the reference device, and agree with the fast one", function()
+  it("equal one scale on the reference device too, and agree with the fast device", function()
     local fast = train { policy = APART, steps = 3, precision = "fp16" }
     engine.device "reference"
     local good, message = pcall(function()
@@ -79,7 +79,7 @@ describe("per-layer scales", function()
     end
   end)
 
-  it("save the early layers of a deep network that one scale cannot", function()
+  it("keep the gradients of a deep network's early layers, which one scale loses", function()
     -- Twelve sigmoid layers: each makes the gradient four times smaller on the way back.
     local function first_layer(chosen)
       engine.seed(1)
@@ -272,7 +272,7 @@ describe("a reference backward", function()
       data = { next = function() return 3 end } } end, "expected a batch to be a table")
   end)
 
-  it("leaves frozen weights frozen and others not, also when it cannot begin", function()
+  it("leaves frozen weights frozen and others trainable, also when it cannot begin", function()
     local model = nn.gpt { vocab = 16, context = 8, width = 16, heads = 2, layers = 3 }
     local optimizer, one, short = engine.optim.adamw(model, { lr = 1e-2 }), batch(), false
     local begin = M_ffi.C.eng_params_reference_begin

@@ -37,8 +37,8 @@ local function value(f, ...)
 end
 
 describe("the gradient of cross entropy", function()
-  -- The bits of a gradient through logits x = w * 2, after x:done() or without it; and whether x
-  -- has lost its memory.
+  -- The bits of the gradient of w through logits x = w * 2, after x:done() or without it; and
+  -- whether the memory of x was taken.
   local function gradient(dtype, done, retain, also)
     engine.seed(4)
     local w = engine.randn({ 6, 700 }, { dtype = dtype }):requires_grad(true)

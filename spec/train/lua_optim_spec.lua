@@ -317,7 +317,7 @@ describe("an optimizer written in Lua", function()
     assert.same({ 1, 2 }, engine.checkpoint.steps(folder .. "/late/checkpoints"))
   end)
 
-  it("lets buffers change places, and computes in f32 under autocast", function()
+  it("lets an update exchange buffers, and computes in f32 under autocast", function()
     optim.register("spec_swap", { defaults = { lr = 1 }, buffers = { "a", "b", "was", "seen" },
       update = function(p)
         p.a, p.b = p.b, p.a
@@ -588,7 +588,7 @@ describe("register refuses", function()
       "numbers, or nil, got 5", { m = function() return 5 end })
   end)
 
-  it("decay where there is no weight_decay, and values that the built-in ones exclude", function()
+  it("decay where there is no weight_decay, and values that built-in optimizers exclude", function()
     optim.register("spec_plain", { defaults = { lr = 1 }, update = function() end })
     local function fails(name, options, expected)
       local _, message = pcall(optim[name], { vector { 1 } }, options)

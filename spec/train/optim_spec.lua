@@ -183,7 +183,7 @@ describe("an update", function()
     end
   end)
 
-  it("reports its memory with a loss, also for a list of tensors", function()
+  it("reports its memory, measured on a loss function, also for a list of tensors", function()
     local x = engine.zeros(4, 64, { requires_grad = true })
     local rows = optim.sgd({ x }):memory(function() return x:exp():exp():sum() end)
     assert.equal(4 * 64 * 4, rows.masters.measured)

@@ -379,8 +379,8 @@ describe("the trainer", function()
     end
     assert.has_error(function() job({ steps = 5, policy = "static",
       policy_options = { loss_scale = 1e-60 } }):run() end)
-    -- The same holds for a run resumed from a checkpoint with a policy whose state asks for such a
-    -- scale.
+    -- The same holds for a run resumed from a checkpoint with a policy whose migrated state sets
+    -- such a scale.
     local run, shrinks = folder .. "/resumed", folder .. "/shrinks.lua"
     helper.write(shrinks, "return { options = { init_scale = 4 }, migrate = function(old) " ..
       "return { scale = 1e-60 } end, decide = function(s) return s.scale end }")
@@ -451,7 +451,7 @@ describe("the trainer", function()
     assert.matches("nothing to do: 5 of 5 steps", trainer:summary_text(trainer:run()), 1, true)
   end)
 
-  it("a corrupt checkpoint is skipped, with a message, for the one before", function()
+  it("a corrupt checkpoint is skipped with a message, and the one before it is used", function()
     local run = folder .. "/a"
     local _, _, summary = trace { run = run, steps = 6, checkpoint_every = 2 }
     assert.equal(run, summary.path)
