@@ -1,5 +1,5 @@
 -- Dependencies between folders go downward only. Only main/ and policy/ use Lua's headers; policies
--- require nothing; one Lua file loads the C library. Files that comments name exist.
+-- require nothing; only two Lua files load C libraries. Files that comments name exist.
 local helper = require "spec.helper"
 
 -- The files that a shell command lists; it must list some.

@@ -1,5 +1,5 @@
 -- Runs the engine's commands, in this process or as processes, and reports what is wrong with their
--- output. Used by the fuzzers of this folder.
+-- output. Used by histories.lua and texts.lua.
 local M_ffi = require "engine.base.ffi"
 local helper = require "spec.helper"
 local ffi, C = M_ffi.ffi, M_ffi.C

@@ -1,5 +1,5 @@
 -- The fuzzers' own generator of random numbers, so that every machine sees the same inputs. Used by
--- the Lua files of this folder.
+-- the Lua fuzzers of this folder except ops.lua, which has its own (made.lua).
 local M = {}
 
 local state = 1

@@ -5,8 +5,8 @@
 -- raises a string; both devices agree on which, and on shapes and dtypes of the outputs; the step's
 -- memory is empty after every step. Writes outside a kernel's memory are found by the sanitizer
 -- build of `make check`. With ENGINE_TEST_DEVICE=cuda the card is compared with the reference
--- instead, including values: bit for bit for operations that round at most once, within a tolerance
--- for others where all numbers are ordinary. Round i depends only on the seed and i.
+-- instead, including values: bit for bit for the operations in EXACT, within a tolerance for others
+-- where all numbers are ordinary. Round i depends only on the seed and i.
 -- Usage: engine spec/fuzz/ops.lua [seconds [seed [first round [rounds]]]]
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
@@ -70,8 +70,8 @@ end
 
 local function bug(...) error({ bug = table.concat({ ... }, " ") }, 0) end
 
---- Returns the outcome as text (shapes and dtypes, or "error"), the outputs, and whether devices
---- may differ.
+--- Returns the outcome as text (shapes and dtypes, or "error"), the outputs, whether devices may
+--- differ, and the message of an error.
 local function attempt(f, ...)
   local results = { pcall(f, ...) }
   if results[1] then
@@ -84,7 +84,7 @@ local function attempt(f, ...)
   end
   local message = results[2]
   if type(message) ~= "string" or #message < 8 then
-    bug("an error that is not a string:", tostring(message))
+    bug("an error that is not a string of at least 8 bytes:", tostring(message))
   end
   -- a made-up handle may name an existing tensor on another device
   local elsewhere = message:find("in the memory of the current device", 1, true)
@@ -141,7 +141,8 @@ local function compare(name, inputs, ints, floats, n_out)
   end
 end
 
--- Operations that round at most once: bit-identical on every device.
+-- Operations that are bit-identical on every device: they round at most once, or their definition
+-- fixes the order of sums.
 local EXACT = {}
 for name in ("add sub mul maximum minimum eq ne lt le gt ge neg abs relu contiguous cast where " ..
   "clamp concat gather index_select embedding argmax argmin "
@@ -165,7 +166,7 @@ local function numbers_of(y)
 end
 
 --- Describes where the elements of one output differ, or returns nil. The tolerance is relative to
---- the largest element, or to `least` where that is larger.
+--- the largest finite element, or to `least` where that is larger.
 local function difference(want, got, n, tolerance, least)
   local top = least
   for i = 0, n - 1 do
@@ -180,8 +181,8 @@ local function difference(want, got, n, tolerance, least)
   end
 end
 
---- Runs the same call on the reference and on the card, each with its own inputs, if the card has
---- a kernel.
+--- Runs the same call on the reference and on the card, each with its own copy of the inputs, if
+--- the card has a kernel.
 local function compare_card(name, number)
   if M_ffi.op[name] and not C.eng_op_supported(CARD, M_ffi.op[name]) then return end
   local spoils, recorded, after = one_of { 0, 0, 0, 1, 1, 2, 4 }, chance(40), draw(2 ^ 20)
@@ -314,7 +315,7 @@ local function method()
   shown = arguments[1]
   local good, y = pcall(f, unpack(arguments, 1, 1 + draw(5)))
   if not good and (type(y) ~= "string" or #y < 4) then
-    bug("an error that is not a string:", name, tostring(y))
+    bug("an error that is not a string of at least 4 bytes:", name, tostring(y))
   end
   if good and tensor.is_tensor(y) then
     local alive, count = pcall(function() return y.count end)

@@ -122,7 +122,7 @@ UNCOUNTED static void draw_call(call *c)
   }
 }
 
-// A replacement function: returns its first argument in one case of two, else nothing.
+// A replacement function: returns nothing for a string of odd length, else its first argument.
 UNCOUNTED static int echo(lua_State *L)
 {
   if (lua_type(L, 1) == LUA_TSTRING && lua_objlen(L, 1) % 2) return 0;
@@ -130,7 +130,7 @@ UNCOUNTED static int echo(lua_State *L)
   return 1;
 }
 
-// ------------------------------------------------------------------ running them
+// ------------------------------------------------------------------ running the calls
 
 // Appends the values from stack index `from` on (results, or an error) to `out`.
 UNCOUNTED static void read_results(text *out, lua_State *L, int from)

@@ -1,4 +1,4 @@
--- Puts byte sequences of every kind wherever text comes from outside: arguments of all commands,
+-- Puts byte sequences of every kind wherever text comes from outside: arguments of ten commands,
 -- names of runs, policies, options, signals and logs, reasons, events, settings, sources of
 -- policies. Each command must succeed or end with one line that is not a Lua error, within five
 -- seconds, and print nothing that a terminal would execute; pages and pictures must be UTF-8.

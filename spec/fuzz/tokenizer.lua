@@ -1,6 +1,7 @@
 -- Mutated tokenizer.json files and random texts: a file must be refused with one line or give a
 -- tokenizer that encodes and decodes any bytes. Ids must have tokens, a text must give the same ids
--- twice, and no call may take two seconds of processor time. Deterministic; run by `make fuzz`.
+-- twice, and no call may take two seconds of processor time (20 in sanitizer builds).
+-- Deterministic; run by `make fuzz`.
 -- Usage: engine spec/fuzz/tokenizer.lua [rounds [seed]]
 local engine = require "engine"
 local draws = require "spec.fuzz.draws"

@@ -38,7 +38,7 @@ class Engine:
         self.process.stdin.write(" ".join([what, "a", *words]) + "\n")
         self.process.stdin.flush()
         if self.process.stdout.readline() != "done\n":
-            sys.exit("parity: the engine ended")
+            sys.exit("parity: the engine ended without an answer")
         return load_file(os.path.join(self.folder, "a.out"))
 
 

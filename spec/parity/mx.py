@@ -80,7 +80,7 @@ class Engine:
 
     def wait(self):
         if self.process.stdout.readline() != "done\n":
-            sys.exit("parity: the engine ended")
+            sys.exit("parity: the engine ended without an answer")
 
     def quantize(self, x, *words):
         save_file({"x": x}, os.path.join(self.folder, "x.in"))

@@ -1,8 +1,9 @@
 """NF4 compared with bitsandbytes on a CPU: part of `make parity`. NF4_NUMBERS (1e7) numbers in f32,
-bf16 and f16, with extreme blocks, block sizes and a last block that is not full: codes, absmaxes,
-their codes and groups, and dequantized numbers must be equal. The mean that double quantization
-subtracts is bitsandbytes': a sum of f32 whose order depends on the machine. The last column says
-how many codes of absmaxes differ under the engine's own mean, which is summed in f64.
+bf16 and f16, with extreme blocks, three block sizes and a last block that is not full: codes,
+absmaxes, their codes and groups, and dequantized numbers must be equal. The mean that double
+quantization subtracts is taken from bitsandbytes: an f32 sum whose order depends on the machine.
+The last column says how many codes of absmaxes differ under the engine's own mean, which is summed
+in f64.
 """
 import argparse
 import logging

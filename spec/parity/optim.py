@@ -8,8 +8,8 @@ limit.
 torch's Muon computes Newton-Schulz steps in bf16, where another order of sums moves a result by a
 bf16 ulp. So its own code runs with f32 in place of bf16, and once as it is, with a wider limit.
 The cosine of pytorch_optimizer's SPAM is a step ahead of the authors', so the package's SPAM runs
-with the authors' cosine. Its StableSPAM counts a reset differently for each tensor, so resets are
-compared with the authors' rule as restated here.
+with the authors' cosine. The package's StableSPAM counts a reset differently for each tensor, so
+resets are compared with the authors' rule as restated here.
 
 Without a package its rows are left out. With --golden FILE it writes a short run of the originals,
 which lua_optim_spec.lua compares with: spec/golden/optimizers.json.

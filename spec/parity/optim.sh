@@ -1,5 +1,5 @@
 # make parity: optimizers written in Lua and policies that act on updates, against the originals.
-# Installs two of them.
+# Installs two of the originals' packages.
 have='from importlib.metadata import version as v; import optimi, sys
 sys.exit(v("pytorch_optimizer") != "4.1.0")'
 "${VENV:?}/bin/python" -c "$have" 2>/dev/null \

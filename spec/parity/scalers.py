@@ -1,5 +1,6 @@
 """Loss scalers of other systems on 300 random traces each, with factors such as 1.1 and 1.7: every
-scale after every step must be the engine's, bit for bit. Prints a table; exits with 1 otherwise.
+scale after every step must equal the engine's, bit for bit. Prints a table; exits with 1 if a scale
+differs.
 
 The references below are written from the published semantics; PyTorch's GradScaler itself is run
 where torch is installed. Everything else needs only Python's standard library.

@@ -1,6 +1,6 @@
 """The policies that guard updates, on random norms and losses with spikes, zeros, NaN and overflow:
-every decision must be the original's, every number within 1e-6 of it. Prints a table; exits with 1
-otherwise.
+every decision must be the original's, and every number within 1e-6 of the original's. Prints a
+table; exits with 1 if a decision or a number differs.
 
 Two originals run from their own packages: zclip 1.0.0, which clips the gradient of a parameter, and
 the SkipStepOptimizer of ai2-olmo-core 3.0.0. Without a package its row is left out. The others are
@@ -380,7 +380,7 @@ def main():
                 problem = disagreement(next(lines), original.step(loss, norm), norm)
                 if problem:
                     if not wrong:
-                        print(f"  {policy} {options}: step {i}, {loss}, {norm}: {problem}")
+                        print(f"  {policy} {options}: step {i}, input ({loss}, {norm}): {problem}")
                     wrong += 1
         if next(lines, None) is not None:
             sys.exit(f"{title}: the engine printed more lines than there are steps")

@@ -1,4 +1,4 @@
-# make parity: policies that guard updates, against the originals. Installs two of them.
+# make parity: policies that guard updates, against the originals. Installs the packages of two.
 have='import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, ("zclip", "olmo_core"))))'
 "${VENV:?}/bin/python" -c "$have" \
   || "$VENV/bin/pip" install --quiet --no-deps --retries 1 --timeout 15 \

@@ -1,7 +1,8 @@
 -- tensor_cores.lua FOLDER FORMAT-A FORMAT-B [RULE]: the engine's side of tensor_cores.py.
--- Multiplies a [M x K] and b [N x K] of FOLDER/in and writes y [M x N] to FOLDER/out. With a RULE,
--- a and b are codes with scales, multiplied as engine.mx.matmul does; without one they are numbers,
--- which are quantized to FP8 and multiplied with Hopper's accumulator.
+-- Multiplies a [M x K] and b [N x K] of FOLDER/in and writes y [M x N] to FOLDER/out. With a RULE
+-- (a number of ENG_MX_*; the formats are numbers of dtypes), a and b are codes with scales,
+-- multiplied as engine.mx.matmul does. Without one (the formats are names), they are numbers, which
+-- are quantized to FP8 and multiplied with Hopper's accumulator.
 local engine = require "engine"
 local fp8, run = engine.fp8, require("engine.base.ffi").run
 local folder, fa, fb, rule = arg[1], arg[2], arg[3], tonumber(arg[4])

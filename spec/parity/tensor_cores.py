@@ -1,8 +1,8 @@
 """Sums of tensor cores compared bit for bit with MMA-Sim's models: part of `make parity`.
 Each kind of sum is tested MMA_PRODUCTS (1e5) times, over two steps. The kinds are Hopper's wgmma in
 FP8 (the accumulator "hopper" of engine.fp8.matmul), and Blackwell's block-scaled tcgen05.mma
-(engine.mx.matmul) for e4m3, e5m2 and both in blocks of 32, and for e2m1 in blocks of 32 and 16.
-Some have scales of every size, so that sums reach zero, subnormals and Inf.
+(engine.mx.matmul) for e4m3, for e5m2 and for e5m2 x e4m3 in blocks of 32, and for e2m1 in blocks of
+32 and 16. Some kinds have scales of every size, so that sums reach zero, subnormals and Inf.
 """
 import argparse
 import os

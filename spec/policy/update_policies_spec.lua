@@ -1,5 +1,5 @@
--- The policies that act on the update (adagc, update_clip, spam, qk_clip) in live runs whose
--- gradients are given exactly, against the rules written out here.
+-- The policies that act on the update (adagc, update_clip, spam, stable_spam) in live runs whose
+-- gradients are given exactly, against the rules written out here; and qk_clip.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local helper = require "spec.helper"

@@ -1,7 +1,7 @@
--- One job in both modes leaves one history: mode = "lagged" moves the policy's decision by a step
--- and changes nothing else. These differ by design:
+-- One job in both modes leaves the same history: mode = "lagged" moves the policy's decision by a
+-- step and changes nothing else. Only these fields differ, by design:
 --   elapsed     a time
---   updates     of the step after an overflow: the host does not know yet that it was skipped
+--   updates     in the step after an overflow: the host does not know yet of the skipped step
 --   next_scale  applies from the next step, or from the one after (so scales are static here)
 -- A stuck lagged run gives its advice without running the step again: no `trap` event.
 local engine = require "engine"
