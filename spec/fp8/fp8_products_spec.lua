@@ -41,7 +41,7 @@ local function group(a, fa, b, fb, from, to, c)
   return cut(sum, 2 ^ (select(2, math.frexp(sum)) - 1 - 13))
 end
 
---- The dot product of n codes, promoted every `promotion` steps.
+--- The dot product of n codes, promoted every `promotion` steps along K.
 local function hopper(a, fa, b, fb, n, promotion)
   local cell, total = M_ffi.ffi.new("float[1]"), nil
   for from = 0, n - 1, promotion do

@@ -65,7 +65,7 @@ end
 
 local TOP = { e4m3 = 448, e5m2 = 57344, e5m6 = 65024 }
 
---- Index of the scale of block (i, j) in the memory of the scales, which have this shape.
+--- Index of the scale of block (i, j) in memory; `shape` is the shape of the scales.
 local function place(block, i, j, shape)
   if block[1] == 1 and block[2] ~= 0 then return j * shape[2] + i end
   if block[1] <= 1 and block[2] == 0 then return i end

@@ -48,7 +48,7 @@ local function operand(x, role, turned, transform)
   return q.transposed or q
 end
 
--- The same for a backward product. q: x as quantized for the forward product.
+-- The quantized matrix that a backward product reads. q: x as quantized for the forward product.
 local function backward_operand(x, q, role, transform)
   if not role.backward then return operand(x, role, true, transform) end
   local read = values(q)

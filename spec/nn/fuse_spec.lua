@@ -9,7 +9,7 @@ local devices = require "spec.devices"
 
 local nn, bytes = engine.nn, devices.bytes
 
---- The lines of every file of the folder without comments, as { name = { line, ... } }.
+--- The lines of every file of engine/nn without comments, as { name = { line, ... } }.
 local function sources()
   local list = {}
   local listing = io.popen("ls '" .. M_ffi.home .. "/nn'")

@@ -1,8 +1,8 @@
 -- vision.lua FOLDER: the engine's side of vision.py. Reads requests from standard input, one JSON
 -- value per line, and prints a line of JSON for each. "ops": runs an operation on the tensors of
 -- FOLDER/in, and writes results and gradients to FOLDER/out. "train": trains resnet18 from the
--- weights in FOLDER/in, prints losses and times, and writes the running statistics of the last batch
--- norm and the logits in evaluation mode.
+-- weights in FOLDER/in, prints losses and times, and writes the running statistics of the last
+-- batch norm and the logits in evaluation mode.
 local engine = require "engine"
 local json = require "engine.base.json"
 local folder = assert(arg[1], "usage: engine spec/parity/vision.lua FOLDER")

@@ -12,8 +12,8 @@ teardown(function()
   for name in pairs(published) do published[name] = nil end
 end)
 
--- A small fp16 job. It publishes a falling entropy every third step, and a constant whose name
--- needs quoting in CSV and JSON.
+-- A small fp16 job. It publishes a falling entropy every third step and, at step 5, a number whose
+-- name needs quoting in CSV and JSON. Returns the scales.
 local function train(run, options)
   for name in pairs(published) do published[name] = nil end
   engine.seed(3)

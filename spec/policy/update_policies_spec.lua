@@ -240,8 +240,8 @@ describe("a policy that acts on the update", function()
 end)
 
 describe("policy qk_clip", function()
-  -- Trains one attention layer on one batch; returns the signals, weights before and after, the
-  -- model and the batch.
+  -- Trains one attention layer on one batch; returns the signal logit_max of each head, the weights
+  -- before and after, the model and the batch.
   local function attend(options)
     engine.seed(3)
     local model = engine.nn.sequential(engine.nn.attention(16, 4, { kv_heads = options.kv_heads,

@@ -13,7 +13,8 @@ local stats = ffi.new("eng_tensor_stats[4]")
 
 local NAMES = { "wte.weight", "blocks.1.attn.weight", "blocks.1.mlp.weight", "blocks.2.mlp.weight" }
 
--- The loss falls from step to step, every 100th step overflows, and statistics come every 50 steps.
+-- Appends a step. The loss falls from step to step, every 100th step overflows, and statistics are
+-- recorded every 50 steps and at overflows.
 local function append(h, step, fields)
   ffi.fill(record, ffi.sizeof(record))
   ffi.fill(verdict, ffi.sizeof(verdict))

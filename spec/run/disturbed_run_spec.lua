@@ -1,5 +1,5 @@
--- Runs that are disturbed: by signals, errors in the script, too little memory or disk, another
--- run, or removed files. None loses trained steps, and every run can be resumed.
+-- Runs that are disturbed: by SIGINT, errors in the script, too little memory, another run, or
+-- removed and damaged files. No trained step is lost while a sound checkpoint remains.
 local engine = require "engine"
 local M_ffi = require "engine.base.ffi"
 local helper = require "spec.helper"
@@ -50,8 +50,8 @@ describe("an error in the script", function()
     whole = checksum(trainer)
   end)
 
-  --- Runs the job with an error raised in its loss (at call `at`) or in on_step (at step `at`), and
-  --- resumes it. It must end like the undisturbed job.
+  --- Runs the job with options whose loss or on_step raises an error, and resumes it without them.
+  --- It must end like the undisturbed job. Returns the error's message.
   local function disturbed(options)
     local trainer = job(options)
     local good, message = pcall(trainer.run, trainer)

@@ -25,8 +25,8 @@ local function job(options)
   return engine.trainer(o)
 end
 
--- Loss and scale of every step and the final weights, as exact text; `each(trainer, step)` runs
--- between the steps.
+-- Loss, scale and action of every step and a checksum of the final weights, as exact text; and the
+-- trainer. `each(trainer, step)` runs between the steps.
 local function trace(options, each)
   local lines = {}
   options.on_step = function(trainer, record, verdict)

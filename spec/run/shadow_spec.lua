@@ -40,7 +40,8 @@ local function trace(options)
     trainer, scales
 end
 
--- The verdicts of a shadow at each step, from the rows that record changes.
+-- The scales that a shadow chose at each step, from the rows that record changes; and the number of
+-- rows.
 local function verdicts(run, name, steps)
   local history = engine.history.open(run)
   local rows, list, at = history:shadow(name), {}, 0

@@ -34,7 +34,7 @@ function M.remove(path)
   os.execute("rm -rf '" .. path .. "'")
 end
 
---- Runs SQL statements on a database file; errors are ignored.
+--- Runs SQL statements on a database file; errors of the statements are ignored.
 function M.sqlite(path, sql)
   local sqlite, db = ffi.load "sqlite3.so.0", ffi.new "void *[1]"
   assert(sqlite.sqlite3_open(path, db) == 0)

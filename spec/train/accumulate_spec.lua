@@ -2,8 +2,9 @@
 -- they are summed in f32, as PyTorch's autocast does.
 local engine = require "engine"
 
--- A run of one step whose micro-batch i has the weight gradient sum(rows[i]), before scaling.
--- Returns the record, the weight's gradient and the optimizer.
+-- A run of one step (or options.steps) whose micro-batch i has the weight gradient sum(rows[i]),
+-- before scaling. Returns { overflow, amax, norm } of the last record, with amax and norm times the
+-- loss scale; the weight's gradient; and the optimizer.
 local function step(rows, options)
   options = options or {}
   engine.seed(1)

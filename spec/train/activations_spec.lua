@@ -11,7 +11,8 @@ local READS = [[return { needs = { "activations" }, options = { init_scale = 1 }
       amax = s["activation_amax.2"] or -1 } }
   end }]]
 
--- Trains two layers on the batches [4 x 3] that `values` gives; returns trainer, logs and weights.
+-- Trains two layers on the batches [4 x 3] that `values` gives (or on built-in ones); returns the
+-- trainer, the logs of the last step, the weights and the model.
 local function train(options, values)
   engine.seed(3)
   local nn, at, logs = engine.nn, 0, nil

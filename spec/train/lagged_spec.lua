@@ -4,8 +4,8 @@ local helper = require "spec.helper"
 
 local TEXT = require("engine.report.lab").text(20000)
 
---- Trains a small GPT (or continues the trainer `of` with its model and optimizer); returns losses
---- and scales by step, the weights' checksum and the trainer.
+--- Trains a small GPT (or continues with the model and the optimizer of the trainer `of`); returns
+--- { loss, scale, overflow }, each a table by step; the run's summary; and the trainer.
 local function train(options)
   engine.seed(5)
   local of = options.of

@@ -22,7 +22,8 @@ local function batch()
       { dtype = "i64", keep = true }) }
 end
 
--- Loss, norm and amax of every step of a small GPT (its head shares the embedding's weight).
+-- Loss, norm, amax and reference norm of every step of a small GPT (its head shares the embedding's
+-- weight); also returns the trainer and the run's summary.
 local function train(options)
   engine.seed(3)
   local model = nn.gpt { vocab = 16, context = 8, width = 16, heads = 2, layers = 3,

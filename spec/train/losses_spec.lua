@@ -105,7 +105,8 @@ describe("losses.sft", function()
 end)
 
 describe("losses.dpo", function()
-  -- The loss and the rewards by the formula.
+  -- By the formula: the sum of the losses of all pairs; each row's log of the ratio of the model's
+  -- probability to the reference's; and the share of pairs whose chosen row wins.
   local function expected(model, reference, batch, mask, beta, smoothing)
     local own, fixed, ratio = log_p(model, batch), log_p(reference, batch), {}
     for r = 1, 2 * P do

@@ -464,7 +464,7 @@ describe("a registered loss scaler", function()
     end)
     assert.same({ { { scale = 32 }, "maps" } }, given)
 
-    -- The same in a trainer, against the same steps with scale 1.
+    -- The same scaler in a trainer; the weights must be those after the same steps at scale 1.
     local function train(policy, accumulate, scale_of)
       local net, o = setup(12)
       local scales, n = {}, 0

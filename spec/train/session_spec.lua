@@ -19,7 +19,7 @@ local function with(options, more)
   return options
 end
 
--- A tiny fp16 job whose first steps overflow.
+-- The model, data and optimizer of a tiny fp16 job whose first steps overflow.
 local function parts(name)
   engine.seed(5)
   local model = nn.gpt { vocab = 256, context = 8, width = 16, heads = 2, layers = 1,

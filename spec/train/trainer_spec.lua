@@ -29,7 +29,8 @@ local function job(options)
   return engine.trainer(trainer)
 end
 
--- Losses and scales of a job's steps, as exact text, and the checksum of the final weights.
+-- Loss, scale and norm of each step of a job, as exact text; the checksum of the final weights; the
+-- summary; and the trainer.
 local function trace(options)
   local lines = {}
   options.on_step = function(_, record)
