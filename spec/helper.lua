@@ -12,7 +12,7 @@ ffi.cdef "int setenv(const char *name, const char *value, int overwrite);"
 ffi.C.setenv("TERM", "xterm", 1)
 ffi.C.setenv("LC_ALL", "C.UTF-8", 1)
 
--- Built with sanitizers: too slow for time limits.
+-- True in a sanitizer build, which is too slow for time limits.
 helper.sanitized = os.getenv("ENGINE_SANITIZED") ~= nil
 
 function helper.quote(text)

@@ -106,7 +106,7 @@ describe("microscaling", function()
       "27" .. once .. ("0"):rep(32) .. once, digits(q.q))
     assert.equal(("1"):rep(30) .. "00" .. ("11111100"):rep(4) .. ("1"):rep(31) .. ("0"):rep(33) ..
       ("1"):rep(32) .. ("0"):rep(32), table.concat(bytes(q.gate)))
-    -- the rule in numbers, with the nearest number found by distance
+    -- the rule recomputed in doubles; the nearest e2m1 number is the one at the smallest distance
     local numbers = { 0, .5, 1, 1.5, 2, 3, 4, 6 }
     local x = engine.randn(40, 32) * engine.randn(40, 1):exp()
     local sizes, gates = bytes(engine.mx.quantize(x, { rule = "quest" }):dequantize():abs()),

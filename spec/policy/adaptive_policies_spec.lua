@@ -286,7 +286,7 @@ describe("policy log_max", function()
     assert.is_true(wild.scales[4000] < calm.scales[4000] / 8)
     assert.is_true(wild.skipped <= 4)
   end)
-  it("recovers soon from an overflow that lowers the original for thousands of steps", function()
+  it("recovers soon from an overflow that costs the original thousands of steps", function()
     local r = world("log_max", {}, 3000, function(step) return step == 200 and 2 or -16 end)
     assert.is_true(r.scales[201] < r.scales[200])
     assert.is_true(r.scales[1000] > 0.5 * r.scales[200],

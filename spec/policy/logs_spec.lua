@@ -117,7 +117,7 @@ describe("what a policy logs and prints in a run", function()
     assert.equal(json.null, text.policies[1].log.twice[3])
   end)
 
-  it("prints a limited number of lines, with file and line", function()
+  it("has a limited number of printed lines, each with its file and line", function()
     local h = engine.history.open(run)
     local events = h:events("print")
     assert.equal(13, #events)                                -- 8, and one every 10 steps

@@ -6,7 +6,7 @@ local with, decide, fails = made.with, made.decide, made.fails
 before_each(made.reset_record)
 
 describe("patterns in a policy", function()
-  -- Compares our pattern functions with LuaJIT's on the same arguments.
+  -- Calls whose results in a policy must equal LuaJIT's: function, arguments.
   local cases = {
     { "find", "hello world", "o w" }, { "find", "hello", "l+" }, { "find", "hello", "(l)(l)" },
     { "find", "hello", "()ll()" },

@@ -142,7 +142,7 @@ describe("the record", function()
     fails(reads("'tensors'", "record.tensors[1].amax"), "")
   end)
 
-  it("scales groups separately where the run supports it", function()
+  it("lets a policy scale groups separately where the run supports it", function()
     local p = with("return { scale = 4, scales = { b = 2 } }")
     p:tensors({ "x", "y" }, { 1, 2 }, { "a", "b" }, true)
     local v = decide(p)

@@ -140,7 +140,7 @@ describe("migration", function()
     assert.are.equal(16, old:scale())
   end)
 
-  it("sets the scale by hand and keeps the counters", function()
+  it("setting the scale by hand keeps the counters", function()
     local p = engine.policy.load("dynamic", { growth_interval = 3 })
     decide(p)
     p:set_scale(512)

@@ -588,7 +588,7 @@ describe("policies by name", function()
       "hint: precision = { base", 1, true))
   end)
 
-  it("or the path of a file", function()
+  it("may also be the path of a file", function()
     local folder = helper.folder()
     local path = helper.write(folder .. "/mine.lua",
       "return { init = function() return { scale = 2 } end, " ..

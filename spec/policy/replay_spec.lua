@@ -70,7 +70,7 @@ describe("a string of verdicts", function()
 end)
 
 describe("engine replay", function()
-  it("prints the agreed JSON", function()
+  it("prints the documented JSON", function()
     local result = helper.run { "replay", "4. x 2. 3x", "--policy", "policies/dynamic.lua",
       "init_scale=256", "growth_interval=2", "--policy", "deepspeed", "--json" }
     assert.are.equal(0, result.code, result.err)
@@ -356,7 +356,7 @@ describe("engine tune", function()
     assert.is_true(object.best.cost < object.default.cost)
     assert.are.equal(object.evaluations, #object.rows)
     for _, row in ipairs(object.rows) do assert.is_true(row.cost >= object.best.cost) end
-    -- The options it names have the cost it reports.
+    -- The options that tune names have the cost that it reports.
     local r = replay.run(replay.trace(path), "dynamic", object.best.options)
     assert.near(object.best.cost, r.costs.elements, 1e-12)
     assert.are.equal(object.best.skipped, r.skipped)

@@ -259,7 +259,7 @@ describe("rounding:", function()
     assert.near(f32[10], megatron[10], f32[10] * 1e-6)
   end)
 
-  it("double where it is a double", function()
+  it("double where the original's scale is a double", function()
     local r = replay.run(replay.trace "2. x", "fairseq", { init_scale = 65536, scale_factor = 1.3,
       scale_window = 1 })
     assert.are.same({ 65536 * 1.3, 65536 * 1.3 * 1.3, 65536 * 1.3 * 1.3 / 1.3 }, r.scales)

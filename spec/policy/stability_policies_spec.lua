@@ -453,11 +453,11 @@ describe("policy fp8_lm", function()
     for i = 1, 1001 do long[i] = { 8 } end
     assert.near(4, tops({}, long)[1001], 1e-9)
   end)
-  it("grows for all steps since the last count", function()
+  it("grows for all steps since the last measured one", function()
     assert.are.same({ "own", 8, 8, 8, 8 / 2 ^ (3 / 10) }, tops({ growth_interval = 10 },
       { { 8, measured = false }, { 8 }, { 8, measured = false }, { 8, measured = false }, { 8 } }))
   end)
-  it("keeps the scale at zeros, inf and nan", function()
+  it("keeps the scale when gradients are zero, inf or nan", function()
     assert.are.same({ "own", "own", 8, 8, 8 }, tops({}, { { 0 }, { 8, overflow = true }, { 8 },
       { 0 }, { 8, 1000, overflow = true } }))
   end)

@@ -316,7 +316,7 @@ describe("policy qk_clip", function()
     end)
   end
 
-  it("works in fp16 and with dropout of the weights", function()
+  it("works in fp16 and with dropout of the attention weights", function()
     for _, case in ipairs { { precision = "fp16" }, { dropout = 0.1 } } do
       case.threshold, case.steps = 1, 3
       local seen = attend(case)

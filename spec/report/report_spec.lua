@@ -333,7 +333,7 @@ describe("a run's commands", function()
     assert.is_true(events[3].values["train/loss"] ~= events[3].values["train/loss"])
   end)
 
-  it("help has an example of each", function()
+  it("help has an example of each command", function()
     for _, name in ipairs { "runs", "plot", "report", "export" } do
       local text = run({ "help", name }).out
       assert.matches("^usage: engine " .. name, text)

@@ -250,7 +250,8 @@ describe("the status of a run", function()
     assert.equal(4, status "loss = function(m, b) return m(b.x):sum() * (0 / 0) end")
   end)
 
-  -- Steps with a nan loss leave the weights alone; an infinite weight makes the loss nan.
+  -- NAN_FROM_12 makes the loss nan from step 12 on; such steps leave the weights alone. WEIGHTS
+  -- makes weights infinite by a huge rate, and an infinite weight makes the loss nan.
   local NAN_FROM_12 = "loss = function(m, b) lost_n = (lost_n or 0) + 1 " ..
     "return m(b.x):sum() * (lost_n > 12 and 0 / 0 or 1) end, checkpoint_every = 5"
   local WEIGHTS = "schedule = function(u) return u == 11 and 1e39 or 1e-3 end, " ..

@@ -208,7 +208,7 @@ describe("swapping a policy of FP8 layers", function()
 end)
 
 describe("a message about a policy of FP8 layers", function()
-  it("names the policy and its seat", function()
+  it("names the refused policy and the policy that stays", function()
     job({ fp8 = { policy = MOVING.nvfp4 }, run = folder .. "/run" }, function(t, step)
       if step ~= 2 then return end
       t.policy:swap { source = "return {" }
@@ -222,7 +222,7 @@ describe("a message about a policy of FP8 layers", function()
     assert.matches("fp8: policy: expected a name", why, 1, true)
   end)
 
-  it("refuses to replay damaged meters", function()
+  it("names the damage when damaged meters are replayed", function()
     local run = folder .. "/run"
     job { run = run }
     for _, case in ipairs { { "UPDATE fp8 SET snr = 'abc'",

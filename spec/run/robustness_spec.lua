@@ -122,7 +122,7 @@ describe("calls through engine.ffi", function()
 end)
 
 describe("empty tensors", function()
-  it("have gradients of picks", function()
+  it("have gradients through index_select and gather", function()
     in_step(function()
       local x = engine.zeros(3, 0):requires_grad(true)
       x:index_select(1, engine.zeros({ 2 }, "i64")):sum():backward()

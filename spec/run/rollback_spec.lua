@@ -62,7 +62,7 @@ local function events(run, kind)
 end
 
 describe("a rollback", function()
-  it("restores weights, moments, random numbers and the data's place, and skips data", function()
+  it("restores weights, moments, random numbers and the data's position, and skips data", function()
     local run = folder .. "/a"
     local trainer = job { run = run, steps = 45, policy = policy(34,
       "back = 10, skip = 3, lr_mul = 0.5, reason = 'try'") }

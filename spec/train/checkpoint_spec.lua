@@ -73,24 +73,24 @@ describe("activation checkpointing gives the same bits", function()
     "nvfp4", "nvfp4_quartet2", stochastic } do
     for _, name in ipairs { "gpt", "llama" } do
       local text = type(precision) == "table" and precision.name or precision
-      it(("of nn.%s in %s"):format(name, text), function()
+      it(("for nn.%s in %s"):format(name, text), function()
         local share = same(MODELS[name], precision)
         assert(share < 0.55, share)
       end)
     end
   end
-  it("of nn.bert", function() assert.is_true(same(MODELS.bert, "bf16") < 0.5) end)
-  it("of mixtures of experts, with their balance in the loss", function()
+  it("for nn.bert", function() assert.is_true(same(MODELS.bert, "bf16") < 0.5) end)
+  it("for mixtures of experts, with their balance in the loss", function()
     assert.is_true(same(MODELS.mixture, "bf16", function(model, x, y)
       return model:loss(x, y) + model.blocks[2].mlp.balance * 0.01
     end) < 0.6)
   end)
-  it("of a model with adapters", function()
+  it("for a model with adapters", function()
     same(function()
       return nn.lora(MODELS.llama(), { match = { "attn", "mlp" }, rank = 2, dropout = 0.1 })
     end, "bf16")
   end)
-  it("of gradients written in Lua", function()
+  it("with gradients written in Lua", function()
     local Net = nn.class("net")
     local cube = engine.custom {
       forward = function(saved, x) saved.x = x; return x * x * x end,

@@ -138,7 +138,7 @@ describe("bf16 masters", function()
     helper.remove(folder)
   end)
 
-  it("go back to a checkpoint with other masters", function()
+  it("can roll back to a checkpoint with other masters", function()
     local folder = helper.folder()
     local function run(precision, steps, policy)
       local trainer = trainer_of(precision, { steps = steps, run = folder .. "/run",

@@ -7,7 +7,8 @@ local optim = engine.optim
 
 -- ------------------------------------------------------------------ the formulas
 
--- One parameter of three elements: w, its gradient and the optimizer's state as lists.
+-- Each formula returns the new element i of a parameter: o holds the options; w, g and memory hold
+-- the old weights, the gradient and the optimizer's state as lists; t is the step, from 1.
 local formulas = {
   sgd = function(o, w, g, memory, _, i)
     local gradient = g[i] + o.weight_decay * w[i]

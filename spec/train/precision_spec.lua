@@ -280,7 +280,7 @@ end
 describe("the gradient of a parameter", function()
   local formats = { fp32 = { "f32", "f32" }, bf16 = { "f32", "f32" }, fp16 = { "f16", "f32" } }
   for recipe, expected in pairs(formats) do
-    it("under " .. recipe .. " is " .. expected[1] .. ", of a norm " .. expected[2], step(function()
+    it("under " .. recipe .. " is " .. expected[1] .. ", in a norm " .. expected[2], step(function()
       local net = nn.sequential { nn.linear(3, 3), nn.layer_norm(3), nn.embedding(2, 3) }
       local opt = engine.optim.sgd(net, { precision = recipe })
       local loss = engine.autocast(recipe, function()

@@ -61,7 +61,7 @@ describe("scaler", function()
     assert.are.equal(3, opt.updates)
   end)
 
-  it("gives the same with unscaling and clipping in between", function()
+  it("gives an unscaled loop's weights and norms with unscaling and clipping in between", function()
     local scaled, opt = setup(4)
     local plain, control = setup(4)
     local scaler = engine.scaler { init_scale = 1024, growth_interval = 2 }
