@@ -43,7 +43,7 @@ int main(int argc, char **argv)
     int64_t size = history_pack(packed, stats, TENSORS);
     if (eng_history_unpack(&n, back, TENSORS, packed, size) != ENG_OK || n != TENSORS
         || memcmp(stats, back, sizeof stats) != 0) {
-      fprintf(stderr, "fuzz: round %ld does not unpack exactly\n", round);
+      fprintf(stderr, "fuzz: the blob of round %ld does not unpack exactly\n", round);
       return 1;
     }
     for (uint32_t i = draw(4); i > 0; i--) packed[draw((uint32_t)size)] ^= (uint8_t)(1 << draw(8));

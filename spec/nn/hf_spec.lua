@@ -80,8 +80,8 @@ describe("load_model", function()
       if expected.tokens then
         local prompts = {}
         for i, row in ipairs(expected.ids) do prompts[i] = { unpack(row, 1, 4) } end
-        -- with dynamic scaling, a cached key keeps the RoPE base of the length when it was computed,
-        -- so results without a cache differ
+        -- with dynamic scaling, a cached key keeps the RoPE base of the length when it was
+        -- computed, so results without a cache differ
         for _, cache in ipairs(name == "llama_dynamic" and { true } or { true, false }) do
           assert.same(expected.tokens, model:generate(prompts,
             { max_tokens = 16, temperature = 0, cache = cache }))

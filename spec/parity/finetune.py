@@ -1,6 +1,7 @@
 """make parity: fine-tuning from the command line alone. A tiny Llama and its tokenizer, made by
-transformers; SFT and DPO with examples/finetune.lua; then PEFT loads the adapters, transformers the
-merged model and its tokenizer, and both give the logits and the greedy answer of the engine."""
+transformers; SFT and DPO with examples/finetune.lua; then PEFT loads the adapters, and transformers
+the merged model and its tokenizer. Both must give the same logits, and the merged model must give
+the engine's greedy answer."""
 import argparse
 import json
 import os

@@ -56,7 +56,7 @@ def wrong(got, want, name):
 
 
 def casts(engine, x):
-    """Differences of the four casts of x from ml_dtypes."""
+    """How many codes of the four casts of x differ from ml_dtypes'."""
     out, bad = engine.ask("cast", x), 0
     numbers = x.float().numpy()
     for name, (dtype, largest, _) in FORMATS.items():
@@ -131,7 +131,7 @@ def transformer_engine(x, largest, pow2):
 
 
 def quantizers(engine):
-    """Yields rule, number of codes and scales that differ."""
+    """Yields each rule, how many of its codes and dequantized numbers differ, and their count."""
     torch.manual_seed(3)
     x = torch.randn(300, 700)
     x[torch.rand_like(x) < 0.01] *= 2.0 ** 14

@@ -160,7 +160,8 @@ ELEMENTS = {
 # torchao 0.18 and older differ from its later versions, from Transformer Engine and from the
 # hardware in three kinds of blocks, which are not compared with these versions: blocks with NaN or
 # Inf (under `even` also close to Inf); blocks whose scale has code 0; under `rceil`, blocks where a
-# float log2 rounds to a whole number.
+# float log2 rounds to a whole number. compared_rows leaves out a little more: every amax up to
+# 2^-100 or from 2^127 on.
 OLD = not hasattr(mx_tensor, "_f32_to_e8m0_rceil")
 
 
@@ -241,8 +242,8 @@ def mx(engine):
 
 
 def nvfp4_formula(x, amax, high, rule="nvfp4"):
-    """Transformer Engine's scales and codes of x in blocks of high x 16. Four over six: the scale
-    with the smaller error, of two."""
+    """Transformer Engine's scales and codes of x in blocks of high x 16. Four over six: of two
+    scales, the one with the smaller error."""
     most = torch.tensor(torch.finfo(torch.float32).max)
     largest = torch.tensor(2688.0 if rule == "nvfp4" else 1536.0)
     encode = torch.minimum(largest / amax, most)
@@ -324,7 +325,8 @@ def nvfp4(engine):
 
 def unclipped(engine):
     """Tseng et al.: 3 x / 2^(e + 2) for the exponent e of OCP's rule, rounded stochastically with
-    24 bits. The numbers lie between the two neighbours, no block saturates, and the mean is x."""
+    24 bits. Each result must be a neighbour on the grid, no block may saturate, and the mean of the
+    draws must be x."""
     bad, rng = 0, np.random.default_rng(4)
     grid = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     x = blocks(rng, 32, torch.float32)

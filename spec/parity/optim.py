@@ -113,7 +113,7 @@ class StableSpam(torch.optim.Optimizer):
 
 
 def third(name, **options):
-    """An optimizer of pytorch_optimizer."""
+    """An optimizer of pytorch_optimizer, whose SPAM gets the authors' cosine."""
     import pytorch_optimizer
     from pytorch_optimizer.optimizer import spam
     spam.CosineDecay.get_death_rate = lambda self, step: 0.0 if step >= self.t_max else (

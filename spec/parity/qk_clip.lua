@@ -1,8 +1,8 @@
 -- The engine's side of qk_clip.py: for each case of a file, one JSON object a line (seed, heads,
 -- head_width, length, threshold, growth, steps, out), trains one attention layer at a rate of 0, so
 -- that only the policy changes its weights. Writes the weights before the first step and after each
--- step, and the inputs, to the file `out`. The inputs grow from step to step, so that the logits
--- pass the threshold again and again.
+-- step, and the inputs, to the file `out`. Each step multiplies the inputs by `growth`: where it is
+-- above 1, the logits pass the threshold again and again.
 local json = require "cjson"
 local engine = require "engine"
 

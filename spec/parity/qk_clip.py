@@ -76,7 +76,7 @@ def main():
     parser.add_argument("--engine", default=os.path.join(ROOT, "engine"))
     engine = os.path.abspath(parser.parse_args().engine)
     if not all(map(importlib.util.find_spec, ("megatron", "torch", "safetensors"))):
-        print("qk_clip: megatron-core, torch or safetensors is not installed")
+        print("qk_clip: megatron-core, torch or safetensors is not installed: nothing is compared")
         return
     warnings.simplefilter("ignore")
     from safetensors.torch import load_file

@@ -1,8 +1,8 @@
 """Event files that the engine writes, live (tensorboard=true) and by `engine export`, read by a
 real TensorBoard.
 
-Every number must equal the recorded one as a float32; every histogram must have the layer's number
-of elements. Prints a table; exits with 1 when a row fails.
+Every number must equal the recorded one as a float32. The buckets of every histogram must have
+rising limits and sum to its number of elements. Prints a table; exits with 1 when a row fails.
 """
 import argparse
 import json

@@ -58,7 +58,7 @@ def unicode_text(rng, n):
 
 
 def documents(megabytes):
-    """Lists of bytes: documents of a few KB; some are not UTF-8."""
+    """A list of documents as bytes, most of up to 8 KB; some are not UTF-8."""
     rng = random.Random(5)
     here = os.path.dirname(os.path.abspath(__file__))
     files = glob.glob(here + "/../../core/*/*.[ch]") + glob.glob(here + "/../../lua/engine/*/*.lua")
