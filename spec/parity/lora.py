@@ -1,8 +1,8 @@
 """make parity: adapters against Hugging Face's PEFT on a tiny GPT-2. LoRA and DoRA with random
 adapters: logits, 20 AdamW steps in f32, the logits after them; the adapter that the engine trained
 and saved, loaded by PEFT; 5 steps of DPO whose reference is the model without adapters. Also the
-adapter files of a tiny Llama, read and written. `--golden DIR` also writes the numbers for
-spec/nn/lora_spec.lua.
+adapter files of a tiny Llama and of classifiers, read and written. `--golden DIR` also writes the
+numbers for spec/nn/lora_spec.lua.
 """
 import argparse
 import os

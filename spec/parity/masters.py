@@ -1,8 +1,8 @@
 """Weights in bf16 without f32 masters: AdamW with a fixed sequence of gradients, so that only the
 rounding of the weights (and of bf16 moments) tells the runs apart. Prints, for the engine and for
-each package, how far the last weights are from those of f32 masters: the root mean square, and the
-mean as a sign of bias, both in units of the mean bf16 spacing at these weights. Exits with 1 if the
-engine is further away than the package by more than 10 %, or biased.
+each package, how far the last weights are from the engine's with f32 masters: the root mean
+square, and the mean as a sign of bias, both in units of the mean bf16 spacing at these weights.
+Exits with 1 if the engine is further away than the package by more than 10 %, or biased.
 """
 import argparse
 import os
