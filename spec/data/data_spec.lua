@@ -404,7 +404,7 @@ describe("data", function()
     refuses("data.tokens { path = folder .. '/wide.bin', context = 1 }",
       "data.tokens: FOLDER/wide.bin has version 6 of llm.c's format, expected 7 (uint32 tokens)")
     refuses("data.tokens { path = folder .. '/big.bin', context = 1, vocab = 10 }",
-      "data.tokens: token 10 at place 2 of FOLDER/big.bin is outside the vocabulary of 10")
+      "data.tokens: token 10 at position 2 of FOLDER/big.bin is outside the vocabulary of 10")
     for _, code in ipairs { "data.text { path = folder .. '/none' }",
       "data.tokens { path = folder .. '/none' }", "data.csv { path = folder .. '/none' }",
       "data.idx { images = folder .. '/none', labels = folder .. '/none' }" } do
@@ -436,7 +436,7 @@ describe("data", function()
     refuses("data.csv { path = folder .. '/f.csv', classes = true }",
       "data.csv: row 2 of FOLDER/f.csv has the class -1, expected a whole number of 0 or more")
     refuses("data.csv { path = folder .. '/e.csv', target = 3 }",
-      "data.csv: there is no column 3 among the 2 of FOLDER/e.csv")
+      "data.csv: there is no column 3 in FOLDER/e.csv, which has 2 columns")
     file("g.csv", "width,label\n1,0\n")
     refuses("data.csv { path = folder .. '/g.csv', target = 'lable' }",
       "data.csv: FOLDER/g.csv has no column 'lable'; did you mean 'label'?")

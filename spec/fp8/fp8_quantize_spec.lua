@@ -256,7 +256,7 @@ describe("FP8 quantizers", function()
       { function() fp8.quantize(x, { block = "128" }) end, "expected block to be" },
       { function() fp8.quantize(x, { block = "0x128" }) end, "expected block to be" },
       { function() fp8.quantize(x, { factor = "a" }) end,
-        "expected factor to be a number or a tensor of one, got 'a'" },
+        "expected factor to be a number or a tensor of one element, got 'a'" },
       { function() fp8.quantize(engine.zeros(4, 0)) end,
         "expected rows of 1 or more elements, got f32 %[4 x 0%]" },
       { function() fp8.quantize(x):dequantize("i32") end,

@@ -24,7 +24,8 @@ int tjDestroy(void *);
 
 local MOST_PIXELS = 2 ^ 28
 
--- A library by its names, or an error that says which package has it.
+-- Loads a library by the first of `names` that works, or raises an error that names the package to
+-- install.
 local function library(names, package, kind)
   for _, name in ipairs(names) do
     local good, lib = pcall(ffi.load, name)

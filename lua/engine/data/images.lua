@@ -9,7 +9,7 @@ local tensor = require "engine.tensor.tensor"
 local ffi, raise, value_text = M_ffi.ffi, M_ffi.raise, M_ffi.value_text
 local M = {}
 
--- A number for each channel: v is one for all, or a list.
+-- The values [1 x channels x 1 x 1] for the channels. v: a number for all channels, or a list.
 local function per_channel(v, channels, what)
   local list = {}
   for c = 1, channels do
@@ -22,8 +22,8 @@ local function per_channel(v, channels, what)
   return tensor.tensor(list, { keep = true }):view(1, channels, 1, 1)
 end
 
--- The classes of a folder and their files: { "cat", "dog" }, { { path, class from 0 } ... }, and
--- the files that are no images.
+-- The classes of a folder, { "cat", "dog" }; their images, { { path, class from 0 } ... }; and the
+-- files that are not images, as a list of the same form.
 local function scan(path)
   local classes, list, others = {}, {}, {}
   for _, class in ipairs(file.names(path) or raise("data.images: %s", M_ffi.message())) do
@@ -116,7 +116,7 @@ local SHAPES = { { "disc", function(u, v) return u * u + v * v < 1 end },
   { "half", function(u, v) return u * u + v * v < 1 and u + v < 0 end } }
 
 --- Draws o.count images: x [count x 3 x size x size] in about -1..1, y [count] i64, and the names
---- of the classes. Each shape has its own place, size, colour and background, and noise.
+--- of the classes. Each image has a random position, size, colour, background and noise.
 function M.draw(o)
   local size, n, key = o.size, o.count, 0
   local function random()                      -- in [0, 1)

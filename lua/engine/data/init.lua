@@ -98,8 +98,8 @@ end
 --- Skips n batches.
 function Loader:skip(n) self.at = self.at + n end
 
--- Fields of a saved position that must equal the loader's; otherwise the position would mean other
--- batches.
+-- Fields of a saved position that must equal the loader's; otherwise the position would refer to
+-- other batches.
 local IDENTITY = { "kind", "seed", "batch", "context", "shuffle", "examples" }
 
 --- The loader's position, as plain data. `order` is the version of the shuffled order.
@@ -210,8 +210,9 @@ local LLMC_MAGIC, LLMC_MAGIC_32 = 20240520, 20240801
 local WIDTHS, LONG = { u16 = 2, u32 = 4 }, { u16 = "uint16", u32 = "uint32" }
 local POINTERS = { u16 = ffi.typeof "const uint16_t *", u32 = ffi.typeof "const uint32_t *" }
 
--- What the header of a file of tokens says: dtype (nil: the file is bare), bytes of the header,
--- number of tokens (nil: all that follow). base: the file's `bytes` bytes.
+-- Reads the header of a file of tokens. Returns the dtype (nil: the file has no header), the size
+-- of the header in bytes, and the number of tokens (nil: all that follow). base: the mapped file,
+-- which has `bytes` bytes.
 local function header_of(path, base, bytes)
   local header = ffi.cast("const int32_t *", base)
   if bytes >= 10 and ffi.string(base, 6) == "\147NUMPY" then
@@ -264,8 +265,8 @@ function M.tokens(given)
   if o.vocab then
     for i = 0, n - 1 do
       if tokens[i] >= o.vocab then
-        raise("data.tokens: token %d at place %d of %s is outside the vocabulary of %d", tokens[i],
-          i, o.path, o.vocab)
+        raise("data.tokens: token %d at position %d of %s is outside the vocabulary of %d",
+          tokens[i], i, o.path, o.vocab)
       end
     end
   end
@@ -274,8 +275,8 @@ end
 
 -- ------------------------------------------------------------------ rows of features
 
---- A loader of batches of `batch` rows, out of n. x and y: { get = function(i) -> element i, shape
---- = the shape of a row, dtype = }.
+--- A loader over n rows, o.batch of them in each batch. x and y: { get = function(i) -> element i
+--- of all rows laid end to end, shape = the shape of a row, dtype = }.
 local function rows(o, kind, x, y, n)
   local B, width, y_width = o.batch, 1, 1
   for _, size in ipairs(x.shape) do width = width * size end
@@ -372,7 +373,8 @@ function M.csv(given)
     target = found
   end
   if type(target) ~= "number" or target % 1 ~= 0 or target < 1 or target > columns then
-    raise("data.csv: there is no column %s among the %d of %s", tostring(target), columns, o.path)
+    raise("data.csv: there is no column %s in %s, which has %d columns", tostring(target), o.path,
+      columns)
   end
   if columns < 2 then
     raise("data.csv: %s has one column; expected features and a target", o.path)
@@ -487,11 +489,11 @@ end
 --- Documents from JSON lines: a text field of the object on each line. Options of every loader of
 --- documents, whose batches are x and y [batch x context] i32:
 ---   path              a file, or a list of files
----   encode            a function from a text to a list of token ids, or an object whose method
----                     `encode` is one (called with { special = false }); by default bytes are the
----                     tokens
----   end_token         the token that ends a document (0 for bytes); false: none. With an
----                     engine.tokenizer as encode also its text, such as "<|endoftext|>"
+---   encode            a function from a text to a list of token ids, or an object such as an
+---                     engine.tokenizer, whose method encode(text, { special = false }) returns
+---                     the ids; by default bytes are the tokens
+---   end_token         the id of the token that ends a document (0 for bytes); false: none. If
+---                     encode is an engine.tokenizer, also its text, such as "<|endoftext|>"
 ---   pack              true: documents follow each other in the rows; false: a row holds one, and
 ---                     targets after its end are -100, which the loss ignores
 ---   batch, context    rows, and tokens in a row (8, 128)
@@ -499,7 +501,7 @@ end
 ---   bad               "stop": an invalid record is an error that names its line; "skip": it is
 ---                     left out
 ---   check             true: reads and encodes every document now, not when it is used
---- And of this loader: field, the name of the field with the text ("text").
+--- This loader also has the option field, the name of the field with the text ("text").
 function M.jsonl(given)
   local o = options_of("jsonl", given, document_options { field = "text" })
   return of_documents("jsonl", o, records.open("jsonl", o.path, "lines"), documents.jsonl(o.field))
@@ -523,7 +525,8 @@ end
 --- Conversations from JSON lines: { "messages": [{ "role":, "content": }, ..] }. Only the
 --- assistant's messages count in the loss: the other targets are -100. messages: the field's name.
 --- template: a function(role) -> the texts before and after a message of that role (ChatML); or a
---- tokenizer, for the chat template in its folder. The text after an assistant's message counts.
+--- tokenizer, for the chat template in its folder. The template's text after an assistant's message
+--- counts too.
 --- Conversations without an assistant's message are left out. The other options are those of
 --- engine.data.jsonl.
 function M.chat(given)

@@ -260,7 +260,7 @@ local function tokens_of(source)
       local out, i = {}, at + 1
       while source:sub(i, i) ~= c do
         local d = source:sub(i, i)
-        if d == "" then fail("a text without an end: %s", source:sub(at, at + 20)) end
+        if d == "" then fail("a string without an end: %s", source:sub(at, at + 20)) end
         if d == "\\" then
           i = i + 1
           d = source:sub(i, i)
@@ -514,7 +514,7 @@ end
 local function parts_of(source)
   local parts, at, line, trim = {}, 1, 1, false
   source = source:gsub("\r\n", "\n"):gsub("\n$", "")
-  -- Whether only blanks are before a place in its line.
+  -- Whether only blanks precede position i in its line.
   local function begins_line(i)
     repeat i = i - 1 until not source:find("^[ \t]", i) or i < 1
     return i < 1 or source:sub(i, i) == "\n"

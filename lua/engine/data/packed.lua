@@ -2,7 +2,8 @@
 -- with its end token, and are cut into rows; the last token of a row is the first of the next, so
 -- every token is a target once. Not packed: a row holds one document, cut or padded.
 --
--- The position is an epoch, a place in its order of the documents, and a token of that document.
+-- The position is an epoch, an index into that epoch's order of the documents, and a token of that
+-- document.
 -- Made by init.lua.
 local arguments = require "engine.base.arguments"
 local M_ffi = require "engine.base.ffi"
@@ -20,7 +21,7 @@ local OF_STEP = { keep = false }     -- a batch lives as long as its step, even 
 local Packed = {}
 Packed.__index = Packed
 
--- The document at the loader's place, or the next one with a token that counts.
+-- The document at the loader's position, or the next one with a token that counts.
 local function current(self)
   local tried = 0
   while not self.document do
@@ -35,7 +36,7 @@ local function current(self)
     if not self.document then self.place, self.token = self.place + 1, 0 end
     tried = tried + 1
     -- If only one of the n documents counts, it may be the first of an epoch and the last of the
-    -- next: 2 n - 1 tries from one to the other.
+    -- next. Finding it again then takes 2 n - 1 tries.
     if tried > 2 * self.examples then
       raise("data.%s: none of the %d documents has a token that counts in the loss%s%s", self.kind,
         self.examples, self.documents:left_out(), self.kind ~= "chat" and ""
@@ -48,7 +49,7 @@ end
 
 local function advance(self) self.place, self.token, self.document = self.place + 1, 0, nil end
 
--- Writes n tokens of a sequence, from place `from` on, to a row whose first t tokens are written.
+-- Writes n tokens of a sequence, from token `from` on, to a row whose first t tokens are written.
 -- Returns how many of the targets count.
 local function put(self, row, t, sequence, from, n)
   local x, y, T, learnt = self.x, self.y, self.context, 0

@@ -1,5 +1,5 @@
--- Text files to one .npy file of ids: uint16 where all ids fit, else uint32. The file appears under
--- its name when it is complete. Called by cli/data.lua; data.tokens reads the result.
+-- Converts text files to one .npy file of token ids: uint16 if all ids fit, else uint32. The file
+-- gets its final name when it is complete. Called by cli/data.lua; data.tokens reads the result.
 local files = require "engine.base.file"
 local M_ffi = require "engine.base.ffi"
 

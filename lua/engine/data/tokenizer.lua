@@ -231,8 +231,8 @@ function Tokenizer:decode(ids, options)
   for i = 1, n do
     local id = ids[i]
     if type(id) ~= "number" or id % 1 ~= 0 or id < 0 or id >= 2 ^ 32 then
-      raise("tokenizer: expected whole ids from 0 to 2^32 - 1, got %s at place %d", value_text(id),
-        i)
+      raise("tokenizer: expected whole ids from 0 to 2^32 - 1, got %s at position %d",
+        value_text(id), i)
     end
     list[i - 1] = id
   end

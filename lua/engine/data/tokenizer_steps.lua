@@ -168,7 +168,8 @@ M.normalizers = {
 
 local SCHEMES = { always = 1, first = 2 }     -- flags of ENG_STEP_PREPEND
 
--- Metaspace's character and where it is prepended: nil, 1 or 2.
+-- Metaspace's character, and the flag of ENG_STEP_PREPEND that says where it is prepended: 1
+-- (always), 2 (only at the start of the text) or nil (never).
 local function metaspace(to, part)
   local scheme = field(to, part, "prepend_scheme", "string", "always")
   if part.add_prefix_space == false then scheme = "never" end

@@ -163,7 +163,7 @@ function M.compare(own)
     elseif text ~= "" then more = more + 1 end
   end
   error("the ranks were started differently:" .. table.concat(problems) ..
-    (more > 0 and ("\n  and %d more"):format(more) or ""), 0)
+    (more > 0 and ("\n  and %d more ranks"):format(more) or ""), 0)
 end
 
 local groups = {}

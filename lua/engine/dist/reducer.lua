@@ -48,7 +48,7 @@ local function find_apart(model, list)
     local own = rawget(m, "_apart")
     if not own then return end
     if group and group ~= own.group then
-      error("trainer: the experts of all layers must be divided over groups of one size", 0)
+      error("trainer: all layers must divide their experts over groups of the same size", 0)
     end
     group = own.group
     for name, what in pairs(own.parameters) do
@@ -120,9 +120,9 @@ end
 --- The group of all ranks, or nil for one process.
 function Reducer:comm() return self.many and ranks.world() or nil end
 
---- Tells the optimizer whether gradients of several micro-batches add up (Optimizer:accumulates),
---- when their number has changed since the reducer was made. With ZeRO the gradients keep their
---- format, because each rank's part of the gradients depends on it.
+--- Tells the optimizer whether gradients of several micro-batches add up (Optimizer:accumulates).
+--- Called when the number of micro-batches has changed since the reducer was made. With ZeRO the
+--- gradients keep their format, because each rank's part of the gradients depends on it.
 function Reducer:accumulates(on)
   if not self.zero then self.trainer.optimizer:accumulates(on) end
 end

@@ -1,6 +1,6 @@
 -- The core's reduction (core/dist/) behind a reducer: its options, the units of ZeRO-3, and which
--- trainers share one. Called by reducer.lua; plan.lua and `engine plan` predict with the same
--- options.
+-- trainers share one. Called by reducer.lua, and by train/options.lua to check options; plan.lua
+-- and `engine plan` predict with the same options.
 local M_ffi = require "engine.base.ffi"
 local ranks = require "engine.dist.ranks"
 

@@ -1,7 +1,8 @@
 -- Sampling from decoders: model:generate. The keys and values of past tokens are kept in caches, so
 -- that each new token costs one row instead of a whole sequence. While tokens are generated, each
 -- attention module has a list `caches`, with one cache for all sequences or, if their lengths
--- differ, one for each; the model has the field `cached`, the number of tokens in the longest.
+-- differ, one for each; the model's field `cached` is the number of tokens in the longest sequence
+-- so far.
 -- transformer.lua and models.lua read them. Called through the models of models.lua.
 -- Shapes: R sequences, T tokens, G key/value heads, D their width, V vocabulary.
 local M_ffi = require "engine.base.ffi"
@@ -87,7 +88,7 @@ end
 local COLDEST = 1e-30   -- below this, logits / temperature would overflow f32
 
 -- One id, drawn from logits [1 x V] f32; temperature 0 takes the most likely one. top_p is a share
--- of the top_k's probability.
+-- of the total probability of the top_k tokens.
 local function sample(logits, o)
   if o.temperature < COLDEST then return logits:argmax(-1):item() end
   local V, top, ids = logits:size(-1), logits / o.temperature, nil
@@ -188,9 +189,10 @@ end
 --- model:generate(tokens, { max_tokens, temperature = 1, top_k = nil, top_p = 1, stop = nil, seed =
 --- nil, cache = true }): the list `tokens` followed by up to max_tokens sampled tokens, in
 --- evaluation mode. Given a list of lists, of equal length or not, it continues all of them as one
---- batch. temperature 0 takes the most likely token. top_p: only the most likely of the top_k
---- tokens that add up to this share of their probability are drawn. stop: a token, or a list of
---- them, that ends a sequence; a loaded model stops at its eos_token_id unless `stop` is given.
+--- batch. temperature 0 takes the most likely token. top_p: draws only from the most likely of the
+--- top_k tokens, as many as it takes to reach this share of the top_k tokens' probability. stop: a
+--- token, or a list of tokens, that ends a sequence; a loaded model stops at its eos_token_id
+--- unless `stop` is given.
 --- Draws from the engine's generator, or with `seed` from one of its own.
 local function generate(model, tokens, options, more)
   if type(options) == "number" and more ~= nil then   -- generate(tokens, count, options)

@@ -218,8 +218,8 @@ local function read_field(fields, key, field, where)
   return value, option
 end
 
---- The architecture and the options of its model for the fields of a config.json; `where` begins
---- messages.
+--- Returns the architecture that the fields of a config.json name, and the options of the model
+--- that they describe. `where` begins messages.
 function M.options_of(fields, where)
   local kind = value_of(fields, "model_type")
   local arch = architectures.of[kind]
@@ -266,7 +266,8 @@ function M.options_of(fields, where)
       o.top_k)
   end
   if o.layers * (o.experts or 1) > 2 ^ 17 then
-    fail(where, "%d layers of %d experts are more than this engine builds", o.layers, o.experts)
+    fail(where, "expected up to 2^17 experts in all layers together, got %d layers of %d experts",
+      o.layers, o.experts)
   end
   return arch, o
 end

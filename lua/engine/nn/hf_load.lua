@@ -158,7 +158,7 @@ local function check_names(plan, weights, arch, tied, new_classifier)
       or new_classifier and (name:find "^lm_head%." or name:find "^cls%.")
     for _, pattern in ipairs(arch.ignored) do known = known or name:find(pattern) end
     if not known then
-      fail("%s: '%s' does not belong to this model; hint: config.json describes another one",
+      fail("%s: '%s' does not belong to this model; hint: config.json describes another model",
         weights.where, show.shown(name))
     end
   end
@@ -245,8 +245,8 @@ local function load(folder, options)
   local weights = open_weights(folder)
   return within(function() end, weights.close, function()
     if o.layers > #weights.names then
-      fail("%s: it has %d layers, and %s has %d tensors, too few for them", path, o.layers,
-        weights.where, #weights.names)
+      fail("%s: expected at least one tensor for each of the %d layers, but %s has only %d tensors",
+        path, o.layers, weights.where, #weights.names)
     end
     rename_old(weights, arch.old)
     local source = { fields = fields, text = text, folder = folder,

@@ -185,8 +185,8 @@ end
 
 -- ------------------------------------------------------------------ decoders
 
--- GPT-2's initialization: the standard deviation of weights, and that of residual projections,
--- which shrinks with depth.
+-- GPT-2's initialization: the standard deviations of the weights and of the residual projections.
+-- The second shrinks with depth.
 local function deviations(depth) return 0.02, 0.02 / math.sqrt(2 * depth) end
 
 --- nn.gpt { vocab = 256, context = 256, width = 384, heads = 6, layers = 6, hidden = 4 * width,
@@ -272,8 +272,8 @@ M.llama = Llama
 --- logits [B x T x V] that predict the masked tokens. Post-norm blocks as in BERT. With `types` > 0
 --- there are embeddings of token types, and a call takes the types [B x T] as its second argument
 --- (by default all 0) and options as its third. The targets of loss are -100 at every token that is
---- not masked. With `labels`, the model is a classifier as nn.gpt is one; it reads the first token
---- of each row, and classifier_dropout (dropout) acts before the last layer.
+--- not masked. With `labels`, the model classifies sequences, as nn.gpt does; it reads the first
+--- token of each row, and classifier_dropout (dropout) acts before the last layer.
 local Bert = class("bert")
 function Bert:init(options)
   local c = configure(self, "nn.bert", options, { vocab = 257, context = 128, width = 128,

@@ -45,15 +45,15 @@ local function span_of(row, i, name)
     raise("%s: expected a token in every row of the mask, got none in row %d", name, i)
   end
   if count < last - first then
-    raise("%s: expected the tokens of row %d of the mask without gaps, got %d tokens at places %d "
-      .. "to %d", name, i, count, first + 1, last)
+    raise("%s: expected the tokens of row %d of the mask without gaps, got %d tokens at positions "
+      .. "%d to %d", name, i, count, first + 1, last)
   end
   return { first = first, last = last, position = first }
 end
 
 --- The spans for a mask [B x T] of ids [B x T]: 0 at padding, other numbers at tokens. The position
---- of a token is its place in the row, as in transformers. Spans of an earlier call are returned as
---- they are. Returns nil if there is no mask or no padding.
+--- of a token is its index in the row (from 0), as in transformers. Spans of an earlier call are
+--- returned as they are. Returns nil if there is no mask or no padding.
 function M.read(mask, ids, name)
   if mask == nil or getmetatable(mask) == Spans then return mask end
   expect(tensor.is_tensor(mask), mask, "%s: expected mask to be a tensor like the ids", name)

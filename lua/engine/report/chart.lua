@@ -8,8 +8,8 @@
 -- } ... }, each holding until the next. `join`: the line bridges missing values. Each series has
 -- its own colour and dashes; `style` selects those of another series by number.
 -- Shapes have x coordinates from 0 to `span`, which a page stretches to its width. Texts are placed
--- by percentages instead, so that they keep their size. Used by the report's pages, views.lua and
--- lab.lua.
+-- by percentages instead, so that they keep their size. Used by the report's pages, views.lua,
+-- gnuplot.lua and lab.lua.
 local show = require "engine.base.show"
 local plot = require "engine.report.plot"
 

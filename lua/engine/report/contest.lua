@@ -91,7 +91,7 @@ function M.text(contest, results)
     for _, name in ipairs(contests.NAMES) do table.insert(rows[i + 1], cell(row, name)) end
     add_failures(failures, row)
   end
-  local parts = { ("%s\n%s, of the last tenth of the steps\n\n%s"):format(
+  local parts = { ("%s\n%s over the last tenth of the steps\n\n%s"):format(
     job_text(contest), contest.seeds == 1 and "one seed; loss: mean"
     or ("mean +- standard deviation over %d seeds; loss: mean"):format(contest.seeds),
     show.table(rows, { true })) }

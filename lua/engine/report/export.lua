@@ -1,5 +1,5 @@
 -- A recorded run in the formats of other tools: CSV and JSON Lines with a line for each step, and
--- TensorBoard's event files. Called by `engine export`.
+-- TensorBoard's event files. Called by `engine export`; contest.lua uses its CSV writing.
 local files = require "engine.base.file"
 local json = require "engine.base.json"
 local show = require "engine.base.show"

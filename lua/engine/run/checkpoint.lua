@@ -118,7 +118,7 @@ local function put_in_place(temporary, final)
   end
 end
 
--- Makes a temporary directory beside the checkpoint's place: { temporary =, final =, dir = }.
+-- Makes a temporary directory beside the checkpoint's final path: { temporary =, final =, dir = }.
 local function begin(dir, step)
   check(C.eng_file_mkdir(dir))
   for _, name in ipairs(names_in(dir)) do
@@ -190,7 +190,8 @@ end
 -- Writes this rank's file; returns "crc bytes".
 local function write_own(place, pieces, step)
   if not disk.is_folder(place.temporary) then
-    error(("there is no %s here; hint: the ranks need a shared disk"):format(place.temporary), 0)
+    error(("this rank sees no directory %s; hint: the ranks need a shared disk"):format(
+      place.temporary), 0)
   end
   local file
   autograd.scope(function()
@@ -201,7 +202,7 @@ local function write_own(place, pieces, step)
   return ("%s %d"):format(file.crc32c, file.bytes)
 end
 
--- state.json's `files` from the ranks' answers; raises an error where a rank failed.
+-- state.json's `files` from the ranks' answers; raises an error if a rank failed.
 local function files_of(answers)
   local files, failed = {}, {}
   for i, answer in ipairs(answers) do

@@ -172,7 +172,7 @@ function commands.undo(self)
   return policies_text(self.trainer, "is %s again")
 end
 
--- Pauses the run. request.stay: it stays paused when the client that asked for it leaves.
+-- Pauses the run. request.stay: it stays paused when the client that paused it disconnects.
 function commands.pause(self, request, number)
   self.steps_left = nil
   if self.paused then return "the run is already paused" end

@@ -29,7 +29,7 @@
 --
 -- M.judge says what follows for the policy's verdicts. A verdict is exact only as long as the
 -- policy would have had the run's weights and batches, that is, while all verdicts so far are exact
--- and made the same updates. From the first step without this on, every verdict is a bound.
+-- and made the same updates. From the first step at which this fails, every verdict is a bound.
 -- Rounding and underflow also differ between scales; they are not counted as a departure, and a
 -- replay prints the underflow.
 local M_ffi = require "engine.base.ffi"
@@ -244,7 +244,7 @@ local WHY = {
     "would not show",
   bound = "its statistics at its own scale are only estimated",
   departs = "its updates differ from the run's",
-  late = "an older engine recorded the steps before",
+  late = "an older engine recorded the earlier steps",
   unmeasured = "the history lacks amaxes that it reads",
 }
 

@@ -51,7 +51,7 @@ end
 ---   costs                  { elements, mass, skipped }: mean shares of elements that underflow, of
 ---                          mass lost, and of steps without an update. A step without an update
 ---                          counts as 1 in all three
---- Of a policy of FP8 layers, on a run only: name, file, options, marks, logs, certainty, steps,
+--- For a policy of FP8 layers, on a run only: name, file, options, marks, logs, certainty, steps,
 --- failures and failure as above, and
 ---   fp8                    true
 ---   moves                  { step, layers = { [path] = rung }, reason, text } for each verdict

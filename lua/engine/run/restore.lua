@@ -60,8 +60,8 @@ function M.state_of(trainer, user)
   })
 end
 
--- Lets a seat's policy take over from a checkpoint's policy: loads that one from `source` (as in
--- policy.load) and restores its saved state. Returns true, or false and the reason.
+-- Lets a seat's policy take over from a checkpoint's policy: loads the checkpoint's policy from
+-- `source` (as in policy.load) and restores its saved state. Returns true, or false and the reason.
 local function follow(seat, saved, source)
   return pcall(function()
     local old = require("engine.policy.policy").load(source, nil, seat.policy.fp8 and "fp8" or nil)
@@ -222,7 +222,7 @@ end
 
 -- Raises if the data of a resumed run would silently begin again. Returns a line if the script
 -- accepts this (restart_data); otherwise nil and the position to continue from. The loop of a
--- session without `data` keeps its own place.
+-- session without `data` keeps its own position.
 local function place_of_data(trainer, path, place)
   if trainer.own_data == false then return nil, nil end
   if trainer.restart_data then return "the data begin at their first batch (restart_data)", nil end

@@ -3,7 +3,7 @@
 --   runs/<name>/tensorboard/     event files, if asked for (tensorboard.lua)
 --   runs/<name>/checkpoints/     states to resume from (checkpoint.lua)
 -- Opens them in order, finds the checkpoint to resume from (restore.lua takes it over), and writes
--- them while the run goes on. Called only by trainers and sessions.
+-- them while the run goes on. Opened only by trainers and sessions; commands use M.directory.
 local M_ffi = require "engine.base.ffi"
 local checkpoint = require "engine.run.checkpoint"
 local files = require "engine.base.file"

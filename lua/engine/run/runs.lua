@@ -1,5 +1,5 @@
--- The runs of a folder: their settings, their progress and how they ended. Used by `engine runs`
--- and the report.
+-- The runs of a folder: their settings, their progress and how they ended. Used by the commands,
+-- the reports, contest.lua, compare.lua and trace.lua.
 local M_ffi = require "engine.base.ffi"
 local files = require "engine.base.file"
 
@@ -113,8 +113,8 @@ function M.info(path, history)
   return info
 end
 
---- The runs of a folder (default "runs"), newest last, and the folder: `text` or runs/`text`. A run
---- in the place of a folder is the only one of its list. Raises if there is no such folder.
+--- The runs of a folder (default "runs"), newest last, and the folder: `text` or runs/`text`. If
+--- the folder is itself a run, the list contains it. Raises if there is no such folder.
 function M.list(text)
   local dir = text or "runs"
   if text and not files.is_folder(text) then

@@ -200,7 +200,7 @@ end
 
 --- The contents of the shards in `path`: { model = { name = { dtype =, shape =, count =,
 --- pieces = { { file =, name =, from =, count = } ... } } } }, the pieces in order. Raises an error
---- where they do not make up whole tensors.
+--- if the pieces do not make up whole tensors.
 function M.index(path, names)
   local parts = { model = {}, optimizer = {} }
   for _, name in ipairs(names) do

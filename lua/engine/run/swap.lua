@@ -363,7 +363,7 @@ function Swap:wish()
 end
 
 --- Reads policy files again. by: the number of the seat whose file was saved; or a reason, such as
---- "SIGHUP", for which the files of all seats are read, and which messages name.
+--- "SIGHUP", to read the files of all seats. Messages name the reason.
 function Swap:grant(by)
   if self.seats[by] then return reread(self, self.seats[by], "its file was saved") end
   for _, of in ipairs(self.seats) do

@@ -24,7 +24,7 @@ function M.begin() exchanges, bad = 0, math.huge end
 
 --- Twice the number of the first exchange since begin() to which this rank itself gave inf or nan,
 --- plus 1 in a backward pass; inf if there is none. Inf and nan reach the other ranks through an
---- exchange, so the rank with the lowest number is where they came from.
+--- exchange, so they came from the rank whose first_bad() is lowest.
 function M.first_bad() return bad end
 
 -- Counts an exchange, to which this rank gives the n numbers `own`.

@@ -93,7 +93,7 @@ function M.quantize(x, options)
     factor = require("engine.tensor.create").full({ 1 }, factor, "f32")
   elseif factor then
     expect(require("engine.tensor.tensor").is_tensor(factor), factor,
-      "fp8.quantize: expected factor to be a number or a tensor of one")
+      "fp8.quantize: expected factor to be a number or a tensor of one element")
   end
   local shape = x.shape
   if shape[#shape] == 0 then

@@ -99,8 +99,8 @@ function M.load(path)
   return tensors, file.metadata
 end
 
--- The tensors' names, those of wide elements first, so that each tensor begins at a multiple of its
--- element size.
+-- The tensors' names, ordered by element size, the largest first. Each tensor then begins at a
+-- multiple of its element size.
 local function ordered(path, tensors)
   local names, width = {}, {}
   local info = ffi.new("eng_tensor_info")

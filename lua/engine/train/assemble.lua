@@ -135,7 +135,7 @@ end
 ---                                the device; "lagged": the host never waits, and the policy
 ---                                decides one step later (modes.lua)
 ---   graph                        true, on a card: forward and backward are captured once and
----                                launched as one piece (captured.lua)
+---                                launched as one graph (captured.lua)
 ---   config                       the script's settings, to be recorded
 ---   shadow                       policies that see every record and decide nothing: a list, or
 ---                                "a,b" (run/shadow.lua); also policies of FP8 layers

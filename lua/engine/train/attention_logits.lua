@@ -34,7 +34,7 @@ function M.fixed(model)
       return ("%s normalizes queries and keys (qk_norm), which undoes factors on their weights")
         :format(path)
     elseif rawget(module.qkv, "_lora") then
-      return ("%s.qkv has an adapter, and only the weights below it would be scaled"):format(path)
+      return ("%s.qkv has an adapter, and factors would scale only its frozen weights"):format(path)
     end
   end
 end
