@@ -140,7 +140,7 @@ describe("several runs", function()
     assert.equal(1, result.code)
     assert.matches("did you mean 'loss'?", result.err, 1, true)
     result = inside "plot a1 a2 --from 35 --columns loss"
-    assert.matches("a1: left out, it has none of these steps", result.err, 1, true)
+    assert.matches("a1: left out, it has no steps to draw", result.err, 1, true)
     assert.equal(0, result.code)
     assert.equal(1, inside("plot a1 a2 --from 500").code)
     assert.matches("--heatmap draws one run, got 2", inside("plot a1 a2 --heatmap time").err, 1,
@@ -306,7 +306,7 @@ describe("several runs", function()
       assert.equal("", inside("train.lua run=e evaluate=true steps=20").err)
       assert.not_equal(0, inside("train.lua run=none broken=true").code)
       local page = inside "report e a1 none -o -"
-      assert.equal("engine report: none: left out, it has none of these steps\n", page.err)
+      assert.equal("engine report: none: left out, it has no steps to draw\n", page.err)
       assert.equal(0, page.code)
       assert.matches("<th[^>]*>evaluation loss</th>", page.out)
       local h = engine.history.open(folder .. "/runs/e")

@@ -127,7 +127,7 @@ describe("a rollback", function()
     assert.equal(2, trainer.rollbacks_made)
     local refused = events(run, "rollback_refused")
     assert.equal(5, refused[1].step)
-    assert.equal("there is no checkpoint of step 3 or before; hint: checkpoint_every=N",
+    assert.equal("there is no intact checkpoint of step 3 or before; hint: checkpoint_every=N",
       refused[1].text)
     assert.matches("the run went back 2 times, the most that", refused[2].text, 1, true)
     assert.has_error(function() job { rollbacks = -1 } end,

@@ -536,8 +536,8 @@ function M.chat(given)
     documents.chat(o.messages, o.template))
 end
 
---- Preferences from JSON lines: { "prompt":, "chosen":, "rejected": }, texts. x and y are
---- [2 batch x context]: the preferred sequences, then the rejected ones. Only answers count. A
+--- Preferences from JSON lines: { "prompt":, "chosen":, "rejected": }, all strings. x and y are
+--- [2 batch x context]: the preferred sequences, then the rejected ones. Only the answers count. A
 --- sequence that is too long loses the start of its prompt, then its end. prompt, chosen, rejected:
 --- the fields' names. The other options are those of engine.data.jsonl, without pack.
 function M.preferences(given)

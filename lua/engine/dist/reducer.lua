@@ -138,7 +138,7 @@ function Reducer:share_buffers()
 end
 
 --- Broadcasts rank 0's weights, or calls `spread`, which loads a checkpoint's weights on every
---- rank. Then compares the ranks' checksums.
+--- rank. Then compares the checksums of the ranks' weights, except after `spread` with ZeRO-3.
 function Reducer:start(spread)
   local trainer = self.trainer
   if spread and self.parted then     -- each rank has only its part, so there is nothing to compare

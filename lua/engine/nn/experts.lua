@@ -118,9 +118,9 @@ end
 
 local function index(list) return tensor.tensor(list, { dtype = "i64", keep = false }) end
 
---- Applies experts(e) to rows [n x C], which are in expert order, on this rank and on others.
---- Returns the outputs [n x C]. counts: how many of this rank's rows each expert has; becomes the
---- counts over all ranks.
+--- Applies the experts to rows [n x C], which are in expert order. Each expert runs on the rank
+--- that holds it. Returns the outputs [n x C]. counts: how many of this rank's rows each expert
+--- has; becomes the counts over all ranks of the group.
 function Experts:outputs(rows, counts, experts)
   local send, receive, places = plan(self, counts)
   local received, parts, back, at = exchange(self, rows, send, receive, "out"), {}, {}, 0

@@ -177,7 +177,7 @@ function M.compare(list, names, options)
   local width, to_file = width_of(options), options.svg or options.png
   local c = compare.read(list, names, { from = options.from, to = options.to,
     group = options.group, log = options.log, points = to_file and FILE_POINTS or 2 * width })
-  if not c.first then error("the runs have none of these steps", 0) end
+  if not c.first then error("the runs have no steps to draw", 0) end
   local panels = M.panels(c, names, options, marks.overflows(c, "overflow in any run"))
   if to_file then
     local run_names = {}

@@ -354,8 +354,8 @@ local function file_of(self, name)
   return self.files[name]
 end
 
---- Reads a whole tensor, which lives until it is freed. entry: the tensor's entry in `parts`, if
---- that has been replaced.
+--- Reads a whole tensor, which lives until it is freed. entry: an entry to read instead of the one
+--- in `parts`.
 function Checkpoint:read(part, name, entry)
   entry = entry or self.parts[part] and self.parts[part][name]
     or error(("%s has no %s '%s'"):format(self.path, part, name), 2)

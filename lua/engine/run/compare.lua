@@ -210,7 +210,8 @@ local function extent(list, n)
   return first, last
 end
 
--- Adds a note about a run or a group; one note names all columns that it holds for.
+-- Adds a note about a run or a group. An equal note about another number gets this number's name
+-- too.
 local function note(c, who, what, name)
   local key = who .. ": " .. what
   local at = c.notes[key]
@@ -268,7 +269,7 @@ function M.read(list, names, options)
       with_steps[#with_steps + 1] = run
       c.first, c.last = math.min(c.first or first, first), math.max(c.last or last, last)
     else
-      leave_out(run, good and "it has none of these steps" or first)
+      leave_out(run, good and "it has no steps to draw" or first)
     end
   end
   if not c.first then return c end

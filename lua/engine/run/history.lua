@@ -318,7 +318,8 @@ function History:has(name)
   return one(self, "SELECT count(*) AS n FROM sqlite_master WHERE name = ?", name).n > 0
 end
 
---- The first and the last recorded step, within from..to if given; nil without steps.
+--- The first and the last recorded step, within from..to if given; nil without steps. If no step is
+--- within from..to, the first result is larger than the last.
 function History:range(from, to)
   local first = one(self, "SELECT step FROM steps ORDER BY step LIMIT 1")
   local last = one(self, "SELECT step FROM steps ORDER BY step DESC LIMIT 1")

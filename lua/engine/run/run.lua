@@ -439,7 +439,7 @@ function Run:go_back(step)
   if not dir then why = "a run without a name has no checkpoints; hint: run=NAME"
   elseif not self.follows then
     c, why = checkpoint.open(dir, step)
-    if not c then why = ("there is no checkpoint of step %d or before; "
+    if not c then why = ("there is no intact checkpoint of step %d or before; "
       .. "hint: checkpoint_every=N"):format(step) end
   end
   if reducer.many then

@@ -198,8 +198,9 @@ local function factor_text(x)
   return x == 1 and "equal" or ("x%.4g"):format(x)
 end
 
---- For the progress line: each shadow's scale as a multiple of the run's, and how many more steps
---- it would have skipped; for a shadow of FP8 layers, how many layers it has on another rung.
+--- For the progress line: the scales of the first three shadows as multiples of the run's, and how
+--- many more steps they would have skipped; for the first three shadows of FP8 layers, how many
+--- layers they have on another rung.
 function Shadows:text()
   local parts, places = {}, {}
   local sites = self.trainer.optimizer.fp8

@@ -133,8 +133,8 @@ end
 --- wish: { from, steps, script }; with `from`, a step, the live run starts at the newest checkpoint
 --- of that step or before. run: the folder of the live run. Returns { job = what cli/live.lua
 --- needs, rows = the replay's steps from its start on, result, from (the start), to (the step after
---- the last), open (the first open step, or nil), notes, meta, config }. Raises an error if the job
---- cannot be run again.
+--- the last), open (the first open step, or nil), checkpoint (its path, or nil), notes, meta,
+--- config }. Raises an error if the job cannot be run again.
 function M.plan(path, source, options, wish, run)
   local trace = replay.trace(path)
   if not trace.rows then error("--verify needs a run, not a string of verdicts", 0) end
@@ -164,8 +164,8 @@ function M.plan(path, source, options, wish, run)
     error(("policy %s is a class of a script, which a replay cannot load"):format(policy.name), 0)
   end
   if open and rows[open].step > part[#part].step then
-    notes[#notes + 1] = ("the replay equals the run up to step %d; hint: --steps %d or more, or " ..
-      "--from %d, to verify later steps"):format(rows[open].step, open - first + 10,
+    notes[#notes + 1] = ("the replay equals the run before step %d; hint: --steps %d or more, " ..
+      "or --from %d, to verify later steps"):format(rows[open].step, open - first + 10,
       rows[open].step)
   end
   return { rows = part, result = result, from = part[1].step, to = part[#part].step + 1,
