@@ -292,7 +292,8 @@ local function compare(model, list, dora, fail)
       or dora ~= (own.m ~= nil)) then
       fail("the model has other adapters: %s is %s with rank %d and alpha %g, in the file %s with "
         .. "rank %d and alpha %g; hint: load into a model without adapters", l.path,
-        own.m and "DoRA" or "LoRA", own.rank, own.alpha, dora and "DoRA" or "LoRA", theirs.rank, theirs.alpha)
+        own.m and "DoRA" or "LoRA", own.rank, own.alpha, dora and "DoRA" or "LoRA", theirs.rank,
+        theirs.alpha)
     end
     count = count + (own and 1 or 0)
   end

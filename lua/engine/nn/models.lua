@@ -80,7 +80,7 @@ local LOSS = "attention_maps mask label_smoothing ignore_index reduction z_loss 
 
 -- model:loss(x, y [, options]): the mean cross entropy of the model's predictions for ids x [B x T]
 -- against the ids y [B x T], or of a classifier's against the labels y [B]. A target of -100 does
--- not count, nor does an id at padding. The second result is the attention maps, if asked for.
+-- not count, nor does a target at padding. The second result is the attention maps, if asked for.
 -- Options: attention_maps, mask, and those of cross_entropy; z_loss and soft_cap are the model's
 -- own by default.
 local function loss(self, x, y, options)
@@ -163,8 +163,8 @@ local function logits(self, x, embedding, ids, options)
   return results(self, head and head(x) or x:linear(embedding.weight), options)
 end
 
--- Reads and returns the options of a forward of ids. Switches attention maps on or off in the
--- blocks, and gives them the spans of a padded batch.
+-- Reads and returns the options of a call model(ids, options). Switches attention maps on or off in
+-- the blocks, and gives them the spans of a padded batch.
 local function begin(self, options, ids)
   options = tensor.read_named(options, self._class, FORWARD)
   if tensor.is_tensor(ids) and ids.ndim ~= 2 then
