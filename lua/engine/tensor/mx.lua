@@ -27,7 +27,7 @@ local TRANSPOSED, GATE = 8, 64                 -- flags (core/ops.def)
 local HADAMARDS = { [0] = 0, [16] = 16, [32] = 32, [64] = 64, [128] = 128 }
 M.formats, M.rules, M.nvfp4, M.gated, M.hadamards = FORMATS, RULES, NVFP4, GATED, HADAMARDS
 
---- The format and the block of a rule, unless others are named.
+--- The default format and the default block of a rule.
 function M.usual(rule)
   return (NVFP4[rule] or GATED[rule]) and "e2m1" or "e4m3", NVFP4[rule] and "1x16" or "1x32"
 end
@@ -72,24 +72,34 @@ end
 
 local QUANTIZE = "format rule block nonfinite sr_bits factor transposed amax hadamard signs"
 
---- Quantizes x [.. x K] to codes and scales. No gradient passes through it. Options: format
---- ("e4m3", "e5m2", "e2m1", "e2m3", "e3m2", "mxint8"; "e2m1" for the rule nvfp4, else "e4m3"), rule
---- ("floor", "ceil", "even", "rceil": scales are powers of two; "nvfp4": ue4m3 and one f32 for the
---- tensor; "four_over_six": nvfp4, but each block's largest element becomes 6 or 4, whichever has
---- the smaller mean absolute error; "four_over_six_mse": the smaller squared error; "quest": e2m1,
---- powers of two from the standard deviation of a block; "ms_eden": nvfp4 whose scales correct the
---- rounding errors in groups of 128, and sr_bits applies to these scales, not to elements), block
---- ("1x32", for nvfp4 "1x16"; "16x16", { rows, columns }), nonfinite ("torchao": Inf or NaN makes
---- its block NaN; "te": the scale ignores NaN), sr_bits (bits of stochastic rounding, 0 to 24; 0
---- rounds to nearest even), factor (0.5 to 1: multiplies the elements before rounding, and
---- dequantize divides by it), transposed (also quantizes the transposed x, not its codes), amax
---- (for nvfp4: used instead of x's own amax, f32 [1]), hadamard (16, 32, 64 or 128: the size of a
---- transform of x along its first dimension, rounded to bf16, before the transposed copy is
---- quantized; 0: none), signs (of this transform, as in mx.hadamard). Fields of the result: q (u8
---- codes, two to a byte in e2m1, the even element in the low half), scale (u8 codes, ue8m0 or
---- ue4m3), amax (f32 []), nan (i64 []: how many elements of x are NaN), gate (of "quest": bf16, 1
---- where the value has x's gradient, 0 where x saturates), shape, block, format, rule, factor,
---- transposed.
+--- Quantizes x [.. x K] to codes and scales. No gradient passes through it. Options:
+---   format       "e4m3", "e5m2", "e2m1", "e2m3", "e3m2" or "mxint8"; by default "e4m3", but "e2m1"
+---                for the rules quest, nvfp4 and those based on nvfp4
+---   rule         how scales are chosen, see below ("floor")
+---   block        "1x32", "1x16", "16x16" or { rows, columns }; by default "1x32", but "1x16" for
+---                nvfp4 and the rules based on it
+---   nonfinite    "torchao" (the default): Inf or NaN makes its block NaN; "te": the scale ignores
+---                NaN
+---   sr_bits      bits of stochastic rounding, 0 to 24 (0: rounds to nearest even)
+---   factor       0.5 to 1 (1): multiplies the elements before rounding; dequantize divides by it
+---   transposed   true: also quantizes the transposed x, not its codes
+---   amax         for nvfp4 and the rules based on it: f32 [1], used instead of x's own amax
+---   hadamard     16, 32, 64 or 128: the size of a transform of x along its first dimension,
+---                rounded to bf16, before the transposed copy is quantized (0: none)
+---   signs        of this transform, as in mx.hadamard
+--- Rules:
+---   floor, ceil, even, rceil   scales are powers of two
+---   nvfp4                      scales are ue4m3, with one f32 for the tensor
+---   four_over_six              nvfp4, but each block's largest element becomes 6 or 4, whichever
+---                              has the smaller mean absolute error
+---   four_over_six_mse          the same by mean squared error
+---   quest                      e2m1, scales are powers of two from a block's standard deviation
+---   ms_eden                    nvfp4 whose scales correct the rounding errors in groups of 128;
+---                              sr_bits applies to these scales, not to elements
+--- Fields of the result: q (u8 codes, two to a byte in e2m1, the even element in the low half),
+--- scale (u8 codes, ue8m0 or ue4m3), amax (f32 []), nan (i64 []: how many elements of x are NaN),
+--- gate (of "quest": bf16, 1 where the value has x's gradient, 0 where x saturates), shape, block,
+--- format, rule, factor, transposed.
 function M.quantize(x, options)
   want(x, "mx.quantize")
   options = arguments.read_named(options, "mx.quantize", QUANTIZE)

@@ -9,9 +9,10 @@
 -- Every layer is a site of the core (core/fp8/linear.c) with three roles: x, w, dy. FP8 policies
 -- are files as in policies/README.md. They see a role as record.tensors["blocks.1.mlp.up:x"]. They
 -- may return scales["blocks.1.mlp.up:x"] = the amax by which to scale the role (delayed scaling).
--- They may also return scales["blocks.1.mlp.up:high"] = any number other than the verdict's
--- `scale`; the layer then computes in high precision in the next step. A name without an entry has
--- the verdict's `scale`, so this value means "no entry".
+-- They may also return scales["blocks.1.mlp.up:high"] = 2; the layer then computes in high
+-- precision in the next step. With a ladder, 2 chooses its first recipe, 3 the second and so on,
+-- then high precision. A name without an entry has the verdict's `scale`, so this value means "no
+-- entry".
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
 local fp8_recipe = require "engine.train.fp8_recipe"
