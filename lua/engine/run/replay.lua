@@ -35,7 +35,8 @@ end
 --- look: nil, or { before = function(i, policy), after = function(i, record, verdict, mark) },
 --- called around every decision. Returns
 ---   name, file, options    the policy
----   scales[i], actions[i]  the scale after step i, and "step", "skip", "retry" or "stop"
+---   scales[i], actions[i]  the scale after step i, and "step", "skip", "retry", "stop" or
+---                          "rollback"
 ---   marks[i]               on a run: "exact" or "bound" (explained in counterfactual.lua)
 ---   logs[name][i]          what the policy logged at step i; logs is nil if it logged nothing
 ---   skipped                steps without an update; if some verdicts are bounds, an estimate

@@ -39,8 +39,7 @@ end
 --- Withdraws the signals of all models.
 function M.clear() signals.withdraw "^activation_" end
 
--- amax and kurtosis of an output. The kurtosis is NaN where the output is constant, or has inf or
--- NaN.
+-- amax and kurtosis of an output. The kurtosis is NaN if the output is constant or has inf or NaN.
 local function measure(x)
   x = x:detach():to "f32"
   local amax = x:abs():max():item()

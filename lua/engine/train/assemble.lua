@@ -82,7 +82,7 @@ function M.object(o, class, fields)
 end
 
 --- engine.trainer{ ... }. Options:
----   model, data, optimizer       what to train, on what, how (required)
+---   model, data, optimizer       the module to train, the loader, the optimizer (required)
 ---   steps                        attempts to make (required)
 ---   loss                         function(model, batch) -> loss; model:loss(batch.x, batch.y)
 ---                                by default. Further results go to the scale_loss of a
@@ -90,7 +90,7 @@ end
 ---   schedule                     function(updates) -> learning rate
 ---   precision                    recipe name or table; the optimizer's by default
 ---   policy, policy_options       name, file or loaded policy; "dynamic" for fp16, else "static"
----   clip, clip_value             limit on the gradients' norm, on each element
+---   clip, clip_value             limit on the norm of all gradients; limit on each element
 ---   accumulate                   micro-batches a step; from 2 on, gradients in fp16 or bf16 are
 ---                                summed in f32
 ---   checkpoint                   "block": activation checkpointing of the model's blocks, which
@@ -131,9 +131,9 @@ end
 ---                                as blocks.3
 ---   evaluate                     { data =, every =, batches = }: loss on other data; policies
 ---                                read it as record.signals.evaluation_loss
----   mode                         "sync": the policy decides before the update, which waits for
----                                the device; "lagged": the host never waits, and the policy
----                                decides one step later (modes.lua)
+---   mode                         "sync": the host waits for the device, and the policy decides
+---                                before the update; "lagged": the host never waits, and the
+---                                policy decides one step later (modes.lua)
 ---   graph                        true, on a card: forward and backward are captured once and
 ---                                launched as one graph (captured.lua)
 ---   config                       the script's settings, to be recorded

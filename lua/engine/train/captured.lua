@@ -60,9 +60,9 @@ local function capture(trainer, batch, handles, n)
   error(result, 0)
 end
 
---- Forward and backward of a batch through the captured step. Returns the loss. Returns nil where
---- the step must run operation by operation: before the capture, and for a batch that does not fit
---- the captured graph.
+--- Forward and backward of a batch through the captured step. Returns the loss. Returns nil if the
+--- step must run operation by operation: before the capture, for a batch that does not fit the
+--- captured graph, and in a step whose FP8 layers are measured.
 function M.launch(trainer, batch, scale)
   local sites = trainer.optimizer.fp8
   if sites and sites.looking then return nil end
