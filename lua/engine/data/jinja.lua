@@ -264,7 +264,7 @@ local function tokens_of(source)
         if d == "\\" then
           i = i + 1
           d = source:sub(i, i)
-          if d:find "[xuUN0-7]" then fail("the escape \\%s in a text is not supported", d) end
+          if d:find "[xuUN0-7]" then fail("the escape \\%s in a string is not supported", d) end
           d = ESCAPES[d] or d:find "[\\'\"]" and d or "\\" .. d
         end
         out[#out + 1], i = d, i + 1

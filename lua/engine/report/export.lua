@@ -140,7 +140,7 @@ function M.jsonl(h, path)
   end)
 end
 
-local HISTOGRAMS = 200           -- most histograms of a layer
+local HISTOGRAMS = 200           -- a layer has at most four times as many (layers.each)
 
 --- Event files for TensorBoard: numbers of each step (or of every `every`-th step and all
 --- overflows), histograms of the layers' stored gradients for the steps with statistics, and

@@ -140,8 +140,8 @@ local function each_stats(h, first, last, width, points, visit)
   end)
 end
 
---- Calls visit(step, stats, n) with the statistics of the n tensors, for up to about `points`
---- recorded steps.
+--- Calls visit(step, stats, n) with the statistics of the n tensors, for up to 4 * points recorded
+--- steps.
 function M.each(h, points, visit)
   local first, last = h:range()
   if not first then return end
