@@ -501,7 +501,7 @@ end
 ---   bad               "stop": an invalid record is an error that names its line; "skip": it is
 ---                     left out
 ---   check             true: reads and encodes every document now, not when it is used
---- This loader also has the option field, the name of the field with the text ("text").
+--- This loader also has the option `field`, the name of the field that holds the text ("text").
 function M.jsonl(given)
   local o = options_of("jsonl", given, document_options { field = "text" })
   return of_documents("jsonl", o, records.open("jsonl", o.path, "lines"), documents.jsonl(o.field))
@@ -526,9 +526,8 @@ end
 --- assistant's messages count in the loss: the other targets are -100. messages: the field's name.
 --- template: a function(role) -> the texts before and after a message of that role (ChatML); or a
 --- tokenizer, for the chat template in its folder. The template's text after an assistant's message
---- counts too.
---- Conversations without an assistant's message are left out. The other options are those of
---- engine.data.jsonl.
+--- counts too. Conversations without an assistant's message are left out. The other options are
+--- those of engine.data.jsonl.
 function M.chat(given)
   local o = options_of("chat", given, document_options { messages = "messages",
     template = documents.chatml })

@@ -2,8 +2,7 @@
 -- that each new token costs one row instead of a whole sequence. While tokens are generated, each
 -- attention module has a list `caches`, with one cache for all sequences or, if their lengths
 -- differ, one for each; the model's field `cached` is the number of tokens in the longest sequence
--- so far.
--- transformer.lua and models.lua read them. Called through the models of models.lua.
+-- so far. transformer.lua and models.lua read them. Called through the models of models.lua.
 -- Shapes: R sequences, T tokens, G key/value heads, D their width, V vocabulary.
 local M_ffi = require "engine.base.ffi"
 local arguments = require "engine.base.arguments"
@@ -192,8 +191,7 @@ end
 --- batch. temperature 0 takes the most likely token. top_p: draws only from the most likely of the
 --- top_k tokens, as many as it takes to reach this share of the top_k tokens' probability. stop: a
 --- token, or a list of tokens, that ends a sequence; a loaded model stops at its eos_token_id
---- unless `stop` is given.
---- Draws from the engine's generator, or with `seed` from one of its own.
+--- unless `stop` is given. Draws from the engine's generator, or with `seed` from one of its own.
 local function generate(model, tokens, options, more)
   if type(options) == "number" and more ~= nil then   -- generate(tokens, count, options)
     local count = options

@@ -114,7 +114,8 @@ function SCALINGS.yarn(rope, p, o, where, context)
   if not (above and below) then above, below = 1, 0 end
   rope.attention_factor = number(p, "attention_factor", where)
     or yarn_attention(rope.factor, above) / yarn_attention(rope.factor, below)
-  if low > high then rope.factor = nil   -- as in transformers, all pairs keep their frequency
+  -- if every pair turns less than beta_slow times, transformers divides no frequency
+  if low > high then rope.factor = nil
   else rope.low, rope.high = low, low == high and high + 0.001 or high end
 end
 

@@ -26,8 +26,8 @@ local function parameter_name(list, id)
 end
 
 -- As text: the tensor with a step's largest finite gradient and the gradient's format, if the step
--- has statistics per tensor; otherwise the formats of the gradients, if they differ. If there is one
--- format and its range is smaller than f32's, also its largest number.
+-- has statistics per tensor; otherwise the formats of the gradients, if they differ. If there is
+-- one format and its range is smaller than f32's, also its largest number.
 local function format_text(list, tensors)
   local most, at
   for i = 1, tensors and #tensors or 0 do
