@@ -1,7 +1,7 @@
 -- Where a piece of a program spends its time, by operation:
 --   print(engine.profile(function() trainer:step() end))
--- A row is a kind of call (operation, dtypes, shapes); the most expensive row is the first. The row
--- "(outside kernels)" has the time that no kernel spent (tape, Lua, data). tostring lists
+-- A row is a kind of call (operation, dtypes, shapes); the most expensive row is the first. The
+-- operation "(outside kernels)" has the time that no kernel spent (tape, Lua, data). tostring lists
 -- operations first, then kinds of calls.
 local M_ffi = require "engine.base.ffi"
 local machine = require "engine.base.machine"

@@ -116,7 +116,7 @@ function methods.split(x, sizes, d)
   local sum = 0
   for _, size in ipairs(sizes) do sum = sum + want_whole(size, "split", "the size of a part", 0) end
   if sum ~= n then
-    raise("split: the parts add up to %d, dimension %d of %s has %d", sum, k + 1,
+    raise("split: the parts add up to %d, but dimension %d of %s has size %d", sum, k + 1,
       shape_text(shape_table(what)), n)
   end
   if #sizes > C.ENG_OP_OUTPUTS then   -- more parts than an operation has outputs
