@@ -2,7 +2,7 @@
 -- after a broken shard or a flipped bit. A scaler that watches only for overflow lets through the
 -- poisoned batches that do not overflow, and these damage the weights. At each poisoned batch that
 -- overflows, it halves the scale. A policy can also look at the norm and skip the batch, as SPIKES
--- below does in fifteen lines.
+-- below does in about twenty lines.
 --
 --   ./engine examples/bad_batch.lua
 --   ./engine examples/bad_batch.lua policy=dynamic
@@ -12,18 +12,18 @@
 -- Measured with seeds=5 (loss of the clean batches in the second half, steps skipped of 300 with 12
 -- poisoned batches, last scale): dynamic 0.0047 +- 0.0088, 10.8, 2^5; dynamic with the trainer's
 -- clip=1 0.00092 +- 0.00023, 10.8, 2^5; guarded 0.00084 +- 0.00009, 12, 2^12; spikes 0.00084 +-
--- 0.00009, 12, 2^16. dynamic lets one or two poisoned batches reach the weights and loses half its
--- range at each of the others.
+-- 0.00009, 12, 2^16. dynamic lets one or two poisoned batches reach the weights and halves its
+-- scale at each of the others.
 local engine = require "engine"
 local nn = engine.nn
 
 local cfg = engine.config({ policy = "spikes", seeds = 0, seed = 1, steps = 300, every = 25,
   poison = 1000, batch = 64, hidden = 64, lr = 3e-3, run = "" },
-  { policy = "loss-scaling policy; spikes: the one in this file",
+  { policy = "loss-scaling policy; spikes: SPIKES in this file",
     seeds = "compare policies over this many seeds; 0: train once",
     seed = "seed for weights and data",
     steps = "training steps", every = "steps between poisoned batches",
-    poison = "factor on their features", batch = "rows per step",
+    poison = "factor on the features of a poisoned batch", batch = "rows per step",
     hidden = "hidden features", lr = "learning rate",
     run = "name of the run, stored under runs/; empty: not stored" },
   { count = "steps every batch hidden", natural = "seeds seed", positive = "lr",

@@ -78,7 +78,8 @@ if cfg.seeds == 0 then
   print(("%d steps skipped; %.2g %% of the gradients lost bits to underflow"):format(
     result.skipped, 100 * result.lost))
 else
-  -- Both begin at 2^13 and grow after 50 good steps, so that only the entropy differs.
+  -- dynamic and entropy begin at 2^13 and may grow after 50 good steps, so that they differ only in
+  -- the use of the entropy.
   print(engine.contest { policies = { "dynamic:init_scale=2^13,growth_interval=50",
     "entropy:init_scale=2^13,growth_interval=50", "max_value" },
     also = cfg.policy, seeds = cfg.seeds, run = train })

@@ -1,5 +1,6 @@
 -- The training loop written out, for readers who know PyTorch: a scaler like GradScaler, autocast,
--- unscaling before clipping, micro-batches. engine.trainer does the same in trainer.lua.
+-- unscaling before clipping, micro-batches. engine.trainer does the same
+-- (lua/engine/train/trainer.lua).
 --
 --   ./engine examples/explicit_loop.lua
 --   ./engine examples/explicit_loop.lua policy=policies/deepspeed.lua accumulate=2

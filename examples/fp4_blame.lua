@@ -1,8 +1,9 @@
 -- Which product makes FP4 training worse? Linear layers written by hand quantize the factors of the
 -- forward product, of dgrad (dx) or of wgrad (dW) to MXFP4, one at a time, and multiply in bf16.
 -- Stochastic against nearest rounding, and random against fixed Hadamard transforms, are compared
--- on wgrad, where Transformer Engine uses both; arXiv 2605.09825 found that neither stochastic
--- rounding nor random transforms help there, but deterministic ones do.
+-- on wgrad, where Transformer Engine rounds stochastically and uses random transforms. arXiv
+-- 2605.09825 found that neither stochastic rounding nor random transforms help there, but
+-- deterministic transforms do.
 --
 --   ./engine examples/fp4_blame.lua
 --   ./engine examples/fp4_blame.lua seeds=5 steps=400 svg=blame.svg
@@ -19,7 +20,7 @@ local engine = require "engine"
 local lab = require "engine.report.lab"
 
 local cfg = engine.config({ seeds = 3, steps = 120, batch = 8, context = 64, width = 64, layers = 2,
-  lr = 3e-3, variants = "", svg = "" }, { seeds = "runs of each, with seeds from 1",
+  lr = 3e-3, variants = "", svg = "" }, { seeds = "runs of each variant, with seeds from 1",
   steps = "steps of each run", batch = "sequences per step", context = "bytes per sequence",
   width = "features per byte, a multiple of 32", layers = "blocks", lr = "peak learning rate",
   variants = "a Lua pattern of variants to run beside bf16; empty: all",

@@ -21,9 +21,9 @@
 --   nvfp4, forward bf16 late  2.0827 +- 0.0160            +0.63 +- 0.79 %
 -- A forward pass in bf16 while the learning rate decays leaves a quarter of nvfp4's gap, and bf16
 -- in the first and the last block closes it. mxfp4_tseng, whose whole forward pass is in bf16, has
--- none. Stochastic rounding of gradients gains nothing here. On generated sentences (no data=, 600
--- steps, loss 0.45) the gaps are 6.7 % for nvfp4, 0.9 % for nvfp4 with forward bf16 late and 2.1 %
--- for nvfp4 with ends bf16.
+-- no gap. Stochastic rounding of gradients gains nothing here. On generated sentences (no data=,
+-- 600 steps, loss 0.45) the gaps are 6.7 % for nvfp4, 0.9 % for nvfp4 with forward bf16 late and
+-- 2.1 % for nvfp4 with ends bf16.
 --
 -- Measured with the first command (generated sentences; bf16 1.6335, its seeds 1.33 % apart):
 --   mxfp4 +2.05 +- 2.15 %, mxfp4_tseng +1.72 +- 0.41 %, mxfp4_quartet +3.24 +- 1.88 %,
@@ -33,7 +33,8 @@ local engine = require "engine"
 local lab = require "engine.report.lab"
 
 local cfg = engine.config({ seeds = 2, steps = 150, batch = 8, context = 64, width = 64, layers = 4,
-  lr = 2e-3, recipes = "", data = "", svg = "" }, { seeds = "runs of each, with seeds from 1",
+  lr = 2e-3, recipes = "", data = "", svg = "" }, {
+  seeds = "runs of each recipe, with seeds from 1",
   steps = "steps of each run", batch = "sequences per step", context = "bytes per sequence",
   width = "features per byte, a multiple of 32", layers = "blocks, 3 or more",
   lr = "peak learning rate", recipes = "a Lua pattern of recipes to run beside bf16; empty: all",

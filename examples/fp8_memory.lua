@@ -1,5 +1,5 @@
--- The memory of a training step by role, both predicted from shapes and formats and measured, under
--- bf16 and under an FP8 recipe. The model is a Llama (SwiGLU) or a GPT; the step has one batch.
+-- The memory of a training step by role, under bf16 and under an FP8 recipe: predicted from shapes
+-- and formats, and measured. The model is a Llama (SwiGLU) or a GPT; the step has one batch.
 --
 --   ./engine examples/fp8_memory.lua
 --   ./engine examples/fp8_memory.lua model=gpt recipe=fp8_current width=512 layers=8

@@ -12,7 +12,7 @@
 --   - its "chunk none" of block scaling means chunks of 128
 --   - its data sets called 2048 and 4096 have length 1024
 --   - in its figure of correlations, "none" has the fixed factor 64
--- Part 2 repeats it with Hopper's numerics: E4M3 with 448, ties to even, saturating, scales of 448
+-- Part 2 repeats it with Hopper's numerics: E4M3 up to 448, ties to even, saturating, scales of 448
 -- / amax, products summed as wgmma does, with 13 fraction bits, truncated.
 --
 --   ./engine examples/fp8_snr.lua
@@ -26,7 +26,7 @@
 --   Hopper, tensor scale, none       28.61 28.33 27.94       46.48 47.93 40.84
 --     promoted every 128             28.61 28.28 27.93       48.58 48.58 53.79
 --   Hopper, 1x128, every 128         28.61 28.69 28.64       49.03 49.09 54.78
--- Share below 0 dB at r 0: factor 64 14.7, 39.3 and 50.0 %; with Hopper's numbers 2.0 to 3.0 %.
+-- Share below 0 dB at r 0: factor 64 14.7, 39.3 and 50.0 %; with Hopper's numerics 2.0 to 3.0 %.
 local engine = require "engine"
 local lab = require "engine.report.lab"
 local fp8 = engine.fp8

@@ -35,7 +35,7 @@ local cfg = engine.config({ model = "gpt", recipes = RECIPES, seeds = 3, steps =
   threads = 0, svg = "" },
   { model = { "the model", choices = { "gpt", "moe" } },
     recipes = { "precisions, separated by commas", choices = RECIPES },
-    seeds = "runs of each, with seeds from 1", steps = "steps of each run",
+    seeds = "runs of each recipe, with seeds from 1", steps = "steps of each run",
     data = "a text file; empty: generated sentences (engine.lab)", batch = "sequences per step",
     context = "bytes per sequence",
     width = "features per byte", layers = "blocks", heads = "attention heads",

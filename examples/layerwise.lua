@@ -95,7 +95,7 @@ local function train(policy, precision, seed, tell)
         made, result.lost = made + 1, result.lost + tonumber(s.zeros) / tonumber(s.count)
       end
       if tell and (t.steps_done % math.ceil(cfg.steps / 12) == 0 or t.steps_done == cfg.steps) then
-        print(("step %d  loss %.4f  scale %g  of the first layer %g"):format(t.steps_done,
+        print(("step %d  loss %.4f  scale %g  scale of the first layer %g"):format(t.steps_done,
           class_loss, record.scale, record.scale * t.stats[4].relative_scale))
       end
     end,

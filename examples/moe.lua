@@ -122,8 +122,8 @@ local function train(policy, precision, seed, tell)
           result.lost + tonumber(s.underflow) / math.max(1, tonumber(s.count - s.zeros))
       end
       if tell and (t.steps_done % math.ceil(cfg.steps / 12) == 0 or t.steps_done == cfg.steps) then
-        print(("step %d  loss %.4f  scale %g  of the third expert %g"):format(t.steps_done, rare,
-          record.scale, record.scale * t.stats[third].relative_scale))
+        print(("step %d  loss %.4f  scale %g  scale of the third expert %g"):format(t.steps_done,
+          rare, record.scale, record.scale * t.stats[third].relative_scale))
       end
     end,
   }:run()

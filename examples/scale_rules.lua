@@ -23,7 +23,7 @@ local lab = require "engine.report.lab"
 local cfg = engine.config({ format = "e2m1", seeds = 3, steps = 120, batch = 8, context = 64,
   width = 64, layers = 2, lr = 3e-3, svg = "" }, {
   format = { "format of the elements", choices = { "e2m1", "e2m3", "e3m2", "e4m3", "e5m2" } },
-  seeds = "runs of each, with seeds from 1", steps = "steps of each run",
+  seeds = "runs of each rule, with seeds from 1", steps = "steps of each run",
   batch = "sequences per step", context = "bytes per sequence",
   width = "features per byte, a multiple of 32", layers = "blocks", lr = "peak learning rate",
   svg = "a file for the curves" },

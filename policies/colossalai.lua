@@ -1,6 +1,7 @@
--- Dynamic loss scaling of ColossalAI's DynamicGradScaler, number for number: Megatron's, with an
--- optional largest and an optional smallest scale. The scale is a float32. Difference: ColossalAI's
--- checkpoints lose its counters; here a resumed run continues as if it had not been interrupted.
+-- Dynamic loss scaling of ColossalAI's DynamicGradScaler, number for number: Megatron's rule with
+-- an optional largest and an optional smallest scale. The scale is a float32. Difference:
+-- ColossalAI's checkpoints lose its counters; here a resumed run continues as if it had not been
+-- interrupted.
 return {
   name = "colossalai",
   doc  = "ColossalAI's DynamicGradScaler: hysteresis that growth refills, optional limits.",

@@ -1,7 +1,7 @@
 -- Dynamic loss scaling of fairseq's DynamicLossScaler, number for number: an overflow backs off if
 -- the share of overflows since the last change of scale has reached `tolerance`; growth comes at
 -- every scale_window-th step after an overflow. The scale is a double. Differences: where fairseq
--- raises "Minimum loss scale reached", with the scale unchanged, the run stops. Where fairseq's
+-- raises "Minimum loss scale reached", the run stops, with the scale unchanged. Where fairseq's
 -- scale would reach infinity, the scale keeps its last finite value, or with strict=false the run
 -- stops at that step.
 return {
@@ -63,8 +63,8 @@ return {
       return { scale = scale, action = "stop",
         reason = "the loss scale, " .. scale .. ", would fall to min_loss_scale = "
           .. options.min_loss_scale .. ": the gradients are inf or nan for a reason other than the"
-          .. " scale; look at the first bad tensor, a smaller learning rate, clipping, or set"
-          .. " threshold" }
+          .. " scale; look at the first bad tensor, lower the learning rate, clip the gradients,"
+          .. " or set threshold" }
     end
     state.iter = state.iter + 1
     if state.scale < scale then

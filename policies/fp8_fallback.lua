@@ -25,8 +25,8 @@ return {
             or options.pause, options.longest)
           state.pause[site], state.back[site] = pause, now + pause
           why = why or string.format(
-            "%s to high precision: %.1f dB, %.2g of it lost to 0, %.2g clipped", name, t.snr, lost,
-            clipped)
+            "%s to high precision: %.1f dB, %.2g of its numbers lost to 0, %.2g clipped", name,
+            t.snr, lost, clipped)
         end
       end
     end

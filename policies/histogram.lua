@@ -5,7 +5,7 @@
 -- double for `wait` steps after an overflow.
 return {
   name = "histogram",
-  doc  = "Halves or doubles the scale by the share of gradients in the top eighth of the range.",
+  doc  = "Halves or doubles the scale by the share of gradients above an eighth of the range.",
   needs = { "hist" },
 
   options = {

@@ -47,7 +47,7 @@ return {
       local window = state.window
       state.window = window * factor
       return grow(state, scale * factor,
-        "window of " .. window .. " good steps, the next of " .. state.window, options)
+        "window of " .. window .. " good steps, next window " .. state.window, options)
     end
 
     local since = state.iter - state.last_rescale_iter

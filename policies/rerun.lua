@@ -12,8 +12,8 @@
 --
 -- The rerun needs mode=sync, data that can go back (every engine.data) and a deterministic forward
 -- pass. With FP8 scales that depend on earlier steps the losses differ, because the scales change
--- between the two passes. A replay of a recorded run cannot compute a step again; it takes the next
--- recorded step for the rerun. The scale follows dynamic.lua's rule, or is fixed (bf16:
+-- between the two passes. A replay of a recorded run cannot compute a step again; it uses the next
+-- recorded step as the rerun. The scale follows dynamic.lua's rule, or is fixed (bf16:
 -- rerun:loss_scale=1).
 return {
   name = "rerun",
@@ -48,7 +48,7 @@ return {
     local known, limit = state.seen >= options.samples, options.factor * state.largest
     local finite = loss - loss == 0
     local huge = known and finite and math.abs(loss) >= limit
-    -- A step that was updated after all (mode=lagged, a shadow) was not run again.
+    -- A step whose update was applied all the same (mode=lagged, a shadow) was not run again.
     local again = first and record.updates == state.updates
     state.first, state.updates = nil, nil
 
@@ -63,7 +63,7 @@ return {
     if again then
       local why
       if loss == first then
-        why = "the second loss is the same to the bit: it comes from the data or the model"
+        why = "the second loss is the same to the bit: the spike comes from the data or the model"
       else
         state.faults = state.faults + 1
         why = ("transient fault: the same step gave loss %.17g, then %.17g"):format(first, loss)

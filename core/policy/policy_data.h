@@ -77,5 +77,6 @@ int data_by_key(const void *left, const void *right);
 /// order of data_by_key. Doubles have the fewest digits that restore them; inf, nan and -0 are
 /// written as such.
 void data_text(data_blob *text, const char *at);
-/// Reads such text (spaces allowed). False with a message in `error`.
+/// Parses text in the form that data_text writes (spaces are allowed). False with a message in
+/// `error`.
 bool data_parse(data_blob *out, const char *text, size_t size, char *error, size_t error_size);

@@ -1,7 +1,7 @@
 // The record as a policy sees it: userdata that reads the host's structures on access. A decision
 // pays only for the fields it reads; nothing is copied, and nothing is writable. Owns the names of
 // tensors and groups, the groups' sums, and the signals. Called by policy_vm.c when a policy is
-// loaded, and by policy_box.c for pairs() and tostring().
+// loaded, by policy_box.c for pairs() and tostring(), and by policy_verdict.c to find names.
 #include "policy_vm.h"
 
 #include "base/error.h"
@@ -577,7 +577,7 @@ static char **copy_names(const char *const *names, int n)
   return copy;
 }
 
-// Pushes a view with the metatable of the one at stack index `model`.
+// Pushes a view of the same kind as the view at stack index `model`, with the same metatable.
 static void push_like(lua_State *L, int model, int place)
 {
   const view *from = lua_touserdata(L, model);

@@ -1,7 +1,7 @@
 // Running a policy's code under limits: an allocator with a cap, an instruction budget enforced by
 // a count hook, a time limit, and protected calls. A call that exceeds a limit ends with an error
-// that the policy cannot catch. Owns the limits of policies loaded from now on. Called by the other
-// files of this folder.
+// that the policy cannot catch. Owns the limits that a policy gets when it is loaded. Called by the
+// other files of this folder.
 #include "policy_vm.h"
 
 #include "base/error.h"
@@ -173,7 +173,8 @@ const char *policy_error_text(eng_policy *p)
   else lua_pop(p->L, 1);
   if (strcmp(raised, "not enough memory") == 0)
     snprintf(text, sizeof text,
-             "%s: out of memory: a policy may use %lld bytes, and a quarter in one allocation",
+             "%s: out of memory: a policy may use %lld bytes, and a quarter of them in one "
+             "allocation",
              p->file, (long long)p->limit);
   else if (strncmp(raised, p->file, strlen(p->file)) == 0 ||
            strncmp(raised, where.short_src, strlen(where.short_src)) == 0)

@@ -395,8 +395,8 @@ static eng_status adopt(eng_policy *p, const char *maker, double scale)
 }
 
 // Between policies of the same name, and between policies of FP8 layers, the last verdict is handed
-// over as well: clip, factor on the learning rate, scales of groups. So FP8 layers stay where they
-// are until the new policy's first decision.
+// over as well: clip, factor on the learning rate, scales of groups. So FP8 layers keep their
+// scales and formats until the new policy's first decision.
 static void keep_verdict(eng_policy *p, const eng_policy *old)
 {
   if (!p->fp8 && strcmp(p->name, old->name) != 0) return;

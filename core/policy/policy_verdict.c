@@ -336,7 +336,8 @@ static bool read_logit_muls(eng_policy *p, eng_verdict *out, const verdict_field
   return true;
 }
 
-// Reads `log`. Checks a name only if it differs from the name at the same place of the last `log`.
+// Reads `log`. Checks a name only if it differs from the name at the same position in the last
+// `log`.
 static bool read_log(eng_policy *p, eng_verdict *out, const verdict_field *f)
 {
   lua_State *L = p->L;

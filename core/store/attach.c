@@ -145,7 +145,7 @@ static eng_status listen_at(eng_attach *server, const char *path)
   ENG_TRY(address_of(&address, path, server->folder, server->name));
   ENG_TRY(remove_stale(&address, path, server->folder, server->name));
   ENG_TRY(make_socket(&server->fd, path));
-  // The mode set on the socket becomes that of the file, so that other users can never connect.
+  // The file gets the mode that is set on the socket, so that other users can never connect.
   if (fchmod(server->fd, 0600) != 0 ||
       bind(server->fd, (const struct sockaddr *)&address, sizeof address) != 0)
     return error_set(ENG_ERR_IO, "%s: cannot make a socket: %s", path, strerror(errno));

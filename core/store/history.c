@@ -108,7 +108,8 @@ static void stop_writer(eng_history *history)
   pthread_mutex_destroy(&history->lock);
 }
 
-/// What the run must know about its finished history: rows that never reached the file.
+/// The result of closing a history: an error if rows never reached the file, or if the file was
+/// removed or replaced.
 static eng_status outcome(const eng_history *history)
 {
   const int64_t lost = (int64_t)(history->appended - history->committed) + history->dropped +

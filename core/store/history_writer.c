@@ -148,8 +148,8 @@ static eng_status make_schema(eng_history *history)
 }
 
 // Columns that older histories lack: the format of each parameter's gradient; whether a shadow's
-// scale overflows, and whether its decision is a bound (NULL in the rows of an older engine); what
-// replays of FP8 policies read.
+// scale overflows, and whether its decision is a bound (NULL in the rows of an older engine); the
+// statistics that replays of FP8 policies read.
 static eng_status add_columns(eng_history *history)
 {
   static const char *const added[][3] = {
@@ -178,7 +178,7 @@ eng_status history_writer_open(eng_history *history)
   sqlite3_busy_timeout(history->db, 2000);
   ENG_TRY(history_check(history->db, history->path, &fresh));
   // With NORMAL a commit reaches the operating system, not the disk: it survives a crash of the
-  // process, but not always one of the machine.
+  // process, but may be lost in a crash of the machine.
   if (!exec(history, "PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL"))
     return sqlite_error(history->db, history->path, "write");
   if (fresh) ENG_TRY(make_schema(history));

@@ -18,7 +18,8 @@ typedef struct storage {
   int32_t  segment;         // checkpointed part of the tape that computes it (tape.h); 0: none
   bool     awaited;         // an operation that runs again reads it (checkpoint.c)
   // ZeRO-3 (params/params_parted.c). parted: the parameter whose weights these are, or NULL;
-  // closed: the weights come and go, so only operations may read them; absent: they are gone now
+  // closed: the weights are in memory only at times, so only operations may read them; absent: they
+  // are not in memory now
   struct parameter *parted;
   bool     closed, absent;
 } storage;
@@ -47,9 +48,9 @@ typedef struct tensor {
 } tensor;
 
 /// Resolves a handle. The message of ENG_ERR_STALE gives the tensor's shape, its step and a hint.
-/// Errors: STATE for weights that come and go (ZeRO-3).
+/// Errors: STATE for weights that are in memory only at times (ZeRO-3).
 eng_status tensor_get(tensor **out, const eng_tensor *handle);
-/// tensor_get for callers that do not touch the values, or that first bring absent weights.
+/// Like tensor_get, for callers that do not read the values or that first fetch absent weights.
 eng_status tensor_find(tensor **out, const eng_tensor *handle);
 eng_tensor tensor_handle(const tensor *x);
 

@@ -27,8 +27,8 @@ static bool join_pairs(eng_tokenizer *t, const char *text, int64_t size)
   return true;
 }
 
-// A token's text as encoding sees it: in byte mode the bytes that it stands for. False: no text has
-// such a token.
+// A token's text as encoding sees it: in byte mode the bytes that it stands for. False: it has
+// a character that stands for no byte, so no text contains the token.
 static bool as_encoded(eng_tokenizer *t, const char **text, int64_t *size)
 {
   if (!t->byte_mode) return true;

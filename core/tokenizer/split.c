@@ -1,5 +1,5 @@
-// Splitting into words: runs the splitter's steps on a text, each step on every part that the step
-// before it made, and encodes the resulting words. Called by tokenizer.c.
+// Splitting into words: runs the splitter's steps on a text, each step on every part that the
+// previous step made, and encodes the resulting words. Called by tokenizer.c.
 #include "tokenizer.h"
 
 // A stretch of the text, and whether the pattern matched it.
@@ -19,8 +19,8 @@ static void cursor_find(cursor *c)
                           &c->end);
 }
 
-// The next stretch, matched or between two matches; false at the end. Adjacent matches follow each
-// other.
+// The next stretch, matched or between two matches; false at the end. There is no empty stretch
+// between adjacent matches.
 static bool cursor_next(cursor *c, stretch *out)
 {
   if (c->at >= c->size) return false;

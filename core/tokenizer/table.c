@@ -1,4 +1,4 @@
-// Hash tables of texts and of pairs, and a trie on top of the latter. See tokenizer.h.
+// Hash tables of texts and of pairs, and a trie whose edges are a table of pairs. See tokenizer.h.
 #include "tokenizer.h"
 
 #include <stdlib.h>

@@ -1,5 +1,5 @@
-// The structure of a tokenizer, and what the parts that encode and decode export to each other.
-// tokenizer.c builds and drives them.
+// The structure of a tokenizer, and the functions that the files of this folder export to each
+// other. tokenizer.c builds a tokenizer and runs its steps.
 #pragma once
 
 #include "base/array.h"
@@ -20,7 +20,7 @@ enum {
   UC_INERT = 2048
 };
 extern uint16_t unicode_class[0x110000];
-/// Code points whose class libutf8proc does not know: `first` and the `more` that follow it.
+/// Code points whose class libutf8proc does not know: `first` and the `more` code points after it.
 typedef struct unicode_range { uint32_t first; uint16_t more, bits; } unicode_range;
 extern const unicode_range unicode_ranges[];
 extern const int unicode_ranges_count;
@@ -238,7 +238,7 @@ eng_status split_run(eng_tokenizer *t, int from, const char *text, int64_t size,
 eng_status words_ready(eng_tokenizer *t);
 eng_status bpe_ready(eng_tokenizer *t);
 eng_status pieces_ready(eng_tokenizer *t);
-/// Encodes a word by the tokenizer's model; words that came before are read from a cache.
+/// Encodes a word by the tokenizer's model; the ids of words seen before come from a cache.
 eng_status word_encode(eng_tokenizer *t, const char *word, int64_t size);
 eng_status bpe_word(eng_tokenizer *t, const char *word, int64_t size);
 eng_status unigram_word(eng_tokenizer *t, const char *word, int64_t size);

@@ -135,7 +135,7 @@ extern "C" eng_status cuda_attention(const op_call *call)
 }
 
 /// Passes lse in the format that the kernels read. If the inputs have several formats, the forward
-/// pass may have stored another one.
+/// pass may have stored lse in a different format.
 static eng_status lse_view(attention_problem *p, scratch *all, const tensor *lse, int dtype)
 {
   int wanted = dtype == ENG_f64 ? ENG_f64 : ENG_f32;

@@ -201,7 +201,7 @@ __device__ __noinline__ void forward_row(const attention_problem &p, int b, int 
 }
 
 /// The probability p of one query and key, and its gradient dp. `q` and `dy` are the same in every
-/// lane; each lane has its own `k` and `v`. A caller may swap the two pairs.
+/// lane; each lane has its own `k` and `v`. A caller may swap the pairs (q, dy) and (k, v).
 template <class A> struct slope { A p, dp; };
 template <class T, class A>
 __device__ static inline slope<A> slope_of(const T *q, const T *dy, const T *k, const T *v,

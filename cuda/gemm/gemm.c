@@ -58,8 +58,8 @@ static eng_status copy_operand(gemm_matrix *x, const gemm_product *p, int64_t ro
   return ENG_OK;
 }
 
-/// The format in which the operands are multiplied: their own if they have the same, else one that
-/// represents both exactly.
+/// The format in which the operands are multiplied: their own format if they share one, else a
+/// format that represents both exactly.
 static int factor_dtype(const gemm_product *p)
 {
   if (p->a.dtype == ENG_f64 || p->b.dtype == ENG_f64 || p->c.dtype == ENG_f64) return ENG_f64;

@@ -253,7 +253,8 @@ __device__ inline warp_group group_of_warp(const channel_norm &s)
   return {k, k / s.groups, k % s.groups * width, width, k < s.samples * s.groups};
 }
 
-/// The statistics of a norm: given, or wanted (`out_*`, NULL where not).
+/// The statistics of a norm: given (`mean`, `variance`), or computed and stored in `out_*` (NULL:
+/// not stored).
 struct statistics { vector mean, variance, weight, bias, out_mean, out_variance; double eps; };
 
 /// Forward: a warp for each group of a sample. y = (x - f0) * f1 + f2.
@@ -299,8 +300,8 @@ __global__ void __launch_bounds__(THREADS)
   put_factor(s, i / s.channels, 0, i % s.channels, number_at(mean, i / width, 0));
 }
 
-/// What the gradient needs in addition. sums [2 x C], of batch norm: dweight and dbias over `count`
-/// rows, of which x has a part; NULL: over x alone.
+/// Further inputs of the gradient. sums [2 x C] (batch norm only): dweight and dbias summed over
+/// `count` rows, of which x has a part; NULL: the sums are taken over x alone.
 struct gradient { vector variance, weight, sums; double count, eps; };
 
 /// Backward: a warp for each group of a sample. With h = (x - mean) * rstd and g = dy * weight:

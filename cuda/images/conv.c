@@ -122,7 +122,8 @@ static eng_status weights_of(conv_weights *m, const tensor *w, int64_t groups, b
                  (int64_t[]){0, cg * taps, 1, taps}, s);
 }
 
-/// Runs p for every group, as a batch or, with a bias, one by one: a product has one bias.
+/// Runs p for every group: as a batch or, with a bias, group by group, because a product has only
+/// one bias.
 static eng_status for_groups(gemm_product *p, int64_t groups)
 {
   p->batch_dims = 1;

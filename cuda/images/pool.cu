@@ -1,5 +1,5 @@
-// Max and average pooling of images [N x H x W x C], and their gradients. A thread takes V channels
-// of one output: a window, or in a gradient a cell. Gradients gather: an element of dx sums the
+// Max and average pooling of images [N x H x W x C], and their gradients. A thread computes V
+// channels of one pixel of y or, in a gradient, of dx. Gradients gather: an element of dx sums the
 // windows that contain it, in rising order, so nothing is written twice. f32, f16 and bf16 sum in
 // f32 and round once; f64 sums in f64. Called through the device's table.
 #include "kernel/lanes.h"

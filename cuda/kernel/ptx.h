@@ -1,6 +1,6 @@
 // Single-thread instructions that have no intrinsic, one function each. mma.h has the instructions
-// of a warp, wgmma.h those of a warpgroup. These three files hold all of the device's assembly.
-// Included by kernel files. Owns nothing.
+// of a warp, wgmma.h those of a warpgroup. These three files hold all assembly instructions of
+// the device code. Included by kernel files. Owns nothing.
 #pragma once
 
 #include "runtime/device.h"

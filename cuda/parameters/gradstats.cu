@@ -730,8 +730,8 @@ eng_status cuda_gradstats_fetch(int64_t ticket, eng_tensor_stats *stats, int n, 
     if (!stats) return ENG_OK;
     return error_set(
       ENG_ERR_VALUE,
-      "gradient statistics: the pass has %d tensors and %d losses, asked for %d and %d", r->n,
-      r->n_loss, n, n_loss);
+      "gradient statistics: the pass has %d tensors and %d losses, the call expects %d and %d",
+      r->n, r->n_loss, n, n_loss);
   }
   return fetch(r, stats, loss, n_loss);
 }

@@ -11,9 +11,9 @@
 // decided on the card: `decide` reads the totals of its gradient statistics, counts t, and sets the
 // factor.
 //
-// Norms of the change, the weights and the moments are sums of squares in f64: of a thread's
-// elements, of lanes, of warps, of a tensor's chunks, in this order on every card. The host waits
-// for them. Updates without norms and limits have their own kernels, without this code.
+// Norms of the change, the weights and the moments are sums of squares in f64. The order is the
+// same on every card: a thread's elements, then lanes, warps and a tensor's chunks. The host waits
+// for the norms. Updates without norms and limits have their own kernels, without this code.
 #include "passes.h"
 #include "kernel/lanes.h"
 #include "runtime/runtime.h"
@@ -474,7 +474,7 @@ static eng_status prepare(const param_span *spans, int n, const eng_update *upda
   return ring_send(&pass.ring, pass.numbers, bytes);
 }
 
-/// Adds up the chunks' sums of squares, waits for them, and hands them out.
+/// Adds up the chunks' sums of squares, waits for them, and stores them in spans[k].norms.
 static eng_status fetch_norms(const param_span *spans, int n)
 {
   const int64_t bytes = n * (int64_t)sizeof(double[ENG_NORMS]);

@@ -333,7 +333,8 @@ extern "C" eng_status cuda_unary_grad(const op_call *call)
   int64_t op = call->unary_grad.of;
   if (!op_is_unary((int)op))
     return error_set(ENG_ERR_VALUE,
-                     "unary_grad: expected an elementwise operation of one input, got number %lld",
+                     "unary_grad: expected an elementwise operation of one input, got operation "
+                     "number %lld",
                      (long long)op);
   if (!all_fast(call) || is_circular(op)) return each<1, 2>(call, slope_body{(int)op});
   walk<3> w = walk_of_call<1, 2>(call);

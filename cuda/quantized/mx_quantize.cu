@@ -134,7 +134,8 @@ __global__ void finish(const survey *seen, const float *given, bool finite, floa
 // ------------------------------------------------------------------ tiles
 
 /// Four over six: 1.5 if the amax of the block at (r0, c0) is better scaled to 4, else 1. A lane
-/// takes every 32nd row of the block, as the result has it. All lanes of a warp must call it.
+/// takes every 32nd row of the block or, if the side is turned, every 32nd column. All lanes of a
+/// warp must call it.
 __device__ inline float stretch_of(const float *tile, int pitch, const job &p, const side &s,
                                    int r0, int c0, int rows, int columns, float amax)
 {

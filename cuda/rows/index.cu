@@ -1,12 +1,12 @@
 // Picking by index: embedding, index_select, gather, and their gradients. Moved elements keep every
 // bit, whatever their format. An index out of range raises the fault and reads as zeros.
 //
-// Gradients sum all picks of one place in a fixed order and without float atomics. The picks are
-// sorted by place (a stable radix sort of packed words, by CUB) and cut into chunks of equal
-// length. One thread per column sums a chunk, so that a place picked thousands of times costs no
-// more per pick than others. Sums of places that continue across the ends of a chunk are stored
-// separately and combined afterwards, chunk by chunk. Sums are f32 (f64 for f64), rounded once.
-// Called through the device's table.
+// Gradients sum all picks of one place (a row or an element of dx) in a fixed order and without
+// float atomics. The picks are sorted by place (a stable radix sort of packed words, by CUB) and
+// cut into chunks of equal length. One thread per column sums a chunk, so that a place picked
+// thousands of times costs no more per pick than others. Sums of places that continue across the
+// ends of a chunk are stored separately and combined afterwards, chunk by chunk. Sums are f32 (f64
+// for f64), rounded once. Called through the device's table.
 #include "kernel/lanes.h"
 
 #include <cub/device/device_radix_sort.cuh>

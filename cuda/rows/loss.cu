@@ -275,7 +275,7 @@ extern "C" eng_status cuda_cross_entropy(const op_call *call)
   return ENG_OK;
 }
 
-// ------------------------------------------------------------------ its gradient
+// ------------------------------------------------------------------ gradient of cross entropy
 
 /// narrow_words of vector.h, for two doubles.
 __device__ static inline void narrow_words(words<double, 2> &to, const double (&from)[2])

@@ -106,7 +106,7 @@ template <typename T> __device__ static inline words<T, 8> rounded(float (&x)[8]
 // two halves; each half is adjacent to the same half of the next thread. Loads from global memory
 // inside the loop would have to wait together with the loads of the next row.
 
-/// Shared memory of a weight or bias, in float4's.
+/// Shared memory of a weight or bias, in units of float4.
 template <int V, int ROW> constexpr int KEPT = V * ROW * 2;
 
 /// Loads n columns; `absent` replaces a missing tensor. A barrier must follow.
@@ -645,7 +645,7 @@ static eng_status check_length(const op_call *call)
 {
   const tensor *x = call->in[0];
   if (x->shape[x->ndim - 1] <= INT32_MAX / 2) return ENG_OK;
-  return error_set(ENG_ERR_SHAPE, "%s: expected rows below 2^30 on this device, got %s",
+  return error_set(ENG_ERR_SHAPE, "%s: expected rows of fewer than 2^30 elements on cuda, got %s",
                    eng_op_name(call->op), tensor_text(x));
 }
 

@@ -3,7 +3,7 @@
 //
 // The order of a sum depends only on the shape. For f32, f16 and bf16, a thread adds runs of a few
 // elements in f32 (in double if f32 would overflow) and the runs in double. Then the sums of
-// threads are added as a tree, and those of the pieces of a long sum in order. f64 is summed in
+// threads are added as a tree, and the pieces of a long sum are added in order. f64 is summed in
 // double; integers wrap in i64. In max and min NaN wins, and the choice between -0 and +0 is
 // unspecified.
 #include "kernel/map.h"

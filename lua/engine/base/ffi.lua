@@ -27,7 +27,7 @@ local installed, place = pcall(require, "engine.base.place")
 --- share/lua/5.1, and the folder that `make install` chose.
 M.shares = { home .. "/../..", home .. "/../../../engine", installed and place.share or nil }
 
---- Folders that may hold libengine.so and cdef.h: that of the library in the running binary,
+--- Folders that may hold libengine.so and cdef.h: the folder of the running binary's library,
 --- ENGINE_LIBRARY_DIR, the source tree, and the folders of an installation.
 local function places()
   local list = {}

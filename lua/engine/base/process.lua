@@ -37,8 +37,8 @@ function M.output(command)
   return text
 end
 
---- The last line of an output file that reports an error ("engine: ..."), else its last line; nil
---- without output.
+--- The last line in an output file that reports an error ("engine: ..."), without this prefix. If
+--- there is no such line, the file's last line; nil without output.
 function M.last_words(log)
   local file = io.open(log, "rb")
   if not file then return nil end

@@ -59,7 +59,7 @@ local function run_live(plan, folder)
       if machine.clock() - shown > LIVE then
         bar.live()
         shown = machine.clock()
-        -- a script that calls trainer:step() itself would not end here
+        -- a script that calls trainer:step() itself does not end at step plan.to, so it is stopped
         local over = (last_step(job.run) or -1) >= plan.to
         if not stopped and (over or interrupted) then
           stopped = shown

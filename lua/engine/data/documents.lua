@@ -340,7 +340,7 @@ function Documents:get(i)
   raise("data.%s: %s: %s", self.name, self.records:where(i), show.shown(problem))
 end
 
---- A checksum of the first document's tokens, to notice another encode, template or field.
+--- A checksum of the first document's tokens, to detect a changed encode, template or field.
 function Documents:checksum()
   local crc, rows = 0, false
   for i = 0, math.min(self.records.n, 16) - 1 do
