@@ -8,7 +8,7 @@
 --
 -- Measured with the defaults: at scale 16, 3.0 % of the gradients lose bits; aiming at an amax of
 -- 8192 (scale 2^15) reduces that to 0.01 % and skips nothing; the bad idea skips 7 of its 11 steps
--- and is undone; the half-written file is rejected with its line.
+-- and is undone; the half-written file is rejected with the line of its mistake.
 local engine = require "engine"
 
 local cfg = engine.config({ steps = 240, batch = 8, context = 32, layers = 2, width = 64,

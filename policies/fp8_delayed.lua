@@ -52,7 +52,7 @@ return {
         scales[name] = peaks[2]
       end
     end
-    -- A default of 2^-126 marks roles without a history, because no tensor has this amax.
+    -- The default, 2^-126, is an amax that no tensor has. It marks roles without a history.
     return { scale = 2^-126, scales = scales }
   end,
 }

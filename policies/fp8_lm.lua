@@ -38,7 +38,7 @@ return {
           if not top then top = t.amax
           elseif t.clipped > options.threshold * t.measured then top = top * 2
           else top = top / 2^((now - state.counted[name]) / options.growth_interval) end
-          -- 2^-126 marks the roles without a scale of their own.
+          -- 2^-126 marks roles without a scale of their own, so a scale is at least 2^-125.
           top = math.max(2^-125, math.min(top, 2^127))
           state.tops[name], state.counted[name] = top, now
         end

@@ -1,8 +1,8 @@
 -- Moves each layer up and down the recipe's `ladder`, for example NVFP4, MXFP8, high precision. A
--- layer whose signal-to-noise ratio falls below `snr` dB (on the rungs of the ladder, `snr_high`)
--- in any of its tensors goes one rung up. After `pause` steps there it tries the rung below; each
--- failure makes its pause `grow` times longer, up to `longest`. Acts only on steps that the recipe
--- samples.
+-- layer goes one rung up if the signal-to-noise ratio of any of its tensors falls below `snr` dB
+-- (once the layer is on the ladder, below `snr_high`). After `pause` steps there it tries the rung
+-- below; each failure makes its pause `grow` times longer, up to `longest`. Acts only on steps that
+-- the recipe samples.
 return {
   name    = "layer_ladder",
   doc     = "Moves each layer between the rungs of an FP8 recipe's ladder by its SNR.",

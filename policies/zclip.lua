@@ -12,7 +12,7 @@
 -- permanently, and from then on only max_grad_norm works (keep_nan=true does the same). A mean of 0
 -- clips nothing; the original would clip to 0 forever.
 
--- The norm to clip to because of its z-score, or nil; and what to log.
+-- The limit for `norm` if its z-score is too high, else nil or false; and the values to log.
 local function judge(state, norm, options)
   local mean, std, far = state.mean, math.sqrt(state.var), options.z_thresh
   local z = (norm - mean) / (std + options.eps)

@@ -143,8 +143,9 @@ static eng_status report_trouble(eng_history *history)
   history->news = false;
   if (history->moved) return moved_error(history);
   return error_set(ENG_ERR_IO,
-                   "history %s: %s; hint: is the disk full? rows that can still be written are "
-                   "kept in memory, and the run continues", history->path, history->trouble);
+                   "history %s: %s; hint: is the disk full? rows not yet written are kept in "
+                   "memory while there is room, and the run continues", history->path,
+                   history->trouble);
 }
 
 /// A value of a row.

@@ -23,7 +23,7 @@ typedef struct pool {
 
 enum { POOL_ALIGNMENT = 256 };
 
-/// The size of a piece of `bytes` bytes within a block.
+/// The number of bytes that a piece of `bytes` bytes takes in a block.
 static inline int64_t pool_rounded(int64_t bytes)
 {
   return (bytes > 0 ? bytes + POOL_ALIGNMENT - 1 : POOL_ALIGNMENT) / POOL_ALIGNMENT *

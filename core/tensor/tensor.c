@@ -114,7 +114,7 @@ eng_status tensor_find(tensor **out, const eng_tensor *handle)
       return error_set(ENG_ERR_STALE,
                        x->done ? "tensor %s was used after done() freed its memory"
                                : "tensor %s was computed inside a checkpointed module, which keeps "
-                                 "only its results; hint: return it, or checkpoint=false",
+                                 "only its results; hint: return it, or set checkpoint=false",
                        tensor_text(x));
     *out = x;
     return ENG_OK;

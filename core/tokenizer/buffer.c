@@ -4,7 +4,7 @@
 
 #include <stdlib.h>
 
-// Steps can blow a text up; 2 GiB are more than any text needs.
+// The most bytes of a buffer. Steps can lengthen a text, but no real text needs 2 GiB.
 static const int64_t LARGEST = (int64_t)1 << 31;
 
 eng_status no_memory(void) { return error_set(ENG_ERR_MEMORY, "tokenizer: out of memory"); }

@@ -371,7 +371,7 @@ template <class Lanes> static void sum_chunks(const scatter &s)
     combine_kernel<Lanes><<<blocks, WALK_THREADS, 0, cuda_stream()>>>(s, threads, vectors);
 }
 
-/// `w`: words, index, places (see word_body); `step`: places from one index to the next.
+/// `w`: words, index, places (see word_body); `step`: number of places from one index to the next.
 static eng_status scatter_sums(const op_call *call, scatter s, walk<3> w, int64_t index_size,
                                int64_t step)
 {

@@ -54,9 +54,9 @@ function M.jsonl(field)
   end
 end
 
--- The parts of a conversation by a tokenizer's chat template. An assistant's message begins where
--- the text of the earlier messages, with the template's beginning of an answer, ends. It ends where
--- the text of the messages up to this one stops agreeing with the text of the whole conversation.
+-- The parts of a conversation by a tokenizer's chat template. An assistant's message begins after
+-- the text of the earlier messages and, if the template adds one, the generation prompt. It ends
+-- where the text of the messages up to this one first differs from that of the whole conversation.
 local function by_template(tokenizer, messages)
   local parts, done = {}, 0
   local function text(n, prompt)
