@@ -94,7 +94,7 @@ local function train(policy, precision, seed, tell)
   engine.seed(seed)
   local x, y = drawn(TOKENS)
   local net, rare, made, result, third = Net(), 0, 0, { loss = 0, lost = 0 }, nil
-  net.moe:sent()                                            -- its count begins here
+  net.moe:sent()                                            -- starts the count of sent bytes
   local optimizer = engine.optim.adam(net, { lr = cfg.lr, eps = 1e-20, precision = precision })
   for i, p in ipairs(optimizer.list) do
     if p.name == "moe.experts.3.up.weight" then third = i - 1 end

@@ -7,7 +7,7 @@
 --
 -- Measured with the first command, as mean +- standard deviation over three seeds. The first two
 -- columns are the shares of blocks whose largest element is clipped: of blocks with log-uniform
--- maxima, and of blocks of normally distributed numbers. The SNR is that of the latter:
+-- maxima, and of blocks of normally distributed numbers. The SNR is measured on the latter blocks:
 --   e2m1   maxima clipped  of normal blocks  SNR, dB  loss beyond bf16's
 --   floor          41.1 %            29.1 %    18.80     +1.22 +- 0.74 %
 --   even           22.0 %            12.7 %    19.03     +0.72 +- 1.16 %

@@ -54,7 +54,7 @@ return {
       -- A rule with a smaller scale might not have overflowed, so its scale stays as it is.
       if not record.overflow or i == state.arm or a.scale >= record.scale then
         local wanted = rules[i].next(a, record)
-        if i ~= 1 and not record.overflow then              -- moves a fifth of the octaves
+        if i ~= 1 and not record.overflow then              -- moves a fifth of the way, in octaves
           wanted = a.scale * math.max(0.5, math.min(2, wanted / a.scale))^0.2
         end
         a.scale = math.max(options.min_scale, math.min(options.max_scale, wanted))

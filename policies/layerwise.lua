@@ -15,7 +15,7 @@ return {
 
   options = {
     init_scale = 2^12,
-    target     = 2^12,    -- the largest stored gradient of a layer, between target/4 and target
+    target     = 2^12,    -- largest stored gradient of a layer: kept between target/4 and target
     forget     = 0.005,   -- share of the octaves between peak and amax that the peak falls per step
     up         = 2^4,     -- largest growth factor per step
     min_scale  = 2^-20,

@@ -7,7 +7,7 @@
 --
 -- As in Megatron-LM, the first step is not a sample, losses that are inf or nan are ignored, and
 -- the limit never changes once it is known. Differences: here a loss is the mean of the step over
--- all ranks, in Megatron-LM that of one micro-batch on one rank. Here a reproducible loss is
+-- all ranks, in Megatron-LM the loss of one micro-batch on one rank. Here a reproducible loss is
 -- accepted at once; Megatron-LM first repeats it on another GPU, to detect a persistent fault.
 --
 -- The rerun needs mode=sync, data that can go back (every engine.data) and a deterministic forward

@@ -21,7 +21,7 @@ return {
     back            = 100,    -- steps that a rollback goes back
     leave_out       = 200,    -- steps of data that a rollback leaves out
     lr_mul          = 0.5,    -- factor on the learning rate after a rollback
-    cooldown        = 50,     -- the same for the first steps after a rollback
+    cooldown        = 50,     -- like warmup, for the first steps after a rollback
   },
 
   init = function(options)

@@ -26,7 +26,7 @@ return {
       end
     end
     for name in pairs(state.stopped and record.tensors or {}) do
-      scales[string.match(name, "^(.*):") .. ":high"] = 1000     -- above any ladder
+      scales[string.match(name, "^(.*):") .. ":high"] = 1000     -- above any ladder: high precision
     end
     return { scale = 1, scales = scales, reason = why, log = { gradient_to_noise = state.mean } }
   end,

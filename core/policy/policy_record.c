@@ -222,7 +222,7 @@ static const eng_tensor_stats *stats_in_view(eng_policy *p, const view *v)
   if (!p->stats) luaL_error(p->L, "this step has no statistics per tensor");
   bool group = v->kind == VIEW_GROUP || v->kind == VIEW_GROUP_HIST;
   if (v->index >= (group ? p->n_groups : p->n_tensors))
-    luaL_error(p->L, "these statistics belong to an earlier model; read them from the record again");
+    luaL_error(p->L, "these statistics are of an earlier model; read them from the record again");
   if (!group) return &p->stats[v->index];
   if (!p->groups_summed) sum_groups(p);
   return &p->group_stats[v->index];

@@ -32,7 +32,7 @@ typedef struct client {
 
 struct eng_attach {
   int    fd, folder;         // the socket and its directory
-  dev_t  device;             // of the socket's file, so that another's file is never removed
+  dev_t  device;             // of the socket's file, so that no other file is removed
   ino_t  inode;
   int    count, last_number, turn;   // turn: the client whose line is returned next
   char  *name;               // within the folder

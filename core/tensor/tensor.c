@@ -288,7 +288,7 @@ void tensor_rehome(tensor *x, void *memory)
   x->done = false;
   if (own == old && old->arena >= 0)
     arena_free_in(old->space, (arena_id)old->arena, old->memory, old->bytes);
-  if (own) {   // without memory for a storage, x shares that of its views
+  if (own) {   // if out of memory, x keeps sharing the storage of its views
     *own = (storage){
       .memory = memory, .bytes = old->bytes, .references = 1, .arena = -1, .space = old->space};
     x->store = own;
