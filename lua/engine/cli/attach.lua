@@ -24,7 +24,7 @@ owner. With -e it runs CODE and ends. While the run is alive:
                                 run:set("lr", "schedule") returns to the schedule
   run:checkpoint()  run:stop()
   policy:swap("mine.lua")       another policy, tried first; or "dynamic:growth_interval=500";
-                                one of FP8 layers, as "layer_ladder", replaces theirs
+                                one for FP8 layers, such as "layer_ladder", replaces the FP8 policy
   policy:undo()                 takes the last swap back
   policy:show()                 options and state of the policies     (also: policy)
 

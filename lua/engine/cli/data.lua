@@ -15,7 +15,7 @@ if the vocabulary is larger. engine.data.tokens reads it; numpy.load does, too.
 --tokenizer a folder with tokenizer.json, or the file
 --lines     each line is a text of its own; its line end and empty lines are left out
 --special   put the tokenizer's special tokens, such as <s>, around each text
---end       a token after each text
+--end       put this token after each text
 
 next: a trainer with engine.data.tokens { path = FILE }; docs/tokenizers.md, docs/data.md]==]
 

@@ -34,14 +34,15 @@ the rules).
   exact        share of the verdicts that are exact
 
 A policy of FP8 layers (engine policies lists them) reads the meters that the run recorded, and has
-a table of its own: the steps at which it moves layers, how many layers of how many, the mean share
-of layers that are not as in the recipe, and the steps at which it and the run differ.
+a table of its own: the number of steps at which it moves layers, how many of the layers it ever
+moves, the mean share of layers that are not as in the recipe, and the number of steps at which its
+decisions differ from the run's.
 
 --json prints {"policies":[{"name","file","options","scales","actions","skipped","stopped_at",
 "reason"}]}: scales and actions after each step; stopped_at counts steps from 1, as log=json does.
 On a run it adds "verdicts" (exact or bound), "skipped_at_least", "bound_from" (a step, from 0),
 "bound_why", "underflow", "mass_lost", "mean_log2_scale" and "recover". A policy of FP8 layers has
-"steps" and "moves" ([{"step","layers","reason"}]) in the place of what concerns scales.
+"steps" and "moves" ([{"step","layers","reason"}]) instead of the fields about scales.
 
 --verify runs the script live under the policy, and shows step by step where the replay and the live
 run differ. The live run begins at the newest checkpoint before the first verdict that is a bound or
