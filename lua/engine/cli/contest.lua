@@ -121,7 +121,7 @@ local OUTPUTS = { "csv", "latex", "svg", "png" }
 local function read(given)
   local ffi = require "engine.base.ffi"
   if ffi.C.eng_comm_launched(ffi.new("int[1]"), ffi.new("int[1]")) then
-    fail("one process starts the runs; hint: start it without mpirun or torchrun")
+    fail("a contest starts its runs from one process; hint: start it without mpirun or torchrun")
   end
   if #given.words ~= 1 then
     fail(#given.words == 0 and "expected a script; see engine help contest"
