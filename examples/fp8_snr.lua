@@ -134,7 +134,7 @@ local function hopper(a, b, method, samples)
   return list
 end
 
--- ------------------------------------------------------------------ both compared
+-- ------------------------------------------------------------------ the study and Hopper compared
 
 local function text(db)
   return db == math.huge and "exact" or db == -math.huge and "inf" or ("%.2f"):format(db)

@@ -1,7 +1,7 @@
 // The operations mlp_gelu, matmul_gelu_grad and linear_grad on the card: products with an operation
-// before or after them. One cuBLASLt kernel with an epilogue can compute both, which saves writing
-// and reading a matrix. If there is no such kernel, or if it is slower, the two run separately:
-// gemm.c, then the kernels of unary.cu and bias_grad.cu.
+// before or after them. One cuBLASLt kernel with an epilogue can compute product and operation,
+// which saves writing and reading a matrix. If no kernel does so, or if it is slower, they run
+// separately: gemm.c, then the kernels of unary.cu and bias_grad.cu.
 //
 // GELU and its slope are fused only for f16 and bf16, for which cuBLASLt's tanh is accurate enough.
 // Column sums are fused only into f32, so that they are rounded no earlier than ours. Fusion is

@@ -143,7 +143,7 @@ __device__ static inline void apply(const Rule &rule, bool low, float (&y)[M][V]
   }
 }
 
-/// Applies a rule to a walk. Its first M tensors are outputs (NULL if absent), the next N are
+/// Applies a rule to a walk, whose first M tensors are outputs (NULL if absent) and the next N
 /// inputs.
 template <class IO, int M, int N, class Rule>
 static __global__ void __launch_bounds__(WALK_THREADS)

@@ -72,7 +72,8 @@ __device__ static inline void share_factors(shared_tile &t, const side &s, int w
   t.factor[which][i] = factor;
   if (!p.rule.divides) return;
   // Rounding is monotonic: x / factor lies between x * low and x * high. An exact inverse serves as
-  // both. A factor whose inverse may leave the normal range gets bounds whose codes never agree.
+  // both bounds. A factor whose inverse may leave the normal range gets bounds whose codes never
+  // agree.
   const bool ordinary = factor >= 0x1p-100f && factor <= 0x1p100f;
   const float inverse = 1.0f / factor;
   const bool exact = fmaf(inverse, factor, -1.0f) == 0.0f;

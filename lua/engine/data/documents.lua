@@ -292,7 +292,7 @@ local function cut(sequence, most, answers)
   return { ids = sequence.ids + from, counts = sequence.counts + from, n = most, whole = sequence }
 end
 
--- Whether any target of a sequence counts in the loss. Its targets are the tokens from place
+-- Whether any target of a sequence counts in the loss. Its targets are the tokens from index
 -- `first` on.
 local function learns(sequence, first)
   for i = first, sequence.n - 1 do
