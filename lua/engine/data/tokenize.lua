@@ -82,7 +82,8 @@ function M.run(tokenizer, paths, output, options)
         if options.lines then
           to = line_end(bytes, at, size)
           after = to + 1
-          if to > at then encode(bytes, at, to, true, true) end
+          local cr = to > at and bytes[to - 1] == 13 and 1 or 0     -- of a CRLF
+          if to - cr > at then encode(bytes, at, to - cr, true, true) end
         else
           to = piece_end(bytes, at, size, apart)
           after = to

@@ -114,9 +114,10 @@ function SCALINGS.yarn(rope, p, o, where, context)
   if not (above and below) then above, below = 1, 0 end
   rope.attention_factor = number(p, "attention_factor", where)
     or yarn_attention(rope.factor, above) / yarn_attention(rope.factor, below)
-  -- if every pair turns less than beta_slow times, transformers divides no frequency
-  if low > high then rope.factor = nil
-  else rope.low, rope.high = low, low == high and high + 0.001 or high end
+  -- transformers divides no frequency if every pair turns less than beta_slow times, and all if
+  -- every pair turns more than beta_fast times
+  if low <= high then rope.low, rope.high = low, low == high and high + 0.001 or high
+  elseif high < 0 then rope.factor = nil end
 end
 
 -- ------------------------------------------------------------------ rules of several fields

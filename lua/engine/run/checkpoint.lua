@@ -389,7 +389,8 @@ function M.open(dir, last)
     path, header, skipped = newest(dir, last)
     if not path then
       if #skipped > 0 then return nil, table.concat(skipped, "\n"), true end
-      return nil, ("there is no checkpoint in %s"):format(dir)
+      return nil, ("there is no checkpoint%s in %s"):format(
+        last and (" up to step %d"):format(last) or "", dir)
     end
   end
   return setmetatable({ path = path, step = header.step, state = header.state, skipped = skipped,

@@ -559,7 +559,7 @@ local function no_fp8(h, site, step)
   if #sites == 0 then
     return ("the run has no meters of FP8 layers: its precision is %s%s"):format(h:meta().precision
       or "not known",
-      (h:meta().precision or ""):find("fp8", 1, true) and ", and no step was measured yet"
+      (h:meta().precision or ""):find("fp[48]") and ", and no step was measured yet"
         or "; a recipe such as fp8_block has meters")
   end
   local known = false
