@@ -763,10 +763,10 @@ int64_t eng_text_shown(char *out, int64_t room, const char *text, int64_t size, 
 const char *eng_name_problem(const char *name, int64_t size);
 enum { ENG_NAME_BYTES = 100 };
 /// The index in `names` [n] of the name that `name` probably misspells: the one that takes the
-/// fewest edits (insert, delete, replace, swap of neighbours; ASCII case ignored). -1 if that one
-/// takes more than one edit, and more than a third of the longer name's letters. A candidate whose
-/// last dotted part equals `name` counts as one edit away ("width" finds "model.width"). The first
-/// of equals wins; names longer than 64 bytes never match.
+/// fewest edits (insert, delete, replace, swap of neighbours; ASCII case ignored). -1 if even that
+/// name takes more than one edit, and more edits than a third of the longer name's letters. A
+/// candidate whose last dotted part equals `name` counts as one edit away ("width" finds
+/// "model.width"). Of equally near names the first wins; names longer than 64 bytes never match.
 int eng_nearest(const char *name, const char *const *names, int n);
 /// Queries the CUDA driver, if installed, without linking to it: the number of GPUs, or -1 without
 /// a driver. Writes a line of text about each into `text`.

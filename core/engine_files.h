@@ -108,7 +108,7 @@ typedef struct eng_attach eng_attach;
 // limits in bytes: one line from a client; the unread replies to one client
 enum { ENG_ATTACH_LINE = 65536, ENG_ATTACH_ANSWER = 1 << 20 };
 /// Opens the socket at `path`, whose folder may have any length. A socket without a listener is
-/// replaced. Errors: STATE (another process listens), VALUE (a long file name), IO, MEMORY.
+/// replaced. Errors: STATE (another process listens), IO (also for a long file name), MEMORY.
 eng_status eng_attach_open(eng_attach **out, const char *path);
 /// Disconnects all clients and removes the socket. NULL is allowed.
 void       eng_attach_close(eng_attach *server);
@@ -126,8 +126,8 @@ int        eng_attach_count(const eng_attach *server);
 /// A client's connection to a run. Errors: STATE (no listener), IO.
 typedef struct eng_attach_link eng_attach_link;
 eng_status eng_attach_connect(eng_attach_link **out, const char *path);
-/// Sends text; waits while the run does not read. Errors: as above, and INTERRUPTED, after which
-/// part of the text may have been sent.
+/// Sends text; waits while the run does not read. Errors: IO (the run has ended), INTERRUPTED (part
+/// of the text may have been sent).
 eng_status eng_attach_send(eng_attach_link *link, const char *text, int64_t size);
 /// The next line, valid until the next call. Errors: IO (the run has ended), STATE (no line within
 /// `seconds`), INTERRUPTED.

@@ -161,8 +161,7 @@ eng_status eng_policy_option_get(eng_policy_option *out, const eng_policy *polic
 
 /// Creates a fresh state and drops earlier verdicts. Errors: POLICY.
 eng_status eng_policy_init(eng_policy *policy);
-/// The current loss scale: that of the fresh state, of the last good verdict, or of
-/// eng_policy_set_scale, whichever came last.
+/// The current loss scale. A fresh state, each good verdict and eng_policy_set_scale set it.
 double     eng_policy_scale(const eng_policy *policy);
 /// Sets the current scale, and state.scale if the state has that number. The rest of the state,
 /// including its counters, is unchanged. Errors: VALUE (not a positive finite number), STATE.
@@ -192,9 +191,9 @@ eng_status eng_policy_signal(eng_policy *policy, const char *name, double value)
 
 /// Asks the policy for its verdict. `stats` has an entry per tensor named before, or is NULL.
 /// Returns ENG_OK unless the policy has no state (STATE). A policy that raises, exceeds a limit or
-/// returns an invalid verdict yields verdict.failed = 1 with the reason: scale, clip and lr_mul are
-/// those of the last good verdict, the action is skip on overflow, else step, and the policy's
-/// state is restored.
+/// returns an invalid verdict yields verdict.failed = 1 with the reason. Then scale, clip and
+/// lr_mul come from the last good verdict, the action is skip on overflow, else step, and the
+/// policy's state is restored.
 eng_status eng_policy_decide(eng_verdict *out, eng_policy *policy, const eng_record *record,
                              const eng_tensor_stats *stats);
 

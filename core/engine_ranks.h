@@ -190,9 +190,10 @@ eng_status eng_parallel_rehearse(double *seconds, eng_params *set, int size,
                                  const eng_parallel_options *options);
 /// Rounds n numbers to a comm dtype and back, in place.
 eng_status eng_comm_dtype_round(float *x, int64_t n, int comm_dtype);
-/// Reduces the gradients of several ranks within this process, with the kernels of their memory:
-/// rows of x [ranks x n], in f32, f16 or bf16, are packed, each divided by the number of ranks,
-/// summed, and unpacked into out [n] of the same dtype. With `add`, the result is added to `out`.
+/// Reduces the gradients of several ranks within this process, with the kernels of the device that
+/// owns x: rows of x [ranks x n], in f32, f16 or bf16, are packed, each divided by the number of
+/// ranks, summed, and unpacked into out [n] of the same dtype. With `add`, the result is added to
+/// `out`.
 /// flags[ranks]: bits as in eng_parallel_flags, without 1. Errors: SHAPE, DTYPE, VALUE.
 eng_status eng_comm_dtype_reduce(const eng_tensor *out, int *flags, const eng_tensor *x,
                                  int comm_dtype, bool add);

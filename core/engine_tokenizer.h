@@ -77,7 +77,7 @@ enum {
 /// on; `unknown`: the id of the token for unknown text, -1 if there is none (BPE leaves out what is
 /// unknown, the others refuse it), -2 if the file names one that does not exist; `prefix`: what
 /// continuing pieces begin with; `suffix`: what a word's last piece ends with ("" for neither);
-/// `longest`: to WordPiece, a word of more characters is unknown. Errors: VALUE, MEMORY.
+/// `longest`: WordPiece treats a word of more characters as unknown. Errors: VALUE, MEMORY.
 eng_status eng_tokenizer_new(eng_tokenizer **out, int model, int flags, int64_t unknown,
                              const char *prefix, const char *suffix, int64_t longest);
 /// NULL is allowed.
@@ -90,8 +90,8 @@ eng_status eng_tokenizer_token(eng_tokenizer *tokenizer, int64_t id, const char 
 /// loses `prefix`. Later merges rank lower. Errors: FORMAT.
 eng_status eng_tokenizer_merge(eng_tokenizer *tokenizer, const char *left, int64_t left_size,
                                const char *right, int64_t right_size);
-/// A token that is found before the text is split into words, with ENG_ADDED_NORMALIZED in the
-/// normalized text. `flags`: ENG_ADDED_LSTRIP and so on.
+/// A token that is found before the text is split into words: in the normalized text with
+/// ENG_ADDED_NORMALIZED, else in the original text. `flags`: ENG_ADDED_LSTRIP and so on.
 /// Errors: FORMAT.
 eng_status eng_tokenizer_added(eng_tokenizer *tokenizer, int64_t id, const char *text, int64_t size,
                                int flags);

@@ -1,6 +1,6 @@
 // The backward pass: walks the nodes of the tape in reverse and runs the gradient rule of each. It
 // stops at a node with a Lua gradient, and Lua resumes it. Owns the pass and the table of rules.
-// Called by Lua, dist/ (the watch), step.c and trap.c.
+// Called by Lua, dist/ (the watch), fp8/ (registers rules), step.c and trap.c.
 #include "backward.h"
 
 #include "base/array.h"

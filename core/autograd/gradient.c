@@ -156,7 +156,7 @@ static eng_status note_leaf(tensor *x, tensor *dx)
 {
   if (!ARRAY_GROW(leaves.items, leaves.room, leaves.length + 1)) {
     tensor_drop(dx);
-    return error_set(ENG_ERR_MEMORY, "out of memory for the gradients' tensors");
+    return error_set(ENG_ERR_MEMORY, "out of memory for the list of leaves with a gradient");
   }
   leaves.items[leaves.length++] = (leaf){x, x->generation};
   gradient_hang(x, dx);

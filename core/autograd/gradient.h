@@ -61,8 +61,8 @@ eng_status grad_attention_of(grad_call *g, tensor *y);
 
 // ---- for backward.c
 
-/// The relative scale of x's gradient: that of the parameter if x is one, else that of the
-/// operation that computed x, else 1.
+/// The relative scale of x's gradient: the parameter's scale if x is a parameter, the scale of the
+/// operation that computed x if one did, else 1.
 double gradient_relative_scale(const tensor *x);
 /// Makes dx the gradient of x and drops the previous one.
 void gradient_hang(tensor *x, tensor *dx);

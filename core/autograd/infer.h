@@ -16,10 +16,10 @@ void put_out(op_shape *s, int k, int dtype, int ndim, const int64_t *shape);
 void put_like(op_shape *s, int k, int dtype, const tensor *x);
 void put_outer(op_shape *s, int k, int dtype, const tensor *x, int drop);
 
-/// Check input k. want_float: its dtype is floating-point; want_floats: those of the first n inputs
-/// are. want_index: its dtype is an integer; `what` names the input in the message. want_ndim: it
-/// has at least `least` dimensions. want_shape: it has this shape, which the message calls the
-/// shape of `what`. want_same: it has the shape of input j. Errors: DTYPE, SHAPE.
+/// Check input k. want_float: its dtype is floating-point. want_floats: the dtypes of the first n
+/// inputs are floating-point. want_index: its dtype is an integer; `what` names the input in the
+/// message. want_ndim: it has at least `least` dimensions. want_shape: it has this shape, which the
+/// message calls the shape of `what`. want_same: it has the shape of input j. Errors: DTYPE, SHAPE.
 eng_status want_float(const op_call *c, int k);
 eng_status want_floats(const op_call *c, int n);
 eng_status want_index(const op_call *c, int k, const char *what);

@@ -269,8 +269,8 @@ eng_status infer_batch_norm_grad(op_call *c, op_shape *s)
     ENG_TRY(want_float(c, 5));
     ENG_TRY(want_shape(c, 5, 2, (int64_t[]){2, *channels}, "two sums for each channel"));
     if (c->batch_norm_grad.rows < 1)
-      return error_set(ENG_ERR_VALUE, "batch_norm_grad: expected the number of rows of the sums, "
-                       "got %lld", (long long)c->batch_norm_grad.rows);
+      return error_set(ENG_ERR_VALUE, "batch_norm_grad: expected sums over 1 or more rows, "
+                       "got rows = %lld", (long long)c->batch_norm_grad.rows);
   }
   return norm_grad(c, s, 1, channels);
 }

@@ -1,5 +1,5 @@
 // The single entry for operations: check, apply the current precision, allocate, compute, record.
-// Called by eng_run (Lua) and by gradient rules.
+// Called by eng_run (Lua), gradient rules, checkpoint.c and fp8/.
 #pragma once
 
 #include "device/backend.h"

@@ -57,7 +57,7 @@ static double bytes_of(const tensor *x)
   return x ? (double)x->count * (double)eng_dtype_size(x->dtype) : 0;
 }
 
-/// Multiplications and additions of the products in a call; 0 for other operations.
+/// Multiplications plus additions in a call's matrix products; 0 for operations without products.
 static double flops_of(const op_call *c)
 {
   const tensor *a = c->in[0], *out = c->out[0];

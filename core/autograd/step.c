@@ -36,7 +36,7 @@ int64_t eng_step_count(void)
   return tensor_step_number();
 }
 
-// A mark is the step number and the length of the step's list.
+// A mark is the step number and the length of the step's list of tensors.
 eng_status eng_scope_begin(int64_t *mark)
 {
   *mark = tensor_step_number() << 31 | tensor_mark();
@@ -51,7 +51,8 @@ eng_status eng_scope_end(int64_t mark)
   bool same_step = mark >> 31 == tensor_step_number();
   if (same_step && n_scopes > 0) n_scopes--;
   if (!same_step || place > tensor_mark())
-    return error_set(ENG_ERR_STATE, "this scope was opened in an earlier step, which has ended");
+    return error_set(ENG_ERR_STATE, "this scope was opened in an earlier step, or an enclosing "
+                     "scope has ended before it");
   if (tape_reaches(place))
     return error_set(ENG_ERR_GRADIENT,
                      "the tape has operations of this scope; hint: wrap them in engine.no_grad() "

@@ -1,5 +1,5 @@
 // The tape: the operations of a step, in order; backward() walks them in reverse. Written by op.c
-// and the FP8 layers; read by backward.c. See tape.c.
+// and the FP8 layers; read by the backward pass, checkpoint.c, fp8/ and dist/. See tape.c.
 #pragma once
 
 #include "device/backend.h"

@@ -1,6 +1,6 @@
 // CRC-32C (polynomial 0x1EDC6F41, reflected): a checksum that detects damaged files. x86 computes
 // it in hardware, 8 bytes in 3 cycles; on other processors a loop looks up 8 bytes per round in
-// eight tables. Owns the tables. Called by file.c and, through engine.h, by Lua.
+// eight tables. Owns the tables. Called by file.c and, through engine.h, by dist/ and Lua.
 #include "engine.h"
 
 #include <pthread.h>

@@ -35,8 +35,8 @@ ENG_INLINE fp8_parts fp8_parts_of(uint8_t code, int fraction)
 ENG_INLINE float fp8_to_f32(uint8_t code, int fraction)
 { return fraction == 3 ? e4m3_to_f32(code) : e5m2_to_f32(code); }
 
-/// The index (of n) of the product that accumulator `fp32` adds at this step. It adds products in
-/// pairs, the second of each pair first, as instructions that multiply two at a time do.
+/// The index (0 to n-1) of the product that accumulator `fp32` adds at this step. It adds products
+/// in pairs, the second of each pair first, as instructions that multiply two at a time do.
 ENG_INLINE int64_t fp8_fp32_order(int64_t step, int64_t n)
 { return (step ^ 1) < n ? step ^ 1 : step; }
 

@@ -4,20 +4,21 @@
 //
 // A value is quantized as q = x * factor (or x / scale in rules that divide); q * scale restores
 // it. fp8.h then rounds q to its format, saturating. `largest` is the largest number of the format:
-// 448, 57344 or 65024.
+// 448, 57344 or 65024. "Powers of two" says how a rule rounds if scales must be powers of two.
 //
 //   rule, source and formula
 //   transformer_engine   TransformerEngine common/recipe/recipe_common.cuh
 //     factor = largest / max(amax, eps), eps 0; 1 where amax is 0, Inf or NaN; an infinite factor
 //     becomes `limit` (FLT_MAX per tensor, the input format's largest number per block); powers of
-//     two by clearing the fraction of the factor; scale = 1 / factor
+//     two: clears the fraction of the factor; scale = 1 / factor
 //   deepseek   DeepSeek-V3 inference/kernel.py
-//     scale = max(amax, 1e-4) / largest; powers of two upward; q = x / scale
+//     scale = max(amax, 1e-4) / largest; powers of two: rounds the scale up; q = x / scale
 //   deepgemm   DeepGEMM utils/math.py; TileKernels agrees
-//     the same scale; powers of two upward, biased exponent within 1..254; q = x * (1 / scale)
+//     the scale of deepseek; powers of two: rounds the scale up, with the biased exponent within
+//     1..254; q = x * (1 / scale)
 //   torchao   torchao float8/float8_utils.py
-//     factor = largest / max(amax, 1e-12), divided in f64, then f32; powers of two by clearing the
-//     fraction of the factor; scale = 1 / factor. A NaN in the block makes all of it NaN
+//     factor = largest / max(amax, 1e-12), divided in f64 and rounded to f32; powers of two: clears
+//     the fraction of the factor; scale = 1 / factor. A NaN in the block makes all of it NaN
 //   msamp   MS-AMP common/tensor/meta.py
 //     factor = 2^(floor(log2(largest / amax)) - margin), always a power of two; 1 where amax is 0,
 //     Inf or NaN

@@ -79,8 +79,9 @@ ENG_INLINE uint16_t bf16_from_f32(float x)
   return (uint16_t)((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
 }
 
-/// x rounded to one of its two bf16 neighbours by 16 random bits: P(up) is exactly the fraction of
-/// the distance that x lies above the lower one. Beyond the largest bf16 the upper one is inf.
+/// x rounded to one of its two bf16 neighbours by 16 random bits. P(up) is exactly the distance of
+/// x from the lower neighbour, divided by the distance between the two. Beyond the largest bf16 the
+/// upper neighbour is inf.
 ENG_INLINE uint16_t bf16_stochastic(float x, uint32_t random)
 {
   uint32_t bits = f32_bits(x);

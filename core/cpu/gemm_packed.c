@@ -271,8 +271,8 @@ static int64_t bytes_of_b(void)
 static layout plan(const gemm_call *g, int threads)
 {
   layout l = {0};
-  // The pieces have nearly equal sizes. Those of k depend on k alone, and so does the order of the
-  // sums.
+  // The pieces of k and the spans of columns have nearly equal sizes. The pieces of k, and thus the
+  // order of the sums, depend on k alone.
   l.k_span = ceiling(ceiling(g->k, ceiling(g->k, GEMM_KC)), GEMM_K_UNIT) * GEMM_K_UNIT;
   if (l.k_span > g->k) l.k_span = g->k;
   int64_t steps = steps_of(by_pairs(g), l.k_span);

@@ -451,7 +451,7 @@ VF_INLINE void chunk_histogram(const void *g, int dtype, int n, const tally *t, 
 {
   uint8_t key[CHUNK + VB_LANES] __attribute__((aligned(64)));
   int filled = exponents(key, g, dtype, n);
-  // Key 0, which count_keys leaves out, is that of zeros and of f32 subnormals.
+  // Zeros and f32 subnormals have key 0, which count_keys leaves out.
   int subnormal = dtype == ENG_f16 ? 0 : t->tiny - t->zeros;
   count_keys(key, filled, (int)(t->amax >> 23), n - t->zeros - subnormal - t->inf - t->nan,
              hist + HIST_F32);

@@ -28,9 +28,9 @@ typedef struct rotation {
 typedef double doubles __attribute__((vector_size(64), may_alias, aligned(8)));
 enum { DOUBLES = 8 };
 
-// Rounds LINE numbers times `root` from f64 to bf16, without rounding to f32 in between: adding a
-// number 2^45 times as large rounds to the 8 bits of bf16. If a result is not a normal number,
-// all of them are rounded again.
+// Multiplies LINE numbers by `root` in f64 and rounds to bf16, without rounding to f32 in between:
+// adding a number 2^45 times as large rounds to the 8 bits of bf16. If a result is not a normal
+// number, bf16_from_f64 computes all of them again.
 static void round_line(uint16_t *to, const double *x, double root)
 {
   uint32_t bits[LINE], odd = 0;

@@ -2,10 +2,10 @@
 // topk, argmax, argmin. Registered by cpu.c, called through the backend table; owns nothing.
 //
 // Elements that are only moved keep every bit, whatever their dtype. Indices are checked before
-// anything is written. A gradient sums in f32 everything selected from one place, in order of
-// position, and rounds once; each place belongs to one thread, so no atomics are needed. As in
-// reference_index.c, NaN is the largest element for topk and argmax and the smallest for argmin;
-// among equal elements (-0 equals +0) the first one is taken.
+// anything is written. A gradient sums in f32 all elements of dy that belong to one element of dx,
+// in order of position, and rounds once. Each element of dx belongs to one thread, so no atomics
+// are needed. As in reference_index.c, NaN is the largest element for topk and argmax and the
+// smallest for argmin; among equal elements (-0 equals +0) the first one is taken.
 #include "simd.h"
 #include "rows.h"
 
@@ -305,7 +305,7 @@ static eng_status gather(const op_call *call)
 }
 
 /// Adds column (o, i) of dy into the same column of dx. `sums` [size] holds f32 sums for a narrower
-/// dx and is zero before and after; only selected places are touched.
+/// dx and is zero before and after; only selected positions are touched.
 static void scatter_column(const tensor *dx, const tensor *dy, const picks *p, int64_t o, int64_t i,
                            float *sums)
 {
@@ -355,8 +355,8 @@ static eng_status gather_grad(const op_call *call)
 
 // ------------------------------------------------------------------ topk
 
-/// A number that grows with the rank of x, element i of its row: NaN ranks first, -0 and +0 are
-/// equal, and among equal elements the earlier one ranks higher.
+/// A number that is greater for a larger x, element i of its row. NaN is the largest, -0 equals +0,
+/// and among equal elements the earlier one has the greater number.
 static inline uint64_t rank_of(float x, int64_t i)
 {
   uint32_t bits = f32_bits(x), order;

@@ -77,8 +77,8 @@ static void survey_task(const void *context, int64_t t)
 
 /// The codes of y and their values, rounded to nearest even; with `random`, stochastically by u in
 /// [0, 1), as mx_code_stochastic does. `nan` says whether y may hold NaN. Let 2^e be the power of
-/// two at or below |y|, or that of the lowest normal number for subnormals. Adding 2^(e + drop)
-/// rounds at the format's step and leaves the significand in the last bits of the sum.
+/// two at or below |y|; for subnormals, the lowest normal number. Adding 2^(e + drop) rounds at the
+/// format's step and leaves the significand in the last bits of the sum.
 VF_INLINE void encode(vf y, vf u, const bool random, bool nan, const mx_format f, vi *code,
                       vf *value)
 {

@@ -5,7 +5,7 @@
 // Formulas and the order of operations are those of PyTorch's single-tensor optimizers. No product
 // is fused with a sum, so that every instruction set gives the same bits. Moments in bf16 are
 // widened to f32. The update uses their new values unrounded and rounds them once to store them.
-// Masters in bf16 likewise; see backend.optimize for their rounding.
+// Masters in bf16 are widened in the same way; backend.optimize describes their rounding.
 //
 // On request the pass also sums the squares of the weight changes, of the new weights and of the
 // new moments. The sums have a fixed order, so they do not depend on the number of threads. Only
@@ -100,7 +100,7 @@ VF_INLINE void advance(int loop, int extra, const rule *r, vf *p, vf g, vf *m, v
 
   if (loop == LOOP_ADAM) {
     *p = vf_mul(*p, vf_set1(r->keep));
-    // m moves toward g by the fraction gain1, computed from the nearer of the two.
+    // Moves m toward g by gain1 of their distance, starting from the one nearer to the result.
     vf way = vf_sub(g, *m);
     *m = r->gain1 < 0.5f ? vf_add(*m, vf_mul(vf_set1(r->gain1), way))
                          : vf_add(g, vf_mul(vf_set1(r->gain1 - 1.0f), way));

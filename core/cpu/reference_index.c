@@ -68,7 +68,7 @@ static eng_status select_from(const op_call *call, const tensor *y, int64_t dime
   return ENG_OK;
 }
 
-// Sums in double everything that was selected from one place, then rounds once.
+// Sums in double all elements of dy that belong to one element of dx, then rounds once.
 static eng_status select_grad(const op_call *call, const tensor *dy, int64_t dimension, bool add)
 {
   const tensor *dx = call->out[0];

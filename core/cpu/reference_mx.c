@@ -23,8 +23,9 @@ static int exponent_of(float amax, const mx_format *f, int rule)
   e--;
   bool up = (rule == ENG_MX_CEIL || rule == ENG_MX_RCEIL) && part > 1;
   if (rule == ENG_MX_EVEN) up = part >= 2 - ldexp(1, -1 - f->fraction);
-  // The other rules read the exponent field, which is -127 for a subnormal amax. This matters only
-  // for mxint8, whose emax is 0: other formats reach the lower limit of -127 in any case.
+  // Rules other than rceil read the exponent field, which gives -127 for a subnormal amax. This
+  // matters only for mxint8, whose emax is 0: other formats reach the lower limit of -127 in any
+  // case.
   if (rule != ENG_MX_RCEIL && a < 0x1p-126) {
     e = -127;
     up = rule == ENG_MX_CEIL ||

@@ -34,9 +34,8 @@ VF_INLINE vi vi_above_(vi a, int32_t b)
 
 /// The codes of magnitudes that do not round past the format's largest number, in the low bits of
 /// the lanes; the higher bits are undefined. `fraction` is 6 for e5m6. Let 2^e be the power of two
-/// at or below the magnitude, or that of the lowest normal number for subnormals. Adding 2^(e +
-/// drop) rounds at the format's step, to nearest even, and leaves the significand in the last bits
-/// of the sum.
+/// at or below the magnitude; for subnormals, the lowest normal number. Adding 2^(e + drop) rounds
+/// at the format's step, to nearest even, and leaves the significand in the last bits of the sum.
 VF_INLINE vi vf_fp8_magnitude_(vi magnitude, const int fraction)
 {
   const int bias = fraction == 3 ? 7 : 15, drop = 23 - fraction, least = (128 - bias) << 23;

@@ -1,6 +1,6 @@
 // Vectors of 16-bit numbers, HALVES at a time: f16 and bf16 compared as integers, and bf16 numbers
-// split into the even and the odd ones, which are two vectors of floats. Included by the
-// quantizers, once per instruction set. Owns nothing.
+// split into the even and the odd ones, which are two vectors of floats. Included by
+// magnitude.h for the quantizers, once per instruction set. Owns nothing.
 #pragma once
 
 #include "simd.h"

@@ -145,9 +145,9 @@ typedef struct backend {
   /// The card's UUID, unique across machines.
   const char *(*identity)(void);
 
-  /// A stream: ordered work that runs concurrently with the device's (on a card a CUDA stream,
-  /// which NCCL accepts). Messages between ranks and their packing use streams. On error *stream is
-  /// NULL and the error is set.
+  /// A stream: a queue whose work runs in order, concurrently with the device's other work (on a
+  /// card a CUDA stream, which NCCL accepts). Messages between ranks and their packing use streams.
+  /// On error *stream is NULL and the error is set.
   eng_status (*stream_new)(void **stream);
   /// Work issued on the stream from now on waits for work issued to the device before this call.
   eng_status (*stream_follow)(void *stream);

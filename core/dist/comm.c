@@ -293,7 +293,8 @@ eng_status eng_comm_broadcast(eng_comm *comm, void *data, int64_t bytes, int roo
     int64_t part = bytes - at < PART ? bytes - at : PART;
     int reach = 1;
     while (reach < n) reach *= 2;
-    // In round d the places below d have the data, and each sends it to the place d further on.
+    // `place` is the rank, counted from the root. In round d, places 0 .. d - 1 have the data, and
+    // each sends it to the place d above it.
     for (int d = 1; d < reach; d *= 2) {
       comm_message m = {(char *)data + at, part, 0, place < d};
       if (place < d ? place + d >= n : place >= 2 * d) continue;

@@ -122,9 +122,10 @@ eng_status bucket_cut(bucket *b, int number, bool whole)
   return ENG_OK;
 }
 
-// The memory for messages holds the largest bucket plus the second largest one or three ordinary
-// buckets, whichever is more, but at most all buckets. A bucket is ordinary unless it is a single
-// member beyond `limit`. A block of `rooms` holds the gradients of any ordinary bucket.
+// The memory for messages holds the largest bucket and, in addition, the larger of two things: the
+// second largest bucket, or three ordinary buckets. It never exceeds the size of all buckets. A
+// bucket is ordinary unless it is a single member beyond `limit`. A block of `rooms` holds the
+// gradients of any ordinary bucket.
 void buckets_bounds(int64_t *messages, int64_t *room_block, const eng_parallel *p, int64_t limit)
 {
   int64_t all = 0, largest = 0, second = 0, ordinary = 0, room = 0;

@@ -1,6 +1,6 @@
 // Reduces a bucket whose gradients are on cards that exchange messages directly (comm_nccl.c).
-// Pieces, comm dtypes and the order of sums are those of comm_gradients.c, which calls this file;
-// the device computes (backend.h: wire_pack, wire_sum, wire_unpack). Packing is enqueued behind
+// Pieces, comm dtypes and the order of sums are as in comm_gradients.c, which calls this file; the
+// device computes (backend.h: wire_pack, wire_sum, wire_unpack). Packing is enqueued behind
 // backward's kernels. Messages, sums and unpacking are enqueued at the same time on the gradients'
 // stream, so that the host waits only at the end of the pass.
 //

@@ -1,5 +1,5 @@
-// A parameter set whose gradients are reduced over ranks, shared by the files that work on it
-// (README.md).
+// eng_parallel: a parameter set whose gradients are reduced over ranks. Its structures, and the
+// functions that the files listed in README.md share.
 #pragma once
 
 #include "comm.h"
@@ -10,10 +10,10 @@ enum { HAS_GRADIENT = 1 };    // a bit of eng_parallel.rank_flags, in addition t
 
 typedef enum bucket_state { BUCKET_FILLS, BUCKET_OUT, BUCKET_BACK, BUCKET_DONE } bucket_state;
 
-/// Gradients of one dtype that are sent together. Its elements are those of its members,
-/// concatenated and each padded to a multiple of 128; rank r sums the piece [cut[r], cut[r+1]).
-/// Cuts are at members' ends or at multiples of 4096 inside a member, so that statistics of the
-/// pieces add up exactly to those of the whole.
+/// Gradients of one dtype that are sent together. A bucket is the concatenation of its members,
+/// each padded to a multiple of 128 elements; rank r sums the piece [cut[r], cut[r+1]). Cuts are at
+/// members' ends or at multiples of 4096 inside a member, so that statistics of the pieces add up
+/// exactly to those of the whole.
 typedef struct bucket {
   eng_comm *comm;             // the group that sums the gradients: all ranks, or the holders
   int32_t  n;                 // members

@@ -5,8 +5,8 @@
 //
 // All ranks run the same operations, so they fetch the same units in the same order. Each unit's
 // messages have their own tag, so ranks that fetch different units wait for each other until the
-// timeout reports them. A rank that fetches units in another order has another checksum of the
-// order; the reducer compares the checksums in every step.
+// timeout reports them. A rank that fetches units in a different order computes a different
+// checksum of the order; the reducer compares the checksums in every step.
 // Owns the list of messages. Called by comm_parallel.c, comm_predict.c and Lua.
 #include "comm_gradients.h"
 
@@ -25,7 +25,7 @@ static void first_name(char *text, size_t size, const eng_params *set, int unit)
   snprintf(text, size, "the unit of %s", set->member[i].name);
 }
 
-/// The piece of a weight that a rank has. A derived copy is on the rank that has all of the member.
+/// The piece of a weight that a rank owns. The rank that owns a whole member owns its derived copy.
 static comm_message piece_of(const eng_parallel *p, const tensor *x, int index, int form, int rank)
 {
   int64_t size = eng_dtype_size(x->dtype), from, to;

@@ -24,8 +24,8 @@
 typedef enum start_kind { START_ALONE, START_MPI, START_NCCL, START_WRONG } start_kind;
 
 /// The variables in which each launcher passes a process's number and the number of processes;
-/// the variable `also` must be set as well. SLURM's variables are those of a job step; a batch
-/// script has none. Many programs set RANK and WORLD_SIZE, so the row that trusts these alone comes
+/// the variable `also` must be set as well. SLURM sets its variables for a job step, but not for a
+/// batch script. Many programs set RANK and WORLD_SIZE, so the row that trusts these alone comes
 /// last. The row of torchrun needs TORCHELASTIC_RUN_ID, which only torchrun sets; it comes first,
 /// because srun may have started torchrun.
 #define MEETING_ADDRESS "MASTER_ADDR"

@@ -194,8 +194,8 @@ static eng_status check_mx_role(const fp8_site *s, const eng_fp8_recipe *recipe,
   if (r->stochastic < 0 || r->stochastic > 24 || !(r->factor >= 0 && r->factor <= 1) ||
       (mx_is_four_over_six(r->mx - 1) && (r->stochastic || r->factor != 0)))
     return error_set(ENG_ERR_VALUE,
-                     "%s: %s: expected up to 24 bits of stochastic rounding and a factor up to 1, "
-                     "(with four_over_six neither), got %d and %g",
+                     "%s: %s: expected 0 to 24 bits of stochastic rounding and a factor from 0 to "
+                     "1 (with four_over_six both 0), got %d bits and the factor %g",
                      s->name, fp8_role_name[role], r->stochastic, r->factor);
   if (mx_is_gated(r->mx - 1) && (!again || backward || r->block_rows != 1 || r->stochastic ||
                                  r->factor != 0))

@@ -22,7 +22,7 @@ struct eng_optimizer {
   // [set->n] storage.writes of moment 1 when it was first seen nonzero; -1: not yet
   int64_t     *begun;
   // NULL until the first update creates them (SGD's only with momentum). moment[COMPENSATION]:
-  // what rounding took from bf16 masters; f32 masters have no part in it
+  // the rounding errors of bf16 masters; f32 masters have no part in it
   flat_buffer *moment[3];
 };
 enum { COMPENSATION = 2, BUFFERS };

@@ -1,6 +1,6 @@
 // Parameter sets: flat buffers of weights, gradients and low-precision weights. See engine.h.
-// Called by op.c (which low-precision copy to use), gradient.c (where a gradient goes) and
-// optimizer.c.
+// Called by autograd/ (op.c: which low-precision copy to use; gradient.c: where a gradient goes),
+// fp8/, dist/ and the other files of this folder.
 #pragma once
 
 #include "device/backend.h"
@@ -125,7 +125,7 @@ eng_status params_round(parameter *p);
 /// The low-precision weights of a member that has some. Rounds them again if a script has written
 /// to the master since the last rounding.
 eng_status params_shadow(tensor **out, parameter *p);
-/// Does that rounding for all members.
+/// Does the same for all members of a set: rounds again where a script has written to the master.
 eng_status params_round_written(eng_params *set);
 
 /// The tensor of a member's gradient between passes; NULL if there is none.

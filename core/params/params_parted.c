@@ -2,8 +2,8 @@
 // tensors, views and the tape stay valid; pages that hold none of this rank's own elements are
 // given back to the system. Weights that are used together form a unit. An operation that reads an
 // absent weight brings its whole unit (`fetch`, in dist/) and drops the units that it does not
-// read. So a forward pass holds one unit after the other, and the backward pass the same in
-// reverse.
+// read. So a forward pass holds one unit after the other, and the backward pass holds them in
+// reverse order.
 //
 // Absent weights are marked in their storage, so that nothing reads or writes them by mistake
 // (tensor_get). Owns the table and the marks. Called by op.c, params.c and dist/.
@@ -250,7 +250,8 @@ eng_status params_bring_all(eng_params *set)
   params_parted *q = set->parted;
   if (q->whole) return ENG_OK;
   if (!q->fetch)
-    return error_set(ENG_ERR_STATE, "the ranks that have the other weights are gone");
+    return error_set(ENG_ERR_STATE, "this rank has only its part of the weights (zero=3), and its "
+                                    "trainer is gone");
   ENG_TRY(params_leave(set));      // so that all ranks bring the same units
   for (int u = 0; u < q->n_units; u++)
     for (int f = 0; f < PARTED_FORMS; f++) {

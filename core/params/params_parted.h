@@ -32,7 +32,7 @@ typedef struct params_parted {
   int64_t       clock;
   bool          whole;                 // everything is here until params_leave
   bool          imagined;              // a prediction: no page is touched
-  parted_fetch *fetch;                 // NULL: the ranks are gone
+  parted_fetch *fetch;                 // NULL: the trainer is gone
   void         *data;
   tensor      **piece;                 // [n members] this rank's elements of the masters
   int64_t       away;                  // bytes of all pages that come and go
