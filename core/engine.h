@@ -635,7 +635,7 @@ void       eng_graph_free(eng_graph *graph);
 // ------------------------------------------------------------------ devices, threads, randomness
 
 /// Chooses the device by name: "cpu"; "reference", the CPU's slow twin; "cuda"; or "auto": "cuda"
-/// if there is a GPU, else "cpu". Operations run on the current device and take tensors in its
+/// if a GPU can be used, else "cpu". Operations run on the current device and take tensors in its
 /// memory only. Errors: DEVICE, with what is missing.
 eng_status eng_device_set(const char *name);
 const char *eng_device_name(void);
@@ -644,8 +644,8 @@ eng_status eng_synchronize(void);
 /// One line about the current device: the GPU, or the CPU's instruction set.
 const char *eng_device_text(void);
 /// The FP8 products that are fast on the current device: 0 none (a GPU without FP8 tensor cores), 1
-/// operands with one scale each, 2 all. With ENGINE_FP8_FORMULA=1 the value is 2: a formula
-/// computes the other products, bit-equal but many times slower.
+/// operands with one scale each, 2 all. With ENGINE_FP8_FORMULA=1 the value is 2, although a formula
+/// then computes all FP8 products: bit for bit the same numbers, but many times slower.
 int eng_device_fp8(void);
 
 /// The most threads that kernels use.

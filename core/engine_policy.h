@@ -140,7 +140,7 @@ enum { ENG_OPTION_NUMBER = 0, ENG_OPTION_BOOLEAN = 1, ENG_OPTION_STRING = 2 };
 /// An option with its current value and the file's default, as text. Options are sorted by name.
 typedef struct eng_policy_option {
   const char *name, *value, *preset;
-  int32_t type;               // ENG_OPTION_*, that of the default
+  int32_t type;               // ENG_OPTION_*: the type of the default
 } eng_policy_option;
 
 /// Limits of policies loaded from now on: bytes of Lua memory (default 8 MiB), Lua instructions per

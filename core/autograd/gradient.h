@@ -54,8 +54,8 @@ eng_status grad_run_wide(tensor **out, op_call c);
 /// A second tensor over the same memory, for a gradient with two destinations.
 eng_status grad_share(tensor **out, tensor *x);
 
-/// Parts of rules that FP8 layers share: the gradients of swiglu for given inputs, and of attention
-/// for a given output y.
+/// Parts of rules that the rules of FP8 layers use, too: the gradients of swiglu for given inputs,
+/// and of attention for a given output y.
 eng_status grad_swiglu_of(grad_call *g, tensor *gate, tensor *up);
 eng_status grad_attention_of(grad_call *g, tensor *y);
 

@@ -13,7 +13,7 @@ typedef struct tape_node {
   // storage.writes of each input and output when the call was recorded
   uint32_t in_writes[ENG_OP_INPUTS], out_writes[ENG_OP_OUTPUTS];
   // The rest is for running the operation again (checkpoint.c). segment: the segment's first node +
-  // 1; 0: none. precision: autocast's settings. drawn: the number of Philox blocks drawn before.
+  // 1; 0: none. precision: autocast's settings. drawn: Philox blocks drawn before this operation.
   int32_t       segment;
   bool          chosen;
   eng_precision precision;

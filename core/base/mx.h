@@ -21,8 +21,8 @@
 //
 // NVFP4 as in Transformer Engine: S = min(2688 / g, FLT_MAX) for the amax g of the tensor, 1 if g
 // or S is 0; a block's scale s = e4m3(min(a * (S * f32(1/6)), FLT_MAX)), saturating; an element is
-// round(x * min(1 / (s * (1 / S)), FLT_MAX)). Its value is code * s * (g / 2688). A block much
-// smaller than the tensor gets the scale 0.
+// round(x * min(1 / (s * (1 / S)), FLT_MAX)). Its value is code * s * (g / 2688). A block whose
+// amax is much smaller than the tensor's gets the scale 0.
 //
 // QuEST, the forward pass of Quartet (arXiv 2505.14669), e2m1 alone: e = floor(log2 s) for
 // s = f32(2.92247856 / 6 * std + 1e-8), where std is the population standard deviation of the

@@ -3,11 +3,12 @@
 // Then `run` picks the path. gemm.h lists the paths and their guarantees. Registered by cpu.c,
 // called through the backend table; owns nothing.
 //
-// oneDNN runs bf16 only with AMX, because without AMX it was no faster. On Intel's AVX-512
-// processors, the packed path was within a few percent of oneDNN's sgemm in f32. For bf16 it was
-// 1.8 times as fast as oneDNN's matmul, which uses VDPBF16PS at half the rate of FMA there. AMD's
-// processors run VDPBF16PS at the full rate; on them, our path `pairs` (gemm.h) was as fast as the
-// bf16 matmul of a newer oneDNN. Also, the packed path's results do not depend on the thread count.
+// oneDNN is used only for bf16 on processors with AMX; elsewhere it was no faster. On Intel's
+// AVX-512 processors, the packed path was within a few percent of oneDNN's sgemm in f32. For bf16
+// it was 1.8 times as fast as oneDNN's matmul, which uses VDPBF16PS at half the rate of FMA there.
+// AMD's processors run VDPBF16PS at the full rate; on them, our path `pairs` (gemm.h) was as fast
+// as the bf16 matmul of a newer oneDNN. Also, the packed path's results do not depend on the thread
+// count.
 #include "gemm.h"
 
 #include "base/error.h"

@@ -29,7 +29,8 @@ walk walk_over(int ndim, const int64_t *shape);
 void walk_add(walk *w, const tensor *x);
 /// Adds an array with these strides to the walk (one stride per dimension of the shape).
 void walk_add_strides(walk *w, const int64_t *stride);
-/// A walk over an elementwise call's output along its inputs and then its output, all present.
+/// A walk over the shape of output 0 of an elementwise call. Its tensors are the inputs, then the
+/// output; none may be absent.
 walk walk_call(const op_call *call);
 static inline bool walk_ended(const walk *w) { return w->position >= w->count; }
 void walk_next(walk *w);

@@ -3,9 +3,9 @@
 //
 // The largest element of a row is subtracted first, so nothing finite overflows. As in PyTorch, a
 // row with NaN or +inf yields NaN, and so does a row of -inf only. logsumexp gives +inf for a row
-// with +inf, and -inf for a row of -inf only. A row of up to SHORT elements takes one exp per
-// element and one read of memory. A longer row takes two of each; its second read comes from the
-// caches.
+// with +inf, and -inf for a row of -inf only. In softmax, a row of up to SHORT elements takes
+// one exp per element and one read of memory. A longer row takes two of each; its second read comes
+// from the caches.
 #include "simd.h"
 #include "rows.h"
 

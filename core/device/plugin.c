@@ -110,7 +110,7 @@ const backend *plugin_cuda(void)
   else snprintf(path, sizeof path, "%s/libengine_cuda.so", folder);
   if (access(path, R_OK) != 0) {
     error_set(ENG_ERR_DEVICE,
-              "cuda: this build has no CUDA device (%s is missing); hint: make, with nvcc on the "
+              "cuda: cannot find the CUDA plug-in (%s is missing); hint: make, with nvcc on the "
               "PATH; or device=cpu",
               path);
     return NULL;

@@ -35,8 +35,8 @@ void member_owned(int64_t *from, int64_t *to, const eng_parallel *p, int index, 
 }
 
 /// Assigns members to buckets of one dtype each, in the order in which backward completes them.
-/// `apart`: only the members that not all ranks hold, else only the others. Separate buckets give a
-/// bucket of a group the same number on all ranks of that group.
+/// `apart`: only the members that not all ranks hold, else only the others. The two kinds never
+/// share a bucket, so a bucket has the same number on all ranks of its group.
 static eng_status fill_group(eng_parallel *p, int64_t limit, int comm_dtype, bool apart)
 {
   eng_params *set = p->set;

@@ -56,7 +56,7 @@ static eng_status measure(fp8_site *s, int role, tensor *x, tensor *q, const ten
 }
 
 // The attribute `signs` of the operation hadamard for a product. Each product of a layer draws its
-// own.
+// own signs.
 static int64_t signs_of(const fp8_site *s, const eng_fp8_product *p)
 {
   if (p->signs <= ENG_FP8_SIGNS_FIXED) return p->signs;
