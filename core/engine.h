@@ -644,8 +644,8 @@ eng_status eng_synchronize(void);
 /// One line about the current device: the GPU, or the CPU's instruction set.
 const char *eng_device_text(void);
 /// The FP8 products that are fast on the current device: 0 none (a GPU without FP8 tensor cores), 1
-/// operands with one scale each, 2 all. With ENGINE_FP8_FORMULA=1 the value is 2, although a formula
-/// then computes all FP8 products: bit for bit the same numbers, but many times slower.
+/// operands with one scale each, 2 all. With ENGINE_FP8_FORMULA=1 the value is 2, although a
+/// formula then computes all FP8 products: bit for bit the same numbers, but many times slower.
 int eng_device_fp8(void);
 
 /// The most threads that kernels use.

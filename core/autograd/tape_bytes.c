@@ -48,12 +48,12 @@ int64_t eng_tape_bytes(int64_t *fp8)
   return bytes;
 }
 
-/// Whether the gradient rule of a recorded call reads this memory.
+/// Whether a recorded call still needs this memory, for its gradient rule or to run again.
 static bool is_read(const storage *store, const tape_node *node)
 {
   const op_call *call = &node->call;
   const eng_op_info *info = &op_table[call->op].about;
-  // what a checkpointed operation reads is needed to run it again
+  // a checkpointed operation reads all its inputs when it runs again
   int reads = node->segment ? ~0 : info->reads;
   for (int k = 0; k < call->n_in; k++)
     if (reads >> k & 1 && call->in[k] && call->in[k]->store == store) return true;

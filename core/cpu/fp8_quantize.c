@@ -10,9 +10,8 @@
 //
 // These cases go to the reference kernels: f64; e5m6 in blocks of several rows, or of a width that
 // is not a multiple of 8; stochastic rounding of a transposed copy whose blocks are not square; and
-// calls without elements, codes or scales. swiglu_quantize is swiglu followed by
-// quantize: silu takes most of the time, and quantizing each row right after it was computed was no
-// faster.
+// calls without elements, codes or scales. swiglu_quantize is swiglu followed by quantize: silu
+// takes most of the time, and quantizing each row right after it was computed was no faster.
 #include "base/fp8_layout.h"
 #include "base/fp8_scale.h"
 #include "base/rng.h"

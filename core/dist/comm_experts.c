@@ -5,7 +5,7 @@
 // depend on its neighbours. Rows that stay on their own rank are rounded in the same way, so that
 // results do not depend on which rank holds which expert. If tensors have the comm dtype and are in
 // host memory, messages use the tensors' memory directly. Rows on cards that exchange messages are
-// packed on the card. Owns the buffers for all other cases; these buffers only grow.
+// packed on the card. Owns the buffers of messages on the host and on the card; they only grow.
 #include "comm.h"
 
 #include "device/backend.h"
