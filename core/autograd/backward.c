@@ -243,7 +243,8 @@ eng_status eng_backward_input(int input, const eng_tensor *gradient)
   tensor *x = call->in[input];
   if (!tensor_same_shape(dx, x))
     return error_set(ENG_ERR_SHAPE,
-                     "custom gradient: got %s as the gradient of input %d, which is %s",
+                     "custom gradient: got %s as the gradient of input %d; expected the shape of "
+                     "that input, %s",
                      tensor_text(dx), input + 1, tensor_text(x));
   if (!x->requires_grad) return ENG_OK;
   ENG_TRY(grad_share(&shared, dx));

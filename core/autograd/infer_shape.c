@@ -112,7 +112,7 @@ eng_status infer_split(op_call *c, op_shape *s)
   }
   if (sum != x->shape[c->split.dim])
     return error_set(ENG_ERR_SHAPE,
-                     "split: the parts sum to %lld, but dimension %lld of %s has %lld",
+                     "split: the part sizes sum to %lld, but dimension %lld of %s has size %lld",
                      (long long)sum, (long long)c->split.dim + 1, tensor_text(x),
                      (long long)x->shape[c->split.dim]);
   return ENG_OK;

@@ -33,9 +33,9 @@ static eng_status windows(const op_call *c, int64_t *out, int64_t size, int64_t 
   *out = (size + 2 * padding - span) / stride + 1;
   if (size + 2 * padding >= span && kernel > 0) return ENG_OK;
   return error_set(ENG_ERR_SHAPE,
-                   "%s: a kernel of %lld, dilated by %lld, does not fit into %lld with a padding "
-                   "of %lld", op_name(c), (long long)kernel, (long long)dilation, (long long)size,
-                   (long long)padding);
+                   "%s: a kernel of %lld, dilated by %lld, does not fit into a size of %lld with a "
+                   "padding of %lld", op_name(c), (long long)kernel, (long long)dilation,
+                   (long long)size, (long long)padding);
 }
 
 // ---- convolution

@@ -507,7 +507,7 @@ static void backward_tile(const op_call *call, const sizes *s, const backward_ro
   }
 }
 
-// The queries of a key head are divided into shares. Adds the sums of all shares in order,
+// The queries that read a key head are divided into shares. Adds the sums of all shares in order,
 // multiplies by factor and rounds the result into d [B x S x G x D]. `sums` holds the sums of the
 // first share [S x padded]; those of the next shares follow, `step` floats apart.
 static void store_keys(const tensor *d, const sizes *s, float *sums, int64_t shares, int64_t step,

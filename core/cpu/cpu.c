@@ -151,7 +151,7 @@ bool gemm_pairs_here(void)
 #if X86
   const char *wish = getenv("ENGINE_PAIRS");
   if (wish && *wish && strcmp(wish, "on") != 0 && strcmp(wish, "off") != 0)
-    fprintf(stderr, "engine: ENGINE_PAIRS: expected on or off, got '%s'; ignored\n", wish);
+    fprintf(stderr, "engine: ENGINE_PAIRS: expected on or off, got '%s', which is ignored\n", wish);
   if (!has_avx512() || !__builtin_cpu_supports("avx512bf16")) return false;
   known = wish && strcmp(wish, "on") == 0    ? 1
           : wish && strcmp(wish, "off") == 0 ? 0

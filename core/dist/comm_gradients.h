@@ -1,5 +1,5 @@
-// eng_parallel: a parameter set whose gradients are reduced over ranks. Its structures, and the
-// functions that the files listed in README.md share.
+// eng_parallel, a parameter set whose gradients are reduced over ranks: its structures, and the
+// functions that the files on gradients and weights share (README.md).
 #pragma once
 
 #include "comm.h"

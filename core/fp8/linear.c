@@ -143,7 +143,8 @@ static eng_status multiply(tensor **y, const fp8_site *s, int product, const fac
     else
       status = error_prefix(
         status,
-        "%s: %s of [%lld x %lld]%s in blocks of %lld x %lld by [%lld x %lld]%s in %lld x %lld",
+        "%s: %s of [%lld x %lld]%s in blocks of %lld x %lld by [%lld x %lld]%s in "
+        "blocks of %lld x %lld",
         s->name, fp8_product_name[product], (long long)qa->shape[0], (long long)qa->shape[1],
         a->turned ? " transposed" : "", (long long)a->block_rows, (long long)a->block_columns,
         (long long)qb->shape[0], (long long)qb->shape[1], b->turned ? " transposed" : "",

@@ -125,7 +125,7 @@ eng_status params_round(parameter *p);
 /// The low-precision weights of a member that has some. Rounds them again if a script has written
 /// to the master since the last rounding.
 eng_status params_shadow(tensor **out, parameter *p);
-/// Does the same for all members of a set: rounds again where a script has written to the master.
+/// Rounds the low-precision weights of all members whose master a script has written to.
 eng_status params_round_written(eng_params *set);
 
 /// The tensor of a member's gradient between passes; NULL if there is none.
