@@ -337,8 +337,8 @@ eng_status eng_fp8_site_set(int64_t site, const eng_fp8_recipe *recipe);
 /// |x|. `amax` 0: uses the measured amax again. Errors: VALUE, STATE (the site has no recipe).
 eng_status eng_fp8_delay(int64_t site, int role, double amax);
 /// Largest |x| of each role since the last call, inf and nan included; -1: nothing was quantized.
-/// Waits for the device. Only the last 4,096 unread amaxes are kept, so call this function once
-/// before the steps of interest.
+/// Waits for the device. At most 4,096 unread amaxes are kept, so call this function once before
+/// the steps of interest.
 eng_status eng_fp8_amax(double amax[3], int64_t site);
 
 /// Effects of quantization on the measured elements (up to 2^16 of each tensor, whole rows at even

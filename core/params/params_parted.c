@@ -179,7 +179,7 @@ eng_status parted_need(params_parted *q, const int *unit, const int *form, int n
   return ENG_OK;
 }
 
-/// Marks the storages of members whose weights come and go, and of those whose weights are absent.
+/// Marks the storages of members whose weights come and go, and which of these are absent now.
 static void mark(eng_params *set)
 {
   const params_parted *q = set->parted;
