@@ -290,7 +290,8 @@ eng_status infer_embedding(op_call *c, op_shape *s)
   if (w->ndim != 2)
     return error_set(ENG_ERR_SHAPE, "embedding: expected a weight [V x C], got %s", tensor_text(w));
   if (ids->ndim + 1 > ENG_MAX_DIMS)
-    return error_set(ENG_ERR_SHAPE, "embedding: %s has too many dimensions", tensor_text(ids));
+    return error_set(ENG_ERR_SHAPE, "embedding: expected ids of fewer than %d dimensions, got %s",
+                     ENG_MAX_DIMS, tensor_text(ids));
   put_like(s, 0, w->dtype, ids);
   s->out[0].shape[s->out[0].ndim++] = w->shape[1];
   return ENG_OK;

@@ -1,6 +1,5 @@
-// Names of dtypes and operations; reads and writes single elements of every dtype. See dtype.h and
-// numerics.h.
-// Linked into device plug-ins as well.
+// Names of dtypes and operations; reads and writes single elements of every dtype. See dtype.h,
+// numerics.h. Linked into device plug-ins as well.
 #include "dtype.h"
 
 #include "numerics.h"

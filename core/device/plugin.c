@@ -9,6 +9,7 @@
 
 #include <dlfcn.h>
 #include <elf.h>
+#include <errno.h>
 #include <fcntl.h>
 #include <glob.h>
 #include <stdio.h>
@@ -110,9 +111,8 @@ const backend *plugin_cuda(void)
   else snprintf(path, sizeof path, "%s/libengine_cuda.so", folder);
   if (access(path, R_OK) != 0) {
     error_set(ENG_ERR_DEVICE,
-              "cuda: cannot find the CUDA plug-in (%s is missing); hint: make, with nvcc on the "
-              "PATH; or device=cpu",
-              path);
+              "cuda: cannot find the CUDA plug-in (%s %s); hint: make, with nvcc on the "
+              "PATH; or device=cpu", path, errno == ENOENT ? "is missing" : "cannot be read");
     return NULL;
   }
   const char *wrong = unfit(path);

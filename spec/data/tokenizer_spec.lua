@@ -303,6 +303,11 @@ describe("engine data tokenize", function()
     run(("%s --lines --tokenizer %s -o %s --end '<|end|>'"):format(a, folder, out))
     t = engine.data.tokens { path = out, batch = 1, context = 6, shuffle = false }
     assert.same({ { 21, 23, 0, 20, 5, 26 } }, t:next().x:totable())
+    local text = helper.read(a)
+    helper.write(a, (text:gsub("\n", "\r\n")) .. "\r\n")      -- the ids of the text with LF
+    run(("%s --lines --tokenizer %s -o %s --end '<|end|>'"):format(a, folder, out))
+    local other = engine.data.tokens { path = out, batch = 1, context = 6, shuffle = false }
+    assert.same({ { 21, 23, 0, 20, 5, 26 } }, other:next().x:totable())
   end)
 
   it("cuts long texts where the cut changes no id", function()

@@ -79,7 +79,8 @@ local settings = {
       if not t.schedule and t.fixed_lr then t.optimizer.lr = x end
     end, kept = true },
   clip = limit "clip", clip_value = limit "clip_value",
-  scale = { "a number from 2^-126 to 3.4e38", function(x) return type(x) == "number" and policies.usable(x) end,
+  scale = { "a number from 2^-126 to 3.4e38",
+    function(x) return type(x) == "number" and policies.usable(x) end,
     function(t) return t.policy:scale() end,
     function(t, x) t.policy:set_scale(x) end },
   steps = { "a whole number", count, function(t) return t.steps end, function(t, x)
