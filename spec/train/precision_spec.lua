@@ -178,6 +178,32 @@ describe("a precision recipe", function()
       { full.weights, full.residual, full.weight_gradients, full.norm_gradients, full.scaled })
     assert.matches("precision mine\n.*residual +f32.*moments +f32$",
       engine.precision.describe(mine))
+    -- Each recipe has a text of its own, with every field of its roles and products.
+    local seen = {}
+    for name, recipe in pairs(engine.precision.recipes) do
+      local text = engine.precision.describe(name)
+      local body = text:gsub("^[^\n]*\n", "")
+      assert.is_nil(seen[body], name .. " and " .. tostring(seen[body]))
+      seen[body] = name
+      for _, part in ipairs { "x", "w", "dy", "forward", "dgrad", "wgrad" } do
+        local line = text:match("\n  fp8 " .. part .. " [^\n]*") or ""
+        for field, value in pairs(recipe.fp8 and recipe.fp8[part] or {}) do
+          value = field == "backward" and value.rule or value == true and (field == "high"
+            and "in high precision" or "stochastic") or tostring(value)
+          local place = field == "backward" and text or line
+          assert(place:find(value, 1, true), ("%s: no %s of %s in %s"):format(name, field, part,
+            text))
+        end
+      end
+      for line in text:gmatch("[^\n]+") do assert(#line <= 100, line) end
+    end
+    assert.matches("Quartet, arXiv 2505.14669", engine.precision.describe "mxfp4_quartet", 1, true)
+    local own = engine.precision.describe { name = "own", base = "nvfp4", fp8 = { high_first = 2,
+      w = { rule = "rceil", block = { 32, 32 } }, forward = { high = true }, policy = "sqrt3" } }
+    for _, text in ipairs { "w             e4m3, a scale for each 32x32 (rceil), to nearest",
+      "y = x W^T, in high precision", "high_first        2 blocks", "policy            sqrt3" } do
+      assert.matches(text, own, 1, true)
+    end
     -- A table that names norm_gradients is still completed.
     assert.equal("f16", engine.precision.resolve({ base = "fp16",
       norm_gradients = "f16" }).activations)

@@ -222,6 +222,66 @@ function M.rungs(fp8, layer, named, where)
   return list
 end
 
+-- What a role says, in words: format, blocks, rule, rounding.
+local function role_text(role)
+  local rule = role.rule or "transformer_engine"
+  local scaled = mx.rules[rule] ~= nil
+  local format, block = "e4m3", "tensor"
+  if scaled then format, block = mx.usual(rule) end
+  block = role.block or block
+  if type(block) == "table" then block = table.concat(block, "x") end
+  local text = ("%s, a scale for each %s (%s), "):format(role.format or format, block, rule)
+  local bits = role.stochastic == true and scaled and 8 or role.stochastic
+  local random = not bits and "to nearest" or bits == true and "stochastic"
+    or ("stochastic (%d bits)"):format(bits)
+  text = text .. (rule == "ms_eden" and "to nearest, scales " .. random or random)
+  if role.pow2 then text = text .. ", scales are powers of two" end
+  if role.factor then text = text .. (", factor %g"):format(role.factor) end
+  return text .. (role.keep and ", kept as " .. role.keep or "")
+end
+
+-- What a product says, in words.
+local FORMULAS = { forward = "y = x W^T", dgrad = "dx = dy W", wgrad = "dW = dy^T x" }
+local function product_text(name, product)
+  local list = { FORMULAS[name], product.high and "in high precision" or "of quantized factors" }
+  if product.accumulator then list[#list + 1] = "accumulator " .. product.accumulator end
+  if product.promotion then list[#list + 1] = ("promotion %d"):format(product.promotion) end
+  if (product.hadamard or 0) > 0 then
+    list[#list + 1] = ("Hadamard %d, signs %s"):format(product.hadamard, product.signs or "fixed")
+  end
+  return table.concat(list, ", ")
+end
+
+--- What a valid table says, as a list of { name, text }.
+function M.describe(fp8)
+  local scaled = mx.rules[(fp8.x or {}).rule]
+  local rows = {}
+  local function add(name, text) rows[#rows + 1] = { name, text } end
+  for _, name in ipairs(M.roles) do
+    local role = fp8[name] or {}
+    add("fp8 " .. name, role_text(role))
+    if role.backward then add("    for backward", role_text(role.backward)) end
+  end
+  for _, name in ipairs(M.products) do
+    add("fp8 " .. name, product_text(name, fp8[name] or {}))
+  end
+  if fp8.high and #fp8.high > 0 then add("high precision", table.concat(fp8.high, " ")) end
+  for _, over in ipairs(fp8.layers or {}) do
+    local list = { over.high and "high precision" or nil }
+    for _, name in ipairs(M.roles) do
+      list[#list + 1] = over[name] and ("%s %s"):format(name,
+        role_text(arguments.merged(fp8[name], over[name])))
+    end
+    add("layers", ("%s: %s"):format(over.match, table.concat(list, "; ")))
+  end
+  for _, name in ipairs { "high_first", "high_last" } do
+    if (fp8[name] or 0) > 0 then add(name, ("%d blocks in high precision"):format(fp8[name])) end
+  end
+  if type(fp8.policy) == "string" then add("policy", fp8.policy) end
+  add("guide", scaled and "docs/microscaling.md" or "docs/fp8.md")
+  return rows
+end
+
 local EXAMPLES = { high = '{ "^blocks%.1%." }', ladder = '{ "mxfp8", { x = { format = "e5m2" } } }',
   layers = '{ { match = "mlp", x = { format = "e5m2" } } }', policy = '{ "fp8_delayed" }' }
 local PATTERN = "a Lua pattern of module paths"

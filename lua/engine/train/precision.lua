@@ -86,32 +86,32 @@ end
 local HYBRID = { x = { format = "e4m3" }, w = { format = "e4m3" }, dy = { format = "e5m2" },
   high = { "^head", "^lm_head" } }
 local function hybrid(more) return arguments.merged(HYBRID, more) end
-local function like_bf16(fp8, moments)
+-- source: whose recipe it is, and the paper
+local function like_bf16(source, fp8, moments)
   return { weights = "bf16", activations = "bf16", residual = "bf16", norm = "bf16", wide = "f32",
     weight_gradients = "f32", norm_gradients = "f32",
-    moments = moments or "f32", scaled = false, fp8 = fp8 }
+    moments = moments or "f32", scaled = false, source = source, fp8 = fp8 }
 end
 -- Transformer Engine's DelayedScaling and Float8CurrentScaling: e4m3 forward, e5m2 gradients, fast
 -- accumulation (no promotion) in the forward product.
 local FAST = { forward = { promotion = 0 }, dgrad = { promotion = 128 },
   wgrad = { promotion = 128 } }
-M.recipes.fp8_delayed = like_bf16(hybrid { policy = "fp8_delayed", forward = FAST.forward,
-  dgrad = FAST.dgrad, wgrad = FAST.wgrad })
-M.recipes.fp8_current = like_bf16(hybrid { forward = FAST.forward, dgrad = FAST.dgrad,
-  wgrad = FAST.wgrad })
+M.recipes.fp8_delayed = like_bf16("Transformer Engine's DelayedScaling",
+  hybrid(arguments.merged(FAST, { policy = "fp8_delayed" })))
+M.recipes.fp8_current = like_bf16("Transformer Engine's Float8CurrentScaling", hybrid(FAST))
 -- torchao's rowwise scaling: e4m3 throughout, with a scale for each row of x, W and dy. Where a
 -- product reads one of them transposed, the transpose is quantized by itself, with a scale for each
 -- of its rows.
 local ROW = { format = "e4m3", block = "row", rule = "torchao" }
-M.recipes.fp8_rowwise = like_bf16 { x = { format = "e4m3", block = "row", rule = "torchao",
-  keep = "transposed" }, w = ROW, dy = ROW, high = HYBRID.high }
+M.recipes.fp8_rowwise = like_bf16("torchao's rowwise scaling", { x = { format = "e4m3",
+  block = "row", rule = "torchao", keep = "transposed" }, w = ROW, dy = ROW, high = HYBRID.high })
 -- DeepSeek-V3: e4m3 throughout, blocks of 1x128 for activations and gradients and 128x128 for
 -- weights, scaled by their current amaxes; promotion after every 128 products along K; bf16
 -- moments; FP8 copies of the weights in addition to the f32 masters. The input of the linear after
 -- attention is kept in e5m6 with power-of-two scales. SwiGLU's inputs are kept in FP8, and its
 -- output is recomputed from them.
 local PROMOTED = { promotion = 128 }
-M.recipes.fp8_block = like_bf16({
+M.recipes.fp8_block = like_bf16("DeepSeek-V3, arXiv 2412.19437", {
   x = { format = "e4m3", block = "1x128", rule = "deepgemm" },
     w = { format = "e4m3", block = "128x128", rule = "deepgemm" },
   dy = { format = "e4m3", block = "1x128", rule = "deepgemm" }, forward = PROMOTED,
@@ -122,48 +122,49 @@ M.recipes.fp8_block = like_bf16({
 
 -- OCP's MX formats under the rule of cuBLAS and Transformer Engine, and NVFP4 as in Transformer
 -- Engine, with its Hadamard transform. Gradients in FP4 round stochastically.
-local function microscaled(x, w, dy, more)
-  return like_bf16(arguments.merged({ x = x, w = w, dy = dy, high = HYBRID.high }, more))
+local function microscaled(source, x, w, dy, more)
+  return like_bf16(source, arguments.merged({ x = x, w = w, dy = dy, high = HYBRID.high }, more))
 end
 local function e2m1(rule, block, more)
   return arguments.merged({ format = "e2m1", rule = rule, block = block }, more)
 end
 local STOCHASTIC = { stochastic = true }
 local MXFP8 = { format = "e4m3", block = "1x32", rule = "rceil" }
-M.recipes.mxfp8 = microscaled(MXFP8, MXFP8, MXFP8)
+M.recipes.mxfp8 = microscaled("Transformer Engine's MXFP8BlockScaling", MXFP8, MXFP8, MXFP8)
 local MXFP4 = e2m1("rceil", "1x32")
-M.recipes.mxfp4 = microscaled(MXFP4, MXFP4, e2m1("rceil", "1x32", STOCHASTIC))
+M.recipes.mxfp4 = microscaled("OCP MX 1.0", MXFP4, MXFP4, e2m1("rceil", "1x32", STOCHASTIC))
 local NVFP4_DY = e2m1("nvfp4", "1x16", STOCHASTIC)
-M.recipes.nvfp4 = microscaled(e2m1("nvfp4", "1x16"), e2m1("nvfp4", "16x16"), NVFP4_DY,
-  { wgrad = { hadamard = 16 } })
+M.recipes.nvfp4 = microscaled("Transformer Engine's NVFP4BlockScaling, arXiv 2509.25149",
+  e2m1("nvfp4", "1x16"), e2m1("nvfp4", "16x16"), NVFP4_DY, { wgrad = { hadamard = 16 } })
 -- Transformer Engine's 4over6 for inputs and weights. Transformer Engine does not combine it with
 -- the Hadamard transform.
-M.recipes.nvfp4_four_over_six = microscaled(e2m1("four_over_six", "1x16"),
-  e2m1("four_over_six", "16x16"), NVFP4_DY)
+M.recipes.nvfp4_four_over_six = microscaled("Transformer Engine's NVFP4BlockScaling, 4over6",
+  e2m1("four_over_six", "1x16"), e2m1("four_over_six", "16x16"), NVFP4_DY)
 -- Tseng et al. (arXiv 2502.20586): the forward product in bf16, the others in MXFP4 with stochastic
 -- rounding that cannot saturate, under a random Hadamard transform.
 local UNCLIPPED = e2m1("floor", "1x32", { stochastic = 24, factor = 0.75 })
 local RANDOM = { hadamard = 64, signs = "step" }
-M.recipes.mxfp4_tseng = microscaled(UNCLIPPED, UNCLIPPED, UNCLIPPED,
-  { forward = { high = true }, dgrad = RANDOM, wgrad = RANDOM })
+M.recipes.mxfp4_tseng = microscaled("Tseng et al., arXiv 2502.20586", UNCLIPPED, UNCLIPPED,
+  UNCLIPPED, { forward = { high = true }, dgrad = RANDOM, wgrad = RANDOM })
 -- Quartet (arXiv 2505.14669): QuEST's scales under a Hadamard transform in the forward pass. In the
 -- backward pass, dy and the values that the forward product read are rounded as by Tseng et al.
 local QUEST = e2m1("quest", "1x32", { backward = UNCLIPPED })
 local REDRAWN = { hadamard = 32, signs = "backward" }
-M.recipes.mxfp4_quartet = microscaled(QUEST, QUEST, UNCLIPPED,
+M.recipes.mxfp4_quartet = microscaled("Quartet, arXiv 2505.14669", QUEST, QUEST, UNCLIPPED,
   { forward = { hadamard = 32, signs = "none" }, dgrad = REDRAWN, wgrad = REDRAWN })
 -- Quartet II (arXiv 2601.22813): four over six by squared errors in the forward pass. In the
 -- backward pass, MS-EDEN rounds dy and the values that the forward product read.
 local EDEN = e2m1("ms_eden", "1x16", { stochastic = 24 })
 local SQUARES = e2m1("four_over_six_mse", "1x16", { backward = EDEN })
 local REDRAWN_128 = { hadamard = 128, signs = "backward" }
-M.recipes.nvfp4_quartet2 = microscaled(SQUARES, SQUARES, EDEN,
+M.recipes.nvfp4_quartet2 = microscaled("Quartet II, arXiv 2601.22813", SQUARES, SQUARES, EDEN,
   { dgrad = REDRAWN_128, wgrad = REDRAWN_128 })
 -- TetraJet (arXiv 2502.20853) without Q-EMA and Q-Ramping: MXFP4 rounded to nearest in the forward
 -- pass. In the backward pass, dy and the values that the forward product read are rounded
 -- stochastically.
 local TETRAJET = e2m1("rceil", "1x32", { backward = e2m1("rceil", "1x32", { stochastic = 24 }) })
-M.recipes.mxfp4_tetrajet = microscaled(TETRAJET, TETRAJET, TETRAJET.backward)
+M.recipes.mxfp4_tetrajet = microscaled("TetraJet, arXiv 2502.20853, without Q-EMA and Q-Ramping",
+  TETRAJET, TETRAJET, TETRAJET.backward)
 
 local FORMATS = {
   weights = "f32 f16 bf16", activations = "f32 f16 bf16", residual = "f32 f16 bf16",
@@ -324,12 +325,11 @@ function M.describe(recipe)
     "wide", "weight_gradients", "norm_gradients", "moments" } do
     lines[#lines + 1] = ("  %-17s %s"):format(role, full[role])
   end
-  for _, role in ipairs(full.fp8 and { "x", "w", "dy" } or {}) do
-    local r = full.fp8[role] or {}
-    local block = type(r.block) == "table" and table.concat(r.block, "x") or r.block or "tensor"
-    lines[#lines + 1] = ("  %-17s %s, a scale for each %s"):format("fp8 " .. role,
-      r.format or "e4m3", block)
+  for _, row in ipairs(full.fp8 and fp8_recipe.describe(full.fp8) or {}) do
+    lines[#lines + 1] = ("  %-17s %s"):format(row[1], row[2])
   end
+  local source = (M.recipes[recipe] or {}).source
+  if source then table.insert(lines, 2, "  " .. source) end
   return table.concat(lines, "\n")
 end
 
