@@ -2,6 +2,7 @@
 // layout is ANY or ROWS, and the passes over all parameters. eng_cuda_backend, the only function
 // the plug-in exports, passes the table to the core. This file is above all folders and calls into
 // each of them.
+#include "gemm/gemm_mx.h"
 #include "parameters/passes.h"
 #include "quantized/fp8_plain.h"
 #include "runtime/device.h"
@@ -49,6 +50,7 @@ static const backend device = {
   .graph_launch = cuda_graph_launch,
   .graph_free = cuda_graph_free,
   .fp8 = cuda_fp8,
+  .mx = mx_product_supported,
   .identity = cuda_identity,
   .stream_new = cuda_stream_new,
   .stream_follow = cuda_stream_follow,

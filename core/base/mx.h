@@ -159,6 +159,16 @@ ENG_INLINE float nvfp4_factor(uint8_t scale, float encode)
 ENG_INLINE float nvfp4_decode_scale(float amax, int64_t rule)
 { return amax == 0 ? 1.0f : amax / nvfp4_top(rule); }
 
+/// The factor on the sums of a product: NVFP4's of both tensors (amax NULL: none) times `factor`
+/// (0: 1), each product rounded to f32.
+ENG_INLINE float mx_alpha(const float *amax_a, int64_t rule_a, const float *amax_b, int64_t rule_b,
+                          double factor)
+{
+  float alpha = amax_a ? nvfp4_decode_scale(*amax_a, rule_a) : 1.0f;
+  if (amax_b) alpha *= nvfp4_decode_scale(*amax_b, rule_b);
+  return factor == 0 ? alpha : alpha * (float)factor;
+}
+
 /// Four over six: the error of an element x whose code times its scale is `value`, in a tensor
 /// with this amax.
 ENG_INLINE float nvfp4_error(float x, float value, float amax, int64_t rule)

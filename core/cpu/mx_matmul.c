@@ -13,6 +13,7 @@ typedef struct product {
   const op_call *call;
   int64_t M, N, K;
   int     four, n, bits;
+  float   alpha;
 } product;
 
 // The numbers of one row that a group of products reads, and their scales. Both are also split into
@@ -27,7 +28,8 @@ static void decode(group *g, const product *p, int side, int64_t row, int64_t k)
 {
   const op_call *c = p->call;
   const tensor *q = c->in[2 * side], *scale = c->in[2 * side + 1];
-  int64_t rule = c->mx_matmul.rule, across = scale->shape[1], block = p->K / across;
+  int64_t rule = side ? c->mx_matmul.rule_b : c->mx_matmul.rule_a, across = scale->shape[1],
+          block = p->K / across, high = q->shape[0] / scale->shape[0];
   mx_format f = mx_format_of(side ? c->mx_matmul.format_b : c->mx_matmul.format_a);
   const uint8_t *code = q->data, *s = scale->data;
   g->odd = 0;
@@ -39,7 +41,7 @@ static void decode(group *g, const product *p, int side, int64_t row, int64_t k)
     g->odd |= !f32_is_finite(g->value[i]);
   }
   for (int i = 0; i < p->n / 16; i++) {
-    g->scale[i] = blackwell_scale(s[row * across + (k + 16 * i) / block], (int)rule);
+    g->scale[i] = blackwell_scale(s[row / high * across + (k + 16 * i) / block], (int)rule);
     mx_parts x = mx_parts_of(g->scale[i], blackwell_least((int)rule));
     g->scale_significand[i] = x.significand, g->scale_exponent[i] = x.exponent;
     g->odd |= !f32_is_finite(g->scale[i]);
@@ -96,6 +98,7 @@ static void columns_task(const void *context, int64_t t)
 {
   const product *p = context;
   const typeof(p->call->mx_matmul) *m = &p->call->mx_matmul;
+  const tensor *y = p->call->out[0];
   int64_t j0 = t * LANES;
   int wide = (int)smaller(LANES, p->N - j0);
   panel b;
@@ -123,27 +126,29 @@ static void columns_task(const void *context, int64_t t)
         if (!odd) add_group(c[i], p, &a, &b);
         for (int j = 0; odd && j < LANES; j++)
           c[i][j] = blackwell_group(a.value, mx_format_of(m->format_a), a.scale, lane[j].value,
-                                    mx_format_of(m->format_b), lane[j].scale, (int)m->rule,
-                                    c[i][j]);
+                                    mx_format_of(m->format_b), lane[j].scale,
+                                    (int)m->rule_a, c[i][j]);
       }
     }
     for (int i = 0; i < ROWS && i0 + i < p->M; i++)
       for (int j = 0; j < wide; j++) {
-        float y = c[i][j];
-        for (int g = 4; g < 6; g++)
-          if (p->call->in[g])
-            y *= nvfp4_decode_scale(((const float *)p->call->in[g]->data)[0], m->rule);
-        ((float *)p->call->out[0]->data)[(i0 + i) * p->N + j0 + j] = y;
+        int64_t at = (i0 + i) * p->N + j0 + j;
+        float sum = c[i][j] * p->alpha;
+        if (m->add) sum += (float)tensor_load(y->data, y->dtype, at);
+        tensor_store(y->data, y->dtype, at, sum);
       }
   }
 }
 
 static eng_status mx_matmul(const op_call *call)
 {
-  int four = mx_packed(call->mx_matmul.format_a);
+  const typeof(call->mx_matmul) *m = &call->mx_matmul;
+  int four = mx_packed(m->format_a);
   product p = {.call = call, .M = call->in[0]->shape[0], .N = call->in[2]->shape[0],
                .K = call->in[0]->shape[1] * (four ? 2 : 1), .four = four,
-               .n = blackwell_products(four), .bits = blackwell_bits(four)};
+               .n = blackwell_products(four), .bits = blackwell_bits(four),
+               .alpha = mx_alpha(call->in[4] ? call->in[4]->data : NULL, m->rule_a,
+                                 call->in[5] ? call->in[5]->data : NULL, m->rule_b, m->factor)};
   run_tasks((p.N + LANES - 1) / LANES, p.M * p.N * p.K >= PARALLEL_ELEMENTS, columns_task, &p);
   return ENG_OK;
 }

@@ -307,34 +307,40 @@ static void decode(float *x, float *scale16, const tensor *q, const tensor *scal
                    int64_t k, int n, int64_t format, int64_t rule)
 {
   const uint8_t *code = q->data, *s = scale->data;
-  int64_t K = mx_packed(format) ? 2 * q->shape[1] : q->shape[1], block = K / scale->shape[1];
+  int64_t K = mx_packed(format) ? 2 * q->shape[1] : q->shape[1], block = K / scale->shape[1],
+          high = q->shape[0] / scale->shape[0];
   for (int i = 0; i < n; i++) {
     int64_t at = row * K + k + i;
     x[i] = mx_value(mx_packed(format) ? code[at / 2] >> at % 2 * 4 & 15 : code[at],
                     mx_format_of(format));
-    scale16[i / 16] = blackwell_scale(s[row * scale->shape[1] + (k + i) / block], (int)rule);
+    scale16[i / 16] = blackwell_scale(s[row / high * scale->shape[1] + (k + i) / block],
+                                      (int)rule);
   }
 }
 
 eng_status reference_mx_matmul(const op_call *call)
 {
   const typeof(call->mx_matmul) *m = &call->mx_matmul;
-  const tensor *a = call->in[0], *b = call->in[2];
-  float *y = call->out[0]->data, x[2][BLACKWELL_MOST], scale[2][BLACKWELL_MOST / 16];
+  const tensor *a = call->in[0], *b = call->in[2], *y = call->out[0];
+  float x[2][BLACKWELL_MOST], scale[2][BLACKWELL_MOST / 16], alpha = 1;
+  int64_t rule[] = {m->rule_a, m->rule_b};
   int four = mx_packed(m->format_a), n = blackwell_products(four);
   int64_t K = four ? 2 * a->shape[1] : a->shape[1];
+  for (int g = 0; g < 2; g++)
+    if (call->in[4 + g]) alpha *= nvfp4_decode_scale((float)load_at(call->in[4 + g], 0), rule[g]);
+  if (m->factor != 0) alpha *= (float)m->factor;
   for (int64_t i = 0; i < a->shape[0]; i++)
     for (int64_t j = 0; j < b->shape[0]; j++) {
       float sum = 0;
       for (int64_t k = 0; k < K; k += n) {
-        decode(x[0], scale[0], a, call->in[1], i, k, n, m->format_a, m->rule);
-        decode(x[1], scale[1], b, call->in[3], j, k, n, m->format_b, m->rule);
+        decode(x[0], scale[0], a, call->in[1], i, k, n, m->format_a, m->rule_a);
+        decode(x[1], scale[1], b, call->in[3], j, k, n, m->format_b, m->rule_b);
         sum = blackwell_group(x[0], mx_format_of(m->format_a), scale[0], x[1],
-                              mx_format_of(m->format_b), scale[1], (int)m->rule, sum);
+                              mx_format_of(m->format_b), scale[1], (int)m->rule_a, sum);
       }
-      for (int g = 4; g < 6; g++)
-        if (call->in[g]) sum *= nvfp4_decode_scale(((const float *)call->in[g]->data)[0], m->rule);
-      y[i * b->shape[0] + j] = sum;
+      sum *= alpha;
+      if (m->add) sum += (float)load_at(y, i * b->shape[0] + j);
+      store_at(y, i * b->shape[0] + j, sum);
     }
   return ENG_OK;
 }

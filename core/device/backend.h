@@ -142,6 +142,9 @@ typedef struct backend {
   /// scales by row or block. Also 2 if the user selected the slow formula. NULL: the device has one
   /// implementation of FP8 products.
   int         (*fp8)(void);
+  /// Whether the device's own units compute mx_matmul for these formats, with scales of NVFP4's
+  /// rules or of MX. NULL: they never do.
+  bool        (*mx)(int64_t format_a, int64_t format_b, bool nvfp4);
   /// The card's UUID, unique across machines.
   const char *(*identity)(void);
 
@@ -191,7 +194,7 @@ typedef struct backend_host {
   int         (*interrupted)(void);
 } backend_host;
 
-enum { BACKEND_ABI = 7 };
+enum { BACKEND_ABI = 8 };
 
 /// The plug-in's only function. NULL with the error set if there is no usable device.
 typedef const backend *backend_plugin(const backend_host *host);

@@ -281,16 +281,26 @@ static eng_status infer_mx_matmul(op_call *c, op_shape *s)
     return error_set(ENG_ERR_DTYPE,
                      "mx_matmul: expected e4m3 and e5m2, or e2m1 twice, got formats %lld and %lld",
                      (long long)a->format_a, (long long)a->format_b);
-  if (a->rule < 0 || a->rule >= ENG_MX_RULES || (mx_is_nvfp4(a->rule) && !four))
-    return error_set(ENG_ERR_VALUE, "mx_matmul: expected a scale rule of 0 to %d (rules with ue4m3 "
-                     "scales only for e2m1), got %lld", ENG_MX_RULES - 1, (long long)a->rule);
-  int64_t K = 0, block = mx_is_nvfp4(a->rule) ? 16 : 32;
+  int nvfp4 = mx_is_nvfp4(a->rule_a);
+  if (a->rule_a < 0 || a->rule_a >= ENG_MX_RULES || a->rule_b < 0 || a->rule_b >= ENG_MX_RULES ||
+      nvfp4 != mx_is_nvfp4(a->rule_b) || (nvfp4 && !four))
+    return error_set(ENG_ERR_VALUE, "mx_matmul: expected scale rules of 0 to %d, both of NVFP4 for "
+                     "e2m1 or neither, got %lld and %lld", ENG_MX_RULES - 1, (long long)a->rule_a,
+                     (long long)a->rule_b);
+  if (a->yields && (a->yields < 1 || a->yields > ENG_DTYPE_COUNT ||
+                    !dtype_is_float((int)a->yields - 1)))
+    return error_set(ENG_ERR_DTYPE,
+                     "mx_matmul: expected yields to be 0, or 1 plus the number of a "
+                     "floating-point dtype, got %lld",
+                     (long long)a->yields);
+  int64_t K = 0, block = nvfp4 ? 16 : 32;
   for (int k = 0; k < 4; k += 2) {
     const tensor *q = c->in[k], *scale = c->in[k + 1];
     int64_t columns = q->ndim == 2 ? q->shape[1] * (four ? 2 : 1) : -1;
     if (k == 0) K = columns;
     if (q->dtype != ENG_u8 || scale->dtype != ENG_u8 || columns != K || K % (four ? 64 : 32) ||
-        scale->ndim != 2 || scale->shape[0] != q->shape[0] || scale->shape[1] != K / block)
+        scale->ndim != 2 || scale->shape[1] != K / block ||
+        (q->count && (scale->shape[0] == 0 || q->shape[0] % scale->shape[0])))
       return error_set(ENG_ERR_SHAPE,
                        "mx_matmul: expected u8 codes of [M x K] and [N x K] with K a multiple of "
                        "%d, and a u8 scale for every %lld along K, got %s with scales %s",
@@ -298,7 +308,8 @@ static eng_status infer_mx_matmul(op_call *c, op_shape *s)
   }
   ENG_TRY(want_amax(c, 4));
   ENG_TRY(want_amax(c, 5));
-  put_out(s, 0, ENG_f32, 2, (int64_t[]){c->in[0]->shape[0], c->in[2]->shape[0]});
+  put_out(s, 0, a->yields ? (int)a->yields - 1 : ENG_f32, 2,
+          (int64_t[]){c->in[0]->shape[0], c->in[2]->shape[0]});
   return ENG_OK;
 }
 

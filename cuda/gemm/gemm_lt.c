@@ -17,7 +17,8 @@
 // An algorithm's workspace is scratch memory for the duration of the launch. If memory is short, an
 // algorithm that needs less is taken.
 //
-// Owns the handle and every problem's plan. Called by gemm.c, gemm_fused.c and gemm_fp8.c.
+// Owns the handle and every problem's plan. Called by gemm.c, gemm_fused.c, gemm_fp8.c and
+// gemm_mx.c.
 #include "gemm_lt.h"
 
 #include "runtime/device.h"
@@ -108,6 +109,7 @@ static cudaDataType_t type_of(int64_t dtype)
     case ENG_bf16:  return CUDA_R_16BF;
     case ENG_e4m3: return CUDA_R_8F_E4M3;
     case ENG_e5m2: return CUDA_R_8F_E5M2;
+    case ENG_FORMAT_E2M1: return CUDA_R_4F_E2M1;
     default:        return CUDA_R_32F;
   }
 }
@@ -149,6 +151,13 @@ static uint32_t epilogue_of(const gemm_problem *p)
 static bool has_matrix_beside(const gemm_problem *p)
 { return p->after == GEMM_GELU || p->after == GEMM_GELU_GRAD; }
 
+/// Whether the operands are microscaled, so that alpha and beta lie in device memory.
+static bool is_microscaled(const gemm_problem *p)
+{
+  return p->scaling_a == CUBLASLT_MATMUL_MATRIX_SCALE_VEC16_UE4M3 + 1 ||
+         p->scaling_a == CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0 + 1;
+}
+
 static eng_status describe(plan *x, const gemm_problem *p)
 {
   bool f64 = p->type_c == ENG_f64;
@@ -175,6 +184,10 @@ static eng_status describe(plan *x, const gemm_problem *p)
     SET(x->product, A_SCALE_MODE, mode_a, p);
     SET(x->product, B_SCALE_MODE, mode_b, p);
     SET(x->product, FAST_ACCUM, fast, p);
+  }
+  if (is_microscaled(p)) {
+    int32_t where = CUBLASLT_POINTER_MODE_DEVICE;
+    SET(x->product, POINTER_MODE, where, p);
   }
   bool ta = p->transpose_a, tb = p->transpose_b;
   ENG_TRY(
@@ -207,12 +220,13 @@ static eng_status launch(cublasStatus_t *answer, const plan *x, const gemm_probl
   static const double f64[2] = {0, 1};
   bool wide = p->type_c == ENG_f64;
   const void *one = wide ? (const void *)&f64[1] : &f32[1],
-             *zero = wide ? (const void *)&f64[0] : &f32[0];
+             *zero = wide ? (const void *)&f64[0] : &f32[0], *beta = p->accumulate ? one : zero;
+  if (on->alpha) one = on->alpha, beta = on->alpha + 1;
   void *workspace = scratch_take(bytes);
   if (!workspace) return ENG_ERR_MEMORY;
   *answer = cublasLtMatmul(lt.handle, x->product, one, on->a, x->a, on->b, x->b,
-                           p->accumulate ? one : zero, c, x->c, c, x->c, algorithm, workspace,
-                           (size_t)bytes, cuda_stream());
+                           beta, c, x->c, c, x->c, algorithm, workspace, (size_t)bytes,
+                           cuda_stream());
   scratch_give(workspace, bytes);
   return ENG_OK;
 }

@@ -1,16 +1,18 @@
 // Products through cuBLASLt: descriptors and algorithms by problem, see gemm_lt.c. Called by
-// gemm.c, gemm_fused.c and gemm_fp8.c.
+// gemm.c, gemm_fused.c, gemm_fp8.c and gemm_mx.c.
 #pragma once
 
 #include "gemm_layout.h"
 
 /// The operands of a problem, in device memory and in cuBLASLt's order (A is our B). Scales are
-/// NULL except for FP8 operands. The operation problem->after reads or writes `side`.
+/// NULL except for FP8 and microscaled operands, and alpha (the factors on the product and on C) is
+/// NULL except for microscaled ones. The operation problem->after reads or writes `side`.
 typedef struct gemm_operands {
   const void  *a, *b;
   void        *c;
   const void  *bias;
-  const float *scale_a, *scale_b;
+  const void  *scale_a, *scale_b;
+  const float *alpha;
   void        *side;
 } gemm_operands;
 

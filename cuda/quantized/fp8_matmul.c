@@ -90,8 +90,7 @@ static eng_status prepare(fp8_operand *x, const tensor *q, const tensor *scale, 
               outer_count, k_count, ENG_f32);
 }
 
-/// Whether ENGINE_FP8_FORMULA=1 is set.
-static bool formula_wanted(void)
+bool fp8_formula_wanted(void)
 {
   static int wanted = -1;
   if (wanted < 0) {
@@ -103,7 +102,7 @@ static bool formula_wanted(void)
 
 int cuda_fp8(void)
 {
-  return formula_wanted() || cuda_capability() == 90 ? 2 : cuda_capability() >= 89;
+  return fp8_formula_wanted() || cuda_capability() == 90 ? 2 : cuda_capability() >= 89;
 }
 
 /// Whether the tensor cores support this call. Sets `fast` to whether they run without promotions.
@@ -111,7 +110,7 @@ static bool on_tensor_cores(const op_call *call, int scaling_a, int scaling_b, b
 {
   const tensor *a = call->in[0], *b = call->in[2], *bias = call->in[4], *y = call->out[0];
   int64_t promotion = call->fp8_matmul.promotion;
-  if (formula_wanted() || cuda_capability() < 89 || scaling_a < 0 || scaling_b < 0 ||
+  if (fp8_formula_wanted() || cuda_capability() < 89 || scaling_a < 0 || scaling_b < 0 ||
       call->fp8_matmul.accumulator != ENG_ACCUMULATE_HOPPER)
     return false;
   bool blocks = scaling_a >= FP8_VEC128 && scaling_b >= FP8_VEC128,

@@ -1,4 +1,5 @@
-// FP8 products: the card's capabilities (fp8_matmul.c), and the scalar formula (fp8_plain.cu).
+// FP8 products: the card's capabilities (fp8_matmul.c), and the scalar formulas (fp8_plain.cu,
+// mx_dequantize.cu).
 #pragma once
 
 #ifdef __cplusplus
@@ -8,6 +9,10 @@ extern "C" {
 
 /// Computes fp8_matmul as defined in ops.def, with any accumulator, bit-equal to the reference.
 eng_status fp8_plain(const op_call *call);
+/// Computes mx_matmul as defined in ops.def.
+eng_status mx_plain(const op_call *call);
+/// Whether ENGINE_FP8_FORMULA=1 is set.
+bool fp8_formula_wanted(void);
 /// The card's level of support for FP8 products; see backend.h.
 int cuda_fp8(void);
 

@@ -1,7 +1,7 @@
 // mx_dequantize and mx_matmul, bit-equal to core/cpu/reference_mx.c. The product is the formula of
-// core/base/mx_blackwell.h, for experiments: the recipes multiply values in bf16 instead
-// (core/fp8/mx.c).
+// core/base/mx_blackwell.h, where tensor cores do not compute it (mx_product.cu). It is slow.
 #include "kernel/element.h"
+#include "fp8_plain.h"
 
 extern "C" {
 #include "base/mx_blackwell.h"
@@ -49,18 +49,19 @@ template <typename T> __global__ void __launch_bounds__(THREADS) multiply_codes(
 
 // ------------------------------------------------------------------ products
 
-/// A factor of a product: rows of codes, `across` scales to a row, each for `block` codes.
+/// A factor of a product: rows of codes; `across` scales to a row, each for `high` rows and `block`
+/// codes.
 struct operand {
   const uint8_t *q, *scale;
   const float   *amax;
-  int64_t        rows, across, block;
-  int            format;
+  int64_t        rows, across, block, high;
+  int            format, rule;
 };
 
 /// Decodes the group of n products from step k on, for 16 rows of an operand.
 __device__ inline void fetch(float (*number)[BLACKWELL_MOST + 1],
                              float (*scale)[BLACKWELL_MOST / 16 + 1], const operand &x,
-                             int64_t first, int64_t k, int64_t K, int n, int rule)
+                             int64_t first, int64_t k, int64_t K, int n)
 {
   for (int t = threadIdx.y * TILE + threadIdx.x; t < TILE * n; t += TILE * TILE) {
     const int row = t / n, i = t % n;
@@ -69,37 +70,38 @@ __device__ inline void fetch(float (*number)[BLACKWELL_MOST + 1],
     const uint8_t code = mx_packed(x.format) ? x.q[at / 2] >> at % 2 * 4 & 15 : x.q[at];
     number[row][i] = mx_value(code, mx_format_of(x.format));
     if (i % 16) continue;
-    scale[row][i / 16] = blackwell_scale(x.scale[(first + row) * x.across + (k + i) / x.block],
-                                         rule);
+    scale[row][i / 16] = blackwell_scale(
+      x.scale[(first + row) / x.high * x.across + (k + i) / x.block], x.rule);
   }
 }
 
 /// A block of 16 x 16 threads computes 16 x 16 elements of y [a.rows x b.rows].
 __global__ void __launch_bounds__(TILE *TILE)
-multiply(const operand a, const operand b, int64_t K, int rule, float *y)
+multiply(const operand a, const operand b, int64_t K, double factor, void *y, int dtype, bool add)
 {
   __shared__ float x[2][TILE][BLACKWELL_MOST + 1], scale[2][TILE][BLACKWELL_MOST / 16 + 1];
   const int n = blackwell_products(mx_packed(a.format));
   const int64_t tiles_across = (b.rows + TILE - 1) / TILE,
                 tiles = (a.rows + TILE - 1) / TILE * tiles_across;
+  const float alpha = mx_alpha(a.amax, a.rule, b.amax, b.rule, factor);
   for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const int64_t i0 = tile / tiles_across * TILE, j0 = tile % tiles_across * TILE,
                   i = i0 + threadIdx.y, j = j0 + threadIdx.x;
     float sum = 0;
     for (int64_t k = 0; k < K; k += n) {
       __syncthreads();
-      fetch(x[0], scale[0], a, i0, k, K, n, rule);
-      fetch(x[1], scale[1], b, j0, k, K, n, rule);
+      fetch(x[0], scale[0], a, i0, k, K, n);
+      fetch(x[1], scale[1], b, j0, k, K, n);
       __syncthreads();
       if (i < a.rows && j < b.rows)
         sum = blackwell_group(x[0][threadIdx.y], mx_format_of(a.format), scale[0][threadIdx.y],
                               x[1][threadIdx.x], mx_format_of(b.format), scale[1][threadIdx.x],
-                              rule, sum);
+                              a.rule, sum);
     }
     if (i >= a.rows || j >= b.rows) continue;
-    if (a.amax) sum *= nvfp4_decode_scale(*a.amax, rule);
-    if (b.amax) sum *= nvfp4_decode_scale(*b.amax, rule);
-    y[i * b.rows + j] = sum;
+    sum *= alpha;
+    if (add) sum += load_as<float>(y, dtype, i * b.rows + j);
+    store_as(y, dtype, i * b.rows + j, sum);
   }
 }
 
@@ -115,6 +117,8 @@ operand operand_of(const op_call *call, int side, int64_t K)
   x.rows = q->shape[0];
   x.across = scale->shape[1];
   x.block = x.across ? K / x.across : 1;
+  x.high = scale->shape[0] ? x.rows / scale->shape[0] : 1;
+  x.rule = (int)(side ? call->mx_matmul.rule_b : call->mx_matmul.rule_a);
   x.format = (int)(side ? call->mx_matmul.format_b : call->mx_matmul.format_a);
   return x;
 }
@@ -145,14 +149,15 @@ extern "C" eng_status cuda_mx_dequantize(const op_call *call)
   return ENG_OK;
 }
 
-extern "C" eng_status cuda_mx_matmul(const op_call *call)
+extern "C" eng_status mx_plain(const op_call *call)
 {
   const int64_t K = call->in[0]->shape[1] * (mx_packed(call->mx_matmul.format_a) ? 2 : 1);
   const operand a = operand_of(call, 0, K), b = operand_of(call, 1, K);
   const int64_t tiles = ((a.rows + TILE - 1) / TILE) * ((b.rows + TILE - 1) / TILE),
                 most = 16LL * cuda_multiprocessors();
+  const tensor *y = call->out[0];
   multiply<<<(unsigned)(tiles < most ? tiles : most), dim3(TILE, TILE), 0, cuda_stream()>>>(
-    a, b, K, (int)call->mx_matmul.rule, (float *)call->out[0]->data);
+    a, b, K, call->mx_matmul.factor, y->data, y->dtype, call->mx_matmul.add != 0);
   CUDA_LAUNCHED("mx_matmul");
   return ENG_OK;
 }

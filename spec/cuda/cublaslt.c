@@ -5,6 +5,7 @@
 
 #include "runtime/device.h"
 #include "base/fp8_hopper.h"
+#include "base/mx_blackwell.h"
 
 #include <cublasLt.h>
 #include <math.h>
@@ -54,8 +55,8 @@ double gelu_slope(double x)
 // ------------------------------------------------------------------ descriptors
 
 typedef struct product {
-  int32_t  op[2], mode[2], bias_type;
-  const float *scale[2];
+  int32_t  op[2], mode[2], bias_type, pointer_mode;
+  const void *scale[2];
   uint32_t epilogue;
   void *bias, *aux;
   int64_t aux_ld;
@@ -111,6 +112,7 @@ cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t desc,
                {CUBLASLT_MATMUL_DESC_B_SCALE_MODE, &p->mode[1], 4},
                {CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, &p->scale[0], 8},
                {CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, &p->scale[1], 8},
+               {CUBLASLT_MATMUL_DESC_POINTER_MODE, &p->pointer_mode, 4},
                {CUBLASLT_MATMUL_DESC_FAST_ACCUM, &p->fast, 1}};
   for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
     if (known[i].attribute != attribute) continue;
@@ -239,14 +241,20 @@ static int dtype_of(cudaDataType_t type)
          type == CUDA_R_16F     ? ENG_f16 :
          type == CUDA_R_16BF    ? ENG_bf16 :
          type == CUDA_R_8F_E4M3 ? ENG_e4m3 :
+         type == CUDA_R_4F_E2M1 ? ENG_FORMAT_E2M1 :
                                   ENG_e5m2;
 }
+
+static bool is_nvfp4(const product *p)
+{ return p->mode[0] == CUBLASLT_MATMUL_MATRIX_SCALE_VEC16_UE4M3; }
+static bool is_microscaled(const product *p)
+{ return is_nvfp4(p) || p->mode[0] == CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0; }
 
 /// The scale of element (i, k) of an FP8 factor, laid out as in cuBLAS's manual.
 static float scale_of(const layout *x, const product *p, int side, int64_t i, int64_t k)
 {
   int64_t outer = x->columns, L = (x->rows + 127) / 128;
-  const float *scale = p->scale[side];
+  const float *scale = (const float *)p->scale[side];
   switch (p->mode[side]) {
     case CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F:    return scale[i];
     case CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F:       return scale[k / 128 * outer + i];
@@ -276,10 +284,34 @@ static bool is_gelu(const product *p)
          p->epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS || p->epilogue == CUBLASLT_EPILOGUE_DGELU;
 }
 
+/// The same for microscaled factors, as in cuBLAS's manual: the table of its types, and "1D block
+/// scaling for FP8 and FP4 data types".
+static void check_microscaled(const product *p, int ta, int tb, int tc, const layout *a,
+                              const layout *b, const layout *c)
+{
+  bool four = ta == ENG_FORMAT_E2M1 && tb == ta,
+       eight = (ta == ENG_e4m3 || tb == ENG_e4m3) && ta < ENG_FORMAT_E2M1 && tb < ENG_FORMAT_E2M1;
+  CHECK(cuda_capability() >= 100, "block-scaled products on sm_%d", cuda_capability());
+  CHECK(p->mode[0] == p->mode[1] && (is_nvfp4(p) ? four : eight), "formats %d and %d", ta, tb);
+  CHECK(p->op[0] == CUBLAS_OP_T && p->op[1] == CUBLAS_OP_N, "block scales take TN alone");
+  CHECK(a->rows % 32 == 0 && a->ld % 32 == 0 && b->ld % 32 == 0 && c->ld % 8 == 0 && c->batch == 1,
+        "the sizes of a block-scaled product");
+  for (int k = 0; k < 2; k++)
+    CHECK(p->scale[k] && (uintptr_t)p->scale[k] % 16 == 0, "the scales' alignment");
+  CHECK(tc == ENG_f32 || tc == ENG_f16 || tc == ENG_bf16, "the output's format");
+  CHECK(p->epilogue == CUBLASLT_EPILOGUE_DEFAULT && !p->fast, "an epilogue");
+}
+
 /// Checks for everything that a real cublasLtMatmul refuses.
 static void check_product(const product *p, const layout *a, const layout *b, const layout *c)
 {
   int ta = dtype_of(a->type), tb = dtype_of(b->type), tc = dtype_of(c->type);
+  CHECK((p->pointer_mode == CUBLASLT_POINTER_MODE_DEVICE) == is_microscaled(p), "the pointer mode");
+  if (is_microscaled(p)) {
+    check_microscaled(p, ta, tb, tc, a, b, c);
+    return;
+  }
+  CHECK(ta <= ENG_e5m2 && tb <= ENG_e5m2, "FP4 without scales");
   if (ta >= ENG_e4m3) {
     CHECK(tb >= ENG_e4m3 && p->op[0] == CUBLAS_OP_T && p->op[1] == CUBLAS_OP_N,
           "FP8 supports only TN");
@@ -343,6 +375,7 @@ typedef struct asked {
   void *C, *workspace;
   uint64_t workspace_bytes;
   bool adds;
+  const float *alpha, *beta;   // of microscaled factors, in device memory
 } asked;
 
 /// Whether there is a scale for every row, or for every 128 numbers of a row.
@@ -383,6 +416,42 @@ static double hopper_sum(const asked *x, int64_t z, int64_t i, int64_t j, int64_
   return total;
 }
 
+/// n codes of row i from element k on, and the scale of each 16 of them, in tiles of 128 x 4.
+static void unpack_scaled(float *number, float *scale, const void *data, const layout *x,
+                          const product *p, int side, int64_t i, int64_t k, int n)
+{
+  const int format = dtype_of(x->type);
+  const int64_t block = is_nvfp4(p) ? 16 : 32, blocks = x->rows / block;
+  for (int e = 0; e < n; e++) {
+    const int64_t at = i * x->ld + k + e, c = (k + e) / block,
+                  tile = i / 128 * ((blocks + 3) / 4) + c / 4;
+    const uint8_t *codes = data, byte = codes[format == ENG_FORMAT_E2M1 ? at / 2 : at];
+    number[e] = mx_value(format == ENG_FORMAT_E2M1 ? byte >> at % 2 * 4 & 15 : byte,
+                         mx_format_of(format));
+    const uint8_t *scales = (const uint8_t *)p->scale[side] + tile * 512;
+    scale[e / 16] = blackwell_scale(scales[i % 32 * 16 + i % 128 / 32 * 4 + c % 4],
+                                    is_nvfp4(p) ? ENG_MX_NVFP4 : ENG_MX_RCEIL);
+  }
+}
+
+/// Element (i, j) of a product of microscaled factors in Blackwell's tensor cores.
+static float blackwell_element(const asked *x, int64_t i, int64_t j, float before)
+{
+  const mx_format fa = mx_format_of(dtype_of(x->a.type)), fb = mx_format_of(dtype_of(x->b.type));
+  const bool four = fa.top == 7;
+  float a[BLACKWELL_MOST], b[BLACKWELL_MOST], scale[2][BLACKWELL_MOST / 16], sum = 0;
+  const int n = blackwell_products(four);
+  CHECK(x->a.rows % n == 0, "K %lld", (long long)x->a.rows);
+  for (int64_t k = 0; k < x->a.rows; k += n) {
+    unpack_scaled(a, scale[0], x->A, &x->a, &x->p, 0, i, k, n);
+    unpack_scaled(b, scale[1], x->B, &x->b, &x->p, 1, j, k, n);
+    sum = blackwell_group(a, fa, scale[0], b, fb, scale[1],
+                          is_nvfp4(&x->p) ? ENG_MX_NVFP4 : ENG_MX_RCEIL, sum);
+  }
+  sum *= *x->alpha;
+  return *x->beta != 0 ? sum + *x->beta * before : sum;
+}
+
 /// op(X) as doubles, K innermost.
 static double *unpacked(const void *data, const layout *x, const product *p, int side, int64_t z,
                         int64_t outer, int64_t inner)
@@ -402,6 +471,14 @@ static void run(const void *what)
   const int tc = dtype_of(c->type);
   // overwrites the workspace, which must still be valid and which no other product may be using
   memset(x->workspace, 0xFF, x->workspace_bytes);
+  if (is_microscaled(p)) {
+#pragma omp parallel for
+    for (int64_t j = 0; j < c->columns; j++)
+      for (int64_t i = 0; i < c->rows; i++)
+        element_set(x->C, tc, j * c->ld + i,
+                    blackwell_element(x, i, j, (float)element_get(x->C, tc, j * c->ld + i)));
+    return;
+  }
   const bool hopper = card.hopper && dtype_of(a->type) >= ENG_e4m3,
              whole = card.sample == 1 && !hopper;
   if (p->epilogue == CUBLASLT_EPILOGUE_BGRADB) sum_columns(p, b, x->B, tc, c->columns, inner);
@@ -434,7 +511,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
                               const cublasLtMatmulAlgo_t *algo, void *workspace,
                               size_t workspace_size, cudaStream_t stream)
 {
-  (void)handle, (void)alpha;
+  (void)handle;
   const product *p = (const product *)desc;
   const layout *a = (const layout *)a_, *b = (const layout *)b_, *c = (const layout *)c_;
   const uint64_t wanted = workspace_of((int)algo->data[0], c);
@@ -467,7 +544,10 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
                 .C = D,
                 .workspace = workspace,
                 .workspace_bytes = wanted};
-  call.adds = dtype_of(c->type) == ENG_f64 ? *(const double *)beta != 0 : *(const float *)beta != 0;
+  if (is_microscaled(p)) call.alpha = alpha, call.beta = beta;
+  else
+    call.adds =
+      dtype_of(c->type) == ENG_f64 ? *(const double *)beta != 0 : *(const float *)beta != 0;
   card_later(run, &call, sizeof call, stream);
   return CUBLAS_STATUS_SUCCESS;
 }

@@ -386,7 +386,9 @@ function plans.mx_matmul()
     inputs[2 * side - 1], inputs[2 * side] = q, scale
     inputs[4 + side] = chance(50) and amax or false
   end
-  return inputs, { formats[1], formats[2], chance(90) and rule or draw(8) }
+  local other = rule >= 4 and 4 + draw(3) or draw(4)
+  return inputs, { formats[1], formats[2], chance(90) and rule or draw(8), other,
+    chance(50) and float_number() + 1 or 0 }, { chance(50) and draw(16) / 9 or 0 }
 end
 function plans.nf4_quantize()
   return { float(shape_of(1, 4)), chance(20) and tensor_of({ 1 }, "f32") or false },

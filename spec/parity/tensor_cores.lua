@@ -12,7 +12,7 @@ local t = engine.load(folder .. "/in")
 local y
 if rule then
   y = run("mx_matmul", { t.a, t.a_scale, t.b, t.b_scale, false, false },
-    { tonumber(fa), tonumber(fb), rule })
+    { tonumber(fa), tonumber(fb), rule, rule })
 else
   y = fp8.matmul(fp8.quantize(t.a, { format = fa }), fp8.quantize(t.b, { format = fb }),
     { transpose_b = true, accumulator = "hopper", promotion = 0 })

@@ -186,17 +186,29 @@ generators.mx_matmul = function(try)
           local a, sa, ga = codes(shape[1], shape[3], fa, rule, kind)
           local b, sb, gb = codes(shape[2], shape[3], fb, rule, kind)
           try { inputs = { a, sa, b, sb, n % 3 == 0 and ga or false, n % 2 == 0 and gb or false },
-            ints = { fa, fb, rule }, note = kind }
+            ints = { fa, fb, rule, rule >= 4 and 4 + n % 3 or n % 4,
+              n % 5 == 0 and 0 or engine.dtype[({ "f32", "bf16", "f16", "f64" })[n % 4 + 1]] + 1 },
+            floats = { n % 3 == 0 and 0 or 16 / 9 }, note = kind }
         end
       end
     end
   end
+  for _, rows in ipairs { 16, 48 } do                        -- scales of 16 rows
+    local a, sa, ga = engine.run("mx_quantize", { float("f32", { rows, 128 }, "normal"), false },
+      { 13, 16, 16, 4, 0, 0, 0, 1 }, {}, 8)
+    local b, sb, gb = codes(20, 128, 13, 4, "normal")
+    try { inputs = { a, sa, b, sb, ga, gb }, ints = { 13, 13, 4, 4 }, floats = { 1 } }
+    try { inputs = { b, sb, a, sa, gb, ga }, ints = { 13, 13, 4, 4 }, floats = { 1 } }
+  end
   local a, sa = codes(2, 64, 10, 0, "normal")
-  try { inputs = { a, sa, a, sa, false, false }, ints = { 10, 13, 0 }, fails = "e2m1 twice" }
-  try { inputs = { a, sa, a, sa, false, false }, ints = { 10, 10, 4 }, fails = "scale rule" }
-  try { inputs = { a, sa, a, a, false, false }, ints = { 10, 10, 0 },
+  try { inputs = { a, sa, a, sa, false, false }, ints = { 10, 13, 0, 0 }, fails = "e2m1 twice" }
+  try { inputs = { a, sa, a, sa, false, false }, ints = { 10, 10, 4, 4 }, fails = "scale rule" }
+  try { inputs = { a, sa, a, sa, false, false }, ints = { 10, 10, 0, 9 }, fails = "scale rule" }
+  try { inputs = { a, sa, a, a, false, false }, ints = { 10, 10, 0, 0 },
     fails = "a u8 scale for every 32" }
-  try { inputs = { a, sa, a, sa, float("f32", { 2 }, "normal"), false }, ints = { 10, 10, 0 },
+  try { inputs = { a, sa, a, sa, false, false }, ints = { 10, 10, 0, 0, engine.dtype.u8 + 1 },
+    fails = "number of a floating" }
+  try { inputs = { a, sa, a, sa, float("f32", { 2 }, "normal"), false }, ints = { 10, 10, 0, 0 },
     fails = "one f32 amax" }
 end
 

@@ -1,0 +1,107 @@
+// The operation mx_matmul on the card: cuBLASLt's block-scaled products (gemm/gemm_mx.h) where they
+// support the formats, sizes and alignments, else the formula (mx_dequantize.cu). This file puts
+// the scales in cuBLASLt's order and computes the factor on the sums. ENGINE_FP8_FORMULA=1 always
+// uses the formula.
+#include "kernel/element.h"
+#include "fp8_plain.h"
+#include "gemm/gemm_mx.h"
+
+extern "C" {
+#include "base/mx.h"
+}
+
+namespace {
+
+enum { THREADS = 256, TILE_ROWS = 128, TILE_COLUMNS = 4, TILE_WORDS = TILE_ROWS };
+
+/// The scales of an operand, row-major with `across` to a row, one for `high` rows; and the words
+/// of their tiles.
+struct tiling {
+  const uint8_t *scale;
+  uint32_t      *to;
+  int64_t        rows, across, high, tiles_across, words;
+};
+
+/// A thread writes four neighbouring scales of a row, or padding. The first one also writes alpha.
+__global__ void __launch_bounds__(THREADS)
+tile_scales(const tiling a, const tiling b, const float *amax_a, int rule_a, const float *amax_b,
+            int rule_b, double factor, bool add, float *alpha)
+{
+  int64_t word = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+  if (word == 0) {
+    alpha[0] = mx_alpha(amax_a, rule_a, amax_b, rule_b, factor);
+    alpha[1] = add;
+  }
+  const tiling &x = word < a.words ? a : b;
+  if (word >= a.words) word -= a.words;
+  if (word >= x.words) return;
+  const int64_t tile = word / TILE_WORDS, in_tile = word % TILE_WORDS,
+                row = tile / x.tiles_across * TILE_ROWS + in_tile % 4 * 32 + in_tile / 4,
+                column = tile % x.tiles_across * TILE_COLUMNS;
+  uint32_t four = 0;
+  for (int c = 0; c < TILE_COLUMNS; c++)
+    if (row < x.rows && column + c < x.across)
+      four |= (uint32_t)x.scale[row / x.high * x.across + column + c] << 8 * c;
+  x.to[word] = four;
+}
+
+bool is_aligned(const void *p) { return (uintptr_t)p % 16 == 0; }
+
+bool on_tensor_cores(const op_call *call, int64_t K)
+{
+  const auto &m = call->mx_matmul;
+  const tensor *a = call->in[0], *b = call->in[2], *y = call->out[0];
+  return !fp8_formula_wanted() &&
+         mx_product_supported(m.format_a, m.format_b, mx_is_nvfp4(m.rule_a)) && K > 0 &&
+         a->shape[0] % 16 == 0 && b->shape[0] % 16 == 0 && is_fast(y->dtype) &&
+         is_aligned(a->data) && is_aligned(b->data) && is_aligned(y->data);
+}
+
+tiling tiling_of(const tensor *q, const tensor *scale)
+{
+  tiling x = {};
+  x.scale = (const uint8_t *)scale->data;
+  x.rows = q->shape[0];
+  x.across = scale->shape[1];
+  x.high = x.rows / scale->shape[0];
+  x.tiles_across = (x.across + TILE_COLUMNS - 1) / TILE_COLUMNS;
+  x.words = (x.rows + TILE_ROWS - 1) / TILE_ROWS * x.tiles_across * TILE_WORDS;
+  return x;
+}
+
+eng_status product(const op_call *call, int64_t K, scratch *s)
+{
+  const auto &m = call->mx_matmul;
+  const tensor *q[2] = {call->in[0], call->in[2]}, *scale[2] = {call->in[1], call->in[3]},
+               *amax[2] = {call->in[4], call->in[5]};
+  const int64_t format[2] = {m.format_a, m.format_b};
+  tiling tiles[2];
+  mx_operand x[2];
+  for (int k = 0; k < 2; k++) {
+    tiles[k] = tiling_of(q[k], scale[k]);
+    tiles[k].to = (uint32_t *)scratch_keep(s, tiles[k].words * (int64_t)sizeof(uint32_t));
+    if (!tiles[k].to) return ENG_ERR_MEMORY;
+    x[k] = {q[k]->data, tiles[k].to, q[k]->shape[0], (int32_t)format[k]};
+  }
+  float *alpha = (float *)scratch_keep(s, 2 * sizeof *alpha);
+  if (!alpha) return ENG_ERR_MEMORY;
+  const int64_t words = tiles[0].words + tiles[1].words;
+  tile_scales<<<(unsigned)((words + THREADS - 1) / THREADS), THREADS, 0, cuda_stream()>>>(
+    tiles[0], tiles[1], amax[0] ? (const float *)amax[0]->data : nullptr, (int)m.rule_a,
+    amax[1] ? (const float *)amax[1]->data : nullptr, (int)m.rule_b, m.factor, m.add != 0, alpha);
+  CUDA_LAUNCHED("mx_matmul");
+  const tensor *y = call->out[0];
+  return mx_product(y->data, y->dtype, &x[0], &x[1], K, mx_is_nvfp4(m.rule_a), alpha, m.add != 0);
+}
+
+}  // namespace
+
+extern "C" eng_status cuda_mx_matmul(const op_call *call)
+{
+  const int64_t K = call->in[0]->shape[1] * (mx_packed(call->mx_matmul.format_a) ? 2 : 1);
+  if (!on_tensor_cores(call, K)) return mx_plain(call);
+  scratch s = {};
+  const eng_status status = product(call, K, &s);
+  scratch_give_all(&s);
+  return status;
+}
