@@ -302,6 +302,7 @@ ifneq ($(EMULATED_CARD),)
 	@$(call ON_EMULATED,sm=90)
 	@$(call ON_EMULATED,$(OTHER_CARD),spec/cpu/kernels_spec.lua spec/params/gradstats_spec.lua \
 	  spec/cpu/lagged_kernel_spec.lua)
+	@$(call ON_EMULATED,sm=100,spec/cuda/blackwell_spec.lua)
 	@ENGINE_TEST_PLUGIN=$(EMULATED_CARD) timeout -k 10 1200 ./$(ENGINE) spec/run.lua \
 	  spec/dist/nccl_spec.lua
 else

@@ -259,9 +259,11 @@ enum {
 /// How fp8_matmul sums along K. FP32: in f32, in order. EXACT: in f64. HOPPER: as Hopper's tensor
 /// cores do (13 fraction bits, 32 products at a time, truncated). E4M3: products and running sum
 /// are rounded to e4m3, saturating. DEVICE: the device's own method; allowed only in a recipe.
+/// BLACKWELL: only in a microscaling recipe, whose other accumulators are DEVICE and FP32.
 enum {
   ENG_ACCUMULATE_DEVICE = -1, ENG_ACCUMULATE_FP32 = 0, ENG_ACCUMULATE_EXACT = 1,
-  ENG_ACCUMULATE_HOPPER = 2, ENG_ACCUMULATE_E4M3 = 3, ENG_ACCUMULATORS = 4
+  ENG_ACCUMULATE_HOPPER = 2, ENG_ACCUMULATE_E4M3 = 3, ENG_ACCUMULATORS = 4,
+  ENG_ACCUMULATE_BLACKWELL = 4
 };
 
 /// The code of x in a small format, by name: "e4m3", "e5m2", "e5m6", "e5m6_tilekernels", "ue8m0"
@@ -308,7 +310,10 @@ typedef struct eng_fp8_role {
   double  eps;                        // negative: the rule's default
   double  factor;                     // microscaling: as in mx_quantize; products are divided by it
 } eng_fp8_role;
-/// How a product of a layer sums along K: `accumulator` and `promotion` as in fp8_matmul.
+/// How a product of a layer sums along K: `accumulator` and `promotion` as in fp8_matmul. In
+/// microscaling, FP32 is an ordinary product of bf16 numbers, and BLACKWELL the operation
+/// mx_matmul, if the sizes and formats of all products of the layer fit it (else FP32). DEVICE is
+/// BLACKWELL if the device's own units compute the products of these formats, else FP32.
 /// high: 1: computed in high precision; allowed only for the forward product of microscaling.
 /// hadamard: both factors are transformed along the summed dimension before they are quantized, as
 /// by the operation hadamard with n = hadamard (0: no transform) and signs drawn as `signs`
@@ -340,6 +345,10 @@ eng_status eng_fp8_delay(int64_t site, int role, double amax);
 /// Waits for the device. At most 4,096 unread amaxes are kept, so call this function once before
 /// the steps of interest.
 eng_status eng_fp8_amax(double amax[3], int64_t site);
+
+/// The accumulator of a microscaled layer's products when it last ran: ENG_ACCUMULATE_FP32 or
+/// ENG_ACCUMULATE_BLACKWELL. -1: it has not run, or is not microscaled.
+int        eng_fp8_accumulator(int64_t site);
 
 /// Effects of quantization on the measured elements (up to 2^16 of each tensor, whole rows at even
 /// distances).

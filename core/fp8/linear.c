@@ -15,7 +15,8 @@
 // never written (swiglu.c). W is quantized from the weights of the forward pass (the low-precision
 // copy, or the master), and only when these weights change. The operations inside are not recorded.
 //
-// Under a microscaling recipe the copies hold values in bf16, and matmul multiplies them (mx.c).
+// Under a microscaling recipe the copies hold values in bf16, and matmul multiplies them, or codes
+// (`coded`), which mx_matmul multiplies (mx.c).
 // Such a recipe may quantize these values again for the backward products
 // (eng_fp8_recipe.backward).
 #include "sites.h"
@@ -56,12 +57,12 @@ static int64_t flags_of(const eng_fp8_role *r, bool transposed)
 
 /// quantize() for a microscaling recipe: out->q holds the values in bf16, out->scale their amax.
 static eng_status quantize_mx(copies *out, int64_t number, fp8_site *s, int role, tensor *x,
-                              bool transposed)
+                              bool transposed, bool coded)
 {
   tensor *slot;
   fp8_mx_copies all = {out->q, NULL, out->scale, out->q_t, out->scale_t, out->gate};
   ENG_TRY(fp8_amax_slot(&slot, number, role));
-  eng_status status = fp8_mx_quantize(&all, slot, s, role, x, transposed);
+  eng_status status = fp8_mx_quantize(&all, slot, s, role, x, transposed, coded);
   tensor_drop(slot);
   if (status != ENG_OK) return error_prefix(status, "%s: FP8 of %s", s->name, fp8_role_name[role]);
   *out = (copies){all.q, all.amax, all.q_t, all.amax_t, all.gate};
@@ -73,10 +74,10 @@ static eng_status quantize_mx(copies *out, int64_t number, fp8_site *s, int role
 /// also quantizes x transposed. `swiglu`, unless NULL: the call that computes x. Then x has no
 /// memory, and its codes are computed from that call's inputs.
 static eng_status quantize(copies *out, int64_t number, fp8_site *s, int role, tensor *x,
-                           const op_call *swiglu, bool transposed)
+                           const op_call *swiglu, bool transposed, bool coded)
 {
   const eng_fp8_role *r = &s->recipe.role[role];
-  if (r->mx) return quantize_mx(out, number, s, role, x, transposed);
+  if (r->mx) return quantize_mx(out, number, s, role, x, transposed, coded);
   tensor *factor = s->factor[role] != 0 ? s->factor_of[role] : NULL;
   op_call c = fp8_quantize_call(r, x, factor, flags_of(r, transposed));
   c.out[0] = out->q, c.out[1] = out->scale, c.out[3] = out->q_t, c.out[4] = out->scale_t;
@@ -98,13 +99,6 @@ static eng_status flat(tensor **out, tensor *x)
   return op_reshape(out, x, 2, (int64_t[]){columns ? x->count / columns : 0, columns});
 }
 
-/// The role that says how a product reads x, w or dy.
-static const eng_fp8_role *role_in(const fp8_site *s, int product, int role)
-{
-  return product != ENG_FP8_FORWARD && fp8_mx_again(s, role) ? &s->recipe.backward[role]
-                                                             : &s->recipe.role[role];
-}
-
 /// y = a b. The codes of a and b may have any number of dimensions. *y is passed in or, if NULL,
 /// created in `dtype`.
 static eng_status multiply(tensor **y, const fp8_site *s, int product, const factor *a,
@@ -114,11 +108,10 @@ static eng_status multiply(tensor **y, const fp8_site *s, int product, const fac
   ENG_TRY(flat(&qa, a->q));
   eng_status status = flat(&qb, b->q);
   if (status == ENG_OK && s->recipe.role[0].mx) {
-    static const int roles[][2] = {{ENG_FP8_X, ENG_FP8_W}, {ENG_FP8_DY, ENG_FP8_W},
-                                   {ENG_FP8_DY, ENG_FP8_X}};
+    const int *roles = fp8_factors[product];
     status = fp8_mx_multiply(
-      y, &(fp8_mx_factor){qa, a->scale, role_in(s, product, roles[product][0]), a->turned},
-      &(fp8_mx_factor){qb, b->scale, role_in(s, product, roles[product][1]), b->turned}, bias,
+      y, &(fp8_mx_factor){qa, a->scale, fp8_role_in(s, product, roles[0]), a->turned},
+      &(fp8_mx_factor){qb, b->scale, fp8_role_in(s, product, roles[1]), b->turned}, bias,
       *y ? (*y)->dtype : dtype, add);
     if (status != ENG_OK)
       status = error_prefix(status, "%s: %s", s->name, fp8_product_name[product]);
@@ -218,7 +211,7 @@ static int64_t weight_bytes(const params_derived *copy)
 /// ZeRO-3: quantizes a parameter on the rank that has all of it; the others receive the copy when
 /// they use it.
 static eng_status quantize_own(copies *out, int64_t number, fp8_site *s, parameter *p,
-                               const tensor *source, bool transposed)
+                               const tensor *source, bool transposed, bool coded)
 {
   tensor *whole;
   if (s->recipe.role[ENG_FP8_W].stochastic)
@@ -229,49 +222,57 @@ static eng_status quantize_own(copies *out, int64_t number, fp8_site *s, paramet
   for (int k = weight_tensors(made, p->derived) - 1; k >= 0; k--) made[k]->store->absent = false;
   ENG_TRY(tensor_wrap(&whole, source->store->space, source->data, source->dtype, source->ndim,
                       source->shape));
-  eng_status status = quantize(out, number, s, ENG_FP8_W, whole, NULL, transposed);
+  eng_status status = quantize(out, number, s, ENG_FP8_W, whole, NULL, transposed, coded);
   tensor_drop(whole);
   return status == ENG_OK ? params_derived_outdated(p) : status;
 }
 
 /// Creates the tensors of the FP8 copy, which outlive the step.
 static eng_status make_weight(fp8_weight *to, const eng_fp8_role *r, const tensor *w,
-                              bool transposed)
+                              bool transposed, bool coded)
 {
-  int64_t shape[2];
+  int64_t shape[2], rows = w->shape[0], columns = w->shape[1];
   if (mx_is_gated(r->mx - 1))
     ENG_TRY(tensor_make(&to->gate, ARENA_PARAMETER, ENG_bf16, 2, w->shape));
+  if (coded) {
+    ENG_TRY(fp8_mx_make(&to->q, ARENA_PARAMETER, r, rows, columns));
+    ENG_TRY(tensor_make(&to->scale, ARENA_PARAMETER, ENG_f32, 0, NULL));
+    if (!transposed) return ENG_OK;
+    ENG_TRY(fp8_mx_make(&to->q_t, ARENA_PARAMETER, r, columns, rows));
+    return tensor_make(&to->scale_t, ARENA_PARAMETER, ENG_f32, 0, NULL);
+  }
   int dtype = r->mx ? ENG_bf16 : r->format, n = r->mx ? 0 : 2;
-  fp8_scales_for(r->block_rows, r->block_columns, w->shape[0], w->shape[1], shape);
+  fp8_scales_for(r->block_rows, r->block_columns, rows, columns, shape);
   ENG_TRY(tensor_make(&to->q, ARENA_PARAMETER, dtype, 2, w->shape));
   ENG_TRY(tensor_make(&to->scale, ARENA_PARAMETER, ENG_f32, n, shape));
   if (!transposed) return ENG_OK;
-  fp8_scales_for(r->block_rows, r->block_columns, w->shape[1], w->shape[0], shape);
-  ENG_TRY(
-    tensor_make(&to->q_t, ARENA_PARAMETER, dtype, 2, (int64_t[]){w->shape[1], w->shape[0]}));
+  fp8_scales_for(r->block_rows, r->block_columns, columns, rows, shape);
+  ENG_TRY(tensor_make(&to->q_t, ARENA_PARAMETER, dtype, 2, (int64_t[]){columns, rows}));
   return tensor_make(&to->scale_t, ARENA_PARAMETER, ENG_f32, n, shape);
 }
 
 /// The copies of w: the parameter's if they are current, else new ones. *kept: the parameter owns
 /// them.
-static eng_status weight_copies(copies *out, bool *kept, int64_t number, fp8_site *s, tensor *w)
+static eng_status weight_copies(copies *out, bool *kept, int64_t number, fp8_site *s, tensor *w,
+                                bool coded)
 {
   const eng_fp8_role *r = &s->recipe.role[ENG_FP8_W];
   parameter *p = w->parameter;
-  bool transposed = !fp8_is_square(r) && !fp8_mx_again(s, ENG_FP8_W);
+  bool transposed = (coded || !fp8_is_square(r)) && !fp8_mx_again(s, ENG_FP8_W);
   *kept = p != NULL;
   tensor *source = w;
   if (p && p->shadow) ENG_TRY(params_shadow(&source, p));
-  if (!p) return quantize(out, number, s, ENG_FP8_W, source, NULL, transposed);
+  if (!p) return quantize(out, number, s, ENG_FP8_W, source, NULL, transposed, coded);
   fp8_weight *c = (fp8_weight *)p->derived;
-  bool same = c && c->site == number && c->recipe == s->version && c->source == source;
+  bool same = c && c->site == number && c->recipe == s->version && c->source == source &&
+              (c->q->dtype == ENG_u8) == coded;
   if (!same) {
     if (c) params_derived_freed(p);
     if (c) weight_free(&c->derived);
     p->derived = NULL;
     c = calloc(1, sizeof *c);
     if (!c) return error_set(ENG_ERR_MEMORY, "out of memory for the FP8 copy of %s", p->name);
-    eng_status status = make_weight(c, r, w, transposed);
+    eng_status status = make_weight(c, r, w, transposed, coded);
     if (status != ENG_OK) {
       weight_free(&c->derived);
       return status;
@@ -286,8 +287,8 @@ static eng_status weight_copies(copies *out, bool *kept, int64_t number, fp8_sit
                  c->factor == s->factor[ENG_FP8_W];
   if (current && !fp8_measuring()) return ENG_OK;
   c->site = 0;   // invalid until the copy is complete
-  if (params_comes_and_goes(p)) ENG_TRY(quantize_own(out, number, s, p, source, transposed));
-  else ENG_TRY(quantize(out, number, s, ENG_FP8_W, source, NULL, transposed));
+  if (params_comes_and_goes(p)) ENG_TRY(quantize_own(out, number, s, p, source, transposed, coded));
+  else ENG_TRY(quantize(out, number, s, ENG_FP8_W, source, NULL, transposed, coded));
   if (same && !current) {   // backward will refuse a tape that read the old numbers
     c->q->store->writes++;
     if (c->q_t) c->q_t->store->writes++;
@@ -415,7 +416,11 @@ static eng_status forward(op_call *c, fp8_site *s, int compute, bool record, con
   tensor *x = c->in[IN_X], *w = c->in[IN_W];
   typeof(c->fp8_linear) *a = &c->fp8_linear;
   copies xq = {0}, wq = {0};
-  bool kept = false, keeps_x = record && w->requires_grad;
+  bool kept = false, keeps_x = record && w->requires_grad,
+       coded = fp8_mx_coded(s, x->count / w->shape[1], w->shape[1], w->shape[0]),
+       turns_x = coded ? !fp8_mx_again(s, ENG_FP8_X)
+                       : rx->keep == ENG_FP8_KEEP_TRANSPOSED && !fp8_is_square(rx);
+  s->accumulator = !rx->mx ? -1 : coded ? ENG_ACCUMULATE_BLACKWELL : ENG_ACCUMULATE_FP32;
   const op_call *other = keeps_x && rx->keep == ENG_FP8_KEEP_CODES ? same_codes(s, x) : NULL;
   eng_status status = ENG_OK;
   if (other) {
@@ -424,12 +429,11 @@ static eng_status forward(op_call *c, fp8_site *s, int compute, bool record, con
     fp8_amax_share(a->site, a->slot);
     if (fp8_measuring()) status = fp8_measure(s, ENG_FP8_X, x, xq.q, xq.scale);
   } else {
-    status = quantize(&xq, a->site, s, ENG_FP8_X, x, swiglu,
-                      keeps_x && rx->keep == ENG_FP8_KEEP_TRANSPOSED && !fp8_is_square(rx));
+    status = quantize(&xq, a->site, s, ENG_FP8_X, x, swiglu, keeps_x && turns_x, coded);
     a->slot = fp8_amax_last().slot;
   }
   a->round = fp8_amax_last().round;
-  if (status == ENG_OK) status = weight_copies(&wq, &kept, a->site, s, w);
+  if (status == ENG_OK) status = weight_copies(&wq, &kept, a->site, s, w, coded);
   tensor *flat_y = NULL, *y = NULL, *bias = c->in[IN_BIAS];
   bool high = s->recipe.product[ENG_FP8_FORWARD].high;
   if (status == ENG_OK && high)
@@ -531,10 +535,11 @@ static eng_status kept_x(factor *out, copies *made, int64_t number, fp8_site *s,
   tensor *q = node->out[OUT_XQ], *scale = node->out[OUT_X_SCALE], *x;
   int64_t keep = node->fp8_linear.keep;
   *out = (factor){q, scale, r->block_rows, r->block_columns, false};
-  bool packed = keep == ENG_FP8_KEEP_E5M6, again = keep == ENG_FP8_KEEP_SWIGLU;
-  if (!packed && !again && fp8_is_square(r)) return ENG_OK;
+  bool packed = keep == ENG_FP8_KEEP_E5M6, again = keep == ENG_FP8_KEEP_SWIGLU,
+       coded = q && q->dtype == ENG_u8;
+  if (!packed && !again && !coded && fp8_is_square(r)) return ENG_OK;
   out->turned = true;
-  if (keep == ENG_FP8_KEEP_TRANSPOSED) return ENG_OK;
+  if (keep == ENG_FP8_KEEP_TRANSPOSED || coded) return ENG_OK;
   if (again) ENG_TRY(fp8_swiglu_recompute(&x, tape_call((int)node->fp8_linear.swiglu)));
   else
     ENG_TRY(
@@ -630,9 +635,12 @@ static eng_status linear_grad(grad_call *g)
   bool wants_x = grad_wants(g, IN_X), wants_w = grad_wants(g, IN_W);
   if (wants_x || wants_w) {
     copies dy = {0};
+    const tensor *kept = g->call->out[wants_w ? OUT_XQ : OUT_WQ];
+    bool coded = kept && kept->dtype == ENG_u8;
     fp8_mx_begin_backward(s);
-    eng_status status = quantize(&dy, site, s, ENG_FP8_DY, g->dy[0], NULL,
-                                 wants_w && !fp8_is_square(&s->recipe.role[ENG_FP8_DY]));
+    eng_status status =
+      quantize(&dy, site, s, ENG_FP8_DY, g->dy[0], NULL,
+               wants_w && (coded || !fp8_is_square(&s->recipe.role[ENG_FP8_DY])), coded);
     if (status == ENG_OK && wants_x) status = emit_dx(g, s, &dy);
     if (status == ENG_OK && wants_w) status = emit_dw(g, s, &dy);
     drop_copies(&dy);

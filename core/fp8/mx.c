@@ -4,6 +4,10 @@
 // because bf16 would round the scaled numbers. It multiplies the f32 sums, and so does the inverse
 // of a role's `factor`.
 //
+// With the accumulator BLACKWELL the copies hold codes and scales, and mx_matmul multiplies them, on
+// the tensor cores of cards that support it. fp8_mx_coded decides this for a layer's three products
+// together, at each call.
+//
 // A recipe may give x and W separate formats for the backward products (eng_fp8_recipe.backward).
 // These products then read the forward product's numbers, quantized again. Their results are the
 // gradients of these numbers; fp8_mx_through turns them into the gradients of x and W. Called by
@@ -11,7 +15,7 @@
 #include "sites.h"
 
 #include "base/error.h"
-#include "base/mx.h"
+#include "base/mx_blackwell.h"
 #include "base/rng.h"
 #include "device/transfer.h"
 
@@ -26,7 +30,83 @@ static eng_status copy_into(tensor **out, tensor *x)
   return status;
 }
 
-// fp8_measure for microscaling. x: the tensor that was quantized.
+const int fp8_factors[ENG_FP8_PRODUCTS][2] = {
+  {ENG_FP8_X, ENG_FP8_W}, {ENG_FP8_DY, ENG_FP8_W}, {ENG_FP8_DY, ENG_FP8_X}};
+
+// ---- codes
+
+// Whether mx_matmul takes matrices in this role whose sides are multiples of `side`.
+static bool fits(const eng_fp8_role *r, int64_t side)
+{
+  return r->block_columns == (mx_is_nvfp4(r->mx - 1) ? 16 : 32) && side % r->block_rows == 0 &&
+         (r->format == ENG_e4m3 || r->format == ENG_e5m2 || mx_packed(r->format));
+}
+
+bool fp8_mx_coded(const fp8_site *s, int64_t rows, int64_t columns, int64_t outputs)
+{
+  bool coded = s->recipe.role[0].mx && rows > 0 && outputs > 0;
+  for (int p = 0; p < ENG_FP8_PRODUCTS && coded; p++) {
+    const eng_fp8_role *a = fp8_role_in(s, p, fp8_factors[p][0]),
+                       *b = fp8_role_in(s, p, fp8_factors[p][1]);
+    int accumulator = s->recipe.product[p].accumulator;
+    bool nvfp4 = mx_is_nvfp4(a->mx - 1), four = mx_packed(a->format);
+    int64_t side = blackwell_products(four);
+    coded = nvfp4 == mx_is_nvfp4(b->mx - 1) && four == mx_packed(b->format) && fits(a, side) &&
+            fits(b, side) && rows % side == 0 && columns % side == 0 && outputs % side == 0;
+    if (!coded || s->recipe.product[p].high) continue;
+    bool (*card)(int64_t, int64_t, bool) = backend_current()->mx;
+    coded = accumulator == ENG_ACCUMULATE_BLACKWELL ||
+            (accumulator == ENG_ACCUMULATE_DEVICE && card && card(a->format, b->format, nvfp4));
+  }
+  return coded;
+}
+
+// The bytes of a block of a row: its codes and its scale.
+static int64_t block_bytes(const eng_fp8_role *r)
+{ return r->block_columns / (mx_packed(r->format) ? 2 : 1) + 1; }
+
+eng_status fp8_mx_make(tensor **out, arena_id arena, const eng_fp8_role *r, int64_t rows,
+                       int64_t columns)
+{
+  return tensor_make(out, arena, ENG_u8, 2,
+                     (int64_t[]){rows, columns / r->block_columns * block_bytes(r)});
+}
+
+// Views of the codes and the scales of a coded copy.
+static eng_status open_codes(tensor **codes, tensor **scales, tensor *copy, const eng_fp8_role *r)
+{
+  int64_t rows = copy->shape[0], blocks = copy->shape[1] / block_bytes(r),
+          width = copy->shape[1] - blocks;
+  ENG_TRY(tensor_view(codes, copy, 0, 2, (int64_t[]){rows, width}, (int64_t[]){width, 1}));
+  return tensor_view(scales, copy, rows * width, 2, (int64_t[]){rows / r->block_rows, blocks},
+                     (int64_t[]){blocks, 1});
+}
+
+static void drop_all(tensor **x, int n)
+{
+  for (int k = 0; k < n; k++)
+    if (x[k]) tensor_drop(x[k]);
+}
+
+// The values of a coded copy in bf16.
+static eng_status decode(tensor **values, tensor *copy, const eng_fp8_role *r)
+{
+  tensor *part[2] = {0};
+  eng_status status = open_codes(&part[0], &part[1], copy, r);
+  if (status == ENG_OK)
+    status = op_run1(values, (op_call){.op = ENG_OP_mx_dequantize, .in = {part[0], part[1]},
+                                       .mx_dequantize = {.dtype = ENG_bf16,
+                                                         .format = r->format,
+                                                         .block_rows = r->block_rows,
+                                                         .block_columns = r->block_columns,
+                                                         .rule = r->mx - 1}});
+  drop_all(part, 2);
+  return status;
+}
+
+// ---- quantizing
+
+// fp8_measure for microscaling. x: what was quantized; q: its values.
 static eng_status measure(fp8_site *s, int role, tensor *x, tensor *q, const tensor *scale,
                           const tensor *amax)
 {
@@ -98,8 +178,11 @@ static eng_status rotate(tensor **y, const fp8_site *s, const eng_fp8_product *p
                                            .turned = turned, .dtype = ENG_bf16}});
 }
 
-static eng_status encode(fp8_mx_copies *to, const eng_fp8_role *r, tensor *x, bool transposed)
+static eng_status encode(fp8_mx_copies *to, const eng_fp8_role *r, tensor *x, bool transposed,
+                         bool coded)
 {
+  int gate = mx_is_gated(r->mx - 1) ? MX_GATE : 0;
+  tensor *view[5] = {0};   // of the matrix x and, if coded, of what the copies hold
   op_call c = {.op = ENG_OP_mx_quantize, .n_in = 2, .n_out = 8,
                .in = {x},
                .out = {to->q, NULL, to->amax, to->q_t, NULL, NULL, to->amax_t, to->gate},
@@ -107,20 +190,42 @@ static eng_status encode(fp8_mx_copies *to, const eng_fp8_role *r, tensor *x, bo
                                .block_rows = r->block_rows,
                                .block_columns = r->block_columns,
                                .rule = r->mx - 1,
-                               .flags = MX_VALUES | (transposed ? QUANTIZE_TRANSPOSED : 0) |
-                                        (mx_is_gated(r->mx - 1) ? MX_GATE : 0),
+                               .flags = (coded ? 0 : MX_VALUES) | gate |
+                                        (transposed ? QUANTIZE_TRANSPOSED : 0),
                                .sr_bits = r->stochastic,
                                .factor = r->factor}};
-  ENG_TRY(op_run(&c));
-  *to = (fp8_mx_copies){c.out[0], c.out[1], c.out[2], c.out[3], c.out[6], c.out[7]};
+  eng_status status = ENG_OK;
+  if (coded) {
+    int64_t columns = x->shape[x->ndim - 1], rows = x->count / columns;
+    status = op_reshape(&view[0], x, 2, (int64_t[]){rows, columns});
+    if (status == ENG_OK && !to->q) status = fp8_mx_make(&to->q, ARENA_STEP, r, rows, columns);
+    if (status == ENG_OK) status = open_codes(&view[1], &view[2], to->q, r);
+    if (status == ENG_OK && transposed && !to->q_t)
+      status = fp8_mx_make(&to->q_t, ARENA_STEP, r, columns, rows);
+    if (status == ENG_OK && transposed) status = open_codes(&view[3], &view[4], to->q_t, r);
+    c.in[0] = view[0];
+    c.out[0] = view[1], c.out[1] = view[2], c.out[3] = view[3], c.out[4] = view[4];
+  }
+  if (status == ENG_OK) status = op_run(&c);
+  if (status != ENG_OK) {
+    drop_all(view, 5);
+    return status;
+  }
+  *to = (fp8_mx_copies){coded ? to->q : c.out[0], c.out[1], c.out[2], coded ? to->q_t : c.out[3],
+                        c.out[6], c.out[7]};
+  view[2] = NULL;          // the caller's
   tensor_drop(c.out[5]);
-  if (c.out[4]) tensor_drop(c.out[4]);
-  return ENG_OK;
+  if (coded) drop_all(view, 5);
+  else if (c.out[4]) tensor_drop(c.out[4]);
+  if (!coded || !gate || x->ndim == 2) return ENG_OK;
+  status = op_reshape(&to->gate, c.out[7], x->ndim, x->shape);
+  tensor_drop(c.out[7]);
+  return status;
 }
 
 // Quantizes x transposed, for the product that sums over the rows of x.
 static eng_status encode_turned(fp8_mx_copies *to, const fp8_site *s, const eng_fp8_role *r,
-                                const eng_fp8_product *p, tensor *x)
+                                const eng_fp8_product *p, tensor *x, bool coded)
 {
   fp8_mx_copies made = {0};
   tensor *y = NULL;
@@ -130,7 +235,7 @@ static eng_status encode_turned(fp8_mx_copies *to, const fp8_site *s, const eng_
   } else {
     made.q_t = to->q_t, made.amax_t = to->amax_t;
   }
-  eng_status status = encode(&made, r, y ? y : x, !y);
+  eng_status status = encode(&made, r, y ? y : x, !y, coded);
   if (y) tensor_drop(y);
   if (status != ENG_OK) return status;
   to->q_t = y ? made.q : made.q_t, to->amax_t = y ? made.amax : made.amax_t;
@@ -140,7 +245,7 @@ static eng_status encode_turned(fp8_mx_copies *to, const fp8_site *s, const eng_
 }
 
 eng_status fp8_mx_quantize(fp8_mx_copies *to, tensor *slot, fp8_site *s, int role, tensor *x,
-                           bool transposed)
+                           bool transposed, bool coded)
 {
   // the products that read a role's copy and its transposed copy
   static const int readers[][2] = {{ENG_FP8_FORWARD, ENG_FP8_WGRAD},
@@ -150,19 +255,22 @@ eng_status fp8_mx_quantize(fp8_mx_copies *to, tensor *slot, fp8_site *s, int rol
   const eng_fp8_product *along = &s->recipe.product[readers[role][0]],
                         *across = &s->recipe.product[readers[role][1]];
   bool apart = transposed && (along->hadamard || across->hadamard);
-  tensor *y = NULL;
+  tensor *y = NULL, *values = NULL;
   fp8_mx_copies made = *to;
   if (apart) made.q_t = made.amax_t = NULL;
   if (along->hadamard) ENG_TRY(rotate(&y, s, along, x, false));
-  eng_status status = encode(&made, r, y ? y : x, transposed && !apart);
+  eng_status status = encode(&made, r, y ? y : x, transposed && !apart, coded);
   if (status == ENG_OK) {
     to->q = made.q, to->scale = made.scale, to->amax = made.amax;
     to->gate = made.gate;
     if (!apart) to->q_t = made.q_t, to->amax_t = made.amax_t;
-    if (fp8_measuring()) status = measure(s, role, y ? y : x, to->q, to->scale, to->amax);
+    if (fp8_measuring() && coded) status = decode(&values, to->q, r);
+    if (fp8_measuring() && status == ENG_OK)
+      status = measure(s, role, y ? y : x, coded ? values : to->q, to->scale, to->amax);
+    if (values) tensor_drop(values);
   }
   if (y) tensor_drop(y);
-  if (status == ENG_OK && apart) status = encode_turned(to, s, r, across, x);
+  if (status == ENG_OK && apart) status = encode_turned(to, s, r, across, x, coded);
   return status == ENG_OK ? copy_into(&slot, to->amax) : status;
 }
 
@@ -188,11 +296,13 @@ eng_status fp8_mx_requantize(fp8_mx_copies *to, const fp8_site *s, int role, ten
 {
   const eng_fp8_product *p = &s->recipe.product[role == ENG_FP8_X ? ENG_FP8_WGRAD : ENG_FP8_DGRAD];
   tensor *values;
+  bool coded = q->dtype == ENG_u8;
   int64_t columns = q->shape[q->ndim - 1];
-  ENG_TRY(op_reshape(&values, q, 2, (int64_t[]){columns ? q->count / columns : 0, columns}));
+  if (coded) ENG_TRY(decode(&values, q, &s->recipe.role[role]));
+  else ENG_TRY(op_reshape(&values, q, 2, (int64_t[]){columns ? q->count / columns : 0, columns}));
   eng_status status = scale_by(&values, &(fp8_mx_factor){.amax = amax,
                                                          .role = &s->recipe.role[role]});
-  if (status == ENG_OK) status = encode_turned(to, s, &s->recipe.backward[role], p, values);
+  if (status == ENG_OK) status = encode_turned(to, s, &s->recipe.backward[role], p, values, coded);
   tensor_drop(values);
   return status;
 }
@@ -222,7 +332,9 @@ eng_status fp8_mx_multiply(tensor **y, const fp8_mx_factor *a, const fp8_mx_fact
 {
   double factor = (a->role->factor != 0 ? a->role->factor : 1) *
                   (b->role->factor != 0 ? b->role->factor : 1);
-  bool after = mx_is_nvfp4(a->role->mx - 1) || mx_is_nvfp4(b->role->mx - 1) || factor != 1 || bias;
+  bool coded = a->q->dtype == ENG_u8, nvfp4_a = mx_is_nvfp4(a->role->mx - 1),
+       nvfp4_b = mx_is_nvfp4(b->role->mx - 1);
+  bool after = bias || (!coded && (nvfp4_a || nvfp4_b || factor != 1));
   op_call c = {.op = ENG_OP_matmul, .n_in = 2, .n_out = 1,
                .in = {a->q, b->q},
                .out = {after ? NULL : *y},
@@ -230,15 +342,34 @@ eng_status fp8_mx_multiply(tensor **y, const fp8_mx_factor *a, const fp8_mx_fact
                           .transpose_b = b->turned,
                           .yields = (after ? ENG_f32 : dtype) + 1,
                           .add = !after && add}};
-  ENG_TRY(op_run(&c));
+  tensor *part[4] = {0};
+  eng_status status = ENG_OK;
+  if (coded) {
+    status = open_codes(&part[0], &part[1], a->q, a->role);
+    if (status == ENG_OK) status = open_codes(&part[2], &part[3], b->q, b->role);
+    c = (op_call){.op = ENG_OP_mx_matmul, .n_in = 6, .n_out = 1,
+                  .in = {part[0], part[1], part[2], part[3], nvfp4_a ? a->amax : NULL,
+                         nvfp4_b ? b->amax : NULL},
+                  .out = {after ? NULL : *y},
+                  .mx_matmul = {.format_a = a->role->format,
+                                .format_b = b->role->format,
+                                .rule_a = a->role->mx - 1,
+                                .rule_b = b->role->mx - 1,
+                                .yields = (after ? ENG_f32 : dtype) + 1,
+                                .add = !after && add,
+                                .factor = 1 / factor}};
+  }
+  if (status == ENG_OK) status = op_run(&c);
+  drop_all(part, 4);
+  ENG_TRY(status);
   if (!after) {
     *y = c.out[0];
     return ENG_OK;
   }
   tensor *sum = c.out[0], *more;
-  eng_status status = scale_by(&sum, a);
-  if (status == ENG_OK) status = scale_by(&sum, b);
-  if (status == ENG_OK && factor != 1) {
+  if (!coded) status = scale_by(&sum, a);
+  if (!coded && status == ENG_OK) status = scale_by(&sum, b);
+  if (!coded && status == ENG_OK && factor != 1) {
     status = op_run1(&more, (op_call){.op = ENG_OP_affine, .in = {sum},
                                       .affine = {.factor = 1 / factor}});
     if (status == ENG_OK) tensor_drop(sum), sum = more;

@@ -157,6 +157,7 @@ eng_status eng_fp8_site_new(int64_t *site, const char *name)
     return error_set(ENG_ERR_MEMORY, "out of memory for the FP8 site of %s", name);
   }
   for (int r = 0; r < ENG_FP8_ROLES; r++) s->amax[r] = -1;
+  s->accumulator = -1;
   sites.item[sites.length] = s;
   *site = ++sites.length;
   return ENG_OK;
@@ -286,6 +287,17 @@ static eng_status check_hadamard(const fp8_site *s, const eng_fp8_recipe *recipe
   return ENG_OK;
 }
 
+static eng_status check_accumulator(const fp8_site *s, const eng_fp8_recipe *recipe, int product)
+{
+  int n = recipe->product[product].accumulator;
+  bool known = recipe->role[0].mx ? n == ENG_ACCUMULATE_DEVICE || n == ENG_ACCUMULATE_FP32 ||
+                                      n == ENG_ACCUMULATE_BLACKWELL
+                                  : n >= 0 && n < ENG_ACCUMULATORS;
+  return known ? ENG_OK
+               : error_set(ENG_ERR_VALUE, "%s: %s: unknown accumulator %d", s->name,
+                           fp8_product_name[product], n);
+}
+
 /// Along the dimension that a product sums over, the block size of one operand must be a multiple
 /// of the other's.
 static eng_status check_nesting(const fp8_site *s, int product, const char *a_name, int64_t a,
@@ -320,9 +332,7 @@ eng_status eng_fp8_site_set(int64_t site, const eng_fp8_recipe *recipe)
                          "%s: %s: only microscaling's forward product can be in high precision",
                          s->name, fp8_product_name[p]);
       ENG_TRY(check_hadamard(s, recipe, p));
-      if (of->accumulator < 0 || of->accumulator >= ENG_ACCUMULATORS)
-        return error_set(ENG_ERR_VALUE, "%s: %s: unknown accumulator %d", s->name,
-                         fp8_product_name[p], of->accumulator);
+      ENG_TRY(check_accumulator(s, recipe, p));
       if (of->promotion < 0 || of->promotion % 32)
         return error_set(
           ENG_ERR_VALUE,
@@ -407,6 +417,12 @@ bool eng_fp8_measure(bool on)
   bool before = measuring;
   measuring = on;
   return before;
+}
+
+int eng_fp8_accumulator(int64_t site)
+{
+  return site >= 1 && site <= sites.length && sites.item[site - 1]
+           ? sites.item[site - 1]->accumulator : -1;
 }
 
 eng_status eng_fp8_meters(eng_fp8_meter meter[3], int64_t site)

@@ -15,6 +15,7 @@ typedef struct fp8_site {
   double   amax[ENG_FP8_ROLES];
   eng_fp8_meter meter[ENG_FP8_ROLES];
   int64_t  pass;                         // a random number, drawn for this backward pass
+  int      accumulator;                  // eng_fp8_accumulator
 } fp8_site;
 
 extern const char *const fp8_role_name[], *const fp8_product_name[];
@@ -74,17 +75,32 @@ static inline op_call fp8_quantize_call(const eng_fp8_role *r, tensor *x, tensor
 
 /// Microscaling (mx.c). Copies of a tensor [rows x K]: q in bf16, scale u8 and amax f32 []; the
 /// transposed q_t [K x rows] and its amax_t, NULL unless requested; the gate, NULL if the rule has
-/// none. A member other than scale that is not NULL before the call receives the result.
+/// none. A member other than scale that is not NULL before the call receives the result. If `coded`,
+/// q and q_t hold codes in u8 instead (fp8_mx_make).
 typedef struct fp8_mx_copies { tensor *q, *scale, *amax, *q_t, *amax_t, *gate; } fp8_mx_copies;
 /// Whether the backward product that reads x or w quantizes it again, in a separate format
 /// (eng_fp8_recipe.backward).
 static inline bool fp8_mx_again(const fp8_site *s, int role)
 { return role != ENG_FP8_DY && s->recipe.backward[role].mx; }
+/// The role that says how a product reads x, w or dy.
+static inline const eng_fp8_role *fp8_role_in(const fp8_site *s, int product, int role)
+{
+  return product != ENG_FP8_FORWARD && fp8_mx_again(s, role) ? &s->recipe.backward[role]
+                                                             : &s->recipe.role[role];
+}
+extern const int fp8_factors[ENG_FP8_PRODUCTS][2];   // the roles that a product multiplies
+/// Whether mx_matmul computes the products of a layer with x [rows x columns] and W [outputs x
+/// columns]. Then the copies hold codes.
+bool fp8_mx_coded(const fp8_site *s, int64_t rows, int64_t columns, int64_t outputs);
+/// Creates room for the codes of a matrix [rows x columns]: u8 [rows x bytes], first the codes,
+/// then the scales of the blocks. A role with blocks of several rows leaves the end unused.
+eng_status fp8_mx_make(tensor **out, arena_id arena, const eng_fp8_role *r, int64_t rows,
+                       int64_t columns);
 /// Quantizes x as a role says, and measures it if meters are on. slot: receives the amax.
 eng_status fp8_mx_quantize(fp8_mx_copies *to, tensor *slot, fp8_site *s, int role, tensor *x,
-                           bool transposed);
+                           bool transposed, bool coded);
 /// Quantizes x or w again for its backward product, from the values q [rows x K] that the forward
-/// product read: to->q_t, to->amax_t.
+/// product read, or their codes: to->q_t, to->amax_t.
 eng_status fp8_mx_requantize(fp8_mx_copies *to, const fp8_site *s, int role, tensor *q,
                              tensor *amax);
 /// Turns *g, the gradient of the values that the forward product read, into the gradient of x or w,
@@ -94,7 +110,8 @@ eng_status fp8_mx_through(tensor **g, const fp8_site *s, tensor *gate, int dtype
 void fp8_mx_begin_backward(fp8_site *s);
 /// What the signs of w's Hadamard transforms depend on: the step, or 0 if they do not change.
 int64_t fp8_mx_step(const fp8_site *s);
-/// A factor of a product, quantized as its role says: bf16 [M x K], or [K x M] if turned.
+/// A factor of a product, quantized as its role says: bf16 [M x K], or [K x M] if turned; or codes,
+/// whose rows lie along the summed dimension.
 typedef struct fp8_mx_factor {
   tensor *q, *amax;
   const eng_fp8_role *role;

@@ -91,6 +91,32 @@ describe("a machine or card with limits", function()
   end)
 end)
 
+describe("a Blackwell card", function()
+  -- How often a job of 2 steps launched a kernel.
+  local function launches(settings, arguments, kernel, variables)
+    local trace, n = helper.folder() .. "/trace", 0
+    local ran = engine(settings .. ",trace=" .. trace,
+      JOB .. "width=64 batch=4 steps=2 sample=0 " .. arguments, variables)
+    assert(ran.code == 0, ran.out)
+    for line in io.lines(trace) do
+      if line:find("launch " .. kernel, 1, true) then n = n + 1 end
+    end
+    return n
+  end
+
+  it("multiplies codes of NVFP4 and MXFP8 by cuBLASLt: three products of four layers", function()
+    for _, recipe in ipairs { "nvfp4", "mxfp8" } do
+      local job = "precision=" .. recipe
+      assert.equal(2 * 3 * 4, launches("sm=100", job, "tile_scales"))
+      assert.equal(0, launches("sm=90", job, "tile_scales"))
+      assert.equal(0, launches("sm=100", job, "tile_scales", "ENGINE_FP8_FORMULA=1"))
+      assert.equal(numbers("sm=100", job .. " width=64 batch=4 steps=2"),
+        numbers("sm=100", job .. " width=64 batch=4 steps=2", "ENGINE_FP8_FORMULA=1"))
+    end
+    assert.equal(0, launches("sm=100", "precision=mxfp4", "tile_scales"))
+  end)
+end)
+
 describe("the host", function()
   -- The waits of a job of 12 steps, from the trace: for each record that the host waited for, the
   -- number of tasks queued after it; for each step, how often the host waited for anything else.

@@ -20,7 +20,8 @@ for _, argument in ipairs(arg) do files = files or argument:find("_spec", 1, tru
 if not files then
   for _, name in ipairs { "cpu/kernels", "cpu/optimizer_kernel", "params/gradstats",
     "cpu/lagged_kernel", "cpu/in_place", "cpu/wire_kernel", "cpu/residual_norm",
-    "cpu/attention_entropy", "cuda/fp8", "cuda/training", "cuda/images", "cuda/emulated" } do
+    "cpu/attention_entropy", "cuda/fp8", "cuda/training", "cuda/images", "cuda/blackwell",
+    "cuda/emulated" } do
     arg[#arg + 1] = "spec/" .. name .. "_spec.lua"
   end
 end

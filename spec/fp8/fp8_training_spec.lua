@@ -477,7 +477,10 @@ describe("memory", function()
     assert.is_true(weights(low) < weights(high))
     assert.are.equal(high.moments.measured / 2, low.moments.measured)
     assert.is_true(low["kept for backward"].measured < 0.8 * high["kept for backward"].measured)
-    for i, name in ipairs { "mxfp8", "nvfp4", "mxfp4_tseng", "mxfp4_quartet", "nvfp4_quartet2" } do
+    local codes = { accumulator = "blackwell" }
+    local in_codes = { base = "nvfp4", fp8 = { forward = codes, dgrad = codes, wgrad = codes } }
+    for i, name in ipairs { "mxfp8", "nvfp4", "mxfp4_tseng", "mxfp4_quartet", "nvfp4_quartet2",
+      in_codes } do
       all[i] = bytes_of(name)
     end
     for _, m in ipairs { low, high, unpack(all) } do

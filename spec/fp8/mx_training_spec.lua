@@ -6,6 +6,7 @@ local arguments = require "engine.base.arguments"
 local helper = require "spec.helper"
 local M_ffi = require "engine.base.ffi"
 
+local C = M_ffi.C
 local mx, nn, with_gradient = engine.mx, engine.nn, helper.in_step
 
 local function bytes(x)
@@ -26,7 +27,8 @@ local TOP = { nvfp4 = 2688, four_over_six = 1536, four_over_six_mse = 1536,
   ms_eden = M_ffi.new("float[1]", 255.99 * 6 / (17 / 16 * 0.93))[0] }
 local function of_tensor(q) return q.amax * (1 / TOP[q.rule]) end
 
-local function product(a, b, turned_a, turned_b)
+local function product(a, b, turned_a, turned_b, accumulator)
+  if accumulator == "blackwell" then return mx.matmul(a, b) end
   local y = M_ffi.run("matmul", { values(a), values(b) },
     { turned_a and 1 or 0, turned_b and 1 or 0, M_ffi.dtype.f32 + 1, 0 })
   for _, q in ipairs { a, b } do
@@ -36,21 +38,22 @@ local function product(a, b, turned_a, turned_b)
   return factor == 1 and y or y * (1 / factor)
 end
 
--- The quantized matrix x that a product reads, for a role of the recipe.
-local function operand(x, role, turned, transform)
+-- What a product reads of a matrix in a role. Codes are always turned so that rows lie along the
+-- summed dimension.
+local function operand(x, role, turned, transform, accumulator)
   local o = { format = role.format, rule = role.rule, block = role.block, factor = role.factor }
   if transform and transform.hadamard then
     return mx.quantize(mx.hadamard(x, transform.hadamard, { transposed = turned, dtype = "bf16",
       signs = transform.signs == "none" and "none" or 0 }), o)
   end
-  o.transposed = turned and o.block ~= "16x16"
+  o.transposed = turned and (o.block ~= "16x16" or accumulator == "blackwell")
   local q = mx.quantize(x, o)
   return q.transposed or q
 end
 
--- The quantized matrix that a backward product reads. q: x as quantized for the forward product.
-local function backward_operand(x, q, role, transform)
-  if not role.backward then return operand(x, role, true, transform) end
+-- The same for a backward product. q: what the forward product reads.
+local function backward_operand(x, q, role, transform, accumulator)
+  if not role.backward then return operand(x, role, true, transform, accumulator) end
   local read = values(q)
   return operand(mx.nvfp4[q.rule] and read * of_tensor(q) or read, role.backward, true, transform)
 end
@@ -59,7 +62,8 @@ end
 local function through(gradient, q, role, transform)
   if not role.backward then return gradient end
   if q.gate then gradient = gradient * q.gate end
-  return transform and mx.hadamard(gradient, transform.hadamard, { signs = "none" }) or gradient
+  if not (transform and transform.hadamard) then return gradient end
+  return mx.hadamard(gradient, transform.hadamard, { signs = "none" })
 end
 
 -- A copy of a recipe's role or product with randomness turned off: no stochastic rounding, and
@@ -74,18 +78,23 @@ local RECIPES = { "mxfp8", "mxfp4", "mxfp4_tseng", "mxfp4_quartet", "mxfp4_tetra
   "nvfp4_four_over_six", "nvfp4_quartet2" }
 
 describe("a linear layer under microscaling", function()
-  for _, name in ipairs(RECIPES) do
-    it(name .. " equals mx.quantize and matmul by hand, to the bit", with_gradient(function()
+  -- name: a recipe. Sizes that are multiples of 64 allow the accumulator blackwell.
+  local function by_hand(name, accumulator)
+    return with_gradient(function()
       local width, rows, out = 96, 80, 64
       if name == "nvfp4_quartet2" then width, rows, out = 160, 144, 192 end   -- groups of 128
+      if accumulator == "blackwell" then width, rows, out = 128, 192, 64 end
       local fp8 = { sample = 0 }                    -- the recipe without random numbers
       for key, part in pairs(engine.precision.resolve(name).fp8) do
         if type(part) == "table" and not part[1] then fp8[key] = fixed(part) end
       end
+      for _, key in ipairs { "forward", "dgrad", "wgrad" } do
+        fp8[key] = arguments.merged(fp8[key], { accumulator = accumulator })
+      end
       local recipe = { base = name, activations = "f32", fp8 = fp8 }
       engine.seed(5)
       local layer = nn.linear(width, out)
-      engine.optim.sgd(layer, { lr = 0.1, precision = recipe })
+      local sites = engine.optim.sgd(layer, { lr = 0.1, precision = recipe }).fp8
       local x = engine.randn(2, rows / 2, width):requires_grad(true)
       local dy = engine.randn(2, rows / 2, out)
       local y = engine.autocast(recipe, function() return layer(x) end)
@@ -93,23 +102,31 @@ describe("a linear layer under microscaling", function()
 
       local flat_x, flat_dy, w = x:detach():view(rows, width), dy:view(rows, out),
         layer.weight:detach()
+      assert.equal(accumulator == "blackwell" and C.ENG_ACCUMULATE_BLACKWELL
+        or C.ENG_ACCUMULATE_FP32, C.eng_fp8_accumulator(sites.list[1].id))
       local xq, wq = operand(flat_x, fp8.x, false, fp8.forward),
         operand(w, fp8.w, false, fp8.forward)
-      local forward = product(xq, wq, false, true) + layer.bias:detach():to("bf16")
+      local forward = product(xq, wq, false, true, accumulator) + layer.bias:detach():to("bf16")
       if fp8.forward and fp8.forward.high then
         forward = engine.autocast({ base = "bf16", activations = "f32" }, function()
           return flat_x:linear(layer.weight:detach(), layer.bias:detach())
         end)
       end
       assert.equal(bytes(forward), bytes(y))
-      local wt = backward_operand(w, wq, fp8.w, fp8.dgrad)
+      local wt = backward_operand(w, wq, fp8.w, fp8.dgrad, accumulator)
       local dx = product(operand(flat_dy, fp8.dy, false, fp8.dgrad), wt, false,
-        wt.shape[1] == width)
+        wt.shape[1] == width, accumulator)
       assert.equal(bytes(through(dx, xq, fp8.w, fp8.forward)), bytes(x.grad))
       local dw = product(operand(flat_dy, fp8.dy, true, fp8.wgrad),
-        backward_operand(flat_x, xq, fp8.x, fp8.wgrad), false, true)
+        backward_operand(flat_x, xq, fp8.x, fp8.wgrad), false, true, accumulator)
       assert.equal(bytes(through(dw, wq, fp8.x, fp8.forward)), bytes(layer.weight.grad))
-    end))
+    end)
+  end
+
+  for _, name in ipairs(RECIPES) do
+    it(name .. " is what mx.quantize and matmul give by hand, to the bit", by_hand(name))
+    it(name .. " with Blackwell's accumulator is what mx.matmul gives, to the bit",
+      by_hand(name, "blackwell"))
 
     it(name .. " adds up micro-batches in the parameter's gradient", with_gradient(function()
       engine.seed(3)
@@ -259,7 +276,11 @@ describe("a linear layer under microscaling", function()
     assert.matches("all microscaling or all FP8", message { w = { rule = "deepgemm" } }, 1, true)
     assert.matches("got 'e2m'; did you mean 'e2m1'",
       message { w = { rule = "rceil", format = "e2m" } }, 1, true)
-    assert.matches("multiplies in bf16", message { forward = { promotion = 32 } }, 1, true)
+    assert.matches("no option promotion", message { forward = { promotion = 32 } }, 1, true)
+    assert.matches("have one accumulator; expected device as in wgrad, got fp32",
+      message { forward = { accumulator = "fp32" } }, 1, true)
+    assert.matches("expected accumulator blackwell, device, fp32, got 'hopper'",
+      message { forward = { accumulator = "hopper" } }, 1, true)
     assert.matches("no option pow2", message { x = { rule = "floor", pow2 = true } }, 1, true)
     assert.matches("number of blocks", message { high_first = -1 }, 1, true)
     assert.matches("expected hadamard to be 0, 16, 32, 64 or 128, got 8",

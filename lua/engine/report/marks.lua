@@ -13,7 +13,8 @@ local M = {}
 -- Events that change how the run goes on: kind, name, symbol in the terminal.
 local LINES = {
   { "swap", "policy swapped", "s" }, { "fp8_swap", "FP8 policy swapped", "f" },
-  { "layers", "FP8 layers moved", "^" }, { "swap_refused", "swap refused", "-" },
+  { "layers", "FP8 layers moved", "^" }, { "products", "products changed", "m" },
+  { "swap_refused", "swap refused", "-" },
   { "set", "setting changed", "=" }, { "rollback", "rolled back", "<" }, { "lost", "lost", "!" },
   { "paused", "paused", "p" }, { "resumed", "run resumed", "r" }, { "stuck", "stuck", "!" },
 }

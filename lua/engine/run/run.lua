@@ -359,13 +359,17 @@ function Run:fp8(step, rows)
   self:complain(self.history:append_fp8(step, rows))
 end
 
---- Records which FP8 layers changed their rung (fp8_sites.lua) with the verdict on a step. all: the
---- rungs of all layers.
+--- Records which FP8 layers changed their rung (fp8_sites.lua) with the verdict on a step, and how
+--- their products sum. all: the rungs of all layers.
 function Run:layers(step, all)
   local sites = self.trainer.optimizer.fp8
-  local moved, text
-  if sites and self.history then moved, text = sites:moves(all) end
+  local moved, text, products
+  if sites and self.history then
+    moved, text = sites:moves(all)
+    products = sites:products()
+  end
   if moved then self:event(step, "layers", text, moved) end
+  if products then self:event(step, "products", products) end
 end
 
 --- Records an event (as in History:event). data: plain data, or nil.

@@ -26,8 +26,15 @@ local function scales(role, rows, columns)
   return down * padded(across, 4)
 end
 
+-- Whether a layer that ran has copies in codes for Blackwell's products.
+local function coded(site) return C.eng_fp8_accumulator(site.id) == C.ENG_ACCUMULATE_BLACKWELL end
+
 -- The bytes of a quantized matrix: codes and scales, or microscaling's values in bf16.
-local function matrix(role, rows, columns)
+local function matrix(role, rows, columns, in_codes)
+  if in_codes then
+    local bits = role.format == C.ENG_FORMAT_E2M1 and 4 or 8
+    return rows * columns * (bits / 8 + 1 / role.block_columns)
+  end
   return role.mx > 0 and 2 * rows * columns or rows * columns + 4 * scales(role, rows, columns)
 end
 
@@ -50,10 +57,11 @@ local function predicted(opt)
     local site = p.tensor.ndim == 2 and site_of[p.owner]
     if site then
       local role, N, K = site.recipe.role[1], p.tensor:size(1), p.tensor:size(2)
-      local square = role.block_rows == role.block_columns
-      local again = site.recipe.backward[1].mx > 0
-      sums.fp8 = sums.fp8 + matrix(role, N, K) + gate(role, N * K)
-        + ((square or again) and 0 or matrix(role, K, N))
+      local codes = coded(site)
+      local one = not codes and role.block_rows == role.block_columns
+        or site.recipe.backward[1].mx > 0
+      sums.fp8 = sums.fp8 + matrix(role, N, K, codes) + gate(role, N * K)
+        + (one and 0 or matrix(role, K, N, codes))
     end
     sums.moments = sums.moments + opt.state:bytes(i, n)
   end
@@ -65,12 +73,12 @@ local function kept(opt, rows_of)
   local bytes = 0
   for _, site in ipairs(sites_of(opt)) do
     local role, K, rows = site.recipe.role[0], site.module.inputs, rows_of[site.path] or 0
-    local codes = matrix(role, rows, K)
+    local codes = matrix(role, rows, K, coded(site))
     if rows == 0 then codes = 0
     elseif role.keep == C.ENG_FP8_KEEP_E5M6 then
       codes = 1.5 * rows * K + 4 * scales({ block_rows = 1, block_columns = 128 }, rows, K)
     elseif role.keep == C.ENG_FP8_KEEP_TRANSPOSED and role.block_rows ~= role.block_columns then
-      codes = matrix(role, K, rows)
+      codes = matrix(role, K, rows, coded(site))
     elseif role.keep == C.ENG_FP8_KEEP_SWIGLU and rows_of.swiglu then codes = 2 * codes end
     bytes = bytes + codes + gate(role, rows * K)
   end

@@ -96,12 +96,12 @@ local function read_role(to, role, where, name)
 end
 
 local PRODUCT = { accumulator = true, promotion = true, high = true, hadamard = true, signs = true }
+local SCALED_ACCUMULATORS = { device = C.ENG_ACCUMULATE_DEVICE, fp32 = C.ENG_ACCUMULATE_FP32,
+  blackwell = C.ENG_ACCUMULATE_BLACKWELL }
 local function read_product(to, product, where, scaled)
   known(product, PRODUCT, where)
-  for _, field in ipairs(scaled and { "accumulator", "promotion" } or {}) do
-    if product[field] ~= nil then
-      raise("%s: microscaling multiplies in bf16 and has no option %s", where, field)
-    end
+  if scaled and product.promotion ~= nil then
+    raise("%s: products of microscaling have no option promotion", where)
   end
   to.high = boolean(product.high, where, "high")
   if not scaled and (product.hadamard or product.signs) then
@@ -114,9 +114,11 @@ local function read_product(to, product, where, scaled)
   if product.high and to.hadamard > 0 then
     raise("%s: a product in high precision has no Hadamard transform", where)
   end
-  local number = choose(M.accumulators, product.accumulator or "device", where, "accumulator")
-  -- `device`: the accumulator of the tensor cores on a card, f32 sums elsewhere
-  if number < 0 then
+  local number = choose(scaled and SCALED_ACCUMULATORS or M.accumulators,
+    product.accumulator or "device", where, "accumulator")
+  -- `device`: the accumulator of the tensor cores on a card, f32 sums elsewhere. For microscaling,
+  -- the core decides by formats and sizes.
+  if number < 0 and not scaled then
     number = M_ffi.string(C.eng_device_name()) == "cuda" and M.accumulators.hopper
       or M.accumulators.fp32
   end
@@ -181,7 +183,13 @@ function M.structure(layer, where)
     read_product(recipe.product[i - 1], layer[name], ("%s: %s"):format(where, name),
       recipe.role[0].mx > 0)
   end
+  local last = (layer.wgrad or {}).accumulator or "device"
   for i, name in ipairs(M.products) do
+    local own = (layer[name] or {}).accumulator or "device"
+    if recipe.role[0].mx > 0 and recipe.product[i - 1].high == 0 and own ~= last then
+      raise("%s: %s: in microscaling the products of a layer have one accumulator; expected %s " ..
+        "as in wgrad, got %s", where, name, last, own)
+    end
     for _, role in ipairs(M.factors[name]) do
       local r = recipe.role[role == "x" and 0 or role == "w" and 1 or 2]
       if recipe.product[i - 1].hadamard > 0 and r.block_rows == r.block_columns then

@@ -407,6 +407,19 @@ function Sites:moves(all)
     .. (reasons ~= "" and " (" .. reasons .. ")" or "")
 end
 
+--- How the products of microscaled layers summed in the last forward pass, in a line, if it has
+--- changed since the last call and Blackwell's accumulator is or was among them; else nil.
+function Sites:products()
+  local n = 0
+  for _, site in ipairs(self.list) do
+    if site.on and C.eng_fp8_accumulator(site.id) == C.ENG_ACCUMULATE_BLACKWELL then n = n + 1 end
+  end
+  if n == (self.blackwell or 0) then return nil end
+  self.blackwell = n
+  return ("%d of %d layers multiply codes with Blackwell's sums, the others bf16"):format(n,
+    #self.list)
+end
+
 --- What a checkpoint keeps of the policies (run/restore.lua takes it back).
 function Sites:state()
   local list = {}
@@ -459,6 +472,9 @@ function Sites:__tostring()
       local of, m = site.recipe.role[r - 1], site.meters[role]
       parts[r] = ("%s %s %s%s"):format(role, format_name(of.format), block_text(of),
         m and (" %.1f dB"):format(m.snr) or "")
+    end
+    if C.eng_fp8_accumulator(site.id) == C.ENG_ACCUMULATE_BLACKWELL then
+      parts[#parts + 1] = "sums of Blackwell"
     end
     lines[#lines + 1] = ("  %-24s %s%s"):format(site.path, table.concat(parts, ", "),
       not site.on and "   now in high precision"
