@@ -184,12 +184,12 @@ describe("a linear layer under microscaling", function()
     assert.same({ ["2"] = true }, blocks)
   end)
 
-  -- A trainer after `steps` steps; `run` and `mode` as in engine.trainer.
-  local function trained(base, steps, run, mode, fp8)
+  -- A trainer after `steps` steps; `run`, `mode` and `checkpoint` as in engine.trainer.
+  local function trained(base, steps, run, mode, fp8, checkpoint)
     engine.seed(2)
     local model = nn.gpt { vocab = 256, context = 32, width = 64, heads = 4, layers = 2 }
     local t = engine.trainer { model = model, log = "quiet", steps = steps, run = run, mode = mode,
-      resume = run and "auto", data = engine.data.text { path = "README.md", batch = 2,
+      checkpoint = checkpoint, resume = run and "auto", data = engine.data.text { path = "README.md", batch = 2,
         context = 32 }, optimizer = engine.optim.adamw(model, { lr = 1e-3, precision = {
         base = base, fp8 = fp8 or { sample = 1, policy = not mode and "fp8_fallback" or nil } } }) }
     t:run()
@@ -213,6 +213,24 @@ describe("a linear layer under microscaling", function()
       assert.equal(0, sites.policies[1]:failures())
       local high = tostring(sites):find("now in high precision", 1, true) ~= nil
       assert.equal(base ~= "mxfp8", high)             -- 4 bits are too noisy for the policy
+    end)
+  end
+
+  for _, base in ipairs { "nvfp4", "mxfp4_tetrajet" } do
+    it("trains in codes on request, which its record says, and resumes: " .. base, function()
+      local folder, fp8, own = helper.folder(), { sample = 2 }, engine.precision.resolve(base).fp8
+      for _, name in ipairs { "forward", "dgrad", "wgrad" } do
+        fp8[name] = arguments.merged(own[name], { accumulator = "blackwell" })
+      end
+      local whole = trained(base, 6, nil, nil, fp8)
+      trained(base, 3, folder .. "/run", nil, fp8)
+      assert.same(weights(whole), weights(trained(base, 6, folder .. "/run", nil, fp8)))
+      assert.same(weights(whole), weights(trained(base, 6, nil, nil, fp8, "block")))
+      local text = engine.history.open(folder .. "/run"):events("products")[1].text
+      assert.equal("8 of 8 layers multiply codes with Blackwell's sums, the others bf16", text)
+      assert.matches("w e2m1 [%dx]+ %d+%.%d dB, .*, sums of Blackwell",
+        tostring(whole.optimizer.fp8))
+      helper.remove(folder)
     end)
   end
 
