@@ -151,12 +151,9 @@ static uint32_t epilogue_of(const gemm_problem *p)
 static bool has_matrix_beside(const gemm_problem *p)
 { return p->after == GEMM_GELU || p->after == GEMM_GELU_GRAD; }
 
-/// Whether the operands are microscaled, so that alpha and beta lie in device memory.
-static bool is_microscaled(const gemm_problem *p)
-{
-  return p->scaling_a == CUBLASLT_MATMUL_MATRIX_SCALE_VEC16_UE4M3 + 1 ||
-         p->scaling_a == CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0 + 1;
-}
+/// Whether the operands are NVFP4, so that alpha and beta lie in device memory.
+static bool is_nvfp4(const gemm_problem *p)
+{ return p->scaling_a == CUBLASLT_MATMUL_MATRIX_SCALE_VEC16_UE4M3 + 1; }
 
 static eng_status describe(plan *x, const gemm_problem *p)
 {
@@ -185,7 +182,7 @@ static eng_status describe(plan *x, const gemm_problem *p)
     SET(x->product, B_SCALE_MODE, mode_b, p);
     SET(x->product, FAST_ACCUM, fast, p);
   }
-  if (is_microscaled(p)) {
+  if (is_nvfp4(p)) {
     int32_t where = CUBLASLT_POINTER_MODE_DEVICE;
     SET(x->product, POINTER_MODE, where, p);
   }

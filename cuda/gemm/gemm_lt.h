@@ -5,8 +5,9 @@
 #include "gemm_layout.h"
 
 /// The operands of a problem, in device memory and in cuBLASLt's order (A is our B). Scales are
-/// NULL except for FP8 and microscaled operands, and alpha (the factors on the product and on C) is
-/// NULL except for microscaled ones. The operation problem->after reads or writes `side`.
+/// NULL except for FP8 and microscaled operands. alpha, the factors on the product and on C, is
+/// NULL except for microscaled operands; for NVFP4 it is in device memory, for MX in host memory.
+/// The operation problem->after reads or writes `side`.
 typedef struct gemm_operands {
   const void  *a, *b;
   void        *c;

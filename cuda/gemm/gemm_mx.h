@@ -23,7 +23,8 @@ bool mx_product_supported(int64_t format_x, int64_t format_w, bool nvfp4);
 
 /// Queues y = alpha[0] x W^T + alpha[1] y, rounded once. y [x.rows x w.rows] is contiguous, in f32,
 /// bf16 or f16, 16-byte aligned. Rows of both matrices are multiples of 16, `inner` of 32 and for
-/// e2m1 of 64. alpha: in device memory. `add`: whether alpha[1] is not 0.
+/// e2m1 of 64. alpha: in device memory for NVFP4, whose factors of tensors are there, else in host
+/// memory. `add`: whether alpha[1] is not 0.
 eng_status mx_product(void *y, int dtype, const mx_operand *x, const mx_operand *w, int64_t inner,
                       bool nvfp4, const float *alpha, bool add);
 

@@ -1,7 +1,7 @@
 // The operation mx_matmul on the card: cuBLASLt's block-scaled products (gemm/gemm_mx.h) where they
 // support the formats, sizes and alignments, else the formula (mx_dequantize.cu). This file puts
-// the scales in cuBLASLt's order and computes the factor on the sums. ENGINE_FP8_FORMULA=1 always
-// uses the formula.
+// the scales in cuBLASLt's order and computes the factor on the sums of NVFP4.
+// ENGINE_FP8_FORMULA=1 always uses the formula.
 #include "kernel/element.h"
 #include "fp8_plain.h"
 #include "gemm/gemm_mx.h"
@@ -22,13 +22,14 @@ struct tiling {
   int64_t        rows, across, high, tiles_across, words;
 };
 
-/// A thread writes four neighbouring scales of a row, or padding. The first one also writes alpha.
+/// A thread writes four neighbouring scales of a row, or padding. The first one also writes alpha,
+/// unless it is NULL.
 __global__ void __launch_bounds__(THREADS)
 tile_scales(const tiling a, const tiling b, const float *amax_a, int rule_a, const float *amax_b,
             int rule_b, double factor, bool add, float *alpha)
 {
   int64_t word = (int64_t)blockIdx.x * THREADS + threadIdx.x;
-  if (word == 0) {
+  if (word == 0 && alpha) {
     alpha[0] = mx_alpha(amax_a, rule_a, amax_b, rule_b, factor);
     alpha[1] = add;
   }
@@ -53,6 +54,7 @@ bool on_tensor_cores(const op_call *call, int64_t K)
   const tensor *a = call->in[0], *b = call->in[2], *y = call->out[0];
   return !fp8_formula_wanted() &&
          mx_product_supported(m.format_a, m.format_b, mx_is_nvfp4(m.rule_a)) && K > 0 &&
+         (mx_is_nvfp4(m.rule_a) || (!call->in[4] && !call->in[5])) &&
          a->shape[0] % 16 == 0 && b->shape[0] % 16 == 0 && is_fast(y->dtype) &&
          is_aligned(a->data) && is_aligned(b->data) && is_aligned(y->data);
 }
@@ -83,15 +85,17 @@ eng_status product(const op_call *call, int64_t K, scratch *s)
     if (!tiles[k].to) return ENG_ERR_MEMORY;
     x[k] = {q[k]->data, tiles[k].to, q[k]->shape[0], (int32_t)format[k]};
   }
-  float *alpha = (float *)scratch_keep(s, 2 * sizeof *alpha);
-  if (!alpha) return ENG_ERR_MEMORY;
+  const bool nvfp4 = mx_is_nvfp4(m.rule_a);
+  const float known[2] = {mx_alpha(NULL, 0, NULL, 0, m.factor), m.add ? 1.0f : 0.0f};
+  float *found = nvfp4 ? (float *)scratch_keep(s, sizeof known) : NULL;
+  if (nvfp4 && !found) return ENG_ERR_MEMORY;
   const int64_t words = tiles[0].words + tiles[1].words;
   tile_scales<<<(unsigned)((words + THREADS - 1) / THREADS), THREADS, 0, cuda_stream()>>>(
     tiles[0], tiles[1], amax[0] ? (const float *)amax[0]->data : nullptr, (int)m.rule_a,
-    amax[1] ? (const float *)amax[1]->data : nullptr, (int)m.rule_b, m.factor, m.add != 0, alpha);
+    amax[1] ? (const float *)amax[1]->data : nullptr, (int)m.rule_b, m.factor, m.add != 0, found);
   CUDA_LAUNCHED("mx_matmul");
   const tensor *y = call->out[0];
-  return mx_product(y->data, y->dtype, &x[0], &x[1], K, mx_is_nvfp4(m.rule_a), alpha, m.add != 0);
+  return mx_product(y->data, y->dtype, &x[0], &x[1], K, nvfp4, nvfp4 ? found : known, m.add != 0);
 }
 
 }  // namespace

@@ -306,7 +306,7 @@ static void check_microscaled(const product *p, int ta, int tb, int tc, const la
 static void check_product(const product *p, const layout *a, const layout *b, const layout *c)
 {
   int ta = dtype_of(a->type), tb = dtype_of(b->type), tc = dtype_of(c->type);
-  CHECK((p->pointer_mode == CUBLASLT_POINTER_MODE_DEVICE) == is_microscaled(p), "the pointer mode");
+  CHECK((p->pointer_mode == CUBLASLT_POINTER_MODE_DEVICE) == is_nvfp4(p), "the pointer mode");
   if (is_microscaled(p)) {
     check_microscaled(p, ta, tb, tc, a, b, c);
     return;
@@ -375,7 +375,8 @@ typedef struct asked {
   void *C, *workspace;
   uint64_t workspace_bytes;
   bool adds;
-  const float *alpha, *beta;   // of microscaled factors, in device memory
+  float alpha, beta;                // of microscaled factors; for NVFP4 in device memory, at:
+  const float *alpha_at, *beta_at;
 } asked;
 
 /// Whether there is a scale for every row, or for every 128 numbers of a row.
@@ -448,8 +449,9 @@ static float blackwell_element(const asked *x, int64_t i, int64_t j, float befor
     sum = blackwell_group(a, fa, scale[0], b, fb, scale[1],
                           is_nvfp4(&x->p) ? ENG_MX_NVFP4 : ENG_MX_RCEIL, sum);
   }
-  sum *= *x->alpha;
-  return *x->beta != 0 ? sum + *x->beta * before : sum;
+  sum *= x->alpha_at ? *x->alpha_at : x->alpha;
+  const float beta = x->beta_at ? *x->beta_at : x->beta;
+  return beta != 0 ? sum + beta * before : sum;
 }
 
 /// op(X) as doubles, K innermost.
@@ -544,7 +546,8 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
                 .C = D,
                 .workspace = workspace,
                 .workspace_bytes = wanted};
-  if (is_microscaled(p)) call.alpha = alpha, call.beta = beta;
+  if (is_nvfp4(p)) call.alpha_at = alpha, call.beta_at = beta;
+  else if (is_microscaled(p)) call.alpha = *(const float *)alpha, call.beta = *(const float *)beta;
   else
     call.adds =
       dtype_of(c->type) == ENG_f64 ? *(const double *)beta != 0 : *(const float *)beta != 0;
