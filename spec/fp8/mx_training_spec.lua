@@ -189,8 +189,9 @@ describe("a linear layer under microscaling", function()
     engine.seed(2)
     local model = nn.gpt { vocab = 256, context = 32, width = 64, heads = 4, layers = 2 }
     local t = engine.trainer { model = model, log = "quiet", steps = steps, run = run, mode = mode,
-      checkpoint = checkpoint, resume = run and "auto", data = engine.data.text { path = "README.md", batch = 2,
-        context = 32 }, optimizer = engine.optim.adamw(model, { lr = 1e-3, precision = {
+      checkpoint = checkpoint, resume = run and "auto",
+      data = engine.data.text { path = "README.md", batch = 2, context = 32 },
+      optimizer = engine.optim.adamw(model, { lr = 1e-3, precision = {
         base = base, fp8 = fp8 or { sample = 1, policy = not mode and "fp8_fallback" or nil } } }) }
     t:run()
     return t

@@ -61,9 +61,10 @@ end
 --               promotion   steps of K between promotions to f32; 0: none
 --             for microscaling (docs/microscaling.md), x, w and dy all have one of the rules floor,
 --             ceil, even, rceil, quest (blocks of 1x32), nvfp4, four_over_six, four_over_six_mse
---             (1x16, 16x16), ms_eden (1x16). Formats may also be e2m1, e2m3, e3m2, mxint8. Products
---             run in bf16, where they are exact. stochastic may be a number of random bits (true:
---             8). Roles also have
+--             (1x16, 16x16), ms_eden (1x16). Formats may also be e2m1, e2m3, e3m2, mxint8.
+--             stochastic may be a number of random bits (true: 8). Products have the accumulators
+--             fp32 (of exact bf16 products), blackwell (of codes) and device (blackwell where a
+--             card's tensor cores compute it, else fp32), the same for the three. Roles also have
 --               factor      multiplies elements before rounding; the product is divided by it
 --               backward    of x and w: a role. The backward product reads the values that the
 --                           forward product read, quantized by this role, not the originals
