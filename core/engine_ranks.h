@@ -139,10 +139,10 @@ int eng_parallel_flags(const eng_parallel *parallel, int rank, int index);
 eng_status eng_parallel_gather(eng_parallel *parallel);
 /// With zero = 3 all weights are on every rank at first. eng_parallel_leave drops the pieces of
 /// other ranks. From then on an operation that reads such a weight first receives its unit from the
-/// other ranks, which must run the same operation, and drops the units that it does not read. Other
-/// functions refuse the weight (STATE). eng_parallel_whole brings all weights back until the next
-/// eng_parallel_leave; meanwhile they can be read and written, on all ranks alike. Every rank calls
-/// both, between two steps.
+/// other ranks, which must run the same operation, and drops the units that it does not read. Then
+/// it starts to receive the unit that earlier passes used next. Other functions refuse the weight
+/// (STATE). eng_parallel_whole brings all weights back until the next eng_parallel_leave; meanwhile
+/// they can be read and written, on all ranks alike. Every rank calls both, between two steps.
 eng_status eng_parallel_leave(eng_parallel *parallel);
 eng_status eng_parallel_whole(eng_parallel *parallel);
 /// With zero = 3: a checksum of the order in which units were received; it must be the same on all
@@ -160,13 +160,14 @@ void eng_parallel_own(int64_t *from, int64_t *to, const eng_parallel *parallel, 
 /// start of the first bucket to the end of the last one. waited: seconds spent waiting in
 /// eng_parallel_finish. held: seconds for which backward waited for memory that other buckets used.
 /// record: seconds of the record's message. weights: seconds of distributing updated weights (zero
-/// = 3: of fetching weights), with weight_messages and weight_bytes sent by this rank.
+/// = 3: of starting to receive weights and of waiting for them), with weight_messages and weight_bytes sent by this rank.
 /// weights_memory: with zero = 3, the most bytes of weights and low-precision weights that this
-/// rank had at one time since eng_parallel_leave.
+/// rank had at one time since eng_parallel_leave. weight_exchanges: with zero = 3, how often a unit
+/// came; weights_ahead: how many of them an operation used that were on their way before it ran.
 typedef struct eng_parallel_facts {
   int64_t buckets, messages, bytes;
   double seconds, waited, held, record, weights;
-  int64_t weight_messages, weight_bytes, weights_memory;
+  int64_t weight_messages, weight_bytes, weights_memory, weight_exchanges, weights_ahead;
 } eng_parallel_facts;
 void eng_parallel_last(eng_parallel_facts *out, const eng_parallel *parallel);
 /// Predicts, without starting ranks, what rank `rank` of `size` (-1: the rank that sums the most)
@@ -181,6 +182,7 @@ typedef struct eng_parallel_sizes {
   int64_t gradients, rooms;
   int64_t under_way;            // memory of messages and sums in flight
   int64_t weights;              // with zero = 3, memory of weights and low-precision weights
+  int64_t weight_exchanges;     // with zero = 3, how often weights come during a step
 } eng_parallel_sizes;
 eng_status eng_parallel_predict(eng_parallel_sizes *out, eng_params *set, int rank, int size,
                                 const eng_parallel_options *options);

@@ -1,10 +1,12 @@
 // Steps and scopes, which end the lifetime of tensors. A step owns its tape and the tensors created
-// in it; its end drops both. A scope, inside or outside a step, is a mark; its end drops the
-// tensors created since then. Called by Lua; uses tensor.c and tape.c.
+// in it; its end drops both, and waits for weights on their way (ZeRO-3). A scope, inside or outside
+// a step, is a mark; its end drops the tensors created since then. Called by Lua; uses tensor.c,
+// tape.c and params_parted.c.
 #include "step.h"
 
 #include "base/error.h"
 #include "backward.h"
+#include "params/params.h"
 
 static bool in_step;
 static int n_scopes;   // open scopes; tensors created in one are dropped with it
@@ -28,7 +30,7 @@ eng_status eng_step_end(void)
   tensor_next_step();
   in_step = false;
   n_scopes = 0;                   // scopes that are still open have lost their tensors
-  return ENG_OK;
+  return params_settle();
 }
 
 int64_t eng_step_count(void)

@@ -92,11 +92,16 @@ int comm_tag(eng_comm *comm);
 /// Starts an exchange. Errors: STATE if comm_broken.
 eng_status comm_start(void **exchange, const eng_comm *comm, const comm_message *messages, int n,
                       int tag);
+/// Whether an exchange is done, or is NULL; then it has been freed. Never waits. After an error the
+/// exchange is abandoned, see comm_broken. `what`: for messages, as below.
+eng_status comm_test(bool *done, const eng_comm *comm, void *exchange, const char *what);
+/// Waits for an exchange, as comm_exchange does.
+eng_status comm_await(const eng_comm *comm, void *exchange, const char *what);
 /// Starts an exchange and waits for it. After the timeout (eng_comm_timeout) ends the job with a
 /// message that names the ranks that did not reach `what`.
 eng_status comm_exchange(eng_comm *comm, const comm_message *messages, int n, int tag,
                          const char *what);
-/// comm_exchange abandoned an exchange after an error. Other ranks may wait for its messages for
+/// An exchange was abandoned after an error. Other ranks may wait for its messages for
 /// ever, so this process starts no other exchange and ends the job when it exits.
 extern bool comm_broken;
 enum { COMM_LOST_CODE = 70 };          // exit code of a job that lost a rank

@@ -436,6 +436,9 @@ eng_status eng_parallel_finish(eng_parallel *p)
     p->facts.weight_messages += p->brought.messages;
     p->facts.weight_bytes += p->brought.bytes;
     p->facts.weights += p->brought.seconds;
+    p->facts.weight_exchanges += p->brought.exchanges;
+    p->facts.weights_ahead += p->set->parted->used_ahead;
+    p->set->parted->used_ahead = 0;
     p->facts.weights_memory = parted_kept(p->set, p->set->parted) + p->set->parted->most;
     memset(&p->brought, 0, sizeof p->brought);
   }

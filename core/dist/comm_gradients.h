@@ -81,8 +81,9 @@ struct eng_parallel {
   double      first;          // when the first bucket of this reduction started
   eng_parallel_facts facts;
   // ZeRO-3: the weights that this rank sent since the last reduction, and the time of the exchanges
-  struct { int64_t messages, bytes; double seconds; } brought;
+  struct { int64_t messages, bytes, exchanges; double seconds; } brought;
   uint32_t brought_in;        // a checksum of the units that were brought, in order
+  struct { void *exchange; char what[90]; } coming;   // the unit that is being filled
 };
 
 // ---- comm_buckets.c

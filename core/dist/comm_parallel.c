@@ -65,7 +65,10 @@ void eng_parallel_free(eng_parallel *p)
   buckets_free(p);
   for (int i = 0; p->place && i < p->set->n; i++) tensor_drop(p->place[i]);
   cards_free(p);
-  if (p->set->parted) p->set->parted->fetch = NULL;
+  if (p->set->parted) {
+    params_settle();          // messages on their way use this memory
+    p->set->parted->link = NULL;
+  }
   if (p->under_way == 0) {      // else messages in flight still use this memory
     pool_free(&p->messages_pool);
     arena_free_in(SPACE_HOST, ARENA_MESSAGE, p->values, p->n_values * (int64_t)sizeof(float));

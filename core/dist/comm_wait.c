@@ -225,35 +225,49 @@ eng_status comm_start(void **exchange, const eng_comm *comm, const comm_message 
   return comm->transport->start(exchange, comm->group, messages, n, tag);
 }
 
-/// Abandons an exchange, so that its memory can be freed (comm_broken).
-static void cancel(const eng_comm *comm, void *exchange, const char *what)
+/// Abandons an exchange after the error `status`, so that its memory can be freed (comm_broken).
+static eng_status abandon(const eng_comm *comm, void *exchange, const char *what,
+                          eng_status status)
 {
   comm_broken = true;
-  if (!comm->transport->cancel) return;
-  comm_watch_mark before = comm_watch(what);       // `cancel` waits for messages that have begun
-  comm->transport->cancel(exchange);
-  comm_watched(before);
+  if (comm->transport->cancel) {
+    comm_watch_mark before = comm_watch(what);     // `cancel` waits for messages that have begun
+    comm->transport->cancel(exchange);
+    comm_watched(before);
+  }
+  return status == ENG_ERR_LIBRARY
+           ? error_prefix(status, "rank %d, at %s", comm_world.rank, what) : status;
+}
+
+eng_status comm_test(bool *done, const eng_comm *comm, void *exchange, const char *what)
+{
+  *done = true;
+  if (!exchange) return ENG_OK;
+  eng_status status = comm->transport->test(done, exchange);
+  return status == ENG_OK ? ENG_OK : abandon(comm, exchange, what, status);
+}
+
+eng_status comm_await(const eng_comm *comm, void *exchange, const char *what)
+{
+  bool done;
+  int spins = 0;
+  double since = 0;
+  while (true) {
+    ENG_TRY(comm_test(&done, comm, exchange, what));
+    if (done) return ENG_OK;
+    eng_status status = meanwhile.work ? meanwhile.work(meanwhile.data) : ENG_OK;
+    if (status == ENG_OK) status = idle(&spins, &since, what);
+    if (status != ENG_OK) return abandon(comm, exchange, what, status);
+  }
 }
 
 eng_status comm_exchange(eng_comm *comm, const comm_message *messages, int n, int tag,
                          const char *what)
 {
   void *exchange;
-  bool done = false;
-  int spins = 0;
-  double since = 0;
   if (n == 0) return ENG_OK;
   ENG_TRY(comm_start(&exchange, comm, messages, n, tag));
-  while (true) {
-    eng_status status = comm->transport->test(&done, exchange);
-    if (status == ENG_OK && done) return ENG_OK;
-    if (status == ENG_OK && meanwhile.work) status = meanwhile.work(meanwhile.data);
-    if (status == ENG_OK) status = idle(&spins, &since, what);
-    if (status == ENG_OK) continue;
-    cancel(comm, exchange, what);
-    return status == ENG_ERR_LIBRARY
-             ? error_prefix(status, "rank %d, at %s", comm_world.rank, what) : status;
-  }
+  return comm_await(comm, exchange, what);
 }
 
 int comm_tag(eng_comm *comm)

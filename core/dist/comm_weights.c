@@ -1,7 +1,7 @@
 // ZeRO-3: sends the weights of a unit, such as a block, to the ranks that are about to use it.
 // params/params_parted.c decides when: an operation reads a weight that this rank has only a part
-// of. Every rank owns the same pieces as in ZeRO-1 and 2 and sends them straight from the weights
-// into the weights of the others, in the dtype that the operation reads.
+// of, or will probably do so soon. Every rank owns the same pieces as in ZeRO-1 and 2 and sends them
+// straight from the weights into the weights of the others, in the dtype that the operation reads.
 //
 // All ranks run the same operations, so they fetch the same units in the same order. Each unit's
 // messages have their own tag, so ranks that fetch different units wait for each other until the
@@ -67,22 +67,45 @@ static int list_messages(comm_message *messages, int64_t *sent, int64_t *bytes,
   return n;
 }
 
-static eng_status fetch(void *data, int unit, int form)
+static eng_status start(void *data, int unit, int form)
 {
   eng_parallel *p = data;
   int64_t none = 0;
+  double began = eng_clock();
   p->brought_in = eng_crc32c(p->brought_in, (int32_t[2]){unit, form}, 2 * sizeof(int32_t));
-  char what[90];
-  first_name(what, sizeof what, p->set, unit);
+  first_name(p->coming.what, sizeof p->coming.what, p->set, unit);
   int n = list_messages(NULL, &none, &none, p, p->set->parted, unit, form),
       tag = COMM_TAG_BUCKET + p->n_buckets + unit * PARTED_FORMS + form;
   comm_message *messages = calloc((size_t)n + 1, sizeof *messages);
   if (!messages) return error_set(ENG_ERR_MEMORY, "out of memory for messages");
   list_messages(messages, &p->brought.messages, &p->brought.bytes, p, p->set->parted, unit, form);
-  double began = eng_clock();
-  eng_status status = comm_exchange(p->comm, messages, n, tag, what);
+  eng_status status =
+    n > 0 ? comm_start(&p->coming.exchange, p->comm, messages, n, tag) : ENG_OK;
+  p->brought.exchanges++;
   p->brought.seconds += eng_clock() - began;
   free(messages);
+  return status;
+}
+
+static eng_status advance(void *data)
+{
+  eng_parallel *p = data;
+  bool done;
+  void *exchange = p->coming.exchange;
+  p->coming.exchange = NULL;
+  ENG_TRY(comm_test(&done, p->comm, exchange, p->coming.what));
+  if (!done) p->coming.exchange = exchange;
+  return ENG_OK;
+}
+
+static eng_status finish(void *data)
+{
+  eng_parallel *p = data;
+  double began = eng_clock();
+  void *exchange = p->coming.exchange;
+  p->coming.exchange = NULL;
+  eng_status status = comm_await(p->comm, exchange, p->coming.what);
+  p->brought.seconds += eng_clock() - began;
   return status;
 }
 
@@ -98,12 +121,13 @@ static eng_status check_units(const eng_parallel *p, const int32_t *units)
 
 eng_status weights_part(eng_parallel *p, const int32_t *units)
 {
+  static const parted_link link = {start, advance, finish};
   params_parted *q;
   ENG_TRY(check_units(p, units));
   if (p->set->space != SPACE_HOST)
     return error_set(ENG_ERR_DEVICE, "zero=3 needs the weights in CPU memory; hint: zero=2");
   ENG_TRY(parted_new(&q, p->set, p->set->own, units, p->apart));
-  q->fetch = fetch;
+  q->link = &link;
   q->data = p;
   return params_part(p->set, q);
 }
@@ -134,6 +158,7 @@ eng_status eng_parallel_piece(eng_tensor *out, eng_parallel *p, int index)
   *out = (eng_tensor){0, 0};
   ENG_TRY(check_parted(p));
   ENG_TRY(params_index(p->set, index));
+  ENG_TRY(params_settle());       // the caller may write to it
   *out = tensor_handle(p->set->parted->piece[index]);
   return ENG_OK;
 }
@@ -149,7 +174,14 @@ typedef struct prediction {
 static eng_status count_messages(void *data, int unit, int form)
 {
   const prediction *a = data;
+  a->out->weight_exchanges++;
   list_messages(NULL, &a->out->weight_messages, &a->out->weight_bytes, a->p, a->q, unit, form);
+  return ENG_OK;
+}
+
+static eng_status do_nothing(void *data)
+{
+  (void)data;
   return ENG_OK;
 }
 
@@ -170,32 +202,43 @@ static eng_status read_inputs(const prediction *a, int node, bool forward)
       if (!derived && !(reads >> k & 1)) break;
       if (layer) form[n] = derived ? PARTED_DERIVED : PARTED_COMPUTE;
       unit[n] = a->q->unit_of[i];
-      absent |= !a->q->unit[unit[n]].here[form[n]];
+      absent |= !parted_here(a->q, unit[n], form[n]);
       n++;
       break;
     }
   return absent ? parted_need(a->q, unit, form, n) : ENG_OK;
 }
 
-eng_status weights_predict(eng_parallel_sizes *out, eng_parallel *p, const int64_t *own,
-                           const int32_t *units)
+/// Brings the weights that a step reads.
+static eng_status read_all(const prediction *a)
 {
-  prediction a = {.p = p, .out = out};
-  ENG_TRY(check_units(p, units));
-  ENG_TRY(parted_new(&a.q, p->set, own, units, p->apart));
-  a.q->imagined = true;
-  a.q->fetch = count_messages;
-  a.q->data = &a;
-  eng_status status = ENG_OK;
+  eng_status status = parted_drop(a->q);
   int length = eng_tape_length();
-  for (int i = 0; i < length && status == ENG_OK; i++) status = read_inputs(&a, i, true);
+  for (int i = 0; i < length && status == ENG_OK; i++) status = read_inputs(a, i, true);
   for (int i = length - 1; i >= 0 && status == ENG_OK; i--) {
     int segment = tape_at(i)->segment;     // a checkpointed part runs again before its backward
     bool last = segment && (i == length - 1 || tape_at(i + 1)->segment != segment);
     for (int k = segment - 1; last && k <= i && status == ENG_OK; k++)
-      status = read_inputs(&a, k, true);
-    if (status == ENG_OK) status = read_inputs(&a, i, false);
+      status = read_inputs(a, k, true);
+    if (status == ENG_OK) status = read_inputs(a, i, false);
   }
+  return status;
+}
+
+eng_status weights_predict(eng_parallel_sizes *out, eng_parallel *p, const int64_t *own,
+                           const int32_t *units)
+{
+  static const parted_link link = {count_messages, do_nothing, do_nothing};
+  eng_parallel_sizes first = {0};        // the first step, in which no order is known yet
+  prediction a = {.p = p, .out = &first};
+  ENG_TRY(check_units(p, units));
+  ENG_TRY(parted_new(&a.q, p->set, own, units, p->apart));
+  a.q->imagined = true;
+  a.q->link = &link;
+  a.q->data = &a;
+  eng_status status = read_all(&a);
+  a.out = out;
+  if (status == ENG_OK) status = read_all(&a);
   out->weights = parted_kept(p->set, a.q) + a.q->most;
   parted_free(a.q);
   return status;

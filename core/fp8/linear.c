@@ -218,6 +218,7 @@ static eng_status quantize_own(copies *out, int64_t number, fp8_site *s, paramet
     return error_set(ENG_ERR_VALUE, "%s: zero=3 cannot round weights at random; hint: zero=2",
                      s->name);
   if (!params_owns(p)) return params_derived_outdated(p);
+  ENG_TRY(params_settle());
   tensor *made[PARAMS_DERIVED];
   for (int k = weight_tensors(made, p->derived) - 1; k >= 0; k--) made[k]->store->absent = false;
   ENG_TRY(tensor_wrap(&whole, source->store->space, source->data, source->dtype, source->ndim,

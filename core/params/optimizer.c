@@ -264,6 +264,7 @@ eng_status eng_optimizer_step(eng_optimizer *state, const eng_update *update)
   ENG_TRY(check_alive(state));
   ENG_TRY(check_update(state, update));
   ENG_TRY(params_here(state->set, "an optimizer's update"));
+  ENG_TRY(params_settle());
   bool momentum = false;
   for (int g = 0; g < update->n_groups; g++) momentum = momentum || update->groups[g].momentum != 0;
   for (int which = 0; which < kinds[state->kind].moments; which++)

@@ -149,6 +149,12 @@ static inline bool params_sums_terms(const parameter *p)
 /// Brings the absent weights among x[n] (entries may be NULL). All ranks call it at the same
 /// operations. Errors: STATE.
 eng_status params_bring(tensor *const *x, int n);
+/// Weights on their way from other ranks, ahead of their use; NULL: none. params_advance moves the
+/// messages and never waits; params_settle waits until they have arrived. No weights may be written
+/// before they have, because this rank's own are being sent.
+extern struct params_parted *params_under_way;
+eng_status params_advance(void);
+eng_status params_settle(void);
 /// Whether ZeRO-3 divides p among the ranks now. If so, the rank that owns all of p (option
 /// `whole`) makes its derived copy and sends it to the others.
 bool params_comes_and_goes(const parameter *p);

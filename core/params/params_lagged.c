@@ -74,8 +74,54 @@ static eng_status check_losses(tensor **loss, const eng_tensor *losses, int n)
   return ENG_OK;
 }
 
+/// Takes the statistics of the members that have a gradient from `known`.
+static void take_known(pending_stats *p, const eng_params *set, const eng_tensor_stats *known)
+{
+  p->m = 0;
+  for (int i = 0; i < set->n; i++) {
+    if (!set->member[i].has_gradient || set->member[i].value->count == 0) continue;
+    p->which[p->m] = i;
+    p->stats[p->m++] = known[i];
+  }
+}
+
+/// Computes the statistics at once.
+static eng_status compute(pending_stats *p, eng_params *set)
+{
+  ENG_TRY(params_whole(set));
+  p->m = params_spans(set);
+  memcpy(p->which, set->which, (size_t)p->m * sizeof *p->which);
+  ENG_TRY(backend_current()->gradstats(set->span, p->m, p->needs | ENG_NEED_NORM, p->stats));
+  for (int k = 0; k < p->m; k++) p->stats[k].relative_scale = set->span[k].scale;
+  return ENG_OK;
+}
+
+/// Sums up what the update needs.
+static void sum_up(pending_stats *p, tensor *const *loss)
+{
+  p->loss = p->sum_squares = 0;
+  p->overflow = false;
+  for (int i = 0; i < p->n_losses; i++) p->loss += tensor_load(loss[i]->data, ENG_f32, 0);
+  for (int k = 0; k < p->m; k++) {
+    double scale = p->stats[k].relative_scale;
+    p->sum_squares += p->stats[k].sum_squares / (scale * scale);
+    p->overflow = p->overflow || p->stats[k].inf + p->stats[k].nan > 0;
+  }
+}
+
+/// Requests the statistics from a device that computes them later.
+static eng_status request(pending_stats *p, eng_params *set, tensor *const *loss)
+{
+  ENG_TRY(params_whole(set));
+  p->m = params_spans(set);
+  memcpy(p->which, set->which, (size_t)p->m * sizeof *p->which);
+  for (int k = 0; k < p->m; k++) p->relative_scale[k] = set->span[k].scale;
+  return backend_current()->gradstats_start(&p->ticket, set->span, p->m, p->needs, loss,
+                                            p->n_losses);
+}
+
 eng_status eng_params_stats_start(eng_params *set, unsigned needs, const eng_tensor *losses,
-                                  int n_losses)
+                                  int n_losses, const eng_tensor_stats *known)
 {
   ENG_TRY(params_alive(set));
   if (set->n_pending == ENG_STATS_ON_THEIR_WAY)
@@ -83,29 +129,21 @@ eng_status eng_params_stats_start(eng_params *set, unsigned needs, const eng_ten
                      "lagged statistics: %d are already pending; hint: fetch the oldest first",
                      ENG_STATS_ON_THEIR_WAY);
   ENG_TRY(params_here(set, "gradient statistics"));
-  const backend *device = backend_current();
-  ENG_TRY(params_whole(set));
+  bool later = backend_current()->gradstats_start != NULL;
+  if (later && known)
+    return error_set(ENG_ERR_DEVICE, "lagged statistics: the device %s computes them itself",
+                     backend_current()->name);
   tensor *loss[ENG_STATS_LOSSES];
   ENG_TRY(check_losses(loss, losses, n_losses));
   pending_stats *p = &set->pending[(set->first_pending + set->n_pending) % ENG_STATS_ON_THEIR_WAY];
-  ENG_TRY(room_for(p, set, !device->gradstats_start));
+  ENG_TRY(room_for(p, set, !later));
   p->needs = needs;
   p->n_losses = n_losses;
-  p->m = params_spans(set);
-  memcpy(p->which, set->which, (size_t)p->m * sizeof *p->which);
-  for (int k = 0; k < p->m; k++) p->relative_scale[k] = set->span[k].scale;
-  if (device->gradstats_start) {
-    ENG_TRY(device->gradstats_start(&p->ticket, set->span, p->m, needs, loss, n_losses));
-  } else {
-    ENG_TRY(device->gradstats(set->span, p->m, needs | ENG_NEED_NORM, p->stats));
-    p->loss = p->sum_squares = 0;
-    p->overflow = false;
-    for (int i = 0; i < n_losses; i++) p->loss += tensor_load(loss[i]->data, ENG_f32, 0);
-    for (int k = 0; k < p->m; k++) {
-      double scale = p->stats[k].relative_scale = set->span[k].scale;
-      p->sum_squares += p->stats[k].sum_squares / (scale * scale);
-      p->overflow = p->overflow || p->stats[k].inf + p->stats[k].nan > 0;
-    }
+  if (later) ENG_TRY(request(p, set, loss));
+  else {
+    if (known) take_known(p, set, known);
+    else ENG_TRY(compute(p, set));
+    sum_up(p, loss);
   }
   set->n_pending++;
   set->newest = p;

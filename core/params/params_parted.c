@@ -1,9 +1,13 @@
 // Weights that come and go (ZeRO-3). The flat buffers of weights keep their addresses, so that
 // tensors, views and the tape stay valid; pages that hold none of this rank's own elements are
 // given back to the system. Weights that are used together form a unit. An operation that reads an
-// absent weight brings its whole unit (`fetch`, in dist/) and drops the units that it does not
-// read. So a forward pass holds one unit after the other, and the backward pass holds them in
-// reverse order.
+// absent weight brings its whole unit (`link`, in dist/) and drops the units that it does not read.
+// So a forward pass uses one unit after the other, and the backward pass the same in reverse.
+//
+// Meanwhile the next unit is on its way: parted_order.c predicts it from earlier passes. If another
+// unit is needed, the predicted one arrives first and is dropped. At most one unit is on its way,
+// and none while weights are written (params_settle). A derived copy comes ahead only if its owner
+// has made it since the last update.
 //
 // Absent weights are marked in their storage, so that nothing reads or writes them by mistake
 // (tensor_get). Owns the table and the marks. Called by op.c, params.c and dist/.
@@ -129,6 +133,7 @@ eng_status parted_new(params_parted **out, const eng_params *set, const int64_t 
     return status;
   }
   q->whole = true;
+  q->coming = q->ahead = -1;
   *out = q;
   return ENG_OK;
 }
@@ -161,22 +166,94 @@ static void move_pages(params_parted *q, int unit, int form, bool here)
   if (q->here > q->most) q->most = q->here;
 }
 
+params_parted *params_under_way;
+
+static void set_coming(params_parted *q, int32_t number)
+{
+  q->coming = number;
+  if (!q->imagined) params_under_way = number >= 0 ? q : NULL;
+}
+
+/// Waits for the unit that is being filled, if there is one. After an error its pages are dropped.
+static eng_status arrive(params_parted *q)
+{
+  if (q->coming < 0) return ENG_OK;
+  int unit = q->coming / PARTED_FORMS, form = q->coming % PARTED_FORMS;
+  eng_status status = q->link->finish(q->data);
+  set_coming(q, -1);
+  if (status != ENG_OK) move_pages(q, unit, form, false);
+  return status;
+}
+
+eng_status params_settle(void)
+{
+  return params_under_way ? arrive(params_under_way) : ENG_OK;
+}
+
+eng_status params_advance(void)
+{
+  return params_under_way->link->advance(params_under_way->data);
+}
+
+/// Begins to fill a unit, after that of another set.
+static eng_status start(params_parted *q, int unit, int form)
+{
+  if (!q->imagined) ENG_TRY(params_settle());
+  move_pages(q, unit, form, true);
+  eng_status status = q->link->start(q->data, unit, form);
+  if (status == ENG_OK) set_coming(q, unit * PARTED_FORMS + form);
+  else move_pages(q, unit, form, false);
+  return status;
+}
+
+/// Begins to fill the unit that is probably used next.
+static eng_status start_next(params_parted *q)
+{
+  int32_t next = order_next(&q->order);
+  if (next < 0) return ENG_OK;
+  int unit = next / PARTED_FORMS, form = next % PARTED_FORMS;
+  bool made = form != PARTED_DERIVED || q->unit[unit].made;
+  if (!made || q->unit[unit].here[form]) return ENG_OK;
+  ENG_TRY(start(q, unit, form));
+  q->ahead = next;
+  return ENG_OK;
+}
+
 eng_status parted_need(params_parted *q, const int *unit, const int *form, int n)
 {
+  int32_t ahead = q->ahead;
+  q->ahead = -1;
   q->clock++;
+  ENG_TRY(arrive(q));
   for (int k = 0; k < n; k++) q->unit[unit[k]].used = q->clock;
   for (int u = 0; u < q->n_units; u++)
     for (int f = 0; q->unit[u].used != q->clock && f < PARTED_FORMS; f++)
       move_pages(q, u, f, false);
   for (int k = 0; k < n; k++) {
-    if (q->unit[unit[k]].here[form[k]]) continue;
-    move_pages(q, unit[k], form[k], true);
-    eng_status status = q->fetch(q->data, unit[k], form[k]);
-    if (status == ENG_OK) continue;
-    move_pages(q, unit[k], form[k], false);
-    return status;
+    int32_t number = unit[k] * PARTED_FORMS + form[k];
+    if (!q->unit[unit[k]].here[form[k]]) {
+      ENG_TRY(start(q, unit[k], form[k]));
+      ENG_TRY(arrive(q));
+    } else if (number == ahead) {
+      ahead = -1;
+      q->used_ahead++;
+    } else continue;
+    if (form[k] == PARTED_DERIVED) q->unit[unit[k]].made = true;
+    order_note(&q->order, number);
   }
-  return ENG_OK;
+  return start_next(q);
+}
+
+eng_status parted_drop(params_parted *q)
+{
+  eng_status status = arrive(q);
+  q->ahead = -1;
+  order_note(&q->order, ORDER_END);
+  for (int u = 0; u < q->n_units; u++) {
+    q->unit[u].made = false;
+    for (int f = 0; f < PARTED_FORMS; f++) move_pages(q, u, f, false);
+  }
+  return status;
 }
 
 /// Marks the storages of members whose weights come and go, and which of these are absent now.
@@ -189,7 +266,7 @@ static void mark(eng_params *set)
       for (int k = parted_tensors(x, set, i, f) - 1; k >= 0 && q->unit_of[i] >= 0; k--) {
         x[k]->store->parted = &set->member[i];
         x[k]->store->closed = !q->whole;
-        x[k]->store->absent = !q->whole && !q->unit[q->unit_of[i]].here[f];
+        x[k]->store->absent = !q->whole && !parted_here(q, q->unit_of[i], f);
       }
 }
 
@@ -224,7 +301,7 @@ eng_status params_bring(tensor *const *x, int n)
     if (!p || p->set != set || !parted_holds(&form[m], p, x[k]->store)) continue;
     unit[m++] = set->parted->unit_of[p->index];
   }
-  if (!set->parted->fetch)
+  if (!set->parted->link)
     return error_set(ENG_ERR_STATE, "parameter %s: this rank has only its part (zero=3), and its "
                                     "trainer is gone", absent->name);
   eng_status status = parted_need(set->parted, unit, form, m);
@@ -238,25 +315,27 @@ eng_status params_leave(eng_params *set)
   bool was_whole = q->whole;
   q->whole = false;
   if (was_whole) ENG_TRY(params_round_written(set));   // a script may have written to masters
-  for (int u = 0; u < q->n_units; u++)
-    for (int f = 0; f < PARTED_FORMS; f++) move_pages(q, u, f, false);
+  eng_status status = parted_drop(q);
   mark(set);
   if (was_whole) q->most = 0;
-  return ENG_OK;
+  return status;
 }
 
 eng_status params_bring_all(eng_params *set)
 {
   params_parted *q = set->parted;
   if (q->whole) return ENG_OK;
-  if (!q->fetch)
-    return error_set(ENG_ERR_STATE, "this rank has only its part of the weights (zero=3), and its "
-                                    "trainer is gone");
+  if (!q->link)
+    return error_set(ENG_ERR_STATE, "the ranks that have the other weights are gone");
   ENG_TRY(params_leave(set));      // so that all ranks bring the same units
   for (int u = 0; u < q->n_units; u++)
     for (int f = 0; f < PARTED_FORMS; f++) {
-      move_pages(q, u, f, true);
-      eng_status status = f == PARTED_DERIVED ? ENG_OK : q->fetch(q->data, u, f);
+      if (f == PARTED_DERIVED) {
+        move_pages(q, u, f, true);
+        continue;
+      }
+      eng_status status = start(q, u, f);
+      if (status == ENG_OK) status = arrive(q);
       if (status == ENG_OK) continue;
       params_leave(set);
       return status;
@@ -273,6 +352,7 @@ void params_forget_parts(eng_params *set)
   params_parted *q = set->parted;
   tensor *x[PARAMS_DERIVED];
   if (!q) return;
+  arrive(q);
   for (int u = 0; u < q->n_units; u++)
     for (int f = 0; f < PARTED_FORMS; f++) move_pages(q, u, f, true);
   for (int i = 0; i < set->n; i++)
@@ -293,6 +373,8 @@ void params_derived_freed(parameter *p)
   params_parted *q = p->set->parted;
   if (!q || q->unit_of[p->index] < 0) return;
   parted_unit *u = &q->unit[q->unit_of[p->index]];
+  arrive(q);
+  u->made = false;
   move_pages(q, q->unit_of[p->index], PARTED_DERIVED, true);
   for (int k = 0; k < u->n_pages[PARTED_DERIVED]; k++) {
     q->here -= u->pages[PARTED_DERIVED][k].bytes;
@@ -319,6 +401,8 @@ eng_status params_derived_outdated(parameter *p)
     q->here += q->away - before;
     q->unit[unit].here[PARTED_DERIVED] = true;
   }
+  ENG_TRY(arrive(q));
+  if (q->ahead == unit * PARTED_FORMS + PARTED_DERIVED) q->ahead = -1;   // it was out of date
   move_pages(q, unit, PARTED_DERIVED, false);
   mark(p->set);
   return ENG_OK;

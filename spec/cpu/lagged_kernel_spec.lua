@@ -11,7 +11,7 @@ local ADAMW = { lr = 1e-2, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay 
 local function start(set, needs, losses)
   local list = ffi.new("eng_tensor[?]", math.max(#(losses or {}), 1))
   for i, x in ipairs(losses or {}) do list[i - 1] = x end
-  return C.eng_params_stats_start(set.params, needs or 31, list, #(losses or {}))
+  return C.eng_params_stats_start(set.params, needs or 31, list, #(losses or {}), nil)
 end
 
 local function fetch(set, scale)

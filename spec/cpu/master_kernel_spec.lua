@@ -189,7 +189,7 @@ describe("bf16 masters", function()
           g[77] = bad or g[77]
           set:write_gradients({ g }, "f32")
           if lagged then
-            check(C.eng_params_stats_start(set.params, C.ENG_NEED_NORM, nil, 0))
+            check(C.eng_params_stats_start(set.params, C.ENG_NEED_NORM, nil, 0, nil))
             set:update { hyper = KINDS.adamw, t = 1, draw = 99, lagged = true }
             check(C.eng_params_stats_fetch(ffi.new("eng_record"), nil, ffi.new("double[1]"),
               set.params, 1))

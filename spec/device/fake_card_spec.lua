@@ -81,7 +81,9 @@ if not sanitized and helper.shell("test -f " .. CARD).code == 0
           local model = engine.nn.linear(4, 4)
           local optimizer = engine.optim.adamw(model, { lr = 0.1 })
           local set = optimizer.params
-          local function start(losses, n) F.check(C.eng_params_stats_start(set, 63, losses, n)) end
+          local function start(losses, n)
+            F.check(C.eng_params_stats_start(set, 63, losses, n, nil))
+          end
           local function fetch() F.check(C.eng_params_stats_fetch(record, nil, loss, set, 1)) end
           model(engine.ones(2, 4)):sum():backward()
           refused(function() optimizer:step {} end)

@@ -11,7 +11,7 @@ local ranks = engine.ranks
 local cfg = engine.config { model = "gpt", zero = 0, steps = 4, accumulate = 1, precision = "fp32",
   wire = "own", bucket = 0.05, width = 48, layers = 3, policy = "",
   run = "", trap = "", clip = 0.0, ask = false, optimizer = "adamw", timeout = 30, told = "told",
-  resume = "", boom = 0, checkpoint = false, resident = false }
+  resume = "", boom = 0, checkpoint = false, resident = false, mode = "sync" }
 engine.seed(3)
 
 -- ------------------------------------------------------------------ models
@@ -76,7 +76,7 @@ local options = { model = model, optimizer = optimizer, data = data, steps = cfg
   zero = cfg.zero, bucket = cfg.bucket, run = cfg.run, resume = cfg.resume,
   checkpoint = cfg.checkpoint and "block" or nil,
   trap = cfg.trap ~= "" and cfg.trap or nil, policy = cfg.policy ~= "" and cfg.policy or nil,
-  rank_timeout = cfg.timeout, agree_every = 1,
+  rank_timeout = cfg.timeout, agree_every = 1, mode = cfg.mode,
   log = "quiet", attach = false }
 if cfg.model == "forked" then options.loss = function(m, batch) return m:loss(batch.x) end end
 local trainer
@@ -128,7 +128,7 @@ local result = { rank = ranks.rank(), resident = resident(), steps = steps, told
 if trainer.reducer.many then
   C.eng_parallel_last(facts, trainer.reducer.reduction)
   for _, name in ipairs { "messages", "bytes", "weight_messages", "weight_bytes",
-    "weights_memory" } do
+    "weights_memory", "weight_exchanges", "weights_ahead" } do
     result[name] = tonumber(facts[name])
   end
   check(C.eng_step_begin())

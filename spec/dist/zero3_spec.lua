@@ -1,7 +1,8 @@
 -- ZeRO-3: weights sharded over the ranks. Training equals ZeRO-0 bit for bit; memory and messages
--- match the prediction; FP8 weights travel as FP8; killed jobs resume with any number of ranks; an
--- inf is attributed to its rank and tensor; what needs whole weights is refused or runs in
--- trainer:whole. The jobs are spec/dist/zero.lua, job.lua and whole.lua.
+-- match the prediction; FP8 weights travel as FP8; weights come ahead of their use, whatever the
+-- order; killed jobs resume with any number of ranks; an inf is attributed to its rank and tensor;
+-- what needs whole weights is refused or runs in trainer:whole; lagged mode works. The jobs are
+-- spec/dist/zero.lua, ahead.lua, job.lua and whole.lua.
 local helper = require "spec.helper"
 local json = require "engine.base.json"
 local start = require "spec.dist.start"
@@ -30,6 +31,21 @@ local function told(n, ...)
     assert.equal(all[1].weights, all[rank + 1].weights)
   end
   return all
+end
+
+-- A job of ahead.lua: its lines, its checksum, and for each step how many units came, and how many
+-- of them ahead.
+local function ahead(n, ...)
+  local result, came, early = run(n, "spec/dist/ahead.lua", { ... }), {}, {}
+  assert.equal(0, result.code, result.out .. result.err)
+  local sum, all, some = result.err:match("rank 0: weights (%w+) came (%S+) ahead (%S+)")
+  for rank = 1, n - 1 do
+    assert.matches(("rank %d: weights %s came %s ahead %s"):format(rank, sum, all, some),
+      result.err, 1, true)
+  end
+  for count in all:gmatch("%d+") do came[#came + 1] = tonumber(count) end
+  for count in some:gmatch("%d+") do early[#early + 1] = tonumber(count) end
+  return result.out, sum, came, early
 end
 
 -- The lines of a job of job.lua, and the checksum of its weights.
@@ -79,7 +95,8 @@ describe("ranks with ZeRO-3", function()
       for _, rank in ipairs(told(n, "zero=3", "width=192", "layers=4", "steps=2",
         "precision=" .. precision, "checkpoint=" .. case[3])) do
         local p, at = rank.predicted, ("rank %d of %d, %s"):format(rank.rank, n, precision)
-        for _, what in ipairs { "messages", "bytes", "weight_messages", "weight_bytes" } do
+        for _, what in ipairs { "messages", "bytes", "weight_messages", "weight_bytes",
+          "weight_exchanges" } do
           assert.equal(p[what], rank[what], at .. ": " .. what)
         end
         assert.equal(p.weights, rank.weights_memory, at)
@@ -88,7 +105,8 @@ describe("ranks with ZeRO-3", function()
     end
     -- 1.8 million weights take 7.2 MB in f32, and 3.6 MB more as copies in bf16
     assert.is_true(held.bf16 < 0.65 * 10.8e6, held.bf16)
-    assert.is_true(held.fp32 < 0.5 * 7.2e6, held.fp32)
+    -- a quarter of the weights, and two blocks of four less what the rank has of them
+    assert.is_true(held.fp32 < 0.65 * 7.2e6, held.fp32)
     -- fp8_block sends one byte per weight of a layer, bf16 two
     local function sent(precision)
       local bytes = 0
@@ -99,6 +117,73 @@ describe("ranks with ZeRO-3", function()
       return bytes
     end
     assert.is_true(sent("fp8_block") < 0.65 * sent("bf16"))
+  end)
+
+  it("bring weights ahead of their use, in orders that change", function()
+    local function compare(n, ...)
+      local settings = { ... }
+      local plain, sum = ahead(n, unpack(settings))
+      settings[#settings + 1] = "zero=3"
+      local shared, own, came, early = ahead(n, unpack(settings))
+      assert.equal(plain, shared, table.concat(settings, " "))
+      assert.equal(sum, own, table.concat(settings, " "))
+      return came, early
+    end
+    -- 8 units forward and 6 backward, the first of them when it is needed
+    assert.same({ { 14, 14, 14 }, { 0, 13, 13 } }, { compare(2, "steps=3", "order=same") })
+    local came, early = compare(3, "precision=bf16")
+    assert.is_true(early[2] < came[2] - 1 and early[4] < came[4] - 1)
+    -- the third time that the three orders follow each other, only the first unit is not expected
+    for step = 7, 9 do assert.equal(came[step] - 1, early[step]) end
+    compare(2, "checkpoint=true", "precision=fp16")
+    compare(4, "evaluate=1")
+    compare(2, "precision=fp8_block", "evaluate=2", "checkpoint=true")
+    compare(2, "precision=fp8_delayed")
+    local two = { ahead(2, "accumulate=3", "zero=2", "evaluate=2") }
+    local three = { ahead(2, "accumulate=3", "zero=3", "evaluate=2") }
+    assert.same({ two[1], two[2] }, { three[1], three[2] })
+  end)
+
+  it("end when a rank dies, fails or uses other weights, while weights are on their way", function()
+    for name, case in pairs { dies = { "die_step=4" }, raises = { "raise_step=4" },
+      differs = { "odd_step=4" }, alone = { "other_step=4" } } do
+      for _, order in ipairs { "same", "changes" } do
+        local from = require("engine.base.ffi").C.eng_clock()
+        local result = run(3, "spec/dist/ahead.lua", { "zero=3", "timeout=2", "order=" .. order,
+          unpack(case) }, 40)
+        assert.are_not.equal(0, result.code, name)
+        assert.is_true(require("engine.base.ffi").C.eng_clock() - from < 30, name)
+        assert.matches("\n4 [^\n]*\n$", "\n" .. result.out)
+        if name == "raises" then
+          assert.matches("this rank has had enough", result.err, 1, true)
+        elseif name ~= "dies" then
+          assert.truthy(result.err:find("zero=3: the ranks used different weights", 1, true)
+            or result.err:find("waited 2 s for each other at different places (rank 0: the unit " ..
+              "of blocks.", 1, true), result.err)
+        end
+      end
+    end
+  end)
+
+  it("train in lagged mode as without it", function()
+    for _, case in ipairs { { 2, "precision=fp16", "policy=dynamic:init_scale=2^27", "clip=0.5" },
+      { 3, "precision=bf16", "accumulate=2" }, { 4, "precision=fp16", "wire=fp8" } } do
+      case[#case + 1] = "mode=lagged"
+      local plain = told(unpack(case))
+      for zero = 1, 3 do
+        case[#case + 1] = "zero=" .. zero
+        local shared = told(unpack(case))
+        table.remove(case)
+        if not case[3]:find("accumulate") then
+          assert.same(plain[1].steps, shared[1].steps, table.concat(case, " ") .. zero)
+          assert.equal(plain[1].weights, shared[1].weights)
+        elseif zero == 3 then        -- from ZeRO-2 on, every micro-batch is reduced
+          local two = told(case[1], "zero=2", unpack(case, 2))
+          assert.same(two[1].steps, shared[1].steps)
+          assert.equal(two[1].weights, shared[1].weights)
+        end
+      end
+    end
   end)
 
   it("return the memory of the other weights to the system", function()

@@ -147,15 +147,6 @@ describe("both modes", function()
   it("write the same history on ranks", function()
     local sync, lagged = both(2, { "accumulate=2", "dropout=0.1", "first=4", "last=4",
       "shadow=dynamic:growth_interval=3" })
-    for _, all in ipairs { sync, lagged } do
-      -- the order of the sum of squares differs: over a rank's pieces, or over the whole gradient
-      all.tensors = nil
-      for i, row in ipairs(all.steps) do
-        row.rounded = ("%.10e"):format(row.norm)
-        row.norm = nil
-        all.steps[i] = row
-      end
-    end
     alike(sync, lagged, 1)
     assert.matches("inf from rank 1, first in blocks.2.mlp.up.weight",
       table.concat(lagged.kinds, "\n"), 1, true)

@@ -244,7 +244,7 @@ local function table_of(job, cost, source, given)
   if job.zero > 0 then
     print(job.zero < 3 and "\n'messages' counts only gradients; 'not hidden' also counts the " ..
       "weights, which are sent after the update" or "\n'messages' counts only gradients; " ..
-      "'not hidden' also counts the weights, for which each block waits in both passes")
+      "'not hidden' also counts the weights that come too late for their block, in both passes")
   end
   if job.advice then print((job.zero > 0 and "" or "\n") .. job.advice) end
   if #x > 2 then

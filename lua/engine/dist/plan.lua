@@ -7,9 +7,10 @@
 -- pass. The record takes log2(ranks) messages.
 --
 -- On separate machines, messages overlap the rest of the backward pass, except those of the last
--- bucket. Ranks that share a machine (cost.cores) copy messages with the cores that compute, so
--- nothing overlaps. Each step then waits for the slowest rank, and ranks beyond the number of cores
--- take turns. Used by `engine plan`; cli/plan_measure.lua measures.
+-- bucket. ZeRO-3's weights overlap both passes, except those that come first. Ranks that share a
+-- machine (cost.cores) copy messages with the cores that compute, so nothing overlaps. Each step
+-- then waits for the slowest rank, and ranks beyond the number of cores take turns. Used by
+-- `engine plan`; cli/plan_measure.lua measures.
 local M_ffi = require "engine.base.ffi"
 local reduction = require "engine.dist.reduction"
 
@@ -28,8 +29,8 @@ function M.sizes(params, options, rank, ranks)
   local out = M_ffi.new("eng_parallel_sizes")
   check(C.eng_parallel_predict(out, params, rank, ranks, reduction.options(options)))
   local sizes = {}
-  for _, name in ipairs { "buckets", "messages", "bytes", "weight_messages", "weight_bytes", "own",
-    "gradients", "rooms", "under_way", "weights" } do
+  for _, name in ipairs { "buckets", "messages", "bytes", "weight_messages", "weight_bytes",
+    "weight_exchanges", "own", "gradients", "rooms", "under_way", "weights" } do
     sizes[name] = tonumber(out[name])
   end
   return sizes
@@ -66,6 +67,10 @@ function M.predict(job, cost, ranks)
   local last = messages / math.max(1, sizes.buckets * passes)
   local exposed = cost.cores and messages
     or math.max(last, messages - BACKWARD * job.step * (1 - 1 / math.max(1, sizes.buckets)))
+  if parted and not cost.cores then
+    local free = job.step - (messages - exposed)       -- computing during which no gradients travel
+    weights = math.max(weights / math.max(1, sizes.weight_exchanges * passes), weights - free)
+  end
   local skew = cost.times and not alone and M.skew(cost.times, ranks) * turns or 0
   local waited = (cost.cores and last + handling / math.max(1, sizes.buckets * passes) or exposed) +
     skew

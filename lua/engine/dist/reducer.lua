@@ -306,9 +306,23 @@ function Reducer:finish(s)
   continue_numbers(s, self.drawn)
 end
 
---- Keeps what the record needs and the next step may overwrite: the signals; when this rank first
---- gave a synchronized batch norm inf or nan (first_bad of batch_norm_over.lua); and, if the record
---- is delayed, the tensors that overflowed on each rank.
+--- In lagged mode on the CPU, which computes at once: makes the pass over the gradients, each rank
+--- over its own part, and returns the same statistics on every rank, for the update and the record.
+--- Returns nil on cards, where every rank's card computes all of them.
+function Reducer:known_statistics(s)
+  if not self.many or self.own_pass or machine.device() ~= "cpu" then return nil end
+  local record, none, needs = ffi.new("eng_record"), ffi.new("double[1]"), self.trainer.needs
+  self.known = self.known or ffi.new("eng_tensor_stats[?]", #self.trainer.optimizer.list)
+  check(C.eng_parallel_stats(record, self.known, self.reduction, s.scale,
+    bit.bor(needs, C.ENG_NEED_NORM), none, 0, none, 0))
+  if bit.band(needs, C.ENG_NEED_HIST) ~= 0 then
+    check(C.eng_parallel_histograms(self.known, self.reduction))
+  end
+  return self.known
+end
+
+--- Keeps what the record needs and the next step may overwrite: the signals, when this rank gave
+--- batch norms inf or nan and, with a delay, the tensors that overflowed on each rank.
 function Reducer:remember(s, delayed)
   s.signals, s.first_bad = signals.values, batch_norm_over.first_bad()
   if not delayed then return end
@@ -379,7 +393,7 @@ end
 
 --- Makes a step's record the same on every rank. In sync mode this function makes the pass over the
 --- gradients, each rank over its own part of them. In lagged mode every rank already has the
---- statistics of the summed gradients, and only the host's numbers are reduced.
+--- statistics of the summed gradients (known_statistics), and only the host's numbers are reduced.
 function Reducer:record(record, stats, s)
   if not self.many then return end
   local trainer, needs, sums, maxima = self.trainer, self.trainer.needs, self.sums, self.maxima

@@ -189,10 +189,12 @@ function M.refusal(trainer)
   end
   local parted = parted_refusal(trainer)
   if parted then return parted end
-  if lagged and (trainer.reducer.zero or trainer.reducer.apart) then
+  local divides = trainer.reducer.apart and "each rank holds only some of the experts"
+    or trainer.reducer.zero and machine.device() ~= "cpu"
+    and "with ZeRO each rank holds a part of the gradients"
+  if lagged and divides then
     return ("mode=lagged: %s, so no rank's device knows whether a step overflowed; hint: mode=sync")
-      :format(trainer.reducer.zero and "with ZeRO each rank holds a part of the gradients"
-        or "each rank holds only some of the experts")
+      :format(divides)
   end
 end
 

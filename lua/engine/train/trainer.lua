@@ -196,7 +196,7 @@ function Trainer:ask_statistics(s)
   s.together = not own_pass and together(self)
   if not own_pass then                                     -- otherwise reducer:record takes them
     check(C.eng_params_stats_start(opt.params, self.needs, self.losses,
-      s.together and self.accumulate or 0))
+      s.together and self.accumulate or 0, self.reducer:known_statistics(s)))
     s.asked = true
   end
   self.reducer:remember(s, self.delay == 1)

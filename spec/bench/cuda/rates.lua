@@ -146,7 +146,7 @@ local function statistics_lines(name, opt, bytes)
     local function fetch() check(C.eng_params_stats_fetch(record, nil, loss, opt.params, 1)) end
     memory_line(text .. ", lagged", bytes, function()
       if C.eng_params_stats_pending(opt.params) > 2 then fetch() end
-      check(C.eng_params_stats_start(opt.params, needs, nil, 0))
+      check(C.eng_params_stats_start(opt.params, needs, nil, 0, nil))
     end)
     while C.eng_params_stats_pending(opt.params) > 0 do fetch() end
   end

@@ -1,0 +1,35 @@
+// Predicts which weights a pass uses next. The prediction follows the last pass as long as the
+// present one repeats it. After a departure, such as an evaluation or a branch of the model, it
+// continues at the last place where the same two numbers followed each other, so it soon follows
+// the last pass of that kind; without such a place there is no prediction.
+//
+// Ranks that use the same weights in the same order make the same predictions, because nothing else
+// goes into them. Owns nothing. Called by params_parted.c.
+#include "parted_order.h"
+
+static int32_t number_at(const parted_order *o, int64_t i) { return o->came[i % ORDER_KEPT]; }
+
+static bool is_kept(const parted_order *o, int64_t i)
+{
+  return i >= 0 && i < o->n && i > o->n - ORDER_KEPT;
+}
+
+int32_t order_next(const parted_order *o)
+{
+  return is_kept(o, o->at) ? number_at(o, o->at) : ORDER_UNKNOWN;
+}
+
+void order_note(parted_order *o, int32_t number)
+{
+  int32_t before = o->n > 0 ? number_at(o, o->n - 1) : ORDER_UNKNOWN;
+  if (number == ORDER_END && before == ORDER_END) return;
+  bool as_predicted = order_next(o) == number;
+  o->came[o->n++ % ORDER_KEPT] = number;
+  if (as_predicted) {
+    o->at++;
+    return;
+  }
+  for (o->at = o->n - 1; is_kept(o, o->at - 2); o->at--)
+    if (number_at(o, o->at - 1) == number && number_at(o, o->at - 2) == before) return;
+  o->at = o->n;
+}
