@@ -493,7 +493,8 @@ eng_status eng_params_stats(eng_record *record, eng_tensor_stats *stats, eng_par
 /// the oldest request, waiting only if it is not complete; `loss` is the sum of the losses. Up to
 /// ENG_STATS_ON_THEIR_WAY requests may be pending. An update with eng_update.lagged uses the newest
 /// request. `known`: NULL, or the statistics of all parameters, which include ENG_NEED_NORM, where
-/// ranks have computed them together; only a device that computes at once takes them. Errors: STATE (nothing to fetch, too many pending), DTYPE, DEVICE.
+/// ranks have computed them together; only a device that computes at once takes them. Errors: STATE
+/// (nothing to fetch, too many pending), DTYPE, DEVICE.
 enum { ENG_STATS_ON_THEIR_WAY = 4, ENG_STATS_LOSSES = 64 };
 eng_status eng_params_stats_start(eng_params *set, unsigned needs, const eng_tensor *losses,
                                   int n_losses, const eng_tensor_stats *known);

@@ -1,7 +1,7 @@
 // Steps and scopes, which end the lifetime of tensors. A step owns its tape and the tensors created
-// in it; its end drops both, and waits for weights on their way (ZeRO-3). A scope, inside or outside
-// a step, is a mark; its end drops the tensors created since then. Called by Lua; uses tensor.c,
-// tape.c and params_parted.c.
+// in it; its end drops both, and waits for weights on their way (ZeRO-3). A scope, inside or
+// outside a step, is a mark; its end drops the tensors created since then. Called by Lua; uses
+// tensor.c, tape.c and params_parted.c.
 #include "step.h"
 
 #include "base/error.h"
