@@ -160,10 +160,11 @@ void eng_parallel_own(int64_t *from, int64_t *to, const eng_parallel *parallel, 
 /// start of the first bucket to the end of the last one. waited: seconds spent waiting in
 /// eng_parallel_finish. held: seconds for which backward waited for memory that other buckets used.
 /// record: seconds of the record's message. weights: seconds of distributing updated weights (zero
-/// = 3: of starting to receive weights and of waiting for them), with weight_messages and weight_bytes sent by this rank.
-/// weights_memory: with zero = 3, the most bytes of weights and low-precision weights that this
-/// rank had at one time since eng_parallel_leave. weight_exchanges: with zero = 3, how often a unit
-/// came; weights_ahead: how many of them an operation used that were on their way before it ran.
+/// = 3: of starting to receive weights and of waiting for them), with weight_messages and
+/// weight_bytes sent by this rank. weights_memory: with zero = 3, the most bytes of weights and
+/// low-precision weights that this rank had at one time since eng_parallel_leave. weight_exchanges:
+/// with zero = 3, how often a unit came; weights_ahead: how often an operation used one that was on
+/// its way before the operation ran.
 typedef struct eng_parallel_facts {
   int64_t buckets, messages, bytes;
   double seconds, waited, held, record, weights;

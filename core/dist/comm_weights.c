@@ -1,7 +1,8 @@
 // ZeRO-3: sends the weights of a unit, such as a block, to the ranks that are about to use it.
 // params/params_parted.c decides when: an operation reads a weight that this rank has only a part
-// of, or will probably do so soon. Every rank owns the same pieces as in ZeRO-1 and 2 and sends them
-// straight from the weights into the weights of the others, in the dtype that the operation reads.
+// of, or will probably do so soon. Every rank owns the same pieces as in ZeRO-1 and 2 and sends
+// them straight from the weights into the weights of the others, in the dtype that the operation
+// reads.
 //
 // All ranks run the same operations, so they fetch the same units in the same order. Each unit's
 // messages have their own tag, so ranks that fetch different units wait for each other until the
