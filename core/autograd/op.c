@@ -223,7 +223,8 @@ static eng_status run_in_order(op_call *c, const op_shape *shape, const int *ord
   return status;
 }
 
-/// ZeRO-3: brings the weights that this rank does not hold, and moves those that are on their way.
+/// ZeRO-3: fetches the weights that this call reads and this rank does not hold, and continues the
+/// transfer of those that are on their way.
 static eng_status bring_weights(const op_call *c)
 {
   if (params_under_way) ENG_TRY(params_advance());

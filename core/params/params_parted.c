@@ -326,7 +326,8 @@ eng_status params_bring_all(eng_params *set)
   params_parted *q = set->parted;
   if (q->whole) return ENG_OK;
   if (!q->link)
-    return error_set(ENG_ERR_STATE, "the ranks that have the other weights are gone");
+    return error_set(ENG_ERR_STATE, "this rank has only its part of the weights (zero=3), and its "
+                                    "trainer is gone");
   ENG_TRY(params_leave(set));      // so that all ranks bring the same units
   for (int u = 0; u < q->n_units; u++)
     for (int f = 0; f < PARTED_FORMS; f++) {

@@ -39,7 +39,7 @@ typedef struct params_parted {
   int64_t       clock;
   bool          whole;                 // everything is here until params_leave
   bool          imagined;              // a prediction: no page is touched
-  const parted_link *link;             // NULL: the ranks are gone
+  const parted_link *link;             // NULL: the trainer is gone
   void         *data;
   // a unit and form is the number unit * PARTED_FORMS + form; -1: none
   int32_t       coming;                // is being filled
