@@ -372,7 +372,8 @@ describe("load_model", function()
       refuses(with("llama", { num_key_value_heads = 3 }), "4 heads are not divisible by 3 num_key")
       refuses(with("llama", { num_hidden_layers = 1e9 }),
         "expected num_hidden_layers to be a whole number from 1 to 16384, got 1000000000")
-      refuses(with("llama", { num_hidden_layers = 16000 }), "each of the 16000 layers, but .* has only %d+ t")
+      refuses(with("llama", { num_hidden_layers = 16000 }),
+        "each of the 16000 layers, but .* has only %d+ t")
       refuses(with("llama", { hidden_size = 2 ^ 30, intermediate_size = 2 ^ 30 }),
         "config.json: expected a tensor of up to 2%^48 elements, got")
       refuses(with("llama", { vocab_size = 2 ^ 31 - 1, hidden_size = 2 ^ 31 - 4 }),

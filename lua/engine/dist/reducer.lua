@@ -321,8 +321,9 @@ function Reducer:known_statistics(s)
   return self.known
 end
 
---- Keeps what the record needs and the next step may overwrite: the signals, when this rank gave
---- batch norms inf or nan and, with a delay, the tensors that overflowed on each rank.
+--- Keeps what the record needs and the next step may overwrite: the signals; when this rank first
+--- gave a synchronized batch norm inf or nan (first_bad of batch_norm_over.lua); and, if the record
+--- is delayed, the tensors that overflowed on each rank.
 function Reducer:remember(s, delayed)
   s.signals, s.first_bad = signals.values, batch_norm_over.first_bad()
   if not delayed then return end
