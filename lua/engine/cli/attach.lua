@@ -174,9 +174,10 @@ end
 -- Opens a run: { run, policy, history, live } and a line about it; raises when there is no such
 -- run.
 local function open(name)
-  local path = require("engine.run.run").directory(name):gsub("/history%.db$", ""):gsub("/+$", "")
-  if not files.is_folder(path) then
-    options.fail("there is no run %s%s", path, require("engine.run.runs").hint(path))
+  name = name:gsub("/+$", ""):gsub("/history%.db$", "")
+  local path = require("engine.run.run").directory(name)
+  if not files.exists(path .. "/history.db") and not files.exists(path .. "/attach.sock") then
+    options.fail("there is no run %s%s", path, require("engine.run.runs").hint(name))
   end
   local link, problem, status = connect(path)
   local good, history = pcall(require("engine.run.history").open, path)
@@ -194,7 +195,9 @@ end
 local function execute(code)
   local repl = require "engine.cli.repl"
   local chunk, problem = repl.compile(code)
-  if not chunk then error(problem, 0) end
+  if not chunk then
+    error(problem == "more" and ("-e: unfinished code: %s"):format(code) or problem, 0)
+  end
   local good, value, more = pcall(chunk)
   if not good then error(value, 0) end
   if more ~= nil then print(repl.show_all(value, more))

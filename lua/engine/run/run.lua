@@ -79,6 +79,7 @@ local function check_name(path)
   local name = path:match("([^/]*)/*$")
   local problem = show.name_problem(name)
     or path:find("^runs/%.%.?$") and "is that of another folder"
+    or files.exists(path .. "/contest.json") and "is that of a contest"
   if problem then error(("run: the name %s: '%s'"):format(problem, show.cut(path, 200)), 0) end
 end
 

@@ -355,7 +355,7 @@ function M.finish(self, last, good, message)
     status = status,
     references = self.reference and self.reference.count,
     reference_s = self.reference and self.reference.seconds }
-  self.progress:note(M.summary_text(self, summary))
+  self.progress:note(M.summary_text(self, summary), status ~= FINISHED)
   return summary
 end
 

@@ -123,15 +123,19 @@ end
 
 -- ------------------------------------------------------------------ one update
 
--- Makes reading a name that does not exist an error; a buffer that this parameter lacks is nil.
+-- Makes reading and assigning a name that does not exist an error. Reading a buffer that this
+-- parameter lacks gives nil.
 local function guarded(t, what, known)
-  return setmetatable(t, { __index = function(_, key)
-    if known[key] then return nil end
+  local function missing(key)
     local names = nearest.keys(known)
     for name in pairs(t) do names[#names + 1] = tostring(name) end
     error(("%s has no '%s'%s"):format(what, tostring(key),
-      nearest.hint(tostring(key), names, true)), 2)
-  end })
+      nearest.hint(tostring(key), names, true)), 3)
+  end
+  return setmetatable(t, {
+    __index = function(_, key) if not known[key] then missing(key) end end,
+    __newindex = function(_, key) missing(key) end,
+  })
 end
 
 local function same(a, b) return a.slot == b.slot and a.generation == b.generation end
