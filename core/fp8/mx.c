@@ -4,9 +4,9 @@
 // because bf16 would round the scaled numbers. It multiplies the f32 sums, and so does the inverse
 // of a role's `factor`.
 //
-// With the accumulator BLACKWELL the copies hold codes and scales, and mx_matmul multiplies them, on
-// the tensor cores of cards that support it. fp8_mx_coded decides this for a layer's three products
-// together, at each call.
+// With the accumulator BLACKWELL the copies hold codes and scales, and mx_matmul multiplies them,
+// on the tensor cores of cards that support it. fp8_mx_coded decides this for a layer's three
+// products together, at each call.
 //
 // A recipe may give x and W separate formats for the backward products (eng_fp8_recipe.backward).
 // These products then read the forward product's numbers, quantized again. Their results are the

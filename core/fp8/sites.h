@@ -75,8 +75,8 @@ static inline op_call fp8_quantize_call(const eng_fp8_role *r, tensor *x, tensor
 
 /// Microscaling (mx.c). Copies of a tensor [rows x K]: q in bf16, scale u8 and amax f32 []; the
 /// transposed q_t [K x rows] and its amax_t, NULL unless requested; the gate, NULL if the rule has
-/// none. A member other than scale that is not NULL before the call receives the result. If `coded`,
-/// q and q_t hold codes in u8 instead (fp8_mx_make).
+/// none. A member other than scale that is not NULL before the call receives the result. If
+/// `coded`, q and q_t hold codes in u8 instead (fp8_mx_make).
 typedef struct fp8_mx_copies { tensor *q, *scale, *amax, *q_t, *amax_t, *gate; } fp8_mx_copies;
 /// Whether the backward product that reads x or w quantizes it again, in a separate format
 /// (eng_fp8_recipe.backward).

@@ -144,7 +144,7 @@ void fp8_products(void)
   card.capability = 90;
   card.offered = 0;
   w = fp8_random(48, 64, ENG_e4m3, FP8_VEC128);
-  refused("[32 x 64], rows", y, x, w, false);
+  refused("[32 x 64], row stride", y, x, w, false);
   forget_tensors();
 }
 

@@ -371,7 +371,8 @@ describe("nn.lora", function()
       refused(tiny { width = 32 }, "a"))
     assert.matches("the model has other adapters: the file has none for blocks.1.mlp.up; hint: ",
       refused(nn.lora(tiny(), { match = "mlp" }), "a"), 1, true)
-    assert.matches("qkv is LoRA with rank 4 and alpha 16, in the file LoRA with 8 and 16",
+    assert.matches("qkv is LoRA with rank 4 and alpha 16, in the file LoRA with rank 8 "
+      .. "and alpha 16",
       refused(nn.lora(tiny(), { match = "attn", rank = 4 }), "a"), 1, true)
     assert.matches("the model has fewer adapters",
       refused(nn.lora(tiny(), { match = "1.attn" }), "a"), 1, true)

@@ -227,7 +227,8 @@ describe("a policy that acts on the update", function()
     refused({ policy = "update_clip", mode = "lagged" }, "policy update_clip needs update_norm: " ..
       "mode=lagged updates before the policy decides; hint: mode=sync")
     refused({ policy = "adagc", mode = "lagged" }, "policy adagc needs clips: mode=lagged")
-    refused({ policy = "spam", kind = "sgd" }, "policy spam needs spike_clip: optimizer sgd keeps")
+    refused({ policy = "spam", kind = "sgd" }, "policy spam needs spike_clip: only the " ..
+      "updates of adam and adamw support it, and the optimizer is sgd; hint: adam, adamw")
     refused({ policy = "update_clip", kind = "lamb" }, "optimizer lamb is written in Lua; hint")
     refused({ policy = "dynamic", shadow = "update_clip", mode = "lagged" },
       "policy update_clip needs update_norm: mode=lagged")

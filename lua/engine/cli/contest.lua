@@ -119,8 +119,9 @@ local TAKEN = { policy = "--policy", seed = "seeds=", run = "name=", resume = "t
 local OUTPUTS = { "csv", "latex", "svg", "png" }
 
 local function read(given)
-  local ffi = require "engine.base.ffi"
-  if ffi.C.eng_comm_launched(ffi.new("int[1]"), ffi.new("int[1]")) then
+  local M_ffi = require "engine.base.ffi"
+  local C = M_ffi.C
+  if C.eng_comm_launched(M_ffi.new("int[1]"), M_ffi.new("int[1]")) then
     fail("a contest starts its runs from one process; hint: start it without mpirun or torchrun")
   end
   if #given.words ~= 1 then
@@ -157,7 +158,7 @@ local function read(given)
     source = text, settings = settings, policies = given.policy, seeds = own.seeds,
     threads = own.threads, jobs = own.jobs }
   check_script(contest)
-  local cores = ffi.C.eng_comm_threads()
+  local cores = C.eng_comm_threads()
   contest.default_threads = math.max(1, math.floor(cores / (#contest.policies * own.seeds)))
   contest = require("engine.run.contest").open(contest)
   local card = table.concat(settings, " "):find("device=[ac]u")        -- auto, cuda

@@ -26,8 +26,8 @@ end
 local function want_fields(part, other, k, l)
   for key, value in pairs(part) do
     if type(other[key]) ~= type(value) then
-      raise("data.mix: batches of loader %d have %s as a %s, those of loader %d have it as a %s", k,
-        tostring(key), type(value), l, type(other[key]))
+      raise("data.mix: batches of loader %d have %s, those of loader %d %s", k, tostring(key), l,
+        other[key] == nil and "do not" or "have another type of it")
     end
   end
 end
