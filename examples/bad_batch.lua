@@ -38,7 +38,7 @@ return {
   init = function(options) return { scale = options.init_scale, good = 0, usual = 0 } end,
   decide = function(state, record, options)
     if record.overflow then
-      -- After five good steps the scale is not the cause.
+      -- An overflow after five good steps or more is blamed on the batch, not on the scale.
       if state.good < 5 then state.scale = state.scale / 2 end
       state.good = 0
       return { scale = state.scale, reason = "overflow" }

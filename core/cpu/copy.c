@@ -205,8 +205,8 @@ static void copy_relayout(relayout *r)
 static bool converts(int dtype) { return dtype_is_fast(dtype) || dtype_is_fp8(dtype); }
 static bool can_copy(int from, int to) { return from == to || (converts(from) && converts(to)); }
 
-// Casts to FP8 with a rounding mode other than the default. Element i takes word i % 4 of Philox
-// block counter + i / 4.
+// Casts to FP8 with a rounding mode other than the default. Element i takes word i % 4 of the
+// Philox block `counter` + i / 4.
 static void mode_task(const void *context, int64_t task)
 {
   const op_call *call = context;

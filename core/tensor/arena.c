@@ -151,8 +151,8 @@ static int64_t number_in(const char *path, int64_t otherwise)
   return value;
 }
 
-/// Memory of the machine, or the limit of its container. If this is exceeded, the system kills the
-/// process instead of refusing memory.
+/// Memory of the machine, or the limit of the process's container. If this is exceeded, the system
+/// kills the process instead of refusing memory.
 static int64_t machine_memory(void)
 {
   static int64_t known;

@@ -257,7 +257,7 @@ template <typename T, int E, bool DIVIDES> static eng_status launch_tiles(const 
     if (p->up) return launch<T, E, DIVIDES, true>(x, p);
   return launch<T, E, DIVIDES, false>(x, p);
 }
-// f64 is processed number by number
+// f64 never comes here: it is processed number by number.
 template <typename T, int E, bool DIVIDES>
 static eng_status launch_tiles(const double *, const job *)
 { return ENG_OK; }

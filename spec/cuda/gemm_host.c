@@ -475,8 +475,8 @@ static void set_times(float first, float second, float third, float fourth)
   card.time[0] = first, card.time[1] = second, card.time[2] = third, card.time[3] = fourth;
 }
 
-/// First run: searches the fastest algorithm and keeps it. Algorithm 1 would be fastest, but it
-/// adds parts in place.
+/// First run: searches for the fastest algorithm and keeps it. Algorithm 1 is the fastest, but must
+/// not be chosen: its split-K reduction adds partial sums in place, in no fixed order.
 static void search_first(void)
 {
   enum { K = 16384 };

@@ -151,7 +151,7 @@ describe("training on the card", function()
     assert.is_true(a.updates < #a.losses)
   end)
 
-  it("draws the same dropout masks, accumulates, and runs every optimizer", function()
+  it("draws the same dropout masks, accumulates, and runs sgd, adam and lion", function()
     for _, name in ipairs { "sgd", "adam", "lion" } do
       local options = { precision = "fp32", optimizer = name, dropout = 0.1, accumulate = 2,
         steps = 12, lr = name == "sgd" and 0.1 or 3e-4 }

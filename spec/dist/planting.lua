@@ -122,7 +122,8 @@ local function run(p)
           return tostring(C.eng_params_checksum(t.optimizer.params))
         end) }
     end }
-  -- Counts the micro-batches of a step; a reference backward does not call this.
+  -- Counts the micro-batches of a step, and plants the value in the chosen one. The backward passes
+  -- of train/reference.lua do not call trainer:forward.
   local forward = trainer.forward
   function trainer:forward(batch)
     if made ~= self.steps_done then made, micro = self.steps_done, 0 end

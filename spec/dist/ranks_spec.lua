@@ -517,7 +517,7 @@ describe("ranks", function()
     assert.matches("rank 2 did not reach the sum of gradients within 3 s", result.err, 1, true)
   end)
 
-  it("do not count the time during which they were stopped as waiting", function()
+  it("do not count as waiting the time during which they were stopped", function()
     -- While rank 1 is slow, rank 0 waits for it and is stopped for longer than rank_timeout.
     local script = helper.write(folder .. "/stops.lua", [[
       local execute = os.execute

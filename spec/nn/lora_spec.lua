@@ -94,7 +94,7 @@ describe("nn.lora", function()
     end)
   end
 
-  it("works on SwiGLU whose input FP8 recomputes, and on attention kept in e5m6", function()
+  it("works where FP8 recomputes SwiGLU's output and keeps attention's output in e5m6", function()
     engine.seed(3)
     local model = nn.llama { vocab = 32, context = 8, width = 32, heads = 2, layers = 2,
       hidden = 48 }

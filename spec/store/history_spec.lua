@@ -454,7 +454,7 @@ describe("a damaged history", function()
     h:close()
   end)
 
-  it("whose tables lack keys reports, in one line, values that the keys would exclude", function()
+  it("reports, in one line, values that the tables' keys exclude in an undamaged one", function()
     local function reads(sql, pattern, method, ...)
       after(sql)
       local h = history.open(dir)

@@ -42,7 +42,7 @@ local function current(self)
       raise("data.%s: none of the %d documents has a token that counts in the loss%s%s", self.kind,
         self.examples, self.documents:left_out(), self.kind ~= "chat" and ""
         or "; hint: only tokens of messages with the role 'assistant' count" .. (self.pack and ""
-        or (", in the first %d tokens"):format(self.context + 1)))
+        or (", and only in a document's first %d tokens"):format(self.context + 1)))
     end
   end
   return self.document

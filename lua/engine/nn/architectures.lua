@@ -216,8 +216,9 @@ function M.plan(model, arch, prefix)
   return list
 end
 
---- The linear layers of Hugging Face's files that make up the layer at `path`, by their names with
---- the prefix: { { name, rows } .. }; nil if it has no name there. rows: the outputs of the layer.
+--- The linear layers in Hugging Face's files that together form the model's layer at `path`: a list
+--- of { full name, its number of rows }; nil if the files have no name for the layer. `rows`: the
+--- number of outputs of the whole layer.
 function M.layer_names(model, arch, path, rows)
   local good, names = pcall(file_names, arch, path .. ".weight", arch.prefix .. ".")
   if not good then return nil end

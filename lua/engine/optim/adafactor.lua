@@ -1,7 +1,7 @@
 -- Adafactor (Shazeer and Stern 2018, arXiv 1804.04235), without first moment. The rules and
--- defaults are those of torch.optim.Adafactor 2.15: the rate is min(lr, 1/sqrt(t)) times the RMS of
--- the weights, and the second moment of a tensor of two dimensions or more is kept as the means
--- over its rows and columns. Called through engine.optim.adafactor.
+-- defaults are those of torch.optim.Adafactor of PyTorch 2.15: the rate is min(lr, 1/sqrt(t)) times
+-- the RMS of the weights, at least eps2, and the second moment of a tensor of two dimensions or
+-- more is kept as the means over its rows and columns. Called through engine.optim.adafactor.
 local steps = require "engine.optim.steps"
 
 local function with_one(d)
@@ -30,7 +30,7 @@ return {
     if o.beta2_decay > 0 then
       return "expected beta2_decay to be 0 or less, got " .. o.beta2_decay
     elseif o.eps1 < 2 ^ -63 then
-      return "expected eps1 to be 2^-63 or more, so that its square is an f32, got " .. o.eps1
+      return "expected eps1 to be 2^-63 or more, so that its square is a normal f32, got " .. o.eps1
     elseif o.eps2 < 0 then
       return "expected eps2 to be 0 or more, got " .. o.eps2
     elseif o.d < 1 then

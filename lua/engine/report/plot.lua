@@ -96,7 +96,7 @@ local function points_of(options, y, lows)
       if up and ends[2] then ends[1], ends[2] = ends[2], ends[1] end
       for k = 1, #ends do
         local v = log and math.log(ends[k]) / log or ends[k]
-        -- keeps high - low finite
+        -- clamped, so that the range of the points stays finite (range_of)
         points[#points + 1] = { x, math.max(-8e307, math.min(8e307, v)) }
       end
     else

@@ -102,7 +102,7 @@ function M.range(c, name)
   return low, high
 end
 
---- The columns of a picture that hold overflows: their x, and the number of overflows.
+--- The columns of a picture that hold overflows: their x, and the number of all overflows.
 function M.marks(c)
   local marks, count = {}, 0
   for i, n in ipairs(c.overflows) do
