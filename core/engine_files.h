@@ -78,8 +78,9 @@ eng_status eng_safetensors_get(eng_safetensors_entry *out, const eng_safetensors
 /// eng_new).
 eng_status eng_safetensors_read(eng_tensor *out, const eng_safetensors *file, int64_t index,
                                 bool keep);
-/// Key and value of metadata pair `index`, in file order. Errors: VALUE (no such pair).
+/// The number of metadata pairs.
 int64_t     eng_safetensors_metadata_count(const eng_safetensors *file);
+/// Key and value of metadata pair `index`, in file order. Errors: VALUE (no such pair).
 eng_status eng_safetensors_metadata(const char **key, const char **value,
                                     const eng_safetensors *file, int64_t index);
 

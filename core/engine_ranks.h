@@ -122,7 +122,8 @@ eng_status eng_parallel_finish(eng_parallel *parallel);
 void eng_parallel_cancel(eng_parallel *parallel);
 /// eng_params_stats over all ranks: each rank reads its own pieces, and one small message produces
 /// the same record on every rank. The message also carries n_sums numbers that are summed over the
-/// ranks and n_maxima numbers whose maxima are taken. `stats` has n entries, without histograms.
+/// ranks and n_maxima numbers whose maxima are taken. `stats` has an entry for
+/// each parameter; its histogram covers only this rank's pieces (eng_parallel_histograms).
 eng_status eng_parallel_stats(eng_record *record, eng_tensor_stats *stats, eng_parallel *parallel,
                               double scale, unsigned needs, double *sums, int n_sums,
                               double *maxima, int n_maxima);

@@ -657,7 +657,7 @@ static eng_status quantize(const op_call *call)
       (turned && !square && call->quantize.flags & QUANTIZE_STOCHASTIC))
     return forward_to_reference(call);
   for (int k = 1; k < 5; k += 3)
-    // Clears the padding.
+    // Zeroes the scales, because their padding is not written below.
     if (call->out[k]) memset(call->out[k]->data, 0, (size_t)call->out[k]->count * sizeof(float));
   work w = {.n = 1, .sides = {side_of(call, false)}};
   if (turned) {

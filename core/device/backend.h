@@ -115,7 +115,7 @@ typedef struct backend {
   eng_status (*gradstats_fetch)(int64_t ticket, eng_tensor_stats *stats, int n, double *loss,
                                 int n_loss);
 
-  // The remaining functions are NULL on devices that compute in host memory.
+  // The remaining functions, except `describe`, are NULL on devices that compute in host memory.
 
   /// The memory space of the device's tensors: SPACE_HOST, or a space of its own.
   int32_t space;

@@ -92,8 +92,8 @@ int comm_tag(eng_comm *comm);
 /// Starts an exchange. Errors: STATE if comm_broken.
 eng_status comm_start(void **exchange, const eng_comm *comm, const comm_message *messages, int n,
                       int tag);
-/// Whether an exchange is done, or is NULL; then it has been freed. Never waits. After an error the
-/// exchange is abandoned, see comm_broken. `what`: for messages, as below.
+/// Sets *done if the exchange has finished, and frees it then. NULL counts as done. Never waits.
+/// After an error the exchange is abandoned, see comm_broken. `what`: for messages, as below.
 eng_status comm_test(bool *done, const eng_comm *comm, void *exchange, const char *what);
 /// Waits for an exchange, as comm_exchange does.
 eng_status comm_await(const eng_comm *comm, void *exchange, const char *what);

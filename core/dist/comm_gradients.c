@@ -253,8 +253,8 @@ static eng_status read_flags(eng_parallel *p)
   return ENG_OK;
 }
 
-/// Sends this rank's sums to the other ranks and receives theirs, into the memory of messages that
-/// are already summed.
+/// Sends this rank's sums to the other ranks and receives theirs. Reuses the buffers of received
+/// gradients, which have already been summed.
 static eng_status send_back(eng_parallel *p, bucket *b)
 {
   int n = 0;

@@ -55,7 +55,8 @@ static int64_t flags_of(const eng_fp8_role *r, bool transposed)
          (transposed ? QUANTIZE_TRANSPOSED : 0);
 }
 
-/// quantize() for a microscaling recipe: out->q holds the values in bf16, out->scale their amax.
+/// quantize() for a microscaling recipe: out->q holds the values in bf16, or
+/// if `coded` codes; out->scale holds their amax.
 static eng_status quantize_mx(copies *out, int64_t number, fp8_site *s, int role, tensor *x,
                               bool transposed, bool coded)
 {

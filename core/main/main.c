@@ -515,8 +515,8 @@ static int run_command(lua_State *L, const char *name, int argc, char **argv, in
   return (int)lua_tointeger(L, -1);
 }
 
-// Reports misspelt ENGINE_ variables, which would otherwise be ignored silently. Does nothing if
-// the Lua modules, which have the list of names, are missing.
+// Reports misspelt ENGINE_ variables and unknown values of known ones, which would otherwise be
+// ignored silently. Does nothing if the Lua modules or docs/environment.md are missing.
 static void check_variables(lua_State *L)
 {
   enum { MOST = 100 };

@@ -1,5 +1,5 @@
-// The order in which weights come (ZeRO-3), and the prediction of what comes next.
-// See parted_order.c.
+// Records the order in which a pass uses the divided weights of ZeRO-3, and predicts which it uses
+// next. See parted_order.c.
 #pragma once
 
 #include <stdbool.h>

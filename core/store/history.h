@@ -111,5 +111,5 @@ eng_status history_check(sqlite3 *db, const char *path, bool *fresh);
 int64_t history_pack_bound(int n);
 /// Packs statistics; returns the bytes used.
 int64_t history_pack(uint8_t *blob, const eng_tensor_stats *stats, int n);
-/// The time of events: seconds since 1970.
+/// The current time as events store it: seconds since 1970.
 double  history_time(void);

@@ -140,7 +140,7 @@ static free_list *list_for(arena *a, int64_t size)
   return NULL;
 }
 
-/// A number of bytes read from a file in /sys; `otherwise` if it contains no number.
+/// A number of bytes read from a file in /sys; `otherwise` if it has no number above 0.
 static int64_t number_in(const char *path, int64_t otherwise)
 {
   FILE *file = fopen(path, "r");

@@ -1,7 +1,7 @@
 // cuda_attention and cuda_attention_grad, two operations of ops.def. Each call is prepared for one
 // of the two implementations (attention.h). Inputs are copied to scratch if their layout is
-// unsuitable: the width is strided, rows are not 16-byte aligned, the width is not 32, 64, 96 or
-// 128, or the inputs have different formats.
+// unsuitable: the width is strided or the inputs have different formats and, for tensor cores, rows
+// are not 16-byte aligned or the width is not 32, 64, 96 or 128.
 #include "attention.h"
 
 #include <math.h>

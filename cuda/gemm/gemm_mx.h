@@ -9,8 +9,9 @@ extern "C" {
 #include "device/backend.h"
 
 /// A matrix [rows x inner] in device memory, 16-byte aligned: codes row by row, a byte each or, in
-/// e2m1, two to a byte (the even one in the low half); scales in tiles of 128 rows x 4, padded with
-/// zeros, in which the scale of row r and block c is at (r % 32) * 16 + (r % 128 / 32) * 4 + c % 4.
+/// e2m1, two to a byte (the even one in the low half); scales in tiles of 128 rows x 4 blocks,
+/// padded with zeros. In a tile, the scale of row r and block c is at
+/// (r % 32) * 16 + (r % 128 / 32) * 4 + c % 4.
 typedef struct mx_operand {
   const void *codes, *scales;
   int64_t     rows;

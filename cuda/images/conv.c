@@ -14,7 +14,8 @@ op_kernel cuda_conv2d, cuda_conv2d_grad_x, cuda_conv2d_grad_w, cuda_contiguous;
 
 static const int64_t TILE_BYTES = 64 << 20;
 
-/// Describes the pixels of `from` that the places of `over` meet. `w` [O x C/groups x KH x KW].
+/// Fills `g`: the pixels of `from` that each position of `over` reads. kernel: { KH, KW }. turned:
+/// for the gradient of x.
 static eng_status describe(conv_gather *g, const op_call *call, const tensor *from,
                            const tensor *over, const int64_t *kernel, bool turned)
 {

@@ -13,7 +13,7 @@ enum { WARP_ROW = 1024, BLOCK = 512, SORTED_ROWS = 16, SORTED_K = 64 };
 
 // ------------------------------------------------------------------ order
 
-/// An integer with the order of the elements; NaN is the largest.
+/// A sort key: these integers compare as the elements do. Every NaN gets the same key, the largest.
 __device__ static inline uint64_t order_of(const void *x, int dtype, int64_t i)
 {
   if (!is_float(dtype)) return (uint64_t)load_whole(x, dtype, i) ^ 1ull << 63;

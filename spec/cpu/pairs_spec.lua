@@ -49,8 +49,9 @@ local odd = product(engine.tensor(x):to("bf16"), ones)
 print(n, rising, pairs_, odd[1][2], odd[2][2] ~= odd[2][2], odd[3][1] == 0, odd[4][3])
 ]]
 
--- Each key becomes NaN in turn. Prints the number of elements of y and dq whose queries do not see
--- the key, how many of them changed, and how many of the others are NaN.
+-- From the second on, one number of each key and value of the second head becomes NaN in turn.
+-- Prints the number of elements of y and dq whose queries do not see this key, how many of them
+-- changed, and how many of the others are NaN in both.
 local ATTENTION = [[
 local engine, M_ffi = require "engine", require "engine.base.ffi"
 local T, D = 13, 24

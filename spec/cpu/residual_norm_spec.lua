@@ -70,7 +70,7 @@ local function compare_on(set, form, dtypes, shape, options)
       assert(want == results[1][name], ("%s: %s differs (end %d)"):format(context, name, number))
     end
     assert(results[1]["gradient 1"] ~= "none" and results[1]["gradient 2"] ~= "none",
-      "x and the branch have gradients")
+      "x and the branch should have gradients")
     engine.end_step()
   end
 end

@@ -146,7 +146,8 @@ describe("the sandbox", function()
       "local function f() return f() end return f()",
       "for _ in ('x'):rep(1e5):gmatch('.') do for _ in ('x'):rep(1e5):gmatch('.') do end end",
       "while true do table.sort({ 3, 1, 2 }, function(a, b) return a < b end) end",
-      -- With the stack nearly full no instruction is counted, so each pcall itself has a cost.
+      -- When the stack is nearly full, LuaJIT raises before it counts an instruction. Such a loop
+      -- ends because each pcall itself costs budget.
       "local function f() while true do pcall(f) end end f()",
       "local f f = function() pcall(f) pcall(f) return f() end f()",
     } do

@@ -488,7 +488,7 @@ describe("a registered loss scaler", function()
       "got 1 and then 2", why, 1, true)
   end)
 
-  it("that raises or returns nonsense fails the verdict only", function()
+  it("that raises or returns nonsense makes only that verdict fail", function()
     local mode
     engine.register_loss_scaler("liar",
       { get_scale = function() return mode == "lie" and -1 or 8 end,

@@ -169,8 +169,8 @@ local STAGES = {
 local Tokenizer = {}
 Tokenizer.__index = Tokenizer
 
---- Reads a tokenizer.json: path of the file, or of a folder that has it. A file that is malformed,
---- or that needs what the engine lacks, is an error of one line.
+--- Reads a tokenizer.json: path of the file, or of a folder that has it. Raises an error of
+--- one line if the file is malformed or needs what the engine lacks.
 ---
 ---   local t = engine.tokenizer "models/llama"
 ---   local ids = t:encode "Hello world"

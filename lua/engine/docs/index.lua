@@ -102,8 +102,8 @@ function Index:find(name)
   return found, others
 end
 
---- The entries whose text has the word `name`, without C functions, guides last: where an option
---- such as end_token is explained.
+--- The entries whose text contains the word `name`. C functions are left out, and guides come last.
+--- Shows where a name without an entry of its own, such as the option end_token, is explained.
 function Index:mentions(name)
   local list, guides = {}, {}
   local word = "%f[%w_]" .. name:gsub("%W", "%%%0") .. "%f[^%w_]"

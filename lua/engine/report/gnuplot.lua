@@ -18,7 +18,8 @@ function M.installed()
   return process.output("command -v gnuplot 2>/dev/null") ~= ""
 end
 
--- Each kind of mark: its style for gnuplot, and its height in the panel, 0 to 1.
+-- The kinds of mark that are drawn as ticks: their style for gnuplot, and their height in the
+-- panel, 0 to 1.
 local TICKS = { overflow = { "points pt 2 ps 0.9 lw 1.5 lc rgb '#c4261a'", 0.03 },
   skip = { "points pt 6 ps 0.9 lw 1.5 lc rgb '#9a6a00'", 0.09 },
   checkpoint = { "points pt 11 ps 0.9 lc rgb '#5c6576'", 0.97 } }

@@ -24,7 +24,7 @@ local TENSOR = "points from to width"
 
 local MOST_PIXELS = 20000
 
--- Raises unless the options of a picture can be drawn.
+-- Raises unless the options are valid for a picture.
 local function check(options, name)
   plot.check_sizes(options, name, (options.svg or options.png) and MOST_PIXELS)
   for _, bound in ipairs { "from", "to" } do

@@ -84,8 +84,8 @@ function M.metric(name, h)
     nearest.choices(near, known, "numbers")), 0)
 end
 
---- The base of a number's logarithmic axis; nil: the axis is linear. log: true, false, a base, or
---- nil for the number's default.
+--- The base of a metric's logarithmic axis; nil: the axis is linear. log: a base, true (the
+--- metric's own base, else 10), false, or nil (the metric's default).
 function M.log_of(metric, log)
   if log == nil then return metric.log end
   if log == true then return metric.log or 10 end

@@ -398,8 +398,8 @@ function History:events(kind)
     kind), { "step", "kind", "text" })
 end
 
---- The losses on other data that the run measured (the trainer's `evaluate`): { { step, loss } ...
---- }, oldest first.
+--- The held-out losses that the run measured (the trainer's `evaluate`): { { step, loss } ... },
+--- oldest first.
 function History:evaluations()
   local list = {}
   for event in each(self, 2, nil, "SELECT step, text FROM events WHERE kind = 'evaluation' " ..

@@ -122,7 +122,7 @@ local function read(o)
 end
 
 -- Replays a run under the policy with `options`. Returns the result, or nil and why the policy
--- refuses these options.
+-- refuses these options or fails at every step.
 local function replayed(s, trace, options)
   local good, r = pcall(replay.run, trace, s.source, options)
   if not good and C.eng_interrupted() ~= 0 then error(r, 0) end

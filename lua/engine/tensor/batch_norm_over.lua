@@ -27,7 +27,8 @@ function M.begin() exchanges, bad = 0, math.huge end
 --- exchange, so they came from the rank whose first_bad() is lowest.
 function M.first_bad() return bad end
 
--- Counts an exchange, to which this rank gives the n numbers `own`.
+-- Counts an exchange, and notes the first one to which this rank gave inf or nan. own: its n
+-- numbers.
 local function count(own, n, backward)
   exchanges = exchanges + 1
   for i = 0, n - 1 do

@@ -279,8 +279,8 @@ function State:bytes(i)
   return sum
 end
 
---- Keeps only the buffers of the parameters that this rank updates (ZeRO). `parted`: the rank also
---- holds the weights of these parameters only (ZeRO-3).
+--- Keeps only the buffers of the parameters that this rank updates (ZeRO). `parted`: the rank holds
+--- only these parameters' weights, too (ZeRO-3).
 function State:shard(reduction, parted)
   local from, to = ffi.new("int64_t[1]"), ffi.new("int64_t[1]")
   self.owns, self.parted = {}, parted and reduction or nil

@@ -256,19 +256,19 @@ end
 ---   adamw    as adam, with decoupled weight decay (1e-2); lr 1e-3
 ---   lion     more options: beta1 (0.9), beta2 (0.99); the sign of the moment moves the
 ---            weights; lr 1e-4
----   muon     for matrices; embeddings, vectors and groups with adamw = true are updated by AdamW
----            at the rate lr * adamw_lr_mul (1). More options: momentum (0.95), nesterov (true),
----            adjust_lr (original, match_rms_adamw, spectral_unclamped or none), ns_steps (5),
----            ns_dtype (bf16 or f32), ns_a, ns_b, ns_c, ns_eps; beta1, beta2, eps of AdamW;
+---   muon     for matrices; all other tensors, embeddings and groups with adamw = true are updated
+---            by AdamW at the rate lr * adamw_lr_mul (1). More options: momentum (0.95), nesterov
+---            (true), adjust_lr (original, match_rms_adamw, spectral_unclamped or none), ns_steps
+---            (5), ns_dtype (bf16 or f32), ns_a, ns_b, ns_c, ns_eps; beta1, beta2, eps of AdamW;
 ---            weight decay 0.1; lr 1e-3
 ---   adafactor  more options: beta2_decay (-0.8), eps1 (2^-23), eps2 (1e-3), d (1); the rate is
 ---            min(lr, 1/sqrt(t)) times the RMS of the weights; lr 1e-2
----   coat     as adamw, with moments in FP8 whose range is expanded by groups of 128 elements
----            (COAT): 2.2 bytes of state an element
----   stableadamw  as adamw, with beta2 0.99 and eps 1e-6; divides the rate by the RMS of a
----            tensor's update where that is above 1; lr 1e-3
----   lamb     as adam, with eps 1e-6 and without bias correction; more options: limit (10), which
----            caps the norm of the weights; lr 1e-3
+---   coat     as adamw, with moments in FP8, whose range is expanded separately in each group of
+---            128 elements (COAT): 2.2 bytes of state an element
+---   stableadamw  as adamw, with beta2 0.99 and eps 1e-6; divides a tensor's rate by the RMS of
+---            gradient / sqrt(second moment) where that is above 1; lr 1e-3
+---   lamb     Adam's step without bias correction, times norm(weights) / norm(step) of the tensor;
+---            eps 1e-6; more options: limit (10), the largest weight norm in that ratio; lr 1e-3
 for name in pairs(KINDS) do
   M[name] = function(model, options) return new(name, model, options) end
 end
