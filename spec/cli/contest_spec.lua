@@ -302,4 +302,21 @@ describe("engine contest", function()
         "new contest\n", contest(words).err)
     end
   end)
+
+  it("keeps its folder: no run takes it, and commands name the runs in it", function()
+    contest "job.lua --policy dynamic seeds=1 name=kept steps=2 evaluate=false threads=1"
+    local function engine(words)
+      return helper.shell(("cd %s && %s %s"):format(quote(folder), quote(helper.engine), words))
+    end
+    local run = engine "job.lua run=kept steps=2"
+    assert.not_equal(0, run.code)
+    assert.matches("run: the name is that of a contest: 'runs/kept'", run.err, 1, true)
+    assert.is_nil(helper.read(folder .. "/runs/kept/history.db"))
+    for _, command in ipairs { "plot", "attach" } do
+      assert.matches("runs/kept is a folder of runs; hint: `engine runs runs/kept` lists them, " ..
+        "and runs/kept/dynamic-1 names one", engine(command .. " kept").err, 1, true)
+    end
+    assert.matches("\ndynamic%-1 +2 ", engine("runs kept").out)
+    assert.matches("\ndynamic%-1 +2 ", engine("runs kept/dynamic-1").out)
+  end)
 end)
