@@ -1,6 +1,6 @@
 // The inner parts of a matrix product that gemm_packed.c and attention.c share: the micro-kernel,
 // and the layout step that converts matrices of any format and stride to the f32 layout that it
-// reads. Included by gemm_pairs.h; owns nothing.
+// reads. Also the kernel for few rows, which reads a transposed matrix where it lies. Included by gemm_pairs.h; owns nothing.
 //
 // A panel is GEMM_NR columns of a matrix B [k x n], stored [k][GEMM_NR]. Unused columns up to the
 // next whole vector hold zeros; columns beyond it are never read.
@@ -128,6 +128,74 @@ VF_INLINE void turn_square(vf *row)
   EXCHANGE(2, LANES(0, 1, 4, 5), LANES(2, 3, 6, 7))
 #endif
 }
+
+// ------------------------------------------------------------------ few rows, a transposed matrix
+
+// Reads a vector of steps. `left` numbers of k remain from `at` on, or more.
+typedef vf step_reader(const char *at, int64_t left);
+#define STEP_READER(name, dtype)                  \
+  VF_INLINE vf name(const char *at, int64_t left) \
+  { return vf_read(at, dtype, 0, least(left, VF_LANES)); }
+STEP_READER(read_f32, ENG_f32)
+STEP_READER(read_f16, ENG_f16)
+STEP_READER(read_bf16, ENG_bf16)
+
+// Adds A B to sums [rows x VF_LANES], over the `deep` steps at `column`, the addresses of VF_LANES
+// columns of B.
+VF_INLINE void thin_square(step_reader *read, micro_product *product, int64_t left, int deep,
+                           const float *a, int64_t a_row, int64_t a_step, int64_t rows,
+                           const char *const *column, int64_t at, int64_t ahead, float *sums)
+{
+  vf square[VF_LANES];
+#pragma GCC unroll 16
+  for (int i = 0; i < VF_LANES; i++) {
+    __builtin_prefetch(column[i] + at + ahead);
+    square[i] = read(column[i] + at, left);
+  }
+  turn_square(square);
+  for (int64_t i = 0; i < rows; i++, a += a_row, sums += VF_LANES) {
+    vf sum = vf_load(sums);
+#pragma GCC unroll 16
+    for (int q = 0; q < VF_LANES; q++)
+      if (q < deep) sum = product(sum, a + q * a_step, square[q]);
+    vf_store(sums, sum);
+  }
+}
+
+// sums [rows x VF_LANES] = A B over k, where each column of B is contiguous, and columns are
+// b_column bytes apart. B is transposed in registers, a square at a time. A step takes `numbers`
+// numbers of `size` bytes. Only `wide` columns are read; the other sums have no meaning. read,
+// product, size and numbers are constant where this is inlined.
+VF_INLINE void thin_body(step_reader *read, micro_product *product, const int size,
+                         const int numbers, int64_t k, const float *a, int64_t a_row,
+                         int64_t a_step, int64_t rows, const char *b, int64_t b_column, int wide,
+                         float *sums)
+{
+  const int whole = VF_LANES * numbers;
+  const char *column[VF_LANES];
+  for (int i = 0; i < VF_LANES; i++) column[i] = b + least(i, wide - 1) * b_column;
+  for (int64_t i = 0; i < rows; i++) vf_store(sums + i * VF_LANES, vf_zero());
+  int64_t at = 0, ahead = VF_LANES * b_column;
+  for (; at + whole <= k; at += whole, a += VF_LANES * a_step)
+    thin_square(read, product, whole, VF_LANES, a, a_row, a_step, rows, column, at * size, ahead,
+                sums);
+  int64_t left = k - at;
+  if (left)
+    thin_square(read, product, left, (int)ceiling(left, numbers), a, a_row, a_step, rows, column,
+                at * size, ahead, sums);
+}
+
+typedef void thin_kernel(int64_t k, const float *a, int64_t a_row, int64_t a_step, int64_t rows,
+                         const char *b, int64_t b_column, int wide, float *sums);
+#define THIN(name, read, product, size, numbers)                                                 \
+  static void name(int64_t k, const float *a, int64_t a_row, int64_t a_step, int64_t rows,       \
+                   const char *b, int64_t b_column, int wide, float *sums)                       \
+  {                                                                                              \
+    thin_body(read, product, size, numbers, k, a, a_row, a_step, rows, b, b_column, wide, sums); \
+  }
+THIN(thin_f32, read_f32, float_product, 4, 1)
+THIN(thin_f16, read_f16, float_product, 2, 1)
+THIN(thin_bf16, read_bf16, float_product, 2, 1)
 
 // to[p*to_row + j] = source[first + p*row + j*column] for p < rows, j < columns. Rows of `to` are
 // padded with zeros to whole vectors. dtype is constant where this is inlined.

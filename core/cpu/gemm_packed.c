@@ -11,9 +11,10 @@
 // rounded and stored.
 //
 // If the processor multiplies pairs of bf16 at full speed and both operands are bf16, panels and A
-// hold such pairs instead (gemm_pairs.h). Every sum stays within one thread, so results do not
-// depend on the number of threads. avx2 and avx512 agree bit for bit; the plain build rounds
-// products and sums separately.
+// hold such pairs instead (gemm_pairs.h). A product with at most GEMM_MR rows, such as a token's
+// during generation, reads a transposed B where it lies. Every sum stays within one thread, so
+// results do not depend on the number of threads. avx2 and avx512 agree bit for bit; the plain
+// build rounds products and sums separately.
 #include "gemm.h"
 
 #include <omp.h>
@@ -268,6 +269,15 @@ static int64_t bytes_of_b(void)
   return known;
 }
 
+// The floats that read_rows may need for its copy.
+static int64_t floats_of_a(const gemm_call *g, int64_t rows, int64_t k)
+{
+  if (g->a.dtype == ENG_f32 && g->a.column == 1) return 0;
+  int64_t by_rows = rows * (ceiling(k, VF_LANES) + 1) * VF_LANES;
+  int64_t by_steps = ceiling(rows, VF_LANES) * VF_LANES * k;
+  return larger(by_rows, by_steps);
+}
+
 static layout plan(const gemm_call *g, int threads)
 {
   layout l = {0};
@@ -290,12 +300,7 @@ static layout plan(const gemm_call *g, int threads)
   if (l.column_groups > panels) l.column_groups = panels;
   l.rows = ceiling(ceiling(g->m, l.row_blocks), GEMM_MR) * GEMM_MR;
   l.row_blocks = ceiling(g->m, l.rows);
-  if (!(g->a.dtype == ENG_f32 && g->a.column == 1)) {
-    // read_rows lays A out by rows ...
-    int64_t by_rows = l.rows * (ceiling(l.k_span, VF_LANES) + 1) * VF_LANES;
-    int64_t by_steps = ceiling(l.rows, VF_LANES) * VF_LANES * l.k_span;        // ... or by steps
-    l.a_floats = by_rows > by_steps ? by_rows : by_steps;
-  }
+  l.a_floats = floats_of_a(g, l.rows, l.k_span);
   l.b_floats = panels * GEMM_NR * steps;
   if (l.k_span < g->k) l.carried_floats = g->m * panels * GEMM_NR;
   return l;
@@ -362,6 +367,55 @@ static void run_batched(const gemm_call *g, const layout *l, int64_t members, in
   }
 }
 
+// ------------------------------------------------------------------ few rows
+
+// Whether to read a transposed B where it lies. With so few rows, packing it would cost more than
+// multiplying.
+static bool is_thin(const gemm_call *g, int64_t members)
+{
+  return members == 1 && g->m <= GEMM_MR && g->b.row == 1 && g->b.column != 1;
+}
+
+// Computes one panel of columns. `all` covers the whole of k; a piece of it has k_span steps.
+static void multiply_thin(const part *all, rows_of_a a, int64_t panel, int64_t k_span)
+{
+  const gemm_call *g = all->call;
+  float sums[GEMM_MR * GEMM_NR] __attribute__((aligned(64)));
+  float piece[GEMM_MR * VF_LANES] __attribute__((aligned(64)));
+  int64_t j0 = panel * GEMM_NR, size = g->b.dtype == ENG_f32 ? 4 : 2;
+  int columns = least(g->n - j0, GEMM_NR);
+  thin_kernel *kernel = thin_kernel_of(all->pairs, g->b.dtype);
+  for (int j = 0; j < columns; j += VF_LANES) {
+    int64_t first = all->at.b + (j0 + j) * g->b.column;
+    for (int64_t k0 = 0; k0 < g->k; k0 += k_span) {
+      kernel(smaller(g->k - k0, k_span), a.at + steps_of(all->pairs, k0) * a.step, a.row, a.step,
+             g->m, (const char *)g->b.data + (first + k0) * size, g->b.column * size,
+             least(columns - j, VF_LANES), piece);
+      for (int64_t i = 0; i < g->m; i++) {
+        float *to = sums + i * GEMM_NR + j;
+        vf x = vf_load(piece + i * VF_LANES);
+        vf_store(to, k0 ? vf_add(vf_load(to), x) : x);
+      }
+    }
+  }
+  finish(all, sums, GEMM_NR, 0, g->m, j0, columns);
+}
+
+// Threads share the panels.
+static eng_status run_thin(const gemm_call *g, int threads)
+{
+  int64_t k_span = plan(g, threads).k_span, bytes = floats_of_a(g, g->m, g->k) * (int64_t)sizeof(float);
+  layout whole = {.k_span = g->k, .n_span = g->n};
+  part all = part_at(g, &whole, gemm_offset_of(g, 0), 0, 0, NULL, NULL);
+  float *a_copy = NULL;
+  if (bytes && !(a_copy = arena_alloc(ARENA_SCRATCH, bytes))) return ENG_ERR_MEMORY;
+  rows_of_a a = read_rows(&all, 0, g->m, a_copy);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (int64_t panel = 0; panel < all.panels; panel++) multiply_thin(&all, a, panel, k_span);
+  if (bytes) arena_free(ARENA_SCRATCH, a_copy, bytes);
+  return ENG_OK;
+}
+
 // K = 0: the sums are zero; only bias and the old C remain.
 static void run_empty(const gemm_call *g, int64_t members)
 {
@@ -385,6 +439,7 @@ eng_status ISA_NAME(gemm_packed)(const gemm_call *g)
   }
   double work = (double)g->m * (double)g->n * (double)g->k;
   int threads = work * (double)members < GEMM_SERIAL ? 1 : omp_get_max_threads();
+  if (is_thin(g, members)) return run_thin(g, threads);
   bool batched = members >= threads && members > 1 && work < 32.0 * GEMM_SERIAL;
   layout l = plan(g, batched ? 1 : threads);
   if (batched && threads > members) threads = (int)members;

@@ -42,6 +42,13 @@ static micro_kernel *const micro_pairs[GEMM_MR][GEMM_NV] = {
   PAIRS_NAMES(1), PAIRS_NAMES(2), PAIRS_NAMES(3), PAIRS_NAMES(4),
   PAIRS_NAMES(5), PAIRS_NAMES(6), PAIRS_NAMES(7), PAIRS_NAMES(8)};
 
+VF_INLINE vf read_pairs(const char *at, int64_t left)
+{
+  if (left >= 2 * VF_LANES) return (vf)_mm512_loadu_si512(at);
+  return (vf)_mm512_maskz_loadu_epi16((1u << left) - 1, at);
+}
+__attribute__((target("avx512bf16"))) THIN(thin_pairs, read_pairs, pair_product, 2, 2)
+
 // ------------------------------------------------------------------ packing
 
 enum { PAIRS_AHEAD = 8 };   // rows to prefetch ahead
@@ -178,6 +185,15 @@ static inline micro_kernel *kernel_of(bool pairs, int rows, int vectors)
 #endif
   (void)pairs;
   return micro[rows - 1][vectors - 1];
+}
+
+static inline thin_kernel *thin_kernel_of(bool pairs, int dtype)
+{
+#if defined(ENG_ISA_avx512)
+  if (pairs) return thin_pairs;
+#endif
+  (void)pairs;
+  return dtype == ENG_f32 ? thin_f32 : dtype == ENG_f16 ? thin_f16 : thin_bf16;
 }
 
 // Lays out columns like lay_out: to[p*to_row + j] is number (p, j) of source or, for pairs, the
