@@ -1,6 +1,7 @@
 // The inner parts of a matrix product that gemm_packed.c and attention.c share: the micro-kernel,
 // and the layout step that converts matrices of any format and stride to the f32 layout that it
-// reads. Also the kernel for few rows, which reads a transposed matrix where it lies. Included by gemm_pairs.h; owns nothing.
+// reads. Also the kernel for few rows, which reads a transposed matrix where it lies. Included by
+// gemm_pairs.h; owns nothing.
 //
 // A panel is GEMM_NR columns of a matrix B [k x n], stored [k][GEMM_NR]. Unused columns up to the
 // next whole vector hold zeros; columns beyond it are never read.

@@ -404,7 +404,8 @@ static void multiply_thin(const part *all, rows_of_a a, int64_t panel, int64_t k
 // Threads share the panels.
 static eng_status run_thin(const gemm_call *g, int threads)
 {
-  int64_t k_span = plan(g, threads).k_span, bytes = floats_of_a(g, g->m, g->k) * (int64_t)sizeof(float);
+  int64_t k_span = plan(g, threads).k_span;
+  int64_t bytes = floats_of_a(g, g->m, g->k) * (int64_t)sizeof(float);
   layout whole = {.k_span = g->k, .n_span = g->n};
   part all = part_at(g, &whole, gemm_offset_of(g, 0), 0, 0, NULL, NULL);
   float *a_copy = NULL;
