@@ -155,8 +155,8 @@ ELEMENT void copy_element(void *to, int to_dtype, int64_t to_at, const void *fro
   }
 }
 
-/// The random word of element i, from a Philox block that serves four elements. (An index into the
-/// array would move it out of registers.)
+/// The random word of element i. A Philox block has four words, one for each of four elements. (A
+/// variable index would move the array from registers to local memory.)
 ELEMENT uint32_t word_of_element(const uint32_t (&word)[4], uint64_t i)
 { return i & 2 ? (i & 1 ? word[3] : word[2]) : (i & 1 ? word[1] : word[0]); }
 

@@ -1,5 +1,5 @@
-// How kernels that sum load and store elements. float_lanes takes V elements of f32, f16 or bf16 at
-// a time, for sums in f32. double_lanes takes single elements of any format, for sums in f64.
+// Loads and stores for kernels that sum. float_lanes handles V elements of f32, f16 or bf16 at a
+// time, for sums in f32. double_lanes handles single elements of any format, for sums in f64.
 // Included by kernel files. Owns nothing.
 #pragma once
 

@@ -122,7 +122,7 @@ template <int V_> struct mixed {
   }
 };
 
-/// Applies a rule. Uses its `low` form if it has one and every tensor of the call is f16 or bf16.
+/// Applies a rule. Uses its `low` form if it has one and no tensor of the call is f32.
 /// The choice depends on formats alone, so an element's result does not depend on the layout of the
 /// tensors.
 template <class Rule, int V, class = void> struct has_low { enum { value = 0 }; };
@@ -143,8 +143,8 @@ __device__ static inline void apply(const Rule &rule, bool low, float (&y)[M][V]
   }
 }
 
-/// Applies a rule to a walk, whose first M tensors are outputs (NULL if absent) and the next N
-/// inputs.
+/// Applies a rule to a walk. The walk's first M tensors are outputs (NULL if absent), the next N
+/// are inputs.
 template <class IO, int M, int N, class Rule>
 static __global__ void __launch_bounds__(WALK_THREADS)
   map_kernel(const walk<M + N> w, const Rule rule)

@@ -34,8 +34,8 @@ __device__ static inline void copy_wait()
 { asm volatile("cp.async.wait_group %0;\n" ::"n"(LEFT) : "memory"); }
 
 /// Loads four 8 x 8 matrices of 16-bit numbers. Lane l passes the address (16-byte aligned) of row
-/// l % 8 of matrix l / 8. It gets columns 2t and 2t+1 of row g of each matrix, or of each matrix's
-/// transpose from load_matrices_turned.
+/// l % 8 of matrix l / 8. The lane gets columns 2t and 2t+1 of row g of each matrix.
+/// load_matrices_turned transposes each matrix first.
 __device__ static inline void load_matrices(uint32_t (&r)[4], uint32_t address)
 {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n"

@@ -46,7 +46,7 @@ __device__ static inline float max_nan(float a, float b)
   return a;
 }
 
-/// Hides the value of x from the optimizer, which then recomputes values derived from x instead of
+/// Hides the value of x from the compiler, which then recomputes values derived from x instead of
 /// keeping them in registers.
 template <class T> __device__ static inline T opaque(T x)
 {

@@ -1,5 +1,5 @@
 // The threads that share a row: a team is a warp, or a block of TEAM threads. Sums and maxima over
-// a team reach all of its threads, in an order that depends on TEAM alone. Included by kernel
+// a team are returned to all of its threads; their order depends on TEAM alone. Included by kernel
 // files. Owns nothing.
 #pragma once
 
@@ -11,7 +11,7 @@ __device__ static inline double larger(double a, double b) { return fmax(a, b); 
 
 /// All threads of a team must call its functions together.
 template <int TEAM> struct team {
-  /// This thread's number in the team.
+  /// This thread's index in the team, from 0.
   __device__ static int rank() { return threadIdx.x % TEAM; }
   __device__ static double sum(double x)
   {

@@ -1,13 +1,13 @@
 // A walk visits the elements of several strided, broadcast tensors of one shape. It is prepared for
 // kernels: dimensions that are contiguous in every tensor are merged, and multiplications replace
 // divisions. Host code builds a walk and bundles its elements into groups of V neighbours if all
-// tensors allow it. Device code turns a group's number into offsets. Included by kernel files. Owns
-// nothing.
+// tensors allow it. Device code computes offsets from a group's index. Included by kernel files.
+// Owns nothing.
 #pragma once
 
 #include "runtime/device.h"
 
-/// Division of numbers below 2^31 by a divisor known before the launch.
+/// Division of integers below 2^31 by a divisor known before the launch.
 struct divider { uint32_t size, factor, shift; };
 
 static inline __attribute__((unused)) divider divider_of(int64_t size)
@@ -50,8 +50,8 @@ static inline __attribute__((unused)) walk_shape shape_of(const tensor *x)
   return s;
 }
 
-/// Stride of x along dimension `d` of a broadcast shape with `ndim` dimensions; 0 if x repeats
-/// there. The last dimensions of x and of the shape are aligned.
+/// Stride of x along dimension `d` of a broadcast shape with `ndim` dimensions; 0 where x is
+/// broadcast. The last dimensions of x and of the shape are aligned.
 static inline int64_t stride_in(const tensor *x, int ndim, int d)
 {
   int own = d - (ndim - x->ndim);

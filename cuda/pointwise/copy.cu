@@ -69,7 +69,7 @@ static eng_status move(walk<2> w)
 /// The source is contiguous along dimension `down` of the walk, the target along dimension 0.
 struct turn { int down; uint32_t across_tiles, down_tiles; };
 
-/// Where a block's tile begins: along both dimensions, and in both tensors.
+/// The start of a block's tile: its indices along both dimensions, its offsets in both tensors.
 struct turn_place { int64_t across, down, to, from; };
 
 __device__ static inline turn_place place_of_tile(const walk<2> &w, const turn &t, int side)
@@ -104,7 +104,7 @@ __device__ static inline void convert(To &y, From x)
 template <typename To, typename From, int SIDE>
 static __global__ void __launch_bounds__(256) turn_kernel(const walk<2> w, const turn t)
 {
-  constexpr int PAD = sizeof(To) >= 4 ? 1 : 4 / sizeof(To);   // columns lie in different banks
+  constexpr int PAD = sizeof(To) >= 4 ? 1 : 4 / sizeof(To);   // avoids bank conflicts in columns
   __shared__ To tile[SIDE][SIDE + PAD];
   const turn_place p = place_of_tile(w, t, SIDE);
   // elements that remain from here on
@@ -224,8 +224,8 @@ struct copy_rule {
   }
 };
 
-// Of the elementwise kernels, only those of this file take FP8: they copy and cast it. Overflow
-// becomes Inf, or NaN in formats without Inf (core/base/fp8.h).
+// The kernels of this file are the only elementwise ones that accept FP8. Overflow becomes Inf, or
+// NaN in formats without Inf (core/base/fp8.h).
 __host__ __device__ static inline bool is_fp8(int d) { return d == ENG_e4m3 || d == ENG_e5m2; }
 
 ELEMENT double load_fp8(const void *data, int dtype, int64_t i)
@@ -306,7 +306,7 @@ extern "C" eng_status cuda_contiguous(const op_call *call)
 
 extern "C" eng_status cuda_concat(const op_call *call)
 {
-  tensor part = *call->out[0];   // where to copy the next input
+  tensor part = *call->out[0];   // the slice of the output for the next input
   int64_t dimension = call->concat.dim < 0 ? call->concat.dim + part.ndim : call->concat.dim;
   for (int k = 0; k < call->n_in; k++) {
     const tensor *x = call->in[k];

@@ -1,10 +1,10 @@
 // Arithmetic, comparisons, where, affine, powers and clamp: elementwise, with any strides and
-// broadcasting. f32, f16 and bf16 compute in f32 (map.h), f64 and integers in double and int64, one
-// element a thread. Called through the device's table.
+// broadcasting. f32, f16 and bf16 compute in f32 (map.h), f64 and integers in double and int64 with
+// one thread per element. Called through the device's table.
 //
 //   maximum, minimum   a NaN on either side gives NaN; of equal inputs (-0, +0) the first wins
 //   clamp              NaN stays
-//   integers           wrap; affine with integral factors is exact, else it goes through double
+//   integers           wrap; affine is exact if factor and term are integral, else it is in double
 #include "kernel/map.h"
 
 // ------------------------------------------------------------------ two inputs
@@ -226,7 +226,7 @@ extern "C" eng_status cuda_where(const op_call *call)
   return ENG_OK;
 }
 
-// ------------------------------------------------------------------ one input and numbers
+// ------------------------------------------------------------------ one input and scalars
 
 // Whether x is finite and outside the normal range of f32.
 static bool beyond_f32(double x)

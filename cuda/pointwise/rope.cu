@@ -34,7 +34,8 @@ static __global__ void __launch_bounds__(128)
 /// of x. Either the first run holds every a and the second every b, or pairs are interleaved
 /// (`neighbours`).
 template <int V> struct rotate_body {
-  // distances: in y and in x from the first run to the second; in the table from cosine to sine
+  // distances in elements: from the first run to the second in y (apart) and in x (x_apart); from
+  // cosine to sine in the table (sines)
   int64_t apart, x_apart, sines;
   bool    neighbours;
   __device__ void operator()(const walk<3> &w, const int64_t (&at)[3]) const
@@ -71,7 +72,7 @@ template <int V> struct rotate_body {
   }
 };
 
-struct rotate_double {   // walk: y, x, place in the table
+struct rotate_double {   // walk: y, x, index in the table
   rope_angle angle;
   int64_t    apart, x_apart;
   __device__ void operator()(const walk<3> &w, const int64_t (&at)[3]) const

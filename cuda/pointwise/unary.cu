@@ -1,5 +1,5 @@
 // Elementwise functions of one input, their derivatives, swiglu and dropout. f32, f16 and bf16
-// compute in f32 (map.h); f64, integers, sin and cos in double and int64, one element a thread.
+// compute in f32 (map.h); f64, integers, sin and cos in double and int64, one thread per element.
 // Called through the device's table.
 //
 //   relu        NaN stays; the slope at 0 and below is 0 even where dy is not finite, and 1 at NaN
@@ -7,7 +7,7 @@
 //               infinite x are 0 and 1
 //   hardswish   the gradient is 0 for x <= -3, and dy for x >= 3 and for NaN, as in PyTorch
 //   sigmoids    from z = exp(-|x|): no overflow, no cancellation, gradual underflow
-//   dropout     a dropped element is 0, NaN and Inf included
+//   dropout     a dropped element is 0, even if it was NaN or Inf
 #include "kernel/map.h"
 #include "kernel/ptx.h"
 #include "kernel/swiglu.h"
@@ -32,10 +32,11 @@ __device__ static inline float gelu_tanh(float x)
   return x * sigmoid(v);
 }
 
-// The functions named *_low are for 16-bit results. Their relative errors are about 1e-6, against
-// the formats' 2e-3 (bf16) and 2e-4 (f16). Results below 2^-126 |x| (x below -10) become 0.
+// The functions named *_low are for 16-bit results. Their relative errors are about 1e-6; rounding
+// to the format adds about 2e-3 (bf16) or 2e-4 (f16). Results below 2^-126 |x| (x below -10)
+// become 0.
 
-/// The sigmoid of sqrt(8/pi) (x + 0.044715 x^3), square being x^2.
+/// The sigmoid of sqrt(8/pi) (x + 0.044715 x^3); `square` is x^2.
 __device__ static inline float gelu_tanh_gate_low(float x, float square)
 {
   return reciprocal_fast(1.0f + exp2_fast(x * fmaf(square, -0.102943240f, -2.30220820f)));
@@ -91,9 +92,9 @@ template <int V> __device__ static inline void unary_low(int op, float (&y)[V], 
   }
 }
 
-/// OP >= 0: a kernel for this operation alone. Operations that models spend time in get one,
-/// because a kernel of many formulas needs as many registers as the longest formula. -1: `op`
-/// selects the formula.
+/// OP >= 0: a kernel for this operation alone. OP = -1: `op` selects the formula. Operations that
+/// take much of a model's time have their own kernel, because a kernel of many formulas needs as
+/// many registers as the longest formula.
 template <int OP = -1> struct unary_rule {
   int op;
   template <int V>

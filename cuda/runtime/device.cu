@@ -11,7 +11,7 @@
 static struct {
   int ordinal;
   cudaStream_t stream;
-  // recorded on the compute stream when another stream starts to follow it
+  // recorded on the compute stream for another stream to wait for (cuda_stream_follow)
   cudaEvent_t reached;
   cudaDeviceProp properties;
   cuda_fault_record *fault;      // device memory
@@ -38,8 +38,8 @@ eng_status cuda_status(cudaError_t result, const char *what)
                      "");
 }
 
-/// The ordinal of this process's card: the rank's number on its machine, modulo `count`, or 0 if no
-/// launcher set one. Returns -1 with the error set if a launcher's variable is not a number.
+/// The ordinal of this process's card: its local rank modulo `count`, or 0 if no launcher set a
+/// local rank. Returns -1 with the error set if a launcher's variable is not a number.
 static int wanted_ordinal(int count)
 {
   static const char *const names[] = {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"};
@@ -48,7 +48,7 @@ static int wanted_ordinal(int count)
     if (!text || !*text) continue;
     if (strlen(text) < 10 && strspn(text, "0123456789") == strlen(text)) return atoi(text) % count;
     error_set(ENG_ERR_DEVICE,
-              "cuda: %s: expected this rank's number on its machine, from 0, got %.40s",
+              "cuda: %s: expected the local rank of this process, an integer from 0, got %.40s",
               names[i], text);
     return -1;
   }

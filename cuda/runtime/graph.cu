@@ -1,7 +1,8 @@
 // Captured steps as CUDA graphs: the work issued to the stream between begin and end becomes one
-// graph. Owns the host memory that the graph's copies to the card read. Memory may be freed at any
-// time during a capture, by a script's garbage collection. It is held until the capture ends,
-// because freeing waits for the stream. Called through the table (core/autograd/graph.c).
+// graph. Owns the host memory that the graph's copies to the card read. A script's garbage
+// collector may free memory during a capture. Freeing waits for the stream, which a capture
+// forbids, so such memory is freed when the capture ends. Called through the table
+// (core/autograd/graph.c).
 #include "device.h"
 #include "runtime.h"
 

@@ -13,8 +13,8 @@ static const int64_t LEAST = 1 << 20;   // bytes of the smallest segment
 static struct {
   char       *memory;            // SEGMENTS pieces of `bytes`
   int64_t     bytes, used;       // used: bytes taken from the current segment
-  int64_t     most;              // limit on a segment's bytes after pinned memory ran out
-  int         filling;
+  int64_t     most;              // most bytes of a segment; lowered if pinned memory runs out
+  int         filling;           // index of the current segment
   cudaEvent_t read[SEGMENTS];    // the card has read the segment
 } ring = {.most = 16 << 20};
 

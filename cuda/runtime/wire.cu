@@ -89,7 +89,7 @@ __device__ static inline quad<float> get(const e4m3_t *packed, const float *scal
   return v;
 }
 
-/// The scales of a message piece with `count` elements.
+/// The scales of a message piece in E4M3, which follow its `count` one-byte codes.
 template <class W>
 __device__ static inline float *scales_of(W *piece, int64_t count)
 { return (float *)((char *)piece + count); }
@@ -160,8 +160,9 @@ __global__ void __launch_bounds__(THREADS) unpack(const wire_run *runs, int n)
   }
 }
 
-/// Sums the terms of n ranks. As in a binary counter, partial sums over equally many ranks are
-/// merged; comm.h defines this order. p is the largest power of two not above n.
+/// Sums the terms of n ranks, each divided by `share`. As in a binary counter, partial sums
+/// over equally many ranks are merged; comm.h defines this order. p is the largest power of two not
+/// above n.
 template <class W>
 __global__ void __launch_bounds__(THREADS)
   sum(W *out, const void *const *terms, int n, int p, int64_t count, float share)
@@ -205,7 +206,10 @@ template <class F> static eng_status with_comm_dtype(int comm_dtype, const char 
   else if (comm_dtype == ENG_f16) f(f16_t{});
   else if (comm_dtype == ENG_bf16) f(bf16_t{});
   else if (comm_dtype == ENG_e4m3) f(e4m3_t{});
-  else return error_set(ENG_ERR_DTYPE, "cuda: dtype number %d is not a comm dtype", comm_dtype);
+  else
+    return error_set(ENG_ERR_DTYPE,
+                     "cuda: expected comm dtype f32, f16, bf16 or e4m3, got dtype number %d",
+                     comm_dtype);
   CUDA_LAUNCHED(what);
   return ENG_OK;
 }
