@@ -1,7 +1,7 @@
 // cuda_attention and cuda_attention_grad, two operations of ops.def. Each call is prepared for one
-// of the two implementations (attention.h). Inputs are copied to scratch if their layout is
-// unsuitable: the width is strided or the inputs have different formats and, for tensor cores, rows
-// are not 16-byte aligned or the width is not 32, 64, 96 or 128.
+// of the two implementations (attention.h). An input is copied to scratch if its width is strided
+// or its format differs from that of the computation. For tensor cores it is also copied if its
+// rows are not 16-byte aligned, or if its width must be padded to 32, 64, 96 or 128.
 #include "attention.h"
 
 #include <math.h>
@@ -11,8 +11,8 @@ extern "C" op_kernel cuda_cast;
 
 // ---- inputs as the kernels need them
 
-/// Copies x [.. x width] without gaps to `to` [.. x padded] in `dtype`. Columns beyond the width
-/// become zeros.
+/// Copies x [.. x width] to `to` [.. x padded], which is contiguous, in `dtype`. Columns beyond the
+/// width become zeros.
 static eng_status lay(void *to, int dtype, const tensor *x, int64_t padded)
 {
   tensor y = *x;
@@ -134,8 +134,8 @@ extern "C" eng_status cuda_attention(const op_call *call)
   return status;
 }
 
-/// Passes lse in the format that the kernels read. If the inputs have several formats, the forward
-/// pass may have stored lse in a different format.
+/// Sets p->lse to lse in the format that the kernels read. If the inputs have several formats, the
+/// forward pass may have stored lse in a different format.
 static eng_status lse_view(attention_problem *p, scratch *all, const tensor *lse, int dtype)
 {
   int wanted = dtype == ENG_f64 ? ENG_f64 : ENG_f32;

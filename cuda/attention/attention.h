@@ -1,8 +1,9 @@
 // Shared by the attention kernels: the description of a call, and functions in which one warp
 // computes one row in plain arithmetic.
 //
-// There are two implementations. The tensor-core one (attention_forward.cu, attention_backward.cu)
-// takes f16 and bf16 up to 128 wide; the plain one (attention_plain.cu) takes everything else. Edge
+// There are two implementations. The tensor-core one (attention_forward.cu, attention_backward.cu,
+// attention_hopper*.cu) computes f16 and bf16 up to 128 wide; the plain one (attention_plain.cu)
+// computes everything else. Edge
 // cases are as on the CPU. A row that sees no key has y = 0, lse = -inf and entropy 0, and gives no
 // gradient to k and v. A row with a NaN, or whose largest score is infinite, becomes NaN. A key
 // that the causal mask hides never affects a query, not even as 0 * NaN. A product of tiles
@@ -57,7 +58,7 @@ eng_status attention_backward(const attention_problem *p, int dtype, int stored)
 eng_status attention_plain_forward(const attention_problem *p, int dtype);
 eng_status attention_plain_backward(const attention_problem *p, int dtype);
 
-/// Checks that n blocks (or tiles, each a block) fit into one launch. Errors: SHAPE.
+/// Checks that n thread blocks fit into one launch. Errors: SHAPE.
 static inline eng_status check_blocks(int64_t n, const char *operation)
 {
   if (n <= INT32_MAX) return ENG_OK;

@@ -3,10 +3,11 @@
 // With p = softmax(scores), dp = dy . v and delta = sum of p * dp = dy . y:
 //   dscore = p * (dp - delta), dq = factor * sum of dscore * k, dk = factor * sum of dscore * q,
 //   dv = sum of p * dy.
-// There are three kernels. The first computes delta of each row; the second computes dk and dv, in
-// blocks of keys that walk over the queries; the third computes dq, in blocks of queries that walk
-// over the keys. The second and third recompute the probabilities from lse. Each result has one
-// writer, so the shapes determine the order of sums.
+// There are three kernels. The first computes delta of each row. The second computes dk and dv: a
+// block owns some keys and iterates over the queries. The third computes dq: a block owns some
+// queries and iterates over the keys. The second and third recompute the probabilities from lse.
+// Each result has one writer, so the shapes determine the order of sums.
+//
 // Probabilities and dscores stay in registers, because the result of one product has the register
 // layout of the next product's operand.
 //

@@ -1,6 +1,6 @@
 // Attention forward with tensor cores: f16 and bf16, at most 128 wide. See attention.h.
 //
-// A block processes 128 queries of one head, 32 per warp, and walks over the keys, 64 or 32 at a
+// A block processes 128 queries of one head, 32 per warp, and iterates over the keys, 64 or 32 at a
 // time, while the next keys load. With entropies and more than 96 columns, registers suffice for
 // only half the queries. Softmax is computed online: each row keeps its largest score so far, the
 // sum of its exponentials, and y, and rescales the sum and y when the largest score grows.

@@ -2,10 +2,10 @@
 // the same numbers as attention_forward.cu, in the same order of keys, with the same rules for
 // infinities and masks.
 //
-// A block processes 128 queries of one head, 64 in each of its two warpgroups, and walks over the
-// keys while the next keys load. wgmma is asynchronous: while the warps turn the scores of one tile
-// of keys into probabilities, the tensor cores multiply the previous tile's probabilities by its
-// values.
+// A block processes 128 queries of one head, 64 in each of its two warpgroups, and iterates over
+// the keys while the next keys load. wgmma is asynchronous: while the warps turn the scores of one
+// tile of keys into probabilities, the tensor cores multiply the previous tile's probabilities by
+// its values.
 #include "attention_hopper.h"
 
 template <int D> constexpr int KEYS_OF = D == 64 ? 64 : 128;        // keys at a time
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(BLOCK, BLOCKS_OF<D, ENTROPY>)
   const uint32_t q_tile = shared, k_tiles = shared + ROWS * D * 2, v_tiles = k_tiles + 2 * TILE;
   const float scale = (float)(p.factor * LOG2_E);
 
-  // Two groups of copies: first the tiles for the first scores, then the rest of the first round.
+  // Two groups of copies: the tiles that the first scores need, then the other tiles of round 0.
   load_rows<D, ROWS>(q_tile, row_of<T>(p.q, b, 0, h), p.q.time, t0, p.queries);
   load_rows<D, KEYS>(k_tiles, k, p.k.time, 0, p.keys);
   copy_commit();

@@ -1,6 +1,6 @@
 // Attention in plain arithmetic: f32 and f64 of any width, and all other calls that the tensor
 // cores do not support. See attention.h. For f32 up to 256 wide, a warp owns a few rows (queries or
-// keys) and walks over the opposite rows (keys or queries) 32 at a time, in tiles that the block
+// keys) and iterates over the opposite rows (keys or queries) 32 at a time, in tiles that the block
 // loads into shared memory. To compute scores, each lane takes one row of the tile; to sum rows,
 // each lane takes columns. Rows that come out as Inf or NaN are recomputed, as with the tensor
 // cores. For all other formats and widths a warp computes one row: y or dq of a query, or dk and dv

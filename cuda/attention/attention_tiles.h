@@ -1,6 +1,6 @@
 // Tiles of 16-bit numbers in shared memory for attention on tensor cores: layout, loading and
-// products. A tile has D numbers a row. The order of a row's 16-byte pieces depends on the row, so
-// that the eight rows that ldmatrix reads at a time, and the rows that a warp stores, are in
+// products. A tile has D numbers per row. The order of a row's 16-byte pieces depends on the row,
+// so that the eight rows that ldmatrix reads at a time, and the rows that a warp stores, are in
 // different banks.
 #pragma once
 
@@ -102,7 +102,7 @@ __device__ static inline void load_tile(uint32_t tile, const T *head, int64_t st
   }
 }
 
-/// The base of a lane's ldmatrix addresses in a tile. Only the lowest bits of a row's number affect
+/// The base of a lane's ldmatrix addresses in a tile. Only the lowest bits of a row's index affect
 /// the order of its pieces. So a step of 16 rows is an addition, and a step of two pieces is an
 /// exclusive or. If D is a power of two, tiles and rows begin at multiples of a power of two. The
 /// exclusive or then applies to the whole address, and one register serves all steps.
@@ -117,15 +117,15 @@ template <int D> struct lane_place {
   __device__ uint32_t at(int rows, int pieces) const
   { return rows * (D * 2) + (WHOLE ? row ^ (pieces * 16) : row + (turn ^ (pieces * 16))); }
 };
-/// This lane's place for loading A [16 x 16] from a tile: at(rows, pieces) is its address for the
-/// rows from `rows` and the columns from 8 * `pieces`.
+/// This lane's addresses for loading A [16 x 16] from a tile: at(rows, pieces) is the address for
+/// the rows from `rows` on and the columns from 8 * `pieces` on.
 template <int D>
 __device__ static inline lane_place<D> place_a(uint32_t tile)
 {
   int l = threadIdx.x & 31;
   return {tile, l & 15, l >> 4};
 }
-/// This lane's place for loading two B [16 x 8] from 16 rows and 16 columns of a tile. Each row
+/// This lane's addresses for loading two B [16 x 8] from 16 rows and 16 columns of a tile. Each row
 /// becomes a column of B. Registers 0 and 1 get the B of the first 8 rows, 2 and 3 that of the next
 /// 8.
 template <int D>
@@ -134,7 +134,7 @@ __device__ static inline lane_place<D> place_b(uint32_t tile)
   int l = threadIdx.x & 31;
   return {tile, (l & 7) + (l >> 4) * 8, l >> 3 & 1};
 }
-/// This lane's place for loading two B [16 x 8] from 16 rows and 16 columns of a tile with
+/// This lane's addresses for loading two B [16 x 8] from 16 rows and 16 columns of a tile with
 /// load_matrices_turned. Each row becomes a row of B. Registers 0 and 1 get the B of the first 8
 /// columns, 2 and 3 that of the next 8.
 template <int D>

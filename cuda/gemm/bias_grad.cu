@@ -3,11 +3,11 @@
 //
 // There are two passes. The first cuts dy into tiles, about as many as the blocks that an H200
 // holds at once. A tile is up to 32 x 16 bytes of columns by a chunk of rows. A block of 8 warps
-// sums one tile: each thread reads 16 bytes of columns, with 8 rows in flight; then the lanes of a
-// warp that share columns are added, and then the warps, in a fixed order. This gives one row of
-// partial sums. The second pass adds the rows of all chunks, and the previous contents of the
-// output if it accumulates. Sums are in f32, or in f64 for f64 inputs. The lower bound on time is
-// one read of dy.
+// sums one tile: each thread reads 16 bytes of columns, with 8 rows in flight. Then the sums of the
+// lanes that share columns are added, and then those of the warps, in a fixed order. This gives one
+// row of partial sums. The second pass adds the rows of all chunks, and the previous contents of
+// the output if it accumulates. Sums are in f32, or in f64 for f64 inputs. The time to read dy once
+// is a lower bound.
 #include "kernel/element.h"
 #include "kernel/vector.h"
 
@@ -134,8 +134,8 @@ eng_status run(const op_call *call, int64_t rows, int64_t n)
   while (lanes_log2 < 5 && ((int64_t)V << lanes_log2) < n) lanes_log2++;
   const int64_t width = (int64_t)V << lanes_log2, tiles = (n + width - 1) / width,
                 step = WARPS * (32 >> lanes_log2);
-  // Where possible, the number of chunks is such that all blocks fit on an H200 at once. A chunk
-  // has whole rounds of a block and fewer than 2^31 rows.
+  // Where possible, the number of chunks is such that all blocks fit on an H200 at once. A chunk is
+  // a multiple of `round`, the rows that a block loads at once, and has fewer than 2^31 rows.
   const int64_t round = IN_FLIGHT * step,
                 most = (MOST_BLOCKS / tiles > 1 ? MOST_BLOCKS / tiles : 1) + (rows >> 30),
                 rounds = (rows + round - 1) / round;

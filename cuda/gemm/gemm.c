@@ -1,7 +1,7 @@
-// The operations matmul and linear on the card. A call becomes a product by strides (gemm_layout.h)
-// and goes to cuBLASLt (gemm_lt.c). An operand that cuBLASLt cannot read is copied first; an output
-// that it cannot write is computed in scratch memory in f32 and rounded from there. gemm_plain.cu
-// computes products that cuBLASLt does not support.
+// The operations matmul and linear on the card. A call is described as a product of strided
+// matrices (gemm_layout.h) and goes to cuBLASLt (gemm_lt.c). An operand that cuBLASLt cannot read
+// is copied first; an output that it cannot write is computed in scratch memory in f32 and rounded
+// from there. gemm_plain.cu computes products that cuBLASLt does not support.
 #include "runtime/device.h"
 #include "gemm.h"
 #include "gemm_lt.h"
@@ -15,8 +15,8 @@ op_kernel cuda_matmul, cuda_linear, cuda_contiguous, cuda_cast;
 // MOST_LAUNCHES, the operand is copied, which is cheaper.
 enum { MOST_LAUNCHES = 32 };
 
-/// Replaces x [batch.. x rows x columns] by a copy in `dtype` without gaps and without broadcast
-/// dimensions. Contiguous rows stay contiguous, and so do contiguous columns.
+/// Replaces x [batch.. x rows x columns] by a copy in `dtype` without gaps. Broadcast batch
+/// dimensions stay broadcast. Contiguous rows stay contiguous, and so do contiguous columns.
 static eng_status copy_operand(gemm_matrix *x, const gemm_product *p, int64_t rows, int64_t columns,
                                int dtype, scratch *s)
 {

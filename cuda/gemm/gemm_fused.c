@@ -4,8 +4,9 @@
 // separately: gemm.c, then the kernels of unary.cu and bias_grad.cu.
 //
 // GELU and its slope are fused only for f16 and bf16, for which cuBLASLt's tanh is accurate enough.
-// Column sums are fused only into f32, so that they are rounded no earlier than ours. Fusion is
-// enabled only by ENGINE_CUBLASLT_FUSE=1, because these kernels have not run on a card yet.
+// Column sums are fused only into f32, so that they are not rounded earlier than by bias_grad.cu.
+// Fusion is enabled only by ENGINE_CUBLASLT_FUSE=1, because these kernels have not run on a card
+// yet.
 #include "runtime/device.h"
 #include "gemm.h"
 #include "gemm_lt.h"

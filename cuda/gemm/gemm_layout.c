@@ -53,7 +53,7 @@ static void move_dim(gemm_product *p, int to, int from)
   p->c.batch[to] = p->c.batch[from];
 }
 
-/// Whether x can walk dimensions d and d + 1 as one. A broadcast over both qualifies.
+/// Whether one stride of x covers dimensions d and d + 1. A broadcast over both qualifies.
 static bool walks_as_one(const gemm_product *p, const gemm_matrix *x, int d)
 {
   return x->batch[d] == x->batch[d + 1] * p->batch[d + 1];

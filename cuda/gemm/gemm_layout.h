@@ -21,7 +21,7 @@ typedef struct gemm_matrix {
 /// gemm_product.side, which is contiguous. Only gemm_fused.c requests one.
 typedef enum gemm_after {
   GEMM_AS_IT_IS,
-  // side [m x n] = A B + bias in C's dtype; C = gelu_tanh of the sum before it was rounded
+  // side [m x n] = A B + bias in C's dtype; C = gelu_tanh of that sum before rounding
   GEMM_GELU,
   GEMM_GELU_GRAD,   // C = gelu_tanh'(side [m x n], in C's dtype) * A B
   // side [m] = the sum of each row of A, in C's dtype; C = A B or C += A B as usual
@@ -45,8 +45,8 @@ gemm_product gemm_of_matmul(const op_call *call);
 gemm_product gemm_of_linear(const op_call *call);
 
 /// Removes batch dimensions without changing the product. Dimensions of size 1 are dropped.
-/// Neighbouring dimensions that every matrix can walk as one are merged. Where B is broadcast and
-/// the strides allow it, dimensions become rows of A and C.
+/// Adjacent dimensions are merged if every matrix can traverse both with one stride. Where B is
+/// broadcast and the strides allow it, dimensions become rows of A and C.
 void gemm_simplify(gemm_product *p);
 
 /// The matrices (1: A, 2: B) whose strides alone prevent merging two batch dimensions.

@@ -349,7 +349,7 @@ static eng_status time_candidate(float *milliseconds, const plan *x, const gemm_
   *milliseconds = INFINITY;
   float best = INFINITY;
   int launches = 1;
-  // the first launch loads the kernel, the second tells how many launches fill 0.2 ms
+  // round 0 loads the kernel; round 1 measures how many launches fill 0.2 ms
   for (int round = 0; round < 4; round++) {
     CUDA_TRY(cudaEventRecord(before, cuda_stream()));
     for (int i = 0; i < launches; i++) {
@@ -422,8 +422,8 @@ static bool worth_searching(const gemm_problem *p)
          capture == cudaStreamCaptureStatusNone;
 }
 
-/// Prints a warning if cuBLASLt refuses a product that takes long without it. Prints nothing for
-/// FP8 products, which fail with an error, or for epilogues, which then run as separate passes.
+/// Prints a warning if cuBLASLt refuses a large product, which is slow without it. Prints nothing
+/// for FP8 products, which fail with an error, or for epilogues, which then run as separate passes.
 static void report_refusal(const gemm_problem *p)
 {
   if ((double)p->m * (double)p->n * (double)p->k * (double)p->batch < 64 * LEAST_WORK ||

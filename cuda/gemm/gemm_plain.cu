@@ -11,7 +11,7 @@ enum { TILE = 32, ROWS = 8 };
 __device__ inline float  fused(float a, float b, float c)    { return fmaf(a, b, c); }
 __device__ inline double fused(double a, double b, double c) { return fma(a, b, c); }
 
-/// Offset of batch number z in a matrix.
+/// The offset of batch z, a flat index over all batch dimensions, in a matrix.
 __device__ inline int64_t batch_offset(const gemm_product &p, const gemm_matrix &x, int64_t z)
 {
   int64_t offset = 0;

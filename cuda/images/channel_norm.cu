@@ -300,8 +300,8 @@ __global__ void __launch_bounds__(THREADS)
   put_factor(s, i / s.channels, 0, i % s.channels, number_at(mean, i / width, 0));
 }
 
-/// Further inputs of the gradient. sums [2 x C] (batch norm only): dweight and dbias summed over
-/// `count` rows, of which x has a part; NULL: the sums are taken over x alone.
+/// Further inputs of the gradient. sums [2 x C] (batch norm whose batch several ranks share):
+/// dweight and dbias summed over all `count` rows, of which x holds a part. NULL: x holds all rows.
 struct gradient { vector variance, weight, sums; double count, eps; };
 
 /// Backward: a warp for each group of a sample. With h = (x - mean) * rstd and g = dy * weight:
@@ -429,7 +429,7 @@ eng_status describe(channel_norm *s, const op_call *call, const tensor *dy, bool
                 blocks = s->samples * s->tiles, most = blocks < MOST_BLOCKS && blocks > 0 ?
                                                          MOST_BLOCKS / blocks : 1;
   s->piece_rows = rounds ? parts(rounds, most) * round : round;
-  s->pieces = parts(s->rows, s->piece_rows);   // 0 without rows: sums of nothing
+  s->pieces = parts(s->rows, s->piece_rows);   // 0 if there are no rows; all sums are then 0
   if (blocks * s->pieces >= 1ll << 31)
     return error_set(ENG_ERR_SHAPE, "%s: expected fewer than 2^31 tiles of %d channels, got %s",
                      eng_op_name(call->op), V << s->lanes_log2, tensor_text(x));

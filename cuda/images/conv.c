@@ -1,10 +1,10 @@
 // Convolution of images [N x H x W x C] on the card, and its gradients, as matrix products
-// (../gemm). The pixels that a place (a pixel of the result) meets under the kernel become one row
-// of a matrix, which is made in tiles of at most TILE_BYTES of scratch memory. The product of a
-// tile and the weights is rounded once. The gradient of x is computed in the same way, from dy
-// instead of x. The gradient of the weights adds the products of dy and the tiles in f32 (f64 for
-// f64), in order, and rounds the total once. A kernel of 1 x 1 without stride and padding needs no
-// copy. Groups are a batch of products. Called through the device's table.
+// (../gemm). As in im2col, the input pixels under the kernel at one place (a pixel of the result)
+// form one row of a matrix. The matrix is made in tiles of at most TILE_BYTES of scratch memory.
+// The product of a tile and the weights is rounded once. The gradient of x is computed in the same
+// way, from dy instead of x. The gradient of the weights adds the products of dy and the tiles in
+// f32 (f64 for f64), in order, and rounds the total once. A kernel of 1 x 1 with stride 1 and no
+// padding needs no copy. Groups are a batch of products. Called through the device's table.
 #include "conv.h"
 
 #include "runtime/device.h"
@@ -14,8 +14,8 @@ op_kernel cuda_conv2d, cuda_conv2d_grad_x, cuda_conv2d_grad_w, cuda_contiguous;
 
 static const int64_t TILE_BYTES = 64 << 20;
 
-/// Fills `g`: the pixels of `from` that each position of `over` reads. kernel: { KH, KW }. turned:
-/// for the gradient of x.
+/// Fills `g`: the pixels of `from` that each pixel of `over` meets. kernel: { KH, KW }. turned: for
+/// the gradient of x.
 static eng_status describe(conv_gather *g, const op_call *call, const tensor *from,
                            const tensor *over, const int64_t *kernel, bool turned)
 {

@@ -1,5 +1,5 @@
-// The kernels of a convolution: what surrounds its matrix products. See conv.c, which calls them,
-// and conv_kernels.cu.
+// The CUDA kernels that run before and after the matrix products of a convolution. See conv.c,
+// which calls them, and conv_kernels.cu.
 #pragma once
 
 #ifdef __cplusplus
@@ -7,9 +7,10 @@ extern "C" {
 #endif
 #include "device/backend.h"
 
-/// Which pixels a convolution multiplies. Under each tap (an element of the kernel) a place meets
-/// one pixel of `from`, or none. Places are the pixels of y, which meet pixels of x. For the
-/// gradient of x (`turned`), places are the pixels of x, which meet pixels of dy.
+/// Which pixels a convolution multiplies. Under each tap (an element of the kernel), a place meets
+/// one pixel of `from`, or none (in the padding or, for the gradient of x, between strides). Places
+/// are the pixels of y, which meet pixels of x. For the gradient of x (`turned`), places are the
+/// pixels of x, which meet pixels of dy.
 typedef struct conv_gather {
   const void *from;                  // [N x high x wide x groups x channels]
   int32_t     dtype;

@@ -8,7 +8,8 @@ namespace {
 
 enum { THREADS = 256 };
 
-/// A conv_gather as the collecting kernel sees it. A pixel is `units` accesses for each group.
+/// A conv_gather as the kernel `collect` sees it. A group's channels of a pixel are `units`
+/// accesses.
 struct collection {
   conv_gather g;
   void    *to;
@@ -16,8 +17,8 @@ struct collection {
   divider  units, columns_of_kernel, rows_of_kernel, groups, columns, rows;
 };
 
-/// Where place (i, j) of an image meets a pixel along dimension d under element k of the kernel;
-/// -1: nowhere.
+/// The index, along dimension d, of the pixel that a place with index i meets under element k of
+/// the kernel; -1 if none. `size`: pixels along d.
 __device__ inline int64_t met(const conv_gather &g, int d, int64_t i, int64_t k, int64_t size)
 {
   int64_t at;
@@ -30,7 +31,8 @@ __device__ inline int64_t met(const conv_gather &g, int d, int64_t i, int64_t k,
   return at >= 0 && at < size ? at : -1;
 }
 
-/// The pixel of `from` that place (n, i, j) meets; -1: none.
+/// The pixel of `from` that place (n, i, j) meets under element (row, column) of the kernel; -1 if
+/// none.
 __device__ inline int64_t pixel_met(const conv_gather &g, int64_t n, int64_t i, int64_t j,
                                     int64_t row, int64_t column)
 {
@@ -66,7 +68,7 @@ __global__ void __launch_bounds__(THREADS)
   if (__syncthreads_or(bad) && threadIdx.x == 0) *found = 1;
 }
 
-/// A thread for each element of out, in double. A sum that is NaN stays NaN.
+/// conv_repair, one thread per element of out. Sums are in double; a sum that is NaN stays NaN.
 __global__ void __launch_bounds__(THREADS)
   repair(void *out, int dtype, int64_t count, const __grid_constant__ conv_gather g,
          const __grid_constant__ conv_weights w, const void *bias, int bias_dtype,
@@ -107,7 +109,8 @@ __device__ double weight_slope(const conv_gather &g, const void *dy, int dtype, 
   return sum;
 }
 
-/// T: the format of `sum`. A thread for each element of dw [outputs x channels x kernel].
+/// conv_finish_weights, one thread per element of dw [outputs x channels x taps]. T: the format of
+/// `sum`.
 template <typename T>
 __global__ void __launch_bounds__(THREADS)
   finish_weights(void *dw, int dtype, int64_t count, const T *sum,

@@ -1,7 +1,7 @@
 // Max and average pooling of images [N x H x W x C], and their gradients. A thread computes V
-// channels of one pixel of y or, in a gradient, of dx. Gradients gather: an element of dx sums the
-// windows that contain it, in rising order, so nothing is written twice. f32, f16 and bf16 sum in
-// f32 and round once; f64 sums in f64. Called through the device's table.
+// channels of one pixel of y or, in a gradient, of dx. Gradients gather: an element of dx adds up
+// the gradients of the windows that contain it, in order, so each element is written once. f32, f16
+// and bf16 sum in f32 and round once; f64 sums in f64. Called through the device's table.
 #include "kernel/lanes.h"
 
 #include "base/pool_windows.h"
@@ -10,7 +10,9 @@
 struct pooling {
   pool_side   side[2];                // H, W
   void       *large, *small;
-  int32_t    *cell;                   // max pooling: the place of each maximum, in small's shape
+  // max pooling, in small's shape: the index in its window of each maximum, row * kernel width +
+  // column
+  int32_t    *cell;
   int32_t     large_dtype, small_dtype;
   bool        counted;
   int64_t     threads;
@@ -28,7 +30,7 @@ __device__ static inline pool_place place_of(const pooling &p, uint32_t thread, 
           (int64_t)(thread - pixel * p.vectors.size) * V};
 }
 
-/// The first of V channels of a pixel of the images or, with SMALL, of the pooled ones.
+/// The offset of a pixel's first of V channels, in the images or, with SMALL, in the pooled ones.
 template <bool SMALL>
 __device__ static inline int64_t offset_of(const pooling &p, const pool_place &at, int64_t i,
                                            int64_t j, int V)

@@ -1,7 +1,7 @@
 // Gradient statistics: one launch reads all gradients once, and a small second launch adds up the
 // results.
 //
-//   chunk    SPAN_CHUNK elements (spans.h). As many blocks as fit on the card go through all
+//   chunk    SPAN_CHUNK elements (spans.h). As many blocks as fit on the card iterate over all
 //            chunks, 16 bytes per load. A thread has four loads in flight, also across chunk ends.
 //   squares  are summed in f32 over the 4 or 8 elements of one access (at most three roundings),
 //            then in double. Accesses are checked in pairs: if a pair's sum is not finite, or so
@@ -11,7 +11,8 @@
 //   counts   are integers, which may be added in any order. Histograms are in shared memory, with
 //            one bank per lane.
 //
-// Owns the results on their way to the host. The slow twin is core/cpu/reference_optimizer.c.
+// Owns the buffers that carry the results to the host. The slow twin is
+// core/cpu/reference_optimizer.c.
 #include "passes.h"
 #include "runtime/runtime.h"
 #include "spans.h"
@@ -355,7 +356,7 @@ __device__ static inline void flush_bins(histogram *h, int dtype, unsigned long 
     if (lane == 0 && sum && f > 0 && f < fields - 1)
       atomicAdd(&hist[first + f], (unsigned long long)sum);
   }
-  // a subnormal whose highest set bit is b lies (fraction bits - b) bins below the smallest normal
+  // a subnormal with highest set bit b is (fraction bits - b) bins below the smallest normal number
   if (warp == 0) {
     const uint32_t some = h->subnormal[lane];
     h->subnormal[lane] = 0;

@@ -2,7 +2,7 @@
 // master weights, low-precision weights. Also unscaling gradients into f32. Updates of bf16 masters
 // have kernels of their own.
 //
-// Formulas and the order of operations are those of core/cpu/reference_optimizer.c, to the bit: f32
+// Results are bit-equal to core/cpu/reference_optimizer.c, with the same order of operations: f32
 // with one rounding per operation, no fused multiply-adds (see the build flags), IEEE division and
 // square root.
 //
@@ -37,7 +37,7 @@ typedef struct rule {
   float   root, eps;         // root: sqrt(1 - beta2^t)
   float   momentum, gain;    // sgd; gain: 1 - dampening
   int32_t nesterov;
-  // for lagged updates, whose t the host does not know
+  // for lagged updates: `decide` computes lr and root from these, because only the card knows t
   double  plain_lr, plain_beta1, plain_beta2;
 } rule;
 
@@ -56,7 +56,8 @@ typedef struct numbers {
   int32_t dry;
   // for lagged updates: the index of the update counter, and whether the counter restarts at t
   int32_t counter, fresh;
-  // of bf16 masters: ENG_ROUND_*, and the seed and number of the random numbers
+  // for bf16 masters: ENG_ROUND_*; the seed, and `draw`, a number that no other update has, which
+  // together select the random numbers
   int32_t rounding;
   uint64_t seed;
   int64_t draw;
@@ -139,7 +140,7 @@ enum { BATCH = 2 };   // groups of four elements that a thread has in flight
 struct piece {
   char   *master, *compensation, *shadow, *gradient, *moment1, *moment2;
   int     master_dtype, shadow_dtype, gradient_dtype, moment_dtype, n, quads, index;
-  int64_t first;             // the number of the piece's first element in its parameter
+  int64_t first;             // index of the piece's first element in its parameter
 };
 
 __device__ static inline char *moved(void *p, int dtype, int64_t elements)
@@ -291,7 +292,7 @@ advance_all(const device_span *spans, const int32_t *chunk, const numbers *u, do
   if (threadIdx.x < ENG_NORMS) partial[blockIdx.x * (int64_t)ENG_NORMS + threadIdx.x] = total;
 }
 
-/// Adds up each tensor's chunks: a block for a tensor, a warp for a norm.
+/// Adds up each tensor's chunks: one block per tensor, one warp per norm.
 __global__ static void __launch_bounds__(32 * ENG_NORMS)
 add_chunks(const device_span *spans, const double *partial, double *norms)
 {

@@ -105,7 +105,8 @@ eng_status spans_ready(span_table *table, const param_span *spans, int n, float 
     d->chunks = (int32_t)((s->count + SPAN_CHUNK - 1) / SPAN_CHUNK);
     chunks += d->chunks;
     if (chunks > INT32_MAX)
-      return error_set(ENG_ERR_VALUE, "cuda: more than 2^45 elements in all parameters");
+      return error_set(ENG_ERR_VALUE,
+                       "cuda: expected at most 2^45 elements in all parameters together");
   }
   if (n == table->n && memcmp(table->fresh, table->known, (size_t)n * sizeof *table->fresh) == 0)
     return ENG_OK;

@@ -47,7 +47,7 @@ __device__ inline void fetch(uint8_t (*tile)[STEP + 4], const operand &x, int64_
                              int64_t first, int64_t k, int steps)
 {
   for (int t = threadIdx.y * SIDE + threadIdx.x; t < SIDE * STEP; t += SIDE * SIDE) {
-    const bool along_k = x.k_stride == 1;   // makes neighbouring threads read neighbours
+    const bool along_k = x.k_stride == 1;   // so that neighbouring threads read adjacent bytes
     const int i = along_k ? t / STEP : t % SIDE, j = along_k ? t % STEP : t / SIDE;
     tile[i][j] =
       first + i < rows && j < steps ? x.data[(first + i) * x.i_stride + (k + j) * x.k_stride] : 0;

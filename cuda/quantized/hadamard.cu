@@ -1,6 +1,6 @@
 // The operation hadamard, bit-equal to core/cpu/reference_mx.c: sums are in f64 and in the CPU's
-// order. A block of threads transforms one group of n neighbours of WIDE lines, which are rows of
-// x, or its columns if `turned`.
+// order. A block of threads transforms one group of n neighbours in each of WIDE lines. Lines are
+// rows of x, or its columns if `turned`.
 #include "kernel/element.h"
 #include "kernel/walk.h"
 

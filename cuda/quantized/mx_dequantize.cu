@@ -1,5 +1,6 @@
-// mx_dequantize and mx_matmul, bit-equal to core/cpu/reference_mx.c. The product is the formula of
-// core/base/mx_blackwell.h, where tensor cores do not compute it (mx_product.cu). It is slow.
+// mx_dequantize and mx_matmul, bit-equal to core/cpu/reference_mx.c. The product evaluates the
+// formula of core/base/mx_blackwell.h, which is slow. mx_product.cu calls it if tensor cores do not
+// support the call.
 #include "kernel/element.h"
 #include "fp8_plain.h"
 
@@ -13,13 +14,13 @@ enum { THREADS = 256, EIGHT = 8, TILE = 16 };
 
 struct unscaling {
   const uint8_t *q, *scale;
-  const float   *amax;                 // NULL: no factor for the tensor
+  const float   *amax;                 // of the tensor; NULL: the tensor has no scale of its own
   void          *y;
   int64_t        rows, columns, block_rows, block_columns;
   int            format, rule;
 };
 
-/// Each thread takes eight neighbours of a row. A table of the format's numbers saves decoding.
+/// Each thread decodes eight neighbours of a row with a table of the format's numbers.
 template <typename T> __global__ void __launch_bounds__(THREADS) multiply_codes(const unscaling p)
 {
   __shared__ float number[256];
@@ -49,8 +50,8 @@ template <typename T> __global__ void __launch_bounds__(THREADS) multiply_codes(
 
 // ------------------------------------------------------------------ products
 
-/// A factor of a product: rows of codes; `across` scales to a row, each for `high` rows and `block`
-/// codes.
+/// An operand of a product: rows of codes, with `across` scales to a row. A scale covers `high`
+/// rows by `block` codes.
 struct operand {
   const uint8_t *q, *scale;
   const float   *amax;
@@ -58,7 +59,8 @@ struct operand {
   int            format, rule;
 };
 
-/// Decodes the group of n products from step k on, for 16 rows of an operand.
+/// Decodes n codes of each of 16 rows of an operand, from step k of the product's K on, and their
+/// scales.
 __device__ inline void fetch(float (*number)[BLACKWELL_MOST + 1],
                              float (*scale)[BLACKWELL_MOST / 16 + 1], const operand &x,
                              int64_t first, int64_t k, int64_t K, int n)

@@ -1,6 +1,6 @@
 // The operation mx_matmul on the card: cuBLASLt's block-scaled products (gemm/gemm_mx.h) where they
 // support the formats, sizes and alignments, else the formula (mx_dequantize.cu). This file puts
-// the scales in cuBLASLt's order and computes the factor on the sums of NVFP4.
+// the scales in cuBLASLt's order and computes alpha, the factor on NVFP4's sums.
 // ENGINE_FP8_FORMULA=1 always uses the formula.
 #include "kernel/element.h"
 #include "fp8_plain.h"
@@ -14,16 +14,16 @@ namespace {
 
 enum { THREADS = 256, TILE_ROWS = 128, TILE_COLUMNS = 4, TILE_WORDS = TILE_ROWS };
 
-/// The scales of an operand, row-major with `across` to a row, one for `high` rows; and the words
-/// of their tiles.
+/// The scales of an operand, row-major, `across` to a row, each for `high` rows. `to` receives them
+/// in cuBLASLt's tiles, as `words` words of four scales.
 struct tiling {
   const uint8_t *scale;
   uint32_t      *to;
   int64_t        rows, across, high, tiles_across, words;
 };
 
-/// A thread writes four neighbouring scales of a row, or padding. The first one also writes alpha,
-/// unless it is NULL.
+/// A thread writes four neighbouring scales of a row, or padding. The first thread also writes
+/// alpha (the factors on the product and on y), unless it is NULL.
 __global__ void __launch_bounds__(THREADS)
 tile_scales(const tiling a, const tiling b, const float *amax_a, int rule_a, const float *amax_b,
             int rule_b, double factor, bool add, float *alpha)

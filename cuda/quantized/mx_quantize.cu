@@ -3,12 +3,13 @@
 //
 // A block of threads takes a tile of x, about 64 x 64 numbers and a whole number of scale blocks
 // each way. It reads the tile as f32 into shared memory, finds the largest magnitude of each scale
-// block (a warp each), and writes the codes, or the values in bf16, of one result or of both: rows
-// of the transposed copy are columns of the tile. With square blocks the transposed copy gets the
-// codes of the other result, which the tile keeps.
+// block (a warp each), and writes the codes, or the values in bf16, of one result or of both. Rows
+// of the transposed copy are columns of the tile. With square blocks the transposed copy has the
+// same codes as the other result, so the tile keeps them.
 //
 // The amax of the tensor and the number of NaN are integer maxima and sums, which do not depend on
-// order. NVFP4 needs the amax first, so a separate pass finds it; for other rules the tiles do.
+// order. NVFP4 needs the amax first, so a separate pass finds it. For other rules, the kernel over
+// tiles finds it.
 #include "kernel/element.h"
 #include "kernel/walk.h"
 
@@ -95,7 +96,7 @@ __device__ inline uint32_t magnitude_of(float x, int &nan)
   return bits > 0x7F800000u ? 0 : bits;
 }
 
-/// Merges the maxima and NaN counts of a warp's threads into *seen. All of them must call it.
+/// Merges the maxima and NaN counts of a warp's threads into *seen. All 32 threads must call it.
 __device__ inline void report(survey *seen, uint32_t top, int nan)
 {
   top = __reduce_max_sync(0xFFFFFFFFu, top);
@@ -120,7 +121,7 @@ survey_all(const void *x, int dtype, int64_t count, bool aligned, survey *seen)
   report(seen, top, nan);
 }
 
-/// Writes the tensor's amax, and how many numbers are NaN. One thread.
+/// Writes the tensor's amax and the number of NaN in it. One thread.
 __global__ void finish(const survey *seen, const float *given, bool finite, float *amax,
                        float *again, int64_t *nan)
 {
@@ -133,9 +134,9 @@ __global__ void finish(const survey *seen, const float *given, bool finite, floa
 
 // ------------------------------------------------------------------ tiles
 
-/// Four over six: 1.5 if the amax of the block at (r0, c0) is better scaled to 4, else 1. A lane
-/// takes every 32nd row of the block or, if the side is turned, every 32nd column. All lanes of a
-/// warp must call it.
+/// The four-over-six rule: 1.5 if the block at (r0, c0) has a smaller error when its amax is scaled
+/// to 4 than when it is scaled to 6, else 1. A lane takes every 32nd row of the block or, if the
+/// side is turned, every 32nd column. All lanes of a warp must call it.
 __device__ inline float stretch_of(const float *tile, int pitch, const job &p, const side &s,
                                    int r0, int c0, int rows, int columns, float amax)
 {
@@ -229,8 +230,8 @@ __device__ inline void store_four(const job &p, const side &s, int64_t at,
   }
 }
 
-/// Writes one result of a tile, four elements of a row per thread. `keep`: leaves the codes in the
-/// tile.
+/// Writes one result of a tile, four elements of a row per thread. `keep`: replaces the tile's
+/// numbers by their codes.
 template <int FORMAT, bool RANDOM>
 __device__ inline void write_elements(float *tile, const float2 *block, const float *number,
                                       int pitch, const job &p, const side &s, bool keep,

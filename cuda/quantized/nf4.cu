@@ -56,7 +56,7 @@ quantize_blocks(const void *x, int dtype, int64_t count, int64_t size,
   if (lane == 0) absmax[block] = n < size ? divisor : largest;
 }
 
-/// The mean of all absmaxes, or the given offset. One block, of which one thread adds.
+/// The mean of all absmaxes, or the given offset. One block, in which one thread adds.
 __global__ void __launch_bounds__(THREADS)
 find_offset(const float *absmax, int64_t n, const float *given, float *offset)
 {
@@ -103,7 +103,7 @@ quantize_absmaxes(const float *absmax, int64_t n, const float *offset,
 
 struct unscaling {
   const uint8_t *q, *code;
-  const float   *absmax, *group, *offset;   // with `group`, `code` holds the absmaxes
+  const float   *absmax, *group, *offset;   // if `group` is not NULL, `code` holds the absmaxes
   void          *y;
   int64_t        count, size;
 };

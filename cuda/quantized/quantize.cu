@@ -3,14 +3,15 @@
 //
 // A block of threads processes tiles of 128 x 128 numbers, 8 x 8 per thread, and writes codes in
 // both directions. The codes of the transposed copy go through shared memory. Meanwhile the next
-// tile loads (cp.async, 96 KiB per multiprocessor). Where the rule divides, two products bound each
-// quotient, and the thread divides only if their codes differ. If scale blocks fit a tile (1 x 128,
-// 128 x 1 or 128 x 128), their largest magnitudes are found within the tile, so x is read once. For
-// other blocks, a first pass finds the largest magnitudes as integer maxima, which do not depend on
-// order. With a given factor (delayed scaling) no such pass is needed. Numbers are processed one by
-// one for stochastic rounding, for rows whose length is not a multiple of 8, for f64, and for
-// blocks that neither fit a tile nor span whole sides of x. All coordinates are those of x. Blocks
-// of the transposed copy have rows and columns exchanged.
+// tile loads (cp.async; 96 KiB in flight per multiprocessor in 16-bit formats). Where the rule
+// divides, two products bound each quotient, and the thread divides only if their codes differ. If
+// scale blocks fit a tile (1 x 128, 128 x 1 or 128 x 128), their largest magnitudes are found
+// within the tile, so x is read once. For other blocks, a first pass finds the largest magnitudes
+// as integer maxima, which do not depend on order. With a given factor (delayed scaling) no such
+// pass is needed. Numbers are processed one by one for stochastic rounding, for rows whose length
+// is not a multiple of 8, for x not 16-byte aligned, for f64, and for blocks that neither fit a
+// tile nor span whole sides of x. All coordinates are those of x. Blocks of the transposed copy
+// have rows and columns exchanged.
 //
 // In bf16 and f16, if the inputs need to be read only once, swiglu_quantize loads tiles of gate and
 // up and computes silu(gate) * up in registers. Otherwise silu(gate) * up goes to scratch memory
@@ -55,7 +56,8 @@ __device__ static inline void flush_maxima(eight<T> &top, uint32_t *of_row, int6
 }
 
 /// Finds the largest magnitude of each scale block. `maxima` holds their bits and must start as
-/// zeros. NaN is ignored unless `nans`. A warp walks down STRIP rows of 256 columns.
+/// zeros. NaN is ignored unless `nans`. A warp processes STRIP rows of 256 columns, from the top
+/// down.
 template <typename T>
 __global__ static void __launch_bounds__(THREADS, sizeof(T) == 2 ? 3 : 2)
   block_maxima(const T *x, int64_t rows, int64_t columns, int wide, int64_t row_block,
@@ -257,7 +259,7 @@ template <typename T, int E, bool DIVIDES> static eng_status launch_tiles(const 
     if (p->up) return launch<T, E, DIVIDES, true>(x, p);
   return launch<T, E, DIVIDES, false>(x, p);
 }
-// f64 never comes here: it is processed number by number.
+// Never called: f64 is processed number by number.
 template <typename T, int E, bool DIVIDES>
 static eng_status launch_tiles(const double *, const job *)
 { return ENG_OK; }

@@ -19,7 +19,7 @@ struct shared_tile {
   alignas(16) uint32_t turned[TILE][TILE / 4];
 };
 
-/// The place of a tile, and of a thread in it.
+/// The position of a tile, and of a thread in it.
 struct tile_place {
   int down, across;                // the tile's indices
   int first_row, first_column;     // the thread's, in the tile
@@ -34,8 +34,8 @@ __device__ static inline int64_t offset_of(const tile_place &at, const job &p)
 { return row_of(at) * (int64_t)p.width + column_of(at); }
 
 /// Puts the factors of one side into shared memory. Reads them from memory or, if they are not
-/// there, computes them from the maxima and writes the scales. Threads 0 to 127 take the tile's
-/// rows, threads 128 to 255 its columns.
+/// there, computes them from the maxima and writes the scales. Threads 128 to 255 do this for
+/// factors by column, threads 0 to 127 for all others.
 template <typename T>
 __device__ static inline void share_factors(shared_tile &t, const side &s, int which, const job &p,
                                             const tile_place &at)
@@ -82,7 +82,8 @@ __device__ static inline void share_factors(shared_tile &t, const side &s, int w
   t.high[which][i] = ordinary ? __uint_as_float(__float_as_uint(inverse) + !exact) : 1.0f;
 }
 
-/// Codes of four numbers. Sets bits of `doubt` for numbers whose quotient is uncertain.
+/// Codes of four numbers. Sets bits of `doubt` where the two bounds of a quotient give different
+/// codes.
 template <int E, bool DIVIDES>
 __device__ static inline uint32_t four_codes(const float x[4], const float low[4],
                                              const float high[4], uint32_t &doubt)
@@ -410,8 +411,8 @@ __device__ static inline void receive_tile(eight<T> (&v)[DOWN], const uint4 *sta
   }
 }
 
-/// Blocks per multiprocessor, as many as fit in its shared memory. With SWIGLU there are two on
-/// sm_90 and sm_100, and one elsewhere, so that the block may use more registers. The host still
+/// Blocks per multiprocessor, as many as fit in its shared memory. With SWIGLU, two fit from sm_90
+/// to below sm_120. Elsewhere only one fits, which may then use more registers. The host still
 /// launches enough blocks for two, and the second one waits.
 template <typename T, bool SWIGLU> constexpr int tiles_resident(void)
 {
@@ -433,9 +434,9 @@ __global__ static void __launch_bounds__(TILE_THREADS, tiles_resident<T, SWIGLU>
   shared_tile &t = *(shared_tile *)shared;
   uint4 *stage = shared + sizeof(shared_tile) / sizeof(uint4);
   // If factors are in memory, the pass that found them has just read x, and the end of x may still
-  // be in the cache.
+  // be in the cache. So the tiles are processed from the last to the first.
   const bool backwards = p.own.factor != NULL;
-  // tile numbers are unsigned: a negative one wraps around to a large one
+  // indices are unsigned: below 0 they wrap around to a large value, which ends the loop
   unsigned n = backwards ? tiles - 1 - blockIdx.x : blockIdx.x;
   send_tile<T, SWIGLU>(stage, x, p, place_of(n, p));
   while (n < tiles) {

@@ -1,12 +1,13 @@
-// Picking by index: embedding, index_select, gather, and their gradients. Moved elements keep every
-// bit, whatever their format. An index out of range raises the fault and reads as zeros.
+// Embedding, index_select, gather, and their gradients. Moved elements keep every bit, whatever
+// their format. An index out of range raises the fault, and its elements become zeros.
 //
-// Gradients sum all picks of one place (a row or an element of dx) in a fixed order and without
-// float atomics. The picks are sorted by place (a stable radix sort of packed words, by CUB) and
-// cut into chunks of equal length. One thread per column sums a chunk, so that a place picked
-// thousands of times costs no more per pick than others. Sums of places that continue across the
-// ends of a chunk are stored separately and combined afterwards, chunk by chunk. Sums are f32 (f64
-// for f64), rounded once. Called through the device's table.
+// A pick is one index of the call. Its place is the row or element of dx that it selects. Gradients
+// sum all picks of a place in a fixed order and without float atomics. The picks are sorted by
+// place (a stable radix sort of packed words, by CUB) and cut into chunks of equal length. One
+// thread per column sums a chunk, so that a place picked thousands of times costs no more per pick
+// than others. If the picks of a place continue across the end of a chunk, their partial sums are
+// stored separately and combined afterwards, chunk by chunk. Sums are f32 (f64 for f64), rounded
+// once. Called through the device's table.
 #include "kernel/lanes.h"
 
 #include <cub/device/device_radix_sort.cuh>
@@ -153,7 +154,7 @@ extern "C" eng_status cuda_index_select(const op_call *call)
 
 /// Walk: y, index, and x without its indexed dimension.
 struct gather_body {
-  int64_t size, step;    // of the indexed dimension of x
+  int64_t size, step;    // size and stride of the indexed dimension of x
   cuda_fault_record *fault;
   __device__ void operator()(const walk<3> &w, const int64_t (&at)[3]) const
   {
@@ -184,7 +185,7 @@ extern "C" eng_status cuda_gather(const op_call *call)
   return ENG_OK;
 }
 
-// ------------------------------------------------------------------ sums over what was picked
+// ------------------------------------------------------------------ gradients: sums over picks
 
 enum { RUN = 64 };   // picks in a chunk
 
@@ -323,7 +324,7 @@ struct pick_source {
   const void *index;
   int32_t     dtype, shift, op;
   int64_t     size;                          // of the dimension
-  int64_t     places;                        // number of places; a bad index becomes this number
+  int64_t     places;                        // number of places; a bad index gets this place
   cuda_fault_record *fault;
   uint8_t    *picked;                        // [places], or NULL
 };

@@ -51,7 +51,7 @@ template <bool CAPPED, typename A> __device__ static inline A cap_slope(A x, sof
   return 4 * z / ((1 + z) * (1 + z));
 }
 
-/// A row of n elements, split where its 16-byte accesses begin and end.
+/// A row of n elements: `head` elements, `whole` aligned 16-byte accesses, and the rest.
 struct cut { int head, whole, n; };
 
 template <typename T> __device__ static inline cut cut_of(const T *row, int n)
@@ -71,8 +71,8 @@ template <typename T> union piece {
 
 // ------------------------------------------------------------------ cross entropy
 
-/// What a thread has accumulated of a row: `sum` is the sum of exp(x - top), or of exp(x) while top
-/// is -inf.
+/// What a thread has accumulated from a row: `sum` is the sum of exp(x - top), or of exp(x) while
+/// top is -inf.
 template <typename A> struct seen {
   A top, sum;
   double plain;   // sum of x, for label smoothing
@@ -167,7 +167,7 @@ __global__ static void __launch_bounds__(THREADS, sizeof(T) == 8 ? 2 : 4)
   else if (loss) store_double(loss, loss_dtype, r, own);
 }
 
-/// The sum over the block, in thread 0; the order is fixed.
+/// Returns the sum over the block to thread 0. The order is fixed.
 __device__ static inline double block_sum(double x)
 {
   __shared__ double all[SUM_THREADS];
@@ -240,8 +240,8 @@ static void launch_losses(const op_call *call, int64_t rows, int classes, double
     logits, targets->data, targets->dtype, rows, classes, ignored, smoothing,                    \
     call->cross_entropy.z_loss, cap, losses, loss_data, loss_dtype, lse_data, lse_dtype,         \
     cuda_fault())
-  // With a cap there is only the kernel with smoothing. At smoothing 0 it adds 0 times the mean of
-  // the capped logits, which is finite.
+  // With a cap, only the kernel with label smoothing is compiled. At smoothing 0 it adds 0 times
+  // the smoothing term, which is finite because capped logits are finite.
   if (classes <= SHORT_ROW && cap > 0) ROW_LOSSES(32, true, true);
   else if (cap > 0) ROW_LOSSES(THREADS, true, true);
   else if (classes <= SHORT_ROW && smoothing != 0) ROW_LOSSES(32, true, false);
@@ -321,8 +321,8 @@ __global__ static void __launch_bounds__(THREADS, sizeof(T) == 8 ? 2 : CAPPED ? 
     c.whole = 0;
   }
 
-  // The target's own element loses digits in the subtraction, so it is computed in double. The
-  // thread that owns this element overwrites it after the loops.
+  // The gradient of the target's logit loses digits to cancellation, so it is computed in double.
+  // The thread that owns this element overwrites it after the loops.
   const int tail = c.head + c.whole * V, t = (int)target;
   const bool mine = counts && lane == (t < c.head ? t :
                                        t < tail   ? (t - c.head) / V :

@@ -4,12 +4,12 @@
 // Up to 8192 columns, a row stays in the registers of its warp or block, so that memory is read
 // once: x forward, x and dy backward. Blocks process many rows and load the next row while they
 // compute one. Arithmetic is f32, with the variance about the computed mean. Statistics are
-// recomputed in f64 if f32 is out of range, or if the row's spread is so small relative to its mean
-// that rounding of the mean would show in y (as in a constant row). All other calls (f64, x and dy
-// of two formats, longer rows) go through plain loops in f64, in the last part of this file.
+// recomputed in f64 if the variance is out of f32's range, or if it is so small relative to the
+// mean that rounding of the mean would show in y (as in a constant row). All other calls (f64, x
+// and dy of two formats, longer rows) go through plain loops in f64, in the last part of this file.
 //
 // With a residual (ADDS) a row is x + branch, which is rounded and saved as `sum`. In the backward
-// pass, dsum is added to the gradient after the gradient was rounded. Sums over rows and columns
+// pass, dsum is added to the gradient after the gradient is rounded. Sums over rows and columns
 // have the same order as without a residual, so the bits are those of add followed by the norm. If
 // the fast kernels do not support a call, these two operations run instead.
 //
@@ -32,7 +32,8 @@ typedef struct norm_call {
   bool centred;    // layer norm
   bool whole;      // n is a multiple of 8 and every pointer aligned to 16 bytes
   double eps;
-  float *partial;  // [blocks x 2 x n] f32, sums of dy * h and dy; NULL: not wanted
+  // [blocks x 2 x n] f32: sums of dy * h (h: normalized x) and of dy; NULL if not wanted
+  float *partial;
 } norm_call;
 
 enum { WARP_ROWS = 4 };   // rows of a block if each warp takes one row
@@ -297,9 +298,9 @@ __global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (FORWARD_BLOCKS<T, V, ROW,
 
 // ---- backward
 
-/// How many blocks fit on a multiprocessor at once: GRAD_RESIDENT of 128 threads, or GRAD_BLOCKS of
-/// the size that the kernel uses. MULTIPROCESSORS: those of an H200. BLOCK_LEAST: the fewest rows
-/// of a group, if there are enough rows.
+/// Blocks that fit on a multiprocessor at once: GRAD_RESIDENT counts blocks of 128 threads,
+/// GRAD_BLOCKS those of the kernel's size. MULTIPROCESSORS is the H200's number. A group has at
+/// least BLOCK_LEAST rows, if there are enough.
 constexpr int GRAD_RESIDENT[5] = {0, 6, 4, 3, 2};   // [V]
 template <int V, int ROW>
 constexpr int GRAD_BLOCKS = GRAD_RESIDENT[V] * 128 / BLOCK_THREADS<ROW>;
@@ -325,8 +326,8 @@ __device__ static inline void load_row(norm_row<T, V> &to, const norm_call &p, i
   to.rstd = ((const float *)p.rstds)[row];
 }
 
-/// Whether the next row, if read element by element, is loaded only after the current one. Its many
-/// loads in flight would take more registers than the f16 kernels have left.
+/// Rows that are read element by element: whether the next row is loaded only after the current row
+/// is finished. Its many loads in flight would take more registers than the f16 kernels have left.
 template <typename T> constexpr bool PARTS_LATE = false;
 template <> constexpr bool PARTS_LATE<f16_t> = true;
 
@@ -437,7 +438,8 @@ __global__ void __launch_bounds__(BLOCK_THREADS<ROW>, (GRAD_BLOCKS<V, ROW>))
 
 enum { SUM_COLUMNS = 16, SUM_SLICES = 32 };
 
-/// Sums partial [blocks x 2 x n]: columns 0..n into dweight, n..2n into dbias; either may be NULL.
+/// Sums partial [blocks x 2 x n]: columns [0, n) into dweight, [n, 2n) into dbias; either may be
+/// NULL.
 __global__ void __launch_bounds__(SUM_COLUMNS * SUM_SLICES)
   norm_sum_blocks(void *dweight, int dweight_dtype, void *dbias, int dbias_dtype,
                   const float *partial, int blocks, int n)
@@ -534,7 +536,7 @@ __global__ void __launch_bounds__(PLAIN_THREADS)
   }
 }
 
-/// dweight and dbias: 32 columns a block; each slice of threads takes every eighth row.
+/// dweight and dbias: 32 columns per block; each slice of threads takes every eighth row.
 __global__ void __launch_bounds__(PLAIN_THREADS)
   norm_grad_plain_columns(const __grid_constant__ norm_call p, void *dweight, int dweight_dtype,
                           void *dbias, int dbias_dtype)
@@ -566,8 +568,8 @@ __global__ void __launch_bounds__(PLAIN_THREADS)
 
 typedef void norm_kernel(const norm_call);
 
-/// The kernel for n columns, the threads and rows of its blocks, the blocks per multiprocessor, and
-/// the pieces of a thread. `kernel` is NULL if a row is too long for registers.
+/// A kernel, with its threads and rows per block, resident blocks per multiprocessor, and pieces
+/// per thread. `kernel` is NULL if a row is too long for registers.
 typedef struct norm_choice {
   norm_kernel *kernel;
   int threads, rows, resident, pieces;
@@ -671,7 +673,8 @@ static eng_status forward(const op_call *call, bool centred, bool adds)
 {
   ENG_TRY(check_length(call));
   norm_call p = call_of(call, centred);
-  const int next = adds ? 2 : 1;   // first input after x and branch, output after y and sum
+  // index of the first input after x and branch, and of the first output after y and sum
+  const int next = adds ? 2 : 1;
   const tensor *branch = adds ? call->in[1] : NULL, *sum = adds ? call->out[1] : NULL;
   int32_t branch_dtype, sum_dtype;
   bool fast = true;

@@ -4,18 +4,19 @@
 // The order of a sum depends only on the shape. For f32, f16 and bf16, a thread adds runs of a few
 // elements in f32 (in double if f32 would overflow) and the runs in double. Then the sums of
 // threads are added as a tree, and the pieces of a long sum are added in order. f64 is summed in
-// double; integers wrap in i64. In max and min NaN wins, and the choice between -0 and +0 is
-// unspecified.
+// double; integers wrap in i64. max and min return NaN if any element is NaN; their choice between
+// -0 and +0 is unspecified.
 #include "kernel/map.h"
 
 enum { SUM, MAX, MIN };
-// blocks that fit on a multiprocessor of an H200
+// blocks that fit on a multiprocessor of an H200, and the number of its multiprocessors
 enum { COLUMN_BLOCKS = 3, PIECE_BLOCKS = 3, MULTIPROCESSORS = 132 };
 
-/// A reduction as two walks over x: over the dimensions kept, and over those reduced.
+/// A reduction as two walks over x: `kept` over the dimensions that remain, `gone` over those
+/// reduced.
 struct reduction {
   walk<1> kept, gone;            // both read x
-  int64_t results, each;         // number of results; elements in each
+  int64_t results, each;         // number of results; elements reduced to each
   double  divisor;               // of a mean, else 1
   void   *y;                     // dense
   int32_t y_dtype;
@@ -253,7 +254,7 @@ static __global__ void __launch_bounds__(256, COLUMN_BLOCKS) columns_kernel(cons
 
 // ------------------------------------------------------------------ launching
 
-/// The dimensions of x in the mask (`gone`) or outside it, as a walk.
+/// A walk over the dimensions of x in the mask or, if `gone` is false, over the others.
 static walk<1> part_of(const tensor *x, uint64_t mask, bool gone)
 {
   walk_shape shape = {};
@@ -299,8 +300,9 @@ template <class P> static void launch_columns(reduction &r)
   columns_kernel<P><<<(unsigned)((r.kept.groups + 31) / 32 * r.pieces), 256, 0, cuda_stream()>>>(r);
 }
 
-/// Chooses the number and the length of pieces: at most as many blocks as fit on the card, each
-/// with a multiple of `least` groups. Depends only on the shape.
+/// Chooses the number and the length of pieces. `blocks` blocks process one piece of every result;
+/// all pieces together take at most `most` blocks where possible. A piece is a multiple of `least`
+/// groups. The choice depends only on the shape.
 static void cut(reduction &r, int64_t groups, int64_t blocks, int64_t least, int64_t most)
 {
   int64_t wanted = most / blocks, possible = (groups + least - 1) / least;
@@ -342,7 +344,7 @@ template <int RULE> static eng_status reduce(const op_call *call)
     cut(r, r.gone.groups, r.results, whole_pieces || vectors ? 2048 : 8192,
         PIECE_BLOCKS * MULTIPROCESSORS);
 
-  // The results of pieces go into scratch [results x pieces] and are reduced once more.
+  // The pieces' results go into scratch [results x pieces]; a second launch reduces them.
   int64_t bytes = r.pieces > 1 ? r.results * r.pieces * 8 : 0;
   void *part = NULL;
   reduction again = r;

@@ -1,13 +1,13 @@
 // Softmax, log softmax and logsumexp over the last dimension, with their gradients. The largest
 // element of a row is subtracted first, so no finite input overflows. As in PyTorch, a row with NaN
-// or +inf yields NaN, and so does a row of only -inf. For rows with +inf and rows of only -inf,
-// logsumexp gives +inf and -inf.
+// or +inf yields NaN, and so does a row of only -inf. Exceptions: logsumexp is +inf for a row with
+// +inf and no NaN, and -inf for a row of only -inf.
 //
 // Rows of up to 1024 elements belong to a warp, rows of up to 8192 to a block (256 and 2048 if they
 // cannot be read four elements at a time). Both stay in registers, so that each element takes one
 // read of memory and one exp. Longer rows, and other formats than f32, f16 and bf16, are read
-// twice. Sums run in f32 over what a thread reads at once, then in double. Called through the
-// device's table.
+// twice. A thread adds the elements that it reads at once in f32, and these sums in double. Called
+// through the device's table.
 #include "kernel/lanes.h"
 #include "kernel/team.h"
 
@@ -27,8 +27,9 @@ struct rows_call {
   int32_t x_dtype, dy_dtype, y_dtype, op;
 };
 
-/// A row's largest element, the sum of exp(x - largest) or, for softmax, its inverse, the sum's
-/// logarithm, and whether the row contains a NaN. The result of every element follows from these.
+/// The values of a row from which every element's result follows. `sum` is the sum of
+/// exp(x - largest), later its inverse; `log_sum` is the sum's logarithm; `nan`: the row contains a
+/// NaN.
 template <typename T> struct row_result {
   T    largest, sum, log_sum;
   bool nan;
@@ -111,7 +112,7 @@ static __global__ void __launch_bounds__(256) held_kernel(const rows_call c)
   }
 }
 
-/// One block per row of any length. A larger element rescales the sum so far.
+/// One block per row of any length. When a larger element appears, the sum so far is rescaled.
 template <class L> static __global__ void __launch_bounds__(256) long_kernel(const rows_call c)
 {
   constexpr int V = L::V, U = 4, STEP = 256 * V;

@@ -143,7 +143,7 @@ extern "C" eng_status cuda_argmin(const op_call *call) { return find_extreme(cal
 
 struct top_call {
   const void *x;
-  void   *values, *places;     // NULL where not wanted
+  void   *values, *places;     // NULL if not wanted
   int64_t n, k, rows;
   int32_t x_dtype, value_dtype, place_dtype;
 };
@@ -160,7 +160,7 @@ template <int HELD> static __global__ void __launch_bounds__(128) warp_row_kerne
 {
   int64_t row = (int64_t)blockIdx.x * 4 + threadIdx.x / 32;
   int lane = threadIdx.x % 32;
-  if (row >= c.rows) return;   // the whole warp leaves
+  if (row >= c.rows) return;   // the whole warp returns
   uint64_t order[HELD];
   uint32_t left = 0;           // bit mask of this lane's elements that are not taken yet
 #pragma unroll
@@ -170,7 +170,7 @@ template <int HELD> static __global__ void __launch_bounds__(128) warp_row_kerne
     left |= (uint32_t)inside << j;
   }
   found mine = {0, -1};
-  bool look = true;            // this lane must search its best element again
+  bool look = true;            // this lane must search for its best element again
   for (int64_t rank = 0; rank < c.k; rank++) {
     if (look) {
       mine = {0, -1};
@@ -205,7 +205,7 @@ static __global__ void __launch_bounds__(BLOCK) block_row_kernel(const top_call 
   }
 }
 
-// Words that sort in descending order as the elements rank: larger first, then earlier first.
+// Sort keys for descending order: the larger element first; of equal elements, the earlier one.
 static __global__ void __launch_bounds__(256)
   rank_kernel(const top_call c, int64_t row, uint64_t *word)
 {
