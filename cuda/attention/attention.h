@@ -63,8 +63,8 @@ static inline eng_status check_blocks(int64_t n, const char *operation)
 {
   if (n <= INT32_MAX) return ENG_OK;
   return error_set(ENG_ERR_SHAPE,
-                   "%s: %lld blocks exceed the limit of a launch; hint: a smaller batch", operation,
-                   (long long)n);
+                   "%s: expected at most 2^31 - 1 thread blocks, got %lld; hint: a smaller batch",
+                   operation, (long long)n);
 }
 
 #ifdef __CUDACC__

@@ -8,8 +8,8 @@
 
 enum { GEMM_BATCH_DIMS = ENG_MAX_DIMS - 2 };
 
-/// A matrix, or a batch of them: element (i, j) of batch (z0, z1, ..) lies i*row + j*column +
-/// z0*batch[0] + z1*batch[1] + .. elements after data.
+/// A matrix, or a batch of them. Element (i, j) of batch (z0, z1, ..) is at offset
+/// i*row + j*column + z0*batch[0] + z1*batch[1] + .. from data, in elements.
 typedef struct gemm_matrix {
   void   *data;
   int32_t dtype;

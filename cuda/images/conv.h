@@ -26,8 +26,8 @@ typedef struct conv_gather {
 /// zeros where a tap meets none.
 eng_status conv_collect(void *to, const conv_gather *g, int64_t first, int64_t count);
 
-/// The weights as matrices, one for each group: element (tap * channels + c, o) lies o * column +
-/// (tap * channels + c) * row + group * batch elements after data.
+/// The weights as matrices, one for each group. Element (tap * channels + c, o) is at offset
+/// o * column + (tap * channels + c) * row + group * batch from data, in elements.
 typedef struct conv_weights {
   const void *data;
   int32_t     dtype;

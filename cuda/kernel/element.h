@@ -119,8 +119,8 @@ ELEMENT double double_from_int(int64_t value, int target_dtype)
 {
   double nearest = (double)value;
   if (target_dtype == ENG_f64 || (value > -(1ll << 53) && value < (1ll << 53))) return nearest;
-  // Rounds to odd: truncates, and sets the last bit if any bits were lost. The next rounding then
-  // sees on which side of a tie the number lies.
+  // Rounds to odd: truncates, and sets the last bit if any bits were lost. So the next rounding
+  // treats the number as a tie only if it is one.
   uint64_t magnitude = value < 0 ? 0 - (uint64_t)value : (uint64_t)value;
   int drop = 11 - __clzll((long long)magnitude);
   uint64_t kept = magnitude >> drop;

@@ -37,7 +37,7 @@ typedef struct rule {
   float   root, eps;         // root: sqrt(1 - beta2^t)
   float   momentum, gain;    // sgd; gain: 1 - dampening
   int32_t nesterov;
-  // for lagged updates: `decide` computes lr and root from these, because only the card knows t
+  // for lagged updates: `decide` computes lr and root from these, because t is on the card
   double  plain_lr, plain_beta1, plain_beta2;
 } rule;
 

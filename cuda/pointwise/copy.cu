@@ -107,7 +107,7 @@ static __global__ void __launch_bounds__(256) turn_kernel(const walk<2> w, const
   constexpr int PAD = sizeof(To) >= 4 ? 1 : 4 / sizeof(To);   // avoids bank conflicts in columns
   __shared__ To tile[SIDE][SIDE + PAD];
   const turn_place p = place_of_tile(w, t, SIDE);
-  // elements that remain from here on
+  // elements from the tile's start to the ends of both dimensions
   int64_t wide = w.shape[0] - p.across, high = w.shape[t.down] - p.down;
   int x = threadIdx.x % 32, y = threadIdx.x / 32;
 #pragma unroll

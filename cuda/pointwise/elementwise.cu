@@ -2,8 +2,8 @@
 // broadcasting. f32, f16 and bf16 compute in f32 (map.h), f64 and integers in double and int64 with
 // one thread per element. Called through the device's table.
 //
-//   maximum, minimum   a NaN on either side gives NaN; of equal inputs (-0, +0) the first wins
-//   clamp              NaN stays
+//   maximum, minimum   NaN if either input is NaN; of equal inputs (-0, +0) the first is returned
+//   clamp              NaN stays NaN
 //   integers           wrap; affine is exact if factor and term are integral, else it is in double
 #include "kernel/map.h"
 

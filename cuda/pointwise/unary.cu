@@ -2,11 +2,12 @@
 // compute in f32 (map.h); f64, integers, sin and cos in double and int64, one thread per element.
 // Called through the device's table.
 //
-//   relu        NaN stays; the slope at 0 and below is 0 even where dy is not finite, and 1 at NaN
-//   gelu, silu  forward as in the formula: NaN at -inf (-inf * 0), as in PyTorch; their slopes at
-//               infinite x are 0 and 1
+//   relu        relu(NaN) is NaN; the gradient is 0 for x <= 0, even if dy is not finite, and dy at
+//               NaN
+//   gelu, silu  NaN at -inf (-inf * 0 in the formula), as in PyTorch; the slope is 0 at -inf and 1
+//               at +inf
 //   hardswish   the gradient is 0 for x <= -3, and dy for x >= 3 and for NaN, as in PyTorch
-//   sigmoids    from z = exp(-|x|): no overflow, no cancellation, gradual underflow
+//   sigmoids    in f32 from z = exp(-|x|): no overflow, no cancellation, gradual underflow
 //   dropout     a dropped element is 0, even if it was NaN or Inf
 #include "kernel/map.h"
 #include "kernel/ptx.h"

@@ -85,8 +85,9 @@ extern "C" eng_status cuda_hadamard(const op_call *call)
   p.root = sqrt(1.0 / (double)a.n);
   const int64_t groups = (p.along + p.n - 1) / p.n * ((p.lines + WIDE - 1) / WIDE);
   if (groups > INT32_MAX)
-    return error_set(ENG_ERR_VALUE, "hadamard: %lld x %lld numbers are too many for one call",
-                     (long long)rows, (long long)p.columns);
+    return error_set(ENG_ERR_VALUE,
+                     "hadamard: %lld x %lld numbers are too many for one call; hint: a smaller "
+                     "batch", (long long)rows, (long long)p.columns);
   if (groups > 0) rotate<<<(unsigned)groups, THREADS, 0, cuda_stream()>>>(p);
   CUDA_LAUNCHED("hadamard");
   return ENG_OK;

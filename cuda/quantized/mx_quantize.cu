@@ -376,8 +376,9 @@ eng_status run(job *p, int64_t format)
   const int bytes = (int)((room + 1) / 2 + blocks) * (int)sizeof(float2);
   if (tiles == 0) return ENG_OK;
   if (tiles > INT32_MAX)
-    return error_set(ENG_ERR_VALUE, "mx_quantize: %lld x %lld numbers are too many for one call",
-                     (long long)p->rows, (long long)p->columns);
+    return error_set(ENG_ERR_VALUE,
+                     "mx_quantize: %lld x %lld numbers are too many for one call; hint: a smaller "
+                     "batch", (long long)p->rows, (long long)p->columns);
   const unsigned n = (unsigned)tiles;
   switch (format) {
     case ENG_e4m3:          return launch<ENG_e4m3>(p, n, bytes);

@@ -2,7 +2,7 @@
 //
 // Cross entropy reads the logits once: each thread keeps a maximum and the sum of exponentials
 // relative to it, rescaled when the maximum grows; probabilities are never stored. The gradient
-// reads logits once and writes once. A row belongs to a warp or, if it is long, to a block. The
+// reads logits once and writes once. A warp processes a row or, if it is long, a block does. The
 // results of rows are summed in double in a fixed order.
 //
 // NaN and Inf are handled as in core/cpu/reference_loss.c: an infinite largest logit makes its row

@@ -3,9 +3,9 @@
 // or +inf yields NaN, and so does a row of only -inf. Exceptions: logsumexp is +inf for a row with
 // +inf and no NaN, and -inf for a row of only -inf.
 //
-// Rows of up to 1024 elements belong to a warp, rows of up to 8192 to a block (256 and 2048 if they
-// cannot be read four elements at a time). Both stay in registers, so that each element takes one
-// read of memory and one exp. Longer rows, and other formats than f32, f16 and bf16, are read
+// A warp processes a row of up to 1024 elements, a block a row of up to 8192 (256 and 2048 if rows
+// cannot be read four elements at a time). Such rows stay in registers, so that each element takes
+// one read of memory and one exp. Longer rows, and other formats than f32, f16 and bf16, are read
 // twice. A thread adds the elements that it reads at once in f32, and these sums in double. Called
 // through the device's table.
 #include "kernel/lanes.h"

@@ -2,9 +2,9 @@
 // and argmax and the smallest for argmin; among equals (-0 equals +0) the first wins. Elements are
 // mapped to integers of the same order, so that every format takes the same path.
 //
-// topk: rows of up to 1024 elements stay in the registers of a warp; longer rows belong to a block
-// that finds one element after the other. To find many elements in few rows, the rows are sorted.
-// Called through the device's table.
+// topk: rows of up to 1024 elements stay in the registers of a warp; for a longer row, a block
+// finds one element after the other. To find many elements in few rows, the rows are sorted. Called
+// through the device's table.
 #include "kernel/element.h"
 
 #include <cub/device/device_radix_sort.cuh>
