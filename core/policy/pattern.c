@@ -11,8 +11,8 @@
 
 #include <string.h>
 
-enum { CAPTURES = 32, DEEPEST = 200 };      // as LuaJIT's; DEEPEST: nested attempts, each a C frame
-enum { OPEN = -1, POSITION = -2 };          // lengths of captures: not yet closed; "()"
+enum { CAPTURES = 32, DEEPEST = 200 };      // LuaJIT's limits; DEEPEST: nested match_here calls
+enum { OPEN = -1, POSITION = -2 };          // capture lengths: not yet closed; a position, "()"
 
 typedef struct match {
   lua_State  *L;
@@ -131,7 +131,8 @@ static const char *balanced(const match *m, const char *s, const char *p)
   return NULL;
 }
 
-// An item such as %1: the end of a repetition of capture `index` at s, or NULL.
+// An item such as %1: if the text of capture `index` (from 0) occurs again at s, returns its end,
+// else NULL.
 static const char *same_again(const match *m, const char *s, int index)
 {
   if (index < 0 || index >= m->captures || m->capture[index].length == OPEN)
@@ -446,7 +447,7 @@ void policy_patterns_open(lua_State *L)
 
 // ------------------------------------------------------------------ names
 
-static int match_names(lua_State *L)                         // (unused, pattern)
+static int match_names(lua_State *L)                         // arguments: nil, pattern
 {
   eng_policy *p = policy_of(L);
   const char *pattern = luaL_checkstring(L, 2);

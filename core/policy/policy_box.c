@@ -58,7 +58,7 @@ static int box_pcall(lua_State *L)
   policy_check_stack(p);
   policy_charge(p, 16);
   int status = lua_pcall(L, lua_gettop(L) - 1, LUA_MULTRET, 0);
-  policy_charge(p, 0);  // raises again if the policy is being ended
+  policy_charge(p, 0);  // raises again if the call must end
   lua_pushboolean(L, status == 0);
   lua_insert(L, 1);
   return lua_gettop(L);
@@ -115,16 +115,16 @@ const char *eng_policy_printed(eng_policy *p)
   return p->printed;
 }
 
-// Calls the library function that the running function wraps, with the same arguments. LuaJIT's
-// errors in a function called from C have neither a position nor the function's name, so both are
-// added here.
+// Calls the library function that the running function wraps, with the same arguments. If LuaJIT
+// raises an error in a function called from C, the message has neither a position nor the name of
+// the function. Both are added here.
 static int call_wrapped(lua_State *L)                  // upvalues: see wrap
 {
   lua_pushvalue(L, lua_upvalueindex(1));
   lua_insert(L, 1);
   int status = lua_pcall(L, lua_gettop(L) - 1, LUA_MULTRET, 0);
   if (status == 0) return lua_gettop(L);
-  policy_charge(policy_of(L), 0);                      // raises again if the policy is being ended
+  policy_charge(policy_of(L), 0);                      // raises again if the call must end
   if (status == LUA_ERRMEM) return lua_error(L);
   luaL_where(L, 1);
   luaL_gsub(L, lua_tostring(L, -2), "'?'", lua_tostring(L, lua_upvalueindex(2)));
@@ -132,8 +132,9 @@ static int call_wrapped(lua_State *L)                  // upvalues: see wrap
   return lua_error(L);
 }
 
-// table.insert and table.move ignore metatables, so their targets, argument 1 and argument 5, are
-// checked here. The work of an insert is the number of later elements, which it moves.
+// table.insert and table.move ignore metatables. So this function refuses a constant as their
+// target: argument 1 of insert, argument 1 or 5 of move. An insert moves all later elements and is
+// charged for their number.
 static int box_writing(lua_State *L)                   // upvalues: see wrap
 {
   if (lua_gettop(L) == 3 && lua_istable(L, 1) && lua_isnumber(L, 2)) {
@@ -151,8 +152,8 @@ static int box_writing(lua_State *L)                   // upvalues: see wrap
 // pairs and next in a fixed order: numbers, then strings by bytes, then booleans. Lua's own order
 // of string keys changes from process to process.
 
-// Charges for a walk over a table with n entries. A walk also visits empty slots. Lua does not tell
-// how many there are, but the policy's largest block bounds their number.
+// Charges for a traversal of a table with n entries. A traversal also visits empty slots. Lua does
+// not report their number, but the policy's largest allocation bounds it.
 static void charge_walk(eng_policy *p, int64_t n)
 {
   policy_charge(p, n + (int64_t)(p->largest / 1024));
@@ -233,7 +234,8 @@ static int box_pairs(lua_State *L)
   return 3;
 }
 
-// Returns the smallest key above the given one.
+// Returns the next key and its value: the smallest key above the given key or, for nil, the
+// smallest key of the table. Returns nil after the last key.
 static int box_next(lua_State *L)
 {
   luaL_checktype(L, 1, LUA_TTABLE);
@@ -265,7 +267,7 @@ static int box_f32(lua_State *L)
   return 1;
 }
 
-// SplitMix64 over a counter that restarts with every record: one step always draws the same
+// SplitMix64 over a counter that restarts with every record, so a step always draws the same
 // numbers.
 static uint64_t mix(uint64_t z)
 {
@@ -294,8 +296,8 @@ static int box_random(lua_State *L)
 
 enum { BYTES_PER_INSTRUCTION = 64 };
 
-// The price of reading or making a value. The bytes of a string cost work even if Lua shares the
-// string.
+// The cost of reading or creating a value, in instructions. A string costs by its length, even if
+// Lua shares one copy of it.
 static int64_t price(lua_State *L, int index)
 {
   return 1 + (lua_type(L, index) == LUA_TSTRING
@@ -309,8 +311,8 @@ static void charge_values(lua_State *L)                // charges for all values
   policy_charge(policy_of(L), work);
 }
 
-// Calls a library function whose work is proportional to its results and the number of its
-// arguments.
+// Calls a library function whose work is proportional to the number of its arguments and the size
+// of its results. Charges for both.
 static int box_charged(lua_State *L)                   // upvalues: see wrap
 {
   policy_charge(policy_of(L), lua_gettop(L));
@@ -326,9 +328,9 @@ static int box_reading(lua_State *L)                   // upvalues: see wrap
   return box_charged(L);
 }
 
-// table.concat: the elements are charged as well. They are charged before the call, because an
-// element that is not a string ends the call with an error. A table has at most one element for
-// each 8 bytes of memory.
+// table.concat: charges for the elements as well, before the call, because the call raises an error
+// at an element that is not a string. The number of elements is at most the policy's memory divided
+// by 8 bytes.
 static int box_concat(lua_State *L)                    // upvalues: see wrap
 {
   eng_policy *p = policy_of(L);
@@ -384,8 +386,8 @@ static int box_format(lua_State *L)                    // upvalues: see wrap
 
 // ------------------------------------------------------------------ the environment
 
-// Replaces the library table on top of the stack by a new table that has only these names (NULL at
-// the end).
+// Replaces the library table on top of the stack by a new table with only the fields in `names`,
+// which ends with NULL.
 static void take(lua_State *L, const char *const *names)
 {
   lua_newtable(L);
@@ -412,8 +414,8 @@ static void set_library(lua_State *L, const char *name)
   lua_setfield(L, -2, name);
 }
 
-/// A function of ours in a library. With `wraps` it replaces the library's own function and has
-/// that function and its name in quotes as upvalues.
+/// A function that this file adds to a library. With `wraps` it replaces LuaJIT's function of that
+/// name; its upvalues are LuaJIT's function and the name in quotes.
 typedef struct box_function { const char *name; lua_CFunction function; bool wraps; } box_function;
 
 // Adds functions to the library on top of the stack.
@@ -486,7 +488,7 @@ void policy_box_open(eng_policy *p)
   take(L, string_names);
   ADD(L, string);
   policy_patterns_open(L);
-  lua_pushliteral(L, "");                              // ("text"):method() sees the same functions
+  lua_pushliteral(L, "");                              // ("text"):method() calls the same functions
   lua_getmetatable(L, -1);
   lua_pushvalue(L, -3);
   lua_setfield(L, -2, "__index");

@@ -33,7 +33,7 @@ static double option(lua_State *L, int name)
   luaL_checktype(L, 1, LUA_TTABLE);
   lua_getfield(L, 1, text);
   if (lua_type(L, -1) != LUA_TNUMBER)
-    return luaL_error(L, "check: expected a numeric option, got '%s'", text);
+    return luaL_error(L, "check: expected the name of a numeric option, got '%s'", text);
   double x = lua_tonumber(L, -1);
   lua_pop(L, 1);
   return x;
@@ -93,7 +93,7 @@ static int check_trap(lua_State *L)
   return lua_toboolean(L, 2) ? refuse_strictly(L) : 0;
 }
 
-// check.count(options, name [, consequence]): a trap unless the option is a whole number of at
+// check.count(options, name [, consequence]): a trap if the option is not a whole number of at
 // least 1. Infinity is allowed and means never.
 static int check_count(lua_State *L)
 {
@@ -105,7 +105,8 @@ static int check_count(lua_State *L)
   return refuse_strictly(L);
 }
 
-// check.floor(options, least, first): a trap when the smallest scale is above the first one.
+// check.floor(options, least, first): a trap if the option named `least`, the smallest scale, is
+// above the option named `first`, the initial scale.
 static int check_floor(lua_State *L)
 {
   double least = option(L, 2), first = option(L, 3);
@@ -126,10 +127,10 @@ static double number_field(lua_State *L, int index, const char *name)
   return value;
 }
 
-static double scale_of(lua_State *L) { return number_field(L, 1, "scale"); }   // of the state
+static double scale_of(lua_State *L) { return number_field(L, 1, "scale"); }   // state.scale
 
-// Sets the scale in the state and builds the verdict { scale = ..., reason = the text or nil on top
-// of the stack }, with action = "stop" if `stop`.
+// Sets state.scale and builds the verdict { scale = ..., reason = ... }, with action = "stop" if
+// `stop`. The reason is on top of the stack, a text or nil.
 static int verdict(lua_State *L, double scale, bool stop)
 {
   lua_pushnumber(L, scale);

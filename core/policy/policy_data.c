@@ -308,7 +308,7 @@ static bool parse_value(reader *r, int depth)
   if (word == 4 && memcmp(text, "true", 4) == 0) data_tag(r->out, 't');
   else if (word == 5 && memcmp(text, "false", 5) == 0) data_tag(r->out, 'f');
   else if (number_read(&number, text, word)) data_number(r->out, number);
-  else return refuse(r, "a value is missing");
+  else return refuse(r, "expected a number, string, boolean or table");
   r->at += word;
   return true;
 }

@@ -11,11 +11,12 @@
 
 enum { DATA_DEPTH = 32 };       // tables inside tables
 
-// Tags: 'n' double, 's' uint32 length and bytes, 't', 'f', '{' (key value)* '}'.
+// Tags: 'n', then a double; 's', then a uint32 length and the bytes; 't' true; 'f' false; a table
+// is '{' (key value)* '}'.
 typedef struct data_blob {
   char  *bytes;
   size_t size, capacity;
-  bool   failed;                // memory ran out; later writes are dropped
+  bool   failed;                // memory ran out and at least one write was dropped
 } data_blob;
 
 void data_free(data_blob *b);

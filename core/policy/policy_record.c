@@ -34,15 +34,16 @@ static const char *const view_names[VIEW_KINDS] = {
 
 typedef struct view { int32_t kind, index; } view;
 
-/// How a field is read. For the kinds before VIEW, `at` is the offset of the structure's member.
+/// How a field is read. For the kinds before VIEW, `at` is the offset of the member in eng_record
+/// or eng_tensor_stats.
 typedef enum field_kind {
   INTEGER,
   NUMBER,
   MAYBE,           // a number; nil if it is NaN
   FLAG,
-  FIRST_BAD,       // a tensor's number, read as its name
+  FIRST_BAD,       // the index of a tensor, returned as its name
   VIEW,            // `at`: the kind of view
-  // the rest: only fields of tensors and groups
+  // the following kinds occur only in the statistics of tensors and groups
   NAME, SCALE, OVERFLOW, TRUE_AMAX, TRUE_NORM, REFERENCE, MEASURED, CLIPPED, SNR,
   UPDATE           // `at`: ENG_NORM_*
 } field_kind;
@@ -147,7 +148,7 @@ static void push_unless(lua_State *L, bool absent, double value)
   else lua_pushnumber(L, value);
 }
 
-// Pushes a field of the kinds up to MAYBE from the structure that holds it.
+// Pushes a field of the kind INTEGER, NUMBER or MAYBE, read from the structure `from`.
 static void push_member(lua_State *L, const field *f, const void *from)
 {
   const void *at = (const char *)from + f->at;
@@ -189,8 +190,8 @@ static int record_index(lua_State *L)  // upvalue: views of hist, tensors, group
 
 // ------------------------------------------------------------------ tensors and groups
 
-// A group takes the relative scale of its first tensor. The amax and norm of tensors with a
-// different scale are converted to the group's scale.
+// A group takes the relative scale of its first tensor that has a gradient. The amax and norm of
+// tensors with a different scale are converted to the group's scale.
 static void sum_groups(eng_policy *p)
 {
   memset(p->group_stats, 0, (size_t)p->n_groups * sizeof *p->group_stats);
@@ -222,7 +223,8 @@ static const eng_tensor_stats *stats_in_view(eng_policy *p, const view *v)
   if (!p->stats) luaL_error(p->L, "this step has no statistics per tensor");
   bool group = v->kind == VIEW_GROUP || v->kind == VIEW_GROUP_HIST;
   if (v->index >= (group ? p->n_groups : p->n_tensors))
-    luaL_error(p->L, "these statistics are of an earlier model; read them from the record again");
+    luaL_error(p->L,
+               "these statistics belong to an earlier model; read them from the record again");
   if (!group) return &p->stats[v->index];
   if (!p->groups_summed) sum_groups(p);
   return &p->group_stats[v->index];
@@ -231,7 +233,7 @@ static const eng_tensor_stats *stats_in_view(eng_policy *p, const view *v)
 static int push_stats_field(lua_State *L, eng_policy *p, const view *v, const field *f)
 {
   const eng_tensor_stats *s = stats_in_view(p, v);
-  const bool measured = s->measured != 0;       // false: nothing measured, or a gradient
+  const bool measured = s->measured != 0;       // false: a gradient, or an unmeasured FP8 tensor
   double scale = p->record->scale * gradstats_relative_scale(s);
   switch (f->kind) {
     case NAME: lua_pushstring(L, (v->kind == VIEW_GROUP ? p->groups : p->tensors)[v->index]); break;
@@ -244,7 +246,7 @@ static int push_stats_field(lua_State *L, eng_policy *p, const view *v, const fi
     case MEASURED:  push_unless(L, !measured, (double)s->measured); break;
     case CLIPPED:   push_unless(L, !measured, (double)s->clipped); break;
     case SNR:       push_unless(L, !measured, s->snr); break;
-    case VIEW:      // the hist view is in the view's environment
+    case VIEW:      // the hist view is element 1 of this view's environment
       lua_getfenv(L, 1);
       lua_rawgeti(L, -1, 1);
       break;
@@ -265,7 +267,7 @@ static int stats_index(lua_State *L)
   return push_stats_field(L, p, v, f);
 }
 
-// The element of a list by name, or by number from 1; nil if there is none.
+// The element of a list by name, or by index from 1; nil if there is none.
 static int list_index(lua_State *L)
 {
   const view *v = lua_touserdata(L, 1);
@@ -311,7 +313,7 @@ static const int64_t *bins_in_view(eng_policy *p, const view *v)
   return v->kind == VIEW_HIST ? record_in_view(p)->hist : stats_in_view(p, v)->hist;
 }
 
-// hist:sum(from, to): gradients with an exponent in [from, to].
+// hist:sum(from, to): the number of gradients with an exponent in [from, to].
 static int hist_sum(lua_State *L)
 {
   eng_policy *p = policy_of(L);
@@ -627,7 +629,7 @@ eng_status eng_policy_tensors(eng_policy *p, const char *const *names, const int
   for (int i = 0; i < n; ++i)
     if (group_of && (group_of[i] < -1 || group_of[i] >= n_groups))
       return error_set(ENG_ERR_VALUE,
-                       "policy %s: expected a group of tensor '%s' below %d, or -1, got %d",
+                       "policy %s: tensor '%s': expected a group index below %d, or -1, got %d",
                        p->name, names[i], n_groups, group_of[i]);
   // A view takes a few hundred bytes, so views are made only for policies that read them.
   if (p->needs & ENG_NEED_TENSORS) {
@@ -635,7 +637,7 @@ eng_status eng_policy_tensors(eng_policy *p, const char *const *names, const int
     size_t before = p->used;
     ENG_TRY(policy_protected(p, name_task, &naming));
     lua_settop(p->L, SLOT_COUNT);
-    if (p->used > before) p->limit += p->used - before;      // the policy need not pay for views
+    if (p->used > before) p->limit += p->used - before;      // views do not count
   }
   eng_policy made = *p;
   made.n_tensors = n;

@@ -59,8 +59,8 @@ static void *allocate(void *owner, void *piece, size_t old, size_t size)
 
 static void budget_hook(lua_State *L, lua_Debug *at);
 
-// Ends the policy's call with an error that it cannot catch, at the position of the function at
-// `level` of the stack. Does not return.
+// Ends the policy's call with an error that the policy cannot catch. The message has the position
+// of the function at `level` of the call stack. Does not return.
 static void end_call(eng_policy *p, const char *why, int level)
 {
   // From now on the hook raises at every instruction, so that no pcall in the policy can continue.
@@ -173,7 +173,7 @@ const char *policy_error_text(eng_policy *p)
   else lua_pop(p->L, 1);
   if (strcmp(raised, "not enough memory") == 0)
     snprintf(text, sizeof text,
-             "%s: out of memory: a policy may use %lld bytes, and a quarter of them in one "
+             "%s: out of memory: a policy may use %lld bytes, at most a quarter of them in one "
              "allocation",
              p->file, (long long)p->limit);
   else if (strncmp(raised, p->file, strlen(p->file)) == 0 ||
@@ -217,7 +217,7 @@ eng_status policy_call(eng_policy *p, int n)
   return ENG_OK;
 }
 
-// ------------------------------------------------------------------ the state
+// ------------------------------------------------------------------ the Lua state
 
 const char *policy_intern(lua_State *L, const char *name)
 {

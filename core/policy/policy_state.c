@@ -89,8 +89,8 @@ static bool refuse(walk *w, const char *why)
   return false;
 }
 
-// Writes the table at index `table`. Keys and values of all levels are on the stack above w->base;
-// if the table is refused the keys remain there, so that the path can be read from them.
+// Writes the table at stack index `table`. The keys and values of all levels are on the stack above
+// w->base. If the table is refused, they stay there, so that refuse_path can read the path.
 static bool encode(walk *w, int table, int depth)
 {
   lua_State *L = w->policy->L;
@@ -166,8 +166,8 @@ static void swap_blobs(eng_policy *p)
   p->next = swap;
 }
 
-// Notes the addresses of the keys in `good`. Keeps the keys alive, so that an address keeps
-// identifying the same string.
+// Records the addresses of the keys in `good`, and references the keys in Lua's registry. So they
+// stay alive, and an address always identifies the same string.
 static void keep_keys_task(eng_policy *p, void *argument)
 {
   (void)argument;
@@ -184,8 +184,8 @@ static void keep_keys_task(eng_policy *p, void *argument)
   lua_rawseti(L, LUA_REGISTRYINDEX, KEEP_FLAT_KEYS);
 }
 
-// Learns the layout of `good` if the state is a small flat table. `next` then gets the same bytes,
-// and later snapshots write only the values.
+// Records the layout of `good` in `flat`, if the state is a flat table of at most FLAT_FIELDS
+// numbers and booleans. Copies the bytes of `good` to `next`, so later snapshots write only values.
 static void learn_layout(eng_policy *p)
 {
   int n = 0;
@@ -205,7 +205,7 @@ static void learn_layout(eng_policy *p)
   if (!p->next.failed) p->n_flat = n;
 }
 
-// While the state keeps its fields and their types, only values are copied.
+// Writes the values of a flat state to `next`. False if the state's fields or their types changed.
 static bool snapshot_flat(eng_policy *p)
 {
   lua_State *L = p->L;
@@ -331,7 +331,8 @@ static void default_state_task(eng_policy *p, void *argument)   // { scale = opt
   if (scale != 0) put_scale(p->L, scale);
 }
 
-// Calls init or migrate, below its `n` arguments; leaves the state that it returns on the stack.
+// Calls init or migrate, which is on the stack below its `n` arguments. Leaves the returned state
+// on the stack.
 static eng_status call_maker(eng_policy *p, const char *maker, int n)
 {
   ENG_TRY(policy_call(p, n));
@@ -370,8 +371,8 @@ static void take_state(eng_policy *p)
   lua_settop(p->L, SLOT_COUNT);
 }
 
-// Makes the state on top of the stack current: copy, scale, verdict. Uses `scale` if the state has
-// no scale.
+// Makes the state on top of the stack current: copies it, checks its scale and resets the last
+// verdict. Uses `scale` if the state has no scale.
 static eng_status adopt(eng_policy *p, const char *maker, double scale)
 {
   ENG_TRY(copy_out(p, maker));
@@ -394,8 +395,8 @@ static eng_status adopt(eng_policy *p, const char *maker, double scale)
   return ENG_OK;
 }
 
-// Between policies of the same name, and between policies of FP8 layers, the last verdict is handed
-// over as well: clip, factor on the learning rate, scales of groups. So FP8 layers keep their
+// Copies the old policy's last verdict (clip, factor on the learning rate, scales of groups), if
+// both policies have the same name or the new policy is for FP8 layers. So FP8 layers keep their
 // scales and formats until the new policy's first decision.
 static void keep_verdict(eng_policy *p, const eng_policy *old)
 {
@@ -561,8 +562,8 @@ static void arguments_task(eng_policy *p, void *old)        // returns { old sta
   lua_rawseti(p->L, -2, 2);
 }
 
-// Returns the fresh state (in `next`) with all fields of the old state written over it. From a
-// policy of another name it takes only the scale.
+// Returns the fresh state (in `next`). If both policies have the same name, all fields of the old
+// state overwrite it; else only the old scale does, if the fresh state has a scale.
 static void merge_task(eng_policy *p, void *argument)
 {
   const eng_policy *old = argument;

@@ -18,11 +18,11 @@
 typedef struct verdict_field verdict_field;
 struct verdict_field {
   const char *name;
-  unsigned    need;       // the word that `needs` must list for the field
+  unsigned    need;       // the ENG_NEED_* that `needs` must list for the field; 0: none
   bool      (*read)(eng_policy *p, eng_verdict *out, const verdict_field *field);
-  const char *expected;   // in messages: the value
-  const char *entry;      // in messages: a value in the field's table; NULL if it need not be one
-  size_t      at;         // numbers: offset in eng_verdict; numbers for tensors: ENG_EACH_*
+  const char *expected;   // for messages: the expected value
+  const char *entry;      // for messages: the expected entry if the value must be a table, else NULL
+  size_t      at;         // a number: offset in eng_verdict; a number per tensor: ENG_EACH_*
 };
 
 bool policy_refuse(eng_policy *p, const char *format, ...)
@@ -73,9 +73,9 @@ static double number(lua_State *L)
   return lua_type(L, -1) == LUA_TNUMBER ? lua_tonumber(L, -1) : f64_from(0x7FF8000000000000ull);
 }
 
-// Finds what the key below the top of the stack names: *named is the number of a tensor or, from
-// n_tensors on, of a group; -1 for a pattern, whose matches are in p->matched. A group takes
-// precedence over a tensor of the same name.
+// Looks up the key below the top of the stack. *named is the index i of a tensor, n_tensors + i for
+// group i, or -1 for a pattern, whose matches are in p->matched. A group takes precedence over a
+// tensor of the same name.
 static bool find_named(eng_policy *p, const char *field, int *named)
 {
   lua_State *L = p->L;
@@ -204,7 +204,7 @@ static double true_norm(const eng_policy *p, const eng_tensor_stats *s)
 // `limit`. With `exactly`, sets the norm to `limit`, whether it was larger or smaller.
 static void limit_norm(eng_policy *p, int only, int group, double limit, bool exactly)
 {
-  if (!p->judged_stats) return;                              // a replay without tensors
+  if (!p->judged_stats) return;                              // no statistics per tensor (replay)
   double squares = 0, *factor = p->each[ENG_EACH_CLIP];
   for (int i = 0; i < p->n_tensors; ++i) {
     if (group >= 0 ? p->group_of[i] != group : i != only) continue;
@@ -268,7 +268,7 @@ static bool read_numbers(eng_policy *p, eng_verdict *out, const verdict_field *f
   return true;
 }
 
-// Marks the tensors that the name or pattern on top of the stack means.
+// Marks the tensors that match the name or pattern on top of the stack.
 static bool mark_reset(eng_policy *p, const verdict_field *f)
 {
   int named;
@@ -295,8 +295,8 @@ static bool read_reset(eng_policy *p, eng_verdict *out, const verdict_field *f)
   return true;
 }
 
-// The list for `most` values of `field`, allocated at its first use; NULL, with the verdict
-// refused, if out of memory.
+// The list for up to `most` values of `field`, allocated at its first use. If out of memory,
+// refuses the verdict and returns NULL.
 static policy_logged *list_of(eng_policy *p, policy_logged **list, int most, const char *field)
 {
   if (!*list) *list = calloc((size_t)most, sizeof **list);
@@ -304,7 +304,8 @@ static policy_logged *list_of(eng_policy *p, policy_logged **list, int most, con
   return *list;
 }
 
-// Reads `logit_muls`. Heads are named like the signals logit_max.MODULE.HEAD.
+// Reads `logit_muls`. A key names a head as MODULE.HEAD; it must have a signal
+// logit_max.MODULE.HEAD.
 static bool read_logit_muls(eng_policy *p, eng_verdict *out, const verdict_field *f)
 {
   static const char prefix[] = "logit_max.";

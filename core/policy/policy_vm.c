@@ -80,7 +80,7 @@ static void stem(char *out, size_t size, const char *file)
   if (dot && dot != out) *dot = '\0';
 }
 
-// The readers below find the file's table at index 1 of the load task's stack.
+// The read_* functions below read the table that the file returned, at index 1 of the stack.
 static void read_identity(eng_policy *p)
 {
   lua_State *L = p->L;
@@ -276,7 +276,7 @@ static void push_options(eng_policy *p)
 
 struct load { const char *source; int64_t bytes; const char *const *names, *const *values; int n; };
 
-// Returns { policy, decide, options, record }, which then move to their slots.
+// Returns { policy, decide, options, record }; eng_policy_load moves them to their stack slots.
 static void load_task(eng_policy *p, void *argument)
 {
   const struct load *load = argument;
@@ -414,8 +414,8 @@ bool eng_policy_scales_groups(const eng_policy *p)
 
 // ------------------------------------------------------------------ verdicts
 
-// After a failed call: gives the last good verdict and restores the state from before the call. The
-// reason follows the position of decide and `what`, unless `what` is NULL.
+// After a failed decision: returns the last good verdict and restores the state from before it. The
+// verdict's reason is `reason`, after the position of decide and `what` unless `what` is NULL.
 static void fall_back(eng_verdict *out, eng_policy *p, const eng_record *record, const char *what,
                       const char *reason)
 {
@@ -435,8 +435,8 @@ static void fall_back(eng_verdict *out, eng_policy *p, const eng_record *record,
   out->action = record->overflow ? ENG_ACTION_SKIP : ENG_ACTION_STEP;
   eng_text_shown(out->reason, sizeof out->reason, text, (int64_t)strlen(text), false);
   if (policy_roll_back(p) != ENG_OK) {
-    // There is not enough memory to rebuild the old state: the policy decides nothing until it is
-    // restored.
+    // Without enough memory to rebuild the old state, decide is an error until init or restore sets
+    // a state.
     p->ready = false;
     snprintf(out->reason, sizeof out->reason, "%.120s: its state was lost: %.100s", p->file,
              eng_error_message());

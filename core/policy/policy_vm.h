@@ -10,7 +10,7 @@
 #include <lauxlib.h>
 #include <lua.h>
 
-// Fixed slots on the policy's Lua stack: a decision copies from them without a lookup.
+// Fixed slots on the policy's Lua stack. A decision copies from them without a table lookup.
 enum {
   SLOT_POLICY = 1,
   SLOT_DECIDE,
@@ -34,7 +34,8 @@ typedef struct policy_option {
 typedef struct policy_signal { char *name; double value; } policy_signal;
 typedef struct policy_logged { char name[ENG_NAME_BYTES + 1]; double value; } policy_logged;
 
-/// Interned names by address: Lua keeps one copy of each string, so no text is compared.
+/// A hash table from a field's name to its index. Lua keeps one copy of each string, so the keys
+/// are addresses of interned names, and no text is compared.
 typedef struct field_map { const char *key[FIELD_BUCKETS]; int8_t field[FIELD_BUCKETS]; } field_map;
 
 /// The offset of a field's value in the state's blob, for a state that is a flat table of numbers
@@ -53,16 +54,16 @@ struct eng_policy {
 
   // Bytes, as the allocator counts them. The limit applies while the policy's code runs.
   size_t   used, limit;
-  size_t   largest;              // the largest block that the policy's code has allocated
+  size_t   largest;              // the largest allocation by the policy's code
 
   // The budget of the current call.
-  bool     running;              // false: the host is working in the policy's state
-  const char *killed;            // why this call is being ended, pcall or not; else NULL
-  int64_t  budget;               // work left
+  bool     running;              // false: the host's code, without limits, uses the Lua state
+  const char *killed;            // why the current call must end, even inside pcall; else NULL
+  int64_t  budget;               // instructions left
   int64_t  instructions;         // the budget at the start of the call
-  int64_t  unclocked;            // work since the clock was last read
+  int64_t  unclocked;            // instructions since the clock was last read
   double   seconds, deadline;    // deadline 0: the clock has not been read
-  const char *stack;             // the C stack when the call began
+  const char *stack;             // address of the C stack when the call began
   uint64_t random_key, random_count;
 
   // The record of the current decision.
@@ -83,21 +84,21 @@ struct eng_policy {
   bool     ready;                // init or restore has set a state
   data_blob good;                // the state after the last good call
   data_blob next;                // buffer for the state after the next call
-  flat_field flat[FLAT_FIELDS];  // the layout of a flat state, in the order of Lua's walk
+  flat_field flat[FLAT_FIELDS];  // the layout of a flat state, in the order of lua_next
   int      n_flat;               // 0: unknown, or not flat
   data_blob text;                // the result of save
   data_blob envelope;            // the blob that `text` was written from
   const char *verdict_key[VERDICT_FIELDS];
   eng_verdict last;              // the last good verdict
-  double  *group_scale, *group_next;     // [n_groups]; 0: the verdict's scale
-  double  *each[ENG_EACH];       // [n_tensors] the last verdict's numbers for single tensors
-  uint32_t each_set;             // bits ENG_EACH_*: the kinds that the last verdict had
+  double  *group_scale, *group_next;     // [n_groups]; 0: uses the verdict's `scale`
+  double  *each[ENG_EACH];       // [n_tensors] the last verdict's values per tensor
+  uint32_t each_set;             // bit ENG_EACH_*: the last verdict set these values
   bool    *matched;              // [n_tensors + n_groups] which names the last pattern matched
   const eng_record *judged;      // the record of the decision whose verdict is being read
   const eng_tensor_stats *judged_stats;
-  policy_logged *logit_muls;     // [ENG_POLICY_LOGIT_MULS], made by the first `logit_muls`
+  policy_logged *logit_muls;     // [ENG_POLICY_LOGIT_MULS], allocated at first use
   int      n_logit_muls;
-  policy_logged *logs;           // [ENG_POLICY_LOGS], made by the first `log`
+  policy_logged *logs;           // [ENG_POLICY_LOGS], allocated at first use
   int      n_logs;               // of the last decision
   char     printed[ENG_POLICY_PRINTS];
   size_t   printed_bytes;
@@ -125,10 +126,10 @@ void policy_charge(eng_policy *policy, int64_t work);
 void policy_check_stack(eng_policy *policy);
 /// The policy that a Lua state belongs to.
 eng_policy *policy_of(lua_State *L);
-/// The address of a name in the state, which stays valid as long as the state.
+/// Interns a name in the Lua state. The returned address is valid until the state is closed.
 const char *policy_intern(lua_State *L, const char *name);
-/// Calls the policy's function below its `n` arguments on the stack, under its limits, and leaves
-/// one result. Errors: POLICY; the stack is then back at rest.
+/// Calls the policy's function, which is on the stack below its `n` arguments, under the policy's
+/// limits. Leaves one result. Errors: POLICY; the stack then has only the fixed slots.
 eng_status policy_call(eng_policy *policy, int n);
 /// The text of the error value on top of the stack, without running the policy's code.
 const char *policy_error_text(eng_policy *policy);
@@ -140,14 +141,15 @@ int policy_line_of(const eng_policy *policy, const char *word);
 /// Replaces the table on top of the stack by a constant: an empty table that reads from the
 /// original and refuses writes. `what` names it in messages, in the plural.
 void policy_make_constant(lua_State *L, const char *what);
-/// Replaces a constant at `index` (absolute) by the table behind it; leaves other values.
+/// Replaces a constant at `index` (absolute) by its original table; does not change other values.
 void policy_open_constant(lua_State *L, int index);
 
 // ---- pattern.c
 /// Adds find, match, gmatch and gsub to the library on top of the stack.
 void policy_patterns_open(lua_State *L);
-/// Sets policy->matched for each name of a tensor and then of a group that the Lua pattern on top
-/// of the stack matches as a whole; pops the pattern. Errors: POLICY, and the stack is at rest.
+/// Pops a Lua pattern from the stack. Sets policy->matched[i] to whether the pattern matches the
+/// whole of name i, first of the tensors, then of the groups. Errors: POLICY; the stack then has
+/// only the fixed slots.
 eng_status policy_match_names(eng_policy *policy);
 
 // ---- policy_box.c
@@ -173,7 +175,7 @@ static inline bool policy_is_scale(double x) { return f64_is_finite(x) && x > 0;
 /// Creates the record's views and pushes `record`.
 void policy_record_open(eng_policy *policy);
 void policy_record_free(eng_policy *policy);
-/// The number of the tensor or group whose name is on the stack at `index`; -1: none.
+/// The index, from 0, of the tensor or group whose name is on the stack at `index`; -1: none.
 int policy_named(const eng_policy *policy, bool group, int index);
 /// Pushes iterator, view and nil for a view at `index`; false if the value is not a view.
 bool policy_record_pairs(lua_State *L, int index);

@@ -521,7 +521,7 @@ describe("helpers shared by scalers", function()
     assert.are.equal(13421773 + 7, p:scale())              -- 0.1 as a float32 is 13421773 / 2^27
     for line, text in pairs { ["check.positive(options, 'scal')"] = "unknown option 'scal'; " ..
       "did you mean 'scale'?", ["check.positive(options, nil)"] = "string expected",
-      ["check.positive(options, 'strict')"] = "expected a numeric option, got 'strict'",
+      ["check.positive(options, 'strict')"] = "expected the name of a numeric option, got 'strict'",
       ["check.positive(1, 'scale')"] = "table expected" } do
       local good, why = pcall(init, line)
       assert.is_false(good)
