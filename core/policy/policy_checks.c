@@ -1,6 +1,6 @@
-// Functions for what most scalers have in common: checks of options in `init` (check.positive,
-// check.floor ...), and the two changes of a scale in `decide` (back_off, grow) with their reasons.
-// policies/README.md lists them. They keep no state; each could be a line of Lua in a policy.
+// Functions that most scalers need: checks of options in `init` (check.positive, check.floor ...),
+// and changes of the scale in `decide` (back_off, grow, rescale) with their reasons.
+// policies/README.md lists them. They keep no state; a policy could contain the same lines of Lua.
 // Called by policy_box.c when a policy is loaded.
 #include "policy_vm.h"
 

@@ -21,7 +21,7 @@ struct verdict_field {
   unsigned    need;       // the ENG_NEED_* that `needs` must list for the field; 0: none
   bool      (*read)(eng_policy *p, eng_verdict *out, const verdict_field *field);
   const char *expected;   // for messages: the expected value
-  const char *entry;      // for messages: the expected entry if the value must be a table, else NULL
+  const char *entry;      // for messages: an entry of the required table; NULL: none required
   size_t      at;         // a number: offset in eng_verdict; a number per tensor: ENG_EACH_*
 };
 

@@ -26,16 +26,16 @@ typedef struct bytes { char *data; int64_t from, size, room; } bytes;
 
 typedef struct client {
   int   fd;                  // -1: free
-  int   number;              // the client's number, never reused
+  int   number;              // identifies the client; never reused
   bytes in, out;
 } client;
 
 struct eng_attach {
-  int    fd, folder;         // the socket and its directory
-  dev_t  device;             // of the socket's file, so that no other file is removed
+  int    fd, folder;         // descriptors of the socket and of its directory
+  dev_t  device;             // device and inode of the socket's file, the only file to remove
   ino_t  inode;
-  int    count, last_number, turn;   // turn: the client whose line is returned next
-  char  *name;               // within the folder
+  int    count, last_number, turn;   // turn: index of the client to check first
+  char  *name;               // the name of the socket in the folder
   client clients[CLIENTS];
 };
 
@@ -120,7 +120,7 @@ static eng_status make_socket(int *fd, const char *path)
 
 // ---- the server side
 
-/// Removes a socket without a listener.
+/// Removes a socket file on which no process listens.
 static eng_status remove_stale(const struct sockaddr_un *address, const char *path, int folder,
                                const char *name)
 {
@@ -133,7 +133,7 @@ static eng_status remove_stale(const struct sockaddr_un *address, const char *pa
   bool answered =
     connect(fd, (const struct sockaddr *)address, sizeof *address) == 0 || errno == EAGAIN;
   close(fd);
-  if (answered) return error_set(ENG_ERR_STATE, "%s: another process listens there", path);
+  if (answered) return error_set(ENG_ERR_STATE, "%s: another process listens on this socket", path);
   unlinkat(folder, name, 0);
   return ENG_OK;
 }
@@ -248,8 +248,8 @@ static bool pull_in(client *c)
   return false;
 }
 
-/// Whether to read more from a client: no, if complete lines are waiting and fill half the line
-/// buffer.
+/// Whether to read more bytes from a client. False if its buffer has a complete line and is at
+/// least half full.
 static bool has_room(const client *c)
 {
   return c->in.size - c->in.from < ENG_ATTACH_LINE / 2 || !line_end(&c->in);

@@ -1,4 +1,4 @@
-// Appending to a run's history: the rows and the queue they pass through. See history.h.
+// Appending to a run's history: the rows, and the queue to the writer thread. See history.h.
 // Owns open histories. Called by Lua.
 #include "history.h"
 
@@ -10,7 +10,7 @@
 #include <time.h>
 #include <unistd.h>
 
-// ---- open histories, flushed at exit so that an unclosed one keeps its last rows
+// ---- histories open for writing; closed at exit, so that their last rows reach the file
 
 static eng_history *open_histories;
 static pthread_mutex_t open_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -94,7 +94,7 @@ static eng_status moved_error(const eng_history *history)
     history->path);
 }
 
-/// Writes what is queued and ends the writer thread.
+/// Commits the queued rows and ends the writer thread.
 static void stop_writer(eng_history *history)
 {
   delist(history);
@@ -163,8 +163,8 @@ static cell of_text(const char *x)
   return x ? (cell){FIELD_TEXT, (int64_t)strlen(x), .memory = x} : (cell){.type = FIELD_NULL};
 }
 
-// Appends a row, the parameters of a statement. The row is dropped if the queue is full and cannot
-// be written out.
+// Appends a row: the parameters of an SQL statement. Waits while the queue is full, unless the last
+// commit failed. Then drops the row.
 static eng_status append(eng_history *history, history_statement statement, const cell *row, int n)
 {
   if (!history->writing)
@@ -173,10 +173,10 @@ static eng_status append(eng_history *history, history_statement statement, cons
   for (int i = 0; i < n; i++)
     need += sizeof(history_field) + ((uint64_t)row[i].bytes + 7) / 8 * 8;
   if (need > HISTORY_QUEUE / 2)
-    return error_set(ENG_ERR_VALUE, "history %s: a row of %lld bytes is larger than %d",
+    return error_set(ENG_ERR_VALUE, "history %s: a row takes %lld bytes; the limit is %d",
                      history->path, (long long)need, HISTORY_QUEUE / 2);
   pthread_mutex_lock(&history->lock);
-  // an empty ring starts at its front again, so that it touches fewer pages
+  // an empty queue restarts at offset 0, so that it touches fewer pages
   if (history->head == history->tail) history->head = history->tail = 0;
   bool room = false;
   while (!room) {

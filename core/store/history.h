@@ -54,7 +54,7 @@ typedef struct history_field { uint32_t type, bytes; } history_field;
 // Indices of the fields that the thread reads in a HISTORY_STEP message.
 enum { STEP_FIELD_STEP = 0, STEP_FIELD_ACTION = 7 };
 
-// Where the rows in `steps` end.
+// The last row in `steps`, and the end of `blocks`.
 typedef struct history_position {
   int64_t step, attempt;            // step -1: there are no rows
   bool    retry;                    // the row's action is a retry
@@ -67,14 +67,14 @@ struct eng_history {
   pid_t process;                    // the process that opened the history; a forked child must not
                                     // use it
 
-  pthread_mutex_t lock;             // guards the fields from here ...
+  pthread_mutex_t lock;             // guards the fields from `wake` to `trouble`
   pthread_cond_t  wake;             // the thread has work
   pthread_cond_t  done;             // the thread has finished a round
   uint8_t  *queue;                  // a ring of messages, none of which wraps around
-  uint64_t  head, tail;             // bytes ever written, ever consumed; their places in
-                                    // `queue` are these numbers modulo HISTORY_QUEUE
+  uint64_t  head, tail;             // bytes written and consumed; modulo HISTORY_QUEUE, offsets
+                                    // in `queue`. Both restart at 0 when the queue is empty.
   uint64_t  appended, committed;    // in messages
-  uint64_t  rounds;                 // attempted commits
+  uint64_t  rounds;                 // rounds of the thread, whether or not the commit succeeded
   bool      stop, hurry;
   bool      failing;                // the last round failed
   bool      news;                   // the error has not been reported yet
@@ -82,18 +82,19 @@ struct eng_history {
   int64_t   dropped;                // rows lost to a full queue, not yet recorded in the file
   int64_t   lost;                   // rows that SQLite refused, and dropped rows recorded in the
                                     // file
-  char      trouble[400];           // ... to here
+  char      trouble[400];           // text of the last error
 
   pthread_t     thread;  // only the thread uses the following, except `reader` and `next`
   sqlite3      *db;
   sqlite3_stmt *statements[HISTORY_STATEMENTS];
-  history_position last;            // of the last row in `steps`
+  history_position last;
 
   sqlite3            *reader;       // opened by the first query
   struct eng_history *next;         // histories open for writing, closed at exit
 };
 
-/// Waits until everything appended is committed or a round has failed; does not report the failure.
+/// Waits until all appended rows are committed or a round has failed. Returns whether they are
+/// committed, without setting an error.
 bool       history_wait(eng_history *history);
 
 /// Opens the file for writing, creates or checks the schema, prepares the statements.

@@ -9,8 +9,8 @@
 
 enum {
   OPERATIONS = 10000,            // of SQLite's virtual machine, between two checks for an interrupt
-  // A query may take this many operations, plus some for each byte of the file. Without a limit, a
-  // damaged file could make a query loop for ever.
+  // A query may take LEAST_OPERATIONS, plus OPERATIONS_PER_BYTE for each byte of the file. Without
+  // a limit, a damaged file could make a query loop for ever.
   LEAST_OPERATIONS = 100000000,
   OPERATIONS_PER_BYTE = 1000
 };
@@ -22,9 +22,9 @@ struct eng_query {
   int64_t       left;           // operations that remain
 };
 
-// Whether a statement of this connection is unfinished. A connection sees the file as of the start
-// of its oldest unfinished statement, so an abandoned iterator would hide new rows from later
-// queries on the same connection.
+// Whether a statement of this connection is unfinished. A connection reads the state that the file
+// had when its oldest unfinished statement started. So an abandoned iterator would hide new rows
+// from later queries on the same connection.
 static bool busy(sqlite3 *db)
 {
   sqlite3_stmt *statement = NULL;
@@ -78,7 +78,7 @@ static eng_status prepare(eng_query *query, sqlite3 *db, const char *sql)
 eng_status eng_query_open(eng_query **out, eng_history *history, const char *sql)
 {
   *out = NULL;
-  // A history that cannot be written at the moment is still readable.
+  // The result is ignored: if the rows cannot be committed, the history is still readable.
   if (history->writing) history_wait(history);
   if (history->reader == NULL) ENG_TRY(history_reader_open(&history->reader, history->path));
   eng_query *query = calloc(1, sizeof *query);
@@ -111,8 +111,8 @@ static eng_status bound(eng_query *query, int parameter, int code)
     return error_set(ENG_ERR_VALUE, "history %s: cannot bind parameter %d: %s", query->path,
                      parameter + 1, sqlite3_errstr(code));
   return error_set(ENG_ERR_VALUE,
-                   "history %s: the statement has %d parameters, got one numbered %d", query->path,
-                   sqlite3_bind_parameter_count(query->statement), parameter + 1);
+                   "history %s: the statement has %d parameters, got a value for parameter %d",
+                   query->path, sqlite3_bind_parameter_count(query->statement), parameter + 1);
 }
 
 int eng_query_parameters(const eng_query *query)
@@ -137,9 +137,9 @@ eng_status eng_query_bind_text(eng_query *query, int parameter, const char *valu
                                    SQLITE_TRANSIENT, SQLITE_UTF8));
 }
 
-// What is wrong with a value: its type is not its column's declared type (SQLite stores any type in
-// any column), it is NULL in a column that needs a value, or it is an integer out of range. NULL if
-// nothing is wrong. Expressions have no declared type.
+// Describes what is wrong with a value: its type is not its column's declared type (SQLite stores
+// any type in any column), it is SQL's NULL in a column that needs a value, or it is an integer out
+// of range. Returns NULL for a good value, and for an expression, which has no declared type.
 static const char *damage(sqlite3_stmt *statement, int column)
 {
   const char *declared = sqlite3_column_decltype(statement, column);

@@ -17,7 +17,7 @@ static const char schema[] =
   "CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;"
   "CREATE TABLE config(key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;"
   "CREATE TABLE policies(hash TEXT PRIMARY KEY, name TEXT, source TEXT) WITHOUT ROWID;"
-  // id: as in first_bad, from 0
+  // id: the index of the parameter, from 0, as in steps.first_bad
   "CREATE TABLE parameters(id INTEGER PRIMARY KEY, name TEXT, shape TEXT, gradient TEXT);"
   "CREATE TABLE steps(step INTEGER, attempt INTEGER, updates INTEGER, loss REAL, lr REAL,"
   " scale REAL, next_scale REAL, action TEXT, overflow INTEGER, inf INTEGER, nan INTEGER,"
@@ -31,8 +31,8 @@ static const char schema[] =
   "CREATE INDEX events_step ON events(step);";
 
 // Since schema 2: summaries for plotting and counting long runs. Block b summarizes steps b * 256
-// to b * 256 + 255 once a later step exists; newer steps are only in `steps`. For each number: the
-// count, minimum, maximum and sum of its finite values.
+// to b * 256 + 255. It is written with the first step of a later block. For each quantity it has
+// the count, minimum, maximum and sum of the finite values.
 #define EACH_SUMMED(X) X(loss, "loss") X(lr, "lr") X(scale, "scale") X(amax, "amax") \
   X(norm, "norm") X(stored, "amax * scale") X(zeros, "1.0 * zeros / count") \
   X(underflow, "1.0 * underflow / count")
@@ -43,7 +43,8 @@ static const char schema[] =
   ", max(" FINITE(value) "), total(" FINITE(value) ")"
 _Static_assert(ENG_HISTORY_BLOCK == 256, "the statements below say 256");
 
-// Added in later versions: created if missing, so that an older history can continue.
+// Tables of later versions. They are created if missing, so that a run can continue an older
+// history.
 static const char later_tables[] =
   "CREATE TABLE IF NOT EXISTS shadows(name TEXT, step INTEGER, scale REAL, action TEXT,"
   " failed INTEGER, reason TEXT, overflow INTEGER, bound INTEGER, PRIMARY KEY(name, step))"
@@ -303,7 +304,7 @@ static int do_message(eng_history *history, const history_message *message)
     if (code != SQLITE_OK) return code;
   }
   if (message->statement != HISTORY_STEP) return execute(statement);
-  // A retry is a further attempt, whether or not the run counts it as a separate step.
+  // The row after a retry is a further attempt, whether or not it has a new step number.
   int64_t step = *(const int64_t *)(field_at(message, STEP_FIELD_STEP) + 1);
   const history_field *action = field_at(message, STEP_FIELD_ACTION);
   history->last.attempt =
@@ -379,7 +380,7 @@ void *history_writer_run(void *argument)
   eng_history *history = argument;
   sigset_t all;
   sigfillset(&all);
-  pthread_sigmask(SIG_BLOCK, &all, NULL);    // signals belong to the main thread
+  pthread_sigmask(SIG_BLOCK, &all, NULL);    // so that signals reach the main thread
   pthread_mutex_lock(&history->lock);
   for (;;) {
     wait_for_work(history);
@@ -402,7 +403,7 @@ void *history_writer_run(void *argument)
       history->news = history->news || !history->failing;
     }
     if (committed) {
-      // not `= head`, because an empty queue may have restarted at 0 meanwhile
+      // not `tail = head`, because append may have restarted an empty queue at 0 meanwhile
       history->tail += head - tail;
       history->committed = appended;
       history->dropped -= dropped;

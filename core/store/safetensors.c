@@ -80,7 +80,8 @@ static eng_status size_of(int64_t *bytes, const eng_safetensors_entry *entry)
   return ENG_OK;
 }
 
-// Reads {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}: keys in any order, no others.
+// Reads {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}. The keys may have any order;
+// another key is an error.
 static eng_status read_entry(json_reader *json, eng_safetensors_entry *entry, int64_t data_size)
 {
   enum { DTYPE = 1, SHAPE = 2, OFFSETS = 4 };
@@ -165,8 +166,8 @@ static int by_bytes(const void *a, const void *b)
   return strcmp(*(const char *const *)a, *(const char *const *)b);
 }
 
-// Finds a name that two of `count` items have, NULL if there is none. An item takes `size` bytes
-// and begins with a pointer to its name.
+// Finds a name that occurs twice among `count` items; NULL if there is none. An item takes `size`
+// bytes and begins with a pointer to its name.
 static eng_status find_repeated(const char **out, const void *items, int64_t count, size_t size)
 {
   *out = NULL;
@@ -183,7 +184,8 @@ static eng_status find_repeated(const char **out, const void *items, int64_t cou
   return ENG_OK;
 }
 
-// Names and keys must be unique; the ranges must tile the data.
+// Names and keys must be unique. The tensors' byte ranges must cover the data without gaps or
+// overlaps.
 static eng_status check_together(eng_safetensors *file, int64_t data_size)
 {
   eng_safetensors_entry *e = file->entries;
@@ -358,7 +360,7 @@ eng_status eng_safetensors_read(eng_tensor *out, const eng_safetensors *file, in
   if (status == ENG_OK && info.space != 0 && !(host = malloc(bytes > 0 ? (size_t)bytes : 1)))
     status = error_set(ENG_ERR_MEMORY, "out of memory for %lld bytes", (long long)bytes);
   if (status == ENG_OK) status = file_read_at(file->fd, file->path, host, bytes, entry.begin);
-  // Kernels rely on 0 and 1; a file can contain any byte.
+  // Kernels rely on bools being 0 or 1; a file can contain any byte.
   if (status == ENG_OK && entry.dtype == ENG_bool)
     for (int64_t i = 0; i < info.count; i++) ((uint8_t *)host)[i] = ((uint8_t *)host)[i] != 0;
   if (status == ENG_OK && info.space != 0) status = eng_write(out, host, entry.dtype, info.count);
@@ -433,7 +435,7 @@ eng_status eng_safetensors_add(eng_safetensors_writer *writer, const char *name,
   ENG_TRY(eng_info(&info, x));
   if (info.divided)
     return error_set(ENG_ERR_STATE, "%s: the ranks have divided the weight %s (zero=3); hint: "
-                                    "trainer:whole(function() ... end), on all ranks",
+                                    "save in trainer:whole(function() ... end), on all ranks",
                      writer->path, json_show(name));
   if (!json_is_text(name))
     return error_set(ENG_ERR_VALUE, "%s: the tensor name %s is not UTF-8", writer->path,
