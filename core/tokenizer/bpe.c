@@ -1,17 +1,17 @@
 // Byte-pair encoding of a word.
 //
-// Byte mode: if the splitter's last step turns bytes into GPT-2's characters, that step is left out
-// and the tables are indexed by bytes.
+// Byte mode: if the splitter's last step turns bytes into GPT-2's characters, encoding skips that
+// step and uses tables that are indexed by bytes.
 //
-// Cuts: a pair of characters that no merge result contains side by side is never joined, whatever
-// surrounds it. words.c cuts words there.
+// Cuts: if no merge result contains two characters side by side, no merge ever joins these two. So
+// words.c may cut a word between them.
 #include "tokenizer.h"
 
 #include <stdlib.h>
 
-enum { SHORT_WORD = 40 };      // symbols of a word that is merged by searching a list
+enum { SHORT_WORD = 40 };      // the most symbols of a word that merge_short handles
 
-// ---- what encoding needs
+// ---- tables for encoding
 
 // Records each pair of neighbouring characters in a merge's result.
 static bool join_pairs(eng_tokenizer *t, const char *text, int64_t size)
@@ -27,8 +27,9 @@ static bool join_pairs(eng_tokenizer *t, const char *text, int64_t size)
   return true;
 }
 
-// A token's text as encoding sees it: in byte mode the bytes that it stands for. False: it has
-// a character that stands for no byte, so no text contains the token.
+// Converts a token's text to the form of the words that it is compared with: in byte mode, to the
+// bytes that its characters represent. False: a character represents no byte, so the token never
+// matches.
 static bool as_encoded(eng_tokenizer *t, const char **text, int64_t *size)
 {
   if (!t->byte_mode) return true;
@@ -51,7 +52,7 @@ eng_status bpe_ready(eng_tokenizer *t)
   for (int64_t i = 0; ok && i < v->count; i++) {
     const char *text = v->pool.data + v->at[i];
     int64_t size = v->size[i];
-    // skips tokens that never match a piece of text: empty ones, and those with no encoded form
+    // skips tokens that never match: empty tokens, and those that as_encoded refuses
     if (size == 0 || !as_encoded(t, &text, &size)) continue;
     if (t->byte_mode) ok = texts_set(&t->raw, text, size, v->value[i]);
     int n;
@@ -90,7 +91,7 @@ static inline ranked rank_of(const eng_tokenizer *t, uint32_t a, uint32_t b)
 // number of ids.
 static int merge_short(const eng_tokenizer *t, uint32_t *id, int n)
 {
-  ranked next[SHORT_WORD];                             // of the pair (i, i + 1)
+  ranked next[SHORT_WORD];                             // next[i]: merge of the pair (i, i + 1)
   for (int i = 0; i + 1 < n; i++) next[i] = rank_of(t, id[i], id[i + 1]);
   while (n > 1) {
     int best = 0;
@@ -130,8 +131,9 @@ static void heap_add(merge *heap, int64_t n, merge item)
   heap[at] = item;
 }
 
-// merge_short for longer words, with a heap of candidates: fewer than n at first. Each merge
-// removes one candidate and one symbol and adds at most two candidates, so 2n places are enough.
+// Like merge_short, for longer words: keeps the candidate merges in a heap. The heap starts with
+// fewer than n candidates. Each merge removes one candidate and one symbol and adds at most two
+// candidates, so the heap never holds more than 2n.
 static eng_status merge_long(eng_tokenizer *t, uint32_t *id, int64_t *count)
 {
   int64_t n = *count, heap_n = 0;

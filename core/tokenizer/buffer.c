@@ -4,7 +4,7 @@
 
 #include <stdlib.h>
 
-// The most bytes of a buffer. Steps can lengthen a text, but no real text needs 2 GiB.
+// The largest size of a buffer, in bytes. Steps can lengthen a text, but no real text needs 2 GiB.
 static const int64_t LARGEST = (int64_t)1 << 31;
 
 eng_status no_memory(void) { return error_set(ENG_ERR_MEMORY, "tokenizer: out of memory"); }

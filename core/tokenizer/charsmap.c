@@ -52,7 +52,7 @@ eng_status charsmap_new(struct charsmap **out, const char *data, int64_t size)
 
 static int64_t offset_of(uint32_t unit) { return (int64_t)(unit >> 10) << ((unit & 0x200) >> 6); }
 
-// The text for the shortest prefix of `key` in the map; NULL: there is none.
+// The replacement of the shortest prefix of `key` that is in the map; NULL if no prefix is.
 static const char *lookup(const struct charsmap *map, const char *key, int64_t size)
 {
   int64_t node = offset_of(map->units[0]);

@@ -2,7 +2,7 @@
 // tokenizer.h.
 #include "tokenizer.h"
 
-// A list of texts: their bytes one after the other, and where each ends.
+// A list of texts: their concatenated bytes, and the end offset of each text as int64.
 typedef struct list { buffer *bytes, *ends; } list;
 
 static void list_end(list *l)
@@ -21,7 +21,7 @@ static const char *list_at(const list *l, int64_t i, int64_t *size)
   return l->bytes->data + start;
 }
 
-// Appends a text in which `with` replaces every s->a.
+// Appends a text in which `with` replaces every occurrence of s->a.
 static void add_replaced(buffer *out, const char *text, int64_t size, const step *s,
                          const char *with)
 {
@@ -56,7 +56,8 @@ static int fallback_byte(const char *text, int64_t size)
   return high < 0 || low < 0 ? -1 : high * 16 + low;
 }
 
-// Makes one text of the bytes that begin at `from`. If they are not UTF-8, each becomes a U+FFFD.
+// Ends a text of the list, which consists of the bytes from offset `from` on. If they are not
+// UTF-8, each byte becomes a U+FFFD.
 static void end_bytes(eng_tokenizer *t, list *to, int64_t from)
 {
   int64_t n = to->bytes->size - from;
@@ -71,7 +72,7 @@ static void end_bytes(eng_tokenizer *t, list *to, int64_t from)
 
 static void from_fallback(eng_tokenizer *t, const list *from, list *to)
 {
-  int64_t pending = 0, size;                 // pending: start of the bytes that no text has yet
+  int64_t pending = 0, size;                 // pending: offset of the bytes after the last text
   for (int64_t i = 0; i < list_count(from); i++) {
     const char *text = list_at(from, i, &size);
     int byte = fallback_byte(text, size);
@@ -102,7 +103,7 @@ static void cut(const step *s, const char **text, int64_t *size)
   }
 }
 
-// Runs a step on one text of the list. For steps that change each text on its own.
+// Runs a step on one text of the list. For steps that change each text separately.
 static eng_status each(eng_tokenizer *t, step *s, const char *text, int64_t size, bool first,
                        bool last, buffer *out)
 {

@@ -1,11 +1,11 @@
 // Steps on text: the normalizers, and the steps that splitters and decoders share with them. Each
-// step has a buffer for its result; a step that changes nothing hands its input on.
+// step has a buffer for its result; a step that changes nothing returns its input.
 #include "tokenizer.h"
 
 #include <stdlib.h>
 #include <utf8proc.h>
 
-// ---- GPT-2's characters for bytes: printable ones stand for themselves, the others follow U+0100
+// ---- GPT-2's characters for bytes: printable bytes map to themselves, the others to U+0100 and up
 
 static bool printable(unsigned b)
 {
@@ -44,9 +44,9 @@ bool bytes_of(buffer *out, const char *text, int64_t size)
 
 // ---- Unicode normalization
 
-// ASCII text is already normalized, and an ASCII character never combines with what precedes it. So
-// libutf8proc gets only the runs of other characters, each with the ASCII character before it.
-// Inert characters end a run, too.
+// ASCII text is already normalized, and an ASCII character never combines with the characters
+// before it. So libutf8proc normalizes only the runs of non-ASCII characters, each with the ASCII
+// character before it. An inert character also ends a run.
 static eng_status compose(step *s, buffer *out, const char *text, int64_t size, int options)
 {
   int64_t at = 0;
@@ -138,7 +138,7 @@ static void per_char(const step *s, buffer *out, const char *text, int64_t size)
     uint16_t bits = unicode_class[c];
     switch (s->kind) {
     case ENG_STEP_LOWERCASE:
-      if (c == 0x130) {                              // the only one that becomes two code points
+      if (c == 0x130) {                              // only U+0130 becomes two code points
         buffer_add(out, "i\xCC\x87", 3);
         continue;
       }

@@ -1,5 +1,5 @@
-// Scanners find what the regular expressions of known tokenizers find, without an engine for
-// regular expressions. Each scanner's comment shows its expression.
+// Scanners: hand-written matchers for the regular expressions of known tokenizers, in place of an
+// engine for regular expressions. Each scanner's comment shows its expression.
 // lua/engine/data/tokenizer_steps.lua maps expressions to scanners. Called by split.c and
 // normalize.c.
 #define _GNU_SOURCE   // memmem
@@ -14,7 +14,7 @@ static inline uint16_t class_at(text t, int64_t at, int *n)
   return unicode_class[code_at(t.data + at, n)];
 }
 
-// The end of the run of characters with any of `some` and none of `none` (classes).
+// The end of the run of characters from `at` that have a class in `some` and no class in `none`.
 static inline int64_t run_of(text t, int64_t at, int some, int none)
 {
   for (int n;; at += n) {
@@ -23,7 +23,7 @@ static inline int64_t run_of(text t, int64_t at, int some, int none)
   }
 }
 
-// The end of the run of characters without any of `none`.
+// The end of the run of characters from `at` that have no class in `none`.
 static inline int64_t run_without(text t, int64_t at, int none)
 {
   for (int n;; at += n) {
@@ -61,8 +61,8 @@ static int64_t contraction(text t, int64_t at, bool fold)
   return at;
 }
 
-// \s+(?!\S)|\s+ at white space: all of it if it ends the text or is one character, else all but the
-// last character.
+// The end of the match of \s+(?!\S)|\s+ at white space. The match is the whole run of white space
+// if the run ends the text or is one character, else the run without its last character.
 static int64_t white(text t, int64_t at)
 {
   int64_t end = run_of(t, at, UC_SPACE, 0);
@@ -71,7 +71,8 @@ static int64_t white(text t, int64_t at)
   return last > at ? last : end;
 }
 
-// \s*[\r\n]+ at white space: up to its last line end; `at` if it has none.
+// The end of the match of \s*[\r\n]+ at white space: after the last line break of the run; `at` if
+// the run has no line break.
 static int64_t white_lines(text t, int64_t at)
 {
   int64_t end = run_of(t, at, UC_SPACE, 0);
@@ -152,7 +153,7 @@ static bool cjk(uint32_t c)
   return (c >= 0x4E00 && c <= 0x9FA5) || (c >= 0x3040 && c <= 0x30FF);
 }
 
-// The end of the match that begins at `at`; `at` if none does.
+// The end of the match that begins at `at`; `at` if there is none.
 static int64_t match_at(int scan, text t, int64_t at)
 {
   int n;

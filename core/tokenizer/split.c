@@ -50,7 +50,7 @@ static eng_status split(eng_tokenizer *t, int from, const char *text, int64_t si
   stretch now, held = { 0, 0, false };       // held: not yet emitted, [start, end)
   bool before = false;                       // whether the previous stretch matched
   while (cursor_next(&c, &now)) {
-    bool join = false;                       // `now` belongs to what is held
+    bool join = false;                       // `now` extends `held`
     switch (behavior) {
     case ENG_SPLIT_REMOVED:
       if (now.match) now.start = now.end;

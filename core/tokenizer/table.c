@@ -5,7 +5,7 @@
 
 // ---- texts
 
-// The number of a text, or -1.
+// The index of a text, or -1.
 static int64_t number_of(const texts *table, const char *text, int64_t size)
 {
   if (table->room == 0) return -1;
@@ -45,7 +45,7 @@ static bool texts_grow(texts *table)
   return true;
 }
 
-// Makes room for one more number in the lists.
+// Makes room for one more text in the lists at, size and value.
 static bool lists_grow(texts *table)
 {
   int64_t needed = table->count + 1, room = table->numbers, size_room = room, value_room = room;
@@ -130,7 +130,7 @@ void pairs_free(pairs *table)
 
 // ---- trie
 
-// A new node's number, or -1.
+// Adds a node and returns its index; -1: no memory.
 static int64_t trie_node(trie *t)
 {
   if (!ARRAY_GROW(t->value, t->room, t->nodes + 1)) return -1;

@@ -1,14 +1,14 @@
-// A tokenizer: building it from its parts, and encoding a text. The order of encoding is that of
-// Hugging Face's tokenizers: added tokens are found in the text, what remains is normalized, added
-// tokens are found in that, the rest is split into words, and the model encodes each word. Called
-// by lua/engine/data/tokenizer.lua.
+// A tokenizer: building it from its parts, and encoding a text. Encoding has the order of Hugging
+// Face's tokenizers: find added tokens in the text, normalize the text between them, find added
+// tokens in the normalized text, split the text between those into words, and encode each word with
+// the model. Called by lua/engine/data/tokenizer.lua.
 #include "tokenizer.h"
 
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 
-// How many bytes of a text a message shows.
+// The number of bytes of a text that a message shows.
 static int shown(int64_t size) { return (int)(size < 60 ? size : 60); }
 
 // ---- building
@@ -145,9 +145,9 @@ static eng_status name_token(eng_tokenizer *t, int64_t id, const char *text, int
   return texts_set(&t->all, text, size, (uint32_t)id) ? ENG_OK : no_memory();
 }
 
-// The score as the package `tokenizers` reads it: the digits are read as an integer, which is then
-// multiplied or divided by a power of ten, and each step rounds. Ties between paths depend on the
-// last bit.
+// Rounds a score as the package `tokenizers` does when it reads a number: reads the digits as an
+// integer, converts it to a double, then multiplies or divides by a power of ten. Each operation
+// rounds. Ties between paths depend on the last bit.
 static double score_of(double score)
 {
   char text[32];
@@ -175,7 +175,7 @@ eng_status eng_tokenizer_token(eng_tokenizer *t, int64_t id, const char *text, i
 {
   ENG_TRY(accept(t, id, text, size));
   int64_t other = texts_find(&t->vocab, text, size);
-  if (other >= 0 && t->model != ENG_TOKENS_UNIGRAM)   // in unigram the last id of a text counts
+  if (other >= 0 && t->model != ENG_TOKENS_UNIGRAM)   // unigram: the last id of a text is used
     return error_set(ENG_ERR_FORMAT, "tokenizer: token '%.*s' has two ids, %lld and %lld",
                      shown(size), text, (long long)other, (long long)id);
   if (t->by_id[id].at >= 0)
@@ -265,7 +265,7 @@ eng_status eng_tokenizer_step(eng_tokenizer *t, int stage, int kind, int64_t fla
                      (kind == ENG_STEP_SPLIT ? flags >> 4 : flags) == 0) ||
                     kind == ENG_STEP_CUT;
   if (needs_text && a_size == 0)
-    return error_set(ENG_ERR_FORMAT, "tokenizer: a step looks for an empty text");
+    return error_set(ENG_ERR_FORMAT, "tokenizer: a step needs a text of at least one byte to find");
   step *s = &list->list[list->n++];
   *s = (step){ .kind = kind, .flags = flags, .a_size = a_size, .b_size = b_size };
   s->a = copied(a, a_size);
@@ -293,7 +293,7 @@ static eng_status normalized(eng_tokenizer *t, const char **text, int64_t *size)
   return ENG_OK;
 }
 
-// Enters the added tokens into their tries, and sets the texts with which decoding begins.
+// Inserts the added tokens into their tries. Sets `shown` and `special` of tokens for decoding.
 static eng_status added_ready(eng_tokenizer *t)
 {
   for (int64_t i = 0; i < t->n_added; i++) {
@@ -323,7 +323,7 @@ static eng_status added_ready(eng_tokenizer *t)
     first[(unsigned char)*text] = true;
     if (!trie_add(tokens, text, size, (int32_t)i)) return no_memory();
   }
-  for (int64_t i = 0; i < t->size; i++) {   // by text, because several ids may have the same text
+  for (int64_t i = 0; i < t->size; i++) {   // by text: several ids may have the same text
     decoded *d = &t->by_id[i];
     d->special = d->at >= 0 &&
                  texts_find(&t->special, t->names.data + d->shown, d->shown_size) >= 0;
@@ -354,7 +354,8 @@ static bool word_char(const char *at)
 
 static eng_status section(eng_tokenizer *t, const char *text, int64_t size, bool first, bool raw);
 
-// Finds added tokens and passes on the text between them. `raw`: the text is not yet normalized.
+// Appends the ids of added tokens, and encodes the text between them with section(). `raw`: the
+// text is not yet normalized.
 static eng_status extract(eng_tokenizer *t, const char *text, int64_t size, bool first, bool raw)
 {
   const trie *tokens = raw ? &t->raw_added : &t->normalized_added;
@@ -430,7 +431,7 @@ eng_status eng_tokenizer_decode(const char **text, int64_t *size, eng_tokenizer 
   return ENG_OK;
 }
 
-// ---- facts
+// ---- queries
 
 bool eng_tokenizer_splits_lines(const eng_tokenizer *t)
 {

@@ -11,9 +11,9 @@
 
 // ---- unicode.c
 
-/// Classes of code points: bits. PUNCTUATION, MARK and NONSPACING are those of BERT and
-/// StripAccents, which follow an old Unicode; *_NOW are those of regular expressions, which follow
-/// a new one. INERT: normalization does not change the character. See unicode_versions.c.
+/// Classes of code points, as bits. BERT and StripAccents use PUNCTUATION, MARK and NONSPACING,
+/// which follow an old version of Unicode. Regular expressions use *_NOW, which follow a new one.
+/// INERT: normalization does not change the character. See unicode_versions.c.
 enum {
   UC_LETTER = 1, UC_NUMBER = 2, UC_SPACE = 4, UC_PUNCTUATION = 8, UC_MARK = 16, UC_NONSPACING = 32,
   UC_CONTROL = 64, UC_WORD = 128, UC_SYMBOL = 256, UC_PUNCTUATION_NOW = 512, UC_MARK_NOW = 1024,
@@ -52,7 +52,7 @@ static inline const char *char_before(const char *from, const char *at)
 /// Sets the error MEMORY and returns it.
 eng_status no_memory(void);
 typedef struct buffer { char *data; int64_t size, room; bool failed; } buffer;
-char *buffer_more(buffer *b, int64_t bytes);      // room for `bytes` more; NULL: none
+char *buffer_more(buffer *b, int64_t bytes);      // the end, with room for `bytes` more; or NULL
 void  buffer_add(buffer *b, const char *data, int64_t size);
 void  buffer_free(buffer *b);
 
@@ -64,21 +64,21 @@ static inline void ids_add(ids *list, uint32_t id)
   if (list->size < list->room) list->data[list->size++] = id;
 }
 
-/// Appends `text` with U+FFFD for what is not UTF-8. Returns false if all of it is UTF-8, and then
-/// appends nothing.
+/// If `text` is not UTF-8, appends it with U+FFFD in place of each malformed part and returns true.
+/// Otherwise appends nothing and returns false.
 bool utf8_repair(buffer *out, const char *text, int64_t size);
 
 // ---- table.c
 
-/// Texts in a pool, found by their bytes.
+/// A hash table from texts to values. The texts have indices from 0, in order of insertion.
 typedef struct texts {
   buffer    pool;
-  uint64_t *slots;             // hash in the upper half, 1 + number in the lower; 0: empty
+  uint64_t *slots;             // hash in the upper half, 1 + index in the lower; 0: empty
   int64_t   room, count;
-  int64_t  *at;                // number -> offset in the pool
-  int32_t  *size;              // number -> bytes
-  uint32_t *value;             // number -> value
-  int64_t   numbers;           // room of the three lists
+  int64_t  *at;                // [index] offset in the pool
+  int32_t  *size;              // [index] bytes
+  uint32_t *value;             // [index] value
+  int64_t   numbers;           // capacity of the three lists
 } texts;
 /// The value of a text, or -1.
 int64_t texts_find(const texts *table, const char *text, int64_t size);
@@ -86,7 +86,8 @@ int64_t texts_find(const texts *table, const char *text, int64_t size);
 bool    texts_set(texts *table, const char *text, int64_t size, uint32_t value);
 void    texts_free(texts *table);
 
-/// Pairs of numbers with two values, for merges.
+/// A hash table from 64-bit keys to two values. A key is a pair: two token ids (merges), two
+/// characters (bigrams), or a node and a byte (edges of a trie).
 typedef struct pair { uint64_t key; uint32_t rank, id; } pair;
 typedef struct pairs { pair *slots; int64_t room, count; } pairs;
 static inline uint64_t mix(uint64_t key)
@@ -94,7 +95,7 @@ static inline uint64_t mix(uint64_t key)
   key *= 0x9E3779B97F4A7C15ull;
   return key ^ key >> 32;
 }
-/// The entry of a key, NULL if there is none. Keys differ from ~0.
+/// The entry of a key, NULL if there is none. ~0 is not a key: it marks an empty slot.
 static inline const pair *pairs_find(const pairs *table, uint64_t key)
 {
   if (table->room == 0) return NULL;
@@ -130,8 +131,8 @@ typedef struct step {
   int64_t flags;
   char   *a, *b;
   int64_t a_size, b_size;
-  struct charsmap *map;        // of CHARSMAP
-  buffer  work;                // what this step makes of a text
+  struct charsmap *map;        // only ENG_STEP_CHARSMAP
+  buffer  work;                // the result of the step's last run
 } step;
 
 typedef struct steps { step list[ENG_TOKENS_MAX_STEPS]; int n; } steps;
@@ -143,15 +144,15 @@ typedef struct added {
   int     flags;
 } added;
 
-/// Words seen before and their ids.
+/// A cache from words to their ids. at: offset of a word in `keys`; first, n: its ids in `values`.
 typedef struct word_cache {
   struct cached { uint64_t hash; int64_t at; int32_t size, first, n; } *slots;
   buffer  keys;
   ids     values;
 } word_cache;
 
-/// A token's two texts, as offsets in `names` and sizes. `at` is the text as the file has it;
-/// `shown` is the text from which decoding starts.
+/// A token's two texts, as offsets in `names` and sizes. `at` is the text in the file;
+/// `shown` is the text with which decoding starts.
 typedef struct decoded { int64_t at, shown; int32_t size, shown_size; bool special; } decoded;
 
 struct eng_tokenizer {
@@ -169,23 +170,23 @@ struct eng_tokenizer {
   pairs     merges;            // ids of two neighbours -> rank and id of the result
   uint32_t  n_merges;
   uint32_t *char_id;           // [0x110000] 1 + id of a character's token (byte mode: a byte's)
-  pairs     bigrams;           // pairs of characters that some merge joins
+  pairs     bigrams;           // pairs of characters side by side in a merge result
   bool      byte_mode, cuts;   // see bpe.c, words.c
   texts     raw;               // byte mode: tokens as bytes
   texts     special;           // texts of special tokens
   int64_t   byte_id[256];      // <0x00> to <0xFF>, -1: none
   trie      pieces;            // unigram and WordPiece
-  int64_t   continuing;        // WordPiece: the node of the prefix, -1: none
+  int64_t   continuing;        // WordPiece: the trie node of `prefix`; -1: none
   added    *added;
   int64_t   n_added, room_added;
-  int32_t  *added_of;          // [room_ids] 1 + number of the added token
+  int32_t  *added_of;          // [room_ids] 1 + index in `added`; 0: not an added token
   trie      raw_added, normalized_added;
   bool      raw_first[256], normalized_first[256];
   steps     normalize, split, decode;
   ids       before, after, out;
   word_cache cache;
   buffer    repaired, text_out, decode_work[4];
-  void     *scratch;           // of the model, grows
+  void     *scratch;           // see scratch_of
   int64_t   scratch_room;
   bool      ready;
 };
@@ -198,7 +199,7 @@ static inline uint32_t char_at(const eng_tokenizer *t, const char *at, int *n)
   return (unsigned char)*at;
 }
 
-/// Scratch memory of at least `bytes`; NULL: none.
+/// Returns scratch memory of at least `bytes`; NULL: no memory. The next call may free it.
 void *scratch_of(eng_tokenizer *t, int64_t bytes);
 
 // ---- normalize.c, charsmap.c
@@ -212,11 +213,11 @@ void       charsmap_run(const struct charsmap *map, buffer *out, const char *tex
 /// Whether a text begins with s->a.
 bool       step_begins(const step *s, const char *text, int64_t size);
 /// Appends a text in which every match of a pattern is replaced by `with`. The pattern: scanner
-/// `scan` - 1, or with scan = 0 the text `what`. False, and appends nothing: there is no match.
+/// `scan` - 1, or with scan = 0 the text `what`. Without a match, appends nothing; returns false.
 bool       pattern_replace(buffer *out, const char *text, int64_t size, int scan, const char *what,
                            int64_t length, const char *with, int64_t with_size);
-/// Appends the bytes that GPT-2's characters in a text stand for. False, and appends nothing: the
-/// text has other characters.
+/// Appends the bytes that GPT-2's characters in a text represent. If the text has other characters,
+/// appends nothing and returns false.
 bool       bytes_of(buffer *out, const char *text, int64_t size);
 
 // ---- scan.c
@@ -234,18 +235,18 @@ eng_status split_run(eng_tokenizer *t, int from, const char *text, int64_t size,
 
 // ---- words.c, bpe.c, unigram.c: append the ids of one word to t->out
 
-/// Prepares what encoding needs, once all tokens and merges are known.
+/// Build the tables for encoding. Call words_ready after all tokens and merges are added.
 eng_status words_ready(eng_tokenizer *t);
 eng_status bpe_ready(eng_tokenizer *t);
 eng_status pieces_ready(eng_tokenizer *t);
-/// Encodes a word by the tokenizer's model; the ids of words seen before come from a cache.
+/// Encodes a word with the tokenizer's model, or reads its ids from the cache.
 eng_status word_encode(eng_tokenizer *t, const char *word, int64_t size);
 eng_status bpe_word(eng_tokenizer *t, const char *word, int64_t size);
 eng_status unigram_word(eng_tokenizer *t, const char *word, int64_t size);
 eng_status wordpiece_word(eng_tokenizer *t, const char *word, int64_t size);
 eng_status unknown_missing(const char *word, int64_t size);
-/// Appends the tokens of unknown text's bytes (<0xE2> and so on). False: the tokenizer has no
-/// BYTE_FALLBACK, or one of these tokens is missing.
+/// Appends the tokens of the bytes of unknown text (<0xE2> and so on). If the tokenizer has no
+/// BYTE_FALLBACK or one of these tokens is missing, appends nothing and returns false.
 bool       fall_back(eng_tokenizer *t, const char *text, int64_t size);
 
 // ---- decode.c

@@ -2,7 +2,7 @@
 // WordPiece (from the left, always the longest piece). See tokenizer.h.
 #include "tokenizer.h"
 
-static const double UNKNOWN_PENALTY = 10;    // below the lowest score
+static const double UNKNOWN_PENALTY = 10;    // an unknown character has the lowest score - 10
 
 eng_status pieces_ready(eng_tokenizer *t)
 {
@@ -34,7 +34,7 @@ bool fall_back(eng_tokenizer *t, const char *text, int64_t size)
 
 // ---- unigram
 
-typedef struct best { double score; int32_t from, id; } best;     // from: -1 nothing ends here
+typedef struct best { double score; int32_t from, id; } best;  // from: start of the piece; -1: none
 
 static void better(best *end, double score, int64_t from, int64_t id)
 {
@@ -42,7 +42,7 @@ static void better(best *end, double score, int64_t from, int64_t id)
   *end = (best){ score, (int32_t)from, (int32_t)id };
 }
 
-// Appends the tokens of a stretch of unknown characters.
+// Appends the tokens of a run of unknown characters.
 static void put_unknown(eng_tokenizer *t, const char *text, int64_t size)
 {
   int64_t id = texts_find(&t->vocab, text, size);
@@ -80,7 +80,7 @@ eng_status unigram_word(eng_tokenizer *t, const char *word, int64_t size)
     at += n;
   }
   int32_t *ends = (int32_t *)(end_at + size + 1);        // ends of the pieces, last piece first
-  int64_t n = 0, at = 0, start = -1;         // start: of a stretch of unknown characters
+  int64_t n = 0, at = 0, start = -1;         // start: of a run of unknown characters; -1: none
   for (int64_t end = size; end > 0; end = end_at[end].from) ends[n++] = (int32_t)end;
   for (; n-- > 0; at = ends[n]) {
     int32_t id = end_at[ends[n]].id;

@@ -1,6 +1,6 @@
-// Words on their way to the model: a cache of words seen before, and cuts. A byte-pair word is cut
-// where no merge joins the two characters (bpe.c); its parts are encoded and cached by themselves,
-// and the ids are the same. This matters to models that see whole texts as one word (Llama 2).
+// Encodes words: a cache of words seen before, and cuts. A byte-pair word is cut between two
+// characters that no merge joins (bpe.c). Its parts are encoded and cached separately; the ids are
+// those of the whole word. This speeds up tokenizers that treat a whole text as one word (Llama 2).
 // Called by split.c.
 #include "tokenizer.h"
 
