@@ -26,7 +26,7 @@ eng_status fp8_to_e5m6(tensor **q, tensor **scale, tensor *x)
   return ENG_OK;
 }
 
-/// Quantizes y [B x T x H x D] to e5m6 codes, with all heads in a row: [B x T x HD].
+/// Reshapes attention's output y [B x T x H x D] to [B x T x HD] and quantizes it to e5m6 codes.
 static eng_status keep_codes(op_call *c)
 {
   const tensor *y = c->out[OUT_Y];

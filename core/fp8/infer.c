@@ -279,14 +279,14 @@ static eng_status infer_mx_matmul(op_call *c, op_shape *s)
                (a->format_b == ENG_e4m3 || a->format_b == ENG_e5m2);
   if (!four && !eight)
     return error_set(ENG_ERR_DTYPE,
-                     "mx_matmul: expected e4m3 and e5m2, or e2m1 twice, got formats %lld and %lld",
+                     "mx_matmul: expected e4m3 or e5m2 each, or e2m1 twice, got formats %lld, %lld",
                      (long long)a->format_a, (long long)a->format_b);
   int nvfp4 = mx_is_nvfp4(a->rule_a);
   if (a->rule_a < 0 || a->rule_a >= ENG_MX_RULES || a->rule_b < 0 || a->rule_b >= ENG_MX_RULES ||
       nvfp4 != mx_is_nvfp4(a->rule_b) || (nvfp4 && !four))
-    return error_set(ENG_ERR_VALUE, "mx_matmul: expected scale rules of 0 to %d, both of NVFP4 for "
-                     "e2m1 or neither, got %lld and %lld", ENG_MX_RULES - 1, (long long)a->rule_a,
-                     (long long)a->rule_b);
+    return error_set(ENG_ERR_VALUE, "mx_matmul: expected scale rules 0 to %d, both with NVFP4's "
+                     "scales (only for e2m1) or neither, got %lld and %lld",
+                     ENG_MX_RULES - 1, (long long)a->rule_a, (long long)a->rule_b);
   if (a->yields && (a->yields < 1 || a->yields > ENG_DTYPE_COUNT ||
                     !dtype_is_float((int)a->yields - 1)))
     return error_set(ENG_ERR_DTYPE,
@@ -318,7 +318,8 @@ static eng_status infer_mx_matmul(op_call *c, op_shape *s)
 static eng_status want_nf4_block(const op_call *c, int64_t block)
 {
   if (block >= 32 && block <= 4096 && (block & (block - 1)) == 0) return ENG_OK;
-  return error_set(ENG_ERR_VALUE, "%s: expected a block of 32, 64 .. 4096 elements, got %lld",
+  return error_set(ENG_ERR_VALUE,
+                   "%s: expected a block of 32 to 4096 elements, a power of two, got %lld",
                    op_name(c), (long long)block);
 }
 

@@ -7,18 +7,18 @@
 //
 // The forward product sums over the columns of x and W, dgrad over the rows of W, and wgrad over
 // the rows of x and dy. Square blocks, or one block for the whole matrix, serve both directions.
-// Otherwise a transposed copy is quantized too: for dy and W in the same pass; for x, the role's
-// `keep` decides when and from what. The tape does not keep x itself but one quantized copy, shared
-// by all layers that quantize x in the same way.
+// Otherwise a transposed copy is quantized too. For dy and W, the same pass makes it. For x, the
+// role's `keep` decides when it is made, and from which form of x. The tape does not keep x itself
+// but one quantized copy, shared by all layers that quantize x in the same way.
 //
 // If x is the output of a swiglu that only this layer reads, the swiglu computes its codes and x is
 // never written (swiglu.c). W is quantized from the weights of the forward pass (the low-precision
-// copy, or the master), and only when these weights change. The operations inside are not recorded.
+// copy, or the master), and only when these weights change. The tape records the layer as one
+// operation.
 //
-// Under a microscaling recipe the copies hold values in bf16, and matmul multiplies them, or codes
-// (`coded`), which mx_matmul multiplies (mx.c).
-// Such a recipe may quantize these values again for the backward products
-// (eng_fp8_recipe.backward).
+// Under a microscaling recipe (mx.c) the copies hold values in bf16, which matmul multiplies, or,
+// if `coded`, codes, which mx_matmul multiplies. Such a recipe may quantize these values again for
+// the backward products (eng_fp8_recipe.backward).
 #include "sites.h"
 
 #include "base/error.h"
@@ -31,8 +31,8 @@
 
 // ---- quantizing
 
-/// An FP8 operand of a product: codes, scales, the block shape as the caller passed it, and whether
-/// the summed dimension is first.
+/// An FP8 operand of a product: codes, scales, the block shape of its role (0: the whole side), and
+/// whether the product reads the transpose.
 typedef struct factor {
   tensor *q, *scale;
   int64_t block_rows, block_columns;
@@ -55,8 +55,8 @@ static int64_t flags_of(const eng_fp8_role *r, bool transposed)
          (transposed ? QUANTIZE_TRANSPOSED : 0);
 }
 
-/// quantize() for a microscaling recipe: out->q holds the values in bf16, or
-/// if `coded` codes; out->scale holds their amax.
+/// quantize() for a microscaling recipe: out->q holds the values in bf16 or, if `coded`, codes;
+/// out->scale holds their amax.
 static eng_status quantize_mx(copies *out, int64_t number, fp8_site *s, int role, tensor *x,
                               bool transposed, bool coded)
 {
@@ -71,9 +71,9 @@ static eng_status quantize_mx(copies *out, int64_t number, fp8_site *s, int role
   return ENG_OK;
 }
 
-/// Quantizes x in a role's format and blocks, into the copies passed in `out` if any. `transposed`:
-/// also quantizes x transposed. `swiglu`, unless NULL: the call that computes x. Then x has no
-/// memory, and its codes are computed from that call's inputs.
+/// Quantizes x in a role's format and blocks, into the tensors in `out` that are not NULL; creates
+/// the others. `transposed`: also quantizes the transpose of x. `swiglu`, unless NULL: the call
+/// that computes x. Then x has no memory, and its codes are computed from that call's inputs.
 static eng_status quantize(copies *out, int64_t number, fp8_site *s, int role, tensor *x,
                            const op_call *swiglu, bool transposed, bool coded)
 {
@@ -156,10 +156,10 @@ typedef struct fp8_weight {
   params_derived derived;
   int64_t  site;
   uint32_t recipe, seen;       // version of the site's recipe; storage.writes of the source
-  int64_t  step;               // of the signs of its Hadamard transforms, if they change
+  int64_t  step;               // fp8_mx_step: the step that drew its Hadamard signs; 0: fixed
   const tensor *source;        // the master, or its low-precision copy
   double   factor;
-  // q_t: for the gradient of x, only if blocks are not square; gate: under a rule that has one
+  // q_t: the transposed copy for dx, NULL if dx reads q; gate: NULL unless the scale rule has gates
   tensor  *q, *scale, *q_t, *scale_t, *gate;
 } fp8_weight;
 
@@ -216,7 +216,7 @@ static eng_status quantize_own(copies *out, int64_t number, fp8_site *s, paramet
 {
   tensor *whole;
   if (s->recipe.role[ENG_FP8_W].stochastic)
-    return error_set(ENG_ERR_VALUE, "%s: zero=3 cannot round weights at random; hint: zero=2",
+    return error_set(ENG_ERR_VALUE, "%s: zero=3 cannot round weights stochastically; hint: zero=2",
                      s->name);
   if (!params_owns(p)) return params_derived_outdated(p);
   ENG_TRY(params_settle());
@@ -253,8 +253,8 @@ static eng_status make_weight(fp8_weight *to, const eng_fp8_role *r, const tenso
   return tensor_make(&to->scale_t, ARENA_PARAMETER, ENG_f32, n, shape);
 }
 
-/// The copies of w: the parameter's if they are current, else new ones. *kept: the parameter owns
-/// them.
+/// The copies of w: those of its parameter if they are current, else new copies. *kept: the
+/// parameter owns them, so the caller does not drop them.
 static eng_status weight_copies(copies *out, bool *kept, int64_t number, fp8_site *s, tensor *w,
                                 bool coded)
 {
@@ -291,7 +291,7 @@ static eng_status weight_copies(copies *out, bool *kept, int64_t number, fp8_sit
   c->site = 0;   // invalid until the copy is complete
   if (params_comes_and_goes(p)) ENG_TRY(quantize_own(out, number, s, p, source, transposed, coded));
   else ENG_TRY(quantize(out, number, s, ENG_FP8_W, source, NULL, transposed, coded));
-  if (same && !current) {   // backward will refuse a tape that read the old numbers
+  if (same && !current) {   // so that backward refuses a tape that read the old codes
     c->q->store->writes++;
     if (c->q_t) c->q_t->store->writes++;
   }
@@ -345,7 +345,8 @@ static eng_status check_shapes(const fp8_site *s, const op_call *c)
   return ENG_OK;
 }
 
-/// The fp8_attention whose unmodified output is x, with all heads in a row, or NULL.
+/// The fp8_attention call whose unmodified output is x, reshaped from [B x T x H x D] to rows of HD
+/// elements; NULL if there is none.
 static const op_call *attention_of(const tensor *x)
 {
   int64_t columns = x->shape[x->ndim - 1];
@@ -510,8 +511,8 @@ static eng_status run_linear(op_call *c)
 
 // ---- backward
 
-/// Quantizes the values of x or w that the forward product read a second time, for the backward
-/// product that sums over the other dimension.
+/// Quantizes x or w for the backward product, which sums over the other dimension, from the values
+/// that the forward product read.
 static eng_status quantize_again(factor *out, copies *made, fp8_site *s, int role,
                                  const op_call *node)
 {

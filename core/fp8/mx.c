@@ -1,8 +1,8 @@
-// Linear layers under a microscaling recipe. A role's copies do not hold codes but, in bf16, the
-// numbers that the codes stand for. An ordinary matmul multiplies them; the product of two such
-// numbers is exact. NVFP4's scale of the whole tensor, amax / 2688, is not part of the copies,
-// because bf16 would round the scaled numbers. It multiplies the f32 sums, and so does the inverse
-// of a role's `factor`.
+// Linear layers under a microscaling recipe. A role's copies hold, in bf16, the numbers that the
+// codes represent. An ordinary matmul multiplies them; the product of two such numbers is exact in
+// f32. NVFP4's scale of the whole tensor (amax / 2688 under the rule nvfp4) is not part of the
+// copies, because bf16 would round the scaled numbers. It multiplies the f32 sums, and so does the
+// inverse of a role's `factor`.
 //
 // With the accumulator BLACKWELL the copies hold codes and scales, and mx_matmul multiplies them,
 // on the tensor cores of cards that support it. fp8_mx_coded decides this for a layer's three
@@ -35,7 +35,7 @@ const int fp8_factors[ENG_FP8_PRODUCTS][2] = {
 
 // ---- codes
 
-// Whether mx_matmul takes matrices in this role whose sides are multiples of `side`.
+// Whether mx_matmul accepts matrices in this role whose sides are multiples of `side`.
 static bool fits(const eng_fp8_role *r, int64_t side)
 {
   return r->block_columns == (mx_is_nvfp4(r->mx - 1) ? 16 : 32) && side % r->block_rows == 0 &&
@@ -61,7 +61,7 @@ bool fp8_mx_coded(const fp8_site *s, int64_t rows, int64_t columns, int64_t outp
   return coded;
 }
 
-// The bytes of a block of a row: its codes and its scale.
+// The bytes of one block in a row: its codes and its scale.
 static int64_t block_bytes(const eng_fp8_role *r)
 { return r->block_columns / (mx_packed(r->format) ? 2 : 1) + 1; }
 
@@ -106,7 +106,7 @@ static eng_status decode(tensor **values, tensor *copy, const eng_fp8_role *r)
 
 // ---- quantizing
 
-// fp8_measure for microscaling. x: what was quantized; q: its values.
+// fp8_measure for microscaling. x: the tensor before quantization; q: its quantized values.
 static eng_status measure(fp8_site *s, int role, tensor *x, tensor *q, const tensor *scale,
                           const tensor *amax)
 {
@@ -167,7 +167,7 @@ int64_t fp8_mx_step(const fp8_site *s)
   return changes(&p[ENG_FP8_FORWARD]) || changes(&p[ENG_FP8_DGRAD]) ? fp8_step() : 0;
 }
 
-// x, or its transpose, under a product's Hadamard transform.
+// Applies a product's Hadamard transform to x or, if `turned`, to its transpose.
 static eng_status rotate(tensor **y, const fp8_site *s, const eng_fp8_product *p, tensor *x,
                          bool turned)
 {
@@ -182,7 +182,7 @@ static eng_status encode(fp8_mx_copies *to, const eng_fp8_role *r, tensor *x, bo
                          bool coded)
 {
   int gate = mx_is_gated(r->mx - 1) ? MX_GATE : 0;
-  tensor *view[5] = {0};   // of the matrix x and, if coded, of what the copies hold
+  tensor *view[5] = {0};   // if coded: x as a matrix; codes and scales of q; of q_t
   op_call c = {.op = ENG_OP_mx_quantize, .n_in = 2, .n_out = 8,
                .in = {x},
                .out = {to->q, NULL, to->amax, to->q_t, NULL, NULL, to->amax_t, to->gate},
@@ -213,7 +213,7 @@ static eng_status encode(fp8_mx_copies *to, const eng_fp8_role *r, tensor *x, bo
   }
   *to = (fp8_mx_copies){coded ? to->q : c.out[0], c.out[1], c.out[2], coded ? to->q_t : c.out[3],
                         c.out[6], c.out[7]};
-  view[2] = NULL;          // the caller's
+  view[2] = NULL;          // to->scale holds it
   tensor_drop(c.out[5]);
   if (coded) drop_all(view, 5);
   else if (c.out[4]) tensor_drop(c.out[4]);
@@ -247,7 +247,7 @@ static eng_status encode_turned(fp8_mx_copies *to, const fp8_site *s, const eng_
 eng_status fp8_mx_quantize(fp8_mx_copies *to, tensor *slot, fp8_site *s, int role, tensor *x,
                            bool transposed, bool coded)
 {
-  // the products that read a role's copy and its transposed copy
+  // per role: the product that reads the copy, and the product that reads the transposed copy
   static const int readers[][2] = {{ENG_FP8_FORWARD, ENG_FP8_WGRAD},
                                    {ENG_FP8_FORWARD, ENG_FP8_DGRAD},
                                    {ENG_FP8_DGRAD, ENG_FP8_WGRAD}};
@@ -274,7 +274,7 @@ eng_status fp8_mx_quantize(fp8_mx_copies *to, tensor *slot, fp8_site *s, int rol
   return status == ENG_OK ? copy_into(&slot, to->amax) : status;
 }
 
-// Multiplies *y by NVFP4's scale of the whole tensor `of`, if it has one.
+// Multiplies *y by the NVFP4 scale of the whole operand `of`, if its rule has such a scale.
 static eng_status scale_by(tensor **y, const fp8_mx_factor *of)
 {
   tensor *factor, *scaled;
@@ -374,7 +374,7 @@ eng_status fp8_mx_multiply(tensor **y, const fp8_mx_factor *a, const fp8_mx_fact
                                       .affine = {.factor = 1 / factor}});
     if (status == ENG_OK) tensor_drop(sum), sum = more;
   }
-  for (int k = 0; k < 2 && status == ENG_OK; k++) {   // the bias, then what *y holds
+  for (int k = 0; k < 2 && status == ENG_OK; k++) {   // the bias, then the old *y
     tensor *term = k == 0 ? bias : add ? *y : NULL;
     if (!term) continue;
     status = op_run1(&more, (op_call){.op = ENG_OP_add, .n_out = 1, .in = {sum, term}});

@@ -66,7 +66,7 @@ static struct {
   bool    asked;
   struct { int64_t site; int role; } of[AMAX_SLOTS];
   int64_t round;                         // number of times the slots were reused
-  struct { int64_t site; int slot; } x_too[AMAX_SLOTS];   // sites that share the x of a slot
+  struct { int64_t site; int slot; } x_too[AMAX_SLOTS];   // other sites with the same x
   int     too;
 } amaxes;
 
@@ -201,8 +201,8 @@ static eng_status check_mx_role(const fp8_site *s, const eng_fp8_recipe *recipe,
   if (mx_is_gated(r->mx - 1) && (!again || backward || r->block_rows != 1 || r->stochastic ||
                                  r->factor != 0))
     return error_set(ENG_ERR_VALUE,
-                     "%s: %s: quest is for the forward product of a recipe in which %s has "
-                     "`backward`, in blocks of one row, rounded to nearest, without a factor",
+                     "%s: %s: quest is for the forward product, in blocks of one row; it needs "
+                     "`backward` in %s and allows no stochastic rounding and no factor",
                      s->name, fp8_role_name[role], fp8_role_name[role]);
   if (r->mx - 1 == ENG_MX_MS_EDEN &&
       ((role != ENG_FP8_DY && !backward) || r->block_rows != 1 || r->factor != 0 ||
@@ -217,8 +217,8 @@ static eng_status check_mx_role(const fp8_site *s, const eng_fp8_recipe *recipe,
                      s->name, fp8_role_name[role]);
   int keep = again || fp8_is_square(r) ? ENG_FP8_KEEP_CODES : ENG_FP8_KEEP_TRANSPOSED;
   if (role == ENG_FP8_X && !backward && r->keep != keep)
-    return error_set(ENG_ERR_VALUE, "%s: x: in these blocks, microscaling keeps x as `%s`", s->name,
-                     keep == ENG_FP8_KEEP_CODES ? "codes" : "transposed");
+    return error_set(ENG_ERR_VALUE, "%s: x: microscaling in these blocks needs keep = '%s'",
+                     s->name, keep == ENG_FP8_KEEP_CODES ? "codes" : "transposed");
   for (int k = 0; k < ENG_FP8_ROLES; k++)
     if (!recipe->role[k].mx)
       return error_set(ENG_ERR_VALUE,
@@ -366,7 +366,7 @@ eng_status eng_fp8_delay(int64_t site, int role, double amax)
                      "%s: delayed scaling needs an FP8 recipe, and this site has none", s->name);
   if (!(amax >= 0) || !f32_is_finite((float)amax))
     return error_set(ENG_ERR_VALUE,
-                     "%s: the amax of %s: expected a finite f32, or 0 to use the measured one, got "
+                     "%s: the amax of %s: expected a finite f32, or 0 for the measured amax, got "
                      "%g", s->name, fp8_role_name[role], amax);
   if (amax != 0 && (r->block_rows || r->block_columns))
     return error_set(ENG_ERR_VALUE,
@@ -499,7 +499,7 @@ eng_status fp8_measure(fp8_site *s, int role, tensor *x, tensor *q, const tensor
   ENG_TRY(fp8_sample_read(&m, x, q, scale));
   fp8_scales at = fp8_scales_for(r->block_rows, r->block_columns,
                                  m.columns ? x->count / m.columns : 0, m.columns, NULL);
-  // the smallest magnitude that overflows: half a step above the largest number (fp8.h)
+  // larger magnitudes overflow: half a step above the largest number (fp8.h)
   float largest = fp8_largest(r->format), limit = r->format == ENG_e4m3 ? 464.0f : 61440.0f;
   for (int64_t i = 0; i < m.rows; i++)
     for (int64_t k = 0; k < m.columns; k++)

@@ -14,8 +14,8 @@ typedef struct fp8_site {
   tensor  *factor_of[ENG_FP8_ROLES];     // factor in device memory, f32 [1]
   double   amax[ENG_FP8_ROLES];
   eng_fp8_meter meter[ENG_FP8_ROLES];
-  int64_t  pass;                         // a random number, drawn for this backward pass
-  int      accumulator;                  // eng_fp8_accumulator
+  int64_t  pass;                         // random number of this backward pass
+  int      accumulator;                  // the result of eng_fp8_accumulator
 } fp8_site;
 
 extern const char *const fp8_role_name[], *const fp8_product_name[];
@@ -26,8 +26,8 @@ eng_status fp8_site_get(fp8_site **out, int64_t site);
 bool fp8_site_on(int64_t site);
 fp8_site *fp8_site_in_force(int64_t site);
 
-/// fp8_amax_slot: the slot for the next amax of a role, f32 []. fp8_amax_last: the slot handed out
-/// last.
+/// fp8_amax_slot: reserves a slot for the next amax of a role, f32 []. fp8_amax_last: the slot that
+/// was reserved last.
 typedef struct fp8_amax_place { int64_t slot, round; } fp8_amax_place;
 eng_status fp8_amax_slot(tensor **out, int64_t site, int role);
 fp8_amax_place fp8_amax_last(void);
@@ -40,7 +40,7 @@ void fp8_amax_share(int64_t site, int64_t slot);
 /// fp8_measuring: whether meters are on. fp8_measure: compares x with its codes for the meters of a
 /// role.
 bool fp8_measuring(void);
-/// The number that eng_fp8_step set.
+/// The step number that eng_fp8_step set.
 int64_t fp8_step(void);
 eng_status fp8_measure(fp8_site *s, int role, tensor *x, tensor *q, const tensor *scale);
 
@@ -50,8 +50,8 @@ eng_status fp8_measure(fp8_site *s, int role, tensor *x, tensor *q, const tensor
 typedef struct fp8_sample { float *x, *q, *scale; int64_t rows, every, columns; } fp8_sample;
 /// Reads a sample, whose x the caller frees.
 eng_status fp8_sample_read(fp8_sample *to, tensor *x, tensor *q, const tensor *scale);
-/// Adds an element x to a meter, with its code's value and its scale. largest: the format's largest
-/// number; limit: the smallest magnitude that overflows.
+/// Adds an element x to a meter. code: the value of its code, unscaled; scale: its scale. largest:
+/// the format's largest number; limit: |x| > limit * scale overflows.
 void fp8_meter_element(eng_fp8_meter *m, float x, float code, float scale, float largest,
                        float limit);
 
@@ -63,7 +63,8 @@ void fp8_release_orphans(void);
 static inline bool fp8_is_square(const eng_fp8_role *r)
 { return r->block_rows == r->block_columns; }
 
-/// A call that quantizes x in a role's format and blocks; `factor`: of delayed scaling, or NULL.
+/// A call that quantizes x in a role's format and blocks. `factor`: f32 [1], the factor of delayed
+/// scaling, or NULL.
 static inline op_call fp8_quantize_call(const eng_fp8_role *r, tensor *x, tensor *factor,
                                         int64_t flags)
 {
@@ -82,7 +83,7 @@ typedef struct fp8_mx_copies { tensor *q, *scale, *amax, *q_t, *amax_t, *gate; }
 /// (eng_fp8_recipe.backward).
 static inline bool fp8_mx_again(const fp8_site *s, int role)
 { return role != ENG_FP8_DY && s->recipe.backward[role].mx; }
-/// The role that says how a product reads x, w or dy.
+/// The format and blocks in which a product reads x, w or dy.
 static inline const eng_fp8_role *fp8_role_in(const fp8_site *s, int product, int role)
 {
   return product != ENG_FP8_FORWARD && fp8_mx_again(s, role) ? &s->recipe.backward[role]
@@ -92,15 +93,15 @@ extern const int fp8_factors[ENG_FP8_PRODUCTS][2];   // the roles that a product
 /// Whether mx_matmul computes the products of a layer with x [rows x columns] and W [outputs x
 /// columns]. Then the copies hold codes.
 bool fp8_mx_coded(const fp8_site *s, int64_t rows, int64_t columns, int64_t outputs);
-/// Creates room for the codes of a matrix [rows x columns]: u8 [rows x bytes], first the codes,
-/// then the scales of the blocks. A role with blocks of several rows leaves the end unused.
+/// Creates a tensor for a coded copy of a matrix [rows x columns]: u8 [rows x bytes], first all
+/// codes, then the scales of the blocks. With blocks of several rows, its end is unused.
 eng_status fp8_mx_make(tensor **out, arena_id arena, const eng_fp8_role *r, int64_t rows,
                        int64_t columns);
 /// Quantizes x as a role says, and measures it if meters are on. slot: receives the amax.
 eng_status fp8_mx_quantize(fp8_mx_copies *to, tensor *slot, fp8_site *s, int role, tensor *x,
                            bool transposed, bool coded);
-/// Quantizes x or w again for its backward product, from the values q [rows x K] that the forward
-/// product read, or their codes: to->q_t, to->amax_t.
+/// Quantizes x or w again for its backward product, from q [rows x K], the values or codes that the
+/// forward product read. Results: to->q_t, to->amax_t.
 eng_status fp8_mx_requantize(fp8_mx_copies *to, const fp8_site *s, int role, tensor *q,
                              tensor *amax);
 /// Turns *g, the gradient of the values that the forward product read, into the gradient of x or w,
@@ -108,10 +109,10 @@ eng_status fp8_mx_requantize(fp8_mx_copies *to, const fp8_site *s, int role, ten
 eng_status fp8_mx_through(tensor **g, const fp8_site *s, tensor *gate, int dtype);
 /// Draws the random number for the signs of a site's backward pass, if its recipe needs one.
 void fp8_mx_begin_backward(fp8_site *s);
-/// What the signs of w's Hadamard transforms depend on: the step, or 0 if they do not change.
+/// The step number if the signs of w's Hadamard transforms change from step to step, else 0.
 int64_t fp8_mx_step(const fp8_site *s);
-/// A factor of a product, quantized as its role says: bf16 [M x K], or [K x M] if turned; or codes,
-/// whose rows lie along the summed dimension.
+/// An operand of a product, quantized as its role says: values in bf16, or codes, whose rows lie
+/// along the summed dimension. turned: the product reads the transpose; codes ignore it.
 typedef struct fp8_mx_factor {
   tensor *q, *amax;
   const eng_fp8_role *role;
