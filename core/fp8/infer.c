@@ -24,7 +24,7 @@ static eng_status want_between(const op_call *c, const char *what, int64_t value
                    high, (long long)value);
 }
 
-/// The rows and columns of x as a matrix: its last dimension, and all before it.
+/// The size of x as a matrix. columns: the last dimension; rows: the product of all others.
 static void matrix_of(const tensor *x, int64_t *rows, int64_t *columns)
 {
   *columns = x->shape[x->ndim - 1];
@@ -50,7 +50,8 @@ static eng_status want_scales(const op_call *c, int k, int64_t block_rows, int64
                    tensor_text(s));
 }
 
-/// Infers the codes and scales of x, or of a result with x's shape (swiglu_quantize). x is input 0.
+/// Infers the codes, scales and amax of the quantized tensor: x, input 0, or for swiglu_quantize a
+/// tensor with the shape of x.
 static eng_status infer_codes(const op_call *c, const tensor *factor, op_shape *s)
 {
   const char *name = op_name(c);

@@ -11,8 +11,8 @@
 // role's `keep` decides when it is made, and from which form of x. The tape does not keep x itself
 // but one quantized copy, shared by all layers that quantize x in the same way.
 //
-// If x is the output of a swiglu that only this layer reads, the swiglu computes its codes and x is
-// never written (swiglu.c). W is quantized from the weights of the forward pass (the low-precision
+// If x is the output of a swiglu that only this layer reads, the swiglu computes the codes of x and
+// never writes x (swiglu.c). W is quantized from the weights of the forward pass (the low-precision
 // copy, or the master), and only when these weights change. The tape records the layer as one
 // operation.
 //

@@ -55,8 +55,8 @@ eng_status fp8_sample_read(fp8_sample *to, tensor *x, tensor *q, const tensor *s
 void fp8_meter_element(eng_fp8_meter *m, float x, float code, float scale, float largest,
                        float limit);
 
-/// fp8_drop_later drops a tensor as soon as the tape no longer needs it. fp8_release_orphans drops
-/// the tensors that waited for this, if the tape is empty.
+/// fp8_drop_later drops a tensor at once if the tape is empty, else leaves it to a later call of
+/// fp8_release_orphans, which drops all such tensors if the tape is empty.
 void fp8_drop_later(tensor *x);
 void fp8_release_orphans(void);
 

@@ -401,7 +401,7 @@ const char *policy_record_name(lua_State *L, int index)
            : NULL;
 }
 
-// The next name and value of a record or of statistics; fields that are not computed are skipped.
+// The next name and value of a record or of statistics. Skips fields that are nil or not computed.
 // Upvalues: view, index.
 static int fields_step(lua_State *L)
 {

@@ -268,7 +268,8 @@ static bool read_numbers(eng_policy *p, eng_verdict *out, const verdict_field *f
   return true;
 }
 
-// Marks the tensors that match the name or pattern on top of the stack.
+// Marks the tensors that the string on top of the stack selects: the name of a tensor or group, or
+// a pattern.
 static bool mark_reset(eng_policy *p, const verdict_field *f)
 {
   int named;

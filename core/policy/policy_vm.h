@@ -133,8 +133,8 @@ const char *policy_intern(lua_State *L, const char *name);
 eng_status policy_call(eng_policy *policy, int n);
 /// The text of the error value on top of the stack, without running the policy's code.
 const char *policy_error_text(eng_policy *policy);
-/// The line of `word =` in the source, outside comments; for "return" the last such line. 1 if
-/// there is no such line.
+/// The first line of the source with `word =`, outside comments; for "return", the last line with
+/// that word. 1 if there is no such line.
 int policy_line_of(const eng_policy *policy, const char *word);
 
 // ---- policy_constant.c

@@ -110,7 +110,7 @@ static eng_status open_folder(int *folder, const char **name, const char *path)
   return status;
 }
 
-/// A socket whose calls never block.
+/// Creates a socket whose calls never block.
 static eng_status make_socket(int *fd, const char *path)
 {
   *fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);

@@ -2,8 +2,8 @@
 // other connections read the file. README.md lists the parts; the public functions are in
 // engine_files.h.
 //
-// A message in the queue is one statement with its parameters in order, so the thread need not know
-// the meaning of a row, except for `attempt` and `resume`.
+// A message in the queue is one statement with its parameters in order. So the thread does not
+// interpret rows, except to number the attempts of a step (HISTORY_STEP) and for HISTORY_RESUME.
 #pragma once
 
 #include "engine.h"

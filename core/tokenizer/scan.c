@@ -128,7 +128,7 @@ static bool ascii_letter(char c) { return (c >= 'A' && c <= 'Z') || (c >= 'a' &&
 
 // [!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|
 //  ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+
-// Returns `at` where nothing matches.
+// Returns `at` if nothing matches.
 static int64_t deepseek(text t, int64_t at)
 {
   enum { WORD = UC_LETTER | UC_MARK_NOW, SIGN = UC_PUNCTUATION_NOW | UC_SYMBOL };
