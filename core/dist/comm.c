@@ -39,7 +39,7 @@ static eng_status split_by_numbers(eng_comm *part, eng_comm *parent, int color, 
   part->size = 0;
   for (int r = 0; status == ENG_OK && r < parent->size; r++) {
     if (all[r].color != color) continue;
-    int place = 0;                                // of rank r among the ranks of its color
+    int place = 0;                                // index of rank r in its part
     for (int q = 0; q < parent->size; q++)
       if (all[q].color == color && (all[q].key < all[r].key || (all[q].key == all[r].key && q < r)))
         place++;
@@ -128,7 +128,8 @@ static eng_status check_type(int dtype, int op)
                      eng_dtype_name(dtype));
   return op == ENG_SUM || op == ENG_MAX
            ? ENG_OK
-           : error_set(ENG_ERR_VALUE, "reduction over ranks: unknown operation number %d", op);
+           : error_set(ENG_ERR_VALUE, "reduction over ranks: unknown operation number %d; "
+                     "expected 0 (sum) or 1 (maximum)", op);
 }
 
 /// out[i] = the reduction of in[k][i] over k, in the order of comm.h. `out` may be one of the
@@ -140,7 +141,8 @@ static void combine_all(void *out, const void *const *in, int n, int64_t count, 
   for (int64_t from = 0; from < count; from += PIECE) {
     int64_t m = count - from < PIECE ? count - from : PIECE, at = from * size;
     int level[LEVELS], depth = 0;
-    for (int k = 0; k < p; k++) {      // as a binary counter: sums of equally many ranks are added
+    // like a binary counter: two partial sums are added when they cover equally many ranks
+    for (int k = 0; k < p; k++) {
       const char *low = (const char *)in[k] + at;
       if (k + p < n) combine(room[depth], low, (const char *)in[k + p] + at, m, dtype, op);
       else memcpy(room[depth], low, (size_t)(m * size));
@@ -285,7 +287,7 @@ eng_status eng_comm_broadcast(eng_comm *comm, void *data, int64_t bytes, int roo
   enum { PART = 1 << 24 };
   int n = comm->size, place = (comm->rank - root + n) % n;     // the root has place 0
   if (root < 0 || root >= n)
-    return error_set(ENG_ERR_VALUE, "broadcast: expected a rank from 0 to %d, got %d", n - 1,
+    return error_set(ENG_ERR_VALUE, "broadcast: expected a root rank from 0 to %d, got %d", n - 1,
                      root);
   if (n == 1) return ENG_OK;
   int tag = comm_tag(comm);
@@ -293,8 +295,8 @@ eng_status eng_comm_broadcast(eng_comm *comm, void *data, int64_t bytes, int roo
     int64_t part = bytes - at < PART ? bytes - at : PART;
     int reach = 1;
     while (reach < n) reach *= 2;
-    // `place` is the rank, counted from the root. In round d, places 0 .. d - 1 have the data, and
-    // each sends it to the place d above it.
+    // `place` is the rank, counted from the root. When a round with distance d begins, the ranks at
+    // places 0 .. d - 1 have the data; each sends it to the rank at its place + d.
     for (int d = 1; d < reach; d *= 2) {
       comm_message m = {(char *)data + at, part, 0, place < d};
       if (place < d ? place + d >= n : place >= 2 * d) continue;

@@ -5,12 +5,12 @@
 // transport, message size or algorithm. Data on the ranks' cards goes from card to card over NCCL
 // where possible, else through the host.
 //
-// The order of a sum over ranks 0..n-1: with p the largest power of two <= n, first x[i] + x[i+p]
-// for i < n - p, then pairs of neighbours, pairs of these pairs and so on: ((x0 + x1) + (x2 + x3))
-// for four ranks.
+// The order of a sum over ranks 0..n-1: let p be the largest power of two <= n. First x[i + p] is
+// added to x[i] for i < n - p. Then a balanced binary tree adds x[0..p-1], neighbours first:
+// ((x0 + x1) + (x2 + x3)) for four ranks.
 //
-// README.md lists the files. Called by Lua through engine.h. Everything below backend.h is
-// independent of ranks.
+// README.md lists the files. Called by Lua through engine.h. Devices (cpu/, ../cuda/) never call
+// this folder.
 #pragma once
 
 #include "engine.h"
@@ -84,8 +84,8 @@ static inline int comm_of_world(const eng_comm *comm, int rank)
 /// The world: one rank without a transport until world.c fills it.
 extern eng_comm comm_world;
 
-/// Tags: a group numbers its operations in the order in which they start; gradient buckets have
-/// tags of their own.
+/// Tags: a group numbers its operations in the order in which they start. Alarms and gradient
+/// buckets have tags of their own.
 enum { COMM_TAG_OPERATION = 0, COMM_TAGS = 4096, COMM_TAG_ALARM = 8191, COMM_TAG_BUCKET = 8192 };
 int comm_tag(eng_comm *comm);
 
@@ -93,7 +93,8 @@ int comm_tag(eng_comm *comm);
 eng_status comm_start(void **exchange, const eng_comm *comm, const comm_message *messages, int n,
                       int tag);
 /// Sets *done if the exchange has finished, and frees it then. NULL counts as done. Never waits.
-/// After an error the exchange is abandoned, see comm_broken. `what`: for messages, as below.
+/// After an error the exchange is abandoned, see comm_broken. `what` names the operation in error
+/// texts.
 eng_status comm_test(bool *done, const eng_comm *comm, void *exchange, const char *what);
 /// Waits for an exchange, as comm_exchange does.
 eng_status comm_await(const eng_comm *comm, void *exchange, const char *what);
@@ -101,8 +102,8 @@ eng_status comm_await(const eng_comm *comm, void *exchange, const char *what);
 /// message that names the ranks that did not reach `what`.
 eng_status comm_exchange(eng_comm *comm, const comm_message *messages, int n, int tag,
                          const char *what);
-/// An exchange was abandoned after an error. Other ranks may wait for its messages for
-/// ever, so this process starts no other exchange and ends the job when it exits.
+/// True after an exchange was abandoned because of an error. Other ranks may wait forever for its
+/// messages, so this process starts no other exchange and ends the job when it exits.
 extern bool comm_broken;
 enum { COMM_LOST_CODE = 70 };          // exit code of a job that lost a rank
 /// Sets work that comm_exchange repeats while it waits. Other ranks may need this work to progress
@@ -132,15 +133,17 @@ eng_status comm_reduce_both(eng_comm *comm, double *values, int n_sums, int n_ma
 /// The dtype that `option` (ENG_COMM_*) selects for numbers in dtype `own`. The result ENG_e4m3
 /// stands for FP8 with one scale for each block of WIRE_BLOCK elements.
 int comm_dtype_of(int option, int own);
-/// `count` rounded up to whole blocks; and the bytes of `count` packed numbers: codes, then scales.
+/// comm_padded: `count` rounded up to a multiple of WIRE_BLOCK. comm_packed_bytes: the bytes of
+/// `count` packed numbers; FP8 has the codes first, then the scales.
 int64_t comm_padded(int64_t count);
 int64_t comm_packed_bytes(int comm_dtype, int64_t count);
 /// Converts n numbers in host memory from one dtype to another with the CPU's kernel.
 eng_status comm_cast(void *to, int to_dtype, const void *from, int from_dtype, int64_t n);
 /// Adds n numbers in `dtype` to those at `to` in f32 and rounds the sums to `dtype`.
 eng_status comm_add(void *to, const void *numbers, int dtype, int64_t n);
-/// Packs numbers in `dtype` into elements [at, at + n) of a piece of `count` elements, and unpacks
-/// them. `at` is a multiple of WIRE_BLOCK. `room`: n floats, needed where `dtype` is not f32.
+/// comm_pack converts n numbers from `dtype` into elements [at, at + n) of a packed piece of
+/// `count` elements; comm_unpack converts these elements back. `at` is a multiple of WIRE_BLOCK.
+/// `room`: work space of n floats, used for FP8 if `dtype` is not f32.
 eng_status comm_pack(char *piece, int comm_dtype, int64_t count, int64_t at, const void *from,
                      int dtype, int64_t n, float *room);
 eng_status comm_unpack(void *to, int dtype, int64_t n, const char *piece, int comm_dtype,
@@ -156,7 +159,7 @@ typedef enum comm_stream { STREAM_HOST, STREAM_GRADIENTS, STREAM_ROWS, COMM_STRE
 /// card, each rank has its own card, and NCCL is available. With ENGINE_NCCL=off `cards` is always
 /// false; with ENGINE_NCCL=on a false result is an error that gives the reason.
 eng_status comm_cards_decide(bool *cards, eng_comm *everybody, bool wanted);
-/// The result of the last comm_cards_decide, without asking other ranks.
+/// The result of the last comm_cards_decide, without communication.
 bool comm_cards(void);
 /// "from card to card over NCCL 2.28.9", or "through the host: ..." with the reason; NULL before
 /// comm_cards_decide.

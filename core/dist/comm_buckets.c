@@ -4,8 +4,10 @@
 // Members go into buckets from the last to the first, as backward completes them. Each rank sums
 // one piece of a bucket, computes its statistics and, with ZeRO, updates it.
 //
-// All ranks send their buckets in the same order, so that no rank waits for memory that a different
-// bucket holds. Owns the buckets' arrays. Called by the other files that include comm_gradients.h.
+// All ranks send their buckets in the same order. Otherwise two ranks could deadlock: the buckets
+// that fill one rank's message memory would wait for buckets that the other rank has no memory to
+// send.
+// Owns the buckets' arrays. Called by the other files that include comm_gradients.h.
 #include "comm_gradients.h"
 
 #include "base/error.h"
@@ -35,8 +37,8 @@ void member_owned(int64_t *from, int64_t *to, const eng_parallel *p, int index, 
 }
 
 /// Assigns members to buckets of one dtype each, in the order in which backward completes them.
-/// `apart`: only the members that not all ranks hold, else only the others. The two kinds never
-/// share a bucket, so a bucket has the same number on all ranks of its group.
+/// `apart`: true for the members that only some ranks hold, false for those that all ranks hold.
+/// The two kinds never share a bucket, so a bucket has the same index on all ranks of its group.
 static eng_status fill_group(eng_parallel *p, int64_t limit, int comm_dtype, bool apart)
 {
   eng_params *set = p->set;
@@ -69,15 +71,15 @@ static eng_status fill_group(eng_parallel *p, int64_t limit, int comm_dtype, boo
   return ENG_OK;
 }
 
-/// Cuts a bucket into pieces of nearly equal size. A cut between two allowed positions is rounded
-/// up or down depending on the bucket's number. This spreads the buckets over the ranks when pieces
-/// are smaller than the distance between allowed positions. `whole`: cuts are allowed only between
-/// members.
+/// Cuts a bucket into pieces of nearly equal size. A cut that falls between two allowed positions
+/// is rounded up or down, depending on `number`, the bucket's index. This spreads the work over the
+/// ranks when pieces are smaller than the distance between allowed positions. `whole`: cuts are
+/// allowed only between members.
 static void cut(bucket *b, int number, int ranks, bool whole)
 {
   enum { STEP = 4096, PARTS = 1024 };    // STEP: elements that gradstats sums at a time
   // A cut is rounded down if its distance from the lower position is at most most_down / PARTS of
-  // the distance between the two positions. most_down varies with the bucket's number, in steps of
+  // the distance between the two positions. most_down varies with the bucket's index, in steps of
   // the golden ratio (633 / 1024).
   int64_t most_down = PARTS - (PARTS / 2 + (int64_t)number * 633) % PARTS;
   int64_t total = b->at[b->n];
@@ -112,7 +114,7 @@ eng_status bucket_cut(bucket *b, int number, bool whole)
     b->begin[rank + 1] = b->begin[rank] + bytes;
     if (bytes > COMM_LARGEST)
       return error_set(ENG_ERR_VALUE,
-                       "a gradient bucket needs a message of %lld bytes, which is too large; "
+                       "a gradient bucket needs a message of %lld bytes, above the limit of 1 GiB; "
                        "hint: a smaller bucket", (long long)bytes);
   }
   b->packed = comm_packed_bytes(b->comm_dtype, bucket_piece(b, b->comm->rank));

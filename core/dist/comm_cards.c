@@ -1,8 +1,8 @@
 // Reduces a bucket whose gradients are on cards that exchange messages directly (comm_nccl.c).
 // Pieces, comm dtypes and the order of sums are as in comm_gradients.c, which calls this file; the
-// device computes (backend.h: wire_pack, wire_sum, wire_unpack). Packing is enqueued behind
-// backward's kernels. Messages, sums and unpacking are enqueued at the same time on the gradients'
-// stream, so that the host waits only at the end of the pass.
+// device computes (backend.h: wire_pack, wire_sum, wire_unpack). cards_send enqueues the packing
+// behind backward's kernels, and the messages, sums and unpacking on the gradients' stream. The
+// host waits only at the end of the pass.
 //
 // At the end of a pass the ranks exchange their flags in a host message. The device reads a table
 // for each bucket; in memory, the table follows the bucket's messages. Owns the flags on the card
@@ -70,7 +70,7 @@ eng_status cards_begin(eng_parallel *p)
 
 // ------------------------------------------------------------------ tables
 
-/// The position of element `at` in a packed piece of `count` elements.
+/// A run that begins at element `at` of a packed piece of `count` elements.
 static wire_run run_at(const bucket *b, char *piece, int64_t count, int64_t at)
 {
   return (wire_run){.packed = piece + at * eng_dtype_size(b->comm_dtype),
@@ -194,7 +194,7 @@ eng_status cards_exchange_flags(eng_parallel *p)
             ->stream_move(stream, p->own_flags, p->flags, p->flags_bytes, COPY_TO_HOST));
   for (int i = 0; i < n; i++) {
     uint32_t flags = p->own_flags[i];
-    // as in comm_gradients.c: overflow counts only if the gradient itself has no inf
+    // as in comm_gradients.c: WIRE_OVERFLOW is set only if the gradient itself has no inf
     own[i] |= (uint8_t)(flags & WIRE_INF ? flags & ~(uint32_t)WIRE_OVERFLOW : flags);
   }
   return eng_comm_all_gather(p->comm, p->pass_flags, own, n);

@@ -4,8 +4,8 @@
 // Rows travel in a comm dtype. A block of FP8 lies within one row, so that a row's result does not
 // depend on its neighbours. Rows that stay on their own rank are rounded in the same way, so that
 // results do not depend on which rank holds which expert. If tensors have the comm dtype and are in
-// host memory, messages use the tensors' memory directly. Rows on cards that exchange messages are
-// packed on the card. Owns the buffers of messages on the host and on the card; they only grow.
+// host memory, messages use the tensors' memory directly. If messages go from card to card, the
+// card packs the rows. Owns the buffers of messages on the host and on the card; they only grow.
 #include "comm.h"
 
 #include "device/backend.h"
@@ -39,7 +39,7 @@ static eng_status reserve(int which, int64_t bytes)
 // ------------------------------------------------------------------ formats
 
 static int64_t blocks_of(int64_t columns) { return (columns + WIRE_BLOCK - 1) / WIRE_BLOCK; }
-// rounded up, so that the scales behind the codes are aligned
+// rounded up to a multiple of 4, so that the f32 scales behind the codes are aligned
 static int64_t codes_bytes(int64_t rows, int64_t columns) { return (rows * columns + 3) / 4 * 4; }
 
 static int64_t rows_bytes(int comm_dtype, int64_t rows, int64_t columns)
@@ -48,8 +48,8 @@ static int64_t rows_bytes(int comm_dtype, int64_t rows, int64_t columns)
   return codes_bytes(rows, columns) + rows * blocks_of(columns) * (int64_t)sizeof(float);
 }
 
-/// Converts rows to codes and scales, and back. If a row consists of whole blocks, all rows are
-/// converted in one run.
+/// encode converts rows to codes and scales; decode converts them back. If a row consists of whole
+/// blocks, one call converts all rows.
 static void encode(char *message, const float *x, int64_t rows, int64_t columns)
 {
   float *scales = (float *)(message + codes_bytes(rows, columns));
@@ -82,7 +82,8 @@ static eng_status unpack_rows(void *to, int dtype, const char *message, int comm
   return comm_cast(to, dtype, buffer[ROOM].memory, ENG_f32, rows * columns);
 }
 
-/// Adds the squares of the rows in ROOM (f32) and of their packing errors to `facts`.
+/// Adds to `facts` the squares of the numbers in ROOM (f32) and of their rounding errors, except
+/// where a number is inf or nan before or after packing.
 static eng_status measure(eng_exchange_facts *facts, const char *message, int comm_dtype,
                           int64_t rows, int64_t columns)
 {
@@ -139,8 +140,8 @@ static eng_status check_rows(exchange *e, const tensor *x, const int64_t *rows, 
                    (long long)sum, what, tensor_text(x));
 }
 
-/// Sends to and receives from every other rank. `out` and `in` hold the messages one after the
-/// other, in host memory or, with `cards`, in the memory of the ranks' cards.
+/// Sends to and receives from every other rank. `out` and `in` hold the messages in order of ranks,
+/// in host memory or, with `cards`, in the memory of this rank's card.
 static eng_status send_all(exchange *e, char *out, char *in, eng_exchange_facts *facts, bool cards)
 {
   static const char what[] = "the exchange of rows among experts";
@@ -198,8 +199,8 @@ static eng_status reserve_there(int which, int64_t bytes)
 }
 
 /// Lists the runs that the device copies between a tensor's rows and their messages. All rows of a
-/// peer form one run, but FP8 rows that are not whole blocks form one run each. Returns the number
-/// of runs; with runs == NULL only counts them.
+/// peer form one run; but in FP8, if a row does not consist of whole blocks, each row is a run.
+/// Returns the number of runs; with runs == NULL only counts them.
 static int64_t list_runs(wire_run *runs, int64_t *longest, const exchange *e, const tensor *x,
                          const int64_t *rows, char *message)
 {
@@ -240,7 +241,7 @@ static eng_status run_between_cards(exchange *e, eng_exchange_facts *facts)
   list_runs(runs, &longest, e, e->from, e->send, there[THERE_OUT].memory);
   list_runs(runs + n_out, &longest_in, e, e->to, e->receive, there[THERE_IN].memory);
   const wire_run *runs_there = (const wire_run *)there[THERE_TABLE].memory;
-  // nothing reads the flags: inf and nan in rows show in the results
+  // wire_pack needs memory for flags; nothing reads them, because inf and nan show in the results
   uint32_t *flags_there = (uint32_t *)(there[THERE_TABLE].memory + bytes);
   if (bytes > 0) ENG_TRY(card->move(there[THERE_TABLE].memory, runs, bytes, COPY_TO_DEVICE));
   if (n_out > 0)
@@ -274,7 +275,7 @@ static eng_status pack_all(exchange *e, eng_exchange_facts *facts)
   return ENG_OK;
 }
 
-/// Unpacks all rows received from IN.
+/// Unpacks all received rows from IN.
 static eng_status unpack_all(exchange *e)
 {
   const tensor *y = e->to;
@@ -323,7 +324,8 @@ eng_status eng_comm_exchange_rows(const eng_tensor *to, const eng_tensor *from, 
       e.to->store->space != e.from->store->space || e.to->store == e.from->store)
     return error_set(
       ENG_ERR_SHAPE,
-      "rows between ranks: expected two tensors of one dtype, width and device, got %s and %s",
+      "rows between ranks: expected two tensors of one dtype, width and device that share no "
+      "memory, got %s and %s",
       tensor_text(e.from), tensor_text(e.to));
   if (send[comm->rank] != receive[comm->rank])
     return error_set(

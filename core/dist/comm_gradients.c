@@ -129,7 +129,7 @@ static eng_status send_out(eng_parallel *p, bucket *b)
     for (int k = 0; p->zero == 2 && k < b->n; k++) leave_room(p, b->member[k]);
     return ENG_OK;
   }
-  for (int rank = 0; rank < b->comm->size; rank++) {      // messages have no uninitialized bytes
+  for (int rank = 0; rank < b->comm->size; rank++) {      // zeroes the flags and the padding
     int64_t packed = comm_packed_bytes(b->comm_dtype, bucket_piece(b, rank));
     memset(b->out + b->begin[rank] + packed, 0,
            (size_t)(b->begin[rank + 1] - b->begin[rank] - packed));
@@ -159,8 +159,8 @@ static eng_status send_out(eng_parallel *p, bucket *b)
 static int among_all(const eng_parallel *p, const bucket *b, int rank)
 { return b->comm == p->comm ? rank : p->holder[rank]; }
 
-/// Sums the pieces of all ranks and rounds the sum to the comm dtype, as the other ranks will
-/// receive it.
+/// Sums this rank's piece over all ranks and rounds the sum to the comm dtype, in which the other
+/// ranks receive it.
 static eng_status sum_piece(eng_parallel *p, bucket *b)
 {
   int ranks = b->comm->size;
@@ -308,8 +308,8 @@ static eng_status progress(void *parallel)
   return ENG_OK;
 }
 
-/// The body of a loop that waits for buckets since the time *since: advances them, or pauses if
-/// nothing has arrived.
+/// The body of a loop that waits for buckets: advances them, or pauses if nothing has arrived.
+/// *since: when the loop began or an exchange last completed.
 static eng_status advance(eng_parallel *p, double *since)
 {
   int64_t before = p->arrived;
@@ -370,7 +370,8 @@ eng_status eng_parallel_begin(eng_parallel *p, int pass)
   ENG_TRY(params_alive(set));
   if (p->broken)
     return error_set(ENG_ERR_STATE, "a step failed while gradients were in flight between ranks: "
-                                    "this process cannot continue training");
+                                    "this process cannot continue training; hint: start the job "
+                                    "again");
   if (p->armed) return error_set(ENG_ERR_STATE, "the reduction over ranks has already begun");
   if (pass == ENG_PASS_MORE && p->zero < 2)
     return error_set(ENG_ERR_STATE, "ENG_PASS_MORE needs zero=2 or 3; otherwise gradients are "
@@ -408,7 +409,7 @@ eng_status eng_parallel_begin(eng_parallel *p, int pass)
 /// ZeRO-2: drops gradients that were written and not sent.
 static void leave_rooms(eng_parallel *p)
 {
-  // members of a freed set have no sizes
+  // the members of a freed set have no tensors, and so no sizes
   for (int k = 0; p->zero == 2 && !p->set->freed && k < p->n_buckets; k++) {
     const bucket *b = &p->buckets[k];
     for (int m = 0; b->state == BUCKET_FILLS && m < b->n; m++) leave_room(p, b->member[m]);

@@ -26,7 +26,7 @@ typedef struct bucket {
                               // in `in` of each rank's sum. A message is a packed piece and n flag
                               // bytes
   int64_t  packed;            // bytes of this rank's piece in the comm dtype
-  int64_t  bytes;             // `packed` and the n flag bytes
+  int64_t  bytes;             // `packed` plus n flag bytes, rounded up to COMM_ALIGN
   int64_t  in_bytes;          // size of `in`
   int64_t  need;              // total size of `out`, `in` and `sum`
   char    *out, *in;          // while in flight, else NULL. out: messages to each rank; in:
@@ -34,7 +34,7 @@ typedef struct bucket {
   char    *sum;               // [packed] sum of this rank's piece
   uint8_t *anyone;            // [n] whether any rank had a gradient for the member
   bucket_state state;
-  int32_t  left;              // members that are not complete
+  int32_t  left;              // members whose gradients backward has not completed
   void    *exchange;
   void    *mark;              // cards: the position in the stream after all work on this bucket
 } bucket;
@@ -44,18 +44,18 @@ struct eng_parallel {
   eng_comm   *comm, *holders; // all ranks; the ranks that hold the same `apart` parameters, or NULL
   uint8_t    *apart;          // [set->n] 1: not all ranks hold this parameter
   int32_t    *holder;         // [size of holders] the holders' ranks in `comm`
-  // 0: nothing is divided among ranks; 1: updates are; 2: gradients are as well. With ZeRO-3 it is
-  // 2, and set->parted has the weights.
+  // 0: nothing is divided among ranks; 1: updates are divided; 2: gradients too. With ZeRO-3 it is
+  // 2, and set->parted describes the divided weights.
   int32_t     zero;
   bool        whole;          // pieces are whole parameters
   int32_t     n_buckets;
   int32_t     under_way;      // buckets in flight
-  int64_t     arrived;        // exchanges of buckets that were completed
+  int64_t     arrived;        // number of completed exchanges of buckets
   bucket     *buckets;
   int32_t    *order;          // [n_buckets] the order in which all ranks send buckets
-  int32_t     next;           // index into `order`
+  int32_t     next;           // index into `order` of the next bucket to send
   pool        messages_pool;  // buckets in flight, bounded
-  pool        rooms;          // gradients (ZeRO-2 and ZeRO-3)
+  pool        rooms;          // ZeRO-2 and ZeRO-3: gradients that are not yet packed
   bool        cards;          // gradients go from card to card; comm_cards.c then uses:
   void       *table;          //   the device's table of a bucket
   uint32_t   *flags, *own_flags;      // [set->n] on the card, and on the host: wire.h's bits
@@ -76,14 +76,15 @@ struct eng_parallel {
   double     *numbers;        // comm_record.c's message
   int64_t     n_numbers;
   bool        armed;
-  bool        alone;          // this pass is not reduced: its gradients are dropped when complete
+  bool        alone;          // this pass is not reduced; with ZeRO-2 its gradients are dropped
   bool        broken;         // a step failed while messages were in flight
-  double      first;          // when the first bucket of this reduction started
+  double      first;          // eng_clock when this pass sent its first bucket; 0: none sent
   eng_parallel_facts facts;
-  // ZeRO-3: the weights that this rank sent since the last reduction, and the time of the exchanges
+  // ZeRO-3, since the last reduction: messages and bytes of weights that this rank sent; exchanges
+  // of units, and the seconds that they took
   struct { int64_t messages, bytes, exchanges; double seconds; } brought;
-  uint32_t brought_in;        // a checksum of the units that were brought, in order
-  struct { void *exchange; char what[90]; } coming;   // the unit that is being filled
+  uint32_t brought_in;        // a checksum of the order in which units were fetched
+  struct { void *exchange; char what[90]; } coming;   // the unit that is being received
 };
 
 // ---- comm_buckets.c
@@ -92,9 +93,11 @@ struct eng_parallel {
 eng_status buckets_check(const eng_parallel_options *options);
 /// Puts the set's members into buckets and sets the order in which they are sent.
 eng_status buckets_fill(eng_parallel *p, const eng_parallel_options *options);
-/// Cuts bucket `number` into the ranks' pieces and computes the sizes of its messages.
+/// Cuts a bucket, whose index is `number`, into the ranks' pieces and computes the sizes of its
+/// messages.
 eng_status bucket_cut(bucket *b, int number, bool whole);
-/// Computes the bytes of the one block for messages in flight, and of each block of `rooms`.
+/// Computes the bytes of the single block for messages in flight, and of each block of `rooms`.
+/// `limit`: eng_parallel_options.bucket.
 void buckets_bounds(int64_t *messages, int64_t *room_block, const eng_parallel *p, int64_t limit);
 void buckets_free(eng_parallel *p);
 /// Returns how many elements of member k are in the piece of `rank`. The first of them has index

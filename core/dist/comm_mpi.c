@@ -105,7 +105,7 @@ static eng_status start(void **out, void *group, const comm_message *messages, i
   if (!e) return core->error(ENG_ERR_MEMORY, "ranks: out of memory for messages");
   e->comm = *(MPI_Comm *)group;
   e->n = e->receives = 0;
-  // Posts receives first, so that arriving messages have memory.
+  // Posts receives first, so that arriving messages find their buffers.
   for (int pass = 0; pass < 2; pass++)
     for (int i = 0; i < n; i++) {
       const comm_message *m = &messages[i];
@@ -139,7 +139,7 @@ static eng_status test(bool *done, void *under_way)
     if (class == MPI_ERR_TRUNCATE) return wrong_length(e, &e->message[i], -1);
     code = own;
   }
-  if (code != MPI_SUCCESS) return failed("a message", code);
+  if (code != MPI_SUCCESS) return failed("sending or receiving", code);
   for (int i = 0; flag && i < e->receives; i++) {
     int bytes = 0;
     MPI_Get_count(&e->status[i], MPI_BYTE, &bytes);

@@ -101,8 +101,8 @@ static eng_status card_of_process(void)
   return nccl.card ? ENG_OK : ENG_ERR_DEVICE;
 }
 
-/// Opens the stream of a communicator whose start gave `result`; returns the error if the start
-/// failed.
+/// Opens the stream of a communicator whose creation returned `result`. Returns the error if the
+/// creation failed.
 static eng_status open_stream(comm_stream stream, nccl_result result, const char *what)
 {
   if (result != NCCL_SUCCESS) return failed(result, what, NULL);
@@ -137,7 +137,8 @@ void comm_streams_end(bool well)
 
 void *comm_stream_of(comm_stream stream) { return nccl.stream[stream]; }
 
-/// Enqueues messages of a group with these world ranks (NULL: the world).
+/// Enqueues messages of a group. of_world: the world ranks of the group's ranks; NULL: the group is
+/// the world.
 static eng_status exchange(comm_stream stream, const int32_t *of_world,
                            const comm_message *messages, int n, const char *what)
 {
@@ -165,7 +166,7 @@ eng_status comm_stream_exchange(comm_stream stream, const eng_comm *comm,
   return exchange(stream, comm->of_world, messages, n, what);
 }
 
-/// Whether a stream is idle. An error that NCCL noticed meanwhile is returned. Never waits.
+/// Whether a stream is idle. Returns the error if NCCL has detected one. Never waits.
 static eng_status stream_done(bool *done, comm_stream stream, const char *what)
 {
   nccl_result noticed = NCCL_SUCCESS;
@@ -174,7 +175,7 @@ static eng_status stream_done(bool *done, comm_stream stream, const char *what)
   nccl_result result = nccl.call.async_error(nccl.comm[stream], &noticed);
   if (result == NCCL_SUCCESS) result = noticed;
   if (result == NCCL_SUCCESS || result == NCCL_IN_PROGRESS) return ENG_OK;
-  // no error if the other rank has sent everything and then ended
+  // not an error if the other rank ended after it had sent everything
   ENG_TRY(nccl.card->stream_done(done, nccl.stream[stream]));
   return *done ? ENG_OK : failed(result, what, nccl.comm[stream]);
 }
@@ -194,7 +195,7 @@ eng_status comm_stream_wait(comm_stream stream, const char *what)
 
 typedef enum nccl_wish { WISH_AUTO, WISH_ON, WISH_OFF, WISH_UNKNOWN } nccl_wish;
 
-/// What each rank reports before the ranks decide.
+/// The report of each rank, from which all ranks make the same decision.
 typedef struct card_note {
   int32_t wish, wanted, can;
   char    card[96];               // the unique name of the rank's card
@@ -217,8 +218,9 @@ static void write_note(card_note *note, bool wanted)
   else snprintf(note->why, sizeof note->why, "%s", eng_error_message());
 }
 
-/// Decides, with the same result on every rank, whether NCCL can be used; `why` is the reason if
-/// not. `any`: some rank's data is on a card; `must`: some rank requires NCCL.
+/// Decides, with the same result on every rank, whether NCCL can be used; if not, `why` receives
+/// the reason. `any`: some rank's data is on a card. `must`: some rank requires NCCL, or its
+/// ENGINE_NCCL is invalid.
 static bool decide(char *why, size_t size, bool *any, bool *must, const card_note *notes, int n)
 {
   const card_note *first = NULL;
@@ -265,7 +267,7 @@ eng_status comm_cards_decide(bool *cards, eng_comm *everybody, bool wanted)
   char why[320] = "";
   bool any, must;
   *cards = nccl.direct = false;
-  // alone, or a rehearsal (comm_predict.c)
+  // one process without other ranks, or a rehearsal (comm_predict.c)
   if (!everybody->transport || !everybody->transport->test) return ENG_OK;
   card_note own, *notes = calloc((size_t)everybody->size, sizeof *notes);
   if (!notes) return error_set(ENG_ERR_MEMORY, "out of memory for %d ranks", everybody->size);

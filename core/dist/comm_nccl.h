@@ -1,7 +1,7 @@
-// The part of NCCL's interface that this engine uses, with the types and numbers of nccl.h: NCCL is
-// loaded at run time (comm_nccl.c), and building needs no CUDA. cuda/runtime/nccl_check.c compares
-// it with nccl.h where that is installed; spec/cuda/fake_nccl.c implements these functions for
-// specs.
+// The part of NCCL's interface that this engine uses, with the types and constants of nccl.h. The
+// build needs no NCCL, because comm_nccl.c loads the library at run time. Where nccl.h is
+// installed, cuda/runtime/nccl_check.c compares this file with it. spec/cuda/fake_nccl.c implements
+// these functions for specs.
 #pragma once
 
 #include <stddef.h>

@@ -1,12 +1,12 @@
 // A parameter set whose gradients are reduced over ranks: creating it, its memory, freeing it.
 // engine.h (eng_parallel) has the contract; comm_gradients.c reduces the buckets in a step.
 //
-// Messages and sums of the buckets in flight live in one block with space for a few buckets
-// (`messages_pool`); further buckets wait until messages have arrived. With ZeRO-2 and ZeRO-3, the
-// backward pass writes gradients into a second pool (`rooms`).
+// Messages and sums of the buckets in flight share one block with space for a few buckets
+// (`messages_pool`). When it is full, further buckets wait until messages have arrived. With ZeRO-2
+// and ZeRO-3, the backward pass writes gradients into a second pool (`rooms`).
 //
 // Owns eng_parallel and the set's `own`. Called by Lua, and by comm_predict.c, which measures a
-// reduction that sends nothing (eng_parallel_rehearse).
+// reduction without sending anything (eng_parallel_rehearse).
 #include "comm_gradients.h"
 
 #include "base/error.h"
@@ -66,7 +66,7 @@ void eng_parallel_free(eng_parallel *p)
   for (int i = 0; p->place && i < p->set->n; i++) tensor_drop(p->place[i]);
   cards_free(p);
   if (p->set->parted) {
-    params_settle();          // messages on their way use this memory
+    params_settle();          // weights in flight use this memory
     p->set->parted->link = NULL;
   }
   if (p->under_way == 0) {      // else messages in flight still use this memory
@@ -111,7 +111,7 @@ static eng_status divide(eng_parallel *p)
   return ENG_OK;
 }
 
-/// Finds which parameters are held apart, and by which ranks.
+/// Records which parameters only some ranks hold, and gathers the ranks of `holders`.
 static eng_status find_holders(eng_parallel *p, const eng_parallel_options *options)
 {
   if (!options->apart || !options->holders) return ENG_OK;
@@ -131,7 +131,8 @@ eng_status eng_parallel_new(eng_parallel **out, eng_params *set, eng_comm *comm,
     return error_set(ENG_ERR_STATE, "these parameters are already divided among ranks");
   ENG_TRY(buckets_check(options));
   if (set->kept)
-    return error_set(ENG_ERR_STATE, "a reference backward of these parameters is running");
+    return error_set(ENG_ERR_STATE, "a reference backward of these parameters is running; "
+                                    "hint: end it first");
   eng_parallel *p = calloc(1, sizeof *p);
   if (!p) return error_set(ENG_ERR_MEMORY, "out of memory for gradient buckets");
   size_t n = (size_t)set->n + 1;

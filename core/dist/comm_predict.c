@@ -1,5 +1,6 @@
-// Predicts what a reduction of gradients would send and keep for a given number of ranks: lays the
-// buckets out for an imaginary group and counts. engine.h (eng_parallel_predict) has the contract.
+// Predicts the messages and memory of a reduction of gradients over a given number of ranks: lays
+// the buckets out for an imaginary group and counts their bytes. The contract is in engine.h
+// (eng_parallel_predict).
 // Called by Lua (engine plan).
 #include "comm_gradients.h"
 
@@ -33,17 +34,17 @@ static void count_bucket(eng_parallel_sizes *out, int64_t *longest, const eng_pa
   }
 }
 
-/// The parameter of the set that is input k of an operation, directly or through its low-precision
-/// copy; NULL: none.
+/// The parameter of the set that an operation reads as input k, or whose low-precision copy it
+/// reads; NULL: none.
 static parameter *read_here(const eng_parallel *p, const op_call *call, int k)
 {
   parameter *member = k < call->n_in && call->in[k] ? call->in[k]->parameter : NULL;
   return member && member->set == p->set ? member : NULL;
 }
 
-/// Walks the tape as backward does: a gradient takes memory when it is first written, and releases
-/// it when its bucket is complete and all earlier buckets have been sent. Counts the bytes of the
-/// blocks of that memory.
+/// Computes the bytes of the blocks that `rooms` needs. Iterates over the tape in the order of
+/// backward: a gradient takes memory when it is first written, and releases it when its bucket is
+/// complete and all earlier buckets have been sent.
 static eng_status count_rooms(int64_t *bytes, eng_parallel *p, int64_t block_bytes)
 {
   int length = eng_tape_length();
@@ -73,7 +74,7 @@ static eng_status count_rooms(int64_t *bytes, eng_parallel *p, int64_t block_byt
     for (int k = 0; call && k < call->n_in; k++) {
       parameter *member = read_here(p, call, k);
       if (!member || first[member->index] != node) continue;
-      first[member->index] = -1;  // counts it once, even if the operation reads it twice
+      first[member->index] = -1;  // counts the member once, even if the operation reads it twice
       p->buckets[p->bucket_of[member->index]].left--;
     }
     for (; next < p->n_buckets && p->buckets[p->order[next]].left == 0; next++) {
@@ -90,7 +91,7 @@ static eng_status count_rooms(int64_t *bytes, eng_parallel *p, int64_t block_byt
   return status;
 }
 
-/// Finds the rank that sums the most.
+/// Finds the rank that sums the most elements.
 static eng_status busiest(int *rank, eng_parallel *p)
 {
   int64_t *sums = calloc((size_t)p->comm->size, sizeof *sums);
@@ -116,8 +117,8 @@ eng_status eng_parallel_predict(eng_parallel_sizes *out, eng_params *set, int ra
   *out = (eng_parallel_sizes){0};
   ENG_TRY(params_alive(set));
   if (size < 1 || rank < -1 || rank >= size)
-    return error_set(ENG_ERR_VALUE, "expected a rank of the group, got rank %d of %d", rank,
-                     size);
+    return error_set(ENG_ERR_VALUE, "expected a rank from 0 to the number of ranks less one (-1: the "
+                                    "rank that sums the most), got rank %d of %d", rank, size);
   ENG_TRY(buckets_check(options));
   if (options->apart)
     return error_set(ENG_ERR_VALUE, "expected every rank to hold all parameters, got parameters "

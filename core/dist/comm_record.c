@@ -1,9 +1,9 @@
 // The step's record over all ranks, and the gathering of updated weights.
 //
 // Each rank has the statistics of its own pieces. One message reduces them to the same record on
-// every rank: sums of each tensor's counts and squares, of the histogram where it is needed, and of
-// the caller's numbers; maxima of amax and of the caller's numbers. The message is sent at every
-// step, also after an overflow.
+// every rank. It carries numbers to sum: each tensor's counts and squares, the histogram if it is
+// needed, and the caller's `sums`. It also carries numbers whose maximum is taken: each tensor's
+// amax and the caller's `maxima`. The message is sent at every step, also after an overflow.
 // Called by Lua.
 #include "comm_gradients.h"
 
@@ -51,7 +51,8 @@ eng_status eng_parallel_stats(eng_record *record, eng_tensor_stats *stats, eng_p
   for (int i = 0; i < n; i++) *at++ = stats[i].amax;
   memcpy(at, maxima, (size_t)n_maxima * sizeof *maxima);
   at += n_maxima;
-  // Only the ranks that hold a parameter with `apart` know whether it has a gradient.
+  // Only the ranks that hold a parameter with `apart` know whether it has a gradient. The maximum
+  // over all ranks tells the others.
   for (int i = 0; i < n; i++)
     if (p->apart[i]) *at++ = set->member[i].has_gradient;
   double began = eng_clock();
@@ -132,7 +133,7 @@ eng_status eng_parallel_gather(eng_parallel *p)
     parameter *member = &set->member[i];
     if (!member->has_gradient) continue;          // not updated in this step
     params_written(member);
-    if (set->parted && !p->apart[i]) continue;    // other ranks fetch it when they use it
+    if (set->parted && !p->apart[i]) continue;    // other ranks fetch the weight when they use it
     char *value = member->value->data;
     int64_t bytes = member->value->count * eng_dtype_size(member->value->dtype);
     if (staged) ENG_TRY(transfer_to_host(p->values, set->space, value, bytes));

@@ -13,7 +13,8 @@
 typedef struct reduction {
   const tensor *out, *x;
   int      ranks, comm_dtype;
-  int64_t  n, count, bytes;          // n: numbers; count: with padding; bytes: of a packed piece
+  int64_t  n, count, bytes;          // n: numbers of a rank; count: n with padding; bytes: of a
+                                     // packed piece
   bool     add;
   int     *flags;
 } reduction;

@@ -29,9 +29,9 @@ double eng_comm_timeout(double seconds)
 }
 
 /// Advances `since`, the start of a wait, by the time for which this process was stopped, because a
-/// job that is suspended and continued has lost no rank. A running process looks at the clock far
-/// more often than every STOPPED seconds, so a longer gap means that it was stopped. `looked`: the
-/// time of the last look. Returns the current time.
+/// job that is suspended and continued has lost no rank. A running process reads the clock far more
+/// often than every STOPPED seconds, so a longer gap means that it was stopped. `looked`: the time
+/// of the last call. Returns the current time.
 static double look_at_clock(double *since, double *looked)
 {
   double now = eng_clock(), last = *looked > *since ? *looked : *since;
@@ -158,8 +158,8 @@ static void report_missing(const char *notes, const char *what)
 }
 
 /// A rank missed a collective. Waiting ranks exchange alarm messages; a rank that sends none is
-/// missing. A rank that receives an alarm while it waits joins at once, however short its own wait.
-/// The lowest waiting rank prints the message and ends the job. Does not return.
+/// missing. A waiting rank that receives an alarm sends its own at once, however short its wait has
+/// been. The lowest waiting rank prints the message and ends the job. Does not return.
 static void lost(const char *what)
 {
   const comm_transport *t = comm_world.transport;
@@ -167,14 +167,14 @@ static void lost(const char *what)
   if (notes) {
     int first = 0;
     exchange_alarms(notes, what);
-    while (!notes[(size_t)first * NOTE]) first++;      // stops at this rank's own note, or earlier
+    while (!notes[(size_t)first * NOTE]) first++;      // ends at this rank's own note at the latest
     if (first == comm_world.rank) report_missing(notes, what);
     else sleep(2);
   } else {
     fflush(stdout);
     fprintf(stderr,
             "engine: rank %d of %d has waited %g s at %s: another rank has died or hung (the "
-            "one that printed no message). The job ends.\n",
+            "rank that printed no message). The job ends.\n",
             comm_world.rank, comm_world.size, timeout, what);
     fflush(stderr);
   }

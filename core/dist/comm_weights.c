@@ -1,14 +1,15 @@
-// ZeRO-3: sends the weights of a unit, such as a block, to the ranks that are about to use it.
-// params/params_parted.c decides when: an operation reads a weight that this rank has only a part
-// of, or will probably do so soon. Every rank owns the same pieces as in ZeRO-1 and 2 and sends
-// them straight from the weights into the weights of the others, in the dtype that the operation
-// reads.
+// ZeRO-3: sends the weights of a unit, such as a transformer block, to the ranks that are about to
+// use it. params/params_parted.c decides when: an operation reads a weight of which this rank has
+// only a part, or will probably read one soon. Every rank owns the same pieces as in ZeRO-1 and 2.
+// Messages go directly from the owner's weight buffer into those of the other ranks, in the dtype
+// that the operation reads.
 //
 // All ranks run the same operations, so they fetch the same units in the same order. Each unit's
 // messages have their own tag, so ranks that fetch different units wait for each other until the
 // timeout reports them. A rank that fetches units in a different order computes a different
 // checksum of the order; the reducer compares the checksums in every step.
-// Owns the list of messages. Called by comm_parallel.c, comm_predict.c and Lua.
+// Owns the exchange in flight (eng_parallel.coming). Called by comm_parallel.c, comm_predict.c and
+// Lua.
 #include "comm_gradients.h"
 
 #include "base/error.h"
@@ -38,8 +39,8 @@ static comm_message piece_of(const eng_parallel *p, const tensor *x, int index, 
   return (comm_message){.memory = (char *)x->data + from * size, .bytes = (to - from) * size};
 }
 
-/// Lists the messages of a unit in one form (PARTED_*) and returns their number. Adds to `sent` and
-/// `bytes` what this rank sends. messages NULL: only counts.
+/// Lists the messages of a unit in one form (PARTED_*) and returns their number. Adds the number of
+/// messages that this rank sends to `sent` and their bytes to `bytes`. messages NULL: only counts.
 static int list_messages(comm_message *messages, int64_t *sent, int64_t *bytes,
                          const eng_parallel *p, const params_parted *q, int unit, int form)
 {
@@ -186,8 +187,8 @@ static eng_status do_nothing(void *data)
   return ENG_OK;
 }
 
-/// Brings the weights that a node of the tape reads, forward or backward. An FP8 layer reads copies
-/// of its weights, although its tape entry names the weights.
+/// Simulates the fetch of the weights that a node of the tape reads, forward or backward. An FP8
+/// layer reads copies of its weights, although its tape entry names the weights.
 static eng_status read_inputs(const prediction *a, int node, bool forward)
 {
   const op_call *call = tape_call(node);
@@ -210,14 +211,14 @@ static eng_status read_inputs(const prediction *a, int node, bool forward)
   return absent ? parted_need(a->q, unit, form, n) : ENG_OK;
 }
 
-/// Brings the weights that a step reads.
+/// Simulates the fetches of a whole step.
 static eng_status read_all(const prediction *a)
 {
   eng_status status = parted_drop(a->q);
   int length = eng_tape_length();
   for (int i = 0; i < length && status == ENG_OK; i++) status = read_inputs(a, i, true);
   for (int i = length - 1; i >= 0 && status == ENG_OK; i--) {
-    int segment = tape_at(i)->segment;     // a checkpointed part runs again before its backward
+    int segment = tape_at(i)->segment;     // a checkpointed segment runs again before its backward
     bool last = segment && (i == length - 1 || tape_at(i + 1)->segment != segment);
     for (int k = segment - 1; last && k <= i && status == ENG_OK; k++)
       status = read_inputs(a, k, true);
@@ -230,7 +231,7 @@ eng_status weights_predict(eng_parallel_sizes *out, eng_parallel *p, const int64
                            const int32_t *units)
 {
   static const parted_link link = {count_messages, do_nothing, do_nothing};
-  eng_parallel_sizes first = {0};        // the first step, in which no order is known yet
+  eng_parallel_sizes first = {0};        // of the first step, which has no order to predict from
   prediction a = {.p = p, .out = &first};
   ENG_TRY(check_units(p, units));
   ENG_TRY(parted_new(&a.q, p->set, own, units, p->apart));

@@ -23,11 +23,11 @@
 
 typedef enum start_kind { START_ALONE, START_MPI, START_NCCL, START_WRONG } start_kind;
 
-/// The variables in which each launcher passes a process's number and the number of processes;
-/// the variable `also` must be set as well. SLURM sets its variables for a job step, but not for a
-/// batch script. Many programs set RANK and WORLD_SIZE, so the row that trusts these alone comes
-/// last. The row of torchrun needs TORCHELASTIC_RUN_ID, which only torchrun sets; it comes first,
-/// because srun may have started torchrun.
+/// The variables in which each launcher passes a process's rank and the number of processes. If
+/// `also` is not NULL, that variable must be set too. SLURM sets its variables for a job step, but
+/// not for a batch script. Many programs set RANK and WORLD_SIZE, so the row that needs only these
+/// and MASTER_ADDR comes last. The row of torchrun needs TORCHELASTIC_RUN_ID, which only torchrun
+/// sets; it comes first, because srun may have started torchrun.
 #define MEETING_ADDRESS "MASTER_ADDR"
 static const struct { const char *rank, *size, *name, *also; start_kind kind; } launchers[] = {
   {"RANK", "WORLD_SIZE", "torchrun", "TORCHELASTIC_RUN_ID", START_NCCL},
@@ -103,7 +103,7 @@ static launch launched(void)
     snprintf(found.wrong, sizeof found.wrong, "ENGINE_RANKS=%.60s: expected off, mpi or nccl",
              asked);
   else if (found.name) found.wrong[0] = 0;
-  if (found.wrong[0]) {         // training alone would be a different job
+  if (found.wrong[0]) {         // an error, because training in one process would be another job
     found.kind = START_WRONG;
     if (found.size == 1) found.size = 2;
   } else if (mpi || nccl) {
@@ -161,7 +161,7 @@ static eng_status load_nccl(const comm_transport **out, const launch *l)
     status,
     "%s started %d process%s without MPI; without it, each process needs a card and connects "
     "over NCCL: %s; hint: mpirun -np %d engine SCRIPT (or srun --mpi=pmix) needs no cards, "
-    "ENGINE_RANKS=off needs no other processes, NCCL_DEBUG=WARN says more",
+    "ENGINE_RANKS=off needs no other processes, NCCL_DEBUG=WARN prints more",
     l->name, l->size, l->size > 1 ? "es" : "", reason, l->size);
 }
 
@@ -221,8 +221,8 @@ static void at_exit(int code, void *nothing)
   eng_comm_end(code);
 }
 
-// Libraries that a transport uses install signal handlers when they start. For example UCX, which
-// Open MPI 5 uses, takes SIGHUP and SIGBUS. load() restores the process's own handlers.
+// The libraries of a transport install signal handlers when they start. For example UCX, which Open
+// MPI 5 uses, handles SIGHUP and SIGBUS. load() restores the process's own handlers.
 static const int kept_signals[] = {SIGHUP,  SIGINT,  SIGTERM, SIGALRM, SIGBUS,
                                    SIGPIPE, SIGUSR1, SIGUSR2, SIGXCPU, SIGXFSZ};
 enum { KEPT_SIGNALS = sizeof kept_signals / sizeof *kept_signals };
@@ -310,7 +310,7 @@ void eng_comm_end(int code)
     transport->finish();
     comm_watched(before);
   } else {
-    // Rank 0 usually prints the same error and has a checkpoint to write, so rank 0 goes first.
+    // Rank 0 usually has the same error to print and a checkpoint to write, so the others wait.
     if (comm_world.rank > 0) usleep(500000);
     fflush(NULL);
     comm_streams_end(false);
