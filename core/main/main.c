@@ -49,7 +49,7 @@ enum { RESULTS_LOST = 5, DRIFTED = 6 };   // as in lua/engine/train/loop.lua
 // all ranks end the job together.
 static void complain(const char *message)
 {
-  static char text[1 << 16];              // of the main thread
+  static char text[1 << 16];              // only the main thread calls this
   eng_text_shown(text, sizeof text, message, (int64_t)strlen(message), true);
   fflush(stdout);
   if (rank > 0) {
@@ -71,9 +71,9 @@ static bool is_plumbing(const char *frame, size_t length)
   return false;
 }
 
-// Pushes `text`, a message with its traceback, shortened for the script's author. The engine's own
-// frames are dropped. The whole traceback is dropped if it only repeats the message's position, or
-// has no frame of the file that the message names (a policy). A message about the engine's own
+// Pushes `text`, a message with its traceback, shortened for the script's author. Drops the
+// engine's own frames. Drops the whole traceback if it only repeats the message's position, or if
+// it has no frame of the file that the message names (a policy). A message about the engine's own
 // files stays complete.
 static void push_trimmed(lua_State *L, const char *text)
 {
@@ -515,8 +515,9 @@ static int run_command(lua_State *L, const char *name, int argc, char **argv, in
   return (int)lua_tointeger(L, -1);
 }
 
-// Reports misspelt ENGINE_ variables and unknown values of known ones, which would otherwise be
-// ignored silently. Does nothing if the Lua modules or docs/environment.md are missing.
+// Reports misspelt ENGINE_ variables, and unknown values of known variables. Without this report
+// the engine would ignore them silently. Does nothing if the Lua modules or docs/environment.md are
+// missing.
 static void check_variables(lua_State *L)
 {
   enum { MOST = 100 };
@@ -595,14 +596,14 @@ static int run(lua_State *L, int argc, char **argv)
     else ok = call_loaded(L, luaL_loadfile(L, NULL));
   }
   bool interrupted = signals_clear(L);
-  // starts also after an error: the variables of the script help to debug it
+  // -i starts the REPL after an error too, so that the script's variables can be inspected
   if (o.interactive) {
     ok = require(L, "engine.cli.repl") && call(L, 0, 0);
     run_status = 0;
   } else if (!ok && interrupted) {
     return 128 + eng_interrupt_signal(0);
   }
-  bool together = ok || run_status == DRIFTED;    // if ranks drifted, all of them have this error
+  bool together = ok || run_status == DRIFTED;    // ranks that drifted all have the same error
   if (together && run_status) { // every rank gets here, so the job ends without an abort
     fflush(stdout);             // mpirun ends the other ranks when the first has exited
     eng_comm_end(0);

@@ -34,7 +34,7 @@ static void *start_when_free(void *lock)
   return NULL;
 }
 
-// Whether as many threads as the machine has cores can exist at once with stacks of `bytes`.
+// Whether one thread per core (at most 256) can start with a stack of `bytes` each.
 static bool threads_fit(size_t bytes)
 {
   enum { MOST = 256 };
@@ -44,7 +44,7 @@ static bool threads_fit(size_t bytes)
   long cores = sysconf(_SC_NPROCESSORS_ONLN);
   int made = 0, wanted = cores < 1 ? 1 : cores < MOST ? (int)cores : MOST;
   pthread_attr_init(&attributes);
-  // OpenMP itself reports and ignores a size that is refused here
+  // if pthread_attr_setstacksize refuses the size, OpenMP itself reports and ignores it
   bool fit = true, set = pthread_attr_setstacksize(&attributes, bytes) == 0;
   pthread_mutex_lock(&lock);
   while (set && fit && made < wanted) {

@@ -1,5 +1,5 @@
-// Signals of the `engine` binary: what interrupts a script, stops a run or ends the process. Owns
-// the handlers. Called by main.c.
+// The signal handlers of the `engine` binary. They interrupt a script, stop a run or end the
+// process. Called by main.c.
 #define _GNU_SOURCE
 #include "signals.h"
 
@@ -18,7 +18,8 @@ static int rank;
 static bool has_run;                                    // whether a trainer has begun a run
 static bool (*is_own_place)(const char *place, size_t length);
 
-// The error names the script's line, wherever in the engine the signal arrived.
+// The error names a line of the script, even if the signal arrived inside one of the engine's Lua
+// files.
 static void stop_hook(lua_State *L, lua_Debug *record)
 {
   lua_Debug frame;
@@ -38,13 +39,13 @@ static void say(const char *text)
   if (write(STDERR_FILENO, text, strlen(text)) < 0) return;
 }
 
-// SIGINT, SIGTERM, SIGUSR1, SIGUSR2, SIGXCPU. The first signal: the trainer stops at the end of its
-// step, a waiting call returns, or the script is stopped. A second SIGINT or SIGTERM ends the
-// process at once. The other signals are not counted, because SIGXCPU comes every second, and a
-// batch system sends SIGTERM after SIGUSR1.
+// Handles SIGINT, SIGTERM, SIGUSR1, SIGUSR2 and SIGXCPU. After the first signal the trainer stops
+// at the end of its step, a waiting call returns, or the script is stopped. A second SIGINT or
+// SIGTERM ends the process at once. Only these two are counted, because SIGXCPU comes every second,
+// and a batch system sends SIGTERM after SIGUSR1.
 static void on_signal(int signal_number)
 {
-  static volatile sig_atomic_t endings;                  // SIGINTs and SIGTERMs since the interrupt
+  static volatile sig_atomic_t endings;    // SIGINTs and SIGTERMs, from the first signal on
   if (!pthread_equal(pthread_self(), main_thread)) {     // an OpenMP thread must not set Lua's hook
     pthread_kill(main_thread, signal_number);
     return;
@@ -70,8 +71,8 @@ static void on_signal(int signal_number)
 }
 
 // Runs one second after a signal, because compiled Lua loops and long operations check no hook. If
-// the script has not stopped, a signal other than SIGINT ends the process, unless a run has begun.
-// After Ctrl-C the user decides whether to interrupt again.
+// the script has not stopped by then and no run has begun, a signal other than SIGINT ends the
+// process. After Ctrl-C the user decides whether to interrupt again.
 static void on_alarm(int signal_number)
 {
   (void)signal_number;
@@ -82,8 +83,8 @@ static void on_alarm(int signal_number)
   if (rank == 0) say("\nstill busy; interrupt again to stop at once\n");
 }
 
-// A mapped file was truncated while in use. The missing data cannot be read, so this exits with the
-// reason.
+// SIGBUS: a mapped file was truncated while in use. The missing data cannot be read, so this
+// handler prints the reason and exits.
 static void on_bus(int signal_number)
 {
   say("\nengine: a data or weight file was truncated while in use; hint: resume=auto continues "
@@ -95,9 +96,9 @@ static bool hangup_ignored;                            // by nohup
 
 void signals_run_begun(void) { has_run = true; }
 
-// kill -HUP: a run rereads its policy's file; after a run it changes nothing, and in a script
-// without a run the process ends as usual. If the terminal closed (the signal then comes from the
-// kernel), the run stops as on Ctrl-C, unless it was started with nohup.
+// SIGHUP. After `kill -HUP` a run rereads its policy's file. The signal has no effect after a run;
+// if no run has begun, the process ends as usual. If the terminal closed (the signal then comes
+// from the kernel), the run stops as on Ctrl-C, unless it was started with nohup.
 static void on_hangup(int signal_number, siginfo_t *from, void *context)
 {
   (void)context;
@@ -109,9 +110,9 @@ static void on_hangup(int signal_number, siginfo_t *from, void *context)
   raise(signal_number);
 }
 
-// The reader of a pipe is gone. If the pipe is stdout (`| head`, a dead `tee`), the process ends as
-// usual, unless it has begun a run. Then the run and the rest of the script go on without the
-// output: the write fails, and progress.lua reports that.
+// SIGPIPE: the reader of a pipe has closed it. If the pipe is stdout (`| head`, a dead `tee`), the
+// process ends as usual, unless it has begun a run. In that case the run and the rest of the script
+// continue without the output: the write fails, and progress.lua reports the failure.
 static void on_pipe(int signal_number)
 {
   struct pollfd out = {.fd = STDOUT_FILENO, .events = POLLOUT};
@@ -120,7 +121,7 @@ static void on_pipe(int signal_number)
   raise(signal_number);
 }
 
-// SIGXFSZ: the write fails with EFBIG, as on a full disk.
+// SIGXFSZ: because of this handler the write fails with EFBIG, and the process does not end.
 static void on_file_limit(int signal_number)
 {
   (void)signal_number;
