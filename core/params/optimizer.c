@@ -19,10 +19,10 @@ struct eng_optimizer {
   int32_t      slot;
   bool         in_a_row;     // the previous update was a lagged one
   int64_t      lagged_t;     // number of the next lagged update, on devices that compute at once
-  // [set->n] storage.writes of moment 1 when it was first seen nonzero; -1: not yet
+  // [set->n] storage.writes of moment 1 when it was last found to be nonzero; -1: never
   int64_t     *begun;
-  // NULL until the first update creates them (SGD's only with momentum). moment[COMPENSATION]:
-  // the rounding errors of bf16 masters; f32 masters have no part in it
+  // NULL until an update (SGD: with momentum) or eng_optimizer_moment creates them.
+  // moment[COMPENSATION]: the rounding errors of bf16 masters; f32 masters have no part in it
   flat_buffer *moment[3];
 };
 enum { COMPENSATION = 2, BUFFERS };
@@ -60,7 +60,7 @@ static eng_status take_slot(eng_optimizer *state)
   return ENG_OK;
 }
 
-/// The dtypes of a buffer's parts; -1: no part.
+/// The dtype of each part of a buffer; -1: no part.
 static int32_t *dtypes_of(const eng_optimizer *state, int which)
 {
   int32_t *dtype = state->set->which;   // unused between passes
@@ -105,7 +105,8 @@ eng_status eng_optimizer_new(eng_optimizer **out, eng_params *set, int kind, int
 {
   *out = NULL;
   if (kind < 0 || kind >= KINDS)
-    return error_set(ENG_ERR_VALUE, "unknown optimizer number %d", kind);
+    return error_set(ENG_ERR_VALUE,
+                     "unknown optimizer number %d; expected 0 to 3 (ENG_SGD to ENG_LION)", kind);
   if (moment_dtype != ENG_f32 && moment_dtype != ENG_bf16)
     return error_set(ENG_ERR_DTYPE, "%s: expected moments in f32 or bf16, got %s", kinds[kind].name,
                      eng_dtype_name(moment_dtype));
@@ -186,8 +187,8 @@ eng_status eng_optimizer_rounding(eng_optimizer *state, int rounding)
 {
   ENG_TRY(check_alive(state));
   if (rounding < ENG_ROUND_NEAREST || rounding > ENG_ROUND_KAHAN)
-    return error_set(ENG_ERR_VALUE, "%s: unknown rounding number %d", kinds[state->kind].name,
-                     rounding);
+    return error_set(ENG_ERR_VALUE, "%s: unknown rounding number %d; expected 0 to 2 (ENG_ROUND_*)",
+                     kinds[state->kind].name, rounding);
   state->rounding = rounding;
   flat_release(&state->moment[COMPENSATION]);   // the masters may have another format now
   return ENG_OK;
@@ -229,8 +230,8 @@ static eng_status check_update(const eng_optimizer *state, const eng_update *upd
   return ENG_OK;
 }
 
-/// Whether this moment was never updated. Decided by its bits, so that a state loaded from a
-/// checkpoint continues exactly like the saved one.
+/// Whether this moment was never updated, which means that all its bits are 0. This test gives the
+/// same result for a state loaded from a checkpoint as for the saved state.
 static bool untouched(const tensor *moment)
 {
   const char *at = moment->data;
@@ -247,8 +248,8 @@ static bool untouched(const tensor *moment)
   return true;
 }
 
-/// Whether parameter i's moment was ever updated. Stops reading the moment once that is known,
-/// because a read may have to wait for a GPU.
+/// Whether parameter i's moment was ever updated. Once the moment was found to be nonzero, it is
+/// not read again until a script writes to it, because a read may have to wait for a GPU.
 static bool has_begun(eng_optimizer *state, int i)
 {
   const tensor *moment = state->moment[0]->part[i];
@@ -274,7 +275,9 @@ eng_status eng_optimizer_step(eng_optimizer *state, const eng_update *update)
   eng_params *set = state->set;
   eng_update here = *update;
   const bool lagged = update->lagged != 0;
-  if (update->lagged && !device->gradstats_start) {   // a GPU would decide this itself
+  // on a device that computes statistics at once, the host decides here whether to skip the update;
+  // a GPU decides this itself
+  if (update->lagged && !device->gradstats_start) {
     here.t = here.draw = state->in_a_row ? state->lagged_t : update->t;
     here.lagged = 0;
     state->lagged_t = here.t;

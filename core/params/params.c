@@ -94,7 +94,7 @@ static eng_status copy_values(eng_params *set)
   return ENG_OK;
 }
 
-/// Makes the members views of their copies, without gradients; cannot fail.
+/// Points the members to their copies in the flat buffer and drops their gradients; cannot fail.
 static void adopt(eng_params *set)
 {
   char *at = set->masters->memory;
@@ -144,7 +144,8 @@ eng_status eng_params_new(eng_params **out, const eng_tensor *tensors, const cha
   if (n > 0 && (!tensors || !names))
     return error_set(ENG_ERR_VALUE, "a parameter set needs a tensor and a name for each member");
   for (int i = 0; i < n; i++)
-    if (!names[i]) return error_set(ENG_ERR_VALUE, "parameter number %d has no name", i);
+    if (!names[i])
+      return error_set(ENG_ERR_VALUE, "parameter number %d has no name (the first is number 0)", i);
 
   eng_params *set = set_allocate(n, names);
   if (!set) return error_set(ENG_ERR_MEMORY, "out of memory for a set of %d parameters", n);
@@ -167,7 +168,7 @@ eng_status eng_params_new(eng_params **out, const eng_tensor *tensors, const cha
                     "parameters %s and %s are the same tensor %s; hint: list a shared weight once",
                     set->member[k].name, p->name, tensor_text(p->value));
   }
-  // Allocates first: after a failure the tensors still belong to their owner.
+  // Allocates before it changes any tensor, so that a failure leaves the tensors unchanged.
   if (status == ENG_OK) status = flat_memory(&set->masters, set->space, ARENA_PARAMETER, n, bytes);
   if (status == ENG_OK) status = copy_values(set);
   if (status != ENG_OK) {
@@ -242,7 +243,7 @@ static eng_status fixed_format(const char *what, const char *zero)
                                   "their format; hint: create a new optimizer", what, zero);
 }
 
-/// Whether gradients can change to these formats; an error names the reason.
+/// Checks that gradients can change to these formats. Errors: STATE, with the reason.
 static eng_status gradients_can_change(const eng_params *set, const int32_t *gradient,
                                        bool accumulates)
 {
@@ -268,7 +269,7 @@ static void renew_gradients(eng_params *set, const int32_t *gradient, bool accum
   link_parts(set);
 }
 
-/// Whether the masters of a set can change their format; an error names the reason.
+/// Checks that the masters of a set can change their format. Errors: STATE, with the reason.
 static eng_status masters_can_change(const eng_params *set)
 {
   if (set->parted) return fixed_format("weights", "3");
@@ -320,7 +321,7 @@ eng_status eng_params_masters(eng_params *set, const int32_t *dtype)
     x->store->writes++;
     at += x->store->bytes;
   }
-  unused->n = 0;   // its parts, if any, live on in the other buffer
+  unused->n = 0;   // keeps flat_release from dropping the members' tensors
   flat_release(&unused);
   ENG_TRY(status);
   set->masters = fresh;
@@ -329,7 +330,7 @@ eng_status eng_params_masters(eng_params *set, const int32_t *dtype)
   return ENG_OK;
 }
 
-// shadow or gradient NULL: f32 throughout.
+// shadow NULL: no low-precision weights. gradient NULL: f32 gradients.
 eng_status eng_params_precision(eng_params *set, const int32_t *shadow, const int32_t *gradient)
 {
   ENG_TRY(params_alive(set));

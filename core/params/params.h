@@ -5,22 +5,23 @@
 
 #include "device/backend.h"
 
-/// Identifies a derived copy: its address, its maker and the version of the recipe.
+/// Identifies a derived copy: its address, the id of its maker (an FP8 site) and the version of the
+/// recipe.
 typedef struct params_stamp {
   const void *memory;
   int64_t     maker;
   uint32_t    version;
 } params_stamp;
 
-/// A copy of a parameter in another format, made and owned by a higher folder (fp8/). Its struct
-/// begins with this one.
+/// A copy of a parameter in another format, made and owned by a folder that uses this one (fp8/).
+/// The owner's struct begins with this one.
 typedef struct params_derived {
   void         (*free)(struct params_derived *copy);
   int64_t      (*bytes)(const struct params_derived *copy);
   // marks the copy for a rebuild at its next use, in the same memory
   void         (*outdate)(struct params_derived *copy);
   params_stamp (*stamp)(const struct params_derived *copy);
-  // lists its tensors, of PARAMS_DERIVED at most; returns their number
+  // lists its tensors, at most PARAMS_DERIVED; returns their number
   int          (*tensors)(tensor **out, const struct params_derived *copy);
 } params_derived;
 enum { PARAMS_DERIVED = 5 };
@@ -38,7 +39,7 @@ typedef struct parameter {
   tensor     *gradient;
   bool        has_gradient;   // a gradient was added since the last zero_grad
   bool        expected;       // a temporary mark of backward.c
-  bool        unscaled;       // the gradient is the true one, without any scale
+  bool        unscaled;       // the gradient has been divided by its scales
   double      relative_scale; // of the gradient
   double      next_relative_scale;   // of the next gradient
   params_derived *derived;    // a copy in another format, or NULL
@@ -56,11 +57,11 @@ typedef struct flat_buffer {
   tensor  *part[];            // part[i] is parameter i's tensor; NULL: it has none
 } flat_buffer;
 
-/// Statistics requested and not fetched yet.
+/// Statistics that were requested and not fetched yet.
 typedef struct pending_stats {
   unsigned needs;
-  int32_t  m, n_losses;
-  int32_t *which;             // [n] of the set: entry k is of member which[k]
+  int32_t  m, n_losses;       // m: entries in use in the arrays, whose size is the set's n
+  int32_t *which;             // [n] entry k is of member which[k]
   double  *relative_scale;    // [n] of entry k
   int64_t  ticket;            // the device's ticket, if it computes asynchronously
   eng_tensor_stats *stats;    // [n], if it computes at once; NULL on a card
@@ -72,22 +73,22 @@ typedef struct pending_stats {
 
 struct eng_params {
   int32_t      n;
-  int32_t      references;    // the owner's, and one of each optimizer
+  int32_t      references;    // the owner's, and one of each optimizer and each eng_parallel
   bool         freed;         // freed by its owner
   int64_t      count;         // elements of all members
   int32_t      space;         // memory space of all buffers
   parameter   *member;        // [n]
   flat_buffer *masters, *shadows;
-  // NULL until the first backward pass; `divided`: only this rank's elements of each member
+  // NULL until the first backward pass; if `divided`, has only this rank's elements of each member
   flat_buffer *gradients;
   // ZeRO-2: backward writes gradients into temporary memory of dist/ until they are reduced
   bool         divided;
   int32_t     *gradient_dtype;// [n] of the stored gradients
-  int32_t     *term_dtype;    // [n] of the terms that backward adds: the recipe's
-  bool         accumulates;   // several passes add up: sums low-precision terms in f32
+  int32_t     *term_dtype;    // [n] of the terms that backward adds, as the recipe says
+  bool         accumulates;   // the gradients of several passes are summed, in f32
   flat_buffer *unscaled;      // f32 gradients of the members with f16 or bf16 gradients
   flat_buffer *reference;     // f32 gradients of a reference backward
-  bool        *kept;          // [n] has_gradient while a reference backward runs, else NULL
+  bool        *kept;          // [n] has_gradient from before a reference backward; NULL: none runs
   param_span  *span;          // [n] work space of a pass over all parameters
   int32_t     *which;         // [n] span k is of member which[k]
   eng_tensor_stats *stats;    // [n]
@@ -95,7 +96,7 @@ struct eng_params {
   // [n][2] elements [from, to) of each member that this rank owns; NULL: all (comm_parallel.c)
   int64_t     *own;
   bool         sharded;       // this rank updates only its own elements (ZeRO-1 to 3)
-  struct params_parted *parted;   // other ranks' weights come and go (ZeRO-3); NULL: all stay
+  struct params_parted *parted;   // ZeRO-3: the table of divided weights; NULL: not divided
   pending_stats pending[ENG_STATS_ON_THEIR_WAY];   // a ring: lagged statistics, oldest first
   int32_t      first_pending, n_pending;
   // the statistics requested last, which decide the next lagged update; NULL: none
@@ -146,12 +147,12 @@ static inline bool params_sums_terms(const parameter *p)
   return !set->kept && set->term_dtype[p->index] != set->gradient_dtype[p->index];
 }
 
-/// Brings the absent weights among x[n] (entries may be NULL). All ranks call it at the same
-/// operations. Errors: STATE.
+/// Fetches the absent weights among the inputs x[n] of an operation (entries may be NULL). All
+/// ranks call this for the same operations. Errors: STATE.
 eng_status params_bring(tensor *const *x, int n);
-/// Weights on their way from other ranks, ahead of their use; NULL: none. params_advance moves the
-/// messages and never waits; params_settle waits until they have arrived. No weights may be written
-/// before they have, because this rank's own are being sent.
+/// The table of the set that is exchanging weights with other ranks; NULL: none. params_advance
+/// advances the messages and never waits; params_settle waits until all have arrived. Until then no
+/// weights may be written, because this rank is sending its own.
 extern struct params_parted *params_under_way;
 eng_status params_advance(void);
 eng_status params_settle(void);
@@ -165,7 +166,8 @@ bool params_owns(const parameter *p);
 eng_status params_derived_outdated(parameter *p);
 /// Call this before freeing a member's derived copy.
 void params_derived_freed(parameter *p);
-/// Ends the exchange of weights: this rank keeps its own elements; the others are lost.
+/// Ends the exchange of weights. This rank keeps its own elements; the values of the other elements
+/// become undefined.
 void params_forget_parts(eng_params *set);
 
 /// Marks a member as having no gradient.
@@ -184,8 +186,9 @@ eng_status params_alive(const eng_params *set);
 /// Checks that the set has a member `index`. Errors: VALUE.
 eng_status params_index(const eng_params *set, int index);
 
-/// The checks of every pass over parameters. They must be in the memory of the current device
-/// (DEVICE). No capture may be running, because `pass` cannot be part of a captured step (STATE).
+/// The checks of every pass over parameters: the parameters are in the memory of the current device
+/// (else DEVICE), and no capture is running, because `pass` cannot be part of a captured step (else
+/// STATE).
 eng_status params_here(const eng_params *set, const char *pass);
 /// An error if this rank has only its own elements of the gradients (ZeRO-2).
 eng_status params_whole(const eng_params *set);

@@ -49,7 +49,7 @@ eng_status eng_params_zero_grad(eng_params *set)
   for (int i = 0; i < set->n; i++) {
     parameter *p = &set->member[i];
     params_drop_gradient(p);
-    p->gradient = params_resting_place(set, i);   // it may point to the unscaled gradient
+    p->gradient = params_resting_place(set, i);   // it may have pointed to the unscaled gradient
   }
   return ENG_OK;
 }
@@ -61,7 +61,7 @@ static int spans(eng_params *set, const int64_t *own)
     const parameter *p = &set->member[i];
     int64_t from = own ? own[2 * i] : 0, to = own ? own[2 * i + 1] : p->value->count;
     if (!p->has_gradient || from == to) continue;
-    // if divided, the buffer holds only the rank's own elements
+    // if gradients are divided, the buffer holds only this rank's elements
     const tensor *gradient = p->gradient ? p->gradient : set->gradients->part[i];
     set->which[m] = i;
     set->span[m++] = (param_span){
@@ -155,7 +155,7 @@ void params_total(eng_record *record, eng_params *set, const eng_tensor_stats *s
   params_record(record, NULL, set, set->stats, set->which, m, scale, needs);
 }
 
-/// Allocates the f32 buffer for unscaled low-precision gradients, once.
+/// Allocates the f32 buffer for the unscaled values of low-precision gradients, once.
 static eng_status unscaled_buffer(eng_params *set)
 {
   int32_t *dtype = set->which;   // unused between passes

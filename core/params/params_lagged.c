@@ -1,7 +1,7 @@
-// Gradient statistics of lagged mode: requested in one step and read in the next, without waiting.
-// A GPU keeps the results until they are fetched. This file keeps those of a device that computes
-// at once, so that scripts see the same behaviour on both. Owns eng_params.pending. Called by Lua
-// and, for the update, by optimizer.c.
+// Gradient statistics of lagged mode: requested in one step and read in a later one, without
+// waiting. A GPU keeps the results until they are fetched. For a device that computes statistics at
+// once, this file keeps the results, so that scripts see the same behaviour on both. Owns
+// eng_params.pending. Called by Lua and, for the update, by optimizer.c.
 #include "params.h"
 
 #include "base/error.h"
@@ -74,7 +74,7 @@ static eng_status check_losses(tensor **loss, const eng_tensor *losses, int n)
   return ENG_OK;
 }
 
-/// Takes the statistics of the members that have a gradient from `known`.
+/// Copies from `known` the statistics of the members that have a gradient.
 static void take_known(pending_stats *p, const eng_params *set, const eng_tensor_stats *known)
 {
   p->m = 0;
@@ -96,7 +96,7 @@ static eng_status compute(pending_stats *p, eng_params *set)
   return ENG_OK;
 }
 
-/// Sums up what the update needs.
+/// Computes the totals that the update needs: loss, sum of squares, overflow.
 static void sum_up(pending_stats *p, tensor *const *loss)
 {
   p->loss = p->sum_squares = 0;

@@ -1,16 +1,17 @@
-// Weights that come and go (ZeRO-3). The flat buffers of weights keep their addresses, so that
-// tensors, views and the tape stay valid; pages that hold none of this rank's own elements are
-// given back to the system. Weights that are used together form a unit. An operation that reads an
-// absent weight brings its whole unit (`link`, in dist/) and drops the units that it does not read.
-// So a forward pass uses one unit after the other, and the backward pass the same in reverse.
+// Divided weights (ZeRO-3). The flat buffers of weights keep their addresses, so that tensors,
+// views and the tape stay valid; pages that hold none of this rank's own elements are returned to
+// the system. Weights that are used together form a unit. Before an operation that reads an absent
+// weight, the weight's whole unit is fetched (`link`, in dist/), and the units that the operation
+// does not read are dropped. So a forward pass has one unit after the other in memory, and the
+// backward pass has them in reverse order.
 //
-// Meanwhile the next unit is on its way: parted_order.c predicts it from earlier passes. If another
-// unit is needed, the predicted one arrives first and is dropped. At most one unit is on its way,
-// and none while weights are written (params_settle). A derived copy comes ahead only if its owner
-// has made it since the last update.
+// While operations use a unit, the next unit is already being fetched; parted_order.c predicts it
+// from earlier passes. If another unit is needed, the predicted unit is received completely and
+// then dropped. At most one unit is in flight, and none while weights are written (params_settle).
+// A derived copy is fetched early only if its owner has made it since the last update.
 //
 // Absent weights are marked in their storage, so that nothing reads or writes them by mistake
-// (tensor_get). Owns the table and the marks. Called by op.c, params.c and dist/.
+// (tensor_get). Owns the table and the marks. Called by autograd/, fp8/, dist/ and this folder.
 #include "params_parted.h"
 
 #include "base/error.h"
@@ -67,12 +68,12 @@ static eng_status add_pages(params_parted *q, int unit, int form, char *from, ch
   return ENG_OK;
 }
 
-/// Finds the pages of a flat buffer that hold nothing of this rank's own. Adjacent runs of bytes of
+/// Finds the pages of a flat buffer that hold no elements of this rank. Adjacent runs of bytes of
 /// one unit and form are merged, because a page may span several of them.
 static eng_status find_pages(params_parted *q, const eng_params *set, const int64_t *own,
                              const flat_buffer *flat)
 {
-  char *from = NULL, *to = NULL;       // a run of bytes of other ranks, of `unit` and `form`
+  char *from = NULL, *to = NULL;       // a run of other ranks' bytes, in `unit` and `form`
   int unit = -1, form = 0;
   for (int i = 0; flat && i < set->n; i++) {
     const tensor *x = flat->part[i];
@@ -195,7 +196,7 @@ eng_status params_advance(void)
   return params_under_way->link->advance(params_under_way->data);
 }
 
-/// Begins to fill a unit, after that of another set.
+/// Begins to fill a unit, once the unit in flight, perhaps of another set, has arrived.
 static eng_status start(params_parted *q, int unit, int form)
 {
   if (!q->imagined) ENG_TRY(params_settle());
@@ -256,7 +257,7 @@ eng_status parted_drop(params_parted *q)
   return status;
 }
 
-/// Marks the storages of members whose weights come and go, and which of these are absent now.
+/// Marks the storages of divided members, and among them those whose weights are absent now.
 static void mark(eng_params *set)
 {
   const params_parted *q = set->parted;
@@ -302,8 +303,8 @@ eng_status params_bring(tensor *const *x, int n)
     unit[m++] = set->parted->unit_of[p->index];
   }
   if (!set->parted->link)
-    return error_set(ENG_ERR_STATE, "parameter %s: this rank has only its part (zero=3), and its "
-                                    "trainer is gone", absent->name);
+    return error_set(ENG_ERR_STATE, "parameter %s: this rank has only its part (zero=3), and the "
+                                    "trainer, which fetches the rest, was freed", absent->name);
   eng_status status = parted_need(set->parted, unit, form, m);
   mark(set);
   return status;
@@ -326,9 +327,9 @@ eng_status params_bring_all(eng_params *set)
   params_parted *q = set->parted;
   if (q->whole) return ENG_OK;
   if (!q->link)
-    return error_set(ENG_ERR_STATE, "this rank has only its part of the weights (zero=3), and its "
-                                    "trainer is gone");
-  ENG_TRY(params_leave(set));      // so that all ranks bring the same units
+    return error_set(ENG_ERR_STATE, "this rank has only its part of the weights (zero=3), and the "
+                                    "trainer, which fetches the rest, was freed");
+  ENG_TRY(params_leave(set));      // so that all ranks fetch the same units
   for (int u = 0; u < q->n_units; u++)
     for (int f = 0; f < PARTED_FORMS; f++) {
       if (f == PARTED_DERIVED) {
@@ -341,7 +342,7 @@ eng_status params_bring_all(eng_params *set)
       params_leave(set);
       return status;
     }
-  for (int i = 0; i < set->n; i++)   // each rank can make derived copies itself now
+  for (int i = 0; i < set->n; i++)   // each rank now has the weights to make derived copies itself
     if (set->member[i].derived) set->member[i].derived->outdate(set->member[i].derived);
   q->whole = true;
   mark(set);
@@ -403,7 +404,8 @@ eng_status params_derived_outdated(parameter *p)
     q->unit[unit].here[PARTED_DERIVED] = true;
   }
   ENG_TRY(arrive(q));
-  if (q->ahead == unit * PARTED_FORMS + PARTED_DERIVED) q->ahead = -1;   // it was out of date
+  // the copy that was fetched early is out of date
+  if (q->ahead == unit * PARTED_FORMS + PARTED_DERIVED) q->ahead = -1;
   move_pages(q, unit, PARTED_DERIVED, false);
   mark(p->set);
   return ENG_OK;

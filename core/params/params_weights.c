@@ -1,5 +1,5 @@
-// The weights of a set's members: low-precision copies and their rounding, what this rank holds of
-// them, their sizes and checksum. Called by the other files of this folder, autograd/, fp8/ and
+// The weights of a set's members: low-precision copies and their rounding, the elements that this
+// rank owns, sizes and checksum. Called by the other files of this folder, autograd/, fp8/ and
 // Lua.
 #include "params_parted.h"
 

@@ -1,10 +1,10 @@
-// Predicts which weights a pass uses next. The prediction follows the last pass as long as the
-// present one repeats it. After a departure, such as an evaluation or a branch of the model, it
-// continues at the last place where the same two numbers followed each other, so it soon follows
-// the last pass of that kind; without such a place there is no prediction.
+// Predicts which weights a pass uses next. The prediction follows the previous pass as long as the
+// current pass repeats it. After a difference, such as an evaluation or a branch of the model, the
+// prediction continues after the most recent earlier occurrence of the last two entries, so it soon
+// follows the last pass of that kind. Without such an occurrence there is no prediction.
 //
-// Ranks that use the same weights in the same order make the same predictions, because nothing else
-// goes into them. Owns nothing. Called by params_parted.c.
+// Ranks that use the same weights in the same order make the same predictions, because a prediction
+// depends on nothing else. Owns nothing. Called by params_parted.c.
 #include "parted_order.h"
 
 static int32_t number_at(const parted_order *o, int64_t i) { return o->came[i % ORDER_KEPT]; }

@@ -1,5 +1,5 @@
-// Records the order in which a pass uses the divided weights of ZeRO-3, and predicts which it uses
-// next. See parted_order.c.
+// Records the order in which passes use the divided weights of ZeRO-3, and predicts which weights a
+// pass uses next. See parted_order.c.
 #pragma once
 
 #include <stdbool.h>
@@ -7,14 +7,15 @@
 
 enum { ORDER_KEPT = 4096, ORDER_UNKNOWN = -1, ORDER_END = -2 };
 
-/// What came, as numbers that the caller chooses, from 0 on; the last ORDER_KEPT of them.
+/// The last ORDER_KEPT entries of the order. An entry is a number >= 0 that the caller has chosen
+/// for some weights, or ORDER_END.
 typedef struct parted_order {
   int32_t came[ORDER_KEPT];
-  int64_t n;                  // numbers so far; number i is came[i % ORDER_KEPT]
-  int64_t at;                 // the earlier number that the next one probably equals; n: none
+  int64_t n;                  // entries so far; entry i is came[i % ORDER_KEPT]
+  int64_t at;                 // index of the entry that predicts the next one; n: no prediction
 } parted_order;
 
-/// Records what came, or ORDER_END where a pass ended.
+/// Appends the number of the weights that were used, or ORDER_END at the end of a pass.
 void order_note(parted_order *o, int32_t number);
-/// What probably comes next: a number, ORDER_END, or ORDER_UNKNOWN.
+/// Predicts the next entry: a number, ORDER_END, or ORDER_UNKNOWN.
 int32_t order_next(const parted_order *o);
