@@ -1,12 +1,14 @@
 // Arenas: bump allocation in chunks, with free lists by exact size. See arena.h. The host's chunks
-// come from mmap. Another memory space gets its chunks from its device, which can ask for reports
-// of the pieces in use. Nothing here reads a piece, because the host may have no access to it.
+// come from mmap. Another memory space gets its chunks from its device (arena_source), which can
+// also register a function that receives every allocation and release. Nothing here reads a piece,
+// because the host may have no access to it.
 //
 //   chunk 0 [#### used ####|      free      ]   chunk 1 [...]
 //                          ^ bump
-// A request first looks for a returned piece of its size, then bumps, then takes another chunk.
-// Empty chunks stay for later requests and return to the system only when memory is short. In the
-// lasting arenas a chunk that holds one large piece returns as soon as that piece is freed.
+// A request first looks for a freed piece of its size, then for space behind the bump position of a
+// chunk, and then takes another chunk from the system. Empty chunks stay for later requests and
+// return to the system only when memory is short. In the lasting arenas (all but step and scratch)
+// a chunk that holds one large piece returns to the system as soon as that piece is freed.
 #include "arena.h"
 
 #include "base/error.h"
@@ -39,7 +41,7 @@ typedef struct chunk {
   bool    dedicated;       // holds exactly one piece
 } chunk;
 
-// Returned pieces of one size.
+// Freed pieces of one size.
 typedef struct free_piece {
   struct free_piece *next;
   void *memory;
@@ -140,7 +142,8 @@ static free_list *list_for(arena *a, int64_t size)
   return NULL;
 }
 
-/// A number of bytes read from a file in /sys; `otherwise` if it has no number above 0.
+/// Reads a number of bytes from a file in /sys; returns `otherwise` if the file has no number
+/// above 0.
 static int64_t number_in(const char *path, int64_t otherwise)
 {
   FILE *file = fopen(path, "r");
@@ -151,8 +154,8 @@ static int64_t number_in(const char *path, int64_t otherwise)
   return value;
 }
 
-/// Memory of the machine, or the limit of the process's container. If this is exceeded, the system
-/// kills the process instead of refusing memory.
+/// The bytes of memory of the machine, or the limit of the process's container if that is lower. If
+/// a process exceeds this, the system kills the process instead of refusing memory.
 static int64_t machine_memory(void)
 {
   static int64_t known;
@@ -170,8 +173,8 @@ static int64_t memory_of(int space)
   return space == SPACE_HOST ? machine_memory() : sources[space].capacity();
 }
 
-/// Marks a piece as in use, or closes it to all access. Memory of a captured step stays open while
-/// the step exists.
+/// Marks a piece as in use (`out`), or closes it to all access. The memory of a captured step stays
+/// open while the captured step exists.
 static void mark(int space, arena_id id, void *memory, int64_t bytes, bool out)
 {
   if (space != SPACE_HOST) {
@@ -263,7 +266,7 @@ static chunk *chunk_new(int space, arena_id id, int64_t bytes)
   }
   size = (size + 4095) / 4096 * 4096;
   void *memory = memory_take(space, size);
-  if (!memory) {   // other processes may use the machine or the GPU
+  if (!memory) {   // other processes may have taken the memory of the machine or the GPU
     return_empty_chunks(space);
     size = (bytes + 4095) / 4096 * 4096;
     memory = memory_take(space, size);
@@ -284,7 +287,7 @@ static chunk *chunk_new(int space, arena_id id, int64_t bytes)
 void *arena_alloc_in(int space, arena_id id, int64_t bytes)
 {
   arena *a = &arenas[space][id];
-  if (bytes < 0 || bytes > INT64_MAX / 2) {   // the sizes of an absurd request may have overflowed
+  if (bytes < 0 || bytes > INT64_MAX / 2) {   // the caller's size computation may have overflowed
     complain(space, a, INT64_MAX);
     return NULL;
   }
@@ -357,7 +360,8 @@ void arena_free_in(int space, arena_id id, void *piece, int64_t bytes)
   mark(space, id, piece, size, false);
   free_list *list = list_for(a, size);
   free_piece *node = list ? node_take() : NULL;
-  if (!node) return;   // more sizes than lists: the piece stays unused until the reset
+  // more sizes than lists: the piece stays unused until the reset, which lasting arenas never have
+  if (!node) return;
   node->memory = piece;
   node->next = list->first;
   if (list->size == 0) a->lists_used++;

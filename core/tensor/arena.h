@@ -9,10 +9,10 @@
 
 typedef enum arena_id {
   ARENA_PARAMETER,   // weights and their low-precision copies: flat buffers
-  // gradients: a flat buffer; with ZeRO-2 the rank's own pieces, and pieces not yet sent
+  // gradients: a flat buffer; with ZeRO-2 this rank's pieces, and gradients that are not yet sent
   ARENA_GRADIENT,
-  ARENA_OPTIMIZER,   // moments
-  ARENA_MESSAGE,     // gradients between ranks: buckets in flight
+  ARENA_OPTIMIZER,   // moments and compensations
+  ARENA_MESSAGE,     // messages between ranks: gradient buckets in flight, rows of experts
   ARENA_KEPT,        // tensors made outside a step or by keep()
   ARENA_STEP,        // activations and gradients of a step; reset at the step's end
   ARENA_SCRATCH,     // a kernel's work space, freed when the kernel returns
@@ -38,8 +38,8 @@ void arena_register(int space, const arena_source *source);
 void arena_use(int space);
 /// The current space.
 int arena_space(void);
-/// Adds `by` to the pin count of a space. While it is above 0, step and scratch memory stays
-/// allocated: a captured step refers to it.
+/// Adds `by` to the pin count of a space. While the count is above 0, step and scratch memory stays
+/// allocated, because a captured step refers to it.
 void arena_pin(int space, int by);
 
 /// Allocates at least `bytes` bytes, 64-byte aligned (256 on a card), contents undefined. Never

@@ -1,6 +1,6 @@
-// A pool: pieces of any size, taken and given back in any order, out of a few large blocks of an
-// arena. It needs memory for the pieces in use at one time, not for all requests together. Adjacent
-// gaps are merged. The host needs no access to the memory. Owns its blocks. Called by comm_*.c.
+// A pool: allocates pieces of any size from a few large blocks of an arena. Pieces are freed in any
+// order, and adjacent gaps are merged, so the pool needs memory only for the pieces that are in use
+// at one time. The host needs no access to the memory. Owns its blocks. Called by dist/.
 #pragma once
 
 #include "arena.h"

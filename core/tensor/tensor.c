@@ -13,13 +13,13 @@
 #include <string.h>
 
 enum { BLOCK = 256 };   // tensors per block; blocks never move, so pointers stay valid
-// so that byte counts of a kernel's work space cannot overflow
+// the limit on elements: the byte counts of a kernel's work space cannot overflow
 static const int64_t MOST_ELEMENTS = 1ll << 48;
 
 static tensor **blocks;
 static int n_blocks;
-// A queue linked through .gradient. First in, first out keeps the data of a dropped tensor in its
-// slot for as long as possible, for better messages.
+// A queue linked through .gradient. It is first in, first out, so that the data of a dropped tensor
+// stays in its slot for as long as possible; error messages about stale handles use that data.
 static tensor *free_slots;
 static tensor *free_slots_end;
 static storage *free_storages;    // linked through .memory
@@ -107,7 +107,7 @@ eng_status tensor_find(tensor **out, const eng_tensor *handle)
 {
   *out = NULL;
   if (!handle || handle->slot == 0 || (int64_t)handle->slot >= (int64_t)n_blocks * BLOCK)
-    return error_set(ENG_ERR_STALE, "not a tensor: the handle is empty");
+    return error_set(ENG_ERR_STALE, "not a tensor: the handle is empty or invalid");
   tensor *x = &blocks[handle->slot / BLOCK][handle->slot % BLOCK];
   if (x->live && x->generation == handle->generation) {
     if (!x->store->memory && x->count > 0 && (x->done || x->store->segment))
@@ -258,7 +258,8 @@ eng_status tensor_view(tensor **out, tensor *x, int64_t offset, int ndim, const 
   tensor *y = slot_take();
   if (!y) return error_set(ENG_ERR_MEMORY, "out of memory for the table of tensors");
   eng_status status = set_shape(y, x->dtype, ndim, shape);
-  // A view of a kept tensor lives until the end of the step; the memory lives as long as any view.
+  // A view, even of a kept tensor, exists until the end of the step; the memory exists as long as
+  // any tensor or view uses it.
   if (status == ENG_OK) status = enter_step_list(y);
   if (status != ENG_OK) {
     slot_return(y);

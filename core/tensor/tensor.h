@@ -1,6 +1,6 @@
-// Tensors as the core sees them: a view (shape, strides) of a piece of memory, in a table of slots.
-// Lua holds {slot, generation}; tensor_get turns that into a pointer or an error.
-// Owns the slot table. Called by op.c, tape.c, params.c and, for reading, by every kernel.
+// Tensors in the core: a view (shape, strides) of a piece of memory, in a table of slots. Lua holds
+// the handle {slot, generation}; tensor_get turns it into a pointer or an error.
+// Owns the slot table. Called by params/, autograd/, fp8/, dist/ and store/; kernels read tensors.
 #pragma once
 
 #include "arena.h"
@@ -13,13 +13,15 @@ typedef struct storage {
   int32_t  references;      // tensors that use it
   int32_t  arena;           // arena_id; -1: memory owned elsewhere
   int32_t  space;           // memory space: SPACE_HOST, SPACE_CUDA
-  uint32_t writes;          // number of writes by scripts (fill, copy, random numbers)
+  // counts the writes after creation: by scripts (fill, copy, random numbers), by optimizer updates,
+  // by messages from other ranks
+  uint32_t writes;
   int32_t  done;            // how many of the tensors that use it have `done`
   int32_t  segment;         // checkpointed part of the tape that computes it (tape.h); 0: none
   bool     awaited;         // an operation that runs again reads it (checkpoint.c)
-  // ZeRO-3 (params/params_parted.c). parted: the parameter whose weights these are, or NULL;
-  // closed: the weights are in memory only at times, so only operations may read them; absent: they
-  // are not in memory now
+  // ZeRO-3 (params/params_parted.c). parted: the parameter whose weights these are, or NULL.
+  // closed: the weights are not always in memory, so only operations, which fetch them, may read
+  // them. absent: the weights are not in memory now.
   struct parameter *parted;
   bool     closed, absent;
 } storage;
