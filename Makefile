@@ -73,8 +73,8 @@ MPI_PLUGIN := $(if $(MPICC),$(BUILD)/libengine_mpi.so)
 .DELETE_ON_ERROR:
 .SUFFIXES:
 
-# Builds in parallel without -j. A -j on the command line overrides JOBS, and a make started by this
-# one shares its jobs.
+# Builds with JOBS parallel jobs by default. A -j on the command line overrides JOBS, and a make
+# started by this one shares its jobs.
 ifeq ($(MAKELEVEL),0)
 MAKEFLAGS += -j$(JOBS)
 endif
@@ -141,8 +141,8 @@ $(FAKE_NCCL): spec/cuda/fake_nccl.c spec/cuda/fake.h core/dist/comm_nccl.h
 	$(call say,LD,$@) $(COMPILE) -MF $@.d -shared -o $@.new $< $(LDFLAGS)
 	@mv $@.new $@
 
-# The CUDA device on the host: its kernels rewritten for a C++ compiler, with our own run-time
-# library and cuBLASLt. Needs CUDA's headers.
+# The CUDA device on the host: its kernels rewritten for a C++ compiler, and the emulator's versions
+# of the CUDA run-time library and cuBLASLt. Needs CUDA's headers.
 EMULATOR      := spec/cuda/emulator
 EMULATED_CARD := $(if $(NVCC),$(BUILD)/emulated_card.so)
 EMULATED_TWINS := $(patsubst $(EMULATOR)/%,cuda/%,$(wildcard $(EMULATOR)/kernel/*.h))
@@ -195,7 +195,7 @@ $(BUILD)/cuda/%.cu.o: cuda/%.cu $(BUILD)/cuda.flags
 	$(call say,NVCC,$<) $(NVCC_COMPILE) -c $< -o $@ 2> $@.ptxas; code=$$?; \
 	  grep -vE $(PTXAS_SAYS) $@.ptxas >&2; exit $$code
 
-# Lists kernels that spill registers; spec/cuda/spills.sh has the list of those that may.
+# Lists kernels that spill registers; spec/cuda/spills.sh lists the kernels that may.
 spills: $(CUDA_OBJECTS)
 	@sh spec/cuda/spills.sh $(addsuffix .ptxas,$(filter %.cu.o,$(CUDA_OBJECTS)))
 
@@ -218,7 +218,7 @@ $(BUILD)/cdef.h: $(PUBLIC_HEADERS) $(BUILD)/flags
 
 # ------------------------------------------------------------------ what must be installed
 
-# Debian's names. gnuplot is not in the list, because only engine plot --png needs it.
+# Debian's package names. gnuplot is not in the list, because only engine plot --png needs it.
 PACKAGES := gcc libc6-dev make pkg-config libluajit-5.1-dev luajit libdnnl-dev libsqlite3-dev \
             libutf8proc-dev libedit-dev lua-cjson lua-busted lua-check libopenmpi-dev openmpi-bin \
             cmark-gfm libpng-dev libturbojpeg0
@@ -253,7 +253,7 @@ deps:
 	  done; \
 	  [ -z "$$missing" ] && exit 0; \
 	  echo "missing:$$missing"; \
-	  echo "install what your system calls these Debian packages, then run make again:"; \
+	  echo "install your system's equivalents of these Debian packages, then run make again:"; \
 	  echo "  $(PACKAGES)"; \
 	  exit 1; \
 	fi
@@ -276,7 +276,7 @@ demo: built
 	@echo "  ./engine $(DEMO) precision=fp32    the same without loss scaling; or bf16"
 	@echo "  ./engine $(DEMO) policy=deepspeed  another policy; policies/README.md: how to write one"
 	@echo "  ./engine $(DEMO) data=FILE.txt     learn another text"
-	@echo "  ./engine -i $(DEMO)                stay in the REPL with what it made"
+	@echo "  ./engine -i $(DEMO)                continue in the REPL with the script's variables"
 	@echo "  ./engine doctor                             what this machine offers"
 	@echo "  README.md                                   where to go next"
 
@@ -291,8 +291,8 @@ test: built
 test-gpu:
 	@./engine spec/cuda/run.lua
 
-# The same on the host: kernels compiled for the processor (spec/cuda/emulator/README.md). Needs
-# nvcc and no card.
+# The specs of test-gpu with the CUDA kernels compiled for the processor
+# (spec/cuda/emulator/README.md). Needs nvcc and no card.
 ON_EMULATED = ENGINE_CUDA_PLUGIN=$(EMULATED_CARD) ENGINE_TEST_STEPS=6 ENGINE_EMULATED_CARD=$(1) \
               timeout -k 10 1200 ./$(ENGINE) spec/cuda/run.lua $(2)
 OTHER_CARD  = sm=80,order=backwards,run=early
@@ -333,8 +333,8 @@ sanitize:
 	ASAN_OPTIONS=detect_leaks=0:abort_on_error=0 UBSAN_OPTIONS=print_stacktrace=1 ENGINE_SANITIZED=1 \
 	  sh spec/halves.sh 4500 build/asan/engine $(SPEC) $(BUSTED_FLAGS)
 
-# The same for the CUDA device's kernels: finds accesses outside their memory, uninitialized reads
-# and misaligned loads.
+# The emulated CUDA device's kernels under sanitizers: finds accesses outside the kernels' memory,
+# uninitialized reads and misaligned loads.
 UNDER_ASAN = ASAN_OPTIONS=detect_leaks=0:abort_on_error=0 UBSAN_OPTIONS=print_stacktrace=1 \
              ENGINE_SANITIZED=1 ENGINE_CUDA_PLUGIN=build/asan/emulated_card.so \
              ENGINE_TEST_STEPS=4 ENGINE_EMULATED_CARD=$(1) timeout -k 10 3600
@@ -482,9 +482,9 @@ deb: all
 	@dpkg-deb --root-owner-group --build $(DEB) \
 	  $(BUILD)/engine_$(VERSION)_$$(dpkg --print-architecture).deb
 
-# A packed folder that runs on another Linux machine of this processor family. It lacks only the C
-# and C++ libraries, the driver and CUDA. It contains busted, so that the specs run there:
-# ./engine spec/run.lua [FILE...].
+# A packed folder that runs on another Linux machine of this processor family. The other machine
+# must provide the C and C++ libraries and, to use a GPU, the driver and CUDA. The folder contains
+# busted, so that the specs run there: ./engine spec/run.lua [FILE...].
 DIST      := build/engine-$(VERSION)-$(shell uname -sm | tr 'A-Z ' 'a-z-')
 LUA_SHARE := /usr/share/lua/5.1
 LUA_LIB   := $(firstword $(wildcard /usr/lib/*/lua/5.1))
