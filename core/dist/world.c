@@ -74,7 +74,7 @@ static void find_launcher(launch *found, bool nccl)
     if (!read_number(&size, n, 1, MOST) || !read_number(&rank, r, 0, size - 1)) {
       snprintf(found->wrong, sizeof found->wrong,
                "%s=%.60s %s=%.60s: expected the number of "
-               "processes, and a rank from 0 to one less",
+               "processes, and a rank from 0 to that number less 1",
                launchers[i].size, n, launchers[i].rank, r);
     } else if (!found->name || size > 1) {
       found->rank = rank;

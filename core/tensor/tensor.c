@@ -13,7 +13,7 @@
 #include <string.h>
 
 enum { BLOCK = 256 };   // tensors per block; blocks never move, so pointers stay valid
-// the limit on elements: the byte counts of a kernel's work space cannot overflow
+// bounds the size of a tensor, so that byte counts of a kernel's work space cannot overflow
 static const int64_t MOST_ELEMENTS = 1ll << 48;
 
 static tensor **blocks;

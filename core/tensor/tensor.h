@@ -13,12 +13,12 @@ typedef struct storage {
   int32_t  references;      // tensors that use it
   int32_t  arena;           // arena_id; -1: memory owned elsewhere
   int32_t  space;           // memory space: SPACE_HOST, SPACE_CUDA
-  // counts the writes after creation: by scripts (fill, copy, random numbers), by optimizer updates,
-  // by messages from other ranks
+  // counts the writes after creation: by scripts (fill, copy, random numbers), by optimizer
+  // updates, by messages from other ranks
   uint32_t writes;
   int32_t  done;            // how many of the tensors that use it have `done`
   int32_t  segment;         // checkpointed part of the tape that computes it (tape.h); 0: none
-  bool     awaited;         // an operation that runs again reads it (checkpoint.c)
+  bool     awaited;         // recomputing a segment: a later node reads it (checkpoint.c)
   // ZeRO-3 (params/params_parted.c). parted: the parameter whose weights these are, or NULL.
   // closed: the weights are not always in memory, so only operations, which fetch them, may read
   // them. absent: the weights are not in memory now.

@@ -202,7 +202,7 @@ describe("NCCL", function()
       ["RANK=0 WORLD_SIZE=2"] = "WORLD_SIZE=2 and RANK without MASTER_ADDR",
       ["WORLD_SIZE=2 MASTER_ADDR=x"] = "WORLD_SIZE=2 without RANK",
       ["RANK=2 WORLD_SIZE=2 MASTER_ADDR=x"] =
-        "WORLD_SIZE=2 RANK=2: expected the number of processes, and a rank from 0 to one less",
+        "WORLD_SIZE=2 RANK=2: expected the number of processes, and a rank from 0 to that number",
       ["RANK=0 WORLD_SIZE=2x MASTER_ADDR=x"] = "WORLD_SIZE=2x RANK=0: expected",
       ["ENGINE_RANKS=yes"] = "ENGINE_RANKS=yes: expected off, mpi or nccl",
       ["RANK=0 WORLD_SIZE=2 MASTER_ADDR=x MASTER_PORT=65535"] =
