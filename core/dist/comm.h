@@ -112,7 +112,7 @@ enum { COMM_LOST_CODE = 70 };          // exit code of a job that lost a rank
 void comm_meanwhile(eng_status (*work)(void *data), void *data);
 /// One iteration of a caller's own wait loop, which began at `since` (eng_clock): yields the core,
 /// and ends the job after the timeout, as comm_exchange does. If this process was stopped, advances
-/// `since` by the time it was stopped. Errors: INTERRUPTED, on a second Ctrl-C.
+/// `since` by the time it was stopped. Errors: INTERRUPTED, at level 2 of eng_interrupt.
 eng_status comm_pause(double *since, const char *what);
 /// Callers put comm_watch and comm_watched around a library call that has no timeout of its own. If
 /// the call exceeds eng_comm_timeout, a thread ends the job and prints that this rank waits at
