@@ -4,8 +4,8 @@
 //
 // A task is a range of the queries of one (batch, key head). It packs K and V once as f32 panels,
 // then processes ROWS queries at a time. Scores, softmax and the product with V cover whole rows of
-// keys, so partial sums need no rescaling. Memory is ROWS x S floats per thread, never T x S. Tiles
-// of the micro-kernel that the causal mask hides completely are skipped. The backward pass
+// keys, so partial sums need no rescaling. Scores take ROWS x S floats per thread, never T x S.
+// Tiles of the micro-kernel that the causal mask hides completely are skipped. The backward pass
 // recomputes the probabilities from the saved lse. It also computes the sum of p * dp itself
 // instead of deriving it from y, which may have been rounded to 16 bits.
 //
@@ -15,10 +15,10 @@
 // The sum of the probabilities, lse and entropy use the unrounded probabilities. All sums are f32.
 //
 // Edge cases: a row that sees no key has y = 0, lse = -inf and entropy 0, and gives no gradient to
-// k and v. An infinite largest score or a NaN makes its row NaN. A key that the causal mask hides
-// never affects a query, not even as 0 * NaN, because tiles with a non-finite number are processed
-// row by row. Results do not depend on the number of threads: rows are independent, and the order
-// of a sum over queries depends only on the shape.
+// k and v. If the largest score of a row is infinite, or a score is NaN, the row is NaN. A key that
+// the causal mask hides never affects a query, not even as 0 * NaN, because tiles with a non-finite
+// number are processed row by row. Results do not depend on the number of threads: rows are
+// independent, and the order of a sum over queries depends only on the shape.
 #include <omp.h>
 
 #include "device/backend.h"
@@ -27,7 +27,7 @@
 
 enum {
   ROWS = 8 * GEMM_MR,     // queries at a time
-  // Keys, or pairs of keys, in one product with V (or K); the panel then stays in cache.
+  // Keys, or pairs of keys, in one product with V (or K); this part of a panel stays in cache.
   STEPS = 384,
   FEW_TASKS = 16,         // the backward pass splits the queries until there are this many tasks
 };
@@ -39,7 +39,7 @@ typedef struct sizes {
   // Columns of a panel over the width. All panels are equally wide, because 64 = 2 x 32 runs faster
   // than 48 + 16.
   int64_t span;
-  int64_t key_row;        // floats between two queries in a tile of scores, > S
+  int64_t key_row;        // row stride of a tile of scores, in floats; more than S
   int64_t tiles;          // tiles of ROWS queries in one head
   float   factor;         // scales scores and their gradients
   // `factor` split in two: q is multiplied by `early` before the product, scores by `late` after
@@ -101,7 +101,7 @@ static slice slice_of(const tensor *x, int64_t b, int64_t head)
                  x->stride[3]};
 }
 
-// Packs the transpose, [width x times], as panels whose columns are times.
+// Packs the transpose of a slice, [width x times], as panels whose columns are time steps.
 static void pack_turned(float *to, const sizes *s, slice x, int64_t times)
 {
   for (int64_t t = 0; t < times; t += GEMM_NR)
@@ -109,7 +109,7 @@ static void pack_turned(float *to, const sizes *s, slice x, int64_t times)
                   x.first + t * x.row, x.column, x.row, s->width, least(times - t, GEMM_NR));
 }
 
-// Packs times [first, first+n) of [times x width] as panels over the width; `first` is even.
+// Packs time steps [first, first+n) of [times x width] as panels over the width; `first` is even.
 static void pack_part(float *to, const sizes *s, slice x, int64_t times, int64_t first, int64_t n)
 {
   to += steps_of(s->pairs, first) * GEMM_NR;
@@ -123,7 +123,7 @@ static void pack(float *to, const sizes *s, slice x, int64_t times)
   pack_part(to, s, x, times, 0, times);
 }
 
-// Copies [rows x width] into rows that are s->padded floats apart, and multiplies by factor, which
+// Copies rows [t0, t0+rows) of a slice to `to`, s->padded floats apart, multiplied by factor, which
 // is 1 for pairs.
 static void pack_rows(float *to, const sizes *s, slice x, int64_t t0, int64_t rows, float factor)
 {
@@ -195,9 +195,9 @@ static void scores_of(float *scores, const sizes *s, const float *a, const float
 }
 
 // to [rows x width] = p [rows x seen keys] times panels [keys x width], which were packed from
-// `from`. A single row must not see the key after its last one, not even as 0 * NaN. If that key
-// shares a word with a seen key, it is removed from the panel during the product and restored
-// afterwards.
+// `from`. In the product of a single row, the key after its last one must not count, not even as
+// 0 * NaN. If that key shares a word with a seen key, it is removed from the panel during the
+// product and restored afterwards.
 static void weighted_sums(float *to, const sizes *s, const float *p, float *panels, slice from,
                           int64_t t0, int64_t rows)
 {
@@ -221,9 +221,9 @@ static void weighted_sums(float *to, const sizes *s, const float *p, float *pane
   if (alone) pack_part(panels, s, from, s->keys, first - 1, 2);
 }
 
-// `to` [keys x width] += p^T times panels [rows x width], for the keys seen by the queries t0 .. t0
-// + rows - 1. With `pairs`, two queries share one row of p, at the first query's place: each word
-// packs the bf16 values of both.
+// `to` [keys x width] += p^T times panels [rows x width], for the keys that queries [t0, t0 + rows)
+// see. With `pairs`, each word of p packs the bf16 values of two queries and is stored in the row
+// of the first one.
 static void add_turned(float *to, const sizes *s, const float *p, const float *panels, int64_t t0,
                        int64_t rows)
 {
@@ -232,7 +232,7 @@ static void add_turned(float *to, const sizes *s, const float *p, const float *p
   for (int64_t d = 0; d < s->padded; d += s->span, panels += steps * GEMM_NR) {
     int vectors = least(s->padded - d, s->span) / VF_LANES;
     for (int64_t key = 0; key < last; key += GEMM_MR) {
-      // The first of the rows that sees this key.
+      // The first row, or pair of rows, that sees this key.
       int64_t from = s->causal ? key - (s->keys - s->queries) - t0 : 0;
       from = from < 0 ? 0 : from / each;
       kernel_of(s->pairs, least(last - key, GEMM_MR), vectors)(
@@ -254,9 +254,9 @@ static void round_row(float *row, int64_t last)
 #endif
 }
 
-// Rounds p and ds [rows x last keys] of the backward pass to bf16. A word of p packs two queries
-// and is stored in the first one's row. A word of ds packs two keys. ds_turned receives ds packed
-// like p.
+// Rounds p and ds [rows x last] of the backward pass to bf16; `last` is the number of keys. A word
+// of p packs two queries and is stored in the first one's row. A word of ds packs two keys.
+// ds_turned receives ds packed like p.
 static void round_gradients(const sizes *s, float *p, float *ds, float *ds_turned, int64_t rows,
                             int64_t last)
 {
@@ -276,10 +276,10 @@ static void round_gradients(const sizes *s, float *p, float *ds, float *ds_turne
 
 // ------------------------------------------------------------------ forward
 
-// exp(scale * x - shift) in the first n lanes, 0 in the others. The product is rounded, as it was
-// when the shift was found; a fused product of a huge score would differ from the shift so much
-// that exp would overflow. The other lanes compute exp(0) instead of exp(-inf): a result that
-// underflows costs a hundred cycles, and every row of a causal mask ends in such lanes.
+// exp(scale * x - shift) in the first n lanes, 0 in the others. The product is rounded before the
+// subtraction, as it was when the shift was found. If it were fused, a huge score would differ from
+// the shift so much that exp would overflow. The other lanes compute exp(0) instead of exp(-inf): a
+// result that underflows costs a hundred cycles, and every row of a causal mask ends in such lanes.
 VF_INLINE vf exp_first(vf *difference, const float *x, float scale, float shift, int n)
 {
   vf shifted = vf_sub(vf_mul(vf_load_n(x, n), vf_set1(scale)), vf_set1(shift));
@@ -293,8 +293,8 @@ VF_INLINE vf entropy_part(vf e, vf x)
 }
 
 // Turns n > 0 scores, not yet multiplied by scale, into exp(score - max), padded with zeros to a
-// whole vector. Returns their sum; also computes the lse and, if requested, the entropy or the
-// largest scaled score that is not NaN, in `extra`.
+// whole vector. Returns their sum. Stores the lse in *lse and, as `which` requests, the entropy or
+// the largest scaled score that is not NaN in *extra.
 VF_INLINE float softmax_row(float *row, int64_t n, float scale, float *lse, float *extra,
                             const int which)
 {
@@ -421,7 +421,7 @@ typedef struct backward_room {
   float *turned_k, *turned_v, *k;                  // panels of the key head
   float *q, *dy, *q_panels, *dy_panels;           // the current queries; q is multiplied by `early`
   float *p, *ds, *dq;
-  // With pairs: ds in words of two queries. The words of `ds` pack two keys.
+  // With pairs: ds in words that pack two queries. The words of `ds` itself pack two keys.
   float *ds_turned;
   int64_t floats;                                  // in all
 } backward_room;
@@ -439,7 +439,8 @@ static backward_room backward_room_at(const sizes *s, float *room)
   r.dy_panels = take(&r.floats, room, panel_floats(ROWS, s->width, s->span));
   r.p = take(&r.floats, room, ROWS * s->key_row);
   r.ds = take(&r.floats, room, ROWS * s->key_row);
-  // A word of p packs two queries and is in the first one's row, so the second row is free.
+  // With pairs, a word of p packs two queries and is in the first one's row, so the second row of
+  // each pair is free for ds_turned.
   r.ds_turned = room ? r.p + s->key_row : NULL;
   return r;
 }
@@ -540,7 +541,7 @@ static eng_status attention_grad(const op_call *call)
   int threads = work < 1 << 15 ? 1 : omp_get_max_threads();
   if (threads > pairs * shares) threads = (int)(pairs * shares);
   int64_t floats = padded(backward_room_at(&s, NULL).floats), key_floats = s.keys * s.padded;
-  int64_t held = shares > 1 ? pairs * shares : threads;   // pairs of dk and dv in memory at a time
+  int64_t held = shares > 1 ? pairs * shares : threads;   // sums of dk and dv in memory at a time
   int64_t bytes = (threads * floats + held * 2 * key_floats) * (int64_t)sizeof(float);
   float *scratch = arena_alloc(ARENA_SCRATCH, bytes);
   if (!scratch) return ENG_ERR_MEMORY;

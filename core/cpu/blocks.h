@@ -15,7 +15,7 @@ enum {
 };
 
 typedef struct block {
-  int64_t first;     // element of the span at which the block starts
+  int64_t first;     // index in the span of the block's first element
   int64_t before;    // elements in all earlier blocks
   int32_t span, count;
 } block;
@@ -25,7 +25,7 @@ typedef struct block_list {
   int64_t n, elements, bytes;
 } block_list;
 
-/// The blocks of all spans, in order, in scratch memory.
+/// Lists the blocks of all spans, in order, in scratch memory. Errors: MEMORY.
 static inline eng_status blocks_open(block_list *list, const param_span *spans, int n)
 {
   *list = (block_list){0};
@@ -50,7 +50,8 @@ static inline void blocks_close(block_list *list)
   arena_free(ARENA_SCRATCH, list->at, list->bytes);
 }
 
-/// The first block of part `part` of `parts`. The parts have nearly equal numbers of elements.
+/// The index of the first block of part `part` (from 0) out of `parts`, which have nearly equal
+/// numbers of elements; list->n for part == parts.
 static inline int64_t blocks_part(const block_list *list, int part, int parts)
 {
   int64_t bound = list->elements / parts * part + list->elements % parts * part / parts;

@@ -3,15 +3,16 @@
 // nothing.
 //
 // Rows are cut into blocks that stay in the second-level cache; the blocks depend on the shape
-// alone. A block yields the mean, its rounding error and the squared deviations of each channel
-// (backward: the sums of dy and of dy * (x - mean)) in f32; blocks and the channels of a group are
-// combined in double, in a fixed order. Where f32 overflows, a group is computed entirely in
-// double.
+// alone. For each channel, a block yields in f32 the mean, its rounding error and the sum of
+// squared deviations (backward: the sums of dy and of dy * (x - mean)). Blocks and the channels of
+// a group are combined in double, in a fixed order. Where f32 overflows, a group is computed
+// entirely in double.
 #include "rows.h"
 #include "simd.h"
 #include "tasks.h"
 
-// Rows of a block: few enough for f32 sums.
+// A block has about BLOCK_ELEMENTS elements, but ROWS_LEAST to ROWS_MOST rows: few enough for f32
+// sums.
 enum { BLOCK_ELEMENTS = 16384, ROWS_LEAST = 16, ROWS_MOST = 128,
        PARTS = 3 };                            // numbers that a block yields for a channel
 
@@ -62,7 +63,8 @@ static void add_products(float *restrict a, const float *restrict x, const float
   for (int i = 0; i < n; i++) a[i] += dy[i] * (x[i] - m[i]);
 }
 
-/// Forward: the mean, the squared deviations and the mean's rounding error of a block's channels.
+/// Forward: for each channel of a block, the mean, the sum of squared deviations and the mean's
+/// rounding error.
 static void measure(const void *context, int64_t task)
 {
   const channel_norm *s = context;
@@ -161,8 +163,8 @@ static void run_blocks(const channel_norm *s, task_body *body)
 
 // ------------------------------------------------------------------ forward
 
-/// Mean and squared deviations of a group, in double, element by element: for groups whose f32 sums
-/// overflow, and for Inf or NaN.
+/// Mean and sum of squared deviations of a group, in double, element by element: for groups whose
+/// f32 sums overflow, or that hold Inf or NaN.
 static void wide_group(const channel_norm *s, int64_t sample, int64_t from, int64_t to,
                        double *mean, double *squares)
 {
@@ -178,7 +180,7 @@ static void wide_group(const channel_norm *s, int64_t sample, int64_t from, int6
     }
 }
 
-/// Mean and variance of a group, channels [from, to), from what the blocks measured.
+/// Mean and variance of a group, channels [from, to), from the results of its blocks.
 static void combine(const channel_norm *s, int64_t sample, int64_t from, int64_t to, double *mean,
                     double *variance)
 {
@@ -245,7 +247,7 @@ static eng_status norm(const op_call *call, bool batch)
 
 // ------------------------------------------------------------------ backward
 
-/// The sums over all blocks of a sample: of dy, and of dy * (x - mean).
+/// The sums of dy and of dy * (x - mean) in channel c, over all blocks of a sample.
 static void sums_of(const channel_norm *s, int64_t sample, int64_t c, double *sum, double *product)
 {
   const float *block = s->partial + sample * s->blocks * PARTS * s->channels + c;

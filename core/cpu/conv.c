@@ -1,7 +1,7 @@
 // Convolution and its gradients. oneDNN computes them (conv_onednn.c), in the tensors' formats or,
 // where it does not support these, in f32 on converted copies; the result is rounded once. Outputs
-// that are NaN are computed again here. Calls that oneDNN refuses, f64 and empty tensors go to the
-// reference. Registered by cpu.c; owns nothing.
+// that are NaN are computed again here. Calls that oneDNN does not support, f64 and empty tensors
+// go to the reference. Registered by cpu.c; owns nothing.
 #include "conv.h"
 #include "rows.h"
 #include "simd.h"
@@ -34,7 +34,7 @@ static void convert(const void *context, int64_t k)
   floats_to(c->to, c->to_dtype, first, tile_load(buffer, c->from, c->dtype, first, n), n);
 }
 
-/// Converts `count` numbers, one of the two formats being f32.
+/// Converts `count` numbers between two formats, one of which is f32.
 static void convert_all(void *to, int to_dtype, const void *from, int dtype, int64_t count)
 {
   conversion c = {to, from, to_dtype, dtype, count};
@@ -48,13 +48,13 @@ static void add_onto(const tensor *out, const float *sum)
     put(out->data, out->dtype, i, (double)get(out->data, out->dtype, i) + sum[i]);
 }
 
-// ---- NaN that no term explains
+// ---- NaN from values outside an output's sum
 
 // Where oneDNN pads channels or pairs of numbers, it multiplies values that lie outside an output's
-// sum by zeros, and an infinity or NaN among those values makes the output NaN. So outputs that are
-// NaN are computed again, from their own terms; a sum that is NaN after some terms stays NaN.
+// sum by zeros. An infinity or NaN among those values makes the output NaN. So each output that is
+// NaN is computed again from its own terms. The loops may stop once the sum is NaN.
 
-/// Element i of a part in its memory: x and y are channels last, W is [O x C/groups x KH x KW].
+/// Element i of a part, in memory order: x and y are channels last, W is [O x C/groups x KH x KW].
 static double at(const conv_call *g, conv_part part, int64_t i)
 {
   return get(g->data[part], g->dtype[part], i);
@@ -78,7 +78,8 @@ static double y_element(const conv_call *g, int64_t index)
   return sum;
 }
 
-/// Along dimension d: the output that reads position `input` through kernel element i; -1: none.
+/// The output position along dimension d that reads position `input` through kernel element i; -1
+/// if there is none.
 static int64_t output_of(const conv_call *g, int d, int64_t input, int64_t i, int64_t outputs)
 {
   int64_t from = input + g->padding[d] - i * g->dilation[d];
@@ -140,7 +141,8 @@ static void repair_tile(const void *context, int64_t k)
                                   : dw_element(g, first + i));
 }
 
-/// Computes the call through oneDNN, where it can.
+/// Computes the call through oneDNN and repairs outputs that are NaN. *done is false if oneDNN does
+/// not support the call.
 static eng_status compute(bool *done, const conv_call *g, int64_t count)
 {
   ENG_TRY(conv_onednn(done, g));
@@ -151,8 +153,8 @@ static eng_status compute(bool *done, const conv_call *g, int64_t count)
 
 // ---- calls
 
-/// Runs the call in f32 on copies of the parts in other formats. With `add`, the result is added to
-/// the output.
+/// Runs the call in f32. Parts in other formats are converted to or from f32 copies. With `add`,
+/// the result is added to the output.
 static eng_status in_f32(bool *done, conv_call *g, tensor *const *part, bool add)
 {
   const int result = (int)conv_result(g->kind);
@@ -185,7 +187,7 @@ static eng_status run(const op_call *call, conv_kind kind, tensor *const *part, 
   if (!all_fast(call) || empty) return forward_to_reference(call);
   conv_call g = describe(call, kind, part);
   const int result = (int)conv_result(kind);
-  bool one_format = true;      // of both inputs; the result may differ: oneDNN also writes f32
+  bool one_format = true;      // both inputs have one format; oneDNN can write that or f32
   for (int i = 0; i < CONV_BIAS; i++)
     one_format &= i == result || g.dtype[i] == g.dtype[result == CONV_X ? CONV_W : CONV_X];
   bool f32 = g.dtype[CONV_X] == ENG_f32 && g.dtype[CONV_W] == ENG_f32;

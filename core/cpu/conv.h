@@ -7,7 +7,7 @@
 typedef enum conv_kind { CONV_FORWARD, CONV_INPUT, CONV_WEIGHT, CONV_KINDS } conv_kind;
 
 /// The tensors of a convolution. x and y are channels last, W is [O x C/groups x KH x KW]. For
-/// CONV_INPUT, X is the gradient of x; Y is dy in both gradients.
+/// CONV_INPUT, X is dx; for CONV_WEIGHT, W is dW; in both, Y is dy.
 typedef enum conv_part { CONV_X, CONV_W, CONV_Y, CONV_BIAS, CONV_PARTS } conv_part;
 
 typedef struct conv_call {

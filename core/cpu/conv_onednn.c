@@ -1,12 +1,13 @@
 // Convolutions through oneDNN 2.6 to 3.x. x and y stay channels last in memory unless oneDNN has no
-// fast kernel for that; on every call, weights are reordered into the format that oneDNN chooses.
+// fast kernel for that. On every call, weights are reordered into the layout that oneDNN chooses.
 // Called by conv.c.
 //
 // Numerics: products and sums in f32, rounded once. bf16 products take subnormals as zero and
 // flush subnormal sums on processors with AVX512-BF16 or AMX. NaN and infinity propagate; some
 // kernels also spread them to outputs that do not depend on them, which conv.c corrects. oneDNN
 // chooses the order of the sums: fixed for one version of oneDNN, one shape and one thread count.
-// oneDNN returns dnnl_unimplemented for what it does not support; conv.c then takes another way.
+// oneDNN returns dnnl_unimplemented for what it does not support. conv.c then converts to f32 or
+// calls the reference.
 #include "conv.h"
 
 #include "onednn.h"
@@ -17,7 +18,7 @@
 // The largest size passed to oneDNN, which computes some products of sizes in 32 bits.
 enum { LARGEST = 1 << 24 };
 
-// Memories of an entry: the caller's parts, the parts in oneDNN's layouts, the workspace.
+// Memories of an entry: the caller's parts, the parts in oneDNN's layouts, the scratchpad.
 enum { WANTED = CONV_PARTS, SCRATCH = WANTED + CONV_BIAS, MEMORIES };
 // Primitives of an entry: reorders of the three parts, then the convolution.
 enum { CONVOLUTION = 3 };
@@ -37,7 +38,7 @@ static const dnnl_query_t query[CONV_KINDS][CONV_BIAS] = {
   {dnnl_query_diff_src_md, dnnl_query_weights_md, dnnl_query_diff_dst_md},
   {dnnl_query_src_md, dnnl_query_diff_weights_md, dnnl_query_diff_dst_md}};
 
-// ---- the convolution's description, in both APIs
+// ---- the convolution's primitive descriptor, in both APIs
 
 typedef struct sizes { dnnl_dims_t stride, dilation, padding; } sizes;
 
@@ -93,8 +94,8 @@ static key key_of(const conv_call *g)
   return k;
 }
 
-/// Sets the layout of a part: as in the caller's memory or, with `any`, in a format that oneDNN
-/// chooses.
+/// Creates the memory descriptor of a part: its layout in the caller's memory or, with `any`, one
+/// that oneDNN chooses.
 static dnnl_status_t describe(dnnl_memory_desc_t *l, const key *k, conv_part part, bool any)
 {
   dnnl_data_type_t format = (dnnl_data_type_t)onednn_format((int)k->dtype[part]);
@@ -116,8 +117,8 @@ static dnnl_status_t describe(dnnl_memory_desc_t *l, const key *k, conv_part par
              : layout_create(l, n, size, format, stride);
 }
 
-/// A convolution's description with x and y channels last, or with `any` in a format that oneDNN
-/// chooses.
+/// Creates a convolution's primitive descriptor, with x and y channels last or, with `any`, in a
+/// layout that oneDNN chooses.
 static dnnl_status_t describe_conv(dnnl_primitive_desc_t *out, const key *k, conv_kind kind,
                                    bool any, const_dnnl_primitive_desc_t hint)
 {
@@ -149,10 +150,11 @@ static bool is_slow(const_dnnl_primitive_desc_t conv)
   return strstr(name, "ref") || strncmp(name, "gemm", 4) == 0;
 }
 
-/// The description of the convolution: channels last if oneDNN has a fast kernel for it.
+/// Creates the convolution's primitive descriptor. x and y are channels last, unless only a layout
+/// of oneDNN's choice has a fast kernel.
 static dnnl_status_t choose(dnnl_primitive_desc_t *out, const key *k)
 {
-  key plain = *k;              // for the forward hint: y's format throughout
+  key plain = *k;              // of the forward hint: every tensor in y's format
   plain.dtype[CONV_X] = plain.dtype[CONV_W] = plain.dtype[CONV_Y];
   for (int any = 0; any < 2; any++) {
     dnnl_primitive_desc_t forward = NULL, found = NULL;
@@ -235,7 +237,8 @@ static eng_status reorder(const onednn_entry *e, int part, bool result)
   int own = part, wanted = WANTED + part;
   dnnl_exec_arg_t arguments[2] = {{DNNL_ARG_FROM, e->memory[result ? wanted : own]},
                                   {DNNL_ARG_TO, e->memory[result ? own : wanted]}};
-  DNNL_TRY("reorder", dnnl_primitive_execute(e->primitive[part], onednn_stream, 2, arguments));
+  DNNL_TRY("reordering a tensor",
+           dnnl_primitive_execute(e->primitive[part], onednn_stream, 2, arguments));
   return ENG_OK;
 }
 
@@ -247,7 +250,8 @@ static eng_status execute(const onednn_entry *e, const conv_call *g, char *scrat
   for (int i = 0; i < MEMORIES; i++) {
     if (!e->memory[i]) continue;
     void *data = i < CONV_PARTS ? g->data[i] : scratch;
-    DNNL_TRY("memory", dnnl_memory_set_data_handle(e->memory[i], data));
+    DNNL_TRY("setting an argument of convolution",
+             dnnl_memory_set_data_handle(e->memory[i], data));
     if (i >= CONV_PARTS) scratch += (e->bytes[i] + 63) / 64 * 64;
   }
   for (int i = 0; i < CONV_PARTS; i++) {
@@ -257,10 +261,10 @@ static eng_status execute(const onednn_entry *e, const conv_call *g, char *scrat
     arguments[n++] = (dnnl_exec_arg_t){argument[g->kind][i], e->memory[reordered ? WANTED + i : i]};
   }
   arguments[n++] = (dnnl_exec_arg_t){DNNL_ARG_SCRATCHPAD, e->memory[SCRATCH]};
-  DNNL_TRY("convolution",
+  DNNL_TRY("running convolution",
            dnnl_primitive_execute(e->primitive[CONVOLUTION], onednn_stream, n, arguments));
   if (e->primitive[result]) ENG_TRY(reorder(e, result, true));
-  DNNL_TRY("convolution", dnnl_stream_wait(onednn_stream));
+  DNNL_TRY("waiting for convolution", dnnl_stream_wait(onednn_stream));
   return ENG_OK;
 }
 

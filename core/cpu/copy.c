@@ -2,9 +2,9 @@
 // output of eng_copy may be a view). Called through backend.kernel[]; owns nothing.
 //
 // Transposed copies go block by block, so that whole cache lines of source and target are used. If
-// both formats are the same, elements are moved as bits. Among f32, f16, bf16 and FP8, elements are
-// rounded to nearest even, or to FP8 by the call's rounding mode. Other pairs of formats go to the
-// reference kernels.
+// both formats are the same, elements are moved as bits. Between f32, f16, bf16 and FP8, elements
+// are rounded to nearest even; a cast to FP8 may give another rounding mode. Other pairs of formats
+// go to the reference kernels.
 #include "operand.h"
 #include "philox.h"
 #include "base/rng.h"
@@ -76,7 +76,7 @@ static void move(void *to, int64_t to_stride, const void *from, int64_t from_str
   }
 }
 
-enum { RUN = 16 * TILE };   // the most elements of a task along the innermost dimension
+enum { RUN = 16 * TILE };   // the most elements that a task copies along the innermost dimension
 
 // Copies n <= RUN elements along the innermost dimension.
 static void copy_run(const relayout *r, int64_t to, int64_t from, int n)
@@ -144,8 +144,8 @@ static void copy_block(const relayout *r, int k, int64_t to, int64_t from, int m
   }
 }
 
-// Adds the offsets of position `at` to *from and *to. Positions count in row-major order over the
-// dimensions from 1 on, without `skip`.
+// Adds the offsets of position `at` to *from and *to. Positions are counted over the dimensions
+// from 1 on without dimension `skip`, the lowest one varying fastest.
 static void place(const relayout *r, int skip, int64_t at, int64_t *from, int64_t *to)
 {
   for (int d = 1; d < r->ndim; d++) {

@@ -1,6 +1,6 @@
 // Arithmetic, comparisons, where, affine, powers, clamp, dropout: element by element, any strides
-// and broadcasting. Memory bounds these operations, so each is one pass over tiles that stay in
-// every thread's cache. f64 and integer tensors go to the reference kernels. Called through
+// and broadcasting. Memory bandwidth bounds these operations, so each is one pass over tiles that
+// stay in a thread's cache. f64 and integer tensors go to the reference kernels. Called through
 // backend.kernel[]; owns nothing.
 //
 //   maximum, minimum   a NaN on either side gives NaN; of equal values (-0, +0) the first is taken
@@ -92,7 +92,7 @@ static eng_status where(const op_call *call)
   return ENG_OK;
 }
 
-// ------------------------------------------------------------------ one input and numbers
+// ------------------------------------------------------------------ one input and scalars
 
 // Whether a double is finite and nonzero but outside f32's normal range; the reference kernels
 // handle such numbers.
@@ -175,7 +175,7 @@ static void dropout_tile(const tile *t)
 static eng_status dropout(const op_call *call)
 {
   double p = call->dropout.p;
-  // an element is kept if (word >> 8) / 2^24 >= p; `least` is that test in integers
+  // An element is kept if (word >> 8) / 2^24 >= p; `least` is the same bound on word >> 8.
   return elementwise(call, dropout_tile,
                      (numbers){.seed = rng_seed(), .counter = (uint64_t)call->dropout.counter,
                                .least = (int32_t)ceil(p * 0x1p24), .a = (float)(1.0 / (1.0 - p))});

@@ -1,4 +1,4 @@
-// The operation dequantize: numbers from FP8 or e5m6 codes and their scales. Called through
+// The operation dequantize: converts FP8 or e5m6 codes and their scales to numbers. Called through
 // backend.kernel[]; owns nothing.
 #include "simd.h"
 

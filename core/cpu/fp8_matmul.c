@@ -9,12 +9,12 @@
 // constant scales, `sum` is scaled and added to `total`. All three are kept in f32 between runs.
 // After the last run, the bias is added and the result is rounded to its dtype.
 //   fp32    chains of multiply-adds, several rows at a time. Products of FP8 numbers are exact in
-//           f32, so fusing changes nothing. Of two steps of K, the later one is added first. FP8
-//           numbers are exact in bf16, so the instruction that multiplies pairs of bf16 gives the
-//           same bits; it is used where it is fast (gemm.h).
-//   hopper  core/base/fp8_hopper.h on VF_LANES columns at once: exponents in bytes, terms truncated
-//           by the conversion to integers
-//   e4m3    products and sums rounded by arithmetic on their bits
+//           f32, so fusing changes nothing. Of each pair of steps of K, the later one is added
+//           first. FP8 numbers are exact in bf16, so the instruction that multiplies pairs of bf16
+//           gives the same bits; it is used where it is fast (gemm.h).
+//   hopper  the formula of core/base/fp8_hopper.h on vectors of columns. Exponents are bytes, and
+//           converting the terms to integers truncates them.
+//   e4m3    products and sums are rounded to e4m3 by arithmetic on their bits
 //   exact   in f64, one panel and row at a time (the last part of this file)
 #include <omp.h>
 
@@ -38,7 +38,8 @@ enum {
 
 typedef int8_t vb __attribute__((vector_size(4 * VF_LANES), may_alias));
 
-/// A matrix as the product sees it: element (i, k) is at i * i_stride + k * k_stride.
+/// An operand of the product: element (i, k) is at i * i_stride + k * k_stride, where i is a row of
+/// y for a, and a column of y for b. `size` is the number of i.
 typedef struct matrix {
   const uint8_t *data;
   const float   *scale;
@@ -59,7 +60,7 @@ typedef struct product {
   int64_t  m, n, k, stretch, promotion;
   int      model;
   bool     pairs;                    // the fp32 model multiplies pairs of bf16
-  bool     b_first;                  // scale_b is multiplied before scale_a
+  bool     b_first;                  // sums are multiplied by scale_b before scale_a
   float   *scale_a, *scale_b;        // [stretches][m], [stretches][n rounded up to panels]
   int64_t  scale_a_row, scale_b_row;
 } product;
@@ -90,8 +91,8 @@ static void bytes_by_step(uint8_t *to, int64_t to_row, const matrix *x, int64_t 
     for (int64_t k = 0; k < steps; k++) to[k * to_row + i] = from[i * x->i_stride + k];
 }
 
-// Exponents of n codes as the hopper model counts them; returns whether any code is an infinity or
-// a NaN.
+// Writes the exponents of n codes, as defined by the hopper model. Returns whether any code is an
+// infinity or a NaN.
 static bool exponents_of(int8_t *to, const uint8_t *code, int fraction, int64_t n)
 {
   int bias = fraction == 3 ? 7 : 15, odd = 0, special = fraction == 3 ? 0x7F : 0x7C;
@@ -103,7 +104,7 @@ static bool exponents_of(int8_t *to, const uint8_t *code, int fraction, int64_t 
   return odd;
 }
 
-/// Columns [j0, j0+columns) of b in one run, as numbers and, for the hopper model, exponents. With
+/// Columns [j0, j0+columns) of b in one run, as f32 and, for the hopper model, exponents. With
 /// pairs, `value` holds [RUN / 2][PANEL] words of two bf16: the earlier step in the low half, and
 /// zeros past the end.
 typedef struct panel {
@@ -180,7 +181,7 @@ static void lay_panel(panel *p, const product *g, int64_t j0, int64_t columns, c
            exponents_of(p->exponent, code, g->b.fraction, r->steps * PANEL);
 }
 
-/// Rows [i0, i0+rows) of a in one run, one after the other; with pairs, as bf16.
+/// Rows [i0, i0+rows) of a in one run, RUN floats apart; with pairs, as bf16.
 typedef struct slab {
   float  value[BLOCK * RUN] __attribute__((aligned(64)));
   int8_t exponent[BLOCK * RUN];
@@ -216,8 +217,8 @@ static void lay_slab(slab *s, const product *g, int64_t i0, int64_t rows, const 
 
 // -------------------------------------------------- the models: a run updates part [rows x PANEL]
 
-// A panel is four vectors wide. They are processed two at a time, which leaves registers for more
-// rows.
+// A panel is four vectors wide. Its vectors are processed two at a time, which leaves registers for
+// more rows.
 #if defined(ENG_ISA_avx512)
 enum { PAIR_ROWS = 8 };
 #else
@@ -314,7 +315,7 @@ VF_INLINE vb vb_max_(vb a, vb b)
 #endif
 }
 
-// VF_LANES bytes, a quarter of a vector of bytes, as integers.
+// Widens VF_LANES bytes, a quarter of a vb, to int32.
 VF_INLINE vi vb_quarter_(const int8_t *p)
 {
 #if defined(ENG_ISA_avx512)
@@ -426,8 +427,8 @@ VF_INLINE vf fused(vf a, vf b, vf c)
 #endif
 }
 
-// Called at the end of a promotion interval. Adds part to sum and, at the end of a stretch, the
-// scaled sum to total. Rows are PANEL floats apart.
+// Called at the end of a promotion interval. Adds `part` to `sum` and, at the end of a stretch, the
+// scaled `sum` to `total`. Rows are PANEL floats apart.
 static void promote(const product *g, const run *r, int64_t i0, int64_t rows, int64_t j0,
                     const float *part, float *sum, float *total)
 {
@@ -477,7 +478,7 @@ static void finish(const product *g, int64_t i0, int64_t rows, int64_t j0, int64
 
 // ------------------------------------------------------------------ the complete product
 
-// Lays out the scales in the order of use: for each stretch, one scale per row of a (column of b).
+// Copies the scales into the order of use: for each stretch, one scale per row of a (column of b).
 // The padding of the last panel gets zeros.
 static void lay_scales(float *to, int64_t to_row, const matrix *x, int64_t k, int64_t stretch)
 {
@@ -503,8 +504,8 @@ static run run_at(const product *g, int64_t k)
   return r;
 }
 
-// Multiplies rows [i0, i0+rows) by a panel, over one run. `carried` holds part, sum and total of
-// this rectangle, [3][BLOCK x PANEL].
+// Multiplies rows [i0, i0+rows) by a panel, over one run. `carried` [3][BLOCK x PANEL] holds the
+// rectangle's `part`, `sum` and `total`.
 static void rectangle(const product *g, const run *r, slab *a, const panel *b, int64_t i0,
                       int64_t rows, int64_t j0, float *carried)
 {

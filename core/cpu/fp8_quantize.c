@@ -1,12 +1,12 @@
 // The operations quantize and swiglu_quantize. Called through backend.kernel[]; owns nothing but
 // scratch during a call.
 //
-// Work is cut into tiles that stay in the second-level cache. Each block of a tile is measured,
-// gets its scale from core/base/fp8_scale.h, and is written as codes. Measuring finds the largest
+// x is cut into tiles that stay in the second-level cache. Each block of a tile is measured, gets
+// its scale from core/base/fp8_scale.h, and is written as codes. Measuring finds the largest
 // magnitude by comparing bits, so a NaN is larger than any number. If a transposed copy is wanted,
-// the same tile produces it too, in blocks that may have another shape. Blocks too tall for a tile
-// take two passes: the first measures them in pieces, the second writes. Blocks of one row or one
-// column use the same loops, with the factors of a row expanded to one per element.
+// the same task produces it from the same tile, in blocks that may have another shape. Blocks too
+// tall for a tile take two passes: the first measures them in pieces, the second writes. Blocks of
+// any width use the same loops, with the factors of a row expanded to one per element.
 //
 // These cases go to the reference kernels: f64; e5m6 in blocks of several rows, or of a width that
 // is not a multiple of 8; stochastic rounding of a transposed copy whose blocks are not square; and
@@ -29,19 +29,19 @@ enum {
   LINE = 64,           // bytes in a cache line
   TURN = LINE,         // rows transposed at a time
   TILE_ROW = 256,       // columns transposed at a time
-  FAR = 1 << 21,       // bytes of a transposed copy above which it bypasses the caches
+  FAR = 1 << 21,       // a transposed copy of FAR bytes or more bypasses the caches
   ROW_BLOCKS = 16,     // blocks of 1 x 128 measured and written at a time
   VERTICAL = 64,       // in blocks with fewer columns, each column is measured first
 };
 
-/// One of the two results: the codes and scales of x, untransposed or transposed. Blocks are
-/// counted in rows and columns of x.
+/// One of the two results: the codes and scales of x, as stored or transposed. Sizes and directions
+/// are in rows and columns of x.
 typedef struct side {
   const op_call *call;
   const void *x;
   int      dtype;                          // of x
   int64_t  rows, columns;                  // of x
-  int64_t  high, wide;                     // size of a block in x; x's own size instead of 0
+  int64_t  high, wide;                     // rows and columns of a block; never 0
   int64_t  across;                         // blocks in one row of blocks
   // Floats between the scales of vertically and of horizontally adjacent blocks.
   int64_t  scale_down, scale_across;
@@ -52,7 +52,7 @@ typedef struct side {
   float   *turn_scale;
   int64_t  turn_down, turn_across;
   int64_t  pieces;                         // tall blocks: pieces of CHUNK rows each
-  uint32_t *measured;                      // tall blocks: [all pieces][across] magnitudes
+  uint32_t *measured;                      // tall blocks: [all pieces][across] magnitudes, as bits
 } side;
 
 // Prefetches bytes that will be needed soon, because the hardware prefetcher stops at page
@@ -71,7 +71,7 @@ static void fetch_row(const side *s, int64_t r, int64_t c, int64_t columns)
 
 // ------------------------------------------------------------------ measuring
 
-// top[c] = the larger of top[c] and the magnitude of x[c], for c < columns.
+// top[c] = the larger of top[c] and the magnitude bits of x[c], for c < columns.
 static void compare_floats(int32_t *top, const float *x, int64_t columns)
 {
   int64_t c = 0;
@@ -94,8 +94,8 @@ static void compare_halves(uint16_t *top, const uint16_t *x, int64_t columns)
   }
 }
 
-// Writes the largest magnitude of each block to `most`. Rows [r0, r0+rows) lie in one row of
-// blocks; columns [c0, c0+columns) begin at a block's edge.
+// Writes the largest magnitude of each block, as f32 bits, to `most`. Rows [r0, r0+rows) lie in one
+// row of blocks; columns [c0, c0+columns) begin at a block's edge.
 static void measure(const side *s, int64_t r0, int64_t rows, int64_t c0, int64_t columns,
                     uint32_t *most)
 {
@@ -136,7 +136,7 @@ static void measure(const side *s, int64_t r0, int64_t rows, int64_t c0, int64_t
   }
 }
 
-// The largest magnitude of a block without its NaNs; used for blocks that hold one, which is rare.
+// The largest magnitude of a block, NaNs ignored. Used for blocks that hold a NaN, which are rare.
 static float without_nan(const side *s, int64_t r0, int64_t rows, int64_t c0, int64_t columns)
 {
   float top = 0, x;
@@ -170,8 +170,9 @@ static fp8_scale scale_of(const side *s, uint32_t most, int64_t r0, int64_t c0)
                       fp8_limit(call->quantize.block_rows, call->quantize.block_columns, s->dtype));
 }
 
-// Scales of `blocks` blocks of one row of blocks, the first at (r0, c0). Transformer Engine's rule,
-// the default, is vectorized with the same operations as in fp8_scale_of.
+// Computes the scales of `blocks` adjacent blocks in one row of blocks, the first at (r0, c0).
+// Transformer Engine's rule, the default, is vectorized with the same operations as in
+// fp8_scale_of.
 static void scales_of(const side *s, const uint32_t *most, int64_t r0, int64_t c0, int64_t blocks,
                       float *scale, float *factor)
 {
@@ -207,8 +208,9 @@ static bool divides(const side *s)
 { return fp8_divides((int)s->call->quantize.rule) && !s->call->in[1]; }
 static int fraction_of(const side *s) { return s->call->quantize.format == ENG_e4m3 ? 3 : 2; }
 
-// Whether every number of a block rounds to the format's range. `most` is the block's largest
-// magnitude; a negative factor gives false. True for most blocks, which need no clamping.
+// Whether every number of a block rounds to within the format's range, so that codes need no
+// clamping, as in most blocks. `most` is the block's largest magnitude. A negative factor gives
+// false.
 VF_INLINE bool is_within(uint32_t most, float factor, const int fraction, const bool by)
 {
   float y = by ? f32_from(most) / factor : f32_from(most) * factor;
@@ -237,7 +239,7 @@ static bool lay_factors(const side *s, const uint32_t *most, int64_t r0, int64_t
   return within;
 }
 
-static bool is_common(const side *s)   // 1 x 128
+static bool is_common(const side *s)   // blocks of 1 x 128
 {
   return !s->turned && s->high == 1 && s->wide == FP8_BLOCK && !s->turn_to &&
          !(s->call->quantize.flags & QUANTIZE_STOCHASTIC);
@@ -330,8 +332,8 @@ static void codes(const side *s, uint8_t *to, int64_t r, int64_t c, const float 
   }
 }
 
-// Writes a cache line; `far` bypasses the caches, which saves reading the line before overwriting
-// it.
+// Writes a cache line. With `far`, the store bypasses the caches, which saves reading the line
+// before overwriting it.
 VF_INLINE void put_line(uint8_t *to, const uint8_t *from, bool far)
 {
 #if defined(ENG_ISA_avx512)
@@ -343,7 +345,7 @@ VF_INLINE void put_line(uint8_t *to, const uint8_t *from, bool far)
 #endif
 }
 
-// A fence after far lines makes them visible to other threads.
+// Called after stores with `far`: a fence makes them visible to other threads.
 VF_INLINE void put_lines_end(void)
 {
 #if defined(ENG_ISA_avx512)
@@ -359,7 +361,7 @@ static void turn(uint8_t *to, int64_t to_row, const uint8_t *from, int64_t rows,
                  bool far)
 {
   uint8_t lines[TILE_ROW][LINE] __attribute__((aligned(64)));
-  for (int64_t c = 0; c < columns; c += 16) {   // may transpose unused bytes at the end
+  for (int64_t c = 0; c < columns; c += 16) {   // the last round may transpose unused bytes
     int64_t r = 0;
     for (; r + 16 <= rows; r += 16)
       turn_bytes(lines[c] + r, LINE, from + r * TILE_ROW + c, TILE_ROW);
@@ -419,9 +421,10 @@ VF_INLINE void block_typed(uint8_t *to, const void *x, int64_t at, float factor,
     put_codes(to + v, elements(x, dtype, at + v), f, fraction, by, within);
 }
 
-// Quantizes whole blocks of row r, beginning with column c0. ROW_BLOCKS blocks are measured, then
-// scaled, then written while they are in the first-level cache, which hides the latency of each
-// step. fraction and by are constants where this is inlined.
+// Quantizes `blocks` whole blocks of row r from column c0 on; returns their largest magnitude, as
+// f32 bits. ROW_BLOCKS blocks at a time are measured, then scaled, then written while they are in
+// the first-level cache; working on several blocks hides the latency of each step. dtype, fraction
+// and by are constants where this is inlined.
 VF_INLINE uint32_t row_typed(const side *s, int64_t r, int64_t c0, int64_t blocks, const int dtype,
                              const int fraction, const bool by, const bool within)
 {
@@ -465,7 +468,7 @@ static uint32_t row_of_blocks(const side *s, int64_t r, int64_t c0, int64_t bloc
 typedef struct work {
   side     sides[2];
   int      n;
-  int64_t  high, wide, across;      // rows and columns of a task; tasks side by side
+  int64_t  high, wide, across;      // rows and columns of a task; tasks in one row of tasks
   uint32_t *tops;                   // largest magnitude in each task
 } work;
 
@@ -497,7 +500,7 @@ static void tile_task(const void *context, int64_t task)
   w->tops[task] = top;
 }
 
-// Tall blocks, first pass: magnitudes of pieces of CHUNK rows.
+// Tall blocks, first pass: finds the largest magnitudes of pieces of CHUNK rows.
 static void piece_task(const void *context, int64_t task)
 {
   const side *s = context;
@@ -527,7 +530,7 @@ static void write_task(const void *context, int64_t task)
   }
 }
 
-// Runs a side with tall blocks. *top receives the largest magnitude.
+// Quantizes a side with tall blocks. Raises *top to its largest magnitude, as f32 bits.
 static eng_status run_tall(side *s, bool together, uint32_t *top)
 {
   s->pieces = (smaller(s->high, s->rows) + CHUNK - 1) / CHUNK;
@@ -549,8 +552,8 @@ static eng_status run_tall(side *s, bool together, uint32_t *top)
   return ENG_OK;
 }
 
-// Runs the sides whose blocks fit tiles, in one pass. The body runs for each tile and records its
-// largest magnitude.
+// Quantizes the sides whose blocks fit tiles, in one pass. `body` quantizes one tile and records
+// its largest magnitude. Raises *top to the largest of all, as f32 bits.
 static eng_status run_tiles(work *w, bool together, task_body *body, uint32_t *top)
 {
   const side *s = &w->sides[0];
@@ -607,7 +610,7 @@ static bool fit(work *w)
   return true;
 }
 
-// ---- e5m6: blocks of one row, eight codes in three words
+// ---- e5m6: blocks of one row; three 32-bit words hold eight codes
 
 static void pack_codes(const side *s, int64_t r, int64_t c, const float *factors, int n)
 {
@@ -657,7 +660,7 @@ static eng_status quantize(const op_call *call)
       (turned && !square && call->quantize.flags & QUANTIZE_STOCHASTIC))
     return forward_to_reference(call);
   for (int k = 1; k < 5; k += 3)
-    // Zeroes the scales, because their padding is not written below.
+    // Clears the scales (outputs 1 and 4), because their padding is not written below.
     if (call->out[k]) memset(call->out[k]->data, 0, (size_t)call->out[k]->count * sizeof(float));
   work w = {.n = 1, .sides = {side_of(call, false)}};
   if (turned) {

@@ -1,4 +1,4 @@
-// The operations matmul, linear, mlp_gelu and their gradients' products on the CPU. Turns tensors
+// The CPU kernels of matmul, linear, mlp_gelu, and the products in their gradients. Turns tensors
 // into a gemm_call: transposes become strides, and batch dimensions that B lacks become rows of A.
 // Then `run` picks the path. gemm.h lists the paths and their guarantees. Registered by cpu.c,
 // called through the backend table; owns nothing.
@@ -15,9 +15,10 @@
 #include "rows.h"
 #include "simd.h"
 
-enum { APART_FLOATS = 1 << 20 };   // sums held in f32 at a time for gemm_after
+enum { APART_FLOATS = 1 << 20 };   // about the most f32 sums that onednn_and_after keeps at a time
 
-// Applies gemm_after to rows [i0, i0+rows). Their sums, bias included, are in `sums` [rows x n].
+// Applies gemm_after to rows [i0, i0+rows) of C. `sums` [rows x n] holds their f32 sums, bias
+// included.
 static void finish_apart(const gemm_call *g, const float *sums, int64_t i0, int64_t rows)
 {
 #pragma omp parallel for schedule(static)
@@ -37,7 +38,7 @@ static void finish_apart(const gemm_call *g, const float *sums, int64_t i0, int6
   }
 }
 
-// Runs the product through oneDNN in pieces of rows, and applies gemm_after to each piece while its
+// Runs the product through oneDNN, some rows at a time, and applies gemm_after to them while their
 // sums are in cache.
 static eng_status onednn_and_after(bool *done, const gemm_call *g)
 {
@@ -87,7 +88,7 @@ static void simplify(gemm_call *g)
     g->m *= g->batch[kept];
   }
   g->batch_dims = kept;
-  // A dimension of size 1 never uses its stride. A stride of 1 there selects the faster way to
+  // The stride of a dimension of size 1 is never used. Setting it to 1 selects the faster way to
   // read.
   if (g->k == 1) g->a.column = g->b.row = 1;
   if (g->m == 1 && g->a.column != 1) g->a.row = 1;

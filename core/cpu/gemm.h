@@ -1,5 +1,5 @@
-// Matrix products inside the CPU device. gemm.c turns operations into calls and chooses one of two
-// paths: our own (gemm_packed.c) or oneDNN (gemm_onednn.c).
+// Matrix products inside the CPU device. gemm.c turns each operation into gemm_calls and chooses
+// one of two paths: our own (gemm_packed.c) or oneDNN (gemm_onednn.c).
 //
 //   packed  any mix of f32, f16 and bf16. Operands become f32 while they are packed. Every element
 //           of the result is a chain of f32 fused multiply-adds over k in rising order, rounded
@@ -32,7 +32,7 @@ typedef struct gemm_operand {
 /// with the dtype and layout of C.
 typedef enum gemm_after {
   GEMM_AS_IT_IS,
-  GEMM_GELU,        // C = x; side = gelu_tanh(C), of the rounded x
+  GEMM_GELU,        // C = x; side = gelu_tanh(C), computed from the rounded C
   GEMM_GELU_GRAD,   // C = gelu_tanh'(side) * x, rounded once
 } gemm_after;
 
@@ -74,7 +74,7 @@ bool gemm_onednn_prefers(const gemm_call *call);
 /// written.
 eng_status gemm_onednn(bool *done, const gemm_call *call);
 
-/// Offsets, in elements, of batch number z in A, B and C.
+/// Offsets, in elements, of matrix z (from 0) of the batch in A, B and C.
 typedef struct gemm_offset { int64_t a, b, c; } gemm_offset;
 static inline gemm_offset gemm_offset_of(const gemm_call *g, int64_t z)
 {

@@ -1,7 +1,7 @@
 // The inner parts of a matrix product that gemm_packed.c and attention.c share: the micro-kernel,
-// and the layout step that converts matrices of any format and stride to the f32 layout that it
-// reads. Also the kernel for few rows, which reads a transposed matrix where it lies. Included by
-// gemm_pairs.h; owns nothing.
+// and the layout step that converts matrices of any format and stride to the f32 layout that the
+// micro-kernel reads. Also the kernel for few rows, which reads a transposed B in place, without
+// packing. Included by gemm_pairs.h; owns nothing.
 //
 // A panel is GEMM_NR columns of a matrix B [k x n], stored [k][GEMM_NR]. Unused columns up to the
 // next whole vector hold zeros; columns beyond it are never read.
@@ -132,7 +132,7 @@ VF_INLINE void turn_square(vf *row)
 
 // ------------------------------------------------------------------ few rows, a transposed matrix
 
-// Reads a vector of steps. `left` numbers of k remain from `at` on, or more.
+// Reads a vector of steps of k from address `at`, of which at most `left` numbers may be read.
 typedef vf step_reader(const char *at, int64_t left);
 #define STEP_READER(name, dtype)                  \
   VF_INLINE vf name(const char *at, int64_t left) \
@@ -141,8 +141,8 @@ STEP_READER(read_f32, ENG_f32)
 STEP_READER(read_f16, ENG_f16)
 STEP_READER(read_bf16, ENG_bf16)
 
-// Adds A B to sums [rows x VF_LANES], over the `deep` steps at `column`, the addresses of VF_LANES
-// columns of B.
+// Adds A B over `deep` steps of k to sums [rows x VF_LANES]. column[i] is the address of column i
+// of B; the steps begin `at` bytes after it. Prefetches `ahead` bytes beyond that.
 VF_INLINE void thin_square(step_reader *read, micro_product *product, int64_t left, int deep,
                            const float *a, int64_t a_row, int64_t a_step, int64_t rows,
                            const char *const *column, int64_t at, int64_t ahead, float *sums)
@@ -164,9 +164,9 @@ VF_INLINE void thin_square(step_reader *read, micro_product *product, int64_t le
 }
 
 // sums [rows x VF_LANES] = A B over k, where each column of B is contiguous, and columns are
-// b_column bytes apart. B is transposed in registers, a square at a time. A step takes `numbers`
-// numbers of `size` bytes. Only `wide` columns are read; the other sums have no meaning. read,
-// product, size and numbers are constant where this is inlined.
+// b_column bytes apart. B is transposed in registers, a square at a time. A step of the product
+// takes `numbers` numbers of `size` bytes. Only `wide` columns are read; the other sums have no
+// meaning. read, product, size and numbers are constant where this is inlined.
 VF_INLINE void thin_body(step_reader *read, micro_product *product, const int size,
                          const int numbers, int64_t k, const float *a, int64_t a_row,
                          int64_t a_step, int64_t rows, const char *b, int64_t b_column, int wide,

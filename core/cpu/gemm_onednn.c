@@ -1,5 +1,5 @@
 // Matrix products through oneDNN 2.6 to 3.x: bf16 on processors with AMX (gemm.c gives the reason).
-// The workspace comes from the scratch arena. Called by gemm.c.
+// oneDNN's scratchpad comes from the scratch arena. Called by gemm.c.
 //
 // Numerics of AMX: TDPBF16PS multiplies bf16 exactly, sums in f32 with round to nearest even, takes
 // subnormal inputs as zero and flushes subnormal sums to zero. NaN and infinity propagate. oneDNN
@@ -28,12 +28,12 @@ static dnnl_status_t matmul_create(dnnl_primitive_desc_t *out, dnnl_engine_t on,
 
 enum { LEAST_WORK = 1 << 18 };   // multiply-adds; below this a call costs more than it saves
 
-// The arguments of a product. The key describes the layouts of all but SCRATCH.
+// The arguments of a product. SCRATCH is oneDNN's scratchpad; the key describes the other layouts.
 enum { A, B, C, BIAS, SCRATCH, ARGUMENTS };
 static const int argument[ARGUMENTS] = {
   DNNL_ARG_SRC, DNNL_ARG_WEIGHTS, DNNL_ARG_DST, DNNL_ARG_BIAS, DNNL_ARG_SCRATCHPAD};
 
-// Everything a primitive depends on.
+// Everything that a primitive depends on.
 typedef struct key {
   int64_t m, n, k, threads, c_row;
   int64_t a_row, a_column, b_row, b_column;
@@ -117,20 +117,20 @@ static dnnl_status_t describe(dnnl_memory_desc_t *l, const key *k, const int64_t
 static eng_status describe_all(dnnl_memory_desc_t *l, const key *k)
 {
   const int64_t none[GEMM_BATCH_DIMS] = {0};
-  DNNL_TRY("description of a",
+  DNNL_TRY("describing matrix A",
            describe(&l[A], k, k->a_batch, true, k->m, k->k, k->a_row, k->a_column, k->a_dtype));
-  DNNL_TRY("description of b",
+  DNNL_TRY("describing matrix B",
            describe(&l[B], k, k->b_batch, true, k->k, k->n, k->b_row, k->b_column, k->b_dtype));
-  DNNL_TRY("description of c",
+  DNNL_TRY("describing matrix C",
            describe(&l[C], k, k->c_batch, false, k->m, k->n, k->c_row, 1, k->c_dtype));
   if (k->bias_dtype >= 0)
-    DNNL_TRY("description of the bias",
+    DNNL_TRY("describing the bias",
              describe(&l[BIAS], k, none, true, 1, k->n, k->n, 1, k->bias_dtype));
   return ENG_OK;
 }
 
-// Describes the product to oneDNN. The caller provides the workspace. If key.add, the product is
-// added to c.
+// Creates the primitive descriptor of the product. The caller provides the scratchpad. If key.add,
+// the product is added to C.
 static dnnl_status_t describe_product(dnnl_primitive_desc_t *out, const dnnl_memory_desc_t *l,
                                       const key *k)
 {
@@ -189,11 +189,11 @@ static eng_status execute(const onednn_entry *e, const gemm_call *g, void *scrat
   int n = 0;
   for (int i = 0; i < ARGUMENTS; i++) {
     if (!e->memory[i]) continue;
-    DNNL_TRY("memory", dnnl_memory_set_data_handle(e->memory[i], data[i]));
+    DNNL_TRY("setting an argument of matmul", dnnl_memory_set_data_handle(e->memory[i], data[i]));
     arguments[n++] = (dnnl_exec_arg_t){argument[i], e->memory[i]};
   }
-  DNNL_TRY("matmul", dnnl_primitive_execute(e->primitive[0], onednn_stream, n, arguments));
-  DNNL_TRY("matmul", dnnl_stream_wait(onednn_stream));
+  DNNL_TRY("running matmul", dnnl_primitive_execute(e->primitive[0], onednn_stream, n, arguments));
+  DNNL_TRY("waiting for matmul", dnnl_stream_wait(onednn_stream));
   return ENG_OK;
 }
 

@@ -4,15 +4,15 @@
 //
 // k is cut into pieces of nearly equal size, at most GEMM_KC, and the columns into spans. For each
 // piece and span, B is packed as f32 into panels of GEMM_NR columns (48 for avx512), so that
-// widening f16 or transposing a matrix costs one pass over B, not one per use. Threads own
-// rectangles of C. A thread copies its rows of A as f32 unless they already are f32. Then it runs
-// the micro-kernel, which holds GEMM_MR x GEMM_NR results in registers. Sums stay in f32 until the
-// next piece of k. After the last piece, bias, GELU or the old C is applied, and the results are
-// rounded and stored.
+// widening f16 or transposing a matrix costs one pass over B, not one per use. Each thread computes
+// rectangles of C. It copies its rows of A as f32, unless the micro-kernel can read them in place.
+// Then it runs the micro-kernel, which holds GEMM_MR x GEMM_NR results in registers. Sums stay in
+// f32 until the next piece of k. After the last piece, bias, GELU or the old C is applied, and the
+// results are rounded and stored.
 //
-// If the processor multiplies pairs of bf16 at full speed and both operands are bf16, panels and A
-// hold such pairs instead (gemm_pairs.h). A product with at most GEMM_MR rows, such as a token's
-// during generation, reads a transposed B where it lies. Every sum stays within one thread, so
+// If the processor multiplies pairs of bf16 at full speed and both operands are bf16, panels and
+// rows of A hold such pairs instead (gemm_pairs.h). A product with at most GEMM_MR rows, as when
+// generating one token, reads a transposed B in place. Every sum stays within one thread, so
 // results do not depend on the number of threads. avx2 and avx512 agree bit for bit; the plain
 // build rounds products and sums separately.
 #include "gemm.h"
@@ -25,13 +25,13 @@
 #include "simd.h"
 
 enum {
-  GEMM_KC = 384,               // steps of k at a time, at most
-  // The pieces of k are multiples of this, the same on every instruction set.
+  GEMM_KC = 384,               // the longest piece of k
+  // Every piece of k but the last is a multiple of this, the same on every instruction set.
   GEMM_K_UNIT = 16,
-  GEMM_MC = 128,               // rows of A a thread takes at a time, at most
+  GEMM_MC = 128,               // the most rows of A in a task, before rounding up to GEMM_MR
   GEMM_SERIAL = 1 << 17,       // multiply-adds below which threads cost more than they save
-  // Below this many steps of k, bf16 is multiplied as f32, not as pairs. The choice depends on k
-  // alone, and so does the order of the sums.
+  // With a smaller k, bf16 is multiplied as f32, not as pairs. The choice depends on k alone, and
+  // so does the order of the sums.
   GEMM_PAIRS_K = 128,
 };
 
@@ -63,15 +63,16 @@ static void pack_panel(const part *p, int64_t panel, float *packed)
 // Rows of A as the micro-kernel reads them: element (or word) (i, p) is at i*row + p*step.
 typedef struct rows_of_a { const float *at; int64_t row, step; } rows_of_a;
 
-// Rows [i0, i0+rows): in their tensor if the micro-kernel can read them there, else copied to
-// a_copy, which has room for rows x k floats and padding.
+// Returns rows [i0, i0+rows) of A: in their tensor if the micro-kernel can read them there, else
+// copied to a_copy, which has room for floats_of_a floats.
 static rows_of_a read_rows(const part *p, int64_t i0, int64_t rows, float *a_copy)
 {
   const gemm_operand *a = &p->call->a;
   int64_t origin = p->at.a + i0 * a->row + p->k0 * a->column;
-  // A transposed A stays transposed: [steps][rows].
+  // The row length of a copy that stays transposed: [steps][rows].
   int64_t turned = (rows + VF_LANES - 1) / VF_LANES * VF_LANES;
-  // One vector more than needed, so that rows do not share a cache set.
+  // The row length of any other copy, one vector more than needed, so that rows do not share a
+  // cache set.
   int64_t straight = (p->steps + VF_LANES - 1) / VF_LANES * VF_LANES + VF_LANES;
   bool as_it_lies = p->pairs ? a->row % 2 == 0 && p->k % 2 == 0 : a->dtype == ENG_f32;
   if (a->column == 1 && as_it_lies) {
@@ -87,8 +88,8 @@ static rows_of_a read_rows(const part *p, int64_t i0, int64_t rows, float *a_cop
   return (rows_of_a){a_copy, straight, 1};
 }
 
-// sums + bias, rounded into whole panels of C: the common case. dtype is constant where this is
-// inlined.
+// Stores sums + bias, rounded, in columns [j0, j0 + GEMM_NR) of C: the common case. dtype is
+// constant where this is inlined.
 VF_INLINE void finish_plain(const part *p, const int dtype, const float *sums, int64_t ld,
                             int64_t i0, int64_t rows, int64_t j0)
 {
@@ -197,14 +198,14 @@ VF_INLINE void announce(const void *c, const int writes, int64_t row_bytes, int 
       else __builtin_prefetch((const char *)c + i * row_bytes + at, 0);
 }
 
-// Multiplies rows [i0, i0+rows) by panels [first, end). `a_copy` is the buffer for read_rows.
+// Multiplies rows [i0, i0+rows) of A by panels [first, end). `a_copy` is the buffer for read_rows.
 static void multiply(const part *p, int64_t i0, int64_t rows, int64_t first, int64_t end,
                      float *a_copy)
 {
   const gemm_call *g = p->call;
   rows_of_a a = read_rows(p, i0, rows, a_copy);
-  // Whole panels of f32 with nothing to add go straight into C; others pass through a tile in the
-  // first-level cache.
+  // f32 results with nothing to add are stored straight into C, if they fill whole vectors. Others
+  // pass through p->carried or through a tile in the first-level cache.
   bool plain = g->c_dtype == ENG_f32 && !g->add && !g->bias && g->after == GEMM_AS_IT_IS;
   float tile[GEMM_MR * GEMM_NR] __attribute__((aligned(64)));
   for (int64_t panel = first; panel < end; panel++) {
@@ -213,7 +214,7 @@ static void multiply(const part *p, int64_t i0, int64_t rows, int64_t first, int
         vectors = (columns + VF_LANES - 1) / VF_LANES;
     bool direct = plain && columns % VF_LANES == 0;
     float *c = tile;
-    int64_t ldc = GEMM_NR, step = 0;   // step: as ldc, or 0 if all groups of rows use `tile`
+    int64_t ldc = GEMM_NR, step = 0;   // step: ldc, or 0 if every group of rows reuses `tile`
     if (direct) {
       c = (float *)g->c + p->at.c + i0 * g->c_row + j0;
       ldc = step = g->c_row;
@@ -243,11 +244,11 @@ static void multiply(const part *p, int64_t i0, int64_t rows, int64_t first, int
 
 // ------------------------------------------------------------------ the complete product
 
-// How a product is cut. Each thread has room for its part of A (a_floats).
+// How a product is cut. Each thread has a buffer of a_floats floats for its rows of A.
 typedef struct layout {
-  int64_t k_span, n_span;            // steps and columns packed at once
-  int64_t rows, row_blocks;          // rows of a rectangle; rectangles below each other
-  int64_t column_groups;             // rectangles next to each other
+  int64_t k_span, n_span;            // numbers of k and columns packed at once
+  int64_t rows, row_blocks;          // rows of a rectangle; rectangles along the rows of C
+  int64_t column_groups;             // rectangles along the columns of a span
   int64_t a_floats, b_floats, carried_floats;
 } layout;
 
@@ -257,8 +258,8 @@ static bool by_pairs(const gemm_call *g)
   return g->k >= GEMM_PAIRS_K && pairs_of(g->a.dtype, g->b.dtype);
 }
 
-// The most bytes of B to pack at a time: half of a core's private cache, so that they stay there
-// while A streams past.
+// The most bytes of B to pack at a time: half of a core's L2 cache, so that they stay there while A
+// streams past.
 static int64_t bytes_of_b(void)
 {
   static int64_t known;
@@ -269,7 +270,7 @@ static int64_t bytes_of_b(void)
   return known;
 }
 
-// The floats that read_rows may need for its copy.
+// The number of floats that read_rows may need for its copy of [rows x k] of A.
 static int64_t floats_of_a(const gemm_call *g, int64_t rows, int64_t k)
 {
   if (g->a.dtype == ENG_f32 && g->a.column == 1) return 0;
@@ -369,14 +370,14 @@ static void run_batched(const gemm_call *g, const layout *l, int64_t members, in
 
 // ------------------------------------------------------------------ few rows
 
-// Whether to read a transposed B where it lies. With so few rows, packing it would cost more than
+// Whether to read a transposed B in place. With so few rows, packing it would cost more than
 // multiplying.
 static bool is_thin(const gemm_call *g, int64_t members)
 {
   return members == 1 && g->m <= GEMM_MR && g->b.row == 1 && g->b.column != 1;
 }
 
-// Computes one panel of columns. `all` covers the whole of k; a piece of it has k_span steps.
+// Computes one panel of columns. `all` covers all of k, which is summed in pieces of k_span.
 static void multiply_thin(const part *all, rows_of_a a, int64_t panel, int64_t k_span)
 {
   const gemm_call *g = all->call;

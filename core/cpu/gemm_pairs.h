@@ -1,16 +1,16 @@
 // The inner parts of a bf16 product that multiplies pairs of numbers at once: VDPBF16PS adds
 // a[2p+1] b[2p+1] and then a[2p] b[2p] to an f32. Where a processor runs this instruction at the
-// rate of a plain fused multiply-add, a product takes half the time. The last part chooses between
-// pairs and single numbers. Included by gemm_packed.c and attention.c; owns nothing.
+// rate of a plain fused multiply-add, a product takes half the time. The last section chooses
+// between pairs and single numbers. Included by gemm_packed.c and attention.c; owns nothing.
 //
 // Numerics: products of bf16 are exact, and each of the two sums is rounded to nearest even.
 // Subnormal operands count as zero and subnormal sums become zero, as on AMX: inf times a subnormal
 // is nan here, and a huge number times a subnormal is 0. With ENGINE_PAIRS=off, subnormals keep
 // their values. NaN and infinity propagate.
 //
-// A word holds two bf16 of neighbouring steps of k, the earlier one in its low half; a step past
-// the end is zero. Words are stored as floats whose value has no meaning. A panel of B is
-// [(k+1)/2][GEMM_NR] words.
+// A word holds the bf16 numbers of two neighbouring steps of k, the earlier one in its low half. A
+// step past the end is zero. Words are stored as floats, whose values have no meaning. A panel of B
+// is [(k+1)/2][GEMM_NR] words.
 #pragma once
 
 #include "device/backend.h"
@@ -54,8 +54,8 @@ __attribute__((target("avx512bf16"))) THIN(thin_pairs, read_pairs, pair_product,
 enum { PAIRS_AHEAD = 8 };   // rows to prefetch ahead
 
 // to[p*to_row + j] = the word of source[2p*row + j*column] and source[(2p+1)*row + j*column], for
-// 2p < rows, j < columns, padded with zeros to whole vectors. `columns` is at most GEMM_NR where a
-// panel is filled, any number otherwise.
+// 2p < rows, j < columns, padded with zeros to whole vectors. `columns` is at most GEMM_NR when
+// `to` is a panel; otherwise it has no limit.
 static void lay_out_pairs(float *to, int64_t to_row, const uint16_t *source, int64_t row,
                           int64_t column, int64_t rows, int64_t columns)
 {
@@ -134,8 +134,8 @@ static void lay_out_row_pairs(float *to, int64_t to_row, const uint16_t *source,
 
 // ------------------------------------------------------------------ pairs of f32, rounded
 
-// Rounds n numbers of a row to bf16 and packs neighbours into words, up to a whole vector; `to` may
-// be `from`.
+// Rounds n numbers of a row, n rounded up to whole vectors, to bf16 and packs neighbours into
+// words. `to` may be `from`.
 __attribute__((target("avx512bf16"))) static inline void words_along(float *to, const float *from,
                                                                      int64_t n)
 {
@@ -144,8 +144,8 @@ __attribute__((target("avx512bf16"))) static inline void words_along(float *to, 
                         (__m256i)_mm512_cvtneps_pbh(vf_load(from + j)));
 }
 
-// Rounds the numbers of two rows to bf16 and packs each column into a word, up to a whole vector;
-// `to` may be either row. A missing second row counts as zeros.
+// Rounds n columns of two rows, n rounded up to whole vectors, to bf16 and packs each column into a
+// word. `to` may be either row. A `second` of NULL counts as zeros.
 __attribute__((target("avx512bf16"))) static inline void words_across(float *to, const float *first,
                                                                       const float *second,
                                                                       int64_t n)
@@ -164,7 +164,7 @@ __attribute__((target("avx512bf16"))) static inline void words_across(float *to,
 
 // ---------------------------------------------- pairs or single numbers, on any instruction set
 
-// Whether a product of these formats can be multiplied as pairs here.
+// Whether this build and processor multiply operands of these formats as pairs.
 static inline bool pairs_of(int a, int b)
 {
 #if defined(ENG_ISA_avx512)
@@ -175,7 +175,7 @@ static inline bool pairs_of(int a, int b)
 #endif
 }
 
-// Steps of the micro-kernel over k.
+// The number of steps that the micro-kernel takes over k.
 static inline int64_t steps_of(bool pairs, int64_t k) { return pairs ? (k + 1) / 2 : k; }
 
 static inline micro_kernel *kernel_of(bool pairs, int rows, int vectors)
@@ -196,7 +196,7 @@ static inline thin_kernel *thin_kernel_of(bool pairs, int dtype)
   return dtype == ENG_f32 ? thin_f32 : dtype == ENG_f16 ? thin_f16 : thin_bf16;
 }
 
-// Lays out columns like lay_out: to[p*to_row + j] is number (p, j) of source or, for pairs, the
+// Lays out columns like lay_out: to[p*to_row + j] is element (p, j) of source or, for pairs, the
 // word of steps 2p and 2p+1.
 static inline void lay_out_steps(bool pairs, float *to, int64_t to_row, const void *source,
                                  int dtype, int64_t first, int64_t row, int64_t column,
@@ -212,8 +212,8 @@ static inline void lay_out_steps(bool pairs, float *to, int64_t to_row, const vo
   lay_out(to, to_row, source, dtype, first, row, column, rows, columns);
 }
 
-// Lays out rows of A without transposing them: to[i*to_row + p] is number (i, p) or, for pairs, the
-// word of steps 2p and 2p+1.
+// Lays out rows of A without transposing them: to[i*to_row + p] is element (i, p) or, for pairs,
+// the word of steps 2p and 2p+1.
 static inline void lay_out_rows(bool pairs, float *to, int64_t to_row, const void *source,
                                 int dtype, int64_t first, int64_t row, int64_t column, int64_t rows,
                                 int64_t k)

@@ -6,8 +6,9 @@
 // tells whether a chunk was common. If not, the chunk, still in cache, is read again by a slower,
 // careful pass.
 //   squares    32 lanes of f32 (element i goes to lane i mod 32 on every instruction set), summed
-//              over stripes, then over the chunk, so that few roundings add up. The lanes of a
-//              chunk are folded to a double. Chunks with extreme magnitudes are summed in double.
+//              over stripes of STRIPE elements, then over the chunk, so that few roundings add up.
+//              The lanes of a chunk are folded to a double. Chunks with extreme magnitudes are
+//              summed in double.
 //   order      lanes, chunks, blocks; always the same, whatever the number of threads
 //   histogram  exponents become bytes. The binades that hold most elements are counted by
 //              comparison, the few elements below them one by one. Counts are integers, so any
@@ -127,8 +128,8 @@ VF_INLINE void prefetch(const void *p)
   __builtin_prefetch((const void *)((uintptr_t)p + 8192));
 }
 
-// The tally of n numbers of f32; n is a multiple of LANES, at most CHUNK. With `careful`, inf and
-// nan are counted and excluded from the sums; otherwise they show only in amax.
+// The tally of n f32 numbers; n is a multiple of LANES, at most CHUNK. With `careful`, inf and nan
+// are counted and excluded from the sums; otherwise they show only in amax.
 VF_INLINE tally chunk_f32(const float *g, int n, bool careful)
 {
   enum { V = LANES / VF_LANES };
@@ -244,7 +245,7 @@ VF_INLINE tally chunk_half(const uint16_t *g, int n, bool bf16, bool careful)
   return t;
 }
 
-/// Squares in double, for chunks whose squares do not fit f32; inf and nan are left out.
+/// The sum of squares in double, for chunks whose squares do not fit f32; inf and nan are left out.
 static __attribute__((noinline)) double squares_wide(const void *g, int n, bool bf16)
 {
   double lane[LANES] = {0};
@@ -301,7 +302,7 @@ static __attribute__((noinline)) void count_subnormals(const void *g, int n, boo
 }
 
 #if defined(ENG_ISA_plain)
-/// Exponent bits that an f16 has as f32; 0 for zero.
+/// The exponent bits of an f16 magnitude `a` converted to f32; 0 for zero.
 VF_INLINE uint32_t exponent_f16(uint32_t a)
 {
   return a >= F16_TINY ? (a >= F16_INF ? 255 : (a >> 10) + 112)
@@ -310,7 +311,8 @@ VF_INLINE uint32_t exponent_f16(uint32_t a)
 }
 
 /// Adds the exponents of a chunk of n numbers to `hist`. n: at most CHUNK. t: the chunk's tally.
-/// Counts in four tables, because neighbours often share a bin.
+/// Neighbours often share a bin, so they are counted in four different tables: an increment then
+/// need not wait for the one before.
 static void chunk_histogram(const void *g, int dtype, int n, const tally *t, int64_t *hist)
 {
   uint32_t table[4][256] = {0};
@@ -349,7 +351,7 @@ VF_INLINE int32_t vb_total(vb a)
 {
   return (int32_t)_mm512_reduce_add_epi64(_mm512_sad_epu8((__m512i)a, _mm512_setzero_si512()));
 }
-/// The lanes of a and b narrowed to half their width, which holds their values; in any order.
+/// Narrows the lanes of a and b to half their width, in any order. The values must fit.
 VF_INLINE vh vh_narrowed(vi a, vi b) { return (vh)_mm512_packus_epi32((__m512i)a, (__m512i)b); }
 VF_INLINE vb vb_narrowed(vh a, vh b) { return (vb)_mm512_packus_epi16((__m512i)a, (__m512i)b); }
 #elif defined(ENG_ISA_avx2)
@@ -380,8 +382,8 @@ VF_INLINE vb vb_exponents(vf a, vf b, vf c, vf d)
                      vh_narrowed(vi_shr((vi)c, 23), vi_shr((vi)d, 23)) & 0xFF);
 }
 
-/// Writes to `key` the exponent bits that n numbers have as f32, in any order, padded with zeros to
-/// whole vectors. Returns the number of keys, padding included. f16 is widened exactly: its
+/// Writes to `key` the exponent bits of n numbers converted to f32, in any order, padded with zeros
+/// to whole vectors. Returns the number of keys, padding included. f16 is widened exactly: its
 /// subnormals are normal f32.
 VF_INLINE int exponents(uint8_t *key, const void *g, int dtype, int n)
 {
@@ -408,8 +410,8 @@ VF_INLINE int exponents(uint8_t *key, const void *g, int dtype, int n)
   return filled;
 }
 
-/// Counts the keys with values high, high - 1, .. (`bins` values, down to 1) into bin[key]; returns
-/// how many keys it counted.
+/// Counts the keys high, high - 1, .. (`bins` values, none below 1) into bin[key]. Returns the
+/// number of keys counted.
 VF_INLINE int count_top(const uint8_t *key, int n, int high, int bins, int64_t *bin)
 {
   vb count[8] = {0};   // n / VB_LANES stays below 256, so that no byte overflows
@@ -426,9 +428,9 @@ VF_INLINE int count_top(const uint8_t *key, int n, int high, int bins, int64_t *
   return found;
 }
 
-/// Counts n keys, each at most `high` or 255, into bin[key]; keys 0 and 255 are left out. `left` is
-/// the number of keys in 1..high. The top values are counted by comparison, until so few keys are
-/// left that finding them one by one is faster.
+/// Counts n keys, none of them in high + 1 .. 254, into bin[key]; keys 0 and 255 are left out.
+/// `left` is the number of keys in 1..high. The highest keys are counted by comparison, until few
+/// enough are left that finding them one by one is faster.
 static void count_keys(const uint8_t *key, int n, int high, int left, int64_t *bin)
 {
   enum { FEW = 24 };

@@ -28,9 +28,10 @@ typedef struct rotation {
 typedef double doubles __attribute__((vector_size(64), may_alias, aligned(8)));
 enum { DOUBLES = 8 };
 
-// Multiplies LINE numbers by `root` in f64 and rounds to bf16, without rounding to f32 in between:
-// adding a number 2^45 times as large rounds to the 8 bits of bf16. If a result is not a normal
-// number, bf16_from_f64 computes all of them again.
+// Multiplies LINE numbers by `root` in f64 and rounds them to bf16, without rounding to f32 in
+// between: adding and subtracting a power of two about 2^45 times as large rounds to the 8
+// significant bits of bf16. If a result is neither normal nor 0, bf16_from_f64 computes all of them
+// again.
 static void round_line(uint16_t *to, const double *x, double root)
 {
   uint32_t bits[LINE], odd = 0;
@@ -48,7 +49,7 @@ static void round_line(uint16_t *to, const double *x, double root)
   for (int c = 0; odd && c < LINE; c++) to[c] = bf16_from_f64(x[c] * root);
 }
 
-// Transforms groups of 16 rows of x, in registers.
+// Transforms one group of 16 rows of x, in registers.
 static void transform_16(double (*x)[LINE])
 {
   for (int c = 0; c < LINE; c += DOUBLES) {
@@ -83,8 +84,8 @@ static void transform(double (*x)[LINE], int n)
         }
 }
 
-// to[k][l] = element first + k of line `line` + l, times its sign, for k < deep and l < some. Other
-// lines get zeros.
+// to[k][l] = element first + k of line `line` + l, for k < deep and l < some. In a whole group, it
+// is multiplied by its sign. Other lines get zeros.
 static void load_group(double (*to)[LINE], const rotation *o, int64_t first, int deep, int64_t line,
                        int some, bool whole)
 {
@@ -117,7 +118,7 @@ static void rotate_task(const void *context, int64_t t)
     for (int l = 0; l < lines; l += LINE) {
       int n = (int)smaller(o->n, deep - a);
       load_group(wide, o, a0 + a, n, l0 + l, (int)smaller(LINE, lines - l), n == o->n);
-      double root = n == o->n ? sqrt(1.0 / n) : 1;      // a last incomplete group stays as it is
+      double root = n == o->n ? sqrt(1.0 / n) : 1;      // an incomplete last group stays as it is
       if (n == o->n) transform(wide, n);
       for (int k = 0; k < n; k++)
         if (size == 2) round_line((uint16_t *)tile + (a + k) * MOST + l, wide[k], root);

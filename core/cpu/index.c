@@ -1,7 +1,7 @@
 // Selection by index and its gradients: embedding, gather, index_select; the largest elements:
 // topk, argmax, argmin. Registered by cpu.c, called through the backend table; owns nothing.
 //
-// Elements that are only moved keep every bit, whatever their dtype. Indices are checked before
+// Elements that are only copied keep every bit, whatever their dtype. Indices are checked before
 // anything is written. A gradient sums in f32 all elements of dy that belong to one element of dx,
 // in order of position, and rounds once. Each element of dx belongs to one thread, so no atomics
 // are needed. As in reference_index.c, NaN is the largest element for topk and argmax and the
@@ -15,7 +15,7 @@ enum { SUM_RUN = 32 };
 
 // ------------------------------------------------------------------ indices
 
-/// The indices of a call as i64, checked: the tensor's own memory, or a copy in scratch.
+/// The indices of a call as i64, all in range: the tensor's own memory, or a copy in scratch.
 typedef struct indices {
   const int64_t *at;
   int64_t n;
@@ -173,8 +173,8 @@ static eng_status scatter_rows(const tensor *dx, around a, const tensor *dy, con
   // Fills `order` from the back and so turns the ends into starts.
   for (int64_t k = ids->n - 1; k >= 0; k--) order[--start[ids->at[k]]] = k;
 
-  // With few rows, each row is cut into narrow columns, so that several threads share a frequent
-  // row.
+  // With few rows, each row is cut into pieces of 64 elements, so that several threads can share
+  // the sum of a frequent row.
   bool few = a.outer * a.size < 1024;
   int64_t step = few ? 1 : 32, width = few ? 64 : a.inner;
   int64_t blocks = (a.size + step - 1) / step, chunks = (a.inner + width - 1) / width;
@@ -240,7 +240,7 @@ static void fill_places(int64_t *places, const tensor *small, const tensor *larg
   }
 }
 
-/// How gather and its gradient walk the index [outer x size x inner] over x.
+/// How gather and its gradient iterate over the index [outer x size x inner] and x.
 typedef struct picks {
   around  index, x;
   indices ids;
@@ -355,8 +355,8 @@ static eng_status gather_grad(const op_call *call)
 
 // ------------------------------------------------------------------ topk
 
-/// A number that is greater for a larger x, element i of its row. NaN is the largest, -0 equals +0,
-/// and among equal elements the earlier one has the greater number.
+/// A sort key of x, element i of its row: greater for a larger x. NaN is the largest, -0 equals +0,
+/// and among equal elements the earlier one has the greater key.
 static inline uint64_t rank_of(float x, int64_t i)
 {
   uint32_t bits = f32_bits(x), order;
@@ -368,8 +368,8 @@ static inline uint64_t rank_of(float x, int64_t i)
 
 static inline int64_t place_of(uint64_t rank) { return (int64_t)(0xFFFFFFFFu - (uint32_t)rank); }
 
-/// Puts `rank` into a heap with the smallest rank on top. `hole` is free; everything below it is in
-/// heap order.
+/// Puts the key `rank` into a heap with the smallest key on top. `hole` is free; everything below
+/// it is in heap order.
 static void heap_sink(uint64_t *heap, int64_t n, int64_t hole, uint64_t rank)
 {
   for (;;) {
@@ -383,7 +383,7 @@ static void heap_sink(uint64_t *heap, int64_t n, int64_t hole, uint64_t rank)
   heap[hole] = rank;
 }
 
-/// The k highest ranks of a row into heap [k], highest first.
+/// Writes the k greatest keys (rank_of) of a row to heap [k], greatest first.
 static void top_of_row(uint64_t *heap, int64_t k, const void *x, int dtype, int64_t first,
                        int64_t n)
 {
@@ -395,7 +395,7 @@ static void top_of_row(uint64_t *heap, int64_t k, const void *x, int dtype, int6
     int length = (int)smaller(TILE, n - at);
     const float *tile = tile_load(buffer, x, dtype, first + at, length);
     FOR_VECTORS(i, length, {
-      // Few numbers exceed the smallest of the k so far, so a whole vector is compared first.
+      // Few elements exceed the smallest of the k so far, so a whole vector is compared first.
       vm worse = vf_le(vf_load_n(tile + i, lanes), vf_set1(least));
       uint32_t better = vm_bits(vm_and(vm_first(lanes), vm_not(worse)));
       for (uint32_t left = better; left; left &= left - 1) {
@@ -476,7 +476,7 @@ static int64_t extreme_of_row(const void *x, int dtype, int64_t first, int64_t n
   return place;
 }
 
-/// Does the same as extreme_of_row for columns [at, at + length) of [size x inner].
+/// extreme_of_row for columns [at, at + length) of [size x inner]: sets place[i] for each column.
 static void extreme_of_columns(int32_t *place, const void *x, int dtype, int64_t first, around a,
                                int64_t at, int length, float sign)
 {

@@ -3,8 +3,8 @@
 //
 // Cross entropy reads the logits once: maximum and sum of exponentials together, tile by tile; the
 // probabilities are never stored. With a soft cap, each thread keeps a row of capped logits. The
-// gradient reads the logits once and writes once. Per-row results are summed in double in the order
-// of the rows, so the result does not depend on threads.
+// gradient reads the logits once and writes dlogits once. Per-row results are summed in double in
+// the order of the rows, so the result does not depend on threads.
 #include "simd.h"
 #include "rows.h"
 
@@ -12,7 +12,8 @@ enum { MSE_BLOCK = 32 * TILE };   // elements a thread sums at a time
 
 // ------------------------------------------------------------------ cross entropy
 
-/// Whether every target is a class or ignored; *counted: the number of rows not ignored.
+/// Whether every target is a valid class or the ignored value. Sets *counted to the number of rows
+/// not ignored.
 static bool targets_fit(const op_call *call, int64_t *counted)
 {
   const tensor *targets = call->in[1];
@@ -38,7 +39,7 @@ static double sum_of(const void *x, int dtype, int64_t first, int64_t n)
   return sum;
 }
 
-/// A row's logits, capped: cap * tanh(x / cap), in f32.
+/// Writes a row's capped logits, cap * tanh(x / cap), in f32 to out [classes].
 static void cap_row(float *out, const tensor *x, int64_t first, int64_t classes, double cap)
 {
   float buffer[TILE] __attribute__((aligned(64)));
@@ -108,8 +109,8 @@ static eng_status cross_entropy(const op_call *call)
   return ENG_OK;
 }
 
-/// What a row's gradient needs besides its logits: dlogits = (exp(x - lse) * weight - floor) *
-/// factor. `weight` is 1 + 2 z_loss lse, `floor` the share of smoothing that each class gets.
+/// The constants of a row's gradient: dlogits = (exp(x - lse) * weight - floor) * factor, except at
+/// the target. `weight` is 1 + 2 z_loss lse; `floor` is smoothing / classes.
 typedef struct row_slope { float lse, weight, floor, factor; } row_slope;
 
 VF_INLINE vf slope_of(vf x, const row_slope *r)

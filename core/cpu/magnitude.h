@@ -18,7 +18,7 @@ VF_INLINE uint32_t across(vi a)
 #endif
 }
 
-// A half-word's magnitude as the bits of a float.
+// Converts the magnitude bits of an f16 or bf16 to the bits of the equal f32.
 VF_INLINE uint32_t widened(uint16_t half, int dtype)
 {
   return dtype == ENG_bf16 ? (uint32_t)half << 16 : f32_bits(f16_to_f32(half));
@@ -50,7 +50,7 @@ VF_INLINE uint16_t largest_of_halves(const uint16_t *x, int64_t n)
   return vh_across(vh_larger(a, b));
 }
 
-// The largest magnitude of n elements from `first` on.
+// The largest magnitude of n elements from element `first` on, as f32 bits.
 VF_INLINE uint32_t largest_magnitude(const void *x, int dtype, int64_t first, int64_t n)
 {
   return dtype == ENG_f32 ? largest_of_floats((const float *)x + first, n)

@@ -14,7 +14,8 @@ enum { FITTED_MOST = 128 };   // elements of a block, at most
 static const float e2m1_number[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6,
                                       -0.0f, -.5f, -1, -1.5f, -2, -3, -4, -6};
 
-/// The ue4m3 code of scale number `block`, rounded stochastically if there are random bits.
+/// The ue4m3 code of the scale of block `block` (counted from 0 over the tensor), rounded
+/// stochastically if sr_bits is not 0.
 static uint8_t eden_scale(float scale, int sr_bits, uint64_t counter, int64_t block)
 {
   uint32_t word[4];
@@ -23,7 +24,7 @@ static uint8_t eden_scale(float scale, int sr_bits, uint64_t counter, int64_t bl
   return mx_code_stochastic(scale, mx_uniform(word[block % 4], sr_bits), mx_format_of(ENG_e4m3));
 }
 
-/// Writes the codes, or code * unit in bf16, of n elements from element `at` on.
+/// Writes n elements from element `at` on, as codes or as code value * unit in bf16.
 static void put_fitted(const op_call *call, int64_t at, const uint8_t *code, int n, float unit)
 {
   void *q = call->out[0]->data;
@@ -60,8 +61,8 @@ static void quest_row(const void *context, int64_t row)
   }
 }
 
-/// Writes a block's codes; its scale is corrected later. Adds to the sums of its group. Returns
-/// the value of the scale.
+/// Writes a block's codes and returns the value of its scale, which eden_row corrects later. Adds
+/// the block's terms to the sums of its group.
 static float eden_block(const float *x, int n, float encode, uint8_t *code, double *squares,
                         double *product)
 {

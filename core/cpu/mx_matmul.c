@@ -1,7 +1,7 @@
 // The operation mx_matmul: Blackwell's accumulators (core/base/mx_blackwell.h) on LANES columns at
-// once. A task takes LANES rows of b, and ROWS rows of a at a time; for each group of products it
-// decodes both once. Where a group or a sum holds NaN or Inf, the scalar formula is used. Called
-// through backend.kernel[]; owns nothing.
+// once. A task takes LANES rows of b, and ROWS rows of a at a time. For each group of products it
+// decodes the rows of both once. If a group or a sum holds NaN or Inf, the scalar formula is used.
+// Called through backend.kernel[]; owns nothing.
 #include "base/mx_blackwell.h"
 #include "rows.h"
 #include "simd.h"
@@ -16,8 +16,8 @@ typedef struct product {
   float   alpha;
 } product;
 
-// The numbers of one row that a group of products reads, and their scales. Both are also split into
-// significands and exponents. odd: whether any of them is Inf or NaN.
+// The numbers of one row that a group of products reads, with a scale for each 16 of them. Both are
+// also split into significands and exponents. odd: whether any of them is Inf or NaN.
 typedef struct group {
   float  value[BLACKWELL_MOST], scale[BLACKWELL_MOST / 16];
   double significand[BLACKWELL_MOST], scale_significand[BLACKWELL_MOST / 16];
@@ -48,14 +48,14 @@ static void decode(group *g, const product *p, int side, int64_t row, int64_t k)
   }
 }
 
-// The numbers of LANES rows of b for the same group; the last index of an array is the row.
+// The same for LANES rows of b; the last index of an array is the row.
 typedef struct panel {
   float  value[BLACKWELL_MOST][LANES];
   double significand[BLACKWELL_MOST][LANES], scale_significand[BLACKWELL_MOST / 16][LANES];
   int    exponent[BLACKWELL_MOST][LANES], scale_exponent[BLACKWELL_MOST / 16][LANES], odd;
 } panel;
 
-// c[j] += the sum of the products of `a` and lane j.
+// Adds to each c[j] the products of `a` and lane j of b, rounding as Blackwell does.
 static void add_group(float *c, const product *p, const group *a, const panel *b)
 {
   int terms = p->four ? 4 : 32, zero = blackwell_zero(p->four), exponent[32][LANES], largest[LANES];

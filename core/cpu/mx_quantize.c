@@ -27,12 +27,13 @@ enum {
   INFINITE = 0x7F800000,
 };
 
-// If a scale is at least this, its product with any code of any format is exact in bf16.
+// If a scale is at least this, its product with the value of any code of any format is exact in
+// bf16.
 #define EXACT_UNIT 0x1p-110f
 
 // ------------------------------------------------------------------ what x holds
 
-/// The largest magnitude without NaN, as bits, and the number of NaN.
+/// The largest magnitude of the elements that are not NaN, as f32 bits, and the number of NaN.
 typedef struct found {
   uint32_t top;
   int64_t  nan;
@@ -45,7 +46,7 @@ static void add_element(found *all, float x)
   else if (bits > all->top) all->top = bits;
 }
 
-// Adds n elements of x, from `first` on.
+// Updates *all with n elements of x, from element `first` on.
 static void add_elements(found *all, const void *x, int dtype, int64_t first, int64_t n)
 {
   uint32_t top = largest_magnitude(x, dtype, first, n);
@@ -76,9 +77,9 @@ static void survey_task(const void *context, int64_t t)
 // ------------------------------------------------------------------ rounding
 
 /// The codes of y and their values, rounded to nearest even; with `random`, stochastically by u in
-/// [0, 1), as mx_code_stochastic does. `nan` says whether y may hold NaN. Let 2^e be the power of
-/// two at or below |y|; for subnormals, the lowest normal number. Adding 2^(e + drop) rounds at the
-/// format's step and leaves the significand in the last bits of the sum.
+/// [0, 1), as mx_code_stochastic does. `nan` says whether y may hold NaN. Let 2^e be the largest
+/// power of two not above |y| or, for subnormals, the smallest normal number. Adding 2^(e + drop)
+/// rounds to the format's step and leaves the significand in the last bits of the sum.
 VF_INLINE void encode(vf y, vf u, const bool random, bool nan, const mx_format f, vi *code,
                       vf *value)
 {
@@ -94,7 +95,7 @@ VF_INLINE void encode(vf y, vf u, const bool random, bool nan, const mx_format f
   vf far = (vf)vi_add(binade, vi_set1(least + (drop << 23))), sum = vf_add(a, far),
      v = vf_sub(sum, far);
   vi c = vi_add((vi)sum, vi_shr(binade, drop));
-  if (random) {                                      // truncates what was rounded up
+  if (random) {                                      // undoes rounding up: a is truncated
     vm above = vf_gt(v, a);
     v = vf_select(above, vf_sub(v, (vf)vi_add(binade, vi_set1(least - step))), v);
     c = vi_select(above, vi_sub(c, vi_set1(1)), c);
@@ -119,7 +120,7 @@ typedef struct strip {
   const void *x;             // its elements first .. first + columns - 1
   int      dtype;            // of x
   int64_t  first;
-  int      columns, wide;    // wide: of a block; 0: each column is a block
+  int      columns, wide;    // wide: columns of a block; 0: each column is a block
   const float *factor;       // per block: multiplies its elements before rounding
   const float *unit;         // per block: the value of its scale
   const uint32_t *word;      // random words, or NULL
@@ -156,8 +157,8 @@ VF_INLINE void pair_of(vf pair[2], const float *number, int j, int c, int wide, 
                                               : vf_set1(number[j]);
 }
 
-/// encode_strip for HALVES columns at a time, of bf16; with `values`, the results must be exact.
-/// Returns the number of columns that it has encoded.
+/// encode_strip for a strip of bf16, HALVES columns at a time. With `values`, the results must be
+/// exact. Returns the number of columns that it has encoded.
 VF_INLINE int encode_pairs(void *to, const strip *s, const bool values, const bool each,
                            const mx_format f)
 {
@@ -182,13 +183,13 @@ VF_INLINE int encode_pairs(void *to, const strip *s, const bool values, const bo
         vh_put_bytes((uint8_t *)to + c, (vh)vi_or(low, vi_shl(code[1], 16)));
       }
     }
-    if (c < end) break;              // a last incomplete block
+    if (c < end) break;              // an incomplete last block
   }
   return c;
 }
 
-/// Encodes a strip, rounding to nearest even or, with `random`, stochastically. each: every column
-/// is a block.
+/// Encodes a strip, rounding to nearest even or, with `random`, stochastically. With `each`, every
+/// column is a block.
 VF_INLINE void encode_strip(void *to, const strip *s, const bool values, const bool each,
                             const bool random, const mx_format f)
 {
@@ -248,24 +249,24 @@ static void encode_as(void *to, const strip *s, bool values, int64_t format)
 
 // ------------------------------------------------------------------ tiles
 
-/// One of the two results. `rows` and `columns` are the result's.
+/// One of the two results: x as stored, or transposed. `rows` and `columns` are the result's.
 typedef struct side {
   const op_call *call;
   const void *x;
   int      dtype;            // of x
   int64_t  rows, columns;
-  int64_t  down, wide;       // blocks in a column of blocks, and in a row
+  int64_t  down, wide;       // blocks along a column and along a row of the result
   int64_t  band;             // rows of x in a task
   uint8_t *scale, *q;
   uint8_t *turn_scale, *turn_q;   // square blocks: the transposed copy, of the same elements
   uint64_t random;           // the Philox block of element 0
   mx_format format;
-  float    encode, amax;     // S of NVFP4; the amax of the tensor
+  float    encode, amax;     // NVFP4's S (base/mx.h); the amax of the tensor
   float    factor;
-  found   *found;            // of each task; or NULL
+  found   *found;            // [tasks], or NULL if x has been surveyed before
 } side;
 
-// The largest magnitude of each block in a row, compared by bits: NaN is the largest.
+// Finds the largest magnitude of each block in a row, comparing bits: NaN is the largest.
 VF_INLINE void measure_typed(float *amax, const void *x, const int dtype, int64_t first,
                              int columns, const int wide)
 {
@@ -288,8 +289,8 @@ static void measure_row(float *amax, const void *x, int dtype, int64_t first, in
 #undef MEASURE
 }
 
-// The amax of a block, in a tile that holds NaN: NaN if the block does, unless `finite` leaves NaN
-// out. Counts the NaN.
+// The amax of a block in a tile that holds NaN: NaN if the block holds one, unless `finite` ignores
+// NaN. Updates *all with the block's elements.
 static float amax_of_block(found *all, const void *x, int dtype, int64_t first, int64_t stride,
                              int rows, int columns, bool finite)
 {
@@ -301,7 +302,7 @@ static float amax_of_block(found *all, const void *x, int dtype, int64_t first, 
   return f32_from(finite || !block.nan ? block.top : 0x7FC00000u);
 }
 
-/// mx_scale of whole vectors. Returns false if an amax is near the limits of f32, or NaN.
+/// mx_scale for a vector of blocks. Returns false if an amax is NaN or near the limits of f32.
 VF_INLINE bool mx_scales(vi amax, mx_format f, int64_t rule, vi *code)
 {
   vi bits = amax;
@@ -360,7 +361,7 @@ static void scales_of(const side *s, const float *amax, int n, uint8_t *code, fl
   }
 }
 
-// nvfp4_error of a vector of elements, rounded to e2m1.
+// nvfp4_error of each element of a vector, rounded to e2m1.
 VF_INLINE vf errors_of(vf x, vf factor, vf unit, vf amax, bool squared)
 {
   vf value;
@@ -371,8 +372,8 @@ VF_INLINE vf errors_of(vf x, vf factor, vf unit, vf amax, bool squared)
   return squared ? vf_mul(off, off) : vf_abs(off);
 }
 
-// Four over six, for n blocks of `wide` columns side by side, with `rows` rows of x: their scales,
-// as scales_of gives them.
+// scales_of under the rule "four over six", which chooses between two scales for each block. The n
+// blocks lie side by side in `rows` rows of x.
 static void choose_scales(const side *s, const void *x, int64_t first, int64_t stride, int rows,
                           int columns, const float *amax, int n, uint8_t *code, float *factor,
                           float *unit)
@@ -505,10 +506,10 @@ static void put_row(const side *s, uint8_t *q, int64_t at, const uint8_t *from, 
   else memcpy(q + element_bytes(s) * at, from, (size_t)(element_bytes(s) * n));
 }
 
-// Columns of a tile: whole blocks.
+// Columns of a tile: at most `most`, in whole blocks.
 static int64_t tile_columns(int64_t most, int64_t block) { return most / block * block; }
 
-// A band of rows of x, which become rows of the result.
+// Quantizes a band of rows of x, which become rows of the result.
 static void band_task(const void *context, int64_t t)
 {
   const side *s = context;
@@ -541,8 +542,8 @@ static void band_task(const void *context, int64_t t)
     }
 }
 
-// The largest magnitudes of n columns of x, of `deep` elements each, without NaN under MX_FINITE;
-// fills whole vectors. Returns whether there are NaN.
+// Finds the largest magnitudes of n columns of x, of `deep` elements each; MX_FINITE ignores NaN.
+// Fills whole vectors of amax. Returns whether the columns hold NaN.
 static bool measure_columns(float *amax, const side *s, int64_t first, int deep, int n)
 {
   bool finite = s->call->mx_quantize.flags & MX_FINITE, nan = false, f32 = s->dtype == ENG_f32;
@@ -572,16 +573,16 @@ static bool measure_columns(float *amax, const side *s, int64_t first, int deep,
   return nan;
 }
 
-// quantize_tile for blocks of one row of the result, which are columns of x. Measures and rounds
-// them in the layout of x, so that only the codes or values are transposed afterwards. Rows [r0, r0
-// + rows) and columns [c0, c0 + columns) are the result's. to: [columns x rows], rows MOST elements
-// apart.
+// quantize_tile for blocks of one row of the result, which are parts of columns of x. Measures and
+// rounds them in the layout of x, so that only the codes or values are transposed afterwards. Rows
+// [r0, r0 + rows) and columns [c0, c0 + columns) are the result's. to: [columns x rows], rows MOST
+// elements apart.
 static void quantize_columns(const side *s, int64_t r0, int rows, int64_t c0, int columns,
                              uint8_t *to)
 {
   const typeof(s->call->mx_quantize) *a = &s->call->mx_quantize;
   int wide = (int)a->block_columns, blocks = (columns + wide - 1) / wide;
-  uint8_t code[MOST][MOST];                             // of each block and row
+  uint8_t code[MOST][MOST];                             // scales: [blocks][rows]
   for (int j = 0; j < blocks; j++) {
     int deep = (int)smaller(wide, columns - j * wide);
     int64_t first = (c0 + j * wide) * s->rows + r0;
@@ -611,7 +612,7 @@ static void pack_rows(uint8_t *tile, int rows)
       tile[k * MOST + c] = (uint8_t)(tile[2 * k * MOST + c] | tile[(2 * k + 1) * MOST + c] << 4);
 }
 
-// A band of rows of x, which become columns of the result.
+// Quantizes a band of rows of x, which become columns of the result.
 static void turned_task(const void *context, int64_t t)
 {
   const side *s = context;
@@ -698,8 +699,8 @@ static eng_status mx_quantize(const op_call *call)
   memset(part, 0, (size_t)bytes);
   float *amax = call->out[2]->data;
   int64_t *nan = call->out[5]->data;
-  // NVFP4's scales need the amax of the whole tensor, so a pass of its own finds it first, as for
-  // the rules of mx_fitted.h. With the other rules, the quantizing pass finds it.
+  // NVFP4's scales need the amax of the whole tensor, so a separate pass finds it first; so do the
+  // rules of mx_fitted.h. With the other rules, the quantizing pass finds it.
   bool fitted = mx_is_fitted(a->rule), before = fitted || (mx_is_nvfp4(a->rule) && !call->in[1]);
   if (before) {
     run_tasks(pieces, together, survey_task, &(survey){.x = x, .part = part});

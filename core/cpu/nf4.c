@@ -1,6 +1,6 @@
 // The operations nf4_quantize and nf4_dequantize. Called through backend.kernel[]; owns nothing but
-// scratch during a call. A task takes CHUNK blocks. With double quantization, a single thread
-// quantizes the absmaxes, one for each block. f64 goes to the reference.
+// scratch during a call. A task takes CHUNK blocks. With double quantization, a single thread then
+// quantizes the absmaxes of all blocks. f64 goes to the reference.
 #include "base/nf4.h"
 #include "rows.h"
 #include "simd.h"
@@ -9,7 +9,7 @@
 enum { CHUNK = 16, MOST = 4096 };
 
 typedef struct blocks {
-  const tensor *x;          // what nf4_quantize reads or nf4_dequantize writes
+  const tensor *x;          // the input of nf4_quantize or the output of nf4_dequantize
   int64_t  size;
   uint8_t *q;
   float   *absmax;
@@ -50,7 +50,7 @@ static void quantize_task(const void *context, int64_t t)
   }
 }
 
-// The codes and groups of n absmaxes.
+// Quantizes n absmaxes: writes their codes, the scale of each group, and the offset.
 static eng_status quantize_absmaxes(const op_call *call, const float *absmax, int64_t n)
 {
   uint8_t *code = call->out[2]->data, *nearest = arena_alloc(ARENA_SCRATCH, 1 << 16);

@@ -28,7 +28,7 @@ static const float *vector_f32(float *buffer, const tensor *v, int64_t n, float 
 
 // ------------------------------------------------------------------ forward
 
-// A ratio of variance to squared mean. Below it, an error in a tile's sum would show in y.
+// Limit of variance / mean^2. Below it, an error in a tile's sum would show in y.
 static const double NARROW = 1e-4;
 
 /// Mean and mean square deviation, in double, of a row whose f32 sums overflow, a row with Inf or
@@ -66,8 +66,8 @@ static void normalise(const float *x, const float *weight, const float *bias, fl
   }
 }
 
-// Additions of n elements from `first` on, in one narrow format (a constant). They round
-// intermediate values to that format by storing and loading them again.
+// The next two functions add n elements from `first` on, in one narrow format (a constant). They
+// round intermediate values to that format by storing and loading them again.
 
 /// sum = a + b; `row` [n] receives that sum in f32.
 VF_INLINE void sum_narrow(float *row, void *sum, const void *a, const void *b, const int dtype,
@@ -135,7 +135,7 @@ static inline __attribute__((always_inline))
 eng_status norm(const op_call *call, bool centred, bool adds)
 {
   if (!all_fast(call)) return forward_to_reference(call);
-  const int next = adds ? 2 : 1;   // first input after x and branch, output after y and sum
+  const int next = adds ? 2 : 1;   // index of the input after x and branch, the output after sum
   const tensor *x = call->in[0], *bias = centred ? call->in[next + 1] : NULL, *y = call->out[0];
   tensor *means = centred ? call->out[next] : NULL, *rstds = call->out[next + centred];
   int64_t n = row_length(x), rows = row_count(x), room = padded(n);

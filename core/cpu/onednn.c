@@ -1,11 +1,11 @@
-// oneDNN's engine and stream, and the table of built primitives. A primitive is built once for
-// every combination of shape, strides, formats and thread count and kept, so training builds none
-// after its first step. Owns the table. See onednn.h.
+// oneDNN's engine and stream, and the table of built primitives. A primitive is built once for each
+// combination of shape, strides, formats and thread count, and kept in the table. So training
+// builds none after its first step. Owns the table. See onednn.h.
 #include "onednn.h"
 
 #include <string.h>
 
-enum { TABLE_SIZE = 1024 };   // entries, a power of two; emptied when three quarters are taken
+enum { TABLE_SIZE = 1024 };   // entries, a power of two; emptied when three quarters are in use
 
 dnnl_engine_t onednn_engine;
 dnnl_stream_t onednn_stream;
@@ -15,14 +15,15 @@ static int          entries;
 
 eng_status onednn_failed(const char *what, dnnl_status_t status)
 {
-  return error_set(ENG_ERR_LIBRARY, "oneDNN: %s failed with status %d", what, (int)status);
+  return error_set(ENG_ERR_LIBRARY, "oneDNN: %s failed with dnnl_status_t %d", what, (int)status);
 }
 
 eng_status onednn_open(void)
 {
   if (onednn_engine) return ENG_OK;
-  DNNL_TRY("engine", dnnl_engine_create(&onednn_engine, dnnl_cpu, 0));
-  DNNL_TRY("stream", dnnl_stream_create(&onednn_stream, onednn_engine, dnnl_stream_default_flags));
+  DNNL_TRY("creating the CPU engine", dnnl_engine_create(&onednn_engine, dnnl_cpu, 0));
+  DNNL_TRY("creating the stream",
+           dnnl_stream_create(&onednn_stream, onednn_engine, dnnl_stream_default_flags));
   return ENG_OK;
 }
 

@@ -1,5 +1,5 @@
-// What the users of oneDNN 2.6 to 3.x share: its two APIs under one set of names, and the table of
-// built primitives. Included by gemm_onednn.c and conv_onednn.c.
+// Shared by gemm_onednn.c and conv_onednn.c, which use oneDNN 2.6 to 3.x: its two APIs under one
+// set of names, and the table of built primitives.
 #pragma once
 
 #include <oneapi/dnnl/dnnl.h>
@@ -7,9 +7,9 @@
 #include "base/error.h"
 #include "device/backend.h"
 
-// The functions that differ between oneDNN 2 and 3. Version 2 keeps a memory descriptor in the
-// caller's struct and describes an operation before it makes the primitive descriptor. Version 3
-// allocates memory descriptors and needs one call for an operation.
+// The functions that differ between oneDNN 2 and 3. In version 2, a memory descriptor is a struct
+// of the caller, and a primitive descriptor is made from an operation descriptor. In version 3,
+// oneDNN allocates memory descriptors, and one call makes a primitive descriptor.
 #if DNNL_VERSION_MAJOR >= 3
 typedef const_dnnl_memory_desc_t layout_view;
 static inline layout_view view(const dnnl_memory_desc_t *l) { return *l; }
@@ -43,12 +43,13 @@ typedef struct onednn_entry {
   unsigned char    key[ONEDNN_KEY];
   dnnl_primitive_t primitive[ONEDNN_PRIMITIVES];
   dnnl_memory_t    memory[ONEDNN_MEMORIES];
-  int64_t          bytes[ONEDNN_MEMORIES];   // of memory that the owner allocates for a call
+  int64_t          bytes[ONEDNN_MEMORIES];   // size of each memory that a call allocates, else 0
 } onednn_entry;
 
 extern dnnl_engine_t onednn_engine;
 extern dnnl_stream_t onednn_stream;
 
+/// Sets the error LIBRARY: oneDNN's step `what` failed.
 eng_status onednn_failed(const char *what, dnnl_status_t status);
 /// Creates the engine and the stream, once.
 eng_status onednn_open(void);
@@ -59,8 +60,8 @@ eng_status onednn_open(void);
 onednn_entry *onednn_find(const void *key, size_t bytes);
 void          onednn_take(onednn_entry *e, const void *key, size_t bytes);
 
-/// A format's number in oneDNN; dnnl_data_type_undef for formats other than f32, f16 and bf16.
+/// oneDNN's constant for a dtype; dnnl_data_type_undef for dtypes other than f32, f16 and bf16.
 int onednn_format(int dtype);
 
-/// Attributes with which the caller provides the workspace.
+/// Creates attributes that make the caller provide the scratchpad.
 dnnl_status_t onednn_attributes(dnnl_primitive_attr_t *out);

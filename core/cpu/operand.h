@@ -16,7 +16,7 @@ typedef struct operand {
   int64_t shape[ENG_MAX_DIMS], stride[ENG_MAX_DIMS];    // elements
 } operand;
 
-/// Adds a dimension outside the others, merged with the last one if they are contiguous.
+/// Appends an outer dimension, merged with the outermost one so far if the two are contiguous.
 static inline __attribute__((unused)) void operand_append(operand *o, int64_t size, int64_t stride)
 {
   int k = o->ndim - 1;
@@ -52,7 +52,7 @@ static inline __attribute__((unused)) operand operand_of(const tensor *x, const 
   return o;
 }
 
-/// The position of an element-by-element walk over an operand.
+/// A position in an operand during an iteration over its elements.
 typedef struct cursor {
   int64_t index[ENG_MAX_DIMS], offset;                  // offset in elements from data
 } cursor;
@@ -68,7 +68,7 @@ static inline __attribute__((unused)) cursor cursor_at(const operand *o, int64_t
   return c;
 }
 
-/// Advances by n elements, at most to the end of the innermost run.
+/// Advances by n elements, at most to the end of the innermost dimension.
 static inline __attribute__((unused)) void cursor_advance(cursor *c, const operand *o, int64_t n)
 {
   c->index[0] += n;
@@ -98,7 +98,7 @@ static inline __attribute__((unused)) const float *operand_load(const operand *o
   return buffer;
 }
 
-/// operand_load for an operand of one byte per element (bool, u8), not converted.
+/// operand_load for an operand of one byte per element (bool, u8), without conversion.
 static inline __attribute__((unused)) const uint8_t *operand_load_bytes(const operand *o,
                                                                         uint8_t *buffer,
                                                                         int64_t first, int n)
@@ -116,13 +116,13 @@ static inline __attribute__((unused)) const uint8_t *operand_load_bytes(const op
   return buffer;
 }
 
-/// The numbers in the formula of an elementwise call.
+/// The scalar parameters of an elementwise formula.
 typedef struct numbers {
   int      op;
   float    a, b;
   double   exponent;
   uint64_t seed, counter;    // Philox
-  int32_t  least;            // smallest word >> 8 that keeps its element
+  int32_t  least;            // dropout keeps an element if its random word >> 8 is at least this
 } numbers;
 
 /// An elementwise call: operands, outputs and formula.

@@ -21,8 +21,8 @@
 
 // ------------------------------------------------------------------ the factor on gradients
 
-/// Multiplication by a double factor in f32. A factor that is a subnormal f32 or beyond f32 is
-/// applied in two steps, the first of them an exact power of two.
+/// Multiplication by a double factor in f32. A factor of 2^127 or more, or below 2^-126, is applied
+/// in two steps; the first one multiplies by a power of two.
 typedef struct scaling { float first, second; } scaling;
 
 static scaling scaling_of(double factor)
@@ -80,7 +80,8 @@ static rule rule_of(const eng_update *u, const eng_hyper *h)
 // without a momentum buffer, with one, and for the first update of that buffer.
 enum { LOOP_SGD, LOOP_MOMENTUM, LOOP_MOMENTUM_STARTS, LOOP_ADAM, LOOP_LION };
 
-// What a loop does besides the update: nothing; norms; norms, spike_clip and update_clip.
+// What a loop does besides the update. PLAIN: nothing. WITH_NORMS: norms. LIMITED: norms,
+// spike_clip and update_clip.
 enum { PLAIN, WITH_NORMS, LIMITED };
 
 /// Updates one vector of elements: weight p, gradient g, moments m and v.
@@ -100,7 +101,8 @@ VF_INLINE void advance(int loop, int extra, const rule *r, vf *p, vf g, vf *m, v
 
   if (loop == LOOP_ADAM) {
     *p = vf_mul(*p, vf_set1(r->keep));
-    // Moves m toward g by gain1 of their distance, starting from the one nearer to the result.
+    // Moves m toward g by gain1 of their distance, computed from whichever of m and g is nearer to
+    // the result, as PyTorch's lerp does.
     vf way = vf_sub(g, *m);
     *m = r->gain1 < 0.5f ? vf_add(*m, vf_mul(vf_set1(r->gain1), way))
                          : vf_add(g, vf_mul(vf_set1(r->gain1 - 1.0f), way));
@@ -130,9 +132,9 @@ VF_INLINE void ahead(const void *p)
   __builtin_prefetch((const void *)((uintptr_t)p + 1024));
 }
 
-/// Sums of squares, in this many lanes on every instruction set: f32 within SUM_TILES tiles, then
-/// f64. A change below 1e-19 counts as 0. Second moments are multiplied by V_UNIT, which keeps the
-/// squares of typical values in f32's range.
+/// Sums of squares use LANES lanes on every instruction set: f32 within SUM_TILES tiles, then f64.
+/// The square of a change below 1e-19 is subnormal and loses bits. Second moments are multiplied by
+/// V_UNIT, which keeps the squares of typical values in f32's range.
 enum { LANES = 16, SUM_TILES = 4 };
 #define V_UNIT 0x1p40f
 
@@ -140,7 +142,8 @@ typedef struct squares { vf of[ENG_NORMS][LANES / VF_LANES]; } squares;
 
 VF_INLINE void add_square(vf *sum, vf x) { *sum = vf_fma(x, x, *sum); }
 
-/// Updates VF_LANES elements from `at`, of which only `count` exist.
+/// Updates the vector of elements at p, g, m and v, of which only the first `count` exist. Its
+/// squares go to vector `lane` of the sums.
 VF_INLINE void step_at(int loop, int extra, const rule *r, float *p, const float *g, float *m,
                        float *v, int count, squares *sum, int lane)
 {
@@ -326,7 +329,7 @@ static void update_block(const param_span *s, const rule *given, const eng_updat
 {
   rule own = *given;
   const rule *r = &own;
-  // This layer has a relative scale, or its gradient is clipped.
+  // s->scale is not 1 if the layer has a relative scale, or its gradient is clipped.
   if (s->scale != 1) own.scale = scaling_of(u->gradient_factor / s->scale);
   const int extra = u->spike_clip > 0 || u->update_clip > 0 ? LIMITED : norms ? WITH_NORMS : PLAIN;
   run_function *run = runs[loop_of(s, r, u->kind)][extra];

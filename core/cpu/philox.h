@@ -26,7 +26,7 @@ VF_INLINE void multiply_(vu a, uint32_t factor, vu *low, vu *high)
 #endif
 }
 
-// Interleaves within 128-bit parts.
+// Interleave words of 32 or 64 bits within each 128-bit part.
 #if defined(ENG_ISA_avx512)
 VF_INLINE vu low32_(vu a, vu b)  { return (vu)_mm512_unpacklo_epi32((__m512i)a, (__m512i)b); }
 VF_INLINE vu high32_(vu a, vu b) { return (vu)_mm512_unpackhi_epi32((__m512i)a, (__m512i)b); }
@@ -44,12 +44,12 @@ VF_INLINE vu low64_(vu a, vu b)  { return (vu){a[0], a[1], b[0], b[1]}; }
 VF_INLINE vu high64_(vu a, vu b) { return (vu){a[2], a[3], b[2], b[3]}; }
 #endif
 
-/// The words of VF_LANES consecutive blocks from `counter` on: 4 * VF_LANES words in order. `high2`
-/// and `high3` are words 2 and 3 of Philox's counter.
+/// Stores in `word` the 4 * VF_LANES words of VF_LANES consecutive blocks from `counter` on, in
+/// order. `high2` and `high3` are words 2 and 3 of Philox's counter.
 VF_INLINE void philox_vectors_at(uint32_t *word, uint64_t seed, uint64_t counter, uint32_t high2,
                                  uint32_t high3)
 {
-  // Lane l computes the block that the final interleaving moves to that lane's words.
+  // Lane l computes block place[l], so that the final interleaving puts all words in order.
   enum { PARTS = VF_LANES / 4 };
   vu place;
   for (int l = 0; l < VF_LANES; l++) place[l] = (uint32_t)(PARTS * (l % 4) + l / 4);

@@ -1,7 +1,7 @@
 // Max and average pooling of images [N x H x W x C], and their gradients. A task is one row of the
-// output; the innermost loops run over channels. Gradients gather: an element of dx sums the
-// windows that contain it, in rising order, so nothing is written twice. Sums are f32, rounded
-// once. Registered by cpu.c; owns nothing.
+// output; the innermost loops run over channels. Gradients gather: an element of dx is the sum over
+// the windows that contain it, in rising order, so no two tasks write the same element. Sums are
+// f32, rounded once. Registered by cpu.c; owns nothing.
 #include "base/pool_windows.h"
 #include "rows.h"
 #include "simd.h"
@@ -12,7 +12,7 @@ typedef struct pooling {
   pool_side side[2];                  // H, W
   int64_t   channels;
   const tensor *large, *small;        // the images [N x H x W x C] and the pooled ones
-  int32_t  *cell;                     // max pooling: the place of each maximum, in small's shape
+  int32_t  *cell;                     // max pooling: each maximum's position in its window
 } pooling;
 
 static int64_t place(const tensor *x, int64_t n, int64_t i, int64_t j)
@@ -41,7 +41,8 @@ static void add_where(float *restrict sum, const float *restrict x, const int32_
   for (int i = 0; i < n; i++) sum[i] += at[i] == cell ? x[i] : 0.0f;
 }
 
-/// Pools channels [c, c + length) of one window.
+/// Computes channels [c, c + length) of output (n, i, j). In `cell`, a maximum's position in its
+/// window is row * kernel width + column, both from 0 and with padding counted.
 static void pool_window(const pooling *p, int64_t n, int64_t i, int64_t j, int64_t c, int length)
 {
   float buffer[TILE] __attribute__((aligned(64))), out[TILE] __attribute__((aligned(64)));
@@ -67,7 +68,7 @@ static void pool_window(const pooling *p, int64_t n, int64_t i, int64_t j, int64
   floats_to(p->small->data, p->small->dtype, to, out, length);
 }
 
-/// Computes the gradient of channels [c, c + length) of one cell.
+/// Computes channels [c, c + length) of dx at (n, h, w).
 static void pool_cell(const pooling *p, int64_t n, int64_t h, int64_t w, int64_t c, int length)
 {
   float buffer[TILE] __attribute__((aligned(64))), out[TILE] __attribute__((aligned(64))) = {0};

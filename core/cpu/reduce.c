@@ -1,9 +1,9 @@
 // Sum, mean, max and min over any dimensions of any strides, and the gradient of max and min. f64
 // and integers go to the reference kernels. Called through backend.kernel[]; owns nothing.
 //
-// Order of a sum: f32 lanes within a tile (or FLUSH rows), then the tiles of a piece in order, then
-// the pieces in order, both in double. The cut into pieces depends only on the shape, never on the
-// threads. Max and min: NaN wins; the choice between -0 and +0 is unspecified.
+// A sum is taken in a fixed order: in f32 lanes within a tile (or FLUSH rows), then over the tiles
+// of a piece and over the pieces, both in double. The cut into pieces depends only on the shape,
+// never on the threads. Max and min: a NaN gives NaN; the choice between -0 and +0 is unspecified.
 #include "operand.h"
 #include "simd.h"
 #include "tasks.h"
@@ -11,12 +11,12 @@
 enum {
   PIECE = 64 * TILE,   // elements of one result that one task reduces
   PIECE_ROWS = 256,    // rows that one task reduces, if results are adjacent
-  FLUSH = 32,          // rows added in f32 before the sum goes into double
+  FLUSH = 32,          // rows added in f32 before their sum is added to the double
 };
 
 typedef enum rule { SUM, MAX, MIN } rule;
 
-/// A reduction as two walks over x: one over the dimensions that are kept, one over those reduced.
+/// A reduction. `kept` covers the dimensions of x that are kept, `gone` those that are reduced.
 typedef struct reduction {
   operand kept, gone;            // both point into the data of x
   int64_t results, each;         // number of results, elements in each
@@ -216,7 +216,7 @@ static int64_t result_offset(const tensor *y, const tensor *x, uint64_t mask, in
   return offset;
 }
 
-/// A call of extreme_grad: the walks over x and over dx, which has the shape of x.
+/// A call of extreme_grad. `from` describes x; `into` describes dx, which has the shape of x.
 typedef struct extreme_call {
   const op_call *call;
   reduction from, into;
@@ -234,7 +234,7 @@ static void extreme_grad_task(const void *context, int64_t result)
   int64_t from = cursor_at(&e->from.kept, result).offset,
           into = cursor_at(&e->into.kept, result).offset, equals = 0;
   bool nan = f32_is_nan(extreme);
-  for (int pass = 0; pass < 2; pass++) {   // count, then share
+  for (int pass = 0; pass < 2; pass++) {   // counts the equal elements, then shares dy
     cursor cx = cursor_at(&e->from.gone, 0), cdx = cursor_at(&e->into.gone, 0);
     for (int64_t i = 0; i < e->from.each; i++) {
       float value = get(x->data, x->dtype, from + cx.offset);

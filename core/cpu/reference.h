@@ -1,5 +1,5 @@
-// Helpers shared by the reference kernels: walking over strided tensors, dense copies in double,
-// and the scratch memory for them. Included only by reference*.c.
+// Helpers shared by the reference kernels: iteration over strided tensors (walk), dense copies in
+// double, and the scratch memory for them. Included only by reference*.c.
 //
 // The pattern of most kernels: read every input into a dense array of doubles, compute with plain
 // loops, write the result back with one rounding. Integers go through int64 and wrap.
@@ -13,10 +13,10 @@
 
 enum { WALK_TENSORS = 5 };
 
-/// Row-major steps through a shape. Keeps the element offset of each tensor of the walk.
+/// An iteration over a shape in row-major order. Keeps the current offset in each of its tensors.
 typedef struct walk {
   int     ndim;
-  int     n;                                      // tensors walked
+  int     n;                                      // number of tensors
   int64_t shape[ENG_MAX_DIMS], index[ENG_MAX_DIMS];
   int64_t stride[WALK_TENSORS][ENG_MAX_DIMS];     // elements
   int64_t at[WALK_TENSORS];                       // offset of the current element of each tensor
@@ -27,7 +27,7 @@ walk walk_over(int ndim, const int64_t *shape);
 /// Adds `x` to the walk. Its dimensions align with the last dimensions of the shape; a dimension of
 /// size 1 is broadcast.
 void walk_add(walk *w, const tensor *x);
-/// Adds an array with these strides to the walk (one stride per dimension of the shape).
+/// Adds an array with these strides, in elements, to the walk: one per dimension of the shape.
 void walk_add_strides(walk *w, const int64_t *stride);
 /// A walk over the shape of output 0 of an elementwise call. Its tensors are the inputs, then the
 /// output; none may be absent.
@@ -59,7 +59,7 @@ eng_status workspace_close(workspace *w);
 
 // ------------------------------------------------------------------ elements
 
-/// Element `at` of x, counted in memory.
+/// The element of x at offset `at`, in elements from x->data.
 static inline double load_at(const tensor *x, int64_t at)
 {
   return tensor_load(x->data, x->dtype, at);
@@ -78,8 +78,8 @@ static inline void store_int_at(const tensor *x, int64_t at, int64_t value)
 }
 /// Copies one element: bit for bit when the formats agree, else rounded once.
 void element_copy(const tensor *to, int64_t to_at, const tensor *from, int64_t from_at);
-/// Whether the element of x at offset a is greater (sign 1) or less (sign -1) than the one at b.
-/// Either way a NaN beats every number; -0 equals +0.
+/// Whether the element of x at offset a is greater (sign 1) or less (sign -1) than the one at
+/// offset b. With either sign, a NaN beats every number; -0 equals +0.
 bool element_beats(const tensor *x, int64_t a, int64_t b, int sign);
 /// A double that rounds to every float format as the integer itself would.
 double double_from_int(int64_t value, int target_dtype);
@@ -98,7 +98,7 @@ double silu_slope(double x);
 
 // ------------------------------------------------------------------ kernels
 
-// reference_<name> for every operation with a kernel; a missing one fails at link time.
+// Declares reference_<name> for every operation with a kernel; a missing one fails at link time.
 #define REFERENCE_ANY(name)  op_kernel reference_##name;
 #define REFERENCE_ROWS(name) op_kernel reference_##name;
 #define REFERENCE_VIEW(name)

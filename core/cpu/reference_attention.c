@@ -3,8 +3,8 @@
 // reference.h.
 //
 // Edge cases: a row that sees no key has y = 0, lse = -inf and entropy 0, and gives no gradient to
-// k and v. A score that is inf or NaN makes y and lse of its row NaN, as do scores that are all
-// -inf; a single -inf only gets the weight 0.
+// k and v. A score of +inf or NaN makes y and lse of its row NaN, and so do scores that are all
+// -inf. Otherwise, a score of -inf has the weight 0.
 #include "reference.h"
 
 #include <math.h>
@@ -27,7 +27,7 @@ static sizes sizes_of(const op_call *call)
   return s;
 }
 
-// First element of head h at time t in a dense [B x times x heads x D].
+// The index of the first element of head h at time t in a dense [B x times x heads x D].
 static int64_t vector_at(const sizes *s, int64_t times, int64_t heads, int64_t b, int64_t t,
                          int64_t h)
 {
@@ -133,7 +133,7 @@ eng_status reference_attention_grad(const op_call *call)
   return workspace_close(&space);
 }
 
-// Rotates pair i of every head by the angle (first position + t) * frequency of i.
+// Rotates pair i of every head at time t by the angle (first position + t) * frequency of pair i.
 eng_status reference_rope(const op_call *call)
 {
   const tensor *y = call->out[0];

@@ -18,8 +18,8 @@
 typedef double  binary_float(double a, double b);
 typedef int64_t binary_int(int64_t a, int64_t b);
 
-// y = float_rule(a, b), or int_rule(a, b) on integers: for arithmetic, if the result is an integer;
-// for comparisons, if both inputs are.
+// y = float_rule(a, b). If there is an int_rule, it is used instead in arithmetic with an integer
+// result, and in comparisons of two integers.
 static eng_status map_two(const op_call *call, binary_float *float_rule, binary_int *int_rule,
                           bool compares)
 {
@@ -164,7 +164,7 @@ eng_status reference_unary_grad(const op_call *call)
   return ENG_OK;
 }
 
-// ------------------------------------------------------------------ one input and numbers
+// ------------------------------------------------------------------ one input and scalars
 
 eng_status reference_affine(const op_call *call)
 {
@@ -204,7 +204,7 @@ eng_status reference_clamp(const op_call *call)
     double bounded = value < low ? low : value;
     bounded = bounded > high ? high : bounded;
     if (bounded != value && !f64_is_nan(value)) store_at(y, w.at[1], bounded);
-    else element_copy(y, w.at[1], x, w.at[0]);   // every bit, also of wide integers
+    else element_copy(y, w.at[1], x, w.at[0]);   // keeps every bit, also of 64-bit integers
   }
   return ENG_OK;
 }

@@ -147,7 +147,8 @@ typedef struct matrix {
   fp8_scales     at;
 } matrix;
 
-// q as an operand. along_k: the product sums over the second stored dimension, else over the first.
+// Describes q as an operand. With along_k, the product sums over q's second dimension in memory,
+// else over the first.
 static matrix matrix_of(const tensor *q, const tensor *scale, bool along_k, int64_t block_rows,
                         int64_t block_columns)
 {
@@ -169,7 +170,7 @@ static float value_at(const matrix *m, int64_t i, int64_t k)
   return fp8_to_f32(m->data[i * m->i_stride + k * m->k_stride], m->fraction);
 }
 
-// The sum of n products, beginning with step k, by the given model of the accumulator.
+// The sum of the products of steps [k, k + n), by the given model of the accumulator.
 static double accumulate(const matrix *a, const matrix *b, int model, int64_t i, int64_t j,
                          int64_t k, int64_t n)
 {

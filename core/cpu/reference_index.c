@@ -23,12 +23,12 @@ eng_status reference_concat(const op_call *call)
   return ENG_OK;
 }
 
-// ------------------------------------------------------------------ picking
+// ------------------------------------------------------------------ selection by index
 
-// Selection by index takes `small` from `large`: y from x, or dy from dx. Along one dimension the
-// position in `large` is an index; along the others it is the position in `small`. gather has an
-// index for each element of `small`; the other operations have one for each position along the
-// dimension.
+// `small` is y and `large` is x, or dy and dx in a gradient. Each element of `small` corresponds to
+// one of `large`. Along one dimension, its position in `large` is given by an index; along the
+// others, it is the same in both. gather has an index for each element of `small`; the other
+// operations have one for each position along the dimension.
 
 // Checks all indices against the size of the dimension from which they select.
 static eng_status check_indices(const op_call *call, int64_t size)

@@ -7,7 +7,7 @@
 
 #include <math.h>
 
-// Checks every target and counts the rows that are not ignored.
+// Checks every target, and sets *counted to the number of rows that are not ignored.
 static eng_status count_targets(int64_t *counted, const op_call *call)
 {
   const tensor *targets = call->in[1];

@@ -9,7 +9,7 @@
 #include <math.h>
 #include <string.h>
 
-// The exponent of a block's scale, from a finite amax.
+// The exponent of a block's scale, computed from a finite amax.
 static int exponent_of(float amax, const mx_format *f, int rule)
 {
   int e, emax = f->emax;
@@ -86,7 +86,8 @@ static uint8_t nearest_of(double x)
   return (uint8_t)(best | (signbit(x) ? 8 : 0));
 }
 
-// Four over six: 1.5 if the block's amax is better scaled to 4, else 1.
+// The factor on a block's scale under "four over six": 1.5 if mapping the block's amax to 4 gives
+// less error than mapping it to 6, else 1. Other rules: 1.
 static float stretch_of(const side *s, int64_t r0, int64_t rows, int64_t c0, int64_t columns,
                         float amax)
 {
@@ -178,7 +179,7 @@ static void quantize_side(const side *s)
         scale = e4m3_to_f32(code);
         factor = nvfp4_factor(code, s->encode);
       } else {
-        // from this amax on, the rule `even` rounds to Inf
+        // inf: the amax is large enough for the rule `even` to round it to Inf
         bool inf = a->rule == ENG_MX_EVEN && amax >= 0x1p128 - ldexp(1, 126 - f.fraction);
         bool number = isfinite(amax) && (finite || !inf);
         int e = 127;
@@ -302,7 +303,7 @@ eng_status reference_mx_dequantize(const op_call *call)
   return ENG_OK;
 }
 
-// n numbers and the scales of each 16 of them, from element (row, k) on.
+// Decodes n numbers of a row from column k on into x, and the scale of each 16 into scale16.
 static void decode(float *x, float *scale16, const tensor *q, const tensor *scale, int64_t row,
                    int64_t k, int n, int64_t format, int64_t rule)
 {

@@ -1,5 +1,5 @@
-// Reference kernels for nf4_quantize and nf4_dequantize: element by element, the nearest number by
-// a search over all of them. The fast kernels must agree with them bit for bit. See reference.h,
+// Reference kernels for nf4_quantize and nf4_dequantize: element by element, with a linear search
+// for the nearest number. The fast kernels must agree with them bit for bit. See reference.h,
 // core/base/nf4.h.
 #include "reference.h"
 

@@ -2,8 +2,8 @@
 // Adam, AdamW and Lion. See backend.h, engine.h.
 //
 // The update is computed in f32, with one rounding per operation and in the order written here, so
-// that the fast optimizer can be compared with it to within an ulp. A gradient that is not finite
-// passes through unchanged: the policy decides whether to step at all.
+// that the fast optimizer can be compared with it to within an ulp. Gradients that are not finite
+// get no special treatment: the policy decides whether to step at all.
 #include "reference.h"
 
 #include "base/rng.h"
@@ -54,8 +54,8 @@ eng_status reference_gradstats(const param_span *spans, int n, unsigned needs,
 
 // ------------------------------------------------------------------ unscaling
 
-// The factor is an f32, like the gradients. A factor that is not a normal f32 stays a double, since
-// its product with a gradient may still be in range.
+// g * factor, with the factor rounded to f32 first. A factor of 2^127 or more, or below 2^-126,
+// stays a double, since its product with a gradient may still be in range.
 static float times_factor(float g, double factor)
 {
   double size = fabs(factor);
@@ -96,7 +96,7 @@ static float sgd(float w, float g, moments *m, const eng_hyper *h, bool starts)
 
 // m = beta1 m + (1 - beta1) g, computed as a step from m toward g; v = beta2 v + (1 - beta2) g^2;
 // w -= lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps).
-// Weight decay: added to the gradient (Adam), or w is first multiplied by 1 - lr * decay (AdamW).
+// Weight decay: Adam adds decay * w to the gradient; AdamW first multiplies w by 1 - lr * decay.
 static float adam(float w, float g, moments *m, const eng_hyper *h, int64_t t, bool decoupled,
                   float spike)
 {

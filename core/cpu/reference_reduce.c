@@ -2,15 +2,15 @@
 // softmax, log_softmax, logsumexp. Sums are in row-major order. See reference.h.
 //
 // Edge cases:
-//   max, min          NaN wins; the gradient then goes to the NaNs
+//   max, min          a NaN gives NaN; the gradient then goes to the NaNs
 //   softmax           an infinite maximum makes the row NaN (inf - inf), as does a row of -inf
-//   logsumexp         +inf in the row gives +inf, a row of -inf gives -inf; NaN wins over both
+//   logsumexp         +inf in the row gives +inf, a row of -inf gives -inf; a NaN always gives NaN
 #include "reference.h"
 
 #include <math.h>
 
-// The stride of each dimension of x in the dense result of a reduction, 0 along the reduced
-// dimensions. Returns the number of results.
+// Sets `stride` to the stride of each dimension of x in the dense result of a reduction: 0 along
+// the reduced dimensions. Returns the number of results.
 static int64_t reduced_strides(int64_t *stride, const tensor *x, uint64_t mask)
 {
   int64_t n = 1;
@@ -71,8 +71,8 @@ eng_status reference_mean(const op_call *call)
 
 // ------------------------------------------------------------------ extremes
 
-// sign 1: max, -1: min. Finds for each result the offset of its element in x, so that any dtype is
-// compared and copied exactly.
+// Max (sign 1) or min (sign -1). Finds the offset in x of each result's element, so that elements
+// of any dtype are compared and copied exactly.
 static eng_status extreme(const op_call *call, int sign)
 {
   const tensor *x = call->in[0], *y = call->out[0];
@@ -128,7 +128,7 @@ static double row_maximum(const double *x, int64_t n)
   return largest;
 }
 
-/// A rule for one row [n] of one or two inputs; the result replaces the first input.
+/// Computes one row [n] from one or two inputs; the result replaces the first input.
 typedef void row_rule(double *a, const double *b, int64_t n);
 
 static eng_status each_row(const op_call *call, row_rule *rule)

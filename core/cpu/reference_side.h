@@ -1,5 +1,5 @@
-// One side of a call that quantizes: x as it is stored, or transposed. Included by reference_fp8.c
-// and reference_mx.c.
+// One of the two results of a call that quantizes: x as stored, or transposed. Included by
+// reference_fp8.c and reference_mx.c.
 #pragma once
 
 #include "reference.h"
@@ -12,7 +12,7 @@ typedef struct side {
   int64_t  row, column;             // strides of x in elements
   tensor  *q, *scale;
   uint64_t random;                  // Philox block of the first element
-  float    encode, amax;            // S of NVFP4; the amax of the tensor
+  float    encode, amax;            // NVFP4's S (base/mx.h); the amax of the tensor
 } side;
 
 static inline float x_at(const side *s, int64_t r, int64_t c)

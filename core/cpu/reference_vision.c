@@ -159,8 +159,8 @@ eng_status reference_avg_pool2d_grad(const op_call *call) { return pool_backward
 
 // ------------------------------------------------------------------ norms
 
-// x [N x rows x C] in groups of channels. Batch norm: one sample with all rows, and one channel
-// per group.
+// x [N x rows x C], its channels divided into groups. Batch norm: one sample with all rows, and one
+// channel per group.
 typedef struct grouped { int64_t rows, channels, groups, width, statistics; } grouped;
 
 static grouped groups_of(const tensor *x, bool batch, int64_t groups)
@@ -171,7 +171,7 @@ static grouped groups_of(const tensor *x, bool batch, int64_t groups)
                    groups ? channels / groups : 0, samples * groups};
 }
 
-/// The statistic that element i belongs to.
+/// The index of the statistic to which element i belongs.
 static int64_t group_of(const grouped *g, int64_t i)
 {
   return i / (g->rows * g->channels) * g->groups + i % g->channels / g->width;
@@ -218,7 +218,7 @@ static eng_status norm_grad(const op_call *call, bool batch)
   const tensor *tx = call->in[0];
   grouped g = groups_of(tx, batch, batch ? 0 : call->group_norm_grad.groups);
   bool given = batch && call->batch_norm_grad.given;
-  const tensor *part = batch ? call->in[5] : NULL;   // sums over all rows, if x has only some
+  const tensor *part = batch ? call->in[5] : NULL;   // sums over all ranks' rows, if ranks share
   double count = (double)(part ? call->batch_norm_grad.rows : g.rows * g.width);
   double eps = batch ? call->batch_norm_grad.eps : call->group_norm_grad.eps;
   workspace space = {0};

@@ -1,7 +1,8 @@
 // Rotary position embedding: rotates pairs of features of x [B x T x H x D] by an angle that grows
-// with the position. Angles are computed in double, by a recurrence that restarts exactly at every
-// RESTART-th position, so that the result depends neither on threads nor on the length. Rotations
-// are in f32. f64 goes to the reference kernel. Called through backend.kernel[]; owns nothing.
+// with the position. Angles are computed in double, by a recurrence that starts again from an exact
+// cosine and sine every RESTART positions, so that the result depends neither on threads nor on the
+// length. Rotations are in f32. f64 goes to the reference kernel. Called through backend.kernel[];
+// owns nothing.
 #include "base/rope.h"
 #include "operand.h"
 #include "simd.h"
@@ -9,9 +10,9 @@
 
 enum { RESTART = 64, PAIRS = TILE / 2 };
 
-/// One call. It holds the cosines and sines of all angles, [T x D/2] each, where the sine includes
-/// the direction. For each pair of features it holds the angle per position with its cosine and
-/// sine.
+/// One call. `cosine` and `sine` [T x D/2] belong to the angles; `sine` includes the direction.
+/// `frequency` is the angle from one position to the next, for each pair of features; step_cosine
+/// and step_sine belong to it.
 typedef struct rotation {
   const tensor *x, *y;
   float   *cosine, *sine;
@@ -76,7 +77,7 @@ static void rotate_task(const void *context, int64_t row)
   const tensor *x = r->x, *y = r->y;
   int64_t half = r->half, heads = x->shape[2], t = row % r->positions;
   int64_t from = row / r->positions * x->stride[0] + t * x->stride[1], to = row * heads * 2 * half;
-  // The members of a pair are half a row apart, or next to each other.
+  // The members of a pair are D/2 features apart or, if interleaved, adjacent.
   int64_t apart = (r->interleaved ? 1 : half) * x->stride[3], pair = r->interleaved ? 2 : 1;
   for (int64_t h = 0; h < heads; h++)
     for (int64_t i = 0; i < half; i += PAIRS) {

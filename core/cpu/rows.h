@@ -1,9 +1,9 @@
 // Helpers shared by the row kernels: the rows of a tensor, rows of any fast dtype as f32, sums in a
 // fixed order. Included by kernel files and gemm_micro.h, once per instruction set. Owns nothing.
 //
-// Order of a sum: lanes within a tile of TILE elements, a fixed tree over the lanes, then the tiles
-// in order, in double. The order depends on the length of a row and the lanes of the instruction
-// set, never on threads.
+// A sum is taken in a fixed order: per lane within a tile of TILE elements, then over the lanes by
+// a fixed tree, then over the tiles in order, in double. The order depends on the length of the row
+// and the lanes of the instruction set, never on threads.
 #pragma once
 
 #include "device/backend.h"
@@ -12,7 +12,7 @@
 
 #include <omp.h>
 
-// Below this, waking the other threads costs more than it saves.
+// With fewer elements, waking the other threads costs more than it saves.
 enum { PARALLEL_ELEMENTS = 16384 };
 
 /// The last dimension (1 for a scalar) and the number of rows of that length.
@@ -34,7 +34,7 @@ static inline bool all_fast(const op_call *call)
   return true;
 }
 
-/// all_fast for a call whose input number `input` is not a float.
+/// all_fast without input `input` (from 0), which is not a float tensor.
 static inline bool all_fast_except(const op_call *call, int input)
 {
   op_call floats = *call;
@@ -85,7 +85,7 @@ static __attribute__((noinline, unused)) double wide_sum(const float *x, int n)
   return sum;
 }
 
-/// Folds a tile into one vector, in four chains; `fill` stands for missing lanes.
+/// Folds a tile into one vector, in four independent chains. Lanes past the end hold `fill`.
 VF_INLINE vf tile_fold(const float *x, int n, float fill, vf (*fold)(vf, vf))
 {
   vf a = vf_set1(fill), b = a, c = a, d = a;

@@ -4,19 +4,20 @@
 // tiles: buffers of f32 through which one loop serves every mix of f32, f16 and bf16 tensors. The
 // elementary functions are in vmath.h. Included by the kernel files of cpu/ only. Owns nothing.
 //
-// vf   VF_LANES floats           vi   as many int32
+// vf   VF_LANES floats             vi   VF_LANES int32
 // vm   a mask, one flag per lane   vf16 VF_LANES numbers of 16 bits
 //
 // Rules that hold on every instruction set:
-//   vf_min(a, b), vf_max(a, b)   give b where either is NaN, and where both are zero: a value whose
-//                                NaN must stay is passed as b
+//   vf_min(a, b), vf_max(a, b)   give b where either is NaN, and where both are zero; to keep the
+//                                NaN of a value, pass it as b
 //   vf_fma(a, b, c)              a*b + c; rounded once on avx2 and avx512, twice in the plain build
 //                                (which is therefore not bit-equal to the others)
 //   comparisons                  false where either side is NaN, except vf_ne: true
 //   *_n(pointer, n)              touches the first n lanes only, 0 <= n <= VF_LANES; a load fills
 //                                the other lanes with 0; n = VF_LANES costs no more than a plain
 //                                load or store
-//   vf_sum, vf_maxall            a fixed order: halves are folded onto each other
+//   vf_sum, vf_maxall            reduce the lanes in a fixed order: the upper half is folded onto
+//                                the lower half until one lane is left
 #pragma once
 
 #include <math.h>
@@ -108,7 +109,7 @@ VF_INLINE vi vi_larger_(vi a, vi b)
 #endif
 
 #if !defined(ENG_ISA_plain)
-// Halves are folded onto each other.
+// Fold the upper half of the lanes onto the lower half until one lane is left.
 VF_INLINE float sum8_(__m256 a)
 {
   __m128 y = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
@@ -230,7 +231,7 @@ VF_INLINE float vf_sum(vf a)               { return sum8_(a); }
 VF_INLINE float vf_maxall(vf a)            { return max8_(a); }
 
 typedef __m128i vf16;
-// The low halves of words below 2^16.
+// Narrows words below 2^16 to 16 bits.
 VF_INLINE vf16 vf16_of_words_(vi a)
 {
   // lanes 0123 0123 | 4567 4567
@@ -318,7 +319,7 @@ VF_INLINE float vf_maxall(vf a)
   return x > y ? x : y;
 }
 
-typedef vi vf16;   // each in the low half of a lane
+typedef vi vf16;   // each number in the low half of a lane
 VF_INLINE vf16 vf16_of_words_(vi a)        { return a; }
 VF_INLINE vf16 vf16_load_n_(const uint16_t *p, int n)
 {
@@ -388,7 +389,7 @@ VF_INLINE vf vf_load_bf16(const uint16_t *p)          { return vf_load_bf16_n(p,
 VF_INLINE void vf_store_f16(uint16_t *p, vf a)        { vf_store_f16_n(p, a, VF_LANES); }
 VF_INLINE void vf_store_bf16(uint16_t *p, vf a)       { vf_store_bf16_n(p, a, VF_LANES); }
 
-/// n numbers of f32, f16 or bf16, from element `at` of `data` on. For speed, callers pass a
+/// Loads n numbers of f32, f16 or bf16, from element `at` of `data` on. For speed, callers pass a
 /// constant dtype.
 VF_INLINE vf vf_read(const void *data, const int dtype, int64_t at, int n)
 {
@@ -530,8 +531,8 @@ static inline __attribute__((unused)) const float *tile_gather(float *buffer, co
   return buffer;
 }
 
-/// Where to compute the elements of `dst` that begin with `first`: the destination itself when it
-/// is f32, else `buffer`, which tile_store then rounds into `dst`.
+/// The memory in which to compute the elements of `dst` from `first` on: `dst` itself when it is
+/// f32, else `buffer`, which tile_store then rounds into `dst`.
 static inline __attribute__((unused))
 float *tile_target(float *buffer, void *dst, int dtype, int64_t first)
 {

@@ -12,7 +12,8 @@ VF_INLINE vi vi_least_(vi a, int32_t b)
 #endif
 }
 
-/// Finishes codes: clamps those past the largest number, restores signs, and sets the code of NaN.
+/// Finishes codes: restores signs, sets the code of NaN, and replaces codes past the largest number
+/// by that of the largest number or, without `saturate`, by that of NaN (e4m3) or Inf (e5m2).
 VF_INLINE vi vf_fp8_finish_(vi code, vi bits, vi magnitude, const int fraction, const bool saturate)
 {
   code = vi_least_(code, fraction == 3 ? (saturate ? 0x7E : 0x7F) : (saturate ? 0x7B : 0x7C));
@@ -33,9 +34,10 @@ VF_INLINE vi vi_above_(vi a, int32_t b)
 }
 
 /// The codes of magnitudes that do not round past the format's largest number, in the low bits of
-/// the lanes; the higher bits are undefined. `fraction` is 6 for e5m6. Let 2^e be the power of two
-/// at or below the magnitude; for subnormals, the lowest normal number. Adding 2^(e + drop) rounds
-/// at the format's step, to nearest even, and leaves the significand in the last bits of the sum.
+/// the lanes; the higher bits are undefined. `fraction` is 6 for e5m6. Let 2^e be the largest power
+/// of two not above the magnitude or, for subnormals, the smallest normal number. Adding
+/// 2^(e + drop) rounds to the format's step, to nearest even, and leaves the significand in the
+/// last bits of the sum.
 VF_INLINE vi vf_fp8_magnitude_(vi magnitude, const int fraction)
 {
   const int bias = fraction == 3 ? 7 : 15, drop = 23 - fraction, least = (128 - bias) << 23;
@@ -60,12 +62,12 @@ VF_INLINE vi vf_to_fp8(vf x, const int fraction, const bool saturate)
   return vi_select(vi_gt(magnitude, vi_set1(0x7F800000)), vi_set1(0x7F), code);
 }
 
-/// vf_to_fp8 for numbers known to round within the format's range.
+/// vf_to_fp8 for numbers that are known to round to within the format's range.
 VF_INLINE vi vf_to_fp8_within(vf x, const int fraction)
 {
   return vf_fp8_code_((vi)x, vi_and((vi)x, vi_set1(0x7FFFFFFF)), fraction);
 }
-/// Whether a magnitude rounds within the format's range; false for NaN.
+/// Whether a magnitude rounds to within the format's range; false for NaN.
 VF_INLINE bool fp8_is_within(float magnitude, const int fraction)
 {
   return fraction == 3 ? magnitude <= 464.0f : magnitude < 61440.0f;
@@ -250,7 +252,7 @@ VF_INLINE void fp8_of_halves_typed_(uint8_t *restrict to, const uint16_t *restri
   int64_t i = 0;
 #if defined(ENG_ISA_avx512)
   for (; !is_f16 && i + 2 * VF_LANES <= n; i += 2 * VF_LANES) {
-    __builtin_prefetch(from + i + 1024);   // the hardware prefetcher stops at pages
+    __builtin_prefetch(from + i + 1024);   // the hardware prefetcher stops at page boundaries
     vf_store_fp8_of_bf16_(to + i, from + i, fraction);
   }
 #endif

@@ -1,6 +1,6 @@
-// Vectors of 16-bit numbers, HALVES at a time: f16 and bf16 compared as integers, and bf16 numbers
-// split into the even and the odd ones, which are two vectors of floats. Included by
-// magnitude.h for the quantizers, once per instruction set. Owns nothing.
+// Vectors of HALVES 16-bit lanes: loads, stores, and maxima of f16 and bf16 bits compared as
+// unsigned integers. Also two helpers for float vectors that the quantizers use with them. Included
+// by magnitude.h, once per instruction set. Owns nothing.
 #pragma once
 
 #include "simd.h"
@@ -9,7 +9,7 @@ enum { HALVES = 2 * VF_LANES };
 typedef uint16_t vh __attribute__((vector_size(4 * VF_LANES), may_alias));
 VF_INLINE vh vh_load(const uint16_t *p)    { vh a; memcpy(&a, p, sizeof a); return a; }
 VF_INLINE void vh_store(uint16_t *p, vh a) { memcpy(p, &a, sizeof a); }
-// The first n halves, 0 <= n < HALVES, and zeros.
+// Loads the first n lanes, 0 <= n < HALVES; the other lanes are 0.
 VF_INLINE vh vh_load_n(const uint16_t *p, int64_t n)
 {
 #if defined(ENG_ISA_avx512)
@@ -49,7 +49,7 @@ VF_INLINE uint16_t vh_across(vh a)
 #endif
 }
 
-/// Stores the low byte of each half.
+/// Stores the low byte of each lane.
 VF_INLINE void vh_put_bytes(uint8_t *p, vh code)
 {
 #if defined(ENG_ISA_avx512)
@@ -59,7 +59,7 @@ VF_INLINE void vh_put_bytes(uint8_t *p, vh code)
 #endif
 }
 
-/// a in the lower half of the lanes, b in the upper.
+/// a in the lower half of the lanes, b in the upper half.
 VF_INLINE vf vf_set2(float a, float b)
 {
   return vf_select(vm_first(VF_LANES / 2), vf_set1(a), vf_set1(b));

@@ -1,11 +1,11 @@
 // Softmax, log softmax and logsumexp over the last dimension, with their gradients. Registered by
 // cpu.c, called through the backend table; owns nothing.
 //
-// The largest element of a row is subtracted first, so nothing finite overflows. As in PyTorch, a
-// row with NaN or +inf yields NaN, and so does a row of -inf only. logsumexp gives +inf for a row
-// with +inf, and -inf for a row of -inf only. In softmax, a row of up to SHORT elements takes
-// one exp per element and one read of memory. A longer row takes two of each; its second read comes
-// from the caches.
+// The largest element of a row is subtracted first, so that exp of a finite element does not
+// overflow. As in PyTorch, a row with NaN or +inf yields NaN, and so does a row of -inf only.
+// logsumexp gives +inf for a row with +inf and no NaN, and -inf for a row of -inf only. In softmax,
+// a row of up to SHORT elements takes one exp per element and one read of memory. A longer row
+// takes two of each; its second read comes from the caches.
 #include "simd.h"
 #include "rows.h"
 
@@ -13,8 +13,9 @@ enum { SHORT = 4096 };   // floats, 16 KiB of stack
 
 // ------------------------------------------------------------------ softmax
 
-/// y = exp(x - max) * second or, for the logarithm, (x - max) - second, for a row. The logarithm
-/// takes two steps because max may be large and `second`, the log of the sum, small.
+/// y = exp(x - max) * second or, for the logarithm, (x - max) - second, for a row. `second` is
+/// 1 / sum or, for the logarithm, log(sum). The logarithm subtracts twice, because max may be large
+/// and log(sum) small.
 static void map_row(const tensor *x, const tensor *y, int64_t first, int64_t n, float max,
                     float second, bool logarithm)
 {
@@ -95,7 +96,8 @@ static double tile_dot(const float *a, const float *b, int n)
   return vf_sum(vf_add(p, q));
 }
 
-/// dx = y * (dy - sum(y * dy)) or, for the logarithm, dx = dy - exp(y) * sum(dy). sum: that sum.
+/// dx = y * (dy - sum) with sum = sum(y * dy) or, for the logarithm, dx = dy - exp(y) * sum with
+/// sum = sum(dy).
 static void grad_tile(const float *y, const float *dy, double sum, bool logarithm, void *dx,
                       int dtype, int64_t first, int n)
 {
@@ -125,7 +127,7 @@ static eng_status grad(const op_call *call, bool logarithm)
     }
     for (int64_t at = 0; at < n; at += TILE) {
       int length = (int)smaller(TILE, n - at);
-      // The buffers still hold a single tile.
+      // If the row is a single tile, the buffers still hold it.
       if (n > TILE) d = tile_load(dy_buffer, dy->data, dy->dtype, row * n + at, length);
       if (n > TILE || logarithm)
         p = tile_load(y_buffer, y->data, y->dtype, row * n + at, length);

@@ -54,8 +54,9 @@ static inline void turn_bytes(uint8_t *y, int64_t y_stride, const uint8_t *x, in
   for (int k = 0; k < 16; k++) *(bytes *)(y + k * y_stride) = row[k];
 }
 
-/// y [columns x rows] = x [rows x columns] transposed, of elements of 1, 2 or 4 bytes. Transposes
-/// whole blocks of 4 to 16 rows and columns, so both tiles have room for these.
+/// y [columns x rows] = x [rows x columns] transposed. An element has `size` bytes: 1, 2 or 4.
+/// Works in whole blocks of 16 / size rows and columns, so x and y need room for `rows` and
+/// `columns` rounded up to multiples of 16 / size.
 static inline void turn_tile(void *y, int64_t y_stride, const void *x, int64_t x_stride, int rows,
                              int columns, int size)
 {

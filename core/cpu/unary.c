@@ -53,7 +53,7 @@ static void unary_tile(const tile *t)
   }
 }
 
-// y = slope * dy; inside the macros a is x and b is dy.
+// y = slope * dy. Inside MAP2, a is x and b is dy.
 static void slope_tile(const tile *t)
 {
   float *y = t->y;

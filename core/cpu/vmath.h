@@ -1,13 +1,14 @@
 // vmath.h: elementary functions on float vectors, the same source on every instruction set.
-// Polynomials are minimax fits (Remez) for the intervals used here. All functions keep NaN, yield
-// their limits at the infinities, and underflow gradually.
+// Polynomials are minimax fits (Remez) for the intervals used here. All functions keep NaN and
+// underflow gradually. At the infinities they yield their limits, except that gelu, gelu_tanh and
+// silu are NaN at -inf.
 //
-// Largest errors measured, in units in the last place (ulp), over 70 million f32
+// Largest errors measured, in units in the last place (ulp), over 70 million f32 arguments
 // (spec/cpu/vmath_spec.lua repeats a part of them): exp 1.0, log 0.8, tanh 1.3, sigmoid 2.4,
 // softplus 2.0, the derivatives of tanh and sigmoid 4.8. Where the result is above 1e-30: silu 3.1,
-// gelu 8, gelu_tanh 125. gelu_tanh has its largest error at -8.9, where exp magnifies the
-// rounding error of 2u; 0.5 (1 + tanh) in f32 would have no correct digit left there. The
-// derivatives of silu, gelu and gelu_tanh cross zero; their absolute error is 2e-7.
+// gelu 8, gelu_tanh 125. gelu_tanh has its largest error at -8.9, where exp magnifies the rounding
+// error of its argument; there, 0.5 (1 + tanh) in f32 would have no correct digit at all. The
+// derivatives of silu, gelu and gelu_tanh cross zero; their absolute error is at most 2e-7.
 //
 // Included by simd.h at its end; not to be included alone. Owns nothing.
 #pragma once
@@ -165,8 +166,8 @@ VF_INLINE vf vf_normal_cdf(vf x, vf *bell)
 
 // ----------------------------------------------------------- activations and their derivatives
 
-// A gated activation is x times its gate: NaN at -inf (-inf * 0), as in PyTorch. Derivatives are
-// constant beyond a bound and clamp x to it, so that infinite x yields their limits 0 and 1.
+// A gated activation is x times its gate: NaN at -inf (-inf * 0), as in PyTorch. Its derivative is
+// constant beyond a bound, so x is clamped to the bound; infinite x then yields the limits 0 and 1.
 
 VF_INLINE vf vf_gelu(vf x)
 {

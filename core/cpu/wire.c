@@ -8,7 +8,7 @@
 #include <stdbool.h>
 #include <string.h>
 
-enum { PIECE = 1024, LEVELS = 24 };        // elements summed at a time; up to 2^24 ranks
+enum { PIECE = 1024, LEVELS = 24 };        // elements summed at a time; for fewer than 2^24 ranks
 
 int wire_flags(const void *x, int dtype, int64_t n)
 {
@@ -62,7 +62,7 @@ void wire_sum(float *out, const float *const *in, int n, int64_t count, float sh
   for (int64_t from = 0; from < count; from += PIECE) {
     int m = (int)(count - from < PIECE ? count - from : PIECE);
     int level[LEVELS], depth = 0;
-    for (int k = 0; k < p; k++) {         // as in a binary counter, equal levels merge
+    for (int k = 0; k < p; k++) {         // two sums of the same level merge into the next level
       divided(room[depth], in[k] + from, m, share, exact);
       if (k + p < n) {
         divided(term, in[k + p] + from, m, share, exact);
