@@ -14,11 +14,11 @@
 // and gradients of scores are rounded to bf16 before they enter a product, as in the CUDA kernels.
 // The sum of the probabilities, lse and entropy use the unrounded probabilities. All sums are f32.
 //
-// Edge cases: a row that sees no key has y = 0, lse = -inf and entropy 0, and gives no gradient to
-// k and v. If the largest score of a row is infinite, or a score is NaN, the row is NaN. A key that
-// the causal mask hides never affects a query, not even as 0 * NaN, because tiles with a non-finite
-// number are processed row by row. Results do not depend on the number of threads: rows are
-// independent, and the order of a sum over queries depends only on the shape.
+// Edge cases: a query without visible keys has y = 0, lse = -inf and entropy 0, and gives no
+// gradient to k and v. If the largest score of a row is infinite, or a score is NaN, the row is
+// NaN. A key that the causal mask hides never affects a query, not even as 0 * NaN, because tiles
+// with a non-finite number are processed row by row. Results do not depend on the number of
+// threads: rows are independent, and the order of a sum over queries depends only on the shape.
 #include <omp.h>
 
 #include "device/backend.h"
@@ -36,8 +36,8 @@ typedef struct sizes {
   int64_t batch, queries, keys, heads, groups, width;   // B T S H G D
   int64_t shared;         // heads that share a key head: H / G
   int64_t padded;         // width rounded up to whole vectors
-  // Columns of a panel over the width. All panels are equally wide, because 64 = 2 x 32 runs faster
-  // than 48 + 16.
+  // Columns of a panel over the width. All panels have equal widths: for a width of 64, two panels
+  // of 32 run faster than 48 + 16.
   int64_t span;
   int64_t key_row;        // row stride of a tile of scores, in floats; more than S
   int64_t tiles;          // tiles of ROWS queries in one head
@@ -72,7 +72,7 @@ static sizes sizes_of(const op_call *call)
   return s;
 }
 
-// The number of keys that query t sees. These are always the first keys.
+// The number of keys that query t attends to. These are always the first keys.
 static int64_t seen_by(const sizes *s, int64_t t)
 {
   if (!s->causal) return s->keys;
@@ -177,7 +177,7 @@ static bool panels_finite(const float *panels, const sizes *s, int64_t steps)
 
 // ------------------------------------------------------------------ products of tiles
 
-// scores [rows x seen keys] = a [rows x width] times the panels [width x keys] of pack_turned.
+// scores [rows x visible keys] = a [rows x width] times the panels [width x keys] of pack_turned.
 static void scores_of(float *scores, const sizes *s, const float *a, const float *panels,
                       int64_t t0, int64_t rows)
 {
@@ -194,10 +194,10 @@ static void scores_of(float *scores, const sizes *s, const float *a, const float
   }
 }
 
-// to [rows x width] = p [rows x seen keys] times panels [keys x width], which were packed from
-// `from`. In the product of a single row, the key after its last one must not count, not even as
-// 0 * NaN. If that key shares a word with a seen key, it is removed from the panel during the
-// product and restored afterwards.
+// to [rows x width] = p [rows x visible keys] times panels [keys x width], which were packed from
+// `from`. In the product of a single row, the first hidden key must not count, not even as 0 * NaN.
+// If that key shares a word with a visible one, it is removed from the panel during the product and
+// restored afterwards.
 static void weighted_sums(float *to, const sizes *s, const float *p, float *panels, slice from,
                           int64_t t0, int64_t rows)
 {
@@ -221,8 +221,8 @@ static void weighted_sums(float *to, const sizes *s, const float *p, float *pane
   if (alone) pack_part(panels, s, from, s->keys, first - 1, 2);
 }
 
-// `to` [keys x width] += p^T times panels [rows x width], for the keys that queries [t0, t0 + rows)
-// see. With `pairs`, each word of p packs the bf16 values of two queries and is stored in the row
+// `to` [keys x width] += p^T times panels [rows x width], for the keys visible to queries [t0, t0 +
+// rows). With `pairs`, each word of p packs the bf16 values of two queries and is stored in the row
 // of the first one.
 static void add_turned(float *to, const sizes *s, const float *p, const float *panels, int64_t t0,
                        int64_t rows)
@@ -232,7 +232,7 @@ static void add_turned(float *to, const sizes *s, const float *p, const float *p
   for (int64_t d = 0; d < s->padded; d += s->span, panels += steps * GEMM_NR) {
     int vectors = least(s->padded - d, s->span) / VF_LANES;
     for (int64_t key = 0; key < last; key += GEMM_MR) {
-      // The first row, or pair of rows, that sees this key.
+      // The first row, or pair of rows, to which this key is visible.
       int64_t from = s->causal ? key - (s->keys - s->queries) - t0 : 0;
       from = from < 0 ? 0 : from / each;
       kernel_of(s->pairs, least(last - key, GEMM_MR), vectors)(

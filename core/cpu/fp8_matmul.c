@@ -38,8 +38,8 @@ enum {
 
 typedef int8_t vb __attribute__((vector_size(4 * VF_LANES), may_alias));
 
-/// An operand of the product: element (i, k) is at i * i_stride + k * k_stride, where i is a row of
-/// y for a, and a column of y for b. `size` is the number of i.
+/// An operand of the product: element (i, k) is at i * i_stride + k * k_stride, where i < size is a
+/// row of y for a, and a column of y for b.
 typedef struct matrix {
   const uint8_t *data;
   const float   *scale;
@@ -452,7 +452,7 @@ static void promote(const product *g, const run *r, int64_t i0, int64_t rows, in
     }
 }
 
-// Rounds total + bias into y, or adds it to y if the call accumulates.
+// Rounds total + bias and stores it in y or, if the call accumulates, adds it to y.
 static void finish(const product *g, int64_t i0, int64_t rows, int64_t j0, int64_t columns,
                    const float *total)
 {

@@ -513,7 +513,8 @@ static void piece_task(const void *context, int64_t task)
             s->measured + task * s->across + c / s->wide);
 }
 
-// Second pass: the first piece of each block now holds the magnitude of the whole block.
+// Second pass: writes scales and codes. The first piece's entry of each block in s->measured now
+// holds the largest magnitude of the whole block.
 static void write_task(const void *context, int64_t task)
 {
   const side *s = context;

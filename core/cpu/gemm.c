@@ -243,8 +243,9 @@ VF_INLINE void sum_rows(float *sums, const void *dy, const int dtype, int64_t fi
   }
 }
 
-// db [n] = or += the sum of dy's rows. Each block of SUM_ROWS rows is summed separately, and then
-// the blocks are added in order. So the bits do not depend on the number of threads.
+// db [n] = the sum of dy's rows, or += with `add`. Each block of SUM_ROWS rows is summed
+// separately, and then the blocks are added in order. So the bits do not depend on the number of
+// threads.
 static eng_status bias_grad(const op_call *call)
 {
   const tensor *dy = call->in[0], *db = call->out[0];
@@ -274,7 +275,7 @@ static eng_status bias_grad(const op_call *call)
   return ENG_OK;
 }
 
-// dW [N x K] = or += dy^T x, and db as in bias_grad: dy [.. x N], x [.. x K]
+// dW [N x K] = dy^T x, or += with `add`; db as in bias_grad. dy [.. x N], x [.. x K]
 static eng_status linear_grad(const op_call *call)
 {
   if (!all_fast(call)) return forward_to_reference(call);

@@ -132,7 +132,7 @@ VF_INLINE void turn_square(vf *row)
 
 // ------------------------------------------------------------------ few rows, a transposed matrix
 
-// Reads a vector of steps of k from address `at`, of which at most `left` numbers may be read.
+// Reads a vector of steps of k from address `at`. At most `left` numbers may be read.
 typedef vf step_reader(const char *at, int64_t left);
 #define STEP_READER(name, dtype)                  \
   VF_INLINE vf name(const char *at, int64_t left) \

@@ -247,8 +247,8 @@ static void multiply(const part *p, int64_t i0, int64_t rows, int64_t first, int
 // How a product is cut. Each thread has a buffer of a_floats floats for its rows of A.
 typedef struct layout {
   int64_t k_span, n_span;            // numbers of k and columns packed at once
-  int64_t rows, row_blocks;          // rows of a rectangle; rectangles along the rows of C
-  int64_t column_groups;             // rectangles along the columns of a span
+  int64_t rows, row_blocks;          // rows of a rectangle; number of rectangles along m
+  int64_t column_groups;             // number of rectangles along n, in one span
   int64_t a_floats, b_floats, carried_floats;
 } layout;
 
@@ -348,7 +348,7 @@ static void run_shared(const gemm_call *g, const layout *l, int64_t members, int
   }
 }
 
-// Every thread takes whole members of the batch.
+// Every thread computes whole products of the batch.
 static void run_batched(const gemm_call *g, const layout *l, int64_t members, int threads,
                         float *room, int64_t room_floats)
 {

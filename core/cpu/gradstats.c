@@ -21,7 +21,7 @@
 enum { CHUNK = 4096, STRIPE = 512, LANES = 32 };
 enum { HIST_F32 = 33 };              // bin of an f32 with exponent bits e: e - 127 + 160
 
-/// The counts of a block or chunk.
+/// The statistics of a block or chunk.
 typedef struct tally {
   double   sum_squares;
   int32_t  inf, nan, zeros, tiny;    // tiny: below the smallest normal number, including zeros
@@ -111,7 +111,7 @@ VF_INLINE vi vh_pairs_max(vh a) { return vi_larger_((vi)a & 0xFFFF, vi_shr((vi)a
 
 // ------------------------------------------------------------------ chunks
 
-/// Sum of 32 f32 lanes in double, halves folded onto each other.
+/// Sum of 32 f32 lanes in double: the upper half is folded onto the lower until one lane is left.
 VF_INLINE double fold(const float *lane)
 {
   double sum[LANES / 2];
@@ -500,7 +500,8 @@ VF_INLINE tally block_tally(const void *gradient, int dtype, int64_t first, int 
   return sum;
 }
 
-/// Moves a thread's counts into a tensor's; other threads may do so at the same time.
+/// Adds a thread's histogram `from` to a tensor's, and clears it. Other threads may do so at the
+/// same time.
 static void flush_histogram(int64_t *from, int64_t *to)
 {
   for (int b = 0; b < ENG_HIST_BINS; b++) {

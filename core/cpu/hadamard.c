@@ -2,7 +2,7 @@
 //
 // The result is [lines x along]: a line is a row of x, or a column if `turned`. A task transforms
 // one tile of MOST x MOST numbers, LINE lines at a time, with the lines in the lanes of vectors;
-// then it transposes the tile. Results in f16 or f64 and x in f64 go to the reference.
+// then it transposes the tile. Calls with x in f64, or a result in f16 or f64, go to the reference.
 #include "base/mx.h"
 #include "base/rng.h"
 #include "philox.h"

@@ -153,8 +153,8 @@ static eng_status cross_entropy_grad(const op_call *call)
       memset((char *)dx->data + (size_t)first * size, 0, (size_t)classes * size);
       continue;
     }
-    // The factor is a double, so that a loss scale beyond f32 does not overflow if the mean brings
-    // the factor back into range.
+    // The factor stays a double, so that the target's gradient, computed in double below, is
+    // rounded to f32 only once.
     double factor = get(dloss->data, dloss->dtype, reduction == 0 ? row : 0);
     if (reduction == 1) factor /= (double)counted;
     float row_lse = get(lse->data, lse->dtype, row);

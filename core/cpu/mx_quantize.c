@@ -4,8 +4,8 @@
 // A task takes a band of rows and quantizes it tile by tile. A tile lies within one row of blocks:
 // its blocks are measured, get scales as in core/base/mx.h, and are written to a buffer as codes or
 // as bf16 values. The buffer is copied to the result. If blocks are square, its transpose is the
-// transposed copy. Otherwise the transposed copy is quantized from transposed tiles of x (but see
-// quantize_columns). NVFP4 needs the tensor's amax first: unless the caller gives it, another pass
+// transposed copy. Otherwise the transposed copy is quantized from transposed tiles of x, or by
+// quantize_columns. NVFP4 needs the tensor's amax first: unless the caller gives it, another pass
 // over x finds it. mx_fitted.h has the rules whose scales depend on more than the largest element
 // of a block. f64 goes to the reference.
 #include "base/mx.h"
@@ -240,7 +240,7 @@ static void encode_as(void *to, const strip *s, bool values, int64_t format)
     else if (s->wide) encode_strip(to, s, false, false, false, f);          \
     else encode_strip(to, s, false, true, false, f);                        \
   } while (0)
-  // as constants, the parameters of the two most used formats fold into the arithmetic
+  // For the two most used formats, the parameters are constants, which fold into the arithmetic.
   if (format == ENG_e4m3) ENCODE(mx_format_of(ENG_e4m3));
   else if (format == ENG_FORMAT_E2M1) ENCODE(mx_format_of(ENG_FORMAT_E2M1));
   else ENCODE(mx_format_of(format));
@@ -699,8 +699,8 @@ static eng_status mx_quantize(const op_call *call)
   memset(part, 0, (size_t)bytes);
   float *amax = call->out[2]->data;
   int64_t *nan = call->out[5]->data;
-  // NVFP4's scales need the amax of the whole tensor, so a separate pass finds it first; so do the
-  // rules of mx_fitted.h. With the other rules, the quantizing pass finds it.
+  // NVFP4's scales need the amax of the whole tensor, so a separate pass finds it first. The rules
+  // of mx_fitted.h use that pass, too. With the other rules, the quantizing pass finds the amax.
   bool fitted = mx_is_fitted(a->rule), before = fitted || (mx_is_nvfp4(a->rule) && !call->in[1]);
   if (before) {
     run_tasks(pieces, together, survey_task, &(survey){.x = x, .part = part});

@@ -2,9 +2,9 @@
 // whole row of probabilities in double and do not use results that the forward pass saved. See
 // reference.h.
 //
-// Edge cases: a row that sees no key has y = 0, lse = -inf and entropy 0, and gives no gradient to
-// k and v. A score of +inf or NaN makes y and lse of its row NaN, and so do scores that are all
-// -inf. Otherwise, a score of -inf has the weight 0.
+// Edge cases: a query without visible keys has y = 0, lse = -inf and entropy 0, and gives no
+// gradient to k and v. A score of +inf or NaN makes y and lse of its row NaN, and so do scores that
+// are all -inf. Otherwise, a score of -inf has the weight 0.
 #include "reference.h"
 
 #include <math.h>

@@ -86,8 +86,8 @@ static uint8_t nearest_of(double x)
   return (uint8_t)(best | (signbit(x) ? 8 : 0));
 }
 
-// The factor on a block's scale under "four over six": 1.5 if mapping the block's amax to 4 gives
-// less error than mapping it to 6, else 1. Other rules: 1.
+// The factor on a block's scale under "four over six": 1.5 if mapping the block's amax to 4 gives a
+// smaller error than mapping it to 6, else 1. Other rules: 1.
 static float stretch_of(const side *s, int64_t r0, int64_t rows, int64_t c0, int64_t columns,
                         float amax)
 {

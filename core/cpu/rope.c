@@ -10,9 +10,9 @@
 
 enum { RESTART = 64, PAIRS = TILE / 2 };
 
-/// One call. `cosine` and `sine` [T x D/2] belong to the angles; `sine` includes the direction.
-/// `frequency` is the angle from one position to the next, for each pair of features; step_cosine
-/// and step_sine belong to it.
+/// One call. `cosine` and `sine` [T x D/2] are those of all angles; `sine` is negated for the
+/// gradient. `frequency` is the angle per position of each pair of features; step_cosine and
+/// step_sine are its cosine and sine.
 typedef struct rotation {
   const tensor *x, *y;
   float   *cosine, *sine;
