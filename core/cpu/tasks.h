@@ -1,5 +1,5 @@
 // Shares a kernel's work among threads. Small work runs on the calling thread, outside any parallel
-// region: opening a region costs some 300 ns even when its `if` clause is false, which is half of a
+// region. Opening a region costs some 300 ns even when its `if` clause is false: half the time of a
 // small operation. Included by kernel files. Owns nothing.
 #pragma once
 

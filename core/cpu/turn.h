@@ -1,6 +1,6 @@
 // Transposes of whole blocks in 16-byte registers: 4 x 4 words, 8 x 8 half words, 16 x 16 bytes.
-// Strides are in elements. Included by copy.c and by the FP8, MX and Hadamard
-// kernels. Owns nothing.
+// Strides are in elements. Included by copy.c, fp8_matmul.c, fp8_quantize.c, mx_quantize.c and
+// hadamard.c. Owns nothing.
 #pragma once
 
 #include <stdint.h>
