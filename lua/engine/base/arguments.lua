@@ -24,7 +24,7 @@ function M.info(x)
   return info_buffer
 end
 
---- The shape of an eng_tensor_info as a table.
+--- The shape in `what`, an eng_tensor_info, as a table.
 function M.shape_table(what)
   local shape = {}
   for d = 0, what.ndim - 1 do shape[d + 1] = tonumber(what.shape[d]) end
@@ -32,7 +32,7 @@ function M.shape_table(what)
 end
 
 --- The number of the dtype called `name`. An unknown name raises an error that lists the dtypes.
---- devices: names of devices that the caller accepts too; the error then lists them as well.
+--- devices: the device names that the caller also accepts, separated by spaces, for the error.
 function M.dtype_number(name, devices)
   local number = M_ffi.dtype[name]
   if number then return number end
@@ -89,8 +89,8 @@ function M.want_pattern(v, name, what)
   if problem then raise("%s: expected %s, got %s: %s", name, what, value_text(v), problem) end
 end
 
---- Raises an error unless v is a list without holes. name: the function; what: the option; example:
---- such a list.
+--- Raises an error unless v is a list without holes. For the message: name, the function; what, the
+--- option; example, a valid list as text.
 function M.want_list(v, name, what, example)
   expect(type(v) == "table", v, "%s: expected %s to be a list, such as %s", name, what, example)
   local count = 0
@@ -106,8 +106,8 @@ end
 
 local MOST_IN_BATCH = 2 ^ 28         -- elements
 
---- Raises an error if a batch of data.`kind`, `rows` rows of `width` elements, is too large. unit:
---- what the elements are, for the message.
+--- Raises an error if a batch of `rows` rows of `width` elements is too large. For the message:
+--- kind, the loader in engine.data; unit, the noun for the elements.
 function M.want_batch(kind, rows, width, unit)
   if rows * width > MOST_IN_BATCH then
     raise("data.%s: a batch of %d rows of %d %s is too large; expected at most %d %s", kind, rows,
@@ -131,7 +131,8 @@ function M.host_array(ctype, count, name)
   return values
 end
 
---- Dimension d of x as a number from 0, and the info of x. d counts from 1, or from -1 backward.
+--- The index of dimension d of x, counted from 0, and the info of x. d counts from 1, or from -1
+--- backward.
 function M.dimension(x, d, name)
   local what = M.info(x)
   M.want_whole(d, name, "a dimension")
@@ -143,8 +144,8 @@ function M.dimension(x, d, name)
   return k, what
 end
 
---- The value of `name` in a table, as a number if it is one. An unknown name raises an error that
---- lists the names. `where`: the function, `what`: the option, for the message.
+--- Returns list[name], as a Lua number if tonumber() converts it. An unknown name raises an error
+--- that lists the names. For the message: where, the function; what, the option.
 function M.choose(list, name, where, what)
   if list[name] ~= nil then return tonumber(list[name]) or list[name] end
   local names = nearest.keys(list)
@@ -184,7 +185,8 @@ local sets = setmetatable({}, { __index = function(all, words)
   return all[words]
 end })
 
---- The words of a string as a set: "a b" -> { a = true, b = true }. Not to be changed.
+--- The words of a string as a set: "a b" -> { a = true, b = true }. Do not change the set: later
+--- calls return the same table.
 function M.set_of(words) return sets[words] end
 
 local NO_OPTIONS = {}

@@ -10,13 +10,12 @@
 --   engine train.lua config=small.lua lr=1e-3             a file, then a field; the later one wins
 --   engine train.lua help                                 every field, its default and its text
 --
--- Every script also takes device=NAME, on the command line or in a file, unless it has a field of
--- that name.
--- A field has the type of its default: number (an expression like 3e-4 or 2^15), boolean (true or
--- false), string, or list (a,b,c). config.optional "number" declares a field without a default. A
--- field whose text is { "...", hidden = true } is not in the help or in messages. Fields that hold
--- functions or other values cannot be set. A config file is a Lua file that returns a table, or a
--- JSON object.
+-- Every script also takes device=NAME, on the command line or in a config file, unless it declares
+-- a field `device` itself. A field has the type of its default: number (an expression like 3e-4 or
+-- 2^15), boolean (true or false), string, or list (a,b,c). config.optional "number" declares a
+-- field without a default. A field whose text is { "...", hidden = true } is not in the help or in
+-- messages. Fields that hold functions or other values cannot be set. A config file is a Lua file
+-- that returns a table, or a JSON object.
 --
 -- The third table gives fields a range. A value out of range is an error before the script computes
 -- anything:
@@ -79,8 +78,8 @@ local function kind_of(default)
   return is_list(default) and "list" or "table"
 end
 
--- Adds the fields of `defaults`, with dotted names: fields[name] = { kind, default, element (kind
--- of a list's elements) }.
+-- Adds the fields of `defaults`, with dotted names: fields[name] = { kind =, default =, element =
+-- the kind of a list's elements }.
 local function collect(defaults, prefix, fields)
   for key, default in pairs(defaults) do
     local kind = kind_of(default)
@@ -200,7 +199,7 @@ local function from_file(name, field, value, where)
   end
   for i, item in ipairs(value) do
     if type(item) ~= field.element then
-      fail("%s%s: expected a list of %ss, item %d is a %s", where, name, field.element, i,
+      fail("%s%s: expected a list of %ss, but item %d is a %s", where, name, field.element, i,
         type(item))
     end
   end
@@ -243,7 +242,7 @@ local RANGES = {
 --- The ranges by name. Modules of later folders add more: policy/policy.lua adds `policy`.
 config.ranges = RANGES
 
--- The range of each field by its name, from { count = "steps width", ... }.
+-- Converts { count = "steps width", ... } into { field name = its range }.
 local function ranges_of(kinds, fields)
   local ranges = {}
   for kind, names in pairs(kinds or {}) do
@@ -323,7 +322,7 @@ end
 local function apply_file(result, fields, rules, path)
   local where = path .. ": "
   local function walk(values, prefix, depth)
-    if depth > 20 then fail("%stoo deeply nested", where) end
+    if depth > 20 then fail("%sexpected tables nested up to 20 deep", where) end
     for key, value in pairs(values) do
       local name = prefix .. tostring(key)
       local field = fields[name]

@@ -21,7 +21,7 @@ start("-fuse")
 local home = debug.getinfo(1, "S").source:match("^@(.*)/base/[^/]*$")
 M.home = home
 
--- Written by `make install`: { library = folder, share = folder }.
+-- `make install` writes the module engine.base.place: { library = folder, share = folder }.
 local installed, place = pcall(require, "engine.base.place")
 --- Folders that may hold policies/ and examples/: the source tree, share/engine beside
 --- share/lua/5.1, and the folder that `make install` chose.
@@ -37,7 +37,7 @@ local function places()
     list[#list + 1] = host.library:match("^(.*)/[^/]*$")
   end
   list[#list + 1] = os.getenv("ENGINE_LIBRARY_DIR")
-  -- where the source tree, `make install` and LuaRocks have the library
+  -- the folders in which the source tree, `make install` and LuaRocks put the library
   for _, relative in ipairs { "/../../build", "/../../../../lib/engine",
     "/../../../../lib/lua/5.1/engine" } do
     list[#list + 1] = home .. relative
@@ -152,7 +152,8 @@ end
 
 M.Tensor = ffi.typeof("eng_tensor")
 
--- One call structure serves every operation; the core copies what it keeps.
+-- All operations share this call structure. The core copies the values that it needs after the
+-- call.
 local call = ffi.new("eng_op_call")
 M.call = call
 
@@ -169,8 +170,8 @@ function M.run_call()
   return first, second, Tensor(call.out[2])
 end
 
---- Fills M.call with any operation by name. inputs: tensors, with false for an absent input; ints
---- and floats: the attributes that ops.def lists; n_out: the number of outputs (1).
+--- Fills M.call for the operation `name`. inputs: tensors, with false for an absent input; ints and
+--- floats: the attributes that ops.def lists; n_out: the number of outputs (default 1).
 function M.prepare(name, inputs, ints, floats, n_out)
   local op = M.op[name] or M.raise("there is no operation '%s'", tostring(name))
   ints, floats = ints or {}, floats or {}

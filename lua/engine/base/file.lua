@@ -44,7 +44,7 @@ function file.map(path)
 end
 
 --- Writes a file; "-" is standard output. text: a string, or a function(put) that calls put(string)
---- for each piece; returns that function's result. Raises an error that says what went wrong.
+--- for each piece. Returns the result of that function. Raises an error if the write fails.
 function file.write(path, text)
   local target, why = io.stdout, nil
   if path ~= "-" then target, why = io.open(path, "wb") end

@@ -1,6 +1,6 @@
--- Plain Lua data as JSON. encode and decode lose nothing: decode returns what encode was given,
--- with every bit of its numbers. Checkpoints and histories use them. `plain` writes JSON for other
--- programs; lua-cjson reads JSON from other programs.
+-- Plain Lua data as JSON. encode and decode are lossless: decode returns the data that encode was
+-- given, with every bit of its numbers. Checkpoints and histories use them. `plain` writes JSON for
+-- other programs; lua-cjson reads JSON from other programs.
 --
 -- A value that JSON lacks becomes an object with one key: { "$number": "inf" } (also "-inf",
 -- "nan"), { "$int64": "..." } and { "$uint64": "..." } for 64-bit numbers, { "$bytes": hex } for
@@ -20,12 +20,13 @@ end
 local escapes = { ['"'] = '\\"', ["\\"] = "\\\\", ["\b"] = "\\b", ["\f"] = "\\f", ["\n"] = "\\n",
   ["\r"] = "\\r", ["\t"] = "\\t" }
 
--- Characters that eng_text_shown does not show. Each entry has a pattern that captures the last
--- byte of a character, and the number to add to that byte for the code point.
+-- The characters beyond ASCII that eng_text_shown escapes. Each entry has a pattern that captures
+-- the last byte of a character, and the number to add to that byte for the code point.
 local unshown = { { "\194([\128-\159])", 0 }, { "\216(\156)", 0x580 },
   { "\226\128([\142\143\168-\174])", 0x1F80 }, { "\226\129([\166-\169])", 0x1FC0 } }
 
--- The characters of UTF-8 that are not ASCII: no overlong forms, no surrogates.
+-- Patterns for the valid UTF-8 characters beyond ASCII, without overlong forms and surrogates. Each
+-- % stands for a continuation byte.
 local CHARACTERS = { "[\194-\223]%", "\224[\160-\191]%", "[\225-\236\238\239]%%",
   "\237[\128-\159]%", "\240[\144-\191]%%", "[\241-\243]%%%", "\244[\128-\143]%%" }
 for i, pattern in ipairs(CHARACTERS) do CHARACTERS[i] = pattern:gsub("%%", "[\128-\191]") end
@@ -123,7 +124,7 @@ function encode_value(value, path, above)
   error(("%s: expected a number, string, boolean or table, got a %s"):format(path, kind), 0)
 end
 
---- Values that `plain` writes as null and as an empty object.
+--- The values that `plain` writes as null and as an empty object, {}.
 M.null, M.no_fields = cjson.null, {}
 
 --- Data as JSON for other programs: keys are sorted, inf and nan are strings (show.json_number),

@@ -49,13 +49,14 @@ function machine.gpus()
 end
 
 function machine.device() return text(C.eng_device_name()) end
--- Switches to a device; false and the reason if that fails.
+-- Switches to a device. Returns true, or false and the reason.
 function machine.try_device(name)
   if C.eng_device_set(name) == 0 then return true end
   return false, text(C.eng_error_message())
 end
 
--- The version and file of the NCCL library that ranks with GPUs would use; or nil and the reason.
+-- The version and file of the NCCL library that ranks with GPUs would use, as one text; or nil and
+-- the reason why there is none.
 function machine.nccl()
   local found = ffi.new("const char *[1]")
   if C.eng_comm_nccl(found) == 0 then return text(found[0]) end

@@ -49,7 +49,7 @@ local function list_of(names)
   return (names[1] ~= nil or next(names) == nil) and names or nearest.keys(names)
 end
 
---- The entry of `names` that means what other frameworks call `name`, or nil.
+--- The entry of `names` that corresponds to `name` of another framework, or nil.
 function nearest.elsewhere(name, names)
   for ours in (ELSEWHERE[tostring(name):lower()] or ""):gmatch("%S+") do
     for _, candidate in ipairs(list_of(names)) do
@@ -87,8 +87,7 @@ function nearest.choices(name, names, what)
 end
 
 --- Makes it an error to read a field of `class` by another framework's name; the error says what to
---- write instead. Any other missing field is nil; its name is remembered, so that reading it again
---- is fast.
+--- write instead. Any other missing field is nil; its name is cached, so that later reads are fast.
 function nearest.guard_elsewhere(class, what)
   local absent = {}
   return setmetatable(class, { __index = function(t, key)

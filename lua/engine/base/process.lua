@@ -1,5 +1,5 @@
--- Child processes. Used by contests, `engine replay --verify`, `engine plan` and writers that run
--- other programs.
+-- Child processes. Used by contests, `engine replay --verify`, `engine plan`, and the writers that
+-- run gnuplot or cmark-gfm.
 local M_ffi = require "engine.base.ffi"
 
 local C, check = M_ffi.C, M_ffi.check
@@ -16,14 +16,14 @@ function M.start(words, log)
   return process[0]
 end
 
---- The exit status, 128 + N after signal N; nil while the program runs. Not to be called again for
---- a program that has ended.
+--- The exit status, 128 + N after signal N; nil while the program runs. After it has returned a
+--- status, do not call it again for the same program.
 function M.status(process)
   local status = C.eng_process_status(process)
   return status >= 0 and status or nil
 end
 
---- Sends SIGTERM to a program.
+--- Sends SIGTERM to the process group of a program.
 function M.stop(process) C.eng_process_signal(process, 15) end
 
 --- A word quoted for the shell, whatever characters it has.

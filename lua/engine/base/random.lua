@@ -1,6 +1,6 @@
--- The position in the stream of random numbers. Checkpoints store this position, and a pass that
--- must not advance it restores it afterwards. Called by the trainer and its parts, and by
--- nn/generate.lua.
+-- The position in the stream of random numbers. Checkpoints store this position. A pass that must
+-- not advance the stream, such as a reference backward, restores the position afterwards. Called by
+-- the trainer and its parts, and by nn/generate.lua.
 local M_ffi = require "engine.base.ffi"
 
 local C = M_ffi.C

@@ -1,4 +1,5 @@
--- Warns about names of earlier versions, which still work: once per name and process, on rank 0.
+-- Warns that a name of an earlier version has been replaced. The old name still works. Only rank 0
+-- warns, once per name.
 --   renamed("the trainer's option 'wire'", "'comm_dtype'")
 local M_ffi = require "engine.base.ffi"
 

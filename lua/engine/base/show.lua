@@ -38,7 +38,7 @@ function show.counted(n, what)
   return ("%s %s%s"):format(show.grouped(n), what, n == 1 and "" or "s")
 end
 
---- A share as "0 %", "<0.01 %" or "12.3 %".
+--- part / whole as "0 %", "<0.01 %" or "12.3 %".
 function show.percent(part, whole)
   local p = whole > 0 and 100 * part / whole or 0
   return p == 0 and "0 %" or p < 0.01 and "<0.01 %" or ("%.3g %%"):format(p)

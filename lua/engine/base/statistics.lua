@@ -11,8 +11,8 @@ function M.mean_and_spread(list)
   return mean, math.sqrt(squares / math.max(1, #list - 1))
 end
 
---- "0.3918 +- 0.0012": the spread with two digits, and the mean to the same decimal place. Only the
---- mean if n, the number of values, is 1.
+--- "0.3918 +- 0.0012": the spread with two significant digits, and the mean to the same decimal
+--- place. Only the mean if n, the number of values, is 1.
 function M.text(mean, spread, n)
   if n < 2 or mean - mean ~= 0 then return ("%.4g"):format(mean) end
   if spread == 0 then return ("%.4g +- 0"):format(mean) end
