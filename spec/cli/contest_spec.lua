@@ -187,7 +187,7 @@ describe("engine contest", function()
       for i in $(seq 200); do [ -s runs/k/pid-1/history.db ] && break; sleep 0.05; done
       sleep 0.3; kill -INT $p; wait $p]]):format(quote(folder), quote(helper.engine), words))
     assert.equal(130, result.code, result.err)
-    assert.matches("interrupted, 1 of 4 runs are done; this continues:\n  " ..
+    assert.matches("interrupted, 1 of 4 runs are done; to continue:\n  " ..
       helper.engine:gsub("%p", "%%%0") .. " contest " .. words:gsub("%p", "%%%0"), result.err)
     assert.equal("143\n", helper.read(runs .. "pid-1/exit"))
     assert.is_nil((require("engine.run.runs").holder(runs .. "pid-1")))

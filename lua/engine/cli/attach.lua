@@ -13,8 +13,8 @@ local C, ffi = M_ffi.C, M_ffi.ffi
 local help = [==[
 usage: engine attach RUN [-e CODE]...
 
-Opens a REPL on a run, given by its name (runs/RUN) or its directory, from any terminal of the run's
-owner. With -e it runs CODE and ends. While the run is alive:
+Opens a REPL on a run, given by its name (runs/RUN) or its directory. It works from any terminal of
+the user who started the run. With -e it runs CODE and ends. While the run is alive:
 
   run:status()                  its step, loss, scale ...     (also: print(run))
   run:pause()  run:resume()     between two steps; a pause ends when this REPL closes, unless it was
@@ -23,9 +23,10 @@ owner. With -e it runs CODE and ends. While the run is alive:
   run:set("lr", 1e-4)           lr clip clip_value scale steps checkpoint_every stats_every;
                                 run:set("lr", "schedule") returns to the schedule
   run:checkpoint()  run:stop()
-  policy:swap("mine.lua")       another policy, tried first; or "dynamic:growth_interval=500";
-                                one for FP8 layers, such as "layer_ladder", replaces the FP8 policy
-  policy:undo()                 takes the last swap back
+  policy:swap("mine.lua")       another policy, checked first on the run's last records; or
+                                "dynamic:growth_interval=500". A policy for FP8 layers, such as
+                                "layer_ladder", replaces the FP8 policy
+  policy:undo()                 reverts the last swap
   policy:show()                 options and state of the policies     (also: policy)
 
 and always:
@@ -59,7 +60,7 @@ local function waiting_text(path)
     "history meanwhile: engine attach %s -e 'print(history)'\n"):format(PATIENCE, why, path)
 end
 
--- The status of f(...), which waits for the run. Ctrl-C ends the wait.
+-- Returns the status of f(...), a call that waits for the run. Ctrl-C ends the wait.
 local function patiently(f, ...)
   local before = C.eng_interrupt_policy(2)
   local status = f(...)
@@ -67,8 +68,8 @@ local function patiently(f, ...)
   return status
 end
 
--- Receives the next line, however long that takes, and returns the status of eng_attach_receive. If
--- nothing comes within `patience` seconds, a line on stderr says why, and the wait goes on.
+-- Waits without a limit for the next line, and returns the status of eng_attach_receive. If no line
+-- comes within `patience` seconds, prints the likely reason on stderr and goes on waiting.
 local function receive(self, patience)
   local status = patiently(C.eng_attach_receive, line, length, self.handle, patience)
   if status ~= C.ENG_ERR_STATE then return status end
@@ -171,8 +172,8 @@ local function objects(link, why)
   return run, policy
 end
 
--- Opens a run: { run, policy, history, live } and a line about it; raises when there is no such
--- run.
+-- Opens a run. Returns { run, policy, history, live } and a line of text about the connection.
+-- Raises an error if there is no such run.
 local function open(name)
   name = name:gsub("/+$", ""):gsub("/history%.db$", "")
   local path = require("engine.run.run").directory(name)

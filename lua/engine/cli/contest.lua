@@ -1,5 +1,5 @@
--- engine contest: reads the command line, checks the script, and keeps `jobs` runs going
--- (run/contest.lua) until all have ended; then prints the results (report/contest.lua).
+-- engine contest: reads the command line, checks the script, executes the runs, at most `jobs` at a
+-- time (run/contest.lua), and prints the results (report/contest.lua).
 local config = require "engine.base.config"
 local files = require "engine.base.file"
 local options = require "engine.cli.options"
@@ -27,13 +27,13 @@ command continues, and repeats no run that has ended. More seeds or policies may
 contest; other settings need another name. A run that fails does not end the contest. If its error
 may be temporary (exit status 1, or a signal), the next start tries it again.
 
-The script needs the settings policy, seed and run (engine.config); with resume, interrupted runs
-continue instead of beginning again; with log, they print less.
+The script needs the settings policy, seed and run (engine.config). If it has the setting resume,
+interrupted runs continue instead of starting over. If it has the setting log, runs print less.
 
 seeds     runs of each policy (5)
 jobs      runs at a time; by default the usable cores / threads, on a GPU 1
-threads   OpenMP threads of a run; by default the cores divided by the number of runs. The same for
-          all runs of a contest, because it changes the last digits of a run
+threads   OpenMP threads of a run; by default the cores divided by the number of runs. All runs of a
+          contest use the same number, because it changes the last digits of the results
 name      the contest's folder under runs/
 
 --csv     every run's numbers            --latex   the table for a paper (booktabs)
@@ -43,7 +43,7 @@ FILE may be - for stdout, except with --png.
 
   finished   runs that finished; the numbers are means over these
   loss       mean over the last tenth of the steps, without inf and nan
-  held-out   the last evaluation of the script's trainer (`evaluate`), - without one
+  held-out   the last evaluation of the script's trainer (`evaluate`); - if there is none
   skipped    steps without an update
   underflow  share of the gradients that are nonzero and below the smallest normal number
   seconds    of training
@@ -65,8 +65,8 @@ end
 
 -- ------------------------------------------------------------------ the script
 
--- What the script passes to engine.config: defaults, texts, ranges. Runs the script up to that
--- call.
+-- Runs the script up to its call of engine.config. Returns the arguments of that call: defaults,
+-- texts, ranges.
 local function settings_of(script, settings)
   local engine = require "engine"
   local chunk, problem = loadfile(script)
@@ -89,7 +89,7 @@ local function settings_of(script, settings)
   return unpack(found, 1, 3)
 end
 
--- Raises if the script lacks a needed setting, or refuses one of the runs.
+-- Raises an error if the script lacks a needed setting, or if a run's settings are invalid.
 local function check_script(contest)
   local defaults, docs, kinds = settings_of(contest.script, contest.settings)
   for _, name in ipairs { "policy", "seed", "run" } do
@@ -101,7 +101,8 @@ local function check_script(contest)
   local load = require("engine.policy.policy").load     -- registers the range `policy`
   contest.resumes, contest.quiet = defaults.resume ~= nil, defaults.log ~= nil
   local words = { "seed=1", unpack(contest.settings) }
-  if defaults.device == nil then defaults.device = config.optional "string" end   -- as every script
+  -- engine.config gives every script this field
+  if defaults.device == nil then defaults.device = config.optional "string" end
   contest.sources = {}
   for _, policy in ipairs(contest.policies) do
     parse(defaults, { "policy=" .. policy, unpack(words) }, docs, kinds)
@@ -181,12 +182,12 @@ local function again(words)
   return table.concat(parts, " ")
 end
 
--- Reports on the runs: lines on stderr and, on a terminal, a live line.
+-- Shows the progress of the runs: lines on stderr and, on a terminal, a live line.
 local function progress_of(contest, waiting)
   local machine = require "engine.base.machine"
   local bar = require("engine.run.progress").on_stderr()
   local began, ended, total = machine.clock(), 0, #waiting
-  local before = {}                    -- the fraction of a resumed run that was done earlier
+  local before = {}                    -- the share of a run that was done before this start
   local progress = require("engine.run.contest").progress
   for _, run in ipairs(waiting) do before[run] = progress(run) end
   local function left(running)
@@ -232,7 +233,7 @@ end
 
 local POLL, LIVE = 0.05, 1     -- seconds between polls, and between live lines
 
--- Makes the runs that are missing. Returns false if a signal ended this.
+-- Executes the runs that have not ended. Returns false if a signal interrupted them.
 local function make_runs(contest)
   local C = require("engine.base.ffi").C
   local waiting, running, count, at = {}, {}, 0, 1
@@ -277,7 +278,7 @@ local function main(given)
   if not make_runs(contest) then
     local done = 0
     for _, run in ipairs(contest.runs) do done = done + (run.final and 1 or 0) end
-    io.stderr:write(show.shown(("interrupted, %d of %d runs are done; this continues:\n  %s")
+    io.stderr:write(show.shown(("interrupted, %d of %d runs are done; to continue:\n  %s")
       :format(done, #contest.runs, again(given.line)), true), "\n")
     return 1
   end

@@ -1,12 +1,12 @@
--- engine data tokenize: text files to files of tokens (data/tokenize.lua).
+-- engine data tokenize: converts text files to a file of tokens (data/tokenize.lua).
 local options = require "engine.cli.options"
 
 local help = [==[
 usage: engine data tokenize TEXT... --tokenizer FOLDER -o FILE.npy [--lines] [--special]
                             [--end TOKEN]
 
-Writes the tokens of text files, one file after the other, as a NumPy file of uint16, or of uint32
-if the vocabulary is larger. engine.data.tokens reads it; numpy.load does, too.
+Writes the tokens of text files, one file after the other, to a NumPy file of uint16, or of uint32
+if the vocabulary has more than 65,536 tokens. engine.data.tokens and numpy.load read this file.
 
   engine data tokenize a.txt b.txt --tokenizer models/llama -o tokens.npy
   engine data tokenize chat.txt --tokenizer tokenizer.json --lines --special -o chat.npy
@@ -23,7 +23,7 @@ next: a trainer with engine.data.tokens { path = FILE }; docs/tokenizers.md, doc
 local function display()
   local clock, show = require("engine.base.machine").clock, require "engine.base.show"
   local bar, began = require("engine.run.progress").on_stderr(), clock()
-  bar.shown_at = began                             -- the first line comes after a while
+  bar.shown_at = began                             -- delays the first line by one interval
   function bar.line(_, row, now)
     local took = math.max(now - began, 1e-6)
     return ("%s of %s bytes  %s bytes/s%s"):format(show.count(row.step), show.count(row.all),
@@ -38,7 +38,7 @@ local function display()
 end
 
 return options.command {
-  name = "data", doc = "text files to tokens for training", help = help,
+  name = "data", doc = "convert text files to tokens for training", help = help,
   options = { tokenizer = "text", output = "text", lines = "switch", special = "switch",
     ["end"] = "text" }, short = { o = "output" },
   main = function(given)

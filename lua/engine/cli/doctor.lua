@@ -10,8 +10,8 @@ local function output(command)
   return line ~= "" and line or nil
 end
 
--- The contents of a file of /proc, "" without one. base/file.lua needs the engine's library; doctor
--- must work without it.
+-- The contents of a file of /proc, "" if it cannot be opened. doctor must work without the engine's
+-- library, so it cannot use base/file.lua.
 local function contents(path)
   local file = io.open(path)
   local text = file and file:read("*a") or ""
@@ -63,7 +63,8 @@ end
 
 local BF16 = { AMX = "on AMX, through oneDNN: several times faster than f32; subnormal bf16 " ..
   "are flushed to zero",
-  pairs = "in pairs, on AVX-512 BF16: twice as fast as f32; subnormal bf16 are flushed to zero",
+  pairs = "on pairs of elements, with AVX-512 BF16: twice as fast as f32; subnormal bf16 are " ..
+  "flushed to zero",
   f32 = "in f32: as fast as f32, and subnormals are kept" }
 
 local function library()
@@ -102,7 +103,7 @@ local function lua()
   need(pcall(require, "cjson"), "lua-cjson", "installed", "apt install lua-cjson")
 end
 
--- Programs that only building and testing need.
+-- Programs that are needed only to build and test.
 local optional = {
   { "gcc", "gcc", "to build" }, { "make", "make", "to build" },
   { "busted", "lua-busted", "for make test" }, { "luacheck", "lua-check", "for make check" },

@@ -1,6 +1,6 @@
--- Reports on stderr which variables in the environment begin with ENGINE_ but are unknown to the
--- engine, and which switches have an unknown value. docs/environment.md lists the variables. Called
--- by main.c with the names that are set.
+-- Warns on stderr about each environment variable ENGINE_* that the engine does not know, and about
+-- each switch with an invalid value. docs/environment.md lists the variables. Called by main.c with
+-- the names that are set.
 local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
 local source = require "engine.docs.source"
@@ -9,7 +9,7 @@ local source = require "engine.docs.source"
 -- machine.
 local CHECKED = { ENGINE_ISA = true, ENGINE_NCCL = true, ENGINE_RANKS = true, ENGINE_PAIRS = true }
 
--- The values in a cell of the table such as "**`0`**, `1`"; nil if others are possible.
+-- The values that a table cell such as "**`0`**, `1`" lists; nil if the cell allows other values.
 local function choices_of(cell)
   local values, rest = {}, cell:gsub("%*%*", ""):gsub(";.*$", "")
   rest = rest:gsub("`([^`]*)`", function(value) values[#values + 1] = value return "" end)
@@ -23,7 +23,7 @@ return function(...)
       known[name], choices[name] = true, not CHECKED[name] and choices_of(row[2]) or nil
     end
   end
-  if not next(known) then return end       -- installed without its documentation
+  if not next(known) then return end       -- the documentation is not installed
   local function report(format, ...) io.stderr:write("engine: ", format:format(...), "\n") end
   for _, name in ipairs { ... } do
     local value, wanted = os.getenv(name), choices[name]

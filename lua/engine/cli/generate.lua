@@ -10,8 +10,8 @@ usage: engine generate FOLDER --prompt TEXT [--prompt TEXT ...] [--tokens 1,2,3 
                        [--stop TOKEN,TOKEN] [--seed N] [--dtype f32|bf16|f16|auto]
 
 Loads the model of a folder with config.json and model.safetensors (or shards) and continues each
-prompt and each list of token ids. Prints a prompt with its continuation, and for a list one line
-with the given and the new ids.
+prompt and each list of token ids. For a prompt it prints the text with its continuation, for a list
+one line with the given and the new ids.
 
   engine generate Qwen3-0.6B --prompt "The loss scale" --temperature 0
   engine generate Qwen3-0.6B --tokens 9707,11 --temperature 0          # the most likely tokens
@@ -23,10 +23,10 @@ tokens       a list of token ids
 max_tokens   tokens to add to each (64)
 temperature  1 by default; below 1 likely tokens gain, 0 takes the most likely one
 top_k top_p  draw from the K most likely tokens, or from those that add up to probability P
-stop         ids, or texts of tokens such as '<|im_end|>', that end a list; by default the model's
-             eos_token_id; none: --stop=
+stop         ids, or texts of tokens such as '<|im_end|>', that end a continuation; by default the
+             model's eos_token_id; --stop= for none
 seed         the same seed gives the same tokens
-dtype        of the weights in memory (f32); auto: as in the files
+dtype        dtype of the weights in memory (f32); auto: the dtype in the files
 
 next: engine plan FOLDER shows the memory that a model takes; docs/hugging-face.md]==]
 
@@ -87,7 +87,9 @@ local function main(given)
   for _, name in ipairs(NUMBERS) do settings[name] = given[name] end
   local good, model = pcall(engine.load_model, given.words[1], { dtype = given.dtype })
   if not good then error(model, 0) end
-  if not model.generate then options.fail("%s predicts masked tokens only", model._class) end
+  if not model.generate then
+    options.fail("%s cannot generate: it predicts masked tokens only", model._class)
+  end
   for i, row in ipairs(model:generate(rows, settings)) do
     if i > #given.tokens then show.print(tokenizer:decode(row))
     else print(table.concat(row, ",")) end

@@ -14,12 +14,12 @@ Without a script, engine opens a REPL on a terminal, or runs the program on stdi
   engine train.lua                      run a script
   engine train.lua lr=3e-4 steps=2^12   ... with some of its settings changed
   engine train.lua help                 ... list its settings
-  engine -i train.lua                   ... and stay in the REPL with what it made
+  engine -i train.lua                   ... and open the REPL after it, with its globals
   engine -e 'print(1 + 1)'              run a line of Lua
 
-options, as of the standalone Lua interpreter:
+options, as in the standalone Lua interpreter:
   -e code    run code                   -l name    require a module
-  -i         stay in the REPL           -v         show the version
+  -i         open the REPL afterwards   -v         show the version
   -j cmd     JIT control, e.g. -j off   -O level   JIT optimisation
   -E         ignore LUA_INIT            -          run stdin
   --         end of options             --help     this text
@@ -127,7 +127,7 @@ function help.main(name, target, ...)
     print(overview() .. "\n\n" .. usage)
     return 0
   end
-  for _, command in ipairs(names) do           -- needs no other part of the reference
+  for _, command in ipairs(names) do           -- a command's help does not need the index
     if command == name then
       local module = require("engine.cli." .. name)
       print(module.help or ("engine %s: %s"):format(name, module.doc))

@@ -19,8 +19,8 @@ local function options_of(given, job, kind)
   return o
 end
 
--- Prepares the job's trainer: the process ends when its run ends. The trainer writes only the
--- checkpoints that are due, because a policy may roll back to them.
+-- Prepares the job's trainer, so that the process ends when the trainer's run ends. The trainer
+-- writes only the checkpoints that are due, because a policy may roll back to them.
 local function prepare(trainer, job)
   if job.state then trainer.policy:restore(job.state) end
   local run_files, ending = trainer.run_files, trainer.by_hand and "close" or "run"

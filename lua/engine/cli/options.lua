@@ -47,8 +47,8 @@ local function unknown(word, spec)
     names, "options"))
 end
 
--- Stores a word without a dash: as an option of the policy before it, as a policy file, or as one
--- of the command's words.
+-- Stores a word that does not begin with a dash: as an option of the policy before it, as a policy
+-- file, or in given.words.
 local function plain_word(word, given, spec)
   if spec.word and spec.word(word, given) then return end
   local policies = given.policies
@@ -101,8 +101,8 @@ function M.parse(words, spec)
   return given
 end
 
---- A command that cli.run can start: { doc, help, main }. --help anywhere prints its help. An error
---- prints one line and exits with code 1.
+--- A command that cli.run can start: { doc, help, main }. With --help anywhere on the command line,
+--- main prints the help. After an error, main prints one line and returns exit code 1.
 function M.command(spec)
   return { doc = spec.doc, help = spec.help, main = function(...)
     local words = { ... }
@@ -124,16 +124,16 @@ function M.command(spec)
   end }
 end
 
---- Writes notes about what a command left out to stderr, one per line.
+--- Writes notes to stderr, one per line, such as which runs the command leaves out.
 function M.note(command, notes)
   for _, note in ipairs(notes) do
     io.stderr:write(("engine %s: %s\n"):format(command, require("engine.base.show").shown(note)))
   end
 end
 
---- A command on one run: spec.main is called with the given options, the history and the run's
---- path. spec.empty: it also takes runs without steps. spec.several: it also takes several runs,
---- and is then called with the given options and compare.open's list.
+--- A command on one run. It calls spec.main(given, history, path). spec.empty: the command also
+--- takes a run without steps. spec.several: the command also takes several runs, and then calls
+--- spec.several(given, list) with the list of compare.open.
 function M.run_command(spec)
   local main = spec.main
   spec.main = function(given)

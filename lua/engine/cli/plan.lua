@@ -25,22 +25,26 @@ its trainer exists, and a few steps of the trainer are timed. Other settings go 
 For a FOLDER with Hugging Face's config.json it prints the parameters of the model and the memory
 that generating and training take. No weights are needed.
 
-alpha, beta  seconds of a message and of a byte between two ranks; by default measured here between
-             two processes, where mpirun is installed
-step         seconds of one rank's own step; measured by default
+alpha, beta  seconds of a message and of a byte between two ranks; by default measured between two
+             processes on this machine, if mpirun is installed
+step         seconds of a step on one rank without messages; measured by default
 comm_dtype zero bucket   as in engine.trainer; by default the script's values
 
 checkpoint   what activation checkpointing (the trainer's option) saves and costs on one rank:
              predicted, and measured in two processes
 
 The first columns are the memory of one rank: the total, gradients (from zero=2 on: its own part and
-the buffers that backward writes), moments, and messages in flight. The other columns are times: all
-gradient messages; the messages that are not hidden behind the backward pass, which with zero=1 or 2
-include the updated weights, and with zero=3 the weights that blocks wait for; the record; and the
-whole step.
+the buffers that backward writes), moments, and messages in flight. The other columns are
+times, except the last:
+  messages     all gradient messages
+  not hidden   the messages that do not overlap the backward pass. With zero=1 or 2 they include the
+               updated weights, with zero=3 the weights that blocks wait for
+  record       the message that makes the record the same on all ranks
+  step         the whole step
+  efficiency   the time of a step on one rank without messages, divided by that of the whole step
 
 measure      also runs the job with these numbers of ranks on this machine, one thread for each
-             rank, and prints the prediction for this machine next to the measurement. Ranks on one
+             rank, and prints the prediction for this machine beside the measurement. Ranks on one
              machine share its cores and caches. The prediction therefore starts from steps timed
              with every core busy, adds the wait for the slowest rank, overlaps no messages with
              computing, and lets ranks beyond the number of cores take turns]==]
@@ -60,8 +64,8 @@ local function time_text(s)
     or ("%.2f s"):format(s)
 end
 
--- One line of advice if a smaller bucket would save, on `ranks` ranks, at least 1 MiB and a tenth
--- of a rank's memory; else nil. Halves the bucket for as long as each halving saves 5 %.
+-- Returns one line of advice if a smaller bucket saves at least 1 MiB and at least a tenth of a
+-- rank's memory on `ranks` ranks, else nil. Halves the bucket while that saves at least 5 %.
 local function smaller_bucket(job, params, options, ranks)
   local plan = require "engine.dist.plan"
   local function with(bucket, zero)
@@ -74,7 +78,7 @@ local function smaller_bucket(job, params, options, ranks)
   if ranks == 1 then return nil end
   local bucket = options.bucket or reduction.BUCKET
   local now, best, found = with(bucket), with(bucket), bucket
-  -- buckets this large all hold every gradient, so they cost the same
+  -- all buckets of at least gradient_bytes hold every gradient, so they cost the same
   while found / 2 * MIB >= job.gradient_bytes do found = found / 2 end
   while found > 1 / 64 do
     local half = with(found / 2)
@@ -106,8 +110,8 @@ local function job_of(trainer, options, records, wanted, measured, step)
     job.parameters = job.parameters + p.tensor.count
     job.moment_bytes = job.moment_bytes + optimizer.state:bytes(i, p.tensor.count)
   end
-  -- From ZeRO-2 on: the operations of a step determine which gradients, and with ZeRO-3 which
-  -- weights, exist at the same time.
+  -- From ZeRO-2 on, the prediction needs a step's operations on the tape. They determine which
+  -- gradients, and with ZeRO-3 which weights, are in memory at the same time.
   options.units = job.zero == 3 and reduction.units(optimizer) or nil
   if job.zero >= 2 then
     M_ffi.check(C.eng_step_begin())
@@ -139,8 +143,8 @@ local function counts_of(texts)
   return counts
 end
 
--- Separates the words of the command line into the command's own settings, checked, and the
--- settings that go to the script.
+-- Separates the words of the command line into the command's own settings, which it checks, and the
+-- settings of the script.
 local function read(words)
   local own, settings, role = {}, {}, nil
   for _, word in ipairs(words) do
@@ -175,8 +179,8 @@ local function off(predicted, measured)
   return measured == 0 and "" or ("%+.1f %%"):format(100 * (predicted / measured - 1))
 end
 
--- Runs the job on each of given.measure ranks, and prints the predictions next to rank 0's
--- measurements.
+-- Runs the job once for each number of ranks in given.measure. Prints the predictions beside rank
+-- 0's measurements.
 local function compare(job, cost, given, script, settings)
   local plan, measure = require "engine.dist.plan", require "engine.cli.plan_measure"
   local cores = require("engine.base.ffi").C.eng_comm_threads()
@@ -286,8 +290,8 @@ local function main(script, ...)
   end, ...)
   if good then return 0 end
   local unknown = tostring(problem):match("config: no field '([^']+)'")
-  local own = unknown and "\nas a setting of engine plan" .. nearest.choices(unknown, OWN,
-    "its settings") or ""
+  local own = unknown and "\nengine plan has no such setting either" ..
+    nearest.choices(unknown, OWN, "its settings") or ""
   local line = tostring(problem):gsub("^config: ", "")
   io.stderr:write("engine plan: ", require("engine.base.show").shown(line, true), own, "\n")
   return 1

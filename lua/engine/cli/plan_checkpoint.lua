@@ -1,5 +1,6 @@
--- engine plan SCRIPT checkpoint=block: what activation checkpointing would save and cost, predicted
--- from a trainer without it and measured in separate processes. Called by plan.lua.
+-- engine plan SCRIPT checkpoint=block: the memory that activation checkpointing saves and the time
+-- that it costs, predicted from a trainer without it and measured in separate processes. Called by
+-- plan.lua.
 local M_ffi = require "engine.base.ffi"
 local measure = require "engine.cli.plan_measure"
 local module = require "engine.nn.module"
@@ -11,8 +12,8 @@ local M = {}
 
 local function used() return require("engine").memory().step.used end
 
--- Bytes in use after a forward pass. With `watched`, a set of modules, also the largest number of
--- bytes that one of them added, and the seconds that all of them took.
+-- Returns the bytes in use after a forward pass. With `watched`, a set of modules, also returns the
+-- largest number of bytes that one of these modules added, and the seconds that all of them took.
 local function forward(trainer, watched)
   local most, seconds = 0, 0
   if watched then
@@ -41,8 +42,8 @@ function M.predict(trainer, which)
   local left = forward(trainer)
   model:checkpoint(false)
   local all, most, seconds = forward(trainer, watched)
-  -- Without checkpointing the peak is at the loss. The loss and its gradient take peak - all bytes,
-  -- with checkpointing too.
+  -- Without checkpointing, memory peaks at the loss. The loss and its gradient take (peak - all)
+  -- bytes, and just as many with checkpointing.
   return { plain = peak, block = left + math.max(peak - all, most),
     time = 1 + trainer.accumulate * seconds / step }
 end

@@ -2,11 +2,11 @@
 -- processes, and the time of a step of the script's trainer. With measure=, it also measures whole
 -- jobs of 1, 2, 4 ... ranks with one thread each, to compare them with the predictions.
 --
--- A job is this program again (`engine plan SCRIPT ... role=rank`) under mpirun. It runs the script
--- up to its trainer, makes steps with that trainer and prints a line for each rank. Before the
--- jobs, one process is timed by itself, and then one process on every core at once, both started
--- without mpirun. The times give the step that predictions start from, and the slowdown by shared
--- caches and memory.
+-- A job runs this program under mpirun (`engine plan SCRIPT ... role=rank`). Each rank runs the
+-- script up to its trainer, makes steps with that trainer and prints a line of measurements. Before
+-- the jobs, a single process is timed alone, and then one process on every core at once, all
+-- without mpirun. These times give the step that predictions start from, and the slowdown from
+-- shared caches and memory.
 local M_ffi = require "engine.base.ffi"
 local process = require "engine.base.process"
 
@@ -19,9 +19,9 @@ local STEPS, FIRST = 14, 4         -- a job makes 14 steps; timing starts at the
 
 -- ------------------------------------------------------------------ the script's trainer
 
---- The trainer that a script makes, with the given zero, comm_dtype and bucket instead of its own;
---- writes no files. Returns the trainer, its options, and whether the script would keep records of
---- a run.
+--- Runs a script up to its trainer, and makes this trainer with the given zero, comm_dtype, bucket
+--- and checkpoint in place of the script's. The trainer writes no files. Returns the trainer, its
+--- options, and whether the script's trainer would write a run.
 function M.trainer(script, settings, given)
   local engine = require "engine"
   local chunk, problem = loadfile(script)
@@ -88,7 +88,7 @@ function M.messages()
   return tonumber(alpha), tonumber(beta)
 end
 
---- Seconds of the trainer's own step: the fastest of several.
+--- Seconds of one step of the trainer in this process: the fastest of several.
 function M.step(trainer)
   local clock, best, until_ = C.eng_clock, math.huge, C.eng_clock() + 3
   for turn = 1, 40 do
@@ -155,8 +155,8 @@ local function rank_command(script, settings, given)
   return table.concat(words, " ")
 end
 
--- The measurements that n processes printed in `text`. Each process is a rank of a job of `size`
--- ranks. Raises if any is missing.
+-- Parses `text`, the output of n processes, each a rank of a job of `size` ranks. Returns their
+-- measurements in rank order. Raises an error if a rank is missing.
 local function read_ranks(text, n, size)
   local list, seen = {}, {}
   for line in text:gmatch("planned (rank=%d+ of=%d+ step=[^\n]+)") do

@@ -6,9 +6,9 @@ local hf = require "engine.nn.hf_load"
 
 local M = {}
 
--- Bytes for each parameter: weights with the low-precision copies that matrix products read;
--- gradients; AdamW's moments with compensations. eng_params_bytes measures them; norms and biases
--- have no copies.
+-- Bytes per parameter: weights, with the low-precision copies that matrix products read; gradients;
+-- AdamW's moments, with Kahan's compensation; then the precision recipe. Norms and biases have no
+-- low-precision copies, so the totals of eng_params_bytes differ slightly.
 M.USES = {
   { "evaluate, f32", 4, 0, 0 }, { "evaluate, bf16 or f16", 2, 0, 0 },
   { "train, precision fp32", 4, 4, 8, "fp32" }, { "train, precision bf16", 6, 4, 8, "bf16" },

@@ -12,9 +12,9 @@ curve are named under it. --width counts characters, or pixels with --svg or --p
 
   engine plot a                                   loss and loss scale
   engine plot a --columns amax,stored,underflow   other numbers, named below
-  engine plot a --from 5000 --to 6000             part of it
+  engine plot a --from 5000 --to 6000             only these steps
   engine plot a --svg a.svg                       a picture for pages; --png a.png needs gnuplot
-  engine plot a --heatmap exponent                layers by exponent: which are near the ends
+  engine plot a --heatmap exponent                each layer's gradients by exponent
   engine plot a --heatmap time                    the largest gradient of each layer over the steps
   engine plot a b c --columns loss                a curve for each run
   engine plot runs/*-seed? --group policy         the mean and spread of the runs of each policy

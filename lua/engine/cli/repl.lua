@@ -2,8 +2,8 @@
 -- is the last result, an unfinished entry continues on the next line, Tab completes globals and
 -- fields, Ctrl-C drops the line or stops the running entry, Ctrl-D leaves. A `local` at the start
 -- of an entry becomes global, so that lines pasted from a script keep working on the next line.
--- `bits` shows a number in every format; `runs` lists the runs, and open "NAME" is the history of
--- one; after a run `history` is the history of that run. Lines are saved in ~/.engine_history.
+-- `bits` shows a number in every format. `runs` lists the runs, and open "NAME" opens the history
+-- of one. After a run, `history` is the history of that run. Lines are saved in ~/.engine_history.
 -- Called by main.c and attach.lua; reads lines through engine.host.
 local host = require "engine.host"
 
@@ -178,7 +178,7 @@ local function paths(folder, start)
   return list
 end
 
--- The text to insert, and the candidates to list, for names that all begin with `start`.
+-- For names that all begin with `start`: the text to insert, and the candidates to list.
 local function offered(names, start)
   if #names == 0 then return nil end
   table.sort(names)
@@ -188,8 +188,8 @@ local function offered(names, start)
   return nil, columns_text(names)
 end
 
--- The beginning of the string literal that is still open at the end of a line, and what is before
--- it; or nil.
+-- If a line ends inside a string literal: the part of the literal so far, and the code before it.
+-- Otherwise nil.
 local function open_text(line)
   local blank = line:gsub("\\.", "\1\1")                -- escaped characters, then whole literals
     :gsub("([\"'])(.-)%1", function(_, inside) return ("\1"):rep(#inside + 2) end)
@@ -301,7 +301,8 @@ local function read_entry()
   end
 end
 
--- Words that people try. A global of the same name hides them.
+-- Words that the REPL handles itself, unless a global has the same name: it prints the text, or
+-- leaves if the value is false.
 local words = {
   help = "Any Lua runs here. An expression prints its value; `_` holds the last value printed.\n" ..
   "Tab completes: engine. <Tab>, tensor: <Tab>.\n" ..

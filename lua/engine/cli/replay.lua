@@ -9,7 +9,7 @@ usage: engine replay TRACE --policy FILE [name=value ...] [--policy FILE ...] [-
                      [--tolerance X] [--script FILE] [--keep FOLDER] [--json]
 
 Shows what these policies would have done. TRACE is a run, by its name or directory, or a string of
-verdicts: . is a good step, x an overflow, and a number repeats what follows it, as in "4. x 2. 3x".
+verdicts: . is a good step, x an overflow, and a number repeats the mark after it: "4. x 2. 3x".
 
   engine replay "4. x 2. 3x" --policy dynamic init_scale=256 growth_interval=2
   engine replay runs/a --policy dynamic --policy deepspeed hysteresis=1 --policy ds_config.json
@@ -19,10 +19,10 @@ verdicts: . is a good step, x an overflow, and a number repeats what follows it,
 FILE is a policy file, the name of a policy that comes with the engine (engine policies lists them),
 or a DeepSpeed JSON. name=value sets an option of the policy before it.
 
-On a run, each policy meets the overflows of its own scale, computed from the step's largest fp16
-gradient and its exponent histogram. A verdict is exact as long as these two determine all verdicts
-so far, and all those verdicts led to the run's own updates. After that, verdicts are bounds,
-because under the policy the gradients might differ from the recorded ones: "at least 1, about 3"
+On a run, the replay computes which steps overflow at a policy's own scale, from the step's largest
+fp16 gradient and its exponent histogram. A verdict is exact as long as these two determine all
+verdicts so far, and all those verdicts led to the run's own updates. Later verdicts are bounds,
+because under the policy the gradients might differ from the recorded ones. "At least 1, about 3"
 skipped steps means that 1 is certain and 3 is the estimate (lua/engine/run/counterfactual.lua has
 the rules).
 
@@ -35,7 +35,7 @@ the rules).
 
 A policy of FP8 layers (engine policies lists them) reads the meters that the run recorded, and has
 a table of its own: the number of steps at which it moves layers, how many of the layers it ever
-moves, the mean share of layers that are not as in the recipe, and the number of steps at which its
+moves, the mean share of layers that differ from the recipe, and the number of steps at which its
 decisions differ from the run's.
 
 --json prints {"policies":[{"name","file","options","scales","actions","skipped","stopped_at",
@@ -58,7 +58,7 @@ begins at the start. It writes to a folder of its own; the recorded run is not t
 The exit status is 0 if the replay and the live run agree, 2 if they differ, 130 after Ctrl-C (which
 compares the steps made so far), and 1 after an error.]==]
 
--- Raises unless the options of --verify make sense.
+-- Raises an error unless the options of --verify are valid.
 local function check_verify(given)
   for _, name in ipairs { "from", "steps", "tolerance", "script", "keep" } do
     local value = given[name]

@@ -21,7 +21,7 @@ local POLL, LIVE, PATIENCE = 0.05, 1, 10
 
 -- ------------------------------------------------------------------ the live run
 
--- The number of the last step that the live run has recorded, or nil.
+-- The index (from 0) of the last step that the live run has recorded, or nil.
 local function last_step(run)
   return (history.with(run, function(h) return (select(2, h:range())) end))
 end
@@ -78,11 +78,11 @@ local function run_live(plan, folder)
   return status, interrupted
 end
 
--- ------------------------------------------------------------------ words
+-- ------------------------------------------------------------------ the report
 
 local MOST_LINES = 20
 
--- The report of a comparison, in lines.
+-- The report of a comparison, as a list of lines.
 local function lines_of(plan, c, interrupted)
   local lines = {}
   local function say(format, ...) lines[#lines + 1] = format:format(...) end

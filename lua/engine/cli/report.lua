@@ -8,8 +8,8 @@ Writes one self-contained HTML page about a run, to open, mail or keep: loss and
 every overflow and policy change, the scales of the shadows, heat maps of the layers over steps and
 over the exponents of the format, where overflows begin, events, settings and policy sources.
 Pointing at a curve shows its values; the colours follow the reader's system, light or dark, and
-the page fits a telephone. A run in progress is reported up to its last step, and one without steps
-by its ending and settings.
+the page fits a telephone. For a run in progress, the page shows the steps so far; for a run without
+steps, how it ended and its settings.
 
 For several runs it writes a page that compares them: the settings that differ, steps, losses,
 skipped steps, overflows, how each ended, and the curves of loss and loss scale over each other. It

@@ -46,7 +46,7 @@ local function row_of(run)
     or "-", precision, began, show.duration(run.seconds), ended_text(run) }
 end
 
--- The runs of a folder (runs.list) as a text.
+-- The runs of a folder (from runs.list) as a table in text form.
 local function table_of(list, dir)
   if #list == 0 then
     return show.shown(("no runs in %s/; a script makes one with run=NAME"):format(dir))

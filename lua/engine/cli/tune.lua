@@ -8,9 +8,9 @@ usage: engine tune RUN... --policy FILE [name=value ...] --over name=from..to [-
                    [--objective elements|mass|skipped] [--json]
 
 Searches a policy's options on recorded runs: replays the runs with each setting and names the
-setting that loses least. It tries a grid over the ranges, then three finer grids around the best
-point. Positive ranges are spaced logarithmically, or by powers of two if both ends are powers of
-two. The search is deterministic.
+setting that loses the least, as --objective counts it. It tries a grid over the ranges, then three
+finer grids around the best point. Positive ranges are spaced logarithmically, or by powers of two
+if both ends are powers of two. The search is deterministic.
 
   engine tune runs/a runs/b --policy dynamic --over growth_interval=100..5000
   engine tune runs/a --policy deepspeed --over scale_window=50..2000 hysteresis=1,2,4
@@ -88,11 +88,11 @@ local function main(given)
 end
 
 return options.command {
-  name = "tune", doc = "the options of a policy that would have lost least on recorded runs",
+  name = "tune", doc = "search the options of a policy on recorded runs",
   help = help,
   options = { json = "switch", over = "texts", objective = "text" }, policies = true, main = main,
-  -- "--over a=1..2 b=3..4": name=from..to always belongs to --over, name=a,b,c only after the first
-  -- range.
+  -- Words of "--over a=1..2 b=3,4": name=from..to always belongs to --over, name=a,b,c only after
+  -- the first range.
   word = function(word, given)
     local is_range = word:find("^[%a_][%w_]*=.*%.%.") or #given.over > 0
       and word:find("^[%a_][%w_]*=[^=]*,")

@@ -7,7 +7,7 @@ usage: engine watch RUN [--columns NAME,NAME...] [--every SECONDS]
 Shows a run while it runs: its curves, its last events, its progress and the time left. The view is
 redrawn every 2 seconds, and ends with the run (status 0) or with Ctrl-C (status 130). RUN is a name
 under runs/ or a directory. The command waits for a run that does not exist yet, and for its first
-step; it changes nothing in the run. Into a pipe or a file, each refresh is one line.
+step; it changes nothing in the run. In a pipe or a file, each refresh is one line.
 
   engine watch a
   engine watch a --every 10 --columns loss,norm
@@ -32,7 +32,7 @@ local function progress_of(h, last)
   return text, line.total and math.floor(100 * (last.step + 1) / line.total)
 end
 
--- What the command shows, as lines for a terminal of `columns` x `rows` characters.
+-- The view of a run, as lines for a terminal of `columns` x `rows` characters.
 local function frame(h, names, first_line, columns, rows)
   local height = math.floor((rows - EVENTS - 3) / #names) - 5
   local text = tostring(require("engine.report.views").plot(h, names, {
@@ -59,8 +59,8 @@ local function draw(lines, columns, rows, first)
   return io.stdout:write(table.concat(out)) and io.stdout:flush()
 end
 
--- Shows a run once. Returns nil while the run goes on, else how it ended; false if stdout is
--- closed.
+-- Shows a run once. Returns nil while the run is in progress, a text that says how it ended, or
+-- false if stdout is closed.
 local function refresh(path, names, state)
   local runs, machine = require "engine.run.runs", require "engine.base.machine"
   local h = require("engine.run.history").open(path)
