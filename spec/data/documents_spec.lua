@@ -365,7 +365,7 @@ describe("data of documents", function()
     for seed = 1, 8 do
       assert.error_matches(function()
         data.mix { loaders = { loader("x"), loader("x", "mask") }, batch = 16, seed = seed }:next()
-      end, "data.mix: batches of loader 2 have mask, those of loader 1 do not")
+      end, "data.mix: batches of loader 2 have mask, but those of loader 1 do not")
     end
   end)
 
@@ -517,7 +517,7 @@ describe("data of documents", function()
     with_options("end_token = 1, encode = function() end",
       "expected encode to return a list of token ids, got nothing")
     with_options("end_token = 1, encode = function() return { 1.5 } end",
-      "expected encode to return whole numbers of 0 or more, got 1.5 at place 1")
+      "expected encode to return whole numbers of 0 or more, got 1.5 at index 1")
     with_options("end_token = 1, bad = 'skip', encode = function() nothing() end",
       "FOLDER/a.jsonl:1: encode failed: script:1: attempt to call global 'nothing' (a nil value)")
   end)

@@ -260,7 +260,7 @@ describe("a malformed tokenizer.json", function()
     ["with a malformed character map"] = { text_of(UNIGRAM, { normalizer =
       '{"type":"Precompiled","precompiled_charsmap":"AAAA"}' }), "character map" },
     ["with too deeply nested steps"] = { text_of(SPM, { normalizer =
-      ('{"type":"Sequence","normalizers":['):rep(30) .. ("]}"):rep(30) }), "more than 20" },
+      ('{"type":"Sequence","normalizers":['):rep(30) .. ("]}"):rep(30) }), "at most 20 nested" },
   } do
     it(what .. " is refused in one line", function()
       local good, message = pcall(open, case[1])

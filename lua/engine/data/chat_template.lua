@@ -1,5 +1,6 @@
--- Chat templates: the text that a model expects for a conversation. Hugging Face's files have it as
--- a Jinja template, in chat_template.jinja or in tokenizer_config.json. Called by tokenizer.lua.
+-- Chat templates: convert a conversation into the text that a model expects. Hugging Face's files
+-- have a Jinja template, in chat_template.jinja or in tokenizer_config.json. Called by
+-- tokenizer.lua.
 local cjson = require "cjson"
 local M_ffi = require "engine.base.ffi"
 local file = require "engine.base.file"
@@ -12,7 +13,7 @@ local MOST_BYTES = 2 ^ 20      -- largest template
 local TOKENS = { "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token",
   "mask_token" }
 
--- A value of Lua or JSON as the template sees it.
+-- Converts a value of Lua or JSON into one of the template language (jinja.lua).
 local function value_of(x, depth)
   if x == cjson.null then return jinja.NONE end
   if type(x) ~= "table" or x == jinja.NONE then return x end
@@ -52,7 +53,8 @@ local function read(folder)
   return template, tokens
 end
 
---- A function(messages, options) -> text for the files of a folder; see apply_chat_template.
+--- Returns a function(messages, options) -> text for the chat template of a folder; see
+--- apply_chat_template in tokenizer.lua.
 function M.of(folder)
   local source, tokens = read(folder)
   local render, problem = jinja.read(source)

@@ -208,8 +208,8 @@ end
 
 -- ------------------------------------------------------------------ tokens
 
--- A function from a text to its ids. encode: such a function, an object with a method encode, or
--- false: the text's bytes are the ids.
+-- Returns a function from a text to its ids. encode: such a function; an object with a method
+-- encode; or false, in which case the text's bytes are the ids.
 local function encoder(name, encode)
   if not encode then return function(text) return text end end
   if type(encode) == "function" then return encode end
@@ -220,7 +220,8 @@ local function encoder(name, encode)
   return function(text) return method(encode, text, { special = false }) end
 end
 
--- The id of end_token, which may be a token's text if `encode` has a method id, as a tokenizer has.
+-- The id of end_token. If `encode` has a method id, as a tokenizer has, end_token may be a token's
+-- text.
 local function end_id(name, encode, end_token)
   if type(end_token) ~= "string" then return end_token or end_token == nil and 0 end
   local good, method = pcall(function() return encode.id end)
@@ -246,15 +247,16 @@ local function put(self, ids, list)
   for i = 1, #list do
     local id = list[i]
     if type(id) ~= "number" or id % 1 ~= 0 or id < 0 or id >= 2 ^ 31 then
-      raise("data.%s: expected encode to return whole numbers of 0 or more, got %s at place %d",
+      raise("data.%s: expected encode to return whole numbers of 0 or more, got %s at index %d",
         self.name, value_text(id), i)
     end
     ids[i - 1] = id
   end
 end
 
--- The sequence of all parts: { ids = int32_t[n], counts = uint8_t[n]: whether each id counts as a
--- target, n = }. Or nil, what is wrong, and true if the script is at fault rather than the file.
+-- Returns the tokens of all parts as one sequence: { ids = int32_t[n], counts = uint8_t[n], n = };
+-- counts[i] is 1 if ids[i] counts in the loss as a target. Or returns nil, what is wrong, and true
+-- if the error is in the script rather than the file.
 local function tokens_of(self, parts)
   local lists, n = {}, 0
   for k, part in ipairs(parts) do
@@ -279,8 +281,8 @@ local function tokens_of(self, parts)
   return { ids = ids, counts = counts, n = n }
 end
 
--- Cuts a sequence to `most` tokens, at its end. With `answers`, it first cuts the start of the
--- prompt, down to one token.
+-- Cuts a sequence to `most` tokens. It cuts the end; with `answers`, it first cuts the start of the
+-- prompt, of which at least one token stays.
 local function cut(sequence, most, answers)
   if sequence.n <= most then return sequence end
   local from = 0
@@ -340,7 +342,8 @@ function Documents:get(i)
   raise("data.%s: %s: %s", self.name, self.records:where(i), show.shown(problem))
 end
 
---- A checksum of the first document's tokens, to detect a changed encode, template or field.
+--- A checksum of the tokens of one document, to detect a changed encode, template or field. It
+--- takes the first of the first 16 documents that has a token that counts.
 function Documents:checksum()
   local crc, rows = 0, false
   for i = 0, math.min(self.records.n, 16) - 1 do
@@ -353,7 +356,7 @@ function Documents:checksum()
   return ("%08x"):format(crc)
 end
 
---- The invalid documents that were left out, as text; "" for none.
+--- A text about the invalid documents that were left out; "" if there are none.
 function Documents:left_out()
   if self.skipped == 0 then return "" end
   return (", %d invalid ones left out (the first: %s)"):format(self.skipped, self.first)

@@ -53,7 +53,8 @@ local function read_png(bytes, size, channels)
   image.format = channels == 3 and 2 or 0          -- PNG_FORMAT_RGB, PNG_FORMAT_GRAY
   local width, height = image.width, image.height
   local pixels = ffi.new("uint8_t[?]", width * height * channels)
-  want(png.png_image_finish_read(image, ffi.new("uint8_t[3]"), pixels, 0, nil))  -- alpha over black
+  -- blends transparent pixels over black
+  want(png.png_image_finish_read(image, ffi.new("uint8_t[3]"), pixels, 0, nil))
   return pixels, width, height
 end
 
@@ -73,7 +74,7 @@ local function read_jpeg(bytes, size, channels)
   return pixels, width, height
 end
 
--- The reader for a file's first bytes.
+-- The function that reads files which begin with these bytes; false if there is none.
 local function reader_of(bytes, size)
   local start = ffi.string(bytes, math.min(size, 8))
   return start == "\137PNG\r\n\26\n" and read_png or start:sub(1, 3) == "\255\216\255" and read_jpeg

@@ -9,7 +9,8 @@ local tensor = require "engine.tensor.tensor"
 local ffi, raise, value_text = M_ffi.ffi, M_ffi.raise, M_ffi.value_text
 local M = {}
 
--- The values [1 x channels x 1 x 1] for the channels. v: a number for all channels, or a list.
+-- A tensor [1 x channels x 1 x 1] with a value for each channel. v: a number for all channels, or a
+-- list.
 local function per_channel(v, channels, what)
   local list = {}
   for c = 1, channels do
@@ -40,7 +41,7 @@ local function scan(path)
   return classes, list, others
 end
 
--- The image as f32 [1 x C x size x size]: its middle square, scaled by averaging pixels.
+-- The central square of an image as f32 [1 x channels x size x size], resized by averaging pixels.
 local function square(path, o)
   local pixels, width, height = image_files.read(path, o.channels)
   if not pixels then raise("data.images: %s", width) end
@@ -56,7 +57,8 @@ local function mirrored(x)
   return x:contiguous():index_select(4, columns)
 end
 
---- The loader's fields for data.images. example(self, at, b): the index of example b of batch `at`.
+--- The fields of the loader data.images. example(self, at, b): the index of example b of batch
+--- `at`, all from 0.
 function M.open(o, example)
   local classes, list, others = scan(o.path)
   if #others > 0 and o.bad == "stop" then

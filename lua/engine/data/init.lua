@@ -39,7 +39,7 @@ local is_id = { "the id or the text of a token, or false", function(v)
   return not v or type(v) == "string"
 end }
 
--- What an option must be, and its test.
+-- option -> a description of its valid values, for messages, and the test for them.
 local CHECKS = { batch = at_least(1), context = at_least(1), seed = at_least(0),
   size = at_least(1), count = at_least(1), shuffle = is_boolean, flip = is_boolean,
   noise = { "a number of 0 or more", function(v) return type(v) == "number" and v >= 0 end },
@@ -128,7 +128,8 @@ local function loader(fields)
   return setmetatable(fields, Loader)
 end
 
---- Example number b (from 0) of batch `at`: in order, or by the epoch's permutation.
+--- The index of example b of batch `at`, and the epoch; all count from 0. The order is that of the
+--- data or, with shuffling, the epoch's permutation.
 local function example(self, at, b)
   local per_epoch = self:batches_per_epoch()
   local epoch = math.floor(at / per_epoch)
@@ -139,7 +140,7 @@ end
 
 -- ------------------------------------------------------------------ windows of tokens
 
-local OF_STEP = { keep = false }   -- a batch lives as long as its step, even outside engine.steps
+local OF_STEP = { keep = false }   -- a batch is freed with its step, even outside engine.steps
 
 -- Windows of T+1 tokens from `tokens` (a pointer to n tokens). With shuffling, each epoch cuts the
 -- file at another offset and visits the pieces in another order. Without shuffling, row b of batch
@@ -152,7 +153,7 @@ local function windows(o, kind, tokens, n, keep)
   end
   arguments.want_batch(kind, B, T, "tokens")
   local pieces = math.floor((n - 1) / T)
-  local slack = n - 1 - pieces * T  -- spare tokens: an epoch may start at any of them
+  local slack = n - 1 - pieces * T  -- spare tokens: an epoch skips 0 to slack of them first
   local x, y = ffi.new("int32_t[?]", B * T), ffi.new("int32_t[?]", B * T)
   return loader {
     kind = kind, batch = B, context = T, seed = o.seed, shuffle = o.shuffle, examples = pieces,
@@ -210,9 +211,9 @@ local LLMC_MAGIC, LLMC_MAGIC_32 = 20240520, 20240801
 local WIDTHS, LONG = { u16 = 2, u32 = 4 }, { u16 = "uint16", u32 = "uint32" }
 local POINTERS = { u16 = ffi.typeof "const uint16_t *", u32 = ffi.typeof "const uint32_t *" }
 
--- Reads the header of a file of tokens. Returns the dtype (nil: the file has no header), the size
--- of the header in bytes, and the number of tokens (nil: all that follow). base: the mapped file,
--- which has `bytes` bytes.
+-- Reads the header of a file of tokens. Returns the dtype, the size of the header in bytes, and the
+-- number of tokens. Without a header these are nil, 0 and nil. base: the mapped file, which has
+-- `bytes` bytes.
 local function header_of(path, base, bytes)
   local header = ffi.cast("const int32_t *", base)
   if bytes >= 10 and ffi.string(base, 6) == "\147NUMPY" then
@@ -241,7 +242,7 @@ end
 
 --- A file of tokens in one of three formats: bare uint16 as nanoGPT writes it (or uint32 with dtype
 --- = "u32"); llm.c's, with a header of 256 int32; or .npy of u16 or u32, as `engine data tokenize`
---- writes it. vocab: tokens from this number on are an error.
+--- writes it. vocab: the size of the vocabulary; a token of vocab or above is an error.
 function M.tokens(given)
   local o = options_of("tokens", given, { path = NEEDED, batch = 8, context = 128, shuffle = true,
     seed = 1234, vocab = false, dtype = "u16" })
@@ -287,7 +288,7 @@ local function rows(o, kind, x, y, n)
   local x_options, y_options = { dtype = x.dtype, keep = false }, { dtype = y.dtype, keep = false }
   return loader {
     kind = kind, batch = B, seed = o.seed, shuffle = o.shuffle, examples = n, width = width,
-    unit = "examples",                                   -- batch.tokens is a number of these
+    unit = "examples",                                   -- what batch.tokens counts
     text = ("%s: %d rows of %d"):format(kind, n, width),
     read = function(self, at)
       for b = 0, B - 1 do
@@ -324,8 +325,8 @@ function M.tensors(given)
   return rows(o, "tensors", sides.x, sides.y, n)
 end
 
---- A CSV file of numbers. target: the column (name, or number from 1) that becomes y, by default
---- the last; classes = true makes y i64. A first line with non-numbers names the columns.
+--- A CSV file of numbers. target: the column (its name, or its index from 1) that becomes y, by
+--- default the last; classes = true makes y i64. A first line with non-numbers names the columns.
 function M.csv(given)
   local o = options_of("csv", given, { path = NEEDED, target = false, classes = false,
     separator = ",", batch = 32, shuffle = true, seed = 1234 })
@@ -437,11 +438,11 @@ end
 -- ------------------------------------------------------------------ images
 
 --- A folder of PNG and JPEG images with a folder for each class. x [B x channels x size x size]
---- f32: the middle square of each image, scaled to size x size by averaging pixels, less `mean`,
---- divided by `std`; y [B] i64: the number of the class, in the order of the folders' names
---- (loader.classes). Options:
+--- f32: the central square of each image, resized to size x size by averaging pixels, then
+--- normalized with `mean` and `std`. y [B] i64: the index of the class, from 0, in the order of the
+--- folders' names (loader.classes). Options:
 ---   path              the folder
----   size, channels    pixels of a side (32); 3, or 1 for gray
+---   size, channels    width and height in pixels (32); 3 for RGB, 1 for gray (3)
 ---   mean, std         of pixels in 0..1: a number or one for each channel (0.5, 0.25)
 ---   flip              true: mirrors each image with probability 1/2
 ---   from, to          the share of the images to use (0, 1), a random choice that stays the same
@@ -476,7 +477,8 @@ end
 
 -- ------------------------------------------------------------------ documents
 
--- The options of every loader of documents with their defaults, and `own`, those of one format.
+-- The options that every loader of documents has, with their defaults, merged with `own`, the
+-- options of one format.
 local function document_options(own)
   return arguments.merged({ path = NEEDED, encode = false, end_token = NEEDED, pack = true,
     bad = "stop", check = false, batch = 8, context = 128, shuffle = true, seed = 1234 }, own)
@@ -551,8 +553,8 @@ end
 -- ------------------------------------------------------------------ mixtures
 
 --- A mixture: each draw takes the next batch of one loader, chosen at random by weight. The choice
---- depends only on the seed and the number of the draw. loaders: a list; weights: a number for
---- each, by default equal; batch: how many draws are joined along the first dimension (1).
+--- depends only on the seed and the index of the draw. loaders: a list; weights: a number for each,
+--- by default equal; batch: how many draws are joined along the first dimension (1).
 function M.mix(given)
   return mix.new(options_of("mix", given, { loaders = NEEDED, weights = false, batch = 1,
     seed = 1234 }))

@@ -191,7 +191,7 @@ local function slice_of(x, from, to, step)
   local all, out = sequence(x), {}
   local n = #all
   step = step or 1
-  if step ~= 1 and step ~= -1 then fail("a slice has a step other than 1 and -1") end
+  if step ~= 1 and step ~= -1 then fail("expected a slice with a step of 1 or -1") end
   local function place(i, default)
     if i == nil or i == NONE then return default end
     return math.max(step > 0 and 0 or -1, math.min(i < 0 and i + n or i, step > 0 and n or n - 1))
@@ -249,7 +249,7 @@ local WORDS = { ["and"] = true, ["or"] = true, ["not"] = true, ["in"] = true, ["
 local CONSTANTS = { ["true"] = true, ["True"] = true, ["false"] = false, ["False"] = false,
   none = NONE, None = NONE }
 
--- The tokens inside a tag, as { kind, value }; the kinds are name, op, text and number.
+-- The tokens inside a tag, as a list of { kind, value }; the kinds are name, op, text and number.
 local function tokens_of(source)
   local all, at = {}, 1
   while true do
@@ -309,8 +309,8 @@ function Parser:name()
   return token[2]
 end
 
--- An expression is a function from the scope to its value. This one applies f to the values of n
--- expressions; `args` may have holes, whose values are nil.
+-- An expression is a function from the scope to a value. applied() returns the expression that
+-- applies f to the values of n expressions. A hole in `args` gives nil.
 local function applied(f, args, n)
   return function(scope)
     local values = {}
@@ -379,7 +379,7 @@ function Parser:primary()
   local what, value = token[1], token[2]
   if what == "text" or what == "number" then
     while what == "text" and self[self.at] and self[self.at][1] == "text" do
-      value = value .. self[self.at][2]              -- texts side by side are one
+      value = value .. self[self.at][2]              -- adjacent literals are joined
       self.at = self.at + 1
     end
     return constant(value)
@@ -475,7 +475,7 @@ function Parser:binary(level)
       op = "not in"
     end
     local f, x, y = BINARY[op], a, self:binary(level + 1)
-    a = f and applied(f, { x, y }, 2) or function(scope)     -- `and` and `or` may not need y
+    a = f and applied(f, { x, y }, 2) or function(scope)     -- short-circuit
       local value = x(scope)
       if truth(value) == (op == "or") then return value end
       return y(scope)
@@ -510,7 +510,8 @@ end
 
 -- ------------------------------------------------------------------ the template's parts
 
--- { kind, text, line }: kinds text, "{{", "{%"; white space is trimmed as the tags say.
+-- Splits a template into a list of { kind, text, line }; the kinds are "text", "{{" and "{%". Trims
+-- white space as the signs - and + of the tags require.
 local function parts_of(source)
   local parts, at, line, trim = {}, 1, 1, false
   source = source:gsub("\r\n", "\n"):gsub("\n$", "")
@@ -540,7 +541,7 @@ local function parts_of(source)
     line = line + select(2, source:sub(at, from - 1):gsub("\n", ""))
     local i, quote = from + 2 + (sign and 1 or 0), nil
     local first = i
-    while quote or source:sub(i, i + 1) ~= close do      -- `close` in a quoted text does not count
+    while quote or source:sub(i, i + 1) ~= close do      -- skips `close` inside quotes
       local c = source:sub(i, i)
       if c == "" then error({ template = "a tag without an end", line = line }, 0) end
       if quote and c == "\\" then i = i + 1
@@ -576,7 +577,7 @@ function STATEMENTS.set(state, p)
   end
   return function(scope)
     if not field then scope[name] = value(scope) return end
-    if not is_dict(scope[name]) then fail("'%s' is no namespace", name) end
+    if not is_dict(scope[name]) then fail("'%s' is not a namespace", name) end
     scope[name][field] = value(scope)
   end
 end
@@ -676,7 +677,7 @@ function block(state, ends)
   end
 end
 
--- Calls f; an error of the template becomes nil and "line N: message".
+-- Calls f and returns its result. If f raises an error, returns nil and "line N: message".
 local function guarded(state, f, ...)
   operations, printed = 0, 0
   local good, result = pcall(f, ...)
@@ -687,8 +688,8 @@ local function guarded(state, f, ...)
   return nil, ("line %d: %s"):format(state.running or 1, tostring(result):gsub("^[^:]+:%d+: ", ""))
 end
 
---- Reads a template. Returns a function(variables) -> the text, or nil and what went wrong; returns
---- nil and the reason if the template cannot be read.
+--- Parses a template. Returns a function(variables) that renders it and returns the text, or nil
+--- and what went wrong. If the template cannot be parsed, returns nil and the reason.
 function M.read(source)
   local state = { at = 0 }
   local body, problem = guarded(state, function()

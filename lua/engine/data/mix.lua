@@ -1,5 +1,6 @@
--- Mixtures of loaders: `engine.data.mix`. Which loader gives draw number n depends only on the seed
--- and n, so a mixture can skip, and resumes from the positions of its loaders. Made by init.lua.
+-- Mixtures of loaders: `engine.data.mix`. The choice of the loader for draw n depends only on the
+-- seed and n. So a mixture can skip draws, and it resumes from the positions of its loaders. Called
+-- by init.lua.
 local M_ffi = require "engine.base.ffi"
 local order = require "engine.data.order"
 local position = require "engine.data.position"
@@ -13,7 +14,7 @@ local M = {}
 local Mix = {}
 Mix.__index = Mix
 
--- The loader of draw n.
+-- The index (from 1) of the loader for draw n (from 0).
 local function chosen(self, n)
   local u = order.draw(self.seed, n, 2 ^ 32) / 2 ^ 32
   for k, limit in ipairs(self.limits) do
@@ -26,8 +27,8 @@ end
 local function want_fields(part, other, k, l)
   for key, value in pairs(part) do
     if type(other[key]) ~= type(value) then
-      raise("data.mix: batches of loader %d have %s, those of loader %d %s", k, tostring(key), l,
-        other[key] == nil and "do not" or "have another type of it")
+      raise("data.mix: batches of loader %d have %s, but those of loader %d %s", k, tostring(key),
+        l, other[key] == nil and "do not" or "have it with another type")
     end
   end
 end
@@ -102,7 +103,8 @@ function Mix:state()
   return state
 end
 
---- Moves to a saved position. Refuses one of another mixture, or one that a loader refuses.
+--- Moves to a saved position. Refuses the position of another mixture, and a position that one of
+--- the loaders refuses.
 function Mix:restore(state)
   local at = position.check(state, self, IDENTITY)
   for k, loader in ipairs(self.loaders) do

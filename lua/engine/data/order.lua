@@ -1,8 +1,8 @@
 -- The order in which examples are visited: a permutation of 0..n-1 for each epoch. It needs no
 -- memory, so training can resume anywhere in any epoch. Version 2 is a swap-or-not shuffle (Hoang,
 -- Morris and Rogaway 2012): each round pairs x with (K - x) mod n, and a hash of the pair decides
--- whether the two change places. It works for any n. Two examples become independent of each other
--- in a round that moves only one of them, which happens with probability 1/2.
+-- whether the two are swapped. It works for any n. Two examples become independent of each other in
+-- a round that moves only one of them, which happens with probability 1/2.
 local band, bxor, rshift, lshift, tobit = bit.band, bit.bxor, bit.rshift, bit.lshift, bit.tobit
 
 local M = { newest = 2 }
@@ -21,7 +21,7 @@ local function mix(x)
   return bxor(x, rshift(x, 16))
 end
 
---- A number in 0..n-1 that depends only on seed and key.
+--- A whole number in 0..n-1 that depends only on seed and key.
 function M.draw(seed, key, n)
   local high = mix(tobit(bxor(mix(tobit(seed)), mix(tobit(key + 0x9E3779B9)))))
   return math.floor(high % 2 ^ 32 / 2 ^ 32 * n)
@@ -29,7 +29,8 @@ end
 
 -- ------------------------------------------------------------------ version 2
 
--- The rounds' numbers for the latest n, seed and epoch: K, and two keys of the hash.
+-- The constants of each round for the latest n, seed and epoch: K (`sum`), and two keys of the
+-- hash.
 local latest = { sum = {}, first = {}, second = {} }
 
 -- Mixes a whole number of up to 53 bits into a key, in two halves.
@@ -41,7 +42,7 @@ local function schedule(n, seed, epoch)
   local r = latest
   if r.n == n and r.seed == seed and r.epoch == epoch then return r end
   local a, b = absorb(absorb(0x243F6A88, seed), epoch), absorb(absorb(0x05A308D3, seed), epoch)
-  -- even with n = 2, 32 rounds forget the start: both orders have probability 1/2 to within 2^-32
+  -- even with n = 2, both orders have probability 1/2 to within 2^-32 after 32 rounds
   local bits = select(2, math.frexp(n))
   r.n, r.seed, r.epoch, r.rounds = n, seed, epoch, 32 + 2 * bits
   for round = 1, r.rounds do
@@ -90,8 +91,8 @@ local function feistel(i, n, seed, epoch)
   return x
 end
 
---- The item at position i (from 0) of epoch `epoch` over n items, in the order of this version (by
---- default the newest).
+--- The item (0..n-1) at position i (from 0) of epoch `epoch`, in the given version of the shuffled
+--- order (by default the newest).
 function M.permute(i, n, seed, epoch, version)
   if n <= 1 then return 0 end
   return (version == 1 and feistel or swap_or_not)(i, n, seed, epoch)

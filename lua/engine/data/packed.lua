@@ -2,9 +2,8 @@
 -- with its end token, and are cut into rows; the last token of a row is the first of the next, so
 -- every token is a target once. Not packed: a row holds one document, cut or padded.
 --
--- The position is an epoch, an index into that epoch's order of the documents, and a token of that
--- document.
--- Made by init.lua.
+-- The position is an epoch, an index into that epoch's order of the documents, and the index of a
+-- token in that document. Called by init.lua.
 local arguments = require "engine.base.arguments"
 local M_ffi = require "engine.base.ffi"
 local order = require "engine.data.order"
@@ -16,7 +15,7 @@ local ffi, raise = M_ffi.ffi, M_ffi.raise
 local M = {}
 
 local IGNORED = -100                 -- cross_entropy's ignore_index
-local OF_STEP = { keep = false }     -- a batch lives as long as its step, even outside engine.steps
+local OF_STEP = { keep = false }     -- a batch is freed with its step, even outside engine.steps
 
 local Packed = {}
 Packed.__index = Packed
@@ -50,8 +49,8 @@ end
 
 local function advance(self) self.place, self.token, self.document = self.place + 1, 0, nil end
 
--- Writes n tokens of a sequence, from token `from` on, to a row whose first t tokens are written.
--- Returns how many of the targets count.
+-- Writes n tokens of a sequence, from token `from` on, to a row that already has its first t
+-- tokens. Returns how many of the written targets count.
 local function put(self, row, t, sequence, from, n)
   local x, y, T, learnt = self.x, self.y, self.context, 0
   local ids, counts, first = sequence.ids, sequence.counts, row * self.context + t
@@ -149,8 +148,8 @@ function Packed:__tostring()
     self.documents:left_out())
 end
 
---- A loader of documents (documents.lua). sequences: how many rows a document takes, 2 for
---- preferences.
+--- A loader of documents (documents.lua). sequences: the number of rows for each document, 2 for
+--- preferences, else 1.
 function M.new(kind, documents, o, sequences)
   local records = documents.records
   local size = o.batch * sequences * o.context

@@ -1,5 +1,5 @@
--- A loader's saved position: what must match before a loader continues from it. Called by restore()
--- of the loaders in init.lua, packed.lua and mix.lua.
+-- Checks a saved position before a loader continues from it. Called by restore() of the loaders in
+-- init.lua, packed.lua and mix.lua.
 local M_ffi = require "engine.base.ffi"
 local order = require "engine.data.order"
 
@@ -9,9 +9,9 @@ local M = {}
 
 local function whole(v) return type(v) == "number" and v >= 0 and v % 1 == 0 end
 
---- Raises unless `state` is a position of a loader like `self`: the fields `identity` must be equal
---- and the fields `counts` whole numbers. Returns the number of batches read and the version of the
---- shuffled order.
+--- Raises an error unless `state` is a position of a loader like `self`. The fields listed in
+--- `identity` must be equal in both, and those listed in `counts` must be whole numbers. Returns
+--- the number of batches read, and the version of the shuffled order.
 function M.check(state, self, identity, counts)
   local good = type(state) == "table" and whole(state.at)
   for _, key in ipairs(good and counts or {}) do good = good and whole(state[key]) end

@@ -1,7 +1,7 @@
 -- The records of text files: lines, paragraphs or rows of CSV. Every file is read once, from start
--- to end, for its checksum and for the places where its records begin (8 bytes each). Later a
--- record is read when a batch needs it. Files are read, not mapped: a file that shrinks would end
--- the process if it were mapped. Opened by init.lua, read by documents.lua.
+-- to end, for its checksum and for the offsets of its records (8 bytes each). Later a record is
+-- read when a batch needs it. Files are read, not mapped, because reading a mapped file that has
+-- shrunk would end the process. Opened by init.lua, read by documents.lua.
 local M_ffi = require "engine.base.ffi"
 local file = require "engine.base.file"
 
@@ -26,7 +26,7 @@ local function add(self, offset)
   self.n = self.n + 1
 end
 
--- Opens a file; a pipe or a device could block, and is refused.
+-- Opens a file. Refuses a pipe or a device, because reading it could block.
 local function open(name, path)
   if file.exists(path) and not file.is_file(path) then
     raise("data.%s: %s is %s, expected a file", name, path,
@@ -76,8 +76,8 @@ local function scan(self, handle, f)
   end
 end
 
---- Reads where the records of the files begin. kind: lines, paragraphs or csv, whose first record
---- is the header. name: of the loader, for messages.
+--- Reads the files and stores where their records begin. kind: "lines", "paragraphs" or "csv". The
+--- first record of a CSV file is its header. name: the loader's name, for messages.
 function M.open(name, paths, kind)
   if type(paths) == "string" then paths = { paths } end
   expect(type(paths) == "table" and #paths ~= 0, paths,
@@ -102,7 +102,8 @@ function M.open(name, paths, kind)
   return self
 end
 
--- The file of record i (from 0): the last file whose first record is not after it.
+-- The file of record i (from 0), and the file's index: the last file whose first record is at or
+-- before i.
 local function file_of(self, i)
   local low, high = 1, #self.files
   while low < high do
@@ -112,7 +113,7 @@ local function file_of(self, i)
   return self.files[low], low
 end
 
--- Bytes from..to-1 of a file, without blank lines at their end. Keeps the latest file open.
+-- The bytes from..to-1 of a file, without the blank lines at their end. The latest file stays open.
 local function read(self, f, from, to)
   if self.latest ~= f then
     if self.handle then self.handle:close() end

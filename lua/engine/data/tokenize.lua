@@ -15,8 +15,9 @@ local function header(dtype, count)
     .. (" "):rep(HEADER - 10 - #text - 1) .. "\n"
 end
 
--- The end of the piece of text that begins at `at`: the end of a line where the text may be cut
--- (eng_tokenizer_splits_lines), or the end of the text.
+-- The end of the piece of text that begins at `at`. With `apart`, this is a line end after at least
+-- CHUNK bytes at which the text may be cut (eng_tokenizer_splits_lines). Otherwise, and if there is
+-- none, it is the end of the text.
 local function piece_end(bytes, at, size, apart)
   if not apart then return size end
   for i = at + CHUNK, size - 2 do
@@ -35,8 +36,8 @@ end
 
 --- Writes the ids of the files' texts to `output`. options: lines (each line is a text of its own,
 --- without its line end; empty lines are left out), special (with the ids that the tokenizer puts
---- around a text), ending (an id after each text), progress (called with the bytes done and the
---- bytes in all). Returns the numbers of texts, bytes and tokens, and the dtype.
+--- around a text), ending (an id to add after each text), progress (a function, called with the
+--- bytes done and the total). Returns { texts =, bytes =, tokens =, dtype = }.
 function M.run(tokenizer, paths, output, options)
   local maps, all = {}, 0
   for i, path in ipairs(paths) do

@@ -1,6 +1,6 @@
--- Tokenizers: `engine.tokenizer`. Reads Hugging Face's tokenizer.json and gives the ids that the
--- Python package `tokenizers` gives. The core does the work (core/tokenizer); this file reads the
--- file and checks it.
+-- Tokenizers: `engine.tokenizer`. Reads Hugging Face's tokenizer.json and produces the same ids as
+-- the Python package `tokenizers`. This module reads and checks the file; the core (core/tokenizer)
+-- encodes and decodes.
 --   local t = engine.tokenizer "models/llama"       a folder with tokenizer.json, or the file
 --   local ids = t:encode "Hello world"              { 1, 15043, 3186 }
 --   print(t:decode(ids))
@@ -76,7 +76,8 @@ local function text_or(fail, value, what)
   return given(value) and want(fail, value, "string", what) or ""
 end
 
--- Begins the core's tokenizer and gives it the model's tokens and merges.
+-- Creates the core's tokenizer with the model's tokens and merges. Returns its handle, the model's
+-- type, and a function that raises an error for a failed status.
 local function build_model(model, fail)
   local kind = model_type(model)
   local number = MODELS[kind] or fail("type '%s' is not supported%s", tostring(kind),
@@ -169,8 +170,8 @@ local STAGES = {
 local Tokenizer = {}
 Tokenizer.__index = Tokenizer
 
---- Reads a tokenizer.json: path of the file, or of a folder that has it. Raises an error of
---- one line if the file is malformed or needs what the engine lacks.
+--- Reads a tokenizer.json. path: the file, or a folder that has it. Raises a one-line error if the
+--- file is malformed or uses a feature that the engine does not support.
 ---
 ---   local t = engine.tokenizer "models/llama"
 ---   local ids = t:encode "Hello world"
@@ -200,9 +201,8 @@ end
 local out_ids, out_text = ffi.new("const uint32_t *[1]"), ffi.new("const char *[1]")
 local out_size = ffi.new("int64_t[1]")
 
---- The ids of a text in the core's memory, which the next call overwrites: a pointer to uint32, and
---- the number of ids. special: with the special tokens that the file puts around a text (default
---- true).
+--- The ids of a text as a pointer to uint32, and their number. The pointer is valid until the next
+--- call. special: with the special tokens that the file puts around a text (default true).
 function Tokenizer:encode_memory(text, special)
   expect(type(text) == "string", text, "tokenizer: expected a text")
   check(C.eng_tokenizer_encode(out_ids, out_size, self.handle, text, #text, special ~= false))
@@ -240,12 +240,12 @@ function Tokenizer:decode(ids, options)
   return ffi.string(out_text[0], out_size[0])
 end
 
---- The text of a conversation, a list of messages { role =, content = }, by the chat template in
---- the folder of the tokenizer: the text that transformers' method of this name gives. Options:
---- add_generation_prompt (false; true: with the beginning of the assistant's answer), and
---- whatever else the template reads. A template that uses more of Jinja than the engine has is an
---- error of one line. The text already has its special tokens: use encode(text, { special = false
---- }).
+--- The text of a conversation, a list of messages { role =, content = }. Applies the chat template
+--- in the tokenizer's folder, with the same result as transformers' method of this name. Options:
+--- add_generation_prompt (false; true: the text ends with the beginning of the assistant's answer),
+--- and any other variable that the template reads. A template that uses a part of Jinja that the
+--- engine does not support raises a one-line error. The text already has its special tokens, so
+--- encode it with encode(text, { special = false }).
 function Tokenizer:apply_chat_template(messages, options)
   self.chat = self.chat
     or require("engine.data.chat_template").of(self.path:match("^(.*)/[^/]*$") or ".")
@@ -255,14 +255,14 @@ end
 --- One more than the largest id: the number of rows that a model's embedding needs.
 function Tokenizer:vocab_size() return tonumber(C.eng_tokenizer_size(self.handle)) end
 
---- The id of a token by its text in the file, nil if there is none.
+--- The id of the token with this text in the file; nil if there is none.
 function Tokenizer:id(text)
   expect(type(text) == "string", text, "tokenizer: expected a text")
   local id = tonumber(C.eng_tokenizer_find(self.handle, text, #text))
   return id >= 0 and id or nil
 end
 
---- The text of an id in the file, nil if there is none.
+--- The text of the token with this id in the file; nil if there is none.
 function Tokenizer:token(id)
   expect(type(id) == "number" and id % 1 == 0, id, "tokenizer: expected an id")
   local text = C.eng_tokenizer_text(out_size, self.handle, id)

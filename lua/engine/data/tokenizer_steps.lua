@@ -1,7 +1,7 @@
 -- The steps of a tokenizer.json as the core's steps: normalizers, pre-tokenizers, decoders and
--- post-processors. Each function gets { stage(kind, flags, a, b), fail(format, ...) } and a
--- component of the file. What is not in these tables is refused with one line. Called by
--- tokenizer.lua.
+-- post-processors. Each function takes { stage(kind, flags, a, b), frame(id, after), fail(format,
+-- ...) } and a component of the file. A component that is not in these tables raises a one-line
+-- error. Called by tokenizer.lua.
 local C = require("engine.base.ffi").C
 local cjson = require "cjson"
 local nearest = require "engine.base.nearest"
@@ -12,8 +12,8 @@ local M = {}
 
 local function given(value) return value ~= nil and value ~= cjson.null end
 
--- A field of a component, checked to have the type `kind`. default: its value if it is missing;
--- nil: it is required.
+-- A field of a component, checked to have the type `kind`. default: the value if the field is
+-- missing; without a default, a missing field is an error.
 local function field(to, part, name, kind, default)
   local value = part[name]
   if not given(value) then
@@ -34,18 +34,18 @@ local function number(to, part, name, default)
   return value
 end
 
--- Adds each component of the list `name` of a component.
+-- Adds each component in the list part[name].
 local function list_of(to, part, name, table_of)
   for _, inner in ipairs(field(to, part, name, "table")) do M.add(to, inner, table_of) end
 end
 
---- Adds a component by its type. table_of: M.normalizers, M.splitters or M.decoders.
+--- Adds a component by its type. table_of: M.normalizers, M.splitters, M.decoders or M.processors.
 function M.add(to, part, table_of)
   if not given(part) then return end
   local kind = type(part) == "table" and part.type
   if type(kind) ~= "string" then to.fail("expected an object whose 'type' is a string") end
   to.depth = (to.depth or 0) + 1
-  if to.depth > 20 then to.fail("more than 20 Sequences inside each other") end
+  if to.depth > 20 then to.fail("expected at most 20 nested Sequences") end
   local add = table_of[kind] or to.fail("type '%s' is not supported%s", kind,
     nearest.hint(kind, nearest.keys(table_of)))
   add(to, part)
@@ -92,7 +92,7 @@ local function pattern(to, part)
   if type(expression) ~= "string" then
     to.fail("%s.pattern: expected String or Regex", part.type)
   end
-  expression = expression:gsub("\r", "\\r"):gsub("\n", "\\n")   -- some files have the characters
+  expression = expression:gsub("\r", "\\r"):gsub("\n", "\\n")   -- some files have raw line ends
   return "", SCANS[expression] or to.fail("%s: the engine knows the expressions of GPT-2, Llama 3, "
     .. "Qwen2, DeepSeek-V3 and a few simple ones, but not %s", part.type, expression)
 end
