@@ -1,14 +1,14 @@
--- Agreement: do all ranks still hold the same state? Weights and optimizer scalars are replicated,
--- and without ZeRO no step makes the ranks equal again once they differ. After a flipped bit, an
--- edit on one rank, or a script that is not deterministic between ranks, training would go on
--- silently. So every agree_every steps, before every checkpoint and at the end of a run, the ranks
--- compare
+-- Agreement: checks that all ranks still hold the same state. Weights and optimizer scalars are
+-- replicated, and without ZeRO no step makes the ranks equal again once they differ. After a
+-- flipped bit, an edit on one rank, or a script that is not deterministic between ranks, training
+-- would go on silently. So every agree_every steps, before every checkpoint and at the end of a
+-- run, the ranks compare
 --   scalars   steps, updates, the optimizer's updates and lr, the loss scale, the policy's state,
 --             the seed and counter of random numbers
 --   tensors   master weights, low-precision weights, and moments where ZeRO does not divide them
 --             (ZeRO-3 divides all). Only ranks that hold the same experts compare experts
--- Each rank sends one message of three numbers. Only if these numbers differ do the ranks exchange
--- the checksum of each value, to name the first value that differs and the ranks.
+-- Each rank sends one message of three numbers. If these numbers differ, the ranks exchange the
+-- checksum of each value, so that the error names the first value that differs and the ranks.
 --
 -- Called by the loop (train/loop.lua) and by Run:save (run/run.lua), on all ranks between two
 -- steps. Owned by the trainer.
@@ -35,7 +35,7 @@ end
 
 -- ------------------------------------------------------------------ what is compared
 
--- A list of what must be equal on all ranks; its order is the same on each rank. A scalar is
+-- The values that must be equal on all ranks, as a list in the same order on each rank. A scalar is
 -- { name =, value = text }, a tensor { name =, x = tensor, apart = whether only some ranks hold it,
 -- held = whether this rank is one of them }.
 local function items(trainer)
@@ -92,8 +92,8 @@ end
 
 -- ------------------------------------------------------------------ comparing
 
--- This rank's message: [0] the hash of the checksums of items that all ranks hold, [1] the same for
--- this rank's items that not all ranks hold, [2] the number of items.
+-- This rank's message: [0] the hash of the checksums of the items that all ranks hold, [1] the hash
+-- of the checksums of this rank's other items (experts), [2] the number of items.
 local function summary(list, sums)
   local parts, n = { ffi.new("uint64_t[?]", #list), ffi.new("uint64_t[?]", #list) }, { 0, 0 }
   for i, item in ipairs(list) do
@@ -132,10 +132,10 @@ local function grouped(reducer, at, held)
   return lists, #lists > 1 and #lists[1] > #lists[2]
 end
 
--- Exchanges the checksums of all items; every rank has n items. Returns what differs, the same on
--- all ranks: { first = the number of the first item that differs, groups = its lists of ranks,
--- ranks = the ranks outside the majority for any item, majority = whether every such item has a
--- majority, count = the number of items that differ }.
+-- Exchanges the checksums of the first n items. Returns the differences, the same on all ranks: {
+-- first = the index (from 1) of the first item that differs, groups = its lists of ranks, ranks =
+-- the ranks outside the majority for any item, majority = whether every such item has a majority,
+-- count = the number of items that differ }.
 local function differences(reducer, list, sums, n)
   local all, odd = gathered(sums, n), {}
   local found = { ranks = {}, majority = true, count = 0 }
@@ -179,7 +179,7 @@ end
 
 local SHOWN = 300       -- bytes of a value in the message
 
--- What the error and the history say about ranks that differ; the same on all ranks.
+-- The description of ranks that differ, for the error and the history; the same on all ranks.
 local function describe(self, list, sums, n)
   local trainer = self.trainer
   local found = differences(trainer.reducer, list, sums, n)

@@ -1,6 +1,6 @@
--- What every rank of a job must have started with besides the engine and the script (ranks.lua):
--- the script's modules, settings, policies, model, optimizer, data and options. Called by
--- reducer.lua, which compares these lines before a run opens its files.
+-- Lines of text that must be the same on all ranks when a job starts: the script's modules,
+-- settings, policies, model, optimizer, data and options. ranks.lua compares the engine and the
+-- script. Called by reducer.lua, which compares these lines before a run opens its files.
 local C = require("engine.base.ffi").C
 local config = require "engine.base.config"
 local json = require "engine.base.json"
@@ -22,11 +22,12 @@ local function module_lines()
   return lines
 end
 
--- The position in the data, as text. It is not compared where each rank has its own data.
+-- The position in the data, as text. It is the same text on all ranks if each rank has its own
+-- data.
 local function data_text(data)
-  if data.sharded then return "of each rank's own" end
+  if data.sharded then return "separate on each rank" end
   local good, state = pcall(function() return json.encode(data:state()) end)
-  return good and state or "of the script"
+  return good and state or "from the script"
 end
 
 local function policy_text(policy)
@@ -46,8 +47,8 @@ local function model_text(model, list, shape_of)
     C.eng_crc32c(0, text, #text))
 end
 
---- The lines of a trainer whose options are `o`. shape_of(p): the whole shape of a parameter.
---- apart: whether ranks hold different parameters.
+--- The lines of a trainer with the options `o`. shape_of(p): the whole shape of a parameter. apart:
+--- whether ranks hold different parameters (experts).
 return function(trainer, o, shape_of, apart)
   local lines, opt, schedule = module_lines(), trainer.optimizer, trainer.schedule
   local function add(what, ...)

@@ -21,10 +21,10 @@ local M = {}
 -- the backward pass's share of the computing in a step; messages can overlap this share
 local BACKWARD = 2 / 3
 
---- What one of `ranks` ranks would send and keep: the fields of eng_parallel_sizes as a table.
---- rank: its number, or -1 for the rank that sums the most. options: a trainer's { bucket (MiB),
---- comm_dtype (name), zero, whole, units }. For ZeRO-2 and 3, the operations on the tape must be
---- those of a step.
+--- The data that one of `ranks` ranks would send and keep: the fields of eng_parallel_sizes as a
+--- table. rank: its index, or -1 for the rank that sums the most. options: a trainer's { bucket
+--- (MiB), comm_dtype (name), zero, whole, units }. For ZeRO-2 and 3, the operations on the tape
+--- must be those of a step.
 function M.sizes(params, options, rank, ranks)
   local out = M_ffi.new("eng_parallel_sizes")
   check(C.eng_parallel_predict(out, params, rank, ranks, reduction.options(options)))
@@ -68,7 +68,7 @@ function M.predict(job, cost, ranks)
   local exposed = cost.cores and messages
     or math.max(last, messages - BACKWARD * job.step * (1 - 1 / math.max(1, sizes.buckets)))
   if parted and not cost.cores then
-    local free = job.step - (messages - exposed)       -- computing during which no gradients travel
+    local free = job.step - (messages - exposed)       -- computing that overlaps no gradients
     weights = math.max(weights / math.max(1, sizes.weight_exchanges * passes), weights - free)
   end
   local skew = cost.times and not alone and M.skew(cost.times, ranks) * turns or 0

@@ -1,8 +1,8 @@
 -- Ranks: several processes on one job, started by `mpirun -np 4 engine train.lua`, `srun engine
 -- train.lua` or, with a card for each, `torchrun --no-python --nproc-per-node 4 engine train.lua`.
--- The trainer uses them by itself. For scripts:
+-- A trainer uses all ranks by itself. For scripts:
 --   local ranks = require("engine").ranks
---   ranks.rank(), ranks.size()   this process's number, from 0, and the number of ranks
+--   ranks.rank(), ranks.size()   this process's rank, from 0, and the number of ranks
 --   ranks.reduce(x, "sum")       a number over all ranks: "sum", "mean" or "max"; equal bits on all
 --   ranks.from_first(text)       rank 0's text on every rank
 --   ranks.say("...")             a line from any rank; print() works only on rank 0
@@ -21,7 +21,7 @@ local M = {}
 local launched_rank, launched_size = ffi.new("int[1]"), ffi.new("int[1]")
 local launched = C.eng_comm_launched(launched_rank, launched_size)
 local world
-local code          -- returns the lines that all ranks compare before anything else
+local code          -- returns the lines about the code that world() compares on all ranks
 
 --- The group of all ranks. The first call starts the transport and stops ranks whose code differs
 --- from rank 0's.
@@ -38,7 +38,7 @@ function M.world()
   return world
 end
 
---- This process's number, from the launcher's environment; starts no transport.
+--- This process's rank, from 0, from the launcher's environment. Starts no transport.
 function M.rank() return launched and launched_rank[0] or 0 end
 --- The number of ranks, from the launcher's environment; 1 without a launcher.
 function M.size() return launched and launched_size[0] or 1 end
@@ -147,8 +147,8 @@ end
 
 local MOST = 20     -- ranks listed in a message
 
---- Raises an error on all ranks if the lines of any rank differ from rank 0's. The message has the
---- first difference of each such rank.
+--- Compares the list of lines `own` on all ranks. If any rank's lines differ from rank 0's, raises
+--- an error on all ranks. The message has the first difference of each such rank.
 function M.compare(own)
   local first = {}
   for line in (M.from_first(table.concat(own, "\0")) .. "\0"):gmatch("(%Z*)%z") do

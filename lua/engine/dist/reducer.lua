@@ -1,15 +1,15 @@
 -- The reducer: the trainer's part of data parallelism, that is, what a step does differently on
 -- several ranks (ranks.lua). Each rank computes its share of the step's batches. Gradients are
 -- summed over ranks as backward completes them. One message per step makes the record, and so the
--- verdict, the same on every rank. A hash of the verdict travels with the next record; if the
--- hashes differ, the run stops. Only rank 0 prints, writes the run's files (except the other ranks'
--- checkpoint shards) and listens to clients. It passes the clients' requests to the other ranks
--- between two steps.
+-- verdict, the same on every rank. The message of the next record carries a hash of the verdict; if
+-- the hashes differ, the run stops. Only rank 0 prints, writes the run's files (except the other
+-- ranks' checkpoint shards) and listens to clients. It passes the clients' requests to the other
+-- ranks between two steps.
 --
--- The batches of a step are numbered over all ranks; a rank's first batch has the number rank *
--- accumulate. Jobs with the same product of ranks and accumulate therefore see the same batches and
--- random numbers. Owned by the trainer. A single process has a reducer of one rank, which costs
--- nothing.
+-- The batches of a step are numbered from 0 over all ranks; a rank's first batch has the number
+-- rank * accumulate. Jobs with the same product of ranks and accumulate therefore see the same
+-- batches and random numbers. Owned by the trainer. A single process has a reducer of one rank,
+-- which costs nothing.
 local M_ffi = require "engine.base.ffi"
 local batch_norm_over = require "engine.tensor.batch_norm_over"
 local identity = require "engine.dist.identity"
@@ -30,7 +30,7 @@ Reducer.__index = Reducer
 
 -- ------------------------------------------------------------------ making
 
--- Positions in the sums and in the maxima of a record's message.
+-- Indices (from 0) into the sums and the maxima of a record's message.
 local NUMBERS = { loss = 0, tokens = 1 }
 local MAXIMA = { elapsed = 0, hash = 1, minus_hash = 2, interrupted = 3, hangup = 4, wish = 5,
   drawn = 6, unknown = 7, order = 8, minus_order = 9 }
@@ -141,7 +141,7 @@ end
 --- rank. Then compares the checksums of the ranks' weights, except after `spread` with ZeRO-3.
 function Reducer:start(spread)
   local trainer = self.trainer
-  if spread and self.parted then     -- each rank has only its part, so there is nothing to compare
+  if spread and self.parted then     -- no two ranks hold the same weights to compare
     spread()
     return self:leave()
   end
@@ -175,8 +175,8 @@ end
 
 -- ------------------------------------------------------------------ ZeRO-3: divided weights
 
---- Drops the weights that other ranks own. From now on, each operation on weights fetches what it
---- needs.
+--- Drops the weights that other ranks own. From then on, an operation that reads weights first
+--- receives them from the other ranks.
 function Reducer:leave()
   check(C.eng_params_refresh(self.trainer.optimizer.params))
   check(C.eng_parallel_leave(self.reduction))
@@ -244,8 +244,8 @@ local function note_drawn(self, s, first)
     or math.max(self.drawn, tonumber(random.place().counter - s.place.counter))
 end
 
---- Seeds the random numbers of this rank's micro-batch i by its number in the step, so that they do
---- not depend on which rank runs it.
+--- Seeds the random numbers of this rank's micro-batch i from the number of this micro-batch in the
+--- step, so that they do not depend on which rank runs it.
 function Reducer:draw(s, i)
   local accumulate, place = self.trainer.accumulate, s.place
   if accumulate * self.size == 1 then return end
@@ -254,8 +254,8 @@ function Reducer:draw(s, i)
   random.go { seed = place.seed + number * 0x9E3779B97F4A7C15ULL, counter = place.counter }
 end
 
---- Called before micro-batch i's backward pass: begins the reduction of the gradients over all
---- ranks, before the last micro-batch only or, from ZeRO-2 on, before each.
+--- Called before the backward pass of each micro-batch i. Begins the reduction of the gradients
+--- over all ranks: before every pass from ZeRO-2 on, otherwise only before the last one.
 function Reducer:backward_begins(i)
   if not self.many then return end
   if self.divided and i > 1 then
@@ -294,8 +294,9 @@ local function continue_numbers(s, drawn)
   random.go { seed = s.place.seed, counter = s.place.counter + drawn }
 end
 
---- After the last backward pass: waits until all gradients are reduced, and skips the batches of
---- higher ranks. Random numbers that the data draws while it skips do not count.
+--- Called after the last backward pass. Waits until all gradients are reduced, and skips the
+--- batches of higher ranks. Random numbers that the loader draws while it skips do not advance the
+--- stream.
 function Reducer:finish(s)
   local accumulate = self.trainer.accumulate
   if self.many then check(C.eng_parallel_finish(self.reduction)) end
@@ -306,9 +307,10 @@ function Reducer:finish(s)
   continue_numbers(s, self.drawn)
 end
 
---- In lagged mode on the CPU, which computes at once: makes the pass over the gradients, each rank
---- over its own part, and returns the same statistics on every rank, for the update and the record.
---- Returns nil on cards, where every rank's card computes all of them.
+--- For lagged mode on the CPU, whose operations complete at once. Makes the pass over the
+--- gradients, each rank over its own part. Returns the same statistics on every rank, for the
+--- update and the record. Returns nil on cards, where each card computes the statistics of all
+--- gradients.
 function Reducer:known_statistics(s)
   if not self.many or self.own_pass or machine.device() ~= "cpu" then return nil end
   local record, none, needs = ffi.new("eng_record"), ffi.new("double[1]"), self.trainer.needs
@@ -321,9 +323,10 @@ function Reducer:known_statistics(s)
   return self.known
 end
 
---- Keeps what the record needs and the next step may overwrite: the signals; when this rank first
---- gave a synchronized batch norm inf or nan (first_bad of batch_norm_over.lua); and, if the record
---- is delayed, the tensors that overflowed on each rank.
+--- Copies the values that the record needs and the next step may overwrite: the signals;
+--- first_bad() of batch_norm_over.lua, which says when this rank first gave inf or nan to a
+--- synchronized batch norm; and, if the record is delayed, the tensors that overflowed on each
+--- rank.
 function Reducer:remember(s, delayed)
   s.signals, s.first_bad = signals.values, batch_norm_over.first_bad()
   if not delayed then return end
@@ -362,7 +365,8 @@ local function reduce_numbers(self)
   check(C.eng_comm_all_reduce(world, self.maxima, N_MAXIMA + #self.names, f64, C.ENG_MAX))
 end
 
--- A rank published a new name: all ranks agree on the names and reduce the values once more.
+-- Called on all ranks when a rank has published a signal with a new name. Exchanges the names, and
+-- reduces all values again.
 local function agree_on_signals(self, published)
   local own = {}
   for name in pairs(published) do own[#own + 1] = name .. "\1" .. (RULES[name] or "mean") end
@@ -385,7 +389,7 @@ end
 
 local SIGTERM = 15
 
--- The signal that interrupted this process, or nil.
+-- The number of the POSIX signal that interrupted this process, or nil.
 local function interrupted_here()
   if C.eng_interrupted() == 0 then return nil end
   local signal = C.eng_interrupt_signal(0)
@@ -439,8 +443,8 @@ function Reducer:record(record, stats, s)
   if wanted and self.own_pass then check(C.eng_parallel_histograms(stats, self.reduction)) end
 end
 
---- Remembers a verdict. The next record compares it with the other ranks' verdicts; with ZeRO they
---- are compared now, because the update needs all ranks.
+--- Stores a verdict. record() of the next step compares it with the other ranks' verdicts. With
+--- ZeRO this function compares them at once, because the update needs all ranks.
 function Reducer:decide(record, verdict)
   if not self.many then return end
   local policy, parts = self.trainer.policy, {}
@@ -470,7 +474,7 @@ function Reducer:decide(record, verdict)
   if self.zero then self:agree() end
 end
 
---- Compares the ranks' last verdicts now; also called at the end of a run.
+--- Compares the ranks' last verdicts at once. Also called at the end of a run.
 function Reducer:agree()
   if not self.many then return end
   local hash = C.eng_crc32c(0, self.decided, #self.decided)
@@ -498,13 +502,14 @@ function Reducer:differ()
       "on all ranks", 0)
 end
 
---- After an update: sends every rank's part of the weights to all ranks (ZeRO).
+--- Called after an update. With ZeRO-1 and ZeRO-2 it sends every rank's part of the weights to all
+--- ranks; with ZeRO-3 it drops the other ranks' parts.
 function Reducer:updated()
   if self.zero then check(C.eng_parallel_gather(self.reduction)) end
 end
 
---- The signal that ends the run, or nil. With several ranks, this is the highest signal on any
---- rank, as reduced with this step's record.
+--- The number of the POSIX signal that ends the run, or nil. With several ranks, this is the
+--- highest number on any rank, as reduced with this step's record.
 function Reducer:interrupted()
   if not self.many then return interrupted_here() end
   return self.ended_by > 0 and self.ended_by or nil
@@ -514,8 +519,9 @@ end
 
 local BITS = { { 2, "inf" }, { 4, "nan" }, { 8, "past fp16, the comm dtype" } }
 
--- Returns { { rank =, tensor =, what = "inf" } ... }: for each rank and kind, the first tensor (in
--- the model's order) for which that rank contributed such a gradient to the last reduction.
+-- Returns { { rank =, tensor =, what = "inf" } ... }: for each rank and each kind in BITS, the
+-- first tensor, in the optimizer's order, to which that rank contributed a gradient of this kind in
+-- the last reduction.
 function Reducer:find_culprits()
   local found = {}
   for rank = 0, self.size - 1 do
@@ -551,8 +557,8 @@ function Reducer:find_origin(first_bad)
   table.sort(self.found, function(a, b) return key[a] < key[b] end)
 end
 
---- What find_culprits() found for the step of the last record; empty without an overflow and on a
---- single rank.
+--- The result of find_culprits() for the step of the last record; empty without an overflow and on
+--- a single rank.
 function Reducer:culprits() return self.found or {} end
 
 return M

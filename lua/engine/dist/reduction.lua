@@ -47,12 +47,13 @@ function M.units(optimizer)
   return units
 end
 
---- Whether ranks update whole parameters: for optimizers that need them, and for ZeRO-3 in FP8,
---- where one rank quantizes a weight for all.
+--- Whether each parameter is updated by one rank as a whole: for optimizers that need whole
+--- parameters, and for ZeRO-3 in FP8, where one rank quantizes a weight for all.
 function M.whole(optimizer, zero) return optimizer.whole or zero == 3 and optimizer.fp8 ~= nil end
 
---- The core's options for a reduction, made from those of a trainer. o.whole: with ZeRO, ranks
---- update whole parameters (M.whole). o.units: what M.units returned, which the caller must keep.
+--- The core's options for a reduction, made from those of a trainer. o.whole: the result of
+--- M.whole. o.units: the result of M.units. apart and holders: as in eng_parallel_options. The
+--- caller must keep the arrays and the group alive.
 function M.options(o, apart, holders)
   return ffi.new("eng_parallel_options", { bucket = math.floor((o.bucket or M.BUCKET) * 2 ^ 20),
     comm_dtype = COMM_DTYPES[o.comm_dtype or "own"], zero = o.zero or 0,
