@@ -132,10 +132,10 @@ local function grouped(reducer, at, held)
   return lists, #lists > 1 and #lists[1] > #lists[2]
 end
 
--- Exchanges the checksums of the first n items. Returns the differences, the same on all ranks: {
--- first = the index (from 1) of the first item that differs, groups = its lists of ranks, ranks =
--- the ranks outside the majority for any item, majority = whether every such item has a majority,
--- count = the number of items that differ }.
+-- Exchanges the checksums of the first n items. Returns the differences, which are the same on all
+-- ranks: { first = the index (from 1) of the first item that differs, groups = its lists of ranks,
+-- ranks = the ranks outside the majority for any item, majority = whether every item that differs
+-- has a majority, count = the number of items that differ }.
 local function differences(reducer, list, sums, n)
   local all, odd = gathered(sums, n), {}
   local found = { ranks = {}, majority = true, count = 0 }

@@ -7,7 +7,8 @@ local M = {}
 local HEADERS = { "core/engine.h", "core/engine_policy.h", "core/engine_ranks.h",
   "core/engine_files.h", "core/engine_tokenizer.h" }
 
--- Adds the declarations of a header. A comment applies to those below it, up to an empty line.
+-- Adds the declarations of a header. A comment applies to the declarations below it, up to an empty
+-- line.
 local function header(path, add)
   local lines = source.lines(path)
   local text, declaration, started, below = "", nil, nil, false
@@ -51,7 +52,7 @@ local function arguments(text)
   return list
 end
 
--- The call of a macro that begins in line i, as one line; and the number of its last line.
+-- The macro call that begins in lines[i], joined into one line, and the index of its last line.
 local function call_at(lines, i)
   local call = lines[i]
   while not call:find("%)%s*$") and not call:find("%)%s*//") and lines[i + 1] do
@@ -61,7 +62,8 @@ local function call_at(lines, i)
   return call, i
 end
 
--- The arguments of a call after its name, as "inputs 2, layout ANY". columns: their names.
+-- The arguments of a macro call, without the first (the operation's name), as a text such as
+-- "inputs 2, layout ANY". columns: the names of these arguments.
 local function facts_of(values, columns)
   local facts = {}
   for k = 2, #values do

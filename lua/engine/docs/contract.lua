@@ -1,12 +1,13 @@
--- What users write besides functions: policies with their options, the fields of policies, records
--- and verdicts, the trainer's options, environment variables, the guides. Used by index.lua.
+-- The entries of the reference other than functions, operations and commands: policies with their
+-- options, the fields of policies, records and verdicts, the trainer's options, environment
+-- variables, the guides. Used by index.lua.
 local nearest = require "engine.base.nearest"
 local source = require "engine.docs.source"
 
 local M = {}
 
--- Tables whose rows begin with a name. If the first cell has several names, they share the row's
--- text.
+-- Markdown tables whose rows are entries. The first cell has the names; several names in it share
+-- the row's text.
 local TABLES = {
   { path = "policies/README.md", heading = "## The file", prefix = "policy.", kind = "policy field",
     area = "contract" },
@@ -105,9 +106,9 @@ local function words(add_word)
   end
 end
 
---- Adds the entries; `trainer` is the entry of engine.trainer. add_word adds an entry that only
---- `engine help` finds, and only if no other entry has the name. Such an entry is not on a page of
---- its own, because another page has its text already.
+--- Adds the entries. trainer: the entry of engine.trainer. add_word adds an entry that only `engine
+--- help` shows, and only if no other entry has the name. Such an entry is not on the pages of the
+--- reference, because its text is already there in another entry.
 function M.read(trainer, add, add_word)
   tables(add)
   if trainer then options(trainer, add) end

@@ -1,5 +1,5 @@
--- The public Lua functions: walks the `engine` table as a script sees it and finds the comment
--- above each function's definition by its debug information. Used by index.lua.
+-- The public Lua functions: iterates over the table `engine`, and finds the comment above each
+-- function's definition through debug information. Used by index.lua.
 local nearest = require "engine.base.nearest"
 local source = require "engine.docs.source"
 local M_ffi = require "engine.base.ffi"
@@ -14,7 +14,7 @@ local function upvalue(f, wanted)
   end
 end
 
--- Where a function is defined, { path, line }, if it is in this tree; else nil.
+-- The definition of a function, { path =, line = }; nil if it is not in lua/engine.
 local function definition(f)
   local info = debug.getinfo(f, "S")
   local path = info.source:match("^@(.*)$")
@@ -28,9 +28,10 @@ local function comment_above(lines, line, mark)
 end
 
 -- The doc comment of the function `name`. It is above the line that creates the function's class
--- (class("linear")), registers it (define("cosine", ...)) or exports it (M.backward = backward);
--- else above its definition, or above the loop that defines several functions. If the comment lists
--- functions in two columns, only the function's line is used.
+-- (class("linear")), registers the function (define("cosine", ...)) or exports it (M.backward =
+-- backward). Without such a line, it is above the definition, or above the loop that defines
+-- several functions. If the comment lists functions in two columns, the text is the function's row
+-- and the paragraph above the list.
 local function text_of(at, name)
   local lines, line, options = source.lines(at.path), at.line, nil
   for i, candidate in ipairs(lines) do
@@ -66,8 +67,8 @@ local function parameters(f, skip)
   return "(" .. table.concat(names, ", ") .. ")"
 end
 
--- The classes of the objects that the functions of a file create: { name, methods }. Found through
--- the upvalues of these functions.
+-- The classes of the objects that `functions` create, as a list of { name =, methods = }. A class
+-- is an upvalue of one of these functions, or of a function in the same file that they call.
 local function classes_of(functions)
   local found, seen = {}, {}
   local function look(f, path, depth)
@@ -94,13 +95,13 @@ local function classes_of(functions)
   return found
 end
 
--- Reads functions into entries: { add, known = { [function] = its entry } }. A function with two
--- names, such as engine.matmul and tensor:matmul, has one entry.
+-- Makes entries from functions. Fields: add, known = { [function] = its entry }. A function with
+-- two names, such as engine.matmul and tensor:matmul, has one entry.
 local Reader = {}
 Reader.__index = Reader
 
--- Adds the function f, or one more name of it. skip: how many of its first parameters the signature
--- leaves out.
+-- Adds an entry for the function f or, if it has one, a name to this entry. skip: how many of the
+-- first parameters the signature leaves out.
 function Reader:enter(name, f, area, skip)
   local at, entry = definition(f), self.known[f]
   if not at then return end
@@ -167,8 +168,8 @@ function Reader:enter_tensor(engine)
   end
 end
 
--- Adds a part of the engine: a function or a module that init.lua loads when it is first used.
--- file: the name that `require` takes.
+-- Adds a part of the engine: a function or a module that engine/init.lua loads when it is first
+-- used. file: the module's name for `require`.
 function Reader:enter_part(name, part, file)
   local full, functions = "engine." .. name, { part }
   local area = type(part) == "function" and name ~= "trainer" and "engine" or name

@@ -1,5 +1,6 @@
--- The reference and the guides as a folder of pages: an index with a search, a page for each area,
--- a page for each guide. They need no other files. Called by `engine help --html FOLDER`.
+-- The reference and the guides as a folder of HTML pages: an index with a search, a page for each
+-- area, a page for each guide. The pages need no other files. Called by `engine help --html
+-- FOLDER`.
 local M_ffi = require "engine.base.ffi"
 local file = require "engine.base.file"
 local page = require "engine.docs.page"
@@ -9,8 +10,8 @@ local C = M_ffi.C
 
 local M = {}
 
--- The areas with their titles, in the order of the index. Other areas follow; each is named after a
--- module.
+-- The first areas of the index with their titles, in order. The other areas follow them; each of
+-- those has the name of a module.
 local AREAS = {
   { "commands", "Commands" },
   { "engine", "engine: steps, scopes, machine" },
@@ -90,12 +91,13 @@ end
 
 -- ------------------------------------------------------------------ the folder
 
--- The pages in the making: { index, folder, guides, warnings, links = addresses by name, anchors =
--- the pages so far and their anchors, pending = links to check: { path, target, address } }.
+-- The state while the pages are written: { index, folder, guides, warnings, links = { [name] =
+-- address }, anchors = the set of pages and anchors so far, pending = links to check: { path,
+-- target, address } }.
 local Site = {}
 Site.__index = Site
 
--- Writes a page.
+-- Writes a page and notes its anchors.
 function Site:publish(name, title, body)
   if self.anchors[name] then self:warn("two pages are called %s: %s", name, title) end
   for id in body:gmatch('id="([^"]*)"') do self.anchors[name .. "#" .. id] = true end
@@ -105,7 +107,8 @@ end
 
 function Site:warn(format, ...) self.warnings[#self.warnings + 1] = format:format(...) end
 
--- The address of a link in the guide at `path`, or nil if the link leads to no page.
+-- The address of the link `target` in the guide at `path`; nil if no page has it. Queues links
+-- between pages, and links to missing files, for the check in M.write.
 function Site:resolve(path, target)
   if target:find("^%a+:") then return target end
   local name, anchor = target:match("^([^#]*)(#?.*)$")
@@ -120,8 +123,8 @@ function Site:resolve(path, target)
   if not source.path(full) then table.insert(self.pending, { path, target, "" }) end
 end
 
--- Writes a page for each guide, and sorts the guides by the table in docs/README.md, which is the
--- first page.
+-- Writes a page for each guide. Then sorts the guides for the index by where docs/README.md names
+-- their files; a guide that it does not name comes first.
 function Site:publish_guides()
   for _, entry in ipairs(self.guides) do
     local path = entry.where:match("^(.*):%d+$")
@@ -163,8 +166,8 @@ function Site:publish_reference()
   self:publish("index.html", "reference", table.concat(body, "\n"))
 end
 
---- Writes the pages into a folder; returns a list of warnings: entries without documentation,
---- broken links.
+--- Writes the pages into a folder. Returns a list of warnings about entries without documentation
+--- and broken links.
 function M.write(index, folder)
   M_ffi.check(C.eng_file_mkdir(folder))
   local site = setmetatable({ index = index, folder = folder, warnings = {}, links = {},

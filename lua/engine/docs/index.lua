@@ -1,5 +1,6 @@
 -- The reference in memory: entries { name, names, kind, area, signature, text, example, where }
--- from the readers beside this file, found by name for `engine help NAME`, html.lua and types.lua.
+-- from the readers in this folder, and look-up by name. Used by `engine help NAME`, html.lua and
+-- types.lua.
 local nearest = require "engine.base.nearest"
 local show = require "engine.base.show"
 local source = require "engine.docs.source"
@@ -42,7 +43,7 @@ function M.new(commands)
   return self
 end
 
--- Reads docs/snippets.md: each block of code is the example of the names in the text above it.
+-- Reads docs/snippets.md: each block of code is the example for the names above it.
 function Index:read_examples()
   local names, block = {}, nil
   for _, line in ipairs(source.lines("docs/snippets.md") or {}) do
@@ -71,8 +72,9 @@ local function last_part(name) return name:match("([^.:]+)$") or name end
 -- A name in lower case, with '-' for each space and '_'.
 local function plain(name) return (name:lower():gsub("[ _]", "-")) end
 
--- Returns two lists: the entries with the full name `name`, and those whose name ends in it. If no
--- entry has the full name, returns the second list and an empty one.
+-- Returns two lists: the entries whose full name is `name`, and the entries whose name ends in
+-- `name`. If no entry has this full name, the first list has the entries whose name ends in it, and
+-- the second is empty.
 local function search(list, name)
   local full, parts = {}, {}
   for _, form in ipairs { tostring, plain } do         -- the names as written, then plain names
@@ -93,17 +95,17 @@ local function search(list, name)
   return parts, {}
 end
 
---- The entries called `name`: those with this full name, else those whose name ends in it (`gelu`
---- for tensor:gelu), else those of self.words. The second result lists the other entries whose name
---- ends in `name`.
+--- The entries called `name`: those with this full name; if there are none, those whose name ends
+--- in `name` (`gelu` for tensor:gelu); if there are none, those of self.words. The second result
+--- lists the other entries whose name ends in `name`.
 function Index:find(name)
   local found, others = search(self.entries, name)
   if #found == 0 then found, others = search(self.words, name) end
   return found, others
 end
 
---- The entries whose text contains the word `name`. C functions are left out, and guides come last.
---- Shows where a name without an entry of its own, such as the option end_token, is explained.
+--- The entries whose text contains the word `name`, without C functions and with guides last. For a
+--- name that has no entry, such as the option end_token, this list says where it is explained.
 function Index:mentions(name)
   local list, guides = {}, {}
   local word = "%f[%w_]" .. name:gsub("%W", "%%%0") .. "%f[^%w_]"

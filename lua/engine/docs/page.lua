@@ -50,7 +50,8 @@ function M.frame(title, body)
 ]]):format(M.escape(title), STYLE, M.escape(title), body)
 end
 
--- Turns each `name` in code into a link if the reference has the name. links: name -> address.
+-- Turns each <code>name</code> into a link if the reference has an entry for it. links: name ->
+-- address.
 local function linked(html, links)
   return (html:gsub("<code>([%w_.:]+)</code>", function(name)
     local target = links[name]
@@ -80,8 +81,8 @@ function M.prose(text, links)
   return table.concat(html, "\n")
 end
 
---- A Markdown file as HTML. Every heading has an anchor. resolve(address) returns the address of a
---- link on the page, or nil if the link is to become plain text.
+--- A Markdown file as HTML. Every heading has an anchor. resolve(address) converts the address of a
+--- link in the file to that in the page, or returns nil to make the link plain text.
 function M.markdown(path, links, resolve)
   local html = process.output(("cmark-gfm -e table %s 2>&1"):format(
     process.quoted(source.path(path))))

@@ -47,8 +47,9 @@ function M.list(folder, ending)
   return paths
 end
 
---- The comment that ends in the line above `at`, without its marks ("///?" for C, "%-%-%-?" for
---- Lua), and the number of its first line; "" and `at` if the line above is not a comment.
+--- The comment that ends in the line above lines[at], without its marks, and the index of its first
+--- line; "" and `at` if the line above is not a comment. mark: the pattern of the marks, "///?" for
+--- C, "%-%-%-?" for Lua.
 function M.comment(lines, at, mark)
   local first = at
   while first > 1 and lines[first - 1]:find("^%s*" .. mark) do first = first - 1 end
@@ -79,7 +80,7 @@ function M.table_rows(path, heading)
       rows[#rows + 1] = cells
     end
   end
-  table.remove(rows, 1)                                 -- the table's own heading
+  table.remove(rows, 1)                                 -- the table's header row
   return rows
 end
 
@@ -106,8 +107,8 @@ function M.option_list(text)
   return list
 end
 
---- A text as a list of { kind, lines }: "text" (lines that make one paragraph) and "code" (indented
---- lines, as they are).
+--- Splits a text into a list of { kind =, lines = }. The kinds are "text", the lines of one
+--- paragraph, and "code", indented lines, which stay as they are.
 function M.blocks(text)
   local blocks, last = {}, nil
   for line in (text .. "\n"):gmatch("(.-)\n") do

@@ -1,5 +1,5 @@
--- engine.d.lua: the types of what scripts and policies write, for editors with LuaLS. Made from the
--- same entries as the pages. Called by `engine help --types FILE`.
+-- engine.d.lua: the types of the API of scripts and policies, for editors with LuaLS. Generated
+-- from the same entries as the pages. Called by `engine help --types FILE`.
 local file = require "engine.base.file"
 local source = require "engine.docs.source"
 
@@ -14,8 +14,8 @@ local function types_of(text)
   return map
 end
 
--- Types that the reference does not give. All other fields are `number` in records and `any` in
--- options.
+-- Types that the reference does not give. All other fields are `any` in the trainer's options and
+-- `number` elsewhere.
 local TYPE = types_of [[
 policy.name policy.doc verdict.reason trainer.activations trainer.run tensor.dtype: string
 tensor.device: string
@@ -120,10 +120,10 @@ local function declaration(signature)
   return loadstring(code) and code or nil
 end
 
--- Calls put(text) for each class of fields: what policies and the trainer's options hold, and the
--- fields of tensors.
+-- Calls put(text) for each class with fields: policies, records, verdicts, the trainer's options,
+-- tensors.
 local function classes(index, put)
-  -- belongs(entry): whether the class has the field; by default every entry of that kind
+  -- belongs(entry): whether the class has this field; by default it has all fields of `kind`
   local function class(title, name, kind, belongs, rest)
     put(("--- %s\n---@class %s"):format(title, name))
     for _, entry in ipairs(index.entries) do
