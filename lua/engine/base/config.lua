@@ -23,7 +23,7 @@
 --   positive    above 0                             not_negative  0 or more
 --   share       0 to 1                              part          above 0, up to 1
 --   file        an existing file                    output        a file in an existing folder
---   folder      a folder, or nothing yet            policy        a policy that loads
+--   folder      an existing or a new folder         policy        a policy that loads
 --   pattern     a well-formed Lua pattern
 -- A default that the user does not change may be out of range. A list field with choices takes one
 -- or more of the choices.
@@ -369,7 +369,7 @@ function config.parse(defaults, args, docs, kinds)
   return result
 end
 
---- Every field as { name, value }, dotted names, in the order of `help`.
+--- A list of { name, value } for every field, with dotted names, in the order of `help`.
 function config.flatten(values)
   local fields = collect(values, "", {})
   local list = {}

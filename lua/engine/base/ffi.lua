@@ -118,7 +118,7 @@ end
 --- A value as text, for messages: "'text'" (up to 200 bytes of it), "5", "a table", "nothing".
 function M.value_text(v)
   if v == nil then return "nothing" end
-  if type(v) == "string" then      -- cut before a character of UTF-8, not inside it
+  if type(v) == "string" then      -- cuts between two UTF-8 characters
     return "'" .. (#v > 200 and v:sub(1, 200):gsub("[\192-\255]?[\128-\191]*$", "") .. "..." or v)
       .. "'"
   end

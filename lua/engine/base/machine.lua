@@ -21,8 +21,8 @@ function machine.terminal(fd)
   return columns[0], rows[0]
 end
 
--- True if the terminal shows only ASCII: TERM says so, or the locale does not name UTF-8. The
--- locale is the first of LC_ALL, LC_CTYPE and LANG that is set.
+-- True if output to the terminal must be ASCII: TERM is "dumb" or "linux", or the locale does not
+-- name UTF-8. The locale is the first of LC_ALL, LC_CTYPE and LANG that is set.
 function machine.ascii()
   local term = os.getenv "TERM"
   if term == "dumb" or term == "linux" then return true end
@@ -42,7 +42,7 @@ function machine.library_version(name)
   return text(C.eng_library_version(name))
 end
 
--- Number of GPUs (-1: no driver) and a line about each.
+-- The number of GPUs (-1: no driver), and a text with a line about each.
 function machine.gpus()
   local buffer = ffi.new("char[4096]")
   return C.eng_gpu_probe(buffer, 4096), ffi.string(buffer)

@@ -4,7 +4,7 @@
 -- config.lua and by train/options.lua.
 local M = {}
 
-local CAPTURES, DEEPEST = 32, 199   -- LuaJIT's limits; DEEPEST: captures and repeated items
+local CAPTURES, DEEPEST = 32, 199   -- LuaJIT's limits; DEEPEST: nesting in a match
 
 --- What is wrong with a Lua pattern, or nil. Without a problem, string.find raises no error for
 --- any subject.

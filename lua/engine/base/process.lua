@@ -7,8 +7,8 @@ local C, check = M_ffi.C, M_ffi.check
 local M = {}
 
 --- Starts a program: words[1], found in PATH, with the other words as its arguments. Its output is
---- appended to the file `log`. It gets SIGTERM when this process ends. Returns a number that
---- status() and stop() take.
+--- appended to the file `log`. The program gets SIGTERM when this process ends. Returns a number
+--- that status() and stop() take.
 function M.start(words, log)
   local list, process = M_ffi.new("const char *[?]", #words + 1), M_ffi.new("int[1]")
   for i, word in ipairs(words) do list[i - 1] = word end
@@ -29,7 +29,7 @@ function M.stop(process) C.eng_process_signal(process, 15) end
 --- A word quoted for the shell, whatever characters it has.
 function M.quoted(word) return "'" .. tostring(word):gsub("'", "'\\''") .. "'" end
 
---- What a shell command prints on its standard output.
+--- The standard output of a shell command, as text.
 function M.output(command)
   local pipe = io.popen(command)
   local text = pipe and pipe:read("*a") or ""

@@ -15,7 +15,7 @@ function show.exact(x)
   return ffi.string(buffer)
 end
 
---- A value for people: a number in up to ten digits, anything else as it is.
+--- A value as text for people: a number with up to ten digits, any other value by tostring().
 function show.value(x) return type(x) == "number" and ("%.10g"):format(x) or tostring(x) end
 
 --- A number as JSON that other tools read. JSON has no infinity and no NaN, so these become the
@@ -134,8 +134,8 @@ end
 
 local MOST = 60       -- characters of a cell
 
---- Rows of strings as lines with aligned columns; left[c]: column c is aligned to the left; left =
---- true: every column. Long cells are cut, except in the last column.
+--- Rows of strings as lines with aligned columns. left[c]: column c is aligned to the left; left =
+--- true: every column is. Long cells are cut, except in the last column.
 function show.table(rows, left)
   local lines, cells, width = {}, {}, {}
   for i, row in ipairs(rows) do

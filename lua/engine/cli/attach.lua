@@ -1,6 +1,6 @@
 -- engine attach RUN [-e CODE]: a REPL on a run. While the run is alive, `run` and `policy` send
--- requests over its socket (run/control.lua), and `history` reads the file. For a finished run only
--- `history` works.
+-- requests over its socket (run/control.lua). `history` reads history.db, also after the run has
+-- finished.
 local M_ffi = require "engine.base.ffi"
 local files = require "engine.base.file"
 local json = require "engine.base.json"
@@ -49,7 +49,7 @@ local function connect(path)
 end
 
 local line, length = ffi.new("const char *[1]"), ffi.new("int64_t[1]")
-local PATIENCE = 5          -- seconds without an answer before a message says why
+local PATIENCE = 5          -- seconds without a reply before a message says why
 
 local function waiting_text(path)
   local pid, state = require("engine.run.runs").holder(path)

@@ -114,8 +114,8 @@ end
 
 -- ------------------------------------------------------------------ the command line
 
-local TAKEN = { policy = "--policy", seed = "seeds=", run = "name=", resume = "the same command",
-  log = "the file `output` in the run's folder" }
+local TAKEN = { policy = "--policy", seed = "seeds=", run = "name=",
+  resume = "the same command again", log = "the file `output` in the run's folder" }
 
 local OUTPUTS = { "csv", "latex", "svg", "png" }
 

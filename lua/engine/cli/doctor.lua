@@ -1,5 +1,6 @@
--- engine doctor: what this machine offers and what is missing. Each line is ok, missing or note,
--- with what to do about it. The exit code is 1 when something is missing that the engine needs.
+-- engine doctor: what this machine offers and what is missing. Each line begins with ok, missing or
+-- note; a line about something missing says what it is for or how to install it. The exit code is 1
+-- if something is missing that the engine needs.
 local host = require "engine.host"
 
 -- The first line a command prints, or nil.
@@ -140,8 +141,8 @@ return require("engine.cli.options").command {
 usage: engine doctor
 
 Prints what this machine offers: processor, memory, LuaJIT, libraries, programs, cards and ranks.
-Each line begins with ok, missing or note, and says what to do about what is missing. The exit
-status is 1 if something is missing that the engine needs.]==],
+Each line begins with ok, missing or note. A line about something missing says what it is for or how
+to install it. The exit status is 1 if something is missing that the engine needs.]==],
   main = function()
     cpu()
     memory()

@@ -8,7 +8,8 @@ local files = require "engine.base.file"
 local json = require "engine.base.json"
 local merged = require("engine.base.arguments").merged
 
--- The options of the job's trainer or session: the script's (`given`) with the job's changes.
+-- The options of the job's trainer or session: those of the script (`given`), with the job's
+-- changes.
 local function options_of(given, job, kind)
   local o = merged(given)
   o.run, o.resume, o.log = job.run, job.resume or false, "quiet"

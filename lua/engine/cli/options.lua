@@ -65,7 +65,7 @@ local function plain_word(word, given, spec)
   end
 end
 
---- The values of a command line: { words = { ... }, name = value, policies = { ... }, line = the
+--- Parses a command line. Returns { words = { ... }, name = value, policies = { ... }, line = the
 --- whole command line }.
 function M.parse(words, spec)
   local given = { words = {}, policies = spec.policies and {} or nil, line = words }

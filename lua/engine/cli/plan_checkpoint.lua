@@ -31,9 +31,9 @@ local function forward(trainer, watched)
   return bytes, most, seconds
 end
 
---- Predicts, from a trainer that checkpoints nothing, what checkpointing `which` (as in
---- checkpoint=) would change: { plain = the peak of activations and their gradients in bytes
---- without it, block = that peak with it, time = the factor on the time of a step }.
+--- Predicts the effect of checkpoint=`which`, from a trainer without it. Returns { plain = the peak
+--- bytes of activations and their gradients without checkpointing, block = the same peak with
+--- checkpointing, time = the factor on the time of a step }.
 function M.predict(trainer, which)
   local step, model, watched = measure.step(trainer), trainer.model, {}
   local peak = require("engine").memory().step.peak

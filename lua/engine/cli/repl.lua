@@ -82,8 +82,8 @@ function repl.show(value)
   return coloured(ok and text or tostring(value))
 end
 
---- All results of an entry. nil and a message, which is how functions report failure, show only the
---- message.
+--- All results of an entry as text. If they are nil and a message, which is how functions report
+--- failure, shows only the message.
 function repl.show_all(...)
   local n, nothing, message = select("#", ...), ...
   if n == 2 and nothing == nil and type(message) == "string" then return shown(message) end
@@ -103,8 +103,8 @@ local function each_key(t, visit)
   end
 end
 
--- Calls visit(name, value) for the string keys of a value and of the tables its metatable leads to.
--- Where __index is a function, as in modules, it looks into the function's upvalues.
+-- Calls visit(name, value) for the string keys of a value and of the tables in its chain of
+-- __index. If an __index is a function, as in modules, visits the keys of tables among its upvalues.
 local function each_name(value, visit)
   if type(value) == "cdata" then
     local tensor = package.loaded["engine.tensor.tensor"]
@@ -210,8 +210,8 @@ local function names_after(code)
   return good and columns or nil
 end
 
--- The text that Tab inserts after `before`, and the candidates to list: names, or inside quotes
--- columns, runs or files.
+-- The text that Tab inserts after `before`, and the candidates to list. The candidates are names;
+-- inside quotes they are columns, runs or files.
 function repl.complete(before)
   local inside, code = open_text(before)
   if inside then

@@ -1,4 +1,4 @@
--- engine replay: policies on a recorded run or a string of verdicts (run/replay.lua).
+-- engine replay: replays policies on a recorded run or a string of verdicts (run/replay.lua).
 local counterfactual = require "engine.run.counterfactual"
 local options = require "engine.cli.options"
 local show = require "engine.base.show"

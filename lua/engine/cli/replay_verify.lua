@@ -196,7 +196,8 @@ local function folder_for(keep, i, many)
 end
 
 --- Verifies given.policies on the run given.words[1]; the other fields are the command's options.
---- Returns the exit status: 0, replay and live runs agree; 2, they differ; 130, interrupted.
+--- Returns the exit status: 0, replay and live runs agree; 1, a live run made no step; 2, they
+--- differ; 130, interrupted.
 function M.main(given)
   local worst, objects = AGREE, {}
   for i, p in ipairs(given.policies) do

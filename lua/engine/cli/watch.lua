@@ -17,8 +17,8 @@ local EVENTS = 5              -- lines of events
 local WINDOW = 100            -- steps that the speed is measured over
 local PATIENCE = 5            -- seconds until an error of a run in progress ends the view
 
--- The progress line of a run, as the run itself shows it, and the percentage of its steps that are
--- done, or nil if their number is unknown.
+-- Returns the progress line of a run, as the run itself shows it, and the percentage of its steps
+-- that are done. The percentage is nil if the number of steps is unknown.
 local function progress_of(h, last)
   local since = h:query("SELECT min(step) AS step, min(elapsed) AS elapsed, sum(tokens) AS " ..
     "tokens FROM steps WHERE step > ?", last.step - WINDOW)[1]
@@ -94,12 +94,13 @@ local function find(word, state)
   if good then return path end
   if not state.told then
     io.stderr:write("engine watch: ", require("engine.base.show").shown(path),
-      "; waiting for it, Ctrl-C ends\n")
+      "; waiting until it begins, Ctrl-C ends\n")
     state.told = true
   end
 end
 
--- Calls refresh(), which may fail while a run begins: for a moment its history has no tables yet.
+-- Calls refresh(). Ignores its errors for PATIENCE seconds while the run's process is alive,
+-- because the history of a run that has just begun has no tables yet.
 local function try(path, names, state)
   local good, ended = pcall(refresh, path, names, state)
   if good then

@@ -43,7 +43,7 @@ local function print_to(out, text)
   out[#out + 1] = text
 end
 
--- Python's str() of what templates print.
+-- Converts a value to the text that a template prints, as Python's str() does.
 local function text_of(x)
   if type(x) == "string" then return x end
   if x == nil then return "" end
@@ -87,7 +87,7 @@ local function strip(s, left, right, given)
 end
 
 local function split(s, at)
-  if at == nil or at == "" then fail("split needs the text to split at") end
+  if at == nil or at == "" then fail("split: expected a separator") end
   local parts, from = {}, 1
   while true do
     local first, last = s:find(at, from, true)
@@ -98,7 +98,7 @@ local function split(s, at)
 end
 
 local function replace(s, old, new)
-  if old == "" then fail("replace needs a text to replace") end
+  if old == "" then fail("replace: expected a text to replace, got an empty one") end
   return bounded(table.concat(split(s, old), new))
 end
 
@@ -453,8 +453,8 @@ function Parser:unary()
   return applied(function(x) return -x end, { self:unary() }, 1)
 end
 
--- Operators from the loosest to the tightest. `not` before an operand binds between `and` and the
--- comparisons; after one it begins `not in`.
+-- Binary operators, from the lowest precedence to the highest. The prefix `not` has a precedence
+-- between `and` and the comparisons; after an operand, `not` begins `not in`.
 local LEVELS = { { "or" }, { "and" }, { "==", "!=", "<", ">", "<=", ">=", "in", "not" },
   { "+", "-" }, { "~" }, { "*", "//", "%" } }
 local COMPARISONS = 3

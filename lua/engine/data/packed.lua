@@ -20,7 +20,8 @@ local OF_STEP = { keep = false }     -- a batch is freed with its step, even out
 local Packed = {}
 Packed.__index = Packed
 
--- The document at the loader's position, or the next one with a token that counts.
+-- The document at the loader's position. If none of its tokens counts in the loss, moves to the
+-- next document that has one.
 local function current(self)
   local tried = 0
   while not self.document do

@@ -170,7 +170,8 @@ function Records:identity()
   return list
 end
 
---- Raises unless the files are those that identity() described.
+--- Raises an error unless the files have the sizes and checksums in `identity`, a saved result of
+--- identity().
 function Records:check(identity)
   local n = type(identity) == "table" and #identity or 0
   if n ~= #self.files then

@@ -84,7 +84,7 @@ local function build_model(model, fail)
     nearest.hint(tostring(kind), nearest.keys(MODELS)))
   local vocab = want(fail, model.vocab, "table", "vocab")
   if given(model.dropout) and model.dropout ~= 0 then
-    fail("dropout of %s is random; expected none", value_text(model.dropout))
+    fail("expected no dropout, which makes ids random, got %s", value_text(model.dropout))
   end
   local unknown = -1
   if kind == "Unigram" then

@@ -84,7 +84,8 @@ local function behavior(to, part, default)
     nearest.hint(name, nearest.keys(BEHAVIORS)))
 end
 
--- The text or the scanner of a pattern: { String = text } or { Regex = expression }.
+-- Reads the field `pattern`, { String = text } or { Regex = expression }. Returns the text and nil,
+-- or "" and the core's scanner for the expression.
 local function pattern(to, part)
   local value = field(to, part, "pattern", "table")
   local text, expression = value.String, value.Regex

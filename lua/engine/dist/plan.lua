@@ -63,7 +63,7 @@ function M.predict(job, cost, ranks)
   local weights = job.zero > 0 and not alone
     and ((sizes.weight_messages + job.tensors) * cost.alpha + sizes.weight_bytes * cost.beta) *
     turns * (parted and passes or 1) or 0
-  -- The last bucket is sent after the backward pass; the others overlap what remains of it.
+  -- The last bucket is sent after the backward pass; the others overlap the rest of this pass.
   local last = messages / math.max(1, sizes.buckets * passes)
   local exposed = cost.cores and messages
     or math.max(last, messages - BACKWARD * job.step * (1 - 1 / math.max(1, sizes.buckets)))

@@ -238,7 +238,8 @@ function Reducer:begin()
   skip(self.trainer.data, self.rank * self.trainer.accumulate)
 end
 
--- Records the largest count of random numbers drawn by any one micro-batch.
+-- Updates self.drawn, the most random numbers that one micro-batch has drawn. Called before each
+-- micro-batch and after the last one.
 local function note_drawn(self, s, first)
   self.drawn = first and 0
     or math.max(self.drawn, tonumber(random.place().counter - s.place.counter))
@@ -266,7 +267,8 @@ function Reducer:backward_begins(i)
   end
 end
 
---- Runs f, a backward pass on this rank only, and discards its gradients.
+--- Runs f, a backward pass whose gradients are not reduced over the ranks. From ZeRO-2 on, the
+--- gradients of this pass are dropped.
 function Reducer:alone(f)
   if not self.divided then return f() end
   check(C.eng_parallel_begin(self.reduction, C.ENG_PASS_ALONE))
@@ -517,7 +519,7 @@ end
 
 -- ------------------------------------------------------------------ ranks that overflowed
 
-local BITS = { { 2, "inf" }, { 4, "nan" }, { 8, "past fp16, the comm dtype" } }
+local BITS = { { 2, "inf" }, { 4, "nan" }, { 8, "inf only in the comm dtype" } }
 
 -- Returns { { rank =, tensor =, what = "inf" } ... }: for each rank and each kind in BITS, the
 -- first tensor, in the optimizer's order, to which that rank contributed a gradient of this kind in

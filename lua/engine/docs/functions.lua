@@ -111,7 +111,7 @@ function Reader:enter(name, f, area, skip)
     table.insert(entry.names, name)
     return
   end
-  local text = text_of(at, name:match("[^.:]+$"))   -- sets `at` to the text's position
+  local text = text_of(at, name:match("[^.:]+$"))   -- sets at.line to the line below the comment
   self.known[f] = { name = name, names = { name }, kind = "Lua function", area = area,
     signature = signature, text = text, where = ("%s:%d"):format(at.path, at.line) }
   self.add(self.known[f])

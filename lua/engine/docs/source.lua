@@ -89,7 +89,7 @@ function M.shared(names)
   return #names > 1 and "`" .. table.concat(names, "`, `") .. "`: " or ""
 end
 
---- The options that a doc comment lists in two columns, as { names, text, line }.
+--- The options that a doc comment lists in two columns, as a list of { names =, text = }.
 function M.option_list(text)
   local list, column = {}, nil
   for line in (text .. "\n"):gmatch("(.-)\n") do
