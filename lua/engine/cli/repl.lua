@@ -104,7 +104,8 @@ local function each_key(t, visit)
 end
 
 -- Calls visit(name, value) for the string keys of a value and of the tables in its chain of
--- __index. If an __index is a function, as in modules, visits the keys of tables among its upvalues.
+-- __index. If an __index is a function, as in modules, visits the keys of the tables among its
+-- upvalues.
 local function each_name(value, visit)
   if type(value) == "cdata" then
     local tensor = package.loaded["engine.tensor.tensor"]

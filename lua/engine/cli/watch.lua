@@ -94,7 +94,7 @@ local function find(word, state)
   if good then return path end
   if not state.told then
     io.stderr:write("engine watch: ", require("engine.base.show").shown(path),
-      "; waiting until it begins, Ctrl-C ends\n")
+      "; waiting for it, Ctrl-C ends\n")
     state.told = true
   end
 end
