@@ -247,13 +247,13 @@ describe("data", function()
     for key, value in pairs { batch = 3, context = 5, seed = 4, shuffle = false } do
       local other = loader { [key] = value }
       assert.error_matches(function() other:restore(state) end,
-        ("this position was saved with %s %s, the loader has %s; the batches would differ")
+        ("this position was saved with %s %s, but the loader has %s; the batches would differ")
         :format(key, tostring(state[key]), tostring(value)), 1, true)
     end
     assert.error_matches(function() data.text { text = "0123456789", batch = 2, context = 4,
       seed = 3 }:restore(state) end, "saved with kind tokens")
     assert.error_matches(function() loader { path = file("b.bin", u16(numbers(60))) }:restore(
-      state) end, "saved with examples 11, the loader has 14")
+      state) end, "saved with examples 11, but the loader has 14")
     assert.error_matches(function() loader():restore(5) end,
       "expected a position from state%(%), got 5")
     assert.error_matches(function() loader():restore { at = -1 } end, "expected a position")

@@ -257,7 +257,7 @@ describe("data of documents", function()
     assert.error_matches(function()
       loader { encode = function(text) return swapped(text:reverse()) end,
         end_token = 0 }:restore(state)
-    end, "saved with encoding %x+, the loader has %x+")
+    end, "saved with encoding %x+, but the loader has %x+")
     loader { encode = swapped, end_token = 0 }:restore(state)     -- the same tokens
     for _, texts in ipairs { { "abc", "def", "gh" }, { "abc", "def", "ghj" } } do
       file("a.jsonl", jsonl(texts))

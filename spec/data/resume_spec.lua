@@ -58,7 +58,7 @@ describe("a run with documents", function()
     helper.write(path, helper.read(path) .. '{"text":"one more"}\n')
     local result = job(0, { run, "resume=auto" })
     assert.equal(1, result.code)
-    assert.matches("^[^\n]*this position was saved with examples 40, the loader has 41; "
+    assert.matches("^[^\n]*this position was saved with examples 40, but the loader has 41; "
       .. "the batches would differ\n$", result.err)
   end)
 

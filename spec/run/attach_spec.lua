@@ -265,7 +265,8 @@ describe("engine attach", function()
     local run = folder .. "/run"
     assert.equal(0, helper.run({ helper.write(folder .. "/job.lua", JOB), run, "20" }).code)
     local result = attach(run, "print(run)", "print(#history:steps())", 'run:set("lr", 1)')
-    assert.matches("is not running: its history can be read, nothing can be changed", result.out)
+    assert.matches("is not running: its history can be read, but nothing can be changed",
+      result.out)
     assert.matches("20\n", result.out)
     assert.equal(1, result.code)
     assert.matches("is not running", result.err)

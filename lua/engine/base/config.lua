@@ -220,18 +220,18 @@ local RANGES = {
   part = { "a number above 0, up to 1", function(x) return x > 0 and x <= 1 end },
   file = { problem = function(name)
     return not files.exists(name) and ("there is no file '%s'"):format(name)
-      or files.is_folder(name) and ("expected a file, '%s' is a folder"):format(name) or nil
+      or files.is_folder(name) and ("expected a file, but '%s' is a folder"):format(name) or nil
   end },
   output = { problem = function(name)
     local folder = name:match("^(.*)/[^/]*$") or "."
     if files.is_folder(name) then
-      return ("expected a file to write, '%s' is a folder"):format(name)
+      return ("expected a file to write, but '%s' is a folder"):format(name)
     end
     return not files.is_folder(folder == "" and "/" or folder)
       and ("there is no folder '%s' to write into"):format(folder) or nil
   end },
   folder = { problem = function(name)
-    return files.is_file(name) and ("expected a folder, '%s' is a file"):format(name) or nil
+    return files.is_file(name) and ("expected a folder, but '%s' is a file"):format(name) or nil
   end },
   pattern = { problem = function(text)
     local problem = pattern.problem(text)

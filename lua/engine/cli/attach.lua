@@ -184,9 +184,9 @@ local function open(name)
   local good, history = pcall(require("engine.run.history").open, path)
   if not good and not link then error(history, 0) end
   local why = status == C.ENG_ERR_STATE
-    and ("%s is not running: its history can be read, nothing can be changed"):format(path)
-    or ("%s cannot be reached (%s): its history can be read, nothing can be changed"):format(path,
-      tostring(problem))
+    and ("%s is not running: its history can be read, but nothing can be changed"):format(path)
+    or ("%s cannot be reached (%s): its history can be read, but nothing can be changed"):format(
+      path, tostring(problem))
   local run, policy = objects(link, why)
   return { run = run, policy = policy, history = good and history or nil, live = link ~= nil },
     link and "attached to " .. path or why

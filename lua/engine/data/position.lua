@@ -18,8 +18,8 @@ function M.check(state, self, identity, counts)
   expect(good, state, "data: expected a position from state()")
   for _, key in ipairs(identity) do
     if state[key] ~= self[key] then
-      raise("data: this position was saved with %s %s, the loader has %s; the batches would differ",
-        key, tostring(state[key]), tostring(self[key]))
+      raise("data: this position was saved with %s %s, but the loader has %s; the batches would "
+        .. "differ", key, tostring(state[key]), tostring(self[key]))
     end
   end
   local version = state.order or 1     -- positions had no version before version 2

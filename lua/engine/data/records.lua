@@ -175,8 +175,8 @@ end
 function Records:check(identity)
   local n = type(identity) == "table" and #identity or 0
   if n ~= #self.files then
-    raise("data.%s: this position was saved with %d files, the loader has %d; the batches would "
-      .. "differ", self.name, n, #self.files)
+    raise("data.%s: this position was saved with %d files, but the loader has %d; the batches "
+      .. "would differ", self.name, n, #self.files)
   end
   for k, f in ipairs(self.files) do
     local saved = type(identity[k]) == "table" and identity[k] or {}
