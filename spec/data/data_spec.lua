@@ -233,7 +233,7 @@ describe("data", function()
     for k, s in ipairs(starts(other, 18)) do assert.equal(whole[2 * 7 + k], s) end
     state.order = 9
     assert.error_matches(function() loader():restore(state) end,
-      "this position has version 9 of the shuffled order, but this engine knows only up to 2")
+      "this position has version 9 of the shuffled order, but this engine supports only up to 2")
   end)
 
   it("refuses a position of other data, another batch size or another order", function()
@@ -368,7 +368,7 @@ describe("data", function()
     refuses("data.idx { labels = 'x' }", "data.idx: expected the path of a file, got nothing")
     refuses("data.tensors { x = 1, y = 2 }", "data.tensors: expected x to be a tensor, got 1")
     refuses("data.tensors { x = engine.zeros(2, 1), y = engine.zeros(3) }",
-      "data.tensors: x has 2 rows, y has 3")
+      "data.tensors: expected x and y to have the same number of rows, got 2 and 3")
     refuses("data.tensors { x = engine.zeros(0, 1), y = engine.zeros(0) }",
       "data.tensors: there are no rows")
   end)
@@ -464,7 +464,7 @@ describe("data", function()
     refuses("data.idx { images = folder .. '/good', labels = folder .. '/good' }",
       "data.idx: FOLDER/good is not an idx file of labels (unsigned bytes, 1 dimensions)")
     refuses("data.idx { images = folder .. '/good', labels = folder .. '/three' }",
-      "data.idx: 2 images but 3 labels")
+      "data.idx: expected a label for each image, got 2 images and 3 labels")
     local good, message = pcall(data.idx, { images = folder .. "/hostile", labels = folder ..
       "/labels" })
     assert.is_false(good)

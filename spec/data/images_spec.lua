@@ -109,7 +109,7 @@ describe("folders of images", function()
       assert.matches(pattern, message)
       assert.is_nil(message:find("\n", 1, true))
     end
-    fails("1 of 7 files in .* are not PNG or JPEG images, the first is .*/red/notes.txt", {})
+    fails("1 of 7 files in .* are not PNG or JPEG images; the first is .*/red/notes.txt", {})
     assert.equal(1, engine.data.images({ path = folder, bad = "skip" }).skipped)
     helper.remove(folder .. "/red/notes.txt")
     for _, name in ipairs { "red/1.png", "blue/2.jpg" } do

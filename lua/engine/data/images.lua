@@ -62,7 +62,7 @@ end
 function M.open(o, example)
   local classes, list, others = scan(o.path)
   if #others > 0 and o.bad == "stop" then
-    raise("data.images: %d of %d files in %s are not PNG or JPEG images, the first is %s; hint: "
+    raise("data.images: %d of %d files in %s are not PNG or JPEG images; the first is %s; hint: "
       .. "bad = 'skip'", #others, #others + #list, o.path, others[1][1])
   end
   local n, chosen = #list, {}

@@ -315,7 +315,8 @@ function M.tensors(given)
       raise("data.tensors: expected %s with rows, got %s", key, tensor.shape_text(side.shape))
     end
     if n and side:size(1) ~= n then
-      raise("data.tensors: x has %d rows, y has %d", n, side:size(1))
+      raise("data.tensors: expected x and y to have the same number of rows, got %d and %d", n,
+        side:size(1))
     end
     n = side:size(1)
     local values, shape = side:read("f64"), side.shape
@@ -426,7 +427,8 @@ function M.idx(given)
   local pixels, shape, keep1 = idx(o.images, "images", 3)
   local labels, label_shape, keep2 = idx(o.labels, "labels", 1)
   if label_shape[1] ~= shape[1] then
-    raise("data.idx: %d images but %d labels", shape[1], label_shape[1])
+    raise("data.idx: expected a label for each image, got %d images and %d labels", shape[1],
+      label_shape[1])
   end
   local self = rows(o, "idx", { get = function(i) return pixels[i] / 255 end,
     shape = { shape[2] * shape[3] }, dtype = "f32" },

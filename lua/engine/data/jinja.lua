@@ -39,7 +39,7 @@ end
 
 local function print_to(out, text)
   printed = printed + #text
-  if printed > BYTES then fail("the text has more than %d bytes", BYTES) end
+  if printed > BYTES then fail("the rendered text has more than %d bytes", BYTES) end
   out[#out + 1] = text
 end
 

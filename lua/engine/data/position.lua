@@ -25,7 +25,7 @@ function M.check(state, self, identity, counts)
   local version = state.order or 1     -- positions had no version before version 2
   if version ~= 1 and version ~= order.newest then
     raise("data: this position has version %s of the shuffled order, but this engine "
-      .. "knows only up to %d; hint: resume with the engine that saved it", tostring(version),
+      .. "supports only up to %d; hint: resume with the engine that saved it", tostring(version),
       order.newest)
   end
   return state.at, version
